@@ -1,0 +1,114 @@
+// Shape checks that repeat in C++ what abstract evaluation already promised, and attribute decoding.
+// Included by the handlers of both platforms.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "spec.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jnvfp4 {
+
+namespace ffi = ::xla::ffi;
+
+// `QuantSpec.ffi_attrs()` of Python, word for word.
+struct SpecAttr {
+  std::string_view amax_scope;
+  int32_t e4m3_max;
+  bool rht;
+  int32_t block_rows;
+  std::string_view select;
+  std::string_view error_math;
+  std::string_view rounding;
+};
+
+inline KernelSpec kernel_spec(const SpecAttr& a) {
+  return {a.amax_scope == "tensor" ? AmaxScope::kTensor
+          : a.amax_scope == "row"  ? AmaxScope::kRow
+                                   : AmaxScope::kWindow64,
+          a.rht,
+          a.block_rows,
+          a.select == "max6"  ? Select::kMax6
+          : a.select == "mae" ? Select::kMae
+                              : Select::kMse,
+          a.error_math == "fp32" ? ErrorMath::kFp32 : ErrorMath::kFp16,
+          a.rounding == "nearest" ? Rounding::kNearest : Rounding::kStochastic};
+}
+
+inline std::string to_string(const SpecAttr& a) {
+  std::string s = "{amax_scope=";
+  s.append(a.amax_scope).append(", e4m3_max=").append(std::to_string(a.e4m3_max));
+  s.append(a.rht ? ", rht=true" : ", rht=false").append(", block_rows=").append(std::to_string(a.block_rows));
+  s.append(", select=").append(a.select).append(", error_math=").append(a.error_math);
+  return s.append(", rounding=").append(a.rounding).append("}");
+}
+
+inline ffi::Error unsupported(std::string_view op, const SpecAttr& a) {
+  return ffi::Error(ffi::ErrorCode::kUnimplemented,
+                    std::string(op) + ": no kernel is built for " + to_string(a));
+}
+
+inline ffi::Error invalid(std::string_view op, std::string_view what) {
+  return ffi::Error::InvalidArgument(std::string(op) + ": " + std::string(what));
+}
+
+template <class B>
+std::string shape_of(const B& buffer) {
+  std::string s = "(";
+  for (int64_t d : buffer.dimensions()) s += std::to_string(d) + ",";
+  return s + ")";
+}
+
+inline bool float_kind(ffi::DataType t, Float* out) {
+  if (t == ffi::DataType::F32) *out = Float::kF32;
+  else if (t == ffi::DataType::BF16) *out = Float::kBf16;
+  else if (t == ffi::DataType::F16) *out = Float::kF16;
+  else return false;
+  return true;
+}
+
+// How many consecutive rows share an amax, for an amax array that holds one value for everything, one
+// per matrix, or one per row. 0 if the sizes do not fit.
+inline int64_t rows_per_amax(int64_t batch, int64_t rows, int64_t amax_count) {
+  if (amax_count == batch * rows) return 1;
+  if (amax_count == batch) return rows;
+  return amax_count == 1 ? batch * rows : 0;
+}
+
+// The last two dimensions and the product of the others.
+template <class Dims>
+bool split_dims(const Dims& dims, int64_t* batch, int64_t* rows, int64_t* cols) {
+  if (dims.size() < 2) return false;
+  *batch = 1;
+  for (size_t i = 0; i + 2 < dims.size(); ++i) *batch *= dims[i];
+  *rows = dims[dims.size() - 2];
+  *cols = dims[dims.size() - 1];
+  return true;
+}
+
+// Fills `shape` from x, transposed or not; an error text, or empty.
+template <class B>
+std::string quant_shape(const B& x, int64_t amax_count, bool transposed, const KernelSpec& spec, QuantShape* shape) {
+  int64_t batch, rows, cols;
+  if (!split_dims(x.dimensions(), &batch, &rows, &cols)) return "x must have rank 2 or more, got " + shape_of(x);
+  if (transposed) std::swap(rows, cols);
+  if (cols % 16) return "the quantized axis must be a multiple of 16, got x " + shape_of(x);
+  if (spec.block_rows == 16 && rows % 16) return "block_rows=16 needs both axes to be multiples of 16, got x " + shape_of(x);
+  const int64_t per = rows_per_amax(batch, rows, amax_count);
+  if (!per) return "amax has " + std::to_string(amax_count) + " elements, which does not fit x " + shape_of(x);
+  *shape = {batch, rows, cols, per, transposed};
+  return {};
+}
+
+}  // namespace jnvfp4
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jnvfp4::SpecAttr,
+                                      ::xla::ffi::StructMember<std::string_view>("amax_scope"),
+                                      ::xla::ffi::StructMember<int32_t>("e4m3_max"),
+                                      ::xla::ffi::StructMember<bool>("rht"),
+                                      ::xla::ffi::StructMember<int32_t>("block_rows"),
+                                      ::xla::ffi::StructMember<std::string_view>("select"),
+                                      ::xla::ffi::StructMember<std::string_view>("error_math"),
+                                      ::xla::ffi::StructMember<std::string_view>("rounding"));

@@ -1,0 +1,95 @@
+// dequantize on the CPU: one block at a time.
+#include "../check.h"
+#include "../numerics.h"
+#include "parallel.h"
+
+namespace jnvfp4 {
+namespace {
+
+struct Args {
+  const uint8_t* data;
+  const uint8_t* scale;
+  const float* amax;
+  void* out;
+  int64_t blocks_per_amax;
+  float e4m3_max;
+};
+
+struct StoreF32 {
+  using Stored = float;
+  static JNVFP4_HD float store(float v) { return f32_encode(v); }
+};
+struct StoreBf16 {
+  using Stored = uint16_t;
+  static JNVFP4_HD uint16_t store(float v) { return bf16_encode(v); }
+};
+struct StoreF16 {
+  using Stored = uint16_t;
+  static JNVFP4_HD uint16_t store(float v) { return f16_encode(v); }
+};
+
+template <class St>
+JNVFP4_HD void dequantize_blocks(const Args& a, int64_t begin, int64_t end) {
+  for (int64_t b = begin; b < end; ++b) {
+    const float factor = dequantize_factor(a.scale[b], a.amax[b / a.blocks_per_amax], a.e4m3_max);
+    uint64_t packed;
+    std::memcpy(&packed, a.data + b * (kBlock / 2), sizeof packed);
+    auto* out = static_cast<typename St::Stored*>(a.out) + b * kBlock;
+    for (int i = 0; i < kBlock; ++i) {
+      const uint32_t code = static_cast<uint32_t>(packed >> (4 * i)) & 0xfu;
+      out[i] = St::store(mul_rn(e2m1_decode(code), factor));
+    }
+  }
+}
+
+using Blocks = void (*)(const Args&, int64_t, int64_t);
+
+template <class St>
+void portable(const Args& a, int64_t b, int64_t e) { dequantize_blocks<St>(a, b, e); }
+#if defined(__x86_64__)
+template <class St>
+JNVFP4_AVX2 void avx2(const Args& a, int64_t b, int64_t e) { dequantize_blocks<St>(a, b, e); }
+template <class St>
+JNVFP4_AVX512 void avx512(const Args& a, int64_t b, int64_t e) { dequantize_blocks<St>(a, b, e); }
+#endif
+
+template <class St>
+Blocks kernel_for(Isa isa) {
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx512) return avx512<St>;
+  if (isa == Isa::kAvx2) return avx2<St>;
+#endif
+  return portable<St>;
+}
+
+ffi::Error dequantize_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> data, ffi::AnyBuffer scale, ffi::Buffer<ffi::F32> amax,
+                           ffi::Result<ffi::AnyBuffer> out, int32_t e4m3_max) {
+  int64_t batch, rows, cols;
+  if (!split_dims(scale.dimensions(), &batch, &rows, &cols)) return invalid("dequantize", "scale must have rank 2 or more");
+  const int64_t per = rows_per_amax(batch, rows, static_cast<int64_t>(amax.element_count()));
+  if (!per) return invalid("dequantize", "amax " + shape_of(amax) + " does not fit scale " + shape_of(scale));
+  const int64_t blocks = batch * rows * cols;
+  if (static_cast<int64_t>(data.element_count()) != blocks * 8) return invalid("dequantize", "data " + shape_of(data) + " does not fit scale " + shape_of(scale));
+  Float kind;
+  if (!float_kind(out->element_type(), &kind)) return invalid("dequantize", "dtype must be float32, bfloat16 or float16");
+  const Args args{data.typed_data(), static_cast<const uint8_t*>(scale.untyped_data()), amax.typed_data(), out->untyped_data(),
+                  per * cols, static_cast<float>(e4m3_max)};
+  const Blocks kernel = kind == Float::kF32    ? kernel_for<StoreF32>(isa())
+                        : kind == Float::kBf16 ? kernel_for<StoreBf16>(isa())
+                                               : kernel_for<StoreF16>(isa());
+  parallel_for(pool, blocks, 4096, [&](int64_t b, int64_t e) { kernel(args, b, e); });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Dequantize, dequantize_impl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::U8>>()    // data
+                                  .Arg<ffi::AnyBuffer>()          // scale
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // amax
+                                  .Ret<ffi::AnyBuffer>()          // out
+                                  .Attr<int32_t>("e4m3_max"));
+
+}  // namespace jnvfp4

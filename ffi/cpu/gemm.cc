@@ -1,0 +1,430 @@
+// matmul on the CPU, in the pinned order of docs/numerics.md: blocks of 16 ascending along K for two
+// NVFP4 operands, single k ascending for a 16-bit left operand.
+//
+// Columns of the output are vector lanes, so the order along K is that of the rule whatever the vector
+// width. A panel of the right operand is unpacked once and used by many rows.
+#include <array>
+#include <vector>
+
+#include "../check.h"
+#include "../numerics.h"
+#include "parallel.h"
+
+namespace jnvfp4 {
+namespace {
+
+constexpr int kPanel = 32;    // output columns per panel
+constexpr int kRowTile = 4;   // output rows per pass over a panel
+constexpr int64_t kRowChunk = 128;
+
+struct Args {
+  const void* a;           // NVFP4 codes, or 16-bit floats
+  const uint8_t* a_scale;  // null for 16-bit floats
+  const float* a_amax;
+  Float a_kind;
+  const uint8_t* b;
+  const uint8_t* b_scale;
+  const float* b_amax;
+  const void* bias;  // null without
+  Float bias_kind;
+  void* out;
+  Float out_kind;
+  int64_t batch, rows, cols, depth;
+  int64_t a_rows_per_amax, b_rows_per_amax;
+  float a_max, b_max;
+};
+
+// ---------------------------------------------------------------- unpacking
+constexpr int32_t twice(uint32_t code) {
+  constexpr int32_t magnitude[8] = {0, 1, 2, 3, 4, 6, 8, 12};
+  return code & 8u ? -magnitude[code & 7u] : magnitude[code & 7u];
+}
+
+// Two codes of a byte as two bytes of twice their value, plus `offset` each.
+constexpr std::array<uint16_t, 256> make_pairs(int32_t offset) {
+  std::array<uint16_t, 256> t{};
+  for (uint32_t i = 0; i < 256; ++i)
+    t[i] = static_cast<uint16_t>((static_cast<uint32_t>(twice(i & 15u) + offset) & 0xffu) |
+                                 (static_cast<uint32_t>(twice(i >> 4) + offset) & 0xffu) << 8);
+  return t;
+}
+constexpr int32_t kOffset = 12;  // makes the right operand unsigned, as the byte dot instructions want
+constexpr auto kSigned = make_pairs(0);
+constexpr auto kUnsigned = make_pairs(kOffset);
+
+// The left operand, unpacked for all rows: bytes of 2q, block scales, and -12 * sum(2q) of each block.
+struct Left {
+  std::vector<int8_t> value;
+  std::vector<float> scale;
+  std::vector<int32_t> correction;
+
+  void resize(int64_t rows, int64_t depth) {
+    value.resize(rows * depth);
+    scale.resize(rows * depth / kBlock);
+    correction.resize(rows * depth / kBlock);
+  }
+  void unpack(const Args& g, int64_t begin, int64_t end) {  // blocks, over all rows
+    const auto* codes = static_cast<const uint8_t*>(g.a);
+    for (int64_t b = begin; b < end; ++b) {
+      int32_t sum = 0;
+      for (int i = 0; i < kBlock / 2; ++i) {
+        const uint16_t pair = kSigned[codes[b * (kBlock / 2) + i]];
+        std::memcpy(&value[b * kBlock + 2 * i], &pair, 2);
+        sum += static_cast<int8_t>(pair & 0xff) + static_cast<int8_t>(pair >> 8);
+      }
+      correction[b] = -kOffset * sum;
+      scale[b] = e4m3_decode(g.a_scale[b]);
+    }
+  }
+};
+
+// A panel of the right operand. `quads` is [K/4][kPanel][4] unsigned bytes of 2q + 12; `scale` is
+// [K/16][kPanel] with a factor 1/4 for the two doublings, exact.
+struct PanelInt {
+  std::vector<uint32_t> quads;
+  std::vector<float> scale;
+
+  void unpack(const Args& g, int64_t matrix_row, int64_t count) {
+    const int64_t blocks = g.depth / kBlock;
+    quads.assign(g.depth / 4 * kPanel, 0x0c0c0c0cu);
+    scale.assign(blocks * kPanel, 0.0f);
+    for (int64_t n = 0; n < count; ++n) {
+      const uint8_t* codes = g.b + (matrix_row + n) * g.depth / 2;
+      const uint8_t* scales = g.b_scale + (matrix_row + n) * blocks;
+      for (int64_t q = 0; q < g.depth / 4; ++q)
+        quads[q * kPanel + n] = kUnsigned[codes[2 * q]] | uint32_t{kUnsigned[codes[2 * q + 1]]} << 16;
+      for (int64_t j = 0; j < blocks; ++j) scale[j * kPanel + n] = mul_rn(e4m3_decode(scales[j]), 0.25f);
+    }
+  }
+};
+
+// [K][kPanel] float32 values q * s.
+struct PanelFloat {
+  std::vector<float> value;
+
+  void unpack(const Args& g, int64_t matrix_row, int64_t count) {
+    const int64_t blocks = g.depth / kBlock;
+    value.assign(g.depth * kPanel, 0.0f);
+    for (int64_t n = 0; n < count; ++n) {
+      const uint8_t* codes = g.b + (matrix_row + n) * g.depth / 2;
+      const uint8_t* scales = g.b_scale + (matrix_row + n) * blocks;
+      for (int64_t k = 0; k < g.depth; ++k) {
+        const uint32_t code = codes[k / 2] >> (k & 1 ? 4 : 0);
+        value[k * kPanel + n] = mul_rn(e2m1_decode(code & 15u), e4m3_decode(scales[k / kBlock]));
+      }
+    }
+  }
+};
+
+// ---------------------------------------------------------------- inner loops: y[rows][kPanel]
+using Sums = float[kRowTile][kPanel];
+
+void sum_blocks_portable(const Left& l, const PanelInt& p, int64_t first_block, int64_t blocks, int rows, Sums& y) {
+  for (int r = 0; r < rows; ++r) {
+    for (int n = 0; n < kPanel; ++n) y[r][n] = 0.0f;
+    for (int64_t j = 0; j < blocks; ++j) {
+      const int64_t ab = first_block + r * blocks + j;
+      int32_t dot[kPanel];
+      for (int n = 0; n < kPanel; ++n) dot[n] = l.correction[ab];
+      for (int q = 0; q < 4; ++q)
+        for (int n = 0; n < kPanel; ++n) {
+          const uint32_t w = p.quads[(j * 4 + q) * kPanel + n];
+          for (int i = 0; i < 4; ++i)
+            dot[n] += static_cast<int32_t>(w >> (8 * i) & 0xffu) * l.value[ab * kBlock + q * 4 + i];
+        }
+      for (int n = 0; n < kPanel; ++n)
+        y[r][n] = add_rn(y[r][n], mul_rn(mul_rn(l.scale[ab], p.scale[j * kPanel + n]), static_cast<float>(dot[n])));
+    }
+  }
+}
+
+#if defined(__x86_64__)
+JNVFP4_HD int32_t load_quad(const int8_t* v) {
+  int32_t q;
+  std::memcpy(&q, v, sizeof q);
+  return q;
+}
+
+// The product of scales and dot is exact in float32, so the fused multiply-add rounds once, as the
+// rule's add does.
+template <int R>
+JNVFP4_AVX512 void sum_blocks_avx512(const Left& l, const PanelInt& p, int64_t first_block, int64_t blocks, Sums& out) {
+  constexpr int V = kPanel / 16;
+  __m512 y[R][V];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) y[r][v] = _mm512_setzero_ps();
+  for (int64_t j = 0; j < blocks; ++j) {
+    const uint32_t* quads = p.quads.data() + j * 4 * kPanel;
+    __m512i w[4][V];
+    for (int q = 0; q < 4; ++q)
+      for (int v = 0; v < V; ++v) w[q][v] = _mm512_loadu_si512(quads + q * kPanel + v * 16);
+    for (int r = 0; r < R; ++r) {
+      const int64_t ab = first_block + r * blocks + j;
+      const int8_t* a = l.value.data() + ab * kBlock;
+      const __m512 sa = _mm512_set1_ps(l.scale[ab]);
+      for (int v = 0; v < V; ++v) {
+        __m512i dot = _mm512_set1_epi32(l.correction[ab]);
+        for (int q = 0; q < 4; ++q) dot = _mm512_dpbusd_epi32(dot, w[q][v], _mm512_set1_epi32(load_quad(a + 4 * q)));
+        const __m512 scale = _mm512_mul_ps(sa, _mm512_loadu_ps(p.scale.data() + j * kPanel + v * 16));
+        y[r][v] = _mm512_fmadd_ps(scale, _mm512_cvtepi32_ps(dot), y[r][v]);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) _mm512_storeu_ps(out[r] + v * 16, y[r][v]);
+}
+
+template <int R>
+JNVFP4_AVX2 void sum_blocks_avx2(const Left& l, const PanelInt& p, int64_t first_block, int64_t blocks, Sums& out) {
+  constexpr int V = kPanel / 8;
+  const __m256i ones = _mm256_set1_epi16(1);
+  __m256 y[R][V];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) y[r][v] = _mm256_setzero_ps();
+  for (int64_t j = 0; j < blocks; ++j) {
+    const uint32_t* quads = p.quads.data() + j * 4 * kPanel;
+    for (int r = 0; r < R; ++r) {
+      const int64_t ab = first_block + r * blocks + j;
+      const int8_t* a = l.value.data() + ab * kBlock;
+      const __m256 sa = _mm256_set1_ps(l.scale[ab]);
+      for (int v = 0; v < V; ++v) {
+        __m256i pairs = _mm256_setzero_si256();  // at most 4 * 2 * 24 * 12 = 2304
+        for (int q = 0; q < 4; ++q) {
+          const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(quads + q * kPanel + v * 8));
+          pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w, _mm256_set1_epi32(load_quad(a + 4 * q))));
+        }
+        const __m256i dot = _mm256_add_epi32(_mm256_madd_epi16(pairs, ones), _mm256_set1_epi32(l.correction[ab]));
+        const __m256 scale = _mm256_mul_ps(sa, _mm256_loadu_ps(p.scale.data() + j * kPanel + v * 8));
+        y[r][v] = _mm256_fmadd_ps(scale, _mm256_cvtepi32_ps(dot), y[r][v]);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) _mm256_storeu_ps(out[r] + v * 8, y[r][v]);
+}
+#endif
+
+void sum_blocks(const Left& l, const PanelInt& p, int64_t first_block, int64_t blocks, int rows, Sums& y) {
+#if defined(__x86_64__)
+  const bool whole = rows == kRowTile;
+  switch (isa()) {
+    case Isa::kAvx512:
+      if (whole) return sum_blocks_avx512<kRowTile>(l, p, first_block, blocks, y);
+      for (int r = 0; r < rows; ++r) {
+        Sums one;
+        sum_blocks_avx512<1>(l, p, first_block + r * blocks, blocks, one);
+        std::memcpy(y[r], one[0], sizeof y[r]);
+      }
+      return;
+    case Isa::kAvx2:
+      if (whole) return sum_blocks_avx2<kRowTile>(l, p, first_block, blocks, y);
+      for (int r = 0; r < rows; ++r) {
+        Sums one;
+        sum_blocks_avx2<1>(l, p, first_block + r * blocks, blocks, one);
+        std::memcpy(y[r], one[0], sizeof y[r]);
+      }
+      return;
+    case Isa::kPortable: break;
+  }
+#endif
+  sum_blocks_portable(l, p, first_block, blocks, rows, y);
+}
+
+JNVFP4_HD float load_16bit(const Args& g, int64_t i) {
+  const uint16_t h = static_cast<const uint16_t*>(g.a)[i];
+  return g.a_kind == Float::kBf16 ? bf16_decode(h) : f16_decode(h);
+}
+
+// y = fl(y + fl(a * w)), k ascending. The product can underflow for tiny bf16, so it is not fused.
+JNVFP4_HD void sum_elements(const float* a, const PanelFloat& p, int64_t depth, int rows, Sums& y) {
+  for (int r = 0; r < kRowTile; ++r)
+    for (int n = 0; n < kPanel; ++n) y[r][n] = 0.0f;
+  for (int64_t k = 0; k < depth; ++k)
+    for (int r = 0; r < rows; ++r)
+      for (int n = 0; n < kPanel; ++n)
+        y[r][n] = add_rn(y[r][n], mul_rn(a[r * depth + k], p.value[k * kPanel + n]));
+}
+
+void sum_elements_portable(const float* a, const PanelFloat& p, int64_t d, int rows, Sums& y) { sum_elements(a, p, d, rows, y); }
+#if defined(__x86_64__)
+JNVFP4_AVX2 void sum_elements_avx2(const float* a, const PanelFloat& p, int64_t d, int rows, Sums& y) {
+  rows == kRowTile ? sum_elements(a, p, d, kRowTile, y) : sum_elements(a, p, d, rows, y);
+}
+JNVFP4_AVX512 void sum_elements_avx512(const float* a, const PanelFloat& p, int64_t d, int rows, Sums& y) {
+  rows == kRowTile ? sum_elements(a, p, d, kRowTile, y) : sum_elements(a, p, d, rows, y);
+}
+#endif
+
+void sum_elements_for(const float* a, const PanelFloat& p, int64_t d, int rows, Sums& y) {
+#if defined(__x86_64__)
+  if (isa() == Isa::kAvx512) return sum_elements_avx512(a, p, d, rows, y);
+  if (isa() == Isa::kAvx2) return sum_elements_avx2(a, p, d, rows, y);
+#endif
+  sum_elements_portable(a, p, d, rows, y);
+}
+
+// ---------------------------------------------------------------- one task: rows x one panel
+void store(const Args& g, int64_t i, float v) {
+  switch (g.out_kind) {
+    case Float::kF32: static_cast<float*>(g.out)[i] = f32_encode(v); return;
+    case Float::kBf16: static_cast<uint16_t*>(g.out)[i] = bf16_encode(v); return;
+    case Float::kF16: static_cast<uint16_t*>(g.out)[i] = f16_encode(v); return;
+  }
+}
+
+float load_bias(const Args& g, int64_t n) {
+  switch (g.bias_kind) {
+    case Float::kF32: return static_cast<const float*>(g.bias)[n];
+    case Float::kBf16: return bf16_decode(static_cast<const uint16_t*>(g.bias)[n]);
+    case Float::kF16: return f16_decode(static_cast<const uint16_t*>(g.bias)[n]);
+  }
+  return 0.0f;
+}
+
+void finish(const Args& g, int64_t batch, int64_t row, int64_t col, int rows, int count, const Sums& y) {
+  for (int r = 0; r < rows; ++r) {
+    const int64_t a_row = batch * g.rows + row + r;
+    for (int n = 0; n < count; ++n) {
+      const float b_amax = g.b_amax[(batch * g.cols + col + n) / g.b_rows_per_amax];
+      const float alpha = g.a_scale ? alpha_w4a4(g.a_amax[a_row / g.a_rows_per_amax], b_amax, g.a_max, g.b_max)
+                                    : alpha_w4a16(b_amax, g.b_max);
+      const float bias = g.bias ? load_bias(g, col + n) : 0.0f;
+      store(g, a_row * g.cols + col + n, gemm_epilogue(y[r][n], alpha, bias, g.bias != nullptr));
+    }
+  }
+}
+
+void run_task(const Args& g, const Left& left, int64_t task) {
+  const int64_t panels = (g.cols + kPanel - 1) / kPanel, chunks = (g.rows + kRowChunk - 1) / kRowChunk;
+  const int64_t col = task % panels * kPanel;
+  const int64_t first = task / panels % chunks * kRowChunk, batch = task / panels / chunks;
+  const int64_t last = std::min(g.rows, first + kRowChunk);
+  const int count = static_cast<int>(std::min<int64_t>(kPanel, g.cols - col));
+  PanelInt ints;
+  PanelFloat floats;
+  std::vector<float> a(g.a_scale ? 0 : kRowTile * g.depth);
+  if (g.a_scale) ints.unpack(g, batch * g.cols + col, count);
+  else floats.unpack(g, batch * g.cols + col, count);
+  for (int64_t row = first; row < last; row += kRowTile) {
+    const int rows = static_cast<int>(std::min<int64_t>(kRowTile, last - row));
+    alignas(64) Sums y;
+    const int64_t a_row = batch * g.rows + row, blocks = g.depth / kBlock;
+    if (g.a_scale) {
+      sum_blocks(left, ints, a_row * blocks, blocks, rows, y);
+    } else {
+      for (int64_t i = 0; i < rows * g.depth; ++i) a[i] = load_16bit(g, a_row * g.depth + i);
+      sum_elements_for(a.data(), floats, g.depth, rows, y);
+    }
+    finish(g, batch, row, col, rows, count, y);
+  }
+}
+
+void run(ffi::ThreadPool& pool, const Args& g) {
+  Left left;
+  if (g.a_scale) {
+    left.resize(g.batch * g.rows, g.depth);
+    parallel_for(pool, g.batch * g.rows * g.depth / kBlock, 4096, [&](int64_t b, int64_t e) { left.unpack(g, b, e); });
+  }
+  const int64_t panels = (g.cols + kPanel - 1) / kPanel, chunks = (g.rows + kRowChunk - 1) / kRowChunk;
+  parallel_for(pool, g.batch * panels * chunks, 1, [&](int64_t b, int64_t e) {
+    for (int64_t task = b; task < e; ++task) run_task(g, left, task);
+  });
+}
+
+// ---------------------------------------------------------------- handler
+// `b` is [N, K], then all leading axes of `a` are rows; or it has the leading axes of `a`.
+template <class A, class B>
+std::string gemm_shape(const A& a, const B& b_data, int64_t a_depth_scale, Args* g) {
+  int64_t a_batch, a_rows, a_cols, b_batch, b_rows, b_cols;
+  if (!split_dims(a.dimensions(), &a_batch, &a_rows, &a_cols) || !split_dims(b_data.dimensions(), &b_batch, &b_rows, &b_cols))
+    return "operands must have rank 2 or more";
+  if (a_cols * a_depth_scale != b_cols * 2 || b_cols % 8) return "K differs or is no multiple of 16: a " + shape_of(a) + ", b " + shape_of(b_data);
+  if (b_data.dimensions().size() == 2) a_rows *= a_batch, a_batch = 1;
+  if (a_batch != b_batch) return "leading axes differ: a " + shape_of(a) + ", b " + shape_of(b_data);
+  g->batch = a_batch, g->rows = a_rows, g->cols = b_rows, g->depth = b_cols * 2;
+  return {};
+}
+
+std::string gemm_amax(const ffi::Buffer<ffi::F32>& amax, int64_t matrices, int64_t batch, int64_t rows, int64_t* per) {
+  const int64_t count = static_cast<int64_t>(amax.element_count());
+  *per = count == matrices && matrices && batch * rows % matrices == 0 ? batch * rows / matrices : rows_per_amax(batch, rows, count);
+  return *per ? "" : "amax " + shape_of(amax) + " does not fit its operand";
+}
+
+std::string gemm_outputs(const ffi::AnyBuffer& bias, ffi::AnyBuffer out, Args* g) {
+  if (!float_kind(out.element_type(), &g->out_kind)) return "out must be float32, bfloat16 or float16";
+  if (!float_kind(bias.element_type(), &g->bias_kind)) return "bias must be float32, bfloat16 or float16";
+  const int64_t count = static_cast<int64_t>(bias.element_count());
+  if (count != 0 && count != g->cols) return "bias must have N or no elements, got " + shape_of(bias);
+  g->bias = count ? bias.untyped_data() : nullptr;
+  g->out = out.untyped_data();
+  return {};
+}
+
+// How many matrices the leading axes of `buffer` hold.
+template <class B>
+int64_t matrices(const B& buffer) {
+  int64_t batch, rows, cols;
+  return split_dims(buffer.dimensions(), &batch, &rows, &cols) ? batch : 1;
+}
+
+ffi::Error matmul_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> a, ffi::AnyBuffer a_scale, ffi::Buffer<ffi::F32> a_amax,
+                       ffi::Buffer<ffi::U8> b, ffi::AnyBuffer b_scale, ffi::Buffer<ffi::F32> b_amax, ffi::AnyBuffer bias,
+                       ffi::Result<ffi::AnyBuffer> out, int32_t a_max, int32_t b_max) {
+  Args g{};
+  g.a = a.untyped_data(), g.a_scale = static_cast<const uint8_t*>(a_scale.untyped_data()), g.a_amax = a_amax.typed_data();
+  g.b = b.typed_data(), g.b_scale = static_cast<const uint8_t*>(b_scale.untyped_data()), g.b_amax = b_amax.typed_data();
+  g.a_max = static_cast<float>(a_max), g.b_max = static_cast<float>(b_max);
+  std::string error = gemm_shape(a, b, 2, &g);
+  if (error.empty()) error = gemm_outputs(bias, *out, &g);
+  if (error.empty()) error = gemm_amax(a_amax, matrices(a), g.batch, g.rows, &g.a_rows_per_amax);
+  if (error.empty()) error = gemm_amax(b_amax, matrices(b), g.batch, g.cols, &g.b_rows_per_amax);
+  if (!error.empty()) return invalid("matmul_nt", error);
+  run(pool, g);
+  return ffi::Error::Success();
+}
+
+ffi::Error matmul_weight_only_impl(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::Buffer<ffi::U8> b, ffi::AnyBuffer b_scale,
+                                   ffi::Buffer<ffi::F32> b_amax, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out,
+                                   int32_t b_max) {
+  Args g{};
+  g.a = a.untyped_data();
+  g.b = b.typed_data(), g.b_scale = static_cast<const uint8_t*>(b_scale.untyped_data()), g.b_amax = b_amax.typed_data();
+  g.b_max = static_cast<float>(b_max), g.a_rows_per_amax = 1;
+  if (!float_kind(a.element_type(), &g.a_kind) || g.a_kind == Float::kF32) return invalid("matmul_nt", "a must be bfloat16 or float16");
+  std::string error = gemm_shape(a, b, 1, &g);
+  if (error.empty()) error = gemm_outputs(bias, *out, &g);
+  if (error.empty()) error = gemm_amax(b_amax, matrices(b), g.batch, g.cols, &g.b_rows_per_amax);
+  if (!error.empty()) return invalid("matmul_nt", error);
+  run(pool, g);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, matmul_impl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::U8>>()    // a data
+                                  .Arg<ffi::AnyBuffer>()          // a scale
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // a amax
+                                  .Arg<ffi::Buffer<ffi::U8>>()    // b data
+                                  .Arg<ffi::AnyBuffer>()          // b scale
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // b amax
+                                  .Arg<ffi::AnyBuffer>()          // bias, empty without
+                                  .Ret<ffi::AnyBuffer>()          // out
+                                  .Attr<int32_t>("a_e4m3_max")
+                                  .Attr<int32_t>("b_e4m3_max"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulWeightOnly, matmul_weight_only_impl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()          // a
+                                  .Arg<ffi::Buffer<ffi::U8>>()    // b data
+                                  .Arg<ffi::AnyBuffer>()          // b scale
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // b amax
+                                  .Arg<ffi::AnyBuffer>()          // bias, empty without
+                                  .Ret<ffi::AnyBuffer>()          // out
+                                  .Attr<int32_t>("b_e4m3_max"));
+
+}  // namespace jnvfp4

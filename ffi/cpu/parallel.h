@@ -1,0 +1,104 @@
+// Work sharing over XLA's thread pool, the floating point environment, and instruction set dispatch.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "xla/ffi/api/ffi.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <cstdint>
+#endif
+
+namespace jnvfp4 {
+
+// XLA:CPU runs handlers with subnormals flushed to zero. The numerics need them.
+class KeepSubnormals {
+ public:
+#if defined(__x86_64__)
+  KeepSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~0x8040u); }  // FTZ, DAZ
+  ~KeepSubnormals() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#elif defined(__aarch64__)
+  KeepSubnormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" ::"r"(saved_ & ~(uint64_t{1} << 24)));  // FZ
+  }
+  ~KeepSubnormals() { asm volatile("msr fpcr, %0" ::"r"(saved_)); }
+
+ private:
+  uint64_t saved_;
+#else
+#error "jnvfp4: how to keep subnormals on this processor is not known"
+#endif
+};
+
+enum class Isa { kPortable, kAvx2, kAvx512 };
+
+inline Isa detect_isa() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vnni"))
+    return Isa::kAvx512;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Isa::kAvx2;
+#endif
+  return Isa::kPortable;
+}
+
+inline Isa isa() {
+  static const Isa found = detect_isa();
+  return found;
+}
+
+#if defined(__x86_64__)
+#define JNVFP4_AVX2 __attribute__((target("avx2,fma")))
+#define JNVFP4_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+#endif
+
+// Runs f(begin, end) over [0, n) in pieces of `grain`. The calling thread takes pieces too and waits only
+// for pieces that were taken, so a pool whose threads are all busy cannot block it.
+template <class F>
+void parallel_for(::xla::ffi::ThreadPool& pool, int64_t n, int64_t grain, const F& f) {
+  grain = std::max<int64_t>(grain, 1);
+  const int64_t pieces = (n + grain - 1) / grain;
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), pieces) - 1;
+  if (helpers <= 0) {
+    KeepSubnormals guard;
+    if (n > 0) f(int64_t{0}, n);
+    return;
+  }
+  struct State {
+    std::atomic<int64_t> next{0};
+    std::mutex mutex;
+    std::condition_variable all_done;
+    int64_t done = 0;
+  };
+  auto state = std::make_shared<State>();
+  auto work = [state, pieces, grain, n, &f] {  // f is touched only while a piece is held
+    KeepSubnormals guard;
+    for (int64_t i; (i = state->next.fetch_add(1)) < pieces;) {
+      f(i * grain, std::min(n, (i + 1) * grain));
+      std::lock_guard<std::mutex> lock(state->mutex);
+      if (++state->done == pieces) state->all_done.notify_all();
+    }
+  };
+  for (int64_t i = 0; i < helpers; ++i) {
+    auto task = work;
+    pool.Schedule(std::move(task));
+  }
+  work();
+  std::unique_lock<std::mutex> lock(state->mutex);
+  state->all_done.wait(lock, [&] { return state->done == pieces; });
+}
+
+}  // namespace jnvfp4

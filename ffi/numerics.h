@@ -1,0 +1,224 @@
+// The arithmetic of NVFP4: every rule that decides a bit, once, for the CPU and for CUDA.
+//
+// Each function is a fixed sequence of IEEE binary32 operations, round to nearest even, subnormals
+// kept, nothing contracted. `jnvfp4/reference.py` holds the same functions under the same names in
+// the same order. docs/numerics.md states the rules in words. No XLA, no CUDA runtime, no I/O here.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#include <cuda_fp16.h>
+#define JNVFP4_HD __host__ __device__ __forceinline__
+#else
+#define JNVFP4_HD inline __attribute__((always_inline))
+#endif
+
+namespace jnvfp4 {
+
+inline constexpr int kBlock = 16;            // elements that share one E4M3 scale
+inline constexpr uint32_t kSign = 0x80000000u;
+inline constexpr uint32_t kMagnitude = 0x7fffffffu;
+inline constexpr uint32_t kInf = 0x7f800000u;
+inline constexpr uint32_t kNan = 0x7fc00000u;  // the one NaN that is ever stored
+inline constexpr float kFloatMax = 3.40282347e38f;
+inline constexpr uint8_t kScaleNan = 0x7f;
+
+// ---------------------------------------------------------------- one IEEE operation each
+JNVFP4_HD uint32_t bits_of(float v) {
+#if defined(__CUDA_ARCH__)
+  return __float_as_uint(v);
+#else
+  uint32_t b;
+  std::memcpy(&b, &v, sizeof b);
+  return b;
+#endif
+}
+
+JNVFP4_HD float float_of(uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(b);
+#else
+  float v;
+  std::memcpy(&v, &b, sizeof v);
+  return v;
+#endif
+}
+
+// Intrinsics on the device, so that no flag can fuse or approximate them. The host is built with
+// -ffp-contract=off, where plain operators are exactly these.
+JNVFP4_HD float mul_rn(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
+JNVFP4_HD float add_rn(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fadd_rn(a, b);
+#else
+  return a + b;
+#endif
+}
+
+JNVFP4_HD float div_rn(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fdiv_rn(a, b);
+#else
+  return a / b;
+#endif
+}
+
+// min(v, FLT_MAX) that keeps NaN.
+JNVFP4_HD float clamp_max(float v) { return v > kFloatMax ? kFloatMax : v; }
+
+// ---------------------------------------------------------------- widening and narrowing casts
+JNVFP4_HD float bf16_decode(uint16_t h) { return float_of(uint32_t{h} << 16); }
+
+JNVFP4_HD float f16_decode(uint16_t h) {
+#if defined(__CUDA_ARCH__)
+  return __half2float(__ushort_as_half(h));
+#else
+  // Branch free, so that a loop over it vectorises.
+  constexpr uint32_t exponent = 0x7c00u << 13;
+  const uint32_t magnitude = (uint32_t{h} & 0x7fffu) << 13;
+  const uint32_t normal = magnitude + (112u << 23);
+  const uint32_t special = magnitude + (224u << 23);
+  const uint32_t subnormal = bits_of(float_of(magnitude + (113u << 23)) - float_of(113u << 23));
+  const uint32_t e = magnitude & exponent;
+  const uint32_t b = e == exponent ? special : e == 0 ? subnormal : normal;
+  return float_of(b | (uint32_t{h} & 0x8000u) << 16);
+#endif
+}
+
+JNVFP4_HD uint32_t canonical_nan(uint32_t b) { return (b & kMagnitude) > kInf ? kNan : b; }
+
+JNVFP4_HD float f32_encode(float v) { return float_of(canonical_nan(bits_of(v))); }
+
+JNVFP4_HD uint16_t bf16_encode(float v) {
+  const uint32_t b = bits_of(v);
+  const uint32_t rounded = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
+  return static_cast<uint16_t>((b & kMagnitude) > kInf ? 0x7fc0u : rounded);
+}
+
+JNVFP4_HD uint16_t f16_encode(float v) {
+  const uint32_t b = bits_of(v), a = b & kMagnitude;
+  const uint32_t normal = ((a + 0xfffu + ((a >> 13) & 1u)) >> 13) - (112u << 10);
+  // Below 2^-14 the grid step is 2^-24, that of the float32 numbers in [0.5, 1).
+  const uint32_t subnormal = bits_of(add_rn(float_of(a), 0.5f)) - bits_of(0.5f);
+  const uint32_t finite = a < (113u << 23) ? subnormal : normal;
+  const uint32_t capped = finite > 0x7c00u ? 0x7c00u : finite;
+  return static_cast<uint16_t>((a > kInf ? 0x7e00u : capped | (b >> 16 & 0x8000u)));
+}
+
+// ---------------------------------------------------------------- E4M3 (block scales; never negative)
+// Clamps to 448, then rounds to nearest even. NaN gives 0x7f.
+JNVFP4_HD uint8_t e4m3_encode(float v) {
+  const uint32_t b = bits_of(v);
+  const uint32_t a = b > 0x43e00000u ? 0x43e00000u : b;  // 448
+  const uint32_t normal = ((a + 0x7ffffu + ((a >> 20) & 1u)) >> 20) - (120u << 3);
+  // Below 2^-6 the grid step is 2^-9, that of the float32 numbers in [2^14, 2^15).
+  const uint32_t subnormal = bits_of(add_rn(float_of(a), 16384.0f)) - bits_of(16384.0f);
+  const uint32_t code = a < 0x3c800000u ? subnormal : normal;
+  return static_cast<uint8_t>(b > kInf ? kScaleNan : code);
+}
+
+JNVFP4_HD float e4m3_decode(uint8_t s) {
+  const uint32_t k = s & 0x7fu;
+  const float subnormal = mul_rn(static_cast<float>(static_cast<int32_t>(k)), 0.001953125f);  // 2^-9, exact
+  const uint32_t magnitude = k == 0x7fu ? kNan : k < 8u ? bits_of(subnormal) : (k << 20) + (120u << 23);
+  return float_of(magnitude | (uint32_t{s} & 0x80u) << 24);
+}
+
+// ---------------------------------------------------------------- E2M1 (values)
+// E2M1 rounding is integer rounding of a concave, piecewise linear map of the magnitude: slopes 2, 1
+// and 1/2, then the constant 7. Adding 1.5 * 2^23 rounds to an integer, ties to even, and ties of the
+// map are ties of E2M1. Proven against the tie table for all 2^32 inputs by tests/cpp/exhaustive.cc.
+// NaN gives 7 here; see e2m1_encode.
+JNVFP4_HD uint32_t e2m1_magnitude(uint32_t magnitude_bits) {
+  constexpr float kMagic = 12582912.0f;
+  constexpr int32_t kMagicBits = 0x4b400000;
+  const float a = float_of(magnitude_bits);
+  const int32_t t2 = static_cast<int32_t>(bits_of(add_rn(mul_rn(a, 2.0f), kMagic)));
+  const int32_t t1 = static_cast<int32_t>(bits_of(add_rn(a, kMagic + 2.0f)));
+  const int32_t t05 = static_cast<int32_t>(bits_of(add_rn(mul_rn(a, 0.5f), kMagic + 4.0f)));
+  const int32_t low = t2 < t1 ? t2 : t1;
+  const int32_t high = t05 < kMagicBits + 7 ? t05 : kMagicBits + 7;
+  return static_cast<uint32_t>((low < high ? low : high) - kMagicBits);
+}
+
+// Nearest even, saturating; the sign is kept, so -0.0 gives 8. NaN gives 0.
+JNVFP4_HD uint32_t e2m1_encode(float v) {
+  const uint32_t b = bits_of(v), a = b & kMagnitude;
+  return a > kInf ? 0u : e2m1_magnitude(a) | (b & kSign) >> 28;
+}
+
+JNVFP4_HD float e2m1_decode(uint32_t code) {
+  const uint32_t k = code & 7u;
+  const uint32_t magnitude = k == 0 ? 0u : k == 1 ? 0x3f000000u : 0x3f800000u + ((k - 2u) << 22);
+  return float_of(magnitude | (code & 8u) << 28);
+}
+
+// Twice the E2M1 value, an integer: 0 1 2 3 4 6 8 12. Block dot products are exact in it.
+JNVFP4_HD int32_t e2m1_twice(uint32_t code) {
+  const uint32_t k = code & 7u;
+  const int32_t m = static_cast<int32_t>(k < 4u ? k : (2u + (k & 1u)) << (k / 2u - 1u));
+  return code & 8u ? -m : m;
+}
+
+// ---------------------------------------------------------------- scales
+// S_enc and what follows from it; one per amax.
+struct GlobalScale {
+  float decode;      // S_dec = 1 / S_enc
+  float block_mult;  // S_enc * (1/6)
+};
+
+// S_enc = min(6 * e4m3_max / amax, FLT_MAX); 1 for a zero or infinite amax. NaN stays.
+JNVFP4_HD float encode_scale(float amax, float e4m3_max) {
+  const float s = clamp_max(div_rn(6.0f * e4m3_max, amax));
+  return amax == 0.0f || s == 0.0f ? 1.0f : s;
+}
+
+JNVFP4_HD GlobalScale global_scale(float amax, float e4m3_max) {
+  const float s_enc = encode_scale(amax, e4m3_max);
+  return {div_rn(1.0f, s_enc), mul_rn(s_enc, float_of(0x3e2aaaabu))};  // fl(1/6)
+}
+
+// The stored scale of a block, by the plain rule (map the largest magnitude to 6).
+JNVFP4_HD uint8_t block_scale(uint32_t block_amax_bits, GlobalScale g) {
+  return e4m3_encode(clamp_max(mul_rn(float_of(block_amax_bits), g.block_mult)));
+}
+
+// What a block's elements are multiplied by before E2M1.
+JNVFP4_HD float block_encode_scale(uint8_t scale, GlobalScale g) {
+  return clamp_max(div_rn(1.0f, mul_rn(e4m3_decode(scale), g.decode)));
+}
+
+// A running maximum of magnitudes is an integer maximum over sign-cleared bits: exact, order free,
+// and NaN wins. `canonical_nan` belongs at its end.
+JNVFP4_HD uint32_t amax_bits(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+// ---------------------------------------------------------------- decoding
+// value = cast(q * dequantize_factor)
+JNVFP4_HD float dequantize_factor(uint8_t scale, float amax, float e4m3_max) {
+  return mul_rn(mul_rn(e4m3_decode(scale), amax), div_rn(1.0f, 6.0f * e4m3_max));
+}
+
+// GEMM of two NVFP4 operands: the factor on the accumulated sum of q_a s_a q_b s_b.
+JNVFP4_HD float alpha_w4a4(float amax_a, float amax_b, float e4m3_max_a, float e4m3_max_b) {
+  return div_rn(mul_rn(amax_a, amax_b), 36.0f * e4m3_max_a * e4m3_max_b);
+}
+
+// GEMM of a 16-bit operand and an NVFP4 one.
+JNVFP4_HD float alpha_w4a16(float amax_b, float e4m3_max_b) { return div_rn(amax_b, 6.0f * e4m3_max_b); }
+
+// One output element from its accumulator.
+JNVFP4_HD float gemm_epilogue(float y, float alpha, float bias, bool has_bias) {
+  const float scaled = mul_rn(alpha, y);
+  return has_bias ? add_rn(scaled, bias) : scaled;
+}
+
+}  // namespace jnvfp4

@@ -1,0 +1,95 @@
+"""Finds the compiled extensions and registers their FFI targets."""
+
+import functools
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import pathlib
+import re
+from types import ModuleType
+
+import jax
+
+from ._source_hash import source_hash
+
+_PACKAGE = pathlib.Path(__file__).parent
+_INSTALL_HINT = "run `pip install .` in the checkout"
+
+
+def _installed_file(name: str) -> pathlib.Path | None:
+    """The extension of the installed distribution, for a package imported from a checkout."""
+    try:
+        files = importlib.metadata.files("jnvfp4") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
+    for file in files:
+        if file.name in tuple(name + s for s in suffixes):
+            return pathlib.Path(str(file.locate()))
+    return None
+
+
+def _load(name: str) -> ModuleType | None:
+    """The extension ``jnvfp4.<name>``, or None if it was not built."""
+    full_name = f"{__package__}.{name}"
+    spec = importlib.util.find_spec(full_name)
+    if spec is None and (path := _installed_file(name)) is not None:
+        spec = importlib.util.spec_from_file_location(full_name, path)
+    if spec is None or spec.loader is None:
+        return None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _runtime_ffi_api() -> tuple[int, int]:
+    """The XLA FFI version of the running jaxlib; only its headers say it."""
+    header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
+    major, minor = (
+        int(re.findall(rf"#define XLA_FFI_API_{part} (\d+)", header)[0]) for part in ("MAJOR", "MINOR")
+    )
+    return major, minor
+
+
+def check_ffi_api(built: tuple[int, int], running: tuple[int, int]) -> None:
+    """Raises before anything is registered: a handler newer than the runtime stops every JAX backend."""
+    if built[0] != running[0] or built[1] > running[1]:
+        raise ImportError(
+            f"jnvfp4: its extension was built with XLA FFI {built[0]}.{built[1]}, but the installed jaxlib "
+            f"provides {running[0]}.{running[1]}; upgrade jax and jaxlib, or rebuild jnvfp4 with `pip install "
+            "--force-reinstall --no-cache-dir .`, which uses the oldest supported headers"
+        )
+
+
+def check_source_hash(name: str, built: str, checkout: pathlib.Path) -> None:
+    """Raises if a checkout's C++ sources are not those of the extension."""
+    if (checkout / "ffi").is_dir() and (checkout / "CMakeLists.txt").is_file():
+        current = source_hash(checkout / "ffi")
+        if built != current:
+            raise ImportError(
+                f"jnvfp4: the extension {name} was built from other sources ({built}) than {checkout / 'ffi'} "
+                f"({current}); {_INSTALL_HINT} again"
+            )
+
+
+@functools.cache
+def extensions() -> dict[str, ModuleType]:
+    """Loads, checks and registers what was built: platform ("cpu", "cuda") -> extension module."""
+    found = {}
+    for platform, name in (("cpu", "_cpu"), ("cuda", "_cuda")):
+        module = _load(name)
+        if module is None:
+            if platform == "cpu":
+                raise ImportError(f"jnvfp4: the compiled extension {name} is missing; {_INSTALL_HINT}")
+            continue
+        check_ffi_api(module.ffi_api, _runtime_ffi_api())
+        check_source_hash(name, module.source_hash, _PACKAGE.parent)
+        for target, handler in module.targets.items():
+            jax.ffi.register_ffi_target(target, handler, platform="CUDA" if platform == "cuda" else platform)
+        found[platform] = module
+    return found
+
+
+def available(platform: str) -> bool:
+    """Whether native kernels were built for "cpu" or "cuda"."""
+    return platform in extensions()

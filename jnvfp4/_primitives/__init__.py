@@ -1,0 +1,1 @@
+"""One JAX primitive per file: abstract eval, batching, lowering and sharding rule of one operation."""

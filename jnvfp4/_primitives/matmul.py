@@ -1,0 +1,287 @@
+"""nvfp4_matmul: (a parts, b parts, bias?) -> a b^T.
+
+``a`` is three operands (data, scale, amax), or one 16-bit array when ``a_format`` is None.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+
+from .. import reference, softfloat
+from ..spec import BLOCK, Format
+from ._base import (
+    Body,
+    Spec,
+    axes_of,
+    check_explicit,
+    divisible,
+    make_primitive,
+    some_axis_divides,
+    spec_of,
+    typed,
+)
+from .dequantize import batch_parts, check_parts
+
+OUT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+DENSE_DTYPES = (jnp.bfloat16, jnp.float16)
+
+
+class Operands(NamedTuple):
+    """The flat operand list by role; also used for their specs, shapes and batch dimensions."""
+
+    a: tuple
+    b: tuple
+    bias: tuple
+
+
+def _split(flat: Sequence[Any], a_format: Format | None, has_bias: bool) -> Operands:
+    flat, na = tuple(flat), 1 if a_format is None else 3
+    return Operands(flat[:na], flat[na : na + 3], flat[na + 3 :])
+
+
+def _depth(a: Any, a_format: Format | None) -> int:
+    return a.shape[-1] if a_format is None else 2 * a.shape[-1]
+
+
+def _check_formats(a_format: Format | None, b_format: Format) -> None:
+    a_rht = a_format is not None and a_format.rht
+    if a_rht != b_format.rht:
+        raise ValueError(
+            f"matmul_nt: a and b must both be rotated (format.rht) or neither, got a.rht={a_rht}, b.rht={b_format.rht}"
+        )
+    for name, fmt in (("a", a_format), ("b", b_format)):
+        if fmt is not None and fmt.amax_scope == "window64":
+            raise NotImplementedError(
+                f'matmul_nt: {name}.format.amax_scope="window64" is not implemented in this version; '
+                'accepted: "tensor", "row"'
+            )
+
+
+def _abstract(
+    *flat: ShapedArray, a_format: Format | None, b_format: Format, has_bias: bool, out_dtype: Any
+) -> list[ShapedArray]:
+    ops = _split(flat, a_format, has_bias)
+    a, b = ops.a[0], ops.b[0]
+    if a_format is None:
+        if a.dtype not in DENSE_DTYPES:
+            raise TypeError(f"matmul_nt: an unquantized a must be bfloat16 or float16, got {a.dtype}")
+        if a.ndim < 2:
+            raise ValueError(f"matmul_nt: a must have rank 2 or more, [..., M, K], got a.shape={a.shape}")
+    else:
+        check_parts("matmul_nt", "a", *ops.a, a_format)
+    check_parts("matmul_nt", "b", *ops.b, b_format)
+    _check_formats(a_format, b_format)
+    depth = _depth(a, a_format)
+    if depth != 2 * b.shape[-1]:
+        raise ValueError(f"matmul_nt: a and b must have the same K, got K={depth} and K={2 * b.shape[-1]}")
+    if b.ndim != 2 and b.shape[:-2] != a.shape[:-2]:
+        raise ValueError(
+            f"matmul_nt: b must be [N, K] or have the leading axes of a, got a [{a.shape[:-2]}, M, K] and "
+            f"b [{b.shape[:-2]}, N, K]"
+        )
+    if has_bias:
+        bias = ops.bias[0]
+        if bias.shape != (b.shape[-2],):
+            raise ValueError(f"matmul_nt: bias must have shape (N,)=({b.shape[-2]},), got {bias.shape}")
+        if bias.dtype not in OUT_DTYPES:
+            raise TypeError(f"matmul_nt: bias must be float32, bfloat16 or float16, got {bias.dtype}")
+    check_explicit("matmul_nt", a, a.ndim - 1, BLOCK if a_format is None else BLOCK // 2)
+    check_explicit("matmul_nt", b, b.ndim - 1, BLOCK // 2)
+    spec = [*spec_of(a)[:-1], spec_of(b)[-2]]
+    _check_axes_once(a, spec)
+    return [typed(a, (*a.shape[:-1], b.shape[-2]), out_dtype, spec)]
+
+
+def _check_axes_once(a: ShapedArray, spec: Spec) -> None:
+    used = [axis for entry in spec for axis in axes_of(entry)]
+    if len(used) != len(set(used)):
+        raise ValueError(
+            f"matmul_nt: M of a and N of b are sharded over a common mesh axis (result would be {spec}); "
+            "reshard one of them"
+        )
+
+
+# ---------------------------------------------------------------- on one device
+def _local(
+    backend: str, *flat: jax.Array, a_format: Format | None, b_format: Format, has_bias: bool, out_dtype: Any
+) -> Sequence[jax.Array]:
+    ops = _split(flat, a_format, has_bias)
+    shape = (*ops.a[0].shape[:-1], ops.b[0].shape[-2])
+    result = jax.ShapeDtypeStruct(shape, out_dtype)
+    if backend == "empty":
+        zero = jnp.zeros(shape, jnp.float32) + (ops.bias[0].astype(jnp.float32) if has_bias else 0)
+        return [zero.astype(out_dtype)]
+    a_max, b_max = (None if a_format is None else a_format.e4m3_max), b_format.e4m3_max
+    if backend == "reference":
+        a = ops.a[0] if a_format is None else ops.a
+        return [reference.matmul(a, ops.b, *(ops.bias or (None,)), a_max, b_max, out_dtype)]
+    bias = ops.bias[0] if has_bias else jnp.zeros((0,), jnp.float32)
+    if backend == "cuda":
+        return [_cuda(ops, bias, a_max, b_max, result)]
+    if a_format is None:
+        call = jax.ffi.ffi_call("nvfp4_matmul_weight_only", [result])
+        return call(*ops.a, *ops.b, bias, b_e4m3_max=np.int32(b_max))
+    call = jax.ffi.ffi_call("nvfp4_matmul", [result])
+    return call(*ops.a, *ops.b, bias, a_e4m3_max=np.int32(a_max), b_e4m3_max=np.int32(b_max))
+
+
+def _decode(data: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """q * s as 16-bit floats, exact in both types."""
+    result = jax.ShapeDtypeStruct((*data.shape[:-1], 2 * data.shape[-1]), dtype)
+    return jax.ffi.ffi_call("nvfp4_decode", result)(data, scale)
+
+
+def _cuda(ops: Operands, bias: jax.Array, a_max: int | None, b_max: int, result: jax.ShapeDtypeStruct) -> jax.Array:
+    """Exact decode, XLA's 16-bit GEMM with float32 accumulation, and the epilogue of numerics.h."""
+    dense = ops.a[0] if a_max is None else _decode(*ops.a[:2], jnp.bfloat16)
+    weight = _decode(*ops.b[:2], dense.dtype)
+    if weight.ndim == 2:
+        batch: tuple[int, ...] = ()
+        dense = dense.reshape(-1, dense.shape[-1])
+    else:
+        batch = tuple(range(weight.ndim - 2))
+    dims = (((dense.ndim - 1,), (weight.ndim - 1,)), (batch, batch))
+    y = lax.dot_general(dense, weight, dims, preferred_element_type=jnp.float32).reshape(result.shape)
+    a_amax = jnp.ones((), jnp.float32) if a_max is None else ops.a[2]
+    call = jax.ffi.ffi_call("nvfp4_epilogue", result)
+    return call(y, a_amax, ops.b[2], bias, a_e4m3_max=np.int32(a_max or 0), b_e4m3_max=np.int32(b_max))
+
+
+# ---------------------------------------------------------------- vmap
+def _amax_per_row(amax: jax.Array, data_shape: tuple[int, ...]) -> jax.Array:
+    """One amax per row of an operand whose leading axes are about to be merged with its rows."""
+    rows = data_shape[:-1]
+    return jnp.broadcast_to(amax.reshape(*amax.shape, *(1,) * (len(rows) - amax.ndim)), rows)
+
+
+def _merge_rows(parts: Sequence[jax.Array], keep: int) -> list[jax.Array]:
+    """[keep..., others..., M, K] -> [keep..., others * M, K], for one dense array or three NVFP4 parts."""
+    shape = parts[0].shape
+    merged = [p.reshape(*shape[:keep], -1, p.shape[-1]) for p in parts[:2]]
+    if len(parts) == 3:
+        amax = parts[2]
+        merged.append(amax if amax.ndim == 0 else _amax_per_row(amax, shape).reshape(*shape[:keep], -1))
+    return merged
+
+
+def _move(size: int, parts: Sequence[jax.Array], dims: Sequence[int | None]) -> list[jax.Array]:
+    if len(parts) == 3:
+        return batch_parts(size, parts, dims)
+    part, dim = parts[0], dims[0]
+    return [jnp.broadcast_to(part, (size, *part.shape)) if dim is None else jnp.moveaxis(part, dim, 0)]
+
+
+def _batch(args, dims, **params):
+    a_format, has_bias, out_dtype = params["a_format"], params["has_bias"], params["out_dtype"]
+    ops, od = _split(args, a_format, has_bias), _split(dims, a_format, has_bias)
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    if not has_bias or od.bias[0] is None:
+        y, dim = _batch_products(size, ops, od, params)
+        return [y], [dim]
+    # A bias per example: the same sum, then the same addition and cast, outside the kernel.
+    params = {**params, "has_bias": False, "out_dtype": jnp.dtype(jnp.float32)}
+    y, dim = _batch_products(size, ops._replace(bias=()), od._replace(bias=()), params)
+    y, bias = jnp.moveaxis(y, dim, 0), jnp.moveaxis(ops.bias[0], od.bias[0], 0)
+    bias = bias.reshape(size, *(1,) * (y.ndim - 2), -1)
+    return [softfloat.from_bits(softfloat.add(softfloat.to_bits(y), softfloat.to_bits(bias)), out_dtype)], [0]
+
+
+def _batch_products(size: int, ops: Operands, od: Operands, params: dict[str, Any]) -> tuple[jax.Array, int]:
+    """The rule for every combination of batched a and b, with at most a shared bias."""
+
+    def bind(a, b, bias):
+        return matmul_p.bind(*a, *b, *bias, **params)[0]
+
+    a_batched, b_batched = (any(d is not None for d in dims) for dims in (od.a, od.b))
+    if not (a_batched or b_batched):
+        return jnp.broadcast_to(y := bind(ops.a, ops.b, ops.bias), (size, *y.shape)), 0
+    if not b_batched:  # the examples of a are more rows
+        return bind(_move(size, ops.a, od.a), ops.b, ops.bias), 0
+    b = _move(size, ops.b, od.b)
+    if b[0].ndim == 3 and not a_batched:  # the examples of b are more columns
+        y = bind(ops.a, _merge_rows(b, 0), [jnp.tile(x, size) for x in ops.bias])
+        return y.reshape(*y.shape[:-1], size, -1), y.ndim - 1
+    a = _move(size, ops.a, od.a)
+    if b[0].ndim > 3:
+        return bind(a, b, ops.bias), 0
+    lead = a[0].shape[1:-1]  # a shared by all leading axes: they become rows
+    y = bind(_merge_rows(a, 1), b, ops.bias)
+    return y.reshape(size, *lead, y.shape[-1]), 0
+
+
+# ---------------------------------------------------------------- sharding
+def _layout(
+    mesh: Any,
+    specs: list[Spec],
+    shapes: list[tuple[int, ...]],
+    *,
+    a_format: Format | None,
+    b_format: Format,
+    has_bias: bool,
+    out_dtype: Any,
+) -> tuple[list[Spec], list[Spec], Callable[[Body], Body]]:
+    s, n = _split(specs, a_format, has_bias), _split(shapes, a_format, has_bias)
+    *lead, row, depth = s.a[0]
+    blocks = n.b[1][-1]
+    used: set[str] = set()
+
+    def claim(entry: Any, size: int) -> Any:
+        """An axis may serve one dimension: K first, then the leading axes, M, N."""
+        free = tuple(axis for axis in axes_of(entry) if axis not in used)
+        entry = divisible(mesh, free or None, size)
+        used.update(axes_of(entry))
+        return entry
+
+    k = claim(depth if axes_of(depth) == axes_of(s.b[0][-1]) else None, blocks)
+    lead = [claim(e, size) for e, size in zip(lead, n.a[0][:-2], strict=True)]
+    m, c = claim(row, n.a[0][-2]), claim(s.b[0][-2], n.b[0][-2])
+    b_lead = lead if len(n.b[0]) > 2 else []
+    operand_specs = []
+    for part_shapes, head in ((n.a, [*lead, m]), (n.b, [*b_lead, c])):
+        operand_specs += [[*head, k] for _ in part_shapes[:2]]
+        operand_specs += [head[: len(shape)] for shape in part_shapes[2:]]
+    operand_specs += [[c]] * has_bias
+
+    def sum_over_k(local: Body) -> Body:
+        if not axes_of(k):
+            return local
+
+        def body(*flat):
+            ops = _split(flat, a_format, has_bias)
+            partial = local(*ops.a, *ops.b, has_bias=False, out_dtype=jnp.dtype(jnp.float32))[0]
+            y = lax.psum(partial, axes_of(k))
+            for bias in ops.bias:
+                y = y + bias.astype(jnp.float32)
+            return (y.astype(out_dtype),)
+
+        return body
+
+    return operand_specs, [[*lead, m, c]], sum_over_k
+
+
+def _rule(
+    mesh: Any, operands: Any, _results: Any, *, a_format: Format | None, b_format: Format, has_bias: bool, out_dtype: Any
+) -> Any:
+    ops = _split(operands, a_format, has_bias)
+    lead = [f"b{i}" for i in range(ops.a[0].rank - 2)]
+    b_lead = lead if ops.b[0].rank > 2 else []
+    splits = some_axis_divides(mesh, ops.b[1].shape[-1])
+    ks = ["k"] * 4 if splits else ["k", "l", "o", "p"]
+    terms = []
+    for parts, head, names in ((ops.a, [*lead, "m"], ks[:2]), (ops.b, [*b_lead, "n"], ks[2:])):
+        terms += [[*head, name] for name, _ in zip(names, parts[:2], strict=False)]
+        terms += [head[: part.rank] for part in parts[2:]]
+    terms += [["n"]] * has_bias
+    text = ", ".join(" ".join(t) for t in terms) + " -> " + " ".join([*lead, "m", "n"])
+    if splits:
+        return text, {"reduction_factors": ("k",)}
+    used = tuple(dict.fromkeys(t[-1] for t in terms if t and t[-1] in ks))
+    return text, {"need_replication_factors": used}
+
+
+matmul_p = make_primitive("nvfp4_matmul", abstract=_abstract, local=_local, batch=_batch, layout=_layout, rule=_rule)

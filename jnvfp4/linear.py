@@ -1,0 +1,228 @@
+"""Differentiable products of unquantized arrays: ``linear``, ``dot_general`` and ``fake_quant``."""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from ._primitives._base import match_varying
+from .ops import Implementation, _array, dequantize, matmul_nt, quantize
+from .recipe import DEFAULT, Recipe
+from .spec import BLOCK, NVFP4, QuantSpec
+
+RESIDUAL_NAME = "nvfp4_residual"  # for jax.checkpoint_policies.save_only_these_names
+
+
+def linear(
+    x: Any, w: Any, recipe: Recipe = DEFAULT, *, bias: Any | None = None, key: jax.Array | None = None
+) -> jax.Array:
+    """x w^T + bias with quantized operands, in the forward GEMM and in both gradient GEMMs.
+
+    Args:
+      x: [..., K], float32, bfloat16 or float16; the leading axes are flattened to one of M tokens. Any M: for
+        blocks along M (wgrad) zero tokens are added up to a multiple of 16, which changes no result.
+      w: [N, K], float32, bfloat16 or float16. K and N multiples of 16 (N only if a GEMM runs over it).
+      recipe: how each GEMM quantizes its operands.
+      bias: [N], any float dtype, added in float32 before the cast.
+      key: a JAX PRNG key, needed if the recipe rounds stochastically; otherwise unused.
+
+    Returns:
+      [..., N] in x.dtype. The gradients have the dtypes of x, w and bias. Residuals are the packed tensors
+      (for a GEMM in high precision, the original array), named "nvfp4_residual" for jax.checkpoint policies.
+
+    Raises:
+      ValueError, TypeError: shapes or dtypes that do not fit; the message names them.
+      NotImplementedError: a spec this version has no implementation for.
+    """
+    return _linear("linear", x, w, recipe, bias, key, None)
+
+
+def _linear(op: str, x: Any, w: Any, recipe: Recipe, bias: Any, key: jax.Array | None, out_dtype: Any) -> jax.Array:
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"{op}: recipe must be a Recipe, got {recipe!r}")
+    if recipe.stochastic and key is None:
+        raise ValueError(f"{op}: key must be a JAX PRNG key, since the recipe rounds stochastically, got None")
+    x, w = _array(op, "x", x), _array(op, "w", w)
+    if w.ndim != 2:
+        raise ValueError(f"{op}: w must have rank 2, [N, K], got w.shape={w.shape}")
+    if x.ndim < 1 or x.shape[-1] != w.shape[1]:
+        raise ValueError(f"{op}: x and w must have the same last axis K, got x.shape={x.shape}, w.shape={w.shape}")
+    _check_contractions(op, w.shape, recipe)
+    operands = [x.reshape(-1, x.shape[-1]), w] + ([] if bias is None else [_array(op, "bias", bias)])
+    # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
+    x2, w, *rest = match_varying(*operands)
+    y = _linear2d(x2, w, rest[0] if rest else None, recipe, jnp.dtype(out_dtype or x.dtype))
+    return y.reshape(*x.shape[:-1], w.shape[0])
+
+
+def _check_contractions(op: str, w_shape: tuple[int, ...], recipe: Recipe) -> None:
+    n, k = w_shape
+    if k % BLOCK:
+        raise ValueError(f"{op}: K must be a multiple of {BLOCK}, got w.shape={w_shape}; pad x and w to {_up(k)}")
+    if n % BLOCK and isinstance(recipe.dgrad, tuple):
+        raise ValueError(
+            f"{op}: N must be a multiple of {BLOCK}, since recipe.dgrad contracts over it, got w.shape={w_shape}; "
+            f"pad w to {_up(n)} rows or use a recipe with dgrad=None"
+        )
+
+
+def _up(n: int) -> int:
+    return -(-n // BLOCK) * BLOCK
+
+
+def _pad_tokens(x: jax.Array) -> jax.Array:
+    """Zero rows up to a multiple of 16: blocks along the tokens need it, and zeros add nothing to a sum."""
+    return jnp.pad(x, ((0, _up(x.shape[0]) - x.shape[0]), (0, 0))) if x.shape[0] % BLOCK else x
+
+
+def _save(t: Any) -> Any:
+    return jax.tree.map(lambda v: checkpoint_name(v, RESIDUAL_NAME), t)
+
+
+def _quantize_tokens(x: jax.Array, spec: QuantSpec) -> Any:
+    """x [M, K] along K, for any M."""
+    if spec.block_rows == 1:
+        return quantize(x, spec)
+    q = quantize(_pad_tokens(x), spec)
+    return jax.tree.map(lambda part: part[: x.shape[0]] if part.ndim else part, q)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _linear2d(x: jax.Array, w: jax.Array, bias: jax.Array | None, recipe: Recipe, out_dtype: Any) -> jax.Array:
+    return _forward(x, w, bias, recipe, out_dtype)[0]
+
+
+def _forward(x: jax.Array, w: jax.Array, bias: Any, recipe: Recipe, out_dtype: Any) -> tuple[jax.Array, Any]:
+    x_spec, w_spec = recipe.fprop
+    # Named before the GEMM reads them, so that a checkpoint policy that saves them saves the quantizers' work.
+    qx = _save(x if x_spec is None else _quantize_tokens(x, x_spec))
+    qw = _save(quantize(w, w_spec))
+    y = matmul_nt(qx, qw, out_dtype=out_dtype, bias=bias)
+    if isinstance(recipe.dgrad, tuple):
+        w_saved = _save(quantize(w, recipe.dgrad[1], transpose=True))
+    else:
+        w_saved = w if recipe.dgrad is None else qw
+    if isinstance(recipe.wgrad, tuple):
+        x_saved = _save(quantize(_pad_tokens(x), recipe.wgrad[1], transpose=True))
+    else:
+        x_saved = x if recipe.wgrad is None else qx
+    # Empty arrays carry the dtypes to the backward pass.
+    like = (x[:0, :0], w[:0, :0], None if bias is None else bias[:0])
+    return y, (x_saved, w_saved, like)
+
+
+def _high_precision(a: jax.Array, b: Any, dims: tuple[tuple[int, ...], tuple[int, ...]], dtype: Any) -> jax.Array:
+    """A GEMM with an original or dequantized operand, accumulated in float32."""
+    b = b if isinstance(b, jax.Array) else dequantize(b, a.dtype)
+    common = jnp.promote_types(a.dtype, b.dtype)
+    product = lax.dot_general(a.astype(common), b.astype(common), (dims, ((), ())), preferred_element_type=jnp.float32)
+    return product.astype(dtype)
+
+
+def _backward(recipe: Recipe, _out_dtype: Any, residuals: Any, dy: jax.Array) -> tuple[Any, Any, Any]:
+    x_saved, w_saved, (x_like, w_like, bias_like) = residuals
+    if isinstance(recipe.dgrad, tuple):
+        dx = matmul_nt(_quantize_tokens(dy, recipe.dgrad[0]), w_saved, out_dtype=x_like.dtype)
+    else:
+        dx = _high_precision(dy, w_saved, ((1,), (0,)), x_like.dtype)
+    if isinstance(recipe.wgrad, tuple):
+        dyt = quantize(_pad_tokens(dy), recipe.wgrad[0], transpose=True)
+        dw = matmul_nt(dyt, x_saved, out_dtype=w_like.dtype)
+    else:
+        dw = _high_precision(dy, x_saved, ((0,), (0,)), w_like.dtype)
+    db = None if bias_like is None else jnp.sum(dy.astype(jnp.float32), 0).astype(bias_like.dtype)
+    return dx, dw, db
+
+
+_linear2d.defvjp(_forward, _backward)
+
+
+def dot_general(
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    recipe: Recipe = DEFAULT,
+    key: jax.Array | None = None,
+    **unsupported: Any,
+) -> jax.Array:
+    """``jax.lax.dot_general`` through ``linear``: for model code that takes a ``dot_general`` argument.
+
+    Args:
+      lhs, rhs: the activations and the weights (the recipe's x and w), any rank; several contracting axes act
+        as one of their product K. Batch axes are mapped over, each example with its own amax.
+      dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
+      precision: only None or the default, since the operands are quantized.
+      preferred_element_type: of the result; the promoted type of lhs and rhs if None.
+      recipe, key: as in ``linear``.
+
+    Returns: axes batch, lhs free, rhs free, as ``lax.dot_general``; differentiable.
+    """
+    if precision not in (None, "default", lax.Precision.DEFAULT, (None, None)):
+        raise ValueError(f"dot_general: precision must be None or 'default', got {precision!r}")
+    for name, value in unsupported.items():
+        if value is not None:
+            raise ValueError(f"dot_general: {name} must be None, got {value!r}")
+    lhs, rhs = _array("dot_general", "lhs", lhs), _array("dot_general", "rhs", rhs)
+    out_dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
+    (lc, rc), (lb, rb) = (tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
+    left, batch_shape, left_free = _to_matrix("lhs", lhs, lc, lb)
+    right, _, right_free = _to_matrix("rhs", rhs, rc, rb)
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return _linear("dot_general", a, b, recipe, None, key, out_dtype)
+
+    if not lb:
+        out = product(left[0], right[0])
+    else:
+        out = jax.vmap(product)(left, right)
+    return out.reshape(*batch_shape, *left_free, *right_free)
+
+
+def _to_matrix(
+    name: str, x: jax.Array, contract: tuple[int, ...], batch: tuple[int, ...]
+) -> tuple[jax.Array, tuple[int, ...], tuple[int, ...]]:
+    """[B, free, contracting] with each group of axes flattened, and the shapes of the first two groups."""
+    free = tuple(i for i in range(x.ndim) if i not in contract and i not in batch)
+    if len(free) + len(contract) + len(batch) != x.ndim:
+        raise ValueError(
+            f"dot_general: contracting {contract} and batch {batch} axes must be distinct axes of {name}, "
+            f"got {name}.shape={x.shape}"
+        )
+    groups = [tuple(x.shape[i] for i in axes) for axes in (batch, free, contract)]
+    matrix = x.transpose(*batch, *free, *contract).reshape([math.prod(g) for g in groups])
+    return matrix, groups[0], groups[1]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 4))
+def _fake_quant(x: jax.Array, spec: QuantSpec, amax: Any, key: Any, implementation: Implementation) -> jax.Array:
+    t = quantize(x, spec, amax=amax, key=key, implementation=implementation)
+    return dequantize(t, x.dtype, implementation=implementation)
+
+
+@_fake_quant.defjvp
+def _fake_quant_jvp(spec: QuantSpec, implementation: Implementation, primals: Any, tangents: Any) -> Any:
+    x, amax, key = primals
+    return _fake_quant(x, spec, amax, key, implementation), tangents[0]
+
+
+def fake_quant(
+    x: Any,
+    spec: QuantSpec = NVFP4,
+    *,
+    amax: Any | None = None,
+    key: jax.Array | None = None,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """``dequantize(quantize(x))`` in x's dtype, with the gradient of the identity (straight-through).
+
+    Args and errors as in ``quantize``. ``amax`` gets no gradient. For quantization-aware training.
+    """
+    amax = None if amax is None else jnp.asarray(amax)
+    return _fake_quant(_array("fake_quant", "x", x), spec, amax, key, implementation)

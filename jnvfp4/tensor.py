@@ -1,0 +1,47 @@
+"""The quantized tensor."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from .spec import Format
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=("data", "scale", "amax"), meta_fields=("format",)
+)
+@dataclass(frozen=True)
+class NVFP4Tensor:
+    """An NVFP4 array of shape [..., M, K]: a pytree with ``format`` static.
+
+    x[..., m, k] ~ e2m1(data) * e4m3(scale) * amax / (6 * format.e4m3_max)
+
+    Attributes:
+      data: uint8 [..., M, K/2], two E2M1 codes a byte, even k in the low nibble.
+      scale: float8_e4m3fn [..., M, K/16], the decode scale of each 16 along K.
+      amax: float32, () or [...] for scope "tensor", [..., M] for "row", [..., M, K/64] for "window64".
+      format: what the numbers mean.
+
+    The transpose is a tensor of its own (``quantize(x, transpose=True)``): blocks run along the last axis.
+    No validation happens here, since transforms put placeholders into the fields.
+    """
+
+    data: jax.Array
+    scale: jax.Array
+    amax: jax.Array
+    format: Format = Format()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.data.shape[:-1], 2 * self.data.shape[-1])
+
+    @property
+    def ndim(self) -> int:
+        return self.data.ndim
+
+    @property
+    def dtype(self):
+        """The element type, float4_e2m1fn, as a NumPy dtype."""
+        return jnp.dtype(jnp.float4_e2m1fn)
