@@ -63,11 +63,15 @@ def _check_contractions(op: str, w_shape: tuple[int, ...], recipe: Recipe) -> No
     n, k = w_shape
     if k % BLOCK:
         raise ValueError(f"{op}: K must be a multiple of {BLOCK}, got w.shape={w_shape}; pad x and w to {_up(k)}")
-    if n % BLOCK and isinstance(recipe.dgrad, tuple):
-        raise ValueError(
-            f"{op}: N must be a multiple of {BLOCK}, since recipe.dgrad contracts over it, got w.shape={w_shape}; "
-            f"pad w to {_up(n)} rows or use a recipe with dgrad=None"
-        )
+    for reason, applies in (
+        ("recipe.dgrad contracts over it", isinstance(recipe.dgrad, tuple)),
+        ("recipe.fprop quantizes w in 16x16 tiles", recipe.fprop[1].block_rows == BLOCK),
+    ):
+        if n % BLOCK and applies:
+            raise ValueError(
+                f"{op}: N must be a multiple of {BLOCK}, since {reason}, got w.shape={w_shape}; "
+                f"pad w to {_up(n)} rows or choose another recipe"
+            )
 
 
 def _up(n: int) -> int:

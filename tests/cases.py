@@ -1,0 +1,104 @@
+"""The inputs that tests and benchmarks share: shapes, dtypes and distributions, by name."""
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {"fp32": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A named input. Tags: "quick" (small and odd, for every test run), "bench" (for the benchmarks)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "bf16"
+    distribution: str = "normal"
+    tags: frozenset[str] = frozenset({"quick"})
+
+    def make(self, seed: int = 0) -> np.ndarray:
+        values = DISTRIBUTIONS[self.distribution](np.random.default_rng(seed), self.shape)
+        with np.errstate(over="ignore"):
+            return values.astype(np.float32).astype(DTYPES[self.dtype])
+
+
+def _normal(rng, shape):
+    return rng.standard_normal(shape)
+
+
+def _heavy(rng, shape):
+    return rng.standard_normal(shape) ** 3
+
+
+def _zeros(rng, shape):
+    return np.zeros(shape)
+
+
+def _signed_zeros(rng, shape):
+    return np.where(rng.random(shape) < 0.5, 0.0, -0.0)
+
+
+def _one_hot(rng, shape):
+    """One large element: every other block has a tiny or zero scale."""
+    x = rng.standard_normal(shape) * 1e-3
+    x.reshape(-1)[rng.integers(x.size)] = 3e4
+    return x
+
+
+def _subnormal(rng, shape):
+    return rng.standard_normal(shape) * 1e-39
+
+
+def _powers(rng, shape):
+    return np.ldexp(rng.choice([-1.0, 1.0], shape), rng.integers(-12, 12, shape))
+
+
+def _ties(rng, shape):
+    """With block amax 6 and tensor amax 2688 the encode scale is 1, so these are E2M1 ties and grid points."""
+    values = np.array([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6])
+    x = rng.choice(values, shape) * rng.choice([-1.0, 1.0], shape)
+    x[..., 0] = 6.0
+    x.reshape(-1)[0] = 2688.0
+    return x
+
+
+def _outlier_rows(rng, shape):
+    x = rng.standard_normal(shape)
+    x[..., ::7, :] *= 300.0
+    return x
+
+
+DISTRIBUTIONS = {
+    "normal": _normal,
+    "heavy": _heavy,
+    "zeros": _zeros,
+    "signed_zeros": _signed_zeros,
+    "one_hot": _one_hot,
+    "subnormal": _subnormal,
+    "powers": _powers,
+    "ties": _ties,
+    "outlier_rows": _outlier_rows,
+}
+
+# Both axes are multiples of 16, so every spec and orientation takes every quick case.
+CASES = [
+    Case("one_block_tile", (16, 16)),
+    Case("odd_blocks", (48, 80), "fp32"),
+    Case("half", (32, 112), "fp16"),
+    Case("batched", (2, 3, 16, 48)),
+    Case("wide", (16, 1040)),
+    Case("tall", (272, 32), "fp32"),
+    *(Case(f"{name}_{dtype}", (32, 64), dtype, name) for name in DISTRIBUTIONS for dtype in DTYPES),
+    Case("large", (16384, 6144), tags=frozenset({"bench"})),
+    Case("square", (4096, 4096), tags=frozenset({"bench"})),
+    Case("decode", (16, 4096), tags=frozenset({"bench"})),
+]
+
+# Row counts that are no multiple of anything, for the specs that take any M.
+RAGGED_ROWS = [Case(f"rows_{m}", (m, 48)) for m in (1, 3, 17, 31)]
+
+
+def tagged(tag: str) -> list[Case]:
+    return [case for case in CASES if tag in case.tags]
