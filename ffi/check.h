@@ -102,6 +102,18 @@ std::string quant_shape(const B& x, int64_t amax_count, bool transposed, const K
   return {};
 }
 
+// The number of blocks and how many share an amax; an error text, or empty.
+template <class D, class S, class A>
+std::string dequantize_shape(const D& data, const S& scale, const A& amax, int64_t* blocks, int64_t* blocks_per_amax) {
+  int64_t batch, rows, cols;
+  if (!split_dims(scale.dimensions(), &batch, &rows, &cols)) return "scale must have rank 2 or more";
+  const int64_t per = rows_per_amax(batch, rows, static_cast<int64_t>(amax.element_count()));
+  if (!per) return "amax " + shape_of(amax) + " does not fit scale " + shape_of(scale);
+  *blocks = batch * rows * cols, *blocks_per_amax = per * cols;
+  if (static_cast<int64_t>(data.element_count()) != *blocks * 8) return "data " + shape_of(data) + " does not fit scale " + shape_of(scale);
+  return {};
+}
+
 }  // namespace jnvfp4
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jnvfp4::SpecAttr,

@@ -64,16 +64,13 @@ Blocks kernel_for(Isa isa) {
 
 ffi::Error dequantize_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> data, ffi::AnyBuffer scale, ffi::Buffer<ffi::F32> amax,
                            ffi::Result<ffi::AnyBuffer> out, int32_t e4m3_max) {
-  int64_t batch, rows, cols;
-  if (!split_dims(scale.dimensions(), &batch, &rows, &cols)) return invalid("dequantize", "scale must have rank 2 or more");
-  const int64_t per = rows_per_amax(batch, rows, static_cast<int64_t>(amax.element_count()));
-  if (!per) return invalid("dequantize", "amax " + shape_of(amax) + " does not fit scale " + shape_of(scale));
-  const int64_t blocks = batch * rows * cols;
-  if (static_cast<int64_t>(data.element_count()) != blocks * 8) return invalid("dequantize", "data " + shape_of(data) + " does not fit scale " + shape_of(scale));
+  int64_t blocks, blocks_per_amax;
+  if (const std::string error = dequantize_shape(data, scale, amax, &blocks, &blocks_per_amax); !error.empty())
+    return invalid("dequantize", error);
   Float kind;
   if (!float_kind(out->element_type(), &kind)) return invalid("dequantize", "dtype must be float32, bfloat16 or float16");
   const Args args{data.typed_data(), static_cast<const uint8_t*>(scale.untyped_data()), amax.typed_data(), out->untyped_data(),
-                  per * cols, static_cast<float>(e4m3_max)};
+                  blocks_per_amax, static_cast<float>(e4m3_max)};
   const Blocks kernel = kind == Float::kF32    ? kernel_for<StoreF32>(isa())
                         : kind == Float::kBf16 ? kernel_for<StoreBf16>(isa())
                                                : kernel_for<StoreF16>(isa());

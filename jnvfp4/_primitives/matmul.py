@@ -149,7 +149,9 @@ def _cuda(ops: Operands, bias: jax.Array, a_max: int | None, b_max: int, result:
     y = lax.dot_general(dense, weight, dims, preferred_element_type=jnp.float32).reshape(result.shape)
     a_amax = jnp.ones((), jnp.float32) if a_max is None else ops.a[2]
     call = jax.ffi.ffi_call("nvfp4_epilogue", result)
-    return call(y, a_amax, ops.b[2], bias, a_e4m3_max=np.int32(a_max or 0), b_e4m3_max=np.int32(b_max))
+    return call(
+        y, a_amax, ops.b[2], bias, a_e4m3_max=np.int32(a_max or 0), b_e4m3_max=np.int32(b_max), b_batched=bool(batch)
+    )
 
 
 # ---------------------------------------------------------------- vmap

@@ -1,0 +1,98 @@
+// Loads, stores and launch geometry shared by the kernels. The arithmetic is in numerics.h.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../numerics.h"
+#include "../spec.h"
+
+namespace jnvfp4 {
+
+constexpr int kThreads = 256;
+
+// Storage types by their bits; conversions in both directions are those of numerics.h.
+struct F32 {
+  using Stored = uint32_t;
+  static __device__ __forceinline__ float load(uint32_t v) { return float_of(v); }
+  static __device__ __forceinline__ uint32_t store(float v) { return bits_of(f32_encode(v)); }
+};
+struct Bf16 {
+  using Stored = uint16_t;
+  static __device__ __forceinline__ float load(uint16_t v) { return bf16_decode(v); }
+  static __device__ __forceinline__ uint16_t store(float v) { return bf16_encode(v); }
+};
+struct F16 {
+  using Stored = uint16_t;
+  static __device__ __forceinline__ float load(uint16_t v) { return f16_decode(v); }
+  static __device__ __forceinline__ uint16_t store(float v) { return f16_encode(v); }
+};
+
+template <class F>
+void with_float(Float kind, F&& f) {
+  switch (kind) {
+    case Float::kF32: return f(F32{});
+    case Float::kBf16: return f(Bf16{});
+    case Float::kF16: return f(F16{});
+  }
+}
+
+// 16 consecutive elements as 16-byte words.
+template <class T>
+struct Block {
+  static constexpr int kWords = kBlock * sizeof(typename T::Stored) / 16;
+  uint4 word[kWords];
+
+  __device__ __forceinline__ void load(const typename T::Stored* p) {
+    const auto* q = reinterpret_cast<const uint4*>(p);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) word[i] = __ldg(q + i);
+  }
+  __device__ __forceinline__ void store(typename T::Stored* p) const {
+    auto* q = reinterpret_cast<uint4*>(p);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) q[i] = word[i];
+  }
+  __device__ __forceinline__ uint32_t& part(int i) { return (&word[i / 4].x)[i % 4]; }
+  __device__ __forceinline__ float value(int i) {
+    if constexpr (sizeof(typename T::Stored) == 4) return T::load(part(i));
+    else return T::load(static_cast<uint16_t>(part(i / 2) >> (16 * (i % 2))));
+  }
+  __device__ __forceinline__ void set_pair(int i, float low, float high) {  // elements 2i, 2i + 1
+    if constexpr (sizeof(typename T::Stored) == 4) {
+      part(2 * i) = T::store(low);
+      part(2 * i + 1) = T::store(high);
+    } else {
+      part(i) = T::store(low) | uint32_t{T::store(high)} << 16;
+    }
+  }
+};
+
+__device__ __forceinline__ uint32_t block_amax(const float (&v)[kBlock]) {
+  uint32_t m = 0;
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) m = amax_bits(m, bits_of(v[i]) & kMagnitude);
+  return m;
+}
+
+// The 16 codes of a block, packed two a byte. A NaN scale has only codes 0.
+__device__ __forceinline__ uint2 encode_block(const float (&v)[kBlock], float enc, uint8_t scale) {
+  uint32_t half[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) {
+    const uint32_t b = bits_of(mul_rn(v[i], enc));
+    const uint32_t code = e2m1_magnitude(b & kMagnitude) | (b & kSign) >> 28;
+    half[i / 8] |= code << (4 * (i % 8));
+  }
+  return scale == kScaleNan ? make_uint2(0, 0) : make_uint2(half[0], half[1]);
+}
+
+// Grid for a grid-stride loop over `items` of `threads` each.
+inline unsigned grid_for(int64_t items, int64_t per_block) {
+  constexpr int64_t kMost = 132 * 64;  // beyond this, more blocks only cost launches
+  return static_cast<unsigned>(std::max<int64_t>(1, std::min((items + per_block - 1) / per_block, kMost)));
+}
+
+}  // namespace jnvfp4

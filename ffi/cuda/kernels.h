@@ -1,0 +1,67 @@
+// The launchers that the handlers call. No XLA here, so that device code compiles fast.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "../spec.h"
+
+namespace jnvfp4 {
+
+struct QuantizeArgs {
+  const void* x;
+  Float kind;
+  const float* amax;  // null: find one per row and write it to `found`
+  float* found;
+  uint8_t* data;
+  uint8_t* scale;
+  QuantShape shape;
+  float e4m3_max;
+};
+
+struct DequantizeArgs {
+  const uint8_t* data;
+  const uint8_t* scale;
+  const float* amax;
+  void* out;
+  Float kind;
+  int64_t blocks;
+  int64_t blocks_per_amax;
+  float e4m3_max;
+};
+
+// Operand of the 16-bit GEMM: q * s, exact.
+struct DecodeArgs {
+  const uint8_t* data;
+  const uint8_t* scale;
+  void* out;
+  Float kind;  // kBf16 or kF16
+  int64_t blocks;
+};
+
+// Where the amax of row `row` of matrix `matrix` stands: matrix * per_matrix + row * per_row.
+struct AmaxStride {
+  int64_t per_matrix, per_row;
+};
+
+struct EpilogueArgs {
+  const float* y;  // batch x rows x cols
+  const float* a_amax;
+  const float* b_amax;
+  const void* bias;  // null without
+  Float bias_kind;
+  void* out;
+  Float out_kind;
+  int64_t batch, rows, cols;
+  AmaxStride a_stride, b_stride;
+  float a_max, b_max;  // a_max 0: a is not quantized
+};
+
+// False if no kernel is built for the spec; `status` is that of the launch.
+bool launch_quantize(const QuantizeArgs& args, const KernelSpec& spec, cudaStream_t stream, cudaError_t* status);
+cudaError_t launch_dequantize(const DequantizeArgs& args, cudaStream_t stream);
+cudaError_t launch_decode(const DecodeArgs& args, cudaStream_t stream);
+cudaError_t launch_epilogue(const EpilogueArgs& args, cudaStream_t stream);
+
+}  // namespace jnvfp4

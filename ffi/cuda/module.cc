@@ -1,0 +1,15 @@
+// The extension module jnvfp4._cuda. Importing it needs neither a GPU nor a driver.
+#include "../module.h"
+
+extern "C" {
+jnvfp4::Handler Quantize, QuantizeFindAmax, Dequantize, Decode, Epilogue;
+}
+
+NB_MODULE(_cuda, m) {
+  jnvfp4::define_module(m, {{"nvfp4_quantize", Quantize},
+                            {"nvfp4_quantize_find_amax", QuantizeFindAmax},
+                            {"nvfp4_dequantize", Dequantize},
+                            {"nvfp4_decode", Decode},
+                            {"nvfp4_epilogue", Epilogue}});
+  m.attr("built_for") = JNVFP4_CUDA_BUILT_FOR;
+}
