@@ -17,6 +17,7 @@ from .spec import NVFP4_2D as NVFP4_2D  # noqa: E402
 from .spec import ROW_SCALED as ROW_SCALED  # noqa: E402
 from .spec import Format as Format  # noqa: E402
 from .spec import QuantSpec as QuantSpec  # noqa: E402
+from .support import supports as supports  # noqa: E402
 from .tensor import NVFP4Tensor as NVFP4Tensor  # noqa: E402
 
 __version__ = "0.1.0"

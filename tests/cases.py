@@ -94,6 +94,7 @@ CASES = [
     Case("large", (16384, 6144), tags=frozenset({"bench"})),
     Case("square", (4096, 4096), tags=frozenset({"bench"})),
     Case("decode", (16, 4096), tags=frozenset({"bench"})),
+    Case("cpu", (2048, 4096), tags=frozenset({"bench"})),
 ]
 
 # Row counts that are no multiple of anything, for the specs that take any M.

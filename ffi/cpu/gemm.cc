@@ -108,9 +108,14 @@ struct PanelFloat {
     for (int64_t n = 0; n < count; ++n) {
       const uint8_t* codes = g.b + (matrix_row + n) * g.depth / 2;
       const uint8_t* scales = g.b_scale + (matrix_row + n) * blocks;
-      for (int64_t k = 0; k < g.depth; ++k) {
-        const uint32_t code = codes[k / 2] >> (k & 1 ? 4 : 0);
-        value[k * kPanel + n] = mul_rn(e2m1_decode(code & 15u), e4m3_decode(scales[k / kBlock]));
+      for (int64_t j = 0; j < blocks; ++j) {
+        float decoded[kBlock];  // q * s for the 16 codes, exact
+        for (uint32_t c = 0; c < kBlock; ++c) decoded[c] = mul_rn(e2m1_decode(c), e4m3_decode(scales[j]));
+        for (int i = 0; i < kBlock / 2; ++i) {
+          const uint8_t pair = codes[j * (kBlock / 2) + i];
+          value[(j * kBlock + 2 * i) * kPanel + n] = decoded[pair & 15u];
+          value[(j * kBlock + 2 * i + 1) * kPanel + n] = decoded[pair >> 4];
+        }
       }
     }
   }
@@ -204,30 +209,22 @@ JNVFP4_AVX2 void sum_blocks_avx2(const Left& l, const PanelInt& p, int64_t first
 }
 #endif
 
-void sum_blocks(const Left& l, const PanelInt& p, int64_t first_block, int64_t blocks, int rows, Sums& y) {
+template <int R>
+void sum_blocks_for(const Left& l, const PanelInt& p, int64_t first_block, int64_t blocks, Sums& y) {
 #if defined(__x86_64__)
-  const bool whole = rows == kRowTile;
-  switch (isa()) {
-    case Isa::kAvx512:
-      if (whole) return sum_blocks_avx512<kRowTile>(l, p, first_block, blocks, y);
-      for (int r = 0; r < rows; ++r) {
-        Sums one;
-        sum_blocks_avx512<1>(l, p, first_block + r * blocks, blocks, one);
-        std::memcpy(y[r], one[0], sizeof y[r]);
-      }
-      return;
-    case Isa::kAvx2:
-      if (whole) return sum_blocks_avx2<kRowTile>(l, p, first_block, blocks, y);
-      for (int r = 0; r < rows; ++r) {
-        Sums one;
-        sum_blocks_avx2<1>(l, p, first_block + r * blocks, blocks, one);
-        std::memcpy(y[r], one[0], sizeof y[r]);
-      }
-      return;
-    case Isa::kPortable: break;
-  }
+  if (isa() == Isa::kAvx512) return sum_blocks_avx512<R>(l, p, first_block, blocks, y);
+  if (isa() == Isa::kAvx2) return sum_blocks_avx2<R>(l, p, first_block, blocks, y);
 #endif
-  sum_blocks_portable(l, p, first_block, blocks, rows, y);
+  sum_blocks_portable(l, p, first_block, blocks, R, y);
+}
+
+void sum_blocks_rows(const Left& l, const PanelInt& p, int64_t first_block, int64_t blocks, int rows, Sums& y) {
+  switch (rows) {
+    case 1: return sum_blocks_for<1>(l, p, first_block, blocks, y);
+    case 2: return sum_blocks_for<2>(l, p, first_block, blocks, y);
+    case 3: return sum_blocks_for<3>(l, p, first_block, blocks, y);
+    default: return sum_blocks_for<kRowTile>(l, p, first_block, blocks, y);
+  }
 }
 
 JNVFP4_HD float load_16bit(const Args& g, int64_t i) {
@@ -236,31 +233,46 @@ JNVFP4_HD float load_16bit(const Args& g, int64_t i) {
 }
 
 // y = fl(y + fl(a * w)), k ascending. The product can underflow for tiny bf16, so it is not fused.
-JNVFP4_HD void sum_elements(const float* a, const PanelFloat& p, int64_t depth, int rows, Sums& y) {
-  for (int r = 0; r < kRowTile; ++r)
-    for (int n = 0; n < kPanel; ++n) y[r][n] = 0.0f;
+using Lanes = float __attribute__((vector_size(64)));
+
+template <int R>
+JNVFP4_HD void sum_elements(const float* a, const PanelFloat& p, int64_t depth, Sums& y) {
+  constexpr int V = kPanel / 16;
+  Lanes sum[R][V] = {};
   for (int64_t k = 0; k < depth; ++k)
-    for (int r = 0; r < rows; ++r)
-      for (int n = 0; n < kPanel; ++n)
-        y[r][n] = add_rn(y[r][n], mul_rn(a[r * depth + k], p.value[k * kPanel + n]));
+    for (int v = 0; v < V; ++v) {
+      Lanes w;
+      std::memcpy(&w, p.value.data() + k * kPanel + v * 16, sizeof w);
+      for (int r = 0; r < R; ++r) sum[r][v] = sum[r][v] + a[r * depth + k] * w;
+    }
+  for (int r = 0; r < R; ++r) std::memcpy(y[r], sum[r], sizeof y[r]);
 }
 
-void sum_elements_portable(const float* a, const PanelFloat& p, int64_t d, int rows, Sums& y) { sum_elements(a, p, d, rows, y); }
+template <int R>
+void sum_elements_portable(const float* a, const PanelFloat& p, int64_t d, Sums& y) { sum_elements<R>(a, p, d, y); }
 #if defined(__x86_64__)
-JNVFP4_AVX2 void sum_elements_avx2(const float* a, const PanelFloat& p, int64_t d, int rows, Sums& y) {
-  rows == kRowTile ? sum_elements(a, p, d, kRowTile, y) : sum_elements(a, p, d, rows, y);
-}
-JNVFP4_AVX512 void sum_elements_avx512(const float* a, const PanelFloat& p, int64_t d, int rows, Sums& y) {
-  rows == kRowTile ? sum_elements(a, p, d, kRowTile, y) : sum_elements(a, p, d, rows, y);
-}
+template <int R>
+JNVFP4_AVX2 void sum_elements_avx2(const float* a, const PanelFloat& p, int64_t d, Sums& y) { sum_elements<R>(a, p, d, y); }
+template <int R>
+JNVFP4_AVX512 void sum_elements_avx512(const float* a, const PanelFloat& p, int64_t d, Sums& y) { sum_elements<R>(a, p, d, y); }
 #endif
 
-void sum_elements_for(const float* a, const PanelFloat& p, int64_t d, int rows, Sums& y) {
+template <int R>
+void sum_elements_for(const float* a, const PanelFloat& p, int64_t d, Sums& y) {
 #if defined(__x86_64__)
-  if (isa() == Isa::kAvx512) return sum_elements_avx512(a, p, d, rows, y);
-  if (isa() == Isa::kAvx2) return sum_elements_avx2(a, p, d, rows, y);
+  if (isa() == Isa::kAvx512) return sum_elements_avx512<R>(a, p, d, y);
+  if (isa() == Isa::kAvx2) return sum_elements_avx2<R>(a, p, d, y);
 #endif
-  sum_elements_portable(a, p, d, rows, y);
+  sum_elements_portable<R>(a, p, d, y);
+}
+
+void sum_elements_rows(const float* a, const PanelFloat& p, int64_t d, int rows, Sums& y) {
+  switch (rows) {
+    case 1: return sum_elements_for<1>(a, p, d, y);
+    case 2: return sum_elements_for<2>(a, p, d, y);
+    case 3: return sum_elements_for<3>(a, p, d, y);
+    default: return sum_elements_for<kRowTile>(a, p, d, y);
+  }
 }
 
 // ---------------------------------------------------------------- one task: rows x one panel
@@ -310,10 +322,10 @@ void run_task(const Args& g, const Left& left, int64_t task) {
     alignas(64) Sums y;
     const int64_t a_row = batch * g.rows + row, blocks = g.depth / kBlock;
     if (g.a_scale) {
-      sum_blocks(left, ints, a_row * blocks, blocks, rows, y);
+      sum_blocks_rows(left, ints, a_row * blocks, blocks, rows, y);
     } else {
       for (int64_t i = 0; i < rows * g.depth; ++i) a[i] = load_16bit(g, a_row * g.depth + i);
-      sum_elements_for(a.data(), floats, g.depth, rows, y);
+      sum_elements_rows(a.data(), floats, g.depth, rows, y);
     }
     finish(g, batch, row, col, rows, count, y);
   }

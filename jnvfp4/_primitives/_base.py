@@ -16,7 +16,7 @@ from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat, _native
 
@@ -143,7 +143,7 @@ def make_primitive(
 
         def partition(mesh, operands, _results):
             operand_specs, result_specs, wrap = plan(mesh, operands)
-            return mesh, wrap(one_device), shardings(mesh, result_specs), shardings(mesh, operand_specs)
+            return mesh, _off_mesh(wrap(one_device)), shardings(mesh, result_specs), shardings(mesh, operand_specs)
 
         def infer(mesh, operands, _results):  # only where Shardy is switched off
             return shardings(mesh, plan(mesh, operands)[1])
@@ -176,6 +176,16 @@ def make_primitive(
         mlir.register_lowering(primitive, functools.partial(lower, platform), platform=platform)
     _compat.needs_devices_in_lowering(primitive)
     return primitive
+
+
+def _off_mesh(body: Body) -> Body:
+    """Traces ``body`` without the mesh of ``jax.set_mesh``: an Explicit one would put its shardings on local blocks."""
+
+    def local_body(*operands):
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return body(*operands)
+
+    return local_body
 
 
 def _with_mesh(ctx: Any) -> Any:

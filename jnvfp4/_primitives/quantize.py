@@ -156,7 +156,8 @@ def _rule(mesh: Any, operands: Any, _results: Any, *, spec: QuantSpec, transpose
     else:
         outs.append(" ".join([*lead, "r"]))
     text = ", ".join(ins) + " -> " + ", ".join(outs)
-    return (text, {"need_replication_factors": tuple(fixed)}) if fixed else text
+    order = " ".join(ins + outs).split()  # Shardy wants special factors in the order in which they appear
+    return (text, {"need_replication_factors": tuple(sorted(fixed, key=order.index))}) if fixed else text
 
 
 quantize_p = make_primitive(
