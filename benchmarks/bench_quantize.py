@@ -59,7 +59,12 @@ def _bench_case(case: Case) -> list[dict[str, Any]]:
         ("row_scaled, amax given", quantizer(jnvfp4.ROW_SCALED), row_amax, one),
         ("row_scaled, amax found", quantizer(jnvfp4.ROW_SCALED), [(x,) for x in xs], one),
         ("row_scaled transposed, amax found", quantizer(jnvfp4.ROW_SCALED, True), [(x,) for x in xs], one),
-        ("dequantize to bf16", lambda t: jnvfp4.dequantize(t, jnp.bfloat16), [(t,) for t in tensors], packed + 2 * elements),
+        (
+            "dequantize to bf16",
+            lambda t: jnvfp4.dequantize(t, jnp.bfloat16),
+            [(t,) for t in tensors],
+            packed + 2 * elements,
+        ),
     ]
     rows = [_row(case, f"copy {np.dtype(xs[0].dtype).name}", copy, 2 * size * elements, copy_gb_s)]
     return rows + [_row(case, what, time_calls(f, args), moved, copy_gb_s) for what, f, args, moved in cases]

@@ -17,13 +17,14 @@ percent of each other. ``--out`` receives ``loss.png`` and ``metrics.json``.
 import argparse
 import json
 import math
+import os
 import platform
-import sys
 import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -61,21 +62,20 @@ class Config:
     batch: int
     steps: int
     peak_lr: float
-    val_batches: int = 8
+    val_batches: int
 
     @property
     def log_every(self) -> int:
-        return max(1, self.steps // 40)
+        return max(1, self.steps // 50)
 
     @property
-    def checkpoint_every(self) -> int:
-        """Steps between two validation losses: a multiple of ``log_every``."""
-        return self.log_every * max(1, self.steps // (6 * self.log_every))
+    def val_every(self) -> int:
+        return 5 * self.log_every
 
 
 PRESETS = {
-    "cpu": Config(layers=3, width=128, heads=4, seq=128, batch=16, steps=300, peak_lr=4e-3),
-    "gpu": Config(layers=12, width=768, heads=12, seq=512, batch=32, steps=1000, peak_lr=1e-3),
+    "cpu": Config(layers=2, width=128, heads=4, seq=64, batch=16, steps=750, peak_lr=3e-3, val_batches=32),
+    "gpu": Config(layers=12, width=768, heads=12, seq=512, batch=32, steps=1000, peak_lr=1e-3, val_batches=16),
 }
 
 
@@ -105,10 +105,10 @@ def train_batch(text: np.ndarray, config: Config, seed: int, step: int) -> np.nd
     return windows(text, starts, config.seq)
 
 
-def val_batches(text: np.ndarray, config: Config) -> list[np.ndarray]:
-    """Windows spread evenly over the validation text."""
+def val_batches(text: np.ndarray, config: Config) -> np.ndarray:
+    """[val_batches, batch, seq + 1] bytes, from all over the validation text."""
     starts = np.linspace(0, len(text) - config.seq - 1, config.val_batches * config.batch).astype(int)
-    return [windows(text, part, config.seq) for part in np.split(starts, config.val_batches)]
+    return windows(text, starts, config.seq).reshape(config.val_batches, config.batch, -1)
 
 
 # Model
@@ -241,38 +241,36 @@ def make_train_step(linear: Linear, config: Config) -> Callable[[Tree, Tree, Arr
     return train_step
 
 
-def train(name: str, linear: Linear, config: Config, seed: int) -> Curves:
+def train(name: str, linear: Linear, config: Config, seed: int, text: np.ndarray, held_out: np.ndarray) -> Curves:
     """Trains one model from the seed's weights on the seed's batches."""
-    train_text, val_text = stdlib_text()
-    held_out = val_batches(val_text, config)
     params = init_params(jax.random.key(seed), config)
     state = init_optimizer(params)
     train_step = make_train_step(linear, config)
     val_loss = jax.jit(partial(loss_fn, linear=linear, heads=config.heads))
 
-    curves, recent, train_seconds = Curves(), [], 0.0
-    begin = start = time.perf_counter()
-    progress = tqdm(range(1, config.steps + 1), desc=f"{name:>16}", unit="step")
+    curves, recent, val_seconds = Curves(), [], 0.0
+    begin = time.perf_counter()
+    progress = tqdm(range(1, config.steps + 1), desc=name, unit="step", mininterval=0.5)
     for step in progress:
-        params, state, loss = train_step(params, state, train_batch(train_text, config, seed, step))
+        params, state, loss = train_step(params, state, train_batch(text, config, seed, step))
         recent.append(loss)
+        last = step == config.steps
         if step == 1:
             loss.block_until_ready()
-            curves.first_step_seconds = time.perf_counter() - start
-            start = time.perf_counter()
-        if step % config.log_every and step < config.steps:
-            continue
-        curves.steps.append(step)
-        curves.train.append(float(np.mean(jax.device_get(recent))))
-        recent.clear()
-        progress.set_postfix(loss=f"{curves.train[-1]:.3f}")
-        if step % config.checkpoint_every == 0 or step == config.steps:
-            train_seconds += time.perf_counter() - start
+            curves.first_step_seconds = time.perf_counter() - begin
+        if step % config.log_every == 0 or last:
+            curves.steps.append(step)
+            curves.train.append(float(np.mean(jax.device_get(recent))))  # waits for the steps
+            recent.clear()
+            progress.set_postfix(loss=f"{curves.train[-1]:.3f}", refresh=False)
+        if step % config.val_every == 0 or last:
+            val_begin = time.perf_counter()
             curves.val_steps.append(step)
             curves.val.append(float(np.mean([val_loss(params, batch) for batch in held_out])))
-            start = time.perf_counter()
-    curves.seconds_per_step = train_seconds / max(1, config.steps - 1)
+            val_seconds += time.perf_counter() - val_begin
     curves.wall_seconds = time.perf_counter() - begin
+    step_seconds = curves.wall_seconds - curves.first_step_seconds - val_seconds
+    curves.seconds_per_step = step_seconds / max(1, config.steps - 1)
     return curves
 
 
@@ -307,15 +305,32 @@ def plot(path: Path, names: tuple[str, str], first: Curves, second: Curves) -> N
     figure.savefig(path, dpi=120)
 
 
-def versions() -> dict[str, str]:
-    return {"jnvfp4": jnvfp4.__version__, "jax": jax.__version__, "python": platform.python_version()}
+def summary(config: Config, names: tuple[str, str], first: Curves, second: Curves) -> dict[str, Any]:
+    """What metrics.json says, but for the command line's choices."""
+    gap = second.val[-1] - first.val[-1]
+    device = jax.devices()[0]
+    return {
+        "config": asdict(config),
+        "versions": {
+            "jnvfp4": jnvfp4.__version__,
+            "jax": jax.__version__,
+            "jaxlib": version("jaxlib"),
+            "python": platform.python_version(),
+        },
+        "device": {"platform": device.platform, "kind": device.device_kind, "cpu_count": os.cpu_count()},
+        "runs": {names[0]: asdict(first), names[1]: asdict(second)},
+        "final_val": {names[0]: first.val[-1], names[1]: second.val[-1]},
+        "gap": gap,
+        "gap_percent": 100 * gap / first.val[-1],
+    }
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--preset", choices=PRESETS, default=None, help="sizes; by default those of the backend")
+    parser = argparse.ArgumentParser(description="Trains a byte-level language model in bfloat16 and in NVFP4.")
+    backend = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    parser.add_argument("--preset", choices=PRESETS, default=backend, help="sizes (default: %(default)s)")
     parser.add_argument("--recipe", choices=RECIPES, default="nvfp4", help="how jnvfp4.linear quantizes")
-    parser.add_argument("--steps", type=int, default=None, help="training steps, if not the preset's")
+    parser.add_argument("--steps", type=int, help="training steps, if not the preset's")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for loss.png and metrics.json")
     return parser.parse_args()
@@ -323,36 +338,30 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    preset = args.preset or ("cpu" if jax.default_backend() == "cpu" else "gpu")
-    config = PRESETS[preset]
+    config = PRESETS[args.preset]
     config = replace(config, steps=args.steps or config.steps)
-    device = jax.devices()[0]
-    print(f"{preset} preset on {device.device_kind}: {config}", file=sys.stderr)
-
     begin = time.perf_counter()
-    names = ("bf16", args.recipe)
-    linears = (bf16_linear, partial(jnvfp4.linear, recipe=RECIPES[args.recipe]))
-    bf16, nvfp4 = (train(name, linear, config, args.seed) for name, linear in zip(names, linears, strict=True))
-    gap = nvfp4.val[-1] - bf16.val[-1]
-    gap_percent = 100 * gap / bf16.val[-1]
+    text, val_text = stdlib_text()
+    held_out = val_batches(val_text, config)
+    print(f"{len(text):,} bytes to train on, {len(val_text):,} to validate; {args.preset} preset: {config}")
 
-    print_table(names, bf16, nvfp4)
-    print(f"\nfinal validation loss: {names[0]} {bf16.val[-1]:.4f}, {names[1]} {nvfp4.val[-1]:.4f}, ", end="")
-    print(f"gap {gap:+.4f} ({gap_percent:+.2f}%)")
+    names = ("bf16", args.recipe)
+    bf16 = train(names[0], bf16_linear, config, args.seed, text, held_out)
+    quantized_linear = partial(jnvfp4.linear, recipe=RECIPES[args.recipe])
+    quantized = train(names[1], quantized_linear, config, args.seed, text, held_out)
+
+    print_table(names, bf16, quantized)
+    metrics = {"preset": args.preset, "recipe": args.recipe, "seed": args.seed}
+    metrics |= summary(config, names, bf16, quantized)
+    print(
+        f"\nfinal validation loss: bf16 {bf16.val[-1]:.4f}, {args.recipe} {quantized.val[-1]:.4f}, "
+        f"gap {metrics['gap']:+.4f} ({metrics['gap_percent']:+.2f}%)"
+    )
     args.out.mkdir(parents=True, exist_ok=True)
-    plot(args.out / "loss.png", names, bf16, nvfp4)
-    metrics = {
-        "config": {"preset": preset, "recipe": args.recipe, "seed": args.seed, **asdict(config)},
-        "versions": versions(),
-        "device": {"platform": device.platform, "kind": device.device_kind},
-        "runs": {name: asdict(curves) for name, curves in zip(names, (bf16, nvfp4), strict=True)},
-        "final_val": dict(zip(names, (bf16.val[-1], nvfp4.val[-1]), strict=True)),
-        "gap": gap,
-        "gap_percent": gap_percent,
-        "wall_seconds": time.perf_counter() - begin,
-    }
+    plot(args.out / "loss.png", names, bf16, quantized)
+    metrics["wall_seconds"] = time.perf_counter() - begin
     (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-    print(f"wrote {args.out / 'loss.png'} and {args.out / 'metrics.json'} after {metrics['wall_seconds']:.0f} s")
+    print(f"{metrics['wall_seconds']:.0f} s in all; wrote {args.out}/loss.png and {args.out}/metrics.json")
 
 
 if __name__ == "__main__":

@@ -46,8 +46,7 @@ inline std::string to_string(const SpecAttr& a) {
 }
 
 inline ffi::Error unsupported(std::string_view op, const SpecAttr& a) {
-  return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                    std::string(op) + ": no kernel is built for " + to_string(a));
+  return ffi::Error(ffi::ErrorCode::kUnimplemented, std::string(op) + ": no kernel is built for " + to_string(a));
 }
 
 inline ffi::Error invalid(std::string_view op, std::string_view what) {
@@ -62,10 +61,14 @@ std::string shape_of(const B& buffer) {
 }
 
 inline bool float_kind(ffi::DataType t, Float* out) {
-  if (t == ffi::DataType::F32) *out = Float::kF32;
-  else if (t == ffi::DataType::BF16) *out = Float::kBf16;
-  else if (t == ffi::DataType::F16) *out = Float::kF16;
-  else return false;
+  if (t == ffi::DataType::F32)
+    *out = Float::kF32;
+  else if (t == ffi::DataType::BF16)
+    *out = Float::kBf16;
+  else if (t == ffi::DataType::F16)
+    *out = Float::kF16;
+  else
+    return false;
   return true;
 }
 
@@ -95,7 +98,8 @@ std::string quant_shape(const B& x, int64_t amax_count, bool transposed, const K
   if (!split_dims(x.dimensions(), &batch, &rows, &cols)) return "x must have rank 2 or more, got " + shape_of(x);
   if (transposed) std::swap(rows, cols);
   if (cols % 16) return "the quantized axis must be a multiple of 16, got x " + shape_of(x);
-  if (spec.block_rows == 16 && rows % 16) return "block_rows=16 needs both axes to be multiples of 16, got x " + shape_of(x);
+  if (spec.block_rows == 16 && rows % 16)
+    return "block_rows=16 needs both axes to be multiples of 16, got x " + shape_of(x);
   const int64_t per = rows_per_amax(batch, rows, amax_count);
   if (!per) return "amax has " + std::to_string(amax_count) + " elements, which does not fit x " + shape_of(x);
   *shape = {batch, rows, cols, per, transposed};
@@ -110,14 +114,14 @@ std::string dequantize_shape(const D& data, const S& scale, const A& amax, int64
   const int64_t per = rows_per_amax(batch, rows, static_cast<int64_t>(amax.element_count()));
   if (!per) return "amax " + shape_of(amax) + " does not fit scale " + shape_of(scale);
   *blocks = batch * rows * cols, *blocks_per_amax = per * cols;
-  if (static_cast<int64_t>(data.element_count()) != *blocks * 8) return "data " + shape_of(data) + " does not fit scale " + shape_of(scale);
+  if (static_cast<int64_t>(data.element_count()) != *blocks * 8)
+    return "data " + shape_of(data) + " does not fit scale " + shape_of(scale);
   return {};
 }
 
 }  // namespace jnvfp4
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jnvfp4::SpecAttr,
-                                      ::xla::ffi::StructMember<std::string_view>("amax_scope"),
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jnvfp4::SpecAttr, ::xla::ffi::StructMember<std::string_view>("amax_scope"),
                                       ::xla::ffi::StructMember<int32_t>("e4m3_max"),
                                       ::xla::ffi::StructMember<bool>("rht"),
                                       ::xla::ffi::StructMember<int32_t>("block_rows"),

@@ -17,7 +17,7 @@
 
 namespace jnvfp4 {
 
-inline constexpr int kBlock = 16;            // elements that share one E4M3 scale
+inline constexpr int kBlock = 16;  // elements that share one E4M3 scale
 inline constexpr uint32_t kSign = 0x80000000u;
 inline constexpr uint32_t kMagnitude = 0x7fffffffu;
 inline constexpr uint32_t kInf = 0x7f800000u;

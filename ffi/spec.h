@@ -21,8 +21,8 @@ struct KernelSpec {
   Rounding rounding = Rounding::kNearest;
 
   constexpr bool operator==(const KernelSpec& o) const {
-    return amax_scope == o.amax_scope && rht == o.rht && block_rows == o.block_rows &&
-           select == o.select && error_math == o.error_math && rounding == o.rounding;
+    return amax_scope == o.amax_scope && rht == o.rht && block_rows == o.block_rows && select == o.select &&
+           error_math == o.error_math && rounding == o.rounding;
   }
 };
 

@@ -20,7 +20,9 @@ def _check_pair(field: str, pair: object, first: str, second: str, first_optiona
 def _check_rotation(field: str, pair: tuple[QuantSpec | None, QuantSpec]) -> None:
     rotated = [spec is not None and spec.format.rht for spec in pair]
     if rotated[0] != rotated[1]:
-        raise ValueError(f"Recipe: {field} operands must both be rotated (format.rht) or neither, got {pair!r}")
+        raise ValueError(
+            f"Recipe: {field} operands must both be rotated (format.rht) or neither, got {pair!r}"
+        )
 
 
 @dataclass(frozen=True)

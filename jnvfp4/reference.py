@@ -171,7 +171,9 @@ def quantize(
     return data, lax.bitcast_convert_type(scale, jnp.float8_e4m3fn), amax
 
 
-def dequantize(data: jax.Array, scale: jax.Array, amax: jax.Array, e4m3_max: int, dtype=jnp.float32) -> jax.Array:
+def dequantize(
+    data: jax.Array, scale: jax.Array, amax: jax.Array, e4m3_max: int, dtype=jnp.float32
+) -> jax.Array:
     """-> [..., M, K] of ``dtype``. See ``jnvfp4.dequantize``."""
     factor = dequantize_factor(_scale_bytes(scale), per_row(to_bits(amax), data.ndim), e4m3_max)
     codes = unpack_codes(data)

@@ -9,9 +9,7 @@ import jax.numpy as jnp
 from .spec import Format
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=("data", "scale", "amax"), meta_fields=("format",)
-)
+@partial(jax.tree_util.register_dataclass, data_fields=("data", "scale", "amax"), meta_fields=("format",))
 @dataclass(frozen=True)
 class NVFP4Tensor:
     """An NVFP4 array of shape [..., M, K]: a pytree with ``format`` static.

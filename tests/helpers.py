@@ -10,7 +10,11 @@ _WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 def bits(a) -> np.ndarray:
     """The array's bit patterns, as unsigned integers."""
     a = np.asarray(a)
-    return np.ascontiguousarray(a).view(_WIDTH[a.dtype.itemsize]) if a.ndim else a.reshape(1).view(_WIDTH[a.dtype.itemsize])
+    return (
+        np.ascontiguousarray(a).view(_WIDTH[a.dtype.itemsize])
+        if a.ndim
+        else a.reshape(1).view(_WIDTH[a.dtype.itemsize])
+    )
 
 
 def assert_bitwise(got, want, what: str = "array") -> None:
@@ -79,7 +83,9 @@ def find_amax(x: np.ndarray, scope: str = "tensor") -> np.ndarray:
 
 
 def e2m1_values(codes) -> np.ndarray:
-    return np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)[codes & 7] * np.where(codes & 8, -1, 1).astype(np.float32)
+    return np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)[codes & 7] * np.where(codes & 8, -1, 1).astype(
+        np.float32
+    )
 
 
 def scale_values(scale) -> np.ndarray:
@@ -115,7 +121,9 @@ def matmul_by_formula(a, b, bias=None, dtype=np.float32) -> np.ndarray:
     """matmul_nt in its pinned order: blocks of 16 for two NVFP4Tensors, single k for a 16-bit ``a``. 2-D only."""
     with np.errstate(all="ignore"):
         y = np.zeros((a.shape[0], b.shape[0]), np.float32)
-        for term in _block_terms(a, b) if hasattr(a, "data") and hasattr(a, "scale") else _element_terms(a, b):
+        for term in (
+            _block_terms(a, b) if hasattr(a, "data") and hasattr(a, "scale") else _element_terms(a, b)
+        ):
             y = y + term
         y = alpha_by_formula(a, b) * y
         return round_to(y if bias is None else y + np.asarray(bias).astype(np.float32), dtype)

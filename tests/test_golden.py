@@ -133,7 +133,11 @@ def test_native_quantize(native, kind, given):
         x = golden.padded.T if golden.transposed else golden.padded
         amax = None
         if given:
-            amax = golden.amax.reshape(()) if kind != "rowscaled" else np.pad(golden.amax, (0, len(golden.padded) - len(golden.amax)))
+            amax = (
+                golden.amax.reshape(())
+                if kind != "rowscaled"
+                else np.pad(golden.amax, (0, len(golden.padded) - len(golden.amax)))
+            )
         t = jnvfp4.quantize(x, SPECS[kind], amax=amax, transpose=golden.transposed, implementation="native")
         if given:
             assert_bitwise(t.amax, amax, golden.name)
@@ -201,17 +205,23 @@ every_out_dtype = pytest.mark.parametrize("dtype", list(OUT_DTYPES))
 def dequantized(kind: str) -> list[Dequantized]:
     arrays = load("dequant")
     names = [name for name in config("dequant")["e4m3_max"] if name.endswith(f"__{kind}")]
-    return [Dequantized(n, *(arrays[f"{n}__{f}"] for f in ("data", "scale", "amax", "dq_f32"))) for n in names]
+    return [
+        Dequantized(n, *(arrays[f"{n}__{f}"] for f in ("data", "scale", "amax", "dq_f32"))) for n in names
+    ]
 
 
 def test_formats_are_those_of_the_file():
     """``e4m3_max`` of each kind of case, and no case left out."""
-    found = {d.name: DEQUANTIZE_FORMATS[kind].e4m3_max for kind in DEQUANTIZE_FORMATS for d in dequantized(kind)}
+    found = {
+        d.name: DEQUANTIZE_FORMATS[kind].e4m3_max for kind in DEQUANTIZE_FORMATS for d in dequantized(kind)
+    }
     assert found == config("dequant")["e4m3_max"]
 
 
 def tensor(data, scale, amax, fmt: Format) -> NVFP4Tensor:
-    return NVFP4Tensor(jnp.asarray(data), jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn)), jnp.asarray(amax), fmt)
+    return NVFP4Tensor(
+        jnp.asarray(data), jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn)), jnp.asarray(amax), fmt
+    )
 
 
 @every_format
@@ -255,7 +265,10 @@ def operand(case: str, side: str) -> NVFP4Tensor:
     fmt = Format(amax_scope=scope, e4m3_max=settings[f"max_{side}"], rht=made.get("with_rht", False))
     amax = arrays[f"{case}__amax_{side}"]
     return tensor(
-        arrays[f"{case}__{side}"], arrays[f"{case}__s{side}"], amax if scope == "row" else amax.reshape(()), fmt
+        arrays[f"{case}__{side}"],
+        arrays[f"{case}__s{side}"],
+        amax if scope == "row" else amax.reshape(()),
+        fmt,
     )
 
 

@@ -79,7 +79,7 @@ AMAXES = MAGNITUDES[SCALE_INDEX // 127 * 127]
 
 
 def never_negative(values: np.ndarray) -> np.ndarray:
-    return ~np.signbit(values.astype(np.float32)) | np.isnan(values.astype(np.float32))
+    return ~np.signbit(values) | np.isnan(values)
 
 
 def agree(got: np.ndarray, want: np.ndarray, what: str) -> None:
@@ -108,7 +108,8 @@ def test_encode_16_bits(tables, half):
 def test_e2m1_of_every_16_bit_number(tables, half):
     got, x = tables[f"e2m1_of_{half}"].astype(np.uint8), halves(half)
     assert_bitwise(got, by_reference(lambda x: reference.e2m1_encode(softfloat.to_bits(x)), x), "reference")
-    codes = x.astype(np.float32).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
+    with np.errstate(all="ignore"):
+        codes = x.astype(np.float32).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
     assert_bitwise(got, np.where(np.isnan(x), 0, codes).astype(np.uint8), "ml_dtypes, with code 0 for NaN")
 
 
@@ -124,8 +125,9 @@ def test_e4m3_of_every_16_bit_number(tables, half):
     got = tables[f"e4m3_of_{half}"].astype(np.uint8)[valid]
     codes = by_reference(lambda x: reference.e4m3_encode(softfloat.to_bits(x)), x)[valid]
     assert_bitwise(got, codes, "reference")
-    clamped = np.minimum(x.astype(np.float32)[valid], 448)  # keeps NaN
-    codes = clamped.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    with np.errstate(all="ignore"):
+        clamped = np.minimum(x.astype(np.float32)[valid], 448)  # keeps NaN
+        codes = clamped.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     assert_bitwise(got, np.where(np.isnan(clamped), 0x7F, codes).astype(np.uint8), "ml_dtypes, clamped")
 
 
@@ -141,7 +143,9 @@ def test_decode_e2m1(tables):
     values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
     assert_bitwise(tables["e2m1_decode"], by_reference(reference.e2m1_decode, codes), "reference")
     assert_bitwise(tables["e2m1_decode"], bits(values), "ml_dtypes")
-    assert_bitwise(tables["e2m1_twice"].view(np.int32), by_reference(reference.e2m1_twice, codes), "reference")
+    assert_bitwise(
+        tables["e2m1_twice"].view(np.int32), by_reference(reference.e2m1_twice, codes), "reference"
+    )
     assert_bitwise(tables["e2m1_twice"].view(np.int32), (2 * values).astype(np.int32), "ml_dtypes")
 
 
@@ -152,7 +156,9 @@ def test_scale_times_code_is_exact(tables):
     def product(s, c):
         return softfloat.mul(reference.e4m3_decode(s), reference.e2m1_decode(c))
 
-    exact = scales.view(ml_dtypes.float8_e4m3fn).astype(float) * codes.view(ml_dtypes.float4_e2m1fn).astype(float)
+    exact = scales.view(ml_dtypes.float8_e4m3fn).astype(float) * codes.view(ml_dtypes.float4_e2m1fn).astype(
+        float
+    )
     got = tables["products"].reshape(127, 16)
     assert_bitwise(got, by_reference(product, scales, codes), "reference")
     assert_bitwise(got, bits(exact.astype(np.float32)), "ml_dtypes")
@@ -188,14 +194,20 @@ def test_block_encode_scale(tables):
     agree(got, by_reference(enc, SCALES, AMAXES), "reference")
     s_dec = tables["decode_of_global_scale"].view(np.float32)[SCALE_INDEX // 127 * 127]
     with np.errstate(all="ignore"):
-        want = np.minimum(np.float32(1) / (SCALES.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * s_dec), FLOAT_MAX)
+        want = np.minimum(
+            np.float32(1) / (SCALES.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * s_dec), FLOAT_MAX
+        )
     agree(got, bits(want), "NumPy")
 
 
 @pytest.mark.parametrize("e4m3_max", [448, 256])
 def test_dequantize_factor(tables, e4m3_max):
     got = tables[f"dequantize_factor_{e4m3_max}"]
-    agree(got, by_reference(lambda s, b: reference.dequantize_factor(s, b, e4m3_max), SCALES, AMAXES), "reference")
+    agree(
+        got,
+        by_reference(lambda s, b: reference.dequantize_factor(s, b, e4m3_max), SCALES, AMAXES),
+        "reference",
+    )
     constant = np.uint32({448: 0x39C30C31, 256: 0x3A2AAAAB}[e4m3_max]).view(np.float32)
     with np.errstate(all="ignore"):
         want = SCALES.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * AMAXES.view(np.float32) * constant
@@ -210,14 +222,14 @@ def exhaustive(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("patterns", ["quick", pytest.param("full", marks=pytest.mark.long)])
 def test_encoders_over_float32(exhaustive, patterns):
-    """"full": e2m1_encode over all 2^32 patterns, e4m3_encode over the 2^31 that are not negative."""
+    """ "full": e2m1_encode over all 2^32 patterns, e4m3_encode over the 2^31 that are not negative."""
     done = subprocess.run([str(exhaustive), patterns], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 MISTAKES = {
-    "e2m1 tie": ("kMagic + 2.0f", "kMagic + 2.5f"),
-    "e2m1 saturation": ("kMagicBits + 7 ? t05", "kMagicBits + 8 ? t05"),
+    "e2m1 tie": ("kMagic + 2.0f", "kMagic + 3.0f"),
+    "e2m1 saturation": ("? t05 : kMagicBits + 7", "? t05 : t05"),
     "e2m1 NaN": ("a > kInf ? 0u : e2m1_magnitude(a)", "e2m1_magnitude(a)"),
     "e4m3 tie": ("(a + 0x7ffffu", "(a + 0x80000u"),
     "e4m3 subnormal": ("a < 0x3c800000u", "a < 0x3c000000u"),

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections import Counter
 from functools import partial
 
 import jax
@@ -78,15 +77,16 @@ def home(devices, x):
 
 
 _COLLECTIVE = re.compile(
-    r"= (\(.*?\)|\S+) (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all|collective-broadcast)"
-    r"(?:-start)?\("
+    r"= (\(.*?\)|\S+) "
+    r"(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all|collective-broadcast)(?:-start)?\("
 )
 
 
-def collectives(f, *args) -> list[tuple[str, str]]:
-    """(instruction, result type) of each collective of the compiled program."""
-    text = jax.jit(f).lower(*args).compile().as_text()
-    return [(op, re.sub(r"\{[^}]*\}", "", shape)) for shape, op in _COLLECTIVE.findall(text)]
+def run(f, *args) -> tuple:
+    """The result of jit(f), and (instruction, result type) of each collective of the compiled program."""
+    compiled = jax.jit(f).lower(*args).compile()
+    found = _COLLECTIVE.findall(compiled.as_text())
+    return compiled(*args), [(op, re.sub(r"\{[^}]*\}", "", shape)) for shape, op in found]
 
 
 def assert_scalar_maxima(found, mesh, entries):
@@ -106,9 +106,7 @@ def integers(shape, seed=0):
     *lead, rows, k = shape
     data = rng.integers(0, 256, (*lead, rows, k // 2), np.uint8)
     scale = rng.choice([0.5, 1.0, 2.0], (*lead, rows, k // 16))
-    return NVFP4Tensor(
-        jnp.asarray(data), jnp.asarray(scale, jnp.float8_e4m3fn), jnp.float32(6 * 448), Format()
-    )
+    return NVFP4Tensor(jnp.asarray(data), jnp.asarray(scale, jnp.float8_e4m3fn), jnp.float32(6 * 448), Format())
 
 
 def normal(shape, seed=0, dtype="bf16"):
@@ -134,12 +132,11 @@ def test_quantize_with_amax_needs_no_collective(devices, kind, axes, spec, qspec
     amax_s = put(amax, mesh, P(*turned[: amax.ndim]))
     f = partial(quantize, spec=qspec, transpose=transpose)
     want = f(home(devices, x), amax=home(devices, amax))
-    xs = put(x, mesh, spec)
-    got = jax.jit(lambda x, a: f(x, amax=a))(xs, amax_s)
+    got, found = run(lambda x, a: f(x, amax=a), put(x, mesh, spec), amax_s)
     assert_same_tensor(got, want)
     assert_sharded(got.data, mesh, turned)
     assert_sharded(got.scale, mesh, turned)
-    assert collectives(lambda x, a: f(x, amax=a), xs, amax_s) == []
+    assert found == []
 
 
 @transposed_or_not
@@ -149,14 +146,12 @@ def test_quantize_with_amax_needs_no_collective(devices, kind, axes, spec, qspec
 def test_quantize_reduces_only_the_amax(devices, kind, axes, spec, qspec, transpose):
     mesh, x = make_mesh(devices, axes, kind), jnp.asarray(X.make())
     f = partial(quantize, spec=qspec, transpose=transpose)
-    want, xs = f(home(devices, x)), put(x, mesh, spec)
     turned = P(*reversed(spec)) if transpose else spec
-    got = jax.jit(f)(xs)
-    assert_same_tensor(got, want)
+    got, found = run(f, put(x, mesh, spec))
+    assert_same_tensor(got, f(home(devices, x)))
     assert_sharded(got.data, mesh, turned)
     assert_sharded(got.scale, mesh, turned)
     assert_sharded(got.amax, mesh, P(*turned[: got.amax.ndim]))
-    found = collectives(f, xs)
     if qspec is not ROW_SCALED:
         assert_scalar_maxima(found, mesh, spec)
     else:
@@ -200,35 +195,44 @@ def test_a_sharding_constraint_is_enough(devices):
 
 
 @every_kind
-@pytest.mark.parametrize("spec", [P("x", None, None), P("x", "y", None), P(None, "x", "y"), P(("x", "y"),)], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        P("x", None, None),
+        P("x", "y", None),
+        P(None, "x", "y"),
+        P(
+            ("x", "y"),
+        ),
+    ],
+    ids=str,
+)
 def test_leading_axes(devices, kind, spec):
     mesh, x = make_mesh(devices, kind=kind), normal((8, 32, 256))
     f = partial(quantize, amax=jnp.float32(4))
-    got = jax.jit(f)(put(x, mesh, spec))
+    got, found = run(f, put(x, mesh, spec))
     assert_same_tensor(got, f(home(devices, x)))
     assert_sharded(got.data, mesh, spec)
-    assert collectives(f, put(x, mesh, spec)) == []
+    assert found == []
 
 
 @every_kind
 def test_vmap_over_a_sharded_axis_has_no_collective(devices, kind):
     mesh, x = make_mesh(devices, "x", kind), normal((8, 32, 64))
-    f, xs = jax.vmap(quantize), put(x, mesh, P("x"))
-    got = jax.jit(f)(xs)
-    assert_same_tensor(got, jax.jit(f)(home(devices, x)))
+    got, found = run(jax.vmap(quantize), put(x, mesh, P("x")))
+    assert_same_tensor(got, jax.vmap(quantize)(home(devices, x)))
     assert_sharded(got.amax, mesh, P("x"))
-    assert collectives(f, xs) == []
+    assert found == []
 
 
 @every_layout
 @every_kind
 def test_fake_quant(devices, kind, axes, spec):
     mesh, x = make_mesh(devices, axes, kind), normal((128, 512))
-    xs = put(x, mesh, spec)
-    got = jax.jit(fake_quant)(xs)
+    got, found = run(fake_quant, put(x, mesh, spec))
     assert_bitwise(got, fake_quant(home(devices, x)))
     assert_sharded(got, mesh, spec)
-    assert_scalar_maxima(collectives(fake_quant, xs), mesh, spec)
+    assert_scalar_maxima(found, mesh, spec)
 
 
 # ---------------------------------------------------------------- blocks that would straddle devices
@@ -251,10 +255,8 @@ def test_blocks_that_would_straddle_devices(devices, shape, spec, qspec, transpo
     mesh, x = make_mesh(devices), normal(shape)
     if any(n % ways(mesh, entry) for n, entry in zip(shape, spec, strict=True)):
         pytest.skip("JAX splits only evenly")
-    f, xs = partial(quantize, spec=qspec, transpose=transpose), put(x, mesh, spec)
-    got = jax.jit(f)(xs)
-    assert_same_tensor(got, f(home(devices, x)))
-    assert got.scale.shape[-1] % ways(mesh, got.scale.sharding.spec[-1] if len(got.scale.sharding.spec) > 1 else None) == 0
+    f = partial(quantize, spec=qspec, transpose=transpose)
+    assert_same_tensor(jax.jit(f)(put(x, mesh, spec)), f(home(devices, x)))
 
 
 @pytest.mark.parametrize("k", [64, 96])
@@ -286,11 +288,11 @@ def test_explicit_meshes_refuse_to_split_a_block(devices, shape, spec, qspec):
 @every_kind
 def test_dequantize_needs_no_collective(devices, kind, axes, spec, qspec):
     mesh, t = make_mesh(devices, axes, kind), quantize(normal((128, 512)), qspec)
-    f, ts = partial(dequantize, dtype=jnp.bfloat16), shard(t, mesh, spec)
-    got = jax.jit(f)(ts)
+    f = partial(dequantize, dtype=jnp.bfloat16)
+    got, found = run(f, shard(t, mesh, spec))
     assert_bitwise(got, f(home(devices, t)))
     assert_sharded(got, mesh, spec)
-    assert collectives(f, ts) == []
+    assert found == []
 
 
 # ---------------------------------------------------------------- matmul_nt
@@ -332,21 +334,15 @@ def _place(t, mesh, spec):
     return shard(t, mesh, spec) if isinstance(t, NVFP4Tensor) else put(t, mesh, spec)
 
 
-def _exact_b(a, b):
-    """Weight-only alpha is b.amax / 2688: 1 for both kinds of a."""
-    return b
-
-
 @pytest.mark.parametrize("layout", GEMMS.values(), ids=GEMMS)
 @every_kind
 def test_matmul_over_m_and_n_needs_no_collective(devices, kind, layout, operands):
     mesh, (a, b) = make_mesh(devices, kind=kind), operands
     sa, sb, so = layout
-    placed = _place(a, mesh, sa), _place(b, mesh, sb)
-    got = jax.jit(matmul_nt)(*placed)
+    got, found = run(matmul_nt, _place(a, mesh, sa), _place(b, mesh, sb))
     assert_bitwise(got, matmul_nt(*home(devices, (a, b))))
     assert_sharded(got, mesh, so)
-    assert collectives(matmul_nt, *placed) == []
+    assert found == []
 
 
 @pytest.mark.parametrize("layout", SPLIT_K_GEMMS.values(), ids=SPLIT_K_GEMMS)
@@ -354,22 +350,21 @@ def test_matmul_over_m_and_n_needs_no_collective(devices, kind, layout, operands
 def test_matmul_over_k_adds_once_in_float32(devices, kind, layout, operands):
     mesh, (a, b) = make_mesh(devices, kind=kind), operands
     sa, sb, so = layout
-    placed, bias = (_place(a, mesh, sa), _place(b, mesh, sb)), normal((N,))
-    f = partial(matmul_nt, bias=bias)
-    got = jax.jit(f)(*placed)
+    f = partial(matmul_nt, bias=normal((N,)))
+    got, found = run(f, _place(a, mesh, sa), _place(b, mesh, sb))
     assert_bitwise(got, f(*home(devices, (a, b))))
     assert_sharded(got, mesh, so)
     local = f"f32[{M // ways(mesh, so[0])},{N // ways(mesh, so[1])}]"
-    assert collectives(f, *placed) == [("all-reduce", local)] * (ways(mesh, sa[1]) > 1)
+    assert found == [("all-reduce", local)] * (ways(mesh, sa[1]) > 1)
 
 
 @pytest.mark.parametrize("layout", GATHERED_GEMMS.values(), ids=GATHERED_GEMMS)
 @every_kind
 def test_matmul_gathers_a_k_that_only_one_side_splits(devices, kind, layout, operands):
     mesh, (a, b) = make_mesh(devices, kind=kind), operands
-    placed = _place(a, mesh, layout[0]), _place(b, mesh, layout[1])
-    assert_bitwise(jax.jit(matmul_nt)(*placed), matmul_nt(*home(devices, (a, b))))
-    assert "all-reduce" not in Counter(op for op, _ in collectives(matmul_nt, *placed))
+    got, found = run(matmul_nt, _place(a, mesh, layout[0]), _place(b, mesh, layout[1]))
+    assert_bitwise(got, matmul_nt(*home(devices, (a, b))))
+    assert "all-reduce" not in {op for op, _ in found}
 
 
 @pytest.mark.parametrize("layout", GEMMS.values(), ids=GEMMS)
@@ -403,11 +398,10 @@ def test_matmul_over_k_rounds_its_result(devices):
 def test_matmul_with_leading_axes(devices, kind):
     mesh, a = make_mesh(devices, kind=kind), integers((4, M, K), 1)
     for b, spec_b in ((integers((N, K), 2), P("y")), (integers((4, N, K), 3), P("x", "y"))):
-        placed = shard(a, mesh, P("x")), shard(b, mesh, spec_b)
-        got = jax.jit(matmul_nt)(*placed)
+        got, found = run(matmul_nt, shard(a, mesh, P("x")), shard(b, mesh, spec_b))
         assert_bitwise(got, matmul_nt(*home(devices, (a, b))))
         assert_sharded(got, mesh, P("x", None, "y"))
-        assert collectives(matmul_nt, *placed) == []
+        assert found == []
 
 
 def test_matmul_with_m_and_n_on_one_axis(devices):
@@ -431,8 +425,7 @@ def test_quantize_and_multiply_end_to_end(devices):
     def f(x, w):
         return matmul_nt(quantize(x), quantize(w))
 
-    placed = put(x, mesh, P("x", "y")), put(w, mesh, P(None, "y"))
-    found = collectives(f, *placed)
+    _, found = run(f, put(x, mesh, P("x", "y")), put(w, mesh, P(None, "y")))
     sums = [shape for _, shape in found if shape == f"f32[{M // 2},{M}]"]
     assert len(sums) == (mesh.shape["y"] > 1)
     assert all(op == "all-reduce" for op, _ in found)
@@ -451,8 +444,9 @@ def test_quantize_in_shard_map(devices, qspec, check_vma):
     local = jax.shard_map(
         lambda x, a: f(x, amax=a), mesh=mesh, in_specs=(P("x", "y"), row), out_specs=out, check_vma=check_vma
     )
-    assert_same_tensor(jax.jit(local)(x, amax), f(home(devices, x), amax=home(devices, amax)))
-    assert collectives(local, put(x, mesh, P("x", "y")), put(amax, mesh, row)) == []
+    got, found = run(local, put(x, mesh, P("x", "y")), put(amax, mesh, row))
+    assert_same_tensor(got, f(home(devices, x), amax=home(devices, amax)))
+    assert found == []
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
@@ -522,7 +516,7 @@ def test_data_parallel_gradients_need_two_kinds_of_reduction(devices):
     """Scalar amax reductions and one sum of dw."""
     mesh = make_mesh(devices, "x")
     x, w, dy = normal((256, 128), 1), normal((64, 128), 2), normal((256, 64), 3)
-    found = collectives(_vjp, put(x, mesh, P("x")), put(w, mesh, P()), put(dy, mesh, P("x")))
+    _, found = run(_vjp, put(x, mesh, P("x")), put(w, mesh, P()), put(dy, mesh, P("x")))
     assert [s for _, s in found if not s.startswith(("u32[]", "(u32[]"))] == ["f32[64,128]"]
     assert {op for op, _ in found} == {"all-reduce"}
 
@@ -571,9 +565,7 @@ def test_gradients_in_shard_map_agree_with_plain_products(devices):
 def test_bias_gradient_is_summed_over_devices(devices, bias_dtype):
     mesh, x = make_mesh(devices, "x"), normal((32 * len(devices), 64), 1)
     w, bias = normal((32, 64), 2), jnp.ones((32,), bias_dtype)
-    f = jax.shard_map(
-        lambda x, w, b: linear(x, w, bias=b), mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=P("x")
-    )
+    f = jax.shard_map(lambda x, w, b: linear(x, w, bias=b), mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=P("x"))
     db = jax.jit(jax.grad(lambda b: jnp.sum(f(x, w, b).astype(jnp.float32))))(bias)
     assert db.dtype == bias_dtype
     np.testing.assert_array_equal(db.astype(jnp.float32), np.full(32, x.shape[0]))

@@ -22,10 +22,56 @@ every_half = pytest.mark.parametrize("half", list(HALVES))
 
 def edge_values() -> np.ndarray:
     """Both signs of: zero, subnormals, limits, ones, ties of the narrow formats, Inf and NaN."""
-    numbers = [0, 1, 1.5, 2, 3, 6, 1 / 3, 1 + 2**-8, 1 + 2**-9, 1 + 3 * 2**-9, 1 + 2**-11, 1 + 3 * 2**-12, 1 + 2**-23]
-    numbers += [2.0**-24, 2.0**-25, 3 * 2.0**-25, 2.0**-14, 2.0**-14 - 2.0**-25, 65504, 65519.996, 65520, 65536, 2.0**24, 2688]
-    patterns = [1, 2, 3, 0x3FFFFF, 0x400000, 0x7FFFFE, 0x7FFFFF, 0x800000, 0x800001, 0xFFFFFF, 0x1000000]  # around 2^-126
-    patterns += [0x7F7FFFFF, 0x7F7FFFFE, 0x7F7F8000, 0x7F7F7FFF, 0x7F000000, 0x7E800000, 0x7F800000]  # max, Inf
+    numbers = [
+        0,
+        1,
+        1.5,
+        2,
+        3,
+        6,
+        1 / 3,
+        1 + 2**-8,
+        1 + 2**-9,
+        1 + 3 * 2**-9,
+        1 + 2**-11,
+        1 + 3 * 2**-12,
+        1 + 2**-23,
+    ]
+    numbers += [
+        2.0**-24,
+        2.0**-25,
+        3 * 2.0**-25,
+        2.0**-14,
+        2.0**-14 - 2.0**-25,
+        65504,
+        65519.996,
+        65520,
+        65536,
+        2.0**24,
+        2688,
+    ]
+    patterns = [
+        1,
+        2,
+        3,
+        0x3FFFFF,
+        0x400000,
+        0x7FFFFE,
+        0x7FFFFF,
+        0x800000,
+        0x800001,
+        0xFFFFFF,
+        0x1000000,
+    ]  # around 2^-126
+    patterns += [
+        0x7F7FFFFF,
+        0x7F7FFFFE,
+        0x7F7F8000,
+        0x7F7F7FFF,
+        0x7F000000,
+        0x7E800000,
+        0x7F800000,
+    ]  # max, Inf
     patterns += [0x7F800001, 0x7FC00000, 0x7FFFFFFF]  # NaN
     positive = np.concatenate([bits(np.array(numbers, np.float32)), np.array(patterns, np.uint32)])
     return np.concatenate([positive, positive | np.uint32(0x80000000)])
@@ -92,14 +138,18 @@ def test_narrowing(backend, half, jit):
 
 def halfway(half: str) -> np.ndarray:
     """Float32 patterns between every two neighbours of a 16-bit format, and next to them."""
-    values = np.arange(0x7C00 if half == "fp16" else 0x7F80, dtype=np.uint16).view(HALVES[half]).astype(np.float64)
+    values = (
+        np.arange(0x7C00 if half == "fp16" else 0x7F80, dtype=np.uint16).view(HALVES[half]).astype(np.float64)
+    )
     ties = bits(((values[:-1] + values[1:]) / 2).astype(np.float32))
     return np.concatenate([ties - 1, ties, ties + 1])
 
 
 def test_float32_keeps_all_but_nan(backend):
     patterns = np.concatenate([edge_values(), random_pairs()[0]])
-    assert_bitwise(jax.jit(softfloat.from_bits)(patterns), canonical_nans(patterns.view(np.float32)), "float32")
+    assert_bitwise(
+        jax.jit(softfloat.from_bits)(patterns), canonical_nans(patterns.view(np.float32)), "float32"
+    )
 
 
 @every_half
@@ -107,7 +157,9 @@ def test_float32_keeps_all_but_nan(backend):
 def test_widening(backend, half, jit):
     x = np.arange(65536, dtype=np.uint16).view(HALVES[half])
     widen = lambda x: softfloat.from_bits(softfloat.to_bits(x))  # noqa: E731
-    assert_bitwise((jax.jit(widen) if jit else widen)(jnp.asarray(x)), canonical_nans(x.astype(np.float32)), half)
+    assert_bitwise(
+        (jax.jit(widen) if jit else widen)(jnp.asarray(x)), canonical_nans(x.astype(np.float32)), half
+    )
 
 
 def test_clamp_max(backend):

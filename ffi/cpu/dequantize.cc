@@ -45,12 +45,18 @@ JNVFP4_HD void dequantize_blocks(const Args& a, int64_t begin, int64_t end) {
 using Blocks = void (*)(const Args&, int64_t, int64_t);
 
 template <class St>
-void portable(const Args& a, int64_t b, int64_t e) { dequantize_blocks<St>(a, b, e); }
+void portable(const Args& a, int64_t b, int64_t e) {
+  dequantize_blocks<St>(a, b, e);
+}
 #if defined(__x86_64__)
 template <class St>
-JNVFP4_AVX2 void avx2(const Args& a, int64_t b, int64_t e) { dequantize_blocks<St>(a, b, e); }
+JNVFP4_AVX2 void avx2(const Args& a, int64_t b, int64_t e) {
+  dequantize_blocks<St>(a, b, e);
+}
 template <class St>
-JNVFP4_AVX512 void avx512(const Args& a, int64_t b, int64_t e) { dequantize_blocks<St>(a, b, e); }
+JNVFP4_AVX512 void avx512(const Args& a, int64_t b, int64_t e) {
+  dequantize_blocks<St>(a, b, e);
+}
 #endif
 
 template <class St>
@@ -62,15 +68,17 @@ Blocks kernel_for(Isa isa) {
   return portable<St>;
 }
 
-ffi::Error dequantize_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> data, ffi::AnyBuffer scale, ffi::Buffer<ffi::F32> amax,
-                           ffi::Result<ffi::AnyBuffer> out, int32_t e4m3_max) {
+ffi::Error dequantize_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> data, ffi::AnyBuffer scale,
+                           ffi::Buffer<ffi::F32> amax, ffi::Result<ffi::AnyBuffer> out, int32_t e4m3_max) {
   int64_t blocks, blocks_per_amax;
   if (const std::string error = dequantize_shape(data, scale, amax, &blocks, &blocks_per_amax); !error.empty())
     return invalid("dequantize", error);
   Float kind;
-  if (!float_kind(out->element_type(), &kind)) return invalid("dequantize", "dtype must be float32, bfloat16 or float16");
-  const Args args{data.typed_data(), static_cast<const uint8_t*>(scale.untyped_data()), amax.typed_data(), out->untyped_data(),
-                  blocks_per_amax, static_cast<float>(e4m3_max)};
+  if (!float_kind(out->element_type(), &kind))
+    return invalid("dequantize", "dtype must be float32, bfloat16 or float16");
+  const Args args{data.typed_data(), static_cast<const uint8_t*>(scale.untyped_data()),
+                  amax.typed_data(), out->untyped_data(),
+                  blocks_per_amax,   static_cast<float>(e4m3_max)};
   const Blocks kernel = kind == Float::kF32    ? kernel_for<StoreF32>(isa())
                         : kind == Float::kBf16 ? kernel_for<StoreBf16>(isa())
                                                : kernel_for<StoreF16>(isa());
@@ -83,10 +91,10 @@ ffi::Error dequantize_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> data, ffi:
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dequantize, dequantize_impl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()    // data
-                                  .Arg<ffi::AnyBuffer>()          // scale
-                                  .Arg<ffi::Buffer<ffi::F32>>()   // amax
-                                  .Ret<ffi::AnyBuffer>()          // out
+                                  .Arg<ffi::Buffer<ffi::U8>>()   // data
+                                  .Arg<ffi::AnyBuffer>()         // scale
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // amax
+                                  .Ret<ffi::AnyBuffer>()         // out
                                   .Attr<int32_t>("e4m3_max"));
 
 }  // namespace jnvfp4

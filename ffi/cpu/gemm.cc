@@ -13,8 +13,8 @@
 namespace jnvfp4 {
 namespace {
 
-constexpr int kPanel = 32;    // output columns per panel
-constexpr int kRowTile = 4;   // output rows per pass over a panel
+constexpr int kPanel = 32;   // output columns per panel
+constexpr int kRowTile = 4;  // output rows per pass over a panel
 constexpr int64_t kRowChunk = 128;
 
 struct Args {
@@ -249,12 +249,18 @@ JNVFP4_HD void sum_elements(const float* a, const PanelFloat& p, int64_t depth, 
 }
 
 template <int R>
-void sum_elements_portable(const float* a, const PanelFloat& p, int64_t d, Sums& y) { sum_elements<R>(a, p, d, y); }
+void sum_elements_portable(const float* a, const PanelFloat& p, int64_t d, Sums& y) {
+  sum_elements<R>(a, p, d, y);
+}
 #if defined(__x86_64__)
 template <int R>
-JNVFP4_AVX2 void sum_elements_avx2(const float* a, const PanelFloat& p, int64_t d, Sums& y) { sum_elements<R>(a, p, d, y); }
+JNVFP4_AVX2 void sum_elements_avx2(const float* a, const PanelFloat& p, int64_t d, Sums& y) {
+  sum_elements<R>(a, p, d, y);
+}
 template <int R>
-JNVFP4_AVX512 void sum_elements_avx512(const float* a, const PanelFloat& p, int64_t d, Sums& y) { sum_elements<R>(a, p, d, y); }
+JNVFP4_AVX512 void sum_elements_avx512(const float* a, const PanelFloat& p, int64_t d, Sums& y) {
+  sum_elements<R>(a, p, d, y);
+}
 #endif
 
 template <int R>
@@ -315,8 +321,10 @@ void run_task(const Args& g, const Left& left, int64_t task) {
   PanelInt ints;
   PanelFloat floats;
   std::vector<float> a(g.a_scale ? 0 : kRowTile * g.depth);
-  if (g.a_scale) ints.unpack(g, batch * g.cols + col, count);
-  else floats.unpack(g, batch * g.cols + col, count);
+  if (g.a_scale)
+    ints.unpack(g, batch * g.cols + col, count);
+  else
+    floats.unpack(g, batch * g.cols + col, count);
   for (int64_t row = first; row < last; row += kRowTile) {
     const int rows = static_cast<int>(std::min<int64_t>(kRowTile, last - row));
     alignas(64) Sums y;
@@ -348,9 +356,11 @@ void run(ffi::ThreadPool& pool, const Args& g) {
 template <class A, class B>
 std::string gemm_shape(const A& a, const B& b_data, int64_t a_depth_scale, Args* g) {
   int64_t a_batch, a_rows, a_cols, b_batch, b_rows, b_cols;
-  if (!split_dims(a.dimensions(), &a_batch, &a_rows, &a_cols) || !split_dims(b_data.dimensions(), &b_batch, &b_rows, &b_cols))
+  if (!split_dims(a.dimensions(), &a_batch, &a_rows, &a_cols) ||
+      !split_dims(b_data.dimensions(), &b_batch, &b_rows, &b_cols))
     return "operands must have rank 2 or more";
-  if (a_cols * a_depth_scale != b_cols * 2 || b_cols % 8) return "K differs or is no multiple of 16: a " + shape_of(a) + ", b " + shape_of(b_data);
+  if (a_cols * a_depth_scale != b_cols * 2 || b_cols % 8)
+    return "K differs or is no multiple of 16: a " + shape_of(a) + ", b " + shape_of(b_data);
   if (b_data.dimensions().size() == 2) a_rows *= a_batch, a_batch = 1;
   if (a_batch != b_batch) return "leading axes differ: a " + shape_of(a) + ", b " + shape_of(b_data);
   g->batch = a_batch, g->rows = a_rows, g->cols = b_rows, g->depth = b_cols * 2;
@@ -359,7 +369,8 @@ std::string gemm_shape(const A& a, const B& b_data, int64_t a_depth_scale, Args*
 
 std::string gemm_amax(const ffi::Buffer<ffi::F32>& amax, int64_t matrices, int64_t batch, int64_t rows, int64_t* per) {
   const int64_t count = static_cast<int64_t>(amax.element_count());
-  *per = count == matrices && matrices && batch * rows % matrices == 0 ? batch * rows / matrices : rows_per_amax(batch, rows, count);
+  *per = count == matrices && matrices && batch * rows % matrices == 0 ? batch * rows / matrices
+                                                                       : rows_per_amax(batch, rows, count);
   return *per ? "" : "amax " + shape_of(amax) + " does not fit its operand";
 }
 
@@ -380,11 +391,13 @@ int64_t matrices(const B& buffer) {
   return split_dims(buffer.dimensions(), &batch, &rows, &cols) ? batch : 1;
 }
 
-ffi::Error matmul_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> a, ffi::AnyBuffer a_scale, ffi::Buffer<ffi::F32> a_amax,
-                       ffi::Buffer<ffi::U8> b, ffi::AnyBuffer b_scale, ffi::Buffer<ffi::F32> b_amax, ffi::AnyBuffer bias,
-                       ffi::Result<ffi::AnyBuffer> out, int32_t a_max, int32_t b_max) {
+ffi::Error matmul_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> a, ffi::AnyBuffer a_scale,
+                       ffi::Buffer<ffi::F32> a_amax, ffi::Buffer<ffi::U8> b, ffi::AnyBuffer b_scale,
+                       ffi::Buffer<ffi::F32> b_amax, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out,
+                       int32_t a_max, int32_t b_max) {
   Args g{};
-  g.a = a.untyped_data(), g.a_scale = static_cast<const uint8_t*>(a_scale.untyped_data()), g.a_amax = a_amax.typed_data();
+  g.a = a.untyped_data(), g.a_scale = static_cast<const uint8_t*>(a_scale.untyped_data()),
+  g.a_amax = a_amax.typed_data();
   g.b = b.typed_data(), g.b_scale = static_cast<const uint8_t*>(b_scale.untyped_data()), g.b_amax = b_amax.typed_data();
   g.a_max = static_cast<float>(a_max), g.b_max = static_cast<float>(b_max);
   std::string error = gemm_shape(a, b, 2, &g);
@@ -396,14 +409,15 @@ ffi::Error matmul_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> a, ffi::AnyBuf
   return ffi::Error::Success();
 }
 
-ffi::Error matmul_weight_only_impl(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::Buffer<ffi::U8> b, ffi::AnyBuffer b_scale,
-                                   ffi::Buffer<ffi::F32> b_amax, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out,
-                                   int32_t b_max) {
+ffi::Error matmul_weight_only_impl(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::Buffer<ffi::U8> b,
+                                   ffi::AnyBuffer b_scale, ffi::Buffer<ffi::F32> b_amax, ffi::AnyBuffer bias,
+                                   ffi::Result<ffi::AnyBuffer> out, int32_t b_max) {
   Args g{};
   g.a = a.untyped_data();
   g.b = b.typed_data(), g.b_scale = static_cast<const uint8_t*>(b_scale.untyped_data()), g.b_amax = b_amax.typed_data();
   g.b_max = static_cast<float>(b_max), g.a_rows_per_amax = 1;
-  if (!float_kind(a.element_type(), &g.a_kind) || g.a_kind == Float::kF32) return invalid("matmul_nt", "a must be bfloat16 or float16");
+  if (!float_kind(a.element_type(), &g.a_kind) || g.a_kind == Float::kF32)
+    return invalid("matmul_nt", "a must be bfloat16 or float16");
   std::string error = gemm_shape(a, b, 1, &g);
   if (error.empty()) error = gemm_outputs(bias, *out, &g);
   if (error.empty()) error = gemm_amax(b_amax, matrices(b), g.batch, g.cols, &g.b_rows_per_amax);
@@ -417,26 +431,26 @@ ffi::Error matmul_weight_only_impl(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, matmul_impl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()    // a data
-                                  .Arg<ffi::AnyBuffer>()          // a scale
-                                  .Arg<ffi::Buffer<ffi::F32>>()   // a amax
-                                  .Arg<ffi::Buffer<ffi::U8>>()    // b data
-                                  .Arg<ffi::AnyBuffer>()          // b scale
-                                  .Arg<ffi::Buffer<ffi::F32>>()   // b amax
-                                  .Arg<ffi::AnyBuffer>()          // bias, empty without
-                                  .Ret<ffi::AnyBuffer>()          // out
+                                  .Arg<ffi::Buffer<ffi::U8>>()   // a data
+                                  .Arg<ffi::AnyBuffer>()         // a scale
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // a amax
+                                  .Arg<ffi::Buffer<ffi::U8>>()   // b data
+                                  .Arg<ffi::AnyBuffer>()         // b scale
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // b amax
+                                  .Arg<ffi::AnyBuffer>()         // bias, empty without
+                                  .Ret<ffi::AnyBuffer>()         // out
                                   .Attr<int32_t>("a_e4m3_max")
                                   .Attr<int32_t>("b_e4m3_max"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulWeightOnly, matmul_weight_only_impl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()          // a
-                                  .Arg<ffi::Buffer<ffi::U8>>()    // b data
-                                  .Arg<ffi::AnyBuffer>()          // b scale
-                                  .Arg<ffi::Buffer<ffi::F32>>()   // b amax
-                                  .Arg<ffi::AnyBuffer>()          // bias, empty without
-                                  .Ret<ffi::AnyBuffer>()          // out
+                                  .Arg<ffi::AnyBuffer>()         // a
+                                  .Arg<ffi::Buffer<ffi::U8>>()   // b data
+                                  .Arg<ffi::AnyBuffer>()         // b scale
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // b amax
+                                  .Arg<ffi::AnyBuffer>()         // bias, empty without
+                                  .Ret<ffi::AnyBuffer>()         // out
                                   .Attr<int32_t>("b_e4m3_max"));
 
 }  // namespace jnvfp4

@@ -1,5 +1,6 @@
 // The extension module jnvfp4._cpu.
 #include "../module.h"
+
 #include "parallel.h"
 
 extern "C" {

@@ -35,7 +35,8 @@ struct Tile {
 };
 
 template <class L>
-JNVFP4_HD void load_tile(const typename L::Stored* matrix, const QuantShape& s, int64_t row, int64_t col, int count, Tile& t) {
+JNVFP4_HD void load_tile(const typename L::Stored* matrix, const QuantShape& s, int64_t row, int64_t col, int count,
+                         Tile& t) {
   if (s.transposed) {
     for (int i = 0; i < kBlock; ++i)
       for (int r = 0; r < count; ++r) t.value[r][i] = L::load(matrix[(col + i) * s.rows + row + r]);
@@ -120,18 +121,30 @@ using AmaxGroups = void (*)(const Args&, float*, int64_t, int64_t);
 
 // The same source compiled for each instruction set; the results are the same bits.
 template <class S, class L>
-void quantize_portable(const Args& a, int64_t b, int64_t e) { quantize_groups<S, L>(a, b, e); }
+void quantize_portable(const Args& a, int64_t b, int64_t e) {
+  quantize_groups<S, L>(a, b, e);
+}
 template <class L>
-void amax_portable(const Args& a, float* m, int64_t b, int64_t e) { amax_groups<L>(a, m, b, e); }
+void amax_portable(const Args& a, float* m, int64_t b, int64_t e) {
+  amax_groups<L>(a, m, b, e);
+}
 #if defined(__x86_64__)
 template <class S, class L>
-JNVFP4_AVX2 void quantize_avx2(const Args& a, int64_t b, int64_t e) { quantize_groups<S, L>(a, b, e); }
+JNVFP4_AVX2 void quantize_avx2(const Args& a, int64_t b, int64_t e) {
+  quantize_groups<S, L>(a, b, e);
+}
 template <class S, class L>
-JNVFP4_AVX512 void quantize_avx512(const Args& a, int64_t b, int64_t e) { quantize_groups<S, L>(a, b, e); }
+JNVFP4_AVX512 void quantize_avx512(const Args& a, int64_t b, int64_t e) {
+  quantize_groups<S, L>(a, b, e);
+}
 template <class L>
-JNVFP4_AVX2 void amax_avx2(const Args& a, float* m, int64_t b, int64_t e) { amax_groups<L>(a, m, b, e); }
+JNVFP4_AVX2 void amax_avx2(const Args& a, float* m, int64_t b, int64_t e) {
+  amax_groups<L>(a, m, b, e);
+}
 template <class L>
-JNVFP4_AVX512 void amax_avx512(const Args& a, float* m, int64_t b, int64_t e) { amax_groups<L>(a, m, b, e); }
+JNVFP4_AVX512 void amax_avx512(const Args& a, float* m, int64_t b, int64_t e) {
+  amax_groups<L>(a, m, b, e);
+}
 #endif
 
 template <class S, class L>
@@ -168,13 +181,17 @@ Kernels kernels_for(Float kind) {
 }
 
 // `found` is where a per-row amax goes when none is given.
-ffi::Error run(ffi::ThreadPool pool, const ffi::AnyBuffer& x, const float* amax, int64_t amax_count, ffi::AnyBuffer data,
-               ffi::AnyBuffer scale, float* found, bool transpose, const SpecAttr& attr) {
+ffi::Error run(ffi::ThreadPool pool, const ffi::AnyBuffer& x, const float* amax, int64_t amax_count,
+               ffi::AnyBuffer data, ffi::AnyBuffer scale, float* found, bool transpose, const SpecAttr& attr) {
   const KernelSpec spec = kernel_spec(attr);
   Float kind;
   if (!float_kind(x.element_type(), &kind)) return invalid("quantize", "x must be float32, bfloat16 or float16");
-  Args args{x.untyped_data(), amax, static_cast<uint8_t*>(data.untyped_data()), static_cast<uint8_t*>(scale.untyped_data()),
-            {}, static_cast<float>(attr.e4m3_max)};
+  Args args{x.untyped_data(),
+            amax,
+            static_cast<uint8_t*>(data.untyped_data()),
+            static_cast<uint8_t*>(scale.untyped_data()),
+            {},
+            static_cast<float>(attr.e4m3_max)};
   const std::string error = quant_shape(x, amax_count, transpose, spec, &args.shape);
   if (!error.empty()) return invalid("quantize", error);
   Kernels kernels;
@@ -190,15 +207,18 @@ ffi::Error run(ffi::ThreadPool pool, const ffi::AnyBuffer& x, const float* amax,
   return ffi::Error::Success();
 }
 
-ffi::Error quantize_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> amax, ffi::Result<ffi::AnyBuffer> data,
-                         ffi::Result<ffi::AnyBuffer> scale, bool transpose, SpecAttr spec) {
-  return run(pool, x, amax.typed_data(), static_cast<int64_t>(amax.element_count()), *data, *scale, nullptr, transpose, spec);
+ffi::Error quantize_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> amax,
+                         ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> scale, bool transpose,
+                         SpecAttr spec) {
+  return run(pool, x, amax.typed_data(), static_cast<int64_t>(amax.element_count()), *data, *scale, nullptr, transpose,
+             spec);
 }
 
 ffi::Error quantize_find_amax_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> data,
-                                   ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::Buffer<ffi::F32>> amax, bool transpose,
-                                   SpecAttr spec) {
-  return run(pool, x, nullptr, static_cast<int64_t>(amax->element_count()), *data, *scale, amax->typed_data(), transpose, spec);
+                                   ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::Buffer<ffi::F32>> amax,
+                                   bool transpose, SpecAttr spec) {
+  return run(pool, x, nullptr, static_cast<int64_t>(amax->element_count()), *data, *scale, amax->typed_data(),
+             transpose, spec);
 }
 
 }  // namespace
@@ -206,20 +226,20 @@ ffi::Error quantize_find_amax_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Quantize, quantize_impl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()          // x
-                                  .Arg<ffi::Buffer<ffi::F32>>()   // amax
-                                  .Ret<ffi::AnyBuffer>()          // data
-                                  .Ret<ffi::AnyBuffer>()          // scale
+                                  .Arg<ffi::AnyBuffer>()         // x
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // amax
+                                  .Ret<ffi::AnyBuffer>()         // data
+                                  .Ret<ffi::AnyBuffer>()         // scale
                                   .Attr<bool>("transpose")
                                   .Attr<SpecAttr>("spec"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeFindAmax, quantize_find_amax_impl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()          // x
-                                  .Ret<ffi::AnyBuffer>()          // data
-                                  .Ret<ffi::AnyBuffer>()          // scale
-                                  .Ret<ffi::Buffer<ffi::F32>>()   // amax, one per row
+                                  .Arg<ffi::AnyBuffer>()         // x
+                                  .Ret<ffi::AnyBuffer>()         // data
+                                  .Ret<ffi::AnyBuffer>()         // scale
+                                  .Ret<ffi::Buffer<ffi::F32>>()  // amax, one per row
                                   .Attr<bool>("transpose")
                                   .Attr<SpecAttr>("spec"));
 

@@ -25,9 +25,8 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeArgs a) 
 }  // namespace
 
 cudaError_t launch_dequantize(const DequantizeArgs& a, cudaStream_t stream) {
-  with_float(a.kind, [&](auto t) {
-    dequantize_kernel<decltype(t)><<<grid_for(a.blocks, kThreads), kThreads, 0, stream>>>(a);
-  });
+  with_float(a.kind,
+             [&](auto t) { dequantize_kernel<decltype(t)><<<grid_for(a.blocks, kThreads), kThreads, 0, stream>>>(a); });
   return cudaGetLastError();
 }
 

@@ -57,8 +57,10 @@ struct Block {
   }
   __device__ __forceinline__ uint32_t& part(int i) { return (&word[i / 4].x)[i % 4]; }
   __device__ __forceinline__ float value(int i) {
-    if constexpr (sizeof(typename T::Stored) == 4) return T::load(part(i));
-    else return T::load(static_cast<uint16_t>(part(i / 2) >> (16 * (i % 2))));
+    if constexpr (sizeof(typename T::Stored) == 4)
+      return T::load(part(i));
+    else
+      return T::load(static_cast<uint16_t>(part(i / 2) >> (16 * (i % 2))));
   }
   __device__ __forceinline__ void set_pair(int i, float low, float high) {  // elements 2i, 2i + 1
     if constexpr (sizeof(typename T::Stored) == 4) {

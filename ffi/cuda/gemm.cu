@@ -38,7 +38,8 @@ __device__ __forceinline__ float alpha_of(const EpilogueArgs& a, float a_amax, f
 
 // kVector neighbouring columns of one row.
 template <class T, int kVector>
-__device__ __forceinline__ void finish_row(const EpilogueArgs& a, int64_t row, int64_t col, float a_amax, const float* b_amax) {
+__device__ __forceinline__ void finish_row(const EpilogueArgs& a, int64_t row, int64_t col, float a_amax,
+                                           const float* b_amax) {
   using Stored = typename T::Stored;
   float alpha = alpha_of(a, a_amax, b_amax[col * a.b_stride.per_row]);
   float y[kVector];
@@ -91,15 +92,19 @@ void launch_epilogue_rows(const EpilogueArgs& a, cudaStream_t stream) {
 
 cudaError_t launch_decode(const DecodeArgs& a, cudaStream_t stream) {
   const unsigned grid = grid_for(a.blocks, kThreads);
-  if (a.kind == Float::kBf16) decode_kernel<Bf16><<<grid, kThreads, 0, stream>>>(a);
-  else decode_kernel<F16><<<grid, kThreads, 0, stream>>>(a);
+  if (a.kind == Float::kBf16)
+    decode_kernel<Bf16><<<grid, kThreads, 0, stream>>>(a);
+  else
+    decode_kernel<F16><<<grid, kThreads, 0, stream>>>(a);
   return cudaGetLastError();
 }
 
 cudaError_t launch_epilogue(const EpilogueArgs& a, cudaStream_t stream) {
   with_float(a.out_kind, [&](auto t) {
-    if (a.cols % 4 == 0) launch_epilogue_rows<decltype(t), 4>(a, stream);
-    else launch_epilogue_rows<decltype(t), 1>(a, stream);
+    if (a.cols % 4 == 0)
+      launch_epilogue_rows<decltype(t), 4>(a, stream);
+    else
+      launch_epilogue_rows<decltype(t), 1>(a, stream);
   });
   return cudaGetLastError();
 }

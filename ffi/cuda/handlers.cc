@@ -22,11 +22,18 @@ bool amax_stride(const ffi::Buffer<ffi::F32>& amax, int64_t batch, int64_t rows,
   return per != 0;
 }
 
-ffi::Error run_quantize(cudaStream_t stream, const ffi::AnyBuffer& x, const float* amax, float* found, int64_t amax_count,
-                        ffi::AnyBuffer data, ffi::AnyBuffer scale, bool transpose, const SpecAttr& attr) {
+ffi::Error run_quantize(cudaStream_t stream, const ffi::AnyBuffer& x, const float* amax, float* found,
+                        int64_t amax_count, ffi::AnyBuffer data, ffi::AnyBuffer scale, bool transpose,
+                        const SpecAttr& attr) {
   const KernelSpec spec = kernel_spec(attr);
-  QuantizeArgs args{x.untyped_data(), {}, amax, found, static_cast<uint8_t*>(data.untyped_data()),
-                    static_cast<uint8_t*>(scale.untyped_data()), {}, static_cast<float>(attr.e4m3_max)};
+  QuantizeArgs args{x.untyped_data(),
+                    {},
+                    amax,
+                    found,
+                    static_cast<uint8_t*>(data.untyped_data()),
+                    static_cast<uint8_t*>(scale.untyped_data()),
+                    {},
+                    static_cast<float>(attr.e4m3_max)};
   if (!float_kind(x.element_type(), &args.kind)) return invalid("quantize", "x must be float32, bfloat16 or float16");
   const std::string error = quant_shape(x, amax_count, transpose, spec, &args.shape);
   if (!error.empty()) return invalid("quantize", error);
@@ -35,30 +42,40 @@ ffi::Error run_quantize(cudaStream_t stream, const ffi::AnyBuffer& x, const floa
   return launched("quantize", status);
 }
 
-ffi::Error quantize_impl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> amax, ffi::Result<ffi::AnyBuffer> data,
-                         ffi::Result<ffi::AnyBuffer> scale, bool transpose, SpecAttr spec) {
-  return run_quantize(stream, x, amax.typed_data(), nullptr, static_cast<int64_t>(amax.element_count()), *data, *scale, transpose, spec);
+ffi::Error quantize_impl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> amax,
+                         ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> scale, bool transpose,
+                         SpecAttr spec) {
+  return run_quantize(stream, x, amax.typed_data(), nullptr, static_cast<int64_t>(amax.element_count()), *data, *scale,
+                      transpose, spec);
 }
 
 ffi::Error quantize_find_amax_impl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> data,
-                                   ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::Buffer<ffi::F32>> amax, bool transpose,
-                                   SpecAttr spec) {
-  return run_quantize(stream, x, nullptr, amax->typed_data(), static_cast<int64_t>(amax->element_count()), *data, *scale, transpose, spec);
+                                   ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::Buffer<ffi::F32>> amax,
+                                   bool transpose, SpecAttr spec) {
+  return run_quantize(stream, x, nullptr, amax->typed_data(), static_cast<int64_t>(amax->element_count()), *data,
+                      *scale, transpose, spec);
 }
 
-ffi::Error dequantize_impl(cudaStream_t stream, ffi::Buffer<ffi::U8> data, ffi::AnyBuffer scale, ffi::Buffer<ffi::F32> amax,
-                           ffi::Result<ffi::AnyBuffer> out, int32_t e4m3_max) {
+ffi::Error dequantize_impl(cudaStream_t stream, ffi::Buffer<ffi::U8> data, ffi::AnyBuffer scale,
+                           ffi::Buffer<ffi::F32> amax, ffi::Result<ffi::AnyBuffer> out, int32_t e4m3_max) {
   DequantizeArgs args{};
-  if (const std::string error = dequantize_shape(data, scale, amax, &args.blocks, &args.blocks_per_amax); !error.empty())
+  if (const std::string error = dequantize_shape(data, scale, amax, &args.blocks, &args.blocks_per_amax);
+      !error.empty())
     return invalid("dequantize", error);
-  if (!float_kind(out->element_type(), &args.kind)) return invalid("dequantize", "dtype must be float32, bfloat16 or float16");
-  args.data = data.typed_data(), args.scale = static_cast<const uint8_t*>(scale.untyped_data()), args.amax = amax.typed_data();
+  if (!float_kind(out->element_type(), &args.kind))
+    return invalid("dequantize", "dtype must be float32, bfloat16 or float16");
+  args.data = data.typed_data(), args.scale = static_cast<const uint8_t*>(scale.untyped_data()),
+  args.amax = amax.typed_data();
   args.out = out->untyped_data(), args.e4m3_max = static_cast<float>(e4m3_max);
   return launched("dequantize", launch_dequantize(args, stream));
 }
 
-ffi::Error decode_impl(cudaStream_t stream, ffi::Buffer<ffi::U8> data, ffi::AnyBuffer scale, ffi::Result<ffi::AnyBuffer> out) {
-  DecodeArgs args{data.typed_data(), static_cast<const uint8_t*>(scale.untyped_data()), out->untyped_data(), {},
+ffi::Error decode_impl(cudaStream_t stream, ffi::Buffer<ffi::U8> data, ffi::AnyBuffer scale,
+                       ffi::Result<ffi::AnyBuffer> out) {
+  DecodeArgs args{data.typed_data(),
+                  static_cast<const uint8_t*>(scale.untyped_data()),
+                  out->untyped_data(),
+                  {},
                   static_cast<int64_t>(scale.element_count())};
   if (static_cast<int64_t>(data.element_count()) != args.blocks * 8)
     return invalid("matmul_nt", "data " + shape_of(data) + " does not fit scale " + shape_of(scale));
@@ -67,13 +84,16 @@ ffi::Error decode_impl(cudaStream_t stream, ffi::Buffer<ffi::U8> data, ffi::AnyB
   return launched("matmul_nt", launch_decode(args, stream));
 }
 
-ffi::Error epilogue_impl(cudaStream_t stream, ffi::Buffer<ffi::F32> y, ffi::Buffer<ffi::F32> a_amax, ffi::Buffer<ffi::F32> b_amax,
-                         ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out, int32_t a_max, int32_t b_max, bool b_batched) {
+ffi::Error epilogue_impl(cudaStream_t stream, ffi::Buffer<ffi::F32> y, ffi::Buffer<ffi::F32> a_amax,
+                         ffi::Buffer<ffi::F32> b_amax, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out,
+                         int32_t a_max, int32_t b_max, bool b_batched) {
   EpilogueArgs args{};
-  if (!split_dims(y.dimensions(), &args.batch, &args.rows, &args.cols)) return invalid("matmul_nt", "the product must have rank 2 or more");
+  if (!split_dims(y.dimensions(), &args.batch, &args.rows, &args.cols))
+    return invalid("matmul_nt", "the product must have rank 2 or more");
   if (!amax_stride(a_amax, args.batch, args.rows, &args.a_stride) ||
       !amax_stride(b_amax, b_batched ? args.batch : 1, args.cols, &args.b_stride))
-    return invalid("matmul_nt", "amax " + shape_of(a_amax) + ", " + shape_of(b_amax) + " do not fit the product " + shape_of(y));
+    return invalid("matmul_nt",
+                   "amax " + shape_of(a_amax) + ", " + shape_of(b_amax) + " do not fit the product " + shape_of(y));
   if (!b_batched) args.b_stride.per_matrix = 0;
   if (!float_kind(out->element_type(), &args.out_kind) || !float_kind(bias.element_type(), &args.bias_kind))
     return invalid("matmul_nt", "out and bias must be float32, bfloat16 or float16");
@@ -88,10 +108,10 @@ ffi::Error epilogue_impl(cudaStream_t stream, ffi::Buffer<ffi::F32> y, ffi::Buff
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Quantize, quantize_impl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()          // x
-                                  .Arg<ffi::Buffer<ffi::F32>>()   // amax
-                                  .Ret<ffi::AnyBuffer>()          // data
-                                  .Ret<ffi::AnyBuffer>()          // scale
+                                  .Arg<ffi::AnyBuffer>()         // x
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // amax
+                                  .Ret<ffi::AnyBuffer>()         // data
+                                  .Ret<ffi::AnyBuffer>()         // scale
                                   .Attr<bool>("transpose")
                                   .Attr<SpecAttr>("spec"),
                               {ffi::Traits::kCmdBufferCompatible});
@@ -99,10 +119,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Quantize, quantize_impl,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeFindAmax, quantize_find_amax_impl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()          // x
-                                  .Ret<ffi::AnyBuffer>()          // data
-                                  .Ret<ffi::AnyBuffer>()          // scale
-                                  .Ret<ffi::Buffer<ffi::F32>>()   // amax, one per row
+                                  .Arg<ffi::AnyBuffer>()         // x
+                                  .Ret<ffi::AnyBuffer>()         // data
+                                  .Ret<ffi::AnyBuffer>()         // scale
+                                  .Ret<ffi::Buffer<ffi::F32>>()  // amax, one per row
                                   .Attr<bool>("transpose")
                                   .Attr<SpecAttr>("spec"),
                               {ffi::Traits::kCmdBufferCompatible});
@@ -110,30 +130,30 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeFindAmax, quantize_find_amax_impl,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dequantize, dequantize_impl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()    // data
-                                  .Arg<ffi::AnyBuffer>()          // scale
-                                  .Arg<ffi::Buffer<ffi::F32>>()   // amax
-                                  .Ret<ffi::AnyBuffer>()          // out
+                                  .Arg<ffi::Buffer<ffi::U8>>()   // data
+                                  .Arg<ffi::AnyBuffer>()         // scale
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // amax
+                                  .Ret<ffi::AnyBuffer>()         // out
                                   .Attr<int32_t>("e4m3_max"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Decode, decode_impl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()    // data
-                                  .Arg<ffi::AnyBuffer>()          // scale
-                                  .Ret<ffi::AnyBuffer>(),         // out
+                                  .Arg<ffi::Buffer<ffi::U8>>()  // data
+                                  .Arg<ffi::AnyBuffer>()        // scale
+                                  .Ret<ffi::AnyBuffer>(),       // out
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Epilogue, epilogue_impl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()   // y
-                                  .Arg<ffi::Buffer<ffi::F32>>()   // a amax
-                                  .Arg<ffi::Buffer<ffi::F32>>()   // b amax
-                                  .Arg<ffi::AnyBuffer>()          // bias, empty without
-                                  .Ret<ffi::AnyBuffer>()          // out
-                                  .Attr<int32_t>("a_e4m3_max")    // 0: a is not quantized
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // y
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // a amax
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // b amax
+                                  .Arg<ffi::AnyBuffer>()         // bias, empty without
+                                  .Ret<ffi::AnyBuffer>()         // out
+                                  .Attr<int32_t>("a_e4m3_max")   // 0: a is not quantized
                                   .Attr<int32_t>("b_e4m3_max")
                                   .Attr<bool>("b_batched"),
                               {ffi::Traits::kCmdBufferCompatible});

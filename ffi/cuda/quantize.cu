@@ -30,7 +30,8 @@ __device__ __forceinline__ void load_block(const typename T::Stored* x, int64_t 
 
 // One amax for all blocks, or one per `blocks_per_amax`.
 template <class T, bool kOneAmax>
-__global__ void __launch_bounds__(kThreads) quantize_rows_kernel(QuantizeArgs a, int64_t blocks, int64_t blocks_per_amax) {
+__global__ void __launch_bounds__(kThreads)
+    quantize_rows_kernel(QuantizeArgs a, int64_t blocks, int64_t blocks_per_amax) {
   const auto* x = static_cast<const typename T::Stored*>(a.x);
   GlobalScale g = global_scale(a.amax[0], a.e4m3_max);
   for (int64_t b = thread_index(); b < blocks; b += thread_count()) {
@@ -98,7 +99,8 @@ __global__ void __launch_bounds__(kThreads) quantize_tiles_kernel(QuantizeArgs a
     for (int i = 0; i < kBlock; ++i) m = amax_bits(m, amax[i][c]);
     __syncthreads();
     if (active)
-      encode_and_store(v, m, global_scale(a.amax[row / a.shape.rows_per_amax], a.e4m3_max), a.data, a.scale, row * blocks + col);
+      encode_and_store(v, m, global_scale(a.amax[row / a.shape.rows_per_amax], a.e4m3_max), a.data, a.scale,
+                       row * blocks + col);
   }
 }
 
@@ -112,12 +114,11 @@ struct TransposeTile {
   static constexpr int kWords = kTile / kPerWord;
   uint32_t word[kTile][kWords + 1];  // one word of padding keeps column reads off one bank
 
-  __device__ __forceinline__ Stored get(int c, int r) const {
-    return reinterpret_cast<const Stored*>(word[c])[r];
-  }
+  __device__ __forceinline__ Stored get(int c, int r) const { return reinterpret_cast<const Stored*>(word[c])[r]; }
 
   // Loads [c0, c0 + 64) x [r0, r0 + 64) of a source with `rows` columns and `cols` rows; zeros outside.
-  __device__ __forceinline__ void load(const Stored* source, int64_t cols, int64_t rows, int64_t c0, int64_t r0, bool aligned) {
+  __device__ __forceinline__ void load(const Stored* source, int64_t cols, int64_t rows, int64_t c0, int64_t r0,
+                                       bool aligned) {
     constexpr int kVector = 16 / sizeof(Stored), kVectors = kTile / kVector;
     for (int i = threadIdx.x; i < kTile * kVectors; i += kThreads) {
       const int c = i / kVectors, r = i % kVectors * kVector;
@@ -147,7 +148,8 @@ __device__ __forceinline__ bool rows_aligned(const QuantShape& s) {
 
 // Eight result rows by four blocks a warp, so that a warp writes whole 32-byte sectors.
 template <class S, class T>
-__global__ void __launch_bounds__(kThreads) quantize_transposed_kernel(QuantizeArgs a, int64_t row_tiles, int64_t col_tiles) {
+__global__ void __launch_bounds__(kThreads)
+    quantize_transposed_kernel(QuantizeArgs a, int64_t row_tiles, int64_t col_tiles) {
   __shared__ TransposeTile<T> tile;
   __shared__ uint32_t amax[kTile / kBlock][kTile / 8];
   const QuantShape& s = a.shape;
@@ -173,7 +175,8 @@ __global__ void __launch_bounds__(kThreads) quantize_transposed_kernel(QuantizeA
     }
     const int64_t row = matrix * s.rows + r0 + r, col = c0 / kBlock + block;
     if (r0 + r < s.rows && col < blocks)
-      encode_and_store(v, m, global_scale(a.amax[row / s.rows_per_amax], a.e4m3_max), a.data, a.scale, row * blocks + col);
+      encode_and_store(v, m, global_scale(a.amax[row / s.rows_per_amax], a.e4m3_max), a.data, a.scale,
+                       row * blocks + col);
     __syncthreads();  // before the next tile overwrites this one
   }
 }
@@ -181,7 +184,8 @@ __global__ void __launch_bounds__(kThreads) quantize_transposed_kernel(QuantizeA
 // The amax of each result row of a transposed source; `found` starts as zeros. NaN is made canonical
 // before the atomic maximum, where it is larger than every number.
 template <class T>
-__global__ void __launch_bounds__(kThreads) amax_transposed_kernel(QuantizeArgs a, int64_t row_tiles, int64_t col_tiles) {
+__global__ void __launch_bounds__(kThreads)
+    amax_transposed_kernel(QuantizeArgs a, int64_t row_tiles, int64_t col_tiles) {
   __shared__ TransposeTile<T> tile;
   const QuantShape& s = a.shape;
   const bool aligned = rows_aligned<T>(s);
@@ -194,8 +198,7 @@ __global__ void __launch_bounds__(kThreads) amax_transposed_kernel(QuantizeArgs 
     uint32_t m = 0;
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) m = amax_bits(m, bits_of(T::load(tile.get(part * kBlock + i, r))) & kMagnitude);
-    if (r0 + r < s.rows)
-      atomicMax(reinterpret_cast<unsigned*>(a.found) + matrix * s.rows + r0 + r, canonical_nan(m));
+    if (r0 + r < s.rows) atomicMax(reinterpret_cast<unsigned*>(a.found) + matrix * s.rows + r0 + r, canonical_nan(m));
     __syncthreads();
   }
 }

@@ -143,7 +143,12 @@ def make_primitive(
 
         def partition(mesh, operands, _results):
             operand_specs, result_specs, wrap = plan(mesh, operands)
-            return mesh, _off_mesh(wrap(one_device)), shardings(mesh, result_specs), shardings(mesh, operand_specs)
+            return (
+                mesh,
+                _off_mesh(wrap(one_device)),
+                shardings(mesh, result_specs),
+                shardings(mesh, operand_specs),
+            )
 
         def infer(mesh, operands, _results):  # only where Shardy is switched off
             return shardings(mesh, plan(mesh, operands)[1])

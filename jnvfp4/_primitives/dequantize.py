@@ -72,7 +72,11 @@ def batch_parts(size: int, parts: Sequence[jax.Array], dims: Sequence[int | None
         return [data, scale, amax]
     amax = jnp.moveaxis(amax, d, 0) if d is not None else amax[None]
     rank = data.ndim - 1 if amax.ndim == data.ndim - 1 else data.ndim - 2
-    return [data, scale, jnp.broadcast_to(amax.reshape(*amax.shape, *(1,) * (rank - amax.ndim)), data.shape[:rank])]
+    return [
+        data,
+        scale,
+        jnp.broadcast_to(amax.reshape(*amax.shape, *(1,) * (rank - amax.ndim)), data.shape[:rank]),
+    ]
 
 
 def _batch(args, dims, **params):

@@ -136,7 +136,9 @@ def _decode(data: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     return jax.ffi.ffi_call("nvfp4_decode", result)(data, scale)
 
 
-def _cuda(ops: Operands, bias: jax.Array, a_max: int | None, b_max: int, result: jax.ShapeDtypeStruct) -> jax.Array:
+def _cuda(
+    ops: Operands, bias: jax.Array, a_max: int | None, b_max: int, result: jax.ShapeDtypeStruct
+) -> jax.Array:
     """Exact decode, XLA's 16-bit GEMM with float32 accumulation, and the epilogue of numerics.h."""
     dense = ops.a[0] if a_max is None else _decode(*ops.a[:2], jnp.bfloat16)
     weight = _decode(*ops.b[:2], dense.dtype)
@@ -150,8 +152,22 @@ def _cuda(ops: Operands, bias: jax.Array, a_max: int | None, b_max: int, result:
     a_amax = jnp.ones((), jnp.float32) if a_max is None else ops.a[2]
     call = jax.ffi.ffi_call("nvfp4_epilogue", result)
     return call(
-        y, a_amax, ops.b[2], bias, a_e4m3_max=np.int32(a_max or 0), b_e4m3_max=np.int32(b_max), b_batched=bool(batch)
+        y,
+        a_amax,
+        ops.b[2],
+        bias,
+        a_e4m3_max=np.int32(a_max or 0),
+        b_e4m3_max=np.int32(b_max),
+        b_batched=bool(batch),
     )
+
+
+def _finish(y: jax.Array, *bias: jax.Array, out_dtype: Any) -> jax.Array:
+    """The kernel's last two steps, + bias and the cast, on bit patterns: XLA would delete a cast and its inverse."""
+    bits = softfloat.to_bits(y)
+    for b in bias:
+        bits = softfloat.add(bits, jnp.broadcast_to(softfloat.to_bits(b), bits.shape))
+    return softfloat.from_bits(bits, out_dtype)
 
 
 # ---------------------------------------------------------------- vmap
@@ -190,7 +206,7 @@ def _batch(args, dims, **params):
     y, dim = _batch_products(size, ops._replace(bias=()), od._replace(bias=()), params)
     y, bias = jnp.moveaxis(y, dim, 0), jnp.moveaxis(ops.bias[0], od.bias[0], 0)
     bias = bias.reshape(size, *(1,) * (y.ndim - 2), -1)
-    return [softfloat.from_bits(softfloat.add(softfloat.to_bits(y), softfloat.to_bits(bias)), out_dtype)], [0]
+    return [_finish(y, bias, out_dtype=out_dtype)], [0]
 
 
 def _batch_products(size: int, ops: Operands, od: Operands, params: dict[str, Any]) -> tuple[jax.Array, int]:
@@ -256,10 +272,7 @@ def _layout(
         def body(*flat):
             ops = _split(flat, a_format, has_bias)
             partial = local(*ops.a, *ops.b, has_bias=False, out_dtype=jnp.dtype(jnp.float32))[0]
-            y = lax.psum(partial, axes_of(k))
-            for bias in ops.bias:
-                y = y + bias.astype(jnp.float32)
-            return (y.astype(out_dtype),)
+            return (_finish(lax.psum(partial, axes_of(k)), *ops.bias, out_dtype=out_dtype),)
 
         return body
 
@@ -267,7 +280,14 @@ def _layout(
 
 
 def _rule(
-    mesh: Any, operands: Any, _results: Any, *, a_format: Format | None, b_format: Format, has_bias: bool, out_dtype: Any
+    mesh: Any,
+    operands: Any,
+    _results: Any,
+    *,
+    a_format: Format | None,
+    b_format: Format,
+    has_bias: bool,
+    out_dtype: Any,
 ) -> Any:
     ops = _split(operands, a_format, has_bias)
     lead = [f"b{i}" for i in range(ops.a[0].rank - 2)]
@@ -286,4 +306,6 @@ def _rule(
     return text, {"need_replication_factors": used}
 
 
-matmul_p = make_primitive("nvfp4_matmul", abstract=_abstract, local=_local, batch=_batch, layout=_layout, rule=_rule)
+matmul_p = make_primitive(
+    "nvfp4_matmul", abstract=_abstract, local=_local, batch=_batch, layout=_layout, rule=_rule
+)

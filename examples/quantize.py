@@ -1,0 +1,61 @@
+"""A tour of jnvfp4: quantize a matrix, dequantize it, multiply, transpose, differentiate.
+
+python examples/quantize.py
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import jnvfp4
+
+
+def relative_error(got: Array, want: Array) -> str:
+    difference = jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want)
+    return f"{100 * float(difference):.2f}%"
+
+
+def main() -> None:
+    x_key, w_key = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(x_key, (512, 1024))
+    w = jax.random.normal(w_key, (256, 1024))
+
+    print("Quantize: 4-bit codes, one 8-bit scale per 16 of them, one float32 amax for the tensor.")
+    qx, qw = jnvfp4.quantize(x), jnvfp4.quantize(w)
+    for name, part in (("data", qx.data), ("scale", qx.scale), ("amax", qx.amax)):
+        print(f"  {name:5} {part.dtype.name:13} {part.shape}")
+    size = qx.data.nbytes + qx.scale.nbytes + qx.amax.nbytes
+    print(f"  {size / x.size:.4f} bytes per element, against {x.itemsize} in float32")
+
+    print("\nDequantize: what is left of the first eight elements.")
+    print(f"  x           {x[0, :8].round(3)}")
+    print(f"  dequantized {jnvfp4.dequantize(qx)[0, :8].round(3)}")
+    print(f"  relative error of all of x: {relative_error(jnvfp4.dequantize(qx), x)}")
+
+    print("\nSpecs: 16x16 tiles make a matrix and its transpose share their values; a row can have its own amax.")
+    for name in ("NVFP4", "NVFP4_2D", "ROW_SCALED"):
+        q = jnvfp4.quantize(x, getattr(jnvfp4, name))
+        print(f"  {name:10} amax {str(q.amax.shape):6} relative error {relative_error(jnvfp4.dequantize(q), x)}")
+
+    print("\nMultiply: x w^T from the quantized tensors, and from x in bfloat16 with a quantized w.")
+    exact = x @ w.T
+    print(f"  both quantized: {relative_error(jnvfp4.matmul_nt(qx, qw), exact)}")
+    print(f"  only w:         {relative_error(jnvfp4.matmul_nt(x.astype(jnp.bfloat16), qw), exact)}")
+
+    print("\nTranspose: blocks run along the last axis, so the transpose is quantized from x, not from qx.")
+    qx_turned = jnvfp4.quantize(x, transpose=True)
+    print(f"  quantize(x).shape {qx.shape}, quantize(x, transpose=True).shape {qx_turned.shape}")
+
+    print("\nDifferentiate: linear quantizes the operands of the forward and of both gradient GEMMs.")
+
+    def loss(x: Array, w: Array) -> Array:
+        return jnp.mean(jnvfp4.linear(x, w) ** 2)
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w)
+    expected = jax.grad(lambda x, w: jnp.mean((x @ w.T) ** 2), argnums=(0, 1))(x, w)
+    for name, got, want in zip(("dx", "dw"), gradients, expected, strict=True):
+        print(f"  {name} {got.dtype} {got.shape}: relative error {relative_error(got, want)}")
+
+
+if __name__ == "__main__":
+    main()
