@@ -1,5 +1,6 @@
 """Quantize and dequantize against a copy of the same bytes, and against the naive jnp quantizer."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -49,7 +50,7 @@ def _bench_case(case: Case) -> list[dict[str, Any]]:
         return lambda x, a=None: jnvfp4.quantize(x, spec, amax=a, transpose=transpose)
 
     tensors = [jax.block_until_ready(jnvfp4.quantize(x)) for x in xs]
-    cases = [
+    cases: list[tuple[str, Callable, list[tuple], float]] = [
         ("naive jnp, amax given", naive.quantize, given, one),
         ("nvfp4, amax given", quantizer(jnvfp4.NVFP4), given, one),
         ("nvfp4, amax included", quantizer(jnvfp4.NVFP4), [(x,) for x in xs], one + size * elements),

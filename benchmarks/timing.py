@@ -38,7 +38,7 @@ def time_calls(f: Callable, inputs: Sequence[tuple], samples: int = 15, budget_s
     jax.block_until_ready(program(inputs))
     once = time.perf_counter() - once
     in_flight = max(1, min(20, int(0.02 / max(once, 1e-6))))
-    times = []
+    times: list[float] = []
     while len(times) < samples and (len(times) < 3 or time.perf_counter() - start < budget_s):
         begin = time.perf_counter()
         results = [program(inputs) for _ in range(in_flight)]

@@ -1,6 +1,9 @@
 """A tour of jnvfp4: quantize a matrix, dequantize it, multiply, transpose, differentiate.
 
-python examples/quantize.py
+    pip install .
+    python examples/quantize.py
+
+Runs in seconds on a CPU or a GPU. The errors it prints are those of random normal numbers.
 """
 
 import jax
@@ -13,6 +16,10 @@ import jnvfp4
 def relative_error(got: Array, want: Array) -> str:
     difference = jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want)
     return f"{100 * float(difference):.2f}%"
+
+
+def first_elements(x: Array) -> str:
+    return " ".join(f"{float(value):6.3f}" for value in x[0, :8])
 
 
 def main() -> None:
@@ -28,14 +35,15 @@ def main() -> None:
     print(f"  {size / x.size:.4f} bytes per element, against {x.itemsize} in float32")
 
     print("\nDequantize: what is left of the first eight elements.")
-    print(f"  x           {x[0, :8].round(3)}")
-    print(f"  dequantized {jnvfp4.dequantize(qx)[0, :8].round(3)}")
+    print(f"  x           {first_elements(x)}")
+    print(f"  dequantized {first_elements(jnvfp4.dequantize(qx))}")
     print(f"  relative error of all of x: {relative_error(jnvfp4.dequantize(qx), x)}")
 
     print("\nSpecs: 16x16 tiles make a matrix and its transpose share their values; a row can have its own amax.")
     for name in ("NVFP4", "NVFP4_2D", "ROW_SCALED"):
         q = jnvfp4.quantize(x, getattr(jnvfp4, name))
-        print(f"  {name:10} amax {str(q.amax.shape):6} relative error {relative_error(jnvfp4.dequantize(q), x)}")
+        error = relative_error(jnvfp4.dequantize(q), x)
+        print(f"  {name:10} amax of shape {q.amax.shape!s:6} relative error {error}")
 
     print("\nMultiply: x w^T from the quantized tensors, and from x in bfloat16 with a quantized w.")
     exact = x @ w.T

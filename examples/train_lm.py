@@ -1,7 +1,7 @@
 """Trains a byte-level language model twice, in bfloat16 and in NVFP4, and compares the losses.
 
     pip install ".[examples]"
-    python examples/train_lm.py                                  # 2 CPU cores: about 2 minutes; a GPU: about 3
+    python examples/train_lm.py
     python examples/train_lm.py --recipe weight_only --steps 100 --out out/weight_only
 
 The text is the source code of the running Python's standard library, so nothing is downloaded. Both runs start
@@ -10,8 +10,9 @@ from the same weights and see the same batches. They differ in one function, the
 GEMMs. In both runs the attention scores, norms, embeddings and the output head stay in bfloat16 or float32, the
 residual stream is bfloat16, and the weights and the optimizer are float32.
 
-Expect the loss (nats per byte) to fall from about 5.5 to about 2 on a CPU, with the two curves within a few
-percent of each other. ``--out`` receives ``loss.png`` and ``metrics.json``.
+Expect one to two minutes on two CPU cores. The loss (nats per byte) falls from 5.5 to about 1.9, and the final
+validation loss in NVFP4 is one or two percent above that in bfloat16. On a GPU the preset is a 12-layer model. A
+progress bar and a table show the losses; ``--out`` receives them as ``loss.png`` and ``metrics.json``.
 """
 
 import argparse
@@ -33,13 +34,13 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 from jax import Array
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 import jnvfp4
 from jnvfp4 import NVFP4_2D, ROW_SCALED, Recipe
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 Tree = Any  # a nested dict of arrays
 Linear = Callable[[Array, Array], Array]  # x [..., K], w [N, K] -> [..., N]
@@ -252,7 +253,8 @@ def train(name: str, linear: Linear, config: Config, seed: int, text: np.ndarray
     begin = time.perf_counter()
     progress = tqdm(range(1, config.steps + 1), desc=name, unit="step", mininterval=0.5)
     for step in progress:
-        params, state, loss = train_step(params, state, train_batch(text, config, seed, step))
+        batch = jnp.asarray(train_batch(text, config, seed, step))
+        params, state, loss = train_step(params, state, batch)
         recent.append(loss)
         last = step == config.steps
         if step == 1:
@@ -266,7 +268,7 @@ def train(name: str, linear: Linear, config: Config, seed: int, text: np.ndarray
         if step % config.val_every == 0 or last:
             val_begin = time.perf_counter()
             curves.val_steps.append(step)
-            curves.val.append(float(np.mean([val_loss(params, batch) for batch in held_out])))
+            curves.val.append(float(np.mean([val_loss(params, jnp.asarray(batch)) for batch in held_out])))
             val_seconds += time.perf_counter() - val_begin
     curves.wall_seconds = time.perf_counter() - begin
     step_seconds = curves.wall_seconds - curves.first_step_seconds - val_seconds
@@ -290,16 +292,17 @@ def plot(path: Path, names: tuple[str, str], first: Curves, second: Curves) -> N
     figure, (losses, gap) = plt.subplots(
         2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(3, 1), layout="constrained"
     )
-    for name, curves, color, style in zip(names, (first, second), ("C0", "C1"), ("-", "--"), strict=True):
-        losses.plot(curves.steps, curves.train, style, color=color, label=f"{name}, training")
-        losses.plot(curves.val_steps, curves.val, "o", color=color, label=f"{name}, validation")
+    styles = (("C0", "-", "o"), ("C1", "--", "x"))
+    for name, curves, (color, line, marker) in zip(names, (first, second), styles, strict=True):
+        losses.plot(curves.steps, curves.train, line, color=color, label=f"{name}, training")
+        losses.plot(curves.val_steps, curves.val, marker, color=color, label=f"{name}, validation")
     losses.set(ylabel="loss, nats per byte", title="Byte-level language model: bfloat16 and NVFP4 linear layers")
     losses.legend()
     gap.axhline(0, color="gray", linewidth=0.8)
     gap.plot(first.steps, np.subtract(second.train, first.train), color="C3", label="training")
     gap.plot(first.val_steps, np.subtract(second.val, first.val), "o", color="C3", label="validation")
     gap.set(xlabel="step", ylabel=f"{names[1]}\nminus {names[0]}")
-    gap.legend(ncols=2)
+    gap.legend(ncols=2, loc="lower right")
     for axes in (losses, gap):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

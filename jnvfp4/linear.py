@@ -1,6 +1,7 @@
 """Differentiable products of unquantized arrays: ``linear``, ``dot_general`` and ``fake_quant``."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from ._primitives._base import match_varying
 from .ops import Implementation, _array, dequantize, matmul_nt, quantize
 from .recipe import DEFAULT, Recipe
 from .spec import BLOCK, NVFP4, QuantSpec
+from .tensor import NVFP4Tensor
 
 RESIDUAL_NAME = "nvfp4_residual"  # for jax.checkpoint_policies.save_only_these_names
 
@@ -92,7 +94,19 @@ def _pad_tokens(x: jax.Array) -> jax.Array:
 
 
 def _save(t: Any) -> Any:
-    return jax.tree.map(lambda v: checkpoint_name(v, RESIDUAL_NAME), t)
+    """Names what the backward pass needs: an array, or the parts of a quantized tensor, its scales as bytes."""
+    return _unpack(jax.tree.map(lambda v: checkpoint_name(v, RESIDUAL_NAME), _pack(t)))
+
+
+def _pack(t: Any) -> Any:
+    """Scales as bytes: jax.checkpoint rounds the floats it saves by IEEE rules, where E4M3 256 is infinite."""
+    return replace(t, scale=lax.bitcast_convert_type(t.scale, jnp.uint8)) if isinstance(t, NVFP4Tensor) else t
+
+
+def _unpack(t: Any) -> Any:
+    if not isinstance(t, NVFP4Tensor):
+        return t
+    return replace(t, scale=lax.bitcast_convert_type(t.scale, jnp.float8_e4m3fn))
 
 
 def _quantize_tokens(x: jax.Array, spec: QuantSpec) -> Any:
@@ -126,7 +140,7 @@ def _forward(x: jax.Array, w: jax.Array, bias: Any, recipe: Recipe, out_dtype: A
         x_saved = x if recipe.wgrad is None else qx
     # Empty arrays carry the dtypes to the backward pass.
     like = (x[:0, :0], w[:0, :0], None if bias is None else bias[:0])
-    return y, (x_saved, w_saved, like)
+    return y, (_pack(x_saved), _pack(w_saved), like)
 
 
 def _high_precision(
@@ -142,7 +156,8 @@ def _high_precision(
 
 
 def _backward(recipe: Recipe, _out_dtype: Any, residuals: Any, dy: jax.Array) -> tuple[Any, Any, Any]:
-    x_saved, w_saved, (x_like, w_like, bias_like) = residuals
+    *saved, (x_like, w_like, bias_like) = residuals
+    x_saved, w_saved = map(_unpack, saved)
     if isinstance(recipe.dgrad, tuple):
         dx = matmul_nt(_quantize_tokens(dy, recipe.dgrad[0]), w_saved, out_dtype=x_like.dtype)
     else:

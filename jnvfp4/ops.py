@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from . import reference
 from ._primitives._base import bind
@@ -80,11 +81,12 @@ def quantize(
     params = {"spec": spec, "transpose": bool(transpose), "implementation": implementation}
     if amax is None:
         if spec.format.amax_scope == "row":
-            return NVFP4Tensor(*bind(quantize_p, x, **params), spec.format)
+            data, scale, amax = bind(quantize_p, x, **params)
+            return NVFP4Tensor(data, lax.bitcast_convert_type(scale, jnp.float8_e4m3fn), amax, spec.format)
         amax = _tensor_amax(x)
-    amax = jnp.asarray(amax)
+    amax = jnp.asarray(amax, jnp.float32 if isinstance(amax, int | float) else None)  # never weakly typed
     data, scale = bind(quantize_p, x, amax, **params)
-    return NVFP4Tensor(data, scale, amax, spec.format)
+    return NVFP4Tensor(data, lax.bitcast_convert_type(scale, jnp.float8_e4m3fn), amax, spec.format)
 
 
 def _tensor_amax(x: jax.Array) -> jax.Array:

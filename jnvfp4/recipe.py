@@ -37,8 +37,8 @@ class Recipe:
     """
 
     fprop: tuple[QuantSpec | None, QuantSpec] = (NVFP4, NVFP4_2D)
-    dgrad: Pair | None | Literal["dequantized"] = (NVFP4, NVFP4_2D)
-    wgrad: Pair | None | Literal["dequantized"] = (NVFP4, NVFP4)
+    dgrad: Pair | Literal["dequantized"] | None = (NVFP4, NVFP4_2D)
+    wgrad: Pair | Literal["dequantized"] | None = (NVFP4, NVFP4)
 
     def __post_init__(self) -> None:
         _check_pair("fprop", self.fprop, "x", "w", first_optional=True)

@@ -7,12 +7,14 @@ A value is its uint32 bit pattern. Each function is one operation, round to near
 A NaN result is always ``NAN``. Everything broadcasts and works under every transform.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-Bits = jax.Array  # uint32, a float32 bit pattern
+Bits = Any  # uint32 array or constant, a float32 bit pattern
 
 SIGN = np.uint32(0x80000000)
 ABS = np.uint32(0x7FFFFFFF)
@@ -21,7 +23,7 @@ NAN = np.uint32(0x7FC00000)
 FLOAT_MAX = np.uint32(0x7F7FFFFF)
 
 
-def constant(value: float) -> np.uint32:
+def constant(value: float | np.floating) -> np.uint32:
     """The bit pattern of a float32 constant."""
     return np.uint32(np.float32(value).view(np.uint32))
 
@@ -80,7 +82,7 @@ def unpack(b: Bits) -> tuple[jax.Array, jax.Array]:
     )
 
 
-def round_off(m: jax.Array, n: jax.Array) -> jax.Array:
+def round_off(m: Bits, n: Bits) -> Bits:
     """m / 2^n, nearest even, for 1 <= n <= 26."""
     return (m + ((np.uint32(1) << (n - 1)) - 1) + ((m >> n) & 1)) >> n
 

@@ -1,6 +1,6 @@
 """The quantized tensor."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
@@ -29,7 +29,7 @@ class NVFP4Tensor:
     data: jax.Array
     scale: jax.Array
     amax: jax.Array
-    format: Format = Format()
+    format: Format = field(default_factory=Format)
 
     @property
     def shape(self) -> tuple[int, ...]:

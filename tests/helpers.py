@@ -1,9 +1,16 @@
 """Comparing arrays bit for bit."""
 
+import functools
+
+import hypothesis
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jnvfp4 import Format, NVFP4Tensor, QuantSpec, reference
+
+TENSOR = Format()
 _WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -83,9 +90,7 @@ def find_amax(x: np.ndarray, scope: str = "tensor") -> np.ndarray:
 
 
 def e2m1_values(codes) -> np.ndarray:
-    return np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)[codes & 7] * np.where(codes & 8, -1, 1).astype(
-        np.float32
-    )
+    return np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)[codes & 7] * np.where(codes & 8, -1, 1).astype(np.float32)
 
 
 def scale_values(scale) -> np.ndarray:
@@ -121,9 +126,7 @@ def matmul_by_formula(a, b, bias=None, dtype=np.float32) -> np.ndarray:
     """matmul_nt in its pinned order: blocks of 16 for two NVFP4Tensors, single k for a 16-bit ``a``. 2-D only."""
     with np.errstate(all="ignore"):
         y = np.zeros((a.shape[0], b.shape[0]), np.float32)
-        for term in (
-            _block_terms(a, b) if hasattr(a, "data") and hasattr(a, "scale") else _element_terms(a, b)
-        ):
+        for term in _block_terms(a, b) if hasattr(a, "data") and hasattr(a, "scale") else _element_terms(a, b):
             y = y + term
         y = alpha_by_formula(a, b) * y
         return round_to(y if bias is None else y + np.asarray(bias).astype(np.float32), dtype)
@@ -182,3 +185,67 @@ def half_ulp(magnitude: np.ndarray, dtype) -> np.ndarray:
     info = ml_dtypes.finfo(dtype)
     exponent = np.maximum(np.frexp(magnitude)[1] - 1, info.minexp)
     return np.ldexp(1.0, exponent - info.nmant - 1)
+
+
+# ---------------------------------------------------------------- the reference, with few compilations
+_TILES = 128  # tiles of 16 x 16 per call
+
+
+@functools.cache
+def _tile_quantizer(spec: QuantSpec):
+    return jax.jit(lambda x, amax: reference.quantize(x, spec, amax)[:2])
+
+
+def quantize_by_reference(x: np.ndarray, spec: QuantSpec, amax) -> tuple[np.ndarray, np.ndarray]:
+    """(data, scale) of ``reference.quantize(x, spec, amax)``, computed on the CPU.
+
+    Given amax, 16 x 16 tiles do not depend on each other, so x is cut into them: one compilation per spec.
+    """
+    *lead, rows, cols = x.shape
+    amax = np.broadcast_to(per_row(amax, x.ndim)[..., 0], (*lead, rows))
+    padding = [(0, 0)] * len(lead) + [(0, -rows % 16)]
+    tiles = np.pad(np.asarray(x, np.float32), [*padding, (0, 0)]).reshape(-1, 16, cols // 16, 16).swapaxes(1, 2)
+    amaxes = np.pad(amax, padding, "edge").reshape(-1, 1, 16).repeat(cols // 16, 1)
+    data, scale = _quantize_tiles(tiles.reshape(-1, 16, 16), spec, amaxes.reshape(-1, 16))
+
+    def whole(parts):
+        parts = parts.reshape(-1, cols // 16, 16, parts.shape[-1]).swapaxes(1, 2)
+        return parts.reshape(*lead, rows + -rows % 16, -1)[..., :rows, :]
+
+    return whole(data), whole(scale)
+
+
+def _quantize_tiles(tiles: np.ndarray, spec: QuantSpec, amaxes: np.ndarray) -> list[np.ndarray]:
+    extra = -len(tiles) % _TILES
+    tiles, amaxes = np.pad(tiles, ((0, extra), (0, 0), (0, 0))), np.pad(amaxes, ((0, extra), (0, 0)))
+    if spec.format.amax_scope == "tensor":
+        amaxes = amaxes[:, 0]
+    run = _tile_quantizer(spec)
+    with jax.default_device(jax.devices("cpu")[0]):
+        parts = [run(tiles[i : i + _TILES], amaxes[i : i + _TILES]) for i in range(0, len(tiles), _TILES)]
+    return [
+        np.concatenate([np.asarray(p) for p in column])[: len(tiles) - extra] for column in zip(*parts, strict=True)
+    ]
+
+
+def random_tensor(
+    seed: int, shape: tuple[int, ...], fmt: Format = TENSOR, *, amax=None, scales=range(1, 0x7F)
+) -> NVFP4Tensor:
+    """A tensor of random codes, block scales out of the bytes ``scales``, and amax near 1 unless given."""
+    rng = np.random.default_rng(seed)
+    *lead, rows, cols = shape
+    data = rng.integers(0, 256, (*lead, rows, cols // 2), np.uint8)
+    scale = rng.choice(np.array(scales, np.uint8), (*lead, rows, cols // 16)).view(ml_dtypes.float8_e4m3fn)
+    if amax is None:
+        amax = rng.uniform(0.5, 2, (*lead, rows) if fmt.amax_scope == "row" else ()).astype(np.float32)
+    return NVFP4Tensor(jnp.asarray(data), jnp.asarray(scale), jnp.asarray(amax, jnp.float32), fmt)
+
+
+# Property tests: few and the same examples in every run; fixtures only choose the device.
+properties = hypothesis.settings(
+    max_examples=15,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)

@@ -205,23 +205,17 @@ every_out_dtype = pytest.mark.parametrize("dtype", list(OUT_DTYPES))
 def dequantized(kind: str) -> list[Dequantized]:
     arrays = load("dequant")
     names = [name for name in config("dequant")["e4m3_max"] if name.endswith(f"__{kind}")]
-    return [
-        Dequantized(n, *(arrays[f"{n}__{f}"] for f in ("data", "scale", "amax", "dq_f32"))) for n in names
-    ]
+    return [Dequantized(n, *(arrays[f"{n}__{f}"] for f in ("data", "scale", "amax", "dq_f32"))) for n in names]
 
 
 def test_formats_are_those_of_the_file():
     """``e4m3_max`` of each kind of case, and no case left out."""
-    found = {
-        d.name: DEQUANTIZE_FORMATS[kind].e4m3_max for kind in DEQUANTIZE_FORMATS for d in dequantized(kind)
-    }
+    found = {d.name: DEQUANTIZE_FORMATS[kind].e4m3_max for kind in DEQUANTIZE_FORMATS for d in dequantized(kind)}
     assert found == config("dequant")["e4m3_max"]
 
 
 def tensor(data, scale, amax, fmt: Format) -> NVFP4Tensor:
-    return NVFP4Tensor(
-        jnp.asarray(data), jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn)), jnp.asarray(amax), fmt
-    )
+    return NVFP4Tensor(jnp.asarray(data), jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn)), jnp.asarray(amax), fmt)
 
 
 @every_format

@@ -143,9 +143,7 @@ def test_decode_e2m1(tables):
     values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
     assert_bitwise(tables["e2m1_decode"], by_reference(reference.e2m1_decode, codes), "reference")
     assert_bitwise(tables["e2m1_decode"], bits(values), "ml_dtypes")
-    assert_bitwise(
-        tables["e2m1_twice"].view(np.int32), by_reference(reference.e2m1_twice, codes), "reference"
-    )
+    assert_bitwise(tables["e2m1_twice"].view(np.int32), by_reference(reference.e2m1_twice, codes), "reference")
     assert_bitwise(tables["e2m1_twice"].view(np.int32), (2 * values).astype(np.int32), "ml_dtypes")
 
 
@@ -156,9 +154,7 @@ def test_scale_times_code_is_exact(tables):
     def product(s, c):
         return softfloat.mul(reference.e4m3_decode(s), reference.e2m1_decode(c))
 
-    exact = scales.view(ml_dtypes.float8_e4m3fn).astype(float) * codes.view(ml_dtypes.float4_e2m1fn).astype(
-        float
-    )
+    exact = scales.view(ml_dtypes.float8_e4m3fn).astype(float) * codes.view(ml_dtypes.float4_e2m1fn).astype(float)
     got = tables["products"].reshape(127, 16)
     assert_bitwise(got, by_reference(product, scales, codes), "reference")
     assert_bitwise(got, bits(exact.astype(np.float32)), "ml_dtypes")
@@ -194,9 +190,7 @@ def test_block_encode_scale(tables):
     agree(got, by_reference(enc, SCALES, AMAXES), "reference")
     s_dec = tables["decode_of_global_scale"].view(np.float32)[SCALE_INDEX // 127 * 127]
     with np.errstate(all="ignore"):
-        want = np.minimum(
-            np.float32(1) / (SCALES.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * s_dec), FLOAT_MAX
-        )
+        want = np.minimum(np.float32(1) / (SCALES.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * s_dec), FLOAT_MAX)
     agree(got, bits(want), "NumPy")
 
 

@@ -12,6 +12,7 @@ from cases import Case
 from helpers import assert_bitwise, assert_same_tensor
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from operands import exact_tensor, normal
 
 from jnvfp4 import (
     NVFP4,
@@ -98,19 +99,6 @@ def assert_scalar_maxima(found, mesh, entries):
 
 def assert_sharded(x, mesh, spec):
     assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim), (x.sharding, spec)
-
-
-def integers(shape, seed=0):
-    """A tensor whose products sum exactly in any order: few bits, and alpha is 1."""
-    rng = np.random.default_rng(seed)
-    *lead, rows, k = shape
-    data = rng.integers(0, 256, (*lead, rows, k // 2), np.uint8)
-    scale = rng.choice([0.5, 1.0, 2.0], (*lead, rows, k // 16))
-    return NVFP4Tensor(jnp.asarray(data), jnp.asarray(scale, jnp.float8_e4m3fn), jnp.float32(6 * 448), Format())
-
-
-def normal(shape, seed=0, dtype="bf16"):
-    return jnp.asarray(Case("", shape, dtype).make(seed))
 
 
 def given_amax(x, qspec, transpose):
@@ -262,7 +250,7 @@ def test_blocks_that_would_straddle_devices(devices, shape, spec, qspec, transpo
 @pytest.mark.parametrize("k", [64, 96])
 def test_dequantize_and_matmul_of_an_indivisible_k(devices, k):
     mesh, spec = make_mesh(devices, "x"), P(None, "x")
-    a, b = integers((32, k), 1), integers((16, k), 2)
+    a, b = exact_tensor((32, k), 1), exact_tensor((16, k), 2)
 
     def sharded(t):
         return NVFP4Tensor(put(t.data, mesh, spec), put(t.scale, mesh, P()), put(t.amax, mesh, P()), t.format)
@@ -322,7 +310,7 @@ M, N, K = 64, 32, 512
 @pytest.fixture(params=["tensor", "row", "dense"])
 def operands(request):
     """a and b of order-independent products, a with a tensor amax, a row amax or unquantized."""
-    a, b = integers((M, K), 1), integers((N, K), 2)
+    a, b = exact_tensor((M, K), 1), exact_tensor((N, K), 2)
     if request.param == "row":
         a = NVFP4Tensor(a.data, a.scale, jnp.full((M,), 6 * 448.0).at[3].set(448.0 * 3), Format("row"))
     if request.param == "dense":
@@ -389,15 +377,15 @@ def test_matmul_of_real_numbers_over_k(devices, layout):
 def test_matmul_over_k_rounds_its_result(devices):
     """A cast that follows sees bfloat16 values: XLA must not delete the round trip."""
     mesh = make_mesh(devices, "x")
-    a, b = integers((M, K), 1), integers((N, K), 2)
+    a, b = exact_tensor((M, K), 1), exact_tensor((N, K), 2)
     got = jax.jit(lambda a, b: matmul_nt(a, b).astype(jnp.float32))(*(shard(t, mesh, P(None, "x")) for t in (a, b)))
     assert_bitwise(got, matmul_nt(*home(devices, (a, b))).astype(jnp.float32))
 
 
 @every_kind
 def test_matmul_with_leading_axes(devices, kind):
-    mesh, a = make_mesh(devices, kind=kind), integers((4, M, K), 1)
-    for b, spec_b in ((integers((N, K), 2), P("y")), (integers((4, N, K), 3), P("x", "y"))):
+    mesh, a = make_mesh(devices, kind=kind), exact_tensor((4, M, K), 1)
+    for b, spec_b in ((exact_tensor((N, K), 2), P("y")), (exact_tensor((4, N, K), 3), P("x", "y"))):
         got, found = run(matmul_nt, shard(a, mesh, P("x")), shard(b, mesh, spec_b))
         assert_bitwise(got, matmul_nt(*home(devices, (a, b))))
         assert_sharded(got, mesh, P("x", None, "y"))
@@ -405,7 +393,7 @@ def test_matmul_with_leading_axes(devices, kind):
 
 
 def test_matmul_with_m_and_n_on_one_axis(devices):
-    a, b = integers((M, K), 1), integers((N, K), 2)
+    a, b = exact_tensor((M, K), 1), exact_tensor((N, K), 2)
     want = matmul_nt(*home(devices, (a, b)))
     mesh = make_mesh(devices, "x")
     assert_bitwise(jax.jit(matmul_nt)(shard(a, mesh, P("x")), shard(b, mesh, P("x"))), want)
@@ -413,7 +401,7 @@ def test_matmul_with_m_and_n_on_one_axis(devices):
 
 def test_matmul_with_m_and_n_on_one_explicit_axis(devices):
     mesh = make_mesh(devices, "x", "explicit")
-    a, b = (shard(integers((32, K), s), mesh, P("x")) for s in (1, 2))
+    a, b = (shard(exact_tensor((32, K), s), mesh, P("x")) for s in (1, 2))
     with pytest.raises(ValueError, match="sharded over a common mesh axis"):
         jax.eval_shape(matmul_nt, a, b)
 
@@ -454,7 +442,7 @@ def test_some_manual_axes(devices, kind):
     """The rest of the mesh stays automatic: right, though JAX may gather over it."""
     mesh, x = make_mesh(devices, kind=kind), normal((32, 512))
 
-    b = integers((N, 512))
+    b = exact_tensor((N, 512))
 
     def f(x, b):
         t = quantize(x, ROW_SCALED)
@@ -476,7 +464,7 @@ def test_wrong_out_specs_are_refused(devices):
 
 
 def test_matmul_in_shard_map_with_a_replicated_side(devices):
-    mesh, (a, b) = make_mesh(devices, "x"), (integers((M, K), 1), integers((N, K), 2))
+    mesh, (a, b) = make_mesh(devices, "x"), (exact_tensor((M, K), 1), exact_tensor((N, K), 2))
     sharded = NVFP4Tensor(P("x"), P("x"), P(), a.format)
     f = jax.shard_map(matmul_nt, mesh=mesh, in_specs=(sharded, P()), out_specs=P("x"))
     assert_bitwise(jax.jit(f)(a, b), matmul_nt(*home(devices, (a, b))))

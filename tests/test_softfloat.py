@@ -138,18 +138,14 @@ def test_narrowing(backend, half, jit):
 
 def halfway(half: str) -> np.ndarray:
     """Float32 patterns between every two neighbours of a 16-bit format, and next to them."""
-    values = (
-        np.arange(0x7C00 if half == "fp16" else 0x7F80, dtype=np.uint16).view(HALVES[half]).astype(np.float64)
-    )
+    values = np.arange(0x7C00 if half == "fp16" else 0x7F80, dtype=np.uint16).view(HALVES[half]).astype(np.float64)
     ties = bits(((values[:-1] + values[1:]) / 2).astype(np.float32))
     return np.concatenate([ties - 1, ties, ties + 1])
 
 
 def test_float32_keeps_all_but_nan(backend):
     patterns = np.concatenate([edge_values(), random_pairs()[0]])
-    assert_bitwise(
-        jax.jit(softfloat.from_bits)(patterns), canonical_nans(patterns.view(np.float32)), "float32"
-    )
+    assert_bitwise(jax.jit(softfloat.from_bits)(patterns), canonical_nans(patterns.view(np.float32)), "float32")
 
 
 @every_half
@@ -157,9 +153,7 @@ def test_float32_keeps_all_but_nan(backend):
 def test_widening(backend, half, jit):
     x = np.arange(65536, dtype=np.uint16).view(HALVES[half])
     widen = lambda x: softfloat.from_bits(softfloat.to_bits(x))  # noqa: E731
-    assert_bitwise(
-        (jax.jit(widen) if jit else widen)(jnp.asarray(x)), canonical_nans(x.astype(np.float32)), half
-    )
+    assert_bitwise((jax.jit(widen) if jit else widen)(jnp.asarray(x)), canonical_nans(x.astype(np.float32)), half)
 
 
 def test_clamp_max(backend):

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax import lax
@@ -24,16 +24,10 @@ Spec = list  # one entry per dimension: None, a mesh axis name, or a tuple of th
 Body = Callable[..., Sequence[jax.Array]]
 
 
-class Layout(Protocol):
-    """Decides how one device computes its block, from the shardings XLA proposes.
-
-    Returns the operand specs, the result specs, and what wraps the local computation (collectives). The
-    wrapped function takes the operands, and parameters to change by keyword.
-    """
-
-    def __call__(
-        self, mesh: Any, specs: list[Spec], shapes: list[tuple[int, ...]], **params: Any
-    ) -> tuple[list[Spec], list[Spec], Callable[[Body], Body]]: ...
+# (mesh, operand specs, operand shapes, **params) -> (operand specs, result specs, wrap): how one device computes
+# its block, from the shardings XLA proposes. `wrap` adds collectives to the local computation, which takes the
+# operands, and parameters to change by keyword.
+Layout = Callable[..., tuple[list[Spec], list[Spec], Callable[[Body], Body]]]
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:

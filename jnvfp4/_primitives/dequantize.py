@@ -13,8 +13,9 @@ from ..spec import BLOCK, Format
 from ._base import Body, Spec, check_explicit, divisible, make_primitive, some_axis_divides, spec_of, typed
 
 
-def check_parts(op: str, name: str, data: Any, scale: Any, amax: Any, fmt: Format) -> None:
+def check_parts(op: str, name: str, parts: tuple, fmt: Format) -> None:
     """Refuses parts that are no NVFP4 tensor: shapes and dtypes that do not belong together."""
+    data, scale, amax = parts
     for field, value, dtype in (
         ("data", data, jnp.uint8),
         ("scale", scale, jnp.float8_e4m3fn),
@@ -44,7 +45,7 @@ def check_parts(op: str, name: str, data: Any, scale: Any, amax: Any, fmt: Forma
 def _abstract(
     data: ShapedArray, scale: ShapedArray, amax: ShapedArray, *, format: Format, dtype: Any
 ) -> list[ShapedArray]:
-    check_parts("dequantize", "t", data, scale, amax, format)
+    check_parts("dequantize", "t", (data, scale, amax), format)
     check_explicit("dequantize", data, data.ndim - 1, BLOCK // 2)
     return [typed(data, (*data.shape[:-1], 2 * data.shape[-1]), dtype, spec_of(data))]
 

@@ -73,8 +73,8 @@ def _abstract(
         if a.ndim < 2:
             raise ValueError(f"matmul_nt: a must have rank 2 or more, [..., M, K], got a.shape={a.shape}")
     else:
-        check_parts("matmul_nt", "a", *ops.a, a_format)
-    check_parts("matmul_nt", "b", *ops.b, b_format)
+        check_parts("matmul_nt", "a", ops.a, a_format)
+    check_parts("matmul_nt", "b", ops.b, b_format)
     _check_formats(a_format, b_format)
     depth = _depth(a, a_format)
     if depth != 2 * b.shape[-1]:
@@ -119,7 +119,7 @@ def _local(
     a_max, b_max = (None if a_format is None else a_format.e4m3_max), b_format.e4m3_max
     if backend == "reference":
         a = ops.a[0] if a_format is None else ops.a
-        return [reference.matmul(a, ops.b, *(ops.bias or (None,)), a_max, b_max, out_dtype)]
+        return [reference.matmul(a, ops.b, ops.bias[0] if has_bias else None, a_max, b_max, out_dtype)]
     bias = ops.bias[0] if has_bias else jnp.zeros((0,), jnp.float32)
     if backend == "cuda":
         return [_cuda(ops, bias, a_max, b_max, result)]
@@ -127,11 +127,12 @@ def _local(
         call = jax.ffi.ffi_call("nvfp4_matmul_weight_only", [result])
         return call(*ops.a, *ops.b, bias, b_e4m3_max=np.int32(b_max))
     call = jax.ffi.ffi_call("nvfp4_matmul", [result])
-    return call(*ops.a, *ops.b, bias, a_e4m3_max=np.int32(a_max), b_e4m3_max=np.int32(b_max))
+    return call(*ops.a, *ops.b, bias, a_e4m3_max=np.int32(a_format.e4m3_max), b_e4m3_max=np.int32(b_max))
 
 
-def _decode(data: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+def _decode(parts: tuple, dtype: Any) -> jax.Array:
     """q * s as 16-bit floats, exact in both types."""
+    data, scale, _ = parts
     result = jax.ShapeDtypeStruct((*data.shape[:-1], 2 * data.shape[-1]), dtype)
     return jax.ffi.ffi_call("nvfp4_decode", result)(data, scale)
 
@@ -140,8 +141,8 @@ def _cuda(
     ops: Operands, bias: jax.Array, a_max: int | None, b_max: int, result: jax.ShapeDtypeStruct
 ) -> jax.Array:
     """Exact decode, XLA's 16-bit GEMM with float32 accumulation, and the epilogue of numerics.h."""
-    dense = ops.a[0] if a_max is None else _decode(*ops.a[:2], jnp.bfloat16)
-    weight = _decode(*ops.b[:2], dense.dtype)
+    dense = ops.a[0] if a_max is None else _decode(ops.a, jnp.bfloat16)
+    weight = _decode(ops.b, dense.dtype)
     if weight.ndim == 2:
         batch: tuple[int, ...] = ()
         dense = dense.reshape(-1, dense.shape[-1])
@@ -219,7 +220,12 @@ def _batch_products(size: int, ops: Operands, od: Operands, params: dict[str, An
     if not (a_batched or b_batched):
         return jnp.broadcast_to(y := bind(ops.a, ops.b, ops.bias), (size, *y.shape)), 0
     if not b_batched:  # the examples of a are more rows
-        return bind(_move(size, ops.a, od.a), ops.b, ops.bias), 0
+        a, keep = _move(size, ops.a, od.a), ops.b[0].ndim - 2
+        if not keep:
+            return bind(a, ops.b, ops.bias), 0
+        a = [part if part.ndim == 0 else jnp.moveaxis(part, 0, keep) for part in a]
+        y = bind(_merge_rows(a, keep), ops.b, ops.bias)
+        return y.reshape(*a[0].shape[:-1], y.shape[-1]), keep
     b = _move(size, ops.b, od.b)
     if b[0].ndim == 3 and not a_batched:  # the examples of b are more columns
         y = bind(ops.a, _merge_rows(b, 0), [jnp.tile(x, size) for x in ops.bias])

@@ -1,4 +1,8 @@
-"""nvfp4_quantize: (x, amax) -> (data, scale), or x -> (data, scale, amax) where the kernel finds it."""
+"""nvfp4_quantize: (x, amax) -> (data, scale), or x -> (data, scale, amax) where the kernel finds it.
+
+The scale is uint8 here, the bits of float8_e4m3fn: a jax.checkpoint policy may save a primitive's results, and JAX
+rounds the floats that it saves by IEEE rules, where E4M3's 256 and above are infinite.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -66,7 +70,7 @@ def _abstract(x: ShapedArray, *amax: ShapedArray, spec: QuantSpec, transpose: bo
     where = _turn(spec_of(x), transpose)
     results = [
         typed(x, (*lead, rows, cols // 2), jnp.uint8, where),
-        typed(x, (*lead, rows, cols // BLOCK), jnp.float8_e4m3fn, where),
+        typed(x, (*lead, rows, cols // BLOCK), jnp.uint8, where),
     ]
     return results if amax else [*results, typed(x, (*lead, rows), jnp.float32, where[:-1])]
 
@@ -82,11 +86,14 @@ def _local(
     if not amax:
         results.append(jax.ShapeDtypeStruct((*lead, rows), jnp.float32))
     if backend == "empty":
-        return [jnp.zeros(r.shape, r.dtype) for r in results]
-    if backend == "reference":
-        return reference.quantize(x, spec, *amax, transpose=transpose)[: len(results)]
-    target = "nvfp4_quantize" if amax else "nvfp4_quantize_find_amax"
-    return jax.ffi.ffi_call(target, results)(x, *amax, transpose=transpose, spec=spec.ffi_attrs())
+        data, scale, *found = [jnp.zeros(r.shape, r.dtype) for r in results]
+    elif backend == "reference":
+        data, scale, *found = reference.quantize(x, spec, amax[0] if amax else None, transpose)[: len(results)]
+    else:
+        target = "nvfp4_quantize" if amax else "nvfp4_quantize_find_amax"
+        call = jax.ffi.ffi_call(target, results)
+        data, scale, *found = call(x, *amax, transpose=transpose, spec=spec.ffi_attrs())
+    return [data, jax.lax.bitcast_convert_type(scale, jnp.uint8), *found]
 
 
 def _batch(args, dims, *, spec: QuantSpec, transpose: bool, implementation: str | None):

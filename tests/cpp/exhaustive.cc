@@ -19,7 +19,14 @@ namespace {
 uint32_t e2m1_by_table(float v) {
   if (std::isnan(v)) return 0;
   const float m = std::fabs(v);
-  const uint32_t code = m <= 0.25f ? 0 : m < 0.75f ? 1 : m <= 1.25f ? 2 : m < 1.75f ? 3 : m <= 2.5f ? 4 : m < 3.5f ? 5 : m <= 5.0f ? 6 : 7;
+  const uint32_t code = m <= 0.25f   ? 0
+                        : m < 0.75f  ? 1
+                        : m <= 1.25f ? 2
+                        : m < 1.75f  ? 3
+                        : m <= 2.5f  ? 4
+                        : m < 3.5f   ? 5
+                        : m <= 5.0f  ? 6
+                                     : 7;
   return std::signbit(v) ? code + 8 : code;
 }
 
@@ -44,7 +51,8 @@ constexpr Encoder kEncoders[] = {
     {"e4m3_encode", uint64_t{1} << 31, [](float v) -> uint32_t { return jnvfp4::e4m3_encode(v); }, e4m3_by_grid},
 };
 
-uint32_t first_wrong(const Encoder& e, uint64_t begin, uint64_t end, const std::vector<uint32_t>& low_bits, std::atomic<uint64_t>& wrong) {
+uint32_t first_wrong(const Encoder& e, uint64_t begin, uint64_t end, const std::vector<uint32_t>& low_bits,
+                     std::atomic<uint64_t>& wrong) {
   uint32_t first = UINT32_MAX;
   for (uint64_t high = begin; high < end; ++high)
     for (const uint32_t low : low_bits) {
@@ -63,7 +71,8 @@ bool holds(const Encoder& e, const std::vector<uint32_t>& low_bits) {
   std::atomic<uint64_t> wrong{0};
   std::vector<std::thread> threads;
   for (uint64_t p = 0; p < pieces; ++p)
-    threads.emplace_back([&, p] { first[p] = first_wrong(e, highs * p / pieces, highs * (p + 1) / pieces, low_bits, wrong); });
+    threads.emplace_back(
+        [&, p] { first[p] = first_wrong(e, highs * p / pieces, highs * (p + 1) / pieces, low_bits, wrong); });
   for (auto& t : threads) t.join();
   const uint64_t tried = highs * low_bits.size();
   if (wrong == 0) {
@@ -73,7 +82,8 @@ bool holds(const Encoder& e, const std::vector<uint32_t>& low_bits) {
   const uint32_t b = *std::min_element(first.begin(), first.end());
   const float v = jnvfp4::float_of(b);
   std::printf("%s: %llu of %llu patterns wrong, first 0x%08x (%.9g): got %u, expected %u\n", e.name,
-              static_cast<unsigned long long>(wrong), static_cast<unsigned long long>(tried), b, v, e.got(v), e.want(v));
+              static_cast<unsigned long long>(wrong), static_cast<unsigned long long>(tried), b, v, e.got(v),
+              e.want(v));
   return false;
 }
 

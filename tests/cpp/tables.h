@@ -10,10 +10,10 @@
 namespace jnvfp4::tables {
 
 // Entry `i` of a table of `size` uint32 called `name`.
-#define JNVFP4_TABLE(Name, count, expression)                    \
-  struct Name {                                                  \
-    static constexpr const char* name = #Name;                   \
-    static constexpr uint32_t size = count;                      \
+#define JNVFP4_TABLE(Name, count, expression)                          \
+  struct Name {                                                        \
+    static constexpr const char* name = #Name;                         \
+    static constexpr uint32_t size = count;                            \
     static JNVFP4_HD uint32_t entry(uint32_t i) { return expression; } \
   };
 

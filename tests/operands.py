@@ -1,0 +1,20 @@
+"""Small operands that several test modules share."""
+
+import jax.numpy as jnp
+import numpy as np
+from cases import Case
+
+from jnvfp4 import Format, NVFP4Tensor
+
+
+def normal(shape, seed=0, dtype="bf16"):
+    return jnp.asarray(Case("normal", shape, dtype).make(seed))
+
+
+def exact_tensor(shape, seed=0) -> NVFP4Tensor:
+    """A tensor whose products sum exactly in any order: few bits, and an alpha of 1 with its like."""
+    rng = np.random.default_rng(seed)
+    *lead, rows, k = shape
+    data = rng.integers(0, 256, (*lead, rows, k // 2), np.uint8)
+    scale = rng.choice([0.5, 1.0, 2.0], (*lead, rows, k // 16))
+    return NVFP4Tensor(jnp.asarray(data), jnp.asarray(scale, jnp.float8_e4m3fn), jnp.float32(6 * 448), Format())

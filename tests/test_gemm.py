@@ -1,0 +1,247 @@
+"""``matmul_nt`` against its formula in NumPy: bitwise on the CPU, within a derived bound on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import (
+    assert_bitwise,
+    assert_gemm_close,
+    bits,
+    decoded,
+    matmul_by_formula,
+    random_tensor,
+)
+
+import jnvfp4
+from jnvfp4 import Format, NVFP4Tensor
+
+DTYPES = {"fp32": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16}
+HALVES = {name: DTYPES[name] for name in ("bf16", "fp16")}
+ROW = Format(amax_scope="row")
+TENSOR = Format()
+NARROW = (0x30, 0x38, 0x40)  # scales 1/2, 1, 2
+
+# M, N, K: one row, odd N, one block, more than one tile and panel in every direction, long K.
+SHAPES = [(1, 1, 16), (1, 40, 64), (5, 7, 16), (17, 33, 48), (130, 65, 256), (3, 100, 4096)]
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=["x".join(map(str, s)) for s in SHAPES])
+every_out_dtype = pytest.mark.parametrize("out", list(DTYPES.values()), ids=list(DTYPES))
+every_half = pytest.mark.parametrize("half", list(HALVES.values()), ids=list(HALVES))
+
+
+def quantized(shape, a_format=TENSOR, b_format=TENSOR, seed=0, **kwargs) -> tuple[NVFP4Tensor, NVFP4Tensor]:
+    m, n, k = shape
+    return random_tensor(seed, (m, k), a_format, **kwargs), random_tensor(seed + 1, (n, k), b_format, **kwargs)
+
+
+def dense(shape: tuple[int, ...], dtype, seed: int = 2) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
+
+
+def check(backend, a, b, bias=None, out=np.float32) -> None:
+    """Tensor cores have no defined order; every other implementation has that of the formula."""
+    got = jnvfp4.matmul_nt(a, b, out_dtype=out, bias=bias, implementation=backend.implementation)
+    compare(backend, got, a, b, bias, out)
+
+
+def compare(backend, got, a, b, bias=None, out=np.float32) -> None:
+    if backend.platform == "cuda" and backend.implementation == "native":
+        assert got.dtype == out
+        assert got.shape == (a.shape[0], b.shape[0])
+        assert_gemm_close(got, a, b, bias)
+    else:
+        assert_bitwise(got, matmul_by_formula(a, b, bias, out))
+
+
+# ---------------------------------------------------------------- two NVFP4 operands
+@every_shape
+@every_out_dtype
+def test_native(native, shape, out):
+    check(native, *quantized(shape), out=out)
+
+
+@pytest.mark.parametrize("a_format", [TENSOR, ROW, Format(e4m3_max=256)], ids=["tensor", "row", "256"])
+@pytest.mark.parametrize("b_format", [TENSOR, ROW, Format(e4m3_max=256)], ids=["tensor", "row", "256"])
+def test_formats(backend, a_format, b_format):
+    check(backend, *quantized((5, 7, 32), a_format, b_format))
+
+
+def test_every_code_and_scale(native):
+    """Every product of codes, each pair of scales of a wide range, zero among them."""
+    check(native, *quantized((64, 64, 512), scales=range(0x7F)))
+
+
+# ---------------------------------------------------------------- a 16-bit left operand
+@every_half
+@every_shape
+def test_weight_only(native, half, shape):
+    m, n, k = shape
+    check(native, dense((m, k), half), random_tensor(1, (n, k)), out=half)
+
+
+@every_half
+@pytest.mark.parametrize("fmt", [TENSOR, ROW, Format(e4m3_max=256)], ids=["tensor", "row", "256"])
+def test_weight_only_formats(backend, half, fmt):
+    check(backend, dense((5, 32), half), random_tensor(1, (7, 32), fmt))
+
+
+@pytest.mark.parametrize("native", ["native-cpu"], indirect=True)
+@every_half
+def test_weight_only_subnormal_input(native, half):
+    """Products below 2^-126 are rounded before they are added (no bound of the other tests speaks of them)."""
+    tiny = {ml_dtypes.bfloat16: 1e-39, np.float16: 1e-7}[half]
+    a = (np.random.default_rng(0).standard_normal((5, 64)) * tiny).astype(half)
+    b = random_tensor(1, (7, 64), scales=range(1, 16), amax=2.0**40)
+    assert np.any((a != 0) & (np.abs(a) < ml_dtypes.finfo(half).smallest_normal))
+    check(native, jnp.asarray(a), b)
+
+
+# ---------------------------------------------------------------- bias and output type
+@pytest.mark.parametrize("bias_dtype", list(DTYPES.values()), ids=list(DTYPES))
+@every_out_dtype
+@pytest.mark.parametrize("weight_only", [False, True], ids=["w4a4", "w4a16"])
+def test_bias(native, bias_dtype, out, weight_only):
+    a, b = quantized((9, 21, 64))
+    check(native, dense((9, 64), DTYPES["bf16"]) if weight_only else a, b, dense((21,), bias_dtype), out)
+
+
+@pytest.mark.parametrize("weight_only", [False, True], ids=["w4a4", "w4a16"])
+def test_bias_by_every_backend(backend, weight_only):
+    a, b = quantized((5, 7, 32))
+    check(backend, dense((5, 32), DTYPES["fp16"]) if weight_only else a, b, dense((7,), np.float32), DTYPES["bf16"])
+
+
+# ---------------------------------------------------------------- leading axes
+@pytest.mark.parametrize("amax_shape", [(), (2, 3)], ids=["one amax", "amax per matrix"])
+@pytest.mark.parametrize("shared", [False, True], ids=["batched b", "shared b"])
+def test_leading_axes(native, amax_shape, shared):
+    rng = np.random.default_rng(5)
+    a = random_tensor(0, (2, 3, 5, 32), amax=rng.uniform(0.5, 2, amax_shape))
+    b = random_tensor(1, (7, 32) if shared else (2, 3, 7, 32), amax=rng.uniform(0.5, 2, () if shared else amax_shape))
+    got = jnvfp4.matmul_nt(a, b, out_dtype=np.float32, implementation="native")
+    assert got.shape == (2, 3, 5, 7)
+    for i in np.ndindex(2, 3):
+        compare(native, got[i], at(a, i), b if shared else at(b, i))
+
+
+def at(t: NVFP4Tensor, i: tuple[int, ...]) -> NVFP4Tensor:
+    return NVFP4Tensor(t.data[i], t.scale[i], t.amax[i] if t.amax.ndim else t.amax, t.format)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["batched b", "shared b"])
+def test_leading_axes_of_a_row_amax(native, shared):
+    a, b = random_tensor(0, (3, 5, 32), ROW), random_tensor(1, (7, 32) if shared else (3, 7, 32), ROW)
+    got = jnvfp4.matmul_nt(a, b, out_dtype=np.float32, implementation="native")
+    for i in range(3):
+        compare(native, got[i], at(a, (i,)), b if shared else at(b, (i,)))
+
+
+@every_half
+@pytest.mark.parametrize("shared", [False, True], ids=["batched b", "shared b"])
+def test_leading_axes_of_weight_only(native, half, shared):
+    a, b = dense((3, 5, 32), half), random_tensor(1, (7, 32) if shared else (3, 7, 32))
+    got = jnvfp4.matmul_nt(a, b, out_dtype=np.float32, implementation="native")
+    for i in range(3):
+        compare(native, got[i], a[i], b if shared else at(b, (i,)))
+
+
+# ---------------------------------------------------------------- sums that no order can change
+def order_free(a, b) -> bool:
+    """All products are multiples of one unit and the sum of their magnitudes is below 2^24 units."""
+    values = [decoded(t).astype(np.float64) for t in (a, b)]
+    units = [np.min(np.abs(v[v != 0])) for v in values]
+    unit = 2.0 ** np.floor(np.log2(units[0])) * 2.0 ** np.floor(np.log2(units[1])) / 4
+    multiples = all(np.all(v / (u / 2) == np.round(v / (u / 2))) for v, u in zip(values, units, strict=True))
+    return multiples and np.max(np.abs(values[0]) @ np.abs(values[1]).T) < 2.0**24 * unit
+
+
+@every_out_dtype
+def test_order_free_sums_are_the_same_bits_everywhere(backend, out):
+    a, b = quantized((33, 40, 512), ROW, TENSOR, scales=NARROW)
+    assert order_free(a, b)
+    got = jnvfp4.matmul_nt(a, b, out_dtype=out, implementation=backend.implementation)
+    assert_bitwise(got, matmul_by_formula(a, b, dtype=out))
+
+
+@every_half
+def test_order_free_weight_only_sums_are_the_same_bits_everywhere(backend, half):
+    a = jnp.asarray(np.random.default_rng(0).integers(-8, 9, (33, 512)).astype(half))
+    b = random_tensor(1, (40, 512), scales=NARROW)
+    assert order_free(a, b)
+    bias = dense((40,), np.float32)
+    got = jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=np.float32, implementation=backend.implementation)
+    assert_bitwise(got, matmul_by_formula(a, b, bias))
+
+
+@pytest.mark.parametrize("weight_only", [False, True], ids=["w4a4", "w4a16"])
+def test_runs_are_identical(native, weight_only):
+    a, b = quantized((256, 192, 2048))
+    a = dense((256, 2048), DTYPES["bf16"]) if weight_only else a
+    run = jax.jit(lambda: jnvfp4.matmul_nt(a, b, out_dtype=np.float32, implementation="native"))
+    first = np.asarray(run())
+    for _ in range(5):
+        assert_bitwise(run(), first)
+
+
+# ---------------------------------------------------------------- edges
+@pytest.mark.parametrize("shape", [(0, 8, 32), (8, 0, 32), (8, 8, 0), (0, 0, 0)])
+@pytest.mark.parametrize("weight_only", [False, True], ids=["w4a4", "w4a16"])
+def test_no_elements(backend, shape, weight_only):
+    a, b = quantized(shape)
+    a = dense((shape[0], shape[2]), DTYPES["bf16"]) if weight_only else a
+    got = jnvfp4.matmul_nt(a, b, out_dtype=np.float32, implementation=backend.implementation)
+    assert_bitwise(got, np.zeros(shape[:2], np.float32))
+
+
+def test_no_depth_leaves_the_bias(backend):
+    a, b = quantized((5, 7, 0))
+    bias = dense((7,), DTYPES["bf16"])
+    got = jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=np.float32, implementation=backend.implementation)
+    assert_bitwise(got, np.broadcast_to(np.asarray(bias).astype(np.float32), (5, 7)))
+
+
+def with_nan_scale(t: NVFP4Tensor, row: int) -> NVFP4Tensor:
+    scale = bits(t.scale).copy()
+    scale[row, 1] = 0x7F
+    return NVFP4Tensor(t.data, jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn)), t.amax, t.format)
+
+
+def test_nan_scales_reach_their_row_and_column(backend):
+    a, b = quantized((5, 7, 32))
+    got = jnvfp4.matmul_nt(
+        with_nan_scale(a, 2), with_nan_scale(b, 4), out_dtype=np.float32, implementation=backend.implementation
+    )
+    want = np.zeros((5, 7), bool)
+    want[2], want[:, 4] = True, True
+    assert np.array_equal(np.isnan(np.asarray(got)), want)
+    assert (bits(got)[want] == 0x7FC00000).all()
+
+
+@pytest.mark.parametrize("amax", [0.0, np.inf, np.nan, 1e25], ids=str)
+def test_amax_that_is_no_ordinary_number(backend, amax):
+    """alpha of 0, Inf and NaN, and an overflow of the product of both amaxes."""
+    a, b = quantized((5, 7, 32), scales=NARROW, amax=amax)
+    assert order_free(a, b)
+    got = jnvfp4.matmul_nt(a, b, out_dtype=DTYPES["bf16"], implementation=backend.implementation)
+    assert_bitwise(got, matmul_by_formula(a, b, dtype=DTYPES["bf16"]))
+
+
+def test_subnormal_results_survive_jit(native):
+    a, b = quantized((17, 33, 64), scales=NARROW, amax=1e-18)
+    got = jax.jit(lambda: jnvfp4.matmul_nt(a, b, out_dtype=np.float32, implementation="native"))()
+    assert 0 < np.max(np.abs(np.asarray(got))) < 2.0**-126
+    assert_bitwise(got, matmul_by_formula(a, b))
+
+
+def test_the_bound_sees_one_wrong_code():
+    """The bound that tensor cores are held to is tighter than the effect of any one code."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        a, b = quantized((8, 8, 256), scales=NARROW)
+        right = matmul_by_formula(a, b)
+        assert_gemm_close(right, a, b)
+        data = np.asarray(a.data).copy()
+        data[3, 17] ^= 1
+        wrong = NVFP4Tensor(jnp.asarray(data), a.scale, a.amax, a.format)
+        with pytest.raises(AssertionError, match="outside the bound"):
+            assert_gemm_close(right, wrong, b)

@@ -1,0 +1,437 @@
+"""jit, vmap, grad, remat and scan of the operations: a vmap is a Python loop of calls, bit for bit."""
+
+from functools import partial
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bitwise, assert_same_tensor
+from operands import exact_tensor, normal
+
+import jnvfp4
+from jnvfp4 import NVFP4, NVFP4_2D, ROW_SCALED, Format, NVFP4Tensor, Recipe, dequantize, linear, matmul_nt, quantize
+
+SIZE = 3
+SPECS = {"nvfp4": NVFP4, "nvfp4_2d": NVFP4_2D, "row": ROW_SCALED}
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+transposed_or_not = pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transpose"])
+
+
+# ---------------------------------------------------------------- helpers
+def take(args, axes, i):
+    """Example i of every leaf that has a batch axis."""
+    return jax.tree.map(
+        lambda axis, x: x if axis is None else jnp.take(x, i, axis), axes, args, is_leaf=lambda v: v is None
+    )
+
+
+def assert_vmap_is_a_loop(f, args, axes, out_axes=0):
+    size = next(x.shape[a] for x, a in zip(*map(_leaves, (args, axes)), strict=True) if a is not None)
+    got = jax.vmap(f, axes, out_axes)(*args)
+    calls = [f(*take(args, axes, i)) for i in range(size)]
+    assert_same_tensor(got, jax.tree.map(lambda *parts: jnp.stack(parts, out_axes), *calls))
+
+
+def _leaves(tree):
+    return jax.tree.leaves(tree, is_leaf=lambda v: v is None)
+
+
+def primitives(jaxpr) -> list[str]:
+    """The names of all primitives, of inner jaxprs too."""
+    names = []
+    for eqn in jaxpr.eqns:
+        names.append(eqn.primitive.name)
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                names += primitives(inner)
+    return names
+
+
+def quantizations(f, *args) -> int:
+    return primitives(jax.make_jaxpr(f)(*args).jaxpr).count("nvfp4_quantize")
+
+
+# ---------------------------------------------------------------- vmap of quantize and dequantize
+def amax_for(spec, transpose, batch=()):
+    if spec.format.amax_scope == "tensor":
+        shape = batch
+    else:
+        shape = (*batch, 48 if transpose else 32)
+    return jnp.asarray(np.random.default_rng(1).uniform(1, 4, shape), jnp.float32)
+
+
+@transposed_or_not
+@every_spec
+@pytest.mark.parametrize("given", ["found", "shared", "own", "own_of_one_x"])
+def test_vmap_of_quantize(native, spec, transpose, given):
+    x = normal((32, 48) if given == "own_of_one_x" else (SIZE, 32, 48))
+    f = partial(quantize, spec=spec, transpose=transpose)
+    if given == "found":
+        return assert_vmap_is_a_loop(f, (x,), (0,))
+    amax = amax_for(spec, transpose, () if given == "shared" else (SIZE,))
+    axes = {"shared": (0, None), "own": (0, 0), "own_of_one_x": (None, 0)}[given]
+    assert_vmap_is_a_loop(lambda x, a: f(x, amax=a), (x, amax), axes)
+
+
+@pytest.mark.parametrize(("in_axis", "out_axis"), [(1, 0), (2, 1), (0, -1), (-1, 2)])
+def test_vmap_over_other_axes(native, in_axis, out_axis):
+    x = jnp.moveaxis(normal((SIZE, 32, 48)), 0, in_axis)
+    amax = jnp.asarray([1.0, 2.0, 3.0])
+    f = lambda x, a: (lambda t: (t.data, t.scale))(quantize(x, amax=a))  # noqa: E731
+    assert_vmap_is_a_loop(f, (x, amax), (in_axis, 0), out_axis)
+
+
+@every_spec
+def test_nested_vmap_of_quantize(native, spec):
+    x = normal((2, SIZE, 32, 48))
+    got = jax.vmap(jax.vmap(partial(quantize, spec=spec)))(x)
+    want = [quantize(x[i, j], spec) for i in range(2) for j in range(SIZE)]
+    assert_same_tensor(got, jax.tree.map(lambda *p: jnp.stack(p).reshape(2, SIZE, *p[0].shape), *want))
+
+
+def test_nested_vmap_with_amax_batched_once(native):
+    x, amax = normal((2, SIZE, 32, 48)), jnp.asarray([1.0, 2.0, 3.0])
+    inner = jax.vmap(lambda x, a: quantize(x, amax=a))
+    assert_vmap_is_a_loop(inner, (x, amax), (0, None))
+    outer = jax.vmap(lambda x, a: quantize(x, amax=a), (0, None))
+    assert_vmap_is_a_loop(outer, (jnp.swapaxes(x, 0, 1), amax), (0, 0))
+
+
+def test_vmap_of_an_amax_per_matrix(native):
+    x, amax = normal((SIZE, 2, 32, 48)), jnp.asarray(np.random.default_rng(0).uniform(1, 3, (SIZE, 2)), jnp.float32)
+    f = lambda x, a: quantize(x, amax=a)  # noqa: E731
+    assert_vmap_is_a_loop(f, (x, amax), (0, 0))
+    assert_vmap_is_a_loop(f, (x, amax[0]), (0, None))
+    assert_vmap_is_a_loop(f, (x, amax[:, 0]), (0, 0))
+
+
+def test_vmap_of_the_reference():
+    x, amax = normal((SIZE, 16, 32)), jnp.asarray([1.0, 2.0, 3.0])
+    assert_vmap_is_a_loop(lambda x, a: quantize(x, amax=a, implementation="reference"), (x, amax), (0, 0))
+
+
+@pytest.mark.parametrize("batched", list(product([0, None], repeat=3))[:-1], ids=str)
+@pytest.mark.parametrize("amax_shape", [(), (32,)], ids=["tensor", "row"])
+def test_vmap_of_dequantize(native, batched, amax_shape):
+    leaves = _batched_leaves(exact_tensor((SIZE, 32, 48)), amax_shape, batched)
+    scope = "row" if amax_shape else "tensor"
+    f = lambda *parts: dequantize(NVFP4Tensor(*parts, Format(scope)))  # noqa: E731
+    assert_vmap_is_a_loop(f, leaves, batched)
+
+
+def test_vmap_of_dequantize_with_leading_axes(native):
+    t = quantize(normal((SIZE, 2, 32, 48)), amax=jnp.full((SIZE, 2), 3.0))
+    for amax, axis in ((t.amax, 0), (t.amax[0], None), (t.amax[:, 0], 0), (t.amax[0, 0], None)):
+        f = lambda d, s, a: dequantize(NVFP4Tensor(d, s, a))  # noqa: E731
+        assert_vmap_is_a_loop(f, (t.data, t.scale, amax), (0, 0, axis))
+
+
+# ---------------------------------------------------------------- vmap of matmul_nt
+M, N, K = 16, 8, 48
+
+
+def _batched_leaves(t, amax_shape, axes):
+    """data, scale and amax of a batched tensor, without the batch axis where ``axes`` says None."""
+    rng = np.random.default_rng(t.shape[-2])
+    amax = jnp.asarray(2688.0 * 2.0 ** rng.integers(-2, 3, (SIZE, *amax_shape)), jnp.float32)
+    parts = (t.data, t.scale, amax)
+    return tuple(p if axis == 0 else p[0] for p, axis in zip(parts, axes, strict=True))
+
+
+def _matmul(a, b, bias, scope="tensor"):
+    return matmul_nt(NVFP4Tensor(*a, Format(scope)), NVFP4Tensor(*b), bias=bias, out_dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("bias_axis", ["no", None, 0], ids=["no_bias", "shared_bias", "own_bias"])
+@pytest.mark.parametrize("a_axes", list(product([0, None], repeat=3)), ids=str)
+def test_vmap_of_matmul_over_every_set_of_operands(native, a_axes, bias_axis):
+    """All 2^6 choices of batched data, scale and amax of a and b."""
+    a_t, b_t = exact_tensor((SIZE, M, K), 1), exact_tensor((SIZE, N, K), 2)
+    a, bias = _batched_leaves(a_t, (), a_axes), normal((SIZE, N), 3)
+    bias, bias_axis = {"no": (None, None), None: (bias[0], None), 0: (bias, 0)}[bias_axis]
+    for b_axes in product([0, None], repeat=3):
+        axes = (a_axes, b_axes, bias_axis)
+        if any(axis == 0 for axis in _leaves(axes)):
+            assert_vmap_is_a_loop(_matmul, (a, _batched_leaves(b_t, (), b_axes), bias), axes)
+
+
+@pytest.mark.parametrize("a_axes", [(0, 0, 0), (0, 0, None), (None, None, 0), (None, None, None)], ids=str)
+@pytest.mark.parametrize("b_axes", [(0, 0, 0), (0, 0, None), (None, None, 0)], ids=str)
+def test_vmap_of_matmul_with_an_amax_per_row(native, a_axes, b_axes):
+    a = _batched_leaves(exact_tensor((SIZE, M, K), 1), (M,), a_axes)
+    b = _batched_leaves(exact_tensor((SIZE, N, K), 2), (N,), b_axes)
+    assert_vmap_is_a_loop(partial(_matmul, bias=None, scope="row"), (a, b), (a_axes, b_axes))
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)], ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_vmap_of_weight_only_matmul(native, axes, dtype):
+    a = jnp.round(4 * normal((SIZE, M, K) if axes[0] == 0 else (M, K), 1, dtype))
+    b_axes = (axes[1],) * 3
+    b = _batched_leaves(exact_tensor((SIZE, N, K), 2), (), b_axes)
+    assert_vmap_is_a_loop(lambda a, b: matmul_nt(a, NVFP4Tensor(*b)), (a, b), (axes[0], b_axes))
+
+
+# Leading axes of a and b (without the batch axis), and which of the two have the batch axis.
+LEADING = {
+    "a": ((2,), ()),
+    "both": ((2,), (2,)),
+    "a_twice": ((2, 2), ()),
+    "both_twice": ((2, 2), (2, 2)),
+}
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)], ids=str)
+@pytest.mark.parametrize("leads", LEADING.values(), ids=LEADING)
+@pytest.mark.parametrize("amax", ["one", "per_matrix"])
+def test_vmap_of_matmul_with_leading_axes(native, leads, axes, amax):
+    operands = []
+    for lead, rows, axis in zip(leads, (M, N), axes, strict=True):
+        batch = (SIZE,) if axis == 0 else ()
+        t = exact_tensor((*batch, *lead, rows, K), rows)
+        shape = (*batch, *(lead if amax == "per_matrix" else ()))
+        powers = np.random.default_rng(rows).integers(-2, 3, shape)
+        operands.append((t.data, t.scale, jnp.asarray(2688.0 * 2.0**powers, jnp.float32)))
+    assert_vmap_is_a_loop(partial(_matmul, bias=None), tuple(operands), tuple((axis,) * 3 for axis in axes))
+
+
+def test_nested_vmap_of_matmul(native):
+    """All pairs of three a and two b."""
+    a, b = exact_tensor((SIZE, M, K), 1), exact_tensor((2, N, K), 2)
+    a_axes, b_axes = NVFP4Tensor(0, 0, None), NVFP4Tensor(0, 0, None)
+    f = jax.vmap(jax.vmap(matmul_nt, (None, b_axes)), (a_axes, None))
+    assert_bitwise(
+        f(a, b), jnp.stack([jnp.stack([matmul_nt(_at(a, i), _at(b, j)) for j in range(2)]) for i in range(SIZE)])
+    )
+
+
+def _at(t, i):
+    return NVFP4Tensor(t.data[i], t.scale[i], t.amax, t.format)
+
+
+@pytest.mark.parametrize(("in_axis", "out_axis"), [(1, 0), (2, 1), (0, 2)])
+def test_vmap_of_matmul_over_other_axes(native, in_axis, out_axis):
+    a, b = exact_tensor((SIZE, M, K), 1), exact_tensor((SIZE, N, K), 2)
+
+    def parts(t):
+        return jnp.moveaxis(t.data, 0, in_axis), jnp.moveaxis(t.scale, 0, in_axis), t.amax
+
+    axes = ((in_axis, in_axis, None),) * 2
+    assert_vmap_is_a_loop(partial(_matmul, bias=None), (parts(a), parts(b)), axes, out_axis)
+
+
+def test_matmul_without_leading_axes_of_b_shares_it(native):
+    a, b = exact_tensor((2, SIZE, M, K), 1), exact_tensor((N, K), 2)
+    want = [[matmul_nt(_at(_at(a, i), j), b) for j in range(SIZE)] for i in range(2)]
+    assert_bitwise(matmul_nt(a, b), jnp.stack([jnp.stack(row) for row in want]))
+
+
+# ---------------------------------------------------------------- vmap of linear and dot_general
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)], ids=str)
+def test_vmap_of_linear_and_its_gradients(axes):
+    x = normal((SIZE, 32, 48) if axes[0] == 0 else (32, 48), 1)
+    w = normal((SIZE, 16, 48) if axes[1] == 0 else (16, 48), 2)
+    dy = normal((32, 16), 3)
+
+    def f(x, w):
+        y, pull = jax.vjp(linear, x, w)
+        return y, pull(dy)
+
+    assert_vmap_is_a_loop(f, (x, w), axes)
+
+
+def test_gradient_of_vmap_sums_over_a_shared_weight():
+    x, w = normal((SIZE, 32, 48), 1, "fp32"), normal((16, 48), 2, "fp32")
+    loss = lambda w, x: jnp.sum(linear(x, w) ** 2)  # noqa: E731
+    got = jax.grad(lambda w: jnp.sum(jax.vmap(loss, (None, 0))(w, x)))(w)
+    np.testing.assert_allclose(got, sum(jax.grad(loss)(w, x[i]) for i in range(SIZE)), rtol=1e-5, atol=1e-4)
+
+
+# ---------------------------------------------------------------- jit, scan, eval_shape, make_jaxpr
+OPERATIONS = {
+    "quantize": quantize,
+    "quantize_row": partial(quantize, spec=ROW_SCALED),
+    "quantize_transposed": partial(quantize, spec=NVFP4_2D, transpose=True),
+    "quantize_pair": jnvfp4.quantize_pair,
+    "dequantize": lambda x: dequantize(quantize(x), jnp.bfloat16),
+    "matmul_nt": lambda x: matmul_nt(quantize(x), quantize(x)),
+    "weight_only": lambda x: matmul_nt(x, quantize(x)),
+    "linear": lambda x: linear(x, x),
+    "fake_quant": jnvfp4.fake_quant,
+}
+every_operation = pytest.mark.parametrize("f", OPERATIONS.values(), ids=OPERATIONS)
+
+
+@every_operation
+def test_jit_equals_eager(native, f):
+    x = normal((32, 48))
+    assert_same_tensor(jax.jit(f)(x), f(x))
+
+
+@every_operation
+def test_64_bit_mode_changes_no_bit(native, f):
+    x = normal((32, 48))
+    want = f(x)
+    with jax.enable_x64(True):
+        assert_same_tensor(f(x), want)
+
+
+@every_operation
+def test_scan_equals_a_loop(native, f):
+    xs = normal((SIZE, 32, 48))
+    got = jax.lax.scan(lambda carry, x: (carry, f(x)), 0, xs)[1]
+    assert_same_tensor(got, jax.tree.map(lambda *parts: jnp.stack(parts), *(f(x) for x in xs)))
+
+
+@every_operation
+def test_eval_shape_predicts_the_result(f):
+    x = normal((32, 48))
+    shapes, result = jax.eval_shape(f, x), f(x)
+    assert jax.tree.structure(shapes) == jax.tree.structure(result)
+    for shape, leaf in zip(jax.tree.leaves(shapes), jax.tree.leaves(result), strict=True):
+        assert (shape.shape, shape.dtype, shape.weak_type) == (leaf.shape, leaf.dtype, leaf.weak_type)
+
+
+@pytest.mark.parametrize("amax", [1.0, 1, np.float32(1)], ids=["float", "int", "float32"])
+def test_results_are_not_weakly_typed(amax):
+    t = quantize(np.ones((16, 16), np.float32), amax=amax)
+    assert not any(jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(t))
+
+
+@pytest.mark.parametrize(
+    ("f", "name"),
+    [
+        (quantize, "nvfp4_quantize"),
+        (partial(quantize, spec=ROW_SCALED), "nvfp4_quantize"),
+        (lambda x: dequantize(quantize(x)), "nvfp4_dequantize"),
+        (lambda x: matmul_nt(x.astype(jnp.bfloat16), quantize(x)), "nvfp4_matmul"),
+    ],
+    ids=["quantize", "quantize_row", "dequantize", "matmul_nt"],
+)
+def test_jaxprs_show_the_primitive(f, name):
+    assert primitives(jax.make_jaxpr(f)(jnp.ones((16, 32))).jaxpr).count(name) == 1
+
+
+def test_a_tensor_crosses_cond_and_while():
+    t = quantize(normal((16, 32)))
+    chosen = jax.jit(lambda p, t: jax.lax.cond(p, lambda t: t, lambda t: quantize(dequantize(t)), t))(True, t)
+    assert_same_tensor(chosen, t)
+    kept = jax.lax.fori_loop(0, 3, lambda _, t: t, t)
+    assert_same_tensor(kept, t)
+
+
+# ---------------------------------------------------------------- derivatives
+UNDIFFERENTIABLE = {
+    "quantize": lambda x: quantize(x).amax,
+    "quantize_row": lambda x: quantize(x, ROW_SCALED).amax,
+    "quantize_amax": lambda x: quantize(jnp.ones((16, 16)), amax=x[0, 0]).scale,
+    "dequantize": lambda x: dequantize(quantize(x)),
+    "matmul_nt": lambda x: matmul_nt(x.astype(jnp.bfloat16), exact_tensor((8, 16))),
+    "matmul_bias": lambda x: matmul_nt(exact_tensor((8, 16)), exact_tensor((16, 16)), bias=x[0]),
+}
+
+
+@pytest.mark.parametrize("f", UNDIFFERENTIABLE.values(), ids=UNDIFFERENTIABLE)
+@pytest.mark.parametrize("mode", [jax.jacfwd, jax.grad], ids=["jvp", "grad"])
+def test_primitives_have_no_derivative(f, mode):
+    total = lambda x: jnp.sum(f(x).astype(jnp.float32))  # noqa: E731
+    with pytest.raises(NotImplementedError, match=r"nvfp4_\w+ has no derivative.*jnvfp4\.linear.*stop_gradient"):
+        mode(total)(jnp.ones((16, 16)))
+
+
+def test_stop_gradient_makes_a_constant():
+    x = normal((16, 16), dtype="fp32")
+    grad = jax.grad(lambda x: jnp.sum(x * dequantize(quantize(jax.lax.stop_gradient(x)))))(x)
+    assert_bitwise(grad, dequantize(quantize(x)))
+
+
+def test_a_captured_tensor_is_a_constant():
+    t = quantize(normal((16, 32)))
+    grad = jax.grad(lambda x: jnp.sum(x @ dequantize(t).T))(jnp.ones((4, 32)))
+    np.testing.assert_allclose(grad, np.broadcast_to(dequantize(t).sum(0), (4, 32)), rtol=1e-6)
+
+
+# ---------------------------------------------------------------- remat
+SAVE = jax.checkpoint_policies.save_only_these_names("nvfp4_residual")
+
+
+def _loss(x, w):
+    return jnp.sum(jnp.sin(linear(x, w).astype(jnp.float32)))
+
+
+@pytest.fixture
+def operands():
+    return normal((32, 48), 1), normal((16, 48), 2)
+
+
+def test_named_residuals_spare_the_second_quantization(operands):
+    """x and w for the forward pass and for the gradients, dy twice: six with jax.checkpoint too."""
+    plain = quantizations(jax.grad(_loss, (0, 1)), *operands)
+    saved = quantizations(jax.grad(jax.checkpoint(_loss, policy=SAVE), (0, 1)), *operands)
+    assert (plain, saved) == (6, 6)
+    assert quantizations(jax.grad(jax.checkpoint(_loss), (0, 1)), *operands) > 6
+
+
+def test_the_compiled_gradient_quantizes_six_times(native, operands):
+    f = jax.jit(jax.grad(jax.checkpoint(_loss, policy=SAVE), (0, 1)))
+    text = f.lower(*operands).compile().as_text()
+    assert text.count('custom_call_target="nvfp4_quantize"') == 6
+
+
+def test_saved_residuals_are_packed(operands):
+    """Nothing of x's or w's own dtype is kept from the forward to the backward pass."""
+    kept = [leaf for leaf in jax.tree.leaves(jax.vjp(linear, *operands)[1]) if leaf.size > 1]
+    assert {leaf.dtype for leaf in kept} == {jnp.dtype(jnp.uint8)}
+
+
+def save_quantized(primitive, *_, **__):
+    return primitive.name == "nvfp4_quantize"
+
+
+POLICIES = {
+    "default": None,
+    "names": SAVE,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+    "primitive": save_quantized,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_remat_changes_no_bit(native, operands, policy):
+    got = jax.jit(jax.grad(jax.checkpoint(_loss, policy=policy), (0, 1)))(*operands)
+    assert_same_tensor(got, jax.jit(jax.grad(_loss, (0, 1)))(*operands))
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_remat_keeps_large_scales(policy):
+    """JAX rounds the floats that it saves as if E4M3 had infinities; 448 must survive."""
+    x = normal((32, 48), dtype="fp32")
+
+    def loss(x):
+        return jnp.sum(jnp.sin(x * dequantize(quantize(jax.lax.stop_gradient(x)))))
+
+    got = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy)))(x)
+    np.testing.assert_allclose(got, jax.jit(jax.grad(loss))(x), rtol=1e-6)
+
+
+def test_remat_of_a_function_of_a_tensor():
+    x, t = normal((32, 48), dtype="fp32"), quantize(normal((32, 48)))
+    loss = lambda x, t: jnp.sum(jnp.sin(x * dequantize(t)))  # noqa: E731
+    got = jax.jit(jax.grad(jax.checkpoint(loss)))(x, t)
+    np.testing.assert_allclose(got, jax.jit(jax.grad(loss))(x, t), rtol=1e-6)
+
+
+def test_scan_over_layers_with_remat(native):
+    """The usual shape of a deep model: weights stacked, one checkpointed layer scanned."""
+    x, ws = normal((32, 48), 1), normal((SIZE, 48, 48), 2)
+
+    def loss(ws, layer):
+        return jnp.sum(jax.lax.scan(lambda h, w: (layer(h, w), None), x, ws)[0].astype(jnp.float32))
+
+    layer = lambda h, w: jnp.tanh(linear(h, w, Recipe()))  # noqa: E731
+    got = jax.jit(jax.grad(lambda ws: loss(ws, jax.checkpoint(layer, policy=SAVE))))(ws)
+    assert_bitwise(got, jax.jit(jax.grad(lambda ws: loss(ws, layer)))(ws))
