@@ -72,8 +72,8 @@ JNVFP4_HD float div_rn(float a, float b) {
 #endif
 }
 
-// min(v, FLT_MAX) that keeps NaN.
-JNVFP4_HD float clamp_max(float v) { return v > kFloatMax ? kFloatMax : v; }
+// min(v, FLT_MAX) that keeps NaN, for v >= 0. On bits: g++ 13 was seen to fold the float comparison wrongly.
+JNVFP4_HD float clamp_max(float v) { return bits_of(v) == kInf ? kFloatMax : v; }
 
 // ---------------------------------------------------------------- widening and narrowing casts
 JNVFP4_HD float bf16_decode(uint16_t h) { return float_of(uint32_t{h} << 16); }
@@ -176,10 +176,12 @@ struct GlobalScale {
   float block_mult;  // S_enc * (1/6)
 };
 
-// S_enc = min(6 * e4m3_max / amax, FLT_MAX); 1 for a zero or infinite amax. NaN stays.
+// S_enc = min(6 * e4m3_max / amax, FLT_MAX); 1 for a zero or infinite amax. NaN stays; the sign of amax
+// is ignored.
 JNVFP4_HD float encode_scale(float amax, float e4m3_max) {
-  const float s = clamp_max(div_rn(6.0f * e4m3_max, amax));
-  return amax == 0.0f || s == 0.0f ? 1.0f : s;
+  const uint32_t magnitude = bits_of(amax) & kMagnitude;
+  const float s = clamp_max(div_rn(6.0f * e4m3_max, float_of(magnitude)));
+  return magnitude == 0u || bits_of(s) == 0u ? 1.0f : s;
 }
 
 JNVFP4_HD GlobalScale global_scale(float amax, float e4m3_max) {

@@ -60,7 +60,7 @@ def _linear(
             f"{op}: x and w must have the same last axis K, got x.shape={x.shape}, w.shape={w.shape}"
         )
     _check_contractions(op, w.shape, recipe)
-    operands = [x.reshape(-1, x.shape[-1]), w] + ([] if bias is None else [_array(op, "bias", bias)])
+    operands = [x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w] + ([] if bias is None else [_array(op, "bias", bias)])
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
     x2, w, *rest = match_varying(*operands)
     y = _linear2d(x2, w, rest[0] if rest else None, recipe, jnp.dtype(out_dtype or x.dtype))
@@ -197,7 +197,8 @@ def dot_general(
 
     Returns: axes batch, lhs free, rhs free, as ``lax.dot_general``; differentiable.
     """
-    if precision not in (None, "default", lax.Precision.DEFAULT, (None, None)):
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    if any(p not in (None, "default", lax.Precision.DEFAULT) for p in precisions):
         raise ValueError(f"dot_general: precision must be None or 'default', got {precision!r}")
     for name, value in unsupported.items():
         if value is not None:
@@ -207,6 +208,12 @@ def dot_general(
     (lc, rc), (lb, rb) = (tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
     left, batch_shape, left_free = _to_matrix("lhs", lhs, lc, lb)
     right, _, right_free = _to_matrix("rhs", rhs, rc, rb)
+    for kind, left_axes, right_axes in (("contracting", lc, rc), ("batch", lb, rb)):
+        if [lhs.shape[i] for i in left_axes] != [rhs.shape[i] for i in right_axes]:
+            raise ValueError(
+                f"dot_general: {kind} axes must have the same sizes, got axes {left_axes} of "
+                f"lhs.shape={lhs.shape} and axes {right_axes} of rhs.shape={rhs.shape}"
+            )
 
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
         return _linear("dot_general", a, b, recipe, None, key, out_dtype)

@@ -58,7 +58,7 @@ def quantize(
       spec: how to quantize.
       amax: float32, the largest magnitude to encode; computed from ``x`` if None. Scope "tensor": () for all
         of ``x``, or ``x.shape[:-2]``, one per matrix. Scope "row": one per row of what is quantized. Larger
-        magnitudes saturate.
+        magnitudes saturate. Its sign is ignored.
       key: a JAX PRNG key, required exactly for ``spec.rounding == "stochastic"``.
       transpose: quantize ``x`` with its last two axes swapped; every result shape is that of the swapped array.
       implementation: None for the best one, or "native" (C++ or CUDA) or "reference" (integer jnp). A named
@@ -123,7 +123,7 @@ def quantize_pair(
     specs = (row_spec, col_spec)
     for spec in specs:
         _check_spec("quantize_pair", spec, key)
-    if amaxes == [None, None] and all(s.format.amax_scope == "tensor" for s in specs):
+    if all(a is None for a in amaxes) and all(s.format.amax_scope == "tensor" for s in specs):
         amaxes = [_tensor_amax(x)] * 2  # one pass over x for both
     row, col = (
         quantize(x, spec, amax=a, key=key, transpose=t, implementation=implementation)

@@ -79,7 +79,8 @@ def e2m1_twice(code: jax.Array) -> jax.Array:
 
 # ---------------------------------------------------------------- scales
 def encode_scale(amax: Bits, e4m3_max: int) -> Bits:
-    """S_enc = min(6 * e4m3_max / amax, FLT_MAX); 1 for a zero or infinite amax. NaN stays."""
+    """S_enc = min(6 * e4m3_max / amax, FLT_MAX); 1 for a zero or infinite amax. NaN stays; the sign of amax is ignored."""
+    amax = amax & ABS
     s = clamp_max(div(constant(6.0 * e4m3_max), amax))
     return jnp.where((amax == 0) | (s == 0), ONE, s)
 

@@ -64,7 +64,7 @@ def doctor() -> bool:
     print(
         f"ffi      built with {_dotted(extensions['cpu'].ffi_api)}, running {_dotted(_native._runtime_ffi_api())}"
     )
-    print(f"cpu      kernels for {extensions['cpu'].isa}")
+    print(f"cpu      kernels for {extensions['cpu'].isa()}")
     cuda = extensions.get("cuda")
     print(f"cuda     {'built for ' + cuda.built_for if cuda else 'not built'}")
     devices = _devices()

@@ -126,7 +126,7 @@ def matmul_by_formula(a, b, bias=None, dtype=np.float32) -> np.ndarray:
     """matmul_nt in its pinned order: blocks of 16 for two NVFP4Tensors, single k for a 16-bit ``a``. 2-D only."""
     with np.errstate(all="ignore"):
         y = np.zeros((a.shape[0], b.shape[0]), np.float32)
-        for term in _block_terms(a, b) if hasattr(a, "data") and hasattr(a, "scale") else _element_terms(a, b):
+        for term in _block_terms(a, b) if isinstance(a, NVFP4Tensor) else _element_terms(a, b):
             y = y + term
         y = alpha_by_formula(a, b) * y
         return round_to(y if bias is None else y + np.asarray(bias).astype(np.float32), dtype)
@@ -134,7 +134,7 @@ def matmul_by_formula(a, b, bias=None, dtype=np.float32) -> np.ndarray:
 
 def alpha_by_formula(a, b) -> np.ndarray:
     amax_b = np.swapaxes(per_row(b.amax, 2), -1, -2)
-    if not hasattr(a, "scale"):
+    if not isinstance(a, NVFP4Tensor):
         return amax_b / np.float32(6 * b.format.e4m3_max)
     return per_row(a.amax, 2) * amax_b / np.float32(36 * a.format.e4m3_max * b.format.e4m3_max)
 
@@ -155,7 +155,7 @@ def _element_terms(a, b):
 
 def decoded(t) -> np.ndarray:
     """q * s in float32, exact; a 16-bit array as it is."""
-    if not hasattr(t, "scale"):
+    if not isinstance(t, NVFP4Tensor):
         return np.asarray(t).astype(np.float32)
     return e2m1_values(unpack_codes(t.data)) * np.repeat(scale_values(t.scale), 16, axis=-1)
 

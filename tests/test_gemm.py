@@ -25,6 +25,8 @@ NARROW = (0x30, 0x38, 0x40)  # scales 1/2, 1, 2
 
 # M, N, K: one row, odd N, one block, more than one tile and panel in every direction, long K.
 SHAPES = [(1, 1, 16), (1, 40, 64), (5, 7, 16), (17, 33, 48), (130, 65, 256), (3, 100, 4096)]
+# Whatever computes in the order of the formula: all but tensor cores.
+pinned_order = pytest.mark.parametrize("backend", ["native-cpu", "reference-cpu", "reference-cuda"], indirect=True)
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=["x".join(map(str, s)) for s in SHAPES])
 every_out_dtype = pytest.mark.parametrize("out", list(DTYPES.values()), ids=list(DTYPES))
 every_half = pytest.mark.parametrize("half", list(HALVES.values()), ids=list(HALVES))
@@ -86,15 +88,39 @@ def test_weight_only_formats(backend, half, fmt):
     check(backend, dense((5, 32), half), random_tensor(1, (7, 32), fmt))
 
 
-@pytest.mark.parametrize("native", ["native-cpu"], indirect=True)
+@pinned_order
 @every_half
-def test_weight_only_subnormal_input(native, half):
-    """Products below 2^-126 are rounded before they are added (no bound of the other tests speaks of them)."""
+def test_weight_only_subnormal_input(backend, half):
+    """The smallest products are multiples of 2^-143: subnormal, and exact."""
     tiny = {ml_dtypes.bfloat16: 1e-39, np.float16: 1e-7}[half]
-    a = (np.random.default_rng(0).standard_normal((5, 64)) * tiny).astype(half)
-    b = random_tensor(1, (7, 64), scales=range(1, 16), amax=2.0**40)
+    a = (np.random.default_rng(0).standard_normal((5, 32)) * tiny).astype(half)
+    b = random_tensor(1, (7, 32), scales=range(1, 16), amax=2.0**40)
     assert np.any((a != 0) & (np.abs(a) < ml_dtypes.finfo(half).smallest_normal))
-    check(native, jnp.asarray(a), b)
+    check(backend, jnp.asarray(a), b)
+
+
+@pinned_order
+def test_weight_only_overflow(backend):
+    """A product that overflows is infinite before it is added, which a fused multiply-add would not see."""
+    b = random_tensor(1, (7, 16), scales=[0x38])
+    b = NVFP4Tensor(jnp.full_like(b.data, 0x44), b.scale, b.amax, b.format)  # all weights are 2
+    a = np.zeros((5, 16), ml_dtypes.bfloat16)
+    a[:, :2] = -1e38, 2.5e38  # 2.5e38 * 2 overflows, -2e38 + 5e38 does not
+    got = jnvfp4.matmul_nt(jnp.asarray(a), b, out_dtype=np.float32, implementation=backend.implementation)
+    assert_bitwise(got, np.full((5, 7), np.inf, np.float32))
+
+
+@pinned_order
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
+@every_half
+def test_weight_only_special_input(backend, value, half):
+    """NaN spreads over its row; Inf does where a weight is not zero, and is NaN where one is."""
+    a = np.asarray(dense((5, 32), half)).copy()
+    a[2, 7] = value
+    b = random_tensor(1, (7, 32))
+    check(backend, jnp.asarray(a), b)
+    got = np.asarray(jnvfp4.matmul_nt(jnp.asarray(a), b, implementation=backend.implementation))
+    assert np.array_equal(np.isfinite(got).all(axis=1), np.arange(5) != 2)
 
 
 # ---------------------------------------------------------------- bias and output type

@@ -232,7 +232,7 @@ JNVFP4_HD float load_16bit(const Args& g, int64_t i) {
   return g.a_kind == Float::kBf16 ? bf16_decode(h) : f16_decode(h);
 }
 
-// y = fl(y + fl(a * w)), k ascending. The product can underflow for tiny bf16, so it is not fused.
+// y = fl(y + fl(a * w)), k ascending. Not fused: a product that overflows is infinite.
 using Lanes = float __attribute__((vector_size(64)));
 
 template <int R>

@@ -1,6 +1,11 @@
 // The extension module jnvfp4._cpu.
 #include "../module.h"
 
+#include <nanobind/stl/string_view.h>
+
+#include <string_view>
+#include <utility>
+
 #include "parallel.h"
 
 extern "C" {
@@ -13,6 +18,12 @@ NB_MODULE(_cpu, m) {
                             {"nvfp4_dequantize", Dequantize},
                             {"nvfp4_matmul", Matmul},
                             {"nvfp4_matmul_weight_only", MatmulWeightOnly}});
-  const jnvfp4::Isa isa = jnvfp4::isa();
-  m.attr("isa") = isa == jnvfp4::Isa::kAvx512 ? "avx512" : isa == jnvfp4::Isa::kAvx2 ? "avx2" : "portable";
+  static constexpr std::pair<const char*, jnvfp4::Isa> kNames[] = {
+      {"portable", jnvfp4::Isa::kPortable}, {"avx2", jnvfp4::Isa::kAvx2}, {"avx512", jnvfp4::Isa::kAvx512}};
+  m.def("isa", [] { return kNames[static_cast<int>(jnvfp4::isa())].first; });
+  m.def("use_isa", [](std::string_view name) {
+    for (const auto& [known, value] : kNames)
+      if (name == known) return jnvfp4::use_isa(value);
+    return false;
+  });
 }

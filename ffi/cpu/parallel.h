@@ -55,9 +55,19 @@ inline Isa detect_isa() {
   return Isa::kPortable;
 }
 
-inline Isa isa() {
-  static const Isa found = detect_isa();
-  return found;
+inline std::atomic<Isa>& isa_in_use() {
+  static std::atomic<Isa> chosen{detect_isa()};
+  return chosen;
+}
+
+// The kernels to run; the best the processor has, unless a test asked for a lesser one. Same bits either way.
+inline Isa isa() { return isa_in_use().load(std::memory_order_relaxed); }
+
+// False if the processor does not have it.
+inline bool use_isa(Isa wanted) {
+  if (wanted > detect_isa()) return false;
+  isa_in_use() = wanted;
+  return true;
 }
 
 #if defined(__x86_64__)

@@ -1,0 +1,50 @@
+"""The private corner of JAX that jnvfp4 touches still exists, and is still needed."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src import dispatch
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jnvfp4
+from jnvfp4 import quantize
+from jnvfp4._primitives.dequantize import dequantize_p
+from jnvfp4._primitives.matmul import matmul_p
+from jnvfp4._primitives.quantize import quantize_p
+
+PRIMITIVES = [quantize_p, dequantize_p, matmul_p]
+PACKAGE = pathlib.Path(jnvfp4.__file__).parent
+
+
+@pytest.mark.parametrize("primitive", PRIMITIVES, ids=lambda p: p.name)
+def test_lowering_is_given_the_devices(primitive):
+    assert primitive in dispatch.prim_requires_devices_during_lowering
+
+
+def test_without_it_a_sharded_jit_fails(monkeypatch):
+    """When this stops failing, _compat.py can go."""
+    monkeypatch.setattr(
+        dispatch, "prim_requires_devices_during_lowering", dispatch.prim_requires_devices_during_lowering - {quantize_p}
+    )
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices("cpu")[:2])
+    x = jax.device_put(jnp.ones((32, 64)), NamedSharding(mesh, P("x")))
+    with pytest.raises(AssertionError, match="file a bug"):
+        jax.jit(lambda x: quantize(x, amax=1.0)).lower(x)
+
+
+def test_only_compat_imports_private_jax():
+    for path in PACKAGE.rglob("*.py"):
+        private = re.findall(r"^\s*(?:from|import) jax\._src.*|jax\._src\.\w+", path.read_text(), re.M)
+        assert not private or path.name == "_compat.py", (path.name, private)
+
+
+def test_lowering_context_has_what_the_mesh_of_set_mesh_needs():
+    """_base._with_mesh replaces one field of the lowering context; JAX's own shard_map does the same."""
+    devices = jax.devices("cpu")[:2]
+    with jax.set_mesh(jax.make_mesh((2,), ("x",), devices=devices)):
+        text = jax.jit(lambda: quantize(jnp.ones((32, 64)), amax=1.0)).lower().as_text()
+    assert "CustomSPMDPartitioning" in text

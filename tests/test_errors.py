@@ -1,0 +1,487 @@
+"""Bad input: the exception and the text, at trace time. Zero sizes: the mathematically right result."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bitwise
+from operands import exact_tensor, normal
+
+from jnvfp4 import (
+    NVFP4,
+    NVFP4_2D,
+    ROW_SCALED,
+    Format,
+    NVFP4Tensor,
+    QuantSpec,
+    Recipe,
+    dequantize,
+    dot_general,
+    fake_quant,
+    linear,
+    matmul_nt,
+    quantize,
+    quantize_pair,
+)
+
+F32, BF16, U8, E4M3 = jnp.float32, jnp.bfloat16, jnp.uint8, jnp.float8_e4m3fn
+RHT = Format(rht=True)
+SR = QuantSpec(rounding="stochastic")
+SR_RECIPE = Recipe(dgrad=(SR, NVFP4_2D))
+
+
+def a(*shape, dtype=F32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def t(rows, k, fmt=NVFP4.format, *, lead=(), data=U8, scale=E4M3, amax=(), amax_dtype=F32, scale_k=None):
+    """The shape of an NVFP4Tensor, as wrong as the arguments say."""
+    blocks = k // 16 if scale_k is None else scale_k
+    return NVFP4Tensor(
+        a(*lead, rows, k // 2, dtype=data), a(*lead, rows, blocks, dtype=scale), a(*amax, dtype=amax_dtype), fmt
+    )
+
+
+# name: (operation of the operands, operands, exception, text)
+QUANTIZE = {
+    "k": (
+        quantize,
+        [a(4, 100)],
+        ValueError,
+        r"quantize: K must be a multiple of 16, got x.shape=\(4, 100\); pad it to 112",
+    ),
+    "m_transposed": (
+        partial(quantize, transpose=True),
+        [a(20, 64)],
+        ValueError,
+        r"quantize: M \(the quantized axis, since transpose=True\) must be .* 16, got x.shape=\(20, 64\); pad it to 32",
+    ),
+    "rows_of_2d": (
+        partial(quantize, spec=NVFP4_2D),
+        [a(20, 64)],
+        ValueError,
+        r"block_rows=16 needs both M and K to be multiples of 16, got x.shape=\(20, 64\)",
+    ),
+    "rank_1": (
+        quantize,
+        [a(64)],
+        ValueError,
+        r"quantize: x must have rank 2 or more, \[..., M, K\], got x.shape=\(64,\)",
+    ),
+    "rank_0": (quantize, [a()], ValueError, "x must have rank 2 or more"),
+    "int": (quantize, [a(16, 16, dtype=jnp.int32)], TypeError, "x must be float32, bfloat16 or float16, got int32"),
+    "float8": (quantize, [a(16, 16, dtype=E4M3)], TypeError, "x must be .*, got float8_e4m3fn"),
+    "row_int": (partial(quantize, spec=ROW_SCALED), [a(16, 16, dtype=jnp.int8)], TypeError, "got int8"),
+    "amax_shape": (
+        lambda x, m: quantize(x, amax=m),
+        [a(4, 16, 32), a(16)],
+        ValueError,
+        r"must have shape \(\) or \(4,\) for amax_scope=\"tensor\" and x.shape=\(4, 16, 32\), got \(16,\)",
+    ),
+    "row_amax_shape": (
+        lambda x, m: quantize(x, ROW_SCALED, amax=m),
+        [a(8, 32), a(32)],
+        ValueError,
+        r"amax must have shape \(8,\) for amax_scope=\"row\"",
+    ),
+    "row_amax_shape_transposed": (
+        lambda x, m: quantize(x, ROW_SCALED, amax=m, transpose=True),
+        [a(16, 32), a(16)],
+        ValueError,
+        r"amax must have shape \(32,\)",
+    ),
+    "row_amax_scalar": (
+        lambda x, m: quantize(x, ROW_SCALED, amax=m),
+        [a(8, 32), a()],
+        ValueError,
+        "amax must have shape",
+    ),
+    "amax_dtype": (
+        lambda x, m: quantize(x, amax=m),
+        [a(8, 32), a(dtype=BF16)],
+        TypeError,
+        "quantize: amax must be float32, got bfloat16",
+    ),
+    "amax_array_of_ints": (
+        lambda x: quantize(x, amax=np.array(3)),
+        [a(8, 32)],
+        TypeError,
+        "amax must be float32, got int",
+    ),
+    "spec": (
+        partial(quantize, spec=Format()),
+        [a(8, 32)],
+        TypeError,
+        r"quantize: spec must be a QuantSpec, got Format\(",
+    ),
+    "key_missing": (
+        partial(quantize, spec=SR),
+        [a(8, 32)],
+        ValueError,
+        r'quantize: key must be a JAX PRNG key for rounding="stochastic", got None',
+    ),
+    "key_superfluous": (
+        lambda x: quantize(x, key=jax.random.key(0)),
+        [a(8, 32)],
+        ValueError,
+        r'quantize: key must be None for rounding="nearest", got ',
+    ),
+    "stochastic": (
+        lambda x: quantize(x, SR, key=jax.random.key(0)),
+        [a(8, 32)],
+        NotImplementedError,
+        r"quantize: rounding='stochastic' is not implemented in this version; accepted: \('nearest',\)",
+    ),
+    "rht": (partial(quantize, spec=QuantSpec(RHT)), [a(8, 32)], NotImplementedError, r"format\.rht=True is not"),
+    "window64": (
+        partial(quantize, spec=QuantSpec(Format("window64"))),
+        [a(8, 64)],
+        NotImplementedError,
+        r"format\.amax_scope='window64' is not",
+    ),
+    "mae": (partial(quantize, spec=QuantSpec(select="mae")), [a(8, 32)], NotImplementedError, "select='mae' is not"),
+    "implementation": (
+        partial(quantize, implementation="fast"),
+        [a(8, 32)],
+        ValueError,
+        "quantize: implementation must be None, 'native' or 'reference', got 'fast'",
+    ),
+    "a_tensor": (quantize, [t(16, 32)], TypeError, "quantize: x must be an array, got an NVFP4Tensor"),
+    "pair_amax": (
+        lambda x, m: quantize_pair(x, amax=m),
+        [a(16, 32), a()],
+        ValueError,
+        r"quantize_pair: amax must be None or a pair \(row_amax, col_amax\)",
+    ),
+    "pair_k": (quantize_pair, [a(16, 40)], ValueError, "K must be a multiple of 16"),
+    "pair_m": (quantize_pair, [a(40, 16)], ValueError, "M .* must be a multiple of 16"),
+    "pair_spec": (
+        partial(quantize_pair, col_spec=None),
+        [a(16, 16)],
+        TypeError,
+        "quantize_pair: spec must be a QuantSpec",
+    ),
+    "pair_key": (partial(quantize_pair, col_spec=SR), [a(16, 16)], ValueError, "quantize_pair: key must be"),
+    "pair_unsupported": (
+        partial(quantize_pair, row_spec=QuantSpec(RHT)),
+        [a(16, 16)],
+        NotImplementedError,
+        r"quantize_pair: format\.rht=True",
+    ),
+}
+
+DEQUANTIZE = {
+    "not_a_tensor": (dequantize, [a(16, 16)], TypeError, r"dequantize: t must be an NVFP4Tensor, got \w+"),
+    "dtype": (
+        partial(dequantize, dtype=jnp.int8),
+        [t(16, 32)],
+        TypeError,
+        "dequantize: dtype must be float32, bfloat16 or float16, got int8",
+    ),
+    "data_dtype": (dequantize, [t(16, 32, data=jnp.int8)], TypeError, r"t\.data must be uint8, got int8"),
+    "scale_dtype": (dequantize, [t(16, 32, scale=U8)], TypeError, r"t\.scale must be float8_e4m3fn, got uint8"),
+    "amax_dtype": (dequantize, [t(16, 32, amax_dtype=BF16)], TypeError, r"t\.amax must be float32, got bfloat16"),
+    "k": (dequantize, [t(16, 40, scale_k=2)], ValueError, "dequantize: K of t must be a multiple of 16, got K=40"),
+    "scale_shape": (
+        dequantize,
+        [t(16, 32, scale_k=3)],
+        ValueError,
+        r"t\.scale must have shape \(16, 2\) for data \(16, 16\), got \(16, 3\)",
+    ),
+    "amax_shape": (dequantize, [t(16, 32, amax=(4,))], ValueError, r"t\.amax must have shape \(\) or \(16,\)"),
+    "row_amax": (dequantize, [t(16, 32, Format("row"))], ValueError, r'must have shape \(16,\) .*amax_scope="row"'),
+    "rank": (
+        lambda d, s, m: dequantize(NVFP4Tensor(d, s, m)),
+        [a(8, dtype=U8), a(1, dtype=E4M3), a()],
+        ValueError,
+        "t must have rank 2 or more",
+    ),
+    "rht": (dequantize, [t(16, 32, RHT)], NotImplementedError, r"dequantize: Format\(.*rht=True\) is not implemented"),
+    "window64": (dequantize, [t(16, 64, Format("window64"), amax=(16, 1))], NotImplementedError, "window64"),
+    "implementation": (partial(dequantize, implementation=1), [t(16, 32)], ValueError, "dequantize: implementation"),
+}
+
+MATMUL = {
+    "k_differs": (matmul_nt, [t(8, 32), t(8, 48)], ValueError, "a and b must have the same K, got K=32 and K=48"),
+    "dense_k_differs": (matmul_nt, [a(8, 48, dtype=BF16), t(8, 32)], ValueError, "got K=48 and K=32"),
+    "float32_a": (
+        matmul_nt,
+        [a(8, 32), t(8, 32)],
+        TypeError,
+        "matmul_nt: an unquantized a must be bfloat16 or float16, got float32",
+    ),
+    "dense_rank": (matmul_nt, [a(32, dtype=BF16), t(8, 32)], ValueError, "matmul_nt: a must have rank 2 or more"),
+    "dense_b": (
+        matmul_nt,
+        [t(8, 32), a(8, 32, dtype=BF16)],
+        TypeError,
+        r"matmul_nt: b must be an NVFP4Tensor, got \w+",
+    ),
+    "rht": (
+        matmul_nt,
+        [t(8, 32, RHT), t(8, 32)],
+        ValueError,
+        r"a and b must both be rotated \(format.rht\) or neither, got a.rht=True, b.rht=False",
+    ),
+    "rht_weight_only": (matmul_nt, [a(8, 32, dtype=BF16), t(8, 32, RHT)], ValueError, "got a.rht=False, b.rht=True"),
+    "window64": (
+        matmul_nt,
+        [t(8, 64), t(8, 64, Format("window64"), amax=(8, 1))],
+        (NotImplementedError, ValueError),
+        "window64",
+    ),
+    "leading_axes": (
+        matmul_nt,
+        [t(8, 32, lead=(2,)), t(8, 32, lead=(3,))],
+        ValueError,
+        r"b must be \[N, K\] or have the leading axes of a, got a \[\(2,\), M, K\] and b \[\(3,\), N, K\]",
+    ),
+    "more_axes_of_b": (matmul_nt, [t(8, 32), t(8, 32, lead=(3,))], ValueError, "leading axes of a"),
+    "a_scale": (matmul_nt, [t(8, 32, scale_k=1), t(8, 32)], ValueError, r"a\.scale must have shape \(8, 2\)"),
+    "b_amax": (matmul_nt, [t(8, 32), t(8, 32, amax=(2,))], ValueError, r"b\.amax must have shape \(\) or \(8,\)"),
+    "b_row_amax": (matmul_nt, [t(8, 32), t(8, 32, Format("row"))], ValueError, r"b\.amax must have shape \(8,\)"),
+    "b_data": (matmul_nt, [t(8, 32), t(8, 32, data=jnp.int8)], TypeError, r"b\.data must be uint8"),
+    "bias_shape": (
+        lambda x, y, b: matmul_nt(x, y, bias=b),
+        [t(8, 32), t(4, 32), a(8)],
+        ValueError,
+        r"matmul_nt: bias must have shape \(N,\)=\(4,\), got \(8,\)",
+    ),
+    "bias_dtype": (
+        lambda x, y, b: matmul_nt(x, y, bias=b),
+        [t(8, 32), t(4, 32), a(4, dtype=jnp.int32)],
+        TypeError,
+        "matmul_nt: bias must be float32, bfloat16 or float16, got int32",
+    ),
+    "out_dtype": (
+        partial(matmul_nt, out_dtype=jnp.float64),
+        [t(8, 32), t(4, 32)],
+        TypeError,
+        "matmul_nt: out_dtype must be float32, bfloat16 or float16, got float64",
+    ),
+    "implementation": (partial(matmul_nt, implementation="x"), [t(8, 32), t(8, 32)], ValueError, "matmul_nt: implem"),
+}
+
+LINEAR = {
+    "w_rank": (
+        linear,
+        [a(8, 32), a(2, 16, 32)],
+        ValueError,
+        r"linear: w must have rank 2, \[N, K\], got w.shape=\(2, 16, 32\)",
+    ),
+    "k_differs": (
+        linear,
+        [a(8, 32), a(16, 48)],
+        ValueError,
+        r"same last axis K, got x.shape=\(8, 32\), w.shape=\(16, 48\)",
+    ),
+    "x_scalar": (linear, [a(), a(16, 48)], ValueError, "same last axis K"),
+    "k": (linear, [a(8, 40), a(16, 40)], ValueError, "linear: K must be a multiple of 16, .* pad x and w to 48"),
+    "n_dgrad": (
+        partial(linear, recipe=Recipe(fprop=(NVFP4, NVFP4))),
+        [a(8, 32), a(20, 32)],
+        ValueError,
+        "N must be a multiple of 16, since recipe.dgrad contracts over it, .* pad w to 32 rows",
+    ),
+    "n_2d": (
+        partial(linear, recipe=Recipe(dgrad=None)),
+        [a(8, 32), a(20, 32)],
+        ValueError,
+        "N must be a multiple of 16, since recipe.fprop quantizes w in 16x16 tiles",
+    ),
+    "recipe": (
+        partial(linear, recipe=NVFP4),
+        [a(8, 32), a(16, 32)],
+        TypeError,
+        r"linear: recipe must be a Recipe, got QuantSpec",
+    ),
+    "key": (
+        partial(linear, recipe=SR_RECIPE),
+        [a(8, 32), a(16, 32)],
+        ValueError,
+        "linear: key must be a JAX PRNG key, since the recipe rounds stochastically, got None",
+    ),
+    "x_dtype": (
+        linear,
+        [a(8, 32, dtype=jnp.int32), a(16, 32)],
+        TypeError,
+        "x must be float32, bfloat16 or float16, got int32",
+    ),
+    "w_dtype": (
+        linear,
+        [a(8, 32), a(16, 32, dtype=jnp.int8)],
+        TypeError,
+        "must be float32, bfloat16 or float16, got int8",
+    ),
+    "tensor_w": (linear, [a(8, 32), t(16, 32)], TypeError, "linear: w must be an array, got an NVFP4Tensor"),
+    "bias_shape": (
+        lambda x, w, b: linear(x, w, bias=b),
+        [a(8, 32), a(16, 32), a(8)],
+        ValueError,
+        "bias must have shape",
+    ),
+    "weight_only_float32": (
+        partial(linear, recipe=Recipe(fprop=(None, NVFP4_2D))),
+        [a(8, 32), a(16, 32)],
+        TypeError,
+        "must be bfloat16 or float16, got float32",
+    ),
+    "unsupported": (
+        partial(linear, recipe=Recipe(wgrad=(QuantSpec(RHT), QuantSpec(RHT)))),
+        [a(16, 32), a(16, 32)],
+        NotImplementedError,
+        r"format\.rht=True is not implemented",
+    ),
+    "dot_precision": (
+        partial(dot_general, dimension_numbers=(((1,), (1,)), ((), ())), precision="highest"),
+        [a(16, 32), a(16, 32)],
+        ValueError,
+        "dot_general: precision must be None or 'default', got 'highest'",
+    ),
+    "dot_precision_pair": (
+        partial(dot_general, dimension_numbers=(((1,), (1,)), ((), ())), precision=("default", "high")),
+        [a(16, 32), a(16, 32)],
+        ValueError,
+        "precision must be None or 'default'",
+    ),
+    "dot_out_sharding": (
+        partial(dot_general, dimension_numbers=(((1,), (1,)), ((), ())), out_sharding="x"),
+        [a(16, 32), a(16, 32)],
+        ValueError,
+        "dot_general: out_sharding must be None, got 'x'",
+    ),
+    "dot_contracting_sizes": (
+        partial(dot_general, dimension_numbers=(((1,), (1,)), ((), ()))),
+        [a(16, 32), a(16, 48)],
+        ValueError,
+        r"dot_general: contracting axes must have the same sizes, got axes \(1,\) of lhs.shape=\(16, 32\)",
+    ),
+    "dot_k": (
+        partial(dot_general, dimension_numbers=(((1,), (1,)), ((), ()))),
+        [a(16, 20), a(16, 20)],
+        ValueError,
+        "dot_general: K must be a multiple of 16",
+    ),
+    "dot_axis_twice": (
+        partial(dot_general, dimension_numbers=(((1,), (1,)), ((1,), (1,)))),
+        [a(16, 32), a(16, 32)],
+        ValueError,
+        r"dot_general: contracting \(1,\) and batch \(1,\) axes must be distinct axes of lhs",
+    ),
+    "dot_batch_sizes": (
+        partial(dot_general, dimension_numbers=(((2,), (2,)), ((0,), (0,)))),
+        [a(2, 16, 32), a(3, 16, 32)],
+        ValueError,
+        r"batch axes must have the same sizes, got axes \(0,\) of lhs.shape=\(2, 16, 32\) and axes \(0,\) of rhs",
+    ),
+    "dot_preferred": (
+        partial(dot_general, dimension_numbers=(((1,), (1,)), ((), ())), preferred_element_type=jnp.int32),
+        [a(16, 32), a(16, 32)],
+        TypeError,
+        "must be float32, bfloat16 or float16, got int32",
+    ),
+    "fake_quant_int": (fake_quant, [a(16, 16, dtype=jnp.int32)], TypeError, "x must be float32"),
+    "fake_quant_k": (fake_quant, [a(16, 20)], ValueError, "K must be a multiple of 16"),
+    "fake_quant_amax": (lambda x, m: fake_quant(x, amax=m), [a(16, 32), a(3)], ValueError, "amax must have shape"),
+    "fake_quant_tensor": (fake_quant, [t(16, 32)], TypeError, "fake_quant: x must be an array, got an NVFP4Tensor"),
+    "fake_quant_stochastic": (
+        lambda x: fake_quant(x, SR, key=jax.random.key(0)),
+        [a(16, 32)],
+        NotImplementedError,
+        "rounding='stochastic'",
+    ),
+}
+
+TABLES = {"quantize": QUANTIZE, "dequantize": DEQUANTIZE, "matmul": MATMUL, "linear": LINEAR}
+ERRORS = {f"{op}-{name}": row for op, table in TABLES.items() for name, row in table.items()}
+every_error = pytest.mark.parametrize(("f", "operands", "error", "text"), ERRORS.values(), ids=ERRORS)
+
+
+@every_error
+def test_errors_come_at_trace_time(f, operands, error, text):
+    with pytest.raises(error, match=text):
+        jax.eval_shape(f, *operands)
+
+
+@every_error
+def test_errors_of_eager_calls(f, operands, error, text):
+    arrays = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), operands)
+    with pytest.raises(error, match=text):
+        f(*arrays)
+
+
+def test_every_text_has_an_explicit_value():
+    """`<op>: <what> must <rule>, got <value>`: no message prints braces of a forgotten f-string."""
+    for f, operands, error, _ in ERRORS.values():
+        with pytest.raises(error) as caught:
+            jax.eval_shape(f, *operands)
+        assert not re.search(r"\{\w+[.!:}]", str(caught.value))
+
+
+# ---------------------------------------------------------------- implementation
+def test_native_without_a_kernel_for_the_platform_fails_when_lowered():
+    f = jax.jit(partial(quantize, implementation="native"))
+    with pytest.raises(NotImplementedError, match=r"nvfp4_quantize: implementation='native' has no kernel .*built: "):
+        f.trace(jnp.ones((16, 16))).lower(lowering_platforms=("tpu",))
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_platforms_without_kernels_use_the_reference(implementation):
+    f = jax.jit(partial(quantize, implementation=implementation))
+    text = f.trace(jnp.ones((16, 16))).lower(lowering_platforms=("tpu",)).as_text()
+    assert "nvfp4_quantize" not in text
+    assert "stablehlo.multiply" not in re.sub(r".*ui32.*", "", text)  # integers only
+
+
+# ---------------------------------------------------------------- zero sizes
+@pytest.mark.parametrize("shape", [(0, 32), (16, 0), (0, 0), (2, 0, 32), (0, 16, 32)], ids=str)
+@pytest.mark.parametrize("spec", [NVFP4, NVFP4_2D, ROW_SCALED], ids=["nvfp4", "nvfp4_2d", "row"])
+@pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transpose"])
+def test_quantize_of_nothing(backend, shape, spec, transpose):
+    f = partial(quantize, spec=spec, transpose=transpose, implementation=backend.implementation)
+    got = jax.jit(f)(jnp.zeros(shape))
+    turned = (*shape[:-2], shape[-1], shape[-2]) if transpose else shape
+    assert got.shape == turned
+    assert got.scale.shape == (*turned[:-1], turned[-1] // 16)
+    assert_bitwise(got.amax, jnp.zeros(turned[:-1] if spec is ROW_SCALED else ()))
+    assert dequantize(got).shape == turned
+
+
+@pytest.mark.parametrize(("m", "n"), [(0, 8), (8, 0), (0, 0)])
+@pytest.mark.parametrize("quantized", [True, False], ids=["tensor", "dense"])
+def test_matmul_with_no_rows(backend, m, n, quantized):
+    x = exact_tensor((m, 32)) if quantized else jnp.zeros((m, 32), BF16)
+    f = partial(matmul_nt, implementation=backend.implementation)
+    assert jax.jit(f)(x, exact_tensor((n, 32))).shape == (m, n)
+
+
+@pytest.mark.parametrize("quantized", [True, False], ids=["tensor", "dense"])
+def test_matmul_over_nothing_is_the_bias(backend, quantized):
+    x = exact_tensor((4, 0)) if quantized else jnp.zeros((4, 0), BF16)
+    f = jax.jit(partial(matmul_nt, implementation=backend.implementation))
+    w, bias = exact_tensor((8, 0)), normal((8,))
+    assert_bitwise(f(x, w), jnp.zeros((4, 8), BF16))
+    assert_bitwise(f(x, w, bias=bias), jnp.broadcast_to(bias, (4, 8)))
+
+
+def test_matmul_with_an_empty_leading_axis(backend):
+    f = partial(matmul_nt, implementation=backend.implementation)
+    assert f(exact_tensor((0, 4, 32)), exact_tensor((8, 32))).shape == (0, 4, 8)
+
+
+def test_vmap_over_no_rows(native):
+    t = jax.vmap(quantize)(jnp.zeros((3, 0, 32)))
+    assert t.shape == (3, 0, 32)
+    assert jax.vmap(matmul_nt)(t, jax.vmap(quantize)(jnp.ones((3, 16, 32)))).shape == (3, 0, 16)
+
+
+@pytest.mark.parametrize(("tokens", "k", "n"), [(0, 32, 16), (8, 0, 16), (8, 32, 0)])
+def test_linear_of_nothing(native, tokens, k, n):
+    x, w = jnp.ones((tokens, k), BF16), jnp.ones((n, k), BF16)
+    y, pull = jax.vjp(linear, x, w)
+    dx, dw = pull(jnp.ones_like(y))
+    assert (y.shape, dx.shape, dw.shape) == ((tokens, n), x.shape, w.shape)
+    assert not any(np.asarray(value, np.float32).any() for value in (y, dx, dw))

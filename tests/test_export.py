@@ -1,0 +1,120 @@
+"""jax.export and ahead-of-time compilation. More than one device: through a fully manual shard_map."""
+
+from functools import partial
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import pytest
+from helpers import assert_bitwise, assert_same_tensor
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from operands import normal
+
+from jnvfp4 import NVFP4, NVFP4_2D, ROW_SCALED, _native, dequantize, linear, matmul_nt, quantize
+
+pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
+
+
+def checks():
+    """JAX asks whoever exports a custom call to say that its name and meaning are stable."""
+    names = {name for module in _native.extensions().values() for name in module.targets}
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in sorted(names)]
+
+
+def round_trip(f, *args, **kwargs):
+    exported = jax.export.export(jax.jit(f), disabled_checks=checks(), **kwargs)(*args)
+    return jax.export.deserialize(exported.serialize())
+
+
+def forward(x, w):
+    qx, qw = quantize(x), quantize(w, NVFP4_2D)
+    return matmul_nt(qx, qw, out_dtype=jnp.float32), dequantize(qx), quantize(w, ROW_SCALED).amax
+
+
+def gradients(x, w):
+    return jax.grad(lambda x, w: jnp.sum(linear(x, w).astype(jnp.float32)), (0, 1))(x, w)
+
+
+@pytest.mark.parametrize("f", [forward, gradients])
+def test_export_of_one_device(native, f):
+    x, w = normal((32, 64), 1), normal((48, 64), 2)
+    restored = round_trip(f, x, w, platforms=[native.platform])
+    assert_same_tensor(jax.jit(restored.call)(x, w), jax.jit(f)(x, w))
+
+
+def test_export_with_a_symbolic_number_of_rows(native):
+    def f(x):
+        return tuple(jax.tree.leaves(quantize(x)))  # a custom pytree node would need a serialized name
+
+    shape = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("m"), 64), jnp.bfloat16)
+    restored = round_trip(f, shape, platforms=[native.platform])
+    for m in (1, 7, 32):
+        assert_same_tensor(jax.jit(restored.call)(normal((m, 64))), f(normal((m, 64))))
+
+
+def manual_linear(mesh):
+    """Data-parallel forward and weight gradient on local blocks."""
+
+    def local(x, w):
+        y, pull = jax.vjp(linear, x, w)
+        return y, jax.lax.psum(pull(jnp.ones_like(y))[1].astype(jnp.float32), "x")
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(P("x"), P()), out_specs=(P("x"), P()), check_vma=False)
+
+
+def test_export_of_a_fully_manual_shard_map(devices):
+    mesh = jax.make_mesh((len(devices),), ("x",), devices=devices)
+    x = jax.device_put(normal((32 * len(devices), 64), 1), NamedSharding(mesh, P("x")))
+    w = jax.device_put(normal((48, 64), 2), NamedSharding(mesh, P()))
+    f = manual_linear(mesh)
+    restored = round_trip(f, x, w, platforms=[_platform(devices)])
+    assert restored.nr_devices == len(devices)
+    for got, want in zip(jax.jit(restored.call)(x, w), jax.jit(f)(x, w), strict=True):
+        assert_bitwise(got, want)
+
+
+def _platform(devices):
+    return "cuda" if devices[0].platform == "gpu" else "cpu"
+
+
+@pytest.mark.parametrize("f", [forward, gradients])
+def test_ahead_of_time_compilation(native, f):
+    x, w = normal((32, 64), 1), normal((48, 64), 2)
+    shapes = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), (x, w))
+    compiled = jax.jit(f).lower(*shapes).compile()
+    assert_same_tensor(compiled(x, w), jax.jit(f)(x, w))
+
+
+def test_ahead_of_time_compilation_of_sharded_arguments(devices):
+    mesh = jax.make_mesh((len(devices),), ("x",), devices=devices)
+    sharding = NamedSharding(mesh, P("x"))
+    shape = jax.ShapeDtypeStruct((32 * len(devices), 64), jnp.bfloat16, sharding=sharding)
+    x = jax.device_put(normal(shape.shape), sharding)
+    compiled = jax.jit(quantize).lower(shape).compile()
+    assert_same_tensor(compiled(x), jax.jit(quantize)(x))
+
+
+TARGETS = {
+    "quantize": (quantize, "nvfp4_quantize"),
+    "quantize_row": (partial(quantize, spec=ROW_SCALED), "nvfp4_quantize_find_amax"),
+    "dequantize": (lambda x: dequantize(quantize(x)), "nvfp4_dequantize"),
+}
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize(("f", "target"), TARGETS.values(), ids=TARGETS)
+def test_lowering_for_a_platform_that_is_not_here(f, target, platform):
+    if not _native.available(platform):
+        pytest.skip(f"no {platform} kernels in this build")
+    exported = jax.export.export(jax.jit(f), platforms=[platform], disabled_checks=checks())(
+        jax.ShapeDtypeStruct((32, 64), jnp.bfloat16)
+    )
+    assert f"@{target}" in exported.mlir_module()
+
+
+def test_export_for_a_platform_without_kernels_is_portable():
+    """The reference is ordinary StableHLO: nothing to register, no custom call."""
+    shape = jax.ShapeDtypeStruct((32, 64), jnp.bfloat16)
+    exported = jax.export.export(jax.jit(partial(quantize, spec=NVFP4)), platforms=["tpu"])(shape)
+    assert "custom_call" not in exported.mlir_module()

@@ -1,0 +1,89 @@
+"""NVFP4Tensor: shapes, pytree behaviour, and placeholders in its fields."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import assert_same_tensor
+from jax.sharding import PartitionSpec as P
+from operands import normal
+
+from jnvfp4 import NVFP4, ROW_SCALED, Format, NVFP4Tensor, dequantize, quantize
+
+
+@pytest.fixture
+def tensor():
+    return quantize(normal((2, 32, 48)), amax=jnp.full((2,), 3.0))
+
+
+def test_shape_is_that_of_the_elements(tensor):
+    assert (tensor.shape, tensor.ndim, tensor.dtype) == ((2, 32, 48), 3, jnp.dtype(jnp.float4_e2m1fn))
+
+
+@pytest.mark.parametrize(("spec", "amax"), [(NVFP4, ()), (ROW_SCALED, (2, 32))], ids=["tensor", "row"])
+def test_fields(spec, amax):
+    t = quantize(normal((2, 32, 48)), spec)
+    assert [(v.shape, v.dtype.name) for v in (t.data, t.scale, t.amax)] == [
+        ((2, 32, 24), "uint8"),
+        ((2, 32, 3), "float8_e4m3fn"),
+        (amax, "float32"),
+    ]
+
+
+def test_leaves_are_named(tensor):
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tensor)]
+    assert paths == [".data", ".scale", ".amax"]
+
+
+def test_format_is_structure(tensor):
+    other = NVFP4Tensor(tensor.data, tensor.scale, tensor.amax, Format(e4m3_max=256))
+    assert jax.tree.structure(tensor) != jax.tree.structure(other)
+    assert hash(jax.tree.structure(tensor)) == hash(jax.tree.structure(jax.tree.map(jnp.array, tensor)))
+
+
+def test_a_new_format_retraces():
+    traces = []
+
+    @jax.jit
+    def f(t):
+        traces.append(t.format)
+        return dequantize(t)
+
+    t = quantize(normal((16, 32)))
+    f(t), f(t), f(NVFP4Tensor(t.data, t.scale, t.amax, Format(e4m3_max=256)))
+    assert traces == [Format(), Format(e4m3_max=256)]
+
+
+@pytest.mark.parametrize("placeholder", [None, P("x"), 0, object()], ids=["none", "spec", "axis", "object"])
+def test_fields_take_placeholders(tensor, placeholder):
+    filled = jax.tree.map(lambda _: placeholder, tensor)
+    assert filled == NVFP4Tensor(placeholder, placeholder, placeholder, tensor.format)
+
+
+def test_shapes_stand_in_for_arrays(tensor):
+    shapes = jax.eval_shape(lambda: tensor)
+    assert shapes.shape == tensor.shape
+    assert isinstance(shapes.scale, jax.ShapeDtypeStruct)
+
+
+def test_copies_and_pickles(tensor):
+    for other in (copy.deepcopy(tensor), pickle.loads(pickle.dumps(tensor)), jax.device_get(tensor)):
+        assert_same_tensor(other, tensor)
+
+
+def test_numpy_leaves_are_accepted(tensor):
+    on_host = jax.device_get(tensor)
+    assert_same_tensor(dequantize(on_host), dequantize(tensor))
+
+
+def test_tensors_stack_leaf_by_leaf(tensor):
+    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), tensor, tensor)
+    assert stacked.shape == (2, 2, 32, 48)
+    assert_same_tensor(jax.tree.map(lambda v: v[1], stacked), tensor)
+
+
+def test_it_is_frozen(tensor):
+    with pytest.raises(AttributeError):
+        tensor.data = None
