@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ._primitives._base import match_varying
 from .ops import Implementation, _array, dequantize, matmul_nt, quantize
 from .recipe import DEFAULT, Recipe
-from .spec import BLOCK, NVFP4, QuantSpec
+from .spec import BLOCK, NVFP4, QuantSpec, unsupported_reason
 from .tensor import NVFP4Tensor
 
 RESIDUAL_NAME = "nvfp4_residual"  # for jax.checkpoint_policies.save_only_these_names
@@ -43,24 +43,25 @@ def linear(
     return _linear("linear", x, w, recipe, bias, key, None)
 
 
-def _linear(
-    op: str, x: Any, w: Any, recipe: Recipe, bias: Any, key: jax.Array | None, out_dtype: Any
-) -> jax.Array:
+def _linear(op: str, x: Any, w: Any, recipe: Recipe, bias: Any, key: jax.Array | None, out_dtype: Any) -> jax.Array:
     if not isinstance(recipe, Recipe):
         raise TypeError(f"{op}: recipe must be a Recipe, got {recipe!r}")
     if recipe.stochastic and key is None:
-        raise ValueError(
-            f"{op}: key must be a JAX PRNG key, since the recipe rounds stochastically, got None"
-        )
+        raise ValueError(f"{op}: key must be a JAX PRNG key, since the recipe rounds stochastically, got None")
+    for field in ("fprop", "dgrad", "wgrad"):
+        pair = getattr(recipe, field)
+        for spec in pair if isinstance(pair, tuple) else ():
+            if spec is not None and (reason := unsupported_reason(spec)):
+                raise NotImplementedError(f"{op}: recipe.{field}: {reason}")
     x, w = _array(op, "x", x), _array(op, "w", w)
     if w.ndim != 2:
         raise ValueError(f"{op}: w must have rank 2, [N, K], got w.shape={w.shape}")
     if x.ndim < 1 or x.shape[-1] != w.shape[1]:
-        raise ValueError(
-            f"{op}: x and w must have the same last axis K, got x.shape={x.shape}, w.shape={w.shape}"
-        )
+        raise ValueError(f"{op}: x and w must have the same last axis K, got x.shape={x.shape}, w.shape={w.shape}")
     _check_contractions(op, w.shape, recipe)
-    operands = [x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w] + ([] if bias is None else [_array(op, "bias", bias)])
+    operands = [x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w] + (
+        [] if bias is None else [_array(op, "bias", bias)]
+    )
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
     x2, w, *rest = match_varying(*operands)
     y = _linear2d(x2, w, rest[0] if rest else None, recipe, jnp.dtype(out_dtype or x.dtype))
@@ -70,12 +71,14 @@ def _linear(
 def _check_contractions(op: str, w_shape: tuple[int, ...], recipe: Recipe) -> None:
     n, k = w_shape
     if k % BLOCK:
-        raise ValueError(
-            f"{op}: K must be a multiple of {BLOCK}, got w.shape={w_shape}; pad x and w to {_up(k)}"
-        )
+        raise ValueError(f"{op}: K must be a multiple of {BLOCK}, got w.shape={w_shape}; pad x and w to {_up(k)}")
     for reason, applies in (
         ("recipe.dgrad contracts over it", isinstance(recipe.dgrad, tuple)),
         ("recipe.fprop quantizes w in 16x16 tiles", recipe.fprop[1].block_rows == BLOCK),
+        (
+            "recipe.wgrad quantizes dy in 16x16 tiles",
+            isinstance(recipe.wgrad, tuple) and recipe.wgrad[0].block_rows == BLOCK,
+        ),
     ):
         if n % BLOCK and applies:
             raise ValueError(
@@ -118,18 +121,21 @@ def _quantize_tokens(x: jax.Array, spec: QuantSpec) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _linear2d(
-    x: jax.Array, w: jax.Array, bias: jax.Array | None, recipe: Recipe, out_dtype: Any
-) -> jax.Array:
-    return _forward(x, w, bias, recipe, out_dtype)[0]
+def _linear2d(x: jax.Array, w: jax.Array, bias: jax.Array | None, recipe: Recipe, out_dtype: Any) -> jax.Array:
+    return _product(x, w, bias, recipe, out_dtype)[0]
 
 
-def _forward(x: jax.Array, w: jax.Array, bias: Any, recipe: Recipe, out_dtype: Any) -> tuple[jax.Array, Any]:
+def _product(x: jax.Array, w: jax.Array, bias: Any, recipe: Recipe, out_dtype: Any) -> tuple[jax.Array, Any, Any]:
+    """y, and x and w as the GEMM read them."""
     x_spec, w_spec = recipe.fprop
     # Named before the GEMM reads them, so that a checkpoint policy that saves them saves the quantizers' work.
     qx = _save(x if x_spec is None else _quantize_tokens(x, x_spec))
     qw = _save(quantize(w, w_spec))
-    y = matmul_nt(qx, qw, out_dtype=out_dtype, bias=bias)
+    return matmul_nt(qx, qw, out_dtype=out_dtype, bias=bias), qx, qw
+
+
+def _forward(x: jax.Array, w: jax.Array, bias: Any, recipe: Recipe, out_dtype: Any) -> tuple[jax.Array, Any]:
+    y, qx, qw = _product(x, w, bias, recipe, out_dtype)
     if isinstance(recipe.dgrad, tuple):
         w_saved = _save(quantize(w, recipe.dgrad[1], transpose=True))
     else:
@@ -143,15 +149,11 @@ def _forward(x: jax.Array, w: jax.Array, bias: Any, recipe: Recipe, out_dtype: A
     return y, (_pack(x_saved), _pack(w_saved), like)
 
 
-def _high_precision(
-    a: jax.Array, b: Any, dims: tuple[tuple[int, ...], tuple[int, ...]], dtype: Any
-) -> jax.Array:
+def _high_precision(a: jax.Array, b: Any, dims: tuple[tuple[int, ...], tuple[int, ...]], dtype: Any) -> jax.Array:
     """A GEMM with an original or dequantized operand, accumulated in float32."""
     b = b if isinstance(b, jax.Array) else dequantize(b, a.dtype)
     common = jnp.promote_types(a.dtype, b.dtype)
-    product = lax.dot_general(
-        a.astype(common), b.astype(common), (dims, ((), ())), preferred_element_type=jnp.float32
-    )
+    product = lax.dot_general(a.astype(common), b.astype(common), (dims, ((), ())), preferred_element_type=jnp.float32)
     return product.astype(dtype)
 
 
@@ -241,9 +243,7 @@ def _to_matrix(
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 4))
-def _fake_quant(
-    x: jax.Array, spec: QuantSpec, amax: Any, key: Any, implementation: Implementation
-) -> jax.Array:
+def _fake_quant(x: jax.Array, spec: QuantSpec, amax: Any, key: Any, implementation: Implementation) -> jax.Array:
     t = quantize(x, spec, amax=amax, key=key, implementation=implementation)
     return dequantize(t, x.dtype, implementation=implementation)
 

@@ -26,9 +26,7 @@ def _array(op: str, name: str, value: ArrayLike) -> jax.Array:
 
 def _check_implementation(op: str, implementation: Implementation) -> None:
     if implementation not in (None, "native", "reference"):
-        raise ValueError(
-            f"{op}: implementation must be None, 'native' or 'reference', got {implementation!r}"
-        )
+        raise ValueError(f"{op}: implementation must be None, 'native' or 'reference', got {implementation!r}")
 
 
 def _check_spec(op: str, spec: QuantSpec, key: jax.Array | None) -> None:
@@ -139,9 +137,7 @@ def _float_dtype(op: str, name: str, dtype: Any) -> Any:
     return dtype
 
 
-def dequantize(
-    t: NVFP4Tensor, dtype: Any = jnp.float32, *, implementation: Implementation = None
-) -> jax.Array:
+def dequantize(t: NVFP4Tensor, dtype: Any = jnp.float32, *, implementation: Implementation = None) -> jax.Array:
     """The values of ``t``: cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max))))).
 
     Args:

@@ -329,11 +329,23 @@ LINEAR = {
         TypeError,
         "must be bfloat16 or float16, got float32",
     ),
+    "n_wgrad_2d": (
+        partial(linear, recipe=Recipe(fprop=(NVFP4, NVFP4), dgrad=None, wgrad=(NVFP4_2D, NVFP4))),
+        [a(16, 32), a(20, 32)],
+        ValueError,
+        "N must be a multiple of 16, since recipe.wgrad quantizes dy in 16x16 tiles",
+    ),
     "unsupported": (
         partial(linear, recipe=Recipe(wgrad=(QuantSpec(RHT), QuantSpec(RHT)))),
         [a(16, 32), a(16, 32)],
         NotImplementedError,
-        r"format\.rht=True is not implemented",
+        r"linear: recipe\.wgrad: format\.rht=True is not implemented",
+    ),
+    "stochastic_dgrad": (
+        lambda x, w: linear(x, w, SR_RECIPE, key=jax.random.key(0)),
+        [a(16, 32), a(16, 32)],
+        NotImplementedError,
+        r"linear: recipe\.dgrad: rounding='stochastic' is not implemented",
     ),
     "dot_precision": (
         partial(dot_general, dimension_numbers=(((1,), (1,)), ((), ())), precision="highest"),

@@ -375,6 +375,11 @@ def test_named_residuals_spare_the_second_quantization(operands):
     assert quantizations(jax.grad(jax.checkpoint(_loss), (0, 1)), *operands) > 6
 
 
+def test_a_forward_pass_alone_quantizes_twice(operands):
+    """Eager calls too: nothing is prepared for a gradient that nobody takes."""
+    assert quantizations(linear, *operands) == 2
+
+
 def test_the_compiled_gradient_quantizes_six_times(native, operands):
     f = jax.jit(jax.grad(jax.checkpoint(_loss, policy=SAVE), (0, 1)))
     text = f.lower(*operands).compile().as_text()

@@ -44,9 +44,7 @@ def divisible(mesh: Any, entry: Any, size: int, unit: int = 1) -> Any:
 
 
 def some_axis_divides(mesh: Any, blocks: int) -> bool:
-    return all(n == 1 for n in mesh.shape.values()) or any(
-        n > 1 and blocks % n == 0 for n in mesh.shape.values()
-    )
+    return all(n == 1 for n in mesh.shape.values()) or any(n > 1 and blocks % n == 0 for n in mesh.shape.values())
 
 
 def spec_of(aval: Any) -> Spec:

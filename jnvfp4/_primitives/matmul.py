@@ -137,9 +137,7 @@ def _decode(parts: tuple, dtype: Any) -> jax.Array:
     return jax.ffi.ffi_call("nvfp4_decode", result)(data, scale)
 
 
-def _cuda(
-    ops: Operands, bias: jax.Array, a_max: int | None, b_max: int, result: jax.ShapeDtypeStruct
-) -> jax.Array:
+def _cuda(ops: Operands, bias: jax.Array, a_max: int | None, b_max: int, result: jax.ShapeDtypeStruct) -> jax.Array:
     """Exact decode, XLA's 16-bit GEMM with float32 accumulation, and the epilogue of numerics.h."""
     dense = ops.a[0] if a_max is None else _decode(ops.a, jnp.bfloat16)
     weight = _decode(ops.b, dense.dtype)
@@ -312,6 +310,4 @@ def _rule(
     return text, {"need_replication_factors": used}
 
 
-matmul_p = make_primitive(
-    "nvfp4_matmul", abstract=_abstract, local=_local, batch=_batch, layout=_layout, rule=_rule
-)
+matmul_p = make_primitive("nvfp4_matmul", abstract=_abstract, local=_local, batch=_batch, layout=_layout, rule=_rule)

@@ -75,9 +75,7 @@ def _abstract(x: ShapedArray, *amax: ShapedArray, spec: QuantSpec, transpose: bo
     return results if amax else [*results, typed(x, (*lead, rows), jnp.float32, where[:-1])]
 
 
-def _local(
-    backend: str, x: jax.Array, *amax: jax.Array, spec: QuantSpec, transpose: bool
-) -> Sequence[jax.Array]:
+def _local(backend: str, x: jax.Array, *amax: jax.Array, spec: QuantSpec, transpose: bool) -> Sequence[jax.Array]:
     *lead, rows, cols = _turn(x.shape, transpose)
     results = [
         jax.ShapeDtypeStruct((*lead, rows, cols // 2), jnp.uint8),
