@@ -11,7 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ._primitives._base import match_varying
-from .ops import Implementation, _array, dequantize, matmul_nt, quantize
+from .ops import Implementation, _array, as_amax, dequantize, matmul_nt, quantize
 from .recipe import DEFAULT, Recipe
 from .spec import BLOCK, NVFP4, QuantSpec, unsupported_reason
 from .tensor import NVFP4Tensor
@@ -190,12 +190,15 @@ def dot_general(
     """``jax.lax.dot_general`` through ``linear``: for model code that takes a ``dot_general`` argument.
 
     Args:
-      lhs, rhs: the activations and the weights (the recipe's x and w), any rank; several contracting axes act
-        as one of their product K. Batch axes are mapped over, each example with its own amax.
+      lhs: the activations (the recipe's x), any rank; several contracting axes act as one of their product K.
+        Batch axes are mapped over, each example with its own amax.
+      rhs: the weights (the recipe's w), likewise.
       dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
       precision: only None or the default, since the operands are quantized.
       preferred_element_type: of the result; the promoted type of lhs and rhs if None.
-      recipe, key: as in ``linear``.
+      recipe: as in ``linear``.
+      key: as in ``linear``.
+      **unsupported: newer arguments of ``lax.dot_general``; each must be None.
 
     Returns: axes batch, lhs free, rhs free, as ``lax.dot_general``; differentiable.
     """
@@ -266,5 +269,5 @@ def fake_quant(
 
     Args and errors as in ``quantize``. ``amax`` gets no gradient. For quantization-aware training.
     """
-    amax = None if amax is None else jnp.asarray(amax)
+    amax = None if amax is None else as_amax(amax)
     return _fake_quant(_array("fake_quant", "x", x), spec, amax, key, implementation)

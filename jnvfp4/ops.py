@@ -24,6 +24,11 @@ def _array(op: str, name: str, value: ArrayLike) -> jax.Array:
     return jnp.asarray(value)
 
 
+def as_amax(amax: ArrayLike) -> jax.Array:
+    """An array that is not weakly typed; a Python number becomes float32."""
+    return jnp.asarray(amax, jnp.float32 if isinstance(amax, int | float) else None)
+
+
 def _check_implementation(op: str, implementation: Implementation) -> None:
     if implementation not in (None, "native", "reference"):
         raise ValueError(f"{op}: implementation must be None, 'native' or 'reference', got {implementation!r}")
@@ -82,7 +87,7 @@ def quantize(
             data, scale, amax = bind(quantize_p, x, **params)
             return NVFP4Tensor(data, lax.bitcast_convert_type(scale, jnp.float8_e4m3fn), amax, spec.format)
         amax = _tensor_amax(x)
-    amax = jnp.asarray(amax, jnp.float32 if isinstance(amax, int | float) else None)  # never weakly typed
+    amax = as_amax(amax)
     data, scale = bind(quantize_p, x, amax, **params)
     return NVFP4Tensor(data, lax.bitcast_convert_type(scale, jnp.float8_e4m3fn), amax, spec.format)
 

@@ -35,6 +35,13 @@ RECIPES = {
 }
 
 
+@pytest.fixture
+def cpu():
+    """Where the pinned order along K makes every composition bitwise."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 # ---------------------------------------------------------------- the composition, spelled out
 def pad16(x):
     return jnp.pad(x, ((0, -x.shape[0] % 16), (0, 0)))
@@ -94,7 +101,7 @@ def test_linear_is_its_composition(native, recipe):
     assert_same(native, jax.jit(partial(run, recipe=recipe))(x, w, dy), composition(x, w, dy, recipe))
 
 
-def test_linear_is_the_composition_of_the_reference():
+def test_linear_is_the_composition_of_the_reference(cpu):
     x, w = normal((16, 32), 1), normal((16, 32), 2)
     qx, qw = (quantize(v, spec, implementation="reference") for v, spec in ((x, NVFP4), (w, NVFP4_2D)))
     assert_bitwise(linear(x, w), matmul_nt(qx, qw, implementation="reference"))
@@ -141,7 +148,7 @@ def test_leading_axes_are_tokens(native):
     assert_same(native, (y.reshape(30, 48), dx.reshape(30, 64), dw), flat)
 
 
-def test_a_vector_is_one_token():
+def test_a_vector_is_one_token(cpu):
     x, w = normal((64,), 1), normal((48, 64), 2)
     assert_bitwise(linear(x, w), linear(x[None], w)[0])
 
@@ -154,19 +161,19 @@ def test_no_tokens(recipe):
     assert_bitwise(dw, jnp.zeros_like(w))
 
 
-def test_n_is_free_where_no_gemm_contracts_over_it():
+def test_n_is_free_where_no_gemm_contracts_over_it(cpu):
     x, w, dy = normal((32, 64), 1), normal((5, 64), 2), normal((32, 5), 3)
     recipe = Recipe(fprop=(NVFP4, NVFP4), dgrad=None)
     for got, want in zip(run(x, w, dy, recipe), composition(x, w, dy, recipe), strict=True):
         assert_bitwise(got, want)
 
 
-def test_numpy_operands_and_closed_over_weights():
+def test_numpy_operands_and_closed_over_weights(cpu):
     x, w = np.asarray(normal((32, 64), 1)), np.asarray(normal((48, 64), 2))
     assert_bitwise(jax.jit(lambda x: linear(x, w))(x), linear(jnp.asarray(x), jnp.asarray(w)))
 
 
-def test_recipes_are_static_arguments():
+def test_recipes_are_static_arguments(cpu):
     x, w = normal((32, 64), 1), normal((48, 64), 2)
     f = jax.jit(linear, static_argnums=2)
     assert_bitwise(f(x, w, Recipe()), linear(x, w))
@@ -240,7 +247,7 @@ def test_dot_general_has_gradients_of_the_operands_shapes(left, right, dims):
 
 @pytest.mark.parametrize("preferred", [None, jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("dtypes", [("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "bf16")])
-def test_preferred_element_type(dtypes, preferred):
+def test_preferred_element_type(cpu, dtypes, preferred):
     lhs, rhs = (normal((16, 32), i, d) for i, d in enumerate(dtypes))
     dims = (((1,), (1,)), ((), ()))
     got = dot_general(lhs, rhs, dims, preferred_element_type=preferred)
@@ -248,7 +255,7 @@ def test_preferred_element_type(dtypes, preferred):
     assert_bitwise(got, matmul_nt(quantize(lhs), quantize(rhs, NVFP4_2D), out_dtype=got.dtype))
 
 
-def test_batch_elements_have_their_own_amax():
+def test_batch_elements_have_their_own_amax(cpu):
     lhs, rhs = normal((3, 16, 32), 1), normal((3, 16, 32), 2)
     lhs = lhs.at[1].multiply(100)
     got = dot_general(lhs, rhs, (((2,), (2,)), ((0,), (0,))))
@@ -261,7 +268,7 @@ def test_default_precisions_are_accepted(precision):
     dot_general(x, x, (((1,), (1,)), ((), ())), precision)
 
 
-def test_dot_general_takes_a_recipe():
+def test_dot_general_takes_a_recipe(cpu):
     x, w = normal((16, 32), 1), normal((16, 32), 2)
     got = dot_general(x, w, (((1,), (1,)), ((), ())), recipe=RECIPES["weight_only"])
     assert_bitwise(got, linear(x, w, RECIPES["weight_only"]))

@@ -19,6 +19,13 @@ every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 transposed_or_not = pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transpose"])
 
 
+@pytest.fixture
+def cpu():
+    """Where the pinned order along K makes every composition bitwise."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 # ---------------------------------------------------------------- helpers
 def take(args, axes, i):
     """Example i of every leaf that has a batch axis."""
@@ -231,7 +238,7 @@ def test_matmul_without_leading_axes_of_b_shares_it(native):
 
 # ---------------------------------------------------------------- vmap of linear and dot_general
 @pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)], ids=str)
-def test_vmap_of_linear_and_its_gradients(axes):
+def test_vmap_of_linear_and_its_gradients(cpu, axes):
     x = normal((SIZE, 32, 48) if axes[0] == 0 else (32, 48), 1)
     w = normal((SIZE, 16, 48) if axes[1] == 0 else (16, 48), 2)
     dy = normal((32, 16), 3)
@@ -243,7 +250,7 @@ def test_vmap_of_linear_and_its_gradients(axes):
     assert_vmap_is_a_loop(f, (x, w), axes)
 
 
-def test_gradient_of_vmap_sums_over_a_shared_weight():
+def test_gradient_of_vmap_sums_over_a_shared_weight(cpu):
     x, w = normal((SIZE, 32, 48), 1, "fp32"), normal((16, 48), 2, "fp32")
     loss = lambda w, x: jnp.sum(linear(x, w) ** 2)  # noqa: E731
     got = jax.grad(lambda w: jnp.sum(jax.vmap(loss, (None, 0))(w, x)))(w)
@@ -277,6 +284,13 @@ def test_64_bit_mode_changes_no_bit(native, f):
     want = f(x)
     with jax.enable_x64(True):
         assert_same_tensor(f(x), want)
+
+
+def test_a_python_amax_in_64_bit_mode(native):
+    x = normal((32, 48))
+    want = quantize(x, amax=2.0), jnvfp4.fake_quant(x, amax=2.0)
+    with jax.enable_x64(True):
+        assert_same_tensor((quantize(x, amax=2.0), jnvfp4.fake_quant(x, amax=2.0)), want)
 
 
 @every_operation
