@@ -14,8 +14,6 @@ def quantize(x: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
     scale = jnp.minimum(block_amax * (encode * (1 / 6)), 448.0).astype(jnp.float8_e4m3fn)
     scaled = blocks / (scale.astype(jnp.float32) / encode)[..., None]
     magnitude = jnp.abs(scaled)
-    codes = sum(
-        ((magnitude >= t) if i % 2 else (magnitude > t)).astype(jnp.uint8) for i, t in enumerate(TIES)
-    )
+    codes = sum(((magnitude >= t) if i % 2 else (magnitude > t)).astype(jnp.uint8) for i, t in enumerate(TIES))
     codes = (codes | (jnp.signbit(scaled).astype(jnp.uint8) << 3)).reshape(x.shape)
     return codes[..., 0::2] | codes[..., 1::2] << 4, scale

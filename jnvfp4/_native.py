@@ -45,9 +45,7 @@ def _load(name: str) -> ModuleType | None:
 def _runtime_ffi_api() -> tuple[int, int]:
     """The XLA FFI version of the running jaxlib; only its headers say it."""
     header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
-    major, minor = (
-        int(re.findall(rf"#define XLA_FFI_API_{part} (\d+)", header)[0]) for part in ("MAJOR", "MINOR")
-    )
+    major, minor = (int(re.findall(rf"#define XLA_FFI_API_{part} (\d+)", header)[0]) for part in ("MAJOR", "MINOR"))
     return major, minor
 
 

@@ -20,9 +20,7 @@ def _check_pair(field: str, pair: object, first: str, second: str, first_optiona
 def _check_rotation(field: str, pair: tuple[QuantSpec | None, QuantSpec]) -> None:
     rotated = [spec is not None and spec.format.rht for spec in pair]
     if rotated[0] != rotated[1]:
-        raise ValueError(
-            f"Recipe: {field} operands must both be rotated (format.rht) or neither, got {pair!r}"
-        )
+        raise ValueError(f"Recipe: {field} operands must both be rotated (format.rht) or neither, got {pair!r}")
 
 
 @dataclass(frozen=True)
@@ -47,9 +45,7 @@ class Recipe:
             if pair is None or pair == "dequantized":
                 continue
             if isinstance(pair, str):
-                raise ValueError(
-                    f'Recipe: {field} must be a pair of specs, None or "dequantized", got {pair!r}'
-                )
+                raise ValueError(f'Recipe: {field} must be a pair of specs, None or "dequantized", got {pair!r}')
             _check_pair(field, pair, "dy", second, first_optional=False)
             _check_rotation(field, pair)
 

@@ -79,7 +79,7 @@ def e2m1_twice(code: jax.Array) -> jax.Array:
 
 # ---------------------------------------------------------------- scales
 def encode_scale(amax: Bits, e4m3_max: int) -> Bits:
-    """S_enc = min(6 * e4m3_max / amax, FLT_MAX); 1 for a zero or infinite amax. NaN stays; the sign of amax is ignored."""
+    """S_enc = min(6 * e4m3_max / amax, FLT_MAX); 1 for a zero or infinite amax. NaN stays, the sign is ignored."""
     amax = amax & ABS
     s = clamp_max(div(constant(6.0 * e4m3_max), amax))
     return jnp.where((amax == 0) | (s == 0), ONE, s)
@@ -178,9 +178,7 @@ def quantize(
     return data, lax.bitcast_convert_type(scale, jnp.float8_e4m3fn), amax
 
 
-def dequantize(
-    data: jax.Array, scale: jax.Array, amax: jax.Array, e4m3_max: int, dtype=jnp.float32
-) -> jax.Array:
+def dequantize(data: jax.Array, scale: jax.Array, amax: jax.Array, e4m3_max: int, dtype=jnp.float32) -> jax.Array:
     """-> [..., M, K] of ``dtype``. See ``jnvfp4.dequantize``."""
     factor = dequantize_factor(_scale_bytes(scale), per_row(to_bits(amax), data.ndim), e4m3_max)
     codes = unpack_codes(data)

@@ -43,9 +43,7 @@ def _platform_reason(device: jax.Device) -> str | None:
     name = "cuda" if device.platform == "gpu" else device.platform
     if not _native.available(name):
         built = ", ".join(sorted(_native.extensions()))
-        return (
-            f'no native kernels for platform "{name}" in this build (built: {built}); the reference is used'
-        )
+        return f'no native kernels for platform "{name}" in this build (built: {built}); the reference is used'
     if name == "cuda" and (capability := _compute_capability(device)) < MIN_COMPUTE_CAPABILITY:
         return f"compute capability {capability} is below the supported {MIN_COMPUTE_CAPABILITY}"
     return None
@@ -61,9 +59,7 @@ def doctor() -> bool:
     extensions = _native.extensions()
     print(f"jnvfp4   {_version()}  (sources {extensions['cpu'].source_hash})")
     print(f"python   {platform.python_version()}  jax {jax.__version__}  jaxlib {jaxlib.__version__}")
-    print(
-        f"ffi      built with {_dotted(extensions['cpu'].ffi_api)}, running {_dotted(_native._runtime_ffi_api())}"
-    )
+    print(f"ffi      built with {_dotted(extensions['cpu'].ffi_api)}, running {_dotted(_native._runtime_ffi_api())}")
     print(f"cpu      kernels for {extensions['cpu'].isa()}")
     cuda = extensions.get("cuda")
     print(f"cuda     {'built for ' + cuda.built_for if cuda else 'not built'}")
@@ -121,9 +117,7 @@ def _check_device(device: jax.Device) -> Iterator[tuple[str, str, str]]:
     yield check("dequantize", lambda i: dequantize(quantize(x), implementation=i))
     exact = quantize(np.round(np.clip(x.astype(np.float32), -2, 2)), NVFP4)  # sums exact in any order
     yield check("matmul_nt", lambda i: matmul_nt(exact, exact, implementation=i))
-    yield check(
-        "matmul_nt weight-only", lambda i: matmul_nt(jnp.round(jnp.asarray(x)), exact, implementation=i)
-    )
+    yield check("matmul_nt weight-only", lambda i: matmul_nt(jnp.round(jnp.asarray(x)), exact, implementation=i))
 
 
 def _compare(native: object, reference: object) -> str:

@@ -8,10 +8,10 @@ import os
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-from dataclasses import dataclass  # noqa: E402
+from dataclasses import dataclass
 
-import jax  # noqa: E402
-import pytest  # noqa: E402
+import jax
+import pytest
 
 REQUIRED = frozenset(filter(None, os.environ.get("JNVFP4_REQUIRE", "").split(",")))
 

@@ -91,8 +91,8 @@ def run(f, *args) -> tuple:
 
 
 def is_maximum(shape: str) -> bool:
-    """Whether a collective of this type can only be that of amax bits: integer scalars."""
-    return re.sub(r"u(16|32)\[\]|[(), ]", "", shape) == ""
+    """Whether a collective of this type can only be that of amax bits: a few integers, combined or not."""
+    return re.sub(r"u(16|32)\[\d?\]|[(), ]", "", shape) == ""
 
 
 def assert_scalar_maxima(found, mesh, entries):

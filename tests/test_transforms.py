@@ -364,7 +364,8 @@ def test_stop_gradient_makes_a_constant():
 
 def test_a_captured_tensor_is_a_constant():
     t = quantize(normal((16, 32)))
-    grad = jax.grad(lambda x: jnp.sum(x @ dequantize(t).T))(jnp.ones((4, 32)))
+    with jax.default_matmul_precision("highest"):
+        grad = jax.grad(lambda x: jnp.sum(x @ dequantize(t).T))(jnp.ones((4, 32)))
     np.testing.assert_allclose(grad, np.broadcast_to(dequantize(t).sum(0), (4, 32)), rtol=1e-6)
 
 

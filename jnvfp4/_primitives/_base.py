@@ -4,7 +4,6 @@ A primitive's lowering is a ``custom_partitioning`` function whose body runs on 
 call of the platform, or the reference. docs/ffi.md says why each part is needed.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -166,7 +165,7 @@ def make_primitive(
         # custom_partitioning has no mesh inside a manual region: the block is local there anyway.
         manual = any(AxisType.Manual in aval.sharding.mesh.axis_types for aval in ctx.avals_in)
         body = one_device if manual or backend == "empty" else partitioned
-        return mlir.lower_fun(body, multiple_results=True)(_with_mesh(ctx), *operands)
+        return mlir.lower_fun(body, multiple_results=True)(_compat.with_mesh(ctx), *operands)
 
     mlir.register_lowering(primitive, functools.partial(lower, None))
     for platform in _native.extensions():
@@ -183,15 +182,6 @@ def _off_mesh(body: Body) -> Body:
             return body(*operands)
 
     return local_body
-
-
-def _with_mesh(ctx: Any) -> Any:
-    """Tells custom_partitioning of the mesh of ``jax.set_mesh``, where no sharding of the jit arguments names it."""
-    axes, mesh = ctx.module_context.axis_context, jax.sharding.get_abstract_mesh()
-    if getattr(axes, "abstract_mesh", mesh) is not None or mesh.empty or mesh.size != axes.num_devices:
-        return ctx
-    axes = dataclasses.replace(axes, abstract_mesh=mesh)
-    return ctx.replace(module_context=ctx.module_context.replace(axis_context=axes))
 
 
 def _key(params: dict[str, Any]) -> tuple:
