@@ -27,13 +27,14 @@ def main() -> None:
     parser.add_argument("suite", choices=sorted(SUITES))
     parser.add_argument("--cases", help="comma-separated case names; all that fit the device by default")
     parser.add_argument("--json", type=pathlib.Path, help="where to write the result")
+    parser.add_argument("--commit", help="what to record as the commit, outside a git checkout")
     args = parser.parse_args()
     rows = SUITES[args.suite](args.cases.split(",") if args.cases else None)
     print(table(rows))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(
-            json.dumps({"suite": args.suite, "environment": environment(), "rows": rows}, indent=1) + "\n"
+            json.dumps({"suite": args.suite, "environment": environment(args.commit), "rows": rows}, indent=1) + "\n"
         )
 
 

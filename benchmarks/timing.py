@@ -49,8 +49,8 @@ def time_calls(f: Callable, inputs: Sequence[tuple], samples: int = 15, budget_s
     return Timing(statistics.median(times), times[len(times) // 5], times[-1 - len(times) // 5])
 
 
-def environment() -> dict[str, Any]:
-    """Hardware, versions and commit of a result."""
+def environment(commit: str | None = None) -> dict[str, Any]:
+    """Hardware, versions and commit of a result; ``commit`` where there is no git checkout to ask."""
     device = jax.devices()[0]
     return {
         "device": device.device_kind if device.platform != "cpu" else platform.processor() or _cpu_name(),
@@ -59,7 +59,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jnvfp4": jnvfp4.__version__,
-        "commit": _output("git", "rev-parse", "--short", "HEAD"),
+        "commit": commit or _output("git", "rev-parse", "--short", "HEAD"),
         "cpus": len(_affinity()),
     }
 

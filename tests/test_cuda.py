@@ -75,9 +75,12 @@ for one, two in zip(jax.tree.leaves(eager), jax.tree.leaves(first[:2])):
 
 
 def test_cuda_graphs(gpu, tmp_path):
-    """The kernels recorded in XLA command buffers: the dumped program has them inside one."""
+    """The kernels recorded in XLA command buffers: the dumped plan has them all inside one."""
     flags = "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
     env = {**os.environ, "XLA_FLAGS": f"{flags} --xla_dump_to={tmp_path} --xla_dump_hlo_as_text"}
     subprocess.run([sys.executable, "-c", GRAPH_SCRIPT], env=env, check=True, cwd=tmp_path)
-    dumps = [p.read_text() for p in pathlib.Path(tmp_path).glob("*jit_step*.txt")]
-    assert any("command_buffer" in text and "nvfp4_quantize" in text for text in dumps)
+    (plan,) = (p.read_text() for p in pathlib.Path(tmp_path).glob("*jit_step.thunk_sequence_after_thunk_passes.txt"))
+    calls = [line for line in plan.splitlines() if "kCustomCall" in line]
+    assert "kCommandBuffer" in plan
+    assert calls
+    assert all(line.startswith(" ") for line in calls), plan  # indented: inside the command buffer
