@@ -11,7 +11,7 @@ GEMMs. In both runs the attention scores, norms, embeddings and the output head 
 residual stream is bfloat16, and the weights and the optimizer are float32.
 
 Expect one to two minutes on two CPU cores. The loss (nats per byte) falls from 5.5 to about 1.9, and the final
-validation loss in NVFP4 is one or two percent above that in bfloat16. On a GPU the preset is a 12-layer model. A
+validation loss in NVFP4 is one to four percent above that in bfloat16. On a GPU the preset is a 12-layer model. A
 progress bar and a table show the losses; ``--out`` receives them as ``loss.png`` and ``metrics.json``.
 """
 
