@@ -163,7 +163,7 @@ JNVFP4_HD float e2m1_decode(uint32_t code) {
 }
 
 // Twice the E2M1 value, an integer: 0 1 2 3 4 6 8 12. Block dot products are exact in it.
-JNVFP4_HD int32_t e2m1_twice(uint32_t code) {
+JNVFP4_HD constexpr int32_t e2m1_twice(uint32_t code) {
   const uint32_t k = code & 7u;
   const int32_t m = static_cast<int32_t>(k < 4u ? k : (2u + (k & 1u)) << (k / 2u - 1u));
   return code & 8u ? -m : m;

@@ -1,6 +1,6 @@
 // dequantize on the CPU: one block at a time.
 #include "../check.h"
-#include "../numerics.h"
+#include "../types.h"
 #include "parallel.h"
 
 namespace jnvfp4 {
@@ -13,19 +13,6 @@ struct Args {
   void* out;
   int64_t blocks_per_amax;
   float e4m3_max;
-};
-
-struct StoreF32 {
-  using Stored = float;
-  static JNVFP4_HD float store(float v) { return f32_encode(v); }
-};
-struct StoreBf16 {
-  using Stored = uint16_t;
-  static JNVFP4_HD uint16_t store(float v) { return bf16_encode(v); }
-};
-struct StoreF16 {
-  using Stored = uint16_t;
-  static JNVFP4_HD uint16_t store(float v) { return f16_encode(v); }
 };
 
 template <class St>
@@ -79,9 +66,8 @@ ffi::Error dequantize_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> data, ffi:
   const Args args{data.typed_data(), static_cast<const uint8_t*>(scale.untyped_data()),
                   amax.typed_data(), out->untyped_data(),
                   blocks_per_amax,   static_cast<float>(e4m3_max)};
-  const Blocks kernel = kind == Float::kF32    ? kernel_for<StoreF32>(isa())
-                        : kind == Float::kBf16 ? kernel_for<StoreBf16>(isa())
-                                               : kernel_for<StoreF16>(isa());
+  Blocks kernel = nullptr;
+  with_float(kind, [&](auto t) { kernel = kernel_for<decltype(t)>(isa()); });
   parallel_for(pool, blocks, 4096, [&](int64_t b, int64_t e) { kernel(args, b, e); });
   return ffi::Error::Success();
 }

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "../check.h"
-#include "../numerics.h"
+#include "../types.h"
 #include "parallel.h"
 
 namespace jnvfp4 {
@@ -35,17 +35,12 @@ struct Args {
 };
 
 // ---------------------------------------------------------------- unpacking
-constexpr int32_t twice(uint32_t code) {
-  constexpr int32_t magnitude[8] = {0, 1, 2, 3, 4, 6, 8, 12};
-  return code & 8u ? -magnitude[code & 7u] : magnitude[code & 7u];
-}
-
 // Two codes of a byte as two bytes of twice their value, plus `offset` each.
 constexpr std::array<uint16_t, 256> make_pairs(int32_t offset) {
   std::array<uint16_t, 256> t{};
   for (uint32_t i = 0; i < 256; ++i)
-    t[i] = static_cast<uint16_t>((static_cast<uint32_t>(twice(i & 15u) + offset) & 0xffu) |
-                                 (static_cast<uint32_t>(twice(i >> 4) + offset) & 0xffu) << 8);
+    t[i] = static_cast<uint16_t>((static_cast<uint32_t>(e2m1_twice(i & 15u) + offset) & 0xffu) |
+                                 (static_cast<uint32_t>(e2m1_twice(i >> 4) + offset) & 0xffu) << 8);
   return t;
 }
 constexpr int32_t kOffset = 12;  // makes the right operand unsigned, as the byte dot instructions want
@@ -227,11 +222,6 @@ void sum_blocks_rows(const Left& l, const PanelInt& p, int64_t first_block, int6
   }
 }
 
-JNVFP4_HD float load_16bit(const Args& g, int64_t i) {
-  const uint16_t h = static_cast<const uint16_t*>(g.a)[i];
-  return g.a_kind == Float::kBf16 ? bf16_decode(h) : f16_decode(h);
-}
-
 // y = fl(y + fl(a * w)), k ascending. Not fused: a product that overflows is infinite.
 using Lanes = float __attribute__((vector_size(64)));
 
@@ -283,20 +273,10 @@ void sum_elements_rows(const float* a, const PanelFloat& p, int64_t d, int rows,
 
 // ---------------------------------------------------------------- one task: rows x one panel
 void store(const Args& g, int64_t i, float v) {
-  switch (g.out_kind) {
-    case Float::kF32: static_cast<float*>(g.out)[i] = f32_encode(v); return;
-    case Float::kBf16: static_cast<uint16_t*>(g.out)[i] = bf16_encode(v); return;
-    case Float::kF16: static_cast<uint16_t*>(g.out)[i] = f16_encode(v); return;
-  }
-}
-
-float load_bias(const Args& g, int64_t n) {
-  switch (g.bias_kind) {
-    case Float::kF32: return static_cast<const float*>(g.bias)[n];
-    case Float::kBf16: return bf16_decode(static_cast<const uint16_t*>(g.bias)[n]);
-    case Float::kF16: return f16_decode(static_cast<const uint16_t*>(g.bias)[n]);
-  }
-  return 0.0f;
+  with_float(g.out_kind, [&](auto t) {
+    using T = decltype(t);
+    static_cast<typename T::Stored*>(g.out)[i] = T::store(v);
+  });
 }
 
 void finish(const Args& g, int64_t batch, int64_t row, int64_t col, int rows, int count, const Sums& y) {
@@ -306,7 +286,7 @@ void finish(const Args& g, int64_t batch, int64_t row, int64_t col, int rows, in
       const float b_amax = g.b_amax[(batch * g.cols + col + n) / g.b_rows_per_amax];
       const float alpha = g.a_scale ? alpha_w4a4(g.a_amax[a_row / g.a_rows_per_amax], b_amax, g.a_max, g.b_max)
                                     : alpha_w4a16(b_amax, g.b_max);
-      const float bias = g.bias ? load_bias(g, col + n) : 0.0f;
+      const float bias = g.bias ? load_float(g.bias, g.bias_kind, col + n) : 0.0f;
       store(g, a_row * g.cols + col + n, gemm_epilogue(y[r][n], alpha, bias, g.bias != nullptr));
     }
   }
@@ -332,7 +312,7 @@ void run_task(const Args& g, const Left& left, int64_t task) {
     if (g.a_scale) {
       sum_blocks_rows(left, ints, a_row * blocks, blocks, rows, y);
     } else {
-      for (int64_t i = 0; i < rows * g.depth; ++i) a[i] = load_16bit(g, a_row * g.depth + i);
+      for (int64_t i = 0; i < rows * g.depth; ++i) a[i] = load_float(g.a, g.a_kind, a_row * g.depth + i);
       sum_elements_rows(a.data(), floats, g.depth, rows, y);
     }
     finish(g, batch, row, col, rows, count, y);

@@ -1,23 +1,10 @@
 // quantize on the CPU: tiles of up to 16 rows x 16 columns, one block a row.
 #include "../check.h"
-#include "../numerics.h"
+#include "../types.h"
 #include "parallel.h"
 
 namespace jnvfp4 {
 namespace {
-
-struct LoadF32 {
-  using Stored = float;
-  static JNVFP4_HD float load(float v) { return v; }
-};
-struct LoadBf16 {
-  using Stored = uint16_t;
-  static JNVFP4_HD float load(uint16_t v) { return bf16_decode(v); }
-};
-struct LoadF16 {
-  using Stored = uint16_t;
-  static JNVFP4_HD float load(uint16_t v) { return f16_decode(v); }
-};
 
 struct Args {
   const void* x;
@@ -172,12 +159,9 @@ struct Kernels {
 
 template <class S>
 Kernels kernels_for(Float kind) {
-  switch (kind) {
-    case Float::kF32: return {quantize_for<S, LoadF32>(isa()), amax_for<LoadF32>(isa())};
-    case Float::kBf16: return {quantize_for<S, LoadBf16>(isa()), amax_for<LoadBf16>(isa())};
-    case Float::kF16: return {quantize_for<S, LoadF16>(isa()), amax_for<LoadF16>(isa())};
-  }
-  return {};
+  Kernels k;
+  with_float(kind, [&](auto t) { k = {quantize_for<S, decltype(t)>(isa()), amax_for<decltype(t)>(isa())}; });
+  return k;
 }
 
 // `found` is where a per-row amax goes when none is given.

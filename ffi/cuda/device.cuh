@@ -6,38 +6,11 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "../numerics.h"
-#include "../spec.h"
+#include "../types.h"
 
 namespace jnvfp4 {
 
 constexpr int kThreads = 256;
-
-// Storage types by their bits; conversions in both directions are those of numerics.h.
-struct F32 {
-  using Stored = uint32_t;
-  static __device__ __forceinline__ float load(uint32_t v) { return float_of(v); }
-  static __device__ __forceinline__ uint32_t store(float v) { return bits_of(f32_encode(v)); }
-};
-struct Bf16 {
-  using Stored = uint16_t;
-  static __device__ __forceinline__ float load(uint16_t v) { return bf16_decode(v); }
-  static __device__ __forceinline__ uint16_t store(float v) { return bf16_encode(v); }
-};
-struct F16 {
-  using Stored = uint16_t;
-  static __device__ __forceinline__ float load(uint16_t v) { return f16_decode(v); }
-  static __device__ __forceinline__ uint16_t store(float v) { return f16_encode(v); }
-};
-
-template <class F>
-void with_float(Float kind, F&& f) {
-  switch (kind) {
-    case Float::kF32: return f(F32{});
-    case Float::kBf16: return f(Bf16{});
-    case Float::kF16: return f(F16{});
-  }
-}
 
 // 16 consecutive elements as 16-byte words.
 template <class T>

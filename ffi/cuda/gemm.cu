@@ -23,15 +23,6 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(DecodeArgs a) {
   }
 }
 
-__device__ __forceinline__ float load_bias(const EpilogueArgs& a, int64_t n) {
-  switch (a.bias_kind) {
-    case Float::kF32: return static_cast<const float*>(a.bias)[n];
-    case Float::kBf16: return bf16_decode(static_cast<const uint16_t*>(a.bias)[n]);
-    case Float::kF16: return f16_decode(static_cast<const uint16_t*>(a.bias)[n]);
-  }
-  return 0.0f;
-}
-
 __device__ __forceinline__ float alpha_of(const EpilogueArgs& a, float a_amax, float b_amax) {
   return a.a_max == 0.0f ? alpha_w4a16(b_amax, a.b_max) : alpha_w4a4(a_amax, b_amax, a.a_max, a.b_max);
 }
@@ -53,7 +44,8 @@ __device__ __forceinline__ void finish_row(const EpilogueArgs& a, int64_t row, i
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     if (i && a.b_stride.per_row) alpha = alpha_of(a, a_amax, b_amax[col + i]);
-    out[i] = T::store(gemm_epilogue(y[i], alpha, a.bias ? load_bias(a, col + i) : 0.0f, a.bias != nullptr));
+    out[i] = T::store(
+        gemm_epilogue(y[i], alpha, a.bias ? load_float(a.bias, a.bias_kind, col + i) : 0.0f, a.bias != nullptr));
   }
   auto* p = static_cast<Stored*>(a.out) + row * a.cols + col;
   if constexpr (kVector == 4 && sizeof(Stored) == 2) {
