@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 
@@ -60,6 +61,20 @@ std::string shape_of(const B& buffer) {
   return s + ")";
 }
 
+// An error text if `buffer` does not hold `count` elements, or empty.
+template <class B>
+std::string check_count(std::string_view name, const B& buffer, int64_t count) {
+  if (static_cast<int64_t>(buffer.element_count()) == count) return {};
+  return std::string(name) + " must hold " + std::to_string(count) + " elements, got " + shape_of(buffer);
+}
+
+// The first text that is not empty.
+inline std::string first_of(std::initializer_list<std::string> errors) {
+  for (const std::string& e : errors)
+    if (!e.empty()) return e;
+  return {};
+}
+
 inline bool float_kind(ffi::DataType t, Float* out) {
   if (t == ffi::DataType::F32)
     *out = Float::kF32;
@@ -93,7 +108,8 @@ bool split_dims(const Dims& dims, int64_t* batch, int64_t* rows, int64_t* cols) 
 
 // Fills `shape` from x, transposed or not; an error text, or empty.
 template <class B>
-std::string quant_shape(const B& x, int64_t amax_count, bool transposed, const KernelSpec& spec, QuantShape* shape) {
+std::string quant_shape(const B& x, const B& data, const B& scale, int64_t amax_count, bool transposed,
+                        const KernelSpec& spec, QuantShape* shape) {
   int64_t batch, rows, cols;
   if (!split_dims(x.dimensions(), &batch, &rows, &cols)) return "x must have rank 2 or more, got " + shape_of(x);
   if (transposed) std::swap(rows, cols);
@@ -103,20 +119,20 @@ std::string quant_shape(const B& x, int64_t amax_count, bool transposed, const K
   const int64_t per = rows_per_amax(batch, rows, amax_count);
   if (!per) return "amax has " + std::to_string(amax_count) + " elements, which does not fit x " + shape_of(x);
   *shape = {batch, rows, cols, per, transposed};
-  return {};
+  const int64_t blocks = batch * rows * cols / 16;
+  return first_of({check_count("data", data, blocks * 8), check_count("scale", scale, blocks)});
 }
 
 // The number of blocks and how many share an amax; an error text, or empty.
 template <class D, class S, class A>
-std::string dequantize_shape(const D& data, const S& scale, const A& amax, int64_t* blocks, int64_t* blocks_per_amax) {
+std::string dequantize_shape(const D& data, const S& scale, const A& amax, const S& out, int64_t* blocks,
+                             int64_t* blocks_per_amax) {
   int64_t batch, rows, cols;
   if (!split_dims(scale.dimensions(), &batch, &rows, &cols)) return "scale must have rank 2 or more";
   const int64_t per = rows_per_amax(batch, rows, static_cast<int64_t>(amax.element_count()));
   if (!per) return "amax " + shape_of(amax) + " does not fit scale " + shape_of(scale);
   *blocks = batch * rows * cols, *blocks_per_amax = per * cols;
-  if (static_cast<int64_t>(data.element_count()) != *blocks * 8)
-    return "data " + shape_of(data) + " does not fit scale " + shape_of(scale);
-  return {};
+  return first_of({check_count("data", data, *blocks * 8), check_count("out", out, *blocks * 16)});
 }
 
 }  // namespace jnvfp4

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ._primitives._base import match_varying
+from ._primitives._base import match_varying, spec_of
+from ._primitives.quantize import INPUT_DTYPES
 from .ops import Implementation, _array, as_amax, dequantize, matmul_nt, quantize
 from .recipe import DEFAULT, Recipe
 from .spec import BLOCK, NVFP4, QuantSpec, unsupported_reason
@@ -54,18 +55,39 @@ def _linear(op: str, x: Any, w: Any, recipe: Recipe, bias: Any, key: jax.Array |
             if spec is not None and (reason := unsupported_reason(spec)):
                 raise NotImplementedError(f"{op}: recipe.{field}: {reason}")
     x, w = _array(op, "x", x), _array(op, "w", w)
+    bias = None if bias is None else _array(op, "bias", bias)
+    _check_dtypes(op, x, w, bias, recipe)
     if w.ndim != 2:
         raise ValueError(f"{op}: w must have rank 2, [N, K], got w.shape={w.shape}")
     if x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"{op}: x and w must have the same last axis K, got x.shape={x.shape}, w.shape={w.shape}")
+    if bias is not None and bias.shape != w.shape[:1]:
+        raise ValueError(f"{op}: bias must have shape (N,)={w.shape[:1]}, got {bias.shape}")
     _check_contractions(op, w.shape, recipe)
-    operands = [x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w] + (
-        [] if bias is None else [_array(op, "bias", bias)]
-    )
+    _check_flattening(op, x)
+    operands = [x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w] + ([] if bias is None else [bias])
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
     x2, w, *rest = match_varying(*operands)
     y = _linear2d(x2, w, rest[0] if rest else None, recipe, jnp.dtype(out_dtype or x.dtype))
     return y.reshape(*x.shape[:-1], w.shape[0])
+
+
+def _check_dtypes(op: str, x: jax.Array, w: jax.Array, bias: jax.Array | None, recipe: Recipe) -> None:
+    for name, value in (("x", x), ("w", w), ("bias", bias)):
+        if value is not None and value.dtype not in INPUT_DTYPES:
+            raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16, got {value.dtype}")
+    if recipe.fprop[0] is None and x.dtype == jnp.float32:
+        raise TypeError(f"{op}: x must be bfloat16 or float16 for a weight-only recipe, got {x.dtype}")
+
+
+def _check_flattening(op: str, x: jax.Array) -> None:
+    """On an Explicit mesh only the first axis of those that become tokens may be sharded."""
+    inner = spec_of(jax.typeof(x))[1:-1]
+    if any(entry is not None for entry in inner):
+        raise ValueError(
+            f"{op}: of the leading axes of x only the first may be sharded on an Explicit mesh, since they are "
+            f"flattened, got {jax.typeof(x)}; reshard x or flatten it yourself"
+        )
 
 
 def _check_contractions(op: str, w_shape: tuple[int, ...], recipe: Recipe) -> None:
@@ -153,7 +175,13 @@ def _high_precision(a: jax.Array, b: Any, dims: tuple[tuple[int, ...], tuple[int
     """A GEMM with an original or dequantized operand, accumulated in float32."""
     b = b if isinstance(b, jax.Array) else dequantize(b, a.dtype)
     common = jnp.promote_types(a.dtype, b.dtype)
-    product = lax.dot_general(a.astype(common), b.astype(common), (dims, ((), ())), preferred_element_type=jnp.float32)
+    product = lax.dot_general(
+        a.astype(common),
+        b.astype(common),
+        (dims, ((), ())),
+        precision=lax.Precision.HIGHEST,  # float32 operands stay float32, never TF32
+        preferred_element_type=jnp.float32,
+    )
     return product.astype(dtype)
 
 
@@ -269,5 +297,5 @@ def fake_quant(
 
     Args and errors as in ``quantize``. ``amax`` gets no gradient. For quantization-aware training.
     """
-    amax = None if amax is None else as_amax(amax)
+    amax = None if amax is None else as_amax("fake_quant", amax)
     return _fake_quant(_array("fake_quant", "x", x), spec, amax, key, implementation)

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from . import reference
@@ -21,12 +22,16 @@ ArrayLike = Any  # what jnp.asarray takes
 def _array(op: str, name: str, value: ArrayLike) -> jax.Array:
     if isinstance(value, NVFP4Tensor):
         raise TypeError(f"{op}: {name} must be an array, got an NVFP4Tensor")
-    return jnp.asarray(value)
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{op}: {name} must be an array, got {value!r}") from error
 
 
-def as_amax(amax: ArrayLike) -> jax.Array:
-    """An array that is not weakly typed; a Python number becomes float32."""
-    return jnp.asarray(amax, jnp.float32 if isinstance(amax, int | float) else None)
+def as_amax(op: str, amax: ArrayLike) -> jax.Array:
+    """A magnitude: the sign is cleared. A Python number becomes float32; other dtypes are the primitive's to refuse."""
+    amax = _array(op, "amax", np.float32(amax) if isinstance(amax, int | float) else amax)
+    return jnp.abs(lax.convert_element_type(amax, amax.dtype))  # convert: not weakly typed
 
 
 def _check_implementation(op: str, implementation: Implementation) -> None:
@@ -87,7 +92,7 @@ def quantize(
             data, scale, amax = bind(quantize_p, x, **params)
             return NVFP4Tensor(data, lax.bitcast_convert_type(scale, jnp.float8_e4m3fn), amax, spec.format)
         amax = _tensor_amax(x)
-    amax = as_amax(amax)
+    amax = as_amax("quantize", amax)
     data, scale = bind(quantize_p, x, amax, **params)
     return NVFP4Tensor(data, lax.bitcast_convert_type(scale, jnp.float8_e4m3fn), amax, spec.format)
 
@@ -190,7 +195,7 @@ def matmul_nt(
     if not isinstance(b, NVFP4Tensor):
         raise TypeError(f"matmul_nt: b must be an NVFP4Tensor, got {type(b).__name__}")
     quantized = isinstance(a, NVFP4Tensor)
-    operands = [a.data, a.scale, a.amax] if quantized else [jnp.asarray(a)]
+    operands = [a.data, a.scale, a.amax] if quantized else [_array("matmul_nt", "a", a)]
     operands += [b.data, b.scale, b.amax]
     if bias is not None:
         operands.append(_array("matmul_nt", "bias", bias))

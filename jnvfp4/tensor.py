@@ -10,7 +10,7 @@ from .spec import Format
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("data", "scale", "amax"), meta_fields=("format",))
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NVFP4Tensor:
     """An NVFP4 array of shape [..., M, K]: a pytree with ``format`` static.
 

@@ -327,7 +327,7 @@ LINEAR = {
         partial(linear, recipe=Recipe(fprop=(None, NVFP4_2D))),
         [a(8, 32), a(16, 32)],
         TypeError,
-        "must be bfloat16 or float16, got float32",
+        "linear: x must be bfloat16 or float16 for a weight-only recipe, got float32",
     ),
     "n_wgrad_2d": (
         partial(linear, recipe=Recipe(fprop=(NVFP4, NVFP4), dgrad=None, wgrad=(NVFP4_2D, NVFP4))),

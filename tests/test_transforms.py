@@ -455,3 +455,24 @@ def test_scan_over_layers_with_remat(native):
     layer = lambda h, w: jnp.tanh(linear(h, w, Recipe()))  # noqa: E731
     got = jax.jit(jax.grad(lambda ws: loss(ws, jax.checkpoint(layer, policy=SAVE))))(ws)
     assert_bitwise(got, jax.jit(jax.grad(lambda ws: loss(ws, layer)))(ws))
+
+
+def test_without_jit():
+    x = normal((16, 32))
+    with jax.disable_jit():
+        got = quantize(x), linear(x, x)
+    assert_same_tensor(got, (quantize(x), linear(x, x)))
+
+
+@pytest.mark.parametrize(
+    ("f", "shapes", "out"),
+    [
+        (lambda w: linear(jnp.ones((0, 16)), w), [(3, 16, 16)], (3, 0, 16)),
+        (linear, [(3, 4, 0), (3, 16, 0)], (3, 4, 16)),
+        (linear, [(0, 4, 16), (0, 16, 16)], (0, 4, 16)),
+    ],
+)
+def test_vmap_of_zero_sizes(f, shapes, out):
+    y = jax.vmap(f)(*(jnp.ones(shape) for shape in shapes))
+    assert y.shape == out
+    assert not np.any(np.asarray(y))

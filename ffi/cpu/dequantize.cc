@@ -58,7 +58,7 @@ Blocks kernel_for(Isa isa) {
 ffi::Error dequantize_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> data, ffi::AnyBuffer scale,
                            ffi::Buffer<ffi::F32> amax, ffi::Result<ffi::AnyBuffer> out, int32_t e4m3_max) {
   int64_t blocks, blocks_per_amax;
-  if (const std::string error = dequantize_shape(data, scale, amax, &blocks, &blocks_per_amax); !error.empty())
+  if (const std::string error = dequantize_shape(data, scale, amax, *out, &blocks, &blocks_per_amax); !error.empty())
     return invalid("dequantize", error);
   Float kind;
   if (!float_kind(out->element_type(), &kind))

@@ -4,6 +4,7 @@
 // Columns of the output are vector lanes, so the order along K is that of the rule whatever the vector
 // width. A panel of the right operand is unpacked once and used by many rows.
 #include <array>
+#include <new>
 #include <vector>
 
 #include "../check.h"
@@ -319,7 +320,7 @@ void run_task(const Args& g, const Left& left, int64_t task) {
   }
 }
 
-void run(ffi::ThreadPool& pool, const Args& g) {
+ffi::Error run(ffi::ThreadPool& pool, const Args& g) try {
   Left left;
   if (g.a_scale) {
     left.resize(g.batch * g.rows, g.depth);
@@ -329,6 +330,9 @@ void run(ffi::ThreadPool& pool, const Args& g) {
   parallel_for(pool, g.batch * panels * chunks, 1, [&](int64_t b, int64_t e) {
     for (int64_t task = b; task < e; ++task) run_task(g, left, task);
   });
+  return ffi::Error::Success();
+} catch (const std::bad_alloc&) {
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, "matmul_nt: no memory for the unpacked operands");
 }
 
 // ---------------------------------------------------------------- handler
@@ -357,11 +361,11 @@ std::string gemm_amax(const ffi::Buffer<ffi::F32>& amax, int64_t matrices, int64
 std::string gemm_outputs(const ffi::AnyBuffer& bias, ffi::AnyBuffer out, Args* g) {
   if (!float_kind(out.element_type(), &g->out_kind)) return "out must be float32, bfloat16 or float16";
   if (!float_kind(bias.element_type(), &g->bias_kind)) return "bias must be float32, bfloat16 or float16";
-  const int64_t count = static_cast<int64_t>(bias.element_count());
-  if (count != 0 && count != g->cols) return "bias must have N or no elements, got " + shape_of(bias);
-  g->bias = count ? bias.untyped_data() : nullptr;
+  const bool has_bias = bias.element_count() != 0;
+  g->bias = has_bias ? bias.untyped_data() : nullptr;
   g->out = out.untyped_data();
-  return {};
+  return first_of({has_bias ? check_count("bias", bias, g->cols) : std::string(),
+                   check_count("out", out, g->batch * g->rows * g->cols)});
 }
 
 // How many matrices the leading axes of `buffer` hold.
@@ -381,12 +385,14 @@ ffi::Error matmul_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> a, ffi::AnyBuf
   g.b = b.typed_data(), g.b_scale = static_cast<const uint8_t*>(b_scale.untyped_data()), g.b_amax = b_amax.typed_data();
   g.a_max = static_cast<float>(a_max), g.b_max = static_cast<float>(b_max);
   std::string error = gemm_shape(a, b, 2, &g);
+  if (error.empty())
+    error = first_of({check_count("a scale", a_scale, static_cast<int64_t>(a.element_count()) / 8),
+                      check_count("b scale", b_scale, static_cast<int64_t>(b.element_count()) / 8)});
   if (error.empty()) error = gemm_outputs(bias, *out, &g);
   if (error.empty()) error = gemm_amax(a_amax, matrices(a), g.batch, g.rows, &g.a_rows_per_amax);
   if (error.empty()) error = gemm_amax(b_amax, matrices(b), g.batch, g.cols, &g.b_rows_per_amax);
   if (!error.empty()) return invalid("matmul_nt", error);
-  run(pool, g);
-  return ffi::Error::Success();
+  return run(pool, g);
 }
 
 ffi::Error matmul_weight_only_impl(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::Buffer<ffi::U8> b,
@@ -399,11 +405,11 @@ ffi::Error matmul_weight_only_impl(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::
   if (!float_kind(a.element_type(), &g.a_kind) || g.a_kind == Float::kF32)
     return invalid("matmul_nt", "a must be bfloat16 or float16");
   std::string error = gemm_shape(a, b, 1, &g);
+  if (error.empty()) error = check_count("b scale", b_scale, static_cast<int64_t>(b.element_count()) / 8);
   if (error.empty()) error = gemm_outputs(bias, *out, &g);
   if (error.empty()) error = gemm_amax(b_amax, matrices(b), g.batch, g.cols, &g.b_rows_per_amax);
   if (!error.empty()) return invalid("matmul_nt", error);
-  run(pool, g);
-  return ffi::Error::Success();
+  return run(pool, g);
 }
 
 }  // namespace

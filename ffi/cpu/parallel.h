@@ -5,6 +5,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -13,8 +14,6 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#elif defined(__aarch64__)
-#include <cstdint>
 #endif
 
 namespace jnvfp4 {
@@ -76,7 +75,8 @@ inline bool use_isa(Isa wanted) {
 #endif
 
 // Runs f(begin, end) over [0, n) in pieces of `grain`. The calling thread takes pieces too and waits only
-// for pieces that were taken, so a pool whose threads are all busy cannot block it.
+// for pieces that were taken, so a pool whose threads are all busy cannot block it. An exception of f is thrown
+// again here, after all pieces.
 template <class F>
 void parallel_for(::xla::ffi::ThreadPool& pool, int64_t n, int64_t grain, const F& f) {
   grain = std::max<int64_t>(grain, 1);
@@ -92,13 +92,20 @@ void parallel_for(::xla::ffi::ThreadPool& pool, int64_t n, int64_t grain, const 
     std::mutex mutex;
     std::condition_variable all_done;
     int64_t done = 0;
+    std::exception_ptr error;
   };
   auto state = std::make_shared<State>();
   auto work = [state, pieces, grain, n, &f] {  // f is touched only while a piece is held
     KeepSubnormals guard;
     for (int64_t i; (i = state->next.fetch_add(1)) < pieces;) {
-      f(i * grain, std::min(n, (i + 1) * grain));
+      std::exception_ptr error;
+      try {
+        f(i * grain, std::min(n, (i + 1) * grain));
+      } catch (...) {
+        error = std::current_exception();
+      }
       std::lock_guard<std::mutex> lock(state->mutex);
+      if (error) state->error = error;
       if (++state->done == pieces) state->all_done.notify_all();
     }
   };
@@ -109,6 +116,7 @@ void parallel_for(::xla::ffi::ThreadPool& pool, int64_t n, int64_t grain, const 
   work();
   std::unique_lock<std::mutex> lock(state->mutex);
   state->all_done.wait(lock, [&] { return state->done == pieces; });
+  if (state->error) std::rethrow_exception(state->error);
 }
 
 }  // namespace jnvfp4

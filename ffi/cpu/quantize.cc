@@ -176,7 +176,7 @@ ffi::Error run(ffi::ThreadPool pool, const ffi::AnyBuffer& x, const float* amax,
             static_cast<uint8_t*>(scale.untyped_data()),
             {},
             static_cast<float>(attr.e4m3_max)};
-  const std::string error = quant_shape(x, amax_count, transpose, spec, &args.shape);
+  const std::string error = quant_shape(x, data, scale, amax_count, transpose, spec, &args.shape);
   if (!error.empty()) return invalid("quantize", error);
   Kernels kernels;
   if (!dispatch(spec, SupportedSpecs{}, [&](auto s) { kernels = kernels_for<decltype(s)>(kind); }))

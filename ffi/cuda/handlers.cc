@@ -35,7 +35,7 @@ ffi::Error run_quantize(cudaStream_t stream, const ffi::AnyBuffer& x, const floa
                     {},
                     static_cast<float>(attr.e4m3_max)};
   if (!float_kind(x.element_type(), &args.kind)) return invalid("quantize", "x must be float32, bfloat16 or float16");
-  const std::string error = quant_shape(x, amax_count, transpose, spec, &args.shape);
+  const std::string error = quant_shape(x, data, scale, amax_count, transpose, spec, &args.shape);
   if (!error.empty()) return invalid("quantize", error);
   cudaError_t status = cudaSuccess;
   if (!launch_quantize(args, spec, stream, &status)) return unsupported("quantize", attr);
@@ -59,7 +59,7 @@ ffi::Error quantize_find_amax_impl(cudaStream_t stream, ffi::AnyBuffer x, ffi::R
 ffi::Error dequantize_impl(cudaStream_t stream, ffi::Buffer<ffi::U8> data, ffi::AnyBuffer scale,
                            ffi::Buffer<ffi::F32> amax, ffi::Result<ffi::AnyBuffer> out, int32_t e4m3_max) {
   DequantizeArgs args{};
-  if (const std::string error = dequantize_shape(data, scale, amax, &args.blocks, &args.blocks_per_amax);
+  if (const std::string error = dequantize_shape(data, scale, amax, *out, &args.blocks, &args.blocks_per_amax);
       !error.empty())
     return invalid("dequantize", error);
   if (!float_kind(out->element_type(), &args.kind))
@@ -77,8 +77,9 @@ ffi::Error decode_impl(cudaStream_t stream, ffi::Buffer<ffi::U8> data, ffi::AnyB
                   out->untyped_data(),
                   {},
                   static_cast<int64_t>(scale.element_count())};
-  if (static_cast<int64_t>(data.element_count()) != args.blocks * 8)
-    return invalid("matmul_nt", "data " + shape_of(data) + " does not fit scale " + shape_of(scale));
+  const std::string error =
+      first_of({check_count("data", data, args.blocks * 8), check_count("out", *out, args.blocks * 16)});
+  if (!error.empty()) return invalid("matmul_nt", error);
   if (!float_kind(out->element_type(), &args.kind) || args.kind == Float::kF32)
     return invalid("matmul_nt", "operands decode to bfloat16 or float16");
   return launched("matmul_nt", launch_decode(args, stream));
@@ -90,6 +91,9 @@ ffi::Error epilogue_impl(cudaStream_t stream, ffi::Buffer<ffi::F32> y, ffi::Buff
   EpilogueArgs args{};
   if (!split_dims(y.dimensions(), &args.batch, &args.rows, &args.cols))
     return invalid("matmul_nt", "the product must have rank 2 or more");
+  const std::string error = first_of({check_count("out", *out, args.batch * args.rows * args.cols),
+                                      bias.element_count() ? check_count("bias", bias, args.cols) : std::string()});
+  if (!error.empty()) return invalid("matmul_nt", error);
   if (!amax_stride(a_amax, args.batch, args.rows, &args.a_stride) ||
       !amax_stride(b_amax, b_batched ? args.batch : 1, args.cols, &args.b_stride))
     return invalid("matmul_nt",

@@ -114,7 +114,11 @@ def make_primitive(
     def eager(params: tuple) -> Callable:
         return jax.jit(lambda *operands: primitive.bind(*operands, **dict(params)))
 
-    primitive.def_impl(lambda *operands, **params: eager(_key(params))(*operands))
+    def impl(*operands, **params):
+        with jax.disable_jit(False):  # there is nothing below jit: an eager call is a compiled one
+            return eager(_key(params))(*operands)
+
+    primitive.def_impl(impl)
     primitive.def_abstract_eval(lambda *avals, **params: list(abstract(*avals, **_static(params))))
     batching.primitive_batchers[primitive] = lambda args, dims, **params: batch(args, dims, **params)
     ad.primitive_jvps[primitive] = functools.partial(_no_derivative, name)
@@ -195,6 +199,7 @@ def _static(params: dict[str, Any]) -> dict[str, Any]:
 
 def _no_derivative(name: str, *_args: Any, **_params: Any) -> None:
     raise NotImplementedError(
-        f"{name} has no derivative: quantized values are integers. Differentiate jnvfp4.linear, "
-        "jnvfp4.dot_general or jnvfp4.fake_quant, or wrap the call in jax.lax.stop_gradient"
+        f"{name} has no derivative: quantized values are integers, and none is defined for an unquantized operand. "
+        "Differentiate jnvfp4.linear, jnvfp4.dot_general or jnvfp4.fake_quant, or wrap the call in "
+        "jax.lax.stop_gradient"
     )

@@ -3,6 +3,7 @@
 ``a`` is three operands (data, scale, amax), or one 16-bit array when ``a_format`` is None.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -143,11 +144,13 @@ def _cuda(ops: Operands, bias: jax.Array, a_max: int | None, b_max: int, result:
     weight = _decode(ops.b, dense.dtype)
     if weight.ndim == 2:
         batch: tuple[int, ...] = ()
-        dense = dense.reshape(-1, dense.shape[-1])
+        dense = dense.reshape(math.prod(dense.shape[:-1]), dense.shape[-1])
     else:
         batch = tuple(range(weight.ndim - 2))
     dims = (((dense.ndim - 1,), (weight.ndim - 1,)), (batch, batch))
-    y = lax.dot_general(dense, weight, dims, preferred_element_type=jnp.float32).reshape(result.shape)
+    # The precision is named, so that no jax.default_matmul_precision can change the products or their sum.
+    y = lax.dot_general(dense, weight, dims, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
+    y = y.reshape(result.shape)
     a_amax = jnp.ones((), jnp.float32) if a_max is None else ops.a[2]
     call = jax.ffi.ffi_call("nvfp4_epilogue", result)
     return call(
@@ -179,10 +182,11 @@ def _amax_per_row(amax: jax.Array, data_shape: tuple[int, ...]) -> jax.Array:
 def _merge_rows(parts: Sequence[jax.Array], keep: int) -> list[jax.Array]:
     """[keep..., others..., M, K] -> [keep..., others * M, K], for one dense array or three NVFP4 parts."""
     shape = parts[0].shape
-    merged = [p.reshape(*shape[:keep], -1, p.shape[-1]) for p in parts[:2]]
+    rows = math.prod(shape[keep:-1])
+    merged = [p.reshape(*shape[:keep], rows, p.shape[-1]) for p in parts[:2]]
     if len(parts) == 3:
         amax = parts[2]
-        merged.append(amax if amax.ndim == 0 else _amax_per_row(amax, shape).reshape(*shape[:keep], -1))
+        merged.append(amax if amax.ndim == 0 else _amax_per_row(amax, shape).reshape(*shape[:keep], rows))
     return merged
 
 
@@ -204,7 +208,7 @@ def _batch(args, dims, **params):
     params = {**params, "has_bias": False, "out_dtype": jnp.dtype(jnp.float32)}
     y, dim = _batch_products(size, ops._replace(bias=()), od._replace(bias=()), params)
     y, bias = jnp.moveaxis(y, dim, 0), jnp.moveaxis(ops.bias[0], od.bias[0], 0)
-    bias = bias.reshape(size, *(1,) * (y.ndim - 2), -1)
+    bias = bias.reshape(size, *(1,) * (y.ndim - 2), y.shape[-1])
     return [_finish(y, bias, out_dtype=out_dtype)], [0]
 
 
@@ -227,7 +231,7 @@ def _batch_products(size: int, ops: Operands, od: Operands, params: dict[str, An
     b = _move(size, ops.b, od.b)
     if b[0].ndim == 3 and not a_batched:  # the examples of b are more columns
         y = bind(ops.a, _merge_rows(b, 0), [jnp.tile(x, size) for x in ops.bias])
-        return y.reshape(*y.shape[:-1], size, -1), y.ndim - 1
+        return y.reshape(*y.shape[:-1], size, b[0].shape[-2]), y.ndim - 1
     a = _move(size, ops.a, od.a)
     if b[0].ndim > 3:
         return bind(a, b, ops.bias), 0
