@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import reference
+from . import reference, softfloat
 from ._primitives._base import bind
 from ._primitives.dequantize import dequantize_p
 from ._primitives.matmul import OUT_DTYPES, matmul_p
@@ -31,7 +31,9 @@ def _array(op: str, name: str, value: ArrayLike) -> jax.Array:
 def as_amax(op: str, amax: ArrayLike) -> jax.Array:
     """A magnitude: the sign is cleared. A Python number becomes float32; other dtypes are the primitive's to refuse."""
     amax = _array(op, "amax", np.float32(amax) if isinstance(amax, int | float) else amax)
-    return jnp.abs(lax.convert_element_type(amax, amax.dtype))  # convert: not weakly typed
+    if amax.dtype != jnp.float32:
+        return amax
+    return softfloat.from_bits(softfloat.to_bits(amax) & softfloat.ABS)  # a float abs may change a NaN
 
 
 def _check_implementation(op: str, implementation: Implementation) -> None:

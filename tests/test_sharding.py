@@ -515,7 +515,7 @@ def test_data_parallel_gradients_need_two_kinds_of_reduction(devices):
 
 
 def _plain(x, w):
-    return x @ w.T
+    return jnp.matmul(x, w.T, precision="highest")
 
 
 def _sharded_grads(devices, product):
