@@ -29,11 +29,14 @@ def _array(op: str, name: str, value: ArrayLike) -> jax.Array:
 
 
 def as_amax(op: str, amax: ArrayLike) -> jax.Array:
-    """A magnitude: the sign is cleared. A Python number becomes float32; other dtypes are the primitive's to refuse."""
+    """An array that is not weakly typed. A Python number becomes float32; other dtypes are the primitive's to refuse."""
     amax = _array(op, "amax", np.float32(amax) if isinstance(amax, int | float) else amax)
-    if amax.dtype != jnp.float32:
-        return amax
-    return softfloat.from_bits(softfloat.to_bits(amax) & softfloat.ABS)  # a float abs may change a NaN
+    return lax.convert_element_type(amax, amax.dtype)
+
+
+def _magnitude(amax: jax.Array) -> jax.Array:
+    """|amax|, on bits: a float abs may change a NaN."""
+    return softfloat.from_bits(softfloat.to_bits(amax) & softfloat.ABS)
 
 
 def _check_implementation(op: str, implementation: Implementation) -> None:
@@ -96,7 +99,7 @@ def quantize(
         amax = _tensor_amax(x)
     amax = as_amax("quantize", amax)
     data, scale = bind(quantize_p, x, amax, **params)
-    return NVFP4Tensor(data, lax.bitcast_convert_type(scale, jnp.float8_e4m3fn), amax, spec.format)
+    return NVFP4Tensor(data, lax.bitcast_convert_type(scale, jnp.float8_e4m3fn), _magnitude(amax), spec.format)
 
 
 def _tensor_amax(x: jax.Array) -> jax.Array:
