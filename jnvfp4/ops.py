@@ -29,7 +29,7 @@ def _array(op: str, name: str, value: ArrayLike) -> jax.Array:
 
 
 def as_amax(op: str, amax: ArrayLike) -> jax.Array:
-    """An array that is not weakly typed. A Python number becomes float32; other dtypes are the primitive's to refuse."""
+    """An array, not weakly typed. A Python number becomes float32; other dtypes are the primitive's to refuse."""
     amax = _array(op, "amax", np.float32(amax) if isinstance(amax, int | float) else amax)
     return lax.convert_element_type(amax, amax.dtype)
 
