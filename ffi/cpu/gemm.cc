@@ -313,7 +313,11 @@ void run_task(const Args& g, const Left& left, int64_t task) {
     if (g.a_scale) {
       sum_blocks_rows(left, ints, a_row * blocks, blocks, rows, y);
     } else {
-      for (int64_t i = 0; i < rows * g.depth; ++i) a[i] = load_float(g.a, g.a_kind, a_row * g.depth + i);
+      with_float(g.a_kind, [&](auto t) {
+        using T = decltype(t);
+        const auto* stored = static_cast<const typename T::Stored*>(g.a) + a_row * g.depth;
+        for (int64_t i = 0; i < rows * g.depth; ++i) a[i] = T::load(stored[i]);
+      });
       sum_elements_rows(a.data(), floats, g.depth, rows, y);
     }
     finish(g, batch, row, col, rows, count, y);
