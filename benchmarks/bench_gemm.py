@@ -40,8 +40,9 @@ def _bench_shape(name: str, m: int, n: int, k: int) -> list[dict[str, Any]]:
     ]
     w4a4 = [(jnvfp4.quantize(a), jnvfp4.quantize(b)) for a, b in dense]
     row_scaled = [(jnvfp4.quantize(a, jnvfp4.ROW_SCALED), jnvfp4.quantize(b)) for a, b in dense]
+    windows = [(jnvfp4.quantize(a, jnvfp4.WINDOW64), jnvfp4.quantize(b)) for a, b in dense]
     w4a16 = [(a.astype(jnp.bfloat16), q) for (a, _), (_, q) in zip(dense, w4a4, strict=True)]
-    jax.block_until_ready((w4a4, row_scaled, w4a16))
+    jax.block_until_ready((w4a4, row_scaled, windows, w4a16))
 
     def dot(a, b):
         return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
@@ -57,6 +58,7 @@ def _bench_shape(name: str, m: int, n: int, k: int) -> list[dict[str, Any]]:
     for what, f, args in (
         ("matmul_nt w4a4", matmul, w4a4),
         ("matmul_nt w4a4 row-scaled", matmul, row_scaled),
+        ("matmul_nt w4a4 window64", matmul, windows),
         ("matmul_nt w4a16", matmul, w4a16),
         ("dequantize + dot", decode_dot, w4a4),
     ):

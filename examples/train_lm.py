@@ -1,18 +1,21 @@
-"""Trains a byte-level language model twice, in bfloat16 and in NVFP4, and compares the losses.
+"""Trains a byte-level language model in bfloat16 and in NVFP4, and compares the losses.
 
     pip install ".[examples]"
     python examples/train_lm.py
     python examples/train_lm.py --recipe weight_only --steps 100 --out out/weight_only
+    python examples/train_lm.py --recipe pretrain,window64 --backward dequantized
+    python examples/train_lm.py --recipe all --out out/all
 
-The text is the source code of the running Python's standard library, so nothing is downloaded. Both runs start
+The text is the source code of the running Python's standard library, so nothing is downloaded. All runs start
 from the same weights and see the same batches. They differ in one function, the linear layers' product:
-``x @ w.T`` in bfloat16, or ``jnvfp4.linear``, which quantizes the operands of the forward and of both gradient
-GEMMs. In both runs the attention scores, norms, embeddings and the output head stay in bfloat16 or float32, the
-residual stream is bfloat16, and the weights and the optimizer are float32.
+``x @ w.T`` in bfloat16, or ``jnvfp4.linear``, which quantizes the operands of the GEMMs as the recipe says
+(docs/recipes.md). In every run the attention scores, norms, embeddings and the output head stay in bfloat16 or
+float32, the residual stream is bfloat16, and the weights and the optimizer are float32.
 
-Expect one to two minutes on two CPU cores. The loss (nats per byte) falls from 5.5 to about 1.9, and the final
-validation loss in NVFP4 is one to four percent above that in bfloat16. On a GPU the preset is a 12-layer model. A
-progress bar and a table show the losses; ``--out`` receives them as ``loss.png`` and ``metrics.json``.
+Expect one to two minutes for the default, bfloat16 and the pretraining recipe, on two CPU cores. The loss (nats per
+byte) falls from 5.5 to about 1.9, and the final validation loss in NVFP4 is one to four percent above that in
+bfloat16. On a GPU the preset is a 12-layer model. Progress bars and a table show the losses; ``--out`` receives them
+as ``loss.png`` and ``metrics.json``.
 """
 
 import argparse
@@ -37,19 +40,30 @@ from jax import Array
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 import jnvfp4
-from jnvfp4 import NVFP4_2D, ROW_SCALED, Recipe
+from jnvfp4 import Recipe, recipes
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 Tree = Any  # a nested dict of arrays
-Linear = Callable[[Array, Array], Array]  # x [..., K], w [N, K] -> [..., N]
+Linear = Callable[[Array, Array, Array], Array]  # x [..., K], w [N, K], key -> [..., N]
 
-RECIPES = {
-    "nvfp4": Recipe(),
-    "row_scaled_fprop": Recipe((ROW_SCALED, NVFP4_2D), "dequantized", "dequantized"),
-    "weight_only": Recipe((None, NVFP4_2D), "dequantized", "dequantized"),
+BASELINE = "bf16"
+RECIPES: dict[str, Callable[..., Recipe]] = {
+    "pretrain": recipes.pretrain,
+    "pretrain_no_rht": partial(recipes.pretrain, rht=False),
+    "pretrain_no_sr": partial(recipes.pretrain, stochastic_rounding=False),
+    "pretrain_no_rht_no_sr": partial(recipes.pretrain, rht=False, stochastic_rounding=False),
+    "pretrain_no_tiles": partial(recipes.pretrain, weight_tiles=False),
+    "row_scaled": recipes.row_scaled,
+    "four_over_six_weights": partial(recipes.four_over_six, "weights"),
+    "four_over_six_activations": partial(recipes.four_over_six, "activations"),
+    "four_over_six_all": partial(recipes.four_over_six, "all"),
+    "window64": recipes.window64,
+    "inference": recipes.inference,
+    "weight_only": partial(recipes.inference, weight_only=True),
 }
+WITHOUT_BACKWARD = ("inference", "weight_only")  # their gradients are in high precision
 
 
 @dataclass(frozen=True)
@@ -101,7 +115,7 @@ def windows(text: np.ndarray, starts: np.ndarray, seq: int) -> np.ndarray:
 
 
 def train_batch(text: np.ndarray, config: Config, seed: int, step: int) -> np.ndarray:
-    """A function of the seed and the step alone, so that both runs see the same bytes."""
+    """A function of the seed and the step alone, so that all runs see the same bytes."""
     starts = np.random.default_rng((seed, step)).integers(len(text) - config.seq, size=config.batch)
     return windows(text, starts, config.seq)
 
@@ -140,8 +154,12 @@ def init_params(key: Array, config: Config) -> Tree:
     }
 
 
-def bf16_linear(x: Array, w: Array) -> Array:
+def bf16_linear(x: Array, w: Array, key: Array) -> Array:
     return x @ w.astype(x.dtype).T
+
+
+def quantized_linear(recipe: Recipe) -> Linear:
+    return lambda x, w, key: jnvfp4.linear(x, w, recipe, key=key)
 
 
 def rms_norm(x: Array, gain: Array) -> Array:
@@ -150,35 +168,38 @@ def rms_norm(x: Array, gain: Array) -> Array:
     return (x32 * scale * gain).astype(x.dtype)
 
 
-def attention(x: Array, layer: Tree, linear: Linear, heads: int) -> Array:
+def attention(x: Array, layer: Tree, keys: Array, linear: Linear, heads: int) -> Array:
     batch, seq, width = x.shape
-    qkv = linear(x, layer["qkv"]).reshape(batch, seq, 3, heads, width // heads)
+    qkv = linear(x, layer["qkv"], keys[0]).reshape(batch, seq, 3, heads, width // heads)
     q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    return linear(mixed.reshape(x.shape), layer["attention_out"])
+    return linear(mixed.reshape(x.shape), layer["attention_out"], keys[1])
 
 
-def mlp(x: Array, layer: Tree, linear: Linear) -> Array:
-    return linear(jax.nn.gelu(linear(x, layer["mlp_up"])), layer["mlp_down"])
+def mlp(x: Array, layer: Tree, keys: Array, linear: Linear) -> Array:
+    return linear(jax.nn.gelu(linear(x, layer["mlp_up"], keys[0])), layer["mlp_down"], keys[1])
 
 
-def logits(params: Tree, tokens: Array, linear: Linear, heads: int) -> Array:
+def logits(params: Tree, tokens: Array, key: Array, linear: Linear, heads: int) -> Array:
     """[batch, seq, 256], float32."""
 
-    def block(x: Array, layer: Tree) -> tuple[Array, None]:
-        x = x + attention(rms_norm(x, layer["attention_norm"]), layer, linear, heads)
-        x = x + mlp(rms_norm(x, layer["mlp_norm"]), layer, linear)
+    def block(x: Array, layer_and_keys: tuple[Tree, Array]) -> tuple[Array, None]:
+        layer, keys = layer_and_keys
+        x = x + attention(rms_norm(x, layer["attention_norm"]), layer, keys[:2], linear, heads)
+        x = x + mlp(rms_norm(x, layer["mlp_norm"]), layer, keys[2:], linear)
         return x, None
 
     x = (params["embedding"][tokens] + params["position"]).astype(jnp.bfloat16)
-    x, _ = jax.lax.scan(block, x, params["layers"])
-    return bf16_linear(rms_norm(x, params["norm"]), params["head"]).astype(jnp.float32)
+    layers = params["layers"]
+    keys = jax.random.split(key, (len(layers["qkv"]), 4))  # one for each linear layer
+    x, _ = jax.lax.scan(block, x, (layers, keys))
+    return (rms_norm(x, params["norm"]) @ params["head"].astype(x.dtype).T).astype(jnp.float32)
 
 
-def loss_fn(params: Tree, batch: Array, linear: Linear, heads: int) -> Array:
-    """Mean cross entropy of the next byte, in nats."""
+def loss_fn(params: Tree, batch: Array, key: Array, linear: Linear, heads: int) -> Array:
+    """Mean cross entropy of the next byte, in nats. The key is for recipes that round stochastically."""
     tokens, targets = batch[:, :-1], batch[:, 1:].astype(jnp.int32)
-    log_probs = jax.nn.log_softmax(logits(params, tokens, linear, heads))
+    log_probs = jax.nn.log_softmax(logits(params, tokens, key, linear, heads))
     return -jnp.mean(jnp.take_along_axis(log_probs, targets[..., None], axis=-1))
 
 
@@ -232,10 +253,13 @@ class Curves:
     wall_seconds: float = 0.0
 
 
-def make_train_step(linear: Linear, config: Config) -> Callable[[Tree, Tree, Array], tuple[Tree, Tree, Array]]:
+def make_train_step(
+    linear: Linear, config: Config, seed: int
+) -> Callable[[Tree, Tree, Array], tuple[Tree, Tree, Array]]:
     @partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params: Tree, state: Tree, batch: Array) -> tuple[Tree, Tree, Array]:
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch, linear, config.heads)
+        key = jax.random.fold_in(jax.random.key(seed), state["step"])  # every step rounds with other random bits
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch, key, linear, config.heads)
         params, state = adamw(params, grads, state, learning_rate(state["step"], config))
         return params, state, loss
 
@@ -246,8 +270,8 @@ def train(name: str, linear: Linear, config: Config, seed: int, text: np.ndarray
     """Trains one model from the seed's weights on the seed's batches."""
     params = init_params(jax.random.key(seed), config)
     state = init_optimizer(params)
-    train_step = make_train_step(linear, config)
-    val_loss = jax.jit(partial(loss_fn, linear=linear, heads=config.heads))
+    train_step = make_train_step(linear, config, seed)
+    val_loss = jax.jit(partial(loss_fn, key=jax.random.key(seed), linear=linear, heads=config.heads))
 
     curves, recent, val_seconds = Curves(), [], 0.0
     begin = time.perf_counter()
@@ -279,38 +303,42 @@ def train(name: str, linear: Linear, config: Config, seed: int, text: np.ndarray
 # Report
 
 
-def print_table(names: tuple[str, str], first: Curves, second: Curves) -> None:
-    print(f"\n{'step':>6}" + "".join(f"{f'{name} {kind}':>24}" for kind in ("train", "val") for name in names))
-    for step, *val in zip(first.val_steps, first.val, second.val, strict=True):
-        at = first.steps.index(step)
-        losses = (first.train[at], second.train[at], *val)
-        print(f"{step:>6}" + "".join(f"{loss:>24.4f}" for loss in losses))
+def gap_percent(runs: dict[str, Curves], name: str) -> float:
+    """How far the final validation loss lies above the baseline's."""
+    return 100 * (runs[name].val[-1] / runs[BASELINE].val[-1] - 1)
 
 
-def plot(path: Path, names: tuple[str, str], first: Curves, second: Curves) -> None:
-    """The losses, and below them their difference, which is too small to see in the upper panel."""
-    figure, (losses, gap) = plt.subplots(
-        2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(3, 1), layout="constrained"
-    )
-    styles = (("C0", "-", "o"), ("C1", "--", "x"))
-    for name, curves, (color, line, marker) in zip(names, (first, second), styles, strict=True):
-        losses.plot(curves.steps, curves.train, line, color=color, label=f"{name}, training")
-        losses.plot(curves.val_steps, curves.val, marker, color=color, label=f"{name}, validation")
-    losses.set(ylabel="loss, nats per byte", title="Byte-level language model: bfloat16 and NVFP4 linear layers")
-    losses.legend()
-    gap.axhline(0, color="gray", linewidth=0.8)
-    gap.plot(first.steps, np.subtract(second.train, first.train), color="C3", label="training")
-    gap.plot(first.val_steps, np.subtract(second.val, first.val), "o", color="C3", label="validation")
-    gap.set(xlabel="step", ylabel=f"{names[1]}\nminus {names[0]}")
-    gap.legend(ncols=2, loc="lower right")
-    for axes in (losses, gap):
+def print_table(runs: dict[str, Curves]) -> None:
+    print(f"\n{'final loss':28}{'training':>10}{'validation':>12}{'gap':>9}{'s/step':>9}")
+    for name, curves in runs.items():
+        gap = "" if name == BASELINE else f"{gap_percent(runs, name):+.2f}%"
+        print(f"{name:28}{curves.train[-1]:10.4f}{curves.val[-1]:12.4f}{gap:>9}{curves.seconds_per_step:9.4f}")
+
+
+def plot(path: Path, runs: dict[str, Curves]) -> None:
+    """The losses, and below them their distance to the baseline's, which is too small to see in the upper panel."""
+    figure, (losses, gaps) = plt.subplots(2, 1, figsize=(10, 7), sharex=True, layout="constrained")
+    base = runs[BASELINE]
+    for i, (name, curves) in enumerate(runs.items()):
+        is_base = name == BASELINE
+        # The baseline is black; then ten colors, solid and again dashed.
+        style: dict[str, Any] = {"color": "black"} if is_base else {"color": f"C{(i - 1) % 10}"}
+        style["linestyle"] = "--" if i > 10 else "-"
+        label = f"{name}  {curves.val[-1]:.3f}" + ("" if is_base else f"  {gap_percent(runs, name):+.1f}%")
+        losses.plot(curves.steps, curves.train, linewidth=1.2, **style)
+        gap = np.subtract(curves.val, base.val)
+        gaps.plot(curves.val_steps, gap, marker="" if is_base else "o", markersize=4, label=label, **style)
+    losses.set(ylabel="training loss, nats per byte", title="Byte-level language model: linear layers by recipe")
+    gaps.set(xlabel="step", ylabel=f"validation loss\nabove {BASELINE}, nats per byte")
+    for axes in (losses, gaps):
         axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(title="final validation loss", loc="outside right upper", frameon=False, alignment="left")
     figure.savefig(path, dpi=120)
 
 
-def summary(config: Config, names: tuple[str, str], first: Curves, second: Curves) -> dict[str, Any]:
+def summary(config: Config, runs: dict[str, Curves]) -> dict[str, Any]:
     """What metrics.json says, but for the command line's choices."""
-    gap = second.val[-1] - first.val[-1]
     device = jax.devices()[0]
     return {
         "config": asdict(config),
@@ -321,22 +349,43 @@ def summary(config: Config, names: tuple[str, str], first: Curves, second: Curve
             "python": platform.python_version(),
         },
         "device": {"platform": device.platform, "kind": device.device_kind, "cpu_count": os.cpu_count()},
-        "runs": {names[0]: asdict(first), names[1]: asdict(second)},
-        "final_val": {names[0]: first.val[-1], names[1]: second.val[-1]},
-        "gap": gap,
-        "gap_percent": 100 * gap / first.val[-1],
+        "final_val": {name: curves.val[-1] for name, curves in runs.items()},
+        "gap_percent": {name: gap_percent(runs, name) for name in runs if name != BASELINE},
+        "runs": {name: asdict(curves) for name, curves in runs.items()},
     }
+
+
+def named_recipes(value: str) -> list[str]:
+    """The argument of --recipe: names in the order given, without repetitions."""
+    names = list(RECIPES) if value == "all" else list(dict.fromkeys(value.split(",")))
+    for name in names:
+        if name not in RECIPES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of all, {', '.join(RECIPES)}")
+    return names
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a byte-level language model in bfloat16 and in NVFP4.")
     backend = "cpu" if jax.default_backend() == "cpu" else "gpu"
     parser.add_argument("--preset", choices=PRESETS, default=backend, help="sizes (default: %(default)s)")
-    parser.add_argument("--recipe", choices=RECIPES, default="nvfp4", help="how jnvfp4.linear quantizes")
+    parser.add_argument(
+        "--recipe",
+        type=named_recipes,
+        default="pretrain",
+        metavar="NAME[,NAME...]",
+        help=f"how jnvfp4.linear quantizes: all, or of {', '.join(RECIPES)} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--backward", choices=("nvfp4", "high_precision", "dequantized"), help="the gradient GEMMs of a training recipe"
+    )
     parser.add_argument("--steps", type=int, help="training steps, if not the preset's")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the random rounding")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for loss.png and metrics.json")
-    return parser.parse_args()
+    args = parser.parse_args()
+    fixed = [name for name in args.recipe if name in WITHOUT_BACKWARD]
+    if args.backward and fixed:
+        parser.error(f"--backward is for training recipes, not for {', '.join(fixed)}")
+    return args
 
 
 def main() -> None:
@@ -348,23 +397,21 @@ def main() -> None:
     held_out = val_batches(val_text, config)
     print(f"{len(text):,} bytes to train on, {len(val_text):,} to validate; {args.preset} preset: {config}")
 
-    names = ("bf16", args.recipe)
-    bf16 = train(names[0], bf16_linear, config, args.seed, text, held_out)
-    quantized_linear = partial(jnvfp4.linear, recipe=RECIPES[args.recipe])
-    quantized = train(names[1], quantized_linear, config, args.seed, text, held_out)
-
-    print_table(names, bf16, quantized)
-    metrics = {"preset": args.preset, "recipe": args.recipe, "seed": args.seed}
-    metrics |= summary(config, names, bf16, quantized)
-    print(
-        f"\nfinal validation loss: bf16 {bf16.val[-1]:.4f}, {args.recipe} {quantized.val[-1]:.4f}, "
-        f"gap {metrics['gap']:+.4f} ({metrics['gap_percent']:+.2f}%)"
-    )
+    linears: dict[str, Linear] = {BASELINE: bf16_linear}
+    options = {"backward": args.backward} if args.backward else {}
+    linears |= {name: quantized_linear(RECIPES[name](**options)) for name in args.recipe}
     args.out.mkdir(parents=True, exist_ok=True)
-    plot(args.out / "loss.png", names, bf16, quantized)
-    metrics["wall_seconds"] = time.perf_counter() - begin
-    (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-    print(f"{metrics['wall_seconds']:.0f} s in all; wrote {args.out}/loss.png and {args.out}/metrics.json")
+    runs: dict[str, Curves] = {}
+    for name, linear in linears.items():
+        runs[name] = train(name, linear, config, args.seed, text, held_out)
+        metrics = {"preset": args.preset, "backward": args.backward, "seed": args.seed, **summary(config, runs)}
+        metrics["wall_seconds"] = time.perf_counter() - begin
+        # After every run, so that an interrupted comparison leaves something.
+        (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+
+    print_table(runs)
+    plot(args.out / "loss.png", runs)
+    print(f"\n{time.perf_counter() - begin:.0f} s in all; wrote {args.out}/loss.png and {args.out}/metrics.json")
 
 
 if __name__ == "__main__":

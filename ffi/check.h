@@ -7,6 +7,7 @@
 #include <string>
 #include <string_view>
 
+#include "numerics.h"
 #include "spec.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -48,6 +49,13 @@ inline std::string to_string(const SpecAttr& a) {
 
 inline ffi::Error unsupported(std::string_view op, const SpecAttr& a) {
   return ffi::Error(ffi::ErrorCode::kUnimplemented, std::string(op) + ": no kernel is built for " + to_string(a));
+}
+
+// An error if no kernel quantizes both ways in one pass with this pair of specs.
+inline ffi::Error check_pair(const SpecAttr& row, const SpecAttr& col) {
+  if (dispatch(kernel_spec(row), kernel_spec(col), FusedPairs{}, [](auto) {})) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kUnimplemented,
+                    "quantize_pair: no kernel is built for the pair " + to_string(row) + ", " + to_string(col));
 }
 
 inline ffi::Error invalid(std::string_view op, std::string_view what) {
@@ -106,33 +114,101 @@ bool split_dims(const Dims& dims, int64_t* batch, int64_t* rows, int64_t* cols) 
   return true;
 }
 
+// How many amaxes an array has that are found, not given.
+inline int64_t found_amax_count(const KernelSpec& spec, int64_t batch, int64_t rows, int64_t cols) {
+  return spec.amax_scope == AmaxScope::kWindow64 ? batch * rows * cols / kWindow : batch * rows;
+}
+
+// What one result of quantize must hold. `row_blocks` counts the blocks in a row of the whole array.
+struct QuantBuffers {
+  ffi::AnyBuffer data, scale;
+  int64_t amax_count;
+  int64_t stream_count = 0;
+};
+
 // Fills `shape` from x, transposed or not; an error text, or empty.
-template <class B>
-std::string quant_shape(const B& x, const B& data, const B& scale, int64_t amax_count, bool transposed,
-                        const KernelSpec& spec, QuantShape* shape) {
+inline std::string quant_shape(const ffi::AnyBuffer& x, const QuantBuffers& b, bool transposed, const KernelSpec& spec,
+                               QuantShape* shape) {
   int64_t batch, rows, cols;
   if (!split_dims(x.dimensions(), &batch, &rows, &cols)) return "x must have rank 2 or more, got " + shape_of(x);
   if (transposed) std::swap(rows, cols);
-  if (cols % 16) return "the quantized axis must be a multiple of 16, got x " + shape_of(x);
-  if (spec.block_rows == 16 && rows % 16)
-    return "block_rows=16 needs both axes to be multiples of 16, got x " + shape_of(x);
-  const int64_t per = rows_per_amax(batch, rows, amax_count);
-  if (!per) return "amax has " + std::to_string(amax_count) + " elements, which does not fit x " + shape_of(x);
+  const bool windows = spec.amax_scope == AmaxScope::kWindow64;
+  const int64_t unit = windows ? kWindow : kBlock;
+  if (cols % unit) return "the quantized axis must be a multiple of " + std::to_string(unit) + ", got x " + shape_of(x);
+  if (rows % spec.block_rows) return "block_rows=16 needs both axes to be multiples of 16, got x " + shape_of(x);
+  const int64_t per =
+      windows ? b.amax_count == batch * rows * cols / kWindow : rows_per_amax(batch, rows, b.amax_count);
+  if (!per) return "amax has " + std::to_string(b.amax_count) + " elements, which does not fit x " + shape_of(x);
+  if (b.stream_count != (spec.rounding == Rounding::kStochastic ? batch * 4 : 0))
+    return "the stream has " + std::to_string(b.stream_count) + " words, which does not fit x " + shape_of(x);
   *shape = {batch, rows, cols, per, transposed};
-  const int64_t blocks = batch * rows * cols / 16;
-  return first_of({check_count("data", data, blocks * 8), check_count("scale", scale, blocks)});
+  const int64_t blocks = batch * rows * cols / kBlock;
+  return first_of({check_count("data", b.data, blocks * 8), check_count("scale", b.scale, blocks)});
+}
+
+// As `quant_shape`, for one amax for each index of the first `keep` axes of x.
+inline std::string rht_amax_shape(const ffi::AnyBuffer& x, int64_t amax_count, bool transposed, int32_t keep,
+                                  QuantShape* shape) {
+  int64_t batch, rows, cols, kept = 1;
+  if (!split_dims(x.dimensions(), &batch, &rows, &cols)) return "x must have rank 2 or more, got " + shape_of(x);
+  if (transposed) std::swap(rows, cols);
+  if (cols % kBlock) return "the quantized axis must be a multiple of 16, got x " + shape_of(x);
+  for (int32_t i = 0; i < keep && i < static_cast<int32_t>(x.dimensions().size()); ++i) kept *= x.dimensions()[i];
+  if (amax_count != kept || !kept || batch % kept)
+    return "amax must hold one value for each kept index of x " + shape_of(x);
+  *shape = {batch, rows, cols, batch * rows / kept, transposed};
+  return {};
 }
 
 // The number of blocks and how many share an amax; an error text, or empty.
 template <class D, class S, class A>
-std::string dequantize_shape(const D& data, const S& scale, const A& amax, const S& out, int64_t* blocks,
+std::string dequantize_shape(const D& data, const S& scale, const A& amax, const S& out, bool windows, int64_t* blocks,
                              int64_t* blocks_per_amax) {
   int64_t batch, rows, cols;
   if (!split_dims(scale.dimensions(), &batch, &rows, &cols)) return "scale must have rank 2 or more";
-  const int64_t per = rows_per_amax(batch, rows, static_cast<int64_t>(amax.element_count()));
-  if (!per) return "amax " + shape_of(amax) + " does not fit scale " + shape_of(scale);
-  *blocks = batch * rows * cols, *blocks_per_amax = per * cols;
+  const int64_t count = static_cast<int64_t>(amax.element_count());
+  *blocks = batch * rows * cols;
+  *blocks_per_amax = windows ? (count * (kWindow / kBlock) == *blocks ? kWindow / kBlock : 0)
+                             : rows_per_amax(batch, rows, count) * cols;
+  if (!*blocks_per_amax) return "amax " + shape_of(amax) + " does not fit scale " + shape_of(scale);
   return first_of({check_count("data", data, *blocks * 8), check_count("out", out, *blocks * 16)});
+}
+
+// How many matrices the leading axes of `buffer` hold.
+template <class B>
+int64_t matrices(const B& buffer) {
+  int64_t batch, rows, cols;
+  return split_dims(buffer.dimensions(), &batch, &rows, &cols) ? batch : 1;
+}
+
+// Fills `g` from a, whose last axis times `a_scale` is K, and the codes of b: [N, K], then all leading axes of a are
+// rows; or with the leading axes of a. An error text, or empty.
+template <class A, class B>
+std::string gemm_shape(const A& a, const B& b, int64_t a_scale, GemmShape* g) {
+  int64_t a_batch, a_rows, a_cols, b_batch, b_rows, b_cols;
+  if (!split_dims(a.dimensions(), &a_batch, &a_rows, &a_cols) ||
+      !split_dims(b.dimensions(), &b_batch, &b_rows, &b_cols))
+    return "operands must have rank 2 or more";
+  if (a_cols * a_scale != b_cols * 2 || b_cols % 8)
+    return "K differs or is no multiple of 16: a " + shape_of(a) + ", b " + shape_of(b);
+  if (b.dimensions().size() == 2) a_rows *= a_batch, a_batch = 1;
+  if (a_batch != b_batch) return "leading axes differ: a " + shape_of(a) + ", b " + shape_of(b);
+  *g = {a_batch, a_rows, b_rows, b_cols * 2};
+  return {};
+}
+
+// Where the amax of an operand of `matrices` matrices stand, whose rows a GEMM sees as `batch` x `rows`.
+inline std::string gemm_amax(const ffi::Buffer<ffi::F32>& amax, int64_t matrices, int64_t batch, int64_t rows,
+                             int64_t depth, AmaxMap* map) {
+  const int64_t count = static_cast<int64_t>(amax.element_count());
+  if (map->windows) {
+    if (depth % kWindow) return "K must be a multiple of 64 for window64";
+    return check_count("amax", amax, batch * rows * depth / kWindow);
+  }
+  map->rows_per_amax = count == matrices && matrices && batch * rows % matrices == 0
+                           ? batch * rows / matrices
+                           : rows_per_amax(batch, rows, count);
+  return map->rows_per_amax ? "" : "amax " + shape_of(amax) + " does not fit its operand";
 }
 
 }  // namespace jnvfp4

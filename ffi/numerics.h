@@ -9,15 +9,19 @@
 #include <cstring>
 
 #if defined(__CUDACC__)
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #define JNVFP4_HD __host__ __device__ __forceinline__
+#define JNVFP4_UNROLL _Pragma("unroll")  // keeps arrays in registers
 #else
 #define JNVFP4_HD inline __attribute__((always_inline))
+#define JNVFP4_UNROLL
 #endif
 
 namespace jnvfp4 {
 
-inline constexpr int kBlock = 16;  // elements that share one E4M3 scale
+inline constexpr int kBlock = 16;   // elements that share one E4M3 scale
+inline constexpr int kWindow = 64;  // elements that share one amax under scope window64
 inline constexpr uint32_t kSign = 0x80000000u;
 inline constexpr uint32_t kMagnitude = 0x7fffffffu;
 inline constexpr uint32_t kInf = 0x7f800000u;
@@ -72,6 +76,35 @@ JNVFP4_HD float div_rn(float a, float b) {
 #endif
 }
 
+// a * b + c where a * b is exact, or too small or large to matter, so that fusing changes nothing.
+JNVFP4_HD float mul_exact_add(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return __fmaf_rn(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// a / d for the constants of this file, given fl(1 / d). On the device the correctly rounded quotient costs three
+// operations: an estimate, its exact remainder, a correction. It is right for every mantissa (tests/cpp/exhaustive.cc),
+// so for every a whose exponent keeps the steps normal; other a are divided.
+template <class Fma>
+JNVFP4_HD float div_by_steps(float a, float d, float reciprocal, Fma fma) {
+  const float q = mul_rn(a, reciprocal);
+  return fma(fma(-d, q, a), reciprocal, q);
+}
+
+JNVFP4_HD float div_constant(float a, float d, float reciprocal) {
+#if defined(__CUDA_ARCH__)
+  const uint32_t exponent = bits_of(a) >> 23 & 0xffu;
+  if (exponent - 67u <= 120u)  // 2^-60 to 2^60
+    return div_by_steps(a, d, reciprocal, [](float x, float y, float z) { return __fmaf_rn(x, y, z); });
+#else
+  (void)reciprocal;
+#endif
+  return div_rn(a, d);
+}
+
 // min(v, FLT_MAX) that keeps NaN, for v >= 0. On bits: g++ 13 was seen to fold the float comparison wrongly.
 JNVFP4_HD float clamp_max(float v) { return bits_of(v) == kInf ? kFloatMax : v; }
 
@@ -102,6 +135,15 @@ JNVFP4_HD uint16_t bf16_encode(float v) {
   const uint32_t b = bits_of(v);
   const uint32_t rounded = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
   return static_cast<uint16_t>((b & kMagnitude) > kInf ? 0x7fc0u : rounded);
+}
+
+// Rounds to bfloat16. Which NaN a NaN becomes is not defined.
+JNVFP4_HD float bf16_round(float v) {
+#if defined(__CUDA_ARCH__)
+  return __bfloat162float(__float2bfloat16_rn(v));
+#else
+  return bf16_decode(bf16_encode(v));
+#endif
 }
 
 JNVFP4_HD uint16_t f16_encode(float v) {
@@ -142,9 +184,9 @@ JNVFP4_HD uint32_t e2m1_magnitude(uint32_t magnitude_bits) {
   constexpr float kMagic = 12582912.0f;
   constexpr int32_t kMagicBits = 0x4b400000;
   const float a = float_of(magnitude_bits);
-  const int32_t t2 = static_cast<int32_t>(bits_of(add_rn(mul_rn(a, 2.0f), kMagic)));
+  const int32_t t2 = static_cast<int32_t>(bits_of(mul_exact_add(a, 2.0f, kMagic)));
   const int32_t t1 = static_cast<int32_t>(bits_of(add_rn(a, kMagic + 2.0f)));
-  const int32_t t05 = static_cast<int32_t>(bits_of(add_rn(mul_rn(a, 0.5f), kMagic + 4.0f)));
+  const int32_t t05 = static_cast<int32_t>(bits_of(mul_exact_add(a, 0.5f, kMagic + 4.0f)));
   const int32_t low = t2 < t1 ? t2 : t1;
   const int32_t high = t05 < kMagicBits + 7 ? t05 : kMagicBits + 7;
   return static_cast<uint32_t>((low < high ? low : high) - kMagicBits);
@@ -169,11 +211,90 @@ JNVFP4_HD constexpr int32_t e2m1_twice(uint32_t code) {
   return code & 8u ? -m : m;
 }
 
+// Stochastic rounding with 8 random bits: adds r/256 of a grid step to the magnitude, then truncates to the
+// grid. r/256 of a step is exact, so one sum rounds. Truncation is bits: above 1 the grid is exponent and
+// first mantissa bit.
+JNVFP4_HD uint32_t e2m1_magnitude_stochastic(uint32_t magnitude_bits, uint32_t r) {
+  const float a = float_of(magnitude_bits);
+  const float step256 = a >= 4.0f ? 0.0078125f : a >= 2.0f ? 0.00390625f : 0.001953125f;
+  const uint32_t t = bits_of(add_rn(a, mul_rn(static_cast<float>(static_cast<int32_t>(r)), step256)));
+  const uint32_t above_one = (t >> 22) - 252u;
+  const uint32_t code = t >= 0x3f800000u ? above_one : t >= 0x3f000000u ? 1u : 0u;
+  return code > 7u ? 7u : code;
+}
+
+// ---------------------------------------------------------------- random bits
+// Where the random numbers of a block come from: the key, and which block of the whole array it is.
+struct Stream {
+  uint32_t key[2];
+  uint64_t first_block;  // of the matrix at hand
+};
+
+// Philox4x32-10 (Salmon et al., SC 2011) at counter (block low, block high, orientation, 0). Element i of the
+// block takes byte i % 4 of word i / 4.
+JNVFP4_HD void random_bits(const uint32_t (&key)[2], uint64_t block, bool transposed, uint32_t (&word)[4]) {
+  uint32_t c0 = static_cast<uint32_t>(block), c1 = static_cast<uint32_t>(block >> 32), c2 = transposed, c3 = 0;
+  uint32_t k0 = key[0], k1 = key[1];
+  JNVFP4_UNROLL
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t p0 = uint64_t{0xd2511f53u} * c0, p1 = uint64_t{0xcd9e8d57u} * c2;
+    c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
+    c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
+    c1 = static_cast<uint32_t>(p1), c3 = static_cast<uint32_t>(p0);
+    k0 += 0x9e3779b9u, k1 += 0xbb67ae85u;
+  }
+  word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
+}
+
+// ---------------------------------------------------------------- random Hadamard transform
+inline constexpr uint32_t kRhtSigns = 0xd7e8u;  // bit i: element i is negated
+
+JNVFP4_HD float flip_sign(float v, int i) { return float_of(bits_of(v) ^ (kRhtSigns >> i & 1u) << 31); }
+
+// Four stages of (a + b, a - b) with strides 1, 2, 4, 8, then a quarter: orthogonal, its own inverse.
+JNVFP4_HD void hadamard16(float* v) {
+  JNVFP4_UNROLL
+  for (int stride = 1; stride < kBlock; stride *= 2) JNVFP4_UNROLL
+  for (int i = 0; i < kBlock; ++i)
+    if (!(i & stride)) {
+      const float a = v[i], b = v[i + stride];
+      v[i] = add_rn(a, b);
+      v[i + stride] = add_rn(a, -b);
+    }
+  JNVFP4_UNROLL
+  for (int i = 0; i < kBlock; ++i) v[i] = mul_rn(v[i], 0.25f);
+}
+
+// bfloat16 in, bfloat16 out. Adding +0.0 makes a zero positive.
+JNVFP4_HD void rht16(float* v) {
+  JNVFP4_UNROLL
+  for (int i = 0; i < kBlock; ++i) v[i] = flip_sign(bf16_round(v[i]), i);
+  hadamard16(v);
+  JNVFP4_UNROLL
+  for (int i = 0; i < kBlock; ++i) v[i] = bf16_round(add_rn(v[i], 0.0f));
+}
+
+// Of dequantized values, in float32.
+JNVFP4_HD void rht16_inverse(float* v) {
+  hadamard16(v);
+  JNVFP4_UNROLL
+  for (int i = 0; i < kBlock; ++i) v[i] = flip_sign(v[i], i);
+}
+
 // ---------------------------------------------------------------- scales
+// fl(1 / (6 * e4m3_max)) for the two values there are.
+JNVFP4_HD float reciprocal_max6(float e4m3_max) { return e4m3_max == 448.0f ? 1.0f / 2688.0f : 1.0f / 1536.0f; }
+
 // S_enc and what follows from it; one per amax.
 struct GlobalScale {
+  float encode;      // S_enc
   float decode;      // S_dec = 1 / S_enc
   float block_mult;  // S_enc * (1/6)
+  float amax;        // magnitude
+  float max6;        // 6 * e4m3_max
+  float inv_max6;    // 1 / max6
+
+  JNVFP4_HD float over_max6(float v) const { return div_constant(v, max6, inv_max6); }
 };
 
 // S_enc = min(6 * e4m3_max / amax, FLT_MAX); 1 for a zero or infinite amax. NaN stays; the sign of amax
@@ -186,7 +307,12 @@ JNVFP4_HD float encode_scale(float amax, float e4m3_max) {
 
 JNVFP4_HD GlobalScale global_scale(float amax, float e4m3_max) {
   const float s_enc = encode_scale(amax, e4m3_max);
-  return {div_rn(1.0f, s_enc), mul_rn(s_enc, float_of(0x3e2aaaabu))};  // fl(1/6)
+  return {s_enc,
+          div_rn(1.0f, s_enc),
+          mul_rn(s_enc, float_of(0x3e2aaaabu)),  // fl(1/6)
+          float_of(bits_of(amax) & kMagnitude),
+          6.0f * e4m3_max,
+          reciprocal_max6(e4m3_max)};
 }
 
 // The stored scale of a block, by the plain rule (map the largest magnitude to 6).
@@ -203,16 +329,92 @@ JNVFP4_HD float block_encode_scale(uint8_t scale, GlobalScale g) {
 // and NaN wins. `canonical_nan` belongs at its end.
 JNVFP4_HD uint32_t amax_bits(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
+// ---------------------------------------------------------------- 4over6: which of two block scales
+// The candidates: the block's amax mapped to 6 and to 4.
+struct Candidates {
+  uint8_t six, four;
+};
+
+JNVFP4_HD Candidates candidate_scales(uint32_t block_amax_bits, GlobalScale g) {
+  const float base = mul_rn(div_constant(float_of(block_amax_bits), 6.0f, 1.0f / 6.0f), g.encode);
+  return {e4m3_encode(base), e4m3_encode(mul_rn(base, 1.5f))};
+}
+
+// Adds one element's error to the sum of a row of 16, which runs from element 0 to 15.
+JNVFP4_HD float add_error(float sum, float difference, bool squared) {
+  return add_rn(sum, squared ? mul_rn(difference, difference) : float_of(bits_of(difference) & kMagnitude));
+}
+
+// The strict error of a candidate compares x with fl(fl(fl(q * s) * amax) / max6).
+JNVFP4_HD float row_error_divided(const float* x, const uint32_t* code, float scale, GlobalScale g, bool squared) {
+  float sum = 0.0f;
+  JNVFP4_UNROLL
+  for (int i = 0; i < kBlock; ++i) {
+    const float y = div_rn(mul_rn(mul_rn(e2m1_decode(code[i]), scale), g.amax), g.max6);
+    sum = add_error(sum, add_rn(y, -x[i]), squared);
+  }
+  return sum;
+}
+
+// The same without a division for each element. q * s is exact and powers of two commute with rounding, so that value
+// is a power of two times the value for q = 1 or q = 1.5, where nothing under- or overflows.
+JNVFP4_HD float row_error_strict(const float* x, const uint32_t* code, float scale, GlobalScale g, bool squared) {
+  const float product = mul_rn(scale, g.amax);
+  if (!(product >= 7.7e-34f && product <= 1.3e36f))  // about 2^-110 and 2^120
+    return row_error_divided(x, code, scale, g, squared);
+  const float one = g.over_max6(product), one_and_half = g.over_max6(mul_rn(mul_rn(scale, 1.5f), g.amax));
+  float sum = 0.0f;
+  JNVFP4_UNROLL
+  for (int i = 0; i < kBlock; ++i) {
+    const uint32_t q = bits_of(e2m1_decode(code[i]));
+    const float y = mul_rn(float_of(q & 0xff800000u), q & 0x00400000u ? one_and_half : one);
+    sum = add_error(sum, add_rn(y, -x[i]), squared);
+  }
+  return sum;
+}
+
+// The fast error compares q * s, which fp16 holds exactly, with x * S_enc.
+JNVFP4_HD float row_error_scaled(const float* x, const uint32_t* code, float scale, GlobalScale g, bool squared) {
+  float sum = 0.0f;
+  JNVFP4_UNROLL
+  for (int i = 0; i < kBlock; ++i)
+    sum = add_error(sum, add_rn(mul_rn(e2m1_decode(code[i]), scale), -mul_rn(x[i], g.encode)), squared);
+  return sum;
+}
+
+// The error of a tile from those of its 16 rows, halves first. CUDA does the same over lanes.
+JNVFP4_HD float tile_error(const float* row) {
+  float t[kBlock / 2];
+  JNVFP4_UNROLL
+  for (int k = 0; k < 8; ++k) t[k] = add_rn(row[k], row[k + 8]);
+  JNVFP4_UNROLL
+  for (int half = 4; half; half /= 2) JNVFP4_UNROLL
+  for (int k = 0; k < half; ++k) t[k] = add_rn(t[k], t[k + half]);
+  return t[0];
+}
+
+// Ties and NaN are map-to-6.
+JNVFP4_HD bool choose_four(float error_six, float error_four) { return error_four < error_six; }
+
 // ---------------------------------------------------------------- decoding
 // value = cast(q * dequantize_factor)
 JNVFP4_HD float dequantize_factor(uint8_t scale, float amax, float e4m3_max) {
-  return mul_rn(mul_rn(e4m3_decode(scale), amax), div_rn(1.0f, 6.0f * e4m3_max));
+  return mul_rn(mul_rn(e4m3_decode(scale), amax), reciprocal_max6(e4m3_max));
 }
 
-// GEMM of two NVFP4 operands: the factor on the accumulated sum of q_a s_a q_b s_b.
+// GEMM of two NVFP4 operands: the factor on the accumulated sum of q_a s_a q_b s_b. With window64 on a side, on the
+// sum over each window.
 JNVFP4_HD float alpha_w4a4(float amax_a, float amax_b, float e4m3_max_a, float e4m3_max_b) {
   return div_rn(mul_rn(amax_a, amax_b), 36.0f * e4m3_max_a * e4m3_max_b);
 }
+
+// The same for a kernel that needs many: `divisor` is 36 * E_a * E_b.
+JNVFP4_HD float alpha_w4a4_by_steps(float amax_a, float amax_b, float divisor, float reciprocal) {
+  return div_constant(mul_rn(amax_a, amax_b), divisor, reciprocal);
+}
+
+// Adds the next window's share to an accumulator.
+JNVFP4_HD float add_window(float y, float window, float alpha) { return add_rn(y, mul_rn(alpha, window)); }
 
 // GEMM of a 16-bit operand and an NVFP4 one.
 JNVFP4_HD float alpha_w4a16(float amax_b, float e4m3_max_b) { return div_rn(amax_b, 6.0f * e4m3_max_b); }

@@ -26,20 +26,79 @@ struct KernelSpec {
   }
 };
 
-struct Nvfp4 {
-  static constexpr KernelSpec spec{};
-};
-struct Nvfp4_2D {
-  static constexpr KernelSpec spec{AmaxScope::kTensor, false, 16};
-};
-struct RowScaled {
-  static constexpr KernelSpec spec{AmaxScope::kRow};
-};
+constexpr KernelSpec plain(AmaxScope scope, int32_t block_rows = 1, bool rht = false,
+                           Rounding rounding = Rounding::kNearest) {
+  return {scope, rht, block_rows, Select::kMax6, ErrorMath::kFp32, rounding};
+}
+constexpr KernelSpec chosen(AmaxScope scope, int32_t block_rows, Select select, ErrorMath error_math) {
+  return {scope, false, block_rows, select, error_math, Rounding::kNearest};
+}
+
+// clang-format off
+struct Nvfp4 { static constexpr KernelSpec spec = plain(AmaxScope::kTensor); };
+struct Nvfp4Sr { static constexpr KernelSpec spec = plain(AmaxScope::kTensor, 1, false, Rounding::kStochastic); };
+struct Nvfp4Rht { static constexpr KernelSpec spec = plain(AmaxScope::kTensor, 1, true); };
+struct Nvfp4RhtSr { static constexpr KernelSpec spec = plain(AmaxScope::kTensor, 1, true, Rounding::kStochastic); };
+struct Nvfp4_2D { static constexpr KernelSpec spec = plain(AmaxScope::kTensor, 16); };
+struct Nvfp4_2DSr { static constexpr KernelSpec spec = plain(AmaxScope::kTensor, 16, false, Rounding::kStochastic); };
+struct Nvfp4_2DRht { static constexpr KernelSpec spec = plain(AmaxScope::kTensor, 16, true); };
+struct Nvfp4_2DRhtSr { static constexpr KernelSpec spec = plain(AmaxScope::kTensor, 16, true, Rounding::kStochastic); };
+struct RowScaled { static constexpr KernelSpec spec = plain(AmaxScope::kRow); };
+struct Window64 { static constexpr KernelSpec spec = plain(AmaxScope::kWindow64); };
+template <Select kSelect, ErrorMath kMath>
+struct FourOverSix { static constexpr KernelSpec spec = chosen(AmaxScope::kTensor, 1, kSelect, kMath); };
+template <Select kSelect, ErrorMath kMath>
+struct FourOverSix2D { static constexpr KernelSpec spec = chosen(AmaxScope::kTensor, 16, kSelect, kMath); };
+template <Select kSelect, ErrorMath kMath>
+struct FourOverSixRow { static constexpr KernelSpec spec = chosen(AmaxScope::kRow, 1, kSelect, kMath); };
+// clang-format on
 
 template <class... S>
 struct SpecList {};
 
-using SupportedSpecs = SpecList<Nvfp4, Nvfp4_2D, RowScaled>;
+template <class... L>
+struct Concatenated;
+template <class... S>
+struct Concatenated<SpecList<S...>> {
+  using Type = SpecList<S...>;
+};
+template <class... A, class... B, class... L>
+struct Concatenated<SpecList<A...>, SpecList<B...>, L...> : Concatenated<SpecList<A..., B...>, L...> {};
+
+template <template <Select, ErrorMath> class S>
+using EveryError = SpecList<S<Select::kMae, ErrorMath::kFp32>, S<Select::kMae, ErrorMath::kFp16>,
+                            S<Select::kMse, ErrorMath::kFp32>, S<Select::kMse, ErrorMath::kFp16>>;
+
+using SupportedSpecs =
+    Concatenated<SpecList<Nvfp4, Nvfp4Sr, Nvfp4Rht, Nvfp4RhtSr>,
+                 SpecList<Nvfp4_2D, Nvfp4_2DSr, Nvfp4_2DRht, Nvfp4_2DRhtSr>, SpecList<RowScaled, Window64>,
+                 EveryError<FourOverSix>, EveryError<FourOverSix2D>, EveryError<FourOverSixRow>>::Type;
+
+// What one pass over x can quantize both ways; any other pair is two calls. `jnvfp4/spec.py` lists the same.
+template <class R, class C>
+struct Pair {
+  using Row = R;
+  using Col = C;
+};
+template <class S>
+using Alike = Pair<S, S>;
+
+template <class... P>
+struct PairList {};
+
+template <class... S>
+PairList<Alike<S>...> alike(SpecList<S...>);
+template <class... A, class... B, class... C>
+PairList<A..., B..., C...> joined(PairList<A...>, PairList<B...>, PairList<C...>);
+
+using FusedPairs = decltype(joined(PairList<Pair<Nvfp4, Nvfp4Rht>, Pair<Nvfp4Sr, Nvfp4RhtSr>>{},
+                                   alike(SpecList<Nvfp4, Nvfp4Sr, Nvfp4_2D, RowScaled, Window64>{}),
+                                   alike(Concatenated<EveryError<FourOverSix>, EveryError<FourOverSix2D>>::Type{})));
+
+template <class F, class... P>
+bool dispatch(const KernelSpec& row, const KernelSpec& col, PairList<P...>, F&& f) {
+  return ((row == P::Row::spec && col == P::Col::spec ? (f(P{}), true) : false) || ...);
+}
 
 // Calls f with the one listed type that equals `spec`; false if none does.
 template <class F, class... S>
@@ -50,11 +109,29 @@ bool dispatch(const KernelSpec& spec, SpecList<S...>, F&& f) {
 enum class Float : uint8_t { kF32, kBf16, kF16 };
 
 // A quantized array as kernels see it: `batch` matrices of `rows` x `cols`, blocks along the columns.
-// `rows_per_amax` says how many consecutive rows (over all matrices) share one amax.
+// `rows_per_amax` says how many consecutive rows (over all matrices) share one amax; with one amax a window,
+// they are in the order of the windows and it means nothing.
 struct QuantShape {
   int64_t batch, rows, cols;
   int64_t rows_per_amax;
   bool transposed;  // the source is stored as batch x cols x rows
+};
+
+// A GEMM of `batch` products, rows x depth times cols x depth transposed, and where an operand's amax stand: one for
+// `rows_per_amax` consecutive rows, or one for each window of each row.
+struct GemmShape {
+  int64_t batch, rows, cols, depth;
+};
+struct AmaxMap {
+  int64_t rows_per_amax;
+  bool windows;
+};
+
+// For stochastic rounding: of each matrix four words, the key and the index of its first block in the whole array,
+// low word first; and how many blocks a row of the whole array has.
+struct StreamArgs {
+  const uint32_t* words = nullptr;
+  int64_t row_blocks = 0;
 };
 
 }  // namespace jnvfp4

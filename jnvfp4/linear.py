@@ -12,9 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ._primitives._base import match_varying, spec_of
 from ._primitives.quantize import INPUT_DTYPES
-from .ops import Implementation, _array, as_amax, dequantize, matmul_nt, quantize
+from .ops import Implementation, _array, as_amax, check_one_key, dequantize, matmul_nt, quantize, quantize_pair
 from .recipe import DEFAULT, Recipe
-from .spec import BLOCK, NVFP4, QuantSpec, unsupported_reason
+from .spec import BLOCK, NVFP4, QuantSpec
 from .tensor import NVFP4Tensor
 
 RESIDUAL_NAME = "nvfp4_residual"  # for jax.checkpoint_policies.save_only_these_names
@@ -27,11 +27,13 @@ def linear(
 
     Args:
       x: [..., K], float32, bfloat16 or float16; the leading axes are flattened to one of M tokens. Any M: for
-        blocks along M (wgrad) zero tokens are added up to a multiple of 16, which changes no result.
-      w: [N, K], float32, bfloat16 or float16. K and N multiples of 16 (N only if a GEMM runs over it).
-      recipe: how each GEMM quantizes its operands.
+        blocks along M (wgrad) zero tokens are added up to a multiple of 16 (or 64), which changes no result.
+      w: [N, K], float32, bfloat16 or float16. K and N multiples of 16, or of 64 where an operand has amax scope
+        "window64" along it (N only if a GEMM runs over it).
+      recipe: how each GEMM quantizes its operands, see ``jnvfp4.recipes``.
       bias: [N], any float dtype, added in float32 before the cast.
-      key: a JAX PRNG key, needed if the recipe rounds stochastically; otherwise unused.
+      key: a JAX PRNG key, needed if the recipe rounds stochastically (``recipe.stochastic``) and otherwise unused:
+        x, w and dy draw from ``jax.random.fold_in(key, i)`` for i = 0, 1, 2. Give each layer and step its own.
 
     Returns:
       [..., N] in x.dtype. The gradients have the dtypes of x, w and bias. Residuals are the packed tensors
@@ -39,7 +41,6 @@ def linear(
 
     Raises:
       ValueError, TypeError: shapes or dtypes that do not fit; the message names them.
-      NotImplementedError: a spec this version has no implementation for.
     """
     return _linear("linear", x, w, recipe, bias, key, None)
 
@@ -49,11 +50,9 @@ def _linear(op: str, x: Any, w: Any, recipe: Recipe, bias: Any, key: jax.Array |
         raise TypeError(f"{op}: recipe must be a Recipe, got {recipe!r}")
     if recipe.stochastic and key is None:
         raise ValueError(f"{op}: key must be a JAX PRNG key, since the recipe rounds stochastically, got None")
-    for field in ("fprop", "dgrad", "wgrad"):
-        pair = getattr(recipe, field)
-        for spec in pair if isinstance(pair, tuple) else ():
-            if spec is not None and (reason := unsupported_reason(spec)):
-                raise NotImplementedError(f"{op}: recipe.{field}: {reason}")
+    key = key if recipe.stochastic else None
+    if key is not None:
+        check_one_key(op, key)
     x, w = _array(op, "x", x), _array(op, "w", w)
     bias = None if bias is None else _array(op, "bias", bias)
     _check_dtypes(op, x, w, bias, recipe)
@@ -68,7 +67,7 @@ def _linear(op: str, x: Any, w: Any, recipe: Recipe, bias: Any, key: jax.Array |
     operands = [x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w] + ([] if bias is None else [bias])
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
     x2, w, *rest = match_varying(*operands)
-    y = _linear2d(x2, w, rest[0] if rest else None, recipe, jnp.dtype(out_dtype or x.dtype))
+    y = _linear2d(x2, w, rest[0] if rest else None, key, recipe, jnp.dtype(out_dtype or x.dtype))
     return y.reshape(*x.shape[:-1], w.shape[0])
 
 
@@ -92,30 +91,38 @@ def _check_flattening(op: str, x: jax.Array) -> None:
 
 def _check_contractions(op: str, w_shape: tuple[int, ...], recipe: Recipe) -> None:
     n, k = w_shape
-    if k % BLOCK:
-        raise ValueError(f"{op}: K must be a multiple of {BLOCK}, got w.shape={w_shape}; pad x and w to {_up(k)}")
-    for reason, applies in (
-        ("recipe.dgrad contracts over it", isinstance(recipe.dgrad, tuple)),
-        ("recipe.fprop quantizes w in 16x16 tiles", recipe.fprop[1].block_rows == BLOCK),
-        (
-            "recipe.wgrad quantizes dy in 16x16 tiles",
-            isinstance(recipe.wgrad, tuple) and recipe.wgrad[0].block_rows == BLOCK,
-        ),
-    ):
-        if n % BLOCK and applies:
+    unit = _unit(recipe.fprop)
+    if k % unit:
+        raise ValueError(f"{op}: K must be a multiple of {unit}, got w.shape={w_shape}; pad x and w to {_up(k, unit)}")
+    needs = [("recipe.dgrad contracts over it", _unit(recipe.dgrad))]
+    if recipe.fprop[1].block_rows == BLOCK:
+        needs.append(("recipe.fprop quantizes w in 16x16 tiles", BLOCK))
+    if isinstance(recipe.wgrad, tuple) and recipe.wgrad[0].block_rows == BLOCK:
+        needs.append(("recipe.wgrad quantizes dy in 16x16 tiles", BLOCK))
+    for reason, unit in needs:
+        if n % unit:
             raise ValueError(
-                f"{op}: N must be a multiple of {BLOCK}, since {reason}, got w.shape={w_shape}; "
-                f"pad w to {_up(n)} rows or choose another recipe"
+                f"{op}: N must be a multiple of {unit}, since {reason}, got w.shape={w_shape}; "
+                f"pad w to {_up(n, unit)} rows or choose another recipe"
             )
 
 
-def _up(n: int) -> int:
-    return -(-n // BLOCK) * BLOCK
+def _unit(pair: Any) -> int:
+    """What the contracted axis of a GEMM must be a multiple of; 1 for a GEMM in high precision."""
+    return max([spec.unit for spec in pair if spec is not None]) if isinstance(pair, tuple) else 1
 
 
-def _pad_tokens(x: jax.Array) -> jax.Array:
-    """Zero rows up to a multiple of 16: blocks along the tokens need it, and zeros add nothing to a sum."""
-    return jnp.pad(x, ((0, _up(x.shape[0]) - x.shape[0]), (0, 0))) if x.shape[0] % BLOCK else x
+def _up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit
+
+
+def _pad_rows(x: jax.Array, unit: int) -> jax.Array:
+    """Zero rows up to a multiple of ``unit``: zeros add nothing to a sum."""
+    return jnp.pad(x, ((0, _up(x.shape[0], unit) - x.shape[0]), (0, 0))) if x.shape[0] % unit else x
+
+
+def _crop_rows(t: NVFP4Tensor, rows: int) -> NVFP4Tensor:
+    return jax.tree.map(lambda part: part[:rows] if part.ndim else part, t)
 
 
 def _save(t: Any) -> Any:
@@ -134,41 +141,58 @@ def _unpack(t: Any) -> Any:
     return replace(t, scale=lax.bitcast_convert_type(t.scale, jnp.float8_e4m3fn))
 
 
-def _quantize_tokens(x: jax.Array, spec: QuantSpec) -> Any:
+def _key_for(spec: QuantSpec, key: jax.Array | None, operand: int) -> jax.Array | None:
+    return None if key is None or spec.rounding == "nearest" else jax.random.fold_in(key, operand)
+
+
+def _quantize_rows(x: jax.Array, spec: QuantSpec, key: Any, operand: int) -> NVFP4Tensor:
     """x [M, K] along K, for any M."""
-    if spec.block_rows == 1:
-        return quantize(x, spec)
-    q = quantize(_pad_tokens(x), spec)
-    return jax.tree.map(lambda part: part[: x.shape[0]] if part.ndim else part, q)
+    q = quantize(_pad_rows(x, spec.block_rows), spec, key=_key_for(spec, key, operand))
+    return _crop_rows(q, x.shape[0])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _linear2d(x: jax.Array, w: jax.Array, bias: jax.Array | None, recipe: Recipe, out_dtype: Any) -> jax.Array:
-    return _product(x, w, bias, recipe, out_dtype)[0]
+def _quantize_both(
+    x: jax.Array, row_spec: QuantSpec | None, col_spec: QuantSpec | None, unit: int, key: Any, operand: int
+) -> tuple[NVFP4Tensor | None, NVFP4Tensor | None]:
+    """x [M, K] along K and, with rows of zeros up to a multiple of ``unit``, along M; None where no spec is given."""
+    row = col = None
+    if row_spec is None or col_spec is None:
+        if row_spec is not None:
+            row = _quantize_rows(x, row_spec, key, operand)
+        if col_spec is not None:
+            col = quantize(_pad_rows(x, unit), col_spec, key=_key_for(col_spec, key, operand), transpose=True)
+        return row, col
+    used = next((k for s in (row_spec, col_spec) if (k := _key_for(s, key, operand)) is not None), None)
+    row, col = quantize_pair(_pad_rows(x, max(unit, row_spec.block_rows)), row_spec, col_spec, key=used)
+    return _crop_rows(row, x.shape[0]), col
 
 
-def _product(x: jax.Array, w: jax.Array, bias: Any, recipe: Recipe, out_dtype: Any) -> tuple[jax.Array, Any, Any]:
-    """y, and x and w as the GEMM read them."""
+X, W, DY = range(3)  # operands, for their keys
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _linear2d(
+    x: jax.Array, w: jax.Array, bias: jax.Array | None, key: Any, recipe: Recipe, out_dtype: Any
+) -> jax.Array:
     x_spec, w_spec = recipe.fprop
+    qx = x if x_spec is None else _quantize_rows(x, x_spec, key, X)
+    qw = quantize(w, w_spec, key=_key_for(w_spec, key, W))
     # Named before the GEMM reads them, so that a checkpoint policy that saves them saves the quantizers' work.
-    qx = _save(x if x_spec is None else _quantize_tokens(x, x_spec))
-    qw = _save(quantize(w, w_spec))
-    return matmul_nt(qx, qw, out_dtype=out_dtype, bias=bias), qx, qw
+    return matmul_nt(_save(qx), _save(qw), out_dtype=out_dtype, bias=bias)
 
 
-def _forward(x: jax.Array, w: jax.Array, bias: Any, recipe: Recipe, out_dtype: Any) -> tuple[jax.Array, Any]:
-    y, qx, qw = _product(x, w, bias, recipe, out_dtype)
-    if isinstance(recipe.dgrad, tuple):
-        w_saved = _save(quantize(w, recipe.dgrad[1], transpose=True))
-    else:
-        w_saved = w if recipe.dgrad is None else qw
-    if isinstance(recipe.wgrad, tuple):
-        x_saved = _save(quantize(_pad_tokens(x), recipe.wgrad[1], transpose=True))
-    else:
-        x_saved = x if recipe.wgrad is None else qx
+def _forward(x: jax.Array, w: jax.Array, bias: Any, key: Any, recipe: Recipe, out_dtype: Any) -> tuple[jax.Array, Any]:
+    x_col = recipe.wgrad[1] if isinstance(recipe.wgrad, tuple) else None
+    w_col = recipe.dgrad[1] if isinstance(recipe.dgrad, tuple) else None
+    x_row, x_t = _quantize_both(x, recipe.fprop[0], x_col, _unit(recipe.wgrad), key, X)
+    w_row, w_t = _quantize_both(w, recipe.fprop[1], w_col, 1, key, W)
+    qx, qw = _save(x if x_row is None else x_row), _save(w_row)
+    y = matmul_nt(qx, qw, out_dtype=out_dtype, bias=bias)
+    w_saved = _save(w_t) if w_t is not None else w if recipe.dgrad is None else qw
+    x_saved = _save(x_t) if x_t is not None else x if recipe.wgrad is None else qx
     # Empty arrays carry the dtypes to the backward pass.
     like = (x[:0, :0], w[:0, :0], None if bias is None else bias[:0])
-    return y, (_pack(x_saved), _pack(w_saved), like)
+    return y, (_pack(x_saved), _pack(w_saved), like, key)
 
 
 def _high_precision(a: jax.Array, b: Any, dims: tuple[tuple[int, ...], tuple[int, ...]], dtype: Any) -> jax.Array:
@@ -185,20 +209,22 @@ def _high_precision(a: jax.Array, b: Any, dims: tuple[tuple[int, ...], tuple[int
     return product.astype(dtype)
 
 
-def _backward(recipe: Recipe, _out_dtype: Any, residuals: Any, dy: jax.Array) -> tuple[Any, Any, Any]:
-    *saved, (x_like, w_like, bias_like) = residuals
+def _backward(recipe: Recipe, _out_dtype: Any, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
+    *saved, (x_like, w_like, bias_like), key = residuals
     x_saved, w_saved = map(_unpack, saved)
-    if isinstance(recipe.dgrad, tuple):
-        dx = matmul_nt(_quantize_tokens(dy, recipe.dgrad[0]), w_saved, out_dtype=x_like.dtype)
+    row_spec = recipe.dgrad[0] if isinstance(recipe.dgrad, tuple) else None
+    col_spec = recipe.wgrad[0] if isinstance(recipe.wgrad, tuple) else None
+    dy_row, dy_t = _quantize_both(dy, row_spec, col_spec, _unit(recipe.wgrad), key, DY)
+    if dy_row is not None:
+        dx = matmul_nt(dy_row, w_saved, out_dtype=x_like.dtype)
     else:
         dx = _high_precision(dy, w_saved, ((1,), (0,)), x_like.dtype)
-    if isinstance(recipe.wgrad, tuple):
-        dyt = quantize(_pad_tokens(dy), recipe.wgrad[0], transpose=True)
-        dw = matmul_nt(dyt, x_saved, out_dtype=w_like.dtype)
+    if dy_t is not None:
+        dw = matmul_nt(dy_t, x_saved, out_dtype=w_like.dtype)
     else:
         dw = _high_precision(dy, x_saved, ((0,), (0,)), w_like.dtype)
     db = None if bias_like is None else jnp.sum(dy.astype(jnp.float32), 0).astype(bias_like.dtype)
-    return dx, dw, db
+    return dx, dw, db, None
 
 
 _linear2d.defvjp(_forward, _backward)
@@ -225,7 +251,7 @@ def dot_general(
       precision: only None or the default, since the operands are quantized.
       preferred_element_type: of the result; the promoted type of lhs and rhs if None.
       recipe: as in ``linear``.
-      key: as in ``linear``.
+      key: as in ``linear``; split over batch axes.
       **unsupported: newer arguments of ``lax.dot_general``; each must be None.
 
     Returns: axes batch, lhs free, rhs free, as ``lax.dot_general``; differentiable.
@@ -248,13 +274,14 @@ def dot_general(
                 f"lhs.shape={lhs.shape} and axes {right_axes} of rhs.shape={rhs.shape}"
             )
 
-    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+    def product(a: jax.Array, b: jax.Array, key: Any) -> jax.Array:
         return _linear("dot_general", a, b, recipe, None, key, out_dtype)
 
     if not lb:
-        out = product(left[0], right[0])
+        out = product(left[0], right[0], key)
     else:
-        out = jax.vmap(product)(left, right)
+        keys = jax.random.split(key, left.shape[0]) if recipe.stochastic and key is not None else None
+        out = jax.vmap(product)(left, right, keys)
     return out.reshape(*batch_shape, *left_free, *right_free)
 
 

@@ -17,7 +17,10 @@ def _check_pair(field: str, pair: object, first: str, second: str, first_optiona
         raise ValueError(f"Recipe: {field} must be a pair ({first} spec{none}, {second} spec), got {pair!r}")
 
 
-def _check_rotation(field: str, pair: tuple[QuantSpec | None, QuantSpec]) -> None:
+def _check_operands(field: str, pair: tuple[QuantSpec | None, QuantSpec]) -> None:
+    """What a GEMM cannot take: one rotated operand, or windows beside an operand that is not quantized."""
+    if pair[0] is None and pair[1].format.amax_scope == "window64":
+        raise ValueError(f'Recipe: {field} weight-only needs a w spec with amax_scope "tensor" or "row", got {pair!r}')
     rotated = [spec is not None and spec.format.rht for spec in pair]
     if rotated[0] != rotated[1]:
         raise ValueError(f"Recipe: {field} operands must both be rotated (format.rht) or neither, got {pair!r}")
@@ -40,14 +43,14 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _check_pair("fprop", self.fprop, "x", "w", first_optional=True)
-        _check_rotation("fprop", self.fprop)
+        _check_operands("fprop", self.fprop)
         for field, pair, second in (("dgrad", self.dgrad, "w"), ("wgrad", self.wgrad, "x")):
             if pair is None or pair == "dequantized":
                 continue
             if isinstance(pair, str):
                 raise ValueError(f'Recipe: {field} must be a pair of specs, None or "dequantized", got {pair!r}')
             _check_pair(field, pair, "dy", second, first_optional=False)
-            _check_rotation(field, pair)
+            _check_operands(field, pair)
 
     @property
     def stochastic(self) -> bool:

@@ -5,6 +5,8 @@ The functions of ffi/numerics.h under the same names, in the same order, on floa
 and under jit. The rules in words: docs/numerics.md.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,10 +26,11 @@ from .softfloat import (
     is_nan,
     mul,
     round_off,
+    sub,
     to_bits,
     unpack,
 )
-from .spec import BLOCK, QuantSpec
+from .spec import BLOCK, WINDOW, Format, QuantSpec
 
 ONE = constant(1.0)
 SCALE_NAN = np.uint8(0x7F)
@@ -77,6 +80,85 @@ def e2m1_twice(code: jax.Array) -> jax.Array:
     return jnp.where((code & 8) != 0, -magnitude, magnitude)
 
 
+def e2m1_encode_stochastic(b: Bits, r: jax.Array) -> jax.Array:
+    """Adds r/256 of a grid step to the magnitude, r in 0..255, and truncates to the grid. NaN gives 0. -> uint8"""
+    a = b & ABS
+    step256 = jnp.where(
+        a >= constant(4.0), constant(2 / 256), jnp.where(a >= constant(2.0), constant(1 / 256), constant(0.5 / 256))
+    )
+    t = add(a, mul(to_bits(r.astype(jnp.float32)), step256))
+    grid = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    magnitude = sum((t >= constant(g)).astype(jnp.uint32) for g in grid)
+    return jnp.where(is_nan(b), 0, magnitude | ((b & SIGN) >> 28)).astype(jnp.uint8)
+
+
+# ---------------------------------------------------------------- random bits
+def mul_wide(a: int, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The 64-bit product of two uint32 as (high, low)."""
+    al, ah, bl, bh = np.uint32(a & 0xFFFF), np.uint32(a >> 16), b & 0xFFFF, b >> 16
+    low, middle, middle2 = al * bl, ah * bl, al * bh
+    carry = (low >> 16) + (middle & 0xFFFF) + (middle2 & 0xFFFF)
+    return ah * bh + (middle >> 16) + (middle2 >> 16) + (carry >> 16), np.uint32(a) * b
+
+
+def add_wide(low: jax.Array, high: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(low, high) + n, for a 64-bit number in two uint32 and a uint32."""
+    total = low + n
+    return total, high + (total < low).astype(jnp.uint32)
+
+
+def random_bits(key: tuple, low: jax.Array, high: jax.Array, transposed: bool) -> jax.Array:
+    """Philox4x32-10 at counter (low, high, orientation, 0) -> [..., 16] bytes, element i from word i / 4."""
+    c0, c1, c2, c3 = low, high, jnp.full_like(low, int(transposed)), jnp.zeros_like(low)
+    k0, k1 = key
+    for _ in range(10):
+        (h0, l0), (h1, l1) = mul_wide(0xD2511F53, c0), mul_wide(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = h1 ^ c1 ^ k0, l1, h0 ^ c3 ^ k1, l0
+        k0, k1 = k0 + np.uint32(0x9E3779B9), k1 + np.uint32(0xBB67AE85)
+    words = jnp.stack(jnp.broadcast_arrays(c0, c1, c2, c3), axis=-1)
+    shifts = 8 * jnp.arange(4, dtype=jnp.uint32)
+    return ((words[..., None] >> shifts) & 0xFF).reshape(*words.shape[:-1], BLOCK)
+
+
+def block_bits(stream: jax.Array, rows: int, blocks: int, row_blocks: int, transposed: bool) -> jax.Array:
+    """The random bytes [..., rows, blocks, 16] of matrices whose stream words are [..., 4]: key, first block."""
+    low, high = stream[..., 2][..., None, None], stream[..., 3][..., None, None]
+    row_high, row_low = mul_wide(row_blocks, jnp.arange(rows, dtype=jnp.uint32)[:, None])
+    low, high = add_wide(low, high + row_high, row_low)
+    low, high = add_wide(low, high, jnp.arange(blocks, dtype=jnp.uint32))
+    key = tuple(stream[..., i][..., None, None] for i in (0, 1))
+    return random_bits(key, low, high, transposed)
+
+
+# ---------------------------------------------------------------- random Hadamard transform
+def rht_signs() -> Bits:
+    """The sign bits of the elements that are negated. Computed: custom_partitioning takes no array constants."""
+    return (np.uint32(0xD7E8) >> jnp.arange(BLOCK, dtype=jnp.uint32)) << 31
+
+
+def _bf16_round(b: Bits) -> Bits:
+    return to_bits(from_bits(b, jnp.bfloat16))
+
+
+def hadamard16(v: Bits) -> Bits:
+    """[..., 16]: stages of (a + b, a - b) with strides 1, 2, 4, 8, then a quarter."""
+    for stride in (1, 2, 4, 8):
+        pairs = v.reshape(*v.shape[:-1], BLOCK // (2 * stride), 2, stride)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        v = jnp.stack([add(a, b), sub(a, b)], axis=-2).reshape(v.shape)
+    return mul(v, constant(0.25))
+
+
+def rht16(v: Bits) -> Bits:
+    """[..., 16]: bfloat16 in, bfloat16 out. Adding +0.0 makes a zero positive."""
+    return _bf16_round(add(hadamard16(_bf16_round(v) ^ rht_signs()), np.uint32(0)))
+
+
+def rht16_inverse(v: Bits) -> Bits:
+    """[..., 16] of dequantized values, in float32."""
+    return hadamard16(v) ^ rht_signs()
+
+
 # ---------------------------------------------------------------- scales
 def encode_scale(amax: Bits, e4m3_max: int) -> Bits:
     """S_enc = min(6 * e4m3_max / amax, FLT_MAX); 1 for a zero or infinite amax. NaN stays, the sign is ignored."""
@@ -105,6 +187,37 @@ def amax_bits(b: Bits, axis: int | tuple[int, ...] | None = None) -> Bits:
     """The largest magnitude, as an integer maximum: exact, order free, and NaN wins."""
     m = jnp.max(b & ABS, axis=axis, initial=np.uint32(0))
     return jnp.where(m > INF, NAN, m)
+
+
+# ---------------------------------------------------------------- 4over6: which of two block scales
+def candidate_scales(block_amax: Bits, encode: Bits) -> tuple[jax.Array, jax.Array]:
+    """The scales that map the block's amax to 6 and to 4. -> uint8"""
+    base = mul(div(block_amax, constant(6.0)), encode)
+    return e4m3_encode(base), e4m3_encode(mul(base, constant(1.5)))
+
+
+def row_error(x: Bits, codes: jax.Array, scale: jax.Array, amax: Bits, encode: Bits, spec: QuantSpec) -> Bits:
+    """The error of a candidate over blocks [..., 16], summed from element 0 to 15; the rest is [...] or broadcasts."""
+    products = mul(e2m1_decode(codes), e4m3_decode(scale)[..., None])
+    if spec.error_math == "fp16":
+        difference = sub(products, mul(x, encode[..., None]))
+    else:
+        difference = sub(div(mul(products, amax[..., None]), constant(6.0 * spec.format.e4m3_max)), x)
+    terms = mul(difference, difference) if spec.select == "mse" else difference & ABS
+    # A loop, since sixteen unrolled additions take long to compile.
+    return lax.fori_loop(0, BLOCK, lambda i, s: add(s, terms[..., i]), jnp.zeros(terms.shape[:-1], jnp.uint32))
+
+
+def tile_error(rows: Bits) -> Bits:
+    """[..., 16, cols] errors of the rows of tiles -> [..., cols], halves first."""
+    for half in (8, 4, 2, 1):
+        rows = add(rows[..., :half, :], rows[..., half:, :])
+    return rows[..., 0, :]
+
+
+def choose_four(error_six: Bits, error_four: Bits) -> jax.Array:
+    """Ties and NaN are map-to-6. Errors are not negative, so their bits order as they do."""
+    return (error_four < error_six) & ~is_nan(error_six)
 
 
 # ---------------------------------------------------------------- decoding
@@ -147,42 +260,103 @@ def per_row(amax: jax.Array, ndim: int) -> jax.Array:
     return amax[..., None, None] if amax.ndim else amax
 
 
+def per_block(amax: jax.Array, ndim: int, scope: str) -> jax.Array:
+    """amax of any scope, made to broadcast with the blocks [..., M, K/16]."""
+    return jnp.repeat(amax, WINDOW // BLOCK, axis=-1) if scope == "window64" else per_row(amax, ndim)
+
+
 def find_amax(x: jax.Array, scope: str) -> jax.Array:
-    """The float32 amax of x [..., M, K]: () for scope "tensor", [..., M] for "row".
+    """The float32 amax of x [..., M, K]: () for scope "tensor", [..., M] for "row", [..., M, K/64] for "window64".
 
     ``amax_bits`` before widening: magnitudes order alike in 16 bits, and XLA reduces half as many bytes.
     """
     width = jnp.uint32 if x.dtype == jnp.float32 else jnp.uint16
     magnitudes = lax.bitcast_convert_type(x, width) & np.array(jnp.iinfo(width).max // 2, width)
-    largest = jnp.max(magnitudes, axis=-1 if scope == "row" else None, initial=np.array(0, width))
+    if scope == "window64":
+        magnitudes = magnitudes.reshape(*x.shape[:-1], x.shape[-1] // WINDOW, WINDOW)
+    largest = jnp.max(magnitudes, axis=None if scope == "tensor" else -1, initial=np.array(0, width))
     return from_bits(to_bits(lax.bitcast_convert_type(largest, x.dtype)))
 
 
-def quantize(
-    x: jax.Array, spec: QuantSpec, amax: jax.Array | None = None, transpose: bool = False
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """-> data uint8 [..., M, K/2], scale float8_e4m3fn [..., M, K/16], amax. See ``jnvfp4.quantize``."""
-    x = jnp.swapaxes(x, -1, -2) if transpose else x
-    amax = find_amax(x, spec.format.amax_scope) if amax is None else amax
+def find_rht_amax(x: jax.Array, keep: int) -> jax.Array:
+    """The amax of the rotated x [..., M, K], one for each index of its first ``keep`` axes. -> x.shape[:keep]"""
     blocks = to_bits(x).reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
-    decode, block_mult = global_scale(per_row(to_bits(amax), x.ndim), spec.format.e4m3_max)
+    return from_bits(amax_bits(rht16(blocks), axis=tuple(range(keep, blocks.ndim))))
+
+
+def _over_tiles(rows: Bits, combine) -> Bits:
+    """[..., M, cols] -> the same shape, with ``combine`` ([..., 16, cols] -> [..., cols]) over each 16 rows."""
+    *lead, count, cols = rows.shape
+    tiles = rows.reshape(*lead, count // BLOCK, BLOCK, cols)
+    return jnp.broadcast_to(combine(tiles)[..., None, :], tiles.shape).reshape(rows.shape)
+
+
+def _encode(x: Bits, scale: jax.Array, decode: Bits, random: jax.Array | None = None) -> jax.Array:
+    """The codes of blocks [..., 16], rounded to nearest without random bytes."""
+    scaled = mul(x, block_encode_scale(scale, decode)[..., None])
+    return e2m1_encode(scaled) if random is None else e2m1_encode_stochastic(scaled, random)
+
+
+def _choose(x: Bits, block_amax: Bits, amax: Bits, decode: Bits, spec: QuantSpec) -> tuple[jax.Array, jax.Array]:
+    """4over6: the chosen scale and codes of blocks [..., M, K/16, 16]."""
+    amax, encode = amax & ABS, encode_scale(amax, spec.format.e4m3_max)
+    # Both candidates as one array, since every operation here is many instructions to compile.
+    scales = jnp.stack(candidate_scales(block_amax, encode))
+    codes = _encode(x, scales, decode)
+    errors = row_error(x, codes, scales, amax, encode, spec)
+    if spec.block_rows == BLOCK:
+        errors = _over_tiles(errors, tile_error)
+    four = choose_four(errors[0], errors[1])
+    return jnp.where(four, scales[1], scales[0]), jnp.where(four[..., None], codes[1], codes[0])
+
+
+def quantize(
+    x: jax.Array,
+    spec: QuantSpec,
+    amax: jax.Array | None = None,
+    transpose: bool = False,
+    stream: jax.Array | None = None,
+    row_blocks: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """-> data uint8 [..., M, K/2], scale float8_e4m3fn [..., M, K/16], amax. See ``jnvfp4.quantize``.
+
+    ``stream`` is what ``block_bits`` takes; ``row_blocks`` the blocks in a row of the whole array, if x is a part.
+    """
+    x = jnp.swapaxes(x, -1, -2) if transpose else x
+    *lead, rows, cols = x.shape
+    blocks = to_bits(x).reshape(*lead, rows, cols // BLOCK, BLOCK)
+    if spec.format.rht:
+        blocks = rht16(blocks)
+    if amax is None:
+        assert not spec.format.rht
+        amax = find_amax(x, spec.format.amax_scope)
+    amaxes = per_block(to_bits(amax), x.ndim, spec.format.amax_scope)
+    decode, block_mult = global_scale(amaxes, spec.format.e4m3_max)
     block_amax = amax_bits(blocks, axis=-1)
     if spec.block_rows == BLOCK:
-        *lead, rows, cols = block_amax.shape
-        tiles = block_amax.reshape(*lead, rows // BLOCK, BLOCK, cols)
-        tile_amax = jnp.max(tiles, axis=-2, keepdims=True)
-        block_amax = jnp.broadcast_to(tile_amax, tiles.shape).reshape(block_amax.shape)
-    scale = block_scale(block_amax, block_mult)
-    codes = e2m1_encode(mul(blocks, block_encode_scale(scale, decode)[..., None]))
+        block_amax = _over_tiles(block_amax, lambda tiles: jnp.max(tiles, axis=-2))
+    if spec.select != "max6":
+        scale, codes = _choose(blocks, block_amax, amaxes, decode, spec)
+    else:
+        scale, random = block_scale(block_amax, block_mult), None
+        if spec.rounding == "stochastic":
+            assert stream is not None
+            random = block_bits(stream, rows, cols // BLOCK, row_blocks or cols // BLOCK, transpose)
+        codes = _encode(blocks, scale, decode, random)
     data = pack_codes(codes.reshape(x.shape))
     return data, lax.bitcast_convert_type(scale, jnp.float8_e4m3fn), amax
 
 
-def dequantize(data: jax.Array, scale: jax.Array, amax: jax.Array, e4m3_max: int, dtype=jnp.float32) -> jax.Array:
+def dequantize(
+    data: jax.Array, scale: jax.Array, amax: jax.Array, format: Format, dtype=jnp.float32, rotate_back: bool = True
+) -> jax.Array:
     """-> [..., M, K] of ``dtype``. See ``jnvfp4.dequantize``."""
-    factor = dequantize_factor(_scale_bytes(scale), per_row(to_bits(amax), data.ndim), e4m3_max)
+    amaxes = per_block(to_bits(amax), data.ndim, format.amax_scope)
+    factor = dequantize_factor(_scale_bytes(scale), amaxes, format.e4m3_max)
     codes = unpack_codes(data)
     values = mul(e2m1_decode(codes.reshape(*factor.shape, BLOCK)), factor[..., None])
+    if format.rht and rotate_back:
+        values = rht16_inverse(values)
     return from_bits(values.reshape(codes.shape), dtype)
 
 
@@ -191,27 +365,47 @@ def _align(b: jax.Array, ndim: int) -> jax.Array:
     return b.reshape((1,) * (ndim - b.ndim) + b.shape)
 
 
-def sum_blocks(a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array) -> Bits:
-    """y = fl(y + fl(fl(s_a * s_b) * dot16)) over blocks ascending along K. -> [..., M, N]
+def _block_steps(data: jax.Array, scale: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
+    """Doubled codes [blocks / group, group, ..., M, 16] and float32 scales [blocks / group, group, ..., M]."""
+    twice = jnp.moveaxis(e2m1_twice(unpack_codes(data)).reshape(*scale.shape, BLOCK), -2, 0)
+    s = jnp.moveaxis(lax.bitcast_convert_type(e4m3_decode(_scale_bytes(scale)), jnp.float32), -1, 0)
+    return twice.reshape(-1, group, *twice.shape[1:]), s.reshape(-1, group, *s.shape[1:])
+
+
+def _add_block(y: jax.Array, block) -> tuple[jax.Array, None]:
+    """y = fl(y + fl(fl(s_a * s_b) * dot16)).
 
     Plain float32 is exact here: s_a * s_b * dot16 has at most 20 significant bits, so no product rounds and
     contraction changes nothing, and every sum is a multiple of 2^-20, so none is subnormal.
     """
+    (qa, sa), (qb, sb) = block
+    dot = jnp.sum(qa[..., :, None, :] * qb[..., None, :, :], axis=-1)  # 4 * dot16, exact
+    return y + sa[..., :, None] * sb[..., None, :] * (dot.astype(jnp.float32) * np.float32(0.25)), None
 
-    def steps(data, scale):
-        twice = e2m1_twice(unpack_codes(data)).reshape(*scale.shape, BLOCK)
-        s = lax.bitcast_convert_type(e4m3_decode(_scale_bytes(scale)), jnp.float32)
-        return jnp.moveaxis(twice, -2, 0), jnp.moveaxis(s, -1, 0)
 
-    b_data, b_scale = _align(b_data, a_data.ndim), _align(b_scale, a_data.ndim)
-
-    def step(y, block):
-        (qa, sa), (qb, sb) = block
-        dot = jnp.sum(qa[..., :, None, :] * qb[..., None, :, :], axis=-1)  # 4 * dot16, exact
-        return y + sa[..., :, None] * sb[..., None, :] * (dot.astype(jnp.float32) * np.float32(0.25)), None
-
+def sum_blocks(a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array) -> Bits:
+    """``_add_block`` over blocks ascending along K. -> [..., M, N]"""
     zero = jnp.zeros((*a_data.shape[:-1], b_data.shape[-2]), jnp.float32)
-    return to_bits(lax.scan(step, zero, (steps(a_data, a_scale), steps(b_data, b_scale)))[0])
+    a_steps, b_steps = (_block_steps(d, s, 1) for d, s in ((a_data, a_scale), (b_data, b_scale)))
+    step = lambda y, group: _add_block(y, jax.tree.map(lambda v: v[0], group))  # noqa: E731
+    return to_bits(lax.scan(step, zero, (a_steps, b_steps))[0])
+
+
+def sum_windows(a: tuple, b: tuple, factor) -> Bits:
+    """y = fl(y + fl(factor * sum of a window's four blocks)) over windows ascending along K. -> [..., M, N]
+
+    ``factor(w)`` is the window's ``alpha_w4a4``, broadcasting with [..., M, N]; the product's alpha is then 1.
+    """
+    zero = jnp.zeros((*a[0].shape[:-1], b[0].shape[-2]), jnp.float32)
+
+    def step(y, window):
+        blocks, w = window
+        total = lax.scan(_add_block, zero, blocks)[0]
+        return add(y, mul(to_bits(total), factor(w))), None
+
+    steps = tuple(_block_steps(data, scale, WINDOW // BLOCK) for data, scale in (a, b))
+    windows = jnp.arange(steps[0][0].shape[0])
+    return lax.scan(step, jnp.zeros(zero.shape, jnp.uint32), (steps, windows))[0]
 
 
 def sum_elements(a: jax.Array, b_data: jax.Array, b_scale: jax.Array) -> Bits:
@@ -229,25 +423,46 @@ def sum_elements(a: jax.Array, b_data: jax.Array, b_scale: jax.Array) -> Bits:
     return lax.scan(step, zero, (jnp.moveaxis(to_bits(a), -1, 0), jnp.moveaxis(weight, -1, 0)))[0]
 
 
+def _row_amax(amax: jax.Array, ndim: int, scope: str, window: Any) -> Bits:
+    """The amax of each row, [..., M, 1], that holds in a window."""
+    bits = to_bits(amax)
+    if scope == "window64":
+        return lax.dynamic_index_in_dim(bits, window, axis=-1)
+    return per_row(bits, ndim)
+
+
+def _col_amax(amax: jax.Array, ndim: int, scope: str, window: Any) -> Bits:
+    rows = _row_amax(amax, ndim, scope, window)
+    return jnp.swapaxes(rows, -1, -2) if rows.ndim else rows
+
+
 def matmul(
     a: jax.Array | tuple[jax.Array, jax.Array, jax.Array],
     b: tuple[jax.Array, jax.Array, jax.Array],
     bias: jax.Array | None,
-    a_e4m3_max: int | None,
-    b_e4m3_max: int,
+    a_format: Format | None,
+    b_format: Format,
     out_dtype=jnp.bfloat16,
 ) -> jax.Array:
     """a [..., M, K] (16-bit floats, or data, scale and amax) times b [N, K] or [..., N, K] -> [..., M, N]."""
     b_data, b_scale, b_amax = b
-    per_col = to_bits(b_amax)
-    if b_amax.ndim:
-        per_col = jnp.swapaxes(per_row(per_col, b_data.ndim), -1, -2)
-    if isinstance(a, tuple):
-        a_data, a_scale, a_amax = a
-        assert a_e4m3_max is not None
-        y = sum_blocks(a_data, a_scale, b_data, b_scale)
-        alpha = alpha_w4a4(per_row(to_bits(a_amax), a_data.ndim), per_col, a_e4m3_max, b_e4m3_max)
-    else:
+    b_ndim = b_data.ndim
+    first = np.int32(0)
+    if not isinstance(a, tuple):
         y = sum_elements(a, b_data, b_scale)
-        alpha = alpha_w4a16(per_col, b_e4m3_max)
+        alpha = alpha_w4a16(_col_amax(b_amax, b_ndim, b_format.amax_scope, first), b_format.e4m3_max)
+    else:
+        assert a_format is not None
+        a_data, a_scale, a_amax = a
+        b_data, b_scale = _align(b_data, a_data.ndim), _align(b_scale, a_data.ndim)
+
+        def factor(window):
+            rows = _row_amax(a_amax, a_data.ndim, a_format.amax_scope, window)
+            cols = _col_amax(b_amax, b_ndim, b_format.amax_scope, window)
+            return alpha_w4a4(rows, cols, a_format.e4m3_max, b_format.e4m3_max)
+
+        if "window64" in (a_format.amax_scope, b_format.amax_scope):
+            y, alpha = sum_windows((a_data, a_scale), (b_data, b_scale), factor), ONE
+        else:
+            y, alpha = sum_blocks(a_data, a_scale, b_data, b_scale), factor(first)
     return from_bits(gemm_epilogue(y, alpha, None if bias is None else to_bits(bias)), out_dtype)

@@ -1,5 +1,6 @@
 """What a quantized tensor is (``Format``) and how it is made (``QuantSpec``)."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -7,6 +8,7 @@ import numpy as np
 
 AmaxScope = Literal["tensor", "row", "window64"]
 BLOCK = 16  # elements that share one E4M3 scale
+WINDOW = 64  # elements that share one amax under scope "window64"
 
 
 def _check_choice(owner: str, field: str, value: object, choices: tuple) -> None:
@@ -34,6 +36,8 @@ class Format:
         _check_choice("Format", "rht", self.rht, (False, True))
         if self.amax_scope == "window64" and (self.rht or self.e4m3_max == 256):
             raise ValueError(f"Format: window64 goes with neither rht nor e4m3_max=256, got {self!r}")
+        if self.rht and (self.amax_scope == "row" or self.e4m3_max == 256):
+            raise ValueError(f'Format: rht needs amax_scope="tensor" and e4m3_max=448, got {self!r}')
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,7 @@ class QuantSpec:
       error_math: for 4over6, where the candidate errors are computed.
       rounding: of the E2M1 values: "nearest" even or "stochastic".
 
-    A combination that means nothing raises ValueError here; one that is well defined but not implemented
-    yet raises NotImplementedError when used (see ``jnvfp4.supports``).
+    A combination that means nothing raises ValueError here; every other one is implemented.
     """
 
     format: Format = Format()
@@ -78,11 +81,21 @@ class QuantSpec:
             return f'rounding="stochastic" needs select="max6", not "{self.select}"'
         elif fmt.rht:
             return f'rht=True needs select="max6", not "{self.select}"'
-        if fmt.amax_scope != "tensor" and self.block_rows == 16:
-            return f'block_rows=16 needs amax_scope="tensor", not "{fmt.amax_scope}"'
-        if fmt.amax_scope == "window64" and (self.select != "max6" or stochastic):
-            return 'amax_scope="window64" needs select="max6" and rounding="nearest"'
+        if fmt.amax_scope == "window64" and (self.block_rows == 16 or self.select != "max6" or stochastic):
+            return 'amax_scope="window64" needs block_rows=1, select="max6" and rounding="nearest"'
+        if fmt.amax_scope == "row" and (self.block_rows == 16 or stochastic):
+            return 'amax_scope="row" needs block_rows=1 and rounding="nearest"'
         return None
+
+    @property
+    def unit(self) -> int:
+        """What the length of the quantized axis must be a multiple of."""
+        return WINDOW if self.format.amax_scope == "window64" else BLOCK
+
+    @property
+    def finds_amax(self) -> bool:
+        """Whether the amax belongs to a row or a part of one, so that the quantizer itself can find it."""
+        return self.format.amax_scope != "tensor"
 
     def ffi_attrs(self) -> dict[str, Any]:
         """The attributes of the FFI call, as ``SpecAttr`` in ffi/check.h reads them."""
@@ -99,22 +112,78 @@ class QuantSpec:
 
 NVFP4 = QuantSpec()
 NVFP4_2D = QuantSpec(block_rows=16)
+NVFP4_SR = QuantSpec(rounding="stochastic")
+NVFP4_RHT = QuantSpec(Format(rht=True))
+NVFP4_RHT_SR = QuantSpec(Format(rht=True), rounding="stochastic")
 ROW_SCALED = QuantSpec(Format(amax_scope="row"))
-
-# The specs that `quantize` implements: ffi/spec.h's list in Python words.
-SUPPORTED_SPECS = (NVFP4, NVFP4_2D, ROW_SCALED)
+WINDOW64 = QuantSpec(Format(amax_scope="window64"))
 
 
-def unsupported_reason(spec: QuantSpec) -> str | None:
-    """Which field of ``spec`` has no implementation in this version, or None."""
-    if spec in SUPPORTED_SPECS:
-        return None
-    for field, value, default in (
-        ("format.amax_scope", spec.format.amax_scope, ("tensor", "row")),
-        ("format.rht", spec.format.rht, (False,)),
-        ("select", spec.select, ("max6",)),
-        ("rounding", spec.rounding, ("nearest",)),
+def four_over_six(
+    error: Literal["mae", "mse"] = "mae",
+    *,
+    e4m3_max: Literal[448, 256] = 256,
+    fast: bool = False,
+    block_rows: Literal[1, 16] = 1,
+    amax_scope: Literal["tensor", "row"] = "tensor",
+) -> QuantSpec:
+    """The spec of adaptive block scaling ("4over6"): each block's amax maps to 4 or 6, whichever errs less.
+
+    Args:
+      error: sum of magnitudes ("mae") or of squares ("mse") over the block; ties go to 6.
+      e4m3_max: 448, or 256, which leaves room for the scale of map-to-4 in the blocks with the largest values.
+      fast: compare in the scaled domain (``error_math="fp16"``), which chooses differently on a few blocks.
+      block_rows: 16 chooses once for each 16x16 tile.
+      amax_scope: "tensor" or "row".
+
+    Source: arXiv:2512.02010; arithmetic as in NVIDIA TransformerEngine at d0067d0da.
+    """
+    if error not in ("mae", "mse"):
+        raise ValueError(f"four_over_six: error must be 'mae' or 'mse', got {error!r}")
+    if not isinstance(fast, bool):
+        raise ValueError(f"four_over_six: fast must be True or False, got {fast!r}")
+    math: Literal["fp32", "fp16"] = "fp16" if fast else "fp32"
+    return QuantSpec(Format(amax_scope, e4m3_max), block_rows, error, math)
+
+
+def _every_spec() -> tuple[QuantSpec, ...]:
+    """Every combination of fields that does not contradict itself."""
+    found = []
+    for scope, rht, rows, select, math, rounding, e4m3_max in itertools.product(
+        ("tensor", "row", "window64"),
+        (False, True),
+        (1, 16),
+        ("max6", "mae", "mse"),
+        ("fp32", "fp16"),
+        ("nearest", "stochastic"),
+        (448, 256),
     ):
-        if value not in default:
-            return f"{field}={value!r} is not implemented in this version; accepted: {default}"
-    return f"{spec!r} is not implemented in this version"
+        try:
+            found.append(QuantSpec(Format(scope, e4m3_max, rht), rows, select, math, rounding))  # type: ignore[arg-type]
+        except ValueError:
+            continue
+    return tuple(found)
+
+
+SUPPORTED_SPECS = _every_spec()
+
+
+def _fused_pairs() -> frozenset[tuple[QuantSpec, QuantSpec]]:
+    alike = [NVFP4, NVFP4_SR, NVFP4_2D, ROW_SCALED, WINDOW64]
+    alike += [s for s in SUPPORTED_SPECS if s.select != "max6" and s.format.amax_scope == "tensor"]
+    return frozenset([*((s, s) for s in alike), (NVFP4, NVFP4_RHT), (NVFP4_SR, NVFP4_RHT_SR)])
+
+
+# Pairs that `quantize_pair` quantizes in one pass over x: ffi/spec.h's list in Python words.
+FUSED_PAIRS = _fused_pairs()
+
+
+def name_of(spec: QuantSpec) -> str:
+    """A short name, such as "NVFP4_RHT_SR" or "FOUR_OVER_SIX_2D_MAE_256"."""
+    fmt, stochastic = spec.format, "_SR" * (spec.rounding == "stochastic")
+    tiles = "_2D" * (spec.block_rows == BLOCK)
+    if spec.select != "max6":
+        row, fast = "_ROW" * (fmt.amax_scope == "row"), "_FAST" * (spec.error_math == "fp16")
+        return f"FOUR_OVER_SIX{row}{tiles}_{spec.select.upper()}_{fmt.e4m3_max}{fast}"
+    scope = {"tensor": "NVFP4", "row": "ROW_SCALED", "window64": "WINDOW64"}[fmt.amax_scope]
+    return f"{scope}{tiles}{'_RHT' * fmt.rht}{stochastic}"

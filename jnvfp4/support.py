@@ -11,10 +11,23 @@ import numpy as np
 
 from . import _native
 from .ops import dequantize, matmul_nt, quantize
-from .spec import NVFP4, SUPPORTED_SPECS, QuantSpec, unsupported_reason
+from .spec import (
+    FUSED_PAIRS,
+    NVFP4,
+    NVFP4_2D,
+    NVFP4_RHT_SR,
+    ROW_SCALED,
+    SUPPORTED_SPECS,
+    WINDOW64,
+    QuantSpec,
+    four_over_six,
+    name_of,
+)
 
 OPS = ("quantize", "quantize_pair", "dequantize", "matmul_nt", "linear", "dot_general", "fake_quant")
 MIN_COMPUTE_CAPABILITY = (8, 0)
+# Enough for a self-check: every field that changes the arithmetic. The tests go through all specs.
+CHECKED_SPECS = (NVFP4, NVFP4_2D, NVFP4_RHT_SR, ROW_SCALED, WINDOW64, four_over_six())
 
 
 def supports(spec_or_op: QuantSpec | str, device: jax.Device | None = None) -> str | bool:
@@ -27,10 +40,7 @@ def supports(spec_or_op: QuantSpec | str, device: jax.Device | None = None) -> s
     Returns: True, or the reason as a string. Where the reason is the platform, the operation still works,
       through the reference implementation.
     """
-    if isinstance(spec_or_op, QuantSpec):
-        if reason := unsupported_reason(spec_or_op):
-            return reason
-    elif spec_or_op not in OPS:
+    if not isinstance(spec_or_op, QuantSpec) and spec_or_op not in OPS:
         raise ValueError(f"supports: spec_or_op must be a QuantSpec or one of {OPS}, got {spec_or_op!r}")
     return _platform_reason(device or _default_device()) or True
 
@@ -51,6 +61,29 @@ def _platform_reason(device: jax.Device) -> str | None:
 
 def _compute_capability(device: jax.Device) -> tuple[int, ...]:
     return tuple(int(part) for part in str(device.compute_capability).split("."))
+
+
+# ---------------------------------------------------------------- the table of docs/support.md
+def support_table() -> str:
+    """Every spec and what it means, in Markdown, from ``SUPPORTED_SPECS``."""
+    head = ("spec", "amax of", "blocks", "block scale", "E", "values", "rotated", "transposed too, in one pass")
+    rows = [head, ("---",) * len(head), *map(_support_row, SUPPORTED_SPECS)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def _support_row(spec: QuantSpec) -> tuple[str, ...]:
+    scale = "amax to 6" if spec.select == "max6" else f"4 or 6, {spec.select}, {spec.error_math}"
+    partners = [name_of(col) for row, col in FUSED_PAIRS if row == spec]
+    return (
+        f"`{name_of(spec)}`",
+        {"tensor": "tensor", "row": "row", "window64": "64 elements"}[spec.format.amax_scope],
+        f"{spec.block_rows}x16",
+        scale,
+        str(spec.format.e4m3_max),
+        spec.rounding,
+        "yes" if spec.format.rht else "no",
+        "as " + " or ".join(f"`{name}`" for name in sorted(partners)) if partners else "two passes",
+    )
 
 
 # ---------------------------------------------------------------- doctor
@@ -94,7 +127,7 @@ def _one_per_platform(devices: list[jax.Device]) -> list[jax.Device]:
 
 
 def _check_device(device: jax.Device) -> Iterator[tuple[str, str, str]]:
-    x = np.random.default_rng(0).standard_normal((32, 64)).astype(jnp.bfloat16)
+    x = np.random.default_rng(0).standard_normal((64, 64)).astype(jnp.bfloat16)
     reason = _platform_reason(device)
 
     def check(name: str, run: Callable) -> tuple[str, str, str]:
@@ -106,14 +139,14 @@ def _check_device(device: jax.Device) -> Iterator[tuple[str, str, str]]:
         except Exception as error:
             return name, device.platform, f"FAILED: {error}".splitlines()[0]
 
-    for spec in SUPPORTED_SPECS:
+    for spec in CHECKED_SPECS:
         for transpose in (False, True):
 
             def run(implementation, spec=spec, transpose=transpose):
-                return quantize(x, spec, transpose=transpose, implementation=implementation)
+                key = jax.random.key(0) if spec.rounding == "stochastic" else None
+                return quantize(x, spec, key=key, transpose=transpose, implementation=implementation)
 
-            scope, rows = spec.format.amax_scope, spec.block_rows
-            yield check(f"quantize {scope} {rows}x16{' transposed' * transpose}", run)
+            yield check(f"quantize {name_of(spec)}{' transposed' * transpose}", run)
     yield check("dequantize", lambda i: dequantize(quantize(x), implementation=i))
     exact = quantize(np.round(np.clip(x.astype(np.float32), -2, 2)), NVFP4)  # sums exact in any order
     yield check("matmul_nt", lambda i: matmul_nt(exact, exact, implementation=i))
@@ -131,7 +164,10 @@ def _bytes(a: object) -> np.ndarray:
 
 
 def main(argv: list[str]) -> int:
+    if argv == ["support"]:
+        print(support_table(), end="")
+        return 0
     if argv != ["doctor"]:
-        print("usage: python -m jnvfp4 doctor", file=sys.stderr)
+        print("usage: python -m jnvfp4 doctor|support", file=sys.stderr)
         return 2
     return 0 if doctor() else 1

@@ -5,6 +5,8 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from .spec import Format
 
@@ -38,6 +40,12 @@ class NVFP4Tensor:
     @property
     def ndim(self) -> int:
         return self.data.ndim
+
+    @property
+    def tensor_amax(self) -> jax.Array:
+        """The amax of the whole tensor, float32 (): the largest of ``amax``; NaN wins."""
+        bits = lax.bitcast_convert_type(self.amax, jnp.uint32) & np.uint32(0x7FFFFFFF)
+        return lax.bitcast_convert_type(jnp.max(bits, initial=np.uint32(0)), jnp.float32)
 
     @property
     def dtype(self):

@@ -1,6 +1,7 @@
 """Comparing arrays bit for bit."""
 
 import functools
+from unittest import mock
 
 import hypothesis
 import jax
@@ -8,9 +9,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jnvfp4 import Format, NVFP4Tensor, QuantSpec, reference
+from jnvfp4 import ROW_SCALED, Format, NVFP4Tensor, QuantSpec, reference
+from jnvfp4.spec import BLOCK, WINDOW
 
 TENSOR = Format()
+KEY_SEED = 7
 _WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -82,11 +85,73 @@ def pad_rows_and_columns(x: np.ndarray, rows: int, cols: int) -> np.ndarray:
 FLOAT_MAX = np.float32(3.40282347e38)
 
 
+def key_for(*specs: QuantSpec, seed: int = KEY_SEED):
+    """A key if any of the specs rounds stochastically, else None."""
+    return jax.random.key(seed) if any(spec.rounding == "stochastic" for spec in specs) else None
+
+
 def find_amax(x: np.ndarray, scope: str = "tensor") -> np.ndarray:
-    """The float32 amax of x: () for scope "tensor", [..., M] for "row"; NaN wins."""
-    magnitude = bits(np.asarray(x, np.float32)) & 0x7FFFFFFF
-    found = magnitude.max(axis=-1 if scope == "row" else None, initial=0)
+    """The float32 amax of x: () for scope "tensor", [..., M] for "row", [..., M, K/64] for "window64"; NaN wins."""
+    with np.errstate(invalid="ignore"):
+        magnitude = bits(np.asarray(x, np.float32)).reshape(x.shape) & 0x7FFFFFFF
+    if scope == "window64":
+        magnitude = magnitude.reshape(*x.shape[:-1], x.shape[-1] // WINDOW, WINDOW)
+    found = magnitude.max(axis=None if scope == "tensor" else -1, initial=0)
     return canonical_nans(np.asarray(found, np.uint32).view(np.float32))
+
+
+def amax_for(x: np.ndarray, spec: QuantSpec) -> np.ndarray:
+    """The amax that ``quantize`` finds for x, which is oriented like the result."""
+    return find_amax(rotate(x) if spec.format.rht else x, spec.format.amax_scope)
+
+
+HADAMARD_SIGNS = np.where(0xD7E8 >> np.arange(16) & 1, -1, 1).astype(np.float32)
+
+
+def hadamard(v: np.ndarray) -> np.ndarray:
+    """[..., 16]: a quarter of the Sylvester transform, in stages with strides 1, 2, 4, 8."""
+    for stride in (1, 2, 4, 8):
+        pairs = v.reshape(*v.shape[:-1], -1, 2, stride)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        v = np.stack([a + b, a - b], axis=-2).reshape(v.shape)
+    return v * np.float32(0.25)
+
+
+def rotate(x: np.ndarray) -> np.ndarray:
+    """x [..., K] by the random Hadamard transform: bfloat16 in, bfloat16 out, in float32."""
+    with np.errstate(all="ignore"):
+        v = round_to(x, ml_dtypes.bfloat16).astype(np.float32).reshape(*x.shape[:-1], -1, BLOCK)
+        rotated = hadamard(v * HADAMARD_SIGNS) + np.float32(0)
+        return round_to(rotated, ml_dtypes.bfloat16).astype(np.float32).reshape(x.shape)
+
+
+def rotate_back(values: np.ndarray) -> np.ndarray:
+    """The inverse, of dequantized float32 values."""
+    with np.errstate(all="ignore"):
+        v = values.reshape(*values.shape[:-1], -1, BLOCK)
+        return (hadamard(v) * HADAMARD_SIGNS).reshape(values.shape)
+
+
+def philox(counter, key) -> list[np.ndarray]:
+    """Philox4x32-10 (Salmon et al., SC 2011): four words of counter, two of key -> four words, all broadcast."""
+    c0, c1, c2, c3 = (np.atleast_1d(np.asarray(word, np.uint64)) for word in counter)
+    k0, k1 = (np.atleast_1d(np.asarray(word, np.uint64)) for word in key)
+    low, high = np.uint64(0xFFFFFFFF), np.uint64(32)
+    for _ in range(10):
+        p0, p1 = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
+        c0, c1, c2, c3 = (p1 >> high) ^ c1 ^ k0, p1 & low, (p0 >> high) ^ c3 ^ k1, p0 & low
+        k0, k1 = k0 + np.uint64(0x9E3779B9) & low, k1 + np.uint64(0xBB67AE85) & low
+    return [word.astype(np.uint32) for word in (c0, c1, c2, c3)]
+
+
+def random_bytes(key, shape: tuple[int, ...], transposed: bool = False) -> np.ndarray:
+    """The random byte of every element of a quantized array [..., M, K]: element i of a block is byte i of 16."""
+    blocks = np.arange(np.prod(shape, dtype=np.int64) // BLOCK, dtype=np.uint64)
+    words = philox(
+        (blocks & np.uint64(0xFFFFFFFF), blocks >> np.uint64(32), int(transposed), 0),
+        np.asarray(jax.random.bits(key, (2,), jnp.uint32)),
+    )
+    return np.stack(words, axis=-1).astype("<u4").view(np.uint8).reshape(shape)
 
 
 def e2m1_values(codes) -> np.ndarray:
@@ -106,10 +171,16 @@ def per_row(amax, ndim: int) -> np.ndarray:
     return amax[..., None] if amax.ndim == ndim - 1 else amax[..., None, None]
 
 
-def encode_scales(scale, amax, ndim: int) -> np.ndarray:
-    """What the elements of each block were multiplied by, from the block scales [..., M, K/16]; e4m3_max 448."""
+def per_block(amax, ndim: int) -> np.ndarray:
+    """amax of any scope, made to broadcast with the blocks [..., M, K/16]."""
+    amax = np.asarray(amax, np.float32)
+    return np.repeat(amax, WINDOW // BLOCK, axis=-1) if amax.ndim == ndim else per_row(amax, ndim)
+
+
+def encode_scales(scale, amax, ndim: int, e4m3_max: int = 448) -> np.ndarray:
+    """What the elements of each block were multiplied by, from the block scales [..., M, K/16]."""
     with np.errstate(all="ignore"):
-        s_enc = np.minimum(np.float32(2688) / per_row(amax, ndim), FLOAT_MAX)
+        s_enc = np.minimum(np.float32(6 * e4m3_max) / per_block(amax, ndim), FLOAT_MAX)
         s_dec = np.float32(1) / np.where(s_enc == 0, np.float32(1), s_enc)
         return np.minimum(np.float32(1) / (scale_values(scale) * s_dec), FLOAT_MAX)
 
@@ -118,18 +189,42 @@ def dequantize_by_formula(data, scale, amax, e4m3_max: int = 448, dtype=np.float
     """cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max)))))"""
     codes = unpack_codes(data)
     with np.errstate(all="ignore"):
-        factor = scale_values(scale) * per_row(amax, codes.ndim) * (np.float32(1) / np.float32(6 * e4m3_max))
+        factor = scale_values(scale) * per_block(amax, codes.ndim) * (np.float32(1) / np.float32(6 * e4m3_max))
         return round_to(e2m1_values(codes) * np.repeat(factor, 16, axis=-1), dtype)
 
 
 def matmul_by_formula(a, b, bias=None, dtype=np.float32) -> np.ndarray:
-    """matmul_nt in its pinned order: blocks of 16 for two NVFP4Tensors, single k for a 16-bit ``a``. 2-D only."""
+    """matmul_nt in its pinned order: blocks of 16 for two NVFP4Tensors, or their windows of 64, or single k for a
+    16-bit ``a``. 2-D only."""
     with np.errstate(all="ignore"):
         y = np.zeros((a.shape[0], b.shape[0]), np.float32)
-        for term in _block_terms(a, b) if isinstance(a, NVFP4Tensor) else _element_terms(a, b):
+        windows = _windowed(a) or _windowed(b)
+        for term in _window_terms(a, b) if windows else _terms(a, b):
             y = y + term
-        y = alpha_by_formula(a, b) * y
+        y = y if windows else alpha_by_formula(a, b) * y
         return round_to(y if bias is None else y + np.asarray(bias).astype(np.float32), dtype)
+
+
+def _windowed(t) -> bool:
+    return isinstance(t, NVFP4Tensor) and t.format.amax_scope == "window64"
+
+
+def _window_terms(a, b):
+    """The sum of each window's four blocks, times its alpha."""
+
+    def column(t, w):
+        return np.asarray(t.amax)[:, w, None] if _windowed(t) else per_row(t.amax, 2)
+
+    blocks, constant = list(_block_terms(a, b)), np.float32(36 * a.format.e4m3_max * b.format.e4m3_max)
+    for w in range(len(blocks) // 4):
+        total = np.zeros_like(blocks[0])
+        for block in blocks[4 * w : 4 * w + 4]:
+            total = total + block
+        yield column(a, w) * column(b, w).T / constant * total
+
+
+def _terms(a, b):
+    return _block_terms(a, b) if isinstance(a, NVFP4Tensor) else _element_terms(a, b)
 
 
 def alpha_by_formula(a, b) -> np.ndarray:
@@ -193,39 +288,62 @@ _TILES = 128  # tiles of 16 x 16 per call
 
 @functools.cache
 def _tile_quantizer(spec: QuantSpec):
-    return jax.jit(lambda x, amax: reference.quantize(x, spec, amax)[:2])
+    def run(x, amax, random=None):
+        with mock.patch.object(reference, "block_bits", return_value=random):  # given, not from a stream
+            return reference.quantize(x, spec, amax, stream=random)[:2]
+
+    return jax.jit(run)
 
 
-def quantize_by_reference(x: np.ndarray, spec: QuantSpec, amax) -> tuple[np.ndarray, np.ndarray]:
+def quantize_by_reference(
+    x: np.ndarray, spec: QuantSpec, amax, key=None, transposed: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """(data, scale) of ``reference.quantize(x, spec, amax)``, computed on the CPU.
 
-    Given amax, 16 x 16 tiles do not depend on each other, so x is cut into them: one compilation per spec.
+    Given amax and random bytes, 16 x 16 tiles do not depend on each other, so x is cut into them: one compilation
+    per spec. The random bytes are NumPy's, and a window64 tile is a row-scaled one, so the reference's own
+    bookkeeping of both is not in here.
     """
     *lead, rows, cols = x.shape
-    amax = np.broadcast_to(per_row(amax, x.ndim)[..., 0], (*lead, rows))
-    padding = [(0, 0)] * len(lead) + [(0, -rows % 16)]
-    tiles = np.pad(np.asarray(x, np.float32), [*padding, (0, 0)]).reshape(-1, 16, cols // 16, 16).swapaxes(1, 2)
-    amaxes = np.pad(amax, padding, "edge").reshape(-1, 1, 16).repeat(cols // 16, 1)
-    data, scale = _quantize_tiles(tiles.reshape(-1, 16, 16), spec, amaxes.reshape(-1, 16))
+    blocks = cols // 16
+    with np.errstate(invalid="ignore"):
+        x = np.asarray(x, np.float32)
+    amaxes = np.broadcast_to(per_block(amax, x.ndim), (*lead, rows, blocks))[..., None]
+    random = None
+    if spec.rounding == "stochastic":
+        random = _cut(random_bytes(key, x.shape, transposed).reshape(*lead, rows, blocks, 16))[:, :, None]
+    spec = ROW_SCALED if spec.format.amax_scope == "window64" else spec
+    data, scale = _quantize_tiles(_cut(x.reshape(*lead, rows, blocks, 16)), spec, _cut(amaxes)[..., 0], random)
 
     def whole(parts):
-        parts = parts.reshape(-1, cols // 16, 16, parts.shape[-1]).swapaxes(1, 2)
+        parts = parts.reshape(-1, blocks, 16, parts.shape[-1]).swapaxes(1, 2)
         return parts.reshape(*lead, rows + -rows % 16, -1)[..., :rows, :]
 
     return whole(data), whole(scale)
 
 
-def _quantize_tiles(tiles: np.ndarray, spec: QuantSpec, amaxes: np.ndarray) -> list[np.ndarray]:
-    extra = -len(tiles) % _TILES
-    tiles, amaxes = np.pad(tiles, ((0, extra), (0, 0), (0, 0))), np.pad(amaxes, ((0, extra), (0, 0)))
+def _cut(values: np.ndarray) -> np.ndarray:
+    """[..., M, blocks, n] -> [tiles, 16, n], M padded with zeros."""
+    *lead, rows, blocks, n = values.shape
+    values = np.pad(values, [*[(0, 0)] * len(lead), (0, -rows % 16), (0, 0), (0, 0)])
+    return values.reshape(-1, 16, blocks, n).swapaxes(1, 2).reshape(-1, 16, n)
+
+
+def _quantize_tiles(
+    tiles: np.ndarray, spec: QuantSpec, amaxes: np.ndarray, random: np.ndarray | None
+) -> list[np.ndarray]:
+    count = len(tiles)
     if spec.format.amax_scope == "tensor":
         amaxes = amaxes[:, 0]
-    run = _tile_quantizer(spec)
+
+    def batches(v):
+        padded = np.pad(v, [(0, -count % _TILES), *[(0, 0)] * (v.ndim - 1)])
+        return padded.reshape(-1, _TILES, *v.shape[1:])
+
+    operands = [batches(v) for v in (tiles, amaxes, *([] if random is None else [random.astype(np.uint32)]))]
     with jax.default_device(jax.devices("cpu")[0]):
-        parts = [run(tiles[i : i + _TILES], amaxes[i : i + _TILES]) for i in range(0, len(tiles), _TILES)]
-    return [
-        np.concatenate([np.asarray(p) for p in column])[: len(tiles) - extra] for column in zip(*parts, strict=True)
-    ]
+        parts = [_tile_quantizer(spec)(*batch) for batch in zip(*operands, strict=True)]
+    return [np.concatenate([np.asarray(p) for p in column])[:count] for column in zip(*parts, strict=True)]
 
 
 def random_tensor(
@@ -237,7 +355,8 @@ def random_tensor(
     data = rng.integers(0, 256, (*lead, rows, cols // 2), np.uint8)
     scale = rng.choice(np.array(scales, np.uint8), (*lead, rows, cols // 16)).view(ml_dtypes.float8_e4m3fn)
     if amax is None:
-        amax = rng.uniform(0.5, 2, (*lead, rows) if fmt.amax_scope == "row" else ()).astype(np.float32)
+        of_scope = {"tensor": (), "row": (*lead, rows), "window64": (*lead, rows, cols // WINDOW)}
+        amax = rng.uniform(0.5, 2, of_scope[fmt.amax_scope]).astype(np.float32)
     return NVFP4Tensor(jnp.asarray(data), jnp.asarray(scale), jnp.asarray(amax, jnp.float32), fmt)
 
 

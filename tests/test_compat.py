@@ -15,8 +15,10 @@ from jnvfp4 import quantize
 from jnvfp4._primitives.dequantize import dequantize_p
 from jnvfp4._primitives.matmul import matmul_p
 from jnvfp4._primitives.quantize import quantize_p
+from jnvfp4._primitives.quantize_pair import quantize_pair_p
+from jnvfp4._primitives.rht_amax import rht_amax_p
 
-PRIMITIVES = [quantize_p, dequantize_p, matmul_p]
+PRIMITIVES = [quantize_p, quantize_pair_p, rht_amax_p, dequantize_p, matmul_p]
 PACKAGE = pathlib.Path(jnvfp4.__file__).parent
 
 

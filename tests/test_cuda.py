@@ -11,7 +11,21 @@ import pytest
 from conftest import gpus, skip_or_fail
 from helpers import assert_same_tensor
 
-from jnvfp4 import NVFP4, NVFP4_2D, ROW_SCALED, dequantize, quantize
+from jnvfp4 import (
+    NVFP4,
+    NVFP4_2D,
+    NVFP4_RHT,
+    NVFP4_SR,
+    ROW_SCALED,
+    WINDOW64,
+    dequantize,
+    four_over_six,
+    quantize,
+    quantize_pair,
+)
+from jnvfp4._primitives._base import bind
+from jnvfp4._primitives.quantize import quantize_p
+from jnvfp4.spec import name_of
 
 ROWS, COLS, PIECE = 131328, 16384, 256  # 2^31 + 2^22 elements
 
@@ -32,7 +46,7 @@ def huge(gpu):
         return x.at[-PIECE:].multiply(2)
 
 
-@pytest.mark.parametrize("spec", [NVFP4, NVFP4_2D, ROW_SCALED])
+@pytest.mark.parametrize("spec", [NVFP4, NVFP4_2D, NVFP4_RHT, ROW_SCALED, WINDOW64, four_over_six()], ids=name_of)
 def test_the_end_of_a_huge_tensor(huge, spec):
     t = quantize(huge, spec)
     amax = t.amax[-PIECE:] if t.amax.ndim else t.amax
@@ -40,7 +54,24 @@ def test_the_end_of_a_huge_tensor(huge, spec):
     assert_same_tensor((t.data[-PIECE:], t.scale[-PIECE:]), (end.data, end.scale))
 
 
-@pytest.mark.parametrize("spec", [NVFP4, NVFP4_2D])
+def test_random_bits_at_the_end_of_a_huge_tensor(huge):
+    key, first = jax.random.key(1), (ROWS - PIECE) * (COLS // 16)
+    t = quantize(huge, NVFP4_SR, key=key)
+    stream = jnp.concatenate([jax.random.bits(key, (2,), jnp.uint32), jnp.asarray([first, 0], jnp.uint32)])
+    params = {"spec": NVFP4_SR, "transpose": False, "has_amax": True, "implementation": None}
+    end = bind(quantize_p, huge[-PIECE:], t.amax, stream, **params)
+    assert_same_tensor((t.data[-PIECE:], t.scale[-PIECE:].view(jnp.uint8)), tuple(end))
+
+
+@pytest.mark.parametrize("pair", [(NVFP4, NVFP4), (NVFP4, NVFP4_RHT), (NVFP4_2D, NVFP4_2D)], ids=str)
+def test_the_end_of_a_huge_pair(huge, pair):
+    row, col = quantize_pair(huge, *pair)
+    end_row, end_col = quantize_pair(huge[-PIECE:], *pair, amax=(row.amax, col.amax))
+    assert_same_tensor((row.data[-PIECE:], row.scale[-PIECE:]), (end_row.data, end_row.scale))
+    assert_same_tensor((col.data[:, -PIECE // 2 :], col.scale[:, -PIECE // 16 :]), (end_col.data, end_col.scale))
+
+
+@pytest.mark.parametrize("spec", [NVFP4, NVFP4_2D, NVFP4_RHT], ids=name_of)
 def test_the_end_of_a_huge_transposed_tensor(huge, spec):
     t = quantize(huge, spec, transpose=True)
     end = quantize(huge[-PIECE:], spec, amax=t.amax, transpose=True)
@@ -56,20 +87,27 @@ def test_dequantize_the_end_of_a_huge_tensor(huge):
 GRAPH_SCRIPT = """
 import jax, jax.numpy as jnp, numpy as np
 import jnvfp4
-x = jax.random.normal(jax.random.key(0), (64, 128), jnp.bfloat16)
+x, key = jax.random.normal(jax.random.key(0), (64, 128), jnp.bfloat16), jax.random.key(1)
 
-def step(x):
+def step(x, key):
     a, b = jnvfp4.quantize(x, jnvfp4.ROW_SCALED), jnvfp4.quantize(x, transpose=True)
-    return a, b, jnvfp4.dequantize(a), jnvfp4.matmul_nt(a, jnvfp4.quantize(x))
+    rounded, rotated = jnvfp4.quantize(x, jnvfp4.NVFP4_SR, key=key), jnvfp4.quantize(x, jnvfp4.NVFP4_RHT)
+    windows, better = jnvfp4.quantize(x, jnvfp4.WINDOW64), jnvfp4.quantize(x, jnvfp4.four_over_six())
+    pairs = [jnvfp4.quantize_pair(x, jnvfp4.NVFP4_SR, jnvfp4.NVFP4_RHT_SR, key=key), jnvfp4.quantize_pair(
+        x, jnvfp4.NVFP4_2D, jnvfp4.NVFP4_2D), jnvfp4.quantize_pair(x, jnvfp4.WINDOW64, jnvfp4.WINDOW64)]
+    values = [jnvfp4.dequantize(t) for t in (a, rotated, windows)]
+    products = [jnvfp4.matmul_nt(t, jnvfp4.quantize(x)) for t in (a, rounded, windows, better)]
+    return a, b, rounded, rotated, windows, better, pairs, values, products
 
 compiled = jax.jit(step)
-first = jax.block_until_ready(compiled(x))
+first = jax.block_until_ready(compiled(x, key))
 for _ in range(3):  # the first runs record, later ones replay
-    again = jax.block_until_ready(compiled(x))
+    again = jax.block_until_ready(compiled(x, key))
 for one, two in zip(jax.tree.leaves(first), jax.tree.leaves(again)):
     assert np.asarray(one).tobytes() == np.asarray(two).tobytes()
-eager = (jnvfp4.quantize(x, jnvfp4.ROW_SCALED), jnvfp4.quantize(x, transpose=True))
-for one, two in zip(jax.tree.leaves(eager), jax.tree.leaves(first[:2])):
+eager = (jnvfp4.quantize(x, jnvfp4.ROW_SCALED), jnvfp4.quantize(x, transpose=True),
+         jnvfp4.quantize(x, jnvfp4.NVFP4_SR, key=key), jnvfp4.quantize(x, jnvfp4.NVFP4_RHT))
+for one, two in zip(jax.tree.leaves(eager), jax.tree.leaves(first[:4])):
     assert np.asarray(one).tobytes() == np.asarray(two).tobytes()
 """
 

@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from jnvfp4.spec import SUPPORTED_SPECS
+from jnvfp4.support import support_table
+
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -23,6 +26,13 @@ def test_code_blocks_run(page, tmp_path):
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     result = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_support_table_is_the_list_of_specs():
+    """docs/support.md holds what `python -m jnvfp4 support` prints."""
+    page = (ROOT / "docs" / "support.md").read_text()
+    assert support_table() in page
+    assert f"{len(SUPPORTED_SPECS)} specs" in page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

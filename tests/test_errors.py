@@ -7,30 +7,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise
+from helpers import assert_bitwise, key_for
 from operands import exact_tensor, normal
 
 from jnvfp4 import (
     NVFP4,
     NVFP4_2D,
+    NVFP4_RHT,
+    NVFP4_SR,
     ROW_SCALED,
+    WINDOW64,
     Format,
     NVFP4Tensor,
-    QuantSpec,
     Recipe,
     dequantize,
     dot_general,
     fake_quant,
+    four_over_six,
     linear,
     matmul_nt,
     quantize,
     quantize_pair,
+    recipes,
 )
+from jnvfp4.spec import name_of
 
 F32, BF16, U8, E4M3 = jnp.float32, jnp.bfloat16, jnp.uint8, jnp.float8_e4m3fn
-RHT = Format(rht=True)
-SR = QuantSpec(rounding="stochastic")
-SR_RECIPE = Recipe(dgrad=(SR, NVFP4_2D))
+RHT, WINDOW = Format(rht=True), Format("window64")
+SR_RECIPE = Recipe(dgrad=(NVFP4_SR, NVFP4_2D))
 
 
 def a(*shape, dtype=F32):
@@ -57,7 +61,7 @@ QUANTIZE = {
         partial(quantize, transpose=True),
         [a(20, 64)],
         ValueError,
-        r"quantize: M \(the quantized axis, since transpose=True\) must be .* 16, got x.shape=\(20, 64\); pad it to 32",
+        r"quantize: M \(the quantized axis, since it is transposed\) must .* 16, got x.shape=\(20, 64\); pad it to 32",
     ),
     "rows_of_2d": (
         partial(quantize, spec=NVFP4_2D),
@@ -118,7 +122,7 @@ QUANTIZE = {
         r"quantize: spec must be a QuantSpec, got Format\(",
     ),
     "key_missing": (
-        partial(quantize, spec=SR),
+        partial(quantize, spec=NVFP4_SR),
         [a(8, 32)],
         ValueError,
         r'quantize: key must be a JAX PRNG key for rounding="stochastic", got None',
@@ -129,20 +133,54 @@ QUANTIZE = {
         ValueError,
         r'quantize: key must be None for rounding="nearest", got ',
     ),
-    "stochastic": (
-        lambda x: quantize(x, SR, key=jax.random.key(0)),
+    "key_that_is_none": (
+        lambda x: quantize(x, NVFP4_SR, key=3),
         [a(8, 32)],
-        NotImplementedError,
-        r"quantize: rounding='stochastic' is not implemented in this version; accepted: \('nearest',\)",
+        TypeError,
+        "quantize: key must be one JAX PRNG key, as jax.random.key gives, got 3",
     ),
-    "rht": (partial(quantize, spec=QuantSpec(RHT)), [a(8, 32)], NotImplementedError, r"format\.rht=True is not"),
-    "window64": (
-        partial(quantize, spec=QuantSpec(Format("window64"))),
+    "several_keys": (
+        lambda x: quantize(x, NVFP4_SR, key=jax.random.split(jax.random.key(0))),
+        [a(8, 32)],
+        TypeError,
+        "quantize: key must be one JAX PRNG key, ",
+    ),
+    "rht_k": (
+        partial(quantize, spec=NVFP4_RHT),
+        [a(4, 20)],
+        ValueError,
+        r"quantize: K must be a multiple of 16, got x.shape=\(4, 20\); pad it to 32",
+    ),
+    "window64_k": (
+        partial(quantize, spec=WINDOW64),
+        [a(8, 80)],
+        ValueError,
+        r'quantize: K must be a multiple of 64 for amax_scope="window64", got x.shape=\(8, 80\); pad it to 128',
+    ),
+    "window64_m_transposed": (
+        partial(quantize, spec=WINDOW64, transpose=True),
+        [a(80, 64)],
+        ValueError,
+        r"quantize: M \(.* transposed\) must be a multiple of 64 for .*, got x.shape=\(80, 64\); pad it to 128",
+    ),
+    "window64_amax_shape": (
+        lambda x, m: quantize(x, WINDOW64, amax=m),
+        [a(8, 128), a(8)],
+        ValueError,
+        r'amax must have shape \(8, 2\) for amax_scope="window64" and x.shape=\(8, 128\), got \(8,\)',
+    ),
+    "window64_amax_shape_transposed": (
+        lambda x, m: quantize(x, WINDOW64, amax=m, transpose=True),
+        [a(128, 8), a(128, 1)],
+        ValueError,
+        r"amax must have shape \(8, 2\) for .*, got \(128, 1\)",
+    ),
+    "window64_amax_scalar": (
+        partial(quantize, spec=WINDOW64, amax=1.0),
         [a(8, 64)],
-        NotImplementedError,
-        r"format\.amax_scope='window64' is not",
+        ValueError,
+        r"amax must have shape \(8, 1\) for .*, got \(\)",
     ),
-    "mae": (partial(quantize, spec=QuantSpec(select="mae")), [a(8, 32)], NotImplementedError, "select='mae' is not"),
     "implementation": (
         partial(quantize, implementation="fast"),
         [a(8, 32)],
@@ -156,20 +194,87 @@ QUANTIZE = {
         ValueError,
         r"quantize_pair: amax must be None or a pair \(row_amax, col_amax\)",
     ),
-    "pair_k": (quantize_pair, [a(16, 40)], ValueError, "K must be a multiple of 16"),
-    "pair_m": (quantize_pair, [a(40, 16)], ValueError, "M .* must be a multiple of 16"),
+    "pair_k": (quantize_pair, [a(16, 40)], ValueError, "quantize_pair: K must be a multiple of 16"),
+    "pair_m": (quantize_pair, [a(40, 16)], ValueError, "quantize_pair: M .* must be a multiple of 16"),
+    "pair_rht_m": (
+        partial(quantize_pair, col_spec=NVFP4_RHT),
+        [a(20, 16)],
+        ValueError,
+        r"quantize_pair: M .* must be a multiple of 16, got x.shape=\(20, 16\)",
+    ),
+    "pair_of_two_calls_k": (
+        partial(quantize_pair, col_spec=ROW_SCALED),
+        [a(16, 20)],
+        ValueError,
+        r"quantize_pair: K must be a multiple of 16, got x.shape=\(16, 20\)",
+    ),
+    "pair_of_two_calls_m": (
+        partial(quantize_pair, col_spec=WINDOW64),
+        [a(16, 16)],
+        ValueError,
+        r'quantize_pair: M .* must be a multiple of 64 for amax_scope="window64", got x.shape=\(16, 16\)',
+    ),
+    "pair_2d_m": (
+        partial(quantize_pair, row_spec=NVFP4_2D, col_spec=ROW_SCALED),
+        [a(20, 16)],
+        ValueError,
+        r"quantize_pair: block_rows=16 needs both M and K to be multiples of 16, got x.shape=\(20, 16\)",
+    ),
+    "pair_amax_shape": (
+        lambda x, m: quantize_pair(x, amax=(None, m)),
+        [a(16, 32), a(32)],
+        ValueError,
+        r'quantize_pair: amax must have shape \(\) for amax_scope="tensor" and x.shape=\(16, 32\), got \(32,\)',
+    ),
+    "pair_window64_amax_shape": (
+        lambda x, m: quantize_pair(x, WINDOW64, WINDOW64, amax=(None, m)),
+        [a(64, 128), a(128)],
+        ValueError,
+        r"quantize_pair: amax must have shape \(128, 1\) for .*, got \(128,\)",
+    ),
+    "pair_amax_dtype": (
+        lambda x, m: quantize_pair(x, NVFP4, ROW_SCALED, amax=(m, None)),
+        [a(16, 32), a(dtype=BF16)],
+        TypeError,
+        "quantize_pair: amax must be float32, got bfloat16",
+    ),
+    "pair_dtype": (
+        partial(quantize_pair, col_spec=NVFP4_RHT),
+        [a(16, 16, dtype=jnp.int32)],
+        TypeError,
+        "quantize_pair: x must be float32, bfloat16 or float16, got int32",
+    ),
+    "pair_rank": (quantize_pair, [a(16)], ValueError, "quantize_pair: x must have rank 2 or more"),
+    "pair_a_tensor": (quantize_pair, [t(16, 32)], TypeError, "quantize_pair: x must be an array, got an NVFP4Tensor"),
+    "pair_implementation": (
+        partial(quantize_pair, implementation="fast"),
+        [a(16, 16)],
+        ValueError,
+        "quantize_pair: implementation must be None, 'native' or 'reference', got 'fast'",
+    ),
     "pair_spec": (
         partial(quantize_pair, col_spec=None),
         [a(16, 16)],
         TypeError,
         "quantize_pair: spec must be a QuantSpec",
     ),
-    "pair_key": (partial(quantize_pair, col_spec=SR), [a(16, 16)], ValueError, "quantize_pair: key must be"),
-    "pair_unsupported": (
-        partial(quantize_pair, row_spec=QuantSpec(RHT)),
+    "pair_key": (
+        partial(quantize_pair, col_spec=NVFP4_SR),
         [a(16, 16)],
-        NotImplementedError,
-        r"quantize_pair: format\.rht=True",
+        ValueError,
+        'quantize_pair: key must be a JAX PRNG key for rounding="stochastic", got None',
+    ),
+    "pair_key_superfluous": (
+        lambda x: quantize_pair(x, key=jax.random.key(0)),
+        [a(16, 16)],
+        ValueError,
+        'quantize_pair: key must be None for rounding="nearest"',
+    ),
+    "pair_key_that_is_none": (
+        lambda x: quantize_pair(x, NVFP4_SR, key="key"),
+        [a(16, 16)],
+        TypeError,
+        "quantize_pair: key must be one JAX PRNG key, as jax.random.key gives, got 'key'",
     ),
 }
 
@@ -199,8 +304,25 @@ DEQUANTIZE = {
         ValueError,
         "t must have rank 2 or more",
     ),
-    "rht": (dequantize, [t(16, 32, RHT)], NotImplementedError, r"dequantize: Format\(.*rht=True\) is not implemented"),
-    "window64": (dequantize, [t(16, 64, Format("window64"), amax=(16, 1))], NotImplementedError, "window64"),
+    "window64_k": (
+        dequantize,
+        [t(16, 96, WINDOW, amax=(16, 1))],
+        ValueError,
+        'dequantize: K of t must be a multiple of 64 for "window64", got K=96',
+    ),
+    "window64_amax": (
+        dequantize,
+        [t(16, 128, WINDOW, amax=(16,))],
+        ValueError,
+        r't\.amax must have shape \(16, 2\) for data \(16, 64\) and amax_scope="window64", got \(16,\)',
+    ),
+    "window64_amax_scalar": (dequantize, [t(16, 64, WINDOW)], ValueError, r"t\.amax must have shape \(16, 1\) for"),
+    "amax_of_windows": (
+        dequantize,
+        [t(16, 64, amax=(16, 1))],
+        ValueError,
+        r't\.amax must have shape \(\) or \(16,\) for data \(16, 32\) and amax_scope="tensor", got \(16, 1\)',
+    ),
     "implementation": (partial(dequantize, implementation=1), [t(16, 32)], ValueError, "dequantize: implementation"),
 }
 
@@ -227,11 +349,36 @@ MATMUL = {
         r"a and b must both be rotated \(format.rht\) or neither, got a.rht=True, b.rht=False",
     ),
     "rht_weight_only": (matmul_nt, [a(8, 32, dtype=BF16), t(8, 32, RHT)], ValueError, "got a.rht=False, b.rht=True"),
-    "window64": (
+    "rht_of_b": (matmul_nt, [t(8, 32), t(8, 32, RHT)], ValueError, "got a.rht=False, b.rht=True"),
+    "rht_and_window64": (
         matmul_nt,
-        [t(8, 64), t(8, 64, Format("window64"), amax=(8, 1))],
-        (NotImplementedError, ValueError),
-        "window64",
+        [t(8, 64, RHT), t(8, 64, WINDOW, amax=(8, 1))],
+        ValueError,
+        "a and b must both be rotated",
+    ),
+    "window64_weight_only": (
+        matmul_nt,
+        [a(8, 64, dtype=BF16), t(8, 64, WINDOW, amax=(8, 1))],
+        ValueError,
+        r'matmul_nt: b must have amax_scope "tensor" or "row" where a is not quantized, got "window64"; quantize a',
+    ),
+    "window64_k": (
+        matmul_nt,
+        [t(8, 96), t(8, 96, WINDOW, amax=(8, 1))],
+        ValueError,
+        'matmul_nt: K of b must be a multiple of 64 for "window64", got K=96',
+    ),
+    "window64_a_amax": (
+        matmul_nt,
+        [t(8, 128, WINDOW, amax=(8, 1)), t(8, 128)],
+        ValueError,
+        r'a\.amax must have shape \(8, 2\) for data \(8, 64\) and amax_scope="window64", got \(8, 1\)',
+    ),
+    "window64_b_amax": (
+        matmul_nt,
+        [t(8, 128), t(4, 128, WINDOW, amax=(4,))],
+        ValueError,
+        r"b\.amax must have shape \(4, 2\) for .*, got \(4,\)",
     ),
     "leading_axes": (
         matmul_nt,
@@ -335,17 +482,41 @@ LINEAR = {
         ValueError,
         "N must be a multiple of 16, since recipe.wgrad quantizes dy in 16x16 tiles",
     ),
-    "unsupported": (
-        partial(linear, recipe=Recipe(wgrad=(QuantSpec(RHT), QuantSpec(RHT)))),
-        [a(16, 32), a(16, 32)],
-        NotImplementedError,
-        r"linear: recipe\.wgrad: format\.rht=True is not implemented",
+    "several_keys": (
+        lambda x, w: linear(x, w, SR_RECIPE, key=jax.random.split(jax.random.key(0))),
+        [a(8, 32), a(16, 32)],
+        TypeError,
+        "linear: key must be one JAX PRNG key, as jax.random.key gives, got ",
     ),
-    "stochastic_dgrad": (
-        lambda x, w: linear(x, w, SR_RECIPE, key=jax.random.key(0)),
-        [a(16, 32), a(16, 32)],
-        NotImplementedError,
-        r"linear: recipe\.dgrad: rounding='stochastic' is not implemented",
+    "window64_k": (
+        partial(linear, recipe=recipes.window64(stochastic_rounding=False)),
+        [a(8, 80), a(16, 80)],
+        ValueError,
+        r"linear: K must be a multiple of 64, got w.shape=\(16, 80\); pad x and w to 128",
+    ),
+    "window64_n": (
+        partial(linear, recipe=Recipe(dgrad=(WINDOW64, NVFP4))),
+        [a(8, 32), a(16, 32)],
+        ValueError,
+        "linear: N must be a multiple of 64, since recipe.dgrad contracts over it, .* pad w to 64 rows",
+    ),
+    "weight_only_recipe_float32": (
+        partial(linear, recipe=recipes.inference(weight_only=True)),
+        [a(8, 32), a(16, 32)],
+        TypeError,
+        "linear: x must be bfloat16 or float16 for a weight-only recipe, got float32",
+    ),
+    "dot_key": (
+        partial(dot_general, dimension_numbers=(((1,), (1,)), ((), ())), recipe=SR_RECIPE),
+        [a(8, 32), a(16, 32)],
+        ValueError,
+        "dot_general: key must be a JAX PRNG key, since the recipe rounds stochastically, got None",
+    ),
+    "dot_key_of_batch": (
+        partial(dot_general, dimension_numbers=(((2,), (2,)), ((0,), (0,))), recipe=SR_RECIPE),
+        [a(2, 8, 32), a(2, 16, 32)],
+        ValueError,
+        "dot_general: key must be a JAX PRNG key",
     ),
     "dot_precision": (
         partial(dot_general, dimension_numbers=(((1,), (1,)), ((), ())), precision="highest"),
@@ -399,12 +570,19 @@ LINEAR = {
     "fake_quant_k": (fake_quant, [a(16, 20)], ValueError, "K must be a multiple of 16"),
     "fake_quant_amax": (lambda x, m: fake_quant(x, amax=m), [a(16, 32), a(3)], ValueError, "amax must have shape"),
     "fake_quant_tensor": (fake_quant, [t(16, 32)], TypeError, "fake_quant: x must be an array, got an NVFP4Tensor"),
-    "fake_quant_stochastic": (
-        lambda x: fake_quant(x, SR, key=jax.random.key(0)),
+    "fake_quant_key": (
+        partial(fake_quant, spec=NVFP4_SR),
         [a(16, 32)],
-        NotImplementedError,
-        "rounding='stochastic'",
+        ValueError,
+        'key must be a JAX PRNG key for rounding="stochastic", got None',
     ),
+    "fake_quant_key_superfluous": (
+        lambda x: fake_quant(x, key=jax.random.key(0)),
+        [a(16, 32)],
+        ValueError,
+        'key must be None for rounding="nearest"',
+    ),
+    "fake_quant_window64": (partial(fake_quant, spec=WINDOW64), [a(16, 32)], ValueError, "K must be a multiple of 64"),
 }
 
 TABLES = {"quantize": QUANTIZE, "dequantize": DEQUANTIZE, "matmul": MATMUL, "linear": LINEAR}
@@ -450,16 +628,27 @@ def test_platforms_without_kernels_use_the_reference(implementation):
 
 # ---------------------------------------------------------------- zero sizes
 @pytest.mark.parametrize("shape", [(0, 32), (16, 0), (0, 0), (2, 0, 32), (0, 16, 32)], ids=str)
-@pytest.mark.parametrize("spec", [NVFP4, NVFP4_2D, ROW_SCALED], ids=["nvfp4", "nvfp4_2d", "row"])
+@pytest.mark.parametrize("spec", [NVFP4, NVFP4_2D, ROW_SCALED, NVFP4_RHT, NVFP4_SR, four_over_six()], ids=name_of)
 @pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transpose"])
 def test_quantize_of_nothing(backend, shape, spec, transpose):
-    f = partial(quantize, spec=spec, transpose=transpose, implementation=backend.implementation)
+    f = partial(quantize, spec=spec, key=key_for(spec), transpose=transpose, implementation=backend.implementation)
     got = jax.jit(f)(jnp.zeros(shape))
     turned = (*shape[:-2], shape[-1], shape[-2]) if transpose else shape
     assert got.shape == turned
     assert got.scale.shape == (*turned[:-1], turned[-1] // 16)
     assert_bitwise(got.amax, jnp.zeros(turned[:-1] if spec is ROW_SCALED else ()))
     assert dequantize(got).shape == turned
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (2, 0, 64)], ids=str)
+def test_windows_of_nothing(backend, shape):
+    row, col = jax.jit(
+        partial(quantize_pair, row_spec=WINDOW64, col_spec=WINDOW64, implementation=backend.implementation)
+    )(jnp.zeros(shape))
+    *lead, rows, k = shape
+    assert_bitwise(row.amax, jnp.zeros((*lead, rows, k // 64)))
+    assert_bitwise(col.amax, jnp.zeros((*lead, k, rows // 64)))
+    assert (dequantize(row).shape, dequantize(col).shape) == (shape, (*lead, k, rows))
 
 
 @pytest.mark.parametrize(("m", "n"), [(0, 8), (8, 0), (0, 0)])

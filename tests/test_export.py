@@ -1,5 +1,6 @@
 """jax.export and ahead-of-time compilation. More than one device: through a fully manual shard_map."""
 
+import re
 from functools import partial
 
 import jax
@@ -11,9 +12,27 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from operands import normal
 
-from jnvfp4 import NVFP4, NVFP4_2D, ROW_SCALED, _native, dequantize, linear, matmul_nt, quantize
+from jnvfp4 import (
+    NVFP4,
+    NVFP4_2D,
+    NVFP4_RHT,
+    NVFP4_RHT_SR,
+    NVFP4_SR,
+    ROW_SCALED,
+    WINDOW64,
+    _native,
+    dequantize,
+    linear,
+    matmul_nt,
+    quantize,
+    quantize_pair,
+    recipes,
+)
+from jnvfp4.spec import name_of
 
 pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
+
+KEY = jax.random.key(3)
 
 
 def checks():
@@ -36,16 +55,28 @@ def gradients(x, w):
     return jax.grad(lambda x, w: jnp.sum(linear(x, w).astype(jnp.float32)), (0, 1))(x, w)
 
 
-@pytest.mark.parametrize("f", [forward, gradients])
+def stochastic_gradients(x, w):
+    return jax.grad(lambda x, w, key: jnp.sum(linear(x, w, recipes.pretrain(), key=key).astype(jnp.float32)), (0, 1))(
+        x, w, KEY
+    )
+
+
+every_function = pytest.mark.parametrize("f", [forward, gradients, stochastic_gradients])
+
+
+@every_function
 def test_export_of_one_device(native, f):
     x, w = normal((32, 64), 1), normal((48, 64), 2)
     restored = round_trip(f, x, w, platforms=[native.platform])
     assert_same_tensor(jax.jit(restored.call)(x, w), jax.jit(f)(x, w))
 
 
-def test_export_with_a_symbolic_number_of_rows(native):
+@pytest.mark.parametrize("spec", [NVFP4, NVFP4_SR, NVFP4_RHT, WINDOW64], ids=name_of)
+def test_export_with_a_symbolic_number_of_rows(native, spec):
+    key = KEY if spec is NVFP4_SR else None
+
     def f(x):
-        return tuple(jax.tree.leaves(quantize(x)))  # a custom pytree node would need a serialized name
+        return tuple(jax.tree.leaves(quantize(x, spec, key=key)))  # a custom pytree node would need a serialized name
 
     shape = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("m"), 64), jnp.bfloat16)
     restored = round_trip(f, shape, platforms=[native.platform])
@@ -78,7 +109,7 @@ def _platform(devices):
     return "cuda" if devices[0].platform == "gpu" else "cpu"
 
 
-@pytest.mark.parametrize("f", [forward, gradients])
+@every_function
 def test_ahead_of_time_compilation(native, f):
     x, w = normal((32, 64), 1), normal((48, 64), 2)
     shapes = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), (x, w))
@@ -97,7 +128,14 @@ def test_ahead_of_time_compilation_of_sharded_arguments(devices):
 
 TARGETS = {
     "quantize": (quantize, "nvfp4_quantize"),
+    "quantize_sr": (partial(quantize, spec=NVFP4_SR, key=KEY), "nvfp4_quantize"),
     "quantize_row": (partial(quantize, spec=ROW_SCALED), "nvfp4_quantize_find_amax"),
+    "quantize_rht": (partial(quantize, spec=NVFP4_RHT), "nvfp4_rht_amax"),
+    "quantize_pair": (quantize_pair, "nvfp4_quantize_pair"),
+    "quantize_pair_windows": (
+        partial(quantize_pair, row_spec=WINDOW64, col_spec=WINDOW64),
+        "nvfp4_quantize_pair_find_amax",
+    ),
     "dequantize": (lambda x: dequantize(quantize(x)), "nvfp4_dequantize"),
 }
 
@@ -108,13 +146,14 @@ def test_lowering_for_a_platform_that_is_not_here(f, target, platform):
     if not _native.available(platform):
         pytest.skip(f"no {platform} kernels in this build")
     exported = jax.export.export(jax.jit(f), platforms=[platform], disabled_checks=checks())(
-        jax.ShapeDtypeStruct((32, 64), jnp.bfloat16)
+        jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
     )
-    assert f"@{target}" in exported.mlir_module()
+    assert re.search(rf"@{target}\b", exported.mlir_module())
 
 
-def test_export_for_a_platform_without_kernels_is_portable():
+@pytest.mark.parametrize("spec", [NVFP4, NVFP4_RHT_SR], ids=name_of)
+def test_export_for_a_platform_without_kernels_is_portable(spec):
     """The reference is ordinary StableHLO: nothing to register, no custom call."""
-    shape = jax.ShapeDtypeStruct((32, 64), jnp.bfloat16)
-    exported = jax.export.export(jax.jit(partial(quantize, spec=NVFP4)), platforms=["tpu"])(shape)
+    shape, key = jax.ShapeDtypeStruct((32, 64), jnp.bfloat16), KEY if spec is NVFP4_RHT_SR else None
+    exported = jax.export.export(jax.jit(partial(quantize, spec=spec, key=key)), platforms=["tpu"])(shape)
     assert "custom_call" not in exported.mlir_module()

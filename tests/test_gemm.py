@@ -10,17 +10,23 @@ from helpers import (
     assert_gemm_close,
     bits,
     decoded,
+    e2m1_values,
     matmul_by_formula,
     random_tensor,
+    round_to,
+    scale_values,
+    unpack_codes,
 )
+from operands import normal
 
 import jnvfp4
-from jnvfp4 import Format, NVFP4Tensor
+from jnvfp4 import NVFP4, NVFP4_RHT, Format, NVFP4Tensor
 
 DTYPES = {"fp32": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16}
 HALVES = {name: DTYPES[name] for name in ("bf16", "fp16")}
 ROW = Format(amax_scope="row")
 TENSOR = Format()
+WINDOW = Format(amax_scope="window64")
 NARROW = (0x30, 0x38, 0x40)  # scales 1/2, 1, 2
 
 # M, N, K: one row, odd N, one block, more than one tile and panel in every direction, long K.
@@ -67,6 +73,21 @@ def test_native(native, shape, out):
 @pytest.mark.parametrize("b_format", [TENSOR, ROW, Format(e4m3_max=256)], ids=["tensor", "row", "256"])
 def test_formats(backend, a_format, b_format):
     check(backend, *quantized((5, 7, 32), a_format, b_format))
+
+
+@pytest.mark.parametrize(
+    "other", [TENSOR, ROW, Format(e4m3_max=256), Format("row", 256)], ids=["tensor", "row", "256", "row256"]
+)
+def test_row_amax_with_e4m3_max_256(native, other):
+    for formats in ((Format("row", 256), other), (other, Format("row", 256))):
+        check(native, *quantized((5, 7, 32), *formats))
+
+
+@pytest.mark.parametrize("formats", [(ROW, TENSOR), (TENSOR, ROW)], ids=["a", "b"])
+def test_the_operand_says_whose_rows_an_amax_scales(native, formats):
+    """As many rows as columns: no length tells them apart."""
+    a, b = quantized((16, 16, 32), *formats)
+    check(native, a, b)
 
 
 def test_every_code_and_scale(native):
@@ -121,6 +142,200 @@ def test_weight_only_special_input(backend, value, half):
     check(backend, jnp.asarray(a), b)
     got = np.asarray(jnvfp4.matmul_nt(jnp.asarray(a), b, implementation=backend.implementation))
     assert np.array_equal(np.isfinite(got).all(axis=1), np.arange(5) != 2)
+
+
+# ---------------------------------------------------------------- one amax per window of 64
+def window_amax(t: NVFP4Tensor, window: int) -> np.ndarray:
+    """The amax of each row in a window, [M, 1] or [1, 1]."""
+    amax = np.asarray(t.amax)
+    return amax[:, window, None] if amax.ndim == 2 else amax.reshape(-1, 1)
+
+
+def matmul_by_windows(a, b, bias=None, dtype=np.float32) -> np.ndarray:
+    """Each window's four block sums in order, times its alpha, added to y. 2-D only."""
+    (qa, qb), (sa, sb) = ([of(t) for t in (a, b)] for of in (codes_of, scales_of))
+    divisor = np.float32(36 * a.format.e4m3_max * b.format.e4m3_max)
+    y = np.zeros((a.shape[0], b.shape[0]), np.float32)
+    with np.errstate(all="ignore"):
+        for window in range(a.shape[1] // 64):
+            total = np.zeros_like(y)
+            for j in range(4 * window, 4 * window + 4):
+                dot = qa[:, 16 * j : 16 * j + 16] @ qb[:, 16 * j : 16 * j + 16].T  # exact
+                total = total + sa[:, None, j] * sb[None, :, j] * dot
+            alpha = window_amax(a, window) * window_amax(b, window).T / divisor
+            y = y + alpha * total
+        return round_to(y if bias is None else y + np.asarray(bias).astype(np.float32), dtype)
+
+
+def codes_of(t: NVFP4Tensor) -> np.ndarray:
+    return e2m1_values(unpack_codes(t.data))
+
+
+def scales_of(t: NVFP4Tensor) -> np.ndarray:
+    return scale_values(t.scale)
+
+
+def check_windows(backend, a, b, bias=None, out=np.float32) -> None:
+    """One order everywhere: tensor cores compute only the exact dot products of blocks."""
+    got = jnvfp4.matmul_nt(a, b, out_dtype=out, bias=bias, implementation=backend.implementation)
+    assert_bitwise(got, matmul_by_windows(a, b, bias, out))
+
+
+WINDOW_SHAPES = [(1, 1, 64), (5, 7, 128), (17, 33, 192), (130, 65, 256), (3, 100, 4096)]
+PARTNERS = {"window64": WINDOW, "tensor": TENSOR, "row": ROW, "256": Format(e4m3_max=256), "row256": Format("row", 256)}
+every_partner = pytest.mark.parametrize("partner", PARTNERS.values(), ids=PARTNERS)
+
+
+@pytest.mark.parametrize("shape", WINDOW_SHAPES, ids=["x".join(map(str, s)) for s in WINDOW_SHAPES])
+@every_out_dtype
+def test_windows(native, shape, out):
+    check_windows(native, *quantized(shape, WINDOW, WINDOW), out=out)
+
+
+@every_partner
+def test_windows_of_a(native, partner):
+    check_windows(native, *quantized((17, 33, 192), WINDOW, partner))
+
+
+@every_partner
+def test_windows_of_b(native, partner):
+    check_windows(native, *quantized((17, 33, 192), partner, WINDOW))
+
+
+@pytest.mark.parametrize(
+    "formats",
+    [(WINDOW, WINDOW), (WINDOW, ROW), (Format(e4m3_max=256), WINDOW)],
+    ids=["both", "window64-row", "256-window64"],
+)
+def test_windows_by_every_backend(backend, formats):
+    check_windows(backend, *quantized((9, 10, 576), *formats))
+
+
+def test_windows_of_every_code_and_scale(native):
+    check_windows(native, *quantized((64, 64, 512), WINDOW, WINDOW, scales=range(0x7F)))
+
+
+def test_the_order_of_windows_and_of_their_blocks_shows():
+    """Neither another order of windows, nor of the blocks in one, gives the bits that the tests above demand."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        a, b = quantized((17, 33, 192), WINDOW, WINDOW)
+        right = matmul_by_windows(a, b)
+        for order in (np.arange(12).reshape(3, 4)[::-1].ravel(), np.arange(12).reshape(3, 4)[:, ::-1].ravel()):
+            turned = [reorder_blocks(t, order) for t in (a, b)]
+            np.testing.assert_allclose(matmul_by_windows(*turned), right, rtol=1e-3, atol=1e-3)
+            assert np.any(matmul_by_windows(*turned) != right)
+
+
+def reorder_blocks(t: NVFP4Tensor, order: np.ndarray) -> NVFP4Tensor:
+    data = np.asarray(t.data).reshape(t.shape[0], -1, 8)[:, order].reshape(t.data.shape)
+    return NVFP4Tensor(data, np.asarray(t.scale)[:, order], np.asarray(t.amax)[:, order[::4] // 4], t.format)
+
+
+@pytest.mark.parametrize("bias_dtype", list(DTYPES.values()), ids=list(DTYPES))
+@every_out_dtype
+def test_windows_with_a_bias(native, bias_dtype, out):
+    check_windows(native, *quantized((9, 21, 192), WINDOW, TENSOR), dense((21,), bias_dtype), out)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["batched b", "shared b"])
+@every_partner
+def test_leading_axes_of_windows(native, shared, partner):
+    b_shape = (7, 192) if shared else (2, 3, 7, 192)
+    of_b = np.random.default_rng(5).uniform(0.5, 2, (2, 3)) if partner == TENSOR and not shared else None
+    a, b = random_tensor(0, (2, 3, 5, 192), WINDOW), random_tensor(1, b_shape, partner, amax=of_b)
+    bias = dense((7,), np.float32)
+    got = jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=np.float32, implementation="native")
+    assert got.shape == (2, 3, 5, 7)
+    for i in np.ndindex(2, 3):
+        assert_bitwise(got[i], matmul_by_windows(at(a, i), b if shared else at(b, i), bias))
+
+
+@pytest.mark.parametrize("scope", ["tensor", "per matrix", "row"])
+@pytest.mark.parametrize("shared", [False, True], ids=["batched b", "shared b"])
+def test_windows_of_b_with_leading_axes_of_a(native, scope, shared):
+    of_a = {"tensor": (), "per matrix": (3,), "row": (3, 5)}[scope]
+    amax = np.random.default_rng(5).uniform(0.5, 2, of_a)
+    a = random_tensor(0, (3, 5, 192), ROW if scope == "row" else TENSOR, amax=amax)
+    b = random_tensor(1, (7, 192) if shared else (3, 7, 192), WINDOW)
+    got = jnvfp4.matmul_nt(a, b, out_dtype=np.float32, implementation="native")
+    for i in range(3):
+        assert_bitwise(got[i], matmul_by_windows(at(a, (i,)), b if shared else at(b, (i,))))
+
+
+def test_shared_windows_of_b_by_the_reference():
+    a, b = random_tensor(0, (2, 3, 192), WINDOW), random_tensor(1, (3, 192), WINDOW)
+    got = jnvfp4.matmul_nt(a, b, out_dtype=np.float32, implementation="reference")
+    for i in range(2):
+        assert_bitwise(got[i], matmul_by_windows(at(a, (i,)), b))
+
+
+@pytest.mark.parametrize("partner", [WINDOW, ROW], ids=["window64", "row"])
+@pytest.mark.parametrize("shape", [(0, 8, 64), (8, 0, 64), (8, 8, 0)])
+def test_windows_of_no_elements(backend, shape, partner):
+    a, b = quantized(shape, WINDOW, partner)
+    bias = dense(shape[1:2], np.float32)
+    got = jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=np.float32, implementation=backend.implementation)
+    assert_bitwise(got, np.broadcast_to(np.asarray(bias), shape[:2]))
+
+
+@pytest.mark.parametrize("amax", [0.0, np.inf, np.nan, 1e25, 1e-25], ids=str)
+def test_window_amax_that_is_no_ordinary_number(native, amax):
+    """In one window of one row of either operand; the product of both overflows or underflows."""
+    a, b = quantized((5, 7, 192), WINDOW, WINDOW)
+    a = NVFP4Tensor(a.data, a.scale, a.amax.at[2, 1].set(amax), WINDOW)
+    b = NVFP4Tensor(b.data, b.scale, b.amax.at[4, 1].set(amax), WINDOW)
+    check_windows(native, a, b, out=DTYPES["bf16"])
+
+
+def test_nan_scales_in_windows_reach_their_row_and_column(native):
+    a, b = quantized((5, 7, 128), WINDOW, WINDOW)
+    got = jnvfp4.matmul_nt(with_nan_scale(a, 2), with_nan_scale(b, 4), out_dtype=np.float32, implementation="native")
+    want = np.zeros((5, 7), bool)
+    want[2], want[:, 4] = True, True
+    assert np.array_equal(np.isnan(np.asarray(got)), want)
+    assert (bits(got)[want] == 0x7FC00000).all()
+
+
+def test_subnormal_results_of_windows_survive_jit(native):
+    a, b = (random_tensor(i, (17, 128), WINDOW, scales=NARROW, amax=np.full((17, 2), 1e-18)) for i in range(2))
+    got = jax.jit(lambda: jnvfp4.matmul_nt(a, b, out_dtype=np.float32, implementation="native"))()
+    assert 0 < np.max(np.abs(np.asarray(got))) < 2.0**-126
+    assert_bitwise(got, matmul_by_windows(a, b))
+
+
+def test_windows_with_equal_amax_are_close_to_one_amax(native):
+    """The same numbers, in another order of roundings."""
+    a, b = quantized((17, 33, 192), amax=1.5)
+    plain = jnvfp4.matmul_nt(a, b, out_dtype=np.float32, implementation="native")
+    windows = [NVFP4Tensor(t.data, t.scale, jnp.full((t.shape[0], 3), 1.5), WINDOW) for t in (a, b)]
+    got = jnvfp4.matmul_nt(*windows, out_dtype=np.float32, implementation="native")
+    np.testing.assert_allclose(got, plain, rtol=1e-4, atol=1e-6 * np.abs(plain).max())
+
+
+# ---------------------------------------------------------------- rotated operands
+def test_rotated_formats(backend):
+    check(backend, *quantized((5, 7, 32), Format(rht=True), Format(rht=True)))
+
+
+@every_out_dtype
+def test_rotated_products(native, out):
+    check(native, *quantized((17, 33, 64), Format(rht=True), Format(rht=True)), out=out)
+
+
+def test_rotation_cancels(native):
+    """The product of rotated operands is that of the operands rotated back, but for rounding in float32."""
+    a, b = (jnvfp4.quantize(normal((rows, 128), rows), NVFP4_RHT) for rows in (24, 40))
+    got = jnvfp4.matmul_nt(a, b, out_dtype=np.float32, implementation="native")
+    back_a, back_b = (np.asarray(jnvfp4.dequantize(t), np.float64) for t in (a, b))
+    np.testing.assert_allclose(got, back_a @ back_b.T, atol=4e-6 * np.max(np.abs(back_a) @ np.abs(back_b).T))
+
+
+def test_rotated_product_is_the_unrotated_one_within_quantization_error(native):
+    x, w = (normal((rows, 128), rows) for rows in (24, 40))
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    for spec in (NVFP4, NVFP4_RHT):
+        got = jnvfp4.matmul_nt(jnvfp4.quantize(x, spec), jnvfp4.quantize(w, spec), out_dtype=np.float32)
+        assert np.linalg.norm(got - exact) / np.linalg.norm(exact) < 0.16
 
 
 # ---------------------------------------------------------------- bias and output type

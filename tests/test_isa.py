@@ -1,15 +1,17 @@
 """The CPU kernels give the same bytes with every instruction set this processor has."""
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import tagged
-from helpers import assert_same_tensor
+from cases import DISTRIBUTIONS, DTYPES, ODD, Case
+from helpers import assert_same_tensor, find_amax, key_for
 
 import jnvfp4
 from jnvfp4 import _native
-from jnvfp4.spec import SUPPORTED_SPECS
+from jnvfp4.spec import FUSED_PAIRS, SUPPORTED_SPECS
 
 LESSER = ["portable", "avx2"]
 
@@ -35,15 +37,36 @@ def both(request):
     cpu.use_isa(best)
 
 
-@pytest.mark.parametrize("case", tagged("quick"), ids=lambda c: c.name)
+def every_result(x) -> list:
+    """Both orientations by every spec, and their values; window64 where it fits."""
+    results = []
+    for spec, transpose in product(SUPPORTED_SPECS, (False, True)):
+        if x.shape[-2 if transpose else -1] % spec.unit == 0:
+            t = jnvfp4.quantize(x, spec, key=key_for(spec), transpose=transpose)
+            results += [t, jnvfp4.dequantize(t, x.dtype)]
+    return results
+
+
+@pytest.mark.parametrize("case", [*ODD, Case("windows", (64, 192), "bf16", "heavy")], ids=lambda c: c.name)
 def test_quantize_and_dequantize(both, case):
     x = case.make()
+    assert_same_tensor(*both(lambda: every_result(x)))
 
-    def tensors_and_values():
-        tensors = [jnvfp4.quantize(x, s, transpose=t) for s in SUPPORTED_SPECS for t in (False, True)]
-        return tensors, [jnvfp4.dequantize(t, x.dtype) for t in tensors]
 
-    assert_same_tensor(*both(tensors_and_values))
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_quantize_odd_values(both, dtype):
+    """Every distribution with an amax of its own, by the kinds of kernel that differ."""
+    x = np.stack([Case("x", (32, 64), dtype, distribution).make() for distribution in DISTRIBUTIONS])
+    amax = np.stack([find_amax(part) for part in x])
+    specs = [spec for spec in SUPPORTED_SPECS if spec.format.amax_scope == "tensor"]
+    assert_same_tensor(*both(lambda: [jnvfp4.quantize(x, s, amax=amax, key=key_for(s)) for s in specs]))
+
+
+@pytest.mark.parametrize("case", ODD, ids=lambda c: c.name)
+def test_pairs(both, case):
+    x = case.make()
+    pairs = [pair for pair in sorted(FUSED_PAIRS, key=repr) if jnvfp4.WINDOW64 not in pair]
+    assert_same_tensor(*both(lambda: [jnvfp4.quantize_pair(x, *p, key=key_for(*p)) for p in pairs]))
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 6])

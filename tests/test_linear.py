@@ -6,14 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_same_tensor
+from helpers import assert_bitwise, assert_same_tensor, key_for
 from jax import lax
 from operands import normal
 
 from jnvfp4 import (
     NVFP4,
     NVFP4_2D,
+    NVFP4_RHT,
+    NVFP4_RHT_SR,
+    NVFP4_SR,
     ROW_SCALED,
+    WINDOW64,
     Recipe,
     dequantize,
     dot_general,
@@ -21,9 +25,13 @@ from jnvfp4 import (
     linear,
     matmul_nt,
     quantize,
+    recipes,
 )
+from jnvfp4.spec import SUPPORTED_SPECS, name_of
 
 ROW = (ROW_SCALED, ROW_SCALED)
+SR = (NVFP4_SR, NVFP4_SR)
+KEY = jax.random.key(3)
 RECIPES = {
     "default": Recipe(),
     "weight_only": Recipe(fprop=(None, NVFP4_2D)),
@@ -32,7 +40,40 @@ RECIPES = {
     "dequantized_backward": Recipe(dgrad="dequantized", wgrad="dequantized"),
     "row_scaled": Recipe(fprop=ROW, dgrad=ROW, wgrad=ROW),
     "mixed": Recipe(fprop=(NVFP4_2D, NVFP4), dgrad=None, wgrad=(ROW_SCALED, NVFP4)),
+    "stochastic": Recipe(fprop=SR, dgrad=SR, wgrad=(NVFP4_RHT_SR, NVFP4_RHT_SR)),
+    "rotated": Recipe((NVFP4_RHT, NVFP4_RHT), (NVFP4_RHT_SR, NVFP4_RHT), "dequantized"),
+    "windows": Recipe((WINDOW64, WINDOW64), "dequantized", (WINDOW64, WINDOW64)),
 }
+NAMED = {
+    "pretrain": recipes.pretrain(),
+    "pretrain_high_precision": recipes.pretrain(backward="high_precision"),
+    "pretrain_dequantized": recipes.pretrain(backward="dequantized"),
+    "pretrain_no_rht": recipes.pretrain(rht=False),
+    "pretrain_nearest": recipes.pretrain(stochastic_rounding=False),
+    "pretrain_no_tiles": recipes.pretrain(weight_tiles=False),
+    "pretrain_plain": recipes.pretrain(rht=False, stochastic_rounding=False, weight_tiles=False),
+    "row_scaled": recipes.row_scaled(),
+    "row_scaled_nearest": recipes.row_scaled(stochastic_rounding=False),
+    "row_scaled_high_precision": recipes.row_scaled(backward="high_precision"),
+    "row_scaled_dequantized": recipes.row_scaled(backward="dequantized"),
+    "4over6_weights": recipes.four_over_six(),
+    "4over6_weights_no_rht": recipes.four_over_six(error="mse", e4m3_max=448, fast=True, rht=False),
+    "4over6_activations": recipes.four_over_six("activations", "mse"),
+    "4over6_all": recipes.four_over_six("all"),
+    "4over6_all_nearest": recipes.four_over_six("all", "mse", fast=True, stochastic_rounding=False),
+    "4over6_all_high_precision": recipes.four_over_six("all", backward="high_precision"),
+    "4over6_all_dequantized": recipes.four_over_six("all", backward="dequantized"),
+    "window64": recipes.window64(),
+    "window64_nearest": recipes.window64(stochastic_rounding=False),
+    "window64_high_precision": recipes.window64(backward="high_precision"),
+    "window64_dequantized": recipes.window64(backward="dequantized"),
+    "inference": recipes.inference(),
+    "inference_weight_only": recipes.inference(weight_only=True),
+}
+ALL_RECIPES = {**RECIPES, **{f"recipes_{name}": recipe for name, recipe in NAMED.items()}}
+STOCHASTIC = {name: recipe for name, recipe in ALL_RECIPES.items() if recipe.stochastic}
+NEAREST = {name: recipe for name, recipe in ALL_RECIPES.items() if not recipe.stochastic}
+every_recipe = pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 
 
 @pytest.fixture
@@ -43,30 +84,41 @@ def cpu():
 
 
 # ---------------------------------------------------------------- the composition, spelled out
-def pad16(x):
-    return jnp.pad(x, ((0, -x.shape[0] % 16), (0, 0)))
+def pad(x, unit):
+    return jnp.pad(x, ((0, -x.shape[0] % unit), (0, 0)))
 
 
 def dense(a, b, dims, dtype):
     return lax.dot_general(a, b, (dims, ((), ())), preferred_element_type=jnp.float32).astype(dtype)
 
 
-def composition(x, w, dy, recipe, bias=None, implementation=None):
+def operand(x, spec, index, key, transpose=False):
+    """Operand 0 (x), 1 (w) or 2 (dy), with random bits of its own."""
+    own = jax.random.fold_in(key, index) if spec.rounding == "stochastic" else None
+    return quantize(x, spec, key=own, transpose=transpose)
+
+
+def by_tokens(x, spec, index, key):
+    return _crop(operand(pad(x, 16), spec, index, key), x.shape[0])
+
+
+def composition(x, w, dy, recipe, bias=None, key=KEY):
     """y, dx, dw of linear for x [M, K]."""
-    q, mm = partial(quantize, implementation=implementation), partial(matmul_nt, implementation=implementation)
     x_spec, w_spec = recipe.fprop
-    tokens = x.shape[0]
-    qx = x if x_spec is None else _crop(q(pad16(x), x_spec), tokens)
-    qw = q(w, w_spec)
-    y = mm(qx, qw, out_dtype=x.dtype, bias=bias)
+    qx = x if x_spec is None else by_tokens(x, x_spec, 0, key)
+    qw = operand(w, w_spec, 1, key)
+    y = matmul_nt(qx, qw, out_dtype=x.dtype, bias=bias)
     if isinstance(recipe.dgrad, tuple):
-        qdy = _crop(q(pad16(dy), recipe.dgrad[0]), tokens)
-        dx = mm(qdy, q(w, recipe.dgrad[1], transpose=True), out_dtype=x.dtype)
+        dy_spec, w_spec = recipe.dgrad
+        dx = matmul_nt(by_tokens(dy, dy_spec, 2, key), operand(w, w_spec, 1, key, True), out_dtype=x.dtype)
     else:
         dx = dense(dy, w if recipe.dgrad is None else dequantize(qw, dy.dtype), ((1,), (0,)), x.dtype)
     if isinstance(recipe.wgrad, tuple):
-        dyt, xt = (q(pad16(v), s, transpose=True) for v, s in zip((dy, x), recipe.wgrad, strict=True))
-        dw = mm(dyt, xt, out_dtype=w.dtype)
+        unit = 64 if WINDOW64 in recipe.wgrad else 16
+        dyt, xt = (
+            operand(pad(v, unit), s, i, key, True) for v, s, i in zip((dy, x), recipe.wgrad, (2, 0), strict=True)
+        )
+        dw = matmul_nt(dyt, xt, out_dtype=w.dtype)
     else:
         saved = x if recipe.wgrad is None or x_spec is None else dequantize(qx, dy.dtype)
         dw = dense(dy, saved, ((0,), (0,)), w.dtype)
@@ -78,8 +130,8 @@ def _crop(t, rows):
     return jax.tree.map(lambda v: v[:rows] if v.ndim else v, t)
 
 
-def run(x, w, dy, recipe, bias=None):
-    y, pull = jax.vjp(partial(linear, recipe=recipe, bias=bias), x, w)
+def run(x, w, dy, recipe, bias=None, key=KEY):
+    y, pull = jax.vjp(partial(linear, recipe=recipe, bias=bias, key=key), x, w)
     return y, *pull(dy)
 
 
@@ -95,7 +147,7 @@ def assert_same(native, got, want):
 
 
 # ---------------------------------------------------------------- linear
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@every_recipe
 def test_linear_is_its_composition(native, recipe):
     x, w, dy = normal((32, 64), 1), normal((48, 64), 2), normal((32, 48), 3)
     assert_same(native, jax.jit(partial(run, recipe=recipe))(x, w, dy), composition(x, w, dy, recipe))
@@ -107,11 +159,18 @@ def test_linear_is_the_composition_of_the_reference(cpu):
     assert_bitwise(linear(x, w), matmul_nt(qx, qw, implementation="reference"))
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 20])
-@pytest.mark.parametrize("recipe", ["default", "dequantized_backward", "mixed"])
-def test_any_number_of_tokens(native, tokens, recipe):
+@pytest.mark.parametrize(
+    ("recipe", "tokens"),
+    [
+        *(("default", tokens) for tokens in (1, 7, 70)),
+        *((recipe, 7) for recipe in ("dequantized_backward", "mixed", "rotated", "windows")),
+        *((f"recipes_{recipe}", 7) for recipe in ("row_scaled", "4over6_all", "window64")),
+        *((recipe, 70) for recipe in ("stochastic", "windows", "recipes_pretrain", "recipes_window64")),
+    ],
+)
+def test_any_number_of_tokens(native, recipe, tokens):
     x, w, dy = normal((tokens, 64), 1), normal((48, 64), 2), normal((tokens, 48), 3)
-    recipe = RECIPES[recipe]
+    recipe = ALL_RECIPES[recipe]
     assert_same(native, jax.jit(partial(run, recipe=recipe))(x, w, dy), composition(x, w, dy, recipe))
 
 
@@ -153,8 +212,9 @@ def test_a_vector_is_one_token(cpu):
     assert_bitwise(linear(x, w), linear(x[None], w)[0])
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_no_tokens(recipe):
+@pytest.mark.parametrize("name", [*RECIPES, "recipes_pretrain", "recipes_4over6_all", "recipes_window64"])
+def test_no_tokens(name):
+    recipe = ALL_RECIPES[name]
     x, w, dy = jnp.zeros((0, 64), jnp.bfloat16), normal((48, 64), 2), jnp.zeros((0, 48), jnp.bfloat16)
     y, dx, dw = run(x, w, dy, recipe)
     assert (y.shape, dx.shape) == ((0, 48), (0, 64))
@@ -180,6 +240,129 @@ def test_recipes_are_static_arguments(cpu):
     assert f._cache_size() == 1
     f(x, w, Recipe(dgrad=(NVFP4, NVFP4_2D)))
     assert f._cache_size() == 1
+
+
+@pytest.mark.parametrize("name", ["recipes_pretrain", "recipes_window64", "stochastic", "rotated", "mixed"])
+def test_the_value_is_the_same_with_and_without_gradients(cpu, name):
+    x, w, dy = normal((20, 64), 1), normal((48, 64), 2), normal((20, 48), 3)
+    recipe = ALL_RECIPES[name]
+    assert_bitwise(linear(x, w, recipe, key=KEY), run(x, w, dy, recipe)[0])
+
+
+# ---------------------------------------------------------------- the key
+@pytest.mark.parametrize("recipe", STOCHASTIC.values(), ids=STOCHASTIC)
+def test_a_stochastic_recipe_needs_a_key(recipe):
+    with pytest.raises(ValueError, match="linear: key must be a JAX PRNG key, since the recipe rounds"):
+        jax.eval_shape(partial(linear, recipe=recipe), normal((16, 64)), normal((16, 64)))
+
+
+@pytest.mark.parametrize("recipe", NEAREST.values(), ids=NEAREST)
+def test_other_recipes_ignore_the_key(recipe):
+    """Neither drawn from nor kept for the backward pass."""
+    x, w, dy = normal((16, 64), 1), normal((16, 64), 2), normal((16, 16), 3)
+
+    def traces(key):
+        kept = lambda x, w: jax.tree.leaves(jax.vjp(partial(linear, recipe=recipe, key=key), x, w)[1])  # noqa: E731
+        run_with_key = partial(run, recipe=recipe, key=key)
+        return str(jax.make_jaxpr(run_with_key)(x, w, dy)), str(jax.make_jaxpr(kept)(x, w))
+
+    assert traces(KEY) == traces(None)
+
+
+def test_the_same_key_gives_the_same_gradients(native):
+    x, w, dy = normal((32, 64), 1), normal((48, 64), 2), normal((32, 48), 3)
+    f = jax.jit(partial(run, recipe=recipes.pretrain()))
+    assert_same_tensor(f(x, w, dy, key=jax.random.key(5)), f(x, w, dy, key=jax.random.key(5)))
+
+
+def test_another_key_gives_other_gradients_and_the_same_value(native):
+    """Only dy is rounded stochastically."""
+    x, w, dy = normal((32, 64), 1), normal((48, 64), 2), normal((32, 48), 3)
+    f = jax.jit(partial(run, recipe=recipes.pretrain()))
+    (y, dx, dw), (y2, dx2, dw2) = (f(x, w, dy, key=jax.random.key(i)) for i in (5, 6))
+    assert_bitwise(y, y2)
+    assert np.mean(np.asarray(dx != dx2)) > 0.5
+    assert np.mean(np.asarray(dw != dw2)) > 0.5
+
+
+def test_raw_keys_are_accepted(cpu):
+    x, w, dy = normal((16, 64), 1), normal((48, 64), 2), normal((16, 48), 3)
+    raw, typed = (run(x, w, dy, recipes.pretrain(), key=make(3)) for make in (jax.random.PRNGKey, jax.random.key))
+    assert_same_tensor(raw, typed)
+
+
+# ---------------------------------------------------------------- what the backward pass keeps
+# Bytes of x and w: half of one per code, one per 16 for a scale, and what the amax needs.
+TOKENS, DEPTH, ROWS = 48, 128, 32
+PACKED = {
+    "tensor": lambda rows, depth: 9 * rows * depth // 16 + 4,
+    "row": lambda rows, depth: 9 * rows * depth // 16 + 4 * rows,
+    "window64": lambda rows, depth: 9 * rows * depth // 16 + 4 * rows * depth // 64,
+}
+
+
+def residuals(recipe):
+    x, w = normal((TOKENS, DEPTH), 1), normal((ROWS, DEPTH), 2)
+    pull = jax.vjp(partial(linear, recipe=recipe, key=KEY), x, w)[1]
+    return [v for v in jax.tree.leaves(pull) if not jax.dtypes.issubdtype(v.dtype, jax.dtypes.prng_key)]
+
+
+QUANTIZED_BACKWARD = {n: r for n, r in ALL_RECIPES.items() if isinstance(r.dgrad, tuple) and isinstance(r.wgrad, tuple)}
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED_BACKWARD.values(), ids=QUANTIZED_BACKWARD)
+def test_residuals_are_packed_tensors(recipe):
+    """The transposes of w and x, and nothing of the forward GEMM."""
+    tokens = TOKENS if recipe.wgrad[1] is not WINDOW64 else 64
+    want = PACKED[recipe.dgrad[1].format.amax_scope](DEPTH, ROWS) + PACKED[recipe.wgrad[1].format.amax_scope](
+        DEPTH, tokens
+    )
+    kept = residuals(recipe)
+    assert sum(v.nbytes for v in kept) == want
+    assert {v.dtype for v in kept if v.size} == {jnp.dtype(jnp.uint8), jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("name", ["dequantized_backward", "recipes_4over6_all_dequantized", "rotated"])
+def test_dequantized_gradients_keep_the_packed_operands_of_the_forward_pass(name):
+    recipe = ALL_RECIPES[name]
+    transposed = isinstance(recipe.dgrad, tuple)
+    want = PACKED["tensor"](TOKENS, DEPTH) + PACKED["tensor"](*((DEPTH, ROWS) if transposed else (ROWS, DEPTH)))
+    assert sum(v.nbytes for v in residuals(recipe)) == want
+
+
+def test_dequantized_gradients_keep_windows(cpu):
+    kept = residuals(NAMED["window64_dequantized"])
+    assert sum(v.nbytes for v in kept) == PACKED["window64"](TOKENS, DEPTH) + PACKED["tensor"](ROWS, DEPTH)
+
+
+@pytest.mark.parametrize("name", [n for n, r in NAMED.items() if r.dgrad is None and r.wgrad is None])
+def test_high_precision_gradients_keep_the_original_operands(name):
+    assert sum(v.nbytes for v in residuals(NAMED[name])) == 2 * (TOKENS + ROWS) * DEPTH
+
+
+# ---------------------------------------------------------------- how good the gradients are
+def cosine(a, b):
+    a, b = (np.asarray(v, np.float64).ravel() for v in (a, b))
+    return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("name", ["pretrain", "row_scaled", "4over6_weights", "4over6_all", "window64"])
+def test_gradients_point_in_the_direction_of_the_exact_ones(native, name):
+    x, w, dy = normal((128, 192), 1), normal((64, 192), 2), normal((128, 64), 3)
+    _, dx, dw = jax.jit(partial(run, recipe=NAMED[name]))(x, w, dy)
+    x, w, dy = (np.asarray(v, np.float64) for v in (x, w, dy))
+    assert cosine(dx, dy @ w) > 0.98
+    assert cosine(dw, dy.T @ x) > 0.98
+
+
+def test_stochastic_gradients_are_right_on_average(cpu):
+    """The mean of dx over 64 keys has an eighth of one draw's error: rounding dy is unbiased."""
+    x, w, dy = normal((32, 64), 1), normal((48, 64), 2), normal((32, 48), 3)
+    draws = jax.jit(jax.vmap(lambda key: run(x, w, dy, recipes.pretrain(), key=key)[1:]))(jax.random.split(KEY, 64))
+    exact = np.asarray(dy, np.float64) @ dequantize(quantize(w, NVFP4_2D))
+    dx = np.asarray(draws[0], np.float64)
+    one, mean = (np.linalg.norm(v - exact) for v in (dx[0], dx.mean(0)))
+    assert mean < one / 6
 
 
 def test_second_derivatives_name_the_limit():
@@ -240,9 +423,7 @@ def test_dot_general_has_gradients_of_the_operands_shapes(left, right, dims):
 
     grads, want = gradients(dot_general), gradients(lax.dot_general)
     assert [g.shape for g in grads] == [left, right]
-    for g, w in zip(grads, want, strict=True):
-        g, w = (np.asarray(v, np.float64).ravel() for v in (g, w))
-        assert g @ w / np.linalg.norm(g) / np.linalg.norm(w) > 0.98
+    assert all(cosine(g, w) > 0.98 for g, w in zip(grads, want, strict=True))
 
 
 @pytest.mark.parametrize("preferred", [None, jnp.float32, jnp.bfloat16, jnp.float16])
@@ -274,15 +455,68 @@ def test_dot_general_takes_a_recipe(cpu):
     assert_bitwise(got, linear(x, w, RECIPES["weight_only"]))
 
 
+NT = (((1,), (1,)), ((), ()))
+BATCHED_NT = (((2,), (2,)), ((0,), (0,)))
+
+
+def test_dot_general_passes_the_key_on(cpu):
+    x, w, recipe = normal((16, 64), 1), normal((48, 64), 2), ALL_RECIPES["stochastic"]
+    assert_bitwise(dot_general(x, w, NT, recipe=recipe, key=KEY), linear(x, w, recipe, key=KEY))
+
+
+def test_batch_elements_have_their_own_keys(cpu):
+    lhs, rhs, recipe = normal((3, 16, 64), 1), normal((3, 32, 64), 2), ALL_RECIPES["stochastic"]
+    got = dot_general(lhs, rhs, BATCHED_NT, recipe=recipe, key=KEY)
+    pairs = zip(lhs, rhs, jax.random.split(KEY, 3), strict=True)
+    assert_bitwise(got, jnp.stack([linear(a, b, recipe, key=key) for a, b, key in pairs]))
+
+
+def test_equal_batch_elements_are_rounded_differently(native):
+    lhs, rhs = jnp.stack([normal((16, 64), 1)] * 4), jnp.stack([normal((32, 64), 2)] * 4)
+    f = partial(dot_general, dimension_numbers=BATCHED_NT, recipe=ALL_RECIPES["recipes_pretrain"], key=KEY)
+    y, pull = jax.vjp(jax.jit(f), lhs, rhs)
+    dlhs, drhs = pull(jnp.stack([normal((16, 32), 3)] * 4))
+    assert all((y[0] == v).all() for v in y)
+    assert len({np.asarray(v).tobytes() for v in dlhs}) == len({np.asarray(v).tobytes() for v in drhs}) == 4
+
+
+def test_batched_products_of_other_recipes_ignore_the_key():
+    x = normal((2, 16, 32), 1)
+    assert_bitwise(dot_general(x, x, BATCHED_NT, key=KEY), dot_general(x, x, BATCHED_NT))
+
+
 # ---------------------------------------------------------------- fake_quant
-@pytest.mark.parametrize("spec", [NVFP4, NVFP4_2D, ROW_SCALED], ids=["nvfp4", "nvfp4_2d", "row"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_fake_quant_value(backend, spec, dtype):
-    if backend.implementation == "reference" and dtype != "bf16":
-        pytest.skip("one dtype of the slow reference")
-    x = normal((32, 48), dtype=dtype)
-    want = dequantize(quantize(x, spec), x.dtype)
-    assert_bitwise(jax.jit(partial(fake_quant, spec=spec, implementation=backend.implementation))(x), want)
+KINDS = [NVFP4, NVFP4_2D, ROW_SCALED, NVFP4_RHT, NVFP4_SR, WINDOW64]
+every_spec = pytest.mark.parametrize("spec", SUPPORTED_SPECS, ids=name_of)
+
+
+@every_spec
+def test_fake_quant_value(native, spec):
+    x, key = normal((32, 64)), key_for(spec)
+    want = dequantize(quantize(x, spec, key=key), x.dtype)
+    assert_bitwise(jax.jit(partial(fake_quant, spec=spec, implementation="native"))(x, key=key), want)
+
+
+@pytest.mark.parametrize("spec", [NVFP4_RHT, NVFP4_SR], ids=name_of)
+def test_fake_quant_by_every_backend(backend, spec):
+    x, key = normal((16, 64)), key_for(spec)
+    want = dequantize(quantize(x, spec, key=key), x.dtype)
+    assert_bitwise(jax.jit(partial(fake_quant, spec=spec, implementation=backend.implementation))(x, key=key), want)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("spec", KINDS, ids=name_of)
+def test_fake_quant_of_other_types(native, spec, dtype):
+    x, key = normal((32, 64), dtype=dtype), key_for(spec)
+    assert_bitwise(fake_quant(x, spec, key=key), dequantize(quantize(x, spec, key=key), x.dtype))
+
+
+@every_spec
+def test_fake_quant_is_close(spec):
+    """A rotated tensor is rotated back."""
+    x = normal((64, 128), dtype="fp32")
+    error = np.linalg.norm(fake_quant(x, spec, key=key_for(spec)) - x) / np.linalg.norm(x)
+    assert 0.01 < error < (0.2 if spec.rounding == "stochastic" else 0.13)
 
 
 def test_fake_quant_with_a_given_amax():
@@ -292,8 +526,15 @@ def test_fake_quant_with_a_given_amax():
 
 def test_fake_quant_gradient_is_the_identity():
     x, dy = normal((32, 48), 1), normal((32, 48), 2)
-    for f in (fake_quant, jax.jit(fake_quant), partial(fake_quant, spec=ROW_SCALED), lambda x: fake_quant(x, amax=1.0)):
+    for f in (fake_quant, jax.jit(fake_quant), lambda x: fake_quant(x, amax=1.0)):
         assert_bitwise(jax.vjp(f, x)[1](dy)[0], dy)
+
+
+@pytest.mark.parametrize("spec", KINDS, ids=name_of)
+def test_fake_quant_gradient_is_the_identity_for_every_kind_of_spec(spec):
+    x, dy = normal((32, 64), 1), normal((32, 64), 2)
+    f = jax.jit(lambda x, key: jax.vjp(partial(fake_quant, spec=spec, key=key), x)[1](dy)[0])
+    assert_bitwise(f(x, key_for(spec)), dy)
 
 
 def test_fake_quant_forward_mode():
@@ -307,6 +548,12 @@ def test_fake_quant_amax_has_no_gradient():
     x = normal((32, 48), dtype="fp32")
     grad = jax.grad(lambda a: jnp.sum(fake_quant(x, amax=a)))(jnp.float32(2))
     assert_bitwise(grad, jnp.zeros(()))
+
+
+def test_fake_quant_under_vmap_of_keys(native):
+    x, keys = normal((3, 32, 48)), jax.random.split(KEY, 3)
+    got = jax.vmap(lambda x, key: fake_quant(x, NVFP4_SR, key=key))(x, keys)
+    assert_bitwise(got, jnp.stack([fake_quant(x[i], NVFP4_SR, key=keys[i]) for i in range(3)]))
 
 
 def test_fake_quant_under_vmap():

@@ -1,30 +1,71 @@
-"""``quantize``: the native kernels against the reference, and the rules for amax, NaN, Inf and zeros."""
+"""``quantize``: the native kernels against the reference, and the rules for amax, NaN, Inf, zeros, keys and pairs."""
 
 import cases
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from helpers import (
     FLOAT_MAX,
+    amax_for,
     assert_bitwise,
     assert_same_tensor,
     bits,
-    find_amax,
+    e2m1_values,
+    key_for,
+    per_block,
     properties,
     quantize_by_reference,
+    rotate,
+    scale_values,
     unpack_codes,
 )
 
 import jnvfp4
-from jnvfp4 import NVFP4, NVFP4_2D, ROW_SCALED
+from jnvfp4 import (
+    NVFP4,
+    NVFP4_2D,
+    NVFP4_RHT,
+    NVFP4_RHT_SR,
+    NVFP4_SR,
+    ROW_SCALED,
+    WINDOW64,
+    Format,
+    QuantSpec,
+    four_over_six,
+)
+from jnvfp4.spec import FUSED_PAIRS, SUPPORTED_SPECS, name_of
 
-SPECS = {"1d": NVFP4, "2d": NVFP4_2D, "row": ROW_SCALED}
-every_spec = pytest.mark.parametrize("spec", list(SPECS.values()), ids=list(SPECS))
-one_by_sixteen = pytest.mark.parametrize("spec", [NVFP4, ROW_SCALED], ids=["1d", "row"])
+# One spec of each kind of arithmetic; 34 differ from these in one setting or two.
+FAMILIES = [
+    NVFP4,
+    NVFP4_2D,
+    NVFP4_SR,
+    NVFP4_RHT,
+    QuantSpec(Format(rht=True), block_rows=16, rounding="stochastic"),
+    ROW_SCALED,
+    WINDOW64,
+    four_over_six(),
+    four_over_six("mse", e4m3_max=448, fast=True, block_rows=16),
+    four_over_six("mse", amax_scope="row"),
+]
+ONE_BY_SIXTEEN = [spec for spec in SUPPORTED_SPECS if spec.block_rows == 1]
+UNROTATED = [spec for spec in SUPPORTED_SPECS if not spec.format.rht]
+TENSOR_AMAX = [spec for spec in SUPPORTED_SPECS if spec.format.amax_scope == "tensor"]
+FOUR_OVER_SIX = [spec for spec in SUPPORTED_SPECS if spec.select != "max6"]
+
+
+def specs(found):
+    return pytest.mark.parametrize("spec", found, ids=name_of)
+
+
+every_spec, every_family = specs(SUPPORTED_SPECS), specs(FAMILIES)
 both_ways = pytest.mark.parametrize("transpose", [False, True], ids=["rows", "columns"])
+every_dtype = pytest.mark.parametrize("dtype", list(cases.DTYPES))
+SHAPES = [case for case in cases.tagged("quick") if case.distribution == "normal" and case.shape != (32, 64)]
 DISTRIBUTED = [case for case in cases.tagged("quick") if case.name == f"{case.distribution}_bf16"]
 
 
@@ -36,146 +77,196 @@ def turned(x: np.ndarray, transpose: bool) -> np.ndarray:
     return np.swapaxes(x, -1, -2) if transpose else x
 
 
+def make(case: cases.Case, spec, transpose=False, seed=0) -> np.ndarray:
+    """The case's array, its quantized axis four times as long for scope "window64"."""
+    return case.widened(-2 if transpose else -1, spec.unit // 16).make(seed)
+
+
 def native_quantize(x, spec, amax=None, transpose=False):
-    return jnvfp4.quantize(x, spec, amax=amax, transpose=transpose, implementation="native")
+    return jnvfp4.quantize(x, spec, amax=amax, key=key_for(spec), transpose=transpose, implementation="native")
 
 
-def check(t, x: np.ndarray, spec, amax=None) -> None:
+def check(t, x: np.ndarray, spec, amax=None, transposed=False, what="") -> None:
     """t has the bits that the reference gives for x, which is oriented like t."""
-    amax = find_amax(x, spec.format.amax_scope) if amax is None else np.asarray(amax, np.float32)
-    data, scale = quantize_by_reference(x, spec, amax)
-    assert_bitwise(t.amax, amax, "amax")
-    assert_bitwise(t.scale, scale, "scale")
-    assert_bitwise(unpack_codes(t.data), unpack_codes(data), "codes")
+    amax = amax_for(x, spec) if amax is None else np.asarray(amax, np.float32)
+    data, scale = quantize_by_reference(x, spec, amax, key_for(spec), transposed)
+    assert_bitwise(t.amax, amax, f"{what} amax")
+    assert_bitwise(t.scale, scale, f"{what} scale")
+    assert_bitwise(unpack_codes(t.data), unpack_codes(data), f"{what} codes")
     assert t.format == spec.format
     assert t.shape == x.shape
 
 
-def amax_of(x, spec, transpose=False):
-    return find_amax(turned(x, transpose), spec.format.amax_scope)
+def full(spec, shape: tuple[int, ...], value) -> np.ndarray:
+    """One value as the amax of an array of ``shape``, oriented like the result."""
+    *lead, rows, cols = shape
+    of_scope = {"tensor": (), "row": (*lead, rows), "window64": (*lead, rows, cols // 64)}
+    return np.full(of_scope[spec.format.amax_scope], value, np.float32)
+
+
+def amax_each(stack: np.ndarray, spec) -> np.ndarray:
+    """The amax of every matrix of a stack: one each for scope "tensor"."""
+    return np.stack([amax_for(x, spec) for x in stack])
 
 
 # ---------------------------------------------------------------- native == reference
-@every_case(cases.tagged("quick"))
 @every_spec
 @both_ways
-def test_native(native, case, spec, transpose):
+def test_native(native, spec, transpose):
+    for case in SHAPES:
+        x = make(case, spec, transpose)
+        check(native_quantize(x, spec, transpose=transpose), turned(x, transpose), spec, None, transpose, case.name)
+
+
+@every_dtype
+@every_spec
+@both_ways
+def test_native_over_distributions(native, dtype, spec, transpose):
+    """All distributions as one stack, each with its own amax."""
+    stack = np.stack([make(cases.Case("x", (32, 64), dtype, d), spec, transpose) for d in cases.DISTRIBUTIONS])
+    x = turned(stack, transpose)
+    amax = None if spec.finds_amax else amax_each(x, spec)
+    check(native_quantize(stack, spec, amax, transpose), x, spec, amax, transpose)
+
+
+@every_case([case for case in cases.tagged("quick") if case.shape == (32, 64)])
+@specs([NVFP4, NVFP4_RHT])
+@both_ways
+def test_native_finds_the_tensor_amax(native, case, spec, transpose):
     x = case.make()
-    check(native_quantize(x, spec, transpose=transpose), turned(x, transpose), spec)
+    assert_bitwise(native_quantize(x, spec, transpose=transpose).amax, amax_for(turned(x, transpose), spec))
 
 
-@every_spec
-@both_ways
+@pytest.mark.parametrize(
+    ("spec", "transpose"),
+    [*((spec, False) for spec in FAMILIES), (NVFP4_SR, True), (WINDOW64, True)],
+    ids=lambda v: name_of(v) if isinstance(v, QuantSpec) else ["rows", "columns"][v],
+)
 def test_every_backend_in_its_own_shape(backend, spec, transpose):
-    x = next(case for case in cases.CASES if case.name == "batched").make()
-    t = jnvfp4.quantize(x, spec, transpose=transpose, implementation=backend.implementation)
-    check(t, turned(x, transpose), spec)
+    x = make(next(case for case in cases.CASES if case.name == "batched"), spec, transpose)
+    t = jnvfp4.quantize(x, spec, key=key_for(spec), transpose=transpose, implementation=backend.implementation)
+    check(t, turned(x, transpose), spec, None, transpose)
 
 
-@every_case(cases.RAGGED_ROWS)
-@one_by_sixteen
+@specs(ONE_BY_SIXTEEN)
 @both_ways
-def test_any_number_of_rows(native, case, spec, transpose):
-    x = turned(case.make(), transpose)
-    check(native_quantize(x, spec, transpose=transpose), turned(x, transpose), spec)
+def test_any_number_of_rows(native, spec, transpose):
+    for case in cases.RAGGED_ROWS:
+        x = turned(make(case, spec), transpose)
+        check(native_quantize(x, spec, None, transpose), turned(x, transpose), spec, None, transpose, case.name)
 
 
-@one_by_sixteen
+@specs([NVFP4_SR, WINDOW64])
 def test_any_number_of_rows_by_the_reference(backend, spec):
-    x = cases.Case("three", (3, 32)).make()
-    check(jnvfp4.quantize(x, spec, implementation=backend.implementation), x, spec)
+    x = cases.Case("three", (3, 64)).make()
+    t = jnvfp4.quantize(x, spec, key=key_for(spec), implementation=backend.implementation)
+    check(t, x, spec)
 
 
-@every_case(DISTRIBUTED)
 @every_spec
 @both_ways
-@pytest.mark.parametrize("factor", [0.1, 1, 3], ids=["smaller", "equal", "larger"])
-def test_given_amax(native, case, spec, transpose, factor):
-    x = case.make()
-    amax = amax_of(x, spec, transpose) * np.float32(factor)
-    check(native_quantize(x, spec, amax, transpose), turned(x, transpose), spec, amax)
+def test_given_amax(native, spec, transpose):
+    """A third of the true one, that one, three times it."""
+    stack = np.stack([make(cases.Case("x", (32, 64), "bf16", "heavy"), spec, transpose)] * 3)
+    x = turned(stack, transpose)
+    amax = np.stack([f * a for f, a in zip(np.float32([0.3, 1, 3]), amax_each(x, spec), strict=True)])
+    check(native_quantize(stack, spec, amax, transpose), x, spec, amax, transpose)
 
 
-@pytest.mark.parametrize("amax", [0.0, -0.0, 1e-45, 1e-38, 7.8e-36, 3.3e-35, float(FLOAT_MAX), np.inf, np.nan])
 @every_spec
-def test_extreme_given_amax(native, spec, amax):
-    x = cases.Case("x", (32, 64), "fp32", "heavy").make()
-    amax = np.broadcast_to(np.float32(amax), x.shape[:-1] if spec is ROW_SCALED else ())
+def test_extreme_given_amax(native, spec):
+    amaxes = [0.0, -0.0, 1e-45, 1e-38, 7.8e-36, 3.3e-35, float(FLOAT_MAX), np.inf, np.nan]
+    x = np.stack([make(cases.Case("x", (32, 64), "fp32", "heavy"), spec)] * len(amaxes))
+    amax = np.stack([full(spec, x.shape[1:], a) for a in amaxes])
     check(native_quantize(x, spec, amax), x, spec, np.abs(amax))
 
 
-@every_spec
+@specs(UNROTATED)
 def test_amax_larger_than_given_saturates(native, spec):
     """Elements above the given amax get the largest code and the largest scale."""
-    x = np.full((16, 32), 1.0, np.float32)
+    x = np.full((16, 64), 1.0, np.float32)
     x[3, 5], x[4, 6] = 100, -100
-    amax = np.ones(16 if spec is ROW_SCALED else (), np.float32)
-    t = native_quantize(x, spec, amax)
-    check(t, x, spec, amax)
+    t = native_quantize(x, spec, full(spec, x.shape, 1))
     codes = unpack_codes(t.data)
     assert (codes[3, 5], codes[4, 6]) == (7, 15)
     assert bits(t.scale)[3, 0] == bits(t.scale)[4, 0] == 0x7E
 
 
-@pytest.mark.parametrize("spec", [NVFP4, NVFP4_2D], ids=["1d", "2d"])
+@specs([spec for spec in FAMILIES if spec.format.amax_scope == "tensor"])
 @both_ways
 def test_amax_per_leading_index(native, spec, transpose):
     x = cases.Case("batch", (2, 3, 16, 48)).make()
     amax = np.array([[0.5, 1, 2], [3, 4, 5]], np.float32)
     t = native_quantize(x, spec, amax, transpose)
-    check(t, turned(x, transpose), spec, amax)
-    for i in np.ndindex(2, 3):
-        assert_same_tensor(jax.tree.map(lambda leaf, i=i: leaf[i], t), native_quantize(x[i], spec, amax[i], transpose))
+    check(t, turned(x, transpose), spec, amax, transpose)
+    if spec.rounding == "nearest":  # random bits belong to places in the whole array
+        for i in np.ndindex(2, 3):
+            own = jax.tree.map(lambda leaf, i=i: leaf[i], t)
+            assert_same_tensor(own, native_quantize(x[i], spec, amax[i], transpose))
+
+
+def test_the_sign_of_amax_means_nothing(native):
+    x = jnp.ones((16, 16))
+    assert_same_tensor(jnvfp4.quantize(x, amax=-1.0), jnvfp4.quantize(x, amax=1.0))
+    assert not jnvfp4.quantize(x, amax=jnp.asarray(1.0)).amax.weak_type
 
 
 # ---------------------------------------------------------------- NaN, Inf and zeros
 SPECIAL_PLACES = [(0, 0), (17, 40), (31, 63)]
+SPECIALS = np.array([np.nan, -np.nan, np.inf, -np.inf])
 
 
 def with_special(value: float, dtype: str = "fp32") -> np.ndarray:
-    x = cases.Case("x", (32, 64), dtype).make().copy()
+    x = cases.Case("x", (64, 64), dtype).make().copy()
     for place in SPECIAL_PLACES:
         x[place] = value
     return x
 
 
-@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf], ids=["nan", "-nan", "inf", "-inf"])
-@pytest.mark.parametrize("dtype", list(cases.DTYPES))
-@pytest.mark.parametrize("given", [False, True], ids=["computed", "given"])
-@every_spec
+@pytest.mark.parametrize("given", [False, True], ids=["own", "given"])
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [*((spec, "fp32") for spec in SUPPORTED_SPECS), (NVFP4, "bf16"), (NVFP4, "fp16"), (NVFP4_RHT, "fp16")],
+    ids=lambda v: v if isinstance(v, str) else name_of(v),
+)
 @both_ways
-def test_special_elements(native, value, dtype, given, spec, transpose):
-    x = with_special(value, dtype)
-    amax = amax_of(np.clip(np.nan_to_num(x), -2, 2), spec, transpose) if given else None
-    check(native_quantize(x, spec, amax, transpose), turned(x, transpose), spec, amax)
+def test_special_elements(native, dtype, given, spec, transpose):
+    """NaN and Inf, with the amax that they have and with a finite one."""
+    stack = np.stack([with_special(value, dtype) for value in SPECIALS])
+    x = turned(stack, transpose)
+    if given:
+        amax = amax_each(np.clip(np.nan_to_num(x.astype(np.float32)), -2, 2), spec)
+    else:
+        amax = None if spec.finds_amax else amax_each(x, spec)
+    check(native_quantize(stack, spec, amax, transpose), x, spec, amax, transpose)
 
 
-@pytest.mark.parametrize("payload", [0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF])
-@every_spec
-def test_every_nan_is_a_nan(native, spec, payload):
-    x = with_special(0.0)
-    x.view(np.uint32)[17, 40] = payload
-    check(native_quantize(x, spec), x, spec)
+@every_family
+def test_every_nan_is_a_nan(native, spec):
+    payloads = [0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF]
+    x = np.stack([with_special(0.0)] * len(payloads))
+    x.view(np.uint32)[:, 17, 40] = payloads
+    amax = None if spec.finds_amax else amax_each(x, spec)
+    check(native_quantize(x, spec, amax), x, spec, amax)
 
 
 def places(spec) -> np.ndarray:
-    """Which of the [32, 4] blocks hold one of SPECIAL_PLACES."""
-    hit = np.zeros((32, 4), bool)
+    """Which of the [64, 4] blocks hold one of SPECIAL_PLACES."""
+    hit = np.zeros((64, 4), bool)
     for row, col in SPECIAL_PLACES:
-        rows = slice(row // 16 * 16, row // 16 * 16 + 16) if spec is NVFP4_2D else row
+        rows = slice(row // 16 * 16, row // 16 * 16 + 16) if spec.block_rows == 16 else row
         hit[rows, col // 16] = True
     return hit
 
 
 @every_spec
 def test_given_amax_confines_nan_to_its_block(native, spec):
-    amax = np.full(32 if spec is ROW_SCALED else (), 3, np.float32)
-    t = native_quantize(with_special(np.nan), spec, amax)
+    t = native_quantize(with_special(np.nan), spec, full(spec, (64, 64), 3))
     assert np.array_equal(bits(t.scale) == 0x7F, places(spec))
     assert not unpack_codes(t.data)[places(spec).repeat(16, axis=1)].any()
 
 
-@pytest.mark.parametrize("spec", [NVFP4, NVFP4_2D], ids=["1d", "2d"])
+@specs(TENSOR_AMAX)
 def test_computed_amax_spreads_nan_over_the_tensor(native, spec):
     t = native_quantize(with_special(np.nan), spec)
     assert bits(t.amax) == 0x7FC00000
@@ -183,20 +274,31 @@ def test_computed_amax_spreads_nan_over_the_tensor(native, spec):
     assert not np.asarray(t.data).any()
 
 
-def test_computed_amax_spreads_nan_over_its_row(native):
-    t = native_quantize(with_special(np.nan), ROW_SCALED)
-    rows = np.isin(np.arange(32), [row for row, _ in SPECIAL_PLACES])
-    assert np.array_equal(bits(t.amax) == 0x7FC00000, rows)
+@specs([spec for spec in SUPPORTED_SPECS if spec.finds_amax])
+def test_computed_amax_spreads_nan_over_its_row(native, spec):
+    """Or window, here a row."""
+    t = native_quantize(with_special(np.nan), spec)
+    rows = np.isin(np.arange(64), [row for row, _ in SPECIAL_PLACES])
+    assert np.array_equal((bits(t.amax) == 0x7FC00000).reshape(64), rows)
     assert np.array_equal((bits(t.scale) == 0x7F).all(axis=1), rows)
     assert np.array_equal((bits(t.scale) == 0x7F).any(axis=1), rows)
     assert not np.asarray(t.data)[rows].any()
 
 
+def test_nan_stays_in_its_window(native):
+    x = cases.Case("x", (16, 192)).make().copy()
+    x[5, 70] = np.nan
+    t = native_quantize(x, WINDOW64)
+    hit = np.zeros((16, 3), bool)
+    hit[5, 1] = True
+    assert np.array_equal(np.isnan(t.amax), hit)
+    assert np.array_equal(bits(t.scale) == 0x7F, hit.repeat(4, axis=1))
+
+
 @pytest.mark.parametrize("given", [False, True], ids=["computed", "given"])
-@every_spec
+@specs(UNROTATED)
 def test_inf_saturates(native, spec, given):
-    amax = np.full(32 if spec is ROW_SCALED else (), 3, np.float32) if given else None
-    t = native_quantize(with_special(-np.inf), spec, amax)
+    t = native_quantize(with_special(-np.inf), spec, full(spec, (64, 64), 3) if given else None)
     assert all(unpack_codes(t.data)[place] == 15 for place in SPECIAL_PLACES)
     assert (bits(t.scale)[places(spec)] == 0x7E).all()
     assert not (bits(t.scale) == 0x7F).any()
@@ -204,27 +306,33 @@ def test_inf_saturates(native, spec, given):
 
 @every_spec
 def test_signed_zeros(native, spec):
-    x = cases.Case("x", (16, 32), "bf16", "signed_zeros").make()
+    """A zero keeps its sign; a rotated one is positive."""
+    x = cases.Case("x", (16, 64), "bf16", "signed_zeros").make()
     t = native_quantize(x, spec)
-    assert_bitwise(unpack_codes(t.data), np.where(np.signbit(x), 8, 0).astype(np.uint8))
+    assert_bitwise(unpack_codes(t.data), np.where(np.signbit(x) & (not spec.format.rht), 8, 0).astype(np.uint8))
     assert not bits(t.scale).any()
     assert not bits(t.amax).any()
 
 
-@pytest.mark.parametrize("shape", [(0, 32), (16, 0), (0, 0), (0, 16, 32), (2, 0, 32)])
-@every_spec
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0), (0, 64, 64), (2, 0, 64)])
+@every_family
 @both_ways
 def test_no_elements(backend, shape, spec, transpose):
-    x = jnp.zeros(shape, jnp.bfloat16)
-    t = jnvfp4.quantize(x, spec, transpose=transpose, implementation=backend.implementation)
-    *lead, rows, cols = turned(x, transpose).shape
+    t = jnvfp4.quantize(
+        jnp.zeros(shape, jnp.bfloat16),
+        spec,
+        key=key_for(spec),
+        transpose=transpose,
+        implementation=backend.implementation,
+    )
+    *lead, rows, cols = shape[:-2] + (shape[-2:][::-1] if transpose else shape[-2:])
     assert t.data.shape == (*lead, rows, cols // 2)
     assert t.scale.shape == (*lead, rows, cols // 16)
-    assert_bitwise(t.amax, np.zeros((*lead, rows) if spec is ROW_SCALED else (), np.float32))
+    assert_bitwise(t.amax, full(spec, (*lead, rows, cols), 0))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@every_spec
+@every_family
 def test_subnormals_survive_jit(native, dtype, spec):
     """XLA:CPU flushes subnormals in its own code; the amax and the kernels must not."""
     x = cases.Case("x", (32, 64), dtype, "subnormal").make()
@@ -234,31 +342,177 @@ def test_subnormals_survive_jit(native, dtype, spec):
     check(t, x, spec)
 
 
+# ---------------------------------------------------------------- 4over6
+def candidates(x: np.ndarray, amax, e4m3_max: int) -> tuple[np.ndarray, np.ndarray]:
+    """The block scales that map the largest of 16 to 6 and to 4, as bytes."""
+    s_enc = np.float32(6 * e4m3_max) / np.asarray(amax, np.float32)
+    base = np.abs(x.astype(np.float32)).reshape(*x.shape[:-1], -1, 16).max(axis=-1) / np.float32(6) * s_enc
+    six, four = (
+        np.minimum(v, np.float32(448)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        for v in (base, base * np.float32(1.5))
+    )
+    return six, four
+
+
+@pytest.mark.parametrize("error", ["mae", "mse"])
+def test_both_candidates_are_chosen_and_strict_and_fast_differ(native, error):
+    x = cases.Case("x", (1024, 1024)).make()
+    strict, fast = (four_over_six(error, fast=fast) for fast in (False, True))
+    t, f = native_quantize(x, strict), native_quantize(x, fast)
+    six, four = candidates(x, t.amax, 256)
+    scale = bits(t.scale)
+    assert np.isin(scale - six, (scale - six)[(scale == six) | (scale == four)]).all()
+    assert 0.05 < np.mean((scale == four) & (six != four)) < 0.95
+    rows = (scale != bits(f.scale)).any(axis=1)
+    assert 0 < rows.sum() < 0.05 * len(rows)
+    for spec, both in ((strict, t), (fast, f)):
+        data, scale = quantize_by_reference(x[rows], spec, t.amax)
+        assert_bitwise(np.asarray(both.scale)[rows], scale, "scale")
+        assert_bitwise(np.asarray(both.data)[rows], data, "data")
+
+
+@specs([spec for spec in FOUR_OVER_SIX if spec.format.amax_scope == "tensor"])
+def test_a_tie_is_map_to_six(native, spec):
+    """6 and zeros are exact with either scale, 1 and 1.5."""
+    x = np.zeros((16, 16), np.float32)
+    x[:, 3] = 6
+    t = native_quantize(x, spec, np.float32(6 * spec.format.e4m3_max))
+    assert candidates(x, t.amax, spec.format.e4m3_max)[1][0, 0] == 0x3C
+    assert (bits(t.scale) == 0x38).all()
+    assert (unpack_codes(t.data)[:, 3] == 7).all()
+
+
+@specs(FOUR_OVER_SIX)
+@both_ways
+def test_4over6_over_all_exponents(native, spec, transpose):
+    """Amaxes of all sizes, right and wrong by far, so that errors and their squares under- and overflow."""
+    rng = np.random.default_rng(0)
+    amax = np.exp(rng.uniform(np.log(1e-44), np.log(3e38), 75)).astype(np.float32)
+    amax = np.concatenate([amax, np.float32([1e-45, FLOAT_MAX / 2688, FLOAT_MAX / 1536, FLOAT_MAX, np.inf])])
+    size = np.minimum(amax, FLOAT_MAX) * np.tile(np.float64([1e-5, 1e-2, 0.3, 1, 1e4]), 16)
+    with np.errstate(over="ignore"):
+        x = (rng.uniform(-1, 1, (80, 16, 64)) ** 3 * size[:, None, None]).astype(np.float32)
+    full_amax = np.broadcast_to(amax[:, None], (80, 16)) if spec.format.amax_scope == "row" else amax
+    stack = np.ascontiguousarray(turned(x, transpose))
+    check(native_quantize(stack, spec, full_amax, transpose), x, spec, full_amax, transpose)
+
+
+# ---------------------------------------------------------------- stochastic rounding
+STOCHASTIC = [spec for spec in SUPPORTED_SPECS if spec.rounding == "stochastic"]
+
+
+@specs(STOCHASTIC)
+def test_the_key_chooses_the_codes(native, spec):
+    x = cases.Case("x", (32, 64)).make()
+    first, second = (jnvfp4.quantize(x, spec, key=jax.random.key(i), implementation="native") for i in (0, 1))
+    assert_bitwise(first.scale, second.scale, "scale")
+    assert (unpack_codes(first.data) != unpack_codes(second.data)).mean() > 0.1
+
+
+def test_rows_and_columns_have_different_random_bits(native):
+    x = cases.Case("x", (64, 64)).make()
+    x = x + x.T
+    row, col = native_quantize(x, NVFP4_SR), native_quantize(x, NVFP4_SR, transpose=True)
+    assert_bitwise(row.scale, col.scale, "scale")
+    assert (unpack_codes(row.data) != unpack_codes(col.data)).mean() > 0.1
+
+
+def test_a_raw_key_is_a_key(native):
+    x = cases.Case("x", (16, 32)).make()
+    assert_same_tensor(
+        jnvfp4.quantize(x, NVFP4_SR, key=jax.random.PRNGKey(3)), jnvfp4.quantize(x, NVFP4_SR, key=jax.random.key(3))
+    )
+
+
 # ---------------------------------------------------------------- pairs and transposes
-@pytest.mark.parametrize("row_spec", list(SPECS.values()), ids=list(SPECS))
-@pytest.mark.parametrize("col_spec", list(SPECS.values()), ids=list(SPECS))
-def test_pair_is_two_calls(native, row_spec, col_spec):
-    x = cases.Case("x", (32, 64), "bf16", "heavy").make()
-    row, col = jnvfp4.quantize_pair(x, row_spec, col_spec, implementation="native")
-    assert_same_tensor(row, native_quantize(x, row_spec), "row")
-    assert_same_tensor(col, native_quantize(x, col_spec, transpose=True), "col")
+def native_pair(x, row_spec, col_spec, amax=None):
+    return jnvfp4.quantize_pair(
+        x, row_spec, col_spec, amax=amax, key=key_for(row_spec, col_spec), implementation="native"
+    )
+
+
+def check_pair(x, row_spec, col_spec, amax=(None, None)) -> None:
+    """One call is two, bit for bit."""
+    row, col = native_pair(x, row_spec, col_spec, amax)
+    assert_same_tensor(row, native_quantize(x, row_spec, amax[0]), "row")
+    assert_same_tensor(col, native_quantize(x, col_spec, amax[1], transpose=True), "col")
+
+
+def pair_id(pair) -> str:
+    return "-".join(map(name_of, pair))
+
+
+FUSED = sorted(FUSED_PAIRS, key=pair_id)
+every_fused_pair = pytest.mark.parametrize("pair", FUSED, ids=pair_id)
+
+
+@every_fused_pair
+@every_dtype
+def test_fused_pair_is_two_calls(native, pair, dtype):
+    shape = (2, 64, 192) if WINDOW64 in pair else (2, 48, 80)
+    check_pair(cases.Case("x", shape, dtype, "heavy").make(), *pair)
+
+
+@pytest.mark.parametrize("distribution", ["one_hot", "subnormal", "signed_zeros"])
+@every_fused_pair
+def test_fused_pair_of_odd_values(native, pair, distribution):
+    check_pair(cases.Case("x", (128, 64), "fp32", distribution).make(), *pair)
+
+
+@every_fused_pair
+def test_fused_pair_of_nan_and_inf(native, pair):
+    check_pair(with_special(np.nan, "bf16"), *pair)
+    check_pair(with_special(np.inf, "bf16"), *pair)
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (16, 208), (400, 16), (144, 144)])
+@pytest.mark.parametrize("pair", [p for p in FUSED if {*p} <= {NVFP4, NVFP4_RHT, NVFP4_2D, ROW_SCALED}], ids=pair_id)
+def test_fused_pair_of_odd_shapes(native, pair, shape):
+    check_pair(cases.Case("x", shape).make(), *pair)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (64, 320), (192, 64)])
+def test_fused_windows_of_odd_shapes(native, shape):
+    check_pair(cases.Case("x", shape).make(), WINDOW64, WINDOW64)
+
+
+OTHER_PAIRS = [*((spec, NVFP4) for spec in SUPPORTED_SPECS), *((NVFP4, spec) for spec in SUPPORTED_SPECS)]
+OTHER_PAIRS = [
+    pair for pair in [*OTHER_PAIRS, (ROW_SCALED, WINDOW64), (NVFP4_RHT_SR, NVFP4_SR)] if pair not in FUSED_PAIRS
+]
+
+
+@pytest.mark.parametrize("pair", OTHER_PAIRS, ids=pair_id)
+def test_any_pair_is_two_calls(native, pair):
+    check_pair(cases.Case("x", (64, 128), "bf16", "heavy").make(), *pair)
 
 
 @pytest.mark.parametrize("which", ["row", "col", "both"])
-def test_pair_with_given_amax(native, which):
-    x = cases.Case("x", (32, 64)).make()
-    amax = (np.float32(2) if which != "col" else None, np.full(64, 3, np.float32) if which != "row" else None)
-    row, col = jnvfp4.quantize_pair(x, NVFP4, ROW_SCALED, amax=amax, implementation="native")
-    assert_same_tensor(row, native_quantize(x, NVFP4, amax[0]), "row")
-    assert_same_tensor(col, native_quantize(x, ROW_SCALED, amax[1], transpose=True), "col")
+@pytest.mark.parametrize(
+    "pair", [(NVFP4, ROW_SCALED), (NVFP4, NVFP4_RHT), (ROW_SCALED, ROW_SCALED), (WINDOW64, WINDOW64)], ids=pair_id
+)
+def test_pair_with_given_amax(native, which, pair):
+    x = cases.Case("x", (64, 128)).make()
+    row, col = full(pair[0], (64, 128), 2), full(pair[1], (128, 64), 3)
+    check_pair(x, *pair, (row if which != "col" else None, col if which != "row" else None))
 
 
-@every_spec
+def test_pair_by_the_reference(backend):
+    """The one fused pair that holds every operand: two amaxes and two streams."""
+    x = cases.Case("x", (32, 48)).make()
+    pair = jnvfp4.quantize_pair(x, NVFP4_SR, NVFP4_RHT_SR, key=key_for(NVFP4_SR), implementation=backend.implementation)
+    for t, spec, transpose in zip(pair, (NVFP4_SR, NVFP4_RHT_SR), (False, True), strict=True):
+        check(t, turned(x, transpose), spec, None, transpose)
+
+
+@every_family
 def test_transpose_is_the_transposed_input(native, spec):
-    x = cases.Case("x", (2, 32, 48), "fp16", "heavy").make()
-    assert_same_tensor(
-        native_quantize(x, spec, transpose=True), native_quantize(np.ascontiguousarray(turned(x, True)), spec)
-    )
+    x = make(cases.Case("x", (2, 32, 48), "fp16", "heavy"), spec, True)
+    t, of_turned = native_quantize(x, spec, None, True), native_quantize(np.ascontiguousarray(turned(x, True)), spec)
+    if spec.rounding == "nearest":
+        assert_same_tensor(t, of_turned)
+    else:  # other random bits
+        assert_bitwise(t.scale, of_turned.scale, "scale")
 
 
 @every_case(DISTRIBUTED)
@@ -271,24 +525,58 @@ def test_transposed_tiles_are_the_transpose(native, case):
     assert_bitwise(scale_t, scale.T, "scale of every element")
 
 
+@specs([spec for spec in SUPPORTED_SPECS if spec.block_rows == 16])
+def test_tiles_share_their_scale(native, spec):
+    scale = bits(native_quantize(cases.Case("x", (48, 80), "bf16", "heavy").make(), spec).scale)
+    assert_bitwise(scale, scale[::16].repeat(16, axis=0))
+
+
 # ---------------------------------------------------------------- properties
-shapes = st.tuples(st.integers(1, 4), st.integers(1, 40), st.integers(1, 6).map(lambda n: 16 * n))
+shapes = st.tuples(st.integers(1, 4), st.integers(1, 40), st.integers(1, 6))
 distributions = st.sampled_from(sorted(cases.DISTRIBUTIONS))
 seeds = st.integers(0, 2**31)
+dtypes = st.sampled_from(sorted(cases.DTYPES))
+any_spec = st.sampled_from(SUPPORTED_SPECS)
 
 
 @properties
-@hypothesis.given(
-    shapes, distributions, seeds, st.sampled_from(sorted(cases.DTYPES)), st.sampled_from([NVFP4, ROW_SCALED])
-)
-def test_native_over_shapes(native, shape, distribution, seed, dtype, spec):
-    x = cases.Case("x", shape, dtype, distribution).make(seed)
-    check(native_quantize(x, spec), x, spec)
+@hypothesis.given(shapes, distributions, seeds, dtypes, any_spec, st.booleans())
+def test_native_over_shapes(native, shape, distribution, seed, dtype, spec, transpose):
+    lead, rows, units = shape
+    stored = (lead, rows * spec.block_rows, units * spec.unit)
+    stored = (lead, *stored[:0:-1]) if transpose else stored
+    x = cases.Case("x", stored, dtype, distribution).make(seed)
+    check(native_quantize(x, spec, None, transpose), turned(x, transpose), spec, None, transpose)
+
+
+@hypothesis.settings(properties, max_examples=60)
+@hypothesis.given(seeds, distributions, dtypes, any_spec)
+def test_error_is_within_half_a_step(native, seed, distribution, dtype, spec):
+    """Within one step with stochastic rounding, where the block scale is a normal number and S_enc not clamped.
+
+    The slack is for the roundings of the encode scale, the product and the decoded value.
+    """
+    x = cases.Case("x", (32, 64), dtype, distribution).make(seed)
+    t = native_quantize(x, spec)
+    got = np.asarray(jnvfp4.dequantize(t, rotate_back=False, implementation="native")).astype(np.float64)
+    x = (rotate(x) if spec.format.rht else x).astype(np.float64)
+    amax = np.broadcast_to(per_block(t.amax, 2), t.scale.shape).astype(np.float64)
+    decode = scale_values(t.scale) * amax / (6 * t.format.e4m3_max)
+    holds = (scale_values(t.scale) >= 2.0**-6) & (amax > 2688 / FLOAT_MAX) & (amax <= FLOAT_MAX / 448)
+    decode = np.where(holds, decode, 1).repeat(16, axis=-1)
+    magnitude = np.abs(x) / decode
+    step = np.where(magnitude >= 4, 2, np.where(magnitude >= 2, 1, 0.5))
+    bound = (1 if spec.rounding == "stochastic" else 0.5) * step + 2.0**-20 * magnitude
+    wrong = (np.abs(got - x) > bound * decode) & holds.repeat(16, axis=-1)
+    assert not wrong.any(), np.argwhere(wrong)[0]
+    assert holds.any() or distribution in ("zeros", "signed_zeros", "subnormal")
 
 
 @properties
-@hypothesis.given(seeds, st.integers(-80, 80), st.sampled_from(list(SPECS.values())))
+@hypothesis.given(seeds, st.integers(-80, 80), any_spec)
 def test_scaling_by_powers_of_two_changes_only_amax(native, seed, exponent, spec):
+    """4over6 squares the errors, so exponents are halved there."""
+    exponent = exponent // (4 if spec.select != "max6" else 1)
     x = cases.Case("x", (32, 64), "bf16", "heavy").make(seed)
     t, scaled = native_quantize(x, spec), native_quantize((x.astype(np.float32) * 2.0**exponent).astype(x.dtype), spec)
     assert_bitwise(scaled.data, t.data, "data")
@@ -297,7 +585,7 @@ def test_scaling_by_powers_of_two_changes_only_amax(native, seed, exponent, spec
 
 
 @properties
-@hypothesis.given(seeds, distributions, st.sampled_from([NVFP4, ROW_SCALED]))
+@hypothesis.given(seeds, distributions, st.sampled_from([s for s in ONE_BY_SIXTEEN if s.rounding == "nearest"]))
 def test_permuting_rows_commutes(native, seed, distribution, spec):
     x = cases.Case("x", (32, 64), "bf16", distribution).make(seed)
     order = np.random.default_rng(seed).permutation(32)
@@ -306,7 +594,8 @@ def test_permuting_rows_commutes(native, seed, distribution, spec):
     assert_bitwise(permuted.scale, np.asarray(t.scale)[order], "scale")
 
 
-def test_the_sign_of_amax_means_nothing(native):
-    x = jnp.ones((16, 16))
-    assert_same_tensor(jnvfp4.quantize(x, amax=-1.0), jnvfp4.quantize(x, amax=1.0))
-    assert not jnvfp4.quantize(x, amax=jnp.asarray(1.0)).amax.weak_type
+def test_codes_are_all_used(native):
+    """A spread of values meets every E2M1 value, so the comparisons above are about all of them."""
+    x = cases.Case("x", (64, 256)).make()
+    for spec in FAMILIES:
+        assert len(np.unique(e2m1_values(unpack_codes(native_quantize(x, spec).data)))) == 15, name_of(spec)

@@ -17,20 +17,40 @@ from operands import exact_tensor, normal
 from jnvfp4 import (
     NVFP4,
     NVFP4_2D,
+    NVFP4_RHT,
+    NVFP4_RHT_SR,
+    NVFP4_SR,
     ROW_SCALED,
+    WINDOW64,
     Format,
     NVFP4Tensor,
     Recipe,
     dequantize,
     fake_quant,
+    four_over_six,
     linear,
     matmul_nt,
     quantize,
+    quantize_pair,
+    recipes,
 )
+from jnvfp4._primitives.quantize import local_stream
+from jnvfp4.spec import FUSED_PAIRS, SUPPORTED_SPECS, name_of
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-SPECS = {"nvfp4": NVFP4, "nvfp4_2d": NVFP4_2D, "row": ROW_SCALED}
-X = Case("x", (128, 512))
+# Specs that shard in different ways; the rest differ from them inside a block only.
+SPECS = {
+    "nvfp4": NVFP4,
+    "nvfp4_2d": NVFP4_2D,
+    "rht": NVFP4_RHT,
+    "row": ROW_SCALED,
+    "window64": WINDOW64,
+    "4over6": four_over_six(),
+    "4over6_2d": four_over_six(block_rows=16),
+}
+VARIED_SPECS = (*SPECS.values(), NVFP4_SR, NVFP4_RHT_SR)
+X = Case("x", (512, 1024))  # either axis splits into eight times 64
+KEY = jax.random.key(7)
 
 # Mesh "xy" has two axes, mesh "x" has one; every layout of [M, K] over them.
 LAYOUTS = [
@@ -106,59 +126,105 @@ def assert_sharded(x, mesh, spec):
     assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim), (x.sharding, spec)
 
 
-def given_amax(x, qspec, transpose):
-    if qspec.format.amax_scope == "tensor":
+def given_amax(shape, scope, transpose):
+    """An amax of its own for whatever has one, below and above the largest magnitudes."""
+    rows, cols = shape[::-1] if transpose else shape
+    if scope == "tensor":
         return jnp.float32(3.5)
-    rows = x.shape[-1] if transpose else x.shape[-2]
-    return jnp.linspace(1.0, 4.0, rows, dtype=jnp.float32)
+    parts = (rows,) if scope == "row" else (rows, cols // 64)
+    return jnp.linspace(1.0, 4.0, math.prod(parts), dtype=jnp.float32).reshape(parts)
+
+
+def key_for(qspec):
+    return KEY if qspec.rounding == "stochastic" else None
 
 
 # ---------------------------------------------------------------- quantize
-@transposed_or_not
-@every_spec
-@every_layout
-@every_kind
-def test_quantize_with_amax_needs_no_collective(devices, kind, axes, spec, qspec, transpose):
-    mesh, x = make_mesh(devices, axes, kind), jnp.asarray(X.make())
-    amax = given_amax(x, qspec, transpose)
-    turned = P(*reversed(spec)) if transpose else spec
-    amax_s = put(amax, mesh, P(*turned[: amax.ndim]))
-    f = partial(quantize, spec=qspec, transpose=transpose)
-    want = f(home(devices, x), amax=home(devices, amax))
-    got, found = run(lambda x, a: f(x, amax=a), put(x, mesh, spec), amax_s)
-    assert_same_tensor(got, want)
-    assert_sharded(got.data, mesh, turned)
-    assert_sharded(got.scale, mesh, turned)
+@partial(jax.jit, static_argnums=(2, 3))
+def quantize_by(x, amaxes, transpose, specs):
+    """All in one program, since 34 cost less than two alone. ``amaxes``: by scope, or empty."""
+    return {
+        name_of(s): quantize(x, s, amax=amaxes.get(s.format.amax_scope), key=key_for(s), transpose=transpose)
+        for s in specs
+    }
+
+
+def assert_split_like(tensors, mesh, spec):
+    for t in tensors:
+        assert_sharded(t.data, mesh, spec)
+        assert_sharded(t.scale, mesh, spec)
+        assert_sharded(t.amax, mesh, P(*spec[: t.amax.ndim]))
+
+
+def turn(spec, transpose):
+    return P(*reversed(spec)) if transpose else spec
+
+
+def check_quantize_with_amax(devices, kind, axes, spec, transpose, specs):
+    mesh, x, turned = make_mesh(devices, axes, kind), jnp.asarray(X.make()), turn(spec, transpose)
+    amaxes = {scope: given_amax(x.shape, scope, transpose) for scope in ("tensor", "row", "window64")}
+    placed = {scope: put(a, mesh, P(*turned[: a.ndim])) for scope, a in amaxes.items()}
+    got, found = run(lambda x, a: quantize_by(x, a, transpose, specs), put(x, mesh, spec), placed)
+    assert_same_tensor(got, quantize_by(*home(devices, (x, amaxes)), transpose, specs))
+    assert_split_like(got.values(), mesh, turned)
     assert found == []
 
 
+def check_quantize_with_found_amax(devices, kind, axes, spec, transpose, specs):
+    mesh, x, turned = make_mesh(devices, axes, kind), jnp.asarray(X.make()), turn(spec, transpose)
+    got, found = run(lambda x: quantize_by(x, {}, transpose, specs), put(x, mesh, spec))
+    assert_same_tensor(got, quantize_by(home(devices, x), {}, transpose, specs))
+    assert_split_like(got.values(), mesh, turned)
+    assert {op for op, _ in found} <= {"all-reduce"}
+
+
 @transposed_or_not
-@every_spec
 @every_layout
 @every_kind
-def test_quantize_reduces_only_the_amax(devices, kind, axes, spec, qspec, transpose):
-    mesh, x = make_mesh(devices, axes, kind), jnp.asarray(X.make())
-    f = partial(quantize, spec=qspec, transpose=transpose)
-    turned = P(*reversed(spec)) if transpose else spec
-    got, found = run(f, put(x, mesh, spec))
-    assert_same_tensor(got, f(home(devices, x)))
-    assert_sharded(got.data, mesh, turned)
-    assert_sharded(got.scale, mesh, turned)
-    assert_sharded(got.amax, mesh, P(*turned[: got.amax.ndim]))
-    if qspec is not ROW_SCALED:
+def test_quantize_with_amax_needs_no_collective(devices, kind, axes, spec, transpose):
+    check_quantize_with_amax(devices, kind, axes, spec, transpose, VARIED_SPECS)
+
+
+@transposed_or_not
+@every_layout
+def test_quantize_finds_the_amax_of_the_whole(devices, axes, spec, transpose):
+    check_quantize_with_found_amax(devices, "auto", axes, spec, transpose, VARIED_SPECS)
+
+
+@transposed_or_not
+def test_every_spec_with_amax(devices, transpose):
+    check_quantize_with_amax(devices, "auto", "xy", P("y", "x"), transpose, SUPPORTED_SPECS)
+
+
+@transposed_or_not
+def test_every_spec_with_a_found_amax(devices, transpose):
+    check_quantize_with_found_amax(devices, "explicit", "x", P(None, "x"), transpose, SUPPORTED_SPECS)
+
+
+COUNTED = {name: SPECS[name] for name in ("nvfp4", "rht", "row", "window64")}
+
+
+@transposed_or_not
+@pytest.mark.parametrize("qspec", COUNTED.values(), ids=COUNTED)
+@every_layout
+def test_quantize_reduces_only_the_amax(devices, axes, spec, qspec, transpose):
+    mesh, x, turned = make_mesh(devices, axes), jnp.asarray(X.make()), turn(spec, transpose)
+    got, found = run(partial(quantize, spec=qspec, transpose=transpose), put(x, mesh, spec))
+    if qspec.format.amax_scope == "tensor":
         assert_scalar_maxima(found, mesh, spec)
     else:
-        rows = got.amax.size // ways(mesh, turned[0])
-        assert found == [("all-reduce", f"u32[{rows}]")] * (ways(mesh, turned[1]) > 1)
+        rows = got.amax.shape[0] // ways(mesh, turned[0])
+        split = qspec is ROW_SCALED and ways(mesh, turned[1]) > 1
+        assert found == [("all-reduce", f"u32[{rows}]")] * split
 
 
-@every_layout
-def test_quantize_under_the_reference_lowering(devices, axes, spec):
-    mesh, x = make_mesh(devices, axes, "explicit"), normal((32, 128))
-    f = partial(quantize, spec=ROW_SCALED, implementation="reference")
+@pytest.mark.parametrize("qspec", [ROW_SCALED, NVFP4_RHT_SR], ids=name_of)
+def test_quantize_under_the_reference_lowering(devices, qspec):
+    mesh, x = make_mesh(devices, kind="explicit"), normal((32, 128))
+    f = partial(quantize, spec=qspec, key=key_for(qspec), implementation="reference")
     with jax.set_mesh(mesh):
-        got = jax.jit(f)(put(x, mesh, spec))
-    assert_same_tensor(got, f(home(devices, x)))
+        got = jax.jit(f)(put(x, mesh, P("x", "y")))
+    assert_same_tensor(got, quantize(home(devices, x), qspec, key=key_for(qspec)))
 
 
 @every_layout
@@ -212,10 +278,147 @@ def test_leading_axes(devices, kind, spec):
 @every_kind
 def test_vmap_over_a_sharded_axis_has_no_collective(devices, kind):
     mesh, x = make_mesh(devices, "x", kind), normal((8, 32, 64))
-    got, found = run(jax.vmap(quantize), put(x, mesh, P("x")))
-    assert_same_tensor(got, jax.vmap(quantize)(home(devices, x)))
-    assert_sharded(got.amax, mesh, P("x"))
+    f = jax.vmap(lambda x: [quantize(x, s, key=key_for(s)) for s in VARIED_SPECS])
+    got, found = run(f, put(x, mesh, P("x")))
+    assert_same_tensor(got, jax.jit(f)(home(devices, x)))
+    assert all(t.amax.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), t.amax.ndim) for t in got)
     assert found == []
+
+
+# ---------------------------------------------------------------- random bits do not depend on the devices
+STREAMS = {
+    "rows": ("x", P(None, "x", None)),
+    "columns": ("x", P(None, None, "x")),
+    "leading": ("x", P("x", None, None)),
+    "rows_columns": ("xy", P(None, "x", "y")),
+    "columns_rows": ("xy", P(None, "y", "x")),
+    "leading_columns": ("xy", P("x", None, "y")),
+    "columns_over_both": ("xy", P(None, None, ("y", "x"))),
+}
+
+
+@jax.jit
+def round_stochastically(x, key):
+    """Rows and columns, fused and alone, rotated or not."""
+    alone = [quantize(x, s, key=key, transpose=t) for s in (NVFP4_SR, NVFP4_RHT_SR) for t in (False, True)]
+    return alone, quantize_pair(x, NVFP4_SR, NVFP4_RHT_SR, key=key), quantize_pair(x, NVFP4_SR, NVFP4_SR, key=key)
+
+
+def check_streams(devices, axes, spec):
+    mesh, x = make_mesh(devices, axes), normal((8, 128, 256))
+    got = round_stochastically(put(x, mesh, spec), KEY)
+    assert_split_like(got[0][::2], mesh, spec)
+    assert_same_tensor(got, round_stochastically(*home(devices, (x, KEY))))
+
+
+@pytest.mark.parametrize(("axes", "spec"), STREAMS.values(), ids=STREAMS)
+def test_stochastic_rounding_in_any_layout(devices, axes, spec):
+    check_streams(devices, axes, spec)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_stochastic_rounding_on_any_number_of_devices(devices, count):
+    if count > len(devices):
+        pytest.skip(f"{len(devices)} devices")
+    for name in ("columns", "rows_columns"):
+        if count > 1 or name == "columns":
+            check_streams(devices[:count], *STREAMS[name])
+
+
+def test_vmap_of_keys_over_a_sharded_axis(devices):
+    mesh, x, keys = make_mesh(devices, "x"), normal((8, 32, 64)), jax.random.split(KEY, 8)
+    f = jax.vmap(lambda x, key: quantize(x, NVFP4_SR, amax=jnp.float32(4), key=key))
+    got, found = run(f, put(x, mesh, P("x")), put(keys, mesh, P("x")))
+    assert_same_tensor(got, f(*home(devices, (x, keys))))
+    assert found == []
+
+
+@pytest.mark.parametrize(("row", "col"), [("x", "y"), ("y", "x"), (("y", "x"), None), (None, ("x", "y"))], ids=str)
+def test_the_first_block_of_a_shard(devices, row, col):
+    """Of a matrix of more than 2^32 blocks, whose own first block carries into the high word."""
+    mesh, rows, blocks, base = make_mesh(devices), 1 << 20, 1 << 16, (5 << 32) + 0xFFFFFFF0
+    stream = np.array([1, 2, base & 0xFFFFFFFF, base >> 32], np.uint32)
+    f = lambda s: local_stream(mesh, s, row, col, rows, blocks)[None, None]  # noqa: E731
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(row, col), check_vma=False)
+    got = np.asarray(jax.jit(mapped)(stream))
+    assert (got[..., 0] == 1).all()
+    assert (got[..., 1] == 2).all()
+    first = got[..., 2].astype(object) + (got[..., 3].astype(object) << 32)
+    height, width = rows // ways(mesh, row), blocks // ways(mesh, col)
+    want = [[base + i * height * blocks + j * width for j in range(first.shape[1])] for i in range(first.shape[0])]
+    assert first.tolist() == want
+
+
+# ---------------------------------------------------------------- quantize_pair
+EVERY_PAIR = tuple(sorted(FUSED_PAIRS, key=lambda pair: tuple(map(name_of, pair))))
+VARIED_PAIRS = (
+    (NVFP4, NVFP4_RHT),
+    (NVFP4_SR, NVFP4_RHT_SR),
+    (NVFP4_2D, NVFP4_2D),
+    (ROW_SCALED, ROW_SCALED),
+    (WINDOW64, WINDOW64),
+)
+
+
+def quantize_pairs(x, amaxes, pairs):
+    """``amaxes``: those of rows and of columns by scope, or None."""
+    return {
+        "/".join(map(name_of, pair)): quantize_pair(
+            x,
+            *pair,
+            amax=amaxes and tuple(a.get(s.format.amax_scope) for a, s in zip(amaxes, pair, strict=True)),
+            key=next((KEY for s in pair if s.rounding == "stochastic"), None),
+        )
+        for pair in pairs
+    }
+
+
+@partial(jax.jit, static_argnums=2)
+def pairs_of_single_calls(x, amaxes, pairs):
+    return {
+        "/".join(map(name_of, pair)): tuple(
+            quantize(x, s, amax=(amaxes or ({}, {}))[t].get(s.format.amax_scope), key=key_for(s), transpose=bool(t))
+            for t, s in enumerate(pair)
+        )
+        for pair in pairs
+    }
+
+
+def check_pairs(devices, kind, axes, spec, pairs, given):
+    mesh, x, amaxes, placed = make_mesh(devices, axes, kind), jnp.asarray(X.make()), None, None
+    if given:
+        amaxes = tuple({scope: given_amax(x.shape, scope, t) for scope in ("tensor", "row")} for t in (False, True))
+        placed = tuple(
+            {scope: put(a, mesh, P(*turn(spec, t)[: a.ndim])) for scope, a in both.items()}
+            for t, both in enumerate(amaxes)
+        )
+    got, found = run(lambda x, a: quantize_pairs(x, a, pairs), put(x, mesh, spec), placed)
+    assert_same_tensor(got, pairs_of_single_calls(*home(devices, (x, amaxes)), pairs))
+    for t, tensors in enumerate(zip(*got.values(), strict=True)):
+        assert_split_like(tensors, mesh, turn(spec, t))
+    assert {op for op, _ in found} <= ({"all-reduce"} if not given else set())
+
+
+@every_layout
+def test_quantize_pair_finds_both_amax(devices, axes, spec):
+    check_pairs(devices, "auto", axes, spec, VARIED_PAIRS, given=False)
+
+
+@every_layout
+def test_quantize_pair_with_amax_needs_no_collective(devices, axes, spec):
+    check_pairs(devices, "explicit", axes, spec, VARIED_PAIRS, given=True)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["found", "given"])
+def test_every_fused_pair(devices, given):
+    check_pairs(devices, "explicit", "xy", P("y", "x"), EVERY_PAIR, given)
+
+
+def test_quantize_pair_reduces_only_the_two_amax(devices):
+    mesh, x = make_mesh(devices), jnp.asarray(X.make())
+    _, found = run(partial(quantize_pair, col_spec=NVFP4_RHT), put(x, mesh, P("x", "y")))
+    assert {op for op, _ in found} <= {"all-reduce"}
+    assert all(is_maximum(shape) for _, shape in found), found
 
 
 @every_layout
@@ -232,36 +435,53 @@ def test_fake_quant(devices, kind, axes, spec):
 STRADDLES = {
     "8_elements_each": ((32, 64), P(None, ("x", "y"))),
     "6_blocks_over_y": ((32, 96), P(None, "y")),
-    "3_blocks_over_x": ((32, 48), P("x", None)),
+    "3_blocks_of_rows_over_x": ((48, 48), P("x", None)),
+    "6_blocks_of_rows_over_y": ((96, 48), P("y", None)),
+    "6_windows_of_rows_over_y": ((384, 64), P("y", None)),
     "5_blocks_over_x": ((32, 80), P(None, "x")),
+    "half_windows": ((32, 256), P(None, ("x", "y"))),
+    "3_windows_over_x": ((32, 192), P(None, "x")),
 }
 
 
 @transposed_or_not
-@every_spec
 @pytest.mark.parametrize(("shape", "spec"), STRADDLES.values(), ids=STRADDLES)
-def test_blocks_that_would_straddle_devices(devices, shape, spec, qspec, transpose):
-    if qspec is NVFP4_2D:
-        shape = (48, shape[1])
+def test_blocks_that_would_straddle_devices(devices, shape, spec, transpose):
+    specs = tuple(s for s in VARIED_SPECS if shape[1] % s.unit == 0 and shape[0] % s.block_rows == 0)
     if transpose:
         shape, spec = shape[::-1], P(*reversed(spec))
     mesh, x = make_mesh(devices), normal(shape)
     if any(n % ways(mesh, entry) for n, entry in zip(shape, spec, strict=True)):
         pytest.skip("JAX splits only evenly")
-    f = partial(quantize, spec=qspec, transpose=transpose)
-    assert_same_tensor(jax.jit(f)(put(x, mesh, spec)), f(home(devices, x)))
+    got = quantize_by(put(x, mesh, spec), {}, transpose, specs)
+    assert_same_tensor(got, quantize_by(home(devices, x), {}, transpose, specs))
 
 
-@pytest.mark.parametrize("k", [64, 96])
+@pytest.mark.parametrize(("shape", "spec"), STRADDLES.values(), ids=STRADDLES)
+def test_pairs_of_blocks_that_would_straddle_devices(devices, shape, spec):
+    mesh, x = make_mesh(devices), normal(shape)
+    pairs = tuple(p for p in VARIED_PAIRS if shape[0] % p[1].unit == 0 and shape[1] % p[0].unit == 0)
+    if any(n % ways(mesh, entry) for n, entry in zip(shape, spec, strict=True)):
+        pytest.skip("JAX splits only evenly")
+    got = jax.jit(partial(quantize_pairs, amaxes=None, pairs=pairs))(put(x, mesh, spec))
+    assert_same_tensor(got, pairs_of_single_calls(home(devices, x), None, pairs))
+
+
+@pytest.mark.parametrize("k", [64, 96, 256, 320])
 def test_dequantize_and_matmul_of_an_indivisible_k(devices, k):
+    """Data in whole bytes on each device, but no whole blocks (64, 96) or windows (256, 320)."""
     mesh, spec = make_mesh(devices, "x"), P(None, "x")
-    a, b = exact_tensor((32, k), 1), exact_tensor((16, k), 2)
+    scopes = ("tensor", "window64") if k % 64 == 0 else ("tensor",)
+    operands = {scope: (exact(scope, (32, k), 1), exact_tensor((16, k), 2)) for scope in scopes}
 
     def sharded(t):
         return NVFP4Tensor(put(t.data, mesh, spec), put(t.scale, mesh, P()), put(t.amax, mesh, P()), t.format)
 
-    assert_bitwise(jax.jit(dequantize)(sharded(a)), dequantize(home(devices, a)))
-    assert_bitwise(jax.jit(matmul_nt)(sharded(a), sharded(b)), matmul_nt(*home(devices, (a, b))))
+    def f(operands):
+        return {scope: (dequantize(a), matmul_nt(a, b), matmul_nt(b, a)) for scope, (a, b) in operands.items()}
+
+    placed = {scope: tuple(map(sharded, pair)) for scope, pair in operands.items()}
+    assert_same_tensor(jax.jit(f)(placed), f(home(devices, operands)))
 
 
 @pytest.mark.parametrize(
@@ -276,19 +496,37 @@ def test_explicit_meshes_refuse_to_split_a_block(devices, shape, spec, qspec):
 
 
 # ---------------------------------------------------------------- dequantize
-@pytest.mark.parametrize("qspec", [NVFP4, ROW_SCALED], ids=["nvfp4", "row"])
+def dequantize_all(tensors):
+    return {
+        (name, back): dequantize(t, jnp.bfloat16, rotate_back=back)
+        for name, t in tensors.items()
+        for back in (True, False)
+    }
+
+
 @every_layout
 @every_kind
-def test_dequantize_needs_no_collective(devices, kind, axes, spec, qspec):
-    mesh, t = make_mesh(devices, axes, kind), quantize(normal((128, 512)), qspec)
-    f = partial(dequantize, dtype=jnp.bfloat16)
-    got, found = run(f, shard(t, mesh, spec))
-    assert_bitwise(got, f(home(devices, t)))
-    assert_sharded(got, mesh, spec)
+def test_dequantize_needs_no_collective(devices, kind, axes, spec):
+    mesh, x = make_mesh(devices, axes, kind), normal((128, 512))
+    tensors = {name_of(s): quantize(x, s) for s in (NVFP4, ROW_SCALED, NVFP4_RHT, WINDOW64)}
+    got, found = run(dequantize_all, {name: shard(t, mesh, spec) for name, t in tensors.items()})
+    assert_same_tensor(got, dequantize_all(home(devices, tensors)))
+    for value in got.values():
+        assert_sharded(value, mesh, spec)
     assert found == []
 
 
 # ---------------------------------------------------------------- matmul_nt
+def exact(scope, shape, seed):
+    """``exact_tensor`` with an amax of its own for every row or window, as it may be within exact sums."""
+    t, rng = exact_tensor(shape, seed), np.random.default_rng(seed)
+    if scope == "tensor":
+        return t
+    parts = shape[:-1] if scope == "row" else (*shape[:-1], shape[-1] // 64)
+    amax = 6 * 448.0 * 2.0 ** rng.integers(-1, 2, parts)
+    return NVFP4Tensor(t.data, t.scale, jnp.asarray(amax, jnp.float32), Format(scope))
+
+
 # a [M, K], b [N, K] -> result, on mesh (x, y); and the collectives.
 GEMMS = {
     "m": (P("x", None), P(None, None), P("x", None)),
@@ -312,51 +550,63 @@ GATHERED_GEMMS = {
 M, N, K = 64, 32, 512
 
 
-@pytest.fixture(params=["tensor", "row", "dense"])
-def operands(request):
-    """a and b of order-independent products, a with a tensor amax, a row amax or unquantized."""
-    a, b = exact_tensor((M, K), 1), exact_tensor((N, K), 2)
-    if request.param == "row":
-        a = NVFP4Tensor(a.data, a.scale, jnp.full((M,), 6 * 448.0).at[3].set(448.0 * 3), Format("row"))
-    if request.param == "dense":
-        a = dequantize(a, jnp.bfloat16)
-    return a, b
+# The amax scope of a ("dense": not quantized) and that of b.
+SCOPES = [("tensor", "tensor"), ("row", "tensor"), ("dense", "tensor")]
+SCOPES += [("window64", "tensor"), ("row", "window64"), ("window64", "window64")]
 
 
-def _place(t, mesh, spec):
-    return shard(t, mesh, spec) if isinstance(t, NVFP4Tensor) else put(t, mesh, spec)
+@pytest.fixture
+def operands():
+    """a and b of order-independent products, for every kind of either."""
+    found = []
+    for scope_a, scope_b in SCOPES:
+        a = exact("tensor" if scope_a == "dense" else scope_a, (M, K), 1)
+        found.append((dequantize(a, jnp.bfloat16) if scope_a == "dense" else a, exact(scope_b, (N, K), 2)))
+    return found
+
+
+def multiply(operands, **options):
+    """All in one program."""
+    return {str(scopes): matmul_nt(a, b, **options) for scopes, (a, b) in zip(SCOPES, operands, strict=True)}
+
+
+def place(operands, mesh, *specs):
+    put_any = lambda t, spec: (shard if isinstance(t, NVFP4Tensor) else put)(t, mesh, spec)  # noqa: E731
+    return [tuple(map(put_any, pair, specs)) for pair in operands]
 
 
 @pytest.mark.parametrize("layout", GEMMS.values(), ids=GEMMS)
 @every_kind
 def test_matmul_over_m_and_n_needs_no_collective(devices, kind, layout, operands):
-    mesh, (a, b) = make_mesh(devices, kind=kind), operands
-    sa, sb, so = layout
-    got, found = run(matmul_nt, _place(a, mesh, sa), _place(b, mesh, sb))
-    assert_bitwise(got, matmul_nt(*home(devices, (a, b))))
-    assert_sharded(got, mesh, so)
+    mesh, (sa, sb, so) = make_mesh(devices, kind=kind), layout
+    got, found = run(multiply, place(operands, mesh, sa, sb))
+    assert_same_tensor(got, multiply(home(devices, operands)))
+    for y in got.values():
+        assert_sharded(y, mesh, so)
     assert found == []
 
 
 @pytest.mark.parametrize("layout", SPLIT_K_GEMMS.values(), ids=SPLIT_K_GEMMS)
 @every_kind
 def test_matmul_over_k_adds_once_in_float32(devices, kind, layout, operands):
-    mesh, (a, b) = make_mesh(devices, kind=kind), operands
-    sa, sb, so = layout
-    f = partial(matmul_nt, bias=normal((N,)))
-    got, found = run(f, _place(a, mesh, sa), _place(b, mesh, sb))
-    assert_bitwise(got, f(*home(devices, (a, b))))
-    assert_sharded(got, mesh, so)
+    mesh, (sa, sb, so) = make_mesh(devices, kind=kind), layout
+    f = partial(multiply, bias=normal((N,)))
+    got, found = run(f, place(operands, mesh, sa, sb))
+    assert_same_tensor(got, f(home(devices, operands)))
+    for y in got.values():
+        assert_sharded(y, mesh, so)
     local = f"f32[{M // ways(mesh, so[0])},{N // ways(mesh, so[1])}]"
-    assert found == [("all-reduce", local)] * (ways(mesh, sa[1]) > 1)
+    sums = [part for _, shape in found for part in re.findall(r"\w+\[[\d,]*\]", shape)]  # combined or not
+    assert sums == [local] * len(operands) * (ways(mesh, sa[1]) > 1)
+    assert {op for op, _ in found} <= {"all-reduce"}
 
 
 @pytest.mark.parametrize("layout", GATHERED_GEMMS.values(), ids=GATHERED_GEMMS)
 @every_kind
 def test_matmul_gathers_a_k_that_only_one_side_splits(devices, kind, layout, operands):
-    mesh, (a, b) = make_mesh(devices, kind=kind), operands
-    got, found = run(matmul_nt, _place(a, mesh, layout[0]), _place(b, mesh, layout[1]))
-    assert_bitwise(got, matmul_nt(*home(devices, (a, b))))
+    mesh = make_mesh(devices, kind=kind)
+    got, found = run(multiply, place(operands, mesh, *layout))
+    assert_same_tensor(got, multiply(home(devices, operands)))
     assert "all-reduce" not in {op for op, _ in found}
 
 
@@ -367,6 +617,15 @@ def test_matmul_of_real_numbers_over_m_and_n(layout):
     mesh, (a, b) = make_mesh(devices), (quantize(normal((M, K), s)) for s in (1, 2))
     got = jax.jit(matmul_nt)(shard(a, mesh, layout[0]), shard(b, mesh, layout[1]))
     assert_bitwise(got, matmul_nt(*home(devices, (a, b))))
+
+
+@pytest.mark.parametrize("layout", GEMMS.values(), ids=GEMMS)
+def test_matmul_of_windows_over_m_and_n(devices, layout):
+    """Their order along K is pinned on every platform."""
+    mesh, (x, w) = make_mesh(devices), (normal((M, K), s) for s in (1, 2))
+    pairs = [(quantize(x, sa), quantize(w, sb)) for sa, sb in ((WINDOW64, NVFP4), (ROW_SCALED, WINDOW64))]
+    f = jax.jit(lambda pairs: [matmul_nt(a, b) for a, b in pairs])
+    assert_same_tensor(f(place(pairs, mesh, *layout[:2])), f(home(devices, pairs)))
 
 
 @pytest.mark.parametrize("layout", SPLIT_K_GEMMS.values(), ids=SPLIT_K_GEMMS)
@@ -430,8 +689,8 @@ def test_quantize_and_multiply_end_to_end(devices):
 @every_spec
 def test_quantize_in_shard_map(devices, qspec, check_vma):
     mesh, x = make_mesh(devices), normal((128, 512))
-    amax = given_amax(x, qspec, False)
-    row = P("x") if amax.ndim else P()
+    amax = given_amax(x.shape, qspec.format.amax_scope, False)
+    row = P(*P("x", "y")[: amax.ndim])
     f = partial(quantize, spec=qspec)
     out = NVFP4Tensor(P("x", "y"), P("x", "y"), row, qspec.format)
     local = jax.shard_map(
@@ -440,6 +699,24 @@ def test_quantize_in_shard_map(devices, qspec, check_vma):
     got, found = run(local, put(x, mesh, P("x", "y")), put(amax, mesh, row))
     assert_same_tensor(got, f(home(devices, x), amax=home(devices, amax)))
     assert found == []
+
+
+def test_random_bits_in_shard_map_are_those_of_the_block(devices):
+    """Indices are local, so that equal blocks round alike unless each device folds its index into the key."""
+    mesh, x = make_mesh(devices, "x"), normal((32, 64))
+    copies = jnp.tile(x, (len(devices), 1))
+
+    def local(x, fold):
+        key = jax.random.fold_in(KEY, jax.lax.axis_index("x")) if fold else KEY
+        return quantize(x, NVFP4_SR, amax=jnp.float32(4), key=key).data
+
+    for fold in (False, True):
+        f = jax.shard_map(partial(local, fold=fold), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+        got = jnp.split(jax.jit(f)(put(copies, mesh, P("x"))), len(devices))
+        for i, part in enumerate(got):
+            key = jax.random.fold_in(KEY, i) if fold else KEY
+            assert_bitwise(part, quantize(home(devices, x), NVFP4_SR, amax=4.0, key=key).data)
+        assert (len({part.tobytes() for part in map(np.asarray, got)}) > 1) == fold
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
@@ -503,6 +780,50 @@ def test_linear_and_its_gradients(devices, kind, layout):
         if name in exact and devices[0].platform == "cpu":
             assert_bitwise(got[name], want[name], name)
         np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-3, err_msg=name)
+
+
+RECIPES = {
+    "pretrain": recipes.pretrain(),
+    "pretrain_1d": recipes.pretrain(weight_tiles=False, rht=False),
+    "dequantized": recipes.pretrain(backward="dequantized"),
+    "high_precision": recipes.pretrain(backward="high_precision"),
+    "row_scaled": recipes.row_scaled(),
+    "weights": recipes.four_over_six("weights"),
+    "activations": recipes.four_over_six("activations", "mse", fast=True),
+    "all": recipes.four_over_six("all", e4m3_max=448, stochastic_rounding=False),
+    "window64": recipes.window64(),
+    "inference": recipes.inference(),
+    "weight_only": recipes.inference(weight_only=True),
+}
+
+
+@jax.jit
+def vjp_by_every_recipe(x, w, dy):
+    """All in one program. Weight-only takes x in 16 bits."""
+    found = {}
+    for name, recipe in RECIPES.items():
+        left = x.astype(jnp.bfloat16) if name == "weight_only" else x
+        y, pull = jax.vjp(partial(linear, recipe=recipe, key=KEY), left, w)
+        found[name] = dict(zip(("y", "dx", "dw"), (y, *pull(dy.astype(y.dtype))), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("layout", LINEARS.values(), ids=LINEARS)
+def test_linear_by_every_recipe(devices, layout):
+    """The quantized operands are the same; so is a sum that no device splits, where its order is pinned."""
+    mesh, (sx, sw, sdy, exact) = make_mesh(devices), layout
+    x, w, dy = normal((256, 128), 1, "fp32"), normal((64, 128), 2, "fp32"), normal((256, 64), 3, "fp32")
+    want = vjp_by_every_recipe(*home(devices, (x, w, dy)))
+    got = vjp_by_every_recipe(put(x, mesh, sx), put(w, mesh, sw), put(dy, mesh, sdy))
+    for recipe, results in want.items():
+        pairs = {"y": RECIPES[recipe].fprop, "dx": RECIPES[recipe].dgrad, "dw": RECIPES[recipe].wgrad}
+        for name, value in results.items():
+            what = f"{recipe} {name}"
+            if name in exact and devices[0].platform == "cpu" and isinstance(pairs[name], tuple):
+                assert_bitwise(got[recipe][name], value, what)
+            rtol, atol = (2**-7, 2**-6) if value.dtype == jnp.bfloat16 else (1e-5, 1e-3)
+            left, right = (np.asarray(v, np.float32) for v in (got[recipe][name], value))
+            np.testing.assert_allclose(left, right, rtol=rtol, atol=atol, err_msg=what)
 
 
 def test_data_parallel_gradients_need_two_kinds_of_reduction(devices):

@@ -4,18 +4,23 @@ import dataclasses
 import pathlib
 import pickle
 import re
+import subprocess
 from itertools import product
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import Case
+from helpers import key_for
 from operands import normal
 
-from jnvfp4 import NVFP4, NVFP4_2D, ROW_SCALED, Format, QuantSpec, Recipe, quantize, supports
-from jnvfp4.spec import SUPPORTED_SPECS
+import jnvfp4
+from jnvfp4 import NVFP4, NVFP4_2D, ROW_SCALED, WINDOW64, Format, QuantSpec, Recipe, four_over_six, quantize, supports
+from jnvfp4._primitives.quantize_pair import quantize_pair_p
+from jnvfp4.spec import FUSED_PAIRS, SUPPORTED_SPECS, name_of
 
-CHECK_H = pathlib.Path(__file__).parents[1] / "ffi" / "check.h"
+FFI = pathlib.Path(__file__).parents[1] / "ffi"
+CHECK_H = FFI / "check.h"
 SR, RHT, MSE = QuantSpec(rounding="stochastic"), QuantSpec(Format(rht=True)), QuantSpec(select="mse")
 
 INVALID = {
@@ -35,13 +40,30 @@ INVALID = {
     "fp16_max6": (lambda: QuantSpec(error_math="fp16"), 'error_math="fp16" needs select="mae" or "mse"'),
     "mse_stochastic": (lambda: QuantSpec(select="mse", rounding="stochastic"), 'rounding="stochastic" needs select'),
     "mae_rht": (lambda: QuantSpec(Format(rht=True), select="mae"), 'rht=True needs select="max6", not "mae"'),
-    "row_2d": (lambda: QuantSpec(Format("row"), block_rows=16), 'block_rows=16 needs amax_scope="tensor", not "row"'),
-    "window_2d": (lambda: QuantSpec(Format("window64"), block_rows=16), "block_rows=16 needs amax_scope"),
-    "window_mse": (lambda: QuantSpec(Format("window64"), select="mse"), 'amax_scope="window64" needs select="max6"'),
+    "mse_rht": (lambda: QuantSpec(Format(rht=True), select="mse"), 'rht=True needs select="max6", not "mse"'),
+    "rht_row": (lambda: Format("row", rht=True), 'rht needs amax_scope="tensor" and e4m3_max=448'),
+    "rht_256": (lambda: Format("tensor", 256, rht=True), 'rht needs amax_scope="tensor" and e4m3_max=448'),
+    "row_2d": (lambda: QuantSpec(Format("row"), block_rows=16), 'amax_scope="row" needs block_rows=1 and rounding='),
+    "row_2d_mae": (lambda: QuantSpec(Format("row"), 16, "mae"), 'amax_scope="row" needs block_rows=1'),
+    "row_stochastic": (
+        lambda: QuantSpec(Format("row"), rounding="stochastic"),
+        'amax_scope="row" needs block_rows=1 and rounding="nearest"',
+    ),
+    "window_2d": (lambda: QuantSpec(Format("window64"), block_rows=16), 'amax_scope="window64" needs block_rows=1'),
+    "window_mse": (lambda: QuantSpec(Format("window64"), select="mse"), 'amax_scope="window64" needs .*select="max6"'),
     "window_stochastic": (
         lambda: QuantSpec(Format("window64"), rounding="stochastic"),
         'amax_scope="window64" needs .* rounding="nearest"',
     ),
+    "four_over_six_error": (lambda: four_over_six("max"), "four_over_six: error must be 'mae' or 'mse', got 'max'"),
+    "four_over_six_max6": (lambda: four_over_six("max6"), "four_over_six: error must be 'mae' or 'mse', got 'max6'"),
+    "four_over_six_e4m3_max": (lambda: four_over_six(e4m3_max=240), r"e4m3_max must be one of \(448, 256\), got 240"),
+    "four_over_six_row_2d": (
+        lambda: four_over_six(block_rows=16, amax_scope="row"),
+        'amax_scope="row" needs block_rows=1',
+    ),
+    "four_over_six_window": (lambda: four_over_six(amax_scope="window64"), "window64"),
+    "four_over_six_block_rows": (lambda: four_over_six(block_rows=8), "block_rows must be one of .*, got 8"),
     "recipe_fprop": (lambda: Recipe(fprop=NVFP4), r"Recipe: fprop must be a pair \(x spec or None, w spec\)"),
     "recipe_fprop_w": (lambda: Recipe(fprop=(NVFP4, None)), "Recipe: fprop must be a pair"),
     "recipe_dgrad": (lambda: Recipe(dgrad=(None, NVFP4)), r"Recipe: dgrad must be a pair \(dy spec, w spec\)"),
@@ -75,14 +97,45 @@ def test_settings_are_frozen_hashable_values(value):
 
 
 def test_settings_with_different_fields_differ():
-    specs = [NVFP4, NVFP4_2D, ROW_SCALED, SR, RHT, MSE]
-    assert len(set(specs)) == len(specs)
+    assert len(set(SUPPORTED_SPECS)) == len(SUPPORTED_SPECS)
 
 
-def test_named_specs():
-    assert QuantSpec() == NVFP4
-    assert QuantSpec(block_rows=16) == NVFP4_2D
-    assert QuantSpec(Format("row")) == ROW_SCALED
+NAMED = {
+    "NVFP4": QuantSpec(),
+    "NVFP4_2D": QuantSpec(block_rows=16),
+    "NVFP4_SR": QuantSpec(rounding="stochastic"),
+    "NVFP4_RHT": QuantSpec(Format(rht=True)),
+    "NVFP4_RHT_SR": QuantSpec(Format(rht=True), rounding="stochastic"),
+    "ROW_SCALED": QuantSpec(Format("row")),
+    "WINDOW64": QuantSpec(Format("window64")),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_specs(name):
+    assert getattr(jnvfp4, name) == NAMED[name]
+    assert name_of(NAMED[name]) == name
+
+
+def test_four_over_six():
+    assert four_over_six() == QuantSpec(Format(e4m3_max=256), select="mae")
+    assert four_over_six("mse", e4m3_max=448, fast=True, block_rows=16) == QuantSpec(Format(), 16, "mse", "fp16")
+    assert four_over_six(amax_scope="row") == QuantSpec(Format("row", 256), select="mae")
+
+
+def test_every_4over6_spec_is_a_four_over_six():
+    settings = product(("mae", "mse"), (448, 256), (False, True), ((1, "tensor"), (16, "tensor"), (1, "row")))
+    made = {four_over_six(e, e4m3_max=m, fast=f, block_rows=r, amax_scope=s) for e, m, f, (r, s) in settings}
+    assert made == {spec for spec in SUPPORTED_SPECS if spec.select != "max6"}
+
+
+def test_names_are_unique():
+    assert len({name_of(spec) for spec in SUPPORTED_SPECS}) == len(SUPPORTED_SPECS)
+
+
+def test_unit_is_a_window_or_a_block():
+    assert {spec.unit for spec in SUPPORTED_SPECS if spec != WINDOW64} == {16}
+    assert WINDOW64.unit == 64
 
 
 def test_recipe_needs_a_key_only_for_stochastic_rounding():
@@ -133,32 +186,74 @@ def _constructible() -> list[QuantSpec]:
     return specs
 
 
-@pytest.mark.parametrize("spec", SUPPORTED_SPECS, ids=lambda s: f"{s.format.amax_scope}_{s.block_rows}")
+def test_every_combination_is_supported_or_refused():
+    """The whole product of field values: 24 specs of 4over6, ten others."""
+    assert len(list(product(*FIELDS.values()))) == 288
+    assert len(SUPPORTED_SPECS) == 34
+    assert sorted(map(name_of, _constructible())) == sorted(map(name_of, SUPPORTED_SPECS))
+
+
+@pytest.mark.parametrize("spec", SUPPORTED_SPECS, ids=name_of)
 @pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transpose"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_supported_specs_run_natively(native, spec, transpose, dtype):
-    x = normal((32, 64), dtype=dtype)
-    got = quantize(x, spec, transpose=transpose, implementation="native")
+def test_every_spec_runs_natively(native, spec, transpose):
+    x = normal((64, 128))
+    got = quantize(x, spec, key=key_for(spec), transpose=transpose, implementation="native")
     assert got.shape == (x.shape[::-1] if transpose else x.shape)
     assert supports(spec, native.device) is True
 
 
-def test_every_other_combination_is_refused():
-    """The whole product of field values: what can be built and is not listed names the field that is missing."""
-    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    for spec in set(_constructible()) - set(SUPPORTED_SPECS):
-        key = jax.random.key(0) if spec.rounding == "stochastic" else None
-        with pytest.raises(NotImplementedError, match=r"^quantize: .* is not implemented in this version"):
-            jax.eval_shape(lambda x, spec=spec, key=key: quantize(x, spec, key=key), x)
-        assert isinstance(supports(spec), str)
+@pytest.mark.parametrize("pair", sorted(FUSED_PAIRS, key=repr), ids=lambda pair: "-".join(map(name_of, pair)))
+def test_every_fused_pair_is_one_call(pair):
+    x = jax.ShapeDtypeStruct((64, 128), np.float32)
+    run = lambda x: jnvfp4.quantize_pair(x, *pair, key=key_for(*pair))  # noqa: E731
+    calls = [str(e.primitive) for e in jax.make_jaxpr(run)(x).eqns if "nvfp4_quantize" in str(e.primitive)]
+    assert calls == ["nvfp4_quantize_pair"]
 
 
-def test_the_product_of_fields_is_what_it_was():
-    """24 with a tensor amax, 12 with a row amax, one with windows of 64."""
-    assert (len(list(product(*FIELDS.values()))), len(_constructible())) == (288, 37)
+def test_a_pair_without_a_kernel(native):
+    x, specs = Case("x", (32, 64)).make(), (NVFP4, ROW_SCALED)
+    assert specs not in FUSED_PAIRS
+    operands = (x, np.float32(3), np.full(64, 3, np.float32))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="UNIMPLEMENTED: quantize_pair: no kernel is built for"):
+        jax.block_until_ready(quantize_pair_p.bind(*operands, specs=specs, implementation="native"))
 
 
-@pytest.mark.parametrize("op", ["quantize", "quantize_pair", "dequantize", "matmul_nt", "linear", "dot_general"])
+# ---------------------------------------------------------------- ffi/spec.h
+def _kernel(spec: QuantSpec) -> tuple:
+    """What spec.h's KernelSpec holds: every setting but e4m3_max, as its enumerators' numbers."""
+    return (
+        FIELDS["amax_scope"].index(spec.format.amax_scope),
+        int(spec.format.rht),
+        spec.block_rows,
+        FIELDS["select"].index(spec.select),
+        FIELDS["error_math"].index(spec.error_math),
+        FIELDS["rounding"].index(spec.rounding),
+    )
+
+
+@pytest.fixture(scope="module")
+def kernel_lists(tmp_path_factory) -> dict[str, list[tuple]]:
+    """The lists of ffi/spec.h, as cpp/specs.cc prints them."""
+    program = tmp_path_factory.mktemp("specs") / "specs"
+    source = pathlib.Path(__file__).parent / "cpp" / "specs.cc"
+    subprocess.run(["g++", "-std=c++17", f"-I{FFI}", str(source), "-o", str(program)], check=True)
+    lines = [line.split() for line in subprocess.run([program], capture_output=True, text=True).stdout.splitlines()]
+    return {kind: [tuple(map(int, numbers)) for k, *numbers in lines if k == kind] for kind in ("spec", "pair")}
+
+
+def test_kernels_are_those_of_the_specs(kernel_lists):
+    assert len(kernel_lists["spec"]) == len(set(kernel_lists["spec"]))
+    assert set(kernel_lists["spec"]) == {_kernel(spec) for spec in SUPPORTED_SPECS}
+
+
+def test_fused_kernels_are_those_of_the_pairs(kernel_lists):
+    assert len(kernel_lists["pair"]) == len(set(kernel_lists["pair"]))
+    assert set(kernel_lists["pair"]) == {_kernel(row) + _kernel(col) for row, col in FUSED_PAIRS}
+
+
+@pytest.mark.parametrize(
+    "op", ["quantize", "quantize_pair", "dequantize", "matmul_nt", "linear", "dot_general", "fake_quant"]
+)
 def test_supports_operations(native, op):
     assert supports(op, native.device) is True
 

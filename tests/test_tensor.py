@@ -5,12 +5,13 @@ import pickle
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from helpers import assert_same_tensor
+from helpers import assert_bitwise, assert_same_tensor, rotate
 from jax.sharding import PartitionSpec as P
 from operands import normal
 
-from jnvfp4 import NVFP4, ROW_SCALED, Format, NVFP4Tensor, dequantize, quantize
+from jnvfp4 import NVFP4, NVFP4_RHT, ROW_SCALED, WINDOW64, Format, NVFP4Tensor, dequantize, quantize
 
 
 @pytest.fixture
@@ -22,12 +23,16 @@ def test_shape_is_that_of_the_elements(tensor):
     assert (tensor.shape, tensor.ndim, tensor.dtype) == ((2, 32, 48), 3, jnp.dtype(jnp.float4_e2m1fn))
 
 
-@pytest.mark.parametrize(("spec", "amax"), [(NVFP4, ()), (ROW_SCALED, (2, 32))], ids=["tensor", "row"])
+@pytest.mark.parametrize(
+    ("spec", "amax"),
+    [(NVFP4, ()), (ROW_SCALED, (2, 32)), (WINDOW64, (2, 32, 3))],
+    ids=["tensor", "row", "window64"],
+)
 def test_fields(spec, amax):
-    t = quantize(normal((2, 32, 48)), spec)
+    t = quantize(normal((2, 32, 192)), spec)
     assert [(v.shape, v.dtype.name) for v in (t.data, t.scale, t.amax)] == [
-        ((2, 32, 24), "uint8"),
-        ((2, 32, 3), "float8_e4m3fn"),
+        ((2, 32, 96), "uint8"),
+        ((2, 32, 12), "float8_e4m3fn"),
         (amax, "float32"),
     ]
 
@@ -87,3 +92,42 @@ def test_tensors_stack_leaf_by_leaf(tensor):
 def test_it_is_frozen(tensor):
     with pytest.raises(AttributeError):
         tensor.data = None
+
+
+# ---------------------------------------------------------------- the amax of the whole tensor
+SCOPES = {"tensor": NVFP4, "row": ROW_SCALED, "window64": WINDOW64}
+every_scope = pytest.mark.parametrize("spec", SCOPES.values(), ids=SCOPES)
+
+
+@every_scope
+@pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transpose"])
+def test_tensor_amax(native, spec, transpose):
+    x = normal((2, 64, 128), dtype="fp32")
+    got = jax.jit(lambda x: quantize(x, spec, transpose=transpose).tensor_amax)(x)
+    assert_bitwise(got, np.abs(np.asarray(x)).max())
+
+
+def test_tensor_amax_of_an_amax_per_matrix():
+    x = normal((3, 16, 32))
+    assert_bitwise(quantize(x, amax=jnp.asarray([1.0, 5.0, 2.0])).tensor_amax, np.float32(5))
+
+
+def test_tensor_amax_of_a_rotated_tensor_is_that_of_the_rotated_values():
+    x = normal((16, 64))
+    assert_bitwise(quantize(x, NVFP4_RHT).tensor_amax, np.abs(rotate(np.asarray(x))).max())
+
+
+@every_scope
+def test_nan_wins_the_tensor_amax(native, spec):
+    x = normal((16, 128), dtype="fp32").at[3, 70].set(jnp.nan).at[5, 9].set(jnp.inf)
+    assert_bitwise(quantize(x, spec).tensor_amax, np.array(0x7FC00000, np.uint32).view(np.float32))
+
+
+@every_scope
+def test_tensor_amax_of_nothing_is_zero(spec):
+    assert_bitwise(quantize(jnp.zeros((0, 64)), spec).tensor_amax, np.float32(0))
+
+
+def test_a_subnormal_tensor_amax_survives_jit(native):
+    x = jnp.full((16, 64), 1e-40)
+    assert_bitwise(jax.jit(lambda x: quantize(x, WINDOW64).tensor_amax)(x), np.float32(1e-40))

@@ -11,11 +11,32 @@ from helpers import assert_bitwise, assert_same_tensor
 from operands import exact_tensor, normal
 
 import jnvfp4
-from jnvfp4 import NVFP4, NVFP4_2D, ROW_SCALED, Format, NVFP4Tensor, Recipe, dequantize, linear, matmul_nt, quantize
+from jnvfp4 import (
+    NVFP4,
+    NVFP4_2D,
+    NVFP4_RHT,
+    NVFP4_RHT_SR,
+    NVFP4_SR,
+    ROW_SCALED,
+    WINDOW64,
+    Format,
+    NVFP4Tensor,
+    Recipe,
+    dequantize,
+    four_over_six,
+    linear,
+    matmul_nt,
+    quantize,
+    quantize_pair,
+    recipes,
+)
+from jnvfp4.recipe import DEFAULT
+from jnvfp4.spec import SUPPORTED_SPECS, name_of
 
 SIZE = 3
-SPECS = {"nvfp4": NVFP4, "nvfp4_2d": NVFP4_2D, "row": ROW_SCALED}
-every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+KEY = jax.random.key(5)
+# Specs with different operands; the rest differ from them inside a block only.
+SPECS = (NVFP4, NVFP4_2D, NVFP4_RHT, NVFP4_SR, NVFP4_RHT_SR, ROW_SCALED, WINDOW64, four_over_six(amax_scope="row"))
 transposed_or_not = pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transpose"])
 
 
@@ -58,29 +79,74 @@ def primitives(jaxpr) -> list[str]:
 
 
 def quantizations(f, *args) -> int:
-    return primitives(jax.make_jaxpr(f)(*args).jaxpr).count("nvfp4_quantize")
+    """How many orientations are quantized: two by each fused pair."""
+    names = primitives(jax.make_jaxpr(f)(*args).jaxpr)
+    return names.count("nvfp4_quantize") + 2 * names.count("nvfp4_quantize_pair")
 
 
 # ---------------------------------------------------------------- vmap of quantize and dequantize
-def amax_for(spec, transpose, batch=()):
-    if spec.format.amax_scope == "tensor":
-        shape = batch
-    else:
-        shape = (*batch, 48 if transpose else 32)
-    return jnp.asarray(np.random.default_rng(1).uniform(1, 4, shape), jnp.float32)
+ROWS, COLS = 64, 128  # either is a multiple of 64
+SCOPES = ("tensor", "row", "window64")
+
+
+def amax_for(transpose, batch=()):
+    """An amax for every scope."""
+    rows, cols = (COLS, ROWS) if transpose else (ROWS, COLS)
+    shapes = {"tensor": batch, "row": (*batch, rows), "window64": (*batch, rows, cols // 64)}
+    rng = np.random.default_rng(1)
+    return {scope: jnp.asarray(rng.uniform(1, 4, shape), jnp.float32) for scope, shape in shapes.items()}
+
+
+@partial(jax.jit, static_argnums=(3, 4))
+def quantize_by(x, amaxes, key, specs, transpose):
+    """``x`` by all specs in one program, since that costs little more than one. ``amaxes``: by scope, or empty."""
+    return {name_of(s): _quantize(x, s, amaxes.get(s.format.amax_scope), key, transpose) for s in specs}
+
+
+def _quantize(x, spec, amax, key, transpose):
+    return quantize(x, spec, amax=amax, key=key if spec.rounding == "stochastic" else None, transpose=transpose)
+
+
+AMAX_AXES = {
+    "found": ((0, {}), {}),
+    "shared": ((0, dict.fromkeys(SCOPES)), ()),
+    "own": ((0, dict.fromkeys(SCOPES, 0)), (SIZE,)),
+    "own_of_one_x": ((None, dict.fromkeys(SCOPES, 0)), (SIZE,)),
+}
 
 
 @transposed_or_not
-@every_spec
-@pytest.mark.parametrize("given", ["found", "shared", "own", "own_of_one_x"])
-def test_vmap_of_quantize(native, spec, transpose, given):
-    x = normal((32, 48) if given == "own_of_one_x" else (SIZE, 32, 48))
-    f = partial(quantize, spec=spec, transpose=transpose)
-    if given == "found":
-        return assert_vmap_is_a_loop(f, (x,), (0,))
-    amax = amax_for(spec, transpose, () if given == "shared" else (SIZE,))
-    axes = {"shared": (0, None), "own": (0, 0), "own_of_one_x": (None, 0)}[given]
-    assert_vmap_is_a_loop(lambda x, a: f(x, amax=a), (x, amax), axes)
+@pytest.mark.parametrize("key_axis", [None, 0], ids=["one_key", "own_key"])
+@pytest.mark.parametrize(("axes", "batch"), AMAX_AXES.values(), ids=AMAX_AXES)
+def test_vmap_of_quantize(native, transpose, axes, batch, key_axis):
+    x = normal((ROWS, COLS) if axes[0] is None else (SIZE, ROWS, COLS))
+    amaxes = amax_for(transpose, batch) if axes[1] else {}
+    key = KEY if key_axis is None else jax.random.split(KEY, SIZE)
+    f = lambda x, amaxes, key: quantize_by(x, amaxes, key, SPECS, transpose)  # noqa: E731
+    assert_vmap_is_a_loop(f, (x, amaxes, key), (*axes, key_axis))
+
+
+@transposed_or_not
+def test_vmap_by_every_spec(native, transpose):
+    args = normal((SIZE, ROWS, COLS)), {}, jax.random.split(KEY, SIZE)
+    assert_vmap_is_a_loop(lambda *args: quantize_by(*args, SUPPORTED_SPECS, transpose), args, (0, {}, 0))
+
+
+def test_vmap_of_the_key_alone(native):
+    x = normal((ROWS, COLS))
+    got = jax.vmap(lambda key: quantize(x, NVFP4_SR, key=key))(jax.random.split(KEY, SIZE))
+    calls = [quantize(x, NVFP4_SR, key=key) for key in jax.random.split(KEY, SIZE)]
+    assert_same_tensor(got, jax.tree.map(lambda *parts: jnp.stack(parts), *calls))
+    assert not np.array_equal(got.data[0], got.data[1])
+
+
+def test_one_key_rounds_equal_examples_alike(native):
+    """The index restarts in every example, unlike that of a leading axis."""
+    x = jnp.broadcast_to(normal((ROWS, COLS)), (2, ROWS, COLS))
+    f = partial(quantize, spec=NVFP4_SR, amax=jnp.float32(4), key=KEY)
+    one, two = jax.vmap(f)(x).data
+    assert_bitwise(one, two)
+    assert not np.array_equal(*f(x).data)
 
 
 @pytest.mark.parametrize(("in_axis", "out_axis"), [(1, 0), (2, 1), (0, -1), (-1, 2)])
@@ -91,12 +157,27 @@ def test_vmap_over_other_axes(native, in_axis, out_axis):
     assert_vmap_is_a_loop(f, (x, amax), (in_axis, 0), out_axis)
 
 
-@every_spec
-def test_nested_vmap_of_quantize(native, spec):
-    x = normal((2, SIZE, 32, 48))
-    got = jax.vmap(jax.vmap(partial(quantize, spec=spec)))(x)
-    want = [quantize(x[i, j], spec) for i in range(2) for j in range(SIZE)]
+@transposed_or_not
+def test_nested_vmap_of_quantize(native, transpose):
+    """Keys of the outer axis only, x of both."""
+    x, keys = normal((2, SIZE, ROWS, COLS)), jax.random.split(KEY, 2)
+    f = lambda x, key: quantize_by(x, {}, key, SPECS, transpose)  # noqa: E731
+    got = jax.vmap(jax.vmap(f, (0, None)))(x, keys)
+    want = [f(x[i, j], keys[i]) for i in range(2) for j in range(SIZE)]
     assert_same_tensor(got, jax.tree.map(lambda *p: jnp.stack(p).reshape(2, SIZE, *p[0].shape), *want))
+
+
+@pytest.mark.parametrize("shape", [(ROWS, COLS), (2, ROWS, COLS)], ids=str)
+@pytest.mark.parametrize("in_axis", [0, 1, -1])
+def test_vmap_of_the_amax_after_rotation(native, shape, in_axis):
+    """One for each example, over all of its leading axes."""
+    x = jnp.moveaxis(
+        normal((SIZE, *shape), dtype="fp32") * 2.0 ** jnp.arange(SIZE).reshape(-1, *[1] * len(shape)), 0, in_axis
+    )
+    for transpose in (False, True):
+        f = lambda x, t=transpose: quantize(x, NVFP4_RHT, transpose=t).amax  # noqa: E731
+        assert jax.vmap(f, in_axis)(x).shape == (SIZE,)
+        assert_vmap_is_a_loop(f, (x,), (in_axis,))
 
 
 def test_nested_vmap_with_amax_batched_once(native):
@@ -120,13 +201,66 @@ def test_vmap_of_the_reference():
     assert_vmap_is_a_loop(lambda x, a: quantize(x, amax=a, implementation="reference"), (x, amax), (0, 0))
 
 
+# ---------------------------------------------------------------- vmap of quantize_pair
+PAIRS = (
+    (NVFP4, NVFP4_RHT),
+    (NVFP4_SR, NVFP4_RHT_SR),
+    (NVFP4_2D, NVFP4_2D),
+    (ROW_SCALED, ROW_SCALED),
+    (four_over_six(), four_over_six()),
+)
+
+
+@jax.jit
+def quantize_pairs(x, row_amaxes, col_amaxes, key):
+    """The amaxes by scope, or empty."""
+    return [
+        quantize_pair(
+            x,
+            *pair,
+            amax=tuple(a.get(s.format.amax_scope) for a, s in zip((row_amaxes, col_amaxes), pair, strict=True)),
+            key=key if pair[0].rounding == "stochastic" else None,
+        )
+        for pair in PAIRS
+    ]
+
+
+@pytest.mark.parametrize("batched", list(product([0, None], repeat=4))[:-1], ids=str)
+def test_vmap_of_quantize_pair(native, batched):
+    """Any of x, the two amax and the key may be shared."""
+    x_axis, row_axis, col_axis, key_axis = batched
+    x = normal((ROWS, COLS) if x_axis is None else (SIZE, ROWS, COLS))
+    amaxes = [amax_for(t, () if axis is None else (SIZE,)) for t, axis in ((False, row_axis), (True, col_axis))]
+    key = KEY if key_axis is None else jax.random.split(KEY, SIZE)
+    axes = (x_axis, dict.fromkeys(SCOPES, row_axis), dict.fromkeys(SCOPES, col_axis), key_axis)
+    assert_vmap_is_a_loop(quantize_pairs, (x, *amaxes, key), axes)
+
+
+def test_vmap_of_quantize_pair_that_finds_the_amax(native):
+    args = normal((SIZE, ROWS, COLS)), {}, {}, jax.random.split(KEY, SIZE)
+    assert_vmap_is_a_loop(quantize_pairs, args, (0, {}, {}, 0))
+
+
+@pytest.mark.parametrize("in_axis", [0, 1, -1])
+def test_vmap_of_a_pair_of_windows(native, in_axis):
+    x = jnp.moveaxis(normal((SIZE, ROWS, COLS)), 0, in_axis)
+    assert_vmap_is_a_loop(partial(quantize_pair, row_spec=WINDOW64, col_spec=WINDOW64), (x,), (in_axis,))
+
+
+# ---------------------------------------------------------------- vmap of dequantize
+AMAX_FORMATS = {
+    "tensor": ((), Format()),
+    "row": ((32,), Format("row")),
+    "window64": ((32, 2), Format("window64")),
+    "rht": ((), Format(rht=True)),
+}
+
+
 @pytest.mark.parametrize("batched", list(product([0, None], repeat=3))[:-1], ids=str)
-@pytest.mark.parametrize("amax_shape", [(), (32,)], ids=["tensor", "row"])
-def test_vmap_of_dequantize(native, batched, amax_shape):
-    leaves = _batched_leaves(exact_tensor((SIZE, 32, 48)), amax_shape, batched)
-    scope = "row" if amax_shape else "tensor"
-    f = lambda *parts: dequantize(NVFP4Tensor(*parts, Format(scope)))  # noqa: E731
-    assert_vmap_is_a_loop(f, leaves, batched)
+@pytest.mark.parametrize(("amax_shape", "fmt"), AMAX_FORMATS.values(), ids=AMAX_FORMATS)
+def test_vmap_of_dequantize(native, batched, amax_shape, fmt):
+    leaves = _batched_leaves(exact_tensor((SIZE, 32, 128)), amax_shape, batched)
+    assert_vmap_is_a_loop(lambda *parts: dequantize(NVFP4Tensor(*parts, fmt)), leaves, batched)
 
 
 def test_vmap_of_dequantize_with_leading_axes(native):
@@ -171,6 +305,24 @@ def test_vmap_of_matmul_with_an_amax_per_row(native, a_axes, b_axes):
     a = _batched_leaves(exact_tensor((SIZE, M, K), 1), (M,), a_axes)
     b = _batched_leaves(exact_tensor((SIZE, N, K), 2), (N,), b_axes)
     assert_vmap_is_a_loop(partial(_matmul, bias=None, scope="row"), (a, b), (a_axes, b_axes))
+
+
+@pytest.mark.parametrize("a_axes", [(0, 0, 0), (0, 0, None), (None, None, 0), (None, None, None)], ids=str)
+@pytest.mark.parametrize("b_axes", [(0, 0, 0), (0, 0, None), (None, None, 0)], ids=str)
+@pytest.mark.parametrize("scopes", [("window64", "tensor"), ("row", "window64"), ("window64", "window64")], ids=str)
+def test_vmap_of_matmul_with_an_amax_per_window(native, a_axes, b_axes, scopes):
+    a, b = (
+        _batched_leaves(
+            exact_tensor((SIZE, rows, 128), rows), {"tensor": (), "row": (rows,), "window64": (rows, 2)}[s], axes
+        )
+        for rows, s, axes in ((M, scopes[0], a_axes), (N, scopes[1], b_axes))
+    )
+
+    def f(a, b):
+        a, b = (NVFP4Tensor(*parts, Format(scope)) for parts, scope in zip((a, b), scopes, strict=True))
+        return matmul_nt(a, b, out_dtype=jnp.float32)
+
+    assert_vmap_is_a_loop(f, (a, b), (a_axes, b_axes))
 
 
 @pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)], ids=str)
@@ -237,17 +389,27 @@ def test_matmul_without_leading_axes_of_b_shares_it(native):
 
 
 # ---------------------------------------------------------------- vmap of linear and dot_general
-@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)], ids=str)
-def test_vmap_of_linear_and_its_gradients(cpu, axes):
-    x = normal((SIZE, 32, 48) if axes[0] == 0 else (32, 48), 1)
-    w = normal((SIZE, 16, 48) if axes[1] == 0 else (16, 48), 2)
-    dy = normal((32, 16), 3)
+VMAPS_OF_LINEAR = {
+    **{f"default-{axes}": (DEFAULT, axes) for axes in [(0, 0, None), (0, None, None), (None, 0, None)]},
+    **{f"pretrain-{axes}": (recipes.pretrain(), axes) for axes in [(0, 0, None), (0, None, 0), (None, 0, 0)]},
+    "window64": (recipes.window64(), (0, None, 0)),
+    "row_scaled": (recipes.row_scaled(), (None, None, 0)),
+    "4over6": (recipes.four_over_six("all"), (0, 0, 0)),
+}
 
-    def f(x, w):
-        y, pull = jax.vjp(linear, x, w)
+
+@pytest.mark.parametrize(("recipe", "axes"), VMAPS_OF_LINEAR.values(), ids=VMAPS_OF_LINEAR)
+def test_vmap_of_linear_and_its_gradients(cpu, recipe, axes):
+    x = normal((SIZE, 30, 64) if axes[0] == 0 else (30, 64), 1)
+    w = normal((SIZE, 16, 64) if axes[1] == 0 else (16, 64), 2)
+    key, dy = KEY if axes[2] is None else jax.random.split(KEY, SIZE), normal((30, 16), 3)
+
+    @jax.jit
+    def f(x, w, key):
+        y, pull = jax.vjp(partial(linear, recipe=recipe, key=key), x, w)
         return y, pull(dy)
 
-    assert_vmap_is_a_loop(f, (x, w), axes)
+    assert_vmap_is_a_loop(f, (x, w, key), axes)
 
 
 def test_gradient_of_vmap_sums_over_a_shared_weight(cpu):
@@ -262,32 +424,49 @@ OPERATIONS = {
     "quantize": quantize,
     "quantize_row": partial(quantize, spec=ROW_SCALED),
     "quantize_transposed": partial(quantize, spec=NVFP4_2D, transpose=True),
-    "quantize_pair": jnvfp4.quantize_pair,
+    "quantize_rht_sr": partial(quantize, spec=NVFP4_RHT_SR, key=KEY, transpose=True),
+    "quantize_window64": partial(quantize, spec=WINDOW64),
+    "quantize_4over6": partial(quantize, spec=four_over_six("mse", fast=True)),
+    "quantize_pair": quantize_pair,
+    "quantize_pair_sr": partial(quantize_pair, row_spec=NVFP4_SR, col_spec=NVFP4_RHT_SR, key=KEY),
+    "quantize_pair_window64": partial(quantize_pair, row_spec=WINDOW64, col_spec=WINDOW64),
+    "quantize_pair_unfused": partial(quantize_pair, row_spec=WINDOW64, col_spec=NVFP4_SR, key=KEY),
     "dequantize": lambda x: dequantize(quantize(x), jnp.bfloat16),
+    "dequantize_rht": lambda x: dequantize(quantize(x, NVFP4_RHT), jnp.bfloat16),
     "matmul_nt": lambda x: matmul_nt(quantize(x), quantize(x)),
+    "matmul_window64": lambda x: matmul_nt(quantize(x, WINDOW64), quantize(x)),
     "weight_only": lambda x: matmul_nt(x, quantize(x)),
     "linear": lambda x: linear(x, x),
+    "linear_pretrain": lambda x: linear(x, x, recipes.pretrain(), key=KEY),
     "fake_quant": jnvfp4.fake_quant,
+    "fake_quant_sr": partial(jnvfp4.fake_quant, spec=NVFP4_SR, key=KEY),
 }
 every_operation = pytest.mark.parametrize("f", OPERATIONS.values(), ids=OPERATIONS)
 
 
+@transposed_or_not
+def test_jit_equals_eager_for_every_spec(native, transpose):
+    x = normal((ROWS, COLS))
+    want = {name_of(s): _quantize(x, s, None, KEY, transpose) for s in SUPPORTED_SPECS}
+    assert_same_tensor(quantize_by(x, {}, KEY, SUPPORTED_SPECS, transpose), want)
+
+
 @every_operation
 def test_jit_equals_eager(native, f):
-    x = normal((32, 48))
+    x = normal((64, 64))
     assert_same_tensor(jax.jit(f)(x), f(x))
 
 
 @every_operation
 def test_64_bit_mode_changes_no_bit(native, f):
-    x = normal((32, 48))
+    x = normal((64, 64))
     want = f(x)
     with jax.enable_x64(True):
         assert_same_tensor(f(x), want)
 
 
 def test_a_python_amax_in_64_bit_mode(native):
-    x = normal((32, 48))
+    x = normal((64, 64))
     want = quantize(x, amax=2.0), jnvfp4.fake_quant(x, amax=2.0)
     with jax.enable_x64(True):
         assert_same_tensor((quantize(x, amax=2.0), jnvfp4.fake_quant(x, amax=2.0)), want)
@@ -295,14 +474,14 @@ def test_a_python_amax_in_64_bit_mode(native):
 
 @every_operation
 def test_scan_equals_a_loop(native, f):
-    xs = normal((SIZE, 32, 48))
+    xs = normal((SIZE, 64, 64))
     got = jax.lax.scan(lambda carry, x: (carry, f(x)), 0, xs)[1]
     assert_same_tensor(got, jax.tree.map(lambda *parts: jnp.stack(parts), *(f(x) for x in xs)))
 
 
 @every_operation
 def test_eval_shape_predicts_the_result(f):
-    x = normal((32, 48))
+    x = normal((64, 64))
     shapes, result = jax.eval_shape(f, x), f(x)
     assert jax.tree.structure(shapes) == jax.tree.structure(result)
     for shape, leaf in zip(jax.tree.leaves(shapes), jax.tree.leaves(result), strict=True):
@@ -320,10 +499,12 @@ def test_results_are_not_weakly_typed(amax):
     [
         (quantize, "nvfp4_quantize"),
         (partial(quantize, spec=ROW_SCALED), "nvfp4_quantize"),
+        (partial(quantize, spec=NVFP4_RHT), "nvfp4_rht_amax"),
+        (quantize_pair, "nvfp4_quantize_pair"),
         (lambda x: dequantize(quantize(x)), "nvfp4_dequantize"),
         (lambda x: matmul_nt(x.astype(jnp.bfloat16), quantize(x)), "nvfp4_matmul"),
     ],
-    ids=["quantize", "quantize_row", "dequantize", "matmul_nt"],
+    ids=["quantize", "quantize_row", "quantize_rht", "quantize_pair", "dequantize", "matmul_nt"],
 )
 def test_jaxprs_show_the_primitive(f, name):
     assert primitives(jax.make_jaxpr(f)(jnp.ones((16, 32))).jaxpr).count(name) == 1
@@ -342,6 +523,9 @@ UNDIFFERENTIABLE = {
     "quantize": lambda x: quantize(x).amax,
     "quantize_row": lambda x: quantize(x, ROW_SCALED).amax,
     "quantize_amax": lambda x: quantize(jnp.ones((16, 16)), amax=x[0, 0]).scale,
+    "quantize_rht": lambda x: quantize(x, NVFP4_RHT).amax,
+    "quantize_sr": lambda x: quantize(x, NVFP4_SR, key=KEY).scale,
+    "quantize_pair": lambda x: quantize_pair(x)[1].scale,
     "dequantize": lambda x: dequantize(quantize(x)),
     "matmul_nt": lambda x: matmul_nt(x.astype(jnp.bfloat16), exact_tensor((8, 16))),
     "matmul_bias": lambda x: matmul_nt(exact_tensor((8, 16)), exact_tensor((16, 16)), bias=x[0]),
@@ -373,8 +557,13 @@ def test_a_captured_tensor_is_a_constant():
 SAVE = jax.checkpoint_policies.save_only_these_names("nvfp4_residual")
 
 
-def _loss(x, w):
-    return jnp.sum(jnp.sin(linear(x, w).astype(jnp.float32)))
+def _loss(x, w, recipe=DEFAULT):
+    key = KEY if recipe.stochastic else None
+    return jnp.sum(jnp.sin(linear(x, w, recipe, key=key).astype(jnp.float32)))
+
+
+PRETRAIN_LOSS = partial(_loss, recipe=recipes.pretrain())
+both_losses = pytest.mark.parametrize("loss", [_loss, PRETRAIN_LOSS], ids=["default", "pretrain"])
 
 
 @pytest.fixture
@@ -382,12 +571,20 @@ def operands():
     return normal((32, 48), 1), normal((16, 48), 2)
 
 
-def test_named_residuals_spare_the_second_quantization(operands):
+@both_losses
+def test_named_residuals_spare_the_second_quantization(operands, loss):
     """x and w for the forward pass and for the gradients, dy twice: six with jax.checkpoint too."""
-    plain = quantizations(jax.grad(_loss, (0, 1)), *operands)
-    saved = quantizations(jax.grad(jax.checkpoint(_loss, policy=SAVE), (0, 1)), *operands)
+    plain = quantizations(jax.grad(loss, (0, 1)), *operands)
+    saved = quantizations(jax.grad(jax.checkpoint(loss, policy=SAVE), (0, 1)), *operands)
     assert (plain, saved) == (6, 6)
-    assert quantizations(jax.grad(jax.checkpoint(_loss), (0, 1)), *operands) > 6
+    assert quantizations(jax.grad(jax.checkpoint(loss), (0, 1)), *operands) > 6
+
+
+def test_a_step_of_the_pretraining_recipe_reads_each_operand_once(operands):
+    """x, w and dy by one fused kernel each; what is rotated, x and dy, by another for its amax."""
+    names = primitives(jax.make_jaxpr(jax.grad(PRETRAIN_LOSS, (0, 1)))(*operands).jaxpr)
+    count = lambda name: names.count(f"nvfp4_{name}")  # noqa: E731
+    assert [count(name) for name in ("quantize_pair", "quantize", "rht_amax", "matmul")] == [3, 0, 2, 3]
 
 
 def test_a_forward_pass_alone_quantizes_twice(operands):
@@ -395,20 +592,22 @@ def test_a_forward_pass_alone_quantizes_twice(operands):
     assert quantizations(linear, *operands) == 2
 
 
-def test_the_compiled_gradient_quantizes_six_times(native, operands):
+def test_the_compiled_gradient_quantizes_in_three_pairs(native, operands):
     f = jax.jit(jax.grad(jax.checkpoint(_loss, policy=SAVE), (0, 1)))
     text = f.lower(*operands).compile().as_text()
-    assert text.count('custom_call_target="nvfp4_quantize"') == 6
+    assert text.count('custom_call_target="nvfp4_quantize') == text.count('nvfp4_quantize_pair"') == 3
 
 
-def test_saved_residuals_are_packed(operands):
+@both_losses
+def test_saved_residuals_are_packed(operands, loss):
     """Nothing of x's or w's own dtype is kept from the forward to the backward pass."""
-    kept = [leaf for leaf in jax.tree.leaves(jax.vjp(linear, *operands)[1]) if leaf.size > 1]
+    f = partial(linear, **({"recipe": recipes.pretrain(), "key": KEY} if loss is PRETRAIN_LOSS else {}))
+    kept = [leaf for leaf in jax.tree.leaves(jax.vjp(f, *operands)[1]) if leaf.size > 1]
     assert {leaf.dtype for leaf in kept} == {jnp.dtype(jnp.uint8)}
 
 
 def save_quantized(primitive, *_, **__):
-    return primitive.name == "nvfp4_quantize"
+    return primitive.name in ("nvfp4_quantize", "nvfp4_quantize_pair")
 
 
 POLICIES = {
@@ -421,9 +620,10 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_remat_changes_no_bit(native, operands, policy):
-    got = jax.jit(jax.grad(jax.checkpoint(_loss, policy=policy), (0, 1)))(*operands)
-    assert_same_tensor(got, jax.jit(jax.grad(_loss, (0, 1)))(*operands))
+@both_losses
+def test_remat_changes_no_bit(native, operands, policy, loss):
+    got = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy), (0, 1)))(*operands)
+    assert_same_tensor(got, jax.jit(jax.grad(loss, (0, 1)))(*operands))
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -457,11 +657,33 @@ def test_scan_over_layers_with_remat(native):
     assert_bitwise(got, jax.jit(jax.grad(lambda ws: loss(ws, layer)))(ws))
 
 
+def test_scan_over_layers_with_a_key_each(native):
+    """Each step folds its index into the key: the gradients are those of the layers written out."""
+    x, ws = normal((32, 64), 1), normal((SIZE, 64, 64), 2)
+    recipe = recipes.pretrain()
+
+    def layer(h, w, i):
+        return jnp.tanh(linear(h, w, recipe, key=jax.random.fold_in(KEY, i)))
+
+    def scanned(ws):
+        step = jax.checkpoint(lambda h, wi: (layer(h, *wi), None), policy=SAVE)
+        return jnp.sum(jax.lax.scan(step, x, (ws, jnp.arange(SIZE)))[0].astype(jnp.float32))
+
+    def written_out(ws):
+        h = x
+        for i in range(SIZE):
+            h = layer(h, ws[i], i)
+        return jnp.sum(h.astype(jnp.float32))
+
+    assert_bitwise(jax.jit(jax.grad(scanned))(ws), jax.jit(jax.grad(written_out))(ws))
+
+
 def test_without_jit():
     x = normal((16, 32))
+    f = lambda: (quantize(x), linear(x, x), quantize_pair(x, NVFP4_SR, NVFP4_RHT_SR, key=KEY))  # noqa: E731
     with jax.disable_jit():
-        got = quantize(x), linear(x, x)
-    assert_same_tensor(got, (quantize(x), linear(x, x)))
+        got = f()
+    assert_same_tensor(got, f())
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,18 @@ struct Args {
   Float bias_kind;
   void* out;
   Float out_kind;
-  int64_t batch, rows, cols, depth;
-  int64_t a_rows_per_amax, b_rows_per_amax;
+  GemmShape shape;
+  AmaxMap a_map, b_map;
   float a_max, b_max;
+
+  bool windowed() const { return a_map.windows || b_map.windows; }
+  float a_amax_at(int64_t row, int64_t window) const { return amax_at(a_amax, a_map, row, window); }
+  float b_amax_at(int64_t row, int64_t window) const { return amax_at(b_amax, b_map, row, window); }
+
+ private:
+  float amax_at(const float* amax, const AmaxMap& map, int64_t row, int64_t window) const {
+    return amax[map.windows ? row * (shape.depth / kWindow) + window : row / map.rows_per_amax];
+  }
 };
 
 // ---------------------------------------------------------------- unpacking
@@ -81,13 +90,13 @@ struct PanelInt {
   std::vector<float> scale;
 
   void unpack(const Args& g, int64_t matrix_row, int64_t count) {
-    const int64_t blocks = g.depth / kBlock;
-    quads.assign(g.depth / 4 * kPanel, 0x0c0c0c0cu);
+    const int64_t blocks = g.shape.depth / kBlock;
+    quads.assign(g.shape.depth / 4 * kPanel, 0x0c0c0c0cu);
     scale.assign(blocks * kPanel, 0.0f);
     for (int64_t n = 0; n < count; ++n) {
-      const uint8_t* codes = g.b + (matrix_row + n) * g.depth / 2;
+      const uint8_t* codes = g.b + (matrix_row + n) * g.shape.depth / 2;
       const uint8_t* scales = g.b_scale + (matrix_row + n) * blocks;
-      for (int64_t q = 0; q < g.depth / 4; ++q)
+      for (int64_t q = 0; q < g.shape.depth / 4; ++q)
         quads[q * kPanel + n] = kUnsigned[codes[2 * q]] | uint32_t{kUnsigned[codes[2 * q + 1]]} << 16;
       for (int64_t j = 0; j < blocks; ++j) scale[j * kPanel + n] = mul_rn(e4m3_decode(scales[j]), 0.25f);
     }
@@ -99,10 +108,10 @@ struct PanelFloat {
   std::vector<float> value;
 
   void unpack(const Args& g, int64_t matrix_row, int64_t count) {
-    const int64_t blocks = g.depth / kBlock;
-    value.assign(g.depth * kPanel, 0.0f);
+    const int64_t blocks = g.shape.depth / kBlock;
+    value.assign(g.shape.depth * kPanel, 0.0f);
     for (int64_t n = 0; n < count; ++n) {
-      const uint8_t* codes = g.b + (matrix_row + n) * g.depth / 2;
+      const uint8_t* codes = g.b + (matrix_row + n) * g.shape.depth / 2;
       const uint8_t* scales = g.b_scale + (matrix_row + n) * blocks;
       for (int64_t j = 0; j < blocks; ++j) {
         float decoded[kBlock];  // q * s for the 16 codes, exact
@@ -120,11 +129,16 @@ struct PanelFloat {
 // ---------------------------------------------------------------- inner loops: y[rows][kPanel]
 using Sums = float[kRowTile][kPanel];
 
-void sum_blocks_portable(const Left& l, const PanelInt& p, int64_t first_block, int64_t blocks, int rows, Sums& y) {
+// Blocks [begin, end) along K of rows whose first blocks are `stride` apart.
+struct Span {
+  int64_t first_block, stride, begin, end;
+};
+
+void sum_blocks_portable(const Left& l, const PanelInt& p, Span s, int rows, Sums& y) {
   for (int r = 0; r < rows; ++r) {
     for (int n = 0; n < kPanel; ++n) y[r][n] = 0.0f;
-    for (int64_t j = 0; j < blocks; ++j) {
-      const int64_t ab = first_block + r * blocks + j;
+    for (int64_t j = s.begin; j < s.end; ++j) {
+      const int64_t ab = s.first_block + r * s.stride + j;
       int32_t dot[kPanel];
       for (int n = 0; n < kPanel; ++n) dot[n] = l.correction[ab];
       for (int q = 0; q < 4; ++q)
@@ -149,18 +163,18 @@ JNVFP4_HD int32_t load_quad(const int8_t* v) {
 // The product of scales and dot is exact in float32, so the fused multiply-add rounds once, as the
 // rule's add does.
 template <int R>
-JNVFP4_AVX512 void sum_blocks_avx512(const Left& l, const PanelInt& p, int64_t first_block, int64_t blocks, Sums& out) {
+JNVFP4_AVX512 void sum_blocks_avx512(const Left& l, const PanelInt& p, Span s, Sums& out) {
   constexpr int V = kPanel / 16;
   __m512 y[R][V];
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) y[r][v] = _mm512_setzero_ps();
-  for (int64_t j = 0; j < blocks; ++j) {
+  for (int64_t j = s.begin; j < s.end; ++j) {
     const uint32_t* quads = p.quads.data() + j * 4 * kPanel;
     __m512i w[4][V];
     for (int q = 0; q < 4; ++q)
       for (int v = 0; v < V; ++v) w[q][v] = _mm512_loadu_si512(quads + q * kPanel + v * 16);
     for (int r = 0; r < R; ++r) {
-      const int64_t ab = first_block + r * blocks + j;
+      const int64_t ab = s.first_block + r * s.stride + j;
       const int8_t* a = l.value.data() + ab * kBlock;
       const __m512 sa = _mm512_set1_ps(l.scale[ab]);
       for (int v = 0; v < V; ++v) {
@@ -176,16 +190,16 @@ JNVFP4_AVX512 void sum_blocks_avx512(const Left& l, const PanelInt& p, int64_t f
 }
 
 template <int R>
-JNVFP4_AVX2 void sum_blocks_avx2(const Left& l, const PanelInt& p, int64_t first_block, int64_t blocks, Sums& out) {
+JNVFP4_AVX2 void sum_blocks_avx2(const Left& l, const PanelInt& p, Span s, Sums& out) {
   constexpr int V = kPanel / 8;
   const __m256i ones = _mm256_set1_epi16(1);
   __m256 y[R][V];
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) y[r][v] = _mm256_setzero_ps();
-  for (int64_t j = 0; j < blocks; ++j) {
+  for (int64_t j = s.begin; j < s.end; ++j) {
     const uint32_t* quads = p.quads.data() + j * 4 * kPanel;
     for (int r = 0; r < R; ++r) {
-      const int64_t ab = first_block + r * blocks + j;
+      const int64_t ab = s.first_block + r * s.stride + j;
       const int8_t* a = l.value.data() + ab * kBlock;
       const __m256 sa = _mm256_set1_ps(l.scale[ab]);
       for (int v = 0; v < V; ++v) {
@@ -206,20 +220,36 @@ JNVFP4_AVX2 void sum_blocks_avx2(const Left& l, const PanelInt& p, int64_t first
 #endif
 
 template <int R>
-void sum_blocks_for(const Left& l, const PanelInt& p, int64_t first_block, int64_t blocks, Sums& y) {
+void sum_blocks_for(const Left& l, const PanelInt& p, Span s, Sums& y) {
 #if defined(__x86_64__)
-  if (isa() == Isa::kAvx512) return sum_blocks_avx512<R>(l, p, first_block, blocks, y);
-  if (isa() == Isa::kAvx2) return sum_blocks_avx2<R>(l, p, first_block, blocks, y);
+  if (isa() == Isa::kAvx512) return sum_blocks_avx512<R>(l, p, s, y);
+  if (isa() == Isa::kAvx2) return sum_blocks_avx2<R>(l, p, s, y);
 #endif
-  sum_blocks_portable(l, p, first_block, blocks, R, y);
+  sum_blocks_portable(l, p, s, R, y);
 }
 
-void sum_blocks_rows(const Left& l, const PanelInt& p, int64_t first_block, int64_t blocks, int rows, Sums& y) {
+void sum_blocks_rows(const Left& l, const PanelInt& p, Span s, int rows, Sums& y) {
   switch (rows) {
-    case 1: return sum_blocks_for<1>(l, p, first_block, blocks, y);
-    case 2: return sum_blocks_for<2>(l, p, first_block, blocks, y);
-    case 3: return sum_blocks_for<3>(l, p, first_block, blocks, y);
-    default: return sum_blocks_for<kRowTile>(l, p, first_block, blocks, y);
+    case 1: return sum_blocks_for<1>(l, p, s, y);
+    case 2: return sum_blocks_for<2>(l, p, s, y);
+    case 3: return sum_blocks_for<3>(l, p, s, y);
+    default: return sum_blocks_for<kRowTile>(l, p, s, y);
+  }
+}
+
+// y = fl(y + fl(alpha * sum of the window)), windows ascending.
+void sum_windows_rows(const Args& g, const Left& l, const PanelInt& p, Span s, int64_t a_row, int64_t b_row, int rows,
+                      int count, Sums& y) {
+  constexpr int64_t kBlocks = kWindow / kBlock;
+  for (auto& row : y) std::fill(row, row + kPanel, 0.0f);
+  for (int64_t w = 0; w < s.end / kBlocks; ++w) {
+    alignas(64) Sums window;
+    sum_blocks_rows(l, p, {s.first_block, s.stride, w * kBlocks, (w + 1) * kBlocks}, rows, window);
+    for (int r = 0; r < rows; ++r)
+      for (int n = 0; n < count; ++n) {
+        const float alpha = alpha_w4a4(g.a_amax_at(a_row + r, w), g.b_amax_at(b_row + n, w), g.a_max, g.b_max);
+        y[r][n] = add_window(y[r][n], window[r][n], alpha);
+      }
   }
 }
 
@@ -282,43 +312,48 @@ void store(const Args& g, int64_t i, float v) {
 
 void finish(const Args& g, int64_t batch, int64_t row, int64_t col, int rows, int count, const Sums& y) {
   for (int r = 0; r < rows; ++r) {
-    const int64_t a_row = batch * g.rows + row + r;
+    const int64_t a_row = batch * g.shape.rows + row + r;
     for (int n = 0; n < count; ++n) {
-      const float b_amax = g.b_amax[(batch * g.cols + col + n) / g.b_rows_per_amax];
-      const float alpha = g.a_scale ? alpha_w4a4(g.a_amax[a_row / g.a_rows_per_amax], b_amax, g.a_max, g.b_max)
-                                    : alpha_w4a16(b_amax, g.b_max);
+      const int64_t b_row = batch * g.shape.cols + col + n;
+      const float alpha = g.windowed() ? 1.0f
+                          : g.a_scale  ? alpha_w4a4(g.a_amax_at(a_row, 0), g.b_amax_at(b_row, 0), g.a_max, g.b_max)
+                                       : alpha_w4a16(g.b_amax_at(b_row, 0), g.b_max);
       const float bias = g.bias ? load_float(g.bias, g.bias_kind, col + n) : 0.0f;
-      store(g, a_row * g.cols + col + n, gemm_epilogue(y[r][n], alpha, bias, g.bias != nullptr));
+      store(g, a_row * g.shape.cols + col + n, gemm_epilogue(y[r][n], alpha, bias, g.bias != nullptr));
     }
   }
 }
 
 void run_task(const Args& g, const Left& left, int64_t task) {
-  const int64_t panels = (g.cols + kPanel - 1) / kPanel, chunks = (g.rows + kRowChunk - 1) / kRowChunk;
+  const int64_t panels = (g.shape.cols + kPanel - 1) / kPanel, chunks = (g.shape.rows + kRowChunk - 1) / kRowChunk;
   const int64_t col = task % panels * kPanel;
   const int64_t first = task / panels % chunks * kRowChunk, batch = task / panels / chunks;
-  const int64_t last = std::min(g.rows, first + kRowChunk);
-  const int count = static_cast<int>(std::min<int64_t>(kPanel, g.cols - col));
+  const int64_t last = std::min(g.shape.rows, first + kRowChunk);
+  const int count = static_cast<int>(std::min<int64_t>(kPanel, g.shape.cols - col));
   PanelInt ints;
   PanelFloat floats;
-  std::vector<float> a(g.a_scale ? 0 : kRowTile * g.depth);
+  std::vector<float> a(g.a_scale ? 0 : kRowTile * g.shape.depth);
   if (g.a_scale)
-    ints.unpack(g, batch * g.cols + col, count);
+    ints.unpack(g, batch * g.shape.cols + col, count);
   else
-    floats.unpack(g, batch * g.cols + col, count);
+    floats.unpack(g, batch * g.shape.cols + col, count);
   for (int64_t row = first; row < last; row += kRowTile) {
     const int rows = static_cast<int>(std::min<int64_t>(kRowTile, last - row));
     alignas(64) Sums y;
-    const int64_t a_row = batch * g.rows + row, blocks = g.depth / kBlock;
+    const int64_t a_row = batch * g.shape.rows + row, blocks = g.shape.depth / kBlock;
     if (g.a_scale) {
-      sum_blocks_rows(left, ints, a_row * blocks, blocks, rows, y);
+      const Span span{a_row * blocks, blocks, 0, blocks};
+      if (g.windowed())
+        sum_windows_rows(g, left, ints, span, a_row, batch * g.shape.cols + col, rows, count, y);
+      else
+        sum_blocks_rows(left, ints, span, rows, y);
     } else {
       with_float(g.a_kind, [&](auto t) {
         using T = decltype(t);
-        const auto* stored = static_cast<const typename T::Stored*>(g.a) + a_row * g.depth;
-        for (int64_t i = 0; i < rows * g.depth; ++i) a[i] = T::load(stored[i]);
+        const auto* stored = static_cast<const typename T::Stored*>(g.a) + a_row * g.shape.depth;
+        for (int64_t i = 0; i < rows * g.shape.depth; ++i) a[i] = T::load(stored[i]);
       });
-      sum_elements_rows(a.data(), floats, g.depth, rows, y);
+      sum_elements_rows(a.data(), floats, g.shape.depth, rows, y);
     }
     finish(g, batch, row, col, rows, count, y);
   }
@@ -327,11 +362,12 @@ void run_task(const Args& g, const Left& left, int64_t task) {
 ffi::Error run(ffi::ThreadPool& pool, const Args& g) try {
   Left left;
   if (g.a_scale) {
-    left.resize(g.batch * g.rows, g.depth);
-    parallel_for(pool, g.batch * g.rows * g.depth / kBlock, 4096, [&](int64_t b, int64_t e) { left.unpack(g, b, e); });
+    left.resize(g.shape.batch * g.shape.rows, g.shape.depth);
+    parallel_for(pool, g.shape.batch * g.shape.rows * g.shape.depth / kBlock, 4096,
+                 [&](int64_t b, int64_t e) { left.unpack(g, b, e); });
   }
-  const int64_t panels = (g.cols + kPanel - 1) / kPanel, chunks = (g.rows + kRowChunk - 1) / kRowChunk;
-  parallel_for(pool, g.batch * panels * chunks, 1, [&](int64_t b, int64_t e) {
+  const int64_t panels = (g.shape.cols + kPanel - 1) / kPanel, chunks = (g.shape.rows + kRowChunk - 1) / kRowChunk;
+  parallel_for(pool, g.shape.batch * panels * chunks, 1, [&](int64_t b, int64_t e) {
     for (int64_t task = b; task < e; ++task) run_task(g, left, task);
   });
   return ffi::Error::Success();
@@ -340,61 +376,35 @@ ffi::Error run(ffi::ThreadPool& pool, const Args& g) try {
 }
 
 // ---------------------------------------------------------------- handler
-// `b` is [N, K], then all leading axes of `a` are rows; or it has the leading axes of `a`.
-template <class A, class B>
-std::string gemm_shape(const A& a, const B& b_data, int64_t a_depth_scale, Args* g) {
-  int64_t a_batch, a_rows, a_cols, b_batch, b_rows, b_cols;
-  if (!split_dims(a.dimensions(), &a_batch, &a_rows, &a_cols) ||
-      !split_dims(b_data.dimensions(), &b_batch, &b_rows, &b_cols))
-    return "operands must have rank 2 or more";
-  if (a_cols * a_depth_scale != b_cols * 2 || b_cols % 8)
-    return "K differs or is no multiple of 16: a " + shape_of(a) + ", b " + shape_of(b_data);
-  if (b_data.dimensions().size() == 2) a_rows *= a_batch, a_batch = 1;
-  if (a_batch != b_batch) return "leading axes differ: a " + shape_of(a) + ", b " + shape_of(b_data);
-  g->batch = a_batch, g->rows = a_rows, g->cols = b_rows, g->depth = b_cols * 2;
-  return {};
-}
-
-std::string gemm_amax(const ffi::Buffer<ffi::F32>& amax, int64_t matrices, int64_t batch, int64_t rows, int64_t* per) {
-  const int64_t count = static_cast<int64_t>(amax.element_count());
-  *per = count == matrices && matrices && batch * rows % matrices == 0 ? batch * rows / matrices
-                                                                       : rows_per_amax(batch, rows, count);
-  return *per ? "" : "amax " + shape_of(amax) + " does not fit its operand";
-}
-
 std::string gemm_outputs(const ffi::AnyBuffer& bias, ffi::AnyBuffer out, Args* g) {
   if (!float_kind(out.element_type(), &g->out_kind)) return "out must be float32, bfloat16 or float16";
   if (!float_kind(bias.element_type(), &g->bias_kind)) return "bias must be float32, bfloat16 or float16";
   const bool has_bias = bias.element_count() != 0;
   g->bias = has_bias ? bias.untyped_data() : nullptr;
   g->out = out.untyped_data();
-  return first_of({has_bias ? check_count("bias", bias, g->cols) : std::string(),
-                   check_count("out", out, g->batch * g->rows * g->cols)});
-}
-
-// How many matrices the leading axes of `buffer` hold.
-template <class B>
-int64_t matrices(const B& buffer) {
-  int64_t batch, rows, cols;
-  return split_dims(buffer.dimensions(), &batch, &rows, &cols) ? batch : 1;
+  return first_of({has_bias ? check_count("bias", bias, g->shape.cols) : std::string(),
+                   check_count("out", out, g->shape.batch * g->shape.rows * g->shape.cols)});
 }
 
 ffi::Error matmul_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> a, ffi::AnyBuffer a_scale,
                        ffi::Buffer<ffi::F32> a_amax, ffi::Buffer<ffi::U8> b, ffi::AnyBuffer b_scale,
                        ffi::Buffer<ffi::F32> b_amax, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out,
-                       int32_t a_max, int32_t b_max) {
+                       int32_t a_max, int32_t b_max, bool a_windows, bool b_windows) {
   Args g{};
   g.a = a.untyped_data(), g.a_scale = static_cast<const uint8_t*>(a_scale.untyped_data()),
   g.a_amax = a_amax.typed_data();
   g.b = b.typed_data(), g.b_scale = static_cast<const uint8_t*>(b_scale.untyped_data()), g.b_amax = b_amax.typed_data();
   g.a_max = static_cast<float>(a_max), g.b_max = static_cast<float>(b_max);
-  std::string error = gemm_shape(a, b, 2, &g);
+  std::string error = gemm_shape(a, b, 2, &g.shape);
   if (error.empty())
     error = first_of({check_count("a scale", a_scale, static_cast<int64_t>(a.element_count()) / 8),
                       check_count("b scale", b_scale, static_cast<int64_t>(b.element_count()) / 8)});
   if (error.empty()) error = gemm_outputs(bias, *out, &g);
-  if (error.empty()) error = gemm_amax(a_amax, matrices(a), g.batch, g.rows, &g.a_rows_per_amax);
-  if (error.empty()) error = gemm_amax(b_amax, matrices(b), g.batch, g.cols, &g.b_rows_per_amax);
+  g.a_map.windows = a_windows, g.b_map.windows = b_windows;
+  const GemmShape& n = g.shape;
+  if (error.empty()) error = gemm_amax(a_amax, matrices(a), n.batch, n.rows, n.depth, &g.a_map);
+  if (error.empty()) error = gemm_amax(b_amax, matrices(b), n.batch, n.cols, n.depth, &g.b_map);
+  if (error.empty() && g.windowed() && n.depth % kWindow) error = "K must be a multiple of 64 for window64";
   if (!error.empty()) return invalid("matmul_nt", error);
   return run(pool, g);
 }
@@ -405,13 +415,13 @@ ffi::Error matmul_weight_only_impl(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::
   Args g{};
   g.a = a.untyped_data();
   g.b = b.typed_data(), g.b_scale = static_cast<const uint8_t*>(b_scale.untyped_data()), g.b_amax = b_amax.typed_data();
-  g.b_max = static_cast<float>(b_max), g.a_rows_per_amax = 1;
+  g.b_max = static_cast<float>(b_max);
   if (!float_kind(a.element_type(), &g.a_kind) || g.a_kind == Float::kF32)
     return invalid("matmul_nt", "a must be bfloat16 or float16");
-  std::string error = gemm_shape(a, b, 1, &g);
+  std::string error = gemm_shape(a, b, 1, &g.shape);
   if (error.empty()) error = check_count("b scale", b_scale, static_cast<int64_t>(b.element_count()) / 8);
   if (error.empty()) error = gemm_outputs(bias, *out, &g);
-  if (error.empty()) error = gemm_amax(b_amax, matrices(b), g.batch, g.cols, &g.b_rows_per_amax);
+  if (error.empty()) error = gemm_amax(b_amax, matrices(b), g.shape.batch, g.shape.cols, g.shape.depth, &g.b_map);
   if (!error.empty()) return invalid("matmul_nt", error);
   return run(pool, g);
 }
@@ -430,7 +440,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, matmul_impl,
                                   .Arg<ffi::AnyBuffer>()         // bias, empty without
                                   .Ret<ffi::AnyBuffer>()         // out
                                   .Attr<int32_t>("a_e4m3_max")
-                                  .Attr<int32_t>("b_e4m3_max"));
+                                  .Attr<int32_t>("b_e4m3_max")
+                                  .Attr<bool>("a_windows")
+                                  .Attr<bool>("b_windows"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulWeightOnly, matmul_weight_only_impl,
                               ffi::Ffi::Bind()

@@ -9,12 +9,16 @@
 #include "parallel.h"
 
 extern "C" {
-jnvfp4::Handler Quantize, QuantizeFindAmax, Dequantize, Matmul, MatmulWeightOnly;
+jnvfp4::Handler Quantize, QuantizeFindAmax, QuantizePair, QuantizePairFindAmax, RhtAmax, Dequantize, Matmul,
+    MatmulWeightOnly;
 }
 
 NB_MODULE(_cpu, m) {
   jnvfp4::define_module(m, {{"nvfp4_quantize", Quantize},
                             {"nvfp4_quantize_find_amax", QuantizeFindAmax},
+                            {"nvfp4_quantize_pair", QuantizePair},
+                            {"nvfp4_quantize_pair_find_amax", QuantizePairFindAmax},
+                            {"nvfp4_rht_amax", RhtAmax},
                             {"nvfp4_dequantize", Dequantize},
                             {"nvfp4_matmul", Matmul},
                             {"nvfp4_matmul_weight_only", MatmulWeightOnly}});

@@ -12,6 +12,16 @@ namespace jnvfp4 {
 
 constexpr int kThreads = 256;
 
+__device__ __forceinline__ int64_t thread_index() { return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; }
+__device__ __forceinline__ int64_t thread_count() { return static_cast<int64_t>(gridDim.x) * kThreads; }
+
+// a / b for numbers that are not negative. A 64-bit division is about a hundred instructions.
+__device__ __forceinline__ int64_t quotient(int64_t a, int64_t b) {
+  return (a | b) >> 32 ? a / b : static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+}
+
+__host__ __device__ __forceinline__ int64_t all_rows(const QuantShape& s) { return s.batch * s.rows; }
+
 // 16 consecutive elements as 16-byte words.
 template <class T>
 struct Block {
@@ -44,25 +54,6 @@ struct Block {
     }
   }
 };
-
-__device__ __forceinline__ uint32_t block_amax(const float (&v)[kBlock]) {
-  uint32_t m = 0;
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) m = amax_bits(m, bits_of(v[i]) & kMagnitude);
-  return m;
-}
-
-// The 16 codes of a block, packed two a byte. A NaN scale has only codes 0.
-__device__ __forceinline__ uint2 encode_block(const float (&v)[kBlock], float enc, uint8_t scale) {
-  uint32_t half[2] = {0, 0};
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) {
-    const uint32_t b = bits_of(mul_rn(v[i], enc));
-    const uint32_t code = e2m1_magnitude(b & kMagnitude) | (b & kSign) >> 28;
-    half[i / 8] |= code << (4 * (i % 8));
-  }
-  return scale == kScaleNan ? make_uint2(0, 0) : make_uint2(half[0], half[1]);
-}
 
 // Grid for a grid-stride loop over `items` of `threads` each.
 inline unsigned grid_for(int64_t items, int64_t per_block) {

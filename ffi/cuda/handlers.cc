@@ -22,44 +22,125 @@ bool amax_stride(const ffi::Buffer<ffi::F32>& amax, int64_t batch, int64_t rows,
   return per != 0;
 }
 
-ffi::Error run_quantize(cudaStream_t stream, const ffi::AnyBuffer& x, const float* amax, float* found,
-                        int64_t amax_count, ffi::AnyBuffer data, ffi::AnyBuffer scale, bool transpose,
-                        const SpecAttr& attr) {
-  const KernelSpec spec = kernel_spec(attr);
-  QuantizeArgs args{x.untyped_data(),
-                    {},
-                    amax,
-                    found,
-                    static_cast<uint8_t*>(data.untyped_data()),
-                    static_cast<uint8_t*>(scale.untyped_data()),
-                    {},
-                    static_cast<float>(attr.e4m3_max)};
-  if (!float_kind(x.element_type(), &args.kind)) return invalid("quantize", "x must be float32, bfloat16 or float16");
-  const std::string error = quant_shape(x, data, scale, amax_count, transpose, spec, &args.shape);
-  if (!error.empty()) return invalid("quantize", error);
+template <class B>
+int64_t count_of(const B& buffer) {
+  return static_cast<int64_t>(buffer.element_count());
+}
+
+// One orientation of a request to quantize. `found` is where the amax of rows or windows goes when none is given.
+struct Request {
+  const float* amax;
+  float* found;
+  const uint32_t* stream;
+  QuantBuffers buffers;
+  bool transpose;
+  SpecAttr attr;
+  int64_t row_blocks;
+
+  // Fills `args`; an error text, or empty.
+  std::string arguments(const ffi::AnyBuffer& x, QuantizeArgs* args) {
+    *args = {x.untyped_data(),
+             {},
+             amax,
+             found,
+             static_cast<uint8_t*>(buffers.data.untyped_data()),
+             static_cast<uint8_t*>(buffers.scale.untyped_data()),
+             {stream, row_blocks},
+             {},
+             static_cast<float>(attr.e4m3_max)};
+    if (!float_kind(x.element_type(), &args->kind)) return "x must be float32, bfloat16 or float16";
+    const KernelSpec spec = kernel_spec(attr);
+    if (!amax && spec.amax_scope == AmaxScope::kTensor) return "the amax of a tensor must be given";
+    return quant_shape(x, buffers, transpose, spec, &args->shape);
+  }
+};
+
+ffi::Error run_quantize(cudaStream_t stream, const ffi::AnyBuffer& x, Request request) {
+  QuantizeArgs args;
+  if (const std::string error = request.arguments(x, &args); !error.empty()) return invalid("quantize", error);
   cudaError_t status = cudaSuccess;
-  if (!launch_quantize(args, spec, stream, &status)) return unsupported("quantize", attr);
+  if (!launch_quantize(args, kernel_spec(request.attr), stream, &status)) return unsupported("quantize", request.attr);
   return launched("quantize", status);
 }
 
-ffi::Error quantize_impl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> amax,
+ffi::Error quantize_impl(cudaStream_t cuda, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> amax, ffi::Buffer<ffi::U32> stream,
                          ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> scale, bool transpose,
-                         SpecAttr spec) {
-  return run_quantize(stream, x, amax.typed_data(), nullptr, static_cast<int64_t>(amax.element_count()), *data, *scale,
-                      transpose, spec);
+                         SpecAttr spec, int32_t row_blocks) {
+  return run_quantize(cuda, x,
+                      {amax.typed_data(),
+                       nullptr,
+                       stream.typed_data(),
+                       {*data, *scale, count_of(amax), count_of(stream)},
+                       transpose,
+                       spec,
+                       row_blocks});
 }
 
-ffi::Error quantize_find_amax_impl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> data,
+ffi::Error quantize_find_amax_impl(cudaStream_t cuda, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> data,
                                    ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::Buffer<ffi::F32>> amax,
                                    bool transpose, SpecAttr spec) {
-  return run_quantize(stream, x, nullptr, amax->typed_data(), static_cast<int64_t>(amax->element_count()), *data,
-                      *scale, transpose, spec);
+  return run_quantize(cuda, x,
+                      {nullptr, amax->typed_data(), nullptr, {*data, *scale, count_of(*amax)}, transpose, spec, 0});
+}
+
+ffi::Error run_pair(cudaStream_t stream, const ffi::AnyBuffer& x, Request row, Request col) {
+  if (ffi::Error pair = check_pair(row.attr, col.attr); !pair.success()) return pair;
+  PairArgs args;
+  std::string error = row.arguments(x, &args.row);
+  if (error.empty()) error = col.arguments(x, &args.col);
+  if (!error.empty()) return invalid("quantize_pair", error);
+  return launched("quantize_pair", launch_quantize_pair(args, kernel_spec(row.attr), kernel_spec(col.attr), stream));
+}
+
+ffi::Error quantize_pair_impl(cudaStream_t cuda, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> row_amax,
+                              ffi::Buffer<ffi::F32> col_amax, ffi::Buffer<ffi::U32> row_stream,
+                              ffi::Buffer<ffi::U32> col_stream, ffi::Result<ffi::AnyBuffer> row_data,
+                              ffi::Result<ffi::AnyBuffer> row_scale, ffi::Result<ffi::AnyBuffer> col_data,
+                              ffi::Result<ffi::AnyBuffer> col_scale, SpecAttr row_spec, SpecAttr col_spec,
+                              int32_t row_blocks, int32_t col_blocks) {
+  return run_pair(cuda, x,
+                  {row_amax.typed_data(),
+                   nullptr,
+                   row_stream.typed_data(),
+                   {*row_data, *row_scale, count_of(row_amax), count_of(row_stream)},
+                   false,
+                   row_spec,
+                   row_blocks},
+                  {col_amax.typed_data(),
+                   nullptr,
+                   col_stream.typed_data(),
+                   {*col_data, *col_scale, count_of(col_amax), count_of(col_stream)},
+                   true,
+                   col_spec,
+                   col_blocks});
+}
+
+ffi::Error quantize_pair_find_amax_impl(cudaStream_t cuda, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> row_data,
+                                        ffi::Result<ffi::AnyBuffer> row_scale,
+                                        ffi::Result<ffi::Buffer<ffi::F32>> row_amax,
+                                        ffi::Result<ffi::AnyBuffer> col_data, ffi::Result<ffi::AnyBuffer> col_scale,
+                                        ffi::Result<ffi::Buffer<ffi::F32>> col_amax, SpecAttr row_spec,
+                                        SpecAttr col_spec) {
+  return run_pair(
+      cuda, x,
+      {nullptr, row_amax->typed_data(), nullptr, {*row_data, *row_scale, count_of(*row_amax)}, false, row_spec, 0},
+      {nullptr, col_amax->typed_data(), nullptr, {*col_data, *col_scale, count_of(*col_amax)}, true, col_spec, 0});
+}
+
+ffi::Error rht_amax_impl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::Buffer<ffi::F32>> amax, bool transpose,
+                         int32_t keep) {
+  RhtAmaxArgs args{x.untyped_data(), {}, amax->typed_data(), {}};
+  if (!float_kind(x.element_type(), &args.kind)) return invalid("quantize", "x must be float32, bfloat16 or float16");
+  const std::string error = rht_amax_shape(x, count_of(*amax), transpose, keep, &args.shape);
+  if (!error.empty()) return invalid("quantize", error);
+  return launched("quantize", launch_rht_amax(args, stream));
 }
 
 ffi::Error dequantize_impl(cudaStream_t stream, ffi::Buffer<ffi::U8> data, ffi::AnyBuffer scale,
-                           ffi::Buffer<ffi::F32> amax, ffi::Result<ffi::AnyBuffer> out, int32_t e4m3_max) {
+                           ffi::Buffer<ffi::F32> amax, ffi::Result<ffi::AnyBuffer> out, int32_t e4m3_max, bool windows,
+                           bool rotate_back) {
   DequantizeArgs args{};
-  if (const std::string error = dequantize_shape(data, scale, amax, *out, &args.blocks, &args.blocks_per_amax);
+  if (const std::string error = dequantize_shape(data, scale, amax, *out, windows, &args.blocks, &args.blocks_per_amax);
       !error.empty())
     return invalid("dequantize", error);
   if (!float_kind(out->element_type(), &args.kind))
@@ -67,6 +148,7 @@ ffi::Error dequantize_impl(cudaStream_t stream, ffi::Buffer<ffi::U8> data, ffi::
   args.data = data.typed_data(), args.scale = static_cast<const uint8_t*>(scale.untyped_data()),
   args.amax = amax.typed_data();
   args.out = out->untyped_data(), args.e4m3_max = static_cast<float>(e4m3_max);
+  args.rotate_back = rotate_back;
   return launched("dequantize", launch_dequantize(args, stream));
 }
 
@@ -107,6 +189,32 @@ ffi::Error epilogue_impl(cudaStream_t stream, ffi::Buffer<ffi::F32> y, ffi::Buff
   return launched("matmul_nt", launch_epilogue(args, stream));
 }
 
+ffi::Error matmul_impl(cudaStream_t stream, ffi::Buffer<ffi::U8> a, ffi::AnyBuffer a_scale,
+                       ffi::Buffer<ffi::F32> a_amax, ffi::Buffer<ffi::U8> b, ffi::AnyBuffer b_scale,
+                       ffi::Buffer<ffi::F32> b_amax, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out,
+                       int32_t a_max, int32_t b_max, bool a_windows, bool b_windows) {
+  BlockGemmArgs g{};
+  g.a = a.typed_data(), g.a_scale = static_cast<const uint8_t*>(a_scale.untyped_data()), g.a_amax = a_amax.typed_data();
+  g.b = b.typed_data(), g.b_scale = static_cast<const uint8_t*>(b_scale.untyped_data()), g.b_amax = b_amax.typed_data();
+  g.a_map.windows = a_windows, g.b_map.windows = b_windows;
+  g.a_max = static_cast<float>(a_max), g.b_max = static_cast<float>(b_max);
+  const GemmShape& n = g.shape;
+  std::string error = gemm_shape(a, b, 2, &g.shape);
+  if (error.empty()) error = check_count("a scale", a_scale, count_of(a) / 8);
+  if (error.empty()) error = check_count("b scale", b_scale, count_of(b) / 8);
+  if (error.empty()) error = gemm_amax(a_amax, matrices(a), n.batch, n.rows, n.depth, &g.a_map);
+  if (error.empty()) error = gemm_amax(b_amax, matrices(b), n.batch, n.cols, n.depth, &g.b_map);
+  if (error.empty() && n.depth % kWindow) error = "K must be a multiple of 64 for window64";
+  if (error.empty()) error = check_count("out", *out, n.batch * n.rows * n.cols);
+  if (error.empty() && bias.element_count()) error = check_count("bias", bias, n.cols);
+  if (error.empty() && !(a_windows || b_windows)) error = "this kernel is for window64";
+  if (!error.empty()) return invalid("matmul_nt", error);
+  if (!float_kind(out->element_type(), &g.out_kind) || !float_kind(bias.element_type(), &g.bias_kind))
+    return invalid("matmul_nt", "out and bias must be float32, bfloat16 or float16");
+  g.bias = bias.element_count() ? bias.untyped_data() : nullptr, g.out = out->untyped_data();
+  return launched("matmul_nt", launch_gemm_blocks(g, stream));
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Quantize, quantize_impl,
@@ -114,10 +222,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Quantize, quantize_impl,
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::AnyBuffer>()         // x
                                   .Arg<ffi::Buffer<ffi::F32>>()  // amax
+                                  .Arg<ffi::Buffer<ffi::U32>>()  // stream, empty without
                                   .Ret<ffi::AnyBuffer>()         // data
                                   .Ret<ffi::AnyBuffer>()         // scale
                                   .Attr<bool>("transpose")
-                                  .Attr<SpecAttr>("spec"),
+                                  .Attr<SpecAttr>("spec")
+                                  .Attr<int32_t>("row_blocks"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeFindAmax, quantize_find_amax_impl,
@@ -126,9 +236,50 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeFindAmax, quantize_find_amax_impl,
                                   .Arg<ffi::AnyBuffer>()         // x
                                   .Ret<ffi::AnyBuffer>()         // data
                                   .Ret<ffi::AnyBuffer>()         // scale
-                                  .Ret<ffi::Buffer<ffi::F32>>()  // amax, one per row
+                                  .Ret<ffi::Buffer<ffi::F32>>()  // amax, one per row or window
                                   .Attr<bool>("transpose")
                                   .Attr<SpecAttr>("spec"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizePair, quantize_pair_impl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()         // x
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // amax of rows
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // amax of columns
+                                  .Arg<ffi::Buffer<ffi::U32>>()  // stream of rows, empty without
+                                  .Arg<ffi::Buffer<ffi::U32>>()  // stream of columns, empty without
+                                  .Ret<ffi::AnyBuffer>()         // data of rows
+                                  .Ret<ffi::AnyBuffer>()         // scale of rows
+                                  .Ret<ffi::AnyBuffer>()         // data of columns
+                                  .Ret<ffi::AnyBuffer>()         // scale of columns
+                                  .Attr<SpecAttr>("row_spec")
+                                  .Attr<SpecAttr>("col_spec")
+                                  .Attr<int32_t>("row_blocks")
+                                  .Attr<int32_t>("col_blocks"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizePairFindAmax, quantize_pair_find_amax_impl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()         // x
+                                  .Ret<ffi::AnyBuffer>()         // data of rows
+                                  .Ret<ffi::AnyBuffer>()         // scale of rows
+                                  .Ret<ffi::Buffer<ffi::F32>>()  // amax of the windows of rows
+                                  .Ret<ffi::AnyBuffer>()         // data of columns
+                                  .Ret<ffi::AnyBuffer>()         // scale of columns
+                                  .Ret<ffi::Buffer<ffi::F32>>()  // amax of the windows of columns
+                                  .Attr<SpecAttr>("row_spec")
+                                  .Attr<SpecAttr>("col_spec"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RhtAmax, rht_amax_impl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()         // x
+                                  .Ret<ffi::Buffer<ffi::F32>>()  // amax
+                                  .Attr<bool>("transpose")
+                                  .Attr<int32_t>("keep"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dequantize, dequantize_impl,
@@ -138,7 +289,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Dequantize, dequantize_impl,
                                   .Arg<ffi::AnyBuffer>()         // scale
                                   .Arg<ffi::Buffer<ffi::F32>>()  // amax
                                   .Ret<ffi::AnyBuffer>()         // out
-                                  .Attr<int32_t>("e4m3_max"),
+                                  .Attr<int32_t>("e4m3_max")
+                                  .Attr<bool>("windows")
+                                  .Attr<bool>("rotate_back"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Decode, decode_impl,
@@ -160,6 +313,23 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Epilogue, epilogue_impl,
                                   .Attr<int32_t>("a_e4m3_max")   // 0: a is not quantized
                                   .Attr<int32_t>("b_e4m3_max")
                                   .Attr<bool>("b_batched"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, matmul_impl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::Buffer<ffi::U8>>()   // a data
+                                  .Arg<ffi::AnyBuffer>()         // a scale
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // a amax
+                                  .Arg<ffi::Buffer<ffi::U8>>()   // b data
+                                  .Arg<ffi::AnyBuffer>()         // b scale
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // b amax
+                                  .Arg<ffi::AnyBuffer>()         // bias, empty without
+                                  .Ret<ffi::AnyBuffer>()         // out
+                                  .Attr<int32_t>("a_e4m3_max")
+                                  .Attr<int32_t>("b_e4m3_max")
+                                  .Attr<bool>("a_windows")
+                                  .Attr<bool>("b_windows"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jnvfp4

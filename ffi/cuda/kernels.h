@@ -12,12 +12,26 @@ namespace jnvfp4 {
 struct QuantizeArgs {
   const void* x;
   Float kind;
-  const float* amax;  // null: find one per row and write it to `found`
+  const float* amax;  // null: find one per row or window and write it to `found`
   float* found;
   uint8_t* data;
   uint8_t* scale;
+  StreamArgs stream;
   QuantShape shape;
   float e4m3_max;
+};
+
+// One pass over x for both orientations.
+struct PairArgs {
+  QuantizeArgs row, col;
+};
+
+// The amax after the rotation, one for each `shape.rows_per_amax` rows.
+struct RhtAmaxArgs {
+  const void* x;
+  Float kind;
+  float* amax;
+  QuantShape shape;
 };
 
 struct DequantizeArgs {
@@ -29,6 +43,7 @@ struct DequantizeArgs {
   int64_t blocks;
   int64_t blocks_per_amax;
   float e4m3_max;
+  bool rotate_back;
 };
 
 // Operand of the 16-bit GEMM: q * s, exact.
@@ -58,10 +73,36 @@ struct EpilogueArgs {
   float a_max, b_max;  // a_max 0: a is not quantized
 };
 
+// a b^T of two NVFP4 operands in the pinned order, with window64 on either side.
+struct BlockGemmArgs {
+  const uint8_t* a;
+  const uint8_t* a_scale;
+  const float* a_amax;
+  const uint8_t* b;
+  const uint8_t* b_scale;
+  const float* b_amax;
+  const void* bias;  // null without
+  Float bias_kind;
+  void* out;
+  Float out_kind;
+  GemmShape shape;
+  AmaxMap a_map, b_map;
+  float a_max, b_max;
+};
+
 // False if no kernel is built for the spec; `status` is that of the launch.
 bool launch_quantize(const QuantizeArgs& args, const KernelSpec& spec, cudaStream_t stream, cudaError_t* status);
+// The pair must be one of FusedPairs.
+cudaError_t launch_quantize_pair(const PairArgs& args, const KernelSpec& row, const KernelSpec& col,
+                                 cudaStream_t stream);
+cudaError_t launch_rht_amax(const RhtAmaxArgs& args, cudaStream_t stream);
+cudaError_t launch_gemm_blocks(const BlockGemmArgs& args, cudaStream_t stream);
 cudaError_t launch_dequantize(const DequantizeArgs& args, cudaStream_t stream);
 cudaError_t launch_decode(const DecodeArgs& args, cudaStream_t stream);
 cudaError_t launch_epilogue(const EpilogueArgs& args, cudaStream_t stream);
+
+// Halves of launch_quantize, one a translation unit: blocks along contiguous rows, and everything else.
+bool launch_quantize_rows(const QuantizeArgs& args, const KernelSpec& spec, cudaStream_t stream, cudaError_t* status);
+bool launch_quantize_tiles(const QuantizeArgs& args, const KernelSpec& spec, cudaStream_t stream, cudaError_t* status);
 
 }  // namespace jnvfp4

@@ -2,12 +2,17 @@
 #include "../module.h"
 
 extern "C" {
-jnvfp4::Handler Quantize, QuantizeFindAmax, Dequantize, Decode, Epilogue;
+jnvfp4::Handler Quantize, QuantizeFindAmax, QuantizePair, QuantizePairFindAmax, RhtAmax, Dequantize, Decode, Epilogue,
+    Matmul;
 }
 
 NB_MODULE(_cuda, m) {
   jnvfp4::define_module(m, {{"nvfp4_quantize", Quantize},
                             {"nvfp4_quantize_find_amax", QuantizeFindAmax},
+                            {"nvfp4_quantize_pair", QuantizePair},
+                            {"nvfp4_quantize_pair_find_amax", QuantizePairFindAmax},
+                            {"nvfp4_rht_amax", RhtAmax},
+                            {"nvfp4_matmul", Matmul},
                             {"nvfp4_dequantize", Dequantize},
                             {"nvfp4_decode", Decode},
                             {"nvfp4_epilogue", Epilogue}});

@@ -46,6 +46,29 @@ def some_axis_divides(mesh: Any, blocks: int) -> bool:
     return all(n == 1 for n in mesh.shape.values()) or any(n > 1 and blocks % n == 0 for n in mesh.shape.values())
 
 
+def block_factors(mesh: Any, axis: str, blocks: int) -> tuple[list[str], set[str]]:
+    """Shardy factors of an axis in elements, bytes, blocks and windows, and those of them that must stay whole.
+
+    One factor for all, if a mesh axis can split the blocks. Compound factors break where K/16 does not divide.
+    """
+    if some_axis_divides(mesh, blocks):
+        return [axis] * 4, set()
+    names = [f"{axis}{i}" for i in range(4)]
+    return names, set(names)
+
+
+def sharding_rule(ins: list[list[str]], outs: list[list[str]], whole: set[str], reduced: tuple[str, ...] = ()) -> Any:
+    """The Shardy rule of these dimensions; ``whole`` factors must not be split, ``reduced`` ones may be summed over."""
+    text = ", ".join(map(" ".join, ins)) + " -> " + ", ".join(map(" ".join, outs))
+    order = dict.fromkeys(name for term in ins + outs for name in term)  # special factors go in order of appearance
+    options = {
+        "need_replication_factors": tuple(name for name in order if name in whole),
+        "reduction_factors": tuple(name for name in order if name in reduced and name not in whole),
+    }
+    options = {k: v for k, v in options.items() if v}
+    return (text, options) if options else text
+
+
 def spec_of(aval: Any) -> Spec:
     """The sharding of a traced value or an operand of a partitioning callback, one entry per dimension."""
     spec = list(aval.sharding.spec)

@@ -9,8 +9,8 @@ import numpy as np
 from jax.core import ShapedArray
 
 from .. import reference
-from ..spec import BLOCK, Format
-from ._base import Body, Spec, check_explicit, divisible, make_primitive, some_axis_divides, spec_of, typed
+from ..spec import BLOCK, WINDOW, Format
+from ._base import Body, Spec, block_factors, check_explicit, divisible, make_primitive, sharding_rule, spec_of, typed
 
 
 def check_parts(op: str, name: str, parts: tuple, fmt: Format) -> None:
@@ -35,6 +35,10 @@ def check_parts(op: str, name: str, parts: tuple, fmt: Format) -> None:
     accepted = [(), tuple(lead), (*lead, rows)]
     if fmt.amax_scope == "row":
         accepted = accepted[-1:]
+    if fmt.amax_scope == "window64":
+        if half % (WINDOW // 2):
+            raise ValueError(f'{op}: K of {name} must be a multiple of {WINDOW} for "window64", got K={2 * half}')
+        accepted = [(*lead, rows, 2 * half // WINDOW)]
     if amax.shape not in accepted:
         raise ValueError(
             f"{op}: {name}.amax must have shape {' or '.join(map(str, dict.fromkeys(accepted)))} for data "
@@ -42,24 +46,37 @@ def check_parts(op: str, name: str, parts: tuple, fmt: Format) -> None:
         )
 
 
+def unit(fmt: Format) -> int:
+    """What shards of the last axis must be multiples of."""
+    return WINDOW if fmt.amax_scope == "window64" else BLOCK
+
+
 def _abstract(
-    data: ShapedArray, scale: ShapedArray, amax: ShapedArray, *, format: Format, dtype: Any
+    data: ShapedArray, scale: ShapedArray, amax: ShapedArray, *, format: Format, dtype: Any, rotate_back: bool
 ) -> list[ShapedArray]:
     check_parts("dequantize", "t", (data, scale, amax), format)
-    check_explicit("dequantize", data, data.ndim - 1, BLOCK // 2)
+    check_explicit("dequantize", data, data.ndim - 1, unit(format) // 2)
     return [typed(data, (*data.shape[:-1], 2 * data.shape[-1]), dtype, spec_of(data))]
 
 
 def _local(
-    backend: str, data: jax.Array, scale: jax.Array, amax: jax.Array, *, format: Format, dtype: Any
+    backend: str,
+    data: jax.Array,
+    scale: jax.Array,
+    amax: jax.Array,
+    *,
+    format: Format,
+    dtype: Any,
+    rotate_back: bool,
 ) -> Sequence[jax.Array]:
     result = jax.ShapeDtypeStruct((*data.shape[:-1], 2 * data.shape[-1]), dtype)
     if backend == "empty":
         return [jnp.zeros(result.shape, result.dtype)]
     if backend == "reference":
-        return [reference.dequantize(data, scale, amax, format.e4m3_max, dtype)]
+        return [reference.dequantize(data, scale, amax, format, dtype, rotate_back)]
     call = jax.ffi.ffi_call("nvfp4_dequantize", [result])
-    return call(data, scale, amax, e4m3_max=np.int32(format.e4m3_max))
+    windows, rotated = format.amax_scope == "window64", format.rht and rotate_back
+    return call(data, scale, amax, e4m3_max=np.int32(format.e4m3_max), windows=windows, rotate_back=rotated)
 
 
 def batch_parts(size: int, parts: Sequence[jax.Array], dims: Sequence[int | None]) -> list[jax.Array]:
@@ -72,6 +89,8 @@ def batch_parts(size: int, parts: Sequence[jax.Array], dims: Sequence[int | None
     if d is None and amax.ndim == 0:
         return [data, scale, amax]
     amax = jnp.moveaxis(amax, d, 0) if d is not None else amax[None]
+    if amax.ndim == data.ndim:  # one a window
+        return [data, scale, jnp.broadcast_to(amax, (size, *amax.shape[1:]))]
     rank = data.ndim - 1 if amax.ndim == data.ndim - 1 else data.ndim - 2
     return [
         data,
@@ -86,21 +105,25 @@ def _batch(args, dims, **params):
 
 
 def _layout(
-    mesh: Any, specs: list[Spec], shapes: list[tuple[int, ...]], *, format: Format, dtype: Any
+    mesh: Any,
+    specs: list[Spec],
+    shapes: list[tuple[int, ...]],
+    *,
+    format: Format,
+    dtype: Any,
+    rotate_back: bool,
 ) -> tuple[list[Spec], list[Spec], Callable[[Body], Body]]:
     *head, col = specs[0]
     head = [divisible(mesh, e, n) for e, n in zip(head, shapes[0][:-1], strict=True)]
-    spec = [*head, divisible(mesh, col, shapes[0][-1], BLOCK // 2)]
-    return [spec, spec, head[: len(shapes[2])]], [spec], lambda local: local
+    spec = [*head, divisible(mesh, col, shapes[0][-1], unit(format) // 2)]
+    return [spec, spec, spec[: len(shapes[2])]], [spec], lambda local: local
 
 
-def _rule(mesh: Any, operands: Any, _results: Any, *, format: Format, dtype: Any) -> Any:
+def _rule(mesh: Any, operands: Any, _results: Any, *, format: Format, dtype: Any, rotate_back: bool) -> Any:
     head = [f"b{i}" for i in range(operands[0].rank - 1)]
-    splits = some_axis_divides(mesh, operands[1].shape[-1])
-    cs = ["c", "c", "c"] if splits else ["c", "d", "e"]
-    data, scale, out = (" ".join([*head, c]) for c in cs)
-    text = f"{data}, {scale}, {' '.join(head[: operands[2].rank])} -> {out}"
-    return text if splits else (text, {"need_replication_factors": tuple(cs)})
+    (full, half, blocks, windows), whole = block_factors(mesh, "c", 2 * operands[0].shape[-1] // unit(format))
+    amax = [*head, windows][: operands[2].rank]
+    return sharding_rule([[*head, half], [*head, blocks], amax], [[*head, full]], whole)
 
 
 dequantize_p = make_primitive(

@@ -14,19 +14,20 @@ from jax import lax
 from jax.core import ShapedArray
 
 from .. import reference, softfloat
-from ..spec import BLOCK, Format
+from ..spec import Format
 from ._base import (
     Body,
     Spec,
     axes_of,
+    block_factors,
     check_explicit,
     divisible,
     make_primitive,
-    some_axis_divides,
+    sharding_rule,
     spec_of,
     typed,
 )
-from .dequantize import batch_parts, check_parts
+from .dequantize import batch_parts, check_parts, unit
 
 OUT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 DENSE_DTYPES = (jnp.bfloat16, jnp.float16)
@@ -55,12 +56,15 @@ def _check_formats(a_format: Format | None, b_format: Format) -> None:
         raise ValueError(
             f"matmul_nt: a and b must both be rotated (format.rht) or neither, got a.rht={a_rht}, b.rht={b_format.rht}"
         )
-    for name, fmt in (("a", a_format), ("b", b_format)):
-        if fmt is not None and fmt.amax_scope == "window64":
-            raise NotImplementedError(
-                f'matmul_nt: {name}.format.amax_scope="window64" is not implemented in this version; '
-                'accepted: "tensor", "row"'
-            )
+    if a_format is None and b_format.amax_scope == "window64":
+        raise ValueError(
+            'matmul_nt: b must have amax_scope "tensor" or "row" where a is not quantized, got "window64"; quantize a'
+        )
+
+
+def _unit(*formats: Format | None) -> int:
+    """What shards of K must be multiples of."""
+    return max(unit(fmt) for fmt in formats if fmt is not None)
 
 
 def _abstract(
@@ -91,8 +95,9 @@ def _abstract(
             raise ValueError(f"matmul_nt: bias must have shape (N,)=({b.shape[-2]},), got {bias.shape}")
         if bias.dtype not in OUT_DTYPES:
             raise TypeError(f"matmul_nt: bias must be float32, bfloat16 or float16, got {bias.dtype}")
-    check_explicit("matmul_nt", a, a.ndim - 1, BLOCK if a_format is None else BLOCK // 2)
-    check_explicit("matmul_nt", b, b.ndim - 1, BLOCK // 2)
+    whole = _unit(a_format, b_format)
+    check_explicit("matmul_nt", a, a.ndim - 1, whole if a_format is None else whole // 2)
+    check_explicit("matmul_nt", b, b.ndim - 1, whole // 2)
     spec = [*spec_of(a)[:-1], spec_of(b)[-2]]
     _check_axes_once(a, spec)
     return [typed(a, (*a.shape[:-1], b.shape[-2]), out_dtype, spec)]
@@ -117,18 +122,30 @@ def _local(
     if backend == "empty":
         zero = jnp.zeros(shape, jnp.float32) + (ops.bias[0].astype(jnp.float32) if has_bias else 0)
         return [zero.astype(out_dtype)]
-    a_max, b_max = (None if a_format is None else a_format.e4m3_max), b_format.e4m3_max
+    b_max = b_format.e4m3_max
     if backend == "reference":
         a = ops.a[0] if a_format is None else ops.a
-        return [reference.matmul(a, ops.b, ops.bias[0] if has_bias else None, a_max, b_max, out_dtype)]
+        return [reference.matmul(a, ops.b, ops.bias[0] if has_bias else None, a_format, b_format, out_dtype)]
     bias = ops.bias[0] if has_bias else jnp.zeros((0,), jnp.float32)
+    if a_format is not None and (backend == "cpu" or _windowed(a_format, b_format)):
+        call = jax.ffi.ffi_call("nvfp4_matmul", [result])
+        return call(
+            *ops.a,
+            *ops.b,
+            bias,
+            a_e4m3_max=np.int32(a_format.e4m3_max),
+            b_e4m3_max=np.int32(b_max),
+            a_windows=a_format.amax_scope == "window64",
+            b_windows=b_format.amax_scope == "window64",
+        )
     if backend == "cuda":
-        return [_cuda(ops, bias, a_max, b_max, result)]
-    if a_format is None:
-        call = jax.ffi.ffi_call("nvfp4_matmul_weight_only", [result])
-        return call(*ops.a, *ops.b, bias, b_e4m3_max=np.int32(b_max))
-    call = jax.ffi.ffi_call("nvfp4_matmul", [result])
-    return call(*ops.a, *ops.b, bias, a_e4m3_max=np.int32(a_format.e4m3_max), b_e4m3_max=np.int32(b_max))
+        return [_cuda(ops, bias, None if a_format is None else a_format.e4m3_max, b_max, result)]
+    call = jax.ffi.ffi_call("nvfp4_matmul_weight_only", [result])
+    return call(*ops.a, *ops.b, bias, b_e4m3_max=np.int32(b_max))
+
+
+def _windowed(*formats: Format | None) -> bool:
+    return any(fmt is not None and fmt.amax_scope == "window64" for fmt in formats)
 
 
 def _decode(parts: tuple, dtype: Any) -> jax.Array:
@@ -174,8 +191,10 @@ def _finish(y: jax.Array, *bias: jax.Array, out_dtype: Any) -> jax.Array:
 
 # ---------------------------------------------------------------- vmap
 def _amax_per_row(amax: jax.Array, data_shape: tuple[int, ...]) -> jax.Array:
-    """One amax per row of an operand whose leading axes are about to be merged with its rows."""
+    """The amax of each row (or its windows) of an operand whose leading axes are about to be merged with its rows."""
     rows = data_shape[:-1]
+    if amax.ndim > len(rows):
+        return amax
     return jnp.broadcast_to(amax.reshape(*amax.shape, *(1,) * (len(rows) - amax.ndim)), rows)
 
 
@@ -186,7 +205,10 @@ def _merge_rows(parts: Sequence[jax.Array], keep: int) -> list[jax.Array]:
     merged = [p.reshape(*shape[:keep], rows, p.shape[-1]) for p in parts[:2]]
     if len(parts) == 3:
         amax = parts[2]
-        merged.append(amax if amax.ndim == 0 else _amax_per_row(amax, shape).reshape(*shape[:keep], rows))
+        if amax.ndim:
+            per_row = _amax_per_row(amax, shape)
+            amax = per_row.reshape(*shape[:keep], rows, *per_row.shape[len(shape) - 1 :])
+        merged.append(amax)
     return merged
 
 
@@ -253,7 +275,7 @@ def _layout(
 ) -> tuple[list[Spec], list[Spec], Callable[[Body], Body]]:
     s, n = _split(specs, a_format, has_bias), _split(shapes, a_format, has_bias)
     *lead, row, depth = s.a[0]
-    blocks = n.b[1][-1]
+    units = 2 * n.b[0][-1] // _unit(a_format, b_format)
     used: set[str] = set()
 
     def claim(entry: Any, size: int) -> Any:
@@ -263,14 +285,14 @@ def _layout(
         used.update(axes_of(entry))
         return entry
 
-    k = claim(depth if axes_of(depth) == axes_of(s.b[0][-1]) else None, blocks)
+    k = claim(depth if axes_of(depth) == axes_of(s.b[0][-1]) else None, units)
     lead = [claim(e, size) for e, size in zip(lead, n.a[0][:-2], strict=True)]
     m, c = claim(row, n.a[0][-2]), claim(s.b[0][-2], n.b[0][-2])
     b_lead = lead if len(n.b[0]) > 2 else []
     operand_specs = []
     for part_shapes, head in ((n.a, [*lead, m]), (n.b, [*b_lead, c])):
         operand_specs += [[*head, k] for _ in part_shapes[:2]]
-        operand_specs += [head[: len(shape)] for shape in part_shapes[2:]]
+        operand_specs += [[*head, k][: len(shape)] for shape in part_shapes[2:]]
     operand_specs += [[c]] * has_bias
 
     def sum_over_k(local: Body) -> Body:
@@ -300,18 +322,15 @@ def _rule(
     ops = _split(operands, a_format, has_bias)
     lead = [f"b{i}" for i in range(ops.a[0].rank - 2)]
     b_lead = lead if ops.b[0].rank > 2 else []
-    splits = some_axis_divides(mesh, ops.b[1].shape[-1])
-    ks = ["k"] * 4 if splits else ["k", "l", "o", "p"]
-    terms = []
-    for parts, head, names in ((ops.a, [*lead, "m"], ks[:2]), (ops.b, [*b_lead, "n"], ks[2:])):
-        terms += [[*head, name] for name, _ in zip(names, parts[:2], strict=False)]
-        terms += [head[: part.rank] for part in parts[2:]]
-    terms += [["n"]] * has_bias
-    text = ", ".join(" ".join(t) for t in terms) + " -> " + " ".join([*lead, "m", "n"])
-    if splits:
-        return text, {"reduction_factors": ("k",)}
-    used = tuple(dict.fromkeys(t[-1] for t in terms if t and t[-1] in ks))
-    return text, {"need_replication_factors": used}
+    (full, half, blocks, windows), whole = block_factors(mesh, "k", 2 * ops.b[0].shape[-1] // _unit(a_format, b_format))
+    a_head, b_head = [*lead, "m"], [*b_lead, "n"]
+    ins = [[*a_head, full]] if a_format is None else _part_factors(a_head, ops.a, half, blocks, windows)
+    ins += _part_factors(b_head, ops.b, half, blocks, windows) + [["n"]] * has_bias
+    return sharding_rule(ins, [[*lead, "m", "n"]], whole, reduced=("k",))
+
+
+def _part_factors(head: list[str], parts: tuple, half: str, blocks: str, windows: str) -> list[list[str]]:
+    return [[*head, half], [*head, blocks], [*head, windows][: parts[2].rank]]
 
 
 matmul_p = make_primitive("nvfp4_matmul", abstract=_abstract, local=_local, batch=_batch, layout=_layout, rule=_rule)

@@ -1,7 +1,8 @@
-// The encoders of ffi/numerics.h against rules written independently, over float32 bit patterns.
-//   exhaustive quick   every pattern of the upper 24 bits, with lower bits 0x00, 0x01 and 0xff
-//   exhaustive full    every pattern
-// Prints the first wrong pattern of each encoder and exits with 1 if there is one.
+// The encoders of ffi/numerics.h against rules written independently, over float32 bit patterns, the decoded values in
+// the error of 4over6 candidates against their formula, and the device's division by a constant against division.
+//   exhaustive quick [NAME]   every pattern of the upper 24 bits, with lower bits 0x00, 0x01 and 0xff
+//   exhaustive full [NAME]    every pattern
+// NAME runs that check alone. Prints the first wrong pattern of each check and exits with 1 if there is one.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -39,6 +40,27 @@ uint32_t e4m3_by_grid(float v) {
   return static_cast<uint32_t>(8 * (exponent + 6) + static_cast<int>(steps));
 }
 
+uint32_t hash(uint32_t v) {
+  v = (v ^ v >> 16) * 0x7feb352du;
+  v = (v ^ v >> 15) * 0x846ca68bu;
+  return v ^ v >> 16;
+}
+
+// One random byte for each pattern: all 256 meet every binade many times over.
+uint32_t stochastic(float v) {
+  return jnvfp4::e2m1_magnitude_stochastic(jnvfp4::bits_of(v), hash(jnvfp4::bits_of(v)) & 0xff);
+}
+
+// In double: adds r / 256 of a grid step, rounds that sum to float32, and truncates it to the grid.
+double grid_step(double v) { return v >= 4 ? 2 : v >= 2 ? 1 : 0.5; }
+uint32_t stochastic_by_grid(float v) {
+  if (std::isnan(v)) return 7;
+  const double r = hash(jnvfp4::bits_of(v)) & 0xff;
+  const float t = static_cast<float>(v + r * (grid_step(v) / 256));
+  const double truncated = std::min(std::floor(t / grid_step(t)) * grid_step(t), 6.0);
+  return e2m1_by_table(static_cast<float>(truncated));
+}
+
 struct Encoder {
   const char* name;
   uint64_t patterns;  // from 0 on
@@ -49,6 +71,7 @@ struct Encoder {
 constexpr Encoder kEncoders[] = {
     {"e2m1_encode", uint64_t{1} << 32, [](float v) -> uint32_t { return jnvfp4::e2m1_encode(v); }, e2m1_by_table},
     {"e4m3_encode", uint64_t{1} << 31, [](float v) -> uint32_t { return jnvfp4::e4m3_encode(v); }, e4m3_by_grid},
+    {"e2m1_magnitude_stochastic", uint64_t{1} << 31, stochastic, stochastic_by_grid},
 };
 
 uint32_t first_wrong(const Encoder& e, uint64_t begin, uint64_t end, const std::vector<uint32_t>& low_bits,
@@ -65,41 +88,104 @@ uint32_t first_wrong(const Encoder& e, uint64_t begin, uint64_t end, const std::
   return first;
 }
 
-bool holds(const Encoder& e, const std::vector<uint32_t>& low_bits) {
-  const uint64_t highs = e.patterns >> 8, pieces = std::max(1u, std::thread::hardware_concurrency());
-  std::vector<uint32_t> first(pieces);
-  std::atomic<uint64_t> wrong{0};
+// f(begin, end, piece) over [0, count) on every processor.
+template <class F>
+void in_pieces(uint64_t count, F f) {
+  const uint64_t pieces = std::max(1u, std::thread::hardware_concurrency());
   std::vector<std::thread> threads;
-  for (uint64_t p = 0; p < pieces; ++p)
-    threads.emplace_back(
-        [&, p] { first[p] = first_wrong(e, highs * p / pieces, highs * (p + 1) / pieces, low_bits, wrong); });
+  for (uint64_t p = 0; p < pieces; ++p) threads.emplace_back([=] { f(count * p / pieces, count * (p + 1) / pieces); });
   for (auto& t : threads) t.join();
+}
+
+bool holds(const Encoder& e, const std::vector<uint32_t>& low_bits) {
+  const uint64_t highs = e.patterns >> 8;
+  std::atomic<uint32_t> first{UINT32_MAX};
+  std::atomic<uint64_t> wrong{0};
+  in_pieces(highs, [&](uint64_t begin, uint64_t end) {
+    const uint32_t own = first_wrong(e, begin, end, low_bits, wrong);
+    for (uint32_t seen = first; own < seen && !first.compare_exchange_weak(seen, own);) {
+    }
+  });
   const uint64_t tried = highs * low_bits.size();
   if (wrong == 0) {
     std::printf("%s: %llu patterns\n", e.name, static_cast<unsigned long long>(tried));
     return true;
   }
-  const uint32_t b = *std::min_element(first.begin(), first.end());
-  const float v = jnvfp4::float_of(b);
+  const float v = jnvfp4::float_of(first);
   std::printf("%s: %llu of %llu patterns wrong, first 0x%08x (%.9g): got %u, expected %u\n", e.name,
-              static_cast<unsigned long long>(wrong), static_cast<unsigned long long>(tried), b, v, e.got(v),
+              static_cast<unsigned long long>(wrong), static_cast<unsigned long long>(tried), first.load(), v, e.got(v),
               e.want(v));
   return false;
+}
+
+// row_error_strict, which divides twice a block, against a division for every element: every scale and code, and
+// amaxes of every upper 16 bits with hashed lower ones, `each` of them. The elements are the decoded values
+// themselves, so every difference is 0, or NaN from infinite values.
+bool strict_error_holds(uint32_t each) {
+  std::atomic<uint64_t> wrong{0};
+  uint32_t codes[jnvfp4::kBlock];
+  for (uint32_t i = 0; i < jnvfp4::kBlock; ++i) codes[i] = i;
+  in_pieces(uint64_t{0x7f81} * each, [&](uint64_t begin, uint64_t end) {
+    uint64_t own = 0;
+    for (uint64_t i = begin; i < end; ++i)
+      for (const float e4m3_max : {448.0f, 256.0f}) {
+        const uint32_t amax = static_cast<uint32_t>(i / each) << 16 | (hash(static_cast<uint32_t>(i)) & 0xffff);
+        const jnvfp4::GlobalScale g = jnvfp4::global_scale(jnvfp4::float_of(amax), e4m3_max);
+        for (uint32_t scale = 0; scale < 127; ++scale) {
+          const float s = jnvfp4::e4m3_decode(static_cast<uint8_t>(scale));
+          float x[jnvfp4::kBlock], largest = 0;
+          for (uint32_t c = 0; c < jnvfp4::kBlock; ++c) {
+            x[c] = jnvfp4::e2m1_decode(c) * s * g.amax / (6 * e4m3_max);
+            largest = x[c] > largest || std::isnan(x[c]) ? x[c] : largest;
+          }
+          const float got = jnvfp4::row_error_strict(x, codes, s, g, false);
+          own += std::isfinite(largest) ? got != 0 : !std::isnan(got);
+        }
+      }
+    wrong += own;
+  });
+  std::printf("row_error_strict: %llu of %llu patterns wrong\n", static_cast<unsigned long long>(wrong),
+              static_cast<unsigned long long>(uint64_t{0x7f81} * each * 2 * 127));
+  return wrong == 0;
+}
+
+// div_by_steps for every mantissa and constant, in the binade of 1 and, with `ends`, in the first and the last one
+// where div_constant takes it.
+bool division_holds(bool ends) {
+  std::atomic<uint64_t> wrong{0};
+  const auto fma = [](float a, float b, float c) { return std::fmaf(a, b, c); };
+  in_pieces(uint64_t{1} << 23, [&](uint64_t begin, uint64_t end) {
+    uint64_t own = 0;
+    for (uint64_t mantissa = begin; mantissa < end; ++mantissa)
+      for (const uint32_t exponent : {127u, 67u, 187u}) {
+        if (exponent != 127u && !ends) break;
+        const float a = jnvfp4::float_of(exponent << 23 | static_cast<uint32_t>(mantissa));
+        for (const float d : {6.0f, 1536.0f, 2688.0f}) own += jnvfp4::div_by_steps(a, d, 1.0f / d, fma) != a / d;
+      }
+    wrong += own;
+  });
+  std::printf("div_by_steps: %llu patterns wrong\n", static_cast<unsigned long long>(wrong));
+  return wrong == 0;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::string which = argc == 2 ? argv[1] : "";
+  const std::string which = argc > 1 ? argv[1] : "", only = argc > 2 ? argv[2] : "";
+  if ((which != "quick" && which != "full") || argc > 3) {
+    std::fprintf(stderr, "usage: exhaustive quick|full [NAME]\n");
+    return 2;
+  }
   std::vector<uint32_t> low_bits{0x00, 0x01, 0xff};
   if (which == "full") {
     low_bits.clear();
     for (uint32_t i = 0; i < 256; ++i) low_bits.push_back(i);
-  } else if (which != "quick") {
-    std::fprintf(stderr, "usage: exhaustive quick|full\n");
-    return 2;
   }
   bool good = true;
-  for (const Encoder& e : kEncoders) good = holds(e, low_bits) && good;
+  const auto asked = [&](const char* name) { return only.empty() || only == name; };
+  for (const Encoder& e : kEncoders)
+    if (asked(e.name)) good = holds(e, low_bits) && good;
+  if (asked("row_error_strict")) good = strict_error_holds(which == "full" ? 64 : 1) && good;
+  if (asked("div_by_steps")) good = division_holds(which == "full") && good;
   return good ? 0 : 1;
 }

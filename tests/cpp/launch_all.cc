@@ -3,8 +3,10 @@
 // is an error here. Build: nvcc -std=c++17 -fmad=false -lineinfo -I ffi launch_all.cc ffi/cuda/*.cu
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <utility>
 #include <vector>
 
 #include "cuda/kernels.h"
@@ -52,29 +54,89 @@ std::vector<KernelSpec> specs_of(SpecList<S...>) {
   return {S::spec...};
 }
 
-void quantize(const Shape& s, const KernelSpec& spec, Float kind, bool transposed, int64_t amax_count) {
-  const int64_t elements = s.batch * s.rows * s.cols, rows = s.batch * s.rows;
-  Buffer x(elements * size_of(kind)), amax((amax_count ? amax_count : rows) * 4), data(elements / 2),
-      scale(elements / 16);
-  QuantizeArgs args{x.as<void>(),
-                    kind,
-                    amax_count ? amax.as<float>() : nullptr,
-                    amax_count ? nullptr : amax.as<float>(),
-                    data.as<uint8_t>(),
-                    scale.as<uint8_t>(),
-                    {s.batch, s.rows, s.cols, amax_count ? rows / amax_count : 1, transposed},
-                    448.0f};
+template <class... P>
+std::vector<std::pair<KernelSpec, KernelSpec>> pairs_of(PairList<P...>) {
+  return {{P::Row::spec, P::Col::spec}...};
+}
+
+enum class Amax { kOne, kEach, kFound };  // for everything; per matrix, row or window; found by the kernel
+
+// The buffers of one orientation. `s` is oriented like the result.
+struct Result {
+  Buffer amax, data, scale, stream;
+  QuantizeArgs args;
+
+  static int64_t count(const Shape& s, const KernelSpec& spec, Amax amax) {
+    if (spec.amax_scope == AmaxScope::kWindow64) return s.batch * s.rows * s.cols / 64;
+    if (spec.amax_scope == AmaxScope::kRow) return s.batch * s.rows;
+    return amax == Amax::kOne ? 1 : s.batch;
+  }
+  Result(const Shape& s, const KernelSpec& spec, Amax how, const Buffer& x, Float kind, bool transposed)
+      : amax(count(s, spec, how) * 4),
+        data(s.batch * s.rows * s.cols / 2),
+        scale(s.batch * s.rows * s.cols / 16),
+        stream(s.batch * 16),
+        args{x.as<void>(),
+             kind,
+             how == Amax::kFound ? nullptr : amax.as<float>(),
+             how == Amax::kFound ? amax.as<float>() : nullptr,
+             data.as<uint8_t>(),
+             scale.as<uint8_t>(),
+             {stream.as<uint32_t>(), s.cols / 16 + 3},
+             {s.batch, s.rows, s.cols, std::max<int64_t>(1, s.batch * s.rows / count(s, spec, how)), transposed},
+             448.0f} {}
+};
+
+bool fits(const Shape& s, const KernelSpec& spec) {
+  return s.cols % (spec.amax_scope == AmaxScope::kWindow64 ? 64 : 16) == 0 && s.rows % spec.block_rows == 0;
+}
+Shape turned(const Shape& s) { return {s.batch, s.cols, s.rows}; }
+
+void quantize(const Shape& s, const KernelSpec& spec, Float kind, bool transposed, Amax how) {
+  if (!fits(s, spec) || (how == Amax::kFound && spec.amax_scope == AmaxScope::kTensor)) return;
+  Buffer x(s.batch * s.rows * s.cols * size_of(kind));
+  Result r(s, spec, how, x, kind, transposed);
   cudaError_t status = cudaSuccess;
-  if (!launch_quantize(args, spec, nullptr, &status)) std::exit(2);
+  if (!launch_quantize(r.args, spec, nullptr, &status)) std::exit(2);
   check(status, "quantize");
   check(cudaDeviceSynchronize(), "quantize");
 }
 
-void dequantize(const Shape& s, Float kind, int64_t amax_count) {
+void quantize_pair(const Shape& s, const KernelSpec& row, const KernelSpec& col, Float kind) {
+  if (!fits(s, row) || !fits(turned(s), col)) return;
+  const Amax how = row.amax_scope == AmaxScope::kWindow64 ? Amax::kFound : Amax::kEach;
+  Buffer x(s.batch * s.rows * s.cols * size_of(kind));
+  Result r(s, row, how, x, kind, false), c(turned(s), col, how, x, kind, true);
+  check(launch_quantize_pair({r.args, c.args}, row, col, nullptr), "quantize_pair");
+  check(cudaDeviceSynchronize(), "quantize_pair");
+}
+
+void rht_amax(const Shape& s, Float kind, bool transposed, int64_t count) {
+  Buffer x(s.batch * s.rows * s.cols * size_of(kind)), amax(count * 4);
+  check(launch_rht_amax(
+            {x.as<void>(), kind, amax.as<float>(), {s.batch, s.rows, s.cols, s.batch * s.rows / count, transposed}},
+            nullptr),
+        "rht_amax");
+  check(cudaDeviceSynchronize(), "rht_amax");
+}
+
+void gemm_blocks(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool a_windows, bool b_windows) {
+  Buffer a(batch * m * k / 2), a_scale(batch * m * k / 16), a_amax(batch * m * (a_windows ? k / 64 : 1) * 4);
+  Buffer b(batch * n * k / 2), b_scale(batch * n * k / 16), b_amax((b_windows ? batch * n * k / 64 : 1) * 4);
+  Buffer bias(n * 2), out(batch * m * n * size_of(kind));
+  BlockGemmArgs args{
+      a.as<uint8_t>(),    a_scale.as<uint8_t>(), a_amax.as<float>(),     b.as<uint8_t>(), b_scale.as<uint8_t>(),
+      b_amax.as<float>(), bias.as<void>(),       Float::kBf16,           out.as<void>(),  kind,
+      {batch, m, n, k},   {1, a_windows},        {batch * n, b_windows}, 448.0f,          448.0f};
+  check(launch_gemm_blocks(args, nullptr), "gemm_blocks");
+  check(cudaDeviceSynchronize(), "gemm_blocks");
+}
+
+void dequantize(const Shape& s, Float kind, int64_t amax_count, bool rotate_back) {
   const int64_t blocks = s.batch * s.rows * s.cols / 16;
   Buffer data(blocks * 8), scale(blocks), amax(amax_count * 4), out(blocks * 16 * size_of(kind));
   check(launch_dequantize({data.as<uint8_t>(), scale.as<uint8_t>(), amax.as<float>(), out.as<void>(), kind, blocks,
-                           blocks / amax_count, 448.0f},
+                           blocks / amax_count, 448.0f, rotate_back},
                           nullptr),
         "dequantize");
   if (kind != Float::kF32)
@@ -107,26 +169,26 @@ void epilogue(const Shape& s, Float out_kind, bool per_row, bool with_bias, bool
 }  // namespace
 
 int main() {
-  const Shape whole[] = {{1, 16, 16}, {2, 80, 144}, {1, 64, 64}, {3, 48, 272}};
-  const Shape ragged[] = {{1, 1, 16}, {2, 33, 48}, {1, 35, 64}, {1, 259, 2064}};
+  const std::vector<Shape> whole{{1, 16, 16}, {2, 80, 144}, {1, 64, 64}, {2, 64, 192}, {3, 48, 272}};
+  const std::vector<Shape> ragged{{1, 1, 16}, {2, 33, 48}, {1, 35, 64}, {1, 259, 2112}};
   for (Float kind : kFloats) {
-    for (const KernelSpec& spec : specs_of(SupportedSpecs{}))
-      for (bool transposed : {false, true}) {
-        const bool per_row = spec.amax_scope == AmaxScope::kRow;
-        auto run = [&](const Shape& s) {
-          quantize(s, spec, kind, transposed, per_row ? s.batch * s.rows : 1);
-          if (per_row)
-            quantize(s, spec, kind, transposed, 0);
-          else
-            quantize(s, spec, kind, transposed, s.batch);
-        };
-        for (const Shape& s : whole) run(s);
-        if (spec.block_rows == 1)
-          for (const Shape& s : ragged) run(s);
+    for (const std::vector<Shape>& shapes : {whole, ragged})
+      for (const Shape& s : shapes) {
+        for (const KernelSpec& spec : specs_of(SupportedSpecs{}))
+          for (bool transposed : {false, true})
+            for (Amax how : {Amax::kOne, Amax::kEach, Amax::kFound}) quantize(s, spec, kind, transposed, how);
+        for (const auto& [row, col] : pairs_of(FusedPairs{})) quantize_pair(s, row, col, kind);
+        for (bool transposed : {false, true}) {
+          rht_amax(s, kind, transposed, 1);
+          rht_amax(s, kind, transposed, s.batch);
+        }
       }
+    for (const Shape& s : {Shape{1, 1, 64}, Shape{2, 70, 192}, Shape{1, 131, 128}})
+      for (int flags = 1; flags < 4; ++flags)
+        gemm_blocks(s.batch, s.rows, s.rows + 5, s.cols, kind, flags & 1, flags & 2);
     for (const Shape& s : ragged) {
-      dequantize(s, kind, 1);
-      dequantize(s, kind, s.batch * s.rows);
+      dequantize(s, kind, 1, false);
+      dequantize(s, kind, s.batch * s.rows, true);
       for (int flags = 0; flags < 8; ++flags) {
         epilogue(s, kind, flags & 1, flags & 2, flags & 4);
         epilogue({s.batch, s.rows, s.cols + 1}, kind, flags & 1, flags & 2, flags & 4);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "numerics.h"
+#include "stochastic_values.h"  // test_numerics.py writes it: the golden values, as float32 bits
 
 namespace jnvfp4::tables {
 
@@ -35,6 +36,91 @@ JNVFP4_HD float magnitude(uint32_t i) { return float_of(i << 15); }
 constexpr uint32_t kScalesTimesAmaxes = 127u * 512u;
 JNVFP4_HD GlobalScale spread(uint32_t i, float e4m3_max) { return global_scale(magnitude(i / 127u * 127u), e4m3_max); }
 
+// Pseudo-random bits.
+JNVFP4_HD uint32_t hash(uint32_t v) {
+  v = (v ^ v >> 16) * 0x7feb352du;
+  v = (v ^ v >> 15) * 0x846ca68bu;
+  return v ^ v >> 16;
+}
+
+// An array inside the function, which device code may index.
+JNVFP4_HD uint32_t golden_value(uint32_t i) {
+  constexpr uint32_t values[] = {JNVFP4_STOCHASTIC_VALUES};
+  return values[i];
+}
+
+// Stochastic code with its sign. NaN never reaches the function: a NaN scale has only codes 0.
+JNVFP4_HD uint32_t stochastic(uint32_t b, uint32_t r) {
+  return (b & kMagnitude) > kInf ? 0u : e2m1_magnitude_stochastic(b & kMagnitude, r) | (b & kSign) >> 28;
+}
+
+// The codes of one bfloat16 number with eight consecutive random bytes.
+JNVFP4_HD uint32_t eight_stochastic(uint32_t i) {
+  uint32_t packed = 0;
+  for (uint32_t j = 0; j < 8; ++j) packed |= stochastic(i / 32u << 16, i % 32u * 8u + j) << (4u * j);
+  return packed;
+}
+
+// Word i % 4 of the random bits of case i / 4; case 0 is all zeros.
+JNVFP4_HD uint32_t random_word(uint32_t i) {
+  const uint32_t c = i / 4u, key[2] = {c * 0x9e3779b9u, c * 0x85ebca6bu};
+  uint32_t word[4];
+  random_bits(key, uint64_t{c % 2u ? c * 0xc2b2ae35u : 0u} << 32 | c, c / 2u % 2u, word);
+  return word[i % 4u];
+}
+
+// Scales of a block whose amax is up to 20 binades below the tensor's.
+JNVFP4_HD uint32_t candidates(uint32_t i, float e4m3_max) {
+  const uint32_t amax = bits_of(magnitude(i)), below = hash(i) % (20u << 23);
+  const Candidates c =
+      candidate_scales(amax > kInf ? amax : amax - (below < amax ? below : amax), global_scale(magnitude(i), e4m3_max));
+  return c.six | uint32_t{c.four} << 8;
+}
+
+// Element i of blocks of 16: within few binades of 1, within many, any bits at all, and zeros of either sign.
+JNVFP4_HD uint32_t block_element(uint32_t i) {
+  const uint32_t h = hash(i), kind = i / 16u % 4u;
+  if (kind == 0) return (h & 0x807fffffu) | (120u + h / 8388608u % 8u) << 23;
+  if (kind == 1) return (h & 0x807fffffu) | (64u + h / 8388608u % 128u) << 23;
+  return kind == 2 ? h : h & kSign;
+}
+
+JNVFP4_HD uint32_t rotated(uint32_t i, bool inverse) {
+  float v[kBlock];
+  for (uint32_t j = 0; j < kBlock; ++j) v[j] = float_of(block_element(i / 16u * 16u + j));
+  if (inverse)
+    jnvfp4::rht16_inverse(v);
+  else
+    jnvfp4::rht16(v);
+  return bits_of(v[i % 16u]);
+}
+
+// The errors of a row of 16 near the values that random codes decode to, in one of four ways.
+constexpr uint32_t kRows = 8192;
+JNVFP4_HD uint32_t row_errors(uint32_t i) {
+  const uint32_t row = i % kRows;
+  const bool scaled = i / kRows % 2u, squared = i / kRows / 2u;
+  const GlobalScale g = global_scale(float_of(0x3f800000u + (hash(row) & 0x3ffffffu)), 256.0f);
+  const float scale = jnvfp4::e4m3_decode(static_cast<uint8_t>(8u + hash(row + kRows) % 119u));
+  uint32_t code[kBlock];
+  float x[kBlock];
+  for (uint32_t j = 0; j < kBlock; ++j) {
+    const uint32_t h = hash(16u * row + j);
+    code[j] = h % 16u;
+    const float near = mul_rn(jnvfp4::e2m1_decode(code[j]), float_of(0x3f000000u | (h >> 9)));
+    x[j] = mul_rn(near, div_rn(mul_rn(scale, g.amax), 1536.0f));
+  }
+  return bits_of(scaled ? row_error_scaled(x, code, scale, g, squared) : row_error_strict(x, code, scale, g, squared));
+}
+
+// The error of a tile whose rows have errors within a few binades.
+JNVFP4_HD float error_of_row(uint32_t i) { return float_of(0x3f800000u + (hash(i) & 0x1ffffffu)); }
+JNVFP4_HD uint32_t tile_errors(uint32_t i) {
+  float row[kBlock];
+  for (uint32_t j = 0; j < kBlock; ++j) row[j] = error_of_row(16u * i + j);
+  return bits_of(jnvfp4::tile_error(row));
+}
+
 JNVFP4_TABLE(bf16_decode, 65536, bits_of(jnvfp4::bf16_decode(static_cast<uint16_t>(i))))
 JNVFP4_TABLE(f16_decode, 65536, bits_of(jnvfp4::f16_decode(static_cast<uint16_t>(i))))
 JNVFP4_TABLE(bf16_encode, kDense, jnvfp4::bf16_encode(dense(i)))
@@ -58,6 +144,19 @@ JNVFP4_TABLE(dequantize_factor_448, kScalesTimesAmaxes,
              bits_of(dequantize_factor(static_cast<uint8_t>(i % 127u), magnitude(i / 127u * 127u), 448.0f)))
 JNVFP4_TABLE(dequantize_factor_256, kScalesTimesAmaxes,
              bits_of(dequantize_factor(static_cast<uint8_t>(i % 127u), magnitude(i / 127u * 127u), 256.0f)))
+JNVFP4_TABLE(stochastic_of_golden, JNVFP4_STOCHASTIC_COUNT * 256u, stochastic(golden_value(i / 256u), i % 256u))
+JNVFP4_TABLE(stochastic_of_bf16, 65536 * 32, eight_stochastic(i))
+JNVFP4_TABLE(random_words, 4096 * 4, random_word(i))
+JNVFP4_TABLE(divided_by_6, kDense, bits_of(div_constant(dense(i), 6.0f, 1.0f / 6.0f)))
+JNVFP4_TABLE(divided_by_1536, kDense, bits_of(div_constant(dense(i), 1536.0f, reciprocal_max6(256.0f))))
+JNVFP4_TABLE(divided_by_2688, kDense, bits_of(div_constant(dense(i), 2688.0f, reciprocal_max6(448.0f))))
+JNVFP4_TABLE(candidates_448, kMagnitudes, candidates(i, 448.0f))
+JNVFP4_TABLE(candidates_256, kMagnitudes, candidates(i, 256.0f))
+JNVFP4_TABLE(row_error, 4u * kRows, row_errors(i))
+JNVFP4_TABLE(tile_error, 4096, tile_errors(i))
+JNVFP4_TABLE(block_elements, 4096 * 16, block_element(i))
+JNVFP4_TABLE(rht16, 4096 * 16, rotated(i, false))
+JNVFP4_TABLE(rht16_inverse, 4096 * 16, rotated(i, true))
 
 // Writes every table to <folder>/<name>.bin. Fill is `template <class Table> vector<uint32_t> operator()()`.
 template <class Fill, class... Tables>
@@ -78,7 +177,9 @@ int write_all(int argc, char** argv, Fill fill) {
   return write_these<Fill, bf16_decode, f16_decode, bf16_encode, f16_encode, e2m1_of_bf16, e2m1_of_f16, e4m3_of_bf16,
                      e4m3_of_f16, e4m3_decode, e2m1_decode, e2m1_twice, products, encode_scale_448, encode_scale_256,
                      decode_of_global_scale, mult_of_global_scale, block_encode_scale, dequantize_factor_448,
-                     dequantize_factor_256>(argv[1], fill)
+                     dequantize_factor_256, stochastic_of_golden, stochastic_of_bf16, random_words, divided_by_6,
+                     divided_by_1536, divided_by_2688, candidates_448, candidates_256, row_error, tile_error,
+                     block_elements, rht16, rht16_inverse>(argv[1], fill)
              ? 0
              : 1;
 }

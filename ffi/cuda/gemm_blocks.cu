@@ -1,0 +1,207 @@
+// a b^T of two NVFP4 operands in the pinned order of docs/numerics.md, for window64 on either side: the same bits as
+// the CPU. A block's dot product of doubled codes is exact in the integer tensor cores, its product with the two scales
+// is exact in float32, and each sum is one rounding.
+//
+// A thread block has 64 x 64 outputs and goes along K window by window: codes to bytes in shared memory, then for each
+// of the four blocks one mma m16n8k16 per 16 x 8 outputs.
+#include "device.cuh"
+#include "kernels.h"
+
+namespace jnvfp4 {
+namespace {
+
+constexpr int kGemmThreads = 128, kRows = 64, kCols = 64, kWarpRows = 32, kWarpCols = 32;
+constexpr int kRowTiles = kWarpRows / 16, kColTiles = kWarpCols / 8;
+constexpr int kBlocks = kWindow / kBlock;
+constexpr int kPitch = kWindow + 16;  // bytes a row: a multiple of 16 that spreads rows over the banks
+
+struct Operand {
+  const uint8_t* data;
+  const uint8_t* scale;
+  const float* amax;
+  AmaxMap map;
+  int64_t rows, depth;  // of all matrices
+};
+
+template <int kCount>
+struct Slab {
+  alignas(16) int8_t twice[kCount][kPitch];
+  float scale[kCount][kBlocks];
+  float amax[kCount];
+};
+
+// Four codes, in the low 16 bits, to four bytes of twice their value: table look-ups by byte permutation, once for
+// each sign.
+__device__ __forceinline__ uint32_t twice_of_codes(uint32_t codes) {
+  const uint32_t magnitudes = codes & 0x7777u, signs = (codes >> 3 & 0x1111u) | 0x8888u;
+  const uint32_t positive = __byte_perm(0x03020100u, 0x0c080604u, magnitudes);
+  const uint32_t negative = __byte_perm(0xfdfeff00u, 0xf4f8fafcu, magnitudes);
+  uint32_t mask;  // selector bit 3 replicates the sign of the byte, which __byte_perm does not offer
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(mask) : "r"(0x00008000u), "r"(0u), "r"(signs));
+  return (positive & ~mask) | (negative & mask);
+}
+
+// Codes, scales and amax of a window of kCount rows: what one thread carries from global to shared memory.
+template <int kCount>
+struct Fetch {
+  static constexpr int kBytes = kCount * kWindow / 2 / kGemmThreads;  // of codes
+  static constexpr int kPerRow = kWindow / 2 / kBytes;
+  uint32_t codes[kBytes / 4];
+  uint32_t scales;
+  float amax;
+
+  __device__ __forceinline__ void load(const Operand& x, int64_t first_row, int64_t count, int64_t window) {
+    const int r = threadIdx.x / kPerRow, part = threadIdx.x % kPerRow;
+#pragma unroll
+    for (int i = 0; i < kBytes / 4; ++i) codes[i] = 0;
+    if (r < count) {
+      const auto* p = reinterpret_cast<const uint32_t*>(x.data + (first_row + r) * (x.depth / 2) +
+                                                        window * (kWindow / 2) + part * kBytes);
+#pragma unroll
+      for (int i = 0; i < kBytes / 4; ++i) codes[i] = __ldg(p + i);
+    }
+    scales = 0, amax = 0.0f;
+    if (threadIdx.x < kCount && threadIdx.x < count) {
+      const int64_t row = first_row + threadIdx.x;
+      scales = __ldg(reinterpret_cast<const uint32_t*>(x.scale + row * (x.depth / kBlock)) + window);
+      amax = x.amax[x.map.windows ? row * (x.depth / kWindow) + window : quotient(row, x.map.rows_per_amax)];
+    }
+  }
+  // `factor` goes into the scales, exactly.
+  __device__ __forceinline__ void store(Slab<kCount>& slab, float factor) const {
+    auto* row = reinterpret_cast<uint2*>(slab.twice[threadIdx.x / kPerRow] + threadIdx.x % kPerRow * 2 * kBytes);
+#pragma unroll
+    for (int i = 0; i < kBytes / 4; ++i)
+      row[i] = make_uint2(twice_of_codes(codes[i] & 0xffffu), twice_of_codes(codes[i] >> 16));
+    if (threadIdx.x < kCount) {
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j)
+        slab.scale[threadIdx.x][j] = mul_rn(e4m3_decode(static_cast<uint8_t>(scales >> (8 * j))), factor);
+      slab.amax[threadIdx.x] = amax;
+    }
+  }
+};
+
+// An accumulator that starts as these bits of 1.5 * 2^23 ends as the bits of that number plus the dot product.
+constexpr int kMagicBits = 0x4b400000;
+constexpr float kMagic = 12582912.0f;
+
+__device__ __forceinline__ void dot16(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a0), "r"(a1), "r"(b), "r"(kMagicBits));
+}
+
+// Outputs of a thread: rows lane / 4 and 8 below of each 16, columns 2 * (lane % 4) and the next of each 8.
+struct Warp {
+  int row, col, group, pair;  // first row and column in the tile; lane / 4 and lane % 4
+
+  __device__ __forceinline__ Warp()
+      : row(threadIdx.x / 32 % (kRows / kWarpRows) * kWarpRows),
+        col(threadIdx.x / 32 / (kRows / kWarpRows) * kWarpCols),
+        group(threadIdx.x % 32 / 4),
+        pair(threadIdx.x % 4) {}
+  __device__ __forceinline__ int row_of(int tile, int i) const { return row + tile * 16 + group + i / 2 * 8; }
+  __device__ __forceinline__ int col_of(int tile, int i) const { return col + tile * 8 + pair * 2 + i % 2; }
+};
+
+using Sums = float[kRowTiles][kColTiles][4];
+
+__device__ __forceinline__ uint32_t word_at(const int8_t* row, int byte) {
+  return *reinterpret_cast<const uint32_t*>(row + byte);
+}
+
+// sum = fl(sum + s_a * s_b * dot16) for one block of the window.
+__device__ __forceinline__ void add_block(Sums& sum, const Slab<kRows>& a, const Slab<kCols>& b, const Warp& w, int j) {
+  const int byte = j * kBlock + w.pair * 4;
+  uint32_t right[kColTiles];
+  float right_scale[kColTiles][2];
+#pragma unroll
+  for (int n = 0; n < kColTiles; ++n) {
+    right[n] = word_at(b.twice[w.col + n * 8 + w.group], byte);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) right_scale[n][i] = b.scale[w.col_of(n, i)][j];
+  }
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+    const uint32_t a0 = word_at(a.twice[w.row_of(m, 0)], byte), a1 = word_at(a.twice[w.row_of(m, 2)], byte);
+    const float left_scale[2] = {a.scale[w.row_of(m, 0)][j], a.scale[w.row_of(m, 2)][j]};
+#pragma unroll
+    for (int n = 0; n < kColTiles; ++n) {
+      int d[4];
+      dot16(d, a0, a1, right[n]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        sum[m][n][i] = __fmaf_rn(mul_rn(left_scale[i / 2], right_scale[n][i % 2]),
+                                 add_rn(__int_as_float(d[i]), -kMagic), sum[m][n][i]);
+    }
+  }
+}
+
+template <class F>
+__device__ __forceinline__ void for_each_output(const F& f) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < kColTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) f(m, n, i);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kGemmThreads, 3) gemm_blocks_kernel(BlockGemmArgs g) {
+  __shared__ Slab<kRows> a;
+  __shared__ Slab<kCols> b;
+  const Warp w;
+  const GemmShape& s = g.shape;
+  const Operand left{g.a, g.a_scale, g.a_amax, g.a_map, s.batch * s.rows, s.depth};
+  const Operand right{g.b, g.b_scale, g.b_amax, g.b_map, s.batch * s.cols, s.depth};
+  const float divisor = 36.0f * g.a_max * g.b_max, reciprocal = div_rn(1.0f, divisor);
+  const int64_t row0 = static_cast<int64_t>(blockIdx.x) * kRows, col0 = static_cast<int64_t>(blockIdx.y) * kCols;
+  for (int64_t matrix = blockIdx.z; matrix < s.batch; matrix += gridDim.z) {
+    Fetch<kRows> next_a;
+    Fetch<kCols> next_b;
+    Sums y{};
+    next_a.load(left, matrix * s.rows + row0, s.rows - row0, 0);
+    next_b.load(right, matrix * s.cols + col0, s.cols - col0, 0);
+    for (int64_t window = 0; window < s.depth / kWindow; ++window) {
+      __syncthreads();  // the last window has been read
+      next_a.store(a, 1.0f);
+      next_b.store(b, 0.25f);  // both codes are doubled
+      __syncthreads();
+      if (window + 1 < s.depth / kWindow) {
+        next_a.load(left, matrix * s.rows + row0, s.rows - row0, window + 1);
+        next_b.load(right, matrix * s.cols + col0, s.cols - col0, window + 1);
+      }
+      Sums sum{};
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) add_block(sum, a, b, w, j);
+      for_each_output([&](int m, int n, int i) {
+        const float alpha = alpha_w4a4_by_steps(a.amax[w.row_of(m, i)], b.amax[w.col_of(n, i)], divisor, reciprocal);
+        y[m][n][i] = add_window(y[m][n][i], sum[m][n][i], alpha);
+      });
+    }
+    for_each_output([&](int m, int n, int i) {
+      const int64_t row = row0 + w.row_of(m, i), col = col0 + w.col_of(n, i);
+      if (row >= s.rows || col >= s.cols) return;
+      const float bias = g.bias ? load_float(g.bias, g.bias_kind, col) : 0.0f;
+      static_cast<typename T::Stored*>(g.out)[(matrix * s.rows + row) * s.cols + col] =
+          T::store(gemm_epilogue(y[m][n][i], 1.0f, bias, g.bias != nullptr));
+    });
+    __syncthreads();
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_gemm_blocks(const BlockGemmArgs& g, cudaStream_t stream) {
+  constexpr int64_t kMost = 32768;  // of the 65535 that grid dimensions y and z allow
+  const int64_t cols = (g.shape.cols + kCols - 1) / kCols;
+  if (cols > 65535) return cudaErrorInvalidConfiguration;
+  const dim3 grid(static_cast<unsigned>((g.shape.rows + kRows - 1) / kRows), static_cast<unsigned>(cols),
+                  static_cast<unsigned>(std::min(g.shape.batch, kMost)));
+  with_float(g.out_kind, [&](auto t) { gemm_blocks_kernel<decltype(t)><<<grid, kGemmThreads, 0, stream>>>(g); });
+  return cudaGetLastError();
+}
+
+}  // namespace jnvfp4

@@ -1,0 +1,117 @@
+"""What quantization does to a tensor, in five numbers."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import reference
+from .ops import dequantize, quantize
+from .softfloat import Bits, constant, from_bits, to_bits
+from .spec import BLOCK, NVFP4, QuantSpec
+from .tensor import NVFP4Tensor
+
+SHARES = ("clip_share", "zero_scale_share", "saturated_scale_share", "map_to_4_share")
+LARGEST_SCALE = np.uint8(0x7E)  # 448
+CLIP = np.float32(6 * (1 + 2**-20))  # 6, and room for the four roundings of a scaled element
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=(*SHARES, "relative_error"), meta_fields=())
+@dataclass(frozen=True, eq=False)
+class QuantizationReport:
+    """The result of ``quantization_report``: a pytree of float32 scalars, without units, from 0 to 1 but for the last.
+
+    Attributes:
+      clip_share: of the elements, those that saturate: larger in magnitude than 6 (by more than rounding, a
+        millionth) after the multiplication by the block's encode scale, where the block's stored scale is not 0.
+      zero_scale_share: of the blocks of 16, those whose stored scale is 0, so that they dequantize to zeros:
+        blocks of zeros, and blocks too small beside the amax.
+      saturated_scale_share: of the blocks, those whose stored scale is 448, the largest.
+      map_to_4_share: of the blocks, those where 4over6 chose another stored scale than that of map-to-6.
+      relative_error: ||dequantize(quantize(x)) - x|| / ||x||, Frobenius norms.
+    """
+
+    clip_share: jax.Array
+    zero_scale_share: jax.Array
+    saturated_scale_share: jax.Array
+    map_to_4_share: jax.Array
+    relative_error: jax.Array
+
+
+def quantization_report(
+    x: Any,
+    spec: QuantSpec = NVFP4,
+    *,
+    amax: Any | None = None,
+    key: jax.Array | None = None,
+    transpose: bool = False,
+) -> QuantizationReport:
+    """What ``quantize(x, spec, amax=amax, key=key, transpose=transpose)`` does to ``x``.
+
+    Args and errors as in ``quantize``: x [..., M, K], float32, bfloat16 or float16.
+
+    Returns:
+      One report on all of ``x``; use vmap for one on each matrix. Inside shard_map it is on the device's part.
+
+    Shares are counts in integers, exact for fewer than 2^31 elements, divided once. A block that holds part of a
+    16x16 tile counts as a block. For a spec with ``rht`` they concern the rotated values, while the error is that
+    of the values rotated back. The error's sums are in float32, in XLA's order; it is 0 where no element is a
+    normal number, and NaN where one is NaN or infinite. NaN is never clipped, infinity always is unless its block
+    scale is NaN; a NaN scale is neither zero nor saturated.
+    """
+    t = quantize(x, spec, amax=amax, key=key, transpose=transpose)
+    x = jnp.asarray(x)
+    x = jnp.swapaxes(x, -1, -2) if transpose else x
+    blocks = to_bits(x).reshape(*t.scale.shape, BLOCK)
+    if spec.format.rht:
+        blocks = reference.rht16(blocks)
+    scale = lax.bitcast_convert_type(t.scale, jnp.uint8)
+    amaxes = reference.per_block(to_bits(t.amax), x.ndim, spec.format.amax_scope)
+    return QuantizationReport(
+        clip_share=_share(_clipped(blocks, scale, amaxes, spec)),
+        zero_scale_share=_share(scale == 0),
+        saturated_scale_share=_share(scale == LARGEST_SCALE),
+        map_to_4_share=_share(_maps_to_4(blocks, scale, amaxes, spec)),
+        relative_error=_relative_error(x, t),
+    )
+
+
+def _share(chosen: jax.Array) -> jax.Array:
+    return jnp.sum(chosen, dtype=jnp.int32).astype(jnp.float32) / np.float32(max(chosen.size, 1))
+
+
+def _clipped(blocks: Bits, scale: jax.Array, amaxes: Bits, spec: QuantSpec) -> jax.Array:
+    """Whether elements saturate. -> bool [..., K/16, 16]
+
+    A float product is as good as the quantizer's here: one with a subnormal element is below 4, flushed or not,
+    and the encode scale is a normal number (but for e4m3_max 256 and an amax near the largest float).
+    """
+    decode, _ = reference.global_scale(amaxes, spec.format.e4m3_max)
+    encode = from_bits(reference.block_encode_scale(scale, decode))
+    return (jnp.abs(from_bits(blocks) * encode[..., None]) > CLIP) & (scale != 0)[..., None]
+
+
+def _maps_to_4(blocks: Bits, scale: jax.Array, amaxes: Bits, spec: QuantSpec) -> jax.Array:
+    """Whether the stored scale of a block differs from the one that maps its amax to 6. -> bool [..., K/16]"""
+    if spec.select == "max6":
+        return jnp.zeros(scale.shape, bool)
+    block_amax = reference.amax_bits(blocks, axis=-1)
+    if spec.block_rows == BLOCK:
+        tiles = block_amax.reshape(*scale.shape[:-2], -1, BLOCK, scale.shape[-1])
+        block_amax = jnp.broadcast_to(jnp.max(tiles, axis=-2, keepdims=True), tiles.shape).reshape(scale.shape)
+    encode = reference.encode_scale(amaxes, spec.format.e4m3_max)
+    return scale != reference.candidate_scales(block_amax, encode)[0]
+
+
+def _relative_error(x: jax.Array, t: NVFP4Tensor) -> jax.Array:
+    """Of values times a power of two that brings the largest near 1, since squares overflow and underflow early."""
+    largest = to_bits(reference.find_amax(x, "tensor"))
+    exponent = largest >> 23
+    factor = from_bits(jnp.clip(254 - exponent.astype(jnp.int32), 1, 253).astype(jnp.uint32) << 23)
+    values = x.astype(jnp.float32)
+    norm, error = (jnp.sqrt(jnp.sum(jnp.square(v * factor))) for v in (values, dequantize(t) - values))
+    return jnp.where(largest < constant(2.0**-126), jnp.float32(0), error / norm)

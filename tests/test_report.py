@@ -1,0 +1,264 @@
+"""``quantization_report``: counts on tensors made by hand, errors against NumPy, every transform."""
+
+from dataclasses import fields
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import Case
+from helpers import FLOAT_MAX, find_amax, scale_values
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jnvfp4
+from jnvfp4 import (
+    NVFP4,
+    NVFP4_2D,
+    NVFP4_RHT,
+    NVFP4_SR,
+    ROW_SCALED,
+    WINDOW64,
+    QuantizationReport,
+    dequantize,
+    four_over_six,
+    quantization_report,
+    quantize,
+)
+from jnvfp4.spec import name_of
+
+# One shape almost everywhere, so that each spec compiles once.
+SHAPE = (32, 64)
+NUM_BLOCKS = 128
+report = jax.jit(quantization_report, static_argnames=("spec", "transpose"))
+
+ONE_OF_EACH_KIND = [
+    NVFP4,
+    NVFP4_SR,
+    NVFP4_2D,
+    NVFP4_RHT,
+    ROW_SCALED,
+    WINDOW64,
+    four_over_six("mae"),
+    four_over_six("mse", e4m3_max=448, fast=True, block_rows=16),
+    four_over_six("mae", amax_scope="row"),
+]
+every_kind = pytest.mark.parametrize("spec", ONE_OF_EACH_KIND, ids=name_of)
+
+
+def key_for(spec):
+    return jax.random.key(3) if spec.rounding == "stochastic" else None
+
+
+def unit_amax(spec):
+    """The amax that makes the encode scale of the tensor 1, in the shape of the spec's scope."""
+    shape = {"tensor": (), "row": SHAPE[:1], "window64": (SHAPE[0], 1)}[spec.format.amax_scope]
+    return jnp.full(shape, 6.0 * spec.format.e4m3_max, jnp.float32)
+
+
+def make_report(x, spec, **arguments):
+    return report(jnp.asarray(x), spec, key=key_for(spec), **arguments)
+
+
+def shares(r) -> tuple[float, ...]:
+    return tuple(float(getattr(r, f.name)) for f in fields(r)[:4])
+
+
+def normal(seed=0, shape=SHAPE, scale=1.0) -> np.ndarray:
+    return Case("normal", shape, "fp32").make(seed) * np.float32(scale)
+
+
+# ---------------------------------------------------------------- tensors made by hand
+# The only nonzero element of a block. With encode scale 1 its block scale is E4M3(value / 6).
+LONE = [
+    6.0,  # scale 1: just not clipped
+    6.25,  # 1.04 rounds to 1: clipped
+    -6.25,
+    1.5,
+    2688.0,  # scale 448, whose reciprocal is rounded: not clipped by that
+    5376.0,  # scale 448: clipped
+    0.0,
+    2.0**-9,  # scale 0, and not counted as clipped
+]
+CLIPPED, ZERO, SATURATED = 3, 2, 2  # of the eight
+
+
+def lone_values(spec) -> np.ndarray:
+    """SHAPE, float32: each block (each tile, if the spec has tiles) holds one of LONE and zeros."""
+    x = np.zeros(SHAPE, np.float32)
+    step = spec.block_rows
+    places = x[::step, ::16]
+    places[...] = np.resize(LONE, places.shape)
+    if spec.format.rht:
+        signs = np.array([-1 if 0xD7E8 >> i & 1 else 1 for i in range(16)], np.float32)
+        x = x[:, ::16].repeat(16, axis=1) / 4 * np.tile(signs, 4)  # the first row of the rotation, exact in bfloat16
+    return x
+
+
+@every_kind
+def test_counts_of_lone_values(native, spec):
+    got = make_report(lone_values(spec), spec, amax=unit_amax(spec))
+    per_block = spec.block_rows * 16  # elements that share a scale
+    assert shares(got) == (CLIPPED / 8 / per_block, ZERO / 8, SATURATED / 8, 0)
+
+
+@pytest.mark.parametrize("spec", [s for s in ONE_OF_EACH_KIND if s.select != "max6"], ids=name_of)
+def test_map_to_4_counts_blocks(native, spec):
+    """[6, 5] is [6, 4] by map-to-6 and [6, 4.5] by map-to-4, with scale 1.5. [6] is exact either way: a tie."""
+    x = np.zeros(SHAPE, np.float32)
+    x[:, ::16] = 6
+    rows = slice(16, 32) if spec.block_rows == 16 else slice(0, 3)
+    x[rows, 17] = 5
+    got = make_report(x, spec, amax=unit_amax(spec))
+    assert shares(got) == (0, 0, 0, len(x[rows]) / NUM_BLOCKS)
+
+
+@pytest.mark.parametrize("spec", [s for s in ONE_OF_EACH_KIND if s.select != "max6"], ids=name_of)
+def test_map_to_4_equals_a_numpy_count(native, spec):
+    x = normal()
+    t = quantize(x, spec)
+    block_amax = np.abs(x).reshape(32, 4, 16).max(-1)
+    if spec.block_rows == 16:
+        block_amax = block_amax.reshape(2, 16, 4).max(1).repeat(16, 0)
+    amax = find_amax(x, spec.format.amax_scope).reshape(-1, 1)
+    base = block_amax / np.float32(6) * np.minimum(np.float32(6 * spec.format.e4m3_max) / amax, FLOAT_MAX)
+    to_6 = np.minimum(base, np.float32(448)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    count = int((scale_values(t.scale) != to_6).sum())
+    assert 0 < count < NUM_BLOCKS
+    assert float(make_report(x, spec).map_to_4_share) == count / NUM_BLOCKS
+
+
+# ---------------------------------------------------------------- relative error
+@every_kind
+def test_relative_error_is_that_of_the_dequantized_tensor(native, spec):
+    x = normal()
+    t = quantize(x, spec, key=key_for(spec))
+    error = np.asarray(dequantize(t), np.float64) - x
+    want = np.linalg.norm(error) / np.linalg.norm(x.astype(np.float64))
+    assert 0.05 < want < 0.2
+    np.testing.assert_allclose(make_report(x, spec).relative_error, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [2.0**-90, 2.0**110])
+def test_relative_error_does_not_depend_on_the_magnitude(native, scale):
+    got, want = make_report(normal(scale=scale), NVFP4), make_report(normal(), NVFP4)
+    np.testing.assert_allclose(got.relative_error, want.relative_error, rtol=1e-5)
+
+
+def test_relative_error_is_zero_on_the_grid(native):
+    x = np.resize(np.array([6, 4, 3, -2, 1.5, 1, -0.5, 0], np.float32), SHAPE)
+    assert float(make_report(x, NVFP4, amax=unit_amax(NVFP4)).relative_error) == 0
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-40], ids=["zero", "subnormal"])
+def test_relative_error_is_zero_without_normal_numbers(native, value):
+    assert float(make_report(np.full(SHAPE, value, np.float32), NVFP4).relative_error) == 0
+
+
+# ---------------------------------------------------------------- special values
+@every_kind
+def test_zero_tensor(native, spec):
+    got = make_report(np.zeros(SHAPE, np.float32), spec)
+    assert (*shares(got), float(got.relative_error)) == (0, 1, 0, 0, 0)
+
+
+def test_nan_makes_every_scale_nan_which_counts_as_nothing(native):
+    x = normal()
+    x[3, 5] = np.nan
+    got = make_report(x, NVFP4)
+    assert shares(got) == (0, 0, 0, 0)
+    assert np.isnan(got.relative_error)
+
+
+def test_nan_under_a_given_amax_takes_its_block_out_of_the_counts(native):
+    x = lone_values(NVFP4)
+    whole = make_report(x, NVFP4, amax=unit_amax(NVFP4))
+    assert x[0, 16] == 6.25
+    x[0, 17] = np.nan
+    got = make_report(x, NVFP4, amax=unit_amax(NVFP4))
+    assert float(got.clip_share) == float(whole.clip_share) - 1 / x.size
+    assert shares(got)[1:] == shares(whole)[1:]
+    assert np.isnan(got.relative_error)
+
+
+def test_infinity_is_clipped_under_a_given_amax(native):
+    x = np.zeros(SHAPE, np.float32)
+    x[0, :3] = [np.inf, -np.inf, 1]
+    got = make_report(x, NVFP4, amax=unit_amax(NVFP4))
+    assert shares(got) == (2 / x.size, 1 - 1 / NUM_BLOCKS, 1 / NUM_BLOCKS, 0)
+    assert np.isnan(got.relative_error)
+
+
+# ---------------------------------------------------------------- arguments and transforms
+def test_leaves_are_float32_scalars():
+    got = make_report(normal(), NVFP4)
+    assert isinstance(got, QuantizationReport)
+    assert [(v.shape, v.dtype) for v in jax.tree.leaves(got)] == [((), jnp.float32)] * 5
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "fp16"])
+def test_sixteen_bit_input_counts_as_its_float32_values(native, dtype):
+    x = jnp.asarray(normal()).astype(dtype)
+    got, want = make_report(x, NVFP4), make_report(x.astype(jnp.float32), NVFP4)
+    assert shares(got) == shares(want)
+    np.testing.assert_allclose(got.relative_error, want.relative_error, rtol=1e-5)
+
+
+@pytest.mark.parametrize("spec", [NVFP4_2D, WINDOW64], ids=name_of)
+def test_transpose_reports_on_the_swapped_array(native, spec):
+    x = normal(shape=(64, 64))
+    x[:16] *= 3
+    got, want = make_report(x, spec, transpose=True), make_report(x.T, spec)
+    assert shares(got) == shares(want)
+    np.testing.assert_allclose(got.relative_error, want.relative_error, rtol=1e-5)
+
+
+def test_eager_counts_as_under_jit(native):
+    x = normal()
+    assert shares(quantization_report(x)) == shares(make_report(x, NVFP4))
+
+
+def test_vmap_gives_each_matrix_its_report(native):
+    x = np.stack([normal(i, scale=2.0**i) for i in range(3)])
+    x[1] = 0
+    got = jax.jit(jax.vmap(quantization_report))(x)
+    for i, matrix in enumerate(x):
+        one, want = jax.tree.map(lambda v, i=i: v[i], got), make_report(matrix, NVFP4)
+        assert shares(one) == shares(want)
+        np.testing.assert_allclose(one.relative_error, want.relative_error, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda k: k.name)
+@pytest.mark.parametrize("spec", [NVFP4, four_over_six("mae", block_rows=16)], ids=name_of)
+def test_sharded_counts_equal_those_of_one_device(devices, spec, kind):
+    mesh = jax.make_mesh((2, len(devices) // 2), ("x", "y"), axis_types=(kind,) * 2, devices=devices)
+    x = Case("x", (64, 256), "fp32", "heavy").make()
+    with jax.default_device(devices[0]):
+        want = make_report(x, spec)
+    with jax.set_mesh(mesh):
+        got = make_report(jax.device_put(x, NamedSharding(mesh, P("x", "y"))), spec)
+    assert shares(got) == shares(want)
+    np.testing.assert_allclose(got.relative_error, want.relative_error, rtol=1e-5)
+
+
+def test_random_rounding_changes_only_the_error(native):
+    x = normal()
+    rounded, random = make_report(x, NVFP4), make_report(x, NVFP4_SR)
+    assert shares(rounded) == shares(random)
+    assert float(random.relative_error) > 1.2 * float(rounded.relative_error)
+
+
+@pytest.mark.parametrize(
+    ("x", "arguments", "error", "message"),
+    [
+        (np.ones((4, 24), np.float32), {}, ValueError, "K must be a multiple of 16"),
+        (np.ones(SHAPE, np.float32), {"spec": NVFP4_SR}, ValueError, "key must be a JAX PRNG key"),
+        (np.ones(SHAPE, np.float32), {"spec": "NVFP4"}, TypeError, "spec must be a QuantSpec"),
+        (np.ones(SHAPE, np.int32), {}, TypeError, "x must be float32, bfloat16 or float16"),
+    ],
+    ids=["shape", "key", "spec", "dtype"],
+)
+def test_bad_arguments_raise_as_quantize_does(x, arguments, error, message):
+    with pytest.raises(error, match=message):
+        jnvfp4.quantization_report(x, **arguments)
