@@ -180,16 +180,19 @@ JNVFP4_HD float e4m3_decode(uint8_t s) {
 // and 1/2, then the constant 7. Adding 1.5 * 2^23 rounds to an integer, ties to even, and ties of the
 // map are ties of E2M1. Proven against the tie table for all 2^32 inputs by tests/cpp/exhaustive.cc.
 // NaN gives 7 here; see e2m1_encode.
-JNVFP4_HD uint32_t e2m1_magnitude(uint32_t magnitude_bits) {
+inline constexpr int32_t kMagicBits = 0x4b400000;
+JNVFP4_HD int32_t e2m1_magnitude_plus_magic(uint32_t magnitude_bits) {
   constexpr float kMagic = 12582912.0f;
-  constexpr int32_t kMagicBits = 0x4b400000;
   const float a = float_of(magnitude_bits);
   const int32_t t2 = static_cast<int32_t>(bits_of(mul_exact_add(a, 2.0f, kMagic)));
   const int32_t t1 = static_cast<int32_t>(bits_of(add_rn(a, kMagic + 2.0f)));
   const int32_t t05 = static_cast<int32_t>(bits_of(mul_exact_add(a, 0.5f, kMagic + 4.0f)));
   const int32_t low = t2 < t1 ? t2 : t1;
   const int32_t high = t05 < kMagicBits + 7 ? t05 : kMagicBits + 7;
-  return static_cast<uint32_t>((low < high ? low : high) - kMagicBits);
+  return low < high ? low : high;
+}
+JNVFP4_HD uint32_t e2m1_magnitude(uint32_t magnitude_bits) {
+  return static_cast<uint32_t>(e2m1_magnitude_plus_magic(magnitude_bits) - kMagicBits);
 }
 
 // Nearest even, saturating; the sign is kept, so -0.0 gives 8. NaN gives 0.
@@ -202,6 +205,16 @@ JNVFP4_HD float e2m1_decode(uint32_t code) {
   const uint32_t k = code & 7u;
   const uint32_t magnitude = k == 0 ? 0u : k == 1 ? 0x3f000000u : 0x3f800000u + ((k - 2u) << 22);
   return float_of(magnitude | (code & 8u) << 28);
+}
+
+// The value that e2m1_encode(v) decodes to, without the code: adding 1.5 * 2^22 times the binade of v (1 below 1)
+// rounds to its grid step. NaN gives 6 here.
+JNVFP4_HD float e2m1_round(float v) {
+  const uint32_t b = bits_of(v), a = b & kMagnitude, m = a > 0x40c00000u ? 0x40c00000u : a;  // 6
+  const uint32_t exponent = m & kInf;
+  const float binade = float_of(exponent < 0x3f800000u ? 0x3f800000u : exponent);
+  const float t = mul_exact_add(binade, 6291456.0f, float_of(m));
+  return float_of(bits_of(mul_exact_add(binade, -6291456.0f, t)) | (b & kSign));
 }
 
 // Twice the E2M1 value, an integer: 0 1 2 3 4 6 8 12. Block dot products are exact in it.
@@ -345,12 +358,12 @@ JNVFP4_HD float add_error(float sum, float difference, bool squared) {
   return add_rn(sum, squared ? mul_rn(difference, difference) : float_of(bits_of(difference) & kMagnitude));
 }
 
-// The strict error of a candidate compares x with fl(fl(fl(q * s) * amax) / max6).
-JNVFP4_HD float row_error_divided(const float* x, const uint32_t* code, float scale, GlobalScale g, bool squared) {
+// The strict error of a candidate whose elements round to q compares x with fl(fl(fl(q * s) * amax) / max6).
+JNVFP4_HD float row_error_divided(const float* x, const float* q, float scale, GlobalScale g, bool squared) {
   float sum = 0.0f;
   JNVFP4_UNROLL
   for (int i = 0; i < kBlock; ++i) {
-    const float y = div_rn(mul_rn(mul_rn(e2m1_decode(code[i]), scale), g.amax), g.max6);
+    const float y = div_rn(mul_rn(mul_rn(q[i], scale), g.amax), g.max6);
     sum = add_error(sum, add_rn(y, -x[i]), squared);
   }
   return sum;
@@ -358,27 +371,26 @@ JNVFP4_HD float row_error_divided(const float* x, const uint32_t* code, float sc
 
 // The same without a division for each element. q * s is exact and powers of two commute with rounding, so that value
 // is a power of two times the value for q = 1 or q = 1.5, where nothing under- or overflows.
-JNVFP4_HD float row_error_strict(const float* x, const uint32_t* code, float scale, GlobalScale g, bool squared) {
+JNVFP4_HD float row_error_strict(const float* x, const float* q, float scale, GlobalScale g, bool squared) {
   const float product = mul_rn(scale, g.amax);
   if (!(product >= 7.7e-34f && product <= 1.3e36f))  // about 2^-110 and 2^120
-    return row_error_divided(x, code, scale, g, squared);
+    return row_error_divided(x, q, scale, g, squared);
   const float one = g.over_max6(product), one_and_half = g.over_max6(mul_rn(mul_rn(scale, 1.5f), g.amax));
   float sum = 0.0f;
   JNVFP4_UNROLL
   for (int i = 0; i < kBlock; ++i) {
-    const uint32_t q = bits_of(e2m1_decode(code[i]));
-    const float y = mul_rn(float_of(q & 0xff800000u), q & 0x00400000u ? one_and_half : one);
-    sum = add_error(sum, add_rn(y, -x[i]), squared);
+    const uint32_t b = bits_of(q[i]);
+    const float power = float_of(b & 0xff800000u), value = b & 0x00400000u ? one_and_half : one;
+    sum = add_error(sum, mul_exact_add(power, value, -x[i]), squared);
   }
   return sum;
 }
 
 // The fast error compares q * s, which fp16 holds exactly, with x * S_enc.
-JNVFP4_HD float row_error_scaled(const float* x, const uint32_t* code, float scale, GlobalScale g, bool squared) {
+JNVFP4_HD float row_error_scaled(const float* x, const float* q, float scale, GlobalScale g, bool squared) {
   float sum = 0.0f;
   JNVFP4_UNROLL
-  for (int i = 0; i < kBlock; ++i)
-    sum = add_error(sum, add_rn(mul_rn(e2m1_decode(code[i]), scale), -mul_rn(x[i], g.encode)), squared);
+  for (int i = 0; i < kBlock; ++i) sum = add_error(sum, mul_exact_add(q[i], scale, -mul_rn(x[i], g.encode)), squared);
   return sum;
 }
 

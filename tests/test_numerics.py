@@ -404,6 +404,7 @@ MISTAKES = {
         "saturation": ("? t05 : kMagicBits + 7", "? t05 : t05"),
         "NaN": ("a > kInf ? 0u : e2m1_magnitude(a)", "e2m1_magnitude(a)"),
     },
+    "e2m1_round": {"binade": ("exponent < 0x3f800000u ? 0x3f800000u", "exponent < 0x3f000000u ? 0x3f000000u")},
     "e4m3_encode": {
         "tie": ("(a + 0x7ffffu", "(a + 0x80000u"),
         "subnormal": ("a < 0x3c800000u", "a < 0x3c000000u"),
@@ -416,7 +417,7 @@ MISTAKES = {
     "row_error_strict": {
         "underflow": ("product >= 7.7e-34f", "product >= 7.7e-36f"),
         "overflow": ("product <= 1.3e36f", "product <= 1.3e38f"),
-        "power": ("q & 0xff800000u", "q & 0x7f800000u"),
+        "power": ("b & 0xff800000u), value", "b & 0x7f800000u), value"),
     },
 }
 

@@ -595,9 +595,12 @@ def test_matmul_over_k_adds_once_in_float32(devices, kind, layout, operands):
     assert_same_tensor(got, f(home(devices, operands)))
     for y in got.values():
         assert_sharded(y, mesh, so)
-    local = f"f32[{M // ways(mesh, so[0])},{N // ways(mesh, so[1])}]"
-    sums = [part for _, shape in found for part in re.findall(r"\w+\[[\d,]*\]", shape)]  # combined or not
-    assert sums == [local] * len(operands) * (ways(mesh, sa[1]) > 1)
+    local = M // ways(mesh, so[0]) * (N // ways(mesh, so[1]))
+    sums = [part for _, shape in found for part in re.findall(r"(\w+)\[([\d,]*)\]", shape)]  # combined or not
+    assert all(op == "all-reduce" for op, _ in found)
+    assert all(dtype == "f32" for dtype, _ in sums)
+    elements = sum(math.prod(map(int, dims.split(","))) for _, dims in sums)
+    assert elements == local * len(operands) * (ways(mesh, sa[1]) > 1)
     assert {op for op, _ in found} <= {"all-reduce"}
 
 

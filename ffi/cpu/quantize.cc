@@ -121,34 +121,33 @@ JNVFP4_HD void encode_tile(const Args& a, const Group& g, const Tile& t, int64_t
   }
 }
 
-// 4over6: both candidates of each row, then the better one, of each row or of the tile.
+// 4over6: the errors of both candidates of each row, then the better one, of each row or of the tile.
 template <class S>
 JNVFP4_HD void encode_tile_four_over_six(const Group& g, const Tile& t, const uint32_t* amax, const GlobalScale* global,
                                          Encoded& out) {
   constexpr bool squared = S::spec.select == Select::kMse, scaled = S::spec.error_math == ErrorMath::kFp16;
   float error[2][kBlock];
-  uint64_t codes[2][kBlock];
   Candidates scales[kBlock];
   for (int r = 0; r < g.count; ++r) {
     scales[r] = candidate_scales(amax[r], global[r]);
     for (int c = 0; c < 2; ++c) {
-      alignas(64) uint32_t code[kBlock];
+      error[c][r] = 0.0f;
+      if (scales[r].six == scales[r].four) continue;  // one scale, one error: a tie
       const uint8_t scale = c ? scales[r].four : scales[r].six;
-      encode_block(t.value[r], block_encode_scale(scale, global[r]), scale, code);
-      codes[c][r] = pack(code);
-      const float s = e4m3_decode(scale);
-      if (scales[r].six == scales[r].four)
-        error[c][r] = 0.0f;  // one scale, one error: a tie
-      else
-        error[c][r] = scaled ? row_error_scaled(t.value[r], code, s, global[r], squared)
-                             : row_error_strict(t.value[r], code, s, global[r], squared);
+      const float s = e4m3_decode(scale), enc = block_encode_scale(scale, global[r]);
+      alignas(64) float q[kBlock];
+      for (int i = 0; i < kBlock; ++i) q[i] = e2m1_round(mul_rn(t.value[r][i], enc));
+      error[c][r] = scaled ? row_error_scaled(t.value[r], q, s, global[r], squared)
+                           : row_error_strict(t.value[r], q, s, global[r], squared);
     }
   }
   if constexpr (S::spec.block_rows == kBlock)
     for (auto& rows : error) std::fill(rows, rows + kBlock, tile_error(rows));
   for (int r = 0; r < g.count; ++r) {
-    const bool four = choose_four(error[0][r], error[1][r]);
-    out.scale[r] = four ? scales[r].four : scales[r].six, out.codes[r] = codes[four][r];
+    const uint8_t scale = choose_four(error[0][r], error[1][r]) ? scales[r].four : scales[r].six;
+    alignas(64) uint32_t code[kBlock];
+    encode_block(t.value[r], block_encode_scale(scale, global[r]), scale, code);
+    out.scale[r] = scale, out.codes[r] = pack(code);
   }
 }
 

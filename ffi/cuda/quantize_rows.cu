@@ -17,7 +17,7 @@ template <class S>
 __device__ __forceinline__ Encoded encode(const Values& v, uint32_t m, const GlobalScale& g, const QuantizeArgs& a,
                                           int64_t block) {
   if constexpr (kChooses<S>) {
-    return encode_both<S>(v, m, g).better();
+    return try_both<S>(v, m, g).better(v, g);
   } else {
     int64_t matrix = 0, row = 0, col = 0;
     if constexpr (S::spec.rounding == Rounding::kStochastic) {

@@ -165,9 +165,9 @@ __device__ __forceinline__ void quantize_tile(const Tile<T>& tile, const Quantiz
   const GlobalScale g = global_scale(amax_of_block<S>(a, m, row, col, active), a.e4m3_max);
   Encoded out;
   if constexpr (kChooses<S>) {
-    Both both = encode_both<S>(v, m, g);
+    Both both = try_both<S>(v, m, g);
     if constexpr (S::spec.block_rows == kBlock) lines_errors(both, exchange);
-    out = both.better();
+    out = both.better(v, g);
   } else {
     out = encode_plain<S>(v, m, g, a, active ? place.matrix : 0, line, col);
   }

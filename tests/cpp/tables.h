@@ -102,15 +102,14 @@ JNVFP4_HD uint32_t row_errors(uint32_t i) {
   const bool scaled = i / kRows % 2u, squared = i / kRows / 2u;
   const GlobalScale g = global_scale(float_of(0x3f800000u + (hash(row) & 0x3ffffffu)), 256.0f);
   const float scale = jnvfp4::e4m3_decode(static_cast<uint8_t>(8u + hash(row + kRows) % 119u));
-  uint32_t code[kBlock];
-  float x[kBlock];
+  float x[kBlock], q[kBlock];
   for (uint32_t j = 0; j < kBlock; ++j) {
     const uint32_t h = hash(16u * row + j);
-    code[j] = h % 16u;
-    const float near = mul_rn(jnvfp4::e2m1_decode(code[j]), float_of(0x3f000000u | (h >> 9)));
+    q[j] = jnvfp4::e2m1_decode(h % 16u);
+    const float near = mul_rn(q[j], float_of(0x3f000000u | (h >> 9)));
     x[j] = mul_rn(near, div_rn(mul_rn(scale, g.amax), 1536.0f));
   }
-  return bits_of(scaled ? row_error_scaled(x, code, scale, g, squared) : row_error_strict(x, code, scale, g, squared));
+  return bits_of(scaled ? row_error_scaled(x, q, scale, g, squared) : row_error_strict(x, q, scale, g, squared));
 }
 
 // The error of a tile whose rows have errors within a few binades.
