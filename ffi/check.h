@@ -26,6 +26,19 @@ struct SpecAttr {
   std::string_view rounding;
 };
 
+inline bool one_of(std::string_view word, std::initializer_list<std::string_view> words) {
+  for (std::string_view w : words)
+    if (word == w) return true;
+  return false;
+}
+
+// Whether every member has a value that `kernel_spec` knows.
+inline bool known(const SpecAttr& a) {
+  return one_of(a.amax_scope, {"tensor", "row", "window64"}) && (a.e4m3_max == 448 || a.e4m3_max == 256) &&
+         one_of(a.select, {"max6", "mae", "mse"}) && one_of(a.error_math, {"fp32", "fp16"}) &&
+         one_of(a.rounding, {"nearest", "stochastic"});
+}
+
 inline KernelSpec kernel_spec(const SpecAttr& a) {
   return {a.amax_scope == "tensor" ? AmaxScope::kTensor
           : a.amax_scope == "row"  ? AmaxScope::kRow
@@ -53,7 +66,8 @@ inline ffi::Error unsupported(std::string_view op, const SpecAttr& a) {
 
 // An error if no kernel quantizes both ways in one pass with this pair of specs.
 inline ffi::Error check_pair(const SpecAttr& row, const SpecAttr& col) {
-  if (dispatch(kernel_spec(row), kernel_spec(col), FusedPairs{}, [](auto) {})) return ffi::Error::Success();
+  if (known(row) && known(col) && dispatch(kernel_spec(row), kernel_spec(col), FusedPairs{}, [](auto) {}))
+    return ffi::Error::Success();
   return ffi::Error(ffi::ErrorCode::kUnimplemented,
                     "quantize_pair: no kernel is built for the pair " + to_string(row) + ", " + to_string(col));
 }

@@ -179,10 +179,10 @@ JNVFP4_HD float e4m3_decode(uint8_t s) {
 // E2M1 rounding is integer rounding of a concave, piecewise linear map of the magnitude: slopes 2, 1
 // and 1/2, then the constant 7. Adding 1.5 * 2^23 rounds to an integer, ties to even, and ties of the
 // map are ties of E2M1. Proven against the tie table for all 2^32 inputs by tests/cpp/exhaustive.cc.
-// NaN gives 7 here; see e2m1_encode.
+// NaN gives 7 here, and 0 as a code: encoders look at the block's scale, which is then NaN.
+inline constexpr float kMagic = 12582912.0f;
 inline constexpr int32_t kMagicBits = 0x4b400000;
 JNVFP4_HD int32_t e2m1_magnitude_plus_magic(uint32_t magnitude_bits) {
-  constexpr float kMagic = 12582912.0f;
   const float a = float_of(magnitude_bits);
   const int32_t t2 = static_cast<int32_t>(bits_of(mul_exact_add(a, 2.0f, kMagic)));
   const int32_t t1 = static_cast<int32_t>(bits_of(add_rn(a, kMagic + 2.0f)));

@@ -33,7 +33,8 @@ def linear(
       recipe: how each GEMM quantizes its operands, see ``jnvfp4.recipes``.
       bias: [N], any float dtype, added in float32 before the cast.
       key: a JAX PRNG key, needed if the recipe rounds stochastically (``recipe.stochastic``) and otherwise unused:
-        x, w and dy draw from ``jax.random.fold_in(key, i)`` for i = 0, 1, 2. Give each layer and step its own.
+        x, w and dy draw from ``jax.random.fold_in(key, i)`` for i = 0, 1, 2. Give each layer, step and example of
+        vmap its own.
 
     Returns:
       [..., N] in x.dtype. The gradients have the dtypes of x, w and bias. Residuals are the packed tensors
@@ -188,8 +189,8 @@ def _forward(x: jax.Array, w: jax.Array, bias: Any, key: Any, recipe: Recipe, ou
     w_row, w_t = _quantize_both(w, recipe.fprop[1], w_col, 1, key, W)
     qx, qw = _save(x if x_row is None else x_row), _save(w_row)
     y = matmul_nt(qx, qw, out_dtype=out_dtype, bias=bias)
-    w_saved = _save(w_t) if w_t is not None else w if recipe.dgrad is None else qw
-    x_saved = _save(x_t) if x_t is not None else x if recipe.wgrad is None else qx
+    w_saved = _save(w_t) if w_t is not None else _save(w) if recipe.dgrad is None else qw
+    x_saved = _save(x_t) if x_t is not None else _save(x) if recipe.wgrad is None else qx
     # Empty arrays carry the dtypes to the backward pass.
     like = (x[:0, :0], w[:0, :0], None if bias is None else bias[:0])
     return y, (_pack(x_saved), _pack(w_saved), like, key)

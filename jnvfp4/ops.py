@@ -48,6 +48,11 @@ def _check_implementation(op: str, implementation: Implementation) -> None:
         raise ValueError(f"{op}: implementation must be None, 'native' or 'reference', got {implementation!r}")
 
 
+def _check_switch(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{op}: {name} must be True or False, got {value!r}")
+
+
 def _check_spec(op: str, spec: QuantSpec) -> None:
     if not isinstance(spec, QuantSpec):
         raise TypeError(f"{op}: spec must be a QuantSpec, got {spec!r}")
@@ -74,11 +79,12 @@ def check_one_key(op: str, key: Any) -> None:
 
 def _stream(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """For each matrix of [..., M, K]: two words of key, and the index of its first block, low word first."""
-    lead, blocks = shape[:-2], math.prod(shape[-2:]) // BLOCK
-    words = jax.random.bits(key, (2,), jnp.uint32)
-    if not lead:  # M may be symbolic
-        return jnp.concatenate([words, jnp.zeros(2, jnp.uint32)])
-    first = (np.arange(math.prod(lead), dtype=np.uint64) * np.uint64(blocks)).astype("<u8").view("<u4")
+    lead, words = shape[:-2], jax.random.bits(key, (2,), jnp.uint32)
+    if not lead:
+        return jnp.concatenate([words, jnp.zeros((2,), jnp.uint32)])
+    blocks, index = math.prod(shape[-2:]) // BLOCK, jnp.arange(math.prod(lead), dtype=jnp.uint32)
+    high, low = reference.mul_wide(blocks & 0xFFFFFFFF, index)
+    first = jnp.stack([low, high + np.uint32(blocks >> 32) * index], axis=-1)
     return jnp.concatenate([jnp.broadcast_to(words, (*lead, 2)), first.reshape(*lead, 2)], axis=-1)
 
 
@@ -102,9 +108,9 @@ def quantize(
         per row of what is quantized; "window64": one per 64 of a row. Larger magnitudes saturate. Its sign is
         ignored.
       key: a JAX PRNG key, required exactly for ``spec.rounding == "stochastic"``. The random bits are a function
-        of key, orientation and the element's place in ``x``: not of devices, shards or platform. Under vmap each
-        example has the places of an array of its own, and inside shard_map each device: give each its own key
-        (``jax.random.fold_in(key, jax.lax.axis_index(...))``).
+        of ``jax.random.bits(key, (2,), uint32)``, orientation and the element's place in ``x``: not of devices,
+        shards or platform. Under vmap each example has the places of an array of its own, and inside shard_map each
+        device: give each its own key (``jax.random.fold_in(key, jax.lax.axis_index(...))``).
       transpose: quantize ``x`` with its last two axes swapped; every result shape is that of the swapped array.
       implementation: None for the best one, or "native" (C++ or CUDA) or "reference" (integer jnp). A named
         one that does not exist for the platform raises when compiled.
@@ -112,7 +118,7 @@ def quantize(
     Returns:
       The NVFP4Tensor. Where the block scale is a normal number and amax between 8e-36 and FLT_MAX / 448, an element
       within amax dequantizes to within half an E2M1 step times its block scale, within one step with stochastic
-      rounding.
+      rounding; with ``rht`` that holds for the rotated values, which ``dequantize(..., rotate_back=False)`` gives.
 
     Raises:
       ValueError, TypeError: a shape, dtype or argument that does not fit; the message names it.
@@ -125,7 +131,7 @@ def quantize(
     _check_implementation("quantize", implementation)
     x = _array("quantize", "x", x)
     check_array("quantize", x)
-    transpose = bool(transpose)
+    _check_switch("quantize", "transpose", transpose)
     params: dict[str, Any] = {"spec": spec, "transpose": transpose, "implementation": implementation}
     if amax is None and spec.finds_amax:
         return _tensor(spec, bind(quantize_p, x, has_amax=False, **params))
@@ -249,11 +255,12 @@ def dequantize(
     _check_implementation("dequantize", implementation)
     if not isinstance(t, NVFP4Tensor):
         raise TypeError(f"dequantize: t must be an NVFP4Tensor, got {type(t).__name__}")
+    _check_switch("dequantize", "rotate_back", rotate_back)
     dtype = _float_dtype("dequantize", "dtype", dtype)
     params = {
         "format": t.format,
         "dtype": dtype,
-        "rotate_back": bool(rotate_back),
+        "rotate_back": rotate_back,
         "implementation": implementation,
     }
     return bind(dequantize_p, t.data, t.scale, t.amax, **params)[0]

@@ -22,9 +22,22 @@ def _check_switches(function: str, **switches: object) -> None:
             raise ValueError(f"{function}: {name} must be True or False, got {value!r}")
 
 
-def _with_backward(function: str, recipe: Recipe, backward: Backward) -> Recipe:
-    """``recipe``, or its forward half with both gradients from original or dequantized operands."""
+def _gradient_switches(function: str, backward: Backward, **switches: bool | None) -> list[bool]:
+    """What concerns quantized gradients: True where None, refused where no gradient is quantized."""
     _check(function, "backward", backward, get_args(Backward))
+    for name, value in switches.items():
+        if value is not None and backward != "nvfp4":
+            raise ValueError(
+                f'{function}: {name} must be left out for backward="{backward}", which quantizes no gradient, '
+                f"got {value!r}"
+            )
+    chosen = {name: True if value is None else value for name, value in switches.items()}
+    _check_switches(function, **chosen)
+    return list(chosen.values())
+
+
+def _with_backward(recipe: Recipe, backward: Backward) -> Recipe:
+    """``recipe``, or its forward half with both gradients from original or dequantized operands."""
     if backward == "nvfp4":
         return recipe
     how: Literal["dequantized"] | None = "dequantized" if backward == "dequantized" else None
@@ -40,8 +53,8 @@ def _gradient(stochastic_rounding: bool, rht: bool = False) -> QuantSpec:
 def pretrain(
     *,
     backward: Backward = "nvfp4",
-    rht: bool = True,
-    stochastic_rounding: bool = True,
+    rht: bool | None = None,
+    stochastic_rounding: bool | None = None,
     weight_tiles: bool = True,
 ) -> Recipe:
     """The pretraining recipe: x 1x16, w 16x16 tiles, stochastic rounding on dy, rotated wgrad operands.
@@ -49,24 +62,25 @@ def pretrain(
     Args:
       backward: "nvfp4", or both gradients in high precision, from the original operands ("high_precision") or
         from the dequantized ones of the forward pass ("dequantized").
-      rht: rotate the operands of wgrad.
-      stochastic_rounding: of dy; ``linear`` then needs a key.
+      rht: rotate the operands of wgrad; True if None. Only for ``backward="nvfp4"``.
+      stochastic_rounding: of dy, True if None; ``linear`` then needs a key. Only for ``backward="nvfp4"``.
       weight_tiles: w in 16x16 tiles, so that its transpose has the same values; otherwise 1x16.
 
     Source: arXiv:2509.25149; the default of NVIDIA TransformerEngine at d0067d0da.
     """
-    _check_switches("pretrain", rht=rht, stochastic_rounding=stochastic_rounding, weight_tiles=weight_tiles)
-    w, dy = NVFP4_2D if weight_tiles else NVFP4, _gradient(stochastic_rounding)
-    wgrad = (_gradient(stochastic_rounding, rht), NVFP4_RHT if rht else NVFP4)
-    return _with_backward("pretrain", Recipe((NVFP4, w), (dy, w), wgrad), backward)
+    rotate, stochastic = _gradient_switches("pretrain", backward, rht=rht, stochastic_rounding=stochastic_rounding)
+    _check_switches("pretrain", weight_tiles=weight_tiles)
+    w, dy = NVFP4_2D if weight_tiles else NVFP4, _gradient(stochastic)
+    wgrad = (_gradient(stochastic, rotate), NVFP4_RHT if rotate else NVFP4)
+    return _with_backward(Recipe((NVFP4, w), (dy, w), wgrad), backward)
 
 
-def row_scaled(*, backward: Backward = "nvfp4", stochastic_rounding: bool = True) -> Recipe:
+def row_scaled(*, backward: Backward = "nvfp4", stochastic_rounding: bool | None = None) -> Recipe:
     """x with one amax per row (per column for wgrad); w in tiles and dy with one amax per tensor."""
-    _check_switches("row_scaled", stochastic_rounding=stochastic_rounding)
-    dy = _gradient(stochastic_rounding)
+    (stochastic,) = _gradient_switches("row_scaled", backward, stochastic_rounding=stochastic_rounding)
+    dy = _gradient(stochastic)
     recipe = Recipe((ROW_SCALED, NVFP4_2D), (dy, NVFP4_2D), (dy, ROW_SCALED))
-    return _with_backward("row_scaled", recipe, backward)
+    return _with_backward(recipe, backward)
 
 
 def four_over_six(
@@ -77,7 +91,7 @@ def four_over_six(
     fast: bool = False,
     backward: Backward = "nvfp4",
     rht: bool | None = None,
-    stochastic_rounding: bool = True,
+    stochastic_rounding: bool | None = None,
 ) -> Recipe:
     """``pretrain`` with 4over6 block scales for w, for x or for both; never for gradients.
 
@@ -93,30 +107,30 @@ def four_over_six(
     """
     _check("four_over_six", "scope", scope, get_args(Scope))
     on_x, on_w = scope != "weights", scope != "activations"
-    rht = not on_x if rht is None else rht
-    _check_switches("four_over_six", fast=fast, rht=rht, stochastic_rounding=stochastic_rounding)
+    rotate, stochastic = _gradient_switches("four_over_six", backward, rht=rht, stochastic_rounding=stochastic_rounding)
+    _check_switches("four_over_six", fast=fast)
     if rht and on_x:
         raise ValueError(
             f'four_over_six: rht must be False for scope="{scope}", since wgrad reads 4over6 activations, got {rht!r}'
         )
     one, tile = (_four_over_six_spec(error, e4m3_max=e4m3_max, fast=fast, block_rows=rows) for rows in (1, 16))
-    base = pretrain(rht=rht, stochastic_rounding=stochastic_rounding)
+    base = pretrain(rht=rotate and not on_x, stochastic_rounding=stochastic)
     assert isinstance(base.dgrad, tuple)
     assert isinstance(base.wgrad, tuple)
     x, w = one if on_x else NVFP4, tile if on_w else NVFP4_2D
     wgrad = (base.wgrad[0], one if on_x else base.wgrad[1])
-    return _with_backward("four_over_six", Recipe((x, w), (base.dgrad[0], w), wgrad), backward)
+    return _with_backward(Recipe((x, w), (base.dgrad[0], w), wgrad), backward)
 
 
-def window64(*, backward: Backward = "nvfp4", stochastic_rounding: bool = True) -> Recipe:
+def window64(*, backward: Backward = "nvfp4", stochastic_rounding: bool | None = None) -> Recipe:
     """x with one amax per 64 elements, in fprop and wgrad; w in tiles and dy with one amax per tensor.
 
     K must be a multiple of 64; tokens are padded to one.
     """
-    _check_switches("window64", stochastic_rounding=stochastic_rounding)
-    dy = _gradient(stochastic_rounding)
+    (stochastic,) = _gradient_switches("window64", backward, stochastic_rounding=stochastic_rounding)
+    dy = _gradient(stochastic)
     recipe = Recipe((WINDOW64, NVFP4_2D), (dy, NVFP4_2D), (dy, WINDOW64))
-    return _with_backward("window64", recipe, backward)
+    return _with_backward(recipe, backward)
 
 
 def inference(*, weight_only: bool = False) -> Recipe:

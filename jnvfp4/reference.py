@@ -116,24 +116,25 @@ def random_bits(key: tuple, low: jax.Array, high: jax.Array, transposed: bool) -
         c0, c1, c2, c3 = h1 ^ c1 ^ k0, l1, h0 ^ c3 ^ k1, l0
         k0, k1 = k0 + np.uint32(0x9E3779B9), k1 + np.uint32(0xBB67AE85)
     words = jnp.stack(jnp.broadcast_arrays(c0, c1, c2, c3), axis=-1)
-    shifts = 8 * jnp.arange(4, dtype=jnp.uint32)
+    shifts = 8 * lax.broadcasted_iota(jnp.uint32, (*words.shape, 4), words.ndim)
     return ((words[..., None] >> shifts) & 0xFF).reshape(*words.shape[:-1], BLOCK)
 
 
 def block_bits(stream: jax.Array, rows: int, blocks: int, row_blocks: int, transposed: bool) -> jax.Array:
     """The random bytes [..., rows, blocks, 16] of matrices whose stream words are [..., 4]: key, first block."""
-    low, high = stream[..., 2][..., None, None], stream[..., 3][..., None, None]
-    row_high, row_low = mul_wide(row_blocks, jnp.arange(rows, dtype=jnp.uint32)[:, None])
+    shape = (*stream.shape[:-1], rows, blocks)
+    row, col = (lax.broadcasted_iota(jnp.uint32, shape, len(shape) - i) for i in (2, 1))
+    key0, key1, low, high = (jnp.broadcast_to(stream[..., i][..., None, None], shape) for i in range(4))
+    row_high, row_low = mul_wide(row_blocks, row)
     low, high = add_wide(low, high + row_high, row_low)
-    low, high = add_wide(low, high, jnp.arange(blocks, dtype=jnp.uint32))
-    key = tuple(stream[..., i][..., None, None] for i in (0, 1))
-    return random_bits(key, low, high, transposed)
+    low, high = add_wide(low, high, col)
+    return random_bits((key0, key1), low, high, transposed)
 
 
 # ---------------------------------------------------------------- random Hadamard transform
-def rht_signs() -> Bits:
-    """The sign bits of the elements that are negated. Computed: custom_partitioning takes no array constants."""
-    return (np.uint32(0xD7E8) >> jnp.arange(BLOCK, dtype=jnp.uint32)) << 31
+def flip_signs(v: Bits) -> Bits:
+    """[..., 16]. The signs are computed, since custom_partitioning takes no array constants."""
+    return v ^ ((np.uint32(0xD7E8) >> lax.broadcasted_iota(jnp.uint32, v.shape, v.ndim - 1)) << 31)
 
 
 def _bf16_round(b: Bits) -> Bits:
@@ -151,12 +152,12 @@ def hadamard16(v: Bits) -> Bits:
 
 def rht16(v: Bits) -> Bits:
     """[..., 16]: bfloat16 in, bfloat16 out. Adding +0.0 makes a zero positive."""
-    return _bf16_round(add(hadamard16(_bf16_round(v) ^ rht_signs()), np.uint32(0)))
+    return _bf16_round(add(hadamard16(flip_signs(_bf16_round(v))), np.uint32(0)))
 
 
 def rht16_inverse(v: Bits) -> Bits:
     """[..., 16] of dequantized values, in float32."""
-    return hadamard16(v) ^ rht_signs()
+    return flip_signs(hadamard16(v))
 
 
 # ---------------------------------------------------------------- scales
@@ -284,7 +285,7 @@ def find_rht_amax(x: jax.Array, keep: int) -> jax.Array:
     return from_bits(amax_bits(rht16(blocks), axis=tuple(range(keep, blocks.ndim))))
 
 
-def _over_tiles(rows: Bits, combine) -> Bits:
+def over_tiles(rows: Bits, combine) -> Bits:
     """[..., M, cols] -> the same shape, with ``combine`` ([..., 16, cols] -> [..., cols]) over each 16 rows."""
     *lead, count, cols = rows.shape
     tiles = rows.reshape(*lead, count // BLOCK, BLOCK, cols)
@@ -302,10 +303,12 @@ def _choose(x: Bits, block_amax: Bits, amax: Bits, decode: Bits, spec: QuantSpec
     amax, encode = amax & ABS, encode_scale(amax, spec.format.e4m3_max)
     # Both candidates as one array, since every operation here is many instructions to compile.
     scales = jnp.stack(candidate_scales(block_amax, encode))
+    x = x[None]
+    amax, encode, decode = (jnp.broadcast_to(v, (1, *block_amax.shape)) for v in (amax, encode, decode))
     codes = _encode(x, scales, decode)
     errors = row_error(x, codes, scales, amax, encode, spec)
     if spec.block_rows == BLOCK:
-        errors = _over_tiles(errors, tile_error)
+        errors = over_tiles(errors, tile_error)
     four = choose_four(errors[0], errors[1])
     return jnp.where(four, scales[1], scales[0]), jnp.where(four[..., None], codes[1], codes[0])
 
@@ -334,7 +337,7 @@ def quantize(
     decode, block_mult = global_scale(amaxes, spec.format.e4m3_max)
     block_amax = amax_bits(blocks, axis=-1)
     if spec.block_rows == BLOCK:
-        block_amax = _over_tiles(block_amax, lambda tiles: jnp.max(tiles, axis=-2))
+        block_amax = over_tiles(block_amax, lambda tiles: jnp.max(tiles, axis=-2))
     if spec.select != "max6":
         scale, codes = _choose(blocks, block_amax, amaxes, decode, spec)
     else:

@@ -101,8 +101,7 @@ def _maps_to_4(blocks: Bits, scale: jax.Array, amaxes: Bits, spec: QuantSpec) ->
         return jnp.zeros(scale.shape, bool)
     block_amax = reference.amax_bits(blocks, axis=-1)
     if spec.block_rows == BLOCK:
-        tiles = block_amax.reshape(*scale.shape[:-2], -1, BLOCK, scale.shape[-1])
-        block_amax = jnp.broadcast_to(jnp.max(tiles, axis=-2, keepdims=True), tiles.shape).reshape(scale.shape)
+        block_amax = reference.over_tiles(block_amax, lambda tiles: jnp.max(tiles, axis=-2))
     encode = reference.encode_scale(amaxes, spec.format.e4m3_max)
     return scale != reference.candidate_scales(block_amax, encode)[0]
 

@@ -39,6 +39,11 @@ class Format:
         if self.rht and (self.amax_scope == "row" or self.e4m3_max == 256):
             raise ValueError(f'Format: rht needs amax_scope="tensor" and e4m3_max=448, got {self!r}')
 
+    @property
+    def unit(self) -> int:
+        """What the length of the quantized axis must be a multiple of."""
+        return WINDOW if self.amax_scope == "window64" else BLOCK
+
 
 @dataclass(frozen=True)
 class QuantSpec:
@@ -78,19 +83,31 @@ class QuantSpec:
             if self.error_math == "fp16":
                 return 'error_math="fp16" needs select="mae" or "mse"'
         elif stochastic:
-            return f'rounding="stochastic" needs select="max6", not "{self.select}"'
+            return (
+                f'rounding="stochastic" needs select="max6", not "{self.select}", which compares the errors of '
+                "values rounded to nearest"
+            )
         elif fmt.rht:
-            return f'rht=True needs select="max6", not "{self.select}"'
+            return (
+                f'rht=True needs select="max6", not "{self.select}", whose errors are those of values that are '
+                "not rotated"
+            )
         if fmt.amax_scope == "window64" and (self.block_rows == 16 or self.select != "max6" or stochastic):
-            return 'amax_scope="window64" needs block_rows=1, select="max6" and rounding="nearest"'
+            return (
+                'amax_scope="window64" needs block_rows=1, select="max6" and rounding="nearest", since the others are '
+                "defined for one amax per tensor or row"
+            )
         if fmt.amax_scope == "row" and (self.block_rows == 16 or stochastic):
-            return 'amax_scope="row" needs block_rows=1 and rounding="nearest"'
+            return (
+                'amax_scope="row" needs block_rows=1 and rounding="nearest", since a 16x16 tile has rows of several '
+                "amaxes, and gradients, which are rounded stochastically, have one amax per tensor"
+            )
         return None
 
     @property
     def unit(self) -> int:
         """What the length of the quantized axis must be a multiple of."""
-        return WINDOW if self.format.amax_scope == "window64" else BLOCK
+        return self.format.unit
 
     @property
     def finds_amax(self) -> bool:
@@ -140,6 +157,8 @@ def four_over_six(
     """
     if error not in ("mae", "mse"):
         raise ValueError(f"four_over_six: error must be 'mae' or 'mse', got {error!r}")
+    if amax_scope not in ("tensor", "row"):
+        raise ValueError(f"four_over_six: amax_scope must be 'tensor' or 'row', got {amax_scope!r}")
     if not isinstance(fast, bool):
         raise ValueError(f"four_over_six: fast must be True or False, got {fast!r}")
     math: Literal["fp32", "fp16"] = "fp16" if fast else "fp32"

@@ -36,6 +36,11 @@ def test_the_support_table_is_the_list_of_specs():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_no_placeholder_is_left(page):
+    assert not re.search(r"\b(COMMIT|TODO|FIXME|XXX)\b(?!=)", re.sub(r"`[^`]*`", "", page.read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_relative_links_exist(page):
     for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -57,6 +57,12 @@ QUANTIZE = {
         ValueError,
         r"quantize: K must be a multiple of 16, got x.shape=\(4, 100\); pad it to 112",
     ),
+    "transpose": (
+        partial(quantize, transpose="no"),
+        [a(16, 64)],
+        ValueError,
+        "quantize: transpose must be True or False, got 'no'",
+    ),
     "m_transposed": (
         partial(quantize, transpose=True),
         [a(20, 64)],

@@ -84,6 +84,19 @@ def test_export_with_a_symbolic_number_of_rows(native, spec):
         assert_same_tensor(jax.jit(restored.call)(normal((m, 64))), f(normal((m, 64))))
 
 
+@pytest.mark.parametrize("spec", [NVFP4_SR, NVFP4_RHT], ids=name_of)
+def test_export_with_a_symbolic_number_of_matrices(native, spec):
+    key = KEY if spec is NVFP4_SR else None
+
+    def f(x):
+        return tuple(jax.tree.leaves(quantize(x, spec, key=key)))
+
+    shape = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), 16, 64), jnp.bfloat16)
+    restored = round_trip(f, shape, platforms=[native.platform])
+    for b in (1, 3):
+        assert_same_tensor(jax.jit(restored.call)(normal((b, 16, 64))), f(normal((b, 16, 64))))
+
+
 def manual_linear(mesh):
     """Data-parallel forward and weight gradient on local blocks."""
 

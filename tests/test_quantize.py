@@ -585,10 +585,24 @@ def test_scaling_by_powers_of_two_changes_only_amax(native, seed, exponent, spec
 
 
 @properties
-@hypothesis.given(seeds, distributions, st.sampled_from([s for s in ONE_BY_SIXTEEN if s.rounding == "nearest"]))
+@hypothesis.given(shapes, distributions, seeds, dtypes, any_spec, any_spec)
+def test_a_pair_is_two_calls_over_shapes(native, shape, distribution, seed, dtype, row, col):
+    lead, rows, cols = shape
+    stored = (lead, rows % 9 * max(row.block_rows, col.unit), cols * max(row.unit, col.block_rows))
+    x = cases.Case("x", stored, dtype, distribution).make(seed)
+    keys = [key_for(spec) for spec in (row, col)]
+    pair = jnvfp4.quantize_pair(x, row, col, key=next((k for k in keys if k is not None), None))
+    for got, spec, key, transpose in zip(pair, (row, col), keys, (False, True), strict=True):
+        assert_same_tensor(got, jnvfp4.quantize(x, spec, key=key, transpose=transpose), name_of(spec))
+
+
+@properties
+@hypothesis.given(seeds, distributions, st.sampled_from([s for s in SUPPORTED_SPECS if s.rounding == "nearest"]))
 def test_permuting_rows_commutes(native, seed, distribution, spec):
-    x = cases.Case("x", (32, 64), "bf16", distribution).make(seed)
-    order = np.random.default_rng(seed).permutation(32)
+    """Rows, or the rows of whole 16x16 tiles."""
+    x = cases.Case("x", (96, 64), "bf16", distribution).make(seed)
+    order = np.random.default_rng(seed).permutation(96 // spec.block_rows)
+    order = (order[:, None] * spec.block_rows + np.arange(spec.block_rows)).reshape(-1)
     t, permuted = native_quantize(x, spec), native_quantize(x[order], spec)
     assert_bitwise(permuted.data, np.asarray(t.data)[order], "data")
     assert_bitwise(permuted.scale, np.asarray(t.scale)[order], "scale")

@@ -226,6 +226,14 @@ INVALID = {
         'four_over_six: rht must be False for scope="activations", since wgrad reads 4over6 activations, got True',
     ),
     "rht on all": (lambda: recipes.four_over_six("all", rht=True), 'rht must be False for scope="all"'),
+    "rht without a quantized gradient": (
+        lambda: recipes.pretrain(backward="dequantized", rht=False),
+        'pretrain: rht must be left out for backward="dequantized", which quantizes no gradient, got False',
+    ),
+    "rounding without a quantized gradient": (
+        lambda: recipes.row_scaled(backward="high_precision", stochastic_rounding=True),
+        'row_scaled: stochastic_rounding must be left out for backward="high_precision"',
+    ),
     "switch": (lambda: recipes.pretrain(rht="no"), "pretrain: rht must be True or False, got 'no'"),
     "weight_only": (lambda: recipes.inference(weight_only=1), "inference: weight_only must be True or False, got 1"),
     "fast": (lambda: recipes.four_over_six(fast="no"), "four_over_six: fast must be True or False, got 'no'"),

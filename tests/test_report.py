@@ -262,3 +262,10 @@ def test_random_rounding_changes_only_the_error(native):
 def test_bad_arguments_raise_as_quantize_does(x, arguments, error, message):
     with pytest.raises(error, match=message):
         jnvfp4.quantization_report(x, **arguments)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 16, 64)])
+def test_no_elements(shape):
+    for spec in (NVFP4, four_over_six(block_rows=16)):
+        got = quantization_report(jnp.zeros(shape), spec)
+        assert all(float(v) == 0 for v in jax.tree.leaves(got))

@@ -698,3 +698,13 @@ def test_vmap_of_zero_sizes(f, shapes, out):
     y = jax.vmap(f)(*(jnp.ones(shape) for shape in shapes))
     assert y.shape == out
     assert not np.any(np.asarray(y))
+
+
+# ---------------------------------------------------------------- settings of JAX
+@pytest.mark.parametrize("spec", [NVFP4_RHT_SR, four_over_six(block_rows=16), WINDOW64], ids=name_of)
+def test_the_reference_needs_no_rank_promotion(spec):
+    x = normal((2, 16, 64))
+    key = jax.random.key(0) if spec.rounding == "stochastic" else None
+    with jax.numpy_rank_promotion("raise"):
+        t = quantize(x, spec, key=key, implementation="reference")
+        dequantize(t, implementation="reference")

@@ -319,6 +319,7 @@ int64_t grain_of(const QuantShape& s) {
 }
 
 ffi::Error run(ffi::ThreadPool& pool, std::string_view op, const ffi::AnyBuffer& x, const Request& request) {
+  if (!known(request.attr)) return unsupported(op, request.attr);
   const KernelSpec spec = kernel_spec(request.attr);
   Args args{};
   QuantBuffers buffers = request.buffers;

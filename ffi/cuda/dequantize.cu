@@ -7,8 +7,7 @@ namespace {
 
 template <class T, bool kRotateBack>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeArgs a) {
-  for (int64_t b = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; b < a.blocks;
-       b += static_cast<int64_t>(gridDim.x) * kThreads) {
+  for (int64_t b = thread_index(); b < a.blocks; b += thread_count()) {
     const uint2 packed = __ldg(reinterpret_cast<const uint2*>(a.data) + b);
     const float amax = a.amax[a.blocks_per_amax == a.blocks ? 0 : quotient(b, a.blocks_per_amax)];
     const float factor = dequantize_factor(a.scale[b], amax, a.e4m3_max);

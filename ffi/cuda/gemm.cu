@@ -9,8 +9,7 @@ namespace {
 // Every finite q * s has at most 6 significant bits and lies in 2^-10 .. 2688: exact in bf16 and fp16.
 template <class T>
 __global__ void __launch_bounds__(kThreads) decode_kernel(DecodeArgs a) {
-  for (int64_t b = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; b < a.blocks;
-       b += static_cast<int64_t>(gridDim.x) * kThreads) {
+  for (int64_t b = thread_index(); b < a.blocks; b += thread_count()) {
     const uint2 packed = __ldg(reinterpret_cast<const uint2*>(a.data) + b);
     const float scale = e4m3_decode(a.scale[b]);
     Block<T> out;

@@ -82,10 +82,7 @@ struct Fetch {
   }
 };
 
-// An accumulator that starts as these bits of 1.5 * 2^23 ends as the bits of that number plus the dot product.
-constexpr int kMagicBits = 0x4b400000;
-constexpr float kMagic = 12582912.0f;
-
+// An accumulator that starts as the bits of 1.5 * 2^23 ends as the bits of that number plus the dot product.
 __device__ __forceinline__ void dot16(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
   asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
       : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
@@ -157,8 +154,10 @@ __global__ void __launch_bounds__(kGemmThreads, 3) gemm_blocks_kernel(BlockGemmA
   const Operand left{g.a, g.a_scale, g.a_amax, g.a_map, s.batch * s.rows, s.depth};
   const Operand right{g.b, g.b_scale, g.b_amax, g.b_map, s.batch * s.cols, s.depth};
   const float divisor = 36.0f * g.a_max * g.b_max, reciprocal = div_rn(1.0f, divisor);
-  const int64_t row0 = static_cast<int64_t>(blockIdx.x) * kRows, col0 = static_cast<int64_t>(blockIdx.y) * kCols;
-  for (int64_t matrix = blockIdx.z; matrix < s.batch; matrix += gridDim.z) {
+  const auto col_tiles = static_cast<unsigned>((s.cols + kCols - 1) / kCols);
+  const int64_t row0 = static_cast<int64_t>(blockIdx.x / col_tiles) * kRows;
+  const int64_t col0 = static_cast<int64_t>(blockIdx.x % col_tiles) * kCols;
+  for (int64_t matrix = blockIdx.y; matrix < s.batch; matrix += gridDim.y) {
     Fetch<kRows> next_a;
     Fetch<kCols> next_b;
     Sums y{};
@@ -195,11 +194,9 @@ __global__ void __launch_bounds__(kGemmThreads, 3) gemm_blocks_kernel(BlockGemmA
 }  // namespace
 
 cudaError_t launch_gemm_blocks(const BlockGemmArgs& g, cudaStream_t stream) {
-  constexpr int64_t kMost = 32768;  // of the 65535 that grid dimensions y and z allow
-  const int64_t cols = (g.shape.cols + kCols - 1) / kCols;
-  if (cols > 65535) return cudaErrorInvalidConfiguration;
-  const dim3 grid(static_cast<unsigned>((g.shape.rows + kRows - 1) / kRows), static_cast<unsigned>(cols),
-                  static_cast<unsigned>(std::min(g.shape.batch, kMost)));
+  constexpr int64_t kMost = 32768;  // of the 65535 that grid dimension y allows
+  const int64_t tiles = (g.shape.rows + kRows - 1) / kRows * ((g.shape.cols + kCols - 1) / kCols);
+  const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(std::min(g.shape.batch, kMost)));
   with_float(g.out_kind, [&](auto t) { gemm_blocks_kernel<decltype(t)><<<grid, kGemmThreads, 0, stream>>>(g); });
   return cudaGetLastError();
 }

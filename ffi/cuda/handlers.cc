@@ -1,4 +1,4 @@
-// The CUDA handlers: shapes from XLA's buffers, one launch on XLA's stream. They do not allocate,
+// The CUDA handlers: shapes from XLA's buffers, launches on XLA's stream. They do not allocate,
 // synchronise or read device memory, so XLA may record them in command buffers (CUDA graphs).
 #include <cuda_runtime_api.h>
 
@@ -56,6 +56,7 @@ struct Request {
 };
 
 ffi::Error run_quantize(cudaStream_t stream, const ffi::AnyBuffer& x, Request request) {
+  if (!known(request.attr)) return unsupported("quantize", request.attr);
   QuantizeArgs args;
   if (const std::string error = request.arguments(x, &args); !error.empty()) return invalid("quantize", error);
   cudaError_t status = cudaSuccess;

@@ -46,16 +46,11 @@ def check_parts(op: str, name: str, parts: tuple, fmt: Format) -> None:
         )
 
 
-def unit(fmt: Format) -> int:
-    """What shards of the last axis must be multiples of."""
-    return WINDOW if fmt.amax_scope == "window64" else BLOCK
-
-
 def _abstract(
     data: ShapedArray, scale: ShapedArray, amax: ShapedArray, *, format: Format, dtype: Any, rotate_back: bool
 ) -> list[ShapedArray]:
     check_parts("dequantize", "t", (data, scale, amax), format)
-    check_explicit("dequantize", data, data.ndim - 1, unit(format) // 2)
+    check_explicit("dequantize", data, data.ndim - 1, format.unit // 2)
     return [typed(data, (*data.shape[:-1], 2 * data.shape[-1]), dtype, spec_of(data))]
 
 
@@ -115,13 +110,13 @@ def _layout(
 ) -> tuple[list[Spec], list[Spec], Callable[[Body], Body]]:
     *head, col = specs[0]
     head = [divisible(mesh, e, n) for e, n in zip(head, shapes[0][:-1], strict=True)]
-    spec = [*head, divisible(mesh, col, shapes[0][-1], unit(format) // 2)]
+    spec = [*head, divisible(mesh, col, shapes[0][-1], format.unit // 2)]
     return [spec, spec, spec[: len(shapes[2])]], [spec], lambda local: local
 
 
 def _rule(mesh: Any, operands: Any, _results: Any, *, format: Format, dtype: Any, rotate_back: bool) -> Any:
     head = [f"b{i}" for i in range(operands[0].rank - 1)]
-    (full, half, blocks, windows), whole = block_factors(mesh, "c", 2 * operands[0].shape[-1] // unit(format))
+    (full, half, blocks, windows), whole = block_factors(mesh, "c", 2 * operands[0].shape[-1] // format.unit)
     amax = [*head, windows][: operands[2].rank]
     return sharding_rule([[*head, half], [*head, blocks], amax], [[*head, full]], whole)
 

@@ -27,7 +27,7 @@ from ._base import (
     spec_of,
     typed,
 )
-from .dequantize import batch_parts, check_parts, unit
+from .dequantize import batch_parts, check_parts
 
 OUT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 DENSE_DTYPES = (jnp.bfloat16, jnp.float16)
@@ -64,7 +64,7 @@ def _check_formats(a_format: Format | None, b_format: Format) -> None:
 
 def _unit(*formats: Format | None) -> int:
     """What shards of K must be multiples of."""
-    return max(unit(fmt) for fmt in formats if fmt is not None)
+    return max(fmt.unit for fmt in formats if fmt is not None)
 
 
 def _abstract(

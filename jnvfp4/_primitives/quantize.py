@@ -166,11 +166,6 @@ def batched_amax(size: int, amax: jax.Array, dim: int | None, full: tuple[int, .
     return jnp.broadcast_to(a.reshape(*a.shape, *(1,) * (len(full) - a.ndim)), full)
 
 
-def batched_stream(size: int, stream: jax.Array, dim: int | None) -> jax.Array:
-    """Every example has the indices of an array of its own: with one key for all, also the same bits."""
-    return batched(size, stream, dim)
-
-
 def _batch(args, dims, *, spec: QuantSpec, transpose: bool, has_amax: bool, implementation: str | None):
     ops, od = _split(args, spec, has_amax), _split(dims, spec, has_amax)
     size = next(v.shape[d] for v, d in zip(args, dims, strict=True) if d is not None)
@@ -179,8 +174,8 @@ def _batch(args, dims, *, spec: QuantSpec, transpose: bool, has_amax: bool, impl
     if has_amax:
         *lead, rows, cols = turn(x.shape, transpose)
         operands.append(batched_amax(size, ops.amax, od.amax, amax_shapes(lead, rows, cols, spec)[-1]))
-    if ops.stream is not None:
-        operands.append(batched_stream(size, ops.stream, od.stream))
+    if ops.stream is not None:  # every example counts from the start of an array of its own
+        operands.append(batched(size, ops.stream, od.stream))
     params = {"spec": spec, "transpose": transpose, "has_amax": has_amax, "implementation": implementation}
     out = quantize_p.bind(*operands, **params)
     return out, [0] * len(out)

@@ -18,7 +18,6 @@ from .quantize import (
     amax_shapes,
     batched,
     batched_amax,
-    batched_stream,
     check_operand,
     local_stream,
     no_stream,
@@ -94,7 +93,7 @@ def _batch(args, dims, *, specs: Specs, implementation: str | None):
         amax, stream = ops.amax[i], ops.stream[i]
         full = amax_shapes(lead, rows, cols, spec)[-1]
         amaxes.append(None if amax is None else batched_amax(size, amax, od.amax[i], full))
-        streams.append(None if stream is None else batched_stream(size, stream, od.stream[i]))
+        streams.append(None if stream is None else batched(size, stream, od.stream[i]))
     moved = _flat(Operands(x, tuple(amaxes), tuple(streams)))
     out = quantize_pair_p.bind(*moved, specs=specs, implementation=implementation)
     return out, [0] * len(out)
