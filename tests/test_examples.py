@@ -76,6 +76,7 @@ def check_training(folder: pathlib.Path, names: list[str], steps: int, falls_by:
     return metrics
 
 
+@pytest.mark.long
 def test_train_lm_compares_recipes(tmp_path):
     needs_plots()
     arguments = ("--steps", "12", "--recipe", "pretrain,weight_only", "--out", "curves")
@@ -85,6 +86,7 @@ def test_train_lm_compares_recipes(tmp_path):
     assert [name for name, _ in table] == ["bf16", "pretrain", "weight_only"]
 
 
+@pytest.mark.long
 def test_train_lm_trains_with_another_backward_pass(tmp_path):
     needs_plots()
     arguments = ("--steps", "4", "--recipe", "window64", "--backward", "dequantized", "--out", "curves")

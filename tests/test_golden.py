@@ -225,7 +225,9 @@ def test_reference_quantize(backend, kind, dtype):
         assert kind == "1d_rht"  # all bfloat16
 
 
-@every_4over6_kind
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] if "_448_" in kind else []) for kind in FOUR_OVER_SIX]
+)
 def test_reference_quantize_4over6(kind):
     """All inputs in float32, where the dtypes are the same values."""
     found = goldens(kind)

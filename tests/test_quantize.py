@@ -59,7 +59,13 @@ FOUR_OVER_SIX = [spec for spec in SUPPORTED_SPECS if spec.select != "max6"]
 
 
 def specs(found):
-    return pytest.mark.parametrize("spec", found, ids=name_of)
+    """4over6 with e4m3_max=448 has the kernels of 256, so it is long but for the families."""
+
+    def marks(spec):
+        repeats = spec.select != "max6" and spec.format.e4m3_max == 448 and spec not in FAMILIES
+        return [pytest.mark.long] if repeats else []
+
+    return pytest.mark.parametrize("spec", [pytest.param(s, id=name_of(s), marks=marks(s)) for s in found])
 
 
 every_spec, every_family = specs(SUPPORTED_SPECS), specs(FAMILIES)
