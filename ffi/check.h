@@ -83,10 +83,15 @@ std::string shape_of(const B& buffer) {
   return s + ")";
 }
 
+template <class B>
+int64_t count_of(const B& buffer) {
+  return static_cast<int64_t>(buffer.element_count());
+}
+
 // An error text if `buffer` does not hold `count` elements, or empty.
 template <class B>
 std::string check_count(std::string_view name, const B& buffer, int64_t count) {
-  if (static_cast<int64_t>(buffer.element_count()) == count) return {};
+  if (count_of(buffer) == count) return {};
   return std::string(name) + " must hold " + std::to_string(count) + " elements, got " + shape_of(buffer);
 }
 

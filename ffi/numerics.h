@@ -237,12 +237,6 @@ JNVFP4_HD uint32_t e2m1_magnitude_stochastic(uint32_t magnitude_bits, uint32_t r
 }
 
 // ---------------------------------------------------------------- random bits
-// Where the random numbers of a block come from: the key, and which block of the whole array it is.
-struct Stream {
-  uint32_t key[2];
-  uint64_t first_block;  // of the matrix at hand
-};
-
 // Philox4x32-10 (Salmon et al., SC 2011) at counter (block low, block high, orientation, 0). Element i of the
 // block takes byte i % 4 of word i / 4.
 JNVFP4_HD void random_bits(const uint32_t (&key)[2], uint64_t block, bool transposed, uint32_t (&word)[4]) {

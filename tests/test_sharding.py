@@ -319,7 +319,7 @@ def test_stochastic_rounding_in_any_layout(devices, axes, spec):
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_stochastic_rounding_on_any_number_of_devices(devices, count):
     if count > len(devices):
-        pytest.skip(f"{len(devices)} devices")
+        pytest.skip(f"needs {count} devices, found {len(devices)}")
     for name in ("columns", "rows_columns"):
         if count > 1 or name == "columns":
             check_streams(devices[:count], *STREAMS[name])

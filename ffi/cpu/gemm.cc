@@ -404,7 +404,6 @@ ffi::Error matmul_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> a, ffi::AnyBuf
   const GemmShape& n = g.shape;
   if (error.empty()) error = gemm_amax(a_amax, matrices(a), n.batch, n.rows, n.depth, &g.a_map);
   if (error.empty()) error = gemm_amax(b_amax, matrices(b), n.batch, n.cols, n.depth, &g.b_map);
-  if (error.empty() && g.windowed() && n.depth % kWindow) error = "K must be a multiple of 64 for window64";
   if (!error.empty()) return invalid("matmul_nt", error);
   return run(pool, g);
 }

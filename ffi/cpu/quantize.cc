@@ -351,11 +351,6 @@ ffi::Error run(ffi::ThreadPool& pool, std::string_view op, const ffi::AnyBuffer&
   return ffi::Error::Success();
 }
 
-template <class B>
-int64_t count_of(const B& buffer) {
-  return static_cast<int64_t>(buffer.element_count());
-}
-
 ffi::Error quantize_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> amax,
                          ffi::Buffer<ffi::U32> stream, ffi::Result<ffi::AnyBuffer> data,
                          ffi::Result<ffi::AnyBuffer> scale, bool transpose, SpecAttr spec, int32_t row_blocks) {

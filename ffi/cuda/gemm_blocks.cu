@@ -20,7 +20,7 @@ struct Operand {
   const uint8_t* scale;
   const float* amax;
   AmaxMap map;
-  int64_t rows, depth;  // of all matrices
+  int64_t depth;
 };
 
 template <int kCount>
@@ -151,8 +151,8 @@ __global__ void __launch_bounds__(kGemmThreads, 3) gemm_blocks_kernel(BlockGemmA
   __shared__ Slab<kCols> b;
   const Warp w;
   const GemmShape& s = g.shape;
-  const Operand left{g.a, g.a_scale, g.a_amax, g.a_map, s.batch * s.rows, s.depth};
-  const Operand right{g.b, g.b_scale, g.b_amax, g.b_map, s.batch * s.cols, s.depth};
+  const Operand left{g.a, g.a_scale, g.a_amax, g.a_map, s.depth};
+  const Operand right{g.b, g.b_scale, g.b_amax, g.b_map, s.depth};
   const float divisor = 36.0f * g.a_max * g.b_max, reciprocal = div_rn(1.0f, divisor);
   const auto col_tiles = static_cast<unsigned>((s.cols + kCols - 1) / kCols);
   const int64_t row0 = static_cast<int64_t>(blockIdx.x / col_tiles) * kRows;

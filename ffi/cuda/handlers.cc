@@ -22,11 +22,6 @@ bool amax_stride(const ffi::Buffer<ffi::F32>& amax, int64_t batch, int64_t rows,
   return per != 0;
 }
 
-template <class B>
-int64_t count_of(const B& buffer) {
-  return static_cast<int64_t>(buffer.element_count());
-}
-
 // One orientation of a request to quantize. `found` is where the amax of rows or windows goes when none is given.
 struct Request {
   const float* amax;
@@ -205,7 +200,6 @@ ffi::Error matmul_impl(cudaStream_t stream, ffi::Buffer<ffi::U8> a, ffi::AnyBuff
   if (error.empty()) error = check_count("b scale", b_scale, count_of(b) / 8);
   if (error.empty()) error = gemm_amax(a_amax, matrices(a), n.batch, n.rows, n.depth, &g.a_map);
   if (error.empty()) error = gemm_amax(b_amax, matrices(b), n.batch, n.cols, n.depth, &g.b_map);
-  if (error.empty() && n.depth % kWindow) error = "K must be a multiple of 64 for window64";
   if (error.empty()) error = check_count("out", *out, n.batch * n.rows * n.cols);
   if (error.empty() && bias.element_count()) error = check_count("bias", bias, n.cols);
   if (error.empty() && !(a_windows || b_windows)) error = "this kernel is for window64";
