@@ -11,6 +11,7 @@
 #if defined(__CUDACC__)
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #define JNVFP4_HD __host__ __device__ __forceinline__
 #define JNVFP4_UNROLL _Pragma("unroll")  // keeps arrays in registers
 #else
@@ -73,6 +74,14 @@ JNVFP4_HD float div_rn(float a, float b) {
   return __fdiv_rn(a, b);
 #else
   return a / b;
+#endif
+}
+
+JNVFP4_HD float reciprocal_rn(float a) {
+#if defined(__CUDA_ARCH__)
+  return __frcp_rn(a);
+#else
+  return 1.0f / a;
 #endif
 }
 
@@ -159,6 +168,9 @@ JNVFP4_HD uint16_t f16_encode(float v) {
 // ---------------------------------------------------------------- E4M3 (block scales; never negative)
 // Clamps to 448, then rounds to nearest even. NaN gives 0x7f.
 JNVFP4_HD uint8_t e4m3_encode(float v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  return __nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3);
+#else
   const uint32_t b = bits_of(v);
   const uint32_t a = b > 0x43e00000u ? 0x43e00000u : b;  // 448
   const uint32_t normal = ((a + 0x7ffffu + ((a >> 20) & 1u)) >> 20) - (120u << 3);
@@ -166,13 +178,18 @@ JNVFP4_HD uint8_t e4m3_encode(float v) {
   const uint32_t subnormal = bits_of(add_rn(float_of(a), 16384.0f)) - bits_of(16384.0f);
   const uint32_t code = a < 0x3c800000u ? subnormal : normal;
   return static_cast<uint8_t>(b > kInf ? kScaleNan : code);
+#endif
 }
 
 JNVFP4_HD float e4m3_decode(uint8_t s) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  return __half2float(__nv_cvt_fp8_to_halfraw(s, __NV_E4M3));
+#else
   const uint32_t k = s & 0x7fu;
   const float subnormal = mul_rn(static_cast<float>(static_cast<int32_t>(k)), 0.001953125f);  // 2^-9, exact
   const uint32_t magnitude = k == 0x7fu ? kNan : k < 8u ? bits_of(subnormal) : (k << 20) + (120u << 23);
   return float_of(magnitude | (uint32_t{s} & 0x80u) << 24);
+#endif
 }
 
 // ---------------------------------------------------------------- E2M1 (values)
@@ -202,9 +219,13 @@ JNVFP4_HD uint32_t e2m1_encode(float v) {
 }
 
 JNVFP4_HD float e2m1_decode(uint32_t code) {
+#if defined(__CUDA_ARCH__)  // the bits of a float32 2^126 times smaller; a CPU may be set to flush subnormals
+  return mul_rn(float_of((code & 7u) << 22 | (code & 8u) << 28), 0x1p126f);
+#else
   const uint32_t k = code & 7u;
   const uint32_t magnitude = k == 0 ? 0u : k == 1 ? 0x3f000000u : 0x3f800000u + ((k - 2u) << 22);
   return float_of(magnitude | (code & 8u) << 28);
+#endif
 }
 
 // The value that e2m1_encode(v) decodes to, without the code: adding 1.5 * 2^22 times the binade of v (1 below 1)
@@ -238,27 +259,33 @@ JNVFP4_HD uint32_t e2m1_magnitude_stochastic(uint32_t magnitude_bits, uint32_t r
 
 // ---------------------------------------------------------------- random bits
 // Philox4x32-10 (Salmon et al., SC 2011) at counter (block low, block high, orientation, 0). Element i of the
-// block takes byte i % 4 of word i / 4.
-JNVFP4_HD void random_bits(const uint32_t (&key)[2], uint64_t block, bool transposed, uint32_t (&word)[4]) {
+// block takes byte i % 4 of word i / 4. `round_key(r, w)` is word w of the key of round r.
+inline constexpr int kPhiloxRounds = 10;
+JNVFP4_HD uint32_t philox_round_key(const uint32_t (&key)[2], uint32_t round, int w) {
+  return w ? key[1] + round * 0xbb67ae85u : key[0] + round * 0x9e3779b9u;
+}
+template <class RoundKey>
+JNVFP4_HD void philox(uint64_t block, bool transposed, const RoundKey& round_key, uint32_t (&word)[4]) {
   uint32_t c0 = static_cast<uint32_t>(block), c1 = static_cast<uint32_t>(block >> 32), c2 = transposed, c3 = 0;
-  uint32_t k0 = key[0], k1 = key[1];
   JNVFP4_UNROLL
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < kPhiloxRounds; ++round) {
     const uint64_t p0 = uint64_t{0xd2511f53u} * c0, p1 = uint64_t{0xcd9e8d57u} * c2;
-    c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
-    c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
+    c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ round_key(round, 0);
+    c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ round_key(round, 1);
     c1 = static_cast<uint32_t>(p1), c3 = static_cast<uint32_t>(p0);
-    k0 += 0x9e3779b9u, k1 += 0xbb67ae85u;
   }
   word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
+}
+JNVFP4_HD void random_bits(const uint32_t (&key)[2], uint64_t block, bool transposed, uint32_t (&word)[4]) {
+  philox(block, transposed, [&](int round, int w) { return philox_round_key(key, round, w); }, word);
 }
 
 // ---------------------------------------------------------------- random Hadamard transform
 inline constexpr uint32_t kRhtSigns = 0xd7e8u;  // bit i: element i is negated
 
-JNVFP4_HD float flip_sign(float v, int i) { return float_of(bits_of(v) ^ (kRhtSigns >> i & 1u) << 31); }
+JNVFP4_HD float flip_sign(float v, int i) { return kRhtSigns >> i & 1u ? -v : v; }
 
-// Four stages of (a + b, a - b) with strides 1, 2, 4, 8, then a quarter: orthogonal, its own inverse.
+// Four stages of (a + b, a - b) with strides 1, 2, 4, 8. A quarter of it is orthogonal, its own inverse.
 JNVFP4_HD void hadamard16(float* v) {
   JNVFP4_UNROLL
   for (int stride = 1; stride < kBlock; stride *= 2) JNVFP4_UNROLL
@@ -268,24 +295,31 @@ JNVFP4_HD void hadamard16(float* v) {
       v[i] = add_rn(a, b);
       v[i + stride] = add_rn(a, -b);
     }
-  JNVFP4_UNROLL
-  for (int i = 0; i < kBlock; ++i) v[i] = mul_rn(v[i], 0.25f);
 }
 
-// bfloat16 in, bfloat16 out. Adding +0.0 makes a zero positive.
-JNVFP4_HD void rht16(float* v) {
+// Of bfloat16 numbers, before the rounding of the results to bfloat16. A quarter is exact: sums of bfloat16 numbers are
+// multiples of 2^-133. Adding +0.0 makes a zero positive.
+JNVFP4_HD void rht16_sums(float* v) {
   JNVFP4_UNROLL
-  for (int i = 0; i < kBlock; ++i) v[i] = flip_sign(bf16_round(v[i]), i);
+  for (int i = 0; i < kBlock; ++i) v[i] = flip_sign(v[i], i);
   hadamard16(v);
   JNVFP4_UNROLL
-  for (int i = 0; i < kBlock; ++i) v[i] = bf16_round(add_rn(v[i], 0.0f));
+  for (int i = 0; i < kBlock; ++i) v[i] = mul_exact_add(v[i], 0.25f, 0.0f);
+}
+
+JNVFP4_HD void rht16(float* v) {
+  JNVFP4_UNROLL
+  for (int i = 0; i < kBlock; ++i) v[i] = bf16_round(v[i]);
+  rht16_sums(v);
+  JNVFP4_UNROLL
+  for (int i = 0; i < kBlock; ++i) v[i] = bf16_round(v[i]);
 }
 
 // Of dequantized values, in float32.
 JNVFP4_HD void rht16_inverse(float* v) {
   hadamard16(v);
   JNVFP4_UNROLL
-  for (int i = 0; i < kBlock; ++i) v[i] = flip_sign(v[i], i);
+  for (int i = 0; i < kBlock; ++i) v[i] = flip_sign(mul_rn(v[i], 0.25f), i);
 }
 
 // ---------------------------------------------------------------- scales
@@ -315,7 +349,7 @@ JNVFP4_HD float encode_scale(float amax, float e4m3_max) {
 JNVFP4_HD GlobalScale global_scale(float amax, float e4m3_max) {
   const float s_enc = encode_scale(amax, e4m3_max);
   return {s_enc,
-          div_rn(1.0f, s_enc),
+          reciprocal_rn(s_enc),
           mul_rn(s_enc, float_of(0x3e2aaaabu)),  // fl(1/6)
           float_of(bits_of(amax) & kMagnitude),
           6.0f * e4m3_max,
@@ -329,7 +363,7 @@ JNVFP4_HD uint8_t block_scale(uint32_t block_amax_bits, GlobalScale g) {
 
 // What a block's elements are multiplied by before E2M1.
 JNVFP4_HD float block_encode_scale(uint8_t scale, GlobalScale g) {
-  return clamp_max(div_rn(1.0f, mul_rn(e4m3_decode(scale), g.decode)));
+  return clamp_max(reciprocal_rn(mul_rn(e4m3_decode(scale), g.decode)));
 }
 
 // A running maximum of magnitudes is an integer maximum over sign-cleared bits: exact, order free,
@@ -342,8 +376,8 @@ struct Candidates {
   uint8_t six, four;
 };
 
-JNVFP4_HD Candidates candidate_scales(uint32_t block_amax_bits, GlobalScale g) {
-  const float base = mul_rn(div_constant(float_of(block_amax_bits), 6.0f, 1.0f / 6.0f), g.encode);
+JNVFP4_HD Candidates candidate_scales(uint32_t block_amax_bits, float encode_scale) {
+  const float base = mul_rn(div_constant(float_of(block_amax_bits), 6.0f, 1.0f / 6.0f), encode_scale);
   return {e4m3_encode(base), e4m3_encode(mul_rn(base, 1.5f))};
 }
 
@@ -353,38 +387,55 @@ JNVFP4_HD float add_error(float sum, float difference, bool squared) {
 }
 
 // The strict error of a candidate whose elements round to q compares x with fl(fl(fl(q * s) * amax) / max6).
+JNVFP4_HD float strict_value(float q, float scale, const GlobalScale& g) {
+  return div_rn(mul_rn(mul_rn(q, scale), g.amax), g.max6);
+}
+
 JNVFP4_HD float row_error_divided(const float* x, const float* q, float scale, GlobalScale g, bool squared) {
   float sum = 0.0f;
   JNVFP4_UNROLL
-  for (int i = 0; i < kBlock; ++i) {
-    const float y = div_rn(mul_rn(mul_rn(q[i], scale), g.amax), g.max6);
-    sum = add_error(sum, add_rn(y, -x[i]), squared);
-  }
+  for (int i = 0; i < kBlock; ++i) sum = add_error(sum, add_rn(strict_value(q[i], scale, g), -x[i]), squared);
   return sum;
 }
 
 // The same without a division for each element. q * s is exact and powers of two commute with rounding, so that value
 // is a power of two times the value for q = 1 or q = 1.5, where nothing under- or overflows.
+// The value for q, less x.
+JNVFP4_HD float strict_difference(float q, float x, float one, float one_and_half) {
+  const uint32_t b = bits_of(q);
+  return mul_exact_add(float_of(b & 0xff800000u), b & 0x00400000u ? one_and_half : one, -x);
+}
+
+struct StrictValues {
+  float one, one_and_half;
+  bool apply;
+
+  JNVFP4_HD StrictValues(float scale, const GlobalScale& g) {
+    const float product = mul_rn(scale, g.amax);
+    one = g.over_max6(product), one_and_half = g.over_max6(mul_rn(mul_rn(scale, 1.5f), g.amax));
+    apply = product >= 7.7e-34f && product <= 1.3e36f;  // about 2^-110 and 2^120
+  }
+  JNVFP4_HD float difference(float q, float x) const { return strict_difference(q, x, one, one_and_half); }
+};
+
 JNVFP4_HD float row_error_strict(const float* x, const float* q, float scale, GlobalScale g, bool squared) {
-  const float product = mul_rn(scale, g.amax);
-  if (!(product >= 7.7e-34f && product <= 1.3e36f))  // about 2^-110 and 2^120
-    return row_error_divided(x, q, scale, g, squared);
-  const float one = g.over_max6(product), one_and_half = g.over_max6(mul_rn(mul_rn(scale, 1.5f), g.amax));
+  const StrictValues values(scale, g);
+  if (!values.apply) return row_error_divided(x, q, scale, g, squared);
   float sum = 0.0f;
   JNVFP4_UNROLL
-  for (int i = 0; i < kBlock; ++i) {
-    const uint32_t b = bits_of(q[i]);
-    const float power = float_of(b & 0xff800000u), value = b & 0x00400000u ? one_and_half : one;
-    sum = add_error(sum, mul_exact_add(power, value, -x[i]), squared);
-  }
+  for (int i = 0; i < kBlock; ++i) sum = add_error(sum, values.difference(q[i], x[i]), squared);
   return sum;
 }
 
 // The fast error compares q * s, which fp16 holds exactly, with x * S_enc.
+JNVFP4_HD float scaled_difference(float q, float x, float scale, float encode) {
+  return mul_exact_add(q, scale, -mul_rn(x, encode));
+}
+
 JNVFP4_HD float row_error_scaled(const float* x, const float* q, float scale, GlobalScale g, bool squared) {
   float sum = 0.0f;
   JNVFP4_UNROLL
-  for (int i = 0; i < kBlock; ++i) sum = add_error(sum, mul_exact_add(q[i], scale, -mul_rn(x[i], g.encode)), squared);
+  for (int i = 0; i < kBlock; ++i) sum = add_error(sum, scaled_difference(q[i], x[i], scale, g.encode), squared);
   return sum;
 }
 

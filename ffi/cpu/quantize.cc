@@ -129,7 +129,7 @@ JNVFP4_HD void encode_tile_four_over_six(const Group& g, const Tile& t, const ui
   float error[2][kBlock];
   Candidates scales[kBlock];
   for (int r = 0; r < g.count; ++r) {
-    scales[r] = candidate_scales(amax[r], global[r]);
+    scales[r] = candidate_scales(amax[r], global[r].encode);
     for (int c = 0; c < 2; ++c) {
       error[c][r] = 0.0f;
       if (scales[r].six == scales[r].four) continue;  // one scale, one error: a tie

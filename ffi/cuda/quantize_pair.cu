@@ -1,21 +1,40 @@
-// quantize_pair on CUDA: each 64x64 tile of x is read once and quantized along both axes.
+// quantize_pair on CUDA: each tile of x is read once and quantized along both axes.
 #include "tile.cuh"
 
 namespace jnvfp4 {
 namespace {
 
 template <class P, class T>
-__global__ void __launch_bounds__(kThreads) quantize_pair_kernel(PairArgs a) {
-  __shared__ Tile<T> tile;
-  __shared__ Exchange exchange;
-  const auto* x = static_cast<const typename T::Stored*>(a.row.x);
-  const int64_t rows = a.row.shape.rows, cols = a.row.shape.cols;
-  for_each_tile(a.row.shape.batch, rows, [&](const TilePlace& place) {
-    tile.load(x + place.matrix * rows * cols, rows, cols, place.row, place.col);
-    __syncthreads();
-    quantize_tile<typename P::Row, T, false>(tile, a.row, place, exchange);
-    quantize_tile<typename P::Col, T, true>(tile, a.col, place, exchange);
-    __syncthreads();  // before the next tile overwrites this one
+struct PairShared {
+  Stages<T> stages;
+  SharedScales<typename P::Row> row_scales;
+  SharedScales<typename P::Col> col_scales;
+  Held held;
+};
+
+template <class P, class T>
+class PairPass {
+ public:
+  __device__ __forceinline__ PairPass(const PairArgs& a, PairShared<P, T>& shared, const TilePlace& first)
+      : rows_(a.row, shared.row_scales, first), columns_(a.col, shared.col_scales, shared.held, first) {}
+  __device__ __forceinline__ void operator()(const Tile<T>& tile) {
+    rows_(tile);
+    columns_(tile);
+  }
+  __device__ __forceinline__ void finish(int tiles) { columns_.finish(tiles); }
+
+ private:
+  RowsPass<typename P::Row, T> rows_;
+  ColumnsPass<typename P::Col, T> columns_;
+};
+
+template <class P, class T>
+__global__ void __launch_bounds__(kThreads, kTileBlocks<typename P::Col>) quantize_pair_kernel(PairArgs a, int tiles) {
+  auto& shared = shared_memory<PairShared<P, T>>();
+  for_each_tile(shared.stages, a.row.x, Source(a.row.shape), tiles, [&](const TilePlace& first) {
+    fill_scales(shared.row_scales, a.row, first.matrix);
+    fill_scales(shared.col_scales, a.col, first.matrix);
+    return PairPass<P, T>(a, shared, first);
   });
 }
 
@@ -23,13 +42,16 @@ __global__ void __launch_bounds__(kThreads) quantize_pair_kernel(PairArgs a) {
 
 cudaError_t launch_quantize_pair(const PairArgs& args, const KernelSpec& row, const KernelSpec& col,
                                  cudaStream_t stream) {
-  const QuantShape& s = args.row.shape;
-  const dim3 grid = tile_grid(s.batch, s.rows, s.cols);
-  const bool listed = dispatch(row, col, FusedPairs{}, [&](auto p) {
-    with_float(args.row.kind,
-               [&](auto t) { quantize_pair_kernel<decltype(p), decltype(t)><<<grid, kThreads, 0, stream>>>(args); });
+  cudaError_t status = cudaErrorInvalidValue;
+  dispatch(row, col, FusedPairs{}, [&](auto p) {
+    with_float(args.row.kind, [&](auto t) {
+      using P = decltype(p);
+      using T = decltype(t);
+      const Runs runs(Source(args.row.shape), kTileBlocks<typename P::Col>);
+      status = launch_tiles<PairShared<P, T>>(quantize_pair_kernel<P, T>, runs, stream, args);
+    });
   });
-  return listed ? cudaGetLastError() : cudaErrorInvalidValue;
+  return status;
 }
 
 }  // namespace jnvfp4

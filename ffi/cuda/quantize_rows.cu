@@ -4,112 +4,164 @@
 namespace jnvfp4 {
 namespace {
 
-template <class S, class T>
-__device__ __forceinline__ void load_block(const typename T::Stored* x, int64_t block, Values& v) {
-  Block<T> raw;
-  raw.load(x + block * kBlock);
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) v[i] = raw.value(i);
-  if constexpr (S::spec.rht) rht16(v);
-}
-
+// Thread blocks a multiprocessor holds, which bounds registers.
 template <class S>
-__device__ __forceinline__ Encoded encode(const Values& v, uint32_t m, const GlobalScale& g, const QuantizeArgs& a,
+constexpr int kRowBlocks = kChooses<S> ? 3 : 4;
+
+// The random bits of a block, by its place in the local array.
+template <class S>
+__device__ __forceinline__ void random_of(const SharedScales<S>& scales, const QuantizeArgs& a, int64_t block,
+                                          uint32_t (&bits)[4]) {
+  const int64_t blocks = a.shape.cols / kBlock, row = quotient(block, blocks);
+  scales.random(block + row * (a.stream.row_blocks - blocks), false, bits);
+}
+template <class S>
+__device__ __forceinline__ void random_of(const OwnScales<S>&, const QuantizeArgs& a, int64_t block,
+                                          uint32_t (&bits)[4]) {
+  const int64_t blocks = a.shape.cols / kBlock, line = quotient(block, blocks), col = block - line * blocks;
+  const int64_t matrix = quotient(line, a.shape.rows), row = line - matrix * a.shape.rows;
+  const uint4 words = __ldg(reinterpret_cast<const uint4*>(a.stream.words) + matrix);
+  const uint32_t key[2] = {words.x, words.y};
+  random_bits(key, (words.z | uint64_t{words.w} << 32) + row * a.stream.row_blocks + col, false, bits);
+}
+
+template <class S, class T, class Scales>
+__device__ __forceinline__ Encoded encode(const Block<T>& raw, const Scales& scales, const QuantizeArgs& a,
                                           int64_t block) {
-  if constexpr (kChooses<S>) {
-    return try_both<S>(v, m, g).better(v, g);
-  } else {
-    int64_t matrix = 0, row = 0, col = 0;
-    if constexpr (S::spec.rounding == Rounding::kStochastic) {
-      const int64_t blocks = a.shape.cols / kBlock;
-      row = quotient(block, blocks), col = block - row * blocks;
-      if (a.shape.batch > 1) matrix = quotient(row, a.shape.rows), row -= matrix * a.shape.rows;
-    }
-    return encode_plain<S>(v, m, g, a, matrix, row, col);
+  const auto source = source_of<S>(raw);
+  const uint32_t m = source.amax();
+  Values v;
+  source.values(v);
+  const auto* x = static_cast<const typename T::Stored*>(a.x) + block * kBlock;
+  return encode_block<S>(
+      v, m, scales, [&](int i) { return T::load(x[i]); },
+      [&](uint32_t (&bits)[4]) { random_of(scales, a, block, bits); });
+}
+
+// Calls f(block, elements) for the blocks of this thread, the next one's elements on their way.
+template <class T, class F>
+__device__ __forceinline__ void for_each_block(const void* x, int64_t blocks, const F& f) {
+  const auto* p = static_cast<const typename T::Stored*>(x);
+  int64_t b = thread_index();
+  Block<T> next;
+  if (b < blocks) next.load(p + b * kBlock);
+  while (b < blocks) {
+    const Block<T> own = next;
+    const int64_t block = b;
+    b += thread_count();
+    if (b < blocks) next.load(p + b * kBlock);
+    f(block, own);
   }
 }
 
-// One amax for all blocks, or one per `blocks_per_amax`; of each window, given or found.
-template <class S, class T, bool kOneAmax>
-__global__ void __launch_bounds__(kThreads)
-    quantize_rows_kernel(QuantizeArgs a, int64_t blocks, int64_t blocks_per_amax) {
-  const auto* x = static_cast<const typename T::Stored*>(a.x);
-  GlobalScale g{};
-  if constexpr (kOneAmax) g = global_scale(a.amax[0], a.e4m3_max);
-  for (int64_t b = thread_index(); b < blocks; b += thread_count()) {
-    Values v;
-    load_block<S, T>(x, b, v);
-    const uint32_t m = block_amax(v);
-    if constexpr (kWindows<S>) {  // blocks are a multiple of 4, so the four lanes of a window are all here
-      const int64_t window = b / (kWindow / kBlock);
-      float amax;
-      if (a.amax) {
-        amax = a.amax[window];
-      } else {
-        amax = float_of(canonical_nan(window_max(m)));
-        if (b % (kWindow / kBlock) == 0) a.found[window] = amax;
-      }
-      g = global_scale(amax, a.e4m3_max);
-    } else if constexpr (!kOneAmax) {
-      g = global_scale(a.amax[quotient(b, blocks_per_amax)], a.e4m3_max);
+// One amax for all blocks, and one key.
+template <class S, class T>
+__global__ void __launch_bounds__(kThreads, kRowBlocks<S>) quantize_rows_kernel(QuantizeArgs a, int64_t blocks) {
+  __shared__ SharedScales<S> scales;
+  scales.fill(a.amax[0], a.e4m3_max);
+  if constexpr (kStochastic<S>) scales.fill_keys(a.stream, 0);
+  __syncthreads();
+  for_each_block<T>(a.x, blocks,
+                    [&](int64_t b, const Block<T>& x) { encode<S>(x, scales, a, b).store(a, b); });
+}
+
+// One amax for `blocks_per_amax` blocks.
+template <class S, class T>
+__global__ void __launch_bounds__(kThreads, kRowBlocks<S>)
+    quantize_groups_kernel(QuantizeArgs a, int64_t blocks, int64_t blocks_per_amax) {
+  for_each_block<T>(a.x, blocks, [&](int64_t b, const Block<T>& x) {
+    encode<S>(x, OwnScales<S>(a.amax[quotient(b, blocks_per_amax)], a.e4m3_max), a, b).store(a, b);
+  });
+}
+
+// One amax for each window, given or found. Blocks are a multiple of 4, so the four lanes of a window are all here.
+template <class S, class T>
+__global__ void __launch_bounds__(kThreads, kRowBlocks<S>) quantize_windows_kernel(QuantizeArgs a, int64_t blocks) {
+  for_each_block<T>(a.x, blocks, [&](int64_t b, const Block<T>& x) {
+    const int64_t window = b / (kWindow / kBlock);
+    float amax;
+    if (a.amax) {
+      amax = a.amax[window];
+    } else {
+      amax = float_of(canonical_nan(window_max(x.amax())));
+      if (b % (kWindow / kBlock) == 0) a.found[window] = amax;
     }
-    encode<S>(v, m, g, a, b).store(a, b);
-  }
+    encode<S>(x, OwnScales<S>(amax, a.e4m3_max), a, b).store(a, b);
+  });
 }
 
 // The maximum over a thread block, in every thread.
 __device__ __forceinline__ uint32_t block_wide_max(uint32_t m) {
-  __shared__ uint32_t partial[kThreads / 32];
+  __shared__ uint32_t partial[32];
   m = __reduce_max_sync(0xffffffffu, m);
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = m;
   __syncthreads();
-  m = partial[0];
-#pragma unroll
-  for (int i = 1; i < kThreads / 32; ++i) m = amax_bits(m, partial[i]);
+  m = threadIdx.x % 32 < blockDim.x / 32 ? partial[threadIdx.x % 32] : 0;
+  m = __reduce_max_sync(0xffffffffu, m);
   __syncthreads();  // `partial` is free for the next row
   return m;
 }
 
-// One thread block per row: its amax, then its blocks (the second read comes from cache).
+constexpr int kHeld = 2;  // blocks of a row that a thread keeps in registers
+
+// One thread block per row: its amax, then its blocks. What registers cannot hold is read again, from cache.
 template <class S, class T>
-__global__ void __launch_bounds__(kThreads) quantize_find_amax_kernel(QuantizeArgs a) {
+__global__ void __launch_bounds__(1024) quantize_find_amax_kernel(QuantizeArgs a) {
   const auto* x = static_cast<const typename T::Stored*>(a.x);
-  const int64_t blocks = a.shape.cols / kBlock;
+  const int blocks = static_cast<int>(a.shape.cols / kBlock), threads = blockDim.x;
   for (int64_t row = blockIdx.x; row < all_rows(a.shape); row += gridDim.x) {
-    Values v;
+    const int64_t first = row * blocks;
+    Block<T> held[kHeld];
     uint32_t m = 0;
-    for (int64_t b = threadIdx.x; b < blocks; b += kThreads) {
-      load_block<S, T>(x, row * blocks + b, v);
-      m = amax_bits(m, block_amax(v));
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const int b = threadIdx.x + j * threads;
+      if (b < blocks) held[j].load(x + (first + b) * kBlock);
+    }
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j)
+      if (threadIdx.x + j * threads < blocks) m = amax_bits(m, held[j].amax());
+    for (int b = threadIdx.x + kHeld * threads; b < blocks; b += threads) {
+      Block<T> again;
+      again.load(x + (first + b) * kBlock);
+      m = amax_bits(m, again.amax());
     }
     const float amax = float_of(canonical_nan(block_wide_max(m)));
     if (threadIdx.x == 0) a.found[row] = amax;
-    const GlobalScale g = global_scale(amax, a.e4m3_max);
-    for (int64_t b = threadIdx.x; b < blocks; b += kThreads) {
-      load_block<S, T>(x, row * blocks + b, v);
-      encode<S>(v, block_amax(v), g, a, row * blocks + b).store(a, row * blocks + b);
+    const OwnScales<S> scales(amax, a.e4m3_max);
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const int b = threadIdx.x + j * threads;
+      if (b < blocks) encode<S>(held[j], scales, a, first + b).store(a, first + b);
+    }
+    for (int b = threadIdx.x + kHeld * threads; b < blocks; b += threads) {
+      Block<T> again;
+      again.load(x + (first + b) * kBlock);
+      encode<S>(again, scales, a, first + b).store(a, first + b);
     }
   }
 }
 
 template <class S, class T>
 cudaError_t launch(const QuantizeArgs& a, cudaStream_t stream) {
-  const int64_t row_blocks = a.shape.cols / kBlock, blocks = all_rows(a.shape) * row_blocks;
-  const unsigned grid = grid_for(blocks, kThreads);
-  if constexpr (S::spec.amax_scope == AmaxScope::kWindow64) {
-    quantize_rows_kernel<S, T, false><<<grid, kThreads, 0, stream>>>(a, blocks, 0);
+  const int64_t row_blocks = a.shape.cols / kBlock, rows = all_rows(a.shape), blocks = rows * row_blocks;
+  const unsigned grid = resident_grid(blocks, kThreads, kRowBlocks<S>);
+  if constexpr (kWindows<S>) {
+    quantize_windows_kernel<S, T><<<grid, kThreads, 0, stream>>>(a, blocks);
   } else {
     const int64_t per_amax = a.shape.rows_per_amax;
-    if constexpr (S::spec.amax_scope == AmaxScope::kRow) {
-      if (!a.amax) {
-        quantize_find_amax_kernel<S, T><<<grid_for(all_rows(a.shape), 1), kThreads, 0, stream>>>(a);
+    if constexpr (kOneAmax<S>) {
+      if (per_amax == rows && !(kStochastic<S> && a.shape.batch > 1)) {
+        quantize_rows_kernel<S, T><<<grid, kThreads, 0, stream>>>(a, blocks);
         return cudaGetLastError();
       }
-    } else if (per_amax == all_rows(a.shape)) {
-      quantize_rows_kernel<S, T, true><<<grid, kThreads, 0, stream>>>(a, blocks, 0);
+    } else if (!a.amax) {
+      const int64_t threads = std::clamp<int64_t>((row_blocks + 32 * kHeld - 1) / (32 * kHeld) * 32, 32, 1024);
+      quantize_find_amax_kernel<S, T>
+          <<<static_cast<unsigned>(std::min<int64_t>(rows, 1 << 20)), static_cast<unsigned>(threads), 0, stream>>>(a);
       return cudaGetLastError();
     }
-    quantize_rows_kernel<S, T, false><<<grid, kThreads, 0, stream>>>(a, blocks, per_amax * row_blocks);
+    quantize_groups_kernel<S, T><<<grid, kThreads, 0, stream>>>(a, blocks, per_amax * row_blocks);
   }
   return cudaGetLastError();
 }

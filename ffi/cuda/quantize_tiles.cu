@@ -1,56 +1,93 @@
-// quantize on CUDA through 64x64 tiles in shared memory: blocks along the columns of x, and 16x16 tiles.
+// quantize on CUDA through tiles in shared memory: blocks along the columns of x, and 16x16 tiles.
 #include "tile.cuh"
 
 namespace jnvfp4 {
 namespace {
 
-template <class S, class T, bool kTransposed>
-__global__ void __launch_bounds__(kThreads) quantize_tiles_kernel(QuantizeArgs a) {
-  __shared__ Tile<T> tile;
-  __shared__ Exchange exchange;
-  const auto* x = static_cast<const typename T::Stored*>(a.x);
-  const int64_t rows = kTransposed ? a.shape.cols : a.shape.rows, cols = kTransposed ? a.shape.rows : a.shape.cols;
-  for_each_tile(a.shape.batch, rows, [&](const TilePlace& place) {
-    tile.load(x + place.matrix * rows * cols, rows, cols, place.row, place.col);
-    __syncthreads();
-    quantize_tile<S, T, kTransposed>(tile, a, place, exchange);
-    __syncthreads();  // before the next tile overwrites this one
+template <class S, class T>
+struct RowsShared {
+  Stages<T> stages;
+  SharedScales<S> scales;
+};
+template <class S, class T>
+struct ColumnsShared : RowsShared<S, T> {
+  Held held;
+};
+
+template <class S, class T>
+__global__ void __launch_bounds__(kThreads, kTileBlocks<S>) quantize_rows_kernel(QuantizeArgs a, int tiles) {
+  auto& shared = shared_memory<RowsShared<S, T>>();
+  for_each_tile(shared.stages, a.x, Source(a.shape), tiles, [&](const TilePlace& first) {
+    fill_scales(shared.scales, a, first.matrix);
+    return RowsPass<S, T>(a, shared.scales, first);
+  });
+}
+
+template <class S, class T>
+__global__ void __launch_bounds__(kThreads, kTileBlocks<S>) quantize_columns_kernel(QuantizeArgs a, int tiles) {
+  auto& shared = shared_memory<ColumnsShared<S, T>>();
+  for_each_tile(shared.stages, a.x, Source(a.shape), tiles, [&](const TilePlace& first) {
+    fill_scales(shared.scales, a, first.matrix);
+    return ColumnsPass<S, T>(a, shared.scales, shared.held, first);
   });
 }
 
 // The amax of each row of a transposed x; `found` starts as zeros. NaN is made canonical before the atomic maximum,
 // where it is larger than every number.
 template <class T>
-__global__ void __launch_bounds__(kThreads) amax_columns_kernel(QuantizeArgs a) {
-  __shared__ Tile<T> tile;
-  const auto* x = static_cast<const typename T::Stored*>(a.x);
-  const int64_t rows = a.shape.cols, cols = a.shape.rows;
-  for_each_tile(a.shape.batch, rows, [&](const TilePlace& place) {
-    tile.load(x + place.matrix * rows * cols, rows, cols, place.row, place.col);
-    __syncthreads();
-    Values v;
-    read_block<T, true>(tile, v);
-    const uint32_t m = canonical_nan(window_max(block_amax(v)));
-    const int64_t line = place.col + line_of_thread();
-    if (line < cols && block_of_thread() == 0)
-      atomicMax(reinterpret_cast<unsigned*>(a.found) + place.matrix * cols + line, m);
-    __syncthreads();
-  });
+class AmaxColumns {
+ public:
+  __device__ __forceinline__ AmaxColumns(const QuantizeArgs& a, const TilePlace& first)
+      : found_(reinterpret_cast<unsigned*>(a.found) + first.matrix * a.shape.rows + first.col + 2 * pair_of_thread()),
+        lines_left_(a.shape.rows - first.col - 2 * pair_of_thread()),
+        rows_left_(a.shape.cols - first.row - rows_of_thread()) {}
+  __device__ __forceinline__ void operator()(const Tile<T>& tile) {
+    Columns<T> x;
+    x.load(tile);
+    uint32_t m[2];
+    x.amax(m);
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      if (rows_left_ > 0) m_[j] = amax_bits(m_[j], m[j]);
+    rows_left_ -= kTileRows;
+  }
+  __device__ __forceinline__ void finish(int) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const uint32_t m = canonical_nan(window_max(m_[j]));
+      if (j < lines_left_ && threadIdx.x % 4 == 0) atomicMax(found_ + j, m);
+      m_[j] = 0;
+    }
+  }
+
+ private:
+  unsigned* found_;
+  int64_t lines_left_, rows_left_;
+  uint32_t m_[2] = {0, 0};
+};
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) amax_columns_kernel(QuantizeArgs a, int tiles) {
+  auto& stages = shared_memory<Stages<T>>();
+  for_each_tile(stages, a.x, Source(a.shape), tiles,
+                [&](const TilePlace& first) { return AmaxColumns<T>(a, first); });
 }
 
 template <class S, class T, bool kTransposed>
 cudaError_t launch(QuantizeArgs a, cudaStream_t stream) {
-  const QuantShape& s = a.shape;
-  const dim3 grid = kTransposed ? tile_grid(s.batch, s.cols, s.rows) : tile_grid(s.batch, s.rows, s.cols);
+  const Runs runs(Source(a.shape), kTileBlocks<S>);
   if constexpr (S::spec.amax_scope == AmaxScope::kRow)
     if (!a.amax) {
-      const cudaError_t cleared = cudaMemsetAsync(a.found, 0, all_rows(s) * sizeof(float), stream);
+      const cudaError_t cleared = cudaMemsetAsync(a.found, 0, all_rows(a.shape) * sizeof(float), stream);
       if (cleared != cudaSuccess) return cleared;
-      amax_columns_kernel<T><<<grid, kThreads, 0, stream>>>(a);
+      const cudaError_t found = launch_tiles<Stages<T>>(amax_columns_kernel<T>, runs, stream, a);
+      if (found != cudaSuccess) return found;
       a.amax = a.found;
     }
-  quantize_tiles_kernel<S, T, kTransposed><<<grid, kThreads, 0, stream>>>(a);
-  return cudaGetLastError();
+  if constexpr (kTransposed)
+    return launch_tiles<ColumnsShared<S, T>>(quantize_columns_kernel<S, T>, runs, stream, a);
+  else
+    return launch_tiles<RowsShared<S, T>>(quantize_rows_kernel<S, T>, runs, stream, a);
 }
 
 }  // namespace

@@ -4,39 +4,51 @@
 namespace jnvfp4 {
 namespace {
 
-// `amax` starts as zeros; a tile lies in one matrix, so it has one amax.
+// Atomic maxima of a warp's rotated tiles: a run lies in one matrix, so it has one amax.
 template <class T, bool kTransposed>
-__global__ void __launch_bounds__(kThreads) rht_amax_kernel(RhtAmaxArgs a) {
-  __shared__ Tile<T> tile;
-  const auto* x = static_cast<const typename T::Stored*>(a.x);
-  const int64_t rows = kTransposed ? a.shape.cols : a.shape.rows, cols = kTransposed ? a.shape.rows : a.shape.cols;
-  uint32_t m = 0;
-  int64_t index = -1;
-  auto flush = [&] {
-    m = __reduce_max_sync(0xffffffffu, m);
-    if (threadIdx.x % 32 == 0 && index >= 0) atomicMax(reinterpret_cast<unsigned*>(a.amax) + index, m);
-    m = 0;
-  };
-  for_each_tile(a.shape.batch, rows, [&](const TilePlace& place) {
-    const int64_t next = quotient(place.matrix * a.shape.rows, a.shape.rows_per_amax);
-    if (next != index) flush();
-    index = next;
-    tile.load(x + place.matrix * rows * cols, rows, cols, place.row, place.col);
-    __syncthreads();
-    Values v;
-    read_block<T, kTransposed>(tile, v);
-    rht16(v);
-    m = amax_bits(m, canonical_nan(block_amax(v)));
-    __syncthreads();
-  });
-  flush();
-}
+class AmaxPass {
+ public:
+  __device__ __forceinline__ AmaxPass(float* amax, const Source& x, const TilePlace& first)
+      : amax_(reinterpret_cast<unsigned*>(amax)),
+        rows_left_(x.rows - first.row - (kTransposed ? rows_of_thread() : row_of_thread<false>())),
+        cols_left_(x.cols - first.col - (kTransposed ? 2 * pair_of_thread() : block_of_thread<false>() * kBlock)) {}
 
-// About eight thread blocks a multiprocessor, each with many tiles: an atomic maximum costs more than a tile.
-dim3 persistent(dim3 grid) {
-  constexpr unsigned kBlocks = 132 * 8;
-  grid.y = std::max(1u, std::min(grid.y, kBlocks / std::max(1u, grid.x)));
-  return grid;
+  __device__ __forceinline__ void operator()(const Tile<T>& tile) {
+    uint32_t m[2];
+    if constexpr (kTransposed) {
+      Columns<T> x;
+      x.load(tile);
+      rotated(x).amax(m);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) m[j] = rotated(tile.block(row_of_thread<false>(), block_of_thread<false>() + j)).amax();
+    }
+    constexpr int kEach = kTransposed ? 1 : kBlock;
+    if (rows_left_ > 0 && cols_left_ > 0) m_ = amax_bits(m_, m[0]);
+    if (rows_left_ > 0 && cols_left_ > kEach) m_ = amax_bits(m_, m[1]);
+    rows_left_ -= kTileRows;
+  }
+  __device__ __forceinline__ void finish(int) {
+    const uint32_t m = __reduce_max_sync(0xffffffffu, canonical_nan(m_));
+    if (threadIdx.x % 32 == 0) atomicMax(amax_, m);
+    m_ = 0;
+  }
+
+ private:
+  unsigned* amax_;
+  int64_t rows_left_, cols_left_;  // from what the thread has on
+  uint32_t m_ = 0;
+};
+
+// `amax` starts as zeros.
+template <class T, bool kTransposed>
+__global__ void __launch_bounds__(kThreads, 3) rht_amax_kernel(RhtAmaxArgs a, int tiles) {
+  auto& stages = shared_memory<Stages<T>>();
+  const Source x(a.shape);
+  for_each_tile(stages, a.x, x, tiles, [&](const TilePlace& first) {
+    const int64_t group = quotient(first.matrix * a.shape.rows, a.shape.rows_per_amax);
+    return AmaxPass<T, kTransposed>(a.amax + group, x, first);
+  });
 }
 
 }  // namespace
@@ -45,13 +57,13 @@ cudaError_t launch_rht_amax(const RhtAmaxArgs& a, cudaStream_t stream) {
   const QuantShape& s = a.shape;
   const cudaError_t cleared = cudaMemsetAsync(a.amax, 0, all_rows(s) / s.rows_per_amax * sizeof(float), stream);
   if (cleared != cudaSuccess) return cleared;
+  const Runs runs(Source(s), 3);
+  cudaError_t status = cudaSuccess;
   with_float(a.kind, [&](auto t) {
-    if (s.transposed)
-      rht_amax_kernel<decltype(t), true><<<persistent(tile_grid(s.batch, s.cols, s.rows)), kThreads, 0, stream>>>(a);
-    else
-      rht_amax_kernel<decltype(t), false><<<persistent(tile_grid(s.batch, s.rows, s.cols)), kThreads, 0, stream>>>(a);
+    using T = decltype(t);
+    status = launch_tiles<Stages<T>>(s.transposed ? rht_amax_kernel<T, true> : rht_amax_kernel<T, false>, runs, stream, a);
   });
-  return cudaGetLastError();
+  return status;
 }
 
 }  // namespace jnvfp4

@@ -1,177 +1,545 @@
-// A 64x64 tile of x in shared memory, and its quantization along either axis: one thread a block of 16.
+// Tiles of 64 x 128 elements of x in shared memory, and their quantization along either axis.
+//
+// Along rows a thread has two neighbouring blocks of a row, along columns 16 rows of two neighbouring columns. Either way
+// a warp has all of what shares an amax or a decision (16x16 tiles, windows), and writes whole 32-byte sectors of codes.
 #pragma once
+
+#include <climits>
 
 #include "block.cuh"
 
 namespace jnvfp4 {
 
-constexpr int kTile = 64;
+constexpr int kTileRows = 64, kTileCols = 128;
+constexpr int kTilesHeld = 4;  // of which the codes along columns are written together
 
-// Rows are 16-byte aligned and four banks apart, and each 16 rows are rotated by eight words more than those above, so
-// that neither 16-byte reads along rows nor two-byte reads down columns by eight lines x four blocks meet in a bank.
+// Thread blocks a multiprocessor holds, which bounds registers.
+template <class S>
+inline constexpr int kTileBlocks = kChooses<S> || kStochastic<S> ? 2 : 3;
+
+// x / 16 for x not negative, without the care that signed division takes.
+__device__ __forceinline__ int64_t blocks_of(int64_t x) { return x >> 4; }
+
+// Rows are 16 bytes longer than their elements, and 32 bytes more lie between groups of 16: so neither reads along rows
+// nor reads down columns meet in a bank.
 template <class T>
 struct Tile {
   using Stored = typename T::Stored;
-  static constexpr int kPerWord = 4 / sizeof(Stored);
-  static constexpr int kWords = kTile / kPerWord;
-  static constexpr int kVector = 16 / sizeof(Stored), kVectors = kTile / kVector;  // elements of 16 bytes
-  alignas(16) uint32_t word[kTile][kWords + 4];
+  using Pair = std::conditional_t<Block<T>::kPairs, uint32_t, uint2>;  // of neighbours in a row
+  static constexpr int kElementBytes = kTileCols * sizeof(Stored), kRowBytes = kElementBytes + 16;
+  alignas(16) char bytes[kTileRows * kRowBytes + kTileRows / kBlock * 32];
 
-  __device__ __forceinline__ static int place(int r, int w) { return (w + r / kBlock * 8) & (kWords - 1); }
-  __device__ __forceinline__ Stored get(int r, int c) const {
-    return reinterpret_cast<const Stored*>(&word[r][place(r, c / kPerWord)])[c % kPerWord];
-  }
-  __device__ __forceinline__ uint4& vector(int r, int c) {
-    return *reinterpret_cast<uint4*>(&word[r][place(r, c / kPerWord)]);
-  }
-  __device__ __forceinline__ const uint4& vector(int r, int c) const {
-    return *reinterpret_cast<const uint4*>(&word[r][place(r, c / kPerWord)]);
-  }
-
-  // Loads [r0, r0 + 64) x [c0, c0 + 64) of a rows x cols matrix; zeros outside.
-  __device__ __forceinline__ void load(const Stored* matrix, int64_t rows, int64_t cols, int64_t r0, int64_t c0) {
-    const bool aligned = cols * sizeof(Stored) % 16 == 0;  // every row starts on a 16-byte word
+  __device__ __forceinline__ const char* row(int r) const { return bytes + r * kRowBytes + r / kBlock * 32; }
+  __device__ __forceinline__ char* row(int r) { return bytes + r * kRowBytes + r / kBlock * 32; }
+  __device__ __forceinline__ Block<T> block(int r, int c) const {  // the c-th of row r
+    Block<T> b;
 #pragma unroll
-    for (int i = threadIdx.x; i < kTile * kVectors; i += kThreads) {
-      const int r = i / kVectors, c = i % kVectors * kVector;
-      uint4 v = make_uint4(0, 0, 0, 0);
-      if (r0 + r < rows) {
-        const Stored* p = matrix + (r0 + r) * cols + c0 + c;
-        if (aligned && c0 + c < cols)
-          v = __ldg(reinterpret_cast<const uint4*>(p));
-        else if (!aligned)
-          v = load_elements(p, cols - c0 - c);
-      }
-      vector(r, c) = v;
-    }
+    for (int i = 0; i < Block<T>::kWords; ++i)
+      b.word[i] = reinterpret_cast<const uint4*>(row(r))[c * Block<T>::kWords + i];
+    return b;
   }
-
- private:
-  __device__ __forceinline__ static uint4 load_elements(const Stored* p, int64_t count) {
-    uint32_t w[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int e = 0; e < kVector; ++e)
-      if (e < count) w[e / kPerWord] |= uint32_t{p[e]} << (32 / kPerWord * (e % kPerWord));
-    return make_uint4(w[0], w[1], w[2], w[3]);
+  __device__ __forceinline__ Pair pair(int r, int c) const { return reinterpret_cast<const Pair*>(row(r))[c]; }
+  __device__ __forceinline__ float element(int r, int c) const {
+    return T::load(reinterpret_cast<const Stored*>(row(r))[c]);
   }
 };
 
-// Calls f(matrix, row, col) for the tiles of this thread block: the grid is columns, rows, matrices of tiles.
+// ---------------------------------------------------------------- which tiles
+// x as it is stored.
+struct Source {
+  int64_t batch, rows, cols;
+
+  __host__ __device__ explicit Source(const QuantShape& s)
+      : batch(s.batch), rows(s.transposed ? s.cols : s.rows), cols(s.transposed ? s.rows : s.cols) {}
+};
+
 struct TilePlace {
   int64_t matrix, row, col;
 };
-template <class F>
-__device__ __forceinline__ void for_each_tile(int64_t batch, int64_t rows, const F& f) {
-  for (int64_t matrix = blockIdx.z; matrix < batch; matrix += gridDim.z)
-    for (int64_t row = static_cast<int64_t>(blockIdx.y) * kTile; row < rows;
-         row += static_cast<int64_t>(gridDim.y) * kTile)
-      f(TilePlace{matrix, row, static_cast<int64_t>(blockIdx.x) * kTile});
-}
 
-inline dim3 tile_grid(int64_t batch, int64_t rows, int64_t cols) {
-  constexpr int64_t kMost = 32768;  // of the 65535 that grid dimensions y and z allow
-  return dim3(static_cast<unsigned>((cols + kTile - 1) / kTile),
-              static_cast<unsigned>(std::min((rows + kTile - 1) / kTile, kMost)),
-              static_cast<unsigned>(std::min(batch, kMost)));
-}
+// A thread block has a run of tiles down a strip of columns of a matrix: the grid is strips, runs, matrices. Down, so that
+// the scales that share a sector of the transposed result are written close in time.
+struct Runs {
+  dim3 grid;
+  int tiles;  // in a run
 
-// A thread's block: line `r` of the tile (a column of x if transposed), the lane's fourth of it. Eight lines by four
-// blocks a warp, so that a warp writes whole 32-byte sectors.
-__device__ __forceinline__ int line_of_thread() { return threadIdx.x / 32 * 8 + threadIdx.x % 32 / 4; }
-__device__ __forceinline__ int block_of_thread() { return threadIdx.x % 4; }
-
-template <class T, bool kTransposed>
-__device__ __forceinline__ void read_block(const Tile<T>& tile, Values& v) {
-  const int r = line_of_thread(), c = block_of_thread() * kBlock;
-  if constexpr (kTransposed) {
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) v[i] = T::load(tile.get(c + i, r));
-  } else {
-    Block<T> raw;
-#pragma unroll
-    for (int i = 0; i < Block<T>::kWords; ++i) raw.word[i] = tile.vector(r, c + i * Tile<T>::kVector);
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) v[i] = raw.value(i);
+  Runs(const Source& x, int resident) {
+    constexpr int64_t kMost = 32768;  // of the 65535 that grid dimensions y and z allow
+    const int64_t strips = (x.cols + kTileCols - 1) / kTileCols, down = (x.rows + kTileRows - 1) / kTileRows;
+    const int64_t all = strips * down * x.batch, places = static_cast<int64_t>(multiprocessors()) * resident;
+    tiles = static_cast<int>(std::clamp<int64_t>(all / (4 * places), 1, 2 * kTilesHeld));
+    if (tiles > kTilesHeld) tiles = 2 * kTilesHeld;
+    grid = dim3(static_cast<unsigned>(strips), static_cast<unsigned>(std::min((down + tiles - 1) / tiles, kMost)),
+                static_cast<unsigned>(std::min(x.batch, kMost)));
   }
-}
-
-// For what 16 lines, which are two warps, have in common.
-struct Exchange {
-  uint32_t amax[kThreads / 32][4];
-  float error[2][kThreads];
 };
 
-// The maximum over 16 lines, for each fourth of them.
-__device__ __forceinline__ uint32_t lines_max(uint32_t m, Exchange& e) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+// ---------------------------------------------------------------- shared memory
+// The codes and scales of blocks along columns wait here until four tiles' are together: 32 bytes of codes and 4 of scales
+// a column and tile, each to a cache line of its own, are more requests than the L2 cache answers at the speed of memory.
+struct Held {
+  static constexpr int kBlocks = kTilesHeld * kTileRows / kBlock, kPitch = kBlocks * kBlock / 2 + 16;  // against conflicts
+  alignas(16) uint8_t codes[kTileCols][kPitch];
+  alignas(16) uint8_t scales[kTileCols][kBlocks];
+};
+
+// ---------------------------------------------------------------- loading
+// Tiles on their way.
+template <class T>
+struct Stages {
+  static constexpr int kCount = Block<T>::kPairs ? 2 : 1;  // what fits 48 KB
+  Tile<T> tile[kCount];
+};
+
+// Copies one tile after the other of a run, down the rows, without registers in between. A thread has the same 16-byte
+// word of every kRowsAtOnce-th row.
+template <class T>
+class Loader {
+  using Stored = typename T::Stored;
+  static constexpr int kVector = 16 / sizeof(Stored), kVectors = kTileCols / kVector, kRowsAtOnce = kThreads / kVectors;
+
+ public:
+  __device__ __forceinline__ Loader(const void* x, const Source& source, const TilePlace& first)
+      : next_(static_cast<const Stored*>(x) + (first.matrix * source.rows + first.row + own_row()) * source.cols +
+              first.col + own_col()),
+        stride_(kRowsAtOnce * source.cols),
+        rows_left_(source.rows - first.row < INT_MAX ? static_cast<int>(source.rows - first.row) : INT_MAX),
+        cols_left_(static_cast<int>(source.cols - first.col < kTileCols ? source.cols - first.col : kTileCols)),
+        aligned_(source.cols * sizeof(Stored) % 16 == 0) {}
+
+  // What is outside the matrix stays as it is in the tile.
+  __device__ __forceinline__ void load(Tile<T>& tile) {
+    if (aligned_ && rows_left_ >= kTileRows && cols_left_ == kTileCols) {
 #pragma unroll
-  for (int step = 4; step < 32; step *= 2) m = amax_bits(m, __shfl_xor_sync(0xffffffffu, m, step));
-  if (lane < 4) e.amax[warp][lane] = m;
-  __syncthreads();
-  m = amax_bits(e.amax[warp & ~1][lane % 4], e.amax[warp | 1][lane % 4]);
-  __syncthreads();
-  return m;
-}
+      for (int i = 0; i < kTileRows; i += kRowsAtOnce, next_ += stride_) copy_vector(tile, i);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kTileRows; i += kRowsAtOnce, next_ += stride_) {
+        if (own_row() + i >= rows_left_ || own_col() >= cols_left_) continue;
+        if (aligned_)
+          copy_vector(tile, i);
+        else
+#pragma unroll 1
+          for (int e = 0; e < kVector && own_col() + e < cols_left_; ++e) to(tile, i)[e] = next_[e];
+      }
+    }
+    rows_left_ -= kTileRows;
+  }
 
-// `tile_error` of numerics.h over 16 lines: the other warp first, then lanes 4, 2 and 1 lines away. Each sum is the
-// same from both sides.
-__device__ __forceinline__ float lines_error(float own, float other) {
-  float t = add_rn(own, other);
+ private:
+  __device__ __forceinline__ static int own_row() { return threadIdx.x / kVectors; }
+  __device__ __forceinline__ static int own_col() { return threadIdx.x % kVectors * kVector; }
+  __device__ __forceinline__ static Stored* to(Tile<T>& tile, int i) {
+    return reinterpret_cast<Stored*>(tile.row(own_row() + i)) + own_col();
+  }
+  __device__ __forceinline__ void copy_vector(Tile<T>& tile, int i) const {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                     static_cast<uint32_t>(__cvta_generic_to_shared(to(tile, i)))),
+                 "l"(next_)
+                 : "memory");
+  }
+
+  const Stored* next_;
+  int64_t stride_;
+  int rows_left_, cols_left_;
+  bool aligned_;
+};
+
+// For each run of tiles of this thread block: `begin(first)` with its first place, then what that returned is called
+// with each tile in turn, the next one on its way, and after each four to finish them.
+template <class T, class Begin>
+__device__ __forceinline__ void for_each_tile(Stages<T>& stages, const void* x, const Source& source, int tiles,
+                                              const Begin& begin) {
+  constexpr int kStages = Stages<T>::kCount;
+  const int64_t col = static_cast<int64_t>(blockIdx.x) * kTileCols, step = static_cast<int64_t>(tiles) * kTileRows;
+  for (int64_t matrix = blockIdx.z; matrix < source.batch; matrix += gridDim.z) {
+    for (int64_t row = blockIdx.y * step; row < source.rows; row += gridDim.y * step) {
+      const TilePlace first{matrix, row, col};
+      const int64_t left = source.rows - row < step ? source.rows - row : step;
+      const int count = static_cast<int>(left + kTileRows - 1) / kTileRows;
+      Loader<T> loader(x, source, first);
 #pragma unroll
-  for (int step = 16; step >= 4; step /= 2) t = add_rn(t, __shfl_xor_sync(0xffffffffu, t, step));
-  return t;
+      for (int i = 0; i < kStages; ++i) {
+        if (i < count) loader.load(stages.tile[i]);
+        asm volatile("cp.async.commit_group;");
+      }
+      auto&& work = begin(first);
+      for (int i = 0; i < count; ++i) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
+        __syncthreads();
+        work(stages.tile[i % kStages]);
+        __syncthreads();  // before a later tile overwrites this one
+        if (i + kStages < count) loader.load(stages.tile[i % kStages]);
+        asm volatile("cp.async.commit_group;");
+        if (i % kTilesHeld == kTilesHeld - 1 || i + 1 == count) work.finish(i % kTilesHeld + 1);
+      }
+    }
+  }
 }
 
-__device__ __forceinline__ void lines_errors(Both& both, Exchange& e) {
-  const int other = threadIdx.x ^ 32;
-  e.error[0][threadIdx.x] = both.error_six, e.error[1][threadIdx.x] = both.error_four;
-  __syncthreads();
-  both.error_six = lines_error(both.error_six, e.error[0][other]);
-  both.error_four = lines_error(both.error_four, e.error[1][other]);
-  __syncthreads();
-}
-
-// The amax that scales a thread's block; the one of its window if that is to be found.
+// ---------------------------------------------------------------- what scales a line
 template <class S>
-__device__ __forceinline__ float amax_of_block(const QuantizeArgs& a, uint32_t m, int64_t row, int64_t col,
-                                               bool active) {
-  const int64_t window = row * (a.shape.cols / kWindow) + col / (kWindow / kBlock);
-  if constexpr (kWindows<S>) {
-    if (a.amax) return active ? a.amax[window] : 0.0f;
-    const float found = float_of(canonical_nan(window_max(m)));
-    if (active && col % (kWindow / kBlock) == 0) a.found[window] = found;
-    return found;
-  } else {
-    const int64_t per = a.shape.rows_per_amax, index = per == 1                   ? row
-                                                       : per == all_rows(a.shape) ? 0
-                                                                                  : quotient(row, per);
-    return active ? a.amax[index] : 0.0f;
-  }
+__device__ __forceinline__ float given_amax(const QuantizeArgs& a, int64_t row) {
+  if constexpr (S::spec.amax_scope == AmaxScope::kRow) return a.amax[row];
+  return a.amax[a.shape.rows_per_amax == all_rows(a.shape) ? 0 : quotient(row, a.shape.rows_per_amax)];
 }
 
-// Quantizes the tile along its rows, or along its columns. All threads of the block take part.
-template <class S, class T, bool kTransposed>
-__device__ __forceinline__ void quantize_tile(const Tile<T>& tile, const QuantizeArgs& a, const TilePlace& place,
-                                              Exchange& exchange) {
-  Values v;
-  read_block<T, kTransposed>(tile, v);
-  if constexpr (S::spec.rht) rht16(v);
-  uint32_t m = block_amax(v);
-  if constexpr (S::spec.block_rows == kBlock) m = lines_max(m, exchange);
-  const int64_t line = (kTransposed ? place.col : place.row) + line_of_thread();
-  const int64_t col = (kTransposed ? place.row : place.col) / kBlock + block_of_thread();
-  const int64_t row = place.matrix * a.shape.rows + line;
-  const bool active = line < a.shape.rows && col < a.shape.cols / kBlock;
-  const GlobalScale g = global_scale(amax_of_block<S>(a, m, row, col, active), a.e4m3_max);
-  Encoded out;
-  if constexpr (kChooses<S>) {
-    Both both = try_both<S>(v, m, g);
-    if constexpr (S::spec.block_rows == kBlock) lines_errors(both, exchange);
-    out = both.better(v, g);
-  } else {
-    out = encode_plain<S>(v, m, g, a, active ? place.matrix : 0, line, col);
+// The amax of a window, given or found in `m`, from the index of a block in it.
+__device__ __forceinline__ float window_amax(const QuantizeArgs& a, uint32_t m, int64_t block, bool here, bool writes) {
+  const int64_t window = block >> 2;
+  if (a.amax) return here ? a.amax[window] : 0.0f;
+  const float found = float_of(canonical_nan(m));
+  if (here && writes) a.found[window] = found;
+  return found;
+}
+
+// Of a line; `shared` if all have one amax.
+template <class S>
+__device__ __forceinline__ decltype(auto) scales_of(const QuantizeArgs& a, const SharedScales<S>& shared, float amax) {
+  if constexpr (kOneAmax<S>)
+    return (shared);
+  else
+    return OwnScales<S>(amax, a.e4m3_max);
+}
+
+// The amax of a 16x16 tile, and its errors by `tile_error` of numerics.h, over the lanes that have its lines `kNearest`
+// lanes and more apart: the farthest first. Each sum is the same from both sides.
+template <int kNearest>
+struct Lanes {
+  __device__ __forceinline__ static uint32_t max(uint32_t m) {
+#pragma unroll
+    for (int step = 16; step >= kNearest; step /= 2) m = amax_bits(m, __shfl_xor_sync(0xffffffffu, m, step));
+    return m;
   }
-  if (active) out.store(a, row * (a.shape.cols / kBlock) + col);
+  __device__ __forceinline__ static float sum(float error) {
+#pragma unroll
+    for (int step = 16; step >= kNearest; step /= 2)
+      error = add_rn(error, __shfl_xor_sync(0xffffffffu, error, step));
+    return error;
+  }
+};
+
+// Which scale a 16x16 tile takes; `error(f)` sums f(j) over its lines, f(j) being that of the thread's j-th.
+template <class S, class Scales, class Sum, class Quick, class Element>
+__device__ __forceinline__ bool tile_takes_four(const Choice<S>& choice, const Scales& scales, const Sum& sum,
+                                                const Quick& quick, const Element& element) {
+  bool take_four;
+  const float six = sum([&](int j) { return quick(j, choice.six); });
+  const float four = sum([&](int j) { return quick(j, choice.four); });
+  const bool decided = choice.decided(six, four, &take_four);
+  if (__any_sync(0xffffffffu, !decided)) {  // every lane, since lines are lanes
+    const GlobalScale g = scales.global();
+    const auto exact = [&](uint8_t scale) {
+      return sum([&](int j) { return exact_error<S>([&](int i) { return element(j, i); }, scale, g); });
+    };
+    const bool exactly = choose_four(exact(choice.scales.six), exact(choice.scales.four));
+    if (!decided) take_four = exactly;
+  }
+  return take_four;
+}
+
+// ---------------------------------------------------------------- along rows
+// A thread's row and its first block there: 16 rows x 4 blocks a warp for 16x16 tiles, else 8 whole rows.
+template <bool kInTiles>
+__device__ __forceinline__ int row_of_thread() {
+  return kInTiles ? threadIdx.x / 64 * kBlock + threadIdx.x % 32 / 2 : threadIdx.x / 4;
+}
+template <bool kInTiles>
+__device__ __forceinline__ int block_of_thread() {
+  return kInTiles ? threadIdx.x / 32 % 2 * 4 + threadIdx.x % 2 * 2 : threadIdx.x % 4 * 2;
+}
+
+// Quantizes the tiles of a run along their rows. All threads of a thread block take part.
+template <class S, class T>
+class RowsPass {
+ public:
+  __device__ __forceinline__ RowsPass(const QuantizeArgs& args, const SharedScales<S>& shared, const TilePlace& first)
+      : a_(args), shared_(shared), blocks_(blocks_of(args.shape.cols)) {
+    const int r = row_of_thread<kTiles<S>>(), c = block_of_thread<kTiles<S>>();
+    row_ = first.matrix * a_.shape.rows + first.row + r;
+    out_ = row_ * blocks_ + blocks_of(first.col) + c;
+    const int64_t left = blocks_ - blocks_of(first.col) - c;
+    inside_ = left >= 2 ? 2 : left > 0 ? left : 0;
+    rows_left_ = static_cast<int>(a_.shape.rows - first.row - r < INT_MAX ? a_.shape.rows - first.row - r : INT_MAX);
+    if constexpr (kStochastic<S>)
+      place_ = static_cast<uint64_t>(first.row + r) * a_.stream.row_blocks + blocks_of(first.col) + c;
+  }
+
+  __device__ __forceinline__ void operator()(const Tile<T>& tile) {
+    const bool here = rows_left_ > 0 && inside_ > 0;
+    float amax = 0.0f;
+    if constexpr (kWindows<S>) {
+      uint32_t m = amax_bits(block(tile, 0).amax(), block(tile, 1).amax());
+      m = amax_bits(m, __shfl_xor_sync(0xffffffffu, m, 1));
+      amax = window_amax(a_, m, out_, here, threadIdx.x % 2 == 0);
+    } else if constexpr (!kOneAmax<S>) {
+      amax = here ? given_amax<S>(a_, row_) : 0.0f;
+    }
+    decltype(auto) scales = scales_of<S>(a_, shared_, amax);
+    Encoded e[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) e[j] = encode(tile, j, scales);
+    if (here) store(e);
+    rows_left_ -= kTileRows;
+    row_ += kTileRows;
+    out_ += kTileRows * blocks_;
+    if constexpr (kStochastic<S>) place_ += kTileRows * a_.stream.row_blocks;
+  }
+  __device__ __forceinline__ void finish(int) const {}
+
+ private:
+  using Rows = Lanes<2>;
+
+  __device__ __forceinline__ static Block<T> block(const Tile<T>& tile, int j) {
+    return tile.block(row_of_thread<kTiles<S>>(), block_of_thread<kTiles<S>>() + j);
+  }
+
+  template <class Scales>
+  __device__ __forceinline__ Encoded encode(const Tile<T>& tile, int j, const Scales& scales) const {
+    const auto x = source_of<S>(block(tile, j));
+    uint32_t m = x.amax();
+    if constexpr (kTiles<S>) m = Rows::max(m);
+    Values v;
+    x.values(v);
+    const auto element = [&](int i) {
+      return tile.element(row_of_thread<kTiles<S>>(), (block_of_thread<kTiles<S>>() + j) * kBlock + i);
+    };
+    if constexpr (kChooses<S> && kTiles<S>) {
+      const Choice<S> choice(m, scales);
+      const bool four = tile_takes_four<S>(
+          choice, scales, [](const auto& error) { return Rows::sum(error(0)); },
+          [&](int, const Factors<S>& factors) {
+            Values rounded;
+            return quick_error<S>(v, factors, scales.encode, rounded);
+          },
+          [&](int, int i) { return element(i); });
+      return encode_with(v, m, choice.scale(four), choice.encode(four), scales);
+    } else {
+      return encode_block<S>(v, m, scales, element, [&](uint32_t (&bits)[4]) {
+        if constexpr (kStochastic<S>) shared_.random(place_ + j, false, bits);
+      });
+    }
+  }
+
+  __device__ __forceinline__ void store(const Encoded (&e)[2]) const {
+    if (blocks_ % 2 == 0) {  // both inside, and aligned
+      *reinterpret_cast<uint4*>(a_.data + out_ * (kBlock / 2)) =
+          make_uint4(e[0].codes.x, e[0].codes.y, e[1].codes.x, e[1].codes.y);
+      *reinterpret_cast<uint16_t*>(a_.scale + out_) = static_cast<uint16_t>(e[0].scale | e[1].scale << 8);
+    } else {
+      e[0].store(a_, out_);
+      if (inside_ > 1) e[1].store(a_, out_ + 1);
+    }
+  }
+
+  const QuantizeArgs& a_;
+  const SharedScales<S>& shared_;
+  int64_t blocks_;           // in a row
+  int64_t row_, out_;        // of the thread's blocks in this tile, and the index of the first
+  int inside_, rows_left_;   // how many of the two blocks there are; rows from this one on
+  uint64_t place_;           // of the first, for random bits
+};
+
+// ---------------------------------------------------------------- along columns
+// A thread's pair of columns and its 16 rows: 8 pairs x 4 blocks of rows a warp.
+__device__ __forceinline__ int pair_of_thread() { return threadIdx.x / 4; }
+__device__ __forceinline__ int rows_of_thread() { return threadIdx.x % 4 * kBlock; }
+
+// A block in each of two neighbouring columns.
+template <class T>
+struct Columns {
+  typename Tile<T>::Pair row[kBlock];
+
+  __device__ __forceinline__ void load(const Tile<T>& tile) {
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) row[i] = tile.pair(rows_of_thread() + i, pair_of_thread());
+  }
+  __device__ __forceinline__ void values(int j, Values& v) const {
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      if constexpr (Block<T>::kPairs)
+        v[i] = j ? high_half<T>(row[i]) : low_half<T>(row[i]);
+      else
+        v[i] = T::load(j ? row[i].y : row[i].x);
+    }
+  }
+  __device__ __forceinline__ void amax(uint32_t (&m)[2]) const {
+    if constexpr (Block<T>::kPairs) {
+      uint32_t both = max_of_pairs<T>(row[0], row[1]);
+#pragma unroll
+      for (int i = 2; i < kBlock; ++i) both = max_of_pairs<T>(both, row[i]);
+      both &= 0x7fff7fffu;
+      m[0] = bits_of(low_half<T>(both)), m[1] = bits_of(high_half<T>(both));
+    } else {
+      m[0] = m[1] = 0;
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) {
+        m[0] = amax_bits(m[0], row[i].x & kMagnitude);
+        m[1] = amax_bits(m[1], row[i].y & kMagnitude);
+      }
+    }
+  }
+};
+
+template <class T>
+__device__ __forceinline__ Columns<Bf16> rotated(const Columns<T>& x) {
+  Values v[2];
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    x.values(j, v[j]);
+    rotate<T>(v[j]);
+  }
+  Columns<Bf16> out;
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) out.row[i] = bf16_pair(v[0][i], v[1][i]);
+  return out;
+}
+
+// Quantizes the tiles of a run along their columns. All threads of a thread block take part.
+template <class S, class T>
+class ColumnsPass {
+ public:
+  __device__ __forceinline__ ColumnsPass(const QuantizeArgs& args, const SharedScales<S>& shared, Held& held,
+                                         const TilePlace& first)
+      : a_(args), shared_(shared), held_(held), blocks_(blocks_of(args.shape.cols)) {
+    row_ = first.matrix * a_.shape.rows + first.col;
+    out_ = row_ * blocks_ + blocks_of(first.row);
+    const int64_t lines = a_.shape.rows - first.col;
+    lines_ = static_cast<int>(lines < kTileCols ? lines : kTileCols);
+    blocks_left_ = blocks_ - blocks_of(first.row) < INT_MAX ? static_cast<int>(blocks_ - blocks_of(first.row)) : INT_MAX;
+    if constexpr (kStochastic<S>)
+      place_ = static_cast<uint64_t>(first.col + 2 * pair_of_thread()) * a_.stream.row_blocks +
+               blocks_of(first.row + rows_of_thread());
+  }
+
+  __device__ __forceinline__ void operator()(const Tile<T>& tile) {
+    Columns<T> stored;
+    stored.load(tile);
+    const auto x = source_of<S>(stored);
+    uint32_t m[2];
+    x.amax(m);
+    if constexpr (kTiles<S>) m[0] = m[1] = Cols::max(amax_bits(m[0], m[1]));
+    bool four = false;
+    if constexpr (kChooses<S> && kTiles<S>) four = takes_four(tile, x, m[0]);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int line = 2 * pair_of_thread() + j, block = rows_of_thread() / kBlock;
+      float amax = 0.0f;
+      if constexpr (!kOneAmax<S>) {
+        const bool here = line < lines_ && tile_ * kStep + block < blocks_left_;
+        if constexpr (kWindows<S>)
+          amax = window_amax(a_, window_max(m[j]), out_ + line * blocks_ + tile_ * kStep, here, block == 0);
+        else
+          amax = here ? given_amax<S>(a_, row_ + line) : 0.0f;
+      }
+      decltype(auto) scales = scales_of<S>(a_, shared_, amax);
+      Values v;
+      x.values(j, v);
+      Encoded e;
+      if constexpr (kChooses<S> && kTiles<S>) {
+        const Choice<S> choice(m[j], scales);
+        e = encode_with(v, m[j], choice.scale(four), choice.encode(four), scales);
+      } else {
+        e = encode_block<S>(
+            v, m[j], scales, [&](int i) { return element(tile, j, i); },
+            [&](uint32_t (&bits)[4]) {
+              if constexpr (kStochastic<S>) shared_.random(place_ + j * a_.stream.row_blocks, true, bits);
+            });
+      }
+      *reinterpret_cast<uint2*>(held_.codes[line] + (tile_ * kStep + block) * (kBlock / 2)) = e.codes;
+      held_.scales[line][tile_ * kStep + block] = e.scale;
+    }
+    ++tile_;
+    if constexpr (kStochastic<S>) place_ += kStep;
+  }
+
+  // Writes what `tiles` tiles left, after the thread block synchronised.
+  __device__ __forceinline__ void finish(int tiles) {
+    const int blocks = tiles * kStep < blocks_left_ ? tiles * kStep : blocks_left_;
+    const auto write = [&](auto word, uint8_t* out, int pitch, const uint8_t* in, int in_pitch, int bytes) {
+      using Word = decltype(word);
+      const int words = Held::kBlocks * pitch / static_cast<int>(sizeof(Word));  // a line has room for
+#pragma unroll 4
+      for (int i = threadIdx.x; i < kTileCols * words; i += kThreads) {
+        const int line = i / words, at = i % words * sizeof(Word);
+        if (line < lines_ && at < bytes)
+          *reinterpret_cast<Word*>(out + line * blocks_ * pitch + at) =
+              *reinterpret_cast<const Word*>(in + line * in_pitch + at);
+      }
+    };
+    uint8_t *codes = a_.data + out_ * (kBlock / 2), *scales = a_.scale + out_;
+    if (blocks_ % 2 == 0 && blocks % 2 == 0)
+      write(uint4{}, codes, kBlock / 2, held_.codes[0], Held::kPitch, blocks * (kBlock / 2));
+    else
+      write(uint2{}, codes, kBlock / 2, held_.codes[0], Held::kPitch, blocks * (kBlock / 2));
+    if (blocks_ % 16 == 0 && blocks % 16 == 0 && out_ % 16 == 0)
+      write(uint4{}, scales, 1, held_.scales[0], Held::kBlocks, blocks);
+    else if (blocks_ % 4 == 0)
+      write(uint32_t{}, scales, 1, held_.scales[0], Held::kBlocks, blocks);
+    else
+      write(uint8_t{}, scales, 1, held_.scales[0], Held::kBlocks, blocks);
+    tile_ = 0;
+    out_ += tiles * kStep;
+    blocks_left_ -= tiles * kStep;
+  }
+
+ private:
+  using Cols = Lanes<4>;
+
+  __device__ __forceinline__ static float element(const Tile<T>& tile, int j, int i) {
+    return tile.element(rows_of_thread() + i, 2 * pair_of_thread() + j);
+  }
+
+  template <class X>
+  __device__ __forceinline__ bool takes_four(const Tile<T>& tile, const X& x, uint32_t m) const {
+    return tile_takes_four<S>(
+        Choice<S>(m, shared_), shared_,
+        [](const auto& error) {
+          const float first = Cols::sum(error(0)), second = Cols::sum(error(1));
+          return add_rn(first, second);
+        },
+        [&](int j, const Factors<S>& factors) {
+          Values v, rounded;
+          x.values(j, v);
+          return quick_error<S>(v, factors, shared_.encode, rounded);
+        },
+        [&](int j, int i) { return element(tile, j, i); });
+  }
+
+  static constexpr int kStep = kTileRows / kBlock;
+
+  const QuantizeArgs& a_;
+  const SharedScales<S>& shared_;
+  Held& held_;
+  int64_t blocks_;      // in a line
+  int64_t row_, out_;   // the tile's first line, and the index of the first block held
+  int lines_;           // in the tile
+  int blocks_left_;     // in a line, from the first held on
+  int tile_ = 0;        // how many are held
+  uint64_t place_;      // of the thread's first block, for random bits
+};
+
+// A kernel's shared memory is more than what may be declared: it is asked for at launch.
+template <class Shared>
+__device__ __forceinline__ Shared& shared_memory() {
+  extern __shared__ uint4 memory[];
+  return *reinterpret_cast<Shared*>(memory);
+}
+
+template <class Shared, class Args>
+cudaError_t launch_tiles(void (*kernel)(Args, int), const Runs& runs, cudaStream_t stream, const Args& args) {
+  const cudaError_t allowed =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Shared)));
+  if (allowed != cudaSuccess) return allowed;
+  kernel<<<runs.grid, kThreads, sizeof(Shared), stream>>>(args, runs.tiles);
+  return cudaGetLastError();
+}
+
+// What a matrix has one of. The thread block then synchronises.
+template <class S>
+__device__ __forceinline__ void fill_scales(SharedScales<S>& shared, const QuantizeArgs& a, int64_t matrix) {
+  if constexpr (kOneAmax<S>) shared.fill(given_amax<S>(a, matrix * a.shape.rows), a.e4m3_max);
+  if constexpr (kStochastic<S>) shared.fill_keys(a.stream, matrix);
 }
 
 }  // namespace jnvfp4

@@ -73,7 +73,7 @@ JNVFP4_HD uint32_t random_word(uint32_t i) {
 JNVFP4_HD uint32_t candidates(uint32_t i, float e4m3_max) {
   const uint32_t amax = bits_of(magnitude(i)), below = hash(i) % (20u << 23);
   const Candidates c =
-      candidate_scales(amax > kInf ? amax : amax - (below < amax ? below : amax), global_scale(magnitude(i), e4m3_max));
+      candidate_scales(amax > kInf ? amax : amax - (below < amax ? below : amax), global_scale(magnitude(i), e4m3_max).encode);
   return c.six | uint32_t{c.four} << 8;
 }
 
