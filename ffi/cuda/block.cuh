@@ -80,7 +80,7 @@ __device__ __forceinline__ Factors<S> factors_of(uint8_t scale, const GlobalScal
     return {quick};
   } else if constexpr (kStrict<S>) {
     const StrictValues values(e4m3_decode(scale), g);
-    return {values.apply ? quick : float_of(kNan), values.one * 64.0f, values.one_and_half * 64.0f};
+    return {values.apply || scale == 0 ? quick : float_of(kNan), values.one * 64.0f, values.one_and_half * 64.0f};
   } else {
     return {quick, e4m3_decode(scale) * 64.0f, 0.0f};
   }
@@ -334,8 +334,9 @@ struct Choice {
         six(all.factors(scales.six)),
         four(all.factors(scales.four)),
         amax(float_of(amax_bits)),
-        quick(below_seven(amax_bits, six.encode) && below_seven(amax_bits, four.encode) && amax > 0x1p-40f &&
-              amax < 0x1p40f) {}  // away from under- and overflow
+        // Away from under- and overflow, or nothing but zeros.
+        quick(below_seven(amax_bits, six.encode) && below_seven(amax_bits, four.encode) &&
+              ((amax > 0x1p-40f && amax < 0x1p40f) || amax == 0.0f)) {}
 
   // Whether the quick errors decide, and how.
   __device__ __forceinline__ bool decided(float error_six, float error_four, bool* take_four) const {
@@ -392,11 +393,10 @@ __device__ __forceinline__ Encoded encode_block(const Values& v, uint32_t amax, 
     return encode_plain<S>(v, amax, scales, random);
 }
 
-// The maximum over the four neighbouring lanes that hold a window.
+// The maximum over the four neighbouring lanes that hold a window; every lane is here.
 __device__ __forceinline__ uint32_t window_max(uint32_t m) {
-  const unsigned mask = 0xfu << (threadIdx.x & 28u);
-  m = amax_bits(m, __shfl_xor_sync(mask, m, 1));
-  return amax_bits(m, __shfl_xor_sync(mask, m, 2));
+  m = amax_bits(m, __shfl_xor_sync(0xffffffffu, m, 1));
+  return amax_bits(m, __shfl_xor_sync(0xffffffffu, m, 2));
 }
 
 }  // namespace jnvfp4

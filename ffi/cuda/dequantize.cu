@@ -6,64 +6,103 @@ namespace jnvfp4 {
 namespace {
 
 // Rounds pairs of finite values with the conversion instruction, which has another NaN than the stored one.
-template <class T>
-__device__ __forceinline__ void set_block(Block<T>& out, const float (&v)[kBlock], bool finite) {
+template <class T, int kCount>
+__device__ __forceinline__ void round_values(const float (&v)[kCount], bool finite, uint32_t (&out)[kCount / 2]) {
 #pragma unroll
-  for (int i = 0; i < kBlock / 2; ++i) {
+  for (int i = 0; i < kCount / 2; ++i) {
     if (std::is_same_v<T, Bf16> && finite)
-      out.part(i) = bf16_pair(v[2 * i], v[2 * i + 1]);
+      out[i] = bf16_pair(v[2 * i], v[2 * i + 1]);
     else
-      out.set_pair(i, v[2 * i], v[2 * i + 1]);
+      out[i] = T::store(v[2 * i]) | uint32_t{T::store(v[2 * i + 1])} << 16;
   }
 }
 
-// What a thread reads of a block.
-struct Packed {
-  uint2 codes;
-  uint8_t scale;
+__device__ __forceinline__ float factor_of(const DequantizeArgs& a, int64_t b) {
+  const float amax = a.amax[a.blocks_per_amax == a.blocks ? 0 : quotient(b, a.blocks_per_amax)];
+  return dequantize_factor(__ldg(a.scale + b), amax, a.e4m3_max);
+}
 
-  __device__ __forceinline__ void load(const DequantizeArgs& a, int64_t b) {
-    codes = __ldg(reinterpret_cast<const uint2*>(a.data) + b);
-    scale = __ldg(a.scale + b);
+__device__ __forceinline__ bool finite_sums(float factor) { return fabsf(factor) < 1e36f; }
+
+constexpr int kHalf = kBlock / 2, kUnroll = 4;
+
+// A thread has halves of blocks, so that lanes write one contiguous piece; several, so that loads are in flight.
+template <class T>
+__global__ void __launch_bounds__(kThreads) dequantize_halves_kernel(DequantizeArgs a) {
+  constexpr int64_t kStep = kThreads * kUnroll;
+  for (int64_t first = blockIdx.x * kStep + threadIdx.x; first < 2 * a.blocks; first += gridDim.x * kStep) {
+    uint32_t codes[kUnroll];
+    float factor[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t half = first + u * kThreads;
+      if (half >= 2 * a.blocks) break;
+      codes[u] = __ldg(reinterpret_cast<const uint32_t*>(a.data) + half);
+      factor[u] = factor_of(a, half >> 1);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t half = first + u * kThreads;
+      if (half >= 2 * a.blocks) break;
+      float v[kHalf];
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) v[i] = mul_rn(e2m1_decode(codes[u] >> (4 * i) & 15u), factor[u]);
+      if constexpr (Block<T>::kPairs) {
+        uint32_t w[kHalf / 2];
+        if (finite_sums(factor[u]))
+          round_values<T>(v, true, w);
+        else
+          round_values<T>(v, false, w);
+        static_cast<uint4*>(a.out)[half] = make_uint4(w[0], w[1], w[2], w[3]);
+      } else {
+        auto* out = static_cast<float4*>(a.out) + 2 * half;
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) v[i] = f32_encode(v[i]);
+        out[0] = make_float4(v[0], v[1], v[2], v[3]);
+        out[1] = make_float4(v[4], v[5], v[6], v[7]);
+      }
+    }
   }
-};
+}
 
-template <class T, bool kRotateBack>
-__global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeArgs a) {
-  int64_t b = thread_index();
-  Packed next;
-  if (b < a.blocks) next.load(a, b);
-  while (b < a.blocks) {  // the next block's codes on their way
-    const Packed own = next;
-    const int64_t block = b;
-    b += thread_count();
-    if (b < a.blocks) next.load(a, b);
-    const float amax = a.amax[a.blocks_per_amax == a.blocks ? 0 : quotient(block, a.blocks_per_amax)];
-    const float factor = dequantize_factor(own.scale, amax, a.e4m3_max);
+// Rotated blocks are whole.
+template <class T>
+__global__ void __launch_bounds__(kThreads) dequantize_rotated_kernel(DequantizeArgs a) {
+  for (int64_t b = thread_index(); b < a.blocks; b += thread_count()) {
+    const uint2 packed = __ldg(reinterpret_cast<const uint2*>(a.data) + b);
+    const float factor = factor_of(a, b);
     float v[kBlock];
 #pragma unroll
     for (int i = 0; i < kBlock; ++i)
-      v[i] = mul_rn(e2m1_decode((i < 8 ? own.codes.x : own.codes.y) >> (4 * (i % 8)) & 15u), factor);
-    if constexpr (kRotateBack) rht16_inverse(v);
+      v[i] = mul_rn(e2m1_decode((i < 8 ? packed.x : packed.y) >> (4 * (i % 8)) & 15u), factor);
+    rht16_inverse(v);
     Block<T> out;
-    if (fabsf(factor) < 1e36f)  // no NaN, even from sums
-      set_block(out, v, true);
-    else
-      set_block(out, v, false);
+    if constexpr (Block<T>::kPairs) {
+      uint32_t w[kHalf];
+      if (finite_sums(factor))
+        round_values<T>(v, true, w);
+      else
+        round_values<T>(v, false, w);
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) out.part(i) = w[i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) out.set_pair(i, v[2 * i], v[2 * i + 1]);
+    }
     // Whole warps take part in the exchange of store_blocks.
-    store_blocks<T>(static_cast<typename T::Stored*>(a.out), block, out, block - threadIdx.x % 32 + 32 <= a.blocks);
+    store_blocks<T>(static_cast<typename T::Stored*>(a.out), b, out, b - threadIdx.x % 32 + 32 <= a.blocks);
   }
 }
 
 }  // namespace
 
 cudaError_t launch_dequantize(const DequantizeArgs& a, cudaStream_t stream) {
-  const unsigned grid = resident_grid(a.blocks, kThreads, 6);
   with_float(a.kind, [&](auto t) {
+    using T = decltype(t);
     if (a.rotate_back)
-      dequantize_kernel<decltype(t), true><<<grid, kThreads, 0, stream>>>(a);
+      dequantize_rotated_kernel<T><<<grid_for(a.blocks, kThreads), kThreads, 0, stream>>>(a);
     else
-      dequantize_kernel<decltype(t), false><<<grid, kThreads, 0, stream>>>(a);
+      dequantize_halves_kernel<T><<<grid_for(2 * a.blocks, kThreads * kUnroll), kThreads, 0, stream>>>(a);
   });
   return cudaGetLastError();
 }

@@ -6,7 +6,7 @@ namespace {
 
 // Thread blocks a multiprocessor holds, which bounds registers.
 template <class S>
-constexpr int kRowBlocks = kChooses<S> ? 3 : 4;
+constexpr int kRowBlocks = kChooses<S> ? 3 : kStochastic<S> ? 4 : 5;
 
 // The random bits of a block, by its place in the local array.
 template <class S>
@@ -38,19 +38,21 @@ __device__ __forceinline__ Encoded encode(const Block<T>& raw, const Scales& sca
       [&](uint32_t (&bits)[4]) { random_of(scales, a, block, bits); });
 }
 
-// Calls f(block, elements) for the blocks of this thread, the next one's elements on their way.
+// Calls f(block, elements, here) for the blocks of this thread, the next one's elements on their way. Every lane calls
+// it, for the exchanges within f, and those past the end with here = false.
 template <class T, class F>
 __device__ __forceinline__ void for_each_block(const void* x, int64_t blocks, const F& f) {
   const auto* p = static_cast<const typename T::Stored*>(x);
-  int64_t b = thread_index();
-  Block<T> next;
-  if (b < blocks) next.load(p + b * kBlock);
-  while (b < blocks) {
+  const int lane = threadIdx.x % 32;
+  int64_t first = thread_index() - lane;  // of the warp
+  Block<T> next{};
+  if (first + lane < blocks) next.load(p + (first + lane) * kBlock);
+  while (first < blocks) {
     const Block<T> own = next;
-    const int64_t block = b;
-    b += thread_count();
-    if (b < blocks) next.load(p + b * kBlock);
-    f(block, own);
+    const int64_t block = first + lane;
+    first += thread_count();
+    if (first + lane < blocks) next.load(p + (first + lane) * kBlock);
+    f(block, own, block < blocks);
   }
 }
 
@@ -61,31 +63,29 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks<S>) quantize_rows_kernel(
   scales.fill(a.amax[0], a.e4m3_max);
   if constexpr (kStochastic<S>) scales.fill_keys(a.stream, 0);
   __syncthreads();
-  for_each_block<T>(a.x, blocks,
-                    [&](int64_t b, const Block<T>& x) { encode<S>(x, scales, a, b).store(a, b); });
+  for_each_block<T>(a.x, blocks, [&](int64_t b, const Block<T>& x, bool here) {
+    if (here) encode<S>(x, scales, a, b).store(a, b);
+  });
 }
 
 // One amax for `blocks_per_amax` blocks.
 template <class S, class T>
 __global__ void __launch_bounds__(kThreads, kRowBlocks<S>)
     quantize_groups_kernel(QuantizeArgs a, int64_t blocks, int64_t blocks_per_amax) {
-  for_each_block<T>(a.x, blocks, [&](int64_t b, const Block<T>& x) {
-    encode<S>(x, OwnScales<S>(a.amax[quotient(b, blocks_per_amax)], a.e4m3_max), a, b).store(a, b);
+  for_each_block<T>(a.x, blocks, [&](int64_t b, const Block<T>& x, bool here) {
+    if (here) encode<S>(x, OwnScales<S>(a.amax[quotient(b, blocks_per_amax)], a.e4m3_max), a, b).store(a, b);
   });
 }
 
-// One amax for each window, given or found. Blocks are a multiple of 4, so the four lanes of a window are all here.
+// One amax for each window, given or found. Blocks are a multiple of 4: all four lanes of a window are here, or none.
 template <class S, class T>
 __global__ void __launch_bounds__(kThreads, kRowBlocks<S>) quantize_windows_kernel(QuantizeArgs a, int64_t blocks) {
-  for_each_block<T>(a.x, blocks, [&](int64_t b, const Block<T>& x) {
-    const int64_t window = b / (kWindow / kBlock);
-    float amax;
-    if (a.amax) {
-      amax = a.amax[window];
-    } else {
-      amax = float_of(canonical_nan(window_max(x.amax())));
-      if (b % (kWindow / kBlock) == 0) a.found[window] = amax;
-    }
+  for_each_block<T>(a.x, blocks, [&](int64_t b, const Block<T>& x, bool here) {
+    const int64_t window = b >> 2;
+    const uint32_t m = a.amax ? 0 : window_max(x.amax());
+    if (!here) return;
+    const float amax = a.amax ? a.amax[window] : float_of(canonical_nan(m));
+    if (!a.amax && b % 4 == 0) a.found[window] = amax;
     encode<S>(x, OwnScales<S>(amax, a.e4m3_max), a, b).store(a, b);
   });
 }

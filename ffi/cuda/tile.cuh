@@ -15,7 +15,7 @@ constexpr int kTilesHeld = 4;  // of which the codes along columns are written t
 
 // Thread blocks a multiprocessor holds, which bounds registers.
 template <class S>
-inline constexpr int kTileBlocks = kChooses<S> || kStochastic<S> ? 2 : 3;
+inline constexpr int kTileBlocks = kChooses<S> ? (kTiles<S> ? 3 : 2) : kStochastic<S> ? 2 : 4;
 
 // x / 16 for x not negative, without the care that signed division takes.
 __device__ __forceinline__ int64_t blocks_of(int64_t x) { return x >> 4; }
@@ -109,18 +109,20 @@ class Loader {
 
   // What is outside the matrix stays as it is in the tile.
   __device__ __forceinline__ void load(Tile<T>& tile) {
+    char* to = tile.bytes + to_;
     if (aligned_ && rows_left_ >= kTileRows && cols_left_ == kTileCols) {
 #pragma unroll
-      for (int i = 0; i < kTileRows; i += kRowsAtOnce, next_ += stride_) copy_vector(tile, i);
+      for (int i = 0; i < kTileRows; i += kRowsAtOnce, next_ += stride_) copy_vector(to + below(i));
     } else {
 #pragma unroll 1
       for (int i = 0; i < kTileRows; i += kRowsAtOnce, next_ += stride_) {
         if (own_row() + i >= rows_left_ || own_col() >= cols_left_) continue;
         if (aligned_)
-          copy_vector(tile, i);
+          copy_vector(to + below(i));
         else
 #pragma unroll 1
-          for (int e = 0; e < kVector && own_col() + e < cols_left_; ++e) to(tile, i)[e] = next_[e];
+          for (int e = 0; e < kVector && own_col() + e < cols_left_; ++e)
+            reinterpret_cast<Stored*>(to + below(i))[e] = next_[e];
       }
     }
     rows_left_ -= kTileRows;
@@ -129,18 +131,17 @@ class Loader {
  private:
   __device__ __forceinline__ static int own_row() { return threadIdx.x / kVectors; }
   __device__ __forceinline__ static int own_col() { return threadIdx.x % kVectors * kVector; }
-  __device__ __forceinline__ static Stored* to(Tile<T>& tile, int i) {
-    return reinterpret_cast<Stored*>(tile.row(own_row() + i)) + own_col();
-  }
-  __device__ __forceinline__ void copy_vector(Tile<T>& tile, int i) const {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                     static_cast<uint32_t>(__cvta_generic_to_shared(to(tile, i)))),
+  // How far row own_row() + i is from row own_row(): kRowsAtOnce divides 16, and own_row() is less.
+  __device__ __forceinline__ static constexpr int below(int i) { return i * Tile<T>::kRowBytes + i / kBlock * 32; }
+  __device__ __forceinline__ void copy_vector(char* to) const {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
                  "l"(next_)
                  : "memory");
   }
 
   const Stored* next_;
   int64_t stride_;
+  int to_ = own_row() * Tile<T>::kRowBytes + own_col() * static_cast<int>(sizeof(Stored));
   int rows_left_, cols_left_;
   bool aligned_;
 };
@@ -456,28 +457,17 @@ class ColumnsPass {
   // Writes what `tiles` tiles left, after the thread block synchronised.
   __device__ __forceinline__ void finish(int tiles) {
     const int blocks = tiles * kStep < blocks_left_ ? tiles * kStep : blocks_left_;
-    const auto write = [&](auto word, uint8_t* out, int pitch, const uint8_t* in, int in_pitch, int bytes) {
-      using Word = decltype(word);
-      const int words = Held::kBlocks * pitch / static_cast<int>(sizeof(Word));  // a line has room for
-#pragma unroll 4
-      for (int i = threadIdx.x; i < kTileCols * words; i += kThreads) {
-        const int line = i / words, at = i % words * sizeof(Word);
-        if (line < lines_ && at < bytes)
-          *reinterpret_cast<Word*>(out + line * blocks_ * pitch + at) =
-              *reinterpret_cast<const Word*>(in + line * in_pitch + at);
-      }
-    };
     uint8_t *codes = a_.data + out_ * (kBlock / 2), *scales = a_.scale + out_;
     if (blocks_ % 2 == 0 && blocks % 2 == 0)
-      write(uint4{}, codes, kBlock / 2, held_.codes[0], Held::kPitch, blocks * (kBlock / 2));
+      write<uint4, kBlock / 2>(codes, held_.codes, blocks);
     else
-      write(uint2{}, codes, kBlock / 2, held_.codes[0], Held::kPitch, blocks * (kBlock / 2));
+      write<uint2, kBlock / 2>(codes, held_.codes, blocks);
     if (blocks_ % 16 == 0 && blocks % 16 == 0 && out_ % 16 == 0)
-      write(uint4{}, scales, 1, held_.scales[0], Held::kBlocks, blocks);
+      write<uint4, 1>(scales, held_.scales, blocks);
     else if (blocks_ % 4 == 0)
-      write(uint32_t{}, scales, 1, held_.scales[0], Held::kBlocks, blocks);
+      write<uint32_t, 1>(scales, held_.scales, blocks);
     else
-      write(uint8_t{}, scales, 1, held_.scales[0], Held::kBlocks, blocks);
+      write<uint8_t, 1>(scales, held_.scales, blocks);
     tile_ = 0;
     out_ += tiles * kStep;
     blocks_left_ -= tiles * kStep;
@@ -488,6 +478,18 @@ class ColumnsPass {
 
   __device__ __forceinline__ static float element(const Tile<T>& tile, int j, int i) {
     return tile.element(rows_of_thread() + i, 2 * pair_of_thread() + j);
+  }
+
+  // The lines that wait, `kBytes` a block, in words that neighbouring threads write to neighbouring places.
+  template <class Word, int kBytes, int kPitch>
+  __device__ __forceinline__ void write(uint8_t* out, const uint8_t (&in)[kTileCols][kPitch], int blocks) const {
+    constexpr int kWords = Held::kBlocks * kBytes / sizeof(Word), kLinesAtOnce = kThreads / kWords;
+    const int first = threadIdx.x / kWords, at = threadIdx.x % kWords * sizeof(Word);
+    if (at >= blocks * kBytes) return;
+    out += first * blocks_ * kBytes + at;
+#pragma unroll
+    for (int line = first; line < kTileCols; line += kLinesAtOnce, out += kLinesAtOnce * blocks_ * kBytes)
+      if (line < lines_) *reinterpret_cast<Word*>(out) = *reinterpret_cast<const Word*>(&in[line][at]);
   }
 
   template <class X>
