@@ -43,7 +43,7 @@ def _run(args: argparse.Namespace) -> list[dict[str, Any]]:
         return bench_gemm.run(args.cases)
     if args.command == "linear":
         return bench_linear.run(args.cases)
-    return bench_quantize.run(args.cases, args.ops, baselines=not args.no_naive, peers=args.peers)
+    return bench_quantize.run(args.cases, args.ops, baselines=not args.no_naive, with_peers=args.peers)
 
 
 def _bench(args: argparse.Namespace) -> None:

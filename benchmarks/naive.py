@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jnvfp4 import NVFP4Tensor, QuantSpec
+from jnvfp4 import Format, NVFP4Tensor, QuantSpec
 
 Quantized = tuple[jax.Array, jax.Array, jax.Array]
 TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -22,8 +22,8 @@ def quantize(x: jax.Array, spec: QuantSpec, *, amax: Any = None, key: Any = None
     blocks = x.reshape(x.shape[0], -1, 16)
     if spec.format.rht:
         blocks = blocks @ HADAMARD16
-    amax = _amax(blocks, spec) if amax is None else amax
-    encode = 6.0 * spec.format.e4m3_max / _per_block(amax, spec)
+    amax = _amax(blocks, spec.format) if amax is None else amax
+    encode = 6.0 * spec.format.e4m3_max / _per_block(amax, spec.format)
     base = _block_amax(blocks, spec.block_rows) * (encode * (1 / 6))
     index, scale = _map(blocks, base, encode, key)
     if spec.select != "max6":
@@ -41,33 +41,52 @@ def quantize_pair(x: jax.Array, row: QuantSpec, col: QuantSpec, *, amax: Any = N
     return quantize(x, row, amax=row_amax, key=key), quantize(x, col, amax=col_amax, key=key, transpose=True)
 
 
-def dequantize(t: NVFP4Tensor | Quantized, dtype: Any, spec: QuantSpec) -> jax.Array:
-    data, scale, amax = (t.data, t.scale, t.amax) if isinstance(t, NVFP4Tensor) else t
+def dequantize(t: NVFP4Tensor, dtype: Any) -> jax.Array:
+    return _decode(t.data, t.scale, t.amax, t.format).astype(dtype)
+
+
+def _decode(data: jax.Array, scale: jax.Array, amax: jax.Array, fmt: Format) -> jax.Array:
     codes = jnp.stack([data & 15, data >> 4], -1).reshape(data.shape[0], -1, 16)
     values = _value(codes & 7) * jnp.where(codes > 7, -1.0, 1.0)
-    decode = _per_block(amax, spec) / (6.0 * spec.format.e4m3_max)
+    decode = _per_block(amax, fmt) / (6.0 * fmt.e4m3_max)
     values = values * (scale.astype(jnp.float32)[..., None] * decode)
-    if spec.format.rht:
+    if fmt.rht:
         values = values @ HADAMARD16
-    return values.reshape(data.shape[0], -1).astype(dtype)
+    return values.reshape(data.shape[0], -1)
 
 
 def fake_quant(x: jax.Array, spec: QuantSpec, *, amax: Any = None, key: Any = None) -> jax.Array:
-    return dequantize(quantize(x, spec, amax=amax, key=key), x.dtype, spec)
+    return _decode(*quantize(x, spec, amax=amax, key=key), spec.format).astype(x.dtype)
 
 
-def _amax(blocks: jax.Array, spec: QuantSpec) -> jax.Array:
+def rms_norm_quantize(x: jax.Array, weight: jax.Array, spec: QuantSpec, col: Any = None, **options: Any) -> Any:
+    wide = x.astype(jnp.float32)
+    y = wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6) * weight.astype(jnp.float32)
+    return _quantize_either(y, spec, col, options)
+
+
+def silu_mul_quantize(gate: jax.Array, up: jax.Array, spec: QuantSpec, col: Any = None, **options: Any) -> Any:
+    y = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
+    return _quantize_either(y, spec, col, options)
+
+
+def _quantize_either(y: jax.Array, spec: QuantSpec, col: Any, options: dict[str, Any]) -> Any:
+    y = y.astype(jnp.bfloat16)
+    return quantize(y, spec, **options) if col is None else quantize_pair(y, spec, col, **options)
+
+
+def _amax(blocks: jax.Array, fmt: Format) -> jax.Array:
     magnitude = jnp.abs(blocks)
-    if spec.format.amax_scope == "tensor":
+    if fmt.amax_scope == "tensor":
         return jnp.max(magnitude)
-    if spec.format.amax_scope == "row":
+    if fmt.amax_scope == "row":
         return jnp.max(magnitude, (1, 2))
     return jnp.max(magnitude.reshape(blocks.shape[0], -1, 64), -1)
 
 
-def _per_block(amax: jax.Array, spec: QuantSpec) -> jax.Array:
+def _per_block(amax: jax.Array, fmt: Format) -> jax.Array:
     """In a shape that broadcasts with [M, K/16, 1]."""
-    if spec.format.amax_scope == "window64":
+    if fmt.amax_scope == "window64":
         return jnp.repeat(amax, 4, -1)[..., None]
     return amax.reshape(-1, 1, 1)
 

@@ -10,7 +10,8 @@ Result = dict[str, Any]  # suite, environment, rows
 
 def load(path: pathlib.Path) -> Result:
     result = json.loads(path.read_text())
-    if not isinstance(result, dict) or not {"suite", "environment", "rows"} <= result.keys():
+    known = isinstance(result, dict) and {"suite", "environment", "rows"} <= result.keys()
+    if not known or any(not {"case", "op", "median_us"} <= row.keys() for row in result["rows"]):
         raise ValueError(f"{path} must hold suite, environment and rows, as --json writes them")
     return result
 

@@ -80,7 +80,9 @@ def time_jobs(jobs: Sequence[Job], threads: int = 1) -> list[Timing]:
         try:
             timings = _device_timings(programs, jobs)
         except NoDeviceTimeError as error:
-            print(f"no device time, wall clock instead: {error}")
+            print(f"no device time: {error}")
+        if missing := timings.count(None):
+            print(f"wall clock instead for {missing} of {len(jobs)} functions")
     return [t or _wall_timing(p, job.inputs) for t, p, job in zip(timings, programs, jobs, strict=True)]
 
 
@@ -96,7 +98,6 @@ def _device_timings(programs: Sequence[Callable], jobs: Sequence[Job]) -> list[T
     for i in range(len(jobs)):
         timed = [call for call in found[i * each + WARM_UP : (i + 1) * each] if call is not None]
         if len(timed) < CALLS:
-            print(f"no device time for {CALLS - len(timed)} of {CALLS} calls of job {i}, wall clock instead")
             timings.append(None)
             continue
         span = statistics.median(call.span_us for call in timed)
@@ -105,9 +106,9 @@ def _device_timings(programs: Sequence[Callable], jobs: Sequence[Job]) -> list[T
     return timings
 
 
-def _wall_timing(program: Callable, inputs: Sequence[tuple], budget_s: float = 1.0) -> Timing:
+def _wall_timing(program: Callable, inputs: Sequence[tuple]) -> Timing:
     """One call a sample on a CPU; on an accelerator several in flight, so that dispatch overlaps with work."""
-    in_flight = 1 if jax.default_backend() == "cpu" else 20
+    in_flight, budget_s = (1, 1.0) if jax.default_backend() == "cpu" else (20, 0.2)
     rotated = itertools.cycle(inputs)
     for _ in range(2):
         jax.block_until_ready(program(*next(rotated)))
