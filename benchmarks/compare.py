@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .results import Result, clocks, hardware
+from .results import Result, hardware
 
 
 def compare(new: Result, old: Result, tolerance: float = 0.05) -> list[dict[str, Any]]:
@@ -10,7 +10,7 @@ def compare(new: Result, old: Result, tolerance: float = 0.05) -> list[dict[str,
     for what, a, b in (
         ("suite", new["suite"], old["suite"]),
         ("hardware", hardware(new), hardware(old)),
-        ("clock", clocks(new), clocks(old)),
+        ("clock", *_clocks_of_common_rows(new, old)),
     ):
         if a != b:
             raise ValueError(f"compare: both results must be of one {what}, got {a} and {b}")
@@ -21,6 +21,12 @@ def compare(new: Result, old: Result, tolerance: float = 0.05) -> list[dict[str,
 
 def regressions(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if row["verdict"] == "regression"]
+
+
+def _clocks_of_common_rows(*both: Result) -> list[list[str]]:
+    """Not of all rows: peers have a clock of their own, and are not everywhere."""
+    common = set.intersection(*(set(_by_name(result)) for result in both))
+    return [sorted({_by_name(result)[name].get("clock", "wall") for name in common}) for result in both]
 
 
 def _by_name(result: Result) -> dict[tuple[str, str], dict[str, Any]]:

@@ -216,8 +216,8 @@ def test_no_device_time_is_said(monkeypatch, capsys):
 
 def test_device_time_goes_to_its_job_without_the_warm_up(monkeypatch):
     each = timing.WARM_UP + timing.CALLS
-    slow = [device_time.Call(1e6, 1e6, 9)] * timing.WARM_UP
-    calls = [*slow, *(device_time.Call(10 + i, 20 + i, 2) for i in range(timing.CALLS))]
+    first_ones = [device_time.Call(0, 0, 9)] * timing.WARM_UP
+    calls = [*first_ones, *(device_time.Call(10 + i, 20 + i, 2) for i in range(timing.CALLS))]
     made = []
     monkeypatch.setattr(timing.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(timing, "profile_calls", lambda todo: made.extend(call() for call in todo) or 2 * calls)
@@ -322,7 +322,13 @@ def test_a_regression_is_seen():
 )
 def test_results_that_do_not_compare_are_refused(other, what):
     with pytest.raises(ValueError, match=f"compare: both results must be of one {what}"):
-        compare(result({}, **other), result({("large", "a"): 1.0}) if what == "clock" else result({}))
+        compare(result({("large", "a"): 1.0}, **other), result({("large", "a"): 1.0}))
+
+
+def test_the_clock_of_a_row_that_only_one_result_has_does_not_matter():
+    new = result({("large", "a"): 100.0})
+    new["rows"] += result({("large", "peer"): 300.0}, clock="cuda events")["rows"]
+    assert [r["verdict"] for r in compare(new, OLD)] == ["same", "added", "removed", "removed", "removed"]
 
 
 def test_the_committed_result_of_the_same_hardware_is_found(tmp_path):
