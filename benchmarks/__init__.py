@@ -1,1 +1,1 @@
-"""Benchmarks of jnvfp4: ``python -m benchmarks quantize|gemm``. See benchmarks/README.md."""
+"""Benchmarks of jnvfp4: ``python -m benchmarks quantize|gemm|linear|plot|compare``. See benchmarks/README.md."""

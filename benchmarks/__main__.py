@@ -1,42 +1,91 @@
-"""``python -m benchmarks quantize|gemm [--cases NAME,...] [--json OUT]``"""
+"""``python -m benchmarks quantize|gemm|linear|plot|compare``; see benchmarks/README.md."""
 
 import argparse
-import json
 import pathlib
-from collections.abc import Callable
+import sys
 from typing import Any
 
-from . import bench_gemm, bench_quantize
-from .timing import environment
-
-SUITES: dict[str, Callable[[list[str] | None], list[dict[str, Any]]]] = {
-    "quantize": bench_quantize.run,
-    "gemm": bench_gemm.run,
-}
+from . import results
+from .compare import compare, regressions
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    columns = list(dict.fromkeys(k for row in rows for k in row))
-    lines = [" | ".join(columns), " | ".join("---" for _ in columns)]
-    lines += [" | ".join(str(row.get(c, "")) for c in columns) for row in rows]
-    return "\n".join(f"| {line} |" for line in lines)
-
-
-def main() -> None:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
-    parser.add_argument("suite", choices=sorted(SUITES))
-    parser.add_argument("--cases", help="comma-separated case names; all that fit the device by default")
-    parser.add_argument("--json", type=pathlib.Path, help="where to write the result")
-    parser.add_argument("--commit", help="what to record as the commit, outside a git checkout")
-    args = parser.parse_args()
-    rows = SUITES[args.suite](args.cases.split(",") if args.cases else None)
-    print(table(rows))
+    commands = parser.add_subparsers(dest="command", required=True)
+    for suite in ("quantize", "gemm", "linear"):
+        command = commands.add_parser(suite, help=f"time the {suite} suite")
+        shape = "MxK or a name of tests/cases.py" if suite == "quantize" else "MxNxK"
+        command.add_argument("--cases", type=_names, help=f"comma-separated: {shape}; all that suit the device")
+        command.add_argument("--json", type=pathlib.Path, help="where to write the result")
+        command.add_argument("--commit", help="what to record as the commit, outside a git checkout")
+        if suite == "quantize":
+            command.add_argument("--ops", type=_names, help="comma-separated: operations; the defaults of each case")
+            command.add_argument("--no-naive", action="store_true", help="leave out the naive jnp quantizers")
+            command.add_argument("--peers", action="store_true", help="also other libraries, where installed")
+    command = commands.add_parser("plot", help="draw a result")
+    command.add_argument("result", type=pathlib.Path)
+    command.add_argument("png", type=pathlib.Path)
+    command = commands.add_parser("compare", help="exit with 1 if a result has slowed down")
+    command.add_argument("new", type=pathlib.Path)
+    command.add_argument("old", type=pathlib.Path, nargs="?", help="default: the committed one of the same hardware")
+    command.add_argument("--tolerance", type=float, default=0.05, help="of the median, 0.05 by default")
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from . import bench_gemm, bench_linear, bench_quantize  # not for plot and compare, which need no JAX
+
+    if args.command == "gemm":
+        return bench_gemm.run(args.cases)
+    if args.command == "linear":
+        return bench_linear.run(args.cases)
+    return bench_quantize.run(args.cases, args.ops, baselines=not args.no_naive, with_peers=args.peers)
+
+
+def _bench(args: argparse.Namespace) -> None:
+    rows = _run(args)
+    from .timing import environment
+
+    result = {"suite": args.command, "environment": environment(args.commit), "rows": rows}
+    print(results.table(rows))
+    missed = [f"{row['case']}: {row['op']}" for row in rows if not row.get("met", True)]
+    print(f"clock: {', '.join(results.clocks(result))}")
+    if missed:
+        print(f"{len(missed)} of {sum('met' in row for row in rows)} targets missed:", *missed, sep="\n  ")
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(
-            json.dumps({"suite": args.suite, "environment": environment(args.commit), "rows": rows}, indent=1) + "\n"
-        )
+        results.save(result, args.json)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    new = results.load(args.new)
+    old_path = args.old or results.committed(new)
+    rows = compare(new, results.load(old_path), args.tolerance)
+    print(results.table(rows))
+    slower = regressions(rows)
+    print(f"{len(slower)} of {len(rows)} rows more than {args.tolerance:.0%} slower than in {old_path}")
+    return 1 if slower else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        if args.command == "compare":
+            return _compare(args)
+        if args.command == "plot":
+            from .plot import plot
+
+            plot(results.load(args.result), args.png)
+        else:
+            _bench(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,5 +1,6 @@
 """matmul_nt against XLA's own dot of the unquantized operands."""
 
+import re
 from typing import Any
 
 import jax
@@ -7,42 +8,37 @@ import jax.numpy as jnp
 
 import jnvfp4
 
-from .timing import Timing, time_calls
+from .timing import Job, rotations, time_jobs
 
-GPU_SHAPES = {
-    "8192": (8192, 8192, 8192),
-    "4096x14336x4096": (4096, 14336, 4096),
-    "256x14336x4096": (256, 14336, 4096),
-    "16x14336x4096": (16, 14336, 4096),
-    "1x14336x4096": (1, 14336, 4096),
-}
-CPU_SHAPES = {"1024": (1024, 1024, 1024), "1x4096x4096": (1, 4096, 4096)}
+GPU_CASES = ("8192x8192x8192", "4096x14336x4096", "256x14336x4096", "16x14336x4096", "1x14336x4096")
+CPU_CASES = ("1024x1024x1024", "1x4096x4096")
 
 
-def _row(name: str, what: str, timing: Timing, flops: float, baseline_us: float) -> dict[str, Any]:
-    return {
-        "shape MxNxK": name,
-        "op": what,
-        **timing.json(),
-        "TFLOP/s": round(flops / timing.median_us / 1e6, 2),
-        "speed of dot": round(baseline_us / timing.median_us, 3),
-    }
+def parse(case: str) -> tuple[int, int, int]:
+    if not (match := re.fullmatch(r"(\d+)x(\d+)x(\d+)", case)):
+        raise ValueError(f"a case must be MxNxK, got {case!r}")
+    m, n, k = map(int, match.groups())
+    return m, n, k
 
 
-def _bench_shape(name: str, m: int, n: int, k: int) -> list[dict[str, Any]]:
-    on_cpu = jax.default_backend() == "cpu"
-    dtype = jnp.float32 if on_cpu else jnp.bfloat16
-    count = 2 if on_cpu else (2 if m >= 4096 else 8)  # rotated, so that no cache holds the weights
-    keys = jax.random.split(jax.random.key(0), 2 * count)
-    dense = [
-        (jax.random.normal(a, (m, k), dtype), jax.random.normal(b, (n, k), dtype))
-        for a, b in zip(keys[:count], keys[count:], strict=True)
-    ]
-    w4a4 = [(jnvfp4.quantize(a), jnvfp4.quantize(b)) for a, b in dense]
-    row_scaled = [(jnvfp4.quantize(a, jnvfp4.ROW_SCALED), jnvfp4.quantize(b)) for a, b in dense]
-    windows = [(jnvfp4.quantize(a, jnvfp4.WINDOW64), jnvfp4.quantize(b)) for a, b in dense]
-    w4a16 = [(a.astype(jnp.bfloat16), q) for (a, _), (_, q) in zip(dense, w4a4, strict=True)]
-    jax.block_until_ready((w4a4, row_scaled, windows, w4a16))
+def compute_dtype() -> Any:
+    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+
+
+def operands(m: int, n: int, k: int, count: int) -> list[tuple[jax.Array, jax.Array]]:
+    dtype = compute_dtype()
+    make = jax.jit(lambda key, rows: jax.random.normal(key, (rows, k), dtype), static_argnums=1)
+    return [(make(jax.random.key(2 * i), m), make(jax.random.key(2 * i + 1), n)) for i in range(count)]
+
+
+def _jobs(case: str) -> dict[str, Job]:
+    m, n, k = parse(case)
+    dtype = compute_dtype()
+    dense = operands(m, n, k, rotations((n * k + m * k) * 9 // 16))  # no cache holds even the packed ones
+
+    def quantized(spec: jnvfp4.QuantSpec) -> list[tuple]:
+        both = jax.jit(lambda a, b: (jnvfp4.quantize(a, spec), jnvfp4.quantize(b)))
+        return [both(a, b) for a, b in dense]
 
     def dot(a, b):
         return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
@@ -53,19 +49,38 @@ def _bench_shape(name: str, m: int, n: int, k: int) -> list[dict[str, Any]]:
     def decode_dot(a, b):  # what one would write without the library's GEMM
         return dot(jnvfp4.dequantize(a, dtype), jnvfp4.dequantize(b, dtype))
 
-    baseline = time_calls(dot, dense)
-    rows = [_row(name, f"dot {jnp.dtype(dtype).name}", baseline, 2 * m * n * k, baseline.median_us)]
-    for what, f, args in (
-        ("matmul_nt w4a4", matmul, w4a4),
-        ("matmul_nt w4a4 row-scaled", matmul, row_scaled),
-        ("matmul_nt w4a4 window64", matmul, windows),
-        ("matmul_nt w4a16", matmul, w4a16),
-        ("dequantize + dot", decode_dot, w4a4),
-    ):
-        rows.append(_row(name, what, time_calls(f, args), 2 * m * n * k, baseline.median_us))
-    return rows
+    w4a4 = quantized(jnvfp4.NVFP4)
+    w4a16 = [(a.astype(jnp.bfloat16), q) for (a, _), (_, q) in zip(dense, w4a4, strict=True)]
+    return {
+        "dot": Job(dot, dense),
+        "matmul_nt w4a4": Job(matmul, w4a4),
+        "matmul_nt w4a4 row-scaled": Job(matmul, quantized(jnvfp4.ROW_SCALED)),
+        "matmul_nt w4a4 window64": Job(matmul, quantized(jnvfp4.WINDOW64)),
+        "matmul_nt w4a16": Job(matmul, w4a16),
+        "dequantize + dot": Job(decode_dot, w4a4),
+    }
 
 
-def run(names: list[str] | None) -> list[dict[str, Any]]:
-    shapes = CPU_SHAPES if jax.default_backend() == "cpu" else GPU_SHAPES
-    return [row for name in names or shapes for row in _bench_shape(name, *shapes[name])]
+def against(baseline: str, cases: dict[str, dict[str, Job]], flops: Any) -> list[dict[str, Any]]:
+    """Times all jobs; rows with TFLOP/s and with the speed relative to the job called ``baseline`` of the case."""
+    labels = [(case, op) for case, jobs in cases.items() for op in jobs]
+    timings = dict(zip(labels, time_jobs([cases[case][op] for case, op in labels]), strict=True))
+    return [
+        {
+            "case": case,
+            "op": op,
+            **timing.json(),
+            "TFLOP/s": round(flops(case, op) / timing.median_us / 1e6, 2),
+            f"speed of {baseline}": round(timings[case, baseline].median_us / timing.median_us, 3),
+        }
+        for (case, op), timing in timings.items()
+    ]
+
+
+def run(cases: list[str] | None = None) -> list[dict[str, Any]]:
+    def flops(case: str, _op: str) -> float:
+        m, n, k = parse(case)
+        return 2.0 * m * n * k
+
+    names = cases or (CPU_CASES if jax.default_backend() == "cpu" else GPU_CASES)
+    return against("dot", {case: _jobs(case) for case in names}, flops)

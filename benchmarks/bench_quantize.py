@@ -1,7 +1,7 @@
-"""Quantize and dequantize against a copy of the same bytes, and against the naive jnp quantizer."""
+"""The quantize suite: each operation against a copy in the same run, and against naive jnp code for the same."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -9,123 +9,147 @@ import jax.numpy as jnp
 import numpy as np
 
 import jnvfp4
-from jnvfp4 import QuantSpec
-from tests.cases import CASES, Case
+from tests.cases import CASES, DTYPES, Case
 
-from . import naive
-from .timing import Timing, time_calls
+from . import naive, peers
+from .ops import BY_NAME, COMMON, FOUR_OVER_SIX, PLAIN, Input, Op
+from .targets import ADVERSARIAL, EMPTY, FIT_CACHE, judge
+from .timing import Job, Timing, cpus, rotations, time_jobs
 
-GPU_CASES = ["large", "square", "decode"]
-CPU_CASES = ["cpu"]
+COPIES = ("copy by memcpy", "copy by kernel")
+SHAPES = ("4096x4096", "8192x2048", "256x8192", "4096x14336", "8192x8192", "2048x5120", "16383x6144", "4099x4096")
 
-
-def _inputs(case: Case) -> list[jax.Array]:
-    """Copies of the case, enough of them that no cache holds the next one."""
-    count = 8 if jax.default_backend() != "cpu" else 2
-    base = jnp.asarray(case.make())
-    return [jax.block_until_ready(jnp.roll(base, i, axis=-1)) for i in range(count)]
-
-
-def _row(case: Case, what: str, timing: Timing, bytes_moved: float, copy_gb_s: float) -> dict[str, Any]:
-    gb_s = bytes_moved / timing.median_us / 1e3
-    return {
-        "case": case.name,
-        "op": what,
-        **timing.json(),
-        "GB/s": round(gb_s, 1),
-        "share of copy": round(gb_s / copy_gb_s, 3),
-    }
+# What is timed by default: cases and their operations; none listed means all.
+GPU_CASES: dict[str, tuple[str, ...]] = {
+    "large": (),
+    "large_fp32": PLAIN,
+    "large_fp16": PLAIN,
+    **dict.fromkeys(SHAPES, COMMON),
+    **dict.fromkeys(FIT_CACHE, PLAIN),
+    **dict.fromkeys(ADVERSARIAL, FOUR_OVER_SIX),
+    "decode": (*PLAIN, "row_scaled amax found", "window64"),
+}
+CPU_CASES: dict[str, tuple[str, ...]] = {"cpu": ()}
 
 
 @dataclass(frozen=True)
-class Op:
-    """A quantizer to time. Bytes an element are those of the floor: x read once, 0.5625 written an orientation."""
+class Timed:
+    """A job and what its row says beside the time."""
 
+    case: Case
     name: str
-    specs: tuple[QuantSpec | None, QuantSpec | None]  # of x, and of its transpose
-    given: bool = True  # the amax; otherwise found, at the cost of another read for a tensor scope
-
-    def call(self, x: jax.Array, amax: tuple | None) -> Any:
-        row, col = self.specs
-        key = jax.random.key(0) if any(s and s.rounding == "stochastic" for s in self.specs) else None
-        if row and col:
-            return jnvfp4.quantize_pair(x, row, col, amax=amax, key=key)
-        spec, transpose = (row, False) if row else (col, True)
-        assert spec
-        return jnvfp4.quantize(x, spec, amax=None if amax is None else amax[transpose], key=key, transpose=transpose)
-
-    def amax(self, x: jax.Array) -> tuple | None:
-        """What the specs take: of the tensor, of rows, or nothing, since windows are always found."""
-        if not self.given or any(s and s.format.amax_scope == "window64" for s in self.specs):
-            return None
-        magnitude = jnp.abs(x.astype(jnp.float32))
-        found: list[Any] = [None, None]
-        for i, spec in enumerate(self.specs):
-            if spec:
-                found[i] = jnp.max(magnitude, axis=None if spec.format.amax_scope == "tensor" else -1 - i)
-        return tuple(found)
-
-    def bytes_per_element(self, size: int) -> float:
-        reads = 1 if self.given or all(s is None or s.finds_amax for s in self.specs) else 2
-        windows = sum(4 / 64 for s in self.specs if s and s.format.amax_scope == "window64")
-        return reads * size + 0.5625 * sum(s is not None for s in self.specs) + windows
+    job: Job
+    bytes_moved: float
+    naive: str | None = None  # the row of naive code for the same
 
 
-def _four_over_six() -> list[Op]:
-    ops = [
-        Op(f"4over6 {error}{' fast' * fast}", (jnvfp4.four_over_six(error, fast=fast), None))
-        for error in ("mae", "mse")
-        for fast in (False, True)
-    ]
-    one, tile = jnvfp4.four_over_six(), jnvfp4.four_over_six(block_rows=16)
-    return [*ops, Op("4over6 mae, pair", (one, one)), Op("4over6_2d mae, pair", (tile, tile))]
+def case_named(name: str) -> Case:
+    """A case of tests/cases.py, or normal bfloat16 data of a shape such as "4096x14336"."""
+    by_name = {case.name: case for case in CASES if len(case.shape) == 2}
+    if name in by_name:
+        return by_name[name]
+    if match := re.fullmatch(r"(\d+)x(\d+)", name):
+        return Case(name, (int(match[1]), int(match[2])))
+    raise ValueError(f"quantize: a case must be MxK or one of {sorted(by_name)}, got {name!r}")
 
 
-OPS = [
-    Op("nvfp4", (jnvfp4.NVFP4, None)),
-    Op("nvfp4, amax included", (jnvfp4.NVFP4, None), given=False),
-    Op("nvfp4 transposed", (None, jnvfp4.NVFP4)),
-    Op("nvfp4, pair", (jnvfp4.NVFP4, jnvfp4.NVFP4)),
-    Op("nvfp4_2d", (jnvfp4.NVFP4_2D, None)),
-    Op("nvfp4_2d transposed", (None, jnvfp4.NVFP4_2D)),
-    Op("nvfp4_2d, pair", (jnvfp4.NVFP4_2D, jnvfp4.NVFP4_2D)),
-    Op("row_scaled", (jnvfp4.ROW_SCALED, None)),
-    Op("row_scaled, amax found", (jnvfp4.ROW_SCALED, None), given=False),
-    Op("row_scaled transposed, amax found", (None, jnvfp4.ROW_SCALED), given=False),
-    Op("row_scaled, pair", (jnvfp4.ROW_SCALED, jnvfp4.ROW_SCALED)),
-    Op("window64", (jnvfp4.WINDOW64, None)),
-    Op("window64, pair", (jnvfp4.WINDOW64, jnvfp4.WINDOW64)),
-    Op("nvfp4_sr", (jnvfp4.NVFP4_SR, None)),
-    Op("nvfp4_rht transposed", (None, jnvfp4.NVFP4_RHT)),
-    Op("nvfp4_rht transposed, amax included", (None, jnvfp4.NVFP4_RHT), given=False),
-    Op("pretrain x, pair", (jnvfp4.NVFP4, jnvfp4.NVFP4_RHT)),
-    Op("pretrain dy, pair", (jnvfp4.NVFP4_SR, jnvfp4.NVFP4_RHT_SR)),
-    *_four_over_six(),
-]
+def inputs_of(case: Case) -> list[Input]:
+    """Different tensors with the case's distribution. Rows repeat after 4 M elements, since numpy is slow."""
+    m, k = case.shape
+    rows = min(m, max(16, (4 << 20) // k // 16 * 16))
+    part = jnp.asarray(replace(case, shape=(rows, k)).make())
+    x = jnp.tile(part, (-(-m // rows), 1))[:m]
+    return [Input(jax.block_until_ready(jnp.roll(x, 16 * i, axis=0))) for i in range(rotations(x.nbytes))]
 
 
-def _bench_case(case: Case) -> list[dict[str, Any]]:
-    xs = _inputs(case)
-    elements, size = xs[0].size, xs[0].dtype.itemsize
-    copy = time_calls(lambda x: -x, [(x,) for x in xs])
-    copy_gb_s = 2 * size * elements / copy.median_us / 1e3
-    rows = [_row(case, f"copy {np.dtype(xs[0].dtype).name}", copy, 2 * size * elements, copy_gb_s)]
-
-    def add(what: str, f: Callable, args: list[tuple], bytes_per_element: float) -> None:
-        rows.append(_row(case, what, time_calls(f, args), bytes_per_element * elements, copy_gb_s))
-
-    amax = jnp.max(jnp.abs(xs[0])).astype(jnp.float32)
-    add("naive jnp", naive.quantize, [(x, amax) for x in xs], size + 0.5625)
-    for op in OPS:
-        if all(s is None or case.shape[-2 if i else -1] % s.unit == 0 for i, s in enumerate(op.specs)):
-            add(op.name, op.call, [(x, op.amax(x)) for x in xs], op.bytes_per_element(size))
-    for name, spec in (("dequantize", jnvfp4.NVFP4), ("dequantize rotated", jnvfp4.NVFP4_RHT)):
-        tensors = [jax.block_until_ready(jnvfp4.quantize(x, spec)) for x in xs]
-        add(f"{name} to bf16", lambda t: jnvfp4.dequantize(t, jnp.bfloat16), [(t,) for t in tensors], 2.5625)
-    return rows
+def _floors(case: Case, inputs: list[Input]) -> list[Timed]:
+    xs = [(of.x,) for of in inputs]
+    moved = 2 * inputs[0].x.nbytes
+    # XLA makes the first a memory copy and the second a kernel; the faster one is the roof.
+    copies = [Timed(case, name, Job(f, xs), moved) for name, f in zip(COPIES, (jnp.copy, jnp.negative), strict=True)]
+    one = jnp.zeros(1)
+    return [*copies, Timed(case, EMPTY, Job(lambda v: v + 1, [(one,)]), 2 * one.nbytes)]
 
 
-def run(names: list[str] | None) -> list[dict[str, Any]]:
-    names = names or (CPU_CASES if jax.default_backend() == "cpu" else GPU_CASES)
-    by_name = {case.name: case for case in CASES}
-    return [row for name in names for row in _bench_case(by_name[name])]
+def _operations(case: Case, inputs: list[Input], ops: list[Op], baselines: bool) -> list[Timed]:
+    x, timed = inputs[0].x, []
+    seen: dict[Op, str] = {}
+    for op in ops:
+        moved = op.bytes_per_element(x.dtype.itemsize) * x.size
+        arguments = [op.arguments(of) for of in inputs]
+        baseline = op.baseline()
+        if baselines and baseline not in seen:
+            seen[baseline] = f"naive {op.name}"
+            timed.append(Timed(case, seen[baseline], Job(baseline.call(naive), arguments), moved))
+        timed.append(Timed(case, op.name, Job(op.call(jnvfp4), arguments), moved, seen.get(baseline)))
+    jax.block_until_ready([t.job.inputs for t in timed])
+    return timed
+
+
+def _peers(case: Case, inputs: list[Input]) -> tuple[list[Timed], list[tuple[Timed, Timing]]]:
+    """Those to time like everything else, and those in torch with their times."""
+    x = inputs[0].x
+    found = peers.importable(x)
+
+    def timed(peer: peers.Peer, f: Any) -> Timed:
+        return Timed(case, peer.name, Job(f, [(of.x,) for of in inputs]), peer.bytes_per_element * x.size)
+
+    in_jax = [timed(peer, f) for peer, f in found if peer.framework == "jax"]
+    in_torch = [(timed(peer, None), timing) for peer, timing in peers.time_torch(found, x.shape)]
+    return in_jax, in_torch
+
+
+def _rows(timings: list[tuple[Timed, Timing]]) -> list[dict[str, Any]]:
+    times = {(t.case.name, t.name): timing.median_us for t, timing in timings}
+    return [_row(t, timing, times) for t, timing in timings]
+
+
+def _row(t: Timed, timing: Timing, times: dict[tuple[str, str], float]) -> dict[str, Any]:
+    case = t.case
+    copied = 2 * case.shape[0] * case.shape[1] * np.dtype(DTYPES[case.dtype]).itemsize
+    rate = copied / min(times[case.name, name] for name in COPIES)  # bytes a microsecond
+    row: dict[str, Any] = {
+        "case": case.name,
+        "shape": "x".join(map(str, case.shape)),
+        "dtype": case.dtype,
+        "op": t.name,
+    }
+    row |= timing.json()
+    row["bytes"] = round(t.bytes_moved)
+    row["GB/s"] = round(t.bytes_moved / timing.median_us / 1e3, 1)
+    row["floor_us"] = round(t.bytes_moved / rate, 2)
+    row["share of copy"] = round(t.bytes_moved / timing.median_us / rate, 3)
+    if t.naive:
+        row["times naive"] = round(times[case.name, t.naive] / timing.median_us, 2)
+    return row
+
+
+def run(
+    cases: list[str] | None = None, ops: list[str] | None = None, baselines: bool = True, with_peers: bool = False
+) -> list[dict[str, Any]]:
+    """Times the cases (all that suit the device if None), of each the operations named (its own list if None).
+
+    Args:
+      cases: names of tests/cases.py, or MxK.
+      ops: names of ``OPS``; what the shape does not fit is left out.
+      baselines: also naive code for each operation.
+      with_peers: also other libraries, on the first case.
+    """
+    platform = jax.default_backend()
+    defaults = CPU_CASES if platform == "cpu" else GPU_CASES
+    if unknown := set(ops or ()) - set(BY_NAME):
+        raise ValueError(f"quantize: an op must be one of {sorted(BY_NAME)}, got {sorted(unknown)}")
+    timed: list[Timed] = []
+    foreign: list[tuple[Timed, Timing]] = []
+    for i, case in enumerate(map(case_named, cases or defaults)):
+        inputs = inputs_of(case)
+        wanted = [BY_NAME[name] for name in ops or defaults.get(case.name) or BY_NAME]
+        timed += _floors(case, inputs)
+        if with_peers and i == 0:
+            in_jax, foreign = _peers(case, inputs)
+            timed += in_jax
+        # Naive code takes the same time whatever the data.
+        fitting = [op for op in wanted if op.fits(case.shape)]
+        timed += _operations(case, inputs, fitting, baselines and case.name not in ADVERSARIAL)
+    timings = time_jobs([t.job for t in timed], threads=min(8, cpus()))
+    return judge(_rows([*zip(timed, timings, strict=True), *foreign]), platform)

@@ -25,7 +25,7 @@ class Case:
         return replace(self, shape=tuple(shape))
 
     def make(self, seed: int = 0) -> np.ndarray:
-        values = DISTRIBUTIONS[self.distribution](np.random.default_rng(seed), self.shape)
+        values = {**DISTRIBUTIONS, **ADVERSARIAL}[self.distribution](np.random.default_rng(seed), self.shape)
         with np.errstate(over="ignore"):
             return values.astype(np.float32).astype(DTYPES[self.dtype])
 
@@ -88,6 +88,32 @@ DISTRIBUTIONS = {
     "outlier_rows": _outlier_rows,
 }
 
+
+def _shuffled_blocks(rng, shape, block):
+    """Blocks of 16 with these magnitudes in any order, and one element that makes 4over6's encode scale 1."""
+    x = rng.permuted(np.broadcast_to(block, (*shape[:-1], shape[-1] // 16, 16)), axis=-1).reshape(shape)
+    x = x * rng.choice([-1.0, 1.0], shape)
+    x.reshape(-1)[0] = 6.0 * 256
+    return x
+
+
+def _same46(rng, shape):
+    """Map-to-4 and map-to-6 reconstruct every block exactly: all ties, with the same values."""
+    return _shuffled_blocks(rng, shape, [6.0] * 4 + [3.0] * 4 + [1.5] * 4 + [0.0] * 4)
+
+
+def _even46(rng, shape):
+    """Both err by the same sum, of magnitudes and of squares, on different elements: all ties, none for free."""
+    return _shuffled_blocks(rng, shape, [6.0, 0.0] + [0.5] * 7 + [0.75] * 7)
+
+
+def _sparse(rng, shape):
+    return rng.standard_normal(shape) * (rng.random(shape) < 0.1)
+
+
+# What is slow for 4over6 kernels that decide most blocks by an estimate.
+ADVERSARIAL = {"same46": _same46, "even46": _even46, "sparse": _sparse}
+
 # For specs by the dozen: no axis a power of two, a leading axis, each dtype once.
 ODD = [Case("odd_blocks", (48, 80), "fp32"), Case("half", (32, 112), "fp16"), Case("batched", (2, 3, 16, 48))]
 
@@ -99,7 +125,9 @@ CASES = [
     Case("tall", (272, 32), "fp32"),
     *(Case(f"{name}_{dtype}", (32, 64), dtype, name) for name in DISTRIBUTIONS for dtype in DTYPES),
     Case("large", (16384, 6144), tags=frozenset({"bench"})),
-    Case("square", (4096, 4096), tags=frozenset({"bench"})),
+    Case("large_fp32", (16384, 6144), "fp32", tags=frozenset({"bench"})),
+    Case("large_fp16", (16384, 6144), "fp16", tags=frozenset({"bench"})),
+    *(Case(name, (16384, 6144), distribution=name, tags=frozenset({"bench"})) for name in ADVERSARIAL),
     Case("decode", (16, 4096), tags=frozenset({"bench"})),
     Case("cpu", (2048, 4096), tags=frozenset({"bench"})),
 ]

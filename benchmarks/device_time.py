@@ -1,0 +1,88 @@
+"""Device time of single calls, from the profiler that comes with JAX (CUPTI on NVIDIA GPUs)."""
+
+import bisect
+import itertools
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+MARK = "jnvfp4 benchmark call "
+PAUSE_S = 2e-4  # between calls: far longer than host and device clocks disagree
+
+
+class NoDeviceTimeError(RuntimeError):
+    """The profile holds nothing of the device."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the device did during one call. Copies and memsets count as kernels."""
+
+    busy_us: float  # kernel time, overlap counted once
+    span_us: float  # from the start of the first kernel to the end of the last
+    kernels: int
+
+
+def profile_calls(calls: Sequence[Callable[[], Any]]) -> list[Call | None]:
+    """Makes the calls one after another, each waited for; None for a call of which the profile shows nothing."""
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = 1  # only the annotations below, so that tracing costs little
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            for i, call in enumerate(calls):
+                time.sleep(PAUSE_S)
+                with jax.profiler.TraceAnnotation(f"{MARK}{i}"):
+                    jax.block_until_ready(call())
+        files = list(pathlib.Path(folder).rglob("*.xplane.pb"))
+        if not files:
+            raise NoDeviceTimeError("the profiler wrote no xplane file")
+        return split_calls(jax.profiler.ProfileData.from_file(str(files[0])), len(calls))
+
+
+def split_calls(profile: Any, count: int) -> list[Call | None]:
+    """The kernels of a profile, by the annotated call in which they ran."""
+    marks, kernels = _marks(profile), _kernels(profile)
+    if not kernels:
+        raise NoDeviceTimeError("the profile has no GPU stream with an event on it")
+    if [index for _, _, index in marks] != list(range(count)):
+        raise NoDeviceTimeError(f"the profile shows {len(marks)} of {count} annotated calls")
+    # A kernel belongs to the call whose annotation is nearest: halfway through the pause before it.
+    borders = [(end + start) / 2 for (_, end, _), (start, _, _) in itertools.pairwise(marks)]
+    groups: list[list[tuple[float, float]]] = [[] for _ in marks]
+    for start, end in kernels:
+        groups[bisect.bisect(borders, start)].append((start, end))
+    return [_call(group) if group else None for group in groups]
+
+
+def _marks(profile: Any) -> list[tuple[float, float, int]]:
+    events = [
+        e for plane in profile.planes if plane.name.startswith("/host") for line in plane.lines for e in line.events
+    ]
+    own = [e for e in events if e.name.startswith(MARK)]
+    return sorted((e.start_ns, e.start_ns + e.duration_ns, int(e.name.removeprefix(MARK))) for e in own)
+
+
+def _kernels(profile: Any) -> list[tuple[float, float]]:
+    # Other lines of a device ("XLA Ops", "XLA Modules") repeat what the streams hold.
+    streams = [
+        line
+        for plane in profile.planes
+        if plane.name.startswith("/device:GPU")
+        for line in plane.lines
+        if line.name.startswith("Stream")
+    ]
+    return sorted((e.start_ns, e.start_ns + e.duration_ns) for line in streams for e in line.events)
+
+
+def _call(kernels: list[tuple[float, float]]) -> Call:
+    busy, reached = 0.0, kernels[0][0]
+    for start, end in kernels:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return Call(busy / 1e3, (reached - kernels[0][0]) / 1e3, len(kernels))

@@ -1,0 +1,410 @@
+"""The benchmarks: what they cover, what they make of a profile and of results, and that every command runs."""
+
+import json
+import pathlib
+import re
+import shlex
+import sys
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import ADVERSARIAL, Case
+
+import jnvfp4
+from jnvfp4 import spec as specs
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.append(str(ROOT))  # last, so that the installed jnvfp4 is the one tested
+
+from benchmarks import bench_linear, bench_quantize, device_time, naive, results, timing  # noqa: E402
+from benchmarks.__main__ import _parser, main  # noqa: E402
+from benchmarks.compare import compare, regressions  # noqa: E402
+from benchmarks.ops import BY_NAME, OPS  # noqa: E402
+from benchmarks.targets import judge  # noqa: E402
+
+NAMED = [s for s in vars(specs).values() if isinstance(s, jnvfp4.QuantSpec)]
+
+
+# What is measured
+
+
+def test_every_named_recipe_is_measured_each_way_it_is_used():
+    """Quantized, decoded in registers, and as each pair that one kernel makes."""
+    quantized = {s for op in OPS if op.what == "quantize" for s in op.specs}
+    assert len(NAMED) == 7
+    assert quantized >= set(NAMED)
+    assert {op.spec for op in OPS if op.what == "fake_quant"} >= set(NAMED)
+    pairs = {op.specs for op in OPS if op.what == "quantize" and None not in op.specs}
+    assert pairs >= {pair for pair in specs.FUSED_PAIRS if pair[0].select == "max6"}
+    assert len(BY_NAME) == len(OPS)
+
+
+def test_cases_name_operations_and_inputs():
+    for case, ops in {**bench_quantize.GPU_CASES, **bench_quantize.CPU_CASES}.items():
+        shape = bench_quantize.case_named(case).shape
+        assert set(ops) <= set(BY_NAME)
+        assert any(BY_NAME[op].fits(shape) for op in ops or BY_NAME)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "fits"),
+    [
+        ("nvfp4", (17, 48), True),
+        ("nvfp4", (16, 40), False),
+        ("nvfp4 transposed", (48, 17), True),
+        ("nvfp4 pair", (17, 48), False),
+        ("nvfp4_2d", (24, 48), False),
+        ("window64 pair", (64, 48), False),
+        ("window64 pair", (128, 64), True),
+    ],
+)
+def test_an_operation_knows_which_shapes_it_takes(name, shape, fits):
+    assert BY_NAME[name].fits(shape) is fits
+
+
+def test_floor_bytes():
+    bytes_of = {name: op.bytes_per_element(2) for name, op in BY_NAME.items()}
+    assert bytes_of["nvfp4"] == bytes_of["4over6 mse fast"] == bytes_of["row_scaled amax found"] == 2.5625
+    assert bytes_of["nvfp4 amax included"] == 4.5625
+    assert bytes_of["nvfp4 pair"] == 3.125
+    assert bytes_of["window64 pair"] == 3.25
+    assert bytes_of["fake_quant nvfp4_2d"] == 4
+    assert bytes_of["dequantize to bf16"] == 2.5625
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        jnvfp4.NVFP4,
+        jnvfp4.NVFP4_2D,
+        jnvfp4.ROW_SCALED,
+        jnvfp4.WINDOW64,
+        jnvfp4.four_over_six("mae"),
+        jnvfp4.four_over_six("mse", block_rows=16),
+    ],
+    ids=specs.name_of,
+)
+def test_naive_code_does_the_real_work(spec):
+    x = jnp.asarray(Case("naive", (32, 128)).make())
+    data, scale, _ = naive.quantize(x, spec)
+    exact = jnvfp4.quantize(x, spec)
+    assert np.mean(np.asarray(data) == np.asarray(exact.data)) > 0.99
+    assert np.mean(np.asarray(scale == exact.scale)) > 0.99
+    np.testing.assert_allclose(naive.dequantize(exact, jnp.float32), jnvfp4.dequantize(exact, jnp.float32), rtol=1e-5)
+
+
+@pytest.mark.parametrize("spec", [jnvfp4.NVFP4_SR, jnvfp4.NVFP4_RHT], ids=specs.name_of)
+def test_naive_code_that_draws_or_rotates_keeps_the_values(spec):
+    x = jnp.asarray(Case("naive", (64, 128), "fp32").make())
+    key = jax.random.key(1) if spec.rounding == "stochastic" else None
+    error = jax.jit(naive.fake_quant, static_argnums=1)(x, spec, key=key) - x
+    assert jnp.sqrt(jnp.mean(error**2)) < 0.2
+    assert abs(jnp.mean(error)) < 0.01
+
+
+@pytest.mark.parametrize("name", ["same46", "even46"])
+@pytest.mark.parametrize("error", ["mae", "mse"])
+def test_adversarial_blocks_are_ties(name, error):
+    """Both candidates err alike, so that every block takes the scale of map-to-6: 1, as the encode scale is."""
+    x = Case("ties", (32, 64), "fp32", name).make()
+    first = np.abs(x.reshape(-1, 16)[1:])
+    grid = np.array(naive.TIES)
+    errors = [np.abs(naive._value(np.searchsorted(grid, first / s)) * s - first) for s in (1.0, 1.5)]
+    power = 1 if error == "mae" else 2
+    np.testing.assert_array_equal(*(np.sum(e**power, -1) for e in errors))
+    assert (errors[0].sum() > 0) == (name == "even46")
+    scale = jnvfp4.quantize(x, jnvfp4.four_over_six(error)).scale.reshape(-1)[1:]
+    np.testing.assert_array_equal(np.asarray(scale, np.float32), 1)
+
+
+def test_sparse_data_is():
+    assert 0.85 < np.mean(Case("sparse", (64, 256), distribution="sparse").make() == 0) < 0.95
+    assert set(ADVERSARIAL) <= {case.distribution for case in map(bench_quantize.case_named, bench_quantize.GPU_CASES)}
+
+
+# Time
+
+
+@dataclass
+class Named:
+    """A plane or a line of a profile."""
+
+    name: str
+    lines: list = field(default_factory=list)
+    events: list = field(default_factory=list)
+
+
+@dataclass
+class Event:
+    name: str
+    start_ns: float
+    duration_ns: float
+
+
+def profile(marks, streams, other=()):
+    """Annotated calls, and on the device streams with events and a line that repeats them, in microseconds."""
+    host = [Event(f"{device_time.MARK}{i}", 1e3 * a, 1e3 * (b - a)) for i, (a, b) in enumerate(marks)]
+    lines = [
+        Named(f"Stream #{i}(Compute)", events=[Event("kernel", 1e3 * a, 1e3 * (b - a)) for a, b in s])
+        for i, s in enumerate(streams)
+    ]
+    lines.append(Named("XLA Modules", events=[Event("module", 1e3 * a, 1e3 * (b - a)) for a, b in other]))
+    device = Named("/device:GPU:0", lines)
+    return type(
+        "Profile",
+        (),
+        {"planes": [Named("/host:CPU", [Named("python", events=[*host, Event("noise", 0, 9e9)])]), device]},
+    )
+
+
+def test_a_profile_is_split_into_its_calls():
+    first, second = [(1010, 1030), (1032, 1040)], [(2005, 2025), (2020, 2035), (2030, 2034)]
+    found = device_time.split_calls(
+        profile([(1000, 1050), (2000, 2050)], [first + second[:1], second[1:]], [(1000, 2050)]), 2
+    )
+    assert found == [device_time.Call(28, 30, 2), device_time.Call(30, 30, 3)]
+
+
+def test_clocks_that_disagree_by_less_than_half_a_pause_do_not_matter():
+    for shift in (-90, 90):
+        kernels = [(start + shift, start + shift + 40) for start in (1005, 1255, 1505)]
+        marks = [(start, start + 50) for start in (1000, 1250, 1500)]
+        assert [c.kernels for c in device_time.split_calls(profile(marks, [kernels]), 3)] == [1, 1, 1]
+
+
+def test_a_call_without_kernels_has_no_time():
+    found = device_time.split_calls(profile([(0, 50), (250, 300), (500, 550)], [[(10, 20), (510, 520)]]), 3)
+    assert [call is None for call in found] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("marks", "streams", "message"),
+    [([(0, 1)], [[]], "no GPU stream"), ([(0, 1)], [[(0, 1)]], "1 of 2 annotated calls")],
+)
+def test_a_profile_that_lacks_something_is_refused(marks, streams, message):
+    with pytest.raises(device_time.NoDeviceTimeError, match=message):
+        device_time.split_calls(profile(marks, streams), 2)
+
+
+def test_a_cpu_profile_is_refused():
+    with jax.default_device(jax.devices("cpu")[0]):
+        f = jax.jit(jnp.sin)
+        if jax.default_backend() == "cpu":
+            with pytest.raises(device_time.NoDeviceTimeError, match="no GPU stream"):
+                device_time.profile_calls([lambda: f(1.0)] * 3)
+
+
+def test_no_device_time_is_said(monkeypatch, capsys):
+    """On a GPU whose profiler shows nothing the wall clock is used, and result and output say so."""
+    monkeypatch.setattr(timing.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(timing, "profile_calls", lambda calls: [None] * len(calls))
+    (taken,) = timing.time_jobs([timing.Job(jnp.sin, [(1.0,)])])
+    assert taken.json()["clock"] == "wall"
+    assert "wall clock instead" in capsys.readouterr().out
+
+    def refuse(calls):
+        raise device_time.NoDeviceTimeError("nothing there")
+
+    monkeypatch.setattr(timing, "profile_calls", refuse)
+    (taken,) = timing.time_jobs([timing.Job(jnp.sin, [(1.0,)])])
+    assert taken.clock == "wall"
+    assert "nothing there" in capsys.readouterr().out
+
+
+def test_device_time_goes_to_its_job_without_the_warm_up(monkeypatch):
+    each = timing.WARM_UP + timing.CALLS
+    first_ones = [device_time.Call(0, 0, 9)] * timing.WARM_UP
+    calls = [*first_ones, *(device_time.Call(10 + i, 20 + i, 2) for i in range(timing.CALLS))]
+    made = []
+    monkeypatch.setattr(timing.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(timing, "profile_calls", lambda todo: made.extend(call() for call in todo) or 2 * calls)
+    inputs = [(float(i),) for i in range(3)]
+    first, second = timing.time_jobs([timing.Job(jnp.negative, inputs), timing.Job(jnp.sin, inputs[:1])])
+    assert first == second == timing.Timing(24.5, 15.8, 33.2, "cupti", 34.5, 2)
+    assert np.array_equal(made, [-float(i % 3) for i in range(each)] + [0.0] * each)
+
+
+def test_rotations_overflow_the_cache(monkeypatch):
+    monkeypatch.setattr(timing.jax, "default_backend", lambda: "gpu")
+    assert timing.rotations(400 << 20) == 2
+    assert timing.rotations(32 << 20) * (32 << 20) > 3 * timing.CACHE_BYTES
+    assert timing.rotations(1) == 16
+
+
+# Targets
+
+
+def row(case, op, median, **values):
+    return {
+        "case": case,
+        "op": op,
+        "median_us": median,
+        "shape": "16384x6144",
+        "dtype": "bf16",
+        "share of copy": 1.0,
+        **values,
+    }
+
+
+def verdicts(*rows, platform="gpu"):
+    return [r.get("met") for r in judge(list(rows), platform)]
+
+
+def test_targets_are_judged():
+    assert verdicts(
+        row("large", "nvfp4", 60, **{"share of copy": 0.97}), row("large", "nvfp4", 60, **{"share of copy": 0.96})
+    ) == [True, False]
+    assert verdicts(row("large", "nvfp4_2d", 60), row("large", "naive nvfp4", 60)) == [None, None]
+    assert verdicts(row("large", "nvfp4_2d", 60, **{"times naive": 0.9})) == [False]
+    normal, ties = row("large", "4over6 mae", 100), row("even46", "4over6 mae", 160)
+    assert verdicts(normal, ties, {**ties, "median_us": 161})[1:] == [True, False]
+    assert verdicts(ties) == [None]
+    decode = [
+        row("decode", op, us, shape="16x4096")
+        for op, us in (("empty kernel", 1.5), ("nvfp4", 3.4), ("nvfp4 amax included", 3.6))
+    ]
+    assert verdicts(*decode) == [None, True, False]
+    small, fits = (
+        row("2048x4096", "nvfp4", 9, shape="2048x4096"),
+        row("4096x3584", "nvfp4 amax included", 9, shape="4096x3584", **{"share of copy": 0.74}),
+    )
+    assert verdicts(small, fits, row("9x9", "nvfp4", 9, shape="4096x4096", **{"share of copy": 0.7})) == [
+        None,
+        False,
+        True,
+    ]
+    assert verdicts(row("large_fp16", "nvfp4", 9, dtype="fp16", **{"share of copy": 0.84})) == [False]
+    cpu = [row("cpu", "nvfp4", 9, **{"times naive": 14}), row("cpu", "4over6 mae", 9, **{"times naive": 14})]
+    assert verdicts(*cpu, platform="cpu") == [False, True]
+
+
+# Results
+
+
+def result(medians, suite="quantize", device="H200", clock="cupti", platform="gpu", cpus=16):
+    environment = {"device": device, "platform": platform, "cpus": cpus, "jax": "0", "commit": "abc"}
+    rows = [
+        {"case": c, "op": o, "median_us": m, "clock": clock, "bytes": 100, "GB/s": 1 / m, "share of copy": 0.5}
+        for (c, o), m in medians.items()
+    ]
+    return {"suite": suite, "environment": environment, "rows": rows}
+
+
+OLD = result({("large", "copy by memcpy"): 99.0, ("large", "a"): 100.0, ("large", "b"): 10.0, ("small", "a"): 1.0})
+
+
+def test_a_regression_is_seen():
+    new = result({("large", "a"): 105.1, ("large", "b"): 10.4, ("small", "a"): 0.5, ("small", "new"): 7.0})
+    rows = compare(new, OLD)
+    found = {(r["case"], r["op"]): r["verdict"] for r in rows}
+    assert found == {
+        ("large", "a"): "regression",
+        ("large", "b"): "same",
+        ("small", "a"): "faster",
+        ("small", "new"): "added",
+        ("large", "copy by memcpy"): "removed",
+    }
+    assert [r["ratio"] for r in regressions(rows)] == [1.051]
+    assert not regressions(compare(new, OLD, tolerance=0.06))
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ({"device": "H100"}, "hardware"),
+        ({"suite": "gemm"}, "suite"),
+        ({"clock": "wall"}, "clock"),
+        ({"platform": "cpu", "cpus": 2}, "hardware"),
+    ],
+)
+def test_results_that_do_not_compare_are_refused(other, what):
+    with pytest.raises(ValueError, match=f"compare: both results must be of one {what}"):
+        compare(result({("large", "a"): 1.0}, **other), result({("large", "a"): 1.0}))
+
+
+def test_the_clock_of_a_row_that_only_one_result_has_does_not_matter():
+    new = result({("large", "a"): 100.0})
+    new["rows"] += result({("large", "peer"): 300.0}, clock="cuda events")["rows"]
+    assert [r["verdict"] for r in compare(new, OLD)] == ["same", "added", "removed", "removed", "removed"]
+
+
+def test_the_committed_result_of_the_same_hardware_is_found(tmp_path):
+    for name, kept in (("gpu", OLD), ("gemm", result({}, suite="gemm")), ("other", result({}, device="H100"))):
+        results.save(kept, tmp_path / f"{name}.json")
+    (tmp_path / "foreign.json").write_text("[]")
+    assert results.committed(result({}), tmp_path) == tmp_path / "gpu.json"
+    with pytest.raises(ValueError, match=r"must hold one quantize result of \('B200', None\), got \[\]; name one"):
+        results.committed(result({}, device="B200"), tmp_path)
+    results.save(OLD, tmp_path / "again.json")
+    with pytest.raises(ValueError, match=r"got \['again.json', 'gpu.json'\]"):
+        results.committed(result({}), tmp_path)
+
+
+# The commands
+
+
+@pytest.mark.parametrize("suite", ["quantize", "gemm", "linear"])
+def test_a_suite_runs_and_is_compared_and_drawn(suite, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_linear, "RECIPES", {"pretrain": bench_linear.RECIPES["pretrain"]})
+    case = "32x64" if suite == "quantize" else "16x32x64"
+    chosen = ["--ops", "nvfp4,window64 pair,fake_quant nvfp4_rht"] if suite == "quantize" else []
+    new, png = tmp_path / "out" / "new.json", tmp_path / "new.png"
+    assert main([suite, "--cases", case, *chosen, "--json", str(new), "--commit", "abc"]) == 0
+    printed = capsys.readouterr().out
+    made = json.loads(new.read_text())
+    assert made["environment"]["commit"] == "abc"
+    assert {"device", "driver", "jax", "jnvfp4", "python", "date"} <= made["environment"].keys()
+    clocks = {"wall"} if jax.default_backend() == "cpu" else {"cupti"}
+    assert set(results.clocks(made)) == clocks
+    assert f"clock: {clocks.pop()}" in printed
+    assert all(0 < r["p20_us"] <= r["median_us"] <= r["p80_us"] for r in made["rows"])
+
+    assert main(["compare", str(new), str(new)]) == 0
+    for r in made["rows"]:
+        r["median_us"] /= 1.06
+    results.save(made, tmp_path / "faster.json")
+    assert main(["compare", str(new), str(tmp_path / "faster.json")]) == 1
+    assert main(["compare", str(new), str(tmp_path / "faster.json"), "--tolerance", "0.07"]) == 0
+    assert main(["plot", str(new), str(png)]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["quantize", "--cases", "nowhere"], "a case must be MxK or one of"),
+        (["quantize", "--ops", "nothing"], r"an op must be one of .* got \['nothing'\]"),
+        (["gemm", "--cases", "16x16"], "a case must be MxNxK, got '16x16'"),
+        (["compare", "missing.json"], "No such file"),
+    ],
+)
+def test_a_wrong_argument_is_named(command, message, capsys):
+    assert main(command) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_peers_that_are_not_installed_are_named(capsys, monkeypatch):
+    from benchmarks import peers
+
+    monkeypatch.setitem(sys.modules, "qwix", None)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(peers, "PEERS", [p for p in peers.PEERS if p.name.startswith(("jax", "qwix", "torchao"))])
+    rows = bench_quantize.run(["16x64"], ["nvfp4"], baselines=False, with_peers=True)
+    assert "jax.nn's nvfp4, scale given" in [r["op"] for r in rows]
+    printed = capsys.readouterr().out
+    assert "peer skipped: qwix" in printed
+    assert "peer skipped: torchao" in printed
+
+
+def test_the_commands_of_the_readme_are_understood():
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    commands = [line.partition("#")[0] for line in page.splitlines() if line.startswith("python -m benchmarks")]
+    assert len(commands) >= 8
+    for command in commands:
+        args = _parser().parse_args(shlex.split(command)[3:])
+        if args.command == "quantize":
+            assert set(args.ops or ()) <= set(BY_NAME)
+            assert all(map(bench_quantize.case_named, args.cases or ()))
