@@ -228,14 +228,30 @@ JNVFP4_HD float e2m1_decode(uint32_t code) {
 #endif
 }
 
-// The value that e2m1_encode(v) decodes to, without the code: adding 1.5 * 2^22 times the binade of v (1 below 1)
-// rounds to its grid step. NaN gives 6 here.
+// The larger of a + b and c, one instruction on Hopper.
+JNVFP4_HD int32_t add_max(int32_t a, int32_t b, int32_t c) {
+#if defined(__CUDA_ARCH__)
+  return __viaddmax_s32(a, b, c);
+#else
+  return a + b > c ? a + b : c;
+#endif
+}
+
+// The grid value nearest to a magnitude below 7, where grid and magnitude are times `one`. a is taken off 2^22 a, or off
+// 1.5 * 2^22 for what is below 1.5, and the rest off that again: float32 numbers there are a grid step apart, so the
+// first difference rounds to the grid. Its ties are to even because a tie has so few bits that 2^22 a is an even number
+// of steps. Just above a power of two the first difference lies in the binade below and rounds to half a step, but then
+// to that power. Proven for all a by tests/cpp/exhaustive.cc.
+JNVFP4_HD float e2m1_round_below_7(float a, float one) {
+  const int32_t least = static_cast<int32_t>(bits_of(6291456.0f * one));
+  const float k = float_of(static_cast<uint32_t>(add_max(static_cast<int32_t>(bits_of(a)), 22 << 23, least)));
+  return add_rn(k, -add_rn(k, -a));
+}
+
+// The value that e2m1_encode(v) decodes to, without the code. NaN gives 6 here.
 JNVFP4_HD float e2m1_round(float v) {
   const uint32_t b = bits_of(v), a = b & kMagnitude, m = a > 0x40c00000u ? 0x40c00000u : a;  // 6
-  const uint32_t exponent = m & kInf;
-  const float binade = float_of(exponent < 0x3f800000u ? 0x3f800000u : exponent);
-  const float t = mul_exact_add(binade, 6291456.0f, float_of(m));
-  return float_of(bits_of(mul_exact_add(binade, -6291456.0f, t)) | (b & kSign));
+  return float_of(bits_of(e2m1_round_below_7(float_of(m), 1.0f)) | (b & kSign));
 }
 
 // Twice the E2M1 value, an integer: 0 1 2 3 4 6 8 12. Block dot products are exact in it.

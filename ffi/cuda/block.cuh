@@ -142,7 +142,7 @@ __device__ __forceinline__ uint32_t signs_of(const float* v) {
   };
   const uint32_t even = __byte_perm(bytes(v[0], v[2]), bytes(v[4], v[6]), 0x5410);
   const uint32_t odd = __byte_perm(bytes(v[1], v[3]), bytes(v[5], v[7]), 0x5410);
-  return (even & 0x08080808u) | (odd & 0x80808080u);
+  return ((even & 0x0f0f0f0fu) | (odd & 0xf0f0f0f0u)) & 0x88888888u;
 }
 
 // The 16 codes of a block, packed two a byte, from `magnitude(i)` plus `bias`. A NaN scale has only codes 0.
@@ -184,21 +184,6 @@ __device__ __forceinline__ bool below_seven(uint32_t amax, float encode) {
   return kQuick && mul_rn(float_of(amax), encode) < 7.0f / 64.0f;
 }
 
-// The power of two of a magnitude over 64, that of 1 below it: the grid step there is half of it.
-__device__ __forceinline__ float binade_over_64(float q) {
-  return fmaxf(float_of(bits_of(q) & kInf), 1.0f / 64.0f);
-}
-
-// e2m1_round for values over 64, below 7. A zero comes out as -0: the sum is exact, and only for a zero does its rounding
-// direction matter.
-__device__ __forceinline__ float round_over_64(float q) {
-  const float binade = binade_over_64(q);
-  return __fmaf_rd(binade, -6291456.0f, __fmaf_rn(binade, 6291456.0f, q));
-}
-
-// Gives a result of round_over_64 the sign of the value it came from: too small an addition to change another number.
-__device__ __forceinline__ float with_sign_of(float rounded, float v) { return __fmaf_rn(v, 0x1p-60f, rounded); }
-
 __device__ __forceinline__ uint32_t e4m3_codes(float a, float b, float c, float d) {
   uint32_t r;
   asm("{.reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, %2, %1; cvt.rn.satfinite.e4m3x2.f32 y, %4, %3; mov.b32 %0, {x, y};}"
@@ -207,29 +192,27 @@ __device__ __forceinline__ uint32_t e4m3_codes(float a, float b, float c, float 
   return r;
 }
 
-__device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t a, uint32_t b) {
-  return (a & mask) | (b & ~mask);
+// Eight grid magnitudes over 64, whose E4M3 codes are four times the E2M1 ones, with the signs of `v`.
+__device__ __forceinline__ uint32_t pack_over_64(const float* r, const float* v) {
+  const uint32_t even = e4m3_codes(r[0], r[2], r[4], r[6]), odd = e4m3_codes(r[1], r[3], r[5], r[7]);
+  return (even >> 2 | odd << 2) | signs_of(v);
+}
+__device__ __forceinline__ uint2 codes_over_64(const Values& r, const Values& v) {
+  return make_uint2(pack_over_64(r, v), pack_over_64(r + 8, v + 8));
 }
 
-// Eight grid values over 64: an E4M3 code is the sign, two zeros, the magnitude, two zeros.
-__device__ __forceinline__ uint32_t pack_over_64(const float* r) {
-  const uint32_t even = e4m3_codes(r[0], r[2], r[4], r[6]), odd = e4m3_codes(r[1], r[3], r[5], r[7]);
-  const uint32_t high = select_bits(0x80808080u, odd, odd << 2);
-  const uint32_t low = select_bits(0x08080808u, even >> 4, even >> 2);
-  return select_bits(0xf0f0f0f0u, high, low);
-}
-__device__ __forceinline__ uint2 codes_over_64(const Values& r) {
-  return make_uint2(pack_over_64(r), pack_over_64(r + 8));
-}
+__device__ __forceinline__ float round_over_64(float a) { return e2m1_round_below_7(a, 1.0f / 64.0f); }
 
 __device__ __forceinline__ uint2 quick_nearest(const Values& v, float encode) {
   Values r;
 #pragma unroll
-  for (int i = 0; i < kBlock; ++i) {
-    const float q = mul_rn(v[i], encode);
-    r[i] = with_sign_of(round_over_64(q), q);
-  }
-  return codes_over_64(r);
+  for (int i = 0; i < kBlock; ++i) r[i] = round_over_64(mul_rn(fabsf(v[i]), encode));
+  return codes_over_64(r, v);
+}
+
+// The power of two of a magnitude over 64, that of 1 below it: the grid step there is half of it.
+__device__ __forceinline__ float binade_over_64(float a) {
+  return fmaxf(float_of(bits_of(a) & kInf), 1.0f / 64.0f);
 }
 
 // e2m1_magnitude_stochastic: the grid step is that of the value before the random addition, which truncates to the same
@@ -244,8 +227,7 @@ __device__ __forceinline__ uint2 quick_stochastic(const Values& v, float encode,
     const float t = fminf(__fmaf_rn(fraction, binade, a), 7.5f / 64.0f);
     r[i] = __fmaf_rn(binade, -6291456.0f, __fmaf_rz(binade, 6291456.0f, t));
   }
-  const uint2 magnitudes = codes_over_64(r);
-  return make_uint2(magnitudes.x | signs_of(v), magnitudes.y | signs_of(v + 8));
+  return codes_over_64(r, v);
 }
 
 // With a scale that is chosen.
@@ -274,18 +256,19 @@ __device__ __forceinline__ Encoded encode_plain(const Values& v, uint32_t amax, 
 }
 
 // ---------------------------------------------------------------- 4over6
-// Rounds a block with a candidate, over 64, and sums its errors: those of the rule for the fast error, within
+// Rounds the magnitudes of a block with a candidate, over 64, and sums its errors: those of the rule for the fast error, within
 // `error_bound` of them for the strict one.
 template <class S>
 __device__ __forceinline__ float quick_error(const Values& v, const Factors<S>& factors, float encode_all, Values& rounded) {
   float error = 0.0f;
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
-    rounded[i] = round_over_64(mul_rn(v[i], factors.encode));
+    const float x = fabsf(v[i]);
+    rounded[i] = round_over_64(mul_rn(x, factors.encode));
     if constexpr (!kStrict<S>) {
-      error = add_error(error, scaled_difference(rounded[i], v[i], factors.one, encode_all), kSquared<S>);
+      error = add_error(error, scaled_difference(rounded[i], x, factors.one, encode_all), kSquared<S>);
     } else {
-      const float d = __fmaf_rn(rounded[i], factors.one, -v[i]);
+      const float d = __fmaf_rn(rounded[i], factors.one, -x);
       error = kSquared<S> ? __fmaf_rn(d, d, error) : __fadd_rn(error, fabsf(d));
     }
   }
@@ -355,7 +338,7 @@ __device__ __forceinline__ float strict_error(const Values& v, const Values& rou
   float error = 0.0f;
 #pragma unroll
   for (int i = 0; i < kBlock; ++i)
-    error = add_error(error, strict_difference(rounded[i], v[i], factors.one, factors.one_and_half), kSquared<S>);
+    error = add_error(error, strict_difference(rounded[i], fabsf(v[i]), factors.one, factors.one_and_half), kSquared<S>);
   return error;
 }
 
@@ -380,8 +363,8 @@ __device__ __forceinline__ Encoded encode_better(const Values& v, uint32_t amax,
   const uint8_t scale = choice.scale(take_four);
   if (!choice.quick) return {encode_nearest(v, block_encode_scale(scale, scales.global()), scale), scale};
 #pragma unroll
-  for (int i = 0; i < kBlock; ++i) six[i] = with_sign_of(take_four ? four[i] : six[i], v[i]);
-  return {codes_over_64(six), scale};
+  for (int i = 0; i < kBlock; ++i) six[i] = take_four ? four[i] : six[i];
+  return {codes_over_64(six, v), scale};
 }
 
 template <class S, class Scales, class Element, class Random>
