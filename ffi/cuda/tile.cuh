@@ -11,7 +11,7 @@
 namespace jnvfp4 {
 
 constexpr int kTileRows = 64, kTileCols = 128;
-constexpr int kTilesHeld = 4;  // of which the codes along columns are written together
+constexpr int kTilesHeld = 4;  // in a run, of which the codes along columns are written together
 
 // Thread blocks a multiprocessor holds, which bounds registers.
 template <class S>
@@ -67,16 +67,16 @@ struct Runs {
     constexpr int64_t kMost = 32768;  // of the 65535 that grid dimensions y and z allow
     const int64_t strips = (x.cols + kTileCols - 1) / kTileCols, down = (x.rows + kTileRows - 1) / kTileRows;
     const int64_t all = strips * down * x.batch, places = static_cast<int64_t>(multiprocessors()) * resident;
-    tiles = static_cast<int>(std::clamp<int64_t>(all / (4 * places), 1, 2 * kTilesHeld));
-    if (tiles > kTilesHeld) tiles = 2 * kTilesHeld;
+    tiles = static_cast<int>(std::clamp<int64_t>(all / (4 * places), 1, kTilesHeld));
     grid = dim3(static_cast<unsigned>(strips), static_cast<unsigned>(std::min((down + tiles - 1) / tiles, kMost)),
                 static_cast<unsigned>(std::min(x.batch, kMost)));
   }
 };
 
 // ---------------------------------------------------------------- shared memory
-// The codes and scales of blocks along columns wait here until four tiles' are together: 32 bytes of codes and 4 of scales
-// a column and tile, each to a cache line of its own, are more requests than the L2 cache answers at the speed of memory.
+// The codes and scales of blocks along columns wait here until those of a run are together: 32 bytes of codes and 4 of
+// scales a column and tile, each to a cache line of its own, are more requests than the L2 cache answers at the speed of
+// memory.
 struct Held {
   static constexpr int kBlocks = kTilesHeld * kTileRows / kBlock, kPitch = kBlocks * kBlock / 2 + 16;  // against conflicts
   alignas(16) uint8_t codes[kTileCols][kPitch];
@@ -147,7 +147,7 @@ class Loader {
 };
 
 // For each run of tiles of this thread block: `begin(first)` with its first place, then what that returned is called
-// with each tile in turn, the next one on its way, and after each four to finish them.
+// with each tile in turn, the next one on its way, and last to finish them.
 template <class T, class Begin>
 __device__ __forceinline__ void for_each_tile(Stages<T>& stages, const void* x, const Source& source, int tiles,
                                               const Begin& begin) {
@@ -172,8 +172,8 @@ __device__ __forceinline__ void for_each_tile(Stages<T>& stages, const void* x, 
         __syncthreads();  // before a later tile overwrites this one
         if (i + kStages < count) loader.load(stages.tile[i % kStages]);
         asm volatile("cp.async.commit_group;");
-        if (i % kTilesHeld == kTilesHeld - 1 || i + 1 == count) work.finish(i % kTilesHeld + 1);
       }
+      work.finish(count);
     }
   }
 }
@@ -468,9 +468,6 @@ class ColumnsPass {
       write<uint32_t, 1>(scales, held_.scales, blocks);
     else
       write<uint8_t, 1>(scales, held_.scales, blocks);
-    tile_ = 0;
-    out_ += tiles * kStep;
-    blocks_left_ -= tiles * kStep;
   }
 
  private:
