@@ -75,6 +75,25 @@ JNVFP4_HD void load_columns(const void* x, int64_t stride, int count, Tile& t) {
       for (int l = 0; l < count; ++l) t.value[i][l] = L::load(p[i * stride + l]);
 }
 
+// The inverse of load_rows with blocks stored one after the other, rounded to the type.
+template <class L>
+JNVFP4_HD void store_rows(const Tile& t, int count, void* x) {
+  using Stored = typename L::Stored;
+  constexpr int kWords = kBlock * sizeof(Stored) / sizeof(uint32_t), kAll = kWords * kLanes;
+  alignas(64) uint32_t a[kAll], b[kAll];
+  if constexpr (sizeof(Stored) == sizeof(uint16_t)) {
+    for (int i = 0; i < kWords; ++i)
+      for (int l = 0; l < kLanes; ++l)
+        b[i * kLanes + l] = L::store(t.value[2 * i][l]) | uint32_t{L::store(t.value[2 * i + 1][l])} << 16;
+  } else {
+    for (int i = 0; i < kWords; ++i)
+      for (int l = 0; l < kLanes; ++l) a[i * kLanes + l] = L::store(t.value[i][l]);
+    riffle<kAll>(a, b);
+  }
+  riffle<kAll>(b, a), riffle<kAll>(a, b), riffle<kAll>(b, a);
+  std::memcpy(x, a, static_cast<size_t>(count) * kBlock * sizeof(Stored));
+}
+
 // ---------------------------------------------------------------- amax of rows and columns
 // Stored numbers without their sign, as integers, are in the order of their magnitudes, NaN last. Signed ones: SSE2 has
 // their maximum.
@@ -123,6 +142,16 @@ JNVFP4_HD void rotate(Tile& t) {
   }
 }
 
+JNVFP4_HD void rotate_back(Tile& t) {
+  for (int l = 0; l < kLanes; ++l) {
+    float v[kBlock];
+    t.block(l, v);
+    rht16_inverse(v);
+    JNVFP4_UNROLL
+    for (int i = 0; i < kBlock; ++i) t.value[i][l] = v[i];
+  }
+}
+
 // m[l] becomes the maximum of itself and the magnitudes of the block.
 JNVFP4_HD void raise_amax(const Tile& t, Lanes<uint32_t>& m) {
   for (int l = 0; l < kLanes; ++l) {
@@ -166,35 +195,30 @@ struct RandomPlaces {
   }
 };
 
-// Codes 0 to 7 and 8 to 15 of each block, four bits each, and the scale.
+// Sixteen blocks as they are stored.
 struct Encoded {
-  Lanes<uint32_t> low, high, scale;
+  Lanes<uint64_t> codes;
+  Lanes<uint8_t> scale;
 };
 
-// The codes for out.scale. A NaN scale has only codes 0. magnitude(bits, i, l) rounds element i.
+// A NaN scale has only codes 0. magnitude(bits, i, l) rounds element i.
 template <class Magnitude>
-JNVFP4_HD void encode(const Tile& t, const GlobalLanes& g, Encoded& out, Magnitude magnitude) {
+JNVFP4_HD void encode(const Tile& t, const GlobalLanes& g, const Lanes<uint32_t>& scales, Encoded& out,
+                      Magnitude magnitude) {
+  Lanes<uint32_t> low, high;
   for (int l = 0; l < kLanes; ++l) {
-    const float scale = block_encode_scale(out.scale[l], g[l]);
+    const float scale = block_encode_scale(scales[l], g[l]);
     uint32_t half[2] = {0, 0};
     JNVFP4_UNROLL
     for (int i = 0; i < kBlock; ++i) {
       const uint32_t b = bits_of(mul_rn(t.value[i][l], scale));
       half[i / 8] |= (magnitude(b & kMagnitude, i, l) | (b & kSign) >> 28) << (4 * (i % 8));
     }
-    const uint32_t keep = out.scale[l] == kScaleNan ? 0u : ~0u;
-    out.low[l] = half[0] & keep, out.high[l] = half[1] & keep;
+    const uint32_t keep = scales[l] == kScaleNan ? 0u : ~0u;
+    low[l] = half[0] & keep, high[l] = half[1] & keep;
   }
-}
-
-JNVFP4_HD void encode_nearest(const Tile& t, const GlobalLanes& g, Encoded& out) {
-  encode(t, g, out, [](uint32_t b, int, int) { return e2m1_magnitude(b); });
-}
-
-JNVFP4_HD void encode_stochastic(const Tile& t, const GlobalLanes& g, const Random& random, Encoded& out) {
-  encode(t, g, out, [&](uint32_t b, int i, int l) {
-    return e2m1_magnitude_stochastic(b, random[i / 4][l] >> (8 * (i % 4)) & 0xffu);
-  });
+  for (int l = 0; l < kLanes; ++l) out.codes[l] = low[l] | uint64_t{high[l]} << 32;
+  for (int l = 0; l < kLanes; ++l) out.scale[l] = static_cast<uint8_t>(scales[l]);
 }
 
 // ---------------------------------------------------------------- 4over6
@@ -260,24 +284,33 @@ JNVFP4_HD void choose_scales(const Tile& t, const GlobalLanes& g, const Lanes<ui
 }
 
 // ---------------------------------------------------------------- sixteen blocks
-// From the elements to codes and scales. `places` are read by stochastic specs only.
+struct Work {
+  Tile tile;
+  RandomPlaces places;  // read by stochastic specs only
+  Encoded out;
+};
+
+// From the elements to codes and scales.
 template <class S>
-JNVFP4_HD void quantize_tile(Tile& t, const GlobalLanes& g, const RandomPlaces& places, bool transposed, Encoded& out) {
+JNVFP4_HD void quantize_tile(Work& w, const GlobalLanes& g, bool transposed) {
+  Tile& t = w.tile;
   if constexpr (S::spec.rht) rotate(t);
-  Lanes<uint32_t> amax = {};
+  Lanes<uint32_t> amax = {}, scale;
   raise_amax(t, amax);
   if constexpr (S::spec.block_rows == kBlock)
     std::fill_n(amax.lane, kLanes, *std::max_element(amax.lane, amax.lane + kLanes));
   if constexpr (S::spec.select == Select::kMax6)
-    for (int l = 0; l < kLanes; ++l) out.scale[l] = block_scale(amax[l], g[l]);
+    for (int l = 0; l < kLanes; ++l) scale[l] = block_scale(amax[l], g[l]);
   else
-    choose_scales<S>(t, g, amax, out.scale);
+    choose_scales<S>(t, g, amax, scale);
   if constexpr (S::spec.rounding == Rounding::kStochastic) {
     Random random;
-    places.read(transposed, random);
-    encode_stochastic(t, g, random, out);
+    w.places.read(transposed, random);
+    encode(t, g, scale, w.out, [&](uint32_t magnitude, int i, int l) {
+      return e2m1_magnitude_stochastic(magnitude, random[i / 4][l] >> (8 * (i % 4)) & 0xffu);
+    });
   } else {
-    encode_nearest(t, g, out);
+    encode(t, g, scale, w.out, [](uint32_t magnitude, int, int) { return e2m1_magnitude(magnitude); });
   }
 }
 

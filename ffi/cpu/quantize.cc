@@ -19,9 +19,7 @@ struct LoadColumns {
 };
 template <class S>
 struct QuantizeTile {
-  static JNVFP4_HD void run(Tile& t, const GlobalLanes& g, const RandomPlaces& places, bool transposed, Encoded& out) {
-    quantize_tile<S>(t, g, places, transposed, out);
-  }
+  static JNVFP4_HD void run(Work& w, const GlobalLanes& g, bool transposed) { quantize_tile<S>(w, g, transposed); }
 };
 template <bool kRotate>
 struct RaiseAmax {
@@ -119,9 +117,7 @@ class Globals {
   GlobalLanes lanes_;
 };
 
-RandomPlaces random_places(const Args& a, const Group& g) {
-  RandomPlaces places = {};
-  if (!a.stream.words) return places;
+void find_places(const Args& a, const Group& g, RandomPlaces& places) {
   const int64_t blocks = a.row_blocks();
   int64_t row = g.block / blocks, col = g.block % blocks, batch = row / a.shape.rows;
   row %= a.shape.rows;
@@ -135,22 +131,26 @@ RandomPlaces random_places(const Args& a, const Group& g) {
     if (g.step == 1) col = 0;
     if (++row == a.shape.rows) row = 0, ++batch;
   }
-  return places;
 }
 
 void store(const Args& a, const Group& g, const Encoded& out) {
+  constexpr int64_t kCodes = sizeof out.codes[0];
+  if (g.step == 1) {
+    std::memcpy(a.data + g.block * kCodes, out.codes.lane, g.count * kCodes);
+    std::memcpy(a.scale + g.block, out.scale.lane, g.count);
+    return;
+  }
   for (int l = 0; l < g.count; ++l) {
     const int64_t block = g.block + l * g.step;
-    const uint64_t codes = out.low[l] | uint64_t{out.high[l]} << 32;
-    std::memcpy(a.data + block * sizeof codes, &codes, sizeof codes);
-    a.scale[block] = static_cast<uint8_t>(out.scale[l]);
+    std::memcpy(a.data + block * kCodes, &out.codes[l], kCodes);
+    a.scale[block] = out.scale[l];
   }
 }
 
-void quantize_group(const Args& a, const Group& g, Tile& t, const GlobalLanes& global) {
-  Encoded out;
-  a.quantize(t, global, random_places(a, g), a.shape.transposed, out);
-  store(a, g, out);
+void quantize_group(const Args& a, const Group& g, Work& w, const GlobalLanes& global) {
+  if (a.stream.words) find_places(a, g, w.places);
+  a.quantize(w, global, a.shape.transposed);
+  store(a, g, w.out);
 }
 
 // ---------------------------------------------------------------- along rows
@@ -170,14 +170,14 @@ Lanes<float> find_windows_along(const Args& a, const Group& g, Tile& t) {
 // Blocks [begin, end).
 void quantize_along(const Args& a, int64_t begin, int64_t end) {
   Globals globals;
+  Work w;
   for (int64_t block = begin; block < end; block += kLanes) {
     const Group g = group_along(a, block, end);
-    Tile t;
-    a.load(g.source, g.stride, g.count, t);
+    a.load(g.source, g.stride, g.count, w.tile);
     if (a.amax)
-      quantize_group(a, g, t, globals.of(a, g));
+      quantize_group(a, g, w, globals.of(a, g));
     else
-      quantize_group(a, g, t, globals.of(a, find_windows_along(a, g, t)));
+      quantize_group(a, g, w, globals.of(a, find_windows_along(a, g, w.tile)));
   }
 }
 
@@ -213,23 +213,24 @@ constexpr int kWindowBlocks = kWindow / kBlock;
 
 // Sixteen windows, one in each lane.
 void quantize_windows_across(const Args& a, int64_t batch, int64_t row, int64_t block, Globals& globals) {
-  Tile t[kWindowBlocks];
+  Work w[kWindowBlocks];
   Lanes<uint32_t> m = {};
   for (int i = 0; i < kWindowBlocks; ++i) {
     const Group g = group_across(a, batch, row, block + i);
-    a.load(g.source, g.stride, g.count, t[i]);
-    a.raise(t[i], m);
+    a.load(g.source, g.stride, g.count, w[i].tile);
+    a.raise(w[i].tile, m);
   }
   const Group first = group_across(a, batch, row, block);
   Lanes<float> amax;
   for (int l = 0; l < kLanes; ++l) amax[l] = float_of(canonical_nan(m[l]));
   for (int l = 0; l < first.count; ++l) a.found[(first.block + l * first.step) / kWindowBlocks] = amax[l];
   const GlobalLanes& global = globals.of(a, amax);
-  for (int i = 0; i < kWindowBlocks; ++i) quantize_group(a, group_across(a, batch, row, block + i), t[i], global);
+  for (int i = 0; i < kWindowBlocks; ++i) quantize_group(a, group_across(a, batch, row, block + i), w[i], global);
 }
 
 void quantize_across(const Args& a, const Piece& p) {
   Globals globals[kMaxStripRows / kLanes];
+  Work w;
   const int64_t step = a.amax ? 1 : kWindowBlocks;
   for (int64_t block = p.block; block < p.block_end; block += step)
     for (int64_t row = p.row; row < p.row_end; row += kLanes) {
@@ -239,9 +240,8 @@ void quantize_across(const Args& a, const Piece& p) {
         continue;
       }
       const Group g = group_across(a, p.batch, row, block);
-      Tile t;
-      a.load(g.source, g.stride, g.count, t);
-      quantize_group(a, g, t, own.of(a, g));
+      a.load(g.source, g.stride, g.count, w.tile);
+      quantize_group(a, g, w, own.of(a, g));
     }
 }
 
