@@ -284,18 +284,11 @@ JNVFP4_HD void choose_scales(const Tile& t, const GlobalLanes& g, const Lanes<ui
 }
 
 // ---------------------------------------------------------------- sixteen blocks
-struct Work {
-  Tile tile;
-  RandomPlaces places;  // read by stochastic specs only
-  Encoded out;
-};
-
-// From the elements to codes and scales.
+// The scale of each block, after the rotation.
 template <class S>
-JNVFP4_HD void quantize_tile(Work& w, const GlobalLanes& g, bool transposed) {
-  Tile& t = w.tile;
+JNVFP4_HD void find_scales(Tile& t, const GlobalLanes& g, Lanes<uint32_t>& scale) {
   if constexpr (S::spec.rht) rotate(t);
-  Lanes<uint32_t> amax = {}, scale;
+  Lanes<uint32_t> amax = {};
   raise_amax(t, amax);
   if constexpr (S::spec.block_rows == kBlock)
     std::fill_n(amax.lane, kLanes, *std::max_element(amax.lane, amax.lane + kLanes));
@@ -303,14 +296,43 @@ JNVFP4_HD void quantize_tile(Work& w, const GlobalLanes& g, bool transposed) {
     for (int l = 0; l < kLanes; ++l) scale[l] = block_scale(amax[l], g[l]);
   else
     choose_scales<S>(t, g, amax, scale);
-  if constexpr (S::spec.rounding == Rounding::kStochastic) {
-    Random random;
-    w.places.read(transposed, random);
-    encode(t, g, scale, w.out, [&](uint32_t magnitude, int i, int l) {
-      return e2m1_magnitude_stochastic(magnitude, random[i / 4][l] >> (8 * (i % 4)) & 0xffu);
-    });
-  } else {
-    encode(t, g, scale, w.out, [](uint32_t magnitude, int, int) { return e2m1_magnitude(magnitude); });
+}
+
+// Up to 16 blocks of the result: that of lane l is block + l * step.
+struct Group {
+  const void* source;
+  int64_t stride;
+  int count;
+  int64_t block, step;
+};
+
+struct Work {
+  Group group;
+  Tile tile;
+  GlobalLanes global;
+  RandomPlaces places;  // read by stochastic specs only
+  Encoded out;
+};
+
+// Groups quantized by one call: while the scales of one wait for divisions, the processor works on the next.
+inline constexpr int kBatch = 4;
+
+// From tiles and global scales to codes and scales.
+template <class S>
+JNVFP4_HD void quantize_batch(Work* work, int count, bool transposed) {
+  Lanes<uint32_t> scale[kBatch];
+  for (int k = 0; k < count; ++k) find_scales<S>(work[k].tile, work[k].global, scale[k]);
+  for (int k = 0; k < count; ++k) {
+    Work& w = work[k];
+    if constexpr (S::spec.rounding == Rounding::kStochastic) {
+      Random random;
+      w.places.read(transposed, random);
+      encode(w.tile, w.global, scale[k], w.out, [&](uint32_t magnitude, int i, int l) {
+        return e2m1_magnitude_stochastic(magnitude, random[i / 4][l] >> (8 * (i % 4)) & 0xffu);
+      });
+    } else {
+      encode(w.tile, w.global, scale[k], w.out, [](uint32_t magnitude, int, int) { return e2m1_magnitude(magnitude); });
+    }
   }
 }
 

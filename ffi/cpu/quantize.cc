@@ -18,8 +18,8 @@ struct LoadColumns {
   static JNVFP4_HD void run(const void* x, int64_t stride, int count, Tile& t) { load_columns<L>(x, stride, count, t); }
 };
 template <class S>
-struct QuantizeTile {
-  static JNVFP4_HD void run(Work& w, const GlobalLanes& g, bool transposed) { quantize_tile<S>(w, g, transposed); }
+struct QuantizeBatch {
+  static JNVFP4_HD void run(Work* work, int count, bool transposed) { quantize_batch<S>(work, count, transposed); }
 };
 template <bool kRotate>
 struct RaiseAmax {
@@ -46,6 +46,9 @@ template <class F>
 using Function = typename Compiled<F>::Function;
 
 // ---------------------------------------------------------------- the work
+constexpr int kWindowBlocks = kWindow / kBlock;
+static_assert(kBatch == kWindowBlocks, "a batch across rows must hold whole windows");
+
 struct Args {
   const void* x;
   int64_t element_size;
@@ -64,21 +67,13 @@ struct Args {
   Function<SetGlobal> set_global;
   Function<RowAmax<F32>> row_amax;
   Function<ColumnAmax<F32>> column_amax;
-  Function<QuantizeTile<Nvfp4>> quantize;
+  Function<QuantizeBatch<Nvfp4>> quantize;
 
   int64_t row_blocks() const { return shape.cols / kBlock; }
   int64_t blocks() const { return shape.batch * shape.rows * row_blocks(); }
-  int64_t blocks_per_amax() const { return windows ? kWindow / kBlock : shape.rows_per_amax * row_blocks(); }
+  int64_t blocks_per_amax() const { return windows ? kWindowBlocks : shape.rows_per_amax * row_blocks(); }
   const void* at(int64_t element) const { return static_cast<const char*>(x) + element * element_size; }
   bool finds_row_amax() const { return !amax && !windows; }
-};
-
-// Up to 16 blocks: that of lane l is block + l * step of the result.
-struct Group {
-  const void* source;
-  int64_t stride;
-  int count;
-  int64_t block, step;
 };
 
 Group group_along(const Args& a, int64_t block, int64_t end) {
@@ -96,25 +91,20 @@ Group group_across(const Args& a, int64_t batch, int64_t row, int64_t col_block)
 // The global scales of a group, which neighbouring groups often share.
 class Globals {
  public:
-  const GlobalLanes& of(const Args& a, const Group& g) {
+  void set(const Args& a, Work& w) {
+    const Group& g = w.group;
     const int64_t per = a.blocks_per_amax();
     const int64_t first = g.block / per, last = (g.block + (g.count - 1) * g.step) / per;
-    if (first == first_ && last == last_ && g.count == count_) return lanes_;
+    if (first == first_ && last == last_ && g.count == count_) return;
     Lanes<float> amax = {};
     for (int l = 0; l < g.count; ++l) amax[l] = a.amax[first == last ? first : (g.block + l * g.step) / per];
-    a.set_global(lanes_, amax, a.e4m3_max);
+    a.set_global(w.global, amax, a.e4m3_max);
     first_ = first, last_ = last, count_ = g.count;
-    return lanes_;
-  }
-  const GlobalLanes& of(const Args& a, const Lanes<float>& amax) {
-    a.set_global(lanes_, amax, a.e4m3_max);
-    return lanes_;
   }
 
  private:
   int64_t first_ = -1, last_ = -1;
   int count_ = 0;
-  GlobalLanes lanes_;
 };
 
 void find_places(const Args& a, const Group& g, RandomPlaces& places) {
@@ -147,38 +137,60 @@ void store(const Args& a, const Group& g, const Encoded& out) {
   }
 }
 
-void quantize_group(const Args& a, const Group& g, Work& w, const GlobalLanes& global) {
-  if (a.stream.words) find_places(a, g, w.places);
-  a.quantize(w, global, a.shape.transposed);
-  store(a, g, w.out);
+// The amax of windows, from those of their blocks: neighbouring lanes, or the lane of each group.
+void find_windows(const Args& a, Work* work, int count) {
+  Lanes<uint32_t> m[kBatch] = {};
+  for (int k = 0; k < count; ++k) a.raise(work[k].tile, m[a.across ? 0 : k]);
+  for (int k = 0; k < count; ++k) {
+    const Group& g = work[k].group;
+    Lanes<float> amax;
+    for (int l = 0; l < kLanes; ++l) {
+      const uint32_t* first = &m[a.across ? 0 : k][a.across ? l : l & ~3];
+      amax[l] = float_of(canonical_nan(a.across ? *first : *std::max_element(first, first + kWindowBlocks)));
+    }
+    for (int l = 0; l < g.count; ++l) a.found[(g.block + l * g.step) / kWindowBlocks] = amax[l];
+    a.set_global(work[k].global, amax, a.e4m3_max);
+  }
 }
+
+// Up to kBatch groups at a time.
+class Batch {
+ public:
+  explicit Batch(const Args& a) : a_(a) {}
+
+  void add(const Group& g) {
+    work_[count_++].group = g;
+    if (count_ == kBatch) run();
+  }
+
+  void run() {
+    for (int k = 0; k < count_; ++k) {
+      const Group& g = work_[k].group;
+      a_.load(g.source, g.stride, g.count, work_[k].tile);
+    }
+    if (!a_.amax) find_windows(a_, work_, count_);
+    for (int k = 0; k < count_; ++k) {
+      if (a_.amax) globals_[k].set(a_, work_[k]);
+      if (a_.stream.words) find_places(a_, work_[k].group, work_[k].places);
+    }
+    a_.quantize(work_, count_, a_.shape.transposed);
+    for (int k = 0; k < count_; ++k) store(a_, work_[k].group, work_[k].out);
+    count_ = 0;
+  }
+
+ private:
+  const Args& a_;
+  int count_ = 0;
+  Globals globals_[kBatch];
+  Work work_[kBatch];
+};
 
 // ---------------------------------------------------------------- along rows
-// The amax of windows, from those of their blocks in four neighbouring lanes.
-Lanes<float> find_windows_along(const Args& a, const Group& g, Tile& t) {
-  Lanes<uint32_t> m = {};
-  a.raise(t, m);
-  Lanes<float> amax;
-  for (int l = 0; l < kLanes; l += 4) {
-    const float found = float_of(canonical_nan(*std::max_element(m.lane + l, m.lane + l + 4)));
-    std::fill_n(amax.lane + l, 4, found);
-    if (l < g.count) a.found[(g.block + l) / 4] = found;
-  }
-  return amax;
-}
-
 // Blocks [begin, end).
 void quantize_along(const Args& a, int64_t begin, int64_t end) {
-  Globals globals;
-  Work w;
-  for (int64_t block = begin; block < end; block += kLanes) {
-    const Group g = group_along(a, block, end);
-    a.load(g.source, g.stride, g.count, w.tile);
-    if (a.amax)
-      quantize_group(a, g, w, globals.of(a, g));
-    else
-      quantize_group(a, g, w, globals.of(a, find_windows_along(a, g, w.tile)));
-  }
+  Batch batch(a);
+  for (int64_t block = begin; block < end; block += kLanes) batch.add(group_along(a, block, end));
+  batch.run();
 }
 
 // ---------------------------------------------------------------- across rows
@@ -209,40 +221,19 @@ struct Piece {
         block_end(std::min(a.row_blocks(), block + s.blocks)) {}
 };
 
-constexpr int kWindowBlocks = kWindow / kBlock;
-
-// Sixteen windows, one in each lane.
-void quantize_windows_across(const Args& a, int64_t batch, int64_t row, int64_t block, Globals& globals) {
-  Work w[kWindowBlocks];
-  Lanes<uint32_t> m = {};
-  for (int i = 0; i < kWindowBlocks; ++i) {
-    const Group g = group_across(a, batch, row, block + i);
-    a.load(g.source, g.stride, g.count, w[i].tile);
-    a.raise(w[i].tile, m);
-  }
-  const Group first = group_across(a, batch, row, block);
-  Lanes<float> amax;
-  for (int l = 0; l < kLanes; ++l) amax[l] = float_of(canonical_nan(m[l]));
-  for (int l = 0; l < first.count; ++l) a.found[(first.block + l * first.step) / kWindowBlocks] = amax[l];
-  const GlobalLanes& global = globals.of(a, amax);
-  for (int i = 0; i < kWindowBlocks; ++i) quantize_group(a, group_across(a, batch, row, block + i), w[i], global);
-}
-
+// A batch is the rows of a column of blocks, so that the lines of a transposed source are used at once; or four blocks
+// of 16 rows, which are windows.
 void quantize_across(const Args& a, const Piece& p) {
-  Globals globals[kMaxStripRows / kLanes];
-  Work w;
-  const int64_t step = a.amax ? 1 : kWindowBlocks;
-  for (int64_t block = p.block; block < p.block_end; block += step)
+  Batch batch(a);
+  const bool down = a.shape.transposed && a.amax;
+  const int64_t blocks = down ? 1 : kBatch;
+  for (int64_t first = p.block; first < p.block_end; first += blocks)
     for (int64_t row = p.row; row < p.row_end; row += kLanes) {
-      Globals& own = globals[(row - p.row) / kLanes];
-      if (!a.amax) {
-        quantize_windows_across(a, p.batch, row, block, own);
-        continue;
-      }
-      const Group g = group_across(a, p.batch, row, block);
-      a.load(g.source, g.stride, g.count, w.tile);
-      quantize_group(a, g, w, own.of(a, g));
+      for (int64_t block = first; block < std::min(p.block_end, first + blocks); ++block)
+        batch.add(group_across(a, p.batch, row, block));
+      if (!down) batch.run();
     }
+  batch.run();
 }
 
 // ---------------------------------------------------------------- amax
@@ -342,7 +333,7 @@ ffi::Error run(ffi::ThreadPool& pool, std::string_view op, const ffi::AnyBuffer&
   args.windows = spec.amax_scope == AmaxScope::kWindow64;
   args.across = request.transpose || spec.block_rows == kBlock;
   args.raise = Compiled<RaiseAmax<false>>::best();
-  if (!dispatch(spec, SupportedSpecs{}, [&](auto s) { args.quantize = Compiled<QuantizeTile<decltype(s)>>::best(); }))
+  if (!dispatch(spec, SupportedSpecs{}, [&](auto s) { args.quantize = Compiled<QuantizeBatch<decltype(s)>>::best(); }))
     return unsupported(op, request.attr);
   if (!args.amax && spec.amax_scope == AmaxScope::kTensor) return invalid(op, "the amax of a tensor must be given");
   if (args.across)
