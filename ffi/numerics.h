@@ -16,7 +16,11 @@
 #define JNVFP4_UNROLL _Pragma("unroll")  // keeps arrays in registers
 #else
 #define JNVFP4_HD inline __attribute__((always_inline))
-#define JNVFP4_UNROLL
+#if defined(__clang__)
+#define JNVFP4_UNROLL _Pragma("unroll")
+#else
+#define JNVFP4_UNROLL _Pragma("GCC unroll 16")
+#endif
 #endif
 
 namespace jnvfp4 {
@@ -29,6 +33,13 @@ inline constexpr uint32_t kInf = 0x7f800000u;
 inline constexpr uint32_t kNan = 0x7fc00000u;  // the one NaN that is ever stored
 inline constexpr float kFloatMax = 3.40282347e38f;
 inline constexpr uint8_t kScaleNan = 0x7f;
+
+// A block scale outside memory. GCC takes the narrowest vectors for a loop with a byte in it.
+#if defined(__CUDACC__)
+using ScaleByte = uint8_t;
+#else
+using ScaleByte = uint32_t;
+#endif
 
 // ---------------------------------------------------------------- one IEEE operation each
 JNVFP4_HD uint32_t bits_of(float v) {
@@ -167,7 +178,7 @@ JNVFP4_HD uint16_t f16_encode(float v) {
 
 // ---------------------------------------------------------------- E4M3 (block scales; never negative)
 // Clamps to 448, then rounds to nearest even. NaN gives 0x7f.
-JNVFP4_HD uint8_t e4m3_encode(float v) {
+JNVFP4_HD ScaleByte e4m3_encode(float v) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   return __nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3);
 #else
@@ -177,11 +188,11 @@ JNVFP4_HD uint8_t e4m3_encode(float v) {
   // Below 2^-6 the grid step is 2^-9, that of the float32 numbers in [2^14, 2^15).
   const uint32_t subnormal = bits_of(add_rn(float_of(a), 16384.0f)) - bits_of(16384.0f);
   const uint32_t code = a < 0x3c800000u ? subnormal : normal;
-  return static_cast<uint8_t>(b > kInf ? kScaleNan : code);
+  return static_cast<ScaleByte>(b > kInf ? kScaleNan : code);
 #endif
 }
 
-JNVFP4_HD float e4m3_decode(uint8_t s) {
+JNVFP4_HD float e4m3_decode(ScaleByte s) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   return __half2float(__nv_cvt_fp8_to_halfraw(s, __NV_E4M3));
 #else
@@ -304,13 +315,13 @@ JNVFP4_HD float flip_sign(float v, int i) { return kRhtSigns >> i & 1u ? -v : v;
 // Four stages of (a + b, a - b) with strides 1, 2, 4, 8. A quarter of it is orthogonal, its own inverse.
 JNVFP4_HD void hadamard16(float* v) {
   JNVFP4_UNROLL
-  for (int stride = 1; stride < kBlock; stride *= 2) JNVFP4_UNROLL
-  for (int i = 0; i < kBlock; ++i)
-    if (!(i & stride)) {
-      const float a = v[i], b = v[i + stride];
-      v[i] = add_rn(a, b);
-      v[i + stride] = add_rn(a, -b);
-    }
+  for (int stage = 0; stage < 4; ++stage) JNVFP4_UNROLL
+  for (int pair = 0; pair < kBlock / 2; ++pair) {
+    const int stride = 1 << stage, i = 2 * pair - (pair & (stride - 1));
+    const float a = v[i], b = v[i + stride];
+    v[i] = add_rn(a, b);
+    v[i + stride] = add_rn(a, -b);
+  }
 }
 
 // Of bfloat16 numbers, before the rounding of the results to bfloat16. A quarter is exact: sums of bfloat16 numbers are
@@ -373,12 +384,12 @@ JNVFP4_HD GlobalScale global_scale(float amax, float e4m3_max) {
 }
 
 // The stored scale of a block, by the plain rule (map the largest magnitude to 6).
-JNVFP4_HD uint8_t block_scale(uint32_t block_amax_bits, GlobalScale g) {
+JNVFP4_HD ScaleByte block_scale(uint32_t block_amax_bits, GlobalScale g) {
   return e4m3_encode(clamp_max(mul_rn(float_of(block_amax_bits), g.block_mult)));
 }
 
 // What a block's elements are multiplied by before E2M1.
-JNVFP4_HD float block_encode_scale(uint8_t scale, GlobalScale g) {
+JNVFP4_HD float block_encode_scale(ScaleByte scale, GlobalScale g) {
   return clamp_max(reciprocal_rn(mul_rn(e4m3_decode(scale), g.decode)));
 }
 
@@ -389,7 +400,7 @@ JNVFP4_HD uint32_t amax_bits(uint32_t a, uint32_t b) { return a > b ? a : b; }
 // ---------------------------------------------------------------- 4over6: which of two block scales
 // The candidates: the block's amax mapped to 6 and to 4.
 struct Candidates {
-  uint8_t six, four;
+  ScaleByte six, four;
 };
 
 JNVFP4_HD Candidates candidate_scales(uint32_t block_amax_bits, float encode_scale) {
@@ -434,13 +445,17 @@ struct StrictValues {
   JNVFP4_HD float difference(float q, float x) const { return strict_difference(q, x, one, one_and_half); }
 };
 
-JNVFP4_HD float row_error_strict(const float* x, const float* q, float scale, GlobalScale g, bool squared) {
-  const StrictValues values(scale, g);
-  if (!values.apply) return row_error_divided(x, q, scale, g, squared);
+// Only where they apply.
+JNVFP4_HD float row_error_by_values(const float* x, const float* q, const StrictValues& values, bool squared) {
   float sum = 0.0f;
   JNVFP4_UNROLL
   for (int i = 0; i < kBlock; ++i) sum = add_error(sum, values.difference(q[i], x[i]), squared);
   return sum;
+}
+
+JNVFP4_HD float row_error_strict(const float* x, const float* q, float scale, GlobalScale g, bool squared) {
+  const StrictValues values(scale, g);
+  return values.apply ? row_error_by_values(x, q, values, squared) : row_error_divided(x, q, scale, g, squared);
 }
 
 // The fast error compares q * s, which fp16 holds exactly, with x * S_enc.
@@ -471,7 +486,7 @@ JNVFP4_HD bool choose_four(float error_six, float error_four) { return error_fou
 
 // ---------------------------------------------------------------- decoding
 // value = cast(q * dequantize_factor)
-JNVFP4_HD float dequantize_factor(uint8_t scale, float amax, float e4m3_max) {
+JNVFP4_HD float dequantize_factor(ScaleByte scale, float amax, float e4m3_max) {
   return mul_rn(mul_rn(e4m3_decode(scale), amax), reciprocal_max6(e4m3_max));
 }
 

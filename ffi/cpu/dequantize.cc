@@ -1,6 +1,7 @@
-// dequantize on the CPU: one block at a time.
+// dequantize on the CPU: sixteen blocks at a time (lanes.h).
 #include "../check.h"
 #include "../types.h"
+#include "lanes.h"
 #include "parallel.h"
 
 namespace jnvfp4 {
@@ -15,46 +16,35 @@ struct Args {
   float e4m3_max;
 };
 
+// Blocks [begin, end), at most 16.
 template <class St, bool kRotateBack>
-JNVFP4_HD void dequantize_blocks(const Args& a, int64_t begin, int64_t end) {
-  for (int64_t b = begin; b < end; ++b) {
-    const float factor = dequantize_factor(a.scale[b], a.amax[b / a.blocks_per_amax], a.e4m3_max);
-    uint64_t packed;
-    std::memcpy(&packed, a.data + b * (kBlock / 2), sizeof packed);
-    auto* out = static_cast<typename St::Stored*>(a.out) + b * kBlock;
-    float value[kBlock];
-    for (int i = 0; i < kBlock; ++i)
-      value[i] = mul_rn(e2m1_decode(static_cast<uint32_t>(packed >> (4 * i)) & 0xfu), factor);
-    if constexpr (kRotateBack) rht16_inverse(value);
-    for (int i = 0; i < kBlock; ++i) out[i] = St::store(value[i]);
+JNVFP4_HD void dequantize_tile(const Args& a, int64_t begin, int64_t end) {
+  const int count = static_cast<int>(end - begin);
+  Lanes<uint32_t> codes[2] = {}, scale = {};
+  Lanes<float> amax = {}, factor;
+  const int64_t first = begin / a.blocks_per_amax, last = (end - 1) / a.blocks_per_amax;
+  for (int l = 0; l < count; ++l) {
+    uint32_t half[2];
+    std::memcpy(half, a.data + (begin + l) * sizeof half, sizeof half);
+    codes[0][l] = half[0], codes[1][l] = half[1];
+    scale[l] = a.scale[begin + l];
   }
+  for (int l = 0; l < count; ++l) amax[l] = a.amax[first == last ? first : (begin + l) / a.blocks_per_amax];
+  for (int l = 0; l < kLanes; ++l) factor[l] = dequantize_factor(scale[l], amax[l], a.e4m3_max);
+  Tile t;
+  for (int i = 0; i < kBlock; ++i)
+    for (int l = 0; l < kLanes; ++l)
+      t.value[i][l] = mul_rn(e2m1_decode(codes[i / 8][l] >> (4 * (i % 8)) & 0xfu), factor[l]);
+  if constexpr (kRotateBack) rotate_back(t);
+  store_rows<St>(t, count, static_cast<typename St::Stored*>(a.out) + begin * kBlock);
 }
 
-using Blocks = void (*)(const Args&, int64_t, int64_t);
-
 template <class St, bool kRotateBack>
-void portable(const Args& a, int64_t b, int64_t e) {
-  dequantize_blocks<St, kRotateBack>(a, b, e);
-}
-#if defined(__x86_64__)
-template <class St, bool kRotateBack>
-JNVFP4_AVX2 void avx2(const Args& a, int64_t b, int64_t e) {
-  dequantize_blocks<St, kRotateBack>(a, b, e);
-}
-template <class St, bool kRotateBack>
-JNVFP4_AVX512 void avx512(const Args& a, int64_t b, int64_t e) {
-  dequantize_blocks<St, kRotateBack>(a, b, e);
-}
-#endif
-
-template <class St, bool kRotateBack>
-Blocks kernel_for(Isa isa) {
-#if defined(__x86_64__)
-  if (isa == Isa::kAvx512) return avx512<St, kRotateBack>;
-  if (isa == Isa::kAvx2) return avx2<St, kRotateBack>;
-#endif
-  return portable<St, kRotateBack>;
-}
+struct DequantizeBlocks {
+  static JNVFP4_HD void run(const Args& a, int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; b += kLanes) dequantize_tile<St, kRotateBack>(a, b, std::min(end, b + kLanes));
+  }
+};
 
 ffi::Error dequantize_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> data, ffi::AnyBuffer scale,
                            ffi::Buffer<ffi::F32> amax, ffi::Result<ffi::AnyBuffer> out, int32_t e4m3_max, bool windows,
@@ -69,10 +59,10 @@ ffi::Error dequantize_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> data, ffi:
   const Args args{data.typed_data(), static_cast<const uint8_t*>(scale.untyped_data()),
                   amax.typed_data(), out->untyped_data(),
                   blocks_per_amax,   static_cast<float>(e4m3_max)};
-  Blocks kernel = nullptr;
+  Compiled<DequantizeBlocks<F32, false>>::Function kernel = nullptr;
   with_float(kind, [&](auto t) {
     using T = decltype(t);
-    kernel = rotate_back ? kernel_for<T, true>(isa()) : kernel_for<T, false>(isa());
+    kernel = rotate_back ? Compiled<DequantizeBlocks<T, true>>::best() : Compiled<DequantizeBlocks<T, false>>::best();
   });
   parallel_for(pool, blocks, 4096, [&](int64_t b, int64_t e) { kernel(args, b, e); });
   return ffi::Error::Success();

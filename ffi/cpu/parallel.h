@@ -74,6 +74,28 @@ inline bool use_isa(Isa wanted) {
 #define JNVFP4_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #endif
 
+// F::run, always inlined, compiled for each instruction set; the results are the same bits.
+template <class F, class Signature = decltype(F::run)>
+struct Compiled;
+template <class F, class... A>
+struct Compiled<F, void(A...)> {
+  using Function = void (*)(A...);
+
+  static void portable(A... a) { F::run(a...); }
+#if defined(__x86_64__)
+  JNVFP4_AVX2 static void avx2(A... a) { F::run(a...); }
+  JNVFP4_AVX512 static void avx512(A... a) { F::run(a...); }
+#endif
+
+  static Function best() {
+#if defined(__x86_64__)
+    if (isa() == Isa::kAvx512) return avx512;
+    if (isa() == Isa::kAvx2) return avx2;
+#endif
+    return portable;
+  }
+};
+
 // Runs f(begin, end) over [0, n) in pieces of `grain`. The calling thread takes pieces too and waits only
 // for pieces that were taken, so a pool whose threads are all busy cannot block it. An exception of f is thrown
 // again here, after all pieces.

@@ -1,297 +1,273 @@
-// quantize on the CPU: tiles of up to 16 rows x 16 columns, one block a row.
-#include <vector>
-
+// quantize on the CPU: sixteen blocks at a time (lanes.h), one after the other along the rows of the result, or
+// one of each of 16 rows where x is stored transposed or tiles are 16x16.
 #include "../check.h"
 #include "../types.h"
+#include "lanes.h"
 #include "parallel.h"
 
 namespace jnvfp4 {
 namespace {
 
-struct Tile {
-  alignas(64) float value[kBlock][kBlock];
+// ---------------------------------------------------------------- what is compiled for each instruction set
+template <class L>
+struct LoadRows {
+  static JNVFP4_HD void run(const void* x, int64_t stride, int count, Tile& t) { load_rows<L>(x, stride, count, t); }
+};
+template <class L>
+struct LoadColumns {
+  static JNVFP4_HD void run(const void* x, int64_t stride, int count, Tile& t) { load_columns<L>(x, stride, count, t); }
+};
+template <class S>
+struct QuantizeBatch {
+  static JNVFP4_HD void run(Work* work, int count, bool transposed) { quantize_batch<S>(work, count, transposed); }
+};
+template <bool kRotate>
+struct RaiseAmax {
+  static JNVFP4_HD void run(Tile& t, Lanes<uint32_t>& m) {
+    if constexpr (kRotate) rotate(t);
+    raise_amax(t, m);
+  }
+};
+struct SetGlobal {
+  static JNVFP4_HD void run(GlobalLanes& g, const Lanes<float>& amax, float e4m3_max) { g.set(amax, e4m3_max); }
+};
+template <class L>
+struct RowAmax {
+  static JNVFP4_HD void run(const void* x, int64_t count, float* amax) { *amax = row_amax<L>(x, count); }
+};
+template <class L>
+struct ColumnAmax {
+  static JNVFP4_HD void run(const void* x, int64_t stride, int64_t count, int width, float* amax) {
+    column_amax<L>(x, stride, count, width, amax);
+  }
 };
 
-// Loads `count` rows of the tile at (row, col) of a matrix.
-using LoadTile = void (*)(const void* matrix, const QuantShape& s, int64_t row, int64_t col, int count, Tile& t);
+template <class F>
+using Function = typename Compiled<F>::Function;
+
+// ---------------------------------------------------------------- the work
+constexpr int kWindowBlocks = kWindow / kBlock;
+static_assert(kBatch == kWindowBlocks, "a batch across rows must hold whole windows");
 
 struct Args {
   const void* x;
   int64_t element_size;
-  LoadTile load;
-  const float* amax;
+  QuantShape shape;
   uint8_t* data;
   uint8_t* scale;
+  const float* amax;  // null: found here
+  float* found;
   StreamArgs stream;
-  QuantShape shape;
   float e4m3_max;
+  bool windows;  // an amax each
+  bool across;   // lanes are rows of the result
 
-  int64_t groups_per_matrix() const { return (shape.rows + kBlock - 1) / kBlock; }
+  Function<LoadRows<F32>> load;
+  Function<RaiseAmax<false>> raise;
+  Function<SetGlobal> set_global;
+  Function<RowAmax<F32>> row_amax;
+  Function<ColumnAmax<F32>> column_amax;
+  Function<QuantizeBatch<Nvfp4>> quantize;
+
+  int64_t row_blocks() const { return shape.cols / kBlock; }
+  int64_t blocks() const { return shape.batch * shape.rows * row_blocks(); }
+  int64_t blocks_per_amax() const { return windows ? kWindowBlocks : shape.rows_per_amax * row_blocks(); }
+  const void* at(int64_t element) const { return static_cast<const char*>(x) + element * element_size; }
+  bool finds_row_amax() const { return !amax && !windows; }
 };
 
-// Up to 16 rows of one matrix.
-struct Group {
-  int64_t batch, row;
-  int count;
-  const void* matrix;
-  int64_t first_row;  // over all matrices
-
-  Group(const Args& a, int64_t index)
-      : batch(index / a.groups_per_matrix()),
-        row(index % a.groups_per_matrix() * kBlock),
-        count(static_cast<int>(std::min<int64_t>(kBlock, a.shape.rows - row))),
-        matrix(static_cast<const char*>(a.x) + batch * a.shape.rows * a.shape.cols * a.element_size),
-        first_row(batch * a.shape.rows + row) {}
-};
-
-template <class L>
-JNVFP4_HD void load_tile(const void* x, const QuantShape& s, int64_t row, int64_t col, int count, Tile& t) {
-  const auto* matrix = static_cast<const typename L::Stored*>(x);
-  if (s.transposed) {
-    for (int i = 0; i < kBlock; ++i)
-      for (int r = 0; r < count; ++r) t.value[r][i] = L::load(matrix[(col + i) * s.rows + row + r]);
-  } else {
-    for (int r = 0; r < count; ++r)
-      for (int i = 0; i < kBlock; ++i) t.value[r][i] = L::load(matrix[(row + r) * s.cols + col + i]);
-  }
+Group group_along(const Args& a, int64_t block, int64_t end) {
+  return {a.at(block * kBlock), kBlock, static_cast<int>(std::min<int64_t>(kLanes, end - block)), block, 1};
 }
 
-template <class S>
-JNVFP4_HD void load_and_rotate(const Args& a, const Group& g, int64_t col, Tile& t) {
-  a.load(g.matrix, a.shape, g.row, col, g.count, t);
-  if constexpr (S::spec.rht)
-    for (int r = 0; r < g.count; ++r) rht16(t.value[r]);
-}
-
-JNVFP4_HD uint32_t block_amax(const float* v) {
-  uint32_t m = 0;
-  for (int i = 0; i < kBlock; ++i) m = amax_bits(m, bits_of(v[i]) & kMagnitude);
-  return m;
-}
-
-// ---------------------------------------------------------------- one block
-JNVFP4_HD uint64_t pack(const uint32_t* code) {
-  uint64_t packed = 0;
-  for (int i = 0; i < kBlock; ++i) packed |= uint64_t{code[i]} << (4 * i);
-  return packed;
-}
-
-// The 16 codes of a block. A NaN scale has only codes 0.
-JNVFP4_HD void encode_block(const float* v, float enc, uint8_t scale, uint32_t* code) {
-  const uint32_t keep = scale == kScaleNan ? 0u : 0xfu;
-  for (int i = 0; i < kBlock; ++i) {
-    const uint32_t b = bits_of(mul_rn(v[i], enc));
-    code[i] = (e2m1_magnitude(b & kMagnitude) | (b & kSign) >> 28) & keep;
-  }
-}
-
-JNVFP4_HD void encode_block_stochastic(const float* v, float enc, uint8_t scale, const uint32_t (&random)[4],
-                                       uint32_t* code) {
-  const uint32_t keep = scale == kScaleNan ? 0u : 0xfu;
-  for (int i = 0; i < kBlock; ++i) {
-    const uint32_t b = bits_of(mul_rn(v[i], enc)), r = random[i / 4] >> (8 * (i % 4)) & 0xffu;
-    code[i] = (e2m1_magnitude_stochastic(b & kMagnitude, r) | (b & kSign) >> 28) & keep;
-  }
-}
-
-// ---------------------------------------------------------------- one tile
-struct Encoded {
-  uint8_t scale[kBlock];
-  uint64_t codes[kBlock];
-};
-
-template <class S>
-JNVFP4_HD void encode_tile(const Args& a, const Group& g, const Tile& t, int64_t col, const uint32_t* amax,
-                           const GlobalScale* global, Encoded& out) {
-  for (int r = 0; r < g.count; ++r) {
-    alignas(64) uint32_t code[kBlock];
-    const uint8_t scale = block_scale(amax[r], global[r]);
-    const float enc = block_encode_scale(scale, global[r]);
-    if constexpr (S::spec.rounding == Rounding::kStochastic) {
-      const uint32_t* words = a.stream.words + g.batch * 4;
-      const uint64_t first = words[2] | uint64_t{words[3]} << 32;
-      uint32_t random[4];
-      random_bits({words[0], words[1]}, first + static_cast<uint64_t>((g.row + r) * a.stream.row_blocks + col / kBlock),
-                  a.shape.transposed, random);
-      encode_block_stochastic(t.value[r], enc, scale, random, code);
-    } else {
-      encode_block(t.value[r], enc, scale, code);
-    }
-    out.scale[r] = scale, out.codes[r] = pack(code);
-  }
-}
-
-// 4over6: the errors of both candidates of each row, then the better one, of each row or of the tile.
-template <class S>
-JNVFP4_HD void encode_tile_four_over_six(const Group& g, const Tile& t, const uint32_t* amax, const GlobalScale* global,
-                                         Encoded& out) {
-  constexpr bool squared = S::spec.select == Select::kMse, scaled = S::spec.error_math == ErrorMath::kFp16;
-  float error[2][kBlock];
-  Candidates scales[kBlock];
-  for (int r = 0; r < g.count; ++r) {
-    scales[r] = candidate_scales(amax[r], global[r].encode);
-    for (int c = 0; c < 2; ++c) {
-      error[c][r] = 0.0f;
-      if (scales[r].six == scales[r].four) continue;  // one scale, one error: a tie
-      const uint8_t scale = c ? scales[r].four : scales[r].six;
-      const float s = e4m3_decode(scale), enc = block_encode_scale(scale, global[r]);
-      alignas(64) float q[kBlock];
-      for (int i = 0; i < kBlock; ++i) q[i] = e2m1_round(mul_rn(t.value[r][i], enc));
-      error[c][r] = scaled ? row_error_scaled(t.value[r], q, s, global[r], squared)
-                           : row_error_strict(t.value[r], q, s, global[r], squared);
-    }
-  }
-  if constexpr (S::spec.block_rows == kBlock)
-    for (auto& rows : error) std::fill(rows, rows + kBlock, tile_error(rows));
-  for (int r = 0; r < g.count; ++r) {
-    const uint8_t scale = choose_four(error[0][r], error[1][r]) ? scales[r].four : scales[r].six;
-    alignas(64) uint32_t code[kBlock];
-    encode_block(t.value[r], block_encode_scale(scale, global[r]), scale, code);
-    out.scale[r] = scale, out.codes[r] = pack(code);
-  }
-}
-
-// Row groups [begin, end): 16 rows of one matrix each.
-template <class S>
-JNVFP4_HD void quantize_groups(const Args& a, int64_t begin, int64_t end) {
+Group group_across(const Args& a, int64_t batch, int64_t row, int64_t col_block) {
   const QuantShape& s = a.shape;
-  constexpr bool windows = S::spec.amax_scope == AmaxScope::kWindow64;
-  const int64_t blocks = s.cols / kBlock;
-  for (int64_t index = begin; index < end; ++index) {
-    const Group g(a, index);
-    GlobalScale global[kBlock];
-    for (int64_t c = 0; c < blocks; ++c) {
-      if (windows ? c % (kWindow / kBlock) == 0 : c == 0)
-        for (int r = 0; r < g.count; ++r) {
-          const int64_t row = g.first_row + r;
-          const int64_t i = windows ? (row * blocks + c) / (kWindow / kBlock) : row / s.rows_per_amax;
-          global[r] = global_scale(a.amax[i], a.e4m3_max);
-        }
-      Tile t;
-      load_and_rotate<S>(a, g, c * kBlock, t);
-      uint32_t amax[kBlock];
-      for (int r = 0; r < g.count; ++r) amax[r] = block_amax(t.value[r]);
-      if constexpr (S::spec.block_rows == kBlock)
-        std::fill(amax, amax + kBlock, *std::max_element(amax, amax + kBlock));
-      Encoded out;
-      if constexpr (S::spec.select == Select::kMax6)
-        encode_tile<S>(a, g, t, c * kBlock, amax, global, out);
-      else
-        encode_tile_four_over_six<S>(g, t, amax, global, out);
-      for (int r = 0; r < g.count; ++r) {
-        const int64_t block = (g.first_row + r) * blocks + c;
-        a.scale[block] = out.scale[r];
-        std::memcpy(a.data + block * (kBlock / 2), &out.codes[r], sizeof out.codes[r]);
-      }
-    }
+  const int64_t col = col_block * kBlock, element = s.transposed ? col * s.rows + row : row * s.cols + col;
+  return {a.at(batch * s.rows * s.cols + element), s.transposed ? s.rows : s.cols,
+          static_cast<int>(std::min<int64_t>(kLanes, s.rows - row)),
+          (batch * s.rows + row) * a.row_blocks() + col_block, a.row_blocks()};
+}
+
+// The global scales of a group, which neighbouring groups often share.
+class Globals {
+ public:
+  void set(const Args& a, Work& w) {
+    const Group& g = w.group;
+    const int64_t per = a.blocks_per_amax();
+    const int64_t first = g.block / per, last = (g.block + (g.count - 1) * g.step) / per;
+    if (first == first_ && last == last_ && g.count == count_) return;
+    Lanes<float> amax = {};
+    for (int l = 0; l < g.count; ++l) amax[l] = a.amax[first == last ? first : (g.block + l * g.step) / per];
+    a.set_global(w.global, amax, a.e4m3_max);
+    first_ = first, last_ = last, count_ = g.count;
+  }
+
+ private:
+  int64_t first_ = -1, last_ = -1;
+  int count_ = 0;
+};
+
+void find_places(const Args& a, const Group& g, RandomPlaces& places) {
+  const int64_t blocks = a.row_blocks();
+  int64_t row = g.block / blocks, col = g.block % blocks, batch = row / a.shape.rows;
+  row %= a.shape.rows;
+  for (int l = 0; l < g.count; ++l) {
+    const uint32_t* words = a.stream.words + batch * 4;
+    const uint64_t first = words[2] | uint64_t{words[3]} << 32;
+    const uint64_t block = first + static_cast<uint64_t>(row * a.stream.row_blocks + col);
+    places.key[0][l] = words[0], places.key[1][l] = words[1];
+    places.low[l] = static_cast<uint32_t>(block), places.high[l] = static_cast<uint32_t>(block >> 32);
+    if (g.step == 1 && ++col < blocks) continue;
+    if (g.step == 1) col = 0;
+    if (++row == a.shape.rows) row = 0, ++batch;
   }
 }
 
-// Row groups [begin, end): the amax of each row or window; of each matrix for a tensor scope, over all groups by
-// atomic maxima of bits.
-template <class S>
-JNVFP4_HD void amax_groups(const Args& a, float* amax, int64_t begin, int64_t end) {
-  const int64_t cols = a.shape.cols;
-  for (int64_t index = begin; index < end; ++index) {
-    const Group g(a, index);
-    uint32_t m[kBlock] = {};
-    for (int64_t c = 0; c < cols; c += kBlock) {
-      Tile t;
-      load_and_rotate<S>(a, g, c, t);
-      for (int r = 0; r < g.count; ++r) m[r] = amax_bits(m[r], block_amax(t.value[r]));
-      if constexpr (S::spec.amax_scope == AmaxScope::kWindow64) {
-        if (c % kWindow != kWindow - kBlock) continue;
-        for (int r = 0; r < g.count; ++r)
-          amax[((g.first_row + r) * cols + c) / kWindow] = float_of(canonical_nan(m[r])), m[r] = 0;
-      }
-    }
-    if constexpr (S::spec.amax_scope == AmaxScope::kRow)
-      for (int r = 0; r < g.count; ++r) amax[g.first_row + r] = float_of(canonical_nan(m[r]));
-    if constexpr (S::spec.amax_scope == AmaxScope::kTensor) {
-      auto* word = reinterpret_cast<uint32_t*>(amax + g.first_row / a.shape.rows_per_amax);
-      const uint32_t own = canonical_nan(*std::max_element(m, m + kBlock));
-      uint32_t seen = __atomic_load_n(word, __ATOMIC_RELAXED);
-      while (own > seen && !__atomic_compare_exchange_n(word, &seen, own, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-      }
-    }
+void store(const Args& a, const Group& g, const Encoded& out) {
+  constexpr int64_t kCodes = sizeof out.codes[0];
+  if (g.step == 1) {
+    std::memcpy(a.data + g.block * kCodes, out.codes.lane, g.count * kCodes);
+    std::memcpy(a.scale + g.block, out.scale.lane, g.count);
+    return;
+  }
+  for (int l = 0; l < g.count; ++l) {
+    const int64_t block = g.block + l * g.step;
+    std::memcpy(a.data + block * kCodes, &out.codes[l], kCodes);
+    a.scale[block] = out.scale[l];
   }
 }
 
-// ---------------------------------------------------------------- instruction sets
-using Groups = void (*)(const Args&, int64_t, int64_t);
-using AmaxGroups = void (*)(const Args&, float*, int64_t, int64_t);
-
-// The same source compiled for each; the results are the same bits.
-template <class L>
-void load_portable(const void* x, const QuantShape& s, int64_t row, int64_t col, int count, Tile& t) {
-  load_tile<L>(x, s, row, col, count, t);
-}
-template <class S>
-void quantize_portable(const Args& a, int64_t b, int64_t e) {
-  quantize_groups<S>(a, b, e);
-}
-template <class S>
-void amax_portable(const Args& a, float* m, int64_t b, int64_t e) {
-  amax_groups<S>(a, m, b, e);
-}
-#if defined(__x86_64__)
-template <class L>
-JNVFP4_AVX2 void load_avx2(const void* x, const QuantShape& s, int64_t row, int64_t col, int count, Tile& t) {
-  load_tile<L>(x, s, row, col, count, t);
-}
-template <class L>
-JNVFP4_AVX512 void load_avx512(const void* x, const QuantShape& s, int64_t row, int64_t col, int count, Tile& t) {
-  load_tile<L>(x, s, row, col, count, t);
-}
-template <class S>
-JNVFP4_AVX2 void quantize_avx2(const Args& a, int64_t b, int64_t e) {
-  quantize_groups<S>(a, b, e);
-}
-template <class S>
-JNVFP4_AVX512 void quantize_avx512(const Args& a, int64_t b, int64_t e) {
-  quantize_groups<S>(a, b, e);
-}
-template <class S>
-JNVFP4_AVX2 void amax_avx2(const Args& a, float* m, int64_t b, int64_t e) {
-  amax_groups<S>(a, m, b, e);
-}
-template <class S>
-JNVFP4_AVX512 void amax_avx512(const Args& a, float* m, int64_t b, int64_t e) {
-  amax_groups<S>(a, m, b, e);
-}
-#endif
-
-template <class L>
-LoadTile load_for(Isa isa) {
-#if defined(__x86_64__)
-  if (isa == Isa::kAvx512) return load_avx512<L>;
-  if (isa == Isa::kAvx2) return load_avx2<L>;
-#endif
-  (void)isa;
-  return load_portable<L>;
+// The amax of windows, from those of their blocks: neighbouring lanes, or the lane of each group.
+void find_windows(const Args& a, Work* work, int count) {
+  Lanes<uint32_t> m[kBatch] = {};
+  for (int k = 0; k < count; ++k) a.raise(work[k].tile, m[a.across ? 0 : k]);
+  for (int k = 0; k < count; ++k) {
+    const Group& g = work[k].group;
+    Lanes<float> amax;
+    for (int l = 0; l < kLanes; ++l) {
+      const uint32_t* first = &m[a.across ? 0 : k][a.across ? l : l & ~3];
+      amax[l] = float_of(canonical_nan(a.across ? *first : *std::max_element(first, first + kWindowBlocks)));
+    }
+    for (int l = 0; l < g.count; ++l) a.found[(g.block + l * g.step) / kWindowBlocks] = amax[l];
+    a.set_global(work[k].global, amax, a.e4m3_max);
+  }
 }
 
-template <class S>
-Groups quantize_for(Isa isa) {
-#if defined(__x86_64__)
-  if (isa == Isa::kAvx512) return quantize_avx512<S>;
-  if (isa == Isa::kAvx2) return quantize_avx2<S>;
-#endif
-  (void)isa;
-  return quantize_portable<S>;
+// Up to kBatch groups at a time.
+class Batch {
+ public:
+  explicit Batch(const Args& a) : a_(a) {}
+
+  void add(const Group& g) {
+    work_[count_++].group = g;
+    if (count_ == kBatch) run();
+  }
+
+  void run() {
+    for (int k = 0; k < count_; ++k) {
+      const Group& g = work_[k].group;
+      a_.load(g.source, g.stride, g.count, work_[k].tile);
+    }
+    if (!a_.amax) find_windows(a_, work_, count_);
+    for (int k = 0; k < count_; ++k) {
+      if (a_.amax) globals_[k].set(a_, work_[k]);
+      if (a_.stream.words) find_places(a_, work_[k].group, work_[k].places);
+    }
+    a_.quantize(work_, count_, a_.shape.transposed);
+    for (int k = 0; k < count_; ++k) store(a_, work_[k].group, work_[k].out);
+    count_ = 0;
+  }
+
+ private:
+  const Args& a_;
+  int count_ = 0;
+  Globals globals_[kBatch];
+  Work work_[kBatch];
+};
+
+// ---------------------------------------------------------------- along rows
+// Blocks [begin, end).
+void quantize_along(const Args& a, int64_t begin, int64_t end) {
+  Batch batch(a);
+  for (int64_t block = begin; block < end; block += kLanes) batch.add(group_along(a, block, end));
+  batch.run();
 }
 
-template <class S>
-AmaxGroups amax_for(Isa isa) {
-#if defined(__x86_64__)
-  if (isa == Isa::kAvx512) return amax_avx512<S>;
-  if (isa == Isa::kAvx2) return amax_avx2<S>;
-#endif
-  (void)isa;
-  return amax_portable<S>;
+// ---------------------------------------------------------------- across rows
+// A piece of one matrix: up to 64 rows of a transposed source, so that whole cache lines are used at once, or 16.
+constexpr int64_t kMaxStripRows = 64, kPieceElements = 1 << 15;
+
+struct Strips {
+  int64_t rows, blocks;            // of a piece
+  int64_t row_pieces, col_pieces;  // in a matrix
+
+  Strips(const Args& a, bool whole_rows)
+      : rows(a.shape.transposed ? kMaxStripRows : kLanes),
+        blocks(whole_rows ? a.row_blocks() : std::min(a.row_blocks(), kPieceElements / (rows * kBlock))),
+        row_pieces((a.shape.rows + rows - 1) / rows),
+        col_pieces(blocks ? (a.row_blocks() + blocks - 1) / blocks : 0) {}
+
+  int64_t count(const Args& a) const { return a.shape.batch * row_pieces * col_pieces; }
+};
+
+struct Piece {
+  int64_t batch, row, row_end, block, block_end;
+
+  Piece(const Args& a, const Strips& s, int64_t index)
+      : batch(index / (s.row_pieces * s.col_pieces)),
+        row(index / s.col_pieces % s.row_pieces * s.rows),
+        row_end(std::min(a.shape.rows, row + s.rows)),
+        block(index % s.col_pieces * s.blocks),
+        block_end(std::min(a.row_blocks(), block + s.blocks)) {}
+};
+
+// A batch is the rows of a column of blocks, so that the lines of a transposed source are used at once; or four blocks
+// of 16 rows, which are windows.
+void quantize_across(const Args& a, const Piece& p) {
+  Batch batch(a);
+  const bool down = a.shape.transposed && a.amax;
+  const int64_t blocks = down ? 1 : kBatch;
+  for (int64_t first = p.block; first < p.block_end; first += blocks)
+    for (int64_t row = p.row; row < p.row_end; row += kLanes) {
+      for (int64_t block = first; block < std::min(p.block_end, first + blocks); ++block)
+        batch.add(group_across(a, p.batch, row, block));
+      if (!down) batch.run();
+    }
+  batch.run();
+}
+
+// ---------------------------------------------------------------- amax
+// Of the rows of the result, which are rows of x or, transposed, columns.
+void find_rows_along(const Args& a, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) a.row_amax(a.at(row * a.shape.cols), a.shape.cols, a.found + row);
+}
+
+void find_rows_across(const Args& a, const Piece& p) {
+  const QuantShape& s = a.shape;
+  a.column_amax(a.at(p.batch * s.rows * s.cols + p.row), s.rows, s.cols, static_cast<int>(p.row_end - p.row),
+                a.found + p.batch * s.rows + p.row);
+}
+
+// Of each tensor, over all its pieces by atomic maxima of bits.
+void find_tensors(const Args& a, const Piece& p) {
+  Lanes<uint32_t> m = {};
+  for (int64_t block = p.block; block < p.block_end; ++block)
+    for (int64_t row = p.row; row < p.row_end; row += kLanes) {
+      const Group g = group_across(a, p.batch, row, block);
+      Tile t;
+      a.load(g.source, g.stride, g.count, t);
+      a.raise(t, m);
+    }
+  auto* word = reinterpret_cast<uint32_t*>(a.found + (p.batch * a.shape.rows + p.row) / a.shape.rows_per_amax);
+  const uint32_t own = canonical_nan(*std::max_element(m.lane, m.lane + kLanes));
+  uint32_t seen = __atomic_load_n(word, __ATOMIC_RELAXED);
+  while (own > seen && !__atomic_compare_exchange_n(word, &seen, own, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
 }
 
 // ---------------------------------------------------------------- handlers
+constexpr int64_t kGrainElements = 1 << 16;  // a thread's share of work, of some microseconds
+
 // One orientation. `found` is where the amax of rows or windows goes when none is given.
 struct Request {
   const float* amax;
@@ -303,19 +279,42 @@ struct Request {
   int64_t row_blocks;
 };
 
-std::string source(const ffi::AnyBuffer& x, Args* args) {
+std::string source(const ffi::AnyBuffer& x, bool transpose, Args* args) {
   Float kind;
   if (!float_kind(x.element_type(), &kind)) return "x must be float32, bfloat16 or float16";
   args->x = x.untyped_data();
   with_float(kind, [&](auto t) {
-    args->element_size = sizeof(typename decltype(t)::Stored);
-    args->load = load_for<decltype(t)>(isa());
+    using T = decltype(t);
+    args->element_size = sizeof(typename T::Stored);
+    args->load = transpose ? Compiled<LoadColumns<T>>::best() : Compiled<LoadRows<T>>::best();
+    args->row_amax = Compiled<RowAmax<T>>::best();
+    args->column_amax = Compiled<ColumnAmax<T>>::best();
   });
+  args->set_global = Compiled<SetGlobal>::best();
   return {};
 }
 
-int64_t grain_of(const QuantShape& s) {
-  return std::max<int64_t>(1, (1 << 16) / (kBlock * std::max<int64_t>(1, s.cols)));
+void run_along(ffi::ThreadPool& pool, const Args& a) {
+  const int64_t unit = a.finds_row_amax() ? a.row_blocks() : kLanes;  // blocks
+  if (!unit) return;
+  parallel_for(pool, (a.blocks() + unit - 1) / unit, kGrainElements / (unit * kBlock), [&](int64_t begin, int64_t end) {
+    Args own = a;
+    if (a.finds_row_amax()) find_rows_along(a, begin, end), own.amax = a.found;
+    quantize_along(own, begin * unit, std::min(a.blocks(), end * unit));
+  });
+}
+
+void run_across(ffi::ThreadPool& pool, const Args& a) {
+  const Strips strips(a, a.finds_row_amax());
+  parallel_for(pool, strips.count(a), kGrainElements / kPieceElements, [&](int64_t begin, int64_t end) {
+    Args own = a;
+    if (a.finds_row_amax()) own.amax = a.found;
+    for (int64_t i = begin; i < end; ++i) {
+      const Piece p(a, strips, i);
+      if (a.finds_row_amax()) find_rows_across(a, p);
+      quantize_across(own, p);
+    }
+  });
 }
 
 ffi::Error run(ffi::ThreadPool& pool, std::string_view op, const ffi::AnyBuffer& x, const Request& request) {
@@ -323,31 +322,24 @@ ffi::Error run(ffi::ThreadPool& pool, std::string_view op, const ffi::AnyBuffer&
   const KernelSpec spec = kernel_spec(request.attr);
   Args args{};
   QuantBuffers buffers = request.buffers;
-  std::string error = source(x, &args);
+  std::string error = source(x, request.transpose, &args);
   if (error.empty()) error = quant_shape(x, buffers, request.transpose, spec, &args.shape);
   if (!error.empty()) return invalid(op, error);
-  args.amax = request.amax;
   args.data = static_cast<uint8_t*>(buffers.data.untyped_data());
   args.scale = static_cast<uint8_t*>(buffers.scale.untyped_data());
-  args.stream = {request.stream, request.row_blocks};
+  args.amax = request.amax, args.found = request.found;
+  args.stream = {spec.rounding == Rounding::kStochastic ? request.stream : nullptr, request.row_blocks};
   args.e4m3_max = static_cast<float>(request.attr.e4m3_max);
-  Groups quantize = nullptr;
-  AmaxGroups amax = nullptr;
-  if (!dispatch(spec, SupportedSpecs{}, [&](auto s) {
-        quantize = quantize_for<decltype(s)>(isa());
-        if constexpr (decltype(s)::spec.amax_scope == AmaxScope::kRow)
-          amax = amax_for<RowScaled>(isa());
-        else if constexpr (decltype(s)::spec.amax_scope == AmaxScope::kWindow64)
-          amax = amax_for<Window64>(isa());
-      }))
+  args.windows = spec.amax_scope == AmaxScope::kWindow64;
+  args.across = request.transpose || spec.block_rows == kBlock;
+  args.raise = Compiled<RaiseAmax<false>>::best();
+  if (!dispatch(spec, SupportedSpecs{}, [&](auto s) { args.quantize = Compiled<QuantizeBatch<decltype(s)>>::best(); }))
     return unsupported(op, request.attr);
-  const int64_t groups = args.shape.batch * args.groups_per_matrix(), grain = grain_of(args.shape);
-  if (request.found) {
-    if (!amax) return invalid(op, "the amax of a tensor must be given");
-    parallel_for(pool, groups, grain, [&](int64_t b, int64_t e) { amax(args, request.found, b, e); });
-    args.amax = request.found;
-  }
-  parallel_for(pool, groups, grain, [&](int64_t b, int64_t e) { quantize(args, b, e); });
+  if (!args.amax && spec.amax_scope == AmaxScope::kTensor) return invalid(op, "the amax of a tensor must be given");
+  if (args.across)
+    run_across(pool, args);
+  else
+    run_along(pool, args);
   return ffi::Error::Success();
 }
 
@@ -417,13 +409,16 @@ ffi::Error quantize_pair_find_amax_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, 
 ffi::Error rht_amax_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::Buffer<ffi::F32>> amax,
                          bool transpose, int32_t keep) {
   Args args{};
-  std::string error = source(x, &args);
+  std::string error = source(x, transpose, &args);
   if (error.empty()) error = rht_amax_shape(x, count_of(*amax), transpose, keep, &args.shape);
   if (!error.empty()) return invalid("quantize", error);
-  std::fill_n(amax->typed_data(), count_of(*amax), 0.0f);
-  const AmaxGroups kernel = amax_for<Nvfp4Rht>(isa());
-  parallel_for(pool, args.shape.batch * args.groups_per_matrix(), grain_of(args.shape),
-               [&](int64_t b, int64_t e) { kernel(args, amax->typed_data(), b, e); });
+  args.found = amax->typed_data();
+  args.raise = Compiled<RaiseAmax<true>>::best();
+  std::fill_n(args.found, count_of(*amax), 0.0f);
+  const Strips strips(args, false);
+  parallel_for(pool, strips.count(args), kGrainElements / kPieceElements, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) find_tensors(args, Piece(args, strips, i));
+  });
   return ffi::Error::Success();
 }
 
