@@ -117,7 +117,7 @@ JNVFP4_HD float div_by_steps(float a, float d, float reciprocal, Fma fma) {
 JNVFP4_HD float div_constant(float a, float d, float reciprocal) {
 #if defined(__CUDA_ARCH__)
   const uint32_t exponent = bits_of(a) >> 23 & 0xffu;
-  if (exponent - 67u <= 120u)  // 2^-60 to 2^60
+  if (exponent - 67u <= 120u || bits_of(a) == 0u)  // 2^-60 to 2^60, and 0
     return div_by_steps(a, d, reciprocal, [](float x, float y, float z) { return __fmaf_rn(x, y, z); });
 #else
   (void)reciprocal;
@@ -248,11 +248,11 @@ JNVFP4_HD int32_t add_max(int32_t a, int32_t b, int32_t c) {
 #endif
 }
 
-// The grid value nearest to a magnitude below 7, where grid and magnitude are times `one`. a is taken off 2^22 a, or off
-// 1.5 * 2^22 for what is below 1.5, and the rest off that again: float32 numbers there are a grid step apart, so the
-// first difference rounds to the grid. Its ties are to even because a tie has so few bits that 2^22 a is an even number
-// of steps. Just above a power of two the first difference lies in the binade below and rounds to half a step, but then
-// to that power. Proven for all a by tests/cpp/exhaustive.cc.
+// The grid value nearest to a magnitude below 7, where grid and magnitude are times `one`. a is taken off 2^22 a, or
+// off 1.5 * 2^22 for what is below 1.5, and the rest off that again: float32 numbers there are a grid step apart, so
+// the first difference rounds to the grid. Its ties are to even because a tie has so few bits that 2^22 a is an even
+// number of steps. Just above a power of two the first difference lies in the binade below and rounds to half a step,
+// but then to that power. Proven for all a by tests/cpp/exhaustive.cc.
 JNVFP4_HD float e2m1_round_below_7(float a, float one) {
   const int32_t least = static_cast<int32_t>(bits_of(6291456.0f * one));
   const float k = float_of(static_cast<uint32_t>(add_max(static_cast<int32_t>(bits_of(a)), 22 << 23, least)));

@@ -135,9 +135,13 @@ def quantize(
     params: dict[str, Any] = {"spec": spec, "transpose": transpose, "implementation": implementation}
     if amax is None and spec.finds_amax:
         return _tensor(spec, bind(quantize_p, x, has_amax=False, **params))
-    amax = _tensor_amax(x, spec, transpose, implementation) if amax is None else as_amax("quantize", amax)
+    if amax is None:
+        amax = magnitude = _tensor_amax(x, spec, transpose, implementation)
+    else:
+        amax = as_amax("quantize", amax)
+        magnitude = _magnitude(amax)
     operands = [x, amax] if key is None else [x, amax, _stream(key, x.shape)]
-    return _tensor(spec, [*bind(quantize_p, *operands, has_amax=True, **params), _magnitude(amax)])
+    return _tensor(spec, [*bind(quantize_p, *operands, has_amax=True, **params), magnitude])
 
 
 def _tensor(spec: QuantSpec, parts: Sequence[jax.Array]) -> NVFP4Tensor:

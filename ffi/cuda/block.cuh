@@ -186,7 +186,8 @@ __device__ __forceinline__ bool below_seven(uint32_t amax, float encode) {
 
 __device__ __forceinline__ uint32_t e4m3_codes(float a, float b, float c, float d) {
   uint32_t r;
-  asm("{.reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, %2, %1; cvt.rn.satfinite.e4m3x2.f32 y, %4, %3; mov.b32 %0, {x, y};}"
+  asm("{.reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, %2, %1; cvt.rn.satfinite.e4m3x2.f32 y, %4, %3; mov.b32 %0, {x, "
+      "y};}"
       : "=r"(r)
       : "f"(a), "f"(b), "f"(c), "f"(d));
   return r;
@@ -211,9 +212,7 @@ __device__ __forceinline__ uint2 quick_nearest(const Values& v, float encode) {
 }
 
 // The power of two of a magnitude over 64, that of 1 below it: the grid step there is half of it.
-__device__ __forceinline__ float binade_over_64(float a) {
-  return fmaxf(float_of(bits_of(a) & kInf), 1.0f / 64.0f);
-}
+__device__ __forceinline__ float binade_over_64(float a) { return fmaxf(float_of(bits_of(a) & kInf), 1.0f / 64.0f); }
 
 // e2m1_magnitude_stochastic: the grid step is that of the value before the random addition, which truncates to the same
 // grid value, since the sum stays within one step. 8 and more is as good as 7.
@@ -256,10 +255,11 @@ __device__ __forceinline__ Encoded encode_plain(const Values& v, uint32_t amax, 
 }
 
 // ---------------------------------------------------------------- 4over6
-// Rounds the magnitudes of a block with a candidate, over 64, and sums its errors: those of the rule for the fast error, within
-// `error_bound` of them for the strict one.
+// Rounds the magnitudes of a block with a candidate, over 64, and sums its errors: those of the rule for the fast
+// error, within `error_bound` of them for the strict one.
 template <class S>
-__device__ __forceinline__ float quick_error(const Values& v, const Factors<S>& factors, float encode_all, Values& rounded) {
+__device__ __forceinline__ float quick_error(const Values& v, const Factors<S>& factors, float encode_all,
+                                             Values& rounded) {
   float error = 0.0f;
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
@@ -332,13 +332,14 @@ struct Choice {
   __device__ __forceinline__ float encode(bool take_four) const { return take_four ? four.encode : six.encode; }
 };
 
-// The strict error from what `quick_error` has, where that is quick: values and grid values are over and times 64.
-template <class S>
-__device__ __forceinline__ float strict_error(const Values& v, const Values& rounded, const ErrorFactors& factors) {
+// The strict error where `quick_error` applies: `rounded(i)` and the factors are over and times 64.
+template <class S, class Rounded>
+__device__ __forceinline__ float strict_error(const Values& v, const Rounded& rounded, const ErrorFactors& factors) {
   float error = 0.0f;
 #pragma unroll
   for (int i = 0; i < kBlock; ++i)
-    error = add_error(error, strict_difference(rounded[i], fabsf(v[i]), factors.one, factors.one_and_half), kSquared<S>);
+    error =
+        add_error(error, strict_difference(rounded(i), fabsf(v[i]), factors.one, factors.one_and_half), kSquared<S>);
   return error;
 }
 
@@ -353,11 +354,13 @@ __device__ __forceinline__ Encoded encode_better(const Values& v, uint32_t amax,
   bool take_four;
   if (!choice.decided(error_six, error_four, &take_four)) {
     if (kStrict<S> && choice.quick) {
-      take_four = choose_four(strict_error<S>(v, six, choice.six), strict_error<S>(v, four, choice.four));
+      take_four = choose_four(strict_error<S>(
+                                  v, [&](int i) { return six[i]; }, choice.six),
+                              strict_error<S>(v, [&](int i) { return four[i]; }, choice.four));
     } else {
       const GlobalScale g = scales.global();
-      take_four = choose_four(exact_error<S>(element, choice.scales.six, g),
-                              exact_error<S>(element, choice.scales.four, g));
+      take_four =
+          choose_four(exact_error<S>(element, choice.scales.six, g), exact_error<S>(element, choice.scales.four, g));
     }
   }
   const uint8_t scale = choice.scale(take_four);

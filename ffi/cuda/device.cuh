@@ -112,8 +112,8 @@ struct Block {
   }
 };
 
-// Stores block `b` of each lane; consecutive lanes have consecutive blocks. Lane pairs exchange halves of 16-bit blocks,
-// so that a store instruction writes whole sectors. `all` says that every lane of the warp is here.
+// Stores block `b` of each lane; consecutive lanes have consecutive blocks. Lane pairs exchange halves of 16-bit
+// blocks, so that a store instruction writes whole sectors. `all` says that every lane of the warp is here.
 template <class T>
 __device__ __forceinline__ void store_blocks(typename T::Stored* p, int64_t b, Block<T> block, bool all) {
   if (!Block<T>::kPairs || !all) {

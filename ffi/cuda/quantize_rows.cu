@@ -6,7 +6,9 @@ namespace {
 
 // Thread blocks a multiprocessor holds, which bounds registers.
 template <class S>
-constexpr int kRowBlocks = kChooses<S> ? 2 : kStochastic<S> ? 4 : 5;
+constexpr int kRowBlocks = kChooses<S>      ? 2
+                           : kStochastic<S> ? 4
+                                            : 5;
 
 // The random bits of a block, by its place in the local array.
 template <class S>

@@ -69,8 +69,7 @@ class AmaxColumns {
 template <class T>
 __global__ void __launch_bounds__(kThreads) amax_columns_kernel(QuantizeArgs a, int tiles) {
   auto& stages = shared_memory<Stages<T>>();
-  for_each_tile(stages, a.x, Source(a.shape), tiles,
-                [&](const TilePlace& first) { return AmaxColumns<T>(a, first); });
+  for_each_tile(stages, a.x, Source(a.shape), tiles, [&](const TilePlace& first) { return AmaxColumns<T>(a, first); });
 }
 
 template <class S, class T, bool kTransposed>

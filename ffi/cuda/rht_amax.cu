@@ -21,7 +21,8 @@ class AmaxPass {
       rotated(x).amax(m);
     } else {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) m[j] = rotated(tile.block(row_of_thread<false>(), block_of_thread<false>() + j)).amax();
+      for (int j = 0; j < 2; ++j)
+        m[j] = rotated(tile.block(row_of_thread<false>(), block_of_thread<false>() + j)).amax();
     }
     constexpr int kEach = kTransposed ? 1 : kBlock;
     if (rows_left_ > 0 && cols_left_ > 0) m_ = amax_bits(m_, m[0]);
@@ -61,7 +62,8 @@ cudaError_t launch_rht_amax(const RhtAmaxArgs& a, cudaStream_t stream) {
   cudaError_t status = cudaSuccess;
   with_float(a.kind, [&](auto t) {
     using T = decltype(t);
-    status = launch_tiles<Stages<T>>(s.transposed ? rht_amax_kernel<T, true> : rht_amax_kernel<T, false>, runs, stream, a);
+    status =
+        launch_tiles<Stages<T>>(s.transposed ? rht_amax_kernel<T, true> : rht_amax_kernel<T, false>, runs, stream, a);
   });
   return status;
 }

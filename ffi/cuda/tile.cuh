@@ -1,7 +1,8 @@
 // Tiles of 64 x 128 elements of x in shared memory, and their quantization along either axis.
 //
-// Along rows a thread has two neighbouring blocks of a row, along columns 16 rows of two neighbouring columns. Either way
-// a warp has all of what shares an amax or a decision (16x16 tiles, windows), and writes whole 32-byte sectors of codes.
+// Along rows a thread has two neighbouring blocks of a row, along columns 16 rows of two neighbouring columns. Either
+// way a warp has all of what shares an amax or a decision (16x16 tiles, windows), and writes whole 32-byte sectors of
+// codes.
 #pragma once
 
 #include <climits>
@@ -15,7 +16,7 @@ constexpr int kTilesHeld = 4;  // in a run, of which the codes along columns are
 
 // Thread blocks a multiprocessor holds, which bounds registers.
 template <class S>
-inline constexpr int kTileBlocks = kChooses<S> ? (kTiles<S> ? 3 : 2) : kStochastic<S> ? 2 : 4;
+inline constexpr int kTileBlocks = kChooses<S> || kStochastic<S> ? 2 : 4;
 
 // x / 16 for x not negative, without the care that signed division takes.
 __device__ __forceinline__ int64_t blocks_of(int64_t x) { return x >> 4; }
@@ -57,8 +58,8 @@ struct TilePlace {
   int64_t matrix, row, col;
 };
 
-// A thread block has a run of tiles down a strip of columns of a matrix: the grid is strips, runs, matrices. Down, so that
-// the scales that share a sector of the transposed result are written close in time.
+// A thread block has a run of tiles down a strip of columns of a matrix: the grid is strips, runs, matrices. Down, so
+// that the scales that share a sector of the transposed result are written close in time.
 struct Runs {
   dim3 grid;
   int tiles;  // in a run
@@ -67,7 +68,7 @@ struct Runs {
     constexpr int64_t kMost = 32768;  // of the 65535 that grid dimensions y and z allow
     const int64_t strips = (x.cols + kTileCols - 1) / kTileCols, down = (x.rows + kTileRows - 1) / kTileRows;
     const int64_t all = strips * down * x.batch, places = static_cast<int64_t>(multiprocessors()) * resident;
-    tiles = static_cast<int>(std::clamp<int64_t>(all / (4 * places), 1, kTilesHeld));
+    tiles = static_cast<int>(std::clamp<int64_t>((all + places - 1) / places, 1, kTilesHeld));
     grid = dim3(static_cast<unsigned>(strips), static_cast<unsigned>(std::min((down + tiles - 1) / tiles, kMost)),
                 static_cast<unsigned>(std::min(x.batch, kMost)));
   }
@@ -75,10 +76,11 @@ struct Runs {
 
 // ---------------------------------------------------------------- shared memory
 // The codes and scales of blocks along columns wait here until those of a run are together: 32 bytes of codes and 4 of
-// scales a column and tile, each to a cache line of its own, are more requests than the L2 cache answers at the speed of
-// memory.
+// scales a column and tile, each to a cache line of its own, are more requests than the L2 cache answers at the speed
+// of memory.
 struct Held {
-  static constexpr int kBlocks = kTilesHeld * kTileRows / kBlock, kPitch = kBlocks * kBlock / 2 + 16;  // against conflicts
+  static constexpr int kBlocks = kTilesHeld * kTileRows / kBlock,
+                       kPitch = kBlocks * kBlock / 2 + 16;  // against conflicts
   alignas(16) uint8_t codes[kTileCols][kPitch];
   alignas(16) uint8_t scales[kTileCols][kBlocks];
 };
@@ -214,29 +216,49 @@ struct Lanes {
   }
   __device__ __forceinline__ static float sum(float error) {
 #pragma unroll
-    for (int step = 16; step >= kNearest; step /= 2)
-      error = add_rn(error, __shfl_xor_sync(0xffffffffu, error, step));
+    for (int step = 16; step >= kNearest; step /= 2) error = add_rn(error, __shfl_xor_sync(0xffffffffu, error, step));
     return error;
   }
 };
 
-// Which scale a 16x16 tile takes; `error(f)` sums f(j) over its lines, f(j) being that of the thread's j-th.
-template <class S, class Scales, class Sum, class Quick, class Element>
+// Which scale a 16x16 tile takes. `values(j, v)` are those of the thread's j-th line of it, `element(j, i)` one of
+// them; `sum(f)` sums f(j) over the lines.
+template <class S, class Scales, class Sum, class LineValues, class Element>
 __device__ __forceinline__ bool tile_takes_four(const Choice<S>& choice, const Scales& scales, const Sum& sum,
-                                                const Quick& quick, const Element& element) {
-  bool take_four;
-  const float six = sum([&](int j) { return quick(j, choice.six); });
-  const float four = sum([&](int j) { return quick(j, choice.four); });
-  const bool decided = choice.decided(six, four, &take_four);
-  if (__any_sync(0xffffffffu, !decided)) {  // every lane, since lines are lanes
+                                                const LineValues& values, const Element& element) {
+  const auto quick = [&](const Factors<S>& factors) {
+    return sum([&](int j) {
+      Values v, rounded;
+      values(j, v);
+      return quick_error<S>(v, factors, scales.encode, rounded);
+    });
+  };
+  bool four;
+  bool decided = choice.decided(quick(choice.six), quick(choice.four), &four);
+  if constexpr (kStrict<S>)
+    if (__any_sync(0xffffffffu, !decided && choice.quick)) {  // every lane, since lines are lanes
+      const auto strict = [&](const Factors<S>& factors) {
+        return sum([&](int j) {
+          Values v;
+          values(j, v);
+          float encode = factors.encode;
+          asm volatile("" : "+f"(encode));  // rounds again, rather than keep what `quick` rounded in registers
+          const auto rounded = [&](int i) { return round_over_64(mul_rn(fabsf(v[i]), encode)); };
+          return strict_error<S>(v, rounded, factors);
+        });
+      };
+      const bool exactly = choose_four(strict(choice.six), strict(choice.four));
+      if (!decided && choice.quick) four = exactly, decided = true;
+    }
+  if (__any_sync(0xffffffffu, !decided)) {
     const GlobalScale g = scales.global();
     const auto exact = [&](uint8_t scale) {
       return sum([&](int j) { return exact_error<S>([&](int i) { return element(j, i); }, scale, g); });
     };
     const bool exactly = choose_four(exact(choice.scales.six), exact(choice.scales.four));
-    if (!decided) take_four = exactly;
+    if (!decided) four = exactly;
   }
-  return take_four;
+  return four;
 }
 
 // ---------------------------------------------------------------- along rows
@@ -309,11 +331,7 @@ class RowsPass {
       const Choice<S> choice(m, scales);
       const bool four = tile_takes_four<S>(
           choice, scales, [](const auto& error) { return Rows::sum(error(0)); },
-          [&](int, const Factors<S>& factors) {
-            Values rounded;
-            return quick_error<S>(v, factors, scales.encode, rounded);
-          },
-          [&](int, int i) { return element(i); });
+          [&](int, Values& own) { x.values(own); }, [&](int, int i) { return element(i); });
       return encode_with(v, m, choice.scale(four), choice.encode(four), scales);
     } else {
       return encode_block<S>(v, m, scales, element, [&](uint32_t (&bits)[4]) {
@@ -335,10 +353,10 @@ class RowsPass {
 
   const QuantizeArgs& a_;
   const SharedScales<S>& shared_;
-  int64_t blocks_;           // in a row
-  int64_t row_, out_;        // of the thread's blocks in this tile, and the index of the first
-  int inside_, rows_left_;   // how many of the two blocks there are; rows from this one on
-  uint64_t place_;           // of the first, for random bits
+  int64_t blocks_;          // in a row
+  int64_t row_, out_;       // of the thread's blocks in this tile, and the index of the first
+  int inside_, rows_left_;  // how many of the two blocks there are; rows from this one on
+  uint64_t place_;          // of the first, for random bits
 };
 
 // ---------------------------------------------------------------- along columns
@@ -407,7 +425,8 @@ class ColumnsPass {
     out_ = row_ * blocks_ + blocks_of(first.row);
     const int64_t lines = a_.shape.rows - first.col;
     lines_ = static_cast<int>(lines < kTileCols ? lines : kTileCols);
-    blocks_left_ = blocks_ - blocks_of(first.row) < INT_MAX ? static_cast<int>(blocks_ - blocks_of(first.row)) : INT_MAX;
+    blocks_left_ =
+        blocks_ - blocks_of(first.row) < INT_MAX ? static_cast<int>(blocks_ - blocks_of(first.row)) : INT_MAX;
     if constexpr (kStochastic<S>)
       place_ = static_cast<uint64_t>(first.col + 2 * pair_of_thread()) * a_.stream.row_blocks +
                blocks_of(first.row + rows_of_thread());
@@ -497,12 +516,7 @@ class ColumnsPass {
           const float first = Cols::sum(error(0)), second = Cols::sum(error(1));
           return add_rn(first, second);
         },
-        [&](int j, const Factors<S>& factors) {
-          Values v, rounded;
-          x.values(j, v);
-          return quick_error<S>(v, factors, shared_.encode, rounded);
-        },
-        [&](int j, int i) { return element(tile, j, i); });
+        [&](int j, Values& v) { x.values(j, v); }, [&](int j, int i) { return element(tile, j, i); });
   }
 
   static constexpr int kStep = kTileRows / kBlock;
@@ -510,12 +524,12 @@ class ColumnsPass {
   const QuantizeArgs& a_;
   const SharedScales<S>& shared_;
   Held& held_;
-  int64_t blocks_;      // in a line
-  int64_t row_, out_;   // the tile's first line, and the index of the first block held
-  int lines_;           // in the tile
-  int blocks_left_;     // in a line, from the first held on
-  int tile_ = 0;        // how many are held
-  uint64_t place_;      // of the thread's first block, for random bits
+  int64_t blocks_;     // in a line
+  int64_t row_, out_;  // the tile's first line, and the index of the first block held
+  int lines_;          // in the tile
+  int blocks_left_;    // in a line, from the first held on
+  int tile_ = 0;       // how many are held
+  uint64_t place_;     // of the thread's first block, for random bits
 };
 
 // A kernel's shared memory is more than what may be declared: it is asked for at launch.

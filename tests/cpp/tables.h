@@ -72,8 +72,8 @@ JNVFP4_HD uint32_t random_word(uint32_t i) {
 // Scales of a block whose amax is up to 20 binades below the tensor's.
 JNVFP4_HD uint32_t candidates(uint32_t i, float e4m3_max) {
   const uint32_t amax = bits_of(magnitude(i)), below = hash(i) % (20u << 23);
-  const Candidates c =
-      candidate_scales(amax > kInf ? amax : amax - (below < amax ? below : amax), global_scale(magnitude(i), e4m3_max).encode);
+  const Candidates c = candidate_scales(amax > kInf ? amax : amax - (below < amax ? below : amax),
+                                        global_scale(magnitude(i), e4m3_max).encode);
   return c.six | uint32_t{c.four} << 8;
 }
 
