@@ -14,8 +14,8 @@ constexpr int kRowBlocks = kChooses<S>      ? 2
 template <class S>
 __device__ __forceinline__ void random_of(const SharedScales<S>& scales, const QuantizeArgs& a, int64_t block,
                                           uint32_t (&bits)[4]) {
-  const int64_t blocks = a.shape.cols / kBlock, row = quotient(block, blocks);
-  scales.random(block + row * (a.stream.row_blocks - blocks), false, bits);
+  const int64_t blocks = a.shape.cols / kBlock, elsewhere = a.stream.row_blocks - blocks;  // of a row, on other devices
+  scales.random(elsewhere ? block + quotient(block, blocks) * elsewhere : block, false, bits);
 }
 template <class S>
 __device__ __forceinline__ void random_of(const OwnScales<S>&, const QuantizeArgs& a, int64_t block,
