@@ -123,7 +123,8 @@ def test_every_input_type_and_odd_row_counts(native, dtype, transpose):
 
 
 def test_an_amax_per_matrix(native):
-    x, amax = normal((3, 16, 48), 3, "fp32"), jnp.asarray([1.0, 2.0, 3.0])
+    """15 blocks each, so that kernels which take 16 at a time meet two matrices at once."""
+    x, amax = normal((3, 5, 48), 3, "fp32"), jnp.asarray([1.0, 2.0, 3.0])
     t = quantize(x, NVFP4_SR, amax=amax, key=KEY)
     assert_bitwise(unpack_codes(t.data), codes_by_formula(x, t, KEY, False))
 
