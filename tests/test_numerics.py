@@ -417,7 +417,7 @@ MISTAKES = {
     "row_error_strict": {
         "underflow": ("product >= 7.7e-34f", "product >= 7.7e-36f"),
         "overflow": ("product <= 1.3e36f", "product <= 1.3e38f"),
-        "power": ("b & 0xff800000u), value", "b & 0x7f800000u), value"),
+        "power": ("float_of(b & 0xff800000u)", "float_of(b & 0x7f800000u)"),
     },
 }
 

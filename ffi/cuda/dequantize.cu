@@ -24,43 +24,30 @@ __device__ __forceinline__ float factor_of(const DequantizeArgs& a, int64_t b) {
 
 __device__ __forceinline__ bool finite_sums(float factor) { return fabsf(factor) < 1e36f; }
 
-constexpr int kHalf = kBlock / 2, kUnroll = 4;
+constexpr int kHalf = kBlock / 2;
 
-// A thread has halves of blocks, so that lanes write one contiguous piece; several, so that loads are in flight.
+// A thread has half a block, so that lanes write one contiguous piece.
 template <class T>
 __global__ void __launch_bounds__(kThreads) dequantize_halves_kernel(DequantizeArgs a) {
-  constexpr int64_t kStep = kThreads * kUnroll;
-  for (int64_t first = blockIdx.x * kStep + threadIdx.x; first < 2 * a.blocks; first += gridDim.x * kStep) {
-    uint32_t codes[kUnroll];
-    float factor[kUnroll];
+  for (int64_t half = thread_index(); half < 2 * a.blocks; half += thread_count()) {
+    const uint32_t codes = __ldg(reinterpret_cast<const uint32_t*>(a.data) + half);
+    const float factor = factor_of(a, half >> 1);
+    float v[kHalf];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t half = first + u * kThreads;
-      if (half >= 2 * a.blocks) break;
-      codes[u] = __ldg(reinterpret_cast<const uint32_t*>(a.data) + half);
-      factor[u] = factor_of(a, half >> 1);
-    }
+    for (int i = 0; i < kHalf; ++i) v[i] = mul_rn(e2m1_decode(codes >> (4 * i) & 15u), factor);
+    if constexpr (Block<T>::kPairs) {
+      uint32_t w[kHalf / 2];
+      if (finite_sums(factor))
+        round_values<T>(v, true, w);
+      else
+        round_values<T>(v, false, w);
+      static_cast<uint4*>(a.out)[half] = make_uint4(w[0], w[1], w[2], w[3]);
+    } else {
+      auto* out = static_cast<float4*>(a.out) + 2 * half;
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t half = first + u * kThreads;
-      if (half >= 2 * a.blocks) break;
-      float v[kHalf];
-#pragma unroll
-      for (int i = 0; i < kHalf; ++i) v[i] = mul_rn(e2m1_decode(codes[u] >> (4 * i) & 15u), factor[u]);
-      if constexpr (Block<T>::kPairs) {
-        uint32_t w[kHalf / 2];
-        if (finite_sums(factor[u]))
-          round_values<T>(v, true, w);
-        else
-          round_values<T>(v, false, w);
-        static_cast<uint4*>(a.out)[half] = make_uint4(w[0], w[1], w[2], w[3]);
-      } else {
-        auto* out = static_cast<float4*>(a.out) + 2 * half;
-#pragma unroll
-        for (int i = 0; i < kHalf; ++i) v[i] = f32_encode(v[i]);
-        out[0] = make_float4(v[0], v[1], v[2], v[3]);
-        out[1] = make_float4(v[4], v[5], v[6], v[7]);
-      }
+      for (int i = 0; i < kHalf; ++i) v[i] = f32_encode(v[i]);
+      out[0] = make_float4(v[0], v[1], v[2], v[3]);
+      out[1] = make_float4(v[4], v[5], v[6], v[7]);
     }
   }
 }
@@ -102,7 +89,7 @@ cudaError_t launch_dequantize(const DequantizeArgs& a, cudaStream_t stream) {
     if (a.rotate_back)
       dequantize_rotated_kernel<T><<<grid_for(a.blocks, kThreads), kThreads, 0, stream>>>(a);
     else
-      dequantize_halves_kernel<T><<<grid_for(2 * a.blocks, kThreads * kUnroll), kThreads, 0, stream>>>(a);
+      dequantize_halves_kernel<T><<<grid_for(2 * a.blocks, kThreads), kThreads, 0, stream>>>(a);
   });
   return cudaGetLastError();
 }
