@@ -325,8 +325,13 @@ struct Choice {
   __device__ __forceinline__ bool decided(float error_six, float error_four, bool* take_four) const {
     *take_four = choose_four(error_six, error_four);
     if (scales.six == scales.four) return *take_four = false, true;  // one scale has one error: a tie
-    if constexpr (!kStrict<S>) return quick;
-    return quick && fabsf(error_four - error_six) > error_bound<S>(amax, error_four + error_six);
+    return kStrict<S> ? sure(error_six, error_four) : quick;
+  }
+  // Whether they decide in whatever order they are summed.
+  __device__ __forceinline__ bool sure(float error_six, float error_four) const {
+    if (scales.six == scales.four) return true;
+    const float inexact = kStrict<S> ? amax : 0.0f;  // the fast error of an element is exact
+    return quick && fabsf(error_four - error_six) > error_bound<S>(inexact, error_four + error_six);
   }
   __device__ __forceinline__ uint8_t scale(bool take_four) const { return take_four ? scales.four : scales.six; }
   __device__ __forceinline__ float encode(bool take_four) const { return take_four ? four.encode : six.encode; }

@@ -4,26 +4,41 @@
 namespace jnvfp4 {
 namespace {
 
+template <class P>
+inline constexpr bool kSharesChoices = kChooses<typename P::Row> && kTiles<typename P::Row>;
+
 template <class P, class T>
 struct PairShared {
   Stages<T> stages;
   SharedScales<typename P::Row> row_scales;
   SharedScales<typename P::Col> col_scales;
   Held held;
+  TileChoices choices;
 };
 
 template <class P, class T>
 class PairPass {
  public:
   __device__ __forceinline__ PairPass(const PairArgs& a, PairShared<P, T>& shared, const TilePlace& first)
-      : rows_(a.row, shared.row_scales, first), columns_(a.col, shared.col_scales, shared.held, first) {}
+      : shared_(shared),
+        rows_(a.row, shared.row_scales, first, kSharesChoices<P> ? &shared.choices : nullptr),
+        columns_(a.col, shared.col_scales, shared.held, first) {}
+
   __device__ __forceinline__ void operator()(const Tile<T>& tile) {
     rows_(tile);
-    columns_(tile);
+    if constexpr (kSharesChoices<P>) {
+      __syncthreads();  // the choices are there
+      const bool alike = shared_.row_scales.amax == shared_.col_scales.amax &&
+                         shared_.row_scales.e4m3_max == shared_.col_scales.e4m3_max;
+      columns_.template quantize<true>(tile, alike ? &shared_.choices : nullptr);
+    } else {
+      columns_(tile);
+    }
   }
   __device__ __forceinline__ void finish(int tiles) { columns_.finish(tiles); }
 
  private:
+  PairShared<P, T>& shared_;
   RowsPass<typename P::Row, T> rows_;
   ColumnsPass<typename P::Col, T> columns_;
 };

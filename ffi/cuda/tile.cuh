@@ -221,11 +221,19 @@ struct Lanes {
   }
 };
 
-// Which scale a 16x16 tile takes. `values(j, v)` are those of the thread's j-th line of it, `element(j, i)` one of
-// them; `sum(f)` sums f(j) over the lines.
-template <class S, class Scales, class Sum, class LineValues, class Element>
+// What the rows of a pair found out about the 16x16 tiles of a tile, for its columns: the bound of the quick errors
+// holds for either order of the sums.
+struct TileChoices {
+  enum Choice : uint8_t { kSix, kFour, kClose };
+  uint8_t of[kTileRows / kBlock][kTileCols / kBlock];
+};
+
+// Which scale a 16x16 tile takes; by the rule at once, without quick errors, where those did not decide before.
+// `values(j, v)` are those of the thread's j-th line of it, `element(j, i)` one of them; `sum(f)` sums f(j) over the
+// lines.
+template <class S, bool kByRule, class Scales, class Sum, class LineValues, class Element>
 __device__ __forceinline__ bool tile_takes_four(const Choice<S>& choice, const Scales& scales, const Sum& sum,
-                                                const LineValues& values, const Element& element) {
+                                                const LineValues& values, const Element& element, uint8_t* found) {
   const auto quick = [&](const Factors<S>& factors) {
     return sum([&](int j) {
       Values v, rounded;
@@ -233,8 +241,12 @@ __device__ __forceinline__ bool tile_takes_four(const Choice<S>& choice, const S
       return quick_error<S>(v, factors, scales.encode, rounded);
     });
   };
-  bool four;
-  bool decided = choice.decided(quick(choice.six), quick(choice.four), &four);
+  bool four = false, decided = choice.scales.six == choice.scales.four;
+  if constexpr (!kByRule || !kStrict<S>) {
+    const float six = quick(choice.six), other = quick(choice.four);
+    decided = choice.decided(six, other, &four);
+    if (found) *found = !choice.sure(six, other) ? TileChoices::kClose : four ? TileChoices::kFour : TileChoices::kSix;
+  }
   if constexpr (kStrict<S>)
     if (__any_sync(0xffffffffu, !decided && choice.quick)) {  // every lane, since lines are lanes
       const auto strict = [&](const Factors<S>& factors) {
@@ -276,8 +288,9 @@ __device__ __forceinline__ int block_of_thread() {
 template <class S, class T>
 class RowsPass {
  public:
-  __device__ __forceinline__ RowsPass(const QuantizeArgs& args, const SharedScales<S>& shared, const TilePlace& first)
-      : a_(args), shared_(shared), blocks_(blocks_of(args.shape.cols)) {
+  __device__ __forceinline__ RowsPass(const QuantizeArgs& args, const SharedScales<S>& shared, const TilePlace& first,
+                                      TileChoices* choices = nullptr)
+      : a_(args), shared_(shared), choices_(choices), blocks_(blocks_of(args.shape.cols)) {
     const int r = row_of_thread<kTiles<S>>(), c = block_of_thread<kTiles<S>>();
     row_ = first.matrix * a_.shape.rows + first.row + r;
     out_ = row_ * blocks_ + blocks_of(first.col) + c;
@@ -329,9 +342,12 @@ class RowsPass {
     };
     if constexpr (kChooses<S> && kTiles<S>) {
       const Choice<S> choice(m, scales);
-      const bool four = tile_takes_four<S>(
+      const bool four = tile_takes_four<S, false>(
           choice, scales, [](const auto& error) { return Rows::sum(error(0)); },
-          [&](int, Values& own) { x.values(own); }, [&](int, int i) { return element(i); });
+          [&](int, Values& own) { x.values(own); }, [&](int, int i) { return element(i); },
+          choices_ && threadIdx.x % 32 / 2 == 0  // one lane of a tile
+              ? &choices_->of[row_of_thread<true>() / kBlock][block_of_thread<true>() + j]
+              : nullptr);
       return encode_with(v, m, choice.scale(four), choice.encode(four), scales);
     } else {
       return encode_block<S>(v, m, scales, element, [&](uint32_t (&bits)[4]) {
@@ -353,6 +369,7 @@ class RowsPass {
 
   const QuantizeArgs& a_;
   const SharedScales<S>& shared_;
+  TileChoices* choices_;    // to fill, if not null
   int64_t blocks_;          // in a row
   int64_t row_, out_;       // of the thread's blocks in this tile, and the index of the first
   int inside_, rows_left_;  // how many of the two blocks there are; rows from this one on
@@ -432,7 +449,9 @@ class ColumnsPass {
                blocks_of(first.row + rows_of_thread());
   }
 
-  __device__ __forceinline__ void operator()(const Tile<T>& tile) {
+  // `choices`, if not null, are those of the rows; kAfterRows says that there may be some.
+  template <bool kAfterRows = false>
+  __device__ __forceinline__ void quantize(const Tile<T>& tile, const TileChoices* choices) {
     Columns<T> stored;
     stored.load(tile);
     const auto x = source_of<S>(stored);
@@ -440,7 +459,7 @@ class ColumnsPass {
     x.amax(m);
     if constexpr (kTiles<S>) m[0] = m[1] = Cols::max(amax_bits(m[0], m[1]));
     bool four = false;
-    if constexpr (kChooses<S> && kTiles<S>) four = takes_four(tile, x, m[0]);
+    if constexpr (kChooses<S> && kTiles<S>) four = takes_four<kAfterRows>(tile, x, m[0], choices);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int line = 2 * pair_of_thread() + j, block = rows_of_thread() / kBlock;
@@ -472,6 +491,8 @@ class ColumnsPass {
     ++tile_;
     if constexpr (kStochastic<S>) place_ += kStep;
   }
+
+  __device__ __forceinline__ void operator()(const Tile<T>& tile) { quantize(tile, nullptr); }
 
   // Writes what `tiles` tiles left, after the thread block synchronised.
   __device__ __forceinline__ void finish(int tiles) {
@@ -508,15 +529,20 @@ class ColumnsPass {
       if (line < lines_) *reinterpret_cast<Word*>(out) = *reinterpret_cast<const Word*>(&in[line][at]);
   }
 
-  template <class X>
-  __device__ __forceinline__ bool takes_four(const Tile<T>& tile, const X& x, uint32_t m) const {
-    return tile_takes_four<S>(
+  template <bool kAfterRows, class X>
+  __device__ __forceinline__ bool takes_four(const Tile<T>& tile, const X& x, uint32_t m,
+                                             const TileChoices* choices) const {
+    if (choices) {
+      const uint8_t found = choices->of[rows_of_thread() / kBlock][2 * pair_of_thread() / kBlock];
+      if (__all_sync(0xffffffffu, found != TileChoices::kClose)) return found == TileChoices::kFour;
+    }
+    return tile_takes_four<S, kAfterRows>(
         Choice<S>(m, shared_), shared_,
         [](const auto& error) {
           const float first = Cols::sum(error(0)), second = Cols::sum(error(1));
           return add_rn(first, second);
         },
-        [&](int j, Values& v) { x.values(j, v); }, [&](int j, int i) { return element(tile, j, i); });
+        [&](int j, Values& v) { x.values(j, v); }, [&](int j, int i) { return element(tile, j, i); }, nullptr);
   }
 
   static constexpr int kStep = kTileRows / kBlock;
