@@ -205,62 +205,6 @@ __device__ __forceinline__ decltype(auto) scales_of(const QuantizeArgs& a, const
     return OwnScales<S>(amax, a.e4m3_max);
 }
 
-// The amax of a 16x16 tile, and its errors by `tile_error` of numerics.h, over the lanes that have its lines `kNearest`
-// lanes and more apart: the farthest first. Each sum is the same from both sides.
-template <int kNearest>
-struct Lanes {
-  __device__ __forceinline__ static uint32_t max(uint32_t m) {
-#pragma unroll
-    for (int step = 16; step >= kNearest; step /= 2) m = amax_bits(m, __shfl_xor_sync(0xffffffffu, m, step));
-    return m;
-  }
-  __device__ __forceinline__ static float sum(float error) {
-#pragma unroll
-    for (int step = 16; step >= kNearest; step /= 2) error = add_rn(error, __shfl_xor_sync(0xffffffffu, error, step));
-    return error;
-  }
-};
-
-// Which scale a 16x16 tile takes. `values(j, v)` are those of the thread's j-th line of it, `element(j, i)` one of
-// them; `sum(f)` sums f(j) over the lines.
-template <class S, class Scales, class Sum, class LineValues, class Element>
-__device__ __forceinline__ bool tile_takes_four(const Choice<S>& choice, const Scales& scales, const Sum& sum,
-                                                const LineValues& values, const Element& element) {
-  const auto quick = [&](const Factors<S>& factors) {
-    return sum([&](int j) {
-      Values v, rounded;
-      values(j, v);
-      return quick_error<S>(v, factors, scales.encode, rounded);
-    });
-  };
-  bool four;
-  bool decided = choice.decided(quick(choice.six), quick(choice.four), &four);
-  if constexpr (kStrict<S>)
-    if (__any_sync(0xffffffffu, !decided && choice.quick)) {  // every lane, since lines are lanes
-      const auto strict = [&](const Factors<S>& factors) {
-        return sum([&](int j) {
-          Values v;
-          values(j, v);
-          float encode = factors.encode;
-          asm volatile("" : "+f"(encode));  // rounds again, rather than keep what `quick` rounded in registers
-          const auto rounded = [&](int i) { return round_over_64(mul_rn(fabsf(v[i]), encode)); };
-          return strict_error<S>(v, rounded, factors);
-        });
-      };
-      const bool exactly = choose_four(strict(choice.six), strict(choice.four));
-      if (!decided && choice.quick) four = exactly, decided = true;
-    }
-  if (__any_sync(0xffffffffu, !decided)) {
-    const GlobalScale g = scales.global();
-    const auto exact = [&](uint8_t scale) {
-      return sum([&](int j) { return exact_error<S>([&](int i) { return element(j, i); }, scale, g); });
-    };
-    const bool exactly = choose_four(exact(choice.scales.six), exact(choice.scales.four));
-    if (!decided) four = exactly;
-  }
-  return four;
-}
-
 // ---------------------------------------------------------------- along rows
 // A thread's row and its first block there: 16 rows x 4 blocks a warp for 16x16 tiles, else 8 whole rows.
 template <bool kInTiles>
