@@ -145,9 +145,10 @@ struct QuantBuffers {
   int64_t stream_count = 0;
 };
 
-// Fills `shape` from x, transposed or not; an error text, or empty.
-inline std::string quant_shape(const ffi::AnyBuffer& x, const QuantBuffers& b, bool transposed, const KernelSpec& spec,
-                               QuantShape* shape) {
+// Fills `shape` from what is quantized, transposed or not, and the counts of its amax and stream; an error text, or
+// empty.
+inline std::string operand_shape(const ffi::AnyBuffer& x, int64_t amax_count, int64_t stream_count, bool transposed,
+                                 const KernelSpec& spec, QuantShape* shape) {
   int64_t batch, rows, cols;
   if (!split_dims(x.dimensions(), &batch, &rows, &cols)) return "x must have rank 2 or more, got " + shape_of(x);
   if (transposed) std::swap(rows, cols);
@@ -155,14 +156,33 @@ inline std::string quant_shape(const ffi::AnyBuffer& x, const QuantBuffers& b, b
   const int64_t unit = windows ? kWindow : kBlock;
   if (cols % unit) return "the quantized axis must be a multiple of " + std::to_string(unit) + ", got x " + shape_of(x);
   if (rows % spec.block_rows) return "block_rows=16 needs both axes to be multiples of 16, got x " + shape_of(x);
-  const int64_t per =
-      windows ? b.amax_count == batch * rows * cols / kWindow : rows_per_amax(batch, rows, b.amax_count);
-  if (!per) return "amax has " + std::to_string(b.amax_count) + " elements, which does not fit x " + shape_of(x);
-  if (b.stream_count != (spec.rounding == Rounding::kStochastic ? batch * 4 : 0))
-    return "the stream has " + std::to_string(b.stream_count) + " words, which does not fit x " + shape_of(x);
+  const int64_t per = windows ? amax_count == batch * rows * cols / kWindow : rows_per_amax(batch, rows, amax_count);
+  if (!per) return "amax has " + std::to_string(amax_count) + " elements, which does not fit x " + shape_of(x);
+  if (stream_count != (spec.rounding == Rounding::kStochastic ? batch * 4 : 0))
+    return "the stream has " + std::to_string(stream_count) + " words, which does not fit x " + shape_of(x);
   *shape = {batch, rows, cols, per, transposed};
-  const int64_t blocks = batch * rows * cols / kBlock;
+  return {};
+}
+
+// As `operand_shape`, with the results of quantize.
+inline std::string quant_shape(const ffi::AnyBuffer& x, const QuantBuffers& b, bool transposed, const KernelSpec& spec,
+                               QuantShape* shape) {
+  if (std::string error = operand_shape(x, b.amax_count, b.stream_count, transposed, spec, shape); !error.empty())
+    return error;
+  const int64_t blocks = shape->batch * shape->rows * shape->cols / kBlock;
   return first_of({check_count("data", b.data, blocks * 8), check_count("scale", b.scale, blocks)});
+}
+
+// As `operand_shape`, with the result of fake_quant. No amax at all means one to be found for each row or window.
+inline std::string fake_quant_shape(const ffi::AnyBuffer& x, const ffi::AnyBuffer& out, int64_t amax_count,
+                                    int64_t stream_count, const KernelSpec& spec, QuantShape* shape) {
+  int64_t batch, rows, cols;
+  if (amax_count == 0 && spec.amax_scope == AmaxScope::kTensor) return "the amax of a tensor must be given";
+  if (amax_count == 0 && split_dims(x.dimensions(), &batch, &rows, &cols))
+    amax_count = found_amax_count(spec, batch, rows, cols);
+  if (std::string error = operand_shape(x, amax_count, stream_count, false, spec, shape); !error.empty()) return error;
+  if (out.element_type() != x.element_type()) return "the result must have the dtype of x";
+  return check_count("out", out, count_of(x));
 }
 
 // As `quant_shape`, for one amax for each index of the first `keep` axes of x.

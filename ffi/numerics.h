@@ -275,13 +275,23 @@ JNVFP4_HD constexpr int32_t e2m1_twice(uint32_t code) {
 // Stochastic rounding with 8 random bits: adds r/256 of a grid step to the magnitude, then truncates to the
 // grid. r/256 of a step is exact, so one sum rounds. Truncation is bits: above 1 the grid is exponent and
 // first mantissa bit.
-JNVFP4_HD uint32_t e2m1_magnitude_stochastic(uint32_t magnitude_bits, uint32_t r) {
+JNVFP4_HD uint32_t e2m1_stochastic_sum(uint32_t magnitude_bits, uint32_t r) {
   const float a = float_of(magnitude_bits);
   const float step256 = a >= 4.0f ? 0.0078125f : a >= 2.0f ? 0.00390625f : 0.001953125f;
-  const uint32_t t = bits_of(add_rn(a, mul_rn(static_cast<float>(static_cast<int32_t>(r)), step256)));
-  const uint32_t above_one = (t >> 22) - 252u;
+  return bits_of(add_rn(a, mul_rn(static_cast<float>(static_cast<int32_t>(r)), step256)));
+}
+JNVFP4_HD uint32_t e2m1_magnitude_stochastic(uint32_t magnitude_bits, uint32_t r) {
+  const uint32_t t = e2m1_stochastic_sum(magnitude_bits, r), above_one = (t >> 22) - 252u;
   const uint32_t code = t >= 0x3f800000u ? above_one : t >= 0x3f000000u ? 1u : 0u;
   return code > 7u ? 7u : code;
+}
+
+// The value of that code and v's sign, without the code. NaN gives 6 here.
+JNVFP4_HD float e2m1_round_stochastic(float v, uint32_t r) {
+  const uint32_t b = bits_of(v), t = e2m1_stochastic_sum(b & kMagnitude, r);
+  const uint32_t above_one = t > 0x40c00000u ? 0x40c00000u : t & 0xffc00000u;  // at most 6
+  const uint32_t magnitude = t >= 0x3f800000u ? above_one : t >= 0x3f000000u ? 0x3f000000u : 0u;
+  return float_of(magnitude | (b & kSign));
 }
 
 // ---------------------------------------------------------------- random bits

@@ -10,9 +10,24 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ._primitives._base import match_varying, spec_of
-from ._primitives.quantize import INPUT_DTYPES
-from .ops import Implementation, _array, as_amax, check_one_key, dequantize, matmul_nt, quantize, quantize_pair
+from ._primitives._base import bind, match_varying, spec_of
+from ._primitives.fake_quant import fake_quant_p
+from ._primitives.quantize import INPUT_DTYPES, check_operand
+from .ops import (
+    Implementation,
+    _array,
+    _check_implementation,
+    _check_spec,
+    _stream,
+    _tensor_amax,
+    as_amax,
+    check_key,
+    check_one_key,
+    dequantize,
+    matmul_nt,
+    quantize,
+    quantize_pair,
+)
 from .recipe import DEFAULT, Recipe
 from .spec import BLOCK, NVFP4, QuantSpec
 from .tensor import NVFP4Tensor
@@ -303,8 +318,12 @@ def _to_matrix(
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 4))
 def _fake_quant(x: jax.Array, spec: QuantSpec, amax: Any, key: Any, implementation: Implementation) -> jax.Array:
-    t = quantize(x, spec, amax=amax, key=key, implementation=implementation)
-    return dequantize(t, x.dtype, implementation=implementation)
+    if amax is None and not spec.finds_amax:
+        amax = _tensor_amax(x, spec, False, implementation)
+    operands = [x] if amax is None else [x, amax]
+    if key is not None:
+        operands.append(_stream(key, x.shape))
+    return bind(fake_quant_p, *operands, spec=spec, has_amax=amax is not None, implementation=implementation)[0]
 
 
 @_fake_quant.defjvp
@@ -321,9 +340,15 @@ def fake_quant(
     key: jax.Array | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """``dequantize(quantize(x))`` in x's dtype, with the gradient of the identity (straight-through).
+    """``dequantize(quantize(x))`` in x's dtype, bit for bit in one pass, with the gradient of the identity.
 
-    Args and errors as in ``quantize``. ``amax`` gets no gradient. For quantization-aware training.
+    Args and errors as in ``quantize``; a rotated block is rotated back. ``amax`` gets no gradient (straight-through).
+    For quantization-aware training.
     """
+    _check_spec("fake_quant", spec)
+    check_key("fake_quant", key, spec)
+    _check_implementation("fake_quant", implementation)
+    x = _array("fake_quant", "x", x)
     amax = None if amax is None else as_amax("fake_quant", amax)
-    return _fake_quant(_array("fake_quant", "x", x), spec, amax, key, implementation)
+    check_operand("fake_quant", jax.typeof(x), None if amax is None else jax.typeof(amax), spec, False)
+    return _fake_quant(x, spec, amax, key, implementation)

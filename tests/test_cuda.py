@@ -19,6 +19,7 @@ from jnvfp4 import (
     ROW_SCALED,
     WINDOW64,
     dequantize,
+    fake_quant,
     four_over_six,
     quantize,
     quantize_pair,
@@ -84,6 +85,12 @@ def test_dequantize_the_end_of_a_huge_tensor(huge):
     assert_same_tensor(dequantize(t, jnp.bfloat16)[-PIECE:], dequantize(end, jnp.bfloat16))
 
 
+@pytest.mark.parametrize("spec", [NVFP4, NVFP4_2D, ROW_SCALED], ids=name_of)
+def test_fake_quant_of_the_end_of_a_huge_tensor(huge, spec):
+    amax = None if spec is ROW_SCALED else quantize(huge[-PIECE:]).amax
+    assert_same_tensor(fake_quant(huge, spec, amax=amax)[-PIECE:], fake_quant(huge[-PIECE:], spec, amax=amax))
+
+
 GRAPH_SCRIPT = """
 import jax, jax.numpy as jnp, numpy as np
 import jnvfp4
@@ -96,6 +103,7 @@ def step(x, key):
     pairs = [jnvfp4.quantize_pair(x, jnvfp4.NVFP4_SR, jnvfp4.NVFP4_RHT_SR, key=key), jnvfp4.quantize_pair(
         x, jnvfp4.NVFP4_2D, jnvfp4.NVFP4_2D), jnvfp4.quantize_pair(x, jnvfp4.WINDOW64, jnvfp4.WINDOW64)]
     values = [jnvfp4.dequantize(t) for t in (a, rotated, windows)]
+    values += [jnvfp4.fake_quant(x), jnvfp4.fake_quant(x, jnvfp4.ROW_SCALED), jnvfp4.fake_quant(x, jnvfp4.NVFP4_2D)]
     products = [jnvfp4.matmul_nt(t, jnvfp4.quantize(x)) for t in (a, rounded, windows, better)]
     return a, b, rounded, rotated, windows, better, pairs, values, products
 

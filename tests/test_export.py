@@ -22,6 +22,7 @@ from jnvfp4 import (
     WINDOW64,
     _native,
     dequantize,
+    fake_quant,
     linear,
     matmul_nt,
     quantize,
@@ -76,7 +77,8 @@ def test_export_with_a_symbolic_number_of_rows(native, spec):
     key = KEY if spec is NVFP4_SR else None
 
     def f(x):
-        return tuple(jax.tree.leaves(quantize(x, spec, key=key)))  # a custom pytree node would need a serialized name
+        # A custom pytree node would need a serialized name.
+        return (*jax.tree.leaves(quantize(x, spec, key=key)), fake_quant(x, spec, key=key))
 
     shape = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("m"), 64), jnp.bfloat16)
     restored = round_trip(f, shape, platforms=[native.platform])
@@ -150,6 +152,8 @@ TARGETS = {
         "nvfp4_quantize_pair_find_amax",
     ),
     "dequantize": (lambda x: dequantize(quantize(x)), "nvfp4_dequantize"),
+    "fake_quant": (fake_quant, "nvfp4_fake_quant"),
+    "fake_quant_row": (partial(fake_quant, spec=ROW_SCALED), "nvfp4_fake_quant"),
 }
 
 

@@ -28,6 +28,7 @@ STOCHASTIC = {**QUANTIZE, "spec": SR_ATTRS}
 WINDOWS = {**QUANTIZE, "spec": WINDOW_ATTRS}
 PAIR = {"row_spec": ATTRS, "col_spec": ATTRS, "row_blocks": np.int32(2), "col_blocks": np.int32(1)}
 WINDOW_PAIR = {"row_spec": WINDOW_ATTRS, "col_spec": WINDOW_ATTRS}
+FAKE_QUANT = {"spec": ATTRS, "row_blocks": np.int32(2)}
 TILES = {**QUANTIZE, "spec": NVFP4_2D.ffi_attrs()}
 MAX = np.int32(448)
 DEQUANTIZE = {"e4m3_max": MAX, "windows": False, "rotate_back": False}
@@ -101,6 +102,18 @@ CALLS = {
         [DATA, SCALE, zeros((16,), F32)],
         {**DEQUANTIZE, "windows": True},
     ),
+    "fake_quant out": ("fake_quant", [like((16, 16), F32)], [X, AMAX, NONE], FAKE_QUANT),
+    "fake_quant dtype": ("fake_quant", [like((16, 32), jnp.bfloat16)], [X, AMAX, NONE], FAKE_QUANT),
+    "fake_quant amax": ("fake_quant", [like((16, 32), F32)], [X, zeros((3,), F32), NONE], FAKE_QUANT),
+    "fake_quant no amax": ("fake_quant", [like((16, 32), F32)], [X, zeros((0,), F32), NONE], FAKE_QUANT),
+    "fake_quant amax of windows": (
+        "fake_quant",
+        [like((16, 128), F32)],
+        [zeros((16, 128), F32), zeros((16,), F32), NONE],
+        {**FAKE_QUANT, "spec": WINDOW_ATTRS},
+    ),
+    "fake_quant K": ("fake_quant", [like((16, 24), F32)], [zeros((16, 24), F32), AMAX, NONE], FAKE_QUANT),
+    "fake_quant stream": ("fake_quant", [like((16, 32), F32)], [X, AMAX, NONE], {**FAKE_QUANT, "spec": SR_ATTRS}),
 }
 CPU_CALLS = {
     name: (
@@ -119,7 +132,7 @@ CPU_CALLS = {
 
 
 def assert_refused(target, results, operands, attrs):
-    text = "(must hold|does not fit|must be a multiple|to be multiples)"
+    text = "(must hold|does not fit|must be a multiple|to be multiples|must be given|must have the dtype)"
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"INVALID_ARGUMENT: .*{text}"):
         jax.block_until_ready(jax.ffi.ffi_call(f"nvfp4_{target}", results)(*operands, **attrs))
 

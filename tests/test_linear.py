@@ -1,4 +1,4 @@
-"""linear, dot_general and fake_quant are the composition of quantize and matmul_nt that the recipe says."""
+"""linear and dot_general are the composition of quantize and matmul_nt that the recipe says."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_same_tensor, key_for
+from helpers import assert_bitwise, assert_same_tensor
 from jax import lax
 from operands import normal
 
@@ -21,13 +21,11 @@ from jnvfp4 import (
     Recipe,
     dequantize,
     dot_general,
-    fake_quant,
     linear,
     matmul_nt,
     quantize,
     recipes,
 )
-from jnvfp4.spec import SUPPORTED_SPECS, name_of
 
 ROW = (ROW_SCALED, ROW_SCALED)
 SR = (NVFP4_SR, NVFP4_SR)
@@ -483,89 +481,3 @@ def test_equal_batch_elements_are_rounded_differently(native):
 def test_batched_products_of_other_recipes_ignore_the_key():
     x = normal((2, 16, 32), 1)
     assert_bitwise(dot_general(x, x, BATCHED_NT, key=KEY), dot_general(x, x, BATCHED_NT))
-
-
-# ---------------------------------------------------------------- fake_quant
-KINDS = [NVFP4, NVFP4_2D, ROW_SCALED, NVFP4_RHT, NVFP4_SR, WINDOW64]
-every_spec = pytest.mark.parametrize("spec", SUPPORTED_SPECS, ids=name_of)
-
-
-@every_spec
-def test_fake_quant_value(native, spec):
-    x, key = normal((32, 64)), key_for(spec)
-    want = dequantize(quantize(x, spec, key=key), x.dtype)
-    assert_bitwise(jax.jit(partial(fake_quant, spec=spec, implementation="native"))(x, key=key), want)
-
-
-@pytest.mark.parametrize("spec", [NVFP4_RHT, NVFP4_SR], ids=name_of)
-def test_fake_quant_by_every_backend(backend, spec):
-    x, key = normal((16, 64)), key_for(spec)
-    want = dequantize(quantize(x, spec, key=key), x.dtype)
-    assert_bitwise(jax.jit(partial(fake_quant, spec=spec, implementation=backend.implementation))(x, key=key), want)
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-@pytest.mark.parametrize("spec", KINDS, ids=name_of)
-def test_fake_quant_of_other_types(native, spec, dtype):
-    x, key = normal((32, 64), dtype=dtype), key_for(spec)
-    assert_bitwise(fake_quant(x, spec, key=key), dequantize(quantize(x, spec, key=key), x.dtype))
-
-
-@every_spec
-def test_fake_quant_is_close(spec):
-    """A rotated tensor is rotated back."""
-    x = normal((64, 128), dtype="fp32")
-    error = np.linalg.norm(fake_quant(x, spec, key=key_for(spec)) - x) / np.linalg.norm(x)
-    assert 0.01 < error < (0.2 if spec.rounding == "stochastic" else 0.13)
-
-
-def test_fake_quant_with_a_given_amax():
-    x = normal((32, 48))
-    assert_bitwise(fake_quant(x, amax=2.0), dequantize(quantize(x, amax=2.0), x.dtype))
-
-
-def test_fake_quant_gradient_is_the_identity():
-    x, dy = normal((32, 48), 1), normal((32, 48), 2)
-    for f in (fake_quant, jax.jit(fake_quant), lambda x: fake_quant(x, amax=1.0)):
-        assert_bitwise(jax.vjp(f, x)[1](dy)[0], dy)
-
-
-@pytest.mark.parametrize("spec", KINDS, ids=name_of)
-def test_fake_quant_gradient_is_the_identity_for_every_kind_of_spec(spec):
-    x, dy = normal((32, 64), 1), normal((32, 64), 2)
-    f = jax.jit(lambda x, key: jax.vjp(partial(fake_quant, spec=spec, key=key), x)[1](dy)[0])
-    assert_bitwise(f(x, key_for(spec)), dy)
-
-
-def test_fake_quant_forward_mode():
-    x, dx = normal((32, 48), 1), normal((32, 48), 2)
-    y, dy = jax.jvp(fake_quant, (x,), (dx,))
-    assert_bitwise(y, fake_quant(x))
-    assert_bitwise(dy, dx)
-
-
-def test_fake_quant_amax_has_no_gradient():
-    x = normal((32, 48), dtype="fp32")
-    grad = jax.grad(lambda a: jnp.sum(fake_quant(x, amax=a)))(jnp.float32(2))
-    assert_bitwise(grad, jnp.zeros(()))
-
-
-def test_fake_quant_under_vmap_of_keys(native):
-    x, keys = normal((3, 32, 48)), jax.random.split(KEY, 3)
-    got = jax.vmap(lambda x, key: fake_quant(x, NVFP4_SR, key=key))(x, keys)
-    assert_bitwise(got, jnp.stack([fake_quant(x[i], NVFP4_SR, key=keys[i]) for i in range(3)]))
-
-
-def test_fake_quant_under_vmap():
-    x, amax = normal((3, 32, 48)), jnp.asarray([1.0, 2.0, 3.0])
-    got = jax.vmap(lambda x, a: fake_quant(x, amax=a))(x, amax)
-    assert_same_tensor(got, jnp.stack([fake_quant(x[i], amax=amax[i]) for i in range(3)]))
-    grads = jax.vmap(jax.grad(lambda x: jnp.sum(fake_quant(x).astype(jnp.float32))))(x)
-    assert_bitwise(grads, jnp.ones_like(x))
-
-
-def test_fake_quant_trains_through():
-    """Second-order and mixed derivatives pass too: the derivative is the identity everywhere."""
-    x = normal((16, 16), dtype="fp32")
-    hessian = jax.jacfwd(jax.grad(lambda x: jnp.sum(fake_quant(x) ** 2)))(x).reshape(256, 256)
-    np.testing.assert_allclose(hessian, 2 * np.eye(256), atol=1e-6)

@@ -413,6 +413,11 @@ MISTAKES = {
         "step": ("a >= 2.0f ?", "a >= 3.0f ?"),
         "saturation": ("code > 7u ? 7u : code", "code"),
     },
+    "e2m1_round_stochastic": {
+        "half": ("t >= 0x3f000000u ? 0x3f000000u", "t >= 0x3f000000u ? 0x3f800000u"),
+        "saturation": ("t > 0x40c00000u ? 0x40c00000u : t & 0xffc00000u", "t & 0xffc00000u"),
+        "sign": ("float_of(magnitude | (b & kSign))", "float_of(magnitude)"),
+    },
     "div_by_steps": {"correction": ("fma(fma(-d, q, a), reciprocal, q)", "q")},
     "row_error_strict": {
         "underflow": ("product >= 7.7e-34f", "product >= 7.7e-36f"),

@@ -422,13 +422,39 @@ def test_quantize_pair_reduces_only_the_two_amax(devices):
 
 
 @every_layout
-@every_kind
-def test_fake_quant(devices, kind, axes, spec):
-    mesh, x = make_mesh(devices, axes, kind), normal((128, 512))
+def test_fake_quant(devices, axes, spec):
+    mesh, x = make_mesh(devices, axes, "explicit"), normal((128, 512))
     got, found = run(fake_quant, put(x, mesh, spec))
     assert_bitwise(got, fake_quant(home(devices, x)))
     assert_sharded(got, mesh, spec)
     assert_scalar_maxima(found, mesh, spec)
+
+
+@partial(jax.jit, static_argnums=(2,))
+def fake_quants(x, amaxes, specs):
+    return {name_of(s): fake_quant(x, s, amax=amaxes.get(s.format.amax_scope), key=key_for(s)) for s in specs}
+
+
+@every_layout
+def test_fake_quant_with_amax_needs_no_collective(devices, axes, spec):
+    mesh, x = make_mesh(devices, axes, "explicit"), normal((128, 512))
+    amaxes = {scope: given_amax(x.shape, scope, False) for scope in ("tensor", "row", "window64")}
+    placed = {scope: put(a, mesh, P(*spec[: a.ndim])) for scope, a in amaxes.items()}
+    got, found = run(lambda x, a: fake_quants(x, a, VARIED_SPECS), put(x, mesh, spec), placed)
+    assert_same_tensor(got, fake_quants(*home(devices, (x, amaxes)), VARIED_SPECS))
+    for y in got.values():
+        assert_sharded(y, mesh, spec)
+    assert found == []
+
+
+@every_layout
+def test_fake_quant_finds_the_amax_of_the_whole(devices, axes, spec):
+    mesh, x = make_mesh(devices, axes), normal((128, 512))
+    got, found = run(lambda x: fake_quants(x, {}, VARIED_SPECS), put(x, mesh, spec))
+    assert_same_tensor(got, fake_quants(home(devices, x), {}, VARIED_SPECS))
+    for y in got.values():
+        assert_sharded(y, mesh, spec)
+    assert {op for op, _ in found} <= {"all-reduce"}
 
 
 # ---------------------------------------------------------------- blocks that would straddle devices
@@ -455,6 +481,8 @@ def test_blocks_that_would_straddle_devices(devices, shape, spec, transpose):
         pytest.skip("JAX splits only evenly")
     got = quantize_by(put(x, mesh, spec), {}, transpose, specs)
     assert_same_tensor(got, quantize_by(home(devices, x), {}, transpose, specs))
+    if not transpose:
+        assert_same_tensor(fake_quants(put(x, mesh, spec), {}, specs), fake_quants(home(devices, x), {}, specs))
 
 
 @pytest.mark.parametrize(("shape", "spec"), STRADDLES.values(), ids=STRADDLES)
@@ -493,6 +521,8 @@ def test_explicit_meshes_refuse_to_split_a_block(devices, shape, spec, qspec):
     mesh = make_mesh(devices, kind="explicit")
     with pytest.raises(ValueError, match=r"must split it into multiples of 16; reshard it first"):
         jax.eval_shape(partial(quantize, spec=qspec), put(normal(shape), mesh, spec))
+    with pytest.raises(ValueError, match=r"fake_quant: axis \d .* must split it into multiples of 16"):
+        jax.eval_shape(partial(fake_quant, spec=qspec), put(normal(shape), mesh, spec))
 
 
 # ---------------------------------------------------------------- dequantize

@@ -3,6 +3,7 @@
 #include "../types.h"
 #include "lanes.h"
 #include "parallel.h"
+#include "steps.h"
 
 namespace jnvfp4 {
 namespace {
@@ -46,6 +47,15 @@ struct DequantizeBlocks {
   }
 };
 
+auto kernel_of(Float kind, bool rotate_back) {
+  Compiled<DequantizeBlocks<F32, false>>::Function kernel = nullptr;
+  with_float(kind, [&](auto t) {
+    using T = decltype(t);
+    kernel = rotate_back ? Compiled<DequantizeBlocks<T, true>>::best() : Compiled<DequantizeBlocks<T, false>>::best();
+  });
+  return kernel;
+}
+
 ffi::Error dequantize_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> data, ffi::AnyBuffer scale,
                            ffi::Buffer<ffi::F32> amax, ffi::Result<ffi::AnyBuffer> out, int32_t e4m3_max, bool windows,
                            bool rotate_back) {
@@ -59,16 +69,17 @@ ffi::Error dequantize_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> data, ffi:
   const Args args{data.typed_data(), static_cast<const uint8_t*>(scale.untyped_data()),
                   amax.typed_data(), out->untyped_data(),
                   blocks_per_amax,   static_cast<float>(e4m3_max)};
-  Compiled<DequantizeBlocks<F32, false>>::Function kernel = nullptr;
-  with_float(kind, [&](auto t) {
-    using T = decltype(t);
-    kernel = rotate_back ? Compiled<DequantizeBlocks<T, true>>::best() : Compiled<DequantizeBlocks<T, false>>::best();
-  });
+  const auto kernel = kernel_of(kind, rotate_back);
   parallel_for(pool, blocks, 4096, [&](int64_t b, int64_t e) { kernel(args, b, e); });
   return ffi::Error::Success();
 }
 
 }  // namespace
+
+void dequantize_step(const DequantizeStep& step) {
+  const Args args{step.data, step.scale, step.amax, step.out, step.blocks_per_amax, step.e4m3_max};
+  kernel_of(step.kind, step.rotate_back)(args, 0, step.blocks);
+}
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dequantize, dequantize_impl,
                               ffi::Ffi::Bind()

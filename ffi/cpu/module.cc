@@ -9,7 +9,7 @@
 #include "parallel.h"
 
 extern "C" {
-jnvfp4::Handler Quantize, QuantizeFindAmax, QuantizePair, QuantizePairFindAmax, RhtAmax, Dequantize, Matmul,
+jnvfp4::Handler Quantize, QuantizeFindAmax, QuantizePair, QuantizePairFindAmax, RhtAmax, Dequantize, FakeQuant, Matmul,
     MatmulWeightOnly;
 }
 
@@ -20,6 +20,7 @@ NB_MODULE(_cpu, m) {
                             {"nvfp4_quantize_pair_find_amax", QuantizePairFindAmax},
                             {"nvfp4_rht_amax", RhtAmax},
                             {"nvfp4_dequantize", Dequantize},
+                            {"nvfp4_fake_quant", FakeQuant},
                             {"nvfp4_matmul", Matmul},
                             {"nvfp4_matmul_weight_only", MatmulWeightOnly}});
   static constexpr std::pair<const char*, jnvfp4::Isa> kNames[] = {

@@ -4,6 +4,7 @@
 #include "../types.h"
 #include "lanes.h"
 #include "parallel.h"
+#include "steps.h"
 
 namespace jnvfp4 {
 namespace {
@@ -279,10 +280,8 @@ struct Request {
   int64_t row_blocks;
 };
 
-std::string source(const ffi::AnyBuffer& x, bool transpose, Args* args) {
-  Float kind;
-  if (!float_kind(x.element_type(), &kind)) return "x must be float32, bfloat16 or float16";
-  args->x = x.untyped_data();
+void set_source(const void* x, Float kind, bool transpose, Args* args) {
+  args->x = x;
   with_float(kind, [&](auto t) {
     using T = decltype(t);
     args->element_size = sizeof(typename T::Stored);
@@ -291,22 +290,40 @@ std::string source(const ffi::AnyBuffer& x, bool transpose, Args* args) {
     args->column_amax = Compiled<ColumnAmax<T>>::best();
   });
   args->set_global = Compiled<SetGlobal>::best();
+}
+
+std::string source(const ffi::AnyBuffer& x, bool transpose, Args* args) {
+  Float kind;
+  if (!float_kind(x.element_type(), &kind)) return "x must be float32, bfloat16 or float16";
+  set_source(x.untyped_data(), kind, transpose, args);
   return {};
 }
 
-void run_along(ffi::ThreadPool& pool, const Args& a) {
+// False if the spec is not supported.
+bool set_kernels(const KernelSpec& spec, bool transpose, Args* args) {
+  args->windows = spec.amax_scope == AmaxScope::kWindow64;
+  args->across = transpose || spec.block_rows == kBlock;
+  args->raise = Compiled<RaiseAmax<false>>::best();
+  return dispatch(spec, SupportedSpecs{},
+                  [&](auto s) { args->quantize = Compiled<QuantizeBatch<decltype(s)>>::best(); });
+}
+
+// `loop(n, grain, f)` calls f(begin, end) for all of [0, n).
+template <class Loop>
+void run_along(const Loop& loop, const Args& a) {
   const int64_t unit = a.finds_row_amax() ? a.row_blocks() : kLanes;  // blocks
   if (!unit) return;
-  parallel_for(pool, (a.blocks() + unit - 1) / unit, kGrainElements / (unit * kBlock), [&](int64_t begin, int64_t end) {
+  loop((a.blocks() + unit - 1) / unit, kGrainElements / (unit * kBlock), [&](int64_t begin, int64_t end) {
     Args own = a;
     if (a.finds_row_amax()) find_rows_along(a, begin, end), own.amax = a.found;
     quantize_along(own, begin * unit, std::min(a.blocks(), end * unit));
   });
 }
 
-void run_across(ffi::ThreadPool& pool, const Args& a) {
+template <class Loop>
+void run_across(const Loop& loop, const Args& a) {
   const Strips strips(a, a.finds_row_amax());
-  parallel_for(pool, strips.count(a), kGrainElements / kPieceElements, [&](int64_t begin, int64_t end) {
+  loop(strips.count(a), kGrainElements / kPieceElements, [&](int64_t begin, int64_t end) {
     Args own = a;
     if (a.finds_row_amax()) own.amax = a.found;
     for (int64_t i = begin; i < end; ++i) {
@@ -315,6 +332,14 @@ void run_across(ffi::ThreadPool& pool, const Args& a) {
       quantize_across(own, p);
     }
   });
+}
+
+template <class Loop>
+void run(const Loop& loop, const Args& a) {
+  if (a.across)
+    run_across(loop, a);
+  else
+    run_along(loop, a);
 }
 
 ffi::Error run(ffi::ThreadPool& pool, std::string_view op, const ffi::AnyBuffer& x, const Request& request) {
@@ -330,16 +355,9 @@ ffi::Error run(ffi::ThreadPool& pool, std::string_view op, const ffi::AnyBuffer&
   args.amax = request.amax, args.found = request.found;
   args.stream = {spec.rounding == Rounding::kStochastic ? request.stream : nullptr, request.row_blocks};
   args.e4m3_max = static_cast<float>(request.attr.e4m3_max);
-  args.windows = spec.amax_scope == AmaxScope::kWindow64;
-  args.across = request.transpose || spec.block_rows == kBlock;
-  args.raise = Compiled<RaiseAmax<false>>::best();
-  if (!dispatch(spec, SupportedSpecs{}, [&](auto s) { args.quantize = Compiled<QuantizeBatch<decltype(s)>>::best(); }))
-    return unsupported(op, request.attr);
+  if (!set_kernels(spec, request.transpose, &args)) return unsupported(op, request.attr);
   if (!args.amax && spec.amax_scope == AmaxScope::kTensor) return invalid(op, "the amax of a tensor must be given");
-  if (args.across)
-    run_across(pool, args);
-  else
-    run_along(pool, args);
+  run([&](int64_t n, int64_t grain, const auto& f) { parallel_for(pool, n, grain, f); }, args);
   return ffi::Error::Success();
 }
 
@@ -423,6 +441,16 @@ ffi::Error rht_amax_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi
 }
 
 }  // namespace
+
+void quantize_step(const QuantizeStep& step, const KernelSpec& spec) {
+  Args args{};
+  set_source(step.x, step.kind, false, &args);
+  set_kernels(spec, false, &args);
+  args.amax = step.amax, args.found = step.found, args.data = step.data, args.scale = step.scale;
+  args.shape = step.shape, args.e4m3_max = step.e4m3_max;
+  if (spec.rounding == Rounding::kStochastic) args.stream = step.stream;
+  run([](int64_t n, int64_t, const auto& f) { f(0, n); }, args);
+}
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Quantize, quantize_impl,
                               ffi::Ffi::Bind()

@@ -204,11 +204,9 @@ __device__ __forceinline__ uint2 codes_over_64(const Values& r, const Values& v)
 
 __device__ __forceinline__ float round_over_64(float a) { return e2m1_round_below_7(a, 1.0f / 64.0f); }
 
-__device__ __forceinline__ uint2 quick_nearest(const Values& v, float encode) {
-  Values r;
+__device__ __forceinline__ void nearest_over_64(const Values& v, float encode, Values& r) {
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) r[i] = round_over_64(mul_rn(fabsf(v[i]), encode));
-  return codes_over_64(r, v);
 }
 
 // The power of two of a magnitude over 64, that of 1 below it: the grid step there is half of it.
@@ -216,8 +214,8 @@ __device__ __forceinline__ float binade_over_64(float a) { return fmaxf(float_of
 
 // e2m1_magnitude_stochastic: the grid step is that of the value before the random addition, which truncates to the same
 // grid value, since the sum stays within one step. 8 and more is as good as 7.
-__device__ __forceinline__ uint2 quick_stochastic(const Values& v, float encode, const uint32_t (&random)[4]) {
-  Values r;
+__device__ __forceinline__ void stochastic_over_64(const Values& v, float encode, const uint32_t (&random)[4],
+                                                   Values& r) {
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
     const float a = mul_rn(fabsf(v[i]), encode), binade = binade_over_64(a);
@@ -226,28 +224,40 @@ __device__ __forceinline__ uint2 quick_stochastic(const Values& v, float encode,
     const float t = fminf(__fmaf_rn(fraction, binade, a), 7.5f / 64.0f);
     r[i] = __fmaf_rn(binade, -6291456.0f, __fmaf_rz(binade, 6291456.0f, t));
   }
-  return codes_over_64(r, v);
 }
 
 // With a scale that is chosen.
 template <class Scales>
 __device__ __forceinline__ Encoded encode_with(const Values& v, uint32_t amax, uint8_t scale, float encode,
                                                const Scales& scales) {
-  if (below_seven(amax, encode)) return {quick_nearest(v, encode), scale};
+  if (below_seven(amax, encode)) {
+    Values r;
+    nearest_over_64(v, encode, r);
+    return {codes_over_64(r, v), scale};
+  }
   return {encode_nearest(v, block_encode_scale(scale, scales.global()), scale), scale};
 }
 
 // ---------------------------------------------------------------- plain block scale
+template <class Scales>
+__device__ __forceinline__ uint8_t plain_scale(uint32_t amax, const Scales& scales) {
+  return e4m3_encode(clamp_max(mul_rn(float_of(amax), scales.block_mult)));
+}
+
 // `random` gives the random bits of the block.
 template <class S, class Scales, class Random>
 __device__ __forceinline__ Encoded encode_plain(const Values& v, uint32_t amax, const Scales& scales,
                                                 const Random& random) {
-  const uint8_t scale = e4m3_encode(clamp_max(mul_rn(float_of(amax), scales.block_mult)));
+  const uint8_t scale = plain_scale(amax, scales);
   const float encode = scales.factors(scale).encode;
   if constexpr (kStochastic<S>) {
     uint32_t bits[4];
     random(bits);
-    if (below_seven(amax, encode)) return {quick_stochastic(v, encode, bits), scale};
+    if (below_seven(amax, encode)) {
+      Values r;
+      stochastic_over_64(v, encode, bits, r);
+      return {codes_over_64(r, v), scale};
+    }
     return {encode_stochastic(v, block_encode_scale(scale, scales.global()), scale, bits), scale};
   } else {
     return encode_with(v, amax, scale, encode, scales);
@@ -348,11 +358,10 @@ __device__ __forceinline__ float strict_error(const Values& v, const Rounded& ro
   return error;
 }
 
-// A block by itself.
+// Which scale a block by itself takes; and its magnitudes rounded with it, over 64, if the choice is quick.
 template <class S, class Scales, class Element>
-__device__ __forceinline__ Encoded encode_better(const Values& v, uint32_t amax, const Scales& scales,
-                                                 const Element& element) {
-  const Choice<S> choice(amax, scales);
+__device__ __forceinline__ bool block_takes_four(const Values& v, const Choice<S>& choice, const Scales& scales,
+                                                 const Element& element, Values& rounded) {
   Values six, four;
   const float error_six = quick_error<S>(v, choice.six, scales.encode, six);
   const float error_four = quick_error<S>(v, choice.four, scales.encode, four);
@@ -368,11 +377,83 @@ __device__ __forceinline__ Encoded encode_better(const Values& v, uint32_t amax,
           choose_four(exact_error<S>(element, choice.scales.six, g), exact_error<S>(element, choice.scales.four, g));
     }
   }
-  const uint8_t scale = choice.scale(take_four);
-  if (!choice.quick) return {encode_nearest(v, block_encode_scale(scale, scales.global()), scale), scale};
 #pragma unroll
-  for (int i = 0; i < kBlock; ++i) six[i] = take_four ? four[i] : six[i];
-  return {codes_over_64(six, v), scale};
+  for (int i = 0; i < kBlock; ++i) rounded[i] = take_four ? four[i] : six[i];
+  return take_four;
+}
+
+template <class S, class Scales, class Element>
+__device__ __forceinline__ Encoded encode_better(const Values& v, uint32_t amax, const Scales& scales,
+                                                 const Element& element) {
+  const Choice<S> choice(amax, scales);
+  Values rounded;
+  const uint8_t scale = choice.scale(block_takes_four<S>(v, choice, scales, element, rounded));
+  if (choice.quick) return {codes_over_64(rounded, v), scale};
+  return {encode_nearest(v, block_encode_scale(scale, scales.global()), scale), scale};
+}
+
+// The amax of a 16x16 tile, and its errors by `tile_error` of numerics.h, over the lanes that have its lines `kNearest`
+// lanes and more apart: the farthest first. Each sum is the same from both sides.
+template <int kNearest>
+struct Lanes {
+  __device__ __forceinline__ static uint32_t max(uint32_t m) {
+#pragma unroll
+    for (int step = 16; step >= kNearest; step /= 2) m = amax_bits(m, __shfl_xor_sync(0xffffffffu, m, step));
+    return m;
+  }
+  __device__ __forceinline__ static float sum(float error) {
+#pragma unroll
+    for (int step = 16; step >= kNearest; step /= 2) error = add_rn(error, __shfl_xor_sync(0xffffffffu, error, step));
+    return error;
+  }
+};
+
+// What the quick errors say of a 16x16 tile, in whatever order they are summed.
+enum class TileChoice : uint8_t { kSix, kFour, kClose };
+
+// Which scale a 16x16 tile takes; by the rule at once, without quick errors, where those did not decide before.
+// `values(j, v)` are those of the thread's j-th line of it, `element(j, i)` one of them; `sum(f)` sums f(j) over the
+// lines.
+template <class S, bool kByRule, class Scales, class Sum, class LineValues, class Element>
+__device__ __forceinline__ bool tile_takes_four(const Choice<S>& choice, const Scales& scales, const Sum& sum,
+                                                const LineValues& values, const Element& element, TileChoice* found) {
+  const auto quick = [&](const Factors<S>& factors) {
+    return sum([&](int j) {
+      Values v, rounded;
+      values(j, v);
+      return quick_error<S>(v, factors, scales.encode, rounded);
+    });
+  };
+  bool four = false, decided = choice.scales.six == choice.scales.four;
+  if constexpr (!kByRule || !kStrict<S>) {
+    const float six = quick(choice.six), other = quick(choice.four);
+    decided = choice.decided(six, other, &four);
+    if (found) *found = !choice.sure(six, other) ? TileChoice::kClose : four ? TileChoice::kFour : TileChoice::kSix;
+  }
+  if constexpr (kStrict<S>)
+    if (__any_sync(0xffffffffu, !decided && choice.quick)) {  // every lane, since lines are lanes
+      const auto strict = [&](const Factors<S>& factors) {
+        return sum([&](int j) {
+          Values v;
+          values(j, v);
+          float encode = factors.encode;
+          asm volatile("" : "+f"(encode));  // rounds again, rather than keep what `quick` rounded in registers
+          const auto rounded = [&](int i) { return round_over_64(mul_rn(fabsf(v[i]), encode)); };
+          return strict_error<S>(v, rounded, factors);
+        });
+      };
+      const bool exactly = choose_four(strict(choice.six), strict(choice.four));
+      if (!decided && choice.quick) four = exactly, decided = true;
+    }
+  if (__any_sync(0xffffffffu, !decided)) {
+    const GlobalScale g = scales.global();
+    const auto exact = [&](uint8_t scale) {
+      return sum([&](int j) { return exact_error<S>([&](int i) { return element(j, i); }, scale, g); });
+    };
+    const bool exactly = choose_four(exact(choice.scales.six), exact(choice.scales.four));
+    if (!decided) four = exactly;
+  }
+  return four;
 }
 
 template <class S, class Scales, class Element, class Random>

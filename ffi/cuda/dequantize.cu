@@ -5,24 +5,10 @@
 namespace jnvfp4 {
 namespace {
 
-// Rounds pairs of finite values with the conversion instruction, which has another NaN than the stored one.
-template <class T, int kCount>
-__device__ __forceinline__ void round_values(const float (&v)[kCount], bool finite, uint32_t (&out)[kCount / 2]) {
-#pragma unroll
-  for (int i = 0; i < kCount / 2; ++i) {
-    if (std::is_same_v<T, Bf16> && finite)
-      out[i] = bf16_pair(v[2 * i], v[2 * i + 1]);
-    else
-      out[i] = T::store(v[2 * i]) | uint32_t{T::store(v[2 * i + 1])} << 16;
-  }
-}
-
 __device__ __forceinline__ float factor_of(const DequantizeArgs& a, int64_t b) {
   const float amax = a.amax[a.blocks_per_amax == a.blocks ? 0 : quotient(b, a.blocks_per_amax)];
   return dequantize_factor(__ldg(a.scale + b), amax, a.e4m3_max);
 }
-
-__device__ __forceinline__ bool finite_sums(float factor) { return fabsf(factor) < 1e36f; }
 
 constexpr int kHalf = kBlock / 2;
 
@@ -37,10 +23,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_halves_kernel(DequantizeA
     for (int i = 0; i < kHalf; ++i) v[i] = mul_rn(e2m1_decode(codes >> (4 * i) & 15u), factor);
     if constexpr (Block<T>::kPairs) {
       uint32_t w[kHalf / 2];
-      if (finite_sums(factor))
-        round_values<T>(v, true, w);
-      else
-        round_values<T>(v, false, w);
+      round_values<T>(v, factor, w);
       static_cast<uint4*>(a.out)[half] = make_uint4(w[0], w[1], w[2], w[3]);
     } else {
       auto* out = static_cast<float4*>(a.out) + 2 * half;
@@ -63,21 +46,9 @@ __global__ void __launch_bounds__(kThreads) dequantize_rotated_kernel(Dequantize
     for (int i = 0; i < kBlock; ++i)
       v[i] = mul_rn(e2m1_decode((i < 8 ? packed.x : packed.y) >> (4 * (i % 8)) & 15u), factor);
     rht16_inverse(v);
-    Block<T> out;
-    if constexpr (Block<T>::kPairs) {
-      uint32_t w[kHalf];
-      if (finite_sums(factor))
-        round_values<T>(v, true, w);
-      else
-        round_values<T>(v, false, w);
-#pragma unroll
-      for (int i = 0; i < kHalf; ++i) out.part(i) = w[i];
-    } else {
-#pragma unroll
-      for (int i = 0; i < kHalf; ++i) out.set_pair(i, v[2 * i], v[2 * i + 1]);
-    }
     // Whole warps take part in the exchange of store_blocks.
-    store_blocks<T>(static_cast<typename T::Stored*>(a.out), b, out, b - threadIdx.x % 32 + 32 <= a.blocks);
+    store_blocks<T>(static_cast<typename T::Stored*>(a.out), b, rounded_block<T>(v, factor),
+                    b - threadIdx.x % 32 + 32 <= a.blocks);
   }
 }
 

@@ -14,6 +14,9 @@ namespace jnvfp4 {
 
 constexpr int kThreads = 256;
 
+// With a smaller factor, what 16 grid values times it sum up to is finite.
+constexpr float kFiniteFactor = 1e36f;
+
 __device__ __forceinline__ int64_t thread_index() { return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; }
 __device__ __forceinline__ int64_t thread_count() { return static_cast<int64_t>(gridDim.x) * kThreads; }
 
@@ -42,6 +45,11 @@ __device__ __forceinline__ uint32_t max_of_pairs(uint32_t a, uint32_t b) {
 
 __device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+__device__ __forceinline__ uint32_t f16_pair(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
@@ -102,30 +110,51 @@ struct Block {
       return m;
     }
   }
-  __device__ __forceinline__ void set_pair(int i, float low, float high) {  // elements 2i, 2i + 1
-    if constexpr (kPairs) {
-      part(i) = T::store(low) | uint32_t{T::store(high)} << 16;
-    } else {
-      part(2 * i) = T::store(low);
-      part(2 * i + 1) = T::store(high);
-    }
-  }
 };
 
-// Stores block `b` of each lane; consecutive lanes have consecutive blocks. Lane pairs exchange halves of 16-bit
-// blocks, so that a store instruction writes whole sectors. `all` says that every lane of the warp is here.
+// Rounds values by a block's factor to T. Where it is not too large all of them are finite, even rotated back, and the
+// conversion instructions may do it, which have another NaN than the stored one.
+template <class T, int kCount>
+__device__ __forceinline__ void round_values(const float (&v)[kCount], float factor, uint32_t (&out)[kCount / 2]) {
+  const auto round = [&](const auto& pair) {
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) out[i] = pair(v[2 * i], v[2 * i + 1]);
+  };
+  if (fabsf(factor) < kFiniteFactor)
+    round([](float low, float high) { return std::is_same_v<T, Bf16> ? bf16_pair(low, high) : f16_pair(low, high); });
+  else
+    round([](float low, float high) { return T::store(low) | uint32_t{T::store(high)} << 16; });
+}
+
+template <class T>
+__device__ __forceinline__ Block<T> rounded_block(const float (&v)[kBlock], float factor) {
+  Block<T> out;
+  if constexpr (Block<T>::kPairs) {
+    uint32_t w[kBlock / 2];
+    round_values<T>(v, factor, w);
+#pragma unroll
+    for (int i = 0; i < kBlock / 2; ++i) out.part(i) = w[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) out.part(i) = T::store(v[i]);
+  }
+  return out;
+}
+
+// Stores block `b` of each lane; each even lane has the block before that of the next lane. The two exchange words, so
+// that a store instruction writes whole sectors. `all` says that every lane of the warp is here.
 template <class T>
 __device__ __forceinline__ void store_blocks(typename T::Stored* p, int64_t b, Block<T> block, bool all) {
-  if (!Block<T>::kPairs || !all) {
-    block.store(p + b * kBlock);
-  } else {
-    const bool odd = threadIdx.x % 2;
-    uint4 own = odd ? block.word[1] : block.word[0], other = odd ? block.word[0] : block.word[1];
+  if (!all) return block.store(p + b * kBlock);
+  const bool odd = threadIdx.x % 2;
+  auto* q = reinterpret_cast<uint4*>(p + (b - odd) * kBlock) + odd;
+#pragma unroll
+  for (int w = 0; w < Block<T>::kWords; w += 2) {
+    uint4 own = odd ? block.word[w + 1] : block.word[w], other = odd ? block.word[w] : block.word[w + 1];
 #pragma unroll
     for (int i = 0; i < 4; ++i) (&other.x)[i] = __shfl_xor_sync(0xffffffffu, (&other.x)[i], 1);
-    auto* q = reinterpret_cast<uint4*>(p + (b - odd) * kBlock) + odd;
-    q[0] = odd ? other : own;  // the even lane's block
-    q[2] = odd ? own : other;
+    q[w] = odd ? other : own;  // the even lane's block
+    q[Block<T>::kWords + w] = odd ? own : other;
   }
 }
 

@@ -148,6 +148,27 @@ ffi::Error dequantize_impl(cudaStream_t stream, ffi::Buffer<ffi::U8> data, ffi::
   return launched("dequantize", launch_dequantize(args, stream));
 }
 
+ffi::Error fake_quant_impl(cudaStream_t cuda, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> amax,
+                           ffi::Buffer<ffi::U32> stream, ffi::Result<ffi::AnyBuffer> out, SpecAttr attr,
+                           int32_t row_blocks) {
+  if (!known(attr)) return unsupported("fake_quant", attr);
+  const KernelSpec spec = kernel_spec(attr);
+  FakeQuantArgs args{x.untyped_data(),
+                     out->untyped_data(),
+                     {},
+                     count_of(amax) ? amax.typed_data() : nullptr,
+                     {stream.typed_data(), row_blocks},
+                     {},
+                     static_cast<float>(attr.e4m3_max)};
+  if (!float_kind(x.element_type(), &args.kind)) return invalid("fake_quant", "x must be float32, bfloat16 or float16");
+  if (const std::string error = fake_quant_shape(x, *out, count_of(amax), count_of(stream), spec, &args.shape);
+      !error.empty())
+    return invalid("fake_quant", error);
+  cudaError_t status = cudaSuccess;
+  if (!launch_fake_quant(args, spec, cuda, &status)) return unsupported("fake_quant", attr);
+  return launched("fake_quant", status);
+}
+
 ffi::Error decode_impl(cudaStream_t stream, ffi::Buffer<ffi::U8> data, ffi::AnyBuffer scale,
                        ffi::Result<ffi::AnyBuffer> out) {
   DecodeArgs args{data.typed_data(),
@@ -287,6 +308,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Dequantize, dequantize_impl,
                                   .Attr<int32_t>("e4m3_max")
                                   .Attr<bool>("windows")
                                   .Attr<bool>("rotate_back"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(FakeQuant, fake_quant_impl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()         // x
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // amax, empty where it is to be found
+                                  .Arg<ffi::Buffer<ffi::U32>>()  // stream, empty without
+                                  .Ret<ffi::AnyBuffer>()         // out
+                                  .Attr<SpecAttr>("spec")
+                                  .Attr<int32_t>("row_blocks"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Decode, decode_impl,

@@ -46,6 +46,18 @@ struct DequantizeArgs {
   bool rotate_back;
 };
 
+// Values in, the values they quantize to out, of the same type.
+struct FakeQuantArgs {
+  const void* x;
+  void* out;
+  Float kind;
+  const float* amax;                        // null: find one per row or window
+  static constexpr float* found = nullptr;  // and keep none
+  StreamArgs stream;
+  QuantShape shape;  // not transposed
+  float e4m3_max;
+};
+
 // Operand of the 16-bit GEMM: q * s, exact.
 struct DecodeArgs {
   const uint8_t* data;
@@ -95,6 +107,8 @@ bool launch_quantize(const QuantizeArgs& args, const KernelSpec& spec, cudaStrea
 // The pair must be one of FusedPairs.
 cudaError_t launch_quantize_pair(const PairArgs& args, const KernelSpec& row, const KernelSpec& col,
                                  cudaStream_t stream);
+// False if no kernel is built for the spec; `status` is that of the launch.
+bool launch_fake_quant(const FakeQuantArgs& args, const KernelSpec& spec, cudaStream_t stream, cudaError_t* status);
 cudaError_t launch_rht_amax(const RhtAmaxArgs& args, cudaStream_t stream);
 cudaError_t launch_gemm_blocks(const BlockGemmArgs& args, cudaStream_t stream);
 cudaError_t launch_dequantize(const DequantizeArgs& args, cudaStream_t stream);

@@ -2,8 +2,8 @@
 #include "../module.h"
 
 extern "C" {
-jnvfp4::Handler Quantize, QuantizeFindAmax, QuantizePair, QuantizePairFindAmax, RhtAmax, Dequantize, Decode, Epilogue,
-    Matmul;
+jnvfp4::Handler Quantize, QuantizeFindAmax, QuantizePair, QuantizePairFindAmax, RhtAmax, Dequantize, FakeQuant, Decode,
+    Epilogue, Matmul;
 }
 
 NB_MODULE(_cuda, m) {
@@ -14,6 +14,7 @@ NB_MODULE(_cuda, m) {
                             {"nvfp4_rht_amax", RhtAmax},
                             {"nvfp4_matmul", Matmul},
                             {"nvfp4_dequantize", Dequantize},
+                            {"nvfp4_fake_quant", FakeQuant},
                             {"nvfp4_decode", Decode},
                             {"nvfp4_epilogue", Epilogue}});
   m.attr("built_for") = JNVFP4_CUDA_BUILT_FOR;

@@ -205,73 +205,10 @@ __device__ __forceinline__ decltype(auto) scales_of(const QuantizeArgs& a, const
     return OwnScales<S>(amax, a.e4m3_max);
 }
 
-// The amax of a 16x16 tile, and its errors by `tile_error` of numerics.h, over the lanes that have its lines `kNearest`
-// lanes and more apart: the farthest first. Each sum is the same from both sides.
-template <int kNearest>
-struct Lanes {
-  __device__ __forceinline__ static uint32_t max(uint32_t m) {
-#pragma unroll
-    for (int step = 16; step >= kNearest; step /= 2) m = amax_bits(m, __shfl_xor_sync(0xffffffffu, m, step));
-    return m;
-  }
-  __device__ __forceinline__ static float sum(float error) {
-#pragma unroll
-    for (int step = 16; step >= kNearest; step /= 2) error = add_rn(error, __shfl_xor_sync(0xffffffffu, error, step));
-    return error;
-  }
-};
-
-// What the rows of a pair found out about the 16x16 tiles of a tile, for its columns: the bound of the quick errors
-// holds for either order of the sums.
+// What the rows of a pair found out about the 16x16 tiles of a tile, for its columns.
 struct TileChoices {
-  enum Choice : uint8_t { kSix, kFour, kClose };
-  uint8_t of[kTileRows / kBlock][kTileCols / kBlock];
+  TileChoice of[kTileRows / kBlock][kTileCols / kBlock];
 };
-
-// Which scale a 16x16 tile takes; by the rule at once, without quick errors, where those did not decide before.
-// `values(j, v)` are those of the thread's j-th line of it, `element(j, i)` one of them; `sum(f)` sums f(j) over the
-// lines.
-template <class S, bool kByRule, class Scales, class Sum, class LineValues, class Element>
-__device__ __forceinline__ bool tile_takes_four(const Choice<S>& choice, const Scales& scales, const Sum& sum,
-                                                const LineValues& values, const Element& element, uint8_t* found) {
-  const auto quick = [&](const Factors<S>& factors) {
-    return sum([&](int j) {
-      Values v, rounded;
-      values(j, v);
-      return quick_error<S>(v, factors, scales.encode, rounded);
-    });
-  };
-  bool four = false, decided = choice.scales.six == choice.scales.four;
-  if constexpr (!kByRule || !kStrict<S>) {
-    const float six = quick(choice.six), other = quick(choice.four);
-    decided = choice.decided(six, other, &four);
-    if (found) *found = !choice.sure(six, other) ? TileChoices::kClose : four ? TileChoices::kFour : TileChoices::kSix;
-  }
-  if constexpr (kStrict<S>)
-    if (__any_sync(0xffffffffu, !decided && choice.quick)) {  // every lane, since lines are lanes
-      const auto strict = [&](const Factors<S>& factors) {
-        return sum([&](int j) {
-          Values v;
-          values(j, v);
-          float encode = factors.encode;
-          asm volatile("" : "+f"(encode));  // rounds again, rather than keep what `quick` rounded in registers
-          const auto rounded = [&](int i) { return round_over_64(mul_rn(fabsf(v[i]), encode)); };
-          return strict_error<S>(v, rounded, factors);
-        });
-      };
-      const bool exactly = choose_four(strict(choice.six), strict(choice.four));
-      if (!decided && choice.quick) four = exactly, decided = true;
-    }
-  if (__any_sync(0xffffffffu, !decided)) {
-    const GlobalScale g = scales.global();
-    const auto exact = [&](uint8_t scale) {
-      return sum([&](int j) { return exact_error<S>([&](int i) { return element(j, i); }, scale, g); });
-    };
-    const bool exactly = choose_four(exact(choice.scales.six), exact(choice.scales.four));
-    if (!decided) four = exactly;
-  }
-  return four;
-}
 
 // ---------------------------------------------------------------- along rows
 // A thread's row and its first block there: 16 rows x 4 blocks a warp for 16x16 tiles, else 8 whole rows.
@@ -533,8 +470,8 @@ class ColumnsPass {
   __device__ __forceinline__ bool takes_four(const Tile<T>& tile, const X& x, uint32_t m,
                                              const TileChoices* choices) const {
     if (choices) {
-      const uint8_t found = choices->of[rows_of_thread() / kBlock][2 * pair_of_thread() / kBlock];
-      if (__all_sync(0xffffffffu, found != TileChoices::kClose)) return found == TileChoices::kFour;
+      const TileChoice found = choices->of[rows_of_thread() / kBlock][2 * pair_of_thread() / kBlock];
+      if (__all_sync(0xffffffffu, found != TileChoice::kClose)) return found == TileChoice::kFour;
     }
     return tile_takes_four<S, kAfterRows>(
         Choice<S>(m, shared_), shared_,

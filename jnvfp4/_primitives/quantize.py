@@ -50,7 +50,7 @@ class Operands(NamedTuple):
     stream: Any
 
 
-def _split(flat: Sequence[Any], spec: QuantSpec, has_amax: bool) -> Operands:
+def split_operands(flat: Sequence[Any], spec: QuantSpec, has_amax: bool) -> Operands:
     x, *rest = flat
     amax = rest.pop(0) if has_amax else None
     return Operands(x, amax, rest[0] if spec.rounding == "stochastic" else None)
@@ -110,7 +110,7 @@ def result_shapes(shape: Sequence[int], spec: QuantSpec, transpose: bool, has_am
 
 
 def _abstract(*flat: ShapedArray, spec: QuantSpec, transpose: bool, has_amax: bool) -> list[ShapedArray]:
-    ops = _split(flat, spec, has_amax)
+    ops = split_operands(flat, spec, has_amax)
     check_operand("quantize", ops.x, ops.amax, spec, transpose)
     where = turn(spec_of(ops.x), transpose)
     shapes = result_shapes(ops.x.shape, spec, transpose, has_amax)
@@ -125,7 +125,7 @@ def _local(
     has_amax: bool,
     row_blocks: int | None = None,
 ) -> Sequence[jax.Array]:
-    ops = _split(flat, spec, has_amax)
+    ops = split_operands(flat, spec, has_amax)
     shapes = result_shapes(ops.x.shape, spec, transpose, has_amax)
     if backend == "empty":
         return [jnp.zeros(shape, dtype) for shape, dtype in shapes]
@@ -166,8 +166,9 @@ def batched_amax(size: int, amax: jax.Array, dim: int | None, full: tuple[int, .
     return jnp.broadcast_to(a.reshape(*a.shape, *(1,) * (len(full) - a.ndim)), full)
 
 
-def _batch(args, dims, *, spec: QuantSpec, transpose: bool, has_amax: bool, implementation: str | None):
-    ops, od = _split(args, spec, has_amax), _split(dims, spec, has_amax)
+def batched_operands(args, dims, spec: QuantSpec, transpose: bool, has_amax: bool) -> list[jax.Array]:
+    """The flat operands of all examples, batch axis in front."""
+    ops, od = split_operands(args, spec, has_amax), split_operands(dims, spec, has_amax)
     size = next(v.shape[d] for v, d in zip(args, dims, strict=True) if d is not None)
     x = batched(size, ops.x, od.x)
     operands = [x]
@@ -176,6 +177,11 @@ def _batch(args, dims, *, spec: QuantSpec, transpose: bool, has_amax: bool, impl
         operands.append(batched_amax(size, ops.amax, od.amax, amax_shapes(lead, rows, cols, spec)[-1]))
     if ops.stream is not None:  # every example counts from the start of an array of its own
         operands.append(batched(size, ops.stream, od.stream))
+    return operands
+
+
+def _batch(args, dims, *, spec: QuantSpec, transpose: bool, has_amax: bool, implementation: str | None):
+    operands = batched_operands(args, dims, spec, transpose, has_amax)
     params = {"spec": spec, "transpose": transpose, "has_amax": has_amax, "implementation": implementation}
     out = quantize_p.bind(*operands, **params)
     return out, [0] * len(out)
@@ -201,7 +207,7 @@ def local_stream(mesh: Any, stream: jax.Array, row: Any, col: Any, rows: int, bl
     return jnp.stack([stream[..., 0], stream[..., 1], low, high], axis=-1)
 
 
-def _layout(
+def quantize_layout(
     mesh: Any,
     specs: list[Spec],
     shapes: list[tuple[int, ...]],
@@ -210,7 +216,7 @@ def _layout(
     transpose: bool,
     has_amax: bool,
 ) -> tuple[list[Spec], list[Spec], Callable[[Body], Body]]:
-    n = _split(shapes, spec, has_amax)
+    n = split_operands(shapes, spec, has_amax)
     *lead_sizes, rows, cols = turn(n.x, transpose)
     *lead, row, col = turn(specs[0], transpose)
     lead = [divisible(mesh, e, size) for e, size in zip(lead, lead_sizes, strict=True)]
@@ -249,8 +255,11 @@ def _with_row_amax(local: Body, axes: tuple[str, ...], transpose: bool) -> Body:
     return body
 
 
-def _rule(mesh: Any, operands: Any, results: Any, *, spec: QuantSpec, transpose: bool, has_amax: bool) -> Any:
-    ops = _split(operands, spec, has_amax)
+def rule_terms(
+    mesh: Any, operands: Any, spec: QuantSpec, transpose: bool, has_amax: bool
+) -> tuple[list[list[str]], list[list[str]], set[str]]:
+    """The Shardy factors of the operands, of data, scale and amax, and those of them that must stay whole."""
+    ops = split_operands(operands, spec, has_amax)
     lead = [f"b{i}" for i in range(ops.x.rank - 2)]
     *_, rows, cols = turn(ops.x.shape, transpose)
     (full, half, blocks, windows), whole = block_factors(mesh, "c", cols // spec.unit)
@@ -263,10 +272,14 @@ def _rule(mesh: Any, operands: Any, results: Any, *, spec: QuantSpec, transpose:
     if ops.stream is not None:
         ins.append([*lead, "s"])
         whole.add("s")
-    outs = [[*lead, "r", half], [*lead, "r", blocks]] + ([] if has_amax else [amax])
-    return sharding_rule(ins, outs, whole)
+    return ins, [[*lead, "r", half], [*lead, "r", blocks], amax], whole
+
+
+def _rule(mesh: Any, operands: Any, _results: Any, *, spec: QuantSpec, transpose: bool, has_amax: bool) -> Any:
+    ins, outs, whole = rule_terms(mesh, operands, spec, transpose, has_amax)
+    return sharding_rule(ins, outs[:2] if has_amax else outs, whole)
 
 
 quantize_p = make_primitive(
-    "nvfp4_quantize", abstract=_abstract, local=_local, batch=_batch, layout=_layout, rule=_rule
+    "nvfp4_quantize", abstract=_abstract, local=_local, batch=_batch, layout=quantize_layout, rule=_rule
 )

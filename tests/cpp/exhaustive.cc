@@ -61,12 +61,18 @@ uint32_t stochastic_by_grid(float v) {
   return e2m1_by_table(static_cast<float>(truncated));
 }
 
-// The bits of the value of the code; 6 for NaN, with its sign.
-uint32_t value_by_table(float v) {
+// The bits of the value of a code without its sign, with that of v.
+uint32_t value_of(uint32_t code, float v) {
   constexpr float kValues[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-  const uint32_t code = std::isnan(v) ? 7 : e2m1_by_table(v) & 7;
   return jnvfp4::bits_of(kValues[code]) | (jnvfp4::bits_of(v) & jnvfp4::kSign);
 }
+uint32_t value_by_table(float v) { return value_of(std::isnan(v) ? 7 : e2m1_by_table(v) & 7, v); }  // 6 for NaN
+
+// The same for stochastic rounding.
+uint32_t stochastic_value(float v) {
+  return jnvfp4::bits_of(jnvfp4::e2m1_round_stochastic(v, hash(jnvfp4::bits_of(v) & jnvfp4::kMagnitude) & 0xff));
+}
+uint32_t stochastic_value_by_grid(float v) { return value_of(stochastic_by_grid(std::fabs(v)), v); }
 
 struct Encoder {
   const char* name;
@@ -80,6 +86,7 @@ constexpr Encoder kEncoders[] = {
     {"e2m1_round", uint64_t{1} << 32, [](float v) { return jnvfp4::bits_of(jnvfp4::e2m1_round(v)); }, value_by_table},
     {"e4m3_encode", uint64_t{1} << 31, [](float v) -> uint32_t { return jnvfp4::e4m3_encode(v); }, e4m3_by_grid},
     {"e2m1_magnitude_stochastic", uint64_t{1} << 31, stochastic, stochastic_by_grid},
+    {"e2m1_round_stochastic", uint64_t{1} << 32, stochastic_value, stochastic_value_by_grid},
 };
 
 uint32_t first_wrong(const Encoder& e, uint64_t begin, uint64_t end, const std::vector<uint32_t>& low_bits,

@@ -144,6 +144,23 @@ void dequantize(const Shape& s, Float kind, int64_t amax_count, bool rotate_back
   check(cudaDeviceSynchronize(), "dequantize");
 }
 
+void fake_quant(const Shape& s, const KernelSpec& spec, Float kind, Amax how) {
+  if (!fits(s, spec) || (how == Amax::kFound && spec.amax_scope == AmaxScope::kTensor)) return;
+  const int64_t elements = s.batch * s.rows * s.cols, count = Result::count(s, spec, how);
+  Buffer x(elements * size_of(kind)), out(elements * size_of(kind)), amax(count * 4), stream(s.batch * 16);
+  FakeQuantArgs args{x.as<void>(),
+                     out.as<void>(),
+                     kind,
+                     how == Amax::kFound ? nullptr : amax.as<float>(),
+                     {stream.as<uint32_t>(), s.cols / 16 + 3},
+                     {s.batch, s.rows, s.cols, std::max<int64_t>(1, s.batch * s.rows / count), false},
+                     448.0f};
+  cudaError_t status = cudaSuccess;
+  if (!launch_fake_quant(args, spec, nullptr, &status)) std::exit(2);
+  check(status, "fake_quant");
+  check(cudaDeviceSynchronize(), "fake_quant");
+}
+
 void epilogue(const Shape& s, Float out_kind, bool per_row, bool with_bias, bool quantized_a) {
   const int64_t elements = s.batch * s.rows * s.cols;
   const int64_t a_count = per_row ? s.batch * s.rows : 1, b_count = per_row ? s.batch * s.cols : 1;
@@ -171,18 +188,23 @@ void epilogue(const Shape& s, Float out_kind, bool per_row, bool with_bias, bool
 int main() {
   const std::vector<Shape> whole{{1, 16, 16}, {2, 80, 144}, {1, 64, 64}, {2, 64, 192}, {3, 48, 272}};
   const std::vector<Shape> ragged{{1, 1, 16}, {2, 33, 48}, {1, 35, 64}, {1, 259, 2112}};
+  const std::vector<Shape> long_rows{{1, 2, 8208}, {1, 3, 16464}};  // more than a thread block holds of a row
   for (Float kind : kFloats) {
     for (const std::vector<Shape>& shapes : {whole, ragged})
       for (const Shape& s : shapes) {
         for (const KernelSpec& spec : specs_of(SupportedSpecs{}))
           for (bool transposed : {false, true})
             for (Amax how : {Amax::kOne, Amax::kEach, Amax::kFound}) quantize(s, spec, kind, transposed, how);
+        for (const KernelSpec& spec : specs_of(SupportedSpecs{}))
+          for (Amax how : {Amax::kOne, Amax::kEach, Amax::kFound}) fake_quant(s, spec, kind, how);
         for (const auto& [row, col] : pairs_of(FusedPairs{})) quantize_pair(s, row, col, kind);
         for (bool transposed : {false, true}) {
           rht_amax(s, kind, transposed, 1);
           rht_amax(s, kind, transposed, s.batch);
         }
       }
+    for (const Shape& s : long_rows)
+      for (const KernelSpec& spec : specs_of(SupportedSpecs{})) fake_quant(s, spec, kind, Amax::kFound);
     for (const Shape& s : {Shape{1, 1, 64}, Shape{2, 70, 192}, Shape{1, 131, 128}})
       for (int flags = 1; flags < 4; ++flags)
         gemm_blocks(s.batch, s.rows, s.rows + 5, s.cols, kind, flags & 1, flags & 2);

@@ -1,0 +1,181 @@
+// Blocks along contiguous memory: one thread a block of 16, any number of rows. What is done with a block is an `Op`:
+// Op::run<S>(args, scales, elements, block, all), where `all` says that every lane of the warp is here.
+#pragma once
+
+#include "block.cuh"
+
+namespace jnvfp4 {
+
+// Thread blocks a multiprocessor holds, which bounds registers.
+template <class S>
+inline constexpr int kRowBlocks = kChooses<S>      ? 2
+                                  : kStochastic<S> ? 4
+                                                   : 5;
+
+// The random bits of a block, by its place in the local array.
+template <class S>
+__device__ __forceinline__ void random_of(const SharedScales<S>& scales, const QuantShape& shape,
+                                          const StreamArgs& stream, int64_t block, uint32_t (&bits)[4]) {
+  const int64_t blocks = shape.cols / kBlock, elsewhere = stream.row_blocks - blocks;  // of a row, on other devices
+  scales.random(elsewhere ? block + quotient(block, blocks) * elsewhere : block, false, bits);
+}
+template <class S>
+__device__ __forceinline__ void random_of(const OwnScales<S>&, const QuantShape& shape, const StreamArgs& stream,
+                                          int64_t block, uint32_t (&bits)[4]) {
+  const int64_t blocks = shape.cols / kBlock, line = quotient(block, blocks), col = block - line * blocks;
+  const int64_t matrix = quotient(line, shape.rows), row = line - matrix * shape.rows;
+  const uint4 words = __ldg(reinterpret_cast<const uint4*>(stream.words) + matrix);
+  const uint32_t key[2] = {words.x, words.y};
+  random_bits(key, (words.z | uint64_t{words.w} << 32) + row * stream.row_blocks + col, false, bits);
+}
+
+// One amax for all blocks, and one key. The thread block then synchronises.
+template <class S, class Args>
+__device__ __forceinline__ void fill_scales_of_all(SharedScales<S>& scales, const Args& a) {
+  scales.fill(a.amax[0], a.e4m3_max);
+  if constexpr (kStochastic<S>) scales.fill_keys(a.stream, 0);
+}
+template <class S>
+bool one_for_all(const QuantShape& shape) {
+  return kOneAmax<S> && shape.rows_per_amax == all_rows(shape) && !(kStochastic<S> && shape.batch > 1);
+}
+
+// Calls f(block, elements, here) for the blocks of this thread, of which `place(i)` is the i-th of all threads, the
+// next one's elements on their way. Every lane calls it, for the exchanges within f, and those past the end with here =
+// false.
+template <class T, class Place, class F>
+__device__ __forceinline__ void for_each_block(const void* x, int64_t blocks, const Place& place, const F& f) {
+  const auto* p = static_cast<const typename T::Stored*>(x);
+  const int lane = threadIdx.x % 32;
+  int64_t first = thread_index() - lane;  // of the warp
+  Block<T> next{};
+  if (first + lane < blocks) next.load(p + place(first + lane) * kBlock);
+  while (first < blocks) {
+    const Block<T> own = next;
+    const int64_t block = first + lane;
+    first += thread_count();
+    if (first + lane < blocks) next.load(p + place(first + lane) * kBlock);
+    f(place(block), own, block < blocks);
+  }
+}
+template <class T, class F>
+__device__ __forceinline__ void for_each_block(const void* x, int64_t blocks, const F& f) {
+  for_each_block<T>(x, blocks, [](int64_t i) { return i; }, f);
+}
+
+// Whether the warp's blocks, this lane's being `block`, are all before `end`.
+__device__ __forceinline__ bool warp_before(int64_t block, int64_t end) { return block - threadIdx.x % 32 + 32 <= end; }
+
+template <class Op, class S, class T>
+__global__ void __launch_bounds__(kThreads, kRowBlocks<S>) rows_kernel(typename Op::Args a, int64_t blocks) {
+  __shared__ SharedScales<S> scales;
+  fill_scales_of_all(scales, a);
+  __syncthreads();
+  for_each_block<T>(a.x, blocks, [&](int64_t b, const Block<T>& x, bool here) {
+    if (here) Op::template run<S>(a, scales, x, b, warp_before(b, blocks));
+  });
+}
+
+// One amax for `blocks_per_amax` blocks.
+template <class Op, class S, class T>
+__global__ void __launch_bounds__(kThreads, kRowBlocks<S>)
+    groups_kernel(typename Op::Args a, int64_t blocks, int64_t blocks_per_amax) {
+  for_each_block<T>(a.x, blocks, [&](int64_t b, const Block<T>& x, bool here) {
+    if (here)
+      Op::template run<S>(a, OwnScales<S>(a.amax[quotient(b, blocks_per_amax)], a.e4m3_max), x, b,
+                          warp_before(b, blocks));
+  });
+}
+
+// One amax for each window, given or found. Blocks are a multiple of 4: all four lanes of a window are here, or none.
+template <class Op, class S, class T>
+__global__ void __launch_bounds__(kThreads, kRowBlocks<S>) windows_kernel(typename Op::Args a, int64_t blocks) {
+  for_each_block<T>(a.x, blocks, [&](int64_t b, const Block<T>& x, bool here) {
+    const int64_t window = b >> 2;
+    const uint32_t m = a.amax ? 0 : window_max(x.amax());
+    if (!here) return;
+    const float amax = a.amax ? a.amax[window] : float_of(canonical_nan(m));
+    if (a.found && b % 4 == 0) a.found[window] = amax;
+    Op::template run<S>(a, OwnScales<S>(amax, a.e4m3_max), x, b, warp_before(b, blocks));
+  });
+}
+
+// The maximum over a thread block, in every thread.
+__device__ __forceinline__ uint32_t block_wide_max(uint32_t m) {
+  __shared__ uint32_t partial[32];
+  m = __reduce_max_sync(0xffffffffu, m);
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = m;
+  __syncthreads();
+  m = threadIdx.x % 32 < blockDim.x / 32 ? partial[threadIdx.x % 32] : 0;
+  m = __reduce_max_sync(0xffffffffu, m);
+  __syncthreads();  // `partial` is free for the next row
+  return m;
+}
+
+constexpr int kHeld = 2;  // blocks of a row that a thread keeps in registers
+template <class S>
+inline constexpr int kRowThreads = kChooses<S> ? 512 : 1024;  // of a row, at most: bounds registers
+
+// One thread block per row: its amax, then its blocks. What registers cannot hold is read again, from cache.
+template <class Op, class S, class T>
+__global__ void __launch_bounds__(kRowThreads<S>) find_amax_kernel(typename Op::Args a) {
+  const auto* x = static_cast<const typename T::Stored*>(a.x);
+  const int blocks = static_cast<int>(a.shape.cols / kBlock), threads = blockDim.x;
+  for (int64_t row = blockIdx.x; row < all_rows(a.shape); row += gridDim.x) {
+    const int64_t first = row * blocks;
+    Block<T> held[kHeld];
+    uint32_t m = 0;
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const int b = threadIdx.x + j * threads;
+      if (b < blocks) held[j].load(x + (first + b) * kBlock);
+    }
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j)
+      if (threadIdx.x + j * threads < blocks) m = amax_bits(m, held[j].amax());
+    for (int b = threadIdx.x + kHeld * threads; b < blocks; b += threads) {
+      Block<T> again;
+      again.load(x + (first + b) * kBlock);
+      m = amax_bits(m, again.amax());
+    }
+    const float amax = float_of(canonical_nan(block_wide_max(m)));
+    if (a.found && threadIdx.x == 0) a.found[row] = amax;
+    const OwnScales<S> scales(amax, a.e4m3_max);
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const int b = threadIdx.x + j * threads;
+      if (b < blocks) Op::template run<S>(a, scales, held[j], first + b, warp_before(b, blocks));
+    }
+    for (int b = threadIdx.x + kHeld * threads; b < blocks; b += threads) {
+      Block<T> again;
+      again.load(x + (first + b) * kBlock);
+      Op::template run<S>(a, scales, again, first + b, warp_before(b, blocks));
+    }
+  }
+}
+
+template <class Op, class S, class T>
+cudaError_t launch_rows(const typename Op::Args& a, cudaStream_t stream) {
+  const int64_t row_blocks = a.shape.cols / kBlock, rows = all_rows(a.shape), blocks = rows * row_blocks;
+  const unsigned grid = resident_grid(blocks, kThreads, kRowBlocks<S>);
+  if constexpr (kWindows<S>) {
+    windows_kernel<Op, S, T><<<grid, kThreads, 0, stream>>>(a, blocks);
+  } else {
+    if constexpr (kOneAmax<S>) {
+      if (one_for_all<S>(a.shape)) {
+        rows_kernel<Op, S, T><<<grid, kThreads, 0, stream>>>(a, blocks);
+        return cudaGetLastError();
+      }
+    } else if (!a.amax) {
+      const int64_t threads =
+          std::clamp<int64_t>((row_blocks + 32 * kHeld - 1) / (32 * kHeld) * 32, 32, kRowThreads<S>);
+      find_amax_kernel<Op, S, T>
+          <<<static_cast<unsigned>(std::min<int64_t>(rows, 1 << 20)), static_cast<unsigned>(threads), 0, stream>>>(a);
+      return cudaGetLastError();
+    }
+    groups_kernel<Op, S, T><<<grid, kThreads, 0, stream>>>(a, blocks, a.shape.rows_per_amax * row_blocks);
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace jnvfp4
