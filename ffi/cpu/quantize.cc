@@ -1,6 +1,7 @@
 // quantize on the CPU: sixteen blocks at a time (lanes.h), one after the other along the rows of the result, or
 // one of each of 16 rows where x is stored transposed or tiles are 16x16.
-#include "../check.h"
+#include "quantize.h"
+
 #include "../types.h"
 #include "lanes.h"
 #include "parallel.h"
@@ -268,21 +269,9 @@ void find_tensors(const Args& a, const Piece& p) {
 // ---------------------------------------------------------------- handlers
 constexpr int64_t kGrainElements = 1 << 16;  // a thread's share of work, of some microseconds
 
-// One orientation. `found` is where the amax of rows or windows goes when none is given.
-struct Request {
-  const float* amax;
-  float* found;
-  const uint32_t* stream;
-  QuantBuffers buffers;
-  bool transpose;
-  SpecAttr attr;
-  int64_t row_blocks;
-};
-
-std::string source(const ffi::AnyBuffer& x, bool transpose, Args* args) {
-  Float kind;
-  if (!float_kind(x.element_type(), &kind)) return "x must be float32, bfloat16 or float16";
-  args->x = x.untyped_data();
+// The kernels that load x.
+void set_source(const void* x, Float kind, bool transpose, Args* args) {
+  args->x = x;
   with_float(kind, [&](auto t) {
     using T = decltype(t);
     args->element_size = sizeof(typename T::Stored);
@@ -291,6 +280,21 @@ std::string source(const ffi::AnyBuffer& x, bool transpose, Args* args) {
     args->column_amax = Compiled<ColumnAmax<T>>::best();
   });
   args->set_global = Compiled<SetGlobal>::best();
+}
+
+// The kernels of a spec; false if there are none.
+bool set_spec(const KernelSpec& spec, bool transpose, Args* args) {
+  args->windows = spec.amax_scope == AmaxScope::kWindow64;
+  args->across = transpose || spec.block_rows == kBlock;
+  args->raise = Compiled<RaiseAmax<false>>::best();
+  return dispatch(spec, SupportedSpecs{},
+                  [&](auto s) { args->quantize = Compiled<QuantizeBatch<decltype(s)>>::best(); });
+}
+
+std::string source(const ffi::AnyBuffer& x, bool transpose, Args* args) {
+  Float kind;
+  if (!float_kind(x.element_type(), &kind)) return "x must be float32, bfloat16 or float16";
+  set_source(x.untyped_data(), kind, transpose, args);
   return {};
 }
 
@@ -317,7 +321,10 @@ void run_across(ffi::ThreadPool& pool, const Args& a) {
   });
 }
 
-ffi::Error run(ffi::ThreadPool& pool, std::string_view op, const ffi::AnyBuffer& x, const Request& request) {
+}  // namespace
+
+ffi::Error run_quantize(ffi::ThreadPool& pool, std::string_view op, const ffi::AnyBuffer& x,
+                        const QuantizeRequest& request) {
   if (!known(request.attr)) return unsupported(op, request.attr);
   const KernelSpec spec = kernel_spec(request.attr);
   Args args{};
@@ -330,11 +337,7 @@ ffi::Error run(ffi::ThreadPool& pool, std::string_view op, const ffi::AnyBuffer&
   args.amax = request.amax, args.found = request.found;
   args.stream = {spec.rounding == Rounding::kStochastic ? request.stream : nullptr, request.row_blocks};
   args.e4m3_max = static_cast<float>(request.attr.e4m3_max);
-  args.windows = spec.amax_scope == AmaxScope::kWindow64;
-  args.across = request.transpose || spec.block_rows == kBlock;
-  args.raise = Compiled<RaiseAmax<false>>::best();
-  if (!dispatch(spec, SupportedSpecs{}, [&](auto s) { args.quantize = Compiled<QuantizeBatch<decltype(s)>>::best(); }))
-    return unsupported(op, request.attr);
+  if (!set_spec(spec, request.transpose, &args)) return unsupported(op, request.attr);
   if (!args.amax && spec.amax_scope == AmaxScope::kTensor) return invalid(op, "the amax of a tensor must be given");
   if (args.across)
     run_across(pool, args);
@@ -343,24 +346,53 @@ ffi::Error run(ffi::ThreadPool& pool, std::string_view op, const ffi::AnyBuffer&
   return ffi::Error::Success();
 }
 
+void quantize_rows(const RowsRequest& r, const uint16_t* y, int64_t row, int64_t count) {
+  const int64_t cols = r.shape.cols, matrix = row / r.shape.rows;
+  uint32_t words[4];
+  Args args{};
+  set_source(y, Float::kBf16, false, &args);
+  set_spec(r.spec, false, &args);
+  args.shape = {1, count, cols, r.shape.rows_per_amax == 1 ? 1 : count, false};
+  args.data = r.data + row * (cols / 2), args.scale = r.scale + row * (cols / kBlock);
+  const int64_t first_amax = args.windows ? row * (cols / kWindow) : row / r.shape.rows_per_amax;
+  args.amax = r.amax ? r.amax + first_amax : nullptr, args.found = r.amax ? nullptr : r.found + first_amax;
+  args.e4m3_max = r.e4m3_max;
+  if (r.stream.words) {  // as if the array began here
+    std::copy_n(r.stream.words + matrix * 4, 4, words);
+    const uint64_t first = (words[2] | uint64_t{words[3]} << 32) +
+                           static_cast<uint64_t>((row - matrix * r.shape.rows) * r.stream.row_blocks);
+    words[2] = static_cast<uint32_t>(first), words[3] = static_cast<uint32_t>(first >> 32);
+    args.stream = {words, r.stream.row_blocks};
+  }
+  if (args.across) {
+    const Strips strips(args, true);
+    for (int64_t i = 0; i < strips.count(args); ++i) quantize_across(args, Piece(args, strips, i));
+    return;
+  }
+  if (args.finds_row_amax()) find_rows_along(args, 0, count), args.amax = args.found;
+  quantize_along(args, 0, args.blocks());
+}
+
+namespace {
+
 ffi::Error quantize_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> amax,
                          ffi::Buffer<ffi::U32> stream, ffi::Result<ffi::AnyBuffer> data,
                          ffi::Result<ffi::AnyBuffer> scale, bool transpose, SpecAttr spec, int32_t row_blocks) {
-  return run(pool, "quantize", x,
-             {amax.typed_data(),
-              nullptr,
-              stream.typed_data(),
-              {*data, *scale, count_of(amax), count_of(stream)},
-              transpose,
-              spec,
-              row_blocks});
+  return run_quantize(pool, "quantize", x,
+                      {amax.typed_data(),
+                       nullptr,
+                       stream.typed_data(),
+                       {*data, *scale, count_of(amax), count_of(stream)},
+                       transpose,
+                       spec,
+                       row_blocks});
 }
 
 ffi::Error quantize_find_amax_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> data,
                                    ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::Buffer<ffi::F32>> amax,
                                    bool transpose, SpecAttr spec) {
-  return run(pool, "quantize", x,
-             {nullptr, amax->typed_data(), nullptr, {*data, *scale, count_of(*amax)}, transpose, spec, 0});
+  return run_quantize(pool, "quantize", x,
+                      {nullptr, amax->typed_data(), nullptr, {*data, *scale, count_of(*amax)}, transpose, spec, 0});
 }
 
 // Both orientations, one after the other: a CPU has no use for one pass.
@@ -371,23 +403,23 @@ ffi::Error quantize_pair_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffe
                               ffi::Result<ffi::AnyBuffer> col_scale, SpecAttr row_spec, SpecAttr col_spec,
                               int32_t row_blocks, int32_t col_blocks) {
   if (ffi::Error pair = check_pair(row_spec, col_spec); !pair.success()) return pair;
-  ffi::Error first = run(pool, "quantize_pair", x,
-                         {row_amax.typed_data(),
-                          nullptr,
-                          row_stream.typed_data(),
-                          {*row_data, *row_scale, count_of(row_amax), count_of(row_stream)},
-                          false,
-                          row_spec,
-                          row_blocks});
+  ffi::Error first = run_quantize(pool, "quantize_pair", x,
+                                  {row_amax.typed_data(),
+                                   nullptr,
+                                   row_stream.typed_data(),
+                                   {*row_data, *row_scale, count_of(row_amax), count_of(row_stream)},
+                                   false,
+                                   row_spec,
+                                   row_blocks});
   if (!first.success()) return first;
-  return run(pool, "quantize_pair", x,
-             {col_amax.typed_data(),
-              nullptr,
-              col_stream.typed_data(),
-              {*col_data, *col_scale, count_of(col_amax), count_of(col_stream)},
-              true,
-              col_spec,
-              col_blocks});
+  return run_quantize(pool, "quantize_pair", x,
+                      {col_amax.typed_data(),
+                       nullptr,
+                       col_stream.typed_data(),
+                       {*col_data, *col_scale, count_of(col_amax), count_of(col_stream)},
+                       true,
+                       col_spec,
+                       col_blocks});
 }
 
 ffi::Error quantize_pair_find_amax_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> row_data,
@@ -397,11 +429,11 @@ ffi::Error quantize_pair_find_amax_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, 
                                         ffi::Result<ffi::Buffer<ffi::F32>> col_amax, SpecAttr row_spec,
                                         SpecAttr col_spec) {
   if (ffi::Error pair = check_pair(row_spec, col_spec); !pair.success()) return pair;
-  ffi::Error first =
-      run(pool, "quantize_pair", x,
-          {nullptr, row_amax->typed_data(), nullptr, {*row_data, *row_scale, count_of(*row_amax)}, false, row_spec, 0});
+  ffi::Error first = run_quantize(
+      pool, "quantize_pair", x,
+      {nullptr, row_amax->typed_data(), nullptr, {*row_data, *row_scale, count_of(*row_amax)}, false, row_spec, 0});
   if (!first.success()) return first;
-  return run(
+  return run_quantize(
       pool, "quantize_pair", x,
       {nullptr, col_amax->typed_data(), nullptr, {*col_data, *col_scale, count_of(*col_amax)}, true, col_spec, 0});
 }
