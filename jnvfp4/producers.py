@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ._primitives._base import bind, match_varying
-from ._primitives.produce import MAX_HELD, RmsNorm, SiluMul, check_sources, produce_p
+from ._primitives.produce import RmsNorm, SiluMul, check_sources, produce_p
 from ._primitives.quantize import check_operand
 from .ops import (
     ArrayLike,
@@ -69,8 +68,7 @@ def rms_norm_quantize(
       quantized results have none.
 
       One pass over x where each amax is given, or belongs to a row (no ``col_spec``) or to 64 elements; where one must
-      be found over y first, for rows of more than 65536, and for pairs that ``quantize_pair`` quantizes in two calls, y
-      goes through memory.
+      be found over y first, and for pairs that ``quantize_pair`` quantizes in two calls, y goes through memory.
 
     Raises:
       ValueError, TypeError: a shape, dtype or argument that does not fit; the message names it.
@@ -102,7 +100,12 @@ def silu_mul_quantize(
     Args:
       gate: [..., M, K], float32, bfloat16 or float16; K and M as ``quantize`` needs them for y.
       up: the shape and dtype of ``gate``.
-      spec, col_spec, amax, key, return_values, implementation: as in ``rms_norm_quantize``.
+      spec: how to quantize y.
+      col_spec: how to quantize y with its last two axes swapped; None for no such result.
+      amax: as in ``rms_norm_quantize``.
+      key: as in ``quantize``, if a spec rounds stochastically.
+      return_values: also return y.
+      implementation: as in ``quantize``.
 
     Returns and raises: as ``rms_norm_quantize``.
     """
@@ -143,16 +146,13 @@ def _produce(call: _Call, a: Any, b: Any, amax: Any, key: Any, return_values: bo
     return _differentiable(call, a, b, amaxes, key)
 
 
-def _one_pass(call: _Call, cols: int, amaxes: tuple) -> bool:
+def _one_pass(call: _Call, amaxes: tuple) -> bool:
     """Whether one kernel makes the values and everything quantized from them."""
     spec, col_spec = call.specs
     if col_spec is not None:
         found = all(a is None for a in amaxes)
         return call.specs in FUSED_PAIRS and (found if spec == WINDOW64 else all(a is not None for a in amaxes))
-    if amaxes[0] is None and not spec.finds_amax:
-        return False
-    held = isinstance(call.op, RmsNorm) or (amaxes[0] is None and spec.format.amax_scope == "row")
-    return cols <= MAX_HELD or not held
+    return amaxes[0] is not None or spec.finds_amax
 
 
 def _tensors_and_values(
@@ -161,7 +161,7 @@ def _tensors_and_values(
     """The tensors, and the bfloat16 values if asked for or made on the way."""
     op, specs, implementation = call
     run = partial(bind, produce_p, op=op, implementation=implementation)
-    if not _one_pass(call, a.shape[-1], amaxes):
+    if not _one_pass(call, amaxes):
         (y,) = run(a, b, specs=(None, None), given=(False, False), values=True)
         if specs[1] is None:
             return quantize(y, specs[0], amax=amaxes[0], key=key, implementation=implementation), y
@@ -191,21 +191,8 @@ def _forward(call: _Call, a: jax.Array, b: jax.Array, amaxes: tuple, key: Any) -
 
 def _backward(call: _Call, residuals: tuple[jax.Array, jax.Array], cotangents: Any) -> tuple[Any, ...]:
     a, b = residuals
-    formula = _rms_norm_gradient if isinstance(call.op, RmsNorm) else _silu_mul_gradient
-    da, db = formula(call.op, *(v.astype(jnp.float32) for v in (a, b, cotangents[1])))
+    da, db = call.op.gradient(*(v.astype(jnp.float32) for v in (a, b, cotangents[1])))
     return da.astype(a.dtype), db.astype(b.dtype), None, None
 
 
 _differentiable.defvjp(_forward, _backward)
-
-
-def _rms_norm_gradient(op: RmsNorm, x: jax.Array, weight: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    factor = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + op.eps)
-    normed, scaled = x * factor, dy * weight
-    dx = factor * (scaled - normed * jnp.mean(scaled * normed, axis=-1, keepdims=True))
-    return dx, jnp.sum(dy * normed, axis=tuple(range(dy.ndim - 1)))
-
-
-def _silu_mul_gradient(_op: SiluMul, gate: jax.Array, up: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    share = jax.nn.sigmoid(gate)
-    return dy * up * share * (1 + gate * (1 - share)), dy * gate * share

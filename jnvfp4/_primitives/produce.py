@@ -42,8 +42,6 @@ from .quantize import (
     turn,
 )
 
-MAX_HELD = 65536  # elements of a row that a thread block can hold between finding its sum or amax and encoding it
-
 
 @dataclass(frozen=True)
 class RmsNorm:
@@ -56,6 +54,13 @@ class RmsNorm:
     def values(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return reference.rms_norm(x, weight, self.eps)
 
+    def gradient(self, x: jax.Array, weight: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of x and weight [K], in float32."""
+        factor = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
+        normed, scaled = x * factor, dy * weight
+        dx = factor * (scaled - normed * jnp.mean(scaled * normed, axis=-1, keepdims=True))
+        return dx, jnp.sum(dy * normed, axis=tuple(range(dy.ndim - 1)))
+
 
 @dataclass(frozen=True)
 class SiluMul:
@@ -67,6 +72,10 @@ class SiluMul:
 
     def values(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         return reference.silu_mul(gate, up)
+
+    def gradient(self, gate: jax.Array, up: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+        share = jax.nn.sigmoid(gate)
+        return dy * up * share * (1 + gate * (1 - share)), dy * gate * share
 
 
 Specs = tuple[QuantSpec | None, QuantSpec | None]
@@ -132,12 +141,13 @@ def _local(
     row_blocks: tuple[int, int] | None = None,
 ) -> Sequence[jax.Array]:
     ops = _split(flat, specs, given)
-    *lead, rows, cols = ops.a.shape
+    rows, cols = ops.a.shape[-2:]
     row_blocks = row_blocks or (cols // BLOCK, rows // BLOCK)
     if backend == "reference":
-        y = op.values(ops.a, ops.b)
-        each = zip(ops.amax, ops.stream, specs, _ORIENTATIONS, row_blocks, strict=True)
-        parts = [part for own in each if own[2] for part in quantize_by_reference(y, *own)]
+        y = lax.optimization_barrier(op.values(ops.a, ops.b))  # else XLA computes it in every use
+        parts = []
+        for amax, stream, spec, t, blocks in zip(ops.amax, ops.stream, specs, _ORIENTATIONS, row_blocks, strict=True):
+            parts += [] if spec is None else quantize_by_reference(y, amax, stream, spec, t, blocks)
         return parts + [y] * values
     # An FFI call has a fixed list of results: what was not asked for is empty.
     shapes: list[tuple] = []
@@ -167,10 +177,12 @@ def _local(
 def _scratch(
     backend: str, shape: tuple[int, ...], op: RmsNorm | SiluMul, specs: Specs, values: bool
 ) -> tuple[tuple[int, ...], Any]:
-    """What columns need: on a CPU the values, unless they are a result; on a GPU the factor of each row of a norm."""
-    if specs[1] is not None and backend == "cpu" and not values:
+    """For columns, a CPU keeps the values unless they are a result. For tiles, a GPU keeps the factors of a norm."""
+    row, col = specs
+    if backend == "cpu" and col is not None and not values:
         return shape, jnp.bfloat16
-    if specs[1] is not None and backend == "cuda" and isinstance(op, RmsNorm):
+    tiles = col is not None or (row is not None and row.block_rows == BLOCK)
+    if backend == "cuda" and tiles and isinstance(op, RmsNorm):
         return shape[:-1], jnp.float32
     return (0,), jnp.uint8
 
@@ -205,10 +217,6 @@ def _units(specs: Specs) -> tuple[int, int]:
     return rows, max(row.unit if row else BLOCK, col.block_rows if col else 1)
 
 
-def _found(spec: QuantSpec | None, has_amax: bool) -> bool:
-    return spec is not None and not has_amax
-
-
 def _layout(
     mesh: Any,
     flat: list[Spec],
@@ -234,13 +242,12 @@ def _layout(
         amaxes.append(None if n.amax[i] is None else out[: len(n.amax[i])])
         streams.append(None if n.stream[i] is None else [*lead, None])
         if spec is not None:
-            results += [out, out]
-        if _found(spec, given[i]):
-            results.append(out if spec.format.amax_scope == "window64" else out[:-1])
+            found = [] if given[i] else [out if spec.format.amax_scope == "window64" else out[:-1]]
+            results += [out, out, *found]
     results += [split] * values
 
     def wrap(local: Body) -> Body:
-        if _found(specs[0], given[0]) and specs[0].format.amax_scope == "row" and axes_of(col):
+        if specs[0] and not given[0] and specs[0].format.amax_scope == "row" and axes_of(col):
             return _with_row_amax(local, axes_of(col))
         if all(s is None for s in n.stream) or not (axes_of(row) or axes_of(col)):
             return local
