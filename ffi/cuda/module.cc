@@ -2,8 +2,8 @@
 #include "../module.h"
 
 extern "C" {
-jnvfp4::Handler Quantize, QuantizeFindAmax, QuantizePair, QuantizePairFindAmax, RhtAmax, Dequantize, Decode, Epilogue,
-    Matmul;
+jnvfp4::Handler Quantize, QuantizeFindAmax, QuantizePair, QuantizePairFindAmax, RhtAmax, Produce, Dequantize, Decode,
+    Epilogue, Matmul;
 }
 
 NB_MODULE(_cuda, m) {
@@ -12,6 +12,7 @@ NB_MODULE(_cuda, m) {
                             {"nvfp4_quantize_pair", QuantizePair},
                             {"nvfp4_quantize_pair_find_amax", QuantizePairFindAmax},
                             {"nvfp4_rht_amax", RhtAmax},
+                            {"nvfp4_produce", Produce},
                             {"nvfp4_matmul", Matmul},
                             {"nvfp4_dequantize", Dequantize},
                             {"nvfp4_decode", Decode},
