@@ -32,14 +32,6 @@ JNVFP4_HD float sqrt_rn(float a) {
 #endif
 }
 
-JNVFP4_HD float inverse_rn(float a) {
-#if defined(__CUDA_ARCH__)
-  return __frcp_rn(a);
-#else
-  return 1.0f / a;
-#endif
-}
-
 // ---------------------------------------------------------------- RMS norm
 // The squares of a block, added by halves: 0 + 8, ..., then 4, 2 and 1 apart.
 JNVFP4_HD float block_squares(const float* v) {
@@ -62,7 +54,7 @@ JNVFP4_HD int64_t padded_blocks(int64_t blocks) {
 
 // What a row is multiplied by, from the sum of its `cols` squares.
 JNVFP4_HD float norm_factor(float squares, int64_t cols, float eps) {
-  return inverse_rn(sqrt_rn(add_rn(div_rn(squares, static_cast<float>(cols)), eps)));
+  return reciprocal_rn(sqrt_rn(add_rn(div_rn(squares, static_cast<float>(cols)), eps)));
 }
 
 JNVFP4_HD float norm_scale(float v, float factor, float weight) { return mul_rn(mul_rn(v, factor), weight); }
@@ -95,7 +87,7 @@ JNVFP4_HD float gate_exponent(float g) {
 
 // g / (1 + e^-g) * u for a gate that is not below kTinyGate.
 JNVFP4_HD float silu_mul_usual(float g, float u) {
-  const float r = inverse_rn(add_rn(1.0f, exp2_shifted(gate_exponent(g), 0)));
+  const float r = reciprocal_rn(add_rn(1.0f, exp2_shifted(gate_exponent(g), 0)));
   return mul_rn(mul_rn(g, r), u);
 }
 
@@ -104,7 +96,7 @@ JNVFP4_HD float silu_mul_usual(float g, float u) {
 JNVFP4_HD float silu_mul(float g, float u) {
   const bool tiny = g < kTinyGate;
   const float c = g < -190.0f ? -190.0f : g, power = tiny ? 0x1p-75f : 1.0f;
-  const float r = inverse_rn(add_rn(tiny ? 0.0f : 1.0f, exp2_shifted(gate_exponent(c), tiny ? -150 : 0)));
+  const float r = reciprocal_rn(add_rn(tiny ? 0.0f : 1.0f, exp2_shifted(gate_exponent(c), tiny ? -150 : 0)));
   return mul_rn(mul_rn(mul_rn(c, r), mul_rn(u, power)), power);
 }
 

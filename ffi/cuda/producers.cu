@@ -7,10 +7,10 @@ namespace {
 struct Values16 {  // where the bfloat16 values go, or null
   uint16_t* values;
 
-  __device__ __forceinline__ void store(const BlockValues& y, int64_t block) const {
+  __device__ __forceinline__ void store(const Block<Bf16>& y, int64_t block) const {
     if (!values) return;
     auto* q = reinterpret_cast<uint4*>(values + block * kBlock);
-    q[0] = stored_values(y.half[0]), q[1] = stored_values(y.half[1]);
+    q[0] = stored_values(y.word[0]), q[1] = stored_values(y.word[1]);
   }
 };
 
@@ -20,30 +20,23 @@ struct None {  // instead of a spec: values only
 template <class S>
 constexpr bool kQuantizes = !std::is_same_v<S, None>;
 
-template <class S>
-__device__ __forceinline__ void encode(const BlockValues& y, const GlobalScale& g, const QuantizeArgs& a,
-                                       int64_t block) {
+template <class S, class Scales, class Random>
+__device__ __forceinline__ void encode(const Block<Bf16>& y, const Scales& scales, const QuantizeArgs& a, int64_t block,
+                                       const Random& random) {
+  const auto source = source_of<S>(y);
   Values v;
-  y.floats(v);
-  if constexpr (S::spec.rht) rht16(v);
-  const uint32_t m = block_amax(v);
-  Encoded e;
-  if constexpr (kChooses<S>) {
-    e = try_both<S>(v, m, g).better(v, g);
-  } else {
-    int64_t matrix = 0, row = 0, col = 0;
-    if constexpr (S::spec.rounding == Rounding::kStochastic) {
-      const int64_t blocks = a.shape.cols / kBlock;
-      row = quotient(block, blocks), col = block - row * blocks;
-      if (a.shape.batch > 1) matrix = quotient(row, a.shape.rows), row -= matrix * a.shape.rows;
-    }
-    e = encode_plain<S>(v, m, g, a, matrix, row, col);
-  }
-  e.store(a, block);
+  source.values(v);
+  const auto element = [&](int i) {  // rare: without an array that a number indexes
+    uint32_t pair = 0;
+#pragma unroll
+    for (int k = 0; k < kBlock / 2; ++k) pair = i / 2 == k ? y.part(k) : pair;
+    return i % 2 ? high_half<Bf16>(pair) : low_half<Bf16>(pair);
+  };
+  encode_block<S>(v, source.amax(), scales, element, random).store(a, block);
 }
 
 // The amax of a block's window, given or found. The four lanes of a window are all here.
-__device__ __forceinline__ float window_amax(const BlockValues& y, const QuantizeArgs& a, int64_t block) {
+__device__ __forceinline__ float window_amax(const Block<Bf16>& y, const QuantizeArgs& a, int64_t block) {
   const int64_t window = block / (kWindow / kBlock);
   if (a.amax) return a.amax[window];
   const float found = float_of(canonical_nan(window_max(y.amax())));
@@ -53,36 +46,44 @@ __device__ __forceinline__ float window_amax(const BlockValues& y, const Quantiz
 
 // ---------------------------------------------------------------- a gate, element by element
 template <class T>
-__device__ __forceinline__ BlockValues gate_block(const Sources& s, int64_t block) {
+__device__ __forceinline__ Block<Bf16> gate_block(const Sources& s, int64_t block) {
   constexpr Float kind = sizeof(typename T::Stored) == 4 ? Float::kF32
                          : std::is_same_v<T, Bf16>       ? Float::kBf16
                                                          : Float::kF16;
-  BlockValues y;
+  Block<Bf16> y;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float g[8], u[8];
     load_eight(s.a, kind, block * kBlock + 8 * h, g);
     load_eight(s.b, kind, block * kBlock + 8 * h, u);
-    y.half[h] = gate_eight(g, u);
+    y.word[h] = gate_eight(g, u);
   }
   return y;
 }
 
-// With one amax for all, one for `blocks_per_amax` blocks, or one for each window.
-template <class S, class T, bool kOneAmax>
+// With one amax and key for all, with one amax for `blocks_per_amax` blocks, or with one for each window.
+template <class S, class T, bool kShared>
 __global__ void __launch_bounds__(kThreads)
     gate_kernel(Sources s, QuantizeArgs a, Values16 out, int64_t blocks, int64_t blocks_per_amax) {
-  GlobalScale g{};
-  if constexpr (kOneAmax) g = global_scale(a.amax[0], a.e4m3_max);
-  for (int64_t b = thread_index(); b < blocks; b += thread_count()) {
-    const BlockValues y = gate_block<T>(s, b);
-    out.store(y, b);
-    if constexpr (kQuantizes<S>) {
-      if constexpr (kWindows<S>)
-        g = global_scale(window_amax(y, a, b), a.e4m3_max);
-      else if constexpr (!kOneAmax)
-        g = global_scale(a.amax[quotient(b, blocks_per_amax)], a.e4m3_max);
-      encode<S>(y, g, a, b);
+  if constexpr (kShared) {
+    __shared__ SharedScales<S> scales;
+    scales.fill(a.amax[0], a.e4m3_max);
+    if constexpr (kStochastic<S>) scales.fill_keys(a.stream, 0);
+    __syncthreads();
+    for (int64_t b = thread_index(); b < blocks; b += thread_count()) {
+      const Block<Bf16> y = gate_block<T>(s, b);
+      out.store(y, b);
+      encode<S>(y, scales, a, b, [&](uint32_t (&bits)[4]) { random_of(scales, a, b, bits); });
+    }
+  } else {
+    for (int64_t b = thread_index(); b < blocks; b += thread_count()) {
+      const Block<Bf16> y = gate_block<T>(s, b);
+      out.store(y, b);
+      if constexpr (kQuantizes<S>) {
+        const OwnScales<S> scales(kWindows<S> ? window_amax(y, a, b) : a.amax[quotient(b, blocks_per_amax)],
+                                  a.e4m3_max);
+        encode<S>(y, scales, a, b, [&](uint32_t (&bits)[4]) { random_of(scales, a, b, bits); });
+      }
     }
   }
 }
@@ -92,7 +93,7 @@ constexpr int kMostThreads = 256;  // of a row; a power of two, as the order of 
 
 // What a thread block keeps of a row between reading and encoding it: each thread the blocks that it has, in slots of
 // shared memory. Null where a row does not fit.
-struct Held {
+struct Slots {
   uint4* slots;
 
   template <class B>
@@ -170,7 +171,7 @@ __device__ __forceinline__ uint32_t block_wide_max(uint32_t m) {
 template <Producer P, class T>
 struct Row {
   const Sources& s;
-  Held held;
+  Slots held;
   int64_t row, blocks;
   float factor;  // of a norm
   int64_t weights;
@@ -184,7 +185,7 @@ struct Row {
     return x;
   }
 
-  __device__ __forceinline__ Row(const Sources& s, Held held, int64_t row)
+  __device__ __forceinline__ Row(const Sources& s, Slots held, int64_t row)
       : s(s), held(held), row(row), blocks(s.cols / kBlock) {
     if constexpr (P == Producer::kRmsNorm) {
       const float sum = row_sum(blocks, [&](int j) { return has(j) ? squares(j) : 0.0f; });
@@ -200,19 +201,19 @@ struct Row {
     for (int i = 0; i < kBlock; ++i) v[i] = x.value(i);
     return block_squares(v);
   }
-  __device__ __forceinline__ BlockValues values(int j) const {
+  __device__ __forceinline__ Block<Bf16> values(int j) const {
     if constexpr (P == Producer::kSiluMul) {
       return gate_block<T>(s, block(j));
     } else {
       Block<T> x = held.slots ? held.get<Block<T>>(j) : load(j);
-      BlockValues y;
+      Block<Bf16> y;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float own[8], w[8];
 #pragma unroll
         for (int k = 0; k < 8; ++k) own[k] = x.value(8 * h + k);
         load_eight(s.b, s.b_kind, weights + col(j) + 8 * h, w);
-        y.half[h] = norm_eight(own, factor, w);
+        y.word[h] = norm_eight(own, factor, w);
       }
       return y;
     }
@@ -225,25 +226,35 @@ __device__ __forceinline__ void quantize_found(const Row<P, T>& x, const Quantiz
   uint32_t m = 0;
 #pragma unroll 1
   for (int j = 0; x.has(j); ++j) {
-    const BlockValues y = x.values(j);
+    const Block<Bf16> y = x.values(j);
     out.store(y, x.block(j));
     if (x.held.slots) x.held.put(j, y);  // over what a norm held of x, by the same thread
     m = amax_bits(m, y.amax());
   }
   const float amax = float_of(canonical_nan(block_wide_max(m)));
   if (threadIdx.x == 0) a.found[x.row] = amax;
-  const GlobalScale g = global_scale(amax, a.e4m3_max);
+  const OwnScales<S> scales(amax, a.e4m3_max);
 #pragma unroll 1
   for (int j = 0; x.has(j); ++j)
-    encode<S>(x.held.slots ? x.held.template get<BlockValues>(j) : x.values(j), g, a, x.block(j));
+    encode<S>(x.held.slots ? x.held.template get<Block<Bf16>>(j) : x.values(j), scales, a, x.block(j),
+              [](uint32_t (&)[4]) {});
 }
 
 template <class S, Producer P, class T>
 __global__ void __launch_bounds__(kMostThreads)
     produce_rows_kernel(Sources s, QuantizeArgs a, Values16 out, float* factors, bool holds) {
   extern __shared__ uint4 slots[];
+  __shared__ SharedScales<S> shared;  // of a matrix, if a spec has one amax for it
+  int64_t matrix = -1;
   for (int64_t row = blockIdx.x; row < s.batch * s.rows; row += gridDim.x) {
-    const Row<P, T> x(s, Held{holds ? slots : nullptr}, row);
+    if constexpr (kQuantizes<S> && kOneAmax<S>)
+      if (const int64_t own = quotient(row, s.rows); own != matrix) {
+        __syncthreads();  // the last row is encoded
+        matrix = own;
+        shared.fill(a.amax[quotient(row, a.shape.rows_per_amax)], a.e4m3_max);
+        if constexpr (kStochastic<S>) shared.fill_keys(a.stream, matrix);
+      }  // the sum of the row synchronises
+    const Row<P, T> x(s, Slots{holds ? slots : nullptr}, row);
     if constexpr (!kQuantizes<S>) {
       if (factors && threadIdx.x == 0) factors[row] = x.factor;
       if (!out.values) continue;
@@ -256,14 +267,17 @@ __global__ void __launch_bounds__(kMostThreads)
           continue;
         }
       if constexpr (P == Producer::kRmsNorm) {
-        GlobalScale g{};
-        if constexpr (!kWindows<S>) g = global_scale(a.amax[quotient(row, a.shape.rows_per_amax)], a.e4m3_max);
 #pragma unroll 1
         for (int j = 0; x.has(j); ++j) {
-          const BlockValues y = x.values(j);
+          const Block<Bf16> y = x.values(j);
           out.store(y, x.block(j));
-          if constexpr (kWindows<S>) g = global_scale(window_amax(y, a, x.block(j)), a.e4m3_max);
-          encode<S>(y, g, a, x.block(j));
+          if constexpr (kOneAmax<S>) {
+            const uint64_t place = (row - matrix * s.rows) * a.stream.row_blocks + x.col(j) / kBlock;
+            encode<S>(y, shared, a, x.block(j), [&](uint32_t (&bits)[4]) { shared.random(place, false, bits); });
+          } else {
+            const float amax = kWindows<S> ? window_amax(y, a, x.block(j)) : a.amax[row];
+            encode<S>(y, OwnScales<S>(amax, a.e4m3_max), a, x.block(j), [](uint32_t (&)[4]) {});
+          }
         }
       }
     }
@@ -275,11 +289,11 @@ cudaError_t launch_rows(const Sources& s, const QuantizeArgs& a, uint16_t* value
                         cudaStream_t stream) {
   const auto kernel = produce_rows_kernel<S, P, T>;
   const int64_t row_blocks = s.cols / kBlock;
-  // About four blocks a thread.
-  const int64_t threads = std::clamp<int64_t>(padded_blocks(row_blocks) / 4, 32, kMostThreads);
+  // About four blocks a thread, but as many threads as fill shared scales.
+  const int64_t threads = std::clamp<int64_t>(padded_blocks(row_blocks) / 4, 128, kMostThreads);
   const int64_t slots = (row_blocks + threads - 1) / threads * threads;
-  const int64_t size = P == Producer::kRmsNorm ? sizeof(Block<T>) : sizeof(BlockValues);
-  constexpr int64_t kAlways = 47 << 10, kMost = 96 << 10;  // bytes beside the static ones; more needs asking
+  const int64_t size = P == Producer::kRmsNorm ? sizeof(Block<T>) : sizeof(Block<Bf16>);
+  constexpr int64_t kAlways = 40 << 10, kMost = 90 << 10;  // bytes beside the static ones; more needs asking
   int64_t bytes = P == Producer::kRmsNorm && !kQuantizes<S> && !values ? 0 : slots * size;
   if (bytes > kMost) bytes = 0;
   if (bytes > kAlways && cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -287,7 +301,8 @@ cudaError_t launch_rows(const Sources& s, const QuantizeArgs& a, uint16_t* value
     cudaGetLastError();  // this device has less
     bytes = 0;
   }
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(s.batch * s.rows, 1 << 20));
+  const int resident = static_cast<int>(std::clamp<int64_t>((200 << 10) / (bytes + 4096), 1, 1536 / threads));
+  const unsigned grid = resident_grid(s.batch * s.rows, 1, resident);
   kernel<<<grid, static_cast<unsigned>(threads), static_cast<size_t>(bytes), stream>>>(s, a, Values16{values}, factors,
                                                                                        bytes != 0);
   return cudaGetLastError();
@@ -298,8 +313,8 @@ cudaError_t launch_gate(const Sources& s, const QuantizeArgs& a, uint16_t* value
   const int64_t row_blocks = s.cols / kBlock, blocks = s.batch * s.rows * row_blocks;
   const unsigned grid = grid_for(blocks, kThreads);
   const Values16 out{values};
-  if constexpr (kQuantizes<S> && S::spec.amax_scope == AmaxScope::kTensor) {
-    if (a.shape.rows_per_amax == s.batch * s.rows) {
+  if constexpr (kQuantizes<S> && kOneAmax<S>) {
+    if (a.shape.rows_per_amax == s.batch * s.rows && (s.batch == 1 || !kStochastic<S>)) {
       gate_kernel<S, T, true><<<grid, kThreads, 0, stream>>>(s, a, out, blocks, blocks);
       return cudaGetLastError();
     }

@@ -24,13 +24,7 @@ __device__ __forceinline__ void load_eight(const void* p, Float kind, int64_t i,
 }
 
 __device__ __forceinline__ uint4 round_eight(const float (&y)[8]) {
-  uint4 words;
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(y[2 * k], y[2 * k + 1]);
-    (&words.x)[k] = reinterpret_cast<const uint32_t&>(pair);
-  }
-  return words;
+  return make_uint4(bf16_pair(y[0], y[1]), bf16_pair(y[2], y[3]), bf16_pair(y[4], y[5]), bf16_pair(y[6], y[7]));
 }
 
 __device__ __forceinline__ uint4 gate_eight(const float (&g)[8], const float (&u)[8]) {
@@ -71,24 +65,6 @@ __device__ __forceinline__ uint4 produce_eight(const Sources& s, const float* fa
   load_eight(s.b, s.b_kind, weights_of(s, row) + col, b);
   return norm_eight(a, factors[row], b);
 }
-
-// Sixteen values: a block.
-struct BlockValues {
-  uint4 half[2];
-
-  __device__ __forceinline__ void floats(Values& v) const {
-#pragma unroll
-    for (int k = 0; k < kBlock / 2; ++k) {
-      const uint32_t pair = (&half[k / 4].x)[k % 4];
-      v[2 * k] = float_of(pair << 16), v[2 * k + 1] = float_of(pair & 0xffff0000u);
-    }
-  }
-  __device__ __forceinline__ uint32_t amax() const {
-    Values v;
-    floats(v);
-    return block_amax(v);
-  }
-};
 
 // The conversion instruction makes every NaN 0x7fff; stored is 0x7fc0.
 __device__ __forceinline__ uint4 stored_values(uint4 v) {

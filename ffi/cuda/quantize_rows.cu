@@ -10,23 +10,6 @@ constexpr int kRowBlocks = kChooses<S>      ? 2
                            : kStochastic<S> ? 4
                                             : 5;
 
-// The random bits of a block, by its place in the local array.
-template <class S>
-__device__ __forceinline__ void random_of(const SharedScales<S>& scales, const QuantizeArgs& a, int64_t block,
-                                          uint32_t (&bits)[4]) {
-  const int64_t blocks = a.shape.cols / kBlock, elsewhere = a.stream.row_blocks - blocks;  // of a row, on other devices
-  scales.random(elsewhere ? block + quotient(block, blocks) * elsewhere : block, false, bits);
-}
-template <class S>
-__device__ __forceinline__ void random_of(const OwnScales<S>&, const QuantizeArgs& a, int64_t block,
-                                          uint32_t (&bits)[4]) {
-  const int64_t blocks = a.shape.cols / kBlock, line = quotient(block, blocks), col = block - line * blocks;
-  const int64_t matrix = quotient(line, a.shape.rows), row = line - matrix * a.shape.rows;
-  const uint4 words = __ldg(reinterpret_cast<const uint4*>(a.stream.words) + matrix);
-  const uint32_t key[2] = {words.x, words.y};
-  random_bits(key, (words.z | uint64_t{words.w} << 32) + row * a.stream.row_blocks + col, false, bits);
-}
-
 template <class S, class T, class Scales>
 __device__ __forceinline__ Encoded encode(const Block<T>& raw, const Scales& scales, const QuantizeArgs& a,
                                           int64_t block) {
