@@ -55,16 +55,24 @@ def sum_by_halves(t):
 
 
 def norm_by_formula(x, weight, eps=EPS):
+    return round_to(norm_unrounded(x, weight, eps), BF16)
+
+
+def norm_unrounded(x, weight, eps=EPS):
     with np.errstate(all="ignore"):
         v, w = np.asarray(x).astype(F32), np.asarray(weight).astype(F32)
         blocks = sum_by_halves((v * v).reshape(*v.shape[:-1], -1, 16))
         pad = (1 << (blocks.shape[-1] - 1).bit_length()) - blocks.shape[-1]
         total = sum_by_halves(np.pad(blocks, [(0, 0)] * (v.ndim - 1) + [(0, pad)]))
         factor = F32(1) / np.sqrt(total / F32(v.shape[-1]) + F32(eps))
-        return round_to(v * factor[..., None] * w, BF16)
+        return v * factor[..., None] * w
 
 
 def gate_by_formula(gate, up):
+    return round_to(gate_unrounded(gate, up), BF16)
+
+
+def gate_unrounded(gate, up):
     with np.errstate(all="ignore"):
         g, u = np.asarray(gate).astype(F32), np.asarray(up).astype(F32)
         tiny = g < -80
@@ -80,7 +88,7 @@ def gate_by_formula(gate, up):
         e = (p.view(np.uint32) + (n << np.uint32(23))).view(F32)
         r = F32(1) / (np.where(tiny, F32(0), F32(1)) + e)
         power = np.where(tiny, F32(2**-75), F32(1))
-        return round_to(c * r * (u * power) * power, BF16)
+        return c * r * (u * power) * power
 
 
 def norm_exactly(x, weight, eps=EPS):
@@ -152,6 +160,18 @@ def test_gates_of_every_dtype(native, dtype):
     y = values("gate", gate, up)
     assert_bitwise(y, gate_by_formula(gate, up))
     assert_within_one_ulp(y, gate_exactly(gate, up))
+
+
+@every_producer
+def test_beside_ties(backend, producer):
+    """Factors that put y next to a tie of bfloat16, so that a last bit lost in float32 shows."""
+    x = np.random.default_rng(5).uniform(-9, 9, (1, 4096)).astype(F32)
+    unrounded = {"norm": norm_unrounded, "gate": gate_unrounded}[producer]
+    tie = F32(1 + 2**-8) / unrounded(x, np.ones_like(x))[0]
+    for factor in (tie, np.nextafter(tie, F32(0)), np.nextafter(tie, F32(np.inf))):
+        b = factor if producer == "norm" else factor[None]
+        want = round_to(unrounded(x, b), BF16)
+        assert_bitwise(values(producer, x, b, backend.implementation), want)
 
 
 NORM_INPUTS = ["normal", "heavy", "zeros", "signed_zeros", "one_hot", "subnormal", "powers", "outlier_rows"]

@@ -35,11 +35,14 @@ __device__ __forceinline__ void encode(const Block<Bf16>& y, const Scales& scale
   encode_block<S>(v, source.amax(), scales, element, random).store(a, block);
 }
 
-// The amax of a block's window, given or found. The four lanes of a window are all here.
+// The amax of a block's window, given or found. The four lanes of a window are all here, others perhaps not.
 __device__ __forceinline__ float window_amax(const Block<Bf16>& y, const QuantizeArgs& a, int64_t block) {
   const int64_t window = block / (kWindow / kBlock);
   if (a.amax) return a.amax[window];
-  const float found = float_of(canonical_nan(window_max(y.amax())));
+  const unsigned lanes = 0xfu << (threadIdx.x & 28u);
+  uint32_t m = y.amax();
+  m = amax_bits(m, __shfl_xor_sync(lanes, m, 1));
+  const float found = float_of(canonical_nan(amax_bits(m, __shfl_xor_sync(lanes, m, 2))));
   if (block % (kWindow / kBlock) == 0) a.found[window] = found;
   return found;
 }
