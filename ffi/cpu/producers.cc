@@ -43,7 +43,6 @@ JNVFP4_HD void gate_row(const void* gate, const void* up, int64_t cols, uint16_t
   for (int64_t i = 0; i < cols; ++i) y[i] = bf16_encode(silu_mul(T::load(g[i]), T::load(u[i])));
 }
 
-// The same source for each instruction set; the results are the same bits.
 template <class A, class B>
 struct NormRow {
   static JNVFP4_HD void run(const void* a, const void* b, int64_t cols, float eps, float* t, uint16_t* y) {
@@ -56,35 +55,11 @@ struct GateRow {
     gate_row<T>(a, b, cols, y);
   }
 };
-template <class F>
-void portable(const void* a, const void* b, int64_t cols, float eps, float* t, uint16_t* y) {
-  F::run(a, b, cols, eps, t, y);
-}
-#if defined(__x86_64__)
-template <class F>
-JNVFP4_AVX2 void avx2(const void* a, const void* b, int64_t cols, float eps, float* t, uint16_t* y) {
-  F::run(a, b, cols, eps, t, y);
-}
-template <class F>
-JNVFP4_AVX512 void avx512(const void* a, const void* b, int64_t cols, float eps, float* t, uint16_t* y) {
-  F::run(a, b, cols, eps, t, y);
-}
-#endif
-
-template <class F>
-ProduceRow best() {
-#if defined(__x86_64__)
-  if (isa() == Isa::kAvx512) return avx512<F>;
-  if (isa() == Isa::kAvx2) return avx2<F>;
-#endif
-  return portable<F>;
-}
-
 ProduceRow kernel_for(const Sources& s) {
   ProduceRow kernel = nullptr;
   with_float(s.a_kind, [&](auto a) {
-    if (s.producer == Producer::kSiluMul) return void(kernel = best<GateRow<decltype(a)>>());
-    with_float(s.b_kind, [&](auto b) { kernel = best<NormRow<decltype(a), decltype(b)>>(); });
+    if (s.producer == Producer::kSiluMul) return void(kernel = Compiled<GateRow<decltype(a)>>::best());
+    with_float(s.b_kind, [&](auto b) { kernel = Compiled<NormRow<decltype(a), decltype(b)>>::best(); });
   });
   return kernel;
 }
