@@ -9,8 +9,8 @@
 #include "parallel.h"
 
 extern "C" {
-jnvfp4::Handler Quantize, QuantizeFindAmax, QuantizePair, QuantizePairFindAmax, RhtAmax, Produce, Dequantize,
-    Matmul, MatmulWeightOnly;
+jnvfp4::Handler Quantize, QuantizeFindAmax, QuantizePair, QuantizePairFindAmax, RhtAmax, Produce, Dequantize, Matmul,
+    MatmulWeightOnly;
 }
 
 NB_MODULE(_cpu, m) {
