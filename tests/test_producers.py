@@ -165,12 +165,12 @@ def test_gates_of_every_dtype(native, dtype):
 @every_producer
 def test_beside_ties(backend, producer):
     """Factors that put y next to a tie of bfloat16, so that a last bit lost in float32 shows."""
-    x = np.random.default_rng(5).uniform(-9, 9, (1, 4096)).astype(F32)
+    x = np.random.default_rng(5).uniform(-9, 9, (32, 1, 128)).astype(F32)
     unrounded = {"norm": norm_unrounded, "gate": gate_unrounded}[producer]
-    tie = F32(1 + 2**-8) / unrounded(x, np.ones_like(x))[0]
+    tie = F32(1 + 2**-8) / unrounded(x, np.ones_like(x))
     for factor in (tie, np.nextafter(tie, F32(0)), np.nextafter(tie, F32(np.inf))):
-        b = factor if producer == "norm" else factor[None]
-        want = round_to(unrounded(x, b), BF16)
+        b = factor[:, 0] if producer == "norm" else factor  # a weight for each row
+        want = round_to(unrounded(x, factor), BF16)
         assert_bitwise(values(producer, x, b, backend.implementation), want)
 
 
@@ -508,9 +508,22 @@ def test_linear_takes_what_was_quantized(recipe, pair):
     with jax.default_device(jax.devices("cpu")[0]):
         run = [jax.jit(jax.value_and_grad(partial(layer, f), (0, 1, 2), has_aux=True)) for f in (True, False)]
         fused, plain = (f(x, weight, w) for f in run)
-        jaxpr = str(jax.make_jaxpr(partial(layer, True))(x, weight, w))
     assert_same_tensor(fused, plain)
-    assert jaxpr.count("nvfp4_quantize[") + jaxpr.count("nvfp4_quantize_pair[") == 2  # of y in the producer, of w
+
+
+@pytest.mark.parametrize("col_spec", [None, NVFP4], ids=["row", "pair"])
+def test_linear_reads_what_was_quantized_and_nothing_else(col_spec):
+    """Of another array, so that it shows: the product, and the gradient of w if its operand is given too."""
+    (x, weight), other, w = operands("norm", (32, 64)), normal((32, 64), 6), normal((48, 64), 8)
+    q, _ = rms_norm_quantize(other, weight, NVFP4, col_spec, return_values=True)
+    _, z = rms_norm_quantize(other, weight, return_values=True)
+    with jax.default_device(jax.devices("cpu")[0]):
+        out, gradient = jax.vjp(lambda w: linear(x, w, quantized=q), w)
+        want, wanted_gradient = jax.vjp(lambda w: linear(z, w), w)
+        assert_bitwise(linear(x, w, quantized=q), want)
+        assert_bitwise(out, want)
+        from_x = jax.vjp(lambda w: linear(x, w), w)[1](want)
+        assert_same_tensor(gradient(want), from_x if col_spec is None else wanted_gradient(want))
 
 
 # ---------------------------------------------------------------- errors
