@@ -12,6 +12,8 @@ from .ops import dequantize as dequantize  # noqa: E402
 from .ops import matmul_nt as matmul_nt  # noqa: E402
 from .ops import quantize as quantize  # noqa: E402
 from .ops import quantize_pair as quantize_pair  # noqa: E402
+from .producers import rms_norm_quantize as rms_norm_quantize  # noqa: E402
+from .producers import silu_mul_quantize as silu_mul_quantize  # noqa: E402
 from .recipe import Recipe as Recipe  # noqa: E402
 from .report import QuantizationReport as QuantizationReport  # noqa: E402
 from .report import quantization_report as quantization_report  # noqa: E402

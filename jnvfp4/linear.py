@@ -35,8 +35,17 @@ from .tensor import NVFP4Tensor
 RESIDUAL_NAME = "nvfp4_residual"  # for jax.checkpoint_policies.save_only_these_names
 
 
+Quantized = NVFP4Tensor | tuple[NVFP4Tensor, NVFP4Tensor] | None
+
+
 def linear(
-    x: Any, w: Any, recipe: Recipe = DEFAULT, *, bias: Any | None = None, key: jax.Array | None = None
+    x: Any,
+    w: Any,
+    recipe: Recipe = DEFAULT,
+    *,
+    bias: Any | None = None,
+    key: jax.Array | None = None,
+    quantized: Quantized = None,
 ) -> jax.Array:
     """x w^T + bias with quantized operands, in the forward GEMM and in both gradient GEMMs.
 
@@ -50,6 +59,8 @@ def linear(
       key: a JAX PRNG key, needed if the recipe rounds stochastically (``recipe.stochastic``) and otherwise unused:
         x, w and dy draw from ``jax.random.fold_in(key, i)`` for i = 0, 1, 2. Give each layer, step and example of
         vmap its own.
+      quantized: what ``rms_norm_quantize`` or ``silu_mul_quantize`` made beside x [M, K], instead of quantizing x here:
+        the tensor of x, or the pair with that of x transposed, in the formats of the recipe.
 
     Returns:
       [..., N] in x.dtype. The gradients have the dtypes of x, w and bias. Residuals are the packed tensors
@@ -58,10 +69,19 @@ def linear(
     Raises:
       ValueError, TypeError: shapes or dtypes that do not fit; the message names them.
     """
-    return _linear("linear", x, w, recipe, bias, key, None)
+    return _linear("linear", x, w, recipe, bias, key, None, quantized)
 
 
-def _linear(op: str, x: Any, w: Any, recipe: Recipe, bias: Any, key: jax.Array | None, out_dtype: Any) -> jax.Array:
+def _linear(
+    op: str,
+    x: Any,
+    w: Any,
+    recipe: Recipe,
+    bias: Any,
+    key: jax.Array | None,
+    out_dtype: Any,
+    quantized: Quantized = None,
+) -> jax.Array:
     if not isinstance(recipe, Recipe):
         raise TypeError(f"{op}: recipe must be a Recipe, got {recipe!r}")
     if recipe.stochastic and key is None:
@@ -80,10 +100,11 @@ def _linear(op: str, x: Any, w: Any, recipe: Recipe, bias: Any, key: jax.Array |
         raise ValueError(f"{op}: bias must have shape (N,)={w.shape[:1]}, got {bias.shape}")
     _check_contractions(op, w.shape, recipe)
     _check_flattening(op, x)
+    given = _given(op, x, recipe, quantized)
     operands = [x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w] + ([] if bias is None else [bias])
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
     x2, w, *rest = match_varying(*operands)
-    y = _linear2d(x2, w, rest[0] if rest else None, key, recipe, jnp.dtype(out_dtype or x.dtype))
+    y = _linear2d(x2, w, rest[0] if rest else None, key, given, recipe, jnp.dtype(out_dtype or x.dtype))
     return y.reshape(*x.shape[:-1], w.shape[0])
 
 
@@ -93,6 +114,26 @@ def _check_dtypes(op: str, x: jax.Array, w: jax.Array, bias: jax.Array | None, r
             raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16, got {value.dtype}")
     if recipe.fprop[0] is None and x.dtype == jnp.float32:
         raise TypeError(f"{op}: x must be bfloat16 or float16 for a weight-only recipe, got {x.dtype}")
+
+
+Given = tuple[NVFP4Tensor | None, NVFP4Tensor | None]  # of x and of x transposed
+
+
+def _given(op: str, x: jax.Array, recipe: Recipe, quantized: Quantized) -> Given:
+    """What was quantized before, if it can be what the recipe would make of x."""
+    row, col = quantized if isinstance(quantized, tuple) and len(quantized) == 2 else (quantized, None)
+    col_spec = recipe.wgrad[1] if isinstance(recipe.wgrad, tuple) else None
+    for what, tensor, spec, shape in (
+        ("", row, recipe.fprop[0], x.shape),
+        (" transposed", col, col_spec, x.shape[::-1]),
+    ):
+        made = spec and isinstance(tensor, NVFP4Tensor) and (tensor.format, tensor.shape) == (spec.format, shape)
+        if tensor is not None and not (made and x.ndim == 2 and x.shape[0] % (_unit(recipe.wgrad) if col else 1) == 0):
+            raise ValueError(
+                f"{op}: quantized must be x [M, K]{what} as the recipe quantizes it, by {spec}, for x.shape={x.shape}, "
+                f"got {getattr(tensor, 'shape', tensor)} in {getattr(tensor, 'format', None)}"
+            )
+    return row, col
 
 
 def _check_flattening(op: str, x: jax.Array) -> None:
@@ -186,21 +227,25 @@ def _quantize_both(
 X, W, DY = range(3)  # operands, for their keys
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _linear2d(
-    x: jax.Array, w: jax.Array, bias: jax.Array | None, key: Any, recipe: Recipe, out_dtype: Any
+    x: jax.Array, w: jax.Array, bias: jax.Array | None, key: Any, given: Given, recipe: Recipe, out_dtype: Any
 ) -> jax.Array:
     x_spec, w_spec = recipe.fprop
-    qx = x if x_spec is None else _quantize_rows(x, x_spec, key, X)
+    qx = given[0] or (x if x_spec is None else _quantize_rows(x, x_spec, key, X))
     qw = quantize(w, w_spec, key=_key_for(w_spec, key, W))
     # Named before the GEMM reads them, so that a checkpoint policy that saves them saves the quantizers' work.
     return matmul_nt(_save(qx), _save(qw), out_dtype=out_dtype, bias=bias)
 
 
-def _forward(x: jax.Array, w: jax.Array, bias: Any, key: Any, recipe: Recipe, out_dtype: Any) -> tuple[jax.Array, Any]:
+def _forward(
+    x: jax.Array, w: jax.Array, bias: Any, key: Any, given: Given, recipe: Recipe, out_dtype: Any
+) -> tuple[jax.Array, Any]:
     x_col = recipe.wgrad[1] if isinstance(recipe.wgrad, tuple) else None
     w_col = recipe.dgrad[1] if isinstance(recipe.dgrad, tuple) else None
-    x_row, x_t = _quantize_both(x, recipe.fprop[0], x_col, _unit(recipe.wgrad), key, X)
+    row_spec, col_spec = (None if q else spec for q, spec in zip(given, (recipe.fprop[0], x_col), strict=True))
+    own = _quantize_both(x, row_spec, col_spec, _unit(recipe.wgrad), key, X)
+    x_row, x_t = given[0] or own[0], given[1] or own[1]
     w_row, w_t = _quantize_both(w, recipe.fprop[1], w_col, 1, key, W)
     qx, qw = _save(x if x_row is None else x_row), _save(w_row)
     y = matmul_nt(qx, qw, out_dtype=out_dtype, bias=bias)
@@ -240,7 +285,7 @@ def _backward(recipe: Recipe, _out_dtype: Any, residuals: Any, dy: jax.Array) ->
     else:
         dw = _high_precision(dy, x_saved, ((0,), (0,)), w_like.dtype)
     db = None if bias_like is None else jnp.sum(dy.astype(jnp.float32), 0).astype(bias_like.dtype)
-    return dx, dw, db, None
+    return dx, dw, db, None, None
 
 
 _linear2d.defvjp(_forward, _backward)

@@ -26,6 +26,7 @@ from .softfloat import (
     is_nan,
     mul,
     round_off,
+    sqrt,
     sub,
     to_bits,
     unpack,
@@ -237,6 +238,64 @@ def alpha_w4a16(amax_b: Bits, e4m3_max_b: int) -> Bits:
 def gemm_epilogue(y: Bits, alpha: Bits, bias: Bits | None) -> Bits:
     scaled = mul(alpha, y)
     return scaled if bias is None else add(scaled, bias)
+
+
+# ---------------------------------------------------------------- producers (ffi/producers.h)
+def sum_by_halves(t: Bits) -> Bits:
+    """[..., n] -> [...]: element k plus element k + n/2, then n/4, ..., 1 apart; n a power of two."""
+    n = t.shape[-1]
+
+    def halve(i: jax.Array, t: Bits) -> Bits:  # what is beyond the sums is never read again
+        return add(t, jnp.roll(t, -(n >> (i + 1)), axis=-1))
+
+    return lax.fori_loop(0, n.bit_length() - 1, halve, t)[..., 0]
+
+
+def norm_factor(v: Bits, eps: float) -> Bits:
+    """[..., K] -> [...]: fl(1 / fl(sqrt(fl(fl(sum of squares / K) + eps))))"""
+    *lead, cols = v.shape
+    blocks = sum_by_halves(mul(v, v).reshape(*lead, cols // BLOCK, BLOCK))
+    padded = 1 << (cols // BLOCK - 1).bit_length()
+    squares = sum_by_halves(jnp.pad(blocks, [(0, 0)] * len(lead) + [(0, padded - cols // BLOCK)]))
+    return div(ONE, sqrt(add(div(squares, constant(cols)), constant(eps))))
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x [..., M, K], weight [K] or [..., K] -> bfloat16 [..., M, K]"""
+    v, w = to_bits(x), to_bits(weight)
+    w = w[..., None, :] if w.ndim > 1 else w
+    return from_bits(mul(mul(v, norm_factor(v, eps)[..., None]), w), jnp.bfloat16)
+
+
+def less(a: Bits, bound: float) -> jax.Array:
+    """a < bound, for a negative bound; False for NaN."""
+    return (a > constant(bound)) & (a <= (SIGN | INF))
+
+
+def exp2_fraction(f: Bits) -> Bits:
+    """2^f for |f| <= 1/2, within 7.5e-5 of it."""
+    p = np.uint32(0x3D61FBB0)
+    for c in (0x3E786F0D, 0x3F31798D, 0x3F7FFB49):
+        p = add(mul(p, f), np.uint32(c))
+    return p
+
+
+_MAGIC = 12582912.0  # 1.5 * 2^23
+
+
+def silu_mul(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """g / (1 + e^-g) * u -> bfloat16. See ``silu_mul`` in ffi/producers.h."""
+    g, u = to_bits(gate), to_bits(up)
+    tiny = less(g, -80.0)
+    c = jnp.where(less(g, -190.0), constant(-190.0), g)
+    t = mul(c, constant(-1.44269502))
+    t = jnp.where(less(t, -64.0), constant(-64.0), t)
+    m = add(t, constant(_MAGIC))
+    n = m - constant(_MAGIC) - jnp.where(tiny, np.uint32(150), np.uint32(0))
+    e = exp2_fraction(sub(t, sub(m, constant(_MAGIC)))) + (n << 23)
+    r = div(ONE, add(jnp.where(tiny, np.uint32(0), ONE), e))
+    power = jnp.where(tiny, constant(2.0**-75), ONE)
+    return from_bits(mul(mul(mul(c, r), mul(u, power)), power), jnp.bfloat16)
 
 
 # ---------------------------------------------------------------- whole operations

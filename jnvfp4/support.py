@@ -24,7 +24,10 @@ from .spec import (
     name_of,
 )
 
-OPS = ("quantize", "quantize_pair", "dequantize", "matmul_nt", "linear", "dot_general", "fake_quant")
+OPS = (
+    *("quantize", "quantize_pair", "rms_norm_quantize", "silu_mul_quantize", "dequantize", "matmul_nt"),
+    *("linear", "dot_general", "fake_quant"),
+)
 MIN_COMPUTE_CAPABILITY = (8, 0)
 # Enough for a self-check: every field that changes the arithmetic. The tests go through all specs.
 CHECKED_SPECS = (NVFP4, NVFP4_2D, NVFP4_RHT_SR, ROW_SCALED, WINDOW64, four_over_six())

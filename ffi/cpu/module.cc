@@ -9,8 +9,8 @@
 #include "parallel.h"
 
 extern "C" {
-jnvfp4::Handler Quantize, QuantizeFindAmax, QuantizePair, QuantizePairFindAmax, RhtAmax, Dequantize, FakeQuant, Matmul,
-    MatmulWeightOnly;
+jnvfp4::Handler Quantize, QuantizeFindAmax, QuantizePair, QuantizePairFindAmax, RhtAmax, Produce, Dequantize, FakeQuant,
+    Matmul, MatmulWeightOnly;
 }
 
 NB_MODULE(_cpu, m) {
@@ -19,6 +19,7 @@ NB_MODULE(_cpu, m) {
                             {"nvfp4_quantize_pair", QuantizePair},
                             {"nvfp4_quantize_pair_find_amax", QuantizePairFindAmax},
                             {"nvfp4_rht_amax", RhtAmax},
+                            {"nvfp4_produce", Produce},
                             {"nvfp4_dequantize", Dequantize},
                             {"nvfp4_fake_quant", FakeQuant},
                             {"nvfp4_matmul", Matmul},

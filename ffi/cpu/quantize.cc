@@ -1,5 +1,7 @@
 // quantize on the CPU: sixteen blocks at a time (lanes.h), one after the other along the rows of the result, or
 // one of each of 16 rows where x is stored transposed or tiles are 16x16.
+#include "quantize.h"
+
 #include "../check.h"
 #include "../types.h"
 #include "lanes.h"
@@ -269,17 +271,6 @@ void find_tensors(const Args& a, const Piece& p) {
 // ---------------------------------------------------------------- handlers
 constexpr int64_t kGrainElements = 1 << 16;  // a thread's share of work, of some microseconds
 
-// One orientation. `found` is where the amax of rows or windows goes when none is given.
-struct Request {
-  const float* amax;
-  float* found;
-  const uint32_t* stream;
-  QuantBuffers buffers;
-  bool transpose;
-  SpecAttr attr;
-  int64_t row_blocks;
-};
-
 void set_source(const void* x, Float kind, bool transpose, Args* args) {
   args->x = x;
   with_float(kind, [&](auto t) {
@@ -342,7 +333,10 @@ void run(const Loop& loop, const Args& a) {
     run_along(loop, a);
 }
 
-ffi::Error run(ffi::ThreadPool& pool, std::string_view op, const ffi::AnyBuffer& x, const Request& request) {
+}  // namespace
+
+ffi::Error run_quantize(ffi::ThreadPool& pool, std::string_view op, const ffi::AnyBuffer& x,
+                        const QuantizeRequest& request) {
   if (!known(request.attr)) return unsupported(op, request.attr);
   const KernelSpec spec = kernel_spec(request.attr);
   Args args{};
@@ -361,24 +355,26 @@ ffi::Error run(ffi::ThreadPool& pool, std::string_view op, const ffi::AnyBuffer&
   return ffi::Error::Success();
 }
 
+namespace {
+
 ffi::Error quantize_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> amax,
                          ffi::Buffer<ffi::U32> stream, ffi::Result<ffi::AnyBuffer> data,
                          ffi::Result<ffi::AnyBuffer> scale, bool transpose, SpecAttr spec, int32_t row_blocks) {
-  return run(pool, "quantize", x,
-             {amax.typed_data(),
-              nullptr,
-              stream.typed_data(),
-              {*data, *scale, count_of(amax), count_of(stream)},
-              transpose,
-              spec,
-              row_blocks});
+  return run_quantize(pool, "quantize", x,
+                      {amax.typed_data(),
+                       nullptr,
+                       stream.typed_data(),
+                       {*data, *scale, count_of(amax), count_of(stream)},
+                       transpose,
+                       spec,
+                       row_blocks});
 }
 
 ffi::Error quantize_find_amax_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> data,
                                    ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::Buffer<ffi::F32>> amax,
                                    bool transpose, SpecAttr spec) {
-  return run(pool, "quantize", x,
-             {nullptr, amax->typed_data(), nullptr, {*data, *scale, count_of(*amax)}, transpose, spec, 0});
+  return run_quantize(pool, "quantize", x,
+                      {nullptr, amax->typed_data(), nullptr, {*data, *scale, count_of(*amax)}, transpose, spec, 0});
 }
 
 // Both orientations, one after the other: a CPU has no use for one pass.
@@ -389,23 +385,23 @@ ffi::Error quantize_pair_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffe
                               ffi::Result<ffi::AnyBuffer> col_scale, SpecAttr row_spec, SpecAttr col_spec,
                               int32_t row_blocks, int32_t col_blocks) {
   if (ffi::Error pair = check_pair(row_spec, col_spec); !pair.success()) return pair;
-  ffi::Error first = run(pool, "quantize_pair", x,
-                         {row_amax.typed_data(),
-                          nullptr,
-                          row_stream.typed_data(),
-                          {*row_data, *row_scale, count_of(row_amax), count_of(row_stream)},
-                          false,
-                          row_spec,
-                          row_blocks});
+  ffi::Error first = run_quantize(pool, "quantize_pair", x,
+                                  {row_amax.typed_data(),
+                                   nullptr,
+                                   row_stream.typed_data(),
+                                   {*row_data, *row_scale, count_of(row_amax), count_of(row_stream)},
+                                   false,
+                                   row_spec,
+                                   row_blocks});
   if (!first.success()) return first;
-  return run(pool, "quantize_pair", x,
-             {col_amax.typed_data(),
-              nullptr,
-              col_stream.typed_data(),
-              {*col_data, *col_scale, count_of(col_amax), count_of(col_stream)},
-              true,
-              col_spec,
-              col_blocks});
+  return run_quantize(pool, "quantize_pair", x,
+                      {col_amax.typed_data(),
+                       nullptr,
+                       col_stream.typed_data(),
+                       {*col_data, *col_scale, count_of(col_amax), count_of(col_stream)},
+                       true,
+                       col_spec,
+                       col_blocks});
 }
 
 ffi::Error quantize_pair_find_amax_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> row_data,
@@ -415,11 +411,11 @@ ffi::Error quantize_pair_find_amax_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, 
                                         ffi::Result<ffi::Buffer<ffi::F32>> col_amax, SpecAttr row_spec,
                                         SpecAttr col_spec) {
   if (ffi::Error pair = check_pair(row_spec, col_spec); !pair.success()) return pair;
-  ffi::Error first =
-      run(pool, "quantize_pair", x,
-          {nullptr, row_amax->typed_data(), nullptr, {*row_data, *row_scale, count_of(*row_amax)}, false, row_spec, 0});
+  ffi::Error first = run_quantize(
+      pool, "quantize_pair", x,
+      {nullptr, row_amax->typed_data(), nullptr, {*row_data, *row_scale, count_of(*row_amax)}, false, row_spec, 0});
   if (!first.success()) return first;
-  return run(
+  return run_quantize(
       pool, "quantize_pair", x,
       {nullptr, col_amax->typed_data(), nullptr, {*col_data, *col_scale, count_of(*col_amax)}, true, col_spec, 0});
 }
@@ -450,6 +446,29 @@ void quantize_step(const QuantizeStep& step, const KernelSpec& spec) {
   args.shape = step.shape, args.e4m3_max = step.e4m3_max;
   if (spec.rounding == Rounding::kStochastic) args.stream = step.stream;
   run([](int64_t n, int64_t, const auto& f) { f(0, n); }, args);
+}
+
+void quantize_rows(const RowsRequest& r, const uint16_t* y, int64_t row, int64_t count) {
+  const int64_t cols = r.shape.cols, matrix = row / r.shape.rows;
+  const bool windows = r.spec.amax_scope == AmaxScope::kWindow64;
+  const int64_t amax = windows ? row * (cols / kWindow) : row / r.shape.rows_per_amax;
+  uint32_t words[4] = {};
+  if (r.stream.words) {  // as if the array began here
+    std::copy_n(r.stream.words + matrix * 4, 4, words);
+    const uint64_t first = (words[2] | uint64_t{words[3]} << 32) +
+                           static_cast<uint64_t>((row - matrix * r.shape.rows) * r.stream.row_blocks);
+    words[2] = static_cast<uint32_t>(first), words[3] = static_cast<uint32_t>(first >> 32);
+  }
+  quantize_step({y,
+                 Float::kBf16,
+                 r.amax ? r.amax + amax : nullptr,
+                 r.amax ? nullptr : r.found + amax,
+                 r.data + row * (cols / 2),
+                 r.scale + row * (cols / kBlock),
+                 {words, r.stream.row_blocks},
+                 {1, count, cols, r.shape.rows_per_amax == 1 ? 1 : count, false},
+                 r.e4m3_max},
+                r.spec);
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Quantize, quantize_impl,

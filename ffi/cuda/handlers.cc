@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../check.h"
+#include "../producer_call.h"
 #include "kernels.h"
 
 namespace jnvfp4 {
@@ -130,6 +131,50 @@ ffi::Error rht_amax_impl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi:
   const std::string error = rht_amax_shape(x, count_of(*amax), transpose, keep, &args.shape);
   if (!error.empty()) return invalid("quantize", error);
   return launched("quantize", launch_rht_amax(args, stream));
+}
+
+// Fills `args` for one side of a producer's result; an error text, or empty.
+std::string side_arguments(const ProducerCall& call, const ProducerSide& side, QuantizeArgs* args) {
+  if (!side.wanted()) return {};
+  *args = {nullptr,
+           Float::kBf16,
+           side.given() ? side.amax.typed_data() : nullptr,
+           side.given() ? nullptr : side.found.typed_data(),
+           static_cast<uint8_t*>(side.data.untyped_data()),
+           static_cast<uint8_t*>(side.scale.untyped_data()),
+           {side.stream.typed_data(), side.row_blocks},
+           {},
+           static_cast<float>(side.spec.e4m3_max)};
+  return call.side_shape(side, &args->shape);
+}
+
+ffi::Error run_producer(cudaStream_t stream, const ProducerCall& call) {
+  if (ffi::Error error = call.check_specs(); !error.success()) return error;
+  const KernelSpec row = kernel_spec(call.row.spec), col = kernel_spec(call.col.spec);
+  const bool tiles = call.col.wanted() || (call.row.wanted() && row.block_rows == kBlock);
+  ProduceArgs args{};
+  const Sources& s = args.sources;
+  std::string error = call.sources(&args.sources);
+  if (error.empty()) error = side_arguments(call, call.row, &args.row);
+  if (error.empty()) error = side_arguments(call, call.col, &args.col);
+  if (error.empty() && tiles && call.norm()) error = check_count("scratch", call.scratch, s.batch * s.rows);
+  if (!error.empty()) return invalid("produce", error);
+  if (call.keeps_values()) args.values = static_cast<uint16_t*>(call.values.untyped_data());
+  cudaError_t status = cudaSuccess;
+  if (!tiles) {
+    if (!call.row.wanted()) return launched("produce", launch_produce_values(s, args.values, nullptr, stream));
+    if (!launch_produce_rows(s, args.row, args.values, row, stream, &status))
+      return unsupported("produce", call.row.spec);
+    return launched("produce", status);
+  }
+  if (call.norm()) {
+    args.factors = static_cast<float*>(call.scratch.untyped_data());
+    if (status = launch_produce_values(s, nullptr, args.factors, stream); status != cudaSuccess)
+      return launched("produce", status);
+  }
+  if (call.col.wanted()) return launched("produce", launch_produce_pair(args, row, col, stream));
+  if (!launch_produce_tiles(args, row, stream, &status)) return unsupported("produce", call.row.spec);
+  return launched("produce", status);
 }
 
 ffi::Error dequantize_impl(cudaStream_t stream, ffi::Buffer<ffi::U8> data, ffi::AnyBuffer scale,
@@ -296,6 +341,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RhtAmax, rht_amax_impl,
                                   .Ret<ffi::Buffer<ffi::F32>>()  // amax
                                   .Attr<bool>("transpose")
                                   .Attr<int32_t>("keep"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Produce, (produce_impl<cudaStream_t, run_producer>),
+                              producer_binding().Ctx<ffi::PlatformStream<cudaStream_t>>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dequantize, dequantize_impl,

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "../producers.h"
 #include "../spec.h"
 
 namespace jnvfp4 {
@@ -24,6 +25,14 @@ struct QuantizeArgs {
 // One pass over x for both orientations.
 struct PairArgs {
   QuantizeArgs row, col;
+};
+
+// A norm or a gate, and its result quantized by tiles: along rows, and along columns.
+struct ProduceArgs {
+  Sources sources;
+  QuantizeArgs row, col;
+  uint16_t* values;  // null: not wanted
+  float* factors;    // of each row, for a norm
 };
 
 // The amax after the rotation, one for each `shape.rows_per_amax` rows.
@@ -110,6 +119,14 @@ cudaError_t launch_quantize_pair(const PairArgs& args, const KernelSpec& row, co
 // False if no kernel is built for the spec; `status` is that of the launch.
 bool launch_fake_quant(const FakeQuantArgs& args, const KernelSpec& spec, cudaStream_t stream, cudaError_t* status);
 cudaError_t launch_rht_amax(const RhtAmaxArgs& args, cudaStream_t stream);
+// Null for what is not wanted; a gate has no factors.
+cudaError_t launch_produce_values(const Sources& s, uint16_t* values, float* factors, cudaStream_t stream);
+// False for a spec with 16x16 tiles; `launch_produce_tiles` takes those.
+bool launch_produce_rows(const Sources& s, const QuantizeArgs& args, uint16_t* values, const KernelSpec& spec,
+                         cudaStream_t stream, cudaError_t* status);
+bool launch_produce_tiles(const ProduceArgs& args, const KernelSpec& spec, cudaStream_t stream, cudaError_t* status);
+cudaError_t launch_produce_pair(const ProduceArgs& args, const KernelSpec& row, const KernelSpec& col,
+                                cudaStream_t stream);
 cudaError_t launch_gemm_blocks(const BlockGemmArgs& args, cudaStream_t stream);
 cudaError_t launch_dequantize(const DequantizeArgs& args, cudaStream_t stream);
 cudaError_t launch_decode(const DecodeArgs& args, cudaStream_t stream);

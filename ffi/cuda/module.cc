@@ -2,7 +2,7 @@
 #include "../module.h"
 
 extern "C" {
-jnvfp4::Handler Quantize, QuantizeFindAmax, QuantizePair, QuantizePairFindAmax, RhtAmax, Dequantize, FakeQuant, Decode,
+jnvfp4::Handler Quantize, QuantizeFindAmax, QuantizePair, QuantizePairFindAmax, RhtAmax, Produce, Dequantize, FakeQuant, Decode,
     Epilogue, Matmul;
 }
 
@@ -12,6 +12,7 @@ NB_MODULE(_cuda, m) {
                             {"nvfp4_quantize_pair", QuantizePair},
                             {"nvfp4_quantize_pair_find_amax", QuantizePairFindAmax},
                             {"nvfp4_rht_amax", RhtAmax},
+                            {"nvfp4_produce", Produce},
                             {"nvfp4_matmul", Matmul},
                             {"nvfp4_dequantize", Dequantize},
                             {"nvfp4_fake_quant", FakeQuant},

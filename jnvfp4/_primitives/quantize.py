@@ -64,33 +64,35 @@ def amax_shapes(lead: Sequence[int], rows: int, cols: int, spec: QuantSpec) -> l
     return [(*lead, rows, *windows)]
 
 
-def check_array(op: str, x: Any) -> None:
+def check_array(op: str, x: Any, name: str = "x") -> None:
     if x.dtype not in INPUT_DTYPES:
-        raise TypeError(f"{op}: x must be float32, bfloat16 or float16, got {x.dtype}")
+        raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16, got {x.dtype}")
     if x.ndim < 2:
-        raise ValueError(f"{op}: x must have rank 2 or more, [..., M, K], got x.shape={x.shape}")
+        raise ValueError(f"{op}: {name} must have rank 2 or more, [..., M, K], got {name}.shape={x.shape}")
 
 
-def check_operand(op: str, x: ShapedArray, amax: ShapedArray | None, spec: QuantSpec, transpose: bool) -> None:
-    check_array(op, x)
+def check_operand(
+    op: str, x: ShapedArray, amax: ShapedArray | None, spec: QuantSpec, transpose: bool, name: str = "x"
+) -> None:
+    check_array(op, x, name)
     *lead, rows, cols = turn(x.shape, transpose)
     if cols % spec.unit:
         which = "M (the quantized axis, since it is transposed)" if transpose else "K"
         why = ' for amax_scope="window64"' if spec.unit == WINDOW else ""
         raise ValueError(
-            f"{op}: {which} must be a multiple of {spec.unit}{why}, got x.shape={x.shape}; "
+            f"{op}: {which} must be a multiple of {spec.unit}{why}, got {name}.shape={x.shape}; "
             f"pad it to {-(-cols // spec.unit) * spec.unit} with zeros"
         )
     if spec.block_rows == BLOCK and rows % BLOCK:
         raise ValueError(
-            f"{op}: block_rows={BLOCK} needs both M and K to be multiples of {BLOCK}, got x.shape={x.shape}"
+            f"{op}: block_rows={BLOCK} needs both M and K to be multiples of {BLOCK}, got {name}.shape={x.shape}"
         )
     if amax is not None:
         accepted = amax_shapes(lead, rows, cols, spec)
         if amax.shape not in accepted:
             raise ValueError(
                 f"{op}: amax must have shape {' or '.join(map(str, accepted))} for "
-                f'amax_scope="{spec.format.amax_scope}" and x.shape={x.shape}, got {amax.shape}'
+                f'amax_scope="{spec.format.amax_scope}" and {name}.shape={x.shape}, got {amax.shape}'
             )
         if amax.dtype != jnp.float32:
             raise TypeError(f"{op}: amax must be float32, got {amax.dtype}")

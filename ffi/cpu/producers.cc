@@ -1,0 +1,149 @@
+// The producers on the CPU: 16 rows at a time from their operands to bfloat16, then quantized while they are in cache.
+// For columns, whose blocks run over many rows, the values are kept.
+#include "../producers.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "../producer_call.h"
+#include "../types.h"
+#include "parallel.h"
+#include "quantize.h"
+
+namespace jnvfp4 {
+namespace {
+
+// Writes the bfloat16 values of one row; `t` has room for the row in float32 twice.
+using ProduceRow = void (*)(const void* a, const void* b, int64_t cols, float eps, float* t, uint16_t* y);
+
+// Adds t[0] to t[n - 1], a power of two, by halves.
+JNVFP4_HD float sum_by_halves(float* t, int64_t n) {
+  for (int64_t half = n / 2; half; half /= 2)
+    for (int64_t k = 0; k < half; ++k) t[k] = add_rn(t[k], t[k + half]);
+  return t[0];
+}
+
+template <class A, class B>
+JNVFP4_HD void norm_row(const void* x, const void* weight, int64_t cols, float eps, float* t, uint16_t* y) {
+  const auto* a = static_cast<const typename A::Stored*>(x);
+  const auto* w = static_cast<const typename B::Stored*>(weight);
+  float* v = t + cols;
+  for (int64_t i = 0; i < cols; ++i) v[i] = A::load(a[i]);
+  const int64_t blocks = cols / kBlock, padded = padded_blocks(blocks);
+  for (int64_t k = 0; k < blocks; ++k) t[k] = block_squares(v + k * kBlock);
+  std::fill(t + blocks, t + padded, 0.0f);
+  const float factor = norm_factor(sum_by_halves(t, padded), cols, eps);
+  for (int64_t i = 0; i < cols; ++i) y[i] = bf16_encode(norm_scale(v[i], factor, B::load(w[i])));
+}
+
+template <class T>
+JNVFP4_HD void gate_row(const void* gate, const void* up, int64_t cols, uint16_t* y) {
+  const auto* g = static_cast<const typename T::Stored*>(gate);
+  const auto* u = static_cast<const typename T::Stored*>(up);
+  for (int64_t i = 0; i < cols; ++i) y[i] = bf16_encode(silu_mul(T::load(g[i]), T::load(u[i])));
+}
+
+template <class A, class B>
+struct NormRow {
+  static JNVFP4_HD void run(const void* a, const void* b, int64_t cols, float eps, float* t, uint16_t* y) {
+    norm_row<A, B>(a, b, cols, eps, t, y);
+  }
+};
+template <class T>
+struct GateRow {
+  static JNVFP4_HD void run(const void* a, const void* b, int64_t cols, float, float*, uint16_t* y) {
+    gate_row<T>(a, b, cols, y);
+  }
+};
+ProduceRow kernel_for(const Sources& s) {
+  ProduceRow kernel = nullptr;
+  with_float(s.a_kind, [&](auto a) {
+    if (s.producer == Producer::kSiluMul) return void(kernel = Compiled<GateRow<decltype(a)>>::best());
+    with_float(s.b_kind, [&](auto b) { kernel = Compiled<NormRow<decltype(a), decltype(b)>>::best(); });
+  });
+  return kernel;
+}
+
+int64_t size_of(Float kind) { return kind == Float::kF32 ? 4 : 2; }
+
+struct RowProducer {
+  Sources s;
+  ProduceRow kernel;
+
+  explicit RowProducer(const Sources& sources) : s(sources), kernel(kernel_for(sources)) {}
+
+  void produce(int64_t row, float* t, uint16_t* y) const {
+    const int64_t b = s.producer == Producer::kSiluMul ? row : row / s.rows_per_weight;
+    kernel(static_cast<const char*>(s.a) + row * s.cols * size_of(s.a_kind),
+           static_cast<const char*>(s.b) + b * s.cols * size_of(s.b_kind), s.cols, s.eps, t, y);
+  }
+};
+
+// Calls f(row, count, y) for groups of up to 16 rows of a matrix, with their values at y: in `kept` or in cache.
+template <class F>
+void for_each_group(ffi::ThreadPool& pool, const RowProducer& producer, uint16_t* kept, const F& f) {
+  const Sources& s = producer.s;
+  const int64_t per_matrix = (s.rows + kBlock - 1) / kBlock;
+  const int64_t grain = (1 << 16) / (kBlock * std::max<int64_t>(1, s.cols));
+  parallel_for(pool, s.batch * per_matrix, grain, [&](int64_t begin, int64_t end) {
+    std::vector<float> t(2 * s.cols);
+    std::vector<uint16_t> own(kept ? 0 : kBlock * s.cols);
+    for (int64_t group = begin; group < end; ++group) {
+      const int64_t first = group % per_matrix * kBlock, count = std::min<int64_t>(kBlock, s.rows - first);
+      const int64_t row = group / per_matrix * s.rows + first;
+      uint16_t* y = kept ? kept + row * s.cols : own.data();
+      for (int64_t r = 0; r < count; ++r) producer.produce(row + r, t.data(), y + r * s.cols);
+      f(row, count, y);
+    }
+  });
+}
+
+QuantizeRequest request_of(const ProducerSide& side, bool transpose) {
+  return {side.given() ? side.amax.typed_data() : nullptr,
+          side.given() ? nullptr : side.found.typed_data(),
+          side.stream.typed_data(),
+          side.buffers(),
+          transpose,
+          side.spec,
+          side.row_blocks};
+}
+
+ffi::Error run(ffi::ThreadPool pool, const ProducerCall& call) {
+  Sources s;
+  QuantShape shape{};
+  if (ffi::Error error = call.check_specs(); !error.success()) return error;
+  std::string error = call.sources(&s);
+  if (error.empty() && call.row.wanted()) error = call.side_shape(call.row, &shape);
+  const ffi::AnyBuffer values = call.col.wanted() && !call.keeps_values() ? call.scratch : call.values;
+  if (error.empty() && call.col.wanted()) error = call.check_values(values);
+  if (!error.empty()) return invalid("produce", error);
+  const RowProducer producer(s);
+  uint16_t* kept = count_of(values) ? static_cast<uint16_t*>(values.untyped_data()) : nullptr;
+  if (call.col.wanted()) {
+    for_each_group(pool, producer, kept, [](int64_t, int64_t, const uint16_t*) {});
+    if (ffi::Error row = run_quantize(pool, "produce", values, request_of(call.row, false)); !row.success()) return row;
+    return run_quantize(pool, "produce", values, request_of(call.col, true));
+  }
+  if (!call.row.wanted()) {
+    for_each_group(pool, producer, kept, [](int64_t, int64_t, const uint16_t*) {});
+    return ffi::Error::Success();
+  }
+  const QuantizeRequest r = request_of(call.row, false);
+  const RowsRequest rows{kernel_spec(r.attr),
+                         shape,
+                         r.amax,
+                         r.found,
+                         {call.row.spec.rounding == "stochastic" ? r.stream : nullptr, r.row_blocks},
+                         static_cast<uint8_t*>(r.buffers.data.untyped_data()),
+                         static_cast<uint8_t*>(r.buffers.scale.untyped_data()),
+                         static_cast<float>(r.attr.e4m3_max)};
+  for_each_group(pool, producer, kept,
+                 [&](int64_t row, int64_t count, const uint16_t* y) { quantize_rows(rows, y, row, count); });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Produce, (produce_impl<ffi::ThreadPool, run>), producer_binding().Ctx<ffi::ThreadPool>());
+
+}  // namespace jnvfp4
