@@ -135,13 +135,11 @@ def quantize(
     params: dict[str, Any] = {"spec": spec, "transpose": transpose, "implementation": implementation}
     if amax is None and spec.finds_amax:
         return _tensor(spec, bind(quantize_p, x, has_amax=False, **params))
-    if amax is None:
-        amax = magnitude = _tensor_amax(x, spec, transpose, implementation)
-    else:
-        amax = as_amax("quantize", amax)
-        magnitude = _magnitude(amax)
+    found = amax is None  # and then not negative
+    amax = _tensor_amax(x, spec, transpose, implementation) if found else as_amax("quantize", amax)
     operands = [x, amax] if key is None else [x, amax, _stream(key, x.shape)]
-    return _tensor(spec, [*bind(quantize_p, *operands, has_amax=True, **params), magnitude])
+    parts = bind(quantize_p, *operands, has_amax=True, **params)
+    return _tensor(spec, [*parts, amax if found else _magnitude(amax)])
 
 
 def _tensor(spec: QuantSpec, parts: Sequence[jax.Array]) -> NVFP4Tensor:

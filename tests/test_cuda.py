@@ -130,3 +130,33 @@ def test_cuda_graphs(gpu, tmp_path):
     assert "kCommandBuffer" in plan
     assert calls
     assert all(line.startswith(" ") for line in calls), plan  # indented: inside the command buffer
+
+
+# Data on which the two errors of 4over6 are far apart, close, or the same.
+FILTER_DATA = {
+    "normal": lambda n: n,
+    "heavy tail": lambda n: n**3,
+    "lognormal": lambda n: jnp.exp2(4 * n),
+    "integers": lambda n: jnp.round(2 * n),
+    "grid": lambda n: jnp.round(2 * jnp.clip(n, -3, 3)) / 2 * 1.0009765625,
+    "sparse": lambda n: jnp.where(jnp.abs(n) < 1.645, 0, n),
+}
+
+
+@pytest.mark.parametrize("block_rows", [1, 16])
+@pytest.mark.parametrize("e4m3_max", [256, 448])
+@pytest.mark.parametrize("error", ["mae", "mse"])
+@pytest.mark.parametrize("data", FILTER_DATA)
+def test_quick_errors_decide_as_the_rule(gpu, data, error, e4m3_max, block_rows):
+    """A million blocks: where their bound does not separate the quick errors, the kernels must sum by the rule."""
+    spec = four_over_six(error, e4m3_max=e4m3_max, block_rows=block_rows)
+    n = jax.random.normal(jax.random.key(e4m3_max), (4096, 4096), jnp.float32)
+    x = FILTER_DATA[data](n).astype(jnp.bfloat16)
+    found = jax.jit(lambda x: quantize_pair(x, spec, spec))
+    with jax.default_device(gpu):
+        on_gpu = found(jax.device_put(x, gpu))
+    cpu = jax.devices("cpu")[0]
+    with jax.default_device(cpu):
+        on_cpu = found(jax.device_put(x, cpu))
+    for ours, rule in zip(on_gpu, on_cpu, strict=True):
+        assert_same_tensor(ours, rule)

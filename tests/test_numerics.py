@@ -404,7 +404,10 @@ MISTAKES = {
         "saturation": ("? t05 : kMagicBits + 7", "? t05 : t05"),
         "NaN": ("a > kInf ? 0u : e2m1_magnitude(a)", "e2m1_magnitude(a)"),
     },
-    "e2m1_round": {"binade": ("exponent < 0x3f800000u ? 0x3f800000u", "exponent < 0x3f000000u ? 0x3f000000u")},
+    "e2m1_round": {
+        "step": ("22 << 23, least", "21 << 23, least"),
+        "least": ("bits_of(6291456.0f * one)", "bits_of(4194304.0f * one)"),
+    },
     "e4m3_encode": {
         "tie": ("(a + 0x7ffffu", "(a + 0x80000u"),
         "subnormal": ("a < 0x3c800000u", "a < 0x3c000000u"),

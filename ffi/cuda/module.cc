@@ -2,8 +2,8 @@
 #include "../module.h"
 
 extern "C" {
-jnvfp4::Handler Quantize, QuantizeFindAmax, QuantizePair, QuantizePairFindAmax, RhtAmax, Produce, Dequantize, FakeQuant, Decode,
-    Epilogue, Matmul;
+jnvfp4::Handler Quantize, QuantizeFindAmax, QuantizePair, QuantizePairFindAmax, RhtAmax, Produce, Dequantize, FakeQuant,
+    Decode, Epilogue, Matmul;
 }
 
 NB_MODULE(_cuda, m) {
