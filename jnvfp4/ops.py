@@ -187,9 +187,10 @@ def quantize_pair(
     for spec, given, transpose in zip(specs, amax or (None, None), (False, True), strict=True):
         given = None if given is None else jax.typeof(as_amax("quantize_pair", given))
         check_operand("quantize_pair", jax.typeof(x), given, spec, transpose)
+    found = [a is None for a in amax or (None, None)]
     amaxes = _pair_amax(x, specs, list(amax or (None, None)), implementation)
     if specs in FUSED_PAIRS and (WINDOW64 not in specs or all(a is None for a in amaxes)):
-        return _fused_pair(x, specs, amaxes, key, implementation)
+        return _fused_pair(x, specs, amaxes, found, key, implementation)
     row, col = (
         quantize(
             x,
@@ -222,14 +223,20 @@ def _pair_amax(x: jax.Array, specs: tuple[QuantSpec, QuantSpec], amaxes: list, i
 
 
 def _fused_pair(
-    x: jax.Array, specs: tuple[QuantSpec, QuantSpec], amaxes: list, key: Any, implementation: Implementation
+    x: jax.Array,
+    specs: tuple[QuantSpec, QuantSpec],
+    amaxes: list,
+    found: list[bool],
+    key: Any,
+    implementation: Implementation,
 ) -> tuple[NVFP4Tensor, NVFP4Tensor]:
+    """``found`` says which amaxes are not the caller's, and then not negative."""
     given = [as_amax("quantize_pair", a) for a in amaxes if a is not None]
     stream = [] if key is None else [_stream(key, x.shape)]
     streams = [s for spec in specs if spec.rounding == "stochastic" for s in stream]
     out = bind(quantize_pair_p, x, *given, *streams, specs=specs, implementation=implementation)
     half = len(out) // 2
-    amaxes = [_magnitude(a) for a in given] or [out[2], out[5]]
+    amaxes = [a if f else _magnitude(a) for a, f in zip(given, found, strict=False)] or [out[2], out[5]]
     row, col = (_tensor(s, [*out[i : i + 2], a]) for s, i, a in zip(specs, (0, half), amaxes, strict=True))
     return row, col
 

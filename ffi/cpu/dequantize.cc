@@ -8,18 +8,9 @@
 namespace jnvfp4 {
 namespace {
 
-struct Args {
-  const uint8_t* data;
-  const uint8_t* scale;
-  const float* amax;
-  void* out;
-  int64_t blocks_per_amax;
-  float e4m3_max;
-};
-
 // Blocks [begin, end), at most 16.
 template <class St, bool kRotateBack>
-JNVFP4_HD void dequantize_tile(const Args& a, int64_t begin, int64_t end) {
+JNVFP4_HD void dequantize_tile(const DequantizeArgs& a, int64_t begin, int64_t end) {
   const int count = static_cast<int>(end - begin);
   Lanes<uint32_t> codes[2] = {}, scale = {};
   Lanes<float> amax = {}, factor;
@@ -42,16 +33,16 @@ JNVFP4_HD void dequantize_tile(const Args& a, int64_t begin, int64_t end) {
 
 template <class St, bool kRotateBack>
 struct DequantizeBlocks {
-  static JNVFP4_HD void run(const Args& a, int64_t begin, int64_t end) {
+  static JNVFP4_HD void run(const DequantizeArgs& a, int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; b += kLanes) dequantize_tile<St, kRotateBack>(a, b, std::min(end, b + kLanes));
   }
 };
 
-auto kernel_of(Float kind, bool rotate_back) {
+auto kernel_of(const DequantizeArgs& a) {
   Compiled<DequantizeBlocks<F32, false>>::Function kernel = nullptr;
-  with_float(kind, [&](auto t) {
+  with_float(a.kind, [&](auto t) {
     using T = decltype(t);
-    kernel = rotate_back ? Compiled<DequantizeBlocks<T, true>>::best() : Compiled<DequantizeBlocks<T, false>>::best();
+    kernel = a.rotate_back ? Compiled<DequantizeBlocks<T, true>>::best() : Compiled<DequantizeBlocks<T, false>>::best();
   });
   return kernel;
 }
@@ -59,27 +50,23 @@ auto kernel_of(Float kind, bool rotate_back) {
 ffi::Error dequantize_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> data, ffi::AnyBuffer scale,
                            ffi::Buffer<ffi::F32> amax, ffi::Result<ffi::AnyBuffer> out, int32_t e4m3_max, bool windows,
                            bool rotate_back) {
-  int64_t blocks, blocks_per_amax;
-  if (const std::string error = dequantize_shape(data, scale, amax, *out, windows, &blocks, &blocks_per_amax);
+  DequantizeArgs args{};
+  if (const std::string error = dequantize_shape(data, scale, amax, *out, windows, &args.blocks, &args.blocks_per_amax);
       !error.empty())
     return invalid("dequantize", error);
-  Float kind;
-  if (!float_kind(out->element_type(), &kind))
+  if (!float_kind(out->element_type(), &args.kind))
     return invalid("dequantize", "dtype must be float32, bfloat16 or float16");
-  const Args args{data.typed_data(), static_cast<const uint8_t*>(scale.untyped_data()),
-                  amax.typed_data(), out->untyped_data(),
-                  blocks_per_amax,   static_cast<float>(e4m3_max)};
-  const auto kernel = kernel_of(kind, rotate_back);
-  parallel_for(pool, blocks, 4096, [&](int64_t b, int64_t e) { kernel(args, b, e); });
+  args.data = data.typed_data(), args.scale = static_cast<const uint8_t*>(scale.untyped_data());
+  args.amax = amax.typed_data(), args.out = out->untyped_data();
+  args.e4m3_max = static_cast<float>(e4m3_max), args.rotate_back = rotate_back;
+  const auto kernel = kernel_of(args);
+  parallel_for(pool, args.blocks, 4096, [&](int64_t b, int64_t e) { kernel(args, b, e); });
   return ffi::Error::Success();
 }
 
 }  // namespace
 
-void dequantize_step(const DequantizeStep& step) {
-  const Args args{step.data, step.scale, step.amax, step.out, step.blocks_per_amax, step.e4m3_max};
-  kernel_of(step.kind, step.rotate_back)(args, 0, step.blocks);
-}
+void dequantize_step(const DequantizeArgs& args) { kernel_of(args)(args, 0, args.blocks); }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dequantize, dequantize_impl,
                               ffi::Ffi::Bind()

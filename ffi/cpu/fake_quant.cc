@@ -66,12 +66,8 @@ void take_amax(const Args& a, const Piece& p, float* amax) {
 void fake_quant_piece(const Args& a, const Piece& p, const Buffer& buffer) {
   const int64_t offset = p.first_row * a.shape.cols * a.element_size, blocks = p.rows * a.row_blocks();
   const bool shared = !a.windows() && a.shape.rows_per_amax != 1;
-  uint32_t words[4] = {};
-  if (a.spec.rounding == Rounding::kStochastic) {
-    std::copy_n(a.stream.words + p.matrix * 4, 4, words);
-    const uint64_t first = (words[2] | uint64_t{words[3]} << 32) + static_cast<uint64_t>(p.row * a.stream.row_blocks);
-    words[2] = static_cast<uint32_t>(first), words[3] = static_cast<uint32_t>(first >> 32);
-  }
+  const RowStream stream =
+      a.spec.rounding == Rounding::kStochastic ? RowStream(a.stream, p.matrix, p.row) : RowStream();
   if (a.amax) take_amax(a, p, buffer.amax.get());
   quantize_step({a.x + offset,
                  a.kind,
@@ -79,7 +75,7 @@ void fake_quant_piece(const Args& a, const Piece& p, const Buffer& buffer) {
                  buffer.amax.get(),
                  buffer.data.get(),
                  buffer.scale.get(),
-                 {words, a.stream.row_blocks},
+                 stream.args(),
                  {1, p.rows, a.shape.cols, shared ? p.rows : 1, false},
                  a.e4m3_max},
                 a.spec);

@@ -9,6 +9,7 @@
 #include "../types.h"
 #include "parallel.h"
 #include "quantize.h"
+#include "steps.h"
 
 namespace jnvfp4 {
 namespace {
@@ -108,6 +109,23 @@ QuantizeRequest request_of(const ProducerSide& side, bool transpose) {
           side.row_blocks};
 }
 
+// Quantizes `count` rows from `row` over all matrices, which belong to one matrix and are at `y`.
+void quantize_rows(const QuantizeArgs& all, const KernelSpec& spec, const uint16_t* y, int64_t row, int64_t count) {
+  const int64_t cols = all.shape.cols, matrix = row / all.shape.rows;
+  const bool windows = spec.amax_scope == AmaxScope::kWindow64;
+  const int64_t amax = windows ? row * (cols / kWindow) : row / all.shape.rows_per_amax;
+  const RowStream stream = spec.rounding == Rounding::kStochastic
+                               ? RowStream(all.stream, matrix, row - matrix * all.shape.rows)
+                               : RowStream();
+  QuantizeArgs own = all;
+  own.x = y, own.kind = Float::kBf16;
+  own.amax = all.amax ? all.amax + amax : nullptr, own.found = all.amax ? nullptr : all.found + amax;
+  own.data += row * (cols / 2), own.scale += row * (cols / kBlock);
+  own.stream = stream.args();
+  own.shape = {1, count, cols, all.shape.rows_per_amax == 1 ? 1 : count, false};
+  quantize_step(own, spec);
+}
+
 ffi::Error run(ffi::ThreadPool pool, const ProducerCall& call) {
   Sources s;
   QuantShape shape{};
@@ -129,16 +147,19 @@ ffi::Error run(ffi::ThreadPool pool, const ProducerCall& call) {
     return ffi::Error::Success();
   }
   const QuantizeRequest r = request_of(call.row, false);
-  const RowsRequest rows{kernel_spec(r.attr),
-                         shape,
-                         r.amax,
-                         r.found,
-                         {call.row.spec.rounding == "stochastic" ? r.stream : nullptr, r.row_blocks},
-                         static_cast<uint8_t*>(r.buffers.data.untyped_data()),
-                         static_cast<uint8_t*>(r.buffers.scale.untyped_data()),
-                         static_cast<float>(r.attr.e4m3_max)};
+  QuantBuffers buffers = r.buffers;
+  const KernelSpec spec = kernel_spec(r.attr);
+  const QuantizeArgs rows{nullptr,
+                          Float::kBf16,
+                          r.amax,
+                          r.found,
+                          static_cast<uint8_t*>(buffers.data.untyped_data()),
+                          static_cast<uint8_t*>(buffers.scale.untyped_data()),
+                          {r.stream, r.row_blocks},
+                          shape,
+                          static_cast<float>(r.attr.e4m3_max)};
   for_each_group(pool, producer, kept,
-                 [&](int64_t row, int64_t count, const uint16_t* y) { quantize_rows(rows, y, row, count); });
+                 [&](int64_t row, int64_t count, const uint16_t* y) { quantize_rows(rows, spec, y, row, count); });
   return ffi::Error::Success();
 }
 

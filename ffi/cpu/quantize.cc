@@ -438,7 +438,7 @@ ffi::Error rht_amax_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi
 
 }  // namespace
 
-void quantize_step(const QuantizeStep& step, const KernelSpec& spec) {
+void quantize_step(const QuantizeArgs& step, const KernelSpec& spec) {
   Args args{};
   set_source(step.x, step.kind, false, &args);
   set_kernels(spec, false, &args);
@@ -446,29 +446,6 @@ void quantize_step(const QuantizeStep& step, const KernelSpec& spec) {
   args.shape = step.shape, args.e4m3_max = step.e4m3_max;
   if (spec.rounding == Rounding::kStochastic) args.stream = step.stream;
   run([](int64_t n, int64_t, const auto& f) { f(0, n); }, args);
-}
-
-void quantize_rows(const RowsRequest& r, const uint16_t* y, int64_t row, int64_t count) {
-  const int64_t cols = r.shape.cols, matrix = row / r.shape.rows;
-  const bool windows = r.spec.amax_scope == AmaxScope::kWindow64;
-  const int64_t amax = windows ? row * (cols / kWindow) : row / r.shape.rows_per_amax;
-  uint32_t words[4] = {};
-  if (r.stream.words) {  // as if the array began here
-    std::copy_n(r.stream.words + matrix * 4, 4, words);
-    const uint64_t first = (words[2] | uint64_t{words[3]} << 32) +
-                           static_cast<uint64_t>((row - matrix * r.shape.rows) * r.stream.row_blocks);
-    words[2] = static_cast<uint32_t>(first), words[3] = static_cast<uint32_t>(first >> 32);
-  }
-  quantize_step({y,
-                 Float::kBf16,
-                 r.amax ? r.amax + amax : nullptr,
-                 r.amax ? nullptr : r.found + amax,
-                 r.data + row * (cols / 2),
-                 r.scale + row * (cols / kBlock),
-                 {words, r.stream.row_blocks},
-                 {1, count, cols, r.shape.rows_per_amax == 1 ? 1 : count, false},
-                 r.e4m3_max},
-                r.spec);
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Quantize, quantize_impl,

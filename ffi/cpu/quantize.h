@@ -22,20 +22,4 @@ struct QuantizeRequest {
 ffi::Error run_quantize(ffi::ThreadPool& pool, std::string_view op, const ffi::AnyBuffer& x,
                         const QuantizeRequest& request);
 
-// A request whose rows come one group after the other, not transposed.
-struct RowsRequest {
-  KernelSpec spec;  // known to be supported
-  QuantShape shape;
-  const float* amax;
-  float* found;
-  StreamArgs stream;
-  uint8_t* data;
-  uint8_t* scale;
-  float e4m3_max;
-};
-
-// Quantizes rows [row, row + count) over all matrices, which belong to one matrix and are bfloat16 at `y`, on the
-// calling thread.
-void quantize_rows(const RowsRequest& request, const uint16_t* y, int64_t row, int64_t count);
-
 }  // namespace jnvfp4

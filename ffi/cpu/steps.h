@@ -1,38 +1,28 @@
 // quantize and dequantize as steps of other CPU kernels: on the calling thread, inside parallel_for.
 #pragma once
 
-#include <cstdint>
+#include <algorithm>
 
-#include "../spec.h"
+#include "../args.h"
 
 namespace jnvfp4 {
 
-struct QuantizeStep {
-  const void* x;
-  Float kind;
-  const float* amax;  // null: find one per row or window and write it to `found`
-  float* found;
-  uint8_t* data;
-  uint8_t* scale;
-  StreamArgs stream;
-  QuantShape shape;
-  float e4m3_max;
-};
+// `spec` is one of SupportedSpecs; x is not transposed.
+void quantize_step(const QuantizeArgs& args, const KernelSpec& spec);
+void dequantize_step(const DequantizeArgs& args);
 
-struct DequantizeStep {
-  const uint8_t* data;
-  const uint8_t* scale;
-  const float* amax;
-  void* out;
-  Float kind;
-  int64_t blocks;
-  int64_t blocks_per_amax;
-  float e4m3_max;
-  bool rotate_back;
-};
+// The random bits of rows of a matrix that are quantized as an array of their own, which begins at `row`.
+struct RowStream {
+  uint32_t words[4] = {};
+  int64_t row_blocks = 0;
 
-// `spec` is one of SupportedSpecs.
-void quantize_step(const QuantizeStep& step, const KernelSpec& spec);
-void dequantize_step(const DequantizeStep& step);
+  RowStream(const StreamArgs& all, int64_t matrix, int64_t row) : row_blocks(all.row_blocks) {
+    std::copy_n(all.words + matrix * 4, 4, words);
+    const uint64_t first = (words[2] | uint64_t{words[3]} << 32) + static_cast<uint64_t>(row * row_blocks);
+    words[2] = static_cast<uint32_t>(first), words[3] = static_cast<uint32_t>(first >> 32);
+  }
+  RowStream() = default;
+  StreamArgs args() const { return {words, row_blocks}; }
+};
 
 }  // namespace jnvfp4

@@ -169,7 +169,7 @@ inline int multiprocessors() {
 
 // Grid for a grid-stride loop over `items`, `per_block` a thread block.
 inline unsigned grid_for(int64_t items, int64_t per_block) {
-  constexpr int64_t kMost = 1 << 20;  // beyond this, more blocks only cost launches
+  constexpr int64_t kMost = 1 << 20;  // below the 2^31 - 1 that a grid allows; the loop does the rest
   return static_cast<unsigned>(std::max<int64_t>(1, std::min((items + per_block - 1) / per_block, kMost)));
 }
 

@@ -5,22 +5,10 @@
 
 #include <cstdint>
 
+#include "../args.h"
 #include "../producers.h"
-#include "../spec.h"
 
 namespace jnvfp4 {
-
-struct QuantizeArgs {
-  const void* x;
-  Float kind;
-  const float* amax;  // null: find one per row or window and write it to `found`
-  float* found;
-  uint8_t* data;
-  uint8_t* scale;
-  StreamArgs stream;
-  QuantShape shape;
-  float e4m3_max;
-};
 
 // One pass over x for both orientations.
 struct PairArgs {
@@ -41,18 +29,6 @@ struct RhtAmaxArgs {
   Float kind;
   float* amax;
   QuantShape shape;
-};
-
-struct DequantizeArgs {
-  const uint8_t* data;
-  const uint8_t* scale;
-  const float* amax;
-  void* out;
-  Float kind;
-  int64_t blocks;
-  int64_t blocks_per_amax;
-  float e4m3_max;
-  bool rotate_back;
 };
 
 // Values in, the values they quantize to out, of the same type.

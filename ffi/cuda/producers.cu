@@ -71,8 +71,7 @@ __global__ void __launch_bounds__(kThreads)
     gate_kernel(Sources s, QuantizeArgs a, Values16 out, int64_t blocks, int64_t blocks_per_amax) {
   if constexpr (kShared) {
     __shared__ SharedScales<S> scales;
-    scales.fill(a.amax[0], a.e4m3_max);
-    if constexpr (kStochastic<S>) scales.fill_keys(a.stream, 0);
+    fill_scales_of_all(scales, a);
     __syncthreads();
     for (int64_t b = thread_index(); b < blocks; b += thread_count()) {
       const Block<Bf16> y = gate_block<T>(s, b);
@@ -157,18 +156,6 @@ __device__ __forceinline__ float row_sum(int64_t blocks, const F& squares) {
     waiting[level] = sum;
   }
   return block_wide_sum(sum);
-}
-
-// The maximum over a thread block, in every thread.
-__device__ __forceinline__ uint32_t block_wide_max(uint32_t m) {
-  __shared__ uint32_t partial[kMostThreads / 32];
-  m = __reduce_max_sync(0xffffffffu, m);
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = m;
-  __syncthreads();
-  m = threadIdx.x % 32 < blockDim.x / 32 ? partial[threadIdx.x % 32] : 0;
-  m = __reduce_max_sync(0xffffffffu, m);
-  __syncthreads();  // `partial` is free for the next row
-  return m;
 }
 
 // One row of values.
@@ -318,7 +305,7 @@ cudaError_t launch_gate(const Sources& s, const QuantizeArgs& a, uint16_t* value
   const unsigned grid = grid_for(blocks, kThreads);
   const Values16 out{values};
   if constexpr (kQuantizes<S> && kOneAmax<S>) {
-    if (a.shape.rows_per_amax == s.batch * s.rows && (s.batch == 1 || !kStochastic<S>)) {
+    if (one_for_all<S>(a.shape)) {
       gate_kernel<S, T, true><<<grid, kThreads, 0, stream>>>(s, a, out, blocks, blocks);
       return cudaGetLastError();
     }
