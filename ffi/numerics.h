@@ -413,8 +413,13 @@ struct Candidates {
   ScaleByte six, four;
 };
 
+// The first before it is rounded; the second is 1.5 times that.
+JNVFP4_HD float candidate_base(uint32_t block_amax_bits, float encode_scale) {
+  return mul_rn(div_constant(float_of(block_amax_bits), 6.0f, 1.0f / 6.0f), encode_scale);
+}
+
 JNVFP4_HD Candidates candidate_scales(uint32_t block_amax_bits, float encode_scale) {
-  const float base = mul_rn(div_constant(float_of(block_amax_bits), 6.0f, 1.0f / 6.0f), encode_scale);
+  const float base = candidate_base(block_amax_bits, encode_scale);
   return {e4m3_encode(base), e4m3_encode(mul_rn(base, 1.5f))};
 }
 

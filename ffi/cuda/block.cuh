@@ -58,6 +58,15 @@ __device__ __forceinline__ auto source_of(const X& x) {
     return x;
 }
 
+// What a thread encodes, signs apart: errors need magnitudes, for other steps they are free.
+template <class S, class X>
+__device__ __forceinline__ void values_of(const X& x, Values& v) {
+  if constexpr (kChooses<S>)
+    x.magnitudes(v);
+  else
+    x.values(v);
+}
+
 // ---------------------------------------------------------------- what follows from a block scale and an amax
 // Quick forms work on elements times the encode scale over 64: there the E2M1 grid lies on the first 29 codes of E4M3,
 // whose conversion instruction then packs it. `encode` is NaN where a quick form is not proven exact, so that every
@@ -73,14 +82,16 @@ template <class S>
 using Factors = std::conditional_t<kChooses<S>, ErrorFactors, EncodeFactor>;
 
 template <class S>
-__device__ __forceinline__ Factors<S> factors_of(uint8_t scale, const GlobalScale& g) {
+__device__ __forceinline__ Factors<S> factors_of(uint32_t scale, const GlobalScale& g) {
   const float encode = block_encode_scale(scale, g);
   const float quick = encode >= 0x1p-119f ? encode * 0x1p-6f : float_of(kNan);
   if constexpr (!kChooses<S>) {
     return {quick};
   } else if constexpr (kStrict<S>) {
+    // Away from under- and overflow of errors: the amax is about six times `one`. A block of zeros has no error.
     const StrictValues values(e4m3_decode(scale), g);
-    return {values.apply || scale == 0 ? quick : float_of(kNan), values.one * 64.0f, values.one_and_half * 64.0f};
+    const bool safe = values.apply && values.one > 0x1p-41f && values.one < 0x1p36f;
+    return {safe || scale == 0 ? quick : float_of(kNan), values.one * 64.0f, values.one_and_half * 64.0f};
   } else {
     return {quick, e4m3_decode(scale) * 64.0f, 0.0f};
   }
@@ -94,21 +105,22 @@ struct SharedScales {
   alignas(16) uint32_t round_key[kStochastic<S> ? 2 * kPhiloxRounds : 4];
   uint64_t first_block;
 
-  // By a thread block, which then synchronises.
-  __device__ __forceinline__ void fill(float tensor_amax, float scale_max) {
-    if (threadIdx.x > kScaleNan) return;
+  // By the 128 threads from `first` on; the thread block then synchronises.
+  __device__ __forceinline__ void fill(float tensor_amax, float scale_max, int first = 0) {
+    const uint32_t scale = threadIdx.x - first;
+    if (scale > kScaleNan) return;
     const GlobalScale g = global_scale(tensor_amax, scale_max);
-    entry[threadIdx.x] = factors_of<S>(static_cast<uint8_t>(threadIdx.x), g);
-    if (threadIdx.x == 0) amax = tensor_amax, e4m3_max = scale_max, block_mult = g.block_mult, encode = g.encode;
+    entry[scale] = factors_of<S>(scale, g);
+    if (scale == 0) amax = tensor_amax, e4m3_max = scale_max, block_mult = g.block_mult, encode = g.encode;
   }
-  __device__ __forceinline__ void fill_keys(const StreamArgs& stream, int64_t matrix) {
+  __device__ __forceinline__ void fill_keys(const StreamArgs& stream, int64_t matrix, int first = 0) {
     const uint32_t* words = stream.words + 4 * matrix;
     const uint32_t key[2] = {words[0], words[1]};
-    if (threadIdx.x < 2 * kPhiloxRounds)
-      round_key[threadIdx.x] = philox_round_key(key, threadIdx.x / 2, threadIdx.x % 2);
-    if (threadIdx.x == 0) first_block = words[2] | uint64_t{words[3]} << 32;
+    const uint32_t at = threadIdx.x - first;
+    if (at < 2 * kPhiloxRounds) round_key[at] = philox_round_key(key, at / 2, at % 2);
+    if (at == 0) first_block = words[2] | uint64_t{words[3]} << 32;
   }
-  __device__ __forceinline__ Factors<S> factors(uint8_t scale) const { return entry[scale]; }
+  __device__ __forceinline__ Factors<S> factors(uint32_t scale) const { return entry[scale]; }
   __device__ __forceinline__ GlobalScale global() const { return global_scale(amax, e4m3_max); }
   __device__ __forceinline__ void random(uint64_t block, bool transposed, uint32_t (&word)[4]) const {
     philox(first_block + block, transposed, [&](int round, int w) { return round_key[2 * round + w]; }, word);
@@ -118,56 +130,49 @@ struct SharedScales {
 template <class S>
 struct OwnScales : GlobalScale {
   __device__ __forceinline__ OwnScales(float amax, float e4m3_max) : GlobalScale(global_scale(amax, e4m3_max)) {}
-  __device__ __forceinline__ Factors<S> factors(uint8_t scale) const { return factors_of<S>(scale, *this); }
+  __device__ __forceinline__ Factors<S> factors(uint32_t scale) const { return factors_of<S>(scale, *this); }
   __device__ __forceinline__ const GlobalScale& global() const { return *this; }
 };
 
 // ---------------------------------------------------------------- codes
 struct Encoded {
-  uint2 codes;  // packed two a byte
-  uint8_t scale;
+  uint2 codes;     // packed two a byte
+  uint32_t scale;  // a byte
 
   __device__ __forceinline__ void store(const QuantizeArgs& a, int64_t block) const {
-    a.scale[block] = scale;
+    a.scale[block] = static_cast<uint8_t>(scale);
     *reinterpret_cast<uint2*>(a.data + block * (kBlock / 2)) = codes;
   }
 };
 
-// The sign bits of eight values in the places of eight codes' signs.
-__device__ __forceinline__ uint32_t signs_of(const float* v) {
-  const auto bytes = [](float a, float b) {  // of each, its sign in all bits of a byte
-    uint32_t r;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(__float_as_uint(a)), "r"(__float_as_uint(b)), "r"(0x00fbu));
-    return r;
-  };
-  const uint32_t even = __byte_perm(bytes(v[0], v[2]), bytes(v[4], v[6]), 0x5410);
-  const uint32_t odd = __byte_perm(bytes(v[1], v[3]), bytes(v[5], v[7]), 0x5410);
-  return ((even & 0x0f0f0f0fu) | (odd & 0xf0f0f0f0u)) & 0x88888888u;
+// `signs` as code_signs of device.cuh gives them.
+__device__ __forceinline__ uint2 with_signs(uint2 codes, uint2 signs) {
+  return make_uint2(codes.x | (signs.x & 0x88888888u), codes.y | (signs.y & 0x88888888u));
 }
 
 // The 16 codes of a block, packed two a byte, from `magnitude(i)` plus `bias`. A NaN scale has only codes 0.
 template <class F>
-__device__ __forceinline__ uint2 pack(const Values& v, uint8_t scale, uint32_t bias, const F& magnitude) {
+__device__ __forceinline__ uint2 pack(uint2 signs, uint32_t scale, uint32_t bias, const F& magnitude) {
   uint32_t half[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     uint32_t packed = 0;
 #pragma unroll
     for (int i = 7; i >= 0; --i) packed = packed * 16u + magnitude(8 * h + i);
-    half[h] = (packed - bias * 0x11111111u) | signs_of(v + 8 * h);
+    half[h] = packed - bias * 0x11111111u;
   }
-  return scale == kScaleNan ? make_uint2(0, 0) : make_uint2(half[0], half[1]);
+  return scale == kScaleNan ? make_uint2(0, 0) : with_signs(make_uint2(half[0], half[1]), signs);
 }
 
-__device__ __forceinline__ uint2 encode_nearest(const Values& v, float encode, uint8_t scale) {
-  return pack(v, scale, kMagicBits, [&](int i) {
+__device__ __forceinline__ uint2 encode_nearest(const Values& v, uint2 signs, float encode, uint32_t scale) {
+  return pack(signs, scale, kMagicBits, [&](int i) {
     return static_cast<uint32_t>(e2m1_magnitude_plus_magic(bits_of(mul_rn(fabsf(v[i]), encode))));
   });
 }
 
-__device__ __forceinline__ uint2 encode_stochastic(const Values& v, float encode, uint8_t scale,
+__device__ __forceinline__ uint2 encode_stochastic(const Values& v, uint2 signs, float encode, uint32_t scale,
                                                    const uint32_t (&random)[4]) {
-  return pack(v, scale, 0, [&](int i) {
+  return pack(signs, scale, 0, [&](int i) {
     return e2m1_magnitude_stochastic(bits_of(mul_rn(fabsf(v[i]), encode)), random[i / 4] >> (8 * (i % 4)) & 0xffu);
   });
 }
@@ -184,6 +189,15 @@ __device__ __forceinline__ bool below_seven(uint32_t amax, float encode) {
   return kQuick && mul_rn(float_of(amax), encode) < 7.0f / 64.0f;
 }
 
+__device__ __forceinline__ uint32_t e4m3_codes(float a, float b) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t r;
+  asm("{.reg .b16 x; cvt.rn.satfinite.e4m3x2.f32 x, %2, %1; mov.b32 %0, {x, 0};}" : "=r"(r) : "f"(a), "f"(b));
+  return r;
+#else
+  return e4m3_encode(clamp_max(a)) | e4m3_encode(clamp_max(b)) << 8;
+#endif
+}
 __device__ __forceinline__ uint32_t e4m3_codes(float a, float b, float c, float d) {
   uint32_t r;
   asm("{.reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, %2, %1; cvt.rn.satfinite.e4m3x2.f32 y, %4, %3; mov.b32 %0, {x, "
@@ -193,13 +207,25 @@ __device__ __forceinline__ uint32_t e4m3_codes(float a, float b, float c, float 
   return r;
 }
 
-// Eight grid magnitudes over 64, whose E4M3 codes are four times the E2M1 ones, with the signs of `v`.
-__device__ __forceinline__ uint32_t pack_over_64(const float* r, const float* v) {
-  const uint32_t even = e4m3_codes(r[0], r[2], r[4], r[6]), odd = e4m3_codes(r[1], r[3], r[5], r[7]);
-  return (even >> 2 | odd << 2) | signs_of(v);
+// The magnitudes of a block's codes: of its halves, the E4M3 codes of elements 0 2 4 6 and of 1 3 5 7. Those of grid
+// magnitudes over 64 are four times the E2M1 codes.
+struct Magnitudes {
+  uint32_t even[2], odd[2];
+};
+
+__device__ __forceinline__ Magnitudes magnitudes_over_64(const Values& r) {
+  Magnitudes m;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float* half = r + 8 * h;
+    m.even[h] = e4m3_codes(half[0], half[2], half[4], half[6]);
+    m.odd[h] = e4m3_codes(half[1], half[3], half[5], half[7]);
+  }
+  return m;
 }
-__device__ __forceinline__ uint2 codes_over_64(const Values& r, const Values& v) {
-  return make_uint2(pack_over_64(r, v), pack_over_64(r + 8, v + 8));
+
+__device__ __forceinline__ uint2 codes_of(const Magnitudes& m) {
+  return make_uint2((m.even[0] >> 2) + 4 * m.odd[0], (m.even[1] >> 2) + 4 * m.odd[1]);
 }
 
 __device__ __forceinline__ float round_over_64(float a) { return e2m1_round_below_7(a, 1.0f / 64.0f); }
@@ -209,46 +235,51 @@ __device__ __forceinline__ void nearest_over_64(const Values& v, float encode, V
   for (int i = 0; i < kBlock; ++i) r[i] = round_over_64(mul_rn(fabsf(v[i]), encode));
 }
 
-// The power of two of a magnitude over 64, that of 1 below it: the grid step there is half of it.
-__device__ __forceinline__ float binade_over_64(float a) { return fmaxf(float_of(bits_of(a) & kInf), 1.0f / 64.0f); }
-
-// e2m1_magnitude_stochastic: the grid step is that of the value before the random addition, which truncates to the same
-// grid value, since the sum stays within one step. 8 and more is as good as 7.
+// Grid values over 64 as e2m1_magnitude_stochastic gives them, but 8 where that saturates at 6. `binade` is the power of
+// two of a magnitude, at least that of 1, times 2^124: a random byte in the third byte of a float32 is r * 2^-133, so the
+// product is r / 512 of it, which is r / 256 of a grid step. The step is that before the addition; the sum stays within
+// one, so it truncates to the same grid value.
 __device__ __forceinline__ void stochastic_over_64(const Values& v, float encode, const uint32_t (&random)[4],
                                                    Values& r) {
+  constexpr int kUp = 124 << 23;
+  constexpr float kMagicDown = 6291456.0f * 0x1p-124f;
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
-    const float a = mul_rn(fabsf(v[i]), encode), binade = binade_over_64(a);
-    // The bytes of a float32: 64 + random / 512.
-    const float fraction = add_rn(float_of(__byte_perm(random[i / 4], 0x42800000u, 0x7604u | i % 4 << 4)), -64.0f);
-    const float t = fminf(__fmaf_rn(fraction, binade, a), 7.5f / 64.0f);
-    r[i] = __fmaf_rn(binade, -6291456.0f, __fmaf_rz(binade, 6291456.0f, t));
+    const float a = mul_rn(fabsf(v[i]), encode);
+    const int32_t power = static_cast<int32_t>(bits_of(a) & kInf);
+    const float binade = float_of(add_max(power, kUp, kUp + static_cast<int32_t>(bits_of(1.0f / 64.0f))));
+    const float random_byte = float_of(__byte_perm(random[i / 4], 0, 0x4044u | i % 4 << 8));
+    const float t = __fmaf_rn(random_byte, binade, a);
+    r[i] = __fmaf_rn(binade, -kMagicDown, __fmaf_rz(binade, kMagicDown, t));
   }
 }
+// Codes from such magnitudes: 8 becomes 7.
+__device__ __forceinline__ uint32_t saturated(uint32_t codes) { return codes - ((codes & 0x88888888u) >> 3); }
 
 // With a scale that is chosen.
 template <class Scales>
-__device__ __forceinline__ Encoded encode_with(const Values& v, uint32_t amax, uint8_t scale, float encode,
-                                               const Scales& scales) {
+__device__ __forceinline__ Encoded encode_with(const Values& v, uint2 signs, uint32_t amax, uint32_t scale,
+                                               float encode, const Scales& scales) {
   if (below_seven(amax, encode)) {
     Values r;
     nearest_over_64(v, encode, r);
-    return {codes_over_64(r, v), scale};
+    return {with_signs(codes_of(magnitudes_over_64(r)), signs), scale};
   }
-  return {encode_nearest(v, block_encode_scale(scale, scales.global()), scale), scale};
+  return {encode_nearest(v, signs, block_encode_scale(scale, scales.global()), scale), scale};
 }
 
 // ---------------------------------------------------------------- plain block scale
+// As `block_scale` does: infinity saturates as FLT_MAX does.
 template <class Scales>
-__device__ __forceinline__ uint8_t plain_scale(uint32_t amax, const Scales& scales) {
-  return e4m3_encode(clamp_max(mul_rn(float_of(amax), scales.block_mult)));
+__device__ __forceinline__ uint32_t plain_scale(uint32_t amax, const Scales& scales) {
+  return e4m3_codes(mul_rn(float_of(amax), scales.block_mult), 0.0f);
 }
 
 // `random` gives the random bits of the block.
 template <class S, class Scales, class Random>
-__device__ __forceinline__ Encoded encode_plain(const Values& v, uint32_t amax, const Scales& scales,
+__device__ __forceinline__ Encoded encode_plain(const Values& v, uint2 signs, uint32_t amax, const Scales& scales,
                                                 const Random& random) {
-  const uint8_t scale = plain_scale(amax, scales);
+  const uint32_t scale = plain_scale(amax, scales);
   const float encode = scales.factors(scale).encode;
   if constexpr (kStochastic<S>) {
     uint32_t bits[4];
@@ -256,24 +287,26 @@ __device__ __forceinline__ Encoded encode_plain(const Values& v, uint32_t amax, 
     if (below_seven(amax, encode)) {
       Values r;
       stochastic_over_64(v, encode, bits, r);
-      return {codes_over_64(r, v), scale};
+      const uint2 codes = codes_of(magnitudes_over_64(r));
+      return {with_signs(make_uint2(saturated(codes.x), saturated(codes.y)), signs), scale};
     }
-    return {encode_stochastic(v, block_encode_scale(scale, scales.global()), scale, bits), scale};
+    return {encode_stochastic(v, signs, block_encode_scale(scale, scales.global()), scale, bits), scale};
   } else {
-    return encode_with(v, amax, scale, encode, scales);
+    return encode_with(v, signs, amax, scale, encode, scales);
   }
 }
 
 // ---------------------------------------------------------------- 4over6
-// Rounds the magnitudes of a block with a candidate, over 64, and sums its errors: those of the rule for the fast
-// error, within `error_bound` of them for the strict one.
+// Rounds the magnitudes `v` of a block with a candidate and sums its errors: those of the rule for the fast error, within
+// `error_bound` of them for the strict one.
 template <class S>
 __device__ __forceinline__ float quick_error(const Values& v, const Factors<S>& factors, float encode_all,
-                                             Values& rounded) {
+                                             Magnitudes& magnitudes) {
+  Values rounded;
   float error = 0.0f;
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
-    const float x = fabsf(v[i]);
+    const float x = v[i];
     rounded[i] = round_over_64(mul_rn(x, factors.encode));
     if constexpr (!kStrict<S>) {
       error = add_error(error, scaled_difference(rounded[i], x, factors.one, encode_all), kSquared<S>);
@@ -282,6 +315,7 @@ __device__ __forceinline__ float quick_error(const Values& v, const Factors<S>& 
       error = kSquared<S> ? __fmaf_rn(d, d, error) : __fadd_rn(error, fabsf(d));
     }
   }
+  magnitudes = magnitudes_over_64(rounded);
   return error;
 }
 
@@ -296,7 +330,7 @@ __device__ __forceinline__ float error_bound(float amax, float errors) {
 
 // The error of a candidate by the rule. Rare, so it is a loop that rereads the elements: `element(i)` is the i-th.
 template <class S, class Element>
-__device__ __forceinline__ float exact_error(const Element& element, uint8_t scale, const GlobalScale& g) {
+__device__ __forceinline__ float exact_error(const Element& element, uint32_t scale, const GlobalScale& g) {
   const float s = e4m3_decode(scale), encode = block_encode_scale(scale, g);
   const StrictValues values(s, g);
   float sum = 0.0f;
@@ -316,20 +350,22 @@ __device__ __forceinline__ float exact_error(const Element& element, uint8_t sca
 // The candidates of a block or a 16x16 tile under one amax, and which is chosen from the errors of what shares it.
 template <class S>
 struct Choice {
-  Candidates scales;
+  struct {
+    uint32_t six, four;
+  } scales;
   Factors<S> six, four;
   float amax;
   bool quick;
 
   template <class Scales>
-  __device__ __forceinline__ Choice(uint32_t amax_bits, const Scales& all)
-      : scales(candidate_scales(amax_bits, all.encode)),
-        six(all.factors(scales.six)),
-        four(all.factors(scales.four)),
-        amax(float_of(amax_bits)),
-        // Away from under- and overflow, or nothing but zeros.
-        quick(below_seven(amax_bits, six.encode) && below_seven(amax_bits, four.encode) &&
-              ((amax > 0x1p-40f && amax < 0x1p40f) || amax == 0.0f)) {}
+  __device__ __forceinline__ Choice(uint32_t amax_bits, const Scales& all) : amax(float_of(amax_bits)) {
+    const float base = candidate_base(amax_bits, all.encode);
+    const uint32_t both = e4m3_codes(base, mul_rn(base, 1.5f));
+    scales.six = both & 0xffu, scales.four = both >> 8;
+    six = all.factors(scales.six), four = all.factors(scales.four);
+    quick = below_seven(amax_bits, six.encode) && below_seven(amax_bits, four.encode) &&
+            (!kStrict<S> || scales.six != 0 || amax_bits == 0);
+  }
 
   // Whether the quick errors decide, and how.
   __device__ __forceinline__ bool decided(float error_six, float error_four, bool* take_four) const {
@@ -343,67 +379,104 @@ struct Choice {
     const float inexact = kStrict<S> ? amax : 0.0f;  // the fast error of an element is exact
     return quick && fabsf(error_four - error_six) > error_bound<S>(inexact, error_four + error_six);
   }
-  __device__ __forceinline__ uint8_t scale(bool take_four) const { return take_four ? scales.four : scales.six; }
+  __device__ __forceinline__ Factors<S> factors(bool take_four) const {
+    Factors<S> f = six;
+    if (take_four) f = four;
+    return f;
+  }
+  __device__ __forceinline__ uint32_t scale(bool take_four) const { return take_four ? scales.four : scales.six; }
   __device__ __forceinline__ float encode(bool take_four) const { return take_four ? four.encode : six.encode; }
 };
 
-// The strict error where `quick_error` applies: `rounded(i)` and the factors are over and times 64.
-template <class S, class Rounded>
-__device__ __forceinline__ float strict_error(const Values& v, const Rounded& rounded, const ErrorFactors& factors) {
-  float error = 0.0f;
+// The strict error where `quick_error` applies, whose factors are times 64.
+__device__ __forceinline__ float strict_error(const Values& v, const ErrorFactors& factors, bool squared) {
+  float encode = factors.encode, error = 0.0f;
+  asm volatile("" : "+f"(encode));  // rounds again, rather than keep what `quick_error` rounded in registers
 #pragma unroll
-  for (int i = 0; i < kBlock; ++i)
-    error =
-        add_error(error, strict_difference(rounded(i), fabsf(v[i]), factors.one, factors.one_and_half), kSquared<S>);
+  for (int i = 0; i < kBlock; ++i) {
+    const float rounded = round_over_64(mul_rn(v[i], encode));
+    error = add_error(error, strict_difference(rounded, v[i], factors.one, factors.one_and_half), squared);
+  }
   return error;
 }
 
-// Which scale a block by itself takes; and its magnitudes rounded with it, over 64, if the choice is quick.
+__device__ __forceinline__ Magnitudes chosen_of(bool four, const Magnitudes& with_six, const Magnitudes& with_four) {
+  Magnitudes m;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    m.even[h] = four ? with_four.even[h] : with_six.even[h];
+    m.odd[h] = four ? with_four.odd[h] : with_six.odd[h];
+  }
+  return m;
+}
+
+// `error(four)` of both candidates, one after the other.
+template <class F>
+__device__ __forceinline__ bool four_is_better(const F& error) {
+  float six = 0.0f, four = 0.0f;
+#pragma unroll 1
+  for (int c = 0; c < 2; ++c) {
+    six = four;
+    four = error(c == 1);
+  }
+  return choose_four(six, four);
+}
+
+// What comes next waits for this, so that registers hold the rounded values of one candidate at a time.
+__device__ __forceinline__ void one_after_the_other(float& error, Magnitudes& m) {
+  asm volatile("" : "+f"(error), "+r"(m.even[0]), "+r"(m.even[1]), "+r"(m.odd[0]), "+r"(m.odd[1]));
+}
+
+// Which scale a block of magnitudes `v` takes by itself, and its codes' magnitudes with it, if the choice is quick.
 template <class S, class Scales, class Element>
 __device__ __forceinline__ bool block_takes_four(const Values& v, const Choice<S>& choice, const Scales& scales,
-                                                 const Element& element, Values& rounded) {
-  Values six, four;
-  const float error_six = quick_error<S>(v, choice.six, scales.encode, six);
+                                                 const Element& element, Magnitudes& chosen) {
+  Magnitudes six, four;
+  float error_six = quick_error<S>(v, choice.six, scales.encode, six);
+  one_after_the_other(error_six, six);
   const float error_four = quick_error<S>(v, choice.four, scales.encode, four);
   bool take_four;
   if (!choice.decided(error_six, error_four, &take_four)) {
     if (kStrict<S> && choice.quick) {
-      take_four = choose_four(strict_error<S>(
-                                  v, [&](int i) { return six[i]; }, choice.six),
-                              strict_error<S>(v, [&](int i) { return four[i]; }, choice.four));
+      take_four = four_is_better([&](bool c) { return strict_error(v, choice.factors(c), kSquared<S>); });
     } else {
       const GlobalScale g = scales.global();
-      take_four =
-          choose_four(exact_error<S>(element, choice.scales.six, g), exact_error<S>(element, choice.scales.four, g));
+      take_four = four_is_better([&](bool c) { return exact_error<S>(element, choice.scale(c), g); });
     }
   }
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) rounded[i] = take_four ? four[i] : six[i];
+  chosen = chosen_of(take_four, six, four);
   return take_four;
 }
 
-template <class S, class Scales, class Element>
-__device__ __forceinline__ Encoded encode_better(const Values& v, uint32_t amax, const Scales& scales,
-                                                 const Element& element) {
-  const Choice<S> choice(amax, scales);
-  Values rounded;
-  const uint8_t scale = choice.scale(block_takes_four<S>(v, choice, scales, element, rounded));
-  if (choice.quick) return {codes_over_64(rounded, v), scale};
-  return {encode_nearest(v, block_encode_scale(scale, scales.global()), scale), scale};
+template <class S, class Scales>
+__device__ __forceinline__ Encoded encode_chosen(const Values& v, uint2 signs, const Choice<S>& choice, bool four,
+                                                 const Magnitudes& chosen, const Scales& scales) {
+  const uint32_t scale = choice.scale(four);
+  if (choice.quick) return {with_signs(codes_of(chosen), signs), scale};
+  return {encode_nearest(v, signs, block_encode_scale(scale, scales.global()), scale), scale};
 }
 
-// The amax of a 16x16 tile, and its errors by `tile_error` of numerics.h, over the lanes that have its lines `kNearest`
-// lanes and more apart: the farthest first. Each sum is the same from both sides.
-template <int kNearest>
+template <class S, class Scales, class Element>
+__device__ __forceinline__ Encoded encode_better(const Values& v, uint2 signs, uint32_t amax, const Scales& scales,
+                                                 const Element& element) {
+  const Choice<S> choice(amax, scales);
+  Magnitudes chosen;
+  const bool four = block_takes_four<S>(v, choice, scales, element, chosen);
+  return encode_chosen(v, signs, choice, four, chosen, scales);
+}
+
+// The amax of a 16x16 tile, and its errors by `tile_error` of numerics.h, over the lanes that have its lines, from
+// `kFarthest` lanes apart to `kNearest`. Each sum is the same from both sides.
+template <int kFarthest, int kNearest>
 struct Lanes {
   __device__ __forceinline__ static uint32_t max(uint32_t m) {
 #pragma unroll
-    for (int step = 16; step >= kNearest; step /= 2) m = amax_bits(m, __shfl_xor_sync(0xffffffffu, m, step));
+    for (int step = kFarthest; step >= kNearest; step /= 2) m = amax_bits(m, __shfl_xor_sync(0xffffffffu, m, step));
     return m;
   }
   __device__ __forceinline__ static float sum(float error) {
 #pragma unroll
-    for (int step = 16; step >= kNearest; step /= 2) error = add_rn(error, __shfl_xor_sync(0xffffffffu, error, step));
+    for (int step = kFarthest; step >= kNearest; step /= 2) error = add_rn(error, __shfl_xor_sync(0xffffffffu, error, step));
     return error;
   }
 };
@@ -411,58 +484,61 @@ struct Lanes {
 // What the quick errors say of a 16x16 tile, in whatever order they are summed.
 enum class TileChoice : uint8_t { kSix, kFour, kClose };
 
-// Which scale a 16x16 tile takes; by the rule at once, without quick errors, where those did not decide before.
-// `values(j, v)` are those of the thread's j-th line of it, `element(j, i)` one of them; `sum(f)` sums f(j) over the
-// lines.
-template <class S, bool kByRule, class Scales, class Sum, class LineValues, class Element>
+// Which scale a 16x16 tile takes, and the magnitudes of the thread's lines of it, if the choice is quick; by the rule at
+// once, without magnitudes, where the quick errors did not decide before. `values(j, v)` are the magnitudes of the j-th
+// line, `element(j, i)` is an element of it; `sum(f)` sums f(j) over the lines.
+template <class S, bool kByRule, int kLines, class Scales, class Sum, class LineValues, class Element>
 __device__ __forceinline__ bool tile_takes_four(const Choice<S>& choice, const Scales& scales, const Sum& sum,
-                                                const LineValues& values, const Element& element, TileChoice* found) {
-  const auto quick = [&](const Factors<S>& factors) {
+                                                const LineValues& values, const Element& element, TileChoice* found,
+                                                Magnitudes (&chosen)[kLines]) {
+  Magnitudes with_six[kLines], with_four[kLines];
+  const auto quick = [&](const Factors<S>& factors, Magnitudes (&magnitudes)[kLines]) {
     return sum([&](int j) {
-      Values v, rounded;
+      Values v;
       values(j, v);
-      return quick_error<S>(v, factors, scales.encode, rounded);
+      return quick_error<S>(v, factors, scales.encode, magnitudes[j]);
     });
   };
   bool four = false, decided = choice.scales.six == choice.scales.four;
   if constexpr (!kByRule || !kStrict<S>) {
-    const float six = quick(choice.six), other = quick(choice.four);
+    float six = quick(choice.six, with_six);
+#pragma unroll
+    for (int j = 0; j < kLines; ++j) one_after_the_other(six, with_six[j]);
+    const float other = quick(choice.four, with_four);
     decided = choice.decided(six, other, &four);
     if (found) *found = !choice.sure(six, other) ? TileChoice::kClose : four ? TileChoice::kFour : TileChoice::kSix;
   }
   if constexpr (kStrict<S>)
     if (__any_sync(0xffffffffu, !decided && choice.quick)) {  // every lane, since lines are lanes
-      const auto strict = [&](const Factors<S>& factors) {
+      const bool exactly = four_is_better([&](bool c) {
         return sum([&](int j) {
           Values v;
           values(j, v);
-          float encode = factors.encode;
-          asm volatile("" : "+f"(encode));  // rounds again, rather than keep what `quick` rounded in registers
-          const auto rounded = [&](int i) { return round_over_64(mul_rn(fabsf(v[i]), encode)); };
-          return strict_error<S>(v, rounded, factors);
+          return strict_error(v, choice.factors(c), kSquared<S>);
         });
-      };
-      const bool exactly = choose_four(strict(choice.six), strict(choice.four));
+      });
       if (!decided && choice.quick) four = exactly, decided = true;
     }
   if (__any_sync(0xffffffffu, !decided)) {
     const GlobalScale g = scales.global();
-    const auto exact = [&](uint8_t scale) {
-      return sum([&](int j) { return exact_error<S>([&](int i) { return element(j, i); }, scale, g); });
-    };
-    const bool exactly = choose_four(exact(choice.scales.six), exact(choice.scales.four));
+    const bool exactly = four_is_better([&](bool c) {
+      return sum([&](int j) { return exact_error<S>([&](int i) { return element(j, i); }, choice.scale(c), g); });
+    });
     if (!decided) four = exactly;
   }
+  if constexpr (!kByRule)
+#pragma unroll
+    for (int j = 0; j < kLines; ++j) chosen[j] = chosen_of(four, with_six[j], with_four[j]);
   return four;
 }
 
 template <class S, class Scales, class Element, class Random>
-__device__ __forceinline__ Encoded encode_block(const Values& v, uint32_t amax, const Scales& scales,
+__device__ __forceinline__ Encoded encode_block(const Values& v, uint2 signs, uint32_t amax, const Scales& scales,
                                                 const Element& element, const Random& random) {
   if constexpr (kChooses<S>)
-    return encode_better<S>(v, amax, scales, element);
+    return encode_better<S>(v, signs, amax, scales, element);
   else
-    return encode_plain<S>(v, amax, scales, random);
+    return encode_plain<S>(v, signs, amax, scales, random);
 }
 
 // The maximum over the four neighbouring lanes that hold a window; every lane is here.

@@ -65,6 +65,29 @@ __device__ __forceinline__ float high_half(uint32_t pair) {
     return T::load(static_cast<uint16_t>(pair >> 16));
 }
 
+template <class T>
+__device__ __forceinline__ float half_of(uint32_t pair, bool high) {
+  return high ? high_half<T>(pair) : low_half<T>(pair);
+}
+
+// Of bytes that are a sign in all bits, those of even and of odd elements: their sign bits are in the places of eight
+// codes' signs, other bits elsewhere.
+__device__ __forceinline__ uint32_t code_signs(uint32_t even, uint32_t odd) {
+  return (even & 0x0f0f0f0fu) | (odd & 0xf0f0f0f0u);
+}
+// The signs of the halves of two words, each in all bits of a byte: the low halves first.
+__device__ __forceinline__ uint32_t half_signs(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0xfbd9u));
+  return r;
+}
+// The same of the words themselves.
+__device__ __forceinline__ uint32_t word_signs(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x00fbu));
+  return r;
+}
+
 // ---------------------------------------------------------------- blocks
 // 16 consecutive elements as 16-byte words.
 template <class T>
@@ -87,7 +110,7 @@ struct Block {
   __device__ __forceinline__ uint32_t part(int i) const { return (&word[i / 4].x)[i % 4]; }
   __device__ __forceinline__ float value(int i) const {
     if constexpr (kPairs)
-      return i % 2 ? high_half<T>(part(i / 2)) : low_half<T>(part(i / 2));
+      return half_of<T>(part(i / 2), i % 2);
     else
       return T::load(part(i));
   }
@@ -95,14 +118,31 @@ struct Block {
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) v[i] = value(i);
   }
+  __device__ __forceinline__ void magnitudes(float (&v)[kBlock]) const {
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) v[i] = kPairs ? half_of<T>(part(i / 2) & 0x7fff7fffu, i % 2) : fabsf(value(i));
+  }
+  // `code_signs` of the halves.
+  __device__ __forceinline__ uint2 signs() const {
+    const auto half = [&](int h) {
+      uint32_t low, high;  // of elements 0 2 1 3 and 4 6 5 7
+      if constexpr (kPairs) {
+        low = half_signs(part(4 * h), part(4 * h + 1)), high = half_signs(part(4 * h + 2), part(4 * h + 3));
+      } else {
+        const auto two = [&](int i) { return word_signs(part(8 * h + i), part(8 * h + i + 2)); };
+        low = __byte_perm(two(0), two(1), 0x5410), high = __byte_perm(two(4), two(5), 0x5410);
+      }
+      return code_signs(__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
+    };
+    return make_uint2(half(0), half(1));
+  }
   // The bits of the largest magnitude, as a float32; some NaN if there is one.
   __device__ __forceinline__ uint32_t amax() const {
     if constexpr (kPairs) {
       uint32_t m = max_of_pairs<T>(part(0), part(1));
 #pragma unroll
       for (int i = 2; i < kBlock / 2; ++i) m = max_of_pairs<T>(m, part(i));
-      m &= 0x7fff7fffu;
-      return amax_bits(bits_of(low_half<T>(m)), bits_of(high_half<T>(m)));
+      return bits_of(fabsf(high_half<T>(max_of_pairs<T>(m, __byte_perm(m, 0, 0x1032)))));
     } else {
       uint32_t m = 0;
 #pragma unroll

@@ -7,7 +7,7 @@ namespace {
 // The values that a block quantizes to with `scale`. `round(r)` gives their magnitudes on the grid, over 64, and can
 // where `quick`: powers of two commute with the rounding of the product.
 template <class S, class T, class Scales, class Round>
-__device__ __forceinline__ Block<T> decode(Values& v, uint8_t scale, const Scales& scales, float e4m3_max, bool quick,
+__device__ __forceinline__ Block<T> decode(Values& v, uint32_t scale, const Scales& scales, float e4m3_max, bool quick,
                                            const uint32_t (&random)[4], const Round& round) {
   const float factor = dequantize_factor(scale, fabsf(scales.amax), e4m3_max);
   if (quick && factor < kFiniteFactor) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ Block<T> decode(Values& v, uint8_t scale, const Scale
 // In a warp that has two 16x16 tiles, lane 2 * line + tile, or any blocks of 1x16.
 struct FakeQuant {
   using Args = FakeQuantArgs;
-  using Lines = Lanes<2>;
+  using Lines = Lanes<16, 2>;
 
   template <class S, class T, class Scales>
   __device__ __forceinline__ static Block<T> values(const Args& a, const Scales& scales, const Block<T>& raw,
@@ -45,32 +45,32 @@ struct FakeQuant {
       const Choice<S> choice(m, scales);
       const auto* x = static_cast<const typename T::Stored*>(a.x) + block * kBlock;
       const auto element = [&](int i) { return T::load(x[i]); };
-      const auto with = [&](bool four, bool quick, const auto& round) {
-        return decode<S, T>(v, choice.scale(four), scales, a.e4m3_max, quick, random, round);
-      };
+      bool four;
       if constexpr (kTiles<S>) {
+        Magnitudes unused[1];
         const auto sum = [](const auto& error) { return Lines::sum(error(0)); };
-        const bool four = tile_takes_four<S, false>(
-            choice, scales, sum, [&](int, Values& own) { source.values(own); }, [&](int, int i) { return element(i); },
-            nullptr);
-        const float encode = choice.encode(four);
-        return with(four, below_seven(m, encode), [&](Values& r) { nearest_over_64(v, encode, r); });
+        four = tile_takes_four<S, false>(
+            choice, scales, sum, [&](int, Values& own) { source.magnitudes(own); }, [&](int, int i) { return element(i); },
+            nullptr, unused);
       } else {
-        Values rounded;
-        const bool four = block_takes_four<S>(v, choice, scales, element, rounded);
-        return with(four, choice.quick, [&](Values& r) {
-#pragma unroll
-          for (int i = 0; i < kBlock; ++i) r[i] = rounded[i];
-        });
+        Magnitudes unused;
+        Values magnitudes;
+        source.magnitudes(magnitudes);
+        four = block_takes_four<S>(magnitudes, choice, scales, element, unused);
       }
+      const float encode = choice.encode(four);
+      return decode<S, T>(v, choice.scale(four), scales, a.e4m3_max, choice.quick, random,
+                          [&](Values& r) { nearest_over_64(v, encode, r); });
     } else {
-      const uint8_t scale = plain_scale(m, scales);
+      const uint32_t scale = plain_scale(m, scales);
       const float encode = scales.factors(scale).encode;
       if constexpr (kStochastic<S>) random_of(scales, a.shape, a.stream, block, random);
       return decode<S, T>(v, scale, scales, a.e4m3_max, below_seven(m, encode), random, [&](Values& r) {
-        if constexpr (kStochastic<S>)
+        if constexpr (kStochastic<S>) {
           stochastic_over_64(v, encode, random, r);
-        else
+#pragma unroll
+          for (int i = 0; i < kBlock; ++i) r[i] = fminf(r[i], 6.0f / 64.0f);
+        } else
           nearest_over_64(v, encode, r);
       });
     }

@@ -12,10 +12,10 @@ struct Quantize {
     const auto source = source_of<S>(raw);
     const uint32_t m = source.amax();
     Values v;
-    source.values(v);
+    values_of<S>(source, v);
     const auto* x = static_cast<const typename T::Stored*>(a.x) + block * kBlock;
     encode_block<S>(
-        v, m, scales, [&](int i) { return T::load(x[i]); },
+        v, source.signs(), m, scales, [&](int i) { return T::load(x[i]); },
         [&](uint32_t (&bits)[4]) { random_of(scales, a.shape, a.stream, block, bits); })
         .store(a, block);
   }

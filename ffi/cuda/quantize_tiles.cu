@@ -5,31 +5,29 @@ namespace jnvfp4 {
 namespace {
 
 template <class S, class T>
-struct RowsShared {
+struct RowsMemory {
   Stages<T> stages;
   SharedScales<S> scales;
 };
 template <class S, class T>
-struct ColumnsShared : RowsShared<S, T> {
-  Held held;
+struct ColumnsMemory : RowsMemory<S, T> {
+  ColumnsShared<S> columns;
 };
 
 template <class S, class T>
-__global__ void __launch_bounds__(kThreads, kTileBlocks<S>) quantize_rows_kernel(QuantizeArgs a, int tiles) {
-  auto& shared = shared_memory<RowsShared<S, T>>();
-  for_each_tile(shared.stages, a.x, Source(a.shape), tiles, [&](const TilePlace& first) {
-    fill_scales(shared.scales, a, first.matrix);
-    return RowsPass<S, T>(a, shared.scales, first);
-  });
+__global__ void __launch_bounds__(kThreads, kTileBlocks<S>) quantize_rows_kernel(QuantizeArgs a, Runs runs) {
+  auto& shared = shared_memory<RowsMemory<S, T>>();
+  for_each_tile(
+      shared.stages, a.x, Source(a.shape), runs, [&](int64_t matrix) { fill_scales(shared.scales, a, matrix); },
+      [&](const TilePlace& first) { return RowsPass<S, T>(a, shared.scales, first); });
 }
 
 template <class S, class T>
-__global__ void __launch_bounds__(kThreads, kTileBlocks<S>) quantize_columns_kernel(QuantizeArgs a, int tiles) {
-  auto& shared = shared_memory<ColumnsShared<S, T>>();
-  for_each_tile(shared.stages, a.x, Source(a.shape), tiles, [&](const TilePlace& first) {
-    fill_scales(shared.scales, a, first.matrix);
-    return ColumnsPass<S, T>(a, shared.scales, shared.held, first);
-  });
+__global__ void __launch_bounds__(kThreads, kTileBlocks<S>) quantize_columns_kernel(QuantizeArgs a, Runs runs) {
+  auto& shared = shared_memory<ColumnsMemory<S, T>>();
+  for_each_tile(
+      shared.stages, a.x, Source(a.shape), runs, [&](int64_t matrix) { fill_scales(shared.scales, a, matrix); },
+      [&](const TilePlace& first) { return ColumnsPass<S, T>(a, shared.scales, shared.columns, first); });
 }
 
 // The amax of each row of a transposed x; `found` starts as zeros. NaN is made canonical before the atomic maximum,
@@ -43,7 +41,7 @@ class AmaxColumns {
         rows_left_(a.shape.cols - first.row - rows_of_thread()) {}
   __device__ __forceinline__ void operator()(const Tile<T>& tile) {
     Columns<T> x;
-    x.load(tile);
+    x.load(tile, Columns<T>::place());
     uint32_t m[2];
     x.amax(m);
 #pragma unroll
@@ -54,8 +52,7 @@ class AmaxColumns {
   __device__ __forceinline__ void finish(int) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const uint32_t m = canonical_nan(window_max(m_[j]));
-      if (j < lines_left_ && threadIdx.x % 4 == 0) atomicMax(found_ + j, m);
+      if (j < lines_left_) atomicMax(found_ + j, canonical_nan(m_[j]));
       m_[j] = 0;
     }
   }
@@ -67,9 +64,10 @@ class AmaxColumns {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) amax_columns_kernel(QuantizeArgs a, int tiles) {
-  auto& stages = shared_memory<Stages<T>>();
-  for_each_tile(stages, a.x, Source(a.shape), tiles, [&](const TilePlace& first) { return AmaxColumns<T>(a, first); });
+__global__ void __launch_bounds__(kThreads) amax_columns_kernel(QuantizeArgs a, Runs runs) {
+  for_each_tile(
+      shared_memory<Stages<T>>(), a.x, Source(a.shape), runs, [](int64_t) {},
+      [&](const TilePlace& first) { return AmaxColumns<T>(a, first); });
 }
 
 template <class S, class T, bool kTransposed>
@@ -84,9 +82,9 @@ cudaError_t launch(QuantizeArgs a, cudaStream_t stream) {
       a.amax = a.found;
     }
   if constexpr (kTransposed)
-    return launch_tiles<ColumnsShared<S, T>>(quantize_columns_kernel<S, T>, runs, stream, a);
+    return launch_tiles<ColumnsMemory<S, T>>(quantize_columns_kernel<S, T>, runs, stream, a);
   else
-    return launch_tiles<RowsShared<S, T>>(quantize_rows_kernel<S, T>, runs, stream, a);
+    return launch_tiles<RowsMemory<S, T>>(quantize_rows_kernel<S, T>, runs, stream, a);
 }
 
 }  // namespace

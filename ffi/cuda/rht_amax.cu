@@ -17,12 +17,12 @@ class AmaxPass {
     uint32_t m[2];
     if constexpr (kTransposed) {
       Columns<T> x;
-      x.load(tile);
+      x.load(tile, Columns<T>::place());
       rotated(x).amax(m);
     } else {
 #pragma unroll
       for (int j = 0; j < 2; ++j)
-        m[j] = rotated(tile.block(row_of_thread<false>(), block_of_thread<false>() + j)).amax();
+        m[j] = rotated(tile.block(Tile<T>::place_of_block(row_of_thread<false>(), block_of_thread<false>() + j))).amax();
     }
     constexpr int kEach = kTransposed ? 1 : kBlock;
     if (rows_left_ > 0 && cols_left_ > 0) m_ = amax_bits(m_, m[0]);
@@ -43,13 +43,14 @@ class AmaxPass {
 
 // `amax` starts as zeros.
 template <class T, bool kTransposed>
-__global__ void __launch_bounds__(kThreads, 3) rht_amax_kernel(RhtAmaxArgs a, int tiles) {
-  auto& stages = shared_memory<Stages<T>>();
+__global__ void __launch_bounds__(kThreads, 3) rht_amax_kernel(RhtAmaxArgs a, Runs runs) {
   const Source x(a.shape);
-  for_each_tile(stages, a.x, x, tiles, [&](const TilePlace& first) {
-    const int64_t group = quotient(first.matrix * a.shape.rows, a.shape.rows_per_amax);
-    return AmaxPass<T, kTransposed>(a.amax + group, x, first);
-  });
+  for_each_tile(
+      shared_memory<Stages<T>>(), a.x, x, runs, [](int64_t) {},
+      [&](const TilePlace& first) {
+        const int64_t group = quotient(first.matrix * a.shape.rows, a.shape.rows_per_amax);
+        return AmaxPass<T, kTransposed>(a.amax + group, x, first);
+      });
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
 // Tiles of 64 x 128 elements of x in shared memory, and their quantization along either axis.
 //
-// Along rows a thread has two neighbouring blocks of a row, along columns 16 rows of two neighbouring columns. Either
-// way a warp has all of what shares an amax or a decision (16x16 tiles, windows), and writes whole 32-byte sectors of
-// codes.
+// A team of two warps loads 16 rows and works on them by itself, along rows with two neighbouring blocks a thread, along
+// columns with a block in each of two neighbouring columns. So a team has all of what shares an amax or a decision,
+// except windows along columns, which teams exchange.
 #pragma once
 
 #include <climits>
@@ -13,35 +13,56 @@ namespace jnvfp4 {
 
 constexpr int kTileRows = 64, kTileCols = 128;
 constexpr int kTilesHeld = 4;  // in a run, of which the codes along columns are written together
+constexpr int kTeam = 64, kTeams = kThreads / kTeam;
+
+__device__ __forceinline__ int team() { return threadIdx.x / kTeam; }
+__device__ __forceinline__ int team_thread() { return threadIdx.x % kTeam; }
+__device__ __forceinline__ void sync_team() { asm volatile("bar.sync %0, %1;" ::"r"(team() + 1), "n"(kTeam) : "memory"); }
 
 // Thread blocks a multiprocessor holds, which bounds registers.
 template <class S>
-inline constexpr int kTileBlocks = kChooses<S> || kStochastic<S> ? 2 : 4;
+inline constexpr int kTileBlocks = kChooses<S> || kStochastic<S> ? 2 : kWindows<S> ? 3 : 4;
 
 // x / 16 for x not negative, without the care that signed division takes.
 __device__ __forceinline__ int64_t blocks_of(int64_t x) { return x >> 4; }
 
-// Rows are 16 bytes longer than their elements, and 32 bytes more lie between groups of 16: so neither reads along rows
-// nor reads down columns meet in a bank.
+// A value that stays in its register: the compiler would compute it again in every tile.
+__device__ __forceinline__ int kept(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
+// Rows are 16 bytes longer than their elements, and 32-byte halves of every other 64 bytes of 16-bit elements change
+// places: so neither reads along rows nor reads down columns meet in a bank.
 template <class T>
 struct Tile {
   using Stored = typename T::Stored;
   using Pair = std::conditional_t<Block<T>::kPairs, uint32_t, uint2>;  // of neighbours in a row
-  static constexpr int kElementBytes = kTileCols * sizeof(Stored), kRowBytes = kElementBytes + 16;
-  alignas(16) char bytes[kTileRows * kRowBytes + kTileRows / kBlock * 32];
+  static constexpr int kRowBytes = kTileCols * sizeof(Stored) + 16;
+  alignas(16) char bytes[kTileRows * kRowBytes];
 
-  __device__ __forceinline__ const char* row(int r) const { return bytes + r * kRowBytes + r / kBlock * 32; }
-  __device__ __forceinline__ char* row(int r) { return bytes + r * kRowBytes + r / kBlock * 32; }
-  __device__ __forceinline__ Block<T> block(int r, int c) const {  // the c-th of row r
+  // Where the bytes from `byte` of a row are, up to the next multiple of 32.
+  __device__ __forceinline__ static int place(int row, int byte) {
+    return row * kRowBytes + (Block<T>::kPairs ? byte ^ (byte >> 2 & 32) : byte);
+  }
+  __device__ __forceinline__ static int place_of_block(int row, int block) {
+    return place(row, block * kBlock * static_cast<int>(sizeof(Stored)));
+  }
+  __device__ __forceinline__ static int place_of_pair(int row, int pair) {
+    return place(row, pair * static_cast<int>(sizeof(Pair)));
+  }
+  template <class Word>
+  __device__ __forceinline__ const Word& at(int place) const {
+    return *reinterpret_cast<const Word*>(bytes + place);
+  }
+  __device__ __forceinline__ Block<T> block(int place) const {
     Block<T> b;
 #pragma unroll
-    for (int i = 0; i < Block<T>::kWords; ++i)
-      b.word[i] = reinterpret_cast<const uint4*>(row(r))[c * Block<T>::kWords + i];
+    for (int i = 0; i < Block<T>::kWords; ++i) b.word[i] = at<uint4>(place + 16 * i);
     return b;
   }
-  __device__ __forceinline__ Pair pair(int r, int c) const { return reinterpret_cast<const Pair*>(row(r))[c]; }
-  __device__ __forceinline__ float element(int r, int c) const {
-    return T::load(reinterpret_cast<const Stored*>(row(r))[c]);
+  __device__ __forceinline__ float element(int row, int col) const {
+    return T::load(at<Stored>(place(row, col * static_cast<int>(sizeof(Stored)))));
   }
 };
 
@@ -58,18 +79,30 @@ struct TilePlace {
   int64_t matrix, row, col;
 };
 
-// A thread block has a run of tiles down a strip of columns of a matrix: the grid is strips, runs, matrices. Down, so
-// that the scales that share a sector of the transposed result are written close in time.
+// A run is some tiles down a strip of columns of a matrix: down, so that the codes of a column are neighbours, and those
+// of several tiles can be written together. A thread block has a few runs, one below the other; the grid is strips, such
+// groups and matrices. The hardware gives out thread blocks as others end: with equal shares for all that are resident
+// the slowest multiprocessor takes a tenth longer.
 struct Runs {
   dim3 grid;
-  int tiles;  // in a run
+  int64_t rows;  // of a thread block
+  int tiles;     // in a run
 
   Runs(const Source& x, int resident) {
     constexpr int64_t kMost = 32768;  // of the 65535 that grid dimensions y and z allow
-    const int64_t strips = (x.cols + kTileCols - 1) / kTileCols, down = (x.rows + kTileRows - 1) / kTileRows;
-    const int64_t all = strips * down * x.batch, places = static_cast<int64_t>(multiprocessors()) * resident;
-    tiles = static_cast<int>(std::clamp<int64_t>((all + places - 1) / places, 1, kTilesHeld));
-    grid = dim3(static_cast<unsigned>(strips), static_cast<unsigned>(std::min((down + tiles - 1) / tiles, kMost)),
+    const int64_t multis = multiprocessors(), down = (x.rows + kTileRows - 1) / kTileRows;
+    const int64_t strips = (x.cols + kTileCols - 1) / kTileCols;
+    const auto count = [&](int64_t t) { return strips * ((down + t - 1) / t) * x.batch; };
+    // Quarters of tiles that the busiest multiprocessor works on; a run costs about one more.
+    const auto cost = [&](int64_t t) { return (count(t) + multis - 1) / multis * (4 * t + 1); };
+    tiles = 1;
+    for (int more = 2; more <= kTilesHeld; ++more)
+      if (cost(more) < cost(tiles)) tiles = more;
+    // What a thread block does first is done less often where there is enough work for all to the end.
+    const int64_t wanted = std::clamp<int64_t>(count(tiles) / (5 * multis * resident), 1, 16);
+    const int64_t each = tiles * std::max(wanted, (down + kMost * tiles - 1) / (kMost * tiles));
+    rows = each * kTileRows;
+    grid = dim3(static_cast<unsigned>(strips), static_cast<unsigned>((down + each - 1) / each),
                 static_cast<unsigned>(std::min(x.batch, kMost)));
   }
 };
@@ -77,105 +110,122 @@ struct Runs {
 // ---------------------------------------------------------------- shared memory
 // The codes and scales of blocks along columns wait here until those of a run are together: 32 bytes of codes and 4 of
 // scales a column and tile, each to a cache line of its own, are more requests than the L2 cache answers at the speed
-// of memory.
+// of memory. Which 8 bytes of a line a block's codes are in depends on the line, so that neighbouring lines do not meet
+// in a bank.
 struct Held {
-  static constexpr int kBlocks = kTilesHeld * kTileRows / kBlock,
-                       kPitch = kBlocks * kBlock / 2 + 16;  // against conflicts
-  alignas(16) uint8_t codes[kTileCols][kPitch];
-  alignas(16) uint8_t scales[kTileCols][kBlocks];
+  static constexpr int kBlocks = kTilesHeld * kTileRows / kBlock;
+  alignas(128) uint8_t codes[kTileCols][kBlocks * kBlock / 2];
+  alignas(4) uint8_t scales[kBlocks][kTileCols + 4];
+
+  // Where in its line the codes of a block are, in bytes. Two blocks from an even one on are neighbours.
+  __device__ __forceinline__ static int place(int line, int block) {
+    return block * (kBlock / 2) ^ (line & 14) * kBlock / 2;
+  }
 };
 
 // ---------------------------------------------------------------- loading
-// Tiles on their way.
+constexpr int kStages = 2;  // tiles on their way
+
 template <class T>
 struct Stages {
-  static constexpr int kCount = Block<T>::kPairs ? 2 : 1;  // what fits 48 KB
-  Tile<T> tile[kCount];
+  Tile<T> tile[kStages];
 };
 
-// Copies one tile after the other of a run, down the rows, without registers in between. A thread has the same 16-byte
-// word of every kRowsAtOnce-th row.
+// Copies a team's rows of one tile after the other of a run, down the rows, without registers in between. A thread has
+// the same 16-byte word of every kRowsAtOnce-th row.
 template <class T>
 class Loader {
   using Stored = typename T::Stored;
-  static constexpr int kVector = 16 / sizeof(Stored), kVectors = kTileCols / kVector, kRowsAtOnce = kThreads / kVectors;
+  static constexpr int kVector = 16 / sizeof(Stored), kVectors = kTileCols / kVector, kRowsAtOnce = kTeam / kVectors;
 
  public:
   __device__ __forceinline__ Loader(const void* x, const Source& source, const TilePlace& first)
       : next_(static_cast<const Stored*>(x) + (first.matrix * source.rows + first.row + own_row()) * source.cols +
               first.col + own_col()),
-        stride_(kRowsAtOnce * source.cols),
+        cols_(source.cols),
         rows_left_(source.rows - first.row < INT_MAX ? static_cast<int>(source.rows - first.row) : INT_MAX),
         cols_left_(static_cast<int>(source.cols - first.col < kTileCols ? source.cols - first.col : kTileCols)),
-        aligned_(source.cols * sizeof(Stored) % 16 == 0) {}
+        aligned_(source.cols * sizeof(Stored) % 16 == 0),
+        whole_(aligned_ && cols_left_ == kTileCols) {}
 
   // What is outside the matrix stays as it is in the tile.
   __device__ __forceinline__ void load(Tile<T>& tile) {
     char* to = tile.bytes + to_;
-    if (aligned_ && rows_left_ >= kTileRows && cols_left_ == kTileCols) {
+    const Stored* from = next_;
+    if (whole_ && rows_left_ >= kTileRows) {
 #pragma unroll
-      for (int i = 0; i < kTileRows; i += kRowsAtOnce, next_ += stride_) copy_vector(to + below(i));
+      for (int i = 0; i < kBlock; i += kRowsAtOnce, from += kRowsAtOnce * cols_)
+        copy_vector(to + i * Tile<T>::kRowBytes, from);
     } else {
-#pragma unroll 1
-      for (int i = 0; i < kTileRows; i += kRowsAtOnce, next_ += stride_) {
-        if (own_row() + i >= rows_left_ || own_col() >= cols_left_) continue;
-        if (aligned_)
-          copy_vector(to + below(i));
-        else
-#pragma unroll 1
-          for (int e = 0; e < kVector && own_col() + e < cols_left_; ++e)
-            reinterpret_cast<Stored*>(to + below(i))[e] = next_[e];
-      }
+      load_part(to, from, cols_, rows_left_, cols_left_, aligned_);
     }
+    next_ += kTileRows * cols_;
     rows_left_ -= kTileRows;
   }
 
  private:
-  __device__ __forceinline__ static int own_row() { return threadIdx.x / kVectors; }
-  __device__ __forceinline__ static int own_col() { return threadIdx.x % kVectors * kVector; }
-  // How far row own_row() + i is from row own_row(): kRowsAtOnce divides 16, and own_row() is less.
-  __device__ __forceinline__ static constexpr int below(int i) { return i * Tile<T>::kRowBytes + i / kBlock * 32; }
-  __device__ __forceinline__ void copy_vector(char* to) const {
+  __device__ __noinline__ static void load_part(char* to, const Stored* from, int64_t cols, int rows_left,
+                                                int cols_left, bool aligned) {
+#pragma unroll 1
+    for (int i = 0; i < kBlock; i += kRowsAtOnce, from += kRowsAtOnce * cols, to += kRowsAtOnce * Tile<T>::kRowBytes) {
+      if (own_row() + i >= rows_left || own_col() >= cols_left) continue;
+      if (aligned)
+        copy_vector(to, from);
+      else
+#pragma unroll 1
+        for (int e = 0; e < kVector && own_col() + e < cols_left; ++e) reinterpret_cast<Stored*>(to)[e] = from[e];
+    }
+  }
+  __device__ __forceinline__ static int own_row() { return team() * kBlock + team_thread() / kVectors; }
+  __device__ __forceinline__ static int own_col() { return team_thread() % kVectors * kVector; }
+  __device__ __forceinline__ static void copy_vector(char* to, const Stored* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-                 "l"(next_)
+                 "l"(from)
                  : "memory");
   }
 
   const Stored* next_;
-  int64_t stride_;
-  int to_ = own_row() * Tile<T>::kRowBytes + own_col() * static_cast<int>(sizeof(Stored));
+  int64_t cols_;
+  int to_ = kept(Tile<T>::place(own_row(), own_col() * static_cast<int>(sizeof(Stored))));
   int rows_left_, cols_left_;
-  bool aligned_;
+  bool aligned_, whole_;
 };
 
-// For each run of tiles of this thread block: `begin(first)` with its first place, then what that returned is called
-// with each tile in turn, the next one on its way, and last to finish them.
-template <class T, class Begin>
-__device__ __forceinline__ void for_each_tile(Stages<T>& stages, const void* x, const Source& source, int tiles,
-                                              const Begin& begin) {
-  constexpr int kStages = Stages<T>::kCount;
-  const int64_t col = static_cast<int64_t>(blockIdx.x) * kTileCols, step = static_cast<int64_t>(tiles) * kTileRows;
+// For each run of this thread block: `prepare(matrix)` where the matrix is another one than before, `begin(first)` with
+// the run's first place, then what that returned is called with each tile in turn, the next one on its way, and last to
+// finish them.
+template <class T, class Prepare, class Begin>
+__device__ __forceinline__ void for_each_tile(Stages<T>& stages, const void* x, const Source& source, const Runs& runs,
+                                              const Prepare& prepare, const Begin& begin) {
+  const auto load = [&](Loader<T>& loader, int i, int tiles) {
+    if (i < tiles) loader.load(stages.tile[i % kStages]);
+    asm volatile("cp.async.commit_group;");
+  };
   for (int64_t matrix = blockIdx.z; matrix < source.batch; matrix += gridDim.z) {
-    for (int64_t row = blockIdx.y * step; row < source.rows; row += gridDim.y * step) {
-      const TilePlace first{matrix, row, col};
-      const int64_t left = source.rows - row < step ? source.rows - row : step;
-      const int count = static_cast<int>(left + kTileRows - 1) / kTileRows;
+    TilePlace first{matrix, blockIdx.y * runs.rows, static_cast<int64_t>(blockIdx.x) * kTileCols};
+    int64_t left = source.rows - first.row < runs.rows ? source.rows - first.row : runs.rows;
+    bool prepared = false;
+    for (; left > 0; left -= runs.tiles * kTileRows, first.row += runs.tiles * kTileRows) {
+      const int64_t down = left + kTileRows - 1;
+      const int tiles = down < (runs.tiles + 1) * kTileRows ? static_cast<int>(down) / kTileRows : runs.tiles;
       Loader<T> loader(x, source, first);
 #pragma unroll
-      for (int i = 0; i < kStages; ++i) {
-        if (i < count) loader.load(stages.tile[i]);
-        asm volatile("cp.async.commit_group;");
+      for (int i = 0; i < kStages; ++i) load(loader, i, tiles);
+      if (!prepared) {
+        if (matrix != blockIdx.z) __syncthreads();  // nobody uses what the last matrix needed
+        prepare(matrix);
+        __syncthreads();
+        prepared = true;
       }
       auto&& work = begin(first);
-      for (int i = 0; i < count; ++i) {
+      for (int i = 0; i < tiles; ++i) {
         asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
-        __syncthreads();
+        sync_team();
         work(stages.tile[i % kStages]);
-        __syncthreads();  // before a later tile overwrites this one
-        if (i + kStages < count) loader.load(stages.tile[i % kStages]);
-        asm volatile("cp.async.commit_group;");
+        sync_team();  // before a later tile overwrites this one
+        load(loader, i + kStages, tiles);
       }
-      work.finish(count);
+      work.finish(tiles);
     }
   }
 }
@@ -205,13 +255,14 @@ __device__ __forceinline__ decltype(auto) scales_of(const QuantizeArgs& a, const
     return OwnScales<S>(amax, a.e4m3_max);
 }
 
-// What the rows of a pair found out about the 16x16 tiles of a tile, for its columns.
+// What the rows of a pair found out about each team's 16x16 tiles, for its columns.
 struct TileChoices {
-  TileChoice of[kTileRows / kBlock][kTileCols / kBlock];
+  alignas(8) TileChoice of[kTeams][kTileCols / kBlock];
 };
 
 // ---------------------------------------------------------------- along rows
-// A thread's row and its first block there: 16 rows x 4 blocks a warp for 16x16 tiles, else 8 whole rows.
+// A thread's row, one of its team's, and its first block there: 16 rows x 4 blocks a warp for 16x16 tiles, else 8 whole
+// rows.
 template <bool kInTiles>
 __device__ __forceinline__ int row_of_thread() {
   return kInTiles ? threadIdx.x / 64 * kBlock + threadIdx.x % 32 / 2 : threadIdx.x / 4;
@@ -227,22 +278,25 @@ class RowsPass {
  public:
   __device__ __forceinline__ RowsPass(const QuantizeArgs& args, const SharedScales<S>& shared, const TilePlace& first,
                                       TileChoices* choices = nullptr)
-      : a_(args), shared_(shared), choices_(choices), blocks_(blocks_of(args.shape.cols)) {
+      : a_(args), shared_(shared), choices_(choices) {
+    const int64_t blocks = blocks_of(a_.shape.cols);
     const int r = row_of_thread<kTiles<S>>(), c = block_of_thread<kTiles<S>>();
     row_ = first.matrix * a_.shape.rows + first.row + r;
-    out_ = row_ * blocks_ + blocks_of(first.col) + c;
-    const int64_t left = blocks_ - blocks_of(first.col) - c;
-    inside_ = left >= 2 ? 2 : left > 0 ? left : 0;
+    out_ = row_ * blocks + blocks_of(first.col) + c;
+    const int64_t left = blocks - blocks_of(first.col) - c;
+    inside_ = kept(left >= 2 ? blocks % 2 ? 2 : kAligned : left > 0 ? 1 : 0);
     rows_left_ = static_cast<int>(a_.shape.rows - first.row - r < INT_MAX ? a_.shape.rows - first.row - r : INT_MAX);
     if constexpr (kStochastic<S>)
       place_ = static_cast<uint64_t>(first.row + r) * a_.stream.row_blocks + blocks_of(first.col) + c;
   }
 
-  __device__ __forceinline__ void operator()(const Tile<T>& tile) {
+  // `also` gets the thread's two blocks.
+  template <class Also>
+  __device__ __forceinline__ void operator()(const Tile<T>& tile, const Also& also) {
     const bool here = rows_left_ > 0 && inside_ > 0;
     float amax = 0.0f;
     if constexpr (kWindows<S>) {
-      uint32_t m = amax_bits(block(tile, 0).amax(), block(tile, 1).amax());
+      uint32_t m = amax_bits(tile.block(at_[0]).amax(), tile.block(at_[1]).amax());
       m = amax_bits(m, __shfl_xor_sync(0xffffffffu, m, 1));
       amax = window_amax(a_, m, out_, here, threadIdx.x % 2 == 0);
     } else if constexpr (!kOneAmax<S>) {
@@ -253,88 +307,126 @@ class RowsPass {
 #pragma unroll
     for (int j = 0; j < 2; ++j) e[j] = encode(tile, j, scales);
     if (here) store(e);
+    also(e);
     rows_left_ -= kTileRows;
     row_ += kTileRows;
-    out_ += kTileRows * blocks_;
+    out_ += kTileRows / kBlock * a_.shape.cols;
     if constexpr (kStochastic<S>) place_ += kTileRows * a_.stream.row_blocks;
+  }
+  __device__ __forceinline__ void operator()(const Tile<T>& tile) {
+    (*this)(tile, [](const Encoded (&)[2]) {});
   }
   __device__ __forceinline__ void finish(int) const {}
 
  private:
-  using Rows = Lanes<2>;
-
-  __device__ __forceinline__ static Block<T> block(const Tile<T>& tile, int j) {
-    return tile.block(row_of_thread<kTiles<S>>(), block_of_thread<kTiles<S>>() + j);
-  }
+  using Rows = Lanes<16, 2>;
 
   template <class Scales>
   __device__ __forceinline__ Encoded encode(const Tile<T>& tile, int j, const Scales& scales) const {
-    const auto x = source_of<S>(block(tile, j));
+    const auto x = source_of<S>(tile.block(at_[j]));
     uint32_t m = x.amax();
     if constexpr (kTiles<S>) m = Rows::max(m);
     Values v;
-    x.values(v);
+    values_of<S>(x, v);
     const auto element = [&](int i) {
       return tile.element(row_of_thread<kTiles<S>>(), (block_of_thread<kTiles<S>>() + j) * kBlock + i);
     };
     if constexpr (kChooses<S> && kTiles<S>) {
       const Choice<S> choice(m, scales);
+      Magnitudes chosen[1];
       const bool four = tile_takes_four<S, false>(
           choice, scales, [](const auto& error) { return Rows::sum(error(0)); },
-          [&](int, Values& own) { x.values(own); }, [&](int, int i) { return element(i); },
+          [&](int, Values& own) { x.magnitudes(own); }, [&](int, int i) { return element(i); },
           choices_ && threadIdx.x % 32 / 2 == 0  // one lane of a tile
-              ? &choices_->of[row_of_thread<true>() / kBlock][block_of_thread<true>() + j]
-              : nullptr);
-      return encode_with(v, m, choice.scale(four), choice.encode(four), scales);
+              ? &choices_->of[team()][block_of_thread<true>() + j]
+              : nullptr,
+          chosen);
+      return encode_chosen(v, x.signs(), choice, four, chosen[0], scales);
     } else {
-      return encode_block<S>(v, m, scales, element, [&](uint32_t (&bits)[4]) {
+      return encode_block<S>(v, x.signs(), m, scales, element, [&](uint32_t (&bits)[4]) {
         if constexpr (kStochastic<S>) shared_.random(place_ + j, false, bits);
       });
     }
   }
 
   __device__ __forceinline__ void store(const Encoded (&e)[2]) const {
-    if (blocks_ % 2 == 0) {  // both inside, and aligned
+    if (inside_ == kAligned) {
       *reinterpret_cast<uint4*>(a_.data + out_ * (kBlock / 2)) =
           make_uint4(e[0].codes.x, e[0].codes.y, e[1].codes.x, e[1].codes.y);
-      *reinterpret_cast<uint16_t*>(a_.scale + out_) = static_cast<uint16_t>(e[0].scale | e[1].scale << 8);
+      *reinterpret_cast<uint16_t*>(a_.scale + out_) = static_cast<uint16_t>(e[0].scale + (e[1].scale << 8));
     } else {
       e[0].store(a_, out_);
       if (inside_ > 1) e[1].store(a_, out_ + 1);
     }
   }
 
+  static constexpr int kAligned = 3;
+
   const QuantizeArgs& a_;
   const SharedScales<S>& shared_;
-  TileChoices* choices_;    // to fill, if not null
-  int64_t blocks_;          // in a row
-  int64_t row_, out_;       // of the thread's blocks in this tile, and the index of the first
-  int inside_, rows_left_;  // how many of the two blocks there are; rows from this one on
-  uint64_t place_;          // of the first, for random bits
+  TileChoices* choices_;  // to fill, if not null
+  int64_t row_, out_;     // of the thread's blocks in this tile, and the index of the first
+  int inside_;            // how many of the two blocks there are, or kAligned
+  int rows_left_;         // from this one on
+  uint64_t place_;        // of the first, for random bits
+  const int at_[2] = {kept(Tile<T>::place_of_block(row_of_thread<kTiles<S>>(), block_of_thread<kTiles<S>>())),
+                      kept(Tile<T>::place_of_block(row_of_thread<kTiles<S>>(), block_of_thread<kTiles<S>>() + 1))};
 };
 
 // ---------------------------------------------------------------- along columns
-// A thread's pair of columns and its 16 rows: 8 pairs x 4 blocks of rows a warp.
-__device__ __forceinline__ int pair_of_thread() { return threadIdx.x / 4; }
-__device__ __forceinline__ int rows_of_thread() { return threadIdx.x % 4 * kBlock; }
+// A thread's pair of columns and its 16 rows.
+__device__ __forceinline__ int pair_of_thread() { return team_thread(); }
+__device__ __forceinline__ int rows_of_thread() { return team() * kBlock; }
 
 // A block in each of two neighbouring columns.
 template <class T>
 struct Columns {
   typename Tile<T>::Pair row[kBlock];
 
-  __device__ __forceinline__ void load(const Tile<T>& tile) {
+  __device__ __forceinline__ void load(const Tile<T>& tile, int place) {  // of the first row's
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) row[i] = tile.pair(rows_of_thread() + i, pair_of_thread());
+    for (int i = 0; i < kBlock; ++i) row[i] = tile.template at<typename Tile<T>::Pair>(place + i * Tile<T>::kRowBytes);
   }
-  __device__ __forceinline__ void values(int j, Values& v) const {
+  __device__ __forceinline__ static int place() { return Tile<T>::place_of_pair(rows_of_thread(), pair_of_thread()); }
+  struct Column {
+    const Columns& x;
+    int j;
+
+    __device__ __forceinline__ void values(Values& v) const { each(v, kSign | kMagnitude, 0xffffffffu); }
+    __device__ __forceinline__ void magnitudes(Values& v) const { each(v, kMagnitude, 0x7fff7fffu); }
+
+   private:
+    __device__ __forceinline__ void each(Values& v, uint32_t mask, uint32_t pair_mask) const {
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      if constexpr (Block<T>::kPairs)
-        v[i] = j ? high_half<T>(row[i]) : low_half<T>(row[i]);
-      else
-        v[i] = T::load(j ? row[i].y : row[i].x);
+      for (int i = 0; i < kBlock; ++i) {
+        if constexpr (Block<T>::kPairs)
+          v[i] = half_of<T>(x.row[i] & pair_mask, j);
+        else
+          v[i] = T::load((j ? x.row[i].y : x.row[i].x) & mask);
+      }
     }
+  };
+  __device__ __forceinline__ Column column(int j) const { return {*this, j}; }
+  // `code_signs` of each column's halves.
+  __device__ __forceinline__ void signs(uint2 (&out)[2]) const {
+    const auto half = [&](int h, uint32_t& first, uint32_t& second) {
+      const auto four = [&](int i, uint32_t& a, uint32_t& b) {  // rows i, i + 2, i + 4 and i + 6 of either column
+        const auto* r = row + 8 * h + i;
+        if constexpr (Block<T>::kPairs) {
+          const uint32_t low = half_signs(r[0], r[2]), high = half_signs(r[4], r[6]);
+          a = __byte_perm(low, high, 0x5410), b = __byte_perm(low, high, 0x7632);
+        } else {
+          a = __byte_perm(word_signs(r[0].x, r[2].x), word_signs(r[4].x, r[6].x), 0x5410);
+          b = __byte_perm(word_signs(r[0].y, r[2].y), word_signs(r[4].y, r[6].y), 0x5410);
+        }
+      };
+      uint32_t even[2], odd[2];
+      four(0, even[0], even[1]);
+      four(1, odd[0], odd[1]);
+      first = code_signs(even[0], odd[0]), second = code_signs(even[1], odd[1]);
+    };
+    half(0, out[0].x, out[1].x);
+    half(1, out[0].y, out[1].y);
   }
   __device__ __forceinline__ void amax(uint32_t (&m)[2]) const {
     if constexpr (Block<T>::kPairs) {
@@ -359,7 +451,7 @@ __device__ __forceinline__ Columns<Bf16> rotated(const Columns<T>& x) {
   Values v[2];
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    x.values(j, v[j]);
+    x.column(j).values(v[j]);
     rotate<T>(v[j]);
   }
   Columns<Bf16> out;
@@ -368,13 +460,21 @@ __device__ __forceinline__ Columns<Bf16> rotated(const Columns<T>& x) {
   return out;
 }
 
+// What columns need in shared memory.
+struct Windows {  // the largest magnitudes of blocks, of two tiles in turn
+  alignas(8) uint32_t max[2][kTeams][kTileCols];
+};
+struct NoWindows {};
+template <class S>
+struct ColumnsShared : Held, std::conditional_t<kWindows<S>, Windows, NoWindows> {};
+
 // Quantizes the tiles of a run along their columns. All threads of a thread block take part.
 template <class S, class T>
 class ColumnsPass {
  public:
-  __device__ __forceinline__ ColumnsPass(const QuantizeArgs& args, const SharedScales<S>& shared, Held& held,
-                                         const TilePlace& first)
-      : a_(args), shared_(shared), held_(held), blocks_(blocks_of(args.shape.cols)) {
+  __device__ __forceinline__ ColumnsPass(const QuantizeArgs& args, const SharedScales<S>& scales,
+                                         ColumnsShared<S>& shared, const TilePlace& first)
+      : a_(args), scales_(scales), shared_(shared), blocks_(blocks_of(args.shape.cols)) {
     row_ = first.matrix * a_.shape.rows + first.col;
     out_ = row_ * blocks_ + blocks_of(first.row);
     const int64_t lines = a_.shape.rows - first.col;
@@ -390,108 +490,153 @@ class ColumnsPass {
   template <bool kAfterRows = false>
   __device__ __forceinline__ void quantize(const Tile<T>& tile, const TileChoices* choices) {
     Columns<T> stored;
-    stored.load(tile);
+    stored.load(tile, at_);
     const auto x = source_of<S>(stored);
-    uint32_t m[2];
+    uint32_t m[2], window[2];
     x.amax(m);
     if constexpr (kTiles<S>) m[0] = m[1] = Cols::max(amax_bits(m[0], m[1]));
+    if constexpr (kWindows<S>) exchange(m, window);
     bool four = false;
-    if constexpr (kChooses<S> && kTiles<S>) four = takes_four<kAfterRows>(tile, x, m[0], choices);
+    Magnitudes chosen[2];
+    if constexpr (kChooses<S> && kTiles<S>) four = takes_four<kAfterRows>(tile, x, m[0], choices, chosen);
+    uint2 signs[2];
+    x.signs(signs);
+    Encoded e[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const int line = 2 * pair_of_thread() + j, block = rows_of_thread() / kBlock;
+      const int line = 2 * pair_of_thread() + j;
       float amax = 0.0f;
       if constexpr (!kOneAmax<S>) {
-        const bool here = line < lines_ && tile_ * kStep + block < blocks_left_;
+        const bool here = line < lines_ && tile_ * kStep + team() < blocks_left_;
         if constexpr (kWindows<S>)
-          amax = window_amax(a_, window_max(m[j]), out_ + line * blocks_ + tile_ * kStep, here, block == 0);
+          amax = window_amax(a_, window[j], out_ + line * blocks_ + tile_ * kStep, here, team() == 0);
         else
           amax = here ? given_amax<S>(a_, row_ + line) : 0.0f;
       }
-      decltype(auto) scales = scales_of<S>(a_, shared_, amax);
+      decltype(auto) scales = scales_of<S>(a_, scales_, amax);
       Values v;
-      x.values(j, v);
-      Encoded e;
+      values_of<S>(x.column(j), v);
       if constexpr (kChooses<S> && kTiles<S>) {
         const Choice<S> choice(m[j], scales);
-        e = encode_with(v, m[j], choice.scale(four), choice.encode(four), scales);
+        e[j] = kAfterRows ? encode_with(v, signs[j], m[j], choice.scale(four), choice.encode(four), scales)
+                          : encode_chosen(v, signs[j], choice, four, chosen[j], scales);
       } else {
-        e = encode_block<S>(
-            v, m[j], scales, [&](int i) { return element(tile, j, i); },
+        e[j] = encode_block<S>(
+            v, signs[j], m[j], scales, [&](int i) { return element(tile, j, i); },
             [&](uint32_t (&bits)[4]) {
-              if constexpr (kStochastic<S>) shared_.random(place_ + j * a_.stream.row_blocks, true, bits);
+              if constexpr (kStochastic<S>) scales_.random(place_ + j * a_.stream.row_blocks, true, bits);
             });
       }
-      *reinterpret_cast<uint2*>(held_.codes[line] + (tile_ * kStep + block) * (kBlock / 2)) = e.codes;
-      held_.scales[line][tile_ * kStep + block] = e.scale;
+      *reinterpret_cast<uint2*>(&shared_.codes[j][codes_at_ ^ tile_ * kStep * kBlock / 2]) = e[j].codes;
     }
-    ++tile_;
-    if constexpr (kStochastic<S>) place_ += kStep;
+    *reinterpret_cast<uint16_t*>(&shared_.scales[tile_ * kStep][scales_at_]) =
+        static_cast<uint16_t>(e[0].scale + (e[1].scale << 8));
+    next();
   }
 
   __device__ __forceinline__ void operator()(const Tile<T>& tile) { quantize(tile, nullptr); }
 
-  // Writes what `tiles` tiles left, after the thread block synchronised.
+  // Where four lines' codes of half a block go, from `line` on, and their scales.
+  __device__ __forceinline__ void hold(int line, int half, const uint32_t (&codes)[4], uint8_t scale) {
+    const int block = tile_ * kStep + team();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      *reinterpret_cast<uint32_t*>(&shared_.codes[line + k][Held::place(line + k, block) + half * 4]) = codes[k];
+    if (half == 0) *reinterpret_cast<uint32_t*>(&shared_.scales[block][line]) = scale * 0x01010101u;
+  }
+  __device__ __forceinline__ void next() {
+    ++tile_;
+    if constexpr (kStochastic<S>) place_ += kStep;
+  }
+
+  // Writes what `tiles` tiles left.
   __device__ __forceinline__ void finish(int tiles) {
+    __syncthreads();  // it is there
     const int blocks = tiles * kStep < blocks_left_ ? tiles * kStep : blocks_left_;
-    uint8_t *codes = a_.data + out_ * (kBlock / 2), *scales = a_.scale + out_;
+    uint8_t* codes = a_.data + out_ * (kBlock / 2);
     if (blocks_ % 2 == 0 && blocks % 2 == 0)
-      write<uint4, kBlock / 2>(codes, held_.codes, blocks);
+      write<uint4, 2>(codes, blocks, [&](int line, int block) { return held<uint4>(line, block); });
     else
-      write<uint2, kBlock / 2>(codes, held_.codes, blocks);
-    if (blocks_ % 16 == 0 && blocks % 16 == 0 && out_ % 16 == 0)
-      write<uint4, 1>(scales, held_.scales, blocks);
-    else if (blocks_ % 4 == 0)
-      write<uint32_t, 1>(scales, held_.scales, blocks);
+      write<uint2, 1>(codes, blocks, [&](int line, int block) { return held<uint2>(line, block); });
+    uint8_t* scales = a_.scale + out_;
+    if (blocks_ % 4 == 0)
+      write<uint32_t, 4>(scales, blocks, [&](int line, int block) {
+        const auto scale = [&](int i) { return uint32_t{shared_.scales[block + i][line]}; };
+        return __byte_perm(scale(0) | scale(1) << 8, scale(2) | scale(3) << 8, 0x5410);
+      });
     else
-      write<uint8_t, 1>(scales, held_.scales, blocks);
+      write<uint8_t, 1>(scales, blocks, [&](int line, int block) { return shared_.scales[block][line]; });
+    __syncthreads();  // before it is overwritten
   }
 
  private:
-  using Cols = Lanes<4>;
+  using Cols = Lanes<4, 1>;
 
   __device__ __forceinline__ static float element(const Tile<T>& tile, int j, int i) {
     return tile.element(rows_of_thread() + i, 2 * pair_of_thread() + j);
   }
 
-  // The lines that wait, `kBytes` a block, in words that neighbouring threads write to neighbouring places.
-  template <class Word, int kBytes, int kPitch>
-  __device__ __forceinline__ void write(uint8_t* out, const uint8_t (&in)[kTileCols][kPitch], int blocks) const {
-    constexpr int kWords = Held::kBlocks * kBytes / sizeof(Word), kLinesAtOnce = kThreads / kWords;
-    const int first = threadIdx.x / kWords, at = threadIdx.x % kWords * sizeof(Word);
-    if (at >= blocks * kBytes) return;
-    out += first * blocks_ * kBytes + at;
+  template <class Word>
+  __device__ __forceinline__ const Word& held(int line, int block) const {
+    return *reinterpret_cast<const Word*>(&shared_.codes[line][Held::place(line, block)]);
+  }
+
+  // The words of lines, `kBlocks` blocks each, which neighbouring threads write to neighbouring places.
+  template <class Word, int kBlocks, class Read>
+  __device__ __forceinline__ void write(uint8_t* out, int blocks, const Read& read) const {
+    constexpr int kWords = Held::kBlocks / kBlocks, kLinesAtOnce = kThreads / kWords;
+    constexpr int kBytes = sizeof(Word) / kBlocks;  // of a block
+    const int first = threadIdx.x / kWords, block = threadIdx.x % kWords * kBlocks;
+    if (block >= blocks) return;
+    out += (first * blocks_ + block) * kBytes;
 #pragma unroll
     for (int line = first; line < kTileCols; line += kLinesAtOnce, out += kLinesAtOnce * blocks_ * kBytes)
-      if (line < lines_) *reinterpret_cast<Word*>(out) = *reinterpret_cast<const Word*>(&in[line][at]);
+      if (line < lines_) *reinterpret_cast<Word*>(out) = read(line, block);
+  }
+
+  // The amax of windows from those of their blocks, which other teams have.
+  __device__ __forceinline__ void exchange(const uint32_t (&m)[2], uint32_t (&window)[2]) {
+    auto& max = shared_.max[tile_ % 2];
+    *reinterpret_cast<uint2*>(&max[team()][2 * pair_of_thread()]) = make_uint2(m[0], m[1]);
+    __syncthreads();
+    window[0] = window[1] = 0;
+#pragma unroll
+    for (int t = 0; t < kTeams; ++t) {
+      const uint2 of = *reinterpret_cast<const uint2*>(&max[t][2 * pair_of_thread()]);
+      window[0] = amax_bits(window[0], of.x), window[1] = amax_bits(window[1], of.y);
+    }
   }
 
   template <bool kAfterRows, class X>
-  __device__ __forceinline__ bool takes_four(const Tile<T>& tile, const X& x, uint32_t m,
-                                             const TileChoices* choices) const {
+  __device__ __forceinline__ bool takes_four(const Tile<T>& tile, const X& x, uint32_t m, const TileChoices* choices,
+                                             Magnitudes (&chosen)[2]) const {
     if (choices) {
       const TileChoice found = choices->of[rows_of_thread() / kBlock][2 * pair_of_thread() / kBlock];
       if (__all_sync(0xffffffffu, found != TileChoice::kClose)) return found == TileChoice::kFour;
     }
     return tile_takes_four<S, kAfterRows>(
-        Choice<S>(m, shared_), shared_,
+        Choice<S>(m, scales_), scales_,
         [](const auto& error) {
           const float first = Cols::sum(error(0)), second = Cols::sum(error(1));
           return add_rn(first, second);
         },
-        [&](int j, Values& v) { x.values(j, v); }, [&](int j, int i) { return element(tile, j, i); }, nullptr);
+        [&](int j, Values& v) { x.column(j).magnitudes(v); }, [&](int j, int i) { return element(tile, j, i); }, nullptr, chosen);
   }
 
   static constexpr int kStep = kTileRows / kBlock;
 
   const QuantizeArgs& a_;
-  const SharedScales<S>& shared_;
-  Held& held_;
+  const SharedScales<S>& scales_;
+  ColumnsShared<S>& shared_;
   int64_t blocks_;     // in a line
   int64_t row_, out_;  // the tile's first line, and the index of the first block held
   int lines_;          // in the tile
   int blocks_left_;    // in a line, from the first held on
   int tile_ = 0;       // how many are held
+  const int at_ = kept(Columns<T>::place());
+  const int codes_at_ = kept(2 * pair_of_thread() * static_cast<int>(sizeof(Held::codes[0])) +
+                             Held::place(2 * pair_of_thread(), team()));
+  const int scales_at_ = kept(team() * static_cast<int>(sizeof(Held::scales[0])) + 2 * pair_of_thread());
   uint64_t place_;     // of the thread's first block, for random bits
 };
 
@@ -503,19 +648,20 @@ __device__ __forceinline__ Shared& shared_memory() {
 }
 
 template <class Shared, class Args>
-cudaError_t launch_tiles(void (*kernel)(Args, int), const Runs& runs, cudaStream_t stream, const Args& args) {
+cudaError_t launch_tiles(void (*kernel)(Args, Runs), const Runs& runs, cudaStream_t stream, const Args& args) {
   const cudaError_t allowed =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Shared)));
   if (allowed != cudaSuccess) return allowed;
-  kernel<<<runs.grid, kThreads, sizeof(Shared), stream>>>(args, runs.tiles);
+  kernel<<<runs.grid, kThreads, sizeof(Shared), stream>>>(args, runs);
   return cudaGetLastError();
 }
 
-// What a matrix has one of. The thread block then synchronises.
+// What a matrix has one of, by the threads from `first` on. The thread block then synchronises.
 template <class S>
-__device__ __forceinline__ void fill_scales(SharedScales<S>& shared, const QuantizeArgs& a, int64_t matrix) {
-  if constexpr (kOneAmax<S>) shared.fill(given_amax<S>(a, matrix * a.shape.rows), a.e4m3_max);
-  if constexpr (kStochastic<S>) shared.fill_keys(a.stream, matrix);
+__device__ __forceinline__ void fill_scales(SharedScales<S>& shared, const QuantizeArgs& a, int64_t matrix,
+                                            int first = 0) {
+  if constexpr (kOneAmax<S>) shared.fill(given_amax<S>(a, matrix * a.shape.rows), a.e4m3_max, first);
+  if constexpr (kStochastic<S>) shared.fill_keys(a.stream, matrix, first);
 }
 
 }  // namespace jnvfp4
