@@ -87,13 +87,15 @@ __device__ __forceinline__ Factors<S> factors_of(uint32_t scale, const GlobalSca
   const float quick = encode >= 0x1p-119f ? encode * 0x1p-6f : float_of(kNan);
   if constexpr (!kChooses<S>) {
     return {quick};
-  } else if constexpr (kStrict<S>) {
-    // Away from under- and overflow of errors: the amax is about six times `one`. A block of zeros has no error.
-    const StrictValues values(e4m3_decode(scale), g);
-    const bool safe = values.apply && values.one > 0x1p-41f && values.one < 0x1p36f;
-    return {safe || scale == 0 ? quick : float_of(kNan), values.one * 64.0f, values.one_and_half * 64.0f};
   } else {
-    return {quick, e4m3_decode(scale) * 64.0f, 0.0f};
+    // Away from under- and overflow of errors and of the amax, which is about six times the value of 1. A block of
+    // zeros has no error.
+    const float s = e4m3_decode(scale), one = mul_rn(s, g.decode);
+    const bool safe = scale == 0 || (one > 0x1p-41f && one < 0x1p36f);
+    if constexpr (!kStrict<S>) return {safe ? quick : float_of(kNan), s * 64.0f, 0.0f};
+    const StrictValues values(s, g);
+    return {safe && (values.apply || scale == 0) ? quick : float_of(kNan), values.one * 64.0f,
+            values.one_and_half * 64.0f};
   }
 }
 
@@ -139,10 +141,11 @@ struct Encoded {
   uint2 codes;     // packed two a byte
   uint32_t scale;  // a byte
 
-  __device__ __forceinline__ void store(const QuantizeArgs& a, int64_t block) const {
-    a.scale[block] = static_cast<uint8_t>(scale);
-    *reinterpret_cast<uint2*>(a.data + block * (kBlock / 2)) = codes;
+  __device__ __forceinline__ void store(uint8_t* all_codes, uint8_t* all_scales, int64_t block) const {
+    all_scales[block] = static_cast<uint8_t>(scale);
+    *reinterpret_cast<uint2*>(all_codes + block * (kBlock / 2)) = codes;
   }
+  __device__ __forceinline__ void store(const QuantizeArgs& a, int64_t block) const { store(a.data, a.scale, block); }
 };
 
 // `signs` as code_signs of device.cuh gives them.
@@ -325,7 +328,8 @@ __device__ __forceinline__ float error_bound(float amax, float errors) {
   constexpr float u = 0x1p-24f;
   constexpr float a = kTiles<S> ? (kSquared<S> ? 128.0f : 2200.0f) : (kSquared<S> ? 12.0f : 136.0f);
   constexpr float e = kTiles<S> ? (kSquared<S> ? 160.0f : 48.0f) : (kSquared<S> ? 100.0f : 40.0f);
-  return u * (a * (kSquared<S> ? amax * amax : amax) + e * errors);
+  // One more of each than proven, for the rounding of the bound.
+  return __fmaf_rn(errors, (e + 1.0f) * u, (a + 1.0f) * u * (kSquared<S> ? amax * amax : amax));
 }
 
 // The error of a candidate by the rule. Rare, so it is a loop that rereads the elements: `element(i)` is the i-th.
@@ -359,25 +363,23 @@ struct Choice {
 
   template <class Scales>
   __device__ __forceinline__ Choice(uint32_t amax_bits, const Scales& all) : amax(float_of(amax_bits)) {
-    const float base = candidate_base(amax_bits, all.encode);
-    const uint32_t both = e4m3_codes(base, mul_rn(base, 1.5f));
-    scales.six = both & 0xffu, scales.four = both >> 8;
-    six = all.factors(scales.six), four = all.factors(scales.four);
+    // In the range in which factors are quick the steps divide exactly.
+    const float sixth = div_by_steps(amax, 6.0f, 1.0f / 6.0f, [](float x, float y, float z) { return __fmaf_rn(x, y, z); });
+    take(mul_rn(sixth, all.encode), all);
     quick = below_seven(amax_bits, six.encode) && below_seven(amax_bits, four.encode) &&
-            (!kStrict<S> || scales.six != 0 || amax_bits == 0);
+            (scales.six != 0 || amax_bits == 0);
+    if (!quick) take(candidate_base(amax_bits, all.encode), all);
   }
 
-  // Whether the quick errors decide, and how.
-  __device__ __forceinline__ bool decided(float error_six, float error_four, bool* take_four) const {
-    *take_four = choose_four(error_six, error_four);
-    if (scales.six == scales.four) return *take_four = false, true;  // one scale has one error: a tie
-    return kStrict<S> ? sure(error_six, error_four) : quick;
-  }
-  // Whether they decide in whatever order they are summed.
+  __device__ __forceinline__ bool one_scale() const { return scales.six == scales.four; }  // a tie: six
+  // Whether the quick errors decide in whatever order they are summed.
   __device__ __forceinline__ bool sure(float error_six, float error_four) const {
-    if (scales.six == scales.four) return true;
     const float inexact = kStrict<S> ? amax : 0.0f;  // the fast error of an element is exact
     return quick && fabsf(error_four - error_six) > error_bound<S>(inexact, error_four + error_six);
+  }
+  // Whether they decide in the order of the rule.
+  __device__ __forceinline__ bool decided(float error_six, float error_four) const {
+    return kStrict<S> ? sure(error_six, error_four) : quick;
   }
   __device__ __forceinline__ Factors<S> factors(bool take_four) const {
     Factors<S> f = six;
@@ -386,6 +388,14 @@ struct Choice {
   }
   __device__ __forceinline__ uint32_t scale(bool take_four) const { return take_four ? scales.four : scales.six; }
   __device__ __forceinline__ float encode(bool take_four) const { return take_four ? four.encode : six.encode; }
+
+ private:
+  template <class Scales>
+  __device__ __forceinline__ void take(float base, const Scales& all) {
+    const uint32_t both = e4m3_codes(base, mul_rn(base, 1.5f));
+    scales.six = both & 0xffu, scales.four = both >> 8;
+    six = all.factors(scales.six), four = all.factors(scales.four);
+  }
 };
 
 // The strict error where `quick_error` applies, whose factors are times 64.
@@ -435,9 +445,11 @@ __device__ __forceinline__ bool block_takes_four(const Values& v, const Choice<S
   float error_six = quick_error<S>(v, choice.six, scales.encode, six);
   one_after_the_other(error_six, six);
   const float error_four = quick_error<S>(v, choice.four, scales.encode, four);
-  bool take_four;
-  if (!choice.decided(error_six, error_four, &take_four)) {
-    if (kStrict<S> && choice.quick) {
+  bool take_four = choose_four(error_six, error_four);
+  if (!choice.decided(error_six, error_four)) {
+    if (choice.one_scale()) {
+      take_four = false;
+    } else if (kStrict<S> && choice.quick) {
       take_four = four_is_better([&](bool c) { return strict_error(v, choice.factors(c), kSquared<S>); });
     } else {
       const GlobalScale g = scales.global();
@@ -499,14 +511,18 @@ __device__ __forceinline__ bool tile_takes_four(const Choice<S>& choice, const S
       return quick_error<S>(v, factors, scales.encode, magnitudes[j]);
     });
   };
-  bool four = false, decided = choice.scales.six == choice.scales.four;
+  bool four = false, decided = choice.one_scale();
   if constexpr (!kByRule || !kStrict<S>) {
     float six = quick(choice.six, with_six);
 #pragma unroll
     for (int j = 0; j < kLines; ++j) one_after_the_other(six, with_six[j]);
     const float other = quick(choice.four, with_four);
-    decided = choice.decided(six, other, &four);
-    if (found) *found = !choice.sure(six, other) ? TileChoice::kClose : four ? TileChoice::kFour : TileChoice::kSix;
+    four = !decided && choose_four(six, other);
+    if (found)
+      *found = !decided && !choice.sure(six, other) ? TileChoice::kClose
+               : four                               ? TileChoice::kFour
+                                                    : TileChoice::kSix;
+    decided = decided || choice.decided(six, other);
   }
   if constexpr (kStrict<S>)
     if (__any_sync(0xffffffffu, !decided && choice.quick)) {  // every lane, since lines are lanes

@@ -11,13 +11,19 @@ inline constexpr bool kTransposes = kTiles<typename P::Row> && std::is_same_v<ty
 // The codes of a team's rows, on their way to columns.
 struct TeamCodes {
   alignas(16) uint8_t codes[kBlock][kTileCols / 2 + 32];  // what is more keeps writes out of one bank
-  uint8_t scales[kTileCols / kBlock];
+  alignas(2) uint8_t scales[kTileCols / kBlock];
 
+  // A thread has one part of the codes, and writes another.
   __device__ __forceinline__ void put(const Encoded (&e)[2]) {
     const int row = row_of_thread<true>() % kBlock, block = block_of_thread<true>();
     *reinterpret_cast<uint4*>(&codes[row][block * kBlock / 2]) =
         make_uint4(e[0].codes.x, e[0].codes.y, e[1].codes.x, e[1].codes.y);
     if (row == 0) *reinterpret_cast<uint16_t*>(&scales[block]) = static_cast<uint16_t>(e[0].scale | e[1].scale << 8);
+  }
+  __device__ __forceinline__ void take(Encoded (&e)[2]) const {
+    const int row = row_of_thread<false>() % kBlock, block = block_of_thread<false>();
+    const uint4 w = *reinterpret_cast<const uint4*>(&codes[row][block * kBlock / 2]);
+    e[0] = {make_uint2(w.x, w.y), scales[block]}, e[1] = {make_uint2(w.z, w.w), scales[block + 1]};
   }
   // Of four columns from `col` on, eight codes each, from `row` on.
   __device__ __forceinline__ void columns(int row, int col, uint32_t (&out)[4]) const {
@@ -62,8 +68,12 @@ class PairPass {
   __device__ __forceinline__ void operator()(const Tile<T>& tile) {
     if constexpr (kTransposes<P>) {
       TeamCodes& codes = shared_.rows[team()];
-      rows_(tile, [&](const Encoded (&e)[2]) { codes.put(e); });
+      Encoded e[2];
+      rows_.encode(tile, e);
+      codes.put(e);
       sync_team();  // codes and choices are there
+      codes.take(e);
+      rows_.store(e);
       if (same_ && !close()) {
         const int col = team_thread() % 32 * 4, half = team_thread() / 32;
         uint32_t out[4];
@@ -91,7 +101,7 @@ class PairPass {
   }
 
   PairShared<P, T>& shared_;
-  RowsPass<typename P::Row, T> rows_;
+  RowsPass<typename P::Row, T, !kTransposes<P> && kTiles<typename P::Row>> rows_;
   ColumnsPass<typename P::Col, T> columns_;
   bool same_ = false;  // the amax along both axes
 };

@@ -1,5 +1,5 @@
 // Blocks along contiguous memory: one thread a block of 16, any number of rows. What is done with a block is an `Op`:
-// Op::run<S>(args, scales, elements, block, all), where `all` says that every lane of the warp is here.
+// Op::run<S>(args, scales, elements, at, all), where `all` says that every lane of the warp is here.
 #pragma once
 
 #include "block.cuh"
@@ -8,9 +8,7 @@ namespace jnvfp4 {
 
 // Thread blocks a multiprocessor holds, which bounds registers.
 template <class S>
-inline constexpr int kRowBlocks = kChooses<S>      ? 2
-                                  : kStochastic<S> ? 4
-                                                   : 5;
+inline constexpr int kRowBlocks = kChooses<S> ? 3 : 5;
 
 // The random bits of a block, by its place in the local array.
 template <class S>
@@ -40,39 +38,43 @@ bool one_for_all(const QuantShape& shape) {
   return kOneAmax<S> && shape.rows_per_amax == all_rows(shape) && !(kStochastic<S> && shape.batch > 1);
 }
 
-// Calls f(block, elements, here) for the blocks of this thread, of which `place(i)` is the i-th of all threads, the
-// next one's elements on their way. Every lane calls it, for the exchanges within f, and those past the end with here =
-// false.
-template <class T, class Place, class F>
-__device__ __forceinline__ void for_each_block(const void* x, int64_t blocks, const Place& place, const F& f) {
-  const auto* p = static_cast<const typename T::Stored*>(x);
-  const int lane = threadIdx.x % 32;
-  int64_t first = thread_index() - lane;  // of the warp
-  Block<T> next{};
-  if (first + lane < blocks) next.load(p + place(first + lane) * kBlock);
-  while (first < blocks) {
-    const Block<T> own = next;
-    const int64_t block = first + lane;
-    first += thread_count();
-    if (first + lane < blocks) next.load(p + place(first + lane) * kBlock);
-    f(place(block), own, block < blocks);
-  }
-}
+// A block: the `i`-th from `first`, which a thread block has in common, so that addresses are 32-bit numbers on top.
+struct At {
+  int64_t first;
+  int i;
+
+  __device__ __forceinline__ int64_t index() const { return first + i; }
+};
+
+// Calls f(at, elements, all, here) for the blocks of this thread, the next one's elements on their way. Every lane calls
+// it, for the exchanges within f, and those past the end with here = false; `all` if the warp has none.
 template <class T, class F>
 __device__ __forceinline__ void for_each_block(const void* x, int64_t blocks, const F& f) {
-  for_each_block<T>(x, blocks, [](int64_t i) { return i; }, f);
+  const auto load = [&](Block<T>& b, int64_t first) {
+    const auto* p = static_cast<const typename T::Stored*>(x) + first * kBlock;
+    if (static_cast<int>(threadIdx.x) < blocks - first) b.load(p + static_cast<int>(threadIdx.x) * kBlock);
+  };
+  const int lane = threadIdx.x % 32, warp = threadIdx.x - lane;
+  int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads;
+  Block<T> next{};
+  load(next, first);
+  while (first + warp < blocks) {
+    const Block<T> own = next;
+    const At at{first, static_cast<int>(threadIdx.x)};
+    const int64_t left = blocks - first;
+    first += thread_count();
+    load(next, first);
+    f(at, own, left >= warp + 32, left > at.i);
+  }
 }
-
-// Whether the warp's blocks, this lane's being `block`, are all before `end`.
-__device__ __forceinline__ bool warp_before(int64_t block, int64_t end) { return block - threadIdx.x % 32 + 32 <= end; }
 
 template <class Op, class S, class T>
 __global__ void __launch_bounds__(kThreads, kRowBlocks<S>) rows_kernel(typename Op::Args a, int64_t blocks) {
   __shared__ SharedScales<S> scales;
   fill_scales_of_all(scales, a);
   __syncthreads();
-  for_each_block<T>(a.x, blocks, [&](int64_t b, const Block<T>& x, bool here) {
-    if (here) Op::template run<S>(a, scales, x, b, warp_before(b, blocks));
+  for_each_block<T>(a.x, blocks, [&](At at, const Block<T>& x, bool all, bool here) {
+    if (here) Op::template run<S>(a, scales, x, at, all);
   });
 }
 
@@ -80,25 +82,28 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks<S>) rows_kernel(typename 
 template <class Op, class S, class T>
 __global__ void __launch_bounds__(kThreads, kRowBlocks<S>)
     groups_kernel(typename Op::Args a, int64_t blocks, int64_t blocks_per_amax) {
-  for_each_block<T>(a.x, blocks, [&](int64_t b, const Block<T>& x, bool here) {
+  for_each_block<T>(a.x, blocks, [&](At at, const Block<T>& x, bool all, bool here) {
     if (here)
-      Op::template run<S>(a, OwnScales<S>(a.amax[quotient(b, blocks_per_amax)], a.e4m3_max), x, b,
-                          warp_before(b, blocks));
+      Op::template run<S>(a, OwnScales<S>(a.amax[quotient(at.index(), blocks_per_amax)], a.e4m3_max), x, at, all);
   });
 }
 
 // One amax for each window, given or found. Blocks are a multiple of 4: all four lanes of a window are here, or none.
 template <class Op, class S, class T>
-__global__ void __launch_bounds__(kThreads, kRowBlocks<S>) windows_kernel(typename Op::Args a, int64_t blocks) {
-  for_each_block<T>(a.x, blocks, [&](int64_t b, const Block<T>& x, bool here) {
-    const int64_t window = b >> 2;
+__global__ void __launch_bounds__(kThreads, kRowBlocks<S>)
+    windows_kernel(typename Op::Args a, int64_t blocks) {
+  for_each_block<T>(a.x, blocks, [&](At at, const Block<T>& x, bool all, bool here) {
+    const int64_t window = at.index() >> 2;
     const uint32_t m = a.amax ? 0 : window_max(x.amax());
     if (!here) return;
     const float amax = a.amax ? a.amax[window] : float_of(canonical_nan(m));
-    if (a.found && b % 4 == 0) a.found[window] = amax;
-    Op::template run<S>(a, OwnScales<S>(amax, a.e4m3_max), x, b, warp_before(b, blocks));
+    if (a.found && at.i % 4 == 0) a.found[window] = amax;
+    Op::template run<S>(a, OwnScales<S>(amax, a.e4m3_max), x, at, all);
   });
 }
+
+// Whether the warp's blocks, this lane's being `block`, are all before `end`.
+__device__ __forceinline__ bool warp_before(int block, int end) { return block - static_cast<int>(threadIdx.x % 32) + 32 <= end; }
 
 // The maximum over a thread block, in every thread.
 __device__ __forceinline__ uint32_t block_wide_max(uint32_t m) {
@@ -144,12 +149,12 @@ __global__ void __launch_bounds__(kRowThreads<S>) find_amax_kernel(typename Op::
 #pragma unroll
     for (int j = 0; j < kHeld; ++j) {
       const int b = threadIdx.x + j * threads;
-      if (b < blocks) Op::template run<S>(a, scales, held[j], first + b, warp_before(b, blocks));
+      if (b < blocks) Op::template run<S>(a, scales, held[j], At{first, b}, warp_before(b, blocks));
     }
     for (int b = threadIdx.x + kHeld * threads; b < blocks; b += threads) {
       Block<T> again;
       again.load(x + (first + b) * kBlock);
-      Op::template run<S>(a, scales, again, first + b, warp_before(b, blocks));
+      Op::template run<S>(a, scales, again, At{first, b}, warp_before(b, blocks));
     }
   }
 }

@@ -272,15 +272,16 @@ __device__ __forceinline__ int block_of_thread() {
   return kInTiles ? threadIdx.x / 32 % 2 * 4 + threadIdx.x % 2 * 2 : threadIdx.x % 4 * 2;
 }
 
-// Quantizes the tiles of a run along their rows. All threads of a thread block take part.
-template <class S, class T>
+// Quantizes the tiles of a run along their rows. All threads of a thread block take part. Which blocks a thread writes is
+// said by kOutInTiles.
+template <class S, class T, bool kOutInTiles = kTiles<S>>
 class RowsPass {
  public:
   __device__ __forceinline__ RowsPass(const QuantizeArgs& args, const SharedScales<S>& shared, const TilePlace& first,
                                       TileChoices* choices = nullptr)
       : a_(args), shared_(shared), choices_(choices) {
     const int64_t blocks = blocks_of(a_.shape.cols);
-    const int r = row_of_thread<kTiles<S>>(), c = block_of_thread<kTiles<S>>();
+    const int r = row_of_thread<kOutInTiles>(), c = block_of_thread<kOutInTiles>();
     row_ = first.matrix * a_.shape.rows + first.row + r;
     out_ = row_ * blocks + blocks_of(first.col) + c;
     const int64_t left = blocks - blocks_of(first.col) - c;
@@ -290,9 +291,13 @@ class RowsPass {
       place_ = static_cast<uint64_t>(first.row + r) * a_.stream.row_blocks + blocks_of(first.col) + c;
   }
 
-  // `also` gets the thread's two blocks.
-  template <class Also>
-  __device__ __forceinline__ void operator()(const Tile<T>& tile, const Also& also) {
+  __device__ __forceinline__ void operator()(const Tile<T>& tile) {
+    Encoded e[2];
+    encode(tile, e);
+    store(e);
+  }
+
+  __device__ __forceinline__ void encode(const Tile<T>& tile, Encoded (&e)[2]) const {
     const bool here = rows_left_ > 0 && inside_ > 0;
     float amax = 0.0f;
     if constexpr (kWindows<S>) {
@@ -303,18 +308,25 @@ class RowsPass {
       amax = here ? given_amax<S>(a_, row_) : 0.0f;
     }
     decltype(auto) scales = scales_of<S>(a_, shared_, amax);
-    Encoded e[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) e[j] = encode(tile, j, scales);
-    if (here) store(e);
-    also(e);
+  }
+  // And goes on to the next tile.
+  __device__ __forceinline__ void store(const Encoded (&e)[2]) {
+    if (rows_left_ > 0 && inside_ > 0) {
+      if (inside_ == kAligned) {
+        *reinterpret_cast<uint4*>(a_.data + out_ * (kBlock / 2)) =
+            make_uint4(e[0].codes.x, e[0].codes.y, e[1].codes.x, e[1].codes.y);
+        *reinterpret_cast<uint16_t*>(a_.scale + out_) = static_cast<uint16_t>(e[0].scale + (e[1].scale << 8));
+      } else {
+        e[0].store(a_, out_);
+        if (inside_ > 1) e[1].store(a_, out_ + 1);
+      }
+    }
     rows_left_ -= kTileRows;
     row_ += kTileRows;
     out_ += kTileRows / kBlock * a_.shape.cols;
     if constexpr (kStochastic<S>) place_ += kTileRows * a_.stream.row_blocks;
-  }
-  __device__ __forceinline__ void operator()(const Tile<T>& tile) {
-    (*this)(tile, [](const Encoded (&)[2]) {});
   }
   __device__ __forceinline__ void finish(int) const {}
 
@@ -346,17 +358,6 @@ class RowsPass {
       return encode_block<S>(v, x.signs(), m, scales, element, [&](uint32_t (&bits)[4]) {
         if constexpr (kStochastic<S>) shared_.random(place_ + j, false, bits);
       });
-    }
-  }
-
-  __device__ __forceinline__ void store(const Encoded (&e)[2]) const {
-    if (inside_ == kAligned) {
-      *reinterpret_cast<uint4*>(a_.data + out_ * (kBlock / 2)) =
-          make_uint4(e[0].codes.x, e[0].codes.y, e[1].codes.x, e[1].codes.y);
-      *reinterpret_cast<uint16_t*>(a_.scale + out_) = static_cast<uint16_t>(e[0].scale + (e[1].scale << 8));
-    } else {
-      e[0].store(a_, out_);
-      if (inside_ > 1) e[1].store(a_, out_ + 1);
     }
   }
 
