@@ -82,12 +82,30 @@ JNVFP4_HD float exp2_shifted(float t, int32_t shift) {
 // -g * log2(e), at least -64, where 1 + 2^t is 1. NaN stays.
 JNVFP4_HD float gate_exponent(float g) {
   const float t = mul_rn(g, -1.44269502f);
+#if defined(__CUDA_ARCH__)
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(t), "f"(-64.0f));
+  return r;
+#else
   return t < -64.0f ? -64.0f : t;
+#endif
+}
+
+// 1 / a, correctly rounded, for a from 1 to 2^120. On the device what the compiler's division does in that range,
+// without the test for it: an estimate, and one step on its exact error.
+JNVFP4_HD float reciprocal_of_large(float a) {
+#if defined(__CUDA_ARCH__)
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
+  return __fmaf_rn(r, __fmaf_rn(-a, r, 1.0f), r);
+#else
+  return reciprocal_rn(a);
+#endif
 }
 
 // g / (1 + e^-g) * u for a gate that is not below kTinyGate.
 JNVFP4_HD float silu_mul_usual(float g, float u) {
-  const float r = reciprocal_rn(add_rn(1.0f, exp2_shifted(gate_exponent(g), 0)));
+  const float r = reciprocal_of_large(add_rn(1.0f, exp2_shifted(gate_exponent(g), 0)));
   return mul_rn(mul_rn(g, r), u);
 }
 

@@ -1,5 +1,6 @@
 // fake_quant on CUDA: a thread has a block of 16, whose values it rounds to the grid of the scale. No codes.
 #include "rows.cuh"
+#include "tile.cuh"
 
 namespace jnvfp4 {
 namespace {
@@ -28,14 +29,19 @@ __device__ __forceinline__ Block<T> decode(Values& v, uint32_t scale, const Scal
   return rounded_block<T>(v, factor);
 }
 
-// In a warp that has two 16x16 tiles, lane 2 * line + tile, or any blocks of 1x16.
+// In a warp that has 16x16 tiles side by side, lane 2 * line + tile, or any blocks of 1x16.
 struct FakeQuant {
   using Args = FakeQuantArgs;
+  template <class S>
+  static constexpr bool kResident = kChooses<S> || S::spec.rht;
+  template <class S>
+  static constexpr int kBlocks = kChooses<S> ? 3 : kStochastic<S> || S::spec.rht ? 5 : 4;
   using Lines = Lanes<16, 2>;
 
-  template <class S, class T, class Scales>
+  // `element(i)` is the i-th again; `block` is its index, for random bits.
+  template <class S, class T, class Scales, class Element>
   __device__ __forceinline__ static Block<T> values(const Args& a, const Scales& scales, const Block<T>& raw,
-                                                    int64_t block) {
+                                                    const Element& element, int64_t block = 0) {
     const auto source = source_of<S>(raw);
     uint32_t m = source.amax(), random[4] = {};
     if constexpr (kTiles<S>) m = Lines::max(m);
@@ -43,8 +49,6 @@ struct FakeQuant {
     source.values(v);
     if constexpr (kChooses<S>) {
       const Choice<S> choice(m, scales);
-      const auto* x = static_cast<const typename T::Stored*>(a.x) + block * kBlock;
-      const auto element = [&](int i) { return T::load(x[i]); };
       bool four;
       if constexpr (kTiles<S>) {
         Magnitudes unused[1];
@@ -77,45 +81,75 @@ struct FakeQuant {
   }
 
   template <class S, class T, class Scales>
-  __device__ __forceinline__ static void run(const Args& a, const Scales& scales, const Block<T>& raw, int64_t block,
+  __device__ __forceinline__ static void run(const Args& a, const Scales& scales, const Block<T>& raw, At at,
                                              bool all) {
-    store_blocks<T>(static_cast<typename T::Stored*>(a.out), block, values<S>(a, scales, raw, block), all);
+    const auto* x = static_cast<const typename T::Stored*>(a.x) + at.index() * kBlock;
+    const auto element = [&](int i) { return T::load(x[i]); };
+    store_blocks<T>(static_cast<typename T::Stored*>(a.out) + at.first * kBlock, at.i,
+                    values<S>(a, scales, raw, element, at.index()), all);
   }
 };
 
-// Pairs of tiles, a warp each; the second tile of the last pair in a band may be the first once more.
-template <class S, class T, bool kOneForAll>
-__global__ void __launch_bounds__(kThreads, kRowBlocks<S>)
-    tiles_kernel(FakeQuantArgs a, int64_t row_blocks, int64_t pairs) {
-  const auto place = [&](int64_t i) {
-    const int64_t band = quotient(i / 32, pairs), pair = i / 32 - band * pairs, row = band * kBlock + i % 32 / 2;
-    return row * row_blocks + min(2 * pair + i % 2, row_blocks - 1);
-  };
-  const auto for_each = [&](const auto& scales_of) {
-    for_each_block<T>(a.x, all_rows(a.shape) * 2 * pairs, place, [&](int64_t b, const Block<T>& x, bool) {
-      FakeQuant::run<S>(a, scales_of(b), x, b, row_blocks % 2 == 0);
-    });
-  };
-  if constexpr (kOneForAll) {
-    __shared__ SharedScales<S> scales;
-    fill_scales_of_all(scales, a);
-    __syncthreads();
-    for_each([&](int64_t) -> const SharedScales<S>& { return scales; });
-  } else {
-    const int64_t per_amax = a.shape.rows_per_amax * row_blocks;
-    for_each([&](int64_t b) { return OwnScales<S>(a.amax[quotient(b, per_amax)], a.e4m3_max); });
+// 16x16 tiles, where they arrive in shared memory: a thread has two neighbouring blocks of a row, and writes 16-byte words
+// of several, so that a warp writes whole rows.
+template <class S, class T>
+class TilesPass {
+  using Stored = typename T::Stored;
+  static constexpr int kVector = 16 / sizeof(Stored), kVectors = kTileCols / kVector, kRowsAtOnce = kTeam / kVectors;
+
+ public:
+  __device__ __forceinline__ TilesPass(const FakeQuantArgs& a, const SharedScales<S>& scales, const TilePlace& first)
+      : a_(a),
+        scales_(scales),
+        out_(static_cast<Stored*>(a.out) + (first.matrix * a.shape.rows + first.row + own_row()) * a.shape.cols +
+             first.col + own_col()),
+        rows_left_(static_cast<int>(min(a.shape.rows - first.row - own_row(), int64_t{INT_MAX}))),
+        here_(own_col() < a.shape.cols - first.col) {}
+
+  __device__ __forceinline__ void operator()(Tile<T>& tile) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      Block<T>& x = tile.block(at_[j]);
+      const int row = row_of_thread<true>(), col = (block_of_thread<true>() + j) * kBlock;
+      x = FakeQuant::values<S>(a_, scales_, Block<T>(x), [&](int i) { return tile.element(row, col + i); });
+    }
+    sync_team();
+    const char* from = tile.bytes + from_;
+    Stored* to = out_;
+#pragma unroll
+    for (int r = 0; r < kBlock; r += kRowsAtOnce, to += kRowsAtOnce * a_.shape.cols, from += kRowsAtOnce * Tile<T>::kRowBytes)
+      if (r < rows_left_ && here_) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+    out_ += kTileRows * a_.shape.cols;
+    rows_left_ -= kTileRows;
   }
-}
+  __device__ __forceinline__ void finish(int) const {}
+
+ private:
+  __device__ __forceinline__ static int own_row() { return team() * kBlock + team_thread() / kVectors; }
+  __device__ __forceinline__ static int own_col() { return team_thread() % kVectors * kVector; }
+
+  const FakeQuantArgs& a_;
+  const SharedScales<S>& scales_;
+  Stored* out_;  // of the thread's first word
+  int rows_left_;
+  bool here_;
+  const int at_[2] = {kept(Tile<T>::place_of_block(row_of_thread<true>(), block_of_thread<true>())),
+                      kept(Tile<T>::place_of_block(row_of_thread<true>(), block_of_thread<true>() + 1))};
+  const int from_ = kept(Tile<T>::place(own_row(), own_col() * static_cast<int>(sizeof(Stored))));
+};
 
 template <class S, class T>
-cudaError_t launch_tiles(const FakeQuantArgs& a, cudaStream_t stream) {
-  const int64_t row_blocks = a.shape.cols / kBlock, pairs = (row_blocks + 1) / 2;
-  const unsigned grid = resident_grid(all_rows(a.shape) * 2 * pairs, kThreads, kRowBlocks<S>);
-  if (one_for_all<S>(a.shape))
-    tiles_kernel<S, T, true><<<grid, kThreads, 0, stream>>>(a, row_blocks, pairs);
-  else
-    tiles_kernel<S, T, false><<<grid, kThreads, 0, stream>>>(a, row_blocks, pairs);
-  return cudaGetLastError();
+struct TilesMemory {
+  Stages<T> stages;
+  SharedScales<S> scales;
+};
+
+template <class S, class T>
+__global__ void __launch_bounds__(kThreads, kTileBlocks<S>) tiles_kernel(FakeQuantArgs a, Runs runs) {
+  auto& shared = shared_memory<TilesMemory<S, T>>();
+  for_each_tile_of(
+      a.x, shared.stages, Source(a.shape), runs, [&](int64_t matrix) { fill_scales(shared.scales, a, matrix); },
+      [&](const TilePlace& first) { return TilesPass<S, T>(a, shared.scales, first); });
 }
 
 }  // namespace
@@ -125,7 +159,8 @@ bool launch_fake_quant(const FakeQuantArgs& args, const KernelSpec& spec, cudaSt
     using S = decltype(s);
     with_float(args.kind, [&](auto t) {
       if constexpr (kTiles<S>)
-        *status = launch_tiles<S, decltype(t)>(args, stream);
+        *status = launch_tiles<TilesMemory<S, decltype(t)>>(tiles_kernel<S, decltype(t)>,
+                                                           Runs(Source(args.shape), kTileBlocks<S>), stream, args);
       else
         *status = launch_rows<FakeQuant, S, decltype(t)>(args, stream);
     });

@@ -7,77 +7,170 @@ namespace {
 
 template <class Row, class Col>
 struct Shared {
-  Tile<Bf16> tile;
+  Stages<Bf16> stages;
   SharedScales<Row> row_scales;
   SharedScales<Col> col_scales;
-  Held held;
+  ColumnsShared<Col> columns;
+  Stages<Bf16> second;  // last: only a gate asks for it
 };
 template <class Row>
 struct Shared<Row, void> {
-  Tile<Bf16> tile;
+  Stages<Bf16> stages;
   SharedScales<Row> row_scales;
+  Stages<Bf16> second;
 };
 
-// Computes the values of a tile, zeros outside the matrix, and stores them where they are wanted.
-__device__ __forceinline__ void fill_tile(Tile<Bf16>& tile, const ProduceArgs& a, const TilePlace& at) {
-  constexpr int kVectors = kTileCols / 8;
-  const Sources& s = a.sources;
-  const int c = threadIdx.x % kVectors;
-  const int64_t col = at.col + c * 8;
-#pragma unroll 1
-  for (int r = threadIdx.x / kVectors; r < kTileRows; r += kThreads / kVectors) {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (at.row + r < s.rows && col < s.cols) {
-      const int64_t row = at.matrix * s.rows + at.row + r;
-      v = produce_eight(s, a.factors, row, col);
-      if (a.values) *reinterpret_cast<uint4*>(a.values + row * s.cols + col) = stored_values(v);
-    }
-    reinterpret_cast<uint4*>(tile.row(r))[c] = v;
+struct TilesArgs : ProduceArgs {
+  bool ahead;  // operands are loaded ahead: not float32 ones, nor where weights change within a matrix
+};
+
+// Loads what a team's rows of one tile after the other are made of, and makes them where they arrive: zeros outside the
+// matrix. Values are stored where they are wanted. A thread has the same 16-byte word of every kRowsAtOnce-th row.
+class Producing {
+ public:
+  __device__ __forceinline__ Producing(const TilesArgs& a, Stages<Bf16>& stages, Stages<Bf16>& second,
+                                       const TilePlace& first)
+      : a_(a),
+        row_(first.matrix * a.sources.rows + first.row + own_row()),
+        col_(first.col + team_thread() % kVectors * 8),
+        next_(row_ * a.sources.cols + col_),
+        from_second_(static_cast<int>(reinterpret_cast<char*>(&second) - reinterpret_cast<char*>(&stages))) {
+    const Sources& s = a.sources;
+    rows_left_ = rows_unmade_ = static_cast<int>(min(s.rows - first.row - own_row(), int64_t{INT_MAX}));
+    if (a.ahead && s.producer == Producer::kRmsNorm && col_ < s.cols)
+      load_eight(s.b, s.b_kind, weights_of(s, row_) + col_, weights_);
   }
-}
+
+  __device__ __forceinline__ void load(Tile<Bf16>& tile) {
+    const Sources& s = a_.sources;
+    if (a_.ahead && col_ < s.cols) {
+      const auto* from = static_cast<const uint16_t*>(s.a) + next_;
+      const int64_t to_second = static_cast<const uint16_t*>(s.b) - static_cast<const uint16_t*>(s.a);
+#pragma unroll
+      for (int r = 0; r < kBlock; r += kRowsAtOnce, from += kRowsAtOnce * s.cols) {
+        if (r >= rows_left_) break;
+        copy_vector(own_word(tile, r), from);
+        if (s.producer == Producer::kSiluMul) copy_vector(own_word(tile, r) + from_second_, from + to_second);
+      }
+    }
+    next_ += kTileRows * s.cols;
+    rows_left_ -= kTileRows;
+  }
+
+  __device__ __forceinline__ void arrived(Tile<Bf16>& tile) {
+    if (!a_.ahead)
+      make_now(a_, own_word(tile, 0), row_, col_, rows_unmade_);
+    else if (a_.sources.producer == Producer::kSiluMul)
+      make(tile, [&](int, const Eight& first, const char* word) {
+        Eight second;
+        second.word[0] = *reinterpret_cast<const uint4*>(word + from_second_);
+        float g[8], u[8];
+        first.values16(a_.sources.a_kind, g);
+        second.values16(a_.sources.b_kind, u);
+        return gate_eight(g, u);
+      });
+    else
+      make(tile, [&](int r, const Eight& first, const char*) {
+        float v[8];
+        first.values16(a_.sources.a_kind, v);
+        return norm_eight(v, a_.factors[row_ + r], weights_);
+      });
+    row_ += kTileRows;
+    rows_unmade_ -= kTileRows;
+  }
+
+ private:
+  static constexpr int kVectors = kTileCols / 8, kRowsAtOnce = kTeam / kVectors;
+
+  __device__ __forceinline__ static int own_row() { return team() * kBlock + team_thread() / kVectors; }
+  // `f(r, first, word)` for each row r of the thread, of what arrived at `word`.
+  template <class F>
+  __device__ __forceinline__ void make(Tile<Bf16>& tile, const F& f) const {
+    if (col_ >= a_.sources.cols) return;
+#pragma unroll 2
+    for (int r = 0; r < kBlock; r += kRowsAtOnce) {
+      if (r >= rows_unmade_) return;
+      char* word = own_word(tile, r);
+      Eight first;
+      first.word[0] = *reinterpret_cast<const uint4*>(word);
+      const uint4 y = f(r, first, word);
+      *reinterpret_cast<uint4*>(word) = y;
+      if (a_.values) *reinterpret_cast<uint4*>(a_.values + (row_ + r) * a_.sources.cols + col_) = stored_values(y);
+    }
+  }
+  __device__ __noinline__ static void make_now(const ProduceArgs& a, char* word, int64_t row, int64_t col,
+                                               int rows_left) {
+    const Sources& s = a.sources;
+#pragma unroll 1
+    for (int r = 0; r < kBlock; r += kRowsAtOnce, word += kRowsAtOnce * Tile<Bf16>::kRowBytes) {
+      uint4 y = make_uint4(0, 0, 0, 0);
+      if (r < rows_left && col < s.cols) {
+        Eight first, second;
+        first.load(s.a, s.a_kind, (row + r) * s.cols + col);
+        second.load(s.b, s.b_kind, second_of(s, row + r) + col);
+        y = produce_eight(s, a.factors, row + r, first, second);
+        if (a.values) *reinterpret_cast<uint4*>(a.values + (row + r) * s.cols + col) = stored_values(y);
+      }
+      *reinterpret_cast<uint4*>(word) = y;
+    }
+  }
+  __device__ __forceinline__ char* own_word(Tile<Bf16>& tile, int r) const {
+    return tile.bytes + at_ + r * Tile<Bf16>::kRowBytes;
+  }
+  const TilesArgs& a_;
+  float weights_[8];  // of a norm
+  int64_t row_, col_;  // of the thread's first word in the next tile that arrives
+  int64_t next_;       // where its first word in the next tile to load is
+  int from_second_;
+  int at_ = kept(Tile<Bf16>::place(own_row(), team_thread() % kVectors * 16));
+  int rows_left_, rows_unmade_;  // from the thread's first row on, of what is to be loaded and made
+};
 
 // Along rows as Row says, along columns as Col; not at all if that is void.
 template <class Row, class Col>
-__global__ void __launch_bounds__(kThreads, kTileBlocks<Row>) produce_tiles_kernel(ProduceArgs a, int tiles) {
-  auto& shared = shared_memory<Shared<Row, Col>>();
-  const Sources& s = a.sources;
-  const int64_t step = static_cast<int64_t>(tiles) * kTileRows;
-  for (int64_t matrix = blockIdx.z; matrix < s.batch; matrix += gridDim.z) {
-    fill_scales(shared.row_scales, a.row, matrix);
-    if constexpr (!std::is_void_v<Col>) fill_scales(shared.col_scales, a.col, matrix);
-    for (int64_t row = blockIdx.y * step; row < s.rows; row += gridDim.y * step) {
-      const int64_t left = s.rows - row < step ? s.rows - row : step;
-      const int count = static_cast<int>(left + kTileRows - 1) / kTileRows;
-      TilePlace at{matrix, row, static_cast<int64_t>(blockIdx.x) * kTileCols};
-      const auto run = [&](const auto& work) {
-        for (int i = 0; i < count; ++i, at.row += kTileRows) {
-          fill_tile(shared.tile, a, at);
-          __syncthreads();
-          work(shared.tile, i);
-          __syncthreads();  // before the next tile overwrites this one
-        }
-      };
-      RowsPass<Row, Bf16> rows(a.row, shared.row_scales, at);
-      if constexpr (std::is_void_v<Col>) {
-        run([&](const Tile<Bf16>& tile, int) { rows(tile); });
-      } else {
-        ColumnsPass<Col, Bf16> columns(a.col, shared.col_scales, shared.held, at);
-        run([&](const Tile<Bf16>& tile, int i) {
-          rows(tile);
-          columns(tile);
-          if (i % kTilesHeld != kTilesHeld - 1 && i + 1 != count) return;
-          __syncthreads();  // what is held is there
-          columns.finish(i % kTilesHeld + 1);
-        });
-      }
-    }
+class Passes {
+ public:
+  __device__ __forceinline__ Passes(const TilesArgs& a, Shared<Row, Col>& shared, const TilePlace& first)
+      : rows_(a.row, shared.row_scales, first), columns_(a.col, shared.col_scales, shared.columns, first) {}
+  __device__ __forceinline__ void operator()(const Tile<Bf16>& tile) {
+    rows_(tile);
+    columns_(tile);
   }
+  __device__ __forceinline__ void finish(int tiles) { columns_.finish(tiles); }
+
+ private:
+  RowsPass<Row, Bf16> rows_;
+  ColumnsPass<Col, Bf16> columns_;
+};
+template <class Row>
+struct Passes<Row, void> : RowsPass<Row, Bf16> {
+  __device__ __forceinline__ Passes(const TilesArgs& a, Shared<Row, void>& shared, const TilePlace& first)
+      : RowsPass<Row, Bf16>(a.row, shared.row_scales, first) {}
+};
+
+template <class Row>
+inline constexpr int kProducerBlocks = kChooses<Row> || kStochastic<Row> ? 2 : 3;
+
+template <class Row, class Col>
+__global__ void __launch_bounds__(kThreads, kProducerBlocks<Row>) produce_tiles_kernel(const __grid_constant__ TilesArgs a, Runs runs) {
+  auto& shared = shared_memory<Shared<Row, Col>>();
+  for_each_tile(
+      shared.stages, Source(a.row.shape), runs, [&](const TilePlace& first) { return Producing(a, shared.stages, shared.second, first); },
+      [&](int64_t matrix) {
+        fill_scales(shared.row_scales, a.row, matrix, 0);
+        if constexpr (!std::is_void_v<Col>) fill_scales(shared.col_scales, a.col, matrix, kThreads / 2);
+      },
+      [&](const TilePlace& first) { return Passes<Row, Col>(a, shared, first); });
 }
 
 template <class Row, class Col>
 cudaError_t launch(const ProduceArgs& a, cudaStream_t stream) {
-  const Runs runs(Source(a.row.shape), kTileBlocks<Row>);
-  return launch_tiles<Shared<Row, Col>>(produce_tiles_kernel<Row, Col>, runs, stream, a);
+  const Sources& s = a.sources;
+  const bool gate = s.producer == Producer::kSiluMul;
+  const bool ahead = s.a_kind != Float::kF32 && (gate ? s.b_kind != Float::kF32 : s.rows_per_weight % s.rows == 0);
+  const int bytes = static_cast<int>(sizeof(Shared<Row, Col>) - (gate ? 0 : sizeof(Stages<Bf16>)));
+  return launch_tiles(produce_tiles_kernel<Row, Col>, Runs(Source(a.row.shape), gate ? 2 : kProducerBlocks<Row>),
+                      stream, TilesArgs{a, ahead}, bytes);
 }
 
 }  // namespace

@@ -6,21 +6,41 @@
 
 namespace jnvfp4 {
 
-// Elements i to i + 7, i a multiple of 8. Which type is the same for the whole launch.
-__device__ __forceinline__ void load_eight(const void* p, Float kind, int64_t i, float (&v)[8]) {
-  const auto* q = reinterpret_cast<const uint4*>(static_cast<const char*>(p) + i * (kind == Float::kF32 ? 4 : 2));
-  const uint4 a = __ldg(q);
-  if (kind == Float::kF32) {
-    const uint4 b = __ldg(q + 1);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) v[k] = float_of((&a.x)[k]), v[k + 4] = float_of((&b.x)[k]);
-  } else if (kind == Float::kBf16) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) v[2 * k] = float_of((&a.x)[k] << 16), v[2 * k + 1] = float_of((&a.x)[k] & 0xffff0000u);
-  } else {
-#pragma unroll
-    for (int k = 0; k < 8; ++k) v[k] = F16::load(static_cast<uint16_t>((&a.x)[k / 2] >> (16 * (k % 2))));
+// Eight elements as they are stored; only float32 has the second word. Which type is the same for the whole launch.
+struct Eight {
+  uint4 word[2];
+
+  // Elements i to i + 7, i a multiple of 8.
+  __device__ __forceinline__ void load(const void* p, Float kind, int64_t i) {
+    const auto* q = reinterpret_cast<const uint4*>(static_cast<const char*>(p) + i * (kind == Float::kF32 ? 4 : 2));
+    word[0] = __ldg(q);
+    if (kind == Float::kF32) word[1] = __ldg(q + 1);
   }
+  __device__ __forceinline__ void values(Float kind, float (&v)[8]) const {
+    const uint4 a = word[0], b = word[1];
+    if (kind == Float::kF32) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) v[k] = float_of((&a.x)[k]), v[k + 4] = float_of((&b.x)[k]);
+    } else {
+      values16(kind, v);
+    }
+  }
+  __device__ __forceinline__ void values16(Float kind, float (&v)[8]) const {
+    const uint4 a = word[0];
+    if (kind == Float::kBf16) {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) v[k] = half_of<Bf16>((&a.x)[k / 2], k % 2);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) v[k] = half_of<F16>((&a.x)[k / 2], k % 2);
+    }
+  }
+};
+
+__device__ __forceinline__ void load_eight(const void* p, Float kind, int64_t i, float (&v)[8]) {
+  Eight e;
+  e.load(p, kind, i);
+  e.values(kind, v);
 }
 
 __device__ __forceinline__ uint4 round_eight(const float (&y)[8]) {
@@ -54,16 +74,18 @@ __device__ __forceinline__ int64_t weights_of(const Sources& s, int64_t row) {
   return s.rows_per_weight == s.batch * s.rows ? 0 : quotient(row, s.rows_per_weight) * s.cols;
 }
 
-// The values from `col` of a row over all matrices; `factors` holds those of the rows, for a norm.
-__device__ __forceinline__ uint4 produce_eight(const Sources& s, const float* factors, int64_t row, int64_t col) {
+// Where the second operand of a row over all matrices begins.
+__device__ __forceinline__ int64_t second_of(const Sources& s, int64_t row) {
+  return s.producer == Producer::kSiluMul ? row * s.cols : weights_of(s, row);
+}
+
+// The values from what was read of a row over all matrices; `factors` holds those of the rows, for a norm.
+__device__ __forceinline__ uint4 produce_eight(const Sources& s, const float* factors, int64_t row, const Eight& first,
+                                               const Eight& second) {
   float a[8], b[8];
-  load_eight(s.a, s.a_kind, row * s.cols + col, a);
-  if (s.producer == Producer::kSiluMul) {
-    load_eight(s.b, s.b_kind, row * s.cols + col, b);
-    return gate_eight(a, b);
-  }
-  load_eight(s.b, s.b_kind, weights_of(s, row) + col, b);
-  return norm_eight(a, factors[row], b);
+  first.values(s.a_kind, a);
+  second.values(s.b_kind, b);
+  return s.producer == Producer::kSiluMul ? gate_eight(a, b) : norm_eight(a, factors[row], b);
 }
 
 // The conversion instruction makes every NaN 0x7fff; stored is 0x7fc0.

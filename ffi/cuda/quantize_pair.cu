@@ -112,8 +112,8 @@ inline constexpr int kPairBlocks = kTransposes<P> && !kChooses<typename P::Col> 
 template <class P, class T>
 __global__ void __launch_bounds__(kThreads, kPairBlocks<P>) quantize_pair_kernel(PairArgs a, Runs runs) {
   auto& shared = shared_memory<PairShared<P, T>>();
-  for_each_tile(
-      shared.stages, a.row.x, Source(a.row.shape), runs,
+  for_each_tile_of(
+      a.row.x, shared.stages, Source(a.row.shape), runs,
       [&](int64_t matrix) {
         fill_scales(shared.row_scales, a.row, matrix, 0);
         fill_scales(shared.col_scales, a.col, matrix, kThreads / 2);

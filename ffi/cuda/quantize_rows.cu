@@ -6,6 +6,10 @@ namespace {
 
 struct Quantize {
   using Args = QuantizeArgs;
+  template <class S>
+  static constexpr bool kResident = true;
+  template <class S>
+  static constexpr int kBlocks = kChooses<S> ? 3 : 5;
   template <class S, class T, class Scales>
   __device__ __forceinline__ static void run(const Args& a, const Scales& scales, const Block<T>& raw, At at, bool) {
     const auto source = source_of<S>(raw);

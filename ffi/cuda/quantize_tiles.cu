@@ -17,16 +17,16 @@ struct ColumnsMemory : RowsMemory<S, T> {
 template <class S, class T>
 __global__ void __launch_bounds__(kThreads, kTileBlocks<S>) quantize_rows_kernel(QuantizeArgs a, Runs runs) {
   auto& shared = shared_memory<RowsMemory<S, T>>();
-  for_each_tile(
-      shared.stages, a.x, Source(a.shape), runs, [&](int64_t matrix) { fill_scales(shared.scales, a, matrix); },
+  for_each_tile_of(
+      a.x, shared.stages, Source(a.shape), runs, [&](int64_t matrix) { fill_scales(shared.scales, a, matrix); },
       [&](const TilePlace& first) { return RowsPass<S, T>(a, shared.scales, first); });
 }
 
 template <class S, class T>
 __global__ void __launch_bounds__(kThreads, kTileBlocks<S>) quantize_columns_kernel(QuantizeArgs a, Runs runs) {
   auto& shared = shared_memory<ColumnsMemory<S, T>>();
-  for_each_tile(
-      shared.stages, a.x, Source(a.shape), runs, [&](int64_t matrix) { fill_scales(shared.scales, a, matrix); },
+  for_each_tile_of(
+      a.x, shared.stages, Source(a.shape), runs, [&](int64_t matrix) { fill_scales(shared.scales, a, matrix); },
       [&](const TilePlace& first) { return ColumnsPass<S, T>(a, shared.scales, shared.columns, first); });
 }
 
@@ -65,8 +65,8 @@ class AmaxColumns {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) amax_columns_kernel(QuantizeArgs a, Runs runs) {
-  for_each_tile(
-      shared_memory<Stages<T>>(), a.x, Source(a.shape), runs, [](int64_t) {},
+  for_each_tile_of(
+      a.x, shared_memory<Stages<T>>(), Source(a.shape), runs, [](int64_t) {},
       [&](const TilePlace& first) { return AmaxColumns<T>(a, first); });
 }
 

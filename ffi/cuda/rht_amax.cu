@@ -45,8 +45,8 @@ class AmaxPass {
 template <class T, bool kTransposed>
 __global__ void __launch_bounds__(kThreads, 3) rht_amax_kernel(RhtAmaxArgs a, Runs runs) {
   const Source x(a.shape);
-  for_each_tile(
-      shared_memory<Stages<T>>(), a.x, x, runs, [](int64_t) {},
+  for_each_tile_of(
+      a.x, shared_memory<Stages<T>>(), x, runs, [](int64_t) {},
       [&](const TilePlace& first) {
         const int64_t group = quotient(first.matrix * a.shape.rows, a.shape.rows_per_amax);
         return AmaxPass<T, kTransposed>(a.amax + group, x, first);

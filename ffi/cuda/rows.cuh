@@ -1,14 +1,15 @@
 // Blocks along contiguous memory: one thread a block of 16, any number of rows. What is done with a block is an `Op`:
-// Op::run<S>(args, scales, elements, at, all), where `all` says that every lane of the warp is here.
+// Op::run<S>(args, scales, elements, at, all), where `all` says that every lane of the warp is here. Op::kResident<S>: with
+// one amax for all, thread blocks stay and go through all blocks; else each has a few. Op::kBlocks<S>: thread blocks a
+// multiprocessor holds, which bounds registers.
 #pragma once
 
 #include "block.cuh"
 
 namespace jnvfp4 {
 
-// Thread blocks a multiprocessor holds, which bounds registers.
-template <class S>
-inline constexpr int kRowBlocks = kChooses<S> ? 3 : 5;
+template <class Op, class S>
+inline constexpr int kRowBlocks = Op::template kBlocks<S>;
 
 // The random bits of a block, by its place in the local array.
 template <class S>
@@ -68,19 +69,43 @@ __device__ __forceinline__ void for_each_block(const void* x, int64_t blocks, co
   }
 }
 
+constexpr int kHeld = 2;  // blocks that a thread keeps in registers
+
+// The same for kHeld blocks of each thread, all on their way at once.
+template <class T, class F>
+__device__ __forceinline__ void for_held_blocks(const void* x, int64_t blocks, const F& f) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kHeld * kThreads), left = blocks - first;
+  const auto* p = static_cast<const typename T::Stored*>(x) + first * kBlock;
+  Block<T> held[kHeld];
+#pragma unroll
+  for (int j = 0; j < kHeld; ++j) {
+    const int i = threadIdx.x + j * kThreads;
+    if (i < left) held[j].load(p + i * kBlock);
+  }
+#pragma unroll
+  for (int j = 0; j < kHeld; ++j) {
+    const int i = threadIdx.x + j * kThreads;
+    f(At{first, i}, held[j], i - static_cast<int>(threadIdx.x % 32) + 32 <= left, i < left);
+  }
+}
+
 template <class Op, class S, class T>
-__global__ void __launch_bounds__(kThreads, kRowBlocks<S>) rows_kernel(typename Op::Args a, int64_t blocks) {
+__global__ void __launch_bounds__(kThreads, kRowBlocks<Op, S>) rows_kernel(typename Op::Args a, int64_t blocks) {
   __shared__ SharedScales<S> scales;
+  const auto each = [&](At at, const Block<T>& x, bool all, bool here) {
+    if (here) Op::template run<S>(a, scales, x, at, all);
+  };
   fill_scales_of_all(scales, a);
   __syncthreads();
-  for_each_block<T>(a.x, blocks, [&](At at, const Block<T>& x, bool all, bool here) {
-    if (here) Op::template run<S>(a, scales, x, at, all);
-  });
+  if constexpr (Op::template kResident<S>)
+    for_each_block<T>(a.x, blocks, each);
+  else
+    for_held_blocks<T>(a.x, blocks, each);
 }
 
 // One amax for `blocks_per_amax` blocks.
 template <class Op, class S, class T>
-__global__ void __launch_bounds__(kThreads, kRowBlocks<S>)
+__global__ void __launch_bounds__(kThreads, kRowBlocks<Op, S>)
     groups_kernel(typename Op::Args a, int64_t blocks, int64_t blocks_per_amax) {
   for_each_block<T>(a.x, blocks, [&](At at, const Block<T>& x, bool all, bool here) {
     if (here)
@@ -90,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks<S>)
 
 // One amax for each window, given or found. Blocks are a multiple of 4: all four lanes of a window are here, or none.
 template <class Op, class S, class T>
-__global__ void __launch_bounds__(kThreads, kRowBlocks<S>)
+__global__ void __launch_bounds__(kThreads, kRowBlocks<Op, S>)
     windows_kernel(typename Op::Args a, int64_t blocks) {
   for_each_block<T>(a.x, blocks, [&](At at, const Block<T>& x, bool all, bool here) {
     const int64_t window = at.index() >> 2;
@@ -117,7 +142,6 @@ __device__ __forceinline__ uint32_t block_wide_max(uint32_t m) {
   return m;
 }
 
-constexpr int kHeld = 2;  // blocks of a row that a thread keeps in registers
 template <class S>
 inline constexpr int kRowThreads = kChooses<S> ? 512 : 1024;  // of a row, at most: bounds registers
 
@@ -162,13 +186,14 @@ __global__ void __launch_bounds__(kRowThreads<S>) find_amax_kernel(typename Op::
 template <class Op, class S, class T>
 cudaError_t launch_rows(const typename Op::Args& a, cudaStream_t stream) {
   const int64_t row_blocks = a.shape.cols / kBlock, rows = all_rows(a.shape), blocks = rows * row_blocks;
-  const unsigned grid = resident_grid(blocks, kThreads, kRowBlocks<S>);
+  const unsigned grid = resident_grid(blocks, kThreads, kRowBlocks<Op, S>);
   if constexpr (kWindows<S>) {
     windows_kernel<Op, S, T><<<grid, kThreads, 0, stream>>>(a, blocks);
   } else {
     if constexpr (kOneAmax<S>) {
       if (one_for_all<S>(a.shape)) {
-        rows_kernel<Op, S, T><<<grid, kThreads, 0, stream>>>(a, blocks);
+        const auto once = static_cast<unsigned>((blocks + kHeld * kThreads - 1) / (kHeld * kThreads));
+        rows_kernel<Op, S, T><<<Op::template kResident<S> ? grid : once, kThreads, 0, stream>>>(a, blocks);
         return cudaGetLastError();
       }
     } else if (!a.amax) {

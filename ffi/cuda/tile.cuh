@@ -55,12 +55,12 @@ struct Tile {
   __device__ __forceinline__ const Word& at(int place) const {
     return *reinterpret_cast<const Word*>(bytes + place);
   }
-  __device__ __forceinline__ Block<T> block(int place) const {
-    Block<T> b;
-#pragma unroll
-    for (int i = 0; i < Block<T>::kWords; ++i) b.word[i] = at<uint4>(place + 16 * i);
-    return b;
+  template <class Word>
+  __device__ __forceinline__ Word& at(int place) {
+    return *reinterpret_cast<Word*>(bytes + place);
   }
+  __device__ __forceinline__ const Block<T>& block(int place) const { return at<Block<T>>(place); }
+  __device__ __forceinline__ Block<T>& block(int place) { return at<Block<T>>(place); }
   __device__ __forceinline__ float element(int row, int col) const {
     return T::load(at<Stored>(place(row, col * static_cast<int>(sizeof(Stored)))));
   }
@@ -131,6 +131,12 @@ struct Stages {
   Tile<T> tile[kStages];
 };
 
+__device__ __forceinline__ void copy_vector(char* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from)
+               : "memory");
+}
+
 // Copies a team's rows of one tile after the other of a run, down the rows, without registers in between. A thread has
 // the same 16-byte word of every kRowsAtOnce-th row.
 template <class T>
@@ -162,6 +168,8 @@ class Loader {
     next_ += kTileRows * cols_;
     rows_left_ -= kTileRows;
   }
+  // What a thread does with its own words once they are there.
+  __device__ __forceinline__ void arrived(Tile<T>&) const {}
 
  private:
   __device__ __noinline__ static void load_part(char* to, const Stored* from, int64_t cols, int rows_left,
@@ -178,12 +186,6 @@ class Loader {
   }
   __device__ __forceinline__ static int own_row() { return team() * kBlock + team_thread() / kVectors; }
   __device__ __forceinline__ static int own_col() { return team_thread() % kVectors * kVector; }
-  __device__ __forceinline__ static void copy_vector(char* to, const Stored* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-                 "l"(from)
-                 : "memory");
-  }
-
   const Stored* next_;
   int64_t cols_;
   int to_ = kept(Tile<T>::place(own_row(), own_col() * static_cast<int>(sizeof(Stored))));
@@ -191,13 +193,14 @@ class Loader {
   bool aligned_, whole_;
 };
 
-// For each run of this thread block: `prepare(matrix)` where the matrix is another one than before, `begin(first)` with
-// the run's first place, then what that returned is called with each tile in turn, the next one on its way, and last to
+// For each matrix of this thread block `prepare(matrix)`, and for each run `begin(first)` with its first place; then what
+// that returned is called with each tile in turn, the next one on its way from what `make_loader(first)` returned, and last to
 // finish them.
-template <class T, class Prepare, class Begin>
-__device__ __forceinline__ void for_each_tile(Stages<T>& stages, const void* x, const Source& source, const Runs& runs,
-                                              const Prepare& prepare, const Begin& begin) {
-  const auto load = [&](Loader<T>& loader, int i, int tiles) {
+template <class T, class MakeLoader, class Prepare, class Begin>
+__device__ __forceinline__ void for_each_tile(Stages<T>& stages, const Source& source, const Runs& runs,
+                                              const MakeLoader& make_loader, const Prepare& prepare,
+                                              const Begin& begin) {
+  const auto load = [&](auto& loader, int i, int tiles) {
     if (i < tiles) loader.load(stages.tile[i % kStages]);
     asm volatile("cp.async.commit_group;");
   };
@@ -208,7 +211,7 @@ __device__ __forceinline__ void for_each_tile(Stages<T>& stages, const void* x, 
     for (; left > 0; left -= runs.tiles * kTileRows, first.row += runs.tiles * kTileRows) {
       const int64_t down = left + kTileRows - 1;
       const int tiles = down < (runs.tiles + 1) * kTileRows ? static_cast<int>(down) / kTileRows : runs.tiles;
-      Loader<T> loader(x, source, first);
+      auto loader = make_loader(first);
 #pragma unroll
       for (int i = 0; i < kStages; ++i) load(loader, i, tiles);
       if (!prepared) {
@@ -220,6 +223,7 @@ __device__ __forceinline__ void for_each_tile(Stages<T>& stages, const void* x, 
       auto&& work = begin(first);
       for (int i = 0; i < tiles; ++i) {
         asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
+        loader.arrived(stages.tile[i % kStages]);
         sync_team();
         work(stages.tile[i % kStages]);
         sync_team();  // before a later tile overwrites this one
@@ -230,9 +234,17 @@ __device__ __forceinline__ void for_each_tile(Stages<T>& stages, const void* x, 
   }
 }
 
+// The same for the tiles of x.
+template <class T, class Prepare, class Begin>
+__device__ __forceinline__ void for_each_tile_of(const void* x, Stages<T>& stages, const Source& source,
+                                                 const Runs& runs, const Prepare& prepare, const Begin& begin) {
+  for_each_tile(
+      stages, source, runs, [&](const TilePlace& first) { return Loader<T>(x, source, first); }, prepare, begin);
+}
+
 // ---------------------------------------------------------------- what scales a line
-template <class S>
-__device__ __forceinline__ float given_amax(const QuantizeArgs& a, int64_t row) {
+template <class S, class Args>
+__device__ __forceinline__ float given_amax(const Args& a, int64_t row) {
   if constexpr (S::spec.amax_scope == AmaxScope::kRow) return a.amax[row];
   return a.amax[a.shape.rows_per_amax == all_rows(a.shape) ? 0 : quotient(row, a.shape.rows_per_amax)];
 }
@@ -335,7 +347,7 @@ class RowsPass {
 
   template <class Scales>
   __device__ __forceinline__ Encoded encode(const Tile<T>& tile, int j, const Scales& scales) const {
-    const auto x = source_of<S>(tile.block(at_[j]));
+    const auto x = source_of<S>(Block<T>(tile.block(at_[j])));
     uint32_t m = x.amax();
     if constexpr (kTiles<S>) m = Rows::max(m);
     Values v;
@@ -648,19 +660,22 @@ __device__ __forceinline__ Shared& shared_memory() {
   return *reinterpret_cast<Shared*>(memory);
 }
 
+template <class Args>
+cudaError_t launch_tiles(void (*kernel)(Args, Runs), const Runs& runs, cudaStream_t stream, const Args& args,
+                         int bytes) {
+  const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (allowed != cudaSuccess) return allowed;
+  kernel<<<runs.grid, kThreads, bytes, stream>>>(args, runs);
+  return cudaGetLastError();
+}
 template <class Shared, class Args>
 cudaError_t launch_tiles(void (*kernel)(Args, Runs), const Runs& runs, cudaStream_t stream, const Args& args) {
-  const cudaError_t allowed =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Shared)));
-  if (allowed != cudaSuccess) return allowed;
-  kernel<<<runs.grid, kThreads, sizeof(Shared), stream>>>(args, runs);
-  return cudaGetLastError();
+  return launch_tiles(kernel, runs, stream, args, static_cast<int>(sizeof(Shared)));
 }
 
 // What a matrix has one of, by the threads from `first` on. The thread block then synchronises.
-template <class S>
-__device__ __forceinline__ void fill_scales(SharedScales<S>& shared, const QuantizeArgs& a, int64_t matrix,
-                                            int first = 0) {
+template <class S, class Args>
+__device__ __forceinline__ void fill_scales(SharedScales<S>& shared, const Args& a, int64_t matrix, int first = 0) {
   if constexpr (kOneAmax<S>) shared.fill(given_amax<S>(a, matrix * a.shape.rows), a.e4m3_max, first);
   if constexpr (kStochastic<S>) shared.fill_keys(a.stream, matrix, first);
 }
