@@ -238,10 +238,10 @@ __device__ __forceinline__ void nearest_over_64(const Values& v, float encode, V
   for (int i = 0; i < kBlock; ++i) r[i] = round_over_64(mul_rn(fabsf(v[i]), encode));
 }
 
-// Grid values over 64 as e2m1_magnitude_stochastic gives them, but 8 where that saturates at 6. `binade` is the power of
-// two of a magnitude, at least that of 1, times 2^124: a random byte in the third byte of a float32 is r * 2^-133, so the
-// product is r / 512 of it, which is r / 256 of a grid step. The step is that before the addition; the sum stays within
-// one, so it truncates to the same grid value.
+// Grid values over 64 as e2m1_magnitude_stochastic gives them, but 8 where that saturates at 6. `binade` is the power
+// of two of a magnitude, at least that of 1, times 2^124: a random byte in the third byte of a float32 is r * 2^-133,
+// so the product is r / 512 of it, which is r / 256 of a grid step. The step is that before the addition; the sum stays
+// within one, so it truncates to the same grid value.
 __device__ __forceinline__ void stochastic_over_64(const Values& v, float encode, const uint32_t (&random)[4],
                                                    Values& r) {
   constexpr int kUp = 124 << 23;
@@ -300,8 +300,8 @@ __device__ __forceinline__ Encoded encode_plain(const Values& v, uint2 signs, ui
 }
 
 // ---------------------------------------------------------------- 4over6
-// Rounds the magnitudes `v` of a block with a candidate and sums its errors: those of the rule for the fast error, within
-// `error_bound` of them for the strict one.
+// Rounds the magnitudes `v` of a block with a candidate and sums its errors: those of the rule for the fast error,
+// within `error_bound` of them for the strict one.
 template <class S>
 __device__ __forceinline__ float quick_error(const Values& v, const Factors<S>& factors, float encode_all,
                                              Magnitudes& magnitudes) {
@@ -364,7 +364,8 @@ struct Choice {
   template <class Scales>
   __device__ __forceinline__ Choice(uint32_t amax_bits, const Scales& all) : amax(float_of(amax_bits)) {
     // In the range in which factors are quick the steps divide exactly.
-    const float sixth = div_by_steps(amax, 6.0f, 1.0f / 6.0f, [](float x, float y, float z) { return __fmaf_rn(x, y, z); });
+    const float sixth =
+        div_by_steps(amax, 6.0f, 1.0f / 6.0f, [](float x, float y, float z) { return __fmaf_rn(x, y, z); });
     take(mul_rn(sixth, all.encode), all);
     quick = below_seven(amax_bits, six.encode) && below_seven(amax_bits, four.encode) &&
             (scales.six != 0 || amax_bits == 0);
@@ -432,6 +433,22 @@ __device__ __forceinline__ bool four_is_better(const F& error) {
   return choose_four(six, four);
 }
 
+// Whether 4-bit codes with the larger scale stand for the same values as with the other. Then 4 times the one is 6
+// times the other: 0 stays, and 1, 2 and 4 are 1.5, 3 and 6, which is the next code. Their errors are the same, in any
+// order.
+template <class S>
+__device__ __forceinline__ bool same_values(const Choice<S>& choice, const Magnitudes& six, const Magnitudes& four) {
+  const auto differ = [](uint32_t with_six, uint32_t with_four) {
+    const uint32_t not_zero = (with_four >> 1 | with_four) & 0x08080808u;
+    return (with_four & 0x04040404u) | (with_six ^ (with_four + (not_zero >> 1)));
+  };
+  const uint32_t any = differ(six.even[0], four.even[0]) | differ(six.even[1], four.even[1]) |
+                       differ(six.odd[0], four.odd[0]) | differ(six.odd[1], four.odd[1]);
+  return any == 0 && choice.quick &&
+         2.0f * e4m3_decode(static_cast<uint8_t>(choice.scales.four)) ==
+             3.0f * e4m3_decode(static_cast<uint8_t>(choice.scales.six));
+}
+
 // What comes next waits for this, so that registers hold the rounded values of one candidate at a time.
 __device__ __forceinline__ void one_after_the_other(float& error, Magnitudes& m) {
   asm volatile("" : "+f"(error), "+r"(m.even[0]), "+r"(m.even[1]), "+r"(m.odd[0]), "+r"(m.odd[1]));
@@ -447,7 +464,7 @@ __device__ __forceinline__ bool block_takes_four(const Values& v, const Choice<S
   const float error_four = quick_error<S>(v, choice.four, scales.encode, four);
   bool take_four = choose_four(error_six, error_four);
   if (!choice.decided(error_six, error_four)) {
-    if (choice.one_scale()) {
+    if (choice.one_scale() || same_values(choice, six, four)) {
       take_four = false;
     } else if (kStrict<S> && choice.quick) {
       take_four = four_is_better([&](bool c) { return strict_error(v, choice.factors(c), kSquared<S>); });
@@ -488,64 +505,98 @@ struct Lanes {
   }
   __device__ __forceinline__ static float sum(float error) {
 #pragma unroll
-    for (int step = kFarthest; step >= kNearest; step /= 2) error = add_rn(error, __shfl_xor_sync(0xffffffffu, error, step));
+    for (int step = kFarthest; step >= kNearest; step /= 2)
+      error = add_rn(error, __shfl_xor_sync(0xffffffffu, error, step));
     return error;
+  }
+  __device__ __forceinline__ static bool all(bool b) {
+    constexpr uint32_t kSteps = 2 * kFarthest - kNearest;  // the bits of a lane in which lines differ
+    constexpr uint32_t kGroup = kNearest == 1 ? (1u << 2 * kFarthest) - 1 : 0x55555555u;
+    static_assert(kNearest == 1 || kSteps == 30);
+    const uint32_t lanes = kGroup << (threadIdx.x % 32 & ~kSteps);
+    return (__ballot_sync(0xffffffffu, b) & lanes) == lanes;
   }
 };
 
 // What the quick errors say of a 16x16 tile, in whatever order they are summed.
 enum class TileChoice : uint8_t { kSix, kFour, kClose };
 
-// Which scale a 16x16 tile takes, and the magnitudes of the thread's lines of it, if the choice is quick; by the rule at
-// once, without magnitudes, where the quick errors did not decide before. `values(j, v)` are the magnitudes of the j-th
-// line, `element(j, i)` is an element of it; `sum(f)` sums f(j) over the lines.
-template <class S, bool kByRule, int kLines, class Scales, class Sum, class LineValues, class Element>
-__device__ __forceinline__ bool tile_takes_four(const Choice<S>& choice, const Scales& scales, const Sum& sum,
-                                                const LineValues& values, const Element& element, TileChoice* found,
-                                                Magnitudes (&chosen)[kLines]) {
-  Magnitudes with_six[kLines], with_four[kLines];
-  const auto quick = [&](const Factors<S>& factors, Magnitudes (&magnitudes)[kLines]) {
-    return sum([&](int j) {
-      Values v;
-      values(j, v);
-      return quick_error<S>(v, factors, scales.encode, magnitudes[j]);
-    });
-  };
-  bool four = false, decided = choice.one_scale();
-  if constexpr (!kByRule || !kStrict<S>) {
-    float six = quick(choice.six, with_six);
-#pragma unroll
-    for (int j = 0; j < kLines; ++j) one_after_the_other(six, with_six[j]);
-    const float other = quick(choice.four, with_four);
-    four = !decided && choose_four(six, other);
-    if (found)
-      *found = !decided && !choice.sure(six, other) ? TileChoice::kClose
-               : four                               ? TileChoice::kFour
-                                                    : TileChoice::kSix;
-    decided = decided || choice.decided(six, other);
-  }
+// The same by the rule, in the warp's tiles that are not decided.
+template <class S, int kLines, class Scales, class Sum, class LineValues, class Element>
+__device__ __forceinline__ bool exactly_four(const Choice<S>& choice, const Scales& scales, const Sum& sum,
+                                             const LineValues& values, const Element& element, bool decided) {
+  bool four = false;
   if constexpr (kStrict<S>)
-    if (__any_sync(0xffffffffu, !decided && choice.quick)) {  // every lane, since lines are lanes
-      const bool exactly = four_is_better([&](bool c) {
+    if (__any_sync(0xffffffffu, !decided && choice.quick))  // every lane, since lines are lanes
+      four = four_is_better([&](bool c) {
         return sum([&](int j) {
           Values v;
           values(j, v);
           return strict_error(v, choice.factors(c), kSquared<S>);
         });
       });
-      if (!decided && choice.quick) four = exactly, decided = true;
-    }
-  if (__any_sync(0xffffffffu, !decided)) {
+  if (__any_sync(0xffffffffu, !decided && !(kStrict<S> && choice.quick))) {
     const GlobalScale g = scales.global();
-    const bool exactly = four_is_better([&](bool c) {
+    const bool slow = four_is_better([&](bool c) {
       return sum([&](int j) { return exact_error<S>([&](int i) { return element(j, i); }, choice.scale(c), g); });
     });
-    if (!decided) four = exactly;
+    if (!(kStrict<S> && choice.quick)) four = slow;
   }
-  if constexpr (!kByRule)
+  return four;
+}
+
+// Which scale a 16x16 tile takes, and the magnitudes of the thread's kLines lines of it, if the choice is quick; by the
+// rule at once, without magnitudes, where the quick errors did not decide before. `values(j, v)` are the magnitudes of
+// the j-th line, `element(j, i)` is an element of it.
+template <class S, bool kByRule, class Lines, int kLines, class Scales, class LineValues, class Element>
+__device__ __forceinline__ bool tile_takes_four(const Choice<S>& choice, const Scales& scales, const LineValues& values,
+                                                const Element& element, TileChoice* found,
+                                                Magnitudes (&chosen)[kLines]) {
+  const auto sum = [](const auto& error) {
+    const float first = Lines::sum(error(0));
+    return kLines == 1 ? first : add_rn(first, Lines::sum(error(kLines - 1)));
+  };
+  bool four = false, decided = choice.one_scale();
+  if constexpr (!kByRule || !kStrict<S>) {
+    Magnitudes with_six[kLines], with_four[kLines];
+    const auto quick = [&](const Factors<S>& factors, Magnitudes(&magnitudes)[kLines]) {
+      return sum([&](int j) {
+        Values v;
+        values(j, v);
+        return quick_error<S>(v, factors, scales.encode, magnitudes[j]);
+      });
+    };
+    float six = quick(choice.six, with_six);
+#pragma unroll
+    for (int j = 0; j < kLines; ++j) one_after_the_other(six, with_six[j]);
+    const float other = quick(choice.four, with_four);
+    four = !decided && choose_four(six, other);
+    bool sure = decided || choice.sure(six, other);
+    if (__any_sync(0xffffffffu, !sure)) {
+      bool same = true;
+#pragma unroll
+      for (int j = 0; j < kLines; ++j) same = same && same_values(choice, with_six[j], with_four[j]);
+      if (Lines::all(same) && !sure) sure = true, four = false;
+    }
+    if (found) *found = !sure ? TileChoice::kClose : four ? TileChoice::kFour : TileChoice::kSix;
+    decided = sure || choice.decided(six, other);
 #pragma unroll
     for (int j = 0; j < kLines; ++j) chosen[j] = chosen_of(four, with_six[j], with_four[j]);
-  return four;
+    if (__all_sync(0xffffffffu, decided)) return four;
+    const bool close = exactly_four<S, kLines>(choice, scales, sum, values, element, decided);
+    if (!decided && close) {
+      four = true;
+#pragma unroll
+      for (int j = 0; j < kLines; ++j) chosen[j] = with_four[j];
+    } else if (!decided) {
+      four = false;
+#pragma unroll
+      for (int j = 0; j < kLines; ++j) chosen[j] = with_six[j];
+    }
+    return four;
+  } else {
+    return exactly_four<S, kLines>(choice, scales, sum, values, element, decided) && !decided;
+  }
 }
 
 template <class S, class Scales, class Element, class Random>

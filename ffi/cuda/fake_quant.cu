@@ -35,7 +35,9 @@ struct FakeQuant {
   template <class S>
   static constexpr bool kResident = kChooses<S> || S::spec.rht;
   template <class S>
-  static constexpr int kBlocks = kChooses<S> ? 3 : kStochastic<S> || S::spec.rht ? 5 : 4;
+  static constexpr int kBlocks = kChooses<S>                     ? 3
+                                 : kStochastic<S> || S::spec.rht ? 5
+                                                                 : 4;
   using Lines = Lanes<16, 2>;
 
   // `element(i)` is the i-th again; `block` is its index, for random bits.
@@ -52,9 +54,8 @@ struct FakeQuant {
       bool four;
       if constexpr (kTiles<S>) {
         Magnitudes unused[1];
-        const auto sum = [](const auto& error) { return Lines::sum(error(0)); };
-        four = tile_takes_four<S, false>(
-            choice, scales, sum, [&](int, Values& own) { source.magnitudes(own); }, [&](int, int i) { return element(i); },
+        four = tile_takes_four<S, false, Lines>(
+            choice, scales, [&](int, Values& own) { source.magnitudes(own); }, [&](int, int i) { return element(i); },
             nullptr, unused);
       } else {
         Magnitudes unused;
@@ -90,8 +91,8 @@ struct FakeQuant {
   }
 };
 
-// 16x16 tiles, where they arrive in shared memory: a thread has two neighbouring blocks of a row, and writes 16-byte words
-// of several, so that a warp writes whole rows.
+// 16x16 tiles, where they arrive in shared memory: a thread has two neighbouring blocks of a row, and writes 16-byte
+// words of several, so that a warp writes whole rows.
 template <class S, class T>
 class TilesPass {
   using Stored = typename T::Stored;
@@ -117,7 +118,8 @@ class TilesPass {
     const char* from = tile.bytes + from_;
     Stored* to = out_;
 #pragma unroll
-    for (int r = 0; r < kBlock; r += kRowsAtOnce, to += kRowsAtOnce * a_.shape.cols, from += kRowsAtOnce * Tile<T>::kRowBytes)
+    for (int r = 0; r < kBlock;
+         r += kRowsAtOnce, to += kRowsAtOnce * a_.shape.cols, from += kRowsAtOnce * Tile<T>::kRowBytes)
       if (r < rows_left_ && here_) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
     out_ += kTileRows * a_.shape.cols;
     rows_left_ -= kTileRows;
@@ -160,7 +162,7 @@ bool launch_fake_quant(const FakeQuantArgs& args, const KernelSpec& spec, cudaSt
     with_float(args.kind, [&](auto t) {
       if constexpr (kTiles<S>)
         *status = launch_tiles<TilesMemory<S, decltype(t)>>(tiles_kernel<S, decltype(t)>,
-                                                           Runs(Source(args.shape), kTileBlocks<S>), stream, args);
+                                                            Runs(Source(args.shape), kTileBlocks<S>), stream, args);
       else
         *status = launch_rows<FakeQuant, S, decltype(t)>(args, stream);
     });

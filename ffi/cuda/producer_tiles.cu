@@ -24,8 +24,8 @@ struct TilesArgs : ProduceArgs {
   bool ahead;  // operands are loaded ahead: not float32 ones, nor where weights change within a matrix
 };
 
-// Loads what a team's rows of one tile after the other are made of, and makes them where they arrive: zeros outside the
-// matrix. Values are stored where they are wanted. A thread has the same 16-byte word of every kRowsAtOnce-th row.
+// Loads what a team's rows of one tile after the other are made of, and makes them where they arrive. Values are stored
+// where they are wanted. A thread has the same 16-byte word of every kRowsAtOnce-th row.
 class Producing {
  public:
   __device__ __forceinline__ Producing(const TilesArgs& a, Stages<Bf16>& stages, Stages<Bf16>& second,
@@ -98,27 +98,26 @@ class Producing {
       if (a_.values) *reinterpret_cast<uint4*>(a_.values + (row_ + r) * a_.sources.cols + col_) = stored_values(y);
     }
   }
+  // Of operands that were not loaded ahead.
   __device__ __noinline__ static void make_now(const ProduceArgs& a, char* word, int64_t row, int64_t col,
                                                int rows_left) {
     const Sources& s = a.sources;
 #pragma unroll 1
     for (int r = 0; r < kBlock; r += kRowsAtOnce, word += kRowsAtOnce * Tile<Bf16>::kRowBytes) {
-      uint4 y = make_uint4(0, 0, 0, 0);
-      if (r < rows_left && col < s.cols) {
-        Eight first, second;
-        first.load(s.a, s.a_kind, (row + r) * s.cols + col);
-        second.load(s.b, s.b_kind, second_of(s, row + r) + col);
-        y = produce_eight(s, a.factors, row + r, first, second);
-        if (a.values) *reinterpret_cast<uint4*>(a.values + (row + r) * s.cols + col) = stored_values(y);
-      }
+      if (r >= rows_left || col >= s.cols) return;
+      Eight first, second;
+      first.load(s.a, s.a_kind, (row + r) * s.cols + col);
+      second.load(s.b, s.b_kind, second_of(s, row + r) + col);
+      const uint4 y = produce_eight(s, a.factors, row + r, first, second);
       *reinterpret_cast<uint4*>(word) = y;
+      if (a.values) *reinterpret_cast<uint4*>(a.values + (row + r) * s.cols + col) = stored_values(y);
     }
   }
   __device__ __forceinline__ char* own_word(Tile<Bf16>& tile, int r) const {
     return tile.bytes + at_ + r * Tile<Bf16>::kRowBytes;
   }
   const TilesArgs& a_;
-  float weights_[8];  // of a norm
+  float weights_[8];   // of a norm
   int64_t row_, col_;  // of the thread's first word in the next tile that arrives
   int64_t next_;       // where its first word in the next tile to load is
   int from_second_;
@@ -152,10 +151,12 @@ template <class Row>
 inline constexpr int kProducerBlocks = kChooses<Row> || kStochastic<Row> ? 2 : 3;
 
 template <class Row, class Col>
-__global__ void __launch_bounds__(kThreads, kProducerBlocks<Row>) produce_tiles_kernel(const __grid_constant__ TilesArgs a, Runs runs) {
+__global__ void __launch_bounds__(kThreads, kProducerBlocks<Row>)
+    produce_tiles_kernel(const __grid_constant__ TilesArgs a, Runs runs) {
   auto& shared = shared_memory<Shared<Row, Col>>();
   for_each_tile(
-      shared.stages, Source(a.row.shape), runs, [&](const TilePlace& first) { return Producing(a, shared.stages, shared.second, first); },
+      shared.stages, Source(a.row.shape), runs,
+      [&](const TilePlace& first) { return Producing(a, shared.stages, shared.second, first); },
       [&](int64_t matrix) {
         fill_scales(shared.row_scales, a.row, matrix, 0);
         if constexpr (!std::is_void_v<Col>) fill_scales(shared.col_scales, a.col, matrix, kThreads / 2);

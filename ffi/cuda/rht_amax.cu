@@ -22,7 +22,8 @@ class AmaxPass {
     } else {
 #pragma unroll
       for (int j = 0; j < 2; ++j)
-        m[j] = rotated(tile.block(Tile<T>::place_of_block(row_of_thread<false>(), block_of_thread<false>() + j))).amax();
+        m[j] =
+            rotated(tile.block(Tile<T>::place_of_block(row_of_thread<false>(), block_of_thread<false>() + j))).amax();
     }
     constexpr int kEach = kTransposed ? 1 : kBlock;
     if (rows_left_ > 0 && cols_left_ > 0) m_ = amax_bits(m_, m[0]);

@@ -1,7 +1,7 @@
 // Blocks along contiguous memory: one thread a block of 16, any number of rows. What is done with a block is an `Op`:
-// Op::run<S>(args, scales, elements, at, all), where `all` says that every lane of the warp is here. Op::kResident<S>: with
-// one amax for all, thread blocks stay and go through all blocks; else each has a few. Op::kBlocks<S>: thread blocks a
-// multiprocessor holds, which bounds registers.
+// Op::run<S>(args, scales, elements, at, all), where `all` says that every lane of the warp is here. Op::kResident<S>:
+// with one amax for all, thread blocks stay and go through all blocks; else each has a few. Op::kBlocks<S>: thread
+// blocks a multiprocessor holds, which bounds registers.
 #pragma once
 
 #include "block.cuh"
@@ -47,8 +47,8 @@ struct At {
   __device__ __forceinline__ int64_t index() const { return first + i; }
 };
 
-// Calls f(at, elements, all, here) for the blocks of this thread, the next one's elements on their way. Every lane calls
-// it, for the exchanges within f, and those past the end with here = false; `all` if the warp has none.
+// Calls f(at, elements, all, here) for the blocks of this thread, the next one's elements on their way. Every lane
+// calls it, for the exchanges within f, and those past the end with here = false; `all` if the warp has none.
 template <class T, class F>
 __device__ __forceinline__ void for_each_block(const void* x, int64_t blocks, const F& f) {
   const auto load = [&](Block<T>& b, int64_t first) {
@@ -103,9 +103,15 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks<Op, S>) rows_kernel(typen
     for_held_blocks<T>(a.x, blocks, each);
 }
 
+// With factors of its own a block needs more registers.
+template <class Op, class S>
+inline constexpr int kGroupBlocks = kChooses<S>      ? 2
+                                    : kStochastic<S> ? 4
+                                                     : kRowBlocks<Op, S>;
+
 // One amax for `blocks_per_amax` blocks.
 template <class Op, class S, class T>
-__global__ void __launch_bounds__(kThreads, kRowBlocks<Op, S>)
+__global__ void __launch_bounds__(kThreads, kGroupBlocks<Op, S>)
     groups_kernel(typename Op::Args a, int64_t blocks, int64_t blocks_per_amax) {
   for_each_block<T>(a.x, blocks, [&](At at, const Block<T>& x, bool all, bool here) {
     if (here)
@@ -115,8 +121,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks<Op, S>)
 
 // One amax for each window, given or found. Blocks are a multiple of 4: all four lanes of a window are here, or none.
 template <class Op, class S, class T>
-__global__ void __launch_bounds__(kThreads, kRowBlocks<Op, S>)
-    windows_kernel(typename Op::Args a, int64_t blocks) {
+__global__ void __launch_bounds__(kThreads, kRowBlocks<Op, S>) windows_kernel(typename Op::Args a, int64_t blocks) {
   for_each_block<T>(a.x, blocks, [&](At at, const Block<T>& x, bool all, bool here) {
     const int64_t window = at.index() >> 2;
     const uint32_t m = a.amax ? 0 : window_max(x.amax());
@@ -128,7 +133,9 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks<Op, S>)
 }
 
 // Whether the warp's blocks, this lane's being `block`, are all before `end`.
-__device__ __forceinline__ bool warp_before(int block, int end) { return block - static_cast<int>(threadIdx.x % 32) + 32 <= end; }
+__device__ __forceinline__ bool warp_before(int block, int end) {
+  return block - static_cast<int>(threadIdx.x % 32) + 32 <= end;
+}
 
 // The maximum over a thread block, in every thread.
 __device__ __forceinline__ uint32_t block_wide_max(uint32_t m) {
@@ -203,7 +210,8 @@ cudaError_t launch_rows(const typename Op::Args& a, cudaStream_t stream) {
           <<<static_cast<unsigned>(std::min<int64_t>(rows, 1 << 20)), static_cast<unsigned>(threads), 0, stream>>>(a);
       return cudaGetLastError();
     }
-    groups_kernel<Op, S, T><<<grid, kThreads, 0, stream>>>(a, blocks, a.shape.rows_per_amax * row_blocks);
+    const unsigned groups = resident_grid(blocks, kThreads, kGroupBlocks<Op, S>);
+    groups_kernel<Op, S, T><<<groups, kThreads, 0, stream>>>(a, blocks, a.shape.rows_per_amax * row_blocks);
   }
   return cudaGetLastError();
 }

@@ -1,8 +1,8 @@
 // Tiles of 64 x 128 elements of x in shared memory, and their quantization along either axis.
 //
-// A team of two warps loads 16 rows and works on them by itself, along rows with two neighbouring blocks a thread, along
-// columns with a block in each of two neighbouring columns. So a team has all of what shares an amax or a decision,
-// except windows along columns, which teams exchange.
+// A team of two warps loads 16 rows and works on them by itself, along rows with two neighbouring blocks a thread,
+// along columns with a block in each of two neighbouring columns. So a team has all of what shares an amax or a
+// decision, except windows along columns, which teams exchange.
 #pragma once
 
 #include <climits>
@@ -17,11 +17,15 @@ constexpr int kTeam = 64, kTeams = kThreads / kTeam;
 
 __device__ __forceinline__ int team() { return threadIdx.x / kTeam; }
 __device__ __forceinline__ int team_thread() { return threadIdx.x % kTeam; }
-__device__ __forceinline__ void sync_team() { asm volatile("bar.sync %0, %1;" ::"r"(team() + 1), "n"(kTeam) : "memory"); }
+__device__ __forceinline__ void sync_team() {
+  asm volatile("bar.sync %0, %1;" ::"r"(team() + 1), "n"(kTeam) : "memory");
+}
 
 // Thread blocks a multiprocessor holds, which bounds registers.
 template <class S>
-inline constexpr int kTileBlocks = kChooses<S> || kStochastic<S> ? 2 : kWindows<S> ? 3 : 4;
+inline constexpr int kTileBlocks = kChooses<S> || kStochastic<S> ? 2
+                                   : kWindows<S>                 ? 3
+                                                                 : 4;
 
 // x / 16 for x not negative, without the care that signed division takes.
 __device__ __forceinline__ int64_t blocks_of(int64_t x) { return x >> 4; }
@@ -79,10 +83,10 @@ struct TilePlace {
   int64_t matrix, row, col;
 };
 
-// A run is some tiles down a strip of columns of a matrix: down, so that the codes of a column are neighbours, and those
-// of several tiles can be written together. A thread block has a few runs, one below the other; the grid is strips, such
-// groups and matrices. The hardware gives out thread blocks as others end: with equal shares for all that are resident
-// the slowest multiprocessor takes a tenth longer.
+// A run is some tiles down a strip of columns of a matrix: down, so that the codes of a column are neighbours, and
+// those of several tiles can be written together. A thread block has a few runs, one below the other; the grid is
+// strips, such groups and matrices. The hardware gives out thread blocks as others end: with equal shares for all that
+// are resident the slowest multiprocessor takes a tenth longer.
 struct Runs {
   dim3 grid;
   int64_t rows;  // of a thread block
@@ -193,9 +197,9 @@ class Loader {
   bool aligned_, whole_;
 };
 
-// For each matrix of this thread block `prepare(matrix)`, and for each run `begin(first)` with its first place; then what
-// that returned is called with each tile in turn, the next one on its way from what `make_loader(first)` returned, and last to
-// finish them.
+// For each matrix of this thread block `prepare(matrix)`, and for each run `begin(first)` with its first place; then
+// what that returned is called with each tile in turn, the next one on its way from what `make_loader(first)` returned,
+// and last to finish them.
 template <class T, class MakeLoader, class Prepare, class Begin>
 __device__ __forceinline__ void for_each_tile(Stages<T>& stages, const Source& source, const Runs& runs,
                                               const MakeLoader& make_loader, const Prepare& prepare,
@@ -284,8 +288,8 @@ __device__ __forceinline__ int block_of_thread() {
   return kInTiles ? threadIdx.x / 32 % 2 * 4 + threadIdx.x % 2 * 2 : threadIdx.x % 4 * 2;
 }
 
-// Quantizes the tiles of a run along their rows. All threads of a thread block take part. Which blocks a thread writes is
-// said by kOutInTiles.
+// Quantizes the tiles of a run along their rows. All threads of a thread block take part. Which blocks a thread writes
+// is said by kOutInTiles.
 template <class S, class T, bool kOutInTiles = kTiles<S>>
 class RowsPass {
  public:
@@ -358,9 +362,8 @@ class RowsPass {
     if constexpr (kChooses<S> && kTiles<S>) {
       const Choice<S> choice(m, scales);
       Magnitudes chosen[1];
-      const bool four = tile_takes_four<S, false>(
-          choice, scales, [](const auto& error) { return Rows::sum(error(0)); },
-          [&](int, Values& own) { x.magnitudes(own); }, [&](int, int i) { return element(i); },
+      const bool four = tile_takes_four<S, false, Rows>(
+          choice, scales, [&](int, Values& own) { x.magnitudes(own); }, [&](int, int i) { return element(i); },
           choices_ && threadIdx.x % 32 / 2 == 0  // one lane of a tile
               ? &choices_->of[team()][block_of_thread<true>() + j]
               : nullptr,
@@ -627,13 +630,9 @@ class ColumnsPass {
       const TileChoice found = choices->of[rows_of_thread() / kBlock][2 * pair_of_thread() / kBlock];
       if (__all_sync(0xffffffffu, found != TileChoice::kClose)) return found == TileChoice::kFour;
     }
-    return tile_takes_four<S, kAfterRows>(
-        Choice<S>(m, scales_), scales_,
-        [](const auto& error) {
-          const float first = Cols::sum(error(0)), second = Cols::sum(error(1));
-          return add_rn(first, second);
-        },
-        [&](int j, Values& v) { x.column(j).magnitudes(v); }, [&](int j, int i) { return element(tile, j, i); }, nullptr, chosen);
+    return tile_takes_four<S, kAfterRows, Cols>(
+        Choice<S>(m, scales_), scales_, [&](int j, Values& v) { x.column(j).magnitudes(v); },
+        [&](int j, int i) { return element(tile, j, i); }, nullptr, chosen);
   }
 
   static constexpr int kStep = kTileRows / kBlock;
@@ -647,10 +646,10 @@ class ColumnsPass {
   int blocks_left_;    // in a line, from the first held on
   int tile_ = 0;       // how many are held
   const int at_ = kept(Columns<T>::place());
-  const int codes_at_ = kept(2 * pair_of_thread() * static_cast<int>(sizeof(Held::codes[0])) +
-                             Held::place(2 * pair_of_thread(), team()));
+  const int codes_at_ =
+      kept(2 * pair_of_thread() * static_cast<int>(sizeof(Held::codes[0])) + Held::place(2 * pair_of_thread(), team()));
   const int scales_at_ = kept(team() * static_cast<int>(sizeof(Held::scales[0])) + 2 * pair_of_thread());
-  uint64_t place_;     // of the thread's first block, for random bits
+  uint64_t place_;  // of the thread's first block, for random bits
 };
 
 // A kernel's shared memory is more than what may be declared: it is asked for at launch.
