@@ -38,7 +38,7 @@ class Producing {
     const Sources& s = a.sources;
     rows_left_ = rows_unmade_ = static_cast<int>(min(s.rows - first.row - own_row(), int64_t{INT_MAX}));
     if (a.ahead && s.producer == Producer::kRmsNorm && col_ < s.cols)
-      load_eight(s.b, s.b_kind, weights_of(s, row_) + col_, weights_);
+      load_eight(s.b, s.b_kind, weights_of(s, first.matrix * s.rows) + col_, weights_);
   }
 
   __device__ __forceinline__ void load(Tile<Bf16>& tile) {
