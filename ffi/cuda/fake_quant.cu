@@ -40,12 +40,12 @@ struct FakeQuant {
                                                                  : 4;
   using Lines = Lanes<16, 2>;
 
-  // `element(i)` is the i-th again; `block` is its index, for random bits.
-  template <class S, class T, class Scales, class Element>
+  // `element(i)` is the i-th again; `random` gives the random bits of the block.
+  template <class S, class T, class Scales, class Element, class Random>
   __device__ __forceinline__ static Block<T> values(const Args& a, const Scales& scales, const Block<T>& raw,
-                                                    const Element& element, int64_t block = 0) {
+                                                    const Element& element, const Random& random) {
     const auto source = source_of<S>(raw);
-    uint32_t m = source.amax(), random[4] = {};
+    uint32_t m = source.amax(), bits[4] = {};
     if constexpr (kTiles<S>) m = Lines::max(m);
     Values v;
     source.values(v);
@@ -64,15 +64,15 @@ struct FakeQuant {
         four = block_takes_four<S>(magnitudes, choice, scales, element, unused);
       }
       const float encode = choice.encode(four);
-      return decode<S, T>(v, choice.scale(four), scales, a.e4m3_max, choice.quick, random,
+      return decode<S, T>(v, choice.scale(four), scales, a.e4m3_max, choice.quick, bits,
                           [&](Values& r) { nearest_over_64(v, encode, r); });
     } else {
       const uint32_t scale = plain_scale(m, scales);
       const float encode = scales.factors(scale).encode;
-      if constexpr (kStochastic<S>) random_of(scales, a.shape, a.stream, block, random);
-      return decode<S, T>(v, scale, scales, a.e4m3_max, below_seven(m, encode), random, [&](Values& r) {
+      if constexpr (kStochastic<S>) random(bits);
+      return decode<S, T>(v, scale, scales, a.e4m3_max, below_seven(m, encode), bits, [&](Values& r) {
         if constexpr (kStochastic<S>) {
-          stochastic_over_64(v, encode, random, r);
+          stochastic_over_64(v, encode, bits, r);
 #pragma unroll
           for (int i = 0; i < kBlock; ++i) r[i] = fminf(r[i], 6.0f / 64.0f);
         } else
@@ -86,8 +86,9 @@ struct FakeQuant {
                                              bool all) {
     const auto* x = static_cast<const typename T::Stored*>(a.x) + at.index() * kBlock;
     const auto element = [&](int i) { return T::load(x[i]); };
+    const auto random = [&](uint32_t (&bits)[4]) { random_of(scales, a.shape, a.stream, at.index(), bits); };
     store_blocks<T>(static_cast<typename T::Stored*>(a.out) + at.first * kBlock, at.i,
-                    values<S>(a, scales, raw, element, at.index()), all);
+                    values<S>(a, scales, raw, element, random), all);
   }
 };
 
@@ -104,6 +105,8 @@ class TilesPass {
         scales_(scales),
         out_(static_cast<Stored*>(a.out) + (first.matrix * a.shape.rows + first.row + own_row()) * a.shape.cols +
              first.col + own_col()),
+        place_(static_cast<uint64_t>(first.row + row_of_thread<true>()) * a.stream.row_blocks + blocks_of(first.col) +
+               block_of_thread<true>()),
         rows_left_(static_cast<int>(min(a.shape.rows - first.row - own_row(), int64_t{INT_MAX}))),
         here_(own_col() < a.shape.cols - first.col) {}
 
@@ -112,8 +115,13 @@ class TilesPass {
     for (int j = 0; j < 2; ++j) {
       Block<T>& x = tile.block(at_[j]);
       const int row = row_of_thread<true>(), col = (block_of_thread<true>() + j) * kBlock;
-      x = FakeQuant::values<S>(a_, scales_, Block<T>(x), [&](int i) { return tile.element(row, col + i); });
+      x = FakeQuant::values<S>(
+          a_, scales_, Block<T>(x), [&](int i) { return tile.element(row, col + i); },
+          [&](uint32_t (&bits)[4]) {
+            if constexpr (kStochastic<S>) scales_.random(place_ + j, false, bits);
+          });
     }
+    place_ += kTileRows * a_.stream.row_blocks;
     sync_team();
     const char* from = tile.bytes + from_;
     Stored* to = out_;
@@ -132,7 +140,8 @@ class TilesPass {
 
   const FakeQuantArgs& a_;
   const SharedScales<S>& scales_;
-  Stored* out_;  // of the thread's first word
+  Stored* out_;     // of the thread's first word
+  uint64_t place_;  // of the thread's first block, for random bits
   int rows_left_;
   bool here_;
   const int at_[2] = {kept(Tile<T>::place_of_block(row_of_thread<true>(), block_of_thread<true>())),
