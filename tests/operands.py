@@ -18,3 +18,13 @@ def exact_tensor(shape, seed=0) -> NVFP4Tensor:
     data = rng.integers(0, 256, (*lead, rows, k // 2), np.uint8)
     scale = rng.choice([0.5, 1.0, 2.0], (*lead, rows, k // 16))
     return NVFP4Tensor(jnp.asarray(data), jnp.asarray(scale, jnp.float8_e4m3fn), jnp.float32(6 * 448), Format())
+
+
+def exact_with_scope(scope, shape, seed) -> NVFP4Tensor:
+    """``exact_tensor`` with an amax of its own for every row or window, as it may be within exact sums."""
+    t, rng = exact_tensor(shape, seed), np.random.default_rng(seed)
+    if scope == "tensor":
+        return t
+    parts = shape[:-1] if scope == "row" else (*shape[:-1], shape[-1] // 64)
+    amax = 6 * 448.0 * 2.0 ** rng.integers(-1, 2, parts)
+    return NVFP4Tensor(t.data, t.scale, jnp.asarray(amax, jnp.float32), Format(scope))

@@ -11,9 +11,9 @@ import pytest
 from cases import DTYPES, Case
 from helpers import assert_bitwise, assert_same_tensor, canonical_nans, half_ulp, key_for, round_to
 from jax.sharding import PartitionSpec as P
+from meshes import assert_sharded, make_mesh, put, run
 from operands import normal
 from test_isa import both  # noqa: F401  (a fixture)
-from test_sharding import assert_sharded, make_mesh, put, run
 
 import jnvfp4
 from jnvfp4 import (

@@ -1,0 +1,123 @@
+"""Meshes, layouts, and what the tests of sharded programs look at: collectives and where results are."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import Case
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jnvfp4 import (
+    NVFP4,
+    NVFP4_2D,
+    NVFP4_RHT,
+    NVFP4_RHT_SR,
+    NVFP4_SR,
+    ROW_SCALED,
+    WINDOW64,
+    NVFP4Tensor,
+    four_over_six,
+)
+
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+# Specs that shard in different ways; the rest differ from them inside a block only.
+SPECS = {
+    "nvfp4": NVFP4,
+    "nvfp4_2d": NVFP4_2D,
+    "rht": NVFP4_RHT,
+    "row": ROW_SCALED,
+    "window64": WINDOW64,
+    "4over6": four_over_six(),
+    "4over6_2d": four_over_six(block_rows=16),
+}
+VARIED_SPECS = (*SPECS.values(), NVFP4_SR, NVFP4_RHT_SR)
+X = Case("x", (512, 1024))  # either axis splits into eight times 64
+KEY = jax.random.key(7)
+
+# Mesh "xy" has two axes, mesh "x" has one; every layout of [M, K] over them.
+LAYOUTS = [
+    ("xy", P("x", None)),
+    ("xy", P(None, "y")),
+    ("xy", P("x", "y")),
+    ("xy", P(("x", "y"), None)),
+    ("xy", P(None, ("x", "y"))),
+    ("x", P("x", None)),
+    ("x", P(None, "x")),
+]
+every_layout = pytest.mark.parametrize(("axes", "spec"), LAYOUTS, ids=lambda v: str(v).replace(" ", ""))
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_spec = pytest.mark.parametrize("qspec", SPECS.values(), ids=SPECS)
+transposed_or_not = pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transpose"])
+
+
+def make_mesh(devices, axes="xy", kind="auto"):
+    shape = (2, len(devices) // 2) if axes == "xy" else (len(devices),)
+    return jax.make_mesh(shape, tuple(axes), axis_types=(KINDS[kind],) * len(axes), devices=devices)
+
+
+def axes_of(entry) -> tuple[str, ...]:
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def ways(mesh, entry) -> int:
+    return math.prod(mesh.shape[a] for a in axes_of(entry))
+
+
+def put(x, mesh, spec):
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def shard(tensor, mesh, spec):
+    """An NVFP4Tensor with data, scale and (as far as it has the axes) amax sharded."""
+    amax = put(tensor.amax, mesh, P(*spec[: tensor.amax.ndim]))
+    return NVFP4Tensor(put(tensor.data, mesh, spec), put(tensor.scale, mesh, spec), amax, tensor.format)
+
+
+def home(devices, x):
+    """x on the first device: the unsharded run."""
+    return jax.tree.map(lambda v: jax.device_put(v, devices[0]), x)
+
+
+_COLLECTIVE = re.compile(
+    r"= (\(.*?\)|\S+) "
+    r"(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all|collective-broadcast)(?:-start)?\("
+)
+
+
+def run(f, *args) -> tuple:
+    """The result of jit(f), and (instruction, result type) of each collective of the compiled program."""
+    compiled = jax.jit(f).lower(*args).compile()
+    found = _COLLECTIVE.findall(compiled.as_text())
+    return compiled(*args), [(op, re.sub(r"\{[^}]*\}", "", shape)) for shape, op in found]
+
+
+def is_maximum(shape: str) -> bool:
+    """Whether a collective of this type can only be that of amax bits: a few integers, combined or not."""
+    return re.sub(r"u(16|32)\[\d?\]|[(), ]", "", shape) == ""
+
+
+def assert_scalar_maxima(found, mesh, entries):
+    """All-reduces of one number, at most one per mesh axis that splits anything, at least one if any does."""
+    split = [a for entry in entries for a in axes_of(entry) if mesh.shape[a] > 1]
+    assert all(op == "all-reduce" and is_maximum(shape) for op, shape in found), found
+    assert min(1, len(split)) <= len(found) <= len(split), (found, split)
+
+
+def assert_sharded(x, mesh, spec):
+    assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim), (x.sharding, spec)
+
+
+def given_amax(shape, scope, transpose):
+    """An amax of its own for whatever has one, below and above the largest magnitudes."""
+    rows, cols = shape[::-1] if transpose else shape
+    if scope == "tensor":
+        return jnp.float32(3.5)
+    parts = (rows,) if scope == "row" else (rows, cols // 64)
+    return jnp.linspace(1.0, 4.0, math.prod(parts), dtype=jnp.float32).reshape(parts)
+
+
+def key_for(qspec):
+    return KEY if qspec.rounding == "stochastic" else None
