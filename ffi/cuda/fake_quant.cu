@@ -1,6 +1,6 @@
 // fake_quant on CUDA: a thread has a block of 16, whose values it rounds to the grid of the scale. No codes.
+#include "passes.cuh"
 #include "rows.cuh"
-#include "tile.cuh"
 
 namespace jnvfp4 {
 namespace {
@@ -97,18 +97,19 @@ struct FakeQuant {
 template <class S, class T>
 class TilesPass {
   using Stored = typename T::Stored;
-  static constexpr int kVector = 16 / sizeof(Stored), kVectors = kTileCols / kVector, kRowsAtOnce = kTeam / kVectors;
+  using Own = OwnWords<T>;
+  static constexpr int kRowsAtOnce = Own::kRowsAtOnce;
 
  public:
   __device__ __forceinline__ TilesPass(const FakeQuantArgs& a, const SharedScales<S>& scales, const TilePlace& first)
       : a_(a),
         scales_(scales),
-        out_(static_cast<Stored*>(a.out) + (first.matrix * a.shape.rows + first.row + own_row()) * a.shape.cols +
-             first.col + own_col()),
+        out_(static_cast<Stored*>(a.out) + (first.matrix * a.shape.rows + first.row + Own::row()) * a.shape.cols +
+             first.col + Own::col()),
         place_(static_cast<uint64_t>(first.row + row_of_thread<true>()) * a.stream.row_blocks + blocks_of(first.col) +
                block_of_thread<true>()),
-        rows_left_(static_cast<int>(min(a.shape.rows - first.row - own_row(), int64_t{INT_MAX}))),
-        here_(own_col() < a.shape.cols - first.col) {}
+        rows_left_(static_cast<int>(min(a.shape.rows - first.row - Own::row(), int64_t{INT_MAX}))),
+        here_(Own::col() < a.shape.cols - first.col) {}
 
   __device__ __forceinline__ void operator()(Tile<T>& tile) {
 #pragma unroll
@@ -135,9 +136,6 @@ class TilesPass {
   __device__ __forceinline__ void finish(int) const {}
 
  private:
-  __device__ __forceinline__ static int own_row() { return team() * kBlock + team_thread() / kVectors; }
-  __device__ __forceinline__ static int own_col() { return team_thread() % kVectors * kVector; }
-
   const FakeQuantArgs& a_;
   const SharedScales<S>& scales_;
   Stored* out_;     // of the thread's first word
@@ -146,7 +144,7 @@ class TilesPass {
   bool here_;
   const int at_[2] = {kept(Tile<T>::place_of_block(row_of_thread<true>(), block_of_thread<true>())),
                       kept(Tile<T>::place_of_block(row_of_thread<true>(), block_of_thread<true>() + 1))};
-  const int from_ = kept(Tile<T>::place(own_row(), own_col() * static_cast<int>(sizeof(Stored))));
+  const int from_ = kept(Own::place());
 };
 
 template <class S, class T>

@@ -1,6 +1,6 @@
 // The producers on CUDA through tiles in shared memory: 16x16 tiles, and both orientations in one pass.
+#include "passes.cuh"
 #include "producers.cuh"
-#include "tile.cuh"
 
 namespace jnvfp4 {
 namespace {
@@ -25,18 +25,18 @@ struct TilesArgs : ProduceArgs {
 };
 
 // Loads what a team's rows of one tile after the other are made of, and makes them where they arrive. Values are stored
-// where they are wanted. A thread has the same 16-byte word of every kRowsAtOnce-th row.
+// where they are wanted.
 class Producing {
  public:
   __device__ __forceinline__ Producing(const TilesArgs& a, Stages<Bf16>& stages, Stages<Bf16>& second,
                                        const TilePlace& first)
       : a_(a),
-        row_(first.matrix * a.sources.rows + first.row + own_row()),
-        col_(first.col + team_thread() % kVectors * 8),
+        row_(first.matrix * a.sources.rows + first.row + Own::row()),
+        col_(first.col + Own::col()),
         next_(row_ * a.sources.cols + col_),
         from_second_(static_cast<int>(reinterpret_cast<char*>(&second) - reinterpret_cast<char*>(&stages))) {
     const Sources& s = a.sources;
-    rows_left_ = rows_unmade_ = static_cast<int>(min(s.rows - first.row - own_row(), int64_t{INT_MAX}));
+    rows_left_ = rows_unmade_ = static_cast<int>(min(s.rows - first.row - Own::row(), int64_t{INT_MAX}));
     if (a.ahead && s.producer == Producer::kRmsNorm && col_ < s.cols)
       load_eight(s.b, s.b_kind, weights_of(s, first.matrix * s.rows) + col_, weights_);
   }
@@ -80,9 +80,9 @@ class Producing {
   }
 
  private:
-  static constexpr int kVectors = kTileCols / 8, kRowsAtOnce = kTeam / kVectors;
+  using Own = OwnWords<Bf16>;
+  static constexpr int kRowsAtOnce = Own::kRowsAtOnce;
 
-  __device__ __forceinline__ static int own_row() { return team() * kBlock + team_thread() / kVectors; }
   // `f(r, first, word)` for each row r of the thread, of what arrived at `word`.
   template <class F>
   __device__ __forceinline__ void make(Tile<Bf16>& tile, const F& f) const {
@@ -116,12 +116,13 @@ class Producing {
   __device__ __forceinline__ char* own_word(Tile<Bf16>& tile, int r) const {
     return tile.bytes + at_ + r * Tile<Bf16>::kRowBytes;
   }
+
   const TilesArgs& a_;
   float weights_[8];   // of a norm
   int64_t row_, col_;  // of the thread's first word in the next tile that arrives
   int64_t next_;       // where its first word in the next tile to load is
   int from_second_;
-  int at_ = kept(Tile<Bf16>::place(own_row(), team_thread() % kVectors * 16));
+  int at_ = kept(Own::place());
   int rows_left_, rows_unmade_;  // from the thread's first row on, of what is to be loaded and made
 };
 

@@ -1,5 +1,5 @@
 // quantize_pair on CUDA: each tile of x is read once and quantized along both axes.
-#include "tile.cuh"
+#include "passes.cuh"
 
 namespace jnvfp4 {
 namespace {

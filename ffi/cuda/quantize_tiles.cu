@@ -1,5 +1,5 @@
 // quantize on CUDA through tiles in shared memory: blocks along the columns of x, and 16x16 tiles.
-#include "tile.cuh"
+#include "passes.cuh"
 
 namespace jnvfp4 {
 namespace {

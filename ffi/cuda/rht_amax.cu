@@ -1,5 +1,5 @@
 // The amax of the rotated x on CUDA, one for each group of matrices.
-#include "tile.cuh"
+#include "passes.cuh"
 
 namespace jnvfp4 {
 namespace {
