@@ -58,15 +58,6 @@ __device__ __forceinline__ auto source_of(const X& x) {
     return x;
 }
 
-// What a thread encodes, signs apart: errors need magnitudes, for other steps they are free.
-template <class S, class X>
-__device__ __forceinline__ void values_of(const X& x, Values& v) {
-  if constexpr (kChooses<S>)
-    x.magnitudes(v);
-  else
-    x.values(v);
-}
-
 // ---------------------------------------------------------------- what follows from a block scale and an amax
 // Quick forms work on elements times the encode scale over 64: there the E2M1 grid lies on the first 29 codes of E4M3,
 // whose conversion instruction then packs it. `encode` is NaN where a quick form is not proven exact, so that every
@@ -259,15 +250,18 @@ __device__ __forceinline__ void stochastic_over_64(const Values& v, float encode
 // Codes from such magnitudes: 8 becomes 7.
 __device__ __forceinline__ uint32_t saturated(uint32_t codes) { return codes - ((codes & 0x88888888u) >> 3); }
 
-// With a scale that is chosen.
-template <class Scales>
-__device__ __forceinline__ Encoded encode_with(const Values& v, uint2 signs, uint32_t amax, uint32_t scale,
-                                               float encode, const Scales& scales) {
+// With a scale that is chosen. `x` has the elements, `signs` is code_signs of them.
+template <class X, class Scales>
+__device__ __forceinline__ Encoded encode_with(const X& x, uint2 signs, uint32_t amax, uint32_t scale, float encode,
+                                               const Scales& scales) {
+  Values v;
   if (below_seven(amax, encode)) {
     Values r;
+    x.finite_values(v);
     nearest_over_64(v, encode, r);
     return {with_signs(codes_of(magnitudes_over_64(r)), signs), scale};
   }
+  x.values(v);
   return {encode_nearest(v, signs, block_encode_scale(scale, scales.global()), scale), scale};
 }
 
@@ -279,14 +273,16 @@ __device__ __forceinline__ uint32_t plain_scale(uint32_t amax, const Scales& sca
 }
 
 // `random` gives the random bits of the block.
-template <class S, class Scales, class Random>
-__device__ __forceinline__ Encoded encode_plain(const Values& v, uint2 signs, uint32_t amax, const Scales& scales,
+template <class S, class X, class Scales, class Random>
+__device__ __forceinline__ Encoded encode_plain(const X& x, uint2 signs, uint32_t amax, const Scales& scales,
                                                 const Random& random) {
   const uint32_t scale = plain_scale(amax, scales);
   const float encode = scales.factors(scale).encode;
   if constexpr (kStochastic<S>) {
     uint32_t bits[4];
     random(bits);
+    Values v;
+    x.values(v);
     if (below_seven(amax, encode)) {
       Values r;
       stochastic_over_64(v, encode, bits, r);
@@ -295,7 +291,7 @@ __device__ __forceinline__ Encoded encode_plain(const Values& v, uint2 signs, ui
     }
     return {encode_stochastic(v, signs, block_encode_scale(scale, scales.global()), scale, bits), scale};
   } else {
-    return encode_with(v, signs, amax, scale, encode, scales);
+    return encode_with(x, signs, amax, scale, encode, scales);
   }
 }
 
@@ -477,21 +473,25 @@ __device__ __forceinline__ bool block_takes_four(const Values& v, const Choice<S
   return take_four;
 }
 
-template <class S, class Scales>
-__device__ __forceinline__ Encoded encode_chosen(const Values& v, uint2 signs, const Choice<S>& choice, bool four,
+template <class S, class X, class Scales>
+__device__ __forceinline__ Encoded encode_chosen(const X& x, uint2 signs, const Choice<S>& choice, bool four,
                                                  const Magnitudes& chosen, const Scales& scales) {
   const uint32_t scale = choice.scale(four);
   if (choice.quick) return {with_signs(codes_of(chosen), signs), scale};
+  Values v;
+  x.values(v);
   return {encode_nearest(v, signs, block_encode_scale(scale, scales.global()), scale), scale};
 }
 
-template <class S, class Scales, class Element>
-__device__ __forceinline__ Encoded encode_better(const Values& v, uint2 signs, uint32_t amax, const Scales& scales,
+template <class S, class X, class Scales, class Element>
+__device__ __forceinline__ Encoded encode_better(const X& x, uint2 signs, uint32_t amax, const Scales& scales,
                                                  const Element& element) {
   const Choice<S> choice(amax, scales);
   Magnitudes chosen;
+  Values v;
+  x.magnitudes(v);
   const bool four = block_takes_four<S>(v, choice, scales, element, chosen);
-  return encode_chosen(v, signs, choice, four, chosen, scales);
+  return encode_chosen(x, signs, choice, four, chosen, scales);
 }
 
 // The amax of a 16x16 tile, and its errors by `tile_error` of numerics.h, over the lanes that have its lines, from
@@ -599,13 +599,13 @@ __device__ __forceinline__ bool tile_takes_four(const Choice<S>& choice, const S
   }
 }
 
-template <class S, class Scales, class Element, class Random>
-__device__ __forceinline__ Encoded encode_block(const Values& v, uint2 signs, uint32_t amax, const Scales& scales,
+template <class S, class X, class Scales, class Element, class Random>
+__device__ __forceinline__ Encoded encode_block(const X& x, uint2 signs, uint32_t amax, const Scales& scales,
                                                 const Element& element, const Random& random) {
   if constexpr (kChooses<S>)
-    return encode_better<S>(v, signs, amax, scales, element);
+    return encode_better<S>(x, signs, amax, scales, element);
   else
-    return encode_plain<S>(v, signs, amax, scales, random);
+    return encode_plain<S>(x, signs, amax, scales, random);
 }
 
 // The maximum over the four neighbouring lanes that hold a window; every lane is here.

@@ -70,6 +70,19 @@ __device__ __forceinline__ float half_of(uint32_t pair, bool high) {
   return high ? high_half<T>(pair) : low_half<T>(pair);
 }
 
+// The same of a pair of finite numbers, but that -0 may be 0. For bfloat16 the high half is the pair times (0, 1): a
+// multiplication, so that not all conversions wait for the ALU.
+template <class T>
+__device__ __forceinline__ float finite_half_of(uint32_t pair, bool high) {
+  if constexpr (std::is_same_v<T, Bf16>)
+    if (high) {
+      uint32_t r;
+      asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(pair), "r"(0x3f800000u), "r"(0u));
+      return float_of(r);
+    }
+  return half_of<T>(pair, high);
+}
+
 // Of bytes that are a sign in all bits, those of even and of odd elements: their sign bits are in the places of eight
 // codes' signs, other bits elsewhere.
 __device__ __forceinline__ uint32_t code_signs(uint32_t even, uint32_t odd) {
@@ -117,6 +130,11 @@ struct Block {
   __device__ __forceinline__ void values(float (&v)[kBlock]) const {
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) v[i] = value(i);
+  }
+  // If all are finite, and but for the sign of zeros.
+  __device__ __forceinline__ void finite_values(float (&v)[kBlock]) const {
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) v[i] = kPairs ? finite_half_of<T>(part(i / 2), i % 2) : value(i);
   }
   __device__ __forceinline__ void magnitudes(float (&v)[kBlock]) const {
 #pragma unroll

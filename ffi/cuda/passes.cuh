@@ -122,8 +122,6 @@ class RowsPass {
     const auto x = source_of<S>(Block<T>(tile.block(at_[j])));
     uint32_t m = x.amax();
     if constexpr (kTiles<S>) m = Rows::max(m);
-    Values v;
-    values_of<S>(x, v);
     const auto element = [&](int i) {
       return tile.element(row_of_thread<kTiles<S>>(), (block_of_thread<kTiles<S>>() + j) * kBlock + i);
     };
@@ -136,9 +134,9 @@ class RowsPass {
               ? &choices_->of[team()][block_of_thread<true>() + j]
               : nullptr,
           chosen);
-      return encode_chosen(v, x.signs(), choice, four, chosen[0], scales);
+      return encode_chosen(x, x.signs(), choice, four, chosen[0], scales);
     } else {
-      return encode_block<S>(v, x.signs(), m, scales, element, [&](uint32_t (&bits)[4]) {
+      return encode_block<S>(x, x.signs(), m, scales, element, [&](uint32_t (&bits)[4]) {
         if constexpr (kStochastic<S>) shared_.random(place_ + j, false, bits);
       });
     }
@@ -177,6 +175,12 @@ struct Columns {
     int j;
 
     __device__ __forceinline__ void values(Values& v) const { each(v, kSign | kMagnitude, 0xffffffffu); }
+    __device__ __forceinline__ void finite_values(Values& v) const {
+      if constexpr (!Block<T>::kPairs) return values(v);
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i)
+        if constexpr (Block<T>::kPairs) v[i] = finite_half_of<T>(x.row[i], j);
+    }
     __device__ __forceinline__ void magnitudes(Values& v) const { each(v, kMagnitude, 0x7fff7fffu); }
 
    private:
@@ -313,15 +317,14 @@ class ColumnsPass {
           amax = here ? given_amax<S>(a_, row_ + line) : 0.0f;
       }
       decltype(auto) scales = scales_of<S>(a_, scales_, amax);
-      Values v;
-      values_of<S>(x.column(j), v);
+      const auto own = x.column(j);
       if constexpr (kChooses<S> && kTiles<S>) {
         const Choice<S> choice(m[j], scales);
-        e[j] = kAfterRows ? encode_with(v, signs[j], m[j], choice.scale(four), choice.encode(four), scales)
-                          : encode_chosen(v, signs[j], choice, four, chosen[j], scales);
+        e[j] = kAfterRows ? encode_with(own, signs[j], m[j], choice.scale(four), choice.encode(four), scales)
+                          : encode_chosen(own, signs[j], choice, four, chosen[j], scales);
       } else {
         e[j] = encode_block<S>(
-            v, signs[j], m[j], scales, [&](int i) { return element(tile, j, i); },
+            own, signs[j], m[j], scales, [&](int i) { return element(tile, j, i); },
             [&](uint32_t (&bits)[4]) {
               if constexpr (kStochastic<S>) scales_.random(place_ + j * a_.stream.row_blocks, true, bits);
             });

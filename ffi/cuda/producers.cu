@@ -25,15 +25,13 @@ template <class S, class Scales, class Random>
 __device__ __forceinline__ void encode(const Block<Bf16>& y, const Scales& scales, const QuantizeArgs& a, int64_t block,
                                        const Random& random) {
   const auto source = source_of<S>(y);
-  Values v;
-  values_of<S>(source, v);
   const auto element = [&](int i) {  // rare: without an array that a number indexes
     uint32_t pair = 0;
 #pragma unroll
     for (int k = 0; k < kBlock / 2; ++k) pair = i / 2 == k ? y.part(k) : pair;
     return i % 2 ? high_half<Bf16>(pair) : low_half<Bf16>(pair);
   };
-  encode_block<S>(v, source.signs(), source.amax(), scales, element, random).store(a, block);
+  encode_block<S>(source, source.signs(), source.amax(), scales, element, random).store(a, block);
 }
 
 // The amax of a block's window, given or found. The four lanes of a window are all here, others perhaps not.

@@ -14,11 +14,9 @@ struct Quantize {
   __device__ __forceinline__ static void run(const Args& a, const Scales& scales, const Block<T>& raw, At at, bool) {
     const auto source = source_of<S>(raw);
     const uint32_t m = source.amax();
-    Values v;
-    values_of<S>(source, v);
     const auto* x = static_cast<const typename T::Stored*>(a.x) + at.index() * kBlock;
     encode_block<S>(
-        v, source.signs(), m, scales, [&](int i) { return T::load(x[i]); },
+        source, source.signs(), m, scales, [&](int i) { return T::load(x[i]); },
         [&](uint32_t (&bits)[4]) { random_of(scales, a.shape, a.stream, at.index(), bits); })
         .store(a.data + at.first * (kBlock / 2), a.scale + at.first, at.i);
   }
