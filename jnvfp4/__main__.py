@@ -1,7 +1,7 @@
-"""``python -m jnvfp4 doctor``"""
+"""``python -m jnvfp4``, the same as the command ``jnvfp4``."""
 
 import sys
 
-from .support import main
+from .cli import main
 
-sys.exit(main(sys.argv[1:]))
+sys.exit(main())

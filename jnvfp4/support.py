@@ -1,7 +1,6 @@
 """What runs natively where, and the self-check behind ``python -m jnvfp4 doctor``."""
 
 import platform
-import sys
 from collections.abc import Callable, Iterator
 
 import jax
@@ -164,13 +163,3 @@ def _compare(native: object, reference: object) -> str:
 
 def _bytes(a: object) -> np.ndarray:
     return np.frombuffer(np.asarray(a).tobytes(), np.uint8)
-
-
-def main(argv: list[str]) -> int:
-    if argv == ["support"]:
-        print(support_table(), end="")
-        return 0
-    if argv != ["doctor"]:
-        print("usage: python -m jnvfp4 doctor|support", file=sys.stderr)
-        return 2
-    return 0 if doctor() else 1

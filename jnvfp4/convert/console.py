@@ -1,0 +1,110 @@
+"""What a person sees of a conversion: its progress on stderr, tables of plans and checkpoints."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+SECONDS = 10.0  # between lines where there is no terminal
+
+Report = Callable[[str, int], None]
+
+
+@contextmanager
+def progress(total: int, *, quiet: bool = False, as_json: bool = False) -> Iterator[Report]:
+    """Shows how many of `total` bytes are done: a bar on a terminal, else a line now and then; or JSON, a line each."""
+    if quiet:
+        yield lambda name, done: None
+    elif as_json:
+        yield _JsonLines(total)
+    elif sys.stderr.isatty() and (bar := _bar(total)) is not None:
+        with bar:
+
+            def show(name: str, done: int) -> None:
+                bar.set_postfix_str(name, refresh=False)
+                bar.update(done)
+
+            yield show
+    else:
+        yield _Lines(total)
+
+
+def _bar(total: int) -> Any:
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        return None
+    return tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr)
+
+
+class _JsonLines:
+    def __init__(self, total: int):
+        self._total, self._done = total, 0
+
+    def __call__(self, name: str, done: int) -> None:
+        self._done += done
+        line = {"tensor": name, "bytes": self._done, "total": self._total}
+        print(json.dumps(line, ensure_ascii=False), file=sys.stderr, flush=True)
+
+
+class _Lines:
+    def __init__(self, total: int):
+        self._total, self._done = total, 0
+        self._begun = self._last = time.monotonic()
+
+    def __call__(self, name: str, done: int) -> None:
+        self._done += done
+        now = time.monotonic()
+        if now - self._last < SECONDS:
+            return
+        self._last = now
+        rate = self._done / max(now - self._begun, 1e-9)
+        left = (self._total - self._done) / rate if rate else float("inf")
+        print(
+            f"{self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left: {name}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Text in columns; numbers to the right."""
+    cells = [list(header), *([str(c) for c in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    right = [all(c[i].replace(".", "", 1).isdigit() for c in cells[1:]) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
+        return "  ".join(padded).rstrip()
+
+    return "\n".join(map(line, cells))
+
+
+def plan_table(plan: dict[str, Any]) -> str:
+    """What `plan_as_json` says, a line a tensor."""
+    rows = ((t["name"], t["action"], t["reason"] or "", t["bytes"], ", ".join(_others(t))) for t in plan["tensors"])
+    text = table(("tensor", "action", "reason", "bytes", "shares its global with"), rows)
+    return f"{text}\n{plan['bytes']} bytes in all; ignore list: {', '.join(plan['ignore'])}"
+
+
+def _others(tensor: dict[str, Any]) -> list[str]:
+    own = tensor["name"].removesuffix(".weight")
+    return [m.rpartition(".")[2] for m in tensor["group"] or () if m != own]
+
+
+def inspect_table(found: dict[str, Any]) -> str:
+    """What `inspect` says."""
+    lines = [
+        f"layout     {found['layout'] or 'none: nothing is quantized'}",
+        f"tensors    {found['tensors']} in {len(found['files'])} files, {found['bytes']} bytes",
+        *(f"{tag:<10} {nbytes} bytes" for tag, nbytes in found["dtypes"].items()),
+    ]
+    if found["layout"]:
+        lines += [
+            f"quantized  {len(found['quantized'])} weights, {found['ratio_to_16_bits']:.3f} of the bytes at 16 bits",
+            *(f"kept       {name}" for name in found["kept"]),
+            *(f"group      {', '.join(group)}" for group in found["groups"]),
+        ]
+    return "\n".join([*lines, *(f"warning    {w}" for w in found["warnings"])])

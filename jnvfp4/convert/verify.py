@@ -1,0 +1,192 @@
+"""What quantization did to every tensor: a converted checkpoint decoded again and compared with its source."""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jnvfp4.convert.encode import slices
+from jnvfp4.convert.errors import CheckpointError, Exit
+from jnvfp4.convert.names import groups_of
+from jnvfp4.convert.options import ConvertOptions
+from jnvfp4.convert.policy import FLOATS, prepared
+from jnvfp4.convert.source import Source, open_source
+from jnvfp4.convert.stored import Stored, Weight, open_stored
+from jnvfp4.convert.views import FP8_SCALE
+
+CHUNK = 64 << 20
+SUSPICIOUS = 0.15  # Gaussian weights come out at about 0.094
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far a quantized weight is from its source.
+
+    Attributes:
+      rel_err: |w - d| / |w|, Frobenius norms; 0 for a zero weight.
+      snr_db: -20 log10(rel_err), or None where it is infinite.
+      max_abs_err: the largest |w - d|.
+      cosine: of the angle between them, or None for a zero weight.
+      saturated: share of codes +-6.
+      zero_codes: share of codes 0 and -0.
+      zero_scales, largest_scales: shares of block scales 0 and 448.
+    """
+
+    rel_err: float
+    snr_db: float | None
+    max_abs_err: float
+    cosine: float | None
+    saturated: float
+    zero_codes: float
+    zero_scales: float
+    largest_scales: float
+
+
+def error_of(w: np.ndarray, weight: Weight, most_bytes: int = CHUNK) -> Error:
+    """Compares a weight [N, K] with what it was quantized to; sums in float64, a slice of rows at a time."""
+    difference = square = decoded = product = worst = 0.0
+    for rows in slices(w.shape, 8, most_bytes):
+        a, b = w[rows].astype(np.float64), weight.values(rows).astype(np.float64)
+        difference += float(np.square(a - b).sum())
+        square, decoded, product = (
+            square + float(np.square(a).sum()),
+            decoded + float(np.square(b).sum()),
+            product + float((a * b).sum()),
+        )
+        worst = max(worst, float(np.abs(a - b).max(initial=0)))
+    counts = np.bincount(weight.codes.reshape(-1), minlength=256)
+    both = counts.reshape(16, 16)
+    codes = both.sum(0) + both.sum(1)
+    scales = np.bincount(weight.scales.reshape(-1), minlength=256)
+    rel = math.sqrt(difference / square) if square else 0.0
+    norms = math.sqrt(square) * math.sqrt(decoded)
+    return Error(
+        rel_err=rel,
+        snr_db=-20 * math.log10(rel) if rel else None,
+        max_abs_err=worst,
+        cosine=product / norms if norms else None,
+        saturated=float(codes[7] + codes[15]) / w.size,
+        zero_codes=float(codes[0] + codes[8]) / w.size,
+        zero_scales=float(scales[0]) / weight.scales.size,
+        largest_scales=float(scales[0x7E]) / weight.scales.size,
+    )
+
+
+@dataclass(frozen=True)
+class Record:
+    """One tensor of the report; `error` is None for one that was kept."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    stored: float | None
+    error: Error | None
+    sha256: str
+
+
+def _sha256(*arrays: np.ndarray, dtype: np.dtype | None = None) -> str:
+    """Of arrays one after the other, as if they were of another dtype."""
+    digest = hashlib.sha256()
+    for a in arrays:
+        for rows in slices(a.shape, a.dtype.itemsize, CHUNK) if a.shape else (...,):
+            part = a[rows] if dtype is None else a[rows].astype(dtype, copy=False)
+            digest.update(np.asarray(part, order="C").tobytes())
+    return digest.hexdigest()
+
+
+def verify(
+    src: Path | str, out: Path | str, max_rel_error: float = 0.2, expert_layout: Literal["auto", "nk", "kn"] = "auto"
+) -> list[Record]:
+    """Decodes every weight of `out` and compares it with `src`; kept tensors must be the same bytes.
+
+    Args:
+      src: what was converted.
+      out: what came of it.
+      max_rel_error: what a weight may be off by, |w - d| / |w|.
+      expert_layout: as in `ConvertOptions`, where experts were taken out of one tensor.
+
+    Raises:
+      CheckpointError: exit code 5 where a tensor is missing or another one, an error is larger than `max_rel_error`, or
+        members of a group have different globals.
+    """
+    stored = open_stored(Path(out))
+    source = _seen_as(open_source(Path(src)), stored, expert_layout)
+    _check_groups(stored)
+    records = [_kept(source, stored, name) for name in stored.others]
+    for module in stored.modules:
+        name = stored.name(module)
+        if name not in source.places:
+            raise CheckpointError("is not in the source", file=out, tensor=name, code=Exit.VERIFICATION)
+        entry, weight = source.entry(name), stored.weight(module)
+        w = source.array(name).transpose(0, 2, 1) if weight.kn else source.array(name)
+        if w.shape != weight.shape:
+            raise _wrong(name, f"has shape {list(weight.shape)}", f"{list(w.shape)}", out)
+        error = error_of(w, weight)
+        if error.rel_err > max_rel_error:
+            raise _wrong(name, f"relative error is {error.rel_err:.4g}", f"at most {max_rel_error:g}", out)
+        stored_global = float(weight.stored.reshape(-1)[0]) if weight.stored.size == 1 else None
+        digest = _sha256(weight.codes, weight.scales, weight.stored)
+        records.append(Record(name, entry.shape, entry.tag, stored_global, error, digest))
+    missing = set(source.places) - {r.name for r in records}
+    if missing:
+        raise CheckpointError("is missing", file=out, tensor=min(missing), code=Exit.VERIFICATION)
+    return sorted(records, key=lambda r: r.name)
+
+
+def _seen_as(source: Source, stored: Stored, expert_layout: Literal["auto", "nk", "kn"]) -> Source:
+    """The source as it was converted, which the names of the output tell."""
+    names = {*(stored.name(m) for m in stored.modules), *stored.others}
+    fp8 = any(n.endswith(FP8_SCALE) for n in source.places)
+    if fp8:
+        source = prepared(source, ConvertOptions(dequantize_input="fp8-block"))
+    if not names <= set(source.places):
+        source = prepared(source, ConvertOptions(experts="per-expert", expert_layout=expert_layout))
+    if not names <= set(source.places):
+        source = prepared(source, ConvertOptions(experts="stacked"))
+    return source
+
+
+def _wrong(name: str, observed: str, expected: str, out: Path | str) -> CheckpointError:
+    return CheckpointError(observed, expected, file=out, tensor=name, code=Exit.VERIFICATION)
+
+
+def _kept(source: Source, stored: Stored, name: str) -> Record:
+    entry = stored.source.entry(name)
+    if name not in source.places:
+        raise CheckpointError("is not in the source", tensor=name, code=Exit.VERIFICATION)
+    other = source.entry(name)
+    narrowed = entry.tag == "BF16" and other.tag in FLOATS
+    if entry.shape != other.shape or (entry.tag != other.tag and not narrowed):
+        raise _wrong(
+            name, f"is {entry.tag} {list(entry.shape)}", f"{other.tag} {list(other.shape)}", stored.source.directory
+        )
+    digest = _sha256(stored.source.array(name))
+    if digest != _sha256(source.array(name), dtype=entry.dtype):
+        raise _wrong(name, "has other bytes than in the source", "the same", stored.source.directory)
+    return Record(name, entry.shape, entry.tag, None, None, digest)
+
+
+def _check_groups(stored: Stored) -> None:
+    for group in groups_of(stored.modules):
+        globals_ = {m: stored.weight(m).stored.tobytes() for m in group.members}
+        first = group.members[0]
+        other = next((m for m in group.members if globals_[m] != globals_[first] and len(globals_[m]) == 4), None)
+        if other is not None:
+            raise CheckpointError(
+                f"has another global than {stored.name(first)!r}", "one in a group that loaders fuse",
+                tensor=stored.name(other), code=Exit.VERIFICATION,
+            )  # fmt: skip
+
+
+def as_json(records: list[Record]) -> list[dict[str, Any]]:
+    """Records as JSON values: no infinity, no NaN."""
+    out = []
+    for r in records:
+        error = {k: (v if v is None or math.isfinite(v) else None) for k, v in vars(r.error).items()} if r.error else {}
+        out.append(
+            {"name": r.name, "shape": list(r.shape), "dtype": r.dtype, "global": r.stored, **error, "sha256": r.sha256}
+        )
+    return out
