@@ -19,7 +19,7 @@ from jnvfp4 import spec as specs
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.append(str(ROOT))  # last, so that the installed jnvfp4 is the one tested
 
-from benchmarks import bench_linear, bench_quantize, device_time, naive, results, timing  # noqa: E402
+from benchmarks import bench_checkpoint, bench_linear, bench_quantize, device_time, naive, results, timing  # noqa: E402
 from benchmarks.__main__ import _parser, main  # noqa: E402
 from benchmarks.compare import compare, regressions  # noqa: E402
 from benchmarks.ops import BY_NAME, OPS  # noqa: E402
@@ -344,6 +344,16 @@ def test_the_committed_result_of_the_same_hardware_is_found(tmp_path):
 
 
 # The commands
+
+
+def test_conversions_are_timed(tmp_path, monkeypatch):
+    for name, value in (("HIDDEN", 64), ("MLP", 128), ("SHARD_BYTES", 40_000), ("CHUNK", 1 << 16)):
+        monkeypatch.setattr(bench_checkpoint, name, value)
+    rows = bench_checkpoint.run(1e-4, tmp_path)
+    assert [r["op"] for r in rows[:4]] == ["write to disk", "read, cold", "read, warm", "convert, cpu, warm"]
+    assert {r["bytes"] for r in rows} == {2 * 64 * (64 + 32 + 64 + 3 * 128) + 2 * 64}
+    assert all(r["median_us"] > 0 for r in rows)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("suite", ["quantize", "gemm", "linear"])

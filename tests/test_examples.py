@@ -116,6 +116,20 @@ def test_compare_recipes_writes_table_and_picture(tmp_path):
         assert 0.05 < results["recipes"][kind]["row_scaled"]["relative_error"] < 0.25
 
 
+def test_serve_converted_compares_the_models(tmp_path):
+    pytest.importorskip("tqdm", reason="needs the extra [examples]")
+    arguments = ("--steps", "20", "--format", "te", "--recipe", "row-scaled", "--out", "served")
+    out = run("serve_converted.py", *arguments, cwd=tmp_path)
+    assert "14 of 21 tensors converted, from served/bf16 to served/nvfp4" in out
+    found = json.loads((tmp_path / "served" / "metrics.json").read_text())
+    assert found["nvfp4"]["bytes"] < 0.4 * found["bf16"]["bytes"]
+    assert 5 < found["bf16"]["perplexity"] < 50
+    assert found["nvfp4"]["perplexity"] == pytest.approx(found["bf16"]["perplexity"], rel=0.01)
+    assert 0.01 < found["nvfp4"]["logits_relative_error"] < 0.045
+    config = json.loads((tmp_path / "served" / "nvfp4" / "config.json").read_text())
+    assert config["quantization_config"]["amax_scope"] == "row"
+
+
 # ---------------------------------------------------------------- docs/recipes.md
 def documented_recipes() -> list[list[str]]:
     """The rows of the table of recipes: name, call, fprop, dgrad, wgrad."""

@@ -1,0 +1,256 @@
+"""Conversions that are interrupted or killed: what is left, and that they go on to the same bytes."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import GOLDEN, environment, files_of, weight, write, write_model
+
+from jnvfp4.cli import main
+from jnvfp4.convert import CheckpointError, ConvertOptions, convert_checkpoint
+
+PROGRESS = ".jnvfp4-progress.json"
+
+
+@pytest.fixture
+def model(tmp_path):
+    shutil.copytree(GOLDEN / "llama" / "input", tmp_path / "in")
+    return tmp_path / "in"
+
+
+def interrupt_after(count):
+    """A report that interrupts when so many tensors are done."""
+    seen = []
+
+    def interrupt(name, done):
+        seen.append(name)
+        if len(seen) > count:
+            raise KeyboardInterrupt
+
+    return interrupt
+
+
+# ---------------------------------------------------------------- in this process
+@pytest.mark.parametrize("after", [0, 1, 12, 20])
+def test_an_interrupted_conversion_goes_on(model, tmp_path, after):
+    convert_checkpoint(model, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", report=interrupt_after(after))
+    left = files_of(tmp_path / "out")
+    assert not any(".tmp-" in name or name.endswith(("index.json", "config.json")) for name in left)
+    convert_checkpoint(model, tmp_path / "out", resume=True)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_resuming_with_other_options_or_source_is_refused(model, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", report=interrupt_after(20))
+    assert (tmp_path / "out" / PROGRESS).is_file()
+    with pytest.raises(CheckpointError, match="other options: weight_only"):
+        convert_checkpoint(model, tmp_path / "out", ConvertOptions(weight_only=True), resume=True)
+    (model / "model-00001-of-00002.safetensors").touch()
+    with pytest.raises(CheckpointError, match="other source: model-00001"):
+        convert_checkpoint(model, tmp_path / "out", resume=True)
+    with pytest.raises(CheckpointError, match="not empty"):
+        convert_checkpoint(model, tmp_path / "out")
+
+
+def test_a_shard_that_was_changed_is_written_again(model, tmp_path):
+    convert_checkpoint(model, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", report=interrupt_after(20))
+    (done,) = (tmp_path / "out").glob("*.safetensors")
+    data = done.read_bytes()
+    done.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    convert_checkpoint(model, tmp_path / "out", resume=True)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_a_finished_shard_is_not_written_again(model, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", report=interrupt_after(20))
+    (done,) = (tmp_path / "out").glob("*.safetensors")
+    before = done.stat().st_ino, done.stat().st_mtime_ns
+    convert_checkpoint(model, tmp_path / "out", resume=True)
+    assert (done.stat().st_ino, done.stat().st_mtime_ns) == before
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"options": 1, "source": {}, "shards": {}}'])
+def test_a_record_that_is_damaged(model, tmp_path, text):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / PROGRESS).write_text(text)
+    with pytest.raises(CheckpointError, match=re.escape(PROGRESS)):
+        convert_checkpoint(model, tmp_path / "out", resume=True)
+    convert_checkpoint(model, tmp_path / "out", overwrite=True)
+    convert_checkpoint(model, tmp_path / "whole")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_temporary_files_of_killed_runs_are_removed(model, tmp_path):
+    convert_checkpoint(model, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", report=interrupt_after(20))
+    for name in ("model-00002-of-00002.safetensors.tmp-1", f"{PROGRESS}.tmp-23", "config.json.tmp-456"):
+        (tmp_path / "out" / name).write_bytes(b"part")
+    (tmp_path / "out" / "notes.tmp-old").write_text("mine")
+    convert_checkpoint(model, tmp_path / "out", resume=True)
+    assert files_of(tmp_path / "out") == {**files_of(tmp_path / "whole"), "notes.tmp-old": b"mine"}
+
+
+def test_an_older_output_never_looks_complete_while_it_is_replaced(model, tmp_path):
+    for how in ("resume", "overwrite"):
+        convert_checkpoint(model, tmp_path / how)
+        with pytest.raises(KeyboardInterrupt):
+            convert_checkpoint(model, tmp_path / how, report=interrupt_after(0), **{how: True})
+        assert not any(name.endswith("config.json") or "index" in name for name in files_of(tmp_path / how))
+
+
+def test_room_is_asked_for_what_is_left(model, tmp_path, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", report=interrupt_after(20))
+    free = []
+    usage = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=free[0]))
+    free.append(600_000)  # two shards of about 250,000 bytes, and once more the largest
+    with pytest.raises(CheckpointError, match=r"has 600000 bytes free; expected 7\d\d\d\d\d"):
+        convert_checkpoint(model, tmp_path / "new")
+    convert_checkpoint(model, tmp_path / "out", resume=True)
+
+
+# ---------------------------------------------------------------- processes
+# The command with a line for each write of a tensor, and time to be killed in.
+SLOW = """
+import sys, time
+from jnvfp4 import cli
+from jnvfp4.convert import safetensors
+put = safetensors.Writer.put
+def slow(*arguments):
+    sys.stdout.write("put\\n")  # at once: several threads write
+    sys.stdout.flush()
+    time.sleep(0.005)
+    put(*arguments)
+safetensors.Writer.put = slow
+sys.exit(cli.main())
+"""
+SHARDS, WRITES = 6, 6 * (2 * 4 + 1)
+
+
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory) -> tuple[Path, dict[str, bytes]]:
+    """A model of several shards, and what it becomes without interruption."""
+    shards = {
+        f"model-{i + 1:05d}-of-{SHARDS:05d}.safetensors": {
+            f"model.layers.{i}.mlp.down_proj.weight": weight(64, 128, i),
+            f"model.layers.{i}.self_attn.o_proj.weight": weight(128, 64, i),
+            f"model.layers.{i}.norm.weight": ("F32", np.full(64, i, np.float32)),
+        }
+        for i in range(SHARDS)
+    }
+    directory = tmp_path_factory.mktemp("layers")
+    model = write_model(directory / "in", shards)
+    (model / "tokenizer.json").write_text(json.dumps(["token"] * 10_000))
+    convert_checkpoint(model, directory / "whole")
+    return model, files_of(directory / "whole")
+
+
+def stopped(arguments, how, writes, moment) -> subprocess.CompletedProcess:
+    """Runs the slow command and sends a signal some time after so many writes."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    for _ in range(writes):
+        assert process.stdout.readline() == "put\n"
+    time.sleep(moment)
+    process.send_signal(how)
+    out, err = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def check_killed(layers, out, seed) -> None:
+    model, want = layers
+    rng = random.Random(seed)
+    arguments = ["convert", "--model-dir", str(model), "--save-dir", str(out)]
+    stop = stopped(arguments, signal.SIGKILL, rng.randint(1, WRITES), rng.uniform(0, 0.012))
+    left = files_of(out)
+    if stop.returncode == 0:  # it was at the end already
+        assert left == want
+    else:
+        assert stop.returncode == -signal.SIGKILL
+        whole = {name: data for name, data in left.items() if ".tmp-" not in name and name != PROGRESS}
+        assert whole.items() <= want.items()
+    assert main([*arguments, "--resume", "--quiet"]) == 0
+    assert files_of(out) == want
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.long] if s > 2 else []) for s in range(20)])
+def test_a_killed_conversion_goes_on(layers, tmp_path, seed):
+    check_killed(layers, tmp_path / "out", seed)
+
+
+@pytest.mark.long
+def test_a_conversion_that_is_killed_again_and_again(layers, tmp_path):
+    model, want = layers
+    arguments = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out")]
+    stopped(arguments, signal.SIGKILL, 20, 0.002)
+    stopped([*arguments, "--resume"], signal.SIGKILL, 12, 0.002)
+    assert main([*arguments, "--resume", "--quiet"]) == 0
+    assert files_of(tmp_path / "out") == want
+
+
+def test_an_interrupted_command_says_how_to_go_on(layers, tmp_path):
+    model, want = layers
+    arguments = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out")]
+    stop = stopped(arguments, signal.SIGINT, 20, 0.002)
+    assert stop.returncode == 130
+    assert stop.stderr == "error: interrupted; finished shards are kept\nhint: --resume goes on\n"
+    left = files_of(tmp_path / "out")
+    assert sorted(left) == [PROGRESS, *sorted(n for n in want if n.endswith("safetensors"))[:2]]
+    assert main([*arguments, "--resume", "--quiet"]) == 0
+    assert files_of(tmp_path / "out") == want
+
+
+# ---------------------------------------------------------------- memory
+MEMORY = """
+import sys
+from jnvfp4.convert import convert_checkpoint
+def peak():
+    (line,) = (l for l in open("/proc/self/status") if l.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+before = peak()
+convert_checkpoint(sys.argv[1], sys.argv[2])
+print(before, peak())
+"""
+
+
+def peak_of(folder, layers, rows, k) -> tuple[int, int]:
+    """Peak resident bytes of a process that converts an MLP of so many layers: before, and at the end."""
+    (folder / "in").mkdir(parents=True)
+    w = weight(rows, k)
+    tensors = {f"model.layers.{i}.mlp.{role}_proj.weight": w for i in range(layers) for role in ("gate", "up")}
+    write(folder / "in" / "model.safetensors", tensors)
+    arguments = [sys.executable, "-c", MEMORY, str(folder / "in"), str(folder / "out")]
+    done = subprocess.run(arguments, env=environment(), check=True, capture_output=True, text=True)
+    before, peak = map(int, done.stdout.split())
+    return before, peak
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads VmHWM of /proc")
+@pytest.mark.parametrize(
+    ("few", "many", "rows"), [(2, 40, 1024), pytest.param(4, 24, 4096, marks=pytest.mark.long)], ids=["small", "large"]
+)
+def test_memory_does_not_grow_with_layers(tmp_path, few, many, rows):
+    """Beyond the imported library it is the largest group, its output and 300 MB; the files are several times that."""
+    group = 2 * rows * 1024 * 2
+    (_, a), (before, b) = (peak_of(tmp_path / str(n), n, rows, 1024) for n in (few, many))
+    assert b - before < group + group * 9 // 32 + 300e6
+    assert b - a < many * group / 4
