@@ -1,4 +1,4 @@
-"""``python -m benchmarks quantize|gemm|linear|plot|compare``; see benchmarks/README.md."""
+"""``python -m benchmarks quantize|gemm|linear|checkpoint|plot|compare``; see benchmarks/README.md."""
 
 import argparse
 import pathlib
@@ -22,6 +22,11 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--ops", type=_names, help="comma-separated: operations; the defaults of each case")
             command.add_argument("--no-naive", action="store_true", help="leave out the naive jnp quantizers")
             command.add_argument("--peers", action="store_true", help="also other libraries, where installed")
+    command = commands.add_parser("checkpoint", help="time the conversion of a checkpoint")
+    command.add_argument("--gigabytes", type=float, default=2.0, help="of the checkpoint, 2 by default")
+    command.add_argument("--folder", type=pathlib.Path, help="where to make it: room for twice as much")
+    command.add_argument("--json", type=pathlib.Path, help="where to write the result")
+    command.add_argument("--commit", help="what to record as the commit, outside a git checkout")
     command = commands.add_parser("plot", help="draw a result")
     command.add_argument("result", type=pathlib.Path)
     command.add_argument("png", type=pathlib.Path)
@@ -37,10 +42,17 @@ def _names(text: str) -> list[str]:
 
 
 def _run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from . import bench_gemm, bench_linear, bench_quantize  # not for plot and compare, which need no JAX
+    from . import (
+        bench_checkpoint,
+        bench_gemm,
+        bench_linear,
+        bench_quantize,
+    )  # not for plot and compare, which need no JAX
 
     if args.command == "gemm":
         return bench_gemm.run(args.cases)
+    if args.command == "checkpoint":
+        return bench_checkpoint.run(args.gigabytes, args.folder)
     if args.command == "linear":
         return bench_linear.run(args.cases)
     return bench_quantize.run(args.cases, args.ops, baselines=not args.no_naive, with_peers=args.peers)
