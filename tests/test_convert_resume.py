@@ -222,7 +222,9 @@ def test_an_interrupted_command_says_how_to_go_on(layers, tmp_path):
 # ---------------------------------------------------------------- memory
 MEMORY = """
 import sys
+import jax
 from jnvfp4.convert import convert_checkpoint
+jax.devices("cpu")  # what a platform loads when it begins is no part of a conversion
 def peak():
     (line,) = (l for l in open("/proc/self/status") if l.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
