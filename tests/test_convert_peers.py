@@ -15,10 +15,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jnvfp4.convert import ConvertOptions, convert_checkpoint
+from jnvfp4.convert import CheckpointError, ConvertOptions, convert_checkpoint, verify
 from jnvfp4.convert.rewrite import dequantize
 from jnvfp4.convert.source import Source, open_source
 from jnvfp4.convert.stored import Stored, open_stored
+from jnvfp4.convert.verify import _against
 
 GOLDEN = Path(__file__).parent / "data" / "checkpoints"
 ELEMENTS = {"llama": 688_128, "moe": 147_456}  # of quantized weights
@@ -113,3 +114,16 @@ def test_transformers_loads_a_dense_model(tmp_path, weight_only):
     if weight_only:  # else they quantize activations
         assert found["different logits"] == 0
         assert found["largest logit"] > 0.1
+
+
+@pytest.mark.long
+def test_verification_asks_them_where_they_are_installed(tmp_path):
+    pytest.importorskip("compressed_tensors")
+    convert_checkpoint(GOLDEN / "llama" / "input", tmp_path / "out", OPTIONS["nvfp4"])
+    records = [r for r in verify(GOLDEN / "llama" / "input", tmp_path / "out") if r.error]
+    assert [r.peer_differs for r in records] == [0] * 14
+    other = open_stored(tmp_path / "out").weight(records[0].name.removesuffix(".weight"))
+    theirs = other.values().astype(ml_dtypes.bfloat16)
+    assert _against(theirs, other, tmp_path) == 0
+    with pytest.raises(CheckpointError, match="decodes 1 other values"):
+        _against(np.where(np.arange(theirs.size).reshape(theirs.shape) == 5, 3 * theirs + 1, theirs), other, tmp_path)

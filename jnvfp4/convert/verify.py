@@ -12,6 +12,7 @@ from jnvfp4.convert.encode import slices
 from jnvfp4.convert.errors import CheckpointError, Exit
 from jnvfp4.convert.names import groups_of
 from jnvfp4.convert.options import ConvertOptions
+from jnvfp4.convert.peer import peer_decoder
 from jnvfp4.convert.policy import FLOATS, prepared
 from jnvfp4.convert.source import Source, open_source
 from jnvfp4.convert.stored import Stored, Weight, open_stored
@@ -77,7 +78,14 @@ def error_of(w: np.ndarray, weight: Weight, most_bytes: int = CHUNK) -> Error:
 
 @dataclass(frozen=True)
 class Record:
-    """One tensor of the report; `error` is None for one that was kept."""
+    """One tensor of the report.
+
+    Attributes:
+      stored: the global, where it is one number.
+      error: None for a tensor that was kept.
+      sha256: of what was written.
+      peer_differs: how many elements compressed-tensors decodes to the next bfloat16 number; None where it did not.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -85,6 +93,7 @@ class Record:
     stored: float | None
     error: Error | None
     sha256: str
+    peer_differs: int | None = None
 
 
 def _sha256(*arrays: np.ndarray, dtype: np.dtype | None = None) -> str:
@@ -109,13 +118,15 @@ def verify(
       expert_layout: as in `ConvertOptions`, where experts were taken out of one tensor.
 
     Raises:
-      CheckpointError: exit code 5 where a tensor is missing or another one, an error is larger than `max_rel_error`, or
-        members of a group have different globals.
+      CheckpointError: exit code 5 where a tensor is missing or another one, an error is larger than `max_rel_error`,
+        members of a group have different globals, or compressed-tensors, where it is installed and the layout is its
+        own, decodes something else.
     """
     stored = open_stored(Path(out))
     source = _seen_as(open_source(Path(src)), stored, expert_layout)
     _check_groups(stored)
     records = [_kept(source, stored, name) for name in stored.others]
+    decode = peer_decoder(stored)
     for module in stored.modules:
         name = stored.name(module)
         if name not in source.places:
@@ -129,11 +140,25 @@ def verify(
             raise _wrong(name, f"relative error is {error.rel_err:.4g}", f"at most {max_rel_error:g}", out)
         stored_global = float(weight.stored.reshape(-1)[0]) if weight.stored.size == 1 else None
         digest = _sha256(weight.codes, weight.scales, weight.stored)
-        records.append(Record(name, entry.shape, entry.tag, stored_global, error, digest))
+        differs = _against(decode(module), weight, out) if decode else None
+        records.append(Record(name, entry.shape, entry.tag, stored_global, error, digest, differs))
     missing = set(source.places) - {r.name for r in records}
     if missing:
         raise CheckpointError("is missing", file=out, tensor=min(missing), code=Exit.VERIFICATION)
     return sorted(records, key=lambda r: r.name)
+
+
+def _against(theirs: np.ndarray, weight: Weight, out: Path | str) -> int:
+    """How many elements another reader has rounded the other way; more than that is an error."""
+    count = 0
+    for rows in slices(weight.shape, 4, CHUNK):
+        own = weight.values(rows).astype(theirs.dtype).view(np.int16).astype(np.int32)
+        apart = np.abs(own - theirs[rows].view(np.int16))
+        if apart.max(initial=0) > 1:
+            observed = f"compressed-tensors decodes {int((apart > 1).sum())} other values"
+            raise _wrong(weight.name, observed, "the same", out)
+        count += int(np.count_nonzero(apart))
+    return count
 
 
 def _seen_as(source: Source, stored: Stored, expert_layout: Literal["auto", "nk", "kn"]) -> Source:
@@ -187,6 +212,14 @@ def as_json(records: list[Record]) -> list[dict[str, Any]]:
     for r in records:
         error = {k: (v if v is None or math.isfinite(v) else None) for k, v in vars(r.error).items()} if r.error else {}
         out.append(
-            {"name": r.name, "shape": list(r.shape), "dtype": r.dtype, "global": r.stored, **error, "sha256": r.sha256}
+            {
+                "name": r.name,
+                "shape": list(r.shape),
+                "dtype": r.dtype,
+                "global": r.stored,
+                **error,
+                "sha256": r.sha256,
+                **({} if r.peer_differs is None else {"differs_in_compressed_tensors": r.peer_differs}),
+            }
         )
     return out
