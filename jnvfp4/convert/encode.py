@@ -28,9 +28,10 @@ class Where:
 
 
 def slices(shape: tuple[int, ...], itemsize: int, most_bytes: int) -> Iterator[slice]:
-    """Slices of rows of about `most_bytes`, at multiples of 16 rows."""
+    """Slices of the first axis of about `most_bytes`: of a matrix at multiples of 16 rows, so that blocks stay whole."""
     row_bytes = max(1, int(np.prod(shape[1:], dtype=np.int64)) * itemsize)
-    rows = max(BLOCK, most_bytes // row_bytes // BLOCK * BLOCK)
+    step = BLOCK if len(shape) == 2 else 1
+    rows = max(step, most_bytes // row_bytes // step * step)
     for first in range(0, shape[0], rows):
         yield slice(first, min(first + rows, shape[0]))
 

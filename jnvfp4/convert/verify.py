@@ -49,6 +49,7 @@ class Error:
 def error_of(w: np.ndarray, weight: Weight, most_bytes: int = CHUNK) -> Error:
     """Compares a weight [N, K] with what it was quantized to; sums in float64, a slice of rows at a time."""
     difference = square = decoded = product = worst = 0.0
+    pairs, scales = np.zeros(256, np.int64), np.zeros(256, np.int64)  # how often each byte stands there
     for rows in slices(w.shape, 8, most_bytes):
         a, b = w[rows].astype(np.float64), weight.values(rows).astype(np.float64)
         difference += float(np.square(a - b).sum())
@@ -58,10 +59,10 @@ def error_of(w: np.ndarray, weight: Weight, most_bytes: int = CHUNK) -> Error:
             product + float((a * b).sum()),
         )
         worst = max(worst, float(np.abs(a - b).max(initial=0)))
-    counts = np.bincount(weight.codes.reshape(-1), minlength=256)
-    both = counts.reshape(16, 16)
+        pairs += np.bincount(weight.codes[rows].reshape(-1), minlength=256)
+        scales += np.bincount(weight.scales[rows].reshape(-1), minlength=256)
+    both = pairs.reshape(16, 16)
     codes = both.sum(0) + both.sum(1)
-    scales = np.bincount(weight.scales.reshape(-1), minlength=256)
     rel = math.sqrt(difference / square) if square else 0.0
     norms = math.sqrt(square) * math.sqrt(decoded)
     return Error(
