@@ -28,7 +28,7 @@ class Where:
 
 
 def slices(shape: tuple[int, ...], itemsize: int, most_bytes: int) -> Iterator[slice]:
-    """Slices of the first axis of about `most_bytes`: of a matrix at multiples of 16 rows, so that blocks stay whole."""
+    """Slices of the first axis of about `most_bytes`; of a matrix at multiples of 16 rows, since blocks are whole."""
     row_bytes = max(1, int(np.prod(shape[1:], dtype=np.int64)) * itemsize)
     step = BLOCK if len(shape) == 2 else 1
     rows = max(step, most_bytes // row_bytes // step * step)
