@@ -162,8 +162,10 @@ def _read(directory: pathlib.Path) -> float:
 
 
 def _convert(source: pathlib.Path, out: pathlib.Path, platform: str, profile: bool) -> dict[str, float]:
-    command = [sys.executable, "-c", _CHILD, str(source), str(out), platform, str(int(profile))]
+    paths = (str(p.absolute()) for p in (source, out))
+    command = [sys.executable, "-c", _CHILD, *paths, platform, str(int(profile))]
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)
+    root = pathlib.Path(__file__).parents[1]  # where the child finds this package
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env, cwd=root)
     shutil.rmtree(out)
     return json.loads(done.stdout.splitlines()[-1])

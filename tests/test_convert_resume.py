@@ -17,6 +17,7 @@ from checkpoints import GOLDEN, environment, files_of, weight, write, write_mode
 
 from jnvfp4.cli import main
 from jnvfp4.convert import CheckpointError, ConvertOptions, convert_checkpoint
+from jnvfp4.convert.source import open_source
 
 PROGRESS = ".jnvfp4-progress.json"
 
@@ -107,11 +108,53 @@ def test_temporary_files_of_killed_runs_are_removed(model, tmp_path):
 
 
 def test_an_older_output_never_looks_complete_while_it_is_replaced(model, tmp_path):
-    for how in ("resume", "overwrite"):
-        convert_checkpoint(model, tmp_path / how)
-        with pytest.raises(KeyboardInterrupt):
-            convert_checkpoint(model, tmp_path / how, report=interrupt_after(0), **{how: True})
-        assert not any(name.endswith("config.json") or "index" in name for name in files_of(tmp_path / how))
+    convert_checkpoint(model, tmp_path / "out")
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", report=interrupt_after(0), overwrite=True)
+    assert not any(name.endswith("config.json") or "index" in name for name in files_of(tmp_path / "out"))
+
+
+def test_only_what_was_begun_is_gone_on_with(model, tmp_path):
+    convert_checkpoint(model, tmp_path / "out")
+    before = files_of(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="no record of an interrupted conversion"):
+        convert_checkpoint(model, tmp_path / "out", resume=True)
+    assert files_of(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("what", ["config", "scales"])
+def test_resuming_with_other_inputs_is_refused(model, tmp_path, what):
+    scales = tmp_path / "scales.json"
+    config = json.loads((model / "config.json").read_text())
+    modules = [n.removesuffix(".weight") for n in open_source(model).places if "_proj" in n]
+    scales.write_text(json.dumps(dict.fromkeys(modules, 3.0)))
+    options = ConvertOptions(input_scale=scales)
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", options, report=interrupt_after(20))
+    if what == "config":
+        (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1}))
+    else:
+        scales.write_text(json.dumps(dict.fromkeys(modules, 4.0)))
+    with pytest.raises(CheckpointError, match="other source: config" if what == "config" else "options: input_scale"):
+        convert_checkpoint(model, tmp_path / "out", options, resume=True)
+
+
+def test_two_conversions_do_not_share_a_directory(model, tmp_path):
+    def again(name, done):
+        convert_checkpoint(model, tmp_path / "out", overwrite=True)
+
+    with pytest.raises(CheckpointError, match="written by another conversion"):
+        convert_checkpoint(model, tmp_path / "out", report=again)
+
+
+def test_an_empty_tensor_at_the_end_of_a_page(tmp_path):
+    (tmp_path / "in").mkdir()
+    tensors = {"a.down_proj.weight": weight(16, 32), "z.empty": ("F32", np.zeros((0, 4), np.float32))}
+    path = tmp_path / "in" / "model.safetensors"
+    write(path, tensors)
+    write(path, tensors, {"format": "pt", "pad": "x" * (-(path.stat().st_size + len(',"pad":""')) % 4096)})
+    assert path.stat().st_size % 4096 == 0
+    convert_checkpoint(tmp_path / "in", tmp_path / "out")
 
 
 def test_room_is_asked_for_what_is_left(model, tmp_path, monkeypatch):

@@ -14,12 +14,13 @@ import numpy as np
 import jnvfp4
 from jnvfp4.convert.encode import Amax, Where, encode, find_amax, slices
 from jnvfp4.convert.errors import CheckpointError, Exit
-from jnvfp4.convert.files import remove_temporaries, whole, write_whole
+from jnvfp4.convert.files import locked, remove_temporaries, whole, write_whole
 from jnvfp4.convert.layouts import FLOAT_MAX, Parts, global_of
 from jnvfp4.convert.names import Group, module_of
 from jnvfp4.convert.options import ConvertOptions
 from jnvfp4.convert.plan import HF_QUANT, Plan, config_files, index_of, json_bytes, keep_groups, make_plan
 from jnvfp4.convert.policy import BLOCK, Decision, tensor_of
+from jnvfp4.convert.progress import NAME as RECORD
 from jnvfp4.convert.progress import Progress
 from jnvfp4.convert.safetensors import DTYPES, Entry, Writer
 from jnvfp4.convert.source import CONFIG, INDEX, Source, leads_out, open_source
@@ -108,16 +109,22 @@ def convert_checkpoint(
         "source": _digest(source),
         "recipe": options.recipe,
     }
+    if not options.share_qkv:
+        metadata["share_qkv"] = "false"
     seconds: dict[str, float] = {}
     try:
-        _prepare(dst, resume)
-        for name, entries in plan.shards().items():
-            if resume and progress.done(dst / name):
-                continue
-            seconds |= _write_shard(plan, dst / name, entries, amaxes, metadata, where, workers, report)
-            progress.add(dst / name)
-        _finish(plan, dst)
-        progress.close()
+        dst.mkdir(parents=True, exist_ok=True)
+        with locked(dst):
+            _check_target(source, dst, overwrite or resume)  # once more: another conversion may have ended
+            _prepare(plan, dst, resume)
+            with progress:
+                for name, entries in plan.shards().items():
+                    if resume and progress.done(dst / name):
+                        report(name, sum(e.nbytes for e in entries))
+                        continue
+                    seconds |= _write_shard(plan, dst / name, entries, amaxes, metadata, where, workers, report)
+                    progress.add(dst / name)
+                _finish(plan, dst)
     except OSError as e:
         raise CheckpointError(f"cannot be written ({e.strerror})", file=e.filename or dst, code=Exit.IO) from e
     before = sum(e.nbytes for e in source.entries())
@@ -139,10 +146,10 @@ def _check_target(source: Source, dst: Path, overwrite: bool) -> None:
         )
 
 
-def _prepare(dst: Path, resume: bool) -> None:
-    """Makes the directory, and of an older output in it removes what makes it look complete."""
-    dst.mkdir(parents=True, exist_ok=True)
-    remove_temporaries(dst)
+def _prepare(plan: Plan, dst: Path, resume: bool) -> None:
+    """Of an older output removes what makes it look complete."""
+    others = (path.name for path in plan.source.directory.iterdir())
+    remove_temporaries(dst, {*plan.shards(), *others, CONFIG, INDEX, HF_QUANT, RECORD})
     for path in (dst / CONFIG, dst / INDEX, dst / HF_QUANT, *(() if resume else dst.glob("*.safetensors"))):
         path.unlink(missing_ok=True)
 

@@ -4,7 +4,7 @@ Loaders keep one global for projections that they fuse, so those are quantized w
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 WEIGHT = ".weight"
@@ -23,8 +23,22 @@ FUSED: tuple[tuple[str, ...], ...] = (
 FUSED_NAMES = {FUSED[0]: "qkv_proj", FUSED[1]: "gate_up_proj"}
 # Without the other one there is nothing to fuse with; q, k and v may be shared between layers.
 INSEPARABLE = (FUSED[1], FUSED[2])
-ROUTERS = ("mlp.gate", "router", "shared_expert_gate", "block_sparse_moe.gate")
-EMBEDDINGS = ("embed_tokens", "wte", "wpe", "embeddings", "word_embeddings", "embed_positions")
+# Parts of a module's name that stand for something else than a projection of the language model.
+_HEADS = ("lm_head", "embed_out", "output_layer", "score", "classifier", "head")
+_TABLES = ("wte", "wpe", "word_embeddings", "shared")
+_OTHERS = (
+    "norm",
+    "rotary",
+    "vision",
+    "visual",
+    "image",
+    "audio",
+    "conv",
+    "lora",
+    "adapter",
+    "patch_embed",
+    "projector",
+)
 
 
 def module_of(name: str) -> str:
@@ -38,9 +52,9 @@ def is_stack(name: str) -> bool:
 
 
 def layer_of(name: str) -> int | None:
-    """The decoder layer in a name, whatever comes before `layers.`; never part of another number."""
+    """The decoder layer in a name, whatever comes before `layers.`, as a number; MTP layers have none."""
     found = _LAYER.search(name)
-    return int(found[1]) if found else None
+    return int(found[1]) if found and "mtp" not in name[: found.start()].split(".") else None
 
 
 def is_expert(name: str) -> bool:
@@ -51,21 +65,41 @@ def is_routed_expert(name: str) -> bool:
     return _EXPERT.search(name) is not None
 
 
+def is_router(module: str) -> bool:
+    """What chooses experts, whatever it is called: `mlp.gate`, `mlp.gate.wg`, `router.layer`, `shared_expert_gate`."""
+    parts = module.split(".")
+    gates = (p == "gate" and "att" not in before for before, p in zip(["", *parts], parts, strict=False))
+    return any(gates) or any("router" in p or p.endswith("expert_gate") for p in parts)
+
+
+def is_head(module: str) -> bool:
+    """What makes logits."""
+    parts = module.split(".")
+    return parts[-1] in _HEADS or parts == ["output"] or "shared_head" in parts
+
+
+def is_embedding(module: str) -> bool:
+    role = module.rpartition(".")[2]
+    return role in _TABLES or role.startswith(("embed", "tok_embed"))
+
+
+def is_other(module: str) -> bool:
+    """No projection of the language model: a norm, a vision tower, an adapter."""
+    parts = module.split(".")
+    return "vit" in parts or any(o in part for part in parts for o in _OTHERS)
+
+
 @dataclass(frozen=True)
 class Group:
-    """Modules that share one global: the parent's name and the roles that are there."""
+    """Modules that share one global: the parent's name and the roles that are there, or full names without a parent."""
 
     parent: str
     roles: tuple[str, ...]
+    missing: tuple[str, ...] = ()  # of projections that loaders fuse with one of these
 
     @property
     def members(self) -> tuple[str, ...]:
         return tuple(f"{self.parent}.{role}" if self.parent else role for role in self.roles)
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        fused = next((f for f in FUSED if self.roles[0] in f), self.roles)
-        return tuple(role for role in fused if role not in self.roles)
 
 
 def groups_of(modules: Iterable[str], share: Iterable[str] = (), share_qkv: bool = True) -> list[Group]:
@@ -73,19 +107,38 @@ def groups_of(modules: Iterable[str], share: Iterable[str] = (), share_qkv: bool
 
     Args:
       modules: names without `.weight`.
-      share: regular expressions with two groups, the parent and the role, of further modules that share.
+      share: regular expressions of further modules that share, with those whose first group, the parent, is the same.
       share_qkv: whether q, k and v do.
     """
     patterns = [re.compile(p.removeprefix("re:")) for p in share]
-    found: dict[tuple[str, object], list[str]] = {}
+    group: dict[str, list[str]] = {}  # by module; members of one group have the same list
+    first: dict[tuple[str, object], str] = {}  # that a key, which makes a group, was seen with
     for module in sorted(modules):
-        parent, _, role = module.rpartition(".")
-        fused: object = next((f for f in FUSED if role in f and (share_qkv or f != FUSED[0])), role)
-        for i, pattern in enumerate(patterns):
-            if match := pattern.fullmatch(module):
-                parent, fused, role = match[1], i, module.removeprefix(match[1]).lstrip(".")
-        found.setdefault((parent, fused), []).append(role)
-    return [
-        Group(parent, tuple(sorted(roles, key=fused.index) if isinstance(fused, tuple) else roles))
-        for (parent, fused), roles in found.items()
-    ]
+        group[module] = [module]
+        for key in _keys(module, patterns, share_qkv):
+            other = group[first.setdefault(key, module)]
+            if other is not group[module]:
+                other += group[module]
+                group |= dict.fromkeys(group[module], other)
+    return [_group(members, share_qkv) for members in {id(g): g for g in group.values()}.values()]
+
+
+def _keys(module: str, patterns: Iterable[re.Pattern[str]], share_qkv: bool) -> Iterator[tuple[str, object]]:
+    parent, _, role = module.rpartition(".")
+    fused = next((f for f in FUSED if role in f and (share_qkv or f != FUSED[0])), None)
+    if fused:
+        yield parent, fused
+    for i, pattern in enumerate(patterns):
+        if (match := pattern.fullmatch(module)) and match[1] is not None:
+            yield match[1], i
+
+
+def _group(members: list[str], share_qkv: bool) -> Group:
+    parents = {m.rpartition(".")[0] for m in members}
+    if len(parents) > 1:
+        return Group("", tuple(sorted(members)))
+    roles = [m.rpartition(".")[2] for m in members]
+    fused = [f for f in FUSED if any(r in f for r in roles) and (share_qkv or f != FUSED[0])]
+    order = [r for f in fused for r in f if r in roles]
+    missing = tuple(r for f in fused for r in f if r not in roles)
+    return Group(parents.pop(), (*order, *sorted(r for r in roles if r not in order)), missing)

@@ -66,7 +66,8 @@ class Plan:
             shards[self.source.places[entry.name]].append(entry)
         most = self.options.max_shard_bytes
         if most is None:
-            return {name: entries for name, entries in shards.items() if entries}
+            left = {name: entries for name, entries in shards.items() if entries}
+            return left if len(left) > 1 or len(shards) == 1 else {"model.safetensors": next(iter(left.values()))}
         parts: list[list[Entry]] = [[]]
         size = 0
         for entry in [e for entries in shards.values() for e in entries]:
@@ -131,15 +132,26 @@ def _input_scales(options: ConvertOptions, groups: list[Group]) -> dict[str, flo
     if not isinstance(options.input_scale, Path):
         return {m: float(options.input_scale) for g in groups for m in g.members}
     amaxes = read_json(options.input_scale)
+    unknown = sorted(set(amaxes) - {m for g in groups for m in g.members})
+    if unknown and not options.allow_unmatched:
+        raise CheckpointError(
+            f"names {unknown[0]!r}", "modules that are quantized", file=options.input_scale,
+            hint="--allow-unmatched accepts it",
+        )  # fmt: skip
     out: dict[str, float] = {}
     for group in groups:
         found = [amaxes[m] for m in group.members if m in amaxes]
-        if not found or not all(isinstance(v, int | float) and v > 0 for v in found):
+        if not found or not all(_is_amax(v) for v in found):
             raise CheckpointError(
                 f"has {found} for {group.members}", "an amax above 0 for each module", file=options.input_scale
             )
         out |= dict.fromkeys(group.members, max(found) / 2688.0)
     return out
+
+
+def _is_amax(v: object) -> bool:
+    """Whether the scale that follows is a float32, and its reciprocal too."""
+    return isinstance(v, int | float) and not isinstance(v, bool) and 1e-30 < v < 1e30
 
 
 # ---------------------------------------------------------------- configs
@@ -149,9 +161,8 @@ def config_files(plan: Plan, version: str) -> dict[str, dict[str, Any]]:
     own = {"recipe": o.recipe, "amax_scope": o.spec.format.amax_scope, "e4m3_max": o.scale_max}
     fp8 = o.kv_cache == "fp8"
     files: dict[str, dict[str, Any]] = {}
-    if plan.source.config is not None:
-        quantization = quantization_config(o.format, plan.ignore, weight_only=o.weight_only, fp8_kv_cache=fp8, own=own)
-        files[CONFIG] = {**plan.source.config, "quantization_config": quantization}
+    quantization = quantization_config(o.format, plan.ignore, weight_only=o.weight_only, fp8_kv_cache=fp8, own=own)
+    files[CONFIG] = {**(plan.source.config or {}), "quantization_config": quantization}
     if o.format == "modelopt":
         files[HF_QUANT] = hf_quant_config(plan.ignore, version, weight_only=o.weight_only, fp8_kv_cache=fp8)
     return files
@@ -177,6 +188,8 @@ def keep_groups(plan: Plan, groups: list[Group], reason: str) -> Plan:
         for name in (tensor_of(decisions, m) for m in group.members):
             decisions[name] = replace(decisions[name], reason=reason)
     left = [g for g in plan.groups if g not in groups]
+    if not left and not plan.options.allow_empty:
+        raise CheckpointError(f"no tensor is quantized: all are {reason}", hint="--allow-empty converts all the same")
     kept, quantized = kept_modules(decisions), [m for g in left for m in g.members]
     ignore = ignore_list(kept, quantized, plan.options.format)
     check(ignore, kept, quantized, plan.options.format)

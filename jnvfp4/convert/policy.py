@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from jnvfp4.convert.errors import CheckpointError, Exit
 from jnvfp4.convert.layouts import LAYOUTS
 from jnvfp4.convert.names import (
-    EMBEDDINGS,
     INSEPARABLE,
     MEGATRON,
-    ROUTERS,
     WEIGHT,
     Group,
     groups_of,
+    is_embedding,
     is_expert,
+    is_head,
+    is_other,
+    is_router,
     is_stack,
     layer_of,
     module_of,
@@ -27,8 +29,6 @@ from jnvfp4.convert.views import ViewedSource, fp8_decoded, per_expert, stacked
 
 BLOCK = 16
 FLOATS = ("BF16", "F16", "F32")
-# Parts of a module's name that stand for something else than a projection of the language model.
-_OTHER = ("norm", "layernorm", "rotary", "vision", "visual", "image", "audio", "conv", "lora", "adapter", "patch_embed")
 
 
 @dataclass
@@ -90,6 +90,13 @@ def matches(pattern: str, module: str) -> bool:
     return module == pattern or module.startswith(pattern if pattern.endswith(".") else pattern + ".")
 
 
+def names(pattern: str, module: str) -> bool:
+    """Whether a pattern means this module itself, not only what is around it."""
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern[3:], module) is not None
+    return matches(pattern, module) and pattern.rpartition(".")[2] == module.rpartition(".")[2]
+
+
 class Policy:
     """The rules of a conversion, and which of them were of use."""
 
@@ -146,20 +153,19 @@ class Policy:
         return "not among the targets" if o.targets and not targeted else ""
 
     def _kind(self, entry: Entry, module: str) -> str:
-        parts = module.split(".")
-        wanted = any(matches(p, module) for p in self.options.targets)
+        wanted = any(names(p, module) for p in self.options.targets)
         if len(entry.shape) != 2 and not (is_stack(entry.name) and len(entry.shape) == 3):
             return self._unfit(entry, wanted, f"rank {len(entry.shape)}", "rank 2")
         if entry.tag not in (*FLOATS, *(("F64",) if self.options.cast_f64 else ())):
             return self._unfit(entry, wanted, f"dtype {entry.tag}", "a float dtype")
+        if is_router(module):
+            return self._unfit(entry, wanted, "a router", "a projection: routers are never quantized")
+        if is_head(module):
+            return self._unfit(entry, wanted, "a head", "a projection: loaders keep heads")
         if not wanted:
-            if parts[-1] == "lm_head":
-                return "lm_head"
-            if parts[-1] in EMBEDDINGS:
+            if is_embedding(module):
                 return "embedding"
-            if any(module == r or module.endswith(f".{r}") for r in ROUTERS):
-                return "router"
-            if any(o in part for part in parts for o in _OTHER):
+            if is_other(module):
                 return "no projection of the language model"
             if self.options.preset == "moe-experts" and not is_expert(entry.name):
                 return "no expert"
@@ -181,7 +187,8 @@ class Policy:
     @staticmethod
     def _unfit(entry: Entry, wanted: bool, observed: str, expected: str) -> str:
         if wanted:
-            raise CheckpointError(f"has {observed}", expected, tensor=entry.name, hint="it is named by --targets")
+            verb = "is" if observed.startswith("a ") else "has"
+            raise CheckpointError(f"{verb} {observed}", expected, tensor=entry.name, hint="it is named by --targets")
         return observed
 
     def check_use(self) -> None:
@@ -250,7 +257,8 @@ def _whole(group: Group, decisions: dict[str, Decision], source: Source, options
             raise CheckpointError(
                 f"module {group.parent!r} has {group.roles[0]} but no {role}", "both", hint="--ignore keeps it"
             )
-        source.warnings.append(f"{group.parent}: no {role}")
+        if len(group.roles) > 1:
+            source.warnings.append(f"{group.parent}: no {role}")
     first = members[0]
     other = next((d for d in members if (d.matrix[1], d.stacked) != (first.matrix[1], first.stacked)), None)
     if other is not None:
@@ -269,4 +277,4 @@ def kept_modules(decisions: dict[str, Decision]) -> list[str]:
         if d.reason and ((n.endswith(WEIGHT) and len(d.entry.shape) == 2) or (d.stacked and is_stack(n)))
     )
     modules = (module_of(n) for n in weights)
-    return [m for m in modules if m.rpartition(".")[2] not in EMBEDDINGS]
+    return [m for m in modules if not is_embedding(m)]

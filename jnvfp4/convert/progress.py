@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jnvfp4
 from jnvfp4.convert.errors import CheckpointError, Exit
-from jnvfp4.convert.files import write_whole
+from jnvfp4.convert.files import is_temporary, write_whole
 from jnvfp4.convert.options import ConvertOptions
 from jnvfp4.convert.plan import json_bytes
-from jnvfp4.convert.source import Source, read_json
+from jnvfp4.convert.source import CONFIG, Source, read_json
 
 NAME = ".jnvfp4-progress.json"
 
@@ -21,14 +22,16 @@ def file_digest(path: Path) -> str:
 
 
 def _options(options: ConvertOptions) -> dict[str, Any]:
-    """Options that change bytes, as JSON values."""
-    values = dataclasses.asdict(options)
+    """What changes bytes beside the source, as JSON values."""
+    values = {**dataclasses.asdict(options), "version": jnvfp4.__version__}
     del values["chunk_bytes"]
-    return json.loads(json.dumps(values, default=str))
+    if isinstance(options.input_scale, Path):
+        values["input_scale"] = file_digest(options.input_scale)
+    return json.loads(json.dumps(values))
 
 
 def _sources(source: Source) -> dict[str, Any]:
-    out = {}
+    out: dict[str, Any] = {CONFIG: hashlib.sha256(json.dumps(source.config, sort_keys=True).encode()).hexdigest()}
     for name, file in source.files.items():
         stat = file.path.stat()
         entries = repr(sorted((e.name, e.tag, e.shape, e.begin) for e in file.entries.values()))
@@ -55,6 +58,12 @@ class Progress:
           CheckpointError: options or source are others now; says which.
         """
         if not self._path.is_file():
+            directory = self._path.parent
+            if directory.is_dir() and any(not is_temporary(path) for path in directory.iterdir()):
+                raise CheckpointError(
+                    "is not empty and has no record of an interrupted conversion", "one to go on with",
+                    file=directory, code=Exit.USAGE, hint="it is finished, or another's; --overwrite starts again",
+                )  # fmt: skip
             return
         old = read_json(self._path)
         if not all(isinstance(old.get(what), dict) for what in self._state):
@@ -80,5 +89,11 @@ class Progress:
         self._state["shards"][path.name] = file_digest(path)
         write_whole(self._path, json_bytes(self._state))
 
-    def close(self) -> None:
-        self._path.unlink(missing_ok=True)
+    def __enter__(self) -> "Progress":
+        """Leaves a record to go on with; what fails before a shard is done removes it again."""
+        write_whole(self._path, json_bytes(self._state))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or not self.shards:
+            self._path.unlink(missing_ok=True)

@@ -20,6 +20,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|
 _FUSED = "gate_up_proj"
 # What makes gate and up, by the names of either convention.
 _HALVES = (("gate_proj", "up_proj"), ("w1", "w3"))
+_OF_STACKS = {"w2": "down_proj"}  # beside gate_up_proj
 _INTERLEAVED_MODELS = ("gpt_oss",)  # gate and up are the even and the odd columns
 FP8_SCALE = "_scale_inv"
 FP8_BLOCK = 128
@@ -104,6 +105,8 @@ def per_expert(source: Source, kn: Callable[[Entry], bool]) -> Source:
         if not is_stack(entry.name) or len(entry.shape) != 3:
             continue
         gone.add(entry.name)
+        if f"{entry.name}_bias" in source.places:
+            source.warnings.append(f"{entry.name}_bias stays one tensor for all experts")
         parent, _, role = entry.name.rpartition(".")
         turned = kn(entry)
         for expert in range(entry.shape[0]):
@@ -141,7 +144,10 @@ def stacked(source: Source) -> Source:
     gone = set()
     for parent, roles in found.items():
         halves = next((h for h in _HALVES if set(h) <= set(roles)), ())
-        for role, parts in [(_FUSED, halves), *((r, (r,)) for r in sorted(set(roles) - set(halves)))]:
+        for role, parts in [
+            (_FUSED, halves),
+            *((_OF_STACKS.get(r, r), (r,)) for r in sorted(set(roles) - set(halves))),
+        ]:
             if parts:
                 view = _stack_of(source, f"{parent}.{role}", [roles[p] for p in parts])
                 views[view.entry.name] = view
