@@ -19,7 +19,7 @@ from jnvfp4.convert.rewrite import dequantize, repack
 from jnvfp4.convert.save import save_checkpoint
 from jnvfp4.convert.source import open_source
 from jnvfp4.convert.stored import open_stored
-from jnvfp4.convert.verify import verify
+from jnvfp4.convert.verify import VerificationError, verify
 
 MODELS = ("llama", "moe")
 FORMATS = ("modelopt", "compressed-tensors", "te")
@@ -312,3 +312,42 @@ def test_saved_groups_have_one_amax(tmp_path):
     save_checkpoint(tensors, tmp_path / "out")
     save_checkpoint({"a.down_proj.weight": w}, tmp_path / "plain")
     convert_checkpoint(tmp_path / "plain", tmp_path / "converted")
+
+
+# ---------------------------------------------------------------- verification
+def changed(directory, name, value):
+    """Writes a number over the first bytes of a tensor."""
+    entry = open_source(directory).entry(name)
+    path = directory / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[entry.begin : entry.begin + len(value)] = value
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "text"),
+    [
+        ("weight_scale", b"\x7f", "block scales that are negative or no numbers"),
+        ("weight_scale", b"\x80", "block scales that are negative or no numbers"),
+        ("weight_scale_2", np.float32(np.nan).tobytes(), "has a global of nan"),
+        ("weight_scale_2", np.float32(1e3).tobytes(), "relative error is"),
+    ],
+)
+def test_verify_finds_what_is_no_number(tmp_path, part, value, text):
+    (tmp_path / "in").mkdir()
+    write(
+        tmp_path / "in" / "model.safetensors", {"a.down_proj.weight": weight(16, 32), "b.o_proj.weight": weight(16, 32)}
+    )
+    convert_checkpoint(tmp_path / "in", tmp_path / "out")
+    changed(tmp_path / "out", f"a.down_proj.{part}", value)
+    with pytest.raises(VerificationError, match=f"a.down_proj.*{text}") as found:
+        verify(tmp_path / "in", tmp_path / "out")
+    assert "b.o_proj.weight" in [r.name for r in found.value.records]
+
+
+def test_verify_knows_that_q_k_and_v_do_not_share(tmp_path):
+    (tmp_path / "in").mkdir()
+    tensors = {f"a.{r}_proj.weight": ("F32", (i + 1) * np.ones((16, 32), np.float32)) for i, r in enumerate("qkv")}
+    write(tmp_path / "in" / "model.safetensors", tensors)
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(share_qkv=False))
+    assert len({r.stored for r in verify(tmp_path / "in", tmp_path / "out")}) == 3

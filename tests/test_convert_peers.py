@@ -122,8 +122,9 @@ def test_verification_asks_them_where_they_are_installed(tmp_path):
     convert_checkpoint(GOLDEN / "llama" / "input", tmp_path / "out", OPTIONS["nvfp4"])
     records = [r for r in verify(GOLDEN / "llama" / "input", tmp_path / "out") if r.error]
     assert [r.peer_differs for r in records] == [0] * 14
-    other = open_stored(tmp_path / "out").weight(records[0].name.removesuffix(".weight"))
+    stored = open_stored(tmp_path / "out")
+    other = stored.weight(records[0].name.removesuffix(".weight"))
     theirs = other.values().astype(ml_dtypes.bfloat16)
-    assert _against(theirs, other, tmp_path) == 0
+    assert _against(theirs, other, stored) == 0
     with pytest.raises(CheckpointError, match="decodes 1 other values"):
-        _against(np.where(np.arange(theirs.size).reshape(theirs.shape) == 5, 3 * theirs + 1, theirs), other, tmp_path)
+        _against(np.where(np.arange(theirs.size).reshape(theirs.shape) == 5, 3 * theirs + 1, theirs), other, stored)

@@ -13,15 +13,22 @@ Decoder = Callable[[str], np.ndarray]  # of a module, to bfloat16
 
 
 def peer_decoder(stored: Stored) -> Decoder | None:
-    """None if the layout is not theirs, or they are not installed."""
-    if stored.layout is not COMPRESSED_TENSORS or not all(map(find_spec, ("torch", "compressed_tensors"))):
+    """None if the layout or the config is not theirs, or they are not installed."""
+    config = (stored.source.config or {}).get("quantization_config")
+    if (
+        stored.layout is not COMPRESSED_TENSORS
+        or not config
+        or not all(map(find_spec, ("torch", "compressed_tensors")))
+    ):
         return None
     import torch
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
-    config = (stored.source.config or {})["quantization_config"]
-    (scheme,) = QuantizationConfig.model_validate(config).config_groups.values()
+    schemes = [*QuantizationConfig.model_validate(config).config_groups.values()]
+    if len(schemes) != 1:  # which weights have which is not looked into
+        return None
+    scheme = schemes[0]
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
 
     def decode(module: str) -> np.ndarray:

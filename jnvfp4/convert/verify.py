@@ -2,7 +2,9 @@
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,13 +14,14 @@ from jnvfp4.convert.encode import slices
 from jnvfp4.convert.errors import CheckpointError, Exit
 from jnvfp4.convert.names import groups_of
 from jnvfp4.convert.options import ConvertOptions
-from jnvfp4.convert.peer import peer_decoder
+from jnvfp4.convert.peer import Decoder, peer_decoder
 from jnvfp4.convert.policy import FLOATS, prepared
 from jnvfp4.convert.source import Source, open_source
 from jnvfp4.convert.stored import Stored, Weight, open_stored
 from jnvfp4.convert.views import FP8_SCALE
 
 CHUNK = 64 << 20
+LARGEST_SCALE = 0x7E  # 448
 SUSPICIOUS = 0.15  # Gaussian weights come out at about 0.094
 
 
@@ -119,37 +122,79 @@ def verify(
       expert_layout: as in `ConvertOptions`, where experts were taken out of one tensor.
 
     Raises:
-      CheckpointError: exit code 5 where a tensor is missing or another one, an error is larger than `max_rel_error`,
+      VerificationError: exit code 5 where a tensor is missing or another one, an error is larger than `max_rel_error`,
         members of a group have different globals, or compressed-tensors, where it is installed and the layout is its
         own, decodes something else.
     """
     stored = open_stored(Path(out))
     source = _seen_as(open_source(Path(src)), stored, expert_layout)
-    _check_groups(stored)
-    records = [_kept(source, stored, name) for name in stored.others]
+    failures: list[CheckpointError] = []
+    records: list[Record] = []
+
+    def note(check: Callable[[], Record | None]) -> None:
+        try:
+            if record := check():
+                records.append(record)
+        except CheckpointError as e:
+            failures.append(e)
+
+    note(partial(_check_groups, stored))
     decode = peer_decoder(stored)
+    for name in stored.others:
+        note(partial(_kept, source, stored, name))
     for module in stored.modules:
-        name = stored.name(module)
-        if name not in source.places:
-            raise CheckpointError("is not in the source", file=out, tensor=name, code=Exit.VERIFICATION)
-        entry, weight = source.entry(name), stored.weight(module)
+        note(partial(_quantized, source, stored, module, decode))
+    missing = set(source.places) - {*(stored.name(m) for m in stored.modules), *stored.others}
+    if missing:
+        failures.append(_wrong(min(missing), "is missing", "", stored))
+    records.sort(key=lambda r: r.name)
+    for r in records:
+        if r.error and not r.error.rel_err <= max_rel_error:
+            observed = f"relative error is {r.error.rel_err:.4g}"
+            failures.append(_wrong(r.name, observed, f"at most {max_rel_error:g}", stored))
+    if failures:
+        raise VerificationError(failures, records)
+    return records
+
+
+class VerificationError(CheckpointError):
+    """What verification found, the first of it in the message; `records` are of all tensors that could be compared."""
+
+    def __init__(self, failures: list[CheckpointError], records: list[Record]):
+        more = f"; and {len(failures) - 1} more" if len(failures) > 1 else ""
+        super().__init__(f"{failures[0]}{more}", code=Exit.VERIFICATION)
+        self.failures, self.records = failures, records
+
+
+def _quantized(source: Source, stored: Stored, module: str, decode: Decoder | None) -> Record:
+    name = stored.name(module)
+    if name not in source.places:
+        raise _wrong(name, "is not in the source", "", stored)
+    entry, weight = source.entry(name), stored.weight(module)
+    try:
         w = source.array(name).transpose(0, 2, 1) if weight.kn else source.array(name)
         if w.shape != weight.shape:
-            raise _wrong(name, f"has shape {list(weight.shape)}", f"{list(w.shape)}", out)
+            raise _wrong(name, f"has shape {list(weight.shape)}", f"{list(w.shape)}", stored)
+        if not np.isfinite(weight.decode).all() or not (weight.decode > 0).all():
+            raise _wrong(name, f"has a global of {weight.stored}", "one that is finite and above 0", stored)
+        if weight.scales.max(initial=0) > LARGEST_SCALE:
+            raise _wrong(name, "has block scales that are negative or no numbers", "0 to 448", stored)
         error = error_of(w, weight)
-        if error.rel_err > max_rel_error:
-            raise _wrong(name, f"relative error is {error.rel_err:.4g}", f"at most {max_rel_error:g}", out)
-        stored_global = float(weight.stored.reshape(-1)[0]) if weight.stored.size == 1 else None
-        digest = _sha256(weight.codes, weight.scales, weight.stored)
-        differs = _against(decode(module), weight, out) if decode else None
-        records.append(Record(name, entry.shape, entry.tag, stored_global, error, digest, differs))
-    missing = set(source.places) - {r.name for r in records}
-    if missing:
-        raise CheckpointError("is missing", file=out, tensor=min(missing), code=Exit.VERIFICATION)
-    return sorted(records, key=lambda r: r.name)
+        record = Record(
+            name, entry.shape, entry.tag,
+            float(weight.stored.reshape(-1)[0]) if weight.stored.size == 1 else None,
+            error, _sha256(weight.codes, weight.scales, weight.stored),
+            _against(decode(module), weight, stored) if decode else None,
+        )  # fmt: skip
+    finally:
+        source.release(name)
+        for part in vars(stored.parts(module)).values():
+            if part in stored.source.places:
+                stored.source.release(part)
+    return record
 
 
-def _against(theirs: np.ndarray, weight: Weight, out: Path | str) -> int:
+def _against(theirs: np.ndarray, weight: Weight, stored: Stored) -> int:
     """How many elements another reader has rounded the other way; more than that is an error."""
     count = 0
     for rows in slices(weight.shape, 4, CHUNK):
@@ -157,7 +202,7 @@ def _against(theirs: np.ndarray, weight: Weight, out: Path | str) -> int:
         apart = np.abs(own - theirs[rows].view(np.int16))
         if apart.max(initial=0) > 1:
             observed = f"compressed-tensors decodes {int((apart > 1).sum())} other values"
-            raise _wrong(weight.name, observed, "the same", out)
+            raise _wrong(weight.name, observed, "the same", stored)
         count += int(np.count_nonzero(apart))
     return count
 
@@ -175,28 +220,29 @@ def _seen_as(source: Source, stored: Stored, expert_layout: Literal["auto", "nk"
     return source
 
 
-def _wrong(name: str, observed: str, expected: str, out: Path | str) -> CheckpointError:
-    return CheckpointError(observed, expected, file=out, tensor=name, code=Exit.VERIFICATION)
+def _wrong(name: str, observed: str, expected: str, stored: Stored) -> CheckpointError:
+    return CheckpointError(observed, expected, file=stored.source.directory, tensor=name, code=Exit.VERIFICATION)
 
 
 def _kept(source: Source, stored: Stored, name: str) -> Record:
     entry = stored.source.entry(name)
     if name not in source.places:
-        raise CheckpointError("is not in the source", tensor=name, code=Exit.VERIFICATION)
+        raise _wrong(name, "is not in the source", "", stored)
     other = source.entry(name)
     narrowed = entry.tag == "BF16" and other.tag in FLOATS
     if entry.shape != other.shape or (entry.tag != other.tag and not narrowed):
-        raise _wrong(
-            name, f"is {entry.tag} {list(entry.shape)}", f"{other.tag} {list(other.shape)}", stored.source.directory
-        )
+        raise _wrong(name, f"is {entry.tag} {list(entry.shape)}", f"{other.tag} {list(other.shape)}", stored)
     digest = _sha256(stored.source.array(name))
     if digest != _sha256(source.array(name), dtype=entry.dtype):
-        raise _wrong(name, "has other bytes than in the source", "the same", stored.source.directory)
+        raise _wrong(name, "has other bytes than in the source", "the same", stored)
+    source.release(name)
+    stored.source.release(name)
     return Record(name, entry.shape, entry.tag, None, None, digest)
 
 
 def _check_groups(stored: Stored) -> None:
-    for group in groups_of(stored.modules):
+    share_qkv = not any(f.metadata.get("share_qkv") == "false" for f in stored.source.files.values())
+    for group in groups_of(stored.modules, share_qkv=share_qkv):
         globals_ = {m: stored.weight(m).stored.tobytes() for m in group.members}
         first = group.members[0]
         other = next((m for m in group.members if globals_[m] != globals_[first] and len(globals_[m]) == 4), None)
