@@ -2,7 +2,7 @@
 
     pip install ".[examples]"
     python examples/serve_converted.py
-    python examples/serve_converted.py --format compressed-tensors --recipe 4over6
+    python examples/serve_converted.py --format compressed-tensors --recipe 4over6 --out out/4over6
     python examples/serve_converted.py --format te --recipe row-scaled --steps 1000 --out out/row_scaled
 
 So that its perplexity means something, a small Llama is trained for a moment, on the bytes of the running Python's
@@ -17,7 +17,6 @@ NVFP4.
 import argparse
 import json
 import math
-import shutil
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
@@ -213,7 +212,8 @@ def main() -> None:
     args = parse_args()
     paths = {name: args.out / name for name in ("bf16", "nvfp4")}
     for path in paths.values():
-        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
+            raise SystemExit(f"{path} exists already: remove it, or name another --out")
 
     text, held_out = stdlib_text()
     rng = np.random.default_rng(args.seed)

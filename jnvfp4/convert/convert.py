@@ -39,6 +39,7 @@ class Result:
     Attributes:
       plan: what was decided.
       amaxes: of every quantized module, shared by its group.
+      device: that quantized.
       seconds: for each tensor that was written, not for those of resumed shards.
       bytes_before, bytes_after: of all tensors.
       warnings: what is odd but no error.
@@ -46,6 +47,7 @@ class Result:
 
     plan: Plan
     amaxes: dict[str, np.ndarray]
+    device: jax.Device
     seconds: dict[str, float] = field(default_factory=dict)
     bytes_before: int = 0
     bytes_after: int = 0
@@ -128,7 +130,7 @@ def convert_checkpoint(
     except OSError as e:
         raise CheckpointError(f"cannot be written ({e.strerror})", file=e.filename or dst, code=Exit.IO) from e
     before = sum(e.nbytes for e in source.entries())
-    return Result(plan, amaxes, seconds, before, plan.nbytes, source.warnings)
+    return Result(plan, amaxes, where.device, seconds, before, plan.nbytes, source.warnings)
 
 
 def _check_target(source: Source, dst: Path, overwrite: bool) -> None:

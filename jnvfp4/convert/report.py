@@ -40,6 +40,7 @@ def summary(records: list[Record], result: Result | None = None) -> dict[str, An
             "bytes_after": result.bytes_after,
             "ratio": result.bytes_after / result.bytes_before if result.bytes_before else None,
             "reasons": dict(sorted(reasons.items())),
+            "device": str(result.device),
             "options": json.loads(json.dumps(dataclasses.asdict(result.plan.options), default=str)),
             "warnings": result.warnings,
         }
