@@ -50,6 +50,7 @@ def model(tmp_path) -> Path:
         ({"share": ("(a)?.*_proj",)}, "does not begin with a group and a dot"),
         ({"share": (r"(a)\.x|b\.y",)}, "does not begin with a group and a dot"),
         ({"share": ("(model).*_proj",)}, "does not begin with a group and a dot"),
+        ({"share": (r"(model)_\w+",)}, "does not begin with a group and a dot"),
         ({"share": (r"a(b)\.x_proj",)}, "does not begin with a group and a dot"),
     ],
 )
