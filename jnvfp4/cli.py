@@ -2,20 +2,24 @@
 
 import argparse
 import json
+import os
+import re
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import jax
 
+import jnvfp4
 from jnvfp4 import support
 from jnvfp4.convert.compare import diff, inspect
-from jnvfp4.convert.console import inspect_table, plan_table, progress
+from jnvfp4.convert.console import inspect_table, plan_table, progress, tell
 from jnvfp4.convert.convert import convert_checkpoint
 from jnvfp4.convert.errors import CheckpointError, Exit
 from jnvfp4.convert.layouts import LAYOUTS
-from jnvfp4.convert.options import ConvertOptions
+from jnvfp4.convert.options import ConvertOptions, check_meaning
 from jnvfp4.convert.plan import Plan, make_plan
 from jnvfp4.convert.policy import tensor_of
 from jnvfp4.convert.report import summary, write_report
@@ -23,13 +27,21 @@ from jnvfp4.convert.rewrite import dequantize, repack
 from jnvfp4.convert.source import open_source
 from jnvfp4.convert.verify import as_json, verify
 
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_BROKEN_PIPE = 141  # as a shell says of a process that SIGPIPE ended
 
 
 def _size(text: str) -> int:
-    for unit, factor in _UNITS.items():
-        if text.endswith(unit):
-            return int(float(text.removesuffix(unit)) * factor)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmg]?i?b?)", text.lower(), re.ASCII)
+    size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"invalid size {text!r}; expected such as 500MB or 5GB")
+    return size
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"invalid number {text!r}; expected 1 or more")
     return int(text)
 
 
@@ -37,6 +49,8 @@ def _input_scale(text: str) -> float | Path:
     try:
         return float(text)
     except ValueError:
+        if not os.path.isfile(text):
+            raise argparse.ArgumentTypeError(f"{text!r} is no file; expected a number or a JSON file") from None
         return Path(text)
 
 
@@ -65,82 +79,106 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="jnvfp4", description="NVFP4 for JAX: Hugging Face checkpoints, and what runs here.")
+    common = _Parser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="an error with its traceback")
+    text = "NVFP4 for JAX: Hugging Face checkpoints, and what runs here."
+    parser = _Parser(prog="jnvfp4", description=text, parents=[common])
+    parser.add_argument("--version", action="version", version=f"jnvfp4 {jnvfp4.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
 
-    p = commands.add_parser("convert", help="quantize a checkpoint")
-    p.add_argument("--model-dir", type=Path, required=True)
-    p.add_argument("--save-dir", type=Path, required=True)
-    p.add_argument("--format", choices=LAYOUTS, default="modelopt")
-    p.add_argument("--recipe", choices=("nvfp4", "4over6", "row-scaled"), default="nvfp4")
-    p.add_argument("--preset", choices=("linear", "moe-experts"), default="linear")
-    p.add_argument("--targets", nargs="+", default=(), metavar="PATTERN")
-    p.add_argument("--ignore", nargs="+", default=(), metavar="PATTERN")
-    p.add_argument("--num-layers-at-start-in-bf16", type=int, default=0, metavar="N")
-    p.add_argument("--num-layers-at-end-in-bf16", type=int, default=0, metavar="N")
-    p.add_argument("--extra-high-precision-layers-hf", nargs="+", default=(), metavar="TEXT")
-    p.add_argument("--extra-high-precision-layers-megatron", nargs="+", default=(), metavar="TEXT")
-    p.add_argument("--4over6-err-mode", dest="error", choices=("mae", "mse"), default="mae")
-    p.add_argument("--e4m3-max", type=int, choices=(448, 256), default=256)
-    p.add_argument("--2d", dest="two_d", action="store_true", help="16x16 blocks")
-    p.add_argument("--weight-only", action="store_true")
-    p.add_argument("--input-scale", type=_input_scale, default=1.0, metavar="NUMBER|FILE")
-    p.add_argument("--kv-cache", choices=("none", "fp8"), default="none")
-    p.add_argument("--experts", choices=("keep", "per-expert", "stacked"), default="keep")
-    p.add_argument("--expert-layout", choices=("auto", "nk", "kn"), default="auto")
-    p.add_argument("--dequantize-input", choices=("none", "fp8-block"), default="none")
-    p.add_argument("--high-precision-dtype", choices=("keep", "bf16"), default="keep")
-    p.add_argument("--zero-amax", choices=("one", "te-reference"), default="one")
-    p.add_argument("--share", nargs="+", default=(), metavar="EXPRESSION")
-    p.add_argument("--no-share-qkv", action="store_true")
-    p.add_argument("--device", default="auto", metavar="auto|cpu|cuda:N", help="where; the bytes are the same")
-    p.add_argument("--backend", choices=("auto", "cuda", "cpu", "jnp"), default="auto", help="the bytes are the same")
-    p.add_argument("--device-chunk", type=_size, default=64 << 20, metavar="SIZE", help="of a weight at once")
-    p.add_argument("--workers", type=int, default=2, metavar="N", help="tensors at once; the bytes are the same")
-    p.add_argument("--report", type=Path, metavar="DIR", help="verify, and write report.json, .csv and .png there")
-    p.add_argument("--max-shard-size", type=_size, metavar="SIZE")
-    p.add_argument("--on-nonfinite", choices=("error", "skip"), default="error")
-    p.add_argument("--on-bad-shape", choices=("error", "keep"), default="error")
-    for flag in (
-        "--allow-empty",
-        "--allow-unmatched",
-        "--strict",
-        "--cast-f64",
-        "--resume",
-        "--overwrite",
-        "--dry-run",
-        "--json",
-        "--json-progress",
-        "--quiet",
-    ):
-        p.add_argument(flag, action="store_true")
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=text, parents=[common])
 
-    p = commands.add_parser("inspect", help="what is in a checkpoint")
-    p.add_argument("directory", type=Path)
-    p.add_argument("--json", action="store_true")
-    p = commands.add_parser("verify", help="compare a converted checkpoint with its source")
-    p.add_argument("source", type=Path)
-    p.add_argument("output", type=Path)
-    p.add_argument("--max-rel-error", type=float, default=0.2)
-    p.add_argument("--expert-layout", choices=("auto", "nk", "kn"), default="auto")
-    p = commands.add_parser("repack", help="another layout, the same codes and block scales")
-    p.add_argument("directory", type=Path)
-    p.add_argument("output", type=Path)
-    p.add_argument("--format", choices=LAYOUTS, required=True)
-    p = commands.add_parser("dequantize", help="back to an ordinary checkpoint")
-    p.add_argument("directory", type=Path)
-    p.add_argument("output", type=Path)
-    p.add_argument("--dtype", choices=("bf16", "f16", "f32"), default="bf16")
-    p = commands.add_parser("diff", help="where two checkpoints differ")
-    p.add_argument("first", type=Path)
-    p.add_argument("second", type=Path)
-    commands.add_parser("doctor", help="what was built, what runs here, and whether its bits are right")
-    commands.add_parser("support", help="which operation has which kernels")
+    _convert_arguments(command("convert", "quantize a checkpoint"))
+    p = command("inspect", "what is in a checkpoint")
+    p.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
+    p.add_argument("--json", action="store_true", help="JSON instead of a table")
+    p = command("verify", "compare a converted checkpoint with its source")
+    p.add_argument("source", type=Path, metavar="SRC", help="what was converted")
+    p.add_argument("output", type=Path, metavar="OUT", help="what it became")
+    p.add_argument("--max-rel-error", type=float, default=0.2, metavar="X", help="of a weight; 0.2 by default")
+    p.add_argument("--expert-layout", choices=("auto", "nk", "kn"), default="auto", help=_EXPERT_LAYOUT)
+    p = command("repack", "another layout, the same codes and block scales")
+    p.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
+    p.add_argument("output", type=Path, metavar="OUT", help="a new or empty directory")
+    p.add_argument("--format", choices=LAYOUTS, required=True, help="layout of the output")
+    p = command("dequantize", "back to an ordinary checkpoint")
+    p.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
+    p.add_argument("output", type=Path, metavar="OUT", help="a new or empty directory")
+    p.add_argument("--dtype", choices=("bf16", "f16", "f32"), default="bf16", help="of decoded weights")
+    p = command("diff", "where two checkpoints differ")
+    p.add_argument("first", type=Path, metavar="A", help="a checkpoint")
+    p.add_argument("second", type=Path, metavar="B", help="another")
+    command("doctor", "what was built, what runs here, and whether its bits are right")
+    command("support", "which operation has which kernels")
     return parser
 
 
+_EXPERT_LAYOUT = "axes of experts in one tensor: [E, N, K] or [E, K, N]; auto goes by the model type"
+
+
+def _convert_arguments(p: argparse.ArgumentParser) -> None:
+    add, pattern = p.add_argument, "a module, all below it, re: and an expression, or with *"
+    add("--model-dir", type=Path, required=True, metavar="DIR", help="the input: a directory or a file of safetensors")
+    add("--subfolder", type=Path, metavar="NAME", help="the folder of the input that is converted, config included")
+    add("--save-dir", type=Path, required=True, metavar="DIR", help="the output: a new or empty directory")
+    add("--format", choices=LAYOUTS, default="modelopt", help="layout of the output; modelopt by default")
+    add("--recipe", choices=("nvfp4", "4over6", "row-scaled"), default="nvfp4", help="how weights are quantized")
+    add("--preset", choices=("linear", "moe-experts"), default="linear", help="which weights: all, or those of experts")
+    add("--targets", nargs="+", default=(), metavar="PATTERN", help=f"only these weights: {pattern}")
+    add("--ignore", nargs="+", default=(), metavar="PATTERN", help=f"kept: {pattern}")
+    add("--num-layers-at-start-in-bf16", type=int, default=0, metavar="N", help="first decoder layers, kept")
+    add("--num-layers-at-end-in-bf16", type=int, default=0, metavar="N", help="last decoder layers, kept")
+    add(
+        "--extra-high-precision-layers-hf",
+        nargs="+",
+        default=(),
+        metavar="TEXT",
+        help="kept: tensors with it in their name",
+    )
+    add("--extra-high-precision-layers-megatron", nargs="+", default=(), metavar="TEXT",
+        help="the same where names are Megatron's")  # fmt: skip
+    add("--4over6-err-mode", dest="error", choices=("mae", "mse"), help="error that 4over6 makes least; mae by default")
+    add("--e4m3-max", type=int, choices=(448, 256), help="largest block scale of 4over6; 256 by default")
+    add("--2d", dest="two_d", action="store_true", help="16x16 blocks instead of 1x16")
+    add("--weight-only", action="store_true", help="activations stay in high precision")
+    add("--input-scale", type=_input_scale, metavar="NUMBER|FILE",
+        help="of all activations, 1.0 by default, or a JSON file with the amax of each module")  # fmt: skip
+    add("--kv-cache", choices=("none", "fp8"), default="none", help="what the config says of the KV cache")
+    add("--experts", choices=("keep", "per-expert", "stacked"), default="keep", help="one by one, or in one tensor")
+    add("--expert-layout", choices=("auto", "nk", "kn"), default="auto", help=_EXPERT_LAYOUT)
+    add("--dequantize-input", choices=("none", "fp8-block"), default="none", help="decode FP8 with 128x128 blocks")
+    add("--high-precision-dtype", choices=("keep", "bf16"), default="keep", help="of kept tensors of real numbers")
+    add("--zero-amax", choices=("one", "te-reference"), default="one", help="S_enc of a weight of zeros")
+    add("--share", nargs="+", default=(), metavar="EXPRESSION", help=r"further groups: (PARENT)\.ROLE")
+    add("--no-share-qkv", action="store_true", help="q, k and v each have their own global")
+    add("--device", default="auto", metavar="auto|cpu|cuda:N", help="where, auto is cpu; the bytes are the same")
+    add("--backend", choices=("auto", "cuda", "cpu", "jnp"), default="auto", help="kernels; the bytes are the same")
+    add("--device-chunk", type=_size, default=64 << 20, metavar="SIZE", help="of a weight at once; 64MiB by default")
+    add("--workers", type=_count, default=2, metavar="N", help="tensors at once, 2 by default; the bytes are the same")
+    add("--report", type=Path, metavar="DIR", help="verify, and write report.json, .csv and .png there")
+    add("--max-shard-size", type=_size, metavar="SIZE", help="of output files, such as 5GB, instead of the input's")
+    add("--on-nonfinite", choices=("error", "skip"), default="error", help="skip keeps a group with NaN or infinity")
+    add("--on-bad-shape", choices=("error", "keep"), default="error", help="keep keeps K that is no multiple of 16")
+    for flag, text in (
+        ("--allow-empty", "a conversion may quantize nothing"),
+        ("--allow-unmatched", "a rule may match nothing"),
+        ("--strict", "a rule that splits a group is an error"),
+        ("--cast-f64", "quantize F64 too, from float32"),
+        ("--resume", "go on with what an interrupted conversion left"),
+        ("--overwrite", "the output may have files"),
+        ("--dry-run", "say what would be done, write nothing"),
+        ("--json", "JSON instead of the table of --dry-run"),
+        ("--json-progress", "progress and warnings as JSON, an object a line"),
+        ("--quiet", "no progress, no warnings"),
+    ):
+        add(flag, action="store_true", help=text)
+
+
 def _options(a: argparse.Namespace) -> ConvertOptions:
-    return ConvertOptions(
+    # None is not given: what is given must mean something, also where it is what the default is.
+    given = {name: v for name in ("error", "e4m3_max", "input_scale") if (v := getattr(a, name)) is not None}
+    options = ConvertOptions(
         format=a.format,
         recipe=a.recipe,
         preset=a.preset,
@@ -150,11 +188,8 @@ def _options(a: argparse.Namespace) -> ConvertOptions:
         end_layers=a.num_layers_at_end_in_bf16,
         keep_containing=tuple(a.extra_high_precision_layers_hf),
         keep_containing_megatron=tuple(a.extra_high_precision_layers_megatron),
-        error=a.error,
-        e4m3_max=a.e4m3_max,
         block_rows=16 if a.two_d else 1,
         weight_only=a.weight_only,
-        input_scale=a.input_scale,
         kv_cache=a.kv_cache,
         experts=a.experts,
         expert_layout=a.expert_layout,
@@ -171,7 +206,19 @@ def _options(a: argparse.Namespace) -> ConvertOptions:
         strict=a.strict,
         cast_f64=a.cast_f64,
         chunk_bytes=a.device_chunk,
+        **given,
     )
+    check_meaning(options, given)
+    return options
+
+
+def _model(a: argparse.Namespace) -> Path:
+    """The directory that is converted."""
+    if a.subfolder is None:
+        return a.model_dir
+    if a.subfolder.is_absolute() or ".." in a.subfolder.parts:
+        raise CheckpointError(f"subfolder is {str(a.subfolder)!r}", "a folder in --model-dir", code=Exit.USAGE)
+    return a.model_dir / a.subfolder
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
@@ -195,16 +242,29 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _check_directory(path: Path) -> None:
+    """Whether a directory can be made there, or written into; leaves nothing, as it may be within the output."""
+    there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise CheckpointError("is a file", "a directory", file=there, code=Exit.USAGE)
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as e:
+        raise CheckpointError(f"cannot be written into ({e.strerror})", file=there, code=Exit.IO) from e
+
+
 def _convert(a: argparse.Namespace) -> object:
-    options = _options(a)
-    source = open_source(a.model_dir)
+    options, model = _options(a), _model(a)
+    source = open_source(model)
     if a.dry_run:
         plan = plan_as_json(make_plan(source, options))
         return plan if a.json else plan_table(plan)
+    if a.report is not None:
+        _check_directory(a.report)
     total = sum(e.nbytes for e in source.entries())
     with progress(total, quiet=a.quiet, as_json=a.json_progress) as report:
         result = convert_checkpoint(
-            a.model_dir,
+            model,
             a.save_dir,
             options,
             device=_device(a.device if a.device != "auto" or a.backend == "jnp" else a.backend),
@@ -216,10 +276,12 @@ def _convert(a: argparse.Namespace) -> object:
         )
     if not a.quiet:
         for warning in result.warnings:
-            print(f"warning: {warning}", file=sys.stderr)
+            tell("warning", warning, as_json=a.json_progress)
     if a.report is not None:
-        records = verify(a.model_dir, a.save_dir, expert_layout=a.expert_layout)
-        write_report(a.report, records, result)
+        records = verify(model, a.save_dir, expert_layout=a.expert_layout)
+        written = write_report(a.report, records, result)
+        if not a.quiet and not any(path.suffix == ".png" for path in written):
+            tell("note", "no report.png, as matplotlib is not installed", as_json=a.json_progress)
         return summary(records, result)
     return {
         "quantized": len(result.amaxes),
@@ -276,15 +338,28 @@ _RUN: dict[str, Callable[[argparse.Namespace], object]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code: results to stdout, as JSON or a table; errors to stderr."""
-    debug = "--debug" in (arguments := list(sys.argv[1:] if arguments is None else arguments))
     try:
-        a = _parser().parse_args([x for x in arguments if x != "--debug"])
+        try:
+            return _main(list(sys.argv[1:] if arguments is None else arguments))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # who reads has enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+
+
+def _main(arguments: list[str]) -> int:
+    debug = "--debug" in arguments
+    try:
+        a = _parser().parse_args(arguments)
         result = _RUN[a.command](a)
     except CheckpointError as e:
         if debug:
             raise
         print(f"error: {e}", file=sys.stderr)
         return int(e.code)
+    except BrokenPipeError:
+        raise
     except OSError as e:
         if debug:
             raise

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 SECONDS = 10.0  # between lines where there is no terminal
 
@@ -69,6 +69,11 @@ class _Lines:
         )
 
 
+def tell(kind: Literal["warning", "note"], text: str, *, as_json: bool = False) -> None:
+    """A line on stderr."""
+    print(json.dumps({kind: text}, ensure_ascii=False) if as_json else f"{kind}: {text}", file=sys.stderr, flush=True)
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Text in columns; numbers to the right."""
     cells = [list(header), *([str(c) for c in row] for row in rows)]
@@ -86,7 +91,12 @@ def plan_table(plan: dict[str, Any]) -> str:
     """What `plan_as_json` says, a line a tensor."""
     rows = ((t["name"], t["action"], t["reason"] or "", t["bytes"], ", ".join(_others(t))) for t in plan["tensors"])
     text = table(("tensor", "action", "reason", "bytes", "shares its global with"), rows)
-    return f"{text}\n{plan['bytes']} bytes in all; ignore list: {', '.join(plan['ignore'])}"
+    total = f"{plan['bytes']} bytes in all; ignore list: {', '.join(plan['ignore'])}"
+    return "\n".join([text, total, *_warnings(plan)])
+
+
+def _warnings(found: dict[str, Any]) -> list[str]:
+    return [f"warning    {w}" for w in found["warnings"]]
 
 
 def _others(tensor: dict[str, Any]) -> list[str]:
@@ -107,4 +117,4 @@ def inspect_table(found: dict[str, Any]) -> str:
             *(f"kept       {name}" for name in found["kept"]),
             *(f"group      {', '.join(group)}" for group in found["groups"]),
         ]
-    return "\n".join([*lines, *(f"warning    {w}" for w in found["warnings"])])
+    return "\n".join([*lines, *_warnings(found)])

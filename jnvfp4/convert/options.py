@@ -1,9 +1,16 @@
 """What a conversion can be told."""
 
+import dataclasses
 import re
+import typing
+from collections.abc import Container
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
-from typing import Literal
+from re import _parser  # type: ignore[attr-defined]  # the only one that says what an expression consists of
+from typing import Any, Literal
+
+import numpy as np
 
 from jnvfp4.convert.errors import CheckpointError, Exit
 from jnvfp4.convert.layouts import LAYOUTS, LayoutName
@@ -18,6 +25,28 @@ def _expression(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern.removeprefix("re:"))
     except re.error as e:
         raise CheckpointError(f"{pattern!r} is no regular expression ({e})", code=Exit.USAGE) from e
+
+
+def _check_share(pattern: str) -> None:
+    """A parent and a role are the whole of a name, so the first group and a dot begin it."""
+    if _expression(pattern).groups < 1:
+        raise CheckpointError(f"share {pattern!r} has no group", "one around the parent's name", code=Exit.USAGE)
+    begin = [node for node in _parser.parse(pattern.removeprefix("re:")) if str(node[0]) != "AT"][:2]
+    kinds = [str(kind) for kind, _ in begin]
+    if kinds != ["SUBPATTERN", "LITERAL"] or begin[0][1][0] != 1 or begin[1][1] != ord("."):
+        raise CheckpointError(
+            f"share {pattern!r} does not begin with a group and a dot", r"such as (.*)\.(a|b)_proj", code=Exit.USAGE,
+            hint="the first group is the parent's name",
+        )  # fmt: skip
+
+
+def _check_type(name: str, value: object, hint: object) -> None:
+    """One of the choices of a Literal or of bool; else what only `_check_numbers` knows."""
+    choices = (False, True) if hint is bool else typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+    if choices and not any(type(value) is type(c) and value == c for c in choices):
+        raise CheckpointError(f"{name} is {value!r}", f"one of {', '.join(map(str, choices))}", code=Exit.USAGE)
+    if typing.get_origin(hint) is tuple and not (isinstance(value, tuple) and all(isinstance(v, str) for v in value)):
+        raise CheckpointError(f"{name} is {value!r}", "a tuple of texts", code=Exit.USAGE)
 
 
 @dataclass(frozen=True)
@@ -84,8 +113,9 @@ class ConvertOptions:
     chunk_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
-        if self.format not in LAYOUTS:
-            raise CheckpointError(f"format is {self.format!r}", f"one of {', '.join(LAYOUTS)}", code=Exit.USAGE)
+        for name, hint in typing.get_type_hints(ConvertOptions).items():
+            _check_type(name, getattr(self, name), hint)
+        self._check_numbers()
         if self.recipe == "row-scaled" and self.format != "te":
             raise CheckpointError(
                 f"recipe is row-scaled and format {self.format}",
@@ -95,13 +125,28 @@ class ConvertOptions:
         for pattern in (p for p in (*self.targets, *self.ignore) if p.startswith("re:")):
             _expression(pattern)
         for pattern in self.share:
-            if _expression(pattern).groups < 1:
-                raise CheckpointError(
-                    f"share {pattern!r} has no group", "one around the parent's name", code=Exit.USAGE
-                )
-        for name in ("start_layers", "end_layers"):
-            if getattr(self, name) < 0:
-                raise CheckpointError(f"{name} is {getattr(self, name)}", "0 or more", code=Exit.USAGE)
+            _check_share(pattern)
+        check_meaning(self, [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default])
+
+    def _check_numbers(self) -> None:
+        for name, least in (("start_layers", 0), ("end_layers", 0), ("chunk_bytes", 1), ("max_shard_bytes", 1)):
+            value = getattr(self, name)
+            if value is None and name == "max_shard_bytes":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise CheckpointError(f"{name} is {value!r}", f"an integer, {least} or more", code=Exit.USAGE)
+        scale: Any = self.input_scale
+        if isinstance(scale, Path):
+            return
+        if isinstance(scale, bool) or not isinstance(scale, Real):
+            raise CheckpointError(f"input_scale is {scale!r}", "a number or the Path of a JSON file", code=Exit.USAGE)
+        with np.errstate(over="ignore", under="ignore", divide="ignore"):
+            value = np.float32(scale)
+            both = np.array([value, 1 / value])  # layouts store one or the other
+        if not (np.isfinite(both) & (both > 0)).all():
+            raise CheckpointError(
+                f"input_scale is {scale!r}", "a number above 0 that float32 has, as its reciprocal", code=Exit.USAGE
+            )
 
     @property
     def spec(self) -> QuantSpec:
@@ -114,3 +159,28 @@ class ConvertOptions:
     def scale_max(self) -> int:
         """The E4M3 maximum that the globals are made with."""
         return self.e4m3_max if self.recipe == "4over6" else 448
+
+
+def check_meaning(options: ConvertOptions, given: Container[str]) -> None:
+    """Refuses a setting that would say nothing beside the others.
+
+    Args:
+      options: all of them.
+      given: names of the attributes that were set, also to what they are by default.
+
+    Raises:
+      CheckpointError: names both settings.
+    """
+    o = options
+    clashes = (
+        ("error", "recipe", o.recipe != "4over6", "recipe 4over6 for --4over6-err-mode"),
+        ("e4m3_max", "recipe", o.recipe != "4over6", "recipe 4over6 for --e4m3-max"),
+        ("input_scale", "weight_only", o.weight_only, "no scale of activations, as none is written"),
+        ("input_scale", "format", LAYOUTS[o.format].activation is None, "no scale of activations, as none is written"),
+        ("kv_cache", "format", o.kv_cache == "fp8" and o.format != "modelopt", "modelopt, whose config has it"),
+        ("block_rows", "recipe", o.block_rows == 16 and o.recipe == "row-scaled", "1x16 blocks, without --2d"),
+    )
+    for name, other, clash, expected in clashes:
+        if clash and name in given:
+            text = f"{name} is {getattr(o, name)} and {other} {getattr(o, other)}"
+            raise CheckpointError(text, expected, code=Exit.USAGE)

@@ -23,7 +23,7 @@ from jnvfp4.tensor import NVFP4Tensor
 def save_checkpoint(
     tensors: Mapping[str, NVFP4Tensor | jax.Array | np.ndarray],
     path: Path | str,
-    layout: LayoutName = "modelopt",
+    format: LayoutName = "modelopt",
     *,
     config: Mapping[str, Any] | None = None,
 ) -> None:
@@ -33,13 +33,15 @@ def save_checkpoint(
       tensors: by their Hugging Face names; a weight that is an NVFP4Tensor is stored quantized. With none the
         checkpoint is an ordinary one.
       path: a new or empty directory.
-      layout: of the quantized weights.
+      format: layout of the quantized weights.
       config: what `config.json` says, without a quantization_config.
 
     Raises:
-      CheckpointError: a tensor that the layout cannot store; weights that loaders fuse and that have other amaxes.
+      CheckpointError: a tensor that the format cannot store; weights that loaders fuse and that have other amaxes.
     """
-    path, to = Path(path), LAYOUTS[layout]
+    if format not in LAYOUTS:
+        raise CheckpointError(f"format is {format!r}", f"one of {', '.join(LAYOUTS)}", code=Exit.USAGE)
+    path, to = Path(path), LAYOUTS[format]
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError("is not empty", "an empty or new directory", file=path, code=Exit.USAGE)
     weights = {n: t for n, t in tensors.items() if isinstance(t, NVFP4Tensor)}
@@ -47,7 +49,7 @@ def save_checkpoint(
     for name, t in weights.items():
         stored |= _parts(name, t, to)
     _check_groups(weights, to)
-    files = _configs(tensors, weights, layout, dict(config or {}))
+    files = _configs(tensors, weights, format, dict(config or {}))
     path.mkdir(parents=True, exist_ok=True)
     plan = [Planned(name, TAGS[a.dtype], a.shape) for name, a in stored.items()]
     with Writer(path / "model.safetensors", plan, {"format": "pt", "jnvfp4_version": jnvfp4.__version__}) as out:
