@@ -4,9 +4,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from jnvfp4.convert.encode import slices
 from jnvfp4.convert.names import groups_of
 from jnvfp4.convert.source import Source, open_source
-from jnvfp4.convert.stored import layout_of, open_stored
+from jnvfp4.convert.stored import Stored, layout_of, open_stored
+
+_CHUNK = 64 << 20
 
 
 def inspect(path: Path | str) -> dict[str, Any]:
@@ -74,15 +79,35 @@ def diff(first: Path | str, second: Path | str) -> Difference:
             out.others.append(name)
             continue
         counts = {
-            "codes": int((v.codes != w.codes).sum()),
-            "scales": int((v.scales != w.scales).sum()),
+            "codes": _differing(v.codes, w.codes),
+            "scales": _differing(v.scales, w.scales),
             "globals": int((v.decode.reshape(-1) != w.decode.reshape(-1)).sum()),
         }
         for what, count in counts.items():
             if count:
                 getattr(out, what)[name] = count
+        _release(a, module)
+        _release(b, module)
     for name in sorted(set(a.others) & set(b.others)):
-        x, y = a.source.array(name), b.source.array(name)
-        if x.dtype != y.dtype or x.shape != y.shape or x.tobytes() != y.tobytes():
+        e, f = a.source.entry(name), b.source.entry(name)
+        if e.tag != f.tag or e.shape != f.shape or _differing(*(_raw(s.source, name) for s in (a, b))):
             out.others.append(name)
+        a.source.release(name)
+        b.source.release(name)
     return out
+
+
+def _raw(source: Source, name: str) -> np.ndarray:
+    return source.array(name).reshape(-1).view(np.uint8)
+
+
+def _differing(x: np.ndarray, y: np.ndarray) -> int:
+    """How many elements differ, a slice at a time."""
+    each = slices(x.shape, x.dtype.itemsize, _CHUNK)
+    return sum(int(np.count_nonzero(x[rows] != y[rows])) for rows in each)
+
+
+def _release(stored: Stored, module: str) -> None:
+    parts = stored.parts(module)
+    stored.source.release(parts.codes)
+    stored.source.release(parts.scales)

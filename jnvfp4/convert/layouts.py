@@ -84,8 +84,9 @@ def encode_scale(amax: np.ndarray | float, e4m3_max: int = 448) -> np.ndarray:
 
 
 def decode_scale(encode: np.ndarray | float) -> np.ndarray:
-    """S_dec = 1 / S_enc, float32."""
-    return (np.float32(1) / np.asarray(encode, np.float32)).astype(np.float32)
+    """S_dec = 1 / S_enc, float32; also S_enc = 1 / S_dec. At most FLT_MAX: 1 / (1 / FLT_MAX) is beyond float32."""
+    with np.errstate(divide="ignore", over="ignore"):
+        return np.minimum(np.float32(1) / np.asarray(encode, np.float32), FLOAT_MAX).astype(np.float32)
 
 
 def global_of(

@@ -53,9 +53,10 @@ def fused(module: str) -> str:
 def ignore_list(kept: Iterable[str], quantized: Iterable[str], layout: LayoutName) -> list[str]:
     """Entries for the kept modules: their names, those of fused modules that are kept whole, and of whole layers.
 
-    `lm_head` is always there: a loader rejects an empty list, and a tied head has no tensor.
+    `lm_head` is there unless it is quantized: a loader rejects an empty list, and a tied head has no tensor.
     """
-    kept, quantized = sorted(set(kept) | {"lm_head"}), set(quantized)
+    kept, quantized = set(kept), set(quantized)
+    kept = sorted(kept | {"lm_head"} - quantized) or ["lm_head"]
     if layout == "compressed-tensors":
         return kept
     fused_quantized = {fused(m) for m in quantized}

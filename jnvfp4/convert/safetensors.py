@@ -216,7 +216,7 @@ class File:
     def release(self, name: str) -> None:
         """Lets the system forget a tensor's pages: a long file must not fill memory."""
         entry = self.entries[name]
-        if entry.nbytes and hasattr(self._map, "madvise"):
+        if entry.nbytes and hasattr(self._map, "madvise"):  # an empty one may be at the end of the file
             begin = entry.begin // mmap.PAGESIZE * mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, begin, entry.end - begin)
 
