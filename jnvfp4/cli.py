@@ -25,7 +25,7 @@ from jnvfp4.convert.policy import tensor_of
 from jnvfp4.convert.report import summary, write_report
 from jnvfp4.convert.rewrite import dequantize, repack
 from jnvfp4.convert.source import open_source
-from jnvfp4.convert.verify import as_json, verify
+from jnvfp4.convert.verify import VerificationError, as_json, verify
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _BROKEN_PIPE = 141  # as a shell says of a process that SIGPIPE ended
@@ -278,7 +278,11 @@ def _convert(a: argparse.Namespace) -> object:
         for warning in result.warnings:
             tell("warning", warning, as_json=a.json_progress)
     if a.report is not None:
-        records = verify(model, a.save_dir, expert_layout=a.expert_layout)
+        try:
+            records = verify(model, a.save_dir, expert_layout=a.expert_layout)
+        except VerificationError as e:
+            write_report(a.report, e.records, result)
+            raise
         written = write_report(a.report, records, result)
         if not a.quiet and not any(path.suffix == ".png" for path in written):
             tell("note", "no report.png, as matplotlib is not installed", as_json=a.json_progress)
@@ -301,12 +305,16 @@ def _verify(a: argparse.Namespace) -> object:
     return {**summary(records), "tensors": as_json(records)}
 
 
+def _warn(text: str) -> None:
+    tell("warning", text)
+
+
 def _repack(a: argparse.Namespace) -> object:
-    return {"globals_that_do_not_come_back": repack(a.directory, a.output, a.format)}
+    return {"globals_that_do_not_come_back": repack(a.directory, a.output, a.format, warn=_warn)}
 
 
 def _dequantize(a: argparse.Namespace) -> object:
-    dequantize(a.directory, a.output, a.dtype.upper())
+    dequantize(a.directory, a.output, a.dtype.upper(), warn=_warn)
     return None
 
 

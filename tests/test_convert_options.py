@@ -47,11 +47,6 @@ def model(tmp_path) -> Path:
             for x in (0, -1.0, float("nan"), float("inf"), 1e-50, 1e39, 1e-39)
         ),
         ({"recipe": "row-scaled"}, "recipe is row-scaled and format modelopt"),
-        ({"share": ("(a)?.*_proj",)}, "does not begin with a group and a dot"),
-        ({"share": (r"(a)\.x|b\.y",)}, "does not begin with a group and a dot"),
-        ({"share": ("(model).*_proj",)}, "does not begin with a group and a dot"),
-        ({"share": (r"(model)_\w+",)}, "does not begin with a group and a dot"),
-        ({"share": (r"a(b)\.x_proj",)}, "does not begin with a group and a dot"),
     ],
 )
 def test_values_that_are_none(values, text):
@@ -109,7 +104,7 @@ def test_the_layout_is_the_keyword_format(tmp_path):
         (["--workers", "-1"], "--workers"),
         (["--workers", "two"], "invalid number 'two'"),
         (["--recipe", "row-scaled", "--format", "te", "--2d"], "block_rows is 16 and recipe row-scaled"),
-        (["--share", "(a)?.*_proj"], "does not begin with a group and a dot"),
+        (["--share", "(a)?.*_project"], "share '(a)?.*_project' puts no two modules together"),
         (["--e4m3-max", "256"], "e4m3_max is 256 and recipe nvfp4"),
         (["--4over6-err-mode", "mae"], "error is mae and recipe nvfp4"),
         (["--input-scale", "1", "--weight-only"], "input_scale is 1.0 and weight_only True"),

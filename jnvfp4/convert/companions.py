@@ -25,7 +25,7 @@ def copy_companions(source_directory: Path, dst: Path, single_file: bool = False
     """
     warnings = []
     for path in sorted(source_directory.iterdir()):
-        if path.name.endswith(_WEIGHTS) or path.name in (CONFIG, HF_QUANT):
+        if path.name.endswith(_WEIGHTS) or path.name.startswith(".") or path.name in (CONFIG, HF_QUANT):
             continue
         if single_file and not _KNOWN.fullmatch(path.name):
             continue

@@ -1,7 +1,6 @@
 """Writes a checkpoint of quantized weights: shard by shard, a slice of a weight at a time."""
 
 import hashlib
-import shutil
 import time
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
@@ -12,9 +11,10 @@ import jax
 import numpy as np
 
 import jnvfp4
+from jnvfp4.convert.companions import copy_companions
 from jnvfp4.convert.encode import Amax, Where, encode, find_amax, slices
 from jnvfp4.convert.errors import CheckpointError, Exit
-from jnvfp4.convert.files import locked, remove_temporaries, whole, write_whole
+from jnvfp4.convert.files import locked, remove_temporaries, write_whole
 from jnvfp4.convert.layouts import FLOAT_MAX, Parts, global_of
 from jnvfp4.convert.names import Group, module_of
 from jnvfp4.convert.options import ConvertOptions
@@ -22,14 +22,13 @@ from jnvfp4.convert.plan import HF_QUANT, Plan, config_files, index_of, json_byt
 from jnvfp4.convert.policy import BLOCK, Decision, tensor_of
 from jnvfp4.convert.progress import NAME as RECORD
 from jnvfp4.convert.progress import Progress
+from jnvfp4.convert.room import check_room
 from jnvfp4.convert.safetensors import DTYPES, Entry, Writer
-from jnvfp4.convert.source import CONFIG, INDEX, Source, leads_out, open_source
+from jnvfp4.convert.source import CONFIG, INDEX, Source, open_source
 from jnvfp4.convert.workers import in_order
 
 Report = Callable[[str, int], None]  # a tensor's name, and how many bytes of the input are done with it
 TINY_AMAX = 7.9e-36  # below it 2688 / amax is no float32
-# Beside these every file of the source is copied.
-_NOT_COPIED = (INDEX, CONFIG, HF_QUANT)
 
 
 @dataclass
@@ -159,11 +158,7 @@ def _prepare(plan: Plan, dst: Path, resume: bool) -> None:
 def _check_room(plan: Plan, dst: Path, done: Container[str]) -> None:
     shards = [entries for name, entries in plan.shards().items() if name not in done]
     sizes = [sum(p.nbytes for e in entries for p in plan.outputs(e)) for entries in shards]
-    need = sum(sizes) + max(sizes, default=0)
-    there = next(p for p in (dst.absolute(), *dst.absolute().parents) if p.exists())
-    free = shutil.disk_usage(there).free
-    if free < need:
-        raise CheckpointError(f"has {free} bytes free", f"{need} for the output", file=there, code=Exit.IO)
+    check_room(dst, sizes)
 
 
 def _digest(source: Source) -> str:
@@ -293,16 +288,8 @@ def _write_shard(
 
 def _finish(plan: Plan, dst: Path) -> None:
     """Other files, then config and index."""
-    source = plan.source.directory
-    for path in sorted(source.iterdir()):
-        weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth")
-        if not path.is_file() or weights or path.name in _NOT_COPIED:
-            continue
-        if leads_out(path, source):
-            plan.source.warnings.append(f"{path}: a link out of the directory, not copied")
-            continue
-        with whole(dst / path.name) as temporary:
-            shutil.copyfile(path, temporary)
+    source = plan.source
+    source.warnings += copy_companions(source.directory, dst, source.single_file)
     files: dict[str, object] = dict(config_files(plan, jnvfp4.__version__))
     index = index_of(plan)
     if index is not None:

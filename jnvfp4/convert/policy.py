@@ -230,12 +230,23 @@ def decide(source: Source, options: ConvertOptions) -> tuple[dict[str, Decision]
     policy.check_use()
     modules = [module_of(n) for n, d in decisions.items() if n.endswith(WEIGHT) or (d.stacked and is_stack(n))]
     groups = groups_of(modules, options.share, options.share_qkv)
+    _check_share(modules, options)
     for group in groups:
         _whole(group, decisions, source, options)
     quantized = [g for g in groups if decisions[tensor_of(decisions, g.members[0])].quantizes]
     if not quantized and not options.allow_empty:
         raise CheckpointError("no tensor is quantized", hint="--allow-empty converts all the same", code=Exit.USAGE)
     return decisions, quantized
+
+
+def _check_share(modules: list[str], options: ConvertOptions) -> None:
+    """A rule that shares nothing is an error."""
+    without = len(groups_of(modules, (), options.share_qkv))
+    for pattern in () if options.allow_unmatched else options.share:
+        if len(groups_of(modules, [pattern], options.share_qkv)) == without:
+            raise CheckpointError(
+                f"share {pattern!r} puts no two modules together", code=Exit.USAGE, hint="--allow-unmatched accepts it"
+            )
 
 
 def _whole(group: Group, decisions: dict[str, Decision], source: Source, options: ConvertOptions) -> None:

@@ -25,7 +25,7 @@ from jnvfp4.convert.layouts import (
     global_of,
 )
 from jnvfp4.convert.loaders import check, ignore_list
-from jnvfp4.convert.names import EMBEDDINGS, WEIGHT, is_stack, module_of
+from jnvfp4.convert.names import WEIGHT, is_embedding, is_stack, module_of
 from jnvfp4.convert.plan import HF_QUANT, json_bytes
 from jnvfp4.convert.room import check_room
 from jnvfp4.convert.safetensors import DTYPES, Entry, Planned, Writer
@@ -141,10 +141,9 @@ def _kept_modules(stored: Stored) -> list[str]:
         for e in entries
         if (e.name.endswith(WEIGHT) and len(e.shape) == 2) or (len(e.shape) == 3 and is_stack(e.name))
     )
-    return [m for m in map(module_of, linear) if m.rpartition(".")[2] not in EMBEDDINGS]
+    return [m for m in map(module_of, linear) if not is_embedding(m)]
 
 
-# vLLM demands strategy and symmetric.
 _FP8_KV_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 
 

@@ -41,6 +41,7 @@ class Source:
       places: the shard of each tensor.
       config: `config.json`, or None without one.
       warnings: what is odd but no error.
+      single_file: whether it was named as one file, so that other files there may be no part of it.
     """
 
     directory: Path
@@ -48,6 +49,7 @@ class Source:
     places: dict[str, str]
     config: dict[str, Any] | None
     warnings: list[str] = field(default_factory=list)
+    single_file: bool = False
 
     def entry(self, name: str) -> Entry:
         return self.files[self.places[name]].entries[name]
@@ -82,7 +84,8 @@ def open_source(path: Path) -> Source:
     Raises:
       CheckpointError: no such files; index and files disagree; a file is damaged.
     """
-    if os.path.isfile(path):
+    single_file = os.path.isfile(path)
+    if single_file:
         directory, names, index = path.parent, [path.name], None
     elif path.is_dir():
         directory, index = path, _read_index(path)
@@ -92,7 +95,7 @@ def open_source(path: Path) -> Source:
             raise CheckpointError("has no *.safetensors file", file=path, hint=_of_pickles(path))
     else:
         raise CheckpointError("does not exist", "a directory or a file", file=path)
-    source = Source(directory, _open(directory, names), {}, _config(directory))
+    source = Source(directory, _open(directory, names), {}, _config(directory), single_file=single_file)
     _place(source, index)
     if not source.places:
         raise CheckpointError("has no tensor", "a model", file=path)
@@ -110,7 +113,7 @@ def _of_pickles(directory: Path) -> str:
 
 def _within(path: Path) -> Path:
     if leads_out(path, path.parent):
-        raise CheckpointError("is a link out of the directory", "a file in it", file=path)
+        raise CheckpointError("is a link out of the directory", "a file in it", file=path, hint="copy it there")
     return path
 
 

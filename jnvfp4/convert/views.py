@@ -69,7 +69,7 @@ class ViewedSource(Source):
             if name in places:
                 raise CheckpointError(f"is there, and would be made of {view.parts[0]!r}", "one of them", tensor=name)
             places[name] = source.places[view.parts[0]]
-        super().__init__(source.directory, source.files, places, source.config, source.warnings)
+        super().__init__(source.directory, source.files, places, source.config, source.warnings, source.single_file)
         self._source, self._views = source, views
 
     def entry(self, name: str) -> Entry:
