@@ -33,7 +33,7 @@ from jnvfp4.convert.rewrite import dequantize
 from jnvfp4.convert.safetensors import DTYPES
 from jnvfp4.convert.verify import verify
 
-SECONDS = 600  # of the long test
+SECONDS = 60  # of the long test
 ROUNDS = 150  # of the short ones
 SLOWEST = 20  # seconds of one case, on a machine that does something else too
 MEMORY = 2 << 30  # bytes of addresses beyond those of the imported library
