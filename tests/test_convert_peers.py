@@ -72,6 +72,15 @@ def test_compressed_tensors_decodes_the_same(tmp_path, model, options):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("stored", ["llama/ct_f32stats", "llama/ct_nativestats", "moe/ct_f32stats"])
+def test_what_they_have_written_is_read_alike(tmp_path, stored):
+    peer("decompress", GOLDEN / stored, tmp_path / "decoded", needs=("torch", "compressed_tensors"))
+    apart = ulps(open_stored(GOLDEN / stored), open_source(tmp_path / "decoded"))
+    assert apart.size == ELEMENTS[stored.partition("/")[0]]
+    assert not apart.any()
+
+
+@pytest.mark.long
 def test_compressed_tensors_rounds_ties_of_256_in_its_own_way(tmp_path):
     """amax / 1536 times 15 can be halfway between two bfloat16: q (s / S_enc) and q (s S_dec) lie on either side."""
     options = ConvertOptions(format="compressed-tensors", recipe="4over6", e4m3_max=256)
