@@ -35,10 +35,9 @@ struct FakeQuant {
   template <class S>
   static constexpr bool kResident = kChooses<S> || S::spec.rht;
   template <class S>
-  static constexpr int kBlocks = kChooses<S>      ? 3
-                                 : kStochastic<S> ? 5
-                                 : S::spec.rht    ? 6
-                                                  : 4;
+  static constexpr int kBlocks = kChooses<S>                     ? 3
+                                 : kStochastic<S> || S::spec.rht ? 5
+                                                                 : 4;
   using Lines = Lanes<16, 2>;
 
   // `element(i)` is the i-th again; `random` gives the random bits of the block.

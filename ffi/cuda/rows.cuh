@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks<Op, S>) rows_kernel(typen
 template <class Op, class S>
 inline constexpr int kGroupBlocks = kChooses<S>      ? 2
                                     : kStochastic<S> ? 4
-                                                     : std::min(kRowBlocks<Op, S>, 5);
+                                                     : kRowBlocks<Op, S>;
 
 // One amax for `blocks_per_amax` blocks.
 template <class Op, class S, class T>
