@@ -176,10 +176,12 @@ struct Columns {
 
     __device__ __forceinline__ void values(Values& v) const { each(v, kSign | kMagnitude, 0xffffffffu); }
     __device__ __forceinline__ void finite_values(Values& v) const {
-      if constexpr (!Block<T>::kPairs) return values(v);
+      if constexpr (Block<T>::kPairs) {
 #pragma unroll
-      for (int i = 0; i < kBlock; ++i)
-        if constexpr (Block<T>::kPairs) v[i] = finite_half_of<T>(x.row[i], j);
+        for (int i = 0; i < kBlock; ++i) v[i] = finite_half_of<T>(x.row[i], j);
+      } else {
+        values(v);
+      }
     }
     __device__ __forceinline__ void magnitudes(Values& v) const { each(v, kMagnitude, 0x7fff7fffu); }
 
