@@ -42,12 +42,8 @@ def _names(text: str) -> list[str]:
 
 
 def _run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from . import (
-        bench_checkpoint,
-        bench_gemm,
-        bench_linear,
-        bench_quantize,
-    )  # not for plot and compare, which need no JAX
+    # Not for plot and compare, which need no JAX.
+    from . import bench_checkpoint, bench_gemm, bench_linear, bench_quantize
 
     if args.command == "gemm":
         return bench_gemm.run(args.cases)

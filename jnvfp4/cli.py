@@ -17,6 +17,7 @@ from jnvfp4 import support
 from jnvfp4.convert.compare import diff, inspect
 from jnvfp4.convert.console import inspect_table, plan_table, progress, tell
 from jnvfp4.convert.convert import convert_checkpoint
+from jnvfp4.convert.encode import CHUNK_BYTES
 from jnvfp4.convert.errors import CheckpointError, Exit
 from jnvfp4.convert.layouts import LAYOUTS
 from jnvfp4.convert.options import ConvertOptions, check_meaning
@@ -154,7 +155,7 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
     add("--no-share-qkv", action="store_true", help="q, k and v each have their own global")
     add("--device", default="auto", metavar="auto|cpu|cuda:N", help="where, auto is cpu; the bytes are the same")
     add("--backend", choices=("auto", "cuda", "cpu", "jnp"), default="auto", help="kernels; the bytes are the same")
-    add("--device-chunk", type=_size, default=64 << 20, metavar="SIZE", help="of a weight at once; 64MiB by default")
+    add("--device-chunk", type=_size, default=CHUNK_BYTES, metavar="SIZE", help="of a weight at once; 64MiB by default")
     add("--workers", type=_count, default=2, metavar="N", help="tensors at once, 2 by default; the bytes are the same")
     add("--report", type=Path, metavar="DIR", help="verify, and write report.json, .csv and .png there")
     add("--max-shard-size", type=_size, metavar="SIZE", help="of output files, such as 5GB, instead of the input's")

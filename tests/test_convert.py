@@ -9,12 +9,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import GOLDEN, files_of, refused, weight, write
+from conftest import gpus, skip_or_fail
 
 import jnvfp4
 from jnvfp4.cli import main
 from jnvfp4.convert import CheckpointError, ConvertOptions, Exit, convert_checkpoint
 from jnvfp4.convert.checkpoint import open_checkpoint
 from jnvfp4.convert.compare import diff
+from jnvfp4.convert.report import write_report
 from jnvfp4.convert.rewrite import dequantize, repack
 from jnvfp4.convert.save import save_checkpoint
 from jnvfp4.convert.source import open_source
@@ -68,11 +70,11 @@ def test_bytes_of_the_reference(tmp_path, model, chunk_bytes, native):
     ],
     ids=["row-scaled", "4over6", "4over6 448 16x16", "16x16"],
 )
-def test_a_gpu_writes_the_same_files(tmp_path, options, native):
-    if native.platform == "cpu":
-        pytest.skip("against the CPU")
+def test_a_gpu_writes_the_same_files(tmp_path, options):
+    if not gpus():
+        skip_or_fail("cuda", "no CUDA device")
     convert_checkpoint(GOLDEN / "llama" / "input", tmp_path / "cpu", options)
-    convert_checkpoint(GOLDEN / "llama" / "input", tmp_path / "gpu", options, device=native.device, workers=3)
+    convert_checkpoint(GOLDEN / "llama" / "input", tmp_path / "gpu", options, device=gpus()[0], workers=3)
     assert files_of(tmp_path / "gpu") == files_of(tmp_path / "cpu")
 
 
@@ -331,6 +333,7 @@ def changed(directory, name, value):
         ("weight_scale", b"\x80", "block scales that are negative or no numbers"),
         ("weight_scale_2", np.float32(np.nan).tobytes(), "has a global of nan"),
         ("weight_scale_2", np.float32(1e3).tobytes(), "relative error is"),
+        ("weight_scale_2", np.float32(3e38).tobytes(), "relative error is (inf|nan)"),
     ],
 )
 def test_verify_finds_what_is_no_number(tmp_path, part, value, text):
@@ -343,6 +346,8 @@ def test_verify_finds_what_is_no_number(tmp_path, part, value, text):
     with pytest.raises(VerificationError, match=f"a.down_proj.*{text}") as found:
         verify(tmp_path / "in", tmp_path / "out")
     assert "b.o_proj.weight" in [r.name for r in found.value.records]
+    write_report(tmp_path / "report", found.value.records)
+    json.loads((tmp_path / "report" / "report.json").read_text(), parse_constant=pytest.fail)
 
 
 def test_verify_knows_that_q_k_and_v_do_not_share(tmp_path):

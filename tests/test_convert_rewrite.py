@@ -301,7 +301,7 @@ def test_diff_counts_by_slices(tmp_path, monkeypatch):
             part = file.read(n)
             file.seek(entry.begin + at)
             file.write(bytes(255 - x for x in part))
-    monkeypatch.setattr(compare, "_CHUNK", 64)
+    monkeypatch.setattr(compare, "CHUNK_BYTES", 64)
     found = diff(a, b)
     assert (found.codes, found.scales, found.globals) == ({DOWN: 300}, {DOWN: 99}, {})
     assert found.others == ["lm_head.weight"]

@@ -12,9 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jnvfp4.convert.errors import CheckpointError
 from jnvfp4.convert.layouts import TE
 from jnvfp4.convert.names import module_of
-from jnvfp4.convert.policy import BLOCK
 from jnvfp4.convert.stored import Stored, open_stored
-from jnvfp4.spec import Format
+from jnvfp4.spec import BLOCK, Format
 from jnvfp4.tensor import NVFP4Tensor
 
 Tensor = NVFP4Tensor | jax.Array

@@ -6,12 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from jnvfp4.convert.encode import slices
+from jnvfp4.convert.encode import CHUNK_BYTES, slices
 from jnvfp4.convert.names import groups_of
 from jnvfp4.convert.source import Source, open_source
-from jnvfp4.convert.stored import Stored, layout_of, open_stored
-
-_CHUNK = 64 << 20
+from jnvfp4.convert.stored import layout_of, open_stored, stored_of
 
 
 def inspect(path: Path | str) -> dict[str, Any]:
@@ -27,7 +25,7 @@ def inspect(path: Path | str) -> dict[str, Any]:
         "warnings": source.warnings,
     }
     if layout is not None:
-        stored = open_stored(Path(path))
+        stored = stored_of(source)
         elements = sum(2 * source.entry(stored.parts(m).codes).nbytes for m in stored.modules)
         out |= {
             "quantized": stored.modules,
@@ -86,8 +84,8 @@ def diff(first: Path | str, second: Path | str) -> Difference:
         for what, count in counts.items():
             if count:
                 getattr(out, what)[name] = count
-        _release(a, module)
-        _release(b, module)
+        a.release(module)
+        b.release(module)
     for name in sorted(set(a.others) & set(b.others)):
         e, f = a.source.entry(name), b.source.entry(name)
         if e.tag != f.tag or e.shape != f.shape or _differing(*(_raw(s.source, name) for s in (a, b))):
@@ -103,11 +101,5 @@ def _raw(source: Source, name: str) -> np.ndarray:
 
 def _differing(x: np.ndarray, y: np.ndarray) -> int:
     """How many elements differ, a slice at a time."""
-    each = slices(x.shape, x.dtype.itemsize, _CHUNK)
+    each = slices(x.shape, x.dtype.itemsize, CHUNK_BYTES)
     return sum(int(np.count_nonzero(x[rows] != y[rows])) for rows in each)
-
-
-def _release(stored: Stored, module: str) -> None:
-    parts = stored.parts(module)
-    stored.source.release(parts.codes)
-    stored.source.release(parts.scales)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jnvfp4.convert.layouts import LayoutName
-from jnvfp4.convert.policy import BLOCK
+from jnvfp4.spec import BLOCK
 
 JSON = dict[str, Any]
 

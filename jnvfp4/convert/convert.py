@@ -19,13 +19,14 @@ from jnvfp4.convert.layouts import FLOAT_MAX, Parts, global_of
 from jnvfp4.convert.names import Group, module_of
 from jnvfp4.convert.options import ConvertOptions
 from jnvfp4.convert.plan import HF_QUANT, Plan, config_files, index_of, json_bytes, keep_groups, make_plan
-from jnvfp4.convert.policy import BLOCK, Decision, tensor_of
+from jnvfp4.convert.policy import Decision, tensor_of
 from jnvfp4.convert.progress import NAME as RECORD
 from jnvfp4.convert.progress import Progress
 from jnvfp4.convert.room import check_room
 from jnvfp4.convert.safetensors import DTYPES, Entry, Writer
 from jnvfp4.convert.source import CONFIG, INDEX, Source, open_source
 from jnvfp4.convert.workers import in_order
+from jnvfp4.spec import BLOCK
 
 Report = Callable[[str, int], None]  # a tensor's name, and how many bytes of the input are done with it
 TINY_AMAX = 7.9e-36  # below it 2688 / amax is no float32

@@ -15,6 +15,8 @@ from jnvfp4 import quantize
 from jnvfp4.convert.errors import CheckpointError
 from jnvfp4.spec import BLOCK, QuantSpec
 
+CHUNK_BYTES = 64 << 20  # of a tensor at once, where nothing else is asked for
+
 
 @dataclass(frozen=True)
 class Where:

@@ -8,6 +8,7 @@ import fnmatch
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 
 from jnvfp4.convert.errors import CheckpointError, Exit
 from jnvfp4.convert.layouts import LayoutName
@@ -24,8 +25,13 @@ def _substring(entry: str, module: str) -> bool:
     return entry in module or fnmatch.fnmatchcase(module, entry)
 
 
+@cache
+def _wildcards(entry: str) -> re.Pattern[str]:
+    return re.compile(re.escape(entry).replace(r"\*", ".*"))
+
+
 def _full(entry: str, module: str) -> bool:
-    return re.fullmatch(re.escape(entry).replace(r"\*", ".*"), module) is not None
+    return _wildcards(entry).fullmatch(module) is not None
 
 
 def _expression(entry: str, module: str) -> bool:

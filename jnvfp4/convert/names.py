@@ -61,10 +61,6 @@ def is_expert(name: str) -> bool:
     return _EXPERT.search(name) is not None or ".shared_experts." in name or ".shared_expert." in name
 
 
-def is_routed_expert(name: str) -> bool:
-    return _EXPERT.search(name) is not None
-
-
 def is_router(module: str) -> bool:
     """What chooses experts, whatever it is called: `mlp.gate`, `mlp.gate.wg`, `router.layer`, `shared_expert_gate`."""
     parts = module.split(".")

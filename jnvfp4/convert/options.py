@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jnvfp4.convert.encode import CHUNK_BYTES
 from jnvfp4.convert.errors import CheckpointError, Exit
 from jnvfp4.convert.layouts import LAYOUTS, LayoutName
 from jnvfp4.spec import Format, QuantSpec, four_over_six
@@ -103,7 +104,7 @@ class ConvertOptions:
     cast_f64: bool = False
     high_precision_dtype: Literal["keep", "bf16"] = "keep"
     zero_amax: Literal["one", "te-reference"] = "one"
-    chunk_bytes: int = 64 << 20
+    chunk_bytes: int = CHUNK_BYTES
 
     def __post_init__(self) -> None:
         for name, hint in typing.get_type_hints(ConvertOptions).items():

@@ -11,9 +11,10 @@ from jnvfp4.convert.layouts import LAYOUTS, Layout
 from jnvfp4.convert.loaders import check, ignore_list
 from jnvfp4.convert.names import Group, module_of
 from jnvfp4.convert.options import ConvertOptions
-from jnvfp4.convert.policy import BLOCK, FLOATS, Decision, decide, kept_modules, prepared, tensor_of
+from jnvfp4.convert.policy import FLOATS, Decision, decide, kept_modules, prepared, tensor_of
 from jnvfp4.convert.safetensors import Entry, Planned
 from jnvfp4.convert.source import CONFIG, Source, read_json
+from jnvfp4.spec import BLOCK
 
 HF_QUANT = "hf_quant_config.json"
 
@@ -95,10 +96,7 @@ def make_plan(source: Source, options: ConvertOptions) -> Plan:
     source = prepared(source, options)
     _refuse_quantized(source)
     decisions, groups = decide(source, options)
-    kept = kept_modules(decisions)
-    quantized = [m for g in groups for m in g.members]
-    ignore = ignore_list(kept, quantized, options.format)
-    check(ignore, kept, quantized, options.format)
+    ignore = _ignore_list(decisions, groups, options)
     plan = Plan(source, options, decisions, groups, ignore, _input_scales(options, groups))
     names: dict[str, str] = {}
     for entry in source.entries():
@@ -107,6 +105,14 @@ def make_plan(source: Source, options: ConvertOptions) -> Plan:
             if other != entry.name:
                 raise CheckpointError(f"{entry.name!r} and {other!r} both become it", "one of them", tensor=p.name)
     return plan
+
+
+def _ignore_list(decisions: dict[str, Decision], groups: list[Group], options: ConvertOptions) -> list[str]:
+    """What the configs say is kept, if every loader reads it so."""
+    kept, quantized = kept_modules(decisions), [m for g in groups for m in g.members]
+    ignore = ignore_list(kept, quantized, options.format)
+    check(ignore, kept, quantized, options.format)
+    return ignore
 
 
 def _refuse_quantized(source: Source) -> None:
@@ -160,9 +166,8 @@ def config_files(plan: Plan, version: str) -> dict[str, dict[str, Any]]:
     o = plan.options
     own = {"recipe": o.recipe, "amax_scope": o.spec.format.amax_scope, "e4m3_max": o.scale_max}
     fp8 = o.kv_cache == "fp8"
-    files: dict[str, dict[str, Any]] = {}
     quantization = quantization_config(o.format, plan.ignore, weight_only=o.weight_only, fp8_kv_cache=fp8, own=own)
-    files[CONFIG] = {**(plan.source.config or {}), "quantization_config": quantization}
+    files: dict[str, dict[str, Any]] = {CONFIG: {**(plan.source.config or {}), "quantization_config": quantization}}
     if o.format == "modelopt":
         files[HF_QUANT] = hf_quant_config(plan.ignore, version, weight_only=o.weight_only, fp8_kv_cache=fp8)
     return files
@@ -187,11 +192,10 @@ def keep_groups(plan: Plan, groups: list[Group], reason: str) -> Plan:
     for group in groups:
         for name in (tensor_of(decisions, m) for m in group.members):
             decisions[name] = replace(decisions[name], reason=reason)
-    left = [g for g in plan.groups if g not in groups]
+    out = set(groups)
+    left = [g for g in plan.groups if g not in out]
     if not left and not plan.options.allow_empty:
         raise CheckpointError(f"no tensor is quantized: all are {reason}", hint="--allow-empty converts all the same")
-    kept, quantized = kept_modules(decisions), [m for g in left for m in g.members]
-    ignore = ignore_list(kept, quantized, plan.options.format)
-    check(ignore, kept, quantized, plan.options.format)
+    quantized = {m for g in left for m in g.members}
     scales = {m: s for m, s in plan.input_scales.items() if m in quantized}
-    return Plan(plan.source, plan.options, decisions, left, ignore, scales)
+    return Plan(plan.source, plan.options, decisions, left, _ignore_list(decisions, left, plan.options), scales)

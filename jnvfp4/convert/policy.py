@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from jnvfp4.convert.errors import CheckpointError, Exit
@@ -26,8 +26,8 @@ from jnvfp4.convert.options import ConvertOptions
 from jnvfp4.convert.safetensors import Entry
 from jnvfp4.convert.source import CONFIG, Source
 from jnvfp4.convert.views import ViewedSource, fp8_decoded, per_expert, stacked
+from jnvfp4.spec import BLOCK
 
-BLOCK = 16
 FLOATS = ("BF16", "F16", "F32")
 
 
@@ -130,7 +130,7 @@ class Policy:
 
     def reason_to_keep(self, entry: Entry) -> str:
         """Empty if the tensor is to be quantized, as far as name and dtype say."""
-        if not entry.name.endswith(WEIGHT) and not (is_stack(entry.name) and len(entry.shape) == 3):
+        if not entry.name.endswith(WEIGHT) and not _is_stacked(entry):
             return "no weight"
         module = module_of(entry.name)
         return self._rule(entry.name, module) or self._kind(entry, module)
@@ -154,7 +154,7 @@ class Policy:
 
     def _kind(self, entry: Entry, module: str) -> str:
         wanted = any(names(p, module) for p in self.options.targets)
-        if len(entry.shape) != 2 and not (is_stack(entry.name) and len(entry.shape) == 3):
+        if len(entry.shape) != 2 and not _is_stacked(entry):
             return self._unfit(entry, wanted, f"rank {len(entry.shape)}", "rank 2")
         if entry.tag not in (*FLOATS, *(("F64",) if self.options.cast_f64 else ())):
             return self._unfit(entry, wanted, f"dtype {entry.tag}", "a float dtype")
@@ -228,7 +228,7 @@ def decide(source: Source, options: ConvertOptions) -> tuple[dict[str, Decision]
     policy = Policy(options, source.layers)
     decisions = {e.name: policy.decision(e, source) for e in source.entries()}
     policy.check_use()
-    modules = [module_of(n) for n, d in decisions.items() if n.endswith(WEIGHT) or (d.stacked and is_stack(n))]
+    modules = [module_of(n) for n, d in decisions.items() if n.endswith(WEIGHT) or _is_stacked(d.entry)]
     groups = groups_of(modules, options.share, options.share_qkv)
     _check_share(modules, options)
     for group in groups:
@@ -282,10 +282,15 @@ def _whole(group: Group, decisions: dict[str, Decision], source: Source, options
 
 def kept_modules(decisions: dict[str, Decision]) -> list[str]:
     """Linear modules that are kept: those a loader asks the ignore list for."""
-    weights = (
-        n
-        for n, d in decisions.items()
-        if d.reason and ((n.endswith(WEIGHT) and len(d.entry.shape) == 2) or (d.stacked and is_stack(n)))
-    )
-    modules = (module_of(n) for n in weights)
-    return [m for m in modules if not is_embedding(m)]
+    return linear_modules(d.entry for d in decisions.values() if d.reason)
+
+
+def linear_modules(entries: Iterable[Entry]) -> list[str]:
+    """Modules of those tensors that a linear layer may have."""
+    weights = (e.name for e in entries if (e.name.endswith(WEIGHT) and len(e.shape) == 2) or _is_stacked(e))
+    return [m for m in map(module_of, weights) if not is_embedding(m)]
+
+
+def _is_stacked(entry: Entry) -> bool:
+    """Whether a tensor holds one projection of all experts."""
+    return len(entry.shape) == 3 and is_stack(entry.name)

@@ -3,8 +3,10 @@
 import csv
 import dataclasses
 import json
+import math
 import platform
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,15 @@ NAMES = ("report.json", "report.csv", "report.png")
 
 def summary(records: list[Record], result: Result | None = None) -> dict[str, Any]:
     """Totals, the worst tensors, versions and options; JSON values."""
-    errors = sorted(((r.error.rel_err, r.name) for r in records if r.error), reverse=True)
+    # What is no number is worse than any; JSON has neither.
+    found = [(r.error.rel_err, r.name) for r in records if r.error]
+    errors = sorted(((e if math.isfinite(e) else math.inf, name) for e, name in found), reverse=True)
+    finite = [e for e, _ in errors if e < math.inf]
     out: dict[str, Any] = {
         "quantized": len(errors),
         "kept": len(records) - len(errors),
-        "mean_rel_err": float(np.mean([e for e, _ in errors])) if errors else None,
-        "worst": [{"name": name, "rel_err": e} for e, name in errors[:10]],
+        "mean_rel_err": float(np.mean(finite)) if finite else None,
+        "worst": [{"name": name, "rel_err": e if e < math.inf else None} for e, name in errors[:10]],
         "suspicious": [name for e, name in errors if e > SUSPICIOUS],
         "versions": {"jnvfp4": jnvfp4.__version__, "jax": jax.__version__, "python": platform.python_version()},
     }
@@ -51,7 +56,8 @@ def write_report(directory: Path | str, records: list[Record], result: Result | 
     """Writes report.json, report.csv and, with matplotlib, report.png. Returns what was written."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = [{**t, **_of_conversion(t["name"], result)} for t in as_json(records)]
+    groups = {m: list(g.members) for g in result.plan.groups for m in g.members} if result else {}
+    tensors = [{**t, **_of_conversion(t["name"], result, groups)} for t in as_json(records)]
     paths = [directory / name for name in NAMES]
     paths[0].write_bytes(json_bytes({**summary(records, result), "tensors": tensors}))
     columns = list(dict.fromkeys(key for t in tensors for key in t))
@@ -62,13 +68,13 @@ def write_report(directory: Path | str, records: list[Record], result: Result | 
     return paths if _plot(paths[2], records) else paths[:2]
 
 
-def _of_conversion(name: str, result: Result | None) -> dict[str, Any]:
+def _of_conversion(name: str, result: Result | None, groups: Mapping[str, list[str]]) -> dict[str, Any]:
     """What only the conversion knows of a tensor."""
     if result is None or (amax := result.amaxes.get(module_of(name))) is None:
         return {}
-    group = next((list(g.members) for g in result.plan.groups if module_of(name) in g.members), [])
     seconds = result.seconds.get(name)
-    return {"group": group, "amax": float(amax) if amax.size == 1 else amax.tolist(), "seconds": seconds}
+    value = float(amax) if amax.size == 1 else amax.tolist()
+    return {"group": groups[module_of(name)], "amax": value, "seconds": seconds}
 
 
 def _plot(path: Path, records: list[Record]) -> bool:

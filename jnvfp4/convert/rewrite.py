@@ -11,7 +11,7 @@ import numpy as np
 import jnvfp4
 from jnvfp4.convert.companions import copy_companions
 from jnvfp4.convert.configs import JSON, hf_quant_config, quantization_config
-from jnvfp4.convert.encode import slices
+from jnvfp4.convert.encode import CHUNK_BYTES, slices
 from jnvfp4.convert.errors import CheckpointError, Exit
 from jnvfp4.convert.files import write_whole
 from jnvfp4.convert.layouts import (
@@ -25,13 +25,12 @@ from jnvfp4.convert.layouts import (
     global_of,
 )
 from jnvfp4.convert.loaders import check, ignore_list
-from jnvfp4.convert.names import WEIGHT, is_embedding, is_stack, module_of
 from jnvfp4.convert.plan import HF_QUANT, json_bytes
+from jnvfp4.convert.policy import linear_modules
 from jnvfp4.convert.room import check_room
 from jnvfp4.convert.safetensors import DTYPES, Entry, Planned, Writer
 from jnvfp4.convert.source import CONFIG, INDEX, leads_out, read_json
 from jnvfp4.convert.stored import Stored, Weight, open_stored
-from jnvfp4.convert.verify import CHUNK
 
 Pieces = Iterator[tuple[str, int, np.ndarray]]  # name, index of the first element, data
 Warn = Callable[[str], object]
@@ -117,7 +116,7 @@ def _turned(value: np.ndarray, stored: Stored, to: Layout) -> np.ndarray:
 
 def _configs(stored: Stored, to: Layout) -> dict[str, JSON]:
     """config.json with its quantization_config, and for modelopt its own file; checked against what loaders read."""
-    kept = _kept_modules(stored)
+    kept = linear_modules(map(stored.source.entry, stored.others))
     ignore = ignore_list(kept, stored.modules, to.name)
     check(ignore, kept, stored.modules, to.name)
     weight_only = not any(_activation(stored, m) is not None for m in stored.modules)
@@ -131,17 +130,6 @@ def _configs(stored: Stored, to: Layout) -> dict[str, JSON]:
     if stored.source.config is not None:
         files[CONFIG] = {**stored.source.config, "quantization_config": config}
     return files
-
-
-def _kept_modules(stored: Stored) -> list[str]:
-    """Linear modules that are not quantized: those a loader asks the ignore list for."""
-    entries = (stored.source.entry(n) for n in stored.others)
-    linear = (
-        e.name
-        for e in entries
-        if (e.name.endswith(WEIGHT) and len(e.shape) == 2) or (len(e.shape) == 3 and is_stack(e.name))
-    )
-    return [m for m in map(module_of, linear) if not is_embedding(m)]
 
 
 _FP8_KV_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
@@ -207,7 +195,7 @@ def dequantize(path: Path | str, out: Path | str, dtype: str = "BF16", *, warn: 
 
 
 def _slices(w: Weight) -> Iterator[slice]:
-    return (slice(e, e + 1) for e in range(w.shape[0])) if w.stacked else slices(w.shape, 4, CHUNK)
+    return (slice(e, e + 1) for e in range(w.shape[0])) if w.stacked else slices(w.shape, 4, CHUNK_BYTES)
 
 
 def _check_range(w: Weight, dtype: str) -> None:
@@ -300,6 +288,4 @@ def _write_shard(
         for module in modules:
             for name, at, data in pieces(module):
                 file.put(name, data, at)
-            parts = stored.parts(module)
-            source.release(parts.codes)
-            source.release(parts.scales)
+            stored.release(module)

@@ -309,6 +309,6 @@ class Writer:
 
     def _discard(self) -> None:
         with suppress(OSError):
-            self._file.close()  # writes what is left, which may fail as the write before did
+            self._file.close()  # may report a write that failed
         with suppress(OSError):
             self._temporary.unlink()

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import ml_dtypes
 import numpy as np
 
 from jnvfp4.convert.errors import CheckpointError
 from jnvfp4.convert.layouts import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, TE, Layout, Parts, decode_scale_of
 from jnvfp4.convert.names import WEIGHT
-from jnvfp4.convert.policy import BLOCK
 from jnvfp4.convert.source import CONFIG, Source, open_source
+from jnvfp4.spec import BLOCK
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 VALUES = np.concatenate([E2M1, -E2M1])  # by code
@@ -54,14 +55,13 @@ class Weight:
 
     def values(self, rows: slice = slice(None)) -> np.ndarray:
         """q * (s * S_dec) of some rows, of a stack some experts, float32."""
-        import ml_dtypes
-
         codes, decode = self.codes[rows], self.decode
         q = np.empty((*codes.shape[:-1], 2 * codes.shape[-1]), np.float32)
         q[..., 0::2], q[..., 1::2] = VALUES[codes & 15], VALUES[codes >> 4]
         s = self.scales[rows].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-        factor = s * (decode[rows].reshape(-1, *[1] * (codes.ndim - 1)) if decode.ndim else decode)
-        return q * np.repeat(factor, BLOCK, axis=-1)
+        with np.errstate(over="ignore", invalid="ignore"):  # a damaged global may be of any size
+            factor = s * (decode[rows].reshape(-1, *[1] * (codes.ndim - 1)) if decode.ndim else decode)
+            return q * np.repeat(factor, BLOCK, axis=-1)
 
 
 @dataclass
@@ -102,6 +102,12 @@ class Stored:
             codes, scales = codes.transpose(0, 2, 1), scales.transpose(0, 2, 1)
         return Weight(self.name(module), self.layout, codes, scales, get(parts.scale), kn, self.e4m3_max)
 
+    def release(self, module: str) -> None:
+        """Lets the system forget the pages of a weight that was read."""
+        parts = self.parts(module)
+        self.source.release(parts.codes)
+        self.source.release(parts.scales)
+
     @property
     def others(self) -> Iterator[str]:
         """Tensors that are no part of a quantized weight."""
@@ -127,10 +133,14 @@ def open_stored(path: Path) -> Stored:
     Raises:
       CheckpointError: no weight is quantized, or a part of one is missing or has another shape or dtype.
     """
-    source = open_source(path)
+    return stored_of(open_source(path))
+
+
+def stored_of(source: Source) -> Stored:
+    """The same of a source that is open."""
     layout = layout_of(source)
     if layout is None:
-        raise CheckpointError("has no NVFP4 weight", "a checkpoint of NVFP4 weights", file=path / CONFIG)
+        raise CheckpointError("has no NVFP4 weight", "a checkpoint of NVFP4 weights", file=source.directory / CONFIG)
     modules = {n.removesuffix(layout.scale) for n in source.places if n.endswith(layout.scale)}
     suffix = layout.scale.replace(".", "_", 1)
     stacks = {n.removesuffix(suffix) for n in source.places if n.endswith(suffix)} if layout.stacks else set()

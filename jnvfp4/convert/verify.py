@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jnvfp4.convert.encode import slices
+from jnvfp4.convert.encode import CHUNK_BYTES, slices
 from jnvfp4.convert.errors import CheckpointError, Exit
 from jnvfp4.convert.names import groups_of
 from jnvfp4.convert.options import ConvertOptions
@@ -20,7 +20,6 @@ from jnvfp4.convert.source import Source, open_source
 from jnvfp4.convert.stored import Stored, Weight, open_stored
 from jnvfp4.convert.views import FP8_SCALE
 
-CHUNK = 64 << 20
 LARGEST_SCALE = 0x7E  # 448
 SUSPICIOUS = 0.15  # Gaussian weights come out at about 0.094
 
@@ -49,7 +48,7 @@ class Error:
     largest_scales: float
 
 
-def error_of(w: np.ndarray, weight: Weight, most_bytes: int = CHUNK) -> Error:
+def error_of(w: np.ndarray, weight: Weight, most_bytes: int = CHUNK_BYTES) -> Error:
     """Compares a weight [N, K] with what it was quantized to; sums in float64, a slice of rows at a time."""
     difference = square = decoded = product = worst = 0.0
     pairs, scales = np.zeros(256, np.int64), np.zeros(256, np.int64)  # how often each byte stands there
@@ -104,7 +103,7 @@ def _sha256(*arrays: np.ndarray, dtype: np.dtype | None = None) -> str:
     """Of arrays one after the other, as if they were of another dtype."""
     digest = hashlib.sha256()
     for a in arrays:
-        for rows in slices(a.shape, a.dtype.itemsize, CHUNK) if a.shape else (...,):
+        for rows in slices(a.shape, a.dtype.itemsize, CHUNK_BYTES) if a.shape else (...,):
             part = a[rows] if dtype is None else a[rows].astype(dtype, copy=False)
             digest.update(np.asarray(part, order="C").tobytes())
     return digest.hexdigest()
@@ -179,7 +178,8 @@ def _quantized(source: Source, stored: Stored, module: str, decode: Decoder | No
             raise _wrong(name, f"has a global of {weight.stored}", "one that is finite and above 0", stored)
         if weight.scales.max(initial=0) > LARGEST_SCALE:
             raise _wrong(name, "has block scales that are negative or no numbers", "0 to 448", stored)
-        error = error_of(w, weight)
+        with np.errstate(invalid="ignore"):  # values that are infinite
+            error = error_of(w, weight)
         record = Record(
             name, entry.shape, entry.tag,
             float(weight.stored.reshape(-1)[0]) if weight.stored.size == 1 else None,
@@ -188,16 +188,14 @@ def _quantized(source: Source, stored: Stored, module: str, decode: Decoder | No
         )  # fmt: skip
     finally:
         source.release(name)
-        for part in vars(stored.parts(module)).values():
-            if part in stored.source.places:
-                stored.source.release(part)
+        stored.release(module)
     return record
 
 
 def _against(theirs: np.ndarray, weight: Weight, stored: Stored) -> int:
     """How many elements another reader has rounded the other way; more than that is an error."""
     count = 0
-    for rows in slices(weight.shape, 4, CHUNK):
+    for rows in slices(weight.shape, 4, CHUNK_BYTES):
         own = weight.values(rows).astype(theirs.dtype).view(np.int16).astype(np.int32)
         apart = np.abs(own - theirs[rows].view(np.int16))
         if apart.max(initial=0) > 1:
