@@ -1,8 +1,10 @@
-// What quantize and dequantize are called with, on the CPU and on CUDA.
+// The arguments of each operation's kernels, the same on the CPU and on CUDA. The calls in calls/ fill them.
 #pragma once
 
 #include <cstdint>
 
+#include "arrays.h"
+#include "producers.h"
 #include "spec.h"
 
 namespace jnvfp4 {
@@ -19,6 +21,19 @@ struct QuantizeArgs {
   float e4m3_max;
 };
 
+// One pass over x for both orientations.
+struct PairArgs {
+  QuantizeArgs row, col;
+};
+
+// The amax after the rotation, one for each `shape.amax.rows_per_amax` rows.
+struct RhtAmaxArgs {
+  const void* x;
+  Float kind;
+  float* amax;
+  QuantShape shape;
+};
+
 struct DequantizeArgs {
   const uint8_t* data;
   const uint8_t* scale;
@@ -26,9 +41,75 @@ struct DequantizeArgs {
   void* out;
   Float kind;
   int64_t blocks;
-  int64_t blocks_per_amax;
+  int64_t blocks_per_amax;  // AmaxMap::blocks_per_amax
   float e4m3_max;
   bool rotate_back;
+};
+
+// The values that x quantizes to, in the type of x.
+struct FakeQuantArgs {
+  const void* x;
+  void* out;
+  Float kind;
+  const float* amax;                        // null: find one per row or window
+  static constexpr float* found = nullptr;  // found amaxes are not kept
+  StreamArgs stream;
+  QuantShape shape;  // not transposed
+  float e4m3_max;
+};
+
+// A norm or a gate, its bfloat16 values, and the values quantized along rows and along columns.
+struct ProduceArgs {
+  Sources sources;
+  QuantizeArgs row, col;  // data null: not wanted
+  uint16_t* values;       // null: not wanted
+  void* scratch;          // null: none; CPU: the values, if columns need them; CUDA: a norm's factor of each row
+};
+
+// q * s of a tensor, exact in 16 bits: an operand of XLA's GEMM.
+struct DecodeArgs {
+  const uint8_t* data;
+  const uint8_t* scale;
+  void* out;
+  Float kind;  // kBf16 or kF16
+  int64_t blocks;
+};
+
+// One operand of a product: an NVFP4 tensor, or an array of 16-bit floats.
+struct MatmulOperand {
+  const void* data;      // NVFP4 codes, or 16-bit floats
+  const uint8_t* scale;  // null for 16-bit floats
+  const float* amax;     // null for 16-bit floats
+  Float kind;            // of 16-bit floats
+  AmaxMap map;
+  float e4m3_max;
+
+  JNVFP4_HD bool quantized() const { return scale != nullptr; }
+};
+
+// out = cast(alpha * y + bias).
+struct MatmulResult {
+  const void* bias;  // null without
+  Float bias_kind;
+  void* out;
+  Float kind;
+};
+
+struct MatmulArgs {
+  MatmulOperand a, b;
+  MatmulResult result;
+  GemmShape shape;
+
+  JNVFP4_HD bool windows() const { return a.map.windows() || b.map.windows(); }
+};
+
+// The end of a product whose sums y XLA has made. Of a and b only amax, map and e4m3_max are used.
+struct EpilogueArgs {
+  const float* y;  // batch x rows x cols
+  bool quantized_a;
+  MatmulOperand a, b;
+  MatmulResult result;
+  GemmShape shape;
 };
 
 }  // namespace jnvfp4

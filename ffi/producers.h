@@ -6,8 +6,8 @@
 
 #include <cmath>
 
+#include "arrays.h"
 #include "numerics.h"
-#include "spec.h"
 
 namespace jnvfp4 {
 

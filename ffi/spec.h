@@ -106,32 +106,4 @@ bool dispatch(const KernelSpec& spec, SpecList<S...>, F&& f) {
   return ((spec == S::spec ? (f(S{}), true) : false) || ...);
 }
 
-enum class Float : uint8_t { kF32, kBf16, kF16 };
-
-// A quantized array as kernels see it: `batch` matrices of `rows` x `cols`, blocks along the columns.
-// `rows_per_amax` says how many consecutive rows (over all matrices) share one amax; with one amax a window,
-// they are in the order of the windows and it means nothing.
-struct QuantShape {
-  int64_t batch, rows, cols;
-  int64_t rows_per_amax;
-  bool transposed;  // the source is stored as batch x cols x rows
-};
-
-// A GEMM of `batch` products, rows x depth times cols x depth transposed, and where an operand's amax stand: one for
-// `rows_per_amax` consecutive rows, or one for each window of each row.
-struct GemmShape {
-  int64_t batch, rows, cols, depth;
-};
-struct AmaxMap {
-  int64_t rows_per_amax;
-  bool windows;
-};
-
-// For stochastic rounding: of each matrix four words, the key and the index of its first block in the whole array,
-// low word first; and how many blocks a row of the whole array has.
-struct StreamArgs {
-  const uint32_t* words = nullptr;
-  int64_t row_blocks = 0;
-};
-
 }  // namespace jnvfp4

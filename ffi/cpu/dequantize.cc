@@ -1,6 +1,6 @@
 // dequantize on the CPU: sixteen blocks at a time (lanes.h).
-#include "../check.h"
-#include "../types.h"
+#include "../calls/dequantize.h"
+
 #include "lanes.h"
 #include "parallel.h"
 #include "steps.h"
@@ -47,18 +47,7 @@ auto kernel_of(const DequantizeArgs& a) {
   return kernel;
 }
 
-ffi::Error dequantize_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> data, ffi::AnyBuffer scale,
-                           ffi::Buffer<ffi::F32> amax, ffi::Result<ffi::AnyBuffer> out, int32_t e4m3_max, bool windows,
-                           bool rotate_back) {
-  DequantizeArgs args{};
-  if (const std::string error = dequantize_shape(data, scale, amax, *out, windows, &args.blocks, &args.blocks_per_amax);
-      !error.empty())
-    return invalid("dequantize", error);
-  if (!float_kind(out->element_type(), &args.kind))
-    return invalid("dequantize", "dtype must be float32, bfloat16 or float16");
-  args.data = data.typed_data(), args.scale = static_cast<const uint8_t*>(scale.untyped_data());
-  args.amax = amax.typed_data(), args.out = out->untyped_data();
-  args.e4m3_max = static_cast<float>(e4m3_max), args.rotate_back = rotate_back;
+ffi::Error run(ffi::ThreadPool pool, const DequantizeArgs& args) {
   const auto kernel = kernel_of(args);
   parallel_for(pool, args.blocks, 4096, [&](int64_t b, int64_t e) { kernel(args, b, e); });
   return ffi::Error::Success();
@@ -68,15 +57,7 @@ ffi::Error dequantize_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> data, ffi:
 
 void dequantize_step(const DequantizeArgs& args) { kernel_of(args)(args, 0, args.blocks); }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Dequantize, dequantize_impl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()   // data
-                                  .Arg<ffi::AnyBuffer>()         // scale
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // amax
-                                  .Ret<ffi::AnyBuffer>()         // out
-                                  .Attr<int32_t>("e4m3_max")
-                                  .Attr<bool>("windows")
-                                  .Attr<bool>("rotate_back"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Dequantize, (dequantize_call<ffi::ThreadPool, run>),
+                              dequantize_binding().Ctx<ffi::ThreadPool>());
 
 }  // namespace jnvfp4

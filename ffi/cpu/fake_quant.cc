@@ -1,26 +1,18 @@
 // fake_quant on the CPU: a few rows at a time become codes in a buffer that fits a cache, and are decoded from there.
+#include "../calls/fake_quant.h"
+
 #include <memory>
 
-#include "../check.h"
-#include "../types.h"
 #include "parallel.h"
 #include "steps.h"
 
 namespace jnvfp4 {
 namespace {
 
-struct Args {
-  const char* x;
-  char* out;
-  Float kind;
-  int64_t element_size;
-  const float* amax;  // null: find it
-  StreamArgs stream;
-  QuantShape shape;
-  float e4m3_max;
+struct Job : FakeQuantArgs {
   KernelSpec spec;
+  int64_t element_size;
 
-  bool windows() const { return spec.amax_scope == AmaxScope::kWindow64; }
   int64_t row_blocks() const { return shape.cols / kBlock; }
   // A multiple of what the quantizer takes at a time; 18 KB of codes and scales where rows are no longer than that.
   int64_t rows_at_once() const {
@@ -34,7 +26,7 @@ struct Piece {
   int64_t matrix, row, rows;
   int64_t first_row;  // over all matrices
 
-  Piece(const Args& a, int64_t index)
+  Piece(const Job& a, int64_t index)
       : matrix(index / a.pieces()),
         row(index % a.pieces() * a.rows_at_once()),
         rows(std::min(a.rows_at_once(), a.shape.rows - row)),
@@ -46,7 +38,7 @@ struct Buffer {
   std::unique_ptr<uint8_t[]> data, scale;
   std::unique_ptr<float[]> amax;
 
-  explicit Buffer(const Args& a) {
+  explicit Buffer(const Job& a) {
     const int64_t blocks = a.rows_at_once() * a.row_blocks();
     data.reset(new uint8_t[blocks * (kBlock / 2)]);
     scale.reset(new uint8_t[blocks]);
@@ -54,50 +46,44 @@ struct Buffer {
   }
 };
 
-// Copies the magnitudes of a piece's amaxes.
-void take_amax(const Args& a, const Piece& p, float* amax) {
-  const int64_t per_row = a.windows() ? a.shape.cols / kWindow : 1;
-  const bool shared = !a.windows() && a.shape.rows_per_amax != 1;
-  const int64_t first = shared ? p.first_row / a.shape.rows_per_amax : p.first_row * per_row;
-  const int64_t count = shared ? 1 : p.rows * per_row;
-  for (int64_t i = 0; i < count; ++i) amax[i] = float_of(bits_of(a.amax[first + i]) & kMagnitude);
-}
+// The amaxes of a piece, as the quantizer sees it: an array of its own.
+struct PieceAmax {
+  int64_t first, count;  // among all amaxes
+  AmaxMap map;
 
-void fake_quant_piece(const Args& a, const Piece& p, const Buffer& buffer) {
+  PieceAmax(const Job& a, const Piece& p) {
+    const AmaxMap& all = a.shape.amax;
+    const bool shared = !all.windows() && all.rows_per_amax != 1;
+    first = all.at(p.first_row, 0);
+    count = shared ? 1 : p.rows * std::max<int64_t>(1, all.windows_per_row);
+    map = {shared ? p.rows : 1, all.windows_per_row};
+  }
+};
+
+void fake_quant_piece(const Job& a, const Piece& p, const Buffer& buffer) {
   const int64_t offset = p.first_row * a.shape.cols * a.element_size, blocks = p.rows * a.row_blocks();
-  const bool shared = !a.windows() && a.shape.rows_per_amax != 1;
+  const PieceAmax piece(a, p);
   const RowStream stream =
       a.spec.rounding == Rounding::kStochastic ? RowStream(a.stream, p.matrix, p.row) : RowStream();
-  if (a.amax) take_amax(a, p, buffer.amax.get());
-  quantize_step({a.x + offset,
+  float* amax = buffer.amax.get();
+  for (int64_t i = 0; a.amax && i < piece.count; ++i) amax[i] = float_of(bits_of(a.amax[piece.first + i]) & kMagnitude);
+  const char* x = static_cast<const char*>(a.x) + offset;
+  quantize_step({x,
                  a.kind,
-                 a.amax ? buffer.amax.get() : nullptr,
-                 buffer.amax.get(),
+                 a.amax ? amax : nullptr,
+                 amax,
                  buffer.data.get(),
                  buffer.scale.get(),
                  stream.args(),
-                 {1, p.rows, a.shape.cols, shared ? p.rows : 1, false},
+                 {1, p.rows, a.shape.cols, piece.map, false},
                  a.e4m3_max},
                 a.spec);
-  const int64_t blocks_per_amax = a.windows() ? kWindow / kBlock : shared ? blocks : a.row_blocks();
-  dequantize_step({buffer.data.get(), buffer.scale.get(), buffer.amax.get(), a.out + offset, a.kind, blocks,
-                   blocks_per_amax, a.e4m3_max, a.spec.rht});
+  dequantize_step({buffer.data.get(), buffer.scale.get(), amax, static_cast<char*>(a.out) + offset, a.kind, blocks,
+                   piece.map.blocks_per_amax(a.row_blocks()), a.e4m3_max, a.spec.rht});
 }
 
-ffi::Error fake_quant_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> amax,
-                           ffi::Buffer<ffi::U32> stream, ffi::Result<ffi::AnyBuffer> out, SpecAttr spec,
-                           int32_t row_blocks) {
-  if (!known(spec) || !dispatch(kernel_spec(spec), SupportedSpecs{}, [](auto) {}))
-    return unsupported("fake_quant", spec);
-  Args a{};
-  a.spec = kernel_spec(spec), a.e4m3_max = static_cast<float>(spec.e4m3_max);
-  if (!float_kind(x.element_type(), &a.kind)) return invalid("fake_quant", "x must be float32, bfloat16 or float16");
-  if (const std::string error = fake_quant_shape(x, *out, count_of(amax), count_of(stream), a.spec, &a.shape);
-      !error.empty())
-    return invalid("fake_quant", error);
-  a.x = static_cast<const char*>(x.untyped_data()), a.out = static_cast<char*>(out->untyped_data());
-  a.amax = count_of(amax) ? amax.typed_data() : nullptr;
-  a.stream = {stream.typed_data(), row_blocks};
+ffi::Error run(ffi::ThreadPool pool, const FakeQuantArgs& args, const KernelSpec& spec) {
+  Job a{args, spec, 0};
   with_float(a.kind, [&](auto t) { a.element_size = sizeof(typename decltype(t)::Stored); });
   const int64_t grain = (1 << 16) / (a.rows_at_once() * std::max<int64_t>(1, a.shape.cols));
   parallel_for(pool, a.shape.batch * a.pieces(), grain, [&](int64_t begin, int64_t end) {
@@ -109,14 +95,7 @@ ffi::Error fake_quant_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<f
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(FakeQuant, fake_quant_impl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()         // x
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // amax, empty where it is to be found
-                                  .Arg<ffi::Buffer<ffi::U32>>()  // stream, empty without
-                                  .Ret<ffi::AnyBuffer>()         // out
-                                  .Attr<SpecAttr>("spec")
-                                  .Attr<int32_t>("row_blocks"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(FakeQuant, (fake_quant_call<ffi::ThreadPool, run>),
+                              fake_quant_binding().Ctx<ffi::ThreadPool>());
 
 }  // namespace jnvfp4

@@ -1,9 +1,7 @@
 // quantize on the CPU: sixteen blocks at a time (lanes.h), one after the other along the rows of the result, or
 // one of each of 16 rows where x is stored transposed or tiles are 16x16.
-#include "quantize.h"
+#include "../calls/quantize.h"
 
-#include "../check.h"
-#include "../types.h"
 #include "lanes.h"
 #include "parallel.h"
 #include "steps.h"
@@ -49,21 +47,12 @@ template <class F>
 using Function = typename Compiled<F>::Function;
 
 // ---------------------------------------------------------------- the work
-constexpr int kWindowBlocks = kWindow / kBlock;
 static_assert(kBatch == kWindowBlocks, "a batch across rows must hold whole windows");
 
-struct Args {
-  const void* x;
+// The arguments, and the kernels that they need.
+struct Job : QuantizeArgs {
   int64_t element_size;
-  QuantShape shape;
-  uint8_t* data;
-  uint8_t* scale;
-  const float* amax;  // null: found here
-  float* found;
-  StreamArgs stream;
-  float e4m3_max;
-  bool windows;  // an amax each
-  bool across;   // lanes are rows of the result
+  bool across;  // lanes are rows of the result
 
   Function<LoadRows<F32>> load;
   Function<RaiseAmax<false>> raise;
@@ -74,16 +63,16 @@ struct Args {
 
   int64_t row_blocks() const { return shape.cols / kBlock; }
   int64_t blocks() const { return shape.batch * shape.rows * row_blocks(); }
-  int64_t blocks_per_amax() const { return windows ? kWindowBlocks : shape.rows_per_amax * row_blocks(); }
+  int64_t blocks_per_amax() const { return shape.amax.blocks_per_amax(row_blocks()); }
   const void* at(int64_t element) const { return static_cast<const char*>(x) + element * element_size; }
-  bool finds_row_amax() const { return !amax && !windows; }
+  bool finds_row_amax() const { return !amax && !shape.amax.windows(); }
 };
 
-Group group_along(const Args& a, int64_t block, int64_t end) {
+Group group_along(const Job& a, int64_t block, int64_t end) {
   return {a.at(block * kBlock), kBlock, static_cast<int>(std::min<int64_t>(kLanes, end - block)), block, 1};
 }
 
-Group group_across(const Args& a, int64_t batch, int64_t row, int64_t col_block) {
+Group group_across(const Job& a, int64_t batch, int64_t row, int64_t col_block) {
   const QuantShape& s = a.shape;
   const int64_t col = col_block * kBlock, element = s.transposed ? col * s.rows + row : row * s.cols + col;
   return {a.at(batch * s.rows * s.cols + element), s.transposed ? s.rows : s.cols,
@@ -94,7 +83,7 @@ Group group_across(const Args& a, int64_t batch, int64_t row, int64_t col_block)
 // The global scales of a group, which neighbouring groups often share.
 class Globals {
  public:
-  void set(const Args& a, Work& w) {
+  void set(const Job& a, Work& w) {
     const Group& g = w.group;
     const int64_t per = a.blocks_per_amax();
     const int64_t first = g.block / per, last = (g.block + (g.count - 1) * g.step) / per;
@@ -110,7 +99,7 @@ class Globals {
   int count_ = 0;
 };
 
-void find_places(const Args& a, const Group& g, RandomPlaces& places) {
+void find_places(const Job& a, const Group& g, RandomPlaces& places) {
   const int64_t blocks = a.row_blocks();
   int64_t row = g.block / blocks, col = g.block % blocks, batch = row / a.shape.rows;
   row %= a.shape.rows;
@@ -126,7 +115,7 @@ void find_places(const Args& a, const Group& g, RandomPlaces& places) {
   }
 }
 
-void store(const Args& a, const Group& g, const Encoded& out) {
+void store(const Job& a, const Group& g, const Encoded& out) {
   constexpr int64_t kCodes = sizeof out.codes[0];
   if (g.step == 1) {
     std::memcpy(a.data + g.block * kCodes, out.codes.lane, g.count * kCodes);
@@ -141,7 +130,7 @@ void store(const Args& a, const Group& g, const Encoded& out) {
 }
 
 // The amax of windows, from those of their blocks: neighbouring lanes, or the lane of each group.
-void find_windows(const Args& a, Work* work, int count) {
+void find_windows(const Job& a, Work* work, int count) {
   Lanes<uint32_t> m[kBatch] = {};
   for (int k = 0; k < count; ++k) a.raise(work[k].tile, m[a.across ? 0 : k]);
   for (int k = 0; k < count; ++k) {
@@ -159,7 +148,7 @@ void find_windows(const Args& a, Work* work, int count) {
 // Up to kBatch groups at a time.
 class Batch {
  public:
-  explicit Batch(const Args& a) : a_(a) {}
+  explicit Batch(const Job& a) : a_(a) {}
 
   void add(const Group& g) {
     work_[count_++].group = g;
@@ -182,7 +171,7 @@ class Batch {
   }
 
  private:
-  const Args& a_;
+  const Job& a_;
   int count_ = 0;
   Globals globals_[kBatch];
   Work work_[kBatch];
@@ -190,7 +179,7 @@ class Batch {
 
 // ---------------------------------------------------------------- along rows
 // Blocks [begin, end).
-void quantize_along(const Args& a, int64_t begin, int64_t end) {
+void quantize_along(const Job& a, int64_t begin, int64_t end) {
   Batch batch(a);
   for (int64_t block = begin; block < end; block += kLanes) batch.add(group_along(a, block, end));
   batch.run();
@@ -204,19 +193,19 @@ struct Strips {
   int64_t rows, blocks;            // of a piece
   int64_t row_pieces, col_pieces;  // in a matrix
 
-  Strips(const Args& a, bool whole_rows)
+  Strips(const Job& a, bool whole_rows)
       : rows(a.shape.transposed ? kMaxStripRows : kLanes),
         blocks(whole_rows ? a.row_blocks() : std::min(a.row_blocks(), kPieceElements / (rows * kBlock))),
         row_pieces((a.shape.rows + rows - 1) / rows),
         col_pieces(blocks ? (a.row_blocks() + blocks - 1) / blocks : 0) {}
 
-  int64_t count(const Args& a) const { return a.shape.batch * row_pieces * col_pieces; }
+  int64_t count(const Job& a) const { return a.shape.batch * row_pieces * col_pieces; }
 };
 
 struct Piece {
   int64_t batch, row, row_end, block, block_end;
 
-  Piece(const Args& a, const Strips& s, int64_t index)
+  Piece(const Job& a, const Strips& s, int64_t index)
       : batch(index / (s.row_pieces * s.col_pieces)),
         row(index / s.col_pieces % s.row_pieces * s.rows),
         row_end(std::min(a.shape.rows, row + s.rows)),
@@ -226,7 +215,7 @@ struct Piece {
 
 // A batch is the rows of a column of blocks, so that the lines of a transposed source are used at once; or four blocks
 // of 16 rows, which are windows.
-void quantize_across(const Args& a, const Piece& p) {
+void quantize_across(const Job& a, const Piece& p) {
   Batch batch(a);
   const bool down = a.shape.transposed && a.amax;
   const int64_t blocks = down ? 1 : kBatch;
@@ -241,18 +230,18 @@ void quantize_across(const Args& a, const Piece& p) {
 
 // ---------------------------------------------------------------- amax
 // Of the rows of the result, which are rows of x or, transposed, columns.
-void find_rows_along(const Args& a, int64_t begin, int64_t end) {
+void find_rows_along(const Job& a, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) a.row_amax(a.at(row * a.shape.cols), a.shape.cols, a.found + row);
 }
 
-void find_rows_across(const Args& a, const Piece& p) {
+void find_rows_across(const Job& a, const Piece& p) {
   const QuantShape& s = a.shape;
   a.column_amax(a.at(p.batch * s.rows * s.cols + p.row), s.rows, s.cols, static_cast<int>(p.row_end - p.row),
                 a.found + p.batch * s.rows + p.row);
 }
 
 // Of each tensor, over all its pieces by atomic maxima of bits.
-void find_tensors(const Args& a, const Piece& p) {
+void find_tensors(const Job& a, const Piece& p) {
   Lanes<uint32_t> m = {};
   for (int64_t block = p.block; block < p.block_end; ++block)
     for (int64_t row = p.row; row < p.row_end; row += kLanes) {
@@ -261,61 +250,55 @@ void find_tensors(const Args& a, const Piece& p) {
       a.load(g.source, g.stride, g.count, t);
       a.raise(t, m);
     }
-  auto* word = reinterpret_cast<uint32_t*>(a.found + (p.batch * a.shape.rows + p.row) / a.shape.rows_per_amax);
+  auto* word = reinterpret_cast<uint32_t*>(a.found + a.shape.amax.at(p.batch * a.shape.rows + p.row, 0));
   const uint32_t own = canonical_nan(*std::max_element(m.lane, m.lane + kLanes));
   uint32_t seen = __atomic_load_n(word, __ATOMIC_RELAXED);
   while (own > seen && !__atomic_compare_exchange_n(word, &seen, own, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
 }
 
-// ---------------------------------------------------------------- handlers
+// ---------------------------------------------------------------- what runs
 constexpr int64_t kGrainElements = 1 << 16;  // a thread's share of work, of some microseconds
 
-void set_source(const void* x, Float kind, bool transpose, Args* args) {
-  args->x = x;
-  with_float(kind, [&](auto t) {
+void set_source(Job& job) {
+  const bool transposed = job.shape.transposed;
+  with_float(job.kind, [&](auto t) {
     using T = decltype(t);
-    args->element_size = sizeof(typename T::Stored);
-    args->load = transpose ? Compiled<LoadColumns<T>>::best() : Compiled<LoadRows<T>>::best();
-    args->row_amax = Compiled<RowAmax<T>>::best();
-    args->column_amax = Compiled<ColumnAmax<T>>::best();
+    job.element_size = sizeof(typename T::Stored);
+    job.load = transposed ? Compiled<LoadColumns<T>>::best() : Compiled<LoadRows<T>>::best();
+    job.row_amax = Compiled<RowAmax<T>>::best();
+    job.column_amax = Compiled<ColumnAmax<T>>::best();
   });
-  args->set_global = Compiled<SetGlobal>::best();
+  job.set_global = Compiled<SetGlobal>::best();
 }
 
-std::string source(const ffi::AnyBuffer& x, bool transpose, Args* args) {
-  Float kind;
-  if (!float_kind(x.element_type(), &kind)) return "x must be float32, bfloat16 or float16";
-  set_source(x.untyped_data(), kind, transpose, args);
-  return {};
-}
-
-// False if the spec is not supported.
-bool set_kernels(const KernelSpec& spec, bool transpose, Args* args) {
-  args->windows = spec.amax_scope == AmaxScope::kWindow64;
-  args->across = transpose || spec.block_rows == kBlock;
-  args->raise = Compiled<RaiseAmax<false>>::best();
-  return dispatch(spec, SupportedSpecs{},
-                  [&](auto s) { args->quantize = Compiled<QuantizeBatch<decltype(s)>>::best(); });
+Job job_of(const QuantizeArgs& args, const KernelSpec& spec) {
+  Job job{};
+  static_cast<QuantizeArgs&>(job) = args;
+  set_source(job);
+  job.across = args.shape.transposed || spec.block_rows == kBlock;
+  job.raise = Compiled<RaiseAmax<false>>::best();
+  dispatch(spec, SupportedSpecs{}, [&](auto s) { job.quantize = Compiled<QuantizeBatch<decltype(s)>>::best(); });
+  return job;
 }
 
 // `loop(n, grain, f)` calls f(begin, end) for all of [0, n).
 template <class Loop>
-void run_along(const Loop& loop, const Args& a) {
+void run_along(const Loop& loop, const Job& a) {
   const int64_t unit = a.finds_row_amax() ? a.row_blocks() : kLanes;  // blocks
   if (!unit) return;
   loop((a.blocks() + unit - 1) / unit, kGrainElements / (unit * kBlock), [&](int64_t begin, int64_t end) {
-    Args own = a;
+    Job own = a;
     if (a.finds_row_amax()) find_rows_along(a, begin, end), own.amax = a.found;
     quantize_along(own, begin * unit, std::min(a.blocks(), end * unit));
   });
 }
 
 template <class Loop>
-void run_across(const Loop& loop, const Args& a) {
+void run_across(const Loop& loop, const Job& a) {
   const Strips strips(a, a.finds_row_amax());
   loop(strips.count(a), kGrainElements / kPieceElements, [&](int64_t begin, int64_t end) {
-    Args own = a;
+    Job own = a;
     if (a.finds_row_amax()) own.amax = a.found;
     for (int64_t i = begin; i < end; ++i) {
       const Piece p(a, strips, i);
@@ -326,186 +309,52 @@ void run_across(const Loop& loop, const Args& a) {
 }
 
 template <class Loop>
-void run(const Loop& loop, const Args& a) {
+void run(const Loop& loop, const Job& a) {
   if (a.across)
     run_across(loop, a);
   else
     run_along(loop, a);
 }
 
-}  // namespace
-
-ffi::Error run_quantize(ffi::ThreadPool& pool, std::string_view op, const ffi::AnyBuffer& x,
-                        const QuantizeRequest& request) {
-  if (!known(request.attr)) return unsupported(op, request.attr);
-  const KernelSpec spec = kernel_spec(request.attr);
-  Args args{};
-  QuantBuffers buffers = request.buffers;
-  std::string error = source(x, request.transpose, &args);
-  if (error.empty()) error = quant_shape(x, buffers, request.transpose, spec, &args.shape);
-  if (!error.empty()) return invalid(op, error);
-  args.data = static_cast<uint8_t*>(buffers.data.untyped_data());
-  args.scale = static_cast<uint8_t*>(buffers.scale.untyped_data());
-  args.amax = request.amax, args.found = request.found;
-  args.stream = {spec.rounding == Rounding::kStochastic ? request.stream : nullptr, request.row_blocks};
-  args.e4m3_max = static_cast<float>(request.attr.e4m3_max);
-  if (!set_kernels(spec, request.transpose, &args)) return unsupported(op, request.attr);
-  if (!args.amax && spec.amax_scope == AmaxScope::kTensor) return invalid(op, "the amax of a tensor must be given");
-  run([&](int64_t n, int64_t grain, const auto& f) { parallel_for(pool, n, grain, f); }, args);
+ffi::Error run_handler(ffi::ThreadPool pool, const QuantizeArgs& args, const KernelSpec& spec) {
+  quantize(pool, args, spec);
   return ffi::Error::Success();
 }
 
-namespace {
-
-ffi::Error quantize_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> amax,
-                         ffi::Buffer<ffi::U32> stream, ffi::Result<ffi::AnyBuffer> data,
-                         ffi::Result<ffi::AnyBuffer> scale, bool transpose, SpecAttr spec, int32_t row_blocks) {
-  return run_quantize(pool, "quantize", x,
-                      {amax.typed_data(),
-                       nullptr,
-                       stream.typed_data(),
-                       {*data, *scale, count_of(amax), count_of(stream)},
-                       transpose,
-                       spec,
-                       row_blocks});
+ffi::Error run_pair(ffi::ThreadPool pool, const PairArgs& args, const KernelSpec& row, const KernelSpec& col) {
+  quantize(pool, args.row, row);
+  quantize(pool, args.col, col);
+  return ffi::Error::Success();
 }
 
-ffi::Error quantize_find_amax_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> data,
-                                   ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::Buffer<ffi::F32>> amax,
-                                   bool transpose, SpecAttr spec) {
-  return run_quantize(pool, "quantize", x,
-                      {nullptr, amax->typed_data(), nullptr, {*data, *scale, count_of(*amax)}, transpose, spec, 0});
-}
-
-// Both orientations, one after the other: a CPU has no use for one pass.
-ffi::Error quantize_pair_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> row_amax,
-                              ffi::Buffer<ffi::F32> col_amax, ffi::Buffer<ffi::U32> row_stream,
-                              ffi::Buffer<ffi::U32> col_stream, ffi::Result<ffi::AnyBuffer> row_data,
-                              ffi::Result<ffi::AnyBuffer> row_scale, ffi::Result<ffi::AnyBuffer> col_data,
-                              ffi::Result<ffi::AnyBuffer> col_scale, SpecAttr row_spec, SpecAttr col_spec,
-                              int32_t row_blocks, int32_t col_blocks) {
-  if (ffi::Error pair = check_pair(row_spec, col_spec); !pair.success()) return pair;
-  ffi::Error first = run_quantize(pool, "quantize_pair", x,
-                                  {row_amax.typed_data(),
-                                   nullptr,
-                                   row_stream.typed_data(),
-                                   {*row_data, *row_scale, count_of(row_amax), count_of(row_stream)},
-                                   false,
-                                   row_spec,
-                                   row_blocks});
-  if (!first.success()) return first;
-  return run_quantize(pool, "quantize_pair", x,
-                      {col_amax.typed_data(),
-                       nullptr,
-                       col_stream.typed_data(),
-                       {*col_data, *col_scale, count_of(col_amax), count_of(col_stream)},
-                       true,
-                       col_spec,
-                       col_blocks});
-}
-
-ffi::Error quantize_pair_find_amax_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> row_data,
-                                        ffi::Result<ffi::AnyBuffer> row_scale,
-                                        ffi::Result<ffi::Buffer<ffi::F32>> row_amax,
-                                        ffi::Result<ffi::AnyBuffer> col_data, ffi::Result<ffi::AnyBuffer> col_scale,
-                                        ffi::Result<ffi::Buffer<ffi::F32>> col_amax, SpecAttr row_spec,
-                                        SpecAttr col_spec) {
-  if (ffi::Error pair = check_pair(row_spec, col_spec); !pair.success()) return pair;
-  ffi::Error first = run_quantize(
-      pool, "quantize_pair", x,
-      {nullptr, row_amax->typed_data(), nullptr, {*row_data, *row_scale, count_of(*row_amax)}, false, row_spec, 0});
-  if (!first.success()) return first;
-  return run_quantize(
-      pool, "quantize_pair", x,
-      {nullptr, col_amax->typed_data(), nullptr, {*col_data, *col_scale, count_of(*col_amax)}, true, col_spec, 0});
-}
-
-ffi::Error rht_amax_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::Buffer<ffi::F32>> amax,
-                         bool transpose, int32_t keep) {
-  Args args{};
-  std::string error = source(x, transpose, &args);
-  if (error.empty()) error = rht_amax_shape(x, count_of(*amax), transpose, keep, &args.shape);
-  if (!error.empty()) return invalid("quantize", error);
-  args.found = amax->typed_data();
-  args.raise = Compiled<RaiseAmax<true>>::best();
-  std::fill_n(args.found, count_of(*amax), 0.0f);
-  const Strips strips(args, false);
-  parallel_for(pool, strips.count(args), kGrainElements / kPieceElements, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) find_tensors(args, Piece(args, strips, i));
+ffi::Error run_rht_amax(ffi::ThreadPool pool, const RhtAmaxArgs& args) {
+  Job job{};
+  job.x = args.x, job.kind = args.kind, job.shape = args.shape, job.found = args.amax;
+  set_source(job);
+  job.raise = Compiled<RaiseAmax<true>>::best();
+  std::fill_n(args.amax, args.shape.batch * args.shape.rows / args.shape.amax.rows_per_amax, 0.0f);
+  const Strips strips(job, false);
+  parallel_for(pool, strips.count(job), kGrainElements / kPieceElements, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) find_tensors(job, Piece(job, strips, i));
   });
   return ffi::Error::Success();
 }
 
 }  // namespace
 
-void quantize_step(const QuantizeArgs& step, const KernelSpec& spec) {
-  Args args{};
-  set_source(step.x, step.kind, false, &args);
-  set_kernels(spec, false, &args);
-  args.amax = step.amax, args.found = step.found, args.data = step.data, args.scale = step.scale;
-  args.shape = step.shape, args.e4m3_max = step.e4m3_max;
-  if (spec.rounding == Rounding::kStochastic) args.stream = step.stream;
-  run([](int64_t n, int64_t, const auto& f) { f(0, n); }, args);
+void quantize(ffi::ThreadPool& pool, const QuantizeArgs& args, const KernelSpec& spec) {
+  run([&](int64_t n, int64_t grain, const auto& f) { parallel_for(pool, n, grain, f); }, job_of(args, spec));
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Quantize, quantize_impl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()         // x
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // amax
-                                  .Arg<ffi::Buffer<ffi::U32>>()  // stream, empty without
-                                  .Ret<ffi::AnyBuffer>()         // data
-                                  .Ret<ffi::AnyBuffer>()         // scale
-                                  .Attr<bool>("transpose")
-                                  .Attr<SpecAttr>("spec")
-                                  .Attr<int32_t>("row_blocks"));
+void quantize_step(const QuantizeArgs& args, const KernelSpec& spec) {
+  run([](int64_t n, int64_t, const auto& f) { f(int64_t{0}, n); }, job_of(args, spec));
+}
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeFindAmax, quantize_find_amax_impl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()         // x
-                                  .Ret<ffi::AnyBuffer>()         // data
-                                  .Ret<ffi::AnyBuffer>()         // scale
-                                  .Ret<ffi::Buffer<ffi::F32>>()  // amax, one per row or window
-                                  .Attr<bool>("transpose")
-                                  .Attr<SpecAttr>("spec"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizePair, quantize_pair_impl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()         // x
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // amax of rows
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // amax of columns
-                                  .Arg<ffi::Buffer<ffi::U32>>()  // stream of rows, empty without
-                                  .Arg<ffi::Buffer<ffi::U32>>()  // stream of columns, empty without
-                                  .Ret<ffi::AnyBuffer>()         // data of rows
-                                  .Ret<ffi::AnyBuffer>()         // scale of rows
-                                  .Ret<ffi::AnyBuffer>()         // data of columns
-                                  .Ret<ffi::AnyBuffer>()         // scale of columns
-                                  .Attr<SpecAttr>("row_spec")
-                                  .Attr<SpecAttr>("col_spec")
-                                  .Attr<int32_t>("row_blocks")
-                                  .Attr<int32_t>("col_blocks"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizePairFindAmax, quantize_pair_find_amax_impl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()         // x
-                                  .Ret<ffi::AnyBuffer>()         // data of rows
-                                  .Ret<ffi::AnyBuffer>()         // scale of rows
-                                  .Ret<ffi::Buffer<ffi::F32>>()  // amax of the windows of rows
-                                  .Ret<ffi::AnyBuffer>()         // data of columns
-                                  .Ret<ffi::AnyBuffer>()         // scale of columns
-                                  .Ret<ffi::Buffer<ffi::F32>>()  // amax of the windows of columns
-                                  .Attr<SpecAttr>("row_spec")
-                                  .Attr<SpecAttr>("col_spec"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(RhtAmax, rht_amax_impl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()         // x
-                                  .Ret<ffi::Buffer<ffi::F32>>()  // amax
-                                  .Attr<bool>("transpose")
-                                  .Attr<int32_t>("keep"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Quantize, (quantize_call<ffi::ThreadPool, run_handler>),
+                              quantize_binding().Ctx<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizePair, (quantize_pair_call<ffi::ThreadPool, run_pair>),
+                              quantize_pair_binding().Ctx<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RhtAmax, (rht_amax_call<ffi::ThreadPool, run_rht_amax>),
+                              rht_amax_binding().Ctx<ffi::ThreadPool>());
 
 }  // namespace jnvfp4

@@ -1,13 +1,16 @@
-// quantize and dequantize as steps of other CPU kernels: on the calling thread, inside parallel_for.
+// quantize and dequantize as other CPU kernels call them: on a pool, or as a step on the calling thread, inside
+// parallel_for.
 #pragma once
 
 #include <algorithm>
 
 #include "../args.h"
+#include "xla/ffi/api/ffi.h"
 
 namespace jnvfp4 {
 
-// `spec` is one of SupportedSpecs; x is not transposed.
+// `spec` is one of SupportedSpecs.
+void quantize(::xla::ffi::ThreadPool& pool, const QuantizeArgs& args, const KernelSpec& spec);
 void quantize_step(const QuantizeArgs& args, const KernelSpec& spec);
 void dequantize_step(const DequantizeArgs& args);
 

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "../types.h"
+#include "../arrays.h"
 
 namespace jnvfp4 {
 

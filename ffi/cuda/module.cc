@@ -2,20 +2,17 @@
 #include "../module.h"
 
 extern "C" {
-jnvfp4::Handler Quantize, QuantizeFindAmax, QuantizePair, QuantizePairFindAmax, RhtAmax, Produce, Dequantize, FakeQuant,
-    Decode, Epilogue, Matmul;
+jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Produce, Dequantize, FakeQuant, Matmul, Decode, Epilogue;
 }
 
 NB_MODULE(_cuda, m) {
   jnvfp4::define_module(m, {{"nvfp4_quantize", Quantize},
-                            {"nvfp4_quantize_find_amax", QuantizeFindAmax},
                             {"nvfp4_quantize_pair", QuantizePair},
-                            {"nvfp4_quantize_pair_find_amax", QuantizePairFindAmax},
                             {"nvfp4_rht_amax", RhtAmax},
                             {"nvfp4_produce", Produce},
-                            {"nvfp4_matmul", Matmul},
                             {"nvfp4_dequantize", Dequantize},
                             {"nvfp4_fake_quant", FakeQuant},
+                            {"nvfp4_matmul", Matmul},
                             {"nvfp4_decode", Decode},
                             {"nvfp4_epilogue", Epilogue}});
   m.attr("built_for") = JNVFP4_CUDA_BUILT_FOR;

@@ -127,21 +127,22 @@ def _local(
         a = ops.a[0] if a_format is None else ops.a
         return [reference.matmul(a, ops.b, ops.bias[0] if has_bias else None, a_format, b_format, out_dtype)]
     bias = ops.bias[0] if has_bias else jnp.zeros((0,), jnp.float32)
-    if a_format is not None and (backend == "cpu" or _windowed(a_format, b_format)):
-        call = jax.ffi.ffi_call("nvfp4_matmul", [result])
+    if backend == "cpu" or _windowed(a_format, b_format):
+        kernel = "cpu_nvfp4_blocks" if backend == "cpu" else "sm80_nvfp4_blocks"
+        a_parts = ops.a if a_format is not None else (*ops.a, jnp.zeros((0,), jnp.uint8), jnp.zeros((0,), jnp.float32))
+        call = jax.ffi.ffi_call("nvfp4_matmul", [result, jax.ShapeDtypeStruct((0,), jnp.uint8)])
         return call(
-            *ops.a,
+            *a_parts,
             *ops.b,
             bias,
-            a_e4m3_max=np.int32(a_format.e4m3_max),
+            kernel=kernel,
+            pinned=False,
+            a_e4m3_max=np.int32(448 if a_format is None else a_format.e4m3_max),
             b_e4m3_max=np.int32(b_max),
-            a_windows=a_format.amax_scope == "window64",
+            a_windows=a_format is not None and a_format.amax_scope == "window64",
             b_windows=b_format.amax_scope == "window64",
-        )
-    if backend == "cuda":
-        return [_cuda(ops, bias, None if a_format is None else a_format.e4m3_max, b_max, result)]
-    call = jax.ffi.ffi_call("nvfp4_matmul_weight_only", [result])
-    return call(*ops.a, *ops.b, bias, b_e4m3_max=np.int32(b_max))
+        )[:1]
+    return [_cuda(ops, bias, None if a_format is None else a_format.e4m3_max, b_max, result)]
 
 
 def _windowed(*formats: Format | None) -> bool:

@@ -133,14 +133,15 @@ def _local(
         return [jnp.zeros(shape, dtype) for shape, dtype in shapes]
     if backend == "reference":
         return quantize_by_reference(ops.x, ops.amax, ops.stream, spec, transpose, row_blocks)
+    if has_amax:
+        shapes = [*shapes, ((0,), jnp.float32)]
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    if not has_amax:
-        call = jax.ffi.ffi_call("nvfp4_quantize_find_amax", results)
-        return call(ops.x, transpose=transpose, spec=spec.ffi_attrs())
+    amax = jnp.zeros((0,), jnp.float32) if ops.amax is None else ops.amax
     stream = no_stream() if ops.stream is None else ops.stream
     row_blocks = row_blocks or shapes[1][0][-1]
     call = jax.ffi.ffi_call("nvfp4_quantize", results)
-    return call(ops.x, ops.amax, stream, transpose=transpose, spec=spec.ffi_attrs(), row_blocks=np.int32(row_blocks))
+    out = call(ops.x, amax, stream, transpose=transpose, spec=spec.ffi_attrs(), row_blocks=np.int32(row_blocks))
+    return out[:2] if has_amax else out
 
 
 def quantize_by_reference(

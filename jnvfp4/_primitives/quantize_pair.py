@@ -74,13 +74,19 @@ def _local(
     if backend == "reference":
         each = zip(ops.amax, ops.stream, specs, _ORIENTATIONS, row_blocks, strict=True)
         return [part for own in each for part in quantize_by_reference(ops.x, *own)]
-    results = [jax.ShapeDtypeStruct(shape, dtype) for found in shapes for shape, dtype in found]
-    attrs = {"row_spec": specs[0].ffi_attrs(), "col_spec": specs[1].ffi_attrs()}
-    if not _given(specs[0]):
-        return jax.ffi.ffi_call("nvfp4_quantize_pair_find_amax", results)(ops.x, **attrs)
-    streams = [no_stream() if s is None else s for s in ops.stream]
-    blocks = {"row_blocks": np.int32(row_blocks[0]), "col_blocks": np.int32(row_blocks[1])}
-    return jax.ffi.ffi_call("nvfp4_quantize_pair", results)(ops.x, *ops.amax, *streams, **attrs, **blocks)
+    absent = ((0,), jnp.float32)
+    padded = [[*own, *[absent] * (3 - len(own))] for own in shapes]
+    results = [jax.ShapeDtypeStruct(shape, dtype) for found in padded for shape, dtype in found]
+    out = jax.ffi.ffi_call("nvfp4_quantize_pair", results)(
+        ops.x,
+        *(jnp.zeros((0,), jnp.float32) if a is None else a for a in ops.amax),
+        *(no_stream() if s is None else s for s in ops.stream),
+        row_spec=specs[0].ffi_attrs(),
+        col_spec=specs[1].ffi_attrs(),
+        row_blocks=np.int32(row_blocks[0]),
+        col_blocks=np.int32(row_blocks[1]),
+    )
+    return [*out[: len(shapes[0])], *out[3 : 3 + len(shapes[1])]]
 
 
 def _batch(args, dims, *, specs: Specs, implementation: str | None):

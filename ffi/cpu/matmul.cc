@@ -3,12 +3,12 @@
 //
 // Columns of the output are vector lanes, so the order along K is that of the rule whatever the vector
 // width. A panel of the right operand is unpacked once and used by many rows.
+#include "../calls/matmul.h"
+
 #include <array>
 #include <new>
 #include <vector>
 
-#include "../check.h"
-#include "../types.h"
 #include "parallel.h"
 
 namespace jnvfp4 {
@@ -18,31 +18,10 @@ constexpr int kPanel = 32;   // output columns per panel
 constexpr int kRowTile = 4;  // output rows per pass over a panel
 constexpr int64_t kRowChunk = 128;
 
-struct Args {
-  const void* a;           // NVFP4 codes, or 16-bit floats
-  const uint8_t* a_scale;  // null for 16-bit floats
-  const float* a_amax;
-  Float a_kind;
-  const uint8_t* b;
-  const uint8_t* b_scale;
-  const float* b_amax;
-  const void* bias;  // null without
-  Float bias_kind;
-  void* out;
-  Float out_kind;
-  GemmShape shape;
-  AmaxMap a_map, b_map;
-  float a_max, b_max;
-
-  bool windowed() const { return a_map.windows || b_map.windows; }
-  float a_amax_at(int64_t row, int64_t window) const { return amax_at(a_amax, a_map, row, window); }
-  float b_amax_at(int64_t row, int64_t window) const { return amax_at(b_amax, b_map, row, window); }
-
- private:
-  float amax_at(const float* amax, const AmaxMap& map, int64_t row, int64_t window) const {
-    return amax[map.windows ? row * (shape.depth / kWindow) + window : row / map.rows_per_amax];
-  }
-};
+float amax_at(const MatmulOperand& x, int64_t row, int64_t window) {
+  return x.amax[x.map.at(row, window * kWindowBlocks)];
+}
+const uint8_t* codes_of(const MatmulOperand& x) { return static_cast<const uint8_t*>(x.data); }
 
 // ---------------------------------------------------------------- unpacking
 // Two codes of a byte as two bytes of twice their value, plus `offset` each.
@@ -68,8 +47,8 @@ struct Left {
     scale.resize(rows * depth / kBlock);
     correction.resize(rows * depth / kBlock);
   }
-  void unpack(const Args& g, int64_t begin, int64_t end) {  // blocks, over all rows
-    const auto* codes = static_cast<const uint8_t*>(g.a);
+  void unpack(const MatmulArgs& g, int64_t begin, int64_t end) {  // blocks, over all rows
+    const uint8_t* codes = codes_of(g.a);
     for (int64_t b = begin; b < end; ++b) {
       int32_t sum = 0;
       for (int i = 0; i < kBlock / 2; ++i) {
@@ -78,7 +57,7 @@ struct Left {
         sum += static_cast<int8_t>(pair & 0xff) + static_cast<int8_t>(pair >> 8);
       }
       correction[b] = -kOffset * sum;
-      scale[b] = e4m3_decode(g.a_scale[b]);
+      scale[b] = e4m3_decode(g.a.scale[b]);
     }
   }
 };
@@ -89,13 +68,13 @@ struct PanelInt {
   std::vector<uint32_t> quads;
   std::vector<float> scale;
 
-  void unpack(const Args& g, int64_t matrix_row, int64_t count) {
+  void unpack(const MatmulArgs& g, int64_t matrix_row, int64_t count) {
     const int64_t blocks = g.shape.depth / kBlock;
     quads.assign(g.shape.depth / 4 * kPanel, 0x0c0c0c0cu);
     scale.assign(blocks * kPanel, 0.0f);
     for (int64_t n = 0; n < count; ++n) {
-      const uint8_t* codes = g.b + (matrix_row + n) * g.shape.depth / 2;
-      const uint8_t* scales = g.b_scale + (matrix_row + n) * blocks;
+      const uint8_t* codes = codes_of(g.b) + (matrix_row + n) * g.shape.depth / 2;
+      const uint8_t* scales = g.b.scale + (matrix_row + n) * blocks;
       for (int64_t q = 0; q < g.shape.depth / 4; ++q)
         quads[q * kPanel + n] = kUnsigned[codes[2 * q]] | uint32_t{kUnsigned[codes[2 * q + 1]]} << 16;
       for (int64_t j = 0; j < blocks; ++j) scale[j * kPanel + n] = mul_rn(e4m3_decode(scales[j]), 0.25f);
@@ -107,12 +86,12 @@ struct PanelInt {
 struct PanelFloat {
   std::vector<float> value;
 
-  void unpack(const Args& g, int64_t matrix_row, int64_t count) {
+  void unpack(const MatmulArgs& g, int64_t matrix_row, int64_t count) {
     const int64_t blocks = g.shape.depth / kBlock;
     value.assign(g.shape.depth * kPanel, 0.0f);
     for (int64_t n = 0; n < count; ++n) {
-      const uint8_t* codes = g.b + (matrix_row + n) * g.shape.depth / 2;
-      const uint8_t* scales = g.b_scale + (matrix_row + n) * blocks;
+      const uint8_t* codes = codes_of(g.b) + (matrix_row + n) * g.shape.depth / 2;
+      const uint8_t* scales = g.b.scale + (matrix_row + n) * blocks;
       for (int64_t j = 0; j < blocks; ++j) {
         float decoded[kBlock];  // q * s for the 16 codes, exact
         for (uint32_t c = 0; c < kBlock; ++c) decoded[c] = mul_rn(e2m1_decode(c), e4m3_decode(scales[j]));
@@ -238,16 +217,16 @@ void sum_blocks_rows(const Left& l, const PanelInt& p, Span s, int rows, Sums& y
 }
 
 // y = fl(y + fl(alpha * sum of the window)), windows ascending.
-void sum_windows_rows(const Args& g, const Left& l, const PanelInt& p, Span s, int64_t a_row, int64_t b_row, int rows,
-                      int count, Sums& y) {
-  constexpr int64_t kBlocks = kWindow / kBlock;
+void sum_windows_rows(const MatmulArgs& g, const Left& l, const PanelInt& p, Span s, int64_t a_row, int64_t b_row,
+                      int rows, int count, Sums& y) {
   for (auto& row : y) std::fill(row, row + kPanel, 0.0f);
-  for (int64_t w = 0; w < s.end / kBlocks; ++w) {
+  for (int64_t w = 0; w < s.end / kWindowBlocks; ++w) {
     alignas(64) Sums window;
-    sum_blocks_rows(l, p, {s.first_block, s.stride, w * kBlocks, (w + 1) * kBlocks}, rows, window);
+    sum_blocks_rows(l, p, {s.first_block, s.stride, w * kWindowBlocks, (w + 1) * kWindowBlocks}, rows, window);
     for (int r = 0; r < rows; ++r)
       for (int n = 0; n < count; ++n) {
-        const float alpha = alpha_w4a4(g.a_amax_at(a_row + r, w), g.b_amax_at(b_row + n, w), g.a_max, g.b_max);
+        const float alpha =
+            alpha_w4a4(amax_at(g.a, a_row + r, w), amax_at(g.b, b_row + n, w), g.a.e4m3_max, g.b.e4m3_max);
         y[r][n] = add_window(y[r][n], window[r][n], alpha);
       }
   }
@@ -303,28 +282,31 @@ void sum_elements_rows(const float* a, const PanelFloat& p, int64_t d, int rows,
 }
 
 // ---------------------------------------------------------------- one task: rows x one panel
-void store(const Args& g, int64_t i, float v) {
-  with_float(g.out_kind, [&](auto t) {
+void store(const MatmulArgs& g, int64_t i, float v) {
+  with_float(g.result.kind, [&](auto t) {
     using T = decltype(t);
-    static_cast<typename T::Stored*>(g.out)[i] = T::store(v);
+    static_cast<typename T::Stored*>(g.result.out)[i] = T::store(v);
   });
 }
 
-void finish(const Args& g, int64_t batch, int64_t row, int64_t col, int rows, int count, const Sums& y) {
+float alpha_of(const MatmulArgs& g, int64_t a_row, int64_t b_row) {
+  if (!g.a.quantized()) return alpha_w4a16(amax_at(g.b, b_row, 0), g.b.e4m3_max);
+  return alpha_w4a4(amax_at(g.a, a_row, 0), amax_at(g.b, b_row, 0), g.a.e4m3_max, g.b.e4m3_max);
+}
+
+void finish(const MatmulArgs& g, int64_t batch, int64_t row, int64_t col, int rows, int count, const Sums& y) {
   for (int r = 0; r < rows; ++r) {
     const int64_t a_row = batch * g.shape.rows + row + r;
     for (int n = 0; n < count; ++n) {
       const int64_t b_row = batch * g.shape.cols + col + n;
-      const float alpha = g.windowed() ? 1.0f
-                          : g.a_scale  ? alpha_w4a4(g.a_amax_at(a_row, 0), g.b_amax_at(b_row, 0), g.a_max, g.b_max)
-                                       : alpha_w4a16(g.b_amax_at(b_row, 0), g.b_max);
-      const float bias = g.bias ? load_float(g.bias, g.bias_kind, col + n) : 0.0f;
-      store(g, a_row * g.shape.cols + col + n, gemm_epilogue(y[r][n], alpha, bias, g.bias != nullptr));
+      const float alpha = g.windows() ? 1.0f : alpha_of(g, a_row, b_row);
+      const float bias = g.result.bias ? load_float(g.result.bias, g.result.bias_kind, col + n) : 0.0f;
+      store(g, a_row * g.shape.cols + col + n, gemm_epilogue(y[r][n], alpha, bias, g.result.bias != nullptr));
     }
   }
 }
 
-void run_task(const Args& g, const Left& left, int64_t task) {
+void run_task(const MatmulArgs& g, const Left& left, int64_t task) {
   const int64_t panels = (g.shape.cols + kPanel - 1) / kPanel, chunks = (g.shape.rows + kRowChunk - 1) / kRowChunk;
   const int64_t col = task % panels * kPanel;
   const int64_t first = task / panels % chunks * kRowChunk, batch = task / panels / chunks;
@@ -332,8 +314,8 @@ void run_task(const Args& g, const Left& left, int64_t task) {
   const int count = static_cast<int>(std::min<int64_t>(kPanel, g.shape.cols - col));
   PanelInt ints;
   PanelFloat floats;
-  std::vector<float> a(g.a_scale ? 0 : kRowTile * g.shape.depth);
-  if (g.a_scale)
+  std::vector<float> a(g.a.quantized() ? 0 : kRowTile * g.shape.depth);
+  if (g.a.quantized())
     ints.unpack(g, batch * g.shape.cols + col, count);
   else
     floats.unpack(g, batch * g.shape.cols + col, count);
@@ -341,16 +323,16 @@ void run_task(const Args& g, const Left& left, int64_t task) {
     const int rows = static_cast<int>(std::min<int64_t>(kRowTile, last - row));
     alignas(64) Sums y;
     const int64_t a_row = batch * g.shape.rows + row, blocks = g.shape.depth / kBlock;
-    if (g.a_scale) {
+    if (g.a.quantized()) {
       const Span span{a_row * blocks, blocks, 0, blocks};
-      if (g.windowed())
+      if (g.windows())
         sum_windows_rows(g, left, ints, span, a_row, batch * g.shape.cols + col, rows, count, y);
       else
         sum_blocks_rows(left, ints, span, rows, y);
     } else {
-      with_float(g.a_kind, [&](auto t) {
+      with_float(g.a.kind, [&](auto t) {
         using T = decltype(t);
-        const auto* stored = static_cast<const typename T::Stored*>(g.a) + a_row * g.shape.depth;
+        const auto* stored = static_cast<const typename T::Stored*>(g.a.data) + a_row * g.shape.depth;
         for (int64_t i = 0; i < rows * g.shape.depth; ++i) a[i] = T::load(stored[i]);
       });
       sum_elements_rows(a.data(), floats, g.shape.depth, rows, y);
@@ -359,9 +341,10 @@ void run_task(const Args& g, const Left& left, int64_t task) {
   }
 }
 
-ffi::Error run(ffi::ThreadPool& pool, const Args& g) try {
+// Both kernels of the plan: the left operand says which.
+ffi::Error run(ffi::ThreadPool pool, const MatmulArgs& g, const MatmulPlan&, void* /* scratch */) try {
   Left left;
-  if (g.a_scale) {
+  if (g.a.quantized()) {
     left.resize(g.shape.batch * g.shape.rows, g.shape.depth);
     parallel_for(pool, g.shape.batch * g.shape.rows * g.shape.depth / kBlock, 4096,
                  [&](int64_t b, int64_t e) { left.unpack(g, b, e); });
@@ -375,83 +358,11 @@ ffi::Error run(ffi::ThreadPool& pool, const Args& g) try {
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, "matmul_nt: no memory for the unpacked operands");
 }
 
-// ---------------------------------------------------------------- handler
-std::string gemm_outputs(const ffi::AnyBuffer& bias, ffi::AnyBuffer out, Args* g) {
-  if (!float_kind(out.element_type(), &g->out_kind)) return "out must be float32, bfloat16 or float16";
-  if (!float_kind(bias.element_type(), &g->bias_kind)) return "bias must be float32, bfloat16 or float16";
-  const bool has_bias = bias.element_count() != 0;
-  g->bias = has_bias ? bias.untyped_data() : nullptr;
-  g->out = out.untyped_data();
-  return first_of({has_bias ? check_count("bias", bias, g->shape.cols) : std::string(),
-                   check_count("out", out, g->shape.batch * g->shape.rows * g->shape.cols)});
-}
-
-ffi::Error matmul_impl(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> a, ffi::AnyBuffer a_scale,
-                       ffi::Buffer<ffi::F32> a_amax, ffi::Buffer<ffi::U8> b, ffi::AnyBuffer b_scale,
-                       ffi::Buffer<ffi::F32> b_amax, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out,
-                       int32_t a_max, int32_t b_max, bool a_windows, bool b_windows) {
-  Args g{};
-  g.a = a.untyped_data(), g.a_scale = static_cast<const uint8_t*>(a_scale.untyped_data()),
-  g.a_amax = a_amax.typed_data();
-  g.b = b.typed_data(), g.b_scale = static_cast<const uint8_t*>(b_scale.untyped_data()), g.b_amax = b_amax.typed_data();
-  g.a_max = static_cast<float>(a_max), g.b_max = static_cast<float>(b_max);
-  std::string error = gemm_shape(a, b, 2, &g.shape);
-  if (error.empty())
-    error = first_of({check_count("a scale", a_scale, static_cast<int64_t>(a.element_count()) / 8),
-                      check_count("b scale", b_scale, static_cast<int64_t>(b.element_count()) / 8)});
-  if (error.empty()) error = gemm_outputs(bias, *out, &g);
-  g.a_map.windows = a_windows, g.b_map.windows = b_windows;
-  const GemmShape& n = g.shape;
-  if (error.empty()) error = gemm_amax(a_amax, matrices(a), n.batch, n.rows, n.depth, &g.a_map);
-  if (error.empty()) error = gemm_amax(b_amax, matrices(b), n.batch, n.cols, n.depth, &g.b_map);
-  if (!error.empty()) return invalid("matmul_nt", error);
-  return run(pool, g);
-}
-
-ffi::Error matmul_weight_only_impl(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::Buffer<ffi::U8> b,
-                                   ffi::AnyBuffer b_scale, ffi::Buffer<ffi::F32> b_amax, ffi::AnyBuffer bias,
-                                   ffi::Result<ffi::AnyBuffer> out, int32_t b_max) {
-  Args g{};
-  g.a = a.untyped_data();
-  g.b = b.typed_data(), g.b_scale = static_cast<const uint8_t*>(b_scale.untyped_data()), g.b_amax = b_amax.typed_data();
-  g.b_max = static_cast<float>(b_max);
-  if (!float_kind(a.element_type(), &g.a_kind) || g.a_kind == Float::kF32)
-    return invalid("matmul_nt", "a must be bfloat16 or float16");
-  std::string error = gemm_shape(a, b, 1, &g.shape);
-  if (error.empty()) error = check_count("b scale", b_scale, static_cast<int64_t>(b.element_count()) / 8);
-  if (error.empty()) error = gemm_outputs(bias, *out, &g);
-  if (error.empty()) error = gemm_amax(b_amax, matrices(b), g.shape.batch, g.shape.cols, g.shape.depth, &g.b_map);
-  if (!error.empty()) return invalid("matmul_nt", error);
-  return run(pool, g);
-}
+int capability() { return kCpu; }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, matmul_impl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()   // a data
-                                  .Arg<ffi::AnyBuffer>()         // a scale
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // a amax
-                                  .Arg<ffi::Buffer<ffi::U8>>()   // b data
-                                  .Arg<ffi::AnyBuffer>()         // b scale
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // b amax
-                                  .Arg<ffi::AnyBuffer>()         // bias, empty without
-                                  .Ret<ffi::AnyBuffer>()         // out
-                                  .Attr<int32_t>("a_e4m3_max")
-                                  .Attr<int32_t>("b_e4m3_max")
-                                  .Attr<bool>("a_windows")
-                                  .Attr<bool>("b_windows"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulWeightOnly, matmul_weight_only_impl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()         // a
-                                  .Arg<ffi::Buffer<ffi::U8>>()   // b data
-                                  .Arg<ffi::AnyBuffer>()         // b scale
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // b amax
-                                  .Arg<ffi::AnyBuffer>()         // bias, empty without
-                                  .Ret<ffi::AnyBuffer>()         // out
-                                  .Attr<int32_t>("b_e4m3_max"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, (matmul_call<ffi::ThreadPool, run, capability>),
+                              matmul_binding().Ctx<ffi::ThreadPool>());
 
 }  // namespace jnvfp4

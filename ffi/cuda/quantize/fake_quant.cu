@@ -163,17 +163,19 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<S>) tiles_kernel(FakeQua
 
 }  // namespace
 
-bool launch_fake_quant(const FakeQuantArgs& args, const KernelSpec& spec, cudaStream_t stream, cudaError_t* status) {
-  return dispatch(spec, SupportedSpecs{}, [&](auto s) {
+cudaError_t launch_fake_quant(const FakeQuantArgs& args, const KernelSpec& spec, cudaStream_t stream) {
+  cudaError_t status = cudaErrorInvalidValue;
+  dispatch(spec, SupportedSpecs{}, [&](auto s) {
     using S = decltype(s);
     with_float(args.kind, [&](auto t) {
       if constexpr (kTiles<S>)
-        *status = launch_tiles<TilesMemory<S, decltype(t)>>(tiles_kernel<S, decltype(t)>,
-                                                            Runs(Source(args.shape), kTileBlocks<S>), stream, args);
+        status = launch_tiles<TilesMemory<S, decltype(t)>>(tiles_kernel<S, decltype(t)>,
+                                                           Runs(Source(args.shape), kTileBlocks<S>), stream, args);
       else
-        *status = launch_rows<FakeQuant, S, decltype(t)>(args, stream);
+        status = launch_rows<FakeQuant, S, decltype(t)>(args, stream);
     });
   });
+  return status;
 }
 
 }  // namespace jnvfp4

@@ -1,6 +1,6 @@
 // The producers on CUDA with blocks along rows, and without the quantizer.
-#include "producers.cuh"
-#include "rows.cuh"
+#include "../quantize/rows.cuh"
+#include "values.cuh"
 
 namespace jnvfp4 {
 namespace {
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kMostThreads)
       if (const int64_t own = quotient(row, s.rows); own != matrix) {
         __syncthreads();  // the last row is encoded
         matrix = own;
-        shared.fill(a.amax[quotient(row, a.shape.rows_per_amax)], a.e4m3_max);
+        shared.fill(a.amax[quotient(row, a.shape.amax.rows_per_amax)], a.e4m3_max);
         if constexpr (kStochastic<S>) shared.fill_keys(a.stream, matrix);
       }  // the sum of the row synchronises
     const Row<P, T> x(s, Slots{holds ? slots : nullptr}, row);
@@ -311,7 +311,7 @@ cudaError_t launch_gate(const Sources& s, const QuantizeArgs& a, uint16_t* value
   if constexpr (kQuantizes<S> && S::spec.amax_scope == AmaxScope::kRow) {
     if (!a.amax) return launch_rows<S, Producer::kSiluMul, T>(s, a, values, nullptr, stream);
   }
-  gate_kernel<S, T, false><<<grid, kThreads, 0, stream>>>(s, a, out, blocks, a.shape.rows_per_amax * row_blocks);
+  gate_kernel<S, T, false><<<grid, kThreads, 0, stream>>>(s, a, out, blocks, a.shape.amax.blocks_per_amax(row_blocks));
   return cudaGetLastError();
 }
 
@@ -329,19 +329,21 @@ cudaError_t launch_produce_values(const Sources& s, uint16_t* values, float* fac
   return status;
 }
 
-bool launch_produce_rows(const Sources& s, const QuantizeArgs& args, uint16_t* values, const KernelSpec& spec,
-                         cudaStream_t stream, cudaError_t* status) {
-  return dispatch(spec, SupportedSpecs{}, [&](auto q) {
+cudaError_t launch_produce_rows(const Sources& s, const QuantizeArgs& args, uint16_t* values, const KernelSpec& spec,
+                                cudaStream_t stream) {
+  cudaError_t status = cudaErrorInvalidValue;
+  dispatch(spec, SupportedSpecs{}, [&](auto q) {
     using S = decltype(q);
     if constexpr (S::spec.block_rows == 1)
       with_float(s.a_kind, [&](auto t) {
         using T = decltype(t);
         if (s.producer == Producer::kRmsNorm)
-          *status = launch_rows<S, Producer::kRmsNorm, T>(s, args, values, nullptr, stream);
+          status = launch_rows<S, Producer::kRmsNorm, T>(s, args, values, nullptr, stream);
         else
-          *status = launch_gate<S, T>(s, args, values, stream);
+          status = launch_gate<S, T>(s, args, values, stream);
       });
   });
+  return status;
 }
 
 }  // namespace jnvfp4

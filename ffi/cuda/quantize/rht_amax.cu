@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, 3) rht_amax_kernel(RhtAmaxArgs a, Ru
   for_each_tile_of(
       a.x, shared_memory<Stages<T>>(), x, runs, [](int64_t) {},
       [&](const TilePlace& first) {
-        const int64_t group = quotient(first.matrix * a.shape.rows, a.shape.rows_per_amax);
+        const int64_t group = quotient(first.matrix * a.shape.rows, a.shape.amax.rows_per_amax);
         return AmaxPass<T, kTransposed>(a.amax + group, x, first);
       });
 }
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, 3) rht_amax_kernel(RhtAmaxArgs a, Ru
 
 cudaError_t launch_rht_amax(const RhtAmaxArgs& a, cudaStream_t stream) {
   const QuantShape& s = a.shape;
-  const cudaError_t cleared = cudaMemsetAsync(a.amax, 0, all_rows(s) / s.rows_per_amax * sizeof(float), stream);
+  const cudaError_t cleared = cudaMemsetAsync(a.amax, 0, all_rows(s) / s.amax.rows_per_amax * sizeof(float), stream);
   if (cleared != cudaSuccess) return cleared;
   const Runs runs(Source(s), 3);
   cudaError_t status = cudaSuccess;

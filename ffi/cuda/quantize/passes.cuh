@@ -11,7 +11,7 @@ namespace jnvfp4 {
 template <class S, class Args>
 __device__ __forceinline__ float given_amax(const Args& a, int64_t row) {
   if constexpr (S::spec.amax_scope == AmaxScope::kRow) return a.amax[row];
-  return a.amax[a.shape.rows_per_amax == all_rows(a.shape) ? 0 : quotient(row, a.shape.rows_per_amax)];
+  return a.amax[a.shape.amax.rows_per_amax == all_rows(a.shape) ? 0 : quotient(row, a.shape.amax.rows_per_amax)];
 }
 
 // The amax of a window, given or found in `m`, from the index of a block in it.

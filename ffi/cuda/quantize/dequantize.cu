@@ -1,6 +1,6 @@
 // dequantize on CUDA: one thread per block of 16.
-#include "device.cuh"
-#include "kernels.h"
+#include "../device.cuh"
+#include "../kernels.h"
 
 namespace jnvfp4 {
 namespace {

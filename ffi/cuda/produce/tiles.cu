@@ -1,6 +1,6 @@
 // The producers on CUDA through tiles in shared memory: 16x16 tiles, and both orientations in one pass.
-#include "passes.cuh"
-#include "producers.cuh"
+#include "../quantize/passes.cuh"
+#include "values.cuh"
 
 namespace jnvfp4 {
 namespace {
@@ -73,7 +73,7 @@ class Producing {
       make(tile, [&](int r, const Eight& first, const char*) {
         float v[8];
         first.values16(a_.sources.a_kind, v);
-        return norm_eight(v, a_.factors[row_ + r], weights_);
+        return norm_eight(v, static_cast<const float*>(a_.scratch)[row_ + r], weights_);
       });
     row_ += kTileRows;
     rows_unmade_ -= kTileRows;
@@ -108,7 +108,7 @@ class Producing {
       Eight first, second;
       first.load(s.a, s.a_kind, (row + r) * s.cols + col);
       second.load(s.b, s.b_kind, second_of(s, row + r) + col);
-      const uint4 y = produce_eight(s, a.factors, row + r, first, second);
+      const uint4 y = produce_eight(s, static_cast<const float*>(a.scratch), row + r, first, second);
       *reinterpret_cast<uint4*>(word) = y;
       if (a.values) *reinterpret_cast<uint4*>(a.values + (row + r) * s.cols + col) = stored_values(y);
     }
@@ -177,11 +177,13 @@ cudaError_t launch(const ProduceArgs& a, cudaStream_t stream) {
 
 }  // namespace
 
-bool launch_produce_tiles(const ProduceArgs& args, const KernelSpec& spec, cudaStream_t stream, cudaError_t* status) {
-  return dispatch(spec, SupportedSpecs{}, [&](auto s) {
+cudaError_t launch_produce_tiles(const ProduceArgs& args, const KernelSpec& spec, cudaStream_t stream) {
+  cudaError_t status = cudaErrorInvalidValue;
+  dispatch(spec, SupportedSpecs{}, [&](auto s) {
     using S = decltype(s);
-    if constexpr (S::spec.block_rows == kBlock) *status = launch<S, void>(args, stream);
+    if constexpr (S::spec.block_rows == kBlock) status = launch<S, void>(args, stream);
   });
+  return status;
 }
 
 cudaError_t launch_produce_pair(const ProduceArgs& args, const KernelSpec& row, const KernelSpec& col,

@@ -89,16 +89,18 @@ cudaError_t launch(QuantizeArgs a, cudaStream_t stream) {
 
 }  // namespace
 
-bool launch_quantize_tiles(const QuantizeArgs& args, const KernelSpec& spec, cudaStream_t stream, cudaError_t* status) {
-  return dispatch(spec, SupportedSpecs{}, [&](auto s) {
+cudaError_t launch_quantize_tiles(const QuantizeArgs& args, const KernelSpec& spec, cudaStream_t stream) {
+  cudaError_t status = cudaErrorInvalidValue;
+  dispatch(spec, SupportedSpecs{}, [&](auto s) {
     using S = decltype(s);
     with_float(args.kind, [&](auto t) {
       if (args.shape.transposed)
-        *status = launch<S, decltype(t), true>(args, stream);
+        status = launch<S, decltype(t), true>(args, stream);
       else if constexpr (S::spec.block_rows == kBlock)
-        *status = launch<S, decltype(t), false>(args, stream);
+        status = launch<S, decltype(t), false>(args, stream);
     });
   });
+  return status;
 }
 
 }  // namespace jnvfp4

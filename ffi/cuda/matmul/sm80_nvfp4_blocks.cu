@@ -1,32 +1,28 @@
-// a b^T of two NVFP4 operands in the pinned order of docs/numerics.md, for window64 on either side: the same bits as
-// the CPU. A block's dot product of doubled codes is exact in the integer tensor cores, its product with the two scales
-// is exact in float32, and each sum is one rounding.
+// a b^T of two NVFP4 operands in the pinned order of docs/numerics.md: the same bits as the CPU. A block's dot product
+// of doubled codes is exact in the integer tensor cores, its product with the two scales is exact in float32, and each
+// sum is one rounding.
 //
-// A thread block has 64 x 64 outputs and goes along K window by window: codes to bytes in shared memory, then for each
-// of the four blocks one mma m16n8k16 per 16 x 8 outputs.
-#include "device.cuh"
-#include "kernels.h"
+// A thread block has 64 x 64 outputs and goes along K by slabs of 64, which are the windows of window64: codes to bytes
+// in shared memory, then for each of the four blocks one mma m16n8k16 per 16 x 8 outputs.
+#include "../device.cuh"
+#include "../kernels.h"
 
 namespace jnvfp4 {
 namespace {
 
 constexpr int kGemmThreads = 128, kRows = 64, kCols = 64, kWarpRows = 32, kWarpCols = 32;
 constexpr int kRowTiles = kWarpRows / 16, kColTiles = kWarpCols / 8;
-constexpr int kBlocks = kWindow / kBlock;
 constexpr int kPitch = kWindow + 16;  // bytes a row: a multiple of 16 that spreads rows over the banks
 
-struct Operand {
-  const uint8_t* data;
-  const uint8_t* scale;
-  const float* amax;
-  AmaxMap map;
-  int64_t depth;
-};
+// A block's amax, by the row over all matrices and the slab along K.
+__device__ __forceinline__ float amax_of(const MatmulOperand& x, int64_t row, int64_t slab) {
+  return x.amax[x.map.windows() ? row * x.map.windows_per_row + slab : quotient(row, x.map.rows_per_amax)];
+}
 
 template <int kCount>
 struct Slab {
   alignas(16) int8_t twice[kCount][kPitch];
-  float scale[kCount][kBlocks];
+  float scale[kCount][kWindowBlocks];
   float amax[kCount];
 };
 
@@ -41,8 +37,9 @@ __device__ __forceinline__ uint32_t twice_of_codes(uint32_t codes) {
   return (positive & ~mask) | (negative & mask);
 }
 
-// Codes, scales and amax of a window of kCount rows: what one thread carries from global to shared memory.
-template <int kCount>
+// Codes and scales of a slab of kCount rows, and its amax with windows: what one thread carries from global to shared
+// memory. `blocks` are the blocks of a row; those past its end are zeros.
+template <int kCount, bool kWindows>
 struct Fetch {
   static constexpr int kBytes = kCount * kWindow / 2 / kGemmThreads;  // of codes
   static constexpr int kPerRow = kWindow / 2 / kBytes;
@@ -50,21 +47,31 @@ struct Fetch {
   uint32_t scales;
   float amax;
 
-  __device__ __forceinline__ void load(const Operand& x, int64_t first_row, int64_t count, int64_t window) {
+  __device__ __forceinline__ void load(const MatmulOperand& x, int64_t first_row, int64_t count, int64_t slab,
+                                       int64_t blocks) {
     const int r = threadIdx.x / kPerRow, part = threadIdx.x % kPerRow;
+    const int64_t left = blocks - slab * kWindowBlocks;  // blocks from the slab's first on
 #pragma unroll
     for (int i = 0; i < kBytes / 4; ++i) codes[i] = 0;
-    if (r < count) {
-      const auto* p = reinterpret_cast<const uint32_t*>(x.data + (first_row + r) * (x.depth / 2) +
-                                                        window * (kWindow / 2) + part * kBytes);
-#pragma unroll
-      for (int i = 0; i < kBytes / 4; ++i) codes[i] = __ldg(p + i);
+    if (r < count && (kWindows || part * (kBytes / 8) < left)) {
+      const auto* p = reinterpret_cast<const uint32_t*>(static_cast<const uint8_t*>(x.data) +
+                                                        (first_row + r) * blocks * (kBlock / 2) + slab * (kWindow / 2) +
+                                                        part * kBytes);
+      static_assert(kBytes == 16, "a thread's codes are two blocks");
+      const bool both = kWindows || part * (kBytes / 8) + 1 < left;
+      codes[0] = __ldg(p), codes[1] = __ldg(p + 1);
+      if (both) codes[2] = __ldg(p + 2), codes[3] = __ldg(p + 3);
     }
     scales = 0, amax = 0.0f;
     if (threadIdx.x < kCount && threadIdx.x < count) {
       const int64_t row = first_row + threadIdx.x;
-      scales = __ldg(reinterpret_cast<const uint32_t*>(x.scale + row * (x.depth / kBlock)) + window);
-      amax = x.amax[x.map.windows ? row * (x.depth / kWindow) + window : quotient(row, x.map.rows_per_amax)];
+      if constexpr (kWindows) {
+        scales = __ldg(reinterpret_cast<const uint32_t*>(x.scale + row * blocks) + slab);
+        amax = amax_of(x, row, slab);
+      } else {
+        const uint8_t* p = x.scale + row * blocks + slab * kWindowBlocks;
+        for (int j = 0; j < kWindowBlocks && j < left; ++j) scales |= uint32_t{__ldg(p + j)} << (8 * j);
+      }
     }
   }
   // `factor` goes into the scales, exactly.
@@ -75,9 +82,9 @@ struct Fetch {
       row[i] = make_uint2(twice_of_codes(codes[i] & 0xffffu), twice_of_codes(codes[i] >> 16));
     if (threadIdx.x < kCount) {
 #pragma unroll
-      for (int j = 0; j < kBlocks; ++j)
+      for (int j = 0; j < kWindowBlocks; ++j)
         slab.scale[threadIdx.x][j] = mul_rn(e4m3_decode(static_cast<uint8_t>(scales >> (8 * j))), factor);
-      slab.amax[threadIdx.x] = amax;
+      if constexpr (kWindows) slab.amax[threadIdx.x] = amax;
     }
   }
 };
@@ -145,59 +152,80 @@ __device__ __forceinline__ void for_each_output(const F& f) {
       for (int i = 0; i < 4; ++i) f(m, n, i);
 }
 
-template <class T>
-__global__ void __launch_bounds__(kGemmThreads, 3) gemm_blocks_kernel(BlockGemmArgs g) {
+// With windows each slab has its own sum, which alpha scales before it is added; else the blocks of all slabs add up,
+// and alpha scales the sum in the end.
+template <class T, bool kWindows>
+__global__ void __launch_bounds__(kGemmThreads, 3) sm80_nvfp4_blocks_kernel(MatmulArgs g) {
   __shared__ Slab<kRows> a;
   __shared__ Slab<kCols> b;
   const Warp w;
   const GemmShape& s = g.shape;
-  const Operand left{g.a, g.a_scale, g.a_amax, g.a_map, s.depth};
-  const Operand right{g.b, g.b_scale, g.b_amax, g.b_map, s.depth};
-  const float divisor = 36.0f * g.a_max * g.b_max, reciprocal = div_rn(1.0f, divisor);
+  const int64_t blocks = s.depth / kBlock, slabs = (blocks + kWindowBlocks - 1) / kWindowBlocks;
+  const float divisor = 36.0f * g.a.e4m3_max * g.b.e4m3_max, reciprocal = div_rn(1.0f, divisor);
   const auto col_tiles = static_cast<unsigned>((s.cols + kCols - 1) / kCols);
   const int64_t row0 = static_cast<int64_t>(blockIdx.x / col_tiles) * kRows;
   const int64_t col0 = static_cast<int64_t>(blockIdx.x % col_tiles) * kCols;
   for (int64_t matrix = blockIdx.y; matrix < s.batch; matrix += gridDim.y) {
-    Fetch<kRows> next_a;
-    Fetch<kCols> next_b;
+    const int64_t a_row0 = matrix * s.rows + row0, b_row0 = matrix * s.cols + col0;
+    Fetch<kRows, kWindows> next_a;
+    Fetch<kCols, kWindows> next_b;
     Sums y{};
-    next_a.load(left, matrix * s.rows + row0, s.rows - row0, 0);
-    next_b.load(right, matrix * s.cols + col0, s.cols - col0, 0);
-    for (int64_t window = 0; window < s.depth / kWindow; ++window) {
-      __syncthreads();  // the last window has been read
+    next_a.load(g.a, a_row0, s.rows - row0, 0, blocks);
+    next_b.load(g.b, b_row0, s.cols - col0, 0, blocks);
+    for (int64_t slab = 0; slab < slabs; ++slab) {
+      __syncthreads();  // the last slab has been read
       next_a.store(a, 1.0f);
       next_b.store(b, 0.25f);  // both codes are doubled
       __syncthreads();
-      if (window + 1 < s.depth / kWindow) {
-        next_a.load(left, matrix * s.rows + row0, s.rows - row0, window + 1);
-        next_b.load(right, matrix * s.cols + col0, s.cols - col0, window + 1);
+      if (slab + 1 < slabs) {
+        next_a.load(g.a, a_row0, s.rows - row0, slab + 1, blocks);
+        next_b.load(g.b, b_row0, s.cols - col0, slab + 1, blocks);
       }
-      Sums sum{};
+      if constexpr (kWindows) {
+        Sums sum{};
 #pragma unroll
-      for (int j = 0; j < kBlocks; ++j) add_block(sum, a, b, w, j);
-      for_each_output([&](int m, int n, int i) {
-        const float alpha = alpha_w4a4_by_steps(a.amax[w.row_of(m, i)], b.amax[w.col_of(n, i)], divisor, reciprocal);
-        y[m][n][i] = add_window(y[m][n][i], sum[m][n][i], alpha);
-      });
+        for (int j = 0; j < kWindowBlocks; ++j) add_block(sum, a, b, w, j);
+        for_each_output([&](int m, int n, int i) {
+          const float alpha = alpha_w4a4_by_steps(a.amax[w.row_of(m, i)], b.amax[w.col_of(n, i)], divisor, reciprocal);
+          y[m][n][i] = add_window(y[m][n][i], sum[m][n][i], alpha);
+        });
+      } else {
+#pragma unroll
+        for (int j = 0; j < kWindowBlocks; ++j) add_block(y, a, b, w, j);  // past the end: plus zero, y is never -0
+      }
     }
     for_each_output([&](int m, int n, int i) {
       const int64_t row = row0 + w.row_of(m, i), col = col0 + w.col_of(n, i);
       if (row >= s.rows || col >= s.cols) return;
-      const float bias = g.bias ? load_float(g.bias, g.bias_kind, col) : 0.0f;
-      static_cast<typename T::Stored*>(g.out)[(matrix * s.rows + row) * s.cols + col] =
-          T::store(gemm_epilogue(y[m][n][i], 1.0f, bias, g.bias != nullptr));
+      const int64_t a_row = matrix * s.rows + row;
+      const float bias = g.result.bias ? load_float(g.result.bias, g.result.bias_kind, col) : 0.0f;
+      const float alpha = kWindows ? 1.0f
+                                   : alpha_w4a4(amax_of(g.a, a_row, 0), amax_of(g.b, matrix * s.cols + col, 0),
+                                                g.a.e4m3_max, g.b.e4m3_max);
+      static_cast<typename T::Stored*>(g.result.out)[a_row * s.cols + col] =
+          T::store(gemm_epilogue(y[m][n][i], alpha, bias, g.result.bias != nullptr));
     });
     __syncthreads();
   }
 }
 
-}  // namespace
-
-cudaError_t launch_gemm_blocks(const BlockGemmArgs& g, cudaStream_t stream) {
+template <class T, bool kWindows>
+void launch(const MatmulArgs& g, cudaStream_t stream) {
   constexpr int64_t kMost = 32768;  // of the 65535 that grid dimension y allows
   const int64_t tiles = (g.shape.rows + kRows - 1) / kRows * ((g.shape.cols + kCols - 1) / kCols);
   const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(std::min(g.shape.batch, kMost)));
-  with_float(g.out_kind, [&](auto t) { gemm_blocks_kernel<decltype(t)><<<grid, kGemmThreads, 0, stream>>>(g); });
+  sm80_nvfp4_blocks_kernel<T, kWindows><<<grid, kGemmThreads, 0, stream>>>(g);
+}
+
+}  // namespace
+
+cudaError_t launch_sm80_nvfp4_blocks(const MatmulArgs& g, cudaStream_t stream) {
+  with_float(g.result.kind, [&](auto t) {
+    if (g.windows())
+      launch<decltype(t), true>(g, stream);
+    else
+      launch<decltype(t), false>(g, stream);
+  });
   return cudaGetLastError();
 }
 

@@ -36,7 +36,7 @@ __device__ __forceinline__ void fill_scales_of_all(SharedScales<S>& scales, cons
 }
 template <class S>
 bool one_for_all(const QuantShape& shape) {
-  return kOneAmax<S> && shape.rows_per_amax == all_rows(shape) && !(kStochastic<S> && shape.batch > 1);
+  return kOneAmax<S> && shape.amax.rows_per_amax == all_rows(shape) && !(kStochastic<S> && shape.batch > 1);
 }
 
 // A block: the `i`-th from `first`, which a thread block has in common, so that addresses are 32-bit numbers on top.
@@ -211,7 +211,7 @@ cudaError_t launch_rows(const typename Op::Args& a, cudaStream_t stream) {
       return cudaGetLastError();
     }
     const unsigned groups = resident_grid(blocks, kThreads, kGroupBlocks<Op, S>);
-    groups_kernel<Op, S, T><<<groups, kThreads, 0, stream>>>(a, blocks, a.shape.rows_per_amax * row_blocks);
+    groups_kernel<Op, S, T><<<groups, kThreads, 0, stream>>>(a, blocks, a.shape.amax.blocks_per_amax(row_blocks));
   }
   return cudaGetLastError();
 }

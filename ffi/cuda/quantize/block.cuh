@@ -6,8 +6,8 @@
 
 #include <cuda_fp8.h>
 
-#include "device.cuh"
-#include "kernels.h"
+#include "../device.cuh"
+#include "../kernels.h"
 
 namespace jnvfp4 {
 

@@ -1,8 +1,8 @@
 // Norm and gate on CUDA: the bfloat16 values of eight or sixteen neighbouring elements.
 #pragma once
 
-#include "../producers.h"
-#include "block.cuh"
+#include "../../producers.h"
+#include "../quantize/block.cuh"
 
 namespace jnvfp4 {
 

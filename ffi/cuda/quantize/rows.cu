@@ -24,17 +24,19 @@ struct Quantize {
 
 }  // namespace
 
-bool launch_quantize(const QuantizeArgs& args, const KernelSpec& spec, cudaStream_t stream, cudaError_t* status) {
+cudaError_t launch_quantize(const QuantizeArgs& args, const KernelSpec& spec, cudaStream_t stream) {
   const bool rows = !args.shape.transposed && spec.block_rows == 1;
-  return rows ? launch_quantize_rows(args, spec, stream, status) : launch_quantize_tiles(args, spec, stream, status);
+  return rows ? launch_quantize_rows(args, spec, stream) : launch_quantize_tiles(args, spec, stream);
 }
 
-bool launch_quantize_rows(const QuantizeArgs& args, const KernelSpec& spec, cudaStream_t stream, cudaError_t* status) {
-  return dispatch(spec, SupportedSpecs{}, [&](auto s) {
+cudaError_t launch_quantize_rows(const QuantizeArgs& args, const KernelSpec& spec, cudaStream_t stream) {
+  cudaError_t status = cudaErrorInvalidValue;
+  dispatch(spec, SupportedSpecs{}, [&](auto s) {
     using S = decltype(s);
     if constexpr (S::spec.block_rows == 1)
-      with_float(args.kind, [&](auto t) { *status = launch_rows<Quantize, S, decltype(t)>(args, stream); });
+      with_float(args.kind, [&](auto t) { status = launch_rows<Quantize, S, decltype(t)>(args, stream); });
   });
+  return status;
 }
 
 }  // namespace jnvfp4

@@ -1,14 +1,12 @@
 // The producers on the CPU: 16 rows at a time from their operands to bfloat16, then quantized while they are in cache.
 // For columns, whose blocks run over many rows, the values are kept.
-#include "../producers.h"
+#include "../calls/produce.h"
 
 #include <algorithm>
 #include <vector>
 
-#include "../producer_call.h"
-#include "../types.h"
+#include "../producers.h"
 #include "parallel.h"
-#include "quantize.h"
 #include "steps.h"
 
 namespace jnvfp4 {
@@ -99,21 +97,11 @@ void for_each_group(ffi::ThreadPool& pool, const RowProducer& producer, uint16_t
   });
 }
 
-QuantizeRequest request_of(const ProducerSide& side, bool transpose) {
-  return {side.given() ? side.amax.typed_data() : nullptr,
-          side.given() ? nullptr : side.found.typed_data(),
-          side.stream.typed_data(),
-          side.buffers(),
-          transpose,
-          side.spec,
-          side.row_blocks};
-}
-
 // Quantizes `count` rows from `row` over all matrices, which belong to one matrix and are at `y`.
 void quantize_rows(const QuantizeArgs& all, const KernelSpec& spec, const uint16_t* y, int64_t row, int64_t count) {
   const int64_t cols = all.shape.cols, matrix = row / all.shape.rows;
-  const bool windows = spec.amax_scope == AmaxScope::kWindow64;
-  const int64_t amax = windows ? row * (cols / kWindow) : row / all.shape.rows_per_amax;
+  const AmaxMap& map = all.shape.amax;
+  const int64_t amax = map.at(row, 0);
   const RowStream stream = spec.rounding == Rounding::kStochastic
                                ? RowStream(all.stream, matrix, row - matrix * all.shape.rows)
                                : RowStream();
@@ -122,49 +110,34 @@ void quantize_rows(const QuantizeArgs& all, const KernelSpec& spec, const uint16
   own.amax = all.amax ? all.amax + amax : nullptr, own.found = all.amax ? nullptr : all.found + amax;
   own.data += row * (cols / 2), own.scale += row * (cols / kBlock);
   own.stream = stream.args();
-  own.shape = {1, count, cols, all.shape.rows_per_amax == 1 ? 1 : count, false};
+  own.shape = {1, count, cols, {map.rows_per_amax == 1 ? 1 : count, map.windows_per_row}, false};
   quantize_step(own, spec);
 }
 
-ffi::Error run(ffi::ThreadPool pool, const ProducerCall& call) {
-  Sources s;
-  QuantShape shape{};
-  if (ffi::Error error = call.check_specs(); !error.success()) return error;
-  std::string error = call.sources(&s);
-  if (error.empty() && call.row.wanted()) error = call.side_shape(call.row, &shape);
-  const ffi::AnyBuffer values = call.col.wanted() && !call.keeps_values() ? call.scratch : call.values;
-  if (error.empty() && call.col.wanted()) error = call.check_values(values);
-  if (!error.empty()) return invalid("produce", error);
-  const RowProducer producer(s);
-  uint16_t* kept = count_of(values) ? static_cast<uint16_t*>(values.untyped_data()) : nullptr;
-  if (call.col.wanted()) {
-    for_each_group(pool, producer, kept, [](int64_t, int64_t, const uint16_t*) {});
-    if (ffi::Error row = run_quantize(pool, "produce", values, request_of(call.row, false)); !row.success()) return row;
-    return run_quantize(pool, "produce", values, request_of(call.col, true));
-  }
-  if (!call.row.wanted()) {
-    for_each_group(pool, producer, kept, [](int64_t, int64_t, const uint16_t*) {});
+// The values as an array to be quantized.
+QuantizeArgs of_values(QuantizeArgs args, const uint16_t* values) {
+  args.x = values, args.kind = Float::kBf16;
+  return args;
+}
+
+ffi::Error run(ffi::ThreadPool pool, const ProduceArgs& args, const KernelSpec& row, const KernelSpec& col) {
+  const RowProducer producer(args.sources);
+  uint16_t* kept = args.values ? args.values : static_cast<uint16_t*>(args.scratch);
+  if (args.row.data && !args.col.data) {
+    for_each_group(pool, producer, kept, [&](int64_t first, int64_t count, const uint16_t* y) {
+      quantize_rows(args.row, row, y, first, count);
+    });
     return ffi::Error::Success();
   }
-  const QuantizeRequest r = request_of(call.row, false);
-  QuantBuffers buffers = r.buffers;
-  const KernelSpec spec = kernel_spec(r.attr);
-  const QuantizeArgs rows{nullptr,
-                          Float::kBf16,
-                          r.amax,
-                          r.found,
-                          static_cast<uint8_t*>(buffers.data.untyped_data()),
-                          static_cast<uint8_t*>(buffers.scale.untyped_data()),
-                          {r.stream, r.row_blocks},
-                          shape,
-                          static_cast<float>(r.attr.e4m3_max)};
-  for_each_group(pool, producer, kept,
-                 [&](int64_t row, int64_t count, const uint16_t* y) { quantize_rows(rows, spec, y, row, count); });
+  for_each_group(pool, producer, kept, [](int64_t, int64_t, const uint16_t*) {});
+  if (args.row.data) quantize(pool, of_values(args.row, kept), row);
+  if (args.col.data) quantize(pool, of_values(args.col, kept), col);
   return ffi::Error::Success();
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Produce, (produce_impl<ffi::ThreadPool, run>), producer_binding().Ctx<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Produce, (produce_call<true, ffi::ThreadPool, run>),
+                              produce_binding().Ctx<ffi::ThreadPool>());
 
 }  // namespace jnvfp4

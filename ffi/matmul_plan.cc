@@ -1,0 +1,98 @@
+#include "matmul_plan.h"
+
+namespace jnvfp4 {
+namespace {
+
+using Left = MatmulProblem::Left;
+
+// A reason, or null.
+const char* needs_nvfp4(const MatmulProblem& p) {
+  return p.a == Left::kNvfp4 ? nullptr : "its left operand must be an NVFP4 tensor";
+}
+const char* needs_dense(const MatmulProblem& p) {
+  if (p.a == Left::kNvfp4) return "its left operand must be a bfloat16 or float16 array";
+  return p.windows ? "it takes no operand with amax_scope=\"window64\"" : nullptr;
+}
+const char* needs_free_order(const MatmulProblem& p) {
+  if (p.pinned) return "its order of summation is not pinned";
+  return p.windows ? "it takes no operand with amax_scope=\"window64\"" : nullptr;
+}
+
+struct Row {
+  MatmulKernel kernel;
+  std::string_view name;
+  int least, most;  // compute capabilities, or kCpu
+  const char* (*cannot)(const MatmulProblem&);
+};
+
+constexpr int kNewest = 999;
+
+// In order of preference. H200 = commit 91bc4d6, benchmarks/results/h200_gemm.json: 8192^3 takes 1740 us by
+// decode_then_dot; the pinned kernel took 24678 us with windows, so it runs only where the order asks for it.
+constexpr Row kTable[] = {
+    {MatmulKernel::kDecodeThenDot, "decode_then_dot", kAnyGpu, kNewest, needs_free_order},
+    {MatmulKernel::kSm80Nvfp4Blocks, "sm80_nvfp4_blocks", kAnyGpu, kNewest, needs_nvfp4},
+    {MatmulKernel::kSm80DenseElements, "sm80_dense_elements", kAnyGpu, kNewest, needs_dense},
+    {MatmulKernel::kCpuNvfp4Blocks, "cpu_nvfp4_blocks", kCpu, kCpu, needs_nvfp4},
+    {MatmulKernel::kCpuDenseElements, "cpu_dense_elements", kCpu, kCpu, needs_dense},
+};
+static_assert(sizeof kTable / sizeof kTable[0] == kMatmulKernels, "each kernel has one row");
+
+const Row& row_of(MatmulKernel kernel) {
+  for (const Row& row : kTable)
+    if (row.kernel == kernel) return row;
+  return kTable[0];  // not reached: each kernel has one row
+}
+
+std::string device_text(int capability) {
+  if (capability == kCpu) return "the CPU";
+  return "compute capability " + std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+}
+
+}  // namespace
+
+std::string_view name_of(MatmulKernel kernel) { return row_of(kernel).name; }
+
+bool find_kernel(std::string_view name, MatmulKernel* kernel) {
+  for (const Row& row : kTable)
+    if (row.name == name) return *kernel = row.kernel, true;
+  return false;
+}
+
+std::string why_not(MatmulKernel kernel, const MatmulProblem& problem, int capability) {
+  const Row& row = row_of(kernel);
+  if (capability < row.least || capability > row.most) {
+    const bool cpu = row.most == kCpu;
+    return std::string(row.name) + " runs on " + (cpu ? "" : "GPUs from ") + device_text(row.least) + ", not on " +
+           device_text(capability);
+  }
+  const char* reason = row.cannot(problem);
+  return reason ? std::string(row.name) + " cannot: " + reason : std::string();
+}
+
+int64_t scratch_bytes(MatmulKernel, const MatmulProblem&) { return 0; }  // no kernel of the table needs any
+
+bool plan_matmul(const MatmulProblem& problem, int capability, MatmulPlan* plan) {
+  for (const Row& row : kTable)
+    if (why_not(row.kernel, problem, capability).empty())
+      return *plan = {row.kernel, scratch_bytes(row.kernel, problem)}, true;
+  return false;
+}
+
+std::string adapt_plan(std::string_view planned, const MatmulProblem& problem, int capability, int64_t scratch,
+                       MatmulPlan* plan) {
+  const auto fits = [&](const MatmulPlan& p) {
+    return p.kernel != MatmulKernel::kDecodeThenDot && p.scratch_bytes <= scratch;
+  };
+  MatmulKernel kernel;
+  if (!find_kernel(planned, &kernel)) return "kernel must be one that this version has, got " + std::string(planned);
+  *plan = {kernel, scratch_bytes(kernel, problem)};
+  const std::string reason = why_not(kernel, problem, capability);
+  if (reason.empty() && fits(*plan)) return {};
+  if (plan_matmul(problem, capability, plan) && fits(*plan)) return {};
+  return "the program was lowered for the kernel " + std::string(planned) + " with " + std::to_string(scratch) +
+         " bytes of scratch, which " + device_text(capability) + " cannot run (" +
+         (reason.empty() ? "it needs more scratch" : reason) + "); lower it again for this device";
+}
+
+}  // namespace jnvfp4
