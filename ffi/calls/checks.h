@@ -36,7 +36,13 @@ bool present(const B& buffer) {
 
 inline std::string name_of(Type type) {
   switch (type) {
+    case Type::PRED: return "bool";
+    case Type::S4: return "int4";
+    case Type::U4: return "uint4";
+    case Type::F4E2M1FN: return "float4_e2m1fn";
+    case Type::S8: return "int8";
     case Type::U8: return "uint8";
+    case Type::S32: return "int32";
     case Type::U32: return "uint32";
     case Type::F8E4M3FN: return "float8_e4m3fn";
     case Type::F32: return "float32";
@@ -124,7 +130,8 @@ class Checks {
     return type(name, buffer, types) && dims(name, buffer, expected);
   }
 
-  bool absent(std::string_view name, const ffi::AnyBuffer& buffer) {
+  bool absent(std::string_view name, const ffi::AnyBuffer& buffer, std::initializer_list<Type> types) {
+    type(name, buffer, types);
     return that(!present(buffer), [&] { return std::string(name) + " must have no elements, got " + text_of(buffer); });
   }
 

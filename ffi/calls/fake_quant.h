@@ -30,7 +30,7 @@ ffi::Error fake_quant_call(ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::AnyBuffer
     map = scope_amax(check, "amax", amax, m, spec.amax_scope);
   else
     check_found(check, "amax", amax, m, spec.amax_scope);
-  const StreamArgs random = side_stream(check, "stream", stream, row_blocks, m, spec);
+  const StreamArgs random = side_stream(check, "stream", stream, "row_blocks", row_blocks, m, spec);
   check.array("out", *out, {x.element_type()}, {m.lead, {m.rows, m.cols}});
   if (!check.ok()) return check.error();
   if (!present(x)) return ffi::Error::Success();

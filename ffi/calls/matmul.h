@@ -81,8 +81,8 @@ ffi::Error matmul_call(ffi::AnyBuffer a, ffi::AnyBuffer a_scale, ffi::AnyBuffer 
     left = parts;
   } else {
     check.type("a", a, {Type::U8, Type::BF16, Type::F16});
-    check.absent("a scale", a_scale);
-    check.absent("a amax", a_amax);
+    check.absent("a scale", a_scale, {Type::U8});
+    check.absent("a amax", a_amax, {Type::F32});
     args.a.data = a.untyped_data(), args.a.kind = float_kind(a.element_type());
     problem.a = args.a.kind == Float::kBf16 ? MatmulProblem::Left::kBf16 : MatmulProblem::Left::kF16;
     check.that(!a_windows, [] { return "a_windows must be false with a 16-bit a, got true"; });

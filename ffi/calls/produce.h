@@ -59,18 +59,20 @@ inline Sources producer_sources(Checks& check, std::string_view producer, float 
 }
 
 // One orientation of the result, if it is wanted.
-inline QuantizeArgs producer_side(Checks& check, const ffi::AnyBuffer& a, const SideBuffers& side, bool transposed,
-                                  const KernelSpec& spec) {
-  if (present(side.data)) return side_args(check, "the operands", a, Type::BF16, side, transposed, spec);
-  check.absent(side.name("scale"), side.scale);
-  check.absent(side.name("found amax"), side.found);
-  check.absent(side.name("amax"), side.amax);
-  check.absent(side.name("stream"), side.stream);
+inline QuantizeArgs producer_side(Checks& check, const Sources& s, const ffi::AnyBuffer& a, const SideBuffers& side,
+                                  bool transposed, const KernelSpec& spec) {
+  const std::string_view name = s.producer == Producer::kRmsNorm ? "x" : "gate";
+  if (present(side.data)) return side_args(check, name, a, Type::BF16, side, transposed, spec);
+  check.absent(side.name("data"), side.data, {Type::U8});
+  check.absent(side.name("scale"), side.scale, kScales);
+  check.absent(side.name("found amax"), side.found, {Type::F32});
+  check.absent(side.name("amax"), side.amax, {Type::F32});
+  check.absent(side.name("stream"), side.stream, {Type::U32});
   return {};
 }
 
-// What `Producing` needs beside its results differs: a CPU keeps the values for columns, and CUDA kernels that go
-// through tiles keep the factors of a norm. `kHost` says which.
+// The scratch memory: a CPU keeps the values for columns, unless they are a result; CUDA kernels that go through tiles
+// keep the factor of each row of a norm. `kHost` says which platform it is.
 template <bool kHost>
 void* producer_scratch(Checks& check, const ProduceArgs& args, const KernelSpec& row_spec, const Dims& dims,
                        const ffi::AnyBuffer& scratch) {
@@ -80,7 +82,7 @@ void* producer_scratch(Checks& check, const ProduceArgs& args, const KernelSpec&
   else if (!kHost && tiles && args.sources.producer == Producer::kRmsNorm)
     check.array("scratch", scratch, {Type::F32}, {dims.first(dims.size() - 1), {}});
   else
-    return nullptr;
+    return check.type("scratch", scratch, {Type::U8}), nullptr;
   return scratch.untyped_data();
 }
 
@@ -101,11 +103,12 @@ ffi::Error produce_call(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer row_a
   ProduceArgs args{};
   args.sources = producer_sources(check, producer, eps, a, b);
   if (!check.ok()) return check.error();
-  args.row = producer_side(check, a, row, false, row_spec);
-  args.col = producer_side(check, a, col, true, col_spec);
+  args.row = producer_side(check, args.sources, a, row, false, row_spec);
+  args.col = producer_side(check, args.sources, a, col, true, col_spec);
   if (args.col.data) check_pair(check, row, col, row_spec, col_spec);
+  check.type("values", *values, {Type::BF16});
   if (present(*values)) {
-    check.array("values", *values, {Type::BF16}, {a.dimensions(), {}});
+    check.dims("values", *values, {a.dimensions(), {}});
     args.values = static_cast<uint16_t*>(values->untyped_data());
   }
   check.that(args.row.data || !args.col.data, [] { return "row data must be wanted where col data is, got none"; });

@@ -61,27 +61,31 @@ inline void check_found(Checks& check, std::string_view name, const ffi::AnyBuff
 inline void side_amax(Checks& check, const SideBuffers& b, const Matrices& m, const KernelSpec& spec,
                       QuantizeArgs* args) {
   check.type(b.name("amax"), b.amax, {Type::F32});
-  check.type(b.name("found amax"), b.found, {Type::F32});
   if (present(b.amax)) {
     args->shape.amax = scope_amax(check, b.name("amax"), b.amax, m, spec.amax_scope);
     args->amax = static_cast<const float*>(b.amax.untyped_data());
-    check.absent(b.name("found amax"), b.found);
+    check.absent(b.name("found amax"), b.found, {Type::F32});
     return;
   }
+  check.type(b.name("found amax"), b.found, {Type::F32});
   check_found(check, b.name("amax"), b.amax, m, spec.amax_scope);
   if (spec.amax_scope != AmaxScope::kTensor) scope_amax(check, b.name("found amax"), b.found, m, spec.amax_scope);
   args->shape.amax = found_map(m, spec.amax_scope);
   args->found = static_cast<float*>(b.found.untyped_data());
 }
 
-inline StreamArgs side_stream(Checks& check, std::string_view name, const ffi::AnyBuffer& stream, int32_t row_blocks,
-                              const Matrices& m, const KernelSpec& spec) {
+// `blocks` names `row_blocks`.
+inline StreamArgs side_stream(Checks& check, std::string_view name, const ffi::AnyBuffer& stream,
+                              std::string_view blocks, int32_t row_blocks, const Matrices& m, const KernelSpec& spec) {
+  if (spec.rounding == Rounding::kNearest) {
+    check.absent(name, stream, {Type::U32});
+    return {nullptr, m.cols / kBlock};
+  }
   check.type(name, stream, {Type::U32});
-  if (spec.rounding == Rounding::kNearest) return check.absent(name, stream), StreamArgs{nullptr, m.cols / kBlock};
   check.dims(name, stream, {m.lead, {4}});
   check.that(row_blocks >= m.cols / kBlock, [&] {
-    return "row_blocks must be the blocks in a row of the whole array, at least " + std::to_string(m.cols / kBlock) +
-           ", got " + std::to_string(row_blocks);
+    return std::string(blocks) + " must be the blocks in a row of the whole array, at least " +
+           std::to_string(m.cols / kBlock) + ", got " + std::to_string(row_blocks);
   });
   return {static_cast<const uint32_t*>(stream.untyped_data()), row_blocks};
 }
@@ -99,7 +103,8 @@ inline QuantizeArgs side_args(Checks& check, std::string_view values, const ffi:
   args.data = static_cast<uint8_t*>(b.data.untyped_data());
   args.scale = static_cast<uint8_t*>(b.scale.untyped_data());
   side_amax(check, b, m, spec, &args);
-  args.stream = side_stream(check, b.name("stream"), b.stream, b.row_blocks, m, spec);
+  args.stream = side_stream(check, b.name("stream"), b.stream, b.side == "col " ? "col_blocks" : "row_blocks",
+                            b.row_blocks, m, spec);
   return args;
 }
 

@@ -1,0 +1,251 @@
+"""A valid call of every FFI target, and calls that differ from it in one operand, result or attribute."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jnvfp4 import NVFP4, NVFP4_2D, NVFP4_SR, ROW_SCALED, WINDOW64, QuantSpec
+
+U8, U32, F32, BF16 = jnp.uint8, jnp.uint32, jnp.float32, jnp.bfloat16
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+@dataclass(frozen=True)
+class Array:
+    """An operand or result: its name in errors, its shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    may_be: tuple[tuple[int, ...], ...] = ()  # other shapes that are accepted
+    also: tuple[Any, ...] = ()  # other dtypes that are accepted
+
+    def struct(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+
+@dataclass(frozen=True)
+class Call:
+    target: str
+    operands: tuple[Array, ...]
+    results: tuple[Array, ...]
+    attrs: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> Any:
+        operands = [jnp.zeros(o.shape, o.dtype) for o in self.operands]
+        call = jax.ffi.ffi_call(f"nvfp4_{self.target}", [r.struct() for r in self.results], has_side_effect=True)
+        return jax.block_until_ready(call(*operands, **self.attrs))
+
+
+def absent(name: str, dtype: Any = F32) -> Array:
+    """An operand or result that the call does without; any shape without elements says so."""
+    more = ((), (1,), (3,)) if name == "scratch" else ()  # more scratch than needed does no harm
+    return Array(name, (0,), dtype, ((0, 1), (1, 0), *more))
+
+
+def side(
+    lead: tuple[int, ...],
+    rows: int,
+    cols: int,
+    spec: QuantSpec,
+    given: bool,
+    name: str = "",
+) -> tuple[Array, Array, tuple[Array, ...]]:
+    """The amax, the stream, and the results data, scale and found amax of one orientation."""
+    scope = spec.format.amax_scope
+    shape = {"tensor": (), "row": (*lead, rows), "window64": (*lead, rows, cols // 64)}[scope]
+    others = (lead,) if scope == "tensor" else ()
+    amax = Array(f"{name}amax", shape, F32, others) if given else absent(f"{name}amax")
+    stochastic = spec.rounding == "stochastic"
+    stream = Array(f"{name}stream", (*lead, 4), U32) if stochastic else absent(f"{name}stream", U32)
+    found = absent(f"{name}found amax") if given else Array(f"{name}found amax", shape, F32)
+    data = Array(f"{name}data", (*lead, rows, cols // 2), U8)
+    return amax, stream, (data, Array(f"{name}scale", (*lead, rows, cols // 16), U8), found)
+
+
+def quantize_call(spec: QuantSpec, given: bool, transpose: bool = False) -> Call:
+    lead, rows, cols = (2,), 64, 128
+    amax, stream, results = side(lead, *((cols, rows) if transpose else (rows, cols)), spec, given)
+    attrs = {"transpose": transpose, "spec": spec.ffi_attrs(), "row_blocks": np.int32(16)}
+    return Call("quantize", (Array("x", (*lead, rows, cols), BF16, also=FLOATS), amax, stream), results, attrs)
+
+
+def pair_call(spec: QuantSpec, given: bool) -> Call:
+    rows, cols = 64, 128
+    row_amax, row_stream, row = side((), rows, cols, spec, given, "row ")
+    col_amax, col_stream, col = side((), cols, rows, spec, given, "col ")
+    attrs = {"row_spec": spec.ffi_attrs(), "col_spec": spec.ffi_attrs()}
+    attrs |= {"row_blocks": np.int32(8), "col_blocks": np.int32(4)}
+    operands = (Array("x", (rows, cols), F32, also=FLOATS), row_amax, col_amax, row_stream, col_stream)
+    return Call("quantize_pair", operands, (*row, *col), attrs)
+
+
+def fake_quant_call(spec: QuantSpec, given: bool) -> Call:
+    amax, stream, _ = side((2,), 16, 128, spec, given)
+    if spec.finds_amax:  # without elements it is found
+        amax = replace(amax, may_be=tuple(s for s in wrong_shapes(amax) if 0 in s))
+    x = Array("x", (2, 16, 128), BF16)
+    attrs = {"spec": spec.ffi_attrs(), "row_blocks": np.int32(8)}
+    return Call("fake_quant", (x, amax, stream), (replace(x, name="out"),), attrs)
+
+
+def produce_call(producer: str, spec: QuantSpec, given: bool, pair: bool, scratch: Array) -> Call:
+    rows, cols = 64, 128
+    if producer == "rms_norm":
+        a, b = Array("x", (rows, cols), BF16, also=FLOATS), Array("weight", (cols,), F32, also=FLOATS)
+    else:
+        a, b = Array("gate", (rows, cols), BF16), Array("up", (rows, cols), BF16)
+    row_amax, row_stream, row = side((), rows, cols, spec, given, "row ")
+    col_amax, col_stream, col = side((), cols, rows, spec, given, "col ")
+    if not pair:
+        col_amax, col_stream = absent("col amax"), absent("col stream", U32)
+        col = (absent("col data", U8), absent("col scale", U8), absent("col found amax"))
+    values = (
+        Array("values", (rows, cols), BF16, ((0,), (0, cols), (rows, 0)))
+        if scratch.shape == (0,)
+        else absent("values", BF16)
+    )
+    attrs = {"producer": producer, "eps": np.float32(1e-6), "row_spec": spec.ffi_attrs(), "col_spec": spec.ffi_attrs()}
+    attrs |= {"row_blocks": np.int32(8), "col_blocks": np.int32(4)}
+    operands = (a, b, row_amax, col_amax, row_stream, col_stream)
+    return Call("produce", operands, (*row, *col, values, scratch), attrs)
+
+
+def tensor(name: str, rows: int, cols: int, windows: bool) -> tuple[Array, Array, Array]:
+    amax = Array(f"{name}amax", (rows, cols // 64), F32) if windows else Array(f"{name}amax", (), F32, ((rows,),))
+    return Array(f"{name}data", (rows, cols // 2), U8), Array(f"{name}scale", (rows, cols // 16), U8), amax
+
+
+def matmul_call(kernel: str, dense: bool, windows: bool) -> Call:
+    m, n, k = 16, 32, 128
+    a = (Array("a", (m, k), BF16, also=(jnp.float16,)), absent("a scale", U8), absent("a amax"))
+    bias = Array("bias", (n,), BF16, ((0,),), FLOATS)
+    results = (Array("out", (m, n), F32, also=FLOATS), absent("scratch", U8))
+    operands = (*(a if dense else tensor("a ", m, k, windows)), *tensor("b ", n, k, False), bias)
+    attrs = {"kernel": kernel, "pinned": False, "a_windows": windows, "b_windows": False}
+    attrs |= {"a_e4m3_max": np.int32(448), "b_e4m3_max": np.int32(448)}
+    return Call("matmul", operands, results, attrs)
+
+
+def dequantize_call(windows: bool) -> Call:
+    attrs = {"e4m3_max": np.int32(448), "windows": windows, "rotate_back": False}
+    return Call("dequantize", tensor("", 16, 128, windows), (Array("out", (16, 128), BF16, also=FLOATS),), attrs)
+
+
+def rht_amax_call() -> Call:
+    attrs = {"transpose": False, "keep": np.int32(1)}
+    other_sizes = ((2, 17, 32), (2, 8, 32), (2, 32, 32), (2, 16, 16), (2, 16, 64))
+    return Call("rht_amax", (Array("x", (2, 16, 32), BF16, other_sizes, FLOATS),), (Array("amax", (2,), F32),), attrs)
+
+
+def epilogue_call() -> Call:
+    operands = (Array("y", (16, 32), F32), Array("a amax", (), F32, ((16,), (0,))), Array("b amax", (), F32, ((32,),)))
+    attrs = {"a_e4m3_max": np.int32(448), "b_e4m3_max": np.int32(448), "b_batched": False}
+    return Call(
+        "epilogue",
+        (*operands, Array("bias", (32,), BF16, ((0,),), FLOATS)),
+        (Array("out", (16, 32), BF16, also=FLOATS),),
+        attrs,
+    )
+
+
+def decode_call() -> Call:
+    data, scale, _ = tensor("", 16, 128, False)
+    return Call("decode", (data, scale), (Array("out", (16, 128), BF16, also=(jnp.float16,)),))
+
+
+def valid_calls(platform: str) -> dict[str, Call]:
+    """Name -> a call that runs on "cpu" or "cuda"."""
+    cpu = platform == "cpu"
+    norm_scratch = absent("scratch", U8) if cpu else Array("scratch", (64,), F32)
+    pair_scratch = Array("scratch", (64, 128), BF16) if cpu else norm_scratch
+    blocks, elements = (
+        ("cpu_nvfp4_blocks", "cpu_dense_elements") if cpu else ("sm80_nvfp4_blocks", "sm80_dense_elements")
+    )
+    calls = {
+        "quantize": quantize_call(NVFP4, True),
+        "quantize tiles": quantize_call(NVFP4_2D, True, transpose=True),
+        "quantize stochastic": quantize_call(NVFP4_SR, True),
+        "quantize rows": quantize_call(ROW_SCALED, True),
+        "quantize rows found": quantize_call(ROW_SCALED, False),
+        "quantize columns found": quantize_call(ROW_SCALED, False, transpose=True),
+        "quantize windows": quantize_call(WINDOW64, True),
+        "quantize windows found": quantize_call(WINDOW64, False),
+        "pair": pair_call(NVFP4, True),
+        "pair stochastic": pair_call(NVFP4_SR, True),
+        "pair windows": pair_call(WINDOW64, False),
+        "fake_quant": fake_quant_call(NVFP4_SR, True),
+        "fake_quant rows found": fake_quant_call(ROW_SCALED, False),
+        "fake_quant windows": fake_quant_call(WINDOW64, True),
+        "norm": produce_call("rms_norm", ROW_SCALED, False, False, absent("scratch", U8)),
+        "norm pair": produce_call("rms_norm", NVFP4_2D, True, True, pair_scratch),
+        "gate": produce_call("silu_mul", NVFP4_SR, True, False, absent("scratch", U8)),
+        "gate windows": produce_call("silu_mul", WINDOW64, False, True, pair_scratch if cpu else absent("scratch", U8)),
+        "dequantize": dequantize_call(False),
+        "dequantize windows": dequantize_call(True),
+        "rht_amax": rht_amax_call(),
+        "matmul": matmul_call(blocks, False, False),
+        "matmul windows": matmul_call(blocks, False, True),
+        "matmul dense": matmul_call(elements, True, False),
+    }
+    return calls if cpu else calls | {"decode": decode_call(), "epilogue": epilogue_call()}
+
+
+# ---------------------------------------------------------------- calls that are wrong in one place
+def wrong_shapes(array: Array) -> Iterator[tuple[int, ...]]:
+    """Another rank, a longer, shorter or missing axis; not those that are accepted too."""
+    shape = array.shape
+    yield from (s for s in [(*shape, 1), (1, *shape), shape[1:], (3,)] if s != shape)
+    for axis, size in enumerate(shape):
+        for other in (size + 1, size // 2, 2 * size, 0):
+            if other != size:
+                yield (*shape[:axis], other, *shape[axis + 1 :])
+
+
+WRONG_DTYPES = (jnp.uint8, jnp.float16, jnp.float32, jnp.int4, jnp.float4_e2m1fn)
+
+
+def wrong_arrays(array: Array) -> Iterator[Array]:
+    for shape in dict.fromkeys(wrong_shapes(array)):
+        if shape not in array.may_be:
+            yield replace(array, shape=shape)
+    for dtype in WRONG_DTYPES:
+        if jnp.dtype(dtype) not in [jnp.dtype(d) for d in (array.dtype, *array.also)]:
+            yield replace(array, dtype=dtype)
+
+
+WRONG_SPECS = [
+    {"amax_scope": "column"},
+    {"e4m3_max": np.int32(0)},
+    {"e4m3_max": np.int32(-448)},
+    {"block_rows": np.int32(0)},
+    {"block_rows": np.int32(-1)},
+    {"block_rows": np.int32(17)},
+    {"block_rows": np.int32(2**31 - 1)},
+    {"select": ""},
+    {"error_math": "fp8"},
+    {"rounding": "up"},
+    {"amax_scope": "window64", "rht": True},
+    {"select": "mae", "rounding": "stochastic"},
+]
+WRONG_ATTRS = {
+    "row_blocks": [np.int32(-1), np.int32(0)],
+    "col_blocks": [np.int32(-1), np.int32(0)],
+    "keep": [np.int32(-1), np.int32(2), np.int32(99)],
+    "e4m3_max": [np.int32(0), np.int32(-1), np.int32(449)],
+    "a_e4m3_max": [np.int32(0), np.int32(-448)],
+    "b_e4m3_max": [np.int32(0), np.int32(257)],
+    "kernel": ["", "sm90_unheard_of", "decode"],
+    "producer": ["", "layer_norm"],
+}
+
+
+def wrong_attrs(attrs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in attrs.items():
+        if isinstance(value, dict):
+            yield from ((name, {**value, **change}) for change in WRONG_SPECS)
+        yield from ((name, wrong) for wrong in WRONG_ATTRS.get(name, ()))
