@@ -21,8 +21,9 @@ import matplotlib
 from jax import Array
 
 import jnvfp4
-from jnvfp4 import QuantSpec, Recipe, four_over_six, recipes
+from jnvfp4 import QuantSpec, Recipe, four_over_six
 from jnvfp4.spec import name_of
+from lm.recipes import RECIPES
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -52,15 +53,18 @@ SPECS: dict[str, QuantSpec] = {
         four_over_six("mse", block_rows=16),
     )
 }
-RECIPES: dict[str, Recipe] = {
-    "pretrain": recipes.pretrain(),
-    "row_scaled": recipes.row_scaled(),
-    "window64": recipes.window64(),
-    "four_over_six_weights": recipes.four_over_six("weights"),
-    "four_over_six_activations": recipes.four_over_six("activations"),
-    "four_over_six_all": recipes.four_over_six("all"),
-    "inference": recipes.inference(),
-    "weight_only": recipes.inference(weight_only=True),
+FORWARD_RECIPES: dict[str, Recipe] = {
+    name: RECIPES[name]()
+    for name in (
+        "pretrain",
+        "row_scaled",
+        "window64",
+        "four_over_six_weights",
+        "four_over_six_activations",
+        "four_over_six_all",
+        "inference",
+        "weight_only",
+    )
 }
 KINDS = {"normal": ("C0", "o"), "heavy-tailed": ("C1", "D"), "outlier rows": ("C3", "s")}
 REPORT_COLUMNS = {
@@ -187,8 +191,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.size < 64 or args.size % 64:
         parser.error(f"--size must be a positive multiple of 64, got {args.size}")
-    if not chosen(SPECS | RECIPES, args.only.lower()):
-        parser.error(f"--only {args.only} fits none of {', '.join([*SPECS, *RECIPES])}")
+    if not chosen(SPECS | FORWARD_RECIPES, args.only.lower()):
+        parser.error(f"--only {args.only} fits none of {', '.join([*SPECS, *FORWARD_RECIPES])}")
     return args
 
 
@@ -196,7 +200,7 @@ def main() -> None:
     args = parse_args()
     data = make_data(args.size)
     reports = spec_table(data, chosen(SPECS, args.only.lower()))
-    products = product_table(data, chosen(RECIPES, args.only.lower()))
+    products = product_table(data, chosen(FORWARD_RECIPES, args.only.lower()))
     for title, table in (("spec", reports), ("x w^T by recipe", products)):
         if table["normal"]:
             print_table(title, table)
