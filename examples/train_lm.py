@@ -7,10 +7,10 @@
     python examples/train_lm.py --recipe all --out out/all
 
 The text is the source code of the running Python's standard library, so nothing is downloaded. All runs start
-from the same weights and see the same batches. They differ in one function, the linear layers' product:
-``x @ w.T`` in bfloat16, or ``jnvfp4.linear``, which quantizes the operands of the GEMMs as the recipe says
-(docs/recipes.md). In every run the attention scores, norms, embeddings and the output head stay in bfloat16 or
-float32, the residual stream is bfloat16, and the weights and the optimizer are float32.
+from the same weights and see the same batches. They differ in one function, the product of
+the linear layers: ``x @ w.T`` in bfloat16, or ``jnvfp4.linear``, which quantizes the operands of the GEMMs as the
+recipe says (docs/recipes.md). In every run the attention scores, norms, embeddings and the output head stay in bfloat16
+or float32, the residual stream is bfloat16, and the weights and the optimizer are float32. The model is in ``lm/``.
 
 Expect one to two minutes for the default, bfloat16 and the pretraining recipe, on two CPU cores. The loss (nats per
 byte) falls from 5.5 to about 1.9, and the final validation loss in NVFP4 is one to four percent above that in
@@ -72,7 +72,7 @@ PRESETS = {
 
 
 def gap_percent(runs: dict[str, Curves], name: str) -> float:
-    """How far the final validation loss lies above the baseline's."""
+    """Returns how far the final validation loss lies above that of the baseline, in percent."""
     return 100 * (runs[name].val[-1] / runs[BASELINE].val[-1] - 1)
 
 
@@ -84,7 +84,7 @@ def print_table(runs: dict[str, Curves]) -> None:
 
 
 def plot(path: Path, runs: dict[str, Curves]) -> None:
-    """The losses, and below them their distance to the baseline's, which is too small to see in the upper panel."""
+    """Plots the losses and, in a lower panel, how far they lie above the baseline, which the upper one hardly shows."""
     figure, (losses, gaps) = plt.subplots(2, 1, figsize=(10, 7), sharex=True, layout="constrained")
     base = runs[BASELINE]
     for i, (name, curves) in enumerate(runs.items()):
@@ -106,7 +106,7 @@ def plot(path: Path, runs: dict[str, Curves]) -> None:
 
 
 def summary(config: Config, runs: dict[str, Curves]) -> dict[str, Any]:
-    """What metrics.json says, but for the command line's choices."""
+    """Returns the contents of metrics.json without the choices of the command line."""
     device = jax.devices()[0]
     return {
         "config": asdict(config),
@@ -124,7 +124,7 @@ def summary(config: Config, runs: dict[str, Curves]) -> dict[str, Any]:
 
 
 def named_recipes(value: str) -> list[str]:
-    """The argument of --recipe: names in the order given, without repetitions."""
+    """Reads the argument of --recipe: names in their order on the command line, without repetitions."""
     names = list(RECIPES) if value == "all" else list(dict.fromkeys(value.split(",")))
     for name in names:
         if name not in RECIPES:
