@@ -1,13 +1,14 @@
-"""Compares every named spec and recipe: what each does to normal, heavy-tailed and outlier-row data.
+"""Compares the errors of every named spec and recipe on normal, heavy-tailed and outlier-row data.
 
     pip install ".[examples]"
     python examples/compare_recipes.py
     python examples/compare_recipes.py --size 256 --only row_scaled,window64 --out out/scopes
 
-Prints ``quantization_report`` of each spec, and the error of x w^T with the operands that the forward GEMM of each
-recipe has (x of either kind, w normal). ``--out`` receives the same as ``compare_recipes.png`` and ``.json``.
-A relative error is ||got - x|| / ||x||. Outlier rows hide the others in that of a tensor, so there is also the mean
-of the rows' own errors. Takes about a minute on two CPU cores, most of it compilation.
+Prints the ``quantization_report`` of each spec, and the error of x w^T when the forward GEMM of each recipe computes it
+(x of all three kinds of data, w normal). ``--out`` receives the same as ``compare_recipes.png`` and
+``compare_recipes.json``. A relative error is ||result - exact|| / ||exact||. Outlier rows dominate that of a tensor, so
+the tables also have the mean over rows of the relative error of a row. Takes about a minute on two CPU cores, most of
+it compilation.
 """
 
 import argparse
@@ -21,13 +22,15 @@ import matplotlib
 from jax import Array
 
 import jnvfp4
-from jnvfp4 import QuantSpec, Recipe, four_over_six, recipes
+from jnvfp4 import QuantSpec, Recipe, four_over_six
 from jnvfp4.spec import name_of
+from lm.recipes import RECIPES
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-Table = dict[str, dict[str, dict[str, float]]]  # kind of data -> name of a spec or recipe -> what was measured
+# kind of data -> name of a spec or recipe -> name of a measurement -> value
+Table = dict[str, dict[str, dict[str, float]]]
 
 SPECS: dict[str, QuantSpec] = {
     name_of(spec): spec
@@ -52,15 +55,18 @@ SPECS: dict[str, QuantSpec] = {
         four_over_six("mse", block_rows=16),
     )
 }
-RECIPES: dict[str, Recipe] = {
-    "pretrain": recipes.pretrain(),
-    "row_scaled": recipes.row_scaled(),
-    "window64": recipes.window64(),
-    "four_over_six_weights": recipes.four_over_six("weights"),
-    "four_over_six_activations": recipes.four_over_six("activations"),
-    "four_over_six_all": recipes.four_over_six("all"),
-    "inference": recipes.inference(),
-    "weight_only": recipes.inference(weight_only=True),
+FORWARD_RECIPES: dict[str, Recipe] = {
+    name: RECIPES[name]()
+    for name in (
+        "pretrain",
+        "row_scaled",
+        "window64",
+        "four_over_six_weights",
+        "four_over_six_activations",
+        "four_over_six_all",
+        "inference",
+        "weight_only",
+    )
 }
 KINDS = {"normal": ("C0", "o"), "heavy-tailed": ("C1", "D"), "outlier rows": ("C3", "s")}
 REPORT_COLUMNS = {
@@ -75,7 +81,10 @@ PRODUCT_COLUMNS = {"relative_error": "relative error of x w$^T$", "row_error": "
 
 
 def make_data(size: int) -> dict[str, Array]:
-    """[size, size] bfloat16. Student's t has 3 degrees of freedom; one row in 64 is 100,000 times larger."""
+    """Draws [size, size] bfloat16 matrices.
+
+    "heavy-tailed" is Student's t with 3 degrees of freedom; of "outlier rows" one row in 64 is 100,000 times larger.
+    """
     normal = jax.random.normal(jax.random.key(0), (size, size))
     heavy = jax.random.t(jax.random.key(1), 3.0, (size, size))
     large = jnp.where(jnp.arange(size) % 64 == 0, 100_000.0, 1.0)
@@ -83,13 +92,14 @@ def make_data(size: int) -> dict[str, Array]:
     return {kind: x.astype(jnp.bfloat16) for kind, x in data.items()}
 
 
-def mean_row_error(got: Array, want: Array) -> Array:
-    """The mean over rows of the relative error of a row."""
-    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-    return jnp.mean(jnp.linalg.norm(got - want, axis=-1) / jnp.linalg.norm(want, axis=-1))
+def mean_row_error(result: Array, exact: Array) -> Array:
+    """Returns the mean over rows of the relative error of a row."""
+    result, exact = result.astype(jnp.float32), exact.astype(jnp.float32)
+    return jnp.mean(jnp.linalg.norm(result - exact, axis=-1) / jnp.linalg.norm(exact, axis=-1))
 
 
 def spec_table(data: dict[str, Array], specs: dict[str, QuantSpec]) -> Table:
+    """Measures what quantizing and dequantizing changes, with every spec."""
     table: Table = {kind: {} for kind in data}
     for name, spec in specs.items():
         key = jax.random.key(2) if spec.rounding == "stochastic" else None
@@ -108,6 +118,7 @@ def spec_table(data: dict[str, Array], specs: dict[str, QuantSpec]) -> Table:
 
 
 def product_table(data: dict[str, Array], chosen: dict[str, Recipe]) -> Table:
+    """Measures the error of x w^T with every recipe."""
     size = len(data["normal"])
     w = jax.random.normal(jax.random.key(3), (size, size)).astype(jnp.bfloat16)
     key = jax.random.key(4)
@@ -132,7 +143,7 @@ def print_table(title: str, table: Table) -> None:
 
 
 def dots(axes: Any, table: Table, column: str, title: str) -> None:
-    """One line of the panel for each name, one marker for each kind of data."""
+    """Draws one panel: a line for each name, with a marker for each kind of data."""
     for offset, (kind, (color, marker)) in zip((-0.2, 0, 0.2), KINDS.items(), strict=True):
         values = [100 * row[column] for row in table[kind].values()]
         places = [i + offset for i in range(len(values))]
@@ -150,6 +161,7 @@ def dots(axes: Any, table: Table, column: str, title: str) -> None:
 
 
 def panels(figure: Any, table: Table, columns: dict[str, str], title: str) -> None:
+    """Draws the panels of one table side by side, one for each column."""
     figure.suptitle(title, fontsize=12, x=0.01, ha="left", weight="bold")
     row = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     for axes, (column, heading) in zip(row, columns.items(), strict=True):
@@ -160,7 +172,7 @@ def panels(figure: Any, table: Table, columns: dict[str, str], title: str) -> No
 
 
 def plot(path: Path, reports: Table, products: Table) -> None:
-    """The shares and errors of the specs above, the errors of the recipes' forward GEMM below."""
+    """Plots the errors and shares of the specs and, below them, the errors of the forward GEMM of the recipes."""
     shown = [(reports, REPORT_COLUMNS, "Specs"), (products, PRODUCT_COLUMNS, "Recipes: the forward GEMM")]
     shown = [part for part in shown if part[0]["normal"]]
     heights = [0.3 * len(table["normal"]) + 1.3 for table, _, _ in shown]
@@ -174,6 +186,7 @@ def plot(path: Path, reports: Table, products: Table) -> None:
 
 
 def chosen(table: dict[str, Any], only: str) -> dict[str, Any]:
+    """Returns the entries whose names contain one of the comma-separated parts."""
     return {name: value for name, value in table.items() if any(part in name.lower() for part in only.split(","))}
 
 
@@ -187,8 +200,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.size < 64 or args.size % 64:
         parser.error(f"--size must be a positive multiple of 64, got {args.size}")
-    if not chosen(SPECS | RECIPES, args.only.lower()):
-        parser.error(f"--only {args.only} fits none of {', '.join([*SPECS, *RECIPES])}")
+    if not chosen(SPECS | FORWARD_RECIPES, args.only.lower()):
+        parser.error(f"--only {args.only} fits none of {', '.join([*SPECS, *FORWARD_RECIPES])}")
     return args
 
 
@@ -196,7 +209,7 @@ def main() -> None:
     args = parse_args()
     data = make_data(args.size)
     reports = spec_table(data, chosen(SPECS, args.only.lower()))
-    products = product_table(data, chosen(RECIPES, args.only.lower()))
+    products = product_table(data, chosen(FORWARD_RECIPES, args.only.lower()))
     for title, table in (("spec", reports), ("x w^T by recipe", products)):
         if table["normal"]:
             print_table(title, table)

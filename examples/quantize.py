@@ -3,7 +3,7 @@
     pip install .
     python examples/quantize.py
 
-Runs in seconds on a CPU or a GPU. The errors it prints are those of random normal numbers.
+Runs in seconds on a CPU or a GPU. The matrices are random normal numbers.
 """
 
 import jax
@@ -13,9 +13,9 @@ from jax import Array
 import jnvfp4
 
 
-def relative_error(got: Array, want: Array) -> str:
-    difference = jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want)
-    return f"{100 * float(difference):.2f}%"
+def relative_error(result: Array, exact: Array) -> str:
+    error = jnp.linalg.norm(result.astype(jnp.float32) - exact) / jnp.linalg.norm(exact)
+    return f"{100 * float(error):.2f}%"
 
 
 def first_elements(x: Array) -> str:
@@ -27,19 +27,19 @@ def main() -> None:
     x = jax.random.normal(x_key, (512, 1024))
     w = jax.random.normal(w_key, (256, 1024))
 
-    print("Quantize: 4-bit codes, one 8-bit scale per 16 of them, one float32 amax for the tensor.")
+    print("Quantize: 4-bit codes, an 8-bit scale per 16 of them, a float32 amax (largest magnitude) for the tensor.")
     qx, qw = jnvfp4.quantize(x), jnvfp4.quantize(w)
     for name, part in (("data", qx.data), ("scale", qx.scale), ("amax", qx.amax)):
         print(f"  {name:5} {part.dtype.name:13} {part.shape}")
     size = qx.data.nbytes + qx.scale.nbytes + qx.amax.nbytes
     print(f"  {size / x.size:.4f} bytes per element, against {x.itemsize} in float32")
 
-    print("\nDequantize: what is left of the first eight elements.")
+    print("\nDequantize: the first eight elements before and after.")
     print(f"  x           {first_elements(x)}")
     print(f"  dequantized {first_elements(jnvfp4.dequantize(qx))}")
-    print(f"  relative error of all of x: {relative_error(jnvfp4.dequantize(qx), x)}")
+    print(f"  relative error over all of x: {relative_error(jnvfp4.dequantize(qx), x)}")
 
-    print("\nSpecs: 16x16 tiles make a matrix and its transpose share their values; a row can have its own amax.")
+    print("\nSpecs: NVFP4_2D gives a matrix and its transpose the same values; ROW_SCALED has an amax for each row.")
     for name in ("NVFP4", "NVFP4_2D", "ROW_SCALED"):
         q = jnvfp4.quantize(x, getattr(jnvfp4, name))
         error = relative_error(jnvfp4.dequantize(q), x)
@@ -51,18 +51,18 @@ def main() -> None:
     print(f"  only w:         {relative_error(jnvfp4.matmul_nt(x.astype(jnp.bfloat16), qw), exact)}")
 
     print("\nTranspose: blocks run along the last axis, so the transpose is quantized from x, not from qx.")
-    qx_turned = jnvfp4.quantize(x, transpose=True)
-    print(f"  quantize(x).shape {qx.shape}, quantize(x, transpose=True).shape {qx_turned.shape}")
+    qx_t = jnvfp4.quantize(x, transpose=True)
+    print(f"  quantize(x).shape {qx.shape}, quantize(x, transpose=True).shape {qx_t.shape}")
 
-    print("\nDifferentiate: linear quantizes the operands of the forward and of both gradient GEMMs.")
+    print("\nDifferentiate: linear quantizes the operands of the forward GEMM and of both gradient GEMMs.")
 
     def loss(x: Array, w: Array) -> Array:
         return jnp.mean(jnvfp4.linear(x, w) ** 2)
 
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w)
-    expected = jax.grad(lambda x, w: jnp.mean((x @ w.T) ** 2), argnums=(0, 1))(x, w)
-    for name, got, want in zip(("dx", "dw"), gradients, expected, strict=True):
-        print(f"  {name} {got.dtype} {got.shape}: relative error {relative_error(got, want)}")
+    exact_gradients = jax.grad(lambda x, w: jnp.mean((x @ w.T) ** 2), argnums=(0, 1))(x, w)
+    for name, result, exact in zip(("dx", "dw"), gradients, exact_gradients, strict=True):
+        print(f"  {name} {result.dtype} {result.shape}: relative error {relative_error(result, exact)}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Sharding: ``quantize`` and ``linear`` over a mesh of devices, with the same bytes as on one device.
+"""Shards ``quantize`` and ``linear`` over a mesh of devices and compares the results with those of one device.
 
     pip install .
     python examples/sharded_linear.py
 
-Uses the accelerators if there are two or more, else eight virtual CPU devices. Every case prints how its
-results are sharded and which collectives XLA compiled, and is checked against the same call on one device.
-The u32[] all-reduces are the maxima behind a tensor's amax, one for each mesh axis that the tensor is sharded over.
+Uses the accelerators if there are two or more, else eight virtual CPU devices. Every case prints how its results are
+sharded and which collectives XLA compiled, and compares them with the same call on one device: quantized tensors have
+the same bytes, and GEMMs are close, as sums have another order. A u32[] all-reduce finds the amax of a tensor; there is
+one for each mesh axis that the tensor is sharded over.
 """
 
 import os
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-# Read when JAX starts. It concerns CPU devices only, so it does no harm where there are accelerators.
+# JAX reads this when it starts. It concerns CPU devices only, so it changes nothing about accelerators.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax
@@ -33,21 +34,21 @@ COLLECTIVE = re.compile(
 
 
 def make_mesh() -> Mesh:
-    """Axes "data" and "model" over two, four or eight devices."""
+    """Makes a mesh with the axes "data" and "model" of two, four or eight devices."""
     devices = jax.devices() if len(jax.devices()) >= 2 else jax.devices("cpu")
     count = max(n for n in (2, 4, 8) if n <= len(devices))
     return Mesh(np.array(devices[:count]).reshape(-1, 2), ("data", "model"))
 
 
 def collectives(compiled: Any) -> str:
-    """Such as "2x all-reduce f32[]", from the compiled HLO."""
+    """Lists the collectives of the compiled HLO, such as "2x all-reduce f32[]"."""
     matches = COLLECTIVE.findall(compiled.as_text())
-    found = Counter(f"{name} {re.sub(r'{[^}]*}', '', shape)}" for shape, name in matches)
-    return ", ".join(f"{count}x {what}" for what, count in sorted(found.items())) or "none"
+    counts = Counter(f"{name} {re.sub(r'{[^}]*}', '', shape)}" for shape, name in matches)
+    return ", ".join(f"{count}x {collective}" for collective, count in sorted(counts.items())) or "none"
 
 
 def run(title: str, mesh: Mesh, function: Callable[..., Any], specs: tuple[P, ...], *arrays: Array) -> Any:
-    """Calls the function jitted on sharded arrays and prints what became of the sharding."""
+    """Jits the function, calls it on sharded arrays and prints the shardings and the collectives."""
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
     compiled = jax.jit(function).lower(*placed).compile()
     result = compiled(*placed)
@@ -58,16 +59,16 @@ def run(title: str, mesh: Mesh, function: Callable[..., Any], specs: tuple[P, ..
     return result
 
 
-def assert_same_bytes(got: Any, want: Any) -> None:
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+def assert_same_bytes(sharded: Any, single: Any) -> None:
+    for a, b in zip(jax.tree.leaves(sharded), jax.tree.leaves(single), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
     print("  checked      the same bytes as on one device")
 
 
-def assert_close(got: Any, want: Any) -> None:
-    """For sums whose order depends on the sharding: over devices, or inside a GPU's GEMM."""
+def assert_close(sharded: Any, single: Any) -> None:
+    """Compares sums, whose order depends on the sharding: over devices, or in the GEMM of a GPU."""
     worst = 0.0
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    for a, b in zip(jax.tree.leaves(sharded), jax.tree.leaves(single), strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         worst = max(worst, float(np.linalg.norm(a - b) / np.linalg.norm(b)))
     assert worst < 0.01, worst
@@ -75,10 +76,10 @@ def assert_close(got: Any, want: Any) -> None:
 
 
 def automatic_sharding(mesh: Mesh, x: Array, w: Array) -> None:
-    """jit decides the sharding of every operation from that of the arguments."""
-    whole = jnvfp4.quantize(x)
+    """Lets jit shard every operation; it decides from the shardings of the arguments."""
+    single = jnvfp4.quantize(x)
     for spec in (P("data", None), P(None, "model"), P("data", "model")):
-        assert_same_bytes(run("quantize", mesh, jnvfp4.quantize, (spec,), x), whole)
+        assert_same_bytes(run("quantize", mesh, jnvfp4.quantize, (spec,), x), single)
 
     y = jnvfp4.linear(x, w)
     specs = P("data", None), P(None, None)
@@ -100,7 +101,7 @@ gradients = jax.grad(loss, argnums=(0, 1))
 
 
 def manual_sharding(mesh: Mesh, x: Array, w: Array) -> None:
-    """In shard_map every call sees one device's block, so an amax of the whole tensor is asked for by hand."""
+    """Shards by shard_map, where a call sees the block of one device; the caller finds the amax of the whole tensor."""
 
     def quantize_block(block: Array) -> jnvfp4.NVFP4Tensor:
         amax = lax.pmax(jnp.max(jnp.abs(block)), ("data", "model"))
@@ -111,7 +112,7 @@ def manual_sharding(mesh: Mesh, x: Array, w: Array) -> None:
     quantize = jax.shard_map(quantize_block, mesh=mesh, in_specs=spec, out_specs=parts)
     assert_same_bytes(run("shard_map: quantize", mesh, quantize, (spec,), x), jnvfp4.quantize(x))
 
-    # Each device quantizes its tokens with their own amax; JAX sums the weights' gradient over "data".
+    # Every device quantizes its tokens with the amax of its block; JAX sums the gradient of w over "data".
     def mean_loss(block: Array, w: Array) -> Array:
         return lax.pmean(loss(block, w), "data")
 

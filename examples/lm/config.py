@@ -1,0 +1,49 @@
+"""The sizes of a language model and of its training."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Config:
+    """Holds the sizes of a byte-level transformer and of its training.
+
+    Attributes:
+      layers: number of transformer blocks.
+      width: size of the residual stream.
+      heads: number of query heads.
+      seq: tokens in a sequence.
+      batch: sequences in a training step.
+      steps: number of training steps.
+      peak_lr: the largest learning rate, reached after the warmup.
+      val_batches: number of batches that a validation loss is the mean of.
+      kv_heads: number of key and value heads; each serves heads / kv_heads query heads.
+      mlp_width: size of the hidden layer of the MLP.
+      architecture: "gpt" has learned positions and a GELU MLP, "llama" rotary positions and a SwiGLU MLP.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    seq: int
+    batch: int
+    steps: int
+    peak_lr: float
+    val_batches: int
+    kv_heads: int
+    mlp_width: int
+    architecture: Literal["gpt", "llama"] = "gpt"
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def log_every(self) -> int:
+        """Steps between two points of the training curve."""
+        return max(1, self.steps // 50)
+
+    @property
+    def val_every(self) -> int:
+        """Steps between two points of the validation curve."""
+        return 5 * self.log_every

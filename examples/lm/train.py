@@ -1,0 +1,130 @@
+"""Training of the language model: AdamW, one jitted step, and a loop that measures."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from lm.config import Config
+from lm.data import train_batch
+from lm.model import Linear, Tree, init_params, loss_fn
+
+# Optimizer
+
+
+def learning_rate(step: Array, config: Config) -> Array:
+    """Rises linearly over a tenth of the steps, then falls as a cosine to a tenth of the peak."""
+    warmup = max(1, config.steps // 10)
+    progress = jnp.clip((step - warmup) / max(1, config.steps - warmup), 0, 1)
+    cosine = 0.55 + 0.45 * jnp.cos(math.pi * progress)
+    return config.peak_lr * jnp.minimum((step + 1) / warmup, cosine)
+
+
+def init_optimizer(params: Tree) -> Tree:
+    zeros = partial(jax.tree.map, jnp.zeros_like)
+    return {"step": jnp.int32(0), "mean": zeros(params), "square": zeros(params)}
+
+
+def adamw(params: Tree, grads: Tree, state: Tree, lr: Array) -> tuple[Tree, Tree]:
+    """Takes one step of AdamW, with the gradient clipped to norm 1; returns the new weights and optimizer state."""
+    beta1, beta2, decay = 0.9, 0.95, 0.1
+    step = state["step"] + 1
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+    grads = jax.tree.map(lambda g: g / jnp.maximum(norm, 1), grads)
+    mean = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state["mean"], grads)
+    square = jax.tree.map(lambda s, g: beta2 * s + (1 - beta2) * g * g, state["square"], grads)
+
+    def update(path: Any, p: Array, m: Array, s: Array) -> Array:
+        direction = m / (1 - beta1**step) / (jnp.sqrt(s / (1 - beta2**step)) + 1e-8)
+        is_gain = "norm" in path[-1].key
+        return p - lr * (direction if is_gain else direction + decay * p)
+
+    params = jax.tree.map_with_path(update, params, mean, square)
+    return params, {"step": step, "mean": mean, "square": square}
+
+
+# Training
+
+TrainStep = Callable[[Tree, Tree, Array], tuple[Tree, Tree, Array]]  # weights, state, batch -> weights, state, loss
+
+
+@dataclass
+class Curves:
+    """Holds the losses and times of one run."""
+
+    steps: list[int] = field(default_factory=list)
+    train: list[float] = field(default_factory=list)  # mean since the previous logged step
+    val_steps: list[int] = field(default_factory=list)
+    val: list[float] = field(default_factory=list)
+    first_step_seconds: float = 0.0  # with compilation
+    seconds_per_step: float = 0.0
+    wall_seconds: float = 0.0
+
+
+def make_train_step(linear: Linear, config: Config, seed: int) -> TrainStep:
+    """Returns the jitted training step. It donates the weights and the optimizer state."""
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def train_step(params: Tree, state: Tree, batch: Array) -> tuple[Tree, Tree, Array]:
+        key = jax.random.fold_in(jax.random.key(seed), state["step"])  # every step rounds with other random bits
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch, config, linear, key)
+        params, state = adamw(params, grads, state, learning_rate(state["step"], config))
+        return params, state, loss
+
+    return train_step
+
+
+def train(
+    name: str, linear: Linear, config: Config, seed: int, text: np.ndarray, held_out: np.ndarray
+) -> tuple[Tree, Curves]:
+    """Trains one model and shows a progress bar.
+
+    Args:
+      name: title of the progress bar.
+      linear: product of the linear layers.
+      config: sizes of the model and of its training.
+      seed: of the weights, the batches and the random rounding.
+      text: bytes to train on.
+      held_out: batches of the validation loss, as ``val_batches`` makes them.
+
+    Returns:
+      the trained weights, float32, and the losses and times.
+    """
+    params = init_params(jax.random.key(seed), config)
+    state = init_optimizer(params)
+    train_step = make_train_step(linear, config, seed)
+    val_loss = jax.jit(partial(loss_fn, config=config, linear=linear, key=jax.random.key(seed)))
+
+    curves, recent, val_seconds = Curves(), [], 0.0
+    begin = time.perf_counter()
+    progress = tqdm(range(1, config.steps + 1), desc=name, unit="step", mininterval=0.5)
+    for step in progress:
+        batch = jnp.asarray(train_batch(text, config, seed, step))
+        params, state, loss = train_step(params, state, batch)
+        recent.append(loss)
+        last = step == config.steps
+        if step == 1:
+            loss.block_until_ready()
+            curves.first_step_seconds = time.perf_counter() - begin
+        if step % config.log_every == 0 or last:
+            curves.steps.append(step)
+            curves.train.append(float(np.mean(jax.device_get(recent))))  # waits for the steps
+            recent.clear()
+            progress.set_postfix(loss=f"{curves.train[-1]:.3f}", refresh=False)
+        if step % config.val_every == 0 or last:
+            val_begin = time.perf_counter()
+            curves.val_steps.append(step)
+            curves.val.append(float(np.mean([val_loss(params, jnp.asarray(batch)) for batch in held_out])))
+            val_seconds += time.perf_counter() - val_begin
+    curves.wall_seconds = time.perf_counter() - begin
+    step_seconds = curves.wall_seconds - curves.first_step_seconds - val_seconds
+    curves.seconds_per_step = step_seconds / max(1, config.steps - 1)
+    return params, curves
