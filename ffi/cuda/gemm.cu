@@ -1,5 +1,6 @@
 // What surrounds the 16-bit GEMM that XLA runs: exact decode of the operands before it, alpha, bias and
 // the cast after it.
+#include "../numerics_fast.h"
 #include "device.cuh"
 #include "kernels.h"
 
@@ -16,7 +17,8 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(DecodeArgs a) {
 #pragma unroll
     for (int i = 0; i < kBlock / 2; ++i) {
       const uint32_t codes = (i < 4 ? packed.x : packed.y) >> (8 * (i % 4));
-      const float low = mul_rn(e2m1_decode(codes & 15u), scale), high = mul_rn(e2m1_decode(codes >> 4 & 15u), scale);
+      const float low = mul_rn(e2m1_decode_subnormal(codes & 15u), scale),
+                  high = mul_rn(e2m1_decode_subnormal(codes >> 4 & 15u), scale);
       out.part(i) = T::store(low) | uint32_t{T::store(high)} << 16;
     }
     out.store(static_cast<typename T::Stored*>(a.out) + b * kBlock);

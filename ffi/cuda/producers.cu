@@ -1,4 +1,5 @@
 // The producers on CUDA with blocks along rows, and without the quantizer.
+#include "choose.cuh"
 #include "producers.cuh"
 #include "rows.cuh"
 
