@@ -634,7 +634,7 @@ def fast_forms() -> dict[str, str]:
         name = FUNCTION[".h"].match(line) or re.match(r"struct (\w+) ", line)
         if name:
             first = i - lines[i - 1].startswith("template")
-            while lines[first - 1].startswith("//"):
+            while lines[first - 1].startswith("//") and not TITLE.match(lines[first - 1] + "\n"):
                 first -= 1
             forms[name[1]] = lines[first]
     return forms
