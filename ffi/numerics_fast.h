@@ -67,7 +67,7 @@ JNVFP4_HD float reciprocal_of_large(float a) {
 }
 
 // ---------------------------------------------------------------- E2M1
-// = e2m1_encode(a), proven by tests/cpp/exhaustive.cc::e2m1_magnitude
+// = e2m1_encode(a), proven by tests/cpp/exhaustive.cc::e2m1_magnitude_plus_magic
 // but plus kMagicBits, of the bits of a magnitude a, and 7 for NaN: encoders test the block's scale, which is then NaN.
 // E2M1 rounding is integer rounding of a concave, piecewise linear map of the magnitude: slopes 2, 1 and 1/2, then the
 // constant 7. Adding kMagic rounds to an integer, ties to even, and ties of the map are ties of E2M1.
@@ -167,7 +167,7 @@ JNVFP4_HD float scaled_difference_fused(float q, float x, float scale, float enc
   return mul_exact_add(q, scale, -mul_rn(x, encode));
 }
 
-// = strict_difference(q, x, scale, g), proven by tests/cpp/exhaustive.cc::row_error_by_values
+// = strict_difference(q, x, scale, g), proven by tests/test_numerics.py::test_row_error
 // without a division, given the decoded values of 1 and of 1.5. q * scale is exact and powers of two commute with
 // rounding, so the decoded value of q is a power of two times one of these, where nothing under- or overflows.
 JNVFP4_HD float strict_difference_by_values(float q, float x, float one, float one_and_half) {

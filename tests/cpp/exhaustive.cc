@@ -63,6 +63,9 @@ uint32_t stochastic_by_grid(float v) {
 
 // The fast forms, and the rules they equal with what their comments except.
 uint32_t magnitude_fast(float v) { return jnvfp4::e2m1_magnitude(jnvfp4::bits_of(v)); }
+uint32_t magnitude_less_magic(float v) {
+  return static_cast<uint32_t>(jnvfp4::e2m1_magnitude_plus_magic(jnvfp4::bits_of(v)) - jnvfp4::kMagicBits);
+}
 uint32_t magnitude_by_rule(float v) { return std::isnan(v) ? 7 : jnvfp4::e2m1_encode(v); }
 uint32_t magnitude_stochastic_fast(float v) {
   return jnvfp4::e2m1_magnitude_stochastic(jnvfp4::bits_of(v), random_byte(v));
@@ -99,6 +102,7 @@ constexpr Encoder kEncoders[] = {
     {"e2m1_encode_stochastic", uint64_t{1} << 32, stochastic, stochastic_by_grid},
     {"e4m3_encode", uint64_t{1} << 31, [](float v) -> uint32_t { return jnvfp4::e4m3_encode(v); }, e4m3_by_grid},
     {"e2m1_magnitude", uint64_t{1} << 31, magnitude_fast, magnitude_by_rule},
+    {"e2m1_magnitude_plus_magic", uint64_t{1} << 31, magnitude_less_magic, magnitude_by_rule},
     {"e2m1_round_below_7", 0x40e00000, round_below_7_fast<1>, round_below_7_by_rule<1>},
     {"e2m1_round_below_7", 0x3de00000, round_below_7_fast<64>, round_below_7_by_rule<64>},
     {"e2m1_round", uint64_t{1} << 32, round_fast, round_by_rule},

@@ -130,9 +130,12 @@ struct Inverse {
 constexpr uint32_t kRows = 8192;
 JNVFP4_HD float errors_by_fast_forms(const float* x, const float* q, float scale, GlobalScale g, bool scaled,
                                      bool squared) {
-  if (!scaled) return row_error_by_values(x, q, StrictValues(scale, g), squared);
+  const StrictValues values(scale, g);  // apply to all of these
   float sum = 0.0f;
-  for (int j = 0; j < kBlock; ++j) sum = add_error(sum, scaled_difference_fused(q[j], x[j], scale, g.encode), squared);
+  for (int j = 0; j < kBlock; ++j) {
+    const float strict = strict_difference_by_values(q[j], x[j], values.one, values.one_and_half);
+    sum = add_error(sum, scaled ? scaled_difference_fused(q[j], x[j], scale, g.encode) : strict, squared);
+  }
   return sum;
 }
 JNVFP4_HD uint32_t row_errors(uint32_t i, bool fast) {
