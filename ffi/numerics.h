@@ -36,8 +36,7 @@ inline constexpr uint32_t kInf = 0x7f800000u;
 inline constexpr uint32_t kNan = 0x7fc00000u;  // the one NaN that is ever stored
 inline constexpr float kFloatMax = 3.40282347e38f;
 inline constexpr uint8_t kScaleNan = 0x7f;
-inline constexpr float kMagic =
-    12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which the last bits then hold
+inline constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the last bits
 inline constexpr int32_t kMagicBits = 0x4b400000;
 
 // A block scale in a register. GCC takes the narrowest vectors for a loop with a byte in it.
