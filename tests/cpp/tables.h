@@ -76,15 +76,15 @@ JNVFP4_HD uint32_t random_word(uint32_t i) {
 }
 
 // Scales of a block whose amax is up to 20 binades below the tensor's.
-JNVFP4_HD uint32_t candidates(uint32_t i, float e4m3_max, bool fast) {
+JNVFP4_HD uint32_t amax_of_block(uint32_t i) {
   const uint32_t amax = bits_of(magnitude(i)), below = hash(i) % (20u << 23);
-  const uint32_t block_amax = amax > kInf ? amax : amax - (below < amax ? below : amax);
-  const float encode = global_scale(magnitude(i), e4m3_max).encode;
-  Candidates c = candidate_scales(block_amax, encode);
-  if (fast) {
-    const float base = candidate_base(block_amax, encode);
-    c = {e4m3_encode(base), e4m3_encode(mul_rn(base, 1.5f))};
-  }
+  return amax > kInf ? amax : amax - (below < amax ? below : amax);
+}
+JNVFP4_HD float base_of_candidates(uint32_t i, float e4m3_max) {
+  return candidate_base(amax_of_block(i), global_scale(magnitude(i), e4m3_max).encode);
+}
+JNVFP4_HD uint32_t candidates(uint32_t i, float e4m3_max) {
+  const Candidates c = candidate_scales(amax_of_block(i), global_scale(magnitude(i), e4m3_max).encode);
   return c.six | uint32_t{c.four} << 8;
 }
 
@@ -239,10 +239,10 @@ JNVFP4_TABLE(random_words, 4096 * 4, random_word(i))
 JNVFP4_TABLE(divided_by_6, kDense, bits_of(div_constant(dense(i), 6.0f, 1.0f / 6.0f)))
 JNVFP4_TABLE(divided_by_1536, kDense, bits_of(div_constant(dense(i), 1536.0f, reciprocal_max6(256.0f))))
 JNVFP4_TABLE(divided_by_2688, kDense, bits_of(div_constant(dense(i), 2688.0f, reciprocal_max6(448.0f))))
-JNVFP4_TABLE(candidates_448, kMagnitudes, candidates(i, 448.0f, false))
-JNVFP4_TABLE(candidates_256, kMagnitudes, candidates(i, 256.0f, false))
-JNVFP4_TABLE(candidates_448_fast, kMagnitudes, candidates(i, 448.0f, true))
-JNVFP4_TABLE(candidates_256_fast, kMagnitudes, candidates(i, 256.0f, true))
+JNVFP4_TABLE(candidates_448, kMagnitudes, candidates(i, 448.0f))
+JNVFP4_TABLE(candidates_256, kMagnitudes, candidates(i, 256.0f))
+JNVFP4_TABLE(candidate_base_448, kMagnitudes, bits_of(base_of_candidates(i, 448.0f)))
+JNVFP4_TABLE(candidate_base_256, kMagnitudes, bits_of(base_of_candidates(i, 256.0f)))
 JNVFP4_TABLE(row_error, 4u * kRows, row_errors(i, false))
 JNVFP4_TABLE(row_error_fast, 4u * kRows, row_errors(i, true))
 JNVFP4_TABLE(tile_error, 4096, tile_errors(i))
@@ -284,10 +284,10 @@ int write_all(int argc, char** argv, Fill fill) {
                      mult_of_global_scale, block_scale, block_scale_fast, block_encode_scale, dequantize_factor_448,
                      dequantize_factor_256, stochastic_of_golden, stochastic_of_golden_fast, stochastic_of_bf16,
                      stochastic_of_bf16_fast, random_words, divided_by_6, divided_by_1536, divided_by_2688,
-                     candidates_448, candidates_256, candidates_448_fast, candidates_256_fast, row_error,
-                     row_error_fast, tile_error, block_elements, rht16, rht16_fast, rht16_inverse, alpha_w4a4,
-                     alpha_w4a4_fast, fused_multiply_add, add_max, reciprocal_of_large, silu_mul, silu_mul_fast,
-                     add_block, add_element, add_window>(argv[1], fill)
+                     candidates_448, candidates_256, candidate_base_448, candidate_base_256, row_error, row_error_fast,
+                     tile_error, block_elements, rht16, rht16_fast, rht16_inverse, alpha_w4a4, alpha_w4a4_fast,
+                     fused_multiply_add, add_max, reciprocal_of_large, silu_mul, silu_mul_fast, add_block, add_element,
+                     add_window>(argv[1], fill)
              ? 0
              : 1;
 }
