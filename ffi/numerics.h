@@ -1,10 +1,13 @@
-// The arithmetic of NVFP4: every rule that decides a bit, once, for the CPU and for CUDA.
+// The arithmetic of NVFP4: every rule that decides a bit, for the CPU and for CUDA.
 //
-// Each function is a fixed sequence of IEEE binary32 operations, round to nearest even, subnormals
-// kept, nothing contracted. `jnvfp4/reference.py` holds the same functions under the same names in
-// the same order. docs/numerics.md states the rules in words. No XLA, no CUDA runtime, no I/O here.
+// Each function is a fixed sequence of IEEE binary32 operations, round to nearest even, subnormals kept, nothing
+// contracted. The reference has the same sections with the same functions in the same order: the first two after
+// "representation" in jnvfp4/softfloat.py, the others in jnvfp4/reference.py (tests/test_numerics.py compares the
+// lists). docs/numerics.md states the rules in words. Kernels also use the forms of numerics_fast.h, which compute the
+// same results otherwise. No XLA, no CUDA runtime, no I/O here.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -33,15 +36,17 @@ inline constexpr uint32_t kInf = 0x7f800000u;
 inline constexpr uint32_t kNan = 0x7fc00000u;  // the one NaN that is ever stored
 inline constexpr float kFloatMax = 3.40282347e38f;
 inline constexpr uint8_t kScaleNan = 0x7f;
+inline constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the last bits
+inline constexpr int32_t kMagicBits = 0x4b400000;
 
-// A block scale outside memory. GCC takes the narrowest vectors for a loop with a byte in it.
+// A block scale in a register. GCC takes the narrowest vectors for a loop with a byte in it.
 #if defined(__CUDACC__)
 using ScaleByte = uint8_t;
 #else
 using ScaleByte = uint32_t;
 #endif
 
-// ---------------------------------------------------------------- one IEEE operation each
+// ---------------------------------------------------------------- representation
 JNVFP4_HD uint32_t bits_of(float v) {
 #if defined(__CUDA_ARCH__)
   return __float_as_uint(v);
@@ -62,6 +67,7 @@ JNVFP4_HD float float_of(uint32_t b) {
 #endif
 }
 
+// ---------------------------------------------------------------- one IEEE operation each
 // Intrinsics on the device, so that no flag can fuse or approximate them. The host is built with
 // -ffp-contract=off, where plain operators are exactly these.
 JNVFP4_HD float mul_rn(float a, float b) {
@@ -80,6 +86,8 @@ JNVFP4_HD float add_rn(float a, float b) {
 #endif
 }
 
+JNVFP4_HD float sub_rn(float a, float b) { return add_rn(a, -b); }
+
 JNVFP4_HD float div_rn(float a, float b) {
 #if defined(__CUDA_ARCH__)
   return __fdiv_rn(a, b);
@@ -96,39 +104,18 @@ JNVFP4_HD float reciprocal_rn(float a) {
 #endif
 }
 
-// a * b + c where a * b is exact, or too small or large to matter, so that fusing changes nothing.
-JNVFP4_HD float mul_exact_add(float a, float b, float c) {
+JNVFP4_HD float sqrt_rn(float a) {
 #if defined(__CUDA_ARCH__)
-  return __fmaf_rn(a, b, c);
+  return __fsqrt_rn(a);
 #else
-  return a * b + c;
+  return std::sqrt(a);
 #endif
-}
-
-// a / d for the constants of this file, given fl(1 / d). On the device the correctly rounded quotient costs three
-// operations: an estimate, its exact remainder, a correction. It is right for every mantissa (tests/cpp/exhaustive.cc),
-// so for every a whose exponent keeps the steps normal; other a are divided.
-template <class Fma>
-JNVFP4_HD float div_by_steps(float a, float d, float reciprocal, Fma fma) {
-  const float q = mul_rn(a, reciprocal);
-  return fma(fma(-d, q, a), reciprocal, q);
-}
-
-JNVFP4_HD float div_constant(float a, float d, float reciprocal) {
-#if defined(__CUDA_ARCH__)
-  const uint32_t exponent = bits_of(a) >> 23 & 0xffu;
-  if (exponent - 67u <= 120u || bits_of(a) == 0u)  // 2^-60 to 2^60, and 0
-    return div_by_steps(a, d, reciprocal, [](float x, float y, float z) { return __fmaf_rn(x, y, z); });
-#else
-  (void)reciprocal;
-#endif
-  return div_rn(a, d);
 }
 
 // min(v, FLT_MAX) that keeps NaN, for v >= 0. On bits: g++ 13 was seen to fold the float comparison wrongly.
 JNVFP4_HD float clamp_max(float v) { return bits_of(v) == kInf ? kFloatMax : v; }
 
-// ---------------------------------------------------------------- widening and narrowing casts
+// ---------------------------------------------------------------- casts
 JNVFP4_HD float bf16_decode(uint16_t h) { return float_of(uint32_t{h} << 16); }
 
 JNVFP4_HD float f16_decode(uint16_t h) {
@@ -157,7 +144,7 @@ JNVFP4_HD uint16_t bf16_encode(float v) {
   return static_cast<uint16_t>((b & kMagnitude) > kInf ? 0x7fc0u : rounded);
 }
 
-// Rounds to bfloat16. Which NaN a NaN becomes is not defined.
+// Rounds to bfloat16. A NaN stays one, but not always the same one.
 JNVFP4_HD float bf16_round(float v) {
 #if defined(__CUDA_ARCH__)
   return __bfloat162float(__float2bfloat16_rn(v));
@@ -176,7 +163,7 @@ JNVFP4_HD uint16_t f16_encode(float v) {
   return static_cast<uint16_t>((a > kInf ? 0x7e00u : capped | (b >> 16 & 0x8000u)));
 }
 
-// ---------------------------------------------------------------- E4M3 (block scales; never negative)
+// ---------------------------------------------------------------- E4M3 (block scales, never negative)
 // Clamps to 448, then rounds to nearest even. NaN gives 0x7f.
 JNVFP4_HD ScaleByte e4m3_encode(float v) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
@@ -204,65 +191,18 @@ JNVFP4_HD float e4m3_decode(ScaleByte s) {
 }
 
 // ---------------------------------------------------------------- E2M1 (values)
-// E2M1 rounding is integer rounding of a concave, piecewise linear map of the magnitude: slopes 2, 1
-// and 1/2, then the constant 7. Adding 1.5 * 2^23 rounds to an integer, ties to even, and ties of the
-// map are ties of E2M1. Proven against the tie table for all 2^32 inputs by tests/cpp/exhaustive.cc.
-// NaN gives 7 here, and 0 as a code: encoders look at the block's scale, which is then NaN.
-inline constexpr float kMagic = 12582912.0f;
-inline constexpr int32_t kMagicBits = 0x4b400000;
-JNVFP4_HD int32_t e2m1_magnitude_plus_magic(uint32_t magnitude_bits) {
-  const float a = float_of(magnitude_bits);
-  const int32_t t2 = static_cast<int32_t>(bits_of(mul_exact_add(a, 2.0f, kMagic)));
-  const int32_t t1 = static_cast<int32_t>(bits_of(add_rn(a, kMagic + 2.0f)));
-  const int32_t t05 = static_cast<int32_t>(bits_of(mul_exact_add(a, 0.5f, kMagic + 4.0f)));
-  const int32_t low = t2 < t1 ? t2 : t1;
-  const int32_t high = t05 < kMagicBits + 7 ? t05 : kMagicBits + 7;
-  return low < high ? low : high;
-}
-JNVFP4_HD uint32_t e2m1_magnitude(uint32_t magnitude_bits) {
-  return static_cast<uint32_t>(e2m1_magnitude_plus_magic(magnitude_bits) - kMagicBits);
-}
-
-// Nearest even, saturating; the sign is kept, so -0.0 gives 8. NaN gives 0.
+// Nearest, a tie to the even code, saturating; the sign is kept, so -0.0 gives 8. NaN gives 0.
 JNVFP4_HD uint32_t e2m1_encode(float v) {
-  const uint32_t b = bits_of(v), a = b & kMagnitude;
-  return a > kInf ? 0u : e2m1_magnitude(a) | (b & kSign) >> 28;
+  const uint32_t b = bits_of(v);
+  const float a = float_of(b & kMagnitude);
+  const int code = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
+  return (b & kMagnitude) > kInf ? 0u : static_cast<uint32_t>(code) | (b & kSign) >> 28;
 }
 
 JNVFP4_HD float e2m1_decode(uint32_t code) {
-#if defined(__CUDA_ARCH__)  // the bits of a float32 2^126 times smaller; a CPU may be set to flush subnormals
-  return mul_rn(float_of((code & 7u) << 22 | (code & 8u) << 28), 0x1p126f);
-#else
   const uint32_t k = code & 7u;
   const uint32_t magnitude = k == 0 ? 0u : k == 1 ? 0x3f000000u : 0x3f800000u + ((k - 2u) << 22);
   return float_of(magnitude | (code & 8u) << 28);
-#endif
-}
-
-// The larger of a + b and c, one instruction on Hopper.
-JNVFP4_HD int32_t add_max(int32_t a, int32_t b, int32_t c) {
-#if defined(__CUDA_ARCH__)
-  return __viaddmax_s32(a, b, c);
-#else
-  return a + b > c ? a + b : c;
-#endif
-}
-
-// The grid value nearest to a magnitude below 7, where grid and magnitude are times `one`. a is taken off 2^22 a, or
-// off 1.5 * 2^22 for what is below 1.5, and the rest off that again: float32 numbers there are a grid step apart, so
-// the first difference rounds to the grid. Its ties are to even because a tie has so few bits that 2^22 a is an even
-// number of steps. Just above a power of two the first difference lies in the binade below and rounds to half a step,
-// but then to that power. Proven for all a by tests/cpp/exhaustive.cc.
-JNVFP4_HD float e2m1_round_below_7(float a, float one) {
-  const int32_t least = static_cast<int32_t>(bits_of(6291456.0f * one));
-  const float k = float_of(static_cast<uint32_t>(add_max(static_cast<int32_t>(bits_of(a)), 22 << 23, least)));
-  return add_rn(k, -add_rn(k, -a));
-}
-
-// The value that e2m1_encode(v) decodes to, without the code. NaN gives 6 here.
-JNVFP4_HD float e2m1_round(float v) {
-  const uint32_t b = bits_of(v), a = b & kMagnitude, m = a > 0x40c00000u ? 0x40c00000u : a;  // 6
-  return float_of(bits_of(e2m1_round_below_7(float_of(m), 1.0f)) | (b & kSign));
 }
 
 // Twice the E2M1 value, an integer: 0 1 2 3 4 6 8 12. Block dot products are exact in it.
@@ -272,35 +212,32 @@ JNVFP4_HD constexpr int32_t e2m1_twice(uint32_t code) {
   return code & 8u ? -m : m;
 }
 
-// Stochastic rounding with 8 random bits: adds r/256 of a grid step to the magnitude, then truncates to the
-// grid. r/256 of a step is exact, so one sum rounds. Truncation is bits: above 1 the grid is exponent and
-// first mantissa bit.
+// Stochastic rounding with 8 random bits adds r/256 of a grid step to the magnitude, then truncates to the grid. This
+// is that sum; r/256 of a step is exact, so it rounds once.
 JNVFP4_HD uint32_t e2m1_stochastic_sum(uint32_t magnitude_bits, uint32_t r) {
   const float a = float_of(magnitude_bits);
   const float step256 = a >= 4.0f ? 0.0078125f : a >= 2.0f ? 0.00390625f : 0.001953125f;
   return bits_of(add_rn(a, mul_rn(static_cast<float>(static_cast<int32_t>(r)), step256)));
 }
-JNVFP4_HD uint32_t e2m1_magnitude_stochastic(uint32_t magnitude_bits, uint32_t r) {
-  const uint32_t t = e2m1_stochastic_sum(magnitude_bits, r), above_one = (t >> 22) - 252u;
-  const uint32_t code = t >= 0x3f800000u ? above_one : t >= 0x3f000000u ? 1u : 0u;
-  return code > 7u ? 7u : code;
-}
 
-// The value of that code and v's sign, without the code. NaN gives 6 here.
-JNVFP4_HD float e2m1_round_stochastic(float v, uint32_t r) {
-  const uint32_t b = bits_of(v), t = e2m1_stochastic_sum(b & kMagnitude, r);
-  const uint32_t above_one = t > 0x40c00000u ? 0x40c00000u : t & 0xffc00000u;  // at most 6
-  const uint32_t magnitude = t >= 0x3f800000u ? above_one : t >= 0x3f000000u ? 0x3f000000u : 0u;
-  return float_of(magnitude | (b & kSign));
+// The sign is kept. NaN gives 0.
+JNVFP4_HD uint32_t e2m1_encode_stochastic(float v, uint32_t r) {
+  const uint32_t b = bits_of(v);
+  const float t = float_of(e2m1_stochastic_sum(b & kMagnitude, r));
+  const int code = (t >= 0.5f) + (t >= 1.0f) + (t >= 1.5f) + (t >= 2.0f) + (t >= 3.0f) + (t >= 4.0f) + (t >= 6.0f);
+  return (b & kMagnitude) > kInf ? 0u : static_cast<uint32_t>(code) | (b & kSign) >> 28;
 }
 
 // ---------------------------------------------------------------- random bits
-// Philox4x32-10 (Salmon et al., SC 2011) at counter (block low, block high, orientation, 0). Element i of the
-// block takes byte i % 4 of word i / 4. `round_key(r, w)` is word w of the key of round r.
 inline constexpr int kPhiloxRounds = 10;
+
+// Word w of the key of a round.
 JNVFP4_HD uint32_t philox_round_key(const uint32_t (&key)[2], uint32_t round, int w) {
   return w ? key[1] + round * 0xbb67ae85u : key[0] + round * 0x9e3779b9u;
 }
+
+// Philox4x32-10 (Salmon et al., SC 2011) at counter (block low, block high, orientation, 0). `round_key(round, w)` is
+// what philox_round_key gives, which a kernel may have stored.
 template <class RoundKey>
 JNVFP4_HD void philox(uint64_t block, bool transposed, const RoundKey& round_key, uint32_t (&word)[4]) {
   uint32_t c0 = static_cast<uint32_t>(block), c1 = static_cast<uint32_t>(block >> 32), c2 = transposed, c3 = 0;
@@ -313,6 +250,8 @@ JNVFP4_HD void philox(uint64_t block, bool transposed, const RoundKey& round_key
   }
   word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
 }
+
+// The random bits of a block: element i takes byte i % 4 of word i / 4.
 JNVFP4_HD void random_bits(const uint32_t (&key)[2], uint64_t block, bool transposed, uint32_t (&word)[4]) {
   philox(block, transposed, [&](int round, int w) { return philox_round_key(key, round, w); }, word);
 }
@@ -334,25 +273,21 @@ JNVFP4_HD void hadamard16(float* v) {
   }
 }
 
-// Of bfloat16 numbers, before the rounding of the results to bfloat16. A quarter is exact: sums of bfloat16 numbers are
-// multiples of 2^-133. Adding +0.0 makes a zero positive.
-JNVFP4_HD void rht16_sums(float* v) {
+// Rotates 16 numbers, to bfloat16. Their sums are multiples of 2^-133, so a quarter of them is exact. Adding +0.0 makes
+// a zero positive.
+JNVFP4_HD void rht16(float* v) {
+  JNVFP4_UNROLL
+  for (int i = 0; i < kBlock; ++i) v[i] = bf16_round(v[i]);
   JNVFP4_UNROLL
   for (int i = 0; i < kBlock; ++i) v[i] = flip_sign(v[i], i);
   hadamard16(v);
   JNVFP4_UNROLL
-  for (int i = 0; i < kBlock; ++i) v[i] = mul_exact_add(v[i], 0.25f, 0.0f);
-}
-
-JNVFP4_HD void rht16(float* v) {
-  JNVFP4_UNROLL
-  for (int i = 0; i < kBlock; ++i) v[i] = bf16_round(v[i]);
-  rht16_sums(v);
+  for (int i = 0; i < kBlock; ++i) v[i] = add_rn(mul_rn(v[i], 0.25f), 0.0f);
   JNVFP4_UNROLL
   for (int i = 0; i < kBlock; ++i) v[i] = bf16_round(v[i]);
 }
 
-// Of dequantized values, in float32.
+// Rotates 16 dequantized values back, in float32.
 JNVFP4_HD void rht16_inverse(float* v) {
   hadamard16(v);
   JNVFP4_UNROLL
@@ -363,7 +298,7 @@ JNVFP4_HD void rht16_inverse(float* v) {
 // fl(1 / (6 * e4m3_max)) for the two values there are.
 JNVFP4_HD float reciprocal_max6(float e4m3_max) { return e4m3_max == 448.0f ? 1.0f / 2688.0f : 1.0f / 1536.0f; }
 
-// S_enc and what follows from it; one per amax.
+// S_enc of an amax, and values derived from both.
 struct GlobalScale {
   float encode;      // S_enc
   float decode;      // S_dec = 1 / S_enc
@@ -371,12 +306,9 @@ struct GlobalScale {
   float amax;        // magnitude
   float max6;        // 6 * e4m3_max
   float inv_max6;    // 1 / max6
-
-  JNVFP4_HD float over_max6(float v) const { return div_constant(v, max6, inv_max6); }
 };
 
-// S_enc = min(6 * e4m3_max / amax, FLT_MAX); 1 for a zero or infinite amax. NaN stays; the sign of amax
-// is ignored.
+// S_enc = min(6 * e4m3_max / amax, FLT_MAX); 1 for a zero or infinite amax. NaN stays; the sign of amax is ignored.
 JNVFP4_HD float encode_scale(float amax, float e4m3_max) {
   const uint32_t magnitude = bits_of(amax) & kMagnitude;
   const float s = clamp_max(div_rn(6.0f * e4m3_max, float_of(magnitude)));
@@ -393,34 +325,39 @@ JNVFP4_HD GlobalScale global_scale(float amax, float e4m3_max) {
           reciprocal_max6(e4m3_max)};
 }
 
-// The stored scale of a block, by the plain rule (map the largest magnitude to 6).
+// The stored scale of a block by the plain rule, which maps the largest magnitude to 6.
 JNVFP4_HD ScaleByte block_scale(uint32_t block_amax_bits, GlobalScale g) {
-  return e4m3_encode(clamp_max(mul_rn(float_of(block_amax_bits), g.block_mult)));
+  return e4m3_encode(mul_rn(float_of(block_amax_bits), g.block_mult));
 }
 
-// What a block's elements are multiplied by before E2M1.
+// The factor of a block's elements before E2M1.
 JNVFP4_HD float block_encode_scale(ScaleByte scale, GlobalScale g) {
   return clamp_max(reciprocal_rn(mul_rn(e4m3_decode(scale), g.decode)));
 }
 
-// A running maximum of magnitudes is an integer maximum over sign-cleared bits: exact, order free,
-// and NaN wins. `canonical_nan` belongs at its end.
+// The larger of two magnitudes, as integers over sign-cleared bits: exact, the same in any order, and NaN is the
+// largest. Callers apply canonical_nan to the result.
 JNVFP4_HD uint32_t amax_bits(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 // ---------------------------------------------------------------- 4over6: which of two block scales
-// The candidates: the block's amax mapped to 6 and to 4.
+// The scales that map the block's amax to 6 and to 4.
 struct Candidates {
   ScaleByte six, four;
 };
 
-// The first before it is rounded; the second is 1.5 times that.
-JNVFP4_HD float candidate_base(uint32_t block_amax_bits, float encode_scale) {
-  return mul_rn(div_constant(float_of(block_amax_bits), 6.0f, 1.0f / 6.0f), encode_scale);
+JNVFP4_HD Candidates candidate_scales(uint32_t block_amax_bits, float encode_scale) {
+  const float base = mul_rn(div_rn(float_of(block_amax_bits), 6.0f), encode_scale);
+  return {e4m3_encode(base), e4m3_encode(mul_rn(base, 1.5f))};
 }
 
-JNVFP4_HD Candidates candidate_scales(uint32_t block_amax_bits, float encode_scale) {
-  const float base = candidate_base(block_amax_bits, encode_scale);
-  return {e4m3_encode(base), e4m3_encode(mul_rn(base, 1.5f))};
+// The strict error of an element that rounds to q compares its decoded value fl(fl(fl(q * s) * amax) / max6) with x.
+JNVFP4_HD float strict_difference(float q, float x, float scale, const GlobalScale& g) {
+  return sub_rn(div_rn(mul_rn(mul_rn(q, scale), g.amax), g.max6), x);
+}
+
+// The fast error compares q * s, which fp16 holds exactly, with x * S_enc.
+JNVFP4_HD float scaled_difference(float q, float x, float scale, float encode) {
+  return sub_rn(mul_rn(q, scale), mul_rn(x, encode));
 }
 
 // Adds one element's error to the sum of a row of 16, which runs from element 0 to 15.
@@ -428,54 +365,11 @@ JNVFP4_HD float add_error(float sum, float difference, bool squared) {
   return add_rn(sum, squared ? mul_rn(difference, difference) : float_of(bits_of(difference) & kMagnitude));
 }
 
-// The strict error of a candidate whose elements round to q compares x with fl(fl(fl(q * s) * amax) / max6).
-JNVFP4_HD float strict_value(float q, float scale, const GlobalScale& g) {
-  return div_rn(mul_rn(mul_rn(q, scale), g.amax), g.max6);
-}
-
-JNVFP4_HD float row_error_divided(const float* x, const float* q, float scale, GlobalScale g, bool squared) {
-  float sum = 0.0f;
-  JNVFP4_UNROLL
-  for (int i = 0; i < kBlock; ++i) sum = add_error(sum, add_rn(strict_value(q[i], scale, g), -x[i]), squared);
-  return sum;
-}
-
-// The same without a division for each element. q * s is exact and powers of two commute with rounding, so that value
-// is a power of two times the value for q = 1 or q = 1.5, where nothing under- or overflows.
-// The value for q, less x.
-JNVFP4_HD float strict_difference(float q, float x, float one, float one_and_half) {
-  const uint32_t b = bits_of(q);
-  return mul_exact_add(float_of(b & 0xff800000u), b & 0x00400000u ? one_and_half : one, -x);
-}
-
-struct StrictValues {
-  float one, one_and_half;
-  bool apply;
-
-  JNVFP4_HD StrictValues(float scale, const GlobalScale& g) {
-    const float product = mul_rn(scale, g.amax);
-    one = g.over_max6(product), one_and_half = g.over_max6(mul_rn(mul_rn(scale, 1.5f), g.amax));
-    apply = product >= 7.7e-34f && product <= 1.3e36f;  // about 2^-110 and 2^120
-  }
-  JNVFP4_HD float difference(float q, float x) const { return strict_difference(q, x, one, one_and_half); }
-};
-
-// Only where they apply.
-JNVFP4_HD float row_error_by_values(const float* x, const float* q, const StrictValues& values, bool squared) {
-  float sum = 0.0f;
-  JNVFP4_UNROLL
-  for (int i = 0; i < kBlock; ++i) sum = add_error(sum, values.difference(q[i], x[i]), squared);
-  return sum;
-}
-
 JNVFP4_HD float row_error_strict(const float* x, const float* q, float scale, GlobalScale g, bool squared) {
-  const StrictValues values(scale, g);
-  return values.apply ? row_error_by_values(x, q, values, squared) : row_error_divided(x, q, scale, g, squared);
-}
-
-// The fast error compares q * s, which fp16 holds exactly, with x * S_enc.
-JNVFP4_HD float scaled_difference(float q, float x, float scale, float encode) {
-  return mul_exact_add(q, scale, -mul_rn(x, encode));
+  float sum = 0.0f;
+  JNVFP4_UNROLL
+  for (int i = 0; i < kBlock; ++i) sum = add_error(sum, strict_difference(q[i], x[i], scale, g), squared);
+  return sum;
 }
 
 JNVFP4_HD float row_error_scaled(const float* x, const float* q, float scale, GlobalScale g, bool squared) {
@@ -485,7 +379,7 @@ JNVFP4_HD float row_error_scaled(const float* x, const float* q, float scale, Gl
   return sum;
 }
 
-// The error of a tile from those of its 16 rows, halves first. CUDA does the same over lanes.
+// The error of a tile from those of its 16 rows, halves first.
 JNVFP4_HD float tile_error(const float* row) {
   float t[kBlock / 2];
   JNVFP4_UNROLL
@@ -496,31 +390,34 @@ JNVFP4_HD float tile_error(const float* row) {
   return t[0];
 }
 
-// Ties and NaN are map-to-6.
+// A tie or a NaN chooses the scale that maps to 6.
 JNVFP4_HD bool choose_four(float error_six, float error_four) { return error_four < error_six; }
 
-// ---------------------------------------------------------------- decoding
+// ---------------------------------------------------------------- decoding and products
 // value = cast(q * dequantize_factor)
 JNVFP4_HD float dequantize_factor(ScaleByte scale, float amax, float e4m3_max) {
   return mul_rn(mul_rn(e4m3_decode(scale), amax), reciprocal_max6(e4m3_max));
 }
 
-// GEMM of two NVFP4 operands: the factor on the accumulated sum of q_a s_a q_b s_b. With window64 on a side, on the
-// sum over each window.
+// GEMM of two NVFP4 operands: the factor of the accumulated sum of q_a s_a q_b s_b. With window64 on a side, the factor
+// of the sum over each window.
 JNVFP4_HD float alpha_w4a4(float amax_a, float amax_b, float e4m3_max_a, float e4m3_max_b) {
   return div_rn(mul_rn(amax_a, amax_b), 36.0f * e4m3_max_a * e4m3_max_b);
 }
 
-// The same for a kernel that needs many: `divisor` is 36 * E_a * E_b.
-JNVFP4_HD float alpha_w4a4_by_steps(float amax_a, float amax_b, float divisor, float reciprocal) {
-  return div_constant(mul_rn(amax_a, amax_b), divisor, reciprocal);
-}
-
-// Adds the next window's share to an accumulator.
-JNVFP4_HD float add_window(float y, float window, float alpha) { return add_rn(y, mul_rn(alpha, window)); }
-
 // GEMM of a 16-bit operand and an NVFP4 one.
 JNVFP4_HD float alpha_w4a16(float amax_b, float e4m3_max_b) { return div_rn(amax_b, 6.0f * e4m3_max_b); }
+
+// Adds a block of two NVFP4 operands to an accumulator. Both products are exact, so the sum is the only rounding.
+JNVFP4_HD float add_block(float y, float scale_a, float scale_b, float dot16) {
+  return add_rn(y, mul_rn(mul_rn(scale_a, scale_b), dot16));
+}
+
+// Adds the next window to an accumulator.
+JNVFP4_HD float add_window(float y, float window, float alpha) { return add_rn(y, mul_rn(alpha, window)); }
+
+// Adds a 16-bit element a times an NVFP4 one, b = q * s, to an accumulator; b is exact.
+JNVFP4_HD float add_element(float y, float a, float b) { return add_rn(y, mul_rn(a, b)); }
 
 // One output element from its accumulator.
 JNVFP4_HD float gemm_epilogue(float y, float alpha, float bias, bool has_bias) {

@@ -1,10 +1,11 @@
 // The arithmetic of the producers: RMS norm and SiLU gate, from float32 to one rounding to bfloat16.
 //
-// The rules of numerics.h hold here too: one fixed sequence of IEEE binary32 operations, nothing contracted, mirrored
-// in `jnvfp4/reference.py`. docs/producers.md states it in words, with the error bounds.
+// As in numerics.h each function is a fixed sequence of IEEE binary32 operations, nothing contracted, and
+// jnvfp4/reference.py has the same sections with the same functions. docs/producers.md states the rules in words, with
+// the error bounds.
 #pragma once
 
-#include <cmath>
+#include <cstdint>
 
 #include "arrays.h"
 #include "numerics.h"
@@ -24,16 +25,15 @@ struct Sources {
   float eps;
 };
 
-JNVFP4_HD float sqrt_rn(float a) {
-#if defined(__CUDA_ARCH__)
-  return __fsqrt_rn(a);
-#else
-  return std::sqrt(a);
-#endif
+// ---------------------------------------------------------------- RMS norm
+// The sum of t[0] to t[n - 1], n a power of two: element k plus element k + n/2, then n/4, ..., 1 apart.
+JNVFP4_HD float sum_by_halves(float* t, int64_t n) {
+  for (int64_t half = n / 2; half; half /= 2)
+    for (int64_t k = 0; k < half; ++k) t[k] = add_rn(t[k], t[k + half]);
+  return t[0];
 }
 
-// ---------------------------------------------------------------- RMS norm
-// The squares of a block, added by halves: 0 + 8, ..., then 4, 2 and 1 apart.
+// The sum by halves of a block's squares.
 JNVFP4_HD float block_squares(const float* v) {
   float t[kBlock / 2];
   JNVFP4_UNROLL
@@ -45,14 +45,14 @@ JNVFP4_HD float block_squares(const float* v) {
 }
 
 // The smallest power of two that is not below `blocks`. The sums of a row's blocks, followed by zeros up to it, are
-// added by halves too; so a power of two of threads, or of vector lanes, gives the same sum.
+// added by halves too, so that a power of two of threads, or of vector lanes, gives the same sum.
 JNVFP4_HD int64_t padded_blocks(int64_t blocks) {
   int64_t p = 1;
   while (p < blocks) p *= 2;
   return p;
 }
 
-// What a row is multiplied by, from the sum of its `cols` squares.
+// The factor of a row, from the sum of its `cols` squares.
 JNVFP4_HD float norm_factor(float squares, int64_t cols, float eps) {
   return reciprocal_rn(sqrt_rn(add_rn(div_rn(squares, static_cast<float>(cols)), eps)));
 }
@@ -91,25 +91,7 @@ JNVFP4_HD float gate_exponent(float g) {
 #endif
 }
 
-// 1 / a, correctly rounded, for a from 1 to 2^120. On the device what the compiler's division does in that range,
-// without the test for it: an estimate, and one step on its exact error.
-JNVFP4_HD float reciprocal_of_large(float a) {
-#if defined(__CUDA_ARCH__)
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
-  return __fmaf_rn(r, __fmaf_rn(-a, r, 1.0f), r);
-#else
-  return reciprocal_rn(a);
-#endif
-}
-
-// g / (1 + e^-g) * u for a gate that is not below kTinyGate.
-JNVFP4_HD float silu_mul_usual(float g, float u) {
-  const float r = reciprocal_of_large(add_rn(1.0f, exp2_shifted(gate_exponent(g), 0)));
-  return mul_rn(mul_rn(g, r), u);
-}
-
-// The same for every gate. Below kTinyGate 1 + e^-g is e^-g, and powers of two that cancel keep e^-g in range and
+// g / (1 + e^-g) * u. Below kTinyGate 1 + e^-g is e^-g, and powers of two that cancel keep e^-g in range and
 // g * e^g from losing bits before u is multiplied. Below -190 the product is 0 for every finite u.
 JNVFP4_HD float silu_mul(float g, float u) {
   const bool tiny = g < kTinyGate;

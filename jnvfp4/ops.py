@@ -83,7 +83,7 @@ def _stream(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     if not lead:
         return jnp.concatenate([words, jnp.zeros((2,), jnp.uint32)])
     blocks, index = math.prod(shape[-2:]) // BLOCK, jnp.arange(math.prod(lead), dtype=jnp.uint32)
-    high, low = reference.mul_wide(blocks & 0xFFFFFFFF, index)
+    high, low = softfloat.mul_wide(blocks & 0xFFFFFFFF, index)
     first = jnp.stack([low, high + np.uint32(blocks >> 32) * index], axis=-1)
     return jnp.concatenate([jnp.broadcast_to(words, (*lead, 2)), first.reshape(*lead, 2)], axis=-1)
 

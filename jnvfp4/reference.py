@@ -1,8 +1,8 @@
 """NVFP4 in jnp: the oracle, and the lowering wherever no native kernel exists.
 
-The functions of ffi/numerics.h under the same names, in the same order, on float32 bit patterns
-(``softfloat``), followed by the whole operations. Bitwise equal to the kernels on every XLA backend, eager
-and under jit. The rules in words: docs/numerics.md.
+The rules of ffi/numerics.h and ffi/producers.h under the same names, in the same sections and order, on float32 bit
+patterns (``softfloat``, which has the operations and casts), followed by the whole operations. Bitwise equal to the
+kernels on every XLA backend, eager and under jit. The rules in words: docs/numerics.md.
 """
 
 from typing import Any
@@ -19,12 +19,17 @@ from .softfloat import (
     SIGN,
     Bits,
     add,
+    add_wide,
+    bf16_round,
+    canonical_nan,
     clamp_max,
     constant,
     div,
     from_bits,
     is_nan,
     mul,
+    mul_wide,
+    reciprocal,
     round_off,
     sqrt,
     sub,
@@ -37,7 +42,7 @@ ONE = constant(1.0)
 SCALE_NAN = np.uint8(0x7F)
 
 
-# ---------------------------------------------------------------- E4M3 (block scales; never negative)
+# ---------------------------------------------------------------- E4M3 (block scales, never negative)
 def e4m3_encode(b: Bits) -> jax.Array:
     """Clamps to 448, then rounds to nearest even. NaN gives 0x7f. -> uint8"""
     a = jnp.minimum(b, constant(448.0))
@@ -61,7 +66,7 @@ _TIES = tuple(constant(t) for t in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0))
 
 
 def e2m1_encode(b: Bits) -> jax.Array:
-    """Nearest even, saturating; the sign is kept, so -0.0 gives 8. NaN gives 0. -> uint8"""
+    """Rounds to nearest, a tie to the even code, and saturates. Keeps the sign: -0.0 gives 8. NaN gives 0. -> uint8"""
     a = b & ABS
     above = [(a >= t) if i % 2 else (a > t) for i, t in enumerate(_TIES)]  # a tie goes to the even code
     magnitude = sum(c.astype(jnp.uint32) for c in above)
@@ -75,156 +80,165 @@ def e2m1_decode(code: jax.Array) -> Bits:
 
 
 def e2m1_twice(code: jax.Array) -> jax.Array:
-    """Twice the E2M1 value, an int32: block dot products are exact in it."""
+    """Returns twice the E2M1 value, an int32: block dot products are exact in it."""
     k = (code & 7).astype(jnp.int32)
     magnitude = jnp.where(k < 4, k, (2 + (k & 1)) << (jnp.maximum(k, 4) // 2 - 1))
     return jnp.where((code & 8) != 0, -magnitude, magnitude)
 
 
-def e2m1_encode_stochastic(b: Bits, r: jax.Array) -> jax.Array:
-    """Adds r/256 of a grid step to the magnitude, r in 0..255, and truncates to the grid. NaN gives 0. -> uint8"""
-    a = b & ABS
+def e2m1_stochastic_sum(magnitude: Bits, r: jax.Array) -> Bits:
+    """Adds r/256 of a grid step to a magnitude, r in 0..255."""
     step256 = jnp.where(
-        a >= constant(4.0), constant(2 / 256), jnp.where(a >= constant(2.0), constant(1 / 256), constant(0.5 / 256))
+        magnitude >= constant(4.0),
+        constant(2 / 256),
+        jnp.where(magnitude >= constant(2.0), constant(1 / 256), constant(0.5 / 256)),
     )
-    t = add(a, mul(to_bits(r.astype(jnp.float32)), step256))
+    return add(magnitude, mul(to_bits(r.astype(jnp.float32)), step256))
+
+
+def e2m1_encode_stochastic(b: Bits, r: jax.Array) -> jax.Array:
+    """Adds r/256 of a grid step to the magnitude and truncates to the grid. NaN gives 0. -> uint8"""
+    t = e2m1_stochastic_sum(b & ABS, r)
     grid = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
     magnitude = sum((t >= constant(g)).astype(jnp.uint32) for g in grid)
     return jnp.where(is_nan(b), 0, magnitude | ((b & SIGN) >> 28)).astype(jnp.uint8)
 
 
 # ---------------------------------------------------------------- random bits
-def mul_wide(a: int, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The 64-bit product of two uint32 as (high, low)."""
-    al, ah, bl, bh = np.uint32(a & 0xFFFF), np.uint32(a >> 16), b & 0xFFFF, b >> 16
-    low, middle, middle2 = al * bl, ah * bl, al * bh
-    carry = (low >> 16) + (middle & 0xFFFF) + (middle2 & 0xFFFF)
-    return ah * bh + (middle >> 16) + (middle2 >> 16) + (carry >> 16), np.uint32(a) * b
+def philox_round_key(key: tuple, i: int, w: int) -> jax.Array:
+    """Returns word w of the key of round i."""
+    return key[w] + np.uint32(i * (0x9E3779B9, 0xBB67AE85)[w] & 0xFFFFFFFF)
 
 
-def add_wide(low: jax.Array, high: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(low, high) + n, for a 64-bit number in two uint32 and a uint32."""
-    total = low + n
-    return total, high + (total < low).astype(jnp.uint32)
+def philox(key: tuple, low: jax.Array, high: jax.Array, transposed: bool) -> tuple[jax.Array, ...]:
+    """Runs Philox4x32-10 at counter (low, high, orientation, 0). -> four words"""
+    c0, c1, c2, c3 = low, high, jnp.full_like(low, int(transposed)), jnp.zeros_like(low)
+    for i in range(10):
+        (h0, l0), (h1, l1) = mul_wide(0xD2511F53, c0), mul_wide(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = h1 ^ c1 ^ philox_round_key(key, i, 0), l1, h0 ^ c3 ^ philox_round_key(key, i, 1), l0
+    return c0, c1, c2, c3
 
 
 def random_bits(key: tuple, low: jax.Array, high: jax.Array, transposed: bool) -> jax.Array:
-    """Philox4x32-10 at counter (low, high, orientation, 0) -> [..., 16] bytes, element i from word i / 4."""
-    c0, c1, c2, c3 = low, high, jnp.full_like(low, int(transposed)), jnp.zeros_like(low)
-    k0, k1 = key
-    for _ in range(10):
-        (h0, l0), (h1, l1) = mul_wide(0xD2511F53, c0), mul_wide(0xCD9E8D57, c2)
-        c0, c1, c2, c3 = h1 ^ c1 ^ k0, l1, h0 ^ c3 ^ k1, l0
-        k0, k1 = k0 + np.uint32(0x9E3779B9), k1 + np.uint32(0xBB67AE85)
-    words = jnp.stack(jnp.broadcast_arrays(c0, c1, c2, c3), axis=-1)
+    """Returns the random bytes of blocks, [..., 16]: element i takes byte i % 4 of word i / 4."""
+    words = jnp.stack(jnp.broadcast_arrays(*philox(key, low, high, transposed)), axis=-1)
     shifts = 8 * lax.broadcasted_iota(jnp.uint32, (*words.shape, 4), words.ndim)
     return ((words[..., None] >> shifts) & 0xFF).reshape(*words.shape[:-1], BLOCK)
 
 
-def block_bits(stream: jax.Array, rows: int, blocks: int, row_blocks: int, transposed: bool) -> jax.Array:
-    """The random bytes [..., rows, blocks, 16] of matrices whose stream words are [..., 4]: key, first block."""
-    shape = (*stream.shape[:-1], rows, blocks)
-    row, col = (lax.broadcasted_iota(jnp.uint32, shape, len(shape) - i) for i in (2, 1))
-    key0, key1, low, high = (jnp.broadcast_to(stream[..., i][..., None, None], shape) for i in range(4))
-    row_high, row_low = mul_wide(row_blocks, row)
-    low, high = add_wide(low, high + row_high, row_low)
-    low, high = add_wide(low, high, col)
-    return random_bits((key0, key1), low, high, transposed)
-
-
 # ---------------------------------------------------------------- random Hadamard transform
-def flip_signs(v: Bits) -> Bits:
-    """[..., 16]. The signs are computed, since custom_partitioning takes no array constants."""
+def flip_sign(v: Bits) -> Bits:
+    """Negates elements of [..., 16]. The signs are computed, since custom_partitioning takes no array constants."""
     return v ^ ((np.uint32(0xD7E8) >> lax.broadcasted_iota(jnp.uint32, v.shape, v.ndim - 1)) << 31)
 
 
-def _bf16_round(b: Bits) -> Bits:
-    return to_bits(from_bits(b, jnp.bfloat16))
-
-
 def hadamard16(v: Bits) -> Bits:
-    """[..., 16]: stages of (a + b, a - b) with strides 1, 2, 4, 8, then a quarter."""
+    """Applies stages of (a + b, a - b) with strides 1, 2, 4, 8 to [..., 16]. A quarter of it is its own inverse."""
     for stride in (1, 2, 4, 8):
         pairs = v.reshape(*v.shape[:-1], BLOCK // (2 * stride), 2, stride)
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         v = jnp.stack([add(a, b), sub(a, b)], axis=-2).reshape(v.shape)
-    return mul(v, constant(0.25))
+    return v
 
 
 def rht16(v: Bits) -> Bits:
-    """[..., 16]: bfloat16 in, bfloat16 out. Adding +0.0 makes a zero positive."""
-    return _bf16_round(add(hadamard16(flip_signs(_bf16_round(v))), np.uint32(0)))
+    """Rotates [..., 16], to bfloat16. Adding +0.0 makes a zero positive."""
+    sums = hadamard16(flip_sign(bf16_round(v)))
+    return bf16_round(add(mul(sums, constant(0.25)), np.uint32(0)))
 
 
 def rht16_inverse(v: Bits) -> Bits:
-    """[..., 16] of dequantized values, in float32."""
-    return flip_signs(hadamard16(v))
+    """Rotates [..., 16] of dequantized values back, in float32."""
+    return flip_sign(mul(hadamard16(v), constant(0.25)))
 
 
 # ---------------------------------------------------------------- scales
+def reciprocal_max6(e4m3_max: int) -> Bits:
+    """Returns fl(1 / (6 * e4m3_max))."""
+    return constant(np.float32(1) / np.float32(6 * e4m3_max))
+
+
 def encode_scale(amax: Bits, e4m3_max: int) -> Bits:
-    """S_enc = min(6 * e4m3_max / amax, FLT_MAX); 1 for a zero or infinite amax. NaN stays, the sign is ignored."""
+    """Returns S_enc = min(6 * e4m3_max / amax, FLT_MAX); 1 for a zero or infinite amax. NaN stays."""
     amax = amax & ABS
     s = clamp_max(div(constant(6.0 * e4m3_max), amax))
     return jnp.where((amax == 0) | (s == 0), ONE, s)
 
 
 def global_scale(amax: Bits, e4m3_max: int) -> tuple[Bits, Bits]:
-    """(S_dec = 1 / S_enc, S_enc * (1/6))"""
+    """Returns (S_dec = 1 / S_enc, S_enc * (1/6))."""
     s_enc = encode_scale(amax, e4m3_max)
-    return div(ONE, s_enc), mul(s_enc, np.uint32(0x3E2AAAAB))
+    return reciprocal(s_enc), mul(s_enc, np.uint32(0x3E2AAAAB))
 
 
 def block_scale(block_amax: Bits, block_mult: Bits) -> jax.Array:
-    """The stored scale of a block, by the plain rule (map the largest magnitude to 6). -> uint8"""
-    return e4m3_encode(clamp_max(mul(block_amax, block_mult)))
+    """Returns the stored scale of a block by the plain rule, which maps the largest magnitude to 6. -> uint8"""
+    return e4m3_encode(mul(block_amax, block_mult))
 
 
 def block_encode_scale(scale: jax.Array, decode: Bits) -> Bits:
-    """What a block's elements are multiplied by before E2M1."""
-    return clamp_max(div(ONE, mul(e4m3_decode(scale), decode)))
+    """Returns the factor of a block's elements before E2M1."""
+    return clamp_max(reciprocal(mul(e4m3_decode(scale), decode)))
 
 
 def amax_bits(b: Bits, axis: int | tuple[int, ...] | None = None) -> Bits:
-    """The largest magnitude, as an integer maximum: exact, order free, and NaN wins."""
-    m = jnp.max(b & ABS, axis=axis, initial=np.uint32(0))
-    return jnp.where(m > INF, NAN, m)
+    """Returns the largest magnitude, an integer maximum: exact, the same in any order, and NaN is the largest."""
+    return canonical_nan(jnp.max(b & ABS, axis=axis, initial=np.uint32(0)))
 
 
 # ---------------------------------------------------------------- 4over6: which of two block scales
 def candidate_scales(block_amax: Bits, encode: Bits) -> tuple[jax.Array, jax.Array]:
-    """The scales that map the block's amax to 6 and to 4. -> uint8"""
+    """Returns the scales that map the block's amax to 6 and to 4. -> uint8"""
     base = mul(div(block_amax, constant(6.0)), encode)
     return e4m3_encode(base), e4m3_encode(mul(base, constant(1.5)))
 
 
-def row_error(x: Bits, codes: jax.Array, scale: jax.Array, amax: Bits, encode: Bits, spec: QuantSpec) -> Bits:
-    """The error of a candidate over blocks [..., 16], summed from element 0 to 15; the rest is [...] or broadcasts."""
-    products = mul(e2m1_decode(codes), e4m3_decode(scale)[..., None])
-    if spec.error_math == "fp16":
-        difference = sub(products, mul(x, encode[..., None]))
-    else:
-        difference = sub(div(mul(products, amax[..., None]), constant(6.0 * spec.format.e4m3_max)), x)
-    terms = mul(difference, difference) if spec.select == "mse" else difference & ABS
-    # A loop, since sixteen unrolled additions take long to compile.
-    return lax.fori_loop(0, BLOCK, lambda i, s: add(s, terms[..., i]), jnp.zeros(terms.shape[:-1], jnp.uint32))
+def strict_difference(q: Bits, x: Bits, scale: Bits, amax: Bits, e4m3_max: int) -> Bits:
+    """Compares the decoded value of an element that rounds to q with x."""
+    return sub(div(mul(mul(q, scale), amax), constant(6.0 * e4m3_max)), x)
+
+
+def scaled_difference(q: Bits, x: Bits, scale: Bits, encode: Bits) -> Bits:
+    """Compares q * s, which fp16 holds exactly, with x * S_enc."""
+    return sub(mul(q, scale), mul(x, encode))
+
+
+def add_error(total: Bits, difference: Bits, squared: bool) -> Bits:
+    """Adds one element's error to the sum of a row of 16."""
+    return add(total, mul(difference, difference) if squared else difference & ABS)
+
+
+def _sum_errors(differences: Bits, squared: bool) -> Bits:
+    """Sums the errors of [..., 16] from element 0 to 15. A loop, since sixteen unrolled steps take long to compile."""
+    start = jnp.zeros(differences.shape[:-1], jnp.uint32)
+    return lax.fori_loop(0, BLOCK, lambda i, total: add_error(total, differences[..., i], squared), start)
+
+
+def row_error_strict(x: Bits, q: Bits, scale: Bits, amax: Bits, e4m3_max: int, squared: bool) -> Bits:
+    """Sums the strict errors of blocks [..., 16] that round to q; scale and amax are [...] or broadcast."""
+    return _sum_errors(strict_difference(q, x, scale[..., None], amax[..., None], e4m3_max), squared)
+
+
+def row_error_scaled(x: Bits, q: Bits, scale: Bits, encode: Bits, squared: bool) -> Bits:
+    """Sums the fast errors of blocks [..., 16] that round to q; scale and encode are [...] or broadcast."""
+    return _sum_errors(scaled_difference(q, x, scale[..., None], encode[..., None]), squared)
 
 
 def tile_error(rows: Bits) -> Bits:
-    """[..., 16, cols] errors of the rows of tiles -> [..., cols], halves first."""
+    """Sums the errors [..., 16, cols] of the rows of tiles, halves first. -> [..., cols]"""
     for half in (8, 4, 2, 1):
         rows = add(rows[..., :half, :], rows[..., half:, :])
     return rows[..., 0, :]
 
 
 def choose_four(error_six: Bits, error_four: Bits) -> jax.Array:
-    """Ties and NaN are map-to-6. Errors are not negative, so their bits order as they do."""
+    """Tells whether to map to 4; a tie or a NaN maps to 6. Errors are not negative, so their bits order as they do."""
     return (error_four < error_six) & ~is_nan(error_six)
 
 
-# ---------------------------------------------------------------- decoding
+# ---------------------------------------------------------------- decoding and products
 def dequantize_factor(scale: jax.Array, amax: Bits, e4m3_max: int) -> Bits:
-    return mul(mul(e4m3_decode(scale), amax), constant(np.float32(1) / np.float32(6 * e4m3_max)))
+    return mul(mul(e4m3_decode(scale), amax), reciprocal_max6(e4m3_max))
 
 
 def alpha_w4a4(amax_a: Bits, amax_b: Bits, e4m3_max_a: int, e4m3_max_b: int) -> Bits:
@@ -235,72 +249,103 @@ def alpha_w4a16(amax_b: Bits, e4m3_max_b: int) -> Bits:
     return div(amax_b, constant(6.0 * e4m3_max_b))
 
 
+def add_block(y: jax.Array, scale_a: jax.Array, scale_b: jax.Array, dot16: jax.Array) -> jax.Array:
+    """Adds a block of two NVFP4 operands to accumulators: fl(y + fl(fl(s_a * s_b) * dot16)).
+
+    Plain float32 is exact here: s_a * s_b * dot16 has at most 20 significant bits, so no product rounds and
+    contraction changes nothing, and every sum is a multiple of 2^-20, so none is subnormal.
+    """
+    return y + scale_a * scale_b * dot16
+
+
+def add_window(y: Bits, window: Bits, alpha: Bits) -> Bits:
+    """Adds the next window to accumulators."""
+    return add(y, mul(alpha, window))
+
+
+def add_element(y: Bits, a: Bits, b: Bits) -> Bits:
+    """Adds a 16-bit element a times an NVFP4 one, b = q * s, to accumulators; b is exact."""
+    return add(y, mul(a, b))
+
+
 def gemm_epilogue(y: Bits, alpha: Bits, bias: Bits | None) -> Bits:
     scaled = mul(alpha, y)
     return scaled if bias is None else add(scaled, bias)
 
 
-# ---------------------------------------------------------------- producers (ffi/producers.h)
+# ---------------------------------------------------------------- RMS norm
 def sum_by_halves(t: Bits) -> Bits:
-    """[..., n] -> [...]: element k plus element k + n/2, then n/4, ..., 1 apart; n a power of two."""
+    """Sums [..., n], n a power of two: element k plus element k + n/2, then n/4, ..., 1 apart. -> [...]"""
     n = t.shape[-1]
 
-    def halve(i: jax.Array, t: Bits) -> Bits:  # what is beyond the sums is never read again
+    def halve(i: jax.Array, t: Bits) -> Bits:  # elements beyond the sums are never read again
         return add(t, jnp.roll(t, -(n >> (i + 1)), axis=-1))
 
     return lax.fori_loop(0, n.bit_length() - 1, halve, t)[..., 0]
 
 
-def norm_factor(v: Bits, eps: float) -> Bits:
-    """[..., K] -> [...]: fl(1 / fl(sqrt(fl(fl(sum of squares / K) + eps))))"""
-    *lead, cols = v.shape
-    blocks = sum_by_halves(mul(v, v).reshape(*lead, cols // BLOCK, BLOCK))
-    padded = 1 << (cols // BLOCK - 1).bit_length()
-    squares = sum_by_halves(jnp.pad(blocks, [(0, 0)] * len(lead) + [(0, padded - cols // BLOCK)]))
-    return div(ONE, sqrt(add(div(squares, constant(cols)), constant(eps))))
+def block_squares(v: Bits) -> Bits:
+    """Sums the squares of blocks [..., 16] by halves. -> [...]"""
+    return sum_by_halves(mul(v, v))
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x [..., M, K], weight [K] or [..., K] -> bfloat16 [..., M, K]"""
-    v, w = to_bits(x), to_bits(weight)
-    w = w[..., None, :] if w.ndim > 1 else w
-    return from_bits(mul(mul(v, norm_factor(v, eps)[..., None]), w), jnp.bfloat16)
+def padded_blocks(blocks: int) -> int:
+    """Returns the smallest power of two that is not below ``blocks``."""
+    return 1 << (blocks - 1).bit_length()
 
 
-def less(a: Bits, bound: float) -> jax.Array:
-    """a < bound, for a negative bound; False for NaN."""
+def norm_factor(squares: Bits, cols: int, eps: float) -> Bits:
+    """Returns the factor of a row, from the sum of its ``cols`` squares."""
+    return reciprocal(sqrt(add(div(squares, constant(cols)), constant(eps))))
+
+
+def norm_scale(v: Bits, factor: Bits, weight: Bits) -> Bits:
+    return mul(mul(v, factor), weight)
+
+
+# ---------------------------------------------------------------- SiLU gate
+_MAGIC = 12582912.0  # 1.5 * 2^23
+
+
+def _less(a: Bits, bound: float) -> jax.Array:
+    """Tells whether a < bound, for a negative bound; False for NaN."""
     return (a > constant(bound)) & (a <= (SIGN | INF))
 
 
 def exp2_fraction(f: Bits) -> Bits:
-    """2^f for |f| <= 1/2, within 7.5e-5 of it."""
+    """Returns 2^f for |f| <= 1/2, within 7.5e-5 of it."""
     p = np.uint32(0x3D61FBB0)
     for c in (0x3E786F0D, 0x3F31798D, 0x3F7FFB49):
         p = add(mul(p, f), np.uint32(c))
     return p
 
 
-_MAGIC = 12582912.0  # 1.5 * 2^23
-
-
-def silu_mul(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """g / (1 + e^-g) * u -> bfloat16. See ``silu_mul`` in ffi/producers.h."""
-    g, u = to_bits(gate), to_bits(up)
-    tiny = less(g, -80.0)
-    c = jnp.where(less(g, -190.0), constant(-190.0), g)
-    t = mul(c, constant(-1.44269502))
-    t = jnp.where(less(t, -64.0), constant(-64.0), t)
+def exp2_shifted(t: Bits, shift: jax.Array) -> Bits:
+    """Returns 2^(t + shift), for t in [-64, 275], an int32 shift and a normal result."""
     m = add(t, constant(_MAGIC))
-    n = m - constant(_MAGIC) - jnp.where(tiny, np.uint32(150), np.uint32(0))
-    e = exp2_fraction(sub(t, sub(m, constant(_MAGIC)))) + (n << 23)
-    r = div(ONE, add(jnp.where(tiny, np.uint32(0), ONE), e))
+    n = m - constant(_MAGIC) + shift.astype(jnp.uint32)
+    return exp2_fraction(sub(t, sub(m, constant(_MAGIC)))) + (n << 23)
+
+
+def gate_exponent(g: Bits) -> Bits:
+    """Returns -g * log2(e), at least -64. NaN stays."""
+    t = mul(g, constant(-1.44269502))
+    return jnp.where(_less(t, -64.0), constant(-64.0), t)
+
+
+def silu_mul(g: Bits, u: Bits) -> Bits:
+    """Returns g / (1 + e^-g) * u. ``silu_mul`` in ffi/producers.h says what the powers of two are for."""
+    tiny = _less(g, -80.0)
+    c = jnp.where(_less(g, -190.0), constant(-190.0), g)
+    e = exp2_shifted(gate_exponent(c), jnp.where(tiny, np.int32(-150), np.int32(0)))
+    r = reciprocal(add(jnp.where(tiny, np.uint32(0), ONE), e))
     power = jnp.where(tiny, constant(2.0**-75), ONE)
-    return from_bits(mul(mul(mul(c, r), mul(u, power)), power), jnp.bfloat16)
+    return mul(mul(mul(c, r), mul(u, power)), power)
 
 
 # ---------------------------------------------------------------- whole operations
 def pack_codes(codes: jax.Array) -> jax.Array:
-    """[..., K] codes -> [..., K/2] bytes, even k in the low nibble."""
+    """Packs codes [..., K] into bytes [..., K/2], even k in the low nibble."""
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
@@ -309,24 +354,35 @@ def unpack_codes(data: jax.Array) -> jax.Array:
     return pairs.reshape(*data.shape[:-1], 2 * data.shape[-1])
 
 
+def block_bits(stream: jax.Array, rows: int, blocks: int, row_blocks: int, transposed: bool) -> jax.Array:
+    """Returns the random bytes [..., rows, blocks, 16] of matrices; stream words [..., 4] are key and first block."""
+    shape = (*stream.shape[:-1], rows, blocks)
+    row, col = (lax.broadcasted_iota(jnp.uint32, shape, len(shape) - i) for i in (2, 1))
+    key0, key1, low, high = (jnp.broadcast_to(stream[..., i][..., None, None], shape) for i in range(4))
+    row_high, row_low = mul_wide(row_blocks, row)
+    low, high = add_wide(low, high + row_high, row_low)
+    low, high = add_wide(low, high, col)
+    return random_bits((key0, key1), low, high, transposed)
+
+
 def _scale_bytes(scale: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(scale, jnp.uint8)
 
 
 def per_row(amax: jax.Array, ndim: int) -> jax.Array:
-    """amax of an array of rank ``ndim``, (), one per matrix or one per row, made to broadcast with [..., M, 1]."""
+    """Makes the amax of an array of rank ``ndim``, (), one per matrix or one per row, broadcast with [..., M, 1]."""
     if amax.ndim == ndim - 1:
         return amax[..., None]
     return amax[..., None, None] if amax.ndim else amax
 
 
 def per_block(amax: jax.Array, ndim: int, scope: str) -> jax.Array:
-    """amax of any scope, made to broadcast with the blocks [..., M, K/16]."""
+    """Makes an amax of any scope broadcast with the blocks [..., M, K/16]."""
     return jnp.repeat(amax, WINDOW // BLOCK, axis=-1) if scope == "window64" else per_row(amax, ndim)
 
 
 def find_amax(x: jax.Array, scope: str) -> jax.Array:
-    """The float32 amax of x [..., M, K]: () for scope "tensor", [..., M] for "row", [..., M, K/64] for "window64".
+    """Finds the float32 amax of x [..., M, K]: () for scope "tensor", [..., M] for "row", [..., M, K/64] for windows.
 
     ``amax_bits`` before widening: magnitudes order alike in 16 bits, and XLA reduces half as many bytes.
     """
@@ -339,33 +395,37 @@ def find_amax(x: jax.Array, scope: str) -> jax.Array:
 
 
 def find_rht_amax(x: jax.Array, keep: int) -> jax.Array:
-    """The amax of the rotated x [..., M, K], one for each index of its first ``keep`` axes. -> x.shape[:keep]"""
+    """Finds the amax of the rotated x [..., M, K] for each index of its first ``keep`` axes. -> x.shape[:keep]"""
     blocks = to_bits(x).reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     return from_bits(amax_bits(rht16(blocks), axis=tuple(range(keep, blocks.ndim))))
 
 
 def over_tiles(rows: Bits, combine) -> Bits:
-    """[..., M, cols] -> the same shape, with ``combine`` ([..., 16, cols] -> [..., cols]) over each 16 rows."""
+    """Applies ``combine`` ([..., 16, cols] -> [..., cols]) to each 16 rows of [..., M, cols]. -> the same shape"""
     *lead, count, cols = rows.shape
     tiles = rows.reshape(*lead, count // BLOCK, BLOCK, cols)
     return jnp.broadcast_to(combine(tiles)[..., None, :], tiles.shape).reshape(rows.shape)
 
 
 def _encode(x: Bits, scale: jax.Array, decode: Bits, random: jax.Array | None = None) -> jax.Array:
-    """The codes of blocks [..., 16], rounded to nearest without random bytes."""
+    """Returns the codes of blocks [..., 16], rounded to nearest if there are no random bytes."""
     scaled = mul(x, block_encode_scale(scale, decode)[..., None])
     return e2m1_encode(scaled) if random is None else e2m1_encode_stochastic(scaled, random)
 
 
 def _choose(x: Bits, block_amax: Bits, amax: Bits, decode: Bits, spec: QuantSpec) -> tuple[jax.Array, jax.Array]:
-    """4over6: the chosen scale and codes of blocks [..., M, K/16, 16]."""
+    """Chooses the 4over6 scale of blocks [..., M, K/16, 16]. -> scale, codes"""
     amax, encode = amax & ABS, encode_scale(amax, spec.format.e4m3_max)
     # Both candidates as one array, since every operation here is many instructions to compile.
     scales = jnp.stack(candidate_scales(block_amax, encode))
     x = x[None]
     amax, encode, decode = (jnp.broadcast_to(v, (1, *block_amax.shape)) for v in (amax, encode, decode))
     codes = _encode(x, scales, decode)
-    errors = row_error(x, codes, scales, amax, encode, spec)
+    q, s, squared = e2m1_decode(codes), e4m3_decode(scales), spec.select == "mse"
+    if spec.error_math == "fp16":
+        errors = row_error_scaled(x, q, s, encode, squared)
+    else:
+        errors = row_error_strict(x, q, s, amax, spec.format.e4m3_max, squared)
     if spec.block_rows == BLOCK:
         errors = over_tiles(errors, tile_error)
     four = choose_four(errors[0], errors[1])
@@ -380,9 +440,9 @@ def quantize(
     stream: jax.Array | None = None,
     row_blocks: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """-> data uint8 [..., M, K/2], scale float8_e4m3fn [..., M, K/16], amax. See ``jnvfp4.quantize``.
+    """Quantizes as ``jnvfp4.quantize``. -> data uint8 [..., M, K/2], scale float8_e4m3fn [..., M, K/16], amax
 
-    ``stream`` is what ``block_bits`` takes; ``row_blocks`` the blocks in a row of the whole array, if x is a part.
+    ``stream`` are the words for ``block_bits``, ``row_blocks`` the blocks in a row of the whole array, if x is a part.
     """
     x = jnp.swapaxes(x, -1, -2) if transpose else x
     *lead, rows, cols = x.shape
@@ -412,7 +472,7 @@ def quantize(
 def dequantize(
     data: jax.Array, scale: jax.Array, amax: jax.Array, format: Format, dtype=jnp.float32, rotate_back: bool = True
 ) -> jax.Array:
-    """-> [..., M, K] of ``dtype``. See ``jnvfp4.dequantize``."""
+    """Dequantizes as ``jnvfp4.dequantize``. -> [..., M, K] of ``dtype``"""
     amaxes = per_block(to_bits(amax), data.ndim, format.amax_scope)
     factor = dequantize_factor(_scale_bytes(scale), amaxes, format.e4m3_max)
     codes = unpack_codes(data)
@@ -422,39 +482,51 @@ def dequantize(
     return from_bits(values.reshape(codes.shape), dtype)
 
 
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Norms x [..., M, K] with the weight [K] or [..., K]. -> bfloat16 [..., M, K]"""
+    v, w = to_bits(x), to_bits(weight)
+    w = w[..., None, :] if w.ndim > 1 else w
+    *lead, cols = v.shape
+    blocks = block_squares(v.reshape(*lead, cols // BLOCK, BLOCK))
+    zeros = padded_blocks(cols // BLOCK) - cols // BLOCK
+    squares = sum_by_halves(jnp.pad(blocks, [(0, 0)] * len(lead) + [(0, zeros)]))
+    return from_bits(norm_scale(v, norm_factor(squares, cols, eps)[..., None], w), jnp.bfloat16)
+
+
+def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Multiplies ``up`` by the SiLU of ``gate``, both [..., M, K]. -> bfloat16"""
+    return from_bits(silu_mul(to_bits(gate), to_bits(up)), jnp.bfloat16)
+
+
 def _align(b: jax.Array, ndim: int) -> jax.Array:
-    """Gives [N, ...] the leading axes of a batched left operand."""
+    """Adds the leading axes of a batched left operand to [N, ...], of size 1."""
     return b.reshape((1,) * (ndim - b.ndim) + b.shape)
 
 
 def _block_steps(data: jax.Array, scale: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
-    """Doubled codes [blocks / group, group, ..., M, 16] and float32 scales [blocks / group, group, ..., M]."""
+    """Returns doubled codes [blocks / group, group, ..., M, 16] and float32 scales [blocks / group, group, ..., M]."""
     twice = jnp.moveaxis(e2m1_twice(unpack_codes(data)).reshape(*scale.shape, BLOCK), -2, 0)
     s = jnp.moveaxis(lax.bitcast_convert_type(e4m3_decode(_scale_bytes(scale)), jnp.float32), -1, 0)
     return twice.reshape(-1, group, *twice.shape[1:]), s.reshape(-1, group, *s.shape[1:])
 
 
-def _add_block(y: jax.Array, block) -> tuple[jax.Array, None]:
-    """y = fl(y + fl(fl(s_a * s_b) * dot16)).
-
-    Plain float32 is exact here: s_a * s_b * dot16 has at most 20 significant bits, so no product rounds and
-    contraction changes nothing, and every sum is a multiple of 2^-20, so none is subnormal.
-    """
+def _block_step(y: jax.Array, block) -> tuple[jax.Array, None]:
+    """Adds a block of the depth to all outputs [..., M, N]."""
     (qa, sa), (qb, sb) = block
     dot = jnp.sum(qa[..., :, None, :] * qb[..., None, :, :], axis=-1)  # 4 * dot16, exact
-    return y + sa[..., :, None] * sb[..., None, :] * (dot.astype(jnp.float32) * np.float32(0.25)), None
+    return add_block(y, sa[..., :, None], sb[..., None, :], dot.astype(jnp.float32) * np.float32(0.25)), None
 
 
 def sum_blocks(a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array) -> Bits:
-    """``_add_block`` over blocks ascending along K. -> [..., M, N]"""
+    """Sums by ``add_block`` over blocks ascending along K. -> [..., M, N]"""
     zero = jnp.zeros((*a_data.shape[:-1], b_data.shape[-2]), jnp.float32)
     a_steps, b_steps = (_block_steps(d, s, 1) for d, s in ((a_data, a_scale), (b_data, b_scale)))
-    step = lambda y, group: _add_block(y, jax.tree.map(lambda v: v[0], group))  # noqa: E731
+    step = lambda y, group: _block_step(y, jax.tree.map(lambda v: v[0], group))  # noqa: E731
     return to_bits(lax.scan(step, zero, (a_steps, b_steps))[0])
 
 
 def sum_windows(a: tuple, b: tuple, factor) -> Bits:
-    """y = fl(y + fl(factor * sum of a window's four blocks)) over windows ascending along K. -> [..., M, N]
+    """Sums by ``add_window`` over windows ascending along K, each the ``sum_blocks`` of its four blocks. -> [..., M, N]
 
     ``factor(w)`` is the window's ``alpha_w4a4``, broadcasting with [..., M, N]; the product's alpha is then 1.
     """
@@ -462,8 +534,8 @@ def sum_windows(a: tuple, b: tuple, factor) -> Bits:
 
     def step(y, window):
         blocks, w = window
-        total = lax.scan(_add_block, zero, blocks)[0]
-        return add(y, mul(to_bits(total), factor(w))), None
+        total = lax.scan(_block_step, zero, blocks)[0]
+        return add_window(y, to_bits(total), factor(w)), None
 
     steps = tuple(_block_steps(data, scale, WINDOW // BLOCK) for data, scale in (a, b))
     windows = jnp.arange(steps[0][0].shape[0])
@@ -471,22 +543,22 @@ def sum_windows(a: tuple, b: tuple, factor) -> Bits:
 
 
 def sum_elements(a: jax.Array, b_data: jax.Array, b_scale: jax.Array) -> Bits:
-    """y = fl(y + fl(a_k * (q_k * s_k))) over k ascending. -> [..., M, N]"""
+    """Sums by ``add_element`` over k ascending. -> [..., M, N]"""
     b_data, b_scale = _align(b_data, a.ndim), _align(b_scale, a.ndim)
     codes = unpack_codes(b_data)
     factor = jnp.repeat(e4m3_decode(_scale_bytes(b_scale)), BLOCK, axis=-1)
-    weight = mul(e2m1_decode(codes), factor)  # exact
+    elements = mul(e2m1_decode(codes), factor)  # exact
 
     def step(y, column):
-        a_k, w_k = column
-        return add(y, mul(a_k[..., :, None], w_k[..., None, :])), None
+        a_k, b_k = column
+        return add_element(y, a_k[..., :, None], b_k[..., None, :]), None
 
     zero = jnp.zeros((*a.shape[:-1], codes.shape[-2]), jnp.uint32)
-    return lax.scan(step, zero, (jnp.moveaxis(to_bits(a), -1, 0), jnp.moveaxis(weight, -1, 0)))[0]
+    return lax.scan(step, zero, (jnp.moveaxis(to_bits(a), -1, 0), jnp.moveaxis(elements, -1, 0)))[0]
 
 
 def _row_amax(amax: jax.Array, ndim: int, scope: str, window: Any) -> Bits:
-    """The amax of each row, [..., M, 1], that holds in a window."""
+    """Returns the amax of each row in a window, [..., M, 1]."""
     bits = to_bits(amax)
     if scope == "window64":
         return lax.dynamic_index_in_dim(bits, window, axis=-1)
@@ -506,7 +578,7 @@ def matmul(
     b_format: Format,
     out_dtype=jnp.bfloat16,
 ) -> jax.Array:
-    """a [..., M, K] (16-bit floats, or data, scale and amax) times b [N, K] or [..., N, K] -> [..., M, N]."""
+    """Multiplies a [..., M, K] (16-bit floats, or data, scale and amax) by b [N, K] or [..., N, K]. -> [..., M, N]"""
     b_data, b_scale, b_amax = b
     b_ndim = b_data.ndim
     first = np.int32(0)

@@ -1,10 +1,12 @@
-"""ffi/numerics.h against ``jnvfp4.reference`` and against ml_dtypes and NumPy, over all inputs of small formats.
+"""The rules of ffi/numerics.h and ffi/producers.h, and the fast forms of ffi/numerics_fast.h, against
+``jnvfp4.reference`` and against ml_dtypes and NumPy, over all inputs of small formats.
 
 cpp/tables.cc (and cpp/tables.cu on a GPU) write tables of the C++ functions; cpp/exhaustive.cc checks the
-encoders over float32 patterns against rules of its own.
+encoders over float32 patterns against rules of its own. The last section compares the lists of functions.
 """
 
 import functools
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,9 +17,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import gpus, skip_or_fail
-from helpers import FLOAT_MAX, assert_bitwise, bits, canonical_nans, philox, rotate, rotate_back
+from helpers import (
+    FLOAT_MAX,
+    assert_bitwise,
+    bits,
+    canonical_nans,
+    philox,
+    quantize_by_reference,
+    rotate,
+    rotate_back,
+    unpack_codes,
+)
 
-from jnvfp4 import Format, QuantSpec, reference, softfloat
+import jnvfp4
+from jnvfp4 import Format, QuantSpec, four_over_six, reference, softfloat
 
 CPP = Path(__file__).parent / "cpp"
 INCLUDE = CPP.parent.parent / "ffi"
@@ -101,6 +114,9 @@ def never_negative(values: np.ndarray) -> np.ndarray:
     return ~np.signbit(values) | is_nan(values)
 
 
+every_form = pytest.mark.parametrize("form", ["", "_fast"], ids=["rule", "fast form"])
+
+
 def agree(got: np.ndarray, want: np.ndarray, what: str) -> None:
     """Tables of float32 bits: equal up to the bits of a NaN, which no table entry stores as such."""
     got, want = (canonical_nans(np.asarray(a, np.uint32).view(np.float32)) for a in (got, want))
@@ -123,9 +139,10 @@ def test_encode_16_bits(tables, half):
         assert_bitwise(got, bits(canonical_nans(dense().view(np.float32).astype(dtype))), "ml_dtypes")
 
 
+@every_form
 @pytest.mark.parametrize("half", list(HALF_DTYPES))
-def test_e2m1_of_every_16_bit_number(tables, half):
-    got, x = tables[f"e2m1_of_{half}"].astype(np.uint8), halves(half)
+def test_e2m1_of_every_16_bit_number(tables, half, form):
+    got, x = tables[f"e2m1_of_{half}{form}"].astype(np.uint8), halves(half)
     assert_bitwise(got, by_reference(lambda x: reference.e2m1_encode(softfloat.to_bits(x)), x), "reference")
     with np.errstate(all="ignore"):
         codes = x.astype(np.float32).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
@@ -162,6 +179,7 @@ def test_decode_e2m1(tables):
     values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
     assert_bitwise(tables["e2m1_decode"], by_reference(reference.e2m1_decode, codes), "reference")
     assert_bitwise(tables["e2m1_decode"], bits(values), "ml_dtypes")
+    assert_bitwise(tables["e2m1_decode_fast"], bits(values), "ml_dtypes, fast form")
     assert_bitwise(tables["e2m1_twice"].view(np.int32), by_reference(reference.e2m1_twice, codes), "reference")
     assert_bitwise(tables["e2m1_twice"].view(np.int32), (2 * values).astype(np.int32), "ml_dtypes")
 
@@ -200,6 +218,22 @@ def test_global_scale(tables):
     agree(mult, bits(s_enc * np.float32(1 / 6)), "NumPy mult")
 
 
+@every_form
+def test_block_scale(tables, form):
+    """Products above the largest scale, and infinite ones, saturate."""
+    got, block_amax = tables[f"block_scale{form}"].astype(np.uint8), MAGNITUDES[hashed(MAGNITUDES >> 15) & 0xFFFF]
+
+    def scale(block_amax, amax):
+        return reference.block_scale(block_amax, reference.global_scale(amax, 448)[1])
+
+    assert_bitwise(got, by_reference(scale, block_amax, MAGNITUDES), "reference")
+    with np.errstate(all="ignore"):
+        product = block_amax.view(np.float32) * tables["mult_of_global_scale"].view(np.float32)
+        want = np.minimum(product, np.float32(448)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    assert np.isinf(product).sum() > 1000
+    assert_bitwise(got, np.where(is_nan(product), 0x7F, want).astype(np.uint8), "NumPy")
+
+
 def test_block_encode_scale(tables):
     got = tables["block_encode_scale"]
 
@@ -228,20 +262,22 @@ def test_dequantize_factor(tables, e4m3_max):
 
 
 # ---------------------------------------------------------------- stochastic rounding
-def test_stochastic_code_of_every_golden_value(tables):
+@every_form
+def test_stochastic_code_of_every_golden_value(tables, form):
     golden = golden_stochastic()
     value, r = golden["value"][:, None], golden["rbits"][None].astype(np.uint32)
     assert_bitwise(r, np.arange(256, dtype=np.uint32)[None])
     want = np.where(is_nan(value), 0, golden["code"])
     want = np.where(bits(value) == 0x80000000, 8, want).astype(np.uint8)  # -0.0 has code 0 in the file
-    assert_bitwise(tables["stochastic_of_golden"].reshape(want.shape).astype(np.uint8), want, "golden")
+    assert_bitwise(tables[f"stochastic_of_golden{form}"].reshape(want.shape).astype(np.uint8), want, "golden")
     got = by_reference(lambda b, r: reference.e2m1_encode_stochastic(b, r), bits(value), r)
     assert_bitwise(got, want, "reference")
 
 
-def test_stochastic_code_of_every_bf16_number(tables):
+@every_form
+def test_stochastic_code_of_every_bf16_number(tables, form):
     """With every random byte: the reference, and by float64 the grid point below, or above where the byte reaches."""
-    packed = tables["stochastic_of_bf16"].reshape(65536, 32, 1)
+    packed = tables[f"stochastic_of_bf16{form}"].reshape(65536, 32, 1)
     got = (packed >> (4 * np.arange(8, dtype=np.uint32)) & 15).astype(np.uint8).reshape(65536, 256)
     r = np.arange(256, dtype=np.uint32)[None]
     x = (PATTERNS.astype(np.uint32) << 16)[:, None]
@@ -292,9 +328,9 @@ def test_random_bits(tables):
 
 
 # ---------------------------------------------------------------- rotation, 4over6
-@pytest.mark.parametrize("name", ["rht16", "rht16_inverse"])
-def test_rotation(tables, name):
-    x, got = tables["block_elements"].reshape(-1, 16), tables[name].reshape(-1, 16)
+@pytest.mark.parametrize(("name", "form"), [("rht16", ""), ("rht16", "_fast"), ("rht16_inverse", "")])
+def test_rotation(tables, name, form):
+    x, got = tables["block_elements"].reshape(-1, 16), tables[name + form].reshape(-1, 16)
     by_formula = {"rht16": rotate, "rht16_inverse": rotate_back}[name]
     agree(got, by_reference(getattr(reference, name), x), "reference")
     agree(got, bits(by_formula(x.view(np.float32))), "NumPy")
@@ -333,6 +369,7 @@ def test_candidate_scales(tables, e4m3_max):
         )
     want = np.where(is_nan(base), 0x7F7F, six | four.astype(np.uint32) << 8).astype(np.uint32)
     assert_bitwise(got, want, "NumPy")
+    agree(tables[f"candidate_base_{e4m3_max}"], bits(base), "NumPy, not yet rounded")
 
 
 def error_rows() -> tuple[np.ndarray, ...]:
@@ -347,17 +384,20 @@ def error_rows() -> tuple[np.ndarray, ...]:
     return near * decode[:, None], codes, scale, amax
 
 
+@every_form
 @pytest.mark.parametrize("select", ["mae", "mse"])
 @pytest.mark.parametrize("math", ["fp32", "fp16"])
-def test_row_error(tables, select, math):
+def test_row_error(tables, select, math, form):
     """The sum runs from element 0 to 15, each step rounded."""
     which = 2 * (select == "mse") + (math == "fp16")
-    got = tables["row_error"].reshape(4, -1)[which]
+    got = tables[f"row_error{form}"].reshape(4, -1)[which]
     x, codes, scale, amax = error_rows()
-    spec = QuantSpec(Format(e4m3_max=256), select=select, error_math=math)
 
     def error(x, codes, scale, amax):
-        return reference.row_error(x, codes, scale, amax, reference.encode_scale(amax, 256), spec)
+        q, s = reference.e2m1_decode(codes), reference.e4m3_decode(scale)
+        if math == "fp16":
+            return reference.row_error_scaled(x, q, s, reference.encode_scale(amax, 256), select == "mse")
+        return reference.row_error_strict(x, q, s, amax, 256, select == "mse")
 
     assert_bitwise(got, by_reference(error, bits(x), codes, scale, amax), "reference")
     product = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
@@ -384,6 +424,83 @@ def test_tile_error(tables):
     assert_bitwise(got, bits(want[:, 0]), "NumPy")
 
 
+@pytest.mark.parametrize("select", ["mae", "mse"])
+def test_strict_errors_near_overflow(native, select):
+    """Decoded values overflow for some amaxes here, with which a kernel must divide for each element."""
+    rng = np.random.default_rng(0)
+    amax = np.exp(rng.uniform(np.log(1e34), np.log(3.4e38), 256)).astype(np.float32)
+    x = (rng.uniform(-1, 1, (256, 1, 64)) * amax[:, None, None]).astype(np.float32)
+    for spec in (four_over_six(select), QuantSpec(Format(e4m3_max=448), select=select)):
+        t = jnvfp4.quantize(x, spec, amax=amax, implementation=native.implementation)
+        data, scale = quantize_by_reference(x, spec, amax)
+        assert_bitwise(t.scale, scale, "scale")
+        assert_bitwise(unpack_codes(t.data), unpack_codes(data), "codes")
+
+
+# ---------------------------------------------------------------- operations and products
+def test_fused_multiply_add(tables):
+    """Where the product is exact, fusing changes nothing."""
+    i = np.arange(65536, dtype=np.uint32)
+    a, b = (((h & 0x807FF000) | 112 + h % 32 << 23).view(np.float32) for h in (hashed(i), hashed(i + np.uint32(65536))))
+    c = ((hashed(i + np.uint32(131072)) & 0x807FFFFF) | 97 + hashed(i) % 64 << 23).view(np.float32)
+    assert_bitwise((a * b).astype(np.float64), a.astype(np.float64) * b, "the products are exact")
+    assert_bitwise(tables["fused_multiply_add"], bits(a * b + c), "NumPy")
+
+
+def test_add_max(tables):
+    i = np.arange(65536, dtype=np.uint32)
+    a, b, c = ((hashed(i + np.uint32(k << 16)).view(np.int32) / 4).astype(np.int32) for k in range(3))
+    assert_bitwise(tables["add_max"].view(np.int32), np.maximum(a + b, c), "NumPy")
+
+
+def test_reciprocal_of_large(tables):
+    """Every mantissa, with exponents from 0 to 119."""
+    i = np.arange(1 << 23, dtype=np.uint32)
+    a = ((127 + hashed(i) % 120 << 23) | i).view(np.float32)
+    assert_bitwise(tables["reciprocal_of_large"], bits(np.float32(1) / a), "NumPy")
+
+
+@every_form
+def test_alpha_w4a4(tables, form):
+    got = tables[f"alpha_w4a4{form}"].reshape(4, -1)
+    b = MAGNITUDES[hashed(np.arange(4 * 65536, dtype=np.uint32)) & 0xFFFF].reshape(4, -1)
+    for case, (a_max, b_max) in enumerate([(448, 448), (256, 448), (448, 256), (256, 256)]):
+
+        def alpha(a, b, a_max=a_max, b_max=b_max):
+            return reference.alpha_w4a4(a, b, a_max, b_max)
+
+        agree(got[case], by_reference(alpha, MAGNITUDES, b[case]), "reference")
+        with np.errstate(all="ignore"):
+            want = MAGNITUDES.view(np.float32) * b[case].view(np.float32) / np.float32(36 * a_max * b_max)
+        agree(got[case], bits(want), "NumPy")
+
+
+def test_add_block(tables):
+    i = np.arange(65536, dtype=np.uint32)
+    y = ((hashed(i).view(np.int32) / 4).astype(np.int32)).astype(np.float32) * np.float32(2**-20)
+    a, b = ((hashed(i + np.uint32(k)) % 127).astype(np.uint8).view(ml_dtypes.float8_e4m3fn) for k in (1, 2))
+    a, b = a.astype(np.float32), b.astype(np.float32)
+    dot = ((hashed(i + np.uint32(3)) % 4609).astype(np.int32) - 2304).astype(np.float32) / 4
+    assert_bitwise(tables["add_block"], bits(by_reference(reference.add_block, y, a, b, dot)), "reference")
+    assert_bitwise(tables["add_block"], bits(y + a * b * dot), "NumPy")
+
+
+@pytest.mark.parametrize("name", ["add_element", "add_window"])
+def test_add_to_an_accumulator(tables, name):
+    i = np.arange(65536, dtype=np.uint32)
+    a, b = hashed(i), hashed(~i)
+    agree(tables[name], by_reference(getattr(reference, name), MAGNITUDES, a, b), "reference")
+    with np.errstate(all="ignore"):
+        agree(tables[name], bits(MAGNITUDES.view(np.float32) + a.view(np.float32) * b.view(np.float32)), "NumPy")
+
+
+@every_form
+def test_gate(tables, form):
+    """Every bfloat16 gate, with any bits as the other operand."""
+    u = hashed(np.arange(65536, dtype=np.uint32))
+    agree(tables[f"silu_mul{form}"], by_reference(reference.silu_mul, PATTERNS.astype(np.uint32) << 16, u), "reference")
+
+
 # ---------------------------------------------------------------- float32 inputs
 @pytest.fixture(scope="module")
 def exhaustive(tmp_path_factory) -> Path:
@@ -400,20 +517,35 @@ def test_encoders_over_float32(exhaustive, patterns):
 # check -> what is wrong: (right, wrong)
 MISTAKES = {
     "e2m1_encode": {
-        "tie": ("kMagic + 2.0f", "kMagic + 3.0f"),
-        "saturation": ("? t05 : kMagicBits + 7", "? t05 : t05"),
-        "NaN": ("a > kInf ? 0u : e2m1_magnitude(a)", "e2m1_magnitude(a)"),
+        "tie": ("(a >= 0.75f)", "(a > 0.75f)"),
+        "saturation": ("(a > 5.0f)", "(a > 6.0f)"),
+        "NaN": ("(b & kMagnitude) > kInf ? 0u :", "false ? 0u :"),
     },
-    "e2m1_round": {
-        "step": ("22 << 23, least", "21 << 23, least"),
-        "least": ("bits_of(6291456.0f * one)", "bits_of(4194304.0f * one)"),
+    "e2m1_encode_stochastic": {
+        "step": ("a >= 2.0f ?", "a >= 3.0f ?"),
+        "grid": ("(t >= 3.0f)", "(t > 3.0f)"),
+        "NaN": ("(b & kMagnitude) > kInf ? 0u :", "false ? 0u :"),
     },
     "e4m3_encode": {
         "tie": ("(a + 0x7ffffu", "(a + 0x80000u"),
         "subnormal": ("a < 0x3c800000u", "a < 0x3c000000u"),
+        "saturation": ("b > 0x43e00000u ? 0x43e00000u : b", "b > 0x7f000000u ? 0x43e00000u : b"),
+    },
+    "e2m1_magnitude": {
+        "tie": ("kMagic + 2.0f", "kMagic + 3.0f"),
+        "saturation": ("? t05 : kMagicBits + 7", "? t05 : t05"),
+    },
+    "e2m1_round_below_7": {
+        "step": ("22 << 23, least", "21 << 23, least"),
+        "least": ("bits_of(6291456.0f * one)", "bits_of(4194304.0f * one)"),
+        "scale": ("bits_of(6291456.0f * one)", "bits_of(6291456.0f)"),
+    },
+    "e2m1_round": {
+        "saturation": ("m = a > 0x40c00000u ? 0x40c00000u : a", "m = a"),
+        "sign": ("1.0f)) | (b & kSign)", "1.0f))"),
     },
     "e2m1_magnitude_stochastic": {
-        "step": ("a >= 2.0f ?", "a >= 3.0f ?"),
+        "half": ("t >= 0x3f000000u ? 1u", "t >= 0x3f000000u ? 2u"),
         "saturation": ("code > 7u ? 7u : code", "code"),
     },
     "e2m1_round_stochastic": {
@@ -422,9 +554,10 @@ MISTAKES = {
         "sign": ("float_of(magnitude | (b & kSign))", "float_of(magnitude)"),
     },
     "div_by_steps": {"correction": ("fma(fma(-d, q, a), reciprocal, q)", "q")},
-    "row_error_strict": {
+    "row_error_by_values": {
         "underflow": ("product >= 7.7e-34f", "product >= 7.7e-36f"),
         "overflow": ("product <= 1.3e36f", "product <= 1.3e38f"),
+        "no upper bound": (" && product <= 1.3e36f", ""),
         "power": ("float_of(b & 0xff800000u)", "float_of(b & 0x7f800000u)"),
     },
 }
@@ -432,13 +565,100 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("check", "mistake"), [(check, m) for check, found in MISTAKES.items() for m in found])
 def test_encoders_over_float32_finds_mistakes(tmp_path, monkeypatch, check, mistake):
-    """The same program is red for a numerics.h with one constant changed."""
+    """The same program is red for headers with one constant changed."""
     right, wrong = MISTAKES[check][mistake]
-    text = (INCLUDE / "numerics.h").read_text()
-    assert right in text
-    (tmp_path / "numerics.h").write_text(text.replace(right, wrong))
+    changed = 0
+    for header in INCLUDE.glob("*.h"):
+        text = header.read_text()
+        changed += right in text
+        (tmp_path / header.name).write_text(text.replace(right, wrong))
+    assert changed == 1
     monkeypatch.setitem(globals(), "INCLUDE", tmp_path)
     program = build("g++", HOST_FLAGS, "exhaustive.cc", tmp_path)
     done = subprocess.run([str(program), "quick", check], capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "patterns wrong" in done.stdout
+
+
+# ---------------------------------------------------------------- the lists of functions
+ROOT = INCLUDE.parent
+TITLE = re.compile(r"^(?://|#) -{64} (.*)\n", flags=re.M)
+FUNCTION = {
+    ".h": re.compile(r"^(?:JNVFP4_HD|inline|constexpr|static)\b[^(=\n]*?(\w+)\(", flags=re.M),
+    ".py": re.compile(r"^def ([a-z]\w*)\(", flags=re.M),
+}
+# How C++ and the reference hold a number; the only section whose functions differ.
+REPRESENTATION = {
+    "C++": ["bits_of", "float_of"],
+    "reference": [
+        *("constant", "is_nan", "to_bits", "from_bits", "unpack", "round_off"),  # a number is its bits
+        *("mul_wide", "add_wide"),  # there are no 64-bit integers
+    ],
+}
+
+
+def sections(*files: str) -> dict[str, list[str]]:
+    """Title of a section -> its functions, in order; operations of C++ without their suffix."""
+    found = {}
+    for file in files:
+        head, *parts = TITLE.split((ROOT / file).read_text())
+        function = FUNCTION[Path(file).suffix]
+        assert not function.findall(head), f"{file} has functions before its first section"
+        for title, text in zip(parts[::2], parts[1::2], strict=True):
+            assert title not in found, f"two sections are called {title}"
+            found[title] = function.findall(text)
+    return {title: [name.removesuffix("_rn") for name in names] for title, names in found.items()}
+
+
+def rules() -> dict[str, list[str]]:
+    return sections("ffi/numerics.h", "ffi/producers.h")
+
+
+def test_the_reference_mirrors_the_header():
+    """The same sections with the same functions in the same order; the reference's whole operations follow."""
+    kernels, oracle = rules(), sections("jnvfp4/softfloat.py", "jnvfp4/reference.py")
+    assert kernels.pop("representation") == REPRESENTATION["C++"]
+    assert oracle.pop("representation") == REPRESENTATION["reference"]
+    assert "quantize" in oracle.pop("whole operations")
+    assert list(kernels.items()) == list(oracle.items())
+
+
+PROOF = re.compile(r"^// = (.+), proven by (tests/[\w/.]+)::(\w+)$")
+
+
+def fast_forms() -> dict[str, str]:
+    """Name of a function or struct of numerics_fast.h -> the first line of the comment before it."""
+    lines = (INCLUDE / "numerics_fast.h").read_text().splitlines()
+    forms = {}
+    for i, line in enumerate(lines):
+        name = FUNCTION[".h"].match(line) or re.match(r"struct (\w+) ", line)
+        if name:
+            first = i - lines[i - 1].startswith("template")
+            while lines[first - 1].startswith("//") and not TITLE.match(lines[first - 1] + "\n"):
+                first -= 1
+            forms[name[1]] = lines[first]
+    return forms
+
+
+@pytest.mark.parametrize("form", list(fast_forms()))
+def test_a_fast_form_names_its_rule_and_its_proof(form):
+    proof = PROOF.match(fast_forms()[form])
+    assert proof, f"the comment of {form} begins with {fast_forms()[form]!r}"
+    rule, file, test = proof.groups()
+    names = {name.removesuffix("_rn") for name in re.findall(r"(\w+)\(", rule)}
+    assert names
+    assert names <= {"max"}.union(*rules().values()), f"{form} names no rule"
+    text = (ROOT / file).read_text()
+    assert (f"def {test}(" if file.endswith(".py") else f'"{test}"') in text, f"{file} has no {test}"
+    programs = [(CPP / program).read_text() for program in ("tables.h", "exhaustive.cc")]
+    assert any(re.search(rf"\b{form}\b", program) for program in programs), f"no program calls {form}"
+
+
+def test_the_rules_in_words_name_their_functions():
+    """The table of docs/numerics.md has every function of the headers, and of the reference's whole operations some."""
+    page = (ROOT / "docs" / "numerics.md").read_text()
+    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|[^|]*\|([^|]*)\|[^|]*\|$", page, flags=re.M))))
+    every = {name for title, names in rules().items() if title != "representation" for name in names}
+    whole = set(sections("jnvfp4/reference.py")["whole operations"])
+    assert every <= named, f"not in docs/numerics.md: {every - named}"
+    assert named <= every | whole, f"no functions: {named - every - whole}"

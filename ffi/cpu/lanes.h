@@ -11,7 +11,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "../numerics.h"
+#include "../numerics_fast.h"
 #include "../spec.h"
 
 namespace jnvfp4 {
@@ -238,7 +238,7 @@ JNVFP4_HD void row_errors(const Tile& t, const GlobalLanes& g, const Lanes<uint3
     JNVFP4_UNROLL
     for (int i = 0; i < kBlock; ++i) q[i] = e2m1_round(mul_rn(x[i], enc));
     error[l] = kBy == ErrorBy::kValues     ? row_error_by_values(x, q, StrictValues(s, g[l]), kSquared)
-               : kBy == ErrorBy::kDivision ? row_error_divided(x, q, s, g[l], kSquared)
+               : kBy == ErrorBy::kDivision ? row_error_strict(x, q, s, g[l], kSquared)
                                            : row_error_scaled(x, q, s, g[l], kSquared);
   }
 }
@@ -293,7 +293,7 @@ JNVFP4_HD void find_scales(Tile& t, const GlobalLanes& g, Lanes<uint32_t>& scale
   if constexpr (S::spec.block_rows == kBlock)
     std::fill_n(amax.lane, kLanes, *std::max_element(amax.lane, amax.lane + kLanes));
   if constexpr (S::spec.select == Select::kMax6)
-    for (int l = 0; l < kLanes; ++l) scale[l] = block_scale(amax[l], g[l]);
+    for (int l = 0; l < kLanes; ++l) scale[l] = block_scale_of_lane(amax[l], g[l]);
   else
     choose_scales<S>(t, g, amax, scale);
 }

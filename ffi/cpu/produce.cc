@@ -15,13 +15,6 @@ namespace {
 // Writes the bfloat16 values of one row; `t` has room for the row in float32 twice.
 using ProduceRow = void (*)(const void* a, const void* b, int64_t cols, float eps, float* t, uint16_t* y);
 
-// Adds t[0] to t[n - 1], a power of two, by halves.
-JNVFP4_HD float sum_by_halves(float* t, int64_t n) {
-  for (int64_t half = n / 2; half; half /= 2)
-    for (int64_t k = 0; k < half; ++k) t[k] = add_rn(t[k], t[k + half]);
-  return t[0];
-}
-
 template <class A, class B>
 JNVFP4_HD void norm_row(const void* x, const void* weight, int64_t cols, float eps, float* t, uint16_t* y) {
   const auto* a = static_cast<const typename A::Stored*>(x);

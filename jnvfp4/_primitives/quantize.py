@@ -204,9 +204,9 @@ def local_stream(mesh: Any, stream: jax.Array, row: Any, col: Any, rows: int, bl
     low, high = stream[..., 2], stream[..., 3]
     first_row = shard_index(mesh, row) * jnp.uint32(rows // ways(mesh, row))
     first_col = shard_index(mesh, col) * jnp.uint32(blocks // ways(mesh, col))
-    row_high, row_low = reference.mul_wide(blocks, first_row)
-    low, high = reference.add_wide(low, high + row_high, row_low)
-    low, high = reference.add_wide(low, high, first_col)
+    row_high, row_low = softfloat.mul_wide(blocks, first_row)
+    low, high = softfloat.add_wide(low, high + row_high, row_low)
+    low, high = softfloat.add_wide(low, high, first_col)
     return jnp.stack([stream[..., 0], stream[..., 1], low, high], axis=-1)
 
 

@@ -1,5 +1,6 @@
-// The encoders of ffi/numerics.h against rules written independently, over float32 bit patterns, the decoded values in
-// the error of 4over6 candidates against their formula, and the device's division by a constant against division.
+// The encoders of ffi/numerics.h against rules written independently, and those of ffi/numerics_fast.h against the
+// encoders, over float32 bit patterns; the error of 4over6 candidates by decoded values against the division for each
+// element; and the device's division by a constant against division.
 //   exhaustive quick [NAME]   every pattern of the upper 24 bits, with lower bits 0x00, 0x01 and 0xff
 //   exhaustive full [NAME]    every pattern
 // NAME runs that check alone. Prints the first wrong pattern of each check and exits with 1 if there is one.
@@ -12,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "numerics.h"
+#include "numerics_fast.h"
 
 namespace {
 
@@ -47,32 +48,47 @@ uint32_t hash(uint32_t v) {
 }
 
 // One random byte for each pattern: all 256 meet every binade many times over.
-uint32_t stochastic(float v) {
-  return jnvfp4::e2m1_magnitude_stochastic(jnvfp4::bits_of(v), hash(jnvfp4::bits_of(v)) & 0xff);
-}
+uint32_t random_byte(float v) { return hash(jnvfp4::bits_of(v) & jnvfp4::kMagnitude) & 0xff; }
+uint32_t stochastic(float v) { return jnvfp4::e2m1_encode_stochastic(v, random_byte(v)); }
 
 // In double: adds r / 256 of a grid step, rounds that sum to float32, and truncates it to the grid.
 double grid_step(double v) { return v >= 4 ? 2 : v >= 2 ? 1 : 0.5; }
 uint32_t stochastic_by_grid(float v) {
-  if (std::isnan(v)) return 7;
-  const double r = hash(jnvfp4::bits_of(v)) & 0xff;
-  const float t = static_cast<float>(v + r * (grid_step(v) / 256));
+  if (std::isnan(v)) return 0;
+  const double a = std::fabs(v);
+  const float t = static_cast<float>(a + random_byte(v) * (grid_step(a) / 256));
   const double truncated = std::min(std::floor(t / grid_step(t)) * grid_step(t), 6.0);
-  return e2m1_by_table(static_cast<float>(truncated));
+  return e2m1_by_table(std::copysign(static_cast<float>(truncated), v));
 }
 
-// The bits of the value of a code without its sign, with that of v.
-uint32_t value_of(uint32_t code, float v) {
-  constexpr float kValues[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-  return jnvfp4::bits_of(kValues[code]) | (jnvfp4::bits_of(v) & jnvfp4::kSign);
+// The fast forms, and the rules they equal with what their comments except.
+uint32_t magnitude_fast(float v) { return jnvfp4::e2m1_magnitude(jnvfp4::bits_of(v)); }
+uint32_t magnitude_less_magic(float v) {
+  return static_cast<uint32_t>(jnvfp4::e2m1_magnitude_plus_magic(jnvfp4::bits_of(v)) - jnvfp4::kMagicBits);
 }
-uint32_t value_by_table(float v) { return value_of(std::isnan(v) ? 7 : e2m1_by_table(v) & 7, v); }  // 6 for NaN
+uint32_t magnitude_by_rule(float v) { return std::isnan(v) ? 7 : jnvfp4::e2m1_encode(v); }
+uint32_t magnitude_stochastic_fast(float v) {
+  return jnvfp4::e2m1_magnitude_stochastic(jnvfp4::bits_of(v), random_byte(v));
+}
+uint32_t magnitude_stochastic_by_rule(float v) { return std::isnan(v) ? 7 : stochastic(v); }
 
-// The same for stochastic rounding.
-uint32_t stochastic_value(float v) {
-  return jnvfp4::bits_of(jnvfp4::e2m1_round_stochastic(v, hash(jnvfp4::bits_of(v) & jnvfp4::kMagnitude) & 0xff));
+uint32_t value_of(uint32_t code, float v) {  // 6 for NaN
+  return jnvfp4::bits_of(std::isnan(v) ? std::copysign(6.0f, v) : jnvfp4::e2m1_decode(code));
 }
-uint32_t stochastic_value_by_grid(float v) { return value_of(stochastic_by_grid(std::fabs(v)), v); }
+uint32_t round_fast(float v) { return jnvfp4::bits_of(jnvfp4::e2m1_round(v)); }
+uint32_t round_by_rule(float v) { return value_of(jnvfp4::e2m1_encode(v), v); }
+uint32_t round_stochastic_fast(float v) { return jnvfp4::bits_of(jnvfp4::e2m1_round_stochastic(v, random_byte(v))); }
+uint32_t round_stochastic_by_rule(float v) { return value_of(stochastic(v), v); }
+
+// Below 7 times 1 / kDown.
+template <int kDown>
+uint32_t round_below_7_fast(float v) {
+  return jnvfp4::bits_of(jnvfp4::e2m1_round_below_7(v, 1.0f / kDown));
+}
+template <int kDown>
+uint32_t round_below_7_by_rule(float v) {
+  return jnvfp4::bits_of(jnvfp4::e2m1_decode(jnvfp4::e2m1_encode(v * kDown)) / kDown);
+}
 
 struct Encoder {
   const char* name;
@@ -83,10 +99,15 @@ struct Encoder {
 
 constexpr Encoder kEncoders[] = {
     {"e2m1_encode", uint64_t{1} << 32, [](float v) -> uint32_t { return jnvfp4::e2m1_encode(v); }, e2m1_by_table},
-    {"e2m1_round", uint64_t{1} << 32, [](float v) { return jnvfp4::bits_of(jnvfp4::e2m1_round(v)); }, value_by_table},
+    {"e2m1_encode_stochastic", uint64_t{1} << 32, stochastic, stochastic_by_grid},
     {"e4m3_encode", uint64_t{1} << 31, [](float v) -> uint32_t { return jnvfp4::e4m3_encode(v); }, e4m3_by_grid},
-    {"e2m1_magnitude_stochastic", uint64_t{1} << 31, stochastic, stochastic_by_grid},
-    {"e2m1_round_stochastic", uint64_t{1} << 32, stochastic_value, stochastic_value_by_grid},
+    {"e2m1_magnitude", uint64_t{1} << 31, magnitude_fast, magnitude_by_rule},
+    {"e2m1_magnitude_plus_magic", uint64_t{1} << 31, magnitude_less_magic, magnitude_by_rule},
+    {"e2m1_round_below_7", 0x40e00000, round_below_7_fast<1>, round_below_7_by_rule<1>},
+    {"e2m1_round_below_7", 0x3de00000, round_below_7_fast<64>, round_below_7_by_rule<64>},
+    {"e2m1_round", uint64_t{1} << 32, round_fast, round_by_rule},
+    {"e2m1_magnitude_stochastic", uint64_t{1} << 31, magnitude_stochastic_fast, magnitude_stochastic_by_rule},
+    {"e2m1_round_stochastic", uint64_t{1} << 32, round_stochastic_fast, round_stochastic_by_rule},
 };
 
 uint32_t first_wrong(const Encoder& e, uint64_t begin, uint64_t end, const std::vector<uint32_t>& low_bits,
@@ -133,10 +154,10 @@ bool holds(const Encoder& e, const std::vector<uint32_t>& low_bits) {
   return false;
 }
 
-// row_error_strict, which divides twice a block, against a division for every element: every scale and code, and
-// amaxes of every upper 16 bits with hashed lower ones, `each` of them. The elements are the decoded values
-// themselves, so every difference is 0, or NaN from infinite values.
-bool strict_error_holds(uint32_t each) {
+// row_error_by_values against row_error_strict, wherever the values apply: every scale and code, and amaxes of every
+// upper 16 bits with hashed lower ones, `each` of them. The elements are the decoded values themselves, so every
+// difference is 0, or NaN from infinite values.
+bool error_by_values_holds(uint32_t each) {
   std::atomic<uint64_t> wrong{0};
   float q[jnvfp4::kBlock];
   for (uint32_t i = 0; i < jnvfp4::kBlock; ++i) q[i] = jnvfp4::e2m1_decode(i);
@@ -148,18 +169,18 @@ bool strict_error_holds(uint32_t each) {
         const jnvfp4::GlobalScale g = jnvfp4::global_scale(jnvfp4::float_of(amax), e4m3_max);
         for (uint32_t scale = 0; scale < 127; ++scale) {
           const float s = jnvfp4::e4m3_decode(static_cast<uint8_t>(scale));
-          float x[jnvfp4::kBlock], largest = 0;
-          for (uint32_t c = 0; c < jnvfp4::kBlock; ++c) {
-            x[c] = q[c] * s * g.amax / (6 * e4m3_max);
-            largest = x[c] > largest || std::isnan(x[c]) ? x[c] : largest;
-          }
-          const float got = jnvfp4::row_error_strict(x, q, s, g, false);
-          own += std::isfinite(largest) ? got != 0 : !std::isnan(got);
+          const jnvfp4::StrictValues values(s, g);
+          if (!values.apply) continue;
+          float x[jnvfp4::kBlock];
+          for (uint32_t c = 0; c < jnvfp4::kBlock; ++c) x[c] = q[c] * s * g.amax / (6 * e4m3_max);
+          const float got = jnvfp4::row_error_by_values(x, q, values, false);
+          const float want = jnvfp4::row_error_strict(x, q, s, g, false);
+          own += std::isnan(want) ? !std::isnan(got) : got != want;
         }
       }
     wrong += own;
   });
-  std::printf("row_error_strict: %llu of %llu patterns wrong\n", static_cast<unsigned long long>(wrong),
+  std::printf("row_error_by_values: %llu of %llu patterns wrong\n", static_cast<unsigned long long>(wrong),
               static_cast<unsigned long long>(uint64_t{0x7f81} * each * 2 * 127));
   return wrong == 0;
 }
@@ -201,7 +222,7 @@ int main(int argc, char** argv) {
   const auto asked = [&](const char* name) { return only.empty() || only == name; };
   for (const Encoder& e : kEncoders)
     if (asked(e.name)) good = holds(e, low_bits) && good;
-  if (asked("row_error_strict")) good = strict_error_holds(which == "full" ? 64 : 1) && good;
+  if (asked("row_error_by_values")) good = error_by_values_holds(which == "full" ? 64 : 1) && good;
   if (asked("div_by_steps")) good = division_holds(which == "full") && good;
   return good ? 0 : 1;
 }

@@ -1,11 +1,12 @@
-// Tables of the functions of ffi/numerics.h: index -> entry, for tables.cc (host) and tables.cu (device).
+// Tables of the functions of ffi/numerics.h, ffi/producers.h and ffi/numerics_fast.h: index -> entry, for tables.cc
+// (host) and tables.cu (device).
 #pragma once
 
 #include <cstdio>
 #include <string>
 #include <vector>
 
-#include "numerics.h"
+#include "numerics_fast.h"
 #include "stochastic_values.h"  // test_numerics.py writes it: the golden values, as float32 bits
 
 namespace jnvfp4::tables {
@@ -49,15 +50,20 @@ JNVFP4_HD uint32_t golden_value(uint32_t i) {
   return values[i];
 }
 
-// Stochastic code with its sign. NaN never reaches the function: a NaN scale has only codes 0.
-JNVFP4_HD uint32_t stochastic(uint32_t b, uint32_t r) {
-  return (b & kMagnitude) > kInf ? 0u : e2m1_magnitude_stochastic(b & kMagnitude, r) | (b & kSign) >> 28;
+// Codes with their sign by the fast forms. NaN never reaches these: a NaN scale has only codes 0.
+JNVFP4_HD uint32_t signed_code(uint32_t b, uint32_t magnitude) {
+  return (b & kMagnitude) > kInf ? 0u : magnitude | (b & kSign) >> 28;
+}
+JNVFP4_HD uint32_t nearest_fast(float v) { return signed_code(bits_of(v), e2m1_magnitude(bits_of(v) & kMagnitude)); }
+JNVFP4_HD uint32_t stochastic(uint32_t b, uint32_t r, bool fast) {
+  if (fast) return signed_code(b, e2m1_magnitude_stochastic(b & kMagnitude, r));
+  return e2m1_encode_stochastic(float_of(b), r);
 }
 
 // The codes of one bfloat16 number with eight consecutive random bytes.
-JNVFP4_HD uint32_t eight_stochastic(uint32_t i) {
+JNVFP4_HD uint32_t eight_stochastic(uint32_t i, bool fast) {
   uint32_t packed = 0;
-  for (uint32_t j = 0; j < 8; ++j) packed |= stochastic(i / 32u << 16, i % 32u * 8u + j) << (4u * j);
+  for (uint32_t j = 0; j < 8; ++j) packed |= stochastic(i / 32u << 16, i % 32u * 8u + j, fast) << (4u * j);
   return packed;
 }
 
@@ -70,11 +76,23 @@ JNVFP4_HD uint32_t random_word(uint32_t i) {
 }
 
 // Scales of a block whose amax is up to 20 binades below the tensor's.
-JNVFP4_HD uint32_t candidates(uint32_t i, float e4m3_max) {
+JNVFP4_HD uint32_t amax_of_block(uint32_t i) {
   const uint32_t amax = bits_of(magnitude(i)), below = hash(i) % (20u << 23);
-  const Candidates c = candidate_scales(amax > kInf ? amax : amax - (below < amax ? below : amax),
-                                        global_scale(magnitude(i), e4m3_max).encode);
+  return amax > kInf ? amax : amax - (below < amax ? below : amax);
+}
+JNVFP4_HD float base_of_candidates(uint32_t i, float e4m3_max) {
+  return candidate_base(amax_of_block(i), global_scale(magnitude(i), e4m3_max).encode);
+}
+JNVFP4_HD uint32_t candidates(uint32_t i, float e4m3_max) {
+  const Candidates c = candidate_scales(amax_of_block(i), global_scale(magnitude(i), e4m3_max).encode);
   return c.six | uint32_t{c.four} << 8;
+}
+
+// The plain scale of a block with any amax under another amax, often beyond the largest scale or infinite.
+JNVFP4_HD uint32_t plain_scale(uint32_t i, bool fast) {
+  const uint32_t block_amax = bits_of(magnitude(hash(i) & 0xffffu));
+  const GlobalScale g = global_scale(magnitude(i), 448.0f);
+  return fast ? block_scale_of_lane(block_amax, g) : jnvfp4::block_scale(block_amax, g);
 }
 
 // Element i of blocks of 16: within few binades of 1, within many, any bits at all, and zeros of either sign.
@@ -85,19 +103,42 @@ JNVFP4_HD uint32_t block_element(uint32_t i) {
   return kind == 2 ? h : h & kSign;
 }
 
-JNVFP4_HD uint32_t rotated(uint32_t i, bool inverse) {
+JNVFP4_HD void rht16_by_sums(float* v) {
+  for (int j = 0; j < kBlock; ++j) v[j] = bf16_round(v[j]);
+  rht16_sums(v);
+  for (int j = 0; j < kBlock; ++j) v[j] = bf16_round(v[j]);
+}
+
+template <class Rotate>
+JNVFP4_HD uint32_t rotated(uint32_t i, Rotate rotate) {
   float v[kBlock];
   for (uint32_t j = 0; j < kBlock; ++j) v[j] = float_of(block_element(i / 16u * 16u + j));
-  if (inverse)
-    jnvfp4::rht16_inverse(v);
-  else
-    jnvfp4::rht16(v);
+  rotate(v);
   return bits_of(v[i % 16u]);
 }
+struct ByRule {
+  JNVFP4_HD void operator()(float* v) const { jnvfp4::rht16(v); }
+};
+struct BySums {
+  JNVFP4_HD void operator()(float* v) const { rht16_by_sums(v); }
+};
+struct Inverse {
+  JNVFP4_HD void operator()(float* v) const { jnvfp4::rht16_inverse(v); }
+};
 
 // The errors of a row of 16 near the values that random codes decode to, in one of four ways.
 constexpr uint32_t kRows = 8192;
-JNVFP4_HD uint32_t row_errors(uint32_t i) {
+JNVFP4_HD float errors_by_fast_forms(const float* x, const float* q, float scale, GlobalScale g, bool scaled,
+                                     bool squared) {
+  const StrictValues values(scale, g);  // apply to all of these
+  float sum = 0.0f;
+  for (int j = 0; j < kBlock; ++j) {
+    const float strict = strict_difference_by_values(q[j], x[j], values.one, values.one_and_half);
+    sum = add_error(sum, scaled ? scaled_difference_fused(q[j], x[j], scale, g.encode) : strict, squared);
+  }
+  return sum;
+}
+JNVFP4_HD uint32_t row_errors(uint32_t i, bool fast) {
   const uint32_t row = i % kRows;
   const bool scaled = i / kRows % 2u, squared = i / kRows / 2u;
   const GlobalScale g = global_scale(float_of(0x3f800000u + (hash(row) & 0x3ffffffu)), 256.0f);
@@ -109,6 +150,7 @@ JNVFP4_HD uint32_t row_errors(uint32_t i) {
     const float near = mul_rn(q[j], float_of(0x3f000000u | (h >> 9)));
     x[j] = mul_rn(near, div_rn(mul_rn(scale, g.amax), 1536.0f));
   }
+  if (fast) return bits_of(errors_by_fast_forms(x, q, scale, g, scaled, squared));
   return bits_of(scaled ? row_error_scaled(x, q, scale, g, squared) : row_error_strict(x, q, scale, g, squared));
 }
 
@@ -120,16 +162,59 @@ JNVFP4_HD uint32_t tile_errors(uint32_t i) {
   return bits_of(jnvfp4::tile_error(row));
 }
 
+// Pairs of amaxes, for the four pairs of e4m3_max.
+JNVFP4_HD uint32_t alphas(uint32_t i, bool fast) {
+  const float a = magnitude(i % kMagnitudes), b = magnitude(hash(i) & 0xffffu);
+  const float a_max = i / kMagnitudes % 2u ? 256.0f : 448.0f, b_max = i / kMagnitudes / 2u ? 256.0f : 448.0f;
+  const float divisor = 36.0f * a_max * b_max;
+  return bits_of(fast ? alpha_w4a4_by_steps(a, b, divisor, div_rn(1.0f, divisor)) : alpha_w4a4(a, b, a_max, b_max));
+}
+
+// Factors of 12 bits, whose product is exact, and a third number of a similar size.
+JNVFP4_HD float twelve_bits(uint32_t h) { return float_of((h & 0x807ff000u) | (112u + h % 32u) << 23); }
+JNVFP4_HD uint32_t fused(uint32_t i) {
+  const float c = float_of((hash(i + 2u * kMagnitudes) & 0x807fffffu) | (97u + hash(i) % 64u) << 23);
+  return bits_of(mul_exact_add(twelve_bits(hash(i)), twelve_bits(hash(i + kMagnitudes)), c));
+}
+
+// Integers whose sums do not overflow.
+JNVFP4_HD int32_t integer(uint32_t i) { return static_cast<int32_t>(hash(i)) / 4; }
+JNVFP4_HD uint32_t larger_sum(uint32_t i) {
+  return static_cast<uint32_t>(add_max(integer(i), integer(i + kMagnitudes), integer(i + 2u * kMagnitudes)));
+}
+
+// Every mantissa, with an exponent from 0 to 119.
+constexpr uint32_t kMantissas = 1u << 23;
+JNVFP4_HD float from_1_to_2_120(uint32_t i) { return float_of((127u + hash(i) % 120u) << 23 | i); }
+
+// Every bfloat16 gate.
+JNVFP4_HD uint32_t gated(uint32_t i, bool fast) {
+  const float g = jnvfp4::bf16_decode(static_cast<uint16_t>(i)), u = float_of(hash(i));
+  return bits_of(fast && !(g < kTinyGate) ? silu_mul_usual(g, u) : jnvfp4::silu_mul(g, u));
+}
+
+// Accumulators are sums of exact products: multiples of 2^-20.
+JNVFP4_HD float accumulator(uint32_t i) { return mul_rn(static_cast<float>(integer(i)), 0x1p-20f); }
+JNVFP4_HD uint32_t block_added(uint32_t i) {
+  const float a = jnvfp4::e4m3_decode(static_cast<uint8_t>(hash(i + 1u) % 127u));
+  const float b = jnvfp4::e4m3_decode(static_cast<uint8_t>(hash(i + 2u) % 127u));
+  const float dot16 = mul_rn(static_cast<float>(static_cast<int32_t>(hash(i + 3u) % 4609u) - 2304), 0.25f);
+  return bits_of(jnvfp4::add_block(accumulator(i), a, b, dot16));
+}
+
 JNVFP4_TABLE(bf16_decode, 65536, bits_of(jnvfp4::bf16_decode(static_cast<uint16_t>(i))))
 JNVFP4_TABLE(f16_decode, 65536, bits_of(jnvfp4::f16_decode(static_cast<uint16_t>(i))))
 JNVFP4_TABLE(bf16_encode, kDense, jnvfp4::bf16_encode(dense(i)))
 JNVFP4_TABLE(f16_encode, kDense, jnvfp4::f16_encode(dense(i)))
 JNVFP4_TABLE(e2m1_of_bf16, 65536, e2m1_encode(jnvfp4::bf16_decode(static_cast<uint16_t>(i))))
 JNVFP4_TABLE(e2m1_of_f16, 65536, e2m1_encode(jnvfp4::f16_decode(static_cast<uint16_t>(i))))
+JNVFP4_TABLE(e2m1_of_bf16_fast, 65536, nearest_fast(jnvfp4::bf16_decode(static_cast<uint16_t>(i))))
+JNVFP4_TABLE(e2m1_of_f16_fast, 65536, nearest_fast(jnvfp4::f16_decode(static_cast<uint16_t>(i))))
 JNVFP4_TABLE(e4m3_of_bf16, 65536, scale_of(jnvfp4::bf16_decode(static_cast<uint16_t>(i))))
 JNVFP4_TABLE(e4m3_of_f16, 65536, scale_of(jnvfp4::f16_decode(static_cast<uint16_t>(i))))
 JNVFP4_TABLE(e4m3_decode, 256, bits_of(jnvfp4::e4m3_decode(static_cast<uint8_t>(i))))
 JNVFP4_TABLE(e2m1_decode, 16, bits_of(jnvfp4::e2m1_decode(i)))
+JNVFP4_TABLE(e2m1_decode_fast, 16, bits_of(e2m1_decode_subnormal(i)))
 JNVFP4_TABLE(e2m1_twice, 16, static_cast<uint32_t>(jnvfp4::e2m1_twice(i)))
 JNVFP4_TABLE(products, 127 * 16,
              bits_of(mul_rn(jnvfp4::e4m3_decode(static_cast<uint8_t>(i / 16u)), jnvfp4::e2m1_decode(i % 16u))))
@@ -137,25 +222,45 @@ JNVFP4_TABLE(encode_scale_448, kMagnitudes, bits_of(encode_scale(magnitude(i), 4
 JNVFP4_TABLE(encode_scale_256, kMagnitudes, bits_of(encode_scale(magnitude(i), 256.0f)))
 JNVFP4_TABLE(decode_of_global_scale, kMagnitudes, bits_of(global_scale(magnitude(i), 448.0f).decode))
 JNVFP4_TABLE(mult_of_global_scale, kMagnitudes, bits_of(global_scale(magnitude(i), 448.0f).block_mult))
+JNVFP4_TABLE(block_scale, kMagnitudes, plain_scale(i, false))
+JNVFP4_TABLE(block_scale_fast, kMagnitudes, plain_scale(i, true))
 JNVFP4_TABLE(block_encode_scale, kScalesTimesAmaxes,
              bits_of(jnvfp4::block_encode_scale(static_cast<uint8_t>(i % 127u), spread(i, 448.0f))))
 JNVFP4_TABLE(dequantize_factor_448, kScalesTimesAmaxes,
              bits_of(dequantize_factor(static_cast<uint8_t>(i % 127u), magnitude(i / 127u * 127u), 448.0f)))
 JNVFP4_TABLE(dequantize_factor_256, kScalesTimesAmaxes,
              bits_of(dequantize_factor(static_cast<uint8_t>(i % 127u), magnitude(i / 127u * 127u), 256.0f)))
-JNVFP4_TABLE(stochastic_of_golden, JNVFP4_STOCHASTIC_COUNT * 256u, stochastic(golden_value(i / 256u), i % 256u))
-JNVFP4_TABLE(stochastic_of_bf16, 65536 * 32, eight_stochastic(i))
+JNVFP4_TABLE(stochastic_of_golden, JNVFP4_STOCHASTIC_COUNT * 256u, stochastic(golden_value(i / 256u), i % 256u, false))
+JNVFP4_TABLE(stochastic_of_golden_fast, JNVFP4_STOCHASTIC_COUNT * 256u,
+             stochastic(golden_value(i / 256u), i % 256u, true))
+JNVFP4_TABLE(stochastic_of_bf16, 65536 * 32, eight_stochastic(i, false))
+JNVFP4_TABLE(stochastic_of_bf16_fast, 65536 * 32, eight_stochastic(i, true))
 JNVFP4_TABLE(random_words, 4096 * 4, random_word(i))
 JNVFP4_TABLE(divided_by_6, kDense, bits_of(div_constant(dense(i), 6.0f, 1.0f / 6.0f)))
 JNVFP4_TABLE(divided_by_1536, kDense, bits_of(div_constant(dense(i), 1536.0f, reciprocal_max6(256.0f))))
 JNVFP4_TABLE(divided_by_2688, kDense, bits_of(div_constant(dense(i), 2688.0f, reciprocal_max6(448.0f))))
 JNVFP4_TABLE(candidates_448, kMagnitudes, candidates(i, 448.0f))
 JNVFP4_TABLE(candidates_256, kMagnitudes, candidates(i, 256.0f))
-JNVFP4_TABLE(row_error, 4u * kRows, row_errors(i))
+JNVFP4_TABLE(candidate_base_448, kMagnitudes, bits_of(base_of_candidates(i, 448.0f)))
+JNVFP4_TABLE(candidate_base_256, kMagnitudes, bits_of(base_of_candidates(i, 256.0f)))
+JNVFP4_TABLE(row_error, 4u * kRows, row_errors(i, false))
+JNVFP4_TABLE(row_error_fast, 4u * kRows, row_errors(i, true))
 JNVFP4_TABLE(tile_error, 4096, tile_errors(i))
 JNVFP4_TABLE(block_elements, 4096 * 16, block_element(i))
-JNVFP4_TABLE(rht16, 4096 * 16, rotated(i, false))
-JNVFP4_TABLE(rht16_inverse, 4096 * 16, rotated(i, true))
+JNVFP4_TABLE(rht16, 4096 * 16, rotated(i, ByRule{}))
+JNVFP4_TABLE(rht16_fast, 4096 * 16, rotated(i, BySums{}))
+JNVFP4_TABLE(rht16_inverse, 4096 * 16, rotated(i, Inverse{}))
+JNVFP4_TABLE(alpha_w4a4, 4 * kMagnitudes, alphas(i, false))
+JNVFP4_TABLE(alpha_w4a4_fast, 4 * kMagnitudes, alphas(i, true))
+JNVFP4_TABLE(fused_multiply_add, kMagnitudes, fused(i))
+JNVFP4_TABLE(add_max, kMagnitudes, larger_sum(i))
+JNVFP4_TABLE(reciprocal_of_large, kMantissas, bits_of(jnvfp4::reciprocal_of_large(from_1_to_2_120(i))))
+JNVFP4_TABLE(silu_mul, 65536, gated(i, false))
+JNVFP4_TABLE(silu_mul_fast, 65536, gated(i, true))
+JNVFP4_TABLE(add_block, kMagnitudes, block_added(i))
+JNVFP4_TABLE(add_element, kMagnitudes,
+             bits_of(jnvfp4::add_element(magnitude(i), float_of(hash(i)), float_of(hash(~i)))))
+JNVFP4_TABLE(add_window, kMagnitudes, bits_of(jnvfp4::add_window(magnitude(i), float_of(hash(i)), float_of(hash(~i)))))
 
 // Writes every table to <folder>/<name>.bin. Fill is `template <class Table> vector<uint32_t> operator()()`.
 template <class Fill, class... Tables>
@@ -173,12 +278,16 @@ bool write_these(const std::string& folder, Fill fill) {
 template <class Fill>
 int write_all(int argc, char** argv, Fill fill) {
   if (argc != 2) return 2;
-  return write_these<Fill, bf16_decode, f16_decode, bf16_encode, f16_encode, e2m1_of_bf16, e2m1_of_f16, e4m3_of_bf16,
-                     e4m3_of_f16, e4m3_decode, e2m1_decode, e2m1_twice, products, encode_scale_448, encode_scale_256,
-                     decode_of_global_scale, mult_of_global_scale, block_encode_scale, dequantize_factor_448,
-                     dequantize_factor_256, stochastic_of_golden, stochastic_of_bf16, random_words, divided_by_6,
-                     divided_by_1536, divided_by_2688, candidates_448, candidates_256, row_error, tile_error,
-                     block_elements, rht16, rht16_inverse>(argv[1], fill)
+  return write_these<Fill, bf16_decode, f16_decode, bf16_encode, f16_encode, e2m1_of_bf16, e2m1_of_f16,
+                     e2m1_of_bf16_fast, e2m1_of_f16_fast, e4m3_of_bf16, e4m3_of_f16, e4m3_decode, e2m1_decode,
+                     e2m1_decode_fast, e2m1_twice, products, encode_scale_448, encode_scale_256, decode_of_global_scale,
+                     mult_of_global_scale, block_scale, block_scale_fast, block_encode_scale, dequantize_factor_448,
+                     dequantize_factor_256, stochastic_of_golden, stochastic_of_golden_fast, stochastic_of_bf16,
+                     stochastic_of_bf16_fast, random_words, divided_by_6, divided_by_1536, divided_by_2688,
+                     candidates_448, candidates_256, candidate_base_448, candidate_base_256, row_error, row_error_fast,
+                     tile_error, block_elements, rht16, rht16_fast, rht16_inverse, alpha_w4a4, alpha_w4a4_fast,
+                     fused_multiply_add, add_max, reciprocal_of_large, silu_mul, silu_mul_fast, add_block, add_element,
+                     add_window>(argv[1], fill)
              ? 0
              : 1;
 }

@@ -1,4 +1,5 @@
 // The operands of XLA's 16-bit GEMM: exact decode of NVFP4 tensors.
+#include "../../numerics_fast.h"
 #include "../device.cuh"
 #include "../kernels.h"
 
@@ -15,7 +16,8 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(DecodeArgs a) {
 #pragma unroll
     for (int i = 0; i < kBlock / 2; ++i) {
       const uint32_t codes = (i < 4 ? packed.x : packed.y) >> (8 * (i % 4));
-      const float low = mul_rn(e2m1_decode(codes & 15u), scale), high = mul_rn(e2m1_decode(codes >> 4 & 15u), scale);
+      const float low = mul_rn(e2m1_decode_subnormal(codes & 15u), scale),
+                  high = mul_rn(e2m1_decode_subnormal(codes >> 4 & 15u), scale);
       out.part(i) = T::store(low) | uint32_t{T::store(high)} << 16;
     }
     out.store(static_cast<typename T::Stored*>(a.out) + b * kBlock);

@@ -1,6 +1,7 @@
 // a b^T of a 16-bit array and an NVFP4 tensor in the pinned order of docs/numerics.md: the same bits as the CPU. Each
 // output adds one product at a time, k ascending, two roundings each, so no tensor core and no fused multiply-add can
 // serve. A plain kernel: a thread block has 64 x 64 outputs, a thread 4 x 4 of them.
+#include "../../numerics_fast.h"
 #include "../device.cuh"
 #include "../kernels.h"
 
@@ -35,7 +36,7 @@ __device__ __forceinline__ void load_nvfp4(const MatmulOperand& x, int64_t row, 
   const float scale = e4m3_decode(__ldg(x.scale + block));
 #pragma unroll
   for (int i = 0; i < kBlock; ++i)
-    v[i] = mul_rn(e2m1_decode((i < 8 ? codes.x : codes.y) >> (4 * (i % 8)) & 15u), scale);  // exact
+    v[i] = mul_rn(e2m1_decode_subnormal((i < 8 ? codes.x : codes.y) >> (4 * (i % 8)) & 15u), scale);  // exact
 }
 
 // The next kStep elements of K, or the fewer that are left, of the rows that there are.

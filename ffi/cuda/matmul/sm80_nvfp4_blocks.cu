@@ -4,6 +4,7 @@
 //
 // A thread block has 64 x 64 outputs and goes along K by slabs of 64, which are the windows of window64: codes to bytes
 // in shared memory, then for each of the four blocks one mma m16n8k16 per 16 x 8 outputs.
+#include "../../numerics_fast.h"
 #include "../device.cuh"
 #include "../kernels.h"
 

@@ -1,4 +1,5 @@
 // The producers on CUDA with blocks along rows, and without the quantizer.
+#include "../quantize/choose.cuh"
 #include "../quantize/rows.cuh"
 #include "values.cuh"
 

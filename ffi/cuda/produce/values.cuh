@@ -1,7 +1,7 @@
 // Norm and gate on CUDA: the bfloat16 values of eight or sixteen neighbouring elements.
 #pragma once
 
-#include "../../producers.h"
+#include "../../numerics_fast.h"
 #include "../quantize/block.cuh"
 
 namespace jnvfp4 {

@@ -1,4 +1,5 @@
 // dequantize on CUDA: one thread per block of 16.
+#include "../../numerics_fast.h"
 #include "../device.cuh"
 #include "../kernels.h"
 
@@ -20,7 +21,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_halves_kernel(DequantizeA
     const float factor = factor_of(a, half >> 1);
     float v[kHalf];
 #pragma unroll
-    for (int i = 0; i < kHalf; ++i) v[i] = mul_rn(e2m1_decode(codes >> (4 * i) & 15u), factor);
+    for (int i = 0; i < kHalf; ++i) v[i] = mul_rn(e2m1_decode_subnormal(codes >> (4 * i) & 15u), factor);
     if constexpr (Block<T>::kPairs) {
       uint32_t w[kHalf / 2];
       round_values<T>(v, factor, w);
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_rotated_kernel(Dequantize
     float v[kBlock];
 #pragma unroll
     for (int i = 0; i < kBlock; ++i)
-      v[i] = mul_rn(e2m1_decode((i < 8 ? packed.x : packed.y) >> (4 * (i % 8)) & 15u), factor);
+      v[i] = mul_rn(e2m1_decode_subnormal((i < 8 ? packed.x : packed.y) >> (4 * (i % 8)) & 15u), factor);
     rht16_inverse(v);
     // Whole warps take part in the exchange of store_blocks.
     store_blocks<T>(static_cast<typename T::Stored*>(a.out), b, rounded_block<T>(v, factor),

@@ -1,4 +1,5 @@
 // fake_quant on CUDA: a thread has a block of 16, whose values it rounds to the grid of the scale. No codes.
+#include "choose.cuh"
 #include "passes.cuh"
 #include "rows.cuh"
 
@@ -38,7 +39,7 @@ struct FakeQuant {
   static constexpr int kBlocks = kChooses<S>                     ? 3
                                  : kStochastic<S> || S::spec.rht ? 5
                                                                  : 4;
-  using Lines = Lanes<16, 2>;
+  using Lines = LaneGroup<16, 2>;
 
   // `element(i)` is the i-th again; `random` gives the random bits of the block.
   template <class S, class T, class Scales, class Element, class Random>

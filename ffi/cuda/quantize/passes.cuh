@@ -3,6 +3,7 @@
 
 #include <climits>
 
+#include "choose.cuh"
 #include "tile.cuh"
 
 namespace jnvfp4 {
@@ -115,7 +116,7 @@ class RowsPass {
   __device__ __forceinline__ void finish(int) const {}
 
  private:
-  using Rows = Lanes<16, 2>;
+  using Rows = LaneGroup<16, 2>;
 
   template <class Scales>
   __device__ __forceinline__ Encoded encode(const Tile<T>& tile, int j, const Scales& scales) const {
@@ -374,7 +375,7 @@ class ColumnsPass {
   }
 
  private:
-  using Cols = Lanes<4, 1>;
+  using Cols = LaneGroup<4, 1>;
 
   __device__ __forceinline__ static float element(const Tile<T>& tile, int j, int i) {
     return tile.element(rows_of_thread() + i, 2 * pair_of_thread() + j);

@@ -1,4 +1,5 @@
 // quantize on CUDA, blocks along contiguous memory.
+#include "choose.cuh"
 #include "rows.cuh"
 
 namespace jnvfp4 {
