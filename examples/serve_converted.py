@@ -29,7 +29,7 @@ from jax import Array
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 import jnvfp4
-from jnvfp4.convert import ConvertOptions, convert_checkpoint, open_checkpoint, save_checkpoint
+from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, open_checkpoint, save_checkpoint
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -195,10 +195,13 @@ def compare(models: Mapping[str, Params], text: np.ndarray) -> dict[str, dict[st
     return out
 
 
+SPECS = {"nvfp4": jnvfp4.NVFP4, "4over6": jnvfp4.four_over_six(), "row-scaled": jnvfp4.ROW_SCALED}
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Converts a small Llama to NVFP4 and compares it with bfloat16.")
     parser.add_argument("--format", choices=("modelopt", "compressed-tensors", "te"), default="modelopt")
-    parser.add_argument("--recipe", choices=("nvfp4", "4over6", "row-scaled"), default="nvfp4")
+    parser.add_argument("--recipe", choices=SPECS, default="nvfp4")
     parser.add_argument("--steps", type=int, default=400, help="of training (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches")
     parser.add_argument("--out", type=Path, default=Path("out/serve_converted"), help="folder for both checkpoints")
@@ -220,7 +223,7 @@ def main() -> None:
     trained = train(init_params(rng, CONFIG), text, args.steps, rng)
     params = {name: w.astype(jnp.bfloat16) for name, w in trained.items()}
     save_checkpoint(params, paths["bf16"], config=CONFIG)
-    options = ConvertOptions(format=args.format, recipe=args.recipe, weight_only=True)
+    options = ConvertOptions(layout=args.format, spec=SPECS[args.recipe], weight_only=True)
     result = convert_checkpoint(paths["bf16"], paths["nvfp4"], options)
     print(f"{len(result.amaxes)} of {len(params)} tensors converted, from {paths['bf16']} to {paths['nvfp4']}")
 

@@ -209,7 +209,7 @@ def _check_quantized(source: Source, stored: Stored, module: str, peer: "PeerDec
             float(weight.global_scale.reshape(-1)[0]) if weight.global_scale.size == 1 else None,
             error,
             _sha256(weight.codes, weight.scales, weight.global_scale),
-            _compare_with_peer(peer(module), weight, stored) if peer else None,
+            compare_with_peer(peer(module), weight, stored) if peer else None,
         )
     finally:
         source.release(name)
@@ -294,7 +294,7 @@ def peer_decoder(stored: Stored) -> PeerDecoder | None:
     return decode
 
 
-def _compare_with_peer(theirs: np.ndarray, weight: Weight, stored: Stored) -> int:
+def compare_with_peer(theirs: np.ndarray, weight: Weight, stored: Stored) -> int:
     """Counts the elements that another reader rounds to the next number, and raises if it decodes anything else."""
     count = 0
     for rows in slices(weight.shape, 4, CHUNK_BYTES):

@@ -171,7 +171,7 @@ def _check_weight(stored: Stored, module: str) -> None:
     possible = [] if len(codes.shape) != rank or 0 in codes.shape else _scale_shapes(codes.shape)
     if codes.tag != "U8" or not possible:
         raise CheckpointError(
-            f"is {codes.tag} {list(codes.shape)}", f"U8, {rank} axes, complete blocks, not empty", tensor=codes.name
+            f"is {codes.tag} {list(codes.shape)}", f"U8, {rank} axes, whole blocks, not empty", tensor=codes.name
         )
     if scales.tag != layout.scales_tag or scales.shape not in possible:
         expected = f"{layout.scales_tag} {' or '.join(str(list(p)) for p in possible)}"

@@ -12,8 +12,8 @@ import pytest
 from checkpoints import COMMAND, DOWN, GATE, UP, environment, files_of, refused, weight, write, write_model
 
 import jnvfp4
+from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint, open_checkpoint, save_checkpoint
 from jnvfp4.cli import main
-from jnvfp4.convert import CheckpointError, ConvertOptions, convert_checkpoint, open_checkpoint, save_checkpoint
 
 DOCS = Path(__file__).parents[1] / "docs" / "checkpoints.md"
 FILE = "model.safetensors"
@@ -28,11 +28,13 @@ def model(tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"format": "x"}, "format is 'x'; expected one of modelopt, compressed-tensors, te"),
-        ({"recipe": "nvfp5"}, "recipe is 'nvfp5'; expected one of nvfp4, 4over6, row-scaled"),
+        ({"layout": "x"}, "layout is 'x'; expected one of modelopt, compressed-tensors, te"),
+        ({"spec": "nvfp4"}, "spec is 'nvfp4'; expected a QuantSpec"),
+        *(
+            ({"spec": spec}, "expected rounding to nearest, no rht, and an amax for each tensor or row")
+            for spec in (jnvfp4.NVFP4_SR, jnvfp4.NVFP4_RHT, jnvfp4.WINDOW64)
+        ),
         ({"experts": None}, "experts is None; expected one of keep"),
-        ({"block_rows": True}, "block_rows is True; expected one of 1, 16"),
-        ({"recipe": "4over6", "e4m3_max": 448.0}, "e4m3_max is 448.0; expected one of 448, 256"),
         ({"strict": "no"}, "strict is 'no'; expected one of False, True"),
         ({"targets": "model.a"}, "targets is 'model.a'; expected a tuple of texts"),
         ({"ignore": (1,)}, "ignore is (1,); expected a tuple of texts"),
@@ -43,10 +45,10 @@ def model(tmp_path) -> Path:
         ({"max_shard_bytes": 0}, "max_shard_bytes is 0; expected an integer, 1 or more"),
         ({"input_scale": "1.0"}, "input_scale is '1.0'; expected a number or the Path of a JSON file"),
         *(
-            ({"input_scale": x}, "expected a number above 0 that float32 has")
+            ({"input_scale": x}, "expected a number above 0 that is finite in float32")
             for x in (0, -1.0, float("nan"), float("inf"), 1e-50, 1e39, 1e-39)
         ),
-        ({"recipe": "row-scaled"}, "recipe is row-scaled and format modelopt"),
+        ({"spec": jnvfp4.ROW_SCALED}, "spec has an amax for each row and layout is modelopt; expected layout te"),
     ],
 )
 def test_values_that_are_none(values, text):
@@ -60,8 +62,8 @@ def test_values_that_are_none(values, text):
     [
         {"input_scale": np.float32(0.5), "max_shard_bytes": 1, "chunk_bytes": 1},
         {"share": (r"re:^(.*)\.(a|b)_proj", r"(?P<parent>m)[.]x")},
-        {"recipe": "4over6", "error": "mse", "e4m3_max": 448, "block_rows": 16},
-        {"format": "te", "recipe": "row-scaled", "weight_only": True},
+        {"spec": jnvfp4.four_over_six("mse", e4m3_max=448, block_rows=16)},
+        {"layout": "te", "spec": jnvfp4.ROW_SCALED, "weight_only": True},
         {"kv_cache": "fp8"},
     ],
 )
@@ -72,14 +74,10 @@ def test_values_that_are_some(values):
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"e4m3_max": 448}, "e4m3_max is 448 and recipe nvfp4"),
-        ({"error": "mse"}, "error is mse and recipe nvfp4"),
-        ({"error": "mse", "recipe": "row-scaled", "format": "te"}, "error is mse and recipe row-scaled"),
         ({"input_scale": 0.5, "weight_only": True}, "input_scale is 0.5 and weight_only True"),
-        ({"input_scale": Path("s.json"), "format": "te"}, "input_scale is s.json and format te"),
-        ({"kv_cache": "fp8", "format": "te"}, "kv_cache is fp8 and format te"),
-        ({"kv_cache": "fp8", "format": "compressed-tensors"}, "kv_cache is fp8 and format compressed-tensors"),
-        ({"block_rows": 16, "recipe": "row-scaled", "format": "te"}, "block_rows is 16 and recipe row-scaled"),
+        ({"input_scale": Path("s.json"), "layout": "te"}, "input_scale is s.json and layout te"),
+        ({"kv_cache": "fp8", "layout": "te"}, "kv_cache is fp8 and layout te"),
+        ({"kv_cache": "fp8", "layout": "compressed-tensors"}, "kv_cache is fp8 and layout compressed-tensors"),
     ],
 )
 def test_settings_that_would_say_nothing(values, text):
@@ -88,12 +86,12 @@ def test_settings_that_would_say_nothing(values, text):
     assert e.value.code == 2
 
 
-def test_the_layout_is_the_keyword_format(tmp_path):
+def test_the_layout_of_saved_tensors(tmp_path):
     t = jnvfp4.quantize(np.ones((2, 16), np.float32))
-    save_checkpoint({DOWN: t}, tmp_path / "a", format="te")
+    save_checkpoint({DOWN: t}, tmp_path / "a", layout="te")
     assert open_checkpoint(tmp_path / "a").config["quantization_config"]["quant_method"] == "jnvfp4"
-    with pytest.raises(CheckpointError, match="format is 'x'; expected one of modelopt"):
-        save_checkpoint({DOWN: t}, tmp_path / "b", format="x")
+    with pytest.raises(CheckpointError, match="layout is 'x'; expected one of modelopt"):
+        save_checkpoint({DOWN: t}, tmp_path / "b", layout="x")
 
 
 # ---------------------------------------------------------------- the command
@@ -103,15 +101,24 @@ def test_the_layout_is_the_keyword_format(tmp_path):
         (["--workers", "0"], "argument --workers: invalid number '0'; expected 1 or more"),
         (["--workers", "-1"], "--workers"),
         (["--workers", "two"], "invalid number 'two'"),
-        (["--recipe", "row-scaled", "--format", "te", "--2d"], "block_rows is 16 and recipe row-scaled"),
+        (
+            ["--recipe", "row-scaled", "--format", "te", "--2d"],
+            "--2d is used and --recipe is row-scaled; expected 1x16",
+        ),
+        (["--recipe", "row-scaled"], "--recipe is row-scaled and --format is modelopt; expected --format te"),
         (["--share", "(a)?.*_project"], "share '(a)?.*_project' puts no two modules together"),
-        (["--e4m3-max", "256"], "e4m3_max is 256 and recipe nvfp4"),
-        (["--4over6-err-mode", "mae"], "error is mae and recipe nvfp4"),
+        (["--e4m3-max", "448"], "--e4m3-max is 448 and --recipe is nvfp4; expected --recipe 4over6"),
+        (["--e4m3-max", "256"], "--e4m3-max is 256 and --recipe is nvfp4; expected --recipe 4over6"),
+        (["--4over6-err-mode", "mae"], "--4over6-err-mode is mae and --recipe is nvfp4; expected --recipe 4over6"),
+        (
+            ["--4over6-err-mode", "mse", "--recipe", "row-scaled", "--format", "te"],
+            "--4over6-err-mode is mse and --recipe is row-scaled; expected --recipe 4over6",
+        ),
         (["--input-scale", "1", "--weight-only"], "input_scale is 1.0 and weight_only True"),
-        (["--input-scale", "1.0", "--format", "te"], "input_scale is 1.0 and format te"),
+        (["--input-scale", "1.0", "--format", "te"], "input_scale is 1.0 and layout te"),
         (["--input-scale", "nofile.json"], "'nofile.json' is no file; expected a number or a JSON file"),
         (["--input-scale", "nan"], "input_scale is nan; expected a number above 0"),
-        (["--max-shard-size", "5xb"], "invalid size '5xb'; expected such as 500MB or 5GB"),
+        (["--max-shard-size", "5xb"], "invalid size '5xb'; expected a size such as 500MB or 5GB"),
         (["--max-shard-size", "0"], "invalid size '0'"),
         (["--device-chunk", "0.5"], "invalid size '0.5'"),
         (["--device-chunk", "1ib"], "invalid size '1ib'"),
@@ -175,7 +182,7 @@ def test_warnings_and_notes(tmp_path, capsys, monkeypatch):
     assert [key for line in lines for key in ("tensor", "warning", "note") if key in line] == [
         "tensor", "warning", "note",
     ]  # fmt: skip
-    assert lines[1]["warning"].endswith("config.json: missing, so nothing is known of layers and experts")
+    assert lines[1]["warning"].endswith("config.json: missing, so the number of layers and the model type are unknown")
     assert "matplotlib" in lines[2]["note"]
     assert sorted(files_of(tmp_path / "report")) == ["report.csv", "report.json"]
     assert main([*convert, str(tmp_path / "b"), *report]) == 0

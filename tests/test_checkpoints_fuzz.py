@@ -1,6 +1,6 @@
 """Damaged headers and index files by the thousand: a result or one of our errors, in time, and nothing left behind.
 
-`python tests/test_convert_fuzz.py --seconds 600` goes on for as long as it is told, and prints what came out.
+`python tests/test_checkpoints_fuzz.py --seconds 600` goes on for as long as it is told, and prints what came out.
 """
 
 import argparse
@@ -27,11 +27,11 @@ import numpy as np
 import pytest
 from checkpoints import DOWN, GATE, INDEX, UP, files_of, header_of, weight, with_header, write_model
 
-from jnvfp4.convert import CheckpointError, ConvertOptions, convert_checkpoint
-from jnvfp4.convert.compare import inspect
-from jnvfp4.convert.rewrite import dequantize
-from jnvfp4.convert.safetensors import DTYPES
-from jnvfp4.convert.verify import verify
+from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint
+from jnvfp4.checkpoints._files.safetensors import DTYPES
+from jnvfp4.checkpoints.compare import inspect
+from jnvfp4.checkpoints.rewrite import dequantize_checkpoint
+from jnvfp4.checkpoints.verify import verify_checkpoint
 
 SECONDS = 60  # of the long test
 ROUNDS = 150  # of the short ones
@@ -58,7 +58,7 @@ def sources(directory: Path) -> list[Files]:
     found = [files_of(model)]
     for f in ("modelopt", "compressed-tensors", "te"):
         keep = ("experts",) if f == "compressed-tensors" else ()
-        convert_checkpoint(model, directory / f, ConvertOptions(format=f, keep_containing=keep))
+        convert_checkpoint(model, directory / f, ConvertOptions(layout=f, keep_containing=keep))
         found.append(files_of(directory / f))
     return found
 
@@ -168,12 +168,12 @@ def convert(src: Path, out: Path) -> None:
     o = ConvertOptions(allow_empty=True, expert_layout="nk")
     result = convert_checkpoint(src, out, o)
     if result.amaxes:
-        verify(src, out, float("inf"))
+        verify_checkpoint(src, out, float("inf"))
 
 
 def read(src: Path, out: Path) -> None:
     inspect(src)
-    dequantize(src, out)
+    dequantize_checkpoint(src, out)
 
 
 def error_of(run: Callable[[Path, Path], None], src: Path, out: Path) -> CheckpointError | None:

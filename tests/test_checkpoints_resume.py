@@ -1,5 +1,6 @@
 """Conversions that are interrupted or killed: what is left, and that they go on to the same bytes."""
 
+import hashlib
 import json
 import os
 import random
@@ -13,11 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import GOLDEN, environment, files_of, weight, write, write_model
+from checkpoints import GOLDEN, environment, files_of, header_of, weight, with_header, write, write_model
 
+import jnvfp4
+from jnvfp4 import cli
+from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint
+from jnvfp4.checkpoints._convert import resume
+from jnvfp4.checkpoints._files.source import open_source
 from jnvfp4.cli import main
-from jnvfp4.convert import CheckpointError, ConvertOptions, convert_checkpoint
-from jnvfp4.convert.source import open_source
 
 PROGRESS = ".jnvfp4-progress.json"
 
@@ -45,7 +49,7 @@ def interrupt_after(count):
 def test_an_interrupted_conversion_goes_on(model, tmp_path, after):
     convert_checkpoint(model, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, tmp_path / "out", report=interrupt_after(after))
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(after))
     left = files_of(tmp_path / "out")
     assert not any(".tmp-" in name or name.endswith(("index.json", "config.json")) for name in left)
     convert_checkpoint(model, tmp_path / "out", resume=True)
@@ -54,7 +58,7 @@ def test_an_interrupted_conversion_goes_on(model, tmp_path, after):
 
 def test_resuming_with_other_options_or_source_is_refused(model, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, tmp_path / "out", report=interrupt_after(20))
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
     assert (tmp_path / "out" / PROGRESS).is_file()
     with pytest.raises(CheckpointError, match="other options: weight_only"):
         convert_checkpoint(model, tmp_path / "out", ConvertOptions(weight_only=True), resume=True)
@@ -68,7 +72,7 @@ def test_resuming_with_other_options_or_source_is_refused(model, tmp_path):
 def test_a_shard_that_was_changed_is_written_again(model, tmp_path):
     convert_checkpoint(model, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, tmp_path / "out", report=interrupt_after(20))
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
     (done,) = (tmp_path / "out").glob("*.safetensors")
     data = done.read_bytes()
     done.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -78,7 +82,7 @@ def test_a_shard_that_was_changed_is_written_again(model, tmp_path):
 
 def test_a_finished_shard_is_not_written_again(model, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, tmp_path / "out", report=interrupt_after(20))
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
     (done,) = (tmp_path / "out").glob("*.safetensors")
     before = done.stat().st_ino, done.stat().st_mtime_ns
     convert_checkpoint(model, tmp_path / "out", resume=True)
@@ -99,7 +103,7 @@ def test_a_record_that_is_damaged(model, tmp_path, text):
 def test_temporary_files_of_killed_runs_are_removed(model, tmp_path):
     convert_checkpoint(model, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, tmp_path / "out", report=interrupt_after(20))
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
     for name in ("model-00002-of-00002.safetensors.tmp-1", f"{PROGRESS}.tmp-23", "config.json.tmp-456"):
         (tmp_path / "out" / name).write_bytes(b"part")
     (tmp_path / "out" / "notes.tmp-old").write_text("mine")
@@ -110,7 +114,7 @@ def test_temporary_files_of_killed_runs_are_removed(model, tmp_path):
 def test_an_older_output_never_looks_complete_while_it_is_replaced(model, tmp_path):
     convert_checkpoint(model, tmp_path / "out")
     with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, tmp_path / "out", report=interrupt_after(0), overwrite=True)
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(0), overwrite=True)
     assert not any(name.endswith("config.json") or "index" in name for name in files_of(tmp_path / "out"))
 
 
@@ -130,7 +134,7 @@ def test_resuming_with_other_inputs_is_refused(model, tmp_path, what):
     scales.write_text(json.dumps(dict.fromkeys(modules, 3.0)))
     options = ConvertOptions(input_scale=scales)
     with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, tmp_path / "out", options, report=interrupt_after(20))
+        convert_checkpoint(model, tmp_path / "out", options, on_progress=interrupt_after(20))
     if what == "config":
         (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1}))
     else:
@@ -139,12 +143,75 @@ def test_resuming_with_other_inputs_is_refused(model, tmp_path, what):
         convert_checkpoint(model, tmp_path / "out", options, resume=True)
 
 
+def test_resuming_with_another_version_is_refused(model, tmp_path, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
+    monkeypatch.setattr(resume, "__version__", "99.0")
+    with pytest.raises(CheckpointError, match="other options: version"):
+        convert_checkpoint(model, tmp_path / "out", resume=True)
+
+
+def other_header(header):
+    """Names and bytes stay, the shape is another one."""
+    header["model.norm.weight"]["shape"].insert(0, 1)
+
+
+def other_order(header):
+    """Two tensors of one size change places."""
+    a, b = (header[f"model.layers.1.{n}_layernorm.weight"] for n in ("input", "post_attention"))
+    a["data_offsets"], b["data_offsets"] = b["data_offsets"], a["data_offsets"]
+
+
+@pytest.mark.parametrize("change", [other_header, other_order])
+def test_resuming_with_another_header_is_refused(model, tmp_path, change):
+    """Size and time of the file are as before."""
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
+    path = model / "model-00002-of-00002.safetensors"
+    before, (header, data) = path.stat(), header_of(path.read_bytes())
+    change(header)
+    text = json.dumps(header, separators=(",", ":"))
+    path.write_bytes(with_header(text.ljust(before.st_size - 8 - len(data)), data))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    with pytest.raises(CheckpointError, match="other source: model-00002"):
+        convert_checkpoint(model, tmp_path / "out", resume=True)
+
+
+def test_the_record_names_what_is_finished(model, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
+    record = json.loads((tmp_path / "out" / PROGRESS).read_text())
+    (done,) = (tmp_path / "out").glob("*.safetensors")
+    assert record["shards"] == {done.name: hashlib.sha256(done.read_bytes()).hexdigest()}
+    assert sorted(record["source"]) == ["config.json", *sorted(p.name for p in model.glob("*.safetensors"))]
+    assert record["options"]["version"] == jnvfp4.__version__
+    assert "chunk_bytes" not in record["options"]
+    slices = ConvertOptions(chunk_bytes=1 << 13)
+    convert_checkpoint(model, tmp_path / "out", slices, resume=True)
+
+
+@pytest.mark.parametrize("command", ["convert", "verify"])
+def test_an_interrupt_has_its_exit_code(tmp_path, monkeypatch, capsys, command):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "open_source", interrupt)
+    monkeypatch.setattr(cli, "verify_checkpoint", interrupt)
+    paths = (str(tmp_path / "in"), str(tmp_path / "out"))
+    flags = ("--model-dir", "--save-dir") if command == "convert" else ("--max-rel-error=1", "--expert-layout=auto")
+    arguments = [command, flags[0], paths[0], flags[1], paths[1]]
+    assert main(arguments) == 130
+    hint = "; finished shards are kept\nhint: --resume goes on" if command == "convert" else ""
+    assert capsys.readouterr().err == f"error: interrupted{hint}\n"
+
+
 def test_two_conversions_do_not_share_a_directory(model, tmp_path):
     def again(name, done):
         convert_checkpoint(model, tmp_path / "out", overwrite=True)
 
     with pytest.raises(CheckpointError, match="written by another conversion"):
-        convert_checkpoint(model, tmp_path / "out", report=again)
+        convert_checkpoint(model, tmp_path / "out", on_progress=again)
 
 
 def test_an_empty_tensor_at_the_end_of_a_page(tmp_path):
@@ -159,7 +226,7 @@ def test_an_empty_tensor_at_the_end_of_a_page(tmp_path):
 
 def test_room_is_asked_for_what_is_left(model, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, tmp_path / "out", report=interrupt_after(20))
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
     free = []
     usage = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=free[0]))
@@ -174,14 +241,14 @@ def test_room_is_asked_for_what_is_left(model, tmp_path, monkeypatch):
 SLOW = """
 import sys, time
 from jnvfp4 import cli
-from jnvfp4.convert import safetensors
-put = safetensors.Writer.put
+from jnvfp4.checkpoints._files.safetensors import Writer
+put = Writer.put
 def slow(*arguments):
     sys.stdout.write("put\\n")  # at once: several threads write
     sys.stdout.flush()
     time.sleep(0.005)
     put(*arguments)
-safetensors.Writer.put = slow
+Writer.put = slow
 sys.exit(cli.main())
 """
 SHARDS, WRITES = 6, 6 * (2 * 4 + 1)
@@ -250,10 +317,34 @@ def test_a_conversion_that_is_killed_again_and_again(layers, tmp_path):
     assert files_of(tmp_path / "out") == want
 
 
-def test_an_interrupted_command_says_how_to_go_on(layers, tmp_path):
+# The command, which sends itself Ctrl-C at the 20th write of a tensor, in the third shard. The thread that writes
+# waits until the main thread has the signal, so that the shard cannot be finished before.
+INTERRUPTED = """
+import itertools, os, signal, sys, threading
+from jnvfp4 import cli
+from jnvfp4.checkpoints._files.safetensors import Writer
+put, count, received = Writer.put, itertools.count(1), threading.Event()
+def interrupt(number, frame):
+    received.set()
+    raise KeyboardInterrupt
+def counted(*arguments):
+    if next(count) == 20:
+        os.kill(os.getpid(), signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread():
+            assert received.wait(60)
+    put(*arguments)
+signal.signal(signal.SIGINT, interrupt)
+Writer.put = counted
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize("workers", ["1", "2", "5"])
+def test_an_interrupted_command_says_how_to_go_on(layers, tmp_path, workers):
     model, want = layers
-    arguments = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out")]
-    stop = stopped(arguments, signal.SIGINT, 20, 0.002)
+    arguments = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out"), "--workers", workers]
+    command = [sys.executable, "-c", INTERRUPTED, *arguments]
+    stop = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
     assert stop.returncode == 130
     assert stop.stderr == "error: interrupted; finished shards are kept\nhint: --resume goes on\n"
     left = files_of(tmp_path / "out")
@@ -266,7 +357,7 @@ def test_an_interrupted_command_says_how_to_go_on(layers, tmp_path):
 MEMORY = """
 import sys
 import jax
-from jnvfp4.convert import convert_checkpoint
+from jnvfp4.checkpoints import convert_checkpoint
 jax.devices("cpu")  # what a platform loads when it begins is no part of a conversion
 def peak():
     (line,) = (l for l in open("/proc/self/status") if l.startswith("VmHWM"))

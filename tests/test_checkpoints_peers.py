@@ -15,11 +15,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jnvfp4.convert import CheckpointError, ConvertOptions, convert_checkpoint, verify
-from jnvfp4.convert.rewrite import dequantize
-from jnvfp4.convert.source import Source, open_source
-from jnvfp4.convert.stored import Stored, open_stored
-from jnvfp4.convert.verify import _against
+import jnvfp4
+from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint, verify_checkpoint
+from jnvfp4.checkpoints._files.source import Source, open_source
+from jnvfp4.checkpoints._layouts.stored import Stored, open_stored
+from jnvfp4.checkpoints.rewrite import dequantize_checkpoint
+from jnvfp4.checkpoints.verify import compare_with_peer
 
 GOLDEN = Path(__file__).parent / "data" / "checkpoints"
 ELEMENTS = {"llama": 688_128, "moe": 147_456}  # of quantized weights
@@ -55,9 +56,9 @@ def ulps(stored: Stored, decoded: Source) -> np.ndarray:
 
 
 OPTIONS = {
-    "nvfp4": ConvertOptions(format="compressed-tensors"),
-    "weight only": ConvertOptions(format="compressed-tensors", weight_only=True),
-    "4over6 448": ConvertOptions(format="compressed-tensors", recipe="4over6", e4m3_max=448),
+    "nvfp4": ConvertOptions(layout="compressed-tensors"),
+    "weight only": ConvertOptions(layout="compressed-tensors", weight_only=True),
+    "4over6 448": ConvertOptions(layout="compressed-tensors", spec=jnvfp4.four_over_six(e4m3_max=448)),
 }
 
 
@@ -83,7 +84,7 @@ def test_what_they_have_written_is_read_alike(tmp_path, stored):
 @pytest.mark.long
 def test_compressed_tensors_rounds_ties_of_256_in_its_own_way(tmp_path):
     """amax / 1536 times 15 can be halfway between two bfloat16: q (s / S_enc) and q (s S_dec) lie on either side."""
-    options = ConvertOptions(format="compressed-tensors", recipe="4over6", e4m3_max=256)
+    options = ConvertOptions(layout="compressed-tensors", spec=jnvfp4.four_over_six(e4m3_max=256))
     convert_checkpoint(GOLDEN / "moe" / "input", tmp_path / "out", options)
     peer("decompress", tmp_path / "out", tmp_path / "decoded", needs=("torch", "compressed_tensors"))
     found = ulps(open_stored(tmp_path / "out"), open_source(tmp_path / "decoded"))
@@ -103,7 +104,7 @@ def test_model_optimizer_output_is_taken_by_their_converter(tmp_path, model):
         a, b = ours.weight(module), theirs.weight(module)
         np.testing.assert_array_equal(a.codes, b.codes)
         np.testing.assert_array_equal(a.scales, b.scales)
-        np.testing.assert_array_equal(np.float32(1) / a.stored.reshape(()), b.stored.reshape(()))
+        np.testing.assert_array_equal(np.float32(1) / a.global_scale.reshape(()), b.global_scale.reshape(()))
     peer("decompress", tmp_path / "theirs", tmp_path / "decoded", needs=("torch", "compressed_tensors"))
     found = ulps(ours, open_source(tmp_path / "decoded"))
     assert (found.size, int(found.sum())) == (ELEMENTS[model], 0)
@@ -112,9 +113,9 @@ def test_model_optimizer_output_is_taken_by_their_converter(tmp_path, model):
 @pytest.mark.long
 @pytest.mark.parametrize("weight_only", [False, True], ids=["W4A4", "W4A16"])
 def test_transformers_loads_a_dense_model(tmp_path, weight_only):
-    options = ConvertOptions(format="compressed-tensors", weight_only=weight_only)
+    options = ConvertOptions(layout="compressed-tensors", weight_only=weight_only)
     convert_checkpoint(GOLDEN / "llama" / "input", tmp_path / "out", options)
-    dequantize(tmp_path / "out", tmp_path / "decoded")
+    dequantize_checkpoint(tmp_path / "out", tmp_path / "decoded")
     needs = ("torch", "compressed_tensors", "transformers")
     found = json.loads(peer("model", tmp_path / "out", tmp_path / "decoded", needs=needs).splitlines()[-1])
     assert not found["missing"] + found["unexpected"] + found["mismatched"]
@@ -129,11 +130,13 @@ def test_transformers_loads_a_dense_model(tmp_path, weight_only):
 def test_verification_asks_them_where_they_are_installed(tmp_path):
     pytest.importorskip("compressed_tensors")
     convert_checkpoint(GOLDEN / "llama" / "input", tmp_path / "out", OPTIONS["nvfp4"])
-    records = [r for r in verify(GOLDEN / "llama" / "input", tmp_path / "out") if r.error]
+    records = [r for r in verify_checkpoint(GOLDEN / "llama" / "input", tmp_path / "out") if r.error]
     assert [r.peer_differs for r in records] == [0] * 14
     stored = open_stored(tmp_path / "out")
     other = stored.weight(records[0].name.removesuffix(".weight"))
     theirs = other.values().astype(ml_dtypes.bfloat16)
-    assert _against(theirs, other, stored) == 0
+    assert compare_with_peer(theirs, other, stored) == 0
     with pytest.raises(CheckpointError, match="decodes 1 other values"):
-        _against(np.where(np.arange(theirs.size).reshape(theirs.shape) == 5, 3 * theirs + 1, theirs), other, stored)
+        compare_with_peer(
+            np.where(np.arange(theirs.size).reshape(theirs.shape) == 5, 3 * theirs + 1, theirs), other, stored
+        )

@@ -12,19 +12,19 @@ from checkpoints import GOLDEN, files_of, refused, weight, write
 from conftest import gpus, skip_or_fail
 
 import jnvfp4
+from jnvfp4.checkpoints import CheckpointError, ConvertOptions, Exit, convert_checkpoint
+from jnvfp4.checkpoints._files.source import open_source
+from jnvfp4.checkpoints._layouts.stored import open_stored
+from jnvfp4.checkpoints.compare import diff
+from jnvfp4.checkpoints.load import open_checkpoint
+from jnvfp4.checkpoints.report_files import write_report
+from jnvfp4.checkpoints.rewrite import dequantize_checkpoint, repack_checkpoint
+from jnvfp4.checkpoints.save import save_checkpoint
+from jnvfp4.checkpoints.verify import VerificationError, verify_checkpoint
 from jnvfp4.cli import main
-from jnvfp4.convert import CheckpointError, ConvertOptions, Exit, convert_checkpoint
-from jnvfp4.convert.checkpoint import open_checkpoint
-from jnvfp4.convert.compare import diff
-from jnvfp4.convert.report import write_report
-from jnvfp4.convert.rewrite import dequantize, repack
-from jnvfp4.convert.save import save_checkpoint
-from jnvfp4.convert.source import open_source
-from jnvfp4.convert.stored import open_stored
-from jnvfp4.convert.verify import VerificationError, verify
 
 MODELS = ("llama", "moe")
-FORMATS = ("modelopt", "compressed-tensors", "te")
+LAYOUTS = ("modelopt", "compressed-tensors", "te")
 MINUS_ZERO = "model.layers.1.mlp.down_proj"  # row 2 begins with -0.0, whose code is 8 here and 0 there
 
 
@@ -63,10 +63,10 @@ def test_bytes_of_the_reference(tmp_path, model, chunk_bytes, native):
 @pytest.mark.parametrize(
     "options",
     [
-        ConvertOptions(format="te", recipe="row-scaled"),
-        ConvertOptions(recipe="4over6"),
-        ConvertOptions(recipe="4over6", error="mse", e4m3_max=448, block_rows=16),
-        ConvertOptions(block_rows=16),
+        ConvertOptions(layout="te", spec=jnvfp4.ROW_SCALED),
+        ConvertOptions(spec=jnvfp4.four_over_six()),
+        ConvertOptions(spec=jnvfp4.four_over_six("mse", e4m3_max=448, block_rows=16)),
+        ConvertOptions(spec=jnvfp4.NVFP4_2D),
     ],
     ids=["row-scaled", "4over6", "4over6 448 16x16", "16x16"],
 )
@@ -80,10 +80,10 @@ def test_a_gpu_writes_the_same_files(tmp_path, options):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_layouts_have_the_same_codes_and_scales(tmp_path, model):
-    for f in FORMATS:
-        convert_checkpoint(GOLDEN / model / "input", tmp_path / f, ConvertOptions(format=f))
-    for f in FORMATS[1:]:
-        found = diff(tmp_path / FORMATS[0], tmp_path / f)
+    for f in LAYOUTS:
+        convert_checkpoint(GOLDEN / model / "input", tmp_path / f, ConvertOptions(layout=f))
+    for f in LAYOUTS[1:]:
+        found = diff(tmp_path / LAYOUTS[0], tmp_path / f)
         assert not found.codes
         assert not found.scales
         assert not found.others
@@ -118,8 +118,8 @@ def test_readers_decode_what_is_stored(model, stored):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_repack_keeps_codes_and_scales(tmp_path, model):
-    repack(GOLDEN / model / "ct_f32stats", tmp_path / "a", "modelopt")
-    repack(tmp_path / "a", tmp_path / "b", "compressed-tensors")
+    repack_checkpoint(GOLDEN / model / "ct_f32stats", tmp_path / "a", "modelopt")
+    repack_checkpoint(tmp_path / "a", tmp_path / "b", "compressed-tensors")
     for out in ("a", "b"):
         found = diff(GOLDEN / model / "ct_f32stats", tmp_path / out)
         assert not found.codes
@@ -128,18 +128,18 @@ def test_repack_keeps_codes_and_scales(tmp_path, model):
 
 
 def test_dequantized_checkpoint_is_what_readers_decode(tmp_path):
-    dequantize(GOLDEN / "llama" / "te_modelopt", tmp_path / "out")
+    dequantize_checkpoint(GOLDEN / "llama" / "te_modelopt", tmp_path / "out")
     out, stored = open_source(tmp_path / "out"), open_stored(GOLDEN / "llama" / "te_modelopt")
     assert "quantization_config" not in out.config
     for m in stored.modules:
         np.testing.assert_array_equal(out.array(f"{m}.weight"), stored.weight(m).values().astype(ml_dtypes.bfloat16))
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_verify_finds_what_was_changed(tmp_path, format):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_verify_finds_what_was_changed(tmp_path, layout):
     src, out = GOLDEN / "moe" / "input", tmp_path / "out"
-    convert_checkpoint(src, out, ConvertOptions(format=format))
-    errors = [r.error.rel_err for r in verify(src, out) if r.error]
+    convert_checkpoint(src, out, ConvertOptions(layout=layout))
+    errors = [r.error.relative_error for r in verify_checkpoint(src, out) if r.error]
     assert 0.09 < np.mean(errors) < 0.1
     path = out / "model.safetensors"
     data = bytearray(path.read_bytes())
@@ -147,7 +147,7 @@ def test_verify_finds_what_was_changed(tmp_path, format):
     data[e.begin] ^= 1
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*other bytes") as found:
-        verify(src, out)
+        verify_checkpoint(src, out)
     assert found.value.code == Exit.VERIFICATION
 
 
@@ -167,7 +167,7 @@ def test_a_group_is_quantized_as_its_concatenation(tmp_path):
     two = [a.weight(f"model.layers.0.mlp.{r}") for r in parts]
     np.testing.assert_array_equal(np.concatenate([w.codes for w in two]), one.codes)
     np.testing.assert_array_equal(np.concatenate([w.scales for w in two]), one.scales)
-    assert {float(w.stored) for w in two} == {float(one.stored)}
+    assert {float(w.global_scale) for w in two} == {float(one.global_scale)}
 
 
 def test_sharded_placement_reads_what_it_needs():
@@ -232,15 +232,15 @@ def test_a_zero_weight_has_no_error(tmp_path):
     zero = ("F32", np.zeros((3, 32), np.float32))
     write(tmp_path / "in" / "model.safetensors", {"model.layers.0.mlp.down_proj.weight": zero})
     convert_checkpoint(tmp_path / "in", tmp_path / "out")
-    (record,) = verify(tmp_path / "in", tmp_path / "out")
-    assert record.stored == 1.0
-    assert (record.error.rel_err, record.error.snr_db, record.error.cosine) == (0, None, None)
+    (record,) = verify_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert record.global_scale == 1.0
+    assert (record.error.relative_error, record.error.snr_db, record.error.cosine) == (0, None, None)
 
 
 # ---------------------------------------------------------------- experts in one tensor
-@pytest.mark.parametrize("format", ["modelopt", "te"])
+@pytest.mark.parametrize("layout", ["modelopt", "te"])
 @pytest.mark.parametrize("kn", [False, True], ids=["nk", "kn"])
-def test_a_stack_is_its_experts(tmp_path, kn, format):
+def test_a_stack_is_its_experts(tmp_path, kn, layout):
     rng = np.random.default_rng(5)
     stack = rng.normal(size=(3, 32, 64)).astype(np.float32) * np.array([1, 2, 0.5], np.float32)[:, None, None]
     prefix = "model.layers.0.mlp.experts"
@@ -252,7 +252,7 @@ def test_a_stack_is_its_experts(tmp_path, kn, format):
         tmp_path / "each" / "model.safetensors",
         {f"{prefix}.{e}.gate_up_proj.weight": ("F32", w) for e, w in enumerate(stack)},
     )
-    o = ConvertOptions(format=format, expert_layout="kn" if kn else "nk", chunk_bytes=1 << 12)
+    o = ConvertOptions(layout=layout, expert_layout="kn" if kn else "nk", chunk_bytes=1 << 12)
     for d in ("stack", "each"):
         convert_checkpoint(tmp_path / d, tmp_path / f"{d}_out", o)
     one, each = open_stored(tmp_path / "stack_out"), open_stored(tmp_path / "each_out")
@@ -264,12 +264,12 @@ def test_a_stack_is_its_experts(tmp_path, kn, format):
         v = each.weight(f"{prefix}.{e}.gate_up_proj")
         np.testing.assert_array_equal(w.codes[e], v.codes)
         np.testing.assert_array_equal(w.scales[e], v.scales)
-        assert w.stored[e] == v.stored.reshape(())
-    (record,) = verify(tmp_path / "stack", tmp_path / "stack_out")
-    assert record.error.rel_err < 0.1
+        assert w.global_scale[e] == v.global_scale.reshape(())
+    (record,) = verify_checkpoint(tmp_path / "stack", tmp_path / "stack_out")
+    assert record.error.relative_error < 0.1
     t = open_checkpoint(tmp_path / "stack_out")[module]
     np.testing.assert_array_equal(np.asarray(jnvfp4.dequantize(t, jnp.bfloat16)), w.values().astype(ml_dtypes.bfloat16))
-    dequantize(tmp_path / "stack_out", tmp_path / "back", "F32")
+    dequantize_checkpoint(tmp_path / "stack_out", tmp_path / "back", "F32")
     back = open_source(tmp_path / "back").array(module)
     np.testing.assert_array_equal(back.transpose(0, 2, 1) if kn else back, w.values())
 
@@ -283,15 +283,15 @@ def test_axes_of_a_stack_that_nothing_says(tmp_path, capsys):
 
 
 # ---------------------------------------------------------------- from memory
-@pytest.mark.parametrize("format", FORMATS)
-def test_saved_tensors_come_back(tmp_path, format):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_saved_tensors_come_back(tmp_path, layout):
     w = jnp.asarray(weight(32, 64)[1])
     tensors = {
         "model.layers.0.mlp.down_proj.weight": jnvfp4.quantize(w, jnvfp4.NVFP4),
         "model.norm.weight": jnp.ones(64, jnp.bfloat16),
         "lm_head.weight": w,
     }
-    save_checkpoint(tensors, tmp_path / "out", format, config={"model_type": "llama"})
+    save_checkpoint(tensors, tmp_path / "out", layout, config={"model_type": "llama"})
     c = open_checkpoint(tmp_path / "out")
     assert sorted(c) == sorted(tensors)
     t, got = tensors["model.layers.0.mlp.down_proj.weight"], c["model.layers.0.mlp.down_proj.weight"]
@@ -300,7 +300,7 @@ def test_saved_tensors_come_back(tmp_path, format):
     np.testing.assert_array_equal(jnvfp4.dequantize(got, jnp.bfloat16), jnvfp4.dequantize(t, jnp.bfloat16))
     np.testing.assert_array_equal(c["lm_head.weight"], w)
     with pytest.raises(CheckpointError, match="window64"):
-        save_checkpoint({"a.weight": jnvfp4.quantize(w, jnvfp4.WINDOW64)}, tmp_path / "no", format)
+        save_checkpoint({"a.weight": jnvfp4.quantize(w, jnvfp4.WINDOW64)}, tmp_path / "no", layout)
 
 
 def test_saved_groups_have_one_amax(tmp_path):
@@ -329,9 +329,9 @@ def changed(directory, name, value):
 @pytest.mark.parametrize(
     ("part", "value", "text"),
     [
-        ("weight_scale", b"\x7f", "block scales that are negative or no numbers"),
-        ("weight_scale", b"\x80", "block scales that are negative or no numbers"),
-        ("weight_scale_2", np.float32(np.nan).tobytes(), "has a global of nan"),
+        ("weight_scale", b"\x7f", "block scales that are negative or NaN"),
+        ("weight_scale", b"\x80", "block scales that are negative or NaN"),
+        ("weight_scale_2", np.float32(np.nan).tobytes(), "has a global scale of nan"),
         ("weight_scale_2", np.float32(1e3).tobytes(), "relative error is"),
         ("weight_scale_2", np.float32(3e38).tobytes(), "relative error is (inf|nan)"),
     ],
@@ -344,10 +344,28 @@ def test_verify_finds_what_is_no_number(tmp_path, part, value, text):
     convert_checkpoint(tmp_path / "in", tmp_path / "out")
     changed(tmp_path / "out", f"a.down_proj.{part}", value)
     with pytest.raises(VerificationError, match=f"a.down_proj.*{text}") as found:
-        verify(tmp_path / "in", tmp_path / "out")
+        verify_checkpoint(tmp_path / "in", tmp_path / "out")
     assert "b.o_proj.weight" in [r.name for r in found.value.records]
     write_report(tmp_path / "report", found.value.records)
     json.loads((tmp_path / "report" / "report.json").read_text(), parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_verify_finds_groups_with_different_global_scales(tmp_path, layout):
+    """Each weight alone is as near to its source as before."""
+    tensors = {f"a.{r}_proj.weight": weight(16, 32, i) for i, r in enumerate(("gate", "up"))}
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / "model.safetensors", tensors)
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(layout=layout))
+    verify_checkpoint(tmp_path / "in", tmp_path / "out")
+    out = open_stored(tmp_path / "out")
+    next_scale = np.nextafter(out.weight("a.up_proj").global_scale, np.float32(np.inf))
+    changed(tmp_path / "out", out.parts("a.up_proj").global_scale, next_scale.tobytes())
+    text = r"'a\.up_proj\.weight': has another global scale than 'a\.gate_proj\.weight'"
+    with pytest.raises(VerificationError, match=text) as found:
+        verify_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert len(found.value.failures) == 1
+    assert found.value.code == Exit.VERIFICATION
 
 
 def test_verify_knows_that_q_k_and_v_do_not_share(tmp_path):
@@ -355,4 +373,4 @@ def test_verify_knows_that_q_k_and_v_do_not_share(tmp_path):
     tensors = {f"a.{r}_proj.weight": ("F32", (i + 1) * np.ones((16, 32), np.float32)) for i, r in enumerate("qkv")}
     write(tmp_path / "in" / "model.safetensors", tensors)
     convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(share_qkv=False))
-    assert len({r.stored for r in verify(tmp_path / "in", tmp_path / "out")}) == 3
+    assert len({r.global_scale for r in verify_checkpoint(tmp_path / "in", tmp_path / "out")}) == 3

@@ -6,12 +6,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import jnvfp4
+from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint
+from jnvfp4.checkpoints._convert.views import fp8_decoded
+from jnvfp4.checkpoints._files.safetensors import TAGS, Planned, Writer
+from jnvfp4.checkpoints._files.source import open_source
+from jnvfp4.checkpoints._layouts.stored import open_stored
+from jnvfp4.checkpoints.verify import verify_checkpoint
 from jnvfp4.cli import main
-from jnvfp4.convert import CheckpointError, ConvertOptions, convert_checkpoint
-from jnvfp4.convert.safetensors import TAGS, Planned, Writer
-from jnvfp4.convert.source import open_source
-from jnvfp4.convert.stored import open_stored
-from jnvfp4.convert.verify import verify
 
 EXPERTS = "model.layers.0.mlp.experts"
 
@@ -52,13 +54,13 @@ def test_experts_taken_apart(tmp_path, model):
             (gate, up, down), strict=True) for e in range(3)}  # fmt: skip
     save(tmp_path / "each", each)
     for f in ("modelopt", "compressed-tensors"):
-        o = ConvertOptions(format=f, experts="per-expert", chunk_bytes=1 << 12)
+        o = ConvertOptions(layout=f, experts="per-expert", chunk_bytes=1 << 12)
         convert_checkpoint(tmp_path / "in", tmp_path / f, o)
-        convert_checkpoint(tmp_path / "each", tmp_path / f"{f}_each", ConvertOptions(format=f))
+        convert_checkpoint(tmp_path / "each", tmp_path / f"{f}_each", ConvertOptions(layout=f))
         got, want = weights_of(tmp_path / f), weights_of(tmp_path / f"{f}_each")
         assert got.keys() == want.keys()
-        assert all(same(got[m], want[m]) and got[m].stored == want[m].stored for m in want)
-        assert len(verify(tmp_path / "in", tmp_path / f)) == 9
+        assert all(same(got[m], want[m]) and got[m].global_scale == want[m].global_scale for m in want)
+        assert len(verify_checkpoint(tmp_path / "in", tmp_path / f)) == 9
 
 
 def test_experts_put_together(tmp_path):
@@ -79,9 +81,9 @@ def test_experts_put_together(tmp_path):
         one = got[f"{EXPERTS}.gate_up_proj"]
         np.testing.assert_array_equal(one.codes[e], np.concatenate([w.codes for w in halves]))
         np.testing.assert_array_equal(one.scales[e], np.concatenate([w.scales for w in halves]))
-        assert one.stored[e] == halves[0].stored == halves[1].stored
+        assert one.global_scale[e] == halves[0].global_scale == halves[1].global_scale
         assert same_slice(got[f"{EXPERTS}.down_proj"], e, want[f"{EXPERTS}.{e}.down_proj"])
-    assert len(verify(tmp_path / "in", tmp_path / "out")) == 2
+    assert len(verify_checkpoint(tmp_path / "in", tmp_path / "out")) == 2
     del each[f"{EXPERTS}.1.up_proj.weight"]
     save(tmp_path / "less", each)
     with pytest.raises(CheckpointError, match=r"experts are \[0, 2\]; expected 0 to 2"):
@@ -109,7 +111,10 @@ def test_fp8_blocks_are_decoded(tmp_path, capsys):
     assert got.places.keys() == want.places.keys()
     assert all(got.array(n).tobytes() == want.array(n).tobytes() for n in want.places)
     assert got.config == want.config
-    assert len(verify(tmp_path / "in", tmp_path / "out")) == 2
+    assert len(verify_checkpoint(tmp_path / "in", tmp_path / "out")) == 2
+    source = open_source(tmp_path / "in")
+    assert "quantization_config" not in fp8_decoded(source).config
+    assert source.config == config  # the view has a config of its own
     assert main(["convert", "--model-dir", str(tmp_path / "in"), "--save-dir", str(tmp_path / "no")]) == 3
     assert "quantized already (fp8)" in (error := capsys.readouterr().err)
     assert "--dequantize-input fp8-block" in error
@@ -126,7 +131,7 @@ def test_kept_tensors_in_bfloat16(tmp_path):
         out.array("model.norm.weight"), tensors["model.norm.weight"].astype(ml_dtypes.bfloat16)
     )
     assert out.entry("ids").tag == "I64"
-    assert len(verify(tmp_path / "in", tmp_path / "out")) == 4
+    assert len(verify_checkpoint(tmp_path / "in", tmp_path / "out")) == 4
 
 
 def test_zero_and_tiny_amax(tmp_path):
@@ -135,7 +140,7 @@ def test_zero_and_tiny_amax(tmp_path):
     result = convert_checkpoint(tmp_path / "in", tmp_path / "one")
     assert any("b.down_proj" in w and "1e-37" in w for w in result.warnings)
     convert_checkpoint(tmp_path / "in", tmp_path / "te", ConvertOptions(zero_amax="te-reference"))
-    stored = [float(weights_of(tmp_path / d)["a.down_proj"].stored) for d in ("one", "te")]
+    stored = [float(weights_of(tmp_path / d)["a.down_proj"].global_scale) for d in ("one", "te")]
     assert stored == [1.0, float(np.float32(1) / np.finfo(np.float32).max)]
 
 
@@ -153,17 +158,17 @@ def test_bytes_do_not_depend_on_workers(tmp_path, workers):
 
 
 # ---------------------------------------------------------------- layouts
-@pytest.mark.parametrize("recipe", ["nvfp4", "4over6"])
-def test_te_becomes_the_others(tmp_path, recipe):
+@pytest.mark.parametrize("spec", [jnvfp4.NVFP4, jnvfp4.four_over_six()], ids=["nvfp4", "4over6"])
+def test_te_becomes_the_others(tmp_path, spec):
     save(tmp_path / "in", {f"{EXPERTS}.down_proj": normal(2, 32, 64), "a.down_proj.weight": normal(32, 64, seed=1)},
          {"model_type": "qwen3_moe"})  # fmt: skip
-    convert_checkpoint(tmp_path / "in", tmp_path / "te", ConvertOptions(format="te", recipe=recipe))
-    convert_checkpoint(tmp_path / "in", tmp_path / "want", ConvertOptions(recipe=recipe, weight_only=True))
+    convert_checkpoint(tmp_path / "in", tmp_path / "te", ConvertOptions(layout="te", spec=spec))
+    convert_checkpoint(tmp_path / "in", tmp_path / "want", ConvertOptions(spec=spec, weight_only=True))
     arguments = ["repack", str(tmp_path / "te"), str(tmp_path / "out"), "--format"]
     assert main([*arguments, "modelopt"]) == 0
     got, want = weights_of(tmp_path / "out"), weights_of(tmp_path / "want")
-    assert all(same(got[m], want[m]) and got[m].stored.tobytes() == want[m].stored.tobytes() for m in want)
-    assert all(r.error.rel_err < 0.12 for r in verify(tmp_path / "in", tmp_path / "te"))
+    assert all(same(got[m], want[m]) and got[m].global_scale.tobytes() == want[m].global_scale.tobytes() for m in want)
+    assert all(r.error.relative_error < 0.12 for r in verify_checkpoint(tmp_path / "in", tmp_path / "te"))
     te = weights_of(tmp_path / "te")
     assert all(te[m].values().tobytes() == want[m].values().tobytes() for m in want)
     assert main([*arguments, "te"]) == 2
@@ -171,8 +176,8 @@ def test_te_becomes_the_others(tmp_path, recipe):
 
 def test_row_scaled_weights_stay_in_te(tmp_path, capsys):
     save(tmp_path / "in", {"a.down_proj.weight": normal(32, 64)})
-    convert_checkpoint(tmp_path / "in", tmp_path / "te", ConvertOptions(format="te", recipe="row-scaled"))
-    assert all(r.error.rel_err < 0.12 for r in verify(tmp_path / "in", tmp_path / "te"))
+    convert_checkpoint(tmp_path / "in", tmp_path / "te", ConvertOptions(layout="te", spec=jnvfp4.ROW_SCALED))
+    assert all(r.error.relative_error < 0.12 for r in verify_checkpoint(tmp_path / "in", tmp_path / "te"))
     assert main(["repack", str(tmp_path / "te"), str(tmp_path / "out"), "--format", "modelopt"]) == 2
     assert "an amax for each row" in capsys.readouterr().err
 
@@ -215,7 +220,7 @@ def test_scales_of_activations_from_a_file(tmp_path):
     scales.write_text(json.dumps({module("gate"): 4.0, module("up"): 5.0, module("down"): 3.0}))
     convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(input_scale=scales))
     convert_checkpoint(
-        tmp_path / "in", tmp_path / "ct", ConvertOptions(format="compressed-tensors", input_scale=scales)
+        tmp_path / "in", tmp_path / "ct", ConvertOptions(layout="compressed-tensors", input_scale=scales)
     )
     a, b = open_source(tmp_path / "out"), open_source(tmp_path / "ct")
     for role, amax in (("gate", 5), ("up", 5), ("down", 3)):
@@ -230,7 +235,7 @@ def test_groups_that_an_option_names(tmp_path):
     save(tmp_path / "in", {"m.a_proj.weight": normal(16, 32), "m.b_proj.weight": 4 * normal(16, 32, seed=1)})
     convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(share=(r"re:(.*)\.(a|b)_proj",)))
     a, b = weights_of(tmp_path / "out").values()
-    assert a.stored == b.stored
+    assert a.global_scale == b.global_scale
     for wrong, text in (("re:(", "no regular expression"), (".*_proj", "has no group")):
         with pytest.raises(CheckpointError, match=text):
             ConvertOptions(share=(wrong,))

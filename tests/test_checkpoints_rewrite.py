@@ -9,26 +9,28 @@ import numpy as np
 import pytest
 from checkpoints import DOWN, GATE, UP, weight, write, write_model
 
+import jnvfp4
+from jnvfp4.checkpoints import compare, rewrite
+from jnvfp4.checkpoints._convert.options import ConvertOptions
+from jnvfp4.checkpoints._files import files
+from jnvfp4.checkpoints._files.companions import copy_companions
+from jnvfp4.checkpoints._files.errors import CheckpointError, Exit
+from jnvfp4.checkpoints._files.safetensors import File
+from jnvfp4.checkpoints._files.source import CONFIG, open_source
+from jnvfp4.checkpoints._layouts.layouts import FLOAT_MAX, LayoutName, decode_scale, encode_scale
+from jnvfp4.checkpoints._layouts.loaders import ignore_list
+from jnvfp4.checkpoints._layouts.stored import open_stored
+from jnvfp4.checkpoints.compare import diff
+from jnvfp4.checkpoints.convert import convert_checkpoint
+from jnvfp4.checkpoints.load import open_checkpoint
+from jnvfp4.checkpoints.rewrite import dequantize_checkpoint, repack_checkpoint
 from jnvfp4.cli import main
-from jnvfp4.convert import compare, rewrite, room
-from jnvfp4.convert.checkpoint import open_checkpoint
-from jnvfp4.convert.companions import copy_companions
-from jnvfp4.convert.compare import diff
-from jnvfp4.convert.convert import convert_checkpoint
-from jnvfp4.convert.errors import CheckpointError, Exit
-from jnvfp4.convert.layouts import FLOAT_MAX, LayoutName, decode_scale, encode_scale
-from jnvfp4.convert.loaders import ignore_list
-from jnvfp4.convert.options import ConvertOptions
-from jnvfp4.convert.rewrite import dequantize, repack
-from jnvfp4.convert.safetensors import File
-from jnvfp4.convert.source import CONFIG, open_source
-from jnvfp4.convert.stored import open_stored
 
 HF_QUANT = "hf_quant_config.json"
 ROUTER = "model.layers.0.mlp.gate.weight"
 NORM = "model.norm.weight"
 CT: LayoutName = "compressed-tensors"
-REWRITTEN = (partial(repack, layout="modelopt"), dequantize)
+REWRITTEN = (partial(repack_checkpoint, layout="modelopt"), dequantize_checkpoint)
 
 
 def quantized(directory, tensors=None, config=None, **options):
@@ -55,32 +57,48 @@ def test_the_ignore_list_is_that_of_the_new_layout(tmp_path):
     kept = {f"model.layers.1.self_attn.{n}_proj.weight": weight(32, 64) for n in names}
     embedding = {"model.embed_tokens.weight": weight(32, 64)}
     options = {"ignore": ("model.layers.1.*",), "weight_only": True}
-    out = quantized(tmp_path, {DOWN: weight(32, 64)} | kept | embedding, format=CT, **options)
+    out = quantized(tmp_path, {DOWN: weight(32, 64)} | kept | embedding, layout=CT, **options)
     changed_json(out / CONFIG, lambda c: c["quantization_config"].update(ignore=["lm_head", "re:.*layers.1.*"]))
-    repack(out, tmp_path / "modelopt", "modelopt")
+    repack_checkpoint(out, tmp_path / "modelopt", "modelopt")
     convert_checkpoint(tmp_path / "in", tmp_path / "want", ConvertOptions(**options))
     got, want = ((tmp_path / d / HF_QUANT).read_text() for d in ("modelopt", "want"))
     assert got == want
     assert "qkv_proj" in got
     assert json_of(tmp_path / "modelopt" / CONFIG) == json_of(tmp_path / "want" / CONFIG)
-    repack(tmp_path / "modelopt", tmp_path / "back", CT)
+    repack_checkpoint(tmp_path / "modelopt", tmp_path / "back", CT)
     ignore = json_of(tmp_path / "back" / CONFIG)["quantization_config"]["ignore"]
     assert ignore == ["lm_head", *(f"model.layers.1.self_attn.{n}_proj" for n in sorted(names))]
+
+
+def test_layers_that_are_kept_completely_are_in_the_ignore_list_of_modelopt():
+    kept = ["model.layers.1.mlp.down_proj", "model.layers.2.mlp.down_proj", "model.layers.10.mlp.up_proj"]
+    quantized = ["model.layers.2.mlp.up_proj", "model.layers.3.mlp.down_proj"]
+    entries = ["lm_head", *kept]
+    assert ignore_list(kept, quantized, CT) == sorted(entries)
+    assert ignore_list(kept, quantized, "modelopt") == sorted(
+        [
+            *(e for e in entries if e not in ("model.layers.10.mlp.up_proj",)),
+            "model.layers.10.mlp.gate_up_proj",
+            "model.layers.10.mlp.up_proj",
+            "model.layers.1.*",
+            "model.layers.10.*",
+        ]
+    )
 
 
 def test_kept_experts_in_one_tensor_are_in_the_ignore_list(tmp_path):
     stack = "model.layers.0.mlp.experts.down_proj"
     experts = ("BF16", np.ones((2, 32, 64), ml_dtypes.bfloat16))
     out = quantized(tmp_path, {DOWN: weight(32, 64), stack: experts}, ignore=(stack,), expert_layout="nk")
-    repack(out, tmp_path / "back", CT)
+    repack_checkpoint(out, tmp_path / "back", CT)
     assert stack in json_of(tmp_path / "back" / CONFIG)["quantization_config"]["ignore"]
 
 
 def test_a_conflict_between_loaders_is_found_before_anything_is_written(tmp_path):
     """The router's entry is a substring of a quantized module's name, which one layout's loader takes for a match."""
-    out = quantized(tmp_path, {GATE: weight(32, 64), UP: weight(32, 64), ROUTER: weight(4, 64)}, format=CT)
+    out = quantized(tmp_path, {GATE: weight(32, 64), UP: weight(32, 64), ROUTER: weight(4, 64)}, layout=CT)
     with pytest.raises(CheckpointError, match=r"but vLLM would keep it because of 'model.layers.0.mlp.gate'") as found:
-        repack(out, tmp_path / "back", "modelopt")
+        repack_checkpoint(out, tmp_path / "back", "modelopt")
     assert found.value.code == Exit.CONFLICT
     assert not (tmp_path / "back").exists()
 
@@ -89,17 +107,17 @@ def test_a_head_that_is_quantized_is_not_in_the_ignore_list():
     assert ignore_list(["m.gate"], ["lm_head", "m.down_proj"], CT) == ["m.gate"]
 
 
-@pytest.mark.parametrize("format", ["modelopt", CT])
+@pytest.mark.parametrize("layout", ["modelopt", CT])
 @pytest.mark.parametrize("claimed", [True, False])
-def test_a_kv_cache_of_fp8_is_taken_over(tmp_path, format, claimed):
-    out = quantized(tmp_path, format="modelopt", kv_cache="fp8" if claimed else "none")
-    if format == CT:
-        repack(out, tmp_path / "ct", format)
+def test_a_kv_cache_of_fp8_is_taken_over(tmp_path, layout, claimed):
+    out = quantized(tmp_path, layout="modelopt", kv_cache="fp8" if claimed else "none")
+    if layout == CT:
+        repack_checkpoint(out, tmp_path / "ct", layout)
         scheme = json_of(tmp_path / "ct" / CONFIG)["quantization_config"]["kv_cache_scheme"]
         fields = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
         assert scheme == (fields if claimed else None)
         out = tmp_path / "ct"
-    repack(out, tmp_path / "back", "modelopt")
+    repack_checkpoint(out, tmp_path / "back", "modelopt")
     assert json_of(tmp_path / "back" / HF_QUANT)["quantization"]["kv_cache_quant_algo"] == ("FP8" if claimed else None)
     assert ("kv_cache_scheme" in json_of(tmp_path / "back" / CONFIG)["quantization_config"]) == claimed
 
@@ -109,11 +127,11 @@ def test_one_claim_of_a_kv_cache_is_enough_and_another_kind_is_refused(tmp_path,
     out = quantized(tmp_path)
     section = "quantization" if where == HF_QUANT else "quantization_config"
     changed_json(out / where, lambda c: c[section].update(kv_cache_quant_algo="FP8"))
-    repack(out, tmp_path / "a", CT)
+    repack_checkpoint(out, tmp_path / "a", CT)
     assert json_of(tmp_path / "a" / CONFIG)["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
     changed_json(out / where, lambda c: c[section].update(kv_cache_quant_algo="NVFP4"))
     with pytest.raises(CheckpointError, match=r"the KV cache is 'NVFP4'; expected FP8 or none"):
-        repack(out, tmp_path / "b", CT)
+        repack_checkpoint(out, tmp_path / "b", CT)
     assert not (tmp_path / "b").exists()
 
 
@@ -123,18 +141,18 @@ def test_a_scheme_of_another_kv_cache_is_refused(tmp_path, field):
     scheme = {"num_bits": 8, "type": "float", "dynamic": False, **field}
     changed_json(out / CONFIG, lambda c: c["quantization_config"].update(kv_cache_scheme=scheme))
     with pytest.raises(CheckpointError, match="the KV cache is"):
-        repack(out, tmp_path / "b", "modelopt")
+        repack_checkpoint(out, tmp_path / "b", "modelopt")
 
 
 # ---------------------------------------------------------------- globals
 def test_globals_are_finite_both_ways(tmp_path):
     tiny = np.full((16, 32), 1e-37, ml_dtypes.bfloat16)
     out = quantized(tmp_path, {DOWN: ("BF16", tiny)})
-    scale = open_stored(out).weight(DOWN.removesuffix(".weight")).stored
+    scale = open_stored(out).weight(DOWN.removesuffix(".weight")).global_scale
     assert 0 < scale < 3e-39
-    assert repack(out, tmp_path / "ct", CT) == 0
-    assert open_stored(tmp_path / "ct").weight(DOWN.removesuffix(".weight")).stored == FLOAT_MAX
-    repack(tmp_path / "ct", tmp_path / "back", "modelopt")
+    assert repack_checkpoint(out, tmp_path / "ct", CT) == 0
+    assert open_stored(tmp_path / "ct").weight(DOWN.removesuffix(".weight")).global_scale == FLOAT_MAX
+    repack_checkpoint(tmp_path / "ct", tmp_path / "back", "modelopt")
     assert diff(out, tmp_path / "back").same
 
 
@@ -199,11 +217,11 @@ def test_a_file_that_cannot_be_copied_leaves_no_part(tmp_path, monkeypatch):
 def test_the_config_says_what_dtype_was_written(tmp_path, dtype, name):
     old = {"model_type": "llama", "torch_dtype": "?", "dtype": "?", "text_config": {"dtype": "?", "x": 1}}
     out = quantized(tmp_path, config=old)
-    dequantize(out, tmp_path / "back", dtype)
+    dequantize_checkpoint(out, tmp_path / "back", dtype)
     new = {"model_type": "llama", "torch_dtype": name, "dtype": name, "text_config": {"dtype": name, "x": 1}}
     assert json_of(tmp_path / "back" / CONFIG) == new
     changed_json(out / CONFIG, lambda c: [c.pop(key) for key in ("torch_dtype", "dtype")])
-    dequantize(out, tmp_path / "again", dtype)
+    dequantize_checkpoint(out, tmp_path / "again", dtype)
     assert {k: v for k, v in json_of(tmp_path / "again" / CONFIG).items() if "dtype" in k} == {"torch_dtype": name}
 
 
@@ -229,15 +247,15 @@ def test_a_large_global_alone_is_no_error(tmp_path):
         entry = open_source(out).entry(DOWN.removesuffix("weight") + "weight_scale_2")
         file.seek(entry.begin)
         file.write(np.float32(65515 / 2688).tobytes())
-    dequantize(out, tmp_path / "back", "F16")
+    dequantize_checkpoint(out, tmp_path / "back", "F16")
     assert (open_source(tmp_path / "back").array(DOWN) == 65504).all()
 
 
 # ---------------------------------------------------------------- refused before the output is made
 def test_rows_are_refused_before_the_output_is_made(tmp_path):
-    out = quantized(tmp_path, format="te", recipe="row-scaled")
+    out = quantized(tmp_path, layout="te", spec=jnvfp4.ROW_SCALED)
     with pytest.raises(CheckpointError, match="has an amax for each row"):
-        repack(out, tmp_path / "back", "modelopt")
+        repack_checkpoint(out, tmp_path / "back", "modelopt")
     assert not (tmp_path / "back").exists()
 
 
@@ -245,7 +263,7 @@ def test_rows_are_refused_before_the_output_is_made(tmp_path):
 def test_a_full_disk_is_found_before_the_output_is_made(tmp_path, monkeypatch, rewritten):
     out = quantized(tmp_path)
     usage = namedtuple("usage", "free")
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: usage(100))
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage(100))
     with pytest.raises(CheckpointError, match=r"has 100 bytes free; expected \d+ for the output") as found:
         rewritten(out, tmp_path / "back")
     assert found.value.code == Exit.IO
@@ -260,7 +278,7 @@ def test_what_cannot_be_written_is_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(rewrite, "copy_companions", broken)
     with pytest.raises(CheckpointError, match="cannot be written") as found:
-        repack(out, tmp_path / "back", "modelopt")
+        repack_checkpoint(out, tmp_path / "back", "modelopt")
     assert found.value.code == Exit.IO
     assert not (tmp_path / "back" / CONFIG).exists()
 
@@ -292,7 +310,7 @@ def test_diff_counts_by_slices(tmp_path, monkeypatch):
     tensors = {DOWN: weight(48, 64), "lm_head.weight": weight(7, 64), NORM: ("F32", np.float32(2))}
     a = quantized(tmp_path, tensors)
     b = tmp_path / "b"
-    repack(a, b, "modelopt")
+    repack_checkpoint(a, b, "modelopt")
     source = open_source(b)
     with open(b / "model.safetensors", "r+b") as file:
         for name, at, n in ((DOWN, 1000, 300), (DOWN[:-6] + "weight_scale", 30, 99), ("lm_head.weight", 800, 1)):

@@ -1,14 +1,17 @@
 """What names say: which modules are kept whatever model they are of, layers, and groups."""
 
+from dataclasses import FrozenInstanceError
+
 import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import write_model
 
-from jnvfp4.convert import CheckpointError, ConvertOptions
-from jnvfp4.convert.names import Group, groups_of, layer_of
-from jnvfp4.convert.plan import make_plan
-from jnvfp4.convert.source import open_source
+from jnvfp4._patterns import layer_of
+from jnvfp4.checkpoints import CheckpointError, ConvertOptions
+from jnvfp4.checkpoints._convert.plan import make_plan
+from jnvfp4.checkpoints._files.source import open_source
+from jnvfp4.checkpoints._layouts.names import Group, groups_of
 
 ROUTERS = (
     "model.layers.0.mlp.gate",
@@ -42,7 +45,7 @@ def planned(tmp_path, modules, **options):
 
 def test_what_is_kept_in_models_of_all_kinds(tmp_path):
     plan = planned(tmp_path, (*ROUTERS, *HEADS, *EMBEDDINGS, *OTHERS, *PROJECTIONS))
-    reasons = {name.removesuffix(".weight"): d.reason for name, d in plan.decisions.items()}
+    reasons = {name.removesuffix(".weight"): item.decision.reason for name, item in plan.items.items()}
     expected = {
         **dict.fromkeys(ROUTERS, "a router"),
         **dict.fromkeys(HEADS, "a head"),
@@ -81,8 +84,26 @@ def test_groups_that_are_named_join_those_that_loaders_fuse():
     assert group == Group("m", ("q_proj", "k_proj", "v_proj", "o_proj"))
     apart = groups_of(modules, [r"(.*)\.(q|o)_proj"], share_qkv=False)
     assert sorted(g.members for g in apart) == [("m.k_proj",), ("m.o_proj", "m.q_proj"), ("m.v_proj",)]
+    two = groups_of(["m.a", "m.b", "m.c", "m.d"], [r"(m)\.(?:a|b)", r"(m)\.(?:c|d)"])
+    assert [g.members for g in two] == [("m.a", "m.b"), ("m.c", "m.d")]
     two = groups_of(["a.x.w", "a.y.w"], [r"(a)\..*"])
     assert [g.members for g in two] == [("a.x.w", "a.y.w")]
+
+
+def test_a_plan_changes_nothing(tmp_path):
+    """The source stays as it is: a second plan says the same, and all of a plan is frozen."""
+    modules = ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj")
+    plan = planned(tmp_path, modules, ignore=(modules[0],), allow_empty=True)
+    source = open_source(tmp_path / "in")
+    plans = [make_plan(source, plan.options) for _ in range(2)]
+    assert source.warnings == ()
+    assert plans[0].warnings == plans[1].warnings
+    assert [w.partition(" is kept")[0] for w in plan.warnings] == [f"{modules[0]}.weight"]
+    item = plan.items[f"{modules[1]}.weight"]
+    assert item.decision.reason == f"ignore {modules[0]}, of its group"
+    for value, field in ((plan, "groups"), (item, "outputs"), (item.decision, "reason"), (source, "warnings")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(value, field, ())
 
 
 @pytest.mark.parametrize(
@@ -91,6 +112,6 @@ def test_groups_that_are_named_join_those_that_loaders_fuse():
 )
 def test_missing_members(tmp_path, roles, warnings):
     plan = planned(tmp_path, [f"model.layers.0.self_attn.{r}" for r in roles])
-    assert len([w for w in plan.source.warnings if "no v_proj" in w]) == warnings
+    assert len([w for w in plan.warnings if "no v_proj" in w]) == warnings
     again = planned(tmp_path, roles, share_qkv=False)
-    assert not [w for w in again.source.warnings if "no v_proj" in w]
+    assert not [w for w in again.warnings if "no v_proj" in w]

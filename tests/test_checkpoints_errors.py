@@ -27,10 +27,11 @@ from checkpoints import (
     write_model,
 )
 
+from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint
+from jnvfp4.checkpoints._files.safetensors import DTYPES
+from jnvfp4.checkpoints._files.source import open_source
+from jnvfp4.checkpoints._layouts.stored import open_stored
 from jnvfp4.cli import main
-from jnvfp4.convert import ConvertOptions, convert_checkpoint, safetensors
-from jnvfp4.convert.source import open_source
-from jnvfp4.convert.stored import open_stored
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 NORM = "model.norm.weight"
@@ -102,11 +103,11 @@ FILES = {
     "no object": (rewrite(INDEX, "[]"), rf"{INDEX}: is a JSON list; expected an object"),
     "no JSON": (rewrite(INDEX, '{"weight_map"'), rf"{INDEX}: is not valid JSON"),
     "no UTF-8": (rewrite(INDEX, b'{"weight_map": {"\xff": "a"}}'), rf"{INDEX}: is not valid JSON .*utf-8"),
-    "key twice": (rewrite(INDEX, '{"weight_map": {"a": "b", "a": "b"}}'), rf"{INDEX}: .*key 'a' stands twice"),
+    "key twice": (rewrite(INDEX, '{"weight_map": {"a": "b", "a": "b"}}'), rf"{INDEX}: .*key 'a' appears twice"),
     "nested": (rewrite(INDEX, '{"weight_map": {}, "a": ' + "[" * 99 + "]" * 99 + "}"), "is nested deeper than 64"),
     "nested deep": (rewrite(INDEX, "[" * 200_000), rf"{INDEX}: is not valid JSON"),
     "file name in bytes": (name_not_utf8, r"in: has a file '\\udcff.safetensors'; expected names in UTF-8"),
-    "key twice in config": (rewrite("config.json", '{"a": 1, "a": 1}'), "config.json: .*key 'a' stands twice"),
+    "key twice in config": (rewrite("config.json", '{"a": 1, "a": 1}'), "config.json: .*key 'a' appears twice"),
     "nested config": (rewrite("config.json", '{"a": ' + "[" * 99 + "]" * 99 + "}"), "config.json: .*nested deeper"),
     "surrogate in config": (rewrite("config.json", r'{"a": "\ud800"}'), "config.json: .*surrogates"),
     "quantized": (rewrite("config.json", '{"quantization_config": {"quant_method": "gptq"}}'), r"already \(gptq\)"),
@@ -218,15 +219,15 @@ HEADERS = {
     "many huge axes": (fields(shape=[(1 << 61)] * 100_000), "has 100000 axes"),
     "shape is text": (fields(shape="32"), "shape is '32'"),
     "one offset": (fields(data_offsets=[0]), r"data_offsets are \[0\]; expected two"),
-    "offsets turned": (fields(data_offsets=[4096, 0]), "is at bytes .* expected bytes of the file"),
-    "offsets outside": (fields(data_offsets=[0, 1 << 61]), "is at bytes .* expected bytes of the file"),
+    "offsets turned": (fields(data_offsets=[4096, 0]), "is at bytes .* expected bytes within the file"),
+    "offsets outside": (fields(data_offsets=[0, 1 << 61]), "is at bytes .* expected bytes within the file"),
     "field": (lambda h: first(h).pop("shape") and None, "described by .*; expected dtype, shape and data_offsets"),
     "further field": (fields(more=1), "described by"),
     "no entry": (lambda h: h.update(x=None), "tensor 'x': is described by None"),
     "metadata": (lambda h: h.update(__metadata__={"a": 1}), "__metadata__ is {'a': 1}; expected strings by name"),
-    "name twice": (lambda h: '{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{}}', "key 'a' stands twice"),
-    "long name twice": (lambda h: "{" + ",".join(['"' + "a" * 10**6 + '":{}'] * 2) + "}", "key 'a{199} stands twice"),
-    "field twice": (lambda h: '{"a":{"dtype":"U8","dtype":"U8"}}', "key 'dtype' stands twice"),
+    "name twice": (lambda h: '{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{}}', "key 'a' appears twice"),
+    "long name twice": (lambda h: "{" + ",".join(['"' + "a" * 10**6 + '":{}'] * 2) + "}", "key 'a{199} appears twice"),
+    "field twice": (lambda h: '{"a":{"dtype":"U8","dtype":"U8"}}', "key 'dtype' appears twice"),
     "surrogate": (lambda h: r'{"\ud800":{}}', "header is not valid JSON .*surrogates"),
     "not UTF-8": (lambda h: b'{"\xff":{}}', "header is not valid JSON .*utf-8"),
     "number": (lambda h: '{"a":%s}' % ("9" * 5000), "header is not valid JSON"),
@@ -294,7 +295,7 @@ def one(directory, tensors, config=None):
 
 
 def unfit(dtype, shape):
-    return dtype, np.ones(shape, safetensors.DTYPES[dtype])
+    return dtype, np.ones(shape, DTYPES[dtype])
 
 
 UNFIT = {
@@ -350,7 +351,7 @@ def spoilt(shape, places, value, dtype=np.float32):
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
 def test_values_that_are_not_finite(tmp_path, value, dtype, capsys):
-    x = spoilt((40, 32), [(17, 5), (17, 6), (39, 0)], value, safetensors.DTYPES[dtype])
+    x = spoilt((40, 32), [(17, 5), (17, 6), (39, 0)], value, DTYPES[dtype])
     directory = one(tmp_path / "in", {DOWN: (dtype, x)})
     text = rf"'{DOWN}': has 3 values that are not finite, the first at \(17, 5\).*\nhint: --on-nonfinite skip"
     refused(directory, tmp_path, text, 3, capsys=capsys)
@@ -409,7 +410,7 @@ def test_two_tensors_that_become_one(tmp_path, capsys):
 # ---------------------------------------------------------------- config
 def test_without_a_config(model, tmp_path, capsys):
     (model / "config.json").unlink()
-    text = "num_hidden_layers is not in config.json"
+    text = "config.json has no num_hidden_layers"
     refused(model, tmp_path, text, 3, "--num-layers-at-start-in-bf16", "1", capsys=capsys)
     refused(model, tmp_path, text, 3, "--num-layers-at-end-in-bf16", "1", capsys=capsys)
     files = converted(model, tmp_path)
@@ -453,7 +454,7 @@ def llama(tmp_path):
 def test_usage(llama, tmp_path, capsys):
     refused(llama, tmp_path, "matches no tensor", 2, "--ignore", "nothing", capsys=capsys)
     refused(llama, tmp_path, "invalid choice", 2, "--format", "gguf", capsys=capsys)
-    refused(llama, tmp_path, "expected format te", 2, "--recipe", "row-scaled", capsys=capsys)
+    refused(llama, tmp_path, "expected --format te", 2, "--recipe", "row-scaled", capsys=capsys)
     refused(llama, tmp_path, "2 at the end are kept, of 2", 2, "--num-layers-at-end-in-bf16", "2", capsys=capsys)
     one(tmp_path / "none", {"model.embed_tokens.weight": weight(16, 32)})
     refused(tmp_path / "none", tmp_path, "no tensor is quantized", 2, capsys=capsys)
