@@ -1,5 +1,6 @@
 """Options of a conversion and of its command: wrong ones are refused in one line, right ones are documented."""
 
+import dataclasses
 import json
 import os
 import re
@@ -12,7 +13,10 @@ import pytest
 from checkpoints import COMMAND, DOWN, GATE, UP, environment, files_of, refused, weight, write, write_model
 
 import jnvfp4
+from jnvfp4 import cli
 from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint, open_checkpoint, save_checkpoint
+from jnvfp4.checkpoints._convert.plan import make_plan
+from jnvfp4.checkpoints._files.source import open_source
 from jnvfp4.cli import main
 
 DOCS = Path(__file__).parents[1] / "docs" / "checkpoints.md"
@@ -139,6 +143,36 @@ def test_sizes(model, tmp_path, size):
     assert files_of(tmp_path / "out") == files_of(tmp_path / "want")
 
 
+def test_shards_are_of_at_most_the_size(model, tmp_path):
+    """One byte less than two weights have is too little for both; a weight alone may have more."""
+    plan = make_plan(open_source(model), ConvertOptions())
+    sizes = [item.nbytes for item in plan.items.values()]
+    for max_bytes, count in (
+        (sum(sizes), 1),
+        (sum(sizes) - 1, 2),
+        (sum(sizes[:2]), 2),
+        (sum(sizes[:2]) - 1, 3),
+        (1, 3),
+    ):
+        shards = make_plan(open_source(model), ConvertOptions(max_shard_bytes=max_bytes)).shards
+        assert len(shards) == count
+        assert [item.name for items in shards.values() for item in items] == sorted(plan.items)
+        names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        assert list(shards) == (names if count > 1 else ["model.safetensors"])
+
+
+def test_shards_have_the_names_of_the_input(tmp_path):
+    one = write_model(tmp_path / "one", {"weights.safetensors": {DOWN: weight(32, 16)}})
+    two = write_model(
+        tmp_path / "two", {"a.safetensors": {DOWN: weight(32, 16)}, "b.safetensors": {UP: weight(16, 32)}}
+    )
+    empty = write_model(tmp_path / "empty", {"a.safetensors": {DOWN: weight(32, 16)}, "b.safetensors": {}})
+    (empty / "model.safetensors.index.json").unlink()
+    for directory, names in ((one, ["weights"]), (two, ["a", "b"]), (empty, ["model"])):
+        plan = make_plan(open_source(directory), ConvertOptions(ignore=("*.up_proj",), allow_unmatched=True))
+        assert list(plan.shards) == [f"{name}.safetensors" for name in names]
+
+
 def test_what_is_given_means_something_where_its_recipe_is(model, tmp_path):
     convert = ["convert", "--model-dir", str(model), "--quiet", "--recipe", "4over6", "--save-dir"]
     assert main([*convert, str(tmp_path / "given"), "--e4m3-max", "256", "--4over6-err-mode", "mae"]) == 0
@@ -146,6 +180,65 @@ def test_what_is_given_means_something_where_its_recipe_is(model, tmp_path):
     assert main([*convert, str(tmp_path / "other"), "--e4m3-max", "448", "--4over6-err-mode", "mse"]) == 0
     given, default, other = (files_of(tmp_path / d)[FILE] for d in ("given", "default", "other"))
     assert given == default != other
+
+
+FOUR_OVER_SIX = ["--recipe", "4over6"]
+SPECS = [
+    ([], jnvfp4.NVFP4),
+    (["--2d"], jnvfp4.NVFP4_2D),
+    (FOUR_OVER_SIX, jnvfp4.four_over_six()),
+    ([*FOUR_OVER_SIX, "--2d"], jnvfp4.four_over_six(block_rows=16)),
+    ([*FOUR_OVER_SIX, "--e4m3-max", "448"], jnvfp4.four_over_six(e4m3_max=448)),
+    ([*FOUR_OVER_SIX, "--4over6-err-mode", "mse"], jnvfp4.four_over_six("mse")),
+    (["--recipe", "row-scaled", "--format", "te"], jnvfp4.ROW_SCALED),
+]
+FLAGS = {
+    "--preset moe-experts": {"preset": "moe-experts"},
+    "--targets a b": {"targets": ("a", "b")},
+    "--ignore a b": {"ignore": ("a", "b")},
+    "--num-layers-at-start-in-bf16 2": {"start_layers": 2},
+    "--num-layers-at-end-in-bf16 3": {"end_layers": 3},
+    "--extra-high-precision-layers-hf a b": {"keep_containing": ("a", "b")},
+    "--extra-high-precision-layers-megatron a b": {"keep_containing_megatron": ("a", "b")},
+    "--weight-only": {"weight_only": True},
+    "--input-scale 0.5": {"input_scale": 0.5},
+    "--kv-cache fp8": {"kv_cache": "fp8"},
+    "--experts stacked": {"experts": "stacked"},
+    "--expert-layout kn": {"expert_layout": "kn"},
+    "--dequantize-input fp8-block": {"dequantize_input": "fp8-block"},
+    "--high-precision-dtype bf16": {"high_precision_dtype": "bf16"},
+    "--zero-amax te-reference": {"zero_amax": "te-reference"},
+    "--share (a)b (c)d": {"share": ("(a)b", "(c)d")},
+    "--no-share-qkv": {"share_qkv": False},
+    "--max-shard-size 5GB": {"max_shard_bytes": 5_000_000_000},
+    "--on-nonfinite skip": {"on_nonfinite": "skip"},
+    "--on-bad-shape keep": {"on_bad_shape": "keep"},
+    "--allow-empty": {"allow_empty": True},
+    "--allow-unmatched": {"allow_unmatched": True},
+    "--strict": {"strict": True},
+    "--cast-f64": {"cast_f64": True},
+    "--device-chunk 1MiB": {"chunk_bytes": 1 << 20},
+}
+EVERY_FLAG = [(flags.split(" "), values) for flags, values in FLAGS.items()]
+EVERY_FLAG += [(arguments, {"spec": spec}) for arguments, spec in SPECS]
+
+
+@pytest.mark.parametrize(("arguments", "values"), EVERY_FLAG, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+def test_flags_are_options(model, tmp_path, monkeypatch, arguments, values):
+    found = []
+
+    def called(source, output, options, **others):
+        found.append(options)
+        raise CheckpointError("called")
+
+    monkeypatch.setattr(cli, "convert_checkpoint", called)
+    assert main(["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out"), *arguments]) == 3
+    assert found == [ConvertOptions(layout="te" if "te" in arguments else "modelopt", **values)]
+
+
+def test_every_option_has_a_flag():
+    named = {name for _, values in EVERY_FLAG for name in values} | {"layout"}
+    assert named == {f.name for f in dataclasses.fields(ConvertOptions)}
 
 
 def test_a_subfolder_is_the_whole_input(model, tmp_path, capsys):

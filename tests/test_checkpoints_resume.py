@@ -52,6 +52,7 @@ def test_an_interrupted_conversion_goes_on(model, tmp_path, after):
         convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(after))
     left = files_of(tmp_path / "out")
     assert not any(".tmp-" in name or name.endswith(("index.json", "config.json")) for name in left)
+    assert (PROGRESS in left) == any(name.endswith(".safetensors") for name in left)
     convert_checkpoint(model, tmp_path / "out", resume=True)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 

@@ -7,7 +7,7 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import DOWN, GATE, UP, weight, write, write_model
+from checkpoints import DOWN, GATE, GOLDEN, UP, weight, write, write_model
 
 import jnvfp4
 from jnvfp4.checkpoints import compare, rewrite
@@ -154,6 +154,22 @@ def test_globals_are_finite_both_ways(tmp_path):
     assert open_stored(tmp_path / "ct").weight(DOWN.removesuffix(".weight")).global_scale == FLOAT_MAX
     repack_checkpoint(tmp_path / "ct", tmp_path / "back", "modelopt")
     assert diff(out, tmp_path / "back").same
+
+
+@pytest.mark.parametrize("stored", ["llama/ct_f32stats", "moe/ct_f32stats", "llama/te_modelopt"])
+def test_repacking_counts_the_globals_that_change(tmp_path, stored):
+    """Over there and back again the bytes differ in so many globals; an amax has no way back."""
+    source = GOLDEN / stored
+    layouts = ("modelopt", CT) if "ct" in stored else (CT, "modelopt")
+    count = repack_checkpoint(source, tmp_path / "there", layouts[0])
+    repack_checkpoint(tmp_path / "there", tmp_path / "back", layouts[1])
+    a, b = open_stored(source), open_stored(tmp_path / "back")
+    scales = [(a.weight(m).global_scale.reshape(()), b.weight(m).global_scale.reshape(())) for m in a.modules]
+    assert count == sum(v != w for v, w in scales)
+    assert repack_checkpoint(source, tmp_path / "same", layouts[1]) == 0
+    options = ConvertOptions(layout="te")
+    convert_checkpoint(GOLDEN / stored.partition("/")[0] / "input", tmp_path / "te", options)
+    assert repack_checkpoint(tmp_path / "te", tmp_path / "of_te", CT) == 0
 
 
 def test_reciprocals_of_globals():

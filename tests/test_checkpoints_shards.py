@@ -80,24 +80,29 @@ def test_results_are_in_the_order_of_the_tasks(workers):
     assert list(in_order(work, range(5), workers)) == list(range(5))
 
 
+@pytest.mark.parametrize("interrupted", ["work", "loop"])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_tasks_that_have_not_started_are_cancelled(workers, monkeypatch):
-    """The first task is interrupted; the second one ends when the executor has been told to stop."""
+def test_tasks_that_have_not_started_are_cancelled(workers, interrupted, monkeypatch):
+    """The first task, or the loop over the results, is interrupted; the others end when the executor shuts down."""
     started, stopping = [], threading.Event()
     shutdown = ThreadPoolExecutor.shutdown
 
     def stop(executor, wait=True, *, cancel_futures=False):
-        shutdown(executor, wait=False, cancel_futures=cancel_futures)
         stopping.set()
-        shutdown(executor, wait=wait)
+        shutdown(executor, wait, cancel_futures=cancel_futures)
 
     def work(task):
         started.append(task)
-        if task == 0:
+        if task > 0:
+            assert stopping.wait(60)
+        elif interrupted == "work":
             raise KeyboardInterrupt
-        assert stopping.wait(60)
+
+    def loop():
+        for _ in in_order(work, range(100), workers):
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(ThreadPoolExecutor, "shutdown", stop)
     with pytest.raises(KeyboardInterrupt):
-        list(in_order(work, range(100), workers))
+        loop()
     assert len(started) <= (1 if workers == 1 else 3)

@@ -90,6 +90,14 @@ def test_experts_put_together(tmp_path):
         convert_checkpoint(tmp_path / "less", tmp_path / "no", ConvertOptions(experts="stacked"))
 
 
+def test_a_bias_of_a_stack_is_kept_with_a_warning(tmp_path):
+    save(tmp_path / "in", {f"{EXPERTS}.down_proj": normal(2, 32, 64), f"{EXPERTS}.down_proj_bias": normal(2, 32)},
+         {"model_type": "qwen3_moe"})  # fmt: skip
+    result = convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(experts="per-expert"))
+    assert result.warnings == (f"{EXPERTS}.down_proj_bias stays one tensor for all experts",)
+    assert f"{EXPERTS}.down_proj_bias" in open_source(tmp_path / "out").places
+
+
 def same_slice(stack, e, weight):
     return stack.codes[e].tobytes() == weight.codes.tobytes() and stack.scales[e].tobytes() == weight.scales.tobytes()
 

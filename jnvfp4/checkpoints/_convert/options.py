@@ -102,7 +102,7 @@ class ConvertOptions:
 
     @property
     def recipe(self) -> str:
-        """The name of the spec in the files of a checkpoint, where it is a comment."""
+        """The name of the spec that a checkpoint has for people to read; nothing depends on it."""
         return "4over6" if self.spec.select != "max6" else "row-scaled" if self.row_scaled else "nvfp4"
 
 

@@ -60,7 +60,7 @@ class Plan:
       weights: those of the items that are quantized, by module.
       shards: the items of each output file, by file name.
       ignore: the ignore list, which tells loaders what is kept.
-      input_scales: the activation scale of each module that has one.
+      input_scales: the activation scales, by module.
       files: the JSON files beside the shards by name, in the order in which they are written.
       warnings: sentences about oddities that are no errors.
     """
@@ -106,23 +106,19 @@ def make_plan(source: Source, options: ConvertOptions) -> Plan:
         expert_layout=options.expert_layout,
     )
     _refuse_quantized(view)
-    return _plan_of(view, options, decide(view, options))
+    decisions = decide(view, options)
+    return _plan_of(view, options, decisions, _input_scales(options, decisions.groups))
 
 
 def plan_without(plan: Plan, groups: Collection[Group], reason: str) -> Plan:
     """Plans the same conversion with some groups kept for a reason."""
     decisions = keep_groups(plan.decisions, groups, reason, allow_empty=plan.options.allow_empty)
-    modules = {m for g in decisions.groups for m in g.members}
-    scales = {m: s for m, s in plan.input_scales.items() if m in modules}
-    return _plan_of(plan.source, plan.options, decisions, scales)
+    return _plan_of(plan.source, plan.options, decisions, plan.input_scales)
 
 
-def _plan_of(
-    source: Source, options: ConvertOptions, decisions: Decisions, input_scales: Mapping[str, float] | None = None
-) -> Plan:
+def _plan_of(source: Source, options: ConvertOptions, decisions: Decisions, input_scales: Mapping[str, float]) -> Plan:
     ignore = _ignore_list(decisions, options)
-    scales = _input_scales(options, decisions.groups) if input_scales is None else input_scales
-    items = {name: _item(d, options, scales) for name, d in decisions.by_name.items()}
+    items = {name: _item(d, options, input_scales) for name, d in decisions.by_name.items()}
     _check_names(items)
     shards = _shards(source, items, options.max_shard_bytes)
     return Plan(
@@ -133,7 +129,7 @@ def _plan_of(
         {item.module: item for item in items.values() if item.decision.quantizes},
         shards,
         tuple(ignore),
-        scales,
+        input_scales,
         _files(source, options, ignore, shards),
         source.warnings + decisions.warnings,
     )

@@ -27,17 +27,14 @@ Outcome = TypeVar("Outcome")
 def in_order(work: Callable[[Task], Outcome], tasks: Iterable[Task], workers: int) -> Iterator[Outcome]:
     """Works on several tasks at once and gives the results in the order of the tasks.
 
-    On an exception or Ctrl-C, tasks that have not started are cancelled. Threads are enough: kernels, copies and writes
-    release Python's lock.
+    On an exception or Ctrl-C, tasks that have not started are cancelled (``Executor.map`` does it). Threads are enough:
+    kernels, copies and writes release Python's lock.
     """
     if workers == 1:
         yield from map(work, tasks)
         return
-    executor = ThreadPoolExecutor(workers, thread_name_prefix="jnvfp4-convert")
-    try:
+    with ThreadPoolExecutor(workers, thread_name_prefix="jnvfp4-convert") as executor:
         yield from executor.map(work, tasks)
-    finally:
-        executor.shutdown(cancel_futures=True)
 
 
 # ---------------------------------------------------------------- amaxes

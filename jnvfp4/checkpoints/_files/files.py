@@ -19,7 +19,7 @@ _TEMPORARY = re.compile(r"(.*)\.tmp-\d+", re.DOTALL)
 
 # ---------------------------------------------------------------- complete files
 def temporary_of(path: Path) -> Path:
-    """Temporary name of ``path`` while it is written; contains the process id so that processes do not collide."""
+    """Makes the temporary name of ``path``, which has the process id so that processes do not collide."""
     return path.with_name(f"{path.name}.tmp-{os.getpid()}")
 
 
