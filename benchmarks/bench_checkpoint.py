@@ -18,7 +18,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jnvfp4.convert.safetensors import Planned, Writer
+from jnvfp4.checkpoints._files.safetensors import Planned, Writer
 
 HIDDEN, MLP = 4096, 14336  # of an 8 B Llama
 SHARD_BYTES = 5_000_000_000
@@ -28,13 +28,13 @@ _CHILD = """
 import json, resource, sys, time
 import jax
 from benchmarks.device_time import profile_calls
-from jnvfp4.convert import convert_checkpoint
-src, dst, platform, profile = sys.argv[1:]
+from jnvfp4.checkpoints import convert_checkpoint
+source, output, platform, profile = sys.argv[1:]
 device = jax.devices(platform)[0]
 base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 began = time.perf_counter()
 def convert():
-    return convert_checkpoint(src, dst, device=device, workers=4 if platform == "cuda" else 2) and None
+    return convert_checkpoint(source, output, device=device, workers=4 if platform == "cuda" else 2) and None
 out = {}
 if profile == "1":
     call = profile_calls([convert])[0]

@@ -27,7 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jnvfp4.convert import ConvertOptions, convert_checkpoint, open_checkpoint, save_checkpoint
+import jnvfp4
+from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, open_checkpoint, save_checkpoint
 from lm.config import Config
 from lm.data import stdlib_text, val_batches
 from lm.hugging_face import from_hugging_face, llama_config, to_hugging_face
@@ -71,10 +72,13 @@ def compare(models: Mapping[str, Tree], config: Config, batches: np.ndarray) -> 
     }
 
 
+SPECS = {"nvfp4": jnvfp4.NVFP4, "4over6": jnvfp4.four_over_six(), "row-scaled": jnvfp4.ROW_SCALED}
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Converts a small Llama to NVFP4 and compares it with bfloat16.")
     parser.add_argument("--format", choices=("modelopt", "compressed-tensors", "te"), default="modelopt")
-    parser.add_argument("--recipe", choices=("nvfp4", "4over6", "row-scaled"), default="nvfp4")
+    parser.add_argument("--recipe", choices=SPECS, default="nvfp4")
     parser.add_argument("--steps", type=int, default=CONFIG.steps, help="of training (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches")
     parser.add_argument("--out", type=Path, default=Path("out/serve_converted"), help="folder for both checkpoints")
@@ -98,7 +102,7 @@ def main() -> None:
     params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), trained)
     tensors = to_hugging_face(params, config)
     save_checkpoint(tensors, paths["bf16"], config=llama_config(config))
-    options = ConvertOptions(format=args.format, recipe=args.recipe, weight_only=True)
+    options = ConvertOptions(layout=args.format, spec=SPECS[args.recipe], weight_only=True)
     result = convert_checkpoint(paths["bf16"], paths["nvfp4"], options)
     print(f"{len(result.amaxes)} of {len(tensors)} tensors converted, from {paths['bf16']} to {paths['nvfp4']}")
 

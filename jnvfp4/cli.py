@@ -1,4 +1,4 @@
-"""The command: jnvfp4 convert, inspect, verify, repack, dequantize, diff, doctor, support."""
+"""Runs the command ``jnvfp4``: convert, inspect, verify, repack, dequantize, diff, doctor, support."""
 
 import argparse
 import json
@@ -8,35 +8,34 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import jax
 
-import jnvfp4
-from jnvfp4 import support
-from jnvfp4.convert.compare import diff, inspect
-from jnvfp4.convert.console import inspect_table, plan_table, progress, tell
-from jnvfp4.convert.convert import convert_checkpoint
-from jnvfp4.convert.encode import CHUNK_BYTES
-from jnvfp4.convert.errors import CheckpointError, Exit
-from jnvfp4.convert.layouts import LAYOUTS
-from jnvfp4.convert.options import ConvertOptions, check_meaning
-from jnvfp4.convert.plan import Plan, make_plan
-from jnvfp4.convert.policy import tensor_of
-from jnvfp4.convert.report import summary, write_report
-from jnvfp4.convert.rewrite import dequantize, repack
-from jnvfp4.convert.source import open_source
-from jnvfp4.convert.verify import VerificationError, as_json, verify
+from . import __version__, support
+from .checkpoints._convert.options import ConvertOptions, check_clashes
+from .checkpoints._convert.plan import make_plan
+from .checkpoints._files.errors import CheckpointError, CommandError, Exit
+from .checkpoints._files.files import CHUNK_BYTES, existing_parent
+from .checkpoints._files.source import open_source
+from .checkpoints._layouts.layouts import LAYOUTS
+from .checkpoints.compare import diff, inspect
+from .checkpoints.console import inspect_table, plan_as_json, plan_table, progress, tell
+from .checkpoints.convert import convert_checkpoint
+from .checkpoints.report_files import summary, write_report
+from .checkpoints.rewrite import dequantize_checkpoint, repack_checkpoint
+from .checkpoints.verify import VerificationError, as_json, verify_checkpoint
+from .spec import NVFP4, NVFP4_2D, ROW_SCALED, QuantSpec, four_over_six
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_BROKEN_PIPE = 141  # as a shell says of a process that SIGPIPE ended
+_BROKEN_PIPE = 141  # the exit code that a shell shows for a process that SIGPIPE ended
 
 
 def _size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmg]?i?b?)", text.lower(), re.ASCII)
     size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     if size < 1:
-        raise argparse.ArgumentTypeError(f"invalid size {text!r}; expected such as 500MB or 5GB")
+        raise argparse.ArgumentTypeError(f"invalid size {text!r}; expected a size such as 500MB or 5GB")
     return size
 
 
@@ -56,132 +55,184 @@ def _input_scale(text: str) -> float | Path:
 
 
 def _device(text: str) -> jax.Device | None:
-    """`cpu`, `cuda:N`, or `auto` for the converter's own choice."""
+    """Finds the device ``cpu`` or ``cuda:N``; None for ``auto``, where the converter chooses."""
     if text == "auto":
         return None
     platform, _, number = text.partition(":")
     try:
         return jax.devices(platform)[int(number or 0)]
     except (RuntimeError, IndexError, ValueError) as e:
-        raise CheckpointError(
-            f"device is {text!r}", "auto, cpu, or cuda:N of a GPU that JAX has", code=Exit.USAGE
-        ) from e
+        raise CommandError(f"device is {text!r}", "auto, cpu, or cuda:N of a GPU that JAX has") from e
 
 
 def _implementation(backend: str, device: str) -> Literal["native", "reference"] | None:
     if device != "auto" and backend in ("cuda", "cpu") and not device.startswith(backend):
-        raise CheckpointError(f"backend is {backend} and device {device}", "a device of the backend", code=Exit.USAGE)
+        raise CommandError(f"backend is {backend} and device {device}", "a device of the backend")
     return {"auto": None, "jnp": "reference"}.get(backend, "native")
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise CheckpointError(message, hint=f"{self.prog} --help", code=Exit.USAGE)
+        raise CommandError(message, hint=f"{self.prog} --help")
 
 
 def _parser() -> argparse.ArgumentParser:
     common = _Parser(add_help=False)
-    common.add_argument("--debug", action="store_true", help="an error with its traceback")
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
     text = "NVFP4 for JAX: Hugging Face checkpoints, and what runs here."
     parser = _Parser(prog="jnvfp4", description=text, parents=[common])
-    parser.add_argument("--version", action="version", version=f"jnvfp4 {jnvfp4.__version__}")
+    parser.add_argument("--version", action="version", version=f"jnvfp4 {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, description=text, parents=[common])
 
     _convert_arguments(command("convert", "quantize a checkpoint"))
-    p = command("inspect", "what is in a checkpoint")
+    p = command("inspect", "describe a checkpoint: layout, kept tensors, groups, sizes")
     p.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
-    p.add_argument("--json", action="store_true", help="JSON instead of a table")
+    p.add_argument("--json", action="store_true", help="print JSON instead of a table")
     p = command("verify", "compare a converted checkpoint with its source")
-    p.add_argument("source", type=Path, metavar="SRC", help="what was converted")
-    p.add_argument("output", type=Path, metavar="OUT", help="what it became")
-    p.add_argument("--max-rel-error", type=float, default=0.2, metavar="X", help="of a weight; 0.2 by default")
+    p.add_argument("source", type=Path, metavar="SRC", help="the checkpoint that was converted")
+    p.add_argument("output", type=Path, metavar="OUT", help="the converted checkpoint")
+    p.add_argument(
+        "--max-rel-error", type=float, default=0.2, metavar="X", help="largest relative error of a weight (default 0.2)"
+    )
     p.add_argument("--expert-layout", choices=("auto", "nk", "kn"), default="auto", help=_EXPERT_LAYOUT)
-    p = command("repack", "another layout, the same codes and block scales")
+    p = command("repack", "write a checkpoint in another layout, with the same codes and block scales")
     p.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
     p.add_argument("output", type=Path, metavar="OUT", help="a new or empty directory")
     p.add_argument("--format", choices=LAYOUTS, required=True, help="layout of the output")
-    p = command("dequantize", "back to an ordinary checkpoint")
+    p = command("dequantize", "decode a checkpoint to an ordinary one")
     p.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
     p.add_argument("output", type=Path, metavar="OUT", help="a new or empty directory")
-    p.add_argument("--dtype", choices=("bf16", "f16", "f32"), default="bf16", help="of decoded weights")
-    p = command("diff", "where two checkpoints differ")
+    p.add_argument("--dtype", choices=("bf16", "f16", "f32"), default="bf16", help="dtype of the decoded weights")
+    p = command("diff", "count where two checkpoints differ")
     p.add_argument("first", type=Path, metavar="A", help="a checkpoint")
-    p.add_argument("second", type=Path, metavar="B", help="another")
-    command("doctor", "what was built, what runs here, and whether its bits are right")
-    command("support", "which operation has which kernels")
+    p.add_argument("second", type=Path, metavar="B", help="another checkpoint")
+    command("doctor", "show what was built and what runs here, and check its bits")
+    command("support", "show which operation has which kernels")
     return parser
 
 
-_EXPERT_LAYOUT = "axes of experts in one tensor: [E, N, K] or [E, K, N]; auto goes by the model type"
+_EXPERT_LAYOUT = "axes of experts in one tensor: [E, N, K] or [E, K, N]; auto decides by the model type"
 
 
 def _convert_arguments(p: argparse.ArgumentParser) -> None:
-    add, pattern = p.add_argument, "a module, all below it, re: and an expression, or with *"
-    add("--model-dir", type=Path, required=True, metavar="DIR", help="the input: a directory or a file of safetensors")
-    add("--subfolder", type=Path, metavar="NAME", help="the folder of the input that is converted, config included")
-    add("--save-dir", type=Path, required=True, metavar="DIR", help="the output: a new or empty directory")
-    add("--format", choices=LAYOUTS, default="modelopt", help="layout of the output; modelopt by default")
-    add("--recipe", choices=("nvfp4", "4over6", "row-scaled"), default="nvfp4", help="how weights are quantized")
-    add("--preset", choices=("linear", "moe-experts"), default="linear", help="which weights: all, or those of experts")
-    add("--targets", nargs="+", default=(), metavar="PATTERN", help=f"only these weights: {pattern}")
-    add("--ignore", nargs="+", default=(), metavar="PATTERN", help=f"kept: {pattern}")
-    add("--num-layers-at-start-in-bf16", type=int, default=0, metavar="N", help="first decoder layers, kept")
-    add("--num-layers-at-end-in-bf16", type=int, default=0, metavar="N", help="last decoder layers, kept")
+    add, pattern = p.add_argument, "a module and all below it, re: and an expression, or a name with *"
+    add(
+        "--model-dir",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="input: a directory of safetensors files, or one such file",
+    )
+    add("--subfolder", type=Path, metavar="NAME", help="convert this folder of the input instead, with its config")
+    add("--save-dir", type=Path, required=True, metavar="DIR", help="output: a new or empty directory")
+    add("--format", choices=LAYOUTS, default="modelopt", help="layout of the output (default modelopt)")
+    add(
+        "--recipe",
+        choices=("nvfp4", "4over6", "row-scaled"),
+        default="nvfp4",
+        help="how weights are quantized (default nvfp4)",
+    )
+    add(
+        "--preset",
+        choices=("linear", "moe-experts"),
+        default="linear",
+        help="quantize all projections or those of experts",
+    )
+    add("--targets", nargs="+", default=(), metavar="PATTERN", help=f"quantize only these weights: {pattern}")
+    add("--ignore", nargs="+", default=(), metavar="PATTERN", help=f"keep these weights: {pattern}")
+    add("--num-layers-at-start-in-bf16", type=int, default=0, metavar="N", help="keep the first N decoder layers")
+    add("--num-layers-at-end-in-bf16", type=int, default=0, metavar="N", help="keep the last N decoder layers")
     add(
         "--extra-high-precision-layers-hf",
         nargs="+",
         default=(),
         metavar="TEXT",
-        help="kept: tensors with it in their name",
+        help="keep tensors that have TEXT in their name",
     )
     add("--extra-high-precision-layers-megatron", nargs="+", default=(), metavar="TEXT",
-        help="the same where names are Megatron's")  # fmt: skip
-    add("--4over6-err-mode", dest="error", choices=("mae", "mse"), help="error that 4over6 makes least; mae by default")
-    add("--e4m3-max", type=int, choices=(448, 256), help="largest block scale of 4over6; 256 by default")
-    add("--2d", dest="two_d", action="store_true", help="16x16 blocks instead of 1x16")
-    add("--weight-only", action="store_true", help="activations stay in high precision")
+        help="the same for a model with Megatron's names")  # fmt: skip
+    add("--4over6-err-mode", dest="error", choices=("mae", "mse"), help="error that 4over6 minimizes (default mae)")
+    add("--e4m3-max", type=int, choices=(448, 256), help="largest block scale of 4over6 (default 256)")
+    add("--2d", dest="two_d", action="store_true", help="use 16x16 blocks instead of 1x16")
+    add("--weight-only", action="store_true", help="keep activations in high precision")
     add("--input-scale", type=_input_scale, metavar="NUMBER|FILE",
-        help="of all activations, 1.0 by default, or a JSON file with the amax of each module")  # fmt: skip
-    add("--kv-cache", choices=("none", "fp8"), default="none", help="what the config says of the KV cache")
-    add("--experts", choices=("keep", "per-expert", "stacked"), default="keep", help="one by one, or in one tensor")
+        help="scale of all activations (default 1.0), or a JSON file with the amax of each module")  # fmt: skip
+    add("--kv-cache", choices=("none", "fp8"), default="none", help="KV cache that the config asks for (default none)")
+    add("--experts", choices=("keep", "per-expert", "stacked"), default="keep",
+        help="leave experts as they are, give each its own tensors, or put all in one")  # fmt: skip
     add("--expert-layout", choices=("auto", "nk", "kn"), default="auto", help=_EXPERT_LAYOUT)
     add("--dequantize-input", choices=("none", "fp8-block"), default="none", help="decode FP8 with 128x128 blocks")
-    add("--high-precision-dtype", choices=("keep", "bf16"), default="keep", help="of kept tensors of real numbers")
+    add("--high-precision-dtype", choices=("keep", "bf16"), default="keep", help="cast kept floating-point tensors")
     add("--zero-amax", choices=("one", "te-reference"), default="one", help="S_enc of a weight of zeros")
-    add("--share", nargs="+", default=(), metavar="EXPRESSION", help=r"further groups: (PARENT)\.ROLE")
-    add("--no-share-qkv", action="store_true", help="q, k and v each have their own global")
-    add("--device", default="auto", metavar="auto|cpu|cuda:N", help="where, auto is cpu; the bytes are the same")
-    add("--backend", choices=("auto", "cuda", "cpu", "jnp"), default="auto", help="kernels; the bytes are the same")
-    add("--device-chunk", type=_size, default=CHUNK_BYTES, metavar="SIZE", help="of a weight at once; 64MiB by default")
-    add("--workers", type=_count, default=2, metavar="N", help="tensors at once, 2 by default; the bytes are the same")
-    add("--report", type=Path, metavar="DIR", help="verify, and write report.json, .csv and .png there")
-    add("--max-shard-size", type=_size, metavar="SIZE", help="of output files, such as 5GB, instead of the input's")
-    add("--on-nonfinite", choices=("error", "skip"), default="error", help="skip keeps a group with NaN or infinity")
-    add("--on-bad-shape", choices=("error", "keep"), default="error", help="keep keeps K that is no multiple of 16")
+    add(
+        "--share",
+        nargs="+",
+        default=(),
+        metavar="EXPRESSION",
+        help=r"share a global scale in further groups: (PARENT)\.ROLE",
+    )
+    add("--no-share-qkv", action="store_true", help="give q, k and v global scales of their own")
+    add(
+        "--device",
+        default="auto",
+        metavar="auto|cpu|cuda:N",
+        help="device that quantizes; auto is cpu (does not change the output)",
+    )
+    add(
+        "--backend",
+        choices=("auto", "cuda", "cpu", "jnp"),
+        default="auto",
+        help="which kernels to use (does not change the output)",
+    )
+    add(
+        "--device-chunk",
+        type=_size,
+        default=CHUNK_BYTES,
+        metavar="SIZE",
+        help="bytes of a weight processed at once (default 64MiB)",
+    )
+    add(
+        "--workers",
+        type=_count,
+        default=2,
+        metavar="N",
+        help="tensors processed at once (default 2; does not change the output)",
+    )
+    add("--report", type=Path, metavar="DIR", help="verify, and write report.json, .csv and .png into DIR")
+    add(
+        "--max-shard-size", type=_size, metavar="SIZE", help="size of output files, such as 5GB, instead of the input's"
+    )
+    add("--on-nonfinite", choices=("error", "skip"), default="error", help="skip: keep a group with NaN or infinity")
+    add(
+        "--on-bad-shape",
+        choices=("error", "keep"),
+        default="error",
+        help="keep: keep a weight whose K is no multiple of 16",
+    )
     for flag, text in (
-        ("--allow-empty", "a conversion may quantize nothing"),
-        ("--allow-unmatched", "a rule may match nothing"),
-        ("--strict", "a rule that splits a group is an error"),
-        ("--cast-f64", "quantize F64 too, from float32"),
-        ("--resume", "go on with what an interrupted conversion left"),
-        ("--overwrite", "the output may have files"),
-        ("--dry-run", "say what would be done, write nothing"),
-        ("--json", "JSON instead of the table of --dry-run"),
-        ("--json-progress", "progress and warnings as JSON, an object a line"),
-        ("--quiet", "no progress, no warnings"),
+        ("--allow-empty", "accept a conversion that quantizes nothing"),
+        ("--allow-unmatched", "accept a rule that matches nothing"),
+        ("--strict", "refuse a rule that splits a group"),
+        ("--cast-f64", "quantize F64 weights too, after a cast to float32"),
+        ("--resume", "continue an interrupted conversion"),
+        ("--overwrite", "accept an output that has files"),
+        ("--dry-run", "show what would be done, write nothing"),
+        ("--json", "print JSON instead of the table of --dry-run"),
+        ("--json-progress", "print progress and warnings as JSON, one object per line"),
+        ("--quiet", "print no progress and no warnings"),
     ):
         add(flag, action="store_true", help=text)
 
 
 def _options(a: argparse.Namespace) -> ConvertOptions:
-    # None is not given: what is given must mean something, also where it is what the default is.
-    given = {name: v for name in ("error", "e4m3_max", "input_scale") if (v := getattr(a, name)) is not None}
+    # None: the flag was not used. A flag without effect is an error, also with its default as value.
+    explicit = {} if a.input_scale is None else {"input_scale": a.input_scale}
     options = ConvertOptions(
-        format=a.format,
-        recipe=a.recipe,
+        layout=a.format,
+        spec=_spec(a),
         preset=a.preset,
         targets=tuple(a.targets),
         ignore=tuple(a.ignore),
@@ -189,7 +240,6 @@ def _options(a: argparse.Namespace) -> ConvertOptions:
         end_layers=a.num_layers_at_end_in_bf16,
         keep_containing=tuple(a.extra_high_precision_layers_hf),
         keep_containing_megatron=tuple(a.extra_high_precision_layers_megatron),
-        block_rows=16 if a.two_d else 1,
         weight_only=a.weight_only,
         kv_cache=a.kv_cache,
         experts=a.experts,
@@ -207,51 +257,48 @@ def _options(a: argparse.Namespace) -> ConvertOptions:
         strict=a.strict,
         cast_f64=a.cast_f64,
         chunk_bytes=a.device_chunk,
-        **given,
+        **explicit,
     )
-    check_meaning(options, given)
+    check_clashes(options, explicit)
     return options
 
 
+def _spec(a: argparse.Namespace) -> QuantSpec:
+    """Translates --recipe, --4over6-err-mode, --e4m3-max and --2d."""
+    if a.recipe == "4over6":
+        return four_over_six(a.error or "mae", e4m3_max=a.e4m3_max or 256, block_rows=16 if a.two_d else 1)
+    for flag, value in (("--4over6-err-mode", a.error), ("--e4m3-max", a.e4m3_max)):
+        if value is not None:
+            raise CommandError(f"{flag} is {value} and --recipe is {a.recipe}", f"--recipe 4over6 with {flag}")
+    if a.recipe == "row-scaled":
+        if a.two_d:
+            raise CommandError("--2d is used and --recipe is row-scaled", "1x16 blocks, without --2d")
+        if a.format != "te":
+            raise CommandError(
+                f"--recipe is row-scaled and --format is {a.format}", "--format te, which has an amax for each row"
+            )
+        return ROW_SCALED
+    return NVFP4_2D if a.two_d else NVFP4
+
+
 def _model(a: argparse.Namespace) -> Path:
-    """The directory that is converted."""
+    """Finds the directory or file that is converted."""
     if a.subfolder is None:
         return a.model_dir
     if a.subfolder.is_absolute() or ".." in a.subfolder.parts:
-        raise CheckpointError(f"subfolder is {str(a.subfolder)!r}", "a folder in --model-dir", code=Exit.USAGE)
+        raise CommandError(f"subfolder is {str(a.subfolder)!r}", "a folder in --model-dir")
     return a.model_dir / a.subfolder
 
 
-def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """What a conversion would do."""
-    groups = {tensor_of(plan.decisions, m): list(g.members) for g in plan.groups for m in g.members}
-    return {
-        "format": plan.options.format,
-        "ignore": plan.ignore,
-        "tensors": [
-            {
-                "name": name,
-                "action": "quantize" if d.quantizes else "keep",
-                "reason": d.reason or None,
-                "group": groups.get(name),
-                "bytes": sum(p.nbytes for p in plan.outputs(d.entry)),
-            }
-            for name, d in sorted(plan.decisions.items())
-        ],
-        "bytes": plan.nbytes,
-        "warnings": plan.source.warnings,
-    }
-
-
 def _check_directory(path: Path) -> None:
-    """Whether a directory can be made there, or written into; leaves nothing, as it may be within the output."""
-    there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
-    if not there.is_dir():
-        raise CheckpointError("is a file", "a directory", file=there, code=Exit.USAGE)
+    """Raises if a directory cannot be made or written into. It is not made, since it may be inside of the output."""
+    directory = existing_parent(path)
+    if not directory.is_dir():
+        raise CheckpointError("is a file", "a directory", file=directory, code=Exit.USAGE)
     try:
-        tempfile.TemporaryFile(dir=there).close()
+        tempfile.TemporaryFile(dir=directory).close()
     except OSError as e:
-        raise CheckpointError(f"cannot be written into ({e.strerror})", file=there, code=Exit.IO) from e
+        raise CheckpointError(f"cannot be written into ({e.strerror})", file=directory, code=Exit.IO) from e
 
 
 def _convert(a: argparse.Namespace) -> object:
@@ -262,8 +309,7 @@ def _convert(a: argparse.Namespace) -> object:
         return plan if a.json else plan_table(plan)
     if a.report is not None:
         _check_directory(a.report)
-    total = sum(e.nbytes for e in source.entries())
-    with progress(total, quiet=a.quiet, as_json=a.json_progress) as report:
+    with progress(source.nbytes, quiet=a.quiet, as_json=a.json_progress) as on_progress:
         result = convert_checkpoint(
             model,
             a.save_dir,
@@ -273,14 +319,14 @@ def _convert(a: argparse.Namespace) -> object:
             workers=a.workers,
             overwrite=a.overwrite,
             resume=a.resume,
-            report=report,
+            on_progress=on_progress,
         )
     if not a.quiet:
         for warning in result.warnings:
             tell("warning", warning, as_json=a.json_progress)
     if a.report is not None:
         try:
-            records = verify(model, a.save_dir, expert_layout=a.expert_layout)
+            records = verify_checkpoint(model, a.save_dir, expert_layout=a.expert_layout)
         except VerificationError as e:
             write_report(a.report, e.records, result)
             raise
@@ -290,19 +336,19 @@ def _convert(a: argparse.Namespace) -> object:
         return summary(records, result)
     return {
         "quantized": len(result.amaxes),
-        "kept": sum(not d.quantizes for d in result.plan.decisions.values()),
+        "kept": sum(not item.decision.quantizes for item in result.plan.items.values()),
         "bytes_before": result.bytes_before,
         "bytes_after": result.bytes_after,
     }
 
 
 def _inspect(a: argparse.Namespace) -> object:
-    found = inspect(a.directory)
-    return found if a.json else inspect_table(found)
+    description = inspect(a.directory)
+    return description if a.json else inspect_table(description)
 
 
 def _verify(a: argparse.Namespace) -> object:
-    records = verify(a.source, a.output, a.max_rel_error, a.expert_layout)
+    records = verify_checkpoint(a.source, a.output, a.max_rel_error, a.expert_layout)
     return {**summary(records), "tensors": as_json(records)}
 
 
@@ -311,11 +357,11 @@ def _warn(text: str) -> None:
 
 
 def _repack(a: argparse.Namespace) -> object:
-    return {"globals_that_do_not_come_back": repack(a.directory, a.output, a.format, warn=_warn)}
+    return {"globals_that_do_not_come_back": repack_checkpoint(a.directory, a.output, a.format, warn=_warn)}
 
 
 def _dequantize(a: argparse.Namespace) -> object:
-    dequantize(a.directory, a.output, a.dtype.upper(), warn=_warn)
+    dequantize_checkpoint(a.directory, a.output, a.dtype.upper(), warn=_warn)
     return None
 
 
@@ -325,7 +371,7 @@ def _diff(a: argparse.Namespace) -> object:
 
 def _doctor(a: argparse.Namespace) -> object:
     if not support.doctor():
-        raise CheckpointError("a kernel gives other bits than the reference", code=Exit.VERIFICATION)
+        raise CommandError("a kernel gives other bits than the reference", code=Exit.VERIFICATION)
     return None
 
 
@@ -346,13 +392,13 @@ _RUN: dict[str, Callable[[argparse.Namespace], object]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code: results to stdout, as JSON or a table; errors to stderr."""
+    """Runs the command and returns its exit code. Results go to stdout as JSON or a table, errors to stderr."""
     try:
         try:
             return _main(list(sys.argv[1:] if arguments is None else arguments))
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # who reads has enough, as `head` does
+    except BrokenPipeError:  # the reader stopped reading, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
 
@@ -362,7 +408,7 @@ def _main(arguments: list[str]) -> int:
     try:
         a = _parser().parse_args(arguments)
         result = _RUN[a.command](a)
-    except CheckpointError as e:
+    except CommandError as e:
         if debug:
             raise
         print(f"error: {e}", file=sys.stderr)

@@ -7,13 +7,15 @@ import struct
 import sys
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 
+from jnvfp4.checkpoints._files.safetensors import Planned, Writer
 from jnvfp4.cli import main
-from jnvfp4.convert.safetensors import Planned, Writer
 
 GOLDEN = Path(__file__).parent / "data" / "checkpoints"
+TE_MODELOPT = GOLDEN / "llama" / "te_modelopt"
 INDEX = "model.safetensors.index.json"
 GATE, UP, DOWN = (f"model.layers.0.mlp.{role}_proj.weight" for role in ("gate", "up", "down"))
 COMMAND = (sys.executable, "-c", "import sys; from jnvfp4.cli import main; sys.exit(main())")
@@ -47,6 +49,18 @@ def write_model(directory, shards, config=None) -> Path:
 def weight(rows, k, seed=0):
     rng = np.random.default_rng(seed)
     return "BF16", rng.normal(size=(rows, k)).astype(np.float32).astype(ml_dtypes.bfloat16)
+
+
+def array(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(ml_dtypes.bfloat16)
+
+
+def same(a, b) -> None:
+    """Trees of the same structure with the same bits."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
 def files_of(directory) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""Reads checkpoints with compressed-tensors and transformers, for test_convert_peers.py. Runs without JAX.
+"""Reads checkpoints with compressed-tensors and transformers, for test_checkpoints_peers.py. Runs without JAX.
 
 python peers.py decompress DIR OUT    weights as compressed-tensors decodes them
 python peers.py modelopt DIR OUT      layout modelopt to compressed-tensors, by the converter of compressed-tensors

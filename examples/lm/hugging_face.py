@@ -8,21 +8,21 @@ import numpy as np
 from jax import Array
 
 from jnvfp4 import NVFP4Tensor
-from jnvfp4.convert import Rule, from_hf, to_hf
+from jnvfp4.checkpoints import NameRule, from_hf, to_hf
 from lm.config import Config
 from lm.model import NORM_EPSILON, ROTARY_BASE, VOCABULARY, Tree
 
 LAYER = r"model.layers.{layer:\d+}"
 RULES = [
-    Rule("model.embed_tokens.weight", "embedding"),
-    Rule("model.norm.weight", "norm"),
-    Rule("lm_head.weight", "head"),
-    Rule(f"{LAYER}.input_layernorm.weight", "layers/attention_norm", stack=("layer",)),
-    Rule(f"{LAYER}.self_attn.{{part:[qkv]}}_proj.weight", "layers/{part}", stack=("layer",)),
-    Rule(f"{LAYER}.self_attn.o_proj.weight", "layers/attention_out", stack=("layer",)),
-    Rule(f"{LAYER}.post_attention_layernorm.weight", "layers/mlp_norm", stack=("layer",)),
-    Rule(f"{LAYER}.mlp.{{part:gate|up}}_proj.weight", "layers/{part}", stack=("layer",)),
-    Rule(f"{LAYER}.mlp.down_proj.weight", "layers/mlp_down", stack=("layer",)),
+    NameRule("model.embed_tokens.weight", "embedding"),
+    NameRule("model.norm.weight", "norm"),
+    NameRule("lm_head.weight", "head"),
+    NameRule(f"{LAYER}.input_layernorm.weight", "layers/attention_norm", stack=("layer",)),
+    NameRule(f"{LAYER}.self_attn.{{part:[qkv]}}_proj.weight", "layers/{part}", stack=("layer",)),
+    NameRule(f"{LAYER}.self_attn.o_proj.weight", "layers/attention_out", stack=("layer",)),
+    NameRule(f"{LAYER}.post_attention_layernorm.weight", "layers/mlp_norm", stack=("layer",)),
+    NameRule(f"{LAYER}.mlp.{{part:gate|up}}_proj.weight", "layers/{part}", stack=("layer",)),
+    NameRule(f"{LAYER}.mlp.down_proj.weight", "layers/mlp_down", stack=("layer",)),
 ]
 
 

@@ -1,0 +1,38 @@
+"""Converts, opens, saves and checks NVFP4 checkpoints with Hugging Face names.
+
+The layouts are those of Model Optimizer (vLLM, SGLang, TensorRT-LLM), compressed-tensors, and one for JAX alone.
+"""
+
+from ._convert.options import ConvertOptions
+from ._files.errors import CheckpointError, Exit
+from .compare import Difference, diff, inspect
+from .convert import Result, convert_checkpoint
+from .load import Checkpoint, open_checkpoint
+from .report_files import write_report
+from .rewrite import dequantize_checkpoint, repack_checkpoint
+from .save import save_checkpoint
+from .trees import NameRule, from_hf, to_hf
+from .verify import Record, VerificationError, verify_checkpoint
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "ConvertOptions",
+    "Difference",
+    "Exit",
+    "NameRule",
+    "Record",
+    "Result",
+    "VerificationError",
+    "convert_checkpoint",
+    "dequantize_checkpoint",
+    "diff",
+    "from_hf",
+    "inspect",
+    "open_checkpoint",
+    "repack_checkpoint",
+    "save_checkpoint",
+    "to_hf",
+    "verify_checkpoint",
+    "write_report",
+]

@@ -1,0 +1,100 @@
+"""Finds the amax of a weight and quantizes it, a slice of its rows at a time.
+
+Once the amax is known the rows are independent, so the size of the slices changes no byte. The kernels are those of
+``jnvfp4.quantize``.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import numpy as np
+
+from ...ops import quantize
+from ...spec import QuantSpec
+from .._files.errors import CheckpointError
+from .._files.files import slices
+
+
+@dataclass(frozen=True)
+class Target:
+    """Names the device and the kernels that quantize; the bytes are the same with any.
+
+    Attributes:
+      device: the device.
+      implementation: as for ``jnvfp4.quantize``.
+    """
+
+    device: jax.Device
+    implementation: Literal["native", "reference"] | None = None
+
+    def put(self, x: np.ndarray) -> jax.Array:
+        """Copies an array to the device."""
+        return jax.device_put(x, self.device)
+
+
+def _float32_or_16(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # an overflow becomes infinity, which find_amax counts
+        return x.astype(np.float32) if x.dtype == np.float64 else x
+
+
+@dataclass(frozen=True)
+class Amax:
+    """Holds the largest magnitude of a weight, of each row, or of each expert.
+
+    Attributes:
+      value: float32.
+      not_finite: the number of elements that are NaN or infinite.
+      first: the index of the first of them.
+    """
+
+    value: np.ndarray
+    not_finite: int = 0
+    first: tuple[int, ...] | None = None
+
+
+_AMAX_BYTES = 1 << 20  # of a weight whose magnitudes are compared at once, so that they stay in a cache
+
+
+def find_amax(x: np.ndarray, by_row: bool) -> Amax:
+    """Finds the amax of a weight [N, K] exactly.
+
+    Magnitudes are compared as integers: their bits have the same order, and those of NaN and infinity are the largest.
+    """
+    amax, not_finite, first = np.zeros(x.shape[0], np.float32), 0, None
+    for rows in slices(x.shape, x.dtype.itemsize, _AMAX_BYTES):
+        part = np.ascontiguousarray(_float32_or_16(x[rows]))
+        bits = part.view(f"u{part.dtype.itemsize}")
+        largest = (bits & (np.iinfo(bits.dtype).max >> 1)).max(axis=1, initial=0)
+        amax[rows] = largest.view(part.dtype).astype(np.float32)
+        if not np.isfinite(amax[rows]).all():
+            wrong = np.argwhere(~np.isfinite(part.astype(np.float32)))
+            not_finite += len(wrong)
+            first = first or (rows.start + int(wrong[0][0]), int(wrong[0][1]))
+    return Amax(amax if by_row else np.asarray(amax.max(initial=0)), not_finite, first)
+
+
+def encode(
+    x: np.ndarray, amax: np.ndarray, spec: QuantSpec, target: Target, max_bytes: int
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Quantizes a weight, and gives for each slice its first row, codes uint8 [n, K/2] and scales uint8 [n, K/16].
+
+    Args:
+      x: a finite weight [N, K].
+      amax: float32, [] or [N] by the spec's scope.
+      spec: how the weight is quantized.
+      target: device and implementation that quantize.
+      max_bytes: the size of a slice of x.
+    """
+    if not np.all(np.isfinite(amax)):
+        raise CheckpointError(f"amax is {amax}", "a finite amax")
+    for rows in slices(x.shape, x.dtype.itemsize, max_bytes):
+        part = np.ascontiguousarray(_float32_or_16(x[rows]))
+        missing = -part.shape[0] % spec.block_rows
+        if missing:  # rows of zeros complete a 16x16 tile and change no scale in it
+            part = np.concatenate([part, np.zeros((missing, part.shape[1]), part.dtype)])
+        part_amax = np.asarray(amax[rows] if amax.ndim else amax, np.float32)
+        t = quantize(target.put(part), spec, amax=target.put(part_amax), implementation=target.implementation)
+        n = rows.stop - rows.start
+        yield rows.start, np.asarray(t.data)[:n], np.asarray(t.scale)[:n].view(np.uint8)

@@ -1,0 +1,274 @@
+"""Plans a conversion from headers alone: what every tensor becomes, the shards, and the files beside them."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ... import __version__
+from ...spec import BLOCK
+from .._files.errors import CheckpointError
+from .._files.safetensors import FLOATS, Planned
+from .._files.source import CONFIG, HF_QUANT, INDEX, Source, read_json
+from .._layouts.configs import hf_quant_config, quantization_config
+from .._layouts.layouts import LAYOUTS, Layout, Parts
+from .._layouts.loaders import check_ignore_list, ignore_list, linear_modules
+from .._layouts.names import Group, module_of
+from .options import ConvertOptions
+from .policy import Decision, Decisions, decide, keep_groups
+from .views import converted_view
+
+JSON = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Item:
+    """Says what one tensor of the source becomes.
+
+    Attributes:
+      decision: whether it is quantized, or why it is kept.
+      module: the module of a weight.
+      parts: the names of the tensors of a quantized weight; None for a kept tensor.
+      outputs: the tensors that are written.
+    """
+
+    decision: Decision
+    module: str
+    parts: Parts | None
+    outputs: tuple[Planned, ...]
+
+    @property
+    def name(self) -> str:
+        """The tensor's name in the source."""
+        return self.decision.entry.name
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are written for it."""
+        return sum(p.nbytes for p in self.outputs)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Holds everything that is decided before data is read.
+
+    Attributes:
+      source: the tensors in the form that is converted.
+      options: the options of the conversion.
+      decisions: what happens to every tensor, and the groups that are quantized.
+      items: what every tensor becomes, by its name in the source.
+      weights: those of the items that are quantized, by module.
+      shards: the items of each output file, by file name.
+      ignore: the ignore list, which tells loaders what is kept.
+      input_scales: the activation scales, by module.
+      files: the JSON files beside the shards by name, in the order in which they are written.
+      warnings: sentences about oddities that are no errors.
+    """
+
+    source: Source
+    options: ConvertOptions
+    decisions: Decisions
+    items: Mapping[str, Item]
+    weights: Mapping[str, Item]
+    shards: Mapping[str, tuple[Item, ...]]
+    ignore: tuple[str, ...]
+    input_scales: Mapping[str, float]
+    files: Mapping[str, JSON]
+    warnings: tuple[str, ...]
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of modules that are quantized."""
+        return self.decisions.groups
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the output."""
+        return LAYOUTS[self.options.layout]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors that are written."""
+        return sum(item.nbytes for item in self.items.values())
+
+
+def make_plan(source: Source, options: ConvertOptions) -> Plan:
+    """Decides everything that can be decided without data, and checks that loaders agree with it.
+
+    Raises:
+      CheckpointError: the source is quantized already, a rule matches nothing, a weight cannot be quantized, or a
+        loader would read the ignore list differently.
+    """
+    view = converted_view(
+        source,
+        dequantize_input=options.dequantize_input,
+        experts=options.experts,
+        expert_layout=options.expert_layout,
+    )
+    _refuse_quantized(view)
+    decisions = decide(view, options)
+    return _plan_of(view, options, decisions, _input_scales(options, decisions.groups))
+
+
+def plan_without(plan: Plan, groups: Collection[Group], reason: str) -> Plan:
+    """Plans the same conversion with some groups kept for a reason."""
+    decisions = keep_groups(plan.decisions, groups, reason, allow_empty=plan.options.allow_empty)
+    return _plan_of(plan.source, plan.options, decisions, plan.input_scales)
+
+
+def _plan_of(source: Source, options: ConvertOptions, decisions: Decisions, input_scales: Mapping[str, float]) -> Plan:
+    ignore = _ignore_list(decisions, options)
+    items = {name: _item(d, options, input_scales) for name, d in decisions.by_name.items()}
+    _check_names(items)
+    shards = _shards(source, items, options.max_shard_bytes)
+    return Plan(
+        source,
+        options,
+        decisions,
+        items,
+        {item.module: item for item in items.values() if item.decision.quantizes},
+        shards,
+        tuple(ignore),
+        input_scales,
+        _files(source, options, ignore, shards),
+        source.warnings + decisions.warnings,
+    )
+
+
+def _refuse_quantized(source: Source) -> None:
+    config = (source.config or {}).get("quantization_config")
+    if config:
+        method = config.get("quant_method") if isinstance(config, dict) else config
+        raise CheckpointError(
+            f"is quantized already ({method})",
+            "a model in high precision",
+            file=source.directory / CONFIG,
+            hint="repack changes the layout of NVFP4, dequantize undoes it; --dequantize-input fp8-block decodes FP8",
+        )
+    for name in source.places:
+        if name.endswith("weight_scale_inv"):
+            raise CheckpointError(
+                "is a scale of quantized weights",
+                "a model in high precision",
+                tensor=name,
+                hint="--dequantize-input fp8-block decodes it",
+            )
+
+
+def _ignore_list(decisions: Decisions, options: ConvertOptions) -> list[str]:
+    """Makes the ignore list and checks that every loader reads it right."""
+    kept = linear_modules(d.entry for d in decisions.by_name.values() if not d.quantizes)
+    quantized = [m for g in decisions.groups for m in g.members]
+    ignore = ignore_list(kept, quantized, options.layout)
+    check_ignore_list(ignore, kept, quantized, options.layout)
+    return ignore
+
+
+# ---------------------------------------------------------------- what a tensor becomes
+def _item(decision: Decision, options: ConvertOptions, input_scales: Mapping[str, float]) -> Item:
+    entry = decision.entry
+    module = module_of(entry.name)
+    if not decision.quantizes:
+        narrow = options.high_precision_dtype == "bf16" and entry.tag in FLOATS
+        return Item(decision, module, None, (Planned(entry.name, "BF16" if narrow else entry.tag, entry.shape),))
+    layout, (n, k) = LAYOUTS[options.layout], decision.matrix
+    parts = layout.parts(module, decision.stacked)
+    experts = entry.shape[:1] if decision.stacked else ()
+    codes, scales = ((*experts, k // m, n) if decision.kn else (*experts, n, k // m) for m in (2, BLOCK))
+    outputs = [
+        Planned(parts.codes, "U8", codes),
+        Planned(parts.scales, layout.scales_tag, scales),
+        Planned(parts.global_scale, "F32", experts or ((n,) if options.row_scaled else layout.global_shape)),
+    ]
+    if parts.activation is not None and module in input_scales:
+        outputs.append(Planned(parts.activation, "F32", experts or layout.global_shape))
+    return Item(decision, module, parts, tuple(outputs))
+
+
+def _check_names(items: Mapping[str, Item]) -> None:
+    """Raises if two tensors of the source become one of the output."""
+    names: dict[str, str] = {}
+    for item in items.values():
+        for p in item.outputs:
+            other = names.setdefault(p.name, item.name)
+            if other != item.name:
+                raise CheckpointError(f"{item.name!r} and {other!r} both become it", "one of them", tensor=p.name)
+
+
+# ---------------------------------------------------------------- activation scales
+def _input_scales(options: ConvertOptions, groups: Collection[Group]) -> dict[str, float]:
+    """Finds the activation scale of every quantized module; a group has the largest of its members."""
+    if options.weight_only or LAYOUTS[options.layout].activation is None:
+        return {}
+    if not isinstance(options.input_scale, Path):
+        return {m: float(options.input_scale) for g in groups for m in g.members}
+    amaxes = read_json(options.input_scale)
+    unknown = sorted(set(amaxes) - {m for g in groups for m in g.members})
+    if unknown and not options.allow_unmatched:
+        raise CheckpointError(
+            f"names {unknown[0]!r}",
+            "modules that are quantized",
+            file=options.input_scale,
+            hint="--allow-unmatched accepts it",
+        )
+    scales: dict[str, float] = {}
+    for group in groups:
+        values = [amaxes[m] for m in group.members if m in amaxes]
+        if not values or not all(_is_amax(v) for v in values):
+            raise CheckpointError(
+                f"has {values} for {group.members}", "an amax above 0 for each module", file=options.input_scale
+            )
+        scales |= dict.fromkeys(group.members, max(values) / 2688.0)
+    return scales
+
+
+def _is_amax(v: object) -> bool:
+    """Tells whether the scale that follows from an amax is finite in float32, as is its reciprocal."""
+    return isinstance(v, int | float) and not isinstance(v, bool) and 1e-30 < v < 1e30
+
+
+# ---------------------------------------------------------------- files
+def _shards(source: Source, items: Mapping[str, Item], max_bytes: int | None) -> dict[str, tuple[Item, ...]]:
+    """Puts the items into output files: those of the source, or files of at most ``max_bytes``."""
+    by_file: dict[str, list[Item]] = {name: [] for name in sorted(source.files)}
+    for name, item in items.items():
+        by_file[source.places[name]].append(item)
+    if max_bytes is None:
+        shards = {name: tuple(part) for name, part in by_file.items() if part}
+        if len(by_file) == 1:  # keeps its name
+            return shards
+    else:
+        parts = _cut([item for part in by_file.values() for item in part], max_bytes)
+        shards = {f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors": tuple(p) for i, p in enumerate(parts)}
+    return shards if len(shards) > 1 else {"model.safetensors": next(iter(shards.values()))}
+
+
+def _cut(items: list[Item], max_bytes: int) -> list[list[Item]]:
+    """Cuts the items into parts of at most ``max_bytes``; an item that is larger is a part of its own."""
+    parts: list[list[Item]] = [[]]
+    size = 0
+    for item in items:
+        if parts[-1] and size + item.nbytes > max_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(item)
+        size += item.nbytes
+    return parts
+
+
+def _files(
+    source: Source, options: ConvertOptions, ignore: list[str], shards: Mapping[str, tuple[Item, ...]]
+) -> dict[str, JSON]:
+    """Makes the JSON files beside the shards; the index is last, so that an interrupted output looks incomplete."""
+    fp8 = options.kv_cache == "fp8"
+    format_ = options.spec.format
+    te = {"recipe": options.recipe, "amax_scope": format_.amax_scope, "e4m3_max": format_.e4m3_max}
+    quantization = quantization_config(options.layout, ignore, weight_only=options.weight_only, fp8_kv_cache=fp8, te=te)
+    files: dict[str, JSON] = {CONFIG: {**(source.config or {}), "quantization_config": quantization}}
+    if options.layout == "modelopt":
+        files[HF_QUANT] = hf_quant_config(ignore, __version__, weight_only=options.weight_only, fp8_kv_cache=fp8)
+    if len(shards) > 1:
+        names = {p.name: shard for shard, items in shards.items() for item in items for p in item.outputs}
+        size = sum(item.nbytes for items in shards.values() for item in items)
+        files[INDEX] = {"metadata": {"total_size": size}, "weight_map": dict(sorted(names.items()))}
+    return files

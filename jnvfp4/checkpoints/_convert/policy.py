@@ -1,0 +1,279 @@
+"""Decides which weights are quantized, and why the others are kept."""
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
+
+from ..._patterns import layer_of, matches, names_exactly
+from ...spec import BLOCK
+from .._files.errors import CheckpointError, Exit
+from .._files.safetensors import FLOATS, Entry
+from .._files.source import Source
+from .._layouts.layouts import LAYOUTS
+from .._layouts.loaders import is_expert_stack
+from .._layouts.names import (
+    INSEPARABLE,
+    MEGATRON,
+    WEIGHT,
+    Group,
+    groups_of,
+    is_embedding,
+    is_expert,
+    is_head,
+    is_other,
+    is_router,
+    module_of,
+)
+from .options import ConvertOptions
+from .views import is_kn
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Says what happens to one tensor: it is quantized, or kept for a reason.
+
+    Attributes:
+      entry: the tensor.
+      reason: why it is kept; empty if it is quantized.
+      kn: whether it is a stack of experts [E, K, N].
+    """
+
+    entry: Entry
+    reason: str
+    kn: bool = False
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the tensor is quantized."""
+        return not self.reason
+
+    @property
+    def stacked(self) -> bool:
+        """Whether a quantized tensor is a stack of experts."""
+        return len(self.entry.shape) == 3
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """N and K of the weight, or of one expert of a stack."""
+        n, k = self.entry.shape[-2:]
+        return (k, n) if self.kn else (n, k)
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Holds the decisions about all tensors of a source.
+
+    Attributes:
+      by_name: the decision about each tensor, by its name.
+      groups: the groups of modules that are quantized.
+      warnings: sentences about groups that are kept or incomplete.
+    """
+
+    by_name: Mapping[str, Decision]
+    groups: tuple[Group, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def tensor_of(names: Container[str], module: str) -> str:
+    """Names the weight of a module, which is the module itself for a stack of experts."""
+    return name if (name := module + WEIGHT) in names else module
+
+
+class Policy:
+    """Applies the rules of a conversion to one tensor after the other, and remembers which rules matched."""
+
+    def __init__(self, options: ConvertOptions, layers: int | None):
+        self.options, self.layers = options, layers
+        self._used: set[str] = set()
+        start, end = options.start_layers, options.end_layers
+        if (start or end) and layers is None:
+            raise CheckpointError("config.json has no num_hidden_layers", "it, to count layers from either end")
+        if layers is not None and start + end >= layers and (start or end) and not options.allow_empty:
+            raise CheckpointError(
+                f"{start} layers at the start and {end} at the end are kept, of {layers}",
+                "fewer",
+                code=Exit.USAGE,
+                hint="--allow-empty converts all the same",
+            )
+
+    def decision(self, entry: Entry, source: Source) -> Decision:
+        """Decides about one tensor, without regard to its group."""
+        options = self.options
+        decision = Decision(entry, self.reason_to_keep(entry))
+        if decision.quantizes and decision.stacked:
+            if not LAYOUTS[options.layout].stacks or options.row_scaled:
+                raise CheckpointError(
+                    f"is a stack of experts, recipe {options.recipe}, layout {options.layout}",
+                    "layout modelopt or te, one amax for an expert",
+                    tensor=entry.name,
+                    code=Exit.USAGE,
+                    hint=f"--experts per-expert, or --ignore {module_of(entry.name)}",
+                )
+            decision = replace(decision, kn=is_kn(entry, source, options.expert_layout))
+        return replace(decision, reason=self._shape(decision)) if decision.quantizes else decision
+
+    def reason_to_keep(self, entry: Entry) -> str:
+        """Says why a tensor is kept because of its name or dtype; empty if it is quantized."""
+        if not entry.name.endswith(WEIGHT) and not is_expert_stack(entry):
+            return "no weight"
+        module = module_of(entry.name)
+        return self._rule(entry.name, module) or self._kind(entry, module)
+
+    def _use(self, rule: str) -> str:
+        self._used.add(rule)
+        return rule
+
+    def _rule(self, name: str, module: str) -> str:
+        o, layer = self.options, layer_of(name)
+        reasons = [self._use(f"ignore {p}") for p in o.ignore if matches(p, module)]
+        reasons += [self._use(f"contains {s}") for s in (*o.keep_containing, *o.keep_containing_megatron) if s in name]
+        if layer is not None and layer < o.start_layers:
+            reasons.append("layer at the start")
+        if layer is not None and self.layers is not None and self.layers - o.end_layers <= layer < self.layers:
+            reasons.append("layer at the end")
+        targeted = [self._use(f"targets {p}") for p in o.targets if matches(p, module)]
+        if reasons:
+            return reasons[0]
+        return "not among the targets" if o.targets and not targeted else ""
+
+    def _kind(self, entry: Entry, module: str) -> str:
+        wanted = any(names_exactly(p, module) for p in self.options.targets)
+        if len(entry.shape) != 2 and not is_expert_stack(entry):
+            return self._unfit(entry, wanted, f"rank {len(entry.shape)}", "rank 2")
+        if entry.tag not in (*FLOATS, *(("F64",) if self.options.cast_f64 else ())):
+            return self._unfit(entry, wanted, f"dtype {entry.tag}", "a float dtype")
+        if is_router(module):
+            return self._unfit(entry, wanted, "a router", "a projection: routers are never quantized")
+        if is_head(module):
+            return self._unfit(entry, wanted, "a head", "a projection: loaders keep heads")
+        if not wanted:
+            if is_embedding(module):
+                return "embedding"
+            if is_other(module):
+                return "no projection of the language model"
+            if self.options.preset == "moe-experts" and not is_expert(entry.name):
+                return "no expert"
+        if 0 in entry.shape:
+            return self._unfit(entry, wanted, f"shape {list(entry.shape)}", "no empty axis")
+        return ""
+
+    def _shape(self, decision: Decision) -> str:
+        _, k = decision.matrix
+        if k % BLOCK == 0:
+            return ""
+        if self.options.on_bad_shape == "keep":
+            return f"K = {k} is no multiple of {BLOCK}"
+        name = decision.entry.name
+        hint = f"--ignore {module_of(name)}, or --on-bad-shape keep"
+        raise CheckpointError(f"K is {k}", f"a multiple of {BLOCK}", tensor=name, hint=hint)
+
+    @staticmethod
+    def _unfit(entry: Entry, wanted: bool, observed: str, expected: str) -> str:
+        """Keeps a tensor that cannot be quantized, unless the user asked for it by name."""
+        if wanted:
+            verb = "is" if observed.startswith("a ") else "has"
+            raise CheckpointError(f"{verb} {observed}", expected, tensor=entry.name, hint="--targets names it")
+        return observed
+
+    def check_use(self) -> None:
+        """Raises if a rule matched no tensor."""
+        o = self.options
+        rules = [f"ignore {p}" for p in o.ignore] + [f"contains {s}" for s in o.keep_containing]
+        rules += [f"contains {s}" for s in o.keep_containing_megatron]
+        rules += [f"targets {p}" for p in o.targets]
+        unused = [r for r in rules if r not in self._used]
+        if unused and not o.allow_unmatched:
+            raise CheckpointError(
+                f"the rule {unused[0]!r} matches no tensor", code=Exit.USAGE, hint="--allow-unmatched accepts it"
+            )
+
+
+def decide(source: Source, options: ConvertOptions) -> Decisions:
+    """Decides about every tensor. A group is quantized or kept as a whole.
+
+    Raises:
+      CheckpointError: a rule matches nothing, a weight cannot be quantized, gate or up is missing, members of a group
+        differ in K, or nothing is left to quantize.
+    """
+    _check_megatron(source, options)
+    policy = Policy(options, source.layers)
+    decisions = {e.name: policy.decision(e, source) for e in source.entries()}
+    policy.check_use()
+    modules = [module_of(n) for n, d in decisions.items() if n.endswith(WEIGHT) or is_expert_stack(d.entry)]
+    groups = groups_of(modules, options.share, options.share_qkv)
+    _check_share(modules, options)
+    warnings: list[str] = []
+    for group in groups:
+        members = [decisions[tensor_of(decisions, m)] for m in group.members]
+        changed, odd = _as_a_whole(group, members, options.strict)
+        decisions |= {d.entry.name: d for d in changed}
+        warnings += odd
+    quantized = tuple(g for g in groups if decisions[tensor_of(decisions, g.members[0])].quantizes)
+    if not quantized and not options.allow_empty:
+        raise CheckpointError("no tensor is quantized", hint="--allow-empty converts all the same", code=Exit.USAGE)
+    return Decisions(decisions, quantized, tuple(warnings))
+
+
+def keep_groups(decisions: Decisions, groups: Container[Group], reason: str, *, allow_empty: bool) -> Decisions:
+    """Keeps some groups for a reason instead of quantizing them."""
+    left = tuple(g for g in decisions.groups if g not in groups)
+    if not left and not allow_empty:
+        raise CheckpointError(f"no tensor is quantized: all are {reason}", hint="--allow-empty converts all the same")
+    by_name = dict(decisions.by_name)
+    for group in decisions.groups:
+        for name in (tensor_of(by_name, m) for m in group.members if group in groups):
+            by_name[name] = replace(by_name[name], reason=reason)
+    return replace(decisions, by_name=by_name, groups=left)
+
+
+def _check_megatron(source: Source, options: ConvertOptions) -> None:
+    if options.keep_containing_megatron and not any(MEGATRON.match(name) for name in source.places):
+        raise CheckpointError(
+            f"no name is Megatron's, but {options.keep_containing_megatron[0]!r} is searched for in Megatron's names",
+            "names that begin with decoder.layers.N. or mtp.layers.N.",
+            code=Exit.USAGE,
+            hint="--extra-high-precision-layers-hf searches Hugging Face names",
+        )
+
+
+def _check_share(modules: list[str], options: ConvertOptions) -> None:
+    """Raises if an expression of ``share`` puts no modules into one group."""
+    without = len(groups_of(modules, (), options.share_qkv))
+    for pattern in () if options.allow_unmatched else options.share:
+        if len(groups_of(modules, [pattern], options.share_qkv)) == without:
+            raise CheckpointError(
+                f"share {pattern!r} puts no two modules together", code=Exit.USAGE, hint="--allow-unmatched accepts it"
+            )
+
+
+def _as_a_whole(group: Group, members: list[Decision], strict: bool) -> tuple[list[Decision], list[str]]:
+    """Makes one decision for a group: gives the decisions that change, and warnings."""
+    quantized = [d for d in members if d.quantizes]
+    if not quantized:
+        return [], []
+    if len(quantized) < len(members):
+        kept = next(d for d in members if not d.quantizes)
+        text = f"is kept ({kept.reason}), but {quantized[0].entry.name!r} shares its global scale"
+        if strict:
+            raise CheckpointError(text, "a group as a whole", tensor=kept.entry.name, code=Exit.USAGE)
+        changed = [replace(d, reason=f"{kept.reason}, of its group") for d in quantized]
+        return changed, [f"{kept.entry.name} {text}: the group is kept"]
+    warnings = _missing_roles(group)
+    first = members[0]
+    other = next((d for d in members if (d.matrix[1], d.stacked) != (first.matrix[1], first.stacked)), None)
+    if other is not None:
+        raise CheckpointError(
+            f"K is {first.matrix[1]}, and that of {other.entry.name!r} {other.matrix[1]}",
+            "one K in a group",
+            tensor=first.entry.name,
+        )
+    return [], warnings
+
+
+def _missing_roles(group: Group) -> list[str]:
+    """Warns of a missing q, k or v, and raises if gate or up is missing."""
+    for role in group.missing:
+        if any(role in fused for fused in INSEPARABLE):
+            raise CheckpointError(
+                f"module {group.parent!r} has {group.roles[0]} but no {role}", "both", hint="--ignore keeps it"
+            )
+    return [f"{group.parent}: no {role}" for role in group.missing if len(group.roles) > 1]

@@ -1,0 +1,110 @@
+"""Records which shards of a conversion are finished, so that an interrupted one can be resumed."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from ... import __version__
+from .._files.errors import CheckpointError, Exit
+from .._files.files import is_temporary, json_bytes, write_file
+from .._files.source import CONFIG, Source, read_json
+from .options import ConvertOptions
+
+RECORD = ".jnvfp4-progress.json"
+
+
+def file_digest(path: Path) -> str:
+    """Computes the SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _state_of_options(options: ConvertOptions) -> dict[str, Any]:
+    """Describes everything beside the source that changes bytes, as JSON values."""
+    values = {**dataclasses.asdict(options), "version": __version__}
+    del values["chunk_bytes"]
+    if isinstance(options.input_scale, Path):
+        values["input_scale"] = file_digest(options.input_scale)
+    return json.loads(json.dumps(values))
+
+
+def _state_of_source(source: Source) -> dict[str, Any]:
+    """Describes the source: a digest of the config; size, time and a digest of the header of each file."""
+    state: dict[str, Any] = {CONFIG: hashlib.sha256(json.dumps(source.config, sort_keys=True).encode()).hexdigest()}
+    for name, file in source.files.items():
+        stat = file.path.stat()
+        entries = repr(sorted((e.name, e.tag, e.shape, e.begin) for e in file.entries.values()))
+        state[name] = [stat.st_size, stat.st_mtime_ns, hashlib.sha256(entries.encode()).hexdigest()]
+    return state
+
+
+class ResumeRecord:
+    """Keeps a file in the output that names the finished shards, until all of them are.
+
+    In a ``with`` statement: the file is removed at the end, or on an exception if no shard is finished.
+    """
+
+    def __init__(self, output: Path, source: Source, options: ConvertOptions):
+        self._path = output / RECORD
+        self._state: dict[str, Any] = {
+            "options": _state_of_options(options),
+            "source": _state_of_source(source),
+            "shards": {},
+        }
+
+    @property
+    def shards(self) -> dict[str, str]:
+        """The digests of the shards that the record calls finished, by file name."""
+        return self._state["shards"]
+
+    def resume(self) -> None:
+        """Takes over the finished shards of an earlier run with the same options and source.
+
+        Raises:
+          CheckpointError: options or source have changed, and the message says which; or there is no record.
+        """
+        if not self._path.is_file():
+            directory = self._path.parent
+            if directory.is_dir() and any(not is_temporary(path) for path in directory.iterdir()):
+                raise CheckpointError(
+                    "is not empty and has no record of an interrupted conversion",
+                    "a record to resume from",
+                    file=directory,
+                    code=Exit.USAGE,
+                    hint="the conversion is finished, or the files are of something else; --overwrite starts again",
+                )
+            return
+        old = read_json(self._path)
+        if not all(isinstance(old.get(key), dict) for key in self._state):
+            raise self._refusal(f"has {', '.join(old) or 'nothing'}", f"objects {', '.join(self._state)}")
+        for key in ("options", "source"):
+            now, then = self._state[key], old[key]
+            changed = sorted(k for k in {*now, *then} if now.get(k) != then.get(k))
+            if changed:
+                raise self._refusal(f"was begun with other {key}: {', '.join(changed)}", "the same")
+        self._state["shards"] = old["shards"]
+
+    def _refusal(self, observed: str, expected: str) -> CheckpointError:
+        return CheckpointError(observed, expected, file=self._path, code=Exit.USAGE, hint="--overwrite starts again")
+
+    def is_finished(self, path: Path) -> bool:
+        """Tells whether a shard is in the output with the bytes that were written."""
+        return path.is_file() and self.shards.get(path.name) == file_digest(path)
+
+    def add(self, path: Path) -> None:
+        """Records a finished shard."""
+        self.shards[path.name] = file_digest(path)
+        self._write()
+
+    def _write(self) -> None:
+        write_file(self._path, json_bytes(self._state))
+
+    def __enter__(self) -> "ResumeRecord":
+        self._write()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or not self.shards:
+            self._path.unlink(missing_ok=True)

@@ -1,0 +1,184 @@
+"""Carries out a plan: finds the amax of every group, quantizes the weights and writes the shards."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from ...spec import BLOCK
+from .._files.errors import CheckpointError
+from .._files.files import slices
+from .._files.safetensors import DTYPES, Writer
+from .._layouts.layouts import FLOAT_MAX, global_scale_of
+from .._layouts.names import Group
+from .encode import Amax, Target, encode, find_amax
+from .plan import Item, Plan
+
+OnProgress = Callable[[str, int], None]  # a tensor's name, and how many bytes of the source are done with it
+Pieces = Iterator[tuple[str, int, np.ndarray]]  # a tensor's name, the index of the first element, elements
+Task = TypeVar("Task")
+Outcome = TypeVar("Outcome")
+
+
+def in_order(work: Callable[[Task], Outcome], tasks: Iterable[Task], workers: int) -> Iterator[Outcome]:
+    """Works on several tasks at once and gives the results in the order of the tasks.
+
+    On an exception or Ctrl-C, tasks that have not started are cancelled (``Executor.map`` does it). Threads are enough:
+    kernels, copies and writes release Python's lock.
+    """
+    if workers == 1:
+        yield from map(work, tasks)
+        return
+    with ThreadPoolExecutor(workers, thread_name_prefix="jnvfp4-convert") as executor:
+        yield from executor.map(work, tasks)
+
+
+# ---------------------------------------------------------------- amaxes
+@dataclass(frozen=True)
+class Amaxes:
+    """Holds the amaxes of a plan's weights.
+
+    Attributes:
+      by_module: the amax of each module, which its group shares: [], [N] of rows, or [E] of experts.
+      not_finite: the groups with NaN or infinity, which have no amax.
+    """
+
+    by_module: Mapping[str, np.ndarray]
+    not_finite: tuple[Group, ...]
+
+
+def find_amaxes(plan: Plan, workers: int) -> Amaxes:
+    """Finds the amax of every group.
+
+    Raises:
+      CheckpointError: a weight has NaN or infinity, and the options do not keep its group.
+    """
+    modules = [m for group in plan.groups for m in group.members]
+    own = dict(zip(modules, in_order(lambda m: _amax_of(plan, plan.weights[m]), modules, workers), strict=True))
+    by_module: dict[str, np.ndarray] = {}
+    not_finite = []
+    for group in plan.groups:
+        wrong = next((m for m in group.members if own[m].not_finite), None)
+        if wrong is not None:
+            if plan.options.on_nonfinite == "error":
+                raise CheckpointError(
+                    f"has {own[wrong].not_finite} values that are not finite, the first at {own[wrong].first}",
+                    "finite values",
+                    tensor=plan.weights[wrong].name,
+                    hint="--on-nonfinite skip keeps its group",
+                )
+            not_finite.append(group)
+        elif plan.options.row_scaled:
+            by_module |= {m: own[m].value for m in group.members}
+        else:
+            shared = np.asarray(np.maximum.reduce([own[m].value for m in group.members]))
+            by_module |= dict.fromkeys(group.members, shared)
+    return Amaxes(by_module, tuple(not_finite))
+
+
+def _amax_of(plan: Plan, item: Item) -> Amax:
+    """Finds the amax of a weight [], of each row [N], or of each expert of a stack [E]."""
+    x = plan.source.array(item.name)
+    try:
+        if not item.decision.stacked:
+            return find_amax(x, plan.options.row_scaled)
+        experts = [find_amax(expert, False) for expert in x]
+    finally:
+        plan.source.release(item.name)
+    first = next(((e, *a.first) for e, a in enumerate(experts) if a.first is not None), None)
+    return Amax(np.array([a.value for a in experts], np.float32), sum(a.not_finite for a in experts), first)
+
+
+# ---------------------------------------------------------------- shards
+@dataclass(frozen=True)
+class ShardWriter:
+    """Quantizes the tensors of a plan and writes them.
+
+    Attributes:
+      plan: what every tensor becomes.
+      amaxes: the amax of each module.
+      metadata: the metadata of every file.
+      target: device and implementation that quantize.
+      workers: how many tensors are worked on at once.
+      on_progress: called with every tensor that is written.
+    """
+
+    plan: Plan
+    amaxes: Mapping[str, np.ndarray]
+    metadata: Mapping[str, str]
+    target: Target
+    workers: int
+    on_progress: OnProgress
+
+    def write(self, path: Path, items: Iterable[Item]) -> dict[str, float]:
+        """Writes one file, and gives the seconds that each tensor took, by name."""
+        seconds = {}
+        with Writer(path, [p for item in items for p in item.outputs], self.metadata) as file:
+
+            def write_item(item: Item) -> tuple[Item, float]:
+                begun = time.monotonic()
+                for name, first, data in self._pieces(item):
+                    file.put(name, data, first)
+                self.plan.source.release(item.name)
+                return item, time.monotonic() - begun
+
+            for item, took in in_order(write_item, items, self.workers):
+                seconds[item.name] = took
+                self.on_progress(item.name, item.decision.entry.nbytes)
+        return seconds
+
+    def _pieces(self, item: Item) -> Pieces:
+        """Gives the output of one tensor, a slice at a time."""
+        x, options = self.plan.source.array(item.name), self.plan.options
+        if not item.decision.quantizes:
+            (kept,) = item.outputs
+            for first, data in _copied(x, options.chunk_bytes):
+                yield kept.name, first, data.astype(DTYPES[kept.tag], copy=False)
+            return
+        yield from self._scales_of_tensor(item)
+        amax, stacked, kn = self._amax(item), item.decision.stacked, item.decision.kn
+        for e, expert in enumerate(x if stacked else [x]):
+            yield from self._encoded(item, expert.T if kn else expert, amax[e] if stacked else amax, e)
+
+    def _amax(self, item: Item) -> np.ndarray:
+        return np.asarray(self.amaxes[item.module], np.float32)
+
+    def _scales_of_tensor(self, item: Item) -> Pieces:
+        """Gives the global scale, and the activation scale if there is one."""
+        plan, options, parts = self.plan, self.plan.options, item.parts
+        assert parts is not None
+        shapes = {p.name: p.shape for p in item.outputs}
+        zero = FLOAT_MAX if options.zero_amax == "te-reference" else 1.0
+        scale = global_scale_of(plan.layout, self._amax(item), options.spec.format.e4m3_max, zero)
+        yield parts.global_scale, 0, scale.reshape(shapes[parts.global_scale])
+        if parts.activation is not None and parts.activation in shapes:
+            decode = np.float32(plan.input_scales[item.module])
+            value = decode if plan.layout.meaning == "decode" else np.float32(1) / decode
+            yield parts.activation, 0, np.full(shapes[parts.activation], value, np.float32)
+
+    def _encoded(self, item: Item, x: np.ndarray, amax: np.ndarray, expert: int) -> Pieces:
+        """Gives codes and block scales of a weight or of one expert; in one piece if its axes are swapped."""
+        parts, (n, k), options = item.parts, item.decision.matrix, self.plan.options
+        assert parts is not None
+        dtype = DTYPES[self.plan.layout.scales_tag]
+        encoded = encode(x, amax, options.spec, self.target, options.chunk_bytes)
+        if item.decision.kn:
+            _, all_codes, all_scales = zip(*encoded, strict=True)
+            encoded = iter([(0, np.concatenate(all_codes).T, np.ascontiguousarray(np.concatenate(all_scales).T))])
+        for first, codes, scales in encoded:
+            yield parts.codes, (expert * n + first) * (k // 2), codes
+            yield parts.scales, (expert * n + first) * (k // BLOCK), scales.view(dtype)
+
+
+def _copied(x: np.ndarray, max_bytes: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Gives a tensor a slice at a time, each with the index of its first element."""
+    if not x.shape:
+        yield 0, x
+        return
+    row = x.size // x.shape[0] if x.shape[0] else 0
+    for rows in slices(x.shape, x.dtype.itemsize, max_bytes):
+        yield rows.start * row, x[rows]

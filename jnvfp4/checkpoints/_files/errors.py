@@ -1,0 +1,70 @@
+"""Errors that a command prints as one line with a hint, and the exit code of each."""
+
+from enum import IntEnum
+from pathlib import Path
+
+
+class Exit(IntEnum):
+    """The exit codes of the command ``jnvfp4``."""
+
+    OK = 0
+    USAGE = 2
+    BAD_INPUT = 3
+    CONFLICT = 4  # a loader would read the plan differently
+    VERIFICATION = 5
+    IO = 6
+    INTERRUPTED = 130
+
+
+MAX_TEXT = 1000  # characters; names in a damaged file can have any length
+
+
+def _one_line(text: str) -> str:
+    if len(text) > MAX_TEXT:
+        text = f"{text[: MAX_TEXT // 2]}...{text[-MAX_TEXT // 2 :]}"
+    return " ".join(text.splitlines())
+
+
+class CommandError(Exception):
+    """Ends a command with one line, a hint and an exit code.
+
+    Args:
+      observed: what is wrong, as a clause.
+      expected: what would be accepted.
+      hint: what the user can do about it.
+      code: exit code of the command.
+    """
+
+    def __init__(self, observed: str, expected: str = "", *, hint: str = "", code: Exit = Exit.USAGE):
+        text = f"{observed}; expected {expected}" if expected else observed
+        super().__init__(_one_line(text) + (f"\nhint: {_one_line(hint)}" if hint else ""))
+        self.code = code
+
+
+class CheckpointError(CommandError):
+    """Reports what is wrong with a checkpoint or with the options of a conversion, and where.
+
+    Args:
+      observed: what is wrong, as a clause about the file or tensor.
+      expected: what would be accepted.
+      file: the file or directory it is about, if any.
+      tensor: the name of the tensor it is about, if any.
+      hint: what the user can do about it.
+      code: exit code of the command.
+    """
+
+    def __init__(
+        self,
+        observed: str,
+        expected: str = "",
+        *,
+        file: Path | str | None = None,
+        tensor: str | None = None,
+        hint: str = "",
+        code: Exit = Exit.BAD_INPUT,
+    ):
+        subjects = [str(file)] if file is not None else []
+        if tensor is not None:
+            subjects.append(f"tensor {tensor!r:.200}")
+        super().__init__(": ".join([*subjects, observed]), expected, hint=hint, code=code)
+        self.file, self.tensor = file, tensor

@@ -1,0 +1,317 @@
+"""Reads and writes the safetensors format: checked headers, tensors without copies, files that appear complete.
+
+The ``safetensors`` package cannot give F8_E4M3 to numpy and does not notice several kinds of damage that should be
+found before a long conversion. The format is described at https://github.com/huggingface/safetensors.
+"""
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .errors import CheckpointError, Exit
+from .files import temporary_of
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
+MAX_AXES = 32  # the limit of numpy 1
+MAX_BYTES = 1 << 62  # of an array, whose size numpy keeps as a signed number of 64 bits
+MAX_NESTING = 64  # of JSON values: Python's parser accepts deeper ones than its writer
+METADATA = "__metadata__"
+
+DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype(np.uint16),
+    "I16": np.dtype(np.int16),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "U64": np.dtype(np.uint64),
+    "I64": np.dtype(np.int64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+}
+TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
+FLOATS = ("BF16", "F16", "F32")  # the dtypes of weights that are quantized without a cast
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Describes a tensor of a file, whose bytes are [begin, end) of the file."""
+
+    name: str
+    tag: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        return DTYPES[self.tag]
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Header:
+    """Holds what the header of a file says: its tensors by name, and its metadata."""
+
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+
+
+# ---------------------------------------------------------------- reading
+def read_header(path: Path) -> Header:
+    """Reads and checks the header of ``path`` without reading the data.
+
+    Raises:
+      CheckpointError: the file is truncated or its header is wrong; the message names file and tensor.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            text = _read_header_text(file.read(8), size, path, file)
+    except OSError as e:
+        raise CheckpointError(f"cannot be read ({e.strerror})", file=path, code=Exit.IO) from e
+    return _parse_header(json_object(text, path, "header "), 8 + len(text), size, path)
+
+
+def _read_header_text(prefix: bytes, size: int, path: Path, file: Any) -> bytes:
+    if len(prefix) < 8:
+        raise CheckpointError(f"is {size} bytes long", "a header length of 8 bytes", file=path)
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(f"header length is {length}", f"at most {MAX_HEADER_BYTES}", file=path)
+    if 8 + length > size:
+        raise CheckpointError(
+            f"header length is {length}, but the file is {size} bytes long", "a complete file", file=path
+        )
+    return file.read(length)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Builds an object for ``json.loads(object_pairs_hook=)``, and raises ValueError if a key appears twice."""
+    out: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in out:
+            raise ValueError(f"key {key!r:.200} appears twice")
+        out[key] = value
+    return out
+
+
+def _check_writable(value: Any, levels: int = MAX_NESTING) -> None:
+    """Raises ValueError for JSON that Python can read but not write again: lone surrogates, very deep nesting."""
+    if isinstance(value, str):
+        value.encode()
+    elif isinstance(value, dict | list):
+        if not levels:
+            raise ValueError(f"is nested deeper than {MAX_NESTING}")
+        for v in value:
+            _check_writable(v, levels - 1)
+        if isinstance(value, dict):
+            for v in value.values():
+                _check_writable(v, levels - 1)
+
+
+def json_object(text: bytes, path: Path, what: str = "") -> dict[str, Any]:
+    """Parses a JSON object in which no key appears twice.
+
+    Args:
+      text: the JSON, in UTF-8.
+      path: the file that the text is from, for the message.
+      what: the part of the file that the text is, for the message.
+
+    Raises:
+      CheckpointError: the text is not such an object.
+    """
+    try:
+        value = json.loads(text.decode(), object_pairs_hook=_unique_keys)
+        _check_writable(value)
+    except (ValueError, RecursionError) as e:
+        raise CheckpointError(f"{what}is not valid JSON ({e})", file=path) from e
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{what}is a JSON {type(value).__name__}", "an object", file=path)
+    return value
+
+
+def _parse_header(header: dict[str, Any], start: int, size: int, path: Path) -> Header:
+    metadata = header.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError(f"{METADATA} is {metadata!r:.80}", "strings by name", file=path)
+    entries = {name: _entry(name, value, start, size, path) for name, value in header.items()}
+    end = start
+    for entry in sorted(entries.values(), key=lambda e: (e.begin, e.end)):
+        if entry.begin != end:
+            kind = "overlaps the tensor before it" if entry.begin < end else "leaves a gap before it"
+            raise CheckpointError(
+                f"begins at byte {entry.begin} and {kind}", f"byte {end}", file=path, tensor=entry.name
+            )
+        end = entry.end
+    if end != size:
+        raise CheckpointError(f"is {size} bytes long, but its tensors end at byte {end}", "the same byte", file=path)
+    return Header(entries, metadata)
+
+
+def _is_count(v: Any) -> bool:
+    return isinstance(v, int) and not isinstance(v, bool) and 0 <= v < MAX_BYTES
+
+
+def _entry(name: str, value: Any, start: int, size: int, path: Path) -> Entry:
+    def wrong(observed: str, expected: str) -> CheckpointError:
+        return CheckpointError(observed, expected, file=path, tensor=name)
+
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise wrong(f"is described by {value!r:.80}", "dtype, shape and data_offsets")
+    tag, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(tag, str) or tag not in DTYPES:
+        raise wrong(f"dtype is {tag!r:.40}", f"one of {', '.join(DTYPES)}")
+    if not isinstance(shape, list) or not all(_is_count(n) for n in shape):
+        raise wrong(f"shape is {shape!r:.80}", "integers that are not negative")
+    if len(shape) > MAX_AXES:
+        raise wrong(f"has {len(shape)} axes", f"at most {MAX_AXES}")
+    if math.prod(n or 1 for n in shape) * DTYPES[tag].itemsize >= MAX_BYTES:  # numpy's rule, also for empty arrays
+        raise wrong(f"shape is {shape!r:.80}", f"less than {MAX_BYTES} bytes")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(n) for n in offsets):
+        raise wrong(f"data_offsets are {offsets!r:.80}", "two integers that are not negative")
+    begin, end = (start + n for n in offsets)
+    if not begin <= end <= size:
+        raise wrong(f"is at bytes {begin} to {end} of a file of {size} bytes", "bytes within the file")
+    nbytes = math.prod(shape) * DTYPES[tag].itemsize
+    if end - begin != nbytes:
+        raise wrong(f"has {end - begin} bytes", f"{nbytes}, as {tag} {shape} needs")
+    return Entry(name, tag, tuple(shape), begin, end)
+
+
+class File:
+    """Maps a safetensors file into memory; its tensors are views, and their pages are read when they are used."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        header = read_header(path)
+        self.entries, self.metadata = header.entries, header.metadata
+        try:
+            with open(path, "rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as e:
+            raise CheckpointError(f"cannot be read ({e.strerror})", file=path, code=Exit.IO) from e
+
+    def array(self, name: str) -> np.ndarray:
+        """Gives a tensor as a read-only view of the file."""
+        entry = self.entries[name]
+        count = entry.nbytes // entry.dtype.itemsize
+        return np.frombuffer(self._map, entry.dtype, count, entry.begin).reshape(entry.shape)
+
+    def release(self, name: str) -> None:
+        """Drops a tensor's pages from memory, so that a long file does not fill it."""
+        entry = self.entries[name]
+        if entry.nbytes and hasattr(self._map, "madvise"):  # an empty tensor may be at the end of the file, on no page
+            begin = entry.begin // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, begin, entry.end - begin)
+
+
+# ---------------------------------------------------------------- writing
+@dataclass(frozen=True)
+class Planned:
+    """Describes a tensor that will be written."""
+
+    name: str
+    tag: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.tag].itemsize
+
+
+def header_bytes(tensors: Iterable[Planned], metadata: Mapping[str, str]) -> bytes:
+    """Formats the length and the header of a file with these tensors in this order, padded to a multiple of 8."""
+    header: dict[str, Any] = {METADATA: dict(sorted(metadata.items()))}
+    offset = 0
+    for t in tensors:
+        header[t.name] = {"dtype": t.tag, "shape": list(t.shape), "data_offsets": [offset, offset + t.nbytes]}
+        offset += t.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class Writer:
+    """Writes tensors in any order to a file that appears under its name when all of them are written.
+
+    Threads may write different tensors. It is used in a ``with`` statement: an exception or Ctrl-C removes the file.
+    """
+
+    def __init__(self, path: Path, tensors: Iterable[Planned], metadata: Mapping[str, str]):
+        self.path = path
+        self._temporary = temporary_of(path)
+        tensors = sorted(tensors, key=lambda t: t.name)
+        head = header_bytes(tensors, metadata)
+        self._places: dict[str, tuple[Planned, int]] = {}
+        offset = len(head)
+        for t in tensors:
+            self._places[t.name] = (t, offset)
+            offset += t.nbytes
+        self._written = dict.fromkeys(self._places, 0)  # bytes
+        self._file = open(self._temporary, "wb", buffering=0)  # noqa: SIM115
+        try:
+            self._write(memoryview(head), 0)
+            self._file.truncate(offset)
+        except BaseException:
+            self._discard()
+            raise
+
+    def put(self, name: str, data: np.ndarray, at: int = 0) -> None:
+        """Writes a tensor, or some of its elements, the first of which is element ``at``."""
+        planned, offset = self._places[name]
+        assert TAGS[data.dtype] == planned.tag, (name, data.dtype, planned)
+        raw = np.ascontiguousarray(data).view(np.uint8).reshape(-1).data
+        self._write(raw, offset + at * data.dtype.itemsize)
+        self._written[name] += data.nbytes
+
+    def _write(self, left: memoryview, offset: int) -> None:
+        while left:
+            written = os.pwrite(self._file.fileno(), left, offset)
+            left, offset = left[written:], offset + written
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._discard()
+            return
+        try:
+            self._finish()
+        except BaseException:
+            self._discard()
+            raise
+
+    def _finish(self) -> None:
+        for name, (planned, _) in self._places.items():
+            assert self._written[name] == planned.nbytes, (name, self._written[name], planned)
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._temporary.replace(self.path)
+
+    def _discard(self) -> None:
+        with suppress(OSError):
+            self._file.close()  # raises if an earlier write failed
+        with suppress(OSError):
+            self._temporary.unlink()

@@ -1,0 +1,195 @@
+"""Opens the files of a checkpoint: which tensor is in which file, checked against every header and the index."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from .errors import CheckpointError, Exit
+from .safetensors import Entry, File, json_object
+
+CONFIG = "config.json"
+HF_QUANT = "hf_quant_config.json"
+INDEX = "model.safetensors.index.json"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a file that holds a JSON object in which no key appears twice."""
+    try:
+        text = path.read_bytes()
+    except OSError as e:
+        raise CheckpointError(f"cannot be read ({e.strerror})", file=path, code=Exit.IO) from e
+    return json_object(text, path)
+
+
+def links_outside(path: Path, directory: Path) -> bool:
+    """Tells whether a file of the directory is a link to a file outside; the Hugging Face cache links to its blobs."""
+    inside = directory.resolve()
+    blobs = [inside.parents[1] / "blobs"] if inside.parent.name == "snapshots" else []
+    return not any(path.resolve().is_relative_to(d) for d in (inside, *blobs))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Holds the tensors of a checkpoint by name. Headers are read, data only where ``array`` is used.
+
+    Attributes:
+      directory: the directory of the files.
+      files: the shards, by file name.
+      places: the file name of each tensor's shard.
+      config: the content of ``config.json``, or None if there is no such file.
+      warnings: sentences about oddities that are no errors.
+      single_file: whether the user named one file, so that its directory may have files of other models.
+    """
+
+    directory: Path
+    files: Mapping[str, File]
+    places: Mapping[str, str]
+    config: dict[str, Any] | None
+    warnings: tuple[str, ...] = ()
+    single_file: bool = False
+
+    def entry(self, name: str) -> Entry:
+        """Describes a tensor."""
+        return self.files[self.places[name]].entries[name]
+
+    def entries(self) -> Iterator[Entry]:
+        """Describes all tensors, in the order of their names."""
+        return (self.entry(name) for name in sorted(self.places))
+
+    def array(self, name: str) -> np.ndarray:
+        """Gives a tensor as a read-only view of its file."""
+        return self.files[self.places[name]].array(name)
+
+    def release(self, name: str) -> None:
+        """Drops a tensor's pages from memory."""
+        self.files[self.places[name]].release(name)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(e.nbytes for e in self.entries())
+
+    @property
+    def configs(self) -> list[dict[str, Any]]:
+        """The config, and the part of a multimodal config that describes the language model."""
+        config = self.config or {}
+        text = config.get("text_config")
+        return [config, text] if isinstance(text, dict) else [config]
+
+    @property
+    def layers(self) -> int | None:
+        """The number of decoder layers according to the config."""
+        return next((n for c in self.configs if isinstance(n := c.get("num_hidden_layers"), int)), None)
+
+
+def open_source(path: Path) -> Source:
+    """Opens a directory of safetensors files, with or without an index, or one such file.
+
+    Raises:
+      CheckpointError: there are no such files, the index and the files disagree, or a file is damaged.
+    """
+    if os.path.isfile(path):
+        return _open_files(path.parent, [path.name], None, single_file=True)
+    if not path.is_dir():
+        raise CheckpointError("does not exist", "a directory or a file", file=path)
+    index = _read_index(path)
+    present = sorted(p.name for p in path.glob("*.safetensors"))
+    names = present if index is None else sorted(set(index.values()))
+    if not names:
+        raise CheckpointError("has no *.safetensors file", file=path, hint=_pickle_hint(path))
+    ignored = tuple(f"{name}: not in the index, ignored" for name in present if name not in names)
+    return _open_files(path, names, index, warnings=ignored)
+
+
+def _open_files(
+    directory: Path,
+    names: list[str],
+    index: Mapping[str, str] | None,
+    *,
+    warnings: tuple[str, ...] = (),
+    single_file: bool = False,
+) -> Source:
+    files, config = _open_shards(directory, names), _read_config(directory)
+    places = _places_of(directory, files)
+    if index is not None:
+        _check_index(directory / INDEX, index, places)
+    if not places:
+        raise CheckpointError("has no tensor", "a model", file=directory / names[0] if single_file else directory)
+    if config is None:
+        warnings += (f"{directory / CONFIG}: missing, so the number of layers and the model type are unknown",)
+    return Source(directory, files, places, config, warnings, single_file)
+
+
+def _pickle_hint(directory: Path) -> str:
+    pickles = sorted(p.name for ending in ("*.bin", "*.pt", "*.pth") for p in directory.glob(ending))
+    return f"pickle files such as {pickles[0]} are not read: convert them to safetensors" if pickles else ""
+
+
+def _check_inside(path: Path) -> Path:
+    if links_outside(path, path.parent):
+        raise CheckpointError("is a link out of the directory", "a file in it", file=path, hint="copy it there")
+    return path
+
+
+def _read_config(directory: Path) -> dict[str, Any] | None:
+    path = directory / CONFIG
+    return read_json(_check_inside(path)) if os.path.isfile(path) else None
+
+
+def _read_index(directory: Path) -> Mapping[str, str] | None:
+    path = directory / INDEX
+    if not os.path.isfile(path):
+        return None
+    index = read_json(_check_inside(path)).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
+        raise CheckpointError("has no weight_map", "file names by tensor name", file=path)
+    for tensor, name in index.items():
+        if PurePosixPath(name).name != name or "\\" in name or name in ("", "..", "."):
+            raise CheckpointError(f"names the file {name!r:.200}", "a name without a folder", file=path, tensor=tensor)
+    return index
+
+
+def _open_shards(directory: Path, names: list[str]) -> dict[str, File]:
+    files = {}
+    for name in names:
+        if not _is_utf8(name):
+            raise CheckpointError(f"has a file {name!r}", "names in UTF-8", file=directory)
+        path = directory / name
+        if not os.path.isfile(path):
+            raise CheckpointError("is missing", "a file", file=path)
+        files[name] = File(_check_inside(path))
+    return files
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _places_of(directory: Path, files: Mapping[str, File]) -> dict[str, str]:
+    places: dict[str, str] = {}
+    for name, file in files.items():
+        for tensor in file.entries:
+            other = places.setdefault(tensor, name)
+            if other != name:
+                raise CheckpointError(f"is in {other} and in {name}", "one file", file=directory, tensor=tensor)
+    return places
+
+
+def _check_index(path: Path, index: Mapping[str, str], places: Mapping[str, str]) -> None:
+    for tensor, name in index.items():
+        actual = places.get(tensor)
+        if actual is None:
+            raise CheckpointError(f"should be in {name}, which has no such tensor", file=path, tensor=tensor)
+        if actual != name:
+            raise CheckpointError(f"should be in {name}, but is in {actual}", file=path, tensor=tensor)
+    for tensor, name in places.items():
+        if tensor not in index:
+            raise CheckpointError(f"is in {name}, but not in the index", file=path, tensor=tensor)

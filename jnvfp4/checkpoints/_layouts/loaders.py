@@ -1,0 +1,122 @@
+"""Makes the ignore list, which tells loaders what is not quantized, and checks how each loader reads it.
+
+Loaders read the entries differently: as prefixes, substrings, patterns or expressions. A list that one of them reads in
+another way loads without an error and gives wrong numbers. So the entries are full names, and all readings are
+simulated before anything is written.
+"""
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+
+from ..._patterns import layer_of
+from .._files.errors import CheckpointError, Exit
+from .._files.safetensors import Entry
+from .layouts import LayoutName
+from .names import FUSED, FUSED_NAMES, WEIGHT, is_embedding, is_stack, module_of
+
+Reading = Callable[[str, str], bool]  # whether an entry of the list keeps a module
+
+
+def _prefix(entry: str, module: str) -> bool:
+    return module == entry or module.startswith(entry if entry.endswith(".") else f"{entry}.")
+
+
+def _substring(entry: str, module: str) -> bool:
+    return entry in module or fnmatch.fnmatchcase(module, entry)
+
+
+@cache
+def _wildcards(entry: str) -> re.Pattern[str]:
+    return re.compile(re.escape(entry).replace(r"\*", ".*"))
+
+
+def _full(entry: str, module: str) -> bool:
+    return _wildcards(entry).fullmatch(module) is not None
+
+
+def _expression(entry: str, module: str) -> bool:
+    return re.match(entry[3:], module) is not None if entry.startswith("re:") else module == entry
+
+
+# For each layout its loaders by name: how the loader reads an entry, and whether it looks up fused modules.
+READINGS: Mapping[LayoutName, Mapping[str, tuple[Reading, bool]]] = {
+    "modelopt": {"miles": (_prefix, False), "vLLM": (_substring, True), "SGLang": (_full, True)},
+    "compressed-tensors": {"compressed-tensors": (_expression, False)},
+    "te": {"jnvfp4": (_prefix, False)},
+}
+_EXPERTS = re.compile(r"^(.*\.experts)\.(?:\d+\..*|[^.]*)$")
+
+
+def fused_module(module: str) -> str:
+    """Names the module that a loader fuses this one into: q, k and v; gate and up; or all experts."""
+    if match := _EXPERTS.match(module):
+        return match[1]
+    parent, _, role = module.rpartition(".")
+    name = next((FUSED_NAMES[f] for f in FUSED if role in f and f in FUSED_NAMES), role)
+    return f"{parent}.{name}" if parent else name
+
+
+def ignore_list(kept: Iterable[str], quantized: Iterable[str], layout: LayoutName) -> list[str]:
+    """Lists the kept modules, the fused modules of which every part is kept, and the layers that are kept completely.
+
+    ``lm_head`` is in the list unless it is quantized: a loader rejects an empty list, and a tied head has no tensor.
+    """
+    kept, quantized = set(kept), set(quantized)
+    kept = sorted(kept | {"lm_head"} - quantized) or ["lm_head"]
+    if layout == "compressed-tensors":
+        return kept
+    fused_quantized = {fused_module(m) for m in quantized}
+    entries = set()
+    for module in kept:
+        fused = fused_module(module)
+        if fused not in fused_quantized:
+            entries.add(fused)
+        if fused in fused_quantized or not _EXPERTS.match(module):
+            entries.add(module)
+    if layout == "modelopt":
+        entries |= {f"{layer}.*" for layer in _kept_layers(kept, quantized)}
+    return sorted(entries)
+
+
+def _kept_layers(kept: Iterable[str], quantized: Iterable[str]) -> set[str]:
+    """Names the decoder layers, such as ``model.layers.3``, in which nothing is quantized."""
+
+    def layers(modules: Iterable[str]) -> set[str]:
+        found = (re.match(r"^(.*?layers\.\d+)\.", m + ".") for m in modules if layer_of(m + ".") is not None)
+        return {match[1] for match in found if match}
+
+    return layers(kept) - layers(quantized)
+
+
+def check_ignore_list(
+    entries: Iterable[str], kept: Iterable[str], quantized: Iterable[str], layout: LayoutName
+) -> None:
+    """Raises if a loader of the layout would keep a module that is quantized, or quantize one that is kept."""
+    entries = list(entries)
+    for loader, (reads, asks_fused) in READINGS[layout].items():
+        for modules, wanted in ((kept, True), (quantized, False)):
+            for module in modules:
+                asked = fused_module(module) if asks_fused else module
+                entry = next((e for e in entries if reads(e, asked)), None)
+                if (entry is not None) == wanted:
+                    continue
+                raise CheckpointError(
+                    f"module {module!r} is {'kept' if wanted else 'quantized'}, but {loader} "
+                    + ("would quantize it" if wanted else f"would keep it because of {entry!r}"),
+                    "the same reading by every loader",
+                    code=Exit.CONFLICT,
+                    hint="keep or quantize both, or choose another --format",
+                )
+
+
+def linear_modules(entries: Iterable[Entry]) -> list[str]:
+    """Names the modules of the weights that a linear layer may have, which loaders look up in the ignore list."""
+    weights = (e.name for e in entries if (e.name.endswith(WEIGHT) and len(e.shape) == 2) or is_expert_stack(e))
+    return [m for m in map(module_of, weights) if not is_embedding(m)]
+
+
+def is_expert_stack(entry: Entry) -> bool:
+    """Tells whether a tensor is a stack: one projection of all experts."""
+    return len(entry.shape) == 3 and is_stack(entry.name)

@@ -1,0 +1,143 @@
+"""Finds out from a tensor's name what it is, and which modules share one global scale.
+
+Loaders keep one global scale for projections that they fuse, so those are quantized with one amax.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+WEIGHT = ".weight"
+_STACK = re.compile(r"(?:^|\.)experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)$")
+_EXPERT = re.compile(r"(?:^|\.)experts(?:\.(\d+))?(?:\.|$)")
+
+MEGATRON = re.compile(r"(?:decoder|mtp)\.layers\.\d+\.")
+# Projections that loaders fuse, by the last part of the module's name.
+FUSED: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+FUSED_NAMES = {FUSED[0]: "qkv_proj", FUSED[1]: "gate_up_proj"}
+# A model that has only one of these is incomplete, while k and v may be missing where layers share them.
+INSEPARABLE = (FUSED[1], FUSED[2])
+# Parts of a module's name that a projection of the language model does not have.
+_HEADS = ("lm_head", "embed_out", "output_layer", "score", "classifier", "head")
+_TABLES = ("wte", "wpe", "word_embeddings", "shared")
+_OTHERS = (
+    "norm",
+    "rotary",
+    "vision",
+    "visual",
+    "image",
+    "audio",
+    "conv",
+    "lora",
+    "adapter",
+    "patch_embed",
+    "projector",
+)
+
+
+def module_of(name: str) -> str:
+    """Gives the module of a weight: its name without ``.weight``. The name of a stack of experts is unchanged."""
+    return name.removesuffix(WEIGHT)
+
+
+def is_stack(name: str) -> bool:
+    """Tells whether a tensor with three axes and this name is a stack: one projection of all experts."""
+    return _STACK.search(name) is not None
+
+
+def is_expert(name: str) -> bool:
+    """Tells whether a tensor belongs to an expert, shared or not."""
+    return _EXPERT.search(name) is not None or ".shared_experts." in name or ".shared_expert." in name
+
+
+def is_router(module: str) -> bool:
+    """Tells whether a module chooses experts, such as ``mlp.gate``, ``router.layer`` or ``shared_expert_gate``."""
+    parts = module.split(".")
+    gates = (p == "gate" and "att" not in before for before, p in zip(["", *parts], parts, strict=False))
+    return any(gates) or any("router" in p or p.endswith("expert_gate") for p in parts)
+
+
+def is_head(module: str) -> bool:
+    """Tells whether a module computes logits."""
+    parts = module.split(".")
+    return parts[-1] in _HEADS or parts == ["output"] or "shared_head" in parts
+
+
+def is_embedding(module: str) -> bool:
+    """Tells whether a module is a table of embeddings."""
+    role = module.rpartition(".")[2]
+    return role in _TABLES or role.startswith(("embed", "tok_embed"))
+
+
+def is_other(module: str) -> bool:
+    """Tells whether a module is no projection of the language model: a norm, a vision tower, an adapter."""
+    parts = module.split(".")
+    return "vit" in parts or any(o in part for part in parts for o in _OTHERS)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Names the modules that share one global scale.
+
+    Attributes:
+      parent: the module that all members are directly in, or "" if they are in different ones.
+      roles: the names of the members in ``parent``; their full names if ``parent`` is "".
+      missing: the roles that loaders fuse with these and that the model lacks.
+    """
+
+    parent: str
+    roles: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The full names of the modules."""
+        return tuple(f"{self.parent}.{role}" if self.parent else role for role in self.roles)
+
+
+def groups_of(modules: Iterable[str], share: Iterable[str] = (), share_qkv: bool = True) -> list[Group]:
+    """Puts modules that share a global scale into groups, in the order of their names; most groups have one member.
+
+    Args:
+      modules: names without ``.weight``.
+      share: regular expressions of modules that share too. Modules share if they match the same expression and its
+        first group, the parent, has the same text.
+      share_qkv: whether q, k and v share.
+    """
+    patterns = [re.compile(p.removeprefix("re:")) for p in share]
+    group: dict[str, list[str]] = {}  # by module; all members of a group have the same list object
+    first: dict[tuple[str, object], str] = {}  # the first module with each key; modules with a common key share
+    for module in sorted(modules):
+        group[module] = [module]
+        for key in _keys(module, patterns, share_qkv):
+            other = group[first.setdefault(key, module)]
+            if other is not group[module]:
+                other += group[module]
+                group |= dict.fromkeys(group[module], other)
+    return [_group(members, share_qkv) for members in {id(g): g for g in group.values()}.values()]
+
+
+def _keys(module: str, patterns: Iterable[re.Pattern[str]], share_qkv: bool) -> Iterator[tuple[str, object]]:
+    parent, _, role = module.rpartition(".")
+    fused = next((f for f in FUSED if role in f and (share_qkv or f != FUSED[0])), None)
+    if fused:
+        yield parent, fused
+    for i, pattern in enumerate(patterns):
+        if (match := pattern.fullmatch(module)) and match[1] is not None:
+            yield match[1], i
+
+
+def _group(members: list[str], share_qkv: bool) -> Group:
+    parents = {m.rpartition(".")[0] for m in members}
+    if len(parents) > 1:
+        return Group("", tuple(sorted(members)))
+    roles = [m.rpartition(".")[2] for m in members]
+    fused = [f for f in FUSED if any(r in f for r in roles) and (share_qkv or f != FUSED[0])]
+    order = [r for f in fused for r in f if r in roles]
+    missing = tuple(r for f in fused for r in f if r not in roles)
+    return Group(parents.pop(), (*order, *sorted(r for r in roles if r not in order)), missing)

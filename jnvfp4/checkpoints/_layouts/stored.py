@@ -1,0 +1,194 @@
+"""Opens NVFP4 checkpoints of any layout, and gives their quantized weights."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+
+from ...spec import BLOCK
+from .._files.errors import CheckpointError
+from .._files.source import CONFIG, Source, open_source
+from .layouts import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, TE, Layout, Parts, decode_scale_of
+from .names import WEIGHT
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+VALUES = np.concatenate([E2M1, -E2M1])  # the value of each code
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Holds one quantized weight as views of the file.
+
+    Attributes:
+      name: the name before quantization: ``M.weight``, or the name of a stack of experts.
+      layout: the layout of the checkpoint.
+      codes: uint8 [N, K/2], of a stack [E, N, K/2].
+      scales: uint8 [N, K/16] or [E, N, K/16], E4M3 bits.
+      global_scale: float32 as stored: S_dec, S_enc or the amax, by layout.
+      kn: whether a stack is stored [E, K, N]; ``codes`` and ``scales`` are views with K last.
+      e4m3_max: the largest block scale that an amax in layout te was found for.
+    """
+
+    name: str
+    layout: Layout
+    codes: np.ndarray
+    scales: np.ndarray
+    global_scale: np.ndarray
+    kn: bool = False
+    e4m3_max: Literal[448, 256] = 448
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the weight is a stack of experts."""
+        return self.codes.ndim == 3
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[N, K], or [E, N, K] of a stack."""
+        return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
+
+    @property
+    def decode(self) -> np.ndarray:
+        """S_dec in float32: [], [N] if each row has its own, or [E] of a stack."""
+        d = decode_scale_of(self.layout, self.global_scale, self.e4m3_max)
+        return d.reshape(()) if d.size == 1 and not self.stacked else d
+
+    def values(self, rows: slice = slice(None)) -> np.ndarray:
+        """Decodes some rows, or some experts of a stack: q * (s * S_dec) in float32."""
+        codes, decode = self.codes[rows], self.decode
+        q = np.empty((*codes.shape[:-1], 2 * codes.shape[-1]), np.float32)
+        q[..., 0::2], q[..., 1::2] = VALUES[codes & 15], VALUES[codes >> 4]
+        s = self.scales[rows].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):  # a damaged global scale may have any size
+            factor = s * (decode[rows].reshape(-1, *[1] * (codes.ndim - 1)) if decode.ndim else decode)
+            return q * np.repeat(factor, BLOCK, axis=-1)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Holds an NVFP4 checkpoint.
+
+    Attributes:
+      source: the files.
+      layout: the layout.
+      modules: the modules with a quantized weight, sorted.
+      stacks: those of the modules that are stacks of experts.
+    """
+
+    source: Source
+    layout: Layout
+    modules: list[str]
+    stacks: frozenset[str] = frozenset()
+
+    @property
+    def e4m3_max(self) -> Literal[448, 256]:
+        """The largest block scale that amaxes in layout te were found for. The other layouts store scales: 448."""
+        e4m3_max = ((self.source.config or {}).get("quantization_config") or {}).get("e4m3_max", 448)
+        if e4m3_max not in (448, 256):
+            raise CheckpointError(f"e4m3_max is {e4m3_max!r}", "448 or 256", file=self.source.directory / CONFIG)
+        return 256 if e4m3_max == 256 and self.layout is TE else 448
+
+    def parts(self, module: str) -> Parts:
+        """Names the tensors of a quantized weight."""
+        return self.layout.parts(module, module in self.stacks)
+
+    def name(self, module: str) -> str:
+        """Gives the name that a module's weight had before quantization."""
+        return module if module in self.stacks else module + WEIGHT
+
+    def weight(self, module: str) -> Weight:
+        """Gives a quantized weight as views of the file."""
+        parts, get = self.parts(module), self.source.array
+        codes, scales = get(parts.codes), get(parts.scales).view(np.uint8)
+        kn = codes.ndim == 3 and codes.shape[2] == scales.shape[2]
+        if kn:
+            codes, scales = codes.transpose(0, 2, 1), scales.transpose(0, 2, 1)
+        return Weight(self.name(module), self.layout, codes, scales, get(parts.global_scale), kn, self.e4m3_max)
+
+    def release(self, module: str) -> None:
+        """Drops a weight's pages from memory."""
+        parts = self.parts(module)
+        self.source.release(parts.codes)
+        self.source.release(parts.scales)
+
+    @property
+    def others(self) -> Iterator[str]:
+        """The names of the tensors that are no part of a quantized weight, sorted."""
+        parts = {name for m in self.modules for name in vars(self.parts(m)).values()}
+        return (name for name in sorted(self.source.places) if name not in parts)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all tensors before quantization, sorted."""
+        return sorted([*(self.name(m) for m in self.modules), *self.others])
+
+
+def layout_of(source: Source) -> Layout | None:
+    """Finds the layout of a checkpoint from the names in it, or None if no weight is quantized."""
+    for layout in (COMPRESSED_TENSORS, TE, MODELOPT):
+        suffixes = (layout.global_scale, *([layout.global_scale.replace(".", "_", 1)] if layout.stacks else []))
+        if any(name.endswith(suffixes) for name in source.places):
+            return layout
+    config = (source.config or {}).get("quantization_config")
+    if isinstance(config, dict) and config.get("quant_method") == "jnvfp4":
+        return LAYOUTS["te"]
+    return None
+
+
+def open_stored(path: Path) -> Stored:
+    """Opens an NVFP4 checkpoint of any layout and checks that its weights are complete.
+
+    Raises:
+      CheckpointError: no weight is quantized, or a part of one is missing or has another shape or dtype.
+    """
+    return stored_of(open_source(path))
+
+
+def stored_of(source: Source) -> Stored:
+    """Finds the quantized weights of an open checkpoint and checks that they are complete; see ``open_stored``."""
+    layout = layout_of(source)
+    if layout is None:
+        raise CheckpointError("has no NVFP4 weight", "a checkpoint of NVFP4 weights", file=source.directory / CONFIG)
+    modules = {n.removesuffix(layout.global_scale) for n in source.places if n.endswith(layout.global_scale)}
+    suffix = layout.global_scale.replace(".", "_", 1)
+    stacks = {n.removesuffix(suffix) for n in source.places if n.endswith(suffix)} if layout.stacks else set()
+    stored = Stored(source, layout, sorted(modules | stacks), frozenset(stacks))
+    for module in stored.modules:
+        _check_weight(stored, module)
+    return stored
+
+
+def _check_weight(stored: Stored, module: str) -> None:
+    source, layout, parts = stored.source, stored.layout, stored.parts(module)
+    for part in (parts.codes, parts.scales):
+        if part not in source.places:
+            raise CheckpointError("is missing", f"it beside {parts.global_scale!r}", tensor=part)
+    codes, scales, scale = (source.entry(name) for name in (parts.codes, parts.scales, parts.global_scale))
+    rank = 3 if module in stored.stacks else 2
+    possible = [] if len(codes.shape) != rank or 0 in codes.shape else _scale_shapes(codes.shape)
+    if codes.tag != "U8" or not possible:
+        raise CheckpointError(
+            f"is {codes.tag} {list(codes.shape)}", f"U8, {rank} axes, whole blocks, not empty", tensor=codes.name
+        )
+    if scales.tag != layout.scales_tag or scales.shape not in possible:
+        expected = f"{layout.scales_tag} {' or '.join(str(list(p)) for p in possible)}"
+        raise CheckpointError(f"is {scales.tag} {list(scales.shape)}", expected, tensor=scales.name)
+    vector = codes.shape[:1]  # a global scale for each expert, or for each row
+    shapes = [vector] if rank == 3 else [(), (1,), *([vector] if layout is TE else [])]
+    if scale.tag != "F32" or scale.shape not in shapes:
+        expected = f"F32 {' or '.join(str(list(p)) for p in shapes)}"
+        raise CheckpointError(f"is {scale.tag} {list(scale.shape)}", expected, tensor=scale.name)
+
+
+def _scale_shapes(codes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Lists the shapes that the block scales of such codes may have: blocks lie along the last axis of a matrix, and
+    along either of the last two axes of a stack.
+    """
+    half = BLOCK // 2
+    out = [(*codes[:-1], codes[-1] // half)] if codes[-1] % half == 0 else []
+    if len(codes) == 3 and codes[1] % half == 0:
+        out.append((codes[0], codes[1] // half, codes[2]))
+    return out

@@ -1,0 +1,115 @@
+"""Describes a checkpoint from its headers, and finds where two checkpoints differ."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ._files.files import CHUNK_BYTES, slices
+from ._files.source import Source, open_source
+from ._layouts.names import groups_of
+from ._layouts.stored import Stored, layout_of, open_stored, stored_of
+
+
+def inspect(source: Path | str) -> dict[str, Any]:
+    """Describes a checkpoint: its layout, groups, kept tensors and sizes, as JSON values. Only headers are read."""
+    opened = open_source(Path(source))
+    layout = layout_of(opened)
+    out: dict[str, Any] = {
+        "layout": layout.name if layout else None,
+        "files": {name: sum(e.nbytes for e in f.entries.values()) for name, f in opened.files.items()},
+        "tensors": len(opened.places),
+        "bytes": opened.nbytes,
+        "dtypes": _bytes_by_dtype(opened),
+        "warnings": list(opened.warnings),
+    }
+    if layout is not None:
+        stored = stored_of(opened)
+        elements = sum(2 * opened.entry(stored.parts(m).codes).nbytes for m in stored.modules)
+        out |= {
+            "quantized": stored.modules,
+            "kept": list(stored.others),
+            "groups": [list(g.members) for g in groups_of(stored.modules) if len(g.members) > 1],
+            "ratio_to_16_bits": out["bytes"] / (2 * elements + sum(opened.entry(n).nbytes for n in stored.others)),
+        }
+    return out
+
+
+def _bytes_by_dtype(source: Source) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for e in source.entries():
+        out[e.tag] = out.get(e.tag, 0) + e.nbytes
+    return dict(sorted(out.items()))
+
+
+@dataclass
+class Difference:
+    """Counts where two checkpoints differ.
+
+    Attributes:
+      only_first, only_second: the names of tensors that only one of them has.
+      codes, scales, globals: how many bytes of codes, block scales and global scales differ, by weight.
+      others: the names of tensors that differ in dtype or shape, and of kept tensors that differ in bytes.
+    """
+
+    only_first: list[str] = field(default_factory=list)
+    only_second: list[str] = field(default_factory=list)
+    codes: dict[str, int] = field(default_factory=dict)
+    scales: dict[str, int] = field(default_factory=dict)
+    globals: dict[str, int] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.only_first or self.only_second or self.codes or self.scales or self.globals or self.others)
+
+
+def diff(first: Path | str, second: Path | str) -> Difference:
+    """Compares two NVFP4 checkpoints of any layouts: codes and block scales as bytes, global scales as S_dec."""
+    a, b = open_stored(Path(first)), open_stored(Path(second))
+    names_a, names_b = set(a.names), set(b.names)
+    out = Difference(sorted(names_a - names_b), sorted(names_b - names_a))
+    for module in sorted(set(a.modules) & set(b.modules)):
+        _compare_weights(a, b, module, out)
+    for name in sorted(set(a.others) & set(b.others)):
+        if not _same_tensor(a.source, b.source, name):
+            out.others.append(name)
+    return out
+
+
+def _compare_weights(a: Stored, b: Stored, module: str, out: Difference) -> None:
+    """Adds to ``out`` where a quantized weight differs."""
+    v, w, name = a.weight(module), b.weight(module), a.name(module)
+    if v.shape != w.shape:
+        out.others.append(name)
+        return
+    counts = (
+        (out.codes, _count_different(v.codes, w.codes)),
+        (out.scales, _count_different(v.scales, w.scales)),
+        (out.globals, int((v.decode.reshape(-1) != w.decode.reshape(-1)).sum())),
+    )
+    for by_name, count in counts:
+        if count:
+            by_name[name] = count
+    a.release(module)
+    b.release(module)
+
+
+def _same_tensor(a: Source, b: Source, name: str) -> bool:
+    e, f = a.entry(name), b.entry(name)
+    same = (e.tag, e.shape) == (f.tag, f.shape) and not _count_different(_bytes(a, name), _bytes(b, name))
+    a.release(name)
+    b.release(name)
+    return same
+
+
+def _bytes(source: Source, name: str) -> np.ndarray:
+    return source.array(name).reshape(-1).view(np.uint8)
+
+
+def _count_different(x: np.ndarray, y: np.ndarray) -> int:
+    """Counts the elements that differ, a slice at a time."""
+    parts = slices(x.shape, x.dtype.itemsize, CHUNK_BYTES)
+    return sum(int(np.count_nonzero(x[rows] != y[rows])) for rows in parts)

@@ -1,0 +1,147 @@
+"""Shows a person the progress of a conversion on stderr, and tables of plans and checkpoints."""
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from ._convert.plan import Plan
+from ._convert.shards import OnProgress
+from ._layouts.names import module_of
+
+SECONDS = 10.0  # between two lines, if stderr is no terminal
+
+
+@contextmanager
+def progress(total: int, *, quiet: bool = False, as_json: bool = False) -> Iterator[OnProgress]:
+    """Shows how many of ``total`` bytes are done.
+
+    On a terminal it is a bar, else a line every ten seconds; with ``as_json`` an object for every tensor.
+    """
+    if quiet:
+        yield lambda name, done: None
+    elif as_json:
+        yield _JsonLines(total)
+    elif sys.stderr.isatty() and (bar := _bar(total)) is not None:
+        with bar:
+
+            def show(name: str, done: int) -> None:
+                bar.set_postfix_str(name, refresh=False)
+                bar.update(done)
+
+            yield show
+    else:
+        yield _Lines(total)
+
+
+def _bar(total: int) -> Any:
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        return None
+    return tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr)
+
+
+class _JsonLines:
+    def __init__(self, total: int):
+        self._total, self._done = total, 0
+
+    def __call__(self, name: str, done: int) -> None:
+        self._done += done
+        line = {"tensor": name, "bytes": self._done, "total": self._total}
+        print(json.dumps(line, ensure_ascii=False), file=sys.stderr, flush=True)
+
+
+class _Lines:
+    def __init__(self, total: int):
+        self._total, self._done = total, 0
+        self._begun = self._last = time.monotonic()
+
+    def __call__(self, name: str, done: int) -> None:
+        self._done += done
+        now = time.monotonic()
+        if now - self._last < SECONDS:
+            return
+        self._last = now
+        rate = self._done / max(now - self._begun, 1e-9)
+        left = (self._total - self._done) / rate if rate else float("inf")
+        print(
+            f"{self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left: {name}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def tell(kind: Literal["warning", "note"], text: str, *, as_json: bool = False) -> None:
+    """Prints a line on stderr."""
+    print(json.dumps({kind: text}, ensure_ascii=False) if as_json else f"{kind}: {text}", file=sys.stderr, flush=True)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Formats rows as columns of text, with numbers on the right of their column."""
+    cells = [list(header), *([str(c) for c in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    right = [all(c[i].replace(".", "", 1).isdigit() for c in cells[1:]) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
+        return "  ".join(padded).rstrip()
+
+    return "\n".join(map(line, cells))
+
+
+def plan_as_json(plan: Plan) -> dict[str, Any]:
+    """Describes what a conversion would do, as JSON values."""
+    groups = {plan.weights[m].name: list(g.members) for g in plan.groups for m in g.members}
+    return {
+        "format": plan.options.layout,
+        "ignore": list(plan.ignore),
+        "tensors": [
+            {
+                "name": name,
+                "action": "quantize" if item.decision.quantizes else "keep",
+                "reason": item.decision.reason or None,
+                "group": groups.get(name),
+                "bytes": item.nbytes,
+            }
+            for name, item in sorted(plan.items.items())
+        ],
+        "bytes": plan.nbytes,
+        "warnings": list(plan.warnings),
+    }
+
+
+def plan_table(plan: dict[str, Any]) -> str:
+    """Formats the result of ``plan_as_json``, one line per tensor."""
+    rows = ((t["name"], t["action"], t["reason"] or "", t["bytes"], ", ".join(_others(t))) for t in plan["tensors"])
+    text = table(("tensor", "action", "reason", "bytes", "shares its global with"), rows)
+    total = f"{plan['bytes']} bytes in all; ignore list: {', '.join(plan['ignore'])}"
+    return "\n".join([text, total, *_warnings(plan)])
+
+
+def _warnings(description: dict[str, Any]) -> list[str]:
+    return [f"warning    {w}" for w in description["warnings"]]
+
+
+def _others(tensor: dict[str, Any]) -> list[str]:
+    module = module_of(tensor["name"])
+    return [m.rpartition(".")[2] for m in tensor["group"] or () if m != module]
+
+
+def inspect_table(checkpoint: dict[str, Any]) -> str:
+    """Formats the result of ``inspect``."""
+    c = checkpoint
+    lines = [
+        f"layout     {c['layout'] or 'none: nothing is quantized'}",
+        f"tensors    {c['tensors']} in {len(c['files'])} files, {c['bytes']} bytes",
+        *(f"{tag:<10} {nbytes} bytes" for tag, nbytes in c["dtypes"].items()),
+    ]
+    if c["layout"]:
+        lines += [
+            f"quantized  {len(c['quantized'])} weights, {c['ratio_to_16_bits']:.3f} of the bytes at 16 bits",
+            *(f"kept       {name}" for name in c["kept"]),
+            *(f"group      {', '.join(group)}" for group in c["groups"]),
+        ]
+    return "\n".join([*lines, *_warnings(checkpoint)])

@@ -1,0 +1,181 @@
+"""Converts a Hugging Face checkpoint to NVFP4."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+
+from .. import __version__
+from ._convert.encode import Target
+from ._convert.options import ConvertOptions
+from ._convert.plan import Plan, make_plan, plan_without
+from ._convert.resume import RECORD, ResumeRecord
+from ._convert.shards import OnProgress, ShardWriter, find_amaxes
+from ._files.companions import copy_companions
+from ._files.errors import CheckpointError, Exit
+from ._files.files import check_free_space, json_bytes, locked, remove_temporaries, write_file
+from ._files.source import CONFIG, HF_QUANT, INDEX, Source, open_source
+
+TINY_AMAX = 7.9e-36  # below it 2688 / amax overflows float32
+
+
+@dataclass(frozen=True)
+class Result:
+    """Describes a finished conversion.
+
+    Attributes:
+      plan: what was decided.
+      amaxes: the amax of every quantized module, which its group shares.
+      device: the device that quantized.
+      seconds: the time for each tensor that was written; resumed shards have none.
+      bytes_before, bytes_after: the bytes of all tensors in source and output.
+      warnings: sentences about oddities that are no errors.
+    """
+
+    plan: Plan
+    amaxes: Mapping[str, np.ndarray]
+    device: jax.Device
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    bytes_before: int = 0
+    bytes_after: int = 0
+    warnings: tuple[str, ...] = ()
+
+
+def convert_checkpoint(
+    source: Path | str,
+    output: Path | str,
+    options: ConvertOptions | None = None,
+    *,
+    device: jax.Device | None = None,
+    implementation: Literal["native", "reference"] | None = None,
+    workers: int = 2,
+    overwrite: bool = False,
+    resume: bool = False,
+    on_progress: OnProgress = lambda name, nbytes: None,
+) -> Result:
+    """Converts a Hugging Face checkpoint to NVFP4.
+
+    Every header, rule and loader is checked before anything is written. Files appear complete, and config and index are
+    written last, so that an interrupted output never looks finished.
+
+    Args:
+      source: a directory of safetensors files, or one such file.
+      output: a new or empty directory.
+      options: which weights are quantized, how, and in which layout they are stored.
+      device: the device that quantizes, by default the first CPU device. The bytes are the same on every device.
+      implementation: as for ``jnvfp4.quantize``.
+      workers: how many tensors are worked on at once. The bytes are the same with any number.
+      overwrite: whether ``output`` may have files.
+      resume: whether finished shards of an interrupted conversion in ``output`` are used.
+      on_progress: called with a tensor's name and its bytes when it is written, or with a shard's if it is resumed.
+
+    Raises:
+      CheckpointError: the source is damaged or cannot be converted, loaders would disagree, or the disk is full.
+    """
+    output = Path(output)
+    plan = make_plan(open_source(Path(source)), options or ConvertOptions())
+    _check_output(plan, output, overwrite or resume)
+    record = ResumeRecord(output, plan.source, plan.options)
+    if resume:
+        record.resume()
+    _check_space(plan, output, record)
+    amaxes = find_amaxes(plan, workers)
+    if amaxes.not_finite:
+        plan = plan_without(plan, amaxes.not_finite, "not finite")
+        _check_space(plan, output, record)
+    target = Target(jax.local_devices(backend="cpu")[0] if device is None else device, implementation)
+    writer = ShardWriter(plan, amaxes.by_module, _metadata(plan), target, workers, on_progress)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with locked(output):
+            _check_output(plan, output, overwrite or resume)  # again: another conversion may have finished
+            _remove_leftovers(plan, output, resume)
+            with record:
+                seconds = _write_shards(writer, output, record)
+                not_copied = copy_companions(plan.source.directory, output, plan.source.single_file)
+                for name, value in plan.files.items():
+                    write_file(output / name, json_bytes(value))
+    except OSError as e:
+        raise CheckpointError(f"cannot be written ({e.strerror})", file=e.filename or output, code=Exit.IO) from e
+    warnings = plan.warnings + _tiny_amaxes(amaxes.by_module) + not_copied
+    return Result(plan, amaxes.by_module, target.device, seconds, plan.source.nbytes, plan.nbytes, warnings)
+
+
+# ---------------------------------------------------------------- checks
+def _check_output(plan: Plan, output: Path, may_have_files: bool) -> None:
+    if not output.exists():
+        return
+    if output.resolve() == plan.source.directory.resolve():
+        raise CheckpointError("is the source", "another directory", file=output, code=Exit.USAGE)
+    if not output.is_dir():
+        raise CheckpointError("is a file", "a directory", file=output, code=Exit.USAGE)
+    if any(output.iterdir()) and not may_have_files:
+        raise CheckpointError(
+            "is not empty",
+            "an empty or new directory",
+            file=output,
+            code=Exit.USAGE,
+            hint="--resume goes on, --overwrite starts again",
+        )
+
+
+def _check_space(plan: Plan, output: Path, record: ResumeRecord) -> None:
+    """Raises if the disk has no room for the shards that are not finished."""
+    sizes = [sum(item.nbytes for item in items) for name, items in plan.shards.items() if name not in record.shards]
+    check_free_space(output, sizes)
+
+
+def _tiny_amaxes(amaxes: Mapping[str, np.ndarray]) -> tuple[str, ...]:
+    return tuple(
+        f"{module}: amax {float(amax.max()):.3g} is so small that its S_enc is the largest float32"
+        for module, amax in amaxes.items()
+        if 0 < amax.max() < TINY_AMAX
+    )
+
+
+# ---------------------------------------------------------------- files
+def _remove_leftovers(plan: Plan, output: Path, resume: bool) -> None:
+    """Removes what makes an older output look finished, and the temporary files of killed runs."""
+    companions = (path.name for path in plan.source.directory.iterdir())
+    remove_temporaries(output, {*plan.shards, *companions, CONFIG, INDEX, HF_QUANT, RECORD})
+    shards = () if resume else output.glob("*.safetensors")
+    for path in (output / CONFIG, output / INDEX, output / HF_QUANT, *shards):
+        path.unlink(missing_ok=True)
+
+
+def _write_shards(writer: ShardWriter, output: Path, record: ResumeRecord) -> dict[str, float]:
+    """Writes the shards that are not finished, and gives the seconds that each tensor took."""
+    seconds: dict[str, float] = {}
+    for name, items in writer.plan.shards.items():
+        path = output / name
+        if record.is_finished(path):
+            writer.on_progress(name, sum(item.decision.entry.nbytes for item in items))
+            continue
+        seconds |= writer.write(path, items)
+        record.add(path)
+    return seconds
+
+
+def _metadata(plan: Plan) -> dict[str, str]:
+    """Makes the metadata of every shard."""
+    metadata = {
+        "format": "pt",
+        "jnvfp4_version": __version__,
+        "source": _digest(plan.source),
+        "recipe": plan.options.recipe,
+    }
+    if not plan.options.share_qkv:
+        metadata["share_qkv"] = "false"
+    return metadata
+
+
+def _digest(source: Source) -> str:
+    """Computes a digest of the names, dtypes and shapes of all tensors."""
+    digest = hashlib.sha256()
+    for e in source.entries():
+        digest.update(f"{e.name} {e.tag} {e.shape}\n".encode())
+    return digest.hexdigest()

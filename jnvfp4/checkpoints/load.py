@@ -1,0 +1,140 @@
+"""Opens NVFP4 checkpoints in JAX: tensors by name, read when they are used and placed on any devices."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from ..spec import BLOCK, Format
+from ..tensor import NVFP4Tensor
+from ._files.errors import CheckpointError
+from ._layouts.layouts import TE
+from ._layouts.names import module_of
+from ._layouts.stored import Stored, Weight, open_stored
+
+Tensor = NVFP4Tensor | jax.Array
+Place: TypeAlias = Sharding | jax.Device | None
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """Maps the names that tensors had before quantization to the tensors.
+
+    ``checkpoint[name]`` is an NVFP4Tensor if the weight is quantized, else an array. It is read at that moment.
+    """
+
+    def __init__(self, stored: Stored):
+        self.stored = stored
+        self._names = dict.fromkeys(stored.names)
+        self._quantized = set(stored.modules)
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """The content of config.json, or None if there is no such file."""
+        return self.stored.source.config
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.place(name, None)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Gives the shape of a tensor from the header: [N, K] or [E, N, K] for a quantized weight."""
+        if name not in self:
+            raise KeyError(name)
+        module = module_of(name)
+        return self.stored.weight(module).shape if module in self._quantized else self.stored.source.entry(name).shape
+
+    def to_device(self, places: Mapping[str, Place]) -> dict[str, Tensor]:
+        """Places many tensors on devices; only the parts that this process holds are read.
+
+        Args:
+          places: the sharding or device of each tensor, as in ``place``; other tensors are not read.
+
+        Returns:
+          the tensors by name.
+
+        Raises:
+          KeyError, CheckpointError, ValueError: as ``place``.
+        """
+        return {name: self.place(name, place) for name, place in places.items()}
+
+    def place(self, name: str, place: Place) -> Tensor:
+        """Places a tensor on devices; only the parts that this process holds are read.
+
+        Args:
+          name: the tensor's name, as in ``keys()``.
+          place: a sharding of the weight [N, K], which may cut K only between blocks of 16; or a device; None is the
+            default device.
+
+        Raises:
+          KeyError: there is no such tensor.
+          CheckpointError: the sharding cuts through blocks.
+          ValueError: the sharding does not divide the shape evenly.
+        """
+        if name not in self:
+            raise KeyError(name)
+        module = module_of(name)
+        if module not in self._quantized:
+            return _put(self.stored.source.array(name), place)
+        return _placed(self.stored.weight(module), place)
+
+
+def _placed(weight: Weight, place: Place) -> NVFP4Tensor:
+    if isinstance(place, Sharding):
+        _check_blocks(weight.name, weight.shape, place)
+    # S_dec * 2688 is an amax with the stored decode scale, whatever E4M3 maximum the weight was quantized for.
+    amax = weight.global_scale.reshape(-1) if weight.layout is TE else weight.decode * np.float32(2688)
+    amax = np.asarray(amax, np.float32)
+    by_row = not weight.stacked and amax.size == weight.shape[0] and weight.global_scale.size > 1
+    vector = weight.stacked or by_row
+    return NVFP4Tensor(
+        _put(weight.codes, place),
+        _put(weight.scales.view(ml_dtypes.float8_e4m3fn), place),
+        _put(amax if vector else amax.reshape(()), _place_of_amax(place, vector)),
+        Format("row" if by_row else "tensor", weight.e4m3_max),
+    )
+
+
+def _place_of_amax(place: Place, vector: bool) -> Place:
+    """Shards an amax for each row or expert like the rows or experts, and replicates a single amax."""
+    if not isinstance(place, NamedSharding):
+        return place
+    spec = PartitionSpec(*place.spec[:1]) if vector else PartitionSpec()
+    return NamedSharding(place.mesh, spec, memory_kind=place.memory_kind)
+
+
+def _put(x: np.ndarray, place: Place) -> jax.Array:
+    if isinstance(place, Sharding):
+        return jax.make_array_from_callback(x.shape, place, lambda index: np.asarray(x[index], order="C"))
+    return jax.device_put(np.asarray(x, order="C"), place)
+
+
+def _check_blocks(name: str, shape: tuple[int, ...], sharding: Sharding) -> None:
+    k = sharding.shard_shape(shape)[-1]
+    if k % BLOCK:
+        raise CheckpointError(
+            f"K = {shape[-1]} is cut into pieces of {k} by {sharding}", f"whole blocks of {BLOCK}", tensor=name
+        )
+
+
+def open_checkpoint(source: Path | str) -> Checkpoint:
+    """Opens an NVFP4 checkpoint of any layout: modelopt, compressed-tensors or te.
+
+    Args:
+      source: a directory of safetensors files, or one such file.
+
+    Raises:
+      CheckpointError: the checkpoint is damaged or has no NVFP4 weight.
+    """
+    return Checkpoint(open_stored(Path(source)))

@@ -1,0 +1,111 @@
+"""Writes the report of a conversion: every tensor as JSON and CSV, and a plot of the errors by layer."""
+
+import csv
+import dataclasses
+import json
+import math
+import platform
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import __version__
+from .._patterns import layer_of
+from ._files.files import json_bytes
+from ._layouts.names import module_of
+from .convert import Result
+from .verify import SUSPICIOUS, Record, as_json
+
+NAMES = ("report.json", "report.csv", "report.png")
+
+
+def summary(records: list[Record], result: Result | None = None) -> dict[str, Any]:
+    """Gives totals, the worst tensors, versions and options as JSON values."""
+    # NaN counts as infinite, which JSON cannot express: both become null.
+    named = [(r.error.relative_error, r.name) for r in records if r.error]
+    errors = sorted(((e if math.isfinite(e) else math.inf, name) for e, name in named), reverse=True)
+    finite = [e for e, _ in errors if e < math.inf]
+    out: dict[str, Any] = {
+        "quantized": len(errors),
+        "kept": len(records) - len(errors),
+        "mean_rel_err": float(np.mean(finite)) if finite else None,
+        "worst": [{"name": name, "rel_err": e if e < math.inf else None} for e, name in errors[:10]],
+        "suspicious": [name for e, name in errors if e > SUSPICIOUS],
+        "versions": {"jnvfp4": __version__, "jax": jax.__version__, "python": platform.python_version()},
+    }
+    if result is not None:
+        reasons: dict[str, int] = defaultdict(int)
+        for item in result.plan.items.values():
+            reasons[item.decision.reason or "quantized"] += 1
+        out |= {
+            "bytes_before": result.bytes_before,
+            "bytes_after": result.bytes_after,
+            "ratio": result.bytes_after / result.bytes_before if result.bytes_before else None,
+            "reasons": dict(sorted(reasons.items())),
+            "device": str(result.device),
+            "options": json.loads(json.dumps(dataclasses.asdict(result.plan.options), default=str)),
+            "warnings": list(result.warnings),
+        }
+    return out
+
+
+def write_report(directory: Path | str, records: list[Record], result: Result | None = None) -> list[Path]:
+    """Writes report.json, report.csv and, if matplotlib is installed, report.png.
+
+    Args:
+      directory: the directory of the report, which is made if it does not exist.
+      records: of ``verify_checkpoint``, or of the ``VerificationError`` that it raised.
+      result: of ``convert_checkpoint``, if the report is about a conversion.
+
+    Returns:
+      the files that were written.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    groups = {m: list(g.members) for g in result.plan.groups for m in g.members} if result else {}
+    tensors = [{**t, **_from_conversion(t["name"], result, groups)} for t in as_json(records)]
+    paths = [directory / name for name in NAMES]
+    paths[0].write_bytes(json_bytes({**summary(records, result), "tensors": tensors}))
+    columns = list(dict.fromkeys(key for t in tensors for key in t))
+    with open(paths[1], "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows({**t, "shape": "x".join(map(str, t["shape"]))} for t in tensors)
+    return paths if _plot(paths[2], records) else paths[:2]
+
+
+def _from_conversion(name: str, result: Result | None, groups: Mapping[str, list[str]]) -> dict[str, Any]:
+    """Gives the group, amax and time of a tensor, which only the conversion knows."""
+    if result is None or (amax := result.amaxes.get(module_of(name))) is None:
+        return {}
+    seconds = result.seconds.get(name)
+    value = float(amax) if amax.size == 1 else amax.tolist()
+    return {"group": groups[module_of(name)], "amax": value, "seconds": seconds}
+
+
+def _plot(path: Path, records: list[Record]) -> bool:
+    """Plots the relative error by layer, one line per kind of module, and below it the share of the largest codes."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    lines: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
+    for r in records:
+        if r.error:
+            kind = module_of(r.name).rpartition(".")[2]
+            lines[kind].append((layer_of(r.name) or 0, r.error.relative_error, r.error.largest_code_share))
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    error, share = figure.subplots(2, sharex=True)
+    for kind, points in sorted(lines.items()):
+        x, e, s = zip(*sorted(points), strict=True)
+        error.plot(x, e, marker="o", markersize=3, label=kind)
+        share.plot(x, s, marker="o", markersize=3)
+    error.set(yscale="log", ylabel="relative error")
+    error.legend(fontsize="small", ncols=4)
+    share.set(xlabel="layer", ylabel="share of codes ±6")
+    figure.savefig(path, dpi=120)
+    return True

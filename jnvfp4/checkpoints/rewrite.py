@@ -1,0 +1,306 @@
+"""Rewrites an NVFP4 checkpoint in another layout, or decodes it to an ordinary checkpoint."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import ml_dtypes
+import numpy as np
+
+from .. import __version__
+from ._files.companions import copy_companions
+from ._files.errors import CheckpointError, Exit
+from ._files.files import CHUNK_BYTES, check_free_space, json_bytes, slices, write_file
+from ._files.safetensors import DTYPES, Entry, Planned, Writer
+from ._files.source import CONFIG, HF_QUANT, INDEX, links_outside, read_json
+from ._layouts.configs import FP8_KV_CACHE, JSON, hf_quant_config, quantization_config
+from ._layouts.layouts import LAYOUTS, MODELOPT, TE, Layout, LayoutName, Parts, decode_scale, global_scale_of
+from ._layouts.loaders import check_ignore_list, ignore_list, linear_modules
+from ._layouts.stored import Stored, Weight, open_stored
+
+Pieces = Iterator[tuple[str, int, np.ndarray]]  # a tensor's name, the index of the first element, elements
+Warn = Callable[[str], object]
+
+
+class Rewriting(Protocol):
+    """Says what every quantized weight of a checkpoint becomes; other tensors are copied."""
+
+    @property
+    def stored(self) -> Stored:
+        """The checkpoint."""
+        ...
+
+    def outputs(self, module: str) -> list[Planned]:
+        """Lists the tensors that a module's weight becomes."""
+        ...
+
+    def pieces(self, module: str) -> Pieces:
+        """Gives these tensors, a slice at a time."""
+        ...
+
+    def files(self) -> Mapping[str, JSON]:
+        """Makes the JSON files beside the shards, by name."""
+        ...
+
+
+# ---------------------------------------------------------------- another layout
+def repack_checkpoint(source: Path | str, output: Path | str, layout: LayoutName, *, warn: Warn = warnings.warn) -> int:
+    """Writes an NVFP4 checkpoint in another layout. Codes and block scales stay the same bytes.
+
+    The ignore list is made anew, since the loaders of each layout read it differently. An FP8 KV cache is taken over.
+
+    Args:
+      source: an NVFP4 checkpoint of any layout.
+      output: a new or empty directory.
+      layout: modelopt or compressed-tensors.
+      warn: called with a sentence about each oddity that is no error.
+
+    Returns:
+      how many global scales change in their last bit if the output is repacked back (1 / (1 / S) is not always S).
+
+    Raises:
+      CheckpointError: the checkpoint is damaged; it has an amax for each row, or experts in one tensor, and the layout
+        cannot store that; the layout is te, whose amax does not follow from a scale; loaders would disagree about what
+        is quantized; or the disk is full.
+    """
+    stored, to = open_stored(Path(source)), LAYOUTS[layout]
+    if to is TE:
+        raise CheckpointError(
+            "layout te stores an amax, which does not follow from a scale",
+            "modelopt or compressed-tensors",
+            code=Exit.USAGE,
+        )
+    if stored.stacks and not to.stacks:
+        raise CheckpointError(
+            "is a stack of experts", f"one weight for each, in {to.name}", tensor=min(stored.stacks), code=Exit.USAGE
+        )
+    repacking = _Repacking(stored, to)
+    changed = sum(map(repacking.changed_scales, stored.modules))
+    _write(repacking, Path(output), warn)
+    return changed
+
+
+@dataclass(frozen=True)
+class _Repacking:
+    stored: Stored
+    to: Layout
+
+    def outputs(self, module: str) -> list[Planned]:
+        weight, old, new = self.stored.weight(module), self.stored.parts(module), self._parts(module)
+        if weight.global_scale.size > 1 and not weight.stacked:
+            raise CheckpointError("has an amax for each row", "layout te", tensor=weight.name, code=Exit.USAGE)
+        entry = self.stored.source.entry
+        scale_shape = weight.global_scale.shape if weight.stacked else self.to.global_shape
+        planned = [
+            Planned(new.codes, "U8", entry(old.codes).shape),
+            Planned(new.scales, self.to.scales_tag, entry(old.scales).shape),
+            Planned(new.global_scale, "F32", scale_shape),
+        ]
+        if new.activation is not None and _activation(self.stored, module) is not None:
+            planned.append(Planned(new.activation, "F32", scale_shape))
+        return planned
+
+    def pieces(self, module: str) -> Pieces:
+        old, new, array = self.stored.parts(module), self._parts(module), self.stored.source.array
+        yield new.codes, 0, array(old.codes)
+        yield new.scales, 0, array(old.scales).view(DTYPES[self.to.scales_tag])
+        yield new.global_scale, 0, self._rescaled(array(old.global_scale))
+        activation = _activation(self.stored, module)
+        if new.activation is not None and activation is not None:
+            yield new.activation, 0, self._rescaled(activation)
+
+    def changed_scales(self, module: str) -> int:
+        """Counts the global scales that change if the weight is repacked to its layout and back."""
+        if self.stored.layout in (TE, self.to):
+            return 0
+        scale = self.stored.source.array(self.stored.parts(module).global_scale)
+        return int((decode_scale(self._rescaled(scale)).reshape(-1) != scale.reshape(-1)).sum())
+
+    def files(self) -> dict[str, JSON]:
+        stored, to = self.stored, self.to
+        kept = linear_modules(map(stored.source.entry, stored.others))
+        ignore = ignore_list(kept, stored.modules, to.name)
+        check_ignore_list(ignore, kept, stored.modules, to.name)
+        weight_only = not any(_activation(stored, m) is not None for m in stored.modules)
+        fp8 = _has_fp8_kv_cache(stored)
+        files: dict[str, JSON] = {}
+        if to is MODELOPT:
+            files[HF_QUANT] = hf_quant_config(ignore, __version__, weight_only=weight_only, fp8_kv_cache=fp8)
+        if stored.source.config is not None:
+            config = quantization_config(to.name, ignore, weight_only=weight_only, fp8_kv_cache=fp8)
+            files[CONFIG] = {**stored.source.config, "quantization_config": config}
+        return files
+
+    def _parts(self, module: str) -> Parts:
+        return self.to.parts(module, module in self.stored.stacks)
+
+    def _rescaled(self, scale: np.ndarray) -> np.ndarray:
+        """Computes a global or activation scale as the new layout stores it."""
+        scale = np.asarray(scale, np.float32)
+        if self.stored.layout is TE:
+            return global_scale_of(self.to, scale, self.stored.e4m3_max)
+        return scale if self.stored.layout.meaning == self.to.meaning else decode_scale(scale)
+
+
+def _activation(stored: Stored, module: str) -> np.ndarray | None:
+    name = stored.parts(module).activation
+    return stored.source.array(name) if name is not None and name in stored.source.places else None
+
+
+def _has_fp8_kv_cache(stored: Stored) -> bool:
+    """Tells whether the configs ask for an FP8 KV cache. Another kind is an error: loaders disagree about it."""
+    config, path = (stored.source.config or {}).get("quantization_config"), stored.source.directory / HF_QUANT
+    if links_outside(path, stored.source.directory):
+        raise CheckpointError("is a link out of the directory", "a file in it", file=path)
+    hf_quant = read_json(path) if path.is_file() else {}
+    sections = [config, config.get("quantization") if isinstance(config, dict) else None, hf_quant.get("quantization")]
+    keys = ("kv_cache_quant_algo", "kv_cache_scheme")
+    claims = [claim for s in sections if isinstance(s, dict) for key in keys if (claim := s.get(key))]
+    for claim in claims:
+        fields = claim.items() if isinstance(claim, dict) else ()
+        known = all(v in (None, FP8_KV_CACHE[k]) for k, v in fields if k in FP8_KV_CACHE)
+        if claim != "FP8" and not (known and {"num_bits", "type"} <= dict(fields).keys()):
+            raise CheckpointError(
+                f"the KV cache is {claim!r:.200}", "FP8 or none", file=stored.source.directory, code=Exit.CONFLICT
+            )
+    return bool(claims)
+
+
+# ---------------------------------------------------------------- an ordinary checkpoint
+_DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def dequantize_checkpoint(
+    source: Path | str, output: Path | str, dtype: str = "BF16", *, warn: Warn = warnings.warn
+) -> None:
+    """Decodes an NVFP4 checkpoint to an ordinary one: values q * (s * S_dec), rounded to ``dtype``.
+
+    Args:
+      source: an NVFP4 checkpoint of any layout.
+      output: a new or empty directory.
+      dtype: the dtype of the decoded weights: BF16, F16 or F32; kept tensors are copied.
+      warn: called with a sentence about each oddity that is no error.
+
+    Raises:
+      CheckpointError: the checkpoint is damaged, a value is too large for ``dtype``, or the disk is full.
+    """
+    stored = open_stored(Path(source))
+    if dtype not in _DTYPE_NAMES:
+        raise CheckpointError(f"dtype is {dtype!r}", "BF16, F16 or F32", code=Exit.USAGE)
+    for module in stored.modules:
+        _check_range(stored.weight(module), dtype)
+    _write(_Decoding(stored, dtype), Path(output), warn)
+
+
+@dataclass(frozen=True)
+class _Decoding:
+    stored: Stored
+    dtype: str
+
+    def outputs(self, module: str) -> list[Planned]:
+        w = self.stored.weight(module)
+        shape = (w.shape[0], w.shape[2], w.shape[1]) if w.kn else w.shape
+        return [Planned(w.name, self.dtype, shape)]
+
+    def pieces(self, module: str) -> Pieces:
+        w = self.stored.weight(module)
+        row_size = math.prod(w.shape[1:])
+        for rows in _slices(w):
+            values = w.values(rows).astype(DTYPES[self.dtype])
+            yield w.name, rows.start * row_size, values.transpose(0, 2, 1) if w.kn else values
+
+    def files(self) -> dict[str, JSON]:
+        config = self.stored.source.config
+        return {} if config is None else {CONFIG: _ordinary_config(config, _DTYPE_NAMES[self.dtype])}
+
+
+def _slices(w: Weight) -> Iterator[slice]:
+    return (slice(e, e + 1) for e in range(w.shape[0])) if w.stacked else slices(w.shape, 4, CHUNK_BYTES)
+
+
+def _check_range(w: Weight, dtype: str) -> None:
+    """Raises if values overflow in ``dtype``. The weight is read only if its global scale makes that possible."""
+    largest = float(ml_dtypes.finfo(DTYPES[dtype]).max)
+    if 6 * 448 * float(np.abs(w.decode).max()) <= largest:
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        count = sum(int((~np.isfinite(w.values(rows).astype(DTYPES[dtype]))).sum()) for rows in _slices(w))
+    if count:
+        observed = f"has {count} values that are not finite in {dtype}"
+        raise CheckpointError(observed, f"at most {largest:g}", tensor=w.name, hint="--dtype bf16 or f32")
+
+
+def _ordinary_config(config: JSON, dtype: str) -> JSON:
+    """Makes the config of a model that is not quantized, with this dtype, also in the part of its language model."""
+    out = {**config, "torch_dtype": dtype}
+    out.pop("quantization_config", None)
+    if "dtype" in config:
+        out["dtype"] = dtype
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        out["text_config"] = {**text, **{k: dtype for k in ("torch_dtype", "dtype") if k in text}}
+    return out
+
+
+# ---------------------------------------------------------------- writing
+@dataclass(frozen=True)
+class _Shard:
+    """Lists what one output file holds: the weights whose codes are in the input file of that name, and its others."""
+
+    modules: list[str]
+    kept: list[Entry]
+    outputs: list[Planned]
+
+
+def _write(rewriting: Rewriting, output: Path, warn: Warn) -> None:
+    """Writes shard by shard, then the files beside them; config and index are last."""
+    stored, files = rewriting.stored, rewriting.files()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError("is not empty", "an empty or new directory", file=output, code=Exit.USAGE)
+    shards = _shards(rewriting)
+    sizes = [sum(p.nbytes for p in shard.outputs) for shard in shards.values()]
+    check_free_space(output, sizes)
+    if len(shards) > 1:
+        names = {p.name: name for name, shard in shards.items() for p in shard.outputs}
+        files = {**files, INDEX: {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(names.items()))}}
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        for name, shard in shards.items():
+            _write_shard(rewriting, output / name, shard)
+        not_copied = copy_companions(stored.source.directory, output, stored.source.single_file)
+        for name, value in files.items():
+            write_file(output / name, json_bytes(value))
+    except OSError as e:
+        raise CheckpointError(f"cannot be written ({e.strerror})", file=e.filename or output, code=Exit.IO) from e
+    for text in not_copied:
+        warn(text)
+
+
+def _shards(rewriting: Rewriting) -> dict[str, _Shard]:
+    stored = rewriting.stored
+    shards = {name: _Shard([], [], []) for name in sorted(stored.source.files)}
+    for module in stored.modules:
+        shard = shards[stored.source.places[stored.parts(module).codes]]
+        shard.modules.append(module)
+        shard.outputs.extend(rewriting.outputs(module))
+    for name in stored.others:
+        shard, entry = shards[stored.source.places[name]], stored.source.entry(name)
+        shard.kept.append(entry)
+        shard.outputs.append(Planned(entry.name, entry.tag, entry.shape))
+    return {name: shard for name, shard in shards.items() if shard.outputs}
+
+
+def _write_shard(rewriting: Rewriting, path: Path, shard: _Shard) -> None:
+    """Writes one file, and drops the pages of every tensor that was read."""
+    stored = rewriting.stored
+    with Writer(path, shard.outputs, {"format": "pt", "jnvfp4_version": __version__}) as file:
+        for entry in shard.kept:
+            file.put(entry.name, stored.source.array(entry.name))
+            stored.source.release(entry.name)
+        for module in shard.modules:
+            for name, first, data in rewriting.pieces(module):
+                file.put(name, data, first)
+            stored.release(module)

@@ -1,0 +1,115 @@
+"""Saves tensors in memory as a checkpoint."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import __version__
+from ..tensor import NVFP4Tensor
+from ._files.errors import CheckpointError, Exit
+from ._files.files import json_bytes, write_file
+from ._files.safetensors import DTYPES, TAGS, Planned, Writer
+from ._files.source import CONFIG, HF_QUANT
+from ._layouts.configs import hf_quant_config, quantization_config
+from ._layouts.layouts import LAYOUTS, TE, Layout, LayoutName, global_scale_of
+from ._layouts.loaders import check_ignore_list, ignore_list
+from ._layouts.names import WEIGHT, groups_of, is_stack, module_of
+
+
+def save_checkpoint(
+    tensors: Mapping[str, NVFP4Tensor | jax.Array | np.ndarray],
+    output: Path | str,
+    layout: LayoutName = "modelopt",
+    *,
+    config: Mapping[str, Any] | None = None,
+) -> None:
+    """Saves tensors as a checkpoint of one file.
+
+    Args:
+      tensors: the tensors by their Hugging Face names. Weights that are NVFP4Tensors are stored quantized; without any
+        the checkpoint is an ordinary one.
+      output: a new or empty directory.
+      layout: the layout of the quantized weights.
+      config: the content of ``config.json``, without a quantization_config.
+
+    Raises:
+      CheckpointError: the layout cannot store a tensor, or weights that loaders fuse have different amaxes.
+    """
+    if layout not in LAYOUTS:
+        raise CheckpointError(f"layout is {layout!r}", f"one of {', '.join(LAYOUTS)}", code=Exit.USAGE)
+    output, to = Path(output), LAYOUTS[layout]
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError("is not empty", "an empty or new directory", file=output, code=Exit.USAGE)
+    weights = {n: t for n, t in tensors.items() if isinstance(t, NVFP4Tensor)}
+    arrays: dict[str, np.ndarray] = {n: np.asarray(t) for n, t in tensors.items() if n not in weights}
+    for name, t in weights.items():
+        arrays |= _arrays_of(name, t, to)
+    _check_groups(weights, to)
+    files = _configs(tensors, weights, layout, dict(config or {}))
+    output.mkdir(parents=True, exist_ok=True)
+    planned = [Planned(name, TAGS[a.dtype], a.shape) for name, a in arrays.items()]
+    with Writer(output / "model.safetensors", planned, {"format": "pt", "jnvfp4_version": __version__}) as file:
+        for name, a in sorted(arrays.items()):
+            file.put(name, a)
+    for name, value in files.items():
+        write_file(output / name, json_bytes(value))
+
+
+def _check_groups(weights: Mapping[str, NVFP4Tensor], layout: Layout) -> None:
+    """Raises if weights that loaders fuse have different amaxes: loaders keep one global scale for all of them."""
+    if layout is TE:
+        return
+    amaxes = {module_of(n): np.asarray(t.amax) for n, t in weights.items()}
+    for group in groups_of(amaxes):
+        first, *others = group.members
+        other = next((m for m in others if amaxes[m].tobytes() != amaxes[first].tobytes()), None)
+        if other is not None:
+            raise CheckpointError(
+                f"has another amax than {first!r}, with which loaders fuse it",
+                "one amax for both",
+                tensor=other,
+                code=Exit.CONFLICT,
+                hint="quantize both with amax= the larger one",
+            )
+
+
+def _configs(
+    tensors: Mapping[str, Any], weights: Mapping[str, NVFP4Tensor], layout: LayoutName, config: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Makes the JSON files; without a quantized weight that is only the config, unchanged."""
+    if not weights:
+        return {CONFIG: config}
+    maxima = {t.format.e4m3_max for t in weights.values()}
+    if layout == "te" and len(maxima) > 1:
+        raise CheckpointError(f"tensors have e4m3_max {sorted(maxima)}", "one, in layout te", code=Exit.USAGE)
+    quantized = [module_of(n) for n in weights]
+    kept = [module_of(n) for n, t in tensors.items() if n.endswith(WEIGHT) and n not in weights and np.ndim(t) == 2]
+    ignore = ignore_list(kept, quantized, layout)
+    check_ignore_list(ignore, kept, quantized, layout)
+    te = {"e4m3_max": max(maxima)}
+    files = {CONFIG: {**config, "quantization_config": quantization_config(layout, ignore, weight_only=True, te=te)}}
+    if layout == "modelopt":
+        files[HF_QUANT] = hf_quant_config(ignore, __version__, weight_only=True)
+    return files
+
+
+def _arrays_of(name: str, t: NVFP4Tensor, layout: Layout) -> dict[str, np.ndarray]:
+    """Gives the arrays that store a quantized weight, by name."""
+    stacked = t.ndim == 3 and is_stack(name)
+    by_row = t.format.amax_scope == "row"
+    if t.format.rht or t.format.amax_scope == "window64" or (by_row and (layout.name != "te" or stacked)):
+        raise CheckpointError(f"has {t.format}", f"what {layout.name} can store", tensor=name, code=Exit.USAGE)
+    if t.ndim != 2 and not (stacked and layout.stacks):
+        raise CheckpointError(f"has shape {list(t.shape)}", "[N, K]", tensor=name, code=Exit.USAGE)
+    parts, amax = layout.parts(module_of(name), stacked), np.asarray(t.amax)
+    if stacked:
+        amax = np.broadcast_to(amax, t.shape[:1])  # one for each expert, also if all have the same
+    scale = global_scale_of(layout, amax, t.format.e4m3_max)
+    return {
+        parts.codes: np.asarray(t.data),
+        parts.scales: np.asarray(t.scale).view(DTYPES[layout.scales_tag]),
+        parts.global_scale: scale.reshape(amax.shape or layout.global_shape),
+    }

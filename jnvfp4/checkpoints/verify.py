@@ -1,0 +1,343 @@
+"""Verifies a converted checkpoint: decodes every weight and compares it with the source."""
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ._convert.options import ExpertLayout
+from ._convert.views import FP8_SCALE, converted_view
+from ._files.errors import CheckpointError, Exit
+from ._files.files import CHUNK_BYTES, slices
+from ._files.safetensors import FLOATS
+from ._files.source import Source, open_source
+from ._layouts.layouts import COMPRESSED_TENSORS
+from ._layouts.names import groups_of
+from ._layouts.stored import Stored, Weight, open_stored
+
+LARGEST_SCALE = 0x7E  # the E4M3 bits of 448
+SUSPICIOUS = 0.15  # a relative error; Gaussian weights have about 0.094
+
+
+@dataclass(frozen=True)
+class ErrorStats:
+    """Measures how far a quantized weight is from its source.
+
+    Attributes:
+      relative_error: |w - d| / |w|, Frobenius norms; 0 for a zero weight.
+      snr_db: -20 log10(relative_error), or None if it is infinite.
+      max_abs_error: the largest |w - d|.
+      cosine: the cosine of the angle between them, or None for a zero weight.
+      largest_code_share: the share of codes 6 and -6.
+      zero_code_share: the share of codes 0 and -0.
+      zero_scale_share, saturated_scale_share: the shares of block scales 0 and 448.
+    """
+
+    relative_error: float
+    snr_db: float | None
+    max_abs_error: float
+    cosine: float | None
+    largest_code_share: float
+    zero_code_share: float
+    zero_scale_share: float
+    saturated_scale_share: float
+
+
+def error_stats(w: np.ndarray, weight: Weight, max_bytes: int = CHUNK_BYTES) -> ErrorStats:
+    """Compares a weight with its quantized form; sums are in float64, over a slice of rows at a time."""
+    difference = square = decoded = product = worst = 0.0
+    pairs, scales = np.zeros(256, np.int64), np.zeros(256, np.int64)  # how often each byte occurs
+    for rows in slices(w.shape, 8, max_bytes):
+        a, b = w[rows].astype(np.float64), weight.values(rows).astype(np.float64)
+        difference += float(np.square(a - b).sum())
+        square += float(np.square(a).sum())
+        decoded += float(np.square(b).sum())
+        product += float((a * b).sum())
+        worst = max(worst, float(np.abs(a - b).max(initial=0)))
+        pairs += np.bincount(weight.codes[rows].reshape(-1), minlength=256)
+        scales += np.bincount(weight.scales[rows].reshape(-1), minlength=256)
+    by_code = pairs.reshape(16, 16)  # high and low code of a byte
+    codes = by_code.sum(0) + by_code.sum(1)
+    relative = math.sqrt(difference / square) if square else 0.0
+    norms = math.sqrt(square) * math.sqrt(decoded)
+    return ErrorStats(
+        relative_error=relative,
+        snr_db=-20 * math.log10(relative) if relative else None,
+        max_abs_error=worst,
+        cosine=product / norms if norms else None,
+        largest_code_share=float(codes[7] + codes[15]) / w.size,
+        zero_code_share=float(codes[0] + codes[8]) / w.size,
+        zero_scale_share=float(scales[0]) / weight.scales.size,
+        saturated_scale_share=float(scales[LARGEST_SCALE]) / weight.scales.size,
+    )
+
+
+@dataclass(frozen=True)
+class Record:
+    """Describes one tensor of a verified checkpoint.
+
+    Attributes:
+      name: the tensor's name in the source.
+      shape: its shape in the source.
+      dtype: its safetensors dtype in the source; of a kept tensor in the output.
+      global_scale: the stored global scale, if it is one number.
+      error: how far a quantized weight is from its source; None for a kept tensor.
+      sha256: digest of what is stored.
+      peer_differs: how many elements compressed-tensors decodes to the next bfloat16 number; None if it was not asked.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    global_scale: float | None
+    error: ErrorStats | None
+    sha256: str
+    peer_differs: int | None = None
+
+
+class VerificationError(CheckpointError):
+    """Reports what a verification found; the first finding is in the message.
+
+    Attributes:
+      failures: all findings.
+      records: the tensors that could be compared.
+    """
+
+    def __init__(self, failures: list[CheckpointError], records: list[Record]):
+        more = f"; and {len(failures) - 1} more" if len(failures) > 1 else ""
+        super().__init__(f"{failures[0]}{more}", code=Exit.VERIFICATION)
+        self.failures, self.records = failures, records
+
+
+def verify_checkpoint(
+    source: Path | str,
+    output: Path | str,
+    max_relative_error: float = 0.2,
+    expert_layout: ExpertLayout = "auto",
+) -> list[Record]:
+    """Decodes every weight of a converted checkpoint and compares it with the source; kept tensors must be unchanged.
+
+    Args:
+      source: the checkpoint that was converted.
+      output: the converted checkpoint.
+      max_relative_error: the largest |w - d| / |w| of a weight.
+      expert_layout: as in ``ConvertOptions``, needed if experts were taken out of one tensor.
+
+    Returns:
+      a record of every tensor, in the order of their names.
+
+    Raises:
+      VerificationError: a tensor is missing or changed, an error is larger than ``max_relative_error``, members of a
+        group have different global scales, or compressed-tensors decodes other values (asked if it is installed and
+        the layout is its own).
+      CheckpointError: one of the checkpoints is damaged.
+    """
+    stored = open_stored(Path(output))
+    original = _as_converted(open_source(Path(source)), stored, expert_layout)
+    failures: list[CheckpointError] = []
+    records: list[Record] = []
+
+    def run(check: Callable[[], Record | None]) -> None:
+        try:
+            if record := check():
+                records.append(record)
+        except CheckpointError as e:
+            failures.append(e)
+
+    run(partial(_check_groups, stored))
+    peer = peer_decoder(stored)
+    for name in stored.others:
+        run(partial(_check_kept, original, stored, name))
+    for module in stored.modules:
+        run(partial(_check_quantized, original, stored, module, peer))
+    if missing := set(original.places) - set(stored.names):
+        failures.append(_failure(min(missing), "is missing", "", stored))
+    records.sort(key=lambda r: r.name)
+    for r in records:
+        if r.error and not r.error.relative_error <= max_relative_error:
+            observed = f"relative error is {r.error.relative_error:.4g}"
+            failures.append(_failure(r.name, observed, f"at most {max_relative_error:g}", stored))
+    if failures:
+        raise VerificationError(failures, records)
+    return records
+
+
+def _as_converted(source: Source, stored: Stored, expert_layout: ExpertLayout) -> Source:
+    """Shows the source in the form that was converted, which follows from the names in the output."""
+    names = set(stored.names)
+    if any(n.endswith(FP8_SCALE) for n in source.places):
+        source = converted_view(source, dequantize_input="fp8-block")
+    if not names <= set(source.places):
+        source = converted_view(source, experts="per-expert", expert_layout=expert_layout)
+    if not names <= set(source.places):
+        source = converted_view(source, experts="stacked")
+    return source
+
+
+def _failure(name: str, observed: str, expected: str, stored: Stored) -> CheckpointError:
+    return CheckpointError(observed, expected, file=stored.source.directory, tensor=name, code=Exit.VERIFICATION)
+
+
+# ---------------------------------------------------------------- checks of one tensor or group
+def _check_quantized(source: Source, stored: Stored, module: str, peer: "PeerDecoder | None") -> Record:
+    name = stored.name(module)
+    if name not in source.places:
+        raise _failure(name, "is not in the source", "", stored)
+    entry, weight = source.entry(name), stored.weight(module)
+    try:
+        w = source.array(name).transpose(0, 2, 1) if weight.kn else source.array(name)
+        if w.shape != weight.shape:
+            raise _failure(name, f"has shape {list(weight.shape)}", f"{list(w.shape)}", stored)
+        if not np.isfinite(weight.decode).all() or not (weight.decode > 0).all():
+            observed = f"has a global scale of {weight.global_scale}"
+            raise _failure(name, observed, "a finite one above 0", stored)
+        if weight.scales.max(initial=0) > LARGEST_SCALE:
+            raise _failure(name, "has block scales that are negative or NaN", "0 to 448", stored)
+        with np.errstate(invalid="ignore"):  # decoded values may be infinite
+            error = error_stats(w, weight)
+        return Record(
+            name,
+            entry.shape,
+            entry.tag,
+            float(weight.global_scale.reshape(-1)[0]) if weight.global_scale.size == 1 else None,
+            error,
+            _sha256(weight.codes, weight.scales, weight.global_scale),
+            compare_with_peer(peer(module), weight, stored) if peer else None,
+        )
+    finally:
+        source.release(name)
+        stored.release(module)
+
+
+def _check_kept(source: Source, stored: Stored, name: str) -> Record:
+    entry = stored.source.entry(name)
+    if name not in source.places:
+        raise _failure(name, "is not in the source", "", stored)
+    other = source.entry(name)
+    narrowed = entry.tag == "BF16" and other.tag in FLOATS
+    if entry.shape != other.shape or (entry.tag != other.tag and not narrowed):
+        raise _failure(name, f"is {entry.tag} {list(entry.shape)}", f"{other.tag} {list(other.shape)}", stored)
+    digest = _sha256(stored.source.array(name))
+    if digest != _sha256(source.array(name), dtype=entry.dtype):
+        raise _failure(name, "has other bytes than in the source", "the same", stored)
+    source.release(name)
+    stored.source.release(name)
+    return Record(name, entry.shape, entry.tag, None, None, digest)
+
+
+def _check_groups(stored: Stored) -> None:
+    """Raises if modules that loaders fuse have different global scales."""
+    share_qkv = not any(f.metadata.get("share_qkv") == "false" for f in stored.source.files.values())
+    for group in groups_of(stored.modules, share_qkv=share_qkv):
+        scales = {m: stored.weight(m).global_scale.tobytes() for m in group.members}
+        first = group.members[0]
+        # Loaders keep one number for a group; amaxes of rows, which only layout te has, are no such number.
+        other = next((m for m in group.members if scales[m] != scales[first] and len(scales[m]) == 4), None)
+        if other is not None:
+            observed = f"has another global scale than {stored.name(first)!r}"
+            raise CheckpointError(
+                observed, "one in a group that loaders fuse", tensor=stored.name(other), code=Exit.VERIFICATION
+            )
+
+
+def _sha256(*arrays: np.ndarray, dtype: np.dtype | None = None) -> str:
+    """Computes one digest of some arrays, cast to ``dtype`` if it is given."""
+    digest = hashlib.sha256()
+    for a in arrays:
+        for rows in slices(a.shape, a.dtype.itemsize, CHUNK_BYTES) if a.shape else (...,):
+            part = a[rows] if dtype is None else a[rows].astype(dtype, copy=False)
+            digest.update(np.asarray(part, order="C").tobytes())
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------- compressed-tensors, if it is installed
+PeerDecoder = Callable[[str], np.ndarray]  # decodes the weight of a module to bfloat16
+
+
+def peer_decoder(stored: Stored) -> PeerDecoder | None:
+    """Gives a function that decodes weights with compressed-tensors.
+
+    It is None if the layout or the config is not that of compressed-tensors, or the package is not installed.
+    """
+    config = (stored.source.config or {}).get("quantization_config")
+    if stored.layout is not COMPRESSED_TENSORS or not config:
+        return None
+    if not all(map(find_spec, ("torch", "compressed_tensors"))):
+        return None
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    schemes = [*QuantizationConfig.model_validate(config).config_groups.values()]
+    if len(schemes) != 1:  # this does not find out which weights have which scheme
+        return None
+    scheme = schemes[0]
+    compressor = BaseCompressor.get_value_from_registry(scheme.format)
+
+    def decode(module: str) -> np.ndarray:
+        w = stored.weight(module)
+        state = {
+            "weight_packed": torch.from_numpy(w.codes.copy()),
+            "weight_scale": torch.from_numpy(w.scales.copy()).view(torch.float8_e4m3fn),
+            "weight_global_scale": torch.from_numpy(w.global_scale.reshape(1).copy()),
+        }
+        decoded = compressor.decompress(state, scheme)["weight"].to(torch.bfloat16)
+        return decoded.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+
+    return decode
+
+
+def compare_with_peer(theirs: np.ndarray, weight: Weight, stored: Stored) -> int:
+    """Counts the elements that another reader rounds to the next number, and raises if it decodes anything else."""
+    count = 0
+    for rows in slices(weight.shape, 4, CHUNK_BYTES):
+        ours = weight.values(rows).astype(theirs.dtype).view(np.int16).astype(np.int32)
+        steps = np.abs(ours - theirs[rows].view(np.int16))
+        if steps.max(initial=0) > 1:
+            observed = f"compressed-tensors decodes {int((steps > 1).sum())} other values"
+            raise _failure(weight.name, observed, "the same", stored)
+        count += int(np.count_nonzero(steps))
+    return count
+
+
+# ---------------------------------------------------------------- JSON
+# The keys of records in JSON files, by the attribute of ErrorStats.
+_KEYS = {
+    "relative_error": "rel_err",
+    "snr_db": "snr_db",
+    "max_abs_error": "max_abs_err",
+    "cosine": "cosine",
+    "largest_code_share": "saturated",
+    "zero_code_share": "zero_codes",
+    "zero_scale_share": "zero_scales",
+    "saturated_scale_share": "largest_scales",
+}
+
+
+def as_json(records: list[Record]) -> list[dict[str, Any]]:
+    """Gives records as JSON values, with null for infinity and NaN."""
+    out = []
+    for r in records:
+        errors = {
+            _KEYS[k]: (v if v is None or math.isfinite(v) else None)
+            for k, v in (vars(r.error) if r.error else {}).items()
+        }
+        out.append(
+            {
+                "name": r.name,
+                "shape": list(r.shape),
+                "dtype": r.dtype,
+                "global": r.global_scale,
+                **errors,
+                "sha256": r.sha256,
+                **({} if r.peer_differs is None else {"differs_in_compressed_tensors": r.peer_differs}),
+            }
+        )
+    return out

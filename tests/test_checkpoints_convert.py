@@ -1,0 +1,376 @@
+"""Conversion of checkpoints: the bytes of independent software, and properties of every layout."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import GOLDEN, files_of, refused, weight, write
+from conftest import gpus, skip_or_fail
+
+import jnvfp4
+from jnvfp4.checkpoints import CheckpointError, ConvertOptions, Exit, convert_checkpoint
+from jnvfp4.checkpoints._files.source import open_source
+from jnvfp4.checkpoints._layouts.stored import open_stored
+from jnvfp4.checkpoints.compare import diff
+from jnvfp4.checkpoints.load import open_checkpoint
+from jnvfp4.checkpoints.report_files import write_report
+from jnvfp4.checkpoints.rewrite import dequantize_checkpoint, repack_checkpoint
+from jnvfp4.checkpoints.save import save_checkpoint
+from jnvfp4.checkpoints.verify import VerificationError, verify_checkpoint
+from jnvfp4.cli import main
+
+MODELS = ("llama", "moe")
+LAYOUTS = ("modelopt", "compressed-tensors", "te")
+MINUS_ZERO = "model.layers.1.mlp.down_proj"  # row 2 begins with -0.0, whose code is 8 here and 0 there
+
+
+def raw(source, name) -> bytes:
+    return source.array(name).tobytes()
+
+
+@pytest.fixture
+def model(tmp_path):
+    shutil.copytree(GOLDEN / "llama" / "input", tmp_path / "in")
+    return tmp_path / "in"
+
+
+# ---------------------------------------------------------------- golden
+@pytest.mark.parametrize("chunk_bytes", [1 << 13, 64 << 20], ids=["slices", "whole"])
+@pytest.mark.parametrize("model", MODELS)
+def test_bytes_of_the_reference(tmp_path, model, chunk_bytes, native):
+    options = ConvertOptions(chunk_bytes=chunk_bytes)
+    convert_checkpoint(GOLDEN / model / "input", tmp_path / "out", options, device=native.device)
+    got, want = open_source(tmp_path / "out"), open_source(GOLDEN / model / "te_modelopt")
+    assert got.places.keys() == want.places.keys()
+    for e in want.entries():
+        assert (got.entry(e.name).tag, got.entry(e.name).shape) == (e.tag, e.shape)
+        if e.name == f"{MINUS_ZERO}.weight":
+            a, b = got.array(e.name).copy(), want.array(e.name)
+            np.testing.assert_array_equal(a[2, :8], 0x88)
+            a[2, :8] = 0
+            np.testing.assert_array_equal(a, b)
+        else:
+            assert raw(got, e.name) == raw(want, e.name), e.name
+    for directory in (got.directory, want.directory):
+        assert json.loads((directory / "config.json").read_text()).get("quantization_config")
+    assert got.config == want.config
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ConvertOptions(layout="te", spec=jnvfp4.ROW_SCALED),
+        ConvertOptions(spec=jnvfp4.four_over_six()),
+        ConvertOptions(spec=jnvfp4.four_over_six("mse", e4m3_max=448, block_rows=16)),
+        ConvertOptions(spec=jnvfp4.NVFP4_2D),
+    ],
+    ids=["row-scaled", "4over6", "4over6 448 16x16", "16x16"],
+)
+def test_a_gpu_writes_the_same_files(tmp_path, options):
+    if not gpus():
+        skip_or_fail("cuda", "no CUDA device")
+    convert_checkpoint(GOLDEN / "llama" / "input", tmp_path / "cpu", options)
+    convert_checkpoint(GOLDEN / "llama" / "input", tmp_path / "gpu", options, device=gpus()[0], workers=3)
+    assert files_of(tmp_path / "gpu") == files_of(tmp_path / "cpu")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_layouts_have_the_same_codes_and_scales(tmp_path, model):
+    for f in LAYOUTS:
+        convert_checkpoint(GOLDEN / model / "input", tmp_path / f, ConvertOptions(layout=f))
+    for f in LAYOUTS[1:]:
+        found = diff(tmp_path / LAYOUTS[0], tmp_path / f)
+        assert not found.codes
+        assert not found.scales
+        assert not found.others
+
+
+@pytest.mark.parametrize(
+    ("model", "other", "scales", "codes", "equal_globals"),
+    [
+        ("llama", "ct_f32stats", 41, 267, None),
+        ("llama", "ct_nativestats", 1375, 6966, 1),
+        ("moe", "ct_f32stats", 26, 134, None),
+    ],
+)
+def test_diff_counts(model, other, scales, codes, equal_globals):
+    found = diff(GOLDEN / model / "te_modelopt", GOLDEN / model / other)
+    assert (sum(found.scales.values()), sum(found.codes.values())) == (scales, codes)
+    if equal_globals is not None:
+        assert len(open_stored(GOLDEN / model / other).modules) - len(found.globals) == equal_globals
+
+
+STORED = [(m, s) for m in MODELS for s in ("te_modelopt", "ct_f32stats", "ct_nativestats") if (GOLDEN / m / s).is_dir()]
+
+
+@pytest.mark.parametrize(("model", "stored"), STORED)
+def test_readers_decode_what_is_stored(model, stored):
+    c = open_checkpoint(GOLDEN / model / stored)
+    for module in c.stored.modules:
+        t = c[f"{module}.weight"]
+        got = np.asarray(jnvfp4.dequantize(t, jnp.bfloat16))
+        np.testing.assert_array_equal(got, c.stored.weight(module).values().astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_repack_keeps_codes_and_scales(tmp_path, model):
+    repack_checkpoint(GOLDEN / model / "ct_f32stats", tmp_path / "a", "modelopt")
+    repack_checkpoint(tmp_path / "a", tmp_path / "b", "compressed-tensors")
+    for out in ("a", "b"):
+        found = diff(GOLDEN / model / "ct_f32stats", tmp_path / out)
+        assert not found.codes
+        assert not found.scales
+        assert not found.others
+
+
+def test_dequantized_checkpoint_is_what_readers_decode(tmp_path):
+    dequantize_checkpoint(GOLDEN / "llama" / "te_modelopt", tmp_path / "out")
+    out, stored = open_source(tmp_path / "out"), open_stored(GOLDEN / "llama" / "te_modelopt")
+    assert "quantization_config" not in out.config
+    for m in stored.modules:
+        np.testing.assert_array_equal(out.array(f"{m}.weight"), stored.weight(m).values().astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_verify_finds_what_was_changed(tmp_path, layout):
+    src, out = GOLDEN / "moe" / "input", tmp_path / "out"
+    convert_checkpoint(src, out, ConvertOptions(layout=layout))
+    errors = [r.error.relative_error for r in verify_checkpoint(src, out) if r.error]
+    assert 0.09 < np.mean(errors) < 0.1
+    path = out / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    e = open_source(out).entry("model.norm.weight")
+    data[e.begin] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*other bytes") as found:
+        verify_checkpoint(src, out)
+    assert found.value.code == Exit.VERIFICATION
+
+
+# ---------------------------------------------------------------- properties
+def test_a_group_is_quantized_as_its_concatenation(tmp_path):
+    parts = {r: weight(32, 64, i) for i, r in enumerate(("gate_proj", "up_proj"))}
+    parts["up_proj"] = ("BF16", parts["up_proj"][1] * 3)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    write(tmp_path / "a" / "model.safetensors", {f"model.layers.0.mlp.{r}.weight": w for r, w in parts.items()})
+    both = np.concatenate([w for _, w in parts.values()])
+    write(tmp_path / "b" / "model.safetensors", {"model.layers.0.mlp.gate_up_proj.weight": ("BF16", both)})
+    for d in ("a", "b"):
+        convert_checkpoint(tmp_path / d, tmp_path / f"{d}_out")
+    a, b = open_stored(tmp_path / "a_out"), open_stored(tmp_path / "b_out")
+    one = b.weight("model.layers.0.mlp.gate_up_proj")
+    two = [a.weight(f"model.layers.0.mlp.{r}") for r in parts]
+    np.testing.assert_array_equal(np.concatenate([w.codes for w in two]), one.codes)
+    np.testing.assert_array_equal(np.concatenate([w.scales for w in two]), one.scales)
+    assert {float(w.global_scale) for w in two} == {float(one.global_scale)}
+
+
+def test_sharded_placement_reads_what_it_needs():
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices("cpu")[:2])
+    c = open_checkpoint(GOLDEN / "llama" / "te_modelopt")
+    name = "model.layers.0.mlp.gate_proj.weight"
+    for spec in (("x", None), (None, "x")):
+        sharding = jax.NamedSharding(mesh, jax.P(*spec))
+        t = c.place(name, sharding)
+        assert t.data.sharding.is_equivalent_to(sharding, 2)
+        np.testing.assert_array_equal(t.data, c[name].data)
+    eight = jax.make_mesh((8,), ("x",), devices=jax.devices("cpu")[:8])
+    with pytest.raises(CheckpointError, match="whole blocks of 16"):
+        c.place("model.layers.0.mlp.down_proj.weight", jax.NamedSharding(eight, jax.P(None, "x")))
+
+
+# ---------------------------------------------------------------- policy
+def test_layers_are_numbers(tmp_path):
+    tensors = {f"model.layers.{i}.mlp.down_proj.weight": weight(16, 32, i) for i in (0, 1, 10, 11)}
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / "model.safetensors", tensors)
+    (tmp_path / "in" / "config.json").write_text('{"num_hidden_layers": 12}')
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(start_layers=2, end_layers=1))
+    assert open_stored(tmp_path / "out").modules == ["model.layers.10.mlp.down_proj"]
+
+
+def test_what_is_not_finite_keeps_its_group(tmp_path):
+    bad = weight(16, 32)[1].copy()
+    bad[3, 4] = np.inf
+    tensors = {
+        "model.layers.0.mlp.gate_proj.weight": ("BF16", bad),
+        "model.layers.0.mlp.up_proj.weight": weight(16, 32, 1),
+        "model.layers.0.mlp.down_proj.weight": weight(16, 32, 2),
+    }
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / "model.safetensors", tensors)
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(on_nonfinite="skip"))
+    assert open_stored(tmp_path / "out").modules == ["model.layers.0.mlp.down_proj"]
+
+
+# ---------------------------------------------------------------- report
+def test_report(model, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    arguments = ["--model-dir", str(model), "--save-dir", str(tmp_path / "out"), "--report", str(tmp_path / "report")]
+    assert main(["convert", *arguments]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["quantized"] == 14
+    assert printed["kept"] == 7
+    assert 0.094 < printed["mean_rel_err"] < 0.095
+    report = json.loads((tmp_path / "report" / "report.json").read_text(), parse_constant=pytest.fail)
+    assert [t["name"] for t in report["tensors"]] == sorted(open_source(model).places)
+    gate = next(t for t in report["tensors"] if t["name"] == "model.layers.0.mlp.gate_proj.weight")
+    assert gate["group"] == ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"]
+    assert gate["global"] == pytest.approx(gate["amax"] / 2688)
+    assert gate["seconds"] > 0
+    assert (tmp_path / "report" / "report.csv").read_text().count("\n") == 22
+    assert (tmp_path / "report" / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_zero_weight_has_no_error(tmp_path):
+    (tmp_path / "in").mkdir()
+    zero = ("F32", np.zeros((3, 32), np.float32))
+    write(tmp_path / "in" / "model.safetensors", {"model.layers.0.mlp.down_proj.weight": zero})
+    convert_checkpoint(tmp_path / "in", tmp_path / "out")
+    (record,) = verify_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert record.global_scale == 1.0
+    assert (record.error.relative_error, record.error.snr_db, record.error.cosine) == (0, None, None)
+
+
+# ---------------------------------------------------------------- experts in one tensor
+@pytest.mark.parametrize("layout", ["modelopt", "te"])
+@pytest.mark.parametrize("kn", [False, True], ids=["nk", "kn"])
+def test_a_stack_is_its_experts(tmp_path, kn, layout):
+    rng = np.random.default_rng(5)
+    stack = rng.normal(size=(3, 32, 64)).astype(np.float32) * np.array([1, 2, 0.5], np.float32)[:, None, None]
+    prefix = "model.layers.0.mlp.experts"
+    (tmp_path / "stack").mkdir()
+    (tmp_path / "each").mkdir()
+    stored = np.ascontiguousarray(stack.transpose(0, 2, 1)) if kn else stack
+    write(tmp_path / "stack" / "model.safetensors", {f"{prefix}.gate_up_proj": ("F32", stored)})
+    write(
+        tmp_path / "each" / "model.safetensors",
+        {f"{prefix}.{e}.gate_up_proj.weight": ("F32", w) for e, w in enumerate(stack)},
+    )
+    o = ConvertOptions(layout=layout, expert_layout="kn" if kn else "nk", chunk_bytes=1 << 12)
+    for d in ("stack", "each"):
+        convert_checkpoint(tmp_path / d, tmp_path / f"{d}_out", o)
+    one, each = open_stored(tmp_path / "stack_out"), open_stored(tmp_path / "each_out")
+    (module,) = one.modules
+    w = one.weight(module)
+    assert w.kn == kn
+    assert one.source.entry(one.parts(module).scales).shape == ((3, 4, 32) if kn else (3, 32, 4))
+    for e in range(3):
+        v = each.weight(f"{prefix}.{e}.gate_up_proj")
+        np.testing.assert_array_equal(w.codes[e], v.codes)
+        np.testing.assert_array_equal(w.scales[e], v.scales)
+        assert w.global_scale[e] == v.global_scale.reshape(())
+    (record,) = verify_checkpoint(tmp_path / "stack", tmp_path / "stack_out")
+    assert record.error.relative_error < 0.1
+    t = open_checkpoint(tmp_path / "stack_out")[module]
+    np.testing.assert_array_equal(np.asarray(jnvfp4.dequantize(t, jnp.bfloat16)), w.values().astype(ml_dtypes.bfloat16))
+    dequantize_checkpoint(tmp_path / "stack_out", tmp_path / "back", "F32")
+    back = open_source(tmp_path / "back").array(module)
+    np.testing.assert_array_equal(back.transpose(0, 2, 1) if kn else back, w.values())
+
+
+def test_axes_of_a_stack_that_nothing_says(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    name = "model.layers.0.mlp.experts.down_proj"
+    write(tmp_path / "in" / "model.safetensors", {name: ("F32", np.ones((2, 32, 64), np.float32))})
+    refused(tmp_path / "in", tmp_path, r"\[E, N, K\] or \[E, K, N\]", 3, capsys=capsys)
+    refused(tmp_path / "in", tmp_path, "stack of experts", 2, "--format", "compressed-tensors", capsys=capsys)
+
+
+# ---------------------------------------------------------------- from memory
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_saved_tensors_come_back(tmp_path, layout):
+    w = jnp.asarray(weight(32, 64)[1])
+    tensors = {
+        "model.layers.0.mlp.down_proj.weight": jnvfp4.quantize(w, jnvfp4.NVFP4),
+        "model.norm.weight": jnp.ones(64, jnp.bfloat16),
+        "lm_head.weight": w,
+    }
+    save_checkpoint(tensors, tmp_path / "out", layout, config={"model_type": "llama"})
+    c = open_checkpoint(tmp_path / "out")
+    assert sorted(c) == sorted(tensors)
+    t, got = tensors["model.layers.0.mlp.down_proj.weight"], c["model.layers.0.mlp.down_proj.weight"]
+    np.testing.assert_array_equal(got.data, t.data)
+    np.testing.assert_array_equal(np.asarray(got.scale).view(np.uint8), np.asarray(t.scale).view(np.uint8))
+    np.testing.assert_array_equal(jnvfp4.dequantize(got, jnp.bfloat16), jnvfp4.dequantize(t, jnp.bfloat16))
+    np.testing.assert_array_equal(c["lm_head.weight"], w)
+    with pytest.raises(CheckpointError, match="window64"):
+        save_checkpoint({"a.weight": jnvfp4.quantize(w, jnvfp4.WINDOW64)}, tmp_path / "no", layout)
+
+
+def test_saved_groups_have_one_amax(tmp_path):
+    w = jnp.asarray(weight(32, 64)[1])
+    gate, up = jnvfp4.quantize(w), jnvfp4.quantize(2 * w)
+    tensors = {"a.gate_proj.weight": gate, "a.up_proj.weight": up}
+    with pytest.raises(CheckpointError, match=r"another amax than 'a\.gate_proj'") as found:
+        save_checkpoint(tensors, tmp_path / "no")
+    assert found.value.code == Exit.CONFLICT
+    tensors["a.gate_proj.weight"] = jnvfp4.quantize(w, amax=up.amax)
+    save_checkpoint(tensors, tmp_path / "out")
+    save_checkpoint({"a.down_proj.weight": w}, tmp_path / "plain")
+    convert_checkpoint(tmp_path / "plain", tmp_path / "converted")
+
+
+# ---------------------------------------------------------------- verification
+def changed(directory, name, value):
+    """Writes a number over the first bytes of a tensor."""
+    entry = open_source(directory).entry(name)
+    path = directory / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[entry.begin : entry.begin + len(value)] = value
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "text"),
+    [
+        ("weight_scale", b"\x7f", "block scales that are negative or NaN"),
+        ("weight_scale", b"\x80", "block scales that are negative or NaN"),
+        ("weight_scale_2", np.float32(np.nan).tobytes(), "has a global scale of nan"),
+        ("weight_scale_2", np.float32(1e3).tobytes(), "relative error is"),
+        ("weight_scale_2", np.float32(3e38).tobytes(), "relative error is (inf|nan)"),
+    ],
+)
+def test_verify_finds_what_is_no_number(tmp_path, part, value, text):
+    (tmp_path / "in").mkdir()
+    write(
+        tmp_path / "in" / "model.safetensors", {"a.down_proj.weight": weight(16, 32), "b.o_proj.weight": weight(16, 32)}
+    )
+    convert_checkpoint(tmp_path / "in", tmp_path / "out")
+    changed(tmp_path / "out", f"a.down_proj.{part}", value)
+    with pytest.raises(VerificationError, match=f"a.down_proj.*{text}") as found:
+        verify_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert "b.o_proj.weight" in [r.name for r in found.value.records]
+    write_report(tmp_path / "report", found.value.records)
+    json.loads((tmp_path / "report" / "report.json").read_text(), parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_verify_finds_groups_with_different_global_scales(tmp_path, layout):
+    """Each weight alone is as near to its source as before."""
+    tensors = {f"a.{r}_proj.weight": weight(16, 32, i) for i, r in enumerate(("gate", "up"))}
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / "model.safetensors", tensors)
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(layout=layout))
+    verify_checkpoint(tmp_path / "in", tmp_path / "out")
+    out = open_stored(tmp_path / "out")
+    next_scale = np.nextafter(out.weight("a.up_proj").global_scale, np.float32(np.inf))
+    changed(tmp_path / "out", out.parts("a.up_proj").global_scale, next_scale.tobytes())
+    text = r"'a\.up_proj\.weight': has another global scale than 'a\.gate_proj\.weight'"
+    with pytest.raises(VerificationError, match=text) as found:
+        verify_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert len(found.value.failures) == 1
+    assert found.value.code == Exit.VERIFICATION
+
+
+def test_verify_knows_that_q_k_and_v_do_not_share(tmp_path):
+    (tmp_path / "in").mkdir()
+    tensors = {f"a.{r}_proj.weight": ("F32", (i + 1) * np.ones((16, 32), np.float32)) for i, r in enumerate("qkv")}
+    write(tmp_path / "in" / "model.safetensors", tensors)
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(share_qkv=False))
+    assert len({r.global_scale for r in verify_checkpoint(tmp_path / "in", tmp_path / "out")}) == 3

@@ -1,0 +1,614 @@
+"""Bad input of the converter: the exit code, a line that names file and tensor, and nothing left behind."""
+
+import errno
+import json
+import os
+import pickle
+import resource
+import shutil
+from collections import namedtuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import (
+    DOWN,
+    GATE,
+    GOLDEN,
+    INDEX,
+    UP,
+    damaged_header,
+    files_of,
+    header_of,
+    refused,
+    weight,
+    with_header,
+    write,
+    write_model,
+)
+
+from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint
+from jnvfp4.checkpoints._files.safetensors import DTYPES
+from jnvfp4.checkpoints._files.source import open_source
+from jnvfp4.checkpoints._layouts.stored import open_stored
+from jnvfp4.cli import main
+
+A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+NORM = "model.norm.weight"
+SHARDS = {
+    A: {GATE: weight(32, 64), UP: weight(32, 64, 1)},
+    B: {DOWN: weight(64, 32, 2), NORM: ("F32", np.ones(64, np.float32))},
+}
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_model(tmp_path / "in", SHARDS)
+
+
+def converted(directory, tmp_path, *arguments) -> dict[str, bytes]:
+    out = tmp_path / "out"
+    assert main(["convert", "--model-dir", str(directory), "--save-dir", str(out), *arguments]) == 0
+    return files_of(out)
+
+
+# ---------------------------------------------------------------- index and shards
+def edit_map(change):
+    def edit(model):
+        index = json.loads((model / INDEX).read_text())
+        change(index["weight_map"])
+        (model / INDEX).write_text(json.dumps(index))
+
+    return edit
+
+
+def rewrite(name, text):
+    return lambda model: (model / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def gate_twice(model):
+    write(model / B, {**SHARDS[B], GATE: SHARDS[A][GATE]})
+
+
+def gate_twice_without_index(model):
+    gate_twice(model)
+    (model / INDEX).unlink()
+
+
+def name_not_utf8(model):
+    (model / INDEX).unlink()
+    os.rename(model / A, os.fsencode(model) + b"/\xff.safetensors")
+
+
+FILES = {
+    "missing shard": (lambda m: (m / B).unlink(), rf"{B}: is missing; expected a file"),
+    "missing shard, link": (lambda m: ((m / B).unlink(), (m / B).symlink_to("no")), rf"{B}: is missing"),
+    "named shard missing": (edit_map(lambda w: w.update({NORM: "model-9.safetensors"})), "model-9.*is missing"),
+    "key absent in shard": (edit_map(lambda w: w.update(nothing=A)), rf"{INDEX}: .*'nothing'.*{A}, .*no such tensor"),
+    "key absent in index": (edit_map(lambda w: w.pop(NORM)), rf"{INDEX}: tensor '{NORM}'.*in {B}, .*not in the index"),
+    "key in another shard": (edit_map(lambda w: w.update({NORM: A})), rf"{INDEX}: .*{NORM}.*in {A}, but is in {B}"),
+    "key in two shards": (gate_twice, rf"tensor '{GATE}': is in {A} and in {B}"),
+    "key in two shards, no index": (gate_twice_without_index, rf"tensor '{GATE}': is in {A} and in {B}"),
+    "path up": (edit_map(lambda w: w.update({NORM: f"../in/{B}"})), rf"{NORM}.*'../in/{B}'; expected a name without a"),
+    "dots": (edit_map(lambda w: w.update({NORM: ".."})), "'..'; expected a name without a folder"),
+    "absolute path": (edit_map(lambda w: w.update({NORM: "/etc/passwd"})), "'/etc/passwd'; expected a name without"),
+    "backslash": (edit_map(lambda w: w.update({NORM: "..\\x"})), "expected a name without a folder"),
+    "zero byte": (edit_map(lambda w: w.update({NORM: "a\0b"})), "is missing"),
+    "long name": (edit_map(lambda w: w.update({NORM: "x" * 5000})), "is missing"),
+    "surrogate": (edit_map(lambda w: w.update({NORM: "\ud800"})), rf"{INDEX}: is not valid JSON .*surrogates"),
+    "number": (edit_map(lambda w: w.update({NORM: 1})), rf"{INDEX}: has no weight_map"),
+    "no map": (rewrite(INDEX, "{}"), rf"{INDEX}: has no weight_map"),
+    "list": (rewrite(INDEX, '{"weight_map": []}'), rf"{INDEX}: has no weight_map"),
+    "empty map": (rewrite(INDEX, '{"weight_map": {}}'), r"in: has no \*\.safetensors file"),
+    "no object": (rewrite(INDEX, "[]"), rf"{INDEX}: is a JSON list; expected an object"),
+    "no JSON": (rewrite(INDEX, '{"weight_map"'), rf"{INDEX}: is not valid JSON"),
+    "no UTF-8": (rewrite(INDEX, b'{"weight_map": {"\xff": "a"}}'), rf"{INDEX}: is not valid JSON .*utf-8"),
+    "key twice": (rewrite(INDEX, '{"weight_map": {"a": "b", "a": "b"}}'), rf"{INDEX}: .*key 'a' appears twice"),
+    "nested": (rewrite(INDEX, '{"weight_map": {}, "a": ' + "[" * 99 + "]" * 99 + "}"), "is nested deeper than 64"),
+    "nested deep": (rewrite(INDEX, "[" * 200_000), rf"{INDEX}: is not valid JSON"),
+    "file name in bytes": (name_not_utf8, r"in: has a file '\\udcff.safetensors'; expected names in UTF-8"),
+    "key twice in config": (rewrite("config.json", '{"a": 1, "a": 1}'), "config.json: .*key 'a' appears twice"),
+    "nested config": (rewrite("config.json", '{"a": ' + "[" * 99 + "]" * 99 + "}"), "config.json: .*nested deeper"),
+    "surrogate in config": (rewrite("config.json", r'{"a": "\ud800"}'), "config.json: .*surrogates"),
+    "quantized": (rewrite("config.json", '{"quantization_config": {"quant_method": "gptq"}}'), r"already \(gptq\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_index_and_files(model, tmp_path, case, capsys):
+    damage, text = FILES[case]
+    damage(model)
+    refused(model, tmp_path, text, 3, capsys=capsys)
+
+
+def test_a_stray_shard_is_ignored_with_a_warning(model, tmp_path, capsys):
+    write(model / "stray.safetensors", {"stray.weight": weight(16, 32)})
+    (model / "broken.safetensors").write_bytes(b"")
+    files = converted(model, tmp_path)
+    warnings = capsys.readouterr().err
+    assert "warning: stray.safetensors: not in the index, ignored" in warnings
+    assert "warning: broken.safetensors: not in the index, ignored" in warnings
+    assert not any(name.startswith(("stray", "broken")) for name in files)
+    assert b"stray" not in files[INDEX]
+
+
+def test_what_is_no_checkpoint(tmp_path, capsys):
+    refused(tmp_path / "nothing", tmp_path, "nothing: does not exist; expected a directory or a file", 3, capsys=capsys)
+    (tmp_path / "in").mkdir()
+    refused(tmp_path / "in", tmp_path, r"has no \*\.safetensors file$", 3, capsys=capsys)
+    write(tmp_path / "in" / "model.safetensors", {})
+    refused(tmp_path / "in", tmp_path, "in: has no tensor; expected a model", 3, capsys=capsys)
+
+
+def test_pickle_is_refused(tmp_path, capsys):
+    class Opened:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "opened"),))
+
+    for name in ("pytorch_model.bin", "model.pt", "model.pth"):
+        directory = tmp_path / name / "in"
+        directory.mkdir(parents=True)
+        (directory / name).write_bytes(pickle.dumps(Opened()))
+        refused(directory, tmp_path, f"hint: pickle files such as {name} are not read", 3, capsys=capsys)
+        refused(directory / name, tmp_path, f"{name}: header length is", 3, capsys=capsys)
+    assert not (tmp_path / "opened").exists()
+
+
+# ---------------------------------------------------------------- links
+def test_links_out_of_the_directory_are_not_followed(model, tmp_path, capsys):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "secret").write_text("secret")
+    (model / "tokenizer.json").symlink_to(tmp_path / "elsewhere" / "secret")
+    (model / "folder").symlink_to(tmp_path / "elsewhere")
+    (model / "inside.json").symlink_to("config.json")
+    files = converted(model, tmp_path)
+    assert sorted(files) == sorted([A, B, INDEX, "config.json", "hf_quant_config.json", "inside.json"])
+    assert "tokenizer.json: a link out of the directory, not copied" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "inside.json").is_symlink()
+
+
+@pytest.mark.parametrize("name", [B, INDEX, "config.json"])
+def test_the_model_is_no_link_out_of_the_directory(model, tmp_path, name, capsys):
+    (model / name).rename(tmp_path / "moved")
+    (model / name).symlink_to(tmp_path / "moved")
+    refused(model, tmp_path, f"{name}: is a link out of the directory; expected a file in it", 3, capsys=capsys)
+
+
+def test_a_snapshot_links_to_the_blobs_beside_it(model, tmp_path):
+    want = converted(model, tmp_path)
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "hub" / "snapshots").mkdir(parents=True)
+    model.rename(tmp_path / "hub" / "blobs")
+    snapshot = tmp_path / "hub" / "snapshots" / "0123"
+    snapshot.mkdir()
+    for path in (tmp_path / "hub" / "blobs").iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    assert converted(snapshot, tmp_path) == want
+
+
+# ---------------------------------------------------------------- headers
+def first(header):
+    return next(v for k, v in header.items() if k != "__metadata__")
+
+
+def offsets(begin, end):
+    """Moves begin and end of the first tensor by so many bytes."""
+    return lambda h: first(h).update(data_offsets=[begin, first(h)["data_offsets"][1] + end])
+
+
+def overlap(header):
+    header["other"] = dict(first(header))
+
+
+def fields(**values):
+    return lambda h: first(h).update(values)
+
+
+HEADERS = {
+    "dtype": (fields(dtype="F3"), rf"{A}: tensor '{GATE}': dtype is 'F3'; expected one of BOOL, U8"),
+    "dtype is a number": (fields(dtype=3), "dtype is 3; expected one of"),
+    "gap at the start": (offsets(2, 2), rf"'{GATE}': begins at byte \d+ and leaves a gap before it; expected byte"),
+    "gap": (fields(shape=[31, 64], data_offsets=[0, 31 * 128]), rf"'{UP}': begins at byte \d+ and leaves a gap"),
+    "overlap": (overlap, rf"{A}: tensor 'other': begins at byte \d+ and overlaps the tensor before it; expected byte"),
+    "size": (fields(shape=[1, 1]), r"has 4096 bytes; expected 2, as BF16 \[1, 1\] needs"),
+    "negative": (fields(shape=[-1, 2]), "not negative"),
+    "fraction": (fields(shape=[32.0, 64]), "not negative"),
+    "huge": (fields(shape=[1 << 62, 2]), "not negative"),
+    "empty but huge": (fields(shape=[0, 1 << 61], data_offsets=[0, 0]), "less than"),
+    "many axes": (fields(shape=[1] * 100_000 + [32, 64]), "has 100002 axes; expected at most 32"),
+    "many huge axes": (fields(shape=[(1 << 61)] * 100_000), "has 100000 axes"),
+    "shape is text": (fields(shape="32"), "shape is '32'"),
+    "one offset": (fields(data_offsets=[0]), r"data_offsets are \[0\]; expected two"),
+    "offsets turned": (fields(data_offsets=[4096, 0]), "is at bytes .* expected bytes within the file"),
+    "offsets outside": (fields(data_offsets=[0, 1 << 61]), "is at bytes .* expected bytes within the file"),
+    "field": (lambda h: first(h).pop("shape") and None, "described by .*; expected dtype, shape and data_offsets"),
+    "further field": (fields(more=1), "described by"),
+    "no entry": (lambda h: h.update(x=None), "tensor 'x': is described by None"),
+    "metadata": (lambda h: h.update(__metadata__={"a": 1}), "__metadata__ is {'a': 1}; expected strings by name"),
+    "name twice": (lambda h: '{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{}}', "key 'a' appears twice"),
+    "long name twice": (lambda h: "{" + ",".join(['"' + "a" * 10**6 + '":{}'] * 2) + "}", "key 'a{199} appears twice"),
+    "field twice": (lambda h: '{"a":{"dtype":"U8","dtype":"U8"}}', "key 'dtype' appears twice"),
+    "surrogate": (lambda h: r'{"\ud800":{}}', "header is not valid JSON .*surrogates"),
+    "not UTF-8": (lambda h: b'{"\xff":{}}', "header is not valid JSON .*utf-8"),
+    "number": (lambda h: '{"a":%s}' % ("9" * 5000), "header is not valid JSON"),
+    "nested": (lambda h: '{"a":' * 100_000, "header is not valid JSON"),
+    "not JSON": (lambda h: "{", rf"{A}: header is not valid JSON"),
+    "list": (lambda h: "[]", "header is a JSON list; expected an object"),
+    "empty": (lambda h: "", "header is not valid JSON"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_headers(model, tmp_path, case, capsys):
+    change, text = HEADERS[case]
+    damaged_header(model / A, change)
+    error = refused(model, tmp_path, text, 3, capsys=capsys)
+    assert len(error) < 1500
+
+
+@pytest.mark.parametrize("length", [0, 4, 8, 100, 1000, -1])
+def test_truncated_files(model, tmp_path, length, capsys):
+    data = (model / A).read_bytes()[:length]
+    (model / A).write_bytes(data)
+    refused(model, tmp_path, rf"{A}: .*{len(data)}", 3, capsys=capsys)
+
+
+def test_bytes_after_the_last_tensor(model, tmp_path, capsys):
+    size = (model / A).stat().st_size
+    (model / A).write_bytes((model / A).read_bytes() + b"x")
+    text = rf"{A}: is {size + 1} bytes long, but its tensors end at byte {size}"
+    refused(model, tmp_path, text, 3, capsys=capsys)
+
+
+def test_header_lengths(model, tmp_path, capsys):
+    data = (model / A).read_bytes()
+    for length, text in (
+        (1 << 63, "header length is 9223372036854775808; expected at most 100000000"),
+        (100_000_001, "header length is 100000001; expected at most 100000000"),
+        (100_000_000, f"header length is 100000000, but the file is {len(data)} bytes long"),
+        (len(data) - 7, f"header length is {len(data) - 7}, but the file is {len(data)} bytes long"),
+        (0, "header is not valid JSON"),
+        (5, "header is not valid JSON"),
+    ):
+        (model / A).write_bytes(length.to_bytes(8, "little") + data[8:])
+        refused(model, tmp_path, f"{A}: {text}", 3, capsys=capsys)
+    os.truncate(model / A, 200_000_000)  # as long as it says, without data
+    with open(model / A, "r+b") as file:
+        file.write((100_000_001).to_bytes(8, "little"))
+    refused(model, tmp_path, "header length is 100000001", 3, capsys=capsys)
+
+
+def test_tensors_at_odd_bytes_are_read(model, tmp_path):
+    want = converted(model, tmp_path)
+    shutil.rmtree(tmp_path / "out")
+    for name in (A, B):
+        header, data = header_of((model / name).read_bytes())
+        text = json.dumps(header)
+        (model / name).write_bytes(with_header(text + " " * (7 - len(text) % 8), data))
+    assert open_source(model).entry(NORM).begin % 2
+    assert converted(model, tmp_path) == want
+
+
+# ---------------------------------------------------------------- weights
+def one(directory, tensors, config=None):
+    return write_model(directory, {"model.safetensors": tensors}, config)
+
+
+def unfit(dtype, shape):
+    return dtype, np.ones(shape, DTYPES[dtype])
+
+
+UNFIT = {
+    "I32": (unfit("I32", (16, 32)), "dtype I32", "has dtype I32; expected a float dtype"),
+    "U8": (unfit("U8", (16, 32)), "dtype U8", "has dtype U8"),
+    "FP8": (unfit("F8_E4M3", (16, 32)), "dtype F8_E4M3", "has dtype F8_E4M3"),
+    "F64": (unfit("F64", (16, 32)), "dtype F64", "has dtype F64"),
+    "rank 0": (unfit("BF16", ()), "rank 0", "has rank 0; expected rank 2"),
+    "rank 1": (unfit("BF16", (32,)), "rank 1", "has rank 1; expected rank 2"),
+    "rank 4": (unfit("BF16", (2, 2, 3, 16)), "rank 4", "has rank 4; expected rank 2"),
+    "no rows": (unfit("BF16", (0, 32)), r"shape \[0, 32\]", r"has shape \[0, 32\]; expected no empty axis"),
+    "no columns": (unfit("BF16", (16, 0)), r"shape \[16, 0\]", r"has shape \[16, 0\]; expected no empty axis"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_weights_that_are_unfit(tmp_path, case, capsys):
+    """They are kept with a reason, and refused where they are asked for."""
+    tensor, reason, text = UNFIT[case]
+    name = "model.layers.0.mlp.odd.weight"
+    directory = one(tmp_path / "in", {name: tensor, DOWN: weight(16, 32)})
+    refused(directory, tmp_path, f"'{name}': {text}.*\nhint: .*--targets", 3, "--targets", "*.odd", capsys=capsys)
+    assert (
+        main(["convert", "--model-dir", str(directory), "--save-dir", str(tmp_path / "out"), "--dry-run", "--json"])
+        == 0
+    )
+    plan = {t["name"]: t for t in json.loads(capsys.readouterr().out)["tensors"]}
+    assert plan[name]["action"] == "keep"
+    np.testing.assert_string_equal(plan[name]["reason"], reason.replace("\\", ""))
+    converted(directory, tmp_path)
+    entry = open_source(tmp_path / "out").entry(name)
+    assert (entry.tag, entry.shape) == (tensor[0], tensor[1].shape)
+
+
+def test_k_must_be_a_multiple_of_16(tmp_path, capsys):
+    directory = one(tmp_path / "in", {DOWN: weight(16, 24), "model.layers.0.self_attn.o_proj.weight": weight(16, 32)})
+    module = DOWN.removesuffix(".weight")
+    text = f"'{DOWN}': K is 24; expected a multiple of 16\nhint: --ignore {module}, or --on-bad-shape keep"
+    refused(directory, tmp_path, text, 3, capsys=capsys)
+    kept = converted(directory, tmp_path, "--on-bad-shape", "keep")
+    shutil.rmtree(tmp_path / "out")
+    ignored = converted(directory, tmp_path, "--ignore", module)
+    assert kept == ignored
+    assert open_stored(tmp_path / "out").modules == ["model.layers.0.self_attn.o_proj"]
+
+
+def spoilt(shape, places, value, dtype=np.float32):
+    x = np.ones(shape, dtype)
+    x[tuple(zip(*places, strict=True))] = value
+    return x
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+def test_values_that_are_not_finite(tmp_path, value, dtype, capsys):
+    x = spoilt((40, 32), [(17, 5), (17, 6), (39, 0)], value, DTYPES[dtype])
+    directory = one(tmp_path / "in", {DOWN: (dtype, x)})
+    text = rf"'{DOWN}': has 3 values that are not finite, the first at \(17, 5\).*\nhint: --on-nonfinite skip"
+    refused(directory, tmp_path, text, 3, capsys=capsys)
+
+
+def test_what_is_not_finite_keeps_its_group(tmp_path):
+    tensors = {
+        GATE: ("F32", spoilt((16, 32), [(3, 4)], np.inf)),
+        UP: weight(16, 32, 1),
+        DOWN: weight(16, 32, 2),
+    }
+    directory = one(tmp_path / "in", tensors)
+    converted(directory, tmp_path, "--on-nonfinite", "skip")
+    out = open_stored(tmp_path / "out")
+    assert out.modules == [DOWN.removesuffix(".weight")]
+    for name in (GATE, UP):
+        assert out.source.array(name).tobytes() == tensors[name][1].tobytes()
+        assert name.removesuffix(".weight") in out.source.config["quantization_config"]["ignore"]
+
+
+def test_float64(tmp_path, capsys):
+    x = np.random.default_rng(0).normal(size=(16, 32))
+    directory = one(tmp_path / "in", {DOWN: ("F64", x)})
+    refused(directory, tmp_path, "no tensor is quantized", 2, capsys=capsys)
+    cast = converted(directory, tmp_path, "--cast-f64")
+    shutil.rmtree(tmp_path / "out")
+    write(directory / "model.safetensors", {DOWN: ("F32", x.astype(np.float32))})
+    want = converted(directory, tmp_path)
+    assert header_of(cast["model.safetensors"])[1] == header_of(want["model.safetensors"])[1]
+    shutil.rmtree(tmp_path / "out")
+    write(directory / "model.safetensors", {DOWN: ("F64", spoilt((16, 32), [(1, 2)], 1e300, np.float64))})
+    text = r"has 1 values that are not finite, the first at \(1, 2\)"
+    refused(directory, tmp_path, text, 3, "--cast-f64", capsys=capsys)
+
+
+GROUPS = {
+    "no up": ({GATE: weight(16, 32)}, "module 'model.layers.0.mlp' has gate_proj but no up_proj"),
+    "no gate": ({UP: weight(16, 32)}, "module 'model.layers.0.mlp' has up_proj but no gate_proj"),
+    "no w3": ({"model.layers.0.mlp.experts.0.w1.weight": weight(16, 32)}, "has w1 but no w3; expected both"),
+    "K": ({GATE: weight(16, 32), UP: weight(16, 48)}, f"'{GATE}': K is 32, and that of '{UP}' 48; expected one K"),
+}
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_groups(tmp_path, case, capsys):
+    tensors, text = GROUPS[case]
+    refused(one(tmp_path / "in", tensors), tmp_path, text, 3, capsys=capsys)
+
+
+def test_two_tensors_that_become_one(tmp_path, capsys):
+    tensors = {DOWN: weight(16, 32), f"{DOWN}_scale": ("F32", np.ones((), np.float32))}
+    text = f"tensor '{DOWN}_scale': '{DOWN}_scale' and '{DOWN}' both become it"
+    refused(one(tmp_path / "in", tensors), tmp_path, text, 3, capsys=capsys)
+
+
+# ---------------------------------------------------------------- config
+def test_without_a_config(model, tmp_path, capsys):
+    (model / "config.json").unlink()
+    text = "config.json has no num_hidden_layers"
+    refused(model, tmp_path, text, 3, "--num-layers-at-start-in-bf16", "1", capsys=capsys)
+    refused(model, tmp_path, text, 3, "--num-layers-at-end-in-bf16", "1", capsys=capsys)
+    files = converted(model, tmp_path)
+    assert "config.json: missing" in capsys.readouterr().err
+    assert list(json.loads(files["config.json"])) == ["quantization_config"]
+
+
+@pytest.mark.parametrize("text_config", ["text", [], 3, None])
+def test_configs_of_another_kind(model, tmp_path, text_config):
+    (model / "config.json").write_text(json.dumps({"text_config": text_config}))
+    converted(model, tmp_path)
+
+
+@pytest.mark.parametrize("config", [{"quant_method": "modelopt"}, {"quant_method": "fp8"}, "awq"])
+def test_what_is_quantized_already(model, tmp_path, config, capsys):
+    (model / "config.json").write_text(json.dumps({"quantization_config": config}))
+    method = config if isinstance(config, str) else config["quant_method"]
+    refused(model, tmp_path, rf"config.json: is quantized already \({method}\)", 3, capsys=capsys)
+
+
+def test_blocks_of_fp8(model, tmp_path, capsys):
+    write(model / A, {**SHARDS[A], f"{GATE}_scale_inv": ("F32", np.ones((1, 1), np.float32))})
+    edit_map(lambda w: w.update({f"{GATE}_scale_inv": A}))(model)
+    refused(model, tmp_path, f"'{GATE}_scale_inv': is a scale of quantized weights", 3, capsys=capsys)
+
+
+def test_a_quantized_weight_without_rows(tmp_path, capsys):
+    codes, scales = unfit("U8", (0, 16)), unfit("F8_E4M3", (0, 2))
+    directory = one(tmp_path / "in", {DOWN: codes, f"{DOWN}_scale": scales, f"{DOWN}_scale_2": unfit("F32", ())})
+    assert main(["inspect", str(directory)]) == 3
+    assert f"tensor '{DOWN}': is U8 [0, 16]; expected U8, 2 axes, whole blocks, not empty" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- usage
+@pytest.fixture
+def llama(tmp_path):
+    shutil.copytree(GOLDEN / "llama" / "input", tmp_path / "in")
+    return tmp_path / "in"
+
+
+def test_usage(llama, tmp_path, capsys):
+    refused(llama, tmp_path, "matches no tensor", 2, "--ignore", "nothing", capsys=capsys)
+    refused(llama, tmp_path, "invalid choice", 2, "--format", "gguf", capsys=capsys)
+    refused(llama, tmp_path, "expected --format te", 2, "--recipe", "row-scaled", capsys=capsys)
+    refused(llama, tmp_path, "2 at the end are kept, of 2", 2, "--num-layers-at-end-in-bf16", "2", capsys=capsys)
+    one(tmp_path / "none", {"model.embed_tokens.weight": weight(16, 32)})
+    refused(tmp_path / "none", tmp_path, "no tensor is quantized", 2, capsys=capsys)
+
+
+def test_targets_that_are_refused(model, tmp_path, capsys):
+    """What is there already stays as it is."""
+    arguments = ["convert", "--model-dir", str(model), "--save-dir"]
+    before = files_of(model)
+    assert main([*arguments, str(model), "--overwrite"]) == 2
+    assert "in: is the source; expected another directory" in capsys.readouterr().err
+    assert main([*arguments, str(model / "config.json")]) == 2
+    assert "config.json: is a file; expected a directory" in capsys.readouterr().err
+    assert files_of(model) == before
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("mine")
+    assert main([*arguments, str(out)]) == 2
+    assert "out: is not empty; expected an empty or new directory\nhint: --resume" in capsys.readouterr().err
+    assert files_of(out) == {"mine": b"mine"}
+
+
+def test_overwriting_leaves_nothing_of_the_older_output(model, tmp_path):
+    want = converted(one(tmp_path / "single", SHARDS[B]), tmp_path)
+    shutil.rmtree(tmp_path / "out")
+    converted(model, tmp_path)
+    (tmp_path / "out" / "mine").write_text("mine")
+    assert converted(tmp_path / "single", tmp_path, "--overwrite") == {**want, "mine": b"mine"}
+
+
+# ---------------------------------------------------------------- disk
+def test_an_output_that_cannot_be_made(model, tmp_path, capsys):
+    refused(model, tmp_path, "config.json/out: cannot be written", 6, capsys=capsys, out=model / "config.json" / "out")
+
+
+def test_an_output_of_another_command_that_cannot_be_made(model, tmp_path, capsys):
+    converted(model, tmp_path)
+    capsys.readouterr()
+    out = model / "config.json" / "out"
+    assert main(["dequantize", str(tmp_path / "out"), str(out)]) == 6
+    assert capsys.readouterr().err.startswith(f"error: {out}: cannot be written (Not a directory)")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_without_permission(model, tmp_path, capsys):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    refused(model, tmp_path, "cannot be written .Permission denied", 6, capsys=capsys, out=tmp_path / "locked" / "out")
+
+
+def test_a_disk_without_room(model, tmp_path, monkeypatch, capsys):
+    converted(model, tmp_path)
+    sizes = [sum(e.nbytes for e in f.entries.values()) for f in open_source(tmp_path / "out").files.values()]
+    need = sum(sizes) + max(sizes)
+    shutil.rmtree(tmp_path / "out")
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, need - 1))
+    text = f"{tmp_path}: has {need - 1} bytes free; expected {need}"
+    refused(model, tmp_path, text, 6, capsys=capsys)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, need))
+    converted(model, tmp_path)
+
+
+class Full:
+    """A disk with room for some bytes more: the last write is short, the next one fails."""
+
+    def __init__(self, room):
+        self.room, self._write = room, os.pwrite
+
+    def __call__(self, file, data, offset):
+        n = min(len(data), self.room)
+        if not n:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.room -= n
+        return self._write(file, data[:n], offset)
+
+
+@pytest.mark.parametrize("room", [0, 20, 1000, 3000])
+def test_a_disk_that_fills_up(model, tmp_path, monkeypatch, room, capsys):
+    full = Full(room)
+    monkeypatch.setattr(os, "pwrite", full)
+    arguments = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out")]
+    assert main(arguments) == 6
+    assert "out: cannot be written (No space left on device)" in capsys.readouterr().err
+    assert list(files_of(tmp_path / "out")) in ([], [".jnvfp4-progress.json"])
+    assert full.room == 0
+
+
+def test_writes_that_are_short_are_gone_on_with(model, tmp_path, monkeypatch):
+    write = os.pwrite
+    want = converted(model, tmp_path)
+    shutil.rmtree(tmp_path / "out")
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: write(file, data[:100], offset))
+    assert converted(model, tmp_path) == want
+
+
+def test_a_limit_of_file_sizes(model, tmp_path, capsys):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        refused(model, tmp_path, r"out.*: cannot be written \(File too large\)", 6, capsys=capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def failing(error, after=0):
+    calls = []
+
+    def fail(*arguments):
+        calls.append(arguments)
+        if len(calls) > after:
+            raise OSError(error, os.strerror(error))
+
+    return fail
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_a_disk_that_fails_at_the_end_of_a_shard(model, tmp_path, monkeypatch, error, capsys):
+    monkeypatch.setattr(os, "fsync", failing(error))
+    refused(model, tmp_path, rf"out: cannot be written \({os.strerror(error)}\)", 6, capsys=capsys)
+
+
+def test_a_finished_shard_stays(model, tmp_path, monkeypatch, capsys):
+    want = converted(model, tmp_path)
+    shutil.rmtree(tmp_path / "out")
+    arguments = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out")]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing(errno.ENOSPC, after=1))
+        assert main(arguments) == 6
+    assert sorted(files_of(tmp_path / "out")) == [".jnvfp4-progress.json", A]
+    assert main([*arguments, "--resume"]) == 0
+    assert files_of(tmp_path / "out") == want
+
+
+def test_a_copy_that_fails_leaves_no_part(model, tmp_path, monkeypatch, capsys):
+    (model / "tokenizer.json").write_text("{}")
+
+    def half(source, target):
+        target.write_text("{")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+
+    monkeypatch.setattr(shutil, "copyfile", half)
+    assert main(["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out")]) == 6
+    assert "tokenizer.json" in capsys.readouterr().err
+    assert sorted(files_of(tmp_path / "out")) == [".jnvfp4-progress.json", A, B]
+
+
+def test_a_signalling_nan(tmp_path, capsys):
+    bits = np.full((16, 32), 0x3F80, np.uint16)
+    bits[2, 3] = 0x7F81
+    directory = one(tmp_path / "in", {DOWN: ("BF16", bits.view(ml_dtypes.bfloat16))})
+    refused(directory, tmp_path, r"has 1 values that are not finite, the first at \(2, 3\)", 3, capsys=capsys)
+
+
+def test_options_are_those_of_the_command(model, tmp_path):
+    convert_checkpoint(model, tmp_path / "api", ConvertOptions(weight_only=True))
+    assert files_of(tmp_path / "api") == converted(model, tmp_path, "--weight-only")

@@ -1,0 +1,117 @@
+"""What names say: which modules are kept whatever model they are of, layers, and groups."""
+
+from dataclasses import FrozenInstanceError
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import write_model
+
+from jnvfp4._patterns import layer_of
+from jnvfp4.checkpoints import CheckpointError, ConvertOptions
+from jnvfp4.checkpoints._convert.plan import make_plan
+from jnvfp4.checkpoints._files.source import open_source
+from jnvfp4.checkpoints._layouts.names import Group, groups_of
+
+ROUTERS = (
+    "model.layers.0.mlp.gate",
+    "model.layers.0.mlp.gate.wg",
+    "model.layers.0.mlp.router.classifier",
+    "transformer.blocks.0.ffn.router.layer",
+    "model.layers.0.feed_forward.gate",
+    "model.layers.0.block_sparse_moe.gate",
+    "model.layers.0.mlp.shared_expert_gate",
+)
+HEADS = ("lm_head", "embed_out", "output_layer", "output", "model.layers.61.shared_head.head", "score")
+EMBEDDINGS = ("model.embed_tokens", "gpt_neox.embed_in", "tok_embeddings", "model.embed_tokens_per_layer", "shared")
+OTHERS = ("vit.blocks.0.attn.qkv", "multi_modal_projector.linear_1", "model.vision_tower.layers.0.mlp.fc1")
+PROJECTIONS = (
+    "model.layers.0.self_attn.gate",
+    "model.layers.0.mlp.down_proj",
+    "model.layers.0.mlp.experts.0.down_proj",
+    "transformer.h.0.attn.c_attn",
+    "model.layers.0.mlp.activity",
+)
+
+
+def planned(tmp_path, modules, **options):
+    w = np.zeros((16, 32), ml_dtypes.bfloat16)
+    shard = {f"{m}.weight": ("BF16", w) for m in modules}
+    directory = tmp_path / "in"
+    if not directory.exists():
+        write_model(directory, {"model.safetensors": shard}, {"model_type": "llama", "num_hidden_layers": 2})
+    return make_plan(open_source(directory), ConvertOptions(**options))
+
+
+def test_what_is_kept_in_models_of_all_kinds(tmp_path):
+    plan = planned(tmp_path, (*ROUTERS, *HEADS, *EMBEDDINGS, *OTHERS, *PROJECTIONS))
+    reasons = {name.removesuffix(".weight"): item.decision.reason for name, item in plan.items.items()}
+    expected = {
+        **dict.fromkeys(ROUTERS, "a router"),
+        **dict.fromkeys(HEADS, "a head"),
+        **dict.fromkeys(EMBEDDINGS, "embedding"),
+        **dict.fromkeys(OTHERS, "no projection of the language model"),
+        **dict.fromkeys(PROJECTIONS, ""),
+    }
+    assert reasons == expected
+
+
+def test_targets_are_a_filter_that_names_may_go_beyond(tmp_path):
+    modules = (ROUTERS[0], "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj", OTHERS[0])
+    for targets, quantized in (
+        (("model.layers.0",), {modules[1]}),
+        (("re:model\\.layers\\.0",), {modules[1]}),
+        (("model.layers.0.*",), {modules[1]}),
+        ((modules[1], OTHERS[0]), {modules[1], OTHERS[0]}),
+    ):
+        plan = planned(tmp_path, modules, targets=targets)
+        assert {m for g in plan.groups for m in g.members} == quantized
+    with pytest.raises(CheckpointError, match="is a router; expected a projection"):
+        planned(tmp_path, modules, targets=(ROUTERS[0],))
+
+
+def test_layers_of_mtp_are_no_decoder_layers(tmp_path):
+    assert layer_of("model.layers.12.mlp.down_proj.weight") == 12
+    assert layer_of("model.language_model.layers.1.x") == 1
+    assert layer_of("mtp.layers.0.mlp.down_proj.weight") is None
+    plan = planned(tmp_path, ("mtp.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"), start_layers=1)
+    assert len(plan.groups) == 2
+
+
+def test_groups_that_are_named_join_those_that_loaders_fuse():
+    modules = [f"m.{r}_proj" for r in "qkvo"]
+    (group,) = groups_of(modules, [r"re:(.*)\.(q|o)_proj"])
+    assert group == Group("m", ("q_proj", "k_proj", "v_proj", "o_proj"))
+    apart = groups_of(modules, [r"(.*)\.(q|o)_proj"], share_qkv=False)
+    assert sorted(g.members for g in apart) == [("m.k_proj",), ("m.o_proj", "m.q_proj"), ("m.v_proj",)]
+    two = groups_of(["m.a", "m.b", "m.c", "m.d"], [r"(m)\.(?:a|b)", r"(m)\.(?:c|d)"])
+    assert [g.members for g in two] == [("m.a", "m.b"), ("m.c", "m.d")]
+    two = groups_of(["a.x.w", "a.y.w"], [r"(a)\..*"])
+    assert [g.members for g in two] == [("a.x.w", "a.y.w")]
+
+
+def test_a_plan_changes_nothing(tmp_path):
+    """The source stays as it is: a second plan says the same, and all of a plan is frozen."""
+    modules = ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj")
+    plan = planned(tmp_path, modules, ignore=(modules[0],), allow_empty=True)
+    source = open_source(tmp_path / "in")
+    plans = [make_plan(source, plan.options) for _ in range(2)]
+    assert source.warnings == ()
+    assert plans[0].warnings == plans[1].warnings
+    assert [w.partition(" is kept")[0] for w in plan.warnings] == [f"{modules[0]}.weight"]
+    item = plan.items[f"{modules[1]}.weight"]
+    assert item.decision.reason == f"ignore {modules[0]}, of its group"
+    for value, field in ((plan, "groups"), (item, "outputs"), (item.decision, "reason"), (source, "warnings")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(value, field, ())
+
+
+@pytest.mark.parametrize(
+    ("roles", "warnings"),
+    [(("q_proj", "k_proj"), 1), (("q_proj", "kv_a_proj_with_mqa"), 0), (("q_proj", "k_proj", "v_proj"), 0)],
+)
+def test_missing_members(tmp_path, roles, warnings):
+    plan = planned(tmp_path, [f"model.layers.0.self_attn.{r}" for r in roles])
+    assert len([w for w in plan.warnings if "no v_proj" in w]) == warnings
+    again = planned(tmp_path, roles, share_qkv=False)
+    assert not [w for w in again.warnings if "no v_proj" in w]

@@ -1,0 +1,345 @@
+"""Options of a conversion and of its command: wrong ones are refused in one line, right ones are documented."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import COMMAND, DOWN, GATE, UP, environment, files_of, refused, weight, write, write_model
+
+import jnvfp4
+from jnvfp4 import cli
+from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint, open_checkpoint, save_checkpoint
+from jnvfp4.checkpoints._convert.plan import make_plan
+from jnvfp4.checkpoints._files.source import open_source
+from jnvfp4.cli import main
+
+DOCS = Path(__file__).parents[1] / "docs" / "checkpoints.md"
+FILE = "model.safetensors"
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    return write_model(tmp_path / "in", {FILE: {GATE: weight(16, 32), UP: weight(16, 32, 1), DOWN: weight(32, 16)}})
+
+
+# ---------------------------------------------------------------- ConvertOptions
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"layout": "x"}, "layout is 'x'; expected one of modelopt, compressed-tensors, te"),
+        ({"spec": "nvfp4"}, "spec is 'nvfp4'; expected a QuantSpec"),
+        *(
+            ({"spec": spec}, "expected rounding to nearest, no rht, and an amax for each tensor or row")
+            for spec in (jnvfp4.NVFP4_SR, jnvfp4.NVFP4_RHT, jnvfp4.WINDOW64)
+        ),
+        ({"experts": None}, "experts is None; expected one of keep"),
+        ({"strict": "no"}, "strict is 'no'; expected one of False, True"),
+        ({"targets": "model.a"}, "targets is 'model.a'; expected a tuple of texts"),
+        ({"ignore": (1,)}, "ignore is (1,); expected a tuple of texts"),
+        ({"start_layers": -1}, "start_layers is -1; expected an integer, 0 or more"),
+        ({"end_layers": 0.5}, "end_layers is 0.5; expected an integer, 0 or more"),
+        ({"chunk_bytes": 0}, "chunk_bytes is 0; expected an integer, 1 or more"),
+        ({"chunk_bytes": None}, "chunk_bytes is None; expected an integer, 1 or more"),
+        ({"max_shard_bytes": 0}, "max_shard_bytes is 0; expected an integer, 1 or more"),
+        ({"input_scale": "1.0"}, "input_scale is '1.0'; expected a number or the Path of a JSON file"),
+        *(
+            ({"input_scale": x}, "expected a number above 0 that is finite in float32")
+            for x in (0, -1.0, float("nan"), float("inf"), 1e-50, 1e39, 1e-39)
+        ),
+        ({"spec": jnvfp4.ROW_SCALED}, "spec has an amax for each row and layout is modelopt; expected layout te"),
+    ],
+)
+def test_values_that_are_none(values, text):
+    with pytest.raises(CheckpointError, match=re.escape(text)) as e:
+        ConvertOptions(**values)
+    assert e.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"input_scale": np.float32(0.5), "max_shard_bytes": 1, "chunk_bytes": 1},
+        {"share": (r"re:^(.*)\.(a|b)_proj", r"(?P<parent>m)[.]x")},
+        {"spec": jnvfp4.four_over_six("mse", e4m3_max=448, block_rows=16)},
+        {"layout": "te", "spec": jnvfp4.ROW_SCALED, "weight_only": True},
+        {"kv_cache": "fp8"},
+    ],
+)
+def test_values_that_are_some(values):
+    ConvertOptions(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"input_scale": 0.5, "weight_only": True}, "input_scale is 0.5 and weight_only True"),
+        ({"input_scale": Path("s.json"), "layout": "te"}, "input_scale is s.json and layout te"),
+        ({"kv_cache": "fp8", "layout": "te"}, "kv_cache is fp8 and layout te"),
+        ({"kv_cache": "fp8", "layout": "compressed-tensors"}, "kv_cache is fp8 and layout compressed-tensors"),
+    ],
+)
+def test_settings_that_would_say_nothing(values, text):
+    with pytest.raises(CheckpointError, match=text) as e:
+        ConvertOptions(**values)
+    assert e.value.code == 2
+
+
+def test_the_layout_of_saved_tensors(tmp_path):
+    t = jnvfp4.quantize(np.ones((2, 16), np.float32))
+    save_checkpoint({DOWN: t}, tmp_path / "a", layout="te")
+    assert open_checkpoint(tmp_path / "a").config["quantization_config"]["quant_method"] == "jnvfp4"
+    with pytest.raises(CheckpointError, match="layout is 'x'; expected one of modelopt"):
+        save_checkpoint({DOWN: t}, tmp_path / "b", layout="x")
+
+
+# ---------------------------------------------------------------- the command
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--workers", "0"], "argument --workers: invalid number '0'; expected 1 or more"),
+        (["--workers", "-1"], "--workers"),
+        (["--workers", "two"], "invalid number 'two'"),
+        (
+            ["--recipe", "row-scaled", "--format", "te", "--2d"],
+            "--2d is used and --recipe is row-scaled; expected 1x16",
+        ),
+        (["--recipe", "row-scaled"], "--recipe is row-scaled and --format is modelopt; expected --format te"),
+        (["--share", "(a)?.*_project"], "share '(a)?.*_project' puts no two modules together"),
+        (["--e4m3-max", "448"], "--e4m3-max is 448 and --recipe is nvfp4; expected --recipe 4over6"),
+        (["--e4m3-max", "256"], "--e4m3-max is 256 and --recipe is nvfp4; expected --recipe 4over6"),
+        (["--4over6-err-mode", "mae"], "--4over6-err-mode is mae and --recipe is nvfp4; expected --recipe 4over6"),
+        (
+            ["--4over6-err-mode", "mse", "--recipe", "row-scaled", "--format", "te"],
+            "--4over6-err-mode is mse and --recipe is row-scaled; expected --recipe 4over6",
+        ),
+        (["--input-scale", "1", "--weight-only"], "input_scale is 1.0 and weight_only True"),
+        (["--input-scale", "1.0", "--format", "te"], "input_scale is 1.0 and layout te"),
+        (["--input-scale", "nofile.json"], "'nofile.json' is no file; expected a number or a JSON file"),
+        (["--input-scale", "nan"], "input_scale is nan; expected a number above 0"),
+        (["--max-shard-size", "5xb"], "invalid size '5xb'; expected a size such as 500MB or 5GB"),
+        (["--max-shard-size", "0"], "invalid size '0'"),
+        (["--device-chunk", "0.5"], "invalid size '0.5'"),
+        (["--device-chunk", "1ib"], "invalid size '1ib'"),
+        (["--subfolder", "../in"], "subfolder is '../in'; expected a folder in --model-dir"),
+        (["--subfolder", "/"], "subfolder is '/'"),
+    ],
+)
+def test_wrong_usage_is_one_line(model, tmp_path, capsys, arguments, text):
+    refused(model, tmp_path, re.escape(text), 2, *arguments, capsys=capsys)
+
+
+@pytest.mark.parametrize("size", ["2048", "2KiB", "2kib", "2.048kb", "0.000002048GB", "2048b"])
+def test_sizes(model, tmp_path, size):
+    """Of an output file: too small for two of the three weights, with their scales."""
+    convert = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out"), "--quiet"]
+    assert main([*convert, "--max-shard-size", size]) == 0
+    convert_checkpoint(model, tmp_path / "want", ConvertOptions(max_shard_bytes=2048))
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "want")
+
+
+def test_shards_are_of_at_most_the_size(model, tmp_path):
+    """One byte less than two weights have is too little for both; a weight alone may have more."""
+    plan = make_plan(open_source(model), ConvertOptions())
+    sizes = [item.nbytes for item in plan.items.values()]
+    for max_bytes, count in (
+        (sum(sizes), 1),
+        (sum(sizes) - 1, 2),
+        (sum(sizes[:2]), 2),
+        (sum(sizes[:2]) - 1, 3),
+        (1, 3),
+    ):
+        shards = make_plan(open_source(model), ConvertOptions(max_shard_bytes=max_bytes)).shards
+        assert len(shards) == count
+        assert [item.name for items in shards.values() for item in items] == sorted(plan.items)
+        names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        assert list(shards) == (names if count > 1 else ["model.safetensors"])
+
+
+def test_shards_have_the_names_of_the_input(tmp_path):
+    one = write_model(tmp_path / "one", {"weights.safetensors": {DOWN: weight(32, 16)}})
+    two = write_model(
+        tmp_path / "two", {"a.safetensors": {DOWN: weight(32, 16)}, "b.safetensors": {UP: weight(16, 32)}}
+    )
+    empty = write_model(tmp_path / "empty", {"a.safetensors": {DOWN: weight(32, 16)}, "b.safetensors": {}})
+    (empty / "model.safetensors.index.json").unlink()
+    for directory, names in ((one, ["weights"]), (two, ["a", "b"]), (empty, ["model"])):
+        plan = make_plan(open_source(directory), ConvertOptions(ignore=("*.up_proj",), allow_unmatched=True))
+        assert list(plan.shards) == [f"{name}.safetensors" for name in names]
+
+
+def test_what_is_given_means_something_where_its_recipe_is(model, tmp_path):
+    convert = ["convert", "--model-dir", str(model), "--quiet", "--recipe", "4over6", "--save-dir"]
+    assert main([*convert, str(tmp_path / "given"), "--e4m3-max", "256", "--4over6-err-mode", "mae"]) == 0
+    assert main([*convert, str(tmp_path / "default")]) == 0
+    assert main([*convert, str(tmp_path / "other"), "--e4m3-max", "448", "--4over6-err-mode", "mse"]) == 0
+    given, default, other = (files_of(tmp_path / d)[FILE] for d in ("given", "default", "other"))
+    assert given == default != other
+
+
+FOUR_OVER_SIX = ["--recipe", "4over6"]
+SPECS = [
+    ([], jnvfp4.NVFP4),
+    (["--2d"], jnvfp4.NVFP4_2D),
+    (FOUR_OVER_SIX, jnvfp4.four_over_six()),
+    ([*FOUR_OVER_SIX, "--2d"], jnvfp4.four_over_six(block_rows=16)),
+    ([*FOUR_OVER_SIX, "--e4m3-max", "448"], jnvfp4.four_over_six(e4m3_max=448)),
+    ([*FOUR_OVER_SIX, "--4over6-err-mode", "mse"], jnvfp4.four_over_six("mse")),
+    (["--recipe", "row-scaled", "--format", "te"], jnvfp4.ROW_SCALED),
+]
+FLAGS = {
+    "--preset moe-experts": {"preset": "moe-experts"},
+    "--targets a b": {"targets": ("a", "b")},
+    "--ignore a b": {"ignore": ("a", "b")},
+    "--num-layers-at-start-in-bf16 2": {"start_layers": 2},
+    "--num-layers-at-end-in-bf16 3": {"end_layers": 3},
+    "--extra-high-precision-layers-hf a b": {"keep_containing": ("a", "b")},
+    "--extra-high-precision-layers-megatron a b": {"keep_containing_megatron": ("a", "b")},
+    "--weight-only": {"weight_only": True},
+    "--input-scale 0.5": {"input_scale": 0.5},
+    "--kv-cache fp8": {"kv_cache": "fp8"},
+    "--experts stacked": {"experts": "stacked"},
+    "--expert-layout kn": {"expert_layout": "kn"},
+    "--dequantize-input fp8-block": {"dequantize_input": "fp8-block"},
+    "--high-precision-dtype bf16": {"high_precision_dtype": "bf16"},
+    "--zero-amax te-reference": {"zero_amax": "te-reference"},
+    "--share (a)b (c)d": {"share": ("(a)b", "(c)d")},
+    "--no-share-qkv": {"share_qkv": False},
+    "--max-shard-size 5GB": {"max_shard_bytes": 5_000_000_000},
+    "--on-nonfinite skip": {"on_nonfinite": "skip"},
+    "--on-bad-shape keep": {"on_bad_shape": "keep"},
+    "--allow-empty": {"allow_empty": True},
+    "--allow-unmatched": {"allow_unmatched": True},
+    "--strict": {"strict": True},
+    "--cast-f64": {"cast_f64": True},
+    "--device-chunk 1MiB": {"chunk_bytes": 1 << 20},
+}
+EVERY_FLAG = [(flags.split(" "), values) for flags, values in FLAGS.items()]
+EVERY_FLAG += [(arguments, {"spec": spec}) for arguments, spec in SPECS]
+
+
+@pytest.mark.parametrize(("arguments", "values"), EVERY_FLAG, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+def test_flags_are_options(model, tmp_path, monkeypatch, arguments, values):
+    found = []
+
+    def called(source, output, options, **others):
+        found.append(options)
+        raise CheckpointError("called")
+
+    monkeypatch.setattr(cli, "convert_checkpoint", called)
+    assert main(["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out"), *arguments]) == 3
+    assert found == [ConvertOptions(layout="te" if "te" in arguments else "modelopt", **values)]
+
+
+def test_every_option_has_a_flag():
+    named = {name for _, values in EVERY_FLAG for name in values} | {"layout"}
+    assert named == {f.name for f in dataclasses.fields(ConvertOptions)}
+
+
+def test_a_subfolder_is_the_whole_input(model, tmp_path, capsys):
+    (tmp_path / "top").mkdir()
+    (tmp_path / "top" / "config.json").write_text("of the parent")
+    model.rename(tmp_path / "top" / "text")
+    (tmp_path / "top" / "text" / "tokenizer.json").write_text("{}")
+    convert = ["convert", "--model-dir", str(tmp_path / "top"), "--save-dir", str(tmp_path / "out"), "--report"]
+    assert main([*convert, str(tmp_path / "report"), "--subfolder", "text"]) == 0
+    assert json.loads(capsys.readouterr().out)["quantized"] == 3
+    convert_checkpoint(tmp_path / "top" / "text", tmp_path / "want")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "want")
+    assert main([*convert, str(tmp_path / "report"), "--subfolder", "vae"]) == 3
+    assert "top/vae: does not exist" in capsys.readouterr().err
+
+
+def warned(directory) -> Path:
+    """A model without config.json, of which opening warns."""
+    directory.mkdir()
+    write(directory / FILE, {DOWN: weight(32, 16)})
+    return directory
+
+
+def test_warnings_and_notes(tmp_path, capsys, monkeypatch):
+    convert = ["convert", "--model-dir", str(warned(tmp_path / "in")), "--save-dir"]
+    assert main([*convert, str(tmp_path / "a"), "--dry-run"]) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"bytes in all; .*\nwarning    \S*config.json: missing", out)
+    assert not err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    report = ["--report", str(tmp_path / "report")]
+    assert main([*convert, str(tmp_path / "a"), "--json-progress", *report]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [key for line in lines for key in ("tensor", "warning", "note") if key in line] == [
+        "tensor", "warning", "note",
+    ]  # fmt: skip
+    assert lines[1]["warning"].endswith("config.json: missing, so the number of layers and the model type are unknown")
+    assert "matplotlib" in lines[2]["note"]
+    assert sorted(files_of(tmp_path / "report")) == ["report.csv", "report.json"]
+    assert main([*convert, str(tmp_path / "b"), *report]) == 0
+    warning, note = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning: ")
+    assert note.startswith("note: no report.png")
+    assert main([*convert, str(tmp_path / "c"), "--quiet", *report]) == 0
+    assert not capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written(model, tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for path in ("file", "file/report"):
+        refused(model, tmp_path, "file: is a file; expected a directory", 2, "--report", str(tmp_path / path),
+                capsys=capsys)  # fmt: skip
+    refused(model, tmp_path, "proc: cannot be written into", 6, "--report", "/proc/report", capsys=capsys)
+    out = tmp_path / "out"
+    assert main(["convert", "--model-dir", str(model), "--save-dir", str(out), "--report", str(out / "report")]) == 0
+    assert "report.json" in files_of(out / "report")
+
+
+def test_who_reads_has_enough(model):
+    """No word of it; 141 as of a process that SIGPIPE ended, or argparse's own 0 where it prints."""
+    for arguments, codes in ((["convert", "--help"], (0, 141)), (["inspect", str(model)], (141,))):
+        read, write_end = os.pipe()
+        os.close(read)
+        process = subprocess.Popen(
+            [*COMMAND, *arguments], stdout=write_end, stderr=subprocess.PIPE, env=environment(), text=True
+        )
+        os.close(write_end)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode in codes
+        assert not err
+
+
+def help_of(capsys, *arguments) -> str:
+    with pytest.raises(SystemExit) as e:
+        main([*arguments, "--help"])
+    assert e.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_says_what_every_option_is_for(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    top = help_of(capsys)
+    commands = re.search(r"\{(.*?)\}", top)[1].split(",")
+    assert "convert" in commands
+    for text in (top, *(help_of(capsys, command) for command in commands)):
+        assert "--debug" in text
+        options = re.findall(r"^  (\S.*?)(?:  +|\n {20,})(\S.*)?$", text.partition("options:")[2], re.M)
+        listed = re.findall(r"^  (-\S+)", text, re.M)
+        assert len(options) == len(listed)
+        assert all(explanation for _, explanation in options)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as e:
+        main(["--version"])
+    assert e.value.code == 0
+    assert capsys.readouterr().out == f"jnvfp4 {jnvfp4.__version__}\n"
+
+
+def test_every_option_is_documented(capsys):
+    table = DOCS.read_text().partition("\n## Options\n")[2].partition("\n## ")[0]
+    documented = re.findall(r"^\| `(--[\w-]+)", table, re.M)
+    assert documented == [o for o in re.findall(r"^  (?:-\w, )?(--[\w-]+)", help_of(capsys, "convert"), re.M)
+                          if o not in ("--help", "--debug")] + ["--debug"]  # fmt: skip

@@ -1,0 +1,142 @@
+"""Converted checkpoints read by other people's software: compressed-tensors and transformers, on a CPU.
+
+    pip install torch==2.13.0 compressed-tensors==0.20.0 "transformers>=5"
+
+They need not be where JAX is: JNVFP4_PEERS_PYTHON names a Python that has them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jnvfp4
+from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint, verify_checkpoint
+from jnvfp4.checkpoints._files.source import Source, open_source
+from jnvfp4.checkpoints._layouts.stored import Stored, open_stored
+from jnvfp4.checkpoints.rewrite import dequantize_checkpoint
+from jnvfp4.checkpoints.verify import compare_with_peer
+
+GOLDEN = Path(__file__).parent / "data" / "checkpoints"
+ELEMENTS = {"llama": 688_128, "moe": 147_456}  # of quantized weights
+MODELS = tuple(ELEMENTS)
+PYTHON = os.environ.get("JNVFP4_PEERS_PYTHON", sys.executable)
+PEER = Path(__file__).parent / "peers.py"
+
+
+def peer(*arguments: object, needs: tuple[str, ...]) -> str:
+    """What peers.py prints, in a process of its own."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([PYTHON, *command], env=environment, capture_output=True, text=True, timeout=300)
+
+    find = "import sys, importlib.util as u; sys.exit(not all(map(u.find_spec, sys.argv[1:])))"
+    if run("-c", find, *needs).returncode:
+        pytest.skip(f"needs {', '.join(needs)}")
+    done = run(str(PEER), *map(str, arguments))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def ulps(stored: Stored, decoded: Source) -> np.ndarray:
+    """How far apart the weights are in bfloat16, in units of the last place."""
+    assert sorted(decoded.places) == sorted(f"{m}.weight" for m in stored.modules)
+    out = []
+    for module in stored.modules:
+        got, want = decoded.array(f"{module}.weight"), stored.weight(module).values().astype(ml_dtypes.bfloat16)
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        out.append(np.abs(got.view(np.int16).astype(int) - want.view(np.int16)).reshape(-1))
+    return np.concatenate(out)
+
+
+OPTIONS = {
+    "nvfp4": ConvertOptions(layout="compressed-tensors"),
+    "weight only": ConvertOptions(layout="compressed-tensors", weight_only=True),
+    "4over6 448": ConvertOptions(layout="compressed-tensors", spec=jnvfp4.four_over_six(e4m3_max=448)),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("model", MODELS)
+def test_compressed_tensors_decodes_the_same(tmp_path, model, options):
+    convert_checkpoint(GOLDEN / model / "input", tmp_path / "out", options)
+    peer("decompress", tmp_path / "out", tmp_path / "decoded", needs=("torch", "compressed_tensors"))
+    found = ulps(open_stored(tmp_path / "out"), open_source(tmp_path / "decoded"))
+    assert (found.size, int(found.sum())) == (ELEMENTS[model], 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stored", ["llama/ct_f32stats", "llama/ct_nativestats", "moe/ct_f32stats"])
+def test_what_they_have_written_is_read_alike(tmp_path, stored):
+    peer("decompress", GOLDEN / stored, tmp_path / "decoded", needs=("torch", "compressed_tensors"))
+    apart = ulps(open_stored(GOLDEN / stored), open_source(tmp_path / "decoded"))
+    assert apart.size == ELEMENTS[stored.partition("/")[0]]
+    assert not apart.any()
+
+
+@pytest.mark.long
+def test_compressed_tensors_rounds_ties_of_256_in_its_own_way(tmp_path):
+    """amax / 1536 times 15 can be halfway between two bfloat16: q (s / S_enc) and q (s S_dec) lie on either side."""
+    options = ConvertOptions(layout="compressed-tensors", spec=jnvfp4.four_over_six(e4m3_max=256))
+    convert_checkpoint(GOLDEN / "moe" / "input", tmp_path / "out", options)
+    peer("decompress", tmp_path / "out", tmp_path / "decoded", needs=("torch", "compressed_tensors"))
+    found = ulps(open_stored(tmp_path / "out"), open_source(tmp_path / "decoded"))
+    assert found.max() == 1
+    assert found.mean() < 0.01
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", MODELS)
+def test_model_optimizer_output_is_taken_by_their_converter(tmp_path, model):
+    convert_checkpoint(GOLDEN / model / "input", tmp_path / "out")
+    peer("modelopt", tmp_path / "out", tmp_path / "theirs", needs=("torch", "compressed_tensors"))
+    ours, theirs = open_stored(tmp_path / "out"), open_stored(tmp_path / "theirs")
+    assert theirs.layout.name == "compressed-tensors"
+    assert ours.modules == theirs.modules
+    for module in ours.modules:
+        a, b = ours.weight(module), theirs.weight(module)
+        np.testing.assert_array_equal(a.codes, b.codes)
+        np.testing.assert_array_equal(a.scales, b.scales)
+        np.testing.assert_array_equal(np.float32(1) / a.global_scale.reshape(()), b.global_scale.reshape(()))
+    peer("decompress", tmp_path / "theirs", tmp_path / "decoded", needs=("torch", "compressed_tensors"))
+    found = ulps(ours, open_source(tmp_path / "decoded"))
+    assert (found.size, int(found.sum())) == (ELEMENTS[model], 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("weight_only", [False, True], ids=["W4A4", "W4A16"])
+def test_transformers_loads_a_dense_model(tmp_path, weight_only):
+    options = ConvertOptions(layout="compressed-tensors", weight_only=weight_only)
+    convert_checkpoint(GOLDEN / "llama" / "input", tmp_path / "out", options)
+    dequantize_checkpoint(tmp_path / "out", tmp_path / "decoded")
+    needs = ("torch", "compressed_tensors", "transformers")
+    found = json.loads(peer("model", tmp_path / "out", tmp_path / "decoded", needs=needs).splitlines()[-1])
+    assert not found["missing"] + found["unexpected"] + found["mismatched"]
+    assert (found["weights"], found["different weights"]) == (21, [])
+    assert found["logits"] == 2 * 24 * 96
+    if weight_only:  # else they quantize activations
+        assert found["different logits"] == 0
+        assert found["largest logit"] > 0.1
+
+
+@pytest.mark.long
+def test_verification_asks_them_where_they_are_installed(tmp_path):
+    pytest.importorskip("compressed_tensors")
+    convert_checkpoint(GOLDEN / "llama" / "input", tmp_path / "out", OPTIONS["nvfp4"])
+    records = [r for r in verify_checkpoint(GOLDEN / "llama" / "input", tmp_path / "out") if r.error]
+    assert [r.peer_differs for r in records] == [0] * 14
+    stored = open_stored(tmp_path / "out")
+    other = stored.weight(records[0].name.removesuffix(".weight"))
+    theirs = other.values().astype(ml_dtypes.bfloat16)
+    assert compare_with_peer(theirs, other, stored) == 0
+    with pytest.raises(CheckpointError, match="decodes 1 other values"):
+        compare_with_peer(
+            np.where(np.arange(theirs.size).reshape(theirs.shape) == 5, 3 * theirs + 1, theirs), other, stored
+        )

@@ -1,0 +1,393 @@
+"""Conversions that are interrupted or killed: what is left, and that they go on to the same bytes."""
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import GOLDEN, environment, files_of, header_of, weight, with_header, write, write_model
+
+import jnvfp4
+from jnvfp4 import cli
+from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint
+from jnvfp4.checkpoints._convert import resume
+from jnvfp4.checkpoints._files.source import open_source
+from jnvfp4.cli import main
+
+PROGRESS = ".jnvfp4-progress.json"
+
+
+@pytest.fixture
+def model(tmp_path):
+    shutil.copytree(GOLDEN / "llama" / "input", tmp_path / "in")
+    return tmp_path / "in"
+
+
+def interrupt_after(count):
+    """A report that interrupts when so many tensors are done."""
+    seen = []
+
+    def interrupt(name, done):
+        seen.append(name)
+        if len(seen) > count:
+            raise KeyboardInterrupt
+
+    return interrupt
+
+
+# ---------------------------------------------------------------- in this process
+@pytest.mark.parametrize("after", [0, 1, 12, 20])
+def test_an_interrupted_conversion_goes_on(model, tmp_path, after):
+    convert_checkpoint(model, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(after))
+    left = files_of(tmp_path / "out")
+    assert not any(".tmp-" in name or name.endswith(("index.json", "config.json")) for name in left)
+    assert (PROGRESS in left) == any(name.endswith(".safetensors") for name in left)
+    convert_checkpoint(model, tmp_path / "out", resume=True)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_resuming_with_other_options_or_source_is_refused(model, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
+    assert (tmp_path / "out" / PROGRESS).is_file()
+    with pytest.raises(CheckpointError, match="other options: weight_only"):
+        convert_checkpoint(model, tmp_path / "out", ConvertOptions(weight_only=True), resume=True)
+    (model / "model-00001-of-00002.safetensors").touch()
+    with pytest.raises(CheckpointError, match="other source: model-00001"):
+        convert_checkpoint(model, tmp_path / "out", resume=True)
+    with pytest.raises(CheckpointError, match="not empty"):
+        convert_checkpoint(model, tmp_path / "out")
+
+
+def test_a_shard_that_was_changed_is_written_again(model, tmp_path):
+    convert_checkpoint(model, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
+    (done,) = (tmp_path / "out").glob("*.safetensors")
+    data = done.read_bytes()
+    done.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    convert_checkpoint(model, tmp_path / "out", resume=True)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_a_finished_shard_is_not_written_again(model, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
+    (done,) = (tmp_path / "out").glob("*.safetensors")
+    before = done.stat().st_ino, done.stat().st_mtime_ns
+    convert_checkpoint(model, tmp_path / "out", resume=True)
+    assert (done.stat().st_ino, done.stat().st_mtime_ns) == before
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"options": 1, "source": {}, "shards": {}}'])
+def test_a_record_that_is_damaged(model, tmp_path, text):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / PROGRESS).write_text(text)
+    with pytest.raises(CheckpointError, match=re.escape(PROGRESS)):
+        convert_checkpoint(model, tmp_path / "out", resume=True)
+    convert_checkpoint(model, tmp_path / "out", overwrite=True)
+    convert_checkpoint(model, tmp_path / "whole")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_temporary_files_of_killed_runs_are_removed(model, tmp_path):
+    convert_checkpoint(model, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
+    for name in ("model-00002-of-00002.safetensors.tmp-1", f"{PROGRESS}.tmp-23", "config.json.tmp-456"):
+        (tmp_path / "out" / name).write_bytes(b"part")
+    (tmp_path / "out" / "notes.tmp-old").write_text("mine")
+    convert_checkpoint(model, tmp_path / "out", resume=True)
+    assert files_of(tmp_path / "out") == {**files_of(tmp_path / "whole"), "notes.tmp-old": b"mine"}
+
+
+def test_an_older_output_never_looks_complete_while_it_is_replaced(model, tmp_path):
+    convert_checkpoint(model, tmp_path / "out")
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(0), overwrite=True)
+    assert not any(name.endswith("config.json") or "index" in name for name in files_of(tmp_path / "out"))
+
+
+def test_only_what_was_begun_is_gone_on_with(model, tmp_path):
+    convert_checkpoint(model, tmp_path / "out")
+    before = files_of(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="no record of an interrupted conversion"):
+        convert_checkpoint(model, tmp_path / "out", resume=True)
+    assert files_of(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("what", ["config", "scales"])
+def test_resuming_with_other_inputs_is_refused(model, tmp_path, what):
+    scales = tmp_path / "scales.json"
+    config = json.loads((model / "config.json").read_text())
+    modules = [n.removesuffix(".weight") for n in open_source(model).places if "_proj" in n]
+    scales.write_text(json.dumps(dict.fromkeys(modules, 3.0)))
+    options = ConvertOptions(input_scale=scales)
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", options, on_progress=interrupt_after(20))
+    if what == "config":
+        (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1}))
+    else:
+        scales.write_text(json.dumps(dict.fromkeys(modules, 4.0)))
+    with pytest.raises(CheckpointError, match="other source: config" if what == "config" else "options: input_scale"):
+        convert_checkpoint(model, tmp_path / "out", options, resume=True)
+
+
+def test_resuming_with_another_version_is_refused(model, tmp_path, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
+    monkeypatch.setattr(resume, "__version__", "99.0")
+    with pytest.raises(CheckpointError, match="other options: version"):
+        convert_checkpoint(model, tmp_path / "out", resume=True)
+
+
+def other_header(header):
+    """Names and bytes stay, the shape is another one."""
+    header["model.norm.weight"]["shape"].insert(0, 1)
+
+
+def other_order(header):
+    """Two tensors of one size change places."""
+    a, b = (header[f"model.layers.1.{n}_layernorm.weight"] for n in ("input", "post_attention"))
+    a["data_offsets"], b["data_offsets"] = b["data_offsets"], a["data_offsets"]
+
+
+@pytest.mark.parametrize("change", [other_header, other_order])
+def test_resuming_with_another_header_is_refused(model, tmp_path, change):
+    """Size and time of the file are as before."""
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
+    path = model / "model-00002-of-00002.safetensors"
+    before, (header, data) = path.stat(), header_of(path.read_bytes())
+    change(header)
+    text = json.dumps(header, separators=(",", ":"))
+    path.write_bytes(with_header(text.ljust(before.st_size - 8 - len(data)), data))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    with pytest.raises(CheckpointError, match="other source: model-00002"):
+        convert_checkpoint(model, tmp_path / "out", resume=True)
+
+
+def test_the_record_names_what_is_finished(model, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
+    record = json.loads((tmp_path / "out" / PROGRESS).read_text())
+    (done,) = (tmp_path / "out").glob("*.safetensors")
+    assert record["shards"] == {done.name: hashlib.sha256(done.read_bytes()).hexdigest()}
+    assert sorted(record["source"]) == ["config.json", *sorted(p.name for p in model.glob("*.safetensors"))]
+    assert record["options"]["version"] == jnvfp4.__version__
+    assert "chunk_bytes" not in record["options"]
+    slices = ConvertOptions(chunk_bytes=1 << 13)
+    convert_checkpoint(model, tmp_path / "out", slices, resume=True)
+
+
+@pytest.mark.parametrize("command", ["convert", "verify"])
+def test_an_interrupt_has_its_exit_code(tmp_path, monkeypatch, capsys, command):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "open_source", interrupt)
+    monkeypatch.setattr(cli, "verify_checkpoint", interrupt)
+    paths = (str(tmp_path / "in"), str(tmp_path / "out"))
+    flags = ("--model-dir", "--save-dir") if command == "convert" else ("--max-rel-error=1", "--expert-layout=auto")
+    arguments = [command, flags[0], paths[0], flags[1], paths[1]]
+    assert main(arguments) == 130
+    hint = "; finished shards are kept\nhint: --resume goes on" if command == "convert" else ""
+    assert capsys.readouterr().err == f"error: interrupted{hint}\n"
+
+
+def test_two_conversions_do_not_share_a_directory(model, tmp_path):
+    def again(name, done):
+        convert_checkpoint(model, tmp_path / "out", overwrite=True)
+
+    with pytest.raises(CheckpointError, match="written by another conversion"):
+        convert_checkpoint(model, tmp_path / "out", on_progress=again)
+
+
+def test_an_empty_tensor_at_the_end_of_a_page(tmp_path):
+    (tmp_path / "in").mkdir()
+    tensors = {"a.down_proj.weight": weight(16, 32), "z.empty": ("F32", np.zeros((0, 4), np.float32))}
+    path = tmp_path / "in" / "model.safetensors"
+    write(path, tensors)
+    write(path, tensors, {"format": "pt", "pad": "x" * (-(path.stat().st_size + len(',"pad":""')) % 4096)})
+    assert path.stat().st_size % 4096 == 0
+    convert_checkpoint(tmp_path / "in", tmp_path / "out")
+
+
+def test_room_is_asked_for_what_is_left(model, tmp_path, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
+    free = []
+    usage = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=free[0]))
+    free.append(600_000)  # two shards of about 250,000 bytes, and once more the largest
+    with pytest.raises(CheckpointError, match=r"has 600000 bytes free; expected 7\d\d\d\d\d"):
+        convert_checkpoint(model, tmp_path / "new")
+    convert_checkpoint(model, tmp_path / "out", resume=True)
+
+
+# ---------------------------------------------------------------- processes
+# The command with a line for each write of a tensor, and time to be killed in.
+SLOW = """
+import sys, time
+from jnvfp4 import cli
+from jnvfp4.checkpoints._files.safetensors import Writer
+put = Writer.put
+def slow(*arguments):
+    sys.stdout.write("put\\n")  # at once: several threads write
+    sys.stdout.flush()
+    time.sleep(0.005)
+    put(*arguments)
+Writer.put = slow
+sys.exit(cli.main())
+"""
+SHARDS, WRITES = 6, 6 * (2 * 4 + 1)
+
+
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory) -> tuple[Path, dict[str, bytes]]:
+    """A model of several shards, and what it becomes without interruption."""
+    shards = {
+        f"model-{i + 1:05d}-of-{SHARDS:05d}.safetensors": {
+            f"model.layers.{i}.mlp.down_proj.weight": weight(64, 128, i),
+            f"model.layers.{i}.self_attn.o_proj.weight": weight(128, 64, i),
+            f"model.layers.{i}.norm.weight": ("F32", np.full(64, i, np.float32)),
+        }
+        for i in range(SHARDS)
+    }
+    directory = tmp_path_factory.mktemp("layers")
+    model = write_model(directory / "in", shards)
+    (model / "tokenizer.json").write_text(json.dumps(["token"] * 10_000))
+    convert_checkpoint(model, directory / "whole")
+    return model, files_of(directory / "whole")
+
+
+def stopped(arguments, how, writes, moment) -> subprocess.CompletedProcess:
+    """Runs the slow command and sends a signal some time after so many writes."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    for _ in range(writes):
+        assert process.stdout.readline() == "put\n"
+    time.sleep(moment)
+    process.send_signal(how)
+    out, err = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def check_killed(layers, out, seed) -> None:
+    model, want = layers
+    rng = random.Random(seed)
+    arguments = ["convert", "--model-dir", str(model), "--save-dir", str(out)]
+    stop = stopped(arguments, signal.SIGKILL, rng.randint(1, WRITES), rng.uniform(0, 0.012))
+    left = files_of(out)
+    if stop.returncode == 0:  # it was at the end already
+        assert left == want
+    else:
+        assert stop.returncode == -signal.SIGKILL
+        whole = {name: data for name, data in left.items() if ".tmp-" not in name and name != PROGRESS}
+        assert whole.items() <= want.items()
+    assert main([*arguments, "--resume", "--quiet"]) == 0
+    assert files_of(out) == want
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.long] if s > 2 else []) for s in range(20)])
+def test_a_killed_conversion_goes_on(layers, tmp_path, seed):
+    check_killed(layers, tmp_path / "out", seed)
+
+
+@pytest.mark.long
+def test_a_conversion_that_is_killed_again_and_again(layers, tmp_path):
+    model, want = layers
+    arguments = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out")]
+    stopped(arguments, signal.SIGKILL, 20, 0.002)
+    stopped([*arguments, "--resume"], signal.SIGKILL, 12, 0.002)
+    assert main([*arguments, "--resume", "--quiet"]) == 0
+    assert files_of(tmp_path / "out") == want
+
+
+# The command, which sends itself Ctrl-C at the 20th write of a tensor, in the third shard. The thread that writes
+# waits until the main thread has the signal, so that the shard cannot be finished before.
+INTERRUPTED = """
+import itertools, os, signal, sys, threading
+from jnvfp4 import cli
+from jnvfp4.checkpoints._files.safetensors import Writer
+put, count, received = Writer.put, itertools.count(1), threading.Event()
+def interrupt(number, frame):
+    received.set()
+    raise KeyboardInterrupt
+def counted(*arguments):
+    if next(count) == 20:
+        os.kill(os.getpid(), signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread():
+            assert received.wait(60)
+    put(*arguments)
+signal.signal(signal.SIGINT, interrupt)
+Writer.put = counted
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize("workers", ["1", "2", "5"])
+def test_an_interrupted_command_says_how_to_go_on(layers, tmp_path, workers):
+    model, want = layers
+    arguments = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out"), "--workers", workers]
+    command = [sys.executable, "-c", INTERRUPTED, *arguments]
+    stop = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    assert stop.returncode == 130
+    assert stop.stderr == "error: interrupted; finished shards are kept\nhint: --resume goes on\n"
+    left = files_of(tmp_path / "out")
+    assert sorted(left) == [PROGRESS, *sorted(n for n in want if n.endswith("safetensors"))[:2]]
+    assert main([*arguments, "--resume", "--quiet"]) == 0
+    assert files_of(tmp_path / "out") == want
+
+
+# ---------------------------------------------------------------- memory
+MEMORY = """
+import sys
+import jax
+from jnvfp4.checkpoints import convert_checkpoint
+jax.devices("cpu")  # what a platform loads when it begins is no part of a conversion
+def peak():
+    (line,) = (l for l in open("/proc/self/status") if l.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+before = peak()
+convert_checkpoint(sys.argv[1], sys.argv[2])
+print(before, peak())
+"""
+
+
+def peak_of(folder, layers, rows, k) -> tuple[int, int]:
+    """Peak resident bytes of a process that converts an MLP of so many layers: before, and at the end."""
+    (folder / "in").mkdir(parents=True)
+    w = weight(rows, k)
+    tensors = {f"model.layers.{i}.mlp.{role}_proj.weight": w for i in range(layers) for role in ("gate", "up")}
+    write(folder / "in" / "model.safetensors", tensors)
+    arguments = [sys.executable, "-c", MEMORY, str(folder / "in"), str(folder / "out")]
+    done = subprocess.run(arguments, env=environment(), check=True, capture_output=True, text=True)
+    before, peak = map(int, done.stdout.split())
+    return before, peak
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads VmHWM of /proc")
+@pytest.mark.parametrize(
+    ("few", "many", "rows"), [(2, 40, 1024), pytest.param(4, 24, 4096, marks=pytest.mark.long)], ids=["small", "large"]
+)
+def test_memory_does_not_grow_with_layers(tmp_path, few, many, rows):
+    """Beyond the imported library it is the largest group, its output and 300 MB; the files are several times that."""
+    group = 2 * rows * 1024 * 2
+    (_, a), (before, b) = (peak_of(tmp_path / str(n), n, rows, 1024) for n in (few, many))
+    assert b - before < group + group * 9 // 32 + 300e6
+    assert b - a < many * group / 4

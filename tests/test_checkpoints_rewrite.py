@@ -1,0 +1,343 @@
+"""repack, dequantize and diff: what they write beside the weights, what they refuse, and what they leave in memory."""
+
+import json
+from collections import namedtuple
+from functools import partial
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import DOWN, GATE, GOLDEN, UP, weight, write, write_model
+
+import jnvfp4
+from jnvfp4.checkpoints import compare, rewrite
+from jnvfp4.checkpoints._convert.options import ConvertOptions
+from jnvfp4.checkpoints._files import files
+from jnvfp4.checkpoints._files.companions import copy_companions
+from jnvfp4.checkpoints._files.errors import CheckpointError, Exit
+from jnvfp4.checkpoints._files.safetensors import File
+from jnvfp4.checkpoints._files.source import CONFIG, open_source
+from jnvfp4.checkpoints._layouts.layouts import FLOAT_MAX, LayoutName, decode_scale, encode_scale
+from jnvfp4.checkpoints._layouts.loaders import ignore_list
+from jnvfp4.checkpoints._layouts.stored import open_stored
+from jnvfp4.checkpoints.compare import diff
+from jnvfp4.checkpoints.convert import convert_checkpoint
+from jnvfp4.checkpoints.load import open_checkpoint
+from jnvfp4.checkpoints.rewrite import dequantize_checkpoint, repack_checkpoint
+from jnvfp4.cli import main
+
+HF_QUANT = "hf_quant_config.json"
+ROUTER = "model.layers.0.mlp.gate.weight"
+NORM = "model.norm.weight"
+CT: LayoutName = "compressed-tensors"
+REWRITTEN = (partial(repack_checkpoint, layout="modelopt"), dequantize_checkpoint)
+
+
+def quantized(directory, tensors=None, config=None, **options):
+    """A checkpoint `out` of these tensors, by default an MLP with a kept head and a norm."""
+    default = {DOWN: weight(32, 64), "lm_head.weight": weight(7, 64), NORM: ("F32", np.ones(5, np.float32))}
+    model = write_model(directory / "in", {"model.safetensors": tensors or default}, config)
+    convert_checkpoint(model, directory / "out", ConvertOptions(**options))
+    return directory / "out"
+
+
+def json_of(path):
+    return json.loads(path.read_text())
+
+
+def changed_json(path, change):
+    value = json_of(path)
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+# ---------------------------------------------------------------- what loaders read
+def test_the_ignore_list_is_that_of_the_new_layout(tmp_path):
+    names = ["q", "k", "v"]
+    kept = {f"model.layers.1.self_attn.{n}_proj.weight": weight(32, 64) for n in names}
+    embedding = {"model.embed_tokens.weight": weight(32, 64)}
+    options = {"ignore": ("model.layers.1.*",), "weight_only": True}
+    out = quantized(tmp_path, {DOWN: weight(32, 64)} | kept | embedding, layout=CT, **options)
+    changed_json(out / CONFIG, lambda c: c["quantization_config"].update(ignore=["lm_head", "re:.*layers.1.*"]))
+    repack_checkpoint(out, tmp_path / "modelopt", "modelopt")
+    convert_checkpoint(tmp_path / "in", tmp_path / "want", ConvertOptions(**options))
+    got, want = ((tmp_path / d / HF_QUANT).read_text() for d in ("modelopt", "want"))
+    assert got == want
+    assert "qkv_proj" in got
+    assert json_of(tmp_path / "modelopt" / CONFIG) == json_of(tmp_path / "want" / CONFIG)
+    repack_checkpoint(tmp_path / "modelopt", tmp_path / "back", CT)
+    ignore = json_of(tmp_path / "back" / CONFIG)["quantization_config"]["ignore"]
+    assert ignore == ["lm_head", *(f"model.layers.1.self_attn.{n}_proj" for n in sorted(names))]
+
+
+def test_layers_that_are_kept_completely_are_in_the_ignore_list_of_modelopt():
+    kept = ["model.layers.1.mlp.down_proj", "model.layers.2.mlp.down_proj", "model.layers.10.mlp.up_proj"]
+    quantized = ["model.layers.2.mlp.up_proj", "model.layers.3.mlp.down_proj"]
+    entries = ["lm_head", *kept]
+    assert ignore_list(kept, quantized, CT) == sorted(entries)
+    assert ignore_list(kept, quantized, "modelopt") == sorted(
+        [
+            *(e for e in entries if e not in ("model.layers.10.mlp.up_proj",)),
+            "model.layers.10.mlp.gate_up_proj",
+            "model.layers.10.mlp.up_proj",
+            "model.layers.1.*",
+            "model.layers.10.*",
+        ]
+    )
+
+
+def test_kept_experts_in_one_tensor_are_in_the_ignore_list(tmp_path):
+    stack = "model.layers.0.mlp.experts.down_proj"
+    experts = ("BF16", np.ones((2, 32, 64), ml_dtypes.bfloat16))
+    out = quantized(tmp_path, {DOWN: weight(32, 64), stack: experts}, ignore=(stack,), expert_layout="nk")
+    repack_checkpoint(out, tmp_path / "back", CT)
+    assert stack in json_of(tmp_path / "back" / CONFIG)["quantization_config"]["ignore"]
+
+
+def test_a_conflict_between_loaders_is_found_before_anything_is_written(tmp_path):
+    """The router's entry is a substring of a quantized module's name, which one layout's loader takes for a match."""
+    out = quantized(tmp_path, {GATE: weight(32, 64), UP: weight(32, 64), ROUTER: weight(4, 64)}, layout=CT)
+    with pytest.raises(CheckpointError, match=r"but vLLM would keep it because of 'model.layers.0.mlp.gate'") as found:
+        repack_checkpoint(out, tmp_path / "back", "modelopt")
+    assert found.value.code == Exit.CONFLICT
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_head_that_is_quantized_is_not_in_the_ignore_list():
+    assert ignore_list(["m.gate"], ["lm_head", "m.down_proj"], CT) == ["m.gate"]
+
+
+@pytest.mark.parametrize("layout", ["modelopt", CT])
+@pytest.mark.parametrize("claimed", [True, False])
+def test_a_kv_cache_of_fp8_is_taken_over(tmp_path, layout, claimed):
+    out = quantized(tmp_path, layout="modelopt", kv_cache="fp8" if claimed else "none")
+    if layout == CT:
+        repack_checkpoint(out, tmp_path / "ct", layout)
+        scheme = json_of(tmp_path / "ct" / CONFIG)["quantization_config"]["kv_cache_scheme"]
+        fields = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+        assert scheme == (fields if claimed else None)
+        out = tmp_path / "ct"
+    repack_checkpoint(out, tmp_path / "back", "modelopt")
+    assert json_of(tmp_path / "back" / HF_QUANT)["quantization"]["kv_cache_quant_algo"] == ("FP8" if claimed else None)
+    assert ("kv_cache_scheme" in json_of(tmp_path / "back" / CONFIG)["quantization_config"]) == claimed
+
+
+@pytest.mark.parametrize("where", [HF_QUANT, CONFIG])
+def test_one_claim_of_a_kv_cache_is_enough_and_another_kind_is_refused(tmp_path, where):
+    out = quantized(tmp_path)
+    section = "quantization" if where == HF_QUANT else "quantization_config"
+    changed_json(out / where, lambda c: c[section].update(kv_cache_quant_algo="FP8"))
+    repack_checkpoint(out, tmp_path / "a", CT)
+    assert json_of(tmp_path / "a" / CONFIG)["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
+    changed_json(out / where, lambda c: c[section].update(kv_cache_quant_algo="NVFP4"))
+    with pytest.raises(CheckpointError, match=r"the KV cache is 'NVFP4'; expected FP8 or none"):
+        repack_checkpoint(out, tmp_path / "b", CT)
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("field", [{"num_bits": 4}, {"dynamic": True}, {"strategy": "attn_head"}, {"type": "int"}])
+def test_a_scheme_of_another_kv_cache_is_refused(tmp_path, field):
+    out = quantized(tmp_path)
+    scheme = {"num_bits": 8, "type": "float", "dynamic": False, **field}
+    changed_json(out / CONFIG, lambda c: c["quantization_config"].update(kv_cache_scheme=scheme))
+    with pytest.raises(CheckpointError, match="the KV cache is"):
+        repack_checkpoint(out, tmp_path / "b", "modelopt")
+
+
+# ---------------------------------------------------------------- globals
+def test_globals_are_finite_both_ways(tmp_path):
+    tiny = np.full((16, 32), 1e-37, ml_dtypes.bfloat16)
+    out = quantized(tmp_path, {DOWN: ("BF16", tiny)})
+    scale = open_stored(out).weight(DOWN.removesuffix(".weight")).global_scale
+    assert 0 < scale < 3e-39
+    assert repack_checkpoint(out, tmp_path / "ct", CT) == 0
+    assert open_stored(tmp_path / "ct").weight(DOWN.removesuffix(".weight")).global_scale == FLOAT_MAX
+    repack_checkpoint(tmp_path / "ct", tmp_path / "back", "modelopt")
+    assert diff(out, tmp_path / "back").same
+
+
+@pytest.mark.parametrize("stored", ["llama/ct_f32stats", "moe/ct_f32stats", "llama/te_modelopt"])
+def test_repacking_counts_the_globals_that_change(tmp_path, stored):
+    """Over there and back again the bytes differ in so many globals; an amax has no way back."""
+    source = GOLDEN / stored
+    layouts = ("modelopt", CT) if "ct" in stored else (CT, "modelopt")
+    count = repack_checkpoint(source, tmp_path / "there", layouts[0])
+    repack_checkpoint(tmp_path / "there", tmp_path / "back", layouts[1])
+    a, b = open_stored(source), open_stored(tmp_path / "back")
+    scales = [(a.weight(m).global_scale.reshape(()), b.weight(m).global_scale.reshape(())) for m in a.modules]
+    assert count == sum(v != w for v, w in scales)
+    assert repack_checkpoint(source, tmp_path / "same", layouts[1]) == 0
+    options = ConvertOptions(layout="te")
+    convert_checkpoint(GOLDEN / stored.partition("/")[0] / "input", tmp_path / "te", options)
+    assert repack_checkpoint(tmp_path / "te", tmp_path / "of_te", CT) == 0
+
+
+def test_reciprocals_of_globals():
+    some = np.float32([1e-45, 0.5, 3, FLOAT_MAX, 0])
+    np.testing.assert_array_equal(decode_scale(some), np.float32([FLOAT_MAX, 2, 1 / 3, 2.938736e-39, FLOAT_MAX]))
+    assert decode_scale(decode_scale(encode_scale(1e-40))) == FLOAT_MAX
+    assert np.isnan(decode_scale(np.nan))
+
+
+# ---------------------------------------------------------------- other files
+REST = ("pytorch_model.bin", "pytorch_model.bin.index.json", "a.pt", "b.pth", "c.gguf")
+KNOWN = ("tokenizer.json", "tokenizer.model", "merges.txt", "chat.jinja", "modeling.py", "README.md", "LICENSE-MODEL")
+
+
+def with_others(directory):
+    for name in (*REST, *KNOWN, "notes.tar"):
+        (directory / name).write_text(name)
+    outside = directory.parent / "secret"
+    outside.write_text("x")
+    (directory / "inner.json").symlink_to("tokenizer.json")
+    (directory / "outer.json").symlink_to(outside)
+    (directory / "dangling.json").symlink_to("nothing.json")
+
+
+@pytest.mark.parametrize("rewritten", REWRITTEN, ids=["repack", "dequantize"])
+@pytest.mark.parametrize("single_file", [False, True])
+def test_other_files(tmp_path, rewritten, single_file):
+    out = quantized(tmp_path)
+    with_others(out)
+    found = []
+    rewritten(out / "model.safetensors" if single_file else out, tmp_path / "back", warn=found.append)
+    got = {p.name: p.read_text() for p in (tmp_path / "back").iterdir() if p.name in (*REST, *KNOWN, "notes.tar")}
+    assert got == {name: name for name in (KNOWN if single_file else (*KNOWN, "notes.tar"))}
+    inner = tmp_path / "back" / "inner.json"
+    assert (inner.read_text(), inner.is_symlink()) == ("tokenizer.json", False)
+    assert not (tmp_path / "back" / "outer.json").exists()
+    assert [text.partition(": ")[2] for text in found] == [
+        "a link to nothing, not copied",
+        "a link out of the directory, not copied",
+    ]
+
+
+def test_a_file_that_cannot_be_copied_leaves_no_part(tmp_path, monkeypatch):
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    (source / "tokenizer.json").write_text("x" * 100)
+
+    def broken(path, target):
+        target.write_text("x")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfile", broken)
+    with pytest.raises(OSError, match="No space"):
+        copy_companions(source, out)
+    assert not list(out.iterdir())
+
+
+# ---------------------------------------------------------------- dequantize
+@pytest.mark.parametrize(("dtype", "name"), [("BF16", "bfloat16"), ("F16", "float16"), ("F32", "float32")])
+def test_the_config_says_what_dtype_was_written(tmp_path, dtype, name):
+    old = {"model_type": "llama", "torch_dtype": "?", "dtype": "?", "text_config": {"dtype": "?", "x": 1}}
+    out = quantized(tmp_path, config=old)
+    dequantize_checkpoint(out, tmp_path / "back", dtype)
+    new = {"model_type": "llama", "torch_dtype": name, "dtype": name, "text_config": {"dtype": name, "x": 1}}
+    assert json_of(tmp_path / "back" / CONFIG) == new
+    changed_json(out / CONFIG, lambda c: [c.pop(key) for key in ("torch_dtype", "dtype")])
+    dequantize_checkpoint(out, tmp_path / "again", dtype)
+    assert {k: v for k, v in json_of(tmp_path / "again" / CONFIG).items() if "dtype" in k} == {"torch_dtype": name}
+
+
+def test_values_that_f16_cannot_hold_are_an_error(tmp_path, capsys):
+    large = np.zeros((32, 64), np.float32)
+    large[3, :2], large[20, 5], large[21, 5] = 7e4, -1e5, 6e4
+    out = quantized(tmp_path, {GATE: weight(32, 64), UP: weight(32, 64), DOWN: ("F32", large)})
+    assert main(["dequantize", str(out), str(tmp_path / "back"), "--dtype", "f16"]) == Exit.BAD_INPUT
+    w = open_stored(out).weight(DOWN.removesuffix(".weight")).values()
+    count = int((np.abs(w) >= 65520).sum())
+    assert count == 3
+    assert f"error: tensor '{DOWN}': has {count} values that are not finite in F16" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+    assert main(["dequantize", str(out), str(tmp_path / "back"), "--dtype", "f32"]) == 0
+    np.testing.assert_array_equal(open_source(tmp_path / "back").array(DOWN), w)
+
+
+def test_a_large_global_alone_is_no_error(tmp_path):
+    """6 * 448 * S_dec is above 65504, the values are not: rounding to it is fine."""
+    most = np.full((16, 32), 65504, np.float32)
+    out = quantized(tmp_path, {DOWN: ("F32", most)})
+    with open(out / "model.safetensors", "r+b") as file:
+        entry = open_source(out).entry(DOWN.removesuffix("weight") + "weight_scale_2")
+        file.seek(entry.begin)
+        file.write(np.float32(65515 / 2688).tobytes())
+    dequantize_checkpoint(out, tmp_path / "back", "F16")
+    assert (open_source(tmp_path / "back").array(DOWN) == 65504).all()
+
+
+# ---------------------------------------------------------------- refused before the output is made
+def test_rows_are_refused_before_the_output_is_made(tmp_path):
+    out = quantized(tmp_path, layout="te", spec=jnvfp4.ROW_SCALED)
+    with pytest.raises(CheckpointError, match="has an amax for each row"):
+        repack_checkpoint(out, tmp_path / "back", "modelopt")
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("rewritten", REWRITTEN, ids=["repack", "dequantize"])
+def test_a_full_disk_is_found_before_the_output_is_made(tmp_path, monkeypatch, rewritten):
+    out = quantized(tmp_path)
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage(100))
+    with pytest.raises(CheckpointError, match=r"has 100 bytes free; expected \d+ for the output") as found:
+        rewritten(out, tmp_path / "back")
+    assert found.value.code == Exit.IO
+    assert not (tmp_path / "back").exists()
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    out = quantized(tmp_path)
+
+    def broken(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rewrite, "copy_companions", broken)
+    with pytest.raises(CheckpointError, match="cannot be written") as found:
+        repack_checkpoint(out, tmp_path / "back", "modelopt")
+    assert found.value.code == Exit.IO
+    assert not (tmp_path / "back" / CONFIG).exists()
+
+
+# ---------------------------------------------------------------- memory
+@pytest.mark.parametrize("work", [*REWRITTEN, lambda a, b: diff(a, a)], ids=["repack", "dequantize", "diff"])
+def test_pages_are_released(tmp_path, monkeypatch, work):
+    out = quantized(tmp_path)
+    released, release = set(), File.release
+    monkeypatch.setattr(File, "release", lambda file, name: (released.add(name), release(file, name)))
+    work(out, tmp_path / "back")
+    module = DOWN.removesuffix(".weight")
+    assert released >= {DOWN, f"{module}.weight_scale", "lm_head.weight", NORM}
+
+
+def test_an_empty_tensor_at_the_end_of_a_page_is_released(tmp_path):
+    path = tmp_path / "a.safetensors"
+    write(path, {"a": ("U8", np.zeros(1, np.uint8)), "z": ("U8", np.zeros(0, np.uint8))})
+    n = 4096 - path.stat().st_size - 2  # digits more of the numbers in the header
+    for size in range(n - 16, n + 16):
+        write(path, {"a": ("U8", np.zeros(size, np.uint8)), "z": ("U8", np.zeros(0, np.uint8))})
+        if path.stat().st_size == 4096:
+            break
+    assert path.stat().st_size == 4096
+    File(path).release("z")
+
+
+def test_diff_counts_by_slices(tmp_path, monkeypatch):
+    tensors = {DOWN: weight(48, 64), "lm_head.weight": weight(7, 64), NORM: ("F32", np.float32(2))}
+    a = quantized(tmp_path, tensors)
+    b = tmp_path / "b"
+    repack_checkpoint(a, b, "modelopt")
+    source = open_source(b)
+    with open(b / "model.safetensors", "r+b") as file:
+        for name, at, n in ((DOWN, 1000, 300), (DOWN[:-6] + "weight_scale", 30, 99), ("lm_head.weight", 800, 1)):
+            entry = source.entry(name)
+            file.seek(entry.begin + at)
+            part = file.read(n)
+            file.seek(entry.begin + at)
+            file.write(bytes(255 - x for x in part))
+    monkeypatch.setattr(compare, "CHUNK_BYTES", 64)
+    found = diff(a, b)
+    assert (found.codes, found.scales, found.globals) == ({DOWN: 300}, {DOWN: 99}, {})
+    assert found.others == ["lm_head.weight"]
+    assert open_checkpoint(b)[DOWN].shape == (48, 64)
+    assert diff(a, a).same

@@ -1,0 +1,194 @@
+"""Trees of JAX models and Hugging Face names: rules in both directions, stacked layers, sharded leaves."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoints import TE_MODELOPT, array, same
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jnvfp4
+from jnvfp4.checkpoints import (
+    CheckpointError,
+    NameRule,
+    convert_checkpoint,
+    from_hf,
+    open_checkpoint,
+    save_checkpoint,
+    to_hf,
+)
+
+LAYER = r"model.layers.{layer:\d+}."
+Q_PROJ = "model.layers.0.self_attn.q_proj"  # [128, 256]
+
+
+# ---------------------------------------------------------------- both directions
+LLAMA = [
+    NameRule("model.embed_tokens.weight", "embedding"),
+    NameRule("lm_head.weight", "head"),
+    NameRule("model.norm.weight", "norm"),
+    NameRule(LAYER + "{which}_layernorm.weight", "layers/{which}_norm", stack=("layer",)),
+    NameRule(LAYER + "self_attn.{p:[qkvo]}_proj.weight", "layers/attention/{p}", stack=("layer",)),
+    NameRule(LAYER + "mlp.{p:gate|up|down}_proj.weight", "layers/mlp/{p}", stack=("layer",)),
+]
+
+
+def test_a_quantized_model_with_stacked_layers_and_back(tmp_path):
+    checkpoint = open_checkpoint(TE_MODELOPT)
+    tree = from_hf(checkpoint, LLAMA)
+    assert set(tree) == {"embedding", "head", "norm", "layers"}
+    q = tree["layers"]["attention"]["q"]
+    assert (q.shape, q.scale.shape, q.amax.shape) == ((2, 128, 256), (2, 128, 16), (2,))
+    each = [jnvfp4.dequantize(checkpoint[f"model.layers.{i}.self_attn.q_proj.weight"]) for i in range(2)]
+    np.testing.assert_array_equal(jnvfp4.dequantize(q), jnp.stack(each))
+    back = to_hf(tree, LLAMA)
+    same(back, dict(checkpoint))
+    save_checkpoint(back, tmp_path / "out", config={"model_type": "llama"})
+    same(dict(open_checkpoint(tmp_path / "out")), dict(checkpoint))
+
+
+def test_arrays_are_transposed_split_and_stacked():
+    weights = {f"layers.{i}.experts.{e}.w": array(6, 4, seed=4 * i + e) for i in range(2) for e in range(3)}
+    rule = NameRule(
+        r"layers.{i:\d+}.experts.{e:\d+}.w", "moe/kernel", stack=("e", "i"), axis=1, transpose=True, split=(1, 3)
+    )
+    kernel = from_hf(weights, [rule])["moe"]["kernel"]
+    assert kernel.shape == (4, 3, 2, 3, 2)  # in, experts, layers, heads, head
+    np.testing.assert_array_equal(kernel[:, 2, 1], weights["layers.1.experts.2.w"].T.reshape(4, 3, 2))
+    same(to_hf({"moe": {"kernel": kernel}}, [rule]), weights)
+
+
+def test_experts_of_quantized_layers():
+    x = jnp.asarray(array(3, 16, 32))
+    weights = {f"{i}": jnvfp4.quantize(x * (i + 1)) for i in range(2)}
+    for axis, amaxes in ((0, (2, 3)), (1, (3, 2))):
+        rule = NameRule(r"{i:\d}", "w", stack=("i",), axis=axis)
+        w = from_hf(weights, [rule])["w"]
+        assert w.amax.shape == amaxes
+        np.testing.assert_array_equal(
+            jnvfp4.dequantize(w), jnp.stack([jnvfp4.dequantize(t) for t in weights.values()], axis)
+        )
+        back = to_hf({"w": w}, [rule])
+        same({n: jnvfp4.dequantize(t) for n, t in back.items()}, {n: jnvfp4.dequantize(t) for n, t in weights.items()})
+
+
+def test_a_map_of_abstract_tensors_has_their_shapes():
+    checkpoint = open_checkpoint(TE_MODELOPT)
+    abstract = jax.eval_shape(lambda tensors: from_hf(tensors, LLAMA), dict(checkpoint))
+    tree = from_hf(checkpoint, LLAMA)
+    assert jax.tree.structure(abstract) == jax.tree.structure(tree)
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(abstract)] == [
+        (x.shape, x.dtype) for x in jax.tree.leaves(tree)
+    ]
+
+
+W, Q = array(16, 32), jnvfp4.quantize(jnp.asarray(array(16, 32)))
+STACK = NameRule(r"l.{i:\d+}.w", "w", stack=("i",))
+BAD_MAPS = {
+    "a name without a rule": ({"a": W, "b": W}, [NameRule("a", "a")], "tensor 'b': matches no rule"),
+    "a name with two": ({"ab": W}, [NameRule("a{x}", "{x}"), NameRule("{x}b", "{x}")], "matches 'a{x}' and '{x}b'"),
+    "a rule for nothing": ({"a": W}, [NameRule("a", "a"), NameRule("b", "b")], "rule 'b' matches no name"),
+    "one place": (
+        {"a": W, "b": W},
+        [NameRule("a", "x"), NameRule("b", "x")],
+        "tensor 'b': .* the rule of 'a' lead to one place",
+    ),
+    "one place by one rule": (
+        {"a.bc": W, "ab.c": W},
+        [NameRule("{x}.{y}", "{x}{y}")],
+        "'a.bc' lead to one place, 'abc'",
+    ),
+    "through a leaf": ({"a": W, "b": W}, [NameRule("a", "x"), NameRule("b", "x/y")], "goes through a leaf"),
+    "on a branch": ({"a": W, "b": W}, [NameRule("a", "x/y"), NameRule("b", "x")], "a leaf and a branch"),
+    "transposed": (
+        {"a": Q},
+        [NameRule("a", "a", transpose=True)],
+        "transposes it, which is quantized.*\n.*before quant",
+    ),
+    "split": ({"a": Q}, [NameRule("a", "a", split=(0, 2))], "splits it, which is quantized"),
+    "transposed vector": ({"a": W[0]}, [NameRule("a", "a", transpose=True)], r"transposes \[32\]; expected two axes"),
+    "parts": ({"a": W}, [NameRule("a", "a", split=(0, 3))], r"splits \[16, 32\]; expected a multiple of 3 at axis 0"),
+    "missing layer": ({"l.0.w": W, "l.2.w": W}, [STACK], "no tensor for {'i': 1} of 'w'"),
+    "kept layer": ({"l.0.w": W, "l.1.w": Q}, [STACK], "stacks NVFP4 .* on bfloat16.*\n.*all layers or none"),
+    "unequal layers": ({"l.0.w": W, "l.1.w": W[:8]}, [STACK], r"stacks bfloat16 \[8, 32\] on bfloat16 \[16, 32\]"),
+    "layer 01": ({"l.01.w": W}, [STACK], r"stacks \['01'\]; expected numbers"),
+    "axis in blocks": (
+        {"l.0.w": Q},
+        [NameRule(r"l.{i:\d+}.w", "w", stack=("i",), axis=1)],
+        r"at axis 1 a quantized .* an axis of 0 to 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MAPS)
+def test_maps_to_a_tree_that_mean_nothing(case):
+    tensors, rules, text = BAD_MAPS[case]
+    with pytest.raises(CheckpointError, match=f"(?s){text}"):
+        from_hf(tensors, rules)
+
+
+BAD_WAYS_BACK = {
+    "a leaf without a rule": ({"a": W, "b": {"c": W}}, [NameRule("a", "a")], "tensor 'b/c': matches no rule"),
+    "a rule for nothing": ({"a": W}, [NameRule("a", "a"), NameRule("b", "b")], "rule 'b' matches no path"),
+    "one name": ({"a": W, "b": W}, [NameRule("x", "a"), NameRule("x", "b")], "lead to one name, 'x'"),
+    "another name": ({"w": array(3, 4, 4)}, [NameRule("l.{i:[01]}.w", "w", stack=("i",))], "gives it the name 'l.2.w'"),
+    "quantized": ({"a": Q}, [NameRule("a", "a", transpose=True)], "transposes it, which is quantized"),
+    "parts": ({"a": W}, [NameRule("a", "a", split=(0, 3))], r"merges \[16, 32\]; expected 3 at axis 0"),
+    "no axis": (
+        {"w": W},
+        [NameRule(r"l.{i:\d+}.w", "w", stack=("i",), axis=2)],
+        "at axis 2 an array .* axis of 0 to 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_WAYS_BACK)
+def test_maps_to_names_that_mean_nothing(case):
+    tree, rules, text = BAD_WAYS_BACK[case]
+    with pytest.raises(CheckpointError, match=f"(?s){text}"):
+        to_hf(tree, rules)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"name": "a.{x}", "path": "a"}, "each field once"),
+        ({"name": "a", "path": "a/{x}"}, "each field once"),
+        ({"name": "a.{x}", "path": "{x}/{x}"}, "each field once"),
+        ({"name": "a.{x}", "path": "{x}", "stack": ("x",)}, "each field once"),
+        ({"name": "a.{x", "path": "a"}, "brace"),
+        ({"name": "a.{x:[}", "path": "{x}"}, "has a wrong expression"),
+    ],
+)
+def test_rules_that_mean_nothing(fields, text):
+    with pytest.raises(CheckpointError, match=text):
+        NameRule(**fields)
+
+
+# ---------------------------------------------------------------- with checkpoints
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_stacked_layers_stay_sharded(kind):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType[kind],), devices=jax.devices("cpu")[:4])
+    checkpoint = open_checkpoint(TE_MODELOPT)
+    places = {n: NamedSharding(mesh, P("x") if "_proj" in n else P()) for n in checkpoint}
+    tree = from_hf(checkpoint.to_device(places), LLAMA)
+    q = tree["layers"]["attention"]["q"]
+    for leaf in (q.data, q.scale):
+        assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "x")), 3)
+    back = to_hf(tree, LLAMA)
+    assert back[f"{Q_PROJ}.weight"].data.sharding.is_equivalent_to(places[f"{Q_PROJ}.weight"], 2)
+    same(back, dict(checkpoint))
+
+
+def test_a_tree_of_arrays_is_saved_for_conversion(tmp_path):
+    tree = {"layers": {"w": jnp.asarray(array(2, 16, 32))}, "norm": jnp.ones(32)}
+    name = "model.layers.{i:[01]}.mlp.down_proj.weight"
+    rules = [NameRule(name, "layers/w", stack=("i",)), NameRule("model.norm.weight", "norm")]
+    save_checkpoint(to_hf(tree, rules), tmp_path / "plain", config={"model_type": "llama"})
+    assert json.loads((tmp_path / "plain" / "config.json").read_text()) == {"model_type": "llama"}
+    convert_checkpoint(tmp_path / "plain", tmp_path / "out")
+    w = from_hf(open_checkpoint(tmp_path / "out"), rules)["layers"]["w"]
+    np.testing.assert_array_equal(w.data[1], jnvfp4.quantize(tree["layers"]["w"][1]).data)

@@ -1,0 +1,100 @@
+"""What verification measures and reports: numbers that another computation finds too, under fixed names."""
+
+import json
+
+import numpy as np
+import pytest
+from checkpoints import DOWN, weight, write_model
+
+import jnvfp4
+from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, verify_checkpoint
+from jnvfp4.checkpoints._files.source import open_source
+from jnvfp4.checkpoints._layouts.stored import open_stored
+from jnvfp4.checkpoints.verify import as_json, error_stats
+from jnvfp4.cli import main
+
+MODULE = DOWN.removesuffix(".weight")
+
+
+@pytest.fixture
+def converted(tmp_path):
+    """A weight with blocks that are zero, small beside the amax, and at it."""
+    x = np.array(weight(48, 64)[1], np.float32)
+    x[0], x[1], x[2, :16] = 0, 1e-9 * x[1], 30
+    model = write_model(tmp_path / "in", {"model.safetensors": {DOWN: ("F32", x), "a.norm": weight(1, 4)}})
+    convert_checkpoint(model, tmp_path / "out")
+    return model, tmp_path / "out", x.astype(np.float64)
+
+
+def test_errors_are_those_of_the_decoded_weight(converted):
+    _, output, x = converted
+    w = open_stored(output).weight(MODULE)
+    decoded = w.values().astype(np.float64)
+    codes = np.stack([w.codes & 15, w.codes >> 4])
+    wanted = {
+        "relative_error": np.linalg.norm(x - decoded) / np.linalg.norm(x),
+        "snr_db": 10 * np.log10(np.sum(x**2) / np.sum((x - decoded) ** 2)),
+        "max_abs_error": np.abs(x - decoded).max(),
+        "cosine": np.sum(x * decoded) / np.linalg.norm(x) / np.linalg.norm(decoded),
+        "largest_code_share": np.mean(np.isin(codes, (7, 15))),
+        "zero_code_share": np.mean(np.isin(codes, (0, 8))),
+        "zero_scale_share": np.mean(w.scales == 0),
+        "saturated_scale_share": np.mean(w.scales == 0x7E),
+    }
+    assert 0 < wanted["zero_scale_share"] != wanted["saturated_scale_share"] > 0
+    for max_bytes in (1, 1 << 20):
+        assert vars(error_stats(x, w, max_bytes)) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_records_in_json(converted):
+    source, output, _ = converted
+    records = verify_checkpoint(source, output)
+    assert [r.name for r in records] == ["a.norm", DOWN]
+    kept, quantized = as_json(records)
+    assert list(kept) == ["name", "shape", "dtype", "global", "sha256"]
+    assert list(quantized) == [
+        *("name", "shape", "dtype", "global", "rel_err", "snr_db", "max_abs_err", "cosine", "saturated", "zero_codes"),
+        *("zero_scales", "largest_scales", "sha256"),
+    ]
+    error = records[1].error
+    assert (quantized["rel_err"], quantized["max_abs_err"]) == (error.relative_error, error.max_abs_error)
+    assert (quantized["saturated"], quantized["zero_codes"]) == (error.largest_code_share, error.zero_code_share)
+    shares = (error.zero_scale_share, error.saturated_scale_share)
+    assert (quantized["zero_scales"], quantized["largest_scales"]) == shares
+    assert quantized["global"] == open_stored(output).weight(MODULE).global_scale
+    json.dumps([kept, quantized], allow_nan=False)
+
+
+def test_a_plan_in_json(converted, tmp_path, capsys):
+    source, _, _ = converted
+    arguments = ["convert", "--model-dir", str(source), "--save-dir", str(tmp_path / "no"), "--format", "te"]
+    assert main([*arguments, "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert list(plan) == ["format", "ignore", "tensors", "bytes", "warnings"]
+    assert (plan["format"], plan["ignore"], plan["warnings"]) == ("te", ["lm_head"], [])
+    kept, quantized = plan["tensors"]
+    assert kept == {"name": "a.norm", "action": "keep", "reason": "no weight", "group": None, "bytes": 8}
+    nbytes = 48 * 32 + 48 * 4 + 4
+    assert quantized == {"name": DOWN, "action": "quantize", "reason": None, "group": [MODULE], "bytes": nbytes}
+    assert plan["bytes"] == 8 + nbytes
+
+
+RECIPES = {
+    "nvfp4": (jnvfp4.NVFP4, jnvfp4.NVFP4_2D),
+    "4over6": (jnvfp4.four_over_six(), jnvfp4.four_over_six("mse", e4m3_max=448)),
+    "row-scaled": (jnvfp4.ROW_SCALED,),
+}
+
+
+@pytest.mark.parametrize(("recipe", "spec"), [(name, spec) for name, specs in RECIPES.items() for spec in specs])
+def test_an_output_names_its_recipe(tmp_path, recipe, spec):
+    model = write_model(tmp_path / "in", {"model.safetensors": {DOWN: weight(16, 32)}})
+    convert_checkpoint(model, tmp_path / "out", ConvertOptions(layout="te", spec=spec))
+    source = open_source(tmp_path / "out")
+    assert source.files["model.safetensors"].metadata["recipe"] == recipe
+    config = source.config["quantization_config"]
+    assert {k: config[k] for k in ("recipe", "amax_scope", "e4m3_max")} == {
+        "recipe": recipe,
+        "amax_scope": spec.format.amax_scope,
+        "e4m3_max": spec.format.e4m3_max,
+    }
