@@ -35,26 +35,31 @@ PRIMITIVES: list[Primitive] = []  # all that make_primitive has made
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
+    """Returns the mesh axes of one dimension of a sharding."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def ways(mesh: Any, entry: Any) -> int:
+    """Returns into how many parts a dimension sharded over ``entry`` is split."""
     return math.prod(mesh.shape[axis] for axis in axes_of(entry))
 
 
 def axes_if_divisible(mesh: Any, entry: Any, size: int, unit: int = 1) -> Any:
-    """``entry`` if it splits ``size`` elements into whole multiples of ``unit``, else None."""
+    """Returns ``entry`` if it splits ``size`` elements into whole multiples of ``unit``, else None."""
     return entry if (size // unit) % ways(mesh, entry) == 0 else None
 
 
 def axes_of_dims(aval: Any) -> Axes:
-    """The sharding of a traced value, or of an operand or result of a partitioning callback."""
+    """Returns the sharding of a traced value, or of an operand or result of a partitioning callback."""
     axes = [] if aval.sharding is None else list(aval.sharding.spec)  # None: GSPMD does not know it yet
     return axes + [None] * (len(aval.shape) - len(axes))
 
 
 def typed(like: ShapedArray, shape: Shape, dtype: Any, axes: Axes) -> ShapedArray:
-    """An aval of ``shape`` that keeps the mesh and manual axes of ``like``; ``axes`` are its explicit sharding."""
+    """Returns an aval of ``shape`` with the mesh and manual axes of ``like``; ``axes`` is its explicit sharding.
+
+    Its dtype is not weak: a quantized tensor does not follow the dtype of what it meets, even if x would have.
+    """
     changes = {}
     if not like.sharding.mesh.empty:
         changes["sharding"] = like.sharding.update(spec=PartitionSpec(*axes))
@@ -62,7 +67,7 @@ def typed(like: ShapedArray, shape: Shape, dtype: Any, axes: Axes) -> ShapedArra
 
 
 def check_explicit(op: str, aval: ShapedArray, axis: int, unit: int) -> None:
-    """On an Explicit mesh, refuses a sharding that would split a block."""
+    """Refuses a sharding of an Explicit mesh that would split a block; under other meshes XLA reshards."""
     mesh = aval.sharding.mesh
     if mesh.empty:
         return
@@ -79,12 +84,13 @@ def match_varying(*operands: jax.Array) -> tuple[jax.Array, ...]:
     varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
     union: frozenset = frozenset().union(*varying)
     return tuple(
-        lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x
-        for x, own in zip(operands, varying, strict=True)
+        lax.pcast(x, tuple(sorted(union - axes)), to="varying") if union - axes else x
+        for x, axes in zip(operands, varying, strict=True)
     )
 
 
 def bind(primitive: Primitive, *operands: jax.Array, **params: Any) -> Any:
+    """Calls ``primitive``; inside shard_map some operands may vary over devices that others are equal on."""
     return primitive.bind(*match_varying(*operands), **params)
 
 
@@ -137,7 +143,7 @@ def make_primitive(
 
 
 def _lowering_rule(name: str, bodies: Callable, empty: Callable | None) -> Callable:
-    """The lowering of a primitive for a platform, or for those without kernels (None)."""
+    """Returns the lowering of a primitive for a platform, or for all without kernels (None)."""
 
     def lower(platform: str | None, ctx, *operands, **params):
         if params["implementation"] == "native" and platform is None:
@@ -147,24 +153,24 @@ def _lowering_rule(name: str, bodies: Callable, empty: Callable | None) -> Calla
             )
         backend = "reference" if platform is None or params["implementation"] == "reference" else platform
         one_device, partitioned = bodies(backend, _key(params))
-        ctx = _compat.with_mesh(ctx)
-        if any(AxisType.Manual in aval.sharding.mesh.axis_types for aval in ctx.avals_in):
-            # custom_partitioning has no mesh inside a manual region: the block is local there anyway.
-            body = one_device
-        else:
-            ctx, body = ctx.replace(avals_in=[_off_mesh_aval(aval) for aval in ctx.avals_in]), _off_mesh(partitioned)
+        # custom_partitioning has no mesh inside a manual region: the block is local there anyway.
+        manual = any(AxisType.Manual in aval.sharding.mesh.axis_types for aval in ctx.avals_in)
+        body = one_device if manual else partitioned
         if any(0 in aval.shape for aval in ctx.avals_in):  # kernels need not take arrays without elements
             zeros = lambda *_, **__: [jnp.zeros(aval.shape, aval.dtype) for aval in ctx.avals_out]  # noqa: E731
             body = functools.partial(empty or zeros, **_static(params))
+        ctx = _compat.with_mesh(ctx)
+        if not manual:
+            ctx, body = ctx.replace(avals_in=[_off_mesh_aval(aval) for aval in ctx.avals_in]), _off_mesh(body)
         return mlir.lower_fun(body, multiple_results=True)(ctx, *operands)
 
     return lower
 
 
 def _device_bodies(local: Callable, partition: Partition, rule: Callable) -> Callable[[str, tuple], tuple[Body, Body]]:
-    """The computation on one device, and the one that XLA partitions, by backend and parameters."""
+    """Returns the function from backend and parameters to the computation of one device, and the one XLA partitions."""
 
-    @functools.cache  # one custom_partitioning for each: JAX keeps every one's callbacks alive
+    @functools.cache  # one custom_partitioning for each: a new one would be traced and compiled again
     def bodies(backend: str, key: tuple) -> tuple[Body, Body]:
         params = _static(dict(key))
 
@@ -199,10 +205,12 @@ def _device_bodies(local: Callable, partition: Partition, rule: Callable) -> Cal
 
 
 def _shardy_rule(operands: list[list], results: list[list]) -> str:
-    """The names as a Shardy rule, in which None is a factor of its own.
+    """Writes the names as a Shardy rule, in which None becomes a factor of its own.
 
-    One factor for K, K/2 and K/16: Shardy takes the smallest size for the factor's, so that it proposes no axis
-    that would split a block. Compound factors, (k 16), stop the compiler where K/16 does not divide by the axis.
+    K, K/2 and K/16 share one factor: JAX gives it the smallest of the sizes, so that Shardy seldom proposes an axis
+    that would split a block, and the partition callback drops one that does. Compound factors, (k 16), stop the
+    compiler where K/16 does not divide by the axis. No factor is marked as a reduction or as one to replicate: the
+    callback decides both, and Shardy's proposals are the same.
     """
     unnamed = (f"u{i}" for i in itertools.count())
     terms = [
@@ -212,7 +220,10 @@ def _shardy_rule(operands: list[list], results: list[list]) -> str:
 
 
 def _off_mesh(body: Body) -> Body:
-    """Traces ``body`` without the mesh of ``jax.set_mesh``: an Explicit one would put its shardings on local blocks."""
+    """Traces ``body`` without the mesh of ``jax.set_mesh``.
+
+    An Explicit one would put its shardings on local blocks; JAX 0.11 runs the partition callback under it.
+    """
 
     def local_body(*operands):
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
@@ -222,7 +233,7 @@ def _off_mesh(body: Body) -> Body:
 
 
 def _off_mesh_aval(aval: ShapedArray) -> ShapedArray:
-    """``aval`` without an explicit sharding, which the reference's jnp functions would ask about."""
+    """Returns ``aval`` without an explicit sharding, of which jnp functions in the reference would ask more."""
     return aval.update(sharding=NamedSharding(AbstractMesh((), ()), PartitionSpec(*[None] * aval.ndim)))
 
 
@@ -231,7 +242,7 @@ def _key(params: dict[str, Any]) -> tuple:
 
 
 def _static(params: dict[str, Any]) -> dict[str, Any]:
-    """What the rules see: every parameter but the choice of implementation, which is the lowering's."""
+    """Returns what the hooks see: every parameter but the choice of implementation, which is the lowering's."""
     return {k: v for k, v in params.items() if k != "implementation"}
 
 

@@ -27,11 +27,13 @@ FLOAT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 # ---------------------------------------------------------------- checks
 def check_float(op: str, name: str, dtype: Any) -> None:
+    """Refuses any dtype but the three that kernels read and write."""
     if dtype not in FLOAT_DTYPES:
         raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16, got {dtype}")
 
 
 def check_array(op: str, x: Any, name: str = "x") -> None:
+    """Refuses what is no matrix of floats, or more of them."""
     check_float(op, name, x.dtype)
     if x.ndim < 2:
         raise ValueError(f"{op}: {name} must have rank 2 or more, [..., M, K], got {name}.shape={x.shape}")
@@ -69,7 +71,7 @@ def check_operand(
 
 
 def amax_shapes(shape: Sequence[int], spec: QuantSpec, transpose: bool) -> list[Shape]:
-    """The shapes that the amax of an array may have; only one for the scopes whose amax a quantizer finds itself."""
+    """Returns the shapes that an amax of x may have; there is one for scopes whose amax a quantizer can find."""
     *lead, rows, cols = turn(shape, transpose)
     if spec.format.amax_scope == "tensor":
         return list(dict.fromkeys([(), tuple(lead)]))
@@ -112,37 +114,40 @@ def check_parts(op: str, name: str, parts: tuple, fmt: Format) -> None:
 
 # ---------------------------------------------------------------- what is quantized
 def turn(items: Sequence[Any], transpose: bool) -> list:
-    """Swaps the last two items if ``transpose``: from those of x to those of what is quantized, and back."""
+    """Swaps the last two items if ``transpose``: of a shape or sharding of x, or back."""
     items = list(items)
     return [*items[:-2], items[-1], items[-2]] if transpose else items
 
 
 class Side(NamedTuple):
-    """One orientation of what is quantized."""
+    """One orientation in which an array x is quantized. All shapes and shardings it takes are those of x."""
 
     spec: QuantSpec
     transpose: bool
-    has_amax: bool  # an operand; else it is found, and a result
+    has_amax: bool  # the amax is an operand; otherwise it is found, and a result
 
     @property
     def units(self) -> list[int]:
-        """The numbers of rows and of columns of x that must stay together."""
+        """How many rows and how many columns of x must stay on one device."""
         return turn([self.spec.block_rows, self.spec.unit], self.transpose)
 
     def results(self, shape: Sequence[int]) -> list[tuple[Shape, Any]]:
-        """Shape and dtype of data, scale and, unless given, amax."""
+        """Returns shape and dtype of data, scale and, unless it is an operand, amax."""
         *lead, rows, cols = turn(shape, self.transpose)
         data, scale = ((*lead, rows, cols // 2), jnp.uint8), ((*lead, rows, cols // BLOCK), jnp.uint8)
         amax = amax_shapes(shape, self.spec, self.transpose)[0], jnp.float32
         return [data, scale] if self.has_amax else [data, scale, amax]
 
     def sharding(self, dims: Sequence[Any]) -> list[list]:
-        """The sharding of data, scale and amax for that of x: mesh axes, or the names of a sharding rule."""
+        """Returns the shardings of data, scale and amax for that of x: mesh axes, or the names of a sharding rule."""
         turned = turn(dims, self.transpose)
         return [turned, turned, turned if self.spec.format.amax_scope == "window64" else turned[:-1]]
 
     def local_stream(self, mesh: Any, stream: jax.Array, axes: Axes, shape: Sequence[int]) -> jax.Array:
-        """``stream`` with the index of this device's first block; sharding and shape are those of the whole x."""
+        """Moves the index in ``stream`` from the first block of the whole x to the first of this device's part.
+
+        So random bits depend on an element's place in the whole array, and not on how it is sharded.
+        """
         row, col = turn(axes, self.transpose)[-2:]
         rows, cols = turn(shape, self.transpose)[-2:]
         blocks = cols // BLOCK
@@ -156,27 +161,29 @@ class Side(NamedTuple):
         return jnp.stack([stream[..., 0], stream[..., 1], low, high], axis=-1)
 
     def quantize_by_reference(self, x: jax.Array, amax: Any, stream: Any, row_blocks: Any) -> list[jax.Array]:
-        """The results of this side; ``row_blocks`` as ``blocks_in_rows`` gives them for the whole array."""
-        data, scale, found = reference.quantize(x, self.spec, amax, self.transpose, stream, row_blocks[self.transpose])
+        """Returns the results of this side; ``row_blocks`` is ``blocks_in_rows`` of the whole array."""
+        data, scale, amax = reference.quantize(x, self.spec, amax, self.transpose, stream, row_blocks[self.transpose])
         parts = [data, lax.bitcast_convert_type(scale, jnp.uint8)]
-        return parts if self.has_amax else [*parts, found]
+        return parts if self.has_amax else [*parts, amax]
 
 
 Sides = Sequence[Side]
 
 
 class Operands(NamedTuple):
-    """The flat operand list by role; also used for shapes, shardings and batch dimensions."""
+    """Holds a flat operand list by role: arrays, or their shapes, shardings or batch dimensions."""
 
     sources: tuple  # x, or the two operands of a producer
     amax: tuple  # one for each side, None where it is not given
     stream: tuple  # one for each side, None where it rounds to nearest
 
     def flat(self) -> list:
+        """Returns the operands in the order in which the primitive takes them."""
         return [v for v in (*self.sources, *self.amax, *self.stream) if v is not None]
 
 
 def split_operands(flat: Sequence[Any], sides: Sides, sources: int = 1) -> Operands:
+    """Reverses ``Operands.flat``."""
     rest = list(flat[sources:])
     amax = tuple(rest.pop(0) if side.has_amax else None for side in sides)
     stream = tuple(rest.pop(0) if side.spec.rounding == "stochastic" else None for side in sides)
@@ -184,6 +191,7 @@ def split_operands(flat: Sequence[Any], sides: Sides, sources: int = 1) -> Opera
 
 
 def typed_results(x: ShapedArray, sides: Sides) -> list[ShapedArray]:
+    """Returns the avals of the results, sharded like x on an Explicit mesh."""
     return [
         typed(x, shape, dtype, axes[: len(shape)])
         for side in sides
@@ -192,7 +200,7 @@ def typed_results(x: ShapedArray, sides: Sides) -> list[ShapedArray]:
 
 
 def blocks_in_rows(shape: Sequence[int]) -> tuple[int, int]:
-    """How many blocks a row of x has, and a row of x transposed."""
+    """Returns how many blocks a row of x has, and a row of x transposed."""
     return shape[-1] // BLOCK, shape[-2] // BLOCK
 
 
@@ -201,7 +209,7 @@ _ABSENT: list[tuple[Shape, Any]] = [((0,), jnp.uint8), ((0,), jnp.uint8), ((0,),
 
 
 def ffi_operands(ops: Operands, sides: int = 1) -> list[jax.Array]:
-    """All operands of an FFI call, whose number is fixed: an amax or a stream that there is not is empty."""
+    """Returns the operands of an FFI call for ``sides`` sides, whose number is fixed: an absent one is empty."""
     absent = (None,) * (sides - len(ops.amax))
     amax = (jnp.zeros((0,), jnp.float32) if v is None else v for v in ops.amax + absent)
     stream = (jnp.zeros((0, 4), jnp.uint32) if v is None else v for v in ops.stream + absent)
@@ -209,29 +217,30 @@ def ffi_operands(ops: Operands, sides: int = 1) -> list[jax.Array]:
 
 
 def ffi_results(shape: Sequence[int], sides: Sides, count: int = 1) -> list[tuple[Shape, Any]]:
-    """All results of an FFI call for ``count`` sides: what there is not is empty."""
+    """Returns shape and dtype of the results of an FFI call for ``count`` sides: an absent one is empty."""
     results = []
     for side in sides:
-        own = side.results(shape)
-        results += [*own, *_ABSENT[len(own) :]]
+        parts = side.results(shape)
+        results += [*parts, *_ABSENT[len(parts) :]]
     return results + _ABSENT * (count - len(sides))
 
 
 def call_ffi(target: str, operands: Sequence[jax.Array], results: Sequence[tuple], **attrs: Any) -> list[jax.Array]:
-    """The results that are not empty."""
+    """Calls an FFI target and leaves out the results that are empty."""
     out = jax.ffi.ffi_call(target, [jax.ShapeDtypeStruct(*r) for r in results])(*operands, **attrs)
     return [value for value in out if value.shape != (0,)]
 
 
 # ---------------------------------------------------------------- vmap
 def batched(size: int, operand: jax.Array, dim: int | None) -> jax.Array:
+    """Moves the batch axis to the front, or repeats an operand that has none."""
     return jnp.broadcast_to(operand, (size, *operand.shape)) if dim is None else jnp.moveaxis(operand, dim, 0)
 
 
 def batched_amax(size: int, amax: jax.Array, dim: int | None, lead: Shape) -> jax.Array:
-    """The amax of all examples, batch axis in front; () if one number is for all of them.
+    """Moves the batch axis of an amax to the front; one number for all examples stays that.
 
-    One number for each example becomes one for each matrix: of the batched array's leading axes, ``lead``.
+    One number for each example becomes one for each matrix, of shape ``lead``, the leading axes of the batched array.
     """
     if dim is None and amax.ndim == 0:
         return amax
@@ -240,17 +249,18 @@ def batched_amax(size: int, amax: jax.Array, dim: int | None, lead: Shape) -> ja
 
 
 def batched_parts(size: int, parts: Sequence[jax.Array], dims: Sequence[int | None]) -> list[jax.Array]:
-    """Data, scale and amax of all examples, batch axis in front."""
+    """Moves the batch axis of data, scale and amax to the front."""
     data, scale = (batched(size, p, d) for p, d in zip(parts[:2], dims[:2], strict=True))
     return [data, scale, batched_amax(size, parts[2], dims[2], data.shape[:-2])]
 
 
 def batch_size(args: Sequence[jax.Array], dims: Sequence[int | None]) -> int:
+    """Returns the number of examples of a vmap."""
     return next(v.shape[d] for v, d in zip(args, dims, strict=True) if d is not None)
 
 
 def batched_operands(args: Sequence[Any], dims: Sequence[Any], sides: Sides, sources: int = 1) -> Operands:
-    """The operands of all examples, batch axis in front."""
+    """Moves the batch axis of all operands to the front."""
     ops, at = split_operands(args, sides, sources), split_operands(dims, sides, sources)
     size = batch_size(args, dims)
     x, *others = (batched(size, v, d) for v, d in zip(ops.sources, at.sources, strict=True))
@@ -263,12 +273,12 @@ def batched_operands(args: Sequence[Any], dims: Sequence[Any], sides: Sides, sou
 
 # ---------------------------------------------------------------- sharding
 def names_of_dims(shape: Sequence[int]) -> list[str]:
-    """For a sharding rule: the leading dimensions of x, its rows and its columns."""
+    """Names the leading dimensions of x, its rows and its columns for a sharding rule."""
     return [*(f"b{i}" for i in range(len(shape) - 2)), "r", "c"]
 
 
 def keep_blocks(mesh: Any, axes: Axes, shape: Sequence[int], *units: Sequence[int]) -> Axes:
-    """``axes`` without those that would split what must stay together; ``units``: see ``Side.units``."""
+    """Drops the axes that would split a block; ``units`` are pairs of what ``Side.units`` says."""
     least = [1] * (len(shape) - 2) + [max(n) for n in zip((1, 1), *units, strict=True)]
     return [axes_if_divisible(mesh, *entry) for entry in zip(axes, shape, least, strict=True)]
 
@@ -276,7 +286,7 @@ def keep_blocks(mesh: Any, axes: Axes, shape: Sequence[int], *units: Sequence[in
 def shardings(
     dims: Sequence[Any], shapes: Sequence[Shape], sides: Sides, *sources: Sequence[Any]
 ) -> tuple[list[list], list[list]]:
-    """The shardings of all operands and results for that of x, and of other ``sources``."""
+    """Returns the shardings of all operands and results for that of x and those of other ``sources``."""
     ops, parts = split_operands(shapes, sides, 1 + len(sources)), [side.sharding(dims) for side in sides]
     amax = tuple(None if s is None else p[2][: len(s)] for s, p in zip(ops.amax, parts, strict=True))
     stream = tuple(None if s is None else [*dims[:-2], None] for s in ops.stream)
@@ -285,12 +295,12 @@ def shardings(
 
 
 def part_shardings(dims: Sequence[Any], amax: Shape) -> list[list]:
-    """The shardings of data, scale and an amax of this shape, for that of the values."""
+    """Returns the shardings of data, scale and an amax of this shape for that of the values."""
     return [list(dims), list(dims), list(dims[: len(amax)])]
 
 
 def shard_index(mesh: Any, entry: Any) -> jax.Array:
-    """Which part of a dimension sharded over ``entry`` this device has."""
+    """Returns which part of a dimension sharded over ``entry`` this device has."""
     index = jnp.uint32(0)
     for axis in axes_of(entry):
         index = index * jnp.uint32(mesh.shape[axis]) + lax.axis_index(axis).astype(jnp.uint32)
@@ -298,7 +308,7 @@ def shard_index(mesh: Any, entry: Any) -> jax.Array:
 
 
 def with_local_streams(local: Body, mesh: Any, axes: Axes, shape: Shape, sides: Sides, sources: int = 1) -> Body:
-    """``local`` with the random bits of each device's place in the whole x, of this sharding and shape."""
+    """Gives ``local`` the random bits of the device's place in the whole x, of this sharding and shape."""
     stochastic = any(side.spec.rounding == "stochastic" for side in sides)
     if not stochastic or not any(axes_of(entry) for entry in axes[-2:]):
         return local
@@ -306,12 +316,15 @@ def with_local_streams(local: Body, mesh: Any, axes: Axes, shape: Shape, sides: 
     def body(*flat):
         ops = split_operands(flat, sides, sources)
         streams = zip(sides, ops.stream, strict=True)
-        own = tuple(None if s is None else side.local_stream(mesh, s, axes, shape) for side, s in streams)
-        return local(*ops._replace(stream=own).flat(), row_blocks=blocks_in_rows(shape))
+        moved = tuple(None if s is None else side.local_stream(mesh, s, axes, shape) for side, s in streams)
+        return local(*ops._replace(stream=moved).flat(), row_blocks=blocks_in_rows(shape))
 
     return body
 
 
 def max_over_devices(amax: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """On bits, whose order is that of magnitudes and whose NaN is the largest; a float maximum may drop a NaN."""
+    """Takes the largest amax over mesh axes.
+
+    It compares bits: they order like magnitudes, NaN is the largest, and no subnormal number is flushed.
+    """
     return softfloat.from_bits(lax.pmax(softfloat.to_bits(amax), axes)) if axes else amax

@@ -60,7 +60,7 @@ def _batch(args, dims, *, spec: QuantSpec, has_amax: bool, implementation: str |
 def _partition(
     mesh: Any, operands: list[Axes], shapes: list[Shape], results: list[Axes], **params: Any
 ) -> tuple[list[Axes], list[Axes], Callable[[Body], Body]]:
-    """quantize's, but for the results: x alone, and no amax even where a collective found it."""
+    """Does as quantize's, but the result is x alone: no amax even where a collective found it."""
     axes, _, wrap = quantize_partition(mesh, operands, shapes, results, transpose=False, **params)
     return axes, axes[:1], lambda local: lambda *flat: wrap(local)(*flat)[:1]
 

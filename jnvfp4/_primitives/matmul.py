@@ -22,7 +22,7 @@ DENSE_DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 class Operands(NamedTuple):
-    """The flat operand list by role; also used for shapes, shardings and batch dimensions."""
+    """Holds a flat operand list by role: arrays, or their shapes, shardings or batch dimensions."""
 
     a: tuple
     b: tuple
@@ -51,7 +51,7 @@ def _check_formats(a_format: Format | None, b_format: Format) -> None:
 
 
 def _unit(*formats: Format | None) -> int:
-    """What shards of K must be multiples of."""
+    """Returns what a device's part of K must be a multiple of."""
     return max(fmt.unit for fmt in formats if fmt is not None)
 
 
@@ -82,9 +82,9 @@ def _abstract(
         if bias.shape != (b.shape[-2],):
             raise ValueError(f"matmul_nt: bias must have shape (N,)=({b.shape[-2]},), got {bias.shape}")
         check_float("matmul_nt", "bias", bias.dtype)
-    whole = _unit(a_format, b_format)
-    check_explicit("matmul_nt", a, a.ndim - 1, whole if a_format is None else whole // 2)
-    check_explicit("matmul_nt", b, b.ndim - 1, whole // 2)
+    unit = _unit(a_format, b_format)  # of elements, of which a byte of data has two
+    check_explicit("matmul_nt", a, a.ndim - 1, unit if a_format is None else unit // 2)
+    check_explicit("matmul_nt", b, b.ndim - 1, unit // 2)
     axes = [*axes_of_dims(a)[:-1], axes_of_dims(b)[-2]]
     _check_axes_once(axes)
     return [typed(a, (*a.shape[:-1], b.shape[-2]), out_dtype, axes)]
@@ -102,7 +102,7 @@ def _check_axes_once(axes: Axes) -> None:
 def _empty(
     *flat: jax.Array, a_format: Format | None, b_format: Format, has_bias: bool, out_dtype: Any
 ) -> Sequence[jax.Array]:
-    """The sum over no products is 0, so that the result is the bias."""
+    """Returns the result without a kernel: the sum over no products is 0, which leaves the bias."""
     ops = _split(flat, a_format, has_bias)
     zero = jnp.zeros((*ops.a[0].shape[:-1], ops.b[0].shape[-2]), jnp.float32)
     return [(zero + (ops.bias[0].astype(jnp.float32) if has_bias else 0)).astype(out_dtype)]
@@ -175,7 +175,10 @@ def _cuda(ops: Operands, bias: jax.Array, a_max: int | None, b_max: int, result:
 
 
 def _finish(y: jax.Array, *bias: jax.Array, out_dtype: Any) -> jax.Array:
-    """The kernel's last two steps, + bias and the cast, on bit patterns: XLA would delete a cast and its inverse."""
+    """Takes the kernel's last two steps, + bias and the cast.
+
+    On bit patterns: XLA would delete a cast and its inverse, and its float addition flushes subnormal numbers.
+    """
     bits = softfloat.to_bits(y)
     for b in bias:
         bits = softfloat.add(bits, jnp.broadcast_to(softfloat.to_bits(b), bits.shape))
@@ -184,7 +187,7 @@ def _finish(y: jax.Array, *bias: jax.Array, out_dtype: Any) -> jax.Array:
 
 # ---------------------------------------------------------------- vmap
 def _amax_per_row(amax: jax.Array, data_shape: tuple[int, ...]) -> jax.Array:
-    """The amax of each row (or its windows) of an operand whose leading axes are about to be merged with its rows."""
+    """Gives each row its amax, so that leading axes can be merged with rows; one amax a window is that already."""
     rows = data_shape[:-1]
     if amax.ndim > len(rows):
         return amax
@@ -192,7 +195,7 @@ def _amax_per_row(amax: jax.Array, data_shape: tuple[int, ...]) -> jax.Array:
 
 
 def _merge_rows(parts: Sequence[jax.Array], keep: int) -> list[jax.Array]:
-    """[keep..., others..., M, K] -> [keep..., others * M, K], for one dense array or three NVFP4 parts."""
+    """Reshapes [keep..., others..., M, K] to [keep..., others * M, K], for one dense array or three NVFP4 parts."""
     shape = parts[0].shape
     rows = math.prod(shape[keep:-1])
     merged = [p.reshape(*shape[:keep], rows, p.shape[-1]) for p in parts[:2]]
@@ -227,7 +230,11 @@ def _batch(args, dims, **params):
 
 
 def _batch_products(size: int, ops: Operands, od: Operands, params: dict[str, Any]) -> tuple[jax.Array, int]:
-    """The rule for every combination of batched a and b, with at most a shared bias."""
+    """Applies the rule for a and b of which either may be batched, with no bias or one for all examples.
+
+    Examples become rows or columns of one product where they can: one call with a larger M or N is faster than many,
+    and [N, K] is not repeated for each example.
+    """
 
     def bind(a, b, bias):
         return matmul_p.bind(*a, *b, *bias, **params)[0]
@@ -256,7 +263,7 @@ def _batch_products(size: int, ops: Operands, od: Operands, params: dict[str, An
 
 # ---------------------------------------------------------------- sharding
 def _shardings(lead: list, row: Any, col: Any, depth: Any, n: Operands) -> list[list]:
-    """The shardings of a and b of these shapes: mesh axes, or names of a sharding rule.
+    """Returns the shardings of a and b of these shapes: mesh axes, or names of a sharding rule.
 
     ``lead`` are those of the leading axes of a, the others those of M, N and K.
     """
@@ -282,12 +289,13 @@ def _partition(
     used: set[str] = set()
 
     def claim(entry: Any, size: int) -> Any:
-        """An axis may serve one dimension: K first, then the leading axes, M, N."""
+        """Takes the axes that no other dimension has taken: K is first, then the leading axes, M and N."""
         free = tuple(axis for axis in axes_of(entry) if axis not in used)
         entry = axes_if_divisible(mesh, free or None, size)
         used.update(axes_of(entry))
         return entry
 
+    # Where a and b do not split K alike, XLA gathers the packed parts of the one that does.
     k = claim(depth if axes_of(depth) == axes_of(axes.b[0][-1]) else None, units)
     lead = [claim(e, size) for e, size in zip(lead, n.a[0][:-2], strict=True)]
     m, c = claim(row, n.a[0][-2]), claim(axes.b[0][-2], n.b[0][-2])
@@ -315,7 +323,7 @@ def _partition(
 
 
 def _scattered(mesh: Any, wanted: Any, entry: Any, size: int, k: Any) -> tuple[str, ...]:
-    """The axes of K that ``wanted`` has for a dimension of y, if they can split what ``entry`` leaves of it."""
+    """Returns the axes of K that ``wanted`` has for a dimension of y, if they can split what ``entry`` leaves of it."""
     over = tuple(axis for axis in axes_of(wanted) if axis in axes_of(k))
     return over if axes_if_divisible(mesh, (*axes_of(entry), *over), size) else ()
 

@@ -78,7 +78,8 @@ Specs = tuple[QuantSpec | None, QuantSpec | None]
 
 
 def _sides(specs: Specs, given: tuple[bool, bool]) -> Sides:
-    """Of the rows, and then of the columns; ``given``: whose amax is an operand."""
+    """Returns the side of the rows, then that of the columns; ``given`` says whose amax is an operand."""
+    # The FFI call takes operands by position, so that columns alone would pass for rows.
     assert specs[0] is not None or specs[1] is None
     sides = zip(specs, (False, True), given, strict=True)
     return [Side(spec, transpose, has_amax) for spec, transpose, has_amax in sides if spec is not None]
@@ -143,7 +144,10 @@ def _local(
 def _scratch(
     backend: str, shape: tuple[int, ...], op: RmsNorm | SiluMul, specs: Specs, values: bool
 ) -> tuple[tuple[int, ...], Any]:
-    """For columns, a CPU keeps the values unless they are a result. For tiles, a GPU keeps the factors of a norm."""
+    """Returns shape and dtype of what a kernel must keep between its passes.
+
+    For columns, a CPU keeps the values unless they are a result. For tiles, a GPU keeps the factors of a norm.
+    """
     row, col = specs
     if backend == "cpu" and col is not None and not values:
         return shape, jnp.bfloat16
@@ -163,10 +167,10 @@ def _batch(args, dims, *, implementation: str | None, **params):
 
 
 def _batched_weight(x: jax.Array, weight: jax.Array, dim: int | None, size: int) -> jax.Array:
-    """[K] where all matrices share it, else one for each matrix."""
+    """Leaves a weight [K] that all matrices share; otherwise gives each matrix its own, [..., K]."""
     if dim is None and weight.ndim == 1:
         return weight
-    # Under two vmaps the weight may have the batch axis of either alone; it lacks the axes of x that it is shared by.
+    # Under two vmaps the weight may have the batch axis of one of them only: it lacks an axis in between.
     weight = batched(size, weight, dim)
     missing = (1,) * (x.ndim - 1 - weight.ndim)
     return jnp.broadcast_to(weight.reshape(size, *missing, *weight.shape[1:]), (*x.shape[:-2], x.shape[-1]))
@@ -199,12 +203,12 @@ def _partition(
 
 
 def _second_sharding(op: RmsNorm | SiluMul, dims: list, shape: Shape) -> list:
-    """The sharding of the second source, of this shape, for that of the first."""
+    """Returns the sharding of the second source, of this shape, for that of the first."""
     return dims if isinstance(op, SiluMul) else [*dims[:-2], dims[-1]][-len(shape) :]
 
 
 def _with_row_amax(local: Body, axes: tuple[str, ...]) -> Body:
-    """Rows that are split over ``axes``: the values alone, their amax over devices, then the bytes with it given."""
+    """Computes the values twice for rows that are split over ``axes``: for their amax, then for the bytes."""
 
     def body(a, b):
         (y,) = local(a, b, specs=(None, None), given=(False, False), values=True)

@@ -64,6 +64,7 @@ def _batch(args, dims, *, implementation: str | None, **params):
 def quantize_partition(
     mesh: Any, operands: list[Axes], shapes: list[Shape], _results: list[Axes], **params: Any
 ) -> tuple[list[Axes], list[Axes], Callable[[Body], Body]]:
+    """Follows the sharding of x, and adds a collective only for rows that are split and whose amax is found."""
     side = Side(**params)
     axes = keep_blocks(mesh, operands[0], shapes[0], side.units)
     split = axes_of(turn(axes, side.transpose)[-1])
@@ -77,11 +78,10 @@ def quantize_partition(
 
 
 def _with_row_amax(local: Body, axes: tuple[str, ...], transpose: bool) -> Body:
-    """Rows that are split over ``axes``: their amax is a maximum over devices, then given."""
+    """Finds the amax of rows that are split over ``axes`` first: the kernel sees one device's part of a row."""
 
     def body(x):
-        own = reference.find_amax(jnp.swapaxes(x, -1, -2) if transpose else x, "row")
-        amax = max_over_devices(own, axes)
+        amax = max_over_devices(reference.find_amax(jnp.swapaxes(x, -1, -2) if transpose else x, "row"), axes)
         return (*local(x, amax, has_amax=True), amax)
 
     return body
