@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ._primitives._base import bind, match_varying, spec_of
+from ._primitives._base import axes_of_dims as spec_of
+from ._primitives._base import bind, match_varying
+from ._primitives._operands import FLOAT_DTYPES as INPUT_DTYPES
+from ._primitives._operands import check_operand
 from ._primitives.fake_quant import fake_quant_p
-from ._primitives.quantize import INPUT_DTYPES, check_operand
 from .ops import (
     Implementation,
     _array,

@@ -11,9 +11,11 @@ from jax import lax
 
 from . import reference, softfloat
 from ._primitives._base import bind
+from ._primitives._operands import FLOAT_DTYPES as OUT_DTYPES
+from ._primitives._operands import check_array, check_operand
 from ._primitives.dequantize import dequantize_p
-from ._primitives.matmul import OUT_DTYPES, matmul_p
-from ._primitives.quantize import check_array, check_operand, quantize_p
+from ._primitives.matmul import matmul_p
+from ._primitives.quantize import quantize_p
 from ._primitives.quantize_pair import quantize_pair_p
 from ._primitives.rht_amax import rht_amax_p
 from .spec import BLOCK, FUSED_PAIRS, NVFP4, WINDOW64, QuantSpec

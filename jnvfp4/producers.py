@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._primitives._base import bind, match_varying
+from ._primitives._operands import check_operand
 from ._primitives.produce import RmsNorm, SiluMul, check_sources, produce_p
-from ._primitives.quantize import check_operand
 from .ops import (
     ArrayLike,
     Implementation,

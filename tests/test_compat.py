@@ -12,14 +12,17 @@ from jax.sharding import PartitionSpec as P
 
 import jnvfp4
 from jnvfp4 import quantize
-from jnvfp4._primitives.dequantize import dequantize_p
-from jnvfp4._primitives.matmul import matmul_p
+from jnvfp4._primitives._base import PRIMITIVES
 from jnvfp4._primitives.quantize import quantize_p
-from jnvfp4._primitives.quantize_pair import quantize_pair_p
-from jnvfp4._primitives.rht_amax import rht_amax_p
 
-PRIMITIVES = [quantize_p, quantize_pair_p, rht_amax_p, dequantize_p, matmul_p]
 PACKAGE = pathlib.Path(jnvfp4.__file__).parent
+
+
+def test_every_primitive_is_listed():
+    """One for each file of _primitives that makes any."""
+    makers = [path for path in (PACKAGE / "_primitives").glob("[a-z]*.py") if "make_primitive(" in path.read_text()]
+    assert {p.name for p in PRIMITIVES} == {f"nvfp4_{path.stem}" for path in makers}
+    assert len(PRIMITIVES) == len(makers) > 0
 
 
 @pytest.mark.parametrize("primitive", PRIMITIVES, ids=lambda p: p.name)
@@ -45,7 +48,7 @@ def test_only_compat_imports_private_jax():
 
 
 def test_lowering_context_has_what_the_mesh_of_set_mesh_needs():
-    """_base._with_mesh replaces one field of the lowering context; JAX's own shard_map does the same."""
+    """_compat.with_mesh replaces one field of the lowering context; JAX's own shard_map does the same."""
     devices = jax.devices("cpu")[:2]
     with jax.set_mesh(jax.make_mesh((2,), ("x",), devices=devices)):
         text = jax.jit(lambda: quantize(jnp.ones((32, 64)), amax=1.0)).lower().as_text()

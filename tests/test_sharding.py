@@ -46,7 +46,7 @@ from jnvfp4 import (
     quantize,
     quantize_pair,
 )
-from jnvfp4._primitives.quantize import local_stream
+from jnvfp4._primitives._operands import Side
 from jnvfp4.spec import FUSED_PAIRS, SUPPORTED_SPECS, name_of
 
 
@@ -244,12 +244,15 @@ def test_vmap_of_keys_over_a_sharded_axis(devices):
     assert found == []
 
 
+@transposed_or_not
 @pytest.mark.parametrize(("row", "col"), [("x", "y"), ("y", "x"), (("y", "x"), None), (None, ("x", "y"))], ids=str)
-def test_the_first_block_of_a_shard(devices, row, col):
+def test_the_first_block_of_a_shard(devices, row, col, transpose):
     """Of a matrix of more than 2^32 blocks, whose own first block carries into the high word."""
     mesh, rows, blocks, base = make_mesh(devices), 1 << 20, 1 << 16, (5 << 32) + 0xFFFFFFF0
     stream = np.array([1, 2, base & 0xFFFFFFFF, base >> 32], np.uint32)
-    f = lambda s: local_stream(mesh, s, row, col, rows, blocks)[None, None]  # noqa: E731
+    side, shape = Side(NVFP4_SR, transpose, has_amax=True), (rows, 16 * blocks)
+    axes, shape = ([col, row], shape[::-1]) if transpose else ([row, col], shape)
+    f = lambda s: side.local_stream(mesh, s, axes, shape)[None, None]  # noqa: E731
     mapped = jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(row, col), check_vma=False)
     got = np.asarray(jax.jit(mapped)(stream))
     assert (got[..., 0] == 1).all()
@@ -434,6 +437,13 @@ def test_explicit_meshes_refuse_to_split_a_block(devices, shape, spec, qspec):
         jax.eval_shape(partial(quantize, spec=qspec), put(normal(shape), mesh, spec))
     with pytest.raises(ValueError, match=r"fake_quant: axis \d .* must split it into multiples of 16"):
         jax.eval_shape(partial(fake_quant, spec=qspec), put(normal(shape), mesh, spec))
+
+
+def test_explicit_meshes_refuse_to_split_a_block_of_a_tensor(devices):
+    mesh, t = make_mesh(devices, kind="explicit"), exact_tensor((32, 48))
+    data = put(t.data, mesh, P(None, "x"))
+    with pytest.raises(ValueError, match=r"dequantize: axis 1 .* must split it into multiples of 8; reshard it first"):
+        jax.eval_shape(dequantize, NVFP4Tensor(data, put(t.scale, mesh, P()), put(t.amax, mesh, P()), t.format))
 
 
 # ---------------------------------------------------------------- dequantize

@@ -9,16 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_bitwise, assert_same_tensor
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import (
     KEY,
     assert_sharded,
+    axes_of,
     every_kind,
     every_spec,
     given_amax,
     home,
     is_maximum,
+    key_for,
     make_mesh,
     put,
     run,
@@ -29,17 +31,26 @@ from operands import exact_tensor, exact_with_scope, normal
 
 from jnvfp4 import (
     NVFP4,
+    NVFP4_2D,
+    NVFP4_RHT_SR,
     NVFP4_SR,
     ROW_SCALED,
     WINDOW64,
+    Format,
     NVFP4Tensor,
     Recipe,
     dequantize,
+    fake_quant,
     linear,
     matmul_nt,
     quantize,
+    quantize_pair,
     recipes,
+    rms_norm_quantize,
+    silu_mul_quantize,
 )
+from jnvfp4._primitives import matmul
+from jnvfp4.spec import FUSED_PAIRS
 
 # ---------------------------------------------------------------- matmul_nt
 # a [M, K], b [N, K] -> result, on mesh (x, y); and the collectives.
@@ -117,6 +128,59 @@ def test_matmul_over_k_adds_once_in_float32(devices, kind, layout, operands):
     elements = sum(math.prod(map(int, dims.split(","))) for _, dims in sums)
     assert elements == local * len(operands) * (ways(mesh, sa[1]) > 1)
     assert {op for op, _ in found} <= {"all-reduce"}
+
+
+# a, b, the result asked for, and the axes of K that a reduce-scatter splits each dimension of it over.
+SCATTERED_GEMMS = {
+    "m": (P(None, "x"), P(None, "x"), P("x", None), ("x", None)),
+    "n": (P(None, "y"), P(None, "y"), P(None, "y"), (None, "y")),
+    "m_after_m": (P("y", "x"), P(None, "x"), P(("y", "x"), None), ("x", None)),
+    "m_before_m": (P("y", "x"), P(None, "x"), P(("x", "y"), None), ("x", None)),
+    "n_beside_m": (P("y", "x"), P(None, "x"), P("y", "x"), (None, "x")),
+    "m_over_both": (P(None, ("x", "y")), P(None, ("x", "y")), P(("x", "y"), None), (("x", "y"), None)),
+    "m_and_n": (P(None, ("x", "y")), P(None, ("x", "y")), P("x", "y"), ("x", "y")),
+    "m_of_two": (P(None, ("x", "y")), P(None, ("x", "y")), P("y", None), ("y", None)),
+}
+ask_for_result = pytest.mark.parametrize("how", ["out_shardings", "constraint"])
+
+
+def scattered_products(operands, bias, sharding, how):
+    def f(operands, bias):
+        found = multiply(operands, bias=bias)
+        return jax.lax.with_sharding_constraint(found, sharding) if how == "constraint" else found
+
+    jitted = jax.jit(f, out_shardings=sharding) if how == "out_shardings" else jax.jit(f)
+    return run(jitted, operands, bias)
+
+
+@ask_for_result
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("layout", SCATTERED_GEMMS.values(), ids=SCATTERED_GEMMS)
+def test_matmul_over_k_scatters_its_sum_where_the_result_is_split(devices, layout, with_bias, how, operands):
+    """Each device receives its part of the sum alone, and adds its part of the bias."""
+    mesh, (sa, sb, so, over) = make_mesh(devices), layout
+    bias = normal((N,)) if with_bias else None
+    got, found = scattered_products(place(operands, mesh, sa, sb), bias, NamedSharding(mesh, so), how)
+    assert_same_tensor(got, multiply(home(devices, operands), bias=home(devices, bias)))
+    for y in got.values():
+        assert_sharded(y, mesh, so)
+    summed = M // ways(mesh, sa[0]) * N
+    sizes = {"reduce-scatter": [], "all-reduce": [], "collective-permute": []}
+    for op, shape in found:
+        sizes[op] += [math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]*)\]", shape)]
+    assert (len(sizes["reduce-scatter"]) > 0) == (ways(mesh, [*axes_of(over[0]), *axes_of(over[1])][0]) > 1)
+    assert max(sizes["reduce-scatter"] + sizes["all-reduce"], default=0) < summed
+
+
+@pytest.mark.parametrize(("m", "want"), [(16, ("x",)), (12, None)])
+def test_a_sum_is_scattered_only_where_it_divides(m, want):
+    """jit asks for no uneven result, XLA may: what the callback answers decides."""
+    mesh = make_mesh(jax.devices("cpu")[:8], "x")
+    dense, data, scale, amax = (m, K), (N, K // 2), (N, K // 16), ()
+    params = {"a_format": None, "b_format": Format(), "has_bias": False, "out_dtype": jnp.float32}
+    proposed = [[None, "x"]] * 3 + [[]]
+    _, (y,), _ = matmul._partition(mesh, proposed, [dense, data, scale, amax], [["x", None]], **params)
+    assert y == [want, None]
 
 
 @pytest.mark.parametrize("layout", GATHERED_GEMMS.values(), ids=GATHERED_GEMMS)
@@ -200,6 +264,106 @@ def test_quantize_and_multiply_end_to_end(devices):
     assert len(sums) == (mesh.shape["y"] > 1)
     assert all(op == "all-reduce" for op, _ in found)
     assert all(is_maximum(shape) for _, shape in found if shape not in sums)
+
+
+@pytest.mark.parametrize("which", ["a", "b", "dense"])
+def test_matmul_refuses_to_split_a_block_of_an_explicit_mesh(devices, which):
+    mesh = make_mesh(devices, kind="explicit")
+    a, b = exact_tensor((M, 48), 1), exact_tensor((N, 48), 2)
+    if which == "dense":
+        a = put(dequantize(a, jnp.bfloat16), mesh, P(None, "x"))
+    else:
+        a, b = (shard_bytes(t, mesh) if which == name else t for name, t in (("a", a), ("b", b)))
+    with pytest.raises(ValueError, match=r"matmul_nt: axis 1 .* is sharded over 'x' .* must split it into multiples"):
+        jax.eval_shape(matmul_nt, a, b)
+
+
+def shard_bytes(t, mesh):
+    """Data alone split along K."""
+    return NVFP4Tensor(put(t.data, mesh, P(None, "x")), put(t.scale, mesh, P()), put(t.amax, mesh, P()), t.format)
+
+
+@pytest.mark.parametrize("bias", [1e-40, -3e-45, 2.0**-126], ids=str)
+@pytest.mark.parametrize("k_axis", [None, "x"])
+def test_a_subnormal_bias_survives_a_sum_over_devices(k_axis, bias):
+    """XLA's float addition would flush it."""
+    devices = jax.devices("cpu")[:8]
+    mesh, a, b = make_mesh(devices, "x"), exact_tensor((M, K), 1), exact_tensor((N, K), 2)
+    a = NVFP4Tensor(jnp.zeros_like(a.data), a.scale, a.amax, a.format)
+    f = jax.jit(partial(matmul_nt, bias=jnp.full((N,), bias, jnp.float32), out_dtype=jnp.float32))
+    got = f(*(shard(t, mesh, P(None, k_axis)) for t in (a, b)))
+    assert_bitwise(got, np.full((M, N), bias, np.float32))
+
+
+# ---------------------------------------------------------------- everything
+@partial(jax.jit, static_argnums=0)
+def every_primitive(implementation, x, a, b):
+    """One call or more of each, in one program."""
+    options = {"implementation": implementation}
+    found = [quantize(x, s, key=key_for(s), **options) for s in (ROW_SCALED, NVFP4_2D, NVFP4_RHT_SR)]
+    found += [quantize_pair(x, WINDOW64, WINDOW64, **options), fake_quant(x, ROW_SCALED, **options)]
+    found += [matmul_nt(a, b, bias=jnp.ones((N,)), **options), dequantize(a, **options)]
+    return [*found, silu_mul_quantize(x, x, ROW_SCALED, **options)]
+
+
+@pytest.mark.parametrize("implementation", ["native", "reference"])
+def test_every_primitive_under_an_explicit_mesh(devices, implementation):
+    """What runs on a device is traced without the mesh of jax.set_mesh, which would type local blocks by it."""
+    mesh, x = make_mesh(devices, kind="explicit"), normal((128, 256))
+    a, b = exact_tensor((M, K), 1), exact_tensor((N, K), 2)
+    want = every_primitive("native", *home(devices, (x, a, b)))
+    placed = put(x, mesh, P("x", "y")), shard(a, mesh, P("x", "y")), shard(b, mesh, P(None, "y"))
+    with jax.set_mesh(mesh):
+        got = every_primitive(implementation, *placed)
+    assert_same_tensor(got, want)
+
+
+@pytest.fixture
+def gspmd():
+    """XLA's former way to propagate shardings, by a callback instead of a rule."""
+    jax.config.update("jax_use_shardy_partitioner", False)
+    yield
+    jax.config.update("jax_use_shardy_partitioner", True)
+
+
+def test_every_primitive_without_shardy(devices, gspmd):
+    mesh, x = make_mesh(devices), normal((128, 256))
+    a, b = exact_tensor((M, K), 1), exact_tensor((N, K), 2)
+    want = every_primitive("native", *home(devices, (x, a, b)))
+    got = every_primitive(
+        "native", put(x, mesh, P("x", "y")), shard(a, mesh, P("x", "y")), shard(b, mesh, P(None, "y"))
+    )
+    assert_same_tensor(got, want)
+    assert_sharded(got[0].data, mesh, P("x", "y"))
+    assert_sharded(got[0].amax, mesh, P("x"))
+
+
+# ---------------------------------------------------------------- producers
+def test_a_norm_gathers_rows_that_are_split(devices):
+    """Its sum runs over the whole row, in one order; the bytes may stay split."""
+    mesh, x, weight = make_mesh(devices), normal((64, 512), 1), normal((512,), 2)
+    f = partial(rms_norm_quantize, spec=ROW_SCALED, return_values=True)
+    got, found = run(f, put(x, mesh, P("x", "y")), put(weight, mesh, P("y")))
+    assert_same_tensor(got, f(*home(devices, (x, weight))))
+    assert {op for op, _ in found} == {"all-gather"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "pair"),
+    [
+        ((48, 64), P("x", None), (NVFP4, NVFP4)),
+        ((96, 64), P("y", None), (NVFP4_2D, NVFP4_2D)),
+        ((384, 64), P("y", None), (WINDOW64, WINDOW64)),
+        ((64, 96), P(None, "y"), (NVFP4, NVFP4)),
+    ],
+    ids=["3_blocks_of_rows", "6_tiles_of_rows", "6_windows_of_rows", "6_blocks"],
+)
+def test_producers_of_blocks_that_would_straddle_devices(devices, shape, spec, pair):
+    assert pair in FUSED_PAIRS
+    mesh, gate, up = make_mesh(devices), normal(shape, 1), normal(shape, 2)
+    amax = None if WINDOW64 in pair else (jnp.float32(4), jnp.float32(3))
+    f = jax.jit(lambda gate, up: silu_mul_quantize(gate, up, *pair, amax=amax))
+    assert_same_tensor(f(put(gate, mesh, spec), put(up, mesh, spec)), f(*home(devices, (gate, up))))
 
 
 # ---------------------------------------------------------------- shard_map

@@ -145,7 +145,7 @@ def test_a_64_bit_block_index(backend, first, row_blocks):
     amax = jnp.max(jnp.abs(x))
     stream = jnp.asarray([*words, first & 0xFFFFFFFF, first >> 32], jnp.uint32)
     name = "reference" if backend.implementation == "reference" else backend.platform
-    params = {"spec": NVFP4_SR, "transpose": False, "has_amax": True, "row_blocks": row_blocks}
+    params = {"spec": NVFP4_SR, "transpose": False, "has_amax": True, "row_blocks": (row_blocks, 0)}
     data, scale = _local(name, tuple(sorted(params.items())))(x, amax, stream)
     index = first + np.arange(32, dtype=object)[:, None] * row_blocks + np.arange(4, dtype=object)
     random = random_bytes(words, (index % 2**64).astype(np.uint64), 0).reshape(32, 64)

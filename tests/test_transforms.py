@@ -270,6 +270,19 @@ def test_vmap_of_dequantize_with_leading_axes(native):
         assert_vmap_is_a_loop(f, (t.data, t.scale, amax), (0, 0, axis))
 
 
+def amax_operands(f, *args) -> list[tuple[int, ...]]:
+    """The shapes of the third operand of each of jnvfp4's primitives."""
+    eqns = jax.make_jaxpr(f)(*args).jaxpr.eqns
+    return [eqn.invars[2].aval.shape for eqn in eqns if eqn.primitive.name == "nvfp4_dequantize"]
+
+
+def test_vmap_gives_each_matrix_an_amax_and_not_each_row(native):
+    t = quantize(normal((SIZE, 2, 32, 48)), amax=jnp.full((SIZE, 2), 3.0))
+    f = jax.vmap(lambda d, s, a: dequantize(NVFP4Tensor(d, s, a)))
+    assert amax_operands(f, t.data, t.scale, jnp.asarray([1.0, 2.0, 3.0])) == [(SIZE, 2)]
+    assert amax_operands(f, t.data, t.scale, t.amax) == [(SIZE, 2)]
+
+
 # ---------------------------------------------------------------- vmap of matmul_nt
 M, N, K = 16, 8, 48
 
@@ -388,6 +401,23 @@ def test_matmul_without_leading_axes_of_b_shares_it(native):
     assert_bitwise(matmul_nt(a, b), jnp.stack([jnp.stack(row) for row in want]))
 
 
+# ---------------------------------------------------------------- vmap of producers
+@pytest.mark.parametrize(("outer", "inner"), [(0, None), (None, 0), (0, 0), (None, None)], ids=str)
+def test_nested_vmap_of_a_norm(native, outer, inner):
+    """x has both axes, the weight those that are not None."""
+    x = normal((2, SIZE, 32, 64), 1)
+    f = lambda x, w: jnvfp4.rms_norm_quantize(x, w, ROW_SCALED)  # noqa: E731
+    shape = (*((2,) if outer == 0 else ()), *((SIZE,) if inner == 0 else ()), 64)
+    weight = normal(shape, 2)
+    got = jax.vmap(jax.vmap(f, (0, inner)), (0, outer))(x, weight)
+    calls = []
+    for i in range(2):
+        for j in range(SIZE):
+            w = weight[i] if outer == 0 else weight
+            calls.append(f(x[i, j], w[j] if inner == 0 else w))
+    assert_same_tensor(got, jax.tree.map(lambda *p: jnp.stack(p).reshape(2, SIZE, *p[0].shape), *calls))
+
+
 # ---------------------------------------------------------------- vmap of linear and dot_general
 VMAPS_OF_LINEAR = {
     **{f"default-{axes}": (DEFAULT, axes) for axes in [(0, 0, None), (0, None, None), (None, 0, None)]},
@@ -492,6 +522,12 @@ def test_eval_shape_predicts_the_result(f):
 def test_results_are_not_weakly_typed(amax):
     t = quantize(np.ones((16, 16), np.float32), amax=amax)
     assert not any(jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(t))
+
+
+@every_operation
+def test_results_of_weakly_typed_arrays_are_not(f):
+    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, weak_type=True)
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(jax.eval_shape(f, x)))
 
 
 @pytest.mark.parametrize(

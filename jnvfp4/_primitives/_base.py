@@ -5,11 +5,13 @@ call of the platform, or the reference. docs/ffi.md says why each part is needed
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -19,77 +21,58 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat, _native
 
-Spec = list  # one entry per dimension: None, a mesh axis name, or a tuple of them
+Shape = tuple[int, ...]
+Axes = list  # how an array is sharded: for each dimension None, a mesh axis name, or a tuple of them
 Body = Callable[..., Sequence[jax.Array]]
 
+# (mesh, operand axes, operand shapes, result axes, **params) -> (operand axes, result axes, wrap): how one device
+# computes its block, from the shardings XLA proposes. XLA moves the data if the answer differs from the proposal.
+# `wrap` adds collectives to the computation of one device, which takes the operands, and parameters to change by
+# keyword.
+Partition = Callable[..., tuple[list[Axes], list[Axes], Callable[[Body], Body]]]
 
-# (mesh, operand specs, operand shapes, **params) -> (operand specs, result specs, wrap): how one device computes
-# its block, from the shardings XLA proposes. `wrap` adds collectives to the local computation, which takes the
-# operands, and parameters to change by keyword.
-Layout = Callable[..., tuple[list[Spec], list[Spec], Callable[[Body], Body]]]
+PRIMITIVES: list[Primitive] = []  # all that make_primitive has made
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
+    """Returns the mesh axes of one dimension of a sharding."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def ways(mesh: Any, entry: Any) -> int:
+    """Returns into how many parts a dimension sharded over ``entry`` is split."""
     return math.prod(mesh.shape[axis] for axis in axes_of(entry))
 
 
-def divisible(mesh: Any, entry: Any, size: int, unit: int = 1) -> Any:
-    """``entry`` if it splits ``size`` elements into whole multiples of ``unit``, else None."""
+def axes_if_divisible(mesh: Any, entry: Any, size: int, unit: int = 1) -> Any:
+    """Returns ``entry`` if it splits ``size`` elements into whole multiples of ``unit``, else None."""
     return entry if (size // unit) % ways(mesh, entry) == 0 else None
 
 
-def some_axis_divides(mesh: Any, blocks: int) -> bool:
-    return all(n == 1 for n in mesh.shape.values()) or any(n > 1 and blocks % n == 0 for n in mesh.shape.values())
+def axes_of_dims(aval: Any) -> Axes:
+    """Returns the sharding of a traced value, or of an operand or result of a partitioning callback."""
+    axes = [] if aval.sharding is None else list(aval.sharding.spec)  # None: GSPMD does not know it yet
+    return axes + [None] * (len(aval.shape) - len(axes))
 
 
-def block_factors(mesh: Any, axis: str, blocks: int) -> tuple[list[str], set[str]]:
-    """Shardy factors of an axis in elements, bytes, blocks and windows, and those of them that must stay whole.
+def typed(like: ShapedArray, shape: Shape, dtype: Any, axes: Axes) -> ShapedArray:
+    """Returns an aval of ``shape`` with the mesh and manual axes of ``like``; ``axes`` is its explicit sharding.
 
-    One factor for all, if a mesh axis can split the blocks. Compound factors break where K/16 does not divide.
+    Its dtype is not weak: a quantized tensor does not follow the dtype of what it meets, even if x would have.
     """
-    if some_axis_divides(mesh, blocks):
-        return [axis] * 4, set()
-    names = [f"{axis}{i}" for i in range(4)]
-    return names, set(names)
-
-
-def sharding_rule(ins: list[list[str]], outs: list[list[str]], whole: set[str], reduced: tuple[str, ...] = ()) -> Any:
-    """The Shardy rule of these dimensions; ``whole`` factors must not be split, ``reduced`` ones may be summed over."""
-    text = ", ".join(map(" ".join, ins)) + " -> " + ", ".join(map(" ".join, outs))
-    order = dict.fromkeys(name for term in ins + outs for name in term)  # special factors go in order of appearance
-    options = {
-        "need_replication_factors": tuple(name for name in order if name in whole),
-        "reduction_factors": tuple(name for name in order if name in reduced and name not in whole),
-    }
-    options = {k: v for k, v in options.items() if v}
-    return (text, options) if options else text
-
-
-def spec_of(aval: Any) -> Spec:
-    """The sharding of a traced value or an operand of a partitioning callback, one entry per dimension."""
-    spec = list(aval.sharding.spec)
-    return spec + [None] * (len(aval.shape) - len(spec))
-
-
-def typed(like: ShapedArray, shape: tuple[int, ...], dtype: Any, spec: Spec) -> ShapedArray:
-    """An aval of ``shape`` that keeps the mesh and manual axes of ``like``; ``spec`` is its explicit sharding."""
     changes = {}
     if not like.sharding.mesh.empty:
-        changes["sharding"] = like.sharding.update(spec=PartitionSpec(*spec))
-    return like.update(shape=shape, dtype=jax.numpy.dtype(dtype), weak_type=False, **changes)
+        changes["sharding"] = like.sharding.update(spec=PartitionSpec(*axes))
+    return like.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, **changes)
 
 
 def check_explicit(op: str, aval: ShapedArray, axis: int, unit: int) -> None:
-    """On an Explicit mesh, refuses a sharding that would split a block."""
+    """Refuses a sharding of an Explicit mesh that would split a block; under other meshes XLA reshards."""
     mesh = aval.sharding.mesh
     if mesh.empty:
         return
-    entry = spec_of(aval)[axis]
-    if divisible(mesh, entry, aval.shape[axis], unit) != entry:
+    entry = axes_of_dims(aval)[axis]
+    if axes_if_divisible(mesh, entry, aval.shape[axis], unit) != entry:
         raise ValueError(
             f"{op}: axis {axis} of shape {aval.shape} is sharded over {entry!r} ({ways(mesh, entry)} ways), which "
             f"must split it into multiples of {unit}; reshard it first"
@@ -101,12 +84,13 @@ def match_varying(*operands: jax.Array) -> tuple[jax.Array, ...]:
     varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
     union: frozenset = frozenset().union(*varying)
     return tuple(
-        lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x
-        for x, own in zip(operands, varying, strict=True)
+        lax.pcast(x, tuple(sorted(union - axes)), to="varying") if union - axes else x
+        for x, axes in zip(operands, varying, strict=True)
     )
 
 
 def bind(primitive: Primitive, *operands: jax.Array, **params: Any) -> Any:
+    """Calls ``primitive``; inside shard_map some operands may vary over devices that others are equal on."""
     return primitive.bind(*match_varying(*operands), **params)
 
 
@@ -116,19 +100,23 @@ def make_primitive(
     abstract: Callable[..., Sequence[ShapedArray]],
     local: Callable[..., Sequence[jax.Array]],
     batch: Callable[..., tuple[Sequence[jax.Array], Sequence[int]]],
-    layout: Layout,
-    rule: Callable[..., Any],
+    partition: Partition,
+    rule: Callable[..., tuple[list[list], list[list]]],
+    empty: Callable[..., Sequence[jax.Array]] | None = None,
 ) -> Primitive:
     """Builds and registers a primitive with several results.
 
     Args:
       name: of the primitive, also of its FFI target.
       abstract: ``(*avals, **params)`` -> result avals; all validation of shapes and dtypes.
-      local: ``(backend, *arrays, **params)`` -> results, on one device; backend is "reference", "cpu", "cuda"
-        or "empty" (an operand has no elements).
+      local: ``(backend, *arrays, **params)`` -> results, on one device; backend is "reference", "cpu" or "cuda".
       batch: the vmap rule, ``(args, dims, **params)``.
-      layout: see ``Layout``.
-      rule: ``(mesh, operand types, result types, **params)`` -> Shardy rule, a string or (string, options).
+      partition: see ``Partition``.
+      rule: ``(*operand shapes, **params)`` -> for each operand, then for each result, a name for every dimension.
+        Dimensions of one name are sharded alike; a dimension named None is never sharded.
+      empty: ``(*arrays, **params)`` -> results where an operand has no elements; zeros if None.
+
+    The hooks see every parameter but ``implementation``, which only ``batch`` passes on.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -145,39 +133,17 @@ def make_primitive(
     primitive.def_abstract_eval(lambda *avals, **params: list(abstract(*avals, **_static(params))))
     batching.primitive_batchers[primitive] = lambda args, dims, **params: batch(args, dims, **params)
     ad.primitive_jvps[primitive] = functools.partial(_no_derivative, name)
+    lower = _lowering_rule(name, _device_bodies(local, partition, rule), empty)
+    mlir.register_lowering(primitive, functools.partial(lower, None))
+    for platform in _native.extensions():
+        mlir.register_lowering(primitive, functools.partial(lower, platform), platform=platform)
+    _compat.needs_devices_in_lowering(primitive)
+    PRIMITIVES.append(primitive)
+    return primitive
 
-    @functools.cache
-    def bodies(backend: str, key: tuple) -> tuple[Body, Body]:
-        params = _static(dict(key))
 
-        def one_device(*operands, **changed):
-            return tuple(local(backend, *operands, **{**params, **changed}))
-
-        def plan(mesh, operands):
-            return layout(mesh, [spec_of(o) for o in operands], [tuple(o.shape) for o in operands], **params)
-
-        def shardings(mesh, specs):
-            return tuple(NamedSharding(mesh, PartitionSpec(*s)) for s in specs)
-
-        def partition(mesh, operands, _results):
-            operand_specs, result_specs, wrap = plan(mesh, operands)
-            return (
-                mesh,
-                _off_mesh(wrap(one_device)),
-                shardings(mesh, result_specs),
-                shardings(mesh, operand_specs),
-            )
-
-        def infer(mesh, operands, _results):  # only where Shardy is switched off
-            return shardings(mesh, plan(mesh, operands)[1])
-
-        partitioned = custom_partitioning(lambda *operands: one_device(*operands))
-        partitioned.def_partition(
-            partition,
-            infer_sharding_from_operands=infer,
-            sharding_rule=lambda mesh, ins, outs: rule(mesh, ins, outs, **params),
-        )
-        return one_device, lambda *operands: partitioned(*operands)
+def _lowering_rule(name: str, bodies: Callable, empty: Callable | None) -> Callable:
+    """Returns the lowering of a primitive for a platform, or for all without kernels (None)."""
 
     def lower(platform: str | None, ctx, *operands, **params):
         if params["implementation"] == "native" and platform is None:
@@ -186,23 +152,78 @@ def make_primitive(
                 f"{sorted(_native.extensions())}; use implementation=None or 'reference'"
             )
         backend = "reference" if platform is None or params["implementation"] == "reference" else platform
-        if any(math.prod(aval.shape) == 0 for aval in ctx.avals_in):
-            backend = "empty"
         one_device, partitioned = bodies(backend, _key(params))
         # custom_partitioning has no mesh inside a manual region: the block is local there anyway.
         manual = any(AxisType.Manual in aval.sharding.mesh.axis_types for aval in ctx.avals_in)
-        body = one_device if manual or backend == "empty" else partitioned
-        return mlir.lower_fun(body, multiple_results=True)(_compat.with_mesh(ctx), *operands)
+        body = one_device if manual else partitioned
+        if any(0 in aval.shape for aval in ctx.avals_in):  # kernels need not take arrays without elements
+            zeros = lambda *_, **__: [jnp.zeros(aval.shape, aval.dtype) for aval in ctx.avals_out]  # noqa: E731
+            body = functools.partial(empty or zeros, **_static(params))
+        ctx = _compat.with_mesh(ctx)
+        if not manual:
+            ctx, body = ctx.replace(avals_in=[_off_mesh_aval(aval) for aval in ctx.avals_in]), _off_mesh(body)
+        return mlir.lower_fun(body, multiple_results=True)(ctx, *operands)
 
-    mlir.register_lowering(primitive, functools.partial(lower, None))
-    for platform in _native.extensions():
-        mlir.register_lowering(primitive, functools.partial(lower, platform), platform=platform)
-    _compat.needs_devices_in_lowering(primitive)
-    return primitive
+    return lower
+
+
+def _device_bodies(local: Callable, partition: Partition, rule: Callable) -> Callable[[str, tuple], tuple[Body, Body]]:
+    """Returns the function from backend and parameters to the computation of one device, and the one XLA partitions."""
+
+    @functools.cache  # one custom_partitioning for each: a new one would be traced and compiled again
+    def bodies(backend: str, key: tuple) -> tuple[Body, Body]:
+        params = _static(dict(key))
+
+        def one_device(*operands, **changed):
+            return tuple(local(backend, *operands, **{**params, **changed}))
+
+        def shardings(mesh, arrays):
+            return tuple(NamedSharding(mesh, PartitionSpec(*axes)) for axes in arrays)
+
+        def plan(mesh, operands, result_axes):
+            shapes = [tuple(v.shape) for v in operands]
+            return partition(mesh, [axes_of_dims(v) for v in operands], shapes, result_axes, **params)
+
+        def partition_callback(mesh, operands, results):
+            operand_axes, result_axes, wrap = plan(mesh, operands, [axes_of_dims(v) for v in results])
+            body = _off_mesh(wrap(one_device))
+            return mesh, body, shardings(mesh, result_axes), shardings(mesh, operand_axes)
+
+        def infer_callback(mesh, operands, results):  # only where Shardy is switched off
+            return shardings(mesh, plan(mesh, operands, [[None] * len(v.shape) for v in results])[1])
+
+        def rule_callback(_mesh, operands, _results):
+            return _shardy_rule(*rule(*(tuple(v.shape) for v in operands), **params))
+
+        partitioned = custom_partitioning(lambda *operands: one_device(*operands))
+        partitioned.def_partition(
+            partition_callback, infer_sharding_from_operands=infer_callback, sharding_rule=rule_callback
+        )
+        return one_device, lambda *operands: partitioned(*operands)
+
+    return bodies
+
+
+def _shardy_rule(operands: list[list], results: list[list]) -> str:
+    """Writes the names as a Shardy rule, in which None becomes a factor of its own.
+
+    K, K/2 and K/16 share one factor: JAX gives it the smallest of the sizes, so that Shardy seldom proposes an axis
+    that would split a block, and the partition callback drops one that does. Compound factors, (k 16), stop the
+    compiler where K/16 does not divide by the axis. No factor is marked as a reduction or as one to replicate: the
+    callback decides both, and Shardy's proposals are the same.
+    """
+    unnamed = (f"u{i}" for i in itertools.count())
+    terms = [
+        [" ".join(next(unnamed) if d is None else d for d in dims) for dims in side] for side in (operands, results)
+    ]
+    return " -> ".join(", ".join(side) for side in terms)
 
 
 def _off_mesh(body: Body) -> Body:
-    """Traces ``body`` without the mesh of ``jax.set_mesh``: an Explicit one would put its shardings on local blocks."""
+    """Traces ``body`` without the mesh of ``jax.set_mesh``.
+
+    An Explicit one would put its shardings on local blocks; JAX 0.11 runs the partition callback under it.
+    """
 
     def local_body(*operands):
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
@@ -211,12 +232,17 @@ def _off_mesh(body: Body) -> Body:
     return local_body
 
 
+def _off_mesh_aval(aval: ShapedArray) -> ShapedArray:
+    """Returns ``aval`` without an explicit sharding, of which jnp functions in the reference would ask more."""
+    return aval.update(sharding=NamedSharding(AbstractMesh((), ()), PartitionSpec(*[None] * aval.ndim)))
+
+
 def _key(params: dict[str, Any]) -> tuple:
     return tuple(sorted(params.items(), key=lambda item: item[0]))
 
 
 def _static(params: dict[str, Any]) -> dict[str, Any]:
-    """What the rules see: every parameter but the choice of implementation, which is the lowering's."""
+    """Returns what the hooks see: every parameter but the choice of implementation, which is the lowering's."""
     return {k: v for k, v in params.items() if k != "implementation"}
 
 

@@ -7,69 +7,69 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
 from .. import reference, softfloat
-from ..spec import BLOCK, QuantSpec
-from ._base import Body, Spec, make_primitive, sharding_rule, spec_of, typed
-from .quantize import (
+from ..spec import QuantSpec
+from ._base import Axes, Body, Shape, axes_of_dims, make_primitive, typed
+from ._operands import (
     Operands,
+    Side,
     batched_operands,
+    blocks_in_rows,
+    call_ffi,
     check_operand,
-    no_stream,
-    quantize_layout,
-    rule_terms,
+    ffi_operands,
+    names_of_dims,
+    shardings,
     split_operands,
 )
+from .quantize import quantize_partition
 
 
 def _abstract(*flat: ShapedArray, spec: QuantSpec, has_amax: bool) -> list[ShapedArray]:
-    ops = split_operands(flat, spec, has_amax)
-    check_operand("fake_quant", ops.x, ops.amax, spec, transpose=False)
-    return [typed(ops.x, ops.x.shape, ops.x.dtype, spec_of(ops.x))]
+    (x,), (amax,), _ = split_operands(flat, [Side(spec, False, has_amax)])
+    check_operand("fake_quant", x, amax, spec, transpose=False)
+    return [typed(x, x.shape, x.dtype, axes_of_dims(x))]
 
 
 def _local(
-    backend: str, *flat: jax.Array, spec: QuantSpec, has_amax: bool, row_blocks: int | None = None
+    backend: str, *flat: jax.Array, spec: QuantSpec, has_amax: bool, row_blocks: tuple[int, int] | None = None
 ) -> Sequence[jax.Array]:
-    ops = split_operands(flat, spec, has_amax)
-    if backend == "empty":
-        return [jnp.zeros(ops.x.shape, ops.x.dtype)]
+    ops, x = split_operands(flat, [Side(spec, False, has_amax)]), flat[0]
+    blocks, _ = row_blocks or blocks_in_rows(x.shape)
     if backend == "reference":
-        return [_by_reference(ops, spec, row_blocks)]
-    amax = jnp.zeros((0,), jnp.float32) if ops.amax is None else ops.amax
-    stream = no_stream() if ops.stream is None else ops.stream
-    row_blocks = row_blocks or ops.x.shape[-1] // BLOCK
-    call = jax.ffi.ffi_call("nvfp4_fake_quant", [jax.ShapeDtypeStruct(ops.x.shape, ops.x.dtype)])
-    return call(ops.x, amax, stream, spec=spec.ffi_attrs(), row_blocks=np.int32(row_blocks))
+        return [_by_reference(ops, spec, blocks)]
+    attrs = {"spec": spec.ffi_attrs(), "row_blocks": np.int32(blocks)}
+    return call_ffi("nvfp4_fake_quant", ffi_operands(ops), [(x.shape, x.dtype)], **attrs)
 
 
-def _by_reference(ops: Operands, spec: QuantSpec, row_blocks: int | None) -> jax.Array:
-    data, scale, amax = reference.quantize(ops.x, spec, ops.amax, False, ops.stream, row_blocks)
+def _by_reference(ops: Operands, spec: QuantSpec, row_blocks: int) -> jax.Array:
+    x = ops.sources[0]
+    data, scale, amax = reference.quantize(x, spec, ops.amax[0], False, ops.stream[0], row_blocks)
     magnitude = softfloat.from_bits(softfloat.to_bits(amax) & softfloat.ABS)
-    return reference.dequantize(data, scale, magnitude, spec.format, ops.x.dtype)
+    return reference.dequantize(data, scale, magnitude, spec.format, x.dtype)
 
 
 def _batch(args, dims, *, spec: QuantSpec, has_amax: bool, implementation: str | None):
-    operands = batched_operands(args, dims, spec, False, has_amax)
-    return fake_quant_p.bind(*operands, spec=spec, has_amax=has_amax, implementation=implementation), [0]
+    ops = batched_operands(args, dims, [Side(spec, False, has_amax)])
+    return fake_quant_p.bind(*ops.flat(), spec=spec, has_amax=has_amax, implementation=implementation), [0]
 
 
-def _layout(
-    mesh: Any, specs: list[Spec], shapes: list[tuple[int, ...]], *, spec: QuantSpec, has_amax: bool
-) -> tuple[list[Spec], list[Spec], Callable[[Body], Body]]:
-    """quantize's, but for the results: x alone, and no amax even where a collective found it."""
-    operands, (out, *_), wrap = quantize_layout(mesh, specs, shapes, spec=spec, transpose=False, has_amax=has_amax)
-    return operands, [out], lambda local: lambda *flat: wrap(local)(*flat)[:1]
+def _partition(
+    mesh: Any, operands: list[Axes], shapes: list[Shape], results: list[Axes], **params: Any
+) -> tuple[list[Axes], list[Axes], Callable[[Body], Body]]:
+    """Does as quantize's, but the result is x alone: no amax even where a collective found it."""
+    axes, _, wrap = quantize_partition(mesh, operands, shapes, results, transpose=False, **params)
+    return axes, axes[:1], lambda local: lambda *flat: wrap(local)(*flat)[:1]
 
 
-def _rule(mesh: Any, operands: Any, _results: Any, *, spec: QuantSpec, has_amax: bool) -> Any:
-    ins, _, whole = rule_terms(mesh, operands, spec, False, has_amax)
-    return sharding_rule(ins, ins[:1], whole)
+def _rule(*shapes: Shape, **params: Any) -> tuple[list[list], list[list]]:
+    operands, _ = shardings(names_of_dims(shapes[0]), shapes, [Side(transpose=False, **params)])
+    return operands, operands[:1]
 
 
 fake_quant_p = make_primitive(
-    "nvfp4_fake_quant", abstract=_abstract, local=_local, batch=_batch, layout=_layout, rule=_rule
+    "nvfp4_fake_quant", abstract=_abstract, local=_local, batch=_batch, partition=_partition, rule=_rule
 )

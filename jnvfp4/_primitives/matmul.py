@@ -15,26 +15,14 @@ from jax.core import ShapedArray
 
 from .. import reference, softfloat
 from ..spec import Format
-from ._base import (
-    Body,
-    Spec,
-    axes_of,
-    block_factors,
-    check_explicit,
-    divisible,
-    make_primitive,
-    sharding_rule,
-    spec_of,
-    typed,
-)
-from .dequantize import batch_parts, check_parts
+from ._base import Axes, Body, Shape, axes_if_divisible, axes_of, axes_of_dims, check_explicit, make_primitive, typed
+from ._operands import batch_size, batched, batched_parts, check_float, check_parts, part_shardings
 
-OUT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 DENSE_DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 class Operands(NamedTuple):
-    """The flat operand list by role; also used for their specs, shapes and batch dimensions."""
+    """Holds a flat operand list by role: arrays, or their shapes, shardings or batch dimensions."""
 
     a: tuple
     b: tuple
@@ -63,7 +51,7 @@ def _check_formats(a_format: Format | None, b_format: Format) -> None:
 
 
 def _unit(*formats: Format | None) -> int:
-    """What shards of K must be multiples of."""
+    """Returns what a device's part of K must be a multiple of."""
     return max(fmt.unit for fmt in formats if fmt is not None)
 
 
@@ -93,23 +81,31 @@ def _abstract(
         bias = ops.bias[0]
         if bias.shape != (b.shape[-2],):
             raise ValueError(f"matmul_nt: bias must have shape (N,)=({b.shape[-2]},), got {bias.shape}")
-        if bias.dtype not in OUT_DTYPES:
-            raise TypeError(f"matmul_nt: bias must be float32, bfloat16 or float16, got {bias.dtype}")
-    whole = _unit(a_format, b_format)
-    check_explicit("matmul_nt", a, a.ndim - 1, whole if a_format is None else whole // 2)
-    check_explicit("matmul_nt", b, b.ndim - 1, whole // 2)
-    spec = [*spec_of(a)[:-1], spec_of(b)[-2]]
-    _check_axes_once(a, spec)
-    return [typed(a, (*a.shape[:-1], b.shape[-2]), out_dtype, spec)]
+        check_float("matmul_nt", "bias", bias.dtype)
+    unit = _unit(a_format, b_format)  # of elements, of which a byte of data has two
+    check_explicit("matmul_nt", a, a.ndim - 1, unit if a_format is None else unit // 2)
+    check_explicit("matmul_nt", b, b.ndim - 1, unit // 2)
+    axes = [*axes_of_dims(a)[:-1], axes_of_dims(b)[-2]]
+    _check_axes_once(axes)
+    return [typed(a, (*a.shape[:-1], b.shape[-2]), out_dtype, axes)]
 
 
-def _check_axes_once(a: ShapedArray, spec: Spec) -> None:
-    used = [axis for entry in spec for axis in axes_of(entry)]
+def _check_axes_once(axes: Axes) -> None:
+    used = [axis for entry in axes for axis in axes_of(entry)]
     if len(used) != len(set(used)):
         raise ValueError(
-            f"matmul_nt: M of a and N of b are sharded over a common mesh axis (result would be {spec}); "
+            f"matmul_nt: M of a and N of b are sharded over a common mesh axis (result would be {axes}); "
             "reshard one of them"
         )
+
+
+def _empty(
+    *flat: jax.Array, a_format: Format | None, b_format: Format, has_bias: bool, out_dtype: Any
+) -> Sequence[jax.Array]:
+    """Returns the result without a kernel: the sum over no products is 0, which leaves the bias."""
+    ops = _split(flat, a_format, has_bias)
+    zero = jnp.zeros((*ops.a[0].shape[:-1], ops.b[0].shape[-2]), jnp.float32)
+    return [(zero + (ops.bias[0].astype(jnp.float32) if has_bias else 0)).astype(out_dtype)]
 
 
 # ---------------------------------------------------------------- on one device
@@ -119,9 +115,6 @@ def _local(
     ops = _split(flat, a_format, has_bias)
     shape = (*ops.a[0].shape[:-1], ops.b[0].shape[-2])
     result = jax.ShapeDtypeStruct(shape, out_dtype)
-    if backend == "empty":
-        zero = jnp.zeros(shape, jnp.float32) + (ops.bias[0].astype(jnp.float32) if has_bias else 0)
-        return [zero.astype(out_dtype)]
     b_max = b_format.e4m3_max
     if backend == "reference":
         a = ops.a[0] if a_format is None else ops.a
@@ -183,7 +176,10 @@ def _cuda(ops: Operands, bias: jax.Array, a_max: int | None, b_max: int, result:
 
 
 def _finish(y: jax.Array, *bias: jax.Array, out_dtype: Any) -> jax.Array:
-    """The kernel's last two steps, + bias and the cast, on bit patterns: XLA would delete a cast and its inverse."""
+    """Takes the kernel's last two steps, + bias and the cast.
+
+    On bit patterns: XLA would delete a cast and its inverse, and its float addition flushes subnormal numbers.
+    """
     bits = softfloat.to_bits(y)
     for b in bias:
         bits = softfloat.add(bits, jnp.broadcast_to(softfloat.to_bits(b), bits.shape))
@@ -192,7 +188,7 @@ def _finish(y: jax.Array, *bias: jax.Array, out_dtype: Any) -> jax.Array:
 
 # ---------------------------------------------------------------- vmap
 def _amax_per_row(amax: jax.Array, data_shape: tuple[int, ...]) -> jax.Array:
-    """The amax of each row (or its windows) of an operand whose leading axes are about to be merged with its rows."""
+    """Gives each row its amax, so that leading axes can be merged with rows; one amax a window is that already."""
     rows = data_shape[:-1]
     if amax.ndim > len(rows):
         return amax
@@ -200,7 +196,7 @@ def _amax_per_row(amax: jax.Array, data_shape: tuple[int, ...]) -> jax.Array:
 
 
 def _merge_rows(parts: Sequence[jax.Array], keep: int) -> list[jax.Array]:
-    """[keep..., others..., M, K] -> [keep..., others * M, K], for one dense array or three NVFP4 parts."""
+    """Reshapes [keep..., others..., M, K] to [keep..., others * M, K], for one dense array or three NVFP4 parts."""
     shape = parts[0].shape
     rows = math.prod(shape[keep:-1])
     merged = [p.reshape(*shape[:keep], rows, p.shape[-1]) for p in parts[:2]]
@@ -215,15 +211,14 @@ def _merge_rows(parts: Sequence[jax.Array], keep: int) -> list[jax.Array]:
 
 def _move(size: int, parts: Sequence[jax.Array], dims: Sequence[int | None]) -> list[jax.Array]:
     if len(parts) == 3:
-        return batch_parts(size, parts, dims)
-    part, dim = parts[0], dims[0]
-    return [jnp.broadcast_to(part, (size, *part.shape)) if dim is None else jnp.moveaxis(part, dim, 0)]
+        return batched_parts(size, parts, dims)
+    return [batched(size, parts[0], dims[0])]
 
 
 def _batch(args, dims, **params):
     a_format, has_bias, out_dtype = params["a_format"], params["has_bias"], params["out_dtype"]
     ops, od = _split(args, a_format, has_bias), _split(dims, a_format, has_bias)
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    size = batch_size(args, dims)
     if not has_bias or od.bias[0] is None:
         y, dim = _batch_products(size, ops, od, params)
         return [y], [dim]
@@ -236,7 +231,11 @@ def _batch(args, dims, **params):
 
 
 def _batch_products(size: int, ops: Operands, od: Operands, params: dict[str, Any]) -> tuple[jax.Array, int]:
-    """The rule for every combination of batched a and b, with at most a shared bias."""
+    """Applies the rule for a and b of which either may be batched, with no bias or one for all examples.
+
+    Examples become rows or columns of one product where they can: one call with a larger M or N is faster than many,
+    and [N, K] is not repeated for each example.
+    """
 
     def bind(a, b, bias):
         return matmul_p.bind(*a, *b, *bias, **params)[0]
@@ -264,37 +263,48 @@ def _batch_products(size: int, ops: Operands, od: Operands, params: dict[str, An
 
 
 # ---------------------------------------------------------------- sharding
-def _layout(
+def _shardings(lead: list, row: Any, col: Any, depth: Any, n: Operands) -> list[list]:
+    """Returns the shardings of a and b of these shapes: mesh axes, or names of a sharding rule.
+
+    ``lead`` are those of the leading axes of a, the others those of M, N and K.
+    """
+    b_lead = lead if len(n.b[0]) > 2 else []
+    a_dims, b_dims = [*lead, row, depth], [*b_lead, col, depth]
+    return [*(part_shardings(a_dims, n.a[2]) if len(n.a) == 3 else [a_dims]), *part_shardings(b_dims, n.b[2])]
+
+
+def _partition(
     mesh: Any,
-    specs: list[Spec],
-    shapes: list[tuple[int, ...]],
+    operands: list[Axes],
+    shapes: list[Shape],
+    results: list[Axes],
     *,
     a_format: Format | None,
     b_format: Format,
     has_bias: bool,
     out_dtype: Any,
-) -> tuple[list[Spec], list[Spec], Callable[[Body], Body]]:
-    s, n = _split(specs, a_format, has_bias), _split(shapes, a_format, has_bias)
-    *lead, row, depth = s.a[0]
+) -> tuple[list[Axes], list[Axes], Callable[[Body], Body]]:
+    axes, n = _split(operands, a_format, has_bias), _split(shapes, a_format, has_bias)
+    *lead, row, depth = axes.a[0]
     units = 2 * n.b[0][-1] // _unit(a_format, b_format)
     used: set[str] = set()
 
     def claim(entry: Any, size: int) -> Any:
-        """An axis may serve one dimension: K first, then the leading axes, M, N."""
+        """Takes the axes that no other dimension has taken: K is first, then the leading axes, M and N."""
         free = tuple(axis for axis in axes_of(entry) if axis not in used)
-        entry = divisible(mesh, free or None, size)
+        entry = axes_if_divisible(mesh, free or None, size)
         used.update(axes_of(entry))
         return entry
 
-    k = claim(depth if axes_of(depth) == axes_of(s.b[0][-1]) else None, units)
+    # Where a and b do not split K alike, XLA gathers the packed parts of the one that does.
+    k = claim(depth if axes_of(depth) == axes_of(axes.b[0][-1]) else None, units)
     lead = [claim(e, size) for e, size in zip(lead, n.a[0][:-2], strict=True)]
-    m, c = claim(row, n.a[0][-2]), claim(s.b[0][-2], n.b[0][-2])
-    b_lead = lead if len(n.b[0]) > 2 else []
-    operand_specs = []
-    for part_shapes, head in ((n.a, [*lead, m]), (n.b, [*b_lead, c])):
-        operand_specs += [[*head, k] for _ in part_shapes[:2]]
-        operand_specs += [[*head, k][: len(shape)] for shape in part_shapes[2:]]
-    operand_specs += [[c]] * has_bias
+    m, c = claim(row, n.a[0][-2]), claim(axes.b[0][-2], n.b[0][-2])
+    # Over the axes of K that the result should have, a reduce-scatter makes the sum: half of an all-reduce's bytes.
+    y, sizes = [*lead, m, c], (*n.a[0][:-1], n.b[0][-2])
+    scattered = [_scattered(mesh, *of) for of in zip(results[0], y, sizes, [k] * len(y), strict=True)]
+    summed = tuple(axis for axis in axes_of(k) if not any(axis in over for over in scattered))
+    y_axes = [(*axes_of(entry), *over) or None for entry, over in zip(y, scattered, strict=True)]
 
     def sum_over_k(local: Body) -> Body:
         if not axes_of(k):
@@ -302,36 +312,29 @@ def _layout(
 
         def body(*flat):
             ops = _split(flat, a_format, has_bias)
-            partial = local(*ops.a, *ops.b, has_bias=False, out_dtype=jnp.dtype(jnp.float32))[0]
-            return (_finish(lax.psum(partial, axes_of(k)), *ops.bias, out_dtype=out_dtype),)
+            y = local(*ops.a, *ops.b, has_bias=False, out_dtype=jnp.dtype(jnp.float32))[0]
+            for dim, over in enumerate(scattered):
+                y = lax.psum_scatter(y, over, scatter_dimension=dim, tiled=True) if over else y
+            y = lax.psum(y, summed) if summed else y
+            return (_finish(y, *ops.bias, out_dtype=out_dtype),)  # the bias of what is left of N
 
         return body
 
-    return operand_specs, [[*lead, m, c]], sum_over_k
+    return [*_shardings(lead, m, c, k, n), *[y_axes[-1:]] * has_bias], [y_axes], sum_over_k
 
 
-def _rule(
-    mesh: Any,
-    operands: Any,
-    _results: Any,
-    *,
-    a_format: Format | None,
-    b_format: Format,
-    has_bias: bool,
-    out_dtype: Any,
-) -> Any:
-    ops = _split(operands, a_format, has_bias)
-    lead = [f"b{i}" for i in range(ops.a[0].rank - 2)]
-    b_lead = lead if ops.b[0].rank > 2 else []
-    (full, half, blocks, windows), whole = block_factors(mesh, "k", 2 * ops.b[0].shape[-1] // _unit(a_format, b_format))
-    a_head, b_head = [*lead, "m"], [*b_lead, "n"]
-    ins = [[*a_head, full]] if a_format is None else _part_factors(a_head, ops.a, half, blocks, windows)
-    ins += _part_factors(b_head, ops.b, half, blocks, windows) + [["n"]] * has_bias
-    return sharding_rule(ins, [[*lead, "m", "n"]], whole, reduced=("k",))
+def _scattered(mesh: Any, wanted: Any, entry: Any, size: int, k: Any) -> tuple[str, ...]:
+    """Returns the axes of K that ``wanted`` has for a dimension of y, if they can split what ``entry`` leaves of it."""
+    over = tuple(axis for axis in axes_of(wanted) if axis in axes_of(k))
+    return over if axes_if_divisible(mesh, (*axes_of(entry), *over), size) else ()
 
 
-def _part_factors(head: list[str], parts: tuple, half: str, blocks: str, windows: str) -> list[list[str]]:
-    return [[*head, half], [*head, blocks], [*head, windows][: parts[2].rank]]
+def _rule(*shapes: Shape, a_format: Format | None, has_bias: bool, **_: Any) -> tuple[list[list], list[list]]:
+    n = _split(shapes, a_format, has_bias)
+    lead = [f"b{i}" for i in range(len(n.a[0]) - 2)]
+    return [*_shardings(lead, "m", "n", "k", n), *[["n"]] * has_bias], [[*lead, "m", "n"]]
 
 
-matmul_p = make_primitive("nvfp4_matmul", abstract=_abstract, local=_local, batch=_batch, layout=_layout, rule=_rule)
+matmul_p = make_primitive(
+    "nvfp4_matmul", abstract=_abstract, local=_local, batch=_batch, partition=_partition, rule=_rule, empty=_empty
+)

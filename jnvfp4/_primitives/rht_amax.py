@@ -10,27 +10,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import ShapedArray
 
-from .. import reference, softfloat
-from ..spec import BLOCK, NVFP4_RHT
-from ._base import Body, Spec, axes_of, block_factors, divisible, make_primitive, sharding_rule, spec_of, typed
-from .quantize import batched, check_operand, turn
+from .. import reference
+from ..spec import NVFP4_RHT
+from ._base import Axes, Body, Shape, axes_of, axes_of_dims, make_primitive, typed
+from ._operands import Side, batched, check_operand, keep_blocks, max_over_devices, names_of_dims
 
 
 def _abstract(x: ShapedArray, *, transpose: bool, keep: int) -> list[ShapedArray]:
     check_operand("quantize", x, None, NVFP4_RHT, transpose)
-    return [typed(x, x.shape[:keep], jnp.float32, spec_of(x)[:keep])]
+    return [typed(x, x.shape[:keep], jnp.float32, axes_of_dims(x)[:keep])]
 
 
 def _local(backend: str, x: jax.Array, *, transpose: bool, keep: int) -> Sequence[jax.Array]:
-    shape = x.shape[:keep]
-    if backend == "empty":
-        return [jnp.zeros(shape, jnp.float32)]
     if backend == "reference":
         return [reference.find_rht_amax(jnp.swapaxes(x, -1, -2) if transpose else x, keep)]
-    result = jax.ShapeDtypeStruct(shape, jnp.float32)
+    result = jax.ShapeDtypeStruct(x.shape[:keep], jnp.float32)
     return [jax.ffi.ffi_call("nvfp4_rht_amax", result)(x, transpose=transpose, keep=np.int32(keep))]
 
 
@@ -39,31 +35,19 @@ def _batch(args, dims, *, transpose: bool, keep: int, implementation: str | None
     return rht_amax_p.bind(x, transpose=transpose, keep=keep + 1, implementation=implementation), [0]
 
 
-def _layout(
-    mesh: Any, specs: list[Spec], shapes: list[tuple[int, ...]], *, transpose: bool, keep: int
-) -> tuple[list[Spec], list[Spec], Callable[[Body], Body]]:
-    *lead_sizes, rows, cols = turn(shapes[0], transpose)
-    *lead, row, col = turn(specs[0], transpose)
-    lead = [divisible(mesh, e, n) for e, n in zip(lead, lead_sizes, strict=True)]
-    split = [*lead, divisible(mesh, row, rows), divisible(mesh, col, cols, BLOCK)]
-    over = tuple(axis for entry in split[keep:] for axis in axes_of(entry))
-
-    def maximum(local: Body) -> Body:
-        if not over:
-            return local
-        return lambda x: (softfloat.from_bits(lax.pmax(softfloat.to_bits(local(x)[0]), over)),)
-
-    return [turn(split, transpose)], [lead[:keep]], maximum
+def _partition(
+    mesh: Any, operands: list[Axes], shapes: list[Shape], _results: list[Axes], *, transpose: bool, keep: int
+) -> tuple[list[Axes], list[Axes], Callable[[Body], Body]]:
+    axes = keep_blocks(mesh, operands[0], shapes[0], Side(NVFP4_RHT, transpose, has_amax=False).units)
+    over = tuple(axis for entry in axes[keep:] for axis in axes_of(entry))
+    return [axes], [axes[:keep]], lambda local: lambda x: (max_over_devices(local(x)[0], over),)
 
 
-def _rule(mesh: Any, operands: Any, _results: Any, *, transpose: bool, keep: int) -> Any:
-    lead = [f"b{i}" for i in range(operands[0].rank - 2)]
-    *_, cols = turn(operands[0].shape, transpose)
-    (full, *_), whole = block_factors(mesh, "c", cols // BLOCK)
-    term = [*lead, "r", full]
-    return sharding_rule([turn(term, transpose)], [lead[:keep]], whole, reduced=tuple(term[keep:]))
+def _rule(x: Shape, *, keep: int, **_: Any) -> tuple[list[list], list[list]]:
+    dims = names_of_dims(x)
+    return [dims], [dims[:keep]]
 
 
 rht_amax_p = make_primitive(
-    "nvfp4_rht_amax", abstract=_abstract, local=_local, batch=_batch, layout=_layout, rule=_rule
+    "nvfp4_rht_amax", abstract=_abstract, local=_local, batch=_batch, partition=_partition, rule=_rule
 )

@@ -1,0 +1,330 @@
+"""What the primitives share: an array to be quantized, and the parts of a tensor (data, scale, amax).
+
+Primitives that quantize have flat lists of operands: the sources, then the amax of every side that is given one, then
+the stream of every side that rounds stochastically. Their results: data, scale and, unless given, amax of every side.
+
+A stream (uint32 [..., 4], one for each matrix) says where the random bits of stochastic rounding come from: two
+words of key, and the index of the matrix's first block in the whole array, low word first.
+
+The scale is uint8 there, the bits of float8_e4m3fn: a jax.checkpoint policy may save a primitive's results, and JAX
+rounds the floats that it saves by IEEE rules, where E4M3's 256 and above are infinite.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+
+from .. import reference, softfloat
+from ..spec import BLOCK, WINDOW, Format, QuantSpec
+from ._base import Axes, Body, Shape, axes_if_divisible, axes_of, axes_of_dims, check_explicit, typed, ways
+
+FLOAT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+# ---------------------------------------------------------------- checks
+def check_float(op: str, name: str, dtype: Any) -> None:
+    """Refuses any dtype but the three that kernels read and write."""
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16, got {dtype}")
+
+
+def check_array(op: str, x: Any, name: str = "x") -> None:
+    """Refuses what is no matrix of floats, or more of them."""
+    check_float(op, name, x.dtype)
+    if x.ndim < 2:
+        raise ValueError(f"{op}: {name} must have rank 2 or more, [..., M, K], got {name}.shape={x.shape}")
+
+
+def check_operand(
+    op: str, x: ShapedArray, amax: ShapedArray | None, spec: QuantSpec, transpose: bool, name: str = "x"
+) -> None:
+    """Refuses an array, or an amax for it, that ``spec`` cannot quantize in this orientation."""
+    check_array(op, x, name)
+    *_, rows, cols = turn(x.shape, transpose)
+    if cols % spec.unit:
+        which = "M (the quantized axis, since it is transposed)" if transpose else "K"
+        why = ' for amax_scope="window64"' if spec.unit == WINDOW else ""
+        raise ValueError(
+            f"{op}: {which} must be a multiple of {spec.unit}{why}, got {name}.shape={x.shape}; "
+            f"pad it to {-(-cols // spec.unit) * spec.unit} with zeros"
+        )
+    if spec.block_rows == BLOCK and rows % BLOCK:
+        raise ValueError(
+            f"{op}: block_rows={BLOCK} needs both M and K to be multiples of {BLOCK}, got {name}.shape={x.shape}"
+        )
+    if amax is not None:
+        accepted = amax_shapes(x.shape, spec, transpose)
+        if amax.shape not in accepted:
+            raise ValueError(
+                f"{op}: amax must have shape {' or '.join(map(str, accepted))} for "
+                f'amax_scope="{spec.format.amax_scope}" and {name}.shape={x.shape}, got {amax.shape}'
+            )
+        if amax.dtype != jnp.float32:
+            raise TypeError(f"{op}: amax must be float32, got {amax.dtype}")
+    rows_axis, blocks_axis = turn([x.ndim - 2, x.ndim - 1], transpose)
+    check_explicit(op, x, blocks_axis, spec.unit)
+    check_explicit(op, x, rows_axis, spec.block_rows)
+
+
+def amax_shapes(shape: Sequence[int], spec: QuantSpec, transpose: bool) -> list[Shape]:
+    """Returns the shapes that an amax of x may have; there is one for scopes whose amax a quantizer can find."""
+    *lead, rows, cols = turn(shape, transpose)
+    if spec.format.amax_scope == "tensor":
+        return list(dict.fromkeys([(), tuple(lead)]))
+    windows = (cols // WINDOW,) if spec.format.amax_scope == "window64" else ()
+    return [(*lead, rows, *windows)]
+
+
+def check_parts(op: str, name: str, parts: tuple, fmt: Format) -> None:
+    """Refuses parts that are no NVFP4 tensor: shapes and dtypes that do not belong together."""
+    data, scale, amax = parts
+    for field, value, dtype in (
+        ("data", data, jnp.uint8),
+        ("scale", scale, jnp.float8_e4m3fn),
+        ("amax", amax, jnp.float32),
+    ):
+        if value.dtype != dtype:
+            raise TypeError(f"{op}: {name}.{field} must be {jnp.dtype(dtype).name}, got {value.dtype}")
+    if len(data.shape) < 2:
+        raise ValueError(f"{op}: {name} must have rank 2 or more, [..., M, K], got data {data.shape}")
+    *lead, rows, half = data.shape
+    if half % 8:
+        raise ValueError(f"{op}: K of {name} must be a multiple of {BLOCK}, got K={2 * half}")
+    if scale.shape != (*lead, rows, half // 8):
+        raise ValueError(
+            f"{op}: {name}.scale must have shape {(*lead, rows, half // 8)} for data {data.shape}, got {scale.shape}"
+        )
+    accepted = [(), tuple(lead), (*lead, rows)]
+    if fmt.amax_scope == "row":
+        accepted = accepted[-1:]
+    if fmt.amax_scope == "window64":
+        if half % (WINDOW // 2):
+            raise ValueError(f'{op}: K of {name} must be a multiple of {WINDOW} for "window64", got K={2 * half}')
+        accepted = [(*lead, rows, 2 * half // WINDOW)]
+    if amax.shape not in accepted:
+        raise ValueError(
+            f"{op}: {name}.amax must have shape {' or '.join(map(str, dict.fromkeys(accepted)))} for data "
+            f'{data.shape} and amax_scope="{fmt.amax_scope}", got {amax.shape}'
+        )
+
+
+# ---------------------------------------------------------------- what is quantized
+def turn(items: Sequence[Any], transpose: bool) -> list:
+    """Swaps the last two items if ``transpose``: of a shape or sharding of x, or back."""
+    items = list(items)
+    return [*items[:-2], items[-1], items[-2]] if transpose else items
+
+
+class Side(NamedTuple):
+    """One orientation in which an array x is quantized. All shapes and shardings it takes are those of x."""
+
+    spec: QuantSpec
+    transpose: bool
+    has_amax: bool  # the amax is an operand; otherwise it is found, and a result
+
+    @property
+    def units(self) -> list[int]:
+        """How many rows and how many columns of x must stay on one device."""
+        return turn([self.spec.block_rows, self.spec.unit], self.transpose)
+
+    def results(self, shape: Sequence[int]) -> list[tuple[Shape, Any]]:
+        """Returns shape and dtype of data, scale and, unless it is an operand, amax."""
+        *lead, rows, cols = turn(shape, self.transpose)
+        data, scale = ((*lead, rows, cols // 2), jnp.uint8), ((*lead, rows, cols // BLOCK), jnp.uint8)
+        amax = amax_shapes(shape, self.spec, self.transpose)[0], jnp.float32
+        return [data, scale] if self.has_amax else [data, scale, amax]
+
+    def sharding(self, dims: Sequence[Any]) -> list[list]:
+        """Returns the shardings of data, scale and amax for that of x: mesh axes, or the names of a sharding rule."""
+        turned = turn(dims, self.transpose)
+        return [turned, turned, turned if self.spec.format.amax_scope == "window64" else turned[:-1]]
+
+    def local_stream(self, mesh: Any, stream: jax.Array, axes: Axes, shape: Sequence[int]) -> jax.Array:
+        """Moves the index in ``stream`` from the first block of the whole x to the first of this device's part.
+
+        So random bits depend on an element's place in the whole array, and not on how it is sharded.
+        """
+        row, col = turn(axes, self.transpose)[-2:]
+        rows, cols = turn(shape, self.transpose)[-2:]
+        blocks = cols // BLOCK
+        first_row = shard_index(mesh, row) * jnp.uint32(rows // ways(mesh, row))
+        first_col = shard_index(mesh, col) * jnp.uint32(blocks // ways(mesh, col))
+        # 64 bits in two words: jax has no wider integers unless told to, and an array may have more than 2^32 blocks.
+        low, high = stream[..., 2], stream[..., 3]
+        row_high, row_low = reference.mul_wide(blocks, first_row)
+        low, high = reference.add_wide(low, high + row_high, row_low)
+        low, high = reference.add_wide(low, high, first_col)
+        return jnp.stack([stream[..., 0], stream[..., 1], low, high], axis=-1)
+
+    def quantize_by_reference(self, x: jax.Array, amax: Any, stream: Any, row_blocks: Any) -> list[jax.Array]:
+        """Returns the results of this side; ``row_blocks`` is ``blocks_in_rows`` of the whole array."""
+        data, scale, amax = reference.quantize(x, self.spec, amax, self.transpose, stream, row_blocks[self.transpose])
+        parts = [data, lax.bitcast_convert_type(scale, jnp.uint8)]
+        return parts if self.has_amax else [*parts, amax]
+
+
+Sides = Sequence[Side]
+
+
+class Operands(NamedTuple):
+    """Holds a flat operand list by role: arrays, or their shapes, shardings or batch dimensions."""
+
+    sources: tuple  # x, or the two operands of a producer
+    amax: tuple  # one for each side, None where it is not given
+    stream: tuple  # one for each side, None where it rounds to nearest
+
+    def flat(self) -> list:
+        """Returns the operands in the order in which the primitive takes them."""
+        return [v for v in (*self.sources, *self.amax, *self.stream) if v is not None]
+
+
+def split_operands(flat: Sequence[Any], sides: Sides, sources: int = 1) -> Operands:
+    """Reverses ``Operands.flat``."""
+    rest = list(flat[sources:])
+    amax = tuple(rest.pop(0) if side.has_amax else None for side in sides)
+    stream = tuple(rest.pop(0) if side.spec.rounding == "stochastic" else None for side in sides)
+    return Operands(tuple(flat[:sources]), amax, stream)
+
+
+def typed_results(x: ShapedArray, sides: Sides) -> list[ShapedArray]:
+    """Returns the avals of the results, sharded like x on an Explicit mesh."""
+    return [
+        typed(x, shape, dtype, axes[: len(shape)])
+        for side in sides
+        for (shape, dtype), axes in zip(side.results(x.shape), side.sharding(axes_of_dims(x)), strict=False)
+    ]
+
+
+def blocks_in_rows(shape: Sequence[int]) -> tuple[int, int]:
+    """Returns how many blocks a row of x has, and a row of x transposed."""
+    return shape[-1] // BLOCK, shape[-2] // BLOCK
+
+
+# ---------------------------------------------------------------- FFI calls
+_ABSENT: list[tuple[Shape, Any]] = [((0,), jnp.uint8), ((0,), jnp.uint8), ((0,), jnp.float32)]
+
+
+def ffi_operands(ops: Operands, sides: int = 1) -> list[jax.Array]:
+    """Returns the operands of an FFI call for ``sides`` sides, whose number is fixed: an absent one is empty."""
+    absent = (None,) * (sides - len(ops.amax))
+    amax = (jnp.zeros((0,), jnp.float32) if v is None else v for v in ops.amax + absent)
+    stream = (jnp.zeros((0, 4), jnp.uint32) if v is None else v for v in ops.stream + absent)
+    return [*ops.sources, *amax, *stream]
+
+
+def ffi_results(shape: Sequence[int], sides: Sides, count: int = 1) -> list[tuple[Shape, Any]]:
+    """Returns shape and dtype of the results of an FFI call for ``count`` sides: an absent one is empty."""
+    results = []
+    for side in sides:
+        parts = side.results(shape)
+        results += [*parts, *_ABSENT[len(parts) :]]
+    return results + _ABSENT * (count - len(sides))
+
+
+def call_ffi(target: str, operands: Sequence[jax.Array], results: Sequence[tuple], **attrs: Any) -> list[jax.Array]:
+    """Calls an FFI target and leaves out the results that are empty."""
+    out = jax.ffi.ffi_call(target, [jax.ShapeDtypeStruct(*r) for r in results])(*operands, **attrs)
+    return [value for value in out if value.shape != (0,)]
+
+
+# ---------------------------------------------------------------- vmap
+def batched(size: int, operand: jax.Array, dim: int | None) -> jax.Array:
+    """Moves the batch axis to the front, or repeats an operand that has none."""
+    return jnp.broadcast_to(operand, (size, *operand.shape)) if dim is None else jnp.moveaxis(operand, dim, 0)
+
+
+def batched_amax(size: int, amax: jax.Array, dim: int | None, lead: Shape) -> jax.Array:
+    """Moves the batch axis of an amax to the front; one number for all examples stays that.
+
+    One number for each example becomes one for each matrix, of shape ``lead``, the leading axes of the batched array.
+    """
+    if dim is None and amax.ndim == 0:
+        return amax
+    amax = batched(size, amax, dim)
+    return jnp.broadcast_to(amax.reshape(size, *(1,) * (len(lead) - 1)), lead) if amax.ndim == 1 else amax
+
+
+def batched_parts(size: int, parts: Sequence[jax.Array], dims: Sequence[int | None]) -> list[jax.Array]:
+    """Moves the batch axis of data, scale and amax to the front."""
+    data, scale = (batched(size, p, d) for p, d in zip(parts[:2], dims[:2], strict=True))
+    return [data, scale, batched_amax(size, parts[2], dims[2], data.shape[:-2])]
+
+
+def batch_size(args: Sequence[jax.Array], dims: Sequence[int | None]) -> int:
+    """Returns the number of examples of a vmap."""
+    return next(v.shape[d] for v, d in zip(args, dims, strict=True) if d is not None)
+
+
+def batched_operands(args: Sequence[Any], dims: Sequence[Any], sides: Sides, sources: int = 1) -> Operands:
+    """Moves the batch axis of all operands to the front."""
+    ops, at = split_operands(args, sides, sources), split_operands(dims, sides, sources)
+    size = batch_size(args, dims)
+    x, *others = (batched(size, v, d) for v, d in zip(ops.sources, at.sources, strict=True))
+    pairs = zip(ops.amax, at.amax, strict=True)
+    amax = tuple(None if v is None else batched_amax(size, v, d, x.shape[:-2]) for v, d in pairs)
+    # With a stream for each example, every one counts from the start of an array of its own.
+    streams = zip(ops.stream, at.stream, strict=True)
+    return Operands((x, *others), amax, tuple(None if v is None else batched(size, v, d) for v, d in streams))
+
+
+# ---------------------------------------------------------------- sharding
+def names_of_dims(shape: Sequence[int]) -> list[str]:
+    """Names the leading dimensions of x, its rows and its columns for a sharding rule."""
+    return [*(f"b{i}" for i in range(len(shape) - 2)), "r", "c"]
+
+
+def keep_blocks(mesh: Any, axes: Axes, shape: Sequence[int], *units: Sequence[int]) -> Axes:
+    """Drops the axes that would split a block; ``units`` are pairs of what ``Side.units`` says."""
+    least = [1] * (len(shape) - 2) + [max(n) for n in zip((1, 1), *units, strict=True)]
+    return [axes_if_divisible(mesh, *entry) for entry in zip(axes, shape, least, strict=True)]
+
+
+def shardings(
+    dims: Sequence[Any], shapes: Sequence[Shape], sides: Sides, *sources: Sequence[Any]
+) -> tuple[list[list], list[list]]:
+    """Returns the shardings of all operands and results for that of x and those of other ``sources``."""
+    ops, parts = split_operands(shapes, sides, 1 + len(sources)), [side.sharding(dims) for side in sides]
+    amax = tuple(None if s is None else p[2][: len(s)] for s, p in zip(ops.amax, parts, strict=True))
+    stream = tuple(None if s is None else [*dims[:-2], None] for s in ops.stream)
+    results = [v for side, p in zip(sides, parts, strict=True) for v in (p[:2] if side.has_amax else p)]
+    return Operands((list(dims), *sources), amax, stream).flat(), results
+
+
+def part_shardings(dims: Sequence[Any], amax: Shape) -> list[list]:
+    """Returns the shardings of data, scale and an amax of this shape for that of the values."""
+    return [list(dims), list(dims), list(dims[: len(amax)])]
+
+
+def shard_index(mesh: Any, entry: Any) -> jax.Array:
+    """Returns which part of a dimension sharded over ``entry`` this device has."""
+    index = jnp.uint32(0)
+    for axis in axes_of(entry):
+        index = index * jnp.uint32(mesh.shape[axis]) + lax.axis_index(axis).astype(jnp.uint32)
+    return index
+
+
+def with_local_streams(local: Body, mesh: Any, axes: Axes, shape: Shape, sides: Sides, sources: int = 1) -> Body:
+    """Gives ``local`` the random bits of the device's place in the whole x, of this sharding and shape."""
+    stochastic = any(side.spec.rounding == "stochastic" for side in sides)
+    if not stochastic or not any(axes_of(entry) for entry in axes[-2:]):
+        return local
+
+    def body(*flat):
+        ops = split_operands(flat, sides, sources)
+        streams = zip(sides, ops.stream, strict=True)
+        moved = tuple(None if s is None else side.local_stream(mesh, s, axes, shape) for side, s in streams)
+        return local(*ops._replace(stream=moved).flat(), row_blocks=blocks_in_rows(shape))
+
+    return body
+
+
+def max_over_devices(amax: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Takes the largest amax over mesh axes.
+
+    It compares bits: they order like magnitudes, NaN is the largest, and no subnormal number is flushed.
+    """
+    return softfloat.from_bits(lax.pmax(softfloat.to_bits(amax), axes)) if axes else amax
