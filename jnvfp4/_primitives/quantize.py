@@ -18,6 +18,7 @@ from ._operands import (
     call_ffi,
     check_operand,
     ffi_operands,
+    ffi_results,
     keep_blocks,
     max_over_devices,
     names_of_dims,
@@ -48,11 +49,14 @@ def _local(
 
 
 def _call_kernel(ops: Operands, side: Side, row_blocks: int) -> list[jax.Array]:
-    attrs: dict[str, Any] = {"transpose": side.transpose, "spec": side.spec.ffi_attrs()}
-    results = side.results(ops.sources[0].shape)
-    if not side.has_amax:
-        return call_ffi("nvfp4_quantize_find_amax", ops.sources, results, **attrs)
-    return call_ffi("nvfp4_quantize", ffi_operands(ops), results, **attrs, row_blocks=np.int32(row_blocks))
+    return call_ffi(
+        "nvfp4_quantize",
+        ffi_operands(ops),
+        ffi_results(ops.sources[0].shape, [side]),
+        transpose=side.transpose,
+        spec=side.spec.ffi_attrs(),
+        row_blocks=np.int32(row_blocks),
+    )
 
 
 def _batch(args, dims, *, implementation: str | None, **params):

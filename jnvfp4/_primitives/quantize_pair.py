@@ -21,6 +21,7 @@ from ._operands import (
     call_ffi,
     check_operand,
     ffi_operands,
+    ffi_results,
     keep_blocks,
     names_of_dims,
     shardings,
@@ -56,12 +57,15 @@ def _local(
 
 
 def _call_kernel(ops: Operands, sides: Sides, row_blocks: tuple[int, int]) -> list[jax.Array]:
-    attrs: dict[str, Any] = {"row_spec": sides[0].spec.ffi_attrs(), "col_spec": sides[1].spec.ffi_attrs()}
-    results = [result for side in sides for result in side.results(ops.sources[0].shape)]
-    if not sides[0].has_amax:
-        return call_ffi("nvfp4_quantize_pair_find_amax", ops.sources, results, **attrs)
-    blocks = {"row_blocks": np.int32(row_blocks[0]), "col_blocks": np.int32(row_blocks[1])}
-    return call_ffi("nvfp4_quantize_pair", ffi_operands(ops, 2), results, **attrs, **blocks)
+    return call_ffi(
+        "nvfp4_quantize_pair",
+        ffi_operands(ops, 2),
+        ffi_results(ops.sources[0].shape, sides, 2),
+        row_spec=sides[0].spec.ffi_attrs(),
+        col_spec=sides[1].spec.ffi_attrs(),
+        row_blocks=np.int32(row_blocks[0]),
+        col_blocks=np.int32(row_blocks[1]),
+    )
 
 
 def _batch(args, dims, *, specs: Specs, implementation: str | None):
