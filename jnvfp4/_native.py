@@ -17,7 +17,7 @@ _INSTALL_HINT = "run `pip install .` in the checkout"
 
 
 def _installed_file(name: str) -> pathlib.Path | None:
-    """The extension of the installed distribution, for a package imported from a checkout."""
+    """Finds the extension of the installed distribution, for a package imported from a checkout."""
     try:
         files = importlib.metadata.files("jnvfp4") or []
     except importlib.metadata.PackageNotFoundError:
@@ -30,7 +30,7 @@ def _installed_file(name: str) -> pathlib.Path | None:
 
 
 def _load(name: str) -> ModuleType | None:
-    """The extension ``jnvfp4.<name>``, or None if it was not built."""
+    """Imports the extension ``jnvfp4.<name>``; None if it was not built."""
     full_name = f"{__package__}.{name}"
     spec = importlib.util.find_spec(full_name)
     if spec is None and (path := _installed_file(name)) is not None:
@@ -42,8 +42,8 @@ def _load(name: str) -> ModuleType | None:
     return module
 
 
-def _runtime_ffi_api() -> tuple[int, int]:
-    """The XLA FFI version of the running jaxlib; only its headers say it."""
+def runtime_ffi_api() -> tuple[int, int]:
+    """Reads the XLA FFI version of the running jaxlib from its headers, which alone say it."""
     header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
     major, minor = (int(re.findall(rf"#define XLA_FFI_API_{part} (\d+)", header)[0]) for part in ("MAJOR", "MINOR"))
     return major, minor
@@ -73,21 +73,26 @@ def check_source_hash(name: str, built: str, checkout: pathlib.Path) -> None:
 @functools.cache
 def extensions() -> dict[str, ModuleType]:
     """Loads, checks and registers what was built: platform ("cpu", "cuda") -> extension module."""
-    found = {}
+    modules = {}
     for platform, name in (("cpu", "_cpu"), ("cuda", "_cuda")):
         module = _load(name)
         if module is None:
             if platform == "cpu":
                 raise ImportError(f"jnvfp4: the compiled extension {name} is missing; {_INSTALL_HINT}")
             continue
-        check_ffi_api(module.ffi_api, _runtime_ffi_api())
+        check_ffi_api(module.ffi_api, runtime_ffi_api())
         check_source_hash(name, module.source_hash, _PACKAGE.parent)
         for target, handler in module.targets.items():
             jax.ffi.register_ffi_target(target, handler, platform="CUDA" if platform == "cuda" else platform)
-        found[platform] = module
-    return found
+        modules[platform] = module
+    return modules
 
 
 def available(platform: str) -> bool:
     """Whether native kernels were built for "cpu" or "cuda"."""
     return platform in extensions()
+
+
+def matmul_kernels() -> tuple[str, ...]:
+    """Lists the kernels of ``matmul_nt`` that ``implementation=`` may name."""
+    return ()
