@@ -84,13 +84,10 @@ def quantize(
     params: dict[str, Any] = {"spec": spec, "transpose": transpose, "implementation": implementation}
     if amax is None and spec.finds_amax:
         return take_tensor(iter(bind(quantize_p, array, has_amax=False, **params)), spec.format)
-    if amax is None:
-        operand = stored = _tensor_amax(array, spec, transpose, implementation)
-    else:
-        operand = as_amax("quantize", amax)
-        stored = magnitude(operand)
+    operand = _tensor_amax(array, spec, transpose, implementation) if amax is None else as_amax("quantize", amax)
     stream = [] if key is None else [random_stream(key, array.shape)]
-    return take_tensor(iter(bind(quantize_p, array, operand, *stream, has_amax=True, **params)), spec.format, stored)
+    results = bind(quantize_p, array, operand, *stream, has_amax=True, **params)
+    return take_tensor(iter(results), spec.format, operand if amax is None else magnitude(operand))
 
 
 def _tensor_amax(x: jax.Array, spec: QuantSpec, transpose: bool, implementation: Implementation) -> jax.Array:

@@ -148,9 +148,11 @@ def _produce(call: _Call, a: Any, b: Any, amax: Any, key: Any, return_values: bo
     key = stochastic_key(name, key, *_specs(call))
     check_implementation(name, call.implementation)
     check_switch(name, "return_values", return_values)
-    amaxes: AmaxPair = (None if amax is None else as_amax(name, amax), None)
+    amaxes: AmaxPair
     if col_spec is not None:
         amaxes = as_amax_pair(name, amax)
+    else:
+        amaxes = (None if amax is None else as_amax(name, amax)), None
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
     a, b = match_varying(*(as_array(name, n, v) for n, v in zip(call.op.operands, (a, b), strict=True)))
     check_sources(call.op, jax.typeof(a), jax.typeof(b))

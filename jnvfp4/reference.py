@@ -263,7 +263,7 @@ def norm_factor(v: Bits, eps: float) -> Bits:
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x [..., M, K], weight [K] or [..., K] -> bfloat16 [..., M, K]"""
     v, w = to_bits(x), to_bits(weight)
-    w = w[..., None, :] if w.ndim > 1 else w
+    w = w.reshape(*w.shape[:-1], *(1,) * (v.ndim - w.ndim), w.shape[-1])
     return from_bits(mul(mul(v, norm_factor(v, eps)[..., None]), w), jnp.bfloat16)
 
 

@@ -57,7 +57,7 @@ class RmsNorm:
     def gradient(self, x: jax.Array, weight: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Of x and weight [K], in float32."""
         factor = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
-        normed, scaled = x * factor, dy * weight
+        normed, scaled = x * factor, dy * weight.reshape((1,) * (dy.ndim - 1) + weight.shape)
         dx = factor * (scaled - normed * jnp.mean(scaled * normed, axis=-1, keepdims=True))
         return dx, jnp.sum(dy * normed, axis=tuple(range(dy.ndim - 1)))
 
