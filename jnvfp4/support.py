@@ -74,17 +74,15 @@ def supports(op_or_spec: str | QuantSpec, *operands: Any, device: jax.Device | N
     if device is not None and not isinstance(device, jax.Device):
         raise TypeError(f"supports: device must be a jax.Device, got {device!r}")
     device = device or _default_device()
-    if operands:
+    arguments = _arguments(name, function, operands, options)
+    if arguments is not None:
         _check_call(function, operands, options)
-    else:
-        _check_names(name, function, options)
     support = _platform_support(device)
     if not support:
         return support
     if options.get("implementation") == "reference":
         return Support(False, "reference", 'implementation="reference" asks for it')
-    if name == "matmul_nt" and operands:
-        arguments = inspect.signature(function).bind(*operands, **options).arguments
+    if name == "matmul_nt" and arguments is not None:
         return _matmul_kernel((arguments.pop("a"), arguments.pop("b")), arguments, device)
     return support
 
@@ -112,9 +110,13 @@ def _check_call(function: Callable, operands: tuple, options: dict[str, Any]) ->
     jax.eval_shape(call, *arrays)
 
 
-def _check_names(name: str, function: Callable, options: dict[str, Any]) -> None:
+def _arguments(name: str, function: Callable, operands: tuple, options: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the arguments of the call by name; None for a call without operands."""
+    signature = inspect.signature(function)
     try:
-        inspect.signature(function).bind_partial(**options)
+        partly = signature.bind_partial(*operands, **options).arguments
+        required = [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind != p.VAR_KEYWORD]
+        return None if set(partly).isdisjoint(required) else signature.bind(*operands, **options).arguments
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from None
 
