@@ -90,7 +90,7 @@ def supports(op_or_spec: str | QuantSpec, *operands: Any, device: jax.Device | N
 def _operation(op_or_spec: str | QuantSpec) -> tuple[str, Callable]:
     if isinstance(op_or_spec, QuantSpec):
         return "quantize", partial(quantize, spec=op_or_spec)
-    if op_or_spec not in OPERATIONS:
+    if not isinstance(op_or_spec, str) or op_or_spec not in OPERATIONS:
         raise ValueError(
             f"supports: op_or_spec must be a QuantSpec or one of {', '.join(sorted(OPERATIONS))}, got {op_or_spec!r}"
         )

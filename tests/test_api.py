@@ -68,6 +68,47 @@ def test_docstrings_begin_with_a_verb(name):
     assert first.endswith("s")
 
 
+# ---------------------------------------------------------------- quantize_pair
+ONE_CALL = {"plain": (NVFP4, NVFP4), "rotated": (NVFP4, NVFP4_RHT), "rows": (ROW_SCALED, ROW_SCALED)}
+TWO_CALLS = {"rows and plain": (ROW_SCALED, NVFP4), "rotated rows": (NVFP4_RHT, NVFP4), "windows": (WINDOW64, NVFP4)}
+
+
+def ours(f, *operands):
+    """The equations of jnvfp4's primitives."""
+    return [eqn for eqn in jax.make_jaxpr(f)(*operands).eqns if eqn.primitive.name.startswith("nvfp4")]
+
+
+@pytest.mark.parametrize("pair", [*ONE_CALL.values(), *TWO_CALLS.values()], ids=[*ONE_CALL, *TWO_CALLS])
+def test_a_pair_ignores_the_signs_of_its_amaxes(native, pair):
+    x = normal((64, 128))
+    amax = [jnp.full(t.amax.shape, 3.0 + i) for i, t in enumerate(jnvfp4.quantize_pair(x, *pair))]
+    got = jnvfp4.quantize_pair(x, *pair, amax=(-amax[0], -amax[1]))
+    assert_same_tensor(got, jnvfp4.quantize_pair(x, *pair, amax=tuple(amax)))
+    row = jnvfp4.quantize(x, pair[0], amax=-amax[0])
+    col = jnvfp4.quantize(x, pair[1], amax=-amax[1], transpose=True)
+    assert_same_tensor(got, (row, col))
+
+
+@pytest.mark.parametrize("implementation", [None, "native", "reference"])
+@pytest.mark.parametrize("pair", [*ONE_CALL.values(), *TWO_CALLS.values()], ids=[*ONE_CALL, *TWO_CALLS])
+def test_every_call_of_a_pair_has_its_implementation(pair, implementation):
+    calls = ours(lambda x: jnvfp4.quantize_pair(x, *pair, implementation=implementation), normal((64, 128)))
+    names = [eqn.primitive.name for eqn in calls if eqn.primitive.name != "nvfp4_rht_amax"]
+    assert names == (["nvfp4_quantize_pair"] if pair in ONE_CALL.values() else ["nvfp4_quantize"] * 2)
+    assert {eqn.params["implementation"] for eqn in calls} == {implementation}
+
+
+@pytest.mark.parametrize("pair", [(NVFP4, NVFP4), (NVFP4_2D, NVFP4)], ids=["one call", "two calls"])
+def test_both_orientations_share_the_amax_of_the_tensor(pair):
+    eqns = jax.make_jaxpr(lambda x: jnvfp4.quantize_pair(x, *pair))(normal((64, 128))).eqns
+    assert [eqn.primitive.name for eqn in eqns].count("reduce_max") == 1
+
+
+def test_two_calls_find_the_amax_of_rows_themselves():
+    first, second = ours(lambda x: jnvfp4.quantize_pair(x, ROW_SCALED, NVFP4), normal((64, 128)))
+    assert (first.params["has_amax"], second.params["has_amax"]) == (False, True)
+
+
 # ---------------------------------------------------------------- jax_numpy_rank_promotion="raise"
 KEY = jax.random.key(5)
 X, W, DY = normal((2, 32, 64), 1), normal((48, 64), 2), normal((2, 32, 48), 3)

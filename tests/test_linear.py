@@ -48,6 +48,8 @@ RECIPES = {
     "rotated": Recipe((NVFP4_RHT, NVFP4_RHT), (NVFP4_RHT_SR, NVFP4_RHT), "dequantized"),
     "windows": Recipe((WINDOW64, WINDOW64), "dequantized", (WINDOW64, WINDOW64)),
     "other_w_of_dgrad": Recipe((NVFP4, NVFP4_2D), (NVFP4, ROW_SCALED), None),
+    "stochastic_columns": Recipe((NVFP4, NVFP4), (NVFP4, NVFP4_SR), (NVFP4, NVFP4_SR)),
+    "stochastic_rows": Recipe(SR, (NVFP4_SR, NVFP4), (NVFP4, NVFP4)),
 }
 NAMED = {
     "pretrain": recipes.pretrain(),
@@ -675,7 +677,9 @@ def test_batched_products_of_other_recipes_ignore_the_key():
 KN = (((1,), (0,)), ((), ()))
 
 
-@pytest.mark.parametrize("name", ["default", "stochastic", *(f"recipes_{n}" for n in ("pretrain", "4over6_all"))])
+@pytest.mark.parametrize(
+    "name", ["default", "stochastic_columns", "stochastic_rows", "recipes_pretrain", "recipes_4over6_all"]
+)
 def test_a_product_in_flax_order_has_the_bits_of_linear(cpu, name):
     """Where w is rounded stochastically, of w transposed."""
     x, w, recipe = normal((16, 64), 1), normal((64, 48), 2), ALL_RECIPES[name]

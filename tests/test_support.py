@@ -148,6 +148,7 @@ def test_a_condition_asks_whether_it_is_native(native):
 ERRORS = {
     "operation": (("conv",), {}, ValueError, "supports: op_or_spec must be a QuantSpec or one of .*quantize, .*'conv'"),
     "recipe": ((Recipe(),), {}, ValueError, "supports: op_or_spec must be a QuantSpec or one of .*, got Recipe"),
+    "list": ((["quantize"],), {}, ValueError, r"supports: op_or_spec must be .*, got \['quantize'\]"),
     "device": (("quantize",), {"device": "cpu"}, TypeError, "supports: device must be a jax.Device, got 'cpu'"),
     "option": (("quantize", X), {"speed": 1}, TypeError, "quantize: got an unexpected keyword argument 'speed'"),
     "option alone": (("matmul_nt",), {"speed": 1}, TypeError, "matmul_nt: got an unexpected keyword argument 'speed'"),
