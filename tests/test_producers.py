@@ -534,7 +534,8 @@ def test_a_key_that_nothing_uses_is_ignored(producer):
     a, b = operands(producer, (16, 64))
     f = PRODUCERS[producer]
     assert_same_tensor(f(a, b, NVFP4, NVFP4, key=KEY), f(a, b, NVFP4, NVFP4))
-    assert_same_tensor(f(a, b, key="no key"), f(a, b))
+    for values in (False, True):
+        assert_same_tensor(f(a, b, key="no key", return_values=values), f(a, b, return_values=values))
 
 
 # ---------------------------------------------------------------- errors
