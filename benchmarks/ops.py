@@ -116,7 +116,10 @@ class Input:
         if (what, row, col) not in self._amaxes:
             finder = replace(op, given=False, what=what, specs=(row, col))
             found = jax.jit(finder.call(jnvfp4))(*finder.arguments(self))
-            tensors = found if row and col else (found, None) if row else (None, found)
+            if op.produces:
+                tensors = found.row, found.col
+            else:
+                tensors = found if row and col else (found, None) if row else (None, found)
             self._amaxes[what, row, col] = tuple(t and t.amax for t in tensors)
         return self._amaxes[what, row, col]
 
@@ -184,7 +187,7 @@ OPS = [
     Op("dequantize window64 to bf16", (WINDOW64, None), what="dequantize"),
     Op("dequantize rotated to bf16", (NVFP4_RHT, None), what="dequantize"),
     *_fake_quant(),
-    *(op for op in _producers() if hasattr(jnvfp4, op.what)),
+    *_producers(),
 ]
 BY_NAME = {op.name: op for op in OPS}
 

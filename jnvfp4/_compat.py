@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import dispatch
 from jax.extend.core import Primitive
 
@@ -26,3 +27,20 @@ def with_mesh(ctx: Any) -> Any:
         return ctx
     axes = dataclasses.replace(axes, abstract_mesh=mesh)
     return ctx.replace(module_context=ctx.module_context.replace(axis_context=axes))
+
+
+def gpu_capability(ctx: Any) -> int | None:
+    """Returns 10 * major + minor of the least of the GPUs that a program is lowered for.
+
+    None if the program is exported or no device is known: it may then run on any GPU.
+    """
+    module = ctx.module_context
+    axes = module.axis_context
+    mesh = getattr(axes, "mesh", None)
+    devices = getattr(axes, "device_assignment", None) or (None if mesh is None else getattr(mesh, "devices", None))
+    if module.lowering_parameters.for_export or devices is None:
+        return None
+    found = [getattr(device, "compute_capability", None) for device in np.asarray(devices).flat]
+    if not found or None in found:
+        return None
+    return min(int(major) * 10 + int(minor) for major, minor in (str(text).split(".") for text in found))

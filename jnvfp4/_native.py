@@ -7,6 +7,7 @@ import importlib.util
 import pathlib
 import re
 from types import ModuleType
+from typing import NamedTuple
 
 import jax
 
@@ -17,7 +18,7 @@ _INSTALL_HINT = "run `pip install .` in the checkout"
 
 
 def _installed_file(name: str) -> pathlib.Path | None:
-    """The extension of the installed distribution, for a package imported from a checkout."""
+    """Finds the extension of the installed distribution, for a package imported from a checkout."""
     try:
         files = importlib.metadata.files("jnvfp4") or []
     except importlib.metadata.PackageNotFoundError:
@@ -30,7 +31,7 @@ def _installed_file(name: str) -> pathlib.Path | None:
 
 
 def _load(name: str) -> ModuleType | None:
-    """The extension ``jnvfp4.<name>``, or None if it was not built."""
+    """Imports the extension ``jnvfp4.<name>``; None if it was not built."""
     full_name = f"{__package__}.{name}"
     spec = importlib.util.find_spec(full_name)
     if spec is None and (path := _installed_file(name)) is not None:
@@ -42,8 +43,8 @@ def _load(name: str) -> ModuleType | None:
     return module
 
 
-def _runtime_ffi_api() -> tuple[int, int]:
-    """The XLA FFI version of the running jaxlib; only its headers say it."""
+def runtime_ffi_api() -> tuple[int, int]:
+    """Reads the XLA FFI version of the running jaxlib from its headers, which alone say it."""
     header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
     major, minor = (int(re.findall(rf"#define XLA_FFI_API_{part} (\d+)", header)[0]) for part in ("MAJOR", "MINOR"))
     return major, minor
@@ -73,21 +74,73 @@ def check_source_hash(name: str, built: str, checkout: pathlib.Path) -> None:
 @functools.cache
 def extensions() -> dict[str, ModuleType]:
     """Loads, checks and registers what was built: platform ("cpu", "cuda") -> extension module."""
-    found = {}
+    modules = {}
     for platform, name in (("cpu", "_cpu"), ("cuda", "_cuda")):
         module = _load(name)
         if module is None:
             if platform == "cpu":
                 raise ImportError(f"jnvfp4: the compiled extension {name} is missing; {_INSTALL_HINT}")
             continue
-        check_ffi_api(module.ffi_api, _runtime_ffi_api())
+        check_ffi_api(module.ffi_api, runtime_ffi_api())
         check_source_hash(name, module.source_hash, _PACKAGE.parent)
         for target, handler in module.targets.items():
             jax.ffi.register_ffi_target(target, handler, platform="CUDA" if platform == "cuda" else platform)
-        found[platform] = module
-    return found
+        modules[platform] = module
+    return modules
 
 
 def available(platform: str) -> bool:
     """Whether native kernels were built for "cpu" or "cuda"."""
     return platform in extensions()
+
+
+def matmul_kernels() -> tuple[str, ...]:
+    """Lists the kernels of ``matmul_nt`` that ``implementation=`` may name."""
+    return extensions()["cpu"].matmul_kernels
+
+
+def any_gpu() -> int:
+    """Returns the compute capability, 10 * major + minor, that every supported GPU has at least."""
+    return extensions()["cpu"].any_gpu
+
+
+class MatmulPlan(NamedTuple):
+    """Says which kernel multiplies.
+
+    Attributes:
+      kernel: one of ``matmul_kernels()``.
+      scratch_bytes: the memory that it needs beside its result.
+      reason: why it cannot; empty if it can.
+    """
+
+    kernel: str
+    scratch_bytes: int
+    reason: str
+
+
+def plan_matmul(
+    *,
+    shape: tuple[int, int, int, int],
+    a: str,
+    windows: bool,
+    out: str,
+    pinned: bool,
+    capability: int,
+    kernel: str | None = None,
+) -> MatmulPlan:
+    """Asks ffi/matmul_plan.h for a kernel; the answer needs no device.
+
+    Args:
+      shape: how many products, and M, N and K of each.
+      a: "nvfp4", or the dtype of a left operand that is not quantized.
+      windows: whether an operand has amax scope "window64".
+      out: the dtype of the result.
+      pinned: whether the sum along K must have the pinned order.
+      capability: 10 * major + minor of a GPU; 0 for the CPU.
+      kernel: the kernel to ask for; the best one if None.
+    """
+    batch, rows, cols, depth = shape
+    answer = extensions()["cpu"].plan_matmul(
+        batch, rows, cols, depth, a, windows, out, pinned, capability, kernel or ""
+    )
+    return MatmulPlan(*answer)

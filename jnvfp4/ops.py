@@ -1,95 +1,43 @@
-"""The public operations on arrays: argument checks, amax, and one primitive each."""
+"""The operations on arrays: argument checks, amax, and one primitive for each."""
 
-import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
-from . import reference, softfloat
+from . import _native, reference
+from ._arguments import (
+    Accumulation,
+    AmaxPair,
+    Implementation,
+    as_amax,
+    as_amax_pair,
+    as_array,
+    check_accumulation,
+    check_implementation,
+    check_spec,
+    check_switch,
+    float_dtype,
+    magnitude,
+    operation,
+    random_stream,
+    stochastic_key,
+)
 from ._primitives._base import bind
-from ._primitives._operands import FLOAT_DTYPES as OUT_DTYPES
 from ._primitives._operands import check_array, check_operand
 from ._primitives.dequantize import dequantize_p
+from ._primitives.fake_quant import fake_quant_p
 from ._primitives.matmul import matmul_p
 from ._primitives.quantize import quantize_p
 from ._primitives.quantize_pair import quantize_pair_p
 from ._primitives.rht_amax import rht_amax_p
-from .spec import BLOCK, FUSED_PAIRS, NVFP4, WINDOW64, QuantSpec
-from .tensor import NVFP4Tensor
-
-Implementation = Literal["native", "reference"] | None
-ArrayLike = Any  # what jnp.asarray takes
+from .spec import FUSED_PAIRS, NVFP4, WINDOW64, QuantSpec
+from .tensor import NVFP4Tensor, take_tensor
 
 
-def _array(op: str, name: str, value: ArrayLike) -> jax.Array:
-    if isinstance(value, NVFP4Tensor):
-        raise TypeError(f"{op}: {name} must be an array, got an NVFP4Tensor")
-    try:
-        return jnp.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{op}: {name} must be an array, got {value!r}") from error
-
-
-def as_amax(op: str, amax: ArrayLike) -> jax.Array:
-    """An array, not weakly typed. A Python number becomes float32; other dtypes are the primitive's to refuse."""
-    amax = _array(op, "amax", np.float32(amax) if isinstance(amax, int | float) else amax)
-    return lax.convert_element_type(amax, amax.dtype)
-
-
-def _magnitude(amax: jax.Array) -> jax.Array:
-    """|amax|, on bits: a float abs may change a NaN."""
-    return softfloat.from_bits(softfloat.to_bits(amax) & softfloat.ABS)
-
-
-def _check_implementation(op: str, implementation: Implementation) -> None:
-    if implementation not in (None, "native", "reference"):
-        raise ValueError(f"{op}: implementation must be None, 'native' or 'reference', got {implementation!r}")
-
-
-def _check_switch(op: str, name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{op}: {name} must be True or False, got {value!r}")
-
-
-def _check_spec(op: str, spec: QuantSpec) -> None:
-    if not isinstance(spec, QuantSpec):
-        raise TypeError(f"{op}: spec must be a QuantSpec, got {spec!r}")
-
-
-def check_key(op: str, key: jax.Array | None, *specs: QuantSpec) -> None:
-    """A key where something rounds stochastically, and only there."""
-    stochastic = any(spec.rounding == "stochastic" for spec in specs)
-    if stochastic and key is None:
-        raise ValueError(f'{op}: key must be a JAX PRNG key for rounding="stochastic", got None')
-    if key is None:
-        return
-    if not stochastic:
-        raise ValueError(f'{op}: key must be None for rounding="nearest", got {key!r}')
-    check_one_key(op, key)
-
-
-def check_one_key(op: str, key: Any) -> None:
-    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
-    typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
-    if not (typed and shape == ()) and not (dtype == jnp.uint32 and len(shape or ()) == 1):
-        raise TypeError(f"{op}: key must be one JAX PRNG key, as jax.random.key gives, got {key!r}")
-
-
-def _stream(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """For each matrix of [..., M, K]: two words of key, and the index of its first block, low word first."""
-    lead, words = shape[:-2], jax.random.bits(key, (2,), jnp.uint32)
-    if not lead:
-        return jnp.concatenate([words, jnp.zeros((2,), jnp.uint32)])
-    blocks, index = math.prod(shape[-2:]) // BLOCK, jnp.arange(math.prod(lead), dtype=jnp.uint32)
-    high, low = softfloat.mul_wide(blocks & 0xFFFFFFFF, index)
-    first = jnp.stack([low, high + np.uint32(blocks >> 32) * index], axis=-1)
-    return jnp.concatenate([jnp.broadcast_to(words, (*lead, 2)), first.reshape(*lead, 2)], axis=-1)
-
-
+@operation
 def quantize(
     x: ArrayLike,
     spec: QuantSpec = NVFP4,
@@ -109,10 +57,10 @@ def quantize(
         with ``rht``). Scope "tensor": () for all of ``x``, or ``x.shape[:-2]``, one per matrix. Scope "row": one
         per row of what is quantized; "window64": one per 64 of a row. Larger magnitudes saturate. Its sign is
         ignored.
-      key: a JAX PRNG key, required exactly for ``spec.rounding == "stochastic"``. The random bits are a function
-        of ``jax.random.bits(key, (2,), uint32)``, orientation and the element's place in ``x``: not of devices,
-        shards or platform. Under vmap each example has the places of an array of its own, and inside shard_map each
-        device: give each its own key (``jax.random.fold_in(key, jax.lax.axis_index(...))``).
+      key: a JAX PRNG key, needed if ``spec.rounding == "stochastic"`` and otherwise unused. The random bits are a
+        function of ``jax.random.bits(key, (2,), uint32)``, orientation and the element's place in ``x``: not of
+        devices, shards or platform. Under vmap each example has the places of an array of its own, and inside
+        shard_map each device: give each its own key (``jax.random.fold_in(key, jax.lax.axis_index(...))``).
       transpose: quantize ``x`` with its last two axes swapped; every result shape is that of the swapped array.
       implementation: None for the best one, or "native" (C++ or CUDA) or "reference" (integer jnp). A named
         one that does not exist for the platform raises when compiled.
@@ -128,33 +76,37 @@ def quantize(
     The bytes are those of docs/numerics.md on every platform, sharded or not. Recipe: arXiv:2509.25149; block scale,
     2D tiles, 4over6 and rotation as in NVIDIA TransformerEngine at d0067d0da.
     """
-    _check_spec("quantize", spec)
-    check_key("quantize", key, spec)
-    _check_implementation("quantize", implementation)
-    x = _array("quantize", "x", x)
-    check_array("quantize", x)
-    _check_switch("quantize", "transpose", transpose)
+    check_spec("quantize", "spec", spec)
+    key = stochastic_key("quantize", key, spec)
+    check_implementation("quantize", implementation)
+    array = as_array("quantize", "x", x)
+    check_array("quantize", array)
+    check_switch("quantize", "transpose", transpose)
     params: dict[str, Any] = {"spec": spec, "transpose": transpose, "implementation": implementation}
     if amax is None and spec.finds_amax:
-        return _tensor(spec, bind(quantize_p, x, has_amax=False, **params))
-    found = amax is None  # and then not negative
-    amax = _tensor_amax(x, spec, transpose, implementation) if found else as_amax("quantize", amax)
-    operands = [x, amax] if key is None else [x, amax, _stream(key, x.shape)]
-    parts = bind(quantize_p, *operands, has_amax=True, **params)
-    return _tensor(spec, [*parts, amax if found else _magnitude(amax)])
-
-
-def _tensor(spec: QuantSpec, parts: Sequence[jax.Array]) -> NVFP4Tensor:
-    data, scale, amax = parts
-    return NVFP4Tensor(data, lax.bitcast_convert_type(scale, jnp.float8_e4m3fn), amax, spec.format)
+        return take_tensor(iter(bind(quantize_p, array, has_amax=False, **params)), spec.format)
+    operand = _tensor_amax(array, spec, transpose, implementation) if amax is None else as_amax("quantize", amax)
+    stream = [] if key is None else [random_stream(key, array.shape)]
+    results = bind(quantize_p, array, operand, *stream, has_amax=True, **params)
+    return take_tensor(iter(results), spec.format, operand if amax is None else magnitude(operand))
 
 
 def _tensor_amax(x: jax.Array, spec: QuantSpec, transpose: bool, implementation: Implementation) -> jax.Array:
+    """Finds the amax of scope "tensor": of the rotated values for a spec with ``rht``."""
     if spec.format.rht:
         return bind(rht_amax_p, x, transpose=transpose, keep=0, implementation=implementation)[0]
     return reference.find_amax(x, "tensor")
 
 
+class _Side(NamedTuple):
+    """One of the two orientations that ``quantize_pair`` quantizes. ``amax`` is the caller's or None."""
+
+    spec: QuantSpec
+    transpose: bool
+    amax: jax.Array | None
+
+
+@operation
 def quantize_pair(
     x: ArrayLike,
     row_spec: QuantSpec = NVFP4,
@@ -164,96 +116,134 @@ def quantize_pair(
     key: jax.Array | None = None,
     implementation: Implementation = None,
 ) -> tuple[NVFP4Tensor, NVFP4Tensor]:
-    """Quantizes ``x`` and its transpose: what a linear layer needs for its forward and weight gradient GEMM.
+    """Quantizes ``x`` and its transpose, the operands of a linear layer's forward and weight gradient GEMM.
 
     Args:
       x: [..., M, K], float32, bfloat16 or float16; K a multiple of ``row_spec.unit``, M of ``col_spec.unit``.
-      row_spec: for the tensor of ``x``.
-      col_spec: for the tensor of ``x`` with its last two axes swapped.
-      amax: None, or the pair of what ``quantize`` takes for either; computed where None.
-      key: as in ``quantize``, if either spec rounds stochastically; the orientations have different bits.
+      row_spec: how to quantize ``x``.
+      col_spec: how to quantize ``x`` with its last two axes swapped.
+      amax: None, or the pair (amax of ``x``, amax of the swapped array) as ``quantize`` takes them; computed where
+        None.
+      key: as in ``quantize``, needed if either spec rounds stochastically; the orientations have different bits.
       implementation: as in ``quantize``.
 
     Returns:
       The two tensors of ``quantize(x, row_spec)`` and ``quantize(x, col_spec, transpose=True)``, bit for bit. Pairs
       that recipes use (``jnvfp4.spec.FUSED_PAIRS``) read x once, given both amax; other pairs are two calls.
+
+    Raises:
+      ValueError, TypeError: a shape, dtype or argument that does not fit; the message names it.
     """
-    specs = (row_spec, col_spec)
-    for spec in specs:
-        _check_spec("quantize_pair", spec)
-    check_key("quantize_pair", key, *specs)
-    _check_implementation("quantize_pair", implementation)
-    if amax is not None and not (isinstance(amax, tuple) and len(amax) == 2):
-        raise ValueError(f"quantize_pair: amax must be None or a pair (row_amax, col_amax), got {amax!r}")
-    x = _array("quantize_pair", "x", x)
-    for spec, given, transpose in zip(specs, amax or (None, None), (False, True), strict=True):
-        given = None if given is None else jax.typeof(as_amax("quantize_pair", given))
-        check_operand("quantize_pair", jax.typeof(x), given, spec, transpose)
-    found = [a is None for a in amax or (None, None)]
-    amaxes = _pair_amax(x, specs, list(amax or (None, None)), implementation)
-    if specs in FUSED_PAIRS and (WINDOW64 not in specs or all(a is None for a in amaxes)):
-        return _fused_pair(x, specs, amaxes, found, key, implementation)
+    op = "quantize_pair"
+    for name, spec in (("row_spec", row_spec), ("col_spec", col_spec)):
+        check_spec(op, name, spec)
+    key = stochastic_key(op, key, row_spec, col_spec)
+    check_implementation(op, implementation)
+    row_amax, col_amax = as_amax_pair(op, amax)
+    array = as_array(op, "x", x)
+    sides = (_Side(row_spec, False, row_amax), _Side(col_spec, True, col_amax))
+    for side in sides:
+        aval = None if side.amax is None else jax.typeof(side.amax)
+        check_operand(op, jax.typeof(array), aval, side.spec, side.transpose)
+    if _is_fused(sides):
+        return _fused_pair(array, sides, key, implementation)
     row, col = (
-        quantize(
-            x,
-            spec,
-            amax=a,
-            key=key if spec.rounding == "stochastic" else None,
-            transpose=t,
-            implementation=implementation,
-        )
-        for spec, a, t in zip(specs, amaxes, (False, True), strict=True)
+        quantize(array, side.spec, amax=known, key=key, transpose=side.transpose, implementation=implementation)
+        for side, known in zip(sides, _known_amaxes(array, sides, implementation), strict=True)
     )
     return row, col
 
 
-def _pair_amax(x: jax.Array, specs: tuple[QuantSpec, QuantSpec], amaxes: list, implementation: Implementation) -> list:
-    """The given amaxes, and for a fused kernel those it does not find; one pass over x where both are its own."""
-    found: list = list(amaxes)
-    own = None
-    for i, (spec, transpose) in enumerate(zip(specs, (False, True), strict=True)):
-        if found[i] is not None or spec.format.amax_scope == "window64":
-            continue
-        if spec.format.amax_scope == "row":
-            if specs in FUSED_PAIRS:
-                found[i] = reference.find_amax(jnp.swapaxes(x, -1, -2) if transpose else x, "row")
-        elif spec.format.rht:
-            found[i] = _tensor_amax(x, spec, transpose, implementation)
-        else:
-            found[i] = own = _tensor_amax(x, spec, transpose, implementation) if own is None else own
-    return found
+_Sides = tuple[_Side, _Side]
+
+
+def _is_fused(sides: _Sides) -> bool:
+    """Whether one kernel makes both; that of window64 finds each amax itself and takes none."""
+    row, col = sides
+    if (row.spec, col.spec) not in FUSED_PAIRS:
+        return False
+    return row.spec != WINDOW64 or (row.amax is None and col.amax is None)
+
+
+def _known_amaxes(x: jax.Array, sides: _Sides, implementation: Implementation) -> AmaxPair:
+    """Finds the amaxes that no kernel finds itself; those of the whole tensor in one pass over x."""
+    shared = None
+    amaxes: list[jax.Array | None] = []
+    for side in sides:
+        amax, fmt = side.amax, side.spec.format
+        if amax is None and fmt.amax_scope == "tensor":
+            if fmt.rht:
+                amax = _tensor_amax(x, side.spec, side.transpose, implementation)
+            else:
+                amax = shared = reference.find_amax(x, "tensor") if shared is None else shared
+        elif amax is None and fmt.amax_scope == "row" and _is_fused(sides):
+            amax = reference.find_amax(jnp.swapaxes(x, -1, -2) if side.transpose else x, "row")
+        amaxes.append(amax)
+    return amaxes[0], amaxes[1]
 
 
 def _fused_pair(
-    x: jax.Array,
-    specs: tuple[QuantSpec, QuantSpec],
-    amaxes: list,
-    found: list[bool],
-    key: Any,
-    implementation: Implementation,
+    x: jax.Array, sides: _Sides, key: jax.Array | None, implementation: Implementation
 ) -> tuple[NVFP4Tensor, NVFP4Tensor]:
-    """``found`` says which amaxes are not the caller's, and then not negative."""
-    given = [as_amax("quantize_pair", a) for a in amaxes if a is not None]
-    stream = [] if key is None else [_stream(key, x.shape)]
-    streams = [s for spec in specs if spec.rounding == "stochastic" for s in stream]
-    out = bind(quantize_pair_p, x, *given, *streams, specs=specs, implementation=implementation)
-    half = len(out) // 2
-    amaxes = [a if f else _magnitude(a) for a, f in zip(given, found, strict=False)] or [out[2], out[5]]
-    row, col = (_tensor(s, [*out[i : i + 2], a]) for s, i, a in zip(specs, (0, half), amaxes, strict=True))
+    known = _known_amaxes(x, sides, implementation)
+    operands = [amax for amax in known if amax is not None]
+    if key is not None:
+        stream = random_stream(key, x.shape)
+        operands += [stream for side in sides if side.spec.rounding == "stochastic"]
+    specs = tuple(side.spec for side in sides)
+    results = iter(bind(quantize_pair_p, x, *operands, specs=specs, implementation=implementation))
+    row, col = (
+        take_tensor(results, side.spec.format, amax if side.amax is None else magnitude(side.amax))
+        for side, amax in zip(sides, known, strict=True)
+    )
     return row, col
 
 
-def _float_dtype(op: str, name: str, dtype: Any) -> Any:
-    dtype = jnp.dtype(dtype)
-    if dtype not in OUT_DTYPES:
-        raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16, got {dtype}")
-    return dtype
+@partial(jax.custom_jvp, nondiff_argnums=(1, 4))
+def _fake_quant(x: jax.Array, spec: QuantSpec, amax: Any, key: Any, implementation: Implementation) -> jax.Array:
+    if amax is None and not spec.finds_amax:
+        amax = _tensor_amax(x, spec, False, implementation)
+    operands = [x] if amax is None else [x, amax]
+    if key is not None:
+        operands.append(random_stream(key, x.shape))
+    return bind(fake_quant_p, *operands, spec=spec, has_amax=amax is not None, implementation=implementation)[0]
 
 
-def dequantize(
-    t: NVFP4Tensor, dtype: Any = jnp.float32, *, rotate_back: bool = True, implementation: Implementation = None
+@_fake_quant.defjvp
+def _fake_quant_jvp(spec: QuantSpec, implementation: Implementation, primals: Any, tangents: Any) -> Any:
+    x, amax, key = primals
+    return _fake_quant(x, spec, amax, key, implementation), tangents[0]
+
+
+@operation
+def fake_quant(
+    x: ArrayLike,
+    spec: QuantSpec = NVFP4,
+    *,
+    amax: ArrayLike | None = None,
+    key: jax.Array | None = None,
+    implementation: Implementation = None,
 ) -> jax.Array:
-    """The values of ``t``: cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max))))).
+    """Computes ``dequantize(quantize(x))`` in x's dtype, bit for bit in one pass, with the gradient of the identity.
+
+    Args and errors as in ``quantize``; a rotated block is rotated back. ``amax`` gets no gradient (straight-through).
+    For quantization-aware training.
+    """
+    op = "fake_quant"
+    check_spec(op, "spec", spec)
+    key = stochastic_key(op, key, spec)
+    check_implementation(op, implementation)
+    array = as_array(op, "x", x)
+    given = None if amax is None else as_amax(op, amax)
+    check_operand(op, jax.typeof(array), None if given is None else jax.typeof(given), spec, False)
+    return _fake_quant(array, spec, given, key, implementation)
+
+
+@operation
+def dequantize(
+    t: NVFP4Tensor, dtype: DTypeLike = jnp.float32, *, rotate_back: bool = True, implementation: Implementation = None
+) -> jax.Array:
+    """Decodes the values of ``t``: cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max))))).
 
     Args:
       t: [..., M, K].
@@ -261,61 +251,76 @@ def dequantize(
       rotate_back: undo the rotation of a tensor with ``format.rht``, in float32 before the cast.
       implementation: as in ``quantize``.
 
-    Returns: [..., M, K] of ``dtype``. ``s * amax`` overflows to inf for amax above FLT_MAX / 448.
+    Returns:
+      [..., M, K] of ``dtype``. ``s * amax`` overflows to inf for amax above FLT_MAX / 448.
+
+    Raises:
+      ValueError, TypeError: a tensor or argument that does not fit; the message names it.
     """
-    _check_implementation("dequantize", implementation)
+    check_implementation("dequantize", implementation)
     if not isinstance(t, NVFP4Tensor):
         raise TypeError(f"dequantize: t must be an NVFP4Tensor, got {type(t).__name__}")
-    _check_switch("dequantize", "rotate_back", rotate_back)
-    dtype = _float_dtype("dequantize", "dtype", dtype)
-    params = {
-        "format": t.format,
-        "dtype": dtype,
-        "rotate_back": rotate_back,
-        "implementation": implementation,
-    }
-    return bind(dequantize_p, t.data, t.scale, t.amax, **params)[0]
+    check_switch("dequantize", "rotate_back", rotate_back)
+    return bind(
+        dequantize_p,
+        *_parts(t),
+        format=t.format,
+        dtype=float_dtype("dequantize", "dtype", dtype),
+        rotate_back=rotate_back,
+        implementation=implementation,
+    )[0]
 
 
+def _parts(t: NVFP4Tensor) -> list[jax.Array]:
+    """Lists the operands of the primitives that read a tensor."""
+    return [t.data, t.scale, t.amax]
+
+
+@operation
 def matmul_nt(
     a: NVFP4Tensor | ArrayLike,
     b: NVFP4Tensor,
     *,
-    out_dtype: Any = jnp.bfloat16,
+    out_dtype: DTypeLike = jnp.bfloat16,
     bias: ArrayLike | None = None,
-    implementation: Implementation = None,
+    accumulation: Accumulation = "fast",
+    implementation: str | None = None,
 ) -> jax.Array:
-    """a b^T: [..., M, N] from a [..., M, K] and b [N, K] or [..., N, K], accumulated in float32.
+    """Computes a b^T: [..., M, N] from a [..., M, K] and b [N, K] or [..., N, K], accumulated in float32.
 
     Args:
       a: an NVFP4Tensor, or a bfloat16 or float16 array (weight-only; b then has no "window64" amax).
       b: an NVFP4Tensor; without leading axes it is shared by all of ``a``'s.
       out_dtype: float32, bfloat16 or float16.
       bias: [N], any float dtype, added in float32 before the cast.
-      implementation: as in ``quantize``.
+      accumulation: "fast" sums along K in the order that is fastest on the device; "pinned" in the one order of
+        docs/numerics.md, so that the bits are those of the CPU and the reference everywhere.
+      implementation: as in ``quantize``, or the name of a kernel (``jnvfp4.supports("matmul_nt", a, b).kernel``), which
+        raises when compiled if it cannot run these operands.
 
     Returns:
-      out = cast(fl(fl(alpha * y) + bias)). On the CPU and in the reference the sum y has one pinned order along
-      K (docs/numerics.md); on a GPU the tensor cores' order, so equal to it within a rounding bound, except with
-      amax scope "window64" on either side, where the order is pinned everywhere.
+      out = cast(fl(fl(alpha * y) + bias)). On the CPU and in the reference the sum y has the pinned order; on a GPU
+      "fast" sums in the tensor cores' order, equal to it within a rounding bound, except with amax scope "window64"
+      on either side, where the order is pinned everywhere.
 
     Raises:
       ValueError, TypeError: shapes, dtypes or formats that do not fit; the message names them.
     """
-    _check_implementation("matmul_nt", implementation)
+    op = "matmul_nt"
+    check_implementation(op, implementation, _native.matmul_kernels())
+    check_accumulation(op, accumulation)
     if not isinstance(b, NVFP4Tensor):
-        raise TypeError(f"matmul_nt: b must be an NVFP4Tensor, got {type(b).__name__}")
-    quantized = isinstance(a, NVFP4Tensor)
-    operands = [a.data, a.scale, a.amax] if quantized else [_array("matmul_nt", "a", a)]
-    operands += [b.data, b.scale, b.amax]
+        raise TypeError(f"{op}: b must be an NVFP4Tensor, got {type(b).__name__}")
+    operands = [*(_parts(a) if isinstance(a, NVFP4Tensor) else [as_array(op, "a", a)]), *_parts(b)]
     if bias is not None:
-        operands.append(_array("matmul_nt", "bias", bias))
+        operands.append(as_array(op, "bias", bias))
     return bind(
         matmul_p,
         *operands,
-        a_format=a.format if quantized else None,
+        a_format=a.format if isinstance(a, NVFP4Tensor) else None,
         b_format=b.format,
         has_bias=bias is not None,
-        out_dtype=_float_dtype("matmul_nt", "out_dtype", out_dtype),
+        out_dtype=float_dtype(op, "out_dtype", out_dtype),
+        accumulation=accumulation,
         implementation=implementation,
     )[0]

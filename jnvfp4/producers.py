@@ -9,36 +9,51 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
+from ._arguments import (
+    AmaxPair,
+    Implementation,
+    as_amax,
+    as_amax_pair,
+    as_array,
+    check_implementation,
+    check_spec,
+    check_switch,
+    magnitude,
+    operation,
+    random_stream,
+    stochastic_key,
+)
 from ._primitives._base import bind, match_varying
 from ._primitives._operands import check_operand
 from ._primitives.produce import RmsNorm, SiluMul, check_sources, produce_p
-from .ops import (
-    ArrayLike,
-    Implementation,
-    _array,
-    _check_implementation,
-    _check_spec,
-    _check_switch,
-    _magnitude,
-    _stream,
-    _tensor,
-    as_amax,
-    check_key,
-    quantize,
-    quantize_pair,
-)
+from .ops import quantize, quantize_pair
 from .spec import FUSED_PAIRS, NVFP4, WINDOW64, QuantSpec
-from .tensor import NVFP4Tensor
+from .tensor import NVFP4Tensor, take_tensor
 
 Amax = ArrayLike | tuple[ArrayLike | None, ArrayLike | None] | None
-Tensors = NVFP4Tensor | tuple[NVFP4Tensor, NVFP4Tensor]
 
 
+class Produced(NamedTuple):
+    """Holds the results of a producer; ``linear(values, ..., quantized=)`` takes it whole.
+
+    Attributes:
+      row: the tensor of y [..., M, K].
+      col: the tensor of y with its last two axes swapped; None without ``col_spec``.
+      values: y, bfloat16 [..., M, K]; None without ``return_values``.
+    """
+
+    row: NVFP4Tensor
+    col: NVFP4Tensor | None = None
+    values: jax.Array | None = None
+
+
+@operation
 def rms_norm_quantize(
     x: ArrayLike,
     weight: ArrayLike,
-    spec: QuantSpec = NVFP4,
+    row_spec: QuantSpec = NVFP4,
     col_spec: QuantSpec | None = None,
     *,
     eps: float = 1e-6,
@@ -46,23 +61,23 @@ def rms_norm_quantize(
     key: jax.Array | None = None,
     return_values: bool = False,
     implementation: Implementation = None,
-) -> Tensors | tuple[Tensors, jax.Array]:
+) -> Produced:
     """Quantizes y = x / sqrt(mean(x^2) + eps) * weight, the RMS norm over the last axis.
 
     Args:
       x: [..., M, K], float32, bfloat16 or float16; K and M as ``quantize`` needs them for y.
       weight: [K], float32, bfloat16 or float16.
-      spec: how to quantize y.
+      row_spec: how to quantize y.
       col_spec: how to quantize y with its last two axes swapped; None for no such result.
       eps: a number that is positive and normal in float32.
       amax: of y, what ``quantize`` takes, or with ``col_spec`` what ``quantize_pair`` takes; computed where None.
-      key: as in ``quantize``, if a spec rounds stochastically.
+      key: as in ``quantize``, needed if a spec rounds stochastically.
       return_values: also return y.
       implementation: as in ``quantize``.
 
     Returns:
-      The NVFP4Tensor of y, or with ``col_spec`` the pair of y and y transposed; with ``return_values`` a tuple of that
-      and y, bfloat16 [..., M, K]. The bytes are those of ``quantize(y, spec)`` or ``quantize_pair(y, spec, col_spec)``.
+      ``Produced(row, col, values)``: the tensors of y and of y with its last two axes swapped, with the bytes of
+      ``quantize(y, row_spec)`` or ``quantize_pair(y, row_spec, col_spec)``, and y.
       y is computed in float32 in the pinned order of docs/producers.md and rounded once, the same bits on every
       platform, within one bfloat16 ulp of float64. Gradients go through y, with the derivative of the norm; the
       quantized results have none.
@@ -77,43 +92,44 @@ def rms_norm_quantize(
         raise TypeError(f"rms_norm_quantize: eps must be a number, got {eps!r}")
     if not 2.0**-126 <= eps < 2.0**127:
         raise ValueError(f"rms_norm_quantize: eps must be a positive normal float32 number, got {eps!r}")
-    weight = _array("rms_norm_quantize", "weight", weight)
-    if weight.ndim != 1:
-        raise ValueError(f"rms_norm_quantize: weight must have rank 1, [K], got weight.shape={weight.shape}")
-    call = _Call(RmsNorm(float(eps)), (spec, col_spec), implementation)
-    return _produce(call, x, weight, amax, key, return_values)
+    scale = as_array("rms_norm_quantize", "weight", weight)
+    if scale.ndim != 1:
+        raise ValueError(f"rms_norm_quantize: weight must have rank 1, [K], got weight.shape={scale.shape}")
+    call = _Call(RmsNorm(float(eps)), (row_spec, col_spec), implementation)
+    return _produce(call, x, scale, amax, key, return_values)
 
 
+@operation
 def silu_mul_quantize(
     gate: ArrayLike,
     up: ArrayLike,
-    spec: QuantSpec = NVFP4,
+    row_spec: QuantSpec = NVFP4,
     col_spec: QuantSpec | None = None,
     *,
     amax: Amax = None,
     key: jax.Array | None = None,
     return_values: bool = False,
     implementation: Implementation = None,
-) -> Tensors | tuple[Tensors, jax.Array]:
+) -> Produced:
     """Quantizes y = gate / (1 + exp(-gate)) * up, the gate of SwiGLU.
 
     Args:
       gate: [..., M, K], float32, bfloat16 or float16; K and M as ``quantize`` needs them for y.
       up: the shape and dtype of ``gate``.
-      spec: how to quantize y.
+      row_spec: how to quantize y.
       col_spec: how to quantize y with its last two axes swapped; None for no such result.
       amax: as in ``rms_norm_quantize``.
-      key: as in ``quantize``, if a spec rounds stochastically.
+      key: as in ``quantize``, needed if a spec rounds stochastically.
       return_values: also return y.
       implementation: as in ``quantize``.
 
     Returns and raises: as ``rms_norm_quantize``.
     """
-    return _produce(_Call(SiluMul(), (spec, col_spec), implementation), gate, up, amax, key, return_values)
+    return _produce(_Call(SiluMul(), (row_spec, col_spec), implementation), gate, up, amax, key, return_values)
 
 
 class _Call(NamedTuple):
-    """What is static."""
+    """The static arguments of one call."""
 
     op: RmsNorm | SiluMul
     specs: tuple[QuantSpec, QuantSpec | None]
@@ -124,74 +140,81 @@ class _Call(NamedTuple):
         return f"{self.op.name}_quantize"
 
 
-def _produce(call: _Call, a: Any, b: Any, amax: Any, key: Any, return_values: bool) -> Any:
-    name, pair = call.name, call.specs[1] is not None
-    asked = [spec for spec in call.specs if spec is not None]
-    for spec in (call.specs[0], *asked[1:]):
-        _check_spec(name, spec)
-    check_key(name, key, *asked)
-    _check_implementation(name, call.implementation)
-    _check_switch(name, "return_values", return_values)
-    if pair and amax is not None and not (isinstance(amax, tuple) and len(amax) == 2):
-        raise ValueError(f"{name}: amax must be None or a pair (row_amax, col_amax), got {amax!r}")
-    amaxes = tuple(None if v is None else as_amax(name, v) for v in (amax or (None, None) if pair else (amax, None)))
+def _produce(call: _Call, a: Any, b: Any, amax: Any, key: Any, return_values: bool) -> Produced:
+    name, (row_spec, col_spec) = call.name, call.specs
+    check_spec(name, "row_spec", row_spec)
+    if col_spec is not None:
+        check_spec(name, "col_spec", col_spec)
+    key = stochastic_key(name, key, *_specs(call))
+    check_implementation(name, call.implementation)
+    check_switch(name, "return_values", return_values)
+    amaxes: AmaxPair
+    if col_spec is not None:
+        amaxes = as_amax_pair(name, amax)
+    else:
+        amaxes = (None if amax is None else as_amax(name, amax)), None
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
-    a, b = match_varying(*(_array(name, n, v) for n, v in zip(call.op.operands, (a, b), strict=True)))
+    a, b = match_varying(*(as_array(name, n, v) for n, v in zip(call.op.operands, (a, b), strict=True)))
     check_sources(call.op, jax.typeof(a), jax.typeof(b))
-    for spec, given, transpose in zip(asked, amaxes, (False, True), strict=False):
-        given = None if given is None else jax.typeof(given)
-        check_operand(name, jax.typeof(a), given, spec, transpose, call.op.operands[0])
+    for spec, known, transpose in zip(_specs(call), amaxes, (False, True), strict=False):
+        aval = None if known is None else jax.typeof(known)
+        check_operand(name, jax.typeof(a), aval, spec, transpose, call.op.operands[0])
     if not return_values:
-        return _tensors_and_values(call, a, b, amaxes, key, False)[0]
+        return _produced(call, a, b, amaxes, key, False)._replace(values=None)
     return _differentiable(call, a, b, amaxes, key)
 
 
-def _one_pass(call: _Call, amaxes: tuple) -> bool:
+def _specs(call: _Call) -> list[QuantSpec]:
+    return [spec for spec in call.specs if spec is not None]
+
+
+def _in_one_pass(call: _Call, amaxes: AmaxPair) -> bool:
     """Whether one kernel makes the values and everything quantized from them."""
     spec, col_spec = call.specs
-    if col_spec is not None:
-        found = all(a is None for a in amaxes)
-        return call.specs in FUSED_PAIRS and (found if spec == WINDOW64 else all(a is not None for a in amaxes))
-    return amaxes[0] is not None or spec.finds_amax
+    if col_spec is None:
+        return amaxes[0] is not None or spec.finds_amax
+    if call.specs not in FUSED_PAIRS:
+        return False
+    if spec == WINDOW64:
+        return amaxes == (None, None)
+    return all(amax is not None for amax in amaxes)
 
 
-def _tensors_and_values(
-    call: _Call, a: jax.Array, b: jax.Array, amaxes: tuple, key: Any, values: bool
-) -> tuple[Tensors, jax.Array | None]:
-    """The tensors, and the bfloat16 values if asked for or made on the way."""
+def _produced(call: _Call, a: jax.Array, b: jax.Array, amaxes: AmaxPair, key: Any, with_values: bool) -> Produced:
+    """Makes the tensors, and the values if asked for or made on the way."""
     op, specs, implementation = call
     run = partial(bind, produce_p, op=op, implementation=implementation)
-    if not _one_pass(call, amaxes):
+    if not _in_one_pass(call, amaxes):
         (y,) = run(a, b, specs=(None, None), given=(False, False), values=True)
         if specs[1] is None:
-            return quantize(y, specs[0], amax=amaxes[0], key=key, implementation=implementation), y
-        return quantize_pair(y, specs[0], specs[1], amax=amaxes, key=key, implementation=implementation), y
-    streams = [_stream(key, a.shape) for s in specs if s is not None and s.rounding == "stochastic"]
-    given = [v for v in amaxes if v is not None]
-    has_amax = tuple(v is not None for v in amaxes)
-    parts = list(run(a, b, *given, *streams, specs=specs, given=has_amax, values=values))
-    tensors = []
-    for spec, amax in zip(specs, amaxes, strict=True):
-        if spec is not None:
-            data, scale = parts.pop(0), parts.pop(0)
-            tensors.append(_tensor(spec, [data, scale, parts.pop(0) if amax is None else _magnitude(amax)]))
-    return tensors[0] if specs[1] is None else (tensors[0], tensors[1]), parts[0] if values else None
+            return Produced(quantize(y, specs[0], amax=amaxes[0], key=key, implementation=implementation), None, y)
+        pair = quantize_pair(y, specs[0], specs[1], amax=amaxes, key=key, implementation=implementation)
+        return Produced(*pair, y)
+    streams = [random_stream(key, a.shape) for spec in _specs(call) if spec.rounding == "stochastic"]
+    known = tuple(amax is not None for amax in amaxes)
+    operands = [amax for amax in amaxes if amax is not None] + streams
+    results = iter(run(a, b, *operands, specs=specs, given=known, values=with_values))
+    tensors = [
+        take_tensor(results, spec.format, None if amax is None else magnitude(amax))
+        for spec, amax in zip(_specs(call), amaxes, strict=False)
+    ]
+    return Produced(tensors[0], tensors[1] if len(tensors) == 2 else None, next(results, None))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(call: _Call, a: jax.Array, b: jax.Array, amaxes: tuple, key: Any) -> tuple[Tensors, jax.Array]:
-    tensors, y = _tensors_and_values(call, a, b, amaxes, key, True)
-    assert y is not None
-    return tensors, y
+def _differentiable(call: _Call, a: jax.Array, b: jax.Array, amaxes: AmaxPair, key: Any) -> Produced:
+    return _produced(call, a, b, amaxes, key, True)
 
 
-def _forward(call: _Call, a: jax.Array, b: jax.Array, amaxes: tuple, key: Any) -> tuple[Any, Any]:
+def _forward(call: _Call, a: jax.Array, b: jax.Array, amaxes: AmaxPair, key: Any) -> tuple[Produced, Any]:
     return _differentiable(call, a, b, amaxes, key), (a, b)
 
 
-def _backward(call: _Call, residuals: tuple[jax.Array, jax.Array], cotangents: Any) -> tuple[Any, ...]:
+def _backward(call: _Call, residuals: tuple[jax.Array, jax.Array], cotangents: Produced) -> tuple[Any, ...]:
     a, b = residuals
-    da, db = call.op.gradient(*(v.astype(jnp.float32) for v in (a, b, cotangents[1])))
+    dy = cotangents.values
+    assert dy is not None
+    da, db = call.op.gradient(*(v.astype(jnp.float32) for v in (a, b, dy)))
     return da.astype(a.dtype), db.astype(b.dtype), None, None
 
 

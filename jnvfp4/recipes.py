@@ -1,14 +1,126 @@
-"""The named recipes: what is known to train or to serve well, as ``Recipe`` values."""
+"""``Recipe``, which says how each GEMM of a linear layer quantizes its operands, and the named recipes."""
 
-from dataclasses import replace
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeGuard, get_args
 
-from .recipe import Recipe
 from .spec import NVFP4, NVFP4_2D, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_SR, ROW_SCALED, WINDOW64, QuantSpec
 from .spec import four_over_six as _four_over_six_spec
 
 Backward = Literal["nvfp4", "high_precision", "dequantized"]
 Scope = Literal["weights", "activations", "all"]
+
+
+class Fprop(NamedTuple):
+    """The specs of the forward GEMM, y = x w^T. ``x`` is None for a weight-only recipe."""
+
+    x: QuantSpec | None
+    w: QuantSpec
+
+
+class Dgrad(NamedTuple):
+    """The specs of dx = dy w: of dy, and of w transposed."""
+
+    dy: QuantSpec
+    w: QuantSpec
+
+
+class Wgrad(NamedTuple):
+    """The specs of dw = dy^T x: of dy transposed, and of x transposed."""
+
+    dy: QuantSpec
+    x: QuantSpec
+
+
+Specs = tuple[QuantSpec, QuantSpec]
+Gradient = Specs | Literal["dequantized"] | None
+
+
+@dataclass(frozen=True, init=False)
+class Recipe:
+    """Says how the three GEMMs of ``y = x w^T`` are quantized: a static, hashable argument of ``linear``.
+
+    A plain pair of specs is accepted for each GEMM and becomes a ``Fprop``, ``Dgrad`` or ``Wgrad``.
+
+    Attributes:
+      fprop: (x spec, w spec); x spec None is weight-only, with x in bfloat16 or float16.
+      dgrad: (dy spec, w spec), the w spec applied to w transposed; None computes dx in high precision from
+        the original w; "dequantized" in high precision from the w of fprop, dequantized.
+      wgrad: (dy spec, x spec), both applied to the transposed arrays; None and "dequantized" likewise with x.
+    """
+
+    fprop: Fprop
+    dgrad: Dgrad | Literal["dequantized"] | None
+    wgrad: Wgrad | Literal["dequantized"] | None
+
+    def __init__(
+        self,
+        fprop: tuple[QuantSpec | None, QuantSpec] = (NVFP4, NVFP4_2D),
+        dgrad: Gradient = (NVFP4, NVFP4_2D),
+        wgrad: Gradient = (NVFP4, NVFP4),
+    ) -> None:
+        for field, value in (
+            ("fprop", _fprop(fprop)),
+            ("dgrad", _gradient(Dgrad, dgrad)),
+            ("wgrad", _gradient(Wgrad, wgrad)),
+        ):
+            object.__setattr__(self, field, value)
+
+    @property
+    def dgrad_specs(self) -> Dgrad | None:
+        """The specs of dgrad; None if it runs in high precision."""
+        return self.dgrad if isinstance(self.dgrad, Dgrad) else None
+
+    @property
+    def wgrad_specs(self) -> Wgrad | None:
+        """The specs of wgrad; None if it runs in high precision."""
+        return self.wgrad if isinstance(self.wgrad, Wgrad) else None
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether any spec rounds stochastically, so that a key is needed."""
+        pairs = (self.fprop, self.dgrad_specs or (), self.wgrad_specs or ())
+        return any(spec is not None and spec.rounding == "stochastic" for pair in pairs for spec in pair)
+
+
+def _fprop(pair: object) -> Fprop:
+    if not _is_pair(pair, first_optional=True):
+        raise ValueError(f"Recipe: fprop must be a pair (x spec or None, w spec), got {pair!r}")
+    specs = Fprop(*pair)
+    if specs.x is None and specs.w.format.amax_scope == "window64":
+        raise ValueError(f'Recipe: fprop weight-only needs a w spec with amax_scope "tensor" or "row", got {pair!r}')
+    _check_rotation("fprop", specs)
+    return specs
+
+
+def _gradient(kind: type[Dgrad] | type[Wgrad], value: object) -> Dgrad | Wgrad | Literal["dequantized"] | None:
+    field = kind.__name__.lower()
+    if value is None:
+        return None
+    if isinstance(value, str):
+        if value != "dequantized":
+            raise ValueError(f'Recipe: {field} must be a pair of specs, None or "dequantized", got {value!r}')
+        return "dequantized"
+    if not _is_pair(value):
+        names = ", ".join(f"{name} spec" for name in kind._fields)
+        raise ValueError(f"Recipe: {field} must be a pair ({names}), got {value!r}")
+    specs = kind(*value)
+    _check_rotation(field, specs)
+    return specs
+
+
+def _is_pair(value: object, first_optional: bool = False) -> TypeGuard[tuple[QuantSpec, QuantSpec]]:
+    if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], QuantSpec)):
+        return False
+    return isinstance(value[0], QuantSpec) or (first_optional and value[0] is None)
+
+
+def _check_rotation(field: str, specs: tuple[QuantSpec | None, QuantSpec]) -> None:
+    rotated = [spec is not None and spec.format.rht for spec in specs]
+    if rotated[0] != rotated[1]:
+        raise ValueError(f"Recipe: {field} operands must both be rotated (format.rht) or neither, got {specs!r}")
+
+
+DEFAULT = Recipe()
 
 
 def _check(function: str, name: str, value: object, choices: tuple) -> None:
@@ -23,7 +135,7 @@ def _check_switches(function: str, **switches: object) -> None:
 
 
 def _gradient_switches(function: str, backward: Backward, **switches: bool | None) -> list[bool]:
-    """What concerns quantized gradients: True where None, refused where no gradient is quantized."""
+    """Checks the switches of quantized gradients: None means True; others are refused where none is quantized."""
     _check(function, "backward", backward, get_args(Backward))
     for name, value in switches.items():
         if value is not None and backward != "nvfp4":
@@ -37,14 +149,14 @@ def _gradient_switches(function: str, backward: Backward, **switches: bool | Non
 
 
 def _with_backward(recipe: Recipe, backward: Backward) -> Recipe:
-    """``recipe``, or its forward half with both gradients from original or dequantized operands."""
+    """Replaces the gradients of ``recipe`` unless ``backward`` is "nvfp4"."""
     if backward == "nvfp4":
         return recipe
     how: Literal["dequantized"] | None = "dequantized" if backward == "dequantized" else None
     return replace(recipe, dgrad=how, wgrad=how)
 
 
-def _gradient(stochastic_rounding: bool, rht: bool = False) -> QuantSpec:
+def _dy_spec(stochastic_rounding: bool, rht: bool = False) -> QuantSpec:
     if rht:
         return NVFP4_RHT_SR if stochastic_rounding else NVFP4_RHT
     return NVFP4_SR if stochastic_rounding else NVFP4
@@ -57,7 +169,7 @@ def pretrain(
     stochastic_rounding: bool | None = None,
     weight_tiles: bool = True,
 ) -> Recipe:
-    """The pretraining recipe: x 1x16, w 16x16 tiles, stochastic rounding on dy, rotated wgrad operands.
+    """Makes the pretraining recipe: x 1x16, w 16x16 tiles, stochastic rounding on dy, rotated wgrad operands.
 
     Args:
       backward: "nvfp4", or both gradients in high precision, from the original operands ("high_precision") or
@@ -70,16 +182,21 @@ def pretrain(
     """
     rotate, stochastic = _gradient_switches("pretrain", backward, rht=rht, stochastic_rounding=stochastic_rounding)
     _check_switches("pretrain", weight_tiles=weight_tiles)
-    w, dy = NVFP4_2D if weight_tiles else NVFP4, _gradient(stochastic)
-    wgrad = (_gradient(stochastic, rotate), NVFP4_RHT if rotate else NVFP4)
-    return _with_backward(Recipe((NVFP4, w), (dy, w), wgrad), backward)
+    w = NVFP4_2D if weight_tiles else NVFP4
+    wgrad = Wgrad(_dy_spec(stochastic, rotate), NVFP4_RHT if rotate else NVFP4)
+    return _with_backward(Recipe(Fprop(NVFP4, w), Dgrad(_dy_spec(stochastic), w), wgrad), backward)
 
 
 def row_scaled(*, backward: Backward = "nvfp4", stochastic_rounding: bool | None = None) -> Recipe:
-    """x with one amax per row (per column for wgrad); w in tiles and dy with one amax per tensor."""
+    """Makes a recipe for x with one amax per row (per column for wgrad); w in tiles, dy with one amax per tensor.
+
+    Args:
+      backward: as in ``pretrain``.
+      stochastic_rounding: as in ``pretrain``.
+    """
     (stochastic,) = _gradient_switches("row_scaled", backward, stochastic_rounding=stochastic_rounding)
-    dy = _gradient(stochastic)
-    recipe = Recipe((ROW_SCALED, NVFP4_2D), (dy, NVFP4_2D), (dy, ROW_SCALED))
+    dy = _dy_spec(stochastic)
+    recipe = Recipe(Fprop(ROW_SCALED, NVFP4_2D), Dgrad(dy, NVFP4_2D), Wgrad(dy, ROW_SCALED))
     return _with_backward(recipe, backward)
 
 
@@ -93,7 +210,7 @@ def four_over_six(
     rht: bool | None = None,
     stochastic_rounding: bool | None = None,
 ) -> Recipe:
-    """``pretrain`` with 4over6 block scales for w, for x or for both; never for gradients.
+    """Makes ``pretrain`` with 4over6 block scales for w, for x or for both; never for gradients.
 
     Args:
       scope: "weights", "activations" or "all".
@@ -114,26 +231,32 @@ def four_over_six(
             f'four_over_six: rht must be False for scope="{scope}", since wgrad reads 4over6 activations, got {rht!r}'
         )
     one, tile = (_four_over_six_spec(error, e4m3_max=e4m3_max, fast=fast, block_rows=rows) for rows in (1, 16))
-    base = pretrain(rht=rotate and not on_x, stochastic_rounding=stochastic)
-    assert isinstance(base.dgrad, tuple)
-    assert isinstance(base.wgrad, tuple)
+    rotate = rotate and not on_x
     x, w = one if on_x else NVFP4, tile if on_w else NVFP4_2D
-    wgrad = (base.wgrad[0], one if on_x else base.wgrad[1])
-    return _with_backward(Recipe((x, w), (base.dgrad[0], w), wgrad), backward)
+    wgrad = Wgrad(_dy_spec(stochastic, rotate), one if on_x else NVFP4_RHT if rotate else NVFP4)
+    return _with_backward(Recipe(Fprop(x, w), Dgrad(_dy_spec(stochastic), w), wgrad), backward)
 
 
 def window64(*, backward: Backward = "nvfp4", stochastic_rounding: bool | None = None) -> Recipe:
-    """x with one amax per 64 elements, in fprop and wgrad; w in tiles and dy with one amax per tensor.
+    """Makes a recipe for x with one amax per 64 elements; w in tiles, dy with one amax per tensor.
 
-    K must be a multiple of 64; tokens are padded to one.
+    K must be a multiple of 64; ``linear`` pads the tokens to one for wgrad.
+
+    Args:
+      backward: as in ``pretrain``.
+      stochastic_rounding: as in ``pretrain``.
     """
     (stochastic,) = _gradient_switches("window64", backward, stochastic_rounding=stochastic_rounding)
-    dy = _gradient(stochastic)
-    recipe = Recipe((WINDOW64, NVFP4_2D), (dy, NVFP4_2D), (dy, WINDOW64))
+    dy = _dy_spec(stochastic)
+    recipe = Recipe(Fprop(WINDOW64, NVFP4_2D), Dgrad(dy, NVFP4_2D), Wgrad(dy, WINDOW64))
     return _with_backward(recipe, backward)
 
 
 def inference(*, weight_only: bool = False) -> Recipe:
-    """x and w 1x16, or only w with x in 16 bits (``weight_only``). Gradients, if taken, are in high precision."""
+    """Makes a recipe for x and w in 1x16 blocks; gradients, if taken, are in high precision.
+
+    Args:
+      weight_only: leave x in bfloat16 or float16.
+    """
     _check_switches("inference", weight_only=weight_only)
-    return Recipe((None if weight_only else NVFP4, NVFP4), None, None)
+    return Recipe(Fprop(None if weight_only else NVFP4, NVFP4), None, None)

@@ -485,7 +485,7 @@ def dequantize(
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Norms x [..., M, K] with the weight [K] or [..., K]. -> bfloat16 [..., M, K]"""
     v, w = to_bits(x), to_bits(weight)
-    w = w[..., None, :] if w.ndim > 1 else w
+    w = w.reshape(*w.shape[:-1], *(1,) * (v.ndim - w.ndim), w.shape[-1])
     *lead, cols = v.shape
     blocks = block_squares(v.reshape(*lead, cols // BLOCK, BLOCK))
     zeros = padded_blocks(cols // BLOCK) - cols // BLOCK

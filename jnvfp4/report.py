@@ -1,13 +1,13 @@
-"""What quantization does to a tensor, in five numbers."""
+"""``quantization_report``: the errors that quantization makes in a tensor, in five numbers."""
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from . import reference
 from .ops import dequantize, quantize
@@ -23,7 +23,7 @@ CLIP = np.float32(6 * (1 + 2**-20))  # 6, and room for the four roundings of a s
 @partial(jax.tree_util.register_dataclass, data_fields=(*SHARES, "relative_error"), meta_fields=())
 @dataclass(frozen=True, eq=False)
 class QuantizationReport:
-    """The result of ``quantization_report``: a pytree of float32 scalars, without units, from 0 to 1 but for the last.
+    """Holds the result of ``quantization_report``: a pytree of float32 scalars; shares are from 0 to 1.
 
     Attributes:
       clip_share: of the elements, those that saturate: larger in magnitude than 6 (by more than rounding, a
@@ -43,14 +43,14 @@ class QuantizationReport:
 
 
 def quantization_report(
-    x: Any,
+    x: ArrayLike,
     spec: QuantSpec = NVFP4,
     *,
-    amax: Any | None = None,
+    amax: ArrayLike | None = None,
     key: jax.Array | None = None,
     transpose: bool = False,
 ) -> QuantizationReport:
-    """What ``quantize(x, spec, amax=amax, key=key, transpose=transpose)`` does to ``x``.
+    """Measures what ``quantize(x, spec, amax=amax, key=key, transpose=transpose)`` changes in ``x``.
 
     Args and errors as in ``quantize``: x [..., M, K], float32, bfloat16 or float16.
 
@@ -64,19 +64,19 @@ def quantization_report(
     scale is NaN; a NaN scale is neither zero nor saturated.
     """
     t = quantize(x, spec, amax=amax, key=key, transpose=transpose)
-    x = jnp.asarray(x)
-    x = jnp.swapaxes(x, -1, -2) if transpose else x
-    blocks = to_bits(x).reshape(*t.scale.shape, BLOCK)
+    array = jnp.asarray(x)
+    array = jnp.swapaxes(array, -1, -2) if transpose else array
+    blocks = to_bits(array).reshape(*t.scale.shape, BLOCK)
     if spec.format.rht:
         blocks = reference.rht16(blocks)
     scale = lax.bitcast_convert_type(t.scale, jnp.uint8)
-    amaxes = reference.per_block(to_bits(t.amax), x.ndim, spec.format.amax_scope)
+    amaxes = reference.per_block(to_bits(t.amax), array.ndim, spec.format.amax_scope)
     return QuantizationReport(
         clip_share=_share(_clipped(blocks, scale, amaxes, spec)),
         zero_scale_share=_share(scale == 0),
         saturated_scale_share=_share(scale == LARGEST_SCALE),
         map_to_4_share=_share(_maps_to_4(blocks, scale, amaxes, spec)),
-        relative_error=_relative_error(x, t),
+        relative_error=_relative_error(array, t),
     )
 
 
@@ -85,9 +85,9 @@ def _share(chosen: jax.Array) -> jax.Array:
 
 
 def _clipped(blocks: Bits, scale: jax.Array, amaxes: Bits, spec: QuantSpec) -> jax.Array:
-    """Whether elements saturate. -> bool [..., K/16, 16]
+    """Says which elements saturate. -> bool [..., K/16, 16]
 
-    A float product is as good as the quantizer's here: one with a subnormal element is below 4, flushed or not,
+    A float product decides as the quantizer's would: one with a subnormal element is below 4, flushed or not,
     and the encode scale is a normal number (but for e4m3_max 256 and an amax near the largest float).
     """
     decode, _ = reference.global_scale(amaxes, spec.format.e4m3_max)
@@ -96,7 +96,7 @@ def _clipped(blocks: Bits, scale: jax.Array, amaxes: Bits, spec: QuantSpec) -> j
 
 
 def _maps_to_4(blocks: Bits, scale: jax.Array, amaxes: Bits, spec: QuantSpec) -> jax.Array:
-    """Whether the stored scale of a block differs from the one that maps its amax to 6. -> bool [..., K/16]"""
+    """Says whether the stored scale of a block differs from the one that maps its amax to 6. -> bool [..., K/16]"""
     if spec.select == "max6":
         return jnp.zeros(scale.shape, bool)
     block_amax = reference.amax_bits(blocks, axis=-1)
@@ -107,7 +107,7 @@ def _maps_to_4(blocks: Bits, scale: jax.Array, amaxes: Bits, spec: QuantSpec) ->
 
 
 def _relative_error(x: jax.Array, t: NVFP4Tensor) -> jax.Array:
-    """Of values times a power of two that brings the largest near 1, since squares overflow and underflow early."""
+    """Compares values times a power of two that brings the largest near 1: squares overflow and underflow early."""
     largest = to_bits(reference.find_amax(x, "tensor"))
     exponent = largest >> 23
     factor = from_bits(jnp.clip(254 - exponent.astype(jnp.int32), 1, 253).astype(jnp.uint32) << 23)

@@ -1,4 +1,8 @@
-"""What a quantized tensor is (``Format``) and how it is made (``QuantSpec``)."""
+"""``Format``, which says how to read a quantized tensor, ``QuantSpec``, which says how to make one, and their lists.
+
+``SUPPORTED_SPECS`` lists every spec, ``FUSED_PAIRS`` the pairs that ``quantize_pair`` quantizes in one pass over x, and
+``name_of`` gives a spec's short name.
+"""
 
 import itertools
 from dataclasses import dataclass
@@ -18,7 +22,7 @@ def _check_choice(owner: str, field: str, value: object, choices: tuple) -> None
 
 @dataclass(frozen=True)
 class Format:
-    """What a consumer of an NVFP4 tensor must know.
+    """Says how to read an NVFP4 tensor.
 
     Attributes:
       amax_scope: which elements share one float32 amax: the whole tensor, a row, or 64 along a row.
@@ -41,22 +45,22 @@ class Format:
 
     @property
     def unit(self) -> int:
-        """What the length of the quantized axis must be a multiple of."""
+        """The number that the length of the quantized axis is a multiple of."""
         return WINDOW if self.amax_scope == "window64" else BLOCK
 
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a tensor is quantized: a static, hashable argument of ``quantize``.
+    """Says how to quantize a tensor: a static, hashable argument of ``quantize``.
 
     Attributes:
-      format: what the result is.
+      format: how to read the result.
       block_rows: rows that share a block scale: 1 (1x16 blocks) or 16 (16x16 tiles, for weights).
       select: the block scale: "max6" maps the block's amax to 6; "mae" and "mse" try 4 and 6 (4over6).
       error_math: for 4over6, where the candidate errors are computed.
       rounding: of the E2M1 values: "nearest" even or "stochastic".
 
-    A combination that means nothing raises ValueError here; every other one is implemented.
+    Fields that contradict each other raise ValueError here; every other combination is implemented.
     """
 
     format: Format = Format()
@@ -106,7 +110,7 @@ class QuantSpec:
 
     @property
     def unit(self) -> int:
-        """What the length of the quantized axis must be a multiple of."""
+        """The number that the length of the quantized axis is a multiple of."""
         return self.format.unit
 
     @property
@@ -115,7 +119,7 @@ class QuantSpec:
         return self.format.amax_scope != "tensor"
 
     def ffi_attrs(self) -> dict[str, Any]:
-        """The attributes of the FFI call, as ``SpecAttr`` in ffi/check.h reads them."""
+        """Returns the attributes of the FFI call, as ``SpecAttr`` in ffi/check.h reads them."""
         return {
             "amax_scope": self.format.amax_scope,
             "e4m3_max": np.int32(self.format.e4m3_max),
@@ -144,7 +148,7 @@ def four_over_six(
     block_rows: Literal[1, 16] = 1,
     amax_scope: Literal["tensor", "row"] = "tensor",
 ) -> QuantSpec:
-    """The spec of adaptive block scaling ("4over6"): each block's amax maps to 4 or 6, whichever errs less.
+    """Makes the spec of adaptive block scaling ("4over6"): each block's amax maps to 4 or 6, whichever errs less.
 
     Args:
       error: sum of magnitudes ("mae") or of squares ("mse") over the block; ties go to 6.
@@ -166,8 +170,8 @@ def four_over_six(
 
 
 def _every_spec() -> tuple[QuantSpec, ...]:
-    """Every combination of fields that does not contradict itself."""
-    found = []
+    """Lists every combination of fields that does not contradict itself."""
+    specs = []
     for scope, rht, rows, select, math, rounding, e4m3_max in itertools.product(
         ("tensor", "row", "window64"),
         (False, True),
@@ -178,10 +182,10 @@ def _every_spec() -> tuple[QuantSpec, ...]:
         (448, 256),
     ):
         try:
-            found.append(QuantSpec(Format(scope, e4m3_max, rht), rows, select, math, rounding))  # type: ignore[arg-type]
+            specs.append(QuantSpec(Format(scope, e4m3_max, rht), rows, select, math, rounding))  # type: ignore[arg-type]
         except ValueError:
             continue
-    return tuple(found)
+    return tuple(specs)
 
 
 SUPPORTED_SPECS = _every_spec()
@@ -198,7 +202,7 @@ FUSED_PAIRS = _fused_pairs()
 
 
 def name_of(spec: QuantSpec) -> str:
-    """A short name, such as "NVFP4_RHT_SR" or "FOUR_OVER_SIX_2D_MAE_256"."""
+    """Returns a short name, such as "NVFP4_RHT_SR" or "FOUR_OVER_SIX_2D_MAE_256"."""
     fmt, stochastic = spec.format, "_SR" * (spec.rounding == "stochastic")
     tiles = "_2D" * (spec.block_rows == BLOCK)
     if spec.select != "max6":

@@ -1,7 +1,10 @@
-"""What runs natively where, and the self-check behind ``python -m jnvfp4 doctor``."""
+"""``supports``, which says what runs natively where, and the commands ``support`` and ``doctor``."""
 
+import inspect
 import platform
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,9 @@ import jaxlib
 import numpy as np
 
 from . import _native
+from ._arguments import OPERATIONS
+from ._primitives._matmul_routes import Product, plan
+from ._version import __version__
 from .ops import dequantize, matmul_nt, quantize
 from .spec import (
     FUSED_PAIRS,
@@ -22,43 +28,141 @@ from .spec import (
     four_over_six,
     name_of,
 )
+from .tensor import NVFP4Tensor
 
-OPS = (
-    *("quantize", "quantize_pair", "rms_norm_quantize", "silu_mul_quantize", "dequantize", "matmul_nt"),
-    *("linear", "dot_general", "fake_quant"),
-)
 MIN_COMPUTE_CAPABILITY = (8, 0)
 # Enough for a self-check: every field that changes the arithmetic. The tests go through all specs.
 CHECKED_SPECS = (NVFP4, NVFP4_2D, NVFP4_RHT_SR, ROW_SCALED, WINDOW64, four_over_six())
 
 
-def supports(spec_or_op: QuantSpec | str, device: jax.Device | None = None) -> str | bool:
-    """Whether a native kernel runs a spec or an operation on a device.
+class Support(NamedTuple):
+    """The answer of ``supports``; true in a condition if a native kernel runs.
+
+    Attributes:
+      native: whether a kernel of this library runs, compiled for the platform.
+      kernel: its name; "reference" if none runs.
+      reason: why no native kernel runs; empty if one does.
+    """
+
+    native: bool
+    kernel: str
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.native
+
+
+def supports(op_or_spec: str | QuantSpec, *operands: Any, device: jax.Device | None = None, **options: Any) -> Support:
+    """Says which kernel runs an operation on a device.
 
     Args:
-      spec_or_op: a ``QuantSpec``, or the name of an operation such as "matmul_nt".
+      op_or_spec: the name of an operation, such as "matmul_nt"; a ``QuantSpec`` means "quantize" by that spec.
+      *operands: the positional arguments of a call: arrays, ``jax.ShapeDtypeStruct`` or NVFP4Tensors of either. Without
+        operands: whether the operation has any native kernel on the device.
       device: the default device if None.
+      **options: the keywords of a call, such as ``spec`` or ``bias``.
 
-    Returns: True, or the reason as a string. Where the reason is the platform, the operation still works,
-      through the reference implementation.
+    Returns:
+      ``Support(native, kernel, reason)``. Without a native kernel the operation still works, through the reference
+      implementation. The kernel of ``matmul_nt`` with operands is a name that its ``implementation`` takes; that of
+      other operations is "cpu" or "cuda".
+
+    Raises:
+      ValueError, TypeError: an unknown operation, or a device that is none; for operands and options that the operation
+        refuses, its own error.
     """
-    if not isinstance(spec_or_op, QuantSpec) and spec_or_op not in OPS:
-        raise ValueError(f"supports: spec_or_op must be a QuantSpec or one of {OPS}, got {spec_or_op!r}")
-    return _platform_reason(device or _default_device()) or True
+    name, function = _operation(op_or_spec)
+    if device is not None and not isinstance(device, jax.Device):
+        raise TypeError(f"supports: device must be a jax.Device, got {device!r}")
+    device = device or _default_device()
+    arguments = _arguments(name, function, operands, options)
+    if arguments is not None:
+        _check_call(function, operands, options)
+    support = _platform_support(device)
+    if not support:
+        return support
+    if options.get("implementation") == "reference":
+        return Support(False, "reference", 'implementation="reference" asks for it')
+    if name == "matmul_nt" and arguments is not None:
+        return _matmul_kernel((arguments.pop("a"), arguments.pop("b")), arguments, device)
+    return support
+
+
+def _operation(op_or_spec: str | QuantSpec) -> tuple[str, Callable]:
+    if isinstance(op_or_spec, QuantSpec):
+        return "quantize", partial(quantize, spec=op_or_spec)
+    if not isinstance(op_or_spec, str) or op_or_spec not in OPERATIONS:
+        raise ValueError(
+            f"supports: op_or_spec must be a QuantSpec or one of {', '.join(sorted(OPERATIONS))}, got {op_or_spec!r}"
+        )
+    return op_or_spec, OPERATIONS[op_or_spec]
+
+
+def _check_call(function: Callable, operands: tuple, options: dict[str, Any]) -> None:
+    """Traces a call, so that the operation raises for what it refuses; nothing is computed."""
+    leaves, structure = jax.tree.flatten((operands, options))
+    arrays = [leaf for leaf in leaves if _is_array(leaf)]
+
+    def call(*traced: jax.Array) -> Any:
+        rest = iter(traced)
+        args, keywords = jax.tree.unflatten(structure, [next(rest) if _is_array(leaf) else leaf for leaf in leaves])
+        return function(*args, **keywords)
+
+    jax.eval_shape(call, *arrays)
+
+
+def _arguments(name: str, function: Callable, operands: tuple, options: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the arguments of the call by name; None for a call without operands."""
+    signature = inspect.signature(function)
+    try:
+        partly = signature.bind_partial(*operands, **options).arguments
+        required = [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind != p.VAR_KEYWORD]
+        return None if set(partly).isdisjoint(required) else signature.bind(*operands, **options).arguments
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
+
+
+def _is_array(leaf: Any) -> bool:
+    return not isinstance(leaf, type) and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _matmul_kernel(operands: tuple, options: dict[str, Any], device: jax.Device) -> Support:
+    """Asks for the kernel of ``matmul_nt`` for the operands (a, b) on a device that has native kernels."""
+    a, b = operands
+    quantized = isinstance(a, NVFP4Tensor)
+    product = Product(
+        (a.data, a.scale, a.amax) if quantized else (a,),
+        (b.data, b.scale, b.amax),
+        options.get("bias"),
+        a.format if quantized else None,
+        b.format,
+        options.get("out_dtype", jnp.bfloat16),
+        options.get("accumulation", "fast"),
+    )
+    capability = 0 if device.platform == "cpu" else _number(_compute_capability(device))
+    implementation = options.get("implementation")
+    chosen = plan(product, capability, None if implementation in (None, "native") else implementation)
+    return Support(not chosen.reason, chosen.kernel, chosen.reason)
 
 
 def _default_device() -> jax.Device:
     return next(iter(jnp.zeros(()).devices()))
 
 
-def _platform_reason(device: jax.Device) -> str | None:
+def _platform_support(device: jax.Device) -> Support:
     name = "cuda" if device.platform == "gpu" else device.platform
     if not _native.available(name):
         built = ", ".join(sorted(_native.extensions()))
-        return f'no native kernels for platform "{name}" in this build (built: {built}); the reference is used'
+        reason = f'no native kernels for platform "{name}" in this build (built: {built}); the reference is used'
+        return Support(False, "reference", reason)
     if name == "cuda" and (capability := _compute_capability(device)) < MIN_COMPUTE_CAPABILITY:
-        return f"compute capability {capability} is below the supported {MIN_COMPUTE_CAPABILITY}"
-    return None
+        reason = f"compute capability {_dotted(capability)} is below the supported {_dotted(MIN_COMPUTE_CAPABILITY)}"
+        return Support(False, "reference", reason)
+    return Support(True, name, "")
+
+
+def _number(capability: tuple[int, ...]) -> int:
+    return 10 * capability[0] + capability[1]
 
 
 def _compute_capability(device: jax.Device) -> tuple[int, ...]:
@@ -67,7 +171,7 @@ def _compute_capability(device: jax.Device) -> tuple[int, ...]:
 
 # ---------------------------------------------------------------- the table of docs/support.md
 def support_table() -> str:
-    """Every spec and what it means, in Markdown, from ``SUPPORTED_SPECS``."""
+    """Lists every spec and its fields, in Markdown."""
     head = ("spec", "amax of", "blocks", "block scale", "E", "values", "rotated", "transposed too, in one pass")
     rows = [head, ("---",) * len(head), *map(_support_row, SUPPORTED_SPECS)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
@@ -92,9 +196,9 @@ def _support_row(spec: QuantSpec) -> tuple[str, ...]:
 def doctor() -> bool:
     """Prints versions, built targets, devices and a self-check; True if no check failed."""
     extensions = _native.extensions()
-    print(f"jnvfp4   {_version()}  (sources {extensions['cpu'].source_hash})")
+    print(f"jnvfp4   {__version__}  (sources {extensions['cpu'].source_hash})")
     print(f"python   {platform.python_version()}  jax {jax.__version__}  jaxlib {jaxlib.__version__}")
-    print(f"ffi      built with {_dotted(extensions['cpu'].ffi_api)}, running {_dotted(_native._runtime_ffi_api())}")
+    print(f"ffi      built with {_dotted(extensions['cpu'].ffi_api)}, running {_dotted(_native.runtime_ffi_api())}")
     print(f"cpu      kernels for {extensions['cpu'].isa()}")
     cuda = extensions.get("cuda")
     print(f"cuda     {'built for ' + cuda.built_for if cuda else 'not built'}")
@@ -110,14 +214,8 @@ def doctor() -> bool:
     return not any(outcome.startswith("FAILED") for _, _, outcome in rows)
 
 
-def _version() -> str:
-    from . import __version__
-
-    return __version__
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _devices() -> list[jax.Device]:
@@ -130,11 +228,11 @@ def _one_per_platform(devices: list[jax.Device]) -> list[jax.Device]:
 
 def _check_device(device: jax.Device) -> Iterator[tuple[str, str, str]]:
     x = np.random.default_rng(0).standard_normal((64, 64)).astype(jnp.bfloat16)
-    reason = _platform_reason(device)
+    support = _platform_support(device)
 
     def check(name: str, run: Callable) -> tuple[str, str, str]:
-        if reason:
-            return name, device.platform, f"reference only: {reason}"
+        if not support:
+            return name, device.platform, f"reference only: {support.reason}"
         try:
             with jax.default_device(device):
                 return name, device.platform, _compare(run("native"), run("reference"))

@@ -1,6 +1,7 @@
 """The quantized tensor."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
@@ -14,7 +15,7 @@ from .spec import Format
 @partial(jax.tree_util.register_dataclass, data_fields=("data", "scale", "amax"), meta_fields=("format",))
 @dataclass(frozen=True, eq=False)
 class NVFP4Tensor:
-    """An NVFP4 array of shape [..., M, K]: a pytree with ``format`` static.
+    """Holds an NVFP4 array of shape [..., M, K]: a pytree with ``format`` static.
 
     x[..., m, k] ~ e2m1(data) * e4m3(scale) * amax / (6 * format.e4m3_max)
 
@@ -22,7 +23,7 @@ class NVFP4Tensor:
       data: uint8 [..., M, K/2], two E2M1 codes a byte, even k in the low nibble.
       scale: float8_e4m3fn [..., M, K/16], the decode scale of each 16 along K.
       amax: float32, () or [...] for scope "tensor", [..., M] for "row", [..., M, K/64] for "window64".
-      format: what the numbers mean.
+      format: what a reader must know to decode the numbers.
 
     The transpose is a tensor of its own (``quantize(x, transpose=True)``): blocks run along the last axis.
     No validation happens here, since transforms put placeholders into the fields.
@@ -35,10 +36,12 @@ class NVFP4Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape [..., M, K] of the values."""
         return (*self.data.shape[:-1], 2 * self.data.shape[-1])
 
     @property
     def ndim(self) -> int:
+        """The number of axes."""
         return self.data.ndim
 
     @property
@@ -48,6 +51,22 @@ class NVFP4Tensor:
         return lax.bitcast_convert_type(jnp.max(bits, initial=np.uint32(0)), jnp.float32)
 
     @property
-    def dtype(self):
+    def dtype(self) -> np.dtype:
         """The element type, float4_e2m1fn, as a NumPy dtype."""
         return jnp.dtype(jnp.float4_e2m1fn)
+
+
+def take_tensor(results: Iterator[jax.Array], fmt: Format, amax: jax.Array | None = None) -> NVFP4Tensor:
+    """Takes data, scale bytes and, where ``amax`` is None, the amax from the results of a primitive."""
+    data, scale = next(results), next(results)
+    return with_float_scale(NVFP4Tensor(data, scale, next(results) if amax is None else amax, fmt))
+
+
+def with_float_scale(t: NVFP4Tensor) -> NVFP4Tensor:
+    """Views the scale bytes of ``t`` as float8_e4m3fn."""
+    return replace(t, scale=lax.bitcast_convert_type(t.scale, jnp.float8_e4m3fn))
+
+
+def with_scale_bytes(t: NVFP4Tensor) -> NVFP4Tensor:
+    """Views the float8_e4m3fn scale of ``t`` as bytes."""
+    return replace(t, scale=lax.bitcast_convert_type(t.scale, jnp.uint8))

@@ -42,7 +42,7 @@ def test_newer_headers_are_refused_before_anything_is_registered(built):
 
 
 def test_this_build_fits_this_jaxlib():
-    running = _native._runtime_ffi_api()
+    running = _native.runtime_ffi_api()
     for module in _native.extensions().values():
         _native.check_ffi_api(module.ffi_api, running)
         assert module.ffi_api <= running

@@ -1,5 +1,7 @@
 """linear and dot_general are the composition of quantize and matmul_nt that the recipe says."""
 
+import math
+import re
 from functools import partial
 
 import jax
@@ -8,6 +10,8 @@ import numpy as np
 import pytest
 from helpers import assert_bitwise, assert_same_tensor
 from jax import lax
+from jax.sharding import PartitionSpec as P
+from meshes import home, make_mesh, put
 from operands import normal
 
 from jnvfp4 import (
@@ -19,6 +23,8 @@ from jnvfp4 import (
     ROW_SCALED,
     WINDOW64,
     Recipe,
+    _linear,
+    _native,
     dequantize,
     dot_general,
     linear,
@@ -41,6 +47,9 @@ RECIPES = {
     "stochastic": Recipe(fprop=SR, dgrad=SR, wgrad=(NVFP4_RHT_SR, NVFP4_RHT_SR)),
     "rotated": Recipe((NVFP4_RHT, NVFP4_RHT), (NVFP4_RHT_SR, NVFP4_RHT), "dequantized"),
     "windows": Recipe((WINDOW64, WINDOW64), "dequantized", (WINDOW64, WINDOW64)),
+    "other_w_of_dgrad": Recipe((NVFP4, NVFP4_2D), (NVFP4, ROW_SCALED), None),
+    "stochastic_columns": Recipe((NVFP4, NVFP4), (NVFP4, NVFP4_SR), (NVFP4, NVFP4_SR)),
+    "stochastic_rows": Recipe(SR, (NVFP4_SR, NVFP4), (NVFP4, NVFP4)),
 }
 NAMED = {
     "pretrain": recipes.pretrain(),
@@ -100,26 +109,30 @@ def by_tokens(x, spec, index, key):
     return _crop(operand(pad(x, 16), spec, index, key), x.shape[0])
 
 
-def composition(x, w, dy, recipe, bias=None, key=KEY):
+def composition(x, w, dy, recipe, bias=None, key=KEY, w_axes="nk"):
     """y, dx, dw of linear for x [M, K]."""
+    kn = w_axes == "kn"
     x_spec, w_spec = recipe.fprop
     qx = x if x_spec is None else by_tokens(x, x_spec, 0, key)
-    qw = operand(w, w_spec, 1, key)
+    qw = operand(w, w_spec, 1, key, transpose=kn)
     y = matmul_nt(qx, qw, out_dtype=x.dtype, bias=bias)
     if isinstance(recipe.dgrad, tuple):
         dy_spec, w_spec = recipe.dgrad
-        dx = matmul_nt(by_tokens(dy, dy_spec, 2, key), operand(w, w_spec, 1, key, True), out_dtype=x.dtype)
+        wt = operand(w, w_spec, 1, key, transpose=not kn)
+        dx = matmul_nt(by_tokens(dy, dy_spec, 2, key), wt, out_dtype=x.dtype)
+    elif recipe.dgrad is None:
+        dx = dense(dy, w, ((1,), (1,) if kn else (0,)), x.dtype)
     else:
-        dx = dense(dy, w if recipe.dgrad is None else dequantize(qw, dy.dtype), ((1,), (0,)), x.dtype)
+        dx = dense(dy, dequantize(qw, dy.dtype), ((1,), (0,)), x.dtype)
     if isinstance(recipe.wgrad, tuple):
         unit = 64 if WINDOW64 in recipe.wgrad else 16
         dyt, xt = (
             operand(pad(v, unit), s, i, key, True) for v, s, i in zip((dy, x), recipe.wgrad, (2, 0), strict=True)
         )
-        dw = matmul_nt(dyt, xt, out_dtype=w.dtype)
+        dw = matmul_nt(*((xt, dyt) if kn else (dyt, xt)), out_dtype=w.dtype)
     else:
         saved = x if recipe.wgrad is None or x_spec is None else dequantize(qx, dy.dtype)
-        dw = dense(dy, saved, ((0,), (0,)), w.dtype)
+        dw = dense(*((saved, dy) if kn else (dy, saved)), ((0,), (0,)), w.dtype)
     return y, dx, dw
 
 
@@ -128,8 +141,8 @@ def _crop(t, rows):
     return jax.tree.map(lambda v: v[:rows] if v.ndim else v, t)
 
 
-def run(x, w, dy, recipe, bias=None, key=KEY):
-    y, pull = jax.vjp(partial(linear, recipe=recipe, bias=bias, key=key), x, w)
+def run(x, w, dy, recipe, bias=None, key=KEY, **options):
+    y, pull = jax.vjp(partial(linear, recipe=recipe, bias=bias, key=key, **options), x, w)
     return y, *pull(dy)
 
 
@@ -195,7 +208,8 @@ def test_bias(native, bias_dtype):
     assert_same(native, got, composition(x, w, dy, Recipe(), bias))
     db = jax.vjp(lambda b: linear(x, w, bias=b), bias)[1](dy)[0]
     assert db.dtype == bias_dtype
-    np.testing.assert_allclose(db.astype(jnp.float32), dy.astype(jnp.float32).sum(0), rtol=2**-7, atol=1e-2)
+    exact, one_rounding = np.asarray(dy, np.float64).sum(0), float(jnp.finfo(bias_dtype).eps)
+    np.testing.assert_allclose(np.asarray(db, np.float64), exact, rtol=one_rounding, atol=1e-6)
 
 
 def test_leading_axes_are_tokens(native):
@@ -245,6 +259,182 @@ def test_the_value_is_the_same_with_and_without_gradients(cpu, name):
     x, w, dy = normal((20, 64), 1), normal((48, 64), 2), normal((20, 48), 3)
     recipe = ALL_RECIPES[name]
     assert_bitwise(linear(x, w, recipe, key=KEY), run(x, w, dy, recipe)[0])
+
+
+# ---------------------------------------------------------------- options
+def equations(jaxpr):
+    """All equations, of inner jaxprs too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def equations_of(f, *args):
+    return list(equations(jax.make_jaxpr(f)(*args).jaxpr))
+
+
+SMALL = normal((32, 64), 1), normal((48, 64), 2), normal((32, 48), 3)
+
+
+@pytest.mark.parametrize("recipe", ["default", "high_precision_backward", "dequantized_backward", "recipes_pretrain"])
+@pytest.mark.parametrize("out_dtype", [jnp.float32, jnp.bfloat16, "float16"])
+def test_out_dtype(native, recipe, out_dtype):
+    """Of the result alone; the gradients keep the dtypes of their operands."""
+    x, w, dy = SMALL[0], SMALL[1].astype(jnp.float32), SMALL[2].astype(out_dtype)
+    recipe = ALL_RECIPES[recipe]
+    y, dx, dw = jax.jit(partial(run, recipe=recipe, out_dtype=out_dtype))(x, w, dy)
+    assert (y.dtype, dx.dtype, dw.dtype) == (jnp.dtype(out_dtype), x.dtype, w.dtype)
+    qx, qw = by_tokens(x, recipe.fprop.x, 0, KEY), operand(w, recipe.fprop.w, 1, KEY)
+    if native.platform == "cpu":
+        assert_bitwise(y, matmul_nt(qx, qw, out_dtype=out_dtype))
+
+
+def test_out_dtype_is_that_of_x_if_not_given():
+    x, w, _ = SMALL
+    assert linear(x, w.astype(jnp.float32), out_dtype=None).dtype == x.dtype
+
+
+@pytest.mark.parametrize("implementation", [None, "native", "reference"])
+@pytest.mark.parametrize("recipe", ["default", "dequantized_backward", "recipes_pretrain", "recipes_window64", "mixed"])
+def test_the_implementation_is_that_of_every_quantizer_and_gemm(recipe, implementation):
+    f = partial(run, recipe=ALL_RECIPES[recipe], implementation=implementation)
+    ours = [eqn for eqn in equations_of(f, *SMALL) if eqn.primitive.name.startswith("nvfp4")]
+    assert len(ours) >= 4
+    assert {eqn.params["implementation"] for eqn in ours} == {implementation}
+
+
+def test_the_reference_gives_the_same_bits(cpu):
+    x, w, dy = normal((16, 32), 1), normal((16, 32), 2), normal((16, 16), 3)
+    reference, native = (
+        jax.jit(partial(run, recipe=Recipe(), implementation=i))(x, w, dy) for i in ("reference", "native")
+    )
+    for name, got, want in zip(("y", "dx", "dw"), reference, native, strict=True):
+        assert_bitwise(got, want, name)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """The options of every product, in order; each runs by the best kernel."""
+    calls = []
+
+    def record(*operands, accumulation, implementation, **options):
+        calls.append((accumulation, implementation))
+        return matmul_nt(*operands, **options)
+
+    monkeypatch.setattr(_linear, "matmul_nt", record)
+    monkeypatch.setattr(_native, "matmul_kernels", lambda: ("a_kernel",))
+    return calls
+
+
+@pytest.mark.parametrize("w_axes", ["nk", "kn"])
+@pytest.mark.parametrize("accumulation", ["fast", "pinned"])
+def test_accumulation_is_that_of_all_three_gemms(products, accumulation, w_axes):
+    x, w, dy = SMALL
+    run(x, w if w_axes == "nk" else w.T, dy, Recipe(), accumulation=accumulation, w_axes=w_axes)
+    linear(x, w, accumulation=accumulation)
+    assert products == [(accumulation, None)] * 4
+
+
+def test_accumulation_is_fast_by_default(products):
+    run(*SMALL, Recipe())
+    dot_general(*SMALL[:2], NT)
+    assert products == [("fast", None)] * 4
+
+
+def test_a_kernel_is_named_for_the_forward_gemm_alone(products):
+    f = partial(run, recipe=recipes.pretrain(), implementation="a_kernel")
+    ours = [eqn for eqn in equations_of(f, *SMALL) if eqn.primitive.name.startswith("nvfp4")]
+    assert products == [("fast", "a_kernel"), ("fast", None), ("fast", None)]
+    assert {eqn.params["implementation"] for eqn in ours} == {None}
+
+
+def test_gradients_in_high_precision_are_no_tf32(cpu):
+    """Which only a GPU would show in the bits."""
+    f = partial(run, recipe=RECIPES["high_precision_backward"])
+    dots = [eqn for eqn in equations_of(f, *SMALL) if eqn.primitive.name == "dot_general"]
+    assert [eqn.params["precision"] for eqn in dots] == [(lax.Precision.HIGHEST,) * 2] * 2
+
+
+# ---------------------------------------------------------------- w [K, N]
+@every_recipe
+def test_w_of_flax_order_is_its_composition(native, recipe):
+    x, w, dy = normal((32, 64), 1), normal((64, 48), 2), normal((32, 48), 3)
+    got = jax.jit(partial(run, recipe=recipe, w_axes="kn"))(x, w, dy)
+    assert_same(native, got, composition(x, w, dy, recipe, w_axes="kn"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("default", "weight_only", "row_scaled", "mixed", "rotated", "windows", "other_w_of_dgrad"),
+        *(f"recipes_{name}" for name in ("pretrain", "pretrain_no_tiles", "4over6_all", "window64", "inference")),
+    ],
+)
+@pytest.mark.parametrize("tokens", [32, 7])
+def test_w_of_flax_order_has_the_bits_of_its_transpose(cpu, name, tokens):
+    """The result and dx, and dw transposed where a quantized GEMM makes it."""
+    x, w, dy = normal((tokens, 64), 1), normal((64, 48), 2), normal((tokens, 48), 3)
+    recipe = ALL_RECIPES[name]
+    (y, dx, dw), (want_y, want_dx, want_dw) = (
+        jax.jit(partial(run, recipe=recipe, w_axes=axes))(x, v, dy) for axes, v in (("kn", w), ("nk", w.T))
+    )
+    assert_bitwise(y, want_y, "y")
+    if isinstance(recipe.dgrad, tuple):
+        assert_bitwise(dx, want_dx, "dx")
+    if isinstance(recipe.wgrad, tuple):
+        assert_bitwise(dw, want_dw.T, "dw")
+
+
+def test_random_bits_of_w_are_those_of_the_array_as_it_is_passed(cpu):
+    x, w = normal((32, 64), 1), normal((64, 48), 2)
+    recipe = ALL_RECIPES["stochastic"]
+    y, other = linear(x, w, recipe, key=KEY, w_axes="kn"), linear(x, w.T, recipe, key=KEY)
+    assert np.mean(np.asarray(y != other)) > 0.5
+
+
+@pytest.mark.parametrize("name", ["recipes_pretrain", "stochastic", "rotated"])
+def test_the_value_of_flax_order_is_the_same_with_and_without_gradients(cpu, name):
+    x, w, dy = normal((20, 64), 1), normal((64, 48), 2), normal((20, 48), 3)
+    recipe = ALL_RECIPES[name]
+    assert_bitwise(linear(x, w, recipe, key=KEY, w_axes="kn"), run(x, w, dy, recipe, w_axes="kn")[0])
+
+
+def moved(f, *args):
+    """The transposes and copies of [K, N] or [N, K] in float32 that the compiled program has, fused or not."""
+    text = jax.jit(f).lower(*args).compile().as_text()
+    return re.findall(r"= f32\[(?:192,112|112,192)\]\S* (transpose|copy)\(", text)
+
+
+FLAX_ORDER = ["default", "stochastic", "high_precision_backward", "dequantized_backward", "weight_only"]
+FLAX_ORDER += [f"recipes_{name}" for name in ("pretrain", "row_scaled", "4over6_all", "window64", "inference")]
+
+
+@pytest.mark.parametrize("name", FLAX_ORDER)
+def test_w_of_flax_order_is_neither_transposed_nor_copied(native, name):
+    x, w, dy = normal((32, 192), 1), normal((192, 112), 2, "fp32"), normal((32, 112), 3)
+    assert not moved(partial(run, recipe=ALL_RECIPES[name], w_axes="kn"), x, w, dy)
+    assert not moved(lambda x, w: linear(x, w, ALL_RECIPES[name], key=KEY, w_axes="kn"), x, w)
+
+
+def test_a_transpose_of_w_would_show(native):
+    x, w, dy = normal((32, 192), 1), normal((192, 112), 2, "fp32"), normal((32, 112), 3)
+    assert moved(lambda x, w, dy: run(x, w.T, dy, recipes.pretrain()), x, w, dy)
+
+
+def test_w_of_flax_order_over_devices(devices):
+    """Tokens over one axis and N over the other: the bits of one device."""
+    mesh = make_mesh(devices)
+    x, w, dy = normal((256, 128), 1), normal((128, 256), 2), normal((256, 256), 3)
+    f = jax.jit(partial(run, recipe=recipes.pretrain(), w_axes="kn"))
+    y, dx, dw = f(put(x, mesh, P("x", None)), put(w, mesh, P(None, "y")), put(dy, mesh, P("x", "y")))
+    want_y, want_dx, want_dw = f(*home(devices, (x, w, dy)))
+    if devices[0].platform == "cpu":
+        assert_bitwise(y, want_y)
+    for got, want in ((dx, want_dx), (dw, want_dw)):  # sums over devices
+        np.testing.assert_allclose(*(np.asarray(v, np.float32) for v in (got, want)), rtol=0.02, atol=0.02)
 
 
 # ---------------------------------------------------------------- the key
@@ -481,3 +671,42 @@ def test_equal_batch_elements_are_rounded_differently(native):
 def test_batched_products_of_other_recipes_ignore_the_key():
     x = normal((2, 16, 32), 1)
     assert_bitwise(dot_general(x, x, BATCHED_NT, key=KEY), dot_general(x, x, BATCHED_NT))
+
+
+# ---------------------------------------------------------------- dot_general of w in the order of Flax
+KN = (((1,), (0,)), ((), ()))
+
+
+@pytest.mark.parametrize(
+    "name", ["default", "stochastic_columns", "stochastic_rows", "recipes_pretrain", "recipes_4over6_all"]
+)
+def test_a_product_in_flax_order_has_the_bits_of_linear(cpu, name):
+    """Where w is rounded stochastically, of w transposed."""
+    x, w, recipe = normal((16, 64), 1), normal((64, 48), 2), ALL_RECIPES[name]
+    y, pull = jax.vjp(lambda x, w: dot_general(x, w, KN, recipe=recipe, key=KEY), x, w)
+    want, wanted_pull = jax.vjp(lambda x, w: linear(x, w.T, recipe, key=KEY), x, w)
+    assert_bitwise(y, want)
+    if isinstance(recipe.dgrad, tuple):
+        assert_same_tensor(pull(y), wanted_pull(y))
+
+
+FLAX_PRODUCTS = {
+    "dense": ((32, 192), (192, 112), KN),
+    "dense_of_leading_axes": ((2, 16, 192), (192, 112), (((2,), (0,)), ((), ()))),
+    "heads": ((32, 192), (192, 7, 16), KN),
+    "from_heads": ((32, 12, 16), (12, 16, 112), (((1, 2), (0, 1)), ((), ()))),
+    "batch": ((2, 32, 192), (2, 192, 112), (((2,), (1,)), ((0,), (0,)))),
+}
+
+
+@pytest.mark.parametrize(("left", "right", "dims"), FLAX_PRODUCTS.values(), ids=FLAX_PRODUCTS)
+def test_a_product_in_flax_order_transposes_nothing(native, left, right, dims):
+    x, w = normal(left, 1), normal(right, 2, "fp32")
+
+    def f(x, w):
+        y, pull = jax.vjp(lambda x, w: dot_general(x, w, dims, recipe=recipes.pretrain(), key=KEY), x, w)
+        return y, pull(y)
+
+    text = jax.jit(f).lower(x, w).compile().as_text()
+    for shape in re.findall(r"= f32\[([\d,]+)\]\S* (?:transpose|copy)\(", text):
+        assert math.prod(map(int, shape.split(","))) != w.size, shape

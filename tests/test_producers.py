@@ -15,7 +15,6 @@ from meshes import assert_sharded, make_mesh, put, run
 from operands import normal
 from test_isa import both  # noqa: F401  (a fixture)
 
-import jnvfp4
 from jnvfp4 import (
     NVFP4,
     NVFP4_2D,
@@ -24,6 +23,7 @@ from jnvfp4 import (
     NVFP4_SR,
     ROW_SCALED,
     WINDOW64,
+    Produced,
     Recipe,
     four_over_six,
     linear,
@@ -203,16 +203,16 @@ def test_long_rows(native, cols):
     x, weight = normal((2, cols), 3, "fp32"), normal((cols,), 4, "fp32")
     want = norm_by_formula(x, weight)
     assert_bitwise(values("norm", x, weight), want)
-    q = rms_norm_quantize(x, weight, ROW_SCALED)
-    assert_same_tensor(q, quantize(want, ROW_SCALED))
-    assert_same_tensor(silu_mul_quantize(x, x, ROW_SCALED), quantize(gate_by_formula(x, x), ROW_SCALED))
+    assert_same_tensor(rms_norm_quantize(x, weight, ROW_SCALED).row, quantize(want, ROW_SCALED))
+    assert_same_tensor(silu_mul_quantize(x, x, ROW_SCALED).row, quantize(gate_by_formula(x, x), ROW_SCALED))
 
 
 def test_eps_and_its_place():
     x, weight = np.full((1, 32), 1e-3, F32), np.ones(32, F32)
     for eps in (1e-5, 1e-2, 1):
-        _, y = rms_norm_quantize(x, weight, eps=eps, return_values=True)
-        assert_bitwise(y, norm_by_formula(x, weight, eps))
+        assert_bitwise(
+            rms_norm_quantize(x, weight, eps=eps, return_values=True).values, norm_by_formula(x, weight, eps)
+        )
 
 
 def test_a_row_whose_squares_overflow_is_zero():
@@ -229,13 +229,13 @@ def given_amax(shape, spec, transpose=False):
 
 @partial(jax.jit, static_argnums=(0, 3, 4))
 def by_specs(producer, a, b, specs, given):
-    """By each spec: the tensor, the same with y beside it, y, and what quantize makes of y."""
+    """By each spec: the results without and with y, and what quantize makes of y."""
     out = {}
     for spec in specs:
         call = partial(PRODUCERS[producer], a, b, spec, key=key_for(spec))
         amax = given_amax(a.shape, spec) if given else None
-        alone, (beside, y) = call(amax=amax), call(amax=amax, return_values=True)
-        out[name_of(spec)] = alone, beside, y, quantize(y, spec, amax=amax, key=key_for(spec))
+        alone, beside = call(amax=amax), call(amax=amax, return_values=True)
+        out[name_of(spec)] = alone, beside, (quantize(beside.values, spec, amax=amax, key=key_for(spec)), None)
     return out
 
 
@@ -245,18 +245,19 @@ def by_pairs(producer, a, b, pairs, given):
     for pair in pairs:
         call = partial(PRODUCERS[producer], a, b, *pair, key=key_for(*pair))
         amax = tuple(given_amax(a.shape, s, t) for s, t in zip(pair, (False, True), strict=True)) if given else None
-        alone, (beside, y) = call(amax=amax), call(amax=amax, return_values=True)
-        out[tuple(map(name_of, pair))] = alone, beside, y, quantize_pair(y, *pair, amax=amax, key=key_for(*pair))
+        alone, beside = call(amax=amax), call(amax=amax, return_values=True)
+        tensors = quantize_pair(beside.values, *pair, amax=amax, key=key_for(*pair))
+        out[tuple(map(name_of, pair))] = alone, beside, tensors
     return out
 
 
 def check_bytes(f, producer, shape, dtype, which, given):
     a, b = operands(producer, shape, dtype)
     want = values(producer, a, b)
-    for name, (alone, beside, y, tensors) in f(producer, a, b, tuple(which), given).items():
-        assert_bitwise(y, want, f"{name} y")
-        assert_same_tensor(alone, tensors, str(name))
-        assert_same_tensor(beside, tensors, f"{name} beside y")
+    for name, (alone, beside, tensors) in f(producer, a, b, tuple(which), given).items():
+        assert_bitwise(beside.values, want, f"{name} y")
+        assert_same_tensor(alone, Produced(*tensors), str(name))
+        assert_same_tensor((beside.row, beside.col), tensors, f"{name} beside y")
 
 
 found_or_given = pytest.mark.parametrize("given", [False, True], ids=["found", "given"])
@@ -361,10 +362,10 @@ def test_vmap_of_a_weight_beside_leading_axes(native):
 @every_producer
 def test_jit_equals_eager_and_empty_is_empty(native, producer):
     a, b = operands(producer, (17, 48))
-    f = partial(PRODUCERS[producer], spec=NVFP4, return_values=True)
+    f = partial(PRODUCERS[producer], row_spec=NVFP4, return_values=True)
     assert_same_tensor(jax.jit(f)(a, b), f(a, b))
-    q, y = f(a[:0], b if producer == "norm" else b[:0])
-    assert q.shape == y.shape == (0, 48)
+    empty = f(a[:0], b if producer == "norm" else b[:0])
+    assert empty.row.shape == empty.values.shape == (0, 48)
 
 
 # ---------------------------------------------------------------- meshes
@@ -395,15 +396,15 @@ def test_sharded_equals_unsharded(devices, producer, axes, spec):
     home = [jax.device_put(v, devices[0]) for v in (a, b)]
     assert_same_tensor(got, jax.jit(f)(*home))
     if producer == "gate" or spec[1] is None:  # XLA may split what a norm was gathered for
-        assert_sharded(got["given"].data, mesh, spec)
-        assert_sharded(got["row"][1], mesh, spec)
-        assert_sharded(got["stochastic"][1].data, mesh, P(*reversed(spec)))
+        assert_sharded(got["given"].row.data, mesh, spec)
+        assert_sharded(got["row"].values, mesh, spec)
+        assert_sharded(got["stochastic"].col.data, mesh, P(*reversed(spec)))
 
 
 def test_a_gate_reduces_only_the_amax(devices):
     mesh = make_mesh(devices, "x")
     a, b = (put(v, mesh, P(None, "x")) for v in operands("gate", (32, 1024)))
-    _, found = run(partial(silu_mul_quantize, spec=ROW_SCALED), a, b)
+    _, found = run(partial(silu_mul_quantize, row_spec=ROW_SCALED), a, b)
     assert found == [("all-reduce", "u32[32]")]
     _, found = run(lambda a, b: silu_mul_quantize(a, b, amax=jnp.float32(2)), a, b)
     assert found == []
@@ -415,7 +416,7 @@ def test_a_norm_keeps_its_rows_whole(devices):
     with pytest.raises(ValueError, match=r"rms_norm_quantize: axis 1 of shape \(32, 1024\) is sharded over 'x'"):
         jax.jit(rms_norm_quantize)(put(x, mesh, P(None, "x")), weight)
     got = jax.jit(rms_norm_quantize)(put(x, mesh, P("x", None)), put(weight, mesh, P(None)))
-    assert got.data.sharding.spec == P("x", None)
+    assert got.row.data.sharding.spec == P("x", None)
 
 
 @every_producer
@@ -423,7 +424,7 @@ def test_shard_map(devices, producer):
     mesh = make_mesh(devices, "x")
     a, b = operands(producer, (16 * len(devices), 64))
     specs = (P("x"), P() if producer == "norm" else P("x"))
-    f = partial(PRODUCERS[producer], spec=ROW_SCALED, return_values=True)
+    f = partial(PRODUCERS[producer], row_spec=ROW_SCALED, return_values=True)
     placed = [put(v, mesh, s) for v, s in zip((a, b), specs, strict=True)]
     got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("x")))(*placed)
     assert_same_tensor(got, f(*(jax.device_put(v, devices[0]) for v in (a, b))))
@@ -452,7 +453,7 @@ def test_gradients(native, producer, dtype):
     def loss(f):
         return lambda a, b: jnp.sum(f(a, b).astype(jnp.float32) * cotangent)
 
-    y = lambda a, b: PRODUCERS[producer](a, b, ROW_SCALED, return_values=True)[1]  # noqa: E731
+    y = lambda a, b: PRODUCERS[producer](a, b, ROW_SCALED, return_values=True).values  # noqa: E731
     got = jax.jit(jax.grad(loss(y), (0, 1)))(a, b)
     want = jax.grad(loss(FORMULAS[producer]), (0, 1))(a, b)
     for g, w in zip(got, want, strict=True):
@@ -465,10 +466,10 @@ def test_gradients(native, producer, dtype):
 @every_producer
 def test_the_tensors_have_no_gradient(producer):
     a, b = operands(producer, (16, 64), "fp32")
-    amaxes = lambda a, b: jnp.sum(PRODUCERS[producer](a, b, ROW_SCALED, return_values=True)[0].amax)  # noqa: E731
+    amaxes = lambda a, b: jnp.sum(PRODUCERS[producer](a, b, ROW_SCALED, return_values=True).row.amax)  # noqa: E731
     assert all(not np.any(np.asarray(g)) for g in jax.grad(amaxes, (0, 1))(a, b))
     with pytest.raises(NotImplementedError, match="nvfp4_produce has no derivative"):
-        jax.grad(lambda a: jnp.sum(PRODUCERS[producer](a, b, ROW_SCALED).amax))(a)
+        jax.grad(lambda a: jnp.sum(PRODUCERS[producer](a, b, ROW_SCALED).row.amax))(a)
 
 
 def test_gradients_in_shard_map_sum_over_a_shared_weight(devices):
@@ -476,7 +477,7 @@ def test_gradients_in_shard_map_sum_over_a_shared_weight(devices):
     x, weight = operands("norm", (16 * len(devices), 64), "fp32")
 
     def loss(x, weight):
-        return jax.lax.psum(jnp.sum(rms_norm_quantize(x, weight, ROW_SCALED, return_values=True)[1]), "x")
+        return jax.lax.psum(jnp.sum(rms_norm_quantize(x, weight, ROW_SCALED, return_values=True).values), "x")
 
     mapped = jax.shard_map(loss, mesh=mesh, in_specs=(P("x"), P()), out_specs=P())
     placed = [put(v, mesh, s) for v, s in zip((x, weight), (P("x"), P()), strict=True)]
@@ -501,8 +502,8 @@ def test_linear_takes_what_was_quantized(recipe, pair):
     key = KEY if recipe.stochastic else None
 
     def layer(fused, x, weight, w):
-        q, y = rms_norm_quantize(x, weight, *pair, return_values=True)
-        out = linear(y, w, recipe, key=key, quantized=q if fused else None)
+        produced = rms_norm_quantize(x, weight, *pair, return_values=True)
+        out = linear(produced.values, w, recipe, key=key, quantized=produced if fused else None)
         return jnp.sum(out.astype(jnp.float32) ** 2), out
 
     with jax.default_device(jax.devices("cpu")[0]):
@@ -511,12 +512,14 @@ def test_linear_takes_what_was_quantized(recipe, pair):
     assert_same_tensor(fused, plain)
 
 
+@pytest.mark.parametrize("form", ["produced", "tensors"])
 @pytest.mark.parametrize("col_spec", [None, NVFP4], ids=["row", "pair"])
-def test_linear_reads_what_was_quantized_and_nothing_else(col_spec):
-    """Of another array, so that it shows: the product, and the gradient of w if its operand is given too."""
+def test_linear_reads_what_was_quantized_and_nothing_else(col_spec, form):
+    """Of another array, so that it shows: the product, and the gradient of w if its operand is passed too."""
     (x, weight), other, w = operands("norm", (32, 64)), normal((32, 64), 6), normal((48, 64), 8)
-    q, _ = rms_norm_quantize(other, weight, NVFP4, col_spec, return_values=True)
-    _, z = rms_norm_quantize(other, weight, return_values=True)
+    produced = rms_norm_quantize(other, weight, NVFP4, col_spec, return_values=True)
+    z = produced.values
+    q = produced if form == "produced" else produced.row if col_spec is None else (produced.row, produced.col)
     with jax.default_device(jax.devices("cpu")[0]):
         out, gradient = jax.vjp(lambda w: linear(x, w, quantized=q), w)
         want, wanted_gradient = jax.vjp(lambda w: linear(z, w), w)
@@ -524,6 +527,15 @@ def test_linear_reads_what_was_quantized_and_nothing_else(col_spec):
         assert_bitwise(out, want)
         from_x = jax.vjp(lambda w: linear(x, w), w)[1](want)
         assert_same_tensor(gradient(want), from_x if col_spec is None else wanted_gradient(want))
+
+
+@every_producer
+def test_a_key_that_nothing_uses_is_ignored(producer):
+    a, b = operands(producer, (16, 64))
+    f = PRODUCERS[producer]
+    assert_same_tensor(f(a, b, NVFP4, NVFP4, key=KEY), f(a, b, NVFP4, NVFP4))
+    for values in (False, True):
+        assert_same_tensor(f(a, b, key="no key", return_values=values), f(a, b, return_values=values))
 
 
 # ---------------------------------------------------------------- errors
@@ -559,18 +571,38 @@ ERRORS = {
     "up shape": (silu_mul_quantize, [a(4, 16), a(4, 32)], {}, ValueError, r"the same shape .* float32\(4, 32\)"),
     "up dtype": (silu_mul_quantize, [a(4, 16), a(4, 16, dtype=BF16)], {}, ValueError, "got float32.* and bfloat16"),
     "rank": (rms_norm_quantize, [a(16), a(16)], {}, ValueError, r"x must have rank 2 or more, .* got x.shape=\(16,\)"),
-    "tiles": (silu_mul_quantize, [a(4, 16), a(4, 16)], {"spec": NVFP4_2D}, ValueError, "block_rows=16 .* gate.shape"),
+    "tiles": (
+        silu_mul_quantize,
+        [a(4, 16), a(4, 16)],
+        {"row_spec": NVFP4_2D},
+        ValueError,
+        "block_rows=16 .* gate.shape",
+    ),
     "columns": (silu_mul_quantize, [a(4, 16), a(4, 16)], {"col_spec": NVFP4}, ValueError, "M .the quantized axis.* 16"),
     "eps": (rms_norm_quantize, [a(4, 16), a(16)], {"eps": 0.0}, ValueError, "eps must be a positive normal .* got 0.0"),
     "eps type": (rms_norm_quantize, [a(4, 16), a(16)], {"eps": "x"}, TypeError, "eps must be a number, got 'x'"),
     "spec": (
         rms_norm_quantize,
         [a(4, 16), a(16)],
-        {"spec": "nvfp4"},
+        {"row_spec": "nvfp4"},
         TypeError,
-        "spec must be a QuantSpec, got 'nvfp4'",
+        "row_spec must be a QuantSpec, got 'nvfp4'",
     ),
-    "key": (silu_mul_quantize, [a(4, 16), a(4, 16)], {"spec": NVFP4_SR}, ValueError, "key must be a JAX PRNG key"),
+    "col spec": (
+        silu_mul_quantize,
+        [a(16, 16), a(16, 16)],
+        {"col_spec": 4},
+        TypeError,
+        "col_spec must be a QuantSpec, got 4",
+    ),
+    "a pair of amax without col_spec": (
+        rms_norm_quantize,
+        [a(16, 16), a(16)],
+        {"amax": (1.0, 1.0)},
+        ValueError,
+        r"amax must have shape \(\) .*, got \(2,\)",
+    ),
+    "key": (silu_mul_quantize, [a(4, 16), a(4, 16)], {"row_spec": NVFP4_SR}, ValueError, "key must be a JAX PRNG key"),
     "pair amax": (
         rms_norm_quantize,
         [a(16, 16), a(16)],
@@ -602,30 +634,61 @@ def test_errors(f, arrays, arguments, error, text):
         jax.eval_shape(partial(f, **arguments), *arrays)
 
 
-Q = partial(rms_norm_quantize, return_values=True)
+T = quantize(jnp.ones((16, 64)))
+COLS = quantize(jnp.ones((16, 64)), transpose=True)
+W64 = Recipe(wgrad=(WINDOW64, NVFP4))
+# x's shape, quantized, recipe, text
 QUANTIZED_ERRORS = {
-    "format": (
-        ROW_SCALED,
-        None,
+    "no tensor": ((16, 64), "x", Recipe(), "quantized must be a Produced, an NVFP4Tensor or a pair of them, got 'x'"),
+    "three": ((16, 64), (T, None, None), Recipe(), "quantized must be a Produced, an NVFP4Tensor or a pair of them"),
+    "pair of arrays": ((16, 64), (1, 2), Recipe(), "quantized.row must be an NVFP4Tensor or None, got 1"),
+    "rank": (
+        (2, 8, 64),
+        T,
         Recipe(),
-        r"by QuantSpec\(.*tensor.*, for x.shape=\(16, 64\), got \(16, 64\) in .*row",
+        r"x must have rank 2, .*, where quantized is passed, got x.shape=\(2, 8, 64\); fl",
     ),
-    "columns": (NVFP4, NVFP4, recipes.inference(), "transposed as the recipe quantizes it, by None"),
-    "weight only": (NVFP4, None, recipes.inference(weight_only=True), "as the recipe quantizes it, by None"),
+    "format": (
+        (16, 64),
+        quantize(jnp.ones((16, 64)), ROW_SCALED),
+        Recipe(),
+        r"quantized.row must have the format of recipe.fprop.x, Format\(.*'tensor'.*, got Format\(.*'row'",
+    ),
+    "shape": ((32, 64), T, Recipe(), r"quantized.row must have shape \(32, 64\), got \(16, 64\)"),
+    "columns, shape": ((16, 64), (None, T), Recipe(), r"quantized.col must have shape \(64, 16\), got \(16, 64\)"),
+    "columns": (
+        (16, 64),
+        Produced(T, COLS),
+        recipes.inference(),
+        "quantized.col must be None, since the recipe has no recipe.wgrad.x to read it by, got Format",
+    ),
+    "weight only": (
+        (16, 64),
+        T,
+        recipes.inference(weight_only=True),
+        "quantized.row must be None, since the recipe has no recipe.fprop.x to read it by",
+    ),
+    "tokens": (
+        (16, 64),
+        (T, COLS),
+        W64,
+        r"M must be a multiple of 64 where quantized.col is passed, since recipe.wgrad contracts over it, got x.shape="
+        r"\(16, 64\); pad x before it is quantized, or pass quantized.row alone",
+    ),
 }
 
 
-@pytest.mark.parametrize(("spec", "col_spec", "recipe", "text"), QUANTIZED_ERRORS.values(), ids=QUANTIZED_ERRORS)
-def test_linear_refuses_what_it_would_not_make(spec, col_spec, recipe, text):
-    q, y = rms_norm_quantize(*operands("norm", (16, 64)), spec, col_spec, return_values=True)
-    with pytest.raises(ValueError, match=f"linear: quantized must be x .M, K.*{text}"):
-        linear(y, normal((32, 64)), recipe, quantized=q)
+@pytest.mark.parametrize(("shape", "quantized", "recipe", "text"), QUANTIZED_ERRORS.values(), ids=QUANTIZED_ERRORS)
+def test_linear_refuses_what_it_would_not_make(shape, quantized, recipe, text):
+    with pytest.raises(ValueError, match=f"^linear: {text}"):
+        linear(normal(shape), normal((32, 64)), recipe, quantized=quantized)
 
 
-@pytest.mark.parametrize("quantized", ["x", (None, None, None)], ids=str)
-def test_linear_refuses_what_is_no_tensor(quantized):
-    with pytest.raises(ValueError, match="quantized must be"):
-        linear(normal((16, 64)), normal((32, 64)), quantized=quantized)
+def test_tokens_need_no_multiple_without_the_columns(devices):
+    """Then x is padded and quantized for wgrad in linear."""
+    w = normal((64, 64))
+    y, pull = jax.vjp(lambda w: linear(jnp.ones((16, 64)), w, W64, quantized=T), w)
+    assert pull(y)[0].shape == w.shape
 
 
 # ---------------------------------------------------------------- the handler
@@ -665,7 +728,3 @@ REFUSED = {
 def test_the_handler_refuses_buffers_that_do_not_fit(native, x, b, results, arguments, text):
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"INVALID_ARGUMENT: .*{text}"):
         jax.block_until_ready(call(x, b, results, **arguments))
-
-
-def test_supports_names_them():
-    assert all(jnvfp4.supports(f.__name__, jax.devices("cpu")[0]) is True for f in PRODUCERS.values())

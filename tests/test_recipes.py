@@ -1,5 +1,6 @@
 """The named recipes: the spec of every operand, and what they refuse."""
 
+import dataclasses
 import inspect
 from itertools import product
 
@@ -205,6 +206,34 @@ def test_recipes_are_values():
             make().fprop = None
 
 
+def test_specs_have_names():
+    """Plain pairs become them, and stay equal to pairs."""
+    recipe = Recipe((None, NVFP4), (NVFP4_SR, NVFP4_2D), (NVFP4_RHT_SR, NVFP4_RHT))
+    assert (recipe.fprop.x, recipe.fprop.w) == (None, NVFP4)
+    assert (recipe.dgrad.dy, recipe.dgrad.w) == (NVFP4_SR, NVFP4_2D)
+    assert (recipe.wgrad.dy, recipe.wgrad.x) == (NVFP4_RHT_SR, NVFP4_RHT)
+    assert type(recipe.fprop) is recipes.Fprop
+    assert type(recipe.dgrad) is recipes.Dgrad
+    assert type(recipe.wgrad) is recipes.Wgrad
+    named = Recipe(recipes.Fprop(None, NVFP4), recipes.Dgrad(NVFP4_SR, NVFP4_2D), recipes.Wgrad(*recipe.wgrad))
+    assert named == recipe
+    assert hash(named) == hash(recipe)
+
+
+@pytest.mark.parametrize("how", [None, "dequantized"])
+def test_gradients_in_high_precision_have_no_specs(how):
+    recipe = Recipe(dgrad=how, wgrad=how)
+    assert (recipe.dgrad, recipe.wgrad) == (how, how)
+    assert (recipe.dgrad_specs, recipe.wgrad_specs) == (None, None)
+    assert (Recipe().dgrad_specs, Recipe().wgrad_specs) == (Recipe().dgrad, Recipe().wgrad)
+
+
+def test_one_field_can_be_replaced():
+    recipe = dataclasses.replace(recipes.pretrain(), wgrad=(NVFP4, NVFP4))
+    assert recipe == Recipe(recipes.pretrain().fprop, recipes.pretrain().dgrad, (NVFP4, NVFP4))
+    assert repr(recipe).startswith("Recipe(fprop=Fprop(x=QuantSpec(")
+
+
 # ---------------------------------------------------------------- refused
 INVALID = {
     **{
@@ -247,6 +276,15 @@ INVALID = {
     "weight-only, window64": (
         lambda: Recipe((None, WINDOW64)),
         'Recipe: fprop weight-only needs a w spec with amax_scope "tensor" or "row", got',
+    ),
+    "fprop, a list": (
+        lambda: Recipe([NVFP4, NVFP4]),
+        r"Recipe: fprop must be a pair \(x spec or None, w spec\), got \[",
+    ),
+    "wgrad, three": (lambda: Recipe(wgrad=(NVFP4,) * 3), r"Recipe: wgrad must be a pair \(dy spec, x spec\), got \("),
+    "wgrad, a word": (
+        lambda: Recipe(wgrad="bf16"),
+        "Recipe: wgrad must be a pair of specs, None or \"dequantized\", got 'bf16'",
     ),
     "no dy spec": (lambda: Recipe(dgrad=(None, NVFP4)), r"Recipe: dgrad must be a pair \(dy spec, w spec\), got"),
 }

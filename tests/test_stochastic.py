@@ -1,5 +1,6 @@
 """Stochastic rounding: the bits are Philox at the documented counter, and its results have the stated odds."""
 
+import math
 from functools import partial
 
 import jax
@@ -16,6 +17,7 @@ from jnvfp4 import (
     NVFP4_RHT,
     NVFP4_RHT_SR,
     NVFP4_SR,
+    ROW_SCALED,
     dequantize,
     fake_quant,
     linear,
@@ -23,6 +25,7 @@ from jnvfp4 import (
     quantize_pair,
     recipes,
 )
+from jnvfp4._arguments import random_stream
 from jnvfp4._primitives import quantize as primitive
 from jnvfp4._primitives._base import bind
 
@@ -302,6 +305,26 @@ def test_what_is_not_one_key_is_refused(op, key, error):
 
 
 @pytest.mark.parametrize("op", [quantize, quantize_pair, fake_quant])
-def test_a_key_that_nothing_uses_is_refused(op):
-    with pytest.raises(ValueError, match='key must be None for rounding="nearest"'):
-        op(np.ones((16, 16), np.float32), key=KEY)
+@pytest.mark.parametrize("key", [KEY, "no key"], ids=["key", "text"])
+def test_a_key_that_nothing_uses_is_ignored(op, key):
+    x = np.ones((16, 16), np.float32)
+    assert str(jax.make_jaxpr(partial(op, key=key))(x)) == str(jax.make_jaxpr(op)(x))
+
+
+def test_a_pair_without_a_kernel_draws_for_one_side():
+    """Two calls: the key is for the side that rounds stochastically."""
+    x = normal((16, 32))
+    assert_same_tensor(
+        quantize_pair(x, ROW_SCALED, NVFP4_SR, key=KEY),
+        (quantize(x, ROW_SCALED), quantize(x, NVFP4_SR, key=KEY, transpose=True)),
+    )
+
+
+# ---------------------------------------------------------------- where a matrix begins
+@pytest.mark.parametrize("shape", [(5, 48, 64), (3, 2, 1 << 12, 1 << 16), (7, 1 << 18, 1 << 17), (3, 1 << 20, 1 << 20)])
+def test_the_stream_of_a_matrix_begins_at_its_first_block(shape):
+    """Of arrays with more blocks than 32 bits count, all matrices together or each."""
+    *lead, rows, cols = shape
+    stream = np.asarray(random_stream(KEY, shape)).reshape(-1, 4).astype(object)
+    assert [low + (high << 32) for *_, low, high in stream] == [i * rows * cols // 16 for i in range(math.prod(lead))]
+    assert (stream[:, :2] == np.asarray(jax.random.bits(KEY, (2,), jnp.uint32))).all()

@@ -11,7 +11,20 @@ from helpers import assert_bitwise, assert_same_tensor, rotate
 from jax.sharding import PartitionSpec as P
 from operands import normal
 
-from jnvfp4 import NVFP4, NVFP4_RHT, ROW_SCALED, WINDOW64, Format, NVFP4Tensor, dequantize, quantize
+from jnvfp4 import (
+    NVFP4,
+    NVFP4_RHT,
+    ROW_SCALED,
+    WINDOW64,
+    Format,
+    NVFP4Tensor,
+    dequantize,
+    fake_quant,
+    quantize,
+    quantize_pair,
+    silu_mul_quantize,
+)
+from jnvfp4.spec import name_of
 
 
 @pytest.fixture
@@ -131,3 +144,15 @@ def test_tensor_amax_of_nothing_is_zero(spec):
 def test_a_subnormal_tensor_amax_survives_jit(native):
     x = jnp.full((16, 64), 1e-40)
     assert_bitwise(jax.jit(lambda x: quantize(x, WINDOW64).tensor_amax)(x), np.float32(1e-40))
+
+
+@pytest.mark.parametrize("spec", [NVFP4, NVFP4_RHT, ROW_SCALED], ids=name_of)
+def test_a_weakly_typed_amax_makes_no_weakly_typed_tensor(spec):
+    """Of jnp.asarray(2.0) and the like."""
+    amax = jnp.full(16, 2.0) if spec == ROW_SCALED else jnp.asarray(2.0)
+    assert jax.typeof(jnp.asarray(2.0)).weak_type
+    t = quantize(jnp.ones((16, 32)), spec, amax=amax)
+    row, col = quantize_pair(jnp.ones((16, 32)), amax=(jnp.asarray(2.0), jnp.asarray(2.0)))
+    produced = silu_mul_quantize(jnp.ones((16, 32)), jnp.ones((16, 32)), amax=jnp.asarray(2.0))
+    assert not any(jax.typeof(leaf).weak_type for leaf in jax.tree.leaves((t, row, col, produced)))
+    assert not jax.typeof(fake_quant(jnp.ones((16, 32)), amax=jnp.asarray(2.0))).weak_type

@@ -30,7 +30,7 @@ from jnvfp4 import (
     quantize_pair,
     recipes,
 )
-from jnvfp4.recipe import DEFAULT
+from jnvfp4.recipes import DEFAULT
 from jnvfp4.spec import SUPPORTED_SPECS, name_of
 
 SIZE = 3

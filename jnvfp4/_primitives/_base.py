@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,15 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat, _native
+
+
+class Backend(NamedTuple):
+    """Says which code computes one device's block."""
+
+    name: str  # "reference", "cpu" or "cuda"
+    capability: int = 0  # of a GPU: 10 * major + minor; the least that every supported GPU has, if none is known
+    kernel: str | None = None  # the kernel of a product, if ``implementation`` names one
+
 
 Shape = tuple[int, ...]
 Axes = list  # how an array is sharded: for each dimension None, a mesh axis name, or a tuple of them
@@ -109,7 +118,7 @@ def make_primitive(
     Args:
       name: of the primitive, also of its FFI target.
       abstract: ``(*avals, **params)`` -> result avals; all validation of shapes and dtypes.
-      local: ``(backend, *arrays, **params)`` -> results, on one device; backend is "reference", "cpu" or "cuda".
+      local: ``(backend, *arrays, **params)`` -> results, on one device.
       batch: the vmap rule, ``(args, dims, **params)``.
       partition: see ``Partition``.
       rule: ``(*operand shapes, **params)`` -> for each operand, then for each result, a name for every dimension.
@@ -146,12 +155,7 @@ def _lowering_rule(name: str, bodies: Callable, empty: Callable | None) -> Calla
     """Returns the lowering of a primitive for a platform, or for all without kernels (None)."""
 
     def lower(platform: str | None, ctx, *operands, **params):
-        if params["implementation"] == "native" and platform is None:
-            raise NotImplementedError(
-                f"{name}: implementation='native' has no kernel for this platform; built: "
-                f"{sorted(_native.extensions())}; use implementation=None or 'reference'"
-            )
-        backend = "reference" if platform is None or params["implementation"] == "reference" else platform
+        backend = _backend(name, platform, params["implementation"], ctx)
         one_device, partitioned = bodies(backend, _key(params))
         # custom_partitioning has no mesh inside a manual region: the block is local there anyway.
         manual = any(AxisType.Manual in aval.sharding.mesh.axis_types for aval in ctx.avals_in)
@@ -167,11 +171,24 @@ def _lowering_rule(name: str, bodies: Callable, empty: Callable | None) -> Calla
     return lower
 
 
-def _device_bodies(local: Callable, partition: Partition, rule: Callable) -> Callable[[str, tuple], tuple[Body, Body]]:
+def _backend(name: str, platform: str | None, implementation: str | None, ctx: Any) -> Backend:
+    if implementation not in (None, "reference") and platform is None:
+        raise NotImplementedError(
+            f"{name}: implementation={implementation!r} has no kernel for this platform; built: "
+            f"{sorted(_native.extensions())}; use implementation=None or 'reference'"
+        )
+    if platform is None or implementation == "reference":
+        return Backend("reference")
+    kernel = None if implementation in (None, "native") else implementation
+    capability = 0 if platform == "cpu" else _compat.gpu_capability(ctx) or _native.any_gpu()
+    return Backend(platform, capability, kernel)
+
+
+def _device_bodies(local: Callable, partition: Partition, rule: Callable) -> Callable:
     """Returns the function from backend and parameters to the computation of one device, and the one XLA partitions."""
 
     @functools.cache  # one custom_partitioning for each: a new one would be traced and compiled again
-    def bodies(backend: str, key: tuple) -> tuple[Body, Body]:
+    def bodies(backend: Backend, key: tuple) -> tuple[Body, Body]:
         params = _static(dict(key))
 
         def one_device(*operands, **changed):

@@ -155,9 +155,9 @@ class Side(NamedTuple):
         first_col = shard_index(mesh, col) * jnp.uint32(blocks // ways(mesh, col))
         # 64 bits in two words: jax has no wider integers unless told to, and an array may have more than 2^32 blocks.
         low, high = stream[..., 2], stream[..., 3]
-        row_high, row_low = reference.mul_wide(blocks, first_row)
-        low, high = reference.add_wide(low, high + row_high, row_low)
-        low, high = reference.add_wide(low, high, first_col)
+        row_high, row_low = softfloat.mul_wide(blocks, first_row)
+        low, high = softfloat.add_wide(low, high + row_high, row_low)
+        low, high = softfloat.add_wide(low, high, first_col)
         return jnp.stack([stream[..., 0], stream[..., 1], low, high], axis=-1)
 
     def quantize_by_reference(self, x: jax.Array, amax: Any, stream: Any, row_blocks: Any) -> list[jax.Array]:

@@ -9,7 +9,7 @@ from jax.core import ShapedArray
 
 from .. import reference
 from ..spec import Format
-from ._base import Axes, Body, Shape, axes_of_dims, check_explicit, make_primitive, typed
+from ._base import Axes, Backend, Body, Shape, axes_of_dims, check_explicit, make_primitive, typed
 from ._operands import batch_size, batched_parts, check_parts, keep_blocks, names_of_dims, part_shardings
 
 
@@ -26,7 +26,7 @@ def _abstract(
 
 
 def _local(
-    backend: str,
+    backend: Backend,
     data: jax.Array,
     scale: jax.Array,
     amax: jax.Array,
@@ -35,7 +35,7 @@ def _local(
     dtype: Any,
     rotate_back: bool,
 ) -> Sequence[jax.Array]:
-    if backend == "reference":
+    if backend.name == "reference":
         return [reference.dequantize(data, scale, amax, format, dtype, rotate_back)]
     call = jax.ffi.ffi_call("nvfp4_dequantize", [jax.ShapeDtypeStruct(_values_shape(data), dtype)])
     windows, rotated = format.amax_scope == "window64", format.rht and rotate_back

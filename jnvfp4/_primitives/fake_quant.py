@@ -12,7 +12,7 @@ from jax.core import ShapedArray
 
 from .. import reference, softfloat
 from ..spec import QuantSpec
-from ._base import Axes, Body, Shape, axes_of_dims, make_primitive, typed
+from ._base import Axes, Backend, Body, Shape, axes_of_dims, make_primitive, typed
 from ._operands import (
     Operands,
     Side,
@@ -35,11 +35,11 @@ def _abstract(*flat: ShapedArray, spec: QuantSpec, has_amax: bool) -> list[Shape
 
 
 def _local(
-    backend: str, *flat: jax.Array, spec: QuantSpec, has_amax: bool, row_blocks: tuple[int, int] | None = None
+    backend: Backend, *flat: jax.Array, spec: QuantSpec, has_amax: bool, row_blocks: tuple[int, int] | None = None
 ) -> Sequence[jax.Array]:
     ops, x = split_operands(flat, [Side(spec, False, has_amax)]), flat[0]
     blocks, _ = row_blocks or blocks_in_rows(x.shape)
-    if backend == "reference":
+    if backend.name == "reference":
         return [_by_reference(ops, spec, blocks)]
     attrs = {"spec": spec.ffi_attrs(), "row_blocks": np.int32(blocks)}
     return call_ffi("nvfp4_fake_quant", ffi_operands(ops), [(x.shape, x.dtype)], **attrs)

@@ -9,13 +9,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 
 from .. import reference, softfloat
 from ..spec import Format
-from ._base import Axes, Body, Shape, axes_if_divisible, axes_of, axes_of_dims, check_explicit, make_primitive, typed
+from ._base import (
+    Axes,
+    Backend,
+    Body,
+    Shape,
+    axes_if_divisible,
+    axes_of,
+    axes_of_dims,
+    check_explicit,
+    make_primitive,
+    typed,
+)
+from ._matmul_routes import Product, multiply
 from ._operands import batch_size, batched, batched_parts, check_float, check_parts, part_shardings
 
 DENSE_DTYPES = (jnp.bfloat16, jnp.float16)
@@ -56,7 +67,7 @@ def _unit(*formats: Format | None) -> int:
 
 
 def _abstract(
-    *flat: ShapedArray, a_format: Format | None, b_format: Format, has_bias: bool, out_dtype: Any
+    *flat: ShapedArray, a_format: Format | None, b_format: Format, has_bias: bool, out_dtype: Any, accumulation: str
 ) -> list[ShapedArray]:
     ops = _split(flat, a_format, has_bias)
     a, b = ops.a[0], ops.b[0]
@@ -100,7 +111,7 @@ def _check_axes_once(axes: Axes) -> None:
 
 
 def _empty(
-    *flat: jax.Array, a_format: Format | None, b_format: Format, has_bias: bool, out_dtype: Any
+    *flat: jax.Array, a_format: Format | None, b_format: Format, has_bias: bool, out_dtype: Any, accumulation: str
 ) -> Sequence[jax.Array]:
     """Returns the result without a kernel: the sum over no products is 0, which leaves the bias."""
     ops = _split(flat, a_format, has_bias)
@@ -110,69 +121,20 @@ def _empty(
 
 # ---------------------------------------------------------------- on one device
 def _local(
-    backend: str, *flat: jax.Array, a_format: Format | None, b_format: Format, has_bias: bool, out_dtype: Any
+    backend: Backend,
+    *flat: jax.Array,
+    a_format: Format | None,
+    b_format: Format,
+    has_bias: bool,
+    out_dtype: Any,
+    accumulation: str,
 ) -> Sequence[jax.Array]:
     ops = _split(flat, a_format, has_bias)
-    shape = (*ops.a[0].shape[:-1], ops.b[0].shape[-2])
-    result = jax.ShapeDtypeStruct(shape, out_dtype)
-    b_max = b_format.e4m3_max
-    if backend == "reference":
+    bias = ops.bias[0] if has_bias else None
+    if backend.name == "reference":
         a = ops.a[0] if a_format is None else ops.a
-        return [reference.matmul(a, ops.b, ops.bias[0] if has_bias else None, a_format, b_format, out_dtype)]
-    bias = ops.bias[0] if has_bias else jnp.zeros((0,), jnp.float32)
-    if backend == "cpu" or _windowed(a_format, b_format):
-        kernel = "cpu_nvfp4_blocks" if backend == "cpu" else "sm80_nvfp4_blocks"
-        a_parts = ops.a if a_format is not None else (*ops.a, jnp.zeros((0,), jnp.uint8), jnp.zeros((0,), jnp.float32))
-        call = jax.ffi.ffi_call("nvfp4_matmul", [result, jax.ShapeDtypeStruct((0,), jnp.uint8)])
-        return call(
-            *a_parts,
-            *ops.b,
-            bias,
-            kernel=kernel,
-            pinned=False,
-            a_e4m3_max=np.int32(448 if a_format is None else a_format.e4m3_max),
-            b_e4m3_max=np.int32(b_max),
-            a_windows=a_format is not None and a_format.amax_scope == "window64",
-            b_windows=b_format.amax_scope == "window64",
-        )[:1]
-    return [_cuda(ops, bias, None if a_format is None else a_format.e4m3_max, b_max, result)]
-
-
-def _windowed(*formats: Format | None) -> bool:
-    return any(fmt is not None and fmt.amax_scope == "window64" for fmt in formats)
-
-
-def _decode(parts: tuple, dtype: Any) -> jax.Array:
-    """q * s as 16-bit floats, exact in both types."""
-    data, scale, _ = parts
-    result = jax.ShapeDtypeStruct((*data.shape[:-1], 2 * data.shape[-1]), dtype)
-    return jax.ffi.ffi_call("nvfp4_decode", result)(data, scale)
-
-
-def _cuda(ops: Operands, bias: jax.Array, a_max: int | None, b_max: int, result: jax.ShapeDtypeStruct) -> jax.Array:
-    """Exact decode, XLA's 16-bit GEMM with float32 accumulation, and the epilogue of numerics.h."""
-    dense = ops.a[0] if a_max is None else _decode(ops.a, jnp.bfloat16)
-    weight = _decode(ops.b, dense.dtype)
-    if weight.ndim == 2:
-        batch: tuple[int, ...] = ()
-        dense = dense.reshape(math.prod(dense.shape[:-1]), dense.shape[-1])
-    else:
-        batch = tuple(range(weight.ndim - 2))
-    dims = (((dense.ndim - 1,), (weight.ndim - 1,)), (batch, batch))
-    # The precision is named, so that no jax.default_matmul_precision can change the products or their sum.
-    y = lax.dot_general(dense, weight, dims, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
-    y = y.reshape(result.shape)
-    a_amax = jnp.ones((), jnp.float32) if a_max is None else ops.a[2]
-    call = jax.ffi.ffi_call("nvfp4_epilogue", result)
-    return call(
-        y,
-        a_amax,
-        ops.b[2],
-        bias,
-        a_e4m3_max=np.int32(a_max or 0),
-        b_e4m3_max=np.int32(b_max),
-        b_batched=bool(batch),
-    )
+        return [reference.matmul(a, ops.b, bias, a_format, b_format, out_dtype)]
+    return [multiply(Product(ops.a, ops.b, bias, a_format, b_format, out_dtype, accumulation), backend)]
 
 
 def _finish(y: jax.Array, *bias: jax.Array, out_dtype: Any) -> jax.Array:
@@ -283,6 +245,7 @@ def _partition(
     b_format: Format,
     has_bias: bool,
     out_dtype: Any,
+    accumulation: str,
 ) -> tuple[list[Axes], list[Axes], Callable[[Body], Body]]:
     axes, n = _split(operands, a_format, has_bias), _split(shapes, a_format, has_bias)
     *lead, row, depth = axes.a[0]

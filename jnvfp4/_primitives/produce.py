@@ -16,7 +16,7 @@ from jax.core import ShapedArray
 
 from .. import reference
 from ..spec import BLOCK, NVFP4, QuantSpec
-from ._base import Axes, Body, Shape, axes_of, axes_of_dims, check_explicit, make_primitive, typed
+from ._base import Axes, Backend, Body, Shape, axes_of, axes_of_dims, check_explicit, make_primitive, typed
 from ._operands import (
     Side,
     Sides,
@@ -53,7 +53,7 @@ class RmsNorm:
     def gradient(self, x: jax.Array, weight: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Of x and weight [K], in float32."""
         factor = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
-        normed, scaled = x * factor, dy * weight
+        normed, scaled = x * factor, dy * weight.reshape((1,) * (dy.ndim - 1) + weight.shape)
         dx = factor * (scaled - normed * jnp.mean(scaled * normed, axis=-1, keepdims=True))
         return dx, jnp.sum(dy * normed, axis=tuple(range(dy.ndim - 1)))
 
@@ -112,7 +112,7 @@ def _abstract(
 
 
 def _local(
-    backend: str,
+    backend: Backend,
     *flat: jax.Array,
     op: RmsNorm | SiluMul,
     specs: Specs,
@@ -122,7 +122,7 @@ def _local(
 ) -> Sequence[jax.Array]:
     sides, a = _sides(specs, given), flat[0]
     ops, row_blocks = split_operands(flat, sides, 2), row_blocks or blocks_in_rows(a.shape)
-    if backend == "reference":
+    if backend.name == "reference":
         y = lax.optimization_barrier(op.values(*ops.sources))  # else XLA computes it in every use
         operands = zip(sides, ops.amax, ops.stream, strict=True)
         return [v for side, m, s in operands for v in side.quantize_by_reference(y, m, s, row_blocks)] + [y] * values
@@ -130,7 +130,7 @@ def _local(
     out = call_ffi(
         "nvfp4_produce",
         ffi_operands(ops, 2),
-        [*results, _scratch(backend, a.shape, op, specs, values)],
+        [*results, _scratch(backend.name, a.shape, op, specs, values)],
         producer=op.name,
         eps=np.float32(op.eps),
         row_spec=(specs[0] or NVFP4).ffi_attrs(),
@@ -142,17 +142,17 @@ def _local(
 
 
 def _scratch(
-    backend: str, shape: tuple[int, ...], op: RmsNorm | SiluMul, specs: Specs, values: bool
+    platform: str, shape: tuple[int, ...], op: RmsNorm | SiluMul, specs: Specs, values: bool
 ) -> tuple[tuple[int, ...], Any]:
     """Returns shape and dtype of what a kernel must keep between its passes.
 
     For columns, a CPU keeps the values unless they are a result. For tiles, a GPU keeps the factors of a norm.
     """
     row, col = specs
-    if backend == "cpu" and col is not None and not values:
+    if platform == "cpu" and col is not None and not values:
         return shape, jnp.bfloat16
     tiles = col is not None or (row is not None and row.block_rows == BLOCK)
-    if backend == "cuda" and tiles and isinstance(op, RmsNorm):
+    if platform == "cuda" and tiles and isinstance(op, RmsNorm):
         return shape[:-1], jnp.float32
     return (0,), jnp.uint8
 

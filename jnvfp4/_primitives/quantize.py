@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import ShapedArray
 
 from .. import reference
-from ._base import Axes, Body, Shape, axes_of, make_primitive
+from ._base import Axes, Backend, Body, Shape, axes_of, make_primitive
 from ._operands import (
     Operands,
     Side,
@@ -38,12 +38,12 @@ def _abstract(*flat: ShapedArray, **params: Any) -> list[ShapedArray]:
 
 
 def _local(
-    backend: str, *flat: jax.Array, row_blocks: tuple[int, int] | None = None, **params: Any
+    backend: Backend, *flat: jax.Array, row_blocks: tuple[int, int] | None = None, **params: Any
 ) -> Sequence[jax.Array]:
     side = Side(**params)
     ops = split_operands(flat, [side])
     row_blocks = row_blocks or blocks_in_rows(flat[0].shape)
-    if backend == "reference":
+    if backend.name == "reference":
         return side.quantize_by_reference(flat[0], ops.amax[0], ops.stream[0], row_blocks)
     return _call_kernel(ops, side, row_blocks[side.transpose])
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import ShapedArray
 
 from ..spec import QuantSpec
-from ._base import Axes, Body, Shape, make_primitive
+from ._base import Axes, Backend, Body, Shape, make_primitive
 from ._operands import (
     Operands,
     Side,
@@ -46,11 +46,11 @@ def _abstract(*flat: ShapedArray, specs: Specs) -> list[ShapedArray]:
 
 
 def _local(
-    backend: str, *flat: jax.Array, specs: Specs, row_blocks: tuple[int, int] | None = None
+    backend: Backend, *flat: jax.Array, specs: Specs, row_blocks: tuple[int, int] | None = None
 ) -> Sequence[jax.Array]:
     sides = _sides(specs)
     ops, row_blocks = split_operands(flat, sides), row_blocks or blocks_in_rows(flat[0].shape)
-    if backend == "reference":
+    if backend.name == "reference":
         operands = zip(sides, ops.amax, ops.stream, strict=True)
         return [part for side, a, s in operands for part in side.quantize_by_reference(flat[0], a, s, row_blocks)]
     return _call_kernel(ops, sides, row_blocks)

@@ -14,7 +14,7 @@ from jax.core import ShapedArray
 
 from .. import reference
 from ..spec import NVFP4_RHT
-from ._base import Axes, Body, Shape, axes_of, axes_of_dims, make_primitive, typed
+from ._base import Axes, Backend, Body, Shape, axes_of, axes_of_dims, make_primitive, typed
 from ._operands import Side, batched, check_operand, keep_blocks, max_over_devices, names_of_dims
 
 
@@ -23,8 +23,8 @@ def _abstract(x: ShapedArray, *, transpose: bool, keep: int) -> list[ShapedArray
     return [typed(x, x.shape[:keep], jnp.float32, axes_of_dims(x)[:keep])]
 
 
-def _local(backend: str, x: jax.Array, *, transpose: bool, keep: int) -> Sequence[jax.Array]:
-    if backend == "reference":
+def _local(backend: Backend, x: jax.Array, *, transpose: bool, keep: int) -> Sequence[jax.Array]:
+    if backend.name == "reference":
         return [reference.find_rht_amax(jnp.swapaxes(x, -1, -2) if transpose else x, keep)]
     result = jax.ShapeDtypeStruct(x.shape[:keep], jnp.float32)
     return [jax.ffi.ffi_call("nvfp4_rht_amax", result)(x, transpose=transpose, keep=np.int32(keep))]

@@ -1,0 +1,139 @@
+"""The list of public operations, and the checks of the arguments that they share.
+
+A check raises ``<op>: <what> must <rule>, got <value>`` or returns the argument as the primitives take it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from . import softfloat
+from ._primitives._operands import FLOAT_DTYPES
+from .spec import BLOCK, QuantSpec
+from .tensor import NVFP4Tensor
+
+Implementation = Literal["native", "reference"] | None
+Accumulation = Literal["fast", "pinned"]
+AmaxPair = tuple[jax.Array | None, jax.Array | None]
+FLOATS = "float32, bfloat16 or float16"
+
+# ---------------------------------------------------------------- the list of operations
+OPERATIONS: dict[str, Callable] = {}
+F = TypeVar("F", bound=Callable)
+
+
+def operation(function: F) -> F:
+    """Adds a public operation to those that ``supports`` answers for."""
+    OPERATIONS[function.__name__] = function
+    return function
+
+
+# ---------------------------------------------------------------- arrays
+def as_array(op: str, name: str, value: Any) -> jax.Array:
+    """Converts what ``jnp.asarray`` takes; refuses an NVFP4Tensor."""
+    if isinstance(value, NVFP4Tensor):
+        raise TypeError(f"{op}: {name} must be an array, got an NVFP4Tensor")
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{op}: {name} must be an array, got {value!r}") from error
+
+
+def as_float_array(op: str, name: str, value: Any) -> jax.Array:
+    """Converts like ``as_array``; refuses types other than float32, bfloat16 and float16."""
+    array = as_array(op, name, value)
+    if array.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{op}: {name} must be {FLOATS}, got {array.dtype}")
+    return array
+
+
+def as_amax(op: str, amax: ArrayLike) -> jax.Array:
+    """Converts an amax; a Python number becomes float32. The primitives refuse other dtypes."""
+    return as_array(op, "amax", np.float32(amax) if isinstance(amax, int | float) else amax)
+
+
+def as_amax_pair(op: str, amax: Any) -> AmaxPair:
+    """Converts None or the pair (amax of the rows, amax of the columns), either of which may be None."""
+    if amax is None:
+        return None, None
+    if not (isinstance(amax, tuple) and len(amax) == 2):
+        raise ValueError(f"{op}: amax must be None or a pair (row_amax, col_amax), got {amax!r}")
+    row, col = (None if value is None else as_amax(op, value) for value in amax)
+    return row, col
+
+
+def magnitude(amax: jax.Array) -> jax.Array:
+    """Computes |amax| on bits, since a float abs may change a NaN."""
+    return softfloat.from_bits(softfloat.to_bits(amax) & softfloat.ABS)
+
+
+# ---------------------------------------------------------------- settings
+def check_implementation(op: str, implementation: str | None, kernels: Sequence[str] = ()) -> None:
+    """Refuses what is neither None, "native", "reference" nor the name of one of ``kernels``."""
+    if implementation not in (None, "native", "reference", *kernels):
+        named = "".join(f", {kernel!r}" for kernel in kernels)
+        raise ValueError(f"{op}: implementation must be None, 'native'{named} or 'reference', got {implementation!r}")
+
+
+def check_accumulation(op: str, accumulation: str) -> None:
+    if accumulation not in ("fast", "pinned"):
+        raise ValueError(f"{op}: accumulation must be 'fast' or 'pinned', got {accumulation!r}")
+
+
+def check_switch(op: str, name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{op}: {name} must be True or False, got {value!r}")
+
+
+def check_spec(op: str, name: str, spec: object) -> None:
+    if not isinstance(spec, QuantSpec):
+        raise TypeError(f"{op}: {name} must be a QuantSpec, got {spec!r}")
+
+
+def float_dtype(op: str, name: str, dtype: DTypeLike | None) -> Any:
+    """Converts a dtype; refuses types other than float32, bfloat16 and float16."""
+    try:
+        result = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:
+        result = None
+    if result not in FLOAT_DTYPES:
+        raise TypeError(f"{op}: {name} must be {FLOATS}, got {dtype if result is None else result}")
+    return result
+
+
+# ---------------------------------------------------------------- keys
+def stochastic_key(op: str, key: Any, *specs: QuantSpec) -> jax.Array | None:
+    """Returns the key where one of ``specs`` rounds stochastically, and None, whatever the key, where none does."""
+    if all(spec.rounding == "nearest" for spec in specs):
+        return None
+    if key is None:
+        raise ValueError(f'{op}: key must be a JAX PRNG key for rounding="stochastic", got None')
+    return as_key(op, key)
+
+
+def as_key(op: str, key: Any) -> jax.Array:
+    """Refuses what is not one PRNG key, typed or of raw uint32 words."""
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (typed and shape == ()) and not (dtype == jnp.uint32 and len(shape or ()) == 1):
+        raise TypeError(f"{op}: key must be one JAX PRNG key, as jax.random.key gives, got {key!r}")
+    return key
+
+
+def random_stream(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Makes the ``stream`` operand of the primitives for an array [..., M, K]: uint32, four words for each matrix.
+
+    Two words of key, then the index of the matrix's first block of 16 in the whole array, low word first.
+    """
+    lead, words = shape[:-2], jax.random.bits(key, (2,), jnp.uint32)
+    if not lead:
+        return jnp.concatenate([words, jnp.zeros((2,), jnp.uint32)])
+    blocks, index = math.prod(shape[-2:]) // BLOCK, jnp.arange(math.prod(lead), dtype=jnp.uint32)
+    high, low = softfloat.mul_wide(blocks & 0xFFFFFFFF, index)
+    first = jnp.stack([low, high + np.uint32(blocks >> 32) * index], axis=-1)
+    return jnp.concatenate([jnp.broadcast_to(words, (*lead, 2)), first.reshape(*lead, 2)], axis=-1)

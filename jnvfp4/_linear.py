@@ -1,0 +1,505 @@
+"""Differentiable products of unquantized arrays: ``linear`` and ``dot_general``."""
+
+import math
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike, DTypeLike
+
+from . import _native
+from ._arguments import (
+    Accumulation,
+    Implementation,
+    as_float_array,
+    as_key,
+    check_accumulation,
+    check_implementation,
+    float_dtype,
+    operation,
+)
+from ._primitives._base import axes_of_dims, match_varying
+from .ops import dequantize, matmul_nt, quantize, quantize_pair
+from .producers import Produced
+from .recipes import DEFAULT, Recipe
+from .spec import BLOCK, QuantSpec
+from .tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
+
+RESIDUAL_NAME = "nvfp4_residual"
+"""The name of what ``linear`` keeps for its gradients, for ``jax.checkpoint_policies.save_only_these_names``."""
+
+WeightAxes = Literal["nk", "kn"]
+Pair = tuple[NVFP4Tensor | None, NVFP4Tensor | None]  # of x, and of x transposed
+Quantized = Produced | NVFP4Tensor | Pair | None
+
+
+class _Call(NamedTuple):
+    """The static arguments of one linear layer."""
+
+    op: str
+    recipe: Recipe
+    out_dtype: Any
+    accumulation: Accumulation = "fast"
+    implementation: str | None = None
+    w_axes: WeightAxes = "nk"
+
+    @property
+    def common(self) -> Implementation:
+        """The implementation of quantizers and gradient GEMMs: a kernel's name is for the forward GEMM alone."""
+        if self.implementation == "native":
+            return "native"
+        return "reference" if self.implementation == "reference" else None
+
+
+@operation
+def linear(
+    x: ArrayLike,
+    w: ArrayLike,
+    recipe: Recipe = DEFAULT,
+    *,
+    bias: ArrayLike | None = None,
+    key: jax.Array | None = None,
+    quantized: Quantized = None,
+    out_dtype: DTypeLike | None = None,
+    accumulation: Accumulation = "fast",
+    implementation: str | None = None,
+    w_axes: WeightAxes = "nk",
+) -> jax.Array:
+    """Computes x w^T + bias with quantized operands, in the forward GEMM and in both gradient GEMMs.
+
+    Args:
+      x: [..., K], float32, bfloat16 or float16; the leading axes are flattened to one of M tokens. Any M: for
+        blocks along M (wgrad) zero tokens are added up to a multiple of 16 (or 64), which changes no result.
+      w: [N, K], or [K, N] for ``w_axes="kn"``, float32, bfloat16 or float16. K and N multiples of 16, or of 64 where
+        an operand has amax scope "window64" along it (N only if a GEMM runs over it).
+      recipe: how each GEMM quantizes its operands, see ``jnvfp4.recipes``.
+      bias: [N], any float dtype, added in float32 before the cast.
+      key: a JAX PRNG key, needed if the recipe rounds stochastically (``recipe.stochastic``) and otherwise unused:
+        x, w and dy draw from ``jax.random.fold_in(key, i)`` for i = 0, 1, 2. Give each layer, step and example of
+        vmap its own.
+      quantized: the result of ``rms_norm_quantize`` or ``silu_mul_quantize`` whose values are x [M, K], instead of
+        quantizing x here: a ``Produced``, the tensor of x, or the pair of tensors of x and of x transposed, in the
+        formats of the recipe.
+      out_dtype: float32, bfloat16 or float16; x.dtype if None.
+      accumulation: as in ``matmul_nt``, for every GEMM of quantized operands, forward and backward. GEMMs in high
+        precision are XLA's.
+      implementation: as in ``quantize``, for quantizers and GEMMs; or the name of a kernel of ``matmul_nt`` for the
+        forward GEMM, while quantizers and gradients choose for themselves.
+      w_axes: "nk" for w [N, K]; "kn" for w [K, N], the order of Flax, which is read as it is and not transposed. The
+        operands are those of ``w.T`` with "nk", blocks along the axis that a GEMM contracts, and so are the bits of the
+        result and of dx; the gradient of w is [K, N]. A spec that rounds w stochastically draws for w as it is passed,
+        so that its bits are others than those of ``w.T``.
+
+    Returns:
+      [..., N] in ``out_dtype``. The gradients have the dtypes of x, w and bias. Residuals are the packed tensors
+      (for a GEMM in high precision, the original array), named ``jnvfp4.RESIDUAL_NAME`` for jax.checkpoint policies.
+
+    Raises:
+      ValueError, TypeError: shapes or dtypes that do not fit; the message names them.
+    """
+    op = "linear"
+    check_implementation(op, implementation, _native.matmul_kernels())
+    check_accumulation(op, accumulation)
+    if w_axes not in ("nk", "kn"):
+        raise ValueError(f"{op}: w_axes must be 'nk' or 'kn', got {w_axes!r}")
+    dtype = None if out_dtype is None else float_dtype(op, "out_dtype", out_dtype)
+    return _linear(_Call(op, recipe, dtype, accumulation, implementation, w_axes), x, w, bias, key, quantized)
+
+
+def _linear(call: _Call, x: Any, w: Any, bias: Any, key: Any, quantized: Quantized = None) -> jax.Array:
+    """Checks the arguments and flattens the leading axes of x."""
+    op, recipe = call.op, call.recipe
+    key = _recipe_key(op, recipe, key)
+    x, w = as_float_array(op, "x", x), as_float_array(op, "w", w)
+    bias = None if bias is None else as_float_array(op, "bias", bias)
+    if recipe.fprop.x is None and x.dtype == jnp.float32:
+        raise TypeError(f"{op}: x must be bfloat16 or float16 for a weight-only recipe, got {x.dtype}")
+    n, k = _weight_sizes(call, x, w)
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"{op}: bias must have shape (N,)=({n},), got {bias.shape}")
+    _check_contractions(op, w.shape, n, k, recipe)
+    _check_flattening(op, x)
+    pair = _quantized_pair(op, x, recipe, quantized)
+    operands = [x.reshape(math.prod(x.shape[:-1]), k), w] + ([] if bias is None else [bias])
+    # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
+    x2, w, *rest = match_varying(*operands)
+    if call.out_dtype is None:
+        call = call._replace(out_dtype=x.dtype)
+    y = _linear2d(x2, w, rest[0] if rest else None, key, pair, call)
+    return y.reshape(*x.shape[:-1], n)
+
+
+# ---------------------------------------------------------------- checks
+def _recipe_key(op: str, recipe: Recipe, key: Any) -> jax.Array | None:
+    """Returns the key if the recipe needs one, else None."""
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"{op}: recipe must be a Recipe, got {recipe!r}")
+    if not recipe.stochastic:
+        return None
+    if key is None:
+        raise ValueError(f"{op}: key must be a JAX PRNG key, since the recipe rounds stochastically, got None")
+    return as_key(op, key)
+
+
+def _weight_sizes(call: _Call, x: jax.Array, w: jax.Array) -> tuple[int, int]:
+    """Returns N and K."""
+    if w.ndim != 2:
+        names = "[N, K]" if call.w_axes == "nk" else "[K, N]"
+        raise ValueError(f"{call.op}: w must have rank 2, {names}, got w.shape={w.shape}")
+    n, k = w.shape if call.w_axes == "nk" else w.shape[::-1]
+    if x.ndim < 1 or x.shape[-1] != k:
+        which = "last" if call.w_axes == "nk" else "first"
+        raise ValueError(
+            f"{call.op}: the last axis of x and the {which} axis of w must have the same size K, "
+            f"got x.shape={x.shape}, w.shape={w.shape}"
+        )
+    return n, k
+
+
+def _check_contractions(op: str, w_shape: tuple[int, ...], n: int, k: int, recipe: Recipe) -> None:
+    unit = _unit(recipe.fprop)
+    if k % unit:
+        raise ValueError(
+            f"{op}: K must be a multiple of {unit}, got K={k} in w.shape={w_shape}; pad K of x and w to {_up(k, unit)}"
+        )
+    needs = [("recipe.dgrad contracts over it", _unit(recipe.dgrad_specs))]
+    if recipe.fprop.w.block_rows == BLOCK:
+        needs.append(("recipe.fprop quantizes w in 16x16 tiles", BLOCK))
+    if recipe.wgrad_specs and recipe.wgrad_specs.dy.block_rows == BLOCK:
+        needs.append(("recipe.wgrad quantizes dy in 16x16 tiles", BLOCK))
+    for reason, unit in needs:
+        if n % unit:
+            raise ValueError(
+                f"{op}: N must be a multiple of {unit}, since {reason}, got N={n} in w.shape={w_shape}; "
+                f"pad N to {_up(n, unit)} or choose another recipe"
+            )
+
+
+def _check_flattening(op: str, x: jax.Array) -> None:
+    """On an Explicit mesh, refuses to flatten leading axes of which another than the first is sharded."""
+    inner = axes_of_dims(jax.typeof(x))[1:-1]
+    if any(entry is not None for entry in inner):
+        raise ValueError(
+            f"{op}: of the leading axes of x only the first may be sharded on an Explicit mesh, since they are "
+            f"flattened, got {jax.typeof(x)}; reshard x or flatten it yourself"
+        )
+
+
+def _quantized_pair(op: str, x: jax.Array, recipe: Recipe, quantized: Quantized) -> Pair:
+    """Checks that the tensors of ``quantized`` are those that the recipe would make of x."""
+    if quantized is None:
+        return None, None
+    row: NVFP4Tensor | None
+    col: NVFP4Tensor | None
+    if isinstance(quantized, NVFP4Tensor):
+        row, col = quantized, None
+    elif isinstance(quantized, tuple) and len(quantized) == (3 if isinstance(quantized, Produced) else 2):
+        row, col = quantized[:2]
+    else:
+        raise ValueError(f"{op}: quantized must be a Produced, an NVFP4Tensor or a pair of them, got {quantized!r}")
+    if x.ndim != 2:
+        raise ValueError(
+            f"{op}: x must have rank 2, [M, K], where quantized is passed, got x.shape={x.shape}; "
+            "flatten its leading axes"
+        )
+    wgrad = recipe.wgrad_specs
+    _check_tensor(op, "quantized.row", row, "recipe.fprop.x", recipe.fprop.x, x.shape)
+    _check_tensor(op, "quantized.col", col, "recipe.wgrad.x", wgrad and wgrad.x, x.shape[::-1])
+    if col is not None and x.shape[0] % _unit(wgrad):
+        raise ValueError(
+            f"{op}: M must be a multiple of {_unit(wgrad)} where quantized.col is passed, since recipe.wgrad contracts "
+            f"over it, got x.shape={x.shape}; pad x before it is quantized, or pass quantized.row alone"
+        )
+    return row, col
+
+
+def _check_tensor(op: str, name: str, tensor: Any, field: str, spec: QuantSpec | None, shape: tuple[int, ...]) -> None:
+    if tensor is None:
+        return
+    if not isinstance(tensor, NVFP4Tensor):
+        raise ValueError(f"{op}: {name} must be an NVFP4Tensor or None, got {tensor!r}")
+    if spec is None:
+        raise ValueError(
+            f"{op}: {name} must be None, since the recipe has no {field} to read it by, got {tensor.format}"
+        )
+    if tensor.format != spec.format:
+        raise ValueError(f"{op}: {name} must have the format of {field}, {spec.format}, got {tensor.format}")
+    if tensor.shape != shape:
+        raise ValueError(f"{op}: {name} must have shape {shape}, got {tensor.shape}")
+
+
+def _unit(specs: tuple[QuantSpec | None, QuantSpec] | None) -> int:
+    """Returns the number that the contracted axis of a GEMM is a multiple of; 1 for a GEMM in high precision."""
+    return max((spec.unit for spec in specs or () if spec is not None), default=1)
+
+
+def _up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit
+
+
+# ---------------------------------------------------------------- operands
+X, W, DY = range(3)  # operands, for their keys
+
+
+def _pad_rows(x: jax.Array, unit: int) -> jax.Array:
+    """Adds zero rows up to a multiple of ``unit``: zeros add nothing to a sum."""
+    return jnp.pad(x, ((0, _up(x.shape[0], unit) - x.shape[0]), (0, 0))) if x.shape[0] % unit else x
+
+
+def _crop_rows(t: NVFP4Tensor, rows: int) -> NVFP4Tensor:
+    return jax.tree.map(lambda part: part[:rows] if part.ndim else part, t)
+
+
+class _Quantizer(NamedTuple):
+    """Quantizes the operands of one call."""
+
+    key: jax.Array | None
+    implementation: Implementation
+
+    def operand_key(self, operand: int, *specs: QuantSpec) -> jax.Array | None:
+        if self.key is None or all(spec.rounding == "nearest" for spec in specs):
+            return None
+        return jax.random.fold_in(self.key, operand)
+
+    def one(self, x: jax.Array, spec: QuantSpec, operand: int, transpose: bool = False) -> NVFP4Tensor:
+        key = self.operand_key(operand, spec)
+        return quantize(x, spec, key=key, transpose=transpose, implementation=self.implementation)
+
+    def rows(self, x: jax.Array, spec: QuantSpec, operand: int) -> NVFP4Tensor:
+        """Quantizes x [M, K] along K, for any M."""
+        return _crop_rows(self.one(_pad_rows(x, spec.block_rows), spec, operand), x.shape[0])
+
+    def both(
+        self, x: jax.Array, row_spec: QuantSpec | None, col_spec: QuantSpec | None, unit: int, operand: int
+    ) -> Pair:
+        """Quantizes x [M, K] along K and, with rows of zeros up to a multiple of ``unit``, along M, by the specs."""
+        if row_spec is None or col_spec is None:
+            row = None if row_spec is None else self.rows(x, row_spec, operand)
+            return row, None if col_spec is None else self.one(_pad_rows(x, unit), col_spec, operand, transpose=True)
+        key = self.operand_key(operand, row_spec, col_spec)
+        padded = _pad_rows(x, unit)
+        row, col = quantize_pair(padded, row_spec, col_spec, key=key, implementation=self.implementation)
+        return _crop_rows(row, x.shape[0]), col
+
+    def weights(
+        self, w: jax.Array, w_axes: WeightAxes, fprop: QuantSpec, dgrad: QuantSpec | None
+    ) -> tuple[NVFP4Tensor, NVFP4Tensor | None]:
+        """Quantizes w along K, [N, K], and along N, [K, N]: for "kn" the second is the orientation of the array."""
+        if w_axes == "nk":
+            along_k, along_n = self.both(w, fprop, dgrad, 1, W)
+        else:
+            along_n, along_k = self.both(w, dgrad, fprop, 1, W)
+        assert along_k is not None
+        return along_k, along_n
+
+
+def _save(t: Any) -> Any:
+    """Names what the backward pass needs: an array, or the parts of a quantized tensor, its scales as bytes."""
+    return _unpack(jax.tree.map(lambda v: checkpoint_name(v, RESIDUAL_NAME), _pack(t)))
+
+
+def _pack(t: Any) -> Any:
+    """Views scales as bytes: jax.checkpoint rounds the floats it saves by IEEE rules, where E4M3 256 is infinite."""
+    return with_scale_bytes(t) if isinstance(t, NVFP4Tensor) else t
+
+
+def _unpack(t: Any) -> Any:
+    return with_float_scale(t) if isinstance(t, NVFP4Tensor) else t
+
+
+# ---------------------------------------------------------------- the GEMMs
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _linear2d(x: jax.Array, w: jax.Array, bias: Any, key: Any, quantized: Pair, call: _Call) -> jax.Array:
+    x_spec, w_spec = call.recipe.fprop
+    quantizer = _Quantizer(key, call.common)
+    qx = quantized[0] or (x if x_spec is None else quantizer.rows(x, x_spec, X))
+    qw, _ = quantizer.weights(w, call.w_axes, w_spec, None)
+    return _product(call, _save(qx), _save(qw), bias)
+
+
+def _product(call: _Call, qx: Any, qw: NVFP4Tensor, bias: Any) -> jax.Array:
+    """The forward GEMM. Its operands are named before, so that a checkpoint policy saves the quantizers' work."""
+    return matmul_nt(
+        qx,
+        qw,
+        out_dtype=call.out_dtype,
+        bias=bias,
+        accumulation=call.accumulation,
+        implementation=call.implementation,
+    )
+
+
+def _forward(x: jax.Array, w: jax.Array, bias: Any, key: Any, quantized: Pair, call: _Call) -> tuple[jax.Array, Any]:
+    recipe, quantizer = call.recipe, _Quantizer(key, call.common)
+    dgrad, wgrad = recipe.dgrad_specs, recipe.wgrad_specs
+    specs = (recipe.fprop.x, wgrad and wgrad.x)
+    row_spec, col_spec = (None if t else spec for t, spec in zip(quantized, specs, strict=True))
+    x_row, x_t = quantizer.both(x, row_spec, col_spec, _unit(wgrad), X)
+    x_row, x_t = quantized[0] or x_row, quantized[1] or x_t
+    w_row, w_t = quantizer.weights(w, call.w_axes, recipe.fprop.w, dgrad and dgrad.w)
+    qx, qw = _save(x if x_row is None else x_row), _save(w_row)
+    w_saved = _save(w_t) if w_t is not None else _save(w) if recipe.dgrad is None else qw
+    x_saved = _save(x_t) if x_t is not None else _save(x) if recipe.wgrad is None else qx
+    # Empty arrays carry the dtypes to the backward pass.
+    like = (x[:0, :0], w[:0, :0], None if bias is None else bias[:0])
+    return _product(call, qx, qw, bias), (_pack(x_saved), _pack(w_saved), like, key)
+
+
+def _backward(call: _Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
+    *saved, (x_like, w_like, bias_like), key = residuals
+    x_saved, w_saved = map(_unpack, saved)
+    dgrad, wgrad = call.recipe.dgrad_specs, call.recipe.wgrad_specs
+    quantizer = _Quantizer(key, call.common)
+    dy_row, dy_t = quantizer.both(dy, dgrad and dgrad.dy, wgrad and wgrad.dy, _unit(wgrad), DY)
+    dx = _dgrad(call, dy if dy_row is None else dy_row, w_saved, x_like.dtype)
+    dw = _wgrad(call, dy if dy_t is None else dy_t, x_saved, w_like.dtype)
+    db = None if bias_like is None else jnp.sum(dy.astype(jnp.float32), 0).astype(bias_like.dtype)
+    return dx, dw, db, None, None
+
+
+def _dgrad(call: _Call, dy: Any, w: Any, dtype: Any) -> jax.Array:
+    """dx [M, K] from dy [M, N] and w: quantized along N, quantized along K, or as the caller passed it."""
+    if isinstance(dy, NVFP4Tensor):
+        return _gradient(call, dy, w, dtype)
+    axis = 0 if isinstance(w, NVFP4Tensor) or call.w_axes == "nk" else 1
+    return _high_precision(dy, _dense(w, dy.dtype, call.common), (1, axis), dtype)
+
+
+def _wgrad(call: _Call, dy: Any, x: Any, dtype: Any) -> jax.Array:
+    """dw in the axes of w, from dy and x, both quantized along M or neither."""
+    if isinstance(dy, NVFP4Tensor):
+        return _gradient(call, *_in_order(call, dy, x), dtype)
+    first, second = _in_order(call, dy, _dense(x, dy.dtype, call.common))
+    return _high_precision(first, second, (0, 0), dtype)
+
+
+def _in_order(call: _Call, dy: Any, x: Any) -> tuple[Any, Any]:
+    """The operands of wgrad in the order of the axes of w."""
+    return (dy, x) if call.w_axes == "nk" else (x, dy)
+
+
+def _gradient(call: _Call, a: NVFP4Tensor, b: NVFP4Tensor, dtype: Any) -> jax.Array:
+    return matmul_nt(a, b, out_dtype=dtype, accumulation=call.accumulation, implementation=call.common)
+
+
+def _dense(t: Any, dtype: Any, implementation: Implementation) -> jax.Array:
+    return dequantize(t, dtype, implementation=implementation) if isinstance(t, NVFP4Tensor) else t
+
+
+def _high_precision(a: jax.Array, b: jax.Array, axes: tuple[int, int], dtype: Any) -> jax.Array:
+    """A GEMM of original or dequantized operands over one axis of each, accumulated in float32."""
+    common = jnp.promote_types(a.dtype, b.dtype)
+    product = lax.dot_general(
+        a.astype(common),
+        b.astype(common),
+        (((axes[0],), (axes[1],)), ((), ())),
+        precision=lax.Precision.HIGHEST,  # float32 operands stay float32, never TF32
+        preferred_element_type=jnp.float32,
+    )
+    return product.astype(dtype)
+
+
+_linear2d.defvjp(_forward, _backward)
+
+
+# ---------------------------------------------------------------- dot_general
+@operation
+def dot_general(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    recipe: Recipe = DEFAULT,
+    key: jax.Array | None = None,
+    **unsupported: Any,
+) -> jax.Array:
+    """Computes ``jax.lax.dot_general`` through ``linear``: for model code that takes a ``dot_general`` argument.
+
+    Args:
+      lhs: the activations (the recipe's x), any rank; several contracting axes act as one of their product K.
+        Batch axes are mapped over, each example with its own amax.
+      rhs: the weights (the recipe's w), likewise. Free axes after the contracting ones, the order of Flax, are read as
+        they are (``linear(..., w_axes="kn")``); other orders, and w for a recipe that rounds it stochastically, are
+        transposed first where they are not [N, K].
+      dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
+      precision: only None or the default, since the operands are quantized.
+      preferred_element_type: of the result; the promoted type of lhs and rhs if None.
+      recipe: as in ``linear``.
+      key: as in ``linear``; split over batch axes.
+      **unsupported: newer arguments of ``lax.dot_general``; each must be None.
+
+    Returns:
+      Axes batch, lhs free, rhs free, as ``lax.dot_general``; differentiable.
+
+    Raises:
+      ValueError, TypeError: operands or arguments that do not fit; the message names them.
+    """
+    op = "dot_general"
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    if any(p not in (None, "default", lax.Precision.DEFAULT) for p in precisions):
+        raise ValueError(f"{op}: precision must be None or 'default', got {precision!r}")
+    for name, value in unsupported.items():
+        if value is not None:
+            raise ValueError(f"{op}: {name} must be None, got {value!r}")
+    a, b = as_float_array(op, "lhs", lhs), as_float_array(op, "rhs", rhs)
+    preferred = jnp.promote_types(a.dtype, b.dtype) if preferred_element_type is None else preferred_element_type
+    out_dtype = float_dtype(op, "preferred_element_type", preferred)
+    (lc, rc), (lb, rb) = (tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
+    left, right = _axes_of("lhs", a, lc, lb), _axes_of("rhs", b, rc, rb)
+    for kind, left_axes, right_axes in (("contracting", lc, rc), ("batch", lb, rb)):
+        if [a.shape[i] for i in left_axes] != [b.shape[i] for i in right_axes]:
+            raise ValueError(
+                f"{op}: {kind} axes must have the same sizes, got axes {left_axes} of "
+                f"lhs.shape={a.shape} and axes {right_axes} of rhs.shape={b.shape}"
+            )
+    in_flax_order = right.batch + right.contracting + right.free == tuple(range(b.ndim))
+    w_axes: WeightAxes = "kn" if in_flax_order and not _draws_for_w(recipe) else "nk"
+    call = _Call(op, recipe, out_dtype, w_axes=w_axes)
+    x = _flattened(a, left.batch, left.free, left.contracting)
+    w = _flattened(b, right.batch, *(right[1:] if w_axes == "kn" else right[:0:-1]))
+
+    def product(x: jax.Array, w: jax.Array, key: Any) -> jax.Array:
+        return _linear(call, x, w, None, key)
+
+    if lb:
+        key = _recipe_key(op, recipe, key)
+        out = jax.vmap(product)(x, w, None if key is None else jax.random.split(key, x.shape[0]))
+    else:
+        out = product(x[0], w[0], key)
+    sizes = [a.shape[i] for i in left.batch + left.free] + [b.shape[i] for i in right.free]
+    return out.reshape(sizes)
+
+
+class _Axes(NamedTuple):
+    """The axes of an operand of ``dot_general`` by role."""
+
+    batch: tuple[int, ...]
+    contracting: tuple[int, ...]
+    free: tuple[int, ...]
+
+
+def _axes_of(name: str, array: jax.Array, contracting: tuple[int, ...], batch: tuple[int, ...]) -> _Axes:
+    free = tuple(i for i in range(array.ndim) if i not in contracting and i not in batch)
+    if len(free) + len(contracting) + len(batch) != array.ndim:
+        raise ValueError(
+            f"dot_general: contracting {contracting} and batch {batch} axes must be distinct axes of {name}, "
+            f"got {name}.shape={array.shape}"
+        )
+    return _Axes(batch, contracting, free)
+
+
+def _flattened(array: jax.Array, *groups: tuple[int, ...]) -> jax.Array:
+    """Transposes to the order of the groups of axes and makes each one axis."""
+    order = [axis for group in groups for axis in group]
+    return array.transpose(order).reshape([math.prod(array.shape[i] for i in group) for group in groups])
+
+
+def _draws_for_w(recipe: Recipe) -> bool:
+    """Whether w is rounded stochastically; its random bits are then those of w [N, K]."""
+    dgrad = recipe.dgrad_specs
+    return any(spec.rounding == "stochastic" for spec in (recipe.fprop.w, *([dgrad.w] if dgrad else [])))

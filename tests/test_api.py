@@ -1,0 +1,183 @@
+"""The public names, and what holds for every public operation."""
+
+import inspect
+import pkgutil
+import subprocess
+import sys
+from functools import partial
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import assert_same_tensor
+from operands import normal
+
+import jnvfp4
+from jnvfp4 import NVFP4, NVFP4_2D, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_SR, ROW_SCALED, WINDOW64, Recipe, recipes
+from jnvfp4._arguments import OPERATIONS
+
+PUBLIC = {name: value for name, value in vars(jnvfp4).items() if not name.startswith("_")}
+FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
+
+
+# ---------------------------------------------------------------- names
+def test_no_public_name_hides_a_module():
+    """`import jnvfp4.name` and `jnvfp4.name` are the same."""
+    modules = {module.name for module in pkgutil.iter_modules(jnvfp4.__path__)}
+    hidden = {name for name in modules & set(vars(jnvfp4)) if not isinstance(getattr(jnvfp4, name), ModuleType)}
+    assert not hidden
+
+
+def test_linear_is_the_function_and_recipes_the_module():
+    assert inspect.isfunction(jnvfp4.linear)
+    assert isinstance(jnvfp4.recipes, ModuleType)
+    assert jnvfp4.Recipe is jnvfp4.recipes.Recipe
+
+
+def test_operations_are_the_public_functions():
+    """Every one is registered, so that `supports` answers for it; the others are about operations or make specs."""
+    assert {name: OPERATIONS[name] for name in OPERATIONS} == {
+        name: f for name, f in FUNCTIONS.items() if name not in ("supports", "quantization_report", "four_over_six")
+    }
+
+
+def test_the_version_has_a_module_of_its_own():
+    """So that modules of the package need not import the package."""
+    from jnvfp4 import _version
+
+    assert jnvfp4.__version__ == _version.__version__
+
+
+def test_an_import_loads_no_device():
+    """Neither a backend nor the converter."""
+    code = "import sys, jnvfp4; from jax._src import xla_bridge as b; print(b._backends, 'jnvfp4.cli' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "{} False\n"
+
+
+def test_the_residual_name_is_that_of_the_documents():
+    assert jnvfp4.RESIDUAL_NAME == "nvfp4_residual"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstrings_begin_with_a_verb(name):
+    """In the third person: "Quantizes ..."."""
+    first = inspect.getdoc(FUNCTIONS[name]).split()[0]
+    assert first[0].isupper()
+    assert first.endswith("s")
+
+
+# ---------------------------------------------------------------- quantize_pair
+ONE_CALL = {"plain": (NVFP4, NVFP4), "rotated": (NVFP4, NVFP4_RHT), "rows": (ROW_SCALED, ROW_SCALED)}
+TWO_CALLS = {"rows and plain": (ROW_SCALED, NVFP4), "rotated rows": (NVFP4_RHT, NVFP4), "windows": (WINDOW64, NVFP4)}
+
+
+def ours(f, *operands):
+    """The equations of jnvfp4's primitives."""
+    return [eqn for eqn in jax.make_jaxpr(f)(*operands).eqns if eqn.primitive.name.startswith("nvfp4")]
+
+
+@pytest.mark.parametrize("pair", [*ONE_CALL.values(), *TWO_CALLS.values()], ids=[*ONE_CALL, *TWO_CALLS])
+def test_a_pair_ignores_the_signs_of_its_amaxes(native, pair):
+    x = normal((64, 128))
+    amax = [jnp.full(t.amax.shape, 3.0 + i) for i, t in enumerate(jnvfp4.quantize_pair(x, *pair))]
+    got = jnvfp4.quantize_pair(x, *pair, amax=(-amax[0], -amax[1]))
+    assert_same_tensor(got, jnvfp4.quantize_pair(x, *pair, amax=tuple(amax)))
+    row = jnvfp4.quantize(x, pair[0], amax=-amax[0])
+    col = jnvfp4.quantize(x, pair[1], amax=-amax[1], transpose=True)
+    assert_same_tensor(got, (row, col))
+
+
+@pytest.mark.parametrize("implementation", [None, "native", "reference"])
+@pytest.mark.parametrize("pair", [*ONE_CALL.values(), *TWO_CALLS.values()], ids=[*ONE_CALL, *TWO_CALLS])
+def test_every_call_of_a_pair_has_its_implementation(pair, implementation):
+    calls = ours(lambda x: jnvfp4.quantize_pair(x, *pair, implementation=implementation), normal((64, 128)))
+    names = [eqn.primitive.name for eqn in calls if eqn.primitive.name != "nvfp4_rht_amax"]
+    assert names == (["nvfp4_quantize_pair"] if pair in ONE_CALL.values() else ["nvfp4_quantize"] * 2)
+    assert {eqn.params["implementation"] for eqn in calls} == {implementation}
+
+
+@pytest.mark.parametrize("pair", [(NVFP4, NVFP4), (NVFP4_2D, NVFP4)], ids=["one call", "two calls"])
+def test_both_orientations_share_the_amax_of_the_tensor(pair):
+    eqns = jax.make_jaxpr(lambda x: jnvfp4.quantize_pair(x, *pair))(normal((64, 128))).eqns
+    assert [eqn.primitive.name for eqn in eqns].count("reduce_max") == 1
+
+
+def test_two_calls_find_the_amax_of_rows_themselves():
+    first, second = ours(lambda x: jnvfp4.quantize_pair(x, ROW_SCALED, NVFP4), normal((64, 128)))
+    assert (first.params["has_amax"], second.params["has_amax"]) == (False, True)
+
+
+# ---------------------------------------------------------------- jax_numpy_rank_promotion="raise"
+KEY = jax.random.key(5)
+X, W, DY = normal((2, 32, 64), 1), normal((48, 64), 2), normal((2, 32, 48), 3)
+GAIN, BIAS = normal((64,), 4), normal((48,), 5)
+CALLS = {
+    **{
+        f"quantize {name}": (partial(jnvfp4.quantize, spec=spec, key=KEY), (X,))
+        for name, spec in {"nvfp4": NVFP4, "tiles": NVFP4_2D, "sr": NVFP4_SR, "rht": NVFP4_RHT}.items()
+    },
+    "quantize rows": (partial(jnvfp4.quantize, spec=ROW_SCALED, transpose=True), (X,)),
+    "quantize windows": (partial(jnvfp4.quantize, spec=WINDOW64), (X,)),
+    "quantize 4over6": (partial(jnvfp4.quantize, spec=jnvfp4.four_over_six(amax_scope="row")), (X,)),
+    "quantize_pair": (partial(jnvfp4.quantize_pair, row_spec=NVFP4_SR, col_spec=NVFP4_RHT_SR, key=KEY), (X,)),
+    "dequantize": (jnvfp4.dequantize, (jnvfp4.quantize(X, ROW_SCALED),)),
+    "dequantize rotated": (jnvfp4.dequantize, (jnvfp4.quantize(X, NVFP4_RHT),)),
+    "matmul_nt": (
+        lambda a, b, c: jnvfp4.matmul_nt(a, b, bias=c),
+        (jnvfp4.quantize(X, ROW_SCALED), jnvfp4.quantize(W), BIAS),
+    ),
+    "matmul_nt windows": (
+        jnvfp4.matmul_nt,
+        (jnvfp4.quantize(X, WINDOW64), jnvfp4.quantize(W)),
+    ),
+    "matmul_nt weight-only": (jnvfp4.matmul_nt, (X, jnvfp4.quantize(W))),
+    "report": (partial(jnvfp4.quantization_report, spec=jnvfp4.four_over_six(block_rows=16)), (X,)),
+}
+_RMS, _SILU = jnvfp4.rms_norm_quantize, jnvfp4.silu_mul_quantize
+DIFFERENTIABLE = {
+    "rms_norm_quantize": (lambda x, g: _RMS(x, g, return_values=True).values, (X, GAIN)),
+    "rms_norm_quantize rows": (lambda x, g: _RMS(x, g, ROW_SCALED, return_values=True).values, (X, GAIN)),
+    "silu_mul_quantize": (lambda x, u: _SILU(x, u, NVFP4, NVFP4_RHT, return_values=True).values, (X, X + 1)),
+    "fake_quant": (partial(jnvfp4.fake_quant, spec=NVFP4_SR, key=KEY), (X,)),
+    "linear": (lambda x, w, b: jnvfp4.linear(x, w, recipes.pretrain(), bias=b, key=KEY), (X, W, BIAS)),
+    "linear kn": (lambda x, w: jnvfp4.linear(x, w, Recipe(), w_axes="kn"), (X, W.T)),
+    "linear windows": (lambda x, w: jnvfp4.linear(x, w, recipes.window64(), key=KEY), (X, W)),
+    "linear dequantized": (lambda x, w: jnvfp4.linear(x, w, recipes.pretrain(backward="dequantized")), (X, W)),
+    "linear weight-only": (lambda x, w: jnvfp4.linear(x, w, recipes.inference(weight_only=True)), (X, W)),
+    "dot_general": (
+        lambda x, w: jnvfp4.dot_general(x, w, (((2,), (2,)), ((0,), (0,)))),
+        (X, jnp.stack([W, W])),
+    ),
+}
+
+
+def with_gradients(f):
+    def run(*operands):
+        y, pull = jax.vjp(f, *operands)
+        return y, pull(y)
+
+    return run
+
+
+PROMOTED = {**CALLS, **{name: (with_gradients(f), operands) for name, (f, operands) in DIFFERENTIABLE.items()}}
+
+
+def test_the_calls_are_of_every_public_operation():
+    assert {name.split()[0] for name in PROMOTED} - {"report"} == set(OPERATIONS)
+
+
+@pytest.mark.parametrize(("f", "operands"), PROMOTED.values(), ids=PROMOTED)
+def test_no_operation_needs_rank_promotion(native, f, operands):
+    want = jax.jit(f)(*operands)
+    with jax.numpy_rank_promotion("raise"):
+        assert_same_tensor(jax.jit(lambda *v: f(*v))(*operands), want)
+
+
+@pytest.mark.parametrize(
+    ("f", "operands"), [(f, (X, v)) for f, v in ((_RMS, GAIN), (_SILU, X))], ids=["rms_norm_quantize", "silu_mul"]
+)
+def test_the_reference_of_a_producer_needs_no_rank_promotion(f, operands):
+    with jax.numpy_rank_promotion("raise"):
+        jax.jit(partial(f, implementation="reference", return_values=True)).lower(*operands)

@@ -1,0 +1,192 @@
+"""supports: the answer for a platform, an operation and its operands; doctor and the table of specs."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from operands import normal
+
+import jnvfp4
+from jnvfp4 import (
+    NVFP4,
+    NVFP4_2D,
+    NVFP4_SR,
+    ROW_SCALED,
+    WINDOW64,
+    NVFP4Tensor,
+    Recipe,
+    Support,
+    quantize,
+    recipes,
+    rms_norm_quantize,
+    support,
+    supports,
+)
+from jnvfp4._arguments import OPERATIONS
+
+KEY = jax.random.key(0)
+NT = (((1,), (1,)), ((), ()))
+
+
+def a(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def t(*shape, spec=NVFP4) -> NVFP4Tensor:
+    return jax.eval_shape(lambda x: quantize(x, spec), a(*shape))
+
+
+X, W, A, B = a(32, 64), a(48, 64), t(32, 64), t(48, 64)
+# operation, operands, options
+CALLS = {
+    "quantize": ("quantize", (X,), {}),
+    "quantize by position": ("quantize", (X, NVFP4_2D), {"transpose": True}),
+    "quantize with amax": ("quantize", (X,), {"spec": ROW_SCALED, "amax": a(32, dtype=jnp.float32)}),
+    "quantize with a key": ("quantize", (X,), {"spec": NVFP4_SR, "key": KEY}),
+    "a spec": (NVFP4_SR, (X,), {"key": KEY}),
+    "an array": (NVFP4, (normal((32, 64)),), {"amax": 2.0}),
+    "quantize_pair": ("quantize_pair", (X, NVFP4, NVFP4), {"amax": (None, 1.0)}),
+    "dequantize": ("dequantize", (A, jnp.bfloat16), {}),
+    "dequantize to a named dtype": ("dequantize", (A,), {"dtype": "float16"}),
+    "fake_quant": ("fake_quant", (X, WINDOW64), {}),
+    "rms_norm_quantize": ("rms_norm_quantize", (X, a(64)), {"eps": 1e-5, "return_values": True}),
+    "silu_mul_quantize": ("silu_mul_quantize", (X, X, NVFP4, NVFP4), {}),
+    "linear": ("linear", (X, W, recipes.pretrain()), {"key": KEY, "bias": a(48)}),
+    "linear kn": ("linear", (X, a(64, 48)), {"w_axes": "kn", "accumulation": "pinned"}),
+    "linear of a result": (
+        "linear",
+        (X, W),
+        {"quantized": jax.eval_shape(lambda x, g: rms_norm_quantize(x, g), X, a(64))},
+    ),
+    "dot_general": ("dot_general", (X, W, NT), {"preferred_element_type": jnp.float32, "recipe": Recipe()}),
+}
+
+
+@pytest.mark.parametrize(("op", "operands", "options"), CALLS.values(), ids=CALLS)
+def test_calls_that_a_native_kernel_runs(native, op, operands, options):
+    assert supports(op, *operands, device=native.device, **options) == (True, native.platform, "")
+
+
+def test_the_calls_are_of_every_operation():
+    assert {op for op, *_ in CALLS.values() if isinstance(op, str)} | {"matmul_nt"} == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("op", [*OPERATIONS, NVFP4, WINDOW64], ids=str)
+def test_without_operands(native, op):
+    assert supports(op, device=native.device) == (True, native.platform, "")
+
+
+def test_the_default_device(cpu):
+    assert supports("quantize") == supports("quantize", device=jax.devices("cpu")[0])
+
+
+@pytest.fixture
+def cpu():
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+# ---------------------------------------------------------------- the kernel of matmul_nt
+MATMULS = {
+    "nvfp4": ((A, B), {}, "cpu_nvfp4_blocks"),
+    "named": ((), {"a": A, "b": B}, "cpu_nvfp4_blocks"),
+    "half named": ((A,), {"b": B, "bias": a(48)}, "cpu_nvfp4_blocks"),
+    "windows": ((t(32, 64, spec=WINDOW64), B), {"out_dtype": jnp.float32}, "cpu_nvfp4_blocks"),
+    "weight-only": ((X, B), {"accumulation": "pinned"}, "cpu_weight_only"),
+    "arrays": ((quantize(normal((32, 64))), quantize(normal((48, 64)))), {}, "cpu_nvfp4_blocks"),
+}
+
+
+@pytest.mark.parametrize(("operands", "options", "kernel"), MATMULS.values(), ids=MATMULS)
+def test_the_kernel_of_a_product(operands, options, kernel):
+    assert supports("matmul_nt", *operands, device=jax.devices("cpu")[0], **options) == (True, kernel, "")
+
+
+# ---------------------------------------------------------------- no native kernel
+def gpu(capability):
+    return SimpleNamespace(platform="gpu", compute_capability=capability)
+
+
+TPU = SimpleNamespace(platform="tpu")
+
+
+@pytest.fixture
+def any_device(monkeypatch):
+    """Devices that this machine need not have."""
+    monkeypatch.setattr(jax, "Device", SimpleNamespace)
+
+
+@pytest.mark.parametrize("op", [NVFP4, "matmul_nt", "linear"], ids=str)
+@pytest.mark.parametrize("operands", [False, True], ids=["alone", "operands"])
+def test_a_platform_without_kernels(any_device, op, operands):
+    calls = {NVFP4: (X,), "matmul_nt": (A, B), "linear": (X, W)}
+    answer = supports(op, *(calls[op] if operands else ()), device=TPU)
+    assert (answer.native, answer.kernel) == (False, "reference")
+    assert answer.reason.startswith('no native kernels for platform "tpu" in this build (built: cpu')
+
+
+def test_an_old_gpu(any_device, monkeypatch):
+    monkeypatch.setattr(support._native, "available", lambda name: name == "cuda")
+    answer = supports("quantize", device=gpu("7.5"))
+    assert answer == (False, "reference", "compute capability 7.5 is below the supported 8.0")
+    assert supports("quantize", device=gpu("9.0")) == (True, "cuda", "")
+
+
+def test_the_reference_asked_for(native):
+    want = (False, "reference", 'implementation="reference" asks for it')
+    assert supports("matmul_nt", A, B, device=native.device, implementation="reference") == want
+    assert supports(NVFP4, device=native.device, implementation="reference") == want
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_condition_asks_whether_it_is_native(native):
+    assert bool(Support(native, "kernel", "")) is native
+
+
+# ---------------------------------------------------------------- errors
+ERRORS = {
+    "operation": (("conv",), {}, ValueError, "supports: op_or_spec must be a QuantSpec or one of .*quantize, .*'conv'"),
+    "recipe": ((Recipe(),), {}, ValueError, "supports: op_or_spec must be a QuantSpec or one of .*, got Recipe"),
+    "list": ((["quantize"],), {}, ValueError, r"supports: op_or_spec must be .*, got \['quantize'\]"),
+    "device": (("quantize",), {"device": "cpu"}, TypeError, "supports: device must be a jax.Device, got 'cpu'"),
+    "option": (("quantize", X), {"speed": 1}, TypeError, "quantize: got an unexpected keyword argument 'speed'"),
+    "option alone": (("matmul_nt",), {"speed": 1}, TypeError, "matmul_nt: got an unexpected keyword argument 'speed'"),
+    "K": (("quantize", a(4, 100)), {}, ValueError, "quantize: K must be a multiple of 16, got x.shape="),
+    "a spec and K": ((WINDOW64, a(4, 80)), {}, ValueError, "quantize: K must be a multiple of 64"),
+    "matmul_nt": (("matmul_nt", A, t(8, 32)), {}, ValueError, "matmul_nt: a and b must have the same K"),
+    "no operand": (("matmul_nt", A), {}, TypeError, "matmul_nt: missing a required argument: 'b'"),
+    "kernel": (("matmul_nt", A, B), {"implementation": "x"}, ValueError, "matmul_nt: implementation must be"),
+    "key": (("linear", X, W, recipes.pretrain()), {}, ValueError, "linear: key must be a JAX PRNG key, since"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "options", "error", "text"), ERRORS.values(), ids=ERRORS)
+def test_wrong_arguments_raise_the_error_of_the_operation(arguments, options, error, text):
+    with pytest.raises(error, match=text):
+        supports(*arguments, **options)
+
+
+# ---------------------------------------------------------------- doctor
+def test_doctor(capsys):
+    assert support.doctor()
+    out = capsys.readouterr().out
+    assert out.startswith(f"jnvfp4   {jnvfp4.__version__}  (sources ")
+    assert "matmul_nt weight-only" in out
+    assert "FAILED" not in out
+
+
+def test_doctor_says_why_a_platform_has_no_kernels(capsys, monkeypatch):
+    monkeypatch.setattr(support, "_platform_support", lambda device: Support(False, "reference", "the reason"))
+    assert support.doctor()
+    assert "reference only: the reason" in capsys.readouterr().out
+
+
+def test_doctor_fails_where_a_byte_differs(capsys, monkeypatch):
+    def wrong(x, spec=NVFP4, implementation=None, **options):
+        tensor = quantize(x, spec, implementation=implementation, **options)
+        return tensor if implementation != "native" else NVFP4Tensor(tensor.data ^ 1, *jax.tree.leaves(tensor)[1:])
+
+    monkeypatch.setattr(support, "quantize", wrong)
+    assert not support.doctor()
+    assert "bytes differ from the reference" in capsys.readouterr().out
