@@ -129,6 +129,19 @@ def test_quantize_reduces_only_the_amax(devices, axes, spec, qspec, transpose):
         assert found == [("all-reduce", f"u32[{rows}]")] * split
 
 
+@pytest.mark.parametrize("qspec", [ROW_SCALED, NVFP4_RHT], ids=name_of)
+def test_an_amax_of_special_numbers_over_devices(devices, qspec):
+    """Magnitudes are compared as bits: NaN of either sign and payload is the largest, nothing is flushed to zero."""
+    mesh, bits = make_mesh(devices, "x"), np.zeros((32, 1024), np.uint32)
+    for row, special in enumerate([0x7FC00001, 0xFFC00001, 0x7F800001, 0x7F800000, 0xFF800000, 0x00000001, 0x807FFFFF]):
+        bits[row, 5::128] = 0x3F800000 if special & 0x7F800000 else 0
+        bits[row, 700] = special
+    x = jnp.asarray(bits.view(np.float32))
+    for rows in (x, x[5:7]) if qspec is ROW_SCALED else (x[5:7],):
+        got = quantize(put(rows, mesh, P(None, "x")), qspec)
+        assert_same_tensor(got, quantize(home(devices, rows), qspec))
+
+
 @pytest.mark.parametrize("qspec", [ROW_SCALED, NVFP4_RHT_SR], ids=name_of)
 def test_quantize_under_the_reference_lowering(devices, qspec):
     mesh, x = make_mesh(devices, kind="explicit"), normal((32, 128))

@@ -355,8 +355,9 @@ def test_a_norm_gathers_rows_that_are_split(devices):
         ((96, 64), P("y", None), (NVFP4_2D, NVFP4_2D)),
         ((384, 64), P("y", None), (WINDOW64, WINDOW64)),
         ((64, 96), P(None, "y"), (NVFP4, NVFP4)),
+        ((64, 192), P(None, "y"), (WINDOW64, WINDOW64)),
     ],
-    ids=["3_blocks_of_rows", "6_tiles_of_rows", "6_windows_of_rows", "6_blocks"],
+    ids=["3_blocks_of_rows", "6_tiles_of_rows", "6_windows_of_rows", "6_blocks", "3_windows"],
 )
 def test_producers_of_blocks_that_would_straddle_devices(devices, shape, spec, pair):
     assert pair in FUSED_PAIRS

@@ -165,7 +165,7 @@ def _lowering_rule(name: str, bodies: Callable, empty: Callable | None) -> Calla
             body = functools.partial(empty or zeros, **_static(params))
         ctx = _compat.with_mesh(ctx)
         if not manual:
-            ctx, body = ctx.replace(avals_in=[_off_mesh_aval(aval) for aval in ctx.avals_in]), _off_mesh(body)
+            ctx = ctx.replace(avals_in=[_off_mesh_aval(aval) for aval in ctx.avals_in])
         return mlir.lower_fun(body, multiple_results=True)(ctx, *operands)
 
     return lower
