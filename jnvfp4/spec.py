@@ -119,7 +119,7 @@ class QuantSpec:
         return self.format.amax_scope != "tensor"
 
     def ffi_attrs(self) -> dict[str, Any]:
-        """Returns the attributes of the FFI call, as ``SpecAttr`` in ffi/check.h reads them."""
+        """Returns the attributes of the FFI call, as ``SpecAttr`` in ffi/calls/spec_attr.h reads them."""
         return {
             "amax_scope": self.format.amax_scope,
             "e4m3_max": np.int32(self.format.e4m3_max),

@@ -144,12 +144,12 @@ def test_ahead_of_time_compilation_of_sharded_arguments(devices):
 TARGETS = {
     "quantize": (quantize, "nvfp4_quantize"),
     "quantize_sr": (partial(quantize, spec=NVFP4_SR, key=KEY), "nvfp4_quantize"),
-    "quantize_row": (partial(quantize, spec=ROW_SCALED), "nvfp4_quantize_find_amax"),
+    "quantize_row": (partial(quantize, spec=ROW_SCALED), "nvfp4_quantize"),
     "quantize_rht": (partial(quantize, spec=NVFP4_RHT), "nvfp4_rht_amax"),
     "quantize_pair": (quantize_pair, "nvfp4_quantize_pair"),
     "quantize_pair_windows": (
         partial(quantize_pair, row_spec=WINDOW64, col_spec=WINDOW64),
-        "nvfp4_quantize_pair_find_amax",
+        "nvfp4_quantize_pair",
     ),
     "dequantize": (lambda x: dequantize(quantize(x)), "nvfp4_dequantize"),
     "fake_quant": (fake_quant, "nvfp4_fake_quant"),

@@ -116,8 +116,10 @@ def test_no_rows_are_no_work(native, name):
     rows = 64 if name.startswith("quantize") else 16
 
     def without_rows(array: Array) -> Array:
-        keeps = array.name.startswith("b ")
-        return array if keeps else replace(array, shape=tuple(0 if n == rows else n for n in array.shape))
+        if rows not in array.shape or array.name.startswith("b "):
+            return array
+        axis = array.shape.index(rows)
+        return replace(array, shape=(*array.shape[:axis], 0, *array.shape[axis + 1 :]))
 
     operands, results = tuple(map(without_rows, call.operands)), tuple(map(without_rows, call.results))
     assert refusal(replace(call, operands=operands, results=results)) is None

@@ -177,7 +177,13 @@ def test_a_sum_is_scattered_only_where_it_divides(m, want):
     """jit asks for no uneven result, XLA may: what the callback answers decides."""
     mesh = make_mesh(jax.devices("cpu")[:8], "x")
     dense, data, scale, amax = (m, K), (N, K // 2), (N, K // 16), ()
-    params = {"a_format": None, "b_format": Format(), "has_bias": False, "out_dtype": jnp.float32}
+    params = {
+        "a_format": None,
+        "b_format": Format(),
+        "has_bias": False,
+        "out_dtype": jnp.float32,
+        "accumulation": "fast",
+    }
     proposed = [[None, "x"]] * 3 + [[]]
     _, (y,), _ = matmul._partition(mesh, proposed, [dense, data, scale, amax], [["x", None]], **params)
     assert y == [want, None]
@@ -342,7 +348,7 @@ def test_every_primitive_without_shardy(devices, gspmd):
 def test_a_norm_gathers_rows_that_are_split(devices):
     """Its sum runs over the whole row, in one order; the bytes may stay split."""
     mesh, x, weight = make_mesh(devices), normal((64, 512), 1), normal((512,), 2)
-    f = partial(rms_norm_quantize, spec=ROW_SCALED, return_values=True)
+    f = partial(rms_norm_quantize, row_spec=ROW_SCALED, return_values=True)
     got, found = run(f, put(x, mesh, P("x", "y")), put(weight, mesh, P("y")))
     assert_same_tensor(got, f(*home(devices, (x, weight))))
     assert {op for op, _ in found} == {"all-gather"}

@@ -27,7 +27,7 @@ from jnvfp4 import (
 )
 from jnvfp4._arguments import random_stream
 from jnvfp4._primitives import quantize as primitive
-from jnvfp4._primitives._base import bind
+from jnvfp4._primitives._base import Backend, bind
 
 KEY = jax.random.key(11)
 UNIT_AMAX = np.float32(6 * 448)  # with it, a block whose amax is 6 has scale 1: values are codes as they are
@@ -147,9 +147,9 @@ def test_a_64_bit_block_index(backend, first, row_blocks):
     x, words = normal((32, 64), 5, "fp32"), [123, 456]
     amax = jnp.max(jnp.abs(x))
     stream = jnp.asarray([*words, first & 0xFFFFFFFF, first >> 32], jnp.uint32)
-    name = "reference" if backend.implementation == "reference" else backend.platform
+    code = Backend("reference" if backend.implementation == "reference" else backend.platform)
     params = {"spec": NVFP4_SR, "transpose": False, "has_amax": True, "row_blocks": (row_blocks, 0)}
-    data, scale = _local(name, tuple(sorted(params.items())))(x, amax, stream)
+    data, scale = _local(code, tuple(sorted(params.items())))(x, amax, stream)
     index = first + np.arange(32, dtype=object)[:, None] * row_blocks + np.arange(4, dtype=object)
     random = random_bytes(words, (index % 2**64).astype(np.uint64), 0).reshape(32, 64)
     v = np.asarray(x) * np.repeat(encode_scales(scale, amax, 2), 16, -1)
@@ -159,9 +159,9 @@ def test_a_64_bit_block_index(backend, first, row_blocks):
 _JITTED = {}
 
 
-def _local(name, params):
+def _local(code, params):
     """The computation of one device, compiled once for each backend and ``row_blocks``."""
-    return _JITTED.setdefault((name, params), jax.jit(partial(primitive._local, name, **dict(params))))
+    return _JITTED.setdefault((code, params), jax.jit(partial(primitive._local, code, **dict(params))))
 
 
 def test_the_primitive_takes_the_first_block_of_every_matrix(native):

@@ -93,7 +93,7 @@ MATMULS = {
     "named": ((), {"a": A, "b": B}, "cpu_nvfp4_blocks"),
     "half named": ((A,), {"b": B, "bias": a(48)}, "cpu_nvfp4_blocks"),
     "windows": ((t(32, 64, spec=WINDOW64), B), {"out_dtype": jnp.float32}, "cpu_nvfp4_blocks"),
-    "weight-only": ((X, B), {"accumulation": "pinned"}, "cpu_weight_only"),
+    "weight-only": ((X, B), {"accumulation": "pinned"}, "cpu_dense_elements"),
     "arrays": ((quantize(normal((32, 64))), quantize(normal((48, 64)))), {}, "cpu_nvfp4_blocks"),
 }
 

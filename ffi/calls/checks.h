@@ -177,8 +177,8 @@ inline AmaxMap amax_map(Checks& check, std::string_view name, const ffi::AnyBuff
   if (dims.size() == 0) return {m.batch * m.rows, 0};
   if (Expected{m.lead, {}} == dims) return {m.rows, 0};
   check.that(each_row == dims, [&] {
-    return std::string(name) + " must have shape (), " + text_of(m.lead) + " or " + each_row.text() + ", got " +
-           text_of(dims);
+    return std::string(name) + " must have shape (), " + (m.lead.size() ? text_of(m.lead) + ", " : "") + "or " +
+           each_row.text() + ", got " + text_of(dims);
   });
   return {1, 0};
 }

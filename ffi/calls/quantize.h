@@ -29,7 +29,8 @@ inline AmaxMap scope_amax(Checks& check, std::string_view name, const ffi::AnyBu
                           AmaxScope scope) {
   if (scope == AmaxScope::kTensor)
     check.that(amax.dimensions().size() == 0 || Expected{m.lead, {}} == amax.dimensions(), [&] {
-      return std::string(name) + " must have shape () or " + text_of(m.lead) + ", got " + text_of(amax.dimensions());
+      return std::string(name) + " must have shape ()" + (m.lead.size() ? " or " + text_of(m.lead) : "") + ", got " +
+             text_of(amax.dimensions());
     });
   if (scope == AmaxScope::kRow) check.dims(name, amax, {m.lead, {m.rows}});
   return amax_map(check, name, amax, m, scope == AmaxScope::kWindow64);
