@@ -1,6 +1,7 @@
 """matmul_nt against XLA's own dot of the unquantized operands."""
 
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,8 +44,10 @@ def _jobs(case: str) -> dict[str, Job]:
     def dot(a, b):
         return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
-    def matmul(a, b):
-        return jnvfp4.matmul_nt(a, b, out_dtype=dtype)
+    def matmul(a, b, accumulation="fast"):
+        return jnvfp4.matmul_nt(a, b, out_dtype=dtype, accumulation=accumulation)
+
+    pinned = partial(matmul, accumulation="pinned")
 
     def decode_dot(a, b):  # what one would write without the library's GEMM
         return dot(jnvfp4.dequantize(a, dtype), jnvfp4.dequantize(b, dtype))
@@ -57,6 +60,8 @@ def _jobs(case: str) -> dict[str, Job]:
         "matmul_nt w4a4 row-scaled": Job(matmul, quantized(jnvfp4.ROW_SCALED)),
         "matmul_nt w4a4 window64": Job(matmul, quantized(jnvfp4.WINDOW64)),
         "matmul_nt w4a16": Job(matmul, w4a16),
+        "matmul_nt w4a4 pinned": Job(pinned, w4a4),
+        "matmul_nt w4a16 pinned": Job(pinned, w4a16),
         "dequantize + dot": Job(decode_dot, w4a4),
     }
 

@@ -1,4 +1,4 @@
-"""``matmul_nt`` against its formula in NumPy: bitwise on the CPU, within a derived bound on a GPU."""
+"""``matmul_nt`` against its formula in NumPy: bitwise where the order is pinned, else within a derived bound."""
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,7 @@ NARROW = (0x30, 0x38, 0x40)  # scales 1/2, 1, 2
 
 # M, N, K: one row, odd N, one block, more than one tile and panel in every direction, long K.
 SHAPES = [(1, 1, 16), (1, 40, 64), (5, 7, 16), (17, 33, 48), (130, 65, 256), (3, 100, 4096)]
-# Whatever computes in the order of the formula: all but tensor cores.
-pinned_order = pytest.mark.parametrize("backend", ["native-cpu", "reference-cpu", "reference-cuda"], indirect=True)
+every_accumulation = pytest.mark.parametrize("accumulation", ["fast", "pinned"])
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=["x".join(map(str, s)) for s in SHAPES])
 every_out_dtype = pytest.mark.parametrize("out", list(DTYPES.values()), ids=list(DTYPES))
 every_half = pytest.mark.parametrize("half", list(HALVES.values()), ids=list(HALVES))
@@ -47,14 +46,18 @@ def dense(shape: tuple[int, ...], dtype, seed: int = 2) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
 
 
-def check(backend, a, b, bias=None, out=np.float32) -> None:
-    """Tensor cores have no defined order; every other implementation has that of the formula."""
-    got = jnvfp4.matmul_nt(a, b, out_dtype=out, bias=bias, implementation=backend.implementation)
-    compare(backend, got, a, b, bias, out)
+def multiply(backend, a, b, accumulation="fast", **options) -> jax.Array:
+    return jnvfp4.matmul_nt(a, b, accumulation=accumulation, implementation=backend.implementation, **options)
 
 
-def compare(backend, got, a, b, bias=None, out=np.float32) -> None:
-    if backend.platform == "cuda" and backend.implementation == "native":
+def check(backend, a, b, bias=None, out=np.float32, accumulation="fast") -> None:
+    got = multiply(backend, a, b, accumulation, bias=bias, out_dtype=out)
+    compare(backend, got, a, b, bias, out, accumulation)
+
+
+def compare(backend, got, a, b, bias=None, out=np.float32, accumulation="fast") -> None:
+    """Tensor cores have no defined order; all else has that of the formula, also a GPU where it is asked for."""
+    if backend.platform == "cuda" and backend.implementation == "native" and accumulation == "fast":
         assert got.dtype == out
         assert got.shape == (a.shape[0], b.shape[0])
         assert_gemm_close(got, a, b, bias)
@@ -63,53 +66,87 @@ def compare(backend, got, a, b, bias=None, out=np.float32) -> None:
 
 
 # ---------------------------------------------------------------- two NVFP4 operands
+@every_accumulation
 @every_shape
 @every_out_dtype
-def test_native(native, shape, out):
-    check(native, *quantized(shape), out=out)
+def test_native(native, shape, out, accumulation):
+    check(native, *quantized(shape), out=out, accumulation=accumulation)
 
 
+@every_accumulation
 @pytest.mark.parametrize("a_format", [TENSOR, ROW, Format(e4m3_max=256)], ids=["tensor", "row", "256"])
 @pytest.mark.parametrize("b_format", [TENSOR, ROW, Format(e4m3_max=256)], ids=["tensor", "row", "256"])
-def test_formats(backend, a_format, b_format):
-    check(backend, *quantized((5, 7, 32), a_format, b_format))
+def test_formats(backend, a_format, b_format, accumulation):
+    check(backend, *quantized((5, 7, 32), a_format, b_format), accumulation=accumulation)
 
 
+@every_accumulation
 @pytest.mark.parametrize(
     "other", [TENSOR, ROW, Format(e4m3_max=256), Format("row", 256)], ids=["tensor", "row", "256", "row256"]
 )
-def test_row_amax_with_e4m3_max_256(native, other):
+def test_row_amax_with_e4m3_max_256(native, other, accumulation):
     for formats in ((Format("row", 256), other), (other, Format("row", 256))):
-        check(native, *quantized((5, 7, 32), *formats))
+        check(native, *quantized((5, 7, 32), *formats), accumulation=accumulation)
 
 
+@every_accumulation
 @pytest.mark.parametrize("formats", [(ROW, TENSOR), (TENSOR, ROW)], ids=["a", "b"])
-def test_the_operand_says_whose_rows_an_amax_scales(native, formats):
+def test_the_operand_says_whose_rows_an_amax_scales(native, formats, accumulation):
     """As many rows as columns: no length tells them apart."""
     a, b = quantized((16, 16, 32), *formats)
-    check(native, a, b)
+    check(native, a, b, accumulation=accumulation)
 
 
-def test_every_code_and_scale(native):
+@every_accumulation
+def test_every_code_and_scale(native, accumulation):
     """Every product of codes, each pair of scales of a wide range, zero among them."""
-    check(native, *quantized((64, 64, 512), scales=range(0x7F)))
+    check(native, *quantized((64, 64, 512), scales=range(0x7F)), accumulation=accumulation)
+
+
+@pytest.mark.parametrize("k", [16, 32, 48, 64, 80, 112, 144])
+def test_a_depth_of_any_number_of_blocks(native, k):
+    """Kernels go along K by 64: the last blocks may be fewer than four, and are followed by others in memory."""
+    check(native, *quantized((70, 67, k), ROW, ROW), accumulation="pinned")
+    check(native, dense((70, k), DTYPES["bf16"]), random_tensor(1, (67, k), ROW), accumulation="pinned")
+
+
+def test_a_kernel_by_its_name(native):
+    """The kernel that `supports` names runs when it is asked for by that name, and gives the same bits."""
+    for a in (quantized((17, 33, 64))[0], dense((17, 64), DTYPES["bf16"])):
+        b = quantized((17, 33, 64))[1]
+        for accumulation in ("fast", "pinned"):
+            chosen = jnvfp4.supports("matmul_nt", a, b, accumulation=accumulation, device=native.device)
+            want = multiply(native, a, b, accumulation, out_dtype=np.float32)
+            got = jnvfp4.matmul_nt(a, b, accumulation=accumulation, implementation=chosen.kernel, out_dtype=np.float32)
+            assert_bitwise(got, want, chosen.kernel)
+
+
+def test_a_kernel_that_cannot(native):
+    a, b = quantized((17, 33, 64), WINDOW, WINDOW)
+    name = "decode_then_dot" if native.platform == "cuda" else "sm80_nvfp4_blocks"
+    why = "window64" if native.platform == "cuda" else "runs on GPUs from compute capability 8.0, not on the CPU"
+    with pytest.raises(NotImplementedError, match=f"matmul_nt: implementation='{name}' cannot run here: .*{why}"):
+        jnvfp4.matmul_nt(a, b, implementation=name)
+    with pytest.raises(ValueError, match="matmul_nt: implementation must be None, 'native', 'decode_then_dot'"):
+        jnvfp4.matmul_nt(a, b, implementation="sm90_unheard_of")
 
 
 # ---------------------------------------------------------------- a 16-bit left operand
+@every_accumulation
 @every_half
 @every_shape
-def test_weight_only(native, half, shape):
+def test_weight_only(native, half, shape, accumulation):
     m, n, k = shape
-    check(native, dense((m, k), half), random_tensor(1, (n, k)), out=half)
+    check(native, dense((m, k), half), random_tensor(1, (n, k)), out=half, accumulation=accumulation)
 
 
+@every_accumulation
 @every_half
 @pytest.mark.parametrize("fmt", [TENSOR, ROW, Format(e4m3_max=256)], ids=["tensor", "row", "256"])
-def test_weight_only_formats(backend, half, fmt):
-    check(backend, dense((5, 32), half), random_tensor(1, (7, 32), fmt))
+def test_weight_only_formats(backend, half, fmt, accumulation):
+    check(backend, dense((5, 32), half), random_tensor(1, (7, 32), fmt), accumulation=accumulation)
 
 
-@pinned_order
 @every_half
 def test_weight_only_subnormal_input(backend, half):
     """The smallest products are multiples of 2^-143: subnormal, and exact."""
@@ -117,21 +154,19 @@ def test_weight_only_subnormal_input(backend, half):
     a = (np.random.default_rng(0).standard_normal((5, 32)) * tiny).astype(half)
     b = random_tensor(1, (7, 32), scales=range(1, 16), amax=2.0**40)
     assert np.any((a != 0) & (np.abs(a) < ml_dtypes.finfo(half).smallest_normal))
-    check(backend, jnp.asarray(a), b)
+    check(backend, jnp.asarray(a), b, accumulation="pinned")
 
 
-@pinned_order
 def test_weight_only_overflow(backend):
     """A product that overflows is infinite before it is added, which a fused multiply-add would not see."""
     b = random_tensor(1, (7, 16), scales=[0x38])
     b = NVFP4Tensor(jnp.full_like(b.data, 0x44), b.scale, b.amax, b.format)  # all weights are 2
     a = np.zeros((5, 16), ml_dtypes.bfloat16)
     a[:, :2] = -1e38, 2.5e38  # 2.5e38 * 2 overflows, -2e38 + 5e38 does not
-    got = jnvfp4.matmul_nt(jnp.asarray(a), b, out_dtype=np.float32, implementation=backend.implementation)
+    got = multiply(backend, jnp.asarray(a), b, "pinned", out_dtype=np.float32)
     assert_bitwise(got, np.full((5, 7), np.inf, np.float32))
 
 
-@pinned_order
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
 @every_half
 def test_weight_only_special_input(backend, value, half):
@@ -139,8 +174,8 @@ def test_weight_only_special_input(backend, value, half):
     a = np.asarray(dense((5, 32), half)).copy()
     a[2, 7] = value
     b = random_tensor(1, (7, 32))
-    check(backend, jnp.asarray(a), b)
-    got = np.asarray(jnvfp4.matmul_nt(jnp.asarray(a), b, implementation=backend.implementation))
+    check(backend, jnp.asarray(a), b, accumulation="pinned")
+    got = np.asarray(multiply(backend, jnp.asarray(a), b, "pinned"))
     assert np.array_equal(np.isfinite(got).all(axis=1), np.arange(5) != 2)
 
 
@@ -339,52 +374,71 @@ def test_rotated_product_is_the_unrotated_one_within_quantization_error(native):
 
 
 # ---------------------------------------------------------------- bias and output type
+@every_accumulation
 @pytest.mark.parametrize("bias_dtype", list(DTYPES.values()), ids=list(DTYPES))
 @every_out_dtype
 @pytest.mark.parametrize("weight_only", [False, True], ids=["w4a4", "w4a16"])
-def test_bias(native, bias_dtype, out, weight_only):
+def test_bias(native, bias_dtype, out, weight_only, accumulation):
     a, b = quantized((9, 21, 64))
-    check(native, dense((9, 64), DTYPES["bf16"]) if weight_only else a, b, dense((21,), bias_dtype), out)
+    check(
+        native,
+        dense((9, 64), DTYPES["bf16"]) if weight_only else a,
+        b,
+        dense((21,), bias_dtype),
+        out,
+        accumulation=accumulation,
+    )
 
 
+@every_accumulation
 @pytest.mark.parametrize("weight_only", [False, True], ids=["w4a4", "w4a16"])
-def test_bias_by_every_backend(backend, weight_only):
+def test_bias_by_every_backend(backend, weight_only, accumulation):
     a, b = quantized((5, 7, 32))
-    check(backend, dense((5, 32), DTYPES["fp16"]) if weight_only else a, b, dense((7,), np.float32), DTYPES["bf16"])
+    check(
+        backend,
+        dense((5, 32), DTYPES["fp16"]) if weight_only else a,
+        b,
+        dense((7,), np.float32),
+        DTYPES["bf16"],
+        accumulation=accumulation,
+    )
 
 
 # ---------------------------------------------------------------- leading axes
+@every_accumulation
 @pytest.mark.parametrize("amax_shape", [(), (2, 3)], ids=["one amax", "amax per matrix"])
 @pytest.mark.parametrize("shared", [False, True], ids=["batched b", "shared b"])
-def test_leading_axes(native, amax_shape, shared):
+def test_leading_axes(native, amax_shape, shared, accumulation):
     rng = np.random.default_rng(5)
     a = random_tensor(0, (2, 3, 5, 32), amax=rng.uniform(0.5, 2, amax_shape))
     b = random_tensor(1, (7, 32) if shared else (2, 3, 7, 32), amax=rng.uniform(0.5, 2, () if shared else amax_shape))
-    got = jnvfp4.matmul_nt(a, b, out_dtype=np.float32, implementation="native")
+    got = multiply(native, a, b, accumulation, out_dtype=np.float32)
     assert got.shape == (2, 3, 5, 7)
     for i in np.ndindex(2, 3):
-        compare(native, got[i], at(a, i), b if shared else at(b, i))
+        compare(native, got[i], at(a, i), b if shared else at(b, i), accumulation=accumulation)
 
 
 def at(t: NVFP4Tensor, i: tuple[int, ...]) -> NVFP4Tensor:
     return NVFP4Tensor(t.data[i], t.scale[i], t.amax[i] if t.amax.ndim else t.amax, t.format)
 
 
+@every_accumulation
 @pytest.mark.parametrize("shared", [False, True], ids=["batched b", "shared b"])
-def test_leading_axes_of_a_row_amax(native, shared):
+def test_leading_axes_of_a_row_amax(native, shared, accumulation):
     a, b = random_tensor(0, (3, 5, 32), ROW), random_tensor(1, (7, 32) if shared else (3, 7, 32), ROW)
-    got = jnvfp4.matmul_nt(a, b, out_dtype=np.float32, implementation="native")
+    got = multiply(native, a, b, accumulation, out_dtype=np.float32)
     for i in range(3):
-        compare(native, got[i], at(a, (i,)), b if shared else at(b, (i,)))
+        compare(native, got[i], at(a, (i,)), b if shared else at(b, (i,)), accumulation=accumulation)
 
 
+@every_accumulation
 @every_half
 @pytest.mark.parametrize("shared", [False, True], ids=["batched b", "shared b"])
-def test_leading_axes_of_weight_only(native, half, shared):
+def test_leading_axes_of_weight_only(native, half, shared, accumulation):
     a, b = dense((3, 5, 32), half), random_tensor(1, (7, 32) if shared else (3, 7, 32))
-    got = jnvfp4.matmul_nt(a, b, out_dtype=np.float32, implementation="native")
+    got = multiply(native, a, b, accumulation, out_dtype=np.float32)
     for i in range(3):
-        compare(native, got[i], a[i], b if shared else at(b, (i,)))
+        compare(native, got[i], a[i], b if shared else at(b, (i,)), accumulation=accumulation)
 
 
 # ---------------------------------------------------------------- sums that no order can change
@@ -448,23 +502,23 @@ def with_nan_scale(t: NVFP4Tensor, row: int) -> NVFP4Tensor:
     return NVFP4Tensor(t.data, jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn)), t.amax, t.format)
 
 
-def test_nan_scales_reach_their_row_and_column(backend):
+@every_accumulation
+def test_nan_scales_reach_their_row_and_column(backend, accumulation):
     a, b = quantized((5, 7, 32))
-    got = jnvfp4.matmul_nt(
-        with_nan_scale(a, 2), with_nan_scale(b, 4), out_dtype=np.float32, implementation=backend.implementation
-    )
+    got = multiply(backend, with_nan_scale(a, 2), with_nan_scale(b, 4), accumulation, out_dtype=np.float32)
     want = np.zeros((5, 7), bool)
     want[2], want[:, 4] = True, True
     assert np.array_equal(np.isnan(np.asarray(got)), want)
     assert (bits(got)[want] == 0x7FC00000).all()
 
 
+@every_accumulation
 @pytest.mark.parametrize("amax", [0.0, np.inf, np.nan, 1e25], ids=str)
-def test_amax_that_is_no_ordinary_number(backend, amax):
+def test_amax_that_is_no_ordinary_number(backend, amax, accumulation):
     """alpha of 0, Inf and NaN, and an overflow of the product of both amaxes."""
     a, b = quantized((5, 7, 32), scales=NARROW, amax=amax)
     assert order_free(a, b)
-    got = jnvfp4.matmul_nt(a, b, out_dtype=DTYPES["bf16"], implementation=backend.implementation)
+    got = multiply(backend, a, b, accumulation, out_dtype=DTYPES["bf16"])
     assert_bitwise(got, matmul_by_formula(a, b, dtype=DTYPES["bf16"]))
 
 

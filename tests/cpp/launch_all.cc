@@ -1,6 +1,6 @@
 // Launches every CUDA kernel on small, odd shapes, each buffer an allocation of exactly its size: the program that
 // compute-sanitizer watches (.ci/run_gpu). An access outside a buffer, which a framework's memory pool would hide,
-// is an error here. Build: nvcc -std=c++17 -fmad=false -lineinfo -I ffi launch_all.cc ffi/cuda/*.cu
+// is an error here. Build: nvcc -std=c++17 -fmad=false -lineinfo -I ffi launch_all.cc ffi/cuda/*/*.cu
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -83,8 +83,12 @@ struct Result {
              data.as<uint8_t>(),
              scale.as<uint8_t>(),
              {stream.as<uint32_t>(), s.cols / 16 + 3},
-             {s.batch, s.rows, s.cols, std::max<int64_t>(1, s.batch * s.rows / count(s, spec, how)), transposed},
+             {s.batch, s.rows, s.cols, map(s, spec, how), transposed},
              448.0f} {}
+  static AmaxMap map(const Shape& s, const KernelSpec& spec, Amax how) {
+    return {std::max<int64_t>(1, s.batch * s.rows / count(s, spec, how)),
+            spec.amax_scope == AmaxScope::kWindow64 ? s.cols / 64 : 0};
+  }
 };
 
 bool fits(const Shape& s, const KernelSpec& spec) {
@@ -96,9 +100,7 @@ void quantize(const Shape& s, const KernelSpec& spec, Float kind, bool transpose
   if (!fits(s, spec) || (how == Amax::kFound && spec.amax_scope == AmaxScope::kTensor)) return;
   Buffer x(s.batch * s.rows * s.cols * size_of(kind));
   Result r(s, spec, how, x, kind, transposed);
-  cudaError_t status = cudaSuccess;
-  if (!launch_quantize(r.args, spec, nullptr, &status)) std::exit(2);
-  check(status, "quantize");
+  check(launch_quantize(r.args, spec, nullptr), "quantize");
   check(cudaDeviceSynchronize(), "quantize");
 }
 
@@ -132,13 +134,10 @@ void produce(const Shape& s, Producer producer, const KernelSpec* row, const Ker
   if (row) {
     Result r(s, *row, how, a, Float::kBf16, false), c(turned(s), col ? *col : *row, how, a, Float::kBf16, true);
     const ProduceArgs args{sources, r.args, c.args, kept, factors.as<float>()};
-    cudaError_t status = cudaSuccess;
-    if (col)
-      status = launch_produce_pair(args, *row, *col, nullptr);
-    else if (!(tiles ? launch_produce_tiles(args, *row, nullptr, &status)
-                     : launch_produce_rows(sources, r.args, kept, *row, nullptr, &status)))
-      std::exit(2);
-    check(status, "produce");
+    check(col     ? launch_produce_pair(args, *row, *col, nullptr)
+          : tiles ? launch_produce_tiles(args, *row, nullptr)
+                  : launch_produce_rows(sources, r.args, kept, *row, nullptr),
+          "produce");
     check(cudaDeviceSynchronize(), "produce");
   }
   check(cudaDeviceSynchronize(), "produce");
@@ -146,23 +145,41 @@ void produce(const Shape& s, Producer producer, const KernelSpec* row, const Ker
 
 void rht_amax(const Shape& s, Float kind, bool transposed, int64_t count) {
   Buffer x(s.batch * s.rows * s.cols * size_of(kind)), amax(count * 4);
-  check(launch_rht_amax(
-            {x.as<void>(), kind, amax.as<float>(), {s.batch, s.rows, s.cols, s.batch * s.rows / count, transposed}},
-            nullptr),
-        "rht_amax");
+  check(
+      launch_rht_amax(
+          {x.as<void>(), kind, amax.as<float>(), {s.batch, s.rows, s.cols, {s.batch * s.rows / count, 0}, transposed}},
+          nullptr),
+      "rht_amax");
   check(cudaDeviceSynchronize(), "rht_amax");
 }
 
-void gemm_blocks(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool a_windows, bool b_windows) {
-  Buffer a(batch * m * k / 2), a_scale(batch * m * k / 16), a_amax(batch * m * (a_windows ? k / 64 : 1) * 4);
-  Buffer b(batch * n * k / 2), b_scale(batch * n * k / 16), b_amax((b_windows ? batch * n * k / 64 : 1) * 4);
+// An operand of `rows` rows: an NVFP4 tensor with one amax for each `rows_per_amax` rows or for each window.
+struct Tensor {
+  Buffer data, scale, amax;
+  MatmulOperand operand;
+
+  Tensor(int64_t rows, int64_t k, int64_t rows_per_amax, bool windows)
+      : data(rows * k / 2),
+        scale(rows * k / 16),
+        amax((windows ? rows * k / 64 : rows / rows_per_amax) * 4),
+        operand{
+            data.as<void>(), scale.as<uint8_t>(), amax.as<float>(), Float::kBf16, {rows_per_amax, windows ? k / 64 : 0},
+            448.0f} {}
+};
+
+void matmul(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool a_windows, bool b_windows, bool each) {
+  const Tensor a(batch * m, k, each ? 1 : batch * m, a_windows), b(batch * n, k, each ? 1 : batch * n, b_windows);
   Buffer bias(n * 2), out(batch * m * n * size_of(kind));
-  BlockGemmArgs args{
-      a.as<uint8_t>(),    a_scale.as<uint8_t>(), a_amax.as<float>(),     b.as<uint8_t>(), b_scale.as<uint8_t>(),
-      b_amax.as<float>(), bias.as<void>(),       Float::kBf16,           out.as<void>(),  kind,
-      {batch, m, n, k},   {1, a_windows},        {batch * n, b_windows}, 448.0f,          448.0f};
-  check(launch_gemm_blocks(args, nullptr), "gemm_blocks");
-  check(cudaDeviceSynchronize(), "gemm_blocks");
+  const MatmulResult result{bias.as<void>(), Float::kBf16, out.as<void>(), kind};
+  check(launch_sm80_nvfp4_blocks({a.operand, b.operand, result, {batch, m, n, k}}, nullptr), "sm80_nvfp4_blocks");
+  if (!b_windows)
+    for (Float dense : {Float::kBf16, Float::kF16}) {
+      Buffer x(batch * m * k * 2);
+      const MatmulOperand left{x.as<void>(), nullptr, nullptr, dense, {}, 448.0f};
+      check(launch_sm80_dense_elements({left, b.operand, result, {batch, m, n, k}}, nullptr), "sm80_dense_elements");
+      check(cudaDeviceSynchronize(), "sm80_dense_elements");
+    }
+  check(cudaDeviceSynchronize(), "sm80_nvfp4_blocks");
 }
 
 void dequantize(const Shape& s, Float kind, int64_t amax_count, bool rotate_back) {
@@ -186,32 +203,22 @@ void fake_quant(const Shape& s, const KernelSpec& spec, Float kind, Amax how) {
                      kind,
                      how == Amax::kFound ? nullptr : amax.as<float>(),
                      {stream.as<uint32_t>(), s.cols / 16 + 3},
-                     {s.batch, s.rows, s.cols, std::max<int64_t>(1, s.batch * s.rows / count), false},
+                     {s.batch, s.rows, s.cols, Result::map(s, spec, how), false},
                      448.0f};
-  cudaError_t status = cudaSuccess;
-  if (!launch_fake_quant(args, spec, nullptr, &status)) std::exit(2);
-  check(status, "fake_quant");
+  check(launch_fake_quant(args, spec, nullptr), "fake_quant");
   check(cudaDeviceSynchronize(), "fake_quant");
 }
 
 void epilogue(const Shape& s, Float out_kind, bool per_row, bool with_bias, bool quantized_a) {
   const int64_t elements = s.batch * s.rows * s.cols;
-  const int64_t a_count = per_row ? s.batch * s.rows : 1, b_count = per_row ? s.batch * s.cols : 1;
+  const int64_t a_count = per_row ? s.batch * s.rows : 1, b_count = per_row ? s.batch * s.cols : s.batch;
   Buffer y(elements * 4), a_amax(a_count * 4), b_amax(b_count * 4), bias(s.cols * 2), out(elements * size_of(out_kind));
-  EpilogueArgs args{y.as<float>(),
-                    a_amax.as<float>(),
-                    b_amax.as<float>(),
-                    with_bias ? bias.as<void>() : nullptr,
-                    Float::kBf16,
-                    out.as<void>(),
-                    out_kind,
-                    s.batch,
-                    s.rows,
-                    s.cols,
-                    per_row ? AmaxStride{s.rows, 1} : AmaxStride{0, 0},
-                    per_row ? AmaxStride{s.cols, 1} : AmaxStride{0, 0},
-                    quantized_a ? 448.0f : 0.0f,
-                    448.0f};
+  EpilogueArgs args{};
+  args.y = y.as<float>(), args.quantized_a = quantized_a;
+  args.a = {nullptr, nullptr, a_amax.as<float>(), {}, {s.batch * s.rows / a_count, 0}, 448.0f};
+  args.b = {nullptr, nullptr, b_amax.as<float>(), {}, {s.batch * s.cols / b_count, 0}, 448.0f};
+  args.result = {with_bias ? bias.as<void>() : nullptr, Float::kBf16, out.as<void>(), out_kind};
+  args.shape = {s.batch, s.rows, s.cols, 0};
   check(launch_epilogue(args, nullptr), "epilogue");
   check(cudaDeviceSynchronize(), "epilogue");
 }
@@ -253,8 +260,10 @@ int main() {
         for (const KernelSpec& spec : {Nvfp4::spec, RowScaled::spec})
           for (Amax how : {Amax::kOne, Amax::kFound}) produce(s, producer, &spec, nullptr, kind, how, true);
     for (const Shape& s : {Shape{1, 1, 64}, Shape{2, 70, 192}, Shape{1, 131, 128}})
-      for (int flags = 1; flags < 4; ++flags)
-        gemm_blocks(s.batch, s.rows, s.rows + 5, s.cols, kind, flags & 1, flags & 2);
+      for (int flags = 0; flags < 4; ++flags)
+        matmul(s.batch, s.rows, s.rows + 5, s.cols, kind, flags & 1, flags & 2, s.batch > 1);
+    for (int64_t k : {16, 48, 80})  // the last slab is not full
+      for (bool each : {false, true}) matmul(2, 66, 3, k, kind, false, false, each);
     for (const Shape& s : ragged) {
       dequantize(s, kind, 1, false);
       dequantize(s, kind, s.batch * s.rows, true);

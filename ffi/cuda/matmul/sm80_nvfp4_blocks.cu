@@ -15,10 +15,26 @@ constexpr int kGemmThreads = 128, kRows = 64, kCols = 64, kWarpRows = 32, kWarpC
 constexpr int kRowTiles = kWarpRows / 16, kColTiles = kWarpCols / 8;
 constexpr int kPitch = kWindow + 16;  // bytes a row: a multiple of 16 that spreads rows over the banks
 
-// A block's amax, by the row over all matrices and the slab along K.
-__device__ __forceinline__ float amax_of(const MatmulOperand& x, int64_t row, int64_t slab) {
-  return x.amax[x.map.windows() ? row * x.map.windows_per_row + slab : quotient(row, x.map.rows_per_amax)];
-}
+// An operand in registers.
+struct Operand {
+  const uint8_t* data;
+  const uint8_t* scale;
+  const float* amax;
+  int64_t rows_per_amax, depth;
+  bool windows;
+
+  __device__ __forceinline__ Operand(const MatmulOperand& x, int64_t k)
+      : data(static_cast<const uint8_t*>(x.data)),
+        scale(x.scale),
+        amax(x.amax),
+        rows_per_amax(x.map.rows_per_amax),
+        depth(k),
+        windows(x.map.windows()) {}
+  // Of the row over all matrices and the window.
+  __device__ __forceinline__ float amax_of(int64_t row, int64_t window) const {
+    return amax[windows ? row * (depth / kWindow) + window : quotient(row, rows_per_amax)];
+  }
+};
 
 template <int kCount>
 struct Slab {
@@ -39,7 +55,7 @@ __device__ __forceinline__ uint32_t twice_of_codes(uint32_t codes) {
 }
 
 // Codes and scales of a slab of kCount rows, and its amax with windows: what one thread carries from global to shared
-// memory. `blocks` are the blocks of a row; those past its end are zeros.
+// memory. Without windows K may end within a slab, whose rest is zeros.
 template <int kCount, bool kWindows>
 struct Fetch {
   static constexpr int kBytes = kCount * kWindow / 2 / kGemmThreads;  // of codes
@@ -48,30 +64,31 @@ struct Fetch {
   uint32_t scales;
   float amax;
 
-  __device__ __forceinline__ void load(const MatmulOperand& x, int64_t first_row, int64_t count, int64_t slab,
-                                       int64_t blocks) {
+  __device__ __forceinline__ void load(const Operand& x, int64_t first_row, int64_t count, int64_t slab) {
     const int r = threadIdx.x / kPerRow, part = threadIdx.x % kPerRow;
-    const int64_t left = blocks - slab * kWindowBlocks;  // blocks from the slab's first on
+    // Blocks from the slab's first one to the end of K.
+    const int left =
+        kWindows ? kWindowBlocks : static_cast<int>(x.depth / kBlock) - static_cast<int>(slab) * kWindowBlocks;
 #pragma unroll
     for (int i = 0; i < kBytes / 4; ++i) codes[i] = 0;
-    if (r < count && (kWindows || part * (kBytes / 8) < left)) {
-      const auto* p = reinterpret_cast<const uint32_t*>(static_cast<const uint8_t*>(x.data) +
-                                                        (first_row + r) * blocks * (kBlock / 2) + slab * (kWindow / 2) +
-                                                        part * kBytes);
-      static_assert(kBytes == 16, "a thread's codes are two blocks");
-      const bool both = kWindows || part * (kBytes / 8) + 1 < left;
-      codes[0] = __ldg(p), codes[1] = __ldg(p + 1);
-      if (both) codes[2] = __ldg(p + 2), codes[3] = __ldg(p + 3);
+    if (r < count) {
+      const auto* p = reinterpret_cast<const uint32_t*>(x.data + (first_row + r) * (x.depth / 2) +
+                                                        slab * (kWindow / 2) + part * kBytes);
+#pragma unroll
+      for (int i = 0; i < kBytes / 4; ++i)
+        if (kWindows || part * (kBytes / 8) + i / 2 < left) codes[i] = __ldg(p + i);
     }
     scales = 0, amax = 0.0f;
     if (threadIdx.x < kCount && threadIdx.x < count) {
       const int64_t row = first_row + threadIdx.x;
       if constexpr (kWindows) {
-        scales = __ldg(reinterpret_cast<const uint32_t*>(x.scale + row * blocks) + slab);
-        amax = amax_of(x, row, slab);
+        scales = __ldg(reinterpret_cast<const uint32_t*>(x.scale + row * (x.depth / kBlock)) + slab);
+        amax = x.amax_of(row, slab);
       } else {
-        const uint8_t* p = x.scale + row * blocks + slab * kWindowBlocks;
-        for (int j = 0; j < kWindowBlocks && j < left; ++j) scales |= uint32_t{__ldg(p + j)} << (8 * j);
+        const uint8_t* p = x.scale + row * (x.depth / kBlock) + slab * kWindowBlocks;
+#pragma unroll
+        for (int j = 0; j < kWindowBlocks; ++j)
+          if (j < left) scales |= uint32_t{__ldg(p + j)} << (8 * j);
       }
     }
   }
@@ -161,26 +178,26 @@ __global__ void __launch_bounds__(kGemmThreads, 3) sm80_nvfp4_blocks_kernel(Matm
   __shared__ Slab<kCols> b;
   const Warp w;
   const GemmShape& s = g.shape;
-  const int64_t blocks = s.depth / kBlock, slabs = (blocks + kWindowBlocks - 1) / kWindowBlocks;
+  const Operand left(g.a, s.depth), right(g.b, s.depth);
+  const int64_t slabs = kWindows ? s.depth / kWindow : (s.depth + kWindow - 1) / kWindow;
   const float divisor = 36.0f * g.a.e4m3_max * g.b.e4m3_max, reciprocal = div_rn(1.0f, divisor);
   const auto col_tiles = static_cast<unsigned>((s.cols + kCols - 1) / kCols);
   const int64_t row0 = static_cast<int64_t>(blockIdx.x / col_tiles) * kRows;
   const int64_t col0 = static_cast<int64_t>(blockIdx.x % col_tiles) * kCols;
   for (int64_t matrix = blockIdx.y; matrix < s.batch; matrix += gridDim.y) {
-    const int64_t a_row0 = matrix * s.rows + row0, b_row0 = matrix * s.cols + col0;
     Fetch<kRows, kWindows> next_a;
     Fetch<kCols, kWindows> next_b;
     Sums y{};
-    next_a.load(g.a, a_row0, s.rows - row0, 0, blocks);
-    next_b.load(g.b, b_row0, s.cols - col0, 0, blocks);
+    next_a.load(left, matrix * s.rows + row0, s.rows - row0, 0);
+    next_b.load(right, matrix * s.cols + col0, s.cols - col0, 0);
     for (int64_t slab = 0; slab < slabs; ++slab) {
       __syncthreads();  // the last slab has been read
       next_a.store(a, 1.0f);
       next_b.store(b, 0.25f);  // both codes are doubled
       __syncthreads();
       if (slab + 1 < slabs) {
-        next_a.load(g.a, a_row0, s.rows - row0, slab + 1, blocks);
-        next_b.load(g.b, b_row0, s.cols - col0, slab + 1, blocks);
+        next_a.load(left, matrix * s.rows + row0, s.rows - row0, slab + 1);
+        next_b.load(right, matrix * s.cols + col0, s.cols - col0, slab + 1);
       }
       if constexpr (kWindows) {
         Sums sum{};
@@ -201,7 +218,7 @@ __global__ void __launch_bounds__(kGemmThreads, 3) sm80_nvfp4_blocks_kernel(Matm
       const int64_t a_row = matrix * s.rows + row;
       const float bias = g.result.bias ? load_float(g.result.bias, g.result.bias_kind, col) : 0.0f;
       const float alpha = kWindows ? 1.0f
-                                   : alpha_w4a4(amax_of(g.a, a_row, 0), amax_of(g.b, matrix * s.cols + col, 0),
+                                   : alpha_w4a4(left.amax_of(a_row, 0), right.amax_of(matrix * s.cols + col, 0),
                                                 g.a.e4m3_max, g.b.e4m3_max);
       static_cast<typename T::Stored*>(g.result.out)[a_row * s.cols + col] =
           T::store(gemm_epilogue(y[m][n][i], alpha, bias, g.result.bias != nullptr));
