@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from checkpoints import GOLDEN, files_of, refused, weight, write
 from conftest import gpus, skip_or_fail
 
 import jnvfp4
+from jnvfp4 import checkpoints
 from jnvfp4.checkpoints import CheckpointError, ConvertOptions, Exit, convert_checkpoint
 from jnvfp4.checkpoints._files.source import open_source
 from jnvfp4.checkpoints._layouts.stored import open_stored
@@ -37,6 +39,12 @@ def raw(source, name) -> bytes:
 def model(tmp_path):
     shutil.copytree(GOLDEN / "llama" / "input", tmp_path / "in")
     return tmp_path / "in"
+
+
+@pytest.mark.parametrize("name", checkpoints.__all__)
+def test_no_public_name_hides_a_module(name):
+    assert callable(getattr(checkpoints, name))
+    assert find_spec(f"jnvfp4.checkpoints.{name}") is None
 
 
 # ---------------------------------------------------------------- golden
