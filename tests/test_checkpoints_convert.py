@@ -1,7 +1,9 @@
 """Conversion of checkpoints: the bytes of independent software, and properties of every layout."""
 
+import hashlib
 import json
 import shutil
+from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from checkpoints import GOLDEN, files_of, refused, weight, write
 from conftest import gpus, skip_or_fail
 
 import jnvfp4
+from jnvfp4 import checkpoints
 from jnvfp4.checkpoints import CheckpointError, ConvertOptions, Exit, convert_checkpoint
 from jnvfp4.checkpoints._files.source import open_source
 from jnvfp4.checkpoints._layouts.stored import open_stored
@@ -36,6 +39,12 @@ def raw(source, name) -> bytes:
 def model(tmp_path):
     shutil.copytree(GOLDEN / "llama" / "input", tmp_path / "in")
     return tmp_path / "in"
+
+
+@pytest.mark.parametrize("name", checkpoints.__all__)
+def test_no_public_name_hides_a_module(name):
+    assert callable(getattr(checkpoints, name))
+    assert find_spec(f"jnvfp4.checkpoints.{name}") is None
 
 
 # ---------------------------------------------------------------- golden
@@ -186,12 +195,13 @@ def test_sharded_placement_reads_what_it_needs():
 
 # ---------------------------------------------------------------- policy
 def test_layers_are_numbers(tmp_path):
-    tensors = {f"model.layers.{i}.mlp.down_proj.weight": weight(16, 32, i) for i in (0, 1, 10, 11)}
+    tensors = {f"model.layers.{i}.mlp.down_proj.weight": weight(16, 32, i) for i in (0, 1, 10, 11, 12)}
     (tmp_path / "in").mkdir()
     write(tmp_path / "in" / "model.safetensors", tensors)
     (tmp_path / "in" / "config.json").write_text('{"num_hidden_layers": 12}')
     convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(start_layers=2, end_layers=1))
-    assert open_stored(tmp_path / "out").modules == ["model.layers.10.mlp.down_proj"]
+    modules = ["model.layers.10.mlp.down_proj", "model.layers.12.mlp.down_proj"]  # the 13th of 12 is no decoder layer
+    assert open_stored(tmp_path / "out").modules == modules
 
 
 def test_what_is_not_finite_keeps_its_group(tmp_path):
@@ -206,6 +216,24 @@ def test_what_is_not_finite_keeps_its_group(tmp_path):
     write(tmp_path / "in" / "model.safetensors", tensors)
     convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(on_nonfinite="skip"))
     assert open_stored(tmp_path / "out").modules == ["model.layers.0.mlp.down_proj"]
+
+
+def test_nothing_may_be_left_where_that_is_allowed(tmp_path, capsys):
+    bad = np.full((16, 32), np.nan, np.float32)
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / "model.safetensors", {"a.down_proj.weight": ("F32", bad)})
+    text = "no tensor is quantized: all are not finite\nhint: --allow-empty"
+    refused(tmp_path / "in", tmp_path, text, 3, "--on-nonfinite", "skip", capsys=capsys)
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(on_nonfinite="skip", allow_empty=True))
+    assert open_source(tmp_path / "out").array("a.down_proj.weight").tobytes() == bad.tobytes()
+
+
+def test_shards_name_the_tensors_they_were_made_of(tmp_path):
+    convert_checkpoint(GOLDEN / "llama" / "input", tmp_path / "out")
+    entries = [f"{e.name} {e.tag} {e.shape}\n" for e in open_source(GOLDEN / "llama" / "input").entries()]
+    digest = hashlib.sha256("".join(entries).encode()).hexdigest()
+    metadata = [file.metadata for file in open_source(tmp_path / "out").files.values()]
+    assert metadata == 2 * [{"format": "pt", "jnvfp4_version": jnvfp4.__version__, "source": digest, "recipe": "nvfp4"}]
 
 
 # ---------------------------------------------------------------- report
@@ -301,6 +329,32 @@ def test_saved_tensors_come_back(tmp_path, layout):
     np.testing.assert_array_equal(c["lm_head.weight"], w)
     with pytest.raises(CheckpointError, match="window64"):
         save_checkpoint({"a.weight": jnvfp4.quantize(w, jnvfp4.WINDOW64)}, tmp_path / "no", layout)
+
+
+@pytest.mark.parametrize("e4m3_max", [448, 256])
+def test_te_stores_what_amaxes_were_found_for(tmp_path, e4m3_max):
+    w = jnp.asarray(weight(32, 64)[1])
+    t = jnvfp4.quantize(w, jnvfp4.four_over_six(e4m3_max=e4m3_max))
+    save_checkpoint({"a.down_proj.weight": t, "b.down_proj.weight": w}, tmp_path / "out", "te")
+    got = open_checkpoint(tmp_path / "out")
+    assert got["a.down_proj.weight"].format.e4m3_max == e4m3_max
+    np.testing.assert_array_equal(jnvfp4.dequantize(got["a.down_proj.weight"]), jnvfp4.dequantize(t))
+    assert got.config["quantization_config"]["ignore"] == ["b.down_proj", "lm_head"]
+    both = {
+        "a.down_proj.weight": t,
+        "b.down_proj.weight": jnvfp4.quantize(w, jnvfp4.four_over_six(e4m3_max=704 - e4m3_max)),
+    }
+    with pytest.raises(CheckpointError, match=r"tensors have e4m3_max \[256, 448\]; expected one, in layout te"):
+        save_checkpoint(both, tmp_path / "no", "te")
+
+
+def test_tensors_that_loaders_would_read_differently_are_not_saved(tmp_path):
+    w = jnp.asarray(weight(32, 64)[1])
+    tensors = {"m.mlp.gate.weight": w, "m.mlp.gate_proj.weight": jnvfp4.quantize(w)}
+    with pytest.raises(CheckpointError, match=r"vLLM would keep it because of 'm\.mlp\.gate'") as found:
+        save_checkpoint(tensors, tmp_path / "out")
+    assert found.value.code == Exit.CONFLICT
+    assert not (tmp_path / "out").exists()
 
 
 def test_saved_groups_have_one_amax(tmp_path):

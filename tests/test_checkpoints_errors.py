@@ -27,7 +27,8 @@ from checkpoints import (
     write_model,
 )
 
-from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint
+from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint
+from jnvfp4.checkpoints._convert.plan import make_plan
 from jnvfp4.checkpoints._files.safetensors import DTYPES
 from jnvfp4.checkpoints._files.source import open_source
 from jnvfp4.checkpoints._layouts.stored import open_stored
@@ -516,6 +517,19 @@ def test_a_disk_without_room(model, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, need))
     converted(model, tmp_path)
+
+
+def test_space_is_asked_for_what_is_kept_after_all(tmp_path, monkeypatch):
+    """The group with an infinity is kept, which takes more than it would quantized."""
+    bad = np.full((64, 64), np.inf, np.float32)
+    directory = one(tmp_path / "in", {DOWN: weight(16, 32), "a.o_proj.weight": ("F32", bad)})
+    options = ConvertOptions(on_nonfinite="skip")
+    need = 2 * make_plan(open_source(directory), options).nbytes
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(need))
+    with pytest.raises(CheckpointError, match=f"has {need} bytes free; expected 3"):
+        convert_checkpoint(directory, tmp_path / "out", options)
+    assert not (tmp_path / "out").exists()
 
 
 class Full:

@@ -78,6 +78,30 @@ def test_layers_of_mtp_are_no_decoder_layers(tmp_path):
     assert len(plan.groups) == 2
 
 
+def test_a_rule_that_splits_a_group(tmp_path):
+    modules = [f"model.layers.0.self_attn.{r}_proj" for r in "qkvo"]
+    plan = planned(tmp_path, modules, ignore=(modules[1],))
+    assert [g.members for g in plan.groups] == [(modules[3],)]
+    with pytest.raises(CheckpointError, match=r"k_proj.weight': is kept \(ignore .*; expected a group as a whole") as e:
+        planned(tmp_path, modules, ignore=(modules[1],), strict=True)
+    assert e.value.code == 2
+
+
+def test_a_preset_keeps_what_is_no_expert(tmp_path):
+    modules = ("model.layers.0.mlp.experts.0.down_proj", "model.layers.0.mlp.shared_experts.down_proj", "m.o_proj")
+    plan = planned(tmp_path, modules, preset="moe-experts")
+    assert [i.decision.reason for i in plan.items.values()] == ["no expert", "", ""]
+
+
+def test_loaders_that_disagree_about_a_conversion(tmp_path):
+    """The router's name is a part of a projection's, for which one loader takes it."""
+    mlp = [f"model.layers.0.mlp.{r}" for r in ("gate", "gate_proj", "up_proj")]
+    with pytest.raises(CheckpointError, match=r"vLLM would keep it because of 'model\.layers\.0\.mlp\.gate'") as e:
+        planned(tmp_path, mlp)
+    assert e.value.code == 4
+    assert len(planned(tmp_path, mlp, layout="compressed-tensors").groups) == 1
+
+
 def test_groups_that_are_named_join_those_that_loaders_fuse():
     modules = [f"m.{r}_proj" for r in "qkvo"]
     (group,) = groups_of(modules, [r"re:(.*)\.(q|o)_proj"])

@@ -43,6 +43,7 @@ def model(tmp_path) -> Path:
         ({"targets": "model.a"}, "targets is 'model.a'; expected a tuple of texts"),
         ({"ignore": (1,)}, "ignore is (1,); expected a tuple of texts"),
         ({"start_layers": -1}, "start_layers is -1; expected an integer, 0 or more"),
+        ({"start_layers": True}, "start_layers is True; expected an integer, 0 or more"),
         ({"end_layers": 0.5}, "end_layers is 0.5; expected an integer, 0 or more"),
         ({"chunk_bytes": 0}, "chunk_bytes is 0; expected an integer, 1 or more"),
         ({"chunk_bytes": None}, "chunk_bytes is None; expected an integer, 1 or more"),
@@ -329,6 +330,14 @@ def test_help_says_what_every_option_is_for(capsys, monkeypatch):
         listed = re.findall(r"^  (-\S+)", text, re.M)
         assert len(options) == len(listed)
         assert all(explanation for _, explanation in options)
+
+
+def test_a_doctor_that_finds_something(monkeypatch, capsys):
+    monkeypatch.setattr(cli.support, "doctor", lambda: False)
+    assert main(["doctor"]) == 5
+    assert capsys.readouterr().err == "error: a kernel gives other bits than the reference\n"
+    monkeypatch.setattr(cli.support, "doctor", lambda: True)
+    assert main(["doctor"]) == 0
 
 
 def test_version(capsys):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from checkpoints import GOLDEN, environment, files_of, header_of, weight, with_h
 
 import jnvfp4
 from jnvfp4 import cli
-from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint
+from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert, convert_checkpoint
 from jnvfp4.checkpoints._convert import resume
 from jnvfp4.checkpoints._files.source import open_source
 from jnvfp4.cli import main
@@ -205,6 +206,34 @@ def test_an_interrupt_has_its_exit_code(tmp_path, monkeypatch, capsys, command):
     assert main(arguments) == 130
     hint = "; finished shards are kept\nhint: --resume goes on" if command == "convert" else ""
     assert capsys.readouterr().err == f"error: interrupted{hint}\n"
+
+
+def test_progress_is_of_all_bytes_of_the_source(model, tmp_path):
+    """The first shard, which is finished, is told as one."""
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
+    (done,) = (tmp_path / "out").glob("*.safetensors")
+    source = open_source(model)
+    for output, shards in (("whole", []), ("out", [done.name])):
+        told = []
+        arguments = {"resume": bool(shards), "on_progress": lambda *a, told=told: told.append(a)}
+        convert_checkpoint(model, tmp_path / output, **arguments)
+        want = {n: source.entry(n).nbytes for n, shard in source.places.items() if shard not in shards}
+        want |= {s: sum(e.nbytes for e in source.files[s].entries.values()) for s in shards}
+        assert dict(told) == want
+        assert sum(want.values()) == source.nbytes
+
+
+def test_a_conversion_that_has_ended_meanwhile_is_not_overwritten(model, tmp_path, monkeypatch):
+    @contextmanager
+    def after_another(directory):
+        (directory / "config.json").write_text("of another")
+        yield
+
+    monkeypatch.setattr(convert, "locked", after_another)
+    with pytest.raises(CheckpointError, match="is not empty"):
+        convert_checkpoint(model, tmp_path / "out")
+    assert files_of(tmp_path / "out") == {"config.json": b"of another"}
 
 
 def test_two_conversions_do_not_share_a_directory(model, tmp_path):

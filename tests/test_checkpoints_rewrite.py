@@ -7,7 +7,7 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import DOWN, GATE, GOLDEN, UP, weight, write, write_model
+from checkpoints import DOWN, GATE, GOLDEN, UP, files_of, weight, write, write_model
 
 import jnvfp4
 from jnvfp4.checkpoints import compare, rewrite
@@ -86,6 +86,14 @@ def test_layers_that_are_kept_completely_are_in_the_ignore_list_of_modelopt():
     )
 
 
+def test_fused_modules_are_in_the_ignore_list_if_every_part_is_kept():
+    kept = ["m.experts.0.up_proj", "n.experts.0.up_proj", "m.q_proj", "n.q_proj", "n.k_proj"]
+    entries = ignore_list(kept, ["m.experts.1.up_proj", "m.k_proj"], "modelopt")
+    assert entries == sorted(
+        ["lm_head", "m.experts.0.up_proj", "m.q_proj", "n.experts", "n.k_proj", "n.q_proj", "n.qkv_proj"]
+    )
+
+
 def test_kept_experts_in_one_tensor_are_in_the_ignore_list(tmp_path):
     stack = "model.layers.0.mlp.experts.down_proj"
     experts = ("BF16", np.ones((2, 32, 64), ml_dtypes.bfloat16))
@@ -142,6 +150,37 @@ def test_a_scheme_of_another_kv_cache_is_refused(tmp_path, field):
     changed_json(out / CONFIG, lambda c: c["quantization_config"].update(kv_cache_scheme=scheme))
     with pytest.raises(CheckpointError, match="the KV cache is"):
         repack_checkpoint(out, tmp_path / "b", "modelopt")
+
+
+@pytest.mark.parametrize("layout", ["modelopt", CT])
+def test_activation_scales_are_those_of_the_layout(tmp_path, layout):
+    out = quantized(tmp_path, layout=layout, input_scale=0.5)
+    other = CT if layout == "modelopt" else "modelopt"
+    repack_checkpoint(out, tmp_path / "other", other)
+    names, module = {"modelopt": "input_scale", CT: "input_global_scale"}, DOWN.removesuffix(".weight")
+    for directory, name, value in ((out, layout, 0), (tmp_path / "other", other, 0)):
+        value = 0.5 if name == "modelopt" else 2.0
+        assert open_source(directory).array(f"{module}.{names[name]}").reshape(()) == value
+
+
+@pytest.mark.parametrize("rewritten", REWRITTEN, ids=["repack", "dequantize"])
+def test_an_output_with_files_is_refused(tmp_path, rewritten):
+    out = quantized(tmp_path)
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back" / "mine").write_text("mine")
+    with pytest.raises(CheckpointError, match="back: is not empty; expected an empty or new directory") as found:
+        rewritten(out, tmp_path / "back")
+    assert found.value.code == Exit.USAGE
+    assert files_of(tmp_path / "back") == {"mine": b"mine"}
+
+
+@pytest.mark.parametrize("rewritten", REWRITTEN, ids=["repack", "dequantize"])
+def test_the_index_lists_every_tensor(tmp_path, rewritten):
+    convert_checkpoint(GOLDEN / "llama" / "input", tmp_path / "two")
+    rewritten(tmp_path / "two", tmp_path / "out")
+    index, source = json_of(tmp_path / "out" / "model.safetensors.index.json"), open_source(tmp_path / "out")
+    assert len(source.files) == 2
+    assert index == {"metadata": {"total_size": source.nbytes}, "weight_map": dict(sorted(source.places.items()))}
 
 
 # ---------------------------------------------------------------- globals

@@ -4,10 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from checkpoints import DOWN, weight, write_model
+from checkpoints import DOWN, weight, write, write_model
 
 import jnvfp4
-from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, verify_checkpoint
+from jnvfp4.checkpoints import ConvertOptions, VerificationError, convert_checkpoint, verify_checkpoint
 from jnvfp4.checkpoints._files.source import open_source
 from jnvfp4.checkpoints._layouts.stored import open_stored
 from jnvfp4.checkpoints.verify import as_json, error_stats
@@ -44,6 +44,39 @@ def test_errors_are_those_of_the_decoded_weight(converted):
     assert 0 < wanted["zero_scale_share"] != wanted["saturated_scale_share"] > 0
     for max_bytes in (1, 1 << 20):
         assert vars(error_stats(x, w, max_bytes)) == pytest.approx(wanted, rel=1e-12)
+
+
+def rewritten(output, change):
+    """Writes the output again with other tensors."""
+    source = open_source(output)
+    tensors = {e.name: (e.tag, source.array(e.name).copy()) for e in source.entries()}
+    change(tensors)
+    write(output / "model.safetensors", tensors)
+
+
+CHANGES = {
+    "missing": (lambda t: t.pop("a.norm"), "'a.norm': is missing"),
+    "further": (lambda t: t.update(b=weight(1, 1)), "'b': is not in the source"),
+    "dtype": (
+        lambda t: t.update({"a.norm": ("F16", t["a.norm"][1].astype(np.float16))}),
+        r"is F16 \[1, 4\]; expected BF16",
+    ),
+    "shape": (
+        lambda t: t.update({"a.norm": ("BF16", t["a.norm"][1].reshape(4, 1))}),
+        r"is BF16 \[4, 1\]; expected BF16",
+    ),
+    "bytes": (lambda t: t.update({"a.norm": weight(1, 4, 1)}), "has other bytes than in the source"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_kept_tensors_are_unchanged(converted, case):
+    source, output, _ = converted
+    change, text = CHANGES[case]
+    rewritten(output, change)
+    with pytest.raises(VerificationError, match=text) as found:
+        verify_checkpoint(source, output)
+    assert len(found.value.failures) == 1
 
 
 def test_records_in_json(converted):

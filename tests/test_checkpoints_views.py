@@ -98,6 +98,66 @@ def test_a_bias_of_a_stack_is_kept_with_a_warning(tmp_path):
     assert f"{EXPERTS}.down_proj_bias" in open_source(tmp_path / "out").places
 
 
+@pytest.mark.parametrize(
+    ("shape", "config", "kn"),
+    [
+        ((2, 32, 64), {"model_type": "qwen3_moe"}, False),
+        ((2, 32, 64), {"model_type": "llama4"}, True),
+        ((2, 32, 64), {"text_config": {"model_type": "llama4_text"}}, True),
+        ((2, 24, 64), {}, False),
+        ((2, 64, 24), {}, True),
+    ],
+)
+def test_axes_of_a_stack(tmp_path, shape, config, kn):
+    save(tmp_path / "in", {f"{EXPERTS}.down_proj": normal(*shape)}, config)
+    convert_checkpoint(tmp_path / "in", tmp_path / "out")
+    (w,) = weights_of(tmp_path / "out").values()
+    assert w.kn == kn
+    assert w.shape == ((shape[0], shape[2], shape[1]) if kn else shape)
+
+
+def test_experts_of_other_names_put_together(tmp_path):
+    each = {f"{EXPERTS}.{e}.{r}.weight": normal(32, 32, seed=e) for e in range(2) for r in ("w1", "w2", "w3")}
+    save(tmp_path / "in", each)
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(experts="stacked"))
+    assert sorted(weights_of(tmp_path / "out")) == [f"{EXPERTS}.down_proj", f"{EXPERTS}.gate_up_proj"]
+
+
+GATE, UP, UP_OF_1 = (f"{EXPERTS}.{r}_proj.weight" for r in ("0.gate", "0.up", "1.up"))
+UNFIT = {
+    "a name twice": ({f"{EXPERTS}.up_proj": normal(1, 32, 64), UP: normal(32, 64)}, "per-expert",
+                     rf"'{UP}': is in the source, and would be made of '{EXPERTS}.up_proj'"),
+    "a dtype": ({UP: normal(32, 64), UP_OF_1: normal(32, 64).astype(np.float16)},
+                "stacked", r"is F16 \[32, 64\]; expected BF16 \[32, 64\], as expert 0"),
+    "a shape": ({UP: normal(32, 64), UP_OF_1: normal(16, 64)},
+                "stacked", r"is BF16 \[16, 64\]; expected BF16 \[32, 64\], as expert 0"),
+    "K": ({GATE: normal(32, 64), UP: normal(32, 32)}, "stacked", r"has \[\[32, 64\], \[32, 32\]\] for gate and up"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_experts_that_do_not_fit(tmp_path, case):
+    tensors, experts, text = UNFIT[case]
+    save(tmp_path / "in", tensors, {"model_type": "qwen3_moe"})
+    with pytest.raises(CheckpointError, match=text):
+        convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(experts=experts))
+
+
+def test_a_stack_has_no_amax_for_each_row(tmp_path):
+    save(tmp_path / "in", {f"{EXPERTS}.down_proj": normal(2, 32, 64)}, {"model_type": "qwen3_moe"})
+    with pytest.raises(CheckpointError, match="is a stack of experts, recipe row-scaled, layout te") as e:
+        convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(layout="te", spec=jnvfp4.ROW_SCALED))
+    assert e.value.code == 2
+
+
+def test_fp8_scales_of_another_shape(tmp_path):
+    name = "model.layers.0.mlp.down_proj.weight"
+    codes, scales = normal(200, 144).astype(ml_dtypes.float8_e4m3fn), np.ones((1, 2), np.float32)
+    save(tmp_path / "in", {name: codes, f"{name}_scale_inv": scales}, {"model_type": "deepseek_v3"})
+    with pytest.raises(CheckpointError, match=r"has shape \[1, 2\]; expected \[2, 2\], one for 128x128"):
+        convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(dequantize_input="fp8-block"))
+
+
 def same_slice(stack, e, weight):
     return stack.codes[e].tobytes() == weight.codes.tobytes() and stack.scales[e].tobytes() == weight.scales.tobytes()
 
@@ -234,9 +294,19 @@ def test_scales_of_activations_from_a_file(tmp_path):
     for role, amax in (("gate", 5), ("up", 5), ("down", 3)):
         assert a.array(f"{module(role)}.input_scale") == np.float32(amax / 2688)
         assert b.array(f"{module(role)}.input_global_scale") == np.float32(1) / np.float32(amax / 2688)
-    scales.write_text(json.dumps({module("gate"): 4.0}))
-    with pytest.raises(CheckpointError, match="an amax above 0 for each module"):
+    amaxes = {module("gate"): 4.0, module("down"): 3.0}
+    for wrong in (
+        {module("gate"): 4.0},
+        *({**amaxes, module("down"): v} for v in (0, -1.0, True, "3", None, 1e-31, 1e31)),
+    ):
+        scales.write_text(json.dumps(wrong))
+        with pytest.raises(CheckpointError, match="an amax above 0 for each module"):
+            convert_checkpoint(tmp_path / "in", tmp_path / "no", ConvertOptions(input_scale=scales))
+    scales.write_text(json.dumps({**amaxes, "other": 1.0}))
+    with pytest.raises(CheckpointError, match="names 'other'; expected modules that are quantized"):
         convert_checkpoint(tmp_path / "in", tmp_path / "no", ConvertOptions(input_scale=scales))
+    convert_checkpoint(tmp_path / "in", tmp_path / "yes", ConvertOptions(input_scale=scales, allow_unmatched=True))
+    assert open_source(tmp_path / "yes").array(f"{module('up')}.input_scale") == np.float32(4 / 2688)
 
 
 def test_groups_that_an_option_names(tmp_path):
