@@ -29,7 +29,7 @@ from .spec import BLOCK, QuantSpec
 from .tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
 
 RESIDUAL_NAME = "nvfp4_residual"
-"""The name of what ``linear`` keeps for its gradients, for ``jax.checkpoint_policies.save_only_these_names``."""
+"""Names what ``linear`` keeps for its gradients, for ``jax.checkpoint_policies.save_only_these_names``."""
 
 WeightAxes = Literal["nk", "kn"]
 Pair = tuple[NVFP4Tensor | None, NVFP4Tensor | None]  # of x, and of x transposed
@@ -37,7 +37,7 @@ Quantized = Produced | NVFP4Tensor | Pair | None
 
 
 class _Call(NamedTuple):
-    """The static arguments of one linear layer."""
+    """Holds the static arguments of one linear layer."""
 
     op: str
     recipe: Recipe
@@ -48,7 +48,7 @@ class _Call(NamedTuple):
 
     @property
     def common(self) -> Implementation:
-        """The implementation of quantizers and gradient GEMMs: a kernel's name is for the forward GEMM alone."""
+        """Returns the implementation of quantizers and gradient GEMMs: a kernel is named for the forward GEMM alone."""
         if self.implementation == "native":
             return "native"
         return "reference" if self.implementation == "reference" else None
@@ -179,7 +179,7 @@ def _check_contractions(op: str, w_shape: tuple[int, ...], n: int, k: int, recip
 
 
 def _check_flattening(op: str, x: jax.Array) -> None:
-    """On an Explicit mesh, refuses to flatten leading axes of which another than the first is sharded."""
+    """Refuses leading axes of which another than the first is sharded on an Explicit mesh: they are flattened."""
     inner = axes_of_dims(jax.typeof(x))[1:-1]
     if any(entry is not None for entry in inner):
         raise ValueError(
@@ -321,7 +321,7 @@ def _linear2d(x: jax.Array, w: jax.Array, bias: Any, key: Any, quantized: Pair, 
 
 
 def _product(call: _Call, qx: Any, qw: NVFP4Tensor, bias: Any) -> jax.Array:
-    """The forward GEMM. Its operands are named before, so that a checkpoint policy saves the quantizers' work."""
+    """Runs the forward GEMM. Its operands are named before, so that a checkpoint policy saves the quantizers' work."""
     return matmul_nt(
         qx,
         qw,
@@ -361,7 +361,7 @@ def _backward(call: _Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
 
 
 def _dgrad(call: _Call, dy: Any, w: Any, dtype: Any) -> jax.Array:
-    """dx [M, K] from dy [M, N] and w: quantized along N, quantized along K, or as the caller passed it."""
+    """Computes dx [M, K] from dy [M, N] and w: quantized along N, quantized along K, or as the caller passed it."""
     if isinstance(dy, NVFP4Tensor):
         return _gradient(call, dy, w, dtype)
     axis = 0 if isinstance(w, NVFP4Tensor) or call.w_axes == "nk" else 1
@@ -369,7 +369,7 @@ def _dgrad(call: _Call, dy: Any, w: Any, dtype: Any) -> jax.Array:
 
 
 def _wgrad(call: _Call, dy: Any, x: Any, dtype: Any) -> jax.Array:
-    """dw in the axes of w, from dy and x, both quantized along M or neither."""
+    """Computes dw in the axes of w, from dy and x; both are quantized along M or neither is."""
     if isinstance(dy, NVFP4Tensor):
         return _gradient(call, *_in_order(call, dy, x), dtype)
     first, second = _in_order(call, dy, _dense(x, dy.dtype, call.common))
@@ -377,7 +377,7 @@ def _wgrad(call: _Call, dy: Any, x: Any, dtype: Any) -> jax.Array:
 
 
 def _in_order(call: _Call, dy: Any, x: Any) -> tuple[Any, Any]:
-    """The operands of wgrad in the order of the axes of w."""
+    """Orders the operands of wgrad as the axes of w."""
     return (dy, x) if call.w_axes == "nk" else (x, dy)
 
 
@@ -390,7 +390,7 @@ def _dense(t: Any, dtype: Any, implementation: Implementation) -> jax.Array:
 
 
 def _high_precision(a: jax.Array, b: jax.Array, axes: tuple[int, int], dtype: Any) -> jax.Array:
-    """A GEMM of original or dequantized operands over one axis of each, accumulated in float32."""
+    """Multiplies original or dequantized operands over one axis of each, accumulated in float32."""
     common = jnp.promote_types(a.dtype, b.dtype)
     product = lax.dot_general(
         a.astype(common),
@@ -476,7 +476,7 @@ def dot_general(
 
 
 class _Axes(NamedTuple):
-    """The axes of an operand of ``dot_general`` by role."""
+    """Holds the axes of an operand of ``dot_general`` by role."""
 
     batch: tuple[int, ...]
     contracting: tuple[int, ...]
@@ -500,6 +500,6 @@ def _flattened(array: jax.Array, *groups: tuple[int, ...]) -> jax.Array:
 
 
 def _draws_for_w(recipe: Recipe) -> bool:
-    """Whether w is rounded stochastically; its random bits are then those of w [N, K]."""
+    """Says whether w is rounded stochastically; its random bits are then those of w [N, K]."""
     dgrad = recipe.dgrad_specs
     return any(spec.rounding == "stochastic" for spec in (recipe.fprop.w, *([dgrad.w] if dgrad else [])))

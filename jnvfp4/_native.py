@@ -90,7 +90,7 @@ def extensions() -> dict[str, ModuleType]:
 
 
 def available(platform: str) -> bool:
-    """Whether native kernels were built for "cpu" or "cuda"."""
+    """Says whether native kernels were built for "cpu" or "cuda"."""
     return platform in extensions()
 
 

@@ -99,7 +99,7 @@ def _tensor_amax(x: jax.Array, spec: QuantSpec, transpose: bool, implementation:
 
 
 class _Side(NamedTuple):
-    """One of the two orientations that ``quantize_pair`` quantizes. ``amax`` is the caller's or None."""
+    """Holds one of the two orientations that ``quantize_pair`` quantizes. ``amax`` is the caller's or None."""
 
     spec: QuantSpec
     transpose: bool
@@ -158,7 +158,7 @@ _Sides = tuple[_Side, _Side]
 
 
 def _is_fused(sides: _Sides) -> bool:
-    """Whether one kernel makes both; that of window64 finds each amax itself and takes none."""
+    """Says whether one kernel makes both; that of window64 finds each amax itself and takes none."""
     row, col = sides
     if (row.spec, col.spec) not in FUSED_PAIRS:
         return False

@@ -129,7 +129,7 @@ def silu_mul_quantize(
 
 
 class _Call(NamedTuple):
-    """The static arguments of one call."""
+    """Holds the static arguments of one call."""
 
     op: RmsNorm | SiluMul
     specs: tuple[QuantSpec, QuantSpec | None]
@@ -169,7 +169,7 @@ def _specs(call: _Call) -> list[QuantSpec]:
 
 
 def _in_one_pass(call: _Call, amaxes: AmaxPair) -> bool:
-    """Whether one kernel makes the values and everything quantized from them."""
+    """Says whether one kernel makes the values and everything quantized from them."""
     spec, col_spec = call.specs
     if col_spec is None:
         return amaxes[0] is not None or spec.finds_amax

@@ -11,21 +11,21 @@ Scope = Literal["weights", "activations", "all"]
 
 
 class Fprop(NamedTuple):
-    """The specs of the forward GEMM, y = x w^T. ``x`` is None for a weight-only recipe."""
+    """Holds the specs of the forward GEMM, y = x w^T. ``x`` is None for a weight-only recipe."""
 
     x: QuantSpec | None
     w: QuantSpec
 
 
 class Dgrad(NamedTuple):
-    """The specs of dx = dy w: of dy, and of w transposed."""
+    """Holds the specs of dx = dy w: of dy, and of w transposed."""
 
     dy: QuantSpec
     w: QuantSpec
 
 
 class Wgrad(NamedTuple):
-    """The specs of dw = dy^T x: of dy transposed, and of x transposed."""
+    """Holds the specs of dw = dy^T x: of dy transposed, and of x transposed."""
 
     dy: QuantSpec
     x: QuantSpec
@@ -67,17 +67,17 @@ class Recipe:
 
     @property
     def dgrad_specs(self) -> Dgrad | None:
-        """The specs of dgrad; None if it runs in high precision."""
+        """Returns the specs of dgrad; None if it runs in high precision."""
         return self.dgrad if isinstance(self.dgrad, Dgrad) else None
 
     @property
     def wgrad_specs(self) -> Wgrad | None:
-        """The specs of wgrad; None if it runs in high precision."""
+        """Returns the specs of wgrad; None if it runs in high precision."""
         return self.wgrad if isinstance(self.wgrad, Wgrad) else None
 
     @property
     def stochastic(self) -> bool:
-        """Whether any spec rounds stochastically, so that a key is needed."""
+        """Says whether any spec rounds stochastically, so that a key is needed."""
         pairs = (self.fprop, self.dgrad_specs or (), self.wgrad_specs or ())
         return any(spec is not None and spec.rounding == "stochastic" for pair in pairs for spec in pair)
 

@@ -45,7 +45,7 @@ class Format:
 
     @property
     def unit(self) -> int:
-        """The number that the length of the quantized axis is a multiple of."""
+        """Returns the number that the length of the quantized axis is a multiple of."""
         return WINDOW if self.amax_scope == "window64" else BLOCK
 
 
@@ -110,12 +110,12 @@ class QuantSpec:
 
     @property
     def unit(self) -> int:
-        """The number that the length of the quantized axis is a multiple of."""
+        """Returns the number that the length of the quantized axis is a multiple of."""
         return self.format.unit
 
     @property
     def finds_amax(self) -> bool:
-        """Whether the amax belongs to a row or a part of one, so that the quantizer itself can find it."""
+        """Says whether the amax belongs to a row or a part of one, so that the quantizer itself can find it."""
         return self.format.amax_scope != "tensor"
 
     def ffi_attrs(self) -> dict[str, Any]:

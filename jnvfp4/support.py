@@ -36,7 +36,7 @@ CHECKED_SPECS = (NVFP4, NVFP4_2D, NVFP4_RHT_SR, ROW_SCALED, WINDOW64, four_over_
 
 
 class Support(NamedTuple):
-    """The answer of ``supports``; true in a condition if a native kernel runs.
+    """Holds the answer of ``supports``; true in a condition if a native kernel runs.
 
     Attributes:
       native: whether a kernel of this library runs, compiled for the platform.

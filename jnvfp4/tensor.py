@@ -36,23 +36,23 @@ class NVFP4Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape [..., M, K] of the values."""
+        """Returns the shape [..., M, K] of the values."""
         return (*self.data.shape[:-1], 2 * self.data.shape[-1])
 
     @property
     def ndim(self) -> int:
-        """The number of axes."""
+        """Returns the number of axes."""
         return self.data.ndim
 
     @property
     def tensor_amax(self) -> jax.Array:
-        """The amax of the whole tensor, float32 (): the largest of ``amax``; NaN wins."""
+        """Computes the amax of the whole tensor, float32 (): the largest of ``amax``; NaN wins."""
         bits = lax.bitcast_convert_type(self.amax, jnp.uint32) & np.uint32(0x7FFFFFFF)
         return lax.bitcast_convert_type(jnp.max(bits, initial=np.uint32(0)), jnp.float32)
 
     @property
     def dtype(self) -> np.dtype:
-        """The element type, float4_e2m1fn, as a NumPy dtype."""
+        """Returns the element type, float4_e2m1fn, as a NumPy dtype."""
         return jnp.dtype(jnp.float4_e2m1fn)
 
 
