@@ -150,9 +150,15 @@ def test_every_pattern_has_files():
     assert [pattern for room in ROOMS for pattern in room.patterns if not paths_of(pattern)] == []
 
 
-def test_the_picture_shows_every_room():
-    picture = re.search(r"```text\n(.*?)```", PAGE, flags=re.S).group(1)
-    assert [room.name for room in ROOMS if not re.search(rf"(?<![\w/]){room.name}(?![\w/])", picture)] == []
+def test_a_room_stands_above_those_it_uses_in_the_picture():
+    picture = re.search(r"```text\n(.*?)```", PAGE, flags=re.S).group(1).splitlines()
+    lines = {
+        room.name: next((i for i, line in enumerate(picture) if re.search(rf"[| ]{room.name}[| ]", line)), None)
+        for room in ROOMS
+    }
+    assert [name for name, line in lines.items() if line is None] == []
+    uses = [(room.name, other) for room in ROOMS for other in room.may_use & lines.keys()]
+    assert [(name, other) for name, other in uses if lines[name] >= lines[other]] == []
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
