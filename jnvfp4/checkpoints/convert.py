@@ -9,7 +9,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from .. import __version__
+from .._version import __version__
 from ._convert.encode import Target
 from ._convert.options import ConvertOptions
 from ._convert.plan import Plan, make_plan, plan_without

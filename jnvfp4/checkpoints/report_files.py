@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import __version__
 from .._patterns import layer_of
+from .._version import __version__
 from ._files.files import json_bytes
 from ._layouts.names import module_of
 from .convert import Result

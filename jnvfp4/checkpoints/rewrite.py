@@ -10,7 +10,7 @@ from typing import Protocol
 import ml_dtypes
 import numpy as np
 
-from .. import __version__
+from .._version import __version__
 from ._files.companions import copy_companions
 from ._files.errors import CheckpointError, Exit
 from ._files.files import CHUNK_BYTES, check_free_space, json_bytes, slices, write_file

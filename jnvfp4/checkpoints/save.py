@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import __version__
+from .._version import __version__
 from ..tensor import NVFP4Tensor
 from ._files.errors import CheckpointError, Exit
 from ._files.files import json_bytes, write_file

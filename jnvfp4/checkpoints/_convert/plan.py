@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ... import __version__
+from ..._version import __version__
 from ...spec import BLOCK
 from .._files.errors import CheckpointError
 from .._files.safetensors import FLOATS, Planned

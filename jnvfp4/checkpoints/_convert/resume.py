@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ... import __version__
+from ..._version import __version__
 from .._files.errors import CheckpointError, Exit
 from .._files.files import is_temporary, json_bytes, write_file
 from .._files.source import CONFIG, Source, read_json

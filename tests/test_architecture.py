@@ -1,0 +1,237 @@
+"""docs/architecture.md is true: its rooms hold every file, imports go only where it says, and its paths exist.
+
+The lists of docs/ffi.md and docs/kernels.md are those of the code.
+"""
+
+import ast
+import pathlib
+import re
+from typing import NamedTuple
+
+import pytest
+
+from jnvfp4 import _native
+from jnvfp4._arguments import OPERATIONS
+from jnvfp4._primitives._base import PRIMITIVES
+
+ROOT = pathlib.Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGE = (DOCS / "architecture.md").read_text()
+SUFFIXES = (".py", ".typed", ".h", ".cc", ".cu", ".cuh")
+# Libraries that the page says which rooms may use: the first part of a Python module, or the start of a C++ header.
+PYTHON_LIBRARIES = {"jax": "JAX"}
+CPP_LIBRARIES = {"xla/": "XLA", "nanobind/": "nanobind", "cuda": "CUDA"}
+PATH = re.compile(r"`((?:jnvfp4|ffi|docs|tests|cmake|examples|benchmarks)/[^`]*|[\w.]+\.(?:md|txt|toml))`")
+
+
+class Room(NamedTuple):
+    """One line of the tables of rooms."""
+
+    name: str
+    patterns: list[str]
+    may_use: set[str]
+
+
+def rows(page: str, *header: str) -> list[list[str]]:
+    """The cells of every table of a page that has these headings."""
+    found, inside = [], False
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if cells == list(header):
+            inside = True
+        elif not cells:
+            inside = False
+        elif inside and not set(line) <= set("|- "):
+            found.append(cells)
+    return found
+
+
+def code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+ROOMS = [
+    Room(name, code(files), set(code(uses)) | set(re.findall(r"\b(?:JAX|XLA|CUDA|nanobind)\b", uses)))
+    for name, files, _, uses in rows(PAGE, "room", "files", "what it holds", "may use")
+    for name in code(name)
+]
+FILES = sorted(
+    path.relative_to(ROOT)
+    for folder in ("jnvfp4", "ffi")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in SUFFIXES
+)
+
+
+def rooms_of(file: pathlib.PurePath) -> list[Room]:
+    return [room for room in ROOMS if any(file in paths_of(pattern) for pattern in room.patterns)]
+
+
+def paths_of(pattern: str) -> list[pathlib.Path]:
+    return [path.relative_to(ROOT) for path in ROOT.glob(pattern)]
+
+
+def room_of(file: pathlib.PurePath) -> Room:
+    (room,) = rooms_of(file)
+    return room
+
+
+# ---------------------------------------------------------------- what a file uses
+def module_file(parts: list[str]) -> pathlib.Path | None:
+    for path in (pathlib.Path(*parts).with_suffix(".py"), pathlib.Path(*parts, "__init__.py")):
+        if (ROOT / path).is_file():
+            return path
+    return None
+
+
+def python_uses(file: pathlib.Path) -> set[pathlib.Path | str]:
+    """The files of the package and the libraries that a Python file imports, in functions too."""
+    uses: set[pathlib.Path | str] = set()
+    package = list(file.parent.parts)
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.Import):
+            modules = [(alias.name.split("."), ()) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            modules = [([*base, *filter(None, (node.module or "").split("."))], tuple(a.name for a in node.names))]
+        else:
+            continue
+        for parts, names in modules:
+            if parts[0] == "jnvfp4":
+                uses |= {module_file([*parts, name]) or module_file(parts) for name in names or [""] if parts}
+            elif parts[0] in PYTHON_LIBRARIES:
+                uses.add(PYTHON_LIBRARIES[parts[0]])
+    return uses
+
+
+def cpp_uses(file: pathlib.Path) -> set[pathlib.Path | str]:
+    uses: set[pathlib.Path | str] = set()
+    for header in re.findall(r'^#include [<"]([^>"]+)[>"]', (ROOT / file).read_text(), flags=re.M):
+        library = next((name for start, name in CPP_LIBRARIES.items() if header.startswith(start)), None)
+        if library:
+            uses.add(library)
+        elif (ROOT / file.parent / header).is_file():
+            uses.add((ROOT / file.parent / header).resolve().relative_to(ROOT.resolve()))
+    return uses
+
+
+def uses_of(file: pathlib.Path) -> set[pathlib.Path | str]:
+    return python_uses(file) if file.suffix == ".py" else cpp_uses(file)
+
+
+def rooms_used(room: Room) -> dict[str, list[str]]:
+    """The rooms and libraries that a room uses, each with the files that use it."""
+    used: dict[str, list[str]] = {}
+    for file in FILES:
+        if file.suffix == ".typed" or room not in rooms_of(file):
+            continue
+        for target in uses_of(file):
+            name = target if isinstance(target, str) else room_of(target).name
+            if name != room.name:
+                used.setdefault(name, []).append(f"{file} uses {target}")
+    return used
+
+
+def cycle(graph: dict[pathlib.Path, set[pathlib.Path]]) -> list[pathlib.Path]:
+    """Files that use each other in a circle; empty if there are none."""
+    left = dict(graph)
+    while leaves := [file for file, targets in left.items() if not targets & left.keys()]:
+        for file in leaves:
+            del left[file]
+    return sorted(left)
+
+
+# ---------------------------------------------------------------- rooms
+def test_every_file_is_in_one_room():
+    assert {str(file): [r.name for r in rooms_of(file)] for file in FILES if len(rooms_of(file)) != 1} == {}
+
+
+def test_every_pattern_has_files():
+    assert [pattern for room in ROOMS for pattern in room.patterns if not paths_of(pattern)] == []
+
+
+def test_a_room_stands_above_those_it_uses_in_the_picture():
+    picture = re.search(r"```text\n(.*?)```", PAGE, flags=re.S).group(1).splitlines()
+    lines = {
+        room.name: next((i for i, line in enumerate(picture) if re.search(rf"[| ]{room.name}[| ]", line)), None)
+        for room in ROOMS
+    }
+    assert [name for name, line in lines.items() if line is None] == []
+    uses = [(room.name, other) for room in ROOMS for other in room.may_use & lines.keys()]
+    assert [(name, other) for name, other in uses if lines[name] >= lines[other]] == []
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+def test_a_room_uses_what_the_table_says(room):
+    used = rooms_used(room)
+    assert {name: files for name, files in used.items() if name not in room.may_use} == {}
+    assert room.may_use == set(used), "the table names a room that nothing uses"
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+def test_a_room_uses_only_rooms_above_it_in_the_table(room):
+    above = {other.name for other in ROOMS[: ROOMS.index(room)]}
+    libraries = {*PYTHON_LIBRARIES.values(), *CPP_LIBRARIES.values()}
+    assert room.may_use - libraries <= above
+
+
+def test_no_files_use_each_other_in_a_circle():
+    package = pathlib.Path("jnvfp4/__init__.py")  # importing any module runs it
+    graph = {
+        file: {target for target in uses_of(file) if isinstance(target, pathlib.Path)} - {file, package}
+        for file in FILES
+        if file.suffix != ".typed"
+    }
+    assert sum(map(len, graph.values())) > 100
+    assert cycle(graph) == []
+    assert cycle({pathlib.Path("a"): {pathlib.Path("b")}, pathlib.Path("b"): {pathlib.Path("a")}}) != []
+
+
+# ---------------------------------------------------------------- paths and lists
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_paths_in_the_documents_exist(page):
+    """Of a path with a <name> to choose, the folder exists; a path may be a pattern or end in a line's address."""
+    paths = [re.sub(r"<.*", "", path.split("::")[0].split(" ")[0]) for path in PATH.findall(page.read_text())]
+    assert [path for path in paths if not paths_of(path.rstrip("/"))] == []
+
+
+def test_the_files_to_change_are_counted():
+    table = rows(PAGE, "to add", "files", "which")
+    assert len(table) == 4
+    assert [(what, int(count)) for what, count, which in table] == [(row[0], len(code(row[2]))) for row in table]
+
+
+def targets_of(platform: str) -> set[str]:
+    return set(re.findall(r'\{"(nvfp4_\w+)"', (ROOT / "ffi" / platform / "module.cc").read_text()))
+
+
+def test_the_targets_in_the_source_are_those_of_the_extensions():
+    for platform, module in _native.extensions().items():
+        assert targets_of(platform) == set(module.targets)
+
+
+def test_the_operations_primitives_and_targets_of_the_documents():
+    page = (DOCS / "ffi.md").read_text()
+    table = rows(page, "operation", "primitives", "FFI targets")
+    operations, primitives, targets = (
+        {name for row in table for name in re.findall(pattern, row[column])}
+        for column, pattern in enumerate((r"`(\w+)`", r"`(nvfp4_\w+)`", r"`(nvfp4_\w+)`"))
+    )
+    assert operations == set(OPERATIONS)
+    assert primitives == {primitive.name for primitive in PRIMITIVES}
+    assert targets == targets_of("cpu") | targets_of("cuda")
+    (exported,) = re.findall(r"^targets = (.*?)\n\)", page, flags=re.M | re.S)
+    assert {f"nvfp4_{name}" for name in re.findall(r'"(\w+)"', exported)} == targets
+
+
+def test_the_kernels_of_products_in_the_documents():
+    table = rows((DOCS / "kernels.md").read_text(), "kernel", "runs on", "operands", "sum along K", "file")
+    assert tuple(name for row in table for name in code(row[0])) == _native.matmul_kernels()
+
+
+def test_the_cuda_kernels_in_the_documents():
+    page = (DOCS / "kernels.md").read_text()
+    sources = "\n".join(path.read_text() for path in (ROOT / "ffi" / "cuda").rglob("*.cu*"))
+    kernels = {re.search(r"(\w+_kernel)\(", text).group(1) for text in sources.split("__global__")[1:]}
+    assert len(kernels) > 15
+    assert set(re.findall(r"`(\w+_kernel)`", page)) == kernels
