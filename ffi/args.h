@@ -60,7 +60,7 @@ struct FakeQuantArgs {
 
 // A norm or a gate, its bfloat16 values, and the values quantized along rows and along columns.
 struct ProduceArgs {
-  Sources sources;
+  ProducerOperands sources;
   QuantizeArgs row, col;  // data null: not wanted
   uint16_t* values;       // null: not wanted
   void* scratch;          // null: none; CPU: the values, if columns need them; CUDA: a norm's factor of each row

@@ -15,7 +15,7 @@ namespace jnvfp4 {
 enum class Producer : uint8_t { kRmsNorm, kSiluMul };
 
 // The operands of a producer, for batch x rows x cols results: x and the weights of `cols`, or gate and up.
-struct Sources {
+struct ProducerOperands {
   Producer producer;
   Float a_kind, b_kind;
   const void* a;

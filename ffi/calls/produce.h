@@ -33,9 +33,9 @@ inline auto produce_binding() {
 inline constexpr Word<Producer> kProducers[] = {{"rms_norm", Producer::kRmsNorm}, {"silu_mul", Producer::kSiluMul}};
 
 // The operands of a norm, x [..., M, K] and weight [K] or [..., K], or of a gate, gate and up.
-inline Sources producer_sources(Checks& check, std::string_view producer, float eps, const ffi::AnyBuffer& a,
-                                const ffi::AnyBuffer& b) {
-  Sources s{};
+inline ProducerOperands producer_sources(Checks& check, std::string_view producer, float eps, const ffi::AnyBuffer& a,
+                                         const ffi::AnyBuffer& b) {
+  ProducerOperands s{};
   check.that(find_word(kProducers, producer, &s.producer),
              [&] { return "producer must be rms_norm or silu_mul, got " + std::string(producer); });
   const bool norm = s.producer == Producer::kRmsNorm;
@@ -59,8 +59,8 @@ inline Sources producer_sources(Checks& check, std::string_view producer, float 
 }
 
 // One orientation of the result, if it is wanted.
-inline QuantizeArgs producer_side(Checks& check, const Sources& s, const ffi::AnyBuffer& a, const SideBuffers& side,
-                                  bool transposed, const KernelSpec& spec) {
+inline QuantizeArgs producer_side(Checks& check, const ProducerOperands& s, const ffi::AnyBuffer& a,
+                                  const SideBuffers& side, bool transposed, const KernelSpec& spec) {
   const std::string_view name = s.producer == Producer::kRmsNorm ? "x" : "gate";
   if (present(side.data)) return side_args(check, name, a, Type::BF16, side, transposed, spec);
   check.absent(side.name("data"), side.data, {Type::U8});

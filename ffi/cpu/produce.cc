@@ -47,7 +47,7 @@ struct GateRow {
     gate_row<T>(a, b, cols, y);
   }
 };
-ProduceRow kernel_for(const Sources& s) {
+ProduceRow kernel_for(const ProducerOperands& s) {
   ProduceRow kernel = nullptr;
   with_float(s.a_kind, [&](auto a) {
     if (s.producer == Producer::kSiluMul) return void(kernel = Compiled<GateRow<decltype(a)>>::best());
@@ -59,10 +59,10 @@ ProduceRow kernel_for(const Sources& s) {
 int64_t size_of(Float kind) { return kind == Float::kF32 ? 4 : 2; }
 
 struct RowProducer {
-  Sources s;
+  ProducerOperands s;
   ProduceRow kernel;
 
-  explicit RowProducer(const Sources& sources) : s(sources), kernel(kernel_for(sources)) {}
+  explicit RowProducer(const ProducerOperands& sources) : s(sources), kernel(kernel_for(sources)) {}
 
   void produce(int64_t row, float* t, uint16_t* y) const {
     const int64_t b = s.producer == Producer::kSiluMul ? row : row / s.rows_per_weight;
@@ -74,7 +74,7 @@ struct RowProducer {
 // Calls f(row, count, y) for groups of up to 16 rows of a matrix, with their values at y: in `kept` or in cache.
 template <class F>
 void for_each_group(ffi::ThreadPool& pool, const RowProducer& producer, uint16_t* kept, const F& f) {
-  const Sources& s = producer.s;
+  const ProducerOperands& s = producer.s;
   const int64_t per_matrix = (s.rows + kBlock - 1) / kBlock;
   const int64_t grain = (1 << 16) / (kBlock * std::max<int64_t>(1, s.cols));
   parallel_for(pool, s.batch * per_matrix, grain, [&](int64_t begin, int64_t end) {

@@ -47,7 +47,7 @@ ffi::Error fake_quant(cudaStream_t stream, const FakeQuantArgs& args, const Kern
 
 // Rows alone go straight to their bytes. Tiles of a norm need the factor of each row first.
 ffi::Error produce(cudaStream_t stream, const ProduceArgs& args, const KernelSpec& row, const KernelSpec& col) {
-  const Sources& s = args.sources;
+  const ProducerOperands& s = args.sources;
   if (!args.row.data) return launched("produce", launch_produce_values(s, args.values, nullptr, stream));
   if (!args.col.data && row.block_rows == 1)
     return launched("produce", launch_produce_rows(s, args.row, args.values, row, stream));

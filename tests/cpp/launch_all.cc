@@ -123,10 +123,10 @@ void produce(const Shape& s, Producer producer, const KernelSpec* row, const Ker
   const bool norm = producer == Producer::kRmsNorm, weight_each = how == Amax::kEach;
   Buffer a(elements * size_of(kind)), values(elements * 2), factors(s.batch * s.rows * 4);
   Buffer b((norm ? s.cols * (weight_each ? s.batch : 1) : elements) * size_of(kind));
-  const Sources sources{producer,     kind,         kind,
-                        a.as<void>(), b.as<void>(), s.batch,
-                        s.rows,       s.cols,       weight_each ? s.rows : s.batch * s.rows,
-                        1e-6f};
+  const ProducerOperands sources{producer,     kind,         kind,
+                                 a.as<void>(), b.as<void>(), s.batch,
+                                 s.rows,       s.cols,       weight_each ? s.rows : s.batch * s.rows,
+                                 1e-6f};
   uint16_t* kept = with_values || !row ? values.as<uint16_t>() : nullptr;
   const bool tiles = col || (row && row->block_rows == 16);
   if (!row) check(launch_produce_values(sources, kept, nullptr, nullptr), "produce");

@@ -49,7 +49,7 @@ __device__ __forceinline__ float window_amax(const Block<Bf16>& y, const Quantiz
 
 // ---------------------------------------------------------------- a gate, element by element
 template <class T>
-__device__ __forceinline__ Block<Bf16> gate_block(const Sources& s, int64_t block) {
+__device__ __forceinline__ Block<Bf16> gate_block(const ProducerOperands& s, int64_t block) {
   constexpr Float kind = sizeof(typename T::Stored) == 4 ? Float::kF32
                          : std::is_same_v<T, Bf16>       ? Float::kBf16
                                                          : Float::kF16;
@@ -67,7 +67,7 @@ __device__ __forceinline__ Block<Bf16> gate_block(const Sources& s, int64_t bloc
 // With one amax and key for all, with one amax for `blocks_per_amax` blocks, or with one for each window.
 template <class S, class T, bool kShared>
 __global__ void __launch_bounds__(kThreads)
-    gate_kernel(Sources s, QuantizeArgs a, Values16 out, int64_t blocks, int64_t blocks_per_amax) {
+    gate_kernel(ProducerOperands s, QuantizeArgs a, Values16 out, int64_t blocks, int64_t blocks_per_amax) {
   if constexpr (kShared) {
     __shared__ SharedScales<S> scales;
     fill_scales_of_all(scales, a);
@@ -160,7 +160,7 @@ __device__ __forceinline__ float row_sum(int64_t blocks, const F& squares) {
 // One row of values.
 template <Producer P, class T>
 struct Row {
-  const Sources& s;
+  const ProducerOperands& s;
   Slots held;
   int64_t row, blocks;
   float factor;  // of a norm
@@ -175,7 +175,7 @@ struct Row {
     return x;
   }
 
-  __device__ __forceinline__ Row(const Sources& s, Slots held, int64_t row)
+  __device__ __forceinline__ Row(const ProducerOperands& s, Slots held, int64_t row)
       : s(s), held(held), row(row), blocks(s.cols / kBlock) {
     if constexpr (P == Producer::kRmsNorm) {
       const float sum = row_sum(blocks, [&](int j) { return has(j) ? squares(j) : 0.0f; });
@@ -232,7 +232,7 @@ __device__ __forceinline__ void quantize_found(const Row<P, T>& x, const Quantiz
 
 template <class S, Producer P, class T>
 __global__ void __launch_bounds__(kMostThreads)
-    produce_rows_kernel(Sources s, QuantizeArgs a, Values16 out, float* factors, bool holds) {
+    produce_rows_kernel(ProducerOperands s, QuantizeArgs a, Values16 out, float* factors, bool holds) {
   extern __shared__ uint4 slots[];
   __shared__ SharedScales<S> shared;  // of a matrix, if a spec has one amax for it
   int64_t matrix = -1;
@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(kMostThreads)
 }
 
 template <class S, Producer P, class T>
-cudaError_t launch_rows(const Sources& s, const QuantizeArgs& a, uint16_t* values, float* factors,
+cudaError_t launch_rows(const ProducerOperands& s, const QuantizeArgs& a, uint16_t* values, float* factors,
                         cudaStream_t stream) {
   const auto kernel = produce_rows_kernel<S, P, T>;
   const int64_t row_blocks = s.cols / kBlock;
@@ -299,7 +299,7 @@ cudaError_t launch_rows(const Sources& s, const QuantizeArgs& a, uint16_t* value
 }
 
 template <class S, class T>
-cudaError_t launch_gate(const Sources& s, const QuantizeArgs& a, uint16_t* values, cudaStream_t stream) {
+cudaError_t launch_gate(const ProducerOperands& s, const QuantizeArgs& a, uint16_t* values, cudaStream_t stream) {
   const int64_t row_blocks = s.cols / kBlock, blocks = s.batch * s.rows * row_blocks;
   const unsigned grid = grid_for(blocks, kThreads);
   const Values16 out{values};
@@ -318,7 +318,7 @@ cudaError_t launch_gate(const Sources& s, const QuantizeArgs& a, uint16_t* value
 
 }  // namespace
 
-cudaError_t launch_produce_values(const Sources& s, uint16_t* values, float* factors, cudaStream_t stream) {
+cudaError_t launch_produce_values(const ProducerOperands& s, uint16_t* values, float* factors, cudaStream_t stream) {
   cudaError_t status = cudaSuccess;
   with_float(s.a_kind, [&](auto t) {
     using T = decltype(t);
@@ -330,8 +330,8 @@ cudaError_t launch_produce_values(const Sources& s, uint16_t* values, float* fac
   return status;
 }
 
-cudaError_t launch_produce_rows(const Sources& s, const QuantizeArgs& args, uint16_t* values, const KernelSpec& spec,
-                                cudaStream_t stream) {
+cudaError_t launch_produce_rows(const ProducerOperands& s, const QuantizeArgs& args, uint16_t* values,
+                                const KernelSpec& spec, cudaStream_t stream) {
   cudaError_t status = cudaErrorInvalidValue;
   dispatch(spec, SupportedSpecs{}, [&](auto q) {
     using S = decltype(q);

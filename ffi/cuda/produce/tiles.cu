@@ -35,14 +35,14 @@ class Producing {
         col_(first.col + Own::col()),
         next_(row_ * a.sources.cols + col_),
         from_second_(static_cast<int>(reinterpret_cast<char*>(&second) - reinterpret_cast<char*>(&stages))) {
-    const Sources& s = a.sources;
+    const ProducerOperands& s = a.sources;
     rows_left_ = rows_unmade_ = static_cast<int>(min(s.rows - first.row - Own::row(), int64_t{INT_MAX}));
     if (a.ahead && s.producer == Producer::kRmsNorm && col_ < s.cols)
       load_eight(s.b, s.b_kind, weights_of(s, first.matrix * s.rows) + col_, weights_);
   }
 
   __device__ __forceinline__ void load(Tile<Bf16>& tile) {
-    const Sources& s = a_.sources;
+    const ProducerOperands& s = a_.sources;
     if (a_.ahead && col_ < s.cols) {
       const auto* from = static_cast<const uint16_t*>(s.a) + next_;
       const int64_t to_second = static_cast<const uint16_t*>(s.b) - static_cast<const uint16_t*>(s.a);
@@ -101,7 +101,7 @@ class Producing {
   // Of operands that were not loaded ahead.
   __device__ __noinline__ static void make_now(const ProduceArgs& a, char* word, int64_t row, int64_t col,
                                                int rows_left) {
-    const Sources& s = a.sources;
+    const ProducerOperands& s = a.sources;
 #pragma unroll 1
     for (int r = 0; r < kBlock; r += kRowsAtOnce, word += kRowsAtOnce * Tile<Bf16>::kRowBytes) {
       if (r >= rows_left || col >= s.cols) return;
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, kProducerBlocks<Row>)
     produce_tiles_kernel(const __grid_constant__ TilesArgs a, Runs runs) {
   auto& shared = shared_memory<Shared<Row, Col>>();
   for_each_tile(
-      shared.stages, Source(a.row.shape), runs,
+      shared.stages, StoredShape(a.row.shape), runs,
       [&](const TilePlace& first) { return Producing(a, shared.stages, shared.second, first); },
       [&](int64_t matrix) {
         fill_scales(shared.row_scales, a.row, matrix, 0);
@@ -167,11 +167,11 @@ __global__ void __launch_bounds__(kThreads, kProducerBlocks<Row>)
 
 template <class Row, class Col>
 cudaError_t launch(const ProduceArgs& a, cudaStream_t stream) {
-  const Sources& s = a.sources;
+  const ProducerOperands& s = a.sources;
   const bool gate = s.producer == Producer::kSiluMul;
   const bool ahead = s.a_kind != Float::kF32 && (gate ? s.b_kind != Float::kF32 : s.rows_per_weight % s.rows == 0);
   const int bytes = static_cast<int>(sizeof(Shared<Row, Col>) - (gate ? 0 : sizeof(Stages<Bf16>)));
-  return launch_tiles(produce_tiles_kernel<Row, Col>, Runs(Source(a.row.shape), gate ? 2 : kProducerBlocks<Row>),
+  return launch_tiles(produce_tiles_kernel<Row, Col>, Runs(StoredShape(a.row.shape), gate ? 2 : kProducerBlocks<Row>),
                       stream, TilesArgs{a, ahead}, bytes);
 }
 

@@ -70,18 +70,18 @@ __device__ __forceinline__ uint4 norm_eight(const float (&v)[8], float factor, c
 }
 
 // Where the weights of a row over all matrices begin.
-__device__ __forceinline__ int64_t weights_of(const Sources& s, int64_t row) {
+__device__ __forceinline__ int64_t weights_of(const ProducerOperands& s, int64_t row) {
   return s.rows_per_weight == s.batch * s.rows ? 0 : quotient(row, s.rows_per_weight) * s.cols;
 }
 
 // Where the second operand of a row over all matrices begins.
-__device__ __forceinline__ int64_t second_of(const Sources& s, int64_t row) {
+__device__ __forceinline__ int64_t second_of(const ProducerOperands& s, int64_t row) {
   return s.producer == Producer::kSiluMul ? row * s.cols : weights_of(s, row);
 }
 
 // The values from what was read of a row over all matrices; `factors` holds those of the rows, for a norm.
-__device__ __forceinline__ uint4 produce_eight(const Sources& s, const float* factors, int64_t row, const Eight& first,
-                                               const Eight& second) {
+__device__ __forceinline__ uint4 produce_eight(const ProducerOperands& s, const float* factors, int64_t row,
+                                               const Eight& first, const Eight& second) {
   float a[8], b[8];
   first.values(s.a_kind, a);
   second.values(s.b_kind, b);

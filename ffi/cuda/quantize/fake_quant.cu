@@ -158,7 +158,7 @@ template <class S, class T>
 __global__ void __launch_bounds__(kThreads, kTileBlocks<S>) tiles_kernel(FakeQuantArgs a, Runs runs) {
   auto& shared = shared_memory<TilesMemory<S, T>>();
   for_each_tile_of(
-      a.x, shared.stages, Source(a.shape), runs, [&](int64_t matrix) { fill_scales(shared.scales, a, matrix); },
+      a.x, shared.stages, StoredShape(a.shape), runs, [&](int64_t matrix) { fill_scales(shared.scales, a, matrix); },
       [&](const TilePlace& first) { return TilesPass<S, T>(a, shared.scales, first); });
 }
 
@@ -171,7 +171,7 @@ cudaError_t launch_fake_quant(const FakeQuantArgs& args, const KernelSpec& spec,
     with_float(args.kind, [&](auto t) {
       if constexpr (kTiles<S>)
         status = launch_tiles<TilesMemory<S, decltype(t)>>(tiles_kernel<S, decltype(t)>,
-                                                           Runs(Source(args.shape), kTileBlocks<S>), stream, args);
+                                                           Runs(StoredShape(args.shape), kTileBlocks<S>), stream, args);
       else
         status = launch_rows<FakeQuant, S, decltype(t)>(args, stream);
     });

@@ -114,7 +114,7 @@ template <class P, class T>
 __global__ void __launch_bounds__(kThreads, kPairBlocks<P>) quantize_pair_kernel(PairArgs a, Runs runs) {
   auto& shared = shared_memory<PairShared<P, T>>();
   for_each_tile_of(
-      a.row.x, shared.stages, Source(a.row.shape), runs,
+      a.row.x, shared.stages, StoredShape(a.row.shape), runs,
       [&](int64_t matrix) {
         fill_scales(shared.row_scales, a.row, matrix, 0);
         fill_scales(shared.col_scales, a.col, matrix, kThreads / 2);
@@ -131,7 +131,7 @@ cudaError_t launch_quantize_pair(const PairArgs& args, const KernelSpec& row, co
     with_float(args.row.kind, [&](auto t) {
       using P = decltype(p);
       using T = decltype(t);
-      const Runs runs(Source(args.row.shape), kPairBlocks<P>);
+      const Runs runs(StoredShape(args.row.shape), kPairBlocks<P>);
       status = launch_tiles<PairShared<P, T>>(quantize_pair_kernel<P, T>, runs, stream, args);
     });
   });

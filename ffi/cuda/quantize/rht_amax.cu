@@ -8,7 +8,7 @@ namespace {
 template <class T, bool kTransposed>
 class AmaxPass {
  public:
-  __device__ __forceinline__ AmaxPass(float* amax, const Source& x, const TilePlace& first)
+  __device__ __forceinline__ AmaxPass(float* amax, const StoredShape& x, const TilePlace& first)
       : amax_(reinterpret_cast<unsigned*>(amax)),
         rows_left_(x.rows - first.row - (kTransposed ? rows_of_thread() : row_of_thread<false>())),
         cols_left_(x.cols - first.col - (kTransposed ? 2 * pair_of_thread() : block_of_thread<false>() * kBlock)) {}
@@ -45,7 +45,7 @@ class AmaxPass {
 // `amax` starts as zeros.
 template <class T, bool kTransposed>
 __global__ void __launch_bounds__(kThreads, 3) rht_amax_kernel(RhtAmaxArgs a, Runs runs) {
-  const Source x(a.shape);
+  const StoredShape x(a.shape);
   for_each_tile_of(
       a.x, shared_memory<Stages<T>>(), x, runs, [](int64_t) {},
       [&](const TilePlace& first) {
@@ -60,7 +60,7 @@ cudaError_t launch_rht_amax(const RhtAmaxArgs& a, cudaStream_t stream) {
   const QuantShape& s = a.shape;
   const cudaError_t cleared = cudaMemsetAsync(a.amax, 0, all_rows(s) / s.amax.rows_per_amax * sizeof(float), stream);
   if (cleared != cudaSuccess) return cleared;
-  const Runs runs(Source(s), 3);
+  const Runs runs(StoredShape(s), 3);
   cudaError_t status = cudaSuccess;
   with_float(a.kind, [&](auto t) {
     using T = decltype(t);

@@ -72,10 +72,10 @@ struct Tile {
 
 // ---------------------------------------------------------------- which tiles
 // x as it is stored.
-struct Source {
+struct StoredShape {
   int64_t batch, rows, cols;
 
-  __host__ __device__ explicit Source(const QuantShape& s)
+  __host__ __device__ explicit StoredShape(const QuantShape& s)
       : batch(s.batch), rows(s.transposed ? s.cols : s.rows), cols(s.transposed ? s.rows : s.cols) {}
 };
 
@@ -92,7 +92,7 @@ struct Runs {
   int64_t rows;  // of a thread block
   int tiles;     // in a run
 
-  Runs(const Source& x, int resident) {
+  Runs(const StoredShape& x, int resident) {
     constexpr int64_t kMost = 32768;  // of the 65535 that grid dimensions y and z allow
     const int64_t multis = multiprocessors(), down = (x.rows + kTileRows - 1) / kTileRows;
     const int64_t strips = (x.cols + kTileCols - 1) / kTileCols;
@@ -144,7 +144,7 @@ class Loader {
   static constexpr int kVector = Own::kVector, kRowsAtOnce = Own::kRowsAtOnce;
 
  public:
-  __device__ __forceinline__ Loader(const void* x, const Source& source, const TilePlace& first)
+  __device__ __forceinline__ Loader(const void* x, const StoredShape& source, const TilePlace& first)
       : next_(static_cast<const Stored*>(x) + (first.matrix * source.rows + first.row + Own::row()) * source.cols +
               first.col + Own::col()),
         cols_(source.cols),
@@ -195,7 +195,7 @@ class Loader {
 // what that returned is called with each tile in turn, the next one on its way from what `make_loader(first)` returned,
 // and last to finish them.
 template <class T, class MakeLoader, class Prepare, class Begin>
-__device__ __forceinline__ void for_each_tile(Stages<T>& stages, const Source& source, const Runs& runs,
+__device__ __forceinline__ void for_each_tile(Stages<T>& stages, const StoredShape& source, const Runs& runs,
                                               const MakeLoader& make_loader, const Prepare& prepare,
                                               const Begin& begin) {
   const auto load = [&](auto& loader, int i, int tiles) {
@@ -234,7 +234,7 @@ __device__ __forceinline__ void for_each_tile(Stages<T>& stages, const Source& s
 
 // The same for the tiles of x.
 template <class T, class Prepare, class Begin>
-__device__ __forceinline__ void for_each_tile_of(const void* x, Stages<T>& stages, const Source& source,
+__device__ __forceinline__ void for_each_tile_of(const void* x, Stages<T>& stages, const StoredShape& source,
                                                  const Runs& runs, const Prepare& prepare, const Begin& begin) {
   for_each_tile(
       stages, source, runs, [&](const TilePlace& first) { return Loader<T>(x, source, first); }, prepare, begin);

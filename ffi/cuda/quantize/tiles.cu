@@ -18,7 +18,7 @@ template <class S, class T>
 __global__ void __launch_bounds__(kThreads, kTileBlocks<S>) quantize_rows_kernel(QuantizeArgs a, Runs runs) {
   auto& shared = shared_memory<RowsMemory<S, T>>();
   for_each_tile_of(
-      a.x, shared.stages, Source(a.shape), runs, [&](int64_t matrix) { fill_scales(shared.scales, a, matrix); },
+      a.x, shared.stages, StoredShape(a.shape), runs, [&](int64_t matrix) { fill_scales(shared.scales, a, matrix); },
       [&](const TilePlace& first) { return RowsPass<S, T>(a, shared.scales, first); });
 }
 
@@ -26,7 +26,7 @@ template <class S, class T>
 __global__ void __launch_bounds__(kThreads, kTileBlocks<S>) quantize_columns_kernel(QuantizeArgs a, Runs runs) {
   auto& shared = shared_memory<ColumnsMemory<S, T>>();
   for_each_tile_of(
-      a.x, shared.stages, Source(a.shape), runs, [&](int64_t matrix) { fill_scales(shared.scales, a, matrix); },
+      a.x, shared.stages, StoredShape(a.shape), runs, [&](int64_t matrix) { fill_scales(shared.scales, a, matrix); },
       [&](const TilePlace& first) { return ColumnsPass<S, T>(a, shared.scales, shared.columns, first); });
 }
 
@@ -66,13 +66,13 @@ class AmaxColumns {
 template <class T>
 __global__ void __launch_bounds__(kThreads) amax_columns_kernel(QuantizeArgs a, Runs runs) {
   for_each_tile_of(
-      a.x, shared_memory<Stages<T>>(), Source(a.shape), runs, [](int64_t) {},
+      a.x, shared_memory<Stages<T>>(), StoredShape(a.shape), runs, [](int64_t) {},
       [&](const TilePlace& first) { return AmaxColumns<T>(a, first); });
 }
 
 template <class S, class T, bool kTransposed>
 cudaError_t launch(QuantizeArgs a, cudaStream_t stream) {
-  const Runs runs(Source(a.shape), kTileBlocks<S>);
+  const Runs runs(StoredShape(a.shape), kTileBlocks<S>);
   if constexpr (S::spec.amax_scope == AmaxScope::kRow)
     if (!a.amax) {
       const cudaError_t cleared = cudaMemsetAsync(a.found, 0, all_rows(a.shape) * sizeof(float), stream);
