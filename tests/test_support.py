@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from operands import normal
 
@@ -49,6 +50,7 @@ CALLS = {
     "an array": (NVFP4, (normal((32, 64)),), {"amax": 2.0}),
     "quantize_pair": ("quantize_pair", (X, NVFP4, NVFP4), {"amax": (None, 1.0)}),
     "dequantize": ("dequantize", (A, jnp.bfloat16), {}),
+    "dequantize to a NumPy type": ("dequantize", (A, np.float32), {}),
     "dequantize to a named dtype": ("dequantize", (A,), {"dtype": "float16"}),
     "fake_quant": ("fake_quant", (X, WINDOW64), {}),
     "rms_norm_quantize": ("rms_norm_quantize", (X, a(64)), {"eps": 1e-5, "return_values": True}),
