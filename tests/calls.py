@@ -233,8 +233,8 @@ WRONG_SPECS = [
     {"select": "mae", "rounding": "stochastic"},
 ]
 WRONG_ATTRS = {
-    "row_blocks": [np.int32(-1), np.int32(0)],
-    "col_blocks": [np.int32(-1), np.int32(0)],
+    "row_blocks": [np.int32(-1), np.int32(0), np.int32(7)],  # rows have 8 blocks
+    "col_blocks": [np.int32(-1), np.int32(0), np.int32(3)],  # columns have 4
     "keep": [np.int32(-1), np.int32(2), np.int32(99)],
     "e4m3_max": [np.int32(0), np.int32(-1), np.int32(449)],
     "a_e4m3_max": [np.int32(0), np.int32(-448)],

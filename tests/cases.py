@@ -133,7 +133,7 @@ CASES = [
 ]
 
 # Row counts that are no multiple of anything, for the specs that take any M.
-RAGGED_ROWS = [Case(f"rows_{m}", (m, 48)) for m in (1, 3, 17, 31)]
+RAGGED_ROWS = [Case(f"rows_{m}", (m, 48)) for m in (1, 3, 17, 31, 36)]
 
 
 def tagged(tag: str) -> list[Case]:

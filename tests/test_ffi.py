@@ -92,6 +92,26 @@ def test_a_missing_operand_result_or_attribute_is_refused(native, name):
 
 
 @pytest.mark.parametrize(
+    ("name", "depth"),
+    [("quantize rows found", 0), ("quantize windows", 96), ("fake_quant windows", 96), ("dequantize windows", 96)],
+)
+def test_a_row_that_is_no_whole_windows_is_refused(native, name, depth):
+    """All arrays fit each other; a row has a part of a window, or nothing whose amax could be found."""
+    call = the_call(native, name)
+    rank = len(call.results[0].shape)
+
+    def with_depth(array: Array) -> Array:
+        if len(array.shape) != rank:
+            return array
+        return replace(array, shape=(*array.shape[:-1], array.shape[-1] * depth // 128))
+
+    operands, results = tuple(map(with_depth, call.operands)), tuple(map(with_depth, call.results))
+    text = refusal(replace(call, operands=operands, results=results))
+    assert text is not None
+    assert "multiple of" in text
+
+
+@pytest.mark.parametrize(
     ("name", "specs"),
     [
         ("pair", {"row_spec": ROW_SCALED, "col_spec": NVFP4}),  # no kernel quantizes both in one pass

@@ -217,6 +217,11 @@ def test_the_sign_of_amax_means_nothing(native):
     assert not jnvfp4.quantize(x, amax=jnp.asarray(1.0)).amax.weak_type
 
 
+def test_an_amax_may_be_a_python_integer(native):
+    x = jnp.ones((16, 16))
+    assert_same_tensor(jnvfp4.quantize(x, amax=3), jnvfp4.quantize(x, amax=3.0))
+
+
 # ---------------------------------------------------------------- NaN, Inf and zeros
 SPECIAL_PLACES = [(0, 0), (17, 40), (31, 63)]
 SPECIALS = np.array([np.nan, -np.nan, np.inf, -np.inf])

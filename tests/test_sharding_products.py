@@ -172,10 +172,18 @@ def test_matmul_over_k_scatters_its_sum_where_the_result_is_split(devices, layou
     assert max(sizes["reduce-scatter"] + sizes["all-reduce"], default=0) < summed
 
 
-@pytest.mark.parametrize(("m", "want"), [(16, ("x",)), (12, None)])
-def test_a_sum_is_scattered_only_where_it_divides(m, want):
+@pytest.mark.parametrize(
+    ("axes", "m", "row", "result", "want"),
+    [
+        ("x", 16, None, "x", ("x",)),
+        ("x", 12, None, "x", None),
+        ("xy", 16, "y", ("y", "x"), ("y", "x")),
+        ("xy", 12, "y", ("y", "x"), ("y",)),  # 12 rows divide by both axes, and not by their product
+    ],
+)
+def test_a_sum_is_scattered_only_where_it_divides(axes, m, row, result, want):
     """jit asks for no uneven result, XLA may: what the callback answers decides."""
-    mesh = make_mesh(jax.devices("cpu")[:8], "x")
+    mesh = make_mesh(jax.devices("cpu")[:8], axes)
     dense, data, scale, amax = (m, K), (N, K // 2), (N, K // 16), ()
     params = {
         "a_format": None,
@@ -184,8 +192,8 @@ def test_a_sum_is_scattered_only_where_it_divides(m, want):
         "out_dtype": jnp.float32,
         "accumulation": "fast",
     }
-    proposed = [[None, "x"]] * 3 + [[]]
-    _, (y,), _ = matmul._partition(mesh, proposed, [dense, data, scale, amax], [["x", None]], **params)
+    proposed = [[row, "x"], [None, "x"], [None, "x"], []]
+    _, (y,), _ = matmul._partition(mesh, proposed, [dense, data, scale, amax], [[result, None]], **params)
     assert y == [want, None]
 
 
@@ -344,6 +352,18 @@ def test_every_primitive_without_shardy(devices, gspmd):
     assert_sharded(got[0].amax, mesh, P("x"))
 
 
+def test_an_operand_of_unknown_sharding_without_shardy(devices, gspmd):
+    """A constant has no sharding when GSPMD asks for that of the result."""
+    mesh, b = make_mesh(devices), exact_tensor((N, K), 2)
+
+    def f(b):
+        return matmul_nt(jnp.full((M, K), 2, jnp.bfloat16), b)
+
+    got = jax.jit(f)(shard(b, mesh, P("y", None)))
+    assert_same_tensor(got, f(home(devices, b)))
+    assert_sharded(got, mesh, P(None, "y"))
+
+
 # ---------------------------------------------------------------- producers
 def test_a_norm_gathers_rows_that_are_split(devices):
     """Its sum runs over the whole row, in one order; the bytes may stay split."""
@@ -368,8 +388,8 @@ def test_a_norm_gathers_rows_that_are_split(devices):
 def test_producers_of_blocks_that_would_straddle_devices(devices, shape, spec, pair):
     assert pair in FUSED_PAIRS
     mesh, gate, up = make_mesh(devices), normal(shape, 1), normal(shape, 2)
-    amax = None if WINDOW64 in pair else (jnp.float32(4), jnp.float32(3))
-    f = jax.jit(lambda gate, up: silu_mul_quantize(gate, up, *pair, amax=amax))
+    amaxes = [None] if WINDOW64 in pair else [None, (jnp.float32(4), jnp.float32(3))]
+    f = jax.jit(lambda gate, up: [silu_mul_quantize(gate, up, *pair, amax=amax) for amax in amaxes])
     assert_same_tensor(f(put(gate, mesh, spec), put(up, mesh, spec)), f(*home(devices, (gate, up))))
 
 

@@ -1,9 +1,11 @@
 """supports: the answer for a platform, an operation and its operands; doctor and the table of specs."""
 
+import re
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from operands import normal
 
@@ -48,6 +50,7 @@ CALLS = {
     "an array": (NVFP4, (normal((32, 64)),), {"amax": 2.0}),
     "quantize_pair": ("quantize_pair", (X, NVFP4, NVFP4), {"amax": (None, 1.0)}),
     "dequantize": ("dequantize", (A, jnp.bfloat16), {}),
+    "dequantize to a NumPy type": ("dequantize", (A, np.float32), {}),
     "dequantize to a named dtype": ("dequantize", (A,), {"dtype": "float16"}),
     "fake_quant": ("fake_quant", (X, WINDOW64), {}),
     "rms_norm_quantize": ("rms_norm_quantize", (X, a(64)), {"eps": 1e-5, "return_values": True}),
@@ -130,7 +133,53 @@ def test_an_old_gpu(any_device, monkeypatch):
     monkeypatch.setattr(support._native, "available", lambda name: name == "cuda")
     answer = supports("quantize", device=gpu("7.5"))
     assert answer == (False, "reference", "compute capability 7.5 is below the supported 8.0")
-    assert supports("quantize", device=gpu("9.0")) == (True, "cuda", "")
+    assert supports("quantize", device=gpu("8.0")) == (True, "cuda", "")
+
+
+# ---------------------------------------------------------------- the kernel of matmul_nt on a GPU
+WINDOWS_A, WINDOWS_B = t(32, 64, spec=WINDOW64), t(48, 64, spec=WINDOW64)
+GPU_MATMULS = {
+    "nvfp4": ((A, B), {}, "decode_then_dot"),
+    "pinned": ((A, B), {"accumulation": "pinned"}, "sm80_nvfp4_blocks"),
+    "windows of a": ((WINDOWS_A, B), {}, "sm80_nvfp4_blocks"),
+    "windows of b": ((A, WINDOWS_B), {}, "sm80_nvfp4_blocks"),
+    "weight-only": ((X, B), {}, "decode_then_dot"),
+    "weight-only pinned": ((X, B), {"accumulation": "pinned"}, "sm80_dense_elements"),
+    "named": ((A, B), {"implementation": "sm80_nvfp4_blocks"}, "sm80_nvfp4_blocks"),
+}
+CPU_KERNEL, DOT, SM80 = "cpu_nvfp4_blocks", "decode_then_dot", "sm80_nvfp4_blocks"
+GPU_REFUSALS = {
+    "the CPU's": ((A, B), {"implementation": CPU_KERNEL}, f"{CPU_KERNEL} runs on the CPU, not on .* 9.0"),
+    "a pinned dot": ((A, B), {"implementation": DOT, "accumulation": "pinned"}, f"{DOT} cannot: its order of summ"),
+    "a dot of windows": ((WINDOWS_A, B), {"implementation": DOT}, f"{DOT} cannot: it takes no operand with amax_scope"),
+    "blocks of an array": ((X, B), {"implementation": SM80}, f"{SM80} cannot: .* must be an NVFP4 tensor"),
+    "elements of a tensor": ((A, B), {"implementation": "sm80_dense_elements"}, "left operand must be a bfloat16 or"),
+}
+
+
+@pytest.fixture
+def any_gpu(any_device, monkeypatch):
+    """GPUs whose kernels are planned, not run."""
+    monkeypatch.setattr(support._native, "available", lambda name: name == "cuda")
+    return gpu
+
+
+@pytest.mark.parametrize("capability", ["8.0", "9.0", "12.0"])
+@pytest.mark.parametrize(("operands", "options", "kernel"), GPU_MATMULS.values(), ids=GPU_MATMULS)
+def test_the_kernel_of_a_product_on_a_gpu(any_gpu, operands, options, kernel, capability):
+    assert supports("matmul_nt", *operands, device=any_gpu(capability), **options) == (True, kernel, "")
+
+
+@pytest.mark.parametrize(("operands", "options", "reason"), GPU_REFUSALS.values(), ids=GPU_REFUSALS)
+def test_why_a_kernel_cannot_run_on_a_gpu(any_gpu, operands, options, reason):
+    answer = supports("matmul_nt", *operands, device=any_gpu("9.0"), **options)
+    assert (answer.native, answer.kernel) == (False, options["implementation"])
+    assert re.search(reason, answer.reason)
+
+
+def test_a_kernel_of_gpus_does_not_run_on_the_cpu():
+    answer = supports("matmul_nt", A, B, device=jax.devices("cpu")[0], implementation=SM80)
+    assert answer == (False, SM80, f"{SM80} runs on GPUs from compute capability 8.0, not on the CPU")
 
 
 def test_the_reference_asked_for(native):
