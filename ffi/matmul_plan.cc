@@ -27,8 +27,8 @@ struct Row {
 
 constexpr int kNewest = 999;
 
-// In order of preference. H200 = commit 91bc4d6, benchmarks/results/h200_gemm.json: 8192^3 takes 1740 us by
-// decode_then_dot; the pinned kernel took 24678 us with windows, so it runs only where the order asks for it.
+// In order of preference. An H200 takes 1548 us for 8192^3 by decode_then_dot and 17276 us by sm80_nvfp4_blocks (commit
+// 498bfa0, benchmarks/results/h200_gemm.json), so the pinned kernels run only where the order asks for them.
 constexpr Row kTable[] = {
     {MatmulKernel::kDecodeThenDot, "decode_then_dot", kAnyGpu, kNewest, needs_free_order},
     {MatmulKernel::kSm80Nvfp4Blocks, "sm80_nvfp4_blocks", kAnyGpu, kNewest, needs_nvfp4},
