@@ -137,6 +137,14 @@ def test_row_scaled_weights_and_stacks_of_experts_are_placed(tmp_path, experts_a
         assert t.amax.sharding.is_equivalent_to(NamedSharding(sharding.mesh, P("x")), 1)
 
 
+@pytest.mark.parametrize("layout", ["modelopt", "te"])
+def test_a_weight_of_one_row_has_the_amax_of_a_tensor(tmp_path, layout):
+    one = jnvfp4.quantize(jnp.asarray(array(1, 64)))
+    save_checkpoint({"a.down_proj.weight": one}, tmp_path / "out", layout)
+    got = open_checkpoint(tmp_path / "out")["a.down_proj.weight"]
+    assert (got.format, got.amax.shape) == (one.format, ())
+
+
 def test_row_scaled_stacks_cannot_be_stored(tmp_path):
     rows = jnvfp4.quantize(jnp.asarray(array(4, 32, 64)), jnvfp4.ROW_SCALED)
     with pytest.raises(CheckpointError, match=r"amax_scope='row'.*what te can store"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import COMMAND, DOWN, GATE, UP, environment, files_of, refused, weight, write, write_model
+from checkpoints import COMMAND, DOWN, GATE, INDEX, UP, environment, files_of, refused, weight, write, write_model
 
 import jnvfp4
 from jnvfp4 import cli
@@ -155,8 +155,10 @@ def test_shards_are_of_at_most_the_size(model, tmp_path):
         (sum(sizes[:2]) - 1, 3),
         (1, 3),
     ):
-        shards = make_plan(open_source(model), ConvertOptions(max_shard_bytes=max_bytes)).shards
+        cut = make_plan(open_source(model), ConvertOptions(max_shard_bytes=max_bytes))
+        shards = cut.shards
         assert len(shards) == count
+        assert (INDEX in cut.files) == (count > 1)
         assert [item.name for items in shards.values() for item in items] == sorted(plan.items)
         names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         assert list(shards) == (names if count > 1 else ["model.safetensors"])

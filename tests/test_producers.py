@@ -385,6 +385,15 @@ def sharded_results(producer, a, b):
     }
 
 
+@pytest.mark.parametrize("spec", [P("x", None, None), P("x", "y", None), P(None, "y", None)], ids=str)
+def test_sharded_norms_with_a_weight_for_each_example(devices, spec):
+    mesh, x, weight = make_mesh(devices, "xy"), normal((2, 64, 128)), normal((2, 128), 1)
+    f = jax.jit(jax.vmap(lambda x, w: rms_norm_quantize(x, w, ROW_SCALED)))
+    got = f(put(x, mesh, spec), put(weight, mesh, P(spec[0], None)))
+    assert_same_tensor(got, f(*(jax.device_put(v, devices[0]) for v in (x, weight))))
+    assert_sharded(got.row.data, mesh, spec)
+
+
 @every_producer
 @pytest.mark.parametrize(("axes", "spec"), LAYOUTS, ids=lambda v: str(v).replace(" ", ""))
 def test_sharded_equals_unsharded(devices, producer, axes, spec):
