@@ -86,7 +86,8 @@ def test_a_wrong_attribute_is_refused(native, name):
 def test_a_missing_operand_result_or_attribute_is_refused(native, name):
     call = the_call(native, name)
     assert refusal(replace(call, operands=call.operands[:-1]))
-    assert refusal(replace(call, results=call.results[:-1]))
+    if len(call.results) > 1:  # XLA drops a GPU call without any result
+        assert refusal(replace(call, results=call.results[:-1]))
     for attr in call.attrs:
         assert refusal(replace(call, attrs={k: v for k, v in call.attrs.items() if k != attr}))
 
