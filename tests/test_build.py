@@ -1,11 +1,16 @@
-"""Versions agree, and a wrong build is one readable ImportError."""
+"""Versions agree, a wrong build is one readable ImportError, and a build says which GPUs it leaves out."""
 
 import importlib.metadata
+import os
 import pathlib
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 
 import pytest
+from conftest import skip_or_fail
 
 import jnvfp4
 from jnvfp4 import _native
@@ -74,3 +79,145 @@ def test_source_hash_follows_names_and_contents(tmp_path):
     second = source_hash(tmp_path / "ffi")
     (tmp_path / "ffi" / "numerics.h").rename(tmp_path / "ffi" / "other.h")
     assert len({first, second, source_hash(tmp_path / "ffi")}) == 3
+
+
+# ---------------------------------------------------------------- which GPUs a build is for
+def _program(folder, name, text):
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def _cmake(*args, path):
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        skip_or_fail("cmake", "no cmake on PATH")
+    env = {name: value for name, value in os.environ.items() if name not in ("CUDACXX", "CUDAFLAGS", "CMAKE_ARGS")}
+    env["PATH"] = f"{path}{os.pathsep}{env['PATH']}"
+    done = subprocess.run([cmake, *map(str, args)], capture_output=True, text=True, env=env)
+    # Without the line breaks that CMake puts into warnings and errors.
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+def _choose(tmp_path, targets, capabilities=None, compiler="exit 1"):
+    """Runs cmake/targets.cmake with an nvidia-smi that lists GPUs, or fails, and a CUDA compiler."""
+    answer = "exit 9" if capabilities is None else f"printf '{capabilities}'"
+    programs = _program(tmp_path / "bin", "nvidia-smi", answer).parent
+    nvcc = _program(programs, "nvcc", compiler)
+    script = tmp_path / "choose.cmake"
+    script.write_text(
+        "cmake_minimum_required(VERSION 3.25)\n"
+        f"""include("{ROOT}/cmake/targets.cmake")
+jnvfp4_wanted_targets(targets)
+message("wanted=${{targets}}.")
+jnvfp4_known_targets(targets ptx "{nvcc}" "${{targets}}")
+jnvfp4_generic_flags(flags "${{targets}}")
+message("known=${{targets}}. ptx=${{ptx}}. flags=${{flags}}.")
+"""
+    )
+    return _cmake(f"-DJNVFP4_CUDA_TARGETS={targets}", "-P", script, path=programs)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "targets"),
+    [
+        ("9.0\\n", "90a"),
+        ("8.9\\n", "89"),
+        ("9.0\\n9.0\\n", "90a"),
+        ("8.0\\n9.0\\n", "80;90a"),
+        ("10.0\\n10.3\\n12.1\\n", "100f;120f"),
+        ("7.5\\n", "90a;100f;120f"),
+        ("7.5\\n8.6\\n", "86"),
+        ("[N/A]\\n", "90a;100f;120f"),
+        ("", "90a;100f;120f"),
+        (None, "90a;100f;120f"),
+    ],
+)
+def test_auto_builds_for_the_gpus_of_the_machine(tmp_path, capabilities, targets):
+    status, text = _choose(tmp_path, "auto", capabilities)
+    assert status == 0, text
+    assert f"wanted={targets}." in text
+
+
+def test_named_targets_are_built_whatever_the_gpus_are(tmp_path):
+    assert "wanted=100f;89." in _choose(tmp_path, "100f;89", "9.0\\n")[1]
+
+
+@pytest.mark.parametrize("target", ["hopper", "sm_90", "9.0", "75"])
+def test_a_target_that_is_none_is_an_error(tmp_path, target):
+    status, text = _choose(tmp_path, target)
+    assert status == 1
+    assert f"or compute capabilities from 80 on, such as 90a;100f, got {target}" in text
+
+
+OLD_NVCC = """case "$1" in
+  --list-gpu-code) printf 'sm_80\\nsm_90\\n';;
+  --list-gpu-arch) printf 'compute_80\\ncompute_90\\n';;
+  *) exec {nvcc} "$@";;
+esac"""
+
+
+def test_targets_that_the_compiler_does_not_know_are_left_out(tmp_path):
+    status, text = _choose(tmp_path, "auto", compiler=OLD_NVCC)
+    assert status == 0, text
+    assert "nvcc does not know sm_100, building without it" in text
+    assert "nvcc does not know sm_120, building without it" in text
+    assert "known=90a. ptx=ON." in text
+    assert "code=compute_80;SHELL:-gencode arch=compute_90,code=[sm_90]." in text
+
+
+def test_modern_targets_share_one_pass_and_older_ones_have_their_own(tmp_path):
+    names = "; ".join(f"echo {kind}_{n}" for kind in ("sm", "compute") for n in (80, 89, 90, 100, 120))
+    text = _choose(tmp_path, "89;90a;100f;120f", compiler=names)[1]
+    passes = ["compute_80,code=compute_80", "compute_89,code=sm_89", "compute_90,code=[sm_90,sm_100,sm_120]"]
+    assert "flags=" + ";".join(f"SHELL:-gencode arch={p}" for p in passes) + "." in text
+
+
+def _configure(tmp_path, nvcc, *options):
+    """Configures the project as a build does, with a program called nvcc on PATH."""
+    pytest.importorskip("nanobind", reason="needs the build requirement nanobind")
+    folder = _program(tmp_path / "bin", "nvcc", nvcc).parent
+    build = ("-S", ROOT, "-B", tmp_path / "build", f"-DPython_EXECUTABLE={sys.executable}")
+    return _cmake(*build, *options, path=folder)
+
+
+def _real_nvcc():
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc on PATH")
+    return nvcc
+
+
+def test_a_compiler_that_fails_leaves_the_cpu_module(tmp_path):
+    status, text = _configure(tmp_path, "exit 1", "-DJNVFP4_CUDA=auto")
+    assert status == 0, text
+    assert "jnvfp4: no CUDA compiler that works was found, building for the CPU only" in text
+    status, text = _configure(tmp_path, "exit 1", "-DJNVFP4_CUDA=on")
+    assert status == 1
+    assert "JNVFP4_CUDA=on, but no CUDA compiler that works was found: put nvcc on PATH" in text
+
+
+def test_a_compiler_that_is_too_old_leaves_the_cpu_module(tmp_path):
+    (tmp_path / "old.h").write_text("#undef __CUDACC_VER_MAJOR__\n#define __CUDACC_VER_MAJOR__ 11\n")
+    status, text = _configure(tmp_path, f'exec {_real_nvcc()} -include {tmp_path}/old.h "$@"')
+    assert status == 0, text
+    assert re.search(r"jnvfp4: nvcc 11[0-9.]* is older than 12.0, building for the CPU only", text), text
+
+
+def test_a_compiler_of_fewer_targets_builds_what_it_can(tmp_path):
+    old = OLD_NVCC.replace("{nvcc}", _real_nvcc())
+    status, text = _configure(tmp_path, old, "-DJNVFP4_CUDA_TARGETS=90a;100f")
+    assert status == 0, text
+    assert "nvcc does not know sm_100, building without it" in text
+    assert "jnvfp4: building CUDA kernels for sm_90a compute_80" in text
+
+
+# ---------------------------------------------------------------- what a module needs
+@pytest.mark.skipif(sys.platform != "linux", reason="the modules are linked so on Linux")
+def test_the_modules_bring_their_c_plus_plus_library():
+    for module in _native.extensions().values():
+        binary = pathlib.Path(module.__file__).read_bytes()
+        assert b"libstdc++.so" not in binary
+        assert b"libgcc_s.so" not in binary
