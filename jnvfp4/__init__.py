@@ -1,4 +1,4 @@
-"""NVFP4 for JAX: quantize, dequantize and scaled matmul as primitives, the same bits on every platform."""
+"""NVFP4 for JAX: quantize, dequantize and scaled matmul as primitives; the same quantized bits on every platform."""
 
 from . import recipes as recipes
 from ._linear import RESIDUAL_NAME as RESIDUAL_NAME

@@ -133,10 +133,14 @@ def _linear(call: _Call, x: Any, w: Any, bias: Any, key: Any, quantized: Quantiz
 
 
 # ---------------------------------------------------------------- checks
-def _recipe_key(op: str, recipe: Recipe, key: Any) -> jax.Array | None:
-    """Returns the key if the recipe needs one, else None."""
+def _check_recipe(op: str, recipe: Any) -> None:
     if not isinstance(recipe, Recipe):
         raise TypeError(f"{op}: recipe must be a Recipe, got {recipe!r}")
+
+
+def _recipe_key(op: str, recipe: Recipe, key: Any) -> jax.Array | None:
+    """Returns the key if the recipe needs one, else None."""
+    _check_recipe(op, recipe)
     if not recipe.stochastic:
         return None
     if key is None:
@@ -440,6 +444,7 @@ def dot_general(
       ValueError, TypeError: operands or arguments that do not fit; the message names them.
     """
     op = "dot_general"
+    _check_recipe(op, recipe)
     precisions = precision if isinstance(precision, tuple) else (precision,)
     if any(p not in (None, "default", lax.Precision.DEFAULT) for p in precisions):
         raise ValueError(f"{op}: precision must be None or 'default', got {precision!r}")

@@ -129,7 +129,8 @@ def quantize_pair(
 
     Returns:
       The two tensors of ``quantize(x, row_spec)`` and ``quantize(x, col_spec, transpose=True)``, bit for bit. Pairs
-      that recipes use (``jnvfp4.spec.FUSED_PAIRS``) read x once, given both amax; other pairs are two calls.
+      that recipes use (``jnvfp4.spec.FUSED_PAIRS``) are made in one pass over x once both amax are known. WINDOW64
+      finds its own, and is two calls if one is given. Other pairs are two calls.
 
     Raises:
       ValueError, TypeError: a shape, dtype or argument that does not fit; the message names it.
@@ -294,14 +295,15 @@ def matmul_nt(
       out_dtype: float32, bfloat16 or float16.
       bias: [N], any float dtype, added in float32 before the cast.
       accumulation: "fast" sums along K in the order that is fastest on the device; "pinned" in the one order of
-        docs/numerics.md, so that the bits are those of the CPU and the reference everywhere.
+        docs/numerics.md, so that the bits are those of the CPU and the reference; if K is split over devices, within
+        each device's part.
       implementation: as in ``quantize``, or the name of a kernel (``jnvfp4.supports("matmul_nt", a, b).kernel``), which
         raises when compiled if it cannot run these operands.
 
     Returns:
       out = cast(fl(fl(alpha * y) + bias)). On the CPU and in the reference the sum y has the pinned order; on a GPU
       "fast" sums in the tensor cores' order, equal to it within a rounding bound, except with amax scope "window64"
-      on either side, where the order is pinned everywhere.
+      on either side, where the order is always pinned.
 
     Raises:
       ValueError, TypeError: shapes, dtypes or formats that do not fit; the message names them.

@@ -594,6 +594,12 @@ LINEAR = {
         TypeError,
         "linear: x must be bfloat16 or float16 for a weight-only recipe, got float32",
     ),
+    "dot_recipe": (
+        partial(dot_general, dimension_numbers=(((1,), (0,)), ((), ())), recipe=None),
+        [a(8, 32), a(32, 16)],
+        TypeError,
+        "dot_general: recipe must be a Recipe, got None",
+    ),
     "dot_key": (
         partial(dot_general, dimension_numbers=(((1,), (1,)), ((), ())), recipe=SR_RECIPE),
         [a(8, 32), a(16, 32)],
