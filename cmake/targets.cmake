@@ -79,8 +79,8 @@ function(jnvfp4_known_targets result has_ptx compiler targets)
 endfunction()
 
 # Flags for sources that use no instruction of one architecture alone: machine code for each target, whose suffix is
-# dropped, and PTX for every other GPU from 8.0 on. All targets from 9.0 on share one pass of the compiler's front end,
-# half of the time of a build for three targets; no source has a path for later ones.
+# dropped, and PTX for every other GPU from 8.0 on. All targets from 9.0 on share one pass of cicc,
+# the compiler's longest step; no source has a path for later ones.
 function(jnvfp4_generic_flags result targets)
   set(flags "SHELL:-gencode arch=compute_80,code=compute_80")
   set(modern)

@@ -7,6 +7,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import pytest
+from conftest import skip_or_fail
 from helpers import assert_bitwise, assert_same_tensor
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -161,7 +162,7 @@ TARGETS = {
 @pytest.mark.parametrize(("f", "target"), TARGETS.values(), ids=TARGETS)
 def test_lowering_for_a_platform_that_is_not_here(f, target, platform):
     if not _native.available(platform):
-        pytest.skip(f"no {platform} kernels in this build")
+        skip_or_fail(platform, f"no {platform} kernels in this build")
     exported = jax.export.export(jax.jit(f), platforms=[platform], disabled_checks=checks())(
         jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
     )
