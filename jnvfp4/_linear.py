@@ -125,7 +125,7 @@ def _linear(call: _Call, x: Any, w: Any, bias: Any, key: Any, quantized: Quantiz
     pair = _quantized_pair(op, x, recipe, quantized)
     operands = [x.reshape(math.prod(x.shape[:-1]), k), w] + ([] if bias is None else [bias])
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
-    x2, w, *rest = match_varying(*operands)
+    x2, w, *rest = match_varying(*operands, like=(key, pair))
     if call.out_dtype is None:
         call = call._replace(out_dtype=x.dtype)
     y = _linear2d(x2, w, rest[0] if rest else None, key, pair, call)

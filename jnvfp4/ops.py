@@ -25,7 +25,7 @@ from ._arguments import (
     random_stream,
     stochastic_key,
 )
-from ._primitives._base import bind
+from ._primitives._base import bind, match_varying
 from ._primitives._operands import check_array, check_operand
 from ._primitives.dequantize import dequantize_p
 from ._primitives.fake_quant import fake_quant_p
@@ -237,6 +237,7 @@ def fake_quant(
     array = as_array(op, "x", x)
     given = None if amax is None else as_amax(op, amax)
     check_operand(op, jax.typeof(array), None if given is None else jax.typeof(given), spec, False)
+    (array,) = match_varying(array, like=(given, key))  # outside the custom derivative, as in linear
     return _fake_quant(array, spec, given, key, implementation)
 
 

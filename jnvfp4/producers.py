@@ -154,7 +154,8 @@ def _produce(call: _Call, a: Any, b: Any, amax: Any, key: Any, return_values: bo
     else:
         amaxes = (None if amax is None else as_amax(name, amax)), None
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
-    a, b = match_varying(*(as_array(name, n, v) for n, v in zip(call.op.operands, (a, b), strict=True)))
+    arrays = [as_array(name, n, v) for n, v in zip(call.op.operands, (a, b), strict=True)]
+    a, b = match_varying(*arrays, like=(amaxes, key))
     check_sources(call.op, jax.typeof(a), jax.typeof(b))
     for spec, known, transpose in zip(_specs(call), amaxes, (False, True), strict=False):
         aval = None if known is None else jax.typeof(known)

@@ -262,3 +262,19 @@ def test_shard_map(devices):
     parts = [local(part) for part in jnp.split(jax.device_put(x, devices[0]), len(devices))]
     for i in range(len(specs)):
         assert_bitwise(got[i], jnp.concatenate([part[i] for part in parts]))
+
+
+@pytest.mark.parametrize("varies", ["key", "amax"])
+def test_gradient_in_shard_map_of_an_array_that_all_devices_share(devices, varies):
+    """The identity's gradient is one on each device, and shard_map adds them up."""
+    mesh = jax.make_mesh((len(devices),), ("x",), devices=devices)
+
+    def local(w):
+        i = jax.lax.axis_index("x")
+        options = {"key": jax.random.fold_in(KEY, i)} if varies == "key" else {"amax": i.astype(jnp.float32) + 1}
+        return fake_quant(w, NVFP4_SR if varies == "key" else NVFP4, **options).sum()[None]
+
+    loss = jax.shard_map(jax.grad(lambda w: local(w)[0]), mesh=mesh, in_specs=P(), out_specs=P())
+    whole = jax.grad(lambda w: jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P("x"))(w).sum())
+    for f in (loss, whole):
+        np.testing.assert_array_equal(jax.jit(f)(jnp.ones((16, 32))), np.full((16, 32), len(devices)))

@@ -495,6 +495,20 @@ def test_gradients_in_shard_map_sum_over_a_shared_weight(devices):
     np.testing.assert_allclose(got, want, 1e-4, 1e-3)
 
 
+def test_gradients_in_shard_map_where_only_the_key_differs(devices):
+    """The values are the same on every device, whatever the key rounds to."""
+    mesh = make_mesh(devices, "x")
+    x, weight = operands("norm", (16, 64), "fp32")
+
+    def values(weight):
+        key = jax.random.fold_in(jax.random.key(1), jax.lax.axis_index("x"))
+        return jnp.sum(rms_norm_quantize(x, weight, NVFP4_SR, key=key, return_values=True).values)
+
+    got = jax.jit(jax.shard_map(jax.grad(values), mesh=mesh, in_specs=P(), out_specs=P()))(weight)
+    want = jax.grad(lambda w: len(devices) * jnp.sum(norm_in_float32(x, w)))(weight)
+    np.testing.assert_allclose(got, want, 1e-4, 1e-3)
+
+
 RECIPES = {
     "default": (Recipe(), (NVFP4, NVFP4)),
     "row_only": (Recipe(), (NVFP4, None)),

@@ -588,6 +588,23 @@ def test_gradients_in_shard_map_agree_with_plain_products(devices):
         assert abs(np.linalg.norm(got) / np.linalg.norm(want) - 1) < 0.05
 
 
+def test_gradient_of_shared_operands_where_only_the_key_differs(devices):
+    """Every device draws its own random bits for the same x and w; the gradients are the sums of theirs."""
+    mesh, (x, w) = make_mesh(devices, "x"), (normal((32, 64), 1, "fp32"), normal((32, 64), 2, "fp32"))
+
+    def loss(x, w, key):
+        return jnp.sum(linear(x, w, recipes.pretrain(), key=key) ** 2)
+
+    def local(x, w):
+        return jax.grad(loss, (0, 1))(x, w, jax.random.fold_in(KEY, jax.lax.axis_index("x")))
+
+    got = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P()))(x, w)
+    one = jax.jit(jax.grad(loss, (0, 1)))
+    parts = [one(*home(devices, (x, w, jax.random.fold_in(KEY, i)))) for i in range(len(devices))]
+    for i in range(2):
+        np.testing.assert_allclose(got[i], sum(np.asarray(p[i]) for p in parts), rtol=1e-5, atol=1e-3)
+
+
 @pytest.mark.parametrize("bias_dtype", [jnp.float32, jnp.bfloat16])
 def test_bias_gradient_is_summed_over_devices(devices, bias_dtype):
     mesh, x = make_mesh(devices, "x"), normal((32 * len(devices), 64), 1)

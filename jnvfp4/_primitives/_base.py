@@ -88,13 +88,17 @@ def check_explicit(op: str, aval: ShapedArray, axis: int, unit: int) -> None:
         )
 
 
-def match_varying(*operands: jax.Array) -> tuple[jax.Array, ...]:
-    """Gives all operands the manual axes of shard_map that any of them varies over."""
-    varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
+def match_varying(*operands: jax.Array, like: Any = ()) -> tuple[jax.Array, ...]:
+    """Gives all operands the manual axes of shard_map that any of them, or any array of the tree ``like``, varies over.
+
+    ``like`` is for what a custom derivative takes beside its operands: a gradient varies over the same axes as the
+    result, so an operand must vary over them before the derivative begins.
+    """
+    varying = [jax.typeof(x).manual_axis_type.varying for x in (*operands, *jax.tree.leaves(like))]
     union: frozenset = frozenset().union(*varying)
     return tuple(
         lax.pcast(x, tuple(sorted(union - axes)), to="varying") if union - axes else x
-        for x, axes in zip(operands, varying, strict=True)
+        for x, axes in zip(operands, varying, strict=False)
     )
 
 
