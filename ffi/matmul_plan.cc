@@ -90,9 +90,13 @@ std::string adapt_plan(std::string_view planned, const MatmulProblem& problem, i
   const std::string reason = why_not(kernel, problem, capability);
   if (reason.empty() && fits(*plan)) return {};
   if (plan_matmul(problem, capability, plan) && fits(*plan)) return {};
+  const std::string cause = kernel == MatmulKernel::kDecodeThenDot
+                                ? "decode_then_dot is XLA operations, not a kernel of this call"
+                            : reason.empty() ? "it needs more scratch"
+                                             : reason;
   return "the program was lowered for the kernel " + std::string(planned) + " with " + std::to_string(scratch) +
-         " bytes of scratch, which " + device_text(capability) + " cannot run (" +
-         (reason.empty() ? "it needs more scratch" : reason) + "); lower it again for this device";
+         " bytes of scratch, which " + device_text(capability) + " cannot run (" + cause +
+         "); lower it again for this device";
 }
 
 }  // namespace jnvfp4

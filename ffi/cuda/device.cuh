@@ -27,6 +27,22 @@ __device__ __forceinline__ int64_t quotient(int64_t a, int64_t b) {
 
 __host__ __device__ __forceinline__ int64_t all_rows(const QuantShape& s) { return s.batch * s.rows; }
 
+// ---------------------------------------------------------------- element types that kernels are compiled for
+// Calls f with bfloat16, or with float32, whose kernels read float16 too: two of each kernel take two thirds of the
+// time to compile.
+template <class F>
+void with_bf16_or_wide(Float kind, const F& f) {
+  if (kind == Float::kBf16)
+    f(Bf16{});
+  else
+    f(F32{});
+}
+// The type of what such a kernel reads.
+template <class T>
+__device__ __forceinline__ Float kind_of(Float kind) {
+  return std::is_same_v<T, Bf16> ? Float::kBf16 : kind;
+}
+
 // ---------------------------------------------------------------- two numbers of 16 bits in a word
 // The larger magnitude of either half, with some sign; NaN wins.
 template <class T>

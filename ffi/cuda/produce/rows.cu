@@ -50,9 +50,7 @@ __device__ __forceinline__ float window_amax(const Block<Bf16>& y, const Quantiz
 // ---------------------------------------------------------------- a gate, element by element
 template <class T>
 __device__ __forceinline__ Block<Bf16> gate_block(const ProducerOperands& s, int64_t block) {
-  constexpr Float kind = sizeof(typename T::Stored) == 4 ? Float::kF32
-                         : std::is_same_v<T, Bf16>       ? Float::kBf16
-                                                         : Float::kF16;
+  const Float kind = kind_of<T>(s.a_kind);
   Block<Bf16> y;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -64,27 +62,27 @@ __device__ __forceinline__ Block<Bf16> gate_block(const ProducerOperands& s, int
   return y;
 }
 
-// With one amax and key for all, with one amax for `blocks_per_amax` blocks, or with one for each window.
-template <class S, class T, bool kShared>
+// The scales and keys of a matrix in shared memory, or those of each block.
+template <class S, class T>
 __global__ void __launch_bounds__(kThreads)
-    gate_kernel(ProducerOperands s, QuantizeArgs a, Values16 out, int64_t blocks, int64_t blocks_per_amax) {
-  if constexpr (kShared) {
+    gate_kernel(ProducerOperands s, QuantizeArgs a, Values16 out, Matrices matrices) {
+  if constexpr (kQuantizes<S> && kOneAmax<S>) {
     __shared__ SharedScales<S> scales;
-    fill_scales_of_all(scales, a);
-    __syncthreads();
-    for (int64_t b = thread_index(); b < blocks; b += thread_count()) {
-      const Block<Bf16> y = gate_block<T>(s, b);
-      out.store(y, b);
-      encode<S>(y, scales, a, b, [&](uint32_t (&bits)[4]) { random_of(scales, a.shape, a.stream, b, bits); });
-    }
+    for_each_matrix(scales, a, matrices, [&](int64_t first) {
+      for (int64_t b = thread_index(); b < matrices.blocks; b += thread_count()) {
+        const Block<Bf16> y = gate_block<T>(s, first + b);
+        out.store(y, first + b);
+        encode<S>(y, scales, a, first + b,
+                  [&](uint32_t (&bits)[4]) { random_of(scales, a.shape, a.stream, first + b, bits); });
+      }
+    });
   } else {
-    for (int64_t b = thread_index(); b < blocks; b += thread_count()) {
+    for (int64_t b = thread_index(); b < matrices.blocks; b += thread_count()) {
       const Block<Bf16> y = gate_block<T>(s, b);
       out.store(y, b);
       if constexpr (kQuantizes<S>) {
-        const OwnScales<S> scales(kWindows<S> ? window_amax(y, a, b) : a.amax[quotient(b, blocks_per_amax)],
-                                  a.e4m3_max);
-        encode<S>(y, scales, a, b, [&](uint32_t (&bits)[4]) { random_of(scales, a.shape, a.stream, b, bits); });
+        const float amax = kWindows<S> ? window_amax(y, a, b) : a.amax[quotient(b, s.cols / kBlock)];
+        encode<S>(y, OwnScales<S>(amax, a.e4m3_max), a, b, [](uint32_t (&)[4]) {});
       }
     }
   }
@@ -143,13 +141,14 @@ __device__ __forceinline__ float row_sum(int64_t blocks, const F& squares) {
     const float t2 = squares(start + 2 * stride), t3 = squares(start + 3 * stride);
     return add_rn(add_rn(t0, t2), add_rn(t1, t3));
   };
-  if (blocks <= 4 * blockDim.x) return block_wide_sum(four(0, 1));
   // Fours in the order in which halves meet, that of reversed bits; two sums of equal size are added at once.
   int fours = 1, bits = 0;
   while (int64_t{4} * fours * blockDim.x < blocks) fours *= 2, ++bits;
   float waiting[24], sum = 0.0f;
+#pragma unroll 1
   for (int i = 0; i < fours; ++i) {
-    sum = four(static_cast<int>(__brev(i) >> (32 - bits)), fours);
+    sum = four(bits ? static_cast<int>(__brev(i) >> (32 - bits)) : 0, fours);
+    if (fours == 1) break;  // most rows: nothing waits
     int level = 0;
     for (; i >> level & 1; ++level) sum = add_rn(waiting[level], sum);
     waiting[level] = sum;
@@ -170,8 +169,12 @@ struct Row {
   __device__ __forceinline__ int64_t col(int j) const { return (threadIdx.x + j * int64_t{blockDim.x}) * kBlock; }
   __device__ __forceinline__ int64_t block(int j) const { return row * blocks + col(j) / kBlock; }
   __device__ __forceinline__ Block<T> load(int j) const {
+    const int64_t first = row * s.cols + col(j);
     Block<T> x;
-    x.load(static_cast<const typename T::Stored*>(s.a) + row * s.cols + col(j));
+    if (kind_of<T>(s.a_kind) == Float::kF16)
+      widen(x, first);
+    else
+      x.load(static_cast<const typename T::Stored*>(s.a) + first);
     return x;
   }
 
@@ -181,6 +184,15 @@ struct Row {
       const float sum = row_sum(blocks, [&](int j) { return has(j) ? squares(j) : 0.0f; });
       factor = norm_factor(sum, s.cols, s.eps);
       weights = weights_of(s, row);
+    }
+  }
+  __device__ __forceinline__ void widen(Block<T>& x, int64_t first) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float v[8];
+      load_eight(s.a, Float::kF16, first + 8 * h, v);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) x.part(8 * h + k) = bits_of(v[k]);
     }
   }
   __device__ __forceinline__ float squares(int j) const {
@@ -210,24 +222,29 @@ struct Row {
   }
 };
 
-// A row whose amax is found: its values are held from the maximum to the codes, or computed again.
+// A row with one amax. Where it is found, the values are held from the maximum to the codes, or computed again.
 template <class S, Producer P, class T>
-__device__ __forceinline__ void quantize_found(const Row<P, T>& x, const QuantizeArgs& a, const Values16& out) {
+__device__ __forceinline__ void quantize_row(const Row<P, T>& x, const QuantizeArgs& a, const Values16& out) {
+  const bool finds = !a.amax, holds = finds && x.held.slots;
   uint32_t m = 0;
+  if (finds) {
+#pragma unroll 1
+    for (int j = 0; x.has(j); ++j) {
+      const Block<Bf16> y = x.values(j);
+      out.store(y, x.block(j));
+      if (holds) x.held.put(j, y);  // over what a norm held of x, by the same thread
+      m = amax_bits(m, y.amax());
+    }
+    m = canonical_nan(block_wide_max(m));
+    if (threadIdx.x == 0) a.found[x.row] = float_of(m);
+  }
+  const OwnScales<S> scales(finds ? float_of(m) : a.amax[x.row], a.e4m3_max);
 #pragma unroll 1
   for (int j = 0; x.has(j); ++j) {
-    const Block<Bf16> y = x.values(j);
-    out.store(y, x.block(j));
-    if (x.held.slots) x.held.put(j, y);  // over what a norm held of x, by the same thread
-    m = amax_bits(m, y.amax());
+    const Block<Bf16> y = holds ? x.held.template get<Block<Bf16>>(j) : x.values(j);
+    if (!finds) out.store(y, x.block(j));
+    encode<S>(y, scales, a, x.block(j), [](uint32_t (&)[4]) {});
   }
-  const float amax = float_of(canonical_nan(block_wide_max(m)));
-  if (threadIdx.x == 0) a.found[x.row] = amax;
-  const OwnScales<S> scales(amax, a.e4m3_max);
-#pragma unroll 1
-  for (int j = 0; x.has(j); ++j)
-    encode<S>(x.held.slots ? x.held.template get<Block<Bf16>>(j) : x.values(j), scales, a, x.block(j),
-              [](uint32_t (&)[4]) {});
 }
 
 template <class S, Producer P, class T>
@@ -250,24 +267,18 @@ __global__ void __launch_bounds__(kMostThreads)
       if (!out.values) continue;
 #pragma unroll 1
       for (int j = 0; x.has(j); ++j) out.store(x.values(j), x.block(j));
+    } else if constexpr (S::spec.amax_scope == AmaxScope::kRow) {
+      quantize_row<S>(x, a, out);
     } else {
-      if constexpr (S::spec.amax_scope == AmaxScope::kRow)
-        if (!a.amax) {
-          quantize_found<S>(x, a, out);
-          continue;
-        }
-      if constexpr (P == Producer::kRmsNorm) {
 #pragma unroll 1
-        for (int j = 0; x.has(j); ++j) {
-          const Block<Bf16> y = x.values(j);
-          out.store(y, x.block(j));
-          if constexpr (kOneAmax<S>) {
-            const uint64_t place = (row - matrix * s.rows) * a.stream.row_blocks + x.col(j) / kBlock;
-            encode<S>(y, shared, a, x.block(j), [&](uint32_t (&bits)[4]) { shared.random(place, false, bits); });
-          } else {
-            const float amax = kWindows<S> ? window_amax(y, a, x.block(j)) : a.amax[row];
-            encode<S>(y, OwnScales<S>(amax, a.e4m3_max), a, x.block(j), [](uint32_t (&)[4]) {});
-          }
+      for (int j = 0; x.has(j); ++j) {
+        const Block<Bf16> y = x.values(j);
+        out.store(y, x.block(j));
+        if constexpr (kOneAmax<S>) {
+          const uint64_t place = (row - matrix * s.rows) * a.stream.row_blocks + x.col(j) / kBlock;
+          encode<S>(y, shared, a, x.block(j), [&](uint32_t (&bits)[4]) { shared.random(place, false, bits); });
+        } else {
+          encode<S>(y, OwnScales<S>(window_amax(y, a, x.block(j)), a.e4m3_max), a, x.block(j), [](uint32_t (&)[4]) {});
         }
       }
     }
@@ -300,19 +311,14 @@ cudaError_t launch_rows(const ProducerOperands& s, const QuantizeArgs& a, uint16
 
 template <class S, class T>
 cudaError_t launch_gate(const ProducerOperands& s, const QuantizeArgs& a, uint16_t* values, cudaStream_t stream) {
-  const int64_t row_blocks = s.cols / kBlock, blocks = s.batch * s.rows * row_blocks;
-  const unsigned grid = grid_for(blocks, kThreads);
-  const Values16 out{values};
-  if constexpr (kQuantizes<S> && kOneAmax<S>) {
-    if (one_for_all<S>(a.shape)) {
-      gate_kernel<S, T, true><<<grid, kThreads, 0, stream>>>(s, a, out, blocks, blocks);
-      return cudaGetLastError();
-    }
+  Matrices matrices{1, s.batch * s.rows * (s.cols / kBlock)};
+  if constexpr (kQuantizes<S>) {
+    if (S::spec.amax_scope == AmaxScope::kRow && !a.amax)
+      return launch_rows<S, Producer::kSiluMul, T>(s, a, values, nullptr, stream);
+    matrices = matrices_of<S>(a.shape);
   }
-  if constexpr (kQuantizes<S> && S::spec.amax_scope == AmaxScope::kRow) {
-    if (!a.amax) return launch_rows<S, Producer::kSiluMul, T>(s, a, values, nullptr, stream);
-  }
-  gate_kernel<S, T, false><<<grid, kThreads, 0, stream>>>(s, a, out, blocks, a.shape.amax.blocks_per_amax(row_blocks));
+  const dim3 grid = matrices.grid(grid_for(matrices.blocks, kThreads));
+  gate_kernel<S, T><<<grid, kThreads, 0, stream>>>(s, a, Values16{values}, matrices);
   return cudaGetLastError();
 }
 
@@ -320,7 +326,7 @@ cudaError_t launch_gate(const ProducerOperands& s, const QuantizeArgs& a, uint16
 
 cudaError_t launch_produce_values(const ProducerOperands& s, uint16_t* values, float* factors, cudaStream_t stream) {
   cudaError_t status = cudaSuccess;
-  with_float(s.a_kind, [&](auto t) {
+  with_bf16_or_wide(s.a_kind, [&](auto t) {
     using T = decltype(t);
     if (s.producer == Producer::kRmsNorm)
       status = launch_rows<None, Producer::kRmsNorm, T>(s, {}, values, factors, stream);
@@ -336,7 +342,7 @@ cudaError_t launch_produce_rows(const ProducerOperands& s, const QuantizeArgs& a
   dispatch(spec, SupportedSpecs{}, [&](auto q) {
     using S = decltype(q);
     if constexpr (S::spec.block_rows == 1)
-      with_float(s.a_kind, [&](auto t) {
+      with_bf16_or_wide(s.a_kind, [&](auto t) {
         using T = decltype(t);
         if (s.producer == Producer::kRmsNorm)
           status = launch_rows<S, Producer::kRmsNorm, T>(s, args, values, nullptr, stream);

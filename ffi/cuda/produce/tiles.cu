@@ -122,7 +122,7 @@ class Producing {
   int64_t row_, col_;  // of the thread's first word in the next tile that arrives
   int64_t next_;       // where its first word in the next tile to load is
   int from_second_;
-  int at_ = kept(Own::place());
+  int at_ = pin_register(Own::place());
   int rows_left_, rows_unmade_;  // from the thread's first row on, of what is to be loaded and made
 };
 

@@ -302,4 +302,19 @@ __device__ __forceinline__ uint32_t window_max(uint32_t m) {
   return amax_bits(m, __shfl_xor_sync(0xffffffffu, m, 2));
 }
 
+// ---------------------------------------------------------------- what a matrix or a row has
+// The amax of a row over all matrices, unless it has windows.
+template <class S, class Args>
+__device__ __forceinline__ float given_amax(const Args& a, int64_t row) {
+  if constexpr (S::spec.amax_scope == AmaxScope::kRow) return a.amax[row];
+  return a.amax[a.shape.amax.rows_per_amax == all_rows(a.shape) ? 0 : quotient(row, a.shape.amax.rows_per_amax)];
+}
+
+// What a matrix has one of, by the threads from `first` on. The thread block then synchronises.
+template <class S, class Args>
+__device__ __forceinline__ void fill_scales(SharedScales<S>& shared, const Args& a, int64_t matrix, int first = 0) {
+  if constexpr (kOneAmax<S>) shared.fill(given_amax<S>(a, matrix * a.shape.rows), a.e4m3_max, first);
+  if constexpr (kStochastic<S>) shared.fill_keys(a.stream, matrix, first);
+}
+
 }  // namespace jnvfp4

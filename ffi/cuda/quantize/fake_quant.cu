@@ -87,7 +87,9 @@ struct FakeQuant {
                                              bool all) {
     const auto* x = static_cast<const typename T::Stored*>(a.x) + at.index() * kBlock;
     const auto element = [&](int i) { return T::load(x[i]); };
-    const auto random = [&](uint32_t (&bits)[4]) { random_of(scales, a.shape, a.stream, at.index(), bits); };
+    const auto random = [&](uint32_t (&bits)[4]) {
+      if constexpr (kStochastic<S>) random_of(scales, a.shape, a.stream, at.index(), bits);
+    };
     store_blocks<T>(static_cast<typename T::Stored*>(a.out) + at.first * kBlock, at.i,
                     values<S>(a, scales, raw, element, random), all);
   }
@@ -143,9 +145,9 @@ class TilesPass {
   uint64_t place_;  // of the thread's first block, for random bits
   int rows_left_;
   bool here_;
-  const int at_[2] = {kept(Tile<T>::place_of_block(row_of_thread<true>(), block_of_thread<true>())),
-                      kept(Tile<T>::place_of_block(row_of_thread<true>(), block_of_thread<true>() + 1))};
-  const int from_ = kept(Own::place());
+  const int at_[2] = {pin_register(Tile<T>::place_of_block(row_of_thread<true>(), block_of_thread<true>())),
+                      pin_register(Tile<T>::place_of_block(row_of_thread<true>(), block_of_thread<true>() + 1))};
+  const int from_ = pin_register(Own::place());
 };
 
 template <class S, class T>
@@ -155,10 +157,11 @@ struct TilesMemory {
 };
 
 template <class S, class T>
-__global__ void __launch_bounds__(kThreads, kTileBlocks<S>) tiles_kernel(FakeQuantArgs a, Runs runs) {
+__global__ void __launch_bounds__(kThreads, kTileBlocks<S>) fake_quant_tiles_kernel(FakeQuantArgs a, Runs runs) {
   auto& shared = shared_memory<TilesMemory<S, T>>();
   for_each_tile_of(
-      a.x, shared.stages, StoredShape(a.shape), runs, [&](int64_t matrix) { fill_scales(shared.scales, a, matrix); },
+      a.x, a.kind, shared.stages, StoredShape(a.shape), runs,
+      [&](int64_t matrix) { fill_scales(shared.scales, a, matrix); },
       [&](const TilePlace& first) { return TilesPass<S, T>(a, shared.scales, first); });
 }
 
@@ -170,7 +173,7 @@ cudaError_t launch_fake_quant(const FakeQuantArgs& args, const KernelSpec& spec,
     using S = decltype(s);
     with_float(args.kind, [&](auto t) {
       if constexpr (kTiles<S>)
-        status = launch_tiles<TilesMemory<S, decltype(t)>>(tiles_kernel<S, decltype(t)>,
+        status = launch_tiles<TilesMemory<S, decltype(t)>>(fake_quant_tiles_kernel<S, decltype(t)>,
                                                            Runs(StoredShape(args.shape), kTileBlocks<S>), stream, args);
       else
         status = launch_rows<FakeQuant, S, decltype(t)>(args, stream);

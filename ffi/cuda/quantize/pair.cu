@@ -114,7 +114,7 @@ template <class P, class T>
 __global__ void __launch_bounds__(kThreads, kPairBlocks<P>) quantize_pair_kernel(PairArgs a, Runs runs) {
   auto& shared = shared_memory<PairShared<P, T>>();
   for_each_tile_of(
-      a.row.x, shared.stages, StoredShape(a.row.shape), runs,
+      a.row.x, a.row.kind, shared.stages, StoredShape(a.row.shape), runs,
       [&](int64_t matrix) {
         fill_scales(shared.row_scales, a.row, matrix, 0);
         fill_scales(shared.col_scales, a.col, matrix, kThreads / 2);
@@ -128,7 +128,7 @@ cudaError_t launch_quantize_pair(const PairArgs& args, const KernelSpec& row, co
                                  cudaStream_t stream) {
   cudaError_t status = cudaErrorInvalidValue;
   dispatch(row, col, FusedPairs{}, [&](auto p) {
-    with_float(args.row.kind, [&](auto t) {
+    with_bf16_or_wide(args.row.kind, [&](auto t) {
       using P = decltype(p);
       using T = decltype(t);
       const Runs runs(StoredShape(args.row.shape), kPairBlocks<P>);

@@ -9,12 +9,6 @@
 namespace jnvfp4 {
 
 // ---------------------------------------------------------------- what scales a line
-template <class S, class Args>
-__device__ __forceinline__ float given_amax(const Args& a, int64_t row) {
-  if constexpr (S::spec.amax_scope == AmaxScope::kRow) return a.amax[row];
-  return a.amax[a.shape.amax.rows_per_amax == all_rows(a.shape) ? 0 : quotient(row, a.shape.amax.rows_per_amax)];
-}
-
 // The amax of a window, given or found in `m`, from the index of a block in it.
 __device__ __forceinline__ float window_amax(const QuantizeArgs& a, uint32_t m, int64_t block, bool here, bool writes) {
   const int64_t window = block >> 2;
@@ -31,13 +25,6 @@ __device__ __forceinline__ decltype(auto) scales_of(const QuantizeArgs& a, const
     return (shared);
   else
     return OwnScales<S>(amax, a.e4m3_max);
-}
-
-// What a matrix has one of, by the threads from `first` on. The thread block then synchronises.
-template <class S, class Args>
-__device__ __forceinline__ void fill_scales(SharedScales<S>& shared, const Args& a, int64_t matrix, int first = 0) {
-  if constexpr (kOneAmax<S>) shared.fill(given_amax<S>(a, matrix * a.shape.rows), a.e4m3_max, first);
-  if constexpr (kStochastic<S>) shared.fill_keys(a.stream, matrix, first);
 }
 
 // What the rows of a pair found out about each team's 16x16 tiles, for its columns.
@@ -70,7 +57,7 @@ class RowsPass {
     row_ = first.matrix * a_.shape.rows + first.row + r;
     out_ = row_ * blocks + blocks_of(first.col) + c;
     const int64_t left = blocks - blocks_of(first.col) - c;
-    inside_ = kept(left >= 2 ? blocks % 2 ? 2 : kAligned : left > 0 ? 1 : 0);
+    inside_ = pin_register(left >= 2 ? blocks % 2 ? 2 : kAligned : left > 0 ? 1 : 0);
     rows_left_ = static_cast<int>(a_.shape.rows - first.row - r < INT_MAX ? a_.shape.rows - first.row - r : INT_MAX);
     if constexpr (kStochastic<S>)
       place_ = static_cast<uint64_t>(first.row + r) * a_.stream.row_blocks + blocks_of(first.col) + c;
@@ -152,8 +139,9 @@ class RowsPass {
   int inside_;            // how many of the two blocks there are, or kAligned
   int rows_left_;         // from this one on
   uint64_t place_;        // of the first, for random bits
-  const int at_[2] = {kept(Tile<T>::place_of_block(row_of_thread<kTiles<S>>(), block_of_thread<kTiles<S>>())),
-                      kept(Tile<T>::place_of_block(row_of_thread<kTiles<S>>(), block_of_thread<kTiles<S>>() + 1))};
+  const int at_[2] = {
+      pin_register(Tile<T>::place_of_block(row_of_thread<kTiles<S>>(), block_of_thread<kTiles<S>>())),
+      pin_register(Tile<T>::place_of_block(row_of_thread<kTiles<S>>(), block_of_thread<kTiles<S>>() + 1))};
 };
 
 // ---------------------------------------------------------------- along columns
@@ -434,10 +422,10 @@ class ColumnsPass {
   int lines_;          // in the tile
   int blocks_left_;    // in a line, from the first held on
   int tile_ = 0;       // how many are held
-  const int at_ = kept(Columns<T>::place());
-  const int codes_at_ =
-      kept(2 * pair_of_thread() * static_cast<int>(sizeof(Held::codes[0])) + Held::place(2 * pair_of_thread(), team()));
-  const int scales_at_ = kept(team() * static_cast<int>(sizeof(Held::scales[0])) + 2 * pair_of_thread());
+  const int at_ = pin_register(Columns<T>::place());
+  const int codes_at_ = pin_register(2 * pair_of_thread() * static_cast<int>(sizeof(Held::codes[0])) +
+                                     Held::place(2 * pair_of_thread(), team()));
+  const int scales_at_ = pin_register(team() * static_cast<int>(sizeof(Held::scales[0])) + 2 * pair_of_thread());
   uint64_t place_;  // of the thread's first block, for random bits
 };
 

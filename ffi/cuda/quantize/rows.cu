@@ -18,7 +18,9 @@ struct Quantize {
     const auto* x = static_cast<const typename T::Stored*>(a.x) + at.index() * kBlock;
     encode_block<S>(
         source, source.signs(), m, scales, [&](int i) { return T::load(x[i]); },
-        [&](uint32_t (&bits)[4]) { random_of(scales, a.shape, a.stream, at.index(), bits); })
+        [&](uint32_t (&bits)[4]) {
+          if constexpr (kStochastic<S>) random_of(scales, a.shape, a.stream, at.index(), bits);
+        })
         .store(a.data + at.first * (kBlock / 2), a.scale + at.first, at.i);
   }
 };

@@ -18,25 +18,33 @@ __device__ __forceinline__ void random_of(const SharedScales<S>& scales, const Q
   const int64_t blocks = shape.cols / kBlock, elsewhere = stream.row_blocks - blocks;  // of a row, on other devices
   scales.random(elsewhere ? block + quotient(block, blocks) * elsewhere : block, false, bits);
 }
+
+// The matrices of a launch: one of all blocks, where all have one amax and one key.
+struct Matrices {
+  int64_t count, blocks;
+
+  // `x` thread blocks for each matrix.
+  dim3 grid(unsigned x) const { return dim3(x, static_cast<unsigned>(std::min<int64_t>(count, 65535))); }
+};
 template <class S>
-__device__ __forceinline__ void random_of(const OwnScales<S>&, const QuantShape& shape, const StreamArgs& stream,
-                                          int64_t block, uint32_t (&bits)[4]) {
-  const int64_t blocks = shape.cols / kBlock, line = quotient(block, blocks), col = block - line * blocks;
-  const int64_t matrix = quotient(line, shape.rows), row = line - matrix * shape.rows;
-  const uint4 words = __ldg(reinterpret_cast<const uint4*>(stream.words) + matrix);
-  const uint32_t key[2] = {words.x, words.y};
-  random_bits(key, (words.z | uint64_t{words.w} << 32) + row * stream.row_blocks + col, false, bits);
+Matrices matrices_of(const QuantShape& shape) {
+  const int64_t blocks = shape.rows * (shape.cols / kBlock);
+  const bool one = shape.amax.rows_per_amax == all_rows(shape) && !(kStochastic<S> && shape.batch > 1);
+  return one || !kOneAmax<S> ? Matrices{1, shape.batch * blocks} : Matrices{shape.batch, blocks};
 }
 
-// One amax for all blocks, and one key. The thread block then synchronises.
-template <class S, class Args>
-__device__ __forceinline__ void fill_scales_of_all(SharedScales<S>& scales, const Args& a) {
-  scales.fill(a.amax[0], a.e4m3_max);
-  if constexpr (kStochastic<S>) scales.fill_keys(a.stream, 0);
-}
-template <class S>
-bool one_for_all(const QuantShape& shape) {
-  return kOneAmax<S> && shape.amax.rows_per_amax == all_rows(shape) && !(kStochastic<S> && shape.batch > 1);
+// Calls f(first) for each matrix of this thread block, with its first block, when `scales` has its scales and keys.
+template <class S, class Args, class F>
+__device__ __forceinline__ void for_each_matrix(SharedScales<S>& scales, const Args& a, const Matrices& matrices,
+                                                const F& f) {
+  for (int64_t matrix = blockIdx.y; matrix < matrices.count; matrix += gridDim.y) {
+    if (matrix != blockIdx.y) __syncthreads();  // nobody uses what the last matrix needed
+    fill_scales(scales, a, matrix);
+    if constexpr (kStochastic<S>)  // random_of counts the blocks of all matrices
+      if (threadIdx.x == 0) scales.first_block -= matrix * a.shape.rows * a.stream.row_blocks;
+    __syncthreads();
+    f(matrix * matrices.blocks);
+  }
 }
 
 // A block: the `i`-th from `first`, which a thread block has in common, so that addresses are 32-bit numbers on top.
@@ -47,22 +55,23 @@ struct At {
   __device__ __forceinline__ int64_t index() const { return first + i; }
 };
 
-// Calls f(at, elements, all, here) for the blocks of this thread, the next one's elements on their way. Every lane
-// calls it, for the exchanges within f, and those past the end with here = false; `all` if the warp has none.
+// Calls f(at, elements, all, here) for those of the blocks from `first` to before `end` that this thread has, the next
+// one's elements on their way. Every lane calls it, for the exchanges within f, and those past the end with
+// here = false; `all` if the warp has none.
 template <class T, class F>
-__device__ __forceinline__ void for_each_block(const void* x, int64_t blocks, const F& f) {
+__device__ __forceinline__ void for_each_block(const void* x, int64_t first, int64_t end, const F& f) {
   const auto load = [&](Block<T>& b, int64_t first) {
     const auto* p = static_cast<const typename T::Stored*>(x) + first * kBlock;
-    if (static_cast<int>(threadIdx.x) < blocks - first) b.load(p + static_cast<int>(threadIdx.x) * kBlock);
+    if (static_cast<int>(threadIdx.x) < end - first) b.load(p + static_cast<int>(threadIdx.x) * kBlock);
   };
   const int lane = threadIdx.x % 32, warp = threadIdx.x - lane;
-  int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads;
+  first += static_cast<int64_t>(blockIdx.x) * kThreads;
   Block<T> next{};
   load(next, first);
-  while (first + warp < blocks) {
+  while (first + warp < end) {
     const Block<T> own = next;
     const At at{first, static_cast<int>(threadIdx.x)};
-    const int64_t left = blocks - first;
+    const int64_t left = end - first;
     first += thread_count();
     load(next, first);
     f(at, own, left >= warp + 32, left > at.i);
@@ -73,8 +82,9 @@ constexpr int kHeld = 2;  // blocks that a thread keeps in registers
 
 // The same for kHeld blocks of each thread, all on their way at once.
 template <class T, class F>
-__device__ __forceinline__ void for_held_blocks(const void* x, int64_t blocks, const F& f) {
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kHeld * kThreads), left = blocks - first;
+__device__ __forceinline__ void for_held_blocks(const void* x, int64_t first, int64_t end, const F& f) {
+  first += static_cast<int64_t>(blockIdx.x) * (kHeld * kThreads);
+  const int64_t left = end - first;
   const auto* p = static_cast<const typename T::Stored*>(x) + first * kBlock;
   Block<T> held[kHeld];
 #pragma unroll
@@ -89,40 +99,37 @@ __device__ __forceinline__ void for_held_blocks(const void* x, int64_t blocks, c
   }
 }
 
+// One amax for a matrix.
 template <class Op, class S, class T>
-__global__ void __launch_bounds__(kThreads, kRowBlocks<Op, S>) rows_kernel(typename Op::Args a, int64_t blocks) {
+__global__ void __launch_bounds__(kThreads, kRowBlocks<Op, S>)
+    quantize_with_shared_scales_kernel(typename Op::Args a, Matrices matrices) {
   __shared__ SharedScales<S> scales;
   const auto each = [&](At at, const Block<T>& x, bool all, bool here) {
     if (here) Op::template run<S>(a, scales, x, at, all);
   };
-  fill_scales_of_all(scales, a);
-  __syncthreads();
-  if constexpr (Op::template kResident<S>)
-    for_each_block<T>(a.x, blocks, each);
-  else
-    for_held_blocks<T>(a.x, blocks, each);
+  for_each_matrix(scales, a, matrices, [&](int64_t first) {
+    if constexpr (Op::template kResident<S>)
+      for_each_block<T>(a.x, first, first + matrices.blocks, each);
+    else
+      for_held_blocks<T>(a.x, first, first + matrices.blocks, each);
+  });
 }
 
-// With factors of its own a block needs more registers.
-template <class Op, class S>
-inline constexpr int kGroupBlocks = kChooses<S>      ? 2
-                                    : kStochastic<S> ? 4
-                                                     : kRowBlocks<Op, S>;
-
-// One amax for `blocks_per_amax` blocks.
+// One amax for each row, given. With factors of its own a block needs more registers.
 template <class Op, class S, class T>
-__global__ void __launch_bounds__(kThreads, kGroupBlocks<Op, S>)
-    groups_kernel(typename Op::Args a, int64_t blocks, int64_t blocks_per_amax) {
-  for_each_block<T>(a.x, blocks, [&](At at, const Block<T>& x, bool all, bool here) {
-    if (here)
-      Op::template run<S>(a, OwnScales<S>(a.amax[quotient(at.index(), blocks_per_amax)], a.e4m3_max), x, at, all);
+__global__ void __launch_bounds__(kThreads, kChooses<S> ? 2 : kRowBlocks<Op, S>)
+    quantize_with_row_amax_kernel(typename Op::Args a, int64_t blocks) {
+  const int64_t row_blocks = a.shape.cols / kBlock;
+  for_each_block<T>(a.x, 0, blocks, [&](At at, const Block<T>& x, bool all, bool here) {
+    if (here) Op::template run<S>(a, OwnScales<S>(a.amax[quotient(at.index(), row_blocks)], a.e4m3_max), x, at, all);
   });
 }
 
 // One amax for each window, given or found. Blocks are a multiple of 4: all four lanes of a window are here, or none.
 template <class Op, class S, class T>
-__global__ void __launch_bounds__(kThreads, kRowBlocks<Op, S>) windows_kernel(typename Op::Args a, int64_t blocks) {
-  for_each_block<T>(a.x, blocks, [&](At at, const Block<T>& x, bool all, bool here) {
+__global__ void __launch_bounds__(kThreads, kRowBlocks<Op, S>)
+    quantize_with_window_amax_kernel(typename Op::Args a, int64_t blocks) {
+  for_each_block<T>(a.x, 0, blocks, [&](At at, const Block<T>& x, bool all, bool here) {
     const int64_t window = at.index() >> 2;
     const uint32_t m = a.amax ? 0 : window_max(x.amax());
     if (!here) return;
@@ -154,7 +161,7 @@ inline constexpr int kRowThreads = kChooses<S> ? 512 : 1024;  // of a row, at mo
 
 // One thread block per row: its amax, then its blocks. What registers cannot hold is read again, from cache.
 template <class Op, class S, class T>
-__global__ void __launch_bounds__(kRowThreads<S>) find_amax_kernel(typename Op::Args a) {
+__global__ void __launch_bounds__(kRowThreads<S>) find_amax_and_quantize_kernel(typename Op::Args a) {
   const auto* x = static_cast<const typename T::Stored*>(a.x);
   const int blocks = static_cast<int>(a.shape.cols / kBlock), threads = blockDim.x;
   for (int64_t row = blockIdx.x; row < all_rows(a.shape); row += gridDim.x) {
@@ -193,25 +200,22 @@ __global__ void __launch_bounds__(kRowThreads<S>) find_amax_kernel(typename Op::
 template <class Op, class S, class T>
 cudaError_t launch_rows(const typename Op::Args& a, cudaStream_t stream) {
   const int64_t row_blocks = a.shape.cols / kBlock, rows = all_rows(a.shape), blocks = rows * row_blocks;
-  const unsigned grid = resident_grid(blocks, kThreads, kRowBlocks<Op, S>);
-  if constexpr (kWindows<S>) {
-    windows_kernel<Op, S, T><<<grid, kThreads, 0, stream>>>(a, blocks);
+  if constexpr (kOneAmax<S>) {
+    const Matrices matrices = matrices_of<S>(a.shape);
+    const auto once = static_cast<unsigned>((matrices.blocks + kHeld * kThreads - 1) / (kHeld * kThreads));
+    const unsigned resident = resident_grid(matrices.blocks, kThreads, kRowBlocks<Op, S>);
+    quantize_with_shared_scales_kernel<Op, S, T>
+        <<<matrices.grid(Op::template kResident<S> ? resident : once), kThreads, 0, stream>>>(a, matrices);
+  } else if constexpr (kWindows<S>) {
+    const unsigned grid = resident_grid(blocks, kThreads, kRowBlocks<Op, S>);
+    quantize_with_window_amax_kernel<Op, S, T><<<grid, kThreads, 0, stream>>>(a, blocks);
+  } else if (a.amax) {
+    const unsigned grid = resident_grid(blocks, kThreads, kChooses<S> ? 2 : kRowBlocks<Op, S>);
+    quantize_with_row_amax_kernel<Op, S, T><<<grid, kThreads, 0, stream>>>(a, blocks);
   } else {
-    if constexpr (kOneAmax<S>) {
-      if (one_for_all<S>(a.shape)) {
-        const auto once = static_cast<unsigned>((blocks + kHeld * kThreads - 1) / (kHeld * kThreads));
-        rows_kernel<Op, S, T><<<Op::template kResident<S> ? grid : once, kThreads, 0, stream>>>(a, blocks);
-        return cudaGetLastError();
-      }
-    } else if (!a.amax) {
-      const int64_t threads =
-          std::clamp<int64_t>((row_blocks + 32 * kHeld - 1) / (32 * kHeld) * 32, 32, kRowThreads<S>);
-      find_amax_kernel<Op, S, T>
-          <<<static_cast<unsigned>(std::min<int64_t>(rows, 1 << 20)), static_cast<unsigned>(threads), 0, stream>>>(a);
-      return cudaGetLastError();
-    }
-    const unsigned groups = resident_grid(blocks, kThreads, kGroupBlocks<Op, S>);
-    groups_kernel<Op, S, T><<<groups, kThreads, 0, stream>>>(a, blocks, a.shape.amax.blocks_per_amax(row_blocks));
+    const int64_t threads = std::clamp<int64_t>((row_blocks + 32 * kHeld - 1) / (32 * kHeld) * 32, 32, kRowThreads<S>);
+    const auto grid = static_cast<unsigned>(std::min<int64_t>(rows, 1 << 20));
+    find_amax_and_quantize_kernel<Op, S, T><<<grid, static_cast<unsigned>(threads), 0, stream>>>(a);
   }
   return cudaGetLastError();
 }

@@ -31,7 +31,7 @@ inline constexpr int kTileBlocks = kChooses<S> || kStochastic<S> ? 2
 __device__ __forceinline__ int64_t blocks_of(int64_t x) { return x >> 4; }
 
 // A value that stays in its register: the compiler would compute it again in every tile.
-__device__ __forceinline__ int kept(int v) {
+__device__ __forceinline__ int pin_register(int v) {
   asm volatile("" : "+r"(v));
   return v;
 }
@@ -136,7 +136,8 @@ struct OwnWords {
   __device__ __forceinline__ static int place() { return Tile<T>::place(row(), team_thread() % kVectors * 16); }
 };
 
-// Copies a team's rows of one tile after the other of a run, down the rows, without registers in between.
+// Copies a team's rows of one tile after the other of a run, down the rows, without registers in between; of float16 in
+// a tile of float32 through registers.
 template <class T>
 class Loader {
   using Stored = typename T::Stored;
@@ -144,49 +145,81 @@ class Loader {
   static constexpr int kVector = Own::kVector, kRowsAtOnce = Own::kRowsAtOnce;
 
  public:
-  __device__ __forceinline__ Loader(const void* x, const StoredShape& source, const TilePlace& first)
-      : next_(static_cast<const Stored*>(x) + (first.matrix * source.rows + first.row + Own::row()) * source.cols +
-              first.col + Own::col()),
+  __device__ __forceinline__ Loader(const void* x, Float kind, const StoredShape& source, const TilePlace& first)
+      : widens_(std::is_same_v<T, F32> && kind == Float::kF16),
         cols_(source.cols),
         rows_left_(source.rows - first.row < INT_MAX ? static_cast<int>(source.rows - first.row) : INT_MAX),
         cols_left_(static_cast<int>(source.cols - first.col < kTileCols ? source.cols - first.col : kTileCols)),
-        aligned_(source.cols * sizeof(Stored) % 16 == 0),
-        whole_(aligned_ && cols_left_ == kTileCols) {}
+        aligned_(source.cols * size() % 16 == 0),
+        whole_(aligned_ && cols_left_ == kTileCols) {
+    const int64_t at = (first.matrix * source.rows + first.row + Own::row()) * source.cols + first.col + Own::col();
+    next_ = static_cast<const char*>(x) + at * size();
+  }
 
   // What is outside the matrix stays as it is in the tile.
   __device__ __forceinline__ void load(Tile<T>& tile) {
     char* to = tile.bytes + to_;
-    const Stored* from = next_;
-    if (whole_ && rows_left_ >= kTileRows) {
+    const char* from = next_;
+    if (widens_) {
+      if constexpr (std::is_same_v<T, F32>) widen(to, from, cols_, rows_left_, cols_left_, aligned_);
+    } else if (whole_ && rows_left_ >= kTileRows) {
 #pragma unroll
-      for (int i = 0; i < kBlock; i += kRowsAtOnce, from += kRowsAtOnce * cols_)
+      for (int i = 0; i < kBlock; i += kRowsAtOnce, from += kRowsAtOnce * cols_ * sizeof(Stored))
         copy_vector(to + i * Tile<T>::kRowBytes, from);
     } else {
       load_part(to, from, cols_, rows_left_, cols_left_, aligned_);
     }
-    next_ += kTileRows * cols_;
+    next_ += kTileRows * cols_ * size();
     rows_left_ -= kTileRows;
   }
   // What a thread does with its own words once they are there.
   __device__ __forceinline__ void arrived(Tile<T>&) const {}
 
  private:
-  __device__ __noinline__ static void load_part(char* to, const Stored* from, int64_t cols, int rows_left,
-                                                int cols_left, bool aligned) {
+  __device__ __forceinline__ int size() const { return widens_ ? 2 : sizeof(Stored); }  // of an element of x
+
+  __device__ __noinline__ static void load_part(char* to, const char* from, int64_t cols, int rows_left, int cols_left,
+                                                bool aligned) {
 #pragma unroll 1
-    for (int i = 0; i < kBlock; i += kRowsAtOnce, from += kRowsAtOnce * cols, to += kRowsAtOnce * Tile<T>::kRowBytes) {
+    for (int i = 0; i < kBlock; i += kRowsAtOnce, to += kRowsAtOnce * Tile<T>::kRowBytes) {
+      const auto* x = reinterpret_cast<const Stored*>(from) + i * cols;
       if (Own::row() + i >= rows_left || Own::col() >= cols_left) continue;
       if (aligned)
-        copy_vector(to, from);
+        copy_vector(to, x);
       else
 #pragma unroll 1
-        for (int e = 0; e < kVector && Own::col() + e < cols_left; ++e) reinterpret_cast<Stored*>(to)[e] = from[e];
+        for (int e = 0; e < kVector && Own::col() + e < cols_left; ++e) reinterpret_cast<Stored*>(to)[e] = x[e];
     }
   }
 
-  const Stored* next_;
+  __device__ __noinline__ static void widen(char* to, const char* from, int64_t cols, int rows_left, int cols_left,
+                                            bool aligned) {
+    const int here = cols_left - Own::col();
+    const auto* x = reinterpret_cast<const uint16_t*>(from);
+    uint2 word[kBlock / kRowsAtOnce];  // of all rows at once on their way
+#pragma unroll
+    for (int i = 0; i < kBlock / kRowsAtOnce; ++i, x += kRowsAtOnce * cols) {
+      word[i] = make_uint2(0, 0);
+      if (Own::row() + i * kRowsAtOnce >= rows_left || here <= 0) continue;
+      if (aligned) {
+        word[i] = __ldg(reinterpret_cast<const uint2*>(x));
+      } else {
+        word[i].x = x[0] | (here > 1 ? x[1] : 0u) << 16;
+        word[i].y = (here > 2 ? x[2] : 0u) | (here > 3 ? x[3] : 0u) << 16;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBlock / kRowsAtOnce; ++i) {
+      const uint2 w = word[i];
+      *reinterpret_cast<float4*>(to + i * kRowsAtOnce * Tile<T>::kRowBytes) =
+          make_float4(low_half<F16>(w.x), high_half<F16>(w.x), low_half<F16>(w.y), high_half<F16>(w.y));
+    }
+  }
+
+  const char* next_;
+  bool widens_;
   int64_t cols_;
-  int to_ = kept(Own::place());
+  int to_ = pin_register(Own::place());
   int rows_left_, cols_left_;
   bool aligned_, whole_;
 };
@@ -234,10 +267,11 @@ __device__ __forceinline__ void for_each_tile(Stages<T>& stages, const StoredSha
 
 // The same for the tiles of x.
 template <class T, class Prepare, class Begin>
-__device__ __forceinline__ void for_each_tile_of(const void* x, Stages<T>& stages, const StoredShape& source,
-                                                 const Runs& runs, const Prepare& prepare, const Begin& begin) {
+__device__ __forceinline__ void for_each_tile_of(const void* x, Float kind, Stages<T>& stages,
+                                                 const StoredShape& source, const Runs& runs, const Prepare& prepare,
+                                                 const Begin& begin) {
   for_each_tile(
-      stages, source, runs, [&](const TilePlace& first) { return Loader<T>(x, source, first); }, prepare, begin);
+      stages, source, runs, [&](const TilePlace& first) { return Loader<T>(x, kind, source, first); }, prepare, begin);
 }
 
 // ---------------------------------------------------------------- launch

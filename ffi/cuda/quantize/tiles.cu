@@ -15,18 +15,20 @@ struct ColumnsMemory : RowsMemory<S, T> {
 };
 
 template <class S, class T>
-__global__ void __launch_bounds__(kThreads, kTileBlocks<S>) quantize_rows_kernel(QuantizeArgs a, Runs runs) {
+__global__ void __launch_bounds__(kThreads, kTileBlocks<S>) quantize_tile_rows_kernel(QuantizeArgs a, Runs runs) {
   auto& shared = shared_memory<RowsMemory<S, T>>();
   for_each_tile_of(
-      a.x, shared.stages, StoredShape(a.shape), runs, [&](int64_t matrix) { fill_scales(shared.scales, a, matrix); },
+      a.x, a.kind, shared.stages, StoredShape(a.shape), runs,
+      [&](int64_t matrix) { fill_scales(shared.scales, a, matrix); },
       [&](const TilePlace& first) { return RowsPass<S, T>(a, shared.scales, first); });
 }
 
 template <class S, class T>
-__global__ void __launch_bounds__(kThreads, kTileBlocks<S>) quantize_columns_kernel(QuantizeArgs a, Runs runs) {
+__global__ void __launch_bounds__(kThreads, kTileBlocks<S>) quantize_tile_columns_kernel(QuantizeArgs a, Runs runs) {
   auto& shared = shared_memory<ColumnsMemory<S, T>>();
   for_each_tile_of(
-      a.x, shared.stages, StoredShape(a.shape), runs, [&](int64_t matrix) { fill_scales(shared.scales, a, matrix); },
+      a.x, a.kind, shared.stages, StoredShape(a.shape), runs,
+      [&](int64_t matrix) { fill_scales(shared.scales, a, matrix); },
       [&](const TilePlace& first) { return ColumnsPass<S, T>(a, shared.scales, shared.columns, first); });
 }
 
@@ -66,7 +68,7 @@ class AmaxColumns {
 template <class T>
 __global__ void __launch_bounds__(kThreads) amax_columns_kernel(QuantizeArgs a, Runs runs) {
   for_each_tile_of(
-      a.x, shared_memory<Stages<T>>(), StoredShape(a.shape), runs, [](int64_t) {},
+      a.x, a.kind, shared_memory<Stages<T>>(), StoredShape(a.shape), runs, [](int64_t) {},
       [&](const TilePlace& first) { return AmaxColumns<T>(a, first); });
 }
 
@@ -82,9 +84,9 @@ cudaError_t launch(QuantizeArgs a, cudaStream_t stream) {
       a.amax = a.found;
     }
   if constexpr (kTransposed)
-    return launch_tiles<ColumnsMemory<S, T>>(quantize_columns_kernel<S, T>, runs, stream, a);
+    return launch_tiles<ColumnsMemory<S, T>>(quantize_tile_columns_kernel<S, T>, runs, stream, a);
   else
-    return launch_tiles<RowsMemory<S, T>>(quantize_rows_kernel<S, T>, runs, stream, a);
+    return launch_tiles<RowsMemory<S, T>>(quantize_tile_rows_kernel<S, T>, runs, stream, a);
 }
 
 }  // namespace
@@ -93,7 +95,7 @@ cudaError_t launch_quantize_tiles(const QuantizeArgs& args, const KernelSpec& sp
   cudaError_t status = cudaErrorInvalidValue;
   dispatch(spec, SupportedSpecs{}, [&](auto s) {
     using S = decltype(s);
-    with_float(args.kind, [&](auto t) {
+    with_bf16_or_wide(args.kind, [&](auto t) {
       if (args.shape.transposed)
         status = launch<S, decltype(t), true>(args, stream);
       else if constexpr (S::spec.block_rows == kBlock)
