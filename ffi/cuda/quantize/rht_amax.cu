@@ -47,7 +47,7 @@ template <class T, bool kTransposed>
 __global__ void __launch_bounds__(kThreads, 3) rht_amax_kernel(RhtAmaxArgs a, Runs runs) {
   const StoredShape x(a.shape);
   for_each_tile_of(
-      a.x, shared_memory<Stages<T>>(), x, runs, [](int64_t) {},
+      a.x, a.kind, shared_memory<Stages<T>>(), x, runs, [](int64_t) {},
       [&](const TilePlace& first) {
         const int64_t group = quotient(first.matrix * a.shape.rows, a.shape.amax.rows_per_amax);
         return AmaxPass<T, kTransposed>(a.amax + group, x, first);
@@ -62,7 +62,7 @@ cudaError_t launch_rht_amax(const RhtAmaxArgs& a, cudaStream_t stream) {
   if (cleared != cudaSuccess) return cleared;
   const Runs runs(StoredShape(s), 3);
   cudaError_t status = cudaSuccess;
-  with_float(a.kind, [&](auto t) {
+  with_bf16_or_wide(a.kind, [&](auto t) {
     using T = decltype(t);
     status =
         launch_tiles<Stages<T>>(s.transposed ? rht_amax_kernel<T, true> : rht_amax_kernel<T, false>, runs, stream, a);
