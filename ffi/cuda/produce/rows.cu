@@ -62,20 +62,28 @@ __device__ __forceinline__ Block<Bf16> gate_block(const ProducerOperands& s, int
   return y;
 }
 
+// Thread blocks a multiprocessor holds, which bounds registers.
+template <class S, class T>
+inline constexpr int kGateBlocks = kChooses<S>                ? (std::is_same_v<T, Bf16> ? 4 : 3)
+                                   : !std::is_same_v<T, Bf16> ? 4
+                                   : kStochastic<S>           ? 5
+                                                              : 6;
+
 // The scales and keys of a matrix in shared memory, or those of each block.
 template <class S, class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, (kGateBlocks<S, T>))
     gate_kernel(ProducerOperands s, QuantizeArgs a, Values16 out, Matrices matrices) {
   if constexpr (kQuantizes<S> && kOneAmax<S>) {
     __shared__ SharedScales<S> scales;
-    for_each_matrix(scales, a, matrices, [&](int64_t first) {
-      for (int64_t b = thread_index(); b < matrices.blocks; b += thread_count()) {
-        const Block<Bf16> y = gate_block<T>(s, first + b);
-        out.store(y, first + b);
-        encode<S>(y, scales, a, first + b,
-                  [&](uint32_t (&bits)[4]) { random_of(scales, a.shape, a.stream, first + b, bits); });
-      }
-    });
+    const int64_t matrix = matrices.own(), first = matrix * matrices.blocks;
+    if (matrix >= matrices.count) return;
+    fill_scales_of_matrix(scales, a, matrix);
+    __syncthreads();
+    for (int64_t b = first + thread_index(); b < first + matrices.blocks; b += thread_count()) {
+      const Block<Bf16> y = gate_block<T>(s, b);
+      out.store(y, b);
+      encode<S>(y, scales, a, b, [&](uint32_t (&bits)[4]) { random_of(scales, a.shape, a.stream, b, bits); });
+    }
   } else {
     for (int64_t b = thread_index(); b < matrices.blocks; b += thread_count()) {
       const Block<Bf16> y = gate_block<T>(s, b);
@@ -136,19 +144,17 @@ __device__ __forceinline__ float block_wide_sum(float sum) {
 // that follow do not change a sum of squares.
 template <class F>
 __device__ __forceinline__ float row_sum(int64_t blocks, const F& squares) {
-  const auto four = [&](int start, int stride) {
-    const float t0 = squares(start), t1 = squares(start + stride);
-    const float t2 = squares(start + 2 * stride), t3 = squares(start + 3 * stride);
-    return add_rn(add_rn(t0, t2), add_rn(t1, t3));
-  };
-  // Fours in the order in which halves meet, that of reversed bits; two sums of equal size are added at once.
-  int fours = 1, bits = 0;
-  while (int64_t{4} * fours * blockDim.x < blocks) fours *= 2, ++bits;
-  float waiting[24], sum = 0.0f;
+  if (blocks <= 4 * blockDim.x) {
+    const float t0 = squares(0), t1 = squares(1), t2 = squares(2), t3 = squares(3);
+    return block_wide_sum(add_rn(add_rn(t0, t2), add_rn(t1, t3)));
+  }
+  // Blocks in the order in which halves meet, that of reversed bits; two sums of equal size are added at once.
+  int bits = 3;
+  while (int64_t{blockDim.x} << bits < blocks) ++bits;
+  float waiting[27], sum = 0.0f;
 #pragma unroll 1
-  for (int i = 0; i < fours; ++i) {
-    sum = four(bits ? static_cast<int>(__brev(i) >> (32 - bits)) : 0, fours);
-    if (fours == 1) break;  // most rows: nothing waits
+  for (unsigned i = 0; i < 1u << bits; ++i) {
+    sum = squares(static_cast<int>(__brev(i) >> (32 - bits)));
     int level = 0;
     for (; i >> level & 1; ++level) sum = add_rn(waiting[level], sum);
     waiting[level] = sum;
@@ -313,8 +319,8 @@ template <class S, class T>
 cudaError_t launch_gate(const ProducerOperands& s, const QuantizeArgs& a, uint16_t* values, cudaStream_t stream) {
   Matrices matrices{1, s.batch * s.rows * (s.cols / kBlock)};
   if constexpr (kQuantizes<S>) {
-    if (S::spec.amax_scope == AmaxScope::kRow && !a.amax)
-      return launch_rows<S, Producer::kSiluMul, T>(s, a, values, nullptr, stream);
+    if constexpr (S::spec.amax_scope == AmaxScope::kRow)
+      if (!a.amax) return launch_rows<S, Producer::kSiluMul, T>(s, a, values, nullptr, stream);
     matrices = matrices_of<S>(a.shape);
   }
   const dim3 grid = matrices.grid(grid_for(matrices.blocks, kThreads));

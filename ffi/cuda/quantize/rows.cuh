@@ -19,12 +19,17 @@ __device__ __forceinline__ void random_of(const SharedScales<S>& scales, const Q
   scales.random(elsewhere ? block + quotient(block, blocks) * elsewhere : block, false, bits);
 }
 
-// The matrices of a launch: one of all blocks, where all have one amax and one key.
+// The matrices of a launch, in rows of the grid: one of all blocks, where all have one amax and one key.
 struct Matrices {
   int64_t count, blocks;
 
   // `x` thread blocks for each matrix.
-  dim3 grid(unsigned x) const { return dim3(x, static_cast<unsigned>(std::min<int64_t>(count, 65535))); }
+  dim3 grid(unsigned x) const {
+    constexpr int64_t kMost = 65535;  // of grid dimensions y and z
+    return dim3(x, static_cast<unsigned>(std::min(count, kMost)), static_cast<unsigned>((count + kMost - 1) / kMost));
+  }
+  // That of this thread block, or none.
+  __device__ __forceinline__ int64_t own() const { return blockIdx.y + static_cast<int64_t>(blockIdx.z) * gridDim.y; }
 };
 template <class S>
 Matrices matrices_of(const QuantShape& shape) {
@@ -33,18 +38,12 @@ Matrices matrices_of(const QuantShape& shape) {
   return one || !kOneAmax<S> ? Matrices{1, shape.batch * blocks} : Matrices{shape.batch, blocks};
 }
 
-// Calls f(first) for each matrix of this thread block, with its first block, when `scales` has its scales and keys.
-template <class S, class Args, class F>
-__device__ __forceinline__ void for_each_matrix(SharedScales<S>& scales, const Args& a, const Matrices& matrices,
-                                                const F& f) {
-  for (int64_t matrix = blockIdx.y; matrix < matrices.count; matrix += gridDim.y) {
-    if (matrix != blockIdx.y) __syncthreads();  // nobody uses what the last matrix needed
-    fill_scales(scales, a, matrix);
-    if constexpr (kStochastic<S>)  // random_of counts the blocks of all matrices
-      if (threadIdx.x == 0) scales.first_block -= matrix * a.shape.rows * a.stream.row_blocks;
-    __syncthreads();
-    f(matrix * matrices.blocks);
-  }
+// The scales and keys of a matrix. The thread block then synchronises.
+template <class S, class Args>
+__device__ __forceinline__ void fill_scales_of_matrix(SharedScales<S>& scales, const Args& a, int64_t matrix) {
+  fill_scales(scales, a, matrix);
+  if constexpr (kStochastic<S>)  // random_of counts the blocks of all matrices
+    if (threadIdx.x == 0) scales.first_block -= matrix * a.shape.rows * a.stream.row_blocks;
 }
 
 // A block: the `i`-th from `first`, which a thread block has in common, so that addresses are 32-bit numbers on top.
@@ -107,12 +106,14 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks<Op, S>)
   const auto each = [&](At at, const Block<T>& x, bool all, bool here) {
     if (here) Op::template run<S>(a, scales, x, at, all);
   };
-  for_each_matrix(scales, a, matrices, [&](int64_t first) {
-    if constexpr (Op::template kResident<S>)
-      for_each_block<T>(a.x, first, first + matrices.blocks, each);
-    else
-      for_held_blocks<T>(a.x, first, first + matrices.blocks, each);
-  });
+  const int64_t matrix = matrices.own(), first = matrix * matrices.blocks;
+  if (matrix >= matrices.count) return;
+  fill_scales_of_matrix(scales, a, matrix);
+  __syncthreads();
+  if constexpr (Op::template kResident<S>)
+    for_each_block<T>(a.x, first, first + matrices.blocks, each);
+  else
+    for_held_blocks<T>(a.x, first, first + matrices.blocks, each);
 }
 
 // One amax for each row, given. With factors of its own a block needs more registers.
