@@ -28,8 +28,11 @@ struct Matrices {
     constexpr int64_t kMost = 65535;  // of grid dimensions y and z
     return dim3(x, static_cast<unsigned>(std::min(count, kMost)), static_cast<unsigned>((count + kMost - 1) / kMost));
   }
-  // That of this thread block, or none.
-  __device__ __forceinline__ int64_t own() const { return blockIdx.y + static_cast<int64_t>(blockIdx.z) * gridDim.y; }
+  // That of this thread block; not below `count`: none. Small launches feel each instruction here: one matrix needs
+  // few.
+  __device__ __forceinline__ int64_t own() const {
+    return count == 1 ? 0 : blockIdx.y + static_cast<int64_t>(blockIdx.z) * gridDim.y;
+  }
 };
 template <class S>
 Matrices matrices_of(const QuantShape& shape) {
@@ -41,9 +44,14 @@ Matrices matrices_of(const QuantShape& shape) {
 // The scales and keys of a matrix. The thread block then synchronises.
 template <class S, class Args>
 __device__ __forceinline__ void fill_scales_of_matrix(SharedScales<S>& scales, const Args& a, int64_t matrix) {
-  fill_scales(scales, a, matrix);
-  if constexpr (kStochastic<S>)  // random_of counts the blocks of all matrices
-    if (threadIdx.x == 0) scales.first_block -= matrix * a.shape.rows * a.stream.row_blocks;
+  if (matrix == 0) {
+    scales.fill(a.amax[0], a.e4m3_max);
+    if constexpr (kStochastic<S>) scales.fill_keys(a.stream, 0);
+  } else {
+    fill_scales(scales, a, matrix);
+    if constexpr (kStochastic<S>)  // random_of counts the blocks of all matrices
+      if (threadIdx.x == 0) scales.first_block -= matrix * a.shape.rows * a.stream.row_blocks;
+  }
 }
 
 // A block: the `i`-th from `first`, which a thread block has in common, so that addresses are 32-bit numbers on top.
