@@ -103,7 +103,7 @@ class NVFP4Tensor:
         except IndexError:
             raise IndexError(
                 f"NVFP4Tensor: an index must be one of the leading axes {lead} of shape {self.shape}, got {entries!r}; "
-                "rows and K cannot be indexed, since values there share scales: jnvfp4.dequantize(t) can"
+                "to index rows or columns, decode the tensor first, by jnvfp4.dequantize"
             ) from None
 
     def __iter__(self) -> "Iterator[NVFP4Tensor]":

@@ -531,7 +531,7 @@ LINEAR = {
         partial(linear, recipe=NVFP4),
         [a(8, 32), a(16, 32)],
         TypeError,
-        r"linear: recipe must be a Recipe, got QuantSpec",
+        "linear: recipe must be a Recipe, got NVFP4",
     ),
     "key": (
         partial(linear, recipe=SR_RECIPE),
