@@ -15,7 +15,6 @@ from jax.tree_util import GetAttrKey, register_pytree_with_keys
 from .spec import Format
 
 PARTS = ("data", "scale", "amax")
-_ALL = slice(None)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -85,11 +84,8 @@ class NVFP4Tensor:
         """
         entries = index if isinstance(index, tuple) else (index,)
         self._check_index(entries)
-        amax = self.amax
-        if amax.ndim:  # one number for all matrices is that of any of them
-            amax = amax[(*entries, ..., *(_ALL,) * _ROW_AXES[self.format.amax_scope])]
-        matrices = (*entries, ..., _ALL, _ALL)
-        return replace(self, data=self.data[matrices], scale=self.scale[matrices], amax=amax)
+        parts = (part[(*entries, ...)] if part.ndim else part for part in _parts(self))
+        return _unflatten(self.format, parts)
 
     def _check_index(self, entries: tuple) -> None:
         lead = self.shape[:-2]
@@ -172,10 +168,6 @@ class NVFP4Tensor:
     def __jax_array__(self) -> NoReturn:
         """Refuses the conversion to a JAX array."""
         self._no_array()
-
-
-# Axes of an amax that are none of the leading ones, by scope.
-_ROW_AXES = {"tensor": 0, "row": 1, "window64": 2}
 
 
 def _ways(mesh: Mesh | AbstractMesh, entry: Any) -> int:
