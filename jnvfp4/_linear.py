@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _native
@@ -439,8 +440,17 @@ def _high_precision(a: jax.Array, b: jax.Array, axes: tuple[int, int], dtype: An
         (((axes[0],), (axes[1],)), ((), ())),
         precision=lax.Precision.HIGHEST,  # float32 operands stay float32, never TF32
         preferred_element_type=jnp.float32,
+        out_sharding=_sharding_of_sum(a, b, axes),
     )
     return product.astype(dtype)
+
+
+def _sharding_of_sum(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> NamedSharding | None:
+    """Returns the sharding of a product that contracts over an axis of an Explicit mesh, where JAX asks for it."""
+    of_a, of_b = (axes_of_dims(jax.typeof(operand)) for operand in (a, b))
+    if of_a[axes[0]] is None and of_b[axes[1]] is None:
+        return None
+    return NamedSharding(jax.typeof(a).sharding.mesh, PartitionSpec(of_a[1 - axes[0]], of_b[1 - axes[1]]))
 
 
 _linear2d.defvjp(_forward, _backward)

@@ -296,9 +296,10 @@ def test_remat_copies_no_weight():
         ("auto", P("x", None), P("y", None)),
         ("auto", P(None, "y"), P(None, "y")),
         ("explicit", P("x", None), P(None, None)),
+        ("explicit", P("x", None), P("y", None)),
         ("explicit", P(None, "y"), P(None, "y")),
     ],
-    ids=["tokens", "tokens_and_n", "k", "explicit_tokens", "explicit_k"],
+    ids=["tokens", "tokens_and_n", "k", "explicit_tokens", "explicit_tokens_and_n", "explicit_k"],
 )
 def test_sharded(devices, kind, of_x, of_w):
     mesh = make_mesh(devices, kind=kind)
