@@ -1,4 +1,4 @@
-"""Differentiable products of unquantized arrays: ``linear`` and ``dot_general``."""
+"""Differentiable products of arrays with weights: ``linear`` and ``dot_general``."""
 
 import math
 from dataclasses import replace

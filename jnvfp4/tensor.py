@@ -93,9 +93,8 @@ class NVFP4Tensor:
             if any(entry is ... for entry in entries):
                 raise IndexError("...")
             # NumPy counts the axes and checks integers; of JAX arrays, which may be traced, only shape and type count.
-            np.broadcast_to(False, lead)[
-                tuple(np.zeros(e.shape, e.dtype) if isinstance(e, jax.Array) else e for e in entries)
-            ]
+            known = (np.zeros(e.shape, e.dtype) if isinstance(e, jax.Array) else e for e in entries)
+            np.broadcast_to(False, lead)[tuple(known)]
         except IndexError:
             raise IndexError(
                 f"NVFP4Tensor: an index must be one of the leading axes {lead} of shape {self.shape}, got {entries!r}; "
