@@ -26,6 +26,8 @@ from .spec import WINDOW64 as WINDOW64
 from .spec import Format as Format
 from .spec import QuantSpec as QuantSpec
 from .spec import four_over_six as four_over_six
+from .state import from_state as from_state
+from .state import to_state as to_state
 from .support import Support as Support
 from .support import supports as supports
 from .tensor import NVFP4Tensor as NVFP4Tensor

@@ -37,7 +37,7 @@ def operation(function: F) -> F:
 def as_array(op: str, name: str, value: Any) -> jax.Array:
     """Converts what ``jnp.asarray`` takes; refuses an NVFP4Tensor."""
     if isinstance(value, NVFP4Tensor):
-        raise TypeError(f"{op}: {name} must be an array, got an NVFP4Tensor")
+        raise TypeError(f"{op}: {name} must be an array, got an NVFP4Tensor; jnvfp4.dequantize gives its values")
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:

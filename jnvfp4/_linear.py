@@ -1,6 +1,7 @@
-"""Differentiable products of unquantized arrays: ``linear`` and ``dot_general``."""
+"""Differentiable products of arrays with weights: ``linear`` and ``dot_general``."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _native
@@ -22,6 +24,7 @@ from ._arguments import (
     operation,
 )
 from ._primitives._base import axes_of_dims, match_varying
+from ._primitives._operands import check_parts
 from .ops import dequantize, matmul_nt, quantize, quantize_pair
 from .producers import Produced
 from .recipes import DEFAULT, Recipe
@@ -32,6 +35,7 @@ RESIDUAL_NAME = "nvfp4_residual"
 """Names what ``linear`` keeps for its gradients, for ``jax.checkpoint_policies.save_only_these_names``."""
 
 WeightAxes = Literal["nk", "kn"]
+Weight = jax.Array | NVFP4Tensor  # an NVFP4Tensor is frozen, and packed within this module
 Pair = tuple[NVFP4Tensor | None, NVFP4Tensor | None]  # of x, and of x transposed
 Quantized = Produced | NVFP4Tensor | Pair | None
 
@@ -57,7 +61,7 @@ class _Call(NamedTuple):
 @operation
 def linear(
     x: ArrayLike,
-    w: ArrayLike,
+    w: ArrayLike | NVFP4Tensor,
     recipe: Recipe = DEFAULT,
     *,
     bias: ArrayLike | None = None,
@@ -74,12 +78,14 @@ def linear(
       x: [..., K], float32, bfloat16 or float16; the leading axes are flattened to one of M tokens. Any M: for
         blocks along M (wgrad) zero tokens are added up to a multiple of 16 (or 64), which changes no result.
       w: [N, K], or [K, N] for ``w_axes="kn"``, float32, bfloat16 or float16. K and N multiples of 16, or of 64 where
-        an operand has amax scope "window64" along it (N only if a GEMM runs over it).
+        an operand has amax scope "window64" along it (N only if a GEMM runs over it). Or an NVFP4Tensor [N, K], weights
+        that stay as they are: it has the format of ``recipe.fprop.w`` and no gradient; dx is computed in high precision
+        from its dequantized values, whatever ``recipe.dgrad``, and ``recipe.wgrad`` is not used. N is any number then.
       recipe: how each GEMM quantizes its operands, see ``jnvfp4.recipes``.
       bias: [N], any float dtype, added in float32 before the cast.
       key: a JAX PRNG key, needed if the recipe rounds stochastically (``recipe.stochastic``) and otherwise unused:
         x, w and dy draw from ``jax.random.fold_in(key, i)`` for i = 0, 1, 2. Give each layer, step and example of
-        vmap its own.
+        vmap its own. For an NVFP4Tensor w only x may need one.
       quantized: the result of ``rms_norm_quantize`` or ``silu_mul_quantize`` whose values are x [M, K], instead of
         quantizing x here: a ``Produced``, the tensor of x, or the pair of tensors of x and of x transposed, in the
         formats of the recipe.
@@ -91,11 +97,12 @@ def linear(
       w_axes: "nk" for w [N, K]; "kn" for w [K, N], the order of Flax, which is read as it is and not transposed. The
         operands are those of ``w.T`` with "nk", blocks along the axis that a GEMM contracts, and so are the bits of the
         result and of dx; the gradient of w is [K, N]. A spec that rounds w stochastically draws for w as it is passed,
-        so that its bits are others than those of ``w.T``.
+        so that its bits are others than those of ``w.T``. An NVFP4Tensor is [N, K], so that it needs "nk".
 
     Returns:
       [..., N] in ``out_dtype``. The gradients have the dtypes of x, w and bias. Residuals are the packed tensors
       (for a GEMM in high precision, the original array), named ``jnvfp4.RESIDUAL_NAME`` for jax.checkpoint policies.
+      For an NVFP4Tensor w that tensor is the only one.
 
     Raises:
       ValueError, TypeError: shapes or dtypes that do not fit; the message names them.
@@ -111,9 +118,15 @@ def linear(
 
 def _linear(call: _Call, x: Any, w: Any, bias: Any, key: Any, quantized: Quantized = None) -> jax.Array:
     """Checks the arguments and flattens the leading axes of x."""
-    op, recipe = call.op, call.recipe
+    op, given = call.op, call.recipe
+    _check_recipe(op, given)
+    if isinstance(w, NVFP4Tensor):
+        call, w = _frozen(call, w)
+    else:
+        w = as_float_array(op, "w", w)
+    recipe = call.recipe
     key = _recipe_key(op, recipe, key)
-    x, w = as_float_array(op, "x", x), as_float_array(op, "w", w)
+    x = as_float_array(op, "x", x)
     bias = None if bias is None else as_float_array(op, "bias", bias)
     if recipe.fprop.x is None and x.dtype == jnp.float32:
         raise TypeError(f"{op}: x must be bfloat16 or float16 for a weight-only recipe, got {x.dtype}")
@@ -122,14 +135,33 @@ def _linear(call: _Call, x: Any, w: Any, bias: Any, key: Any, quantized: Quantiz
         raise ValueError(f"{op}: bias must have shape (N,)=({n},), got {bias.shape}")
     _check_contractions(op, w.shape, n, k, recipe)
     _check_flattening(op, x)
-    pair = _quantized_pair(op, x, recipe, quantized)
-    operands = [x.reshape(math.prod(x.shape[:-1]), k), w] + ([] if bias is None else [bias])
+    pair = _quantized_pair(op, x, given, quantized)
+    operands, structure = jax.tree.flatten((x.reshape(math.prod(x.shape[:-1]), k), w, bias))
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
-    x2, w, *rest = match_varying(*operands, like=(key, pair))
+    x2, w, bias = jax.tree.unflatten(structure, match_varying(*operands, like=(key, pair)))
     if call.out_dtype is None:
         call = call._replace(out_dtype=x.dtype)
-    y = _linear2d(x2, w, rest[0] if rest else None, key, pair, call)
+    y = _linear2d(x2, w, bias, key, pair, call)
     return y.reshape(*x.shape[:-1], n)
+
+
+def _frozen(call: _Call, w: NVFP4Tensor) -> tuple[_Call, NVFP4Tensor]:
+    """Checks weights that are quantized already; returns them packed, and the call by which they have no gradient."""
+    op, (x_spec, w_spec) = call.op, call.recipe.fprop
+    if call.w_axes != "nk":
+        raise ValueError(
+            f"{op}: w_axes must be 'nk' for an NVFP4Tensor w, whose blocks run along its last axis, K, got "
+            f"{call.w_axes!r}; make it of w [K, N] by quantize(w, transpose=True)"
+        )
+    if w.format != w_spec.format:
+        raise ValueError(
+            f"{op}: w must have the format of recipe.fprop.w, {w_spec.format.name}, got {w.format.name}; choose a "
+            "recipe whose spec of w has that format"
+        )
+    check_parts(op, "w", (w.data, w.scale, w.amax), w.format)
+    # How w was quantized does not matter any more: neither its blocks nor its rounding.
+    fprop = (x_spec, replace(w_spec, block_rows=1, rounding="nearest"))
+    return call._replace(recipe=Recipe(fprop, "dequantized", None)), _pack(w)
 
 
 # ---------------------------------------------------------------- checks
@@ -148,7 +180,7 @@ def _recipe_key(op: str, recipe: Recipe, key: Any) -> jax.Array | None:
     return as_key(op, key)
 
 
-def _weight_sizes(call: _Call, x: jax.Array, w: jax.Array) -> tuple[int, int]:
+def _weight_sizes(call: _Call, x: jax.Array, w: jax.Array | NVFP4Tensor) -> tuple[int, int]:
     """Returns N and K."""
     if w.ndim != 2:
         names = "[N, K]" if call.w_axes == "nk" else "[K, N]"
@@ -316,10 +348,12 @@ def _unpack(t: Any) -> Any:
 
 # ---------------------------------------------------------------- the GEMMs
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _linear2d(x: jax.Array, w: jax.Array, bias: Any, key: Any, quantized: Pair, call: _Call) -> jax.Array:
+def _linear2d(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, call: _Call) -> jax.Array:
     x_spec, w_spec = call.recipe.fprop
     quantizer = _Quantizer(key, call.common)
     qx = quantized[0] or (x if x_spec is None else quantizer.rows(x, x_spec, X))
+    if isinstance(w, NVFP4Tensor):
+        return _product(call, _save(qx), _unpack(w), bias)
     qw, _ = quantizer.weights(w, call.w_axes, w_spec, None)
     return _product(call, _save(qx), _save(qw), bias)
 
@@ -336,7 +370,11 @@ def _product(call: _Call, qx: Any, qw: NVFP4Tensor, bias: Any) -> jax.Array:
     )
 
 
-def _forward(x: jax.Array, w: jax.Array, bias: Any, key: Any, quantized: Pair, call: _Call) -> tuple[jax.Array, Any]:
+def _forward(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, call: _Call) -> tuple[jax.Array, Any]:
+    if isinstance(w, NVFP4Tensor):
+        # w is an argument, which a policy that saves residuals by their name need not copy.
+        of_frozen = (x[:0, :0], None, None if bias is None else bias[:0])
+        return _linear2d(x, w, bias, key, quantized, call), (None, w, of_frozen, key)
     recipe, quantizer = call.recipe, _Quantizer(key, call.common)
     dgrad, wgrad = recipe.dgrad_specs, recipe.wgrad_specs
     specs = (recipe.fprop.x, wgrad and wgrad.x)
@@ -359,7 +397,7 @@ def _backward(call: _Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     quantizer = _Quantizer(key, call.common)
     dy_row, dy_t = quantizer.both(dy, dgrad and dgrad.dy, wgrad and wgrad.dy, _unit(wgrad), DY)
     dx = _dgrad(call, dy if dy_row is None else dy_row, w_saved, x_like.dtype)
-    dw = _wgrad(call, dy if dy_t is None else dy_t, x_saved, w_like.dtype)
+    dw = None if w_like is None else _wgrad(call, dy if dy_t is None else dy_t, x_saved, w_like.dtype)
     db = None if bias_like is None else jnp.sum(dy.astype(jnp.float32), 0).astype(bias_like.dtype)
     return dx, dw, db, None, None
 
@@ -402,8 +440,17 @@ def _high_precision(a: jax.Array, b: jax.Array, axes: tuple[int, int], dtype: An
         (((axes[0],), (axes[1],)), ((), ())),
         precision=lax.Precision.HIGHEST,  # float32 operands stay float32, never TF32
         preferred_element_type=jnp.float32,
+        out_sharding=_sharding_of_sum(a, b, axes),
     )
     return product.astype(dtype)
+
+
+def _sharding_of_sum(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> NamedSharding | None:
+    """Returns the sharding of a product that contracts over an axis of an Explicit mesh, where JAX asks for it."""
+    of_a, of_b = (axes_of_dims(jax.typeof(operand)) for operand in (a, b))
+    if of_a[axes[0]] is None and of_b[axes[1]] is None:
+        return None
+    return NamedSharding(jax.typeof(a).sharding.mesh, PartitionSpec(of_a[1 - axes[0]], of_b[1 - axes[1]]))
 
 
 _linear2d.defvjp(_forward, _backward)

@@ -5,7 +5,7 @@
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -44,14 +44,19 @@ class Format:
             raise ValueError(f'Format: rht needs amax_scope="tensor" and e4m3_max=448, got {self!r}')
 
     @property
+    def name(self) -> str:
+        """Returns a short name, such as "nvfp4_tensor_448_rht": scope, ``e4m3_max``, and whether it is rotated."""
+        return f"nvfp4_{self.amax_scope}_{self.e4m3_max}{'_rht' * self.rht}"
+
+    @property
     def unit(self) -> int:
         """Returns the number that the length of the quantized axis is a multiple of."""
         return WINDOW if self.amax_scope == "window64" else BLOCK
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class QuantSpec:
-    """Says how to quantize a tensor: a static, hashable argument of ``quantize``.
+    """Says how to quantize a tensor: a static, hashable argument of ``quantize``. Its repr is ``name_of`` it.
 
     Attributes:
       format: how to read the result.
@@ -77,7 +82,11 @@ class QuantSpec:
         _check_choice("QuantSpec", "error_math", self.error_math, ("fp32", "fp16"))
         _check_choice("QuantSpec", "rounding", self.rounding, ("nearest", "stochastic"))
         if reason := self._contradiction():
-            raise ValueError(f"QuantSpec: {reason}, got {self!r}")
+            values = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
+            raise ValueError(f"QuantSpec: {reason}, got {values}")
+
+    def __repr__(self) -> str:
+        return name_of(self)
 
     def _contradiction(self) -> str | None:
         fmt, stochastic = self.format, self.rounding == "stochastic"

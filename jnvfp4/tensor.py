@@ -1,23 +1,31 @@
 """The quantized tensor."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from .spec import Format
 
+PARTS = ("data", "scale", "amax")
 
-@partial(jax.tree_util.register_dataclass, data_fields=("data", "scale", "amax"), meta_fields=("format",))
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class NVFP4Tensor:
     """Holds an NVFP4 array of shape [..., M, K]: a pytree with ``format`` static.
 
     x[..., m, k] ~ e2m1(data) * e4m3(scale) * amax / (6 * format.e4m3_max)
+
+    ``t[i]`` takes matrices out of a tensor with leading axes, by anything that indexes an array there. Key paths of the
+    leaves name the format, such as ``data_nvfp4_row_448``, so that what stores leaves by name finds none of another
+    format; ``jnvfp4.to_state`` is for what stores them in another way.
 
     Attributes:
       data: uint8 [..., M, K/2], two E2M1 codes a byte, even k in the low nibble.
@@ -45,6 +53,16 @@ class NVFP4Tensor:
         return self.data.ndim
 
     @property
+    def size(self) -> int:
+        """Returns the number of values."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of codes, scales and amax, over all devices."""
+        return sum(math.prod(part.shape) * np.dtype(part.dtype).itemsize for part in _parts(self))
+
+    @property
     def tensor_amax(self) -> jax.Array:
         """Computes the amax of the whole tensor, float32 (): the largest of ``amax``; NaN wins."""
         bits = lax.bitcast_convert_type(self.amax, jnp.uint32) & np.uint32(0x7FFFFFFF)
@@ -54,6 +72,134 @@ class NVFP4Tensor:
     def dtype(self) -> np.dtype:
         """Returns the element type, float4_e2m1fn, as a NumPy dtype."""
         return jnp.dtype(jnp.float4_e2m1fn)
+
+    def __getitem__(self, index: Any) -> "NVFP4Tensor":
+        """Indexes the leading axes; the matrices [M, K] stay whole.
+
+        Args:
+          index: as for an array of the leading axes' shape: integers, slices, None, arrays of integers or booleans.
+
+        Raises:
+          IndexError: the index goes beyond the leading axes, or has an integer that is out of their range.
+        """
+        entries = index if isinstance(index, tuple) else (index,)
+        self._check_index(entries)
+        parts = (part[(*entries, ...)] if part.ndim else part for part in _parts(self))
+        return _unflatten(self.format, parts)
+
+    def _check_index(self, entries: tuple) -> None:
+        lead = self.shape[:-2]
+        try:
+            if any(entry is ... for entry in entries):
+                raise IndexError("...")
+            # NumPy counts the axes and checks integers; of JAX arrays, which may be traced, only shape and type count.
+            known = (np.zeros(e.shape, e.dtype) if isinstance(e, jax.Array) else e for e in entries)
+            np.broadcast_to(False, lead)[tuple(known)]
+        except IndexError:
+            raise IndexError(
+                f"NVFP4Tensor: an index must be one of the leading axes {lead} of shape {self.shape}, got {entries!r}; "
+                "to index rows or columns, decode the tensor first, by jnvfp4.dequantize"
+            ) from None
+
+    def __iter__(self) -> "Iterator[NVFP4Tensor]":
+        """Iterates over the first leading axis."""
+        if self.ndim < 3:
+            raise TypeError(f"NVFP4Tensor: iteration needs a leading axis, got shape {self.shape}")
+        return (self[i] for i in range(self.shape[0]))
+
+    def __repr__(self) -> str:
+        try:
+            values = f"shape={self.shape}, format={self.format.name}, nbytes={self.nbytes}"
+        except (AttributeError, TypeError):  # placeholders in the fields
+            values = f"data={self.data!r}, scale={self.scale!r}, amax={self.amax!r}, format={self.format!r}"
+        return f"NVFP4Tensor({values})"
+
+    def shardings(self, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> "NVFP4Tensor":
+        """Makes the shardings of the parts from the one of the values.
+
+        Args:
+          mesh: of devices.
+          spec: how the values [..., M, K] are split: whole blocks of 16 along K (of 64 for scope "window64").
+
+        Returns:
+          An NVFP4Tensor of NamedShardings, for ``jax.device_put``, ``in_shardings``, ``out_shardings`` and
+          ``jax.lax.with_sharding_constraint`` of a tensor of this shape and format. The parts may be
+          ``jax.ShapeDtypeStruct``, as ``jax.eval_shape`` gives them.
+
+        Raises:
+          TypeError, ValueError: ``spec`` is no PartitionSpec, has more entries than axes, or splits a block.
+        """
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(f"NVFP4Tensor.shardings: spec must be a PartitionSpec, got {spec!r}")
+        if len(spec) > self.ndim:
+            raise ValueError(
+                f"NVFP4Tensor.shardings: spec must have at most {self.ndim} entries for shape {self.shape}, got {spec}"
+            )
+        whole = NamedSharding(mesh, spec)
+        depth, ways = self.shape[-1], _ways(mesh, spec[self.ndim - 1]) if len(spec) == self.ndim else 1
+        if depth % (self.format.unit * ways):
+            raise ValueError(
+                f"NVFP4Tensor.shardings: spec must split K into multiples of {self.format.unit}, got {spec} for "
+                f"K={depth}, {ways} ways"
+            )
+        of_amax = NamedSharding(mesh, PartitionSpec(*spec[: self.amax.ndim]))
+        return _unflatten(self.format, (whole, whole, of_amax))
+
+    # ------------------------------------------------------------ what an array has and a quantized tensor has not
+    def _no_transpose(self) -> NoReturn:
+        raise AttributeError(
+            "an NVFP4Tensor has no transpose, since its blocks run along the last axis: make one from the original "
+            "array by jnvfp4.quantize(..., transpose=True)"
+        )
+
+    T = transpose = mT = property(_no_transpose)  # noqa: N815
+
+    def _no_array(self) -> NoReturn:
+        raise TypeError(
+            f"an NVFP4Tensor is not an array, got shape {self.shape} where one is needed: jnvfp4.dequantize(t) gives "
+            "its values, and t.data, t.scale and t.amax are its parts"
+        )
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
+        """Refuses the conversion to a NumPy array."""
+        self._no_array()
+
+    def __jax_array__(self) -> NoReturn:
+        """Refuses the conversion to a JAX array."""
+        self._no_array()
+
+
+def _ways(mesh: Mesh | AbstractMesh, entry: Any) -> int:
+    """Returns into how many parts an axis with this entry of a PartitionSpec is split."""
+    axes = () if entry in (None, PartitionSpec.UNCONSTRAINED) else entry if isinstance(entry, tuple) else (entry,)
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+# ---------------------------------------------------------------- the pytree
+def _parts(t: NVFP4Tensor) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return t.data, t.scale, t.amax
+
+
+def part_names(fmt: Format) -> tuple[str, ...]:
+    """Returns the names of data, scale and amax in key paths and states."""
+    return tuple(f"{part}_{fmt.name}" for part in PARTS)
+
+
+def _flatten_with_keys(t: NVFP4Tensor) -> tuple[tuple, Format]:
+    return tuple(zip(map(GetAttrKey, part_names(t.format)), _parts(t), strict=True)), t.format
+
+
+def _unflatten(fmt: Format, parts: Any) -> NVFP4Tensor:
+    data, scale, amax = parts
+    return NVFP4Tensor(data, scale, amax, fmt)
+
+
+register_pytree_with_keys(
+    NVFP4Tensor,
+    _flatten_with_keys,
+    _unflatten,
+    lambda t: (_parts(t), t.format),
+)
 
 
 def take_tensor(results: Iterator[jax.Array], fmt: Format, amax: jax.Array | None = None) -> NVFP4Tensor:

@@ -35,10 +35,14 @@ def test_linear_is_the_function_and_recipes_the_module():
     assert jnvfp4.Recipe is jnvfp4.recipes.Recipe
 
 
+# They are about operations, make specs, or move trees to a store and back.
+NO_OPERATIONS = ("supports", "quantization_report", "four_over_six", "to_state", "from_state")
+
+
 def test_operations_are_the_public_functions():
-    """Every one is registered, so that `supports` answers for it; the others are about operations or make specs."""
+    """Every one is registered, so that `supports` answers for it."""
     assert {name: OPERATIONS[name] for name in OPERATIONS} == {
-        name: f for name, f in FUNCTIONS.items() if name not in ("supports", "quantization_report", "four_over_six")
+        name: f for name, f in FUNCTIONS.items() if name not in NO_OPERATIONS
     }
 
 
@@ -146,6 +150,7 @@ DIFFERENTIABLE = {
     "linear windows": (lambda x, w: jnvfp4.linear(x, w, recipes.window64(), key=KEY), (X, W)),
     "linear dequantized": (lambda x, w: jnvfp4.linear(x, w, recipes.pretrain(backward="dequantized")), (X, W)),
     "linear weight-only": (lambda x, w: jnvfp4.linear(x, w, recipes.inference(weight_only=True)), (X, W)),
+    "linear frozen": (lambda x, b: jnvfp4.linear(x, jnvfp4.quantize(W), bias=b), (X, BIAS)),
     "dot_general": (
         lambda x, w: jnvfp4.dot_general(x, w, (((2,), (2,)), ((0,), (0,)))),
         (X, jnp.stack([W, W])),

@@ -531,7 +531,7 @@ LINEAR = {
         partial(linear, recipe=NVFP4),
         [a(8, 32), a(16, 32)],
         TypeError,
-        r"linear: recipe must be a Recipe, got QuantSpec",
+        "linear: recipe must be a Recipe, got NVFP4",
     ),
     "key": (
         partial(linear, recipe=SR_RECIPE),
@@ -551,7 +551,7 @@ LINEAR = {
         TypeError,
         "must be float32, bfloat16 or float16, got int8",
     ),
-    "tensor_w": (linear, [a(8, 32), t(16, 32)], TypeError, "linear: w must be an array, got an NVFP4Tensor"),
+    "tensor_x": (linear, [t(8, 32), a(16, 32)], TypeError, "linear: x must be an array, got an NVFP4Tensor"),
     "bias_shape": (
         lambda x, w, b: linear(x, w, bias=b),
         [a(8, 32), a(16, 32), a(8)],

@@ -11,7 +11,7 @@ import pytest
 from helpers import assert_bitwise, assert_same_tensor
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from meshes import home, make_mesh, put
+from meshes import assert_sharded, home, make_mesh, put
 from operands import normal
 
 from jnvfp4 import (
@@ -435,6 +435,24 @@ def test_w_of_flax_order_over_devices(devices):
         assert_bitwise(y, want_y)
     for got, want in ((dx, want_dx), (dw, want_dw)):  # sums over devices
         np.testing.assert_allclose(*(np.asarray(v, np.float32) for v in (got, want)), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("w_axes", ["nk", "kn"])
+@pytest.mark.parametrize("name", ["high_precision_backward", "dequantized_backward"])
+def test_gradients_in_high_precision_on_an_explicit_mesh(devices, name, w_axes):
+    """They sum over an axis of the mesh: dx over that of N, dw over that of the tokens."""
+    mesh, (x, w, dy) = (
+        make_mesh(devices, kind="explicit"),
+        (normal((64, 128), 1), normal((256, 128), 2), normal((64, 256), 3)),
+    )
+    of_w = P("y", None)
+    if w_axes == "kn":
+        w, of_w = w.T, P(None, "y")
+    f = jax.jit(partial(run, recipe=RECIPES[name], w_axes=w_axes))
+    got = f(put(x, mesh, P("x", None)), put(w, mesh, of_w), put(dy, mesh, P("x", "y")))
+    for g, want, spec in zip(got, f(*home(devices, (x, w, dy))), (P("x", "y"), P("x", None), of_w), strict=True):
+        assert_sharded(g, mesh, spec)
+        np.testing.assert_allclose(*(np.asarray(v, np.float32) for v in (g, want)), rtol=0.02, atol=0.1)
 
 
 # ---------------------------------------------------------------- the key

@@ -231,7 +231,14 @@ def test_gradients_in_high_precision_have_no_specs(how):
 def test_one_field_can_be_replaced():
     recipe = dataclasses.replace(recipes.pretrain(), wgrad=(NVFP4, NVFP4))
     assert recipe == Recipe(recipes.pretrain().fprop, recipes.pretrain().dgrad, (NVFP4, NVFP4))
-    assert repr(recipe).startswith("Recipe(fprop=Fprop(x=QuantSpec(")
+
+
+def test_the_repr_names_the_specs():
+    recipe = Recipe((None, NVFP4_2D), (NVFP4_SR, four_over_six(block_rows=16)), "dequantized")
+    assert repr(recipe) == (
+        "Recipe(fprop=Fprop(x=None, w=NVFP4_2D), dgrad=Dgrad(dy=NVFP4_SR, w=FOUR_OVER_SIX_2D_MAE_256), "
+        "wgrad='dequantized')"
+    )
 
 
 # ---------------------------------------------------------------- refused

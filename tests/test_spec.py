@@ -133,6 +133,29 @@ def test_names_are_unique():
     assert len({name_of(spec) for spec in SUPPORTED_SPECS}) == len(SUPPORTED_SPECS)
 
 
+def test_the_repr_of_a_spec_is_its_name():
+    assert [repr(spec) for spec in SUPPORTED_SPECS] == [name_of(spec) for spec in SUPPORTED_SPECS]
+    assert f"{NVFP4_2D} {[ROW_SCALED]}" == "NVFP4_2D [ROW_SCALED]"
+
+
+def test_a_refused_spec_is_written_in_full():
+    """It has no name."""
+    with pytest.raises(ValueError, match=r"got format=Format\(.*e4m3_max=256.*\), block_rows=1, select='max6'"):
+        QuantSpec(Format(e4m3_max=256))
+
+
+def test_the_names_of_formats():
+    formats = {spec.format for spec in SUPPORTED_SPECS}
+    assert sorted(fmt.name for fmt in formats) == [
+        "nvfp4_row_256",
+        "nvfp4_row_448",
+        "nvfp4_tensor_256",
+        "nvfp4_tensor_448",
+        "nvfp4_tensor_448_rht",
+        "nvfp4_window64_448",
+    ]
+
+
 def test_unit_is_a_window_or_a_block():
     assert {spec.unit for spec in SUPPORTED_SPECS if spec != WINDOW64} == {16}
     assert WINDOW64.unit == 64

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_bitwise, assert_same_tensor, rotate
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import assert_sharded, make_mesh
 from operands import normal
 
 from jnvfp4 import (
@@ -24,7 +26,10 @@ from jnvfp4 import (
     quantize_pair,
     silu_mul_quantize,
 )
-from jnvfp4.spec import name_of
+from jnvfp4.spec import SUPPORTED_SPECS, name_of
+
+FORMATS = {spec.format: spec for spec in reversed(SUPPORTED_SPECS) if spec.rounding == "nearest"}
+every_format = pytest.mark.parametrize("spec", FORMATS.values(), ids=name_of)
 
 
 @pytest.fixture
@@ -48,11 +53,6 @@ def test_fields(spec, amax):
         ((2, 32, 12), "float8_e4m3fn"),
         (amax, "float32"),
     ]
-
-
-def test_leaves_are_named(tensor):
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tensor)]
-    assert paths == [".data", ".scale", ".amax"]
 
 
 def test_format_is_structure(tensor):
@@ -105,6 +105,221 @@ def test_tensors_stack_leaf_by_leaf(tensor):
 def test_it_is_frozen(tensor):
     with pytest.raises(AttributeError):
         tensor.data = None
+
+
+# ---------------------------------------------------------------- sizes and text
+@every_format
+def test_size_and_bytes(spec):
+    t = quantize(normal((3, 32, 192)), spec)
+    assert t.size == 3 * 32 * 192
+    assert t.nbytes == sum(np.asarray(part).nbytes for part in jax.tree.leaves(t))
+    abstract = jax.eval_shape(lambda: t)
+    assert (abstract.size, abstract.nbytes) == (t.size, t.nbytes)
+
+
+def test_bytes_are_those_of_all_devices():
+    mesh = jax.make_mesh((8,), ("x",))
+    t = quantize(normal((32, 192)), ROW_SCALED)
+    assert jax.device_put(t, t.shardings(mesh, P("x"))).nbytes == t.nbytes
+
+
+def test_the_repr_is_short(tensor):
+    assert repr(tensor) == "NVFP4Tensor(shape=(2, 32, 48), format=nvfp4_tensor_448, nbytes=1736)"
+    assert repr(jax.eval_shape(lambda: tensor)) == repr(tensor)
+    texts = []
+    jax.jit(lambda t: texts.append(repr(t)))(tensor)
+    assert texts == [repr(tensor)]
+
+
+def test_the_repr_of_placeholders():
+    assert repr(NVFP4Tensor(1, None, "c")) == f"NVFP4Tensor(data=1, scale=None, amax='c', format={Format()!r})"
+
+
+# ---------------------------------------------------------------- t[i]
+def indices():
+    """Of leading axes (2, 3)."""
+    return {
+        "integer": 1,
+        "negative": -1,
+        "both": (0, 2),
+        "slice": slice(1, None),
+        "slices": (slice(None), slice(0, 2)),
+        "mixed": (0, slice(None, None, 2)),
+        "new_axis": (None, 1),
+        "integers": np.array([1, 0, 1]),
+        "jax_integers": (slice(None), jnp.array([2, 0])),
+        "pairs": (jnp.array([0, 1]), np.array([2, 2])),
+        "jax_integer": jnp.int32(1),
+        "booleans": np.array([False, True]),
+        "booleans_of_both": np.array([[False, True, True], [True, False, False]]),
+        "nothing": (),
+        "none_left": slice(0, 0),
+    }
+
+
+@pytest.mark.parametrize("name", indices())
+@every_format
+def test_an_index_takes_matrices(spec, name):
+    """Of each matrix of the array, quantized with the amax of all where the scope is the tensor."""
+    x, index = normal((2, 3, 16, 192)), indices()[name]
+    t = quantize(x, spec)
+    if spec.format.amax_scope == "tensor":
+        want = quantize(x[index], spec, amax=t.amax)
+    else:
+        want = quantize(x[index], spec)
+    assert_same_tensor(t[index], want)
+    assert_same_tensor(jax.device_get(t)[jax.device_get(index)], want)
+
+
+@pytest.mark.parametrize("name", indices())
+def test_an_index_takes_the_amax_of_each_matrix(name):
+    x, amax, index = normal((2, 3, 16, 32)), jnp.arange(1.0, 7.0).reshape(2, 3), indices()[name]
+    assert_same_tensor(quantize(x, amax=amax)[index], quantize(x[index], amax=amax[index]))
+
+
+def test_an_index_may_be_traced(tensor):
+    """The experts that tokens are for."""
+    experts = jnp.array([1, 0, 1])
+    assert_same_tensor(jax.jit(lambda t, i: t[i])(tensor, experts), tensor[experts])
+    assert_same_tensor(jax.jit(lambda t, i: t[i])(tensor, jnp.int32(1)), tensor[1])
+
+
+BEYOND = [2, -3, (0, 0), (0, ..., 1), ..., (slice(None), 5), "data", 1.0, (None, 0, 0), np.array([0, 2])]
+
+
+@pytest.mark.parametrize("index", BEYOND, ids=str)
+def test_an_index_beyond_the_leading_axes_is_refused(tensor, index):
+    with pytest.raises(IndexError, match=r"must be one of the leading axes \(2,\) of shape \(2, 32, 48\), got"):
+        tensor[index]
+
+
+def test_a_matrix_has_no_index(tensor):
+    with pytest.raises(IndexError, match=r"leading axes \(\) of shape \(32, 48\), got \(0,\); to .* jnvfp4.dequantize"):
+        tensor[0][0]
+
+
+def test_iteration_is_over_the_first_leading_axis(tensor):
+    assert_same_tensor(list(tensor), [tensor[0], tensor[1]])
+    with pytest.raises(TypeError, match=r"iteration needs a leading axis, got shape \(32, 48\)"):
+        iter(tensor[0])
+
+
+def test_a_tensor_without_rows_is_true():
+    assert quantize(jnp.zeros((0, 0, 64)))
+
+
+# ---------------------------------------------------------------- what an array has and it has not
+@pytest.mark.parametrize("name", ["T", "mT", "transpose"])
+def test_there_is_no_transpose(tensor, name):
+    assert not hasattr(tensor, name)
+    with pytest.raises(AttributeError, match=r"jnvfp4\.quantize\(..., transpose=True\)"):
+        getattr(tensor, name)
+
+
+CONVERSIONS = {
+    "np.asarray": np.asarray,
+    "np.array": lambda t: np.array(t, np.float32),
+    "jnp.asarray": jnp.asarray,
+    "jnp.array": lambda t: jnp.array(t, jnp.float32),
+    "np.stack": lambda t: np.stack([t, t]),
+    "jnp.stack": lambda t: jnp.stack([t, t]),
+    "jnp.dot": lambda t: jnp.dot(t, t),
+    "times": lambda t: jnp.ones(48) * t,
+    "jit": jax.jit(lambda t: jnp.sum(t)),
+}
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
+def test_it_is_no_array(tensor, convert):
+    with pytest.raises(TypeError, match=r"not an array, got shape \(2, 32, 48\) .* jnvfp4.dequantize\(t\) .* t.data"):
+        convert(tensor)
+
+
+# ---------------------------------------------------------------- shardings
+LAYOUTS = [
+    P(),
+    P("x"),
+    P(None, "y"),
+    P(None, "y", "x"),
+    P("x", None, "y"),
+    P(None, None, ("x", "y")),
+    P(None, ("x", "y")),
+]
+
+
+def mesh_of(kind="auto"):
+    return make_mesh(jax.devices("cpu")[:8], "xy", kind)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@every_format
+def test_one_partition_spec_for_the_parts(spec, layout):
+    """The amax has as many entries of it as axes."""
+    mesh = mesh_of()
+    x = normal((2, 32, 512))
+    t = quantize(x, spec)
+    placed = jax.device_put(t, t.shardings(mesh, layout))
+    assert_same_tensor(placed, t)
+    assert_sharded(placed.data, mesh, layout)
+    assert_sharded(placed.scale, mesh, layout)
+    assert_sharded(placed.amax, mesh, P(*layout[: t.amax.ndim]))
+
+
+def test_an_amax_for_each_matrix_is_sharded_like_them(tensor):
+    mesh = mesh_of()
+    placed = jax.device_put(tensor, tensor.shardings(mesh, P("x", "y")))
+    assert_sharded(placed.amax, mesh, P("x"))
+
+
+@every_format
+def test_shardings_of_arguments_and_results(spec):
+    mesh, x = mesh_of(), normal((32, 512))
+    abstract = jax.eval_shape(lambda: quantize(x, spec))
+    shardings = abstract.shardings(mesh, P("x", "y"))
+    t = jax.jit(lambda x: quantize(x, spec), out_shardings=shardings)(x)
+    assert_same_tensor(t, quantize(x, spec))
+    assert_sharded(t.scale, mesh, P("x", "y"))
+    f = jax.jit(dequantize, in_shardings=(shardings,), out_shardings=NamedSharding(mesh, P("x", "y")))
+    assert_same_tensor(f(t), dequantize(quantize(x, spec)))
+
+
+@every_format
+def test_a_sharding_constraint(spec):
+    mesh, t = mesh_of(), quantize(normal((32, 512)), spec)
+    shardings = t.shardings(mesh, P(None, "y"))
+    constrained = jax.jit(lambda t: jax.lax.with_sharding_constraint(t, shardings))(t)
+    assert_same_tensor(constrained, t)
+    assert_sharded(constrained.data, mesh, P(None, "y"))
+
+
+def test_shardings_of_a_tree():
+    mesh, tree = mesh_of(), {"a": quantize(normal((32, 512))), "b": quantize(normal((32, 512)), ROW_SCALED)}
+    shardings = {name: t.shardings(mesh, P("x")) for name, t in tree.items()}
+    assert_same_tensor(jax.device_put(tree, shardings), tree)
+
+
+SHARDINGS = {
+    "block": (P(None, ("x", "y")), ValueError, r"spec must split K into multiples of 16, got .* K=64, 8 ways"),
+    "rank": (P(None, None, "x"), ValueError, r"spec must have at most 2 entries for shape \(32, 64\), got"),
+    "name": ("x", TypeError, "spec must be a PartitionSpec, got 'x'"),
+}
+
+
+@pytest.mark.parametrize(("layout", "error", "text"), SHARDINGS.values(), ids=SHARDINGS)
+def test_shardings_that_do_not_fit(layout, error, text):
+    with pytest.raises(error, match=r"NVFP4Tensor\.shardings: " + text):
+        quantize(normal((32, 64))).shardings(mesh_of(), layout)
+
+
+def test_windows_are_not_split():
+    with pytest.raises(ValueError, match=r"multiples of 64, got .* K=128, 4 ways"):
+        quantize(normal((32, 128)), WINDOW64).shardings(mesh_of(), P(None, "y"))
+
+
+def test_an_axis_that_xla_may_choose():
+    t = quantize(normal((32, 64)))
+    shardings = t.shardings(mesh_of(), P("x", P.UNCONSTRAINED))
+    assert_same_tensor(jax.jit(lambda t: jax.lax.with_sharding_constraint(t, shardings))(t), t)
 
 
 # ---------------------------------------------------------------- the amax of the whole tensor

@@ -616,6 +616,21 @@ def test_named_residuals_spare_the_second_quantization(operands, loss):
     assert quantizations(jax.grad(jax.checkpoint(loss), (0, 1)), *operands) > 6
 
 
+DOTS = [jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.dots_with_no_batch_dims_saveable]
+
+
+@pytest.mark.parametrize("policy", DOTS, ids=["dots", "no_batch_dims"])
+def test_policies_of_dots_do_not_see_the_products(operands, policy):
+    """As docs/recipes.md says: they save nothing of linear, as no policy does."""
+
+    def counts(**options):
+        names = primitives(jax.make_jaxpr(jax.grad(jax.checkpoint(_loss, **options), (0, 1)))(*operands).jaxpr)
+        return [names.count(f"nvfp4_{name}") for name in ("quantize_pair", "matmul")]
+
+    assert counts(policy=policy) == counts() == [5, 4]
+    assert counts(policy=SAVE) == [3, 4]
+
+
 def test_a_step_of_the_pretraining_recipe_reads_each_operand_once(operands):
     """x, w and dy by one fused kernel each; what is rotated, x and dy, by another for its amax."""
     names = primitives(jax.make_jaxpr(jax.grad(PRETRAIN_LOSS, (0, 1)))(*operands).jaxpr)

@@ -1,0 +1,405 @@
+"""linear with a quantized w: the product of the tensor as it is, and dx alone from its dequantized values."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bitwise, assert_same_tensor
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from meshes import home, make_mesh, put, shard
+from operands import normal
+
+from jnvfp4 import (
+    NVFP4,
+    NVFP4_2D,
+    NVFP4_RHT,
+    NVFP4_RHT_SR,
+    NVFP4_SR,
+    ROW_SCALED,
+    WINDOW64,
+    Format,
+    NVFP4Tensor,
+    Recipe,
+    dequantize,
+    four_over_six,
+    linear,
+    matmul_nt,
+    quantize,
+    recipes,
+    rms_norm_quantize,
+    supports,
+)
+from jnvfp4.checkpoints import open_checkpoint, save_checkpoint
+from jnvfp4.recipes import DEFAULT
+
+KEY = jax.random.key(3)
+RECIPES = {
+    "default": Recipe(),
+    "pretrain": recipes.pretrain(),
+    "pretrain_high_precision": recipes.pretrain(backward="high_precision"),
+    "pretrain_dequantized": recipes.pretrain(backward="dequantized"),
+    "row_scaled": recipes.row_scaled(),
+    "rows_of_w": Recipe((NVFP4, ROW_SCALED), (NVFP4, ROW_SCALED), None),
+    "4over6_all": recipes.four_over_six("all"),
+    "window64": recipes.window64(),
+    "windows_of_w": Recipe((WINDOW64, WINDOW64), None, (WINDOW64, WINDOW64)),
+    "rotated": Recipe((NVFP4_RHT, NVFP4_RHT), (NVFP4_RHT_SR, NVFP4_RHT), "dequantized"),
+    "inference": recipes.inference(),
+    "weight_only": recipes.inference(weight_only=True),
+}
+every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+X, W, DY = normal((32, 64), 1), normal((48, 64), 2), normal((32, 48), 3)
+
+
+@pytest.fixture
+def cpu():
+    """Where the pinned order along K makes every composition bitwise."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def frozen(recipe, w=W):
+    return quantize(w, recipe.fprop.w)
+
+
+def run(x, w, dy, recipe=DEFAULT, **options):
+    y, pull = jax.vjp(lambda x: linear(x, w, recipe, **options), x)
+    return y, pull(dy)[0]
+
+
+def dense(dy, w):
+    return lax.dot_general(dy, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32).astype(dy.dtype)
+
+
+# ---------------------------------------------------------------- the composition
+@every_recipe
+def test_it_is_its_composition(cpu, recipe):
+    w = frozen(recipe)
+    qx = X if recipe.fprop.x is None else quantize(X, recipe.fprop.x)
+    y, dx = jax.jit(partial(run, recipe=recipe))(X, w, DY)
+    assert_bitwise(y, matmul_nt(qx, w), "y")
+    assert_bitwise(dx, dense(DY, dequantize(w, jnp.bfloat16)), "dx")
+
+
+@every_recipe
+def test_it_is_the_layer_that_quantizes_w(native, recipe):
+    """With dgrad from the dequantized w."""
+    y, dx = jax.jit(partial(run, recipe=recipe))(X, frozen(recipe), DY)
+    want = jax.jit(partial(run, recipe=replace(recipe, dgrad="dequantized", wgrad=None)))(X, W, DY)
+    if native.platform == "cpu":
+        assert_same_tensor((y, dx), want)
+    for g, w in zip((y, dx), want, strict=True):
+        np.testing.assert_allclose(*(np.asarray(v, np.float32) for v in (g, w)), rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_other_float_types(cpu, dtype):
+    x, dy = normal((20, 64), 1, dtype), normal((20, 48), 3, dtype)
+    y, dx = run(x, frozen(Recipe()), dy)
+    assert_bitwise(y, matmul_nt(quantize(x), frozen(Recipe()), out_dtype=x.dtype))
+    assert (y.dtype, dx.dtype) == (x.dtype, x.dtype)
+
+
+def test_leading_axes_bias_and_out_dtype(cpu):
+    x, bias = normal((2, 5, 3, 64), 1), jnp.linspace(-1, 1, 48)
+    y, pull = jax.vjp(lambda x, b: linear(x, frozen(Recipe()), bias=b, out_dtype=jnp.float32), x, bias)
+    flat = matmul_nt(quantize(x.reshape(30, 64)), frozen(Recipe()), bias=bias, out_dtype=jnp.float32)
+    assert_bitwise(y.reshape(30, 48), flat)
+    dx, db = pull(jnp.ones_like(y))
+    assert (dx.shape, dx.dtype, db.dtype) == (x.shape, x.dtype, bias.dtype)
+    assert_bitwise(db, jnp.full(48, 30.0))
+
+
+@pytest.mark.parametrize("rows", [5, 16, 0])
+def test_any_number_of_rows(cpu, rows):
+    """Of w too, in tiles: it was quantized before."""
+    w = jax.tree.map(lambda v: v[:rows] if v.ndim else v, frozen(Recipe()))
+    y, dx = run(X, w, DY[:, :rows])
+    assert_bitwise(y, matmul_nt(quantize(X), w))
+    assert_bitwise(dx, dense(DY[:, :rows], dequantize(w, jnp.bfloat16)))
+
+
+def test_no_tokens():
+    y, dx = run(X[:0], frozen(Recipe()), DY[:0])
+    assert (y.shape, dx.shape) == ((0, 48), (0, 64))
+
+
+def test_blocks_of_another_shape_have_the_format_too(cpu):
+    """1x16 blocks where the recipe would make tiles: a checkpoint's."""
+    assert_bitwise(linear(X, quantize(W), recipes.pretrain()), matmul_nt(quantize(X), quantize(W)))
+
+
+def test_leaves_on_the_host(cpu):
+    assert_same_tensor(run(X, jax.device_get(frozen(Recipe())), DY), run(X, frozen(Recipe()), DY))
+
+
+def test_a_weight_of_a_checkpoint(cpu, tmp_path):
+    save_checkpoint({"a.down_proj.weight": quantize(W, four_over_six())}, tmp_path / "c", "modelopt")
+    w = open_checkpoint(tmp_path / "c")["a.down_proj.weight"]
+    recipe = Recipe((NVFP4, replace(NVFP4, format=w.format)), None, None)
+    y, dx = run(X, w, DY, recipe)
+    assert_bitwise(y, matmul_nt(quantize(X), w))
+    assert_bitwise(dx, dense(DY, dequantize(w, jnp.bfloat16)))
+
+
+@pytest.mark.parametrize("implementation", [None, "native", "reference"])
+def test_the_implementation_is_that_of_every_call(implementation):
+    jaxpr = jax.make_jaxpr(partial(run, implementation=implementation))(X, frozen(Recipe()), DY)
+    found = [e for e in equations(jaxpr.jaxpr) if e.primitive.name.startswith("nvfp4")]
+    assert sorted(e.primitive.name for e in found) == ["nvfp4_dequantize", "nvfp4_matmul", "nvfp4_quantize"]
+    assert {e.params["implementation"] for e in found} == {implementation}
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def test_supports_answers_for_it():
+    assert supports("linear", X, frozen(Recipe()))
+
+
+# ---------------------------------------------------------------- results of producers
+@pytest.mark.parametrize("name", ["default", "pretrain", "row_scaled"])
+def test_it_takes_the_result_of_a_producer(cpu, name):
+    recipe = RECIPES[name]
+    produced = rms_norm_quantize(X, jnp.ones(64), recipe.fprop.x, recipe.wgrad.x, return_values=True)
+    y, dx = run(produced.values, frozen(recipe), DY, recipe, quantized=produced)
+    want = run(produced.values, frozen(recipe), DY, recipe)
+    assert_same_tensor((y, dx), want)
+
+
+# ---------------------------------------------------------------- the key
+def test_specs_of_gradients_need_no_key():
+    assert RECIPES["pretrain"].stochastic
+    run(X, frozen(RECIPES["pretrain"]), DY, RECIPES["pretrain"])
+
+
+def test_nor_does_the_spec_that_has_rounded_w(cpu):
+    recipe = Recipe((NVFP4, NVFP4_SR), None, None)
+    assert_bitwise(linear(X, quantize(W), recipe), matmul_nt(quantize(X), quantize(W)))
+
+
+def test_a_stochastic_x_needs_a_key(cpu):
+    recipe = Recipe((NVFP4_SR, NVFP4), None, None)
+    with pytest.raises(ValueError, match="linear: key must be a JAX PRNG key"):
+        linear(X, quantize(W), recipe)
+    want = matmul_nt(quantize(X, NVFP4_SR, key=jax.random.fold_in(KEY, 0)), quantize(W))
+    assert_bitwise(linear(X, quantize(W), recipe, key=KEY), want)
+
+
+# ---------------------------------------------------------------- what is kept, and what has no gradient
+@every_recipe
+def test_nothing_is_kept_but_the_tensor(recipe):
+    """Neither x nor a w of 16 bits."""
+    w = frozen(recipe)
+    kept = jax.tree.leaves(jax.vjp(lambda x: linear(x, w, recipe), X)[1])
+    assert sum(leaf.nbytes for leaf in kept) == w.nbytes
+    assert {leaf.dtype for leaf in kept if leaf.size} == {jnp.dtype(jnp.uint8), jnp.dtype(jnp.float32)}
+
+
+def test_the_tensor_is_a_constant():
+    loss = lambda x, w: jnp.sum(linear(x, w).astype(jnp.float32))  # noqa: E731
+    with pytest.raises(TypeError, match="uint8"):
+        jax.grad(loss, 1)(X, frozen(Recipe()))
+    assert not any(
+        np.any(np.asarray(g, bool)) for g in jax.tree.leaves(jax.grad(loss, 1, allow_int=True)(X, quantize(W)))
+    )
+    with pytest.raises(NotImplementedError, match="nvfp4_quantize has no derivative"):
+        jax.grad(lambda w: loss(X, quantize(w)))(W.astype(jnp.float32))
+
+
+def test_matmul_nt_names_linear():
+    with pytest.raises(NotImplementedError, match=r"nvfp4_matmul has no derivative.*jnvfp4\.linear.*NVFP4Tensor"):
+        jax.grad(lambda x: jnp.sum(matmul_nt(x, quantize(W)).astype(jnp.float32)))(X)
+
+
+# ---------------------------------------------------------------- transforms
+def loss_of(x, w, recipe=DEFAULT):
+    return jnp.sum(jnp.sin(linear(x, w, recipe).astype(jnp.float32)))
+
+
+def same_as_a_loop(cpu, f, axes, *args):
+    got = jax.vmap(f, axes)(*args)
+    rows = [
+        f(*(v if axis is None else jax.tree.map(lambda p, i=i: p[i], v) for v, axis in zip(args, axes, strict=True)))
+        for i in range(3)
+    ]
+    assert_same_tensor(got, jax.tree.map(lambda *parts: jnp.stack(parts), *rows))
+
+
+@pytest.mark.parametrize("name", ["default", "weight_only", "row_scaled", "rows_of_w"])
+@pytest.mark.parametrize("axes", [(0, None, 0), (0, 0, 0), (None, 0, None)], ids=["x", "both", "w"])
+def test_vmap(cpu, name, axes):
+    recipe = RECIPES[name]
+    x, dy = (normal((3, 32, n), i) if axes[0] == 0 else normal((32, n), i) for n, i in ((64, 1), (48, 2)))
+    w = jax.vmap(partial(quantize, spec=recipe.fprop.w))(normal((3, 48, 64), 2)) if axes[1] == 0 else frozen(recipe)
+    same_as_a_loop(cpu, partial(run, recipe=recipe), axes, x, w, dy)
+
+
+def test_scan_over_layers(cpu):
+    """Weights of all layers in one tensor; t[i] is a layer."""
+    weights, x = jax.vmap(quantize)(normal((3, 64, 64), 2)), normal((16, 64), 1)
+
+    def by_scan(x):
+        return jnp.sum(lax.scan(lambda x, w: (linear(x, w, recipes.inference()), None), x, weights)[0] ** 2)
+
+    def by_loop(x):
+        for w in weights:
+            x = linear(x, w, recipes.inference())
+        return jnp.sum(x**2)
+
+    assert_bitwise(jax.jit(jax.grad(by_scan))(x), jax.jit(jax.grad(by_loop))(x))
+
+
+POLICIES = {
+    "default": None,
+    "names": jax.checkpoint_policies.save_only_these_names("nvfp4_residual"),
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("captured", [True, False], ids=["captured", "argument"])
+def test_remat_changes_no_bit(native, policy, captured):
+    """Of scales too: JAX rounds the floats that it saves as if E4M3 had infinities."""
+    w = frozen(Recipe())
+    assert np.asarray(w.scale, np.float32).max() == 448
+    f = jax.checkpoint(loss_of, policy=policy)
+    got = jax.jit(jax.grad(lambda x: f(x, w)))(X) if captured else jax.jit(jax.grad(f))(X, w)
+    assert_bitwise(got, jax.jit(jax.grad(loss_of))(X, w))
+
+
+def test_remat_copies_no_weight():
+    """It is an argument, and no residual that a policy saves by its name."""
+    f = jax.checkpoint(loss_of, policy=POLICIES["names"])
+    jaxpr = jax.make_jaxpr(jax.grad(f))(X, frozen(Recipe()))
+    names = [e for e in equations(jaxpr.jaxpr) if e.primitive.name == "name"]
+    assert {e.invars[0].aval.shape for e in names} <= {X.shape, (32, 32), (32, 4), ()}
+
+
+# ---------------------------------------------------------------- over devices
+@pytest.mark.parametrize(
+    ("kind", "of_x", "of_w"),
+    [
+        ("auto", P("x", None), P(None, None)),
+        ("auto", P("x", None), P("y", None)),
+        ("auto", P(None, "y"), P(None, "y")),
+        ("explicit", P("x", None), P(None, None)),
+        ("explicit", P("x", None), P("y", None)),
+        ("explicit", P(None, "y"), P(None, "y")),
+    ],
+    ids=["tokens", "tokens_and_n", "k", "explicit_tokens", "explicit_tokens_and_n", "explicit_k"],
+)
+def test_sharded(devices, kind, of_x, of_w):
+    mesh = make_mesh(devices, kind=kind)
+    x, w, dy = normal((64, 512), 1), quantize(normal((128, 512), 2), NVFP4_2D), normal((64, 128), 3)
+    f = jax.jit(run)
+    y, dx = f(put(x, mesh, of_x), shard(w, mesh, of_w), put(dy, mesh, P(of_x[0], of_w[0])))
+    want_y, want_dx = f(*home(devices, (x, w, dy)))
+    if devices[0].platform == "cpu" and of_x[1] is None:
+        assert_bitwise(y, want_y)
+    for got, want in ((y, want_y), (dx, want_dx)):
+        np.testing.assert_allclose(*(np.asarray(v, np.float32) for v in (got, want)), rtol=0.02, atol=0.1)
+
+
+@pytest.mark.parametrize("parallel", ["data", "tensor"])
+def test_shard_map(devices, parallel):
+    """Tokens over devices, or rows of w, where dx is a sum over devices."""
+    mesh = make_mesh(devices, "x")
+    x, w, dy = normal((256, 128), 1), quantize(normal((256, 128), 2)), normal((256, 256), 3)
+    of_w = P() if parallel == "data" else P("x", None)
+    of_x, of_dy = (P("x", None), P("x", None)) if parallel == "data" else (P(), P(None, "x"))
+    specs = (of_x, NVFP4Tensor(of_w, of_w, P(), w.format), of_dy)
+
+    def local(x, w, dy):
+        return run(x, w, dy, recipes.inference(weight_only=True))
+
+    f = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(of_dy, of_x)))
+    y, dx = f(x, w, dy)
+    want_y, want_dx = jax.jit(local)(*home(devices, (x, w, dy)))
+    if devices[0].platform == "cpu":
+        assert_bitwise(y, want_y)
+    np.testing.assert_allclose(*(np.asarray(v, np.float32) for v in (dx, want_dx)), rtol=0.02, atol=0.5)
+
+
+# ---------------------------------------------------------------- LoRA
+def test_adapters_learn_beside_a_frozen_weight():
+    x, target, w = normal((64, 64), 1, "fp32"), normal((32, 64), 2, "fp32"), quantize(normal((32, 64), 3))
+    adapter = {"a": normal((64, 16), 4, "fp32") / 8, "b": jnp.zeros((16, 32))}
+
+    def loss(adapter):
+        y = linear(x, w, recipes.inference()) + x @ adapter["a"] @ adapter["b"]
+        return jnp.mean((y - x @ target.T) ** 2)
+
+    step = jax.jit(lambda p: jax.tree.map(lambda v, g: v - 0.3 * g, p, jax.grad(loss)(p)))
+    start = loss(adapter)
+    for _ in range(60):
+        adapter = step(adapter)
+    assert loss(adapter) < 0.6 * start
+
+
+# ---------------------------------------------------------------- refused
+def shaped(**parts):
+    t = quantize(W)
+    return replace(t, **parts)
+
+
+INVALID = {
+    "format": (
+        lambda: linear(X, quantize(W, ROW_SCALED)),
+        ValueError,
+        r"linear: w must have the format of recipe.fprop.w, nvfp4_tensor_448, got nvfp4_row_448; choose a recipe",
+    ),
+    "rotated": (lambda: linear(X, quantize(W, NVFP4_RHT)), ValueError, "nvfp4_tensor_448, got nvfp4_tensor_448_rht"),
+    "e4m3_max": (lambda: linear(X, quantize(W), recipes.four_over_six()), ValueError, "_256, got nvfp4_tensor_448"),
+    "kn": (
+        lambda: linear(X, quantize(W), w_axes="kn"),
+        ValueError,
+        r"linear: w_axes must be 'nk' for an NVFP4Tensor w, .*got 'kn'; .*quantize\(w, transpose=True\)",
+    ),
+    "rank": (
+        lambda: linear(X, quantize(normal((2, 48, 64)))),
+        ValueError,
+        r"linear: w must have rank 2, \[N, K\], got w.shape=\(2, 48, 64\)",
+    ),
+    "k": (lambda: linear(X[:, :32], quantize(W)), ValueError, r"must have the same size K, got x.shape=\(32, 32\), w"),
+    "k_of_windows": (
+        lambda: linear(normal((32, 48)), quantize(normal((48, 48)), NVFP4_2D), recipes.window64()),
+        ValueError,
+        "linear: K must be a multiple of 64, got K=48",
+    ),
+    "amax": (lambda: linear(X, shaped(amax=jnp.ones(3))), ValueError, r"linear: w.amax must have shape \(\)"),
+    "scale": (lambda: linear(X, shaped(scale=jnp.zeros((48, 4)))), TypeError, "linear: w.scale must be float8_e4m3fn"),
+    "bias": (lambda: linear(X, quantize(W), bias=jnp.ones(3)), ValueError, r"bias must have shape \(N,\)=\(48,\), got"),
+    "x": (lambda: linear(quantize(X), quantize(W)), TypeError, "linear: x must be an array, got an NVFP4Tensor"),
+    "fp32": (
+        lambda: linear(X.astype(jnp.float32), quantize(W), recipes.inference(weight_only=True)),
+        TypeError,
+        "x must be bfloat16 or float16 for a weight-only recipe",
+    ),
+    "recipe": (lambda: linear(X, quantize(W), NVFP4), TypeError, "linear: recipe must be a Recipe"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "text"), INVALID.values(), ids=INVALID)
+def test_what_does_not_fit_is_refused(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_a_format_is_read_from_the_tensor():
+    """One from elsewhere, whose format was not said."""
+    t = quantize(W, ROW_SCALED)
+    with pytest.raises(ValueError, match=r"format of recipe.fprop.w, nvfp4_row_448, got nvfp4_tensor_448"):
+        linear(X, NVFP4Tensor(t.data, t.scale, t.amax, Format()), RECIPES["rows_of_w"])

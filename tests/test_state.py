@@ -1,0 +1,236 @@
+"""What stores keep of a quantized tensor: names that say the format, and ``to_state`` for stores without names."""
+
+import io
+from itertools import permutations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_same_tensor, key_for
+from operands import normal
+
+from jnvfp4 import (
+    NVFP4,
+    NVFP4_RHT,
+    ROW_SCALED,
+    WINDOW64,
+    Format,
+    four_over_six,
+    from_state,
+    quantize,
+    to_state,
+)
+from jnvfp4.spec import SUPPORTED_SPECS, name_of
+
+# One spec for each format.
+SPECS = {
+    s.format: s for s in (four_over_six(amax_scope="row"), four_over_six(), WINDOW64, ROW_SCALED, NVFP4_RHT, NVFP4)
+}
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=name_of)
+other_formats = pytest.mark.parametrize(("saved", "wanted"), list(permutations(SPECS.values(), 2)), ids=name_of)
+
+
+def tree_of(spec, lead=()):
+    x = normal((*lead, 32, 64))
+    return {"layers": [{"w": quantize(x, spec, key=key_for(spec)), "norm": jnp.ones(64)}], "step": 3}
+
+
+def paths(tree):
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(tree)]
+
+
+def test_there_are_six_formats():
+    assert set(SPECS) == {spec.format for spec in SUPPORTED_SPECS}
+    assert len(SPECS) == 6
+
+
+# ---------------------------------------------------------------- names
+def test_the_paths_of_the_leaves_name_the_format():
+    assert paths({"w": quantize(normal((32, 64)))}) == [
+        "w/data_nvfp4_tensor_448",
+        "w/scale_nvfp4_tensor_448",
+        "w/amax_nvfp4_tensor_448",
+    ]
+    assert paths(quantize(normal((32, 64)), NVFP4_RHT))[0] == "data_nvfp4_tensor_448_rht"
+    assert paths(quantize(normal((32, 64)), four_over_six(amax_scope="row")))[2] == "amax_nvfp4_row_256"
+
+
+@other_formats
+def test_trees_of_two_formats_have_no_path_in_common(saved, wanted):
+    """So that a store of names and arrays finds none of the entries of another format."""
+    assert set(paths(quantize(normal((32, 64)), saved))).isdisjoint(paths(quantize(normal((32, 64)), wanted)))
+
+
+@every_spec
+def test_a_store_of_names_gives_the_tensors_back(spec):
+    """Without a tree to restore into: what orbax restores as nested dictionaries."""
+    tree = tree_of(spec, lead=(2,))
+    w = tree["layers"][0]["w"]
+    named = {path: leaf for path, leaf in zip(paths(w), jax.tree.leaves(w), strict=True)}
+    assert_same_tensor(from_state({"layers": [{"w": named, "norm": jnp.ones(64)}], "step": 3}), tree)
+
+
+# ---------------------------------------------------------------- to_state and from_state
+@every_spec
+def test_from_state_reverses_to_state(spec):
+    tree = tree_of(spec)
+    assert_same_tensor(from_state(to_state(tree)), tree)
+    assert_same_tensor(from_state(to_state(tree["layers"][0]["w"])), tree["layers"][0]["w"])
+
+
+def test_a_state_has_plain_arrays_alone():
+    """Types that every store knows: no float8."""
+    state = to_state(tree_of(NVFP4_RHT))["layers"][0]["w"]
+    assert {key: (leaf.dtype.name, leaf.shape) for key, leaf in state.items()} == {
+        "data_nvfp4_tensor_448_rht": ("uint8", (32, 32)),
+        "scale_nvfp4_tensor_448_rht": ("uint8", (32, 4)),
+        "amax_nvfp4_tensor_448_rht": ("float32", ()),
+        "format": ("int32", (3,)),
+    }
+    np.testing.assert_array_equal(state["format"], [0, 448, 1])
+
+
+def test_other_leaves_are_the_same_objects():
+    tree = tree_of(NVFP4)
+    assert to_state(tree)["layers"][0]["norm"] is tree["layers"][0]["norm"]
+    assert from_state(to_state(tree))["layers"][0]["norm"] is tree["layers"][0]["norm"]
+
+
+def test_a_file_of_numpy_arrays_keeps_every_bit():
+    tree, file = tree_of(four_over_six()), io.BytesIO()
+    leaves, structure = jax.tree.flatten(to_state(tree))
+    np.savez(file, *leaves)
+    file.seek(0)
+    with np.load(file) as stored:
+        restored = from_state(jax.tree.unflatten(structure, list(stored.values())))
+    assert isinstance(restored["layers"][0]["w"].data, np.ndarray)
+    assert_same_tensor(restored, tree)
+
+
+def by_order(saved, like):
+    """What a store of leaves without names does."""
+    return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(saved))
+
+
+def test_leaves_by_order_lose_the_format():
+    """Why there is ``to_state``: no error is possible here."""
+    saved, like = quantize(normal((32, 64)), NVFP4_RHT), quantize(normal((32, 64)))
+    assert by_order(saved, like).format == Format()
+
+
+@other_formats
+def test_a_state_restored_by_order_into_another_format_is_refused(saved, wanted):
+    state = by_order(to_state(tree_of(saved)), to_state(tree_of(wanted)))
+    with pytest.raises(ValueError, match=r"from_state: the format of \['layers'\]\[0\]\['w'\] must be nvfp4_"):
+        from_state(state)
+
+
+@every_spec
+def test_a_state_restored_by_order_into_its_format_is_the_tensor(spec):
+    tree = tree_of(spec)
+    assert_same_tensor(from_state(by_order(to_state(tree), to_state(jax.eval_shape(lambda: tree)))), tree)
+
+
+def test_an_abstract_tree_has_an_abstract_state():
+    """For a restore into ``to_state(jax.eval_shape(...))``."""
+    tree = {"w": quantize(normal((32, 64)))}
+    abstract = jax.eval_shape(lambda: tree)
+    state = to_state(abstract)["w"]
+    assert state["scale_nvfp4_tensor_448"] == jax.ShapeDtypeStruct((32, 4), jnp.uint8)
+    assert from_state(to_state(abstract)) == abstract or jax.tree.all(
+        jax.tree.map(lambda a, b: a == b, from_state(to_state(abstract)), abstract)
+    )
+    assert jax.tree.structure(from_state(jax.eval_shape(lambda: to_state(tree)))) == jax.tree.structure(tree)
+
+
+def test_shardings_stay():
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    tree = jax.device_put({"w": quantize(normal((32, 64)))}, device)
+    assert {leaf.sharding for leaf in jax.tree.leaves(to_state(tree)) if isinstance(leaf, jax.Array)} == {device}
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    assert to_state(abstract)["w"]["scale_nvfp4_tensor_448"].sharding == device
+
+
+# ---------------------------------------------------------------- refused
+def broken(change):
+    state = to_state(quantize(normal((32, 64))))
+    return {"w": change(dict(state))}
+
+
+DATA, SCALE, AMAX = (f"{part}_nvfp4_tensor_448" for part in ("data", "scale", "amax"))
+INVALID = {
+    "no_scale": (lambda s: {k: v for k, v in s.items() if k != SCALE}, rf"\['w'\] must have .*{SCALE}.*got \['amax_"),
+    "one_more": (lambda s: {**s, "other": 1}, r"must have .*, got .*'other'"),
+    "two_formats": (lambda s: {**s, "data_nvfp4_row_448": s[DATA]}, r"must have .*, got .*'data_nvfp4_row_448'"),
+    "no_format": (
+        lambda s: {k.replace("448", "240"): v for k, v in s.items()},
+        r"the names in \['w'\] must be .*nvfp4_tensor_448.*, got nvfp4_tensor_240",
+    ),
+    "no_such_record": (
+        lambda s: {**s, "format": np.array([3, 448, 0])},
+        r"must be nvfp4_tensor_448, .* got \[3, 448, 0\]",
+    ),
+    "short_record": (lambda s: {**s, "format": np.array([0])}, r"must be nvfp4_tensor_448, .* got \[0\]"),
+    "scale_dtype": (lambda s: {**s, SCALE: np.zeros((32, 4), "V1")}, r"scale .* must be uint8 or float8_e4m3fn, got"),
+}
+
+
+@pytest.mark.parametrize(("change", "text"), INVALID.values(), ids=INVALID)
+def test_a_broken_state_is_refused(change, text):
+    with pytest.raises(ValueError, match="from_state: .*" + text):
+        from_state(broken(change))
+
+
+def test_a_state_inside_jit_is_refused():
+    """The format is a part of the structure of a tensor, and there the record is no number."""
+    with pytest.raises(TypeError, match=r"from_state: the format of .* must be known, got a traced array; call"):
+        jax.jit(from_state)(to_state(quantize(normal((32, 64)))))
+
+
+# ---------------------------------------------------------------- orbax
+def save(tmp_path, tree):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    checkpointer = ocp.StandardCheckpointer()
+    checkpointer.save(tmp_path / "c", tree)
+    checkpointer.wait_until_finished()
+    return lambda *like: checkpointer.restore(tmp_path / "c", *like)
+
+
+ignore_orbax = pytest.mark.filterwarnings("ignore")  # its own warnings are no concern here
+
+
+@ignore_orbax
+@every_spec
+def test_orbax_restores_into_the_same_format(tmp_path, spec):
+    tree = {"w": quantize(normal((32, 64)), spec)}
+    assert_same_tensor(save(tmp_path, tree)(jax.eval_shape(lambda: tree)), tree)
+
+
+@ignore_orbax
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [(NVFP4, NVFP4_RHT), (NVFP4_RHT, NVFP4), (NVFP4, four_over_six()), (four_over_six(), NVFP4)],
+    ids=name_of,
+)
+def test_orbax_refuses_another_format(tmp_path, saved, wanted):
+    restore = save(tmp_path, {"w": quantize(normal((32, 64)), saved)})
+    like = jax.eval_shape(lambda: {"w": quantize(normal((32, 64)), wanted)})
+    with pytest.raises((ValueError, KeyError), match="nvfp4"):
+        restore(like)
+
+
+@ignore_orbax
+@every_spec
+def test_orbax_restores_without_a_tree(tmp_path, spec):
+    tree = {"w": quantize(normal((32, 64)), spec), "list": [quantize(normal((32, 64)), spec)]}
+    assert_same_tensor(from_state(save(tmp_path, tree)()), tree)
+
+
+@ignore_orbax
+@every_spec
+def test_orbax_restores_a_state(tmp_path, spec):
+    tree = {"w": quantize(normal((32, 64)), spec)}
+    restore = save(tmp_path, to_state(tree))
+    assert_same_tensor(from_state(restore()), tree)
+    assert_same_tensor(from_state(restore(jax.eval_shape(lambda: to_state(tree)))), tree)
