@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 from collections import namedtuple
@@ -94,8 +95,8 @@ FILES = {
     "dots": (edit_map(lambda w: w.update({NORM: ".."})), "'..'; expected a name without a folder"),
     "absolute path": (edit_map(lambda w: w.update({NORM: "/etc/passwd"})), "'/etc/passwd'; expected a name without"),
     "backslash": (edit_map(lambda w: w.update({NORM: "..\\x"})), "expected a name without a folder"),
-    "zero byte": (edit_map(lambda w: w.update({NORM: "a\0b"})), "is missing"),
-    "long name": (edit_map(lambda w: w.update({NORM: "x" * 5000})), "is missing"),
+    "zero byte": (edit_map(lambda w: w.update({NORM: "a\0b.safetensors"})), "is missing"),
+    "long name": (edit_map(lambda w: w.update({NORM: "x" * 5000 + ".safetensors"})), "is missing"),
     "surrogate": (edit_map(lambda w: w.update({NORM: "\ud800"})), rf"{INDEX}: is not valid JSON .*surrogates"),
     "number": (edit_map(lambda w: w.update({NORM: 1})), rf"{INDEX}: has no weight_map"),
     "no map": (rewrite(INDEX, "{}"), rf"{INDEX}: has no weight_map"),
@@ -133,6 +134,39 @@ def test_a_stray_shard_is_ignored_with_a_warning(model, tmp_path, capsys):
     assert b"stray" not in files[INDEX]
 
 
+# A file of tensors under each of these names is none that other readers open, or one that the converter writes itself.
+NO_SHARDS = ("hf_quant_config.json", ".jnvfp4-progress.json", "config.json", INDEX, "shard.dat", "weights.txt",
+             "x.safetensors.tmp-5", "X.SAFETENSORS", "safetensors")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_SHARDS)
+def test_shards_are_called_safetensors(model, tmp_path, name, capsys):
+    """Others would be overwritten by what the converter writes, or converted to files that nothing opens."""
+    edit_map(lambda w: w.update({DOWN: name, NORM: name}))(model)
+    if not (model / name).exists():
+        (model / B).rename(model / name)
+    before = files_of(model)
+    text = rf"{INDEX}: tensor '{DOWN}': names the file '{re.escape(name)}'; expected a name that ends in \.safetensors"
+    if name == ".jnvfp4-progress.json":
+        text = "in: is an unfinished output"
+    refused(model, tmp_path, text, 3, capsys=capsys)
+    assert files_of(model) == before
+
+
+@pytest.mark.parametrize("name", [n for n in NO_SHARDS if n not in ("config.json", INDEX)])
+def test_a_single_file_is_called_safetensors(tmp_path, name, capsys):
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / name, {DOWN: weight(16, 32)})
+    text = rf"in/{re.escape(name)}: is no checkpoint; expected a file whose name ends in \.safetensors"
+    if name == ".jnvfp4-progress.json":
+        text = "in: is an unfinished output"
+    refused(tmp_path / "in" / name, tmp_path, text, 3, capsys=capsys)
+    (tmp_path / "in" / name).rename(tmp_path / "in" / "any name.safetensors")
+    assert DOWN.removesuffix("weight").encode() in converted(tmp_path / "in" / "any name.safetensors", tmp_path)[
+        "any name.safetensors"
+    ]
+
+
 def test_what_is_no_checkpoint(tmp_path, capsys):
     refused(tmp_path / "nothing", tmp_path, "nothing: does not exist; expected a directory or a file", 3, capsys=capsys)
     (tmp_path / "in").mkdir()
@@ -151,7 +185,8 @@ def test_pickle_is_refused(tmp_path, capsys):
         directory.mkdir(parents=True)
         (directory / name).write_bytes(pickle.dumps(Opened()))
         refused(directory, tmp_path, f"hint: pickle files such as {name} are not read", 3, capsys=capsys)
-        refused(directory / name, tmp_path, f"{name}: header length is", 3, capsys=capsys)
+        text = f"{name}: is no checkpoint; .*\nhint: pickle files such as {name} are not read"
+        refused(directory / name, tmp_path, text, 3, capsys=capsys)
     assert not (tmp_path / "opened").exists()
 
 

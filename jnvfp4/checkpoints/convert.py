@@ -13,11 +13,11 @@ from .._version import __version__
 from ._convert.encode import Target
 from ._convert.options import ConvertOptions
 from ._convert.plan import Plan, make_plan, plan_without
-from ._convert.resume import RECORD, ResumeRecord
+from ._convert.resume import ResumeRecord
 from ._convert.shards import OnProgress, ShardWriter, find_amaxes
 from ._files.companions import copy_companions
 from ._files.errors import CheckpointError, Exit
-from ._files.files import check_free_space, json_bytes, locked, remove_temporaries, write_file
+from ._files.files import RECORD, check_free_space, json_bytes, locked, remove_temporaries, write_file
 from ._files.source import CONFIG, HF_QUANT, INDEX, Source, open_source
 
 TINY_AMAX = 7.9e-36  # below it 2688 / amax overflows float32

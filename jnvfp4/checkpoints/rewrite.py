@@ -13,7 +13,7 @@ import numpy as np
 from .._version import __version__
 from ._files.companions import copy_companions
 from ._files.errors import CheckpointError, Exit
-from ._files.files import CHUNK_BYTES, check_free_space, json_bytes, slices, write_file
+from ._files.files import CHUNK_BYTES, check_free_space, json_bytes, slices, unfinished, write_file
 from ._files.safetensors import DTYPES, Entry, Planned, Writer
 from ._files.source import CONFIG, HF_QUANT, INDEX, links_outside, read_json
 from ._layouts.configs import FP8_KV_CACHE, JSON, hf_quant_config, quantization_config
@@ -268,11 +268,12 @@ def _write(rewriting: Rewriting, output: Path, warn: Warn) -> None:
         files = {**files, INDEX: {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(names.items()))}}
     try:
         output.mkdir(parents=True, exist_ok=True)
-        for name, shard in shards.items():
-            _write_shard(rewriting, output / name, shard)
-        not_copied = copy_companions(stored.source.directory, output, stored.source.single_file)
-        for name, value in files.items():
-            write_file(output / name, json_bytes(value))
+        with unfinished(output):
+            for name, shard in shards.items():
+                _write_shard(rewriting, output / name, shard)
+            not_copied = copy_companions(stored.source.directory, output, stored.source.single_file)
+            for name, value in files.items():
+                write_file(output / name, json_bytes(value))
     except OSError as e:
         raise CheckpointError(f"cannot be written ({e.strerror})", file=e.filename or output, code=Exit.IO) from e
     for text in not_copied:

@@ -8,11 +8,9 @@ from typing import Any
 
 from ..._version import __version__
 from .._files.errors import CheckpointError, Exit
-from .._files.files import is_temporary, json_bytes, write_file
+from .._files.files import RECORD, is_temporary, json_bytes, write_file
 from .._files.source import CONFIG, Source, read_json
 from .options import ConvertOptions
-
-RECORD = ".jnvfp4-progress.json"
 
 
 def file_digest(path: Path) -> str:

@@ -14,6 +14,7 @@ from ...spec import BLOCK
 from .errors import CheckpointError, Exit
 
 CHUNK_BYTES = 64 << 20  # of a tensor that are in memory at once, unless the caller says otherwise
+RECORD = ".jnvfp4-progress.json"  # lies in an output while it is unfinished
 _TEMPORARY = re.compile(r"(.*)\.tmp-\d+", re.DOTALL)
 
 
@@ -60,6 +61,23 @@ def remove_temporaries(directory: Path, names: Container[str]) -> None:
 
 
 # ---------------------------------------------------------------- directories
+@contextmanager
+def unfinished(directory: Path) -> Iterator[None]:
+    """Keeps a record in a directory while files are written into it, since a part of them would open as if whole.
+
+    After an exception or Ctrl-C the record stays if there is a shard.
+    """
+    record = directory / RECORD
+    write_file(record, json_bytes({"unfinished": "an output of jnvfp4"}))
+    try:
+        yield
+    except BaseException:
+        if not any(directory.glob("*.safetensors")):
+            record.unlink(missing_ok=True)
+        raise
+    record.unlink()
+
+
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Keeps other processes out of a directory; the system unlocks it when this process ends in any way."""
