@@ -16,7 +16,7 @@ from . import __version__, support
 from .checkpoints._convert.options import ConvertOptions, check_clashes
 from .checkpoints._convert.plan import make_plan
 from .checkpoints._files.errors import CheckpointError, CommandError, Exit
-from .checkpoints._files.files import CHUNK_BYTES, existing_parent
+from .checkpoints._files.files import CHUNK_BYTES, checked_path, existing_parent
 from .checkpoints._files.source import open_source
 from .checkpoints._layouts.layouts import LAYOUTS
 from .checkpoints.compare import diff, inspect
@@ -292,7 +292,7 @@ def _model(a: argparse.Namespace) -> Path:
 
 def _check_directory(path: Path) -> None:
     """Raises if a directory cannot be made or written into. It is not made, since it may be inside of the output."""
-    directory = existing_parent(path)
+    directory = existing_parent(checked_path(path))
     if not directory.is_dir():
         raise CheckpointError("is a file", "a directory", file=directory, code=Exit.USAGE)
     try:

@@ -17,7 +17,7 @@ from ._convert.resume import ResumeRecord
 from ._convert.shards import OnProgress, ShardWriter, find_amaxes
 from ._files.companions import copy_companions
 from ._files.errors import CheckpointError, Exit
-from ._files.files import RECORD, check_free_space, json_bytes, locked, remove_temporaries, write_file
+from ._files.files import RECORD, check_free_space, checked_path, json_bytes, locked, remove_temporaries, write_file
 from ._files.source import CONFIG, HF_QUANT, INDEX, Source, open_source
 
 TINY_AMAX = 7.9e-36  # below it 2688 / amax overflows float32
@@ -76,7 +76,7 @@ def convert_checkpoint(
     Raises:
       CheckpointError: the source is damaged or cannot be converted, loaders would disagree, or the disk is full.
     """
-    output = Path(output)
+    output = checked_path(output)
     plan = make_plan(open_source(Path(source)), options or ConvertOptions())
     _check_output(plan, output, overwrite or resume)
     record = ResumeRecord(output, plan.source, plan.options)

@@ -15,7 +15,7 @@ import numpy as np
 
 from .._patterns import layer_of
 from .._version import __version__
-from ._files.files import json_bytes
+from ._files.files import checked_path, json_bytes
 from ._layouts.names import module_of
 from .convert import Result
 from .verify import SUSPICIOUS, Record, as_json
@@ -64,7 +64,7 @@ def write_report(directory: Path | str, records: list[Record], result: Result | 
     Returns:
       the files that were written.
     """
-    directory = Path(directory)
+    directory = checked_path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     groups = {m: list(g.members) for g in result.plan.groups for m in g.members} if result else {}
     tensors = [{**t, **_from_conversion(t["name"], result, groups)} for t in as_json(records)]

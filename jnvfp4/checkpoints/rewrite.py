@@ -13,7 +13,7 @@ import numpy as np
 from .._version import __version__
 from ._files.companions import copy_companions
 from ._files.errors import CheckpointError, Exit
-from ._files.files import CHUNK_BYTES, check_free_space, json_bytes, slices, unfinished, write_file
+from ._files.files import CHUNK_BYTES, check_free_space, checked_path, json_bytes, slices, unfinished, write_file
 from ._files.safetensors import DTYPES, Entry, Planned, Writer
 from ._files.source import CONFIG, HF_QUANT, INDEX, links_outside, read_json
 from ._layouts.configs import FP8_KV_CACHE, JSON, hf_quant_config, quantization_config
@@ -257,6 +257,7 @@ class _Shard:
 
 def _write(rewriting: Rewriting, output: Path, warn: Warn) -> None:
     """Writes shard by shard, then the files beside them; config and index are last."""
+    checked_path(output)
     stored, files = rewriting.stored, rewriting.files()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError("is not empty", "an empty or new directory", file=output, code=Exit.USAGE)

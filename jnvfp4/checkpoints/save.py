@@ -10,7 +10,7 @@ import numpy as np
 from .._version import __version__
 from ..tensor import NVFP4Tensor
 from ._files.errors import CheckpointError, Exit
-from ._files.files import json_bytes, unfinished, write_file
+from ._files.files import checked_path, json_bytes, unfinished, write_file
 from ._files.safetensors import DTYPES, TAGS, Planned, Writer
 from ._files.source import CONFIG, HF_QUANT
 from ._layouts.configs import hf_quant_config, quantization_config
@@ -40,7 +40,7 @@ def save_checkpoint(
     """
     if layout not in LAYOUTS:
         raise CheckpointError(f"layout is {layout!r}", f"one of {', '.join(LAYOUTS)}", code=Exit.USAGE)
-    output, to = Path(output), LAYOUTS[layout]
+    output, to = checked_path(output), LAYOUTS[layout]
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError("is not empty", "an empty or new directory", file=output, code=Exit.USAGE)
     weights = {n: t for n, t in tensors.items() if isinstance(t, NVFP4Tensor)}

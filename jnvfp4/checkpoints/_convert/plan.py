@@ -11,7 +11,7 @@ from .._files.errors import CheckpointError
 from .._files.safetensors import FLOATS, Planned
 from .._files.source import CONFIG, HF_QUANT, INDEX, Source, read_json
 from .._layouts.configs import hf_quant_config, quantization_config
-from .._layouts.layouts import LAYOUTS, Layout, Parts
+from .._layouts.layouts import LAYOUTS, Layout, Parts, names_global_scale
 from .._layouts.loaders import check_ignore_list, ignore_list, linear_modules
 from .._layouts.names import Group, module_of
 from .options import ConvertOptions
@@ -146,12 +146,10 @@ def _refuse_quantized(source: Source) -> None:
             hint="repack changes the layout of NVFP4, dequantize undoes it; --dequantize-input fp8-block decodes FP8",
         )
     for name in source.places:
-        if name.endswith("weight_scale_inv"):
+        hint = "--dequantize-input fp8-block decodes it" if name.endswith("weight_scale_inv") else ""
+        if hint or names_global_scale(name):
             raise CheckpointError(
-                "is a scale of quantized weights",
-                "a model in high precision",
-                tensor=name,
-                hint="--dequantize-input fp8-block decodes it",
+                "is a scale of quantized weights", "a model in high precision", tensor=name, hint=hint
             )
 
 
@@ -186,13 +184,14 @@ def _item(decision: Decision, options: ConvertOptions, input_scales: Mapping[str
 
 
 def _check_names(items: Mapping[str, Item]) -> None:
-    """Raises if two tensors of the source become one of the output."""
+    """Raises if two tensors of the source become one of the output, or would be read as a part of another."""
     names: dict[str, str] = {}
     for item in items.values():
-        for p in item.outputs:
-            other = names.setdefault(p.name, item.name)
-            if other != item.name:
-                raise CheckpointError(f"{item.name!r} and {other!r} both become it", "one of them", tensor=p.name)
+        parts = vars(item.parts).values() if item.parts else [p.name for p in item.outputs]
+        for name in parts:
+            other = names.setdefault(name, item.name)
+            if name is not None and other != item.name:
+                raise CheckpointError(f"{item.name!r} and {other!r} both become it", "one of them", tensor=name)
 
 
 # ---------------------------------------------------------------- activation scales

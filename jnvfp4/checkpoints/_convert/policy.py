@@ -199,6 +199,7 @@ def decide(source: Source, options: ConvertOptions) -> Decisions:
     decisions = {e.name: policy.decision(e, source) for e in source.entries()}
     policy.check_use()
     modules = [module_of(n) for n, d in decisions.items() if n.endswith(WEIGHT) or is_expert_stack(d.entry)]
+    _check_modules(decisions)
     groups = groups_of(modules, options.share, options.share_qkv)
     _check_share(modules, options)
     warnings: list[str] = []
@@ -211,6 +212,13 @@ def decide(source: Source, options: ConvertOptions) -> Decisions:
     if not quantized and not options.allow_empty:
         raise CheckpointError("no tensor is quantized", hint="--allow-empty converts all the same", code=Exit.USAGE)
     return Decisions(decisions, quantized, tuple(warnings))
+
+
+def _check_modules(decisions: Mapping[str, Decision]) -> None:
+    """Raises if a stack of experts and another weight are of one module."""
+    for name, decision in decisions.items():
+        if is_expert_stack(decision.entry) and name + WEIGHT in decisions:
+            raise CheckpointError(f"is the weight of a module, as {name!r} is", "one of them", tensor=name + WEIGHT)
 
 
 def keep_groups(decisions: Decisions, groups: Container[Group], reason: str, *, allow_empty: bool) -> Decisions:
@@ -271,9 +279,8 @@ def _as_a_whole(group: Group, members: list[Decision], strict: bool) -> tuple[li
 
 def _missing_roles(group: Group) -> list[str]:
     """Warns of a missing q, k or v, and raises if gate or up is missing."""
+    parent, _, first = group.members[0].rpartition(".")
     for role in group.missing:
         if any(role in fused for fused in INSEPARABLE):
-            raise CheckpointError(
-                f"module {group.parent!r} has {group.roles[0]} but no {role}", "both", hint="--ignore keeps it"
-            )
-    return [f"{group.parent}: no {role}" for role in group.missing if len(group.roles) > 1]
+            raise CheckpointError(f"module {parent!r} has {first} but no {role}", "both", hint="--ignore keeps it")
+    return [f"{parent}: no {role}" for role in group.missing if len(group.members) > 1]

@@ -99,6 +99,17 @@ def locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def checked_path(path: Path | str) -> Path:
+    """Raises if no file can have this path, which the functions of ``pathlib`` find too late or not at all."""
+    try:
+        possible = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        possible = False
+    if not possible:
+        raise CheckpointError(f"{str(path)!r} has a character that no path can have", code=Exit.USAGE)
+    return Path(path)
+
+
 def existing_parent(path: Path) -> Path:
     """Finds the nearest directory or file on the way to ``path`` that exists, which may be ``path`` itself."""
     return next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())

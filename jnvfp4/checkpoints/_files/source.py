@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .errors import CheckpointError, Exit
-from .files import RECORD
+from .files import RECORD, checked_path
 from .safetensors import Entry, File, json_object
 
 CONFIG = "config.json"
@@ -98,6 +98,7 @@ def open_source(path: Path) -> Source:
       CheckpointError: there are no such files, the directory is an unfinished output, the index and the files
         disagree, or a file is damaged.
     """
+    path = checked_path(path)
     _refuse_unfinished(path.parent if os.path.isfile(path) else path)
     if os.path.isfile(path):
         if not path.name.endswith(SHARD):

@@ -129,8 +129,7 @@ class Stored:
 def layout_of(source: Source) -> Layout | None:
     """Finds the layout of a checkpoint from the names in it, or None if no weight is quantized."""
     for layout in (COMPRESSED_TENSORS, TE, MODELOPT):
-        suffixes = (layout.global_scale, *([layout.global_scale.replace(".", "_", 1)] if layout.stacks else []))
-        if any(name.endswith(suffixes) for name in source.places):
+        if any(name.endswith(layout.global_suffixes) for name in source.places):
             return layout
     config = (source.config or {}).get("quantization_config")
     if isinstance(config, dict) and config.get("quant_method") == "jnvfp4":
