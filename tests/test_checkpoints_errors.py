@@ -7,7 +7,9 @@ import pickle
 import re
 import resource
 import shutil
+import types
 from collections import namedtuple
+from contextlib import contextmanager
 
 import ml_dtypes
 import numpy as np
@@ -30,6 +32,7 @@ from checkpoints import (
 
 from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint
 from jnvfp4.checkpoints._convert.plan import make_plan
+from jnvfp4.checkpoints._files import companions
 from jnvfp4.checkpoints._files.safetensors import DTYPES
 from jnvfp4.checkpoints._files.source import open_source
 from jnvfp4.checkpoints._layouts.stored import open_stored
@@ -587,7 +590,9 @@ def test_a_disk_that_fills_up(model, tmp_path, monkeypatch, room, capsys):
     monkeypatch.setattr(os, "pwrite", full)
     arguments = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out")]
     assert main(arguments) == 6
-    assert "out: cannot be written (No space left on device)" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "out: cannot be written (No space left on device)" in err
+    assert ("hint: finished shards are kept; --resume goes on" in err) == bool(list((tmp_path / "out").iterdir()))
     assert list(files_of(tmp_path / "out")) in ([], [".jnvfp4-progress.json"])
     assert full.room == 0
 
@@ -638,17 +643,67 @@ def test_a_finished_shard_stays(model, tmp_path, monkeypatch, capsys):
     assert files_of(tmp_path / "out") == want
 
 
-def test_a_copy_that_fails_leaves_no_part(model, tmp_path, monkeypatch, capsys):
+class Failing:
+    """Opens files as ``open`` does, but the tokenizer fails: to open, to read, or to be written."""
+
+    def __init__(self, what, error, after=0):
+        self.what, self.error, self.after = what, error, after
+
+    def __call__(self, path, mode):
+        file = open(path, mode, buffering=0)
+        if "tokenizer" not in str(path) or ("w" in mode) != (self.what == "write"):
+            return file
+        if self.after:
+            self.after -= 1
+            return file
+        if self.what != "open":
+            return self.failing(file)
+        file.close()
+        raise OSError(self.error, os.strerror(self.error), str(path))
+
+    @contextmanager
+    def failing(self, file):
+        def fail(*_):
+            raise OSError(self.error, os.strerror(self.error))
+
+        with file:
+            yield types.SimpleNamespace(**{self.what: fail})
+
+
+@pytest.mark.parametrize(("what", "error"), [("open", errno.EACCES), ("read", errno.EIO)])
+def test_a_companion_that_cannot_be_read_is_found_first(model, tmp_path, monkeypatch, capsys, what, error):
     (model / "tokenizer.json").write_text("{}")
+    convert_checkpoint(model, tmp_path / "nvfp4")
+    monkeypatch.setattr(companions, "open", Failing(what, error), raising=False)
+    text = rf"/{{}}/tokenizer.json: cannot be read \({os.strerror(error)}\)$"
+    refused(model, tmp_path, text.format("in"), 6, capsys=capsys)
+    for command in (["dequantize"], ["repack", "--format", "compressed-tensors"]):
+        assert main([command[0], str(tmp_path / "nvfp4"), str(tmp_path / "out"), *command[1:]]) == 6
+        assert re.search(text.format("nvfp4"), capsys.readouterr().err, re.M)
+        assert not (tmp_path / "out").exists()
 
-    def half(source, target):
-        target.write_text("{")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
 
-    monkeypatch.setattr(shutil, "copyfile", half)
-    assert main(["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out")]) == 6
-    assert "tokenizer.json" in capsys.readouterr().err
+COPIES = [("read", errno.EIO, "in/tokenizer.json: cannot be read"),
+          ("write", errno.ENOSPC, "out/tokenizer.json: cannot be written")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "error", "text"), COPIES)
+def test_a_copy_that_fails_leaves_no_part(model, tmp_path, monkeypatch, capsys, what, error, text):
+    """The check before the conversion has read it."""
+    (model / "tokenizer.json").write_text("{}")
+    want = converted(model, tmp_path)
+    shutil.rmtree(tmp_path / "out")
+    arguments = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out")]
+    with monkeypatch.context() as patch:
+        patch.setattr(companions, "open", Failing(what, error, after=what == "read"), raising=False)
+        capsys.readouterr()
+        assert main(arguments) == 6
+    line, hint = capsys.readouterr().err.strip().split("\n")[-2:]
+    assert line.endswith(f"{text} ({os.strerror(error)})")
+    assert hint == "hint: finished shards are kept; --resume goes on"
     assert sorted(files_of(tmp_path / "out")) == [".jnvfp4-progress.json", A, B]
+    assert main([*arguments, "--resume"]) == 0
+    assert files_of(tmp_path / "out") == want
 
 
 def test_a_signalling_nan(tmp_path, capsys):

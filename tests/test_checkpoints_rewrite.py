@@ -12,7 +12,7 @@ from checkpoints import DOWN, GATE, GOLDEN, UP, files_of, weight, write, write_m
 import jnvfp4
 from jnvfp4.checkpoints import compare, rewrite
 from jnvfp4.checkpoints._convert.options import ConvertOptions
-from jnvfp4.checkpoints._files import files
+from jnvfp4.checkpoints._files import companions, files
 from jnvfp4.checkpoints._files.companions import copy_companions
 from jnvfp4.checkpoints._files.errors import CheckpointError, Exit
 from jnvfp4.checkpoints._files.safetensors import File
@@ -257,11 +257,11 @@ def test_a_file_that_cannot_be_copied_leaves_no_part(tmp_path, monkeypatch):
     out.mkdir()
     (source / "tokenizer.json").write_text("x" * 100)
 
-    def broken(path, target):
-        target.write_text("x")
+    def broken(path):
+        yield b"x"
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("shutil.copyfile", broken)
+    monkeypatch.setattr(companions, "_chunks", broken)
     with pytest.raises(OSError, match="No space"):
         copy_companions(source, out)
     assert not list(out.iterdir())

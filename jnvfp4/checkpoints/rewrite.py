@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 
 from .._version import __version__
-from ._files.companions import copy_companions
-from ._files.errors import CheckpointError, Exit
+from ._files.companions import check_companions, copy_companions
+from ._files.errors import CheckpointError, Exit, io_error
 from ._files.files import CHUNK_BYTES, check_free_space, checked_path, json_bytes, slices, unfinished, write_file
 from ._files.safetensors import DTYPES, Entry, Planned, Writer
 from ._files.source import CONFIG, HF_QUANT, INDEX, links_outside, read_json
@@ -255,6 +255,9 @@ class _Shard:
     outputs: list[Planned]
 
 
+_AGAIN = "the output is not complete: remove it and run the command again"
+
+
 def _write(rewriting: Rewriting, output: Path, warn: Warn) -> None:
     """Writes shard by shard, then the files beside them; config and index are last."""
     checked_path(output)
@@ -264,6 +267,7 @@ def _write(rewriting: Rewriting, output: Path, warn: Warn) -> None:
     shards = _shards(rewriting)
     sizes = [sum(p.nbytes for p in shard.outputs) for shard in shards.values()]
     check_free_space(output, sizes)
+    check_companions(stored.source.directory, stored.source.single_file)
     if len(shards) > 1:
         names = {p.name: name for name, shard in shards.items() for p in shard.outputs}
         files = {**files, INDEX: {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(names.items()))}}
@@ -276,7 +280,7 @@ def _write(rewriting: Rewriting, output: Path, warn: Warn) -> None:
             for name, value in files.items():
                 write_file(output / name, json_bytes(value))
     except OSError as e:
-        raise CheckpointError(f"cannot be written ({e.strerror})", file=e.filename or output, code=Exit.IO) from e
+        raise io_error(e, output, _AGAIN if output.is_dir() and any(output.iterdir()) else "") from e
     for text in not_copied:
         warn(text)
 

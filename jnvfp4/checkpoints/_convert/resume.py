@@ -96,6 +96,11 @@ class ResumeRecord:
         self.shards[path.name] = file_digest(path)
         self._write()
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether the record is in the output, so that the conversion can be resumed."""
+        return self._path.is_file()
+
     def _write(self) -> None:
         write_file(self._path, json_bytes(self._state))
 

@@ -41,6 +41,10 @@ class CommandError(Exception):
         self.code = code
 
 
+class Unreadable(OSError):
+    """Reports a file that cannot be read, while another one is written."""
+
+
 class CheckpointError(CommandError):
     """Reports what is wrong with a checkpoint or with the options of a conversion, and where.
 
@@ -68,3 +72,9 @@ class CheckpointError(CommandError):
             subjects.append(f"tensor {tensor!r:.200}")
         super().__init__(": ".join([*subjects, observed]), expected, hint=hint, code=code)
         self.file, self.tensor = file, tensor
+
+
+def io_error(e: OSError, output: Path, hint: str = "") -> CheckpointError:
+    """Says which file could not be read or written."""
+    verb = "read" if isinstance(e, Unreadable) else "written"
+    return CheckpointError(f"cannot be {verb} ({e.strerror})", file=e.filename or output, hint=hint, code=Exit.IO)
