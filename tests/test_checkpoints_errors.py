@@ -165,9 +165,10 @@ def test_a_single_file_is_called_safetensors(tmp_path, name, capsys):
         text = "in: is an unfinished output"
     refused(tmp_path / "in" / name, tmp_path, text, 3, capsys=capsys)
     (tmp_path / "in" / name).rename(tmp_path / "in" / "any name.safetensors")
-    assert DOWN.removesuffix("weight").encode() in converted(tmp_path / "in" / "any name.safetensors", tmp_path)[
-        "any name.safetensors"
-    ]
+    assert (
+        DOWN.removesuffix("weight").encode()
+        in converted(tmp_path / "in" / "any name.safetensors", tmp_path)["any name.safetensors"]
+    )
 
 
 def test_what_is_no_checkpoint(tmp_path, capsys):
@@ -650,7 +651,7 @@ class Failing:
         self.what, self.error, self.after = what, error, after
 
     def __call__(self, path, mode):
-        file = open(path, mode, buffering=0)
+        file = open(path, mode, buffering=0)  # noqa: SIM115
         if "tokenizer" not in str(path) or ("w" in mode) != (self.what == "write"):
             return file
         if self.after:

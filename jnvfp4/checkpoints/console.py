@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ._convert.plan import Plan
 from ._convert.shards import OnProgress
 from ._layouts.names import module_of
+from .verify import SUSPICIOUS, Record
 
 SECONDS = 10.0  # between two lines, if stderr is no terminal
 
@@ -128,6 +129,33 @@ def _warnings(description: dict[str, Any]) -> list[str]:
 def _others(tensor: dict[str, Any]) -> list[str]:
     module = module_of(tensor["name"])
     return [m.rpartition(".")[2] for m in tensor["group"] or () if m != module]
+
+
+def records_table(records: Sequence[Record]) -> str:
+    """Formats what a verification measured, one line per quantized weight."""
+    rows = (
+        (r.name, f"{e.relative_error:.4f}", "" if e.snr_db is None else f"{e.snr_db:.1f}", f"{e.max_abs_error:.3g}",
+         f"{e.largest_code_share:.4f}", f"{e.zero_code_share:.4f}")
+        for r in records if (e := r.error)
+    )  # fmt: skip
+    return table(("weight", "relative error", "SNR, dB", "largest error", "codes 6, -6", "codes 0"), rows)
+
+
+def verdict(records: Sequence[Record], failures: Sequence[str]) -> str:
+    """Says in one line how a verification ended."""
+    if failures:
+        more = f", and {len(failures) - 1} more" if len(failures) > 1 else ""
+        return f"NOT VERIFIED: {failures[0]}{more}"
+    errors = {r.name: r.error.relative_error for r in records if r.error}
+    kept = f"{len(records) - len(errors)} other tensors are unchanged"
+    if not errors:
+        return f"verified: {kept}"
+    worst = max(errors, key=lambda name: errors[name])
+    odd = sum(e > SUSPICIOUS for e in errors.values())
+    suspicious = f"; {odd} are above {SUSPICIOUS}, which is unusual" if odd else ""
+    mean = sum(errors.values()) / len(errors)
+    measured = f"{mean:.4f} on average and {errors[worst]:.4f} at most ({worst})"
+    return f"verified: {len(errors)} weights have a relative error of {measured}{suspicious}; {kept}"
 
 
 def inspect_table(checkpoint: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._version import __version__
 from ..tensor import NVFP4Tensor
-from ._files.errors import CheckpointError, Exit
+from ._files.errors import CheckpointError, Exit, OptionError
 from ._files.files import checked_path, json_bytes, unfinished, write_file
 from ._files.safetensors import DTYPES, TAGS, Planned, Writer
 from ._files.source import CONFIG, HF_QUANT
@@ -39,7 +39,7 @@ def save_checkpoint(
       CheckpointError: the layout cannot store a tensor, or weights that loaders fuse have different amaxes.
     """
     if layout not in LAYOUTS:
-        raise CheckpointError(f"layout is {layout!r}", f"one of {', '.join(LAYOUTS)}", code=Exit.USAGE)
+        raise OptionError({"layout": f"is {layout!r}"}, f"one of {', '.join(LAYOUTS)}")
     output, to = checked_path(output), LAYOUTS[layout]
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError("is not empty", "an empty or new directory", file=output, code=Exit.USAGE)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from ..._patterns import layer_of, matches, names_exactly
 from ...spec import BLOCK
-from .._files.errors import CheckpointError, Exit
+from .._files.errors import CheckpointError, Exit, OptionError
 from .._files.safetensors import FLOATS, Entry
 from .._files.source import Source
 from .._layouts.layouts import LAYOUTS
@@ -176,15 +176,14 @@ class Policy:
 
     def check_use(self) -> None:
         """Raises if a rule matched no tensor."""
-        o = self.options
-        rules = [f"ignore {p}" for p in o.ignore] + [f"contains {s}" for s in o.keep_containing]
-        rules += [f"contains {s}" for s in o.keep_containing_megatron]
-        rules += [f"targets {p}" for p in o.targets]
-        unused = [r for r in rules if r not in self._used]
-        if unused and not o.allow_unmatched:
-            raise CheckpointError(
-                f"the rule {unused[0]!r} matches no tensor", code=Exit.USAGE, hint="--allow-unmatched accepts it"
-            )
+        if self.options.allow_unmatched:
+            return
+        words = {"ignore": "ignore", "keep_containing": "contains", "keep_containing_megatron": "contains"}
+        for option, word in {**words, "targets": "targets"}.items():
+            for pattern in getattr(self.options, option):
+                if f"{word} {pattern}" not in self._used:
+                    hint = "--allow-unmatched accepts it"
+                    raise OptionError({option: f"has {pattern!r}, which matches no tensor"}, hint=hint)
 
 
 def decide(source: Source, options: ConvertOptions) -> Decisions:
@@ -248,9 +247,8 @@ def _check_share(modules: list[str], options: ConvertOptions) -> None:
     without = len(groups_of(modules, (), options.share_qkv))
     for pattern in () if options.allow_unmatched else options.share:
         if len(groups_of(modules, [pattern], options.share_qkv)) == without:
-            raise CheckpointError(
-                f"share {pattern!r} puts no two modules together", code=Exit.USAGE, hint="--allow-unmatched accepts it"
-            )
+            hint = "--allow-unmatched accepts it"
+            raise OptionError({"share": f"has {pattern!r}, which puts no two modules together"}, hint=hint)
 
 
 def _as_a_whole(group: Group, members: list[Decision], strict: bool) -> tuple[list[Decision], list[str]]:

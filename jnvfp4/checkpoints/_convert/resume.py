@@ -23,8 +23,8 @@ def _state_of_options(options: ConvertOptions) -> dict[str, Any]:
     """Describes everything beside the source that changes bytes, as JSON values."""
     values = {**dataclasses.asdict(options), "version": __version__}
     del values["chunk_bytes"]
-    if isinstance(options.input_scale, Path):
-        values["input_scale"] = file_digest(options.input_scale)
+    amax = options.input_amax
+    values["input_amax"] = file_digest(amax) if isinstance(amax, Path) else amax if amax is None else float(amax)
     return json.loads(json.dumps(values))
 
 

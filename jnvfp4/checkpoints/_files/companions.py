@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import Unreadable, io_error
+from .errors import ReadError, io_error
 from .files import replacing
 from .source import CONFIG, HF_QUANT, links_outside
 
@@ -26,7 +26,7 @@ def check_companions(directory: Path, single_file: bool = False) -> None:
         for path, warning in _companions(directory, single_file):
             if not warning:
                 next(_chunks(path), b"")
-    except Unreadable as e:
+    except ReadError as e:
         raise io_error(e, directory) from e
 
 
@@ -42,7 +42,7 @@ def copy_companions(directory: Path, output: Path, single_file: bool = False) ->
       a warning for each link that leads out of the directory or to nothing, which is not copied.
 
     Raises:
-      Unreadable: a file cannot be read.
+      ReadError: a file cannot be read.
       OSError: a copy cannot be written.
     """
     warnings = []
@@ -73,7 +73,7 @@ def _copy(path: Path, copy: Path) -> None:
             with open(temporary, "wb") as file:
                 for data in _chunks(path):
                     file.write(data)
-        except Unreadable:
+        except ReadError:
             raise
         except OSError as e:
             raise OSError(e.errno, e.strerror, str(copy)) from e
@@ -86,4 +86,4 @@ def _chunks(path: Path) -> Iterator[bytes]:
             while data := file.read(_CHUNK_BYTES):
                 yield data
     except OSError as e:
-        raise Unreadable(e.errno, e.strerror, str(path)) from e
+        raise ReadError(e.errno, e.strerror, str(path)) from e

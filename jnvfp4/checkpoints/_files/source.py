@@ -166,6 +166,12 @@ def _read_config(directory: Path) -> dict[str, Any] | None:
     return read_json(_check_inside(path)) if os.path.isfile(path) else None
 
 
+def read_hf_quant(source: Source) -> dict[str, Any]:
+    """Reads ``hf_quant_config.json``, which is empty if there is no such file."""
+    path = source.directory / HF_QUANT
+    return read_json(_check_inside(path)) if os.path.isfile(path) else {}
+
+
 def _read_index(directory: Path) -> Mapping[str, str] | None:
     path = directory / INDEX
     if not os.path.isfile(path):

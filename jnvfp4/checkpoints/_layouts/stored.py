@@ -108,6 +108,11 @@ class Stored:
             codes, scales = codes.transpose(0, 2, 1), scales.transpose(0, 2, 1)
         return Weight(self.name(module), self.layout, codes, scales, get(parts.global_scale), kn, self.e4m3_max)
 
+    def activation(self, module: str) -> np.ndarray | None:
+        """Gives the scale of a module's activations as it is stored; None if there is none."""
+        name = self.parts(module).activation
+        return self.source.array(name) if name is not None and name in self.source.places else None
+
     def release(self, module: str) -> None:
         """Drops a weight's pages from memory."""
         parts = self.parts(module)
