@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import os
 import re
 import sys
@@ -21,7 +20,7 @@ from .checkpoints._files.files import CHUNK_BYTES, checked_path, existing_parent
 from .checkpoints._files.source import open_source
 from .checkpoints._layouts.layouts import LAYOUTS
 from .checkpoints.compare import diff, inspect
-from .checkpoints.console import inspect_table, plan_as_json, plan_table, progress, records_table, tell, verdict
+from .checkpoints.console import inspect_table, plan_as_json, plan_table, progress, records_table, say, tell, verdict
 from .checkpoints.convert import convert_checkpoint
 from .checkpoints.report_files import summary, write_report
 from .checkpoints.rewrite import dequantize_checkpoint, repack_checkpoint
@@ -455,8 +454,7 @@ def _support(a: argparse.Namespace) -> Exit:
 
 
 def _show(result: object) -> Exit:
-    """Prints a result: text, or JSON values."""
-    print(result if isinstance(result, str) else json.dumps(result, indent=2, ensure_ascii=False))
+    say(result, sys.stdout, indent=2)
     return Exit.OK
 
 
@@ -493,14 +491,14 @@ def _main(arguments: list[str]) -> int:
         if debug:
             raise
         shown = e.renamed(_FLAGS) if isinstance(e, OptionError) else e
-        print(f"error: {shown}", file=sys.stderr)
+        say(f"error: {shown}", sys.stderr)
         return int(e.code)
     except BrokenPipeError:
         raise
     except OSError as e:
         if debug:
             raise
-        print(f"error: {e.filename or 'a file'}: {e.strerror}", file=sys.stderr)
+        say(f"error: {e.filename or 'a file'}: {e.strerror}", sys.stderr)
         return int(Exit.IO)
     except KeyboardInterrupt:
         hint = "; finished shards are kept\nhint: --resume goes on" if "convert" in arguments else ""

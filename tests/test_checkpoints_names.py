@@ -1,7 +1,12 @@
 """What names say: which modules are kept whatever model they are of, layers, and groups; and names of any kind."""
 
+import io
+import json
+import os
+import sys
 import tempfile
 from dataclasses import FrozenInstanceError
+from importlib.util import find_spec
 from pathlib import Path
 
 import hypothesis
@@ -268,3 +273,35 @@ def test_paths_that_no_file_can_have(tmp_path, monkeypatch, capsys, path):
         assert main(arguments) == 2
         assert "has a character that no path can have" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_odd_names_are_reported(tmp_path, monkeypatch, capsys):
+    """Names that a picture could take for formulas, and a directory whose name is no text."""
+    monkeypatch.chdir(tmp_path)
+    folder = os.fsdecode(b"m\xff$x_$\n")
+    names = ["$a_$.weight", "_.weight", "\\frac.weight", "\u0967.weight", "a\nb.weight", ".$.weight", "$$.weight"]
+    tensors = {n: ("F32", np.ones((16, 32), np.float32)) for n in names}
+    model = write_model(Path(folder), {"model.safetensors": tensors})
+    (model / "config.json").unlink()
+    assert main(["convert", folder, "out", "--report", "report"]) == 0
+    out, err = capsys.readouterr()
+    warning = json.loads(out)["warnings"][0]
+    assert json.loads(Path("report/report.json").read_text())["warnings"][0] == warning
+    assert warning.startswith(folder)
+    assert "missing" in err
+    assert Path("report/report.png").is_file() == (find_spec("matplotlib") is not None)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8", "latin-1"])
+def test_names_are_printed_in_any_encoding(tmp_path, monkeypatch, encoding):
+    model = write_model(
+        tmp_path / "in", {"model.safetensors": {"\u0967.weight": ("F32", np.ones((16, 32), np.float32))}}
+    )
+    for json_ in (True, False):
+        printed = io.TextIOWrapper(io.BytesIO(), encoding)
+        monkeypatch.setattr(sys, "stdout", printed)
+        assert main(["convert", str(model), os.fsdecode(b"\xff"), "--dry-run", *["--json"] * json_]) == 0
+        text = printed.buffer.getvalue().decode(encoding)
+        assert ("\u0967.weight" if encoding == "utf-8" else "\\u0967.weight") in text
+        assert not json_ or [t["name"] for t in json.loads(text)["tensors"]] == ["\u0967.weight"]

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from ._convert.plan import Plan
 from ._convert.shards import OnProgress
@@ -13,6 +13,25 @@ from ._layouts.names import module_of
 from .verify import SUSPICIOUS, Record
 
 SECONDS = 10.0  # between two lines, if stderr is no terminal
+
+
+def say(value: object, stream: TextIO, indent: int | None = None) -> None:
+    """Prints text, or another value as JSON. Characters that the stream cannot encode are escaped."""
+    if isinstance(value, str):
+        text = value.encode(stream.encoding, "backslashreplace").decode(stream.encoding)
+    else:
+        text = json.dumps(
+            value, indent=indent, ensure_ascii=not _encodes(stream, json.dumps(value, ensure_ascii=False))
+        )
+    print(text, file=stream, flush=True)
+
+
+def _encodes(stream: TextIO, text: str) -> bool:
+    try:
+        text.encode(stream.encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @contextmanager
@@ -51,8 +70,7 @@ class _JsonLines:
 
     def __call__(self, name: str, done: int) -> None:
         self._done += done
-        line = {"tensor": name, "bytes": self._done, "total": self._total}
-        print(json.dumps(line, ensure_ascii=False), file=sys.stderr, flush=True)
+        say({"tensor": name, "bytes": self._done, "total": self._total}, sys.stderr)
 
 
 class _Lines:
@@ -68,16 +86,13 @@ class _Lines:
         self._last = now
         rate = self._done / max(now - self._begun, 1e-9)
         left = (self._total - self._done) / rate if rate else float("inf")
-        print(
-            f"{self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left: {name}",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"{self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left"
+        say(f"{text}: {name}", sys.stderr)
 
 
 def tell(kind: Literal["warning", "note"], text: str, *, as_json: bool = False) -> None:
     """Prints a line on stderr."""
-    print(json.dumps({kind: text}, ensure_ascii=False) if as_json else f"{kind}: {text}", file=sys.stderr, flush=True)
+    say({kind: text} if as_json else f"{kind}: {text}", sys.stderr)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -51,7 +51,7 @@ def plot_errors(path: Path, records: list[Record], result: Result | None = None)
     _number_layers(below, [name for name, _ in errors])
     below.set_xlabel("layer (bands: all weights of a kind in a layer)" if above.collections else "layer")
     figure.legend(*above.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
-    figure.suptitle(_title([e.relative_error for _, e in errors], result))
+    figure.suptitle(_plain(_title([e.relative_error for _, e in errors], result)))
     figure.savefig(path, dpi=120)
     return True
 
@@ -75,7 +75,7 @@ def _draw(axes: Any, errors: list[tuple[str, ErrorStats]], value: Value, normal:
     drawn = [value(e) for _, e in errors]
     for kind, layers in sorted(_by_kind(errors, value).items()):
         x = sorted(layers)
-        (line,) = axes.plot(x, [np.mean(layers[i]) for i in x], marker="o", markersize=4, label=kind)
+        (line,) = axes.plot(x, [np.mean(layers[i]) for i in x], marker="o", markersize=4, label=_plain(kind))
         if any(len(layers[i]) > 1 for i in x):
             low, high = ([f(layers[i]) for i in x] for f in (min, max))
             axes.fill_between(x, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
@@ -104,6 +104,11 @@ def _by_kind(errors: list[tuple[str, ErrorStats]], value: Value) -> Mapping[str,
     for name, error in errors:
         out[module_of(name).rpartition(".")[2]][_layer(name)].append(value(error))
     return out
+
+
+def _plain(text: str) -> str:
+    """Escapes what matplotlib would take for a formula, and what is no text."""
+    return text.replace("$", r"\$").encode("utf-8", "backslashreplace").decode()
 
 
 def _number_layers(axes: Any, names: list[str]) -> None:

@@ -44,8 +44,8 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def json_bytes(value: object) -> bytes:
-    """Formats a JSON file."""
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    """Formats a JSON file. Of a path that is no text the odd bytes are escaped, as JSON allows."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def is_temporary(path: Path) -> bool:
