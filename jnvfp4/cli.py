@@ -1,26 +1,26 @@
 """Runs the command ``jnvfp4``: convert, inspect, verify, repack, dequantize, diff, doctor, support."""
 
 import argparse
-import json
+import dataclasses
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jax
 
 from . import __version__, support
-from .checkpoints._convert.options import ConvertOptions, check_clashes
+from .checkpoints._convert.options import ConvertOptions
 from .checkpoints._convert.plan import make_plan
-from .checkpoints._files.errors import CheckpointError, CommandError, Exit
-from .checkpoints._files.files import CHUNK_BYTES, existing_parent
+from .checkpoints._files.errors import CheckpointError, CommandError, Exit, OptionError
+from .checkpoints._files.files import CHUNK_BYTES, checked_path, existing_parent
 from .checkpoints._files.source import open_source
 from .checkpoints._layouts.layouts import LAYOUTS
 from .checkpoints.compare import diff, inspect
-from .checkpoints.console import inspect_table, plan_as_json, plan_table, progress, tell
+from .checkpoints.console import inspect_table, plan_as_json, plan_table, progress, records_table, say, tell, verdict
 from .checkpoints.convert import convert_checkpoint
 from .checkpoints.report_files import summary, write_report
 from .checkpoints.rewrite import dequantize_checkpoint, repack_checkpoint
@@ -29,8 +29,41 @@ from .spec import NVFP4, NVFP4_2D, ROW_SCALED, QuantSpec, four_over_six
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _BROKEN_PIPE = 141  # the exit code that a shell shows for a process that SIGPIPE ended
+# The flag of each field of ConvertOptions and of each argument of the other functions, for errors.
+_FLAGS = {
+    "layout": "--format",
+    "spec": "--recipe",
+    "preset": "--preset",
+    "targets": "--targets",
+    "ignore": "--ignore",
+    "start_layers": "--num-layers-at-start-in-bf16",
+    "end_layers": "--num-layers-at-end-in-bf16",
+    "keep_containing": "--extra-high-precision-layers-hf",
+    "keep_containing_megatron": "--extra-high-precision-layers-megatron",
+    "weight_only": "--weight-only",
+    "input_amax": "--input-amax",
+    "kv_cache": "--kv-cache",
+    "experts": "--experts",
+    "expert_layout": "--expert-layout",
+    "dequantize_input": "--dequantize-input",
+    "share": "--share",
+    "share_qkv": "--no-share-qkv",
+    "max_shard_bytes": "--max-shard-size",
+    "on_nonfinite": "--on-nonfinite",
+    "on_bad_shape": "--on-bad-shape",
+    "allow_empty": "--allow-empty",
+    "allow_unmatched": "--allow-unmatched",
+    "strict": "--strict",
+    "cast_f64": "--cast-f64",
+    "high_precision_dtype": "--high-precision-dtype",
+    "zero_amax": "--zero-amax",
+    "chunk_bytes": "--device-chunk",
+    "dtype": "--dtype",
+    "max_relative_error": "--max-rel-error",
+}
 
 
+# ---------------------------------------------------------------- values of flags
 def _size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmg]?i?b?)", text.lower(), re.ASCII)
     size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
@@ -45,13 +78,23 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _input_scale(text: str) -> float | Path:
+def _input_amax(text: str) -> float | Path:
     try:
         return float(text)
     except ValueError:
         if not os.path.isfile(text):
             raise argparse.ArgumentTypeError(f"{text!r} is no file; expected a number or a JSON file") from None
         return Path(text)
+
+
+def _input_scale(text: str) -> Path:
+    """Reads the older flag. It took a scale as a number, but amaxes in a file, as --input-amax does."""
+    value = _input_amax(text)
+    if isinstance(value, Path):
+        return value
+    raise argparse.ArgumentTypeError(
+        f"{text} is a number; expected a JSON file, or --input-amax {2688 * value:g}, which gives this scale"
+    )
 
 
 def _device(text: str) -> jax.Device | None:
@@ -62,21 +105,28 @@ def _device(text: str) -> jax.Device | None:
     try:
         return jax.devices(platform)[int(number or 0)]
     except (RuntimeError, IndexError, ValueError) as e:
-        raise CommandError(f"device is {text!r}", "auto, cpu, or cuda:N of a GPU that JAX has") from e
+        raise CommandError(f"--device is {text!r}", "auto, cpu, or cuda:N of a GPU that JAX has") from e
 
 
 def _implementation(backend: str, device: str) -> Literal["native", "reference"] | None:
     if device != "auto" and backend in ("cuda", "cpu") and not device.startswith(backend):
-        raise CommandError(f"backend is {backend} and device {device}", "a device of the backend")
+        raise CommandError(f"--backend is {backend} and --device is {device}", "a device of the backend")
     return {"auto": None, "jnp": "reference"}.get(backend, "native")
 
 
+# ---------------------------------------------------------------- flags
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise CommandError(message, hint=f"{self.prog} --help")
 
 
-def _parser() -> argparse.ArgumentParser:
+_EXPERT_LAYOUT = "axes of experts in one tensor: [E, N, K] or [E, K, N]; auto decides by the model type"
+_SOURCE = "input: a directory of safetensors files, or one such file"
+_OUTPUT = "output: a new or empty directory"
+
+
+def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Makes the parser; for ``arguments`` with the older flags of source and output it takes these."""
     common = _Parser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
     text = "NVFP4 for JAX: Hugging Face checkpoints, and what runs here."
@@ -84,183 +134,173 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jnvfp4 {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
 
-    def command(name: str, text: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=text, description=text, parents=[common])
+    def command(name: str, text: str, more: str = "", example: str = "") -> argparse.ArgumentParser:
+        description = f"{text[0].upper()}{text[1:]}.{more}" + (
+            f"\n\nexample: jnvfp4 {name} {example}" if example else ""
+        )
+        raw = argparse.RawDescriptionHelpFormatter
+        return commands.add_parser(name, help=text, description=description, parents=[common], formatter_class=raw)
 
-    _convert_arguments(command("convert", "quantize a checkpoint"))
-    p = command("inspect", "describe a checkpoint: layout, kept tensors, groups, sizes")
-    p.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
-    p.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    p = command("verify", "compare a converted checkpoint with its source")
-    p.add_argument("source", type=Path, metavar="SRC", help="the checkpoint that was converted")
-    p.add_argument("output", type=Path, metavar="OUT", help="the converted checkpoint")
-    p.add_argument(
-        "--max-rel-error", type=float, default=0.2, metavar="X", help="largest relative error of a weight (default 0.2)"
-    )
+    older = any(re.match("--(model|save)", argument) for argument in arguments)
+    _convert_arguments(command("convert", "quantize a checkpoint", _CONVERT), older)
+    p = command("inspect", "describe a checkpoint: layout, kept tensors, groups, sizes", example="MODEL-NVFP4")
+    _positional(p, source="the checkpoint")
+    _json(p)
+    more = " The last\nline says whether all is well. Exit code 5 says that it is not."
+    p = command("verify", "compare a converted checkpoint with its source", more, "MODEL MODEL-NVFP4")
+    _positional(p, source="the checkpoint that was converted", output="the converted checkpoint")
+    text = "largest relative error of a weight (default 0.2)"
+    p.add_argument("--max-rel-error", type=float, default=0.2, metavar="X", help=text)
     p.add_argument("--expert-layout", choices=("auto", "nk", "kn"), default="auto", help=_EXPERT_LAYOUT)
-    p = command("repack", "write a checkpoint in another layout, with the same codes and block scales")
-    p.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
-    p.add_argument("output", type=Path, metavar="OUT", help="a new or empty directory")
+    _json(p)
+    text = "write a checkpoint in another layout, with the same codes and block scales"
+    p = command("repack", text, example="MODEL-NVFP4 OUTPUT --format compressed-tensors")
+    _positional(p, source="the checkpoint", output=_OUTPUT)
     p.add_argument("--format", choices=LAYOUTS, required=True, help="layout of the output")
-    p = command("dequantize", "decode a checkpoint to an ordinary one")
-    p.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
-    p.add_argument("output", type=Path, metavar="OUT", help="a new or empty directory")
+    _json(p)
+    p = command("dequantize", "decode a checkpoint to an ordinary one", example="MODEL-NVFP4 OUTPUT --dtype bf16")
+    _positional(p, source="the checkpoint", output=_OUTPUT)
     p.add_argument("--dtype", choices=("bf16", "f16", "f32"), default="bf16", help="dtype of the decoded weights")
-    p = command("diff", "count where two checkpoints differ")
-    p.add_argument("first", type=Path, metavar="A", help="a checkpoint")
-    p.add_argument("second", type=Path, metavar="B", help="another checkpoint")
+    _json(p)
+    more = " Exit code 1 says\nthat something differs. The result is JSON."
+    p = command("diff", "count where two checkpoints differ, in tensors and in configs", more, "MODEL-A MODEL-B")
+    _positional(p, first="a checkpoint", second="another checkpoint, of any layout")
     command("doctor", "show what was built and what runs here, and check its bits")
     command("support", "show which operation has which kernels")
     return parser
 
 
-_EXPERT_LAYOUT = "axes of experts in one tensor: [E, N, K] or [E, K, N]; auto decides by the model type"
+def _positional(p: Any, **arguments: str) -> None:
+    for name, text in arguments.items():
+        p.add_argument(name, type=Path, metavar=name.upper(), help=text)
 
 
-def _convert_arguments(p: argparse.ArgumentParser) -> None:
-    add, pattern = p.add_argument, "a module and all below it, re: and an expression, or a name with *"
-    add(
-        "--model-dir",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="input: a directory of safetensors files, or one such file",
-    )
-    add("--subfolder", type=Path, metavar="NAME", help="convert this folder of the input instead, with its config")
-    add("--save-dir", type=Path, required=True, metavar="DIR", help="output: a new or empty directory")
+def _json(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+_CONVERT = """ SOURCE and OUTPUT come first, since some options take
+several values. --model-dir SOURCE --save-dir OUTPUT is an older form of the two."""
+
+
+def _convert_arguments(p: argparse.ArgumentParser, older: bool) -> None:
+    """Adds the flags of ``convert`` in groups."""
+    _file_arguments(_group(p, "files", "MODEL MODEL-NVFP4 --max-shard-size 5GB"), older)
+    _recipe_arguments(_group(p, "how weights are quantized", "MODEL OUTPUT --format te --recipe row-scaled"))
+    example = 'MODEL OUTPUT --ignore "*.o_proj" --num-layers-at-end-in-bf16 2'
+    _rule_arguments(_group(p, "which weights are quantized", example))
+    _activation_arguments(_group(p, "activations", "MODEL OUTPUT --input-amax amaxes.json"))
+    _model_arguments(_group(p, "models of other kinds", "MODEL OUTPUT --experts per-expert"))
+    _machine_arguments(_group(p, "speed (the output is the same with any)", "MODEL OUTPUT --device cuda:0 --workers 4"))
+    _output_arguments(_group(p, "what is shown", "MODEL OUTPUT --dry-run"))
+
+
+def _group(p: argparse.ArgumentParser, title: str, example: str) -> Callable[..., Any]:
+    return p.add_argument_group(title, f"example: jnvfp4 convert {example}").add_argument
+
+
+def _switches(add: Callable[..., Any], **switches: str) -> None:
+    for name, text in switches.items():
+        add(f"--{name.replace('_', '-')}", action="store_true", help=text)
+
+
+def _file_arguments(add: Callable[..., Any], older: bool) -> None:
+    for name, flag, text in (("source", "--model-dir", _SOURCE), ("output", "--save-dir", _OUTPUT)):
+        if older:
+            add(flag, dest=name, type=Path, required=True, metavar=name.upper(), help=text)
+        else:
+            add(name, type=Path, metavar=name.upper(), help=text)
+    text = "convert this folder of the input instead, with its config"
+    add("--subfolder", type=Path, metavar="NAME", help=text)
+    text = "size of output files, such as 5GB, instead of the input's"
+    add("--max-shard-size", type=_size, metavar="SIZE", help=text)
+    _switches(add, resume="continue an interrupted conversion", overwrite="accept an output that has files")
+
+
+def _recipe_arguments(add: Callable[..., Any]) -> None:
+    recipes = ("nvfp4", "4over6", "row-scaled")
     add("--format", choices=LAYOUTS, default="modelopt", help="layout of the output (default modelopt)")
-    add(
-        "--recipe",
-        choices=("nvfp4", "4over6", "row-scaled"),
-        default="nvfp4",
-        help="how weights are quantized (default nvfp4)",
-    )
-    add(
-        "--preset",
-        choices=("linear", "moe-experts"),
-        default="linear",
-        help="quantize all projections or those of experts",
-    )
-    add("--targets", nargs="+", default=(), metavar="PATTERN", help=f"quantize only these weights: {pattern}")
-    add("--ignore", nargs="+", default=(), metavar="PATTERN", help=f"keep these weights: {pattern}")
-    add("--num-layers-at-start-in-bf16", type=int, default=0, metavar="N", help="keep the first N decoder layers")
-    add("--num-layers-at-end-in-bf16", type=int, default=0, metavar="N", help="keep the last N decoder layers")
-    add(
-        "--extra-high-precision-layers-hf",
-        nargs="+",
-        default=(),
-        metavar="TEXT",
-        help="keep tensors that have TEXT in their name",
-    )
-    add("--extra-high-precision-layers-megatron", nargs="+", default=(), metavar="TEXT",
-        help="the same for a model with Megatron's names")  # fmt: skip
+    add("--recipe", choices=recipes, default="nvfp4", help="how weights are quantized (default nvfp4)")
     add("--4over6-err-mode", dest="error", choices=("mae", "mse"), help="error that 4over6 minimizes (default mae)")
     add("--e4m3-max", type=int, choices=(448, 256), help="largest block scale of 4over6 (default 256)")
     add("--2d", dest="two_d", action="store_true", help="use 16x16 blocks instead of 1x16")
-    add("--weight-only", action="store_true", help="keep activations in high precision")
-    add("--input-scale", type=_input_scale, metavar="NUMBER|FILE",
-        help="scale of all activations (default 1.0), or a JSON file with the amax of each module")  # fmt: skip
+    text = r"share a global scale in further groups: (PARENT)\.ROLE"
+    add("--share", nargs="+", default=(), metavar="EXPRESSION", help=text)
+    add("--no-share-qkv", dest="share_qkv", action="store_false", help="give q, k and v global scales of their own")
+    add("--zero-amax", choices=("one", "te-reference"), default="one", help="S_enc of a weight of zeros")
+
+
+def _rule_arguments(add: Callable[..., Any]) -> None:
+    pattern = "a module and all below it, re: and an expression, or a name with *"
+    text = "quantize all projections or those of experts"
+    add("--preset", choices=("linear", "moe-experts"), default="linear", help=text)
+    add("--targets", nargs="+", default=(), metavar="PATTERN", help=f"quantize only these weights: {pattern}")
+    add("--ignore", nargs="+", default=(), metavar="PATTERN", help=f"keep these weights: {pattern}")
+    for end, name in (("start", "first"), ("end", "last")):
+        flag, text = f"--num-layers-at-{end}-in-bf16", f"keep the {name} N decoder layers"
+        add(flag, dest=f"{end}_layers", type=int, default=0, metavar="N", help=text)
+    text = "keep tensors that have TEXT in their name"
+    add("--extra-high-precision-layers-hf", dest="keep_containing", nargs="+", default=(), metavar="TEXT", help=text)
+    flag, text = "--extra-high-precision-layers-megatron", "the same for a model with Megatron's names"
+    add(flag, dest="keep_containing_megatron", nargs="+", default=(), metavar="TEXT", help=text)
+    text = "cast kept floating-point tensors"
+    add("--high-precision-dtype", choices=("keep", "bf16"), default="keep", help=text)
+    text = "skip: keep a group with NaN or infinity"
+    add("--on-nonfinite", choices=("error", "skip"), default="error", help=text)
+    text = "keep: keep a weight whose K is no multiple of 16"
+    add("--on-bad-shape", choices=("error", "keep"), default="error", help=text)
+    _switches(
+        add,
+        allow_empty="accept a conversion that quantizes nothing",
+        allow_unmatched="accept a rule that matches nothing",
+        strict="refuse a rule that splits a group",
+        cast_f64="quantize F64 weights too, after a cast to float32",
+    )
+
+
+def _activation_arguments(add: Callable[..., Any]) -> None:
+    _switches(add, weight_only="keep activations in high precision")
+    text = (
+        "amax of all activations, or a JSON file with the amax of each module (without it scales are 1.0, uncalibrated)"
+    )
+    add("--input-amax", type=_input_amax, metavar="NUMBER|FILE", help=text)
+    add("--input-scale", dest="input_amax", type=_input_scale, metavar="FILE", help="older name of --input-amax FILE")
     add("--kv-cache", choices=("none", "fp8"), default="none", help="KV cache that the config asks for (default none)")
-    add("--experts", choices=("keep", "per-expert", "stacked"), default="keep",
-        help="leave experts as they are, give each its own tensors, or put all in one")  # fmt: skip
+
+
+def _model_arguments(add: Callable[..., Any]) -> None:
+    text = "leave experts as they are, give each its own tensors, or put all in one"
+    add("--experts", choices=("keep", "per-expert", "stacked"), default="keep", help=text)
     add("--expert-layout", choices=("auto", "nk", "kn"), default="auto", help=_EXPERT_LAYOUT)
     add("--dequantize-input", choices=("none", "fp8-block"), default="none", help="decode FP8 with 128x128 blocks")
-    add("--high-precision-dtype", choices=("keep", "bf16"), default="keep", help="cast kept floating-point tensors")
-    add("--zero-amax", choices=("one", "te-reference"), default="one", help="S_enc of a weight of zeros")
-    add(
-        "--share",
-        nargs="+",
-        default=(),
-        metavar="EXPRESSION",
-        help=r"share a global scale in further groups: (PARENT)\.ROLE",
-    )
-    add("--no-share-qkv", action="store_true", help="give q, k and v global scales of their own")
-    add(
-        "--device",
-        default="auto",
-        metavar="auto|cpu|cuda:N",
-        help="device that quantizes; auto is cpu (does not change the output)",
-    )
-    add(
-        "--backend",
-        choices=("auto", "cuda", "cpu", "jnp"),
-        default="auto",
-        help="which kernels to use (does not change the output)",
-    )
-    add(
-        "--device-chunk",
-        type=_size,
-        default=CHUNK_BYTES,
-        metavar="SIZE",
-        help="bytes of a weight processed at once (default 64MiB)",
-    )
-    add(
-        "--workers",
-        type=_count,
-        default=2,
-        metavar="N",
-        help="tensors processed at once (default 2; does not change the output)",
-    )
+
+
+def _machine_arguments(add: Callable[..., Any]) -> None:
+    add("--device", default="auto", metavar="auto|cpu|cuda:N", help="device that quantizes; auto is cpu")
+    add("--backend", choices=("auto", "cuda", "cpu", "jnp"), default="auto", help="which kernels to use")
+    text = "bytes of a weight processed at once (default 64MiB)"
+    add("--device-chunk", dest="chunk_bytes", type=_size, default=CHUNK_BYTES, metavar="SIZE", help=text)
+    add("--workers", type=_count, default=2, metavar="N", help="tensors processed at once (default 2)")
+
+
+def _output_arguments(add: Callable[..., Any]) -> None:
     add("--report", type=Path, metavar="DIR", help="verify, and write report.json, .csv and .png into DIR")
-    add(
-        "--max-shard-size", type=_size, metavar="SIZE", help="size of output files, such as 5GB, instead of the input's"
+    _switches(
+        add,
+        dry_run="show what would be done, write nothing",
+        json="print JSON instead of the table of --dry-run",
+        json_progress="print progress and warnings as JSON, one object per line",
+        quiet="print no progress and no warnings",
     )
-    add("--on-nonfinite", choices=("error", "skip"), default="error", help="skip: keep a group with NaN or infinity")
-    add(
-        "--on-bad-shape",
-        choices=("error", "keep"),
-        default="error",
-        help="keep: keep a weight whose K is no multiple of 16",
-    )
-    for flag, text in (
-        ("--allow-empty", "accept a conversion that quantizes nothing"),
-        ("--allow-unmatched", "accept a rule that matches nothing"),
-        ("--strict", "refuse a rule that splits a group"),
-        ("--cast-f64", "quantize F64 weights too, after a cast to float32"),
-        ("--resume", "continue an interrupted conversion"),
-        ("--overwrite", "accept an output that has files"),
-        ("--dry-run", "show what would be done, write nothing"),
-        ("--json", "print JSON instead of the table of --dry-run"),
-        ("--json-progress", "print progress and warnings as JSON, one object per line"),
-        ("--quiet", "print no progress and no warnings"),
-    ):
-        add(flag, action="store_true", help=text)
 
 
+# ---------------------------------------------------------------- convert
 def _options(a: argparse.Namespace) -> ConvertOptions:
-    # None: the flag was not used. A flag without effect is an error, also with its default as value.
-    explicit = {} if a.input_scale is None else {"input_scale": a.input_scale}
-    options = ConvertOptions(
-        layout=a.format,
-        spec=_spec(a),
-        preset=a.preset,
-        targets=tuple(a.targets),
-        ignore=tuple(a.ignore),
-        start_layers=a.num_layers_at_start_in_bf16,
-        end_layers=a.num_layers_at_end_in_bf16,
-        keep_containing=tuple(a.extra_high_precision_layers_hf),
-        keep_containing_megatron=tuple(a.extra_high_precision_layers_megatron),
-        weight_only=a.weight_only,
-        kv_cache=a.kv_cache,
-        experts=a.experts,
-        expert_layout=a.expert_layout,
-        dequantize_input=a.dequantize_input,
-        high_precision_dtype=a.high_precision_dtype,
-        zero_amax=a.zero_amax,
-        share=tuple(a.share),
-        share_qkv=not a.no_share_qkv,
-        max_shard_bytes=a.max_shard_size,
-        on_nonfinite=a.on_nonfinite,
-        on_bad_shape=a.on_bad_shape,
-        allow_empty=a.allow_empty,
-        allow_unmatched=a.allow_unmatched,
-        strict=a.strict,
-        cast_f64=a.cast_f64,
-        chunk_bytes=a.device_chunk,
-        **explicit,
-    )
-    check_clashes(options, explicit)
-    return options
+    """Makes the options. Flags have the names of the fields, except those that choose layout, spec and shard size."""
+    others: dict[str, Any] = {"layout": a.format, "spec": _spec(a), "max_shard_bytes": a.max_shard_size}
+    names = [f.name for f in dataclasses.fields(ConvertOptions) if f.name not in others]
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v := getattr(a, name), list) else v for name in names}
+    return ConvertOptions(**others, **values)
 
 
 def _spec(a: argparse.Namespace) -> QuantSpec:
@@ -284,15 +324,15 @@ def _spec(a: argparse.Namespace) -> QuantSpec:
 def _model(a: argparse.Namespace) -> Path:
     """Finds the directory or file that is converted."""
     if a.subfolder is None:
-        return a.model_dir
+        return a.source
     if a.subfolder.is_absolute() or ".." in a.subfolder.parts:
-        raise CommandError(f"subfolder is {str(a.subfolder)!r}", "a folder in --model-dir")
-    return a.model_dir / a.subfolder
+        raise CommandError(f"--subfolder is {str(a.subfolder)!r}", "a folder in the input")
+    return a.source / a.subfolder
 
 
 def _check_directory(path: Path) -> None:
     """Raises if a directory cannot be made or written into. It is not made, since it may be inside of the output."""
-    directory = existing_parent(path)
+    directory = existing_parent(checked_path(path))
     if not directory.is_dir():
         raise CheckpointError("is a file", "a directory", file=directory, code=Exit.USAGE)
     try:
@@ -301,18 +341,18 @@ def _check_directory(path: Path) -> None:
         raise CheckpointError(f"cannot be written into ({e.strerror})", file=directory, code=Exit.IO) from e
 
 
-def _convert(a: argparse.Namespace) -> object:
+def _convert(a: argparse.Namespace) -> Exit:
     options, model = _options(a), _model(a)
     source = open_source(model)
     if a.dry_run:
         plan = plan_as_json(make_plan(source, options))
-        return plan if a.json else plan_table(plan)
+        return _show(plan if a.json else plan_table(plan))
     if a.report is not None:
         _check_directory(a.report)
     with progress(source.nbytes, quiet=a.quiet, as_json=a.json_progress) as on_progress:
         result = convert_checkpoint(
             model,
-            a.save_dir,
+            a.output,
             options,
             device=_device(a.device if a.device != "auto" or a.backend == "jnp" else a.backend),
             implementation=_implementation(a.backend, a.device),
@@ -326,60 +366,99 @@ def _convert(a: argparse.Namespace) -> object:
             tell("warning", warning, as_json=a.json_progress)
     if a.report is not None:
         try:
-            records = verify_checkpoint(model, a.save_dir, expert_layout=a.expert_layout)
+            records = verify_checkpoint(model, a.output, expert_layout=a.expert_layout)
         except VerificationError as e:
             write_report(a.report, e.records, result)
             raise
         written = write_report(a.report, records, result)
         if not a.quiet and not any(path.suffix == ".png" for path in written):
             tell("note", "no report.png, as matplotlib is not installed", as_json=a.json_progress)
-        return summary(records, result)
-    return {
-        "quantized": len(result.amaxes),
-        "kept": sum(not item.decision.quantizes for item in result.plan.items.values()),
-        "bytes_before": result.bytes_before,
-        "bytes_after": result.bytes_after,
-    }
+        return _show(summary(records, result))
+    return _show(
+        {
+            "quantized": len(result.amaxes),
+            "kept": sum(not item.decision.quantizes for item in result.plan.items.values()),
+            "bytes_before": result.bytes_before,
+            "bytes_after": result.bytes_after,
+            "warnings": list(result.warnings),
+        }
+    )
 
 
-def _inspect(a: argparse.Namespace) -> object:
-    description = inspect(a.directory)
-    return description if a.json else inspect_table(description)
+# ---------------------------------------------------------------- the other commands
+def _inspect(a: argparse.Namespace) -> Exit:
+    description = inspect(a.source)
+    return _show(description if a.json else inspect_table(description))
 
 
-def _verify(a: argparse.Namespace) -> object:
-    records = verify_checkpoint(a.source, a.output, a.max_rel_error, a.expert_layout)
-    return {**summary(records), "tensors": as_json(records)}
+def _verify(a: argparse.Namespace) -> Exit:
+    failure: VerificationError | None = None
+    try:
+        records = verify_checkpoint(a.source, a.output, a.max_rel_error, a.expert_layout)
+    except VerificationError as e:
+        records, failure = e.records, e
+    failures = [str(f) for f in failure.failures] if failure else []
+    last = verdict(records, failures)
+    if a.json:
+        _show({"verdict": last, "failures": failures, **summary(records), "tensors": as_json(records)})
+    else:
+        _show("\n".join([records_table(records), last]))
+    if failure:
+        raise failure
+    return Exit.OK
 
 
 def _warn(text: str) -> None:
     tell("warning", text)
 
 
-def _repack(a: argparse.Namespace) -> object:
-    return {"globals_that_do_not_come_back": repack_checkpoint(a.directory, a.output, a.format, warn=_warn)}
+def _repack(a: argparse.Namespace) -> Exit:
+    changed = repack_checkpoint(a.source, a.output, a.format, warn=_warn)
+    source = inspect(a.source)
+    before, count = source["layout"], len(source["quantized"])
+    did = {"from": before, "to": a.format, "weights": count, "copied": len(source["kept"])}
+    text = (
+        f"repacked {count} weights from {before} to {a.format}, with the same codes and block scales, and copied "
+        f"{len(source['kept'])} other tensors\n{changed} global scales would change in the last bit on the way back"
+    )
+    return _show({**did, "globals_that_do_not_come_back": changed} if a.json else text)
 
 
-def _dequantize(a: argparse.Namespace) -> object:
-    dequantize_checkpoint(a.directory, a.output, a.dtype.upper(), warn=_warn)
-    return None
+def _dequantize(a: argparse.Namespace) -> Exit:
+    dequantize_checkpoint(a.source, a.output, a.dtype.upper(), warn=_warn)
+    source = inspect(a.source)
+    did = {
+        "from": source["layout"],
+        "dtype": a.dtype,
+        "weights": len(source["quantized"]),
+        "copied": len(source["kept"]),
+    }
+    text = f"decoded {did['weights']} weights to {a.dtype}, and copied {did['copied']} other tensors"
+    return _show(did if a.json else text)
 
 
-def _diff(a: argparse.Namespace) -> object:
-    return vars(diff(a.first, a.second))
+def _diff(a: argparse.Namespace) -> Exit:
+    found = diff(a.first, a.second)
+    _show(vars(found))
+    return Exit.OK if found.same else Exit.DIFFERENT
 
 
-def _doctor(a: argparse.Namespace) -> object:
+def _doctor(a: argparse.Namespace) -> Exit:
     if not support.doctor():
         raise CommandError("a kernel gives other bits than the reference", code=Exit.VERIFICATION)
-    return None
+    return Exit.OK
 
 
-def _support(a: argparse.Namespace) -> object:
-    return support.support_table().removesuffix("\n")
+def _support(a: argparse.Namespace) -> Exit:
+    return _show(support.support_table().removesuffix("\n"))
 
 
-_RUN: dict[str, Callable[[argparse.Namespace], object]] = {
+def _show(result: object) -> Exit:
+    say(result, sys.stdout, indent=2)
+    return Exit.OK
+
+
+_RUN: dict[str, Callable[[argparse.Namespace], Exit]] = {
     "convert": _convert,
     "inspect": _inspect,
     "verify": _verify,
@@ -406,24 +485,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     debug = "--debug" in arguments
     try:
-        a = _parser().parse_args(arguments)
-        result = _RUN[a.command](a)
+        a = _parser(arguments).parse_args(arguments)
+        return int(_RUN[a.command](a))
     except CommandError as e:
         if debug:
             raise
-        print(f"error: {e}", file=sys.stderr)
+        shown = e.renamed(_FLAGS) if isinstance(e, OptionError) else e
+        say(f"error: {shown}", sys.stderr)
         return int(e.code)
     except BrokenPipeError:
         raise
     except OSError as e:
         if debug:
             raise
-        print(f"error: {e.filename or 'a file'}: {e.strerror}", file=sys.stderr)
+        say(f"error: {e.filename or 'a file'}: {e.strerror}", sys.stderr)
         return int(Exit.IO)
     except KeyboardInterrupt:
-        hint = "; finished shards are kept\nhint: --resume goes on" if "convert" in arguments[:1] else ""
+        hint = "; finished shards are kept\nhint: --resume goes on" if "convert" in arguments else ""
         print(f"error: interrupted{hint}", file=sys.stderr)
         return int(Exit.INTERRUPTED)
-    if result is not None:
-        print(result if isinstance(result, str) else json.dumps(result, indent=2, ensure_ascii=False))
-    return int(Exit.OK)

@@ -4,9 +4,12 @@ import errno
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
+import types
 from collections import namedtuple
+from contextlib import contextmanager
 
 import ml_dtypes
 import numpy as np
@@ -29,6 +32,7 @@ from checkpoints import (
 
 from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint
 from jnvfp4.checkpoints._convert.plan import make_plan
+from jnvfp4.checkpoints._files import companions
 from jnvfp4.checkpoints._files.safetensors import DTYPES
 from jnvfp4.checkpoints._files.source import open_source
 from jnvfp4.checkpoints._layouts.stored import open_stored
@@ -94,8 +98,8 @@ FILES = {
     "dots": (edit_map(lambda w: w.update({NORM: ".."})), "'..'; expected a name without a folder"),
     "absolute path": (edit_map(lambda w: w.update({NORM: "/etc/passwd"})), "'/etc/passwd'; expected a name without"),
     "backslash": (edit_map(lambda w: w.update({NORM: "..\\x"})), "expected a name without a folder"),
-    "zero byte": (edit_map(lambda w: w.update({NORM: "a\0b"})), "is missing"),
-    "long name": (edit_map(lambda w: w.update({NORM: "x" * 5000})), "is missing"),
+    "zero byte": (edit_map(lambda w: w.update({NORM: "a\0b.safetensors"})), "is missing"),
+    "long name": (edit_map(lambda w: w.update({NORM: "x" * 5000 + ".safetensors"})), "is missing"),
     "surrogate": (edit_map(lambda w: w.update({NORM: "\ud800"})), rf"{INDEX}: is not valid JSON .*surrogates"),
     "number": (edit_map(lambda w: w.update({NORM: 1})), rf"{INDEX}: has no weight_map"),
     "no map": (rewrite(INDEX, "{}"), rf"{INDEX}: has no weight_map"),
@@ -133,6 +137,40 @@ def test_a_stray_shard_is_ignored_with_a_warning(model, tmp_path, capsys):
     assert b"stray" not in files[INDEX]
 
 
+# A file of tensors under each of these names is none that other readers open, or one that the converter writes itself.
+NO_SHARDS = ("hf_quant_config.json", ".jnvfp4-progress.json", "config.json", INDEX, "shard.dat", "weights.txt",
+             "x.safetensors.tmp-5", "X.SAFETENSORS", "safetensors")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_SHARDS)
+def test_shards_are_called_safetensors(model, tmp_path, name, capsys):
+    """Others would be overwritten by what the converter writes, or converted to files that nothing opens."""
+    edit_map(lambda w: w.update({DOWN: name, NORM: name}))(model)
+    if not (model / name).exists():
+        (model / B).rename(model / name)
+    before = files_of(model)
+    text = rf"{INDEX}: tensor '{DOWN}': names the file '{re.escape(name)}'; expected a name that ends in \.safetensors"
+    if name == ".jnvfp4-progress.json":
+        text = "in: is an unfinished output"
+    refused(model, tmp_path, text, 3, capsys=capsys)
+    assert files_of(model) == before
+
+
+@pytest.mark.parametrize("name", [n for n in NO_SHARDS if n not in ("config.json", INDEX)])
+def test_a_single_file_is_called_safetensors(tmp_path, name, capsys):
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / name, {DOWN: weight(16, 32)})
+    text = rf"in/{re.escape(name)}: is no checkpoint; expected a file whose name ends in \.safetensors"
+    if name == ".jnvfp4-progress.json":
+        text = "in: is an unfinished output"
+    refused(tmp_path / "in" / name, tmp_path, text, 3, capsys=capsys)
+    (tmp_path / "in" / name).rename(tmp_path / "in" / "any name.safetensors")
+    assert (
+        DOWN.removesuffix("weight").encode()
+        in converted(tmp_path / "in" / "any name.safetensors", tmp_path)["any name.safetensors"]
+    )
+
+
 def test_what_is_no_checkpoint(tmp_path, capsys):
     refused(tmp_path / "nothing", tmp_path, "nothing: does not exist; expected a directory or a file", 3, capsys=capsys)
     (tmp_path / "in").mkdir()
@@ -151,7 +189,8 @@ def test_pickle_is_refused(tmp_path, capsys):
         directory.mkdir(parents=True)
         (directory / name).write_bytes(pickle.dumps(Opened()))
         refused(directory, tmp_path, f"hint: pickle files such as {name} are not read", 3, capsys=capsys)
-        refused(directory / name, tmp_path, f"{name}: header length is", 3, capsys=capsys)
+        text = f"{name}: is no checkpoint; .*\nhint: pickle files such as {name} are not read"
+        refused(directory / name, tmp_path, text, 3, capsys=capsys)
     assert not (tmp_path / "opened").exists()
 
 
@@ -552,7 +591,9 @@ def test_a_disk_that_fills_up(model, tmp_path, monkeypatch, room, capsys):
     monkeypatch.setattr(os, "pwrite", full)
     arguments = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out")]
     assert main(arguments) == 6
-    assert "out: cannot be written (No space left on device)" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "out: cannot be written (No space left on device)" in err
+    assert ("hint: finished shards are kept; --resume goes on" in err) == bool(list((tmp_path / "out").iterdir()))
     assert list(files_of(tmp_path / "out")) in ([], [".jnvfp4-progress.json"])
     assert full.room == 0
 
@@ -603,17 +644,67 @@ def test_a_finished_shard_stays(model, tmp_path, monkeypatch, capsys):
     assert files_of(tmp_path / "out") == want
 
 
-def test_a_copy_that_fails_leaves_no_part(model, tmp_path, monkeypatch, capsys):
+class Failing:
+    """Opens files as ``open`` does, but the tokenizer fails: to open, to read, or to be written."""
+
+    def __init__(self, what, error, after=0):
+        self.what, self.error, self.after = what, error, after
+
+    def __call__(self, path, mode):
+        file = open(path, mode, buffering=0)  # noqa: SIM115
+        if "tokenizer" not in str(path) or ("w" in mode) != (self.what == "write"):
+            return file
+        if self.after:
+            self.after -= 1
+            return file
+        if self.what != "open":
+            return self.failing(file)
+        file.close()
+        raise OSError(self.error, os.strerror(self.error), str(path))
+
+    @contextmanager
+    def failing(self, file):
+        def fail(*_):
+            raise OSError(self.error, os.strerror(self.error))
+
+        with file:
+            yield types.SimpleNamespace(**{self.what: fail})
+
+
+@pytest.mark.parametrize(("what", "error"), [("open", errno.EACCES), ("read", errno.EIO)])
+def test_a_companion_that_cannot_be_read_is_found_first(model, tmp_path, monkeypatch, capsys, what, error):
     (model / "tokenizer.json").write_text("{}")
+    convert_checkpoint(model, tmp_path / "nvfp4")
+    monkeypatch.setattr(companions, "open", Failing(what, error), raising=False)
+    text = rf"/{{}}/tokenizer.json: cannot be read \({os.strerror(error)}\)$"
+    refused(model, tmp_path, text.format("in"), 6, capsys=capsys)
+    for command in (["dequantize"], ["repack", "--format", "compressed-tensors"]):
+        assert main([command[0], str(tmp_path / "nvfp4"), str(tmp_path / "out"), *command[1:]]) == 6
+        assert re.search(text.format("nvfp4"), capsys.readouterr().err, re.M)
+        assert not (tmp_path / "out").exists()
 
-    def half(source, target):
-        target.write_text("{")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
 
-    monkeypatch.setattr(shutil, "copyfile", half)
-    assert main(["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out")]) == 6
-    assert "tokenizer.json" in capsys.readouterr().err
+COPIES = [("read", errno.EIO, "in/tokenizer.json: cannot be read"),
+          ("write", errno.ENOSPC, "out/tokenizer.json: cannot be written")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "error", "text"), COPIES)
+def test_a_copy_that_fails_leaves_no_part(model, tmp_path, monkeypatch, capsys, what, error, text):
+    """The check before the conversion has read it."""
+    (model / "tokenizer.json").write_text("{}")
+    want = converted(model, tmp_path)
+    shutil.rmtree(tmp_path / "out")
+    arguments = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out")]
+    with monkeypatch.context() as patch:
+        patch.setattr(companions, "open", Failing(what, error, after=what == "read"), raising=False)
+        capsys.readouterr()
+        assert main(arguments) == 6
+    line, hint = capsys.readouterr().err.strip().split("\n")[-2:]
+    assert line.endswith(f"{text} ({os.strerror(error)})")
+    assert hint == "hint: finished shards are kept; --resume goes on"
     assert sorted(files_of(tmp_path / "out")) == [".jnvfp4-progress.json", A, B]
+    assert main([*arguments, "--resume"]) == 0
+    assert files_of(tmp_path / "out") == want
 
 
 def test_a_signalling_nan(tmp_path, capsys):

@@ -1,17 +1,38 @@
-"""What names say: which modules are kept whatever model they are of, layers, and groups."""
+"""What names say: which modules are kept whatever model they are of, layers, and groups; and names of any kind."""
 
+import io
+import json
+import os
+import sys
+import tempfile
 from dataclasses import FrozenInstanceError
+from importlib.util import find_spec
+from pathlib import Path
 
+import hypothesis
+import hypothesis.strategies as st
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import write_model
+from checkpoints import GOLDEN, write_model
 
 from jnvfp4._patterns import layer_of
-from jnvfp4.checkpoints import CheckpointError, ConvertOptions
+from jnvfp4.checkpoints import (
+    CheckpointError,
+    ConvertOptions,
+    convert_checkpoint,
+    dequantize_checkpoint,
+    inspect,
+    open_checkpoint,
+    save_checkpoint,
+    verify_checkpoint,
+    write_report,
+)
 from jnvfp4.checkpoints._convert.plan import make_plan
 from jnvfp4.checkpoints._files.source import open_source
+from jnvfp4.checkpoints._layouts.layouts import LAYOUTS
 from jnvfp4.checkpoints._layouts.names import Group, groups_of
+from jnvfp4.cli import main
 
 ROUTERS = (
     "model.layers.0.mlp.gate",
@@ -105,7 +126,7 @@ def test_loaders_that_disagree_about_a_conversion(tmp_path):
 def test_groups_that_are_named_join_those_that_loaders_fuse():
     modules = [f"m.{r}_proj" for r in "qkvo"]
     (group,) = groups_of(modules, [r"re:(.*)\.(q|o)_proj"])
-    assert group == Group("m", ("q_proj", "k_proj", "v_proj", "o_proj"))
+    assert group == Group(("m.q_proj", "m.k_proj", "m.v_proj", "m.o_proj"))
     apart = groups_of(modules, [r"(.*)\.(q|o)_proj"], share_qkv=False)
     assert sorted(g.members for g in apart) == [("m.k_proj",), ("m.o_proj", "m.q_proj"), ("m.v_proj",)]
     two = groups_of(["m.a", "m.b", "m.c", "m.d"], [r"(m)\.(?:a|b)", r"(m)\.(?:c|d)"])
@@ -139,3 +160,148 @@ def test_missing_members(tmp_path, roles, warnings):
     assert len([w for w in plan.warnings if "no v_proj" in w]) == warnings
     again = planned(tmp_path, roles, share_qkv=False)
     assert not [w for w in again.warnings if "no v_proj" in w]
+
+
+# ---------------------------------------------------------------- names of any kind
+SUFFIXES = {s for x in LAYOUTS.values() for s in (x.codes, x.scales, x.global_scale, x.activation) if s}
+PARTS = (
+    *("", "x", "y", " ", "*", "re:(", "[a-", "\n", "\0", "\u00e9", "e\u0301", "\U0001f600", "/", "..", "x" * 300),
+    *("model", "layers", "0", "1", "mtp", "decoder", "experts", "mlp", "gate", "lm_head", "norm", "weight"),
+    *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"),
+    *(s[1:] for s in sorted(SUFFIXES)),
+)
+ENDS = ("", ".weight", ".weight", ".weight", ".bias", *sorted(SUFFIXES), *(s.replace(".", "_") for s in SUFFIXES))
+parts = st.sampled_from(PARTS) | st.text(st.characters(exclude_categories=["Cs"]), max_size=3)
+any_name = st.builds(lambda p, end: ".".join(p) + end, st.lists(parts, min_size=1, max_size=4), st.sampled_from(ENDS))
+any_shape = st.sampled_from([(16, 32)] * 4 + [(2, 16, 32), (32,), (), (16, 24)])
+any_tensors = st.dictionaries(any_name.filter(lambda n: n != "__metadata__"), any_shape, min_size=1, max_size=5)
+any_options = st.builds(
+    ConvertOptions,
+    layout=st.sampled_from(list(LAYOUTS)),
+    experts=st.sampled_from(["keep", "keep", "per-expert", "stacked"]),
+    expert_layout=st.just("nk"),
+    share_qkv=st.booleans(),
+    allow_empty=st.just(True),
+    on_bad_shape=st.just("keep"),
+)
+
+
+def check_names(shapes, options) -> str:
+    """Either all that can be done with it is done, or nothing is written and an error of one line says why."""
+    with tempfile.TemporaryDirectory() as folder:
+        tensors = {n: ("F32", np.full(shape, i + 1, np.float32)) for i, (n, shape) in enumerate(shapes.items())}
+        model, out = write_model(Path(folder) / "in", {"model.safetensors": tensors}), Path(folder) / "out"
+        try:
+            result = convert_checkpoint(model, out, options)
+        except CheckpointError as e:
+            error = str(e)
+        else:
+            error = ""
+        if error:
+            assert len(error.split("\n")) <= 2
+            assert not out.exists()
+            return error
+        names = set(result.plan.items)
+        assert options.experts != "keep" or names == set(shapes)
+        inspect(out)
+        if not result.amaxes:
+            assert set(open_source(out).places) == names
+            return "nothing is quantized"
+        assert {r.name for r in verify_checkpoint(model, out, expert_layout="nk")} == names
+        assert set(open_checkpoint(out)) == names
+        dequantize_checkpoint(out, Path(folder) / "back", "F32")
+        assert set(open_source(Path(folder) / "back").places) == names
+        return "converted"
+
+
+ODD = (
+    [".x.weight"],
+    ["..weight"],
+    [".weight"],
+    [".q_proj.weight"],
+    [".q_proj.weight", ".k_proj.weight", ".v_proj.weight"],
+    [".x.weight", "x.weight"],
+    [".gate_proj.weight", ".up_proj.weight"],
+    ["q_proj.weight", "k_proj.weight", ".q_proj.weight"],
+    ["experts.0.w1.weight", "experts.0.w3.weight", ".experts.0.w2.weight"],
+    ["..weight", ".x.weight", ".q_proj.weight", "x.weight", ".weight", "a..b.weight", "weight", "a. .weight"],
+)
+
+
+@pytest.mark.parametrize("names", ODD, ids=" ".join)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_odd_names_are_converted(names, layout):
+    assert check_names(dict.fromkeys(names, (16, 32)), ConvertOptions(layout=layout)) == "converted"
+
+
+@hypothesis.example(
+    {"re:(.gate.weight": (16, 32), "x": (1,)}, ConvertOptions(layout="compressed-tensors", allow_empty=True)
+)
+@hypothesis.example({"x.weight_scale_2": (1,)}, ConvertOptions(layout="te", allow_empty=True))
+@hypothesis.example({"x.weight": (16, 32), "x.input_scale": ()}, ConvertOptions(weight_only=True))
+@hypothesis.example({"experts.w1": (2, 16, 32), "experts.w1.weight": (16, 32)}, ConvertOptions(expert_layout="nk"))
+@hypothesis.settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@hypothesis.given(any_tensors, any_options)
+def test_names_of_any_kind(shapes, options):
+    check_names(shapes, options)
+
+
+@pytest.mark.long
+@hypothesis.settings(max_examples=5000, deadline=None, database=None)
+@hypothesis.given(any_tensors, any_options)
+def test_names_of_any_kind_for_long(shapes, options):
+    check_names(shapes, options)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a\0b/c", "a\ud800"])
+def test_paths_that_no_file_can_have(tmp_path, monkeypatch, capsys, path):
+    monkeypatch.chdir(tmp_path)
+    model, stored = str(GOLDEN / "llama" / "input"), str(GOLDEN / "llama" / "te_modelopt")
+    works = (
+        lambda: convert_checkpoint(model, path),
+        lambda: convert_checkpoint(path, "out"),
+        lambda: open_checkpoint(path),
+        lambda: save_checkpoint({"x": np.ones(3)}, path),
+        lambda: dequantize_checkpoint(stored, path),
+        lambda: write_report(path, []),
+    )
+    for work in works:
+        with pytest.raises(CheckpointError, match=r"'a\\.*' has a character that no path can have"):
+            work()
+    convert = ["convert", "--model-dir", model, "--save-dir"]
+    for arguments in ([*convert, path], [*convert, "out", "--report", path], ["dequantize", stored, path]):
+        assert main(arguments) == 2
+        assert "has a character that no path can have" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_odd_names_are_reported(tmp_path, monkeypatch, capsys):
+    """Names that a picture could take for formulas, and a directory whose name is no text."""
+    monkeypatch.chdir(tmp_path)
+    folder = os.fsdecode(b"m\xff$x_$\n")
+    names = ["$a_$.weight", "_.weight", "\\frac.weight", "\u0967.weight", "a\nb.weight", ".$.weight", "$$.weight"]
+    tensors = {n: ("F32", np.ones((16, 32), np.float32)) for n in names}
+    model = write_model(Path(folder), {"model.safetensors": tensors})
+    (model / "config.json").unlink()
+    assert main(["convert", folder, "out", "--report", "report"]) == 0
+    out, err = capsys.readouterr()
+    warning = json.loads(out)["warnings"][0]
+    assert json.loads(Path("report/report.json").read_text())["warnings"][0] == warning
+    assert warning.startswith(folder)
+    assert "missing" in err
+    assert Path("report/report.png").is_file() == (find_spec("matplotlib") is not None)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8", "latin-1"])
+def test_names_are_printed_in_any_encoding(tmp_path, monkeypatch, encoding):
+    model = write_model(
+        tmp_path / "in", {"model.safetensors": {"\u0967.weight": ("F32", np.ones((16, 32), np.float32))}}
+    )
+    for json_ in (True, False):
+        printed = io.TextIOWrapper(io.BytesIO(), encoding)
+        monkeypatch.setattr(sys, "stdout", printed)
+        assert main(["convert", str(model), os.fsdecode(b"\xff"), "--dry-run", *["--json"] * json_]) == 0
+        text = printed.buffer.getvalue().decode(encoding)
+        assert ("\u0967.weight" if encoding == "utf-8" else "\\u0967.weight") in text
+        assert not json_ or [t["name"] for t in json.loads(text)["tensors"]] == ["\u0967.weight"]

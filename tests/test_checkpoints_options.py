@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,15 @@ from checkpoints import COMMAND, DOWN, GATE, INDEX, UP, environment, files_of, r
 
 import jnvfp4
 from jnvfp4 import cli
-from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint, open_checkpoint, save_checkpoint
+from jnvfp4.checkpoints import (
+    CheckpointError,
+    ConvertOptions,
+    convert_checkpoint,
+    open_checkpoint,
+    repack_checkpoint,
+    save_checkpoint,
+    verify_checkpoint,
+)
 from jnvfp4.checkpoints._convert.plan import make_plan
 from jnvfp4.checkpoints._files.source import open_source
 from jnvfp4.cli import main
@@ -48,12 +57,16 @@ def model(tmp_path) -> Path:
         ({"chunk_bytes": 0}, "chunk_bytes is 0; expected an integer, 1 or more"),
         ({"chunk_bytes": None}, "chunk_bytes is None; expected an integer, 1 or more"),
         ({"max_shard_bytes": 0}, "max_shard_bytes is 0; expected an integer, 1 or more"),
-        ({"input_scale": "1.0"}, "input_scale is '1.0'; expected a number or the Path of a JSON file"),
+        ({"input_amax": "1.0"}, "input_amax is '1.0'; expected a number or the Path of a JSON file"),
+        ({"input_amax": True}, "input_amax is True; expected a number or the Path of a JSON file"),
         *(
-            ({"input_scale": x}, "expected a number above 0 that is finite in float32")
-            for x in (0, -1.0, float("nan"), float("inf"), 1e-50, 1e39, 1e-39)
+            ({"input_amax": x}, f"input_amax is {x!r}; expected a number above 1e-30 and below 1e30")
+            for x in (0, -1.0, float("nan"), float("inf"), 1e-50, 1e39, 10**400)
         ),
         ({"spec": jnvfp4.ROW_SCALED}, "spec has an amax for each row and layout is modelopt; expected layout te"),
+        ({"ignore": ("re:(",)}, "ignore has 're:(', which is no regular expression"),
+        ({"share": ("re:(",)}, "share has 're:(', which is no regular expression"),
+        ({"share": (".*_proj",)}, "share has '.*_proj' without a group; expected one for the parent's name"),
     ],
 )
 def test_values_that_are_none(values, text):
@@ -65,7 +78,7 @@ def test_values_that_are_none(values, text):
 @pytest.mark.parametrize(
     "values",
     [
-        {"input_scale": np.float32(0.5), "max_shard_bytes": 1, "chunk_bytes": 1},
+        {"input_amax": np.float32(0.5), "max_shard_bytes": 1, "chunk_bytes": 1},
         {"share": (r"re:^(.*)\.(a|b)_proj", r"(?P<parent>m)[.]x")},
         {"spec": jnvfp4.four_over_six("mse", e4m3_max=448, block_rows=16)},
         {"layout": "te", "spec": jnvfp4.ROW_SCALED, "weight_only": True},
@@ -79,10 +92,10 @@ def test_values_that_are_some(values):
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"input_scale": 0.5, "weight_only": True}, "input_scale is 0.5 and weight_only True"),
-        ({"input_scale": Path("s.json"), "layout": "te"}, "input_scale is s.json and layout te"),
-        ({"kv_cache": "fp8", "layout": "te"}, "kv_cache is fp8 and layout te"),
-        ({"kv_cache": "fp8", "layout": "compressed-tensors"}, "kv_cache is fp8 and layout compressed-tensors"),
+        ({"input_amax": 0.5, "weight_only": True}, "input_amax is 0.5 and weight_only is used; expected one of them"),
+        ({"input_amax": Path("s.json"), "layout": "te"}, "input_amax is s.json and layout is te; expected one of them"),
+        ({"kv_cache": "fp8", "layout": "te"}, "kv_cache is fp8 and layout is te"),
+        ({"kv_cache": "fp8", "layout": "compressed-tensors"}, "kv_cache is fp8 and layout is compressed-tensors"),
     ],
 )
 def test_settings_that_would_say_nothing(values, text):
@@ -111,7 +124,24 @@ def test_the_layout_of_saved_tensors(tmp_path):
             "--2d is used and --recipe is row-scaled; expected 1x16",
         ),
         (["--recipe", "row-scaled"], "--recipe is row-scaled and --format is modelopt; expected --format te"),
-        (["--share", "(a)?.*_project"], "share '(a)?.*_project' puts no two modules together"),
+        (["--share", "(a)?.*_project"], "--share has '(a)?.*_project', which puts no two modules together"),
+        (["--share", ".*_proj"], "--share has '.*_proj' without a group"),
+        (["--ignore", "re:("], "--ignore has 're:(', which is no regular expression"),
+        (["--targets", "re:("], "--targets has 're:(', which is no regular expression"),
+        (["--ignore", "nothing"], "--ignore has 'nothing', which matches no tensor"),
+        (["--targets", "model", "nothing"], "--targets has 'nothing', which matches no tensor"),
+        (
+            ["--extra-high-precision-layers-hf", "x"],
+            "--extra-high-precision-layers-hf has 'x', which matches no tensor",
+        ),
+        (
+            ["--num-layers-at-start-in-bf16", "-1"],
+            "--num-layers-at-start-in-bf16 is -1; expected an integer, 0 or more",
+        ),
+        (["--num-layers-at-end-in-bf16", "-1"], "--num-layers-at-end-in-bf16 is -1; expected an integer, 0 or more"),
+        (["--kv-cache", "fp8", "--format", "te"], "--kv-cache is fp8 and --format is te"),
+        (["--device", "tpu"], "--device is 'tpu'; expected auto, cpu, or cuda:N"),
+        (["--device", "cpu", "--backend", "cuda"], "--backend is cuda and --device is cpu; expected a device of the"),
         (["--e4m3-max", "448"], "--e4m3-max is 448 and --recipe is nvfp4; expected --recipe 4over6"),
         (["--e4m3-max", "256"], "--e4m3-max is 256 and --recipe is nvfp4; expected --recipe 4over6"),
         (["--4over6-err-mode", "mae"], "--4over6-err-mode is mae and --recipe is nvfp4; expected --recipe 4over6"),
@@ -119,16 +149,17 @@ def test_the_layout_of_saved_tensors(tmp_path):
             ["--4over6-err-mode", "mse", "--recipe", "row-scaled", "--format", "te"],
             "--4over6-err-mode is mse and --recipe is row-scaled; expected --recipe 4over6",
         ),
-        (["--input-scale", "1", "--weight-only"], "input_scale is 1.0 and weight_only True"),
-        (["--input-scale", "1.0", "--format", "te"], "input_scale is 1.0 and layout te"),
+        (["--input-amax", "1", "--weight-only"], "--input-amax is 1.0 and --weight-only is used; expected one of them"),
+        (["--input-amax", "1.0", "--format", "te"], "--input-amax is 1.0 and --format is te; expected one of them"),
+        (["--input-amax", "nofile.json"], "'nofile.json' is no file; expected a number or a JSON file"),
         (["--input-scale", "nofile.json"], "'nofile.json' is no file; expected a number or a JSON file"),
-        (["--input-scale", "nan"], "input_scale is nan; expected a number above 0"),
+        (["--input-amax", "nan"], "--input-amax is nan; expected a number above 1e-30 and below 1e30"),
         (["--max-shard-size", "5xb"], "invalid size '5xb'; expected a size such as 500MB or 5GB"),
         (["--max-shard-size", "0"], "invalid size '0'"),
         (["--device-chunk", "0.5"], "invalid size '0.5'"),
         (["--device-chunk", "1ib"], "invalid size '1ib'"),
-        (["--subfolder", "../in"], "subfolder is '../in'; expected a folder in --model-dir"),
-        (["--subfolder", "/"], "subfolder is '/'"),
+        (["--subfolder", "../in"], "--subfolder is '../in'; expected a folder in the input"),
+        (["--subfolder", "/"], "--subfolder is '/'"),
     ],
 )
 def test_wrong_usage_is_one_line(model, tmp_path, capsys, arguments, text):
@@ -185,6 +216,7 @@ def test_what_is_given_means_something_where_its_recipe_is(model, tmp_path):
     assert given == default != other
 
 
+COMMANDS = ("convert", "inspect", "verify", "repack", "dequantize", "diff")
 FOUR_OVER_SIX = ["--recipe", "4over6"]
 SPECS = [
     ([], jnvfp4.NVFP4),
@@ -204,7 +236,7 @@ FLAGS = {
     "--extra-high-precision-layers-hf a b": {"keep_containing": ("a", "b")},
     "--extra-high-precision-layers-megatron a b": {"keep_containing_megatron": ("a", "b")},
     "--weight-only": {"weight_only": True},
-    "--input-scale 0.5": {"input_scale": 0.5},
+    "--input-amax 0.5": {"input_amax": 0.5},
     "--kv-cache fp8": {"kv_cache": "fp8"},
     "--experts stacked": {"experts": "stacked"},
     "--expert-layout kn": {"expert_layout": "kn"},
@@ -239,9 +271,11 @@ def test_flags_are_options(model, tmp_path, monkeypatch, arguments, values):
     assert found == [ConvertOptions(layout="te" if "te" in arguments else "modelopt", **values)]
 
 
-def test_every_option_has_a_flag():
+def test_every_option_has_a_flag(capsys):
     named = {name for _, values in EVERY_FLAG for name in values} | {"layout"}
     assert named == {f.name for f in dataclasses.fields(ConvertOptions)}
+    assert named <= cli._FLAGS.keys()
+    assert set(cli._FLAGS.values()) <= set(re.findall(r"--[\w-]+", "".join(help_of(capsys, c) for c in COMMANDS)))
 
 
 def test_a_subfolder_is_the_whole_input(model, tmp_path, capsys):
@@ -266,7 +300,7 @@ def warned(directory) -> Path:
 
 
 def test_warnings_and_notes(tmp_path, capsys, monkeypatch):
-    convert = ["convert", "--model-dir", str(warned(tmp_path / "in")), "--save-dir"]
+    convert = ["convert", "--weight-only", "--model-dir", str(warned(tmp_path / "in")), "--save-dir"]
     assert main([*convert, str(tmp_path / "a"), "--dry-run"]) == 0
     out, err = capsys.readouterr()
     assert re.search(r"bytes in all; .*\nwarning    \S*config.json: missing", out)
@@ -328,7 +362,7 @@ def test_help_says_what_every_option_is_for(capsys, monkeypatch):
     assert "convert" in commands
     for text in (top, *(help_of(capsys, command) for command in commands)):
         assert "--debug" in text
-        options = re.findall(r"^  (\S.*?)(?:  +|\n {20,})(\S.*)?$", text.partition("options:")[2], re.M)
+        options = re.findall(r"^  (-\S.*?)(?:  +|\n {20,})(\S.*)?$", text.partition("options:")[2], re.M)
         listed = re.findall(r"^  (-\S+)", text, re.M)
         assert len(options) == len(listed)
         assert all(explanation for _, explanation in options)
@@ -354,3 +388,111 @@ def test_every_option_is_documented(capsys):
     documented = re.findall(r"^\| `(--[\w-]+)", table, re.M)
     assert documented == [o for o in re.findall(r"^  (?:-\w, )?(--[\w-]+)", help_of(capsys, "convert"), re.M)
                           if o not in ("--help", "--debug")] + ["--debug"]  # fmt: skip
+
+
+# ---------------------------------------------------------------- how the commands are used
+def examples_of(capsys, command) -> list[list[str]]:
+    lines = re.findall(r"^ *example: (.*)$", help_of(capsys, command), re.M)
+    return [shlex.split(line) for line in lines]
+
+
+def test_options_are_in_groups_with_an_example_each(capsys):
+    text = help_of(capsys, "convert")
+    groups = re.findall(r"^(\S.*):\n  example: ", text, re.M)
+    assert len(groups) == 7
+    listed = [len(re.findall(r"^  -", part, re.M)) for part in re.split(r"^\S.*:\n  example: ", text, flags=re.M)[1:]]
+    assert all(2 <= n <= 15 for n in listed)
+    titles = re.findall(r"^### (.*)$", DOCS.read_text().partition("\n## Options\n")[2], re.M)
+    assert [t.lower() for t in titles] == [g.partition(" (")[0] for g in groups]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_examples_of_the_help_are_understood(capsys, monkeypatch, tmp_path, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "amaxes.json").write_text("{}")
+    examples = examples_of(capsys, command)
+    assert examples
+    for jnvfp4_, *arguments in examples:
+        assert (jnvfp4_, arguments[0]) == ("jnvfp4", command)
+        assert main(arguments) == 3
+        assert re.search("error: MODEL(-NVFP4|-A)?: does not exist", capsys.readouterr().err)
+
+
+def test_source_and_output_stand_where_they_do_in_every_command(model, tmp_path, capsys):
+    """The older flags mean the same."""
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    assert main(["convert", str(model), a, "--quiet"]) == 0
+    assert main(["convert", "--save-dir", b, "--quiet", f"--model-dir={model}"]) == 0
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+    assert main(["convert", "--quiet", str(model), "--dry-run", str(tmp_path / "c")]) == 0
+    for wrong in ([str(model)], [], ["--model-dir", str(model)], ["--model-dir", str(model), b],
+                  ["--ignore", "x", str(model), b]):  # fmt: skip
+        capsys.readouterr()
+        assert main(["convert", *wrong]) == 2
+        assert re.search("error: (the following arguments are required|unrecognized)", capsys.readouterr().err)
+    for command in ("convert", "verify", "repack", "dequantize"):
+        assert "SOURCE OUTPUT" in help_of(capsys, command).partition("\n\n")[0].replace("\n", " ")
+    assert "SOURCE" in help_of(capsys, "inspect")
+
+
+def test_a_verification_prints_a_table_and_ends_with_a_verdict(model, tmp_path, capsys):
+    out = tmp_path / "out"
+    convert_checkpoint(model, out)
+    assert main(["verify", str(model), str(out)]) == 0
+    printed, err = capsys.readouterr()
+    header, *rows, last = printed.splitlines()
+    assert not err
+    assert header.split("  ")[0] == "weight"
+    assert [row.split()[0] for row in rows] == sorted((DOWN, GATE, UP))
+    errors = [r.error.relative_error for r in verify_checkpoint(model, out)]
+    assert [float(row.split()[1]) for row in rows] == [round(e, 4) for e in errors]
+    mean, worst = sum(errors) / 3, max(errors)
+    assert last.startswith(
+        f"verified: 3 weights have a relative error of {mean:.4f} on average and {worst:.4f} at most"
+    )
+    assert last.endswith("; 0 other tensors are unchanged")
+    assert main(["verify", str(model), str(out), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["verdict"], values["failures"], len(values["tensors"])) == (last, [], 3)
+
+
+def test_a_verification_that_fails_says_so_at_the_end(model, tmp_path, capsys):
+    out = tmp_path / "out"
+    convert_checkpoint(model, out)
+    arguments = ["verify", str(model), str(out), "--max-rel-error", "0.01"]
+    assert main(arguments) == 5
+    printed, err = capsys.readouterr()
+    *rows, last = printed.splitlines()
+    assert len(rows) == 4
+    finding = f"{out}: tensor '{DOWN}': relative error is 0.09"
+    assert last.startswith(f"NOT VERIFIED: {finding}")
+    assert last.endswith("; expected at most 0.01, and 2 more")
+    assert err.startswith(f"error: {finding}")
+    assert main([*arguments, "--json"]) == 5
+    values = json.loads(capsys.readouterr().out)
+    assert (values["verdict"], len(values["failures"])) == (last, 3)
+    for wrong in ("-1", "nan"):
+        assert main([*arguments[:4], wrong]) == 2
+        assert f"--max-rel-error is {float(wrong)}; expected a number, 0 or more" in capsys.readouterr().err
+
+
+def test_repack_and_dequantize_say_what_they_did(model, tmp_path, capsys):
+    out = tmp_path / "out"
+    write(model / FILE, {GATE: weight(16, 32), UP: weight(16, 32, 1), DOWN: weight(32, 16), "norm": weight(1, 4)})
+    convert_checkpoint(model, out)
+    changed = repack_checkpoint(out, tmp_path / "x", "compressed-tensors")
+    repack, did = ["repack", str(out), "--format", "compressed-tensors"], {"weights": 3, "copied": 1}
+    assert main([*repack, str(tmp_path / "a")]) == 0
+    assert capsys.readouterr().out == (
+        "repacked 3 weights from modelopt to compressed-tensors, with the same codes and block scales, and copied 1 "
+        f"other tensors\n{changed} global scales would change in the last bit on the way back\n"
+    )
+    assert main([*repack, str(tmp_path / "b"), "--json"]) == 0
+    layouts = {"from": "modelopt", "to": "compressed-tensors"}
+    assert json.loads(capsys.readouterr().out) == {**layouts, **did, "globals_that_do_not_come_back": changed}
+    assert main(["dequantize", str(out), str(tmp_path / "c")]) == 0
+    assert capsys.readouterr().out == "decoded 3 weights to bf16, and copied 1 other tensors\n"
+    assert main(["dequantize", str(out), str(tmp_path / "d"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"from": "modelopt", "dtype": "bf16", **did}
+    assert main(["repack", str(out), str(tmp_path / "e"), "--format", "te"]) == 2
+    assert "error: --format is te, which stores an amax" in capsys.readouterr().err

@@ -19,8 +19,20 @@ from checkpoints import GOLDEN, environment, files_of, header_of, weight, with_h
 
 import jnvfp4
 from jnvfp4 import cli
-from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert, convert_checkpoint
+from jnvfp4.checkpoints import (
+    CheckpointError,
+    ConvertOptions,
+    convert,
+    convert_checkpoint,
+    dequantize_checkpoint,
+    inspect,
+    open_checkpoint,
+    repack_checkpoint,
+    save,
+    save_checkpoint,
+)
 from jnvfp4.checkpoints._convert import resume
+from jnvfp4.checkpoints._files.safetensors import Writer
 from jnvfp4.checkpoints._files.source import open_source
 from jnvfp4.cli import main
 
@@ -134,14 +146,14 @@ def test_resuming_with_other_inputs_is_refused(model, tmp_path, what):
     config = json.loads((model / "config.json").read_text())
     modules = [n.removesuffix(".weight") for n in open_source(model).places if "_proj" in n]
     scales.write_text(json.dumps(dict.fromkeys(modules, 3.0)))
-    options = ConvertOptions(input_scale=scales)
+    options = ConvertOptions(input_amax=scales)
     with pytest.raises(KeyboardInterrupt):
         convert_checkpoint(model, tmp_path / "out", options, on_progress=interrupt_after(20))
     if what == "config":
         (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1}))
     else:
         scales.write_text(json.dumps(dict.fromkeys(modules, 4.0)))
-    with pytest.raises(CheckpointError, match="other source: config" if what == "config" else "options: input_scale"):
+    with pytest.raises(CheckpointError, match="other source: config" if what == "config" else "options: input_amax"):
         convert_checkpoint(model, tmp_path / "out", options, resume=True)
 
 
@@ -264,6 +276,76 @@ def test_room_is_asked_for_what_is_left(model, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"has 600000 bytes free; expected 7\d\d\d\d\d"):
         convert_checkpoint(model, tmp_path / "new")
     convert_checkpoint(model, tmp_path / "out", resume=True)
+
+
+# ---------------------------------------------------------------- an unfinished output is no checkpoint
+def interrupted(work):
+    """Interrupts the work in the second file that it writes."""
+    paths, put = set(), Writer.put
+
+    def second(file, *arguments):
+        paths.add(file.path)
+        if len(paths) == 2:
+            raise KeyboardInterrupt
+        put(file, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Writer, "put", second)
+        with pytest.raises(KeyboardInterrupt):
+            work()
+
+
+def check_refused(out, text, capsys):
+    """Every way to read it is refused with these words."""
+    file = str(next(out.glob("*.safetensors")))
+    for work in (open_checkpoint, inspect, open_source):
+        with pytest.raises(CheckpointError, match=text):
+            work(out)
+    arguments = [["inspect", str(out)], ["inspect", file], ["verify", str(out), str(out)], ["diff", str(out), str(out)],
+                 ["dequantize", str(out), "back"], ["repack", str(out), "back", "--format", "modelopt"]]  # fmt: skip
+    for command in arguments:
+        assert main(command) == 3
+        got, err = capsys.readouterr()
+        assert re.search(text, err)
+        assert not got
+
+
+def test_an_interrupted_conversion_is_no_checkpoint(model, tmp_path, capsys):
+    """One of two shards is there, and neither config nor index: it would look like a smaller model."""
+    interrupted(lambda: convert_checkpoint(model, tmp_path / "out"))
+    check_refused(tmp_path / "out", r"out: is an unfinished output.*\nhint: .*--resume", capsys)
+    convert_checkpoint(model, tmp_path / "out", resume=True)
+    assert len(open_checkpoint(tmp_path / "out")) == len(open_source(model).places)
+
+
+def test_another_interrupted_output_is_no_checkpoint(model, tmp_path, capsys):
+    convert_checkpoint(model, tmp_path / "nvfp4")
+    for i, rewrite in enumerate((dequantize_checkpoint, lambda a, b: repack_checkpoint(a, b, "compressed-tensors"))):
+        out = tmp_path / f"out{i}"
+        interrupted(lambda rewrite=rewrite, out=out: rewrite(tmp_path / "nvfp4", out))
+        assert len(list(out.glob("*.safetensors"))) == 1
+        check_refused(out, r"out\d: is an unfinished output", capsys)
+        with pytest.raises(CheckpointError, match="is not empty"):
+            rewrite(tmp_path / "nvfp4", out)
+        rewrite(tmp_path / "nvfp4", tmp_path / f"again{i}")
+        assert not (tmp_path / f"again{i}" / PROGRESS).exists()
+
+
+def test_saving_that_is_interrupted_leaves_no_checkpoint(model, tmp_path, monkeypatch):
+    """Without its config a weight of 4over6 in layout te would decode to other numbers."""
+    tensors = {"a.weight": jnvfp4.quantize(np.ones((16, 32), np.float32), jnvfp4.four_over_six())}
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(save, "write_file", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(tensors, tmp_path / "out", "te")
+    with pytest.raises(CheckpointError, match="unfinished output"):
+        open_checkpoint(tmp_path / "out")
+    save_checkpoint(tensors, tmp_path / "whole", "te")
+    assert sorted(files_of(tmp_path / "whole")) == ["config.json", "model.safetensors"]
 
 
 # ---------------------------------------------------------------- processes

@@ -3,6 +3,7 @@
 import json
 from collections import namedtuple
 from functools import partial
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +13,7 @@ from checkpoints import DOWN, GATE, GOLDEN, UP, files_of, weight, write, write_m
 import jnvfp4
 from jnvfp4.checkpoints import compare, rewrite
 from jnvfp4.checkpoints._convert.options import ConvertOptions
-from jnvfp4.checkpoints._files import files
+from jnvfp4.checkpoints._files import companions, files
 from jnvfp4.checkpoints._files.companions import copy_companions
 from jnvfp4.checkpoints._files.errors import CheckpointError, Exit
 from jnvfp4.checkpoints._files.safetensors import File
@@ -154,7 +155,7 @@ def test_a_scheme_of_another_kv_cache_is_refused(tmp_path, field):
 
 @pytest.mark.parametrize("layout", ["modelopt", CT])
 def test_activation_scales_are_those_of_the_layout(tmp_path, layout):
-    out = quantized(tmp_path, layout=layout, input_scale=0.5)
+    out = quantized(tmp_path, layout=layout, input_amax=1344)
     other = CT if layout == "modelopt" else "modelopt"
     repack_checkpoint(out, tmp_path / "other", other)
     names, module = {"modelopt": "input_scale", CT: "input_global_scale"}, DOWN.removesuffix(".weight")
@@ -257,11 +258,11 @@ def test_a_file_that_cannot_be_copied_leaves_no_part(tmp_path, monkeypatch):
     out.mkdir()
     (source / "tokenizer.json").write_text("x" * 100)
 
-    def broken(path, target):
-        target.write_text("x")
+    def broken(path):
+        yield b"x"
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("shutil.copyfile", broken)
+    monkeypatch.setattr(companions, "_chunks", broken)
     with pytest.raises(OSError, match="No space"):
         copy_companions(source, out)
     assert not list(out.iterdir())
@@ -380,3 +381,57 @@ def test_diff_counts_by_slices(tmp_path, monkeypatch):
     assert found.others == ["lm_head.weight"]
     assert open_checkpoint(b)[DOWN].shape == (48, 64)
     assert diff(a, a).same
+
+
+# ---------------------------------------------------------------- diff
+def outputs(tmp_path, *options) -> list[Path]:
+    """Two outputs of one model."""
+    model = write_model(tmp_path / "in", {"model.safetensors": {DOWN: weight(32, 64), "lm_head.weight": weight(7, 64)}})
+    directories = [tmp_path / name for name in "ab"]
+    for directory, values in zip(directories, options, strict=True):
+        convert_checkpoint(model, directory, ConvertOptions(**values))
+    return directories
+
+
+ALGORITHM = ["config.json: quantization_config.config_groups", "config.json: quantization_config.quant_algo",
+             "hf_quant_config.json: quantization.quant_algo"]  # fmt: skip
+DIFFERENT = {
+    "weight-only": ({}, {"weight_only": True}, {"activations": {DOWN: 1}, "configs": ALGORITHM}),
+    "activation scales": ({"input_amax": 2.0}, {"input_amax": 3.0}, {"activations": {DOWN: 1}}),
+    "KV cache": ({}, {"kv_cache": "fp8"}, {"configs": ["config.json: quantization_config.kv_cache_scheme",
+                                                       "hf_quant_config.json: quantization.kv_cache_quant_algo"]}),
+    "recipe": ({"layout": "te"}, {"layout": "te", "spec": jnvfp4.four_over_six()}, None),
+    "layouts": ({}, {"layout": CT}, {}),
+    "layouts, weight-only": ({"weight_only": True}, {"layout": CT}, {"activations": {DOWN: 1}}),
+    "nothing": ({"input_amax": 2.0}, {"input_amax": 2.0}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_diff_finds_what_differs(tmp_path, capsys, case):
+    a, b, expected = DIFFERENT[case]
+    a, b = outputs(tmp_path, a, b)
+    found = diff(a, b)
+    got = {k: v for k, v in vars(found).items() if v}
+    if expected is None:
+        assert {"codes", "configs"} <= got.keys()
+    else:
+        assert got == expected
+    assert found.same == (expected == {})
+    for first, second in ((a, b), (b, a)):
+        assert main(["diff", str(first), str(second)]) == (0 if found.same else 1)
+        assert json.loads(capsys.readouterr().out) == vars(diff(first, second))
+
+
+def test_diff_compares_configs(tmp_path, capsys):
+    a, b = outputs(tmp_path, {}, {})
+    changed_json(b / CONFIG, lambda c: c.update(rms_norm_eps=1e-6))
+    changed_json(b / CONFIG, lambda c: c["quantization_config"]["ignore"].append("x"))
+    changed_json(b / HF_QUANT, lambda c: c["producer"].update(version="99"))
+    assert diff(a, b).configs == ["config.json: quantization_config.ignore", "config.json: rms_norm_eps"]
+    (b / HF_QUANT).unlink()
+    assert "hf_quant_config.json: quantization.quant_algo" in diff(a, b).configs
+    (b / CONFIG).unlink()
+    assert "config.json: model_type" in diff(a, b).configs
+    assert main(["diff", str(a), str(b)]) == 1
+    assert main(["diff", str(a), str(tmp_path / "in")]) == 3

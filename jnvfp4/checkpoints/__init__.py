@@ -5,6 +5,7 @@ The layouts are those of Model Optimizer (vLLM, SGLang, TensorRT-LLM), compresse
 
 from ._convert.options import ConvertOptions
 from ._files.errors import CheckpointError, Exit
+from .calibrate import write_input_amaxes
 from .compare import Difference, diff, inspect
 from .convert import Result, convert_checkpoint
 from .load import Checkpoint, open_checkpoint
@@ -34,5 +35,6 @@ __all__ = [
     "save_checkpoint",
     "to_hf",
     "verify_checkpoint",
+    "write_input_amaxes",
     "write_report",
 ]

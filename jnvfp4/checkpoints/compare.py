@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from ._files.files import CHUNK_BYTES, slices
-from ._files.source import Source, open_source
+from ._files.source import CONFIG, HF_QUANT, Source, open_source, read_hf_quant
+from ._layouts.layouts import decode_scale_of
 from ._layouts.names import groups_of
 from ._layouts.stored import Stored, layout_of, open_stored, stored_of
 
@@ -50,7 +51,10 @@ class Difference:
     Attributes:
       only_first, only_second: the names of tensors that only one of them has.
       codes, scales, globals: how many bytes of codes, block scales and global scales differ, by weight.
+      activations: how many activation scales differ, or are only in one of them, by weight.
       others: the names of tensors that differ in dtype or shape, and of kept tensors that differ in bytes.
+      configs: the entries of config.json and hf_quant_config.json that differ. Two layouts describe the quantization in
+        different words, so those entries are compared only within one layout.
     """
 
     only_first: list[str] = field(default_factory=list)
@@ -58,19 +62,25 @@ class Difference:
     codes: dict[str, int] = field(default_factory=dict)
     scales: dict[str, int] = field(default_factory=dict)
     globals: dict[str, int] = field(default_factory=dict)
+    activations: dict[str, int] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
+    configs: list[str] = field(default_factory=list)
 
     @property
     def same(self) -> bool:
         """Whether nothing differs."""
-        return not (self.only_first or self.only_second or self.codes or self.scales or self.globals or self.others)
+        return not any(vars(self).values())
 
 
 def diff(first: Path | str, second: Path | str) -> Difference:
-    """Compares two NVFP4 checkpoints of any layouts: codes and block scales as bytes, global scales as S_dec."""
+    """Compares two NVFP4 checkpoints of any layouts.
+
+    Codes, block scales and kept tensors are compared as bytes; global and activation scales as decode scales; configs
+    by their entries. Other files, such as tokenizers, are not compared.
+    """
     a, b = open_stored(Path(first)), open_stored(Path(second))
     names_a, names_b = set(a.names), set(b.names)
-    out = Difference(sorted(names_a - names_b), sorted(names_b - names_a))
+    out = Difference(sorted(names_a - names_b), sorted(names_b - names_a), configs=_different_configs(a, b))
     for module in sorted(set(a.modules) & set(b.modules)):
         _compare_weights(a, b, module, out)
     for name in sorted(set(a.others) & set(b.others)):
@@ -89,12 +99,40 @@ def _compare_weights(a: Stored, b: Stored, module: str, out: Difference) -> None
         (out.codes, _count_different(v.codes, w.codes)),
         (out.scales, _count_different(v.scales, w.scales)),
         (out.globals, int((v.decode.reshape(-1) != w.decode.reshape(-1)).sum())),
+        (out.activations, _count_activations(*(_activations(s, module) for s in (a, b)))),
     )
     for by_name, count in counts:
         if count:
             by_name[name] = count
     a.release(module)
     b.release(module)
+
+
+def _activations(stored: Stored, module: str) -> np.ndarray:
+    """Gives the decode scales of a module's activations, an empty array if there are none."""
+    scale = stored.activation(module)
+    return np.empty(0) if scale is None else decode_scale_of(stored.layout, scale).reshape(-1)
+
+
+def _count_activations(x: np.ndarray, y: np.ndarray) -> int:
+    """Counts the activation scales that differ; all of them if their numbers differ."""
+    return int((x != y).sum()) if x.size == y.size else max(x.size, y.size)
+
+
+def _different_configs(a: Stored, b: Stored) -> list[str]:
+    """Names the entries of the configs that differ, each with its file."""
+    of_a, of_b = ({f"{CONFIG}: {k}": v for k, v in (s.source.config or {}).items()} for s in (a, b))
+    for entries, stored in ((of_a, a), (of_b, b)):
+        quantization = entries.pop(f"{CONFIG}: quantization_config", None)
+        if a.layout is b.layout:
+            entries |= _entries(f"{CONFIG}: quantization_config", quantization)
+            # Only this section: the other one says which program wrote the file.
+            entries |= _entries(f"{HF_QUANT}: quantization", read_hf_quant(stored.source).get("quantization"))
+    return sorted(k for k in of_a.keys() | of_b.keys() if of_a.get(k) != of_b.get(k))
+
+
+def _entries(name: str, section: Any) -> dict[str, Any]:
+    return {f"{name}.{k}": v for k, v in section.items()} if isinstance(section, dict) else {name: section}
 
 
 def _same_tensor(a: Source, b: Source, name: str) -> bool:

@@ -5,13 +5,33 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from ._convert.plan import Plan
 from ._convert.shards import OnProgress
 from ._layouts.names import module_of
+from .verify import SUSPICIOUS, Record
 
 SECONDS = 10.0  # between two lines, if stderr is no terminal
+
+
+def say(value: object, stream: TextIO, indent: int | None = None) -> None:
+    """Prints text, or another value as JSON. Characters that the stream cannot encode are escaped."""
+    if isinstance(value, str):
+        text = value.encode(stream.encoding, "backslashreplace").decode(stream.encoding)
+    else:
+        text = json.dumps(
+            value, indent=indent, ensure_ascii=not _encodes(stream, json.dumps(value, ensure_ascii=False))
+        )
+    print(text, file=stream, flush=True)
+
+
+def _encodes(stream: TextIO, text: str) -> bool:
+    try:
+        text.encode(stream.encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @contextmanager
@@ -50,8 +70,7 @@ class _JsonLines:
 
     def __call__(self, name: str, done: int) -> None:
         self._done += done
-        line = {"tensor": name, "bytes": self._done, "total": self._total}
-        print(json.dumps(line, ensure_ascii=False), file=sys.stderr, flush=True)
+        say({"tensor": name, "bytes": self._done, "total": self._total}, sys.stderr)
 
 
 class _Lines:
@@ -67,16 +86,13 @@ class _Lines:
         self._last = now
         rate = self._done / max(now - self._begun, 1e-9)
         left = (self._total - self._done) / rate if rate else float("inf")
-        print(
-            f"{self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left: {name}",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"{self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left"
+        say(f"{text}: {name}", sys.stderr)
 
 
 def tell(kind: Literal["warning", "note"], text: str, *, as_json: bool = False) -> None:
     """Prints a line on stderr."""
-    print(json.dumps({kind: text}, ensure_ascii=False) if as_json else f"{kind}: {text}", file=sys.stderr, flush=True)
+    say({kind: text} if as_json else f"{kind}: {text}", sys.stderr)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -128,6 +144,33 @@ def _warnings(description: dict[str, Any]) -> list[str]:
 def _others(tensor: dict[str, Any]) -> list[str]:
     module = module_of(tensor["name"])
     return [m.rpartition(".")[2] for m in tensor["group"] or () if m != module]
+
+
+def records_table(records: Sequence[Record]) -> str:
+    """Formats what a verification measured, one line per quantized weight."""
+    rows = (
+        (r.name, f"{e.relative_error:.4f}", "" if e.snr_db is None else f"{e.snr_db:.1f}", f"{e.max_abs_error:.3g}",
+         f"{e.largest_code_share:.4f}", f"{e.zero_code_share:.4f}")
+        for r in records if (e := r.error)
+    )  # fmt: skip
+    return table(("weight", "relative error", "SNR, dB", "largest error", "codes 6, -6", "codes 0"), rows)
+
+
+def verdict(records: Sequence[Record], failures: Sequence[str]) -> str:
+    """Says in one line how a verification ended."""
+    if failures:
+        more = f", and {len(failures) - 1} more" if len(failures) > 1 else ""
+        return f"NOT VERIFIED: {failures[0]}{more}"
+    errors = {r.name: r.error.relative_error for r in records if r.error}
+    kept = f"{len(records) - len(errors)} other tensors are unchanged"
+    if not errors:
+        return f"verified: {kept}"
+    worst = max(errors, key=lambda name: errors[name])
+    odd = sum(e > SUSPICIOUS for e in errors.values())
+    suspicious = f"; {odd} are above {SUSPICIOUS}, which is unusual" if odd else ""
+    mean = sum(errors.values()) / len(errors)
+    measured = f"{mean:.4f} on average and {errors[worst]:.4f} at most ({worst})"
+    return f"verified: {len(errors)} weights have a relative error of {measured}{suspicious}; {kept}"
 
 
 def inspect_table(checkpoint: dict[str, Any]) -> str:

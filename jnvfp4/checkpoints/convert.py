@@ -13,11 +13,11 @@ from .._version import __version__
 from ._convert.encode import Target
 from ._convert.options import ConvertOptions
 from ._convert.plan import Plan, make_plan, plan_without
-from ._convert.resume import RECORD, ResumeRecord
+from ._convert.resume import ResumeRecord
 from ._convert.shards import OnProgress, ShardWriter, find_amaxes
-from ._files.companions import copy_companions
-from ._files.errors import CheckpointError, Exit
-from ._files.files import check_free_space, json_bytes, locked, remove_temporaries, write_file
+from ._files.companions import check_companions, copy_companions
+from ._files.errors import CheckpointError, Exit, io_error
+from ._files.files import RECORD, check_free_space, checked_path, json_bytes, locked, remove_temporaries, write_file
 from ._files.source import CONFIG, HF_QUANT, INDEX, Source, open_source
 
 TINY_AMAX = 7.9e-36  # below it 2688 / amax overflows float32
@@ -76,13 +76,14 @@ def convert_checkpoint(
     Raises:
       CheckpointError: the source is damaged or cannot be converted, loaders would disagree, or the disk is full.
     """
-    output = Path(output)
+    output = checked_path(output)
     plan = make_plan(open_source(Path(source)), options or ConvertOptions())
     _check_output(plan, output, overwrite or resume)
     record = ResumeRecord(output, plan.source, plan.options)
     if resume:
         record.resume()
     _check_space(plan, output, record)
+    check_companions(plan.source.directory, plan.source.single_file)
     amaxes = find_amaxes(plan, workers)
     if amaxes.not_finite:
         plan = plan_without(plan, amaxes.not_finite, "not finite")
@@ -100,7 +101,7 @@ def convert_checkpoint(
                 for name, value in plan.files.items():
                     write_file(output / name, json_bytes(value))
     except OSError as e:
-        raise CheckpointError(f"cannot be written ({e.strerror})", file=e.filename or output, code=Exit.IO) from e
+        raise io_error(e, output, "finished shards are kept; --resume goes on" if record.is_kept else "") from e
     warnings = plan.warnings + _tiny_amaxes(amaxes.by_module) + not_copied
     return Result(plan, amaxes.by_module, target.device, seconds, plan.source.nbytes, plan.nbytes, warnings)
 

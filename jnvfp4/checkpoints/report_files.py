@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._patterns import layer_of
 from .._version import __version__
-from ._files.files import json_bytes
+from ._files.files import checked_path, json_bytes
 from ._layouts.names import module_of
 from .convert import Result
+from .plot import plot_errors
 from .verify import SUSPICIOUS, Record, as_json
 
 NAMES = ("report.json", "report.csv", "report.png")
@@ -64,7 +64,7 @@ def write_report(directory: Path | str, records: list[Record], result: Result | 
     Returns:
       the files that were written.
     """
-    directory = Path(directory)
+    directory = checked_path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     groups = {m: list(g.members) for g in result.plan.groups for m in g.members} if result else {}
     tensors = [{**t, **_from_conversion(t["name"], result, groups)} for t in as_json(records)]
@@ -75,7 +75,7 @@ def write_report(directory: Path | str, records: list[Record], result: Result | 
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows({**t, "shape": "x".join(map(str, t["shape"]))} for t in tensors)
-    return paths if _plot(paths[2], records) else paths[:2]
+    return paths if plot_errors(paths[2], records, result) else paths[:2]
 
 
 def _from_conversion(name: str, result: Result | None, groups: Mapping[str, list[str]]) -> dict[str, Any]:
@@ -85,27 +85,3 @@ def _from_conversion(name: str, result: Result | None, groups: Mapping[str, list
     seconds = result.seconds.get(name)
     value = float(amax) if amax.size == 1 else amax.tolist()
     return {"group": groups[module_of(name)], "amax": value, "seconds": seconds}
-
-
-def _plot(path: Path, records: list[Record]) -> bool:
-    """Plots the relative error by layer, one line per kind of module, and below it the share of the largest codes."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    lines: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
-    for r in records:
-        if r.error:
-            kind = module_of(r.name).rpartition(".")[2]
-            lines[kind].append((layer_of(r.name) or 0, r.error.relative_error, r.error.largest_code_share))
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    error, share = figure.subplots(2, sharex=True)
-    for kind, points in sorted(lines.items()):
-        x, e, s = zip(*sorted(points), strict=True)
-        error.plot(x, e, marker="o", markersize=3, label=kind)
-        share.plot(x, s, marker="o", markersize=3)
-    error.set(yscale="log", ylabel="relative error")
-    error.legend(fontsize="small", ncols=4)
-    share.set(xlabel="layer", ylabel="share of codes ±6")
-    figure.savefig(path, dpi=120)
-    return True

@@ -11,11 +11,11 @@ import ml_dtypes
 import numpy as np
 
 from .._version import __version__
-from ._files.companions import copy_companions
-from ._files.errors import CheckpointError, Exit
-from ._files.files import CHUNK_BYTES, check_free_space, json_bytes, slices, write_file
+from ._files.companions import check_companions, copy_companions
+from ._files.errors import CheckpointError, Exit, OptionError, io_error
+from ._files.files import CHUNK_BYTES, check_free_space, checked_path, json_bytes, slices, unfinished, write_file
 from ._files.safetensors import DTYPES, Entry, Planned, Writer
-from ._files.source import CONFIG, HF_QUANT, INDEX, links_outside, read_json
+from ._files.source import CONFIG, HF_QUANT, INDEX, read_hf_quant
 from ._layouts.configs import FP8_KV_CACHE, JSON, hf_quant_config, quantization_config
 from ._layouts.layouts import LAYOUTS, MODELOPT, TE, Layout, LayoutName, Parts, decode_scale, global_scale_of
 from ._layouts.loaders import check_ignore_list, ignore_list, linear_modules
@@ -68,11 +68,8 @@ def repack_checkpoint(source: Path | str, output: Path | str, layout: LayoutName
     """
     stored, to = open_stored(Path(source)), LAYOUTS[layout]
     if to is TE:
-        raise CheckpointError(
-            "layout te stores an amax, which does not follow from a scale",
-            "modelopt or compressed-tensors",
-            code=Exit.USAGE,
-        )
+        clause = "is te, which stores an amax, and an amax does not follow from a scale"
+        raise OptionError({"layout": clause}, "modelopt or compressed-tensors")
     if stored.stacks and not to.stacks:
         raise CheckpointError(
             "is a stack of experts", f"one weight for each, in {to.name}", tensor=min(stored.stacks), code=Exit.USAGE
@@ -99,7 +96,7 @@ class _Repacking:
             Planned(new.scales, self.to.scales_tag, entry(old.scales).shape),
             Planned(new.global_scale, "F32", scale_shape),
         ]
-        if new.activation is not None and _activation(self.stored, module) is not None:
+        if new.activation is not None and self.stored.activation(module) is not None:
             planned.append(Planned(new.activation, "F32", scale_shape))
         return planned
 
@@ -108,7 +105,7 @@ class _Repacking:
         yield new.codes, 0, array(old.codes)
         yield new.scales, 0, array(old.scales).view(DTYPES[self.to.scales_tag])
         yield new.global_scale, 0, self._rescaled(array(old.global_scale))
-        activation = _activation(self.stored, module)
+        activation = self.stored.activation(module)
         if new.activation is not None and activation is not None:
             yield new.activation, 0, self._rescaled(activation)
 
@@ -124,7 +121,7 @@ class _Repacking:
         kept = linear_modules(map(stored.source.entry, stored.others))
         ignore = ignore_list(kept, stored.modules, to.name)
         check_ignore_list(ignore, kept, stored.modules, to.name)
-        weight_only = not any(_activation(stored, m) is not None for m in stored.modules)
+        weight_only = not any(stored.activation(m) is not None for m in stored.modules)
         fp8 = _has_fp8_kv_cache(stored)
         files: dict[str, JSON] = {}
         if to is MODELOPT:
@@ -145,17 +142,9 @@ class _Repacking:
         return scale if self.stored.layout.meaning == self.to.meaning else decode_scale(scale)
 
 
-def _activation(stored: Stored, module: str) -> np.ndarray | None:
-    name = stored.parts(module).activation
-    return stored.source.array(name) if name is not None and name in stored.source.places else None
-
-
 def _has_fp8_kv_cache(stored: Stored) -> bool:
     """Tells whether the configs ask for an FP8 KV cache. Another kind is an error: loaders disagree about it."""
-    config, path = (stored.source.config or {}).get("quantization_config"), stored.source.directory / HF_QUANT
-    if links_outside(path, stored.source.directory):
-        raise CheckpointError("is a link out of the directory", "a file in it", file=path)
-    hf_quant = read_json(path) if path.is_file() else {}
+    config, hf_quant = (stored.source.config or {}).get("quantization_config"), read_hf_quant(stored.source)
     sections = [config, config.get("quantization") if isinstance(config, dict) else None, hf_quant.get("quantization")]
     keys = ("kv_cache_quant_algo", "kv_cache_scheme")
     claims = [claim for s in sections if isinstance(s, dict) for key in keys if (claim := s.get(key))]
@@ -189,7 +178,7 @@ def dequantize_checkpoint(
     """
     stored = open_stored(Path(source))
     if dtype not in _DTYPE_NAMES:
-        raise CheckpointError(f"dtype is {dtype!r}", "BF16, F16 or F32", code=Exit.USAGE)
+        raise OptionError({"dtype": f"is {dtype!r}"}, "BF16, F16 or F32")
     for module in stored.modules:
         _check_range(stored.weight(module), dtype)
     _write(_Decoding(stored, dtype), Path(output), warn)
@@ -255,26 +244,32 @@ class _Shard:
     outputs: list[Planned]
 
 
+_AGAIN = "the output is not complete: remove it and run the command again"
+
+
 def _write(rewriting: Rewriting, output: Path, warn: Warn) -> None:
     """Writes shard by shard, then the files beside them; config and index are last."""
+    checked_path(output)
     stored, files = rewriting.stored, rewriting.files()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError("is not empty", "an empty or new directory", file=output, code=Exit.USAGE)
     shards = _shards(rewriting)
     sizes = [sum(p.nbytes for p in shard.outputs) for shard in shards.values()]
     check_free_space(output, sizes)
+    check_companions(stored.source.directory, stored.source.single_file)
     if len(shards) > 1:
         names = {p.name: name for name, shard in shards.items() for p in shard.outputs}
         files = {**files, INDEX: {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(names.items()))}}
     try:
         output.mkdir(parents=True, exist_ok=True)
-        for name, shard in shards.items():
-            _write_shard(rewriting, output / name, shard)
-        not_copied = copy_companions(stored.source.directory, output, stored.source.single_file)
-        for name, value in files.items():
-            write_file(output / name, json_bytes(value))
+        with unfinished(output):
+            for name, shard in shards.items():
+                _write_shard(rewriting, output / name, shard)
+            not_copied = copy_companions(stored.source.directory, output, stored.source.single_file)
+            for name, value in files.items():
+                write_file(output / name, json_bytes(value))
     except OSError as e:
-        raise CheckpointError(f"cannot be written ({e.strerror})", file=e.filename or output, code=Exit.IO) from e
+        raise io_error(e, output, _AGAIN if output.is_dir() and any(output.iterdir()) else "") from e
     for text in not_copied:
         warn(text)
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from .._version import __version__
 from ..tensor import NVFP4Tensor
-from ._files.errors import CheckpointError, Exit
-from ._files.files import json_bytes, write_file
+from ._files.errors import CheckpointError, Exit, OptionError
+from ._files.files import checked_path, json_bytes, unfinished, write_file
 from ._files.safetensors import DTYPES, TAGS, Planned, Writer
 from ._files.source import CONFIG, HF_QUANT
 from ._layouts.configs import hf_quant_config, quantization_config
@@ -39,8 +39,8 @@ def save_checkpoint(
       CheckpointError: the layout cannot store a tensor, or weights that loaders fuse have different amaxes.
     """
     if layout not in LAYOUTS:
-        raise CheckpointError(f"layout is {layout!r}", f"one of {', '.join(LAYOUTS)}", code=Exit.USAGE)
-    output, to = Path(output), LAYOUTS[layout]
+        raise OptionError({"layout": f"is {layout!r}"}, f"one of {', '.join(LAYOUTS)}")
+    output, to = checked_path(output), LAYOUTS[layout]
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError("is not empty", "an empty or new directory", file=output, code=Exit.USAGE)
     weights = {n: t for n, t in tensors.items() if isinstance(t, NVFP4Tensor)}
@@ -51,11 +51,13 @@ def save_checkpoint(
     files = _configs(tensors, weights, layout, dict(config or {}))
     output.mkdir(parents=True, exist_ok=True)
     planned = [Planned(name, TAGS[a.dtype], a.shape) for name, a in arrays.items()]
-    with Writer(output / "model.safetensors", planned, {"format": "pt", "jnvfp4_version": __version__}) as file:
-        for name, a in sorted(arrays.items()):
-            file.put(name, a)
-    for name, value in files.items():
-        write_file(output / name, json_bytes(value))
+    metadata = {"format": "pt", "jnvfp4_version": __version__}
+    with unfinished(output):
+        with Writer(output / "model.safetensors", planned, metadata) as file:
+            for name, a in sorted(arrays.items()):
+                file.put(name, a)
+        for name, value in files.items():
+            write_file(output / name, json_bytes(value))
 
 
 def _check_groups(weights: Mapping[str, NVFP4Tensor], layout: Layout) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ._convert.options import ExpertLayout
 from ._convert.views import FP8_SCALE, converted_view
-from ._files.errors import CheckpointError, Exit
+from ._files.errors import CheckpointError, Exit, OptionError
 from ._files.files import CHUNK_BYTES, slices
 from ._files.safetensors import FLOATS
 from ._files.source import Source, open_source
@@ -139,6 +139,8 @@ def verify_checkpoint(
         the layout is its own).
       CheckpointError: one of the checkpoints is damaged.
     """
+    if not max_relative_error >= 0:
+        raise OptionError({"max_relative_error": f"is {max_relative_error}"}, "a number, 0 or more")
     stored = open_stored(Path(output))
     original = _as_converted(open_source(Path(source)), stored, expert_layout)
     failures: list[CheckpointError] = []

@@ -1,18 +1,14 @@
 """Options of a conversion."""
 
-import dataclasses
 import re
 import typing
-from collections.abc import Container
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from ...spec import NVFP4, QuantSpec
-from .._files.errors import CheckpointError, Exit
+from .._files.errors import OptionError
 from .._files.files import CHUNK_BYTES
 from .._layouts.layouts import LAYOUTS, LayoutName
 
@@ -35,7 +31,8 @@ class ConvertOptions:
       keep_containing_megatron: the same for a source with Megatron's names, such as
         ``decoder.layers.0.mlp.linear_fc1.weight``.
       weight_only: whether the output has no activation scales and its config keeps activations in high precision.
-      input_scale: the activation scale of every module, or a JSON file with the activations' amax of each module.
+      input_amax: the amax of the activations, from which their scale follows: one number for all modules, or a JSON
+        file with the amax of each (``write_input_amaxes`` writes it). None writes scales of 1.0, with a warning.
       kv_cache: the KV cache that the config asks for.
       experts: "keep" leaves experts as they are; "per-expert" gives each its own tensors; "stacked" puts all in one.
       expert_layout: axes of a stack of experts, [E, N, K] or [E, K, N]; "auto" decides by the model type.
@@ -64,7 +61,7 @@ class ConvertOptions:
     keep_containing: tuple[str, ...] = ()
     keep_containing_megatron: tuple[str, ...] = ()
     weight_only: bool = False
-    input_scale: float | Path = 1.0
+    input_amax: float | Path | None = None
     kv_cache: Literal["none", "fp8"] = "none"
     experts: Literal["keep", "per-expert", "stacked"] = "keep"
     expert_layout: ExpertLayout = "auto"
@@ -87,13 +84,14 @@ class ConvertOptions:
             _check_type(name, getattr(self, name), hint)
         for name, least in (("start_layers", 0), ("end_layers", 0), ("chunk_bytes", 1), ("max_shard_bytes", 1)):
             _check_count(name, getattr(self, name), least)
-        _check_input_scale(self.input_scale)
+        _check_input_amax(self.input_amax)
         _check_spec(self.spec, self.layout)
-        for pattern in (p for p in (*self.targets, *self.ignore) if p.startswith("re:")):
-            _expression(pattern)
+        for name in ("targets", "ignore"):
+            for pattern in (p for p in getattr(self, name) if p.startswith("re:")):
+                _expression(name, pattern)
         for pattern in self.share:
             _check_share(pattern)
-        check_clashes(self, [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default])
+        _check_clashes(self)
 
     @property
     def row_scaled(self) -> bool:
@@ -106,27 +104,25 @@ class ConvertOptions:
         return "4over6" if self.spec.select != "max6" else "row-scaled" if self.row_scaled else "nvfp4"
 
 
-def check_clashes(options: ConvertOptions, explicit: Container[str]) -> None:
-    """Raises if an option that was set has no effect because of another one.
+def is_number(v: Any) -> bool:
+    """Tells whether a value is a real number, of Python or NumPy; True and False are none."""
+    return isinstance(v, Real) and not isinstance(v, bool)
 
-    Args:
-      options: all options.
-      explicit: the names of the options that were set, also if they were set to their default.
 
-    Raises:
-      CheckpointError: names both options.
-    """
-    o = options
-    no_activations = LAYOUTS[o.layout].activation is None
-    clashes = (
-        ("input_scale", "weight_only", o.weight_only, "no input_scale, as no activation scale is written"),
-        ("input_scale", "layout", no_activations, "no input_scale, as no activation scale is written"),
-        ("kv_cache", "layout", o.kv_cache == "fp8" and o.layout != "modelopt", "layout modelopt for an FP8 KV cache"),
-    )
-    for name, other, clash, expected in clashes:
-        if clash and name in explicit:
-            text = f"{name} is {getattr(o, name)} and {other} {getattr(o, other)}"
-            raise CheckpointError(text, expected, code=Exit.USAGE)
+def is_amax(v: Any) -> bool:
+    """Tells whether the scale that follows from an amax is finite in float32, as is its reciprocal."""
+    return is_number(v) and 1e-30 < v < 1e30
+
+
+def _check_clashes(o: ConvertOptions) -> None:
+    """Raises if an option has no effect because of another one."""
+    if o.input_amax is not None and (o.weight_only or LAYOUTS[o.layout].activation is None):
+        other = {"weight_only": "is used"} if o.weight_only else {"layout": f"is {o.layout}"}
+        expected = "one of them, as no activation scale is written then"
+        raise OptionError({"input_amax": f"is {o.input_amax}", **other}, expected)
+    if o.kv_cache == "fp8" and o.layout != "modelopt":
+        expected = "layout modelopt for an FP8 KV cache"
+        raise OptionError({"kv_cache": f"is {o.kv_cache}", "layout": f"is {o.layout}"}, expected)
 
 
 # ---------------------------------------------------------------- checks of one option
@@ -134,56 +130,46 @@ def _check_type(name: str, value: object, hint: object) -> None:
     """Checks options that are bool, a Literal or a tuple of texts."""
     choices = (False, True) if hint is bool else typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
     if choices and not any(type(value) is type(c) and value == c for c in choices):
-        raise CheckpointError(f"{name} is {value!r}", f"one of {', '.join(map(str, choices))}", code=Exit.USAGE)
+        raise OptionError({name: f"is {value!r}"}, f"one of {', '.join(map(str, choices))}")
     if typing.get_origin(hint) is tuple and not (isinstance(value, tuple) and all(isinstance(v, str) for v in value)):
-        raise CheckpointError(f"{name} is {value!r}", "a tuple of texts", code=Exit.USAGE)
+        raise OptionError({name: f"is {value!r}"}, "a tuple of texts")
 
 
 def _check_count(name: str, value: object, least: int) -> None:
     if value is None and name == "max_shard_bytes":
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise CheckpointError(f"{name} is {value!r}", f"an integer, {least} or more", code=Exit.USAGE)
+        raise OptionError({name: f"is {value!r}"}, f"an integer, {least} or more")
 
 
-def _check_input_scale(scale: Any) -> None:
-    if isinstance(scale, Path):
+def _check_input_amax(amax: object) -> None:
+    if amax is None or isinstance(amax, Path):
         return
-    if isinstance(scale, bool) or not isinstance(scale, Real):
-        raise CheckpointError(f"input_scale is {scale!r}", "a number or the Path of a JSON file", code=Exit.USAGE)
-    with np.errstate(over="ignore", under="ignore", divide="ignore"):
-        value = np.float32(scale)
-        both = np.array([value, 1 / value])  # layouts store one or the other
-    if not (np.isfinite(both) & (both > 0)).all():
-        raise CheckpointError(
-            f"input_scale is {scale!r}",
-            "a number above 0 that is finite in float32, as is its reciprocal",
-            code=Exit.USAGE,
-        )
+    if not is_number(amax):
+        raise OptionError({"input_amax": f"is {amax!r}"}, "a number or the Path of a JSON file")
+    if not is_amax(amax):
+        raise OptionError({"input_amax": f"is {amax!r}"}, "a number above 1e-30 and below 1e30")
 
 
 def _check_spec(spec: QuantSpec, layout: LayoutName) -> None:
     if not isinstance(spec, QuantSpec):
-        raise CheckpointError(f"spec is {spec!r}", "a QuantSpec", code=Exit.USAGE)
+        raise OptionError({"spec": f"is {spec!r}"}, "a QuantSpec")
     if spec.rounding != "nearest" or spec.format.rht or spec.format.amax_scope == "window64":
-        raise CheckpointError(
-            f"spec is {spec}", "rounding to nearest, no rht, and an amax for each tensor or row", code=Exit.USAGE
-        )
+        raise OptionError({"spec": f"is {spec}"}, "rounding to nearest, no rht, and an amax for each tensor or row")
     if spec.format.amax_scope == "row" and layout != "te":
-        raise CheckpointError(
-            f"spec has an amax for each row and layout is {layout}", "layout te, which can store them", code=Exit.USAGE
-        )
+        clauses = {"spec": "has an amax for each row", "layout": f"is {layout}"}
+        raise OptionError(clauses, "layout te, which can store them")
 
 
-def _expression(pattern: str) -> re.Pattern[str]:
+def _expression(name: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern.removeprefix("re:"))
     except re.error as e:
-        raise CheckpointError(f"{pattern!r} is no regular expression ({e})", code=Exit.USAGE) from e
+        raise OptionError({name: f"has {pattern!r}, which is no regular expression ({e})"}) from e
 
 
 def _check_share(pattern: str) -> None:
-    if _expression(pattern).groups < 1:
-        raise CheckpointError(
-            f"share {pattern!r} has no group", r"one for the parent's name, as in (.*)\.(a|b)_proj", code=Exit.USAGE
+    if _expression("share", pattern).groups < 1:
+        raise OptionError(
+            {"share": f"has {pattern!r} without a group"}, r"one for the parent's name, as in (.*)\.(a|b)_proj"
         )

@@ -11,10 +11,10 @@ from .._files.errors import CheckpointError
 from .._files.safetensors import FLOATS, Planned
 from .._files.source import CONFIG, HF_QUANT, INDEX, Source, read_json
 from .._layouts.configs import hf_quant_config, quantization_config
-from .._layouts.layouts import LAYOUTS, Layout, Parts
+from .._layouts.layouts import LAYOUTS, Layout, Parts, names_global_scale
 from .._layouts.loaders import check_ignore_list, ignore_list, linear_modules
 from .._layouts.names import Group, module_of
-from .options import ConvertOptions
+from .options import ConvertOptions, is_amax
 from .policy import Decision, Decisions, decide, keep_groups
 from .views import converted_view
 
@@ -113,7 +113,8 @@ def make_plan(source: Source, options: ConvertOptions) -> Plan:
 def plan_without(plan: Plan, groups: Collection[Group], reason: str) -> Plan:
     """Plans the same conversion with some groups kept for a reason."""
     decisions = keep_groups(plan.decisions, groups, reason, allow_empty=plan.options.allow_empty)
-    return _plan_of(plan.source, plan.options, decisions, plan.input_scales)
+    scales = {m: plan.input_scales[m] for g in decisions.groups for m in g.members if m in plan.input_scales}
+    return _plan_of(plan.source, plan.options, decisions, scales)
 
 
 def _plan_of(source: Source, options: ConvertOptions, decisions: Decisions, input_scales: Mapping[str, float]) -> Plan:
@@ -131,7 +132,7 @@ def _plan_of(source: Source, options: ConvertOptions, decisions: Decisions, inpu
         tuple(ignore),
         input_scales,
         _files(source, options, ignore, shards),
-        source.warnings + decisions.warnings,
+        source.warnings + decisions.warnings + _uncalibrated(options, input_scales),
     )
 
 
@@ -146,12 +147,10 @@ def _refuse_quantized(source: Source) -> None:
             hint="repack changes the layout of NVFP4, dequantize undoes it; --dequantize-input fp8-block decodes FP8",
         )
     for name in source.places:
-        if name.endswith("weight_scale_inv"):
+        hint = "--dequantize-input fp8-block decodes it" if name.endswith("weight_scale_inv") else ""
+        if hint or names_global_scale(name):
             raise CheckpointError(
-                "is a scale of quantized weights",
-                "a model in high precision",
-                tensor=name,
-                hint="--dequantize-input fp8-block decodes it",
+                "is a scale of quantized weights", "a model in high precision", tensor=name, hint=hint
             )
 
 
@@ -186,45 +185,69 @@ def _item(decision: Decision, options: ConvertOptions, input_scales: Mapping[str
 
 
 def _check_names(items: Mapping[str, Item]) -> None:
-    """Raises if two tensors of the source become one of the output."""
+    """Raises if two tensors of the source become one of the output, or would be read as a part of another."""
     names: dict[str, str] = {}
     for item in items.values():
-        for p in item.outputs:
-            other = names.setdefault(p.name, item.name)
-            if other != item.name:
-                raise CheckpointError(f"{item.name!r} and {other!r} both become it", "one of them", tensor=p.name)
+        parts = vars(item.parts).values() if item.parts else [p.name for p in item.outputs]
+        for name in parts:
+            other = names.setdefault(name, item.name)
+            if name is not None and other != item.name:
+                raise CheckpointError(f"{item.name!r} and {other!r} both become it", "one of them", tensor=name)
 
 
 # ---------------------------------------------------------------- activation scales
+_UNMEASURED = 1.0  # the scale that is written for activations that nobody measured; loaders need one
+
+
 def _input_scales(options: ConvertOptions, groups: Collection[Group]) -> dict[str, float]:
     """Finds the activation scale of every quantized module; a group has the largest of its members."""
     if options.weight_only or LAYOUTS[options.layout].activation is None:
         return {}
-    if not isinstance(options.input_scale, Path):
-        return {m: float(options.input_scale) for g in groups for m in g.members}
-    amaxes = read_json(options.input_scale)
-    unknown = sorted(set(amaxes) - {m for g in groups for m in g.members})
+    modules = [m for g in groups for m in g.members]
+    if options.input_amax is None:
+        return dict.fromkeys(modules, _UNMEASURED)
+    if not isinstance(options.input_amax, Path):
+        return dict.fromkeys(modules, _scale(options.input_amax))
+    amaxes = read_json(options.input_amax)
+    unknown = sorted(amaxes.keys() - modules)
     if unknown and not options.allow_unmatched:
         raise CheckpointError(
             f"names {unknown[0]!r}",
             "modules that are quantized",
-            file=options.input_scale,
+            file=options.input_amax,
             hint="--allow-unmatched accepts it",
         )
     scales: dict[str, float] = {}
     for group in groups:
-        values = [amaxes[m] for m in group.members if m in amaxes]
-        if not values or not all(_is_amax(v) for v in values):
-            raise CheckpointError(
-                f"has {values} for {group.members}", "an amax above 0 for each module", file=options.input_scale
-            )
-        scales |= dict.fromkeys(group.members, max(values) / 2688.0)
+        scales |= dict.fromkeys(group.members, _scale(_largest_amax(amaxes, group, options.input_amax)))
     return scales
 
 
-def _is_amax(v: object) -> bool:
-    """Tells whether the scale that follows from an amax is finite in float32, as is its reciprocal."""
-    return isinstance(v, int | float) and not isinstance(v, bool) and 1e-30 < v < 1e30
+def _scale(amax: float) -> float:
+    return float(amax) / 2688.0
+
+
+def _largest_amax(amaxes: Mapping[str, Any], group: Group, path: Path) -> float:
+    named = [m for m in group.members if m in amaxes]
+    if not named:
+        expected = "one for each module that is quantized, or for another one of its group"
+        raise CheckpointError(f"has no amax for {group.members[0]!r}", expected, file=path, hint="--ignore keeps it")
+    wrong = next((m for m in named if not is_amax(amaxes[m])), None)
+    if wrong is not None:
+        observed = f"has the amax {amaxes[wrong]!r:.100} for {wrong!r}"
+        raise CheckpointError(observed, "a number above 1e-30 and below 1e30", file=path)
+    return max(amaxes[m] for m in named)
+
+
+def _uncalibrated(options: ConvertOptions, input_scales: Mapping[str, float]) -> tuple[str, ...]:
+    """Warns of activation scales that nobody measured."""
+    if not input_scales or options.input_amax is not None:
+        return ()
+    return (
+        f"the activation scales are uncalibrated: all {len(input_scales)} are {_UNMEASURED}, which makes activations "
+        "inaccurate that are much smaller than 1; --weight-only writes none, --input-amax FILE those that "
+        "jnvfp4.checkpoints.write_input_amaxes has measured",
+    )
 
 
 # ---------------------------------------------------------------- files

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from ..._patterns import layer_of, matches, names_exactly
 from ...spec import BLOCK
-from .._files.errors import CheckpointError, Exit
+from .._files.errors import CheckpointError, Exit, OptionError
 from .._files.safetensors import FLOATS, Entry
 from .._files.source import Source
 from .._layouts.layouts import LAYOUTS
@@ -176,15 +176,14 @@ class Policy:
 
     def check_use(self) -> None:
         """Raises if a rule matched no tensor."""
-        o = self.options
-        rules = [f"ignore {p}" for p in o.ignore] + [f"contains {s}" for s in o.keep_containing]
-        rules += [f"contains {s}" for s in o.keep_containing_megatron]
-        rules += [f"targets {p}" for p in o.targets]
-        unused = [r for r in rules if r not in self._used]
-        if unused and not o.allow_unmatched:
-            raise CheckpointError(
-                f"the rule {unused[0]!r} matches no tensor", code=Exit.USAGE, hint="--allow-unmatched accepts it"
-            )
+        if self.options.allow_unmatched:
+            return
+        words = {"ignore": "ignore", "keep_containing": "contains", "keep_containing_megatron": "contains"}
+        for option, word in {**words, "targets": "targets"}.items():
+            for pattern in getattr(self.options, option):
+                if f"{word} {pattern}" not in self._used:
+                    hint = "--allow-unmatched accepts it"
+                    raise OptionError({option: f"has {pattern!r}, which matches no tensor"}, hint=hint)
 
 
 def decide(source: Source, options: ConvertOptions) -> Decisions:
@@ -199,6 +198,7 @@ def decide(source: Source, options: ConvertOptions) -> Decisions:
     decisions = {e.name: policy.decision(e, source) for e in source.entries()}
     policy.check_use()
     modules = [module_of(n) for n, d in decisions.items() if n.endswith(WEIGHT) or is_expert_stack(d.entry)]
+    _check_modules(decisions)
     groups = groups_of(modules, options.share, options.share_qkv)
     _check_share(modules, options)
     warnings: list[str] = []
@@ -211,6 +211,13 @@ def decide(source: Source, options: ConvertOptions) -> Decisions:
     if not quantized and not options.allow_empty:
         raise CheckpointError("no tensor is quantized", hint="--allow-empty converts all the same", code=Exit.USAGE)
     return Decisions(decisions, quantized, tuple(warnings))
+
+
+def _check_modules(decisions: Mapping[str, Decision]) -> None:
+    """Raises if a stack of experts and another weight are of one module."""
+    for name, decision in decisions.items():
+        if is_expert_stack(decision.entry) and name + WEIGHT in decisions:
+            raise CheckpointError(f"is the weight of a module, as {name!r} is", "one of them", tensor=name + WEIGHT)
 
 
 def keep_groups(decisions: Decisions, groups: Container[Group], reason: str, *, allow_empty: bool) -> Decisions:
@@ -240,9 +247,8 @@ def _check_share(modules: list[str], options: ConvertOptions) -> None:
     without = len(groups_of(modules, (), options.share_qkv))
     for pattern in () if options.allow_unmatched else options.share:
         if len(groups_of(modules, [pattern], options.share_qkv)) == without:
-            raise CheckpointError(
-                f"share {pattern!r} puts no two modules together", code=Exit.USAGE, hint="--allow-unmatched accepts it"
-            )
+            hint = "--allow-unmatched accepts it"
+            raise OptionError({"share": f"has {pattern!r}, which puts no two modules together"}, hint=hint)
 
 
 def _as_a_whole(group: Group, members: list[Decision], strict: bool) -> tuple[list[Decision], list[str]]:
@@ -271,9 +277,8 @@ def _as_a_whole(group: Group, members: list[Decision], strict: bool) -> tuple[li
 
 def _missing_roles(group: Group) -> list[str]:
     """Warns of a missing q, k or v, and raises if gate or up is missing."""
+    parent, _, first = group.members[0].rpartition(".")
     for role in group.missing:
         if any(role in fused for fused in INSEPARABLE):
-            raise CheckpointError(
-                f"module {group.parent!r} has {group.roles[0]} but no {role}", "both", hint="--ignore keeps it"
-            )
-    return [f"{group.parent}: no {role}" for role in group.missing if len(group.roles) > 1]
+            raise CheckpointError(f"module {parent!r} has {first} but no {role}", "both", hint="--ignore keeps it")
+    return [f"{parent}: no {role}" for role in group.missing if len(group.members) > 1]

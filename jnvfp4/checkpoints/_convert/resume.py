@@ -8,11 +8,9 @@ from typing import Any
 
 from ..._version import __version__
 from .._files.errors import CheckpointError, Exit
-from .._files.files import is_temporary, json_bytes, write_file
+from .._files.files import RECORD, is_temporary, json_bytes, write_file
 from .._files.source import CONFIG, Source, read_json
 from .options import ConvertOptions
-
-RECORD = ".jnvfp4-progress.json"
 
 
 def file_digest(path: Path) -> str:
@@ -25,8 +23,8 @@ def _state_of_options(options: ConvertOptions) -> dict[str, Any]:
     """Describes everything beside the source that changes bytes, as JSON values."""
     values = {**dataclasses.asdict(options), "version": __version__}
     del values["chunk_bytes"]
-    if isinstance(options.input_scale, Path):
-        values["input_scale"] = file_digest(options.input_scale)
+    amax = options.input_amax
+    values["input_amax"] = file_digest(amax) if isinstance(amax, Path) else amax if amax is None else float(amax)
     return json.loads(json.dumps(values))
 
 
@@ -97,6 +95,11 @@ class ResumeRecord:
         """Records a finished shard."""
         self.shards[path.name] = file_digest(path)
         self._write()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the record is in the output, so that the conversion can be resumed."""
+        return self._path.is_file()
 
     def _write(self) -> None:
         write_file(self._path, json_bytes(self._state))

@@ -1,5 +1,6 @@
 """Errors that a command prints as one line with a hint, and the exit code of each."""
 
+from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
 
@@ -8,6 +9,7 @@ class Exit(IntEnum):
     """The exit codes of the command ``jnvfp4``."""
 
     OK = 0
+    DIFFERENT = 1  # two checkpoints differ
     USAGE = 2
     BAD_INPUT = 3
     CONFLICT = 4  # a loader would read the plan differently
@@ -41,6 +43,10 @@ class CommandError(Exception):
         self.code = code
 
 
+class ReadError(OSError):
+    """Reports a file that cannot be read, while another one is written."""
+
+
 class CheckpointError(CommandError):
     """Reports what is wrong with a checkpoint or with the options of a conversion, and where.
 
@@ -68,3 +74,31 @@ class CheckpointError(CommandError):
             subjects.append(f"tensor {tensor!r:.200}")
         super().__init__(": ".join([*subjects, observed]), expected, hint=hint, code=code)
         self.file, self.tensor = file, tensor
+
+
+class OptionError(CheckpointError):
+    """Reports what is wrong with options.
+
+    Args:
+      clauses: what is wrong with each option, by its name: "is 0", "is fp8".
+      expected: what would be accepted.
+      hint: what the user can do about it.
+      names: what the user calls an option, by its name; without it the name itself.
+    """
+
+    def __init__(
+        self, clauses: Mapping[str, str], expected: str = "", *, hint: str = "", names: Mapping[str, str] | None = None
+    ):
+        observed = " and ".join(f"{(names or {}).get(option, option)} {clause}" for option, clause in clauses.items())
+        super().__init__(observed, expected, hint=hint, code=Exit.USAGE)
+        self._clauses, self._expected, self._hint = clauses, expected, hint
+
+    def renamed(self, names: Mapping[str, str]) -> "OptionError":
+        """Makes the error in which options have the names that a user of the command knows: its flags."""
+        return OptionError(self._clauses, self._expected, hint=self._hint, names=names)
+
+
+def io_error(e: OSError, output: Path, hint: str = "") -> CheckpointError:
+    """Says which file could not be read or written."""
+    verb = "read" if isinstance(e, ReadError) else "written"
+    return CheckpointError(f"cannot be {verb} ({e.strerror})", file=e.filename or output, hint=hint, code=Exit.IO)

@@ -14,6 +14,7 @@ from ...spec import BLOCK
 from .errors import CheckpointError, Exit
 
 CHUNK_BYTES = 64 << 20  # of a tensor that are in memory at once, unless the caller says otherwise
+RECORD = ".jnvfp4-progress.json"  # lies in an output while it is unfinished
 _TEMPORARY = re.compile(r"(.*)\.tmp-\d+", re.DOTALL)
 
 
@@ -43,8 +44,8 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def json_bytes(value: object) -> bytes:
-    """Formats a JSON file."""
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    """Formats a JSON file. Of a path that is no text the odd bytes are escaped, as JSON allows."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def is_temporary(path: Path) -> bool:
@@ -60,6 +61,23 @@ def remove_temporaries(directory: Path, names: Container[str]) -> None:
 
 
 # ---------------------------------------------------------------- directories
+@contextmanager
+def unfinished(directory: Path) -> Iterator[None]:
+    """Keeps a record in a directory while files are written into it, since a part of them would open as if whole.
+
+    After an exception or Ctrl-C the record stays if there is a shard.
+    """
+    record = directory / RECORD
+    write_file(record, json_bytes({"unfinished": "an output of jnvfp4"}))
+    try:
+        yield
+    except BaseException:
+        if not any(directory.glob("*.safetensors")):
+            record.unlink(missing_ok=True)
+        raise
+    record.unlink()
+
+
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Keeps other processes out of a directory; the system unlocks it when this process ends in any way."""
@@ -79,6 +97,17 @@ def locked(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def checked_path(path: Path | str) -> Path:
+    """Raises if no file can have this path, which the functions of ``pathlib`` find too late or not at all."""
+    try:
+        possible = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        possible = False
+    if not possible:
+        raise CheckpointError(f"{str(path)!r} has a character that no path can have", code=Exit.USAGE)
+    return Path(path)
 
 
 def existing_parent(path: Path) -> Path:

@@ -9,11 +9,16 @@ from typing import Any
 import numpy as np
 
 from .errors import CheckpointError, Exit
+from .files import RECORD, checked_path
 from .safetensors import Entry, File, json_object
 
 CONFIG = "config.json"
 HF_QUANT = "hf_quant_config.json"
 INDEX = "model.safetensors.index.json"
+SHARD = ".safetensors"  # what the names of files with tensors end in
+
+
+_PICKLES = (".bin", ".pt", ".pth")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -90,17 +95,23 @@ def open_source(path: Path) -> Source:
     """Opens a directory of safetensors files, with or without an index, or one such file.
 
     Raises:
-      CheckpointError: there are no such files, the index and the files disagree, or a file is damaged.
+      CheckpointError: there are no such files, the directory is an unfinished output, the index and the files
+        disagree, or a file is damaged.
     """
+    path = checked_path(path)
+    _refuse_unfinished(path.parent if os.path.isfile(path) else path)
     if os.path.isfile(path):
+        if not path.name.endswith(SHARD):
+            hint = _pickle_hint(path.parent) if path.suffix in _PICKLES else ""
+            raise CheckpointError("is no checkpoint", f"a file whose name ends in {SHARD}", file=path, hint=hint)
         return _open_files(path.parent, [path.name], None, single_file=True)
     if not path.is_dir():
         raise CheckpointError("does not exist", "a directory or a file", file=path)
     index = _read_index(path)
-    present = sorted(p.name for p in path.glob("*.safetensors"))
+    present = sorted(p.name for p in path.glob(f"*{SHARD}"))
     names = present if index is None else sorted(set(index.values()))
     if not names:
-        raise CheckpointError("has no *.safetensors file", file=path, hint=_pickle_hint(path))
+        raise CheckpointError(f"has no *{SHARD} file", file=path, hint=_pickle_hint(path))
     ignored = tuple(f"{name}: not in the index, ignored" for name in present if name not in names)
     return _open_files(path, names, index, warnings=ignored)
 
@@ -124,8 +135,23 @@ def _open_files(
     return Source(directory, files, places, config, warnings, single_file)
 
 
+def _refuse_unfinished(directory: Path) -> None:
+    """Raises if the record of an unfinished output is in a directory, whose shards look like a smaller model."""
+    record = directory / RECORD
+    if not os.path.isfile(record):
+        return
+    try:
+        resumable = "options" in read_json(record)
+    except CheckpointError:
+        resumable = False
+    hint = "run the command that wrote it again, into a new directory"
+    if resumable:
+        hint = "convert with --resume goes on where the conversion was interrupted"
+    raise CheckpointError("is an unfinished output", "one that is complete", file=directory, hint=hint)
+
+
 def _pickle_hint(directory: Path) -> str:
-    pickles = sorted(p.name for ending in ("*.bin", "*.pt", "*.pth") for p in directory.glob(ending))
+    pickles = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLES)
     return f"pickle files such as {pickles[0]} are not read: convert them to safetensors" if pickles else ""
 
 
@@ -140,6 +166,12 @@ def _read_config(directory: Path) -> dict[str, Any] | None:
     return read_json(_check_inside(path)) if os.path.isfile(path) else None
 
 
+def read_hf_quant(source: Source) -> dict[str, Any]:
+    """Reads ``hf_quant_config.json``, which is empty if there is no such file."""
+    path = source.directory / HF_QUANT
+    return read_json(_check_inside(path)) if os.path.isfile(path) else {}
+
+
 def _read_index(directory: Path) -> Mapping[str, str] | None:
     path = directory / INDEX
     if not os.path.isfile(path):
@@ -150,6 +182,10 @@ def _read_index(directory: Path) -> Mapping[str, str] | None:
     for tensor, name in index.items():
         if PurePosixPath(name).name != name or "\\" in name or name in ("", "..", "."):
             raise CheckpointError(f"names the file {name!r:.200}", "a name without a folder", file=path, tensor=tensor)
+        if not name.endswith(SHARD):
+            # Under another name it could be a file that the converter writes, or no reader finds it.
+            expected = f"a name that ends in {SHARD}"
+            raise CheckpointError(f"names the file {name!r:.200}", expected, file=path, tensor=tensor)
     return index
 
 

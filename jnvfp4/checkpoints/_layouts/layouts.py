@@ -42,6 +42,11 @@ class Layout:
         """Whether the layout can store all experts in one tensor."""
         return self.name != "compressed-tensors"
 
+    @property
+    def global_suffixes(self) -> tuple[str, ...]:
+        """What names of global scales end in: of a weight, and of a stack of experts if the layout has them."""
+        return (self.global_scale, *([self.global_scale.replace(".", "_", 1)] if self.stacks else []))
+
     def parts(self, module: str, stacked: bool = False) -> "Parts":
         """Names the tensors that store a module's weight. A stack of experts has no ``.weight`` in its name."""
 
@@ -79,6 +84,11 @@ COMPRESSED_TENSORS = Layout(
 )
 TE = Layout("te", ".weight", ".weight_scale_inv", ".weight_amax", "U8", "amax", (1,), None)
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS, TE)}
+
+
+def names_global_scale(name: str) -> bool:
+    """Tells whether a reader takes a tensor with this name for a global scale, in any layout."""
+    return any(name.endswith(layout.global_suffixes) for layout in LAYOUTS.values())
 
 
 # ---------------------------------------------------------------- global scales

@@ -14,7 +14,7 @@ from ..._patterns import layer_of
 from .._files.errors import CheckpointError, Exit
 from .._files.safetensors import Entry
 from .layouts import LayoutName
-from .names import FUSED, FUSED_NAMES, WEIGHT, is_embedding, is_stack, module_of
+from .names import FUSED, FUSED_NAMES, WEIGHT, is_embedding, is_stack, module_of, split_role
 
 Reading = Callable[[str, str], bool]  # whether an entry of the list keeps a module
 
@@ -37,7 +37,12 @@ def _full(entry: str, module: str) -> bool:
 
 
 def _expression(entry: str, module: str) -> bool:
-    return re.match(entry[3:], module) is not None if entry.startswith("re:") else module == entry
+    if not entry.startswith("re:"):
+        return module == entry
+    try:
+        return re.match(entry[3:], module) is not None
+    except re.error:  # the name of a module that begins like an expression
+        return False
 
 
 # For each layout its loaders by name: how the loader reads an entry, and whether it looks up fused modules.
@@ -53,9 +58,8 @@ def fused_module(module: str) -> str:
     """Names the module that a loader fuses this one into: q, k and v; gate and up; or all experts."""
     if match := _EXPERTS.match(module):
         return match[1]
-    parent, _, role = module.rpartition(".")
-    name = next((FUSED_NAMES[f] for f in FUSED if role in f and f in FUSED_NAMES), role)
-    return f"{parent}.{name}" if parent else name
+    parent, role = split_role(module)
+    return parent + next((FUSED_NAMES[f] for f in FUSED if role in f and f in FUSED_NAMES), role)
 
 
 def ignore_list(kept: Iterable[str], quantized: Iterable[str], layout: LayoutName) -> list[str]:

@@ -45,6 +45,12 @@ def module_of(name: str) -> str:
     return name.removesuffix(WEIGHT)
 
 
+def split_role(module: str) -> tuple[str, str]:
+    """Splits a module's name after its last dot. Without a dot, the module is in "", and not in a module "."."""
+    parent, dot, role = module.rpartition(".")
+    return parent + dot, role
+
+
 def is_stack(name: str) -> bool:
     """Tells whether a tensor with three axes and this name is a stack: one projection of all experts."""
     return _STACK.search(name) is not None
@@ -85,19 +91,12 @@ class Group:
     """Names the modules that share one global scale.
 
     Attributes:
-      parent: the module that all members are directly in, or "" if they are in different ones.
-      roles: the names of the members in ``parent``; their full names if ``parent`` is "".
-      missing: the roles that loaders fuse with these and that the model lacks.
+      members: the full names of the modules.
+      missing: the roles beside the members that loaders fuse with them and that the model lacks.
     """
 
-    parent: str
-    roles: tuple[str, ...]
+    members: tuple[str, ...]
     missing: tuple[str, ...] = ()
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """The full names of the modules."""
-        return tuple(f"{self.parent}.{role}" if self.parent else role for role in self.roles)
 
 
 def groups_of(modules: Iterable[str], share: Iterable[str] = (), share_qkv: bool = True) -> list[Group]:
@@ -123,7 +122,7 @@ def groups_of(modules: Iterable[str], share: Iterable[str] = (), share_qkv: bool
 
 
 def _keys(module: str, patterns: Iterable[re.Pattern[str]], share_qkv: bool) -> Iterator[tuple[str, object]]:
-    parent, _, role = module.rpartition(".")
+    parent, role = split_role(module)
     fused = next((f for f in FUSED if role in f and (share_qkv or f != FUSED[0])), None)
     if fused:
         yield parent, fused
@@ -133,11 +132,10 @@ def _keys(module: str, patterns: Iterable[re.Pattern[str]], share_qkv: bool) -> 
 
 
 def _group(members: list[str], share_qkv: bool) -> Group:
-    parents = {m.rpartition(".")[0] for m in members}
-    if len(parents) > 1:
-        return Group("", tuple(sorted(members)))
-    roles = [m.rpartition(".")[2] for m in members]
-    fused = [f for f in FUSED if any(r in f for r in roles) and (share_qkv or f != FUSED[0])]
-    order = [r for f in fused for r in f if r in roles]
-    missing = tuple(r for f in fused for r in f if r not in roles)
-    return Group(parents.pop(), (*order, *sorted(r for r in roles if r not in order)), missing)
+    if len({split_role(m)[0] for m in members}) > 1:
+        return Group(tuple(sorted(members)))
+    by_role = {split_role(m)[1]: m for m in members}
+    fused = [f for f in FUSED if any(r in f for r in by_role) and (share_qkv or f != FUSED[0])]
+    order = [r for f in fused for r in f if r in by_role]
+    missing = tuple(r for f in fused for r in f if r not in by_role)
+    return Group(tuple(by_role[r] for r in (*order, *sorted(by_role.keys() - set(order)))), missing)

@@ -108,6 +108,11 @@ class Stored:
             codes, scales = codes.transpose(0, 2, 1), scales.transpose(0, 2, 1)
         return Weight(self.name(module), self.layout, codes, scales, get(parts.global_scale), kn, self.e4m3_max)
 
+    def activation(self, module: str) -> np.ndarray | None:
+        """Gives the scale of a module's activations as it is stored; None if there is none."""
+        name = self.parts(module).activation
+        return self.source.array(name) if name is not None and name in self.source.places else None
+
     def release(self, module: str) -> None:
         """Drops a weight's pages from memory."""
         parts = self.parts(module)
@@ -129,8 +134,7 @@ class Stored:
 def layout_of(source: Source) -> Layout | None:
     """Finds the layout of a checkpoint from the names in it, or None if no weight is quantized."""
     for layout in (COMPRESSED_TENSORS, TE, MODELOPT):
-        suffixes = (layout.global_scale, *([layout.global_scale.replace(".", "_", 1)] if layout.stacks else []))
-        if any(name.endswith(suffixes) for name in source.places):
+        if any(name.endswith(layout.global_suffixes) for name in source.places):
             return layout
     config = (source.config or {}).get("quantization_config")
     if isinstance(config, dict) and config.get("quant_method") == "jnvfp4":

@@ -1,0 +1,88 @@
+"""Measures activations, for the scales that a conversion writes for them."""
+
+import math
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._convert.options import is_number
+from ._files.errors import CheckpointError, Exit
+from ._files.files import checked_path, json_bytes, write_file
+from ._layouts.names import module_of
+
+Activations = jax.Array | np.ndarray
+
+
+def write_input_amaxes(
+    batches: Iterable[tuple[str, Activations]], output: Path | str, *, percentile: float | None = None
+) -> dict[str, float]:
+    """Finds the amax of each module's activations and writes the file that ``ConvertOptions.input_amax`` takes.
+
+    Args:
+      batches: pairs of a module's name, such as ``model.layers.0.mlp.down_proj`` (or that of its weight), and what is
+        multiplied by its weight: an array of floats, of any shape. A module may have any number of batches.
+      output: the JSON file. An older file of this name is replaced.
+      percentile: above 0, at most 100. If it is given, the amax of a batch is this percentile of the magnitudes, so
+        that a few outliers do not enlarge the scale. Magnitudes above it are clipped where the model runs.
+
+    Returns:
+      the amax of each module: the largest of its batches. A module without an activation other than 0 is left out,
+      with a warning.
+
+    Raises:
+      CheckpointError: a batch is no pair of a name and an array of floats, activations are not finite, no module has
+        activations, or ``percentile`` is out of its range. Nothing is written.
+    """
+    path = checked_path(output)
+    if percentile is not None and not (is_number(percentile) and 0 < percentile <= 100):
+        raise CheckpointError(f"percentile is {percentile!r}", "a number above 0, at most 100", code=Exit.USAGE)
+    amaxes: dict[str, float] = {}
+    for i, batch in enumerate(batches):
+        name, x = _checked(batch, i)
+        amax = _amax(x, percentile) if x.size else 0.0
+        if not math.isfinite(amax):
+            count = int((~np.isfinite(np.asarray(x))).sum())
+            raise CheckpointError(f"{_subject(name, i)} have {count} values that are not finite", "finite values")
+        amaxes[module_of(name)] = max(amaxes.get(module_of(name), 0.0), amax)
+    found = {module: amax for module, amax in sorted(amaxes.items()) if amax > 0}
+    if not found:
+        raise CheckpointError("no module has activations", "batches of names and arrays that are not all 0")
+    for module in sorted(amaxes.keys() - found.keys()):
+        warnings.warn(f"{module}: no activation other than 0, so {path.name} has no amax for it", stacklevel=2)
+    write_file(path, json_bytes(found))
+    return found
+
+
+def _checked(batch: object, i: int) -> tuple[str, Activations]:
+    if not isinstance(batch, tuple) or len(batch) != 2 or not isinstance(batch[0], str):
+        kind = type(batch).__name__
+        of = f" of {' and '.join(type(b).__name__ for b in batch)}" if isinstance(batch, tuple) else ""
+        raise CheckpointError(f"batch {i} is a {kind}{of}", "a name and an array", code=Exit.USAGE)
+    name, x = batch
+    is_array = isinstance(x, Activations)
+    if not is_array or not jnp.issubdtype(x.dtype, jnp.floating):
+        kind = str(x.dtype) if is_array else type(x).__name__
+        raise CheckpointError(f"{_subject(name, i)} are {kind}", "an array of floats", code=Exit.USAGE)
+    if isinstance(x, jax.core.Tracer):
+        expected = "an array with values, outside of jit"
+        raise CheckpointError(f"{_subject(name, i)} are traced", expected, code=Exit.USAGE)
+    return name, x
+
+
+def _subject(name: str, i: int) -> str:
+    return f"activations of {name!r:.200} in batch {i}"
+
+
+def _amax(x: Activations, percentile: float | None) -> float:
+    """Gives the largest magnitude, or the smallest one that a percentile of them does not exceed. NaN stays NaN."""
+    if percentile is None:
+        xp = jnp if isinstance(x, jax.Array) else np
+        return float(xp.abs(x).max())
+    magnitudes = np.abs(np.asarray(x).astype(np.float64))
+    if not np.isfinite(magnitudes).all():
+        return math.nan
+    return float(np.percentile(magnitudes, percentile, method="higher"))

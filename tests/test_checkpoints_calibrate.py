@@ -1,0 +1,204 @@
+"""Scales of activations: a warning where nothing was measured, one unit, and the file of what was measured."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import DOWN, GATE, UP, files_of, weight, write_model
+
+import jnvfp4
+from jnvfp4.checkpoints import (
+    CheckpointError,
+    ConvertOptions,
+    convert_checkpoint,
+    write_input_amaxes,
+)
+from jnvfp4.checkpoints._files.source import open_source
+from jnvfp4.cli import main
+
+MODULES = {name: name.removesuffix(".weight") for name in (GATE, UP, DOWN)}
+UNCALIBRATED = "the activation scales are uncalibrated: all 3 are 1.0"
+CT = "compressed-tensors"
+
+
+@pytest.fixture
+def model(tmp_path):
+    tensors = {GATE: weight(16, 32), UP: weight(16, 32, 1), DOWN: weight(32, 16)}
+    return write_model(tmp_path / "in", {"model.safetensors": tensors})
+
+
+# ---------------------------------------------------------------- nothing is measured
+@pytest.mark.parametrize("layout", ["modelopt", CT])
+def test_scales_that_nobody_measured_are_called_uncalibrated(model, tmp_path, capsys, layout):
+    """In the output, in the plan and in the report; --quiet does not take it out of the result."""
+    convert = ["convert", "--model-dir", str(model), "--format", layout, "--save-dir"]
+    assert main([*convert, str(tmp_path / "a"), "--report", str(tmp_path / "report")]) == 0
+    out, err = capsys.readouterr()
+    (line,) = (line for line in err.splitlines() if line.startswith("warning: "))
+    assert UNCALIBRATED in line
+    for remedy in ("--weight-only", "--input-amax FILE", "write_input_amaxes"):
+        assert remedy in line
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert line == f"warning: {report['warnings'][0]}"
+    assert json.loads(out)["warnings"] == report["warnings"]
+    assert main([*convert, str(tmp_path / "b"), "--quiet"]) == 0
+    out, err = capsys.readouterr()
+    assert (json.loads(out)["warnings"], err) == (report["warnings"], "")
+    assert main([*convert, str(tmp_path / "c"), "--dry-run"]) == 0
+    assert UNCALIBRATED in capsys.readouterr().out
+    assert all(e.tag == "F32" for e in open_source(tmp_path / "a").entries() if "input" in e.name)
+
+
+def test_what_has_no_activation_scales_or_measured_ones_has_no_such_warning(model, tmp_path):
+    for i, options in enumerate(({"weight_only": True}, {"layout": "te"}, {"input_amax": np.float32(3)})):
+        result = convert_checkpoint(model, tmp_path / str(i), ConvertOptions(**options))
+        assert result.warnings == ()
+    kept = convert_checkpoint(model, tmp_path / "kept", ConvertOptions(ignore=("model",), allow_empty=True))
+    assert kept.warnings == ()
+
+
+def test_a_scale_of_one_is_too_large_for_small_activations():
+    """What docs/checkpoints.md says about them."""
+    errors = []
+    for std in (0.01, 0.003, 0.001):
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(256, 1024)) * std, jnp.float32)
+        decoded = jnvfp4.dequantize(jnvfp4.quantize(x, amax=jnp.float32(2688)), jnp.float32)
+        errors.append(float(jnp.linalg.norm(decoded - x) / jnp.linalg.norm(x)))
+    assert errors == pytest.approx([0.13, 0.58, 1.0], abs=0.01)
+
+
+# ---------------------------------------------------------------- one unit
+def scales_of(directory) -> list[float]:
+    source = open_source(directory)
+    return [float(source.array(e.name).reshape(())) for e in source.entries() if "input" in e.name]
+
+
+@pytest.mark.parametrize(("layout", "scale"), [("modelopt", np.float32(3.5 / 2688)), (CT, 1 / np.float32(3.5 / 2688))])
+def test_a_number_and_a_file_have_one_unit(model, tmp_path, layout, scale):
+    file = tmp_path / "amaxes.json"
+    file.write_text(json.dumps(dict.fromkeys(MODULES.values(), 3.5)))
+    for out, value in (("number", "3.5"), ("file", str(file))):
+        arguments = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / out), "--format", layout]
+        assert main([*arguments, "--quiet", "--input-amax", value]) == 0
+    assert files_of(tmp_path / "number") == files_of(tmp_path / "file")
+    assert scales_of(tmp_path / "number") == [scale] * 3
+    assert main([*arguments[:4], str(tmp_path / "old"), "--format", layout, "--quiet", "--input-scale", str(file)]) == 0
+    assert files_of(tmp_path / "old") == files_of(tmp_path / "file")
+
+
+def test_the_old_flag_takes_no_number(model, tmp_path, capsys):
+    """It was a scale, and the file has amaxes."""
+    arguments = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out"), "--input-scale", "0.5"]
+    assert main(arguments) == 2
+    assert (
+        "argument --input-scale: 0.5 is a number; expected a JSON file, or --input-amax 1344" in capsys.readouterr().err
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("amaxes", "text"),
+    [
+        ({GATE: 1.0}, f"has no amax for {MODULES[DOWN]!r}"),
+        ({GATE: 0, DOWN: 1}, f"has the amax 0 for {MODULES[GATE]!r}"),
+        ({GATE: 1, UP: -2.0, DOWN: 1}, f"has the amax -2.0 for {MODULES[UP]!r}"),
+        ({DOWN: "3", GATE: 1}, f"has the amax '3' for {MODULES[DOWN]!r}"),
+        ({DOWN: True, GATE: 1}, f"has the amax True for {MODULES[DOWN]!r}"),
+        ({DOWN: 1e31, GATE: 1}, f"has the amax 1e+31 for {MODULES[DOWN]!r}"),
+        ({"x": 1, **MODULES}, "names 'x'; expected modules that are quantized"),
+    ],
+)
+def test_files_that_are_wrong(model, tmp_path, amaxes, text):
+    file = tmp_path / "amaxes.json"
+    file.write_text(json.dumps({MODULES.get(k, k): v for k, v in amaxes.items()}))
+    with pytest.raises(CheckpointError, match=f"amaxes.json: {re.escape(text)}"):
+        convert_checkpoint(model, tmp_path / "out", ConvertOptions(input_amax=file))
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------- measuring
+def batches(seed=0, dtype=np.float32, count=3):
+    rng = np.random.default_rng(seed)
+    return [
+        (m, (rng.normal(size=(5, 7, 16)) * (1 + i)).astype(dtype)) for _ in range(count) for i, m in enumerate("ab")
+    ]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_amax_of_each_module_is_measured_and_written(tmp_path, dtype, on_device):
+    given = batches(dtype=dtype)
+    want = {m: float(max(np.abs(x.astype(np.float64)).max() for name, x in given if name == m)) for m in "ab"}
+    put = jnp.asarray if on_device and dtype != np.float64 else (lambda x: x)
+    got = write_input_amaxes(((m, put(x)) for m, x in given), tmp_path / "f.json")
+    assert got == want == json.loads((tmp_path / "f.json").read_text())
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("percentile", [99.0, 50, 100, 1e-3])
+def test_a_percentile_is_the_largest_of_the_batches(tmp_path, percentile, on_device):
+    """So at least so many magnitudes of all batches are not above it."""
+    given = batches()
+    got = write_input_amaxes(
+        [(m, jnp.asarray(x) if on_device else x) for m, x in given], tmp_path / "f.json", percentile=percentile
+    )
+    for m in "ab":
+        magnitudes = [np.sort(np.abs(x).ravel()) for name, x in given if name == m]
+        want = max(x[int(np.ceil(percentile / 100 * (x.size - 1)))] for x in magnitudes)
+        assert got[m] == float(want)
+        assert (np.concatenate(magnitudes) <= want).mean() >= percentile / 100
+    if percentile == 100:
+        assert got == write_input_amaxes(given, tmp_path / "g.json")
+
+
+def test_what_was_measured_is_what_a_conversion_takes(model, tmp_path):
+    """Names of modules or of their weights; gate and up share the larger one."""
+    x = np.linspace(-4, 3, 32, dtype=np.float32)
+    amaxes = write_input_amaxes([(GATE, x), (MODULES[UP], x / 2), (DOWN, x[16:]), (DOWN, x[:0])], tmp_path / "f.json")
+    assert amaxes == {MODULES[GATE]: 4.0, MODULES[UP]: 2.0, MODULES[DOWN]: 3.0}
+    result = convert_checkpoint(model, tmp_path / "out", ConvertOptions(input_amax=tmp_path / "f.json"))
+    assert not result.warnings
+    assert scales_of(tmp_path / "out") == [np.float32(a / 2688) for a in (3.0, 4.0, 4.0)]
+
+
+def test_a_module_without_activations_is_left_out_with_a_warning(tmp_path):
+    given = [("a", np.zeros((2, 3), np.float32)), ("b", np.ones(3, np.float32)), ("c", np.ones((0, 4), np.float32))]
+    with pytest.warns(UserWarning, match="no activation other than 0") as found:
+        assert write_input_amaxes(given, tmp_path / "f.json") == {"b": 1.0}
+    assert [str(w.message).partition(":")[0] for w in found] == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "text"),
+    [
+        ([], {}, "no module has activations; expected batches of"),
+        ([("a", np.zeros(3, np.float32))], {}, "no module has activations"),
+        (
+            [("a", np.float32([1, np.nan, np.inf]))],
+            {},
+            "activations of 'a' in batch 0 have 2 values that are not finite",
+        ),
+        ([("a", np.ones(3, int))], {}, "activations of 'a' in batch 0 are int64; expected an array of floats"),
+        ([("a", [1.0])], {}, "activations of 'a' in batch 0 are list; expected an array of floats"),
+        ([(1, np.ones(3))], {}, "batch 0 is a tuple of int and ndarray; expected a name and an array"),
+        ([np.ones(3)], {}, "batch 0 is a ndarray; expected a name and an array"),
+        ([("a", np.ones(3))], {"percentile": 0}, "percentile is 0; expected a number above 0, at most 100"),
+        ([("a", np.ones(3))], {"percentile": 101.0}, "percentile is 101.0; expected"),
+        ([("a", np.ones(3))], {"percentile": float("nan")}, "percentile is nan; expected"),
+        ([("a", np.ones(3))], {"percentile": "99"}, "percentile is '99'; expected"),
+    ],
+)
+def test_batches_that_are_refused(tmp_path, given, options, text):
+    with np.errstate(all="ignore"), pytest.raises(CheckpointError, match=re.escape(text)):
+        write_input_amaxes(given, tmp_path / "f.json", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_traced_batch_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="activations of 'a' in batch 0 are traced; expected"):
+        jax.jit(lambda x: write_input_amaxes([("a", x)], tmp_path / "f.json"))(jnp.ones(3))
+    assert not list(tmp_path.iterdir())
