@@ -23,6 +23,7 @@ from jnvfp4 import (
     four_over_six,
     quantize,
     quantize_pair,
+    silu_mul_quantize,
 )
 from jnvfp4._primitives._base import bind
 from jnvfp4._primitives.quantize import quantize_p
@@ -130,6 +131,21 @@ def test_cuda_graphs(gpu, tmp_path):
     assert "kCommandBuffer" in plan
     assert calls
     assert all(line.startswith(" ") for line in calls), plan  # indented: inside the command buffer
+
+
+@pytest.mark.parametrize("spec", [NVFP4, NVFP4_2D, NVFP4_SR, ROW_SCALED, four_over_six()], ids=name_of)
+def test_more_matrices_than_a_dimension_of_the_grid(gpu, spec):
+    """Each with an amax and a key of its own, quantized and multiplied by a gate."""
+    count, cpu = 65536 + 7, jax.devices("cpu")[0]
+    x = jax.random.normal(jax.random.key(0), (count, spec.block_rows, 16), jnp.float32).astype(jnp.bfloat16)
+    keys = jax.random.split(jax.random.key(1), count)
+
+    def each(x, key):
+        t = quantize(x, spec, key=key)
+        return t, fake_quant(x, spec, key=key), silu_mul_quantize(x, x, spec, amax=t.amax, key=key).row
+
+    got, want = (jax.jit(jax.vmap(each))(*jax.device_put((x, keys), d)) for d in (gpu, cpu))
+    assert_same_tensor(got, want)
 
 
 # Data on which the two errors of 4over6 are far apart, close, or the same.
