@@ -44,13 +44,11 @@ Matrices matrices_of(const QuantShape& shape) {
 // The scales and keys of a matrix. The thread block then synchronises.
 template <class S, class Args>
 __device__ __forceinline__ void fill_scales_of_matrix(SharedScales<S>& scales, const Args& a, int64_t matrix) {
-  if (matrix == 0) {
-    scales.fill(a.amax[0], a.e4m3_max);
-    if constexpr (kStochastic<S>) scales.fill_keys(a.stream, 0);
-  } else {
-    fill_scales(scales, a, matrix);
-    if constexpr (kStochastic<S>)  // random_of counts the blocks of all matrices
-      if (threadIdx.x == 0) scales.first_block -= matrix * a.shape.rows * a.stream.row_blocks;
+  const int64_t rows = matrix * a.shape.rows;
+  scales.fill(a.amax[matrix ? quotient(rows, a.shape.amax.rows_per_amax) : 0], a.e4m3_max);
+  if constexpr (kStochastic<S>) {
+    scales.fill_keys(a.stream, matrix);
+    if (threadIdx.x == 0) scales.first_block -= rows * a.stream.row_blocks;  // random_of counts those of all matrices
   }
 }
 
