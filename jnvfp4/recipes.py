@@ -120,9 +120,6 @@ def _check_rotation(field: str, specs: tuple[QuantSpec | None, QuantSpec]) -> No
         raise ValueError(f"Recipe: {field} operands must both be rotated (format.rht) or neither, got {specs!r}")
 
 
-DEFAULT = Recipe()
-
-
 def _check(function: str, name: str, value: object, choices: tuple) -> None:
     if value not in choices:
         raise ValueError(f"{function}: {name} must be one of {choices}, got {value!r}")
@@ -260,3 +257,7 @@ def inference(*, weight_only: bool = False) -> Recipe:
     """
     _check_switches("inference", weight_only=weight_only)
     return Recipe(Fprop(None if weight_only else NVFP4, NVFP4), None, None)
+
+
+DEFAULT = pretrain(stochastic_rounding=False)
+"""The recipe of ``linear`` and ``dot_general`` where none is given: ``pretrain`` as far as it needs no key."""
