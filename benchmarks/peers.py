@@ -35,7 +35,7 @@ def _jax(amax: float) -> Callable:
 
 def _qwix(_amax: float) -> Callable:
     qwix = importlib.import_module("qwix")
-    return lambda x: qwix.quantize(x, "nvfp4", tiled_axes={1: 16})
+    return lambda x: qwix.quantize(x, "nvfp4", channelwise_axes=(0,), tiled_axes={1: 16})
 
 
 def _torchao(amax: float) -> Callable:

@@ -32,7 +32,7 @@ from .spec import BLOCK, QuantSpec
 from .tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
 
 RESIDUAL_NAME = "nvfp4_residual"
-"""Names what ``linear`` keeps for its gradients, for ``jax.checkpoint_policies.save_only_these_names``."""
+"""The name of what ``linear`` keeps for its gradients, for ``jax.checkpoint_policies.save_only_these_names``."""
 
 WeightAxes = Literal["nk", "kn"]
 Weight = jax.Array | NVFP4Tensor  # an NVFP4Tensor is frozen, and packed within this module
@@ -75,37 +75,38 @@ def linear(
     """Computes x w^T + bias with quantized operands, in the forward GEMM and in both gradient GEMMs.
 
     Args:
-      x: [..., K], float32, bfloat16 or float16; the leading axes are flattened to one of M tokens. Any M: for
-        blocks along M (wgrad) zero tokens are added up to a multiple of 16 (or 64), which changes no result.
-      w: [N, K], or [K, N] for ``w_axes="kn"``, float32, bfloat16 or float16. K and N multiples of 16, or of 64 where
-        an operand has amax scope "window64" along it (N only if a GEMM runs over it). Or an NVFP4Tensor [N, K], weights
-        that stay as they are: it has the format of ``recipe.fprop.w`` and no gradient; dx is computed in high precision
-        from its dequantized values, whatever ``recipe.dgrad``, and ``recipe.wgrad`` is not used. N is any number then.
-      recipe: how each GEMM quantizes its operands, see ``jnvfp4.recipes``.
+      x: [..., K], float32, bfloat16 or float16. The leading axes are flattened to M tokens, of which there may be any
+        number: the gradient of w needs blocks along M, and zero tokens fill the last one, which changes no result.
+      w: [N, K], or [K, N] for ``w_axes="kn"``, float32, bfloat16 or float16. K and N must be multiples of 16, or of 64
+        where an operand has windows of 64 along them (N only if a GEMM contracts it or w has 16x16 tiles). Or an
+        NVFP4Tensor [N, K] with any N, in the format of ``recipe.fprop.w``: weights that stay as they are. They have no
+        gradient, and dx is computed in high precision from their dequantized values, whatever ``recipe.dgrad``.
+      recipe: how each GEMM quantizes its operands (``jnvfp4.recipes``). The default, ``recipes.DEFAULT``, is
+        ``recipes.pretrain(stochastic_rounding=False)``: it quantizes all three GEMMs and needs no key.
       bias: [N], any float dtype, added in float32 before the cast.
-      key: a JAX PRNG key, needed if the recipe rounds stochastically (``recipe.stochastic``) and otherwise unused:
-        x, w and dy draw from ``jax.random.fold_in(key, i)`` for i = 0, 1, 2. Give each layer, step and example of
-        vmap its own. For an NVFP4Tensor w only x may need one.
-      quantized: the result of ``rms_norm_quantize`` or ``silu_mul_quantize`` whose values are x [M, K], instead of
-        quantizing x here: a ``Produced``, the tensor of x, or the pair of tensors of x and of x transposed, in the
-        formats of the recipe.
-      out_dtype: float32, bfloat16 or float16; x.dtype if None.
-      accumulation: as in ``matmul_nt``, for every GEMM of quantized operands, forward and backward. GEMMs in high
-        precision are XLA's.
-      implementation: as in ``quantize``, for quantizers and GEMMs; or the name of a kernel of ``matmul_nt`` for the
-        forward GEMM, while quantizers and gradients choose for themselves.
-      w_axes: "nk" for w [N, K]; "kn" for w [K, N], the order of Flax, which is read as it is and not transposed. The
-        operands are those of ``w.T`` with "nk", blocks along the axis that a GEMM contracts, and so are the bits of the
-        result and of dx; the gradient of w is [K, N]. A spec that rounds w stochastically draws for w as it is passed,
-        so that its bits are others than those of ``w.T``. An NVFP4Tensor is [N, K], so that it needs "nk".
+      key: a JAX PRNG key, needed if the recipe rounds stochastically (``recipe.stochastic``) and otherwise unused. Give
+        each layer, each step and each example of vmap its own. x, w and dy draw from ``jax.random.fold_in(key, i)``
+        for i = 0, 1, 2. If w is an NVFP4Tensor, only the rounding of x can need a key.
+      quantized: tensors of x that exist already, in the formats of the recipe, so that x is not quantized here. That is
+        the ``Produced`` that ``rms_norm_quantize`` or ``silu_mul_quantize`` returned with the values x [M, K], or the
+        tensor of x, or the pair of tensors of x and of x transposed.
+      out_dtype: float32, bfloat16 or float16; the dtype of x if None.
+      accumulation: as in ``matmul_nt``, for every GEMM of quantized operands, forward and backward. XLA computes GEMMs
+        in high precision, in its own order.
+      implementation: as in ``quantize``, for quantizers and GEMMs. Or the name of a kernel of ``matmul_nt``, for the
+        forward GEMM alone.
+      w_axes: "nk" for w [N, K], "kn" for w [K, N], the order of Flax. "kn" transposes nothing in memory and returns the
+        gradient of w as [K, N]; the results have the bits of ``w.T`` with "nk" where the order of sums is pinned. But a
+        spec that rounds w stochastically draws its bits for w as it is stored, so they differ from those of ``w.T``.
+        An NVFP4Tensor needs "nk".
 
     Returns:
-      [..., N] in ``out_dtype``. The gradients have the dtypes of x, w and bias. Residuals are the packed tensors
-      (for a GEMM in high precision, the original array), named ``jnvfp4.RESIDUAL_NAME`` for jax.checkpoint policies.
-      For an NVFP4Tensor w that tensor is the only one.
+      [..., N] of ``out_dtype``. The gradients have the dtypes of x, w and bias. The backward pass keeps the quantized
+      tensors (for a GEMM in high precision, the original array) under the name ``jnvfp4.RESIDUAL_NAME``, which policies
+      of jax.checkpoint can save. If w is an NVFP4Tensor, it keeps only that.
 
     Raises:
-      ValueError, TypeError: shapes or dtypes that do not fit; the message names them.
+      ValueError, TypeError: shapes or dtypes do not fit; the message names them.
     """
     op = "linear"
     check_implementation(op, implementation, _native.matmul_kernels())
@@ -472,23 +473,23 @@ def dot_general(
     """Computes ``jax.lax.dot_general`` through ``linear``: for model code that takes a ``dot_general`` argument.
 
     Args:
-      lhs: the activations (the recipe's x), any rank; several contracting axes act as one of their product K.
-        Batch axes are mapped over, each example with its own amax.
-      rhs: the weights (the recipe's w), likewise. Free axes after the contracting ones, the order of Flax, are read as
-        they are (``linear(..., w_axes="kn")``); other orders, and w for a recipe that rounds it stochastically, are
-        transposed first where they are not [N, K].
+      lhs: the activations (x of the recipe), of any rank. Several contracting axes count as one of the size K.
+        Each example of the batch axes has its own amax.
+      rhs: the weights (w of the recipe), of any rank. If its axes are in the order of Flax (batch, contracting, free),
+        it is read as it is (``linear(..., w_axes="kn")``). Otherwise, or if the recipe rounds w stochastically, it is
+        transposed to [N, K] first.
       dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
-      precision: only None or the default, since the operands are quantized.
-      preferred_element_type: of the result; the promoted type of lhs and rhs if None.
+      precision: only None or the default, because the operands are quantized.
+      preferred_element_type: the dtype of the result; the promoted dtype of lhs and rhs if None.
       recipe: as in ``linear``.
-      key: as in ``linear``; split over batch axes.
+      key: as in ``linear``; it is split over the batch axes.
       **unsupported: newer arguments of ``lax.dot_general``; each must be None.
 
     Returns:
-      Axes batch, lhs free, rhs free, as ``lax.dot_general``; differentiable.
+      An array with the axes batch, lhs free, rhs free, as that of ``lax.dot_general``. It is differentiable.
 
     Raises:
-      ValueError, TypeError: operands or arguments that do not fit; the message names them.
+      ValueError, TypeError: operands or arguments do not fit; the message names them.
     """
     op = "dot_general"
     _check_recipe(op, recipe)

@@ -47,34 +47,36 @@ def quantize(
     transpose: bool = False,
     implementation: Implementation = None,
 ) -> NVFP4Tensor:
-    """Quantizes ``x`` to NVFP4: E2M1 codes, one E4M3 decode scale per 16, float32 amax.
+    """Quantizes ``x`` to NVFP4: 4-bit E2M1 codes, one 8-bit E4M3 scale for each 16 of them, and a float32 amax.
 
     Args:
-      x: [..., M, K], float32, bfloat16 or float16. K (M if ``transpose``) a multiple of ``spec.unit``: 16, or 64
-        for scope "window64"; any number of rows, but for ``block_rows=16``.
+      x: [..., M, K], float32, bfloat16 or float16. Blocks run along K (along M if ``transpose``), which must be a
+        multiple of ``spec.unit``: 16, or 64 for scope "window64". With ``block_rows=16`` the other axis must be a
+        multiple of 16 too; otherwise it may have any size.
       spec: how to quantize.
-      amax: float32, the largest magnitude to encode; computed from ``x`` if None (after the rotation, for a spec
-        with ``rht``). Scope "tensor": () for all of ``x``, or ``x.shape[:-2]``, one per matrix. Scope "row": one
-        per row of what is quantized; "window64": one per 64 of a row. Larger magnitudes saturate. Its sign is
-        ignored.
-      key: a JAX PRNG key, needed if ``spec.rounding == "stochastic"`` and otherwise unused. The random bits are a
-        function of ``jax.random.bits(key, (2,), uint32)``, orientation and the element's place in ``x``: not of
-        devices, shards or platform. Under vmap each example has the places of an array of its own, and inside
-        shard_map each device: give each its own key (``jax.random.fold_in(key, jax.lax.axis_index(...))``).
-      transpose: quantize ``x`` with its last two axes swapped; every result shape is that of the swapped array.
-      implementation: None for the best one, or "native" (C++ or CUDA) or "reference" (integer jnp). A named
-        one that does not exist for the platform raises when compiled.
+      amax: float32, the largest magnitude that can be encoded; larger ones saturate. Its sign is ignored. None computes
+        it from ``x`` (after the rotation, if the spec rotates). Shapes by ``spec.format.amax_scope``, for the array
+        that is quantized: "tensor" takes () for all of ``x`` or ``x.shape[:-2]`` for one per matrix; "row" takes one
+        per row; "window64" takes one per 64 elements of a row.
+      key: a JAX PRNG key, needed if ``spec.rounding == "stochastic"`` and otherwise unused. The random bits depend on
+        ``jax.random.bits(key, (2,), uint32)``, on ``transpose`` and on the place of an element in ``x``, and not on
+        devices, shards or platform. Places count from 0 in each example of vmap, and in the block of each device inside
+        shard_map, so give each of these its own key (``jax.random.fold_in(key, jax.lax.axis_index(...))``).
+      transpose: swap the last two axes of ``x`` first; all shapes of the result are those of the swapped array.
+      implementation: None for the best one, "native" (C++ or CUDA) or "reference" (integer jnp). If the platform does
+        not have the one that is named, compilation raises.
 
     Returns:
-      The NVFP4Tensor. Where the block scale is a normal number and amax between 8e-36 and FLT_MAX / 448, an element
-      within amax dequantizes to within half an E2M1 step times its block scale, within one step with stochastic
-      rounding; with ``rht`` that holds for the rotated values, which ``dequantize(..., rotate_back=False)`` gives.
+      The NVFP4Tensor. An element that is not larger than amax changes by at most half an E2M1 step times its block
+      scale; with stochastic rounding by at most one step. That holds if the block scale is a normal number
+      and amax lies between 8e-36 and FLT_MAX / 448. For a spec with ``rht`` it holds for the rotated values, which
+      ``dequantize(..., rotate_back=False)`` returns.
 
     Raises:
-      ValueError, TypeError: a shape, dtype or argument that does not fit; the message names it.
+      ValueError, TypeError: a shape, dtype or argument does not fit; the message names it.
 
-    The bytes are those of docs/numerics.md on every platform, sharded or not. Recipe: arXiv:2509.25149; block scale,
-    2D tiles, 4over6 and rotation as in NVIDIA TransformerEngine at d0067d0da.
+    docs/numerics.md defines the bytes. They are the same on every platform, sharded or not. The recipe is that of
+    arXiv:2509.25149; block scale, 2D tiles, 4over6 and rotation are those of NVIDIA TransformerEngine at d0067d0da.
     """
     check_spec("quantize", "spec", spec)
     key = stochastic_key("quantize", key, spec)
@@ -116,24 +118,25 @@ def quantize_pair(
     key: jax.Array | None = None,
     implementation: Implementation = None,
 ) -> tuple[NVFP4Tensor, NVFP4Tensor]:
-    """Quantizes ``x`` and its transpose, the operands of a linear layer's forward and weight gradient GEMM.
+    """Quantizes ``x`` and its transpose, which a linear layer needs for its forward GEMM and for the gradient of w.
 
     Args:
-      x: [..., M, K], float32, bfloat16 or float16; K a multiple of ``row_spec.unit``, M of ``col_spec.unit``.
+      x: [..., M, K], float32, bfloat16 or float16. K must be a multiple of ``row_spec.unit``, M of ``col_spec.unit``.
       row_spec: how to quantize ``x``.
       col_spec: how to quantize ``x`` with its last two axes swapped.
-      amax: None, or the pair (amax of ``x``, amax of the swapped array) as ``quantize`` takes them; computed where
-        None.
-      key: as in ``quantize``, needed if either spec rounds stochastically; the orientations have different bits.
+      amax: None, or a pair: the amax of ``x`` and that of the swapped array, as ``quantize`` takes them. Where it is
+        None, it is computed.
+      key: as in ``quantize``, needed if either spec rounds stochastically. The two orientations draw different bits.
       implementation: as in ``quantize``.
 
     Returns:
-      The two tensors of ``quantize(x, row_spec)`` and ``quantize(x, col_spec, transpose=True)``, bit for bit. Pairs
-      that recipes use (``jnvfp4.spec.FUSED_PAIRS``) are made in one pass over x once both amax are known. WINDOW64
-      finds its own, and is two calls if one is given. Other pairs are two calls.
+      The tensors of ``quantize(x, row_spec)`` and ``quantize(x, col_spec, transpose=True)``, bit for bit. For the pairs
+      of specs in ``jnvfp4.spec.FUSED_PAIRS``, which recipes use, one pass over ``x`` makes both, once both amax are
+      known. (The pass of two WINDOW64 finds their amax itself, and is two calls if one of them is given.) Other pairs
+      are two calls of ``quantize``.
 
     Raises:
-      ValueError, TypeError: a shape, dtype or argument that does not fit; the message names it.
+      ValueError, TypeError: a shape, dtype or argument does not fit; the message names it.
     """
     op = "quantize_pair"
     for name, spec in (("row_spec", row_spec), ("col_spec", col_spec)):
@@ -225,10 +228,13 @@ def fake_quant(
     key: jax.Array | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Computes ``dequantize(quantize(x))`` in x's dtype, bit for bit in one pass, with the gradient of the identity.
+    """Rounds ``x`` to the values that NVFP4 can hold, for quantization-aware training.
 
-    Args and errors as in ``quantize``; a rotated block is rotated back. ``amax`` gets no gradient (straight-through).
-    For quantization-aware training.
+    Args and errors are those of ``quantize``.
+
+    Returns:
+      ``dequantize(quantize(x, spec, ...), x.dtype)``, bit for bit and in one pass: an array with the shape and dtype of
+      ``x``. Its gradient is that of the identity (straight-through), and ``amax`` has none.
     """
     op = "fake_quant"
     check_spec(op, "spec", spec)
@@ -245,19 +251,20 @@ def fake_quant(
 def dequantize(
     t: NVFP4Tensor, dtype: DTypeLike = jnp.float32, *, rotate_back: bool = True, implementation: Implementation = None
 ) -> jax.Array:
-    """Decodes the values of ``t``: cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max))))).
+    """Decodes the values of ``t``.
 
     Args:
-      t: [..., M, K].
+      t: an NVFP4Tensor [..., M, K].
       dtype: float32, bfloat16 or float16.
       rotate_back: undo the rotation of a tensor with ``format.rht``, in float32 before the cast.
       implementation: as in ``quantize``.
 
     Returns:
-      [..., M, K] of ``dtype``. ``s * amax`` overflows to inf for amax above FLT_MAX / 448.
+      [..., M, K] of ``dtype``: for a code q and its scale s, cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max))))),
+      where fl is one rounding to float32. If amax is above FLT_MAX / 448, ``s * amax`` may overflow to infinity.
 
     Raises:
-      ValueError, TypeError: a tensor or argument that does not fit; the message names it.
+      ValueError, TypeError: a tensor or argument does not fit; the message names it.
     """
     check_implementation("dequantize", implementation)
     if not isinstance(t, NVFP4Tensor):
@@ -291,23 +298,24 @@ def matmul_nt(
     """Computes a b^T: [..., M, N] from a [..., M, K] and b [N, K] or [..., N, K], accumulated in float32.
 
     Args:
-      a: an NVFP4Tensor, or a bfloat16 or float16 array (weight-only; b then has no "window64" amax).
-      b: an NVFP4Tensor; without leading axes it is shared by all of ``a``'s.
+      a: an NVFP4Tensor, or a bfloat16 or float16 array. An array cannot be multiplied by a b of amax scope "window64".
+      b: an NVFP4Tensor. Without leading axes it is the right operand of every matrix of ``a``.
       out_dtype: float32, bfloat16 or float16.
       bias: [N], any float dtype, added in float32 before the cast.
-      accumulation: "fast" sums along K in the order that is fastest on the device; "pinned" in the one order of
-        docs/numerics.md, so that the bits are those of the CPU and the reference; if K is split over devices, within
-        each device's part.
-      implementation: as in ``quantize``, or the name of a kernel (``jnvfp4.supports("matmul_nt", a, b).kernel``), which
-        raises when compiled if it cannot run these operands.
+      accumulation: the order of the sums along K. "fast" is the order that is fastest on the device. "pinned" is the
+        order of docs/numerics.md, with the bits of the CPU and the reference. If K is split over devices, it holds
+        within the part of each device.
+      implementation: as in ``quantize``, or the name of a kernel (``jnvfp4.supports("matmul_nt", a, b).kernel``). If
+        that kernel cannot run these operands, compilation raises.
 
     Returns:
-      out = cast(fl(fl(alpha * y) + bias)). On the CPU and in the reference the sum y has the pinned order; on a GPU
-      "fast" sums in the tensor cores' order, equal to it within a rounding bound, except with amax scope "window64"
-      on either side, where the order is always pinned.
+      [..., M, N] of ``out_dtype``: cast(fl(fl(alpha * y) + bias)), where y is the sum along K and alpha a factor made
+      of the amaxes of the quantized operands. The CPU and the reference always sum in the pinned order, and so does a
+      GPU if an operand has amax scope "window64". Otherwise "fast" on a GPU uses the order of its tensor cores, which
+      is not defined; the result then differs from the pinned one within a rounding bound.
 
     Raises:
-      ValueError, TypeError: shapes, dtypes or formats that do not fit; the message names them.
+      ValueError, TypeError: shapes, dtypes or formats do not fit; the message names them.
     """
     op = "matmul_nt"
     check_implementation(op, implementation, _native.matmul_kernels())

@@ -36,12 +36,12 @@ Amax = ArrayLike | tuple[ArrayLike | None, ArrayLike | None] | None
 
 
 class Produced(NamedTuple):
-    """Holds the results of a producer; ``linear(values, ..., quantized=)`` takes it whole.
+    """Holds the results of a producer. Pass it as ``linear(produced.values, ..., quantized=produced)``.
 
     Attributes:
-      row: the tensor of y [..., M, K].
-      col: the tensor of y with its last two axes swapped; None without ``col_spec``.
-      values: y, bfloat16 [..., M, K]; None without ``return_values``.
+      row: the quantized y [..., M, K].
+      col: the quantized transpose of y, [..., K, M]; None without ``col_spec``.
+      values: y itself, bfloat16 [..., M, K]; None without ``return_values``.
     """
 
     row: NVFP4Tensor
@@ -62,31 +62,32 @@ def rms_norm_quantize(
     return_values: bool = False,
     implementation: Implementation = None,
 ) -> Produced:
-    """Quantizes y = x / sqrt(mean(x^2) + eps) * weight, the RMS norm over the last axis.
+    """Computes y = x / sqrt(mean(x^2) + eps) * weight, the RMS norm over the last axis, and quantizes it.
 
     Args:
-      x: [..., M, K], float32, bfloat16 or float16; K and M as ``quantize`` needs them for y.
+      x: [..., M, K], float32, bfloat16 or float16. K and M must be multiples as in ``quantize_pair``.
       weight: [K], float32, bfloat16 or float16.
       row_spec: how to quantize y.
-      col_spec: how to quantize y with its last two axes swapped; None for no such result.
+      col_spec: how to quantize y with its last two axes swapped; None to leave that out.
       eps: a number that is positive and normal in float32.
-      amax: of y, what ``quantize`` takes, or with ``col_spec`` what ``quantize_pair`` takes; computed where None.
+      amax: that of y, as ``quantize`` takes it, or with ``col_spec`` the pair that ``quantize_pair`` takes. None
+        computes it.
       key: as in ``quantize``, needed if a spec rounds stochastically.
-      return_values: also return y.
+      return_values: return y, too.
       implementation: as in ``quantize``.
 
     Returns:
-      ``Produced(row, col, values)``: the tensors of y and of y with its last two axes swapped, with the bytes of
-      ``quantize(y, row_spec)`` or ``quantize_pair(y, row_spec, col_spec)``, and y.
-      y is computed in float32 in the pinned order of docs/producers.md and rounded once, the same bits on every
-      platform, within one bfloat16 ulp of float64. Gradients go through y, with the derivative of the norm; the
-      quantized results have none.
+      ``Produced(row, col, values)``. ``row`` and ``col`` have the bytes of ``quantize(y, row_spec)`` or
+      ``quantize_pair(y, row_spec, col_spec)``, and no gradients. ``values`` is y in bfloat16. It is computed in float32
+      in the order of docs/producers.md and rounded once, so it has the same bits on every platform and is within one
+      bfloat16 ulp of float64. Gradients go through it, by the derivative of the norm.
 
-      One pass over x where each amax is given, or belongs to a row (no ``col_spec``) or to 64 elements; where one must
-      be found over y first, and for pairs that ``quantize_pair`` quantizes in two calls, y goes through memory.
+      The kernel reads x once if each amax is given, or belongs to a row (without ``col_spec``) or to 64 elements. Where
+      an amax must be found over y first, and for pairs that ``quantize_pair`` makes in two calls, y is stored and read
+      again.
 
     Raises:
-      ValueError, TypeError: a shape, dtype or argument that does not fit; the message names it.
+      ValueError, TypeError: a shape, dtype or argument does not fit; the message names it.
     """
     if isinstance(eps, bool) or not isinstance(eps, int | float | np.floating):
         raise TypeError(f"rms_norm_quantize: eps must be a number, got {eps!r}")
@@ -111,16 +112,16 @@ def silu_mul_quantize(
     return_values: bool = False,
     implementation: Implementation = None,
 ) -> Produced:
-    """Quantizes y = gate / (1 + exp(-gate)) * up, the gate of SwiGLU.
+    """Computes y = gate / (1 + exp(-gate)) * up, the gate of SwiGLU, and quantizes it.
 
     Args:
-      gate: [..., M, K], float32, bfloat16 or float16; K and M as ``quantize`` needs them for y.
-      up: the shape and dtype of ``gate``.
+      gate: [..., M, K], float32, bfloat16 or float16. K and M must be multiples as in ``quantize_pair``.
+      up: an array with the shape and dtype of ``gate``.
       row_spec: how to quantize y.
-      col_spec: how to quantize y with its last two axes swapped; None for no such result.
+      col_spec: how to quantize y with its last two axes swapped; None to leave that out.
       amax: as in ``rms_norm_quantize``.
       key: as in ``quantize``, needed if a spec rounds stochastically.
-      return_values: also return y.
+      return_values: return y, too.
       implementation: as in ``quantize``.
 
     Returns and raises: as ``rms_norm_quantize``.

@@ -11,7 +11,7 @@ Scope = Literal["weights", "activations", "all"]
 
 
 class Fprop(NamedTuple):
-    """Holds the specs of the forward GEMM, y = x w^T. ``x`` is None for a weight-only recipe."""
+    """Holds the specs of the forward GEMM, y = x w^T. ``x`` is None if only the weights are quantized."""
 
     x: QuantSpec | None
     w: QuantSpec
@@ -37,15 +37,22 @@ Gradient = Specs | Literal["dequantized"] | None
 
 @dataclass(frozen=True, init=False)
 class Recipe:
-    """Says how the three GEMMs of ``y = x w^T`` are quantized: a static, hashable argument of ``linear``.
+    """Says how the three GEMMs of a linear layer quantize their operands: y = x w^T, dx = dy w and dw = dy^T x.
 
-    A plain pair of specs is accepted for each GEMM and becomes a ``Fprop``, ``Dgrad`` or ``Wgrad``.
+    It is static and hashable, so that it can be a static argument of ``jax.jit``. Each GEMM takes a plain pair of
+    specs, which becomes a ``Fprop``, ``Dgrad`` or ``Wgrad``. ``Recipe()`` quantizes all three GEMMs without rotation or
+    stochastic rounding; ``linear`` without a recipe uses ``recipes.DEFAULT``, which is another one.
 
     Attributes:
-      fprop: (x spec, w spec); x spec None is weight-only, with x in bfloat16 or float16.
-      dgrad: (dy spec, w spec), the w spec applied to w transposed; None computes dx in high precision from
-        the original w; "dequantized" in high precision from the w of fprop, dequantized.
-      wgrad: (dy spec, x spec), both applied to the transposed arrays; None and "dequantized" likewise with x.
+      fprop: the pair (spec of x, spec of w). With None for x only the weights are quantized, and x must be bfloat16 or
+        float16.
+      dgrad: the pair (spec of dy, spec of w transposed); or None, to compute dx in high precision from the original w;
+        or "dequantized", to compute it in high precision from the quantized w of fprop.
+      wgrad: the pair (spec of dy transposed, spec of x transposed); None and "dequantized" mean the same with x.
+
+    Raises:
+      ValueError: a GEMM has neither a pair of specs nor one of the values above, or only one of its operands is
+        rotated.
     """
 
     fprop: Fprop
@@ -120,9 +127,6 @@ def _check_rotation(field: str, specs: tuple[QuantSpec | None, QuantSpec]) -> No
         raise ValueError(f"Recipe: {field} operands must both be rotated (format.rht) or neither, got {specs!r}")
 
 
-DEFAULT = Recipe()
-
-
 def _check(function: str, name: str, value: object, choices: tuple) -> None:
     if value not in choices:
         raise ValueError(f"{function}: {name} must be one of {choices}, got {value!r}")
@@ -169,14 +173,18 @@ def pretrain(
     stochastic_rounding: bool | None = None,
     weight_tiles: bool = True,
 ) -> Recipe:
-    """Makes the pretraining recipe: x 1x16, w 16x16 tiles, stochastic rounding on dy, rotated wgrad operands.
+    """Makes the recipe for pretraining.
+
+    x has blocks of 1x16 and w tiles of 16x16; dy is rounded stochastically; the operands of wgrad are rotated by the
+    random Hadamard transform.
 
     Args:
-      backward: "nvfp4", or both gradients in high precision, from the original operands ("high_precision") or
-        from the dequantized ones of the forward pass ("dequantized").
-      rht: rotate the operands of wgrad; True if None. Only for ``backward="nvfp4"``.
-      stochastic_rounding: of dy, True if None; ``linear`` then needs a key. Only for ``backward="nvfp4"``.
-      weight_tiles: w in 16x16 tiles, so that its transpose has the same values; otherwise 1x16.
+      backward: "nvfp4" quantizes both gradient GEMMs. "high_precision" computes both in high precision from the
+        original operands, "dequantized" from the quantized operands of the forward pass.
+      rht: rotate the operands of wgrad; None means True. Only for ``backward="nvfp4"``.
+      stochastic_rounding: round dy stochastically, for which ``linear`` needs a key; None means True. Only for
+        ``backward="nvfp4"``.
+      weight_tiles: quantize w in 16x16 tiles, so that its transpose has the same values. False takes 1x16 blocks.
 
     Source: arXiv:2509.25149; the default of NVIDIA TransformerEngine at d0067d0da.
     """
@@ -188,7 +196,10 @@ def pretrain(
 
 
 def row_scaled(*, backward: Backward = "nvfp4", stochastic_rounding: bool | None = None) -> Recipe:
-    """Makes a recipe for x with one amax per row (per column for wgrad); w in tiles, dy with one amax per tensor.
+    """Makes a recipe for x whose rows (tokens) differ in magnitude by orders.
+
+    x has one amax for each row (for wgrad, for each column). w has 16x16 tiles and one amax, and so has dy, without
+    tiles.
 
     Args:
       backward: as in ``pretrain``.
@@ -210,17 +221,19 @@ def four_over_six(
     rht: bool | None = None,
     stochastic_rounding: bool | None = None,
 ) -> Recipe:
-    """Makes ``pretrain`` with 4over6 block scales for w, for x or for both; never for gradients.
+    """Makes ``pretrain`` with 4over6 block scales (``jnvfp4.four_over_six``) for w, for x or for both.
+
+    Gradients never have them.
 
     Args:
-      scope: "weights", "activations" or "all".
+      scope: what has them: "weights", "activations" or "all".
       error: as in ``jnvfp4.four_over_six``.
       e4m3_max: as in ``jnvfp4.four_over_six``.
       fast: as in ``jnvfp4.four_over_six``.
       backward: as in ``pretrain``.
       stochastic_rounding: as in ``pretrain``.
-      rht: rotate the operands of wgrad. 4over6 activations cannot be rotated: the default is True for scope
-        "weights" and False otherwise.
+      rht: rotate the operands of wgrad. None means True for scope "weights" and False otherwise, because 4over6
+        activations cannot be rotated.
     """
     _check("four_over_six", "scope", scope, get_args(Scope))
     on_x, on_w = scope != "weights", scope != "activations"
@@ -238,9 +251,10 @@ def four_over_six(
 
 
 def window64(*, backward: Backward = "nvfp4", stochastic_rounding: bool | None = None) -> Recipe:
-    """Makes a recipe for x with one amax per 64 elements; w in tiles, dy with one amax per tensor.
+    """Makes a recipe for x that differs in magnitude by orders along its rows, too.
 
-    K must be a multiple of 64; ``linear`` pads the tokens to one for wgrad.
+    x has one amax for every 64 elements. w has 16x16 tiles and one amax, and so has dy, without tiles. K must be a
+    multiple of 64; for wgrad ``linear`` pads the number of tokens to one.
 
     Args:
       backward: as in ``pretrain``.
@@ -253,10 +267,16 @@ def window64(*, backward: Backward = "nvfp4", stochastic_rounding: bool | None =
 
 
 def inference(*, weight_only: bool = False) -> Recipe:
-    """Makes a recipe for x and w in 1x16 blocks; gradients, if taken, are in high precision.
+    """Makes the recipe for inference, and for training towards it: x and w have 1x16 blocks.
+
+    Gradients, if taken, are computed in high precision.
 
     Args:
-      weight_only: leave x in bfloat16 or float16.
+      weight_only: quantize only w, and leave x in bfloat16 or float16.
     """
     _check_switches("inference", weight_only=weight_only)
     return Recipe(Fprop(None if weight_only else NVFP4, NVFP4), None, None)
+
+
+DEFAULT = pretrain(stochastic_rounding=False)
+"""The recipe of ``linear`` and ``dot_general`` where none is given: ``pretrain`` as far as it needs no key."""

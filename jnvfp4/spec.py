@@ -25,9 +25,13 @@ class Format:
     """Says how to read an NVFP4 tensor.
 
     Attributes:
-      amax_scope: which elements share one float32 amax: the whole tensor, a row, or 64 along a row.
-      e4m3_max: the largest block scale the encoder aimed at; 448 except for some 4over6 tensors.
+      amax_scope: which elements share one float32 amax: the whole tensor ("tensor"), a row ("row"), or 64 elements
+        along a row ("window64").
+      e4m3_max: the largest block scale that the quantizer aimed at: 448, or 256 for some 4over6 tensors.
       rht: whether the values were rotated by the 16-point random Hadamard transform.
+
+    Raises:
+      ValueError: a field has another value than these, or the fields contradict each other.
     """
 
     amax_scope: AmaxScope = "tensor"
@@ -56,16 +60,20 @@ class Format:
 
 @dataclass(frozen=True, repr=False)
 class QuantSpec:
-    """Says how to quantize a tensor: a static, hashable argument of ``quantize``. Its repr is ``name_of`` it.
+    """Says how to quantize a tensor: a static, hashable argument of ``quantize``. Its repr is its ``name_of``.
 
     Attributes:
       format: how to read the result.
-      block_rows: rows that share a block scale: 1 (1x16 blocks) or 16 (16x16 tiles, for weights).
-      select: the block scale: "max6" maps the block's amax to 6; "mae" and "mse" try 4 and 6 (4over6).
-      error_math: for 4over6, where the candidate errors are computed.
-      rounding: of the E2M1 values: "nearest" even or "stochastic".
+      block_rows: how many rows share a block scale: 1 (1x16 blocks) or 16 (16x16 tiles, for weights).
+      select: how the block scale is chosen. "max6" maps the largest magnitude of the block to 6. "mae" and "mse" try 4
+        and 6, and take the one with the smaller error (4over6): of the sum of magnitudes, or of squares.
+      error_math: how 4over6 computes these errors: "fp32" of the dequantized values, or "fp16", which is faster, of the
+        scaled ones.
+      rounding: how values are rounded to E2M1: to "nearest" even, or "stochastic".
 
-    Fields that contradict each other raise ValueError here; every other combination is implemented.
+    Raises:
+      ValueError: a field has another value than these, or the fields contradict each other. Every other combination is
+        implemented.
     """
 
     format: Format = Format()
@@ -157,14 +165,21 @@ def four_over_six(
     block_rows: Literal[1, 16] = 1,
     amax_scope: Literal["tensor", "row"] = "tensor",
 ) -> QuantSpec:
-    """Makes the spec of adaptive block scaling ("4over6"): each block's amax maps to 4 or 6, whichever errs less.
+    """Makes a spec of adaptive block scaling ("4over6").
+
+    The largest magnitude of each block is mapped to 4 or to 6, whichever gives the smaller error. Values of E2M1 near
+    4 are closer together than those near 6.
 
     Args:
-      error: sum of magnitudes ("mae") or of squares ("mse") over the block; ties go to 6.
-      e4m3_max: 448, or 256, which leaves room for the scale of map-to-4 in the blocks with the largest values.
-      fast: compare in the scaled domain (``error_math="fp16"``), which chooses differently on a few blocks.
-      block_rows: 16 chooses once for each 16x16 tile.
+      error: the sum over the block of magnitudes ("mae") or squares ("mse") of the errors. Equal errors choose 6.
+      e4m3_max: 448; or 256, with which even the blocks with the largest values can choose 4, whose scale is 1.5 times
+        as large.
+      fast: compare the errors of the scaled values (``error_math="fp16"``), which chooses differently for a few blocks.
+      block_rows: 1; or 16, which chooses once for each 16x16 tile.
       amax_scope: "tensor" or "row".
+
+    Raises:
+      ValueError: an argument has another value than these.
 
     Source: arXiv:2512.02010; arithmetic as in NVIDIA TransformerEngine at d0067d0da.
     """

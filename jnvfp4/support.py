@@ -36,7 +36,7 @@ CHECKED_SPECS = (NVFP4, NVFP4_2D, NVFP4_RHT_SR, ROW_SCALED, WINDOW64, four_over_
 
 
 class Support(NamedTuple):
-    """Holds the answer of ``supports``; true in a condition if a native kernel runs.
+    """Holds the answer of ``supports``. It counts as true if a native kernel runs.
 
     Attributes:
       native: whether a kernel of this library runs, compiled for the platform.
@@ -58,18 +58,18 @@ def supports(op_or_spec: str | QuantSpec, *operands: Any, device: jax.Device | N
     Args:
       op_or_spec: the name of an operation, such as "matmul_nt"; a ``QuantSpec`` means "quantize" by that spec.
       *operands: the positional arguments of a call: arrays, ``jax.ShapeDtypeStruct`` or NVFP4Tensors of either. Without
-        operands: whether the operation has any native kernel on the device.
-      device: the default device if None.
+        operands the answer says whether the operation has any native kernel on the device.
+      device: a ``jax.Device``; the default device if None.
       **options: the keywords of a call, such as ``spec`` or ``bias``.
 
     Returns:
-      ``Support(native, kernel, reason)``. Without a native kernel the operation still works, through the reference
-      implementation. The kernel of ``matmul_nt`` with operands is a name that its ``implementation`` takes; that of
-      other operations is "cpu" or "cuda".
+      ``Support(native, kernel, reason)``. An operation without a native kernel still works, through the reference
+      implementation. The kernel is "cpu" or "cuda"; that of ``matmul_nt`` with operands is more exact, a name that its
+      ``implementation`` takes.
 
     Raises:
-      ValueError, TypeError: an unknown operation, or a device that is none; for operands and options that the operation
-        refuses, its own error.
+      ValueError, TypeError: there is no such operation, or ``device`` is no device. If the operation refuses the
+        operands or options, its own error.
     """
     name, function = _operation(op_or_spec)
     if device is not None and not isinstance(device, jax.Device):

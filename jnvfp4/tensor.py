@@ -19,22 +19,22 @@ PARTS = ("data", "scale", "amax")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NVFP4Tensor:
-    """Holds an NVFP4 array of shape [..., M, K]: a pytree with ``format`` static.
+    """Holds a quantized array of shape [..., M, K]: a pytree of three arrays, whose ``format`` is static.
 
     x[..., m, k] ~ e2m1(data) * e4m3(scale) * amax / (6 * format.e4m3_max)
 
-    ``t[i]`` takes matrices out of a tensor with leading axes, by anything that indexes an array there. Key paths of the
-    leaves name the format, such as ``data_nvfp4_row_448``, so that what stores leaves by name finds none of another
-    format; ``jnvfp4.to_state`` is for what stores them in another way.
+    ``t[i]`` indexes the leading axes, by anything that indexes an array there. Key paths of the leaves name the format,
+    such as ``data_nvfp4_row_448``: a store that keeps leaves by name does not find those of another format. For other
+    stores there is ``jnvfp4.to_state``.
 
     Attributes:
-      data: uint8 [..., M, K/2], two E2M1 codes a byte, even k in the low nibble.
-      scale: float8_e4m3fn [..., M, K/16], the decode scale of each 16 along K.
+      data: uint8 [..., M, K/2], two E2M1 codes in a byte; the one of the even k is in the low four bits.
+      scale: float8_e4m3fn [..., M, K/16], the scale of each 16 elements along K.
       amax: float32, () or [...] for scope "tensor", [..., M] for "row", [..., M, K/64] for "window64".
       format: what a reader must know to decode the numbers.
 
-    The transpose is a tensor of its own (``quantize(x, transpose=True)``): blocks run along the last axis.
-    No validation happens here, since transforms put placeholders into the fields.
+    Blocks run along the last axis, so the transpose is another tensor (``quantize(x, transpose=True)``). The
+    constructor checks nothing, because transforms put placeholders into the fields.
     """
 
     data: jax.Array
@@ -115,11 +115,11 @@ class NVFP4Tensor:
         return f"NVFP4Tensor({values})"
 
     def shardings(self, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> "NVFP4Tensor":
-        """Makes the shardings of the parts from the one of the values.
+        """Makes the shardings of data, scale and amax from that of the values.
 
         Args:
-          mesh: of devices.
-          spec: how the values [..., M, K] are split: whole blocks of 16 along K (of 64 for scope "window64").
+          mesh: the mesh of devices.
+          spec: how the values [..., M, K] are split; along K only between blocks of 16 (of 64 for scope "window64").
 
         Returns:
           An NVFP4Tensor of NamedShardings, for ``jax.device_put``, ``in_shardings``, ``out_shardings`` and

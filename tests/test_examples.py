@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -131,6 +132,18 @@ def test_serve_converted_compares_the_models(tmp_path):
     assert 0.005 < metrics["nvfp4"]["logits_relative_error"] < 0.03
     config = json.loads((tmp_path / "served" / "nvfp4" / "config.json").read_text())
     assert config["quantization_config"]["amax_scope"] == "row"
+
+
+def test_small_weights_shows_the_same_error_for_every_size_of_weights(tmp_path):
+    needs_plots()
+    out = run("small_weights.py", "--size", "128", "--out", "compared", cwd=tmp_path)
+    assert (tmp_path / "compared" / "small_weights.png").read_bytes().startswith(PNG)
+    results = json.loads((tmp_path / "compared" / "small_weights.json").read_text())
+    ours = results["relative_errors"][f"jnvfp4 {jnvfp4.__version__}"]
+    assert len(ours) == len(results["standard_deviations"]) == 30
+    assert all(0.09 < error < 0.1 for error in ours)
+    if importlib.util.find_spec("qwix") is None:
+        assert "qwix is not installed" in out
 
 
 # ---------------------------------------------------------------- examples/lm

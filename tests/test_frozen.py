@@ -38,7 +38,7 @@ from jnvfp4.recipes import DEFAULT
 
 KEY = jax.random.key(3)
 RECIPES = {
-    "default": Recipe(),
+    "plain": Recipe(),
     "pretrain": recipes.pretrain(),
     "pretrain_high_precision": recipes.pretrain(backward="high_precision"),
     "pretrain_dequantized": recipes.pretrain(backward="dequantized"),
@@ -168,7 +168,7 @@ def test_supports_answers_for_it():
 
 
 # ---------------------------------------------------------------- results of producers
-@pytest.mark.parametrize("name", ["default", "pretrain", "row_scaled"])
+@pytest.mark.parametrize("name", ["plain", "pretrain", "row_scaled"])
 def test_it_takes_the_result_of_a_producer(cpu, name):
     recipe = RECIPES[name]
     produced = rms_norm_quantize(X, jnp.ones(64), recipe.fprop.x, recipe.wgrad.x, return_values=True)
@@ -236,7 +236,7 @@ def same_as_a_loop(cpu, f, axes, *args):
     assert_same_tensor(got, jax.tree.map(lambda *parts: jnp.stack(parts), *rows))
 
 
-@pytest.mark.parametrize("name", ["default", "weight_only", "row_scaled", "rows_of_w"])
+@pytest.mark.parametrize("name", ["plain", "weight_only", "row_scaled", "rows_of_w"])
 @pytest.mark.parametrize("axes", [(0, None, 0), (0, 0, 0), (None, 0, None)], ids=["x", "both", "w"])
 def test_vmap(cpu, name, axes):
     recipe = RECIPES[name]

@@ -37,7 +37,7 @@ ROW = (ROW_SCALED, ROW_SCALED)
 SR = (NVFP4_SR, NVFP4_SR)
 KEY = jax.random.key(3)
 RECIPES = {
-    "default": Recipe(),
+    "plain": Recipe(),
     "weight_only": Recipe(fprop=(None, NVFP4_2D)),
     "weight_only_forward": Recipe(fprop=(None, NVFP4), dgrad=None, wgrad=None),
     "high_precision_backward": Recipe(dgrad=None, wgrad=None),
@@ -173,7 +173,7 @@ def test_linear_is_the_composition_of_the_reference(cpu):
 @pytest.mark.parametrize(
     ("recipe", "tokens"),
     [
-        *(("default", tokens) for tokens in (1, 7, 70)),
+        *(("plain", tokens) for tokens in (1, 7, 70)),
         *((recipe, 7) for recipe in ("dequantized_backward", "mixed", "rotated", "windows")),
         *((f"recipes_{recipe}", 7) for recipe in ("row_scaled", "4over6_all", "window64")),
         *((recipe, 70) for recipe in ("stochastic", "windows", "recipes_pretrain", "recipes_window64")),
@@ -187,7 +187,7 @@ def test_any_number_of_tokens(native, recipe, tokens):
 
 @pytest.mark.parametrize("w_dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("x_dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("recipe", ["default", "high_precision_backward", "dequantized_backward"])
+@pytest.mark.parametrize("recipe", ["plain", "high_precision_backward", "dequantized_backward"])
 def test_results_and_gradients_have_the_dtypes_of_their_operands(x_dtype, w_dtype, recipe):
     x, w = normal((16, 32), 1, x_dtype), normal((16, 32), 2, w_dtype)
     y, dx, dw = run(x, w, normal((16, 16), 3, x_dtype), RECIPES[recipe])
@@ -279,7 +279,7 @@ def equations_of(f, *args):
 SMALL = normal((32, 64), 1), normal((48, 64), 2), normal((32, 48), 3)
 
 
-@pytest.mark.parametrize("recipe", ["default", "high_precision_backward", "dequantized_backward", "recipes_pretrain"])
+@pytest.mark.parametrize("recipe", ["plain", "high_precision_backward", "dequantized_backward", "recipes_pretrain"])
 @pytest.mark.parametrize("out_dtype", [jnp.float32, jnp.bfloat16, "float16"])
 def test_out_dtype(native, recipe, out_dtype):
     """Of the result alone; the gradients keep the dtypes of their operands."""
@@ -298,7 +298,7 @@ def test_out_dtype_is_that_of_x_if_not_given():
 
 
 @pytest.mark.parametrize("implementation", [None, "native", "reference"])
-@pytest.mark.parametrize("recipe", ["default", "dequantized_backward", "recipes_pretrain", "recipes_window64", "mixed"])
+@pytest.mark.parametrize("recipe", ["plain", "dequantized_backward", "recipes_pretrain", "recipes_window64", "mixed"])
 def test_the_implementation_is_that_of_every_quantizer_and_gemm(recipe, implementation):
     f = partial(run, recipe=ALL_RECIPES[recipe], implementation=implementation)
     ours = [eqn for eqn in equations_of(f, *SMALL) if eqn.primitive.name.startswith("nvfp4")]
@@ -369,7 +369,7 @@ def test_w_of_flax_order_is_its_composition(native, recipe):
 @pytest.mark.parametrize(
     "name",
     [
-        *("default", "weight_only", "row_scaled", "mixed", "rotated", "windows", "other_w_of_dgrad"),
+        *("plain", "weight_only", "row_scaled", "mixed", "rotated", "windows", "other_w_of_dgrad"),
         *(f"recipes_{name}" for name in ("pretrain", "pretrain_no_tiles", "4over6_all", "window64", "inference")),
     ],
 )
@@ -408,7 +408,7 @@ def moved(f, *args):
     return re.findall(r"= f32\[(?:192,112|112,192)\]\S* (transpose|copy)\(", text)
 
 
-FLAX_ORDER = ["default", "stochastic", "high_precision_backward", "dequantized_backward", "weight_only"]
+FLAX_ORDER = ["plain", "stochastic", "high_precision_backward", "dequantized_backward", "weight_only"]
 FLAX_ORDER += [f"recipes_{name}" for name in ("pretrain", "row_scaled", "4over6_all", "window64", "inference")]
 
 
@@ -696,7 +696,7 @@ KN = (((1,), (0,)), ((), ()))
 
 
 @pytest.mark.parametrize(
-    "name", ["default", "stochastic_columns", "stochastic_rows", "recipes_pretrain", "recipes_4over6_all"]
+    "name", ["plain", "stochastic_columns", "stochastic_rows", "recipes_pretrain", "recipes_4over6_all"]
 )
 def test_a_product_in_flax_order_has_the_bits_of_linear(cpu, name):
     """Where w is rounded stochastically, of w transposed."""

@@ -510,7 +510,7 @@ def test_gradients_in_shard_map_where_only_the_key_differs(devices):
 
 
 RECIPES = {
-    "default": (Recipe(), (NVFP4, NVFP4)),
+    "plain": (Recipe(), (NVFP4, NVFP4)),
     "row_only": (Recipe(), (NVFP4, None)),
     "row_scaled": (recipes.row_scaled(stochastic_rounding=False), (ROW_SCALED, ROW_SCALED)),
     "pretrain": (recipes.pretrain(), (NVFP4, NVFP4_RHT)),
@@ -536,7 +536,7 @@ def test_linear_takes_what_was_quantized(recipe, pair):
 
 
 @pytest.mark.parametrize("form", ["produced", "tensors"])
-@pytest.mark.parametrize("col_spec", [None, NVFP4], ids=["row", "pair"])
+@pytest.mark.parametrize("col_spec", [None, NVFP4_RHT], ids=["row", "pair"])
 def test_linear_reads_what_was_quantized_and_nothing_else(col_spec, form):
     """Of another array, so that it shows: the product, and the gradient of w if its operand is passed too."""
     (x, weight), other, w = operands("norm", (32, 64)), normal((32, 64), 6), normal((48, 64), 8)

@@ -17,7 +17,9 @@ from jnvfp4 import (
     Format,
     QuantSpec,
     Recipe,
+    dot_general,
     four_over_six,
+    linear,
     recipes,
 )
 
@@ -194,6 +196,18 @@ def test_stochastic_says_whether_a_key_is_needed(make, stochastic):
 def test_one_stochastic_operand_is_enough(field, pair):
     assert Recipe(**{field: pair}).stochastic
     assert not Recipe().stochastic
+
+
+def test_the_default_of_linear_is_the_pretraining_recipe_that_needs_no_key():
+    """Not ``Recipe()``, whose loss was further from bfloat16's in docs/recipes.md."""
+    assert recipes.pretrain(stochastic_rounding=False) == recipes.DEFAULT
+    assert not recipes.DEFAULT.stochastic
+    for function in (linear, dot_general):
+        assert inspect.signature(function).parameters["recipe"].default == recipes.DEFAULT
+
+
+def test_a_plain_recipe_rotates_nothing_and_rounds_nothing_stochastically():
+    assert Recipe() == recipes.pretrain(rht=False, stochastic_rounding=False)
 
 
 def test_recipes_are_values():
