@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jnvfp4
-from jnvfp4 import quantize
+from jnvfp4 import _compat, quantize
 from jnvfp4._primitives._base import PRIMITIVES
 from jnvfp4._primitives.quantize import quantize_p
 
@@ -39,6 +40,12 @@ def test_without_it_a_sharded_jit_fails(monkeypatch):
     x = jax.device_put(jnp.ones((32, 64)), NamedSharding(mesh, P("x")))
     with pytest.raises(AssertionError, match="file a bug"):
         jax.jit(lambda x: quantize(x, amax=1.0)).lower(x)
+
+
+def test_without_leaving_it_compile_time_evaluation_fails(monkeypatch):
+    monkeypatch.setattr(_compat, "without_constant_folding", nullcontext)
+    with jax.ensure_compile_time_eval(), pytest.raises(AssertionError):
+        quantize(jnp.ones((48, 144)))  # a shape that nothing else compiles
 
 
 def test_only_compat_imports_private_jax():

@@ -334,6 +334,18 @@ def test_every_primitive_under_an_explicit_mesh(devices, implementation):
     assert_same_tensor(got, want)
 
 
+def test_every_primitive_in_compile_time_evaluation(devices):
+    """What runs on a device is traced again for its part of a mesh, with the indices of that part."""
+    mesh, x = make_mesh(devices), normal((128, 512))  # a shape that nothing else compiles
+    a, b = exact_tensor((M, K), 1), exact_tensor((N, K), 2)
+    want = every_primitive("native", *home(devices, (x, a, b)))
+    placed = put(x, mesh, P("x", "y")), shard(a, mesh, P("x", "y")), shard(b, mesh, P(None, "y"))
+    with jax.ensure_compile_time_eval():
+        got = every_primitive("native", *placed)
+    assert_same_tensor(got, want)
+    assert_sharded(got[0].data, mesh, P("x", "y"))
+
+
 @pytest.fixture
 def gspmd():
     """XLA's former way to propagate shardings, by a callback instead of a rule."""

@@ -518,6 +518,33 @@ def test_eval_shape_predicts_the_result(f):
         assert (shape.shape, shape.dtype, shape.weak_type) == (leaf.shape, leaf.dtype, leaf.weak_type)
 
 
+EVALUATED = {
+    **OPERATIONS,
+    "rms_norm_quantize": lambda x: jnvfp4.rms_norm_quantize(x, x[0], NVFP4, NVFP4_RHT, return_values=True),
+    "reference": lambda x: quantize(x, NVFP4_RHT_SR, key=KEY, implementation="reference"),
+    "gradient": jax.grad(lambda x: jnp.sum(linear(x, x, recipes.pretrain(), key=KEY).astype(jnp.float32))),
+}
+
+
+@pytest.mark.parametrize("f", EVALUATED.values(), ids=EVALUATED)
+def test_compile_time_evaluation(native, f):
+    """In a shape that nothing else compiles, so that the operations are lowered under it."""
+    x = normal((64, 192))
+
+    def evaluated(x):
+        with jax.ensure_compile_time_eval():
+            return f(x)
+
+    def constant(_):
+        result = evaluated(x)
+        assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(result))
+        return result
+
+    eager, folded, traced = evaluated(x), jax.jit(constant)(x), jax.jit(evaluated)(x)
+    for got in (eager, folded, traced):
+        assert_same_tensor(got, f(x))
+
+
 @pytest.mark.parametrize("amax", [1.0, 1, np.float32(1)], ids=["float", "int", "float32"])
 def test_results_are_not_weakly_typed(amax):
     t = quantize(np.ones((16, 16), np.float32), amax=amax)
