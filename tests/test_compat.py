@@ -60,3 +60,11 @@ def test_lowering_context_has_what_the_mesh_of_set_mesh_needs():
     with jax.set_mesh(jax.make_mesh((2,), ("x",), devices=devices)):
         text = jax.jit(lambda: quantize(jnp.ones((32, 64)), amax=1.0)).lower().as_text()
     assert "CustomSPMDPartitioning" in text
+
+
+def test_xla_counts_no_flops_of_a_custom_call():
+    """When this fails, docs/support.md need not tell how to count them."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        t = quantize(jnp.ones((32, 64)))
+        lowered = jax.jit(jnvfp4.matmul_nt).lower(t, t)
+    assert lowered.cost_analysis()["flops"] == lowered.compile().cost_analysis()["flops"] == -1
