@@ -27,5 +27,6 @@ from .spec import Format as Format
 from .spec import QuantSpec as QuantSpec
 from .spec import four_over_six as four_over_six
 from .support import Support as Support
+from .support import export_checks as export_checks
 from .support import supports as supports
 from .tensor import NVFP4Tensor as NVFP4Tensor

@@ -97,9 +97,9 @@ def _share(chosen: jax.Array) -> jax.Array:
 def _clipped(blocks: Bits, scale: jax.Array, amaxes: Bits, spec: QuantSpec) -> jax.Array:
     """Says which elements saturate. -> bool [..., K/16, 16]
 
-    Where the quantizer divides (the tensor's scale, its inverse, the inverse of a block's scale), this multiplies, since
-    XLA takes long to compile an exact division: an element times the encode scale is above 6 where the element is above
-    6 decode scales. Each encode scale ends at FLT_MAX, so that its inverse ends at INVERSE_MAX.
+    Where the quantizer divides (for the scale of the tensor, its inverse and the inverse of a block's scale), this
+    multiplies, since XLA takes long to compile an exact division: an element times the encode scale is above 6 where
+    the element is above 6 decode scales. Each encode scale ends at FLT_MAX, and so its inverse at INVERSE_MAX.
     """
     amaxes = amaxes & ABS
     decode = jnp.maximum(mul(amaxes, reference.reciprocal_max6(spec.format.e4m3_max)), INVERSE_MAX)
