@@ -1,11 +1,38 @@
-"""A picture of a result: operations against their targets, and for the quantize suite the roofline of all rows."""
+"""A picture of a result: operations against their targets; for the quantize suite also the speed of one by size."""
 
+import math
 import pathlib
 from typing import Any
 
 from .results import Result, clocks
 
 BASELINES = ("copy", "empty", "naive")
+REACHED, BELOW, NAIVE = "tab:blue", "tab:orange", "0.75"
+# Of the quantize suite, in the words of a reader who does not know the names of specs. The rest is in the result.
+SHOWN = {
+    "nvfp4": "quantize",
+    "nvfp4 amax included": "quantize, and find the amax",
+    "nvfp4 transposed": "quantize the transpose",
+    "nvfp4 pair": "quantize x and its transpose",
+    "nvfp4_2d pair": "the same in 16x16 tiles",
+    "row_scaled amax found": "quantize, an amax for each row",
+    "window64": "quantize, an amax for each 64",
+    "nvfp4_sr": "quantize, rounding at random",
+    "nvfp4_rht transposed": "rotate and quantize the transpose",
+    "pretrain x pair": "pretraining recipe: x and transpose",
+    "pretrain dy pair": "pretraining recipe: dy and transpose",
+    "4over6 mae": "quantize by 4over6",
+    "dequantize to bf16": "dequantize",
+    "fake_quant nvfp4": "fake_quant",
+    "rms_norm_quantize nvfp4": "RMS norm, and quantize",
+    "silu_mul_quantize nvfp4": "SwiGLU gate, and quantize",
+}
+# The lines of the panel of sizes: operations, and of several the fastest.
+SIZES = {
+    "copy": ("black", ("copy by memcpy", "copy by kernel")),
+    "quantize": (REACHED, ("nvfp4",)),
+    "naive jnp": (NAIVE, ("naive nvfp4",)),
+}
 Row = dict[str, Any]
 
 
@@ -16,22 +43,36 @@ def plot(result: Result, path: pathlib.Path) -> None:
     from matplotlib import pyplot
 
     rows = result["rows"]
-    with_roofline = any("GB/s" in row for row in rows)
-    bars = [row for row in rows if not row["op"].startswith(BASELINES)]
-    if with_roofline:  # the other cases are in the roofline
-        bars = [row for row in bars if row["case"] == bars[0]["case"]]
-    size = (16 if with_roofline else 9, max(6, 1.5 + 0.22 * len(bars)))
-    figure, axes = pyplot.subplots(1, 1 + with_roofline, figsize=size, squeeze=False, layout="constrained")
+    with_sizes = any("GB/s" in row for row in rows)
+    bars = _bar_rows(rows, with_sizes)
+    figure, axes = pyplot.subplots(
+        1,
+        1 + with_sizes,
+        figsize=(15 if with_sizes else 9, max(5, 2 + 0.42 * len(bars))),
+        width_ratios=[3, 2][: 1 + with_sizes],
+        squeeze=False,
+        layout="constrained",
+    )
     try:
         _bars(axes[0, 0], bars)
-        if with_roofline:
-            _roofline(axes[0, 1], rows)
+        if with_sizes:
+            _sizes(axes[0, 1], rows)
         env = result["environment"]
         clock = ", ".join(clocks(result))
-        figure.suptitle(f"{result['suite']}: {env['device']}, jax {env['jax']}, commit {env['commit']}, clock: {clock}")
+        title = f"{result['suite']} on {env['device']} (jax {env['jax']}, commit {env['commit']}, clock: {clock})"
+        figure.suptitle(title, fontsize=14)
         figure.savefig(path, dpi=110)
     finally:
         pyplot.close(figure)
+
+
+def _bar_rows(rows: list[Row], with_sizes: bool) -> list[Row]:
+    """Chooses what has a bar: of the quantize suite the first case, and of that what SHOWN names, if it has any."""
+    bars = [row for row in rows if not row["op"].startswith(BASELINES)]
+    if with_sizes:
+        bars = [row for row in bars if row["case"] == bars[0]["case"]]
+        bars = [row for row in bars if row["op"] in SHOWN] or bars
+    return bars
 
 
 def _measure(row: Row) -> str:
@@ -40,36 +81,84 @@ def _measure(row: Row) -> str:
 
 
 def _bars(axes: Any, rows: list[Row]) -> None:
-    measure = _measure(rows[0])
+    measure, baseline = _measure(rows[0]), _measure(rows[0]).rpartition(" ")[2]
     one_case = len({row["case"] for row in rows}) == 1
-    labels = [row["op"] if one_case else f"{row['case']} {row['op']}" for row in rows]
-    axes.barh(labels, [row[measure] for row in rows], color=["C0" if row.get("met", True) else "C3" for row in rows])
+    labels = [SHOWN.get(row["op"], row["op"]) if one_case else f"{row['case']} {row['op']}" for row in rows]
+    right = max(1, *(row[measure] for row in rows))
     for i, row in enumerate(rows):
-        if "target share" in row:
-            axes.plot([row["target share"]] * 2, [i - 0.45, i + 0.45], color="black", linewidth=2)
+        share, met = row[measure], row.get("met", True)
+        axes.barh(i, share, height=0.72, color=REACHED if met else BELOW)
+        note = f"{100 * share:.0f} %"
         if "times naive" in row:
-            axes.plot(row[measure] / row["times naive"], i, ".", color="0.6")
-    axes.margins(y=0.01)
-    axes.invert_yaxis()
-    axes.tick_params("y", labelsize=7)
-    axes.axvline(1, color="0.3", linewidth=0.8)
-    axes.set_xlabel(measure)
-    axes.set_title(f"{rows[0]['case'] if one_case else ''} (black: target, red: missed, grey: naive jnp)", fontsize=9)
+            axes.barh(i, share / row["times naive"], height=0.3, color=NAIVE)
+            note += f", {row['times naive']:.1f}x naive"
+        axes.text(1.02 * right, i, note, va="center", fontsize=11)
+        if "target share" in row:
+            axes.plot([row["target share"]] * 2, [i - 0.45, i + 0.45], color="black", linewidth=2.5)
+    axes.axvline(1, color="0.3", linewidth=1, linestyle=":")
+    axes.set_yticks(range(len(rows)), labels, fontsize=11)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(0, 1.2 * right)
+    axes.set_xticks([0.2 * n for n in range(int(5 * right) + 1)])
+    axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f} %")
+    if baseline == "copy":
+        axes.set_xlabel("of the speed of a copy: 100 % moves bytes as fast as a copy of x", fontsize=11)
+        axes.set_title(f"x of {rows[0]['shape']}, {rows[0]['dtype']}", fontsize=12)
+    else:
+        axes.set_xlabel(f"of the speed of the unquantized product ({baseline})", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    _explain(axes, rows)
 
 
-def _roofline(axes: Any, rows: list[Row]) -> None:
-    """Bytes a second against bytes; the roof is the copies of the same run."""
-    kinds = {"naive": ("naive jnp", "0.7", "."), "copy": ("copy", "black", "o"), "": ("others", "C0", ".")}
-    groups: dict[str, list[Row]] = {kind: [] for kind in kinds}
-    for row in rows:
-        if not row["op"].startswith("empty"):
-            groups[next(kind for kind in kinds if row["op"].startswith(kind))].append(row)
-    for kind, (label, color, marker) in kinds.items():
-        points = groups[kind]
-        axes.plot([r["bytes"] for r in points], [r["GB/s"] for r in points], marker, color=color, label=label)
-    roof = {row["bytes"]: 0.0 for row in groups["copy"]}
-    for row in groups["copy"]:
-        roof[row["bytes"]] = max(roof[row["bytes"]], row["GB/s"])
-    axes.plot(sorted(roof), [roof[n] for n in sorted(roof)], color="black", linewidth=0.8)
-    axes.set(xscale="log", yscale="log", xlabel="bytes of the floor", ylabel="GB/s", title="every case")
-    axes.legend()
+def _explain(axes: Any, rows: list[Row]) -> None:
+    """Adds the legend: of colours and marks that are there."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    entries: list[Any] = [Patch(color=REACHED, label="jnvfp4")]
+    if any(not row.get("met", True) for row in rows):
+        entries.append(Patch(color=BELOW, label="jnvfp4, below its target"))
+    if any("target share" in row for row in rows):
+        mark = Line2D(
+            [], [], color="black", linewidth=2.5, marker="|", linestyle="", markersize=14, markeredgewidth=2.5
+        )
+        mark.set_label("target that this version was written against")
+        entries.append(mark)
+    if any("times naive" in row for row in rows):
+        entries.append(Patch(color=NAIVE, label="the same in naive jnp under jit"))
+    if len(entries) > 1:
+        axes.figure.legend(handles=entries, loc="outside lower left", ncols=len(entries), frameon=False, fontsize=11)
+
+
+def _sizes(axes: Any, rows: list[Row]) -> None:
+    """Draws bytes moved a second against the elements of x, for the first dtype and whole tiles of rows."""
+    rows = [row for row in rows if row["dtype"] == rows[0]["dtype"] and int(row["shape"].partition("x")[0]) % 16 == 0]
+    names: dict[int, str] = {}  # one shape for each number of elements
+    for label, (color, ops) in SIZES.items():
+        points: dict[int, float] = {}
+        for row in rows:
+            if row["op"] in ops:
+                size = math.prod(map(int, row["shape"].split("x")))
+                points[size] = max(points.get(size, 0.0), row["GB/s"])
+                names.setdefault(size, row["shape"])
+        sizes = sorted(points)
+        axes.plot(sizes, [points[size] for size in sizes], "o-", color=color, label=label, markersize=6)
+    axes.set(xscale="log", xlabel="", ylabel="GB/s")
+    axes.set_xticks([], minor=True)
+    shown = _spread(sorted(names))
+    axes.set_xticks(shown, [names[size] for size in shown], rotation=45, ha="right", fontsize=10)
+    axes.set_xlabel("x, rows x columns (logarithmic in their product)", fontsize=11)
+    axes.set_ylim(0)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_title("bytes read and written a second, by size", fontsize=12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=11)
+
+
+def _spread(sizes: list[int]) -> list[int]:
+    """Leaves out sizes that are too near to the one before for a label of their own."""
+    kept: list[int] = []
+    for size in sizes:
+        if not kept or size > 1.3 * kept[-1]:
+            kept.append(size)
+    return kept

@@ -29,7 +29,7 @@ from jax import Array
 
 import jnvfp4
 from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, open_checkpoint, save_checkpoint
-from lm.config import Config
+from lm.config import Config, step_count
 from lm.data import stdlib_text, val_batches
 from lm.hugging_face import from_hugging_face, llama_config, to_hugging_face
 from lm.model import Tree, bf16_linear, converted_linear, cross_entropy, logits
@@ -79,22 +79,26 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Converts a small Llama to NVFP4 and compares it with bfloat16.")
     parser.add_argument("--format", choices=("modelopt", "compressed-tensors", "te"), default="modelopt")
     parser.add_argument("--recipe", choices=SPECS, default="nvfp4")
-    parser.add_argument("--steps", type=int, default=CONFIG.steps, help="of training (default: %(default)s)")
+    parser.add_argument("--steps", type=step_count, default=CONFIG.steps, help="of training (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches")
     parser.add_argument("--out", type=Path, default=Path("out/serve_converted"), help="folder for both checkpoints")
     args = parser.parse_args()
     if args.recipe == "row-scaled" and args.format != "te":
         parser.error("--recipe row-scaled needs --format te, which has an amax for each row")
+    for path in folders(args).values():
+        if path.exists():
+            parser.error(f"{path} exists already: remove it, or name another --out")
     return args
+
+
+def folders(args: argparse.Namespace) -> dict[str, Path]:
+    """Returns the folders of the two checkpoints."""
+    return {name: args.out / name for name in ("bf16", "nvfp4")}
 
 
 def main() -> None:
     args = parse_args()
-    paths = {name: args.out / name for name in ("bf16", "nvfp4")}
-    for path in paths.values():
-        if path.exists():
-            raise SystemExit(f"{path} exists already: remove it, or name another --out")
-
+    paths = folders(args)
     config = replace(CONFIG, steps=args.steps)
     text, val_text = stdlib_text()
     held_out = val_batches(val_text, config)

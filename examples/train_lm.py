@@ -33,7 +33,7 @@ import matplotlib
 import numpy as np
 
 import jnvfp4
-from lm.config import Config
+from lm.config import Config, step_count
 from lm.data import stdlib_text, val_batches
 from lm.model import Linear, bf16_linear, quantized_linear
 from lm.recipes import RECIPES, WITHOUT_BACKWARD
@@ -146,7 +146,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--backward", choices=("nvfp4", "high_precision", "dequantized"), help="the gradient GEMMs of a training recipe"
     )
-    parser.add_argument("--steps", type=int, help="training steps, if not the preset's")
+    parser.add_argument("--steps", type=step_count, help="training steps, if not the preset's")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the random rounding")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for loss.png and metrics.json")
     args = parser.parse_args()

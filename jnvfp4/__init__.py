@@ -29,5 +29,6 @@ from .spec import four_over_six as four_over_six
 from .state import from_state as from_state
 from .state import to_state as to_state
 from .support import Support as Support
+from .support import export_checks as export_checks
 from .support import supports as supports
 from .tensor import NVFP4Tensor as NVFP4Tensor

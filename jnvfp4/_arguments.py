@@ -4,7 +4,9 @@ A check raises ``<op>: <what> must <rule>, got <value>`` or returns the argument
 """
 
 import math
+import reprlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -38,10 +40,17 @@ def as_array(op: str, name: str, value: Any) -> jax.Array:
     """Converts what ``jnp.asarray`` takes; refuses an NVFP4Tensor."""
     if isinstance(value, NVFP4Tensor):
         raise TypeError(f"{op}: {name} must be an array, got an NVFP4Tensor; jnvfp4.dequantize gives its values")
+    dtype = value.dtype if isinstance(value, np.ndarray | np.generic) else None
+    if dtype is not None and not dtype.isnative:
+        raise TypeError(
+            f"{op}: {name} must be of native byte order, got dtype {dtype}; "
+            f'convert it with .astype({name}.dtype.newbyteorder("="))'
+        )
     try:
         return jnp.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{op}: {name} must be an array, got {value!r}") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        got = reprlib.repr(value) if dtype is None else f"a NumPy array of dtype {dtype}"
+        raise TypeError(f"{op}: {name} must be an array, got {got}") from error
 
 
 def as_float_array(op: str, name: str, value: Any) -> jax.Array:
@@ -54,7 +63,24 @@ def as_float_array(op: str, name: str, value: Any) -> jax.Array:
 
 def as_amax(op: str, amax: ArrayLike) -> jax.Array:
     """Converts an amax; a Python number becomes float32. The primitives refuse other dtypes."""
-    return as_array(op, "amax", np.float32(amax) if isinstance(amax, int | float) else amax)
+    if isinstance(amax, int | float):
+        return jax.device_put(_as_float32(op, amax))  # explicitly, which jax.transfer_guard allows
+    return as_array(op, "amax", amax)
+
+
+def _as_float32(op: str, amax: float) -> np.float32:
+    """Rounds a number; refuses one that only infinity could stand for."""
+    try:
+        with np.errstate(over="ignore"):
+            value = np.float32(amax)
+    except OverflowError:  # an int beyond float64
+        value = np.float32(np.inf)
+    if np.isinf(value) and amax not in (math.inf, -math.inf):
+        got = float(amax) if isinstance(amax, float) else f"an int of {amax.bit_length()} bits"
+        raise ValueError(
+            f"{op}: amax must be within float32, whose largest number is {np.finfo(np.float32).max}, got {got}"
+        )
+    return value
 
 
 def as_amax_pair(op: str, amax: Any) -> AmaxPair:
@@ -67,6 +93,7 @@ def as_amax_pair(op: str, amax: Any) -> AmaxPair:
     return row, col
 
 
+@partial(jax.jit, inline=True)  # an eager call transfers no constants
 def magnitude(amax: jax.Array) -> jax.Array:
     """Computes |amax| on bits, since a float abs may change a NaN."""
     return softfloat.from_bits(softfloat.to_bits(amax) & softfloat.ABS)
@@ -125,6 +152,7 @@ def as_key(op: str, key: Any) -> jax.Array:
     return key
 
 
+@partial(jax.jit, static_argnums=1, inline=True)
 def random_stream(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Makes the ``stream`` operand of the primitives for an array [..., M, K]: uint32, four words for each matrix.
 

@@ -1,11 +1,12 @@
 """The private corner of JAX that jnvfp4 touches, in one place. tests/test_compat.py watches it."""
 
 import dataclasses
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src import dispatch
+from jax._src import config, dispatch
 from jax.extend.core import Primitive
 
 
@@ -15,6 +16,15 @@ def needs_devices_in_lowering(primitive: Primitive) -> None:
     Without it a sharded jit stops with an AssertionError inside JAX (0.10.2 to 0.12).
     """
     dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def without_constant_folding() -> AbstractContextManager[Any]:
+    """Leaves ``jax.ensure_compile_time_eval`` for what is traced inside.
+
+    custom_partitioning stops with an AssertionError at a constant that was evaluated in its function (0.10.2, 0.11.2),
+    and the place of a device in a mesh has no value yet.
+    """
+    return config.eager_constant_folding(False)
 
 
 def with_mesh(ctx: Any) -> Any:

@@ -281,13 +281,19 @@ def _up(n: int, unit: int) -> int:
 X, W, DY = range(3)  # operands, for their keys
 
 
+@partial(jax.jit, static_argnums=1, inline=True)  # an eager call transfers no constants
 def _pad_rows(x: jax.Array, unit: int) -> jax.Array:
     """Adds zero rows up to a multiple of ``unit``: zeros add nothing to a sum."""
     return jnp.pad(x, ((0, _up(x.shape[0], unit) - x.shape[0]), (0, 0))) if x.shape[0] % unit else x
 
 
 def _crop_rows(t: NVFP4Tensor, rows: int) -> NVFP4Tensor:
-    return jax.tree.map(lambda part: part[:rows] if part.ndim else part, t)
+    return jax.tree.map(lambda part: lax.slice_in_dim(part, 0, rows) if part.ndim else part, t)
+
+
+@partial(jax.jit, static_argnums=1, inline=True)
+def _fold_in(key: jax.Array, operand: int) -> jax.Array:
+    return jax.random.fold_in(key, operand)
 
 
 class _Quantizer(NamedTuple):
@@ -299,7 +305,7 @@ class _Quantizer(NamedTuple):
     def operand_key(self, operand: int, *specs: QuantSpec) -> jax.Array | None:
         if self.key is None or all(spec.rounding == "nearest" for spec in specs):
             return None
-        return jax.random.fold_in(self.key, operand)
+        return _fold_in(self.key, operand)
 
     def one(self, x: jax.Array, spec: QuantSpec, operand: int, transpose: bool = False) -> NVFP4Tensor:
         key = self.operand_key(operand, spec)
@@ -387,8 +393,13 @@ def _forward(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, call
     w_saved = _save(w_t) if w_t is not None else _save(w) if recipe.dgrad is None else qw
     x_saved = _save(x_t) if x_t is not None else _save(x) if recipe.wgrad is None else qx
     # Empty arrays carry the dtypes to the backward pass.
-    like = (x[:0, :0], w[:0, :0], None if bias is None else bias[:0])
+    like = (_no_elements(x), _no_elements(w), None if bias is None else _no_elements(bias))
     return _product(call, qx, qw, bias), (_pack(x_saved), _pack(w_saved), like, key)
+
+
+@partial(jax.jit, inline=True)
+def _no_elements(x: jax.Array) -> jax.Array:
+    return x[(slice(0, 0),) * x.ndim]
 
 
 def _backward(call: _Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
@@ -434,7 +445,7 @@ def _dense(t: Any, dtype: Any, implementation: Implementation) -> jax.Array:
 
 def _high_precision(a: jax.Array, b: jax.Array, axes: tuple[int, int], dtype: Any) -> jax.Array:
     """Multiplies original or dequantized operands over one axis of each, accumulated in float32."""
-    common = jnp.promote_types(a.dtype, b.dtype)
+    common = a.dtype if a.dtype == b.dtype else jnp.float32  # also where jax.numpy_dtype_promotion is strict
     product = lax.dot_general(
         a.astype(common),
         b.astype(common),
@@ -480,7 +491,7 @@ def dot_general(
         transposed to [N, K] first.
       dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
       precision: only None or the default, because the operands are quantized.
-      preferred_element_type: the dtype of the result; the promoted dtype of lhs and rhs if None.
+      preferred_element_type: the dtype of the result; that of ``lax.dot_general`` if None.
       recipe: as in ``linear``.
       key: as in ``linear``; it is split over the batch axes.
       **unsupported: newer arguments of ``lax.dot_general``; each must be None.
@@ -500,7 +511,7 @@ def dot_general(
         if value is not None:
             raise ValueError(f"{op}: {name} must be None, got {value!r}")
     a, b = as_float_array(op, "lhs", lhs), as_float_array(op, "rhs", rhs)
-    preferred = jnp.promote_types(a.dtype, b.dtype) if preferred_element_type is None else preferred_element_type
+    preferred = _dtype_of_lax(a, b) if preferred_element_type is None else preferred_element_type
     out_dtype = float_dtype(op, "preferred_element_type", preferred)
     (lc, rc), (lb, rb) = (tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
     left, right = _axes_of("lhs", a, lc, lb), _axes_of("rhs", b, rc, rb)
@@ -526,6 +537,12 @@ def dot_general(
         out = product(x[0], w[0], key)
     sizes = [a.shape[i] for i in left.batch + left.free] + [b.shape[i] for i in right.free]
     return out.reshape(sizes)
+
+
+def _dtype_of_lax(a: jax.Array, b: jax.Array) -> Any:
+    """Returns the dtype of lax.dot_general, which promotes also where jax.numpy_dtype_promotion is strict."""
+    vectors = (jax.ShapeDtypeStruct((1,), v.dtype) for v in (a, b))
+    return jax.eval_shape(lambda a, b: lax.dot_general(a, b, (((0,), (0,)), ((), ()))), *vectors).dtype
 
 
 class _Axes(NamedTuple):

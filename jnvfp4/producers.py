@@ -216,8 +216,13 @@ def _backward(call: _Call, residuals: tuple[jax.Array, jax.Array], cotangents: P
     a, b = residuals
     dy = cotangents.values
     assert dy is not None
-    da, db = call.op.gradient(*(v.astype(jnp.float32) for v in (a, b, dy)))
-    return da.astype(a.dtype), db.astype(b.dtype), None, None
+    return *_gradient(call.op, a, b, dy), None, None
+
+
+@partial(jax.jit, static_argnums=0, inline=True)  # an eager call transfers no constants
+def _gradient(op: RmsNorm | SiluMul, a: jax.Array, b: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    da, db = op.gradient(*(v.astype(jnp.float32) for v in (a, b, dy)))
+    return da.astype(a.dtype), db.astype(b.dtype)
 
 
 _differentiable.defvjp(_forward, _backward)

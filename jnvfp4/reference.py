@@ -5,6 +5,7 @@ patterns (``softfloat``, which has the operations and casts), followed by the wh
 kernels on every XLA backend, eager and under jit. The rules in words: docs/numerics.md.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -381,6 +382,7 @@ def per_block(amax: jax.Array, ndim: int, scope: str) -> jax.Array:
     return jnp.repeat(amax, WINDOW // BLOCK, axis=-1) if scope == "window64" else per_row(amax, ndim)
 
 
+@partial(jax.jit, static_argnums=1, inline=True)  # an eager call transfers no constants
 def find_amax(x: jax.Array, scope: str) -> jax.Array:
     """Finds the float32 amax of x [..., M, K]: () for scope "tensor", [..., M] for "row", [..., M, K/64] for windows.
 

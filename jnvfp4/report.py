@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,16 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from . import reference
+from ._arguments import as_amax, as_array, check_spec, check_switch, stochastic_key
 from .ops import dequantize, quantize
-from .softfloat import Bits, constant, from_bits, to_bits
+from .softfloat import ABS, INF, Bits, clamp_max, constant, from_bits, is_nan, mul, to_bits
 from .spec import BLOCK, NVFP4, QuantSpec
 from .tensor import NVFP4Tensor
 
 SHARES = ("clip_share", "zero_scale_share", "saturated_scale_share", "map_to_4_share")
 LARGEST_SCALE = np.uint8(0x7E)  # 448
-CLIP = np.float32(6 * (1 + 2**-20))  # 6, and room for the four roundings of a scaled element
+CLIP = constant(6 * (1 + 2**-20))  # 6, and room for the roundings of the quantizer and of _clipped
+INVERSE_MAX = np.uint32(1 << 21)  # 2^-128, the inverse of FLT_MAX
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=(*SHARES, "relative_error"), meta_fields=())
@@ -63,8 +66,15 @@ def quantization_report(
     normal number, and NaN where one is NaN or infinite. NaN is never clipped, infinity always is unless its block
     scale is NaN; a NaN scale is neither zero nor saturated.
     """
-    t = quantize(x, spec, amax=amax, key=key, transpose=transpose)
-    array = jnp.asarray(x)
+    check_spec("quantize", "spec", spec)
+    array, given = as_array("quantize", "x", x), None if amax is None else as_amax("quantize", amax)
+    check_switch("quantize", "transpose", transpose)
+    return _report(array, given, stochastic_key("quantize", key, spec), spec, transpose)
+
+
+@partial(jax.jit, static_argnums=(3, 4))  # step by step, its operations would be compiled one by one
+def _report(array: jax.Array, amax: Any, key: Any, spec: QuantSpec, transpose: bool) -> QuantizationReport:
+    t = quantize(array, spec, amax=amax, key=key, transpose=transpose)
     array = jnp.swapaxes(array, -1, -2) if transpose else array
     blocks = to_bits(array).reshape(*t.scale.shape, BLOCK)
     if spec.format.rht:
@@ -87,12 +97,16 @@ def _share(chosen: jax.Array) -> jax.Array:
 def _clipped(blocks: Bits, scale: jax.Array, amaxes: Bits, spec: QuantSpec) -> jax.Array:
     """Says which elements saturate. -> bool [..., K/16, 16]
 
-    A float product decides as the quantizer's would: one with a subnormal element is below 4, flushed or not,
-    and the encode scale is a normal number (but for e4m3_max 256 and an amax near the largest float).
+    Where the quantizer divides (for the scale of the tensor, its inverse and the inverse of a block's scale), this
+    multiplies, since XLA takes long to compile an exact division: an element times the encode scale is above 6 where
+    the element is above 6 decode scales. Each encode scale ends at FLT_MAX, and so its inverse at INVERSE_MAX.
     """
-    decode, _ = reference.global_scale(amaxes, spec.format.e4m3_max)
-    encode = from_bits(reference.block_encode_scale(scale, decode))
-    return (jnp.abs(from_bits(blocks) * encode[..., None]) > CLIP) & (scale != 0)[..., None]
+    amaxes = amaxes & ABS
+    decode = jnp.maximum(mul(amaxes, reference.reciprocal_max6(spec.format.e4m3_max)), INVERSE_MAX)
+    decode = jnp.where((amaxes == 0) | (amaxes == INF), reference.ONE, decode)  # as encode_scale has it
+    largest = mul(jnp.maximum(mul(reference.e4m3_decode(scale), decode), INVERSE_MAX), CLIP)
+    above = (blocks & ABS) > clamp_max(largest)[..., None]
+    return above & ~is_nan(blocks) & (scale != 0)[..., None]
 
 
 def _maps_to_4(blocks: Bits, scale: jax.Array, amaxes: Bits, spec: QuantSpec) -> jax.Array:

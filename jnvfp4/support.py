@@ -1,4 +1,4 @@
-"""``supports``, which says what runs natively where, and the commands ``support`` and ``doctor``."""
+"""``supports``, which says what runs natively where; ``export_checks``; and the commands ``support`` and ``doctor``."""
 
 import inspect
 import platform
@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
@@ -146,7 +147,7 @@ def _matmul_kernel(operands: tuple, options: dict[str, Any], device: jax.Device)
 
 
 def _default_device() -> jax.Device:
-    return next(iter(jnp.zeros(()).devices()))
+    return next(iter(jax.device_put(np.float32(0)).devices()))
 
 
 def _platform_support(device: jax.Device) -> Support:
@@ -167,6 +168,18 @@ def _number(capability: tuple[int, ...]) -> int:
 
 def _compute_capability(device: jax.Device) -> tuple[int, ...]:
     return tuple(int(part) for part in str(device.compute_capability).split("."))
+
+
+# ---------------------------------------------------------------- export
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """Lists what ``jax.export.export`` takes as ``disabled_checks`` for a program with our kernels: one for each call.
+
+    JAX exports a custom call only for a caller who vouches that its name keeps its meaning. An exported program that
+    another version of jnvfp4 cannot run is refused with INVALID_ARGUMENT or as an unknown target, and is to be
+    exported again.
+    """
+    names = {name for module in _native.extensions().values() for name in module.targets}
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in sorted(names)]
 
 
 # ---------------------------------------------------------------- the table of docs/support.md

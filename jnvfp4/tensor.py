@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
@@ -65,8 +66,7 @@ class NVFP4Tensor:
     @property
     def tensor_amax(self) -> jax.Array:
         """Computes the amax of the whole tensor, float32 (): the largest of ``amax``; NaN wins."""
-        bits = lax.bitcast_convert_type(self.amax, jnp.uint32) & np.uint32(0x7FFFFFFF)
-        return lax.bitcast_convert_type(jnp.max(bits, initial=np.uint32(0)), jnp.float32)
+        return _largest(self.amax)
 
     @property
     def dtype(self) -> np.dtype:
@@ -200,6 +200,12 @@ register_pytree_with_keys(
     _unflatten,
     lambda t: (_parts(t), t.format),
 )
+
+
+@partial(jax.jit, inline=True)  # an eager call transfers no constants
+def _largest(amax: jax.Array) -> jax.Array:
+    bits = lax.bitcast_convert_type(amax, jnp.uint32) & np.uint32(0x7FFFFFFF)
+    return lax.bitcast_convert_type(jnp.max(bits, initial=np.uint32(0)), jnp.float32)
 
 
 def take_tensor(results: Iterator[jax.Array], fmt: Format, amax: jax.Array | None = None) -> NVFP4Tensor:

@@ -368,3 +368,15 @@ properties = hypothesis.settings(
     database=None,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
+
+
+def primitives(jaxpr) -> list[str]:
+    """The names of all primitives, of inner jaxprs too."""
+    names = []
+    for eqn in jaxpr.eqns:
+        names.append(eqn.primitive.name)
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                names += primitives(inner)
+    return names

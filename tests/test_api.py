@@ -1,6 +1,7 @@
 """The public names, and what holds for every public operation."""
 
 import inspect
+import itertools
 import pkgutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import assert_same_tensor
+from helpers import assert_same_tensor, primitives
 from operands import normal
 
 import jnvfp4
@@ -36,7 +37,7 @@ def test_linear_is_the_function_and_recipes_the_module():
 
 
 # They are about operations, make specs, or move trees to a store and back.
-NO_OPERATIONS = ("supports", "quantization_report", "four_over_six", "to_state", "from_state")
+NO_OPERATIONS = ("supports", "export_checks", "quantization_report", "four_over_six", "to_state", "from_state")
 
 
 def test_operations_are_the_public_functions():
@@ -104,8 +105,8 @@ def test_every_call_of_a_pair_has_its_implementation(pair, implementation):
 
 @pytest.mark.parametrize("pair", [(NVFP4, NVFP4), (NVFP4_2D, NVFP4)], ids=["one call", "two calls"])
 def test_both_orientations_share_the_amax_of_the_tensor(pair):
-    eqns = jax.make_jaxpr(lambda x: jnvfp4.quantize_pair(x, *pair))(normal((64, 128))).eqns
-    assert [eqn.primitive.name for eqn in eqns].count("reduce_max") == 1
+    jaxpr = jax.make_jaxpr(lambda x: jnvfp4.quantize_pair(x, *pair))(normal((64, 128))).jaxpr
+    assert primitives(jaxpr).count("reduce_max") == 1
 
 
 def test_two_calls_find_the_amax_of_rows_themselves():
@@ -178,6 +179,39 @@ def test_no_operation_needs_rank_promotion(native, f, operands):
     want = jax.jit(f)(*operands)
     with jax.numpy_rank_promotion("raise"):
         assert_same_tensor(jax.jit(lambda *v: f(*v))(*operands), want)
+
+
+FLOATS = ("float32", "bfloat16", "float16")
+DOT_GENERALS = (jnvfp4.dot_general, jax.lax.dot_general)
+MIXED = {
+    "linear high precision": partial(jnvfp4.linear, recipe=recipes.pretrain(backward="high_precision")),
+    "linear dequantized": partial(jnvfp4.linear, recipe=recipes.pretrain(backward="dequantized")),
+    "dot_general": partial(jnvfp4.dot_general, dimension_numbers=(((1,), (1,)), ((), ()))),
+}
+
+
+@pytest.mark.parametrize(("f", "operands"), PROMOTED.values(), ids=PROMOTED)
+def test_no_operation_needs_dtype_promotion(native, f, operands):
+    with jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(lambda *v: f(*v), *operands)
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.permutations(FLOATS, 2)), ids=str)
+@pytest.mark.parametrize("f", MIXED.values(), ids=MIXED)
+def test_operands_of_different_dtypes_need_no_promotion(native, f, dtypes):
+    x, w = X[0].astype(dtypes[0]), W.astype(dtypes[1])
+    want = jax.jit(with_gradients(f))(x, w)
+    with jax.numpy_dtype_promotion("strict"):
+        assert_same_tensor(jax.jit(lambda *v: with_gradients(f)(*v))(x, w), want)
+
+
+@pytest.mark.parametrize("mode", ["standard", "strict"])
+@pytest.mark.parametrize("dtypes", list(itertools.product(FLOATS, repeat=2)), ids=str)
+def test_dot_general_has_the_dtype_of_lax_dot_general(dtypes, mode):
+    x, w = X[0].astype(dtypes[0]), W.astype(dtypes[1])
+    with jax.numpy_dtype_promotion(mode):
+        got, want = (jax.eval_shape(partial(f, dimension_numbers=(((1,), (1,)), ((), ()))), x, w) for f in DOT_GENERALS)
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
 
 
 @pytest.mark.parametrize(

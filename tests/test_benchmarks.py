@@ -23,6 +23,7 @@ from benchmarks import bench_checkpoint, bench_linear, bench_quantize, device_ti
 from benchmarks.__main__ import _parser, main  # noqa: E402
 from benchmarks.compare import compare, regressions  # noqa: E402
 from benchmarks.ops import BY_NAME, OPS  # noqa: E402
+from benchmarks.plot import SHOWN, SIZES  # noqa: E402
 from benchmarks.targets import judge  # noqa: E402
 
 NAMED = [s for s in vars(specs).values() if isinstance(s, jnvfp4.QuantSpec)]
@@ -394,6 +395,12 @@ def test_a_suite_runs_and_is_compared_and_drawn(suite, tmp_path, capsys, monkeyp
 def test_a_wrong_argument_is_named(command, message, capsys):
     assert main(command) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_the_picture_names_operations_of_the_suite():
+    assert set(SHOWN) <= set(BY_NAME)
+    measured = {row["op"] for row in results.load(results.RESULTS / "h200_quantize.json")["rows"]}
+    assert {*SHOWN, *(op for _, ops in SIZES.values() for op in ops)} <= measured
 
 
 def test_peers_that_are_not_installed_are_named(capsys, monkeypatch):

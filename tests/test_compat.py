@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jnvfp4
-from jnvfp4 import quantize
+from jnvfp4 import _compat, quantize
 from jnvfp4._primitives._base import PRIMITIVES
 from jnvfp4._primitives.quantize import quantize_p
 
@@ -41,6 +42,12 @@ def test_without_it_a_sharded_jit_fails(monkeypatch):
         jax.jit(lambda x: quantize(x, amax=1.0)).lower(x)
 
 
+def test_without_leaving_it_compile_time_evaluation_fails(monkeypatch):
+    monkeypatch.setattr(_compat, "without_constant_folding", nullcontext)
+    with jax.ensure_compile_time_eval(), pytest.raises(AssertionError):
+        quantize(jnp.ones((48, 144)))  # a shape that nothing else compiles
+
+
 def test_only_compat_imports_private_jax():
     for path in PACKAGE.rglob("*.py"):
         private = re.findall(r"^\s*(?:from|import) jax\._src.*|jax\._src\.\w+", path.read_text(), re.M)
@@ -53,3 +60,11 @@ def test_lowering_context_has_what_the_mesh_of_set_mesh_needs():
     with jax.set_mesh(jax.make_mesh((2,), ("x",), devices=devices)):
         text = jax.jit(lambda: quantize(jnp.ones((32, 64)), amax=1.0)).lower().as_text()
     assert "CustomSPMDPartitioning" in text
+
+
+def test_xla_counts_no_flops_of_a_custom_call():
+    """When this fails, docs/support.md need not tell how to count them."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        t = quantize(jnp.ones((32, 64)))
+        lowered = jax.jit(jnvfp4.matmul_nt).lower(t, t)
+    assert lowered.cost_analysis()["flops"] == lowered.compile().cost_analysis()["flops"] == -1

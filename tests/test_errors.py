@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, key_for
+from helpers import FLOAT_MAX, assert_bitwise, key_for
 from operands import exact_tensor, normal
 
 from jnvfp4 import (
@@ -26,9 +26,11 @@ from jnvfp4 import (
     four_over_six,
     linear,
     matmul_nt,
+    quantization_report,
     quantize,
     quantize_pair,
     recipes,
+    rms_norm_quantize,
 )
 from jnvfp4.spec import name_of
 
@@ -750,6 +752,59 @@ def test_platforms_without_kernels_use_the_reference(implementation):
     text = f.trace(jnp.ones((16, 16))).lower(lowering_platforms=("tpu",)).as_text()
     assert "nvfp4_quantize" not in text
     assert "stablehlo.multiply" not in re.sub(r".*ui32.*", "", text)  # integers only
+
+
+# ---------------------------------------------------------------- values that no array holds
+X = np.ones((16, 32), np.float32)
+
+
+@pytest.mark.parametrize("amax", [1e39, -1e39, 2**128, 10**400, -(10**5000)], ids=lambda v: str(type(v).__name__))
+@pytest.mark.parametrize("f", [quantize, fake_quant, quantization_report, rms_norm_quantize], ids=lambda f: f.__name__)
+def test_a_number_beyond_float32_is_no_amax(f, amax):
+    weight = [X[0]] if f is rms_norm_quantize else []
+    with pytest.raises(
+        ValueError, match=r"^\w+: amax must be within float32, whose largest number is 3.4\d+e\+38, got "
+    ):
+        f(X, *weight, amax=amax)
+
+
+def test_the_largest_float32_and_infinity_are_an_amax():
+    assert [float(quantize(X, amax=v).amax) for v in (3.4028235e38, -3.4028235e38, np.inf)] == [FLOAT_MAX] * 2 + [
+        np.inf
+    ]
+
+
+@pytest.mark.parametrize(
+    ("f", "operands", "name"),
+    [
+        (quantize, [X.astype(">f4")], "quantize: x"),
+        (quantize_pair, [X.astype(">f2")], "quantize_pair: x"),
+        (linear, [X, X.astype(">f4")], "linear: w"),
+        (matmul_nt, [X.astype(">f2"), exact_tensor((16, 32))], "matmul_nt: a"),
+        (lambda x: quantize(x, amax=np.array(3, ">f4")), [X], "quantize: amax"),
+    ],
+    ids=["quantize", "pair", "weight", "matmul", "amax"],
+)
+def test_an_array_of_foreign_byte_order(f, operands, name):
+    message = r' must be of native byte order, got dtype >f\d; convert it with .astype\(.*dtype.newbyteorder\("="\)\)$'
+    with pytest.raises(TypeError, match="^" + name + message):
+        f(*operands)
+
+
+@pytest.mark.parametrize(
+    ("x", "got"),
+    [
+        (X.astype("M8[s]"), r"a NumPy array of dtype datetime64\[s\]"),
+        (X.astype(object), "a NumPy array of dtype object"),
+        ([[10**400] * 16], r"\[\[1000.*\]\]"),
+        (None, "None"),
+    ],
+    ids=["dates", "objects", "integer", "None"],
+)
+def test_what_is_no_array_is_named_in_short(x, got):
+    with pytest.raises(TypeError, match=f"^quantize: x must be an array, got {got}$") as raised:
+        quantize(x)
+    assert len(str(raised.value)) < 400
 
 
 # ---------------------------------------------------------------- zero sizes

@@ -283,6 +283,25 @@ def test_train_lm_reads_recipe_names(train_lm):
         train_lm.named_recipes("pretrain,nothing")
 
 
+@pytest.mark.parametrize("steps", ["0", "-3", "1.5", "many"])
+@pytest.mark.parametrize("script", ["train_lm", "serve_converted"])
+def test_training_takes_a_step_or_more(train_lm, script, steps, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--steps", steps])
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(script).parse_args()
+    assert stopped.value.code == 2
+    assert f"argument --steps: must be a whole number, 1 or more, got {steps}" in capsys.readouterr().err
+
+
+def test_serve_converted_keeps_what_is_there(train_lm, monkeypatch, capsys, tmp_path):
+    (tmp_path / "nvfp4").mkdir()
+    monkeypatch.setattr(sys, "argv", ["serve_converted.py", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module("serve_converted").main()
+    assert stopped.value.code == 2
+    assert f"{tmp_path / 'nvfp4'} exists already: remove it, or name another --out" in capsys.readouterr().err
+
+
 def test_train_lm_refuses_backward_for_inference(train_lm, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train_lm.py", "--recipe", "pretrain,inference", "--backward", "nvfp4"])
     with pytest.raises(SystemExit):

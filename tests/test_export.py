@@ -23,6 +23,7 @@ from jnvfp4 import (
     WINDOW64,
     _native,
     dequantize,
+    export_checks,
     fake_quant,
     linear,
     matmul_nt,
@@ -37,14 +38,8 @@ pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffer
 KEY = jax.random.key(3)
 
 
-def checks():
-    """JAX asks whoever exports a custom call to say that its name and meaning are stable."""
-    names = {name for module in _native.extensions().values() for name in module.targets}
-    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in sorted(names)]
-
-
 def round_trip(f, *args, **kwargs):
-    exported = jax.export.export(jax.jit(f), disabled_checks=checks(), **kwargs)(*args)
+    exported = jax.export.export(jax.jit(f), disabled_checks=export_checks(), **kwargs)(*args)
     return jax.export.deserialize(exported.serialize())
 
 
@@ -163,7 +158,7 @@ TARGETS = {
 def test_lowering_for_a_platform_that_is_not_here(f, target, platform):
     if not _native.available(platform):
         skip_or_fail(platform, f"no {platform} kernels in this build")
-    exported = jax.export.export(jax.jit(f), platforms=[platform], disabled_checks=checks())(
+    exported = jax.export.export(jax.jit(f), platforms=[platform], disabled_checks=export_checks())(
         jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
     )
     assert re.search(rf"@{target}\b", exported.mlir_module())

@@ -1,5 +1,6 @@
 """``quantization_report``: counts on tensors made by hand, errors against NumPy, every transform."""
 
+import re
 from dataclasses import fields
 
 import jax
@@ -25,7 +26,9 @@ from jnvfp4 import (
     four_over_six,
     quantization_report,
     quantize,
+    reference,
 )
+from jnvfp4.softfloat import from_bits, to_bits
 from jnvfp4.spec import name_of
 
 # One shape almost everywhere, so that each spec compiles once.
@@ -101,6 +104,21 @@ def test_counts_of_lone_values(native, spec):
     got = make_report(lone_values(spec), spec, amax=unit_amax(spec))
     per_block = spec.block_rows * 16  # elements that share a scale
     assert shares(got) == (CLIPPED / 8 / per_block, ZERO / 8, SATURATED / 8, 0)
+
+
+@pytest.mark.parametrize("amax", [0, 1e-45, 1e-38, 8e-36, 1, 3e38, FLOAT_MAX, np.inf])
+@pytest.mark.parametrize("spec", [NVFP4, ROW_SCALED, four_over_six("mae")], ids=name_of)
+def test_clipped_elements_are_those_that_the_quantizer_scales_beyond_6(native, spec, amax):
+    """The report divides nowhere; the oracle does as the quantizer."""
+    with np.errstate(over="ignore", under="ignore"):
+        x = normal() * np.float32(min(max(amax, 1e-30), 1e30)) * np.exp2(np.arange(-80, 48, 2)).astype(np.float32)
+    t = quantize(x, spec, amax=jnp.full(unit_amax(spec).shape, amax, jnp.float32))
+    scale = np.asarray(t.scale).view(np.uint8)
+    decode, _ = reference.global_scale(to_bits(t.amax).reshape(-1, 1), spec.format.e4m3_max)
+    encode = np.asarray(from_bits(reference.block_encode_scale(scale, decode)), np.float64)
+    scaled = np.abs(x.reshape(*scale.shape, 16)) * encode[..., None]
+    count = int(((scaled > 6 * (1 + 2**-20)) & (scale != 0)[..., None]).sum())
+    assert float(make_report(x, spec, amax=t.amax).clip_share) == count / x.size
 
 
 @pytest.mark.parametrize("spec", [s for s in ONE_OF_EACH_KIND if s.select != "max6"], ids=name_of)
@@ -217,6 +235,14 @@ def test_transpose_reports_on_the_swapped_array(native, spec):
 def test_eager_counts_as_under_jit(native):
     x = normal()
     assert shares(quantization_report(x)) == shares(make_report(x, NVFP4))
+
+
+@every_kind
+def test_an_eager_call_compiles_one_program(native, spec, caplog):
+    x, key = jnp.asarray(normal(shape=(48, 192))), key_for(spec)  # a shape that nothing else compiles
+    with jax.log_compiles():
+        quantization_report(x, spec, key=key, amax=1 if spec.format.amax_scope == "tensor" else None)
+    assert len(re.findall("Finished XLA compilation", caplog.text)) == 1
 
 
 def test_vmap_gives_each_matrix_its_report(native):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_same_tensor
+from helpers import assert_bitwise, assert_same_tensor, unpack_codes
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import (
@@ -478,3 +478,26 @@ def test_dequantize_needs_no_collective(devices, kind, axes, spec):
     for value in got.values():
         assert_sharded(value, mesh, spec)
     assert found == []
+
+
+# ---------------------------------------------------------------- a limit
+def test_xla_takes_the_sign_of_zeros_where_it_reshards_an_axis_that_does_not_divide():
+    """When this fails, XLA moves such axes exactly, and docs/numerics.md need not name the limit."""
+    devices = jax.devices("cpu")[:8]
+    x = jnp.asarray(np.where(np.arange(3 * 64).reshape(3, 64) % 5, normal((3, 64)), -0.0), jnp.bfloat16)
+
+    parts, whole = (NamedSharding(make_mesh(devices, "x"), spec) for spec in (P("x"), P()))
+
+    def moved(x):
+        computed = jax.lax.optimization_barrier(jax.lax.with_sharding_constraint(x, parts))
+        return jax.lax.with_sharding_constraint(computed, whole)
+
+    zeros = np.asarray(x) == 0
+    assert zeros.sum() == np.signbit(np.asarray(x, np.float32)[zeros]).sum() == 39
+    assert_bitwise(jax.jit(moved)(x), jnp.where(zeros, jnp.bfloat16(0), x))
+    got, want = jax.jit(lambda x: quantize(moved(x)))(x), quantize(x)
+    codes = np.where(zeros, 0, unpack_codes(want.data))
+    assert (unpack_codes(want.data)[zeros] == 8).all()
+    assert_bitwise(unpack_codes(got.data), codes)
+    assert_bitwise(got.scale, want.scale)
+    assert_bitwise(got.amax, want.amax)

@@ -1,7 +1,11 @@
 """The same for products, and for everything inside shard_map and linear."""
 
 import math
+import os
+import pathlib
 import re
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -29,6 +33,7 @@ from meshes import (
 )
 from operands import exact_tensor, exact_with_scope, normal
 
+import jnvfp4
 from jnvfp4 import (
     NVFP4,
     NVFP4_2D,
@@ -334,6 +339,18 @@ def test_every_primitive_under_an_explicit_mesh(devices, implementation):
     assert_same_tensor(got, want)
 
 
+def test_every_primitive_in_compile_time_evaluation(devices):
+    """What runs on a device is traced again for its part of a mesh, with the indices of that part."""
+    mesh, x = make_mesh(devices), normal((128, 512))  # a shape that nothing else compiles
+    a, b = exact_tensor((M, K), 1), exact_tensor((N, K), 2)
+    want = every_primitive("native", *home(devices, (x, a, b)))
+    placed = put(x, mesh, P("x", "y")), shard(a, mesh, P("x", "y")), shard(b, mesh, P(None, "y"))
+    with jax.ensure_compile_time_eval():
+        got = every_primitive("native", *placed)
+    assert_same_tensor(got, want)
+    assert_sharded(got[0].data, mesh, P("x", "y"))
+
+
 @pytest.fixture
 def gspmd():
     """XLA's former way to propagate shardings, by a callback instead of a rule."""
@@ -354,16 +371,50 @@ def test_every_primitive_without_shardy(devices, gspmd):
     assert_sharded(got[0].amax, mesh, P("x"))
 
 
-def test_an_operand_of_unknown_sharding_without_shardy(devices, gspmd):
-    """A constant has no sharding when GSPMD asks for that of the result."""
-    mesh, b = make_mesh(devices), exact_tensor((N, K), 2)
+# Each operand in turn is a constant, which has no sharding when GSPMD asks for that of the results.
+CONSTANT_OPERANDS = """
+import jax, jax.numpy as jnp
+from helpers import assert_same_tensor
+from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, put
+from operands import normal
+from jnvfp4 import *
 
-    def f(b):
-        return matmul_nt(jnp.full((M, K), 2, jnp.bfloat16), b)
+jax.config.update("jax_use_shardy_partitioner", False)
+mesh, x, row = make_mesh(jax.devices()), normal((128, 512)), jnp.full((128,), 4.0)
+a = quantize(x)
+parts = a.data, a.scale, a.amax
 
-    got = jax.jit(f)(shard(b, mesh, P("y", None)))
-    assert_same_tensor(got, f(home(devices, b)))
-    assert_sharded(got, mesh, P(None, "y"))
+calls = [
+    (lambda x, amax: quantize(x, ROW_SCALED, amax=amax), x, row),
+    (lambda x, amax: quantize_pair(x, amax=(amax, amax)), x, jnp.float32(4)),
+    (lambda x, amax: fake_quant(x, ROW_SCALED, amax=amax), x, row),
+    (lambda *parts: dequantize(NVFP4Tensor(*parts)), *parts),
+    (lambda x, *parts: matmul_nt(x, NVFP4Tensor(*parts)), x, *parts),
+    (lambda bias, *parts: matmul_nt(a, NVFP4Tensor(*parts), bias=bias), row, *parts),
+    (silu_mul_quantize, x, x),
+    (rms_norm_quantize, x, x[0]),
+]
+for f, *operands in calls:
+    for constant in range(len(operands)):
+        def call(*others):
+            value = jnp.full_like(operands[constant], 2)
+            return f(*others[:constant], value, *others[constant:])
+
+        others = operands[:constant] + operands[constant + 1 :]
+        sharded = [put(v, mesh, P("x") if v.ndim else P()) for v in others]
+        assert_same_tensor(jax.jit(call)(*sharded), jax.jit(call)(*others))
+"""
+
+
+def test_constant_operands_without_shardy():
+    """In a process of its own, which XLA would abort at an exception in the callback."""
+    paths = [str(pathlib.Path(jnvfp4.__file__).parent.parent), str(pathlib.Path(__file__).parent)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", CONSTANT_OPERANDS], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 # ---------------------------------------------------------------- producers

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_same_tensor
+from helpers import assert_bitwise, assert_same_tensor, primitives
 from operands import exact_tensor, normal
 
 import jnvfp4
@@ -64,18 +64,6 @@ def assert_vmap_is_a_loop(f, args, axes, out_axes=0):
 
 def _leaves(tree):
     return jax.tree.leaves(tree, is_leaf=lambda v: v is None)
-
-
-def primitives(jaxpr) -> list[str]:
-    """The names of all primitives, of inner jaxprs too."""
-    names = []
-    for eqn in jaxpr.eqns:
-        names.append(eqn.primitive.name)
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                names += primitives(inner)
-    return names
 
 
 def quantizations(f, *args) -> int:
@@ -516,6 +504,71 @@ def test_eval_shape_predicts_the_result(f):
     assert jax.tree.structure(shapes) == jax.tree.structure(result)
     for shape, leaf in zip(jax.tree.leaves(shapes), jax.tree.leaves(result), strict=True):
         assert (shape.shape, shape.dtype, shape.weak_type) == (leaf.shape, leaf.dtype, leaf.weak_type)
+
+
+EVALUATED = {
+    **OPERATIONS,
+    "rms_norm_quantize": lambda x: jnvfp4.rms_norm_quantize(x, x[0], NVFP4, NVFP4_RHT, return_values=True),
+    "reference": lambda x: quantize(x, NVFP4_RHT_SR, key=KEY, implementation="reference"),
+    "gradient": jax.grad(lambda x: jnp.sum(linear(x, x, recipes.pretrain(), key=KEY).astype(jnp.float32))),
+}
+
+
+@pytest.mark.parametrize("f", EVALUATED.values(), ids=EVALUATED)
+def test_compile_time_evaluation(native, f):
+    """In a shape that nothing else compiles, so that the operations are lowered under it."""
+    x = normal((64, 192))
+
+    def evaluated(x):
+        with jax.ensure_compile_time_eval():
+            return f(x)
+
+    def constant(_):
+        result = evaluated(x)
+        assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(result))
+        return result
+
+    eager, folded, traced = evaluated(x), jax.jit(constant)(x), jax.jit(evaluated)(x)
+    for got in (eager, folded, traced):
+        assert_same_tensor(got, f(x))
+
+
+# Of x [64, 64], the same as two matrices, and its first row.
+GUARDED = {
+    **{name: lambda x, *_, f=f: f(x) for name, f in OPERATIONS.items()},
+    "quantize_amax": lambda x, *_: quantize(x, amax=2.0),
+    "quantize_pair_amax": lambda x, *_: quantize_pair(x, amax=(2, 3.0)),
+    "quantize_matrices": lambda x, matrices, _: quantize(matrices, NVFP4_SR, key=KEY),
+    "quantize_vmap": lambda x, matrices, _: jax.vmap(partial(quantize, spec=NVFP4_SR, key=KEY))(matrices),
+    "matmul_bias": lambda x, _, row: matmul_nt(quantize(x), quantize(x), bias=row),
+    "rms_norm_quantize": lambda x, _, row: jnvfp4.rms_norm_quantize(x, row, NVFP4, NVFP4_RHT, return_values=True),
+    "silu_mul_quantize": lambda x, *_: jnvfp4.silu_mul_quantize(x, x, ROW_SCALED),
+    "dot_general": lambda x, *_: jnvfp4.dot_general(x, x, (((1,), (1,)), ((), ()))),
+    "tensor_amax": lambda x, *_: quantize(x, ROW_SCALED).tensor_amax,
+    "quantization_report": lambda x, *_: jnvfp4.quantization_report(x, amax=2.0),
+    "supports": lambda x, *_: jnvfp4.supports("matmul_nt", x, quantize(x)).native,
+}
+
+
+@pytest.mark.parametrize("f", GUARDED.values(), ids=GUARDED)
+def test_eager_calls_transfer_nothing(native, f):
+    x = normal((64, 64))
+    operands = x, x.reshape(2, 32, 64), x[0]
+    with jax.transfer_guard("disallow"):
+        f(*operands)
+
+
+@pytest.mark.parametrize("recipe", [DEFAULT, recipes.pretrain(), recipes.window64()], ids=["default", "sr", "window64"])
+def test_eager_gradients_transfer_nothing(native, recipe):
+    x, w, bias = normal((50, 64), 1), normal((64, 64), 2), normal((64,), 3)
+    with jax.transfer_guard("disallow"):
+        y, pull = jax.vjp(lambda *v: linear(*v[:2], recipe, bias=v[2], key=KEY), x, w, bias)
+        pull(y)
+
+
+def test_the_transfer_of_an_operand_is_guarded(native):
+    with jax.transfer_guard("disallow"), pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed"):
+        quantize(np.ones((64, 64), np.float32))
 
 
 @pytest.mark.parametrize("amax", [1.0, 1, np.float32(1)], ids=["float", "int", "float32"])

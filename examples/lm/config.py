@@ -1,5 +1,6 @@
 """The sizes of a language model and of its training."""
 
+import argparse
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,3 +48,10 @@ class Config:
     def val_every(self) -> int:
         """Steps between two points of the validation curve."""
         return 5 * self.log_every
+
+
+def step_count(value: str) -> int:
+    """Reads the argument of --steps."""
+    if not value.isdecimal() or int(value) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, got {value}")
+    return int(value)

@@ -170,7 +170,8 @@ def _lowering_rule(name: str, bodies: Callable, empty: Callable | None) -> Calla
         ctx = _compat.with_mesh(ctx)
         if not manual:
             ctx = ctx.replace(avals_in=[_off_mesh_aval(aval) for aval in ctx.avals_in])
-        return mlir.lower_fun(body, multiple_results=True)(ctx, *operands)
+        with _compat.without_constant_folding():
+            return mlir.lower_fun(body, multiple_results=True)(ctx, *operands)
 
     return lower
 
@@ -241,13 +242,13 @@ def _shardy_rule(operands: list[list], results: list[list]) -> str:
 
 
 def _off_mesh(body: Body) -> Body:
-    """Traces ``body`` without the mesh of ``jax.set_mesh``.
+    """Traces ``body`` without the mesh of ``jax.set_mesh`` and without ``jax.ensure_compile_time_eval``.
 
-    An Explicit one would put its shardings on local blocks; JAX 0.11 runs the partition callback under it.
+    An Explicit mesh would put its shardings on local blocks; JAX 0.11 runs the partition callback under it.
     """
 
     def local_body(*operands):
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), _compat.without_constant_folding():
             return body(*operands)
 
     return local_body

@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -137,6 +138,7 @@ def _local(
     return [multiply(Product(ops.a, ops.b, bias, a_format, b_format, out_dtype, accumulation), backend)]
 
 
+@partial(jax.jit, static_argnames="out_dtype", inline=True)  # an eager call transfers no constants
 def _finish(y: jax.Array, *bias: jax.Array, out_dtype: Any) -> jax.Array:
     """Takes the kernel's last two steps, + bias and the cast.
 
