@@ -28,19 +28,21 @@ __device__ __forceinline__ int64_t quotient(int64_t a, int64_t b) {
 __host__ __device__ __forceinline__ int64_t all_rows(const QuantShape& s) { return s.batch * s.rows; }
 
 // ---------------------------------------------------------------- element types that kernels are compiled for
-// Calls f with bfloat16, or with float32, whose kernels read float16 too: two of each kernel take two thirds of the
-// time to compile.
+// float32, or float16 that is widened when it is read and narrowed when it is written: two instances of a kernel, with
+// bfloat16's, compile sooner than three.
+struct Wide : F32 {};
+
 template <class F>
 void with_bf16_or_wide(Float kind, const F& f) {
   if (kind == Float::kBf16)
     f(Bf16{});
   else
-    f(F32{});
+    f(Wide{});
 }
-// The type of what such a kernel reads.
+// Whether such a kernel has float16 in memory.
 template <class T>
-__device__ __forceinline__ Float kind_of(Float kind) {
-  return std::is_same_v<T, Bf16> ? Float::kBf16 : kind;
+__device__ __forceinline__ bool widens(Float kind) {
+  return std::is_same_v<T, Wide> && kind == Float::kF16;
 }
 
 // ---------------------------------------------------------------- two numbers of 16 bits in a word
@@ -185,6 +187,25 @@ struct Block {
     }
   }
 };
+
+// Block first + i of x.
+template <class T>
+__device__ __forceinline__ Block<T> load_block(const void* x, Float kind, int64_t first, int i) {
+  Block<T> b;
+  if (widens<T>(kind)) {
+    const auto half = load_block<F16>(x, kind, first, i);
+    if constexpr (std::is_same_v<T, Wide>)
+#pragma unroll
+      for (int k = 0; k < kBlock; ++k) b.part(k) = bits_of(half.value(k));
+  } else {
+    b.load(static_cast<const typename T::Stored*>(x) + first * kBlock + i * kBlock);
+  }
+  return b;
+}
+template <class T>
+__device__ __forceinline__ float load_element(const void* x, Float kind, int64_t i) {
+  return widens<T>(kind) ? load_float(x, Float::kF16, i) : T::load(static_cast<const typename T::Stored*>(x)[i]);
+}
 
 // Rounds values by a block's factor to T. Where it is not too large all of them are finite, even rotated back, and the
 // conversion instructions may do it, which have another NaN than the stored one.

@@ -50,7 +50,7 @@ __device__ __forceinline__ float window_amax(const Block<Bf16>& y, const Quantiz
 // ---------------------------------------------------------------- a gate, element by element
 template <class T>
 __device__ __forceinline__ Block<Bf16> gate_block(const ProducerOperands& s, int64_t block) {
-  const Float kind = kind_of<T>(s.a_kind);
+  const Float kind = std::is_same_v<T, Bf16> ? Float::kBf16 : s.a_kind;
   Block<Bf16> y;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -174,15 +174,7 @@ struct Row {
   __device__ __forceinline__ bool has(int j) const { return threadIdx.x + j * int64_t{blockDim.x} < blocks; }
   __device__ __forceinline__ int64_t col(int j) const { return (threadIdx.x + j * int64_t{blockDim.x}) * kBlock; }
   __device__ __forceinline__ int64_t block(int j) const { return row * blocks + col(j) / kBlock; }
-  __device__ __forceinline__ Block<T> load(int j) const {
-    const int64_t first = row * s.cols + col(j);
-    Block<T> x;
-    if (kind_of<T>(s.a_kind) == Float::kF16)
-      widen(x, first);
-    else
-      x.load(static_cast<const typename T::Stored*>(s.a) + first);
-    return x;
-  }
+  __device__ __forceinline__ Block<T> load(int j) const { return load_block<T>(s.a, s.a_kind, block(j), 0); }
 
   __device__ __forceinline__ Row(const ProducerOperands& s, Slots held, int64_t row)
       : s(s), held(held), row(row), blocks(s.cols / kBlock) {
@@ -190,15 +182,6 @@ struct Row {
       const float sum = row_sum(blocks, [&](int j) { return has(j) ? squares(j) : 0.0f; });
       factor = norm_factor(sum, s.cols, s.eps);
       weights = weights_of(s, row);
-    }
-  }
-  __device__ __forceinline__ void widen(Block<T>& x, int64_t first) const {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float v[8];
-      load_eight(s.a, Float::kF16, first + 8 * h, v);
-#pragma unroll
-      for (int k = 0; k < 8; ++k) x.part(8 * h + k) = bits_of(v[k]);
     }
   }
   __device__ __forceinline__ float squares(int j) const {

@@ -30,6 +30,14 @@ __device__ __forceinline__ Block<T> decode(Values& v, uint32_t scale, const Scal
   return rounded_block<T>(v, factor);
 }
 
+__device__ __forceinline__ Block<F16> narrowed(const Block<Wide>& x) {
+  Block<F16> y;
+#pragma unroll
+  for (int i = 0; i < kBlock / 2; ++i)
+    y.part(i) = f16_encode(x.value(2 * i)) | uint32_t{f16_encode(x.value(2 * i + 1))} << 16;
+  return y;
+}
+
 // In a warp that has 16x16 tiles side by side, lane 2 * line + tile, or any blocks of 1x16.
 struct FakeQuant {
   using Args = FakeQuantArgs;
@@ -85,13 +93,15 @@ struct FakeQuant {
   template <class S, class T, class Scales>
   __device__ __forceinline__ static void run(const Args& a, const Scales& scales, const Block<T>& raw, At at,
                                              bool all) {
-    const auto* x = static_cast<const typename T::Stored*>(a.x) + at.index() * kBlock;
-    const auto element = [&](int i) { return T::load(x[i]); };
+    const auto element = [&](int i) { return load_element<T>(a.x, a.kind, at.index() * kBlock + i); };
     const auto random = [&](uint32_t (&bits)[4]) {
       if constexpr (kStochastic<S>) random_of(scales, a.shape, a.stream, at.index(), bits);
     };
-    store_blocks<T>(static_cast<typename T::Stored*>(a.out) + at.first * kBlock, at.i,
-                    values<S>(a, scales, raw, element, random), all);
+    const auto y = values<S>(a, scales, raw, element, random);
+    if constexpr (std::is_same_v<T, Wide>)
+      if (widens<T>(a.kind))
+        return store_blocks<F16>(static_cast<uint16_t*>(a.out) + at.first * kBlock, at.i, narrowed(y), all);
+    store_blocks<T>(static_cast<typename T::Stored*>(a.out) + at.first * kBlock, at.i, y, all);
   }
 };
 
@@ -107,8 +117,9 @@ class TilesPass {
   __device__ __forceinline__ TilesPass(const FakeQuantArgs& a, const SharedScales<S>& scales, const TilePlace& first)
       : a_(a),
         scales_(scales),
-        out_(static_cast<Stored*>(a.out) + (first.matrix * a.shape.rows + first.row + Own::row()) * a.shape.cols +
-             first.col + Own::col()),
+        size_(widens<T>(a.kind) ? 2 : sizeof(Stored)),
+        out_(static_cast<char*>(a.out) +
+             ((first.matrix * a.shape.rows + first.row + Own::row()) * a.shape.cols + first.col + Own::col()) * size_),
         place_(static_cast<uint64_t>(first.row + row_of_thread<true>()) * a.stream.row_blocks + blocks_of(first.col) +
                block_of_thread<true>()),
         rows_left_(static_cast<int>(min(a.shape.rows - first.row - Own::row(), int64_t{INT_MAX}))),
@@ -128,20 +139,33 @@ class TilesPass {
     place_ += kTileRows * a_.stream.row_blocks;
     sync_team();
     const char* from = tile.bytes + from_;
-    Stored* to = out_;
+    char* to = out_;
 #pragma unroll
-    for (int r = 0; r < kBlock;
-         r += kRowsAtOnce, to += kRowsAtOnce * a_.shape.cols, from += kRowsAtOnce * Tile<T>::kRowBytes)
-      if (r < rows_left_ && here_) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-    out_ += kTileRows * a_.shape.cols;
+    for (int r = 0; r < kBlock; r += kRowsAtOnce, from += kRowsAtOnce * Tile<T>::kRowBytes) {
+      if (r < rows_left_ && here_) write(to, from);
+      to += kRowsAtOnce * a_.shape.cols * size_;
+    }
+    out_ += kTileRows * a_.shape.cols * size_;
     rows_left_ -= kTileRows;
   }
   __device__ __forceinline__ void finish(int) const {}
 
  private:
+  // 16 bytes of the tile.
+  __device__ __forceinline__ void write(char* to, const char* from) const {
+    if (widens<T>(a_.kind)) {
+      const float4 v = *reinterpret_cast<const float4*>(from);
+      const auto pair = [](float low, float high) { return f16_encode(low) | uint32_t{f16_encode(high)} << 16; };
+      *reinterpret_cast<uint2*>(to) = make_uint2(pair(v.x, v.y), pair(v.z, v.w));
+    } else {
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+    }
+  }
+
   const FakeQuantArgs& a_;
   const SharedScales<S>& scales_;
-  Stored* out_;     // of the thread's first word
+  const int size_;  // of an element in memory
+  char* out_;       // of the thread's first word
   uint64_t place_;  // of the thread's first block, for random bits
   int rows_left_;
   bool here_;
@@ -171,7 +195,7 @@ cudaError_t launch_fake_quant(const FakeQuantArgs& args, const KernelSpec& spec,
   cudaError_t status = cudaErrorInvalidValue;
   dispatch(spec, SupportedSpecs{}, [&](auto s) {
     using S = decltype(s);
-    with_float(args.kind, [&](auto t) {
+    with_bf16_or_wide(args.kind, [&](auto t) {
       if constexpr (kTiles<S>)
         status = launch_tiles<TilesMemory<S, decltype(t)>>(fake_quant_tiles_kernel<S, decltype(t)>,
                                                            Runs(StoredShape(args.shape), kTileBlocks<S>), stream, args);

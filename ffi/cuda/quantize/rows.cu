@@ -15,9 +15,8 @@ struct Quantize {
   __device__ __forceinline__ static void run(const Args& a, const Scales& scales, const Block<T>& raw, At at, bool) {
     const auto source = source_of<S>(raw);
     const uint32_t m = source.amax();
-    const auto* x = static_cast<const typename T::Stored*>(a.x) + at.index() * kBlock;
     encode_block<S>(
-        source, source.signs(), m, scales, [&](int i) { return T::load(x[i]); },
+        source, source.signs(), m, scales, [&](int i) { return load_element<T>(a.x, a.kind, at.index() * kBlock + i); },
         [&](uint32_t (&bits)[4]) {
           if constexpr (kStochastic<S>) random_of(scales, a.shape, a.stream, at.index(), bits);
         })
@@ -36,8 +35,11 @@ cudaError_t launch_quantize_rows(const QuantizeArgs& args, const KernelSpec& spe
   cudaError_t status = cudaErrorInvalidValue;
   dispatch(spec, SupportedSpecs{}, [&](auto s) {
     using S = decltype(s);
-    if constexpr (S::spec.block_rows == 1)
-      with_float(args.kind, [&](auto t) { status = launch_rows<Quantize, S, decltype(t)>(args, stream); });
+    const auto launch = [&](auto t) { status = launch_rows<Quantize, S, decltype(t)>(args, stream); };
+    if constexpr (S::spec.block_rows == 1 && kChooses<S>)
+      with_bf16_or_wide(args.kind, launch);
+    else if constexpr (S::spec.block_rows == 1)
+      with_float(args.kind, launch);
   });
   return status;
 }

@@ -64,10 +64,10 @@ struct At {
 // one's elements on their way. Every lane calls it, for the exchanges within f, and those past the end with
 // here = false; `all` if the warp has none.
 template <class T, class F>
-__device__ __forceinline__ void for_each_block(const void* x, int64_t first, int64_t end, const F& f) {
+__device__ __forceinline__ void for_each_block(const void* x, Float kind, int64_t first, int64_t end, const F& f) {
   const auto load = [&](Block<T>& b, int64_t first) {
-    const auto* p = static_cast<const typename T::Stored*>(x) + first * kBlock;
-    if (static_cast<int>(threadIdx.x) < end - first) b.load(p + static_cast<int>(threadIdx.x) * kBlock);
+    const int i = threadIdx.x;
+    if (i < end - first) b = load_block<T>(x, kind, first, i);
   };
   const int lane = threadIdx.x % 32, warp = threadIdx.x - lane;
   first += static_cast<int64_t>(blockIdx.x) * kThreads;
@@ -87,15 +87,14 @@ constexpr int kHeld = 2;  // blocks that a thread keeps in registers
 
 // The same for kHeld blocks of each thread, all on their way at once.
 template <class T, class F>
-__device__ __forceinline__ void for_held_blocks(const void* x, int64_t first, int64_t end, const F& f) {
+__device__ __forceinline__ void for_held_blocks(const void* x, Float kind, int64_t first, int64_t end, const F& f) {
   first += static_cast<int64_t>(blockIdx.x) * (kHeld * kThreads);
   const int64_t left = end - first;
-  const auto* p = static_cast<const typename T::Stored*>(x) + first * kBlock;
   Block<T> held[kHeld];
 #pragma unroll
   for (int j = 0; j < kHeld; ++j) {
     const int i = threadIdx.x + j * kThreads;
-    if (i < left) held[j].load(p + i * kBlock);
+    if (i < left) held[j] = load_block<T>(x, kind, first, i);
   }
 #pragma unroll
   for (int j = 0; j < kHeld; ++j) {
@@ -117,9 +116,9 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks<Op, S>)
   fill_scales_of_matrix(scales, a, matrix);
   __syncthreads();
   if constexpr (Op::template kResident<S>)
-    for_each_block<T>(a.x, first, first + matrices.blocks, each);
+    for_each_block<T>(a.x, a.kind, first, first + matrices.blocks, each);
   else
-    for_held_blocks<T>(a.x, first, first + matrices.blocks, each);
+    for_held_blocks<T>(a.x, a.kind, first, first + matrices.blocks, each);
 }
 
 // One amax for each row, given. With factors of its own a block needs more registers.
@@ -127,7 +126,7 @@ template <class Op, class S, class T>
 __global__ void __launch_bounds__(kThreads, kChooses<S> ? 2 : kRowBlocks<Op, S>)
     quantize_with_row_amax_kernel(typename Op::Args a, int64_t blocks) {
   const int64_t row_blocks = a.shape.cols / kBlock;
-  for_each_block<T>(a.x, 0, blocks, [&](At at, const Block<T>& x, bool all, bool here) {
+  for_each_block<T>(a.x, a.kind, 0, blocks, [&](At at, const Block<T>& x, bool all, bool here) {
     if (here) Op::template run<S>(a, OwnScales<S>(a.amax[quotient(at.index(), row_blocks)], a.e4m3_max), x, at, all);
   });
 }
@@ -136,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, kChooses<S> ? 2 : kRowBlocks<Op, S>)
 template <class Op, class S, class T>
 __global__ void __launch_bounds__(kThreads, kRowBlocks<Op, S>)
     quantize_with_window_amax_kernel(typename Op::Args a, int64_t blocks) {
-  for_each_block<T>(a.x, 0, blocks, [&](At at, const Block<T>& x, bool all, bool here) {
+  for_each_block<T>(a.x, a.kind, 0, blocks, [&](At at, const Block<T>& x, bool all, bool here) {
     const int64_t window = at.index() >> 2;
     const uint32_t m = a.amax ? 0 : window_max(x.amax());
     if (!here) return;
@@ -169,7 +168,6 @@ inline constexpr int kRowThreads = kChooses<S> ? 512 : 1024;  // of a row, at mo
 // One thread block per row: its amax, then its blocks. What registers cannot hold is read again, from cache.
 template <class Op, class S, class T>
 __global__ void __launch_bounds__(kRowThreads<S>) find_amax_and_quantize_kernel(typename Op::Args a) {
-  const auto* x = static_cast<const typename T::Stored*>(a.x);
   const int blocks = static_cast<int>(a.shape.cols / kBlock), threads = blockDim.x;
   for (int64_t row = blockIdx.x; row < all_rows(a.shape); row += gridDim.x) {
     const int64_t first = row * blocks;
@@ -178,15 +176,13 @@ __global__ void __launch_bounds__(kRowThreads<S>) find_amax_and_quantize_kernel(
 #pragma unroll
     for (int j = 0; j < kHeld; ++j) {
       const int b = threadIdx.x + j * threads;
-      if (b < blocks) held[j].load(x + (first + b) * kBlock);
+      if (b < blocks) held[j] = load_block<T>(a.x, a.kind, first, b);
     }
 #pragma unroll
     for (int j = 0; j < kHeld; ++j)
       if (threadIdx.x + j * threads < blocks) m = amax_bits(m, held[j].amax());
     for (int b = threadIdx.x + kHeld * threads; b < blocks; b += threads) {
-      Block<T> again;
-      again.load(x + (first + b) * kBlock);
-      m = amax_bits(m, again.amax());
+      m = amax_bits(m, load_block<T>(a.x, a.kind, first, b).amax());
     }
     const float amax = float_of(canonical_nan(block_wide_max(m)));
     if (a.found && threadIdx.x == 0) a.found[row] = amax;
@@ -197,8 +193,7 @@ __global__ void __launch_bounds__(kRowThreads<S>) find_amax_and_quantize_kernel(
       if (b < blocks) Op::template run<S>(a, scales, held[j], At{first, b}, warp_before(b, blocks));
     }
     for (int b = threadIdx.x + kHeld * threads; b < blocks; b += threads) {
-      Block<T> again;
-      again.load(x + (first + b) * kBlock);
+      const auto again = load_block<T>(a.x, a.kind, first, b);
       Op::template run<S>(a, scales, again, At{first, b}, warp_before(b, blocks));
     }
   }

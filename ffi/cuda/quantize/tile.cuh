@@ -146,7 +146,7 @@ class Loader {
 
  public:
   __device__ __forceinline__ Loader(const void* x, Float kind, const StoredShape& source, const TilePlace& first)
-      : widens_(std::is_same_v<T, F32> && kind == Float::kF16),
+      : widens_(widens<T>(kind)),
         cols_(source.cols),
         rows_left_(source.rows - first.row < INT_MAX ? static_cast<int>(source.rows - first.row) : INT_MAX),
         cols_left_(static_cast<int>(source.cols - first.col < kTileCols ? source.cols - first.col : kTileCols)),
@@ -161,7 +161,7 @@ class Loader {
     char* to = tile.bytes + to_;
     const char* from = next_;
     if (widens_) {
-      if constexpr (std::is_same_v<T, F32>) widen(to, from, cols_, rows_left_, cols_left_, aligned_);
+      if constexpr (std::is_same_v<T, Wide>) widen(to, from, cols_, rows_left_, cols_left_, aligned_);
     } else if (whole_ && rows_left_ >= kTileRows) {
 #pragma unroll
       for (int i = 0; i < kBlock; i += kRowsAtOnce, from += kRowsAtOnce * cols_ * sizeof(Stored))
