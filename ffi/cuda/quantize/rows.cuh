@@ -28,11 +28,8 @@ struct Matrices {
     constexpr int64_t kMost = 65535;  // of grid dimensions y and z
     return dim3(x, static_cast<unsigned>(std::min(count, kMost)), static_cast<unsigned>((count + kMost - 1) / kMost));
   }
-  // That of this thread block; not below `count`: none. Small launches feel each instruction here: one matrix needs
-  // few.
-  __device__ __forceinline__ int64_t own() const {
-    return count == 1 ? 0 : blockIdx.y + static_cast<int64_t>(blockIdx.z) * gridDim.y;
-  }
+  // That of this thread block; not below `count`: none. Without a branch, so that it stays in uniform registers.
+  __device__ __forceinline__ int64_t own() const { return blockIdx.y + static_cast<int64_t>(blockIdx.z) * gridDim.y; }
 };
 template <class S>
 Matrices matrices_of(const QuantShape& shape) {
