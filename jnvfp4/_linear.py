@@ -23,7 +23,7 @@ from ._arguments import (
     float_dtype,
     operation,
 )
-from ._primitives._base import axes_of_dims, match_varying
+from ._primitives._base import Axes, axes_of, axes_of_dims, match_varying, resharded, without_axes
 from ._primitives._operands import check_parts
 from .ops import dequantize, matmul_nt, quantize, quantize_pair
 from .producers import Produced
@@ -49,6 +49,7 @@ class _Call(NamedTuple):
     accumulation: Accumulation = "fast"
     implementation: str | None = None
     w_axes: WeightAxes = "nk"
+    axes: tuple[Any, ...] = (None, None, None)  # mesh axes of x, w and bias by dimension, for their gradients
 
     @property
     def common(self) -> Implementation:
@@ -142,6 +143,8 @@ def _linear(call: _Call, x: Any, w: Any, bias: Any, key: Any, quantized: Quantiz
     x2, w, bias = jax.tree.unflatten(structure, match_varying(*operands, like=(key, pair)))
     if call.out_dtype is None:
         call = call._replace(out_dtype=x.dtype)
+    of = [v if isinstance(v, jax.Array) else None for v in (x2, w, bias)]
+    call = call._replace(axes=tuple(None if v is None else tuple(axes_of_dims(jax.typeof(v))) for v in of))
     y = _linear2d(x2, w, bias, key, pair, call)
     return y.reshape(*x.shape[:-1], n)
 
@@ -411,23 +414,24 @@ def _backward(call: _Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     dx = _dgrad(call, dy if dy_row is None else dy_row, w_saved, x_like.dtype)
     dw = None if w_like is None else _wgrad(call, dy if dy_t is None else dy_t, x_saved, w_like.dtype)
     db = None if bias_like is None else jnp.sum(dy.astype(jnp.float32), 0).astype(bias_like.dtype)
-    return dx, dw, db, None, None
+    gradients = zip((dx, dw, db), call.axes, strict=True)
+    return *(g if g is None else resharded(g, axes) for g, axes in gradients), None, None
 
 
 def _dgrad(call: _Call, dy: Any, w: Any, dtype: Any) -> jax.Array:
     """Computes dx [M, K] from dy [M, N] and w: quantized along N, quantized along K, or as the caller passed it."""
     if isinstance(dy, NVFP4Tensor):
-        return _gradient(call, dy, w, dtype)
+        return _gradient(call, dy, w, dtype, call.axes[0])
     axis = 0 if isinstance(w, NVFP4Tensor) or call.w_axes == "nk" else 1
-    return _high_precision(dy, _dense(w, dy.dtype, call.common), (1, axis), dtype)
+    return _high_precision(dy, _dense(w, dy.dtype, call.common), (1, axis), dtype, call.axes[0])
 
 
 def _wgrad(call: _Call, dy: Any, x: Any, dtype: Any) -> jax.Array:
     """Computes dw in the axes of w, from dy and x; both are quantized along M or neither is."""
     if isinstance(dy, NVFP4Tensor):
-        return _gradient(call, *_in_order(call, dy, x), dtype)
+        return _gradient(call, *_in_order(call, dy, x), dtype, call.axes[1])
     first, second = _in_order(call, dy, _dense(x, dy.dtype, call.common))
-    return _high_precision(first, second, (0, 0), dtype)
+    return _high_precision(first, second, (0, 0), dtype, call.axes[1])
 
 
 def _in_order(call: _Call, dy: Any, x: Any) -> tuple[Any, Any]:
@@ -435,7 +439,11 @@ def _in_order(call: _Call, dy: Any, x: Any) -> tuple[Any, Any]:
     return (dy, x) if call.w_axes == "nk" else (x, dy)
 
 
-def _gradient(call: _Call, a: NVFP4Tensor, b: NVFP4Tensor, dtype: Any) -> jax.Array:
+def _gradient(call: _Call, a: NVFP4Tensor, b: NVFP4Tensor, dtype: Any, axes: Axes) -> jax.Array:
+    """Multiplies quantized operands; ``axes`` are the mesh axes that the gradient will have."""
+    of_a, of_b = (axes_of_dims(jax.typeof(t.data)) for t in (a, b))
+    of_a[0], of_b[0] = _on_one_side(of_a[0], of_b[0], axes)
+    a, b = resharded(a, of_a), resharded(b, of_b)
     return matmul_nt(a, b, out_dtype=dtype, accumulation=call.accumulation, implementation=call.common)
 
 
@@ -443,26 +451,35 @@ def _dense(t: Any, dtype: Any, implementation: Implementation) -> jax.Array:
     return dequantize(t, dtype, implementation=implementation) if isinstance(t, NVFP4Tensor) else t
 
 
-def _high_precision(a: jax.Array, b: jax.Array, axes: tuple[int, int], dtype: Any) -> jax.Array:
+def _high_precision(a: jax.Array, b: jax.Array, contracted: tuple[int, int], dtype: Any, axes: Axes) -> jax.Array:
     """Multiplies original or dequantized operands over one axis of each, accumulated in float32."""
     common = a.dtype if a.dtype == b.dtype else jnp.float32  # also where jax.numpy_dtype_promotion is strict
+    of_a, of_b = (axes_of_dims(jax.typeof(operand)) for operand in (a, b))
+    (i, j), (rows, cols) = contracted, (1 - contracted[0], 1 - contracted[1])
+    of_a[rows], of_b[cols] = _on_one_side(of_a[rows], of_b[cols], axes)
+    if of_a[i] is not None and of_b[j] is not None:
+        of_b[j] = of_a[i]  # lax.dot_general refuses others
+    summed = of_a[i] is not None or of_b[j] is not None
+    a, b = resharded(a, of_a), resharded(b, of_b)
+    # JAX asks for the sharding of a result where it is a sum over an axis of an Explicit mesh.
+    sharding = NamedSharding(jax.typeof(a).sharding.mesh, PartitionSpec(of_a[rows], of_b[cols])) if summed else None
     product = lax.dot_general(
         a.astype(common),
         b.astype(common),
-        (((axes[0],), (axes[1],)), ((), ())),
+        (((i,), (j,)), ((), ())),
         precision=lax.Precision.HIGHEST,  # float32 operands stay float32, never TF32
         preferred_element_type=jnp.float32,
-        out_sharding=_sharding_of_sum(a, b, axes),
+        out_sharding=sharding,
     )
     return product.astype(dtype)
 
 
-def _sharding_of_sum(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> NamedSharding | None:
-    """Returns the sharding of a product that contracts over an axis of an Explicit mesh, where JAX asks for it."""
-    of_a, of_b = (axes_of_dims(jax.typeof(operand)) for operand in (a, b))
-    if of_a[axes[0]] is None and of_b[axes[1]] is None:
-        return None
-    return NamedSharding(jax.typeof(a).sharding.mesh, PartitionSpec(of_a[1 - axes[0]], of_b[1 - axes[1]]))
+def _on_one_side(of_a: Any, of_b: Any, axes: Axes) -> tuple[Any, Any]:
+    """Removes the mesh axes that both rows of a and of b have: from a's where the gradient has them on b's, else from b's."""
+    of_b_alone = axes_of(axes[1])
+    shared = set(axes_of(of_a)) & set(axes_of(of_b))
+    from_a = {axis for axis in shared if axis in of_b_alone}
+    return without_axes(of_a, from_a), without_axes(of_b, shared - from_a)
 
 
 _linear2d.defvjp(_forward, _backward)

@@ -656,6 +656,47 @@ def test_gradient_of_shared_operands_where_only_the_key_differs(devices):
         np.testing.assert_allclose(got[i], sum(np.asarray(p[i]) for p in parts), rtol=1e-5, atol=1e-3)
 
 
+# x [M, K] and w [N, K] of an Explicit mesh (x, y), in the layouts of data, tensor and fully sharded parallelism.
+EXPLICIT_LAYOUTS = {
+    "data": (P("x"), P()),
+    "fsdp along K": (P("x"), P(None, "y")),
+    "fsdp along the axis of the data": (P("x"), P(None, "x")),
+    "fsdp and tensor": (P("x"), P("y", "x")),
+    "tensor along N": (P(), P("x")),
+    "tensor along K": (P(None, "y"), P(None, "y")),
+    "x along K": (P(None, "y"), P()),
+    "x along K, w along N": (P(None, "y"), P("x")),
+}
+BACKWARDS = {
+    "quantized": recipes.pretrain(stochastic_rounding=False),
+    "dequantized": recipes.pretrain(backward="dequantized"),
+    "high precision": recipes.inference(),
+}
+
+
+@pytest.mark.parametrize("layout", EXPLICIT_LAYOUTS)
+@pytest.mark.parametrize("recipe", [*BACKWARDS, "frozen"])
+def test_gradients_have_the_shardings_of_explicit_operands(layout, recipe):
+    devices = jax.devices("cpu")[:8]
+    mesh, (of_x, of_w) = make_mesh(devices, kind="explicit"), EXPLICIT_LAYOUTS[layout]
+    x, w, bias = normal((128, 256), 1, "fp32"), normal((64, 256), 2, "fp32"), normal((1, 64), 3, "fp32")[0]
+    frozen = recipe == "frozen"
+
+    def gradients(x, w, bias):
+        fixed = () if frozen else (w,)
+        q = quantize(w) if frozen else None
+        spec = BACKWARDS.get(recipe, Recipe())
+        loss = lambda x, bias, *w: jnp.mean(linear(x, q if frozen else w[0], spec, bias=bias) ** 2)  # noqa: E731
+        return jax.grad(loss, tuple(range(2 + len(fixed))))(x, bias, *fixed)
+
+    want = jax.jit(gradients)(*home(devices, (x, w, bias)))
+    placed = put(x, mesh, of_x), put(w, mesh, of_w), put(bias, mesh, P())
+    got = jax.jit(gradients)(*placed)
+    for gradient, operand, exact in zip(got, (placed[0], placed[2], placed[1]), want, strict=False):
+        assert gradient.sharding.is_equivalent_to(operand.sharding, operand.ndim)
+        np.testing.assert_allclose(gradient, exact, rtol=1e-4, atol=1e-5 * float(jnp.abs(exact).max()))
+
+
 @pytest.mark.parametrize("bias_dtype", [jnp.float32, jnp.bfloat16])
 def test_bias_gradient_is_summed_over_devices(devices, bias_dtype):
     mesh, x = make_mesh(devices, "x"), normal((32 * len(devices), 64), 1)

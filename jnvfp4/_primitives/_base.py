@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import jax
@@ -62,6 +63,24 @@ def axes_of_dims(aval: Any) -> Axes:
     """Returns the sharding of a traced value, or of an operand or result of a partitioning callback."""
     axes = [] if aval.sharding is None else list(aval.sharding.spec)  # None: GSPMD does not know it yet
     return axes + [None] * (len(aval.shape) - len(axes))
+
+
+def without_axes(entry: Any, removed: AbstractSet[str]) -> Any:
+    """Returns the sharding of one dimension without some mesh axes."""
+    left = tuple(axis for axis in axes_of(entry) if axis not in removed)
+    return left[0] if len(left) == 1 else left or None
+
+
+def resharded(tree: Any, axes: Sequence[Any]) -> Any:
+    """Gives arrays of an Explicit mesh the sharding ``axes`` by dimension; one of fewer dimensions gets the first."""
+
+    def reshard(v: jax.Array) -> jax.Array:
+        wanted = tuple(axes[: v.ndim])
+        if tuple(axes_of_dims(jax.typeof(v))) == wanted:
+            return v
+        return jax.sharding.reshard(v, NamedSharding(jax.typeof(v).sharding.mesh, PartitionSpec(*wanted)))
+
+    return jax.tree.map(reshard, tree)
 
 
 def typed(like: ShapedArray, shape: Shape, dtype: Any, axes: Axes) -> ShapedArray:
