@@ -7,13 +7,14 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import jax
 
 from . import __version__, support
-from .checkpoints._convert.options import ConvertOptions
+from .checkpoints._convert.options import ConvertOptions, is_amax
 from .checkpoints._convert.plan import make_plan
 from .checkpoints._files.errors import CheckpointError, CommandError, Exit, OptionError
 from .checkpoints._files.files import CHUNK_BYTES, checked_path, existing_parent
@@ -92,9 +93,9 @@ def _input_scale(text: str) -> Path:
     value = _input_amax(text)
     if isinstance(value, Path):
         return value
-    raise argparse.ArgumentTypeError(
-        f"{text} is a number; expected a JSON file, or --input-amax {2688 * value:g}, which gives this scale"
-    )
+    amax = 2688 * value
+    advice = f", or --input-amax {amax:g}, which gives this scale" if is_amax(float(f"{amax:g}")) else ""
+    raise argparse.ArgumentTypeError(f"{text} is a number; expected a JSON file{advice}")
 
 
 def _device(text: str) -> jax.Device | None:
@@ -162,7 +163,11 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     _positional(p, source="the checkpoint", output=_OUTPUT)
     p.add_argument("--dtype", choices=("bf16", "f16", "f32"), default="bf16", help="dtype of the decoded weights")
     _json(p)
-    more = " Exit code 1 says\nthat something differs. The result is JSON."
+    more = (
+        " Tensors\nare compared, and every entry of config.json and hf_quant_config.json (of two layouts, not those"
+        "\nthat describe the quantization). Tokenizers and other files are not compared. Exit code 1 says that"
+        "\nsomething differs. The result is JSON."
+    )
     p = command("diff", "count where two checkpoints differ, in tensors and in configs", more, "MODEL-A MODEL-B")
     _positional(p, first="a checkpoint", second="another checkpoint, of any layout")
     command("doctor", "show what was built and what runs here, and check its bits")
@@ -264,7 +269,7 @@ def _activation_arguments(add: Callable[..., Any]) -> None:
         "amax of all activations, or a JSON file with the amax of each module (without it scales are 1.0, uncalibrated)"
     )
     add("--input-amax", type=_input_amax, metavar="NUMBER|FILE", help=text)
-    add("--input-scale", dest="input_amax", type=_input_scale, metavar="FILE", help="older name of --input-amax FILE")
+    add("--input-scale", type=_input_scale, metavar="FILE", help="older name of --input-amax FILE")
     add("--kv-cache", choices=("none", "fp8"), default="none", help="KV cache that the config asks for (default none)")
 
 
@@ -298,6 +303,12 @@ def _output_arguments(add: Callable[..., Any]) -> None:
 def _options(a: argparse.Namespace) -> ConvertOptions:
     """Makes the options. Flags have the names of the fields, except those that choose layout, spec and shard size."""
     others: dict[str, Any] = {"layout": a.format, "spec": _spec(a), "max_shard_bytes": a.max_shard_size}
+    if a.kv_cache == "fp8" and a.format != "modelopt":
+        raise CommandError(f"--kv-cache is fp8 and --format is {a.format}", "--format modelopt")
+    if a.input_scale is not None:
+        if a.input_amax is not None:
+            raise CommandError(f"--input-amax is {a.input_amax} and --input-scale is {a.input_scale}", "one of them")
+        a.input_amax = a.input_scale
     names = [f.name for f in dataclasses.fields(ConvertOptions) if f.name not in others]
     values: dict[str, Any] = {name: tuple(v) if isinstance(v := getattr(a, name), list) else v for name in names}
     return ConvertOptions(**others, **values)
@@ -454,8 +465,20 @@ def _support(a: argparse.Namespace) -> Exit:
 
 
 def _show(result: object) -> Exit:
-    say(result, sys.stdout, indent=2)
+    try:
+        say(result, sys.stdout, indent=2)
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        _drop_stdout()
+        raise CheckpointError(f"cannot be written ({e.strerror})", file="stdout", code=Exit.IO) from e
     return Exit.OK
+
+
+def _drop_stdout() -> None:
+    """Sends what stdout still holds to nowhere, since nothing could write it and Python tries again at the end."""
+    with suppress(OSError):  # text in memory has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 _RUN: dict[str, Callable[[argparse.Namespace], Exit]] = {
@@ -478,7 +501,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # the reader stopped reading, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return _BROKEN_PIPE
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from checkpoints import DOWN, files_of, weight, write, write_model
 
-from jnvfp4.checkpoints import convert_checkpoint
+from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint
 from jnvfp4.checkpoints._files.companions import copy_companions
 from jnvfp4.checkpoints._files.files import slices, temporary_of
 from jnvfp4.checkpoints._files.safetensors import File, Planned, Writer, header_bytes
@@ -108,3 +108,83 @@ def test_hidden_files_are_not_copied(tmp_path, single_file):
     (tmp_path / "out").mkdir()
     assert copy_companions(model, tmp_path / "out", single_file) == ()
     assert files_of(tmp_path / "out") == {"tokenizer.json": b"{}"}
+
+
+# ---------------------------------------------------------------- folders, and what is no file
+def with_a_template(directory) -> None:
+    (directory / "additional_chat_templates" / "more").mkdir(parents=True)
+    for name in ("tool.jinja", "more/rag.jinja"):
+        (directory / "additional_chat_templates" / name).write_text(name)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_folders_of_text_are_copied(tmp_path, inside):
+    """Also if the output is in the model, whose other folders are copied and not the output into itself."""
+    model = write_model(tmp_path / "in", {"model.safetensors": {DOWN: weight(16, 32)}})
+    with_a_template(model)
+    out = model / "out" if inside else tmp_path / "out"
+    result = convert_checkpoint(model, out, ConvertOptions(weight_only=True))
+    assert result.warnings == ()
+    assert sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()) == [
+        "additional_chat_templates/more/rag.jinja",
+        "additional_chat_templates/tool.jinja",
+        "config.json",
+        "hf_quant_config.json",
+        "model.safetensors",
+    ]
+    assert (out / "additional_chat_templates" / "tool.jinja").read_text() == "tool.jinja"
+
+
+def test_everything_that_is_left_out_has_a_warning(tmp_path):
+    model = write_model(tmp_path / "in", {"model.safetensors": {DOWN: weight(16, 32)}})
+    with_a_template(model)
+    for name in ("onnx", "empty", "linked", "old.bin"):
+        (model / name).mkdir()
+    (model / "onnx" / "model.onnx").write_bytes(b"x")
+    (model / "onnx" / "config.json").write_text("{}")
+    (tmp_path / "secret.txt").write_text("x")
+    (model / "linked" / "secret.txt").symlink_to(tmp_path / "secret.txt")
+    (model / "there").symlink_to(model / "additional_chat_templates")
+    (model / "null.txt").symlink_to("/dev/null")
+    os.mkfifo(model / "pipe")
+    result = convert_checkpoint(model, tmp_path / "out", ConvertOptions(weight_only=True))
+    assert [w.removeprefix(f"{model}/") for w in result.warnings] == [
+        "empty: an empty folder, not copied",
+        "linked: a folder with linked/secret.txt, a link out of the directory, not copied",
+        "null.txt: a link to something that is no file, not copied",
+        "old.bin: an empty folder, not copied",
+        "onnx: a folder with onnx/model.onnx, which has not the name of a text file, not copied",
+        "pipe: no regular file, not copied",
+        "there: a link to a folder, not copied",
+    ]
+    copied = {p.name for p in (tmp_path / "out").iterdir()}
+    assert copied == {"additional_chat_templates", "config.json", "hf_quant_config.json", "model.safetensors"}
+
+
+def test_folders_beside_a_single_file_are_of_something_else(tmp_path):
+    model = write_model(tmp_path / "in", {"model.safetensors": {DOWN: weight(16, 32)}})
+    with_a_template(model)
+    (tmp_path / "out").mkdir()
+    assert copy_companions(model, tmp_path / "out", single_file=True) == ()
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_parts_of_copies_in_folders_are_removed(tmp_path):
+    """A killed run leaves them."""
+    model = write_model(tmp_path / "in", {"model.safetensors": {DOWN: weight(16, 32)}})
+    with_a_template(model)
+    folder = tmp_path / "out" / "additional_chat_templates"
+    folder.mkdir(parents=True)
+    (folder / "tool.jinja.tmp-12").write_text("to")
+    convert_checkpoint(model, tmp_path / "out", overwrite=True)
+    assert {p.name for p in folder.iterdir()} == {"tool.jinja", "more"}
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_folder_with_the_name_of_a_config_is_not_called_missing(tmp_path, name):
+    model = write_model(tmp_path / "in", {"model.safetensors": {DOWN: weight(16, 32)}})
+    (model / name).unlink(missing_ok=True)
+    (model / name).mkdir()
+    with pytest.raises(CheckpointError, match=f"{name}: is no regular file; expected a JSON file"):
+        convert_checkpoint(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

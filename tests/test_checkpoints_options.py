@@ -1,6 +1,7 @@
 """Options of a conversion and of its command: wrong ones are refused in one line, right ones are documented."""
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -11,7 +12,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import COMMAND, DOWN, GATE, INDEX, UP, environment, files_of, refused, weight, write, write_model
+from checkpoints import (
+    COMMAND,
+    DOWN,
+    GATE,
+    INDEX,
+    TE_MODELOPT,
+    UP,
+    environment,
+    files_of,
+    refused,
+    weight,
+    write,
+    write_model,
+)
 
 import jnvfp4
 from jnvfp4 import cli
@@ -26,6 +40,7 @@ from jnvfp4.checkpoints import (
 )
 from jnvfp4.checkpoints._convert.plan import make_plan
 from jnvfp4.checkpoints._files.source import open_source
+from jnvfp4.checkpoints.console import table
 from jnvfp4.cli import main
 
 DOCS = Path(__file__).parents[1] / "docs" / "checkpoints.md"
@@ -496,3 +511,42 @@ def test_repack_and_dequantize_say_what_they_did(model, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == {"from": "modelopt", "dtype": "bf16", **did}
     assert main(["repack", str(out), str(tmp_path / "e"), "--format", "te"]) == 2
     assert "error: --format is te, which stores an amax" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- where the output goes
+def test_an_fp8_kv_cache_names_the_flag_that_it_needs(tmp_path, capsys):
+    assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--kv-cache", "fp8", "--format", "te"]) == 2
+    error = capsys.readouterr().err
+    assert error == "error: --kv-cache is fp8 and --format is te; expected --format modelopt\n"
+
+
+def test_stdout_may_be_text_in_memory(monkeypatch):
+    """It has no encoding."""
+    for arguments in (["inspect", str(TE_MODELOPT)], ["inspect", str(TE_MODELOPT), "--json"]):
+        monkeypatch.setattr(sys, "stdout", io.StringIO())
+        assert main(arguments) == 0
+        assert "modelopt" in sys.stdout.getvalue()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_behind_stdout(tmp_path):
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(
+            [*COMMAND, "inspect", str(TE_MODELOPT)], stdout=full, stderr=subprocess.PIPE, text=True, env=environment()
+        )
+    assert (found.returncode, found.stderr) == (6, "error: stdout: cannot be written (No space left on device)\n")
+
+
+def test_one_long_name_does_not_widen_all_lines():
+    long = "x" * 5000
+    first, second, third = table(("weight", "error"), [("a", "0.1"), (long, "0.2")]).splitlines()
+    assert max(len(first), len(second)) < 200
+    assert third.split() == [long, "0.2"]
+
+
+def test_help_of_diff_says_what_is_compared(capsys):
+    with pytest.raises(SystemExit):
+        main(["diff", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "config.json and hf_quant_config.json" in text
+    assert "Tokenizers and other files are not compared" in text

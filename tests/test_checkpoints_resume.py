@@ -313,7 +313,11 @@ def check_refused(out, text, capsys):
 def test_an_interrupted_conversion_is_no_checkpoint(model, tmp_path, capsys):
     """One of two shards is there, and neither config nor index: it would look like a smaller model."""
     interrupted(lambda: convert_checkpoint(model, tmp_path / "out"))
-    check_refused(tmp_path / "out", r"out: is an unfinished output.*\nhint: .*--resume", capsys)
+    check_refused(
+        tmp_path / "out",
+        r"out: is an unfinished output.*\nhint: run the same `jnvfp4 convert` again with --resume",
+        capsys,
+    )
     convert_checkpoint(model, tmp_path / "out", resume=True)
     assert len(open_checkpoint(tmp_path / "out")) == len(open_source(model).places)
 

@@ -1,6 +1,7 @@
 """repack, dequantize and diff: what they write beside the weights, what they refuse, and what they leave in memory."""
 
 import json
+import shutil
 from collections import namedtuple
 from functools import partial
 from pathlib import Path
@@ -428,10 +429,32 @@ def test_diff_compares_configs(tmp_path, capsys):
     changed_json(b / CONFIG, lambda c: c.update(rms_norm_eps=1e-6))
     changed_json(b / CONFIG, lambda c: c["quantization_config"]["ignore"].append("x"))
     changed_json(b / HF_QUANT, lambda c: c["producer"].update(version="99"))
-    assert diff(a, b).configs == ["config.json: quantization_config.ignore", "config.json: rms_norm_eps"]
+    assert diff(a, b).configs == [
+        "config.json: quantization_config.ignore",
+        "config.json: rms_norm_eps",
+        "hf_quant_config.json: producer",
+    ]
     (b / HF_QUANT).unlink()
     assert "hf_quant_config.json: quantization.quant_algo" in diff(a, b).configs
     (b / CONFIG).unlink()
     assert "config.json: model_type" in diff(a, b).configs
     assert main(["diff", str(a), str(b)]) == 1
     assert main(["diff", str(a), str(tmp_path / "in")]) == 3
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "found"),
+    [
+        ("hf_quant_config.json", {"producer": {"name": "other", "version": "1"}}, "hf_quant_config.json: producer"),
+        ("hf_quant_config.json", {"more": None}, "hf_quant_config.json: more"),
+        (CONFIG, {"more": None}, "config.json: more"),
+        (CONFIG, {"num_hidden_layers": True}, "config.json: num_hidden_layers"),
+    ],
+)
+def test_diff_finds_any_entry_of_a_config(tmp_path, capsys, file, change, found):
+    """An entry that is null is not absent, and true is not 1."""
+    a, b = quantized(tmp_path, config={"model_type": "llama", "num_hidden_layers": 1}), tmp_path / "b"
+    shutil.copytree(a, b)
+    changed_json(b / file, lambda c: c.update(change))
+    assert diff(a, b).configs == [found]
+    assert main(["diff", str(a), str(b)]) == 1

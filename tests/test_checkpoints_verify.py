@@ -7,7 +7,7 @@ import pytest
 from checkpoints import DOWN, weight, write, write_model
 
 import jnvfp4
-from jnvfp4.checkpoints import ConvertOptions, VerificationError, convert_checkpoint, verify_checkpoint
+from jnvfp4.checkpoints import CheckpointError, ConvertOptions, VerificationError, convert_checkpoint, verify_checkpoint
 from jnvfp4.checkpoints._files.source import open_source
 from jnvfp4.checkpoints._layouts.stored import open_stored
 from jnvfp4.checkpoints.verify import as_json, error_stats
@@ -131,3 +131,33 @@ def test_an_output_names_its_recipe(tmp_path, recipe, spec):
         "amax_scope": spec.format.amax_scope,
         "e4m3_max": spec.format.e4m3_max,
     }
+
+
+# ---------------------------------------------------------------- nothing is quantized
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors", "te"])
+def test_an_output_without_nvfp4_weights_is_verified(tmp_path, capsys, layout):
+    model = write_model(tmp_path / "in", {"model.safetensors": {DOWN: weight(16, 32)}})
+    out, report = str(tmp_path / "out"), tmp_path / "report"
+    flags = ["--num-layers-at-start-in-bf16", "99", "--allow-empty", "--format", layout, "--report", str(report)]
+    assert main(["convert", str(model), out, *flags]) == 0
+    assert json.loads((report / "report.json").read_text())["quantized"] == 0
+    capsys.readouterr()
+    assert main(["verify", str(model), out]) == 0
+    assert capsys.readouterr().out.endswith("verified: 1 other tensors are unchanged\n")
+    assert main(["inspect", out, "--json"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    assert (described["layout"], described["quantized"]) == (layout, [])
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_weights_without_their_global_scales_are_refused(tmp_path, layout):
+    """The config alone does not make them ordinary tensors."""
+    model = write_model(tmp_path / "in", {"model.safetensors": {DOWN: weight(16, 32)}})
+    convert_checkpoint(model, tmp_path / "out", ConvertOptions(layout=layout, weight_only=True))
+    read = open_source(tmp_path / "out")
+    tensors = {e.name: (e.tag, read.array(e.name).copy()) for e in read.entries() if "global" not in e.name}
+    tensors = {name: t for name, t in tensors.items() if not name.endswith("weight_scale_2")}
+    assert len(tensors) == 2
+    write(tmp_path / "out" / "model.safetensors", tensors)
+    with pytest.raises(CheckpointError, match="has no NVFP4 weight"):
+        verify_checkpoint(model, tmp_path / "out")

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._convert.options import is_number
+from ._convert.options import is_amax, is_number
 from ._files.errors import CheckpointError, Exit
 from ._files.files import checked_path, json_bytes, write_file
 from ._layouts.names import module_of
 
 Activations = jax.Array | np.ndarray
+_ACCEPTED = "a number above 1e-30 and below 1e30"
 
 
 def write_input_amaxes(
@@ -34,10 +35,11 @@ def write_input_amaxes(
       with a warning.
 
     Raises:
-      CheckpointError: a batch is no pair of a name and an array of floats, activations are not finite, no module has
-        activations, or ``percentile`` is out of its range. Nothing is written.
+      CheckpointError: ``output`` is a directory or in none (found before the first batch), a batch is no pair of a
+        name and an array of floats, activations are not finite, an amax is not above 1e-30 and below 1e30, no module
+        has activations, or ``percentile`` is out of its range. Nothing is written.
     """
-    path = checked_path(output)
+    path = _checked_output(output)
     if percentile is not None and not (is_number(percentile) and 0 < percentile <= 100):
         raise CheckpointError(f"percentile is {percentile!r}", "a number above 0, at most 100", code=Exit.USAGE)
     amaxes: dict[str, float] = {}
@@ -47,14 +49,29 @@ def write_input_amaxes(
         if not math.isfinite(amax):
             count = int((~np.isfinite(np.asarray(x))).sum())
             raise CheckpointError(f"{_subject(name, i)} have {count} values that are not finite", "finite values")
+        if amax >= 1 and not is_amax(amax):
+            raise CheckpointError(f"{_subject(name, i)} have the amax {amax:.3g}", _ACCEPTED)
         amaxes[module_of(name)] = max(amaxes.get(module_of(name), 0.0), amax)
     found = {module: amax for module, amax in sorted(amaxes.items()) if amax > 0}
     if not found:
         raise CheckpointError("no module has activations", "batches of names and arrays that are not all 0")
+    for module, amax in found.items():
+        if not is_amax(amax):
+            raise CheckpointError(f"activations of {module!r:.200} have the amax {amax:.3g}", _ACCEPTED)
     for module in sorted(amaxes.keys() - found.keys()):
         warnings.warn(f"{module}: no activation other than 0, so {path.name} has no amax for it", stacklevel=2)
     write_file(path, json_bytes(found))
     return found
+
+
+def _checked_output(output: Path | str) -> Path:
+    path = checked_path(output)
+    if path.is_dir():
+        raise CheckpointError("is a directory", "a file", file=path, code=Exit.USAGE)
+    if not path.parent.is_dir():
+        observed = "is a file" if path.parent.exists() else "is missing"
+        raise CheckpointError(observed, "a directory", file=path.parent, code=Exit.USAGE)
+    return path
 
 
 def _checked(batch: object, i: int) -> tuple[str, Activations]:
@@ -63,6 +80,8 @@ def _checked(batch: object, i: int) -> tuple[str, Activations]:
         of = f" of {' and '.join(type(b).__name__ for b in batch)}" if isinstance(batch, tuple) else ""
         raise CheckpointError(f"batch {i} is a {kind}{of}", "a name and an array", code=Exit.USAGE)
     name, x = batch
+    if not module_of(name):
+        raise CheckpointError(f"batch {i} has the name {name!r}", "the name of a module", code=Exit.USAGE)
     is_array = isinstance(x, Activations)
     if not is_array or not jnp.issubdtype(x.dtype, jnp.floating):
         kind = str(x.dtype) if is_array else type(x).__name__

@@ -1,5 +1,6 @@
 """Describes a checkpoint from its headers, and finds where two checkpoints differ."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,9 +127,12 @@ def _different_configs(a: Stored, b: Stored) -> list[str]:
         quantization = entries.pop(f"{CONFIG}: quantization_config", None)
         if a.layout is b.layout:
             entries |= _entries(f"{CONFIG}: quantization_config", quantization)
-            # Only this section: the other one says which program wrote the file.
-            entries |= _entries(f"{HF_QUANT}: quantization", read_hf_quant(stored.source).get("quantization"))
-    return sorted(k for k in of_a.keys() | of_b.keys() if of_a.get(k) != of_b.get(k))
+            hf_quant = dict(read_hf_quant(stored.source))
+            entries |= _entries(f"{HF_QUANT}: quantization", hf_quant.pop("quantization", None))
+            entries |= {f"{HF_QUANT}: {k}": v for k, v in hf_quant.items()}
+    # As text: for Python 1 is True, and an entry that is null would be equal to none.
+    text_a, text_b = ({k: json.dumps(v, sort_keys=True) for k, v in entries.items()} for entries in (of_a, of_b))
+    return sorted(k for k in of_a.keys() | of_b.keys() if text_a.get(k) != text_b.get(k))
 
 
 def _entries(name: str, section: Any) -> dict[str, Any]:

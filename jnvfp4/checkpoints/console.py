@@ -13,12 +13,14 @@ from ._layouts.names import module_of
 from .verify import SUSPICIOUS, Record
 
 SECONDS = 10.0  # between two lines, if stderr is no terminal
+_WIDEST = 100  # characters of a column
 
 
 def say(value: object, stream: TextIO, indent: int | None = None) -> None:
     """Prints text, or another value as JSON. Characters that the stream cannot encode are escaped."""
     if isinstance(value, str):
-        text = value.encode(stream.encoding, "backslashreplace").decode(stream.encoding)
+        encoding = _encoding(stream)
+        text = value.encode(encoding, "backslashreplace").decode(encoding)
     else:
         text = json.dumps(
             value, indent=indent, ensure_ascii=not _encodes(stream, json.dumps(value, ensure_ascii=False))
@@ -26,9 +28,14 @@ def say(value: object, stream: TextIO, indent: int | None = None) -> None:
     print(text, file=stream, flush=True)
 
 
+def _encoding(stream: TextIO) -> str:
+    """Gives the encoding of a stream; text in memory has none."""
+    return getattr(stream, "encoding", None) or "utf-8"
+
+
 def _encodes(stream: TextIO, text: str) -> bool:
     try:
-        text.encode(stream.encoding)
+        text.encode(_encoding(stream))
     except UnicodeEncodeError:
         return False
     return True
@@ -96,9 +103,9 @@ def tell(kind: Literal["warning", "note"], text: str, *, as_json: bool = False) 
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Formats rows as columns of text, with numbers on the right of their column."""
+    """Formats rows as columns of text, with numbers on the right of their column. A long cell moves those after it."""
     cells = [list(header), *([str(c) for c in row] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    widths = [min(_WIDEST, max(len(row[i]) for row in cells)) for i in range(len(header))]
     right = [all(c[i].replace(".", "", 1).isdigit() for c in cells[1:]) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:

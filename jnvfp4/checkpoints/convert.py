@@ -15,7 +15,7 @@ from ._convert.options import ConvertOptions
 from ._convert.plan import Plan, make_plan, plan_without
 from ._convert.resume import ResumeRecord
 from ._convert.shards import OnProgress, ShardWriter, find_amaxes
-from ._files.companions import check_companions, copy_companions
+from ._files.companions import check_companions, copy_companions, remove_partial_copies
 from ._files.errors import CheckpointError, Exit, io_error
 from ._files.files import RECORD, check_free_space, checked_path, json_bytes, locked, remove_temporaries, write_file
 from ._files.source import CONFIG, HF_QUANT, INDEX, Source, open_source
@@ -141,8 +141,8 @@ def _tiny_amaxes(amaxes: Mapping[str, np.ndarray]) -> tuple[str, ...]:
 # ---------------------------------------------------------------- files
 def _remove_leftovers(plan: Plan, output: Path, resume: bool) -> None:
     """Removes what makes an older output look finished, and the temporary files of killed runs."""
-    companions = (path.name for path in plan.source.directory.iterdir())
-    remove_temporaries(output, {*plan.shards, *companions, CONFIG, INDEX, HF_QUANT, RECORD})
+    remove_partial_copies(plan.source.directory, output, plan.source.single_file)
+    remove_temporaries(output, {*plan.shards, CONFIG, INDEX, HF_QUANT, RECORD})
     shards = () if resume else output.glob("*.safetensors")
     for path in (output / CONFIG, output / INDEX, output / HF_QUANT, *shards):
         path.unlink(missing_ok=True)

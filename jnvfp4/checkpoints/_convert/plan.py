@@ -244,9 +244,9 @@ def _uncalibrated(options: ConvertOptions, input_scales: Mapping[str, float]) ->
     if not input_scales or options.input_amax is not None:
         return ()
     return (
-        f"the activation scales are uncalibrated: all {len(input_scales)} are {_UNMEASURED}, which makes activations "
-        "inaccurate that are much smaller than 1; --weight-only writes none, --input-amax FILE those that "
-        "jnvfp4.checkpoints.write_input_amaxes has measured",
+        f"the activation scales are uncalibrated: all {len(input_scales)} are {_UNMEASURED}, so that "
+        "activations with a standard deviation below 0.1 lose accuracy; --weight-only writes none, "
+        "--input-amax FILE those that jnvfp4.checkpoints.write_input_amaxes has measured",
     )
 
 

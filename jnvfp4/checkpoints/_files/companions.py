@@ -1,11 +1,12 @@
 """Copies the files beside the weights, such as a tokenizer."""
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import ReadError, io_error
-from .files import replacing
+from .files import remove_temporaries, replacing
 from .source import CONFIG, HF_QUANT, links_outside
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -33,38 +34,103 @@ def check_companions(directory: Path, single_file: bool = False) -> None:
 def copy_companions(directory: Path, output: Path, single_file: bool = False) -> tuple[str, ...]:
     """Copies the files that are neither weights, nor hidden, nor configs that the output has its own of.
 
+    Folders of text files, such as templates or code, are copied whole.
+
     Args:
       directory: the directory of the model.
       output: an existing directory.
       single_file: whether the user named one file, so that only files with names of a model's files are copied.
 
     Returns:
-      a warning for each link that leads out of the directory or to nothing, which is not copied.
+      a warning for each other folder, link out of the directory, and thing that is no file: they are not copied.
 
     Raises:
       ReadError: a file cannot be read.
       OSError: a copy cannot be written.
     """
     warnings = []
-    for path, warning in _companions(directory, single_file):
+    for path, warning in _companions(directory, single_file, output):
         if warning:
             warnings.append(f"{path}: {warning}, not copied")
         else:
-            _copy(path, output / path.name)
+            copy = output / path.relative_to(directory)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            _copy(path, copy)
     return tuple(warnings)
 
 
-def _companions(directory: Path, single_file: bool) -> Iterator[tuple[Path, str]]:
-    """Gives the files that belong to a model, each with the reason for not copying it, if there is one."""
-    for path in sorted(directory.iterdir()):
-        if path.name.endswith(_WEIGHTS) or path.name.startswith(".") or path.name in (CONFIG, HF_QUANT):
+def remove_partial_copies(directory: Path, output: Path, single_file: bool = False) -> None:
+    """Removes the temporary files that killed processes left of copies."""
+    names = defaultdict(set)
+    for path, warning in _companions(directory, single_file, output):
+        if not warning:
+            names[output / path.parent.relative_to(directory)].add(path.name)
+    for folder, of_folder in names.items():
+        if folder.is_dir():
+            remove_temporaries(folder, of_folder)
+
+
+def _companions(directory: Path, single_file: bool, output: Path | None = None) -> Iterator[tuple[Path, str]]:
+    """Gives the files that belong to a model, each with the reason for not copying it, if there is one.
+
+    A folder that is not copied is given in place of its files. ``output`` belongs to no model.
+    """
+    for path in _listed(directory):
+        if output is not None and path.resolve() == output.resolve():
             continue
-        if single_file and not _KNOWN.fullmatch(path.name):
+        if path.is_dir() and not path.is_symlink():
+            yield from () if single_file else _of_folder(path, directory, output)
+        elif path.name.endswith(_WEIGHTS) or path.name in (CONFIG, HF_QUANT):
             continue
-        if path.is_symlink() and not path.exists():
-            yield path, "a link to nothing"
-        elif path.is_file():
-            yield path, "a link out of the directory" if links_outside(path, directory) else ""
+        elif not single_file or _KNOWN.fullmatch(path.name):
+            yield path, _reason(path, directory)
+
+
+def _of_folder(folder: Path, directory: Path, output: Path | None) -> Iterator[tuple[Path, str]]:
+    """Gives the files of a folder of text files, or another folder with the reason for not copying it."""
+    if output is not None and output.resolve().is_relative_to(folder.resolve()):
+        yield folder, "a folder that has the output in it"
+        return
+    files = list(_below(folder))
+    for path in files:
+        reason = _reason(path, directory)
+        if not reason and (path.name.endswith(_WEIGHTS) or not _KNOWN.fullmatch(path.name)):
+            reason = "which has not the name of a text file"
+        if reason:
+            yield folder, f"a folder with {path.relative_to(directory)}, {reason}"
+            return
+    if not files:
+        yield folder, "an empty folder"
+    yield from ((path, "") for path in files)
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    for path in _listed(folder):
+        if path.is_dir() and not path.is_symlink():
+            yield from _below(path)
+        else:
+            yield path
+
+
+def _listed(folder: Path) -> list[Path]:
+    """Lists what is in a folder and not hidden."""
+    try:
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError as e:
+        raise ReadError(e.errno, e.strerror, str(folder)) from e
+
+
+def _reason(path: Path, directory: Path) -> str:
+    """Says why something that is no folder is not copied; empty if it is."""
+    if not path.is_symlink():
+        return "" if path.is_file() else "no regular file"
+    if not path.exists():
+        return "a link to nothing"
+    if path.is_dir():
+        return "a link to a folder"
+    if not path.is_file():
+        return "a link to something that is no file"
+    return "a link out of the directory" if links_outside(path, directory) else ""
 
 
 def _copy(path: Path, copy: Path) -> None:

@@ -146,7 +146,7 @@ def _refuse_unfinished(directory: Path) -> None:
         resumable = False
     hint = "run the command that wrote it again, into a new directory"
     if resumable:
-        hint = "convert with --resume goes on where the conversion was interrupted"
+        hint = "run the same `jnvfp4 convert` again with --resume"
     raise CheckpointError("is an unfinished output", "one that is complete", file=directory, hint=hint)
 
 
@@ -161,20 +161,27 @@ def _check_inside(path: Path) -> Path:
     return path
 
 
+def _is_there(path: Path) -> bool:
+    """Tells whether there is a JSON file, and raises if something else has its name."""
+    if os.path.lexists(path) and not os.path.isfile(path):
+        raise CheckpointError("is no regular file", "a JSON file", file=path)
+    return os.path.isfile(path)
+
+
 def _read_config(directory: Path) -> dict[str, Any] | None:
     path = directory / CONFIG
-    return read_json(_check_inside(path)) if os.path.isfile(path) else None
+    return read_json(_check_inside(path)) if _is_there(path) else None
 
 
 def read_hf_quant(source: Source) -> dict[str, Any]:
     """Reads ``hf_quant_config.json``, which is empty if there is no such file."""
     path = source.directory / HF_QUANT
-    return read_json(_check_inside(path)) if os.path.isfile(path) else {}
+    return read_json(_check_inside(path)) if _is_there(path) else {}
 
 
 def _read_index(directory: Path) -> Mapping[str, str] | None:
     path = directory / INDEX
-    if not os.path.isfile(path):
+    if not _is_there(path):
         return None
     index = read_json(_check_inside(path)).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):

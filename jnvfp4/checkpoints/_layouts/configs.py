@@ -6,6 +6,8 @@ from ...spec import BLOCK
 from .layouts import LayoutName
 
 JSON = dict[str, Any]
+PACKED = "nvfp4-pack-quantized"  # the format of compressed-tensors
+ALGORITHMS = ("NVFP4", "W4A16_NVFP4")  # of Model Optimizer: with activations in FP4, or in high precision
 
 
 def quantization_config(
@@ -49,7 +51,6 @@ FP8_KV_CACHE: JSON = {"num_bits": 8, "type": "float", "symmetric": True, "strate
 
 
 def _compressed_tensors(ignore: list[str], weight_only: bool, fp8_kv_cache: bool) -> JSON:
-    name = "nvfp4-pack-quantized"
     weights: JSON = {
         "num_bits": 4,
         "type": "float",
@@ -62,10 +63,10 @@ def _compressed_tensors(ignore: list[str], weight_only: bool, fp8_kv_cache: bool
     inputs = None if weight_only else {**weights, "dynamic": "local", "observer": "static_minmax"}
     return {
         "quant_method": "compressed-tensors",
-        "format": name,
+        "format": PACKED,
         "quantization_status": "compressed",
         "config_groups": {
-            "group_0": {"targets": ["Linear"], "format": name, "weights": weights, "input_activations": inputs}
+            "group_0": {"targets": ["Linear"], "format": PACKED, "weights": weights, "input_activations": inputs}
         },
         "ignore": ignore,
         "kv_cache_scheme": FP8_KV_CACHE if fp8_kv_cache else None,
@@ -73,7 +74,7 @@ def _compressed_tensors(ignore: list[str], weight_only: bool, fp8_kv_cache: bool
 
 
 def _algorithm(weight_only: bool) -> str:
-    return "W4A16_NVFP4" if weight_only else "NVFP4"
+    return ALGORITHMS[weight_only]
 
 
 def hf_quant_config(ignore: list[str], version: str, *, weight_only: bool, fp8_kv_cache: bool = False) -> JSON:

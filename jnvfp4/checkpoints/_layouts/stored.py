@@ -1,9 +1,9 @@
 """Opens NVFP4 checkpoints of any layout, and gives their quantized weights."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +11,8 @@ import numpy as np
 from ...spec import BLOCK
 from .._files.errors import CheckpointError
 from .._files.source import CONFIG, Source, open_source
-from .layouts import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, TE, Layout, Parts, decode_scale_of
+from .configs import ALGORITHMS, PACKED
+from .layouts import COMPRESSED_TENSORS, MODELOPT, TE, Layout, Parts, decode_scale_of
 from .names import WEIGHT
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -132,13 +133,25 @@ class Stored:
 
 
 def layout_of(source: Source) -> Layout | None:
-    """Finds the layout of a checkpoint from the names in it, or None if no weight is quantized."""
+    """Finds the layout of a checkpoint from the names in it, or from its config; None if it is no NVFP4 checkpoint."""
     for layout in (COMPRESSED_TENSORS, TE, MODELOPT):
         if any(name.endswith(layout.global_suffixes) for name in source.places):
             return layout
     config = (source.config or {}).get("quantization_config")
-    if isinstance(config, dict) and config.get("quant_method") == "jnvfp4":
-        return LAYOUTS["te"]
+    return _layout_of_config(config, source) if isinstance(config, dict) else None
+
+
+def _layout_of_config(config: Mapping[str, Any], source: Source) -> Layout | None:
+    """Finds the layout of a checkpoint without global scales, as a conversion writes if it quantizes nothing."""
+    method = config.get("quant_method")
+    if method == "jnvfp4":
+        return TE
+    if any(name.endswith((".weight_packed", ".weight_scale")) for name in source.places):
+        return None  # a quantized weight, which is damaged or of another format
+    if method == "modelopt" and config.get("quant_algo") in ALGORITHMS:
+        return MODELOPT
+    if method == "compressed-tensors" and config.get("format") == PACKED:
+        return COMPRESSED_TENSORS
     return None
 
 
@@ -146,7 +159,7 @@ def open_stored(path: Path) -> Stored:
     """Opens an NVFP4 checkpoint of any layout and checks that its weights are complete.
 
     Raises:
-      CheckpointError: no weight is quantized, or a part of one is missing or has another shape or dtype.
+      CheckpointError: it is no NVFP4 checkpoint, or a part of one is missing or has another shape or dtype.
     """
     return stored_of(open_source(path))
 
