@@ -818,6 +818,30 @@ def test_what_is_no_array_is_named_in_short(x, got):
     assert len(str(raised.value)) < 400
 
 
+@pytest.mark.parametrize(
+    ("x", "options", "text"),
+    [
+        (np.zeros((4, 100), np.float32), {}, "K must be a multiple of 16"),
+        (np.zeros(16, np.float32), {}, "x must have rank 2 or more"),
+        (np.zeros((4, 16), np.int32), {}, "x must be float32, bfloat16 or float16, got int32"),
+        (X, {"amax": jnp.ones(3)}, "amax must have shape"),
+        (X, {"spec": None}, "spec must be a QuantSpec"),
+        (X, {"spec": NVFP4_SR}, "key must be a JAX PRNG key"),
+        (X, {"transpose": 1}, "transpose must be True or False"),
+        (None, {}, "x must be an array"),
+    ],
+    ids=["k", "rank", "dtype", "amax", "spec", "key", "transpose", "None"],
+)
+def test_a_report_names_itself(x, options, text):
+    with pytest.raises((TypeError, ValueError), match=f"^quantization_report: {text}"):
+        quantization_report(x, **options)
+
+
+def test_dot_general_of_a_quantized_weight_advises_linear():
+    with pytest.raises(TypeError, match=r"^dot_general: rhs must be an array, got an NVFP4Tensor; .*\.linear takes"):
+        dot_general(X, exact_tensor((16, 32)), (((1,), (1,)), ((), ())))
+
+
 # ---------------------------------------------------------------- zero sizes
 @pytest.mark.parametrize("shape", [(0, 32), (16, 0), (0, 0), (2, 0, 32), (0, 16, 32)], ids=str)
 @pytest.mark.parametrize("spec", [NVFP4, NVFP4_2D, ROW_SCALED, NVFP4_RHT, NVFP4_SR, four_over_six()], ids=name_of)
