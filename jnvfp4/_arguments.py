@@ -37,9 +37,17 @@ def operation(function: F) -> F:
 
 # ---------------------------------------------------------------- arrays
 def as_array(op: str, name: str, value: Any) -> jax.Array:
-    """Converts what ``jnp.asarray`` takes; refuses an NVFP4Tensor."""
+    """Converts what ``jnp.asarray`` takes; refuses an NVFP4Tensor and a masked array."""
     if isinstance(value, NVFP4Tensor):
-        raise TypeError(f"{op}: {name} must be an array, got an NVFP4Tensor; jnvfp4.dequantize gives its values")
+        instead = ", and jnvfp4.linear takes it as w" if op == "dot_general" else ""
+        raise TypeError(
+            f"{op}: {name} must be an array, got an NVFP4Tensor; jnvfp4.dequantize gives its values{instead}"
+        )
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{op}: {name} must have no mask, got a NumPy masked array; {name}.filled(0) is an array with 0 for the "
+            f"masked values, {name}.data is one with what lies under the mask"
+        )
     dtype = value.dtype if isinstance(value, np.ndarray | np.generic) else None
     if dtype is not None and not dtype.isnative:
         raise TypeError(
@@ -49,8 +57,11 @@ def as_array(op: str, name: str, value: Any) -> jax.Array:
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
-        got = reprlib.repr(value) if dtype is None else f"a NumPy array of dtype {dtype}"
-        raise TypeError(f"{op}: {name} must be an array, got {got}") from error
+        if dtype is not None:
+            raise TypeError(
+                f"{op}: {name} must be of a dtype that JAX has ({FLOATS} for floats), got {dtype}"
+            ) from error
+        raise TypeError(f"{op}: {name} must be an array, got {reprlib.repr(value)}") from error
 
 
 def as_float_array(op: str, name: str, value: Any) -> jax.Array:

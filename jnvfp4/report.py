@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from . import reference
 from ._arguments import as_amax, as_array, check_spec, check_switch, stochastic_key
+from ._primitives._operands import check_operand
 from .ops import dequantize, quantize
 from .softfloat import ABS, INF, Bits, clamp_max, constant, from_bits, is_nan, mul, to_bits
 from .spec import BLOCK, NVFP4, QuantSpec
@@ -66,10 +67,12 @@ def quantization_report(
     normal number, and NaN where one is NaN or infinite. NaN is never clipped, infinity always is unless its block
     scale is NaN; a NaN scale is neither zero nor saturated.
     """
-    check_spec("quantize", "spec", spec)
-    array, given = as_array("quantize", "x", x), None if amax is None else as_amax("quantize", amax)
-    check_switch("quantize", "transpose", transpose)
-    return _report(array, given, stochastic_key("quantize", key, spec), spec, transpose)
+    op = "quantization_report"
+    check_spec(op, "spec", spec)
+    array, given = as_array(op, "x", x), None if amax is None else as_amax(op, amax)
+    check_switch(op, "transpose", transpose)
+    check_operand(op, jax.typeof(array), None if given is None else jax.typeof(given), spec, transpose)
+    return _report(array, given, stochastic_key(op, key, spec), spec, transpose)
 
 
 @partial(jax.jit, static_argnums=(3, 4))  # step by step, its operations would be compiled one by one

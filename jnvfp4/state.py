@@ -1,5 +1,6 @@
 """Trees of quantized tensors as trees of plain arrays and back, for whatever stores arrays."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,8 +46,9 @@ def from_state(state: Any) -> Any:
       The tree with an NVFP4Tensor for each of these dictionaries. Other leaves are the same objects.
 
     Raises:
-      ValueError: a dictionary with an entry of a tensor lacks others, its names say a format that does not exist or is
-        not that of its entry "format" (as after a restore into a tree of another format), or its scale is no E4M3.
+      ValueError: a dictionary with an entry of a tensor lacks others, or one of them is no array; its names say a
+        format that does not exist or is not that of its entry "format" (as after a restore into a tree of another
+        format); or its scale is no E4M3.
       TypeError: the entry "format" is traced by ``jax.jit``.
     """
     return jax.tree_util.tree_map_with_path(
@@ -94,6 +96,10 @@ def _tensor_of(path: tuple, state: Mapping[str, Any]) -> NVFP4Tensor:
         raise ValueError(f"from_state: {place} must have the entries {list(names)}, got {sorted(state)}")
     if _RECORD in state:
         _check_record(place, fmt, state[_RECORD])
+    for name in names:
+        if not (hasattr(state[name], "shape") and hasattr(state[name], "dtype")):
+            got = reprlib.repr(state[name])
+            raise ValueError(f"from_state: the entry {name} in {place} must be an array, got {got}")
     data, scale, amax = (state[name] for name in names)
     if scale.dtype not in (jnp.uint8, jnp.float8_e4m3fn):
         raise ValueError(f"from_state: the scale in {place} must be uint8 or float8_e4m3fn, got {scale.dtype}")

@@ -1,12 +1,14 @@
 """The quantized tensor."""
 
+import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -80,7 +82,8 @@ class NVFP4Tensor:
           index: as for an array of the leading axes' shape: integers, slices, None, arrays of integers or booleans.
 
         Raises:
-          IndexError: the index goes beyond the leading axes, or has an integer that is out of their range.
+          IndexError: the index goes beyond the leading axes, or beyond those of an amax that has fewer (``vmap`` gives
+            one to each example), or has an integer that is out of their range.
         """
         entries = index if isinstance(index, tuple) else (index,)
         self._check_index(entries)
@@ -89,17 +92,17 @@ class NVFP4Tensor:
 
     def _check_index(self, entries: tuple) -> None:
         lead = self.shape[:-2]
-        try:
-            if any(entry is ... for entry in entries):
-                raise IndexError("...")
-            # NumPy counts the axes and checks integers; of JAX arrays, which may be traced, only shape and type count.
-            known = (np.zeros(e.shape, e.dtype) if isinstance(e, jax.Array) else e for e in entries)
-            np.broadcast_to(False, lead)[tuple(known)]
-        except IndexError:
+        if not _is_index(entries, lead):
             raise IndexError(
                 f"NVFP4Tensor: an index must be one of the leading axes {lead} of shape {self.shape}, got {entries!r}; "
                 "to index rows or columns, decode the tensor first, by jnvfp4.dequantize"
-            ) from None
+            )
+        axes = lead[: self.amax.ndim or len(lead)]
+        if not _is_index(entries, axes):
+            raise IndexError(
+                f"NVFP4Tensor: an index must be one of the axes {axes} that the amax of shape {self.shape} has, got "
+                f"{entries!r}; index them first and the others then, t[i][j], or index each example in jax.vmap"
+            )
 
     def __iter__(self) -> "Iterator[NVFP4Tensor]":
         """Iterates over the first leading axis."""
@@ -169,6 +172,19 @@ class NVFP4Tensor:
         self._no_array()
 
 
+def _is_index(entries: tuple, lead: tuple[int, ...]) -> bool:
+    """Says whether an index is one of an array of the shape ``lead``."""
+    if any(entry is ... for entry in entries):
+        return False
+    # NumPy counts the axes and checks integers; of JAX arrays, which may be traced, only shape and type count.
+    known = (np.zeros(e.shape, e.dtype) if isinstance(e, jax.Array) else e for e in entries)
+    try:
+        np.broadcast_to(False, lead)[tuple(known)]
+    except IndexError:
+        return False
+    return True
+
+
 def _ways(mesh: Mesh | AbstractMesh, entry: Any) -> int:
     """Returns into how many parts an axis with this entry of a PartitionSpec is split."""
     axes = () if entry in (None, PartitionSpec.UNCONSTRAINED) else entry if isinstance(entry, tuple) else (entry,)
@@ -199,6 +215,12 @@ register_pytree_with_keys(
     _flatten_with_keys,
     _unflatten,
     lambda t: (_parts(t), t.format),
+)
+jax.export.register_pytree_node_serialization(
+    NVFP4Tensor,
+    serialized_name="jnvfp4.NVFP4Tensor",
+    serialize_auxdata=lambda fmt: json.dumps(asdict(fmt)).encode(),
+    deserialize_auxdata=lambda text: Format(**json.loads(text)),
 )
 
 

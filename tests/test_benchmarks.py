@@ -23,7 +23,7 @@ from benchmarks import bench_checkpoint, bench_linear, bench_quantize, device_ti
 from benchmarks.__main__ import _parser, main  # noqa: E402
 from benchmarks.compare import compare, regressions  # noqa: E402
 from benchmarks.ops import BY_NAME, OPS  # noqa: E402
-from benchmarks.plot import SHOWN, SIZES  # noqa: E402
+from benchmarks.plot import SHOWN, SIZES, _below  # noqa: E402
 from benchmarks.targets import judge  # noqa: E402
 
 NAMED = [s for s in vars(specs).values() if isinstance(s, jnvfp4.QuantSpec)]
@@ -395,6 +395,22 @@ def test_a_suite_runs_and_is_compared_and_drawn(suite, tmp_path, capsys, monkeyp
 def test_a_wrong_argument_is_named(command, message, capsys):
     assert main(command) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("share", "changes", "below"),
+    [
+        (0.878, {}, False),
+        (0.874, {}, True),
+        (0.9, {"met": True}, False),
+        (0.878, {"target us": 9}, True),
+        (0.878, {"times naive": 0.9}, True),
+    ],
+    ids=["rounds_up", "rounds_down", "met", "slow", "slower_than_naive"],
+)
+def test_a_bar_that_reaches_its_target_as_shown_is_not_below(share, changes, below):
+    row = {"share of copy": share, "target share": 0.88, "median_us": 10, "met": False, **changes}
+    assert _below(row) == below
 
 
 def test_the_picture_names_operations_of_the_suite():

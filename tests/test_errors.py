@@ -791,20 +791,55 @@ def test_an_array_of_foreign_byte_order(f, operands, name):
         f(*operands)
 
 
+@pytest.mark.parametrize("dtype", ["M8[s]", object, np.longdouble], ids=str)
+def test_a_dtype_that_jax_has_not(dtype):
+    x = X.astype(dtype)
+    message = f"quantize: x must be of a dtype that JAX has (float32, bfloat16 or float16 for floats), got {x.dtype}"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        quantize(x)
+
+
+def test_a_masked_array():
+    x = np.ma.masked_array(X, X > 0)
+    message = r"quantize: x must have no mask, got a NumPy masked array; x.filled\(0\) is .*, x.data is "
+    with pytest.raises(TypeError, match="^" + message):
+        quantize(x)
+    assert_bitwise(quantize(x.filled(0)).data, quantize(np.where(x.mask, 0, X)).data)
+
+
 @pytest.mark.parametrize(
     ("x", "got"),
-    [
-        (X.astype("M8[s]"), r"a NumPy array of dtype datetime64\[s\]"),
-        (X.astype(object), "a NumPy array of dtype object"),
-        ([[10**400] * 16], r"\[\[1000.*\]\]"),
-        (None, "None"),
-    ],
-    ids=["dates", "objects", "integer", "None"],
+    [([[10**400] * 16], r"\[\[1000.*\]\]"), (None, "None")],
+    ids=["integer", "None"],
 )
 def test_what_is_no_array_is_named_in_short(x, got):
     with pytest.raises(TypeError, match=f"^quantize: x must be an array, got {got}$") as raised:
         quantize(x)
     assert len(str(raised.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "text"),
+    [
+        (np.zeros((4, 100), np.float32), {}, "K must be a multiple of 16"),
+        (np.zeros(16, np.float32), {}, "x must have rank 2 or more"),
+        (np.zeros((4, 16), np.int32), {}, "x must be float32, bfloat16 or float16, got int32"),
+        (X, {"amax": jnp.ones(3)}, "amax must have shape"),
+        (X, {"spec": None}, "spec must be a QuantSpec"),
+        (X, {"spec": NVFP4_SR}, "key must be a JAX PRNG key"),
+        (X, {"transpose": 1}, "transpose must be True or False"),
+        (None, {}, "x must be an array"),
+    ],
+    ids=["k", "rank", "dtype", "amax", "spec", "key", "transpose", "None"],
+)
+def test_a_report_names_itself(x, options, text):
+    with pytest.raises((TypeError, ValueError), match=f"^quantization_report: {text}"):
+        quantization_report(x, **options)
+
+
+def test_dot_general_of_a_quantized_weight_advises_linear():
+    with pytest.raises(TypeError, match=r"^dot_general: rhs must be an array, got an NVFP4Tensor; .*\.linear takes"):
+        dot_general(X, exact_tensor((16, 32)), (((1,), (1,)), ((), ())))
 
 
 # ---------------------------------------------------------------- zero sizes

@@ -25,6 +25,7 @@ from jnvfp4 import (
     dequantize,
     export_checks,
     fake_quant,
+    four_over_six,
     linear,
     matmul_nt,
     quantize,
@@ -73,8 +74,8 @@ def test_export_with_a_symbolic_number_of_rows(native, spec):
     key = KEY if spec is NVFP4_SR else None
 
     def f(x):
-        # A custom pytree node would need a serialized name.
-        return (*jax.tree.leaves(quantize(x, spec, key=key)), fake_quant(x, spec, key=key))
+        t = quantize(x, spec, key=key)
+        return t, dequantize(t), fake_quant(x, spec, key=key)
 
     shape = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("m"), 64), jnp.bfloat16)
     restored = round_trip(f, shape, platforms=[native.platform])
@@ -87,12 +88,48 @@ def test_export_with_a_symbolic_number_of_matrices(native, spec):
     key = KEY if spec is NVFP4_SR else None
 
     def f(x):
-        return tuple(jax.tree.leaves(quantize(x, spec, key=key)))
+        return quantize(x, spec, key=key)
 
     shape = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), 16, 64), jnp.bfloat16)
     restored = round_trip(f, shape, platforms=[native.platform])
     for b in (1, 3):
         assert_same_tensor(jax.jit(restored.call)(normal((b, 16, 64))), f(normal((b, 16, 64))))
+
+
+@pytest.mark.parametrize("f", [lambda x, w: matmul_nt(quantize(x), quantize(w)), linear], ids=["matmul_nt", "linear"])
+@pytest.mark.parametrize("shape", ["m, 64", "b, 16, 64"])
+def test_a_product_of_a_symbolic_size_is_refused(native, f, shape):
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((*x.shape[:-2], 48, 64) if f is not linear else (48, 64), jnp.bfloat16)
+    message = r"matmul_nt: the sizes of a product must be known when a program is lowered, got \(.*[bm].*\) .*reference"
+    with pytest.raises(NotImplementedError, match=message):
+        round_trip(f, x, w, platforms=[native.platform])
+
+
+def test_the_reference_exports_a_product_of_a_symbolic_size():
+    w = normal((48, 64), 2)
+    restored = round_trip(
+        partial(linear, implementation="reference"),
+        jax.ShapeDtypeStruct(jax.export.symbolic_shape("m, 64"), jnp.bfloat16),
+        jax.ShapeDtypeStruct(w.shape, w.dtype),
+    )
+    for m in (1, 32):
+        x = normal((m, 64), 1)
+        assert_bitwise(restored.call(x, w), jax.jit(partial(linear, implementation="reference"))(x, w))
+
+
+@pytest.mark.parametrize("spec", [NVFP4, NVFP4_RHT, ROW_SCALED, WINDOW64, four_over_six(e4m3_max=256)], ids=name_of)
+def test_a_tensor_is_an_argument_and_a_result(native, spec):
+    q = quantize(normal((32, 64)), spec)
+
+    def f(t):
+        return dequantize(t), t
+
+    restored = round_trip(f, q, platforms=[native.platform])
+    values, same = restored.call(q)
+    assert same.format == q.format
+    assert_bitwise(values, dequantize(q))
+    assert_same_tensor(same, q)
 
 
 def manual_linear(mesh):

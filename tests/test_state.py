@@ -172,6 +172,9 @@ INVALID = {
         r"must be nvfp4_tensor_448, .* got \[3, 448, 0\]",
     ),
     "short_record": (lambda s: {**s, "format": np.array([0])}, r"must be nvfp4_tensor_448, .* got \[0\]"),
+    "list": (lambda s: {**s, DATA: s[DATA].tolist()}, rf"the entry {DATA} in \['w'\] must be an array, got \[\["),
+    "none": (lambda s: {**s, AMAX: None}, rf"the entry {AMAX} in \['w'\] must be an array, got None"),
+    "scale_none": (lambda s: {**s, SCALE: None}, rf"the entry {SCALE} in \['w'\] must be an array, got None"),
     "scale_dtype": (lambda s: {**s, SCALE: np.zeros((32, 4), "V1")}, r"scale .* must be uint8 or float8_e4m3fn, got"),
 }
 

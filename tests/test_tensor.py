@@ -193,6 +193,17 @@ def test_an_index_beyond_the_leading_axes_is_refused(tensor, index):
         tensor[index]
 
 
+def test_an_index_beyond_the_axes_of_the_amax_is_refused():
+    """vmap of an array of four axes finds one amax for each example."""
+    t = jax.vmap(quantize)(normal((2, 3, 16, 48)))
+    assert t.amax.shape == (2,)
+    for index in ((0, 1), (slice(None), 1)):
+        with pytest.raises(IndexError, match=r"must be one of the axes \(2,\) that the amax .* got .*t\[i\]\[j\]"):
+            t[index]
+    assert_same_tensor(t[0][1], NVFP4Tensor(t.data[0, 1], t.scale[0, 1], t.amax[0], t.format))
+    assert jax.vmap(lambda t: t[1])(t).shape == (2, 16, 48)
+
+
 def test_a_matrix_has_no_index(tensor):
     with pytest.raises(IndexError, match=r"leading axes \(\) of shape \(32, 48\), got \(0,\); to .* jnvfp4.dequantize"):
         tensor[0][0]

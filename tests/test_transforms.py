@@ -258,6 +258,15 @@ def test_vmap_of_dequantize_with_leading_axes(native):
         assert_vmap_is_a_loop(f, (t.data, t.scale, amax), (0, 0, axis))
 
 
+def test_an_amax_for_each_example_of_vmap_needs_vmap_to_decode(native):
+    t = jax.vmap(jax.vmap(quantize))(normal((2, 3, 4, 16, 32)))
+    assert t.amax.shape == (2, 3)
+    hint = r"got \(2, 3\); it has one for each index of the first 2 axes, so call dequantize in jax.vmap over these 2"
+    with pytest.raises(ValueError, match="dequantize: t.amax must have shape .*" + hint):
+        dequantize(t)
+    assert jax.vmap(jax.vmap(dequantize))(t).shape == t.shape
+
+
 def amax_operands(f, *args) -> list[tuple[int, ...]]:
     """The shapes of the third operand of each of jnvfp4's primitives."""
     eqns = jax.make_jaxpr(f)(*args).jaxpr.eqns

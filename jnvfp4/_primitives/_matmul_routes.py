@@ -37,7 +37,18 @@ class Product(NamedTuple):
 
 
 def plan(product: Product, capability: int, kernel: str | None) -> _native.MatmulPlan:
-    """Asks for the best kernel, or for ``kernel``, on a device: the CPU (capability 0) or a GPU."""
+    """Asks for the best kernel, or for ``kernel``, on a device: the CPU (capability 0) or a GPU.
+
+    Raises:
+      NotImplementedError: a size is symbolic. The choice of a kernel and its scratch depend on all sizes.
+    """
+    shapes = product.a[0].shape, product.b[0].shape
+    if not all(isinstance(size, int) for shape in shapes for size in shape):
+        raise NotImplementedError(
+            "matmul_nt: the sizes of a product must be known when a program is lowered, got "
+            f"{product.result.shape} for its result; export one program for each size, or pass "
+            'implementation="reference", which is slower'
+        )
     *lead, cols, half = product.b[0].shape
     batch = math.prod(lead)
     elements = math.prod(product.a[0].shape[:-1])

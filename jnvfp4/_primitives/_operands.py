@@ -108,8 +108,18 @@ def check_parts(op: str, name: str, parts: tuple, fmt: Format) -> None:
     if amax.shape not in accepted:
         raise ValueError(
             f"{op}: {name}.amax must have shape {' or '.join(map(str, dict.fromkeys(accepted)))} for data "
-            f'{data.shape} and amax_scope="{fmt.amax_scope}", got {amax.shape}'
+            f'{data.shape} and amax_scope="{fmt.amax_scope}", got {amax.shape}{_hint_of_vmap(op, amax.shape, lead)}'
         )
+
+
+def _hint_of_vmap(op: str, amax: Shape, lead: Sequence[int]) -> str:
+    """Says what to do with the amax that ``jax.vmap`` has found: one for each example, and not for each matrix."""
+    axes = len(amax)
+    if not 0 < axes < len(lead) or tuple(amax) != tuple(lead[:axes]):
+        return ""
+    which = "first axis" if axes == 1 else f"first {axes} axes"
+    over = "this axis" if axes == 1 else f"these {axes}"
+    return f"; it has one for each index of the {which}, so call {op} in jax.vmap over {over}"
 
 
 # ---------------------------------------------------------------- what is quantized
