@@ -475,7 +475,7 @@ def _high_precision(a: jax.Array, b: jax.Array, contracted: tuple[int, int], dty
 
 
 def _on_one_side(of_a: Any, of_b: Any, axes: Axes) -> tuple[Any, Any]:
-    """Removes mesh axes that rows of a and rows of b both have: from a where the gradient has them on b's, else from b."""
+    """Removes mesh axes that rows of a and of b both have: from a where the gradient has them on b's, else from b."""
     of_b_alone = axes_of(axes[1])
     shared = set(axes_of(of_a)) & set(axes_of(of_b))
     from_a = {axis for axis in shared if axis in of_b_alone}
