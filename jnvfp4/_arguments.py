@@ -39,10 +39,7 @@ def operation(function: F) -> F:
 def as_array(op: str, name: str, value: Any) -> jax.Array:
     """Converts what ``jnp.asarray`` takes; refuses an NVFP4Tensor and a masked array."""
     if isinstance(value, NVFP4Tensor):
-        instead = ", and jnvfp4.linear takes it as w" if op == "dot_general" else ""
-        raise TypeError(
-            f"{op}: {name} must be an array, got an NVFP4Tensor; jnvfp4.dequantize gives its values{instead}"
-        )
+        raise TypeError(f"{op}: {name} must be an array, got an NVFP4Tensor; jnvfp4.dequantize gives its values")
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(
             f"{op}: {name} must have no mask, got a NumPy masked array; {name}.filled(0) is an array with 0 for the "

@@ -176,7 +176,6 @@ def _check_recipe(op: str, recipe: Any) -> None:
 
 def _recipe_key(op: str, recipe: Recipe, key: Any) -> jax.Array | None:
     """Returns the key if the recipe needs one, else None."""
-    _check_recipe(op, recipe)
     if not recipe.stochastic:
         return None
     if key is None:
@@ -527,6 +526,8 @@ def dot_general(
     for name, value in unsupported.items():
         if value is not None:
             raise ValueError(f"{op}: {name} must be None, got {value!r}")
+    if isinstance(rhs, NVFP4Tensor):
+        raise TypeError(f"{op}: rhs must be an array, got an NVFP4Tensor; jnvfp4.linear takes one as w")
     a, b = as_float_array(op, "lhs", lhs), as_float_array(op, "rhs", rhs)
     preferred = _dtype_of_lax(a, b) if preferred_element_type is None else preferred_element_type
     out_dtype = float_dtype(op, "preferred_element_type", preferred)

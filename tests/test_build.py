@@ -186,7 +186,7 @@ def _configure(tmp_path, nvcc, *options):
 def _real_nvcc():
     nvcc = shutil.which("nvcc")
     if nvcc is None:
-        pytest.skip("no nvcc on PATH")
+        skip_or_fail("cuda", "no nvcc on PATH")
     return nvcc
 
 

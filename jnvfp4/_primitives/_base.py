@@ -113,12 +113,13 @@ def match_varying(*operands: jax.Array, like: Any = ()) -> tuple[jax.Array, ...]
     ``like`` is for what a custom derivative takes beside its operands: a gradient varies over the same axes as the
     result, so an operand must vary over them before the derivative begins.
     """
-    varying = [jax.typeof(x).manual_axis_type.varying for x in (*operands, *jax.tree.leaves(like))]
-    union: frozenset = frozenset().union(*varying)
-    return tuple(
-        lax.pcast(x, tuple(sorted(union - axes)), to="varying") if union - axes else x
-        for x, axes in zip(operands, varying, strict=False)
-    )
+
+    def varying(x: jax.Array) -> frozenset:
+        return jax.typeof(x).manual_axis_type.varying
+
+    union: frozenset = frozenset().union(*map(varying, (*operands, *jax.tree.leaves(like))))
+    missing = [tuple(sorted(union - varying(x))) for x in operands]
+    return tuple(lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(operands, missing, strict=True))
 
 
 def bind(primitive: Primitive, *operands: jax.Array, **params: Any) -> Any:

@@ -38,7 +38,8 @@ Matrices matrices_of(const QuantShape& shape) {
   return one || !kOneAmax<S> ? Matrices{1, shape.batch * blocks} : Matrices{shape.batch, blocks};
 }
 
-// The scales and keys of a matrix. The thread block then synchronises.
+// As fill_scales, but with fewer instructions for the first matrix, which small launches feel. The thread block then
+// synchronises.
 template <class S, class Args>
 __device__ __forceinline__ void fill_scales_of_matrix(SharedScales<S>& scales, const Args& a, int64_t matrix) {
   const int64_t rows = matrix * a.shape.rows;
