@@ -62,9 +62,10 @@ ffi::Error produce(cudaStream_t stream, const ProduceArgs& args, const KernelSpe
 ffi::Error matmul(cudaStream_t stream, const MatmulArgs& args, const MatmulPlan& plan, void* scratch) {
   const cudaError_t status = launch_matmul(args, plan, scratch, stream);
   if (status == cudaErrorNotSupported)
-    return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                      "matmul_nt: this build of jnvfp4 has no code for the kernel " + std::string(name_of(plan.kernel)) +
-                          " (built for " JNVFP4_CUDA_BUILT_FOR "); build it with JNVFP4_CUDA_TARGETS=90a");
+    return ffi::Error(ffi::ErrorCode::kUnimplemented, "matmul_nt: this build of jnvfp4 has no code for the kernel " +
+                                                          std::string(name_of(plan.kernel)) +
+                                                          " (built for " JNVFP4_CUDA_BUILT_FOR
+                                                          "); build it with JNVFP4_CUDA_TARGETS=90a");
   return launched("matmul_nt", status);
 }
 ffi::Error decode(cudaStream_t stream, const DecodeArgs& args) {

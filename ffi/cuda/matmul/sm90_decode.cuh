@@ -4,9 +4,9 @@
 // bfloat16: a value is q * s * 2^-8: the bits of a code are those of q * 2^-126, and a scale is made times 2^118.
 // The factors are powers of two and nothing under- or overflows, so the sums are exact multiples of the rule's.
 //
-// Fragment order, inside a window of 64 along K: position 16 j + 2 t + b holds element 16 t + 8 (j / 2) + j % 2 + 2 b of
-// the window, position 16 j + 8 + 2 t + b the element 4 further. Lane t of a quad then needs for the four k16 steps j
-// exactly the elements of block t: 8 neighbouring bytes of codes and one scale of a row. No order of the terms is
+// Fragment order, inside a window of 64 along K: position 16 j + 2 t + b holds element 16 t + 8 (j / 2) + j % 2 + 2 b
+// of the window, position 16 j + 8 + 2 t + b the element 4 further. Lane t of a quad then needs for the four k16 steps
+// j exactly the elements of block t: 8 neighbouring bytes of codes and one scale of a row. No order of the terms is
 // promised, and both operands have the same one.
 #pragma once
 
@@ -39,7 +39,7 @@ __device__ __forceinline__ uint32_t scale_pair(uint32_t bytes) {
     const uint32_t high = __byte_perm(bytes, 0, 0x1404);  // each in the high byte of its half
     const uint32_t magnitude = high >> 4 & 0x07f007f0u;   // s * 2^-120, but 480 * 2^-120 for NaN
     const uint32_t nan = (magnitude + 0x00100010u) & 0x08000800u;
-    pair = (magnitude + nan * 15u) | (high & 0x80008000u);       // all bits of the exponent for NaN
+    pair = (magnitude + nan * 15u) | (high & 0x80008000u);                    // all bits of the exponent for NaN
     pair = mul_pairs<Bf16>(mul_pairs<Bf16>(pair, 0x7b007b00u), 0x7b007b00u);  // times 2^119, twice
   } else {
     asm("{\n.reg .b16 x;\ncvt.u16.u32 x, %1;\ncvt.rn.f16x2.e4m3x2 %0, x;\n}" : "=r"(pair) : "r"(bytes));

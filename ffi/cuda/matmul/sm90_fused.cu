@@ -1,7 +1,6 @@
 // Launches the fused kernels of Hopper: the choice of a tile, tensor maps, and what runs before.
-#include "sm90_fused.h"
-
 #include "../device.cuh"
+#include "sm90_fused.h"
 
 namespace jnvfp4 {
 namespace {
@@ -91,9 +90,10 @@ cudaError_t prepare(const MatmulArgs& g, FusedTile tile, uint8_t* scratch, cudaS
 
 }  // namespace
 
-// Least time, counted in rows of a that every pair of thread blocks goes through. Decoding is twice as dense in tiles of
-// 128, which then run at 0.82 of the speed of tiles of 256; an exchange costs about as much as 16 rows of K = 4096. The
-// multiprocessors hold fewer clusters of four than a quarter of their number, because they lie in groups of 16 or 18.
+// Least time, counted in rows of a that every pair of thread blocks goes through. Decoding is twice as dense in tiles
+// of 128, which then run at 0.82 of the speed of tiles of 256; an exchange costs about as much as 16 rows of K = 4096.
+// The multiprocessors hold fewer clusters of four than a quarter of their number, because they lie in groups of 16
+// or 18.
 FusedTile choose_fused_tile(const GemmShape& s) {
   const int count = multiprocessors();
   const auto waves = [&](int rows, int clusters) {

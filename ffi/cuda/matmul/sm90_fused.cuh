@@ -1,12 +1,12 @@
 // out = a b^T on Hopper, in one kernel: b is NVFP4 and is decoded in registers, a has 16 bits an element.
 //
-// The sides of wgmma change places: rows of b are its 64 rows, from registers, and rows of a ("tokens") its columns, from
-// shared memory. A warpgroup decodes its own 64 rows of b, one window (64 along K) at a time, while its last four wgmmas
-// run. Two thread blocks of a cluster have the same tokens and neighbouring rows of b; each loads half of the tokens for
-// both. Thread blocks are persistent: one thread loads, two warpgroups compute.
+// The sides of wgmma change places: rows of b are its 64 rows, from registers, and rows of a ("tokens") its columns,
+// from shared memory. A warpgroup decodes its own 64 rows of b, one window (64 along K) at a time, while its last four
+// wgmmas run. Two thread blocks of a cluster have the same tokens and neighbouring rows of b; each loads half of the
+// tokens for both. Thread blocks are persistent: one thread loads, two warpgroups compute.
 //
-// The sum along K: the tensor core's, windows ascending, in one accumulator; with kSplit that of either half of K, which
-// are then added. Fixed by shape and tile, so runs have the same bits.
+// The sum along K: the tensor core's, windows ascending, in one accumulator; with kSplit that of either half of K,
+// which are then added. Fixed by shape and tile, so runs have the same bits.
 #pragma once
 
 #include "sm90_decode.cuh"
@@ -25,7 +25,8 @@ struct FusedConfig {
   static constexpr int kTokens = kTokens_, kStages = kStages_, kCluster = kSplit ? 4 : 2;
   static constexpr int kConsumers = 2, kRows = 64 * kConsumers, kThreads = 128 * (kConsumers + 1);
   static constexpr int kSums = kTokens / 2;  // of a thread
-  static constexpr float kUnscale = kFragments ? jnvfp4::kUnscale<Left> * jnvfp4::kUnscale<Left> : jnvfp4::kUnscale<Left>;
+  static constexpr float kUnscale =
+      kFragments ? jnvfp4::kUnscale<Left> * jnvfp4::kUnscale<Left> : jnvfp4::kUnscale<Left>;
 
   // A stage has one window; a slot of the ring has what comes 256 along K at a time.
   static constexpr int kRing = 3;
@@ -62,7 +63,8 @@ __device__ __forceinline__ FusedTilePlace place_of(const FusedGrid& grid, int i)
 
 // ---------------------------------------------------------------- the thread that loads
 template <class C>
-__device__ __forceinline__ void load_tiles(const FusedArgs& a, const FusedMaps& maps, const FusedGrid& grid, uint32_t smem) {
+__device__ __forceinline__ void load_tiles(const FusedArgs& a, const FusedMaps& maps, const FusedGrid& grid,
+                                           uint32_t smem) {
   const int rank = cluster_rank(), side = rank % 2, pair = rank / 2;
   const int rows = static_cast<int>(a.g.shape.rows), cols = static_cast<int>(a.g.shape.cols);
   constexpr int kHalf = C::kTokens / 2;
@@ -109,7 +111,7 @@ struct RawWindow {
     if constexpr (C::kFragments) {
       constexpr int kPitch = C::kWide ? 128 : 32;
       // The 128-byte pattern exchanges 16-byte words; rows 8 apart have the same.
-      const int byte = C::kWide ? (2 * part + t / 2 ^ row % 8) * 16 + t % 2 * 8 : t * 8;
+      const int byte = C::kWide ? ((2 * part + t / 2) ^ (row % 8)) * 16 + t % 2 * 8 : t * 8;
       const uint32_t at = data + row * kPitch + byte;
       const uint2 low = load_shared64(at), high = load_shared64(at + 8 * kPitch);
       codes[0] = low.x, codes[1] = low.y, codes[2] = high.x, codes[3] = high.y;
@@ -160,6 +162,10 @@ struct RawWindow {
 };
 
 // ---------------------------------------------------------------- sums to results
+__device__ __forceinline__ float amax_of(const MatmulOperand& x, int64_t row) {
+  return __ldg(x.amax + (x.map.rows_per_amax == 1 ? row : quotient(row, x.map.rows_per_amax)));
+}
+
 // Four neighbouring columns of a matrix of the result.
 template <class C>
 struct FusedColumns {
@@ -172,7 +178,7 @@ struct FusedColumns {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int64_t c = min(col + i, g.shape.cols - 1);
-      amax[i] = i && !a.each_col ? amax[0] : __ldg(g.b.amax + quotient(matrix * g.shape.cols + c, g.b.map.rows_per_amax));
+      amax[i] = i && !a.each_col ? amax[0] : amax_of(g.b, matrix * g.shape.cols + c);
       bias[i] = g.result.bias ? load_float(g.result.bias, g.result.bias_kind, c) : 0.0f;
     }
     set_alpha(matrix * g.shape.rows);
@@ -180,7 +186,7 @@ struct FusedColumns {
   // Of a row over all matrices.
   __device__ __forceinline__ void set_alpha(int64_t row) {
     const MatmulOperand &x = a.g.a, &y = a.g.b;
-    const float left = C::kFragments ? __ldg(x.amax + quotient(row, x.map.rows_per_amax)) : 1.0f;
+    const float left = C::kFragments ? amax_of(x, row) : 1.0f;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       alpha[i] = i && !a.each_col ? alpha[0]
@@ -252,7 +258,8 @@ struct FusedConsumer {
   // ---- the sum along K
   __device__ __forceinline__ void fetch(RawWindow<C>& r) {
     barrier_wait(smem + C::kAtFull + 8 * stage, phase);
-    r.load(smem + C::kAtData + (C::kWide ? slot : stage) * C::kData, smem + C::kAtScale + slot * C::kScale, part, row, t);
+    r.load(smem + C::kAtData + (C::kWide ? slot : stage) * C::kData, smem + C::kAtScale + slot * C::kScale, part, row,
+           t);
     if (++stage == C::kStages) stage = 0, phase ^= 1;
     if (++part == 4) {
       part = 0;
@@ -313,8 +320,7 @@ struct FusedConsumer {
 #pragma unroll
     for (int eight = 0; eight < C::kOutTokens / 8; ++eight)
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        f(base + ((8 * eight + i % 2) * C::kOutPitch + i / 2 * 8) * 4, 4 * eight + i);
+      for (int i = 0; i < 4; ++i) f(base + ((8 * eight + i % 2) * C::kOutPitch + i / 2 * 8) * 4, 4 * eight + i);
   }
   template <int kFirst>
   __device__ __forceinline__ void stage_sums(const Sums& sums) const {
@@ -330,8 +336,8 @@ struct FusedConsumer {
       if (chunk == 3) stage_sums<3 * kEach>(sums);
     }
   }
-  // This block has the first or second 64 tokens: it sends its sums of the others to the block with the other half of K,
-  // and adds what that one sends.
+  // This block has the first or second 64 tokens: it sends its sums of the others to the block with the other half of
+  // K, and adds what that one sends.
   __device__ __forceinline__ void exchange_sums(const Sums& sums) {
     constexpr int kOther = C::kOutTokens / 2;
     const bool second = rank / 2;
@@ -365,6 +371,7 @@ struct FusedConsumer {
       exchange_sums(sums);
       named_sync(1 + wg, 128);
       write_chunk(columns, place.matrix, place.row + rank / 2 * C::kOutTokens);
+      __syncwarp();  // instructions for whole warps follow
       barrier_release_in(smem + C::kAtTaken + 8 * wg, rank ^ 2);
     } else {
 #pragma unroll 1
@@ -373,6 +380,7 @@ struct FusedConsumer {
         stage_chunk(sums, chunk);
         named_sync(1 + wg, 128);
         write_chunk(columns, place.matrix, place.row + chunk * C::kOutTokens);
+        __syncwarp();  // instructions for whole warps follow
       }
     }
   }
@@ -409,11 +417,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   }
   cluster_sync();
   if (threadIdx.x < 128) {
-    give_registers<24>();
+    give_registers<40>();  // 40 and twice 232 are what a launch with three times 168 has
     if (threadIdx.x == 0) load_tiles<C>(a, maps, grid, smem);
     __syncwarp();
   } else {
-    take_registers<240>();
+    take_registers<232>();
     FusedConsumer<C>(a, smem).run(grid);
   }
   cluster_sync();  // no block leaves while another may still arrive or write here

@@ -66,11 +66,10 @@ __device__ __forceinline__ void barrier_arrive_in(uint32_t bar, uint32_t rank) {
 __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
   uint32_t done;
   do {
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(bar), "r"(parity)
-        : "memory");
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(bar), "r"(parity)
+                 : "memory");
   } while (!done);
 }
 // The same two where one thread block reads what another has written.
@@ -109,7 +108,8 @@ __device__ __forceinline__ void cluster_sync() {
 // A box of a matrix whose first element is (x, y), to shared memory; zeros outside of the matrix.
 __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap& map, uint32_t bar, int x, int y) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          to),
       "l"(&map), "r"(bar), "r"(x), "r"(y)
       : "memory");
 }
@@ -160,29 +160,31 @@ __device__ __forceinline__ uint64_t shared_matrix(uint32_t address) {
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
   "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,"   \
   "%57,%58,%59,%60,%61,%62,%63"
-#define JNVFP4_OPERANDS_128                                                                                          \
-  JNVFP4_OPERANDS_64                                                                                                 \
-  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,"    \
-  "%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,"  \
+#define JNVFP4_OPERANDS_128                                                                                         \
+  JNVFP4_OPERANDS_64                                                                                                \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,"   \
+  "%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114," \
   "%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define JNVFP4_SUMS_8(d, i)                                                                              \
+#define JNVFP4_SUMS_8(d, i)                                                                                   \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
-#define JNVFP4_SUMS_64(d, i)                                                                                  \
-  JNVFP4_SUMS_8(d, i), JNVFP4_SUMS_8(d, i + 8), JNVFP4_SUMS_8(d, i + 16), JNVFP4_SUMS_8(d, i + 24),           \
+#define JNVFP4_SUMS_64(d, i)                                                                        \
+  JNVFP4_SUMS_8(d, i), JNVFP4_SUMS_8(d, i + 8), JNVFP4_SUMS_8(d, i + 16), JNVFP4_SUMS_8(d, i + 24), \
       JNVFP4_SUMS_8(d, i + 32), JNVFP4_SUMS_8(d, i + 40), JNVFP4_SUMS_8(d, i + 48), JNVFP4_SUMS_8(d, i + 56)
-#define JNVFP4_WGMMA_64(type)                                                                                      \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                                        \
-               "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" JNVFP4_OPERANDS_64                \
-               "}, {%64,%65,%66,%67}, %68, p, 1, 1, 0;\n}\n"                                                       \
-               : JNVFP4_SUMS_64(d, 0)                                                                              \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep))
-#define JNVFP4_WGMMA_128(type)                                                                                     \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"                                                       \
-               "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" JNVFP4_OPERANDS_128               \
-               "}, {%128,%129,%130,%131}, %132, p, 1, 1, 0;\n}\n"                                                  \
-               : JNVFP4_SUMS_64(d, 0), JNVFP4_SUMS_64(d, 64)                                                       \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep))
+#define JNVFP4_WGMMA_64(type)                                                              \
+  asm volatile(                                                                            \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                         \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" JNVFP4_OPERANDS_64 \
+      "}, {%64,%65,%66,%67}, %68, p, 1, 1, 0;\n}\n"                                        \
+      : JNVFP4_SUMS_64(d, 0)                                                               \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep))
+#define JNVFP4_WGMMA_128(type)                                                              \
+  asm volatile(                                                                             \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"                                         \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" JNVFP4_OPERANDS_128 \
+      "}, {%128,%129,%130,%131}, %132, p, 1, 1, 0;\n}\n"                                    \
+      : JNVFP4_SUMS_64(d, 0), JNVFP4_SUMS_64(d, 64)                                         \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep))
 
 // Adds to d, or sets it unless `keep`: 64 x 16 numbers in registers times the 16 x 128 or 16 x 256 of shared memory.
 template <class T>
