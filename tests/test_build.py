@@ -205,7 +205,7 @@ def test_ptxas_neither_spills_nor_waits_in_kernels_of_hopper(tmp_path, source):
         "-o",
     ]
     file = ROOT / "ffi" / "cuda" / "matmul" / source
-    done = subprocess.run([_real_nvcc(), *flags, tmp_path / "x.o", file], capture_output=True, text=True)
+    done = subprocess.run([_real_nvcc(), *flags, "-o", tmp_path / "x.o", file], capture_output=True, text=True)
     text = done.stdout + done.stderr
     assert done.returncode == 0, text
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)

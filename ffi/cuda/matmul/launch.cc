@@ -2,26 +2,27 @@
 #include "../kernels.h"
 
 namespace jnvfp4 {
-namespace {
 
-// cudaErrorNotSupported where CMake has left out the target 90a.
-cudaError_t launch_fused([[maybe_unused]] const MatmulArgs& args, [[maybe_unused]] void* scratch,
-                         [[maybe_unused]] cudaStream_t stream) {
-#if defined(JNVFP4_HAS_90A)
-  return launch_sm90_fused(args, choose_fused_tile(args.shape), scratch, stream);
-#else
-  return cudaErrorNotSupported;
+bool is_built(MatmulKernel kernel) {
+#if !defined(JNVFP4_SM90A)  // the target 90a was not asked for, or the compiler does not know it
+  if (kernel == MatmulKernel::kSm90Nvfp4Fused || kernel == MatmulKernel::kSm90DenseFused) return false;
 #endif
+  return kernel != MatmulKernel::kDecodeThenDot && kernel != MatmulKernel::kCpuNvfp4Blocks &&
+         kernel != MatmulKernel::kCpuDenseElements;
 }
 
-}  // namespace
-
-cudaError_t launch_matmul(const MatmulArgs& args, const MatmulPlan& plan, void* scratch, cudaStream_t stream) {
+cudaError_t launch_matmul(const MatmulArgs& args, const MatmulPlan& plan, [[maybe_unused]] void* scratch,
+                          cudaStream_t stream) {
   switch (plan.kernel) {
     case MatmulKernel::kSm80Nvfp4Blocks: return launch_sm80_nvfp4_blocks(args, stream);
     case MatmulKernel::kSm80DenseElements: return launch_sm80_dense_elements(args, stream);
+#if defined(JNVFP4_SM90A)
     case MatmulKernel::kSm90Nvfp4Fused:
-    case MatmulKernel::kSm90DenseFused: return launch_fused(args, scratch, stream);
+    case MatmulKernel::kSm90DenseFused: return launch_sm90_fused(args, choose_fused_tile(args.shape), scratch, stream);
+#else
+    case MatmulKernel::kSm90Nvfp4Fused:
+    case MatmulKernel::kSm90DenseFused:
+#endif
     case MatmulKernel::kDecodeThenDot:  // XLA operations
     case MatmulKernel::kCpuNvfp4Blocks:
     case MatmulKernel::kCpuDenseElements: break;
