@@ -193,17 +193,7 @@ def _real_nvcc():
 @pytest.mark.parametrize("source", sorted(path.name for path in (ROOT / "ffi/cuda/matmul").glob("sm90_*_fused.cu")))
 def test_ptxas_neither_spills_nor_waits_in_kernels_of_hopper(tmp_path, source):
     """Its messages C75xx say that it has put waits between instructions wgmma."""
-    flags = [
-        "-std=c++17",
-        "-O3",
-        "-fmad=false",
-        "-gencode",
-        "arch=compute_90a,code=sm_90a",
-        "-Xptxas",
-        "-v",
-        "-c",
-        "-o",
-    ]
+    flags = ["-std=c++17", "-O3", "-fmad=false", "-gencode", "arch=compute_90a,code=sm_90a", "-Xptxas", "-v", "-c"]
     file = ROOT / "ffi" / "cuda" / "matmul" / source
     done = subprocess.run([_real_nvcc(), *flags, "-o", tmp_path / "x.o", file], capture_output=True, text=True)
     text = done.stdout + done.stderr
