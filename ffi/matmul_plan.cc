@@ -17,6 +17,23 @@ const char* needs_free_order(const MatmulProblem& p) {
   if (p.pinned) return "its order of summation is not pinned";
   return p.windows ? "it takes no operand with amax_scope=\"window64\"" : nullptr;
 }
+// The coordinates of tensor maps are 32-bit integers.
+const char* needs_narrow(const MatmulProblem& p) {
+  constexpr int64_t kMost = int64_t{1} << 30;
+  const GemmShape& s = p.shape;
+  const bool fits = s.batch * s.rows <= kMost && s.batch * s.cols <= kMost && s.depth <= kMost;
+  return fits ? nullptr : "it takes at most 2^30 rows of either operand, over all matrices, and K of at most 2^30";
+}
+const char* needs_fused_nvfp4(const MatmulProblem& p) {
+  if (const char* reason = needs_nvfp4(p)) return reason;
+  if (const char* reason = needs_free_order(p)) return reason;
+  return needs_narrow(p);
+}
+const char* needs_fused_dense(const MatmulProblem& p) {
+  if (const char* reason = needs_dense(p)) return reason;
+  if (const char* reason = needs_free_order(p)) return reason;
+  return needs_narrow(p);
+}
 
 struct Row {
   MatmulKernel kernel;
@@ -25,14 +42,17 @@ struct Row {
   const char* (*cannot)(const MatmulProblem&);
 };
 
-constexpr int kNewest = 999;
+constexpr int kHopper = 90, kNewest = 999;
 
 // In order of preference. An H200 takes 1548 us for 8192^3 by decode_then_dot and 17276 us by sm80_nvfp4_blocks (commit
-// 498bfa0, benchmarks/results/h200_gemm.json), so the pinned kernels run only where the order asks for them.
+// 498bfa0, benchmarks/results/h200_gemm.json), so the pinned kernels run only where the order asks for them. The
+// kernels of Hopper run only by name until they are measured.
 constexpr Row kTable[] = {
     {MatmulKernel::kDecodeThenDot, "decode_then_dot", kAnyGpu, kNewest, needs_free_order},
     {MatmulKernel::kSm80Nvfp4Blocks, "sm80_nvfp4_blocks", kAnyGpu, kNewest, needs_nvfp4},
     {MatmulKernel::kSm80DenseElements, "sm80_dense_elements", kAnyGpu, kNewest, needs_dense},
+    {MatmulKernel::kSm90Nvfp4Fused, "sm90_nvfp4_fused", kHopper, kHopper, needs_fused_nvfp4},
+    {MatmulKernel::kSm90DenseFused, "sm90_dense_fused", kHopper, kHopper, needs_fused_dense},
     {MatmulKernel::kCpuNvfp4Blocks, "cpu_nvfp4_blocks", kCpu, kCpu, needs_nvfp4},
     {MatmulKernel::kCpuDenseElements, "cpu_dense_elements", kCpu, kCpu, needs_dense},
 };
@@ -62,15 +82,35 @@ bool find_kernel(std::string_view name, MatmulKernel* kernel) {
 std::string why_not(MatmulKernel kernel, const MatmulProblem& problem, int capability) {
   const Row& row = row_of(kernel);
   if (capability < row.least || capability > row.most) {
-    const bool cpu = row.most == kCpu;
-    return std::string(row.name) + " runs on " + (cpu ? "" : "GPUs from ") + device_text(row.least) + ", not on " +
-           device_text(capability);
+    const char* which = row.most == kCpu ? "" : row.most == row.least ? "GPUs of " : "GPUs from ";
+    return std::string(row.name) + " runs on " + which + device_text(row.least) + ", not on " + device_text(capability);
   }
   const char* reason = row.cannot(problem);
   return reason ? std::string(row.name) + " cannot: " + reason : std::string();
 }
 
-int64_t scratch_bytes(MatmulKernel, const MatmulProblem&) { return 0; }  // no kernel of the table needs any
+FusedScratch fused_scratch(const GemmShape& shape, bool quantized_a) {
+  FusedScratch s{};
+  const auto take = [&](int64_t bytes) {
+    const int64_t at = s.bytes;
+    s.bytes += (bytes + 255) / 256 * 256;
+    return at;
+  };
+  // The copy of rows of `bytes`, if one is needed.
+  const auto copy = [&](int64_t bytes) {
+    return take(row_pitch(bytes) == bytes ? 0 : shape.batch * shape.cols * row_pitch(bytes));
+  };
+  const int64_t depth = (shape.depth + kWindow - 1) / kWindow * kWindow;
+  s.rows = take(quantized_a ? shape.batch * shape.rows * depth * 2 : 0);
+  s.data = copy(shape.depth / 2);
+  s.scale = copy(shape.depth / kBlock);
+  return s;
+}
+
+int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem) {
+  const bool fused = kernel == MatmulKernel::kSm90Nvfp4Fused || kernel == MatmulKernel::kSm90DenseFused;
+  return fused ? fused_scratch(problem.shape, problem.a == Left::kNvfp4).bytes : 0;
+}
 
 bool plan_matmul(const MatmulProblem& problem, int capability, MatmulPlan* plan) {
   for (const Row& row : kTable)

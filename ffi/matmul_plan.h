@@ -14,10 +14,12 @@ enum class MatmulKernel : uint8_t {
   kDecodeThenDot,      // decode both operands, XLA's 16-bit GEMM, epilogue: XLA operations, not the handler
   kSm80Nvfp4Blocks,    // two NVFP4 operands in the pinned order, integer tensor cores
   kSm80DenseElements,  // a 16-bit left operand in the pinned order
+  kSm90Nvfp4Fused,     // two NVFP4 operands: the left one decoded to scratch, the right one in registers of the GEMM
+  kSm90DenseFused,     // a 16-bit left operand: the right one decoded in registers of the GEMM
   kCpuNvfp4Blocks,     // the same on the CPU
   kCpuDenseElements,
 };
-inline constexpr int kMatmulKernels = 5;
+inline constexpr int kMatmulKernels = 7;
 
 struct MatmulProblem {
   enum class Left : uint8_t { kNvfp4, kBf16, kF16 };
@@ -46,6 +48,17 @@ std::string why_not(MatmulKernel kernel, const MatmulProblem& problem, int capab
 
 // The scratch memory that a kernel needs.
 int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem);
+
+// Offsets in the scratch of the fused kernels: what is used begins at a multiple of 256.
+struct FusedScratch {
+  int64_t rows;         // the decoded left operand, rows of K rounded up to 64; two NVFP4 operands only
+  int64_t data, scale;  // copies of the right operand's, if the distance of its rows is no multiple of 16 bytes
+  int64_t bytes;        // in all
+};
+FusedScratch fused_scratch(const GemmShape& shape, bool quantized_a);
+
+// The distance of rows of `bytes`, as tensor maps of Hopper take it.
+inline int64_t row_pitch(int64_t bytes) { return (bytes + 15) / 16 * 16; }
 
 // The first kernel of the table in matmul_plan.cc that can. False if none can.
 bool plan_matmul(const MatmulProblem& problem, int capability, MatmulPlan* plan);

@@ -190,6 +190,20 @@ def _real_nvcc():
     return nvcc
 
 
+@pytest.mark.parametrize("source", sorted(path.name for path in (ROOT / "ffi/cuda/matmul").glob("sm90_*_fused.cu")))
+def test_ptxas_neither_spills_nor_waits_in_kernels_of_hopper(tmp_path, source):
+    """Its messages C75xx say that it has put waits between instructions wgmma."""
+    flags = ["-std=c++17", "-O3", "-fmad=false", "-gencode", "arch=compute_90a,code=sm_90a", "-Xptxas", "-v", "-c"]
+    file = ROOT / "ffi" / "cuda" / "matmul" / source
+    done = subprocess.run([_real_nvcc(), *flags, "-o", tmp_path / "x.o", file], capture_output=True, text=True)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    assert len(spills) == 3, text
+    assert set(spills) == {("0", "0")}
+    assert not re.search(r"C75\d\d|warning|setmaxnreg", text), text
+
+
 def test_a_compiler_that_fails_leaves_the_cpu_module(tmp_path):
     status, text = _configure(tmp_path, "exit 1", "-DJNVFP4_CUDA=auto")
     assert status == 0, text

@@ -61,6 +61,17 @@ WHY_NOT = {
     "an order": ("decode_then_dot", {"pinned": True}, "its order of summation is not pinned"),
     "a dense left operand": ("sm80_nvfp4_blocks", {"a": "bfloat16"}, "must be an NVFP4 tensor"),
     "an NVFP4 left operand": ("sm80_dense_elements", {}, "must be a bfloat16 or float16 array"),
+    "an order that is pinned": ("sm90_nvfp4_fused", {"pinned": True}, "its order of summation is not pinned"),
+    "windows of a kernel of Hopper": ("sm90_nvfp4_fused", {"windows": True}, "window64"),
+    "a fused dense left operand": ("sm90_nvfp4_fused", {"a": "float16"}, "must be an NVFP4 tensor"),
+    "a fused NVFP4 left operand": ("sm90_dense_fused", {}, "must be a bfloat16 or float16 array"),
+    "a pinned dense product": ("sm90_dense_fused", {"a": "bfloat16", "pinned": True}, "is not pinned"),
+    "a kernel of Hopper elsewhere": (
+        "sm90_nvfp4_fused",
+        {"capability": BLACKWELL},
+        "sm90_nvfp4_fused runs on GPUs of compute capability 9.0, not on compute capability 10.0",
+    ),
+    "too many rows": ("sm90_nvfp4_fused", {"shape": (2**20, 1025, 1, 64)}, "at most 2^30 rows of either operand"),
     "no such kernel": ("sm90_unheard_of", {}, "no kernel has the name sm90_unheard_of"),
 }
 
@@ -71,9 +82,30 @@ def test_why_a_kernel_cannot(kernel, problem, reason):
 
 
 def test_every_kernel_has_a_problem():
-    problems = itertools.product(LEFT, (False, True), (False, True), (CPU, HOPPER))
-    planned = {plan(*problem).kernel for problem in problems} - {""}
-    assert planned == set(_native.matmul_kernels())
+    problems = list(itertools.product(LEFT, (False, True), (False, True), (CPU, HOPPER)))
+    for kernel in _native.matmul_kernels():
+        assert any(plan(*problem, kernel=kernel).reason == "" for problem in problems), kernel
+
+
+def test_fused_kernels_run_only_by_name():
+    planned = {plan(*p).kernel for p in itertools.product(LEFT, (False, True), (False, True), GPUS)}
+    assert not any("fused" in kernel for kernel in planned)
+
+
+def up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit
+
+
+@pytest.mark.parametrize("shape", [(1, 128, 384, 512), (1, 5, 7, 256), (3, 5, 7, 64), (2, 300, 129, 48), (1, 1, 1, 16)])
+def test_scratch_of_fused_kernels(shape):
+    """Decoded rows, and copies of what no tensor map takes: codes unless K % 32 == 0, scales unless K % 256 == 0."""
+    batch, m, n, k = shape
+    rows = up(batch * m * up(k, 64) * 2, 256)
+    data = 0 if k % 32 == 0 else up(batch * n * up(k // 2, 16), 256)
+    scale = 0 if k % 256 == 0 else up(batch * n * up(k // 16, 16), 256)
+    assert plan(shape=shape, kernel="sm90_nvfp4_fused") == ("sm90_nvfp4_fused", rows + data + scale, "")
+    for a in ("bfloat16", "float16"):
+        assert plan(a, shape=shape, kernel="sm90_dense_fused") == ("sm90_dense_fused", data + scale, "")
 
 
 def test_shape_and_types_reach_the_plan(monkeypatch):

@@ -1,6 +1,6 @@
 // Launches every CUDA kernel on small, odd shapes, each buffer an allocation of exactly its size: the program that
 // compute-sanitizer watches (.ci/run_gpu). An access outside a buffer, which a framework's memory pool would hide,
-// is an error here. Build: nvcc -std=c++17 -fmad=false -lineinfo -I ffi launch_all.cc ffi/cuda/*/*.cu
+// is an error here. Built by .ci/run_gpu, which knows the architecture of each source.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -182,6 +182,31 @@ void matmul(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool a_w
   check(cudaDeviceSynchronize(), "sm80_nvfp4_blocks");
 }
 
+bool is_hopper() {
+  int major = 0, minor = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), "cudaDeviceGetAttribute");
+  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0), "cudaDeviceGetAttribute");
+  return major == 9 && minor == 0;
+}
+
+void fused(const MatmulOperand& a, const MatmulOperand& b, const MatmulResult& result, const GemmShape& s) {
+  for (FusedTile tile : {FusedTile::k256, FusedTile::k128, FusedTile::k128Split}) {
+    Buffer scratch(std::max<int64_t>(1, fused_scratch(s, a.quantized()).bytes));
+    check(launch_sm90_fused({a, b, result, s}, tile, scratch.as<void>(), nullptr), "sm90_fused");
+    check(cudaDeviceSynchronize(), "sm90_fused");
+  }
+}
+
+// Every tile, whatever the shape; `each` row or column with its own amax, or each matrix.
+void fused_matmul(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool each) {
+  const Tensor a(batch * m, k, each ? 1 : m, false), b(batch * n, k, each ? 1 : n, false);
+  Buffer bias(n * 2), out(batch * m * n * size_of(kind)), x(batch * m * k * 2);
+  const MatmulResult result{each ? bias.as<void>() : nullptr, Float::kBf16, out.as<void>(), kind};
+  fused(a.operand, b.operand, result, {batch, m, n, k});
+  for (Float dense : {Float::kBf16, Float::kF16})
+    fused({x.as<void>(), nullptr, nullptr, dense, {}, 448.0f}, b.operand, result, {batch, m, n, k});
+}
+
 void dequantize(const Shape& s, Float kind, int64_t amax_count, bool rotate_back) {
   const int64_t blocks = s.batch * s.rows * s.cols / 16;
   Buffer data(blocks * 8), scale(blocks), amax(amax_count * 4), out(blocks * 16 * size_of(kind));
@@ -264,6 +289,12 @@ int main() {
         matmul(s.batch, s.rows, s.rows + 5, s.cols, kind, flags & 1, flags & 2, s.batch > 1);
     for (int64_t k : {16, 48, 80})  // the last slab is not full
       for (bool each : {false, true}) matmul(2, 66, 3, k, kind, false, false, each);
+    if (is_hopper())
+      for (bool each : {false, true}) {
+        for (int64_t k : {16, 32, 48, 64, 320, 512}) fused_matmul(1, 70, 131, k, kind, each);  // copied or not, ragged
+        fused_matmul(3, 5, 4, 272, kind, each);
+        fused_matmul(1, 300, 600, 1280, kind, each);  // every stage is used again
+      }
     for (const Shape& s : ragged) {
       dequantize(s, kind, 1, false);
       dequantize(s, kind, s.batch * s.rows, true);
