@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import jnvfp4
+from jnvfp4 import _native
 
 from .timing import Job, rotations, time_jobs
 
@@ -44,8 +45,8 @@ def _jobs(case: str) -> dict[str, Job]:
     def dot(a, b):
         return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
-    def matmul(a, b, accumulation="fast"):
-        return jnvfp4.matmul_nt(a, b, out_dtype=dtype, accumulation=accumulation)
+    def matmul(a, b, accumulation="fast", implementation=None):
+        return jnvfp4.matmul_nt(a, b, out_dtype=dtype, accumulation=accumulation, implementation=implementation)
 
     pinned = partial(matmul, accumulation="pinned")
 
@@ -63,7 +64,19 @@ def _jobs(case: str) -> dict[str, Job]:
         "matmul_nt w4a4 pinned": Job(pinned, w4a4),
         "matmul_nt w4a16 pinned": Job(pinned, w4a16),
         "dequantize + dot": Job(decode_dot, w4a4),
+        **{
+            f"matmul_nt {name} {kernel}": Job(partial(matmul, implementation=kernel), inputs)
+            for name, inputs in {"w4a4": w4a4, "w4a16": w4a16}.items()
+            for kernel in _named_kernels(*inputs[0])
+        },
     }
+
+
+def _named_kernels(a: Any, b: Any) -> list[str]:
+    """Lists the kernels of one architecture that can multiply here but are not planned."""
+    planned = jnvfp4.supports("matmul_nt", a, b).kernel
+    kernels = [name for name in _native.matmul_kernels() if name.startswith("sm") and not name.startswith("sm80_")]
+    return [name for name in kernels if name != planned and jnvfp4.supports("matmul_nt", a, b, implementation=name)]
 
 
 def against(baseline: str, cases: dict[str, dict[str, Job]], flops: Any) -> list[dict[str, Any]]:

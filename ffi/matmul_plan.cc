@@ -18,6 +18,25 @@ const char* needs_free_order(const MatmulProblem& p) {
   return p.windows ? "it takes no operand with amax_scope=\"window64\"" : nullptr;
 }
 
+// What the kernels of few rows count in 32 bits, with room for what they multiply it by.
+const char* needs_few_rows(const MatmulProblem& p) {
+  if (const char* reason = needs_free_order(p)) return reason;
+  const GemmShape& s = p.shape;
+  constexpr int64_t kMost = int64_t{1} << 30;
+  if (s.rows > 64) return "M must be at most 64";
+  if (s.depth > kMost) return "K must be at most 2^30";
+  return s.cols > kMost || s.batch > kMost / 16 / ((s.cols + 15) / 16) ? "N times the batch must be at most 2^30"
+                                                                       : nullptr;
+}
+const char* needs_nvfp4_and_few_rows(const MatmulProblem& p) {
+  const char* reason = needs_nvfp4(p);
+  return reason ? reason : needs_few_rows(p);
+}
+const char* needs_dense_and_few_rows(const MatmulProblem& p) {
+  const char* reason = needs_dense(p);
+  return reason ? reason : needs_few_rows(p);
+}
+
 struct Row {
   MatmulKernel kernel;
   std::string_view name;
@@ -31,6 +50,9 @@ constexpr int kNewest = 999;
 // 498bfa0, benchmarks/results/h200_gemm.json), so the pinned kernels run only where the order asks for them.
 constexpr Row kTable[] = {
     {MatmulKernel::kDecodeThenDot, "decode_then_dot", kAnyGpu, kNewest, needs_free_order},
+    // Only by name, until they are measured here.
+    {MatmulKernel::kSm90Nvfp4SmallM, "sm90_nvfp4_small_m", 90, 90, needs_nvfp4_and_few_rows},
+    {MatmulKernel::kSm90DenseSmallM, "sm90_dense_small_m", 90, 90, needs_dense_and_few_rows},
     {MatmulKernel::kSm80Nvfp4Blocks, "sm80_nvfp4_blocks", kAnyGpu, kNewest, needs_nvfp4},
     {MatmulKernel::kSm80DenseElements, "sm80_dense_elements", kAnyGpu, kNewest, needs_dense},
     {MatmulKernel::kCpuNvfp4Blocks, "cpu_nvfp4_blocks", kCpu, kCpu, needs_nvfp4},
@@ -62,9 +84,8 @@ bool find_kernel(std::string_view name, MatmulKernel* kernel) {
 std::string why_not(MatmulKernel kernel, const MatmulProblem& problem, int capability) {
   const Row& row = row_of(kernel);
   if (capability < row.least || capability > row.most) {
-    const bool cpu = row.most == kCpu;
-    return std::string(row.name) + " runs on " + (cpu ? "" : "GPUs from ") + device_text(row.least) + ", not on " +
-           device_text(capability);
+    const char* which = row.most == kCpu ? "" : row.most == row.least ? "GPUs of " : "GPUs from ";
+    return std::string(row.name) + " runs on " + which + device_text(row.least) + ", not on " + device_text(capability);
   }
   const char* reason = row.cannot(problem);
   return reason ? std::string(row.name) + " cannot: " + reason : std::string();

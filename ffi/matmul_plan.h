@@ -12,12 +12,14 @@ namespace jnvfp4 {
 
 enum class MatmulKernel : uint8_t {
   kDecodeThenDot,      // decode both operands, XLA's 16-bit GEMM, epilogue: XLA operations, not the handler
+  kSm90Nvfp4SmallM,    // two NVFP4 operands, few rows: decoded inside a GEMM for Hopper
+  kSm90DenseSmallM,    // the same of a 16-bit left operand
   kSm80Nvfp4Blocks,    // two NVFP4 operands in the pinned order, integer tensor cores
   kSm80DenseElements,  // a 16-bit left operand in the pinned order
   kCpuNvfp4Blocks,     // the same on the CPU
   kCpuDenseElements,
 };
-inline constexpr int kMatmulKernels = 5;
+inline constexpr int kMatmulKernels = 7;
 
 struct MatmulProblem {
   enum class Left : uint8_t { kNvfp4, kBf16, kF16 };

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from conftest import gpus, skip_or_fail
 from helpers import (
     assert_bitwise,
     assert_gemm_close,
@@ -477,6 +478,174 @@ def test_runs_are_identical(native, weight_only):
     first = np.asarray(run())
     for _ in range(5):
         assert_bitwise(run(), first)
+
+
+# ---------------------------------------------------------------- few rows on Hopper, by name
+@pytest.fixture(scope="module")
+def hopper():
+    if not gpus():
+        skip_or_fail("cuda", "no CUDA device")
+    found = [device for device in gpus() if device.compute_capability == "9.0"]
+    if not found:
+        pytest.skip("no GPU of compute capability 9.0")
+    return found[0]
+
+
+FEW_LEFT = {"w4a4": None, **HALVES}
+every_left = pytest.mark.parametrize("left", list(FEW_LEFT.values()), ids=list(FEW_LEFT))
+
+# M, N, K on 132 multiprocessors. mma takes 16 rows at a time: masked if 256 does not divide K, by clusters if N is small.
+FEW_ROWS = [
+    (1, 1, 16),
+    (8, 40, 48),
+    (3, 100, 272),  # two ranks
+    (13, 1000, 2320),
+    (64, 130, 80),  # four times 16 rows
+    (40, 2200, 4112),  # three units a warp
+    (1, 24, 256),
+    (7, 100, 4096),  # eight ranks
+    (8, 2128, 8192),  # two units a warp
+    (3, 43000, 256),  # more thread blocks than multiprocessors
+    (9, 77, 512),
+    (16, 2200, 4096),
+    (16, 2200, 8448),  # more than one unit a warp, the last warps fewer
+    (12, 40, 8192),
+]
+# wgmma: the tiles of columns take two to four warpgroups, and clusters of 1, 2 and 4 thread blocks divide K.
+FEW_ROWS += [
+    (m, n, k)
+    for m in (17, 33)
+    for n, k in [
+        (1, 256),
+        (1000, 256),
+        (1003, 2304),
+        (4800, 2048),
+        (7605, 2048),
+        (8192, 512),
+        (14336, 512),
+        (40001, 256),
+    ]
+]
+FEW_ROWS += [(32, 100, 4352), (64, 100, 4352), (50, 260, 14336)]
+every_few_rows = pytest.mark.parametrize("shape", FEW_ROWS, ids=["x".join(map(str, s)) for s in FEW_ROWS])
+
+
+def few(left, shape, lead=(), shared=True, a_format=TENSOR, b_format=TENSOR, **amax):
+    """Operands whose products add up to the same bits in any order."""
+    m, n, k = shape
+    b = random_tensor(1, (n, k) if shared else (*lead, n, k), b_format, scales=NARROW, amax=amax.get("b"))
+    if left is None:
+        return random_tensor(0, (*lead, m, k), a_format, scales=NARROW, amax=amax.get("a")), b
+    return jnp.asarray(np.random.default_rng(0).integers(-8, 9, (*lead, m, k)).astype(left)), b
+
+
+def few_rows_product(device, a, b, bias=None, out=np.float32) -> np.ndarray:
+    name = "sm90_nvfp4_small_m" if isinstance(a, NVFP4Tensor) else "sm90_dense_small_m"
+    a, b, bias = jax.device_put((a, b, bias), device)
+    with jax.default_device(device):
+        return np.asarray(jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out, implementation=name))
+
+
+def check_few_rows(device, a, b, bias=None, out=np.float32) -> None:
+    cpu = jax.devices("cpu")[0]
+    of_cpu = jax.device_put((a, b, bias), cpu)
+    with jax.default_device(cpu):
+        want = jnvfp4.matmul_nt(*of_cpu[:2], bias=of_cpu[2], out_dtype=out, implementation="native")
+    assert_bitwise(few_rows_product(device, a, b, bias, out), want)
+
+
+@every_left
+@every_few_rows
+def test_few_rows(hopper, left, shape):
+    a, b = few(left, shape)
+    assert order_free(a, b)
+    check_few_rows(hopper, a, b, dense(shape[1:2], np.float32))
+
+
+@every_left
+@pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 24, 31, 32, 33, 63, 64])
+@pytest.mark.parametrize("k", [256, 304])
+def test_few_rows_of_every_count(hopper, left, m, k):
+    check_few_rows(hopper, *few(left, (m, 67, k), b_format=ROW))
+
+
+@every_left
+@every_out_dtype
+@pytest.mark.parametrize("bias_dtype", [None, *DTYPES.values()], ids=["none", *DTYPES])
+@pytest.mark.parametrize("m", [5, 40])
+@pytest.mark.parametrize("n", [67, 68])
+def test_few_rows_with_a_bias(hopper, left, out, bias_dtype, m, n):
+    bias = None if bias_dtype is None else dense((n,), bias_dtype)
+    check_few_rows(hopper, *few(left, (m, n, 512)), bias, out)
+
+
+@every_left
+@pytest.mark.parametrize("a_format", [TENSOR, ROW, Format(e4m3_max=256)], ids=["tensor", "row", "256"])
+@pytest.mark.parametrize("b_format", [TENSOR, ROW, Format("row", 256)], ids=["tensor", "row", "row256"])
+@pytest.mark.parametrize("m", [16, 48])
+def test_few_rows_of_every_scope(hopper, left, a_format, b_format, m):
+    check_few_rows(hopper, *few(left, (m, m, 256), a_format=a_format, b_format=b_format))
+
+
+@every_left
+@pytest.mark.parametrize("scope", ["tensor", "per matrix", "row"])
+@pytest.mark.parametrize("shared", [False, True], ids=["batched b", "shared b"])
+@pytest.mark.parametrize("shape", [(5, 35, 512), (40, 36, 512), (20, 35, 48)], ids=["mma", "wgmma", "masked"])
+def test_few_rows_with_leading_axes(hopper, left, scope, shared, shape):
+    m, n, _ = shape
+    lead = (3,) if m == 5 else (2, 3)
+    if shared:
+        m = max(1, 64 // (2 * 3)) if m > 5 else m
+    rng = np.random.default_rng(5)
+    of = {"tensor": lambda _: (), "per matrix": lambda _: lead, "row": lambda rows: (*lead, rows)}[scope]
+    fmt = ROW if scope == "row" else TENSOR
+    of_b = ((n,) if scope == "row" else ()) if shared else of(n)
+    amax = {"a": rng.uniform(0.5, 2, of(m)), "b": rng.uniform(0.5, 2, of_b)}
+    check_few_rows(hopper, *few(left, (m, *shape[1:]), lead, shared, fmt, fmt, **amax))
+
+
+@every_left
+@pytest.mark.parametrize("shape", [(5, 7, 32), (5, 7, 256), (40, 7, 256)], ids=["masked", "mma", "wgmma"])
+@pytest.mark.parametrize("amax", [0.0, np.inf, np.nan, 1e25, 1e-38], ids=str)
+def test_few_rows_with_an_amax_that_is_no_ordinary_number(hopper, left, shape, amax):
+    check_few_rows(hopper, *few(left, shape, a=amax, b=amax), out=DTYPES["bf16"])
+
+
+@every_left
+@pytest.mark.parametrize("shape", [(5, 70, 32), (5, 70, 256), (40, 70, 256)], ids=["masked", "mma", "wgmma"])
+def test_few_rows_with_nan(hopper, left, shape):
+    """A NaN scale, or element, reaches its row or column and no other, also the last ones."""
+    a, b = few(left, shape)
+    want = np.zeros(shape[:2], bool)
+    want[-1], want[:, [4, -1]] = True, True
+    a = with_nan_scale(a, -1) if left is None else a.at[-1, 17].set(np.nan)
+    got = few_rows_product(hopper, a, with_nan_scale(with_nan_scale(b, 4), -1))
+    assert np.array_equal(np.isnan(got), want)
+    assert (bits(got)[want] == 0x7FC00000).all()
+
+
+@every_left
+@pytest.mark.parametrize("m", [8, 64])
+def test_few_rows_of_every_code_and_scale(hopper, left, m):
+    """Ordinary data, and one k at a time: each product of a code and a scale is exact."""
+    b = random_tensor(1, (127 * 2, 256), scales=range(0x7F))
+    a = random_tensor(0, (m, 256), scales=range(0x7F)) if left is None else jnp.eye(m, 256, 3, dtype=left)
+    got = few_rows_product(hopper, a, b)
+    assert_gemm_close(got, a, b)
+    if left is not None:
+        check_few_rows(hopper, a, b)
+
+
+@every_left
+@pytest.mark.parametrize("shape", [(8, 1000, 4096), (16, 520, 14336), (64, 1000, 4096), (33, 500, 1040)], ids=str)
+def test_few_rows_are_close_and_the_same_in_every_run(hopper, left, shape):
+    m, n, k = shape
+    a, b = quantized(shape, ROW, ROW)
+    a = a if left is None else dense((m, k), left)
+    first = few_rows_product(hopper, a, b)
+    assert_gemm_close(first, a, b)
+    for _ in range(5):
+        assert_bitwise(few_rows_product(hopper, a, b), first)
 
 
 # ---------------------------------------------------------------- edges

@@ -60,6 +60,10 @@ ffi::Error produce(cudaStream_t stream, const ProduceArgs& args, const KernelSpe
 }
 
 ffi::Error matmul(cudaStream_t stream, const MatmulArgs& args, const MatmulPlan& plan, void* scratch) {
+  if (!is_built(plan.kernel))
+    return ffi::Error(ffi::ErrorCode::kUnimplemented,
+                      "matmul_nt: this build has no " + std::string(name_of(plan.kernel)) + " (built for " +
+                          JNVFP4_CUDA_BUILT_FOR + "); build jnvfp4 with 90a among JNVFP4_CUDA_TARGETS");
   return launched("matmul_nt", launch_matmul(args, plan, scratch, stream));
 }
 ffi::Error decode(cudaStream_t stream, const DecodeArgs& args) {

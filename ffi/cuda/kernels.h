@@ -30,8 +30,11 @@ cudaError_t launch_produce_pair(const ProduceArgs& args, const KernelSpec& row, 
 
 // Runs a plan whose kernel is not decode_then_dot.
 cudaError_t launch_matmul(const MatmulArgs& args, const MatmulPlan& plan, void* scratch, cudaStream_t stream);
+// Whether this build has the kernel: one of a single architecture needs its target among those that were compiled for.
+bool is_built(MatmulKernel kernel);
 cudaError_t launch_sm80_nvfp4_blocks(const MatmulArgs& args, cudaStream_t stream);
 cudaError_t launch_sm80_dense_elements(const MatmulArgs& args, cudaStream_t stream);
+cudaError_t launch_sm90_small_m(const MatmulArgs& args, cudaStream_t stream);
 // What surrounds XLA's GEMM in the plan decode_then_dot.
 cudaError_t launch_decode(const DecodeArgs& args, cudaStream_t stream);
 cudaError_t launch_epilogue(const EpilogueArgs& args, cudaStream_t stream);

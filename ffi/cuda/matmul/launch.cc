@@ -3,10 +3,25 @@
 
 namespace jnvfp4 {
 
+bool is_built(MatmulKernel kernel) {
+#if !defined(JNVFP4_SM90A)  // the target 90a was not asked for, or the compiler does not know it
+  if (kernel == MatmulKernel::kSm90Nvfp4SmallM || kernel == MatmulKernel::kSm90DenseSmallM) return false;
+#endif
+  return kernel != MatmulKernel::kDecodeThenDot && kernel != MatmulKernel::kCpuNvfp4Blocks &&
+         kernel != MatmulKernel::kCpuDenseElements;
+}
+
 cudaError_t launch_matmul(const MatmulArgs& args, const MatmulPlan& plan, void* /* scratch */, cudaStream_t stream) {
   switch (plan.kernel) {
     case MatmulKernel::kSm80Nvfp4Blocks: return launch_sm80_nvfp4_blocks(args, stream);
     case MatmulKernel::kSm80DenseElements: return launch_sm80_dense_elements(args, stream);
+#if defined(JNVFP4_SM90A)
+    case MatmulKernel::kSm90Nvfp4SmallM:
+    case MatmulKernel::kSm90DenseSmallM: return launch_sm90_small_m(args, stream);
+#else
+    case MatmulKernel::kSm90Nvfp4SmallM:
+    case MatmulKernel::kSm90DenseSmallM:
+#endif
     case MatmulKernel::kDecodeThenDot:  // XLA operations
     case MatmulKernel::kCpuNvfp4Blocks:
     case MatmulKernel::kCpuDenseElements: break;

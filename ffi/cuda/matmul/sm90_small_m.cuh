@@ -1,9 +1,9 @@
 // What the products of few rows share on Hopper (sm_90a): out = epilogue(a b^T), a of at most 64 rows, b NVFP4.
 //
-// b, which is nearly all of the bytes, is on the side of the MMA that has 16 or 64 rows, and is decoded in registers from
-// the layout in which it is stored. The order of k inside an MMA is free as long as both operands agree: lane t of each
-// four owns 32 neighbouring k, so that one load of 16 bytes feeds eight k16 steps and needs two scales. Decoding emits
-// the pairs (k, k + 4) of each 8, and the rows of a are permuted likewise.
+// b, which is nearly all of the bytes, is on the side of the MMA that has 16 or 64 rows, and is decoded in registers
+// from the layout in which it is stored. The order of k inside an MMA is free as long as both operands agree: lane t of
+// each four owns 32 neighbouring k, so that one load of 16 bytes feeds eight k16 steps and needs two scales. Decoding
+// emits the pairs (k, k + 4) of each 8, and the rows of a are permuted likewise.
 //
 // Every q * s is exact in bfloat16 and float16 times a power of two, which the end takes back. Sums are float32 in an
 // order that depends only on the shape and the device: K is split over warps and over the thread blocks of a cluster,
@@ -194,9 +194,8 @@ __device__ __forceinline__ void store_results(const MatmulResult& r, int64_t i, 
     *reinterpret_cast<uint4*>(static_cast<uint32_t*>(r.out) + i) = make_uint4(
         bits_of(f32_encode(v[0])), bits_of(f32_encode(v[1])), bits_of(f32_encode(v[2])), bits_of(f32_encode(v[3])));
   else
-    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(r.out) + i) =
-        make_uint2(encode16(r.kind, v[0]) | encode16(r.kind, v[1]) << 16,
-                   encode16(r.kind, v[2]) | encode16(r.kind, v[3]) << 16);
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(r.out) + i) = make_uint2(
+        encode16(r.kind, v[0]) | encode16(r.kind, v[1]) << 16, encode16(r.kind, v[2]) | encode16(r.kind, v[3]) << 16);
 }
 
 // What the outputs of kCols columns have in common. Columns that do not exist are not read.
@@ -272,6 +271,7 @@ inline cudaError_t launch_clusters(void (*kernel)(Args), Args a, int ranks, int 
     config.gridDim = dim3(static_cast<unsigned>(a.tiles * ranks), static_cast<unsigned>(row_tiles), matrices);
     status = cudaLaunchKernelEx(&config, kernel, a);
   }
+  if (status != cudaSuccess) cudaGetLastError();  // it is returned, and not to be found by the next launch
   return status;
 }
 

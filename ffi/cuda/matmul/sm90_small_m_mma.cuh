@@ -1,5 +1,6 @@
-// Up to 16 rows by mma.sync: each warp works alone until the end. Its K is divided into units; it keeps the rows of a of
-// one unit in registers, while the columns of its thread block stream past through a private ring of cp.async stages.
+// Up to 16 rows by mma.sync: each warp works alone until the end. Its K is divided into units; it keeps the rows of a
+// of one unit in registers, while the columns of its thread block stream past through a private ring of cp.async
+// stages.
 #pragma once
 
 #include "sm90_small_m.cuh"
@@ -38,7 +39,8 @@ struct Shape {
   static constexpr int kScales = kParts * 1024, kStage = kScales + kParts * 128;  // bytes: 16 rows of codes, and scales
   static constexpr int kRing = kStages * kStage;
 
-  // Bytes of a warp beside its ring: its rows of a, and its sums. If it has one unit, the sums take the place of the rows.
+  // Bytes of a warp beside its ring: its rows of a, and its sums. If it has one unit, the sums take the place of the
+  // rows.
   __host__ __device__ static constexpr int rows_bytes(Left left) {
     return left == Left::kNvfp4 ? 0 : kRowTiles * kParts * 2048;
   }
@@ -152,13 +154,18 @@ struct Ring {
   const uint8_t *low, *high, *thin;  // of this lane in the next stage: codes of columns g and g + 8; scales
   int64_t wide, narrow;              // bytes of a row of codes and of scales
   int last, depth, groups;
-  int group, unit, left;             // of the next stage; stages that are left
-  uint32_t begin, to;                // of this lane
+  int group, unit, left;  // of the next stage; stages that are left
+  uint32_t begin, to;     // of this lane
   bool ragged;
 
   __device__ __forceinline__ Ring(const MatmulArgs& g, const Share& share, uint32_t ring, int first_unit, int steps)
-      : wide(g.shape.depth / 2), narrow(g.shape.depth / kBlock), depth(static_cast<int>(g.shape.depth)),
-        groups(share.groups), group(0), unit(first_unit), left(steps) {
+      : wide(g.shape.depth / 2),
+        narrow(g.shape.depth / kBlock),
+        depth(static_cast<int>(g.shape.depth)),
+        groups(share.groups),
+        group(0),
+        unit(first_unit),
+        left(steps) {
     const int lane = threadIdx.x % 32, cols = static_cast<int>(g.shape.cols), col0 = share.group0 * 16;
     const int64_t row0 = share.matrix * g.shape.cols + col0;
     data = static_cast<const uint8_t*>(g.b.data) + row0 * wide, scale = g.b.scale + row0 * narrow;
@@ -188,8 +195,7 @@ struct Ring {
   __device__ __forceinline__ void copy() {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int h = 0; h < S::kParts; ++h)
-      copy16(to + h * 1024, low + h * 64), copy16(to + h * 1024 + 512, high + h * 64);
+    for (int h = 0; h < S::kParts; ++h) copy16(to + h * 1024, low + h * 64), copy16(to + h * 1024 + 512, high + h * 64);
     if (lane < 16) {
       if constexpr (S::kParts == 2)
         copy16(to + S::kScales, thin);
@@ -273,8 +279,8 @@ __device__ __forceinline__ void keep(uint32_t at, const float (&d)[kTiles][2][4]
 // Adds the sums of warps and ranks in their order. A slot is what one lane has of 16 columns and 8 rows: rows 2t and
 // 2t + 1, columns g and g + 8. Each rank has its part of the slots.
 template <Left left, class S>
-__device__ __forceinline__ void finish_slots(const MatmulArgs& g, const Share& share, int row0, uint32_t sums, int pitch,
-                                             int units) {
+__device__ __forceinline__ void finish_slots(const MatmulArgs& g, const Share& share, int row0, uint32_t sums,
+                                             int pitch, int units) {
   const int slots = share.groups * S::kRowTiles * 32, end = slots * (share.rank + 1) / share.ranks;
   const int rows = static_cast<int>(g.shape.rows), cols = static_cast<int>(g.shape.cols);
   int slot = slots * share.rank / share.ranks + static_cast<int>(threadIdx.x), col = 0, row = 0;
@@ -374,7 +380,8 @@ cudaError_t launch_mma_shape(const MatmulArgs& g, cudaStream_t stream) {
   const int row_tiles = static_cast<int>((g.shape.rows + S::kRowTiles * 8 - 1) / (S::kRowTiles * 8));
   const int64_t others = g.shape.batch * row_tiles;
   int ranks = 1;
-  while (ranks < 8 && groups * others * ranks * 2 <= processors && ranks * 2 <= units) ranks *= 2;
+  // Clusters of four and eight do not find room on every multiprocessor.
+  while (ranks < 8 && groups * others * ranks * 2 <= processors - processors / 8 && ranks * 2 <= units) ranks *= 2;
   const bool one = (units + ranks - 1) / ranks <= kWarps;
   const int tiles = tiles_of(groups, S::most_groups(left, one), others * ranks);
   const int bytes = S::bytes(left, one, (groups + tiles - 1) / tiles);

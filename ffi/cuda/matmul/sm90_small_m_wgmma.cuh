@@ -33,14 +33,14 @@ __device__ __forceinline__ void wgmma(float (&d)[kRows / 2], uint32_t a0, uint32
                                       uint64_t b);
 #define JNVFP4_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define JNVFP4_D16(i) JNVFP4_D4(i), JNVFP4_D4(i + 4), JNVFP4_D4(i + 8), JNVFP4_D4(i + 12)
-#define JNVFP4_WGMMA(ROWS, BF16, TYPE, LIST, A0, A1, A2, A3, B, ...)                                                 \
-  template <>                                                                                                        \
-  __device__ __forceinline__ void wgmma<ROWS, BF16>(float (&d)[ROWS / 2], uint32_t a0, uint32_t a1, uint32_t a2,     \
-                                                    uint32_t a3, uint64_t b) {                                       \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #ROWS "k16.f32." TYPE " {" LIST "}, {%" #A0 ",%" #A1 ",%" #A2   \
-                 ",%" #A3 "}, %" #B ", 1, 1, 1, 0;"                                                                  \
-                 : __VA_ARGS__                                                                                       \
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));                                                      \
+#define JNVFP4_WGMMA(ROWS, BF16, TYPE, LIST, A0, A1, A2, A3, B, ...)                                               \
+  template <>                                                                                                      \
+  __device__ __forceinline__ void wgmma<ROWS, BF16>(float (&d)[ROWS / 2], uint32_t a0, uint32_t a1, uint32_t a2,   \
+                                                    uint32_t a3, uint64_t b) {                                     \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #ROWS "k16.f32." TYPE " {" LIST "}, {%" #A0 ",%" #A1 ",%" #A2 \
+                 ",%" #A3 "}, %" #B ", 1, 1, 1, 0;"                                                                \
+                 : __VA_ARGS__                                                                                     \
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));                                                    \
   }
 #define JNVFP4_LIST16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define JNVFP4_LIST32 JNVFP4_LIST16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
@@ -266,7 +266,7 @@ __device__ __forceinline__ void consume(WideRing<S>& columns, const Stages<S>& s
           if (done >= 0 && lane == 0) arrive(stages.is_empty(done));
           done = row_stage;
         }
-        uint32_t(&p)[8] = a[i % 2];
+        uint32_t (&p)[8] = a[i % 2];
         if (columns.live > 0) half.fragment(i, p);  // the branch also keeps the compiler from moving it up
         fence_mma();
         wgmma<S::kRows, Decode<left>::kBf16>(d, p[0], p[1], p[2], p[3], b + i * 4 * S::kRows);
@@ -335,13 +335,12 @@ __global__ void __launch_bounds__(S::kThreads, 1) small_m_wgmma_kernel(const __g
     float d[S::kRows / 2] = {};
     consume<left, S>(columns, stages, unit0, unit1, d);
     asm volatile("bar.sync 1, %0;" ::"n"(S::kConsumers) : "memory");  // nobody needs the rings any more
-    float* sums = reinterpret_cast<float*>(shared);                  // [row of a][column]
+    float* sums = reinterpret_cast<float*>(shared);                   // [row of a][column]
     const int g8 = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < S::kRows / 8; ++n)
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        sums[(n * 8 + t * 2 + j % 2) * S::kPitch + warp * 16 + g8 + j / 2 * 8] = d[n * 4 + j];
+      for (int j = 0; j < 4; ++j) sums[(n * 8 + t * 2 + j % 2) * S::kPitch + warp * 16 + g8 + j / 2 * 8] = d[n * 4 + j];
   }
   finish_rows<left, S>(g, share, base);
 }
