@@ -25,8 +25,8 @@ const char* needs_few_rows(const MatmulProblem& p) {
   constexpr int64_t kMost = int64_t{1} << 30;
   if (s.rows > 64) return "M must be at most 64";
   if (s.depth > kMost) return "K must be at most 2^30";
-  return s.cols > kMost || s.batch > kMost / 16 / ((s.cols + 15) / 16) ? "N times the batch must be at most 2^30"
-                                                                       : nullptr;
+  const int64_t groups = (s.cols + 15) / 16;
+  return s.cols > kMost || groups * s.batch > kMost / 16 ? "N times the batch is too large" : nullptr;
 }
 const char* needs_nvfp4_and_few_rows(const MatmulProblem& p) {
   const char* reason = needs_nvfp4(p);

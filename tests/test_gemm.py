@@ -494,7 +494,8 @@ def hopper():
 FEW_LEFT = {"w4a4": None, **HALVES}
 every_left = pytest.mark.parametrize("left", list(FEW_LEFT.values()), ids=list(FEW_LEFT))
 
-# M, N, K on 132 multiprocessors. mma takes 16 rows at a time: masked if 256 does not divide K, by clusters if N is small.
+# M, N, K, for 132 multiprocessors. mma takes 16 rows at a time: masked if 256 does not divide K, in clusters if N is
+# small.
 FEW_ROWS = [
     (1, 1, 16),
     (8, 40, 48),
@@ -639,9 +640,8 @@ def test_few_rows_of_every_code_and_scale(hopper, left, m):
 @every_left
 @pytest.mark.parametrize("shape", [(8, 1000, 4096), (16, 520, 14336), (64, 1000, 4096), (33, 500, 1040)], ids=str)
 def test_few_rows_are_close_and_the_same_in_every_run(hopper, left, shape):
-    m, n, k = shape
     a, b = quantized(shape, ROW, ROW)
-    a = a if left is None else dense((m, k), left)
+    a = a if left is None else dense((shape[0], shape[2]), left)
     first = few_rows_product(hopper, a, b)
     assert_gemm_close(first, a, b)
     for _ in range(5):

@@ -83,8 +83,8 @@ WHY_NOT = {
     "few rows by windows": ("sm90_dense_small_m", {"a": "bfloat16", "windows": True}, "window64"),
     "few rows in an order": ("sm90_nvfp4_small_m", {"pinned": True}, "its order of summation is not pinned"),
     "a long K": ("sm90_nvfp4_small_m", {"shape": (1, 1, 16, 2**30 + 16)}, "K must be at most 2^30"),
-    "many columns": ("sm90_nvfp4_small_m", {"shape": (1, 1, 2**30 + 1, 16)}, "N times the batch must be at most 2^30"),
-    "many products": ("sm90_nvfp4_small_m", {"shape": (2**26 + 1, 1, 1, 16)}, "N times the batch must be at most"),
+    "many columns": ("sm90_nvfp4_small_m", {"shape": (1, 1, 2**30 + 1, 16)}, "N times the batch is too large"),
+    "many products": ("sm90_nvfp4_small_m", {"shape": (2**26 + 1, 1, 1, 16)}, "the batch is too large"),
     "no such kernel": ("sm90_unheard_of", {}, "no kernel has the name sm90_unheard_of"),
 }
 
