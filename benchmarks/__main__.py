@@ -1,4 +1,4 @@
-"""``python -m benchmarks quantize|gemm|linear|checkpoint|plot|compare``; see benchmarks/README.md."""
+"""``python -m benchmarks quantize|gemm|products|linear|checkpoint|plot|compare``; see benchmarks/README.md."""
 
 import argparse
 import pathlib
@@ -12,7 +12,7 @@ from .compare import compare, regressions
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     commands = parser.add_subparsers(dest="command", required=True)
-    for suite in ("quantize", "gemm", "linear"):
+    for suite in ("quantize", "gemm", "products", "linear"):
         command = commands.add_parser(suite, help=f"time the {suite} suite")
         shape = "MxK or a name of tests/cases.py" if suite == "quantize" else "MxNxK"
         command.add_argument("--cases", type=_names, help=f"comma-separated: {shape}; all that suit the device")
@@ -22,6 +22,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--ops", type=_names, help="comma-separated: operations; the defaults of each case")
             command.add_argument("--no-naive", action="store_true", help="leave out the naive jnp quantizers")
             command.add_argument("--peers", action="store_true", help="also other libraries, where installed")
+        if suite == "products":
+            command.add_argument("--every", action="store_true", help="also the kernels that are not planned")
     command = commands.add_parser("checkpoint", help="time the conversion of a checkpoint")
     command.add_argument("--gigabytes", type=float, default=2.0, help="of the checkpoint, 2 by default")
     command.add_argument("--folder", type=pathlib.Path, help="where to make it: room for twice as much")
@@ -43,10 +45,12 @@ def _names(text: str) -> list[str]:
 
 def _run(args: argparse.Namespace) -> list[dict[str, Any]]:
     # Not for plot and compare, which need no JAX.
-    from . import bench_checkpoint, bench_gemm, bench_linear, bench_quantize
+    from . import bench_checkpoint, bench_gemm, bench_linear, bench_products, bench_quantize
 
     if args.command == "gemm":
         return bench_gemm.run(args.cases)
+    if args.command == "products":
+        return bench_products.run(args.cases, args.every)
     if args.command == "checkpoint":
         return bench_checkpoint.run(args.gigabytes, args.folder)
     if args.command == "linear":

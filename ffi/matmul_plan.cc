@@ -35,6 +35,25 @@ const char* needs_fused_dense(const MatmulProblem& p) {
   return needs_narrow(p);
 }
 
+// What the kernels of few rows count in 32 bits, with room for what they multiply it by.
+const char* needs_few_rows(const MatmulProblem& p) {
+  if (const char* reason = needs_free_order(p)) return reason;
+  const GemmShape& s = p.shape;
+  constexpr int64_t kMost = int64_t{1} << 30;
+  if (s.rows > 64) return "M must be at most 64";
+  if (s.depth > kMost) return "K must be at most 2^30";
+  const int64_t groups = (s.cols + 15) / 16;
+  return s.cols > kMost || groups * s.batch > kMost / 16 ? "N times the batch is too large" : nullptr;
+}
+const char* needs_nvfp4_and_few_rows(const MatmulProblem& p) {
+  const char* reason = needs_nvfp4(p);
+  return reason ? reason : needs_few_rows(p);
+}
+const char* needs_dense_and_few_rows(const MatmulProblem& p) {
+  const char* reason = needs_dense(p);
+  return reason ? reason : needs_few_rows(p);
+}
+
 struct Row {
   MatmulKernel kernel;
   std::string_view name;
@@ -49,10 +68,12 @@ constexpr int kHopper = 90, kNewest = 999;
 // kernels of Hopper run only by name until they are measured.
 constexpr Row kTable[] = {
     {MatmulKernel::kDecodeThenDot, "decode_then_dot", kAnyGpu, kNewest, needs_free_order},
-    {MatmulKernel::kSm80Nvfp4Blocks, "sm80_nvfp4_blocks", kAnyGpu, kNewest, needs_nvfp4},
-    {MatmulKernel::kSm80DenseElements, "sm80_dense_elements", kAnyGpu, kNewest, needs_dense},
+    {MatmulKernel::kSm90Nvfp4SmallM, "sm90_nvfp4_small_m", kHopper, kHopper, needs_nvfp4_and_few_rows},
+    {MatmulKernel::kSm90DenseSmallM, "sm90_dense_small_m", kHopper, kHopper, needs_dense_and_few_rows},
     {MatmulKernel::kSm90Nvfp4Fused, "sm90_nvfp4_fused", kHopper, kHopper, needs_fused_nvfp4},
     {MatmulKernel::kSm90DenseFused, "sm90_dense_fused", kHopper, kHopper, needs_fused_dense},
+    {MatmulKernel::kSm80Nvfp4Blocks, "sm80_nvfp4_blocks", kAnyGpu, kNewest, needs_nvfp4},
+    {MatmulKernel::kSm80DenseElements, "sm80_dense_elements", kAnyGpu, kNewest, needs_dense},
     {MatmulKernel::kCpuNvfp4Blocks, "cpu_nvfp4_blocks", kCpu, kCpu, needs_nvfp4},
     {MatmulKernel::kCpuDenseElements, "cpu_dense_elements", kCpu, kCpu, needs_dense},
 };

@@ -1,19 +1,14 @@
 """``matmul_nt`` against its formula in NumPy: bitwise where the order is pinned, else within a derived bound."""
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import gpus, skip_or_fail
 from helpers import (
     assert_bitwise,
     assert_gemm_close,
     bits,
-    decoded,
     e2m1_values,
     matmul_by_formula,
     random_tensor,
@@ -22,16 +17,10 @@ from helpers import (
     unpack_codes,
 )
 from operands import normal
+from products import DTYPES, HALVES, NARROW, ROW, TENSOR, WINDOW, dense, order_free, quantized, with_nan_scale
 
 import jnvfp4
 from jnvfp4 import NVFP4, NVFP4_RHT, Format, NVFP4Tensor
-
-DTYPES = {"fp32": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16}
-HALVES = {name: DTYPES[name] for name in ("bf16", "fp16")}
-ROW = Format(amax_scope="row")
-TENSOR = Format()
-WINDOW = Format(amax_scope="window64")
-NARROW = (0x30, 0x38, 0x40)  # scales 1/2, 1, 2
 
 # M, N, K: one row, odd N, one block, more than one tile and panel in every direction, long K.
 SHAPES = [(1, 1, 16), (1, 40, 64), (5, 7, 16), (17, 33, 48), (130, 65, 256), (3, 100, 4096)]
@@ -39,15 +28,6 @@ every_accumulation = pytest.mark.parametrize("accumulation", ["fast", "pinned"])
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=["x".join(map(str, s)) for s in SHAPES])
 every_out_dtype = pytest.mark.parametrize("out", list(DTYPES.values()), ids=list(DTYPES))
 every_half = pytest.mark.parametrize("half", list(HALVES.values()), ids=list(HALVES))
-
-
-def quantized(shape, a_format=TENSOR, b_format=TENSOR, seed=0, **kwargs) -> tuple[NVFP4Tensor, NVFP4Tensor]:
-    m, n, k = shape
-    return random_tensor(seed, (m, k), a_format, **kwargs), random_tensor(seed + 1, (n, k), b_format, **kwargs)
-
-
-def dense(shape: tuple[int, ...], dtype, seed: int = 2) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
 
 
 def multiply(backend, a, b, accumulation="fast", **options) -> jax.Array:
@@ -446,15 +426,6 @@ def test_leading_axes_of_weight_only(native, half, shared, accumulation):
 
 
 # ---------------------------------------------------------------- sums that no order can change
-def order_free(a, b) -> bool:
-    """All products are multiples of one unit and the sum of their magnitudes is below 2^24 units."""
-    values = [decoded(t).astype(np.float64) for t in (a, b)]
-    units = [np.min(np.abs(v[v != 0])) for v in values]
-    unit = 2.0 ** np.floor(np.log2(units[0])) * 2.0 ** np.floor(np.log2(units[1])) / 4
-    multiples = all(np.all(v / (u / 2) == np.round(v / (u / 2))) for v, u in zip(values, units, strict=True))
-    return multiples and np.max(np.abs(values[0]) @ np.abs(values[1]).T) < 2.0**24 * unit
-
-
 @every_out_dtype
 def test_order_free_sums_are_the_same_bits_everywhere(backend, out):
     a, b = quantized((33, 40, 512), ROW, TENSOR, scales=NARROW)
@@ -483,186 +454,6 @@ def test_runs_are_identical(native, weight_only):
         assert_bitwise(run(), first)
 
 
-# ---------------------------------------------------------------- fused kernels of Hopper, by name
-FUSED = {"nvfp4": "sm90_nvfp4_fused", "bf16": "sm90_dense_fused", "fp16": "sm90_dense_fused"}
-every_left = pytest.mark.parametrize("left", FUSED)
-# M, N, K of each tile on an H200: 256 rows, 128 rows, 128 rows and halves of K. All are ragged.
-FUSED_TILES = {"256": (509, 8190, 336), "128": (250, 8190, 336), "split": (123, 8188, 720)}
-every_tile = pytest.mark.parametrize("shape", FUSED_TILES.values(), ids=FUSED_TILES)
-
-
-ONCE = f"""
-import jax, jax.numpy as jnp, jnvfp4
-for m, n, k in {list(FUSED_TILES.values())}:
-    x, w = (jax.random.normal(jax.random.key(i), (rows, k), jnp.bfloat16) for i, rows in enumerate((m, n)))
-    b = jnvfp4.quantize(w)
-    jnvfp4.matmul_nt(jnvfp4.quantize(x), b, implementation="sm90_nvfp4_fused").block_until_ready()
-    for half in (x, x.astype(jnp.float16)):
-        jnvfp4.matmul_nt(half, b, implementation="sm90_dense_fused").block_until_ready()
-"""
-
-
-@pytest.fixture(scope="session")
-def fused_kernels_end():
-    """A barrier that is waited for in vain stops a GPU for ever: a process of its own finds that out first."""
-    subprocess.run([sys.executable, "-c", ONCE], check=True, timeout=300)
-
-
-@pytest.fixture
-def hopper(request):
-    found = [device for device in gpus() if device.compute_capability == "9.0"]
-    if not found:
-        skip_or_fail("hopper", "no GPU of compute capability 9.0")
-    request.getfixturevalue("fused_kernels_end")
-    with jax.default_device(jax.devices("cpu")[0]):  # of operands and of what is wanted
-        yield found[0]
-
-
-def order_free_operands(left, m, n, k, a_format=TENSOR, b_format=TENSOR, lead=(), b_lead=()):
-    """Operands whose products sum exactly in any order, up to K of about 4096."""
-    b = random_tensor(1, (*b_lead, n, k), b_format, scales=NARROW)
-    if left == "nvfp4":
-        return random_tensor(0, (*lead, m, k), a_format, scales=NARROW), b
-    values = np.random.default_rng(0).integers(-8, 9, (*lead, m, k))
-    return jnp.asarray(values.astype(DTYPES[left])), b
-
-
-def fused(left, device, a, b, bias=None, out=np.float32):
-    a, b, bias = jax.device_put((a, b, bias), device)
-    return jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out, implementation=FUSED[left])
-
-
-def check_fused(left, device, a, b, bias=None, out=np.float32) -> None:
-    assert_bitwise(fused(left, device, a, b, bias, out), jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out))
-
-
-@every_left
-@every_tile
-@every_out_dtype
-def test_fused_tiles(hopper, left, shape, out):
-    check_fused(left, hopper, *order_free_operands(left, *shape), dense(shape[1:2], DTYPES["bf16"]), out)
-
-
-@every_left
-@pytest.mark.parametrize("k", [16, 32, 48, 64, 80, 112, 128, 240, 256, 272, 512, 528, 1280, 4096])
-def test_fused_depths(hopper, left, k):
-    """What is past the end of K is zero, also where rows of codes or scales are copied for the tensor maps."""
-    check_fused(left, hopper, *order_free_operands(left, 70, 131, k, ROW, ROW))
-
-
-@every_left
-@pytest.mark.parametrize("shape", [(1, 1), (1, 257), (129, 3), (64, 64), (65, 130), (300, 600), (257, 256)], ids=str)
-def test_fused_rows_and_columns(hopper, left, shape):
-    check_fused(left, hopper, *order_free_operands(left, *shape, 336, ROW, TENSOR), dense(shape[1:], np.float32))
-
-
-@every_left
-@pytest.mark.parametrize("a_format", [TENSOR, ROW, Format(e4m3_max=256)], ids=["tensor", "row", "256"])
-@pytest.mark.parametrize("b_format", [TENSOR, ROW, Format("row", 256)], ids=["tensor", "row", "row256"])
-def test_fused_formats(hopper, left, a_format, b_format):
-    check_fused(left, hopper, *order_free_operands(left, 130, 140, 256, a_format, b_format), out=DTYPES["fp16"])
-
-
-@every_left
-@pytest.mark.parametrize("scope", ["tensor", "per matrix", "row"])
-@pytest.mark.parametrize("shared", [False, True], ids=["batched b", "shared b"])
-@pytest.mark.parametrize("k", [256, 48])
-def test_fused_leading_axes(hopper, left, scope, shared, k):
-    lead, fmt = (2, 3), ROW if scope == "row" else TENSOR
-    a, b = order_free_operands(left, 70, 131, k, fmt, fmt, lead, () if shared else lead)
-    if scope == "per matrix":
-        rng = np.random.default_rng(5)
-        parts = [
-            t if not isinstance(t, NVFP4Tensor) or t.ndim == 2 else with_amax(t, rng.uniform(0.5, 2, lead))
-            for t in (a, b)
-        ]
-        a, b = parts
-    check_fused(left, hopper, a, b, dense((131,), np.float32))
-
-
-def with_amax(t: NVFP4Tensor, amax) -> NVFP4Tensor:
-    return NVFP4Tensor(t.data, t.scale, jnp.asarray(amax, jnp.float32), t.format)
-
-
-@every_left
-def test_fused_many_matrices(hopper, left):
-    """More tiles than thread blocks: each goes on to the next with its barriers as they are."""
-    check_fused(left, hopper, *order_free_operands(left, 5, 6, 80, ROW, ROW, (300,), (300,)))
-
-
-@every_left
-def test_fused_decode_of_every_code_and_scale(hopper, left):
-    """Each result is one weight."""
-    k, n = 512, 300
-    b = random_tensor(1, (n, k), scales=range(0x7F), amax=6 * 448.0)
-    ones = np.eye(k, dtype=np.uint8)
-    if left == "nvfp4":
-        codes = 2 * ones  # 1
-        scale = np.full((k, k // 16), 0x38, np.uint8).view(ml_dtypes.float8_e4m3fn)  # 1
-        a = NVFP4Tensor(
-            jnp.asarray(codes[:, ::2] | codes[:, 1::2] << 4), jnp.asarray(scale), jnp.float32(6 * 448), TENSOR
-        )
-    else:
-        a = jnp.asarray(ones.astype(DTYPES[left]))
-    check_fused(left, hopper, a, b)
-
-
-def test_fused_decode_of_every_code_and_scale_of_a(hopper):
-    k, m = 512, 300
-    codes = 2 * np.eye(k, dtype=np.uint8)
-    scale = np.full((k, k // 16), 0x38, np.uint8).view(ml_dtypes.float8_e4m3fn)
-    b = NVFP4Tensor(jnp.asarray(codes[:, ::2] | codes[:, 1::2] << 4), jnp.asarray(scale), jnp.float32(6 * 448), TENSOR)
-    check_fused("nvfp4", hopper, random_tensor(1, (m, k), scales=range(0x7F), amax=6 * 448.0), b)
-
-
-@every_left
-def test_fused_ordinary_data(hopper, left):
-    for m, n, k in ((70, 67, 1040), (300, 260, 512)):
-        b = random_tensor(1, (n, k), ROW)
-        a = random_tensor(0, (m, k), ROW) if left == "nvfp4" else dense((m, k), DTYPES[left])
-        assert_gemm_close(fused(left, hopper, a, b), a, b)
-
-
-@every_left
-def test_fused_nan_scales_reach_their_row_and_column(hopper, left):
-    a, b = order_free_operands(left, 140, 150, 336)
-    got = fused(left, hopper, with_nan_scale(a, 2) if left == "nvfp4" else a, with_nan_scale(b, 4))
-    want = np.zeros((140, 150), bool)
-    want[2], want[:, 4] = left == "nvfp4", True
-    assert np.array_equal(np.isnan(np.asarray(got)), want)
-    assert (bits(got)[want] == 0x7FC00000).all()
-
-
-@every_left
-@every_out_dtype
-@pytest.mark.parametrize("amax", [0.0, np.inf, np.nan, 1e25, 1e-25], ids=str)
-def test_fused_amax_that_is_no_ordinary_number(hopper, left, amax, out):
-    """alpha of 0, Inf and NaN, and an overflow of the product of both amaxes, which follows the sum."""
-    a, b = order_free_operands(left, 5, 7, 32)
-    parts = [with_amax(t, amax) if isinstance(t, NVFP4Tensor) else t for t in (a, b)]
-    check_fused(left, hopper, *parts, out=out)
-
-
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
-def test_fused_special_input(hopper, half, value):
-    a, b = order_free_operands(half, 70, 131, 80)
-    a = a.at[2, 7].set(value)
-    check_fused(half, hopper, a, b)
-
-
-@every_left
-@every_tile
-def test_fused_runs_are_identical(hopper, left, shape):
-    m, n, k = shape
-    a = random_tensor(0, (m, k)) if left == "nvfp4" else dense((m, k), DTYPES[left])
-    a, b = jax.device_put((a, random_tensor(1, (n, k), ROW)), hopper)
-    run = jax.jit(lambda: jnvfp4.matmul_nt(a, b, out_dtype=np.float32, implementation=FUSED[left]))
-    first = np.asarray(run())
-    for _ in range(5):
-        assert_bitwise(run(), first)
-
-
 # ---------------------------------------------------------------- edges
 @pytest.mark.parametrize("shape", [(0, 8, 32), (8, 0, 32), (8, 8, 0), (0, 0, 0)])
 @pytest.mark.parametrize("weight_only", [False, True], ids=["w4a4", "w4a16"])
@@ -678,12 +469,6 @@ def test_no_depth_leaves_the_bias(backend):
     bias = dense((7,), DTYPES["bf16"])
     got = jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=np.float32, implementation=backend.implementation)
     assert_bitwise(got, np.broadcast_to(np.asarray(bias).astype(np.float32), (5, 7)))
-
-
-def with_nan_scale(t: NVFP4Tensor, row: int) -> NVFP4Tensor:
-    scale = bits(t.scale).copy()
-    scale[row, 1] = 0x7F
-    return NVFP4Tensor(t.data, jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn)), t.amax, t.format)
 
 
 @every_accumulation

@@ -38,6 +38,7 @@ cudaError_t launch_sm80_dense_elements(const MatmulArgs& args, cudaStream_t stre
 enum class FusedTile : uint8_t { k256, k128, k128Split };
 cudaError_t launch_sm90_fused(const MatmulArgs& args, FusedTile tile, void* scratch, cudaStream_t stream);
 FusedTile choose_fused_tile(const GemmShape& shape);  // for the current device
+cudaError_t launch_sm90_small_m(const MatmulArgs& args, cudaStream_t stream);
 // What surrounds XLA's GEMM in the plan decode_then_dot.
 cudaError_t launch_decode(const DecodeArgs& args, cudaStream_t stream);
 cudaError_t launch_epilogue(const EpilogueArgs& args, cudaStream_t stream);

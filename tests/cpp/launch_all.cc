@@ -182,11 +182,17 @@ void matmul(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool a_w
   check(cudaDeviceSynchronize(), "sm80_nvfp4_blocks");
 }
 
-bool is_hopper() {
-  int major = 0, minor = 0;
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), "cudaDeviceGetAttribute");
-  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0), "cudaDeviceGetAttribute");
-  return major == 9 && minor == 0;
+#if defined(JNVFP4_SM90A)
+void small_m(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool each) {
+  const Tensor a(batch * m, k, each ? 1 : m, false), b(batch * n, k, each ? 1 : batch * n, false);
+  Buffer x(batch * m * k * 2), bias(n * 2), out(batch * m * n * size_of(kind));
+  const MatmulResult result{each ? bias.as<void>() : nullptr, Float::kBf16, out.as<void>(), kind};
+  const MatmulOperand bf16{x.as<void>(), nullptr, nullptr, Float::kBf16, {}, 448.0f};
+  const MatmulOperand f16{x.as<void>(), nullptr, nullptr, Float::kF16, {}, 448.0f};
+  for (const MatmulOperand& left : {a.operand, bf16, f16}) {
+    check(launch_sm90_small_m({left, b.operand, result, {batch, m, n, k}}, nullptr), "sm90_small_m");
+    check(cudaDeviceSynchronize(), "sm90_small_m");
+  }
 }
 
 void fused(const MatmulOperand& a, const MatmulOperand& b, const MatmulResult& result, const GemmShape& s) {
@@ -206,6 +212,7 @@ void fused_matmul(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bo
   for (Float dense : {Float::kBf16, Float::kF16})
     fused({x.as<void>(), nullptr, nullptr, dense, {}, 448.0f}, b.operand, result, {batch, m, n, k});
 }
+#endif
 
 void dequantize(const Shape& s, Float kind, int64_t amax_count, bool rotate_back) {
   const int64_t blocks = s.batch * s.rows * s.cols / 16;
@@ -289,12 +296,20 @@ int main() {
         matmul(s.batch, s.rows, s.rows + 5, s.cols, kind, flags & 1, flags & 2, s.batch > 1);
     for (int64_t k : {16, 48, 80})  // the last slab is not full
       for (bool each : {false, true}) matmul(2, 66, 3, k, kind, false, false, each);
-    if (is_hopper())
-      for (bool each : {false, true}) {
-        for (int64_t k : {16, 32, 48, 64, 320, 512}) fused_matmul(1, 70, 131, k, kind, each);  // copied or not, ragged
-        fused_matmul(3, 5, 4, 272, kind, each);
-        fused_matmul(1, 300, 600, 1280, kind, each);  // every stage is used again
-      }
+#if defined(JNVFP4_SM90A)  // the GPU is one of Hopper
+    for (int64_t m : {1, 8, 13, 20, 64})
+      for (int64_t k : {48, 256, 1040, 4352}) small_m(1, m, 67, k, kind, k == 256);
+    for (int64_t m : {5, 16, 40}) small_m(3, m, 35, 512, kind, m == 16);
+    for (int64_t m : {7, 16}) small_m(1, m, 2200, 4352, kind, false);                     // more than one unit a warp
+    small_m(1, 9, 2200, 2064, kind, false);                                               // the same, masked
+    for (const auto& [m, n] : {std::pair{20, 4800}, {33, 4800}, {20, 7605}, {33, 7605}})  // three and four warpgroups
+      small_m(1, m, n, 1024, kind, m == 20);
+    for (bool each : {false, true}) {
+      for (int64_t k : {16, 32, 48, 64, 320, 512}) fused_matmul(1, 70, 131, k, kind, each);  // copied or not, ragged
+      fused_matmul(3, 5, 4, 272, kind, each);
+      fused_matmul(1, 300, 600, 1280, kind, each);  // every stage is used again
+    }
+#endif
     for (const Shape& s : ragged) {
       dequantize(s, kind, 1, false);
       dequantize(s, kind, s.batch * s.rows, true);

@@ -5,7 +5,9 @@ namespace jnvfp4 {
 
 bool is_built(MatmulKernel kernel) {
 #if !defined(JNVFP4_SM90A)  // the target 90a was not asked for, or the compiler does not know it
-  if (kernel == MatmulKernel::kSm90Nvfp4Fused || kernel == MatmulKernel::kSm90DenseFused) return false;
+  if (kernel == MatmulKernel::kSm90Nvfp4SmallM || kernel == MatmulKernel::kSm90DenseSmallM ||
+      kernel == MatmulKernel::kSm90Nvfp4Fused || kernel == MatmulKernel::kSm90DenseFused)
+    return false;
 #endif
   return kernel != MatmulKernel::kDecodeThenDot && kernel != MatmulKernel::kCpuNvfp4Blocks &&
          kernel != MatmulKernel::kCpuDenseElements;
@@ -17,9 +19,13 @@ cudaError_t launch_matmul(const MatmulArgs& args, const MatmulPlan& plan, [[mayb
     case MatmulKernel::kSm80Nvfp4Blocks: return launch_sm80_nvfp4_blocks(args, stream);
     case MatmulKernel::kSm80DenseElements: return launch_sm80_dense_elements(args, stream);
 #if defined(JNVFP4_SM90A)
+    case MatmulKernel::kSm90Nvfp4SmallM:
+    case MatmulKernel::kSm90DenseSmallM: return launch_sm90_small_m(args, stream);
     case MatmulKernel::kSm90Nvfp4Fused:
     case MatmulKernel::kSm90DenseFused: return launch_sm90_fused(args, choose_fused_tile(args.shape), scratch, stream);
 #else
+    case MatmulKernel::kSm90Nvfp4SmallM:
+    case MatmulKernel::kSm90DenseSmallM:
     case MatmulKernel::kSm90Nvfp4Fused:
     case MatmulKernel::kSm90DenseFused:
 #endif

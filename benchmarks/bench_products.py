@@ -1,0 +1,138 @@
+"""Chains of products, as the layers of a model run them: ``matmul_nt`` against ``lax.dot_general`` in bfloat16.
+
+One jitted program multiplies by many weights, each of them once and more than a cache holds in all, so dispatch does
+not count, but gaps between kernels do. "Burst" is one program after a rest, "heated" programs one after another for
+a while: the power limit of a GPU makes long kernels slower when it is hot. In both, the programs of a case alternate.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jnvfp4
+from jnvfp4 import _native
+
+from .bench_gemm import parse
+from .device_time import profile_calls
+from .timing import CACHE_BYTES
+
+WEIGHTS = ((14336, 4096), (4096, 14336), (8192, 8192))
+# M: the least speed of w4a4 and of w4a16, in times that of bfloat16.
+TARGETS = {
+    **dict.fromkeys((1, 2, 4, 8), (2.4, 2.4)),
+    16: (2.1, 2.1),
+    32: (1.7, 1.7),
+    64: (1.5, 1.5),
+    128: (1.1, 1.0),
+    256: (0.97, 0.92),
+    **dict.fromkeys((512, 1024, 2048, 4096), (0.98, 0.95)),
+    8192: (1.0, 0.98),
+}
+WINDOW_TARGETS = {"w4a4 window64 b": 0.94, "w4a4 window64": 0.70}
+CASES = (*(f"{m}x{n}x{k}" for m in TARGETS if m < 8192 for n, k in WEIGHTS), "8192x8192x8192")
+BURSTS, REST_S, HEAT_S = 11, 12e-3, 0.5
+CHAIN_S, MOST = 3e-3, 48  # the length of a program, and its products at most
+
+
+class Chain(NamedTuple):
+    """One left operand for all products and a right one for each; the kernel's name, or None for XLA's bfloat16."""
+
+    a: Any
+    weights: Sequence[Any]
+    kernel: str | None
+
+    def multiply(self, b: Any) -> jax.Array:
+        if self.kernel:
+            return jnvfp4.matmul_nt(self.a, b, implementation=self.kernel)
+        return jax.lax.dot_general(self.a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
+
+    def compiled(self) -> Callable:
+        program = jax.jit(lambda a, weights: [self._replace(a=a).multiply(b) for b in weights])
+        return partial(program.lower(self.a, self.weights).compile(), self.a, self.weights)
+
+
+def length(m: int, n: int, k: int) -> int:
+    """Products of a chain: a few milliseconds, by the roofline of an H200, and packed weights beyond the cache."""
+    seconds = max(2 * m * n * k / 8e14, 2 * n * k / 4e12)
+    return min(MOST, max(1 + int(CHAIN_S / seconds), 1 + CACHE_BYTES * 16 // (n * k * 9)))
+
+
+def chains(case: str, every: bool) -> dict[str, Chain]:
+    """Makes the chains of a case by the planned kernels; with ``every`` also by each other one that can multiply."""
+    m, n, k = parse(case)
+    x = jax.random.normal(jax.random.key(0), (m, k), jnp.bfloat16)
+    make = jax.jit(lambda key: jax.random.normal(key, (n, k), jnp.bfloat16))
+    dense = [make(jax.random.key(i)) for i in range(1, 1 + length(m, n, k))]
+
+    def quantized(spec: jnvfp4.QuantSpec) -> list[jnvfp4.NVFP4Tensor]:
+        return [jax.jit(partial(jnvfp4.quantize, spec=spec))(w) for w in dense]
+
+    xq, weights = jnvfp4.quantize(x), quantized(jnvfp4.NVFP4)
+    operands = {"w4a4": (xq, weights), "w4a16": (x, weights)}
+    if m == n == k == 8192:
+        windows = quantized(jnvfp4.WINDOW64)
+        operands["w4a4 window64 b"] = (xq, windows)
+        operands["w4a4 window64"] = (jnvfp4.quantize(x, jnvfp4.WINDOW64), windows)
+    found = {"bf16": Chain(x, dense, None)}
+    for name, (a, bs) in operands.items():
+        planned, *others = kernels(a, bs[0])
+        found[name] = Chain(a, bs, planned)
+        if every:
+            found |= {f"{name} {kernel}": Chain(a, bs, kernel) for kernel in others}
+    return found
+
+
+def kernels(a: Any, b: Any) -> list[str]:
+    """Lists the planned kernel, then the others that can multiply here, but for those of the pinned order."""
+    planned = jnvfp4.supports("matmul_nt", a, b).kernel
+    names = [name for name in _native.matmul_kernels() if not name.startswith(("sm80_", "cpu_"))]
+    others = [name for name in names if name != planned]
+    return [planned, *(name for name in others if jnvfp4.supports("matmul_nt", a, b, implementation=name))]
+
+
+def spans(programs: Sequence[Callable], rounds: int, rest: float) -> list[float]:
+    """Medians of the microseconds from a program's first kernel to its last, over rounds of all programs."""
+
+    def call(program: Callable) -> Any:
+        time.sleep(rest)
+        return program()
+
+    found = profile_calls([partial(call, program) for _ in range(rounds) for program in programs])
+    own = [found[i :: len(programs)] for i in range(len(programs))]
+    return [statistics.median(c.span_us for c in calls[rounds // 2 if not rest else 0 :] if c) for calls in own]
+
+
+def measure(case: str, every: bool) -> list[dict[str, Any]]:
+    m, _, _ = parse(case)
+    found = chains(case, every)
+    programs = [chain.compiled() for chain in found.values()]
+    for program in 2 * programs:
+        jax.block_until_ready(program())
+    burst = spans(programs, BURSTS, REST_S)
+    heated = spans(programs, min(400, max(9, round(HEAT_S * 1e6 / sum(burst)))), 0)
+    targets = {**dict(zip(("w4a4", "w4a16"), TARGETS.get(m, ()), strict=False)), **WINDOW_TARGETS}
+    rows = []
+    for (name, chain), cool, hot in zip(found.items(), burst, heated, strict=True):
+        row = {
+            "case": case,
+            "op": name,
+            "kernel": chain.kernel or "XLA",
+            "median_us": round(cool / len(chain.weights), 2),
+            "speed of bf16": round(burst[0] / cool, 3),
+            "heated_us": round(hot / len(chain.weights), 2),
+            "heated speed of bf16": round(heated[0] / hot, 3),
+            "clock": "cupti",
+        }
+        if name in targets:
+            row |= {"target": targets[name], "met": burst[0] / cool >= 0.98 * targets[name]}
+        rows.append(row)
+    return rows
+
+
+def run(cases: list[str] | None, every: bool) -> list[dict[str, Any]]:
+    return [row for case in cases or CASES for row in measure(case, every)]

@@ -1,0 +1,242 @@
+"""The GEMM kernels of Hopper, each by its name: the CPU's bits where every order of summation gives the same."""
+
+import faulthandler
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import gpus, skip_or_fail
+from helpers import assert_bitwise, assert_gemm_close, bits, random_tensor
+from products import DTYPES, HALVES, NARROW, ROW, TENSOR, dense, order_free, with_nan_scale
+
+import jnvfp4
+from jnvfp4 import Format, NVFP4Tensor
+
+LEFT = {"nvfp4": None, **HALVES}
+# M, N, K. The comments are for the 132 multiprocessors of an H200.
+SMALL_M = [
+    (1, 1, 16),  # up to 16 rows by mma, masked where 256 does not divide K
+    (8, 40, 48),
+    (3, 100, 272),  # clusters of two thread blocks divide K
+    (13, 1000, 2320),
+    (64, 130, 80),  # four times 16 rows
+    (40, 2200, 4112),  # three units of columns a warp
+    (1, 24, 256),
+    (7, 100, 4096),  # clusters of eight
+    (8, 2128, 8192),
+    (3, 43000, 256),  # more thread blocks than multiprocessors
+    (9, 77, 512),
+    (16, 2200, 4096),
+    (16, 2200, 8448),  # the last warps have fewer units
+    (12, 40, 8192),
+    (32, 100, 4352),  # by wgmma from here: clusters of 1, 2 and 4 divide K
+    (64, 100, 4352),
+    (50, 260, 14336),
+]
+# Two, three and four warpgroups a tile of columns.
+COLUMNS = [
+    (1, 256),
+    (1000, 256),
+    (1003, 2304),
+    (4800, 2048),
+    (7605, 2048),
+    (8192, 512),
+    (14336, 512),
+    (40001, 256),
+]
+SMALL_M += [(m, *columns) for m in (17, 33) for columns in COLUMNS]
+FUSED = [
+    (509, 8190, 336),  # clusters with 256 rows
+    (250, 8190, 336),  # with 128 rows
+    (123, 8188, 720),  # with 128 rows and halves of K
+    *[(m, n, 336) for m, n in ((1, 1), (1, 257), (129, 3), (64, 64), (65, 130), (300, 600), (257, 256))],
+    # What is past the end of K is zero, also where rows of codes or scales are copied for the tensor maps.
+    *[(70, 131, k) for k in (16, 32, 48, 64, 80, 112, 128, 240, 256, 272, 512, 528, 1280, 4096)],
+]
+SHAPES = [("small_m", *s) for s in SMALL_M] + [("fused", *s) for s in FUSED]
+# A small shape of every path: mma with and without a mask, wgmma, fused with and without copies.
+PATHS = [
+    ("small_m", 5, 35, 48),
+    ("small_m", 16, 35, 512),
+    ("small_m", 40, 36, 512),
+    ("small_m", 40, 35, 512),
+    ("fused", 70, 131, 512),
+    ("fused", 130, 140, 48),
+]
+
+
+def over(name, values):
+    return pytest.mark.parametrize(name, values, ids=["-".join(map(str, v)) for v in values])
+
+
+every_left = pytest.mark.parametrize("left", LEFT.values(), ids=LEFT)
+every_out_dtype = pytest.mark.parametrize("out", DTYPES.values(), ids=DTYPES)
+every_shape, every_path = over("shape", SHAPES), over("shape", PATHS)
+
+
+@pytest.fixture
+def hopper():
+    """A GPU. A kernel that never ends stops the process, since nothing else can."""
+    found = [device for device in gpus() if device.compute_capability == "9.0"]
+    if not found:
+        skip_or_fail("hopper", "no GPU of compute capability 9.0")
+    faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)
+    with jax.default_device(jax.devices("cpu")[0]):  # of operands and of what is wanted
+        yield found[0]
+    faulthandler.cancel_dump_traceback_later()
+
+
+def operands(left, shape, *, a_format=TENSOR, b_format=TENSOR, lead=(), b_lead=(), a_amax=None, b_amax=None):
+    """Operands whose products add up to the same bits in any order, up to K of 14336."""
+    _, m, n, k = shape
+    b = random_tensor(1, (*b_lead, n, k), b_format, scales=NARROW, amax=b_amax)
+    if left is None:
+        return random_tensor(0, (*lead, m, k), a_format, scales=NARROW, amax=a_amax), b
+    return jnp.asarray(np.random.default_rng(0).integers(-8, 9, (*lead, m, k)).astype(left)), b
+
+
+def multiply(device, kernel, a, b, bias=None, out=np.float32) -> np.ndarray:
+    left = "nvfp4" if isinstance(a, NVFP4Tensor) else "dense"
+    a, b, bias = jax.device_put((a, b, bias), device)
+    with jax.default_device(device):
+        name = f"sm90_{left}_{kernel}"
+        return np.asarray(jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out, implementation=name))
+
+
+def check(device, kernel, a, b, bias=None, out=np.float32) -> None:
+    assert_bitwise(multiply(device, kernel, a, b, bias, out), jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out))
+
+
+@every_left
+@every_shape
+def test_shapes(hopper, left, shape):
+    a, b = operands(left, shape)
+    assert order_free(a, b)
+    check(hopper, shape[0], a, b, dense(shape[2:3], np.float32))
+
+
+@every_left
+@pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 24, 31, 32, 33, 63, 64])
+@pytest.mark.parametrize("k", [256, 304])
+def test_every_count_of_few_rows(hopper, left, m, k):
+    check(hopper, "small_m", *operands(left, ("small_m", m, 67, k), b_format=ROW))
+
+
+@every_left
+@every_out_dtype
+@pytest.mark.parametrize("bias_dtype", [None, *DTYPES.values()], ids=["none", *DTYPES])
+@every_path
+def test_bias(hopper, left, out, bias_dtype, shape):
+    bias = None if bias_dtype is None else dense(shape[2:3], bias_dtype)
+    check(hopper, shape[0], *operands(left, shape), bias, out)
+
+
+@every_left
+@every_out_dtype
+@over("shape", [s for s in SHAPES if s[0] == "fused"][:3])
+def test_result_of_every_tile(hopper, left, shape, out):
+    check(hopper, shape[0], *operands(left, shape), dense(shape[2:3], DTYPES["bf16"]), out)
+
+
+@every_left
+@pytest.mark.parametrize("a_format", [TENSOR, ROW, Format(e4m3_max=256)], ids=["tensor", "row", "256"])
+@pytest.mark.parametrize("b_format", [TENSOR, ROW, Format("row", 256)], ids=["tensor", "row", "row256"])
+@every_path
+def test_formats(hopper, left, a_format, b_format, shape):
+    check(hopper, shape[0], *operands(left, shape, a_format=a_format, b_format=b_format))
+
+
+@every_left
+@pytest.mark.parametrize("scope", ["tensor", "per matrix", "row"])
+@pytest.mark.parametrize("shared", [False, True], ids=["batched b", "shared b"])
+@every_path
+def test_leading_axes(hopper, left, scope, shared, shape):
+    kernel, m, n, k = shape
+    lead = (2, 3)
+    if shared and kernel == "small_m":
+        m = max(1, m // 6)  # leading axes of a are rows
+    b_lead = () if shared else lead
+    rng = np.random.default_rng(5)
+    fmt = ROW if scope == "row" else TENSOR
+    of = {"tensor": lambda *_: (), "per matrix": lambda axes, _: axes, "row": lambda axes, rows: (*axes, rows)}[scope]
+    amax = {"a_amax": rng.uniform(0.5, 2, of(lead, m)), "b_amax": rng.uniform(0.5, 2, of(b_lead, n))}
+    a, b = operands(left, (kernel, m, n, k), a_format=fmt, b_format=fmt, lead=lead, b_lead=b_lead, **amax)
+    check(hopper, kernel, a, b, dense((n,), np.float32))
+
+
+@every_left
+@over("shape", [("fused", 5, 6, 80), ("small_m", 5, 6, 80), ("small_m", 20, 6, 256)])
+def test_many_matrices(hopper, left, shape):
+    """More tiles than thread blocks: each goes on to the next with its barriers as they are."""
+    a, b = operands(left, shape, a_format=ROW, b_format=ROW, lead=(300,), b_lead=(300,))
+    check(hopper, shape[0], a, b)
+
+
+def identity(left, k, first=0, rows=None) -> NVFP4Tensor | jax.Array:
+    """Rows of a matrix with ones on its diagonal, exact in NVFP4: code 2 and scale 1."""
+    ones = np.eye(rows or k, k, first, dtype=np.uint8)
+    if left is not None:
+        return jnp.asarray(ones.astype(left))
+    codes, scale = 2 * ones, np.ones((len(ones), k // 16), ml_dtypes.float8_e4m3fn)
+    return NVFP4Tensor(jnp.asarray(codes[:, ::2] | codes[:, 1::2] << 4), jnp.asarray(scale), jnp.float32(6 * 448))
+
+
+@every_left
+@pytest.mark.parametrize("kernel", ["small_m", "fused"])
+def test_every_code_and_scale(hopper, left, kernel):
+    """Each result is one decoded value of b."""
+    b = random_tensor(1, (300, 512), scales=range(0x7F), amax=6 * 448.0)
+    rows = 64 if kernel == "small_m" else 512
+    for first in range(0, 512, rows):
+        check(hopper, kernel, identity(left, 512, first, rows), b)
+
+
+@pytest.mark.parametrize("kernel", ["small_m", "fused"])
+def test_every_code_and_scale_of_the_left_operand(hopper, kernel):
+    a = random_tensor(1, (64, 512), scales=range(0x7F), amax=6 * 448.0)
+    check(hopper, kernel, a, identity(None, 512))
+
+
+@every_left
+@over("shape", [s for s in SHAPES if s[3] > 1000])
+def test_ordinary_data_is_close_and_the_same_in_every_run(hopper, left, shape):
+    kernel, m, n, k = shape
+    b = random_tensor(1, (n, k), ROW)
+    a = random_tensor(0, (m, k), ROW) if left is None else dense((m, k), left)
+    first = multiply(hopper, kernel, a, b)
+    assert_gemm_close(first, a, b)
+    for _ in range(5):
+        assert_bitwise(multiply(hopper, kernel, a, b), first)
+
+
+@every_left
+@every_path
+def test_nan_scales_reach_their_row_and_column(hopper, left, shape):
+    """A NaN scale, or element, reaches its row or column and no other, also the last ones."""
+    kernel, m, n, _ = shape
+    a, b = operands(left, shape)
+    want = np.zeros((m, n), bool)
+    want[-1], want[:, [4, -1]] = True, True
+    a = with_nan_scale(a, -1) if left is None else a.at[-1, 17].set(np.nan)
+    got = multiply(hopper, kernel, a, with_nan_scale(with_nan_scale(b, 4), -1))
+    assert np.array_equal(np.isnan(got), want)
+    assert (bits(got)[want] == 0x7FC00000).all()
+
+
+@every_left
+@pytest.mark.parametrize("amax", [0.0, np.inf, np.nan, 1e25, 1e-25, 1e-38], ids=str)
+@every_path
+def test_amax_that_is_no_ordinary_number(hopper, left, amax, shape):
+    """alpha of 0, Inf and NaN, and an overflow of the product of both amaxes, which follows the sum."""
+    check(hopper, shape[0], *operands(left, shape, a_amax=amax, b_amax=amax), out=DTYPES["bf16"])
+
+
+@pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
+@every_path
+def test_elements_that_are_not_finite(hopper, half, value, shape):
+    a, b = operands(half, shape)
+    check(hopper, shape[0], a.at[2, 7].set(value), b)
