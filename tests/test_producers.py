@@ -296,7 +296,11 @@ def test_bytes_by_every_spec_and_pair(native, producer, given, dtype):
 
 
 @every_producer
-@pytest.mark.parametrize("pair", [(ROW_SCALED, None), (NVFP4_SR, NVFP4_RHT_SR)], ids=["row", "pair"])
+@pytest.mark.parametrize(
+    "pair",
+    [(ROW_SCALED, None), pytest.param((NVFP4_SR, NVFP4_RHT_SR), marks=pytest.mark.long)],
+    ids=["row", "pair"],
+)
 def test_the_reference_makes_the_same(producer, pair):
     a, b = operands(producer, (32, 48))
     amax = None if pair[1] is None else (given_amax(a.shape, pair[0]), given_amax(a.shape, pair[1], True))

@@ -327,7 +327,7 @@ def every_primitive(implementation, x, a, b):
     return [*found, silu_mul_quantize(x, x, ROW_SCALED, **options)]
 
 
-@pytest.mark.parametrize("implementation", ["native", "reference"])
+@pytest.mark.parametrize("implementation", ["native", pytest.param("reference", marks=pytest.mark.long)])
 def test_every_primitive_under_an_explicit_mesh(devices, implementation):
     """What runs on a device is traced without the mesh of jax.set_mesh, which would type local blocks by it."""
     mesh, x = make_mesh(devices, kind="explicit"), normal((128, 256))
