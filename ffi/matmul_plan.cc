@@ -1,5 +1,7 @@
 #include "matmul_plan.h"
 
+#include <algorithm>
+
 namespace jnvfp4 {
 namespace {
 
@@ -110,7 +112,32 @@ std::string why_not(MatmulKernel kernel, const MatmulProblem& problem, int capab
   return reason ? std::string(row.name) + " cannot: " + reason : std::string();
 }
 
-FusedScratch fused_scratch(const GemmShape& shape, bool quantized_a) {
+// Least time, in cycles, for 66 pairs of thread blocks, as an H200 has them.
+FusedPlan plan_fused(const GemmShape& s) {
+  struct Tile {
+    int tokens;
+    double window, end;  // cycles for 64 along K, and for a tile's results
+  };
+  constexpr Tile kTiles[] = {{32, 380, 2500}, {64, 400, 2800}, {128, 570, 3500}, {256, 1060, 5000}};
+  constexpr int64_t kPairs = 66, kMostSums = int64_t{16} << 20;
+  const int64_t slots = (s.depth + kFusedDepth - 1) / kFusedDepth;
+  FusedPlan best{256, 1};
+  double least = -1;
+  for (const Tile& tile : kTiles)
+    for (int64_t splits = 1; splits <= 8 && splits <= std::max<int64_t>(slots, 1); ++splits) {
+      const int64_t tiles =
+          s.batch * ((s.rows + tile.tokens - 1) / tile.tokens) * ((s.cols + kFusedCols - 1) / kFusedCols);
+      if (splits > 1 && tiles * (splits - 1) * tile.tokens * kFusedCols * 4 > kMostSums) break;
+      const int64_t waves = (tiles * splits + kPairs - 1) / kPairs;
+      const double part = 4.0 * static_cast<double>((slots + splits - 1) / splits) * tile.window + tile.end;
+      const double cycles = static_cast<double>(waves) * part +
+                            (splits > 1 ? 1000 + 10.0 * tile.tokens * static_cast<double>(splits) : 0);
+      if (least < 0 || cycles < least) least = cycles, best = {tile.tokens, static_cast<int>(splits)};
+    }
+  return best;
+}
+
+FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan) {
   FusedScratch s{};
   const auto take = [&](int64_t bytes) {
     const int64_t at = s.bytes;
@@ -121,16 +148,21 @@ FusedScratch fused_scratch(const GemmShape& shape, bool quantized_a) {
   const auto copy = [&](int64_t bytes) {
     return take(row_pitch(bytes) == bytes ? 0 : shape.batch * shape.cols * row_pitch(bytes));
   };
-  const int64_t depth = (shape.depth + kWindow - 1) / kWindow * kWindow;
-  s.rows = take(quantized_a ? shape.batch * shape.rows * depth * 2 : 0);
+  const int64_t row_tiles = (shape.rows + plan.tokens - 1) / plan.tokens;
+  const int64_t tiles = shape.batch * row_tiles * ((shape.cols + kFusedCols - 1) / kFusedCols);
+  s.padded_rows = (shape.batch - 1) * shape.rows + row_tiles * plan.tokens;
+  s.rows = take(s.padded_rows * fused_depth(shape) * 2);
   s.data = copy(shape.depth / 2);
   s.scale = copy(shape.depth / kBlock);
+  s.sums = take(tiles * (plan.splits - 1) * plan.tokens * kFusedCols * 4);
+  s.flag_count = tiles * (plan.splits - 1) * 4;
+  s.flags = take(s.flag_count * 4);
   return s;
 }
 
 int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem) {
   const bool fused = kernel == MatmulKernel::kSm90Nvfp4Fused || kernel == MatmulKernel::kSm90DenseFused;
-  return fused ? fused_scratch(problem.shape, problem.a == Left::kNvfp4).bytes : 0;
+  return fused ? fused_scratch(problem.shape, plan_fused(problem.shape)).bytes : 0;
 }
 
 bool plan_matmul(const MatmulProblem& problem, int capability, MatmulPlan* plan) {

@@ -51,13 +51,27 @@ std::string why_not(MatmulKernel kernel, const MatmulProblem& problem, int capab
 // The scratch memory that a kernel needs.
 int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem);
 
+// How the fused kernels divide a product: rows of a in a tile, and parts of K. Only the shape decides, so that sums are
+// the same on every GPU.
+struct FusedPlan {
+  int tokens, splits;
+};
+FusedPlan plan_fused(const GemmShape& shape);
+
+// Columns of the result that a tile has, and what comes along K at a time.
+inline constexpr int64_t kFusedCols = 256, kFusedDepth = 256;
+// K of the prepared left operand.
+inline int64_t fused_depth(const GemmShape& s) { return (s.depth + kWindow - 1) / kWindow * kWindow; }
+
 // Offsets in the scratch of the fused kernels: what is used begins at a multiple of 256.
 struct FusedScratch {
-  int64_t rows;         // the decoded left operand, rows of K rounded up to 64; two NVFP4 operands only
+  int64_t rows;         // the left operand as 16-bit floats; tiles may read past its last row
   int64_t data, scale;  // copies of the right operand's, if the distance of its rows is no multiple of 16 bytes
+  int64_t sums, flags;  // of the parts of K but the last
   int64_t bytes;        // in all
+  int64_t padded_rows, flag_count;
 };
-FusedScratch fused_scratch(const GemmShape& shape, bool quantized_a);
+FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan);
 
 // The distance of rows of `bytes`, as tensor maps of Hopper take it.
 inline int64_t row_pitch(int64_t bytes) { return (bytes + 15) / 16 * 16; }

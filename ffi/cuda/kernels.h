@@ -34,10 +34,8 @@ cudaError_t launch_matmul(const MatmulArgs& args, const MatmulPlan& plan, void* 
 bool is_built(MatmulKernel kernel);
 cudaError_t launch_sm80_nvfp4_blocks(const MatmulArgs& args, cudaStream_t stream);
 cudaError_t launch_sm80_dense_elements(const MatmulArgs& args, cudaStream_t stream);
-// Rows of a that a cluster of thread blocks has, or rows and halves of K. In builds for 90a alone.
-enum class FusedTile : uint8_t { k256, k128, k128Split };
-cudaError_t launch_sm90_fused(const MatmulArgs& args, FusedTile tile, void* scratch, cudaStream_t stream);
-FusedTile choose_fused_tile(const GemmShape& shape);  // for the current device
+// In builds for 90a alone.
+cudaError_t launch_sm90_fused(const MatmulArgs& args, const FusedPlan& plan, void* scratch, cudaStream_t stream);
 cudaError_t launch_sm90_small_m(const MatmulArgs& args, cudaStream_t stream);
 // What surrounds XLA's GEMM in the plan decode_then_dot.
 cudaError_t launch_decode(const DecodeArgs& args, cudaStream_t stream);

@@ -1,11 +1,10 @@
-// The left operand in bfloat16, the right one NVFP4.
+// The fused kernels whose right operand is decoded to bfloat16, since the left one is a bfloat16 array.
 #include "sm90_fused.cuh"
 
 namespace jnvfp4 {
 
-cudaError_t launch_sm90_bf16_fused_tile(const FusedArgs& args, const FusedMaps& maps, FusedTile tile,
-                                        cudaStream_t stream) {
-  return launch_fused_tile<Bf16, false>(args, maps, tile, stream);
+cudaError_t launch_sm90_bf16_fused(const FusedArgs& args, const FusedMaps& maps, int tokens, cudaStream_t stream) {
+  return launch_fused_tokens<Bf16>(args, maps, tokens, stream);
 }
 
 }  // namespace jnvfp4

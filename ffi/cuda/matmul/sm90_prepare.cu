@@ -6,7 +6,11 @@
 namespace jnvfp4 {
 namespace {
 
-// ---------------------------------------------------------------- the left operand, decoded
+// ---------------------------------------------------------------- the left operand
+// Fragment order, inside a window of 64 along K: position 16 j + 8 q + 2 t + b holds element 16 t + 8 (j / 2) +
+// 2 (j % 2) + q + 4 b. Lane t of a quad then needs for the four k16 steps j of wgmma exactly the elements of block t: 8
+// neighbouring bytes of codes and one scale of a row of b.
+
 // Exchanges words among the four threads whose numbers in a group of eight are two apart: thread t of them gets, of all
 // four, the word t. A transpose of 4 x 4.
 __device__ __forceinline__ void transpose_words(uint32_t (&p)[4], int t) {
@@ -23,34 +27,69 @@ __device__ __forceinline__ void transpose_words(uint32_t (&p)[4], int t) {
     p[2] = x, p[3] = y;
 }
 
+// Eight elements as the pairs (k, k + 4) of fragment order.
+struct Codes {
+  const uint32_t* data;
+  const uint8_t* scale;
+
+  struct Raw {
+    uint32_t codes, scale;
+  };
+  __device__ __forceinline__ Raw load(int64_t i) const { return {__ldcs(data + i), __ldg(scale + i / 2)}; }
+  static __device__ __forceinline__ void pairs(const Raw& raw, uint32_t (&p)[4]) {
+    uint32_t scale, unused;
+    Decode<F16>::scales(raw.scale, scale, unused);
+    Decode<F16>::eight(raw.codes, scale, p);
+  }
+};
+struct Halves {
+  const uint4* data;
+
+  using Raw = uint4;
+  __device__ __forceinline__ Raw load(int64_t i) const { return __ldcs(data + i); }
+  static __device__ __forceinline__ void pairs(const Raw& raw, uint32_t (&p)[4]) { permute8(raw, p); }
+};
+
 // A thread has 8 elements at a time, kSteps of them on their way. Eight threads have a window, and write it in fragment
-// order (sm90_decode.cuh): the 16 bytes 2 j and 2 j + 1 of step j each have one pair of each block.
-template <int kSteps>
+// order: 16 bytes have one pair of each block.
+template <class Source, int kSteps>
 __global__ void __launch_bounds__(kThreads)
-    sm90_decode_fragments_kernel(const uint32_t* data, const uint8_t* scale, uint4* out, int64_t rows, int64_t depth) {
+    sm90_prepare_kernel(Source source, uint4* out, int64_t rows, int64_t depth, uint32_t* flags, int64_t flag_count) {
 #if __CUDA_ARCH__ >= 900
+  wait_for_kernel_ahead();  // which may make a, or read what `out` was before
   let_next_kernel_start();  // it waits before it reads `out`
 #endif
+  for (int64_t i = thread_index(); i < flag_count; i += thread_count()) flags[i] = 0;
   const int64_t here = depth / 8, padded = (depth + kWindow - 1) / kWindow * 8;  // eights of a row
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads * kSteps + threadIdx.x;
-  uint32_t codes[kSteps], scales[kSteps];
+  typename Source::Raw raw[kSteps];
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
     const int64_t at = first + i * kThreads, row = here == padded ? 0 : quotient(at, padded), eight = at - row * padded;
-    codes[i] = scales[i] = 0;
-    if (at >= rows * padded || (here != padded && eight >= here)) continue;
-    codes[i] = __ldcs(data + row * here + eight);
-    scales[i] = __ldg(scale + (row * here + eight) / 2);
+    raw[i] = {};
+    if (at < rows * padded && (here == padded || eight < here)) raw[i] = source.load(row * here + eight);
   }
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
     const int64_t at = first + i * kThreads;
     uint32_t p[4];
-    decode_word(codes[i], low_twice(scale_pair<F16>(scales[i])), p[0], p[1], p[2], p[3]);
+    Source::pairs(raw[i], p);
     transpose_words(p, threadIdx.x / 2 % 4);  // all threads: a shuffle is of whole warps
     const int lane = threadIdx.x % 8;
     if (at < rows * padded) out[at - lane + lane % 2 * 4 + lane / 2] = make_uint4(p[0], p[1], p[2], p[3]);
   }
+}
+
+// Launches before the kernel ahead ends. The kernel waits for that end itself.
+template <class... Args>
+cudaError_t launch_early(void (*kernel)(Args...), unsigned blocks, cudaStream_t stream, Args... args) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks), config.blockDim = dim3(kThreads), config.stream = stream;
+  config.attrs = &early, config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
 // ---------------------------------------------------------------- rows whose pitch no tensor map takes
@@ -72,19 +111,21 @@ void launch_pitch(const void* from, void* to, int64_t rows, int64_t bytes, int64
 
 }  // namespace
 
-cudaError_t launch_sm90_decode_fragments(const MatmulOperand& a, void* out, int64_t rows, int64_t depth,
-                                         cudaStream_t stream) {
+cudaError_t launch_sm90_prepare(const MatmulOperand& a, void* out, int64_t rows, int64_t depth, uint32_t* flags,
+                                int64_t flag_count, cudaStream_t stream) {
   const int64_t eights = rows * ((depth + kWindow - 1) / kWindow) * 8;
-  const auto launch = [&](auto kernel, int64_t steps) {
+  const bool many = eights > int64_t{multiprocessors()} * 8 * kThreads * 8;  // all resident threads have work at once
+  const auto launch = [&](auto source, auto kernel, int64_t steps) {
     const int64_t per = kThreads * steps;
-    kernel<<<static_cast<unsigned>((eights + per - 1) / per), kThreads, 0, stream>>>(
-        static_cast<const uint32_t*>(a.data), a.scale, static_cast<uint4*>(out), rows, depth);
+    return launch_early(kernel, static_cast<unsigned>((eights + per - 1) / per), stream, source,
+                        static_cast<uint4*>(out), rows, depth, flags, flag_count);
   };
-  if (eights > int64_t{multiprocessors()} * 8 * kThreads * 8)  // all resident threads have work at once
-    launch(sm90_decode_fragments_kernel<8>, 8);
-  else
-    launch(sm90_decode_fragments_kernel<2>, 2);
-  return cudaGetLastError();
+  const auto launch_source = [&](auto source) {
+    using Source = decltype(source);
+    return many ? launch(source, sm90_prepare_kernel<Source, 8>, 8) : launch(source, sm90_prepare_kernel<Source, 2>, 2);
+  };
+  return a.quantized() ? launch_source(Codes{static_cast<const uint32_t*>(a.data), a.scale})
+                       : launch_source(Halves{static_cast<const uint4*>(a.data)});
 }
 
 cudaError_t launch_sm90_pitch(const void* from, void* to, int64_t rows, int64_t bytes, int64_t pitch,

@@ -42,9 +42,6 @@ __device__ __forceinline__ uint32_t address_in(uint32_t a, uint32_t rank) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(rank));
   return r;
 }
-__device__ __forceinline__ void store_in_cluster(uint32_t a, float v) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory");
-}
 
 // ---------------------------------------------------------------- mbarriers
 __device__ __forceinline__ void barrier_init(uint32_t bar, int count) {
@@ -72,20 +69,17 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
                  : "memory");
   } while (!done);
 }
-// The same two where one thread block reads what another has written.
-__device__ __forceinline__ void barrier_release_in(uint32_t bar, uint32_t rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(bar, rank)) : "memory");
+
+// ---------------------------------------------------------------- flags in global memory
+// What a thread has written, and what it knows to be written, is seen by who sees the flag.
+__device__ __forceinline__ void raise_flag(uint32_t* flag) {
+  asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
 }
-__device__ __forceinline__ void barrier_acquire(uint32_t bar, uint32_t parity) {
-  uint32_t done;
+__device__ __forceinline__ void wait_for_flag(const uint32_t* flag) {
+  uint32_t raised;
   do {
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(bar), "r"(parity)
-        : "memory");
-  } while (!done);
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(raised) : "l"(flag) : "memory");
+  } while (!raised);
 }
 
 // ---------------------------------------------------------------- named barriers and clusters
@@ -156,10 +150,12 @@ __device__ __forceinline__ uint64_t shared_matrix(uint32_t address) {
   return uint64_t{(address & 0x3ffffu) >> 4} | uint64_t{1} << 16 | uint64_t{64} << 32 | uint64_t{1} << 62;
 }
 
-#define JNVFP4_OPERANDS_64                                                                                         \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
-  "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,"   \
-  "%57,%58,%59,%60,%61,%62,%63"
+#define JNVFP4_OPERANDS_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define JNVFP4_OPERANDS_32 JNVFP4_OPERANDS_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define JNVFP4_OPERANDS_64                                                                                            \
+  JNVFP4_OPERANDS_32                                                                                                  \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59," \
+  "%60,%61,%62,%63"
 #define JNVFP4_OPERANDS_128                                                                                         \
   JNVFP4_OPERANDS_64                                                                                                \
   ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,"   \
@@ -168,45 +164,43 @@ __device__ __forceinline__ uint64_t shared_matrix(uint32_t address) {
 #define JNVFP4_SUMS_8(d, i)                                                                                   \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
-#define JNVFP4_SUMS_64(d, i)                                                                        \
-  JNVFP4_SUMS_8(d, i), JNVFP4_SUMS_8(d, i + 8), JNVFP4_SUMS_8(d, i + 16), JNVFP4_SUMS_8(d, i + 24), \
-      JNVFP4_SUMS_8(d, i + 32), JNVFP4_SUMS_8(d, i + 40), JNVFP4_SUMS_8(d, i + 48), JNVFP4_SUMS_8(d, i + 56)
-#define JNVFP4_WGMMA_64(type)                                                              \
-  asm volatile(                                                                            \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                         \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" JNVFP4_OPERANDS_64 \
-      "}, {%64,%65,%66,%67}, %68, p, 1, 1, 0;\n}\n"                                        \
-      : JNVFP4_SUMS_64(d, 0)                                                               \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep))
-#define JNVFP4_WGMMA_128(type)                                                              \
-  asm volatile(                                                                             \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"                                         \
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" JNVFP4_OPERANDS_128 \
-      "}, {%128,%129,%130,%131}, %132, p, 1, 1, 0;\n}\n"                                    \
-      : JNVFP4_SUMS_64(d, 0), JNVFP4_SUMS_64(d, 64)                                         \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep))
+#define JNVFP4_SUMS_16(d, i) JNVFP4_SUMS_8(d, i), JNVFP4_SUMS_8(d, i + 8)
+#define JNVFP4_SUMS_32(d, i) JNVFP4_SUMS_16(d, i), JNVFP4_SUMS_16(d, i + 16)
+#define JNVFP4_SUMS_64(d, i) JNVFP4_SUMS_32(d, i), JNVFP4_SUMS_32(d, i + 32)
+#define JNVFP4_SUMS_128(d, i) JNVFP4_SUMS_64(d, i), JNVFP4_SUMS_64(d, i + 64)
+// The numbers of the operands after the sums: four registers, the matrix in shared memory, keep.
+#define JNVFP4_WGMMA(type, n, sums, a0, a1, a2, a3, matrix, flag)                                         \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " flag                                                   \
+               ", 0;\n"                                                                                   \
+               "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" JNVFP4_OPERANDS_##sums \
+               "}, {" a0 "," a1 "," a2 "," a3 "}, " matrix ", p, 1, 1, 0;\n}\n"                           \
+               : JNVFP4_SUMS_##sums(d, 0)                                                                 \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep))
+// Adds to d, or sets it unless `keep`: 64 x 16 numbers in registers times the 16 x n of shared memory.
+#define JNVFP4_DEFINE_WGMMA(n, sums, a0, a1, a2, a3, matrix, flag)                                   \
+  template <class T>                                                                                 \
+  __device__ __forceinline__ void wgmma(float (&d)[sums], const uint32_t* a, uint64_t b, int keep) { \
+    if constexpr (std::is_same_v<T, Bf16>)                                                           \
+      JNVFP4_WGMMA("bf16", n, sums, a0, a1, a2, a3, matrix, flag);                                   \
+    else                                                                                             \
+      JNVFP4_WGMMA("f16", n, sums, a0, a1, a2, a3, matrix, flag);                                    \
+  }
 
-// Adds to d, or sets it unless `keep`: 64 x 16 numbers in registers times the 16 x 128 or 16 x 256 of shared memory.
-template <class T>
-__device__ __forceinline__ void wgmma(float (&d)[64], const uint32_t* a, uint64_t b, int keep) {
-  if constexpr (std::is_same_v<T, Bf16>)
-    JNVFP4_WGMMA_64("bf16");
-  else
-    JNVFP4_WGMMA_64("f16");
-}
-template <class T>
-__device__ __forceinline__ void wgmma(float (&d)[128], const uint32_t* a, uint64_t b, int keep) {
-  if constexpr (std::is_same_v<T, Bf16>)
-    JNVFP4_WGMMA_128("bf16");
-  else
-    JNVFP4_WGMMA_128("f16");
-}
+JNVFP4_DEFINE_WGMMA("32", 16, "%16", "%17", "%18", "%19", "%20", "%21")
+JNVFP4_DEFINE_WGMMA("64", 32, "%32", "%33", "%34", "%35", "%36", "%37")
+JNVFP4_DEFINE_WGMMA("128", 64, "%64", "%65", "%66", "%67", "%68", "%69")
+JNVFP4_DEFINE_WGMMA("256", 128, "%128", "%129", "%130", "%131", "%132", "%133")
 
-#undef JNVFP4_WGMMA_128
-#undef JNVFP4_WGMMA_64
+#undef JNVFP4_DEFINE_WGMMA
+#undef JNVFP4_WGMMA
+#undef JNVFP4_SUMS_128
 #undef JNVFP4_SUMS_64
+#undef JNVFP4_SUMS_32
+#undef JNVFP4_SUMS_16
 #undef JNVFP4_SUMS_8
 #undef JNVFP4_OPERANDS_128
 #undef JNVFP4_OPERANDS_64
+#undef JNVFP4_OPERANDS_32
+#undef JNVFP4_OPERANDS_16
 
 }  // namespace jnvfp4

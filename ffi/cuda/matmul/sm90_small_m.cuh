@@ -1,17 +1,21 @@
-// What the products of few rows share on Hopper (sm_90a): out = epilogue(a b^T), a of at most 64 rows, b NVFP4.
+// Products of few rows on Hopper: out = epilogue(a b^T), a of at most 16 rows, b NVFP4.
 //
-// b, which is nearly all of the bytes, is on the side of the MMA that has 16 or 64 rows, and is decoded in registers
-// from the layout in which it is stored. The order of k inside an MMA is free as long as both operands agree: lane t of
-// each four owns 32 neighbouring k, so that one load of 16 bytes feeds eight k16 steps and needs two scales. Decoding
-// emits the pairs (k, k + 4) of each 8, and the rows of a are permuted likewise.
+// b, which is nearly all of the bytes, is on the side of the MMA that has 16 rows, and is decoded in registers from the
+// layout in which it is stored. The order of k inside an MMA is free as long as both operands agree: lane t of each
+// four owns 32 neighbouring k, so that one load of 16 bytes feeds eight k16 steps and needs two scales. Decoding emits
+// pairs (sm90_decode.cuh), and the rows of a are permuted likewise.
 //
-// Every q * s is exact in bfloat16 and float16 times a power of two, which the end takes back. Sums are float32 in an
-// order that depends only on the shape and the device: K is split over warps and over the thread blocks of a cluster,
-// whose sums are added in their order. No atomics, no scratch.
+// Each warp works alone until the end. Its K is divided into units; it keeps the rows of a of one unit in registers,
+// while the columns of its thread block stream past through a private ring of cp.async stages.
+//
+// The factors of decoded numbers are taken back at the end. Sums are float32 in an order that depends only on the shape
+// and the device: K is split over warps and over the thread blocks of a cluster, whose sums are added in their order.
+// No atomics, no scratch.
 #pragma once
 
-#include "../device.cuh"
 #include "../kernels.h"
+#include "sm90_decode.cuh"
+#include "sm90_ptx.cuh"
 
 namespace jnvfp4::small_m {
 
@@ -24,9 +28,6 @@ struct Args {
 };
 
 // ---------------------------------------------------------------- PTX
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
 __device__ __forceinline__ void copy16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
@@ -46,11 +47,6 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-__device__ __forceinline__ int cluster_rank() {
-  int r;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-  return r;
-}
 __device__ __forceinline__ int cluster_size() {
   int r;
   asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(r));
@@ -101,56 +97,9 @@ __device__ __forceinline__ uint4 load_global16(const void* p) {
   return v;
 }
 
-// ---------------------------------------------------------------- exact decode
-// 16-bit values q * s * 2^-kPower: float16, with a left operand that is float16 or NVFP4.
+// The type to which both operands are decoded.
 template <Left left>
-struct Decode {
-  static constexpr int kPower = 14;
-  static constexpr bool kBf16 = false;
-  // Two E4M3 bytes to two words with the scale in both halves. NaN stays NaN.
-  static __device__ __forceinline__ void scales(uint32_t two, uint32_t& s0, uint32_t& s1) {
-    uint32_t h;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(h) : "h"(static_cast<uint16_t>(two)));
-    s0 = __byte_perm(h, 0, 0x1010), s1 = __byte_perm(h, 0, 0x3232);
-  }
-  // Eight codes to the pairs (k0,k4) (k1,k5) (k2,k6) (k3,k7), times the scale.
-  static __device__ __forceinline__ void eight(uint32_t codes, uint32_t scale, uint32_t (&pair)[4]) {
-    // The high bytes of float16(q) * 2^-14, of odd and of even k.
-    const uint32_t odd = (codes & 0x80808080u) | (codes >> 3 & 0x0e0e0e0eu);
-    const uint32_t even = (codes << 4 & 0x80808080u) | (codes << 1 & 0x0e0e0e0eu);
-    const uint32_t raw[4] = {__byte_perm(even, 0, 0x2404), __byte_perm(odd, 0, 0x2404), even & 0xff00ff00u,
-                             odd & 0xff00ff00u};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pair[i]) : "r"(raw[i]), "r"(scale));
-  }
-};
-
-template <>
-struct Decode<Left::kBf16> {
-  static constexpr int kPower = 8;
-  static constexpr bool kBf16 = true;
-  static __device__ __forceinline__ void scales(uint32_t two, uint32_t& s0, uint32_t& s1) {
-    uint32_t h;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(h) : "h"(static_cast<uint16_t>(two)));
-    const float a = low_half<F16>(h) * 0x1p118f, b = high_half<F16>(h) * 0x1p118f;
-    s0 = bf16_pair(a, a), s1 = bf16_pair(b, b);
-  }
-  static __device__ __forceinline__ void eight(uint32_t codes, uint32_t scale, uint32_t (&pair)[4]) {
-    // One multiplication puts the sign at bit 15 and the magnitude at bits 8 to 6: bfloat16(q) * 2^-126.
-    const uint32_t high = codes >> 8;
-    const uint32_t raw[4] = {
-        (codes & 0x000f000fu) * 0x1040u & 0x81c081c0u, (codes & 0x00f000f0u) * 0x0104u & 0x81c081c0u,
-        (high & 0x000f000fu) * 0x1040u & 0x81c081c0u, (high & 0x00f000f0u) * 0x0104u & 0x81c081c0u};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair[i]) : "r"(raw[i]), "r"(scale));
-  }
-};
-
-// Eight 16-bit elements to the same pairs.
-__device__ __forceinline__ void permute8(uint4 v, uint32_t (&pair)[4]) {
-  pair[0] = __byte_perm(v.x, v.z, 0x5410), pair[1] = __byte_perm(v.x, v.z, 0x7632);
-  pair[2] = __byte_perm(v.y, v.w, 0x5410), pair[3] = __byte_perm(v.y, v.w, 0x7632);
-}
+using DecodeFor = Decode<std::conditional_t<left == Left::kBf16, Bf16, F16>>;
 
 // ---------------------------------------------------------------- the share of a thread block
 // Thread blocks go along the columns of the result, which are the rows of b, in groups of 16. The thread blocks of a
@@ -220,7 +169,7 @@ struct Columns {
   }
   // From a sum of decoded products. Undoing their power of two is exact, unless the product overflows as well.
   __device__ __forceinline__ float finish(const MatmulArgs& g, float sum, int i, float alpha) const {
-    constexpr int kPower = Decode<left>::kPower * (left == Left::kNvfp4 ? 2 : 1);
+    constexpr int kPower = DecodeFor<left>::kPower * (left == Left::kNvfp4 ? 2 : 1);
     return gemm_epilogue(mul_rn(sum, static_cast<float>(1 << kPower)), alpha, bias[i], g.result.bias != nullptr);
   }
   // Four neighbouring columns of one row, of which `there` exist.
@@ -259,12 +208,15 @@ inline int tiles_of(int groups, int most, int64_t others) {
 inline cudaError_t launch_clusters(void (*kernel)(Args), Args a, int ranks, int row_tiles, int threads, int bytes,
                                    cudaStream_t stream) {
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(ranks), cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;  // the kernel waits for the one ahead
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = static_cast<unsigned>(ranks);
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.blockDim = dim3(static_cast<unsigned>(threads)), config.dynamicSmemBytes = static_cast<size_t>(bytes);
-  config.stream = stream, config.attrs = &cluster, config.numAttrs = ranks > 1;
+  config.stream = stream, config.attrs = attributes, config.numAttrs = ranks > 1 ? 2 : 1;
   constexpr int64_t kMost = 65535;
   for (a.first = 0; a.first < a.g.shape.batch && status == cudaSuccess; a.first += kMost) {
     const auto matrices = static_cast<unsigned>(std::min(a.g.shape.batch - a.first, kMost));
@@ -275,11 +227,395 @@ inline cudaError_t launch_clusters(void (*kernel)(Args), Args a, int ranks, int 
   return status;
 }
 
-// One for each algorithm and type of the left operand, so that they compile side by side. `launch_mma` takes any K and
-// 16 rows at a time, `launch_wgmma` K that is a multiple of 256 and up to 64 rows.
+constexpr int kWarps = 16;
+
+template <bool kBf16>
+__device__ __forceinline__ void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                    uint32_t b1) {
+  if constexpr (kBf16)
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  else
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+enum class Depth {
+  kAny,     // K may end inside a unit, whose rest is zeros, and the operands' rows are aligned to no more than a block
+  kUnits,   // a multiple of the unit
+  kOneUnit  // the same, and no warp has more than one
+};
+
+// kRowTiles: of 8 rows of a. kParts: of 128 k in a unit.
+template <int kRowTiles_, int kParts_, int kStages_, Depth kDepth>
+struct Shape {
+  static constexpr int kRowTiles = kRowTiles_, kParts = kParts_, kStages = kStages_;
+  static constexpr bool kMasked = kDepth == Depth::kAny, kOneUnit = kDepth == Depth::kOneUnit;
+  static constexpr int kUnit = kParts * 128;
+  static constexpr int kScales = kParts * 1024, kStage = kScales + kParts * 128;  // bytes: 16 rows of codes, and scales
+  static constexpr int kRing = kStages * kStage;
+
+  // Bytes of a warp beside its ring: its rows of a, and its sums. If it has one unit, the sums take the place of the
+  // rows.
+  __host__ __device__ static constexpr int rows_bytes(Left left) {
+    return left == Left::kNvfp4 ? 0 : kRowTiles * kParts * 2048;
+  }
+  __host__ __device__ static constexpr int beside(Left left, bool one, int groups) {
+    const int sums = groups * kRowTiles * 512, rows = rows_bytes(left);
+    return one ? (sums > rows ? sums : rows) : sums + rows;
+  }
+  static constexpr int bytes(Left left, bool one, int groups) { return kWarps * (kRing + beside(left, one, groups)); }
+  // The groups of columns whose sums fit.
+  static constexpr int most_groups(Left left, bool one) {
+    return (kMostShared / kWarps - kRing - (one ? 0 : rows_bytes(left))) / (kRowTiles * 512);
+  }
+};
+
+// ---------------------------------------------------------------- a: the rows of one unit
+// A lane has row lane / 4 of each 8, and in each 128 k the 32 from 32 * (lane % 4) on.
+template <Left left, class S>
+struct Rows {
+  static constexpr bool kQuantized = left == Left::kNvfp4;
+  static constexpr int kTiles = S::kRowTiles, kParts = S::kParts;
+  using Fragments = uint32_t[kTiles][kParts][4][4];
+
+  const uint8_t* data;   // of the first row
+  const uint8_t* scale;  // the same
+  int live, depth;       // rows that there are
+  uint4 codes[kQuantized ? kTiles : 1][kParts];
+  uint32_t scales[kQuantized ? kTiles : 1][kParts];
+
+  __device__ __forceinline__ Rows(const MatmulArgs& g, int64_t row0, int rows)
+      : live(rows), depth(static_cast<int>(g.shape.depth)) {
+    const int64_t first = row0 * g.shape.depth;
+    data = static_cast<const uint8_t*>(g.a.data) + (kQuantized ? first / 2 : first * 2);
+    scale = kQuantized ? g.a.scale + first / kBlock : nullptr;
+  }
+  // 16-bit elements pass through a private buffer, since only whole rows are loaded at full speed. No bank conflicts.
+  static __device__ __forceinline__ uint32_t chunk(uint32_t buffer, int row, int c) {
+    return buffer + (row * 16 * kParts + (c ^ (c >> 3 & 1) ^ (row & 1) << 1)) * 16;
+  }
+  __device__ __forceinline__ void load(int k0, uint32_t buffer) {
+    if constexpr (kQuantized)
+      load_codes(k0);
+    else
+      load_elements(k0, buffer);
+  }
+  __device__ __forceinline__ void load_elements(int k0, uint32_t buffer) {
+    constexpr int kEach = 2 / kParts;  // rows of one load
+    const int lane = threadIdx.x % 32, c = lane % (16 * kParts), k = k0 + c * 8;
+#pragma unroll
+    for (int r = 0; r < kTiles * 8; r += kEach) {
+      const int row = r + lane / (16 * kParts);
+      if (row >= live) continue;
+      const uint8_t* p = data + (static_cast<int64_t>(row) * depth + k) * 2;
+      if constexpr (S::kMasked)
+        copy16_or_zero(chunk(buffer, row, c), k < depth ? p : data, k < depth);
+      else
+        copy16(chunk(buffer, row, c), p);
+    }
+  }
+  __device__ __forceinline__ void load_codes(int k0) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int h = 0; h < kParts; ++h) {
+        const int row = n * 8 + lane / 4, k = k0 + h * 128 + lane % 4 * 32;
+        const int64_t at = static_cast<int64_t>(row) * depth + k;
+        codes[n][h] = make_uint4(0, 0, 0, 0), scales[n][h] = 0;
+        if (row >= live) continue;
+        if constexpr (S::kMasked) {
+          load_block(at, k < depth, codes[n][h].x, codes[n][h].y, scales[n][h], 0);
+          load_block(at + kBlock, k + kBlock < depth, codes[n][h].z, codes[n][h].w, scales[n][h], 8);
+        } else {
+          codes[n][h] = load_global16(data + at / 2);
+          scales[n][h] = __ldg(reinterpret_cast<const uint16_t*>(scale + at / kBlock));
+        }
+      }
+  }
+  __device__ __forceinline__ void load_block(int64_t at, bool there, uint32_t& low, uint32_t& high, uint32_t& two,
+                                             int shift) const {
+    if (!there) return;
+    const uint2 v = __ldg(reinterpret_cast<const uint2*>(data + at / 2));
+    low = v.x, high = v.y, two |= uint32_t{__ldg(scale + at / kBlock)} << shift;
+  }
+  __device__ __forceinline__ void fragments(uint32_t buffer, Fragments& b) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int h = 0; h < kParts; ++h) {
+        if constexpr (kQuantized) {
+          uint32_t s[2];
+          DecodeFor<left>::scales(scales[n][h], s[0], s[1]);
+          const uint32_t word[4] = {codes[n][h].x, codes[n][h].y, codes[n][h].z, codes[n][h].w};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) DecodeFor<left>::eight(word[i], s[i / 2], b[n][h][i]);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            permute8(load_shared16(chunk(buffer, n * 8 + lane / 4, h * 16 + lane % 4 * 4 + i)), b[n][h][i]);
+        }
+      }
+  }
+};
+
+// ---------------------------------------------------------------- b: the ring of a warp
+// The groups of 16 columns of the result one after the other, then the same with the next unit of the warp. A column is
+// a row of b; those that do not exist are read as the last one, and not written.
+template <class S>
+struct Ring {
+  const uint8_t *data, *scale;       // of the first column of the thread block
+  const uint8_t *low, *high, *thin;  // of this lane in the next stage: codes of columns g and g + 8; scales
+  int64_t wide, narrow;              // bytes of a row of codes and of scales
+  int last, depth, groups;
+  int group, unit, left;  // of the next stage; stages that are left
+  uint32_t begin, to;     // of this lane
+  bool ragged;
+
+  __device__ __forceinline__ Ring(const MatmulArgs& g, const Share& share, uint32_t ring, int first_unit, int steps)
+      : wide(g.shape.depth / 2),
+        narrow(g.shape.depth / kBlock),
+        depth(static_cast<int>(g.shape.depth)),
+        groups(share.groups),
+        group(0),
+        unit(first_unit),
+        left(steps) {
+    const int lane = threadIdx.x % 32, cols = static_cast<int>(g.shape.cols), col0 = share.group0 * 16;
+    const int64_t row0 = share.matrix * g.shape.cols + col0;
+    data = static_cast<const uint8_t*>(g.b.data) + row0 * wide, scale = g.b.scale + row0 * narrow;
+    last = cols - 1 - col0, ragged = col0 + groups * 16 > cols;
+    begin = to = ring + lane * 16;
+    point();
+  }
+  __device__ __forceinline__ int64_t row_of(int r) const { return min(group * 16 + r, last); }
+  __device__ __forceinline__ void point() {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    low = data + row_of(g) * wide + static_cast<int64_t>(unit) * (S::kUnit / 2) + t * 16;
+    high = data + row_of(g + 8) * wide + static_cast<int64_t>(unit) * (S::kUnit / 2) + t * 16;
+    thin = scale + row_of(lane % 16) * narrow + static_cast<int64_t>(unit) * (S::kUnit / kBlock);
+  }
+  // Asks for the next stage, if there is one. Every call makes a group of copies.
+  __device__ __forceinline__ void issue() {
+    if (left > 0) {
+      --left;
+      if constexpr (S::kMasked)
+        copy_masked();
+      else
+        copy();
+      to = to + S::kStage == begin + S::kRing ? begin : to + S::kStage;
+    }
+    commit_copies();
+  }
+  __device__ __forceinline__ void copy() {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int h = 0; h < S::kParts; ++h) copy16(to + h * 1024, low + h * 64), copy16(to + h * 1024 + 512, high + h * 64);
+    if (lane < 16) {
+      if constexpr (S::kParts == 2)
+        copy16(to + S::kScales, thin);
+      else
+        copy8(to + S::kScales - lane * 8, thin);
+    }
+    low += 16 * wide, high += 16 * wide, thin += 16 * narrow;
+    if (++group == groups || ragged) {
+      if (group == groups) group = 0, unit += kWarps;
+      point();
+    }
+  }
+  // By single blocks, since a row may start at any of them. The bytes of scales cannot be copied asynchronously.
+  __device__ __forceinline__ void copy_masked() {
+    static_assert(!S::kMasked || S::kParts == 1, "one part");
+    const int lane = threadIdx.x % 32, k = unit * S::kUnit + lane % 4 * 32, block = unit * 8 + lane % 2 * 4;
+    copy_blocks(to, row_of(lane / 4), k);
+    copy_blocks(to + 512, row_of(lane / 4 + 8), k);
+    const uint8_t* p = scale + row_of(lane / 2) * narrow;
+    uint32_t four = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (block + i < narrow) four |= uint32_t{__ldg(p + block + i)} << (8 * i);
+    store_shared4(to + S::kScales - lane * 12, four);
+    if (++group == groups) group = 0, unit += kWarps;
+  }
+  __device__ __forceinline__ void copy_blocks(uint32_t at, int64_t row, int k) const {
+    const uint8_t* p = data + row * wide;
+#pragma unroll
+    for (int i = 0; i < 2; ++i, k += kBlock) copy8_or_zero(at + i * 8, k < depth ? p + k / 2 : p, k < depth);
+  }
+};
+
+// ---------------------------------------------------------------- the products of one stage
+// d: for each 8 rows of a two chains of sums, so that an mma need not wait for the one before.
+template <Left left, class S>
+__device__ __forceinline__ void multiply(uint32_t stage, const typename Rows<left, S>::Fragments& b,
+                                         float (&d)[S::kRowTiles][2][4]) {
+  using D = DecodeFor<left>;
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int h = 0; h < S::kParts; ++h) {
+    const uint4 c0 = load_shared16(stage + h * 1024 + lane * 16);
+    const uint4 c1 = load_shared16(stage + h * 1024 + 512 + lane * 16);
+    uint32_t s0[2], s1[2];
+    const uint32_t scales = stage + S::kScales + h * 8 + t * 2;
+    D::scales(load_shared2(scales + g * 8 * S::kParts), s0[0], s0[1]);
+    D::scales(load_shared2(scales + (g + 8) * 8 * S::kParts), s1[0], s1[1]);
+    const uint32_t w0[4] = {c0.x, c0.y, c0.z, c0.w}, w1[4] = {c1.x, c1.y, c1.z, c1.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t p0[4], p1[4];
+      D::eight(w0[i], s0[i / 2], p0);
+      D::eight(w1[i], s1[i / 2], p1);
+#pragma unroll
+      for (int n = 0; n < S::kRowTiles; ++n) {
+        mma<left == Left::kBf16>(d[n][0], p0[0], p1[0], p0[1], p1[1], b[n][h][i][0], b[n][h][i][1]);
+        mma<left == Left::kBf16>(d[n][1], p0[2], p1[2], p0[3], p1[3], b[n][h][i][2], b[n][h][i][3]);
+      }
+    }
+  }
+}
+
+// Stores the sums of a group, or adds them to those of the units before.
+template <int kTiles>
+__device__ __forceinline__ void keep(uint32_t at, const float (&d)[kTiles][2][4], bool first) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n, at += 512) {
+    float sum[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] = d[n][0][i] + d[n][1][i];
+    if (!first) {
+      const uint4 old = load_shared16(at);
+      sum[0] += float_of(old.x), sum[1] += float_of(old.y), sum[2] += float_of(old.z), sum[3] += float_of(old.w);
+    }
+    store_shared16(at, make_uint4(bits_of(sum[0]), bits_of(sum[1]), bits_of(sum[2]), bits_of(sum[3])));
+  }
+}
+
+// ---------------------------------------------------------------- the end
+// Adds the sums of warps and ranks in their order. A slot is what one lane has of 16 columns and 8 rows: rows 2t and
+// 2t + 1, columns g and g + 8. Each rank has its part of the slots.
+template <Left left, class S>
+__device__ __forceinline__ void finish_slots(const MatmulArgs& g, const Share& share, int row0, uint32_t sums,
+                                             int pitch, int units) {
+  const int slots = share.groups * S::kRowTiles * 32, end = slots * (share.rank + 1) / share.ranks;
+  const int rows = static_cast<int>(g.shape.rows), cols = static_cast<int>(g.shape.cols);
+  int slot = slots * share.rank / share.ranks + static_cast<int>(threadIdx.x), col = 0, row = 0;
+  Columns<left, 2> columns;
+  float a_amax[2] = {};
+  const auto look_up = [&] {  // loads that need not wait for the sums
+    if (slot >= end) return;
+    col = (share.group0 + slot / 32 / S::kRowTiles) * 16 + slot % 32 / 4;
+    row = row0 + slot / 32 % S::kRowTiles * 8 + slot % 4 * 2;
+    columns.load(g, share.matrix, col, 8);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (row + i < rows) a_amax[i] = amax_of_row<left>(g, share.matrix * g.shape.rows + row + i);
+  };
+  look_up();
+  sync_ranks(share.ranks);
+  for (; slot < end; slot += kWarps * 32, look_up()) {
+    float4 s = make_float4(0, 0, 0, 0);
+    for (int r = 0; r < share.ranks; ++r) {
+      const int live = min(kWarps, share.unit(units, r + 1) - share.unit(units, r));
+#pragma unroll 8
+      for (int w = 0; w < live; ++w) {
+        const float4 v = load_from_rank(sums + w * pitch + slot * 16, r);
+        s.x += v.x, s.y += v.y, s.z += v.z, s.w += v.w;
+      }
+    }
+    const float v[4] = {s.x, s.y, s.z, s.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int c = col + i / 2 * 8, m = row + i % 2;
+      if (c < cols && m < rows)
+        store_result(g.result, (share.matrix * g.shape.rows + m) * g.shape.cols + c,
+                     columns.finish(g, v[i], i / 2, columns.alpha(g, i / 2, a_amax[i % 2])));
+    }
+  }
+  if (share.ranks > 1) sync_ranks(share.ranks);  // no thread block ends while another reads its sums
+}
+
+// Grid: clusters along the columns; 8 * kRowTiles rows; matrices.
+template <Left left, class S>
+__global__ void __launch_bounds__(kWarps * 32, 1) sm90_small_m_kernel(const __grid_constant__ Args a) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  const MatmulArgs& g = a.g;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row0 = blockIdx.y * S::kRowTiles * 8;
+  const Share share(a);
+  const int units = (static_cast<int>(g.shape.depth) + S::kUnit - 1) / S::kUnit;
+  const int unit0 = share.unit(units, share.rank), unit1 = share.unit(units, share.rank + 1);
+  const int steps = (unit1 - unit0 - warp + kWarps - 1) / kWarps * share.groups;
+  const bool one = S::kOneUnit || (units + share.ranks - 1) / share.ranks <= kWarps;
+  const int pitch = S::beside(left, one, share.most);
+  const uint32_t ring = shared_address(shared) + warp * S::kRing, sums = shared_address(shared) + kWarps * S::kRing;
+  const uint32_t own = sums + warp * pitch, own_sums = own + lane * 16;
+  const uint32_t buffer = own + (one ? 0 : share.groups * S::kRowTiles * 512);
+
+  wait_for_kernel_ahead();
+  let_next_kernel_start();  // it waits for the end of this one
+  Rows<left, S> rows(g, share.matrix * g.shape.rows + row0, static_cast<int>(g.shape.rows) - row0);
+  Ring<S> columns(g, share, ring, unit0 + warp, steps);
+  if (steps > 0) rows.load((unit0 + warp) * S::kUnit, buffer);
+#pragma unroll
+  for (int i = 0; i < S::kStages - 1; ++i) columns.issue();
+
+  typename Rows<left, S>::Fragments b;
+  if (S::kOneUnit && steps > 0) {  // once for all, which frees the registers that the rows came in
+    wait_for_copies<S::kStages - 2>();
+    __syncwarp();
+    rows.fragments(buffer, b);
+    __syncwarp();
+  }
+  int unit = unit0 + warp, group = 0;
+  uint32_t stage = ring, at = own_sums;
+  for (int step = 0; step < steps; ++step) {
+    wait_for_copies<S::kStages - 2>();
+    // With fewer groups than stages the rows may have come with the last copies.
+    if (S::kStages > 2 && group == 0 && share.groups < S::kStages - 1) wait_for_copies<0>();
+    __syncwarp();
+    if (!S::kOneUnit && group == 0) {
+      rows.fragments(buffer, b);
+      if constexpr (S::rows_bytes(left) > 0) __syncwarp();
+      if (unit + kWarps < unit1) rows.load((unit + kWarps) * S::kUnit, buffer);
+    }
+    columns.issue();
+    float d[S::kRowTiles][2][4] = {};
+    multiply<left, S>(stage, b, d);
+    keep(at, d, S::kOneUnit || unit < unit0 + kWarps);
+    at += S::kRowTiles * 512;
+    if (++group == share.groups) group = 0, unit += kWarps, at = own_sums;
+    stage = stage + S::kStage == ring + S::kRing ? ring : stage + S::kStage;
+  }
+  finish_slots<left, S>(g, share, row0, sums, pitch, units);
+}
+
+// ---------------------------------------------------------------- launch
+// Few columns leave multiprocessors free, so clusters of 2, 4 or 8 thread blocks divide K.
+template <Left left, class S>
+cudaError_t launch_shape(const MatmulArgs& g, cudaStream_t stream) {
+  const int groups = static_cast<int>((g.shape.cols + 15) / 16), processors = multiprocessors();
+  const int units = static_cast<int>((g.shape.depth + S::kUnit - 1) / S::kUnit);
+  const int row_tiles = static_cast<int>((g.shape.rows + S::kRowTiles * 8 - 1) / (S::kRowTiles * 8));
+  const int64_t others = g.shape.batch * row_tiles;
+  int ranks = 1;
+  // Clusters of four and eight do not find room on every multiprocessor.
+  while (ranks < 8 && groups * others * ranks * 2 <= processors - processors / 8 && ranks * 2 <= units) ranks *= 2;
+  const bool one = (units + ranks - 1) / ranks <= kWarps;
+  const int tiles = tiles_of(groups, S::most_groups(left, one), others * ranks);
+  const int bytes = S::bytes(left, one, (groups + tiles - 1) / tiles);
+  return launch_clusters(sm90_small_m_kernel<left, S>, {g, 0, tiles}, ranks, row_tiles, kWarps * 32, bytes, stream);
+}
+
 template <Left left>
-cudaError_t launch_mma(const MatmulArgs& g, cudaStream_t stream);
-template <Left left>
-cudaError_t launch_wgmma(const MatmulArgs& g, cudaStream_t stream);
+cudaError_t launch(const MatmulArgs& g, cudaStream_t stream) {
+  if (g.shape.depth % 256) return launch_shape<left, Shape<2, 1, 2, Depth::kAny>>(g, stream);
+  if (g.shape.rows <= 8) return launch_shape<left, Shape<1, 2, 2, Depth::kUnits>>(g, stream);
+  if (g.shape.depth <= kWarps * 256) return launch_shape<left, Shape<2, 2, 2, Depth::kOneUnit>>(g, stream);
+  return launch_shape<left, Shape<2, 1, 3, Depth::kUnits>>(g, stream);
+}
 
 }  // namespace jnvfp4::small_m
