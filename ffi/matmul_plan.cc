@@ -112,6 +112,10 @@ std::string why_not(MatmulKernel kernel, const MatmulProblem& problem, int capab
   return reason ? std::string(row.name) + " cannot: " + reason : std::string();
 }
 
+int64_t fused_sums(int64_t tiles, const FusedPlan& plan) {
+  return tiles * (plan.splits - 1) * plan.tokens * kFusedCols * fused_teams(plan.tokens);
+}
+
 // Least time, in cycles, for 66 pairs of thread blocks, as an H200 has them.
 FusedPlan plan_fused(const GemmShape& s) {
   struct Tile {
@@ -127,7 +131,7 @@ FusedPlan plan_fused(const GemmShape& s) {
     for (int64_t splits = 1; splits <= 8 && splits <= std::max<int64_t>(slots, 1); ++splits) {
       const int64_t tiles =
           s.batch * ((s.rows + tile.tokens - 1) / tile.tokens) * ((s.cols + kFusedCols - 1) / kFusedCols);
-      if (splits > 1 && tiles * (splits - 1) * tile.tokens * kFusedCols * 4 > kMostSums) break;
+      if (fused_sums(tiles, {tile.tokens, static_cast<int>(splits)}) * 4 > kMostSums) break;
       const int64_t waves = (tiles * splits + kPairs - 1) / kPairs;
       const double part = 4.0 * static_cast<double>((slots + splits - 1) / splits) * tile.window + tile.end;
       const double cycles = static_cast<double>(waves) * part +
@@ -154,8 +158,8 @@ FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan) {
   s.rows = take(s.padded_rows * fused_depth(shape) * 2);
   s.data = copy(shape.depth / 2);
   s.scale = copy(shape.depth / kBlock);
-  s.sums = take(tiles * (plan.splits - 1) * plan.tokens * kFusedCols * 4);
-  s.flag_count = tiles * (plan.splits - 1) * 4;
+  s.sums = take(fused_sums(tiles, plan) * 4);
+  s.flag_count = tiles * (plan.splits - 1) * 4 * fused_teams(plan.tokens);
   s.flags = take(s.flag_count * 4);
   return s;
 }

@@ -57,6 +57,8 @@ struct FusedPlan {
   int tokens, splits;
 };
 FusedPlan plan_fused(const GemmShape& shape);
+// Groups of warps of a thread block that share K.
+JNVFP4_HD constexpr int fused_teams(int tokens) { return tokens <= 64 ? 2 : 1; }
 
 // Columns of the result that a tile has, and what comes along K at a time.
 inline constexpr int64_t kFusedCols = 256, kFusedDepth = 256;

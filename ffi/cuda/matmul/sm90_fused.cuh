@@ -24,7 +24,7 @@ namespace jnvfp4 {
 template <class T_, int kTokens_>
 struct FusedConfig {
   using T = T_;
-  static constexpr int kTokens = kTokens_, kTeams = kTokens <= 64 ? 2 : 1, kRows = 128;
+  static constexpr int kTokens = kTokens_, kTeams = fused_teams(kTokens), kRows = 128;
   static constexpr bool kTurns = kTokens == 256;
   static constexpr int kThreads = 128 * (1 + 2 * kTeams);
   static constexpr int kSums = kTokens / 2;  // of a thread
@@ -34,10 +34,10 @@ struct FusedConfig {
 
   // A slot has codes and scales of 256 along K, a stage the tokens of kStageDepth windows.
   static constexpr int kStageDepth = kTokens <= 64 ? 4 : 1, kPerSlot = 4 / kStageDepth;
-  static constexpr int kRing = 4, kStages = kTokens == 128 ? 8 : 4;
+  static constexpr int kRing = kTokens <= 64 ? 4 : 3, kStages = kTokens == 128 ? 8 : 4;
   static constexpr int kWindow = kTokens * 128, kData = kRows * 128, kScale = kRows * 16;
   // Sums on their way to the result: rows of 64 columns, padded so that neither side meets in a bank.
-  static constexpr int kOutTokens = 32, kOutPitch = 64 + 4, kOut = kOutTokens * kOutPitch * 4;
+  static constexpr int kOutTokens = kTokens <= 64 ? 32 : 64, kOutPitch = 64 + 4, kOut = kOutTokens * kOutPitch * 4;
 
   static constexpr int kAtData = kStages * kStageDepth * kWindow, kAtScale = kAtData + kRing * kData;
   static constexpr int kAtOut = kAtScale + kRing * kScale, kAtFull = kAtOut + 2 * kOut;
@@ -214,19 +214,21 @@ struct FusedConsumer {
 
   const FusedArgs& a;
   uint32_t smem;
-  int rank, team, wg, lane, t;  // wg of its team. Both by a shuffle, so that they are in uniform registers
-  int row;                      // of b, in the thread block's tile, of the first register of a fragment
-  uint32_t data, scale;         // where its codes and scales are in the first slot
-  uint32_t begun = 0;           // slots of all items before
+  int rank, team, wg;    // wg of its team. Both by a shuffle, so that they are in uniform registers
+  uint32_t data, scale;  // where its codes and scales are in the first slot
+  uint32_t begun = 0;    // slots of all items before
 
   __device__ __forceinline__ FusedConsumer(const FusedArgs& args, uint32_t shared)
-      : a(args), smem(shared), rank(cluster_rank()), lane(threadIdx.x % 32), t(lane % 4) {
+      : a(args), smem(shared), rank(cluster_rank()) {
     const int all = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);
     team = all / 2, wg = all % 2;
-    row = wg * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const int row = wg * 64 + fragment_row(), t = threadIdx.x % 4;
     data = smem + C::kAtData + row * 128 + (t / 2 ^ row % 8) * 16 + t % 2 * 8;
     scale = smem + C::kAtScale + row * 16 + t;
   }
+
+  // Of the warpgroup's 64 rows of b, that of the first register of a fragment.
+  static __device__ __forceinline__ int fragment_row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 
   // ---- the sum along K
   // Without turns both warpgroups multiply at the same time, and then both decode while the tensor cores rest. Named
@@ -252,7 +254,7 @@ struct FusedConsumer {
   }
   // The stage is free, in both blocks that load for it.
   __device__ __forceinline__ void release(int stage) {
-    if (lane < 2) barrier_arrive_in(smem + C::kAtEmpty + 8 * stage, lane);
+    if (threadIdx.x % 32 < 2) barrier_arrive_in(smem + C::kAtEmpty + 8 * stage, threadIdx.x % 32);
   }
   __device__ __forceinline__ void multiply(Sums& sums, const Fragments& f, uint32_t n, int q, bool first) {
     const int stage = stage_of(n, q);
@@ -264,6 +266,10 @@ struct FusedConsumer {
     for (int j = 0; j < 4; ++j) wgmma<typename C::T>(sums, f + 4 * j, tokens + 2 * j, !first || j > 0);
     wgmma_commit();
     pass_turn();
+  }
+  // If window q is the last of its stage.
+  __device__ __forceinline__ void release(uint32_t n, int q) {
+    if (q % C::kStageDepth == C::kStageDepth - 1) release(stage_of(n, q));
   }
 
   // A window runs while the next one is decoded.
@@ -292,16 +298,15 @@ struct FusedConsumer {
           load(r, n + C::kTeams, 0);
         }
         wgmma_wait<1>();  // the window before has run: its stage and fragments are free
-        if (q > 0) {
-          if (C::kStageDepth == 1) release(stage_of(n, q - 1));
-        } else if (!first) {
-          release(stage_of(n - C::kTeams, 3));
-        }
+        if (q > 0)
+          release(n, q - 1);
+        else if (!first)
+          release(n - C::kTeams, 3);
         if (q < 3 || !last) r.decode(f[(q + 1) % 2]);
       }
     }
     wgmma_wait<0>();
-    release(stage_of(n - C::kTeams, 3));
+    release(n - C::kTeams, 3);
   }
 
   // ---- the result
@@ -309,7 +314,7 @@ struct FusedConsumer {
   // Where the sums of kOutTokens tokens go: four of each 8 tokens `eight`, as wgmma has them.
   template <class F>
   __device__ __forceinline__ void for_each_sum(const F& f) const {
-    const uint32_t base = out() + (2 * t * C::kOutPitch + row - wg * 64) * 4;
+    const uint32_t base = out() + (2 * (threadIdx.x % 4) * C::kOutPitch + fragment_row()) * 4;
 #pragma unroll
     for (int eight = 0; eight < C::kOutTokens / 8; ++eight)
 #pragma unroll
@@ -328,56 +333,67 @@ struct FusedConsumer {
     });
   }
   __device__ __forceinline__ void stage_chunk(const Sums& sums, int chunk) const {
-    stage_chunk<0>(sums, chunk);
-    if constexpr (C::kTokens >= 64) stage_chunk<1>(sums, chunk);
-    if constexpr (C::kTokens >= 128) stage_chunk<2>(sums, chunk), stage_chunk<3>(sums, chunk);
-    if constexpr (C::kTokens == 256)
-      stage_chunk<4>(sums, chunk), stage_chunk<5>(sums, chunk), stage_chunk<6>(sums, chunk),
-          stage_chunk<7>(sums, chunk);
-  }
-  // The partial sums of a split, as this warpgroup has them: [token][64 columns].
-  __device__ __forceinline__ float* partial(const FusedItem& item, int split) const {
-    const int64_t block = ((item.tile * (a.splits - 1) + split) * 2 + rank) * 2 + wg;
-    return a.sums + block * C::kTokens * 64;
-  }
-  __device__ __forceinline__ uint32_t* flag(const FusedItem& item, int split) const {
-    return a.flags + ((item.tile * (a.splits - 1) + split) * 2 + rank) * 2 + wg;
-  }
-  // Four columns of every eighth token, the loads of all before the first store.
-  __device__ __forceinline__ void write_chunk(FusedColumns& columns, const FusedItem& item, int chunk) {
-    constexpr int kEach = C::kOutTokens / 8;
-    const int thread = threadIdx.x % 128, token = chunk * C::kOutTokens + thread / 16;
-    const int here = columns.col < a.g.shape.cols ? static_cast<int>(a.g.shape.rows) - item.row - token : 0;
-    const int place = token * 64 + thread % 16 * 4;
-    float4 sum[kEach];
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const uint4 v = load_shared128(out() + (thread / 16 + 8 * i) * C::kOutPitch * 4 + thread % 16 * 16);
-      sum[i] = {float_of(v.x), float_of(v.y), float_of(v.z), float_of(v.w)};
-    }
-    if (item.split < a.splits - 1) {
-#pragma unroll
-      for (int i = 0; i < kEach; ++i)
-        if (8 * i < here) *reinterpret_cast<float4*>(partial(item, item.split) + place + 8 * i * 64) = sum[i];
-      return;
-    }
-#pragma unroll 1
-    for (int split = 0; split < item.split; ++split)
-#pragma unroll
-      for (int i = 0; i < kEach; ++i)
-        if (8 * i < here) {
-          const float4 p = __ldcg(reinterpret_cast<const float4*>(partial(item, split) + place + 8 * i * 64));
-          sum[i].x += p.x, sum[i].y += p.y, sum[i].z += p.z, sum[i].w += p.w;
-        }
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      if (8 * i >= here) break;
-      columns.write(item.matrix * a.g.shape.rows + item.row + token + 8 * i, sum[i]);
-    }
-  }
-  // Named barriers 1 and 2: a warpgroup of team 0. 6 and 7: with that of team 1, which has the same rows.
-  __device__ __forceinline__ void finish(const Sums& sums, const FusedItem& item) {
     constexpr int kChunks = C::kTokens / C::kOutTokens;
+    stage_chunk<0>(sums, chunk);
+    if constexpr (kChunks > 1) stage_chunk<1>(sums, chunk);
+    if constexpr (kChunks > 2) stage_chunk<2>(sums, chunk), stage_chunk<3>(sums, chunk);
+  }
+  // ---- parts of K
+  // Of this warpgroup, in the order in which threads have the sums.
+  __device__ __forceinline__ int64_t place_of(const FusedItem& item, int split) const {
+    return ((item.tile * (a.splits - 1) + split) * 2 + rank) * 2 * C::kTeams + team * 2 + wg;
+  }
+  __device__ __forceinline__ float4* partial(const FusedItem& item, int split) const {
+    return reinterpret_cast<float4*>(a.sums) + place_of(item, split) * C::kTokens * 16 + threadIdx.x % 128;
+  }
+  __device__ __forceinline__ void sync_warpgroup() const { named_sync(team == 0 ? 1 + wg : 8 + wg, 128); }
+  __device__ __forceinline__ void keep_partial(const Sums& sums, const FusedItem& item) const {
+    float4* const to = partial(item, item.split);
+#pragma unroll
+    for (int i = 0; i < C::kSums; i += 4) to[i * 32] = {sums[i], sums[i + 1], sums[i + 2], sums[i + 3]};
+    sync_warpgroup();
+    if (threadIdx.x % 128 == 0) raise_flag(a.flags + place_of(item, item.split));
+  }
+  __device__ __forceinline__ void add_partials(Sums& sums, const FusedItem& item) const {
+    if (threadIdx.x % 128 == 0)
+      for (int split = 0; split < item.split; ++split) wait_for_flag(a.flags + place_of(item, split));
+    sync_warpgroup();
+    for (int split = 0; split < item.split; ++split) {
+      const float4* const from = partial(item, split);
+#pragma unroll
+      for (int i = 0; i < C::kSums; i += 4) {
+        const float4 p = __ldcg(from + i * 32);
+        sums[i] += p.x, sums[i + 1] += p.y, sums[i + 2] += p.z, sums[i + 3] += p.w;
+      }
+    }
+  }
+
+  // A thread has four columns of every eighth token of a chunk. Little code, not unrolled: the instruction cache misses
+  // it at every tile.
+  __device__ __forceinline__ void write_chunk(FusedColumns& columns, const FusedItem& item, int chunk) const {
+    const int thread = threadIdx.x % 128, first = chunk * C::kOutTokens + thread / 16;
+    const int end = min(static_cast<int>(a.g.shape.rows) - item.row, (chunk + 1) * C::kOutTokens);
+    if (columns.col >= a.g.shape.cols) return;
+    uint32_t at = out() + thread / 16 * C::kOutPitch * 4 + thread % 16 * 16;
+#pragma unroll 1
+    for (int token = first; token < end; token += 8, at += 8 * C::kOutPitch * 4) {
+      const uint4 v = load_shared128(at);
+      columns.write(item.matrix * a.g.shape.rows + item.row + token,
+                    {float_of(v.x), float_of(v.y), float_of(v.z), float_of(v.w)});
+    }
+  }
+  // Named barriers 1 and 2, 8 and 9: a warpgroup of team 0 or 1. 6 and 7: two with the same rows.
+  __device__ __forceinline__ void finish(Sums& sums, const FusedItem& item) {
+    constexpr int kChunks = C::kTokens / C::kOutTokens;
+    if (a.splits > 1) {
+      wait_for_kernel_ahead();  // it has lowered the flags
+      if (item.split < a.splits - 1) {
+        keep_partial(sums, item);
+        __syncwarp();  // instructions for whole warps follow
+        return;
+      }
+      add_partials(sums, item);
+    }
     if (C::kTeams == 2 && team == 1) {
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         named_sync(6 + wg, 256);  // the last chunk has been read
@@ -387,27 +403,17 @@ struct FusedConsumer {
       return;
     }
     FusedColumns columns(a, item.matrix, item.col + rank * C::kRows + wg * 64 + threadIdx.x % 16 * 4);
-    if (a.splits > 1) {
-      wait_for_kernel_ahead();  // it has lowered the flags
-      if (item.split == a.splits - 1 && threadIdx.x % 128 == 0)
-        for (int split = 0; split < item.split; ++split) wait_for_flag(flag(item, split));
-    }
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       if constexpr (C::kTeams == 2) {
         named_sync(6 + wg, 256);
         named_sync(6 + wg, 256);
       } else {
-        named_sync(1 + wg, 128);
+        sync_warpgroup();
       }
       stage_chunk(sums, chunk);
-      named_sync(1 + wg, 128);
+      sync_warpgroup();
       write_chunk(columns, item, chunk);
-      __syncwarp();  // instructions for whole warps follow
-    }
-    if (item.split < a.splits - 1) {
-      named_sync(1 + wg, 128);
-      if (threadIdx.x % 128 == 0) raise_flag(flag(item, item.split));
       __syncwarp();
     }
   }
