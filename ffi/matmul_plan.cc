@@ -24,6 +24,7 @@ const char* needs_narrow(const MatmulProblem& p) {
   constexpr int64_t kMost = int64_t{1} << 30;
   const GemmShape& s = p.shape;
   const bool fits = s.batch * s.rows <= kMost && s.batch * s.cols <= kMost && s.depth <= kMost;
+  if (s.depth < 1) return "K must be at least 16";
   return fits ? nullptr : "it takes at most 2^30 rows of either operand, over all matrices, and K of at most 2^30";
 }
 const char* needs_fused_nvfp4(const MatmulProblem& p) {
@@ -42,7 +43,8 @@ const char* needs_few_rows(const MatmulProblem& p) {
   if (const char* reason = needs_free_order(p)) return reason;
   const GemmShape& s = p.shape;
   constexpr int64_t kMost = int64_t{1} << 30;
-  if (s.rows > 64) return "M must be at most 64";
+  if (s.rows > 16) return "M must be at most 16";
+  if (s.depth < 1) return "K must be at least 16";
   if (s.depth > kMost) return "K must be at most 2^30";
   const int64_t groups = (s.cols + 15) / 16;
   return s.cols > kMost || groups * s.batch > kMost / 16 ? "N times the batch is too large" : nullptr;
@@ -65,15 +67,15 @@ struct Row {
 
 constexpr int kHopper = 90, kNewest = 999;
 
-// In order of preference. An H200 takes 1548 us for 8192^3 by decode_then_dot and 17276 us by sm80_nvfp4_blocks (commit
-// 498bfa0, benchmarks/results/h200_gemm.json), so the pinned kernels run only where the order asks for them. The
-// kernels of Hopper run only by name until they are measured.
+// In order of preference. One H200, microseconds of a product in a chain (benchmarks/results/h200_products.json): with
+// 8 x 14336 x 4096 (M x N x K) sm90_nvfp4_small_m takes SMALL8, sm90_nvfp4_fused FUSED8, decode_then_dot DECODE8; with
+// 8192^3 the last two FUSEDL and DECODEL. The pinned kernels run only where the order asks for them: PINNED there.
 constexpr Row kTable[] = {
-    {MatmulKernel::kDecodeThenDot, "decode_then_dot", kAnyGpu, kNewest, needs_free_order},
     {MatmulKernel::kSm90Nvfp4SmallM, "sm90_nvfp4_small_m", kHopper, kHopper, needs_nvfp4_and_few_rows},
     {MatmulKernel::kSm90DenseSmallM, "sm90_dense_small_m", kHopper, kHopper, needs_dense_and_few_rows},
     {MatmulKernel::kSm90Nvfp4Fused, "sm90_nvfp4_fused", kHopper, kHopper, needs_fused_nvfp4},
     {MatmulKernel::kSm90DenseFused, "sm90_dense_fused", kHopper, kHopper, needs_fused_dense},
+    {MatmulKernel::kDecodeThenDot, "decode_then_dot", kAnyGpu, kNewest, needs_free_order},
     {MatmulKernel::kSm80Nvfp4Blocks, "sm80_nvfp4_blocks", kAnyGpu, kNewest, needs_nvfp4},
     {MatmulKernel::kSm80DenseElements, "sm80_dense_elements", kAnyGpu, kNewest, needs_dense},
     {MatmulKernel::kCpuNvfp4Blocks, "cpu_nvfp4_blocks", kCpu, kCpu, needs_nvfp4},
@@ -102,41 +104,45 @@ bool find_kernel(std::string_view name, MatmulKernel* kernel) {
   return false;
 }
 
-std::string why_not(MatmulKernel kernel, const MatmulProblem& problem, int capability) {
+std::string why_not(MatmulKernel kernel, const MatmulProblem& problem, const Device& device) {
   const Row& row = row_of(kernel);
+  const int capability = device.capability;
   if (capability < row.least || capability > row.most) {
     const char* which = row.most == kCpu ? "" : row.most == row.least ? "GPUs of " : "GPUs from ";
     return std::string(row.name) + " runs on " + which + device_text(row.least) + ", not on " + device_text(capability);
   }
+  if (row.least == kHopper && !device.sm90a)
+    return std::string(row.name) + " is not in this build; build jnvfp4 with 90a among JNVFP4_CUDA_TARGETS";
   const char* reason = row.cannot(problem);
   return reason ? std::string(row.name) + " cannot: " + reason : std::string();
 }
 
+// Floats that the parts of K but the last have.
 int64_t fused_sums(int64_t tiles, const FusedPlan& plan) {
   return tiles * (plan.splits - 1) * plan.tokens * kFusedCols * fused_teams(plan.tokens);
 }
 
-// Least time, in cycles, for 66 pairs of thread blocks, as an H200 has them.
+// The least time by a model: microseconds on an H200, whose 132 multiprocessors hold 66 pairs of thread blocks. A wave
+// of tiles costs its windows of 64 along K and its end; each part of K but one, its partial sums. Measured with N x K
+// of 14336 x 4096, 4096 x 14336, 8192 x 8192 and 4096 x 4096 (docs/kernels.md).
 FusedPlan plan_fused(const GemmShape& s) {
   struct Tile {
     int tokens;
-    double window, end;  // cycles for 64 along K, and for a tile's results
+    double window, end, split;
   };
-  constexpr Tile kTiles[] = {{32, 380, 2500}, {64, 400, 2800}, {128, 570, 3500}, {256, 1060, 5000}};
-  constexpr int64_t kPairs = 66, kMostSums = int64_t{16} << 20;
+  constexpr Tile kTiles[] = {{32, 0.25, 2.0, 1.5}, {64, 0.275, 2.5, 2.1}, {128, 0.37, 3.0, 2.3}, {256, 0.62, 6.0, 6.0}};
+  constexpr int64_t kPairs = 66, kMostSums = int64_t{16} << 20, kMostSplits = 8;
   const int64_t slots = (s.depth + kFusedDepth - 1) / kFusedDepth;
-  FusedPlan best{256, 1};
-  double least = -1;
+  FusedPlan best{};
+  double least = 0;
   for (const Tile& tile : kTiles)
-    for (int64_t splits = 1; splits <= 8 && splits <= std::max<int64_t>(slots, 1); ++splits) {
-      const int64_t tiles =
-          s.batch * ((s.rows + tile.tokens - 1) / tile.tokens) * ((s.cols + kFusedCols - 1) / kFusedCols);
-      if (fused_sums(tiles, {tile.tokens, static_cast<int>(splits)}) * 4 > kMostSums) break;
-      const int64_t waves = (tiles * splits + kPairs - 1) / kPairs;
-      const double part = 4.0 * static_cast<double>((slots + splits - 1) / splits) * tile.window + tile.end;
-      const double cycles = static_cast<double>(waves) * part +
-                            (splits > 1 ? 1000 + 10.0 * tile.tokens * static_cast<double>(splits) : 0);
-      if (least < 0 || cycles < least) least = cycles, best = {tile.tokens, static_cast<int>(splits)};
+    for (int splits = 1; splits <= std::clamp<int64_t>(slots, 1, kMostSplits); ++splits) {
+      const FusedPlan plan{tile.tokens, splits};
+      const int64_t tiles = fused_tiles(s, plan), waves = (tiles * splits + kPairs - 1) / kPairs;
+      if (fused_sums(tiles, plan) * 4 > kMostSums) break;
+      const auto windows = static_cast<double>((slots + splits - 1) / splits * 4);
+      const double time = static_cast<double>(waves) * (windows * tile.window + tile.end) + (splits - 1) * tile.split;
+      if (least == 0 || time < least) least = time, best = plan;
     }
   return best;
 }
@@ -152,9 +158,8 @@ FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan) {
   const auto copy = [&](int64_t bytes) {
     return take(row_pitch(bytes) == bytes ? 0 : shape.batch * shape.cols * row_pitch(bytes));
   };
-  const int64_t row_tiles = (shape.rows + plan.tokens - 1) / plan.tokens;
-  const int64_t tiles = shape.batch * row_tiles * ((shape.cols + kFusedCols - 1) / kFusedCols);
-  s.padded_rows = (shape.batch - 1) * shape.rows + row_tiles * plan.tokens;
+  const int64_t tiles = fused_tiles(shape, plan);
+  s.padded_rows = (shape.batch - 1) * shape.rows + (shape.rows + plan.tokens - 1) / plan.tokens * plan.tokens;
   s.rows = take(s.padded_rows * fused_depth(shape) * 2);
   s.data = copy(shape.depth / 2);
   s.scale = copy(shape.depth / kBlock);
@@ -169,14 +174,14 @@ int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem) {
   return fused ? fused_scratch(problem.shape, plan_fused(problem.shape)).bytes : 0;
 }
 
-bool plan_matmul(const MatmulProblem& problem, int capability, MatmulPlan* plan) {
+bool plan_matmul(const MatmulProblem& problem, const Device& device, MatmulPlan* plan) {
   for (const Row& row : kTable)
-    if (why_not(row.kernel, problem, capability).empty())
+    if (why_not(row.kernel, problem, device).empty())
       return *plan = {row.kernel, scratch_bytes(row.kernel, problem)}, true;
   return false;
 }
 
-std::string adapt_plan(std::string_view planned, const MatmulProblem& problem, int capability, int64_t scratch,
+std::string adapt_plan(std::string_view planned, const MatmulProblem& problem, const Device& device, int64_t scratch,
                        MatmulPlan* plan) {
   const auto fits = [&](const MatmulPlan& p) {
     return p.kernel != MatmulKernel::kDecodeThenDot && p.scratch_bytes <= scratch;
@@ -184,15 +189,15 @@ std::string adapt_plan(std::string_view planned, const MatmulProblem& problem, i
   MatmulKernel kernel;
   if (!find_kernel(planned, &kernel)) return "kernel must be one that this version has, got " + std::string(planned);
   *plan = {kernel, scratch_bytes(kernel, problem)};
-  const std::string reason = why_not(kernel, problem, capability);
+  const std::string reason = why_not(kernel, problem, device);
   if (reason.empty() && fits(*plan)) return {};
-  if (plan_matmul(problem, capability, plan) && fits(*plan)) return {};
+  if (plan_matmul(problem, device, plan) && fits(*plan)) return {};
   const std::string cause = kernel == MatmulKernel::kDecodeThenDot
                                 ? "decode_then_dot is XLA operations, not a kernel of this call"
                             : reason.empty() ? "it needs more scratch"
                                              : reason;
   return "the program was lowered for the kernel " + std::string(planned) + " with " + std::to_string(scratch) +
-         " bytes of scratch, which " + device_text(capability) + " cannot run (" + cause +
+         " bytes of scratch, which " + device_text(device.capability) + " cannot run (" + cause +
          "); lower it again for this device";
 }
 

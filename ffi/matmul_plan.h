@@ -41,12 +41,17 @@ struct MatmulPlan {
 // 10 * major + minor of a GPU. Without a device, what every supported GPU can run is planned.
 inline constexpr int kCpu = 0, kAnyGpu = 80;
 
+struct Device {
+  int capability;
+  bool sm90a = true;  // whether the build has the kernels that are compiled for 90a alone
+};
+
 std::string_view name_of(MatmulKernel kernel);
 // False if no kernel has the name.
 bool find_kernel(std::string_view name, MatmulKernel* kernel);
 
 // Why a kernel cannot solve a problem on a device; empty if it can.
-std::string why_not(MatmulKernel kernel, const MatmulProblem& problem, int capability);
+std::string why_not(MatmulKernel kernel, const MatmulProblem& problem, const Device& device);
 
 // The scratch memory that a kernel needs.
 int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem);
@@ -62,6 +67,9 @@ JNVFP4_HD constexpr int fused_teams(int tokens) { return tokens <= 64 ? 2 : 1; }
 
 // Columns of the result that a tile has, and what comes along K at a time.
 inline constexpr int64_t kFusedCols = 256, kFusedDepth = 256;
+inline int64_t fused_tiles(const GemmShape& s, const FusedPlan& plan) {
+  return s.batch * ((s.rows + plan.tokens - 1) / plan.tokens) * ((s.cols + kFusedCols - 1) / kFusedCols);
+}
 // K of the prepared left operand.
 inline int64_t fused_depth(const GemmShape& s) { return (s.depth + kWindow - 1) / kWindow * kWindow; }
 
@@ -79,11 +87,11 @@ FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan);
 inline int64_t row_pitch(int64_t bytes) { return (bytes + 15) / 16 * 16; }
 
 // The first kernel of the table in matmul_plan.cc that can. False if none can.
-bool plan_matmul(const MatmulProblem& problem, int capability, MatmulPlan* plan);
+bool plan_matmul(const MatmulProblem& problem, const Device& device, MatmulPlan* plan);
 
 // What a handler on a device runs, where the program was lowered for the kernel `planned` and has that much scratch:
 // that kernel, or another one that fits. An error text, or empty.
-std::string adapt_plan(std::string_view planned, const MatmulProblem& problem, int capability, int64_t scratch,
+std::string adapt_plan(std::string_view planned, const MatmulProblem& problem, const Device& device, int64_t scratch,
                        MatmulPlan* plan);
 
 }  // namespace jnvfp4

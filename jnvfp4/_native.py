@@ -140,7 +140,8 @@ def plan_matmul(
       kernel: the kernel to ask for; the best one if None.
     """
     batch, rows, cols, depth = shape
+    sm90a = getattr(extensions().get("cuda"), "sm90a", True)  # without a CUDA build any answer is hypothetical
     answer = extensions()["cpu"].plan_matmul(
-        batch, rows, cols, depth, a, windows, out, pinned, capability, kernel or ""
+        batch, rows, cols, depth, a, windows, out, pinned, capability, sm90a, kernel or ""
     )
     return MatmulPlan(*answer)

@@ -1,6 +1,7 @@
 """Which kernel multiplies: ffi/matmul_plan.h, asked as the lowering asks it. Needs no GPU, and no CUDA build."""
 
 import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ LEFT = ("nvfp4", "bfloat16", "float16")
 
 
 SMALL = {"nvfp4": "sm90_nvfp4_small_m", "bfloat16": "sm90_dense_small_m", "float16": "sm90_dense_small_m"}
+FUSED = {left: name.replace("small_m", "fused") for left, name in SMALL.items()}
 
 
 def plan(a="nvfp4", windows=False, pinned=False, capability=HOPPER, shape=(1, 128, 128, 256), kernel=None):
@@ -26,8 +28,9 @@ def plan(a="nvfp4", windows=False, pinned=False, capability=HOPPER, shape=(1, 12
 
 @pytest.mark.parametrize("capability", GPUS)
 def test_a_gpu(capability):
-    assert plan(capability=capability) == ("decode_then_dot", 0, "")
-    assert plan("float16", capability=capability) == ("decode_then_dot", 0, "")
+    for left in LEFT:
+        fast = FUSED[left] if capability == HOPPER else "decode_then_dot"
+        assert plan(left, capability=capability)[::2] == (fast, "")
     assert plan(windows=True, capability=capability) == ("sm80_nvfp4_blocks", 0, "")
     assert plan(pinned=True, capability=capability) == ("sm80_nvfp4_blocks", 0, "")
     assert plan("bfloat16", pinned=True, capability=capability) == ("sm80_dense_elements", 0, "")
@@ -86,8 +89,8 @@ WHY_NOT = {
         "not on compute capability 8.9",
     ),
     "few rows on the CPU": ("sm90_nvfp4_small_m", {"capability": CPU}, "not on the CPU"),
-    "65 rows": ("sm90_nvfp4_small_m", {"shape": (1, 65, 16, 16)}, "sm90_nvfp4_small_m cannot: M must be at most 64"),
-    "65 rows of an array": ("sm90_dense_small_m", {"a": "float16", "shape": (1, 65, 16, 16)}, "M must be at most 64"),
+    "17 rows": ("sm90_nvfp4_small_m", {"shape": (1, 17, 16, 16)}, "sm90_nvfp4_small_m cannot: M must be at most 16"),
+    "17 rows of an array": ("sm90_dense_small_m", {"a": "float16", "shape": (1, 17, 16, 16)}, "M must be at most 16"),
     "few rows of an array": ("sm90_nvfp4_small_m", {"a": "bfloat16"}, "must be an NVFP4 tensor"),
     "few rows of a tensor": ("sm90_dense_small_m", {}, "must be a bfloat16 or float16 array"),
     "few rows of windows": ("sm90_nvfp4_small_m", {"windows": True}, "window64"),
@@ -115,17 +118,26 @@ def test_every_kernel_has_a_problem():
 @pytest.mark.parametrize("a", LEFT)
 @pytest.mark.parametrize(
     "shape",
-    [(1, 1, 1, 16), (1, 64, 128256, 4096), (7, 64, 40, 48), (2**26, 1, 1, 16), (1, 8, 2**30, 16), (1, 8, 16, 2**30)],
+    [(1, 1, 1, 16), (1, 16, 128256, 4096), (7, 16, 40, 48), (2**26, 1, 1, 16), (1, 8, 2**30, 16), (1, 8, 16, 2**30)],
 )
 def test_few_rows_on_hopper(a, shape):
-    """By name alone, without scratch: the kernels for few rows are not planned yet."""
-    assert plan(a, shape=shape, kernel=SMALL[a]) == (SMALL[a], 0, "")
-    assert plan(a, shape=shape).kernel == "decode_then_dot"
+    assert plan(a, shape=shape) == (SMALL[a], 0, "")
 
 
-def test_fused_kernels_run_only_by_name():
-    planned = {plan(*p).kernel for p in itertools.product(LEFT, (False, True), (False, True), GPUS)}
-    assert not any("fused" in kernel for kernel in planned)
+@pytest.mark.parametrize("a", LEFT)
+def test_what_the_kernels_of_hopper_leave_to_decoding(a):
+    assert plan(a, shape=(1, 17, 16, 16)).kernel == FUSED[a]
+    assert plan(a, shape=(1, 16, 2**30 + 1, 16)).kernel == "decode_then_dot"
+    assert plan(a, shape=(1, 16, 16, 0)).kernel == "decode_then_dot"
+
+
+def test_a_build_without_the_kernels_of_hopper(monkeypatch):
+    monkeypatch.setitem(_native.extensions(), "cuda", SimpleNamespace(sm90a=False))
+    for left in LEFT:
+        assert plan(left) == ("decode_then_dot", 0, "")
+        why = plan(left, kernel=FUSED[left]).reason
+        assert why == f"{FUSED[left]} is not in this build; build jnvfp4 with 90a among JNVFP4_CUDA_TARGETS"
+        assert plan(left, pinned=True).kernel.startswith("sm80")
 
 
 def up(n: int, unit: int) -> int:
@@ -134,14 +146,28 @@ def up(n: int, unit: int) -> int:
 
 @pytest.mark.parametrize("shape", [(1, 128, 384, 512), (1, 5, 7, 256), (3, 5, 7, 64), (2, 300, 129, 48), (1, 1, 1, 16)])
 def test_scratch_of_fused_kernels(shape):
-    """Decoded rows, and copies of what no tensor map takes: codes unless K % 32 == 0, scales unless K % 256 == 0."""
+    """Prepared rows to the end of a tile; copies of codes unless K % 32 == 0, and of scales unless K % 256 == 0."""
     batch, m, n, k = shape
-    rows = up(batch * m * up(k, 64) * 2, 256)
+    tokens, splits = _native.extensions()["cpu"].plan_fused(*shape)
+    rows = up(((batch - 1) * m + up(m, tokens)) * up(k, 64) * 2, 256)
     data = 0 if k % 32 == 0 else up(batch * n * up(k // 2, 16), 256)
     scale = 0 if k % 256 == 0 else up(batch * n * up(k // 16, 16), 256)
-    assert plan(shape=shape, kernel="sm90_nvfp4_fused") == ("sm90_nvfp4_fused", rows + data + scale, "")
-    for a in ("bfloat16", "float16"):
-        assert plan(a, shape=shape, kernel="sm90_dense_fused") == ("sm90_dense_fused", data + scale, "")
+    tiles = batch * up(m, tokens) // tokens * (up(n, 256) // 256)
+    teams = 2 if tokens <= 64 else 1
+    sums = tiles * (splits - 1) * teams * tokens * 256 * 4
+    flags = up(tiles * (splits - 1) * teams * 4 * 4, 256)
+    for a in LEFT:
+        assert plan(a, shape=shape, kernel=FUSED[a]) == (FUSED[a], rows + data + scale + sums + flags, "")
+
+
+@pytest.mark.parametrize("m", [1, 17, 64, 100, 128, 256, 500, 1000, 4096])
+@pytest.mark.parametrize("nk", [(16, 16), (1000, 2048), (4096, 14336), (14336, 4096), (8192, 65536), (128256, 4096)])
+def test_parts_of_k_of_fused_kernels(m, nk):
+    """Each has 256 along K at least, and their sums have 16 MiB at most."""
+    tokens, splits = _native.extensions()["cpu"].plan_fused(1, m, *nk)
+    assert 1 <= splits <= max(1, -(-nk[1] // 256))
+    sums = up(m, tokens) * up(nk[0], 256) * (splits - 1) * (2 if tokens <= 64 else 1) * 4
+    assert sums <= 16 << 20
 
 
 def test_shape_and_types_reach_the_plan(monkeypatch):

@@ -60,9 +60,9 @@ inline MatmulOperand tensor_operand(const Tensor& t, const ffi::AnyBuffer& data,
           static_cast<float>(e4m3_max)};
 }
 
-// `kCapability` is that of the device; kRun gets the plan that it can run.
+// `kDevice` says what the device is; kRun gets the plan that it can run.
 template <class Context, ffi::Error (*kRun)(Context, const MatmulArgs&, const MatmulPlan&, void* scratch),
-          int (*kCapability)()>
+          Device (*kDevice)()>
 ffi::Error matmul_call(ffi::AnyBuffer a, ffi::AnyBuffer a_scale, ffi::AnyBuffer a_amax, ffi::AnyBuffer b,
                        ffi::AnyBuffer b_scale, ffi::AnyBuffer b_amax, ffi::AnyBuffer bias,
                        ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> scratch, std::string_view kernel,
@@ -94,7 +94,7 @@ ffi::Error matmul_call(ffi::AnyBuffer a, ffi::AnyBuffer a_scale, ffi::AnyBuffer 
   if (!present(*out)) return ffi::Error::Success();
   problem.shape = args.shape, problem.out = args.result.kind;
   MatmulPlan plan;
-  const std::string error = adapt_plan(kernel, problem, kCapability(), count_of(*scratch), &plan);
+  const std::string error = adapt_plan(kernel, problem, kDevice(), count_of(*scratch), &plan);
   check.that(error.empty(), [&] { return error; });
   return check.ok() ? kRun(context, args, plan, scratch->untyped_data()) : check.error();
 }

@@ -358,11 +358,11 @@ ffi::Error run(ffi::ThreadPool pool, const MatmulArgs& g, const MatmulPlan&, voi
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, "matmul_nt: no memory for the unpacked operands");
 }
 
-int capability() { return kCpu; }
+Device device() { return {kCpu}; }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, (matmul_call<ffi::ThreadPool, run, capability>),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, (matmul_call<ffi::ThreadPool, run, device>),
                               matmul_binding().Ctx<ffi::ThreadPool>());
 
 }  // namespace jnvfp4

@@ -31,18 +31,19 @@ Float float_named(std::string_view dtype) {
 // (kernel, bytes of scratch, reason why there is none). `wanted` names a kernel, or is empty for the best.
 std::tuple<std::string, int64_t, std::string> plan(int64_t batch, int64_t rows, int64_t cols, int64_t depth,
                                                    std::string_view a, bool windows, std::string_view out, bool pinned,
-                                                   int capability, std::string_view wanted) {
+                                                   int capability, bool sm90a, std::string_view wanted) {
+  const Device device{capability, sm90a};
   using Left = MatmulProblem::Left;
   const Left left = a == "nvfp4" ? Left::kNvfp4 : float_named(a) == Float::kBf16 ? Left::kBf16 : Left::kF16;
   const MatmulProblem problem{{batch, rows, cols, depth}, left, windows, float_named(out), pinned};
   MatmulPlan best{};
   if (wanted.empty()) {
-    if (plan_matmul(problem, capability, &best)) return {std::string(name_of(best.kernel)), best.scratch_bytes, ""};
+    if (plan_matmul(problem, device, &best)) return {std::string(name_of(best.kernel)), best.scratch_bytes, ""};
     return {"", 0, "no kernel multiplies these operands there"};
   }
   MatmulKernel kernel;
   if (!find_kernel(wanted, &kernel)) return {"", 0, "no kernel has the name " + std::string(wanted)};
-  return {std::string(wanted), scratch_bytes(kernel, problem), why_not(kernel, problem, capability)};
+  return {std::string(wanted), scratch_bytes(kernel, problem), why_not(kernel, problem, device)};
 }
 
 }  // namespace
@@ -64,7 +65,12 @@ NB_MODULE(_cpu, m) {
     return false;
   });
   m.def("plan_matmul", plan, nb::arg("batch"), nb::arg("rows"), nb::arg("cols"), nb::arg("depth"), nb::arg("a"),
-        nb::arg("windows"), nb::arg("out"), nb::arg("pinned"), nb::arg("capability"), nb::arg("wanted"));
+        nb::arg("windows"), nb::arg("out"), nb::arg("pinned"), nb::arg("capability"), nb::arg("sm90a"),
+        nb::arg("wanted"));
+  m.def("plan_fused", [](int64_t batch, int64_t rows, int64_t cols, int64_t depth) {
+    const jnvfp4::FusedPlan found = jnvfp4::plan_fused({batch, rows, cols, depth});
+    return std::tuple{found.tokens, found.splits};
+  });
   nb::list kernels;
   for (int i = 0; i < jnvfp4::kMatmulKernels; ++i)
     kernels.append(std::string(jnvfp4::name_of(static_cast<jnvfp4::MatmulKernel>(i))));

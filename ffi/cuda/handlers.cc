@@ -19,14 +19,14 @@ ffi::Error launched(std::string_view op, cudaError_t status) {
   return ffi::Error(ffi::ErrorCode::kInternal, text);
 }
 
-// 10 * major + minor of the current device, which XLA has set to that of the stream.
-int capability() {
+// The current device, which XLA has set to that of the stream.
+Device current_device() {
   int device = 0, major = 0, minor = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess)
-    return kAnyGpu;  // the launch that follows reports what is wrong
-  return 10 * major + minor;
+    return {kAnyGpu, kSm90a};  // the launch that follows reports what is wrong
+  return {10 * major + minor, kSm90a};
 }
 
 ffi::Error quantize(cudaStream_t stream, const QuantizeArgs& args, const KernelSpec& spec) {
@@ -60,10 +60,6 @@ ffi::Error produce(cudaStream_t stream, const ProduceArgs& args, const KernelSpe
 }
 
 ffi::Error matmul(cudaStream_t stream, const MatmulArgs& args, const MatmulPlan& plan, void* scratch) {
-  if (!is_built(plan.kernel))
-    return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                      "matmul_nt: this build has no " + std::string(name_of(plan.kernel)) + " (built for " +
-                          JNVFP4_CUDA_BUILT_FOR + "); build jnvfp4 with 90a among JNVFP4_CUDA_TARGETS");
   return launched("matmul_nt", launch_matmul(args, plan, scratch, stream));
 }
 ffi::Error decode(cudaStream_t stream, const DecodeArgs& args) {
@@ -92,7 +88,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Dequantize, (dequantize_call<cudaStream_t, dequant
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(FakeQuant, (fake_quant_call<cudaStream_t, fake_quant>), on_stream(fake_quant_binding()),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, (matmul_call<cudaStream_t, matmul, capability>), on_stream(matmul_binding()),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, (matmul_call<cudaStream_t, matmul, current_device>), on_stream(matmul_binding()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Decode, (decode_call<cudaStream_t, decode>), on_stream(decode_binding()),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -28,10 +28,14 @@ cudaError_t launch_produce_tiles(const ProduceArgs& args, const KernelSpec& spec
 cudaError_t launch_produce_pair(const ProduceArgs& args, const KernelSpec& row, const KernelSpec& col,
                                 cudaStream_t stream);
 
+// Whether this build has the kernels of 90a: the target was asked for, and the compiler knows it.
+#if defined(JNVFP4_SM90A)
+inline constexpr bool kSm90a = true;
+#else
+inline constexpr bool kSm90a = false;
+#endif
 // Runs a plan whose kernel is not decode_then_dot.
 cudaError_t launch_matmul(const MatmulArgs& args, const MatmulPlan& plan, void* scratch, cudaStream_t stream);
-// Whether this build has the kernel: one of a single architecture needs its target among those that were compiled for.
-bool is_built(MatmulKernel kernel);
 cudaError_t launch_sm80_nvfp4_blocks(const MatmulArgs& args, cudaStream_t stream);
 cudaError_t launch_sm80_dense_elements(const MatmulArgs& args, cudaStream_t stream);
 // In builds for 90a alone.

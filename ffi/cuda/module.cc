@@ -1,5 +1,6 @@
 // The extension module jnvfp4._cuda. Importing it needs neither a GPU nor a driver.
 #include "../module.h"
+#include "kernels.h"
 
 extern "C" {
 jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Produce, Dequantize, FakeQuant, Matmul, Decode, Epilogue;
@@ -16,4 +17,5 @@ NB_MODULE(_cuda, m) {
                             {"nvfp4_decode", Decode},
                             {"nvfp4_epilogue", Epilogue}});
   m.attr("built_for") = JNVFP4_CUDA_BUILT_FOR;
+  m.attr("sm90a") = jnvfp4::kSm90a;
 }

@@ -3,16 +3,6 @@
 
 namespace jnvfp4 {
 
-bool is_built(MatmulKernel kernel) {
-#if !defined(JNVFP4_SM90A)  // the target 90a was not asked for, or the compiler does not know it
-  if (kernel == MatmulKernel::kSm90Nvfp4SmallM || kernel == MatmulKernel::kSm90DenseSmallM ||
-      kernel == MatmulKernel::kSm90Nvfp4Fused || kernel == MatmulKernel::kSm90DenseFused)
-    return false;
-#endif
-  return kernel != MatmulKernel::kDecodeThenDot && kernel != MatmulKernel::kCpuNvfp4Blocks &&
-         kernel != MatmulKernel::kCpuDenseElements;
-}
-
 cudaError_t launch_matmul(const MatmulArgs& args, const MatmulPlan& plan, [[maybe_unused]] void* scratch,
                           cudaStream_t stream) {
   switch (plan.kernel) {
