@@ -190,7 +190,7 @@ def _real_nvcc():
     return nvcc
 
 
-@pytest.mark.parametrize("source", sorted(path.name for path in (ROOT / "ffi/cuda/matmul").glob("sm90_*_fused.cu")))
+@pytest.mark.parametrize("source", ["sm90_f16_fused.cu", "sm90_bf16_fused.cu", "sm90_small_m.cu"])
 def test_ptxas_neither_spills_nor_waits_in_kernels_of_hopper(tmp_path, source):
     """Its messages C75xx say that it has put waits between instructions wgmma."""
     flags = ["-std=c++17", "-O3", "-fmad=false", "-gencode", "arch=compute_90a,code=sm_90a", "-Xptxas", "-v", "-c"]
@@ -199,8 +199,7 @@ def test_ptxas_neither_spills_nor_waits_in_kernels_of_hopper(tmp_path, source):
     text = done.stdout + done.stderr
     assert done.returncode == 0, text
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
-    assert len(spills) == 3, text
-    assert set(spills) == {("0", "0")}
+    assert set(spills) == {("0", "0")}, text
     assert not re.search(r"C75\d\d|warning|setmaxnreg", text), text
 
 
