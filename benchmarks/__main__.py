@@ -3,6 +3,7 @@
 import argparse
 import pathlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from . import results
@@ -43,33 +44,37 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
-def _run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def _run(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """Yields rows when they are measured."""
     # Not for plot and compare, which need no JAX.
     from . import bench_checkpoint, bench_gemm, bench_linear, bench_products, bench_quantize
 
     if args.command == "gemm":
-        return bench_gemm.run(args.cases)
+        yield bench_gemm.run(args.cases)
     if args.command == "products":
-        return bench_products.run(args.cases, args.every)
+        yield from bench_products.run(args.cases, args.every)
     if args.command == "checkpoint":
-        return bench_checkpoint.run(args.gigabytes, args.folder)
+        yield bench_checkpoint.run(args.gigabytes, args.folder)
     if args.command == "linear":
-        return bench_linear.run(args.cases)
-    return bench_quantize.run(args.cases, args.ops, baselines=not args.no_naive, with_peers=args.peers)
+        yield bench_linear.run(args.cases)
+    if args.command == "quantize":
+        yield bench_quantize.run(args.cases, args.ops, baselines=not args.no_naive, with_peers=args.peers)
 
 
 def _bench(args: argparse.Namespace) -> None:
-    rows = _run(args)
     from .timing import environment
 
+    rows: list[dict[str, Any]] = []
     result = {"suite": args.command, "environment": environment(args.commit), "rows": rows}
+    for found in _run(args):
+        rows += found
+        if args.json:
+            results.save(result, args.json)
     print(results.table(rows))
     missed = [f"{row['case']}: {row['op']}" for row in rows if not row.get("met", True)]
     print(f"clock: {', '.join(results.clocks(result))}")
     if missed:
         print(f"{len(missed)} of {sum('met' in row for row in rows)} targets missed:", *missed, sep="\n  ")
-    if args.json:
-        results.save(result, args.json)
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ a while: the power limit of a GPU makes long kernels slower when it is hot. In b
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -132,7 +132,9 @@ def measure(case: str, every: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def run(cases: list[str] | None, every: bool) -> list[dict[str, Any]]:
+def run(cases: list[str] | None, every: bool) -> Iterator[list[dict[str, Any]]]:
+    """Yields the rows of a case when they are measured: all cases take minutes."""
     if jax.default_backend() != "gpu":
         raise ValueError("products are timed by the profiler of a GPU; python -m benchmarks gemm times them on a CPU")
-    return [row for case in cases or CASES for row in measure(case, every)]
+    for case in cases or CASES:
+        yield measure(case, every)

@@ -19,7 +19,16 @@ from jnvfp4 import spec as specs
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.append(str(ROOT))  # last, so that the installed jnvfp4 is the one tested
 
-from benchmarks import bench_checkpoint, bench_linear, bench_quantize, device_time, naive, results, timing  # noqa: E402
+from benchmarks import (  # noqa: E402
+    bench_checkpoint,
+    bench_linear,
+    bench_products,
+    bench_quantize,
+    device_time,
+    naive,
+    results,
+    timing,
+)
 from benchmarks.__main__ import _parser, main  # noqa: E402
 from benchmarks.compare import compare, regressions  # noqa: E402
 from benchmarks.ops import BY_NAME, OPS  # noqa: E402
@@ -381,6 +390,24 @@ def test_a_suite_runs_and_is_compared_and_drawn(suite, tmp_path, capsys, monkeyp
     assert main(["compare", str(new), str(tmp_path / "faster.json"), "--tolerance", "0.07"]) == 0
     assert main(["plot", str(new), str(png)]) == 0
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_products_need_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert main(["products", "--cases", "8x64x64"]) == 2
+    assert "products are timed by the profiler of a GPU" in capsys.readouterr().err
+
+
+def test_chains_of_products():
+    """Each weight once, all of them more than a cache, and the chain of each kernel has the same product."""
+    assert bench_products.length(8, 14336, 4096) == bench_products.MOST
+    assert bench_products.length(8192, 8192, 8192) == 3
+    assert set(bench_products.TARGETS) == {bench_products.parse(case)[0] for case in bench_products.CASES}
+    chains = bench_products.chains("8x64x64", every=True)
+    assert list(chains)[:3] == ["bf16", "w4a4", "w4a16"]
+    want, *others = (np.asarray(chain.multiply(chain.weights[0]), np.float32) for chain in chains.values())
+    assert all(np.abs(got - want).max() < 0.3 * np.abs(want).max() for got in others)
+    assert all(len(chain.weights) == bench_products.MOST for chain in chains.values())
 
 
 @pytest.mark.parametrize(

@@ -357,6 +357,7 @@ struct FusedConsumer {
   __device__ __forceinline__ void add_partials(Sums& sums, const FusedItem& item) const {
     if (threadIdx.x % 128 == 0)
       for (int split = 0; split < item.split; ++split) wait_for_flag(a.flags + place_of(item, split));
+    __syncwarp();  // instructions for whole warps follow
     sync_warpgroup();
     for (int split = 0; split < item.split; ++split) {
       const float4* const from = partial(item, split);

@@ -1,0 +1,132 @@
+// Times GEMM kernels of Hopper without JAX, in the form of a graph of up to 32 products that rotate over weights of
+// 260 MB in all: medians of 11 graphs after a rest of 12 ms each. For work on the kernels; docs/kernels.md has results.
+//
+//   products w4a4:64x14336x4096:64:1 bf16:8x14336x4096:0:0
+//
+// LEFT:MxNxK:TOKENS:SPLITS. LEFT is w4a4, bf16 or fp16; TOKENS is a tile of the fused kernel, or 0 for that of few
+// rows. benchmarks/README.md has the commands that build it.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "cuda/kernels.h"
+
+namespace {
+
+using namespace jnvfp4;
+
+constexpr int64_t kWeights = int64_t{260} << 20;
+
+void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(status));
+  std::exit(1);
+}
+
+// Random bytes; with `exponent` every byte, or every second one, has it, so that no number is special.
+__global__ void fill(uint8_t* p, int64_t size, uint32_t seed, int exponent, int step) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < size; i += int64_t{gridDim.x} * blockDim.x) {
+    uint32_t h = static_cast<uint32_t>(i) * 2654435761u + seed;
+    h = (h ^ h >> 15) * 2246822519u;
+    h = (h ^ h >> 13) * 3266489917u;
+    p[i] = static_cast<uint8_t>(exponent && i % step == step - 1 ? exponent | (h & 0x80u) : h >> 24);
+  }
+}
+
+uint8_t* random_bytes(int64_t size, uint32_t seed, int exponent = 0, int step = 1) {
+  void* p = nullptr;
+  check(cudaMalloc(&p, static_cast<size_t>(size)), "cudaMalloc");
+  fill<<<1024, 256>>>(static_cast<uint8_t*>(p), size, seed, exponent, step);
+  check(cudaGetLastError(), "fill");
+  return static_cast<uint8_t*>(p);
+}
+
+struct Case {
+  std::string left;
+  GemmShape shape;
+  FusedPlan plan;
+};
+
+Case parse(const char* text) {
+  char left[8] = {};
+  long m = 0, n = 0, k = 0;
+  int tokens = 0, splits = 0;
+  if (std::sscanf(text, "%7[^:]:%ldx%ldx%ld:%d:%d", left, &m, &n, &k, &tokens, &splits) != 6 ||
+      (tokens && (splits < 1 || splits > (k + 255) / 256))) {
+    std::fprintf(stderr, "a case must be LEFT:MxNxK:TOKENS:SPLITS, got %s\n", text);
+    std::exit(2);
+  }
+  return {left, {1, m, n, k}, {tokens, splits}};
+}
+
+// The medians of 11, in microseconds of a product.
+float time(const Case& c) {
+  const GemmShape& s = c.shape;
+  const bool quantized = c.left == "w4a4", bf16 = c.left == "bf16";
+  const int sets = static_cast<int>(std::clamp<int64_t>(kWeights / (s.cols * s.depth / 2), 2, 8));
+  std::vector<uint8_t*> buffers;
+  const auto keep = [&](uint8_t* p) { return buffers.push_back(p), p; };
+  auto* const amax = reinterpret_cast<float*>(keep(random_bytes(4, 0, 0x45, 4)));
+  uint8_t* const a = keep(random_bytes(s.rows * s.depth * 2, 1, quantized ? 0 : 0x3c, 2));
+  uint8_t* const a_scale = keep(random_bytes(s.rows * s.depth / kBlock, 2, 0x38));
+  uint8_t* const out = keep(random_bytes(s.rows * s.cols * 2, 3));
+  uint8_t* const scratch = keep(random_bytes(c.plan.tokens ? fused_scratch(s, c.plan).bytes + 1 : 1, 4));
+  std::vector<MatmulOperand> weights;
+  for (int i = 0; i < sets; ++i)
+    weights.push_back({keep(random_bytes(s.cols * s.depth / 2, 5u + i)),
+                       keep(random_bytes(s.cols * s.depth / kBlock, 50u + i, 0x38)), amax, Float::kBf16,
+                       AmaxMap{s.cols}, 448.0f});
+  const MatmulOperand left{a,
+                           quantized ? a_scale : nullptr,
+                           quantized ? amax : nullptr,
+                           bf16 ? Float::kBf16 : Float::kF16,
+                           AmaxMap{s.rows},
+                           448.0f};
+  cudaStream_t stream;
+  check(cudaStreamCreate(&stream), "cudaStreamCreate");
+  const auto launch = [&](int i) {
+    const MatmulArgs args{left, weights[i % sets], {nullptr, Float::kBf16, out, Float::kBf16}, s};
+    check(c.plan.tokens ? launch_sm90_fused(args, c.plan, scratch, stream) : launch_sm90_small_m(args, stream),
+          "launch");
+  };
+  const double products =
+      2.0 * static_cast<double>(s.rows) * static_cast<double>(s.cols) * static_cast<double>(s.depth);
+  const int count = static_cast<int>(std::clamp(3e-3 / (products / 8e14 + 20e-6), 2.0, 32.0));
+  launch(0);
+  check(cudaStreamSynchronize(stream), "the first launch");
+  cudaGraph_t graph;
+  cudaGraphExec_t program;
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+  for (int i = 0; i < count; ++i) launch(i);
+  check(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
+  check(cudaGraphInstantiate(&program, graph, 0), "cudaGraphInstantiate");
+  cudaEvent_t start, end;
+  check(cudaEventCreate(&start), "cudaEventCreate");
+  check(cudaEventCreate(&end), "cudaEventCreate");
+  std::vector<float> times(11);
+  for (float& microseconds : times) {
+    usleep(12000);
+    check(cudaEventRecord(start, stream), "cudaEventRecord");
+    check(cudaGraphLaunch(program, stream), "cudaGraphLaunch");
+    check(cudaEventRecord(end, stream), "cudaEventRecord");
+    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    check(cudaEventElapsedTime(&microseconds, start, end), "cudaEventElapsedTime");
+    microseconds *= 1e3f / static_cast<float>(count);
+  }
+  std::nth_element(times.begin(), times.begin() + 5, times.end());
+  for (uint8_t* p : buffers) check(cudaFree(p), "cudaFree");
+  check(cudaGraphExecDestroy(program), "cudaGraphExecDestroy");
+  check(cudaGraphDestroy(graph), "cudaGraphDestroy");
+  check(cudaStreamDestroy(stream), "cudaStreamDestroy");
+  return times[5];
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) std::printf("%-32s %8.2f us\n", argv[i], time(parse(argv[i])));
+}
