@@ -69,8 +69,8 @@ constexpr int kHopper = 90, kNewest = 999;
 
 // In order of preference. One H200, microseconds of a product in a chain (commit 615ef75,
 // benchmarks/results/h200_products.json): with 8 x 14336 x 4096 (M x N x K) sm90_nvfp4_small_m takes 14.9,
-// sm90_nvfp4_fused 43, decode_then_dot 86; with 8192^3 the last two take 1390 and 1492. The pinned kernels take 11 times
-// as long there, and run only where the order asks for them.
+// sm90_nvfp4_fused 43, decode_then_dot 86; with 8192^3 the last two take 1390 and 1492. The pinned kernels take 11
+// times as long there, and run only where the order asks for them.
 constexpr Row kTable[] = {
     {MatmulKernel::kSm90Nvfp4SmallM, "sm90_nvfp4_small_m", kHopper, kHopper, needs_nvfp4_and_few_rows},
     {MatmulKernel::kSm90DenseSmallM, "sm90_dense_small_m", kHopper, kHopper, needs_dense_and_few_rows},

@@ -111,7 +111,7 @@ def test_a_kernel_that_cannot(native):
     why = "window64" if native.platform == "cuda" else "runs on GPUs from compute capability 8.0, not on the CPU"
     with pytest.raises(NotImplementedError, match=f"matmul_nt: implementation='{name}' cannot run here: .*{why}"):
         jnvfp4.matmul_nt(a, b, implementation=name)
-    with pytest.raises(ValueError, match="matmul_nt: implementation must be None, 'native', 'decode_then_dot'"):
+    with pytest.raises(ValueError, match="matmul_nt: implementation must be None, 'native', 'sm90_nvfp4_small_m'"):
         jnvfp4.matmul_nt(a, b, implementation="sm90_unheard_of")
 
 

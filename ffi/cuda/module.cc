@@ -1,5 +1,6 @@
 // The extension module jnvfp4._cuda. Importing it needs neither a GPU nor a driver.
 #include "../module.h"
+
 #include "kernels.h"
 
 extern "C" {
