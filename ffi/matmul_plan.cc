@@ -134,13 +134,15 @@ FusedPlan plan_fused(const GemmShape& s) {
   constexpr Tile kTiles[] = {{32, 0.25, 2.0, 1.5}, {64, 0.275, 2.5, 2.1}, {128, 0.37, 3.0, 2.3}, {256, 0.62, 6.0, 6.0}};
   constexpr int64_t kPairs = 66, kMostSums = int64_t{16} << 20, kMostSplits = 8;
   const int64_t slots = (s.depth + kFusedDepth - 1) / kFusedDepth;
+  // Two teams share a part, so that it needs a slot for each.
+  const int64_t most = std::clamp<int64_t>(slots / 2, 1, kMostSplits);
   FusedPlan best{};
   double least = 0;
   for (const Tile& tile : kTiles)
-    for (int splits = 1; splits <= std::clamp<int64_t>(slots, 1, kMostSplits); ++splits) {
+    for (int splits = 1; splits <= most; ++splits) {
       const FusedPlan plan{tile.tokens, splits};
       const int64_t tiles = fused_tiles(s, plan), waves = (tiles * splits + kPairs - 1) / kPairs;
-      if (fused_sums(tiles, plan) * 4 > kMostSums) break;
+      if (splits > 1 && (tiles > kMostSums || fused_sums(tiles, plan) * 4 > kMostSums)) break;
       const auto windows = static_cast<double>((slots + splits - 1) / splits * 4);
       const double time = static_cast<double>(waves) * (windows * tile.window + tile.end) + (splits - 1) * tile.split;
       if (least == 0 || time < least) least = time, best = plan;

@@ -144,7 +144,14 @@ def up(n: int, unit: int) -> int:
     return -(-n // unit) * unit
 
 
-@pytest.mark.parametrize("shape", [(1, 128, 384, 512), (1, 5, 7, 256), (3, 5, 7, 64), (2, 300, 129, 48), (1, 1, 1, 16)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *[(1, 128, 384, 512), (1, 5, 7, 256), (3, 5, 7, 64), (2, 300, 129, 48), (1, 1, 1, 16)],
+        (1, 20, 101, 2064),
+        (2, 700, 261, 4352),
+    ],
+)
 def test_scratch_of_fused_kernels(shape):
     """Prepared rows to the end of a tile; copies of codes unless K % 32 == 0, and of scales unless K % 256 == 0."""
     batch, m, n, k = shape
@@ -160,12 +167,19 @@ def test_scratch_of_fused_kernels(shape):
         assert plan(a, shape=shape, kernel=FUSED[a]) == (FUSED[a], rows + data + scale + sums + flags, "")
 
 
+def test_a_plan_of_the_largest_products():
+    """Their sizes in bytes do not overflow 64 bits, although no memory holds them."""
+    for shape in ((1, 2**30, 2**30, 2**30), (2**20, 2**10, 2**10, 2**30)):
+        assert _native.extensions()["cpu"].plan_fused(*shape) == (256, 1)
+        assert plan(shape=shape).scratch_bytes > 2**60
+
+
 @pytest.mark.parametrize("m", [1, 17, 64, 100, 128, 256, 500, 1000, 4096])
 @pytest.mark.parametrize("nk", [(16, 16), (1000, 2048), (4096, 14336), (14336, 4096), (8192, 65536), (128256, 4096)])
 def test_parts_of_k_of_fused_kernels(m, nk):
-    """Each has 256 along K at least, and their sums have 16 MiB at most."""
+    """Each has 512 along K at least, and their sums have 16 MiB at most."""
     tokens, splits = _native.extensions()["cpu"].plan_fused(1, m, *nk)
-    assert 1 <= splits <= max(1, -(-nk[1] // 256))
+    assert 1 <= splits <= max(1, -(-nk[1] // 256) // 2)
     sums = up(m, tokens) * up(nk[0], 256) * (splits - 1) * (2 if tokens <= 64 else 1) * 4
     assert sums <= 16 << 20
 

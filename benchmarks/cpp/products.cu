@@ -56,7 +56,7 @@ Case parse(const char* text) {
   long m = 0, n = 0, k = 0;
   int tokens = 0, splits = 0;
   if (std::sscanf(text, "%7[^:]:%ldx%ldx%ld:%d:%d", left, &m, &n, &k, &tokens, &splits) != 6 ||
-      (tokens && (splits < 1 || splits > (k + 255) / 256))) {
+      (tokens && (splits < 1 || (splits > 1 && 2 * splits > (k + 255) / 256)))) {
     std::fprintf(stderr, "a case must be LEFT:MxNxK:TOKENS:SPLITS, got %s\n", text);
     std::exit(2);
   }

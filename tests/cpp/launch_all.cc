@@ -198,7 +198,7 @@ void small_m(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool ea
 void fused(const MatmulOperand& a, const MatmulOperand& b, const MatmulResult& result, const GemmShape& s) {
   for (int tokens : {32, 64, 128, 256})
     for (int splits : {1, 2, 5}) {
-      if (splits > 1 && splits > (s.depth + kFusedDepth - 1) / kFusedDepth) continue;
+      if (splits > 1 && 2 * splits > (s.depth + kFusedDepth - 1) / kFusedDepth) continue;
       const FusedPlan plan{tokens, splits};
       Buffer scratch(fused_scratch(s, plan).bytes);
       check(launch_sm90_fused({a, b, result, s}, plan, scratch.as<void>(), nullptr), "sm90_fused");
@@ -308,7 +308,7 @@ int main() {
     for (bool each : {false, true}) {
       for (int64_t k : {16, 32, 48, 64, 320, 512}) fused_matmul(1, 70, 131, k, kind, each);  // copied or not, ragged
       fused_matmul(3, 5, 4, 272, kind, each);
-      fused_matmul(1, 300, 600, 1280, kind, each);  // every stage is used again
+      fused_matmul(1, 300, 600, 2816, kind, each);  // every stage is used again, and five parts of K
     }
 #endif
     for (const Shape& s : ragged) {

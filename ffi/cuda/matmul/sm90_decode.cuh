@@ -2,7 +2,8 @@
 //
 // float16:  a value is q * s * 2^-14, because the bits of a code are those of q * 2^-14.
 // bfloat16: a value is q * s * 2^-8: the bits of a code are those of q * 2^-126, and a scale is made times 2^118.
-// The factors are powers of two and nothing under- or overflows, so the sums are exact multiples of the rule's.
+// The factors are powers of two, and decoded numbers neither under- nor overflow, so sums are exact multiples of the
+// rule's, unless a bfloat16 operand is so small or large that its products leave the range of float32.
 //
 // Eight codes decode to the pairs (k, k + 4), which takes the fewest instructions. No order of the terms along K is
 // promised, so the other operand gets the same order.

@@ -88,7 +88,9 @@ cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* 
   const int64_t pairs = (s.cols + kFusedCols - 1) / kFusedCols;
   const int64_t matrix_tiles = pairs * ((s.rows + plan.tokens - 1) / plan.tokens);
   const int64_t items = s.batch * matrix_tiles * plan.splits;
-  if (items > INT32_MAX) return cudaErrorInvalidConfiguration;  // more results than any memory holds
+  const int64_t slots = (s.depth + kFusedDepth - 1) / kFusedDepth;
+  if (items > INT32_MAX) return cudaErrorInvalidConfiguration;                   // more results than any memory holds
+  if (plan.splits > 1 && slots < 2 * plan.splits) return cudaErrorInvalidValue;  // plan_fused makes no such parts
   auto* const bytes = static_cast<uint8_t*>(scratch);
   const FusedScratch at = fused_scratch(s, plan);
   FusedMaps maps;
@@ -100,7 +102,7 @@ cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* 
                        static_cast<int>(matrix_tiles),
                        static_cast<int>(items),
                        plan.splits,
-                       static_cast<int>((s.depth + kFusedDepth - 1) / kFusedDepth),
+                       static_cast<int>(slots),
                        quantized && g.a.map.rows_per_amax % s.rows != 0,
                        g.b.map.rows_per_amax % s.cols != 0,
                        bf16        ? 0x1p8f

@@ -55,7 +55,7 @@ struct FusedItem {
   int64_t tile;
 };
 
-// Splits of a tile follow each other, so that the last one waits only for blocks that have started before. Groups of 4
+// Splits of a tile follow each other, so that the last one mostly waits for what is done before. Groups of 4
 // tiles of rows go along all columns, so that blocks that run together share both operands in L2.
 template <class C>
 __device__ __forceinline__ FusedItem item_of(const FusedArgs& a, int i) {

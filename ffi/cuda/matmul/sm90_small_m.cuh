@@ -137,16 +137,6 @@ __device__ __forceinline__ void store_result(const MatmulResult& r, int64_t i, f
   else
     static_cast<uint16_t*>(r.out)[i] = static_cast<uint16_t>(encode16(r.kind, v));
 }
-// The address is a multiple of the four elements' size.
-__device__ __forceinline__ void store_results(const MatmulResult& r, int64_t i, const float (&v)[4]) {
-  if (r.kind == Float::kF32)
-    *reinterpret_cast<uint4*>(static_cast<uint32_t*>(r.out) + i) = make_uint4(
-        bits_of(f32_encode(v[0])), bits_of(f32_encode(v[1])), bits_of(f32_encode(v[2])), bits_of(f32_encode(v[3])));
-  else
-    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(r.out) + i) = make_uint2(
-        encode16(r.kind, v[0]) | encode16(r.kind, v[1]) << 16, encode16(r.kind, v[2]) | encode16(r.kind, v[3]) << 16);
-}
-
 // What the outputs of kCols columns have in common. Columns that do not exist are not read.
 template <Left left, int kCols>
 struct Columns {
@@ -172,26 +162,23 @@ struct Columns {
     constexpr int kPower = DecodeFor<left>::kPower * (left == Left::kNvfp4 ? 2 : 1);
     return gemm_epilogue(mul_rn(sum, static_cast<float>(1 << kPower)), alpha, bias[i], g.result.bias != nullptr);
   }
-  // Four neighbouring columns of one row, of which `there` exist.
-  __device__ __forceinline__ void store_four(const MatmulArgs& g, float4 sum, float a_amax, int64_t at,
-                                             int there) const {
-    const bool each = g.b.map.rows_per_amax == 1;
-    const float s[4] = {sum.x, sum.y, sum.z, sum.w};
-    float v[4], factor = alpha(g, 0, a_amax);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i && each) factor = alpha(g, i, a_amax);
-      v[i] = finish(g, s[i], i, factor);
-    }
-    if (g.shape.cols % 4 == 0) {
-      if (there > 0) store_results(g.result, at, v);
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (i < there) store_result(g.result, at + i, v[i]);
-  }
 };
+float v[4], factor = alpha(g, 0, a_amax);
+#pragma unroll
+for (int i = 0; i < 4; ++i) {
+  if (i && each) factor = alpha(g, i, a_amax);
+  v[i] = finish(g, s[i], i, factor);
+}
+if (g.shape.cols % 4 == 0) {
+  if (there > 0) store_results(g.result, at, v);
+  return;
+}
+#pragma unroll
+for (int i = 0; i < 4; ++i)
+  if (i < there) store_result(g.result, at + i, v[i]);
+}
+}
+;
 
 // ---------------------------------------------------------------- launches
 constexpr int kMostShared = 227 << 10;  // bytes that a thread block of Hopper may have
