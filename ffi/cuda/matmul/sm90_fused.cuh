@@ -28,6 +28,8 @@ struct FusedConfig {
   static constexpr bool kTurns = kTokens == 256;
   static constexpr int kThreads = 128 * (1 + 2 * kTeams);
   static constexpr int kSums = kTokens / 2;  // of a thread
+  // Whether amaxes of rows of a come from shared memory: tiles of few rows load few, and have no registers to spare.
+  static constexpr bool kStaged = kTokens >= 128;
   // Registers in a launch, of the loading warpgroup, of the others: the sum over all may not grow.
   static constexpr int kLaunched = kTeams == 1 ? 168 : 96, kLoading = kTeams == 1 ? 40 : 32;
   static constexpr int kComputing = kTeams == 1 ? 232 : 112;
@@ -40,7 +42,8 @@ struct FusedConfig {
   static constexpr int kOutTokens = kTokens <= 64 ? 32 : 64, kOutPitch = 64 + 4, kOut = kOutTokens * kOutPitch * 4;
 
   static constexpr int kAtData = kStages * kStageDepth * kWindow, kAtScale = kAtData + kRing * kData;
-  static constexpr int kAtOut = kAtScale + kRing * kScale, kAtFull = kAtOut + 2 * kOut;
+  static constexpr int kAtOut = kAtScale + kRing * kScale, kAtAmax = kAtOut + 2 * kOut;  // of the tokens, twice
+  static constexpr int kAtFull = kAtAmax + 2 * kTokens * 4;
   static constexpr int kAtEmpty = kAtFull + 8 * kStages, kAtSlot = kAtEmpty + 8 * kStages;
   static constexpr int kShared = kAtSlot + 8 * kRing + 1024;  // to align the start
   static_assert(kLoading + 2 * kTeams * kComputing <= (1 + 2 * kTeams) * kLaunched);
@@ -155,20 +158,19 @@ struct FusedColumns {
       amax[i] = i && !a.each_col ? amax[0] : amax_of(g.b, matrix * g.shape.cols + c);
       bias[i] = g.result.bias ? load_float(g.result.bias, g.result.bias_kind, c) : 0.0f;
     }
-    set_alpha(matrix * g.shape.rows);
+    set_alpha(g.a.quantized() && !a.each_row ? amax_of(g.a, matrix * g.shape.rows) : 1.0f);
   }
-  // Of a row over all matrices.
-  __device__ __forceinline__ void set_alpha(int64_t row) {
+  // `left`: the amax of a row, if a is quantized.
+  __device__ __forceinline__ void set_alpha(float left) {
     const MatmulOperand &x = a.g.a, &y = a.g.b;
-    const float left = x.quantized() ? amax_of(x, row) : 1.0f;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       alpha[i] = i && !a.each_col ? alpha[0]
                  : x.quantized()  ? alpha_w4a4(left, amax[i], x.e4m3_max, y.e4m3_max)
                                   : alpha_w4a16(amax[i], y.e4m3_max);
   }
+  // Of a row over all matrices.
   __device__ __forceinline__ void write(int64_t row, float4 sums) {
-    if (a.each_row) set_alpha(row);
     float v[4] = {sums.x, sums.y, sums.z, sums.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i)  // the addition makes -0 the rule's 0
@@ -369,6 +371,15 @@ struct FusedConsumer {
     }
   }
 
+  // The amaxes of the tokens, which would take as long as anything else here to load one by one.
+  __device__ __forceinline__ uint32_t amaxes() const { return smem + C::kAtAmax + wg * C::kTokens * 4; }
+  __device__ __forceinline__ void stage_amaxes(const FusedItem& item) const {
+    const int rows = static_cast<int>(a.g.shape.rows);
+    for (int token = threadIdx.x % 128; token < min(C::kTokens, rows - item.row); token += 128)
+      store_shared(amaxes() + token * 4, amax_of(a.g.a, int64_t{item.matrix} * rows + item.row + token));
+    __syncwarp();
+  }
+
   // A thread has four columns of every eighth token of a chunk. Little code, not unrolled: the instruction cache misses
   // it at every tile.
   __device__ __forceinline__ void write_chunk(FusedColumns& columns, const FusedItem& item, int chunk) const {
@@ -379,8 +390,10 @@ struct FusedConsumer {
 #pragma unroll 1
     for (int token = first; token < end; token += 8, at += 8 * C::kOutPitch * 4) {
       const uint4 v = load_shared128(at);
-      columns.write(item.matrix * a.g.shape.rows + item.row + token,
-                    {float_of(v.x), float_of(v.y), float_of(v.z), float_of(v.w)});
+      const int64_t row = int64_t{item.matrix} * a.g.shape.rows + item.row + token;
+      if (a.each_row)
+        columns.set_alpha(C::kStaged ? float_of(load_shared32(amaxes() + token * 4)) : amax_of(a.g.a, row));
+      columns.write(row, {float_of(v.x), float_of(v.y), float_of(v.z), float_of(v.w)});
     }
   }
   // Named barriers 1 and 2, 8 and 9: a warpgroup of team 0 or 1. 6 and 7: two with the same rows.
@@ -412,6 +425,7 @@ struct FusedConsumer {
       } else {
         sync_warpgroup();
       }
+      if (C::kStaged && chunk == 0 && a.each_row) stage_amaxes(item);
       stage_chunk(sums, chunk);
       sync_warpgroup();
       write_chunk(columns, item, chunk);
