@@ -141,7 +141,7 @@ FusedPlan plan_fused(const GemmShape& s) {
   for (const Tile& tile : kTiles)
     for (int splits = 1; splits <= most; ++splits) {
       const FusedPlan plan{tile.tokens, splits};
-      const int64_t tiles = fused_tiles(s, plan), waves = (tiles * splits + kPairs - 1) / kPairs;
+      const int64_t tiles = fused_tiles(s, plan), at_once = kPairs / splits, waves = (tiles + at_once - 1) / at_once;
       if (splits > 1 && (tiles > kMostSums || fused_sums(tiles, plan) * 4 > kMostSums)) break;
       const auto windows = static_cast<double>((slots + splits - 1) / splits * 4);
       const double time = static_cast<double>(waves) * (windows * tile.window + tile.end) + (splits - 1) * tile.split;

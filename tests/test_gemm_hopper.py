@@ -183,6 +183,47 @@ def test_many_matrices(hopper, left, shape):
     check(hopper, shape[0], a, b)
 
 
+PARTS_OF_MANY = {(5, 6, 2048): (32, 2), (5, 6, 7936): (32, 4), (64, 6, 2560): (64, 2), (100, 6, 2048): (128, 2)}
+
+
+@every_left
+@over("shape", PARTS_OF_MANY)
+def test_parts_of_k_of_many_matrices(hopper, left, shape):
+    """More parts than thread blocks: each goes on after it has kept its sums for another."""
+    assert plan_fused(67, *shape) == PARTS_OF_MANY[shape]
+    a, b = operands(left, ("fused", *shape), a_format=ROW, b_format=ROW, lead=(67,), b_lead=(67,))
+    check(hopper, "fused", a, b)
+
+
+@pytest.mark.parametrize("m", [8, 40, 300])
+def test_a_chain_of_products(hopper, m):
+    """A kernel may start before the one ahead ends, but reads nothing of it: also where it makes the left operand."""
+    weights = [random_tensor(i, (512, 512), ROW) for i in range(24)]
+    x = dense((m, 512), DTYPES["bf16"])
+
+    def step(x, w, i):
+        left = jnvfp4.quantize(x) if i % 3 == 2 else x
+        y = jnvfp4.matmul_nt(left, w, out_dtype=jnp.float32)
+        return (y / jnp.abs(y).max()).astype(jnp.bfloat16)
+
+    def chain(x, weights):
+        found = []
+        for i, w in enumerate(weights):
+            x = step(x, w, i)
+            found.append(x)
+        return found
+
+    x, weights = jax.device_put((x, weights), hopper)
+    with jax.default_device(hopper):
+        want = []
+        for i, w in enumerate(weights):
+            want.append(jax.block_until_ready(jax.jit(step, static_argnums=2)(want[-1] if want else x, w, i)))
+        program = jax.jit(chain)
+        for _ in range(5):
+            for i, (got, expected) in enumerate(zip(program(x, weights), want, strict=True)):
+                assert_bitwise(got, expected, f"product {i}")
+
+
 def identity(left, k, first=0, rows=None) -> NVFP4Tensor | jax.Array:
     """Rows of a matrix with ones on its diagonal, exact in NVFP4: code 2 and scale 1."""
     ones = np.eye(rows or k, k, first, dtype=np.uint8)

@@ -58,7 +58,7 @@ struct FusedItem {
   int64_t tile;
 };
 
-// Splits of a tile follow each other, so that the last one mostly waits for what is done before. Groups of 4
+// Splits of a tile follow each other, so that the last one waits only for blocks that have started before. Groups of 4
 // tiles of rows go along all columns, so that blocks that run together share both operands in L2.
 template <class C>
 __device__ __forceinline__ FusedItem item_of(const FusedArgs& a, int i) {
@@ -348,6 +348,10 @@ struct FusedConsumer {
   __device__ __forceinline__ float4* partial(const FusedItem& item, int split) const {
     return reinterpret_cast<float4*>(a.sums) + place_of(item, split) * C::kTokens * 16 + threadIdx.x % 128;
   }
+  // With the warpgroup of the other team that has the same rows.
+  __device__ __forceinline__ void meet_other_team() const {
+    if constexpr (C::kTeams == 2) named_meet(6 + wg, 256);
+  }
   __device__ __forceinline__ void sync_warpgroup() const { named_sync(team == 0 ? 1 + wg : 8 + wg, 128); }
   __device__ __forceinline__ void keep_partial(const Sums& sums, const FusedItem& item) const {
     float4* const to = partial(item, item.split);
@@ -402,6 +406,7 @@ struct FusedConsumer {
     if (a.splits > 1) {
       wait_for_kernel_ahead();  // it has lowered the flags
       if (item.split < a.splits - 1) {
+        meet_other_team();  // so that neither is ahead by a whole ring, whose phases it could not tell apart
         keep_partial(sums, item);
         __syncwarp();  // instructions for whole warps follow
         return;
@@ -410,21 +415,18 @@ struct FusedConsumer {
     }
     if (C::kTeams == 2 && team == 1) {
       for (int chunk = 0; chunk < kChunks; ++chunk) {
-        named_sync(6 + wg, 256);  // the last chunk has been read
+        meet_other_team();  // the last chunk has been read
         stage_chunk(sums, chunk);
-        named_sync(6 + wg, 256);
+        meet_other_team();
       }
       return;
     }
     FusedColumns columns(a, item.matrix, item.col + rank * C::kRows + wg * 64 + threadIdx.x % 16 * 4);
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      if constexpr (C::kTeams == 2) {
-        named_sync(6 + wg, 256);
-        named_sync(6 + wg, 256);
-      } else {
-        sync_warpgroup();
-      }
+      meet_other_team();
+      meet_other_team();
+      if constexpr (C::kTeams == 1) sync_warpgroup();
       if (C::kStaged && chunk == 0 && a.each_row) stage_amaxes(item);
       stage_chunk(sums, chunk);
       sync_warpgroup();
@@ -460,6 +462,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     fence_barrier_init();
     prefetch_map(maps.a), prefetch_map(maps.data), prefetch_map(maps.scale);
   }
+  __syncwarp();  // instructions for whole warps follow
   cluster_sync();
   if (threadIdx.x < 128) {
     let_next_kernel_start();  // it waits for the end of this one
@@ -488,11 +491,14 @@ cudaError_t launch_fused_config(const FusedArgs& args, const FusedMaps& maps, cu
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(2 * std::max(1, std::min(args.items, multiprocessors() / 2))),
-  config.blockDim = dim3(C::kThreads);
+  // All parts of a tile at a time: then a part waits only for blocks that have started before.
+  const int most = std::max(multiprocessors() / 2 / args.splits, 1) * args.splits;
+  config.gridDim = dim3(2 * std::min(args.items, most)), config.blockDim = dim3(C::kThreads);
   config.dynamicSmemBytes = C::kShared, config.stream = stream;
   config.attrs = attributes, config.numAttrs = 2;  // the kernel ahead says when this one may start
-  return cudaLaunchKernelEx(&config, kernel, args, maps);
+  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, args, maps);
+  if (status != cudaSuccess) cudaGetLastError();  // it is returned, and not to be found by the next launch
+  return status;
 }
 
 template <class T>

@@ -89,7 +89,9 @@ cudaError_t launch_early(void (*kernel)(Args...), unsigned blocks, cudaStream_t 
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks), config.blockDim = dim3(kThreads), config.stream = stream;
   config.attrs = &early, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, args...);
+  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, args...);
+  if (status != cudaSuccess) cudaGetLastError();  // it is returned, and not to be found by the next launch
+  return status;
 }
 
 // ---------------------------------------------------------------- rows whose pitch no tensor map takes
