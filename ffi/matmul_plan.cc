@@ -32,6 +32,12 @@ const char* needs_fused_nvfp4(const MatmulProblem& p) {
   if (const char* reason = needs_free_order(p)) return reason;
   return needs_narrow(p);
 }
+// By name only, until it is measured.
+const char* needs_windows(const MatmulProblem& p) {
+  if (const char* reason = needs_nvfp4(p)) return reason;
+  if (p.pinned) return "its order of summation is not pinned";
+  return p.windows ? needs_narrow(p) : "an operand must have amax_scope=\"window64\"";
+}
 const char* needs_fused_dense(const MatmulProblem& p) {
   if (const char* reason = needs_dense(p)) return reason;
   if (const char* reason = needs_free_order(p)) return reason;
@@ -79,6 +85,7 @@ constexpr Row kTable[] = {
     {MatmulKernel::kDecodeThenDot, "decode_then_dot", kAnyGpu, kNewest, needs_free_order},
     {MatmulKernel::kSm80Nvfp4Blocks, "sm80_nvfp4_blocks", kAnyGpu, kNewest, needs_nvfp4},
     {MatmulKernel::kSm80DenseElements, "sm80_dense_elements", kAnyGpu, kNewest, needs_dense},
+    {MatmulKernel::kSm90Nvfp4Windows, "sm90_nvfp4_windows", kHopper, kHopper, needs_windows},
     {MatmulKernel::kCpuNvfp4Blocks, "cpu_nvfp4_blocks", kCpu, kCpu, needs_nvfp4},
     {MatmulKernel::kCpuDenseElements, "cpu_dense_elements", kCpu, kCpu, needs_dense},
 };
@@ -126,7 +133,7 @@ int64_t fused_sums(int64_t tiles, const FusedPlan& plan) {
 // The least time by a model: microseconds on an H200, whose 132 multiprocessors hold 66 pairs of thread blocks. A wave
 // of tiles costs its windows of 64 along K and its end; each part of K but one, its partial sums. Measured with N x K
 // of 14336 x 4096, 4096 x 14336, 8192 x 8192 and 4096 x 4096 (docs/kernels.md).
-FusedPlan plan_fused(const GemmShape& s) {
+FusedPlan plan_fused(const GemmShape& s, bool windows) {
   struct Tile {
     int tokens;
     double window, end, split;
@@ -138,7 +145,8 @@ FusedPlan plan_fused(const GemmShape& s) {
   const int64_t most = std::clamp<int64_t>(slots / 2, 1, kMostSplits);
   FusedPlan best{};
   double least = 0;
-  for (const Tile& tile : kTiles)
+  for (const Tile& tile : kTiles) {
+    if (windows && tile.tokens != 128) continue;  // the registers of 256 do not suffice, and windows want few tiles
     for (int splits = 1; splits <= most; ++splits) {
       const FusedPlan plan{tile.tokens, splits};
       const int64_t tiles = fused_tiles(s, plan), at_once = kPairs / splits, waves = (tiles + at_once - 1) / at_once;
@@ -147,6 +155,7 @@ FusedPlan plan_fused(const GemmShape& s) {
       const double time = static_cast<double>(waves) * (windows * tile.window + tile.end) + (splits - 1) * tile.split;
       if (least == 0 || time < least) least = time, best = plan;
     }
+  }
   return best;
 }
 
@@ -173,8 +182,12 @@ FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan) {
 }
 
 int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem) {
-  const bool fused = kernel == MatmulKernel::kSm90Nvfp4Fused || kernel == MatmulKernel::kSm90DenseFused;
-  return fused ? fused_scratch(problem.shape, plan_fused(problem.shape)).bytes : 0;
+  switch (kernel) {
+    case MatmulKernel::kSm90Nvfp4Fused:
+    case MatmulKernel::kSm90DenseFused: return fused_scratch(problem.shape, plan_fused(problem.shape)).bytes;
+    case MatmulKernel::kSm90Nvfp4Windows: return fused_scratch(problem.shape, plan_fused(problem.shape, true)).bytes;
+    default: return 0;
+  }
 }
 
 bool plan_matmul(const MatmulProblem& problem, const Device& device, MatmulPlan* plan) {

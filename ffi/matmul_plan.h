@@ -18,10 +18,11 @@ enum class MatmulKernel : uint8_t {
   kDecodeThenDot,      // decode both operands, XLA's 16-bit GEMM, epilogue: XLA operations, not the handler
   kSm80Nvfp4Blocks,    // two NVFP4 operands in the pinned order, integer tensor cores
   kSm80DenseElements,  // a 16-bit left operand in the pinned order
+  kSm90Nvfp4Windows,   // two NVFP4 operands, window64 on a side: as kSm90Nvfp4Fused, window by window
   kCpuNvfp4Blocks,     // the pinned order on the CPU
   kCpuDenseElements,   // the same of a 16-bit left operand
 };
-inline constexpr int kMatmulKernels = 9;
+inline constexpr int kMatmulKernels = 10;
 
 struct MatmulProblem {
   enum class Left : uint8_t { kNvfp4, kBf16, kF16 };
@@ -61,7 +62,7 @@ int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem);
 struct FusedPlan {
   int tokens, splits;
 };
-FusedPlan plan_fused(const GemmShape& shape);
+FusedPlan plan_fused(const GemmShape& shape, bool windows = false);
 // Groups of warps of a thread block that share K.
 JNVFP4_HD constexpr int fused_teams(int tokens) { return tokens <= 64 ? 2 : 1; }
 

@@ -283,6 +283,64 @@ def test_amax_that_is_no_ordinary_number(hopper, left, amax, shape):
     check(hopper, shape[0], *operands(left, shape, a_amax=amax, b_amax=amax), out=DTYPES["bf16"])
 
 
+WINDOW = Format("window64")
+
+
+def windowed(seed, shape, fmt, lead=()) -> NVFP4Tensor:
+    """Operands whose products add up to the same bits in any order: the factors of windows are powers of two."""
+    of_scope = {"window64": (*lead, shape[0], shape[1] // 64), "row": (*lead, shape[0]), "tensor": lead}
+    powers = np.random.default_rng(seed + 10).integers(-1, 2, of_scope[fmt.amax_scope])
+    return random_tensor(seed, (*lead, *shape), fmt, scales=NARROW, amax=6 * 448 * 2.0**powers)
+
+
+SIDES = {"a": (WINDOW, TENSOR), "b": (TENSOR, WINDOW), "rows and b": (ROW, WINDOW), "both": (WINDOW, WINDOW)}
+every_side = pytest.mark.parametrize(("a_format", "b_format"), SIDES.values(), ids=SIDES)
+
+
+@every_side
+@over("shape", [(1, 1, 64), (5, 7, 128), (130, 140, 320), (70, 131, 1088), (300, 600, 2112), (257, 256, 192)])
+@every_out_dtype
+def test_windows(hopper, a_format, b_format, shape, out):
+    m, n, k = shape
+    a, b = windowed(0, (m, k), a_format), windowed(1, (n, k), b_format)
+    check(hopper, "windows", a, b, dense((n,), np.float32), out)
+
+
+@every_side
+@pytest.mark.parametrize("shared", [False, True], ids=["batched b", "shared b"])
+def test_windows_of_many_matrices(hopper, a_format, b_format, shared):
+    lead = (67,)
+    a, b = windowed(0, (5, 2048), a_format, lead), windowed(1, (6, 2048), b_format, () if shared else lead)
+    check(hopper, "windows", a, b)
+
+
+@every_side
+def test_windows_of_ordinary_data(hopper, a_format, b_format):
+    """Against float64, within the bound of the sums of windows and the rounding of their factors."""
+    a, b = random_tensor(0, (140, 1088), a_format), random_tensor(1, (150, 1088), b_format)
+    got = multiply(hopper, "windows", a, b).astype(np.float64)
+    x, y = (np.asarray(jnvfp4.dequantize(t, jnp.float32), np.float64) for t in (a, b))
+    magnitude = np.abs(x) @ np.abs(y).T
+    assert (np.abs(got - x @ y.T) <= (1088 / 16 + 8) * 2.0**-23 * magnitude).all()
+    for _ in range(5):
+        assert_bitwise(multiply(hopper, "windows", a, b), got.astype(np.float32))
+
+
+@every_side
+def test_nan_scales_and_amaxes_of_windows(hopper, a_format, b_format):
+    a, b = windowed(0, (140, 320), a_format), windowed(1, (150, 320), b_format)
+    got = multiply(hopper, "windows", with_nan_scale(a, 3), with_nan_scale(b, 5))
+    want = np.zeros((140, 150), bool)
+    want[3], want[:, 5] = True, True
+    assert np.array_equal(np.isnan(got), want)
+    if b_format is WINDOW:
+        amax = np.asarray(b.amax).copy()
+        amax[7, 2] = np.nan
+        got = multiply(hopper, "windows", a, NVFP4Tensor(b.data, b.scale, jnp.asarray(amax), WINDOW))
+        assert np.isnan(got[:, 7]).all()
+        assert not np.isnan(np.delete(got, 7, axis=1)).any()
+
+
 @pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
 @every_path

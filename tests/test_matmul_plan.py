@@ -99,6 +99,8 @@ WHY_NOT = {
     "a long K": ("sm90_nvfp4_small_m", {"shape": (1, 1, 16, 2**30 + 16)}, "K must be at most 2^30"),
     "many columns": ("sm90_nvfp4_small_m", {"shape": (1, 1, 2**30 + 1, 16)}, "N times the batch is too large"),
     "many products": ("sm90_nvfp4_small_m", {"shape": (2**26 + 1, 1, 1, 16)}, "the batch is too large"),
+    "windows of neither": ("sm90_nvfp4_windows", {}, 'an operand must have amax_scope="window64"'),
+    "windows in an order": ("sm90_nvfp4_windows", {"windows": True, "pinned": True}, "is not pinned"),
     "no such kernel": ("sm90_unheard_of", {}, "no kernel has the name sm90_unheard_of"),
 }
 

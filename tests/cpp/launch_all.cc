@@ -206,6 +206,21 @@ void fused(const MatmulOperand& a, const MatmulOperand& b, const MatmulResult& r
     }
 }
 
+void fused_windows(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool a_windows, bool b_windows) {
+  const Tensor a(batch * m, k, m, a_windows), b(batch * n, k, n, b_windows);
+  Buffer bias(n * 2), out(batch * m * n * size_of(kind));
+  const GemmShape shape{batch, m, n, k};
+  for (int splits : {1, 2}) {
+    if (splits > 1 && k < 4 * kFusedDepth) continue;
+    const FusedPlan plan{128, splits};
+    Buffer scratch(std::max<int64_t>(1, fused_scratch(shape, plan).bytes));
+    check(launch_sm90_fused({a.operand, b.operand, {bias.as<void>(), Float::kBf16, out.as<void>(), kind}, shape}, plan,
+                            scratch.as<void>(), nullptr),
+          "sm90_windows");
+    check(cudaDeviceSynchronize(), "sm90_windows");
+  }
+}
+
 // Every tile, whatever the shape; `each` row or column with its own amax, or each matrix.
 void fused_matmul(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool each) {
   const Tensor a(batch * m, k, each ? 1 : m, false), b(batch * n, k, each ? 1 : n, false);
@@ -309,6 +324,10 @@ int main() {
       for (int64_t k : {16, 32, 48, 64, 320, 512}) fused_matmul(1, 70, 131, k, kind, each);  // copied or not, ragged
       fused_matmul(3, 5, 4, 272, kind, each);
       fused_matmul(1, 300, 600, 2816, kind, each);  // every stage is used again, and five parts of K
+    }
+    for (int sides : {1, 2, 3}) {
+      for (int64_t k : {64, 320, 1088}) fused_windows(1, 70, 131, k, kind, sides & 1, sides & 2);
+      fused_windows(3, 300, 270, 576, kind, sides & 1, sides & 2);
     }
 #endif
     for (const Shape& s : ragged) {

@@ -12,12 +12,15 @@ cudaError_t launch_matmul(const MatmulArgs& args, const MatmulPlan& plan, [[mayb
     case MatmulKernel::kSm90Nvfp4SmallM:
     case MatmulKernel::kSm90DenseSmallM: return launch_sm90_small_m(args, stream);
     case MatmulKernel::kSm90Nvfp4Fused:
-    case MatmulKernel::kSm90DenseFused: return launch_sm90_fused(args, plan_fused(args.shape), scratch, stream);
+    case MatmulKernel::kSm90DenseFused:
+    case MatmulKernel::kSm90Nvfp4Windows:
+      return launch_sm90_fused(args, plan_fused(args.shape, args.windows()), scratch, stream);
 #else
     case MatmulKernel::kSm90Nvfp4SmallM:
     case MatmulKernel::kSm90DenseSmallM:
     case MatmulKernel::kSm90Nvfp4Fused:
     case MatmulKernel::kSm90DenseFused:
+    case MatmulKernel::kSm90Nvfp4Windows:
 #endif
     case MatmulKernel::kDecodeThenDot:  // XLA operations
     case MatmulKernel::kCpuNvfp4Blocks:

@@ -21,9 +21,13 @@ namespace jnvfp4 {
 //
 // To decode a window takes longer than the tensor cores need for up to 64 tokens. So there are two teams of two
 // warpgroups then, which share K. With 256 tokens the two warpgroups of one team take turns on the tensor cores.
-template <class T_, int kTokens_>
+//
+// kWindows: an operand has an amax for each window. The sum of a window is then multiplied by both sides' factors
+// before it is added to the others.
+template <class T_, int kTokens_, bool kWindows_ = false>
 struct FusedConfig {
   using T = T_;
+  static constexpr bool kWindows = kWindows_;
   static constexpr int kTokens = kTokens_, kTeams = fused_teams(kTokens), kRows = 128;
   static constexpr bool kTurns = kTokens == 256;
   static constexpr int kThreads = 128 * (1 + 2 * kTeams);
@@ -145,6 +149,8 @@ __device__ __forceinline__ float amax_of(const MatmulOperand& x, int64_t row) {
 }
 
 // Four neighbouring columns of a matrix of the result.
+// kWindows: the sums have their factors already.
+template <bool kWindows>
 struct FusedColumns {
   const FusedArgs& a;
   int64_t col;
@@ -155,10 +161,13 @@ struct FusedColumns {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int64_t c = min(col + i, g.shape.cols - 1);
-      amax[i] = i && !a.each_col ? amax[0] : amax_of(g.b, matrix * g.shape.cols + c);
+      if constexpr (!kWindows) amax[i] = i && !a.each_col ? amax[0] : amax_of(g.b, matrix * g.shape.cols + c);
       bias[i] = g.result.bias ? load_float(g.result.bias, g.result.bias_kind, c) : 0.0f;
     }
-    set_alpha(g.a.quantized() && !a.each_row ? amax_of(g.a, matrix * g.shape.rows) : 1.0f);
+    if constexpr (kWindows)
+      alpha[0] = alpha[1] = alpha[2] = alpha[3] = 1.0f;
+    else
+      set_alpha(g.a.quantized() && !a.each_row ? amax_of(g.a, matrix * g.shape.rows) : 1.0f);
   }
   // `left`: the amax of a row, if a is quantized.
   __device__ __forceinline__ void set_alpha(float left) {
@@ -174,7 +183,8 @@ struct FusedColumns {
     float v[4] = {sums.x, sums.y, sums.z, sums.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i)  // the addition makes -0 the rule's 0
-      v[i] = gemm_epilogue(__fmaf_rn(v[i], a.unscale, 0.0f), alpha[i], bias[i], a.g.result.bias != nullptr);
+      v[i] = gemm_epilogue(__fmaf_rn(v[i], kWindows ? 1.0f : a.unscale, 0.0f), alpha[i], bias[i],
+                           a.g.result.bias != nullptr);
     const Float kind = a.g.result.kind;
     if (kind == Float::kBf16)
       store<Bf16>(row, v);
@@ -311,6 +321,97 @@ struct FusedConsumer {
     release(n - C::kTeams, 3);
   }
 
+  // ---- the sum along K, window by window
+  // What a thread brings of a slot's factors: one token's, and two windows of one column.
+  struct Factors {
+    float token[4], column[2];
+  };
+  // decode_scale of the rule, and for the column what undoes the factors of decoded numbers.
+  __device__ __forceinline__ void load_factors(Factors& f, const FusedItem& item, int slot) const {
+    const MatmulArgs& g = a.g;
+    const int thread = threadIdx.x % 128, rows = static_cast<int>(g.shape.rows), cols = static_cast<int>(g.shape.cols);
+    const int64_t windows = g.shape.depth / jnvfp4::kWindow;
+    const int token = item.row + thread, column = item.col + rank * C::kRows + wg * 64 + thread % 64;
+    const auto factor = [&](const MatmulOperand& x, int64_t row, int w) {
+      return div_rn(__ldg(x.amax + (x.map.windows() ? row * windows + w : quotient(row, x.map.rows_per_amax))),
+                    6.0f * x.e4m3_max);
+    };
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const int w = 4 * slot + q;
+      f.token[q] = token < rows && w < windows ? factor(g.a, int64_t{item.matrix} * rows + token, w) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int w = 4 * slot + 2 * (thread / 64) + i;
+      const bool there = column < cols && w < windows;
+      f.column[i] = there ? factor(g.b, int64_t{item.matrix} * cols + column, w) * a.unscale : 0.0f;
+    }
+  }
+  // [window][token], then [window][column], of two slots, where the results are when all is summed.
+  __device__ __forceinline__ uint32_t factors(int slot) const {
+    constexpr int kFactors = 4 * (C::kTokens + 64) * 4;
+    static_assert(2 * kFactors <= C::kOut);
+    return out() + slot % 2 * kFactors;
+  }
+  __device__ __forceinline__ void store_factors(const Factors& f, int slot) const {
+    const int thread = threadIdx.x % 128;
+#pragma unroll
+    for (int q = 0; q < 4; ++q) store_shared(factors(slot) + (q * C::kTokens + thread) * 4, f.token[q]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      store_shared(factors(slot) + (4 * C::kTokens + (2 * (thread / 64) + i) * 64 + thread % 64) * 4, f.column[i]);
+    sync_warpgroup();
+  }
+  __device__ __forceinline__ void add_window(Sums& sums, const Sums& window, int slot, int q) const {
+    const uint32_t tokens = factors(slot) + (q * C::kTokens + 2 * (threadIdx.x % 4)) * 4;
+    const uint32_t columns = factors(slot) + (4 * C::kTokens + q * 64 + fragment_row()) * 4;
+    const float low = float_of(load_shared32(columns)), high = float_of(load_shared32(columns + 8 * 4));
+#pragma unroll
+    for (int i = 0; i < C::kSums; i += 4) {
+      const uint2 pair = load_shared64(tokens + i / 4 * 32);
+      const float even = float_of(pair.x), odd = float_of(pair.y);
+      sums[i] = __fmaf_rn(window[i], even * low, sums[i]);
+      sums[i + 1] = __fmaf_rn(window[i + 1], odd * low, sums[i + 1]);
+      sums[i + 2] = __fmaf_rn(window[i + 2], even * high, sums[i + 2]);
+      sums[i + 3] = __fmaf_rn(window[i + 3], odd * high, sums[i + 3]);
+    }
+  }
+  __device__ __forceinline__ void sum_windows(Sums& sums, const FusedItem& item) {
+    static_assert(C::kTeams == 1 && C::kTokens == 128 && C::kStageDepth == 1);
+    Fragments f[2];
+    RawWindow<typename C::T> r;
+    Sums window;
+    Factors next;
+#pragma unroll
+    for (float& s : sums) s = 0;
+    load_factors(next, item, item.first);
+    sync_warpgroup();  // nobody reads factors of the item before
+    store_factors(next, item.first);
+    wait_for_slot(begun);
+    load(r, begun, 0);
+    r.decode(f[0]);
+    for (int slot = item.first; slot < item.end; ++slot, ++begun) {
+      const bool last = slot + 1 == item.end;
+      if (!last) load_factors(next, item, slot + 1);
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        multiply(window, f[q % 2], begun, q, true);
+        if (q < 3) {
+          load(r, begun, q + 1);
+        } else if (!last) {
+          wait_for_slot(begun + 1);
+          load(r, begun + 1, 0);
+        }
+        if (q < 3 || !last) r.decode(f[(q + 1) % 2]);
+        wgmma_wait<0>();
+        release(begun, q);
+        add_window(sums, window, slot, q);
+      }
+      if (!last) store_factors(next, slot + 1);
+    }
+  }
+
   // ---- the result
   __device__ __forceinline__ uint32_t out() const { return smem + C::kAtOut + wg * C::kOut; }
   // Where the sums of kOutTokens tokens go: four of each 8 tokens `eight`, as wgmma has them.
@@ -386,7 +487,8 @@ struct FusedConsumer {
 
   // A thread has four columns of every eighth token of a chunk. Little code, not unrolled: the instruction cache misses
   // it at every tile.
-  __device__ __forceinline__ void write_chunk(FusedColumns& columns, const FusedItem& item, int chunk) const {
+  __device__ __forceinline__ void write_chunk(FusedColumns<C::kWindows>& columns, const FusedItem& item,
+                                              int chunk) const {
     const int thread = threadIdx.x % 128, first = chunk * C::kOutTokens + thread / 16;
     const int end = min(static_cast<int>(a.g.shape.rows) - item.row, (chunk + 1) * C::kOutTokens);
     if (columns.col >= a.g.shape.cols) return;
@@ -421,7 +523,7 @@ struct FusedConsumer {
       }
       return;
     }
-    FusedColumns columns(a, item.matrix, item.col + rank * C::kRows + wg * 64 + threadIdx.x % 16 * 4);
+    FusedColumns<C::kWindows> columns(a, item.matrix, item.col + rank * C::kRows + wg * 64 + threadIdx.x % 16 * 4);
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       meet_other_team();
@@ -440,7 +542,10 @@ struct FusedConsumer {
     for (int i = blockIdx.x / 2; i < a.items; i += gridDim.x / 2) {
       const FusedItem item = item_of<C>(a, i);
       Sums sums;
-      sum(sums, item.end - item.first);
+      if constexpr (C::kWindows)
+        sum_windows(sums, item);
+      else
+        sum(sums, item.end - item.first);
       finish(sums, item);
     }
     if (wg == 0) wait_turn();  // no barrier is left half full
