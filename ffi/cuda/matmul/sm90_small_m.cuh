@@ -387,6 +387,15 @@ struct Ring {
     high = data + row_of(g + 8) * wide + static_cast<int64_t>(unit) * (S::kUnit / 2) + t * 16;
     thin = scale + row_of(lane % 16) * narrow + static_cast<int64_t>(unit) * (S::kUnit / kBlock);
   }
+  // Brings the first stages to L2 while the kernel ahead still runs. It may be about to write them: L2 then has what it
+  // writes.
+  __device__ __forceinline__ void prefetch() const {
+    const int lane = threadIdx.x % 32, ahead = lane / 16;
+    if (S::kMasked || left <= ahead || groups <= ahead) return;
+    const int64_t row = min(ahead * 16 + lane % 16, last);
+    prefetch_to_l2(data + row * wide + static_cast<int64_t>(unit) * (S::kUnit / 2));
+    prefetch_to_l2(scale + row * narrow + static_cast<int64_t>(unit) * (S::kUnit / kBlock));
+  }
   // Asks for the next stage, if there is one. Every call makes a group of copies.
   __device__ __forceinline__ void issue() {
     if (left > 0) {
@@ -542,10 +551,11 @@ __global__ void __launch_bounds__(kWarps * 32, 1) sm90_small_m_kernel(const __gr
   const uint32_t own = sums + warp * pitch, own_sums = own + lane * 16;
   const uint32_t buffer = own + (one ? 0 : share.groups * S::kRowTiles * 512);
 
+  Ring<S> columns(g, share, ring, unit0 + warp, steps);
+  columns.prefetch();
   wait_for_kernel_ahead();
   let_next_kernel_start();  // it waits for the end of this one
   Rows<left, S> rows(g, share.matrix * g.shape.rows + row0, static_cast<int>(g.shape.rows) - row0);
-  Ring<S> columns(g, share, ring, unit0 + warp, steps);
   if (steps > 0) rows.load((unit0 + warp) * S::kUnit, buffer);
 #pragma unroll
   for (int i = 0; i < S::kStages - 1; ++i) columns.issue();
