@@ -137,6 +137,7 @@ __device__ __forceinline__ void store_result(const MatmulResult& r, int64_t i, f
   else
     static_cast<uint16_t*>(r.out)[i] = static_cast<uint16_t>(encode16(r.kind, v));
 }
+
 // What the outputs of kCols columns have in common. Columns that do not exist are not read.
 template <Left left, int kCols>
 struct Columns {
@@ -163,22 +164,6 @@ struct Columns {
     return gemm_epilogue(mul_rn(sum, static_cast<float>(1 << kPower)), alpha, bias[i], g.result.bias != nullptr);
   }
 };
-float v[4], factor = alpha(g, 0, a_amax);
-#pragma unroll
-for (int i = 0; i < 4; ++i) {
-  if (i && each) factor = alpha(g, i, a_amax);
-  v[i] = finish(g, s[i], i, factor);
-}
-if (g.shape.cols % 4 == 0) {
-  if (there > 0) store_results(g.result, at, v);
-  return;
-}
-#pragma unroll
-for (int i = 0; i < 4; ++i)
-  if (i < there) store_result(g.result, at + i, v[i]);
-}
-}
-;
 
 // ---------------------------------------------------------------- launches
 constexpr int kMostShared = 227 << 10;  // bytes that a thread block of Hopper may have
