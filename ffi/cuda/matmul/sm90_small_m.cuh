@@ -372,15 +372,6 @@ struct Ring {
     high = data + row_of(g + 8) * wide + static_cast<int64_t>(unit) * (S::kUnit / 2) + t * 16;
     thin = scale + row_of(lane % 16) * narrow + static_cast<int64_t>(unit) * (S::kUnit / kBlock);
   }
-  // Brings the first stages to L2 while the kernel ahead still runs. It may be about to write them: L2 then has what it
-  // writes.
-  __device__ __forceinline__ void prefetch() const {
-    const int lane = threadIdx.x % 32, ahead = lane / 16;
-    if (S::kMasked || left <= ahead || groups <= ahead) return;
-    const int64_t row = min(ahead * 16 + lane % 16, last);
-    prefetch_to_l2(data + row * wide + static_cast<int64_t>(unit) * (S::kUnit / 2));
-    prefetch_to_l2(scale + row * narrow + static_cast<int64_t>(unit) * (S::kUnit / kBlock));
-  }
   // Asks for the next stage, if there is one. Every call makes a group of copies.
   __device__ __forceinline__ void issue() {
     if (left > 0) {
@@ -520,6 +511,17 @@ __device__ __forceinline__ void finish_slots(const MatmulArgs& g, const Share& s
   if (share.ranks > 1) sync_ranks(share.ranks);  // no thread block ends while another reads its sums
 }
 
+// Brings the first stages of a warp to L2 while the kernel ahead still runs. It may be about to write them: L2 then has
+// what it writes. Not for kOneUnit, which has no register left.
+template <class S>
+__device__ __forceinline__ void prefetch(const MatmulArgs& g, const Share& share, int unit) {
+  const int lane = threadIdx.x % 32, cols = static_cast<int>(g.shape.cols);
+  if (S::kMasked || share.groups <= lane / 16) return;
+  const int64_t row = share.matrix * g.shape.cols + min(share.group0 * 16 + lane, cols - 1);
+  prefetch_to_l2(static_cast<const uint8_t*>(g.b.data) + row * (g.shape.depth / 2) + int64_t{unit} * (S::kUnit / 2));
+  prefetch_to_l2(g.b.scale + row * (g.shape.depth / kBlock) + int64_t{unit} * (S::kUnit / kBlock));
+}
+
 // Grid: clusters along the columns; 8 * kRowTiles rows; matrices.
 template <Left left, class S>
 __global__ void __launch_bounds__(kWarps * 32, 1) sm90_small_m_kernel(const __grid_constant__ Args a) {
@@ -536,11 +538,11 @@ __global__ void __launch_bounds__(kWarps * 32, 1) sm90_small_m_kernel(const __gr
   const uint32_t own = sums + warp * pitch, own_sums = own + lane * 16;
   const uint32_t buffer = own + (one ? 0 : share.groups * S::kRowTiles * 512);
 
-  Ring<S> columns(g, share, ring, unit0 + warp, steps);
-  columns.prefetch();
+  if (!S::kOneUnit && steps > 0) prefetch<S>(g, share, unit0 + warp);
   wait_for_kernel_ahead();
   let_next_kernel_start();  // it waits for the end of this one
   Rows<left, S> rows(g, share.matrix * g.shape.rows + row0, static_cast<int>(g.shape.rows) - row0);
+  Ring<S> columns(g, share, ring, unit0 + warp, steps);
   if (steps > 0) rows.load((unit0 + warp) * S::kUnit, buffer);
 #pragma unroll
   for (int i = 0; i < S::kStages - 1; ++i) columns.issue();
