@@ -134,6 +134,7 @@ def test_compare_recipes_writes_table_and_picture(tmp_path):
         assert 0.05 < results["recipes"][kind]["row_scaled"]["relative_error"] < 0.25
 
 
+@pytest.mark.long
 def test_serve_converted_compares_the_models(tmp_path):
     pytest.importorskip("tqdm", reason="needs the extra [examples]")
     arguments = ("--steps", "20", "--format", "te", "--recipe", "row-scaled", "--out", "served")

@@ -106,6 +106,7 @@ def test_a_product_of_a_symbolic_size_is_refused(native, f, shape):
         round_trip(f, x, w, platforms=[native.platform])
 
 
+@pytest.mark.long
 def test_the_reference_exports_a_product_of_a_symbolic_size():
     w = normal((48, 64), 2)
     restored = round_trip(

@@ -281,7 +281,9 @@ def test_stochastic_rounding_of_every_value(native):
 
 
 @only_reference
-@every_plain_kind
+@pytest.mark.parametrize(
+    "kind", [next(iter(PLAIN)), *(pytest.param(k, marks=pytest.mark.long) for k in list(PLAIN)[1:])]
+)
 def test_reference_quantize_eagerly(backend, kind):
     """Outside jit every operation is its own XLA program; the bits are the same."""
     names = ("max_fp32", "subnormal_fp32", "tiny_amax_fp32", "ties_e4m3_fp32", "inf_fp32")

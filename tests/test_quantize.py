@@ -154,7 +154,7 @@ def test_every_backend_in_its_own_shape(backend, spec, transpose):
 
 
 @specs(ONE_BY_SIXTEEN)
-@both_ways
+@pytest.mark.parametrize("transpose", [False, pytest.param(True, marks=pytest.mark.long)], ids=["rows", "columns"])
 def test_any_number_of_rows(native, spec, transpose):
     for case in cases.RAGGED_ROWS:
         x = turned(make(case, spec), transpose)

@@ -397,7 +397,7 @@ STRADDLES = {
 }
 
 
-@transposed_or_not
+@pytest.mark.parametrize("transpose", [False, pytest.param(True, marks=pytest.mark.long)], ids=["plain", "transpose"])
 @pytest.mark.parametrize(("shape", "spec"), STRADDLES.values(), ids=STRADDLES)
 def test_blocks_that_would_straddle_devices(devices, shape, spec, transpose):
     specs = tuple(s for s in VARIED_SPECS if shape[1] % s.unit == 0 and shape[0] % s.block_rows == 0)

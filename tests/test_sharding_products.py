@@ -675,7 +675,9 @@ BACKWARDS = {
 
 
 @pytest.mark.parametrize("layout", EXPLICIT_LAYOUTS)
-@pytest.mark.parametrize("recipe", [*BACKWARDS, "frozen"])
+@pytest.mark.parametrize(
+    "recipe", ["quantized", "high precision", "frozen", pytest.param("dequantized", marks=pytest.mark.long)]
+)
 def test_gradients_have_the_shardings_of_explicit_operands(layout, recipe):
     devices = jax.devices("cpu")[:8]
     mesh, (of_x, of_w) = make_mesh(devices, kind="explicit"), EXPLICIT_LAYOUTS[layout]

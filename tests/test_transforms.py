@@ -523,7 +523,9 @@ EVALUATED = {
 }
 
 
-@pytest.mark.parametrize("f", EVALUATED.values(), ids=EVALUATED)
+@pytest.mark.parametrize(
+    "f", [pytest.param(f, id=k, marks=[pytest.mark.long] if k == "reference" else []) for k, f in EVALUATED.items()]
+)
 def test_compile_time_evaluation(native, f):
     """In a shape that nothing else compiles, so that the operations are lowered under it."""
     x = normal((64, 192))
