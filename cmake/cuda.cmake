@@ -66,7 +66,7 @@ jnvfp4_cuda_objects(jnvfp4_quantize FLAGS ${generic} FILES
 jnvfp4_cuda_objects(jnvfp4_matmul FLAGS ${generic} FILES
   ffi/cuda/matmul/sm80_nvfp4_blocks.cu ffi/cuda/matmul/sm80_dense_elements.cu
   ffi/cuda/matmul/decode.cu ffi/cuda/matmul/epilogue.cu)
-# Kernels with instructions of Hopper alone; launch.cc says where they are missing.
+# Kernels with instructions of Hopper alone. Without them the plan takes other kernels.
 if("90a" IN_LIST targets)
   jnvfp4_cuda_objects(jnvfp4_matmul_sm90a FLAGS "SHELL:-gencode arch=compute_90a,code=sm_90a" FILES
     ffi/cuda/matmul/sm90_f16_fused.cu ffi/cuda/matmul/sm90_bf16_fused.cu ffi/cuda/matmul/sm90_small_m.cu

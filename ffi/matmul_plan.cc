@@ -19,49 +19,36 @@ const char* needs_free_order(const MatmulProblem& p) {
   if (p.pinned) return "its order of summation is not pinned";
   return p.windows ? "it takes no operand with amax_scope=\"window64\"" : nullptr;
 }
+const char* needs_depth(const MatmulProblem& p) { return p.shape.depth < 1 ? "K must be at least 16" : nullptr; }
+
+// What kernels of Hopper count in 32 bits.
+constexpr int64_t kMost = int64_t{1} << 30;
+
 // The coordinates of tensor maps are 32-bit integers.
 const char* needs_narrow(const MatmulProblem& p) {
-  constexpr int64_t kMost = int64_t{1} << 30;
   const GemmShape& s = p.shape;
   const bool fits = s.batch * s.rows <= kMost && s.batch * s.cols <= kMost && s.depth <= kMost;
-  if (s.depth < 1) return "K must be at least 16";
   return fits ? nullptr : "it takes at most 2^30 rows of either operand, over all matrices, and K of at most 2^30";
 }
-const char* needs_fused_nvfp4(const MatmulProblem& p) {
-  if (const char* reason = needs_nvfp4(p)) return reason;
-  if (const char* reason = needs_free_order(p)) return reason;
-  return needs_narrow(p);
-}
-// By name only, until it is measured.
 const char* needs_windows(const MatmulProblem& p) {
-  if (const char* reason = needs_nvfp4(p)) return reason;
   if (p.pinned) return "its order of summation is not pinned";
-  return p.windows ? needs_narrow(p) : "an operand must have amax_scope=\"window64\"";
-}
-const char* needs_fused_dense(const MatmulProblem& p) {
-  if (const char* reason = needs_dense(p)) return reason;
-  if (const char* reason = needs_free_order(p)) return reason;
-  return needs_narrow(p);
+  return p.windows ? nullptr : "an operand must have amax_scope=\"window64\"";
 }
 
 // What the kernels of few rows count in 32 bits, with room for what they multiply it by.
 const char* needs_few_rows(const MatmulProblem& p) {
-  if (const char* reason = needs_free_order(p)) return reason;
   const GemmShape& s = p.shape;
-  constexpr int64_t kMost = int64_t{1} << 30;
   if (s.rows > 16) return "M must be at most 16";
-  if (s.depth < 1) return "K must be at least 16";
   if (s.depth > kMost) return "K must be at most 2^30";
   const int64_t groups = (s.cols + 15) / 16;
   return s.cols > kMost || groups * s.batch > kMost / 16 ? "N times the batch is too large" : nullptr;
 }
-const char* needs_nvfp4_and_few_rows(const MatmulProblem& p) {
-  const char* reason = needs_nvfp4(p);
-  return reason ? reason : needs_few_rows(p);
-}
-const char* needs_dense_and_few_rows(const MatmulProblem& p) {
-  const char* reason = needs_dense(p);
-  return reason ? reason : needs_few_rows(p);
+// The first reason of several.
+template <const char* (*... kNeeds)(const MatmulProblem&)>
+const char* all(const MatmulProblem& p) {
+  const char* reason = nullptr;
+  static_cast<void>(((reason = kNeeds(p)) || ...));
+  return reason;
 }
 
 struct Row {
@@ -78,14 +65,19 @@ constexpr int kHopper = 90, kNewest = 999;
 // sm90_nvfp4_fused 43, decode_then_dot 86; with 8192^3 the last two take 1390 and 1492. The pinned kernels take 11
 // times as long there, and run only where the order asks for them.
 constexpr Row kTable[] = {
-    {MatmulKernel::kSm90Nvfp4SmallM, "sm90_nvfp4_small_m", kHopper, kHopper, needs_nvfp4_and_few_rows},
-    {MatmulKernel::kSm90DenseSmallM, "sm90_dense_small_m", kHopper, kHopper, needs_dense_and_few_rows},
-    {MatmulKernel::kSm90Nvfp4Fused, "sm90_nvfp4_fused", kHopper, kHopper, needs_fused_nvfp4},
-    {MatmulKernel::kSm90DenseFused, "sm90_dense_fused", kHopper, kHopper, needs_fused_dense},
+    {MatmulKernel::kSm90Nvfp4SmallM, "sm90_nvfp4_small_m", kHopper, kHopper,
+     all<needs_nvfp4, needs_free_order, needs_depth, needs_few_rows>},
+    {MatmulKernel::kSm90DenseSmallM, "sm90_dense_small_m", kHopper, kHopper,
+     all<needs_dense, needs_free_order, needs_depth, needs_few_rows>},
+    {MatmulKernel::kSm90Nvfp4Fused, "sm90_nvfp4_fused", kHopper, kHopper,
+     all<needs_nvfp4, needs_free_order, needs_depth, needs_narrow>},
+    {MatmulKernel::kSm90DenseFused, "sm90_dense_fused", kHopper, kHopper,
+     all<needs_dense, needs_free_order, needs_depth, needs_narrow>},
     {MatmulKernel::kDecodeThenDot, "decode_then_dot", kAnyGpu, kNewest, needs_free_order},
     {MatmulKernel::kSm80Nvfp4Blocks, "sm80_nvfp4_blocks", kAnyGpu, kNewest, needs_nvfp4},
     {MatmulKernel::kSm80DenseElements, "sm80_dense_elements", kAnyGpu, kNewest, needs_dense},
-    {MatmulKernel::kSm90Nvfp4Windows, "sm90_nvfp4_windows", kHopper, kHopper, needs_windows},
+    {MatmulKernel::kSm90Nvfp4Windows, "sm90_nvfp4_windows", kHopper, kHopper,
+     all<needs_nvfp4, needs_windows, needs_depth, needs_narrow>},  // by name only, until it is measured
     {MatmulKernel::kCpuNvfp4Blocks, "cpu_nvfp4_blocks", kCpu, kCpu, needs_nvfp4},
     {MatmulKernel::kCpuDenseElements, "cpu_dense_elements", kCpu, kCpu, needs_dense},
 };

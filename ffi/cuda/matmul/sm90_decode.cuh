@@ -10,6 +10,7 @@
 #pragma once
 
 #include "../device.cuh"
+#include "../kernels.h"
 
 namespace jnvfp4 {
 
@@ -59,6 +60,11 @@ struct Decode<Bf16> {
 __device__ __forceinline__ void permute8(uint4 v, uint32_t (&pair)[4]) {
   pair[0] = __byte_perm(v.x, v.z, 0x5410), pair[1] = __byte_perm(v.x, v.z, 0x7632);
   pair[2] = __byte_perm(v.y, v.w, 0x5410), pair[3] = __byte_perm(v.y, v.w, 0x7632);
+}
+
+// The amax of a row of an operand without windows, rows of all matrices counted.
+__device__ __forceinline__ float amax_of(const MatmulOperand& x, int64_t row) {
+  return __ldg(x.amax + (x.map.rows_per_amax == 1 ? row : quotient(row, x.map.rows_per_amax)));
 }
 
 }  // namespace jnvfp4

@@ -144,10 +144,6 @@ struct RawWindow {
 };
 
 // ---------------------------------------------------------------- sums to results
-__device__ __forceinline__ float amax_of(const MatmulOperand& x, int64_t row) {
-  return __ldg(x.amax + (x.map.rows_per_amax == 1 ? row : quotient(row, x.map.rows_per_amax)));
-}
-
 // Four neighbouring columns of a matrix of the result.
 // kWindows: the sums have their factors already.
 template <bool kWindows>

@@ -56,7 +56,7 @@ __device__ __forceinline__ int cluster_size() {
 __device__ __forceinline__ void sync_ranks(int ranks) {
   __syncwarp();
   if (ranks > 1)
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    cluster_sync();
   else
     __syncthreads();
 }
@@ -69,16 +69,6 @@ __device__ __forceinline__ float4 load_from_rank(uint32_t address, int rank) {
   return v;
 }
 
-__device__ __forceinline__ uint4 load_shared16(uint32_t at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
-  return v;
-}
-__device__ __forceinline__ uint32_t load_shared4(uint32_t at) {
-  uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
-  return v;
-}
 __device__ __forceinline__ uint32_t load_shared2(uint32_t at) {
   uint16_t v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
@@ -119,10 +109,6 @@ struct Share {
 };
 
 // ---------------------------------------------------------------- the end
-__device__ __forceinline__ float amax_of(const MatmulOperand& x, int64_t row) {
-  return __ldg(x.amax + (x.map.rows_per_amax == 1 ? row : quotient(row, x.map.rows_per_amax)));
-}
-
 template <Left left>
 __device__ __forceinline__ float amax_of_row(const MatmulArgs& g, int64_t row) {
   return left == Left::kNvfp4 ? amax_of(g.a, row) : 1.0f;
@@ -331,7 +317,7 @@ struct Rows {
         } else {
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            permute8(load_shared16(chunk(buffer, n * 8 + lane / 4, h * 16 + lane % 4 * 4 + i)), b[n][h][i]);
+            permute8(load_shared128(chunk(buffer, n * 8 + lane / 4, h * 16 + lane % 4 * 4 + i)), b[n][h][i]);
         }
       }
   }
@@ -430,8 +416,8 @@ __device__ __forceinline__ void multiply(uint32_t stage, const typename Rows<lef
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int h = 0; h < S::kParts; ++h) {
-    const uint4 c0 = load_shared16(stage + h * 1024 + lane * 16);
-    const uint4 c1 = load_shared16(stage + h * 1024 + 512 + lane * 16);
+    const uint4 c0 = load_shared128(stage + h * 1024 + lane * 16);
+    const uint4 c1 = load_shared128(stage + h * 1024 + 512 + lane * 16);
     uint32_t s0[2], s1[2];
     const uint32_t scales = stage + S::kScales + h * 8 + t * 2;
     D::scales(load_shared2(scales + g * 8 * S::kParts), s0[0], s0[1]);
@@ -460,7 +446,7 @@ __device__ __forceinline__ void keep(uint32_t at, const float (&d)[kTiles][2][4]
 #pragma unroll
     for (int i = 0; i < 4; ++i) sum[i] = d[n][0][i] + d[n][1][i];
     if (!first) {
-      const uint4 old = load_shared16(at);
+      const uint4 old = load_shared128(at);
       sum[0] += float_of(old.x), sum[1] += float_of(old.y), sum[2] += float_of(old.z), sum[3] += float_of(old.w);
     }
     store_shared16(at, make_uint4(bits_of(sum[0]), bits_of(sum[1]), bits_of(sum[2]), bits_of(sum[3])));
