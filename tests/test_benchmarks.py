@@ -404,7 +404,7 @@ def test_chains_of_products():
     assert bench_products.length(8192, 8192, 8192) == 3
     assert set(bench_products.TARGETS) == {bench_products.parse(case)[0] for case in bench_products.CASES}
     chains = bench_products.chains("8x64x64", every=True)
-    assert list(chains)[:3] == ["bf16", "w4a4", "w4a16"]
+    assert [name for name in chains if " " not in name] == ["bf16", "w4a4", "w4a16"]
     want, *others = (np.asarray(chain.multiply(chain.weights[0]), np.float32) for chain in chains.values())
     assert all(np.abs(got - want).max() < 0.3 * np.abs(want).max() for got in others)
     assert all(len(chain.weights) == bench_products.MOST for chain in chains.values())

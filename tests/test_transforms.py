@@ -451,13 +451,13 @@ OPERATIONS = {
     "quantize": quantize,
     "quantize_row": partial(quantize, spec=ROW_SCALED),
     "quantize_transposed": partial(quantize, spec=NVFP4_2D, transpose=True),
-    "quantize_rht_sr": partial(quantize, spec=NVFP4_RHT_SR, key=KEY, transpose=True),
+    "quantize_rht_sr": lambda x: quantize(x, NVFP4_RHT_SR, key=KEY, transpose=True),
     "quantize_window64": partial(quantize, spec=WINDOW64),
     "quantize_4over6": partial(quantize, spec=four_over_six("mse", fast=True)),
     "quantize_pair": quantize_pair,
-    "quantize_pair_sr": partial(quantize_pair, row_spec=NVFP4_SR, col_spec=NVFP4_RHT_SR, key=KEY),
+    "quantize_pair_sr": lambda x: quantize_pair(x, NVFP4_SR, NVFP4_RHT_SR, key=KEY),
     "quantize_pair_window64": partial(quantize_pair, row_spec=WINDOW64, col_spec=WINDOW64),
-    "quantize_pair_unfused": partial(quantize_pair, row_spec=WINDOW64, col_spec=NVFP4_SR, key=KEY),
+    "quantize_pair_unfused": lambda x: quantize_pair(x, WINDOW64, NVFP4_SR, key=KEY),
     "dequantize": lambda x: dequantize(quantize(x), jnp.bfloat16),
     "dequantize_rht": lambda x: dequantize(quantize(x, NVFP4_RHT), jnp.bfloat16),
     "matmul_nt": lambda x: matmul_nt(quantize(x), quantize(x)),
@@ -466,7 +466,7 @@ OPERATIONS = {
     "linear": lambda x: linear(x, x),
     "linear_pretrain": lambda x: linear(x, x, recipes.pretrain(), key=KEY),
     "fake_quant": jnvfp4.fake_quant,
-    "fake_quant_sr": partial(jnvfp4.fake_quant, spec=NVFP4_SR, key=KEY),
+    "fake_quant_sr": lambda x: jnvfp4.fake_quant(x, NVFP4_SR, key=KEY),
 }
 every_operation = pytest.mark.parametrize("f", OPERATIONS.values(), ids=OPERATIONS)
 
@@ -561,6 +561,13 @@ GUARDED = {
 }
 
 
+@pytest.fixture
+def key_of_device(native, monkeypatch):
+    """KEY lies on the default device of the process; here, on that of the test."""
+    monkeypatch.setitem(globals(), "KEY", jax.device_put(KEY, native.device))
+
+
+@pytest.mark.usefixtures("key_of_device")
 @pytest.mark.parametrize("f", GUARDED.values(), ids=GUARDED)
 def test_eager_calls_transfer_nothing(native, f):
     x = normal((64, 64))
@@ -569,6 +576,7 @@ def test_eager_calls_transfer_nothing(native, f):
         f(*operands)
 
 
+@pytest.mark.usefixtures("key_of_device")
 @pytest.mark.parametrize("recipe", [DEFAULT, recipes.pretrain(), recipes.window64()], ids=["default", "sr", "window64"])
 def test_eager_gradients_transfer_nothing(native, recipe):
     x, w, bias = normal((50, 64), 1), normal((64, 64), 2), normal((64,), 3)
