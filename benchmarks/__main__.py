@@ -1,4 +1,4 @@
-"""``python -m benchmarks quantize|gemm|products|linear|checkpoint|plot|compare``; see benchmarks/README.md."""
+"""``python -m benchmarks quantize|gemm|products|linear|steps|checkpoint|plot|compare``; see benchmarks/README.md."""
 
 import argparse
 import pathlib
@@ -13,7 +13,7 @@ from .compare import compare, regressions
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     commands = parser.add_subparsers(dest="command", required=True)
-    for suite in ("quantize", "gemm", "products", "linear"):
+    for suite in ("quantize", "gemm", "products", "linear", "steps"):
         command = commands.add_parser(suite, help=f"time the {suite} suite")
         shape = "MxK or a name of tests/cases.py" if suite == "quantize" else "MxNxK"
         command.add_argument("--cases", type=_names, help=f"comma-separated: {shape}; all that suit the device")
@@ -25,6 +25,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--peers", action="store_true", help="also other libraries, where installed")
         if suite == "products":
             command.add_argument("--every", action="store_true", help="also the kernels that are not planned")
+        if suite == "steps":
+            command.add_argument("--kernels", action="store_true", help="the time of each kernel instead")
     command = commands.add_parser("checkpoint", help="time the conversion of a checkpoint")
     command.add_argument("--gigabytes", type=float, default=2.0, help="of the checkpoint, 2 by default")
     command.add_argument("--folder", type=pathlib.Path, help="where to make it: room for twice as much")
@@ -47,12 +49,14 @@ def _names(text: str) -> list[str]:
 def _run(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     """Yields rows when they are measured."""
     # Not for plot and compare, which need no JAX.
-    from . import bench_checkpoint, bench_gemm, bench_linear, bench_products, bench_quantize
+    from . import bench_checkpoint, bench_gemm, bench_linear, bench_products, bench_quantize, bench_steps
 
     if args.command == "gemm":
         yield bench_gemm.run(args.cases)
     if args.command == "products":
         yield from bench_products.run(args.cases, args.every)
+    if args.command == "steps":
+        yield from bench_steps.run(args.cases, args.kernels)
     if args.command == "checkpoint":
         yield bench_checkpoint.run(args.gigabytes, args.folder)
     if args.command == "linear":

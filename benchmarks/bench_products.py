@@ -105,14 +105,19 @@ def spans(programs: Sequence[Callable], rounds: int, rest: float) -> list[float]
     return [statistics.median(c.span_us for c in calls[rounds // 2 if not rest else 0 :] if c) for calls in own]
 
 
+def burst_and_heated(programs: Sequence[Callable]) -> tuple[list[float], list[float]]:
+    """Microseconds of each program, after a rest and in a row."""
+    for program in 2 * list(programs):
+        jax.block_until_ready(program())
+    burst = spans(programs, BURSTS, REST_S)
+    return burst, spans(programs, min(MOST_ROUNDS, max(9, round(HEAT_S * 1e6 / sum(burst)))), 0)
+
+
 def measure(case: str, every: bool) -> list[dict[str, Any]]:
     m, _, _ = parse(case)
     found = chains(case, every)
     programs = [chain.compiled() for chain in found.values()]
-    for program in 2 * programs:
-        jax.block_until_ready(program())
-    burst = spans(programs, BURSTS, REST_S)
-    heated = spans(programs, min(MOST_ROUNDS, max(9, round(HEAT_S * 1e6 / sum(burst)))), 0)
+    burst, heated = burst_and_heated(programs)
     targets = {**dict(zip(("w4a4", "w4a16"), TARGETS.get(m, ()), strict=False)), **WINDOW_TARGETS}
     rows = []
     for (name, chain), cool, hot in zip(found.items(), burst, heated, strict=True):

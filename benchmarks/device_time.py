@@ -3,10 +3,11 @@
 import bisect
 import itertools
 import pathlib
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -26,9 +27,10 @@ class Call:
     busy_us: float  # kernel time, overlap counted once
     span_us: float  # from the start of the first kernel to the end of the last
     kernels: int
+    each: tuple[tuple[str, float], ...] = field(default=(), compare=False)  # names and microseconds, in order
 
 
-def profile_calls(calls: Sequence[Callable[[], Any]]) -> list[Call | None]:
+def profile_calls(calls: Sequence[Callable[[], Any]], pause: float = PAUSE_S) -> list[Call | None]:
     """Makes the calls one after another, each waited for; None for a call of which the profile shows nothing."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = 1  # only the annotations below, so that tracing costs little
@@ -36,7 +38,7 @@ def profile_calls(calls: Sequence[Callable[[], Any]]) -> list[Call | None]:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             for i, call in enumerate(calls):
-                time.sleep(PAUSE_S)
+                time.sleep(pause)
                 with jax.profiler.TraceAnnotation(f"{MARK}{i}"):
                     jax.block_until_ready(call())
         files = list(pathlib.Path(folder).rglob("*.xplane.pb"))
@@ -54,9 +56,9 @@ def split_calls(profile: Any, count: int) -> list[Call | None]:
         raise NoDeviceTimeError(f"the profile shows {len(marks)} of {count} annotated calls")
     # A kernel belongs to the call whose annotation is nearest: halfway through the pause before it.
     borders = [(end + start) / 2 for (_, end, _), (start, _, _) in itertools.pairwise(marks)]
-    groups: list[list[tuple[float, float]]] = [[] for _ in marks]
-    for start, end in kernels:
-        groups[bisect.bisect(borders, start)].append((start, end))
+    groups: list[list[tuple[float, float, str]]] = [[] for _ in marks]
+    for kernel in kernels:
+        groups[bisect.bisect(borders, kernel[0])].append(kernel)
     return [_call(group) if group else None for group in groups]
 
 
@@ -68,7 +70,7 @@ def _marks(profile: Any) -> list[tuple[float, float, int]]:
     return sorted((e.start_ns, e.start_ns + e.duration_ns, int(e.name.removeprefix(MARK))) for e in own)
 
 
-def _kernels(profile: Any) -> list[tuple[float, float]]:
+def _kernels(profile: Any) -> list[tuple[float, float, str]]:
     # Other lines of a device ("XLA Ops", "XLA Modules") repeat what the streams hold.
     streams = [
         line
@@ -77,12 +79,19 @@ def _kernels(profile: Any) -> list[tuple[float, float]]:
         for line in plane.lines
         if line.name.startswith("Stream")
     ]
-    return sorted((e.start_ns, e.start_ns + e.duration_ns) for line in streams for e in line.events)
+    return sorted((e.start_ns, e.start_ns + e.duration_ns, e.name) for line in streams for e in line.events)
 
 
-def _call(kernels: list[tuple[float, float]]) -> Call:
+def _call(kernels: list[tuple[float, float, str]]) -> Call:
     busy, reached = 0.0, kernels[0][0]
-    for start, end in kernels:
+    for start, end, _ in kernels:
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    return Call(busy / 1e3, (reached - kernels[0][0]) / 1e3, len(kernels))
+    each = tuple((plain_name(name), (end - start) / 1e3) for start, end, name in kernels)
+    return Call(busy / 1e3, (reached - kernels[0][0]) / 1e3, len(kernels), each)
+
+
+def plain_name(kernel: str) -> str:
+    """Returns the name of a C++ function without its type, namespaces, template arguments and parameters."""
+    name = kernel.replace("(anonymous namespace)", "").removeprefix("void ")
+    return re.split(r"[<(]", name, maxsplit=1)[0].rpartition("::")[2]

@@ -24,6 +24,7 @@ from benchmarks import (  # noqa: E402
     bench_linear,
     bench_products,
     bench_quantize,
+    bench_steps,
     device_time,
     naive,
     results,
@@ -176,6 +177,22 @@ def test_a_profile_is_split_into_its_calls():
         profile([(1000, 1050), (2000, 2050)], [first + second[:1], second[1:]], [(1000, 2050)]), 2
     )
     assert found == [device_time.Call(28, 30, 2), device_time.Call(30, 30, 3)]
+    assert found[1].each == (("kernel", 20), ("kernel", 15), ("kernel", 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        (
+            "void jnvfp4::(anonymous namespace)::sm90_fused_kernel<__half, 1, 64>(jnvfp4::FusedArgs)",
+            "sm90_fused_kernel",
+        ),
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT", "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT"),
+        ("MemcpyD2D", "MemcpyD2D"),
+    ],
+)
+def test_plain_names_of_kernels(name, plain):
+    assert device_time.plain_name(name) == plain
 
 
 def test_clocks_that_disagree_by_less_than_half_a_pause_do_not_matter():
@@ -408,6 +425,27 @@ def test_chains_of_products():
     want, *others = (np.asarray(chain.multiply(chain.weights[0]), np.float32) for chain in chains.values())
     assert all(np.abs(got - want).max() < 0.3 * np.abs(want).max() for got in others)
     assert all(len(chain.weights) == bench_products.MOST for chain in chains.values())
+
+
+def test_steps_need_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert main(["steps", "--cases", "8x64x64"]) == 2
+    assert "steps are timed by the profiler of a GPU" in capsys.readouterr().err
+
+
+def test_steps_have_both_gradients(monkeypatch):
+    some = {name: bench_steps.RECIPES[name] for name in ("pretrain", "inference")}
+    monkeypatch.setattr(bench_steps, "RECIPES", some)
+    programs = bench_steps.layers("16x32x64")
+    assert list(programs) == ["bf16", "pretrain"]
+    for program in programs.values():
+        (y, (dx, dw)), *_ = chain = program()
+        assert [(a.shape, a.dtype) for a in (y, dx, dw)] == [
+            ((16, 32), "bfloat16"),
+            ((16, 64), "bfloat16"),
+            ((32, 64), "float32"),
+        ]
+        assert len(chain) == bench_steps.CHAIN
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,102 @@
+"""Chains of layers with float32 weights, forward and backward, as a training step runs them: NVFP4 against bfloat16.
+
+bfloat16 casts the weights inside the timed program, and returns gradients of the same dtypes. Burst and heated times
+are those of ``bench_products``.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jnvfp4 import Recipe
+
+from .bench_gemm import parse
+from .bench_linear import RECIPES, _dense, _quantized
+from .bench_products import BURSTS, REST_S, burst_and_heated
+from .device_time import profile_calls
+
+# M, N, K: the most time of recipes.pretrain(), in times that of bfloat16.
+TARGETS = {"8192x8192x8192": 1.08, "16384x14336x4096": 1.10, "4096x4096x4096": 1.35}
+CHAIN = 2  # layers of a program, each with weights, inputs and gradients of its own
+
+
+def layers(case: str) -> dict[str, Callable]:
+    """Returns programs by the name of the recipe: y and both gradients of each layer of a chain."""
+    m, n, k = parse(case)
+
+    @partial(jax.jit, static_argnums=(1, 2, 3))
+    def make(seed: int, rows: int, cols: int, dtype: Any) -> jax.Array:
+        return jax.random.normal(jax.random.key(seed), (rows, cols), dtype)
+
+    chain = [
+        (make(3 * i, m, k, jnp.bfloat16), make(3 * i + 1, n, k, jnp.float32), make(3 * i + 2, m, n, jnp.bfloat16))
+        for i in range(CHAIN)
+    ]
+    named = {"bf16": _cast, **{name: _quantized(recipe) for name, recipe in RECIPES.items() if _trains(recipe)}}
+    return {name: _program(layer, chain) for name, layer in named.items()}
+
+
+def _cast(x: jax.Array, w: jax.Array, key: Any) -> jax.Array:
+    return _dense(x, w.astype(x.dtype), key)
+
+
+def _trains(recipe: Recipe) -> bool:
+    return recipe.dgrad is not None and recipe.wgrad is not None
+
+
+def _program(layer: Callable, chain: list[tuple]) -> Callable:
+    def step(chain: list[tuple], key: Any) -> list:
+        found = []
+        for x, w, dy in chain:
+            y, pull = jax.vjp(lambda x, w: layer(x, w, key), x, w)
+            found.append((y, pull(dy)))
+        return found
+
+    args = chain, jax.random.key(0)
+    return partial(jax.jit(step).lower(*args).compile(), *args)
+
+
+def measure(case: str) -> list[dict[str, Any]]:
+    programs = layers(case)
+    rows = []
+    burst, heated = burst_and_heated(list(programs.values()))
+    for name, cool, hot in zip(programs, burst, heated, strict=True):
+        row = {
+            "case": case,
+            "op": f"linear {name}",
+            "median_us": round(cool / CHAIN, 1),
+            "time of bf16": round(cool / burst[0], 3),
+            "heated_us": round(hot / CHAIN, 1),
+            "heated time of bf16": round(hot / heated[0], 3),
+            "clock": "cupti",
+        }
+        if name == "pretrain" and case in TARGETS:
+            row |= {"target": TARGETS[case], "met": cool / burst[0] <= 1.02 * TARGETS[case]}
+        rows.append(row)
+    return rows
+
+
+def kernels(case: str) -> list[dict[str, Any]]:
+    """Lists every kernel of a chain in the order in which they run, with the median of its times."""
+    rows = []
+    for name, program in layers(case).items():
+        calls = profile_calls([program] * BURSTS, pause=REST_S)
+        whole = [call for call in calls if call is not None]
+        often = statistics.mode(call.kernels for call in whole)
+        same = [call for call in whole if call.kernels == often]
+        for i, (kernel, _) in enumerate(same[0].each):
+            times = [call.each[i][1] for call in same]
+            rows.append({"case": case, "op": f"linear {name}", "kernel": kernel, "median_us": statistics.median(times)})
+    return rows
+
+
+def run(cases: list[str] | None, each_kernel: bool) -> Iterator[list[dict[str, Any]]]:
+    """Yields the rows of a case when they are measured."""
+    if jax.default_backend() != "gpu":
+        raise ValueError("steps are timed by the profiler of a GPU; python -m benchmarks linear times them on a CPU")
+    for case in cases or TARGETS:
+        yield kernels(case) if each_kernel else measure(case)
