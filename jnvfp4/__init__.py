@@ -1,8 +1,10 @@
 """NVFP4 for JAX: quantize, dequantize and scaled matmul as primitives; the same quantized bits on every platform."""
 
 from . import recipes as recipes
+from ._dot_general import DotGeneral as DotGeneral
+from ._dot_general import dot_general as dot_general
+from ._einsum import einsum as einsum
 from ._linear import RESIDUAL_NAME as RESIDUAL_NAME
-from ._linear import dot_general as dot_general
 from ._linear import linear as linear
 from ._version import __version__ as __version__
 from .ops import dequantize as dequantize

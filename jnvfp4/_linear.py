@@ -1,4 +1,4 @@
-"""Differentiable products of arrays with weights: ``linear`` and ``dot_general``."""
+"""``linear``, the differentiable product of an array with weights."""
 
 import math
 from dataclasses import replace
@@ -40,7 +40,7 @@ Pair = tuple[NVFP4Tensor | None, NVFP4Tensor | None]  # of x, and of x transpose
 Quantized = Produced | NVFP4Tensor | Pair | None
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """Holds the static arguments of one linear layer."""
 
     op: str
@@ -115,19 +115,19 @@ def linear(
     if w_axes not in ("nk", "kn"):
         raise ValueError(f"{op}: w_axes must be 'nk' or 'kn', got {w_axes!r}")
     dtype = None if out_dtype is None else float_dtype(op, "out_dtype", out_dtype)
-    return _linear(_Call(op, recipe, dtype, accumulation, implementation, w_axes), x, w, bias, key, quantized)
+    return call_linear(Call(op, recipe, dtype, accumulation, implementation, w_axes), x, w, bias, key, quantized)
 
 
-def _linear(call: _Call, x: Any, w: Any, bias: Any, key: Any, quantized: Quantized = None) -> jax.Array:
+def call_linear(call: Call, x: Any, w: Any, bias: Any, key: Any, quantized: Quantized = None) -> jax.Array:
     """Checks the arguments and flattens the leading axes of x."""
     op, given = call.op, call.recipe
-    _check_recipe(op, given)
+    check_recipe(op, given)
     if isinstance(w, NVFP4Tensor):
         call, w = _frozen(call, w)
     else:
         w = as_float_array(op, "w", w)
     recipe = call.recipe
-    key = _recipe_key(op, recipe, key)
+    key = recipe_key(op, recipe, key)
     x = as_float_array(op, "x", x)
     bias = None if bias is None else as_float_array(op, "bias", bias)
     if recipe.fprop.x is None and x.dtype == jnp.float32:
@@ -149,7 +149,7 @@ def _linear(call: _Call, x: Any, w: Any, bias: Any, key: Any, quantized: Quantiz
     return y.reshape(*x.shape[:-1], n)
 
 
-def _frozen(call: _Call, w: NVFP4Tensor) -> tuple[_Call, NVFP4Tensor]:
+def _frozen(call: Call, w: NVFP4Tensor) -> tuple[Call, NVFP4Tensor]:
     """Checks weights that are quantized already; returns them packed, and the call by which they have no gradient."""
     op, (x_spec, w_spec) = call.op, call.recipe.fprop
     if call.w_axes != "nk":
@@ -169,12 +169,12 @@ def _frozen(call: _Call, w: NVFP4Tensor) -> tuple[_Call, NVFP4Tensor]:
 
 
 # ---------------------------------------------------------------- checks
-def _check_recipe(op: str, recipe: Any) -> None:
+def check_recipe(op: str, recipe: Any) -> None:
     if not isinstance(recipe, Recipe):
         raise TypeError(f"{op}: recipe must be a Recipe, got {recipe!r}")
 
 
-def _recipe_key(op: str, recipe: Recipe, key: Any) -> jax.Array | None:
+def recipe_key(op: str, recipe: Recipe, key: Any) -> jax.Array | None:
     """Returns the key if the recipe needs one, else None."""
     if not recipe.stochastic:
         return None
@@ -183,7 +183,7 @@ def _recipe_key(op: str, recipe: Recipe, key: Any) -> jax.Array | None:
     return as_key(op, key)
 
 
-def _weight_sizes(call: _Call, x: jax.Array, w: jax.Array | NVFP4Tensor) -> tuple[int, int]:
+def _weight_sizes(call: Call, x: jax.Array, w: jax.Array | NVFP4Tensor) -> tuple[int, int]:
     """Returns N and K."""
     if w.ndim != 2:
         names = "[N, K]" if call.w_axes == "nk" else "[K, N]"
@@ -204,17 +204,27 @@ def _check_contractions(op: str, w_shape: tuple[int, ...], n: int, k: int, recip
         raise ValueError(
             f"{op}: K must be a multiple of {unit}, got K={k} in w.shape={w_shape}; pad K of x and w to {_up(k, unit)}"
         )
-    needs = [("recipe.dgrad contracts over it", _unit(recipe.dgrad_specs))]
-    if recipe.fprop.w.block_rows == BLOCK:
-        needs.append(("recipe.fprop quantizes w in 16x16 tiles", BLOCK))
-    if recipe.wgrad_specs and recipe.wgrad_specs.dy.block_rows == BLOCK:
-        needs.append(("recipe.wgrad quantizes dy in 16x16 tiles", BLOCK))
-    for reason, unit in needs:
+    for reason, unit in _needs_of_n(recipe):
         if n % unit:
             raise ValueError(
                 f"{op}: N must be a multiple of {unit}, since {reason}, got N={n} in w.shape={w_shape}; "
                 f"pad N to {_up(n, unit)} or choose another recipe"
             )
+
+
+def _needs_of_n(recipe: Recipe) -> list[tuple[str, int]]:
+    """Lists what N must be a multiple of, and why."""
+    needs = [("recipe.dgrad contracts over it", _unit(recipe.dgrad_specs))]
+    if recipe.fprop.w.block_rows == BLOCK:
+        needs.append(("recipe.fprop quantizes w in 16x16 tiles", BLOCK))
+    if recipe.wgrad_specs and recipe.wgrad_specs.dy.block_rows == BLOCK:
+        needs.append(("recipe.wgrad quantizes dy in 16x16 tiles", BLOCK))
+    return needs
+
+
+def units(recipe: Recipe) -> tuple[int, int]:
+    """Returns the numbers that N and K must be multiples of."""
+    return max(unit for _, unit in _needs_of_n(recipe)), _unit(recipe.fprop)
 
 
 def _check_flattening(op: str, x: jax.Array) -> None:
@@ -357,7 +367,7 @@ def _unpack(t: Any) -> Any:
 
 # ---------------------------------------------------------------- the GEMMs
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _linear2d(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, call: _Call) -> jax.Array:
+def _linear2d(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, call: Call) -> jax.Array:
     x_spec, w_spec = call.recipe.fprop
     quantizer = _Quantizer(key, call.common)
     qx = quantized[0] or (x if x_spec is None else quantizer.rows(x, x_spec, X))
@@ -367,7 +377,7 @@ def _linear2d(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, cal
     return _product(call, _save(qx), _save(qw), bias)
 
 
-def _product(call: _Call, qx: Any, qw: NVFP4Tensor, bias: Any) -> jax.Array:
+def _product(call: Call, qx: Any, qw: NVFP4Tensor, bias: Any) -> jax.Array:
     """Runs the forward GEMM. Its operands are named before, so that a checkpoint policy saves the quantizers' work."""
     return matmul_nt(
         qx,
@@ -379,7 +389,7 @@ def _product(call: _Call, qx: Any, qw: NVFP4Tensor, bias: Any) -> jax.Array:
     )
 
 
-def _forward(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, call: _Call) -> tuple[jax.Array, Any]:
+def _forward(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, call: Call) -> tuple[jax.Array, Any]:
     if isinstance(w, NVFP4Tensor):
         # w is an argument, which a policy that saves residuals by their name need not copy.
         of_frozen = (x[:0, :0], None, None if bias is None else bias[:0])
@@ -404,7 +414,7 @@ def _no_elements(x: jax.Array) -> jax.Array:
     return x[(slice(0, 0),) * x.ndim]
 
 
-def _backward(call: _Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
+def _backward(call: Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     *saved, (x_like, w_like, bias_like), key = residuals
     x_saved, w_saved = map(_unpack, saved)
     dgrad, wgrad = call.recipe.dgrad_specs, call.recipe.wgrad_specs
@@ -417,7 +427,7 @@ def _backward(call: _Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     return *(g if g is None else resharded(g, axes) for g, axes in gradients), None, None
 
 
-def _dgrad(call: _Call, dy: Any, w: Any, dtype: Any) -> jax.Array:
+def _dgrad(call: Call, dy: Any, w: Any, dtype: Any) -> jax.Array:
     """Computes dx [M, K] from dy [M, N] and w: quantized along N, quantized along K, or as the caller passed it."""
     if isinstance(dy, NVFP4Tensor):
         return _gradient(call, dy, w, dtype, call.axes[0])
@@ -425,7 +435,7 @@ def _dgrad(call: _Call, dy: Any, w: Any, dtype: Any) -> jax.Array:
     return _high_precision(dy, _dense(w, dy.dtype, call.common), (1, axis), dtype, call.axes[0])
 
 
-def _wgrad(call: _Call, dy: Any, x: Any, dtype: Any) -> jax.Array:
+def _wgrad(call: Call, dy: Any, x: Any, dtype: Any) -> jax.Array:
     """Computes dw in the axes of w, from dy and x; both are quantized along M or neither is."""
     if isinstance(dy, NVFP4Tensor):
         return _gradient(call, *_in_order(call, dy, x), dtype, call.axes[1])
@@ -433,12 +443,12 @@ def _wgrad(call: _Call, dy: Any, x: Any, dtype: Any) -> jax.Array:
     return _high_precision(first, second, (0, 0), dtype, call.axes[1])
 
 
-def _in_order(call: _Call, dy: Any, x: Any) -> tuple[Any, Any]:
+def _in_order(call: Call, dy: Any, x: Any) -> tuple[Any, Any]:
     """Orders the operands of wgrad as the axes of w."""
     return (dy, x) if call.w_axes == "nk" else (x, dy)
 
 
-def _gradient(call: _Call, a: NVFP4Tensor, b: NVFP4Tensor, dtype: Any, axes: Axes) -> jax.Array:
+def _gradient(call: Call, a: NVFP4Tensor, b: NVFP4Tensor, dtype: Any, axes: Axes) -> jax.Array:
     """Multiplies quantized operands; ``axes`` are the mesh axes that the gradient will have."""
     of_a, of_b = (axes_of_dims(jax.typeof(t.data)) for t in (a, b))
     of_a[0], of_b[0] = _on_one_side(of_a[0], of_b[0], axes)
@@ -482,112 +492,3 @@ def _on_one_side(of_a: Any, of_b: Any, axes: Axes) -> tuple[Any, Any]:
 
 
 _linear2d.defvjp(_forward, _backward)
-
-
-# ---------------------------------------------------------------- dot_general
-@operation
-def dot_general(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
-    dimension_numbers: Any,
-    precision: Any = None,
-    preferred_element_type: DTypeLike | None = None,
-    *,
-    recipe: Recipe = DEFAULT,
-    key: jax.Array | None = None,
-    **unsupported: Any,
-) -> jax.Array:
-    """Computes ``jax.lax.dot_general`` through ``linear``: for model code that takes a ``dot_general`` argument.
-
-    Args:
-      lhs: the activations (x of the recipe), of any rank. Several contracting axes count as one of the size K.
-        Each example of the batch axes has its own amax.
-      rhs: the weights (w of the recipe), of any rank. If its axes are in the order of Flax (batch, contracting, free),
-        it is read as it is (``linear(..., w_axes="kn")``). Otherwise, or if the recipe rounds w stochastically, it is
-        transposed to [N, K] first.
-      dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
-      precision: only None or the default, because the operands are quantized.
-      preferred_element_type: the dtype of the result; that of ``lax.dot_general`` if None.
-      recipe: as in ``linear``.
-      key: as in ``linear``; it is split over the batch axes.
-      **unsupported: newer arguments of ``lax.dot_general``; each must be None.
-
-    Returns:
-      An array with the axes batch, lhs free, rhs free, as that of ``lax.dot_general``. It is differentiable.
-
-    Raises:
-      ValueError, TypeError: operands or arguments do not fit; the message names them.
-    """
-    op = "dot_general"
-    _check_recipe(op, recipe)
-    precisions = precision if isinstance(precision, tuple) else (precision,)
-    if any(p not in (None, "default", lax.Precision.DEFAULT) for p in precisions):
-        raise ValueError(f"{op}: precision must be None or 'default', got {precision!r}")
-    for name, value in unsupported.items():
-        if value is not None:
-            raise ValueError(f"{op}: {name} must be None, got {value!r}")
-    if isinstance(rhs, NVFP4Tensor):
-        raise TypeError(f"{op}: rhs must be an array, got an NVFP4Tensor; jnvfp4.linear takes one as w")
-    a, b = as_float_array(op, "lhs", lhs), as_float_array(op, "rhs", rhs)
-    preferred = _dtype_of_lax(a, b) if preferred_element_type is None else preferred_element_type
-    out_dtype = float_dtype(op, "preferred_element_type", preferred)
-    (lc, rc), (lb, rb) = (tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
-    left, right = _axes_of("lhs", a, lc, lb), _axes_of("rhs", b, rc, rb)
-    for kind, left_axes, right_axes in (("contracting", lc, rc), ("batch", lb, rb)):
-        if [a.shape[i] for i in left_axes] != [b.shape[i] for i in right_axes]:
-            raise ValueError(
-                f"{op}: {kind} axes must have the same sizes, got axes {left_axes} of "
-                f"lhs.shape={a.shape} and axes {right_axes} of rhs.shape={b.shape}"
-            )
-    in_flax_order = right.batch + right.contracting + right.free == tuple(range(b.ndim))
-    w_axes: WeightAxes = "kn" if in_flax_order and not _draws_for_w(recipe) else "nk"
-    call = _Call(op, recipe, out_dtype, w_axes=w_axes)
-    x = _flattened(a, left.batch, left.free, left.contracting)
-    w = _flattened(b, right.batch, *(right[1:] if w_axes == "kn" else right[:0:-1]))
-
-    def product(x: jax.Array, w: jax.Array, key: Any) -> jax.Array:
-        return _linear(call, x, w, None, key)
-
-    if lb:
-        key = _recipe_key(op, recipe, key)
-        out = jax.vmap(product)(x, w, None if key is None else jax.random.split(key, x.shape[0]))
-    else:
-        out = product(x[0], w[0], key)
-    sizes = [a.shape[i] for i in left.batch + left.free] + [b.shape[i] for i in right.free]
-    return out.reshape(sizes)
-
-
-def _dtype_of_lax(a: jax.Array, b: jax.Array) -> Any:
-    """Returns the dtype of lax.dot_general, which promotes also where jax.numpy_dtype_promotion is strict."""
-    vectors = (jax.ShapeDtypeStruct((1,), v.dtype) for v in (a, b))
-    return jax.eval_shape(lambda a, b: lax.dot_general(a, b, (((0,), (0,)), ((), ()))), *vectors).dtype
-
-
-class _Axes(NamedTuple):
-    """Holds the axes of an operand of ``dot_general`` by role."""
-
-    batch: tuple[int, ...]
-    contracting: tuple[int, ...]
-    free: tuple[int, ...]
-
-
-def _axes_of(name: str, array: jax.Array, contracting: tuple[int, ...], batch: tuple[int, ...]) -> _Axes:
-    free = tuple(i for i in range(array.ndim) if i not in contracting and i not in batch)
-    if len(free) + len(contracting) + len(batch) != array.ndim:
-        raise ValueError(
-            f"dot_general: contracting {contracting} and batch {batch} axes must be distinct axes of {name}, "
-            f"got {name}.shape={array.shape}"
-        )
-    return _Axes(batch, contracting, free)
-
-
-def _flattened(array: jax.Array, *groups: tuple[int, ...]) -> jax.Array:
-    """Transposes to the order of the groups of axes and makes each one axis."""
-    order = [axis for group in groups for axis in group]
-    return array.transpose(order).reshape([math.prod(array.shape[i] for i in group) for group in groups])
-
-
-def _draws_for_w(recipe: Recipe) -> bool:
-    """Says whether w is rounded stochastically; its random bits are then those of w [N, K]."""
-    dgrad = recipe.dgrad_specs
-    return any(spec.rounding == "stochastic" for spec in (recipe.fprop.w, *([dgrad.w] if dgrad else [])))

@@ -152,6 +152,7 @@ DIFFERENTIABLE = {
     "linear dequantized": (lambda x, w: jnvfp4.linear(x, w, recipes.pretrain(backward="dequantized")), (X, W)),
     "linear weight-only": (lambda x, w: jnvfp4.linear(x, w, recipes.inference(weight_only=True)), (X, W)),
     "linear frozen": (lambda x, b: jnvfp4.linear(x, jnvfp4.quantize(W), bias=b), (X, BIAS)),
+    "einsum": (lambda x, w: jnvfp4.einsum("bsk,nk->nbs", x, w), (X, W)),
     "dot_general": (
         lambda x, w: jnvfp4.dot_general(x, w, (((2,), (2,)), ((0,), (0,)))),
         (X, jnp.stack([W, W])),

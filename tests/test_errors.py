@@ -627,8 +627,8 @@ LINEAR = {
     "dot_out_sharding": (
         partial(dot_general, dimension_numbers=(((1,), (1,)), ((), ())), out_sharding="x"),
         [a(16, 32), a(16, 32)],
-        ValueError,
-        "dot_general: out_sharding must be None, got 'x'",
+        TypeError,
+        "dot_general: out_sharding must be a NamedSharding, a PartitionSpec or None, got 'x'",
     ),
     "dot_contracting_sizes": (
         partial(dot_general, dimension_numbers=(((1,), (1,)), ((), ()))),

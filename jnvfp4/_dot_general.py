@@ -1,0 +1,245 @@
+"""Products in the notation of other libraries: ``dot_general``, ``DotGeneral`` and ``einsum``, all through ``linear``."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from ._arguments import as_float_array, float_dtype, operation
+from ._linear import Call, WeightAxes, call_linear, check_recipe, recipe_key, units
+from ._primitives._base import axes_of_dims
+from .recipes import DEFAULT, Recipe
+from .tensor import NVFP4Tensor
+
+
+@operation
+def dot_general(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+    recipe: Recipe = DEFAULT,
+    key: jax.Array | None = None,
+    **unsupported: Any,
+) -> jax.Array:
+    """Computes ``jax.lax.dot_general`` through ``linear``: for model code that takes a ``dot_general`` argument.
+
+    Args:
+      lhs: the activations (x of the recipe), of any rank. Several contracting axes count as one of the size K.
+        Each example of the batch axes has its own amax.
+      rhs: the weights (w of the recipe), of any rank. If its axes are in the order of Flax (batch, contracting, free),
+        it is read as it is (``linear(..., w_axes="kn")``). Otherwise, or if the recipe rounds w stochastically, it is
+        transposed to [N, K] first.
+      dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
+      precision: only None or the default, because the operands are quantized.
+      preferred_element_type: the dtype of the result; that of ``lax.dot_general`` if None.
+      out_sharding: how the result is sharded over an Explicit mesh. If it is None, the rows have the sharding of lhs
+        and the columns that of rhs.
+      recipe: as in ``linear``.
+      key: as in ``linear``; it is split over the batch axes.
+      **unsupported: newer arguments of ``lax.dot_general``; each must be None.
+
+    Returns:
+      An array with the axes batch, lhs free, rhs free, as that of ``lax.dot_general``. It is differentiable.
+
+    Raises:
+      ValueError, TypeError: operands or arguments do not fit; the message names them.
+    """
+    op = "dot_general"
+    check_options(op, recipe, precision, out_sharding, unsupported)
+    dtype = preferred_element_type
+    return contract(op, lhs, rhs, dimension_numbers, recipe, key, dtype, out_sharding, pad=False)
+
+
+def check_options(op: str, recipe: Any, precision: Any, out_sharding: Any, unsupported: dict[str, Any]) -> None:
+    """Checks the arguments that ``lax.dot_general`` has too, and refuses those that mean nothing here."""
+    check_recipe(op, recipe)
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    if any(p not in (None, "default", lax.Precision.DEFAULT) for p in precisions):
+        raise ValueError(f"{op}: precision must be None or 'default', got {precision!r}")
+    if out_sharding is not None and not isinstance(out_sharding, NamedSharding | PartitionSpec):
+        raise TypeError(f"{op}: out_sharding must be a NamedSharding, a PartitionSpec or None, got {out_sharding!r}")
+    for name, value in unsupported.items():
+        if value is not None:
+            raise ValueError(f"{op}: {name} must be None, got {value!r}")
+
+
+def contract(
+    op: str,
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    dimension_numbers: Any,
+    recipe: Recipe,
+    key: jax.Array | None,
+    dtype: DTypeLike | None,
+    out_sharding: Any,
+    *,
+    pad: bool,
+) -> jax.Array:
+    """Computes ``dot_general``; ``pad`` adds zeros where K or N does not fit the recipe."""
+    if isinstance(rhs, NVFP4Tensor):
+        raise TypeError(f"{op}: rhs must be an array, got an NVFP4Tensor; jnvfp4.linear takes one as w")
+    a, b = as_float_array(op, "lhs", lhs), as_float_array(op, "rhs", rhs)
+    out_dtype = float_dtype(op, "preferred_element_type", _dtype_of_lax(a, b) if dtype is None else dtype)
+    (lc, rc), (lb, rb) = (tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
+    left, right = _axes_of(op, "lhs", a, lc, lb), _axes_of(op, "rhs", b, rc, rb)
+    for kind, left_axes, right_axes in (("contracting", lc, rc), ("batch", lb, rb)):
+        if [a.shape[i] for i in left_axes] != [b.shape[i] for i in right_axes]:
+            raise ValueError(
+                f"{op}: {kind} axes must have the same sizes, got axes {left_axes} of "
+                f"lhs.shape={a.shape} and axes {right_axes} of rhs.shape={b.shape}"
+            )
+    in_flax_order = right.batch + right.contracting + right.free == tuple(range(b.ndim))
+    w_axes: WeightAxes = "kn" if in_flax_order and not _draws_for_w(recipe) else "nk"
+    call = Call(op, recipe, out_dtype, w_axes=w_axes)
+    x = _flattened(op, a, left.batch, *((i,) for i in left.free), left.contracting)
+    w = _flattened(op, b, right.batch, *(right[1:] if w_axes == "kn" else right[:0:-1]))
+    n = math.prod(b.shape[i] for i in right.free)
+    if pad:
+        x, w = _padded(x, w, w_axes, *units(recipe))
+    out = _batched(call, x, w, key) if lb else call_linear(call, x[0], w[0], None, key)
+    if out.shape[-1] != n:
+        out = lax.slice_in_dim(out, 0, n, axis=-1)
+    of_x = [(a.shape[i],) for i in left.free]
+    out = _split(out, *([tuple(a.shape[i] for i in lb)] if lb else []), *of_x, tuple(b.shape[i] for i in right.free))
+    return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
+
+
+def _batched(call: Call, x: jax.Array, w: jax.Array, key: jax.Array | None) -> jax.Array:
+    """Multiplies every matrix of x [B, M, K] by its own matrix of w, with a key of its own."""
+    key = recipe_key(call.op, call.recipe, key)
+    keys = None if key is None else jax.random.split(key, x.shape[0])
+    return jax.vmap(lambda x, w, key: call_linear(call, x, w, None, key))(x, w, keys)
+
+
+def _padded(x: jax.Array, w: jax.Array, w_axes: WeightAxes, unit_n: int, unit_k: int) -> tuple[jax.Array, jax.Array]:
+    """Adds zeros to x [..., K] and w up to multiples of the units: they add nothing to a sum or to an amax."""
+    k, n = x.shape[-1], w.shape[-1 if w_axes == "kn" else -2]
+    more_k, more_n = -k % unit_k, -n % unit_n
+    return _with_zeros(x, 0, more_k), _with_zeros(w, *((more_k, more_n) if w_axes == "kn" else (more_n, more_k)))
+
+
+def _with_zeros(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    """Adds zeros at the end of the last two axes."""
+    if not rows and not columns:
+        return x
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, rows), (0, columns))[-x.ndim :])
+
+
+@dataclass(frozen=True)
+class DotGeneral:
+    """Stands in for ``jax.lax.dot_general`` where model code takes one, and multiplies by a recipe.
+
+    It holds no arrays and compares by value, so it can be an attribute of a module or a static argument of jit.
+
+    Attributes:
+      recipe: how each GEMM quantizes its operands.
+    """
+
+    recipe: Recipe = DEFAULT
+
+    def __post_init__(self) -> None:
+        check_recipe("DotGeneral", self.recipe)
+
+    def __call__(
+        self,
+        lhs: ArrayLike,
+        rhs: ArrayLike,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: NamedSharding | PartitionSpec | None = None,
+        key: jax.Array | None = None,
+        **unsupported: Any,
+    ) -> jax.Array:
+        """Computes ``jnvfp4.dot_general``, with zeros added where K or N is no multiple of what the recipe needs.
+
+        The zeros change no value that the operands hold: they are never an amax, and they add nothing to a sum.
+
+        Args:
+          lhs: the activations, as in ``jnvfp4.dot_general``.
+          rhs: the weights, as in ``jnvfp4.dot_general``.
+          dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
+          precision: only None or the default, because the operands are quantized.
+          preferred_element_type: the dtype of the result; that of ``lax.dot_general`` if None.
+          out_sharding: how the result is sharded over an Explicit mesh.
+          key: as in ``linear``, needed if the recipe rounds stochastically.
+          **unsupported: newer arguments of ``lax.dot_general``; each must be None.
+
+        Returns:
+          The array of ``jnvfp4.dot_general``.
+
+        Raises:
+          ValueError, TypeError: operands or arguments do not fit; the message names them.
+        """
+        op = "DotGeneral"
+        check_options(op, self.recipe, precision, out_sharding, unsupported)
+        dtype = preferred_element_type
+        return contract(op, lhs, rhs, dimension_numbers, self.recipe, key, dtype, out_sharding, pad=True)
+
+
+def _dtype_of_lax(a: jax.Array, b: jax.Array) -> Any:
+    """Returns the dtype of lax.dot_general, which promotes also where jax.numpy_dtype_promotion is strict."""
+    vectors = (jax.ShapeDtypeStruct((1,), v.dtype) for v in (a, b))
+    return jax.eval_shape(lambda a, b: lax.dot_general(a, b, (((0,), (0,)), ((), ()))), *vectors).dtype
+
+
+class _Axes(NamedTuple):
+    """Holds the axes of an operand of ``dot_general`` by role."""
+
+    batch: tuple[int, ...]
+    contracting: tuple[int, ...]
+    free: tuple[int, ...]
+
+
+def _axes_of(op: str, name: str, array: jax.Array, contracting: tuple[int, ...], batch: tuple[int, ...]) -> _Axes:
+    free = tuple(i for i in range(array.ndim) if i not in contracting and i not in batch)
+    if len(free) + len(contracting) + len(batch) != array.ndim:
+        raise ValueError(
+            f"{op}: contracting {contracting} and batch {batch} axes must be distinct axes of {name}, "
+            f"got {name}.shape={array.shape}"
+        )
+    return _Axes(batch, contracting, free)
+
+
+def _flattened(op: str, array: jax.Array, *groups: tuple[int, ...]) -> jax.Array:
+    """Transposes to the order of the groups of axes and makes each one axis."""
+    axes = axes_of_dims(jax.typeof(array))
+    if any(axes[i] is not None for group in groups for i in group[1:]):
+        raise ValueError(
+            f"{op}: of axes that count as one, only the first may be sharded on an Explicit mesh, got "
+            f"{jax.typeof(array)} with the groups of axes {groups}; reshard it first"
+        )
+    sizes = [math.prod(array.shape[i] for i in group) for group in groups]
+    moved = array.transpose([axis for group in groups for axis in group])
+    return _reshaped(moved, sizes, [axes[group[0]] if group else None for group in groups])
+
+
+def _split(array: jax.Array, *sizes: tuple[int, ...]) -> jax.Array:
+    """Splits each axis into several, of which the first keeps the sharding."""
+    axes = axes_of_dims(jax.typeof(array))
+    split = [[entry, *(None,) * (len(parts) - 1)][: len(parts)] for entry, parts in zip(axes, sizes, strict=True)]
+    return _reshaped(array, [n for parts in sizes for n in parts], [entry for parts in split for entry in parts])
+
+
+def _reshaped(array: jax.Array, sizes: list[int], axes: list[Any]) -> jax.Array:
+    """Reshapes to ``sizes``; on an Explicit mesh JAX must be told the sharding of merged and split axes."""
+    if not any(entry is not None for entry in axes):
+        return array.reshape(sizes)
+    sharding = NamedSharding(jax.typeof(array).sharding.mesh, PartitionSpec(*axes))
+    return lax.reshape(array, sizes, out_sharding=sharding)
+
+
+def _draws_for_w(recipe: Recipe) -> bool:
+    """Says whether w is rounded stochastically; its random bits are then those of w [N, K]."""
+    dgrad = recipe.dgrad_specs
+    return any(spec.rounding == "stochastic" for spec in (recipe.fprop.w, *([dgrad.w] if dgrad else [])))

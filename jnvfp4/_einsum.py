@@ -1,0 +1,121 @@
+"""``einsum`` of activations and weights: the einsums that are a ``dot_general`` and a transposition of its result."""
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from ._arguments import as_float_array, operation
+from ._dot_general import check_options, contract
+from .recipes import DEFAULT, Recipe
+
+_ELLIPSIS = "..."
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+class Contraction(NamedTuple):
+    """Holds an einsum as the arguments of ``dot_general`` and the order of the axes of its result."""
+
+    dimension_numbers: tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+    order: tuple[int, ...]
+
+
+@operation
+def einsum(
+    subscripts: str,
+    x: ArrayLike,
+    w: ArrayLike,
+    *,
+    recipe: Recipe = DEFAULT,
+    key: jax.Array | None = None,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+) -> jax.Array:
+    """Computes ``jnp.einsum`` of activations and weights through ``linear``.
+
+    Args:
+      subscripts: those of an einsum with two operands that is a product: each letter occurs once in an operand, at
+        least one letter is in both operands and not in the result, and a letter that the result leaves out is in both.
+        A letter in all three is a batch axis, for each example of which there is an amax. The result may have any order
+        of axes. An ellipsis stands for the same axes everywhere, and without "->" the result is as in ``jnp.einsum``.
+      x: the activations (x of the recipe). They come first in ``subscripts``, too: where the weights do, swap both.
+      w: the weights (w of the recipe). They are transposed in memory unless their axes have the order batch,
+        contracting, free, or batch, free, contracting.
+      recipe: as in ``linear``.
+      key: as in ``dot_general``.
+      precision: as in ``dot_general``.
+      preferred_element_type: as in ``dot_general``.
+      out_sharding: as in ``dot_general``, of the result in the order of ``subscripts``.
+
+    Returns:
+      The array of ``jnp.einsum``. Where K or N is no multiple of what the recipe needs, zeros are added inside.
+
+    Raises:
+      ValueError, TypeError: the einsum is no product of two operands, or an argument does not fit.
+    """
+    op = "einsum"
+    x, w = as_float_array(op, "x", x), as_float_array(op, "w", w)
+    check_options(op, recipe, precision, out_sharding, {})
+    found = contraction(op, subscripts, x.ndim, w.ndim)
+    dtype = preferred_element_type
+    product = contract(op, x, w, found.dimension_numbers, recipe, key, dtype, None, pad=True)
+    result = product.transpose(found.order)
+    return result if out_sharding is None else jax.sharding.reshard(result, out_sharding)
+
+
+def contraction(op: str, subscripts: str, x_ndim: int, w_ndim: int) -> Contraction:
+    """Reads the subscripts of an einsum; raises where it is no ``dot_general``."""
+    if not isinstance(subscripts, str):
+        raise TypeError(f"{op}: subscripts must be a string such as 'bsd,df->bsf', got {subscripts!r}")
+    x, w, out = _spelled_out(op, subscripts, x_ndim, w_ndim)
+    for name, letters in (("x", x), ("w", w), ("the result", out)):
+        if repeated := [letter for letter, count in Counter(letters).items() if count > 1]:
+            raise _refusal(op, f"{name} must have each letter once, got {repeated[0]!r} twice", subscripts)
+    if unknown := set(out) - set(x) - set(w):
+        raise _refusal(op, f"the result must have letters of x or w, got {min(unknown)!r}", subscripts)
+    if summed := (set(x) ^ set(w)) - set(out):
+        raise _refusal(
+            op, f"a letter of one operand alone must be in the result, got {min(summed)!r}; sum it first", subscripts
+        )
+    batch = [letter for letter in w if letter in x and letter in out]
+    contracting = [letter for letter in w if letter in x and letter not in out]
+    if not contracting:
+        raise _refusal(op, "x and w must share a letter that the result leaves out, got none", subscripts)
+    made = [*batch, *(v for v in x if v in out and v not in batch), *(v for v in w if v in out and v not in batch)]
+    contracted, batched = (
+        (tuple(map(x.index, letters)), tuple(map(w.index, letters))) for letters in (contracting, batch)
+    )
+    return Contraction((contracted, batched), tuple(map(made.index, out)))
+
+
+def _refusal(op: str, what: str, subscripts: str) -> ValueError:
+    return ValueError(f"{op}: {what} in {subscripts!r}")
+
+
+def _spelled_out(op: str, subscripts: str, x_ndim: int, w_ndim: int) -> tuple[str, str, str]:
+    """Returns the letters of x, w and the result, with letters for an ellipsis."""
+    text = subscripts.replace(" ", "")
+    operands, arrow, out = text.partition("->")
+    terms = operands.split(",")
+    if len(terms) != 2:
+        raise _refusal(op, f"subscripts must have two operands, got {len(terms)}", subscripts)
+    if not arrow:
+        counts = Counter(operands.replace(_ELLIPSIS, "").replace(",", ""))
+        once = "".join(sorted(letter for letter, count in counts.items() if count == 1))
+        out = (_ELLIPSIS if _ELLIPSIS in operands else "") + once
+    free = [letter for letter in _LETTERS if letter not in text]
+    hidden = [ndim - len(term.replace(_ELLIPSIS, "")) for term, ndim in zip(terms, (x_ndim, w_ndim), strict=True)]
+    counts_of = [more for term, more in zip(terms, hidden, strict=True) if _ELLIPSIS in term]
+    if len(set(counts_of)) > 1:
+        raise _refusal(op, f"an ellipsis must stand for the same axes of x and w, got {counts_of} axes", subscripts)
+    for name, term, more, ndim in zip("xw", terms, hidden, (x_ndim, w_ndim), strict=True):
+        if more < 0 or (more > 0 and _ELLIPSIS not in term):
+            raise _refusal(op, f"{name} must have one axis a letter of {term!r}, got {ndim} axes", subscripts)
+    letters = "".join(free[: counts_of[0]]) if counts_of else ""
+    x, w, out = (term.replace(_ELLIPSIS, letters) for term in (*terms, out))
+    if bad := [letter for letter in x + w + out if letter not in _LETTERS]:
+        raise _refusal(op, f"subscripts must consist of letters, got {bad[0]!r}", subscripts)
+    return x, w, out
