@@ -4,6 +4,9 @@ from . import recipes as recipes
 from ._dot_general import DotGeneral as DotGeneral
 from ._dot_general import dot_general as dot_general
 from ._einsum import einsum as einsum
+from ._keys import layer_index as layer_index
+from ._keys import layer_key as layer_key
+from ._keys import step_key as step_key
 from ._linear import RESIDUAL_NAME as RESIDUAL_NAME
 from ._linear import linear as linear
 from ._version import __version__ as __version__

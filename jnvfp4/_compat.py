@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import config, dispatch
+from jax._src import config, core, dispatch
 from jax.extend.core import Primitive
 
 
@@ -54,3 +54,18 @@ def gpu_capability(ctx: Any) -> int | None:
     if not found or None in found:
         return None
     return min(int(major) * 10 + int(minor) for major, minor in (str(text).split(".") for text in found))
+
+
+def traced_functions(tracer: Any = None) -> tuple[str, ...]:
+    """Lists what JAX traces a function for, outermost first: "jit", "scan", "while_body", "checkpoint / remat" ...
+
+    Without a tracer these are the functions that are being traced; with one, those within which it has its value.
+    """
+    trace = core.trace_ctx.trace if tracer is None else tracer._trace
+    found = []
+    while trace is not None:
+        info = getattr(getattr(trace, "frame", None), "debug_info", None)
+        if info is not None:
+            found.append(info.traced_for)
+        trace = getattr(trace, "parent_trace", None)
+    return tuple(reversed(found))

@@ -1,4 +1,4 @@
-"""Products in the notation of other libraries: ``dot_general``, ``DotGeneral`` and ``einsum``, all through ``linear``."""
+"""``dot_general`` and ``DotGeneral``: products in the notation of ``jax.lax``, through ``linear``."""
 
 import math
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from ._arguments import as_float_array, float_dtype, operation
+from ._keys import layer_key, needs_key
 from ._linear import Call, WeightAxes, call_linear, check_recipe, recipe_key, units
 from ._primitives._base import axes_of_dims
 from .recipes import DEFAULT, Recipe
@@ -142,12 +143,17 @@ class DotGeneral:
 
     Attributes:
       recipe: how each GEMM quantizes its operands.
+      path: the name of the layer in its model, such as "block_3/mlp/up". A layer that rounds stochastically draws its
+        random bits by ``layer_key(path)`` where no key is passed.
     """
 
     recipe: Recipe = DEFAULT
+    path: str | None = None
 
     def __post_init__(self) -> None:
         check_recipe("DotGeneral", self.recipe)
+        if self.path is not None and not isinstance(self.path, str):
+            raise TypeError(f"DotGeneral: path must be a string or None, got {self.path!r}")
 
     def __call__(
         self,
@@ -172,7 +178,7 @@ class DotGeneral:
           precision: only None or the default, because the operands are quantized.
           preferred_element_type: the dtype of the result; that of ``lax.dot_general`` if None.
           out_sharding: how the result is sharded over an Explicit mesh.
-          key: as in ``linear``, needed if the recipe rounds stochastically.
+          key: as in ``linear``. If it is None and the recipe rounds stochastically, ``layer_key(path)``.
           **unsupported: newer arguments of ``lax.dot_general``; each must be None.
 
         Returns:
@@ -183,8 +189,15 @@ class DotGeneral:
         """
         op = "DotGeneral"
         check_options(op, self.recipe, precision, out_sharding, unsupported)
+        if key is None and self.recipe.stochastic:
+            key = self._layer_key(op)
         dtype = preferred_element_type
         return contract(op, lhs, rhs, dimension_numbers, self.recipe, key, dtype, out_sharding, pad=True)
+
+    def _layer_key(self, op: str) -> jax.Array:
+        if self.path is None:
+            raise needs_key(op, "DotGeneral(recipe, path=...) has a path that no other layer has")
+        return layer_key(self.path)
 
 
 def _dtype_of_lax(a: jax.Array, b: jax.Array) -> Any:

@@ -35,7 +35,7 @@ def both_passes(f, *operands):
 
 
 def assert_same_passes(f, g, *operands):
-    for name, got, want in zip("y x w".split(), both_passes(f, *operands), both_passes(g, *operands), strict=True):
+    for name, got, want in zip(("y", "x", "w"), both_passes(f, *operands), both_passes(g, *operands), strict=True):
         assert_bitwise(got, want, name)
 
 
@@ -231,7 +231,7 @@ def test_an_einsum_is_that_of_numpy(subscripts, shapes):
     want = np.einsum(subscripts, *(np.asarray(v, np.float32) for v in amax))
     np.testing.assert_allclose(np.asarray(got), want, rtol=0.1, atol=2.0)
     exact = jnp.einsum(subscripts, *amax, preferred_element_type=jnp.float32)
-    assert got.shape == exact.shape and got.dtype == exact.dtype
+    assert (got.shape, got.dtype) == (exact.shape, exact.dtype)
 
 
 def test_an_einsum_has_the_bits_of_linear():

@@ -1,0 +1,512 @@
+"""``step_key``, ``layer_index`` and ``layer_key``: each layer and step has a key of its own, whatever traces it."""
+
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bitwise
+from operands import normal
+
+import jnvfp4
+from jnvfp4 import DotGeneral, layer_index, layer_key, linear, recipes, step_key
+from jnvfp4._compat import traced_functions
+from jnvfp4._patterns import without_number
+
+SR = recipes.pretrain()
+A, B = jax.random.key(1), jax.random.key(2)
+DENSE = (((1,), (0,)), ((), ()))
+X, W = normal((16, 32), 1), normal((32, 32), 2)
+
+
+@pytest.fixture(autouse=True)
+def cpu():
+    """Where the pinned order along K makes every product bitwise."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def key_bits(path: str):
+    """What a layer draws, as numbers that tell keys apart."""
+    return jax.random.bits(layer_key(path), (2,), jnp.uint32)
+
+
+def gradient_bits(x=X, w=W, path="up"):
+    """The gradient of a layer that rounds dy stochastically."""
+    return jax.grad(lambda w: jnp.sum(jnp.sin(DotGeneral(SR, path)(x, w, DENSE, None, jnp.float32))))(w)
+
+
+def by_hand(key, path, *indices):
+    words = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "little")
+    key = jax.random.fold_in(key, np.uint32(words))
+    for index in indices:
+        key = jax.random.fold_in(key, index)
+    return key
+
+
+@pytest.fixture
+def leaks():
+    """Raises where a tracer outlives its trace. JAX keeps those of a jitted function that does, so it is not tried."""
+    with jax.checking_leaks():
+        yield
+
+
+# ---------------------------------------------------------------- the key of a layer
+@pytest.mark.parametrize(
+    ("path", "stem", "number"),
+    [
+        ("up", "up", None),
+        ("mlp/up", "mlp/up", None),
+        ("block_3/mlp/up", "block/mlp/up", 3),
+        ("block3/mlp/up", "block/mlp/up", 3),
+        ("layers/12/mlp/up", "layers/mlp/up", 12),
+        ("block/Dense_1", "block/Dense_1", None),  # the last part is the layer itself
+        ("Block_3/Attention_0/Dense_1", "Block/Attention_0/Dense_1", 3),
+        ("Model_0/Block_3/Dense_1", "Model_0/Block/Dense_1", 3),
+        ("decoder/layers_7/mlp/wi_0", "decoder/layers/mlp/wi_0", 7),
+        ("transformer/h/5/mlp/c_fc", "transformer/h/mlp/c_fc", 5),
+        ("tower_2/proj", "tower/proj", 2),
+        ("Dense_0", "Dense_0", None),
+    ],
+)
+def test_the_number_of_a_layer(path, stem, number):
+    assert without_number(path) == (stem, number)
+    with step_key(A):
+        want = by_hand(A, stem) if number is None else by_hand(A, stem, number)
+        assert (jax.random.key_data(layer_key(path)) == jax.random.key_data(want)).all()
+
+
+def test_an_index_replaces_the_number():
+    with step_key(A), layer_index(3):
+        assert_bitwise(key_bits("block/up"), jax.random.bits(by_hand(A, "block/up", 3), (2,), jnp.uint32))
+        inside = key_bits("block/Attention_0/Dense_1"), key_bits("block_5/up")
+        with layer_index(4):
+            assert_bitwise(key_bits("up"), jax.random.bits(by_hand(A, "up", 3, 4), (2,), jnp.uint32))
+    with step_key(A):
+        assert_bitwise(inside[0], key_bits("block_3/Attention_0/Dense_1"))
+    assert_bitwise(inside[1], jax.random.bits(by_hand(A, "block_5/up", 3), (2,), jnp.uint32))
+
+
+def test_layers_and_steps_differ():
+    paths = ["up", "down", "block_0/up", "block_1/up", "block_0/down", "blocks/0/up"]
+    drawn = []
+    for key in (A, B):
+        with step_key(key):
+            drawn += [tuple(np.asarray(key_bits(path)).tolist()) for path in paths]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_a_layer_by_hand_has_the_bits_of_one_that_is_adapted():
+    @jax.jit
+    def step(key, w):
+        with step_key(key):
+            adapted = gradient_bits(w=w, path="block_3/up")
+            loss = lambda w: jnp.sum(  # noqa: E731
+                jnp.sin(linear(X, w, SR, key=layer_key("block_3/up"), out_dtype=jnp.float32, w_axes="kn"))
+            )
+            return adapted, jax.grad(loss)(w)
+
+    assert_bitwise(*step(A, W))
+    assert (step(A, W)[0] != step(B, W)[0]).any()
+
+
+def test_an_explicit_key_comes_first():
+    with step_key(A):
+        got = DotGeneral(SR, "up")(X, W, DENSE, key=B)
+    assert_bitwise(got, linear(X, W, SR, key=B, w_axes="kn"))
+
+
+def test_a_step_ends():
+    with step_key(A), step_key(B):
+        inner = key_bits("up")
+    with step_key(B), layer_index(1), step_key(B):  # forgets the indices of the step around it
+        assert_bitwise(key_bits("up"), inner)
+    with pytest.raises(ValueError, match="rounds stochastically"):
+        layer_key("up")
+
+
+def test_a_step_ends_after_an_error():
+    with pytest.raises(ZeroDivisionError), step_key(A), layer_index(0):
+        1 / 0  # noqa: B018
+    with pytest.raises(ValueError, match="rounds stochastically"):
+        layer_key("up")
+
+
+# ---------------------------------------------------------------- errors
+def test_a_layer_without_a_key_names_the_three_ways():
+    with pytest.raises(ValueError, match="layer 'up': key must be given") as error:
+        DotGeneral(SR, "up")(X, W, DENSE)
+    for way in ("jnvfp4.step_key(key)", "rngs={'sr': key}", "rngs=nnx.Rngs(sr=seed)"):
+        assert way in str(error.value)
+
+
+def test_a_layer_without_a_path_cannot_have_a_key():
+    with (
+        step_key(A),
+        pytest.raises(ValueError, match=r"DotGeneral: key must be given.*DotGeneral\(recipe, path=\.\.\."),
+    ):
+        DotGeneral(SR)(X, W, DENSE)
+    with pytest.raises(TypeError, match="DotGeneral: path must be a string or None, got 3"):
+        DotGeneral(SR, 3)
+
+
+def test_a_recipe_without_random_bits_needs_no_key():
+    DotGeneral(recipes.DEFAULT)(X, W, DENSE)
+    jax.jit(lambda: DotGeneral(recipes.DEFAULT, "up")(X, W, DENSE))()
+
+
+@pytest.mark.parametrize(
+    "enclose",
+    [
+        jax.jit,
+        jax.checkpoint,
+        lambda f: lambda: jax.lax.scan(lambda c, _: (c, f()), 0, None, length=2),
+        lambda f: lambda: jax.lax.cond(True, f, f),
+        lambda f: jax.jit(lambda: jax.jit(f)()),
+    ],
+    ids=["jit", "remat", "scan", "cond", "nested jit"],
+)
+def test_a_step_entered_outside_the_traced_function_raises(enclose):
+    """It would be a constant there, and stale in the next step."""
+    with step_key(A), pytest.raises(ValueError, match="layer 'up': the key of step_key must be traced"):
+        enclose(gradient_bits)()
+
+
+def test_a_constant_key_inside_jit_raises():
+    @jax.jit
+    def step():
+        with step_key(A):
+            return gradient_bits()
+
+    with pytest.raises(ValueError, match=r"step_key: the key of step_key must be traced .* for 'jit', got a constant"):
+        step()
+
+
+@pytest.mark.parametrize("key", [None, 3, jax.random.split(A)], ids=["none", "int", "two"])
+def test_what_is_no_key_is_refused(key):
+    with pytest.raises(TypeError, match="step_key: key must be one JAX PRNG key"), step_key(key):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("index", "error", "match"),
+    [
+        (-1, ValueError, "layer_index: index must be at least 0, got -1"),
+        (1.0, TypeError, "layer_index: index must be one integer, got 1.0"),
+        (True, TypeError, "layer_index: index must be one integer, got True"),
+        (jnp.arange(2), TypeError, "layer_index: index must be one integer"),
+        ("1", TypeError, "layer_index: index must be one integer"),
+    ],
+)
+def test_what_is_no_index_is_refused(index, error, match):
+    with pytest.raises(error, match=match), layer_index(index):
+        pass
+
+
+def test_an_index_without_a_step_has_no_effect():
+    with layer_index(3), pytest.raises(ValueError, match="rounds stochastically"):
+        layer_key("up")
+
+
+# ---------------------------------------------------------------- transforms
+def test_two_calls_of_a_step_are_one_trace():
+    traces = []
+
+    @jax.jit
+    def step(key, w):
+        traces.append(1)
+        with step_key(key):
+            return gradient_bits(w=w)
+
+    first, second, again = step(A, W), step(B, W), step(A, W)
+    assert len(traces) == 1
+    assert (first != second).any()
+    assert_bitwise(first, again)
+
+
+def test_eager_and_jitted_steps_agree():
+    with step_key(A):
+        eager = gradient_bits()
+
+    @jax.jit
+    def step(key):
+        with step_key(key):
+            return gradient_bits()
+
+    assert_bitwise(step(A), eager)
+
+
+def test_eager_steps_compile_nothing_again(caplog):
+    def eager(key):
+        with step_key(key):
+            return gradient_bits()
+
+    eager(A)
+    with jax.log_compiles():
+        eager(B)
+    assert not [record for record in caplog.records if "Compiling" in record.message]
+
+
+INNER = {
+    "jit": jax.jit(gradient_bits, static_argnames="path"),
+    "remat": lambda path: jax.checkpoint(lambda: gradient_bits(path=path))(),
+    "jit of remat": jax.jit(jax.checkpoint(gradient_bits, static_argnums=2), static_argnums=2),
+    "cond": lambda path: jax.lax.cond(True, lambda: gradient_bits(path=path), lambda: jnp.zeros_like(W)),
+}
+
+
+@pytest.mark.parametrize("name", ["jit", "jit of remat"])
+def test_a_jitted_layer_never_sees_a_stale_key(name):
+    """It is one object that several steps, of other traces, call: JAX must not take its first trace again."""
+    layer = INNER[name]
+
+    def step(key, x):
+        with step_key(key):
+            return layer(x, W, "up") + layer(x, W, "down")
+
+    def plain(key, x):
+        with step_key(key):
+            return gradient_bits(x, W, "up") + gradient_bits(x, W, "down")
+
+    for key in (A, B):
+        assert_bitwise(jax.jit(lambda k, x: step(k, x))(key, X), jax.jit(lambda k, x: plain(k, x))(key, X))
+    two_in_one = jax.jit(lambda k, m, x: (step(k, x), step(m, x)))(A, B, X)
+    assert_bitwise(two_in_one[0], jax.jit(plain)(A, X))
+    assert_bitwise(two_in_one[1], jax.jit(plain)(B, X))
+
+
+def test_a_jitted_layer_never_sees_a_stale_index():
+    layer = jax.jit(lambda: key_bits("up"))
+
+    @jax.jit
+    def step(key):
+        with step_key(key):
+            drawn = []
+            for i in range(3):
+                with layer_index(i):
+                    drawn.append(layer())
+            return jnp.stack(drawn)
+
+    @jax.jit
+    def scanned(key):
+        def body(c, i):
+            with layer_index(i):
+                return c, layer()
+
+        with step_key(key):
+            return jax.lax.scan(body, 0, jnp.arange(3))[1]
+
+    assert_bitwise(step(A), scanned(A))
+    assert len(np.unique(np.asarray(step(A)), axis=0)) == 3
+    assert (step(A) != step(B)).any()
+
+
+@pytest.mark.parametrize("name", ["remat", "cond"])
+def test_other_inner_functions_see_the_key(leaks, name):
+    @jax.jit
+    def step(key):
+        with step_key(key):
+            return INNER[name]("up"), gradient_bits()
+
+    for key in (A, B):
+        assert_bitwise(*step(key))
+
+
+def test_remat_computes_the_gradient_with_the_same_bits():
+    @jax.jit
+    def step(key, w):
+        def loss(w, wrap):
+            layer = wrap(lambda x, w, i: DotGeneral(SR, f"block_{i}/up")(x, w, DENSE, None, jnp.float32))
+            y = jnp.sin(layer(X, w, 0))
+            return jnp.sum(jnp.sin(layer(y.astype(X.dtype), w, 1)))
+
+        with step_key(key):
+            return [jax.grad(loss)(w, wrap) for wrap in (lambda f: f, lambda f: jax.checkpoint(f, static_argnums=2))]
+
+    assert_bitwise(*step(A, W))
+
+
+def test_layers_scanned_and_unrolled_have_the_same_bits(leaks):
+    stacked = normal((4, 32, 32), 5)
+
+    def block(x, w, path):
+        return jnp.sin(DotGeneral(SR, path)(x, w, DENSE, None, jnp.float32)).astype(x.dtype)
+
+    def unrolled(key, w):
+        with step_key(key):
+            x = X
+            for i in range(4):
+                x = block(x, w[i], f"block_{i}/up")
+            return jnp.sum(x.astype(jnp.float32))
+
+    def scanned(key, w):
+        def body(x, of_layer):
+            i, w = of_layer
+            with layer_index(i):
+                return block(x, w, "block/up"), None
+
+        with step_key(key):
+            x, _ = jax.lax.scan(jax.checkpoint(body), X, (jnp.arange(4), w))
+            return jnp.sum(x.astype(jnp.float32))
+
+    for got, want in zip(*(jax.jit(jax.value_and_grad(f, 1))(A, stacked) for f in (scanned, unrolled)), strict=True):
+        assert_bitwise(got, want)
+
+
+LOOPS = {
+    "scan": lambda body: jax.lax.scan(lambda c, i: (c, body(i)), 0, jnp.arange(2))[1],
+    "map": lambda body: jax.lax.map(body, jnp.arange(2)),
+    "fori_loop": lambda body: jax.lax.fori_loop(0, 2, lambda i, c: c + body(i), jnp.zeros(2, jnp.uint32)),
+    "while_loop": lambda body: jax.lax.while_loop(
+        lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + body(c[0])), (0, jnp.zeros(2, jnp.uint32))
+    ),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_a_loop_needs_an_index(loop):
+    def step(key, index):
+        def body(i):
+            if index is None:
+                return key_bits("up")
+            with layer_index(index(i)):
+                return key_bits("up")
+
+        with step_key(key):
+            return loop(body)
+
+    with pytest.raises(ValueError, match=r"layer 'up': in a loop that JAX traces once.*enter jnvfp4.layer_index\(i\)"):
+        jax.jit(lambda k: step(k, None))(A)
+    with pytest.raises(ValueError, match="must have an index that the loop passes"):
+        jax.jit(lambda k: step(k, lambda i: 3))(A)  # the same in every iteration
+    jax.jit(lambda k: step(k, lambda i: i))(A)
+
+
+def test_a_loop_over_microbatches_needs_a_key_or_an_index_too():
+    def layers():
+        def body(c, i):
+            with layer_index(i):
+                return c, key_bits("up")
+
+        return jax.lax.scan(body, 0, jnp.arange(2))[1]
+
+    def outside(key):
+        with step_key(key):
+            return jax.lax.map(lambda m: layers(), jnp.arange(3))
+
+    def inside(key):
+        def microbatch(m):
+            with step_key(jax.random.fold_in(key, m)):
+                return layers()
+
+        return jax.lax.map(microbatch, jnp.arange(3))
+
+    with pytest.raises(ValueError, match="here number 1 of 2 from the outside"):
+        jax.jit(outside)(A)
+    assert len(np.unique(np.asarray(jax.jit(inside)(A)).reshape(6, 2), axis=0)) == 6
+
+
+def test_vmap_shares_the_bits_unless_an_index_differs(leaks):
+    @jax.jit
+    def step(key):
+        def example(i):
+            with layer_index(i):
+                return key_bits("up")
+
+        with step_key(key):
+            shared = jax.vmap(lambda x: key_bits("up"))(jnp.arange(3))
+            return shared, jax.vmap(example)(jnp.arange(3)), key_bits("up")
+
+    shared, own, one = step(A)
+    for row in shared:
+        assert_bitwise(row, one)
+    assert len(np.unique(np.asarray(own), axis=0)) == 3
+
+
+def test_vmap_over_keys():
+    @jax.jit
+    def step(keys):
+        def example(key):
+            with step_key(key):
+                return key_bits("up")
+
+        return jax.vmap(example)(keys)
+
+    drawn = step(jnp.stack([A, B]))
+    with step_key(A):
+        assert_bitwise(drawn[0], key_bits("up"))
+    assert (drawn[0] != drawn[1]).any()
+
+
+def test_a_second_trace_has_its_own_key(leaks):
+    """Of another shape, and after an error in the first."""
+
+    @jax.jit
+    def step(key, x):
+        with step_key(key):
+            drawn = gradient_bits(x)
+            if x.shape[0] == 48:
+                raise ZeroDivisionError
+            return drawn
+
+    first = step(A, X)
+    with pytest.raises(ZeroDivisionError):
+        step(A, normal((48, 32)))
+    second = step(B, normal((32, 32), 1))
+    with step_key(B):
+        assert_bitwise(second, gradient_bits(normal((32, 32), 1)))
+    assert_bitwise(step(A, X), first)
+
+
+def test_shard_map_sees_the_key():
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices("cpu")[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("d")
+
+    @jax.jit
+    def step(key):
+        with step_key(key):
+            f = jax.shard_map(lambda x: x + key_bits("up"), mesh=mesh, in_specs=spec, out_specs=spec)
+            return f(jnp.zeros((2, 2), jnp.uint32)), key_bits("up")
+
+    got, want = step(A)
+    assert_bitwise(got, jnp.stack([want, want]))
+
+
+def test_the_names_of_traced_functions():
+    """By which loops are known; JAX may rename them."""
+    seen = {}
+
+    def see(name):
+        seen[name] = traced_functions()[1:]  # without that of the outermost jit
+        return jnp.float32(0)
+
+    @jax.jit
+    def trace(x):
+        jax.lax.scan(lambda c, _: (c, see("scan")), x, None, length=2)
+        jax.lax.fori_loop(0, 2, lambda i, c: c + see("fori"), x)
+        jax.lax.fori_loop(0, x.astype(jnp.int32), lambda i, c: c + see("dynamic fori"), x)
+        jax.lax.while_loop(lambda c: see("cond") < c, lambda c: c + see("while"), x)
+        jax.jit(lambda x: x + see("jit"))(x)
+        jax.checkpoint(lambda x: x + see("remat"))(x)
+        jax.vmap(lambda x: x + see("vmap"))(jnp.stack([x]))
+        jax.grad(lambda x: x * see("grad"))(x)
+        return x
+
+    trace(jnp.float32(0))
+    assert seen == {
+        "scan": ("scan",),
+        "fori": ("fori_loop",),
+        "dynamic fori": ("fori_loop",),
+        "cond": ("while_cond",),
+        "while": ("while_body",),
+        "jit": ("jit",),
+        "remat": ("checkpoint / remat",),
+        "vmap": (),
+        "grad": (),
+    }
+    assert traced_functions() == ()
+
+
+def test_they_are_public():
+    assert {"step_key", "layer_index", "layer_key"} <= set(dir(jnvfp4))
