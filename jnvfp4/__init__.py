@@ -1,5 +1,8 @@
 """NVFP4 for JAX: quantize, dequantize and scaled matmul as primitives; the same quantized bits on every platform."""
 
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from . import recipes as recipes
 from ._dot_general import DotGeneral as DotGeneral
 from ._dot_general import dot_general as dot_general
@@ -15,6 +18,8 @@ from .ops import fake_quant as fake_quant
 from .ops import matmul_nt as matmul_nt
 from .ops import quantize as quantize
 from .ops import quantize_pair as quantize_pair
+from .policy import Policy as Policy
+from .policy import Rule as Rule
 from .producers import Produced as Produced
 from .producers import rms_norm_quantize as rms_norm_quantize
 from .producers import silu_mul_quantize as silu_mul_quantize
@@ -37,3 +42,15 @@ from .support import Support as Support
 from .support import export_checks as export_checks
 from .support import supports as supports
 from .tensor import NVFP4Tensor as NVFP4Tensor
+
+if _TYPE_CHECKING:
+    from . import flax as flax
+    from . import haliax as haliax
+    from . import qwix as qwix
+else:
+
+    def __getattr__(name: str):
+        """Imports the module for another library when it is first used: ``jnvfp4.flax`` imports Flax, and so on."""
+        if name in ("flax", "haliax", "qwix"):
+            return _importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

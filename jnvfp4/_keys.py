@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from ._arguments import as_key
 from ._compat import traced_functions
-from ._patterns import without_number
+from ._patterns import layer_path
 
 LOOPS = frozenset({"scan", "fori_loop", "while_body", "while_cond"})
 """What JAX calls a function that it traces once and runs many times."""
@@ -117,8 +117,8 @@ def layer_key(path: str) -> jax.Array:
     _check_varies(f"layer {path!r}", step)
     indices = step.indices
     if not indices:
-        path, number = without_number(path)
-        indices = () if number is None else (number,)
+        of_layer = layer_path(path)
+        path, indices = of_layer.without_number, () if of_layer.number is None else (of_layer.number,)
     return fold_path(step.key, path, *indices)
 
 

@@ -1,7 +1,13 @@
-"""Matches patterns that a user writes against the names of modules, and finds the layer in a name."""
+"""Matches patterns that a user writes against the names of modules, and finds the layer in a name.
+
+A checkpoint names modules with dots ('model.layers.3.mlp.up_proj'), a model with slashes ('block_3/mlp/up').
+docs/flax.md explains the patterns of both.
+"""
 
 import fnmatch
 import re
+from collections.abc import Callable
+from typing import NamedTuple
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 
@@ -28,25 +34,47 @@ def names_exactly(pattern: str, module: str) -> bool:
     return matches(pattern, module) and pattern.rpartition(".")[2] == module.rpartition(".")[2]
 
 
+def matches_path(pattern: str | Callable[[str], bool], path: str) -> bool:
+    """Tells whether a regular expression is that of the whole path of a module, or a function selects it."""
+    return bool(pattern(path)) if callable(pattern) else re.fullmatch(pattern, path) is not None
+
+
+def part_in(parts: tuple[str, ...], path: str) -> str | None:
+    """Returns the first of ``parts`` that is a whole part of a path."""
+    return next((part for part in parts if part in path.split("/")), None)
+
+
 def layer_of(name: str) -> int | None:
     """Finds the number of the decoder layer in ``[...].layers.N.``; the layers of MTP modules have none."""
     match = _LAYER.search(name)
     return int(match[1]) if match and "mtp" not in name[: match.start()].split(".") else None
 
 
-def without_number(path: str) -> tuple[str, int | None]:
-    """Takes the number of the layer out of the path of a module: 'block_3/mlp/up' gives ('block/mlp/up', 3).
+class LayerPath(NamedTuple):
+    """Holds the path of a module in two parts, around the number of the layer that it is in, None if it has none."""
+
+    prefix: str
+    number: int | None
+    rest: str
+
+    @property
+    def without_number(self) -> str:
+        return "/".join(filter(None, (self.prefix, self.rest)))
+
+
+def layer_path(path: str) -> LayerPath:
+    """Finds the number of the layer in the path of a module: 'block_3/mlp/up' gives ('block', 3, 'mlp/up').
 
     That is the number at the end of a part of the path, other than the last part: of the first that is named a layer or
-    a block, or else of the first that has one. A part may be a number itself: 'layers/3/up' gives ('layers/up', 3).
+    a block, or else of the first that has one. A part may be a number itself: 'layers/3/up' gives ('layers', 3, 'up').
     """
     parts = path.split("/")
     numbered = [(i, match) for i, part in enumerate(parts[:-1]) if (match := _NUMBERED.fullmatch(part))]
     if not numbered:
-        return path, None
+        return LayerPath("", None, path)
     at, match = next((found for found in numbered if _names_a_layer(parts, *found)), numbered[0])
-    stem = [match[1]] if match[1] else []
-    return "/".join([*parts[:at], *stem, *parts[at + 1 :]]), int(match[2])
+    prefix = "/".join(filter(None, [*parts[:at], match[1]]))
+    return LayerPath(prefix, int(match[2]), "/".join(parts[at + 1 :]))
 
 
 _NUMBERED = re.compile(r"(.*?)_?(\d{1,9})")

@@ -12,7 +12,7 @@ from operands import normal
 import jnvfp4
 from jnvfp4 import DotGeneral, layer_index, layer_key, linear, recipes, step_key
 from jnvfp4._compat import traced_functions
-from jnvfp4._patterns import without_number
+from jnvfp4._patterns import layer_path
 
 SR = recipes.pretrain()
 A, B = jax.random.key(1), jax.random.key(2)
@@ -71,7 +71,7 @@ def leaks():
     ],
 )
 def test_the_number_of_a_layer(path, stem, number):
-    assert without_number(path) == (stem, number)
+    assert (layer_path(path).without_number, layer_path(path).number) == (stem, number)
     with step_key(A):
         want = by_hand(A, stem) if number is None else by_hand(A, stem, number)
         assert (jax.random.key_data(layer_key(path)) == jax.random.key_data(want)).all()

@@ -1,0 +1,342 @@
+"""``Policy``, which says by the paths of layers how each is quantized, and ``explain``, which shows it for a model."""
+
+import importlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import Any, NamedTuple
+
+import jax
+
+from . import recipes
+from ._linear import units
+from ._patterns import layer_path, matches_path, part_in
+from .recipes import Recipe
+from .spec import name_of
+
+KEEP = (
+    "embed",
+    "embedding",
+    "embedder",
+    "token_embedder",
+    "wte",
+    "wpe",
+    "router",
+    "lm_head",
+    "logits_dense",
+    "head",
+)
+"""Parts of paths whose layers a ``Policy`` keeps in high precision unless it is told otherwise."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Gives a recipe to the layers that a pattern selects.
+
+    Attributes:
+      path: a regular expression for the whole path of a layer, such as "block_[0-9]+/mlp/(up|down)"; or a function that
+        takes the path and says whether the rule applies.
+      recipe: how these layers are quantized; None keeps them in high precision.
+
+    Raises:
+      ValueError, TypeError: path is no pattern, or recipe is neither a Recipe nor None.
+    """
+
+    path: str | Callable[[str], bool]
+    recipe: Recipe | None
+
+    def __post_init__(self) -> None:
+        _check_recipe("Rule", "recipe", self.recipe)
+        if callable(self.path):
+            return
+        if not isinstance(self.path, str):
+            raise TypeError(f"Rule: path must be a regular expression or a function of the path, got {self.path!r}")
+        if self.path.startswith("re:"):
+            raise ValueError(f"Rule: path must be a regular expression, got {self.path!r}; leave out 're:'")
+        try:
+            re.compile(self.path)
+        except re.error as error:
+            raise ValueError(f"Rule: path must be a regular expression, got {self.path!r}: {error}") from None
+
+    @property
+    def name(self) -> str:
+        """Returns what ``explain`` calls the rule."""
+        return repr(self.path) if isinstance(self.path, str) else getattr(self.path, "__name__", repr(self.path))
+
+
+class Layer(NamedTuple):
+    """Describes a layer of a model that multiplies activations by weights.
+
+    Attributes:
+      path: its path in the model.
+      shape: of its weights, as the model holds them.
+      sizes: N and K of the product, or None where they are not known.
+      stacked: whether its weights are those of several layers, of which a loop takes one at a time.
+      reason: why it cannot be quantized, or None.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    sizes: tuple[int, int] | None = None
+    stacked: bool = False
+    reason: str | None = None
+
+
+class Decision(NamedTuple):
+    """Says how a layer is quantized, and why. ``recipe`` is None for high precision."""
+
+    path: str
+    shape: tuple[int, ...]
+    recipe: Recipe | None
+    why: str
+
+
+class Explanation(tuple[Decision, ...]):
+    """Holds the decisions for every layer of a model; ``print`` shows them as a table."""
+
+    def __str__(self) -> str:
+        cells = [("path", "shape", "recipe", "why")]
+        cells += [(d.path, "x".join(map(str, d.shape)), recipe_name(d.recipe), d.why) for d in self]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+        return "\n".join(line.rstrip() for line in lines)
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True, init=False)
+class Policy:
+    """Says how each layer of a model is quantized, by its path. It is static, hashable data.
+
+    The first rule whose pattern matches the path decides, then ``default``. But layers of ``keep``, ``first_bf16`` and
+    ``last_bf16`` stay in high precision whatever the rules say. Only products of activations and weights are layers:
+    the scores of attention and its sums of values are never quantized.
+
+    Attributes:
+      rules: in the order in which they are tried.
+      default: the recipe of layers that no rule matches; None keeps them in high precision.
+      first_bf16: how many layers at the beginning of the model stay in high precision, by the number in their paths
+        (``block_0/...``, ``layers/0/...``). Layers with different names are counted each by itself.
+      last_bf16: the same at the end.
+      keep: names; a layer stays in high precision if one of them is a whole part of its path, as "lm_head" is of
+        "decoder/lm_head".
+
+    Raises:
+      ValueError, TypeError: an argument does not fit; the message names it.
+    """
+
+    rules: tuple[Rule, ...]
+    default: Recipe | None
+    first_bf16: int
+    last_bf16: int
+    keep: tuple[str, ...]
+
+    def __init__(
+        self,
+        rules: Iterable[Rule] = (),
+        *,
+        default: Recipe | None = None,
+        first_bf16: int = 0,
+        last_bf16: int = 0,
+        keep: Iterable[str] = KEEP,
+    ) -> None:
+        _check_recipe("Policy", "default", default)
+        if isinstance(keep, str):
+            raise TypeError(f"Policy: keep must be names in a tuple, got {keep!r}")
+        fields = {
+            "rules": _checked("rules", tuple(rules), lambda rule: isinstance(rule, Rule), "a Rule"),
+            "default": default,
+            "first_bf16": _count("first_bf16", first_bf16),
+            "last_bf16": _count("last_bf16", last_bf16),
+            "keep": _checked("keep", tuple(keep), _is_part, "the name of a part of a path, without a slash"),
+        }
+        for field, value in fields.items():
+            object.__setattr__(self, field, value)
+
+    def explain(self, model: Any, *inputs: Any, **keywords: Any) -> Explanation:
+        """Lists every layer of a model with its recipe and the reason.
+
+        Args:
+          model: a Flax NNX model; a Flax Linen module; or a tree of parameters, such as that of Linen's ``init``, whose
+            layers are the arrays of two or more axes named kernel, weight or w.
+          *inputs: what a Linen module is called with: arrays or ``jax.ShapeDtypeStruct``. Nothing is computed.
+          **keywords: its keywords, such as ``train=False``.
+
+        Returns:
+          The decisions, in the order of the model; ``print`` shows them as a table.
+
+        Raises:
+          ValueError: as in ``plan``.
+          TypeError: the model is none of these.
+        """
+        return Explanation(self.plan(layers_of(model, *inputs, **keywords)).values())
+
+    def plan(self, layers: Iterable[Layer]) -> Mapping[str, Decision]:
+        """Decides for all layers of a model, which must have different paths.
+
+        Returns:
+          The decisions by path.
+
+        Raises:
+          ValueError: a rule matches no layer, or only such as ``keep`` names; or ``first_bf16`` or ``last_bf16`` is
+            given and the layers have no numbers, or are scanned, so that one trace serves all of them.
+        """
+        layers = list(layers)
+        self._check_rules(layers)
+        depths = depths_of(layers)
+        decisions = {layer.path: self.decide(layer, depths) for layer in layers}
+        if self._ends and not depths:
+            raise ValueError(
+                f"Policy: layers must have numbers in their paths for {self._ends}, got "
+                f"{', '.join(layer.path for layer in layers[:8]) or 'no layers'}"
+            )
+        return decisions
+
+    def decide(self, layer: Layer, depths: Mapping[str, int]) -> Decision:
+        """Decides for one layer; ``depths`` is the number of layers by what stands before their number."""
+        recipe, why = self._by_rules(layer.path)
+        if layer.reason is not None:
+            recipe, why = None, layer.reason
+        elif (part := part_in(self.keep, layer.path)) is not None:
+            recipe, why = None, f"keep {part!r}"
+        elif recipe is not None and self._ends and layer.stacked:
+            raise ValueError(
+                f"Policy: layers must not be scanned for {self._ends}, since one trace serves all of them, got "
+                f"{layer.path} with weights {layer.shape}; unroll the first and last layers of the model"
+            )
+        elif recipe is not None and (end := self._end(layer.path, depths)):
+            recipe, why = None, end
+        if recipe is not None and layer.sizes is not None:
+            why += _padding(layer.sizes, recipe)
+        return Decision(layer.path, layer.shape, recipe, why)
+
+    def _by_rules(self, path: str) -> tuple[Recipe | None, str]:
+        for rule in self.rules:
+            if matches_path(rule.path, path):
+                return rule.recipe, f"rule {rule.name}"
+        return self.default, "no rule matches" if self.default is None else "default"
+
+    def _end(self, path: str, depths: Mapping[str, int]) -> str | None:
+        """Returns why a layer at the beginning or the end stays in high precision."""
+        of_layer = layer_path(path)
+        if of_layer.number is None or of_layer.prefix not in depths:
+            return None
+        if of_layer.number < self.first_bf16:
+            return f"first_bf16={self.first_bf16}"
+        last = of_layer.number >= depths[of_layer.prefix] - self.last_bf16
+        return f"last_bf16={self.last_bf16} of {depths[of_layer.prefix]} layers" if last else None
+
+    def _check_rules(self, layers: list[Layer]) -> None:
+        for rule in self.rules:
+            matched = [layer.path for layer in layers if matches_path(rule.path, layer.path)]
+            if not matched:
+                paths = ", ".join(layer.path for layer in layers[:8]) + (", ..." if len(layers) > 8 else "")
+                which = f"which matches none of {paths or 'no layers'}"
+                raise ValueError(f"Policy: every rule must match a layer, got {rule.name}, {which}")
+            if rule.recipe is not None and all(part_in(self.keep, path) for path in matched):
+                raise ValueError(
+                    f"Policy: every rule must match a layer that keep does not name, got {rule.name}, which matches "
+                    f"{', '.join(matched[:8])}; leave {part_in(self.keep, matched[0])!r} out of keep"
+                )
+
+    @property
+    def _ends(self) -> str:
+        return ", ".join(f"{name}={n}" for name in ("first_bf16", "last_bf16") if (n := getattr(self, name)))
+
+
+def depths_of(layers: Iterable[Layer]) -> dict[str, int]:
+    """Counts the layers by what stands before their number in a path."""
+    depths: dict[str, int] = {}
+    for layer in layers:
+        prefix, number, _ = layer_path(layer.path)
+        if number is not None:
+            depths[prefix] = max(depths.get(prefix, 0), number + 1)
+    return depths
+
+
+def _padding(sizes: tuple[int, int], recipe: Recipe) -> str:
+    """Says which zeros ``DotGeneral`` adds."""
+    padded = [(axis, size, size + -size % unit) for axis, size, unit in zip("NK", sizes, units(recipe), strict=True)]
+    added = [f"{axis} padded from {size} to {to}" for axis, size, to in padded if to != size]
+    return f"; {', '.join(added)}" if added else ""
+
+
+# ---------------------------------------------------------------- models
+@singledispatch
+def layers_of(model: Any, *inputs: Any, **keywords: Any) -> list[Layer]:
+    """Lists the layers of a model; the module of jnvfp4 for its library registers how, and is imported here."""
+    libraries = {base.__module__.partition(".")[0] for base in type(model).__mro__}
+    for library in libraries & {"flax", "haliax"}:
+        importlib.import_module(f"{__package__}.{library}")
+        known = layers_of.dispatch(type(model))
+        if known is not layers_of.dispatch(object):
+            return known(model, *inputs, **keywords)
+    return _layers_of_tree(model)
+
+
+def _layers_of_tree(tree: Any) -> list[Layer]:
+    found = []
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        *path, name = (
+            (str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys) if keys else ("",)
+        )
+        if path[:1] == ["params"]:
+            path = path[1:]
+        if name in ("kernel", "weight", "w") and getattr(leaf, "ndim", 0) >= 2:
+            found.append(Layer("/".join(path), tuple(leaf.shape)))
+    if not found:
+        raise TypeError(
+            "Policy.explain: model must be a Flax model, or a tree of parameters with arrays of two or more axes named "
+            f"kernel, weight or w, got a {type(tree).__name__} without any"
+        )
+    return found
+
+
+# ---------------------------------------------------------------- names and checks
+def recipe_name(recipe: Recipe | None) -> str:
+    """Returns the call that makes a recipe, or the specs of its forward GEMM."""
+    if recipe is None:
+        return "-"
+    named = {
+        "pretrain()": recipes.pretrain(),
+        "DEFAULT": recipes.DEFAULT,
+        "row_scaled()": recipes.row_scaled(),
+        "four_over_six()": recipes.four_over_six(),
+        "window64()": recipes.window64(),
+        "inference()": recipes.inference(),
+        "inference(weight_only=True)": recipes.inference(weight_only=True),
+        "Recipe()": Recipe(),
+    }
+    for name, value in named.items():
+        if value == recipe:
+            return name
+    return f"Recipe({', '.join(_pair_name(getattr(recipe, gemm)) for gemm in ('fprop', 'dgrad', 'wgrad'))})"
+
+
+def _pair_name(pair: Any) -> str:
+    if not isinstance(pair, tuple):
+        return str(pair)
+    return " x ".join("16-bit" if spec is None else name_of(spec) for spec in pair)
+
+
+def _check_recipe(op: str, name: str, recipe: Any) -> None:
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(f"{op}: {name} must be a Recipe or None, got {recipe!r}")
+
+
+def _checked(name: str, values: tuple, fits: Callable[[Any], bool], what: str) -> tuple:
+    for value in values:
+        if not fits(value):
+            raise TypeError(f"Policy: each of {name} must be {what}, got {value!r}")
+    return values
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and "/" not in value
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"Policy: {name} must be an integer of at least 0, got {value!r}")
+    return value

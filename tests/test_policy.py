@@ -1,0 +1,260 @@
+"""``Policy``: which layer of a model is quantized, by which recipe, and the reason that ``explain`` gives."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jnvfp4
+from jnvfp4 import Policy, Recipe, Rule, recipes
+from jnvfp4.policy import KEEP, Layer, recipe_name
+
+SR, ROWS = recipes.pretrain(), recipes.row_scaled()
+
+
+def tree(*paths, shape=(32, 64)):
+    """Parameters of a model with a kernel at each path."""
+    root: dict = {}
+    for path in paths:
+        node = root
+        for part in path.split("/"):
+            node = node.setdefault(part, {})
+        node["kernel"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        node["bias"] = jax.ShapeDtypeStruct(shape[-1:], jnp.float32)
+    return root
+
+
+BLOCKS = [f"block_{i}/{layer}" for i in range(4) for layer in ("attention/query", "mlp/up", "mlp/down")]
+MODEL = tree("embed", *BLOCKS, "lm_head")
+
+
+def decided(policy, model=MODEL):
+    return {decision.path: decision.recipe for decision in policy.explain(model)}
+
+
+def reasons(policy, model=MODEL):
+    return {decision.path: decision.why for decision in policy.explain(model)}
+
+
+# ---------------------------------------------------------------- values
+def test_a_policy_is_data():
+    def make():
+        return Policy([Rule("block_.*", SR)], default=ROWS, last_bf16=1, keep=["x"])
+
+    assert make() == make()
+    assert hash(make()) == hash(make())
+    assert make() != Policy([Rule("block_.*", SR)], default=ROWS)
+    assert isinstance(make().rules, tuple)
+    with pytest.raises(AttributeError):
+        make().default = SR
+    traces = []
+    f = jax.jit(lambda x, policy: traces.append(policy) or x, static_argnames="policy")
+    f(1, policy=make())
+    f(2, policy=make())
+    assert len(traces) == 1
+
+
+# ---------------------------------------------------------------- which rule decides
+def test_the_first_rule_that_matches_the_whole_path_decides():
+    policy = Policy([Rule("block_0/.*", None), Rule(".*/mlp/(up|down)", SR), Rule("block.*", ROWS)])
+    assert decided(policy) == {
+        "embed": None,
+        "lm_head": None,
+        **{path: None for path in BLOCKS if path.startswith("block_0/")},
+        **{path: SR for path in BLOCKS if "mlp" in path and not path.startswith("block_0/")},
+        **{path: ROWS for path in BLOCKS if "query" in path and not path.startswith("block_0/")},
+    }
+    assert reasons(policy)["block_1/mlp/up"] == "rule '.*/mlp/(up|down)'"
+    assert reasons(policy)["block_0/mlp/up"] == "rule 'block_0/.*'"
+
+
+def test_a_rule_is_matched_whole():
+    """Not the beginning of a path alone, as ``re:`` of the converter does."""
+    with pytest.raises(
+        ValueError, match="every rule must match a layer, got 'block_0', which matches none of block_0/"
+    ):
+        Policy([Rule("block_0", SR)]).explain(MODEL)
+    assert jnvfp4._patterns.matches("re:block_0", "block_0.mlp.up")
+    assert jnvfp4._patterns.matches_path("block_0.*", "block_0/mlp/up")
+    assert not jnvfp4._patterns.matches_path("lock_0.*", "block_0/mlp/up")
+
+
+def test_a_function_may_select():
+    def is_up(path):
+        return path.endswith("/up")
+
+    policy = Policy([Rule(is_up, SR)])
+    assert {path for path, recipe in decided(policy).items() if recipe} == {p for p in BLOCKS if p.endswith("/up")}
+    assert reasons(policy)["block_0/mlp/up"] == "rule is_up"
+
+
+def test_the_default_is_for_layers_without_a_rule():
+    policy = Policy([Rule(".*query", None)], default=SR)
+    assert [path for path, recipe in decided(policy).items() if recipe is None] == [
+        *(path for path in BLOCKS if "query" in path),
+        "embed",
+        "lm_head",
+    ]
+    assert reasons(policy)["block_0/mlp/up"] == "default"
+    assert reasons(Policy([Rule(".*query", SR)]))["block_0/mlp/up"] == "no rule matches"
+    assert set(decided(Policy()).values()) == {None}
+
+
+# ---------------------------------------------------------------- what stays in high precision
+@pytest.mark.parametrize("name", KEEP)
+def test_kept_names_are_whole_parts_of_a_path(name):
+    model = tree(name, f"decoder/{name}", f"{name}/up", f"my{name}", f"{name}s/up", f"{name}_0")
+    kept = {path for path, why in reasons(Policy(default=SR), model).items() if why == f"keep {name!r}"}
+    assert kept == {name, f"decoder/{name}", f"{name}/up"}
+
+
+def test_other_names_may_be_kept():
+    assert decided(Policy(default=SR, keep=()))["lm_head"] == SR
+    policy = Policy(default=SR, keep=("attention",))
+    assert {path for path, recipe in decided(policy).items() if recipe is None} == {p for p in BLOCKS if "query" in p}
+
+
+def test_the_first_and_last_layers():
+    policy = Policy(default=SR, first_bf16=1, last_bf16=2)
+    assert {path.split("/")[0] for path, recipe in decided(policy).items() if recipe} == {"block_1"}
+    assert reasons(policy)["block_0/mlp/up"] == "first_bf16=1"
+    assert reasons(policy)["block_2/mlp/up"] == "last_bf16=2 of 4 layers"
+    assert reasons(policy)["lm_head"] == "keep 'lm_head'"
+
+
+def test_every_stack_of_layers_is_counted_by_itself():
+    model = tree(*(f"encoder/layers/{i}/up" for i in range(3)), *(f"decoder/layers/{i}/up" for i in range(5)))
+    quantized = [
+        path for path, recipe in decided(Policy(default=SR, first_bf16=1, last_bf16=1), model).items() if recipe
+    ]
+    assert sorted(quantized) == [*(f"decoder/layers/{i}/up" for i in (1, 2, 3)), "encoder/layers/1/up"]
+
+
+def test_a_layer_outside_the_stack_is_not_one_of_its_ends():
+    model = tree(*BLOCKS, "pool")
+    assert decided(Policy(default=SR, first_bf16=9), model)["pool"] == SR
+
+
+def test_scanned_layers_have_no_ends():
+    layers = [Layer("block/mlp/up", (4, 32, 64), stacked=True), Layer("lm_head", (32, 64))]
+    policy = Policy(default=SR, first_bf16=1)
+    with pytest.raises(ValueError, match=r"layers must not be scanned for first_bf16=1, since one trace serves all"):
+        policy.plan(layers)
+    with pytest.raises(ValueError, match="must not be scanned for first_bf16=1, last_bf16=2"):
+        Policy(default=SR, first_bf16=1, last_bf16=2).plan(layers)
+    assert Policy(default=SR).plan(layers)["block/mlp/up"].recipe == SR
+
+
+def test_layers_without_numbers_have_no_ends():
+    with pytest.raises(ValueError, match="layers must have numbers in their paths for last_bf16=1, got up, down"):
+        Policy(default=SR, last_bf16=1).plan([Layer("up", (32, 64)), Layer("down", (32, 64))])
+
+
+def test_a_layer_may_have_a_reason_of_its_own():
+    decision = Policy(default=SR).plan([Layer("conv", (3, 3, 8, 16), reason="a convolution")])["conv"]
+    assert (decision.recipe, decision.why) == (None, "a convolution")
+
+
+# ---------------------------------------------------------------- explain
+def test_padding_is_explained():
+    plan = Policy(default=SR).plan(
+        [Layer("a", (50, 10), (10, 50)), Layer("b", (64, 32), (32, 64)), Layer("c", (64, 10), (10, 64))]
+    )
+    assert [plan[path].why for path in "abc"] == [
+        "default; N padded from 10 to 16, K padded from 50 to 64",
+        "default",
+        "default; N padded from 10 to 16",
+    ]
+
+
+def test_the_table():
+    policy = Policy([Rule(".*/(up|down)", SR)], last_bf16=3)
+    assert str(
+        policy.explain(tree("block_0/mlp/up", "block_0/query", "lm_head", *(f"block_{i}/up" for i in (1, 2, 3))))
+    ) == (
+        "path            shape  recipe      why\n"
+        "block_0/mlp/up  32x64  pretrain()  rule '.*/(up|down)'\n"
+        "block_0/query   32x64  -           no rule matches\n"
+        "block_1/up      32x64  -           last_bf16=3 of 4 layers\n"
+        "block_2/up      32x64  -           last_bf16=3 of 4 layers\n"
+        "block_3/up      32x64  -           last_bf16=3 of 4 layers\n"
+        "lm_head         32x64  -           keep 'lm_head'"
+    )
+
+
+def test_a_tree_of_linen_variables():
+    """Only its parameters of two or more axes are layers."""
+    assert decided(Policy(default=SR), {"params": tree("up")}) == {"up": SR}
+    scale = {"norm": {"scale": jnp.ones(4)}, "up": {"w": jnp.ones((4, 4))}, "v": {"weight": jnp.ones((4, 4))}}
+    assert decided(Policy(default=SR), scale) == {"up": SR, "v": SR}
+
+
+@pytest.mark.parametrize("model", [None, {}, 3, {"a": jnp.ones((4, 4))}], ids=str)
+def test_what_is_no_model(model):
+    with pytest.raises(TypeError, match=r"Policy.explain: model must be a Flax model, or a tree of parameters"):
+        Policy(default=SR).explain(model)
+
+
+def test_recipes_have_names():
+    assert [recipe_name(recipe) for recipe in (None, SR, recipes.DEFAULT, Recipe())] == [
+        "-",
+        "pretrain()",
+        "DEFAULT",
+        "Recipe()",
+    ]
+    assert recipe_name(recipes.pretrain(rht=False)) == (
+        "Recipe(NVFP4 x NVFP4_2D, NVFP4_SR x NVFP4_2D, NVFP4_SR x NVFP4)"
+    )
+    assert recipe_name(recipes.row_scaled(backward="dequantized")) == (
+        "Recipe(ROW_SCALED x NVFP4_2D, dequantized, dequantized)"
+    )
+
+
+# ---------------------------------------------------------------- errors
+def test_a_rule_that_matches_nothing_raises():
+    with pytest.raises(ValueError, match=r"got '.*gate', which matches none of block_0/attention/query, .*, \.\.\.$"):
+        Policy([Rule(".*gate", SR)]).explain(MODEL)
+    with pytest.raises(ValueError, match="which matches none of no layers"):
+        Policy([Rule(".*gate", SR)]).plan([])
+
+
+def test_a_rule_for_kept_layers_alone_raises():
+    message = "every rule must match a layer that keep does not name, got 'lm_head', .*; leave 'lm_head' out of keep"
+    with pytest.raises(ValueError, match=message):
+        Policy([Rule("lm_head", SR)]).explain(MODEL)
+    Policy([Rule("lm_head", None)]).explain(MODEL)
+    assert decided(Policy([Rule("lm_head", SR)], keep=("embed",)))["lm_head"] == SR
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: Rule("a(", SR), ValueError, r"Rule: path must be a regular expression, got 'a\(': missing \)"),
+        (
+            lambda: Rule("re:a.*", SR),
+            ValueError,
+            "Rule: path must be a regular expression, got 're:a.*'; leave out 're:'",
+        ),
+        (lambda: Rule(3, SR), TypeError, "Rule: path must be a regular expression or a function of the path, got 3"),
+        (lambda: Rule("a", "pretrain"), TypeError, "Rule: recipe must be a Recipe or None, got 'pretrain'"),
+        (lambda: Policy(default="pretrain"), TypeError, "Policy: default must be a Recipe or None, got 'pretrain'"),
+        (lambda: Policy(["a"]), TypeError, "Policy: each of rules must be a Rule, got 'a'"),
+        (lambda: Policy(keep="lm_head"), TypeError, "Policy: keep must be names in a tuple, got 'lm_head'"),
+        (lambda: Policy(keep=("a/b",)), TypeError, "Policy: each of keep must be the name of a part .*, got 'a/b'"),
+        (lambda: Policy(keep=("",)), TypeError, "Policy: each of keep must be the name of a part .*, got ''"),
+        (lambda: Policy(first_bf16=-1), ValueError, "Policy: first_bf16 must be an integer of at least 0, got -1"),
+        (lambda: Policy(last_bf16=True), ValueError, "Policy: last_bf16 must be an integer of at least 0, got True"),
+        (lambda: Policy(last_bf16=1.5), ValueError, "Policy: last_bf16 must be an integer of at least 0, got 1.5"),
+    ],
+)
+def test_arguments_are_checked(make, error, match):
+    with pytest.raises(error, match=match):
+        make()
+
+
+def test_patterns_of_the_converter_keep_their_meaning():
+    """A name or a prefix, ``*``, and ``re:`` for the beginning of a name (tests/test_patterns.py has all)."""
+    for pattern, module in (("a.mlp", "a.mlp.down"), ("*.down", "a.mlp.down"), ("re:a\\.m", "a.mlp.down")):
+        assert jnvfp4._patterns.matches(pattern, module)
+        assert re.sub("re:", "", pattern) == pattern or not jnvfp4._patterns.matches_path(pattern[3:], module)
