@@ -188,7 +188,7 @@ class Policy:
         decisions = {layer.path: self.decide(layer, depths) for layer in layers}
         if self._ends and not depths:
             raise ValueError(
-                f"Policy: layers must have numbers in their paths for {self._ends}, got "
+                f"Policy: layers must have numbers in their paths for {self._ends} (scanned layers have none), got "
                 f"{', '.join(layer.path for layer in layers[:8]) or 'no layers'}"
             )
         return decisions

@@ -1,0 +1,257 @@
+"""Flax Linen: ``intercept`` quantizes the layers of a model as it is; ``dot_general_cls`` is for its arguments."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import cache, partial
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from .._dot_general import DotGeneral
+from .._einsum import contraction, einsum
+from .._keys import check_varies, fold_path, layer_key
+from ..policy import Layer, Policy, depths_of, layers_of
+from ..recipes import Recipe
+
+_SPLIT_RNGS = "pass split_rngs={'sr': True} to nn.scan"
+_policy_of_trace = jax.make_user_context(None)  # so that a jitted function is traced again for another policy
+_module: ContextVar[nn.Module | None] = ContextVar("jnvfp4_linen_module", default=None)
+
+
+@contextmanager
+def intercept(policy: Policy) -> Iterator[None]:
+    """Quantizes the layers of Linen models that are called within: ``with intercept(policy): model.apply(...)``.
+
+    These are ``nn.Dense``, ``nn.DenseGeneral`` (also as projections of attention) and ``nn.Einsum``, and their
+    subclasses. Parameters, their names and shapes stay as they are. ``init`` runs the model without quantizing, because
+    it returns only parameters. A layer that has a dot_general of its own keeps it.
+
+    A recipe that rounds stochastically needs ``rngs={'sr': key}`` of ``apply``, or ``jnvfp4.step_key``. Without both
+    the layer raises.
+
+    Args:
+      policy: which layers are quantized, and how. Paths are as in ``params``: "block_3/mlp/up".
+
+    Raises:
+      ValueError: from ``apply``, as ``Policy.plan`` does.
+      TypeError: policy is not a Policy.
+    """
+    _check_policy("intercept", policy)
+    with _policy_of_trace(policy), nn.intercept_methods(Interceptor(policy)):
+        yield
+
+
+@cache
+def dot_general_cls(recipe: Recipe) -> Callable[[], nn.Module]:
+    """Makes the ``dot_general_cls`` argument of ``nn.Dense`` and ``nn.DenseGeneral``, also that of attention.
+
+    Args:
+      recipe: how the layer is quantized.
+
+    Returns:
+      A class of modules without parameters that are called like ``jax.lax.dot_general``. The same recipe gives the same
+      class. The random bits of a layer come from ``rngs={'sr': key}`` or ``jnvfp4.step_key``.
+    """
+    return partial(NVFP4DotGeneral, recipe=recipe)
+
+
+class NVFP4DotGeneral(nn.Module):
+    """Multiplies as ``jnvfp4.DotGeneral`` does, by the path of the layer that it is part of.
+
+    Attributes:
+      recipe: how the layer is quantized.
+    """
+
+    recipe: Recipe
+
+    @nn.compact
+    def __call__(self, lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, *args: Any, **options: Any) -> jax.Array:
+        """Computes ``jax.lax.dot_general`` of activations and weights."""
+        dot = DotGeneral(self.recipe)
+        if self.recipe.stochastic and options.get("key") is None and not self.is_initializing():
+            options["key"] = _key_in(self, "/".join(self.path[:-1]))
+        elif self.is_initializing():
+            return jax.lax.dot_general(lhs, rhs, dimension_numbers, *args, **options)
+        return dot(lhs, rhs, dimension_numbers, *args, **options)
+
+
+class _LinenDot(DotGeneral):
+    """Draws the key of a layer from the module that is being called."""
+
+    def _layer_key(self, op: str) -> jax.Array:
+        module = _module.get()
+        assert module is not None
+        return _key_in(module, str(self.path))
+
+
+def _key_in(module: nn.Module, path: str) -> jax.Array:
+    """Returns the key for a layer: from the stream "sr" if the model has one, else that of ``step_key``."""
+    if not module.has_rng("sr"):
+        return layer_key(path)
+    assert module.scope is not None
+    rng = module.scope.rngs["sr"]
+    check_varies(f"layer {path!r}", getattr(rng, "rng", rng), _SPLIT_RNGS)
+    return fold_path(module.make_rng("sr"), path)
+
+
+class Interceptor:
+    """Runs layers of the model by the policy. It knows the whole model from the call of its root."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.shapes: Mapping[str, tuple[int, ...]] = {}
+        self.depths: Mapping[str, int] = {}
+        self.depth_of_calls = 0  # of models that call models
+
+    def __call__(self, call: Callable, args: tuple, options: dict[str, Any], context: Any) -> Any:
+        module = context.module
+        if module.scope is None or module.is_initializing():
+            return call(*args, **options)
+        with nullcontext() if module.path else self._inside(module):
+            if context.method_name == "__call__" and isinstance(module, LAYERS):
+                return self._layer(module, call, args, options)
+            return call(*args, **options)
+
+    @contextmanager
+    def _inside(self, model: nn.Module) -> Iterator[None]:
+        """Learns the layers of a model; it may call another model, after which its own are known again."""
+        known = self.shapes, self.depths, self.depth_of_calls
+        layers = _layers_of_params(model.variables.get("params", {}))
+        if not self.depth_of_calls:
+            self.policy.plan(layers)  # for its checks, which are about the outermost model
+        self.shapes, self.depths = {layer.path: layer.shape for layer in layers}, depths_of(layers)
+        self.depth_of_calls += 1
+        try:
+            yield
+        finally:
+            self.shapes, self.depths, self.depth_of_calls = known
+
+    def _layer(self, module: nn.Module, call: Callable, args: tuple, options: dict[str, Any]) -> Any:
+        layer = describe(module, args, options, self.shapes)
+        recipe = self.policy.decide(layer, self.depths).recipe
+        if recipe is None:
+            return call(*args, **options)
+        return self.run(module, layer.path, recipe, call, args, options)
+
+    def run(
+        self, module: nn.Module, path: str, recipe: Recipe, call: Callable, args: tuple, options: dict[str, Any]
+    ) -> Any:
+        """Runs a layer that the policy quantizes."""
+        dot = _LinenDot(recipe, path)
+        token = _module.set(module)
+        try:
+            if isinstance(module, nn.Einsum):
+                return _einsum(module, dot, *args, **options)
+            return _with_dot_general(module, dot, partial(call, *args, **options))
+        finally:
+            _module.reset(token)
+
+
+LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum)
+
+
+def _with_dot_general(module: nn.Module, dot: DotGeneral, call: Callable[[], Any]) -> Any:
+    """Calls a layer with another dot_general. Modules are frozen, but this one is a copy that the call has made."""
+    before = module.dot_general
+    object.__setattr__(module, "dot_general", dot)
+    try:
+        return call()
+    finally:
+        object.__setattr__(module, "dot_general", before)
+
+
+def _einsum(module: nn.Einsum, dot: _LinenDot, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
+    """Does what ``nn.Einsum`` does, which has no hook for its product."""
+    subscripts = _subscripts(module, einsum_str)
+    kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
+    bias = None
+    if module.use_bias:
+        shape, broadcast_shape = module._get_bias_shape(subscripts, inputs, kernel)
+        bias = module.param("bias", module.bias_init, shape, module.param_dtype)
+    inputs, kernel, bias = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
+    key = dot._layer_key("einsum") if dot.recipe.stochastic else None
+    options = {"precision": module.precision, "preferred_element_type": module.preferred_element_type}
+    y = einsum(subscripts, inputs, kernel, recipe=dot.recipe, key=key, **options)
+    return y if bias is None else y + bias.reshape(broadcast_shape)
+
+
+def _subscripts(module: nn.Einsum, einsum_str: str | None) -> str:
+    return nn.merge_param("einsum_str", module.einsum_str, einsum_str).replace(" ", "")
+
+
+# ---------------------------------------------------------------- what a model consists of
+def describe(
+    module: nn.Module, args: tuple, options: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> Layer:
+    """Describes a layer that is being called; ``shapes`` are those of all weights of the model by path."""
+    path = "/".join(module.path)
+    kernel = nn.unbox(module.variables["params"]["kernel"]).shape
+    sizes, reason = _sizes(module, kernel, args, options)
+    whole = shapes.get(path, kernel)
+    return Layer(path, whole, sizes, len(whole) > len(kernel), reason)
+
+
+def _sizes(
+    module: nn.Module, kernel: tuple[int, ...], args: tuple, options: Mapping[str, Any]
+) -> tuple[tuple[int, int] | None, str | None]:
+    """Returns N and K, or why the layer cannot be quantized."""
+    if isinstance(module, nn.Einsum):
+        return _einsum_sizes(module, kernel, *args, **options)
+    own = module.dot_general_cls is not None or not isinstance(module.dot_general, _LinenDot | None)
+    if own:
+        return None, "has a dot_general of its own"
+    batch = len(_tuple(getattr(module, "batch_dims", ())))
+    contracted = len(_tuple(getattr(module, "axis", -1)))
+    return (math.prod(kernel[batch + contracted :]), math.prod(kernel[batch : batch + contracted])), None
+
+
+def _einsum_sizes(
+    module: nn.Einsum, kernel: tuple[int, ...], inputs: jax.Array, einsum_str: str | None = None
+) -> tuple[tuple[int, int] | None, str | None]:
+    try:
+        found = contraction("einsum", _subscripts(module, einsum_str), inputs.ndim, len(kernel))
+    except ValueError as error:
+        return None, str(error)
+    (_, contracted), (_, batch) = found.dimension_numbers
+    free = math.prod(size for axis, size in enumerate(kernel) if axis not in (*contracted, *batch))
+    return (free, math.prod(kernel[axis] for axis in contracted)), None
+
+
+def _tuple(axes: Any) -> tuple[int, ...]:
+    return (axes,) if isinstance(axes, int) else tuple(axes)
+
+
+def _layers_of_params(params: Any) -> list[Layer]:
+    """Lists what may be layers: arrays of two or more axes that are named kernel."""
+    leaves = jax.tree_util.tree_leaves_with_path(nn.unbox(params))
+    named = [([str(getattr(k, "key", k)) for k in keys], leaf) for keys, leaf in leaves]
+    return [Layer("/".join(path[:-1]), leaf.shape) for path, leaf in named if path[-1] == "kernel" and leaf.ndim >= 2]
+
+
+@layers_of.register(nn.Module)
+def _layers_of_module(module: nn.Module, *inputs: Any, **keywords: Any) -> list[Layer]:
+    """Lists the layers that ``init`` calls, without computing anything."""
+    called: dict[str, Layer] = {}
+
+    def see(call: Callable, args: tuple, options: dict[str, Any], context: Any) -> Any:
+        result = call(*args, **options)
+        if context.method_name == "__call__" and isinstance(context.module, LAYERS):
+            layer = describe(context.module, args, options, {})
+            called[layer.path] = layer
+        return result
+
+    with nn.intercept_methods(see):
+        variables = jax.eval_shape(partial(module.init, **keywords), jax.random.key(0), *inputs)
+    shapes = {layer.path: layer.shape for layer in _layers_of_params(variables["params"])}
+    return [
+        layer._replace(shape=shapes[path], stacked=len(shapes[path]) > len(layer.shape))
+        for path, layer in called.items()
+    ]
+
+
+def _check_policy(op: str, policy: Any) -> None:
+    if not isinstance(policy, Policy):
+        raise TypeError(f"{op}: policy must be a jnvfp4.Policy, got {policy!r}")

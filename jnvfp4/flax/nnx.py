@@ -1,0 +1,199 @@
+"""Flax NNX: ``apply`` quantizes the layers of a model as it is."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .._dot_general import DotGeneral
+from .._einsum import contraction, einsum
+from .._keys import check_varies, fold_path, layer_key
+from ..policy import Decision, Layer, Policy, layers_of
+from ..recipes import Recipe
+
+_SCAN_RNGS = "scan the nnx.RngState of the model along axis 0, as its parameters"
+Model = TypeVar("Model", bound=nnx.Module)
+LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
+
+
+def apply(model: Model, policy: Policy, *, rngs: nnx.Rngs | None = None) -> Model:
+    """Makes the layers of an NNX model multiply by a policy: ``nnx.Linear``, ``LinearGeneral`` and ``Einsum``.
+
+    Layers of attention and subclasses are among them; the adapters of LoRA stay in high precision. Parameters, their
+    names and shapes, and the optimizer stay as they are. A layer that has a dot_general of its own keeps it.
+
+    Args:
+      model: the model, which is changed in place. If a policy was applied before, this one replaces it.
+      policy: which layers are quantized, and how. Paths are as in the model: "blocks/3/mlp/up".
+      rngs: where layers that round stochastically get their keys, ``rngs.sr()``. Each of them gets a stream of its own,
+        which is state of the model like that of ``nnx.Dropout``: it advances at each call, so a step must keep the
+        state (``nnx.jit`` does). If it is None, they take the key of ``jnvfp4.step_key``, and the model gets no state.
+
+    Returns:
+      The model.
+
+    Raises:
+      ValueError: as in ``Policy.plan``; or ``rngs`` has neither the stream "sr" nor the default one.
+      TypeError: an argument is of another type.
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"apply: model must be an nnx.Module, got {type(model).__name__}")
+    if not isinstance(policy, Policy):
+        raise TypeError(f"apply: policy must be a jnvfp4.Policy, got {policy!r}")
+    if rngs is not None and not isinstance(rngs, nnx.Rngs):
+        raise TypeError(f"apply: rngs must be nnx.Rngs or None, got {rngs!r}")
+    layers = {layer.path: (module, layer) for module, layer in layers_in(model)}
+    plan = policy.plan(layer for _, layer in layers.values())
+    for path, (module, layer) in layers.items():
+        if layer.reason is None:
+            set_product(module, _product(module, plan[path], rngs))
+    return model
+
+
+@dataclass(frozen=True)
+class EinsumOp:
+    """Stands in for ``jnp.einsum`` of activations and weights, and multiplies by a recipe.
+
+    Attributes:
+      recipe: how the layer is quantized.
+      path: the path of the layer in its model.
+    """
+
+    recipe: Recipe
+    path: str
+
+    def __call__(self, subscripts: str, x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
+        """Computes ``jnvfp4.einsum``, with the key of the layer if none is passed."""
+        if self.recipe.stochastic and options.get("key") is None:
+            options["key"] = layer_key(self.path)
+        return einsum(subscripts, x, w, recipe=self.recipe, **options)
+
+
+class Keyed(nnx.Module):
+    """Calls a product with keys of a stream of its own.
+
+    Attributes:
+      product: a ``DotGeneral`` or an ``EinsumOp``.
+      stream: the keys.
+    """
+
+    def __init__(self, product: DotGeneral | EinsumOp, stream: nnx.RngStream) -> None:
+        self.product = product
+        self.stream = stream
+
+    def __call__(self, *args: Any, **options: Any) -> jax.Array:
+        """Computes the product."""
+        what = f"layer {self.product.path!r}"
+        stored = self.stream.key[...]
+        if stored.ndim:
+            raise ValueError(
+                f"{what}: key must be one of those of the scanned layers, got {stored.shape}; {_SCAN_RNGS}"
+            )
+        check_varies(what, stored, _SCAN_RNGS)
+        return self.product(*args, key=fold_path(self.stream(), str(self.product.path)), **options)
+
+
+def _product(module: nnx.Module, decision: Decision, rngs: nnx.Rngs | None) -> Callable | None:
+    """Returns what a layer multiplies by, or None for what Flax multiplies by."""
+    if decision.recipe is None:
+        return None
+    kind = EinsumOp if isinstance(module, nnx.Einsum) else DotGeneral
+    product = kind(decision.recipe, decision.path)
+    if rngs is None or not decision.recipe.stochastic:
+        return product
+    return Keyed(product, _stream(rngs, module.kernel.shape[: _stacked(module)]))
+
+
+def _stream(rngs: nnx.Rngs, stacked: tuple[int, ...]) -> nnx.RngStream:
+    """Makes a stream of keys for a layer, or one key for each of the layers whose weights are stacked."""
+    if "sr" not in rngs and "default" not in rngs:
+        raise ValueError(f"apply: rngs must have the stream 'sr', got {list(rngs)}; nnx.Rngs(..., sr=seed) has it")
+    key = rngs["sr"]()
+    return nnx.RngStream(jax.random.split(key, stacked) if stacked else key, tag="sr")
+
+
+def plain_product(module: nnx.Module) -> Callable:
+    """Returns what Flax multiplies by."""
+    return jnp.einsum if isinstance(module, nnx.Einsum) else jax.lax.dot_general
+
+
+def product_of(module: nnx.Module) -> Callable | None:
+    """Returns what a layer multiplies by."""
+    return module.einsum_op if isinstance(module, nnx.Einsum) else module.dot_general
+
+
+def set_product(module: nnx.Module, product: Callable | None) -> None:
+    """Makes a layer multiply by ``product``; None is that of Flax."""
+    if product is None and not isinstance(module, nnx.LinearGeneral):
+        product = plain_product(module)
+    # NNX asks which of both it is, because a layer may have had the other one before.
+    kind = nnx.data if isinstance(product, nnx.Module) else nnx.static
+    setattr(module, "einsum_op" if isinstance(module, nnx.Einsum) else "dot_general", kind(product))
+
+
+# ---------------------------------------------------------------- what a model consists of
+def layers_in(model: nnx.Module) -> list[tuple[nnx.Module, Layer]]:
+    """Lists the layers of a model with their descriptions."""
+    found = []
+    for keys, module in nnx.iter_modules(model):
+        if isinstance(module, LAYERS):
+            sizes, reason = _sizes(module)
+            layer = Layer("/".join(map(str, keys)), module.kernel.shape, sizes, _stacked(module) > 0, reason)
+            found.append((module, layer))
+    return found
+
+
+def _stacked(module: nnx.Module) -> int:
+    """Returns how many axes of the weights count layers, for a loop over layers."""
+    return module.kernel.ndim - len(_kernel_shape(module))
+
+
+def _kernel_shape(module: nnx.Module) -> tuple[int, ...]:
+    if isinstance(module, nnx.Einsum):
+        return tuple(module.kernel_shape)
+    if isinstance(module, nnx.LinearGeneral):
+        return (*module.batch_axis.values(), *module.in_features, *module.out_features)
+    return module.in_features, module.out_features
+
+
+def _sizes(module: nnx.Module) -> tuple[tuple[int, int] | None, str | None]:
+    """Returns N and K, or why the layer cannot be quantized."""
+    if isinstance(module, nnx.Einsum):
+        return _einsum_sizes(module)
+    own = getattr(module, "dot_general_cls", None) is not None
+    if own or not (module.dot_general in (None, jax.lax.dot_general) or isinstance(module.dot_general, _OURS)):
+        return None, "has a dot_general of its own"
+    if isinstance(module, nnx.Linear):
+        return (module.out_features, module.in_features), None
+    return (math.prod(module.out_features), math.prod(module.in_features)), None
+
+
+def _einsum_sizes(module: nnx.Einsum) -> tuple[tuple[int, int] | None, str | None]:
+    if module.einsum_op is not jnp.einsum and not isinstance(module.einsum_op, _OURS):
+        return None, "has an einsum_op of its own"
+    x, w = module.einsum_str.partition("->")[0].split(",")
+    shape = tuple(module.kernel_shape)
+    try:
+        found = contraction("einsum", module.einsum_str, len(x.replace("...", "")) + _ellipsis(w, shape), len(shape))
+    except ValueError as error:
+        return None, str(error)
+    (_, contracted), (_, batch) = found.dimension_numbers
+    free = math.prod(size for axis, size in enumerate(shape) if axis not in (*contracted, *batch))
+    return (free, math.prod(shape[axis] for axis in contracted)), None
+
+
+def _ellipsis(term: str, shape: tuple[int, ...]) -> int:
+    """Returns for how many axes an ellipsis stands."""
+    return len(shape) - len(term.replace("...", "")) if "..." in term else 0
+
+
+_OURS = (DotGeneral, EinsumOp, Keyed)
+
+
+@layers_of.register(nnx.Module)
+def _layers_of_module(model: nnx.Module) -> list[Layer]:
+    return [layer for _, layer in layers_in(model)]

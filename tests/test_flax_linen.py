@@ -1,0 +1,432 @@
+"""Linen models as they are: which layers are quantized, with which bits and keys, and that nothing else changes."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bitwise, assert_same_tensor
+
+pytest.importorskip("flax", "0.12")
+
+from flax import linen as nn
+from flax_models import TOKENS, Mlp, Stack, Transformer, cross_entropy, record_keys, stacked
+
+import jnvfp4
+from jnvfp4 import Policy, Rule, layer_key, linear, recipes, step_key
+from jnvfp4.checkpoints import ConvertOptions
+from jnvfp4.flax import calibrate
+from jnvfp4.flax.linen import dot_general_cls, intercept
+
+SR, NEAREST = recipes.pretrain(), recipes.DEFAULT
+POLICY = Policy([Rule("block_.*", SR)])
+ALL = Policy(default=SR, keep=())
+KEY = jax.random.key(5)
+X = jnp.asarray(np.random.default_rng(1).normal(size=(2, 16, 32)), jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def cpu():
+    """Where the pinned order along K makes every product bitwise."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def init(model, x=X):
+    return model.init(jax.random.key(0), x)
+
+
+def at(tree, names):
+    for name in names:
+        tree = tree[name]
+    return tree
+
+
+def run(model, variables, x=X, policy=ALL, key=KEY, rngs=None):
+    """Loss and gradients, jitted, by way (a), or by (b) if there are ``rngs``."""
+
+    @jax.jit
+    def step(variables, key):
+        def loss(variables):
+            keys = {"sr": key} if rngs else None
+            with intercept(policy):
+                return jnp.sum(jnp.sin(model.apply(variables, x, rngs=keys).astype(jnp.float32)))
+
+        if rngs or key is None:
+            return jax.value_and_grad(loss)(variables)
+        with step_key(key):
+            return jax.value_and_grad(loss)(variables)
+
+    return step(variables, key)
+
+
+# ---------------------------------------------------------------- which layers, and nothing else
+def test_explain_lists_the_layers_of_a_model():
+    model = Transformer()
+    decisions = {d.path: (d.shape, d.recipe, d.why) for d in POLICY.explain(model, TOKENS)}
+    layers = [
+        f"block_{i}_{layer}"
+        for i in range(2)
+        for layer in ("gate", *(f"attention/{p}" for p in ("query", "key", "value", "out")))
+    ]
+    assert set(decisions) == {"lm_head", *layers, *(f"block_{i}/{layer}" for i in range(2) for layer in ("up", "down"))}
+    assert decisions["lm_head"] == ((32, 48), None, "keep 'lm_head'")
+    assert decisions["block_1_attention/out"] == ((2, 16, 32), SR, "rule 'block_.*'")
+    assert decisions["block_0/up"] == ((32, 64), SR, "rule 'block_.*'")
+
+
+def test_parameters_do_not_change():
+    model = Transformer()
+    plain = model.init(jax.random.key(0), TOKENS)
+    with intercept(POLICY):
+        assert_same_tensor(model.init(jax.random.key(0), TOKENS), plain)
+        _, changed = model.apply(plain, TOKENS, rngs={"sr": KEY}, mutable=True)
+    assert jax.tree.structure(changed) == jax.tree.structure(plain)
+
+
+def test_only_products_with_weights_are_quantized():
+    """Of ten products of a block, those of queries with keys and of scores with values stay as they are."""
+    model = Transformer(layers=1)
+    variables = model.init(jax.random.key(0), TOKENS)
+
+    def apply(variables):
+        with intercept(POLICY):
+            return model.apply(variables, TOKENS, rngs={"sr": KEY})
+
+    program = str(jax.make_jaxpr(apply)(variables))
+    assert program.count("nvfp4_matmul[") == 7
+    plain = str(jax.make_jaxpr(lambda v: model.apply(v, TOKENS))(variables))
+    assert len(re.findall(r"= dot_general\[", plain)) - len(re.findall(r"= dot_general\[", program)) == 7
+
+
+def test_without_the_context_nothing_is_quantized():
+    model = Mlp()
+    variables = init(model)
+    with intercept(Policy(default=NEAREST)):
+        quantized = model.apply(variables, X)
+    assert (quantized != model.apply(variables, X)).any()
+
+
+def test_a_jitted_function_follows_the_policy():
+    """Also one that was traced before, under another policy or none."""
+    model = Mlp()
+    variables = init(model)
+    apply = jax.jit(model.apply)
+    plain = apply(variables, X)
+    with intercept(Policy(default=NEAREST)):
+        quantized = apply(variables, X)
+    with intercept(Policy(default=recipes.row_scaled(stochastic_rounding=False))):
+        rows = apply(variables, X)
+    assert len({np.asarray(y).tobytes() for y in (plain, quantized, rows)}) == 3
+    assert_bitwise(apply(variables, X), plain)
+
+
+def test_a_model_of_one_layer():
+    model = nn.Dense(48)
+    variables = init(model)
+    with intercept(Policy(default=NEAREST)):
+        got = model.apply(variables, X)
+    want = linear(X, variables["params"]["kernel"], NEAREST, w_axes="kn") + variables["params"]["bias"]
+    assert_bitwise(got, want)
+
+
+def test_a_layer_of_ten_features_is_padded():
+    model = nn.Dense(10, name="classes")
+    policy = Policy(default=NEAREST)
+    assert policy.explain(model, X)[0].why == "default; N padded from 10 to 16"
+    variables = init(model)
+    with intercept(policy):
+        assert model.apply(variables, X).shape == (2, 16, 10)
+
+
+def test_a_model_within_a_model_has_its_own_layers():
+    """A teacher that is applied within the student."""
+
+    class Student(nn.Module):
+        teacher: dict
+
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(32, name="block_0")(x)
+            x = x - Mlp().apply(self.teacher, x)
+            return nn.Dense(32, name="block_3")(x)
+
+    model = Student(init(Mlp()))
+    variables = init(model)
+
+    def apply(variables, policy):
+        with intercept(policy):
+            return model.apply(variables, X)
+
+    for rule, products in (("block_3", 1), ("block_.*", 2), ("up|block_0", 2)):
+        program = str(jax.make_jaxpr(lambda v, r=rule: apply(v, Policy([Rule(r, NEAREST)])))(variables))
+        assert program.count("nvfp4_matmul[") == products
+    with pytest.raises(ValueError, match="got 'up', which matches none of block_0, block_3"):
+        apply(variables, Policy([Rule("up", NEAREST)]))
+
+
+@pytest.mark.parametrize("attribute", ["dot_general", "dot_general_cls"])
+def test_a_layer_with_a_product_of_its_own_keeps_it(attribute):
+    own = {"dot_general": jax.lax.dot_general, "dot_general_cls": lambda: jax.lax.dot_general}[attribute]
+    model = nn.Dense(48, **{attribute: own})
+    variables = init(model)
+    policy = Policy(default=NEAREST)
+    assert policy.explain(model, X)[0].why == "has a dot_general of its own"
+    with intercept(policy):
+        got = model.apply(variables, X)
+    assert_bitwise(got, nn.Dense(48).apply(variables, X))
+
+
+def test_an_einsum_that_is_no_product_stays_as_it_is():
+    model = nn.Einsum((32, 8), "bsd,de->bsde", use_bias=False)
+    decision = Policy(default=NEAREST).explain(nn.Sequential([model]), X)[0]
+    assert decision.recipe is None
+    assert "must share a letter that the result leaves out" in decision.why
+
+
+def test_first_and_last_layers_stay_in_high_precision():
+    model = Stack(layers=4)
+    variables = init(model)
+
+    def apply(variables):
+        with intercept(Policy(default=NEAREST, first_bf16=1, last_bf16=2)):
+            return model.apply(variables, X)
+
+    assert str(jax.make_jaxpr(apply)(variables)).count("nvfp4_matmul[") == 2  # those of one Mlp
+
+
+def test_scanned_layers_have_no_ends():
+    model = Stack(scan=True)
+    variables = init(model)
+    policy = Policy(default=NEAREST, last_bf16=1)
+    message = r"layers must not be scanned for last_bf16=1, .* got block/up with weights \(3, 32, 64\)"
+    with pytest.raises(ValueError, match=message):
+        policy.explain(model, X)
+    message = r"must have numbers in their paths for last_bf16=1 \(scanned layers have none\), got block/down, block/up"
+    with pytest.raises(ValueError, match=message), intercept(policy):
+        model.apply(variables, X)
+
+
+def test_a_rule_that_matches_nothing_raises():
+    model, policy = Mlp(), Policy([Rule("gate", SR)])
+    variables = init(model)
+    message = "every rule must match a layer, got 'gate', which matches none of down, up"
+    with pytest.raises(ValueError, match=message), intercept(policy):
+        model.apply(variables, X)
+    with (
+        pytest.raises(TypeError, match=r"intercept: policy must be a jnvfp4.Policy, got 'pretrain'"),
+        intercept("pretrain"),
+    ):
+        pass
+
+
+# ---------------------------------------------------------------- bits
+def by_hand(variables, key, x=X):
+    """``Mlp`` with its layers written by ``jnvfp4.linear``."""
+    p = variables["params"]
+    h = nn.LayerNorm().apply({"params": p["norm"]}, x).astype(jnp.bfloat16)
+    with step_key(key):
+        h = linear(h, p["up"]["kernel"].astype(jnp.bfloat16), SR, key=layer_key("up"), w_axes="kn")
+        h = nn.gelu(h + p["up"]["bias"].astype(jnp.bfloat16))
+        y = linear(h, p["down"]["kernel"].astype(jnp.bfloat16), SR, key=layer_key("down"), w_axes="kn")
+    return jnp.sum(jnp.sin((x + y.astype(x.dtype)).astype(jnp.float32)))
+
+
+def test_loss_and_gradients_have_the_bits_of_linear():
+    variables = init(Mlp())
+    want = jax.jit(jax.value_and_grad(by_hand))(variables, KEY)
+    assert_same_tensor(run(Mlp(), variables), want)
+
+
+def test_remat_changes_no_bit():
+    """Of a product; XLA may sum a norm in another order."""
+    variables = init(Stack(layers=1))
+    (loss, grads), (want, wanted) = (run(Stack(layers=1, remat=remat), variables) for remat in (True, False))
+    assert_bitwise(loss, want)
+    for layer in ("up", "down"):
+        name = ("params", "block_0", layer, "kernel")
+        assert_bitwise(at(grads, name), at(wanted, name), layer)
+
+
+def test_scanned_layers_have_the_bits_of_unrolled_ones():
+    """Of equal inputs: those of one layer, as XLA sums norms in another order in a loop."""
+    variables = init(Stack(layers=1))
+    loss, grads = run(Stack(layers=1), variables)
+    got_loss, got = run(Stack(layers=1, scan=True, indexed=True), stacked(variables))
+    assert_bitwise(got_loss, loss)
+    assert_same_tensor(got, stacked(grads))
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_losses_of_scanned_and_unrolled_models_are_as_close_as_those_of_bfloat16(remat):
+    variables = init(Stack(layers=3))
+    plain = [
+        run(*form, policy=Policy(), key=None)[0]
+        for form in ((Stack(), variables), (Stack(scan=True), stacked(variables)))
+    ]
+    ours = [
+        run(*form)[0]
+        for form in ((Stack(), variables), (Stack(scan=True, indexed=True, remat=remat), stacked(variables)))
+    ]
+    assert abs(float(ours[0] - ours[1])) <= max(4 * abs(float(plain[0] - plain[1])), 2e-3 * abs(float(ours[0])))
+
+
+# ---------------------------------------------------------------- keys
+def test_a_layer_without_a_key_raises():
+    with pytest.raises(ValueError, match="layer 'up': key must be given") as error, intercept(ALL):
+        Mlp().apply(init(Mlp()), X)
+    assert "rngs={'sr': key}" in str(error.value)
+
+
+STACKS = {
+    "a, unrolled": (Stack(), False),
+    "a, scanned": (Stack(scan=True, indexed=True), False),
+    "a, remat": (Stack(remat=True), False),
+    "b, unrolled": (Stack(), True),
+    "b, scanned": (Stack(scan=True, split_rngs=(("params", True), ("sr", True))), True),
+    "b, remat": (Stack(remat=True), True),
+    "b, scanned remat": (Stack(scan=True, remat=True, split_rngs=(("params", True), ("sr", True))), True),
+}
+
+
+@pytest.mark.parametrize(("model", "rngs"), STACKS.values(), ids=STACKS)
+def test_every_layer_of_every_step_draws_its_own_bits(monkeypatch, model, rngs):
+    variables = init(Stack()) if not model.scan else stacked(init(Stack()))
+    drawn = record_keys(monkeypatch)
+    for key in (KEY, jax.random.key(6)):
+        run(model, variables, key=key, rngs=rngs)
+        jax.effects_barrier()
+    assert len(set(drawn)) == 12  # two steps, three blocks, two layers
+
+
+def test_scanned_layers_without_an_index_raise():
+    with pytest.raises(ValueError, match=r"layer 'block/up': in a loop that JAX traces once.*layer_index\(i\)"):
+        run(Stack(scan=True), stacked(init(Stack())))
+
+
+def test_scanned_layers_that_share_a_stream_raise():
+    model = Stack(scan=True, split_rngs=(("params", True), ("sr", False)))
+    with pytest.raises(
+        ValueError, match=r"layer 'block/up': key must differ .* pass split_rngs={'sr': True} to nn.scan"
+    ):
+        run(model, stacked(init(Stack())), rngs=True)
+
+
+def test_scanned_layers_without_the_stream_raise():
+    with pytest.raises(ValueError, match="layer 'block/up': key must be given"):
+        run(Stack(scan=True), stacked(init(Stack())), rngs=True)
+
+
+def test_a_new_key_is_no_new_trace():
+    variables, traces = init(Mlp()), []
+
+    @jax.jit
+    def step(variables, key):
+        traces.append(1)
+        with intercept(ALL), step_key(key):
+            return Mlp().apply(variables, X)
+
+    step(variables, KEY)
+    step(variables, jax.random.key(7))
+    assert len(traces) == 1
+
+
+# ---------------------------------------------------------------- dot_general_cls
+def test_a_class_for_the_arguments_of_a_model():
+    model = nn.Dense(48, dot_general_cls=dot_general_cls(SR), name="up")
+    variables = init(model)
+    assert set(variables) == {"params"}
+    assert_same_tensor(variables, init(nn.Dense(48, name="up")))
+    got = model.apply(variables, X, rngs={"sr": KEY})
+    assert got.shape == (2, 16, 48)
+    assert dot_general_cls(SR) is dot_general_cls(recipes.pretrain())
+    with pytest.raises(ValueError, match="key must be given"):
+        model.apply(variables, X)
+
+
+def test_the_class_draws_by_the_path_of_its_layer(monkeypatch):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for i in range(2):
+                x = nn.Dense(32, dot_general_cls=dot_general_cls(SR), name=f"layer_{i}")(x)
+            return x
+
+    variables, drawn = init(Model()), record_keys(monkeypatch)
+    with step_key(KEY):
+        Model().apply(variables, X)
+        jax.effects_barrier()
+        want = [tuple(np.asarray(jax.random.key_data(layer_key(f"layer_{i}"))).tolist()) for i in range(2)]
+    assert drawn == want
+
+
+def test_attention_takes_the_class():
+    dot = dot_general_cls(NEAREST)
+    model = nn.MultiHeadDotProductAttention(2, qkv_dot_general_cls=dot, out_dot_general_cls=dot)
+    variables = model.init(jax.random.key(0), X)
+    program = str(jax.make_jaxpr(lambda v: model.apply(v, X))(variables))
+    assert program.count("nvfp4_matmul[") == 4
+
+
+# ---------------------------------------------------------------- calibrate
+def test_calibrate_writes_the_scales_of_a_conversion(tmp_path):
+    model = Transformer()
+    variables = model.init(jax.random.key(0), TOKENS)
+    path = tmp_path / "amax.json"
+    found = calibrate(model.bind(variables), POLICY, [TOKENS, (TOKENS + 1,), {"tokens": TOKENS}], path)
+    assert json.loads(path.read_text()) == found
+    assert set(found) == {d.path.replace("/", ".") for d in POLICY.explain(model, TOKENS) if d.recipe}
+    _, seen = model.apply(variables, TOKENS, capture_intermediates=True)
+    norm = seen["intermediates"]["block_0_norm"]["__call__"][0].astype(jnp.bfloat16)
+    assert found["block_0_attention.query"] >= float(jnp.abs(norm).max())
+    ConvertOptions(input_amax=path)
+
+
+def test_calibrate_names_layers_as_the_checkpoint_does(tmp_path):
+    name = lambda path: f"model.layers.0.mlp.{path}_proj"  # noqa: E731
+    found = calibrate(Mlp().bind(init(Mlp())), ALL, [X], tmp_path / "amax.json", name=name, percentile=99.0)
+    assert set(found) == {"model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"}
+
+
+def test_calibrate_refuses_what_it_cannot_measure(tmp_path):
+    path = tmp_path / "amax.json"
+    with pytest.raises(TypeError, match=r"calibrate: model must be .*, got Mlp; model.bind\(variables\) binds it"):
+        calibrate(Mlp(), ALL, [X], path)
+    scanned = Stack(scan=True)
+    with pytest.raises(TypeError, match="calibrate: layer 'block/up' must run by itself, got traced activations"):
+        calibrate(scanned.bind(init(scanned)), ALL, [X], path)
+    with pytest.raises(ValueError, match="calibrate: the policy must quantize a layer that the model calls, got none"):
+        calibrate(Mlp().bind(init(Mlp())), Policy(), [X], path)
+    assert not path.exists()
+
+
+def test_training_follows_bfloat16():
+    """The loss of twenty steps of gradient descent."""
+    model = Transformer(layers=1)
+    variables = model.init(jax.random.key(0), TOKENS)
+
+    def train(policy):
+        @jax.jit
+        def step(variables, key):
+            def loss(variables):
+                with intercept(policy):
+                    return cross_entropy(model.apply(variables, TOKENS, rngs={"sr": key}))
+
+            value, grads = jax.value_and_grad(loss)(variables)
+            return jax.tree.map(lambda v, g: v - 0.3 * g, variables, grads), value
+
+        current, losses = variables, []
+        for i in range(20):
+            current, value = step(current, jax.random.key(i))
+            losses.append(float(value))
+        return losses
+
+    plain, ours = train(Policy()), train(POLICY)
+    assert ours[-1] < 0.2 * ours[0]
+    assert abs(ours[-1] - plain[-1]) < 0.1 * plain[0]
+
+
+def test_the_package_imports_flax_when_it_is_used():
+    assert jnvfp4.flax.linen.intercept is intercept
