@@ -1,0 +1,391 @@
+"""NNX models as they are: which layers are quantized, with which bits and keys, and that nothing else changes."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bitwise, assert_same_tensor
+
+pytest.importorskip("flax", "0.12")
+
+from flax import nnx
+from flax_models import TOKENS, WIDTH, NnxMlp, NnxTransformer, cross_entropy, record_keys
+
+from jnvfp4 import DotGeneral, Policy, Rule, layer_index, layer_key, linear, recipes, step_key
+from jnvfp4.flax import calibrate
+from jnvfp4.flax.nnx import apply
+
+SR, NEAREST = recipes.pretrain(), recipes.DEFAULT
+POLICY = Policy([Rule("blocks/.*", SR)])
+ALL = Policy(default=SR, keep=())
+KEY = jax.random.key(5)
+X = jnp.asarray(np.random.default_rng(1).normal(size=(2, 16, WIDTH)), jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def cpu():
+    """Where the pinned order along K makes every product bitwise."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def transformer(layers=2):
+    return NnxTransformer(nnx.Rngs(0), layers)
+
+
+def mlp():
+    return NnxMlp(nnx.Rngs(0))
+
+
+def value(y):
+    return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+
+@nnx.jit
+def run(model, x, key=None):
+    """Loss and gradients; by way (a) with a key, else by (c)."""
+
+    def loss(model):
+        return value(model(x))
+
+    if key is None:
+        return nnx.value_and_grad(loss)(model)
+    with step_key(key):
+        return nnx.value_and_grad(loss)(model)
+
+
+def leaves(tree):
+    return jax.tree.map(lambda v: v, nnx.to_pure_dict(tree))
+
+
+# ---------------------------------------------------------------- which layers, and nothing else
+def test_explain_lists_the_layers_of_a_model():
+    decisions = {d.path: (d.shape, d.recipe, d.why) for d in POLICY.explain(transformer())}
+    parts = ("gate", "mlp/up", "mlp/down", *(f"attention/{p}" for p in ("query", "key", "value", "out")))
+    assert set(decisions) == {"lm_head", *(f"blocks/{i}/{part}" for i in range(2) for part in parts)}
+    assert decisions["lm_head"] == ((32, 48), None, "keep 'lm_head'")
+    assert decisions["blocks/1/attention/out"] == ((2, 16, 32), SR, "rule 'blocks/.*'")
+
+
+def test_the_state_does_not_change():
+    model = transformer()
+    before = nnx.state(model)
+    tree = jax.tree.structure(before)
+    assert apply(model, POLICY) is model
+    assert jax.tree.structure(nnx.state(model)) == tree
+    assert_same_tensor(leaves(nnx.state(model)), leaves(before))
+    apply(model, POLICY, rngs=nnx.Rngs(sr=1))
+    assert jax.tree.structure(nnx.state(model, nnx.Param)) == jax.tree.structure(nnx.state(transformer(), nnx.Param))
+
+
+def test_only_products_with_weights_are_quantized():
+    model, plain = apply(transformer(1), Policy([Rule("blocks/.*", NEAREST)])), transformer(1)
+    programs = [str(jax.make_jaxpr(lambda t, m=m: m(t))(TOKENS)) for m in (plain, model)]
+    assert [program.count("nvfp4_matmul[") for program in programs] == [0, 7]
+    assert programs[0].count(" dot_general[") - programs[1].count(" dot_general[") == 7
+
+
+def test_another_policy_replaces_the_first():
+    model, plain = transformer(1), transformer(1)
+    apply(model, POLICY, rngs=nnx.Rngs(sr=1))
+    apply(model, Policy([Rule(".*/up", NEAREST)]))
+    assert model.blocks[0].mlp.up.dot_general == DotGeneral(NEAREST, "blocks/0/mlp/up")
+    assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(nnx.state(plain))
+    apply(model, Policy())
+    assert nnx.graphdef(model) == nnx.graphdef(plain)
+    assert_bitwise(model(TOKENS), plain(TOKENS))
+
+
+def test_two_models_have_equal_graphs():
+    """So that a jitted function that takes one takes the other."""
+    first, second = (apply(transformer(), POLICY) for _ in range(2))
+    assert nnx.graphdef(first) == nnx.graphdef(second)
+    assert hash(nnx.graphdef(first)) == hash(nnx.graphdef(second))
+
+
+def test_split_and_merge():
+    model = apply(mlp(), Policy(default=NEAREST, keep=()))
+    graph, state = nnx.split(model)
+    assert_bitwise(jax.jit(lambda s, x: nnx.merge(graph, s)(x))(state, X), jax.jit(model)(X))
+
+
+def test_adapters_of_lora_stay_as_they_are():
+    model = nnx.LoRALinear(32, 48, lora_rank=4, rngs=nnx.Rngs(0))
+    model.lora.lora_b[...] = jnp.ones((4, 48))
+    policy = Policy(default=NEAREST)
+    assert [d.path for d in policy.explain(model)] == [""]
+    apply(model, policy)
+    base = linear(X, model.kernel[...], NEAREST, w_axes="kn")
+    base = base + model.bias[...]
+    assert_bitwise(model(X), base + X @ model.lora.lora_a[...] @ model.lora.lora_b[...])
+
+
+def test_a_layer_of_ten_features_is_padded():
+    policy = Policy(default=NEAREST)
+    model = nnx.Linear(32, 10, rngs=nnx.Rngs(0))
+    assert policy.explain(model)[0].why == "default; N padded from 10 to 16"
+    assert apply(model, policy)(X).shape == (2, 16, 10)
+
+
+def test_a_layer_with_a_product_of_its_own_keeps_it():
+    own = lambda *args, **options: jax.lax.dot_general(*args, **options)  # noqa: E731
+    model = nnx.Linear(32, 48, dot_general=own, rngs=nnx.Rngs(0))
+    policy = Policy(default=NEAREST)
+    assert policy.explain(model)[0].why == "has a dot_general of its own"
+    assert apply(model, policy).dot_general is own
+    einsum = nnx.Einsum("bsd,de->bse", (32, 48), einsum_op=lambda *a, **k: jnp.einsum(*a, **k), rngs=nnx.Rngs(0))
+    assert policy.explain(einsum)[0].why == "has an einsum_op of its own"
+
+
+def test_einsums():
+    reasons = {
+        "bsd,de->bsde": "must share a letter that the result leaves out",
+        "bsd,dd->bs": "w must have each letter once",
+    }
+    for subscripts, reason in reasons.items():
+        decision = Policy(default=NEAREST).explain(nnx.Einsum(subscripts, (32, 32), rngs=nnx.Rngs(0)))[0]
+        assert decision.recipe is None
+        assert reason in decision.why
+    model = apply(nnx.Einsum("...d,dhk->...hk", (32, 2, 16), (2, 16), rngs=nnx.Rngs(0)), Policy(default=NEAREST))
+    want = linear(X, model.kernel[...].reshape(32, 32), NEAREST, w_axes="kn").reshape(2, 16, 2, 16)
+    assert_bitwise(model(X), want + model.bias[...])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ((3, POLICY), TypeError, "apply: model must be an nnx.Module, got int"),
+        ((None, "pretrain"), TypeError, "apply: policy must be a jnvfp4.Policy, got 'pretrain'"),
+        ((None, ALL, 3), TypeError, "apply: rngs must be nnx.Rngs or None, got 3"),
+        ((None, Policy([Rule("gate", SR)])), ValueError, "every rule must match a layer, got 'gate'"),
+        ((None, ALL, nnx.Rngs(params=0)), ValueError, r"apply: rngs must have the stream 'sr', got \['params'\]"),
+        (
+            (None, Policy(default=SR, last_bf16=1)),
+            ValueError,
+            "layers must have numbers in their paths for last_bf16=1",
+        ),
+    ],
+)
+def test_arguments_are_checked(arguments, error, match):
+    model, policy, *rngs = arguments
+    with pytest.raises(error, match=match):
+        apply(mlp() if model is None else model, policy, rngs=rngs[0] if rngs else None)
+
+
+# ---------------------------------------------------------------- bits
+def test_loss_and_gradients_have_the_bits_of_linear():
+    model = mlp()
+
+    @jax.jit
+    def by_hand(params, key):
+        def loss(p):
+            h = model.norm(X).astype(jnp.bfloat16)
+            with step_key(key):
+                h = linear(h, p["up"]["kernel"].astype(jnp.bfloat16), SR, key=layer_key("up"), w_axes="kn")
+                h = nnx.gelu(h + p["up"]["bias"].astype(jnp.bfloat16))
+                y = linear(h, p["down"]["kernel"].astype(jnp.bfloat16), SR, key=layer_key("down"), w_axes="kn")
+            return value(X + y.astype(X.dtype))
+
+        return jax.value_and_grad(loss)(params)
+
+    params = leaves(nnx.state(model, nnx.Param))
+    want_loss, want = by_hand({k: params[k] for k in ("up", "down")}, KEY)
+    loss, grads = run(apply(model, ALL), X, KEY)
+    assert_bitwise(loss, want_loss)
+    got = leaves(grads)
+    assert_same_tensor({k: got[k] for k in want}, want)
+
+
+class Remat(nnx.Module):
+    """A model whose call is computed again for the gradient."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __call__(self, x):
+        return nnx.remat(lambda m, x: m(x))(self.inner, x)
+
+
+def test_remat_changes_no_bit():
+    plain, remat = mlp(), Remat(mlp())
+    rule = Policy([Rule("(inner/)?(up|down)", SR)])
+    apply(plain, rule)
+    apply(remat, rule)
+    for path in ("up", "down"):  # the names of the layers differ by the module around them
+        getattr(remat.inner, path).dot_general = DotGeneral(SR, path)
+    (loss, grads), (want, wanted) = run(remat, X, KEY), run(plain, X, KEY)
+    assert_bitwise(loss, want)
+    for layer in ("up", "down"):
+        assert_bitwise(leaves(grads)["inner"][layer]["kernel"], leaves(wanted)[layer]["kernel"])
+
+
+# ---------------------------------------------------------------- loops over layers
+class Stack(nnx.Module):
+    """Three ``NnxMlp`` in a loop over their stacked parameters, or one after the other."""
+
+    def __init__(self, scan, indexed=False):
+        self.scan, self.indexed = scan, indexed
+        if scan:
+            self.block = nnx.vmap(lambda rngs: NnxMlp(rngs), in_axes=0, out_axes=0)(nnx.Rngs(0).fork(split=3))
+        else:
+            self.block = nnx.List([NnxMlp(nnx.Rngs(i)) for i in range(3)])
+
+    def __call__(self, x):
+        if not self.scan:
+            for block in self.block:
+                x = block(x)
+            return x
+
+        def body(x, block, i):
+            if self.indexed:
+                with layer_index(i):
+                    return block(x)
+            return block(x)
+
+        return nnx.scan(body, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)(x, self.block, jnp.arange(3))
+
+
+def scanned(unrolled, indexed):
+    """The scanned stack with the parameters of an unrolled one."""
+    model = Stack(scan=True, indexed=indexed)
+    states = [nnx.state(block) for block in unrolled.block]
+    nnx.update(model.block, jax.tree.map(lambda *v: jnp.stack(v), *states))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:The 'split' argument of 'fork'")
+def test_scanned_layers_draw_the_bits_of_unrolled_ones(monkeypatch):
+    unrolled = Stack(scan=False)
+    looped = scanned(unrolled, indexed=True)
+    drawn = record_keys(monkeypatch)
+    plain = float(run(unrolled, X)[0]), float(run(looped, X)[0])
+    losses, keys = [], []
+    for model in (unrolled, looped):
+        apply(model, ALL)
+        losses.append(float(run(model, X, KEY)[0]))
+        jax.effects_barrier()
+        keys.append(sorted(drawn))
+        drawn.clear()
+    assert keys[0] == keys[1]
+    assert len(set(keys[0])) == 6
+    assert abs(losses[0] - losses[1]) <= max(4 * abs(plain[0] - plain[1]), 2e-3 * abs(losses[0]))
+
+
+@pytest.mark.filterwarnings("ignore:The 'split' argument of 'fork'")
+def test_scanned_layers_without_an_index_raise():
+    model = apply(Stack(scan=True), ALL)
+    with pytest.raises(ValueError, match=r"layer 'block/up': in a loop that JAX traces once.*layer_index\(i\)"):
+        run(model, X, KEY)
+
+
+@pytest.mark.filterwarnings("ignore:The 'split' argument of 'fork'")
+def test_scanned_layers_have_no_ends():
+    with pytest.raises(ValueError, match=r"layers must not be scanned for first_bf16=1, .* weights \(3, "):
+        Policy(default=SR, keep=(), first_bf16=1).explain(Stack(scan=True))
+
+
+# ---------------------------------------------------------------- keys
+@pytest.mark.filterwarnings("ignore:The 'split' argument of 'fork'")
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+def test_streams_give_every_layer_of_every_step_its_own_bits(monkeypatch, scan):
+    model = apply(Stack(scan=scan), ALL, rngs=nnx.Rngs(sr=3))
+    drawn = record_keys(monkeypatch)
+    for _ in range(2):
+        run(model, X)
+        jax.effects_barrier()
+    assert len(set(drawn)) == 12  # two steps, three blocks, two layers
+
+
+def test_a_stream_is_reproducible():
+    losses = [run(apply(mlp(), ALL, rngs=nnx.Rngs(sr=3)), X) for _ in range(2)]
+    assert_same_tensor(leaves(losses[0][1]), leaves(losses[1][1]))
+    other = run(apply(mlp(), ALL, rngs=nnx.Rngs(sr=4)), X)
+    assert (leaves(other[1])["up"]["kernel"] != leaves(losses[0][1])["up"]["kernel"]).any()
+
+
+def test_a_layer_without_a_key_raises():
+    with pytest.raises(ValueError, match="layer 'up': key must be given") as error:
+        apply(mlp(), ALL)(X)
+    assert "rngs=nnx.Rngs(sr=seed)" in str(error.value)
+
+
+def test_a_new_key_is_no_new_trace():
+    model, traces = apply(mlp(), ALL), []
+
+    @nnx.jit
+    def step(model, key):
+        traces.append(1)
+        with step_key(key):
+            return model(X)
+
+    step(model, KEY)
+    step(model, jax.random.key(7))
+    assert len(traces) == 1
+
+
+def test_streams_are_no_new_trace():
+    model, traces = apply(mlp(), ALL, rngs=nnx.Rngs(sr=3)), []
+
+    @nnx.jit
+    def step(model):
+        traces.append(1)
+        return model(X)
+
+    step(model)
+    step(model)
+    assert len(traces) == 1
+
+
+# ---------------------------------------------------------------- training and calibration
+def test_the_optimizer_sees_parameters_alone():
+    optax = pytest.importorskip("optax")
+    model = apply(transformer(1), POLICY, rngs=nnx.Rngs(sr=1))
+    plain = transformer(1)
+    optimizers = [nnx.Optimizer(m, optax.adam(3e-3), wrt=nnx.Param) for m in (model, plain)]
+    trees = [jax.tree.structure(nnx.state(optimizer)) for optimizer in optimizers]
+    assert trees[0] == trees[1]
+
+    @nnx.jit
+    def step(model, optimizer):
+        value, grads = nnx.value_and_grad(lambda m: cross_entropy(m(TOKENS)))(model)
+        optimizer.update(model, grads)
+        return value
+
+    losses = [
+        [float(step(m, optimizer)) for _ in range(20)] for m, optimizer in zip((model, plain), optimizers, strict=True)
+    ]
+    assert losses[0][-1] < 0.7 * losses[0][0]
+    assert abs(losses[0][-1] - losses[1][-1]) < 0.1 * losses[1][0]
+
+
+def test_calibrate_writes_the_scales_of_a_conversion(tmp_path):
+    model, path = transformer(), tmp_path / "amax.json"
+    before = nnx.graphdef(model)
+    found = calibrate(model, POLICY, [TOKENS, (TOKENS + 1,)], path)
+    assert json.loads(path.read_text()) == found
+    assert set(found) == {d.path.replace("/", ".") for d in POLICY.explain(model) if d.recipe}
+    assert nnx.graphdef(model) == before
+    x = model.blocks[0].norm(model.embed(TOKENS)).astype(jnp.bfloat16)
+    assert found["blocks.0.attention.query"] >= float(jnp.abs(x).max())
+
+
+class Jitted(nnx.Module):
+    """A model that jits its own call."""
+
+    def __init__(self):
+        self.inner = mlp()
+
+    def __call__(self, x):
+        return jax.jit(lambda x: self.inner(x))(x)
+
+
+def test_calibrate_restores_the_model_after_an_error(tmp_path):
+    model = apply(Jitted(), Policy(default=NEAREST))
+    before = nnx.graphdef(model)
+    with pytest.raises(TypeError, match="calibrate: layer 'inner/up' must run by itself, got traced activations"):
+        calibrate(model, ALL, [X], tmp_path / "a.json")
+    assert nnx.graphdef(model) == before
+    with pytest.raises(TypeError, match=r"calibrate: model must be an nnx\.Module or a Linen module"):
+        calibrate(lambda x: x, ALL, [X], tmp_path / "a.json")
