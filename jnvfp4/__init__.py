@@ -43,11 +43,7 @@ from .support import export_checks as export_checks
 from .support import supports as supports
 from .tensor import NVFP4Tensor as NVFP4Tensor
 
-if _TYPE_CHECKING:
-    from . import flax as flax
-    from . import haliax as haliax
-    from . import qwix as qwix
-else:
+if not _TYPE_CHECKING:  # for whom `import jnvfp4.flax` says what it holds
 
     def __getattr__(name: str):
         """Imports the module for another library when it is first used: ``jnvfp4.flax`` imports Flax, and so on."""

@@ -1,1 +1,106 @@
-"""Placeholder for haliax."""
+"""haliax and Levanter: ``DotGeneral`` for the ``dot_general`` of a ``Linear``, and ``apply`` for a whole model."""
+
+import dataclasses
+import math
+from typing import Any, TypeVar
+
+import equinox as eqx
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+
+from ._dot_general import DotGeneral as _DotGeneral
+from ._keys import layer_index, layer_key
+from .policy import Layer, Policy, layers_of
+from .recipes import DEFAULT, Recipe
+
+Model = TypeVar("Model")
+
+
+class DotGeneral(eqx.Module):
+    """Follows the protocol ``haliax.quantization.DotGeneralOp``, and multiplies by a recipe.
+
+    Attributes:
+      recipe: how each GEMM quantizes its operands.
+      path: the name of the layer, for ``jnvfp4.step_key``; ``apply`` sets it.
+      index: the number of the layer in a ``Stacked`` model, which the loop over the layers takes apart; or None. It is
+        an integer array, which optimizers leave alone.
+    """
+
+    recipe: Recipe = eqx.field(static=True, default=DEFAULT)
+    path: str | None = eqx.field(static=True, default=None)
+    index: jax.Array | None = None
+
+    def __call__(
+        self,
+        lhs: Any,
+        rhs: Any,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        **options: Any,
+    ) -> jax.Array:
+        """Computes ``jax.lax.dot_general`` of activations and weights."""
+        if self.recipe.stochastic and self.path is not None and options.get("key") is None:
+            options["key"] = self._key(self.path)
+        product = _DotGeneral(self.recipe, self.path)
+        return product(lhs, rhs, dimension_numbers, precision, preferred_element_type, **options)
+
+    def _key(self, path: str) -> jax.Array:
+        if self.index is None:
+            return layer_key(path)
+        with layer_index(self.index):
+            return layer_key(path)
+
+
+def apply(model: Model, policy: Policy) -> Model:
+    """Returns a model whose ``haliax.nn.Linear`` layers multiply by a policy; also those that are ``Stacked``.
+
+    Args:
+      model: an Equinox module or tree, such as a Levanter model.
+      policy: which layers are quantized, and how. Paths are as in the tree: "transformer/layers/mlp/up_proj".
+
+    Returns:
+      A copy of the model with the same weights. Their names and shapes do not change.
+
+    Raises:
+      ValueError: as in ``Policy.plan``.
+    """
+    plan = policy.plan(_layers_of_tree(model))
+
+    def replaced(keys: Any, node: Any) -> Any:
+        recipe = plan[_path(keys)].recipe if isinstance(node, hnn.Linear) else None
+        if recipe is None:
+            return node
+        counted = _stacked(node)
+        index = jnp.arange(math.prod(counted), dtype=jnp.int32).reshape(counted) if counted else None
+        return dataclasses.replace(node, dot_general=DotGeneral(recipe, _path(keys), index))
+
+    return jax.tree_util.tree_map_with_path(replaced, model, is_leaf=lambda node: isinstance(node, hnn.Linear))
+
+
+@layers_of.register(eqx.Module)
+def _layers_of_tree(model: Any) -> list[Layer]:
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, hnn.Linear))
+    return [_layer(_path(keys), node) for keys, node in nodes if isinstance(node, hnn.Linear)]
+
+
+def _layer(path: str, linear: hnn.Linear) -> Layer:
+    n, k = (math.prod(axis.size for axis in _axes(of)) for of in (linear.Out, linear.In))
+    shape = tuple(axis.size for axis in linear.weight.axes)
+    return Layer(path, shape, (n, k), len(_stacked(linear)) > 0)
+
+
+def _stacked(linear: hnn.Linear) -> tuple[int, ...]:
+    """Returns the sizes of the axes of the weights that count layers."""
+    own = {axis.name for axis in (*_axes(linear.In), *_axes(linear.Out))}
+    return tuple(axis.size for axis in linear.weight.axes if axis.name not in own)
+
+
+def _axes(axes: Any) -> tuple[Any, ...]:
+    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+
+
+def _path(keys: Any) -> str:
+    parts = (str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in keys)
+    return "/".join(part for part in parts if part != "stacked")

@@ -1,6 +1,7 @@
 """``Policy``, which says by the paths of layers how each is quantized, and ``explain``, which shows it for a model."""
 
 import importlib
+import importlib.util
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -263,15 +264,18 @@ def _padding(sizes: tuple[int, int], recipe: Recipe) -> str:
 
 
 # ---------------------------------------------------------------- models
+_MODULES = {"flax": "flax", "equinox": "haliax"}  # of jnvfp4, by the library that the class of a model comes from
+
+
 @singledispatch
 def layers_of(model: Any, *inputs: Any, **keywords: Any) -> list[Layer]:
     """Lists the layers of a model; the module of jnvfp4 for its library registers how, and is imported here."""
-    libraries = {base.__module__.partition(".")[0] for base in type(model).__mro__}
-    for library in libraries & {"flax", "haliax"}:
-        importlib.import_module(f"{__package__}.{library}")
-        known = layers_of.dispatch(type(model))
-        if known is not layers_of.dispatch(object):
-            return known(model, *inputs, **keywords)
+    bases = {base.__module__.partition(".")[0] for base in type(model).__mro__}
+    for base in bases & _MODULES.keys():
+        if importlib.util.find_spec(_MODULES[base]) is not None:
+            importlib.import_module(f"{__package__}.{_MODULES[base]}")
+            if (known := layers_of.dispatch(type(model))) is not layers_of.dispatch(object):
+                return known(model, *inputs, **keywords)
     return _layers_of_tree(model)
 
 

@@ -1,1 +1,124 @@
-"""Placeholder for qwix."""
+"""Qwix: ``Provider`` quantizes by a policy what ``qwix.quantize_model`` intercepts. Needs qwix 0.1.8 and Flax."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import qwix
+from flax import linen as nn
+from flax import nnx as flax_nnx
+from qwix._src.utils import flax_util
+
+from ._dot_general import DotGeneral
+from ._einsum import contraction, einsum
+from ._keys import layer_key
+from .flax import linen, nnx
+from .policy import Layer, Policy, depths_of
+from .recipes import Recipe
+
+
+class Provider(qwix.QuantizationProvider):
+    """Quantizes a model by a policy: ``qwix.quantize_model(model, Provider(policy), ...)``.
+
+    A product is quantized if one of its operands is a parameter of the module that is being called; products of two
+    activations never are. Paths are those of modules, as in the rules of Qwix. A recipe that rounds stochastically
+    takes its keys from ``jnvfp4.step_key``, or from ``rngs={'sr': key}`` of a Linen model. ``quantize_model`` calls an
+    NNX model once, which needs a key too.
+
+    Args:
+      policy: which layers are quantized, and how.
+
+    Raises:
+      TypeError: policy is not a Policy.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        if not isinstance(policy, Policy):
+            raise TypeError(f"Provider: policy must be a jnvfp4.Policy, got {policy!r}")
+        super().__init__(rules=[])
+        self.policy = policy
+        self.depths: Mapping[str, int] = {}
+
+    def get_intercept_map(self) -> dict[str, Callable]:
+        """Returns the functions that Qwix replaces, by name."""
+        ours = {"jax.lax.dot_general": self.dot_general, "jax.numpy.einsum": self.einsum}
+        return super().get_intercept_map() | ours
+
+    def process_model_inputs(
+        self, model: Any, model_args: Sequence[Any], model_kwargs: dict[str, Any]
+    ) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+        """Checks the policy against the model before a call of it."""
+        if isinstance(model, flax_nnx.Module):
+            layers = [layer for _, layer in nnx.layers_in(model)]
+        else:
+            layers = [] if model.is_initializing() else linen.layers_of_params(model.variables.get("params", {}))
+        if layers:
+            self.policy.plan(layers)  # for its checks
+        self.depths = depths_of(layers)
+        return super().process_model_inputs(model, model_args, model_kwargs)
+
+    def dot_general(self, lhs: Any, rhs: Any, dimension_numbers: Any, *args: Any, **options: Any) -> jax.Array:
+        """Computes ``jax.lax.dot_general``, quantized if an operand is a parameter."""
+        found = self._layer(lhs, rhs)
+        if found is None:
+            return jax.lax.dot_general(lhs, rhs, dimension_numbers, *args, **options)
+        recipe, path, side = found
+        product, key = DotGeneral(recipe), self._key(recipe, path)
+        if side == 1:
+            return product(lhs, rhs, dimension_numbers, *args, key=key, **options)
+        (contracted, batch) = (tuple(reversed(axes)) for axes in dimension_numbers)
+        sharding = options.pop("out_sharding", None)
+        flipped = product(rhs, lhs, (contracted, batch), *args, key=key, **options)
+        batches, free = len(batch[0]), lhs.ndim - len(contracted[1]) - len(batch[1])  # of the weights, which come last
+        result = jnp.moveaxis(flipped, range(flipped.ndim - free, flipped.ndim), range(batches, batches + free))
+        return result if sharding is None else jax.sharding.reshard(result, sharding)
+
+    def einsum(self, subscripts: Any, *operands: Any, **options: Any) -> jax.Array:
+        """Computes ``jnp.einsum``, quantized if it is a product and an operand is a parameter."""
+        known = {"precision", "preferred_element_type", "out_sharding"}
+        simple = isinstance(subscripts, str) and len(operands) == 2
+        found = self._layer(*operands) if simple and not set(options) - known else None
+        if found is None:
+            return jnp.einsum(subscripts, *operands, **options)
+        recipe, path, side = found
+        try:
+            subscripts = _explicit(subscripts) if side == 1 else _flipped(subscripts)
+            x, w = operands if side == 1 else operands[::-1]
+            contraction("einsum", subscripts, jnp.ndim(x), jnp.ndim(w))
+        except ValueError:  # no product of two operands
+            return jnp.einsum(subscripts, *operands, **options)
+        return einsum(subscripts, x, w, recipe=recipe, key=self._key(recipe, path), **options)
+
+    def _layer(self, lhs: Any, rhs: Any) -> tuple[Recipe, str, int] | None:
+        """Returns the recipe, the path and which operand holds the weights; None if the product stays as it is."""
+        module = flax_util.get_current_module()
+        if isinstance(module, nn.Module) and (module.scope is None or module.is_initializing()):
+            return None
+        names = [flax_util.find_param(operand) for operand in (lhs, rhs)]
+        if (names[0] is None) == (names[1] is None):
+            return None
+        side = 0 if names[1] is None else 1
+        path = "/".join(map(str, flax_util.get_current_module_path()))
+        layer = Layer(path, tuple((lhs, rhs)[side].shape))
+        recipe = self.policy.decide(layer, self.depths).recipe
+        # A module may have several parameters, each of which is a layer.
+        return None if recipe is None else (recipe, path if names[side] == "kernel" else f"{path}/{names[side]}", side)
+
+    def _key(self, recipe: Recipe, path: str) -> jax.Array | None:
+        if not recipe.stochastic:
+            return None
+        module = flax_util.get_current_module()
+        if isinstance(module, nn.Module):
+            return linen.key_in(module, path)
+        return layer_key(path)
+
+
+def _explicit(subscripts: str) -> str:
+    return subscripts.replace(" ", "")
+
+
+def _flipped(subscripts: str) -> str:
+    """Exchanges the operands of an einsum; without an arrow the order of its result does not depend on theirs."""
+    operands, arrow, result = _explicit(subscripts).partition("->")
+    return ",".join(reversed(operands.split(","))) + arrow + result

@@ -62,6 +62,16 @@ def test_an_import_loads_no_device():
     assert result.stdout == "{} False\n"
 
 
+def test_an_import_loads_no_other_library():
+    """Nor does asking for a name that does not exist."""
+    libraries = "flax qwix haliax equinox optax"
+    code = (
+        f"import sys, jnvfp4; hasattr(jnvfp4, 'linen'); print([n for n in '{libraries}'.split() if n in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
+
+
 def test_the_residual_name_is_that_of_the_documents():
     assert jnvfp4.RESIDUAL_NAME == "nvfp4_residual"
 

@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 PAGE = (DOCS / "architecture.md").read_text()
 SUFFIXES = (".py", ".typed", ".h", ".cc", ".cu", ".cuh")
 # Libraries that the page says which rooms may use: the first part of a Python module, or the start of a C++ header.
-PYTHON_LIBRARIES = {"jax": "JAX"}
+PYTHON_LIBRARIES = {"jax": "JAX", "flax": "Flax", "qwix": "Qwix", "haliax": "haliax", "equinox": "haliax"}
 CPP_LIBRARIES = {"xla/": "XLA", "nanobind/": "nanobind", "cuda": "CUDA"}
 PATH = re.compile(r"`((?:jnvfp4|ffi|docs|tests|cmake|examples|benchmarks)/[^`]*|[\w.]+\.(?:md|txt|toml))`")
 
@@ -51,7 +51,11 @@ def code(cell: str) -> list[str]:
 
 
 ROOMS = [
-    Room(name, code(files), set(code(uses)) | set(re.findall(r"\b(?:JAX|XLA|CUDA|nanobind)\b", uses)))
+    Room(
+        name,
+        code(files),
+        set(code(uses)) | set(re.findall(r"\b(?:JAX|Flax|Qwix|haliax|XLA|CUDA|nanobind)\b(?!\.py)", uses)),
+    )
     for name, files, _, uses in rows(PAGE, "room", "files", "what it holds", "may use")
     for name in code(name)
 ]

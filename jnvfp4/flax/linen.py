@@ -72,7 +72,7 @@ class NVFP4DotGeneral(nn.Module):
         """Computes ``jax.lax.dot_general`` of activations and weights."""
         dot = DotGeneral(self.recipe)
         if self.recipe.stochastic and options.get("key") is None and not self.is_initializing():
-            options["key"] = _key_in(self, "/".join(self.path[:-1]))
+            options["key"] = key_in(self, "/".join(self.path[:-1]))
         elif self.is_initializing():
             return jax.lax.dot_general(lhs, rhs, dimension_numbers, *args, **options)
         return dot(lhs, rhs, dimension_numbers, *args, **options)
@@ -84,10 +84,10 @@ class _LinenDot(DotGeneral):
     def _layer_key(self, op: str) -> jax.Array:
         module = _module.get()
         assert module is not None
-        return _key_in(module, str(self.path))
+        return key_in(module, str(self.path))
 
 
-def _key_in(module: nn.Module, path: str) -> jax.Array:
+def key_in(module: nn.Module, path: str) -> jax.Array:
     """Returns the key for a layer: from the stream "sr" if the model has one, else that of ``step_key``."""
     if not module.has_rng("sr"):
         return layer_key(path)
@@ -119,7 +119,7 @@ class Interceptor:
     def _inside(self, model: nn.Module) -> Iterator[None]:
         """Learns the layers of a model; it may call another model, after which its own are known again."""
         known = self.shapes, self.depths, self.depth_of_calls
-        layers = _layers_of_params(model.variables.get("params", {}))
+        layers = layers_of_params(model.variables.get("params", {}))
         if not self.depth_of_calls:
             self.policy.plan(layers)  # for its checks, which are about the outermost model
         self.shapes, self.depths = {layer.path: layer.shape for layer in layers}, depths_of(layers)
@@ -224,7 +224,7 @@ def _tuple(axes: Any) -> tuple[int, ...]:
     return (axes,) if isinstance(axes, int) else tuple(axes)
 
 
-def _layers_of_params(params: Any) -> list[Layer]:
+def layers_of_params(params: Any) -> list[Layer]:
     """Lists what may be layers: arrays of two or more axes that are named kernel."""
     leaves = jax.tree_util.tree_leaves_with_path(nn.unbox(params))
     named = [([str(getattr(k, "key", k)) for k in keys], leaf) for keys, leaf in leaves]
@@ -245,7 +245,7 @@ def _layers_of_module(module: nn.Module, *inputs: Any, **keywords: Any) -> list[
 
     with nn.intercept_methods(see):
         variables = jax.eval_shape(partial(module.init, **keywords), jax.random.key(0), *inputs)
-    shapes = {layer.path: layer.shape for layer in _layers_of_params(variables["params"])}
+    shapes = {layer.path: layer.shape for layer in layers_of_params(variables["params"])}
     return [
         layer._replace(shape=shapes[path], stacked=len(shapes[path]) > len(layer.shape))
         for path, layer in called.items()

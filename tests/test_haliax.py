@@ -1,0 +1,123 @@
+"""haliax models multiply by a policy, also where their layers are stacked and folded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bitwise
+
+pytest.importorskip("haliax", reason="no haliax that runs with this JAX", exc_type=ImportError)
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+from flax_models import record_keys
+
+from jnvfp4 import Policy, Rule, layer_key, linear, recipes, step_key
+from jnvfp4.haliax import DotGeneral, apply
+
+SR, NEAREST = recipes.pretrain(), recipes.DEFAULT
+KEY = jax.random.key(5)
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of haliax, about JAX
+Batch, In, Hidden, Layers = hax.Axis("batch", 16), hax.Axis("in", 32), hax.Axis("hidden", 64), hax.Axis("layers", 3)
+X = hax.named(jnp.asarray(np.random.default_rng(1).normal(size=(16, 32)), jnp.float32), (Batch, In))
+
+
+@pytest.fixture(autouse=True)
+def cpu():
+    """Where the pinned order along K makes every product bitwise."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+class Block(eqx.Module):
+    """Two layers, their weights in either order."""
+
+    up: hnn.Linear
+    down: hnn.Linear
+
+    @staticmethod
+    def init(*, key):
+        return Block(
+            hnn.Linear.init(In, Hidden, key=key, out_first=False), hnn.Linear.init(Hidden, In, key=key, out_first=True)
+        )
+
+    def __call__(self, x):
+        return x + self.down(hnn.gelu(self.up(x)))
+
+
+class Model(eqx.Module):
+    """A stack of blocks and a head."""
+
+    layers: hnn.Stacked
+    head: hnn.Linear
+
+    @staticmethod
+    def init(key):
+        layers = hnn.Stacked.init(Layers, Block)(key=jax.random.split(key, 3))
+        return Model(layers, hnn.Linear.init(In, hax.Axis("classes", 10), key=key))
+
+    def __call__(self, x):
+        return self.head(self.layers.fold(x))
+
+
+MODEL = Model.init(jax.random.key(0))
+POLICY = Policy([Rule("layers/.*", SR)])
+
+
+@eqx.filter_jit
+def run(model, key):
+    with step_key(key):
+        return eqx.filter_value_and_grad(lambda m: jnp.sum(jnp.sin(m(X).array)))(model)
+
+
+@pytest.mark.parametrize("out_first", [False, True])
+def test_a_layer_has_the_bits_of_linear(out_first):
+    layer = hnn.Linear.init(In, Hidden, key=jax.random.key(0), out_first=out_first, dot_general=DotGeneral(SR, "up"))
+
+    @eqx.filter_jit
+    def step(layer, key):
+        with step_key(key):
+            weight = layer.weight.array * layer.reparam.active_scale
+            want = linear(X.array, weight, SR, key=layer_key("up"), w_axes="nk" if out_first else "kn")
+            return layer(X).array, want + layer.bias.array
+
+    assert_bitwise(*step(layer, KEY))
+
+
+def test_explain():
+    assert [(d.path, d.shape, d.why) for d in POLICY.explain(MODEL)] == [
+        ("layers/up", (3, 32, 64), "rule 'layers/.*'"),
+        ("layers/down", (3, 32, 64), "rule 'layers/.*'"),
+        ("head", (10, 32), "keep 'head'"),
+    ]
+    with pytest.raises(ValueError, match="layers must not be scanned for first_bf16=1"):
+        Policy(default=SR, first_bf16=1).explain(MODEL)
+
+
+def test_the_weights_do_not_change():
+    adapted = apply(MODEL, POLICY)
+    assert adapted.layers.stacked.up.weight is MODEL.layers.stacked.up.weight
+    assert isinstance(adapted.layers.stacked.up.dot_general, DotGeneral)
+    assert adapted.head.dot_general is MODEL.head.dot_general
+    trained = [[a.shape for a in jax.tree.leaves(eqx.filter(m, eqx.is_inexact_array))] for m in (adapted, MODEL)]
+    assert trained[0] == trained[1]
+
+
+def test_every_layer_of_every_step_draws_its_own_bits(monkeypatch):
+    model, drawn = apply(MODEL, POLICY), record_keys(monkeypatch)
+    for key in (KEY, jax.random.key(6)):
+        run(model, key)
+    jax.effects_barrier()
+    assert len(set(drawn)) == 12  # two steps, three blocks, two layers
+    with step_key(KEY):
+        assert tuple(np.asarray(jax.random.key_data(layer_key("layers_2/up"))).tolist()) in drawn
+
+
+def test_a_layer_without_a_key_raises():
+    with pytest.raises(ValueError, match="layer 'layers/up': key must be given"):
+        apply(MODEL, POLICY)(X)
+    layer = hnn.Linear.init(In, Hidden, key=jax.random.key(0), dot_general=DotGeneral(SR))
+    with step_key(KEY), pytest.raises(ValueError, match=r"DotGeneral: key must be given.*path=\.\.\."):
+        layer(X)
+    hnn.Linear.init(In, Hidden, key=jax.random.key(0), dot_general=DotGeneral(NEAREST))(X)

@@ -1,0 +1,115 @@
+"""Models that Qwix drives by a policy have the bits of the same models under ``jnvfp4.flax``."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bitwise, assert_same_tensor
+
+pytest.importorskip("flax", "0.12")
+pytest.importorskip("qwix")
+
+import qwix
+from flax import linen as nn
+from flax import nnx
+from flax_models import TOKENS, Mlp, NnxTransformer, Stack, Transformer, record_keys
+
+from jnvfp4 import Policy, Rule, einsum, recipes, step_key
+from jnvfp4.flax.linen import intercept
+from jnvfp4.flax.nnx import apply
+from jnvfp4.qwix import Provider
+
+SR, NEAREST = recipes.pretrain(), recipes.DEFAULT
+LINEN, NNX = Policy([Rule("block_.*", SR)]), Policy([Rule("blocks/.*", SR)])
+KEY = jax.random.key(5)
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Qwix, about Flax
+X = jnp.asarray(np.random.default_rng(1).normal(size=(2, 16, 32)), jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def cpu():
+    """Where the pinned order along K makes every product bitwise."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def loss(logits):
+    return jnp.sum(jnp.sin(logits.astype(jnp.float32)))
+
+
+def test_a_linen_model_has_the_bits_of_intercept():
+    model = Transformer()
+    variables = model.init(jax.random.key(0), TOKENS)
+    driven = qwix.quantize_model(model, Provider(LINEN))
+    assert_same_tensor(driven.init(jax.random.key(0), TOKENS), variables)
+
+    @jax.jit
+    def ours(variables):
+        with intercept(LINEN):
+            return loss(model.apply(variables, TOKENS, rngs={"sr": KEY}))
+
+    theirs = jax.jit(lambda variables: loss(driven.apply(variables, TOKENS, rngs={"sr": KEY})))
+    assert_same_tensor(jax.value_and_grad(theirs)(variables), jax.value_and_grad(ours)(variables))
+    assert str(jax.make_jaxpr(theirs)(variables)).count("nvfp4_matmul[") == 14
+
+
+def test_an_nnx_model_has_the_bits_of_apply():
+    model = NnxTransformer(nnx.Rngs(0), layers=1)
+    with step_key(KEY):
+        driven = qwix.quantize_model(model, Provider(NNX), TOKENS)
+
+    @nnx.jit
+    def step(model, key):
+        with step_key(key):
+            return nnx.value_and_grad(lambda m: loss(m(TOKENS)))(model)
+
+    got, want = step(driven, KEY), step(apply(model, NNX), KEY)
+    assert_bitwise(got[0], want[0])
+    assert_same_tensor(nnx.to_pure_dict(got[1]), nnx.to_pure_dict(want[1]))
+
+
+class Flipped(nn.Module):
+    """Weights first, as einsum and as dot_general, and a module with two parameters."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.normal(1.0), (48, 32))
+        v = self.param("v", nn.initializers.normal(1.0), (16, 48))
+        y = jnp.einsum("fd,bsd->bsf", w, x)
+        return jax.lax.dot_general(v, y, (((1,), (2,)), ((), ())))
+
+
+def test_weights_may_be_the_left_operand():
+    model = Flipped()
+    variables = model.init(jax.random.key(0), X)
+    got = qwix.quantize_model(model, Provider(Policy(default=NEAREST))).apply(variables, X)
+    w, v = variables["params"]["w"], variables["params"]["v"]
+    want = einsum("bsf,nf->nbs", einsum("bsd,fd->bsf", X, w), v)
+    assert_bitwise(got, want)
+
+
+def test_every_parameter_of_a_module_is_a_layer(monkeypatch):
+    variables = Flipped().init(jax.random.key(0), X)
+    drawn = record_keys(monkeypatch)
+    qwix.quantize_model(Flipped(), Provider(Policy(default=SR))).apply(variables, X, rngs={"sr": KEY})
+    with step_key(KEY):
+        qwix.quantize_model(Flipped(), Provider(Policy(default=SR))).apply(variables, X)
+    jax.effects_barrier()
+    assert len(set(drawn)) == 4
+
+
+def test_first_and_last_layers_stay_in_high_precision():
+    model = Stack(layers=4)
+    variables = model.init(jax.random.key(0), X)
+    driven = qwix.quantize_model(model, Provider(Policy(default=NEAREST, first_bf16=1, last_bf16=2)))
+    assert str(jax.make_jaxpr(lambda v: driven.apply(v, X))(variables)).count("nvfp4_matmul[") == 2
+
+
+def test_the_policy_is_checked():
+    variables = Mlp().init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="every rule must match a layer, got 'gate'"):
+        qwix.quantize_model(Mlp(), Provider(Policy([Rule("gate", SR)]))).apply(variables, X)
+    with pytest.raises(ValueError, match="layer 'up': key must be given"):
+        qwix.quantize_model(Mlp(), Provider(Policy(default=SR))).apply(variables, X)
+    with pytest.raises(TypeError, match=r"Provider: policy must be a jnvfp4\.Policy, got \[\]"):
+        Provider([])
