@@ -52,7 +52,7 @@ class Provider(qwix.QuantizationProvider):
         if isinstance(model, flax_nnx.Module):
             layers = [layer for _, layer in nnx.layers_in(model)]
         else:
-            layers = [] if model.is_initializing() else linen.layers_of_params(model.variables.get("params", {}))
+            layers = [] if model.is_initializing() else linen.layers_of_params(model)
         if layers:
             self.policy.plan(layers)  # for its checks
         self.depths = depths_of(layers)
@@ -99,7 +99,8 @@ class Provider(qwix.QuantizationProvider):
         if (names[0] is None) == (names[1] is None):
             return None
         side = 0 if names[1] is None else 1
-        path = "/".join(map(str, flax_util.get_current_module_path()))
+        is_linen = isinstance(module, nn.Module)
+        path = linen.path_of(module) if is_linen else "/".join(map(str, flax_util.get_current_module_path()))
         layer = Layer(path, tuple((lhs, rhs)[side].shape))
         recipe = self.policy.decide(layer, self.depths).recipe
         # A module may have several parameters, each of which is a layer.

@@ -179,6 +179,51 @@ def test_a_layer_with_a_product_of_its_own_keeps_it(attribute):
     assert_bitwise(got, nn.Dense(48).apply(variables, X))
 
 
+def test_a_head_with_tied_weights_has_its_name():
+    """Some models apply it as a model by itself."""
+
+    class Tied(nn.Module):
+        def setup(self):
+            self.embed = nn.Embed(48, 32)
+            self.up = nn.Dense(32)
+            self.lm_head = nn.Dense(48, use_bias=False)
+
+        def __call__(self, tokens):
+            x = self.up(self.embed(tokens))
+            return self.lm_head.apply({"params": {"kernel": self.embed.embedding.T}}, x)
+
+    variables = Tied().init(jax.random.key(0), TOKENS)
+
+    def apply(variables, policy):
+        with intercept(policy):
+            return Tied().apply(variables, TOKENS)
+
+    for keep, products in (("lm_head",), 1), ((), 2):
+        program = str(jax.make_jaxpr(lambda v, k=keep: apply(v, Policy(default=NEAREST, keep=k)))(variables))
+        assert program.count("nvfp4_matmul[") == products
+
+
+class Own(nn.Module):
+    """Multiplies by itself, as some models do."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.param("kernel", nn.initializers.lecun_normal(), (32, 48))
+
+
+def test_a_module_that_multiplies_by_itself_is_named():
+    model = nn.Sequential([Own(), nn.Dense(32)])
+    variables = init(model)
+    decision = Policy(default=NEAREST).explain(model, X)[0]
+    assert (decision.path, decision.recipe) == ("layers_0", None)
+    assert decision.why == "a Own, which jnvfp4.qwix.Provider reaches and intercept does not"
+    message = "intercept: layer 'layers_0' is a Own, which .* intercept does not"
+    with pytest.warns(UserWarning, match=message), intercept(Policy(default=NEAREST)):
+        model.apply(variables, X)
+    with intercept(Policy([Rule("layers_0", None)], default=NEAREST)):
+        model.apply(variables, X)
+
+
 def test_an_einsum_that_is_no_product_stays_as_it_is():
     model = nn.Einsum((32, 8), "bsd,de->bsde", use_bias=False)
     decision = Policy(default=NEAREST).explain(nn.Sequential([model]), X)[0]

@@ -1,6 +1,7 @@
 """Flax Linen: ``intercept`` quantizes the layers of a model as it is; ``dot_general_cls`` is for its arguments."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -113,13 +114,15 @@ class Interceptor:
         with nullcontext() if module.path else self._inside(module):
             if context.method_name == "__call__" and isinstance(module, LAYERS):
                 return self._layer(module, call, args, options)
+            if context.method_name == "__call__" and (layer := _unknown(module)) is not None:
+                self._warn(layer)
             return call(*args, **options)
 
     @contextmanager
     def _inside(self, model: nn.Module) -> Iterator[None]:
         """Learns the layers of a model; it may call another model, after which its own are known again."""
         known = self.shapes, self.depths, self.depth_of_calls
-        layers = layers_of_params(model.variables.get("params", {}))
+        layers = layers_of_params(model)
         if not self.depth_of_calls:
             self.policy.plan(layers)  # for its checks, which are about the outermost model
         self.shapes, self.depths = {layer.path: layer.shape for layer in layers}, depths_of(layers)
@@ -135,6 +138,13 @@ class Interceptor:
         if recipe is None:
             return call(*args, **options)
         return self.run(module, layer.path, recipe, call, args, options)
+
+    def _warn(self, layer: Layer) -> None:
+        if self.policy.decide(layer._replace(reason=None), self.depths).recipe is not None:
+            warnings.warn(
+                f"intercept: layer {layer.path!r} is {layer.reason}; a rule with recipe None ends this warning",
+                stacklevel=2,
+            )
 
     def run(
         self, module: nn.Module, path: str, recipe: Recipe, call: Callable, args: tuple, options: dict[str, Any]
@@ -183,15 +193,29 @@ def _subscripts(module: nn.Einsum, einsum_str: str | None) -> str:
 
 
 # ---------------------------------------------------------------- what a model consists of
+def path_of(module: nn.Module) -> str:
+    """Returns the path of a module; where it is applied as a model by itself, as for tied weights, its name."""
+    return "/".join(module.path) or module.name or ""
+
+
 def describe(
     module: nn.Module, args: tuple, options: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> Layer:
     """Describes a layer that is being called; ``shapes`` are those of all weights of the model by path."""
-    path = "/".join(module.path)
+    path = path_of(module)
     kernel = nn.unbox(module.variables["params"]["kernel"]).shape
     sizes, reason = _sizes(module, kernel, args, options)
     whole = shapes.get(path, kernel)
     return Layer(path, whole, sizes, len(whole) > len(kernel), reason)
+
+
+def _unknown(module: nn.Module) -> Layer | None:
+    """Describes a module that is no module of Flax and has a kernel, for which Flax has no hook."""
+    kernel = nn.unbox(module.variables.get("params", {})).get("kernel")
+    if type(module).__module__.startswith("flax.") or getattr(kernel, "ndim", 0) < 2:
+        return None
+    reason = f"a {type(module).__name__}, which jnvfp4.qwix.Provider reaches and intercept does not"
+    return Layer(path_of(module), kernel.shape, reason=reason)
 
 
 def _sizes(
@@ -224,11 +248,13 @@ def _tuple(axes: Any) -> tuple[int, ...]:
     return (axes,) if isinstance(axes, int) else tuple(axes)
 
 
-def layers_of_params(params: Any) -> list[Layer]:
-    """Lists what may be layers: arrays of two or more axes that are named kernel."""
-    leaves = jax.tree_util.tree_leaves_with_path(nn.unbox(params))
+def layers_of_params(model: nn.Module, params: Any = None) -> list[Layer]:
+    """Lists what may be layers of a model: its parameters of two or more axes that are named kernel."""
+    tree = model.variables.get("params", {}) if params is None else params
+    leaves = jax.tree_util.tree_leaves_with_path(nn.unbox(tree))
     named = [([str(getattr(k, "key", k)) for k in keys], leaf) for keys, leaf in leaves]
-    return [Layer("/".join(path[:-1]), leaf.shape) for path, leaf in named if path[-1] == "kernel" and leaf.ndim >= 2]
+    kernels = [(path[:-1], leaf) for path, leaf in named if path[-1] == "kernel" and leaf.ndim >= 2]
+    return [Layer("/".join(path) or model.name or "", leaf.shape) for path, leaf in kernels]
 
 
 @layers_of.register(nn.Module)
@@ -238,14 +264,16 @@ def _layers_of_module(module: nn.Module, *inputs: Any, **keywords: Any) -> list[
 
     def see(call: Callable, args: tuple, options: dict[str, Any], context: Any) -> Any:
         result = call(*args, **options)
-        if context.method_name == "__call__" and isinstance(context.module, LAYERS):
-            layer = describe(context.module, args, options, {})
-            called[layer.path] = layer
+        if context.method_name == "__call__":
+            known = isinstance(context.module, LAYERS)
+            layer = describe(context.module, args, options, {}) if known else _unknown(context.module)
+            if layer is not None:
+                called[layer.path] = layer
         return result
 
     with nn.intercept_methods(see):
         variables = jax.eval_shape(partial(module.init, **keywords), jax.random.key(0), *inputs)
-    shapes = {layer.path: layer.shape for layer in layers_of_params(variables["params"])}
+    shapes = {layer.path: layer.shape for layer in layers_of_params(module, variables["params"])}
     return [
         layer._replace(shape=shapes[path], stacked=len(shapes[path]) > len(layer.shape))
         for path, layer in called.items()
