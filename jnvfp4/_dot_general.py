@@ -254,5 +254,4 @@ def _reshaped(array: jax.Array, sizes: list[int], axes: list[Any]) -> jax.Array:
 
 def _draws_for_w(recipe: Recipe) -> bool:
     """Says whether w is rounded stochastically; its random bits are then those of w [N, K]."""
-    dgrad = recipe.dgrad_specs
-    return any(spec.rounding == "stochastic" for spec in (recipe.fprop.w, *([dgrad.w] if dgrad else [])))
+    return any(gemm is not None and gemm.w.rounding == "stochastic" for gemm in (recipe.fprop, recipe.dgrad_specs))

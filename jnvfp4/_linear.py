@@ -130,7 +130,7 @@ def call_linear(call: Call, x: Any, w: Any, bias: Any, key: Any, quantized: Quan
     key = recipe_key(op, recipe, key)
     x = as_float_array(op, "x", x)
     bias = None if bias is None else as_float_array(op, "bias", bias)
-    if recipe.fprop.x is None and x.dtype == jnp.float32:
+    if recipe.fprop is not None and recipe.fprop.x is None and x.dtype == jnp.float32:
         raise TypeError(f"{op}: x must be bfloat16 or float16 for a weight-only recipe, got {x.dtype}")
     n, k = _weight_sizes(call, x, w)
     if bias is not None and bias.shape != (n,):
@@ -151,7 +151,12 @@ def call_linear(call: Call, x: Any, w: Any, bias: Any, key: Any, quantized: Quan
 
 def _frozen(call: Call, w: NVFP4Tensor) -> tuple[Call, NVFP4Tensor]:
     """Checks weights that are quantized already; returns them packed, and the call by which they have no gradient."""
-    op, (x_spec, w_spec) = call.op, call.recipe.fprop
+    op, given = call.op, call.recipe.fprop
+    if given is None:
+        raise ValueError(
+            f"{op}: recipe.fprop must be a pair for an NVFP4Tensor w, got None; jnvfp4.dequantize gives its values"
+        )
+    x_spec, w_spec = given
     if call.w_axes != "nk":
         raise ValueError(
             f"{op}: w_axes must be 'nk' for an NVFP4Tensor w, whose blocks run along its last axis, K, got "
@@ -199,7 +204,7 @@ def _weight_sizes(call: Call, x: jax.Array, w: jax.Array | NVFP4Tensor) -> tuple
 
 
 def _check_contractions(op: str, w_shape: tuple[int, ...], n: int, k: int, recipe: Recipe) -> None:
-    unit = _unit(recipe.fprop)
+    unit = _unit_of_k(recipe)
     if k % unit:
         raise ValueError(
             f"{op}: K must be a multiple of {unit}, got K={k} in w.shape={w_shape}; pad K of x and w to {_up(k, unit)}"
@@ -215,16 +220,23 @@ def _check_contractions(op: str, w_shape: tuple[int, ...], n: int, k: int, recip
 def _needs_of_n(recipe: Recipe) -> list[tuple[str, int]]:
     """Lists what N must be a multiple of, and why."""
     needs = [("recipe.dgrad contracts over it", _unit(recipe.dgrad_specs))]
-    if recipe.fprop.w.block_rows == BLOCK:
+    if recipe.fprop is not None and recipe.fprop.w.block_rows == BLOCK:
         needs.append(("recipe.fprop quantizes w in 16x16 tiles", BLOCK))
     if recipe.wgrad_specs and recipe.wgrad_specs.dy.block_rows == BLOCK:
         needs.append(("recipe.wgrad quantizes dy in 16x16 tiles", BLOCK))
     return needs
 
 
+def _unit_of_k(recipe: Recipe) -> int:
+    """Returns what K must be a multiple of: fprop contracts over it, and the other GEMMs may have tiles along it."""
+    dgrad, wgrad = recipe.dgrad_specs, recipe.wgrad_specs
+    tiled = [spec.block_rows for spec in (dgrad and dgrad.w, wgrad and wgrad.x) if spec is not None]
+    return max(_unit(recipe.fprop), *tiled, 1)
+
+
 def units(recipe: Recipe) -> tuple[int, int]:
     """Returns the numbers that N and K must be multiples of."""
-    return max(unit for _, unit in _needs_of_n(recipe)), _unit(recipe.fprop)
+    return max(unit for _, unit in _needs_of_n(recipe)), _unit_of_k(recipe)
 
 
 def _check_flattening(op: str, x: jax.Array) -> None:
@@ -255,7 +267,7 @@ def _quantized_pair(op: str, x: jax.Array, recipe: Recipe, quantized: Quantized)
             "flatten its leading axes"
         )
     wgrad = recipe.wgrad_specs
-    _check_tensor(op, "quantized.row", row, "recipe.fprop.x", recipe.fprop.x, x.shape)
+    _check_tensor(op, "quantized.row", row, "recipe.fprop.x", recipe.fprop and recipe.fprop.x, x.shape)
     _check_tensor(op, "quantized.col", col, "recipe.wgrad.x", wgrad and wgrad.x, x.shape[::-1])
     if col is not None and x.shape[0] % _unit(wgrad):
         raise ValueError(
@@ -339,15 +351,12 @@ class _Quantizer(NamedTuple):
         row, col = quantize_pair(padded, row_spec, col_spec, key=key, implementation=self.implementation)
         return _crop_rows(row, x.shape[0]), col
 
-    def weights(
-        self, w: jax.Array, w_axes: WeightAxes, fprop: QuantSpec, dgrad: QuantSpec | None
-    ) -> tuple[NVFP4Tensor, NVFP4Tensor | None]:
+    def weights(self, w: jax.Array, w_axes: WeightAxes, fprop: QuantSpec | None, dgrad: QuantSpec | None) -> Pair:
         """Quantizes w along K, [N, K], and along N, [K, N]: for "kn" the second is the orientation of the array."""
         if w_axes == "nk":
             along_k, along_n = self.both(w, fprop, dgrad, 1, W)
         else:
             along_n, along_k = self.both(w, dgrad, fprop, 1, W)
-        assert along_k is not None
         return along_k, along_n
 
 
@@ -368,13 +377,24 @@ def _unpack(t: Any) -> Any:
 # ---------------------------------------------------------------- the GEMMs
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _linear2d(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, call: Call) -> jax.Array:
+    if call.recipe.fprop is None:
+        assert not isinstance(w, NVFP4Tensor)
+        return _unquantized(call, x, w, bias)
     x_spec, w_spec = call.recipe.fprop
     quantizer = _Quantizer(key, call.common)
     qx = quantized[0] or (x if x_spec is None else quantizer.rows(x, x_spec, X))
     if isinstance(w, NVFP4Tensor):
         return _product(call, _save(qx), _unpack(w), bias)
     qw, _ = quantizer.weights(w, call.w_axes, w_spec, None)
+    assert qw is not None
     return _product(call, _save(qx), _save(qw), bias)
+
+
+def _unquantized(call: Call, x: jax.Array, w: jax.Array, bias: Any) -> jax.Array:
+    """Computes y in high precision, from x and w as the caller passed them."""
+    contracted = (1, 1 if call.w_axes == "nk" else 0)
+    y = _high_precision(x, w, contracted, call.out_dtype if bias is None else jnp.float32, [None, None])
+    return y if bias is None else (y + bias.astype(jnp.float32)[None]).astype(call.out_dtype)
 
 
 def _product(call: Call, qx: Any, qw: NVFP4Tensor, bias: Any) -> jax.Array:
@@ -396,17 +416,19 @@ def _forward(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, call
         return _linear2d(x, w, bias, key, quantized, call), (None, w, of_frozen, key)
     recipe, quantizer = call.recipe, _Quantizer(key, call.common)
     dgrad, wgrad = recipe.dgrad_specs, recipe.wgrad_specs
-    specs = (recipe.fprop.x, wgrad and wgrad.x)
+    of_x, of_w = recipe.fprop or (None, None)
+    specs = (of_x, wgrad and wgrad.x)
     row_spec, col_spec = (None if t else spec for t, spec in zip(quantized, specs, strict=True))
     x_row, x_t = quantizer.both(x, row_spec, col_spec, _unit(wgrad), X)
     x_row, x_t = quantized[0] or x_row, quantized[1] or x_t
-    w_row, w_t = quantizer.weights(w, call.w_axes, recipe.fprop.w, dgrad and dgrad.w)
-    qx, qw = _save(x if x_row is None else x_row), _save(w_row)
+    w_row, w_t = quantizer.weights(w, call.w_axes, of_w, dgrad and dgrad.w)
+    qx, qw = _save(x if x_row is None else x_row), w_row and _save(w_row)
     w_saved = _save(w_t) if w_t is not None else _save(w) if recipe.dgrad is None else qw
     x_saved = _save(x_t) if x_t is not None else _save(x) if recipe.wgrad is None else qx
     # Empty arrays carry the dtypes to the backward pass.
     like = (_no_elements(x), _no_elements(w), None if bias is None else _no_elements(bias))
-    return _product(call, qx, qw, bias), (_pack(x_saved), _pack(w_saved), like, key)
+    y = _unquantized(call, x, w, bias) if qw is None else _product(call, qx, qw, bias)
+    return y, (_pack(x_saved), _pack(w_saved), like, key)
 
 
 @partial(jax.jit, inline=True)

@@ -307,6 +307,8 @@ def recipe_name(recipe: Recipe | None) -> str:
         "DEFAULT": recipes.DEFAULT,
         "row_scaled()": recipes.row_scaled(),
         "four_over_six()": recipes.four_over_six(),
+        "pretrain_4over6()": recipes.pretrain_4over6(),
+        "rl()": recipes.rl(),
         "window64()": recipes.window64(),
         "inference()": recipes.inference(),
         "inference(weight_only=True)": recipes.inference(weight_only=True),

@@ -45,9 +45,9 @@ class Recipe:
 
     Attributes:
       fprop: the pair (spec of x, spec of w). With None for x only the weights are quantized, and x must be bfloat16 or
-        float16.
+        float16. Or None, to compute y in high precision from the original x and w, while gradients may be quantized.
       dgrad: the pair (spec of dy, spec of w transposed); or None, to compute dx in high precision from the original w;
-        or "dequantized", to compute it in high precision from the quantized w of fprop.
+        or "dequantized", to compute it in high precision from the quantized w of fprop, which fprop=None has not.
       wgrad: the pair (spec of dy transposed, spec of x transposed); None and "dequantized" mean the same with x.
 
     Raises:
@@ -55,13 +55,13 @@ class Recipe:
         rotated.
     """
 
-    fprop: Fprop
+    fprop: Fprop | None
     dgrad: Dgrad | Literal["dequantized"] | None
     wgrad: Wgrad | Literal["dequantized"] | None
 
     def __init__(
         self,
-        fprop: tuple[QuantSpec | None, QuantSpec] = (NVFP4, NVFP4_2D),
+        fprop: tuple[QuantSpec | None, QuantSpec] | None = (NVFP4, NVFP4_2D),
         dgrad: Gradient = (NVFP4, NVFP4_2D),
         wgrad: Gradient = (NVFP4, NVFP4),
     ) -> None:
@@ -71,6 +71,8 @@ class Recipe:
             ("wgrad", _gradient(Wgrad, wgrad)),
         ):
             object.__setattr__(self, field, value)
+            if fprop is None and value == "dequantized":
+                raise ValueError(f'Recipe: {field} must not be "dequantized" for fprop=None, which quantizes nothing')
 
     @property
     def dgrad_specs(self) -> Dgrad | None:
@@ -85,13 +87,15 @@ class Recipe:
     @property
     def stochastic(self) -> bool:
         """Says whether any spec rounds stochastically, so that a key is needed."""
-        pairs = (self.fprop, self.dgrad_specs or (), self.wgrad_specs or ())
+        pairs = (self.fprop or (), self.dgrad_specs or (), self.wgrad_specs or ())
         return any(spec is not None and spec.rounding == "stochastic" for pair in pairs for spec in pair)
 
 
-def _fprop(pair: object) -> Fprop:
+def _fprop(pair: object) -> Fprop | None:
+    if pair is None:
+        return None
     if not _is_pair(pair, first_optional=True):
-        raise ValueError(f"Recipe: fprop must be a pair (x spec or None, w spec), got {pair!r}")
+        raise ValueError(f"Recipe: fprop must be a pair (x spec or None, w spec) or None, got {pair!r}")
     specs = Fprop(*pair)
     if specs.x is None and specs.w.format.amax_scope == "window64":
         raise ValueError(f'Recipe: fprop weight-only needs a w spec with amax_scope "tensor" or "row", got {pair!r}')
@@ -264,6 +268,41 @@ def window64(*, backward: Backward = "nvfp4", stochastic_rounding: bool | None =
     dy = _dy_spec(stochastic)
     recipe = Recipe(Fprop(WINDOW64, NVFP4_2D), Dgrad(dy, NVFP4_2D), Wgrad(dy, WINDOW64))
     return _with_backward(recipe, backward)
+
+
+def pretrain_4over6(*, stochastic_rounding: bool = True) -> Recipe:
+    """Makes ``pretrain`` with a forward pass that errs less: x and w have 1x16 blocks with 4over6 scales.
+
+    The gradients are those of ``pretrain``: w in 16x16 tiles, dy rounded stochastically, the operands of wgrad rotated.
+    So w has other values in the backward pass than in the forward pass, and is quantized twice.
+
+    Args:
+      stochastic_rounding: as in ``pretrain``.
+
+    Source: the ablations of Quartet II (IST-DASLab), where the forward pass causes most of the loss, 4over6 lessens it
+    and 16x16 tiles add to it.
+    """
+    _check_switches("pretrain_4over6", stochastic_rounding=stochastic_rounding)
+    spec = _four_over_six_spec()
+    return replace(pretrain(stochastic_rounding=stochastic_rounding), fprop=Fprop(spec, spec))
+
+
+def rl(*, backward: Literal["dequantized", "high_precision"] = "dequantized", four_over_six: bool = False) -> Recipe:
+    """Makes the recipe for reinforcement learning: training computes y with the bits of a rollout in NVFP4.
+
+    x has one amax for each row (token), so that a token has the same bits in every batch; w has 1x16 blocks and one
+    amax, as in a checkpoint for inference. Nothing is rotated or rounded stochastically.
+
+    Args:
+      backward: "dequantized" or "high_precision", as in ``pretrain``.
+      four_over_six: give x and w 4over6 block scales.
+
+    Source: the NVFP4 recipes of the RL trainers miles, SkyRL, verl and NeMo-RL.
+    """
+    _check("rl", "backward", backward, ("dequantized", "high_precision"))
+    _check_switches("rl", four_over_six=four_over_six)
+    x, w = (_four_over_six_spec(amax_scope="row"), _four_over_six_spec()) if four_over_six else (ROW_SCALED, NVFP4)
+    return _with_backward(Recipe(Fprop(x, w)), backward)
 
 
 def inference(*, weight_only: bool = False) -> Recipe:

@@ -74,6 +74,10 @@ NAMED = {
     "window64_nearest": recipes.window64(stochastic_rounding=False),
     "window64_high_precision": recipes.window64(backward="high_precision"),
     "window64_dequantized": recipes.window64(backward="dequantized"),
+    "pretrain_4over6": recipes.pretrain_4over6(),
+    "rl": recipes.rl(),
+    "rl_high_precision": recipes.rl(backward="high_precision"),
+    "rl_4over6": recipes.rl(four_over_six=True),
     "inference": recipes.inference(),
     "inference_weight_only": recipes.inference(weight_only=True),
 }

@@ -83,6 +83,27 @@ TABLE = {
         (NVFP4, NVFP4_2D),
         (NVFP4, WINDOW64),
     ),
+    "pretrain_4over6": (
+        recipes.pretrain_4over6(),
+        (ONE, ONE),
+        (NVFP4_SR, NVFP4_2D),
+        (NVFP4_RHT_SR, NVFP4_RHT),
+    ),
+    "pretrain_4over6, nearest": (
+        recipes.pretrain_4over6(stochastic_rounding=False),
+        (ONE, ONE),
+        (NVFP4, NVFP4_2D),
+        (NVFP4_RHT, NVFP4_RHT),
+    ),
+    "rl": (recipes.rl(), (ROW_SCALED, NVFP4), "dequantized", "dequantized"),
+    "rl, high precision": (recipes.rl(backward="high_precision"), (ROW_SCALED, NVFP4), None, None),
+    "rl, 4over6": (
+        recipes.rl(four_over_six=True),
+        (four_over_six(amax_scope="row"), ONE),
+        "dequantized",
+        "dequantized",
+    ),
+    "no fprop": (Recipe(None), None, (NVFP4, NVFP4_2D), (NVFP4, NVFP4)),
     "inference": (recipes.inference(), (NVFP4, NVFP4), None, None),
     "inference, weight-only": (recipes.inference(weight_only=True), (None, NVFP4), None, None),
 }
@@ -120,7 +141,7 @@ def test_the_names_are_those_of_the_module():
     functions = {
         name for name, f in vars(recipes).items() if inspect.isfunction(f) and f.__module__ == recipes.__name__
     }
-    assert {name for name in functions if not name.startswith("_")} == {*TRAINING, "inference"}
+    assert {name for name in functions if not name.startswith("_")} == {*TRAINING, "pretrain_4over6", "rl", "inference"}
 
 
 # ---------------------------------------------------------------- backward
@@ -276,6 +297,15 @@ INVALID = {
         'four_over_six: rht must be False for scope="activations", since wgrad reads 4over6 activations, got True',
     ),
     "rht on all": (lambda: recipes.four_over_six("all", rht=True), 'rht must be False for scope="all"'),
+    "backward of rl": (
+        lambda: recipes.rl(backward="nvfp4"),
+        r"rl: backward must be one of \('dequantized', 'high_precision'\), got 'nvfp4'",
+    ),
+    "4over6 of rl": (lambda: recipes.rl(four_over_six=1), "rl: four_over_six must be True or False, got 1"),
+    "rounding of pretrain_4over6": (
+        lambda: recipes.pretrain_4over6(stochastic_rounding=None),
+        "pretrain_4over6: stochastic_rounding must be True or False, got None",
+    ),
     "rht without a quantized gradient": (
         lambda: recipes.pretrain(backward="dequantized", rht=False),
         'pretrain: rht must be left out for backward="dequantized", which quantizes no gradient, got False',
@@ -300,7 +330,7 @@ INVALID = {
     ),
     "fprop, a list": (
         lambda: Recipe([NVFP4, NVFP4]),
-        r"Recipe: fprop must be a pair \(x spec or None, w spec\), got \[",
+        r"Recipe: fprop must be a pair \(x spec or None, w spec\) or None, got \[",
     ),
     "wgrad, three": (lambda: Recipe(wgrad=(NVFP4,) * 3), r"Recipe: wgrad must be a pair \(dy spec, x spec\), got \("),
     "wgrad, a word": (

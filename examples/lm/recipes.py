@@ -16,7 +16,9 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     "four_over_six_activations": partial(recipes.four_over_six, "activations"),
     "four_over_six_all": partial(recipes.four_over_six, "all"),
     "window64": recipes.window64,
+    "pretrain_4over6": recipes.pretrain_4over6,
+    "rl": recipes.rl,
     "inference": recipes.inference,
     "weight_only": partial(recipes.inference, weight_only=True),
 }
-WITHOUT_BACKWARD = ("inference", "weight_only")  # their gradients are in high precision
+WITHOUT_BACKWARD = ("pretrain_4over6", "rl", "inference", "weight_only")  # --backward does not change their gradients
