@@ -12,6 +12,7 @@ from jnvfp4.spec import SUPPORTED_SPECS
 from jnvfp4.support import support_table
 
 ROOT = pathlib.Path(__file__).parent.parent
+NEEDS = {"flax.md": ("flax", "optax", "qwix")}  # libraries that jnvfp4 does not depend on, by page
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -21,6 +22,8 @@ def python_blocks(page: pathlib.Path) -> str:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p)], ids=lambda p: p.name)
 def test_code_blocks_run(page, tmp_path):
+    for library in NEEDS.get(page.name, ()):
+        pytest.importorskip(library)
     script = tmp_path / "blocks.py"
     script.write_text(python_blocks(page))
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}

@@ -264,7 +264,7 @@ def documented_recipes() -> list[list[str]]:
 def in_words(pair) -> str:
     if pair is None:
         return "high precision"
-    return ", ".join("16-bit" if spec is None else name_of(spec) for spec in pair)
+    return pair if isinstance(pair, str) else ", ".join("16-bit" if spec is None else name_of(spec) for spec in pair)
 
 
 def documented_recipe(call: str) -> Recipe:
