@@ -253,6 +253,25 @@ def test_join_rows_refuses_what_no_tensor_can_hold(hugging_face):
         hugging_face.join_rows(jnvfp4.quantize(w), jnvfp4.quantize(w, jnvfp4.ROW_SCALED))
 
 
+def test_train_flax(tmp_path):
+    for library in ("flax", "optax"):
+        pytest.importorskip(library)
+    out = run("train_flax.py", "--steps", "3", "--out", str(tmp_path), cwd=tmp_path, timeout=600)
+    assert re.findall(r"^(\w+) +(\w+) +first", out, flags=re.M) == [
+        (api, recipe) for api in ("linen", "nnx") for recipe in ("bf16", "pretrain", "pretrain_4over6")
+    ]
+    losses = json.loads((tmp_path / "train_flax.json").read_text())["losses"]
+    assert all(len(curve) == 3 for curves in losses.values() for curve in curves.values())
+
+
+def test_existing_models(tmp_path):
+    for library in ("flax", "qwix", "transformers"):
+        pytest.importorskip(library)
+    out = run("existing_models.py", cwd=tmp_path, timeout=600)
+    assert "BERT: 12 layers in NVFP4" in out
+    assert "GPT-2: 8 layers in NVFP4" in out
+
+
 # ---------------------------------------------------------------- docs/recipes.md
 def documented_recipes() -> list[list[str]]:
     """The rows of the table of recipes: name, call, fprop, dgrad, wgrad."""
