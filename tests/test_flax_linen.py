@@ -132,6 +132,19 @@ def test_a_model_of_one_layer():
     assert_bitwise(got, want)
 
 
+def test_missing_parameters_are_an_error_of_flax():
+    with pytest.raises(nn.module.errors.ScopeCollectionNotFound), intercept(Policy(default=NEAREST)):
+        nn.Dense(48).apply({}, X)
+
+
+def test_the_inner_policy_decides():
+    variables = init(Mlp())
+    with intercept(Policy(default=NEAREST)), intercept(Policy(default=recipes.inference())):
+        got = Mlp().apply(variables, X)
+    with intercept(Policy(default=recipes.inference())):
+        assert_bitwise(got, Mlp().apply(variables, X))
+
+
 def test_a_layer_of_ten_features_is_padded():
     model = nn.Dense(10, name="classes")
     policy = Policy(default=NEAREST)

@@ -12,6 +12,8 @@ pytest.importorskip("flax", "0.12")
 
 from flax import nnx
 from flax_models import TOKENS, WIDTH, NnxMlp, NnxTransformer, cross_entropy, record_keys
+from jax.sharding import PartitionSpec as P
+from meshes import assert_sharded, make_mesh, put
 
 from jnvfp4 import DotGeneral, Policy, Rule, layer_index, layer_key, linear, recipes, step_key
 from jnvfp4.flax import calibrate
@@ -105,10 +107,28 @@ def test_two_models_have_equal_graphs():
     assert hash(nnx.graphdef(first)) == hash(nnx.graphdef(second))
 
 
-def test_split_and_merge():
-    model = apply(mlp(), Policy(default=NEAREST, keep=()))
+def test_split_and_merge_change_no_bit():
+    model = apply(mlp(), ALL)
     graph, state = nnx.split(model)
-    assert_bitwise(jax.jit(lambda s, x: nnx.merge(graph, s)(x))(state, X), jax.jit(model)(X))
+
+    @jax.jit
+    def step(state, x, key):
+        with step_key(key):
+            return jax.value_and_grad(lambda s: value(nnx.merge(graph, s)(x)))(state)
+
+    (loss, grads), (want, wanted) = step(state, X, KEY), run(model, X, KEY)
+    assert_bitwise(loss, want)
+    assert_same_tensor(leaves(grads), leaves(wanted))
+
+
+def test_out_sharding_reaches_the_product():
+    mesh = make_mesh(jax.devices("cpu")[:8], kind="explicit")
+    model = apply(nnx.Linear(32, 64, use_bias=False, rngs=nnx.Rngs(0)), Policy(default=NEAREST))
+    want = model(X)
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda x: model(x, out_sharding=P("x", None, "y")))(put(X, mesh, P("x", None, None)))
+    assert_sharded(got, mesh, P("x", None, "y"))
+    assert_bitwise(got, want)
 
 
 def test_adapters_of_lora_stay_as_they_are():
@@ -296,6 +316,18 @@ def test_streams_give_every_layer_of_every_step_its_own_bits(monkeypatch, scan):
         run(model, X)
         jax.effects_barrier()
     assert len(set(drawn)) == 12  # two steps, three blocks, two layers
+
+
+def test_streams_under_remat():
+    """The recomputed layer draws the bits of the first time, and the next step draws others."""
+    model = apply(Remat(mlp()), ALL, rngs=nnx.Rngs(sr=3))
+    plain = apply(Remat(mlp()), ALL, rngs=nnx.Rngs(sr=3))
+    plain_call = nnx.jit(lambda m, x: nnx.value_and_grad(lambda m: value(m.inner(x)))(m))
+    for _ in range(2):
+        (loss, grads), (want, wanted) = run(model, X), plain_call(plain, X)
+        assert_bitwise(loss, want)
+        for layer in ("up", "down"):
+            assert_bitwise(*(leaves(g)["inner"][layer]["kernel"] for g in (grads, wanted)))
 
 
 def test_a_stream_is_reproducible():

@@ -71,12 +71,11 @@ class NVFP4DotGeneral(nn.Module):
     @nn.compact
     def __call__(self, lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, *args: Any, **options: Any) -> jax.Array:
         """Computes ``jax.lax.dot_general`` of activations and weights."""
-        dot = DotGeneral(self.recipe)
-        if self.recipe.stochastic and options.get("key") is None and not self.is_initializing():
-            options["key"] = key_in(self, "/".join(self.path[:-1]))
-        elif self.is_initializing():
+        if self.is_initializing():  # parameters alone matter, and there may be no key
             return jax.lax.dot_general(lhs, rhs, dimension_numbers, *args, **options)
-        return dot(lhs, rhs, dimension_numbers, *args, **options)
+        if self.recipe.stochastic and options.get("key") is None:
+            options["key"] = key_in(self, "/".join(self.path[:-1]))
+        return DotGeneral(self.recipe)(lhs, rhs, dimension_numbers, *args, **options)
 
 
 class _LinenDot(DotGeneral):
@@ -133,6 +132,8 @@ class Interceptor:
             self.shapes, self.depths, self.depth_of_calls = known
 
     def _layer(self, module: nn.Module, call: Callable, args: tuple, options: dict[str, Any]) -> Any:
+        if "kernel" not in module.variables.get("params", {}):
+            return call(*args, **options)  # Flax says what is missing
         layer = describe(module, args, options, self.shapes)
         recipe = self.policy.decide(layer, self.depths).recipe
         if recipe is None:
