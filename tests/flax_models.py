@@ -67,7 +67,7 @@ class Stack(nn.Module):
 
         loop = nn.scan(
             body,
-            variable_axes={"params": 0},
+            variable_axes={"params": 0, "keys": 0},
             split_rngs=dict(self.split_rngs),
             length=self.layers,
         )

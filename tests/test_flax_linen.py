@@ -15,9 +15,9 @@ from flax import linen as nn
 from flax_models import TOKENS, Mlp, Stack, Transformer, cross_entropy, record_keys, stacked
 
 import jnvfp4
-from jnvfp4 import Policy, Rule, layer_key, linear, recipes, step_key
+from jnvfp4 import Policy, Rule, _dot_general, layer_key, linear, recipes, step_key
 from jnvfp4.checkpoints import ConvertOptions
-from jnvfp4.flax import calibrate
+from jnvfp4.flax import calibrate, linen
 from jnvfp4.flax.linen import dot_general_cls, intercept
 
 SR, NEAREST = recipes.pretrain(), recipes.DEFAULT
@@ -349,14 +349,32 @@ STACKS = {
 }
 
 
+def sow_keys(monkeypatch):
+    """Makes each product store its key in the collection "keys" of its layer."""
+    original = _dot_general.call_linear
+
+    def sowing(call, x, w, bias, key, *rest):
+        linen._module.get().sow("keys", "drawn", jax.random.key_data(key))
+        return original(call, x, w, bias, key, *rest)
+
+    monkeypatch.setattr(_dot_general, "call_linear", sowing)
+
+
 @pytest.mark.parametrize(("model", "rngs"), STACKS.values(), ids=STACKS)
 def test_every_layer_of_every_step_draws_its_own_bits(monkeypatch, model, rngs):
     variables = init(Stack()) if not model.scan else stacked(init(Stack()))
-    drawn = record_keys(monkeypatch)
-    for key in (KEY, jax.random.key(6)):
-        run(model, variables, key=key, rngs=rngs)
-        jax.effects_barrier()
-    assert len(set(drawn)) == 12  # two steps, three blocks, two layers
+    sow_keys(monkeypatch)
+
+    @jax.jit
+    def step(variables, key):
+        with intercept(ALL):
+            if rngs:
+                return model.apply(variables, X, rngs={"sr": key}, mutable=["keys"])[1]
+            with step_key(key):
+                return model.apply(variables, X, mutable=["keys"])[1]
+
+    drawn = [leaf.reshape(-1, 2) for key in (KEY, jax.random.key(6)) for leaf in jax.tree.leaves(step(variables, key))]
+    assert len(np.unique(np.concatenate(drawn), axis=0)) == 12  # two steps, three blocks, two layers
 
 
 def test_scanned_layers_without_an_index_raise():
