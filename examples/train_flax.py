@@ -104,7 +104,8 @@ def train_linen(recipe: jnvfp4.Recipe | None, batches: list[np.ndarray], seed: i
     def step(params: Any, state: Any, batch: jax.Array, key: jax.Array) -> tuple[Any, Any, jax.Array]:
         def loss(params: Any) -> jax.Array:
             with jnvfp4.flax.linen.intercept(policy):
-                return loss_of(model.apply(params, batch[:, :-1], rngs={"sr": key}), batch[:, 1:])
+                logits: Any = model.apply(params, batch[:, :-1], rngs={"sr": key})
+            return loss_of(logits, batch[:, 1:])
 
         value, grads = jax.value_and_grad(loss)(params)
         updates, state = tx.update(grads, state, params)

@@ -182,11 +182,11 @@ def _einsum(module: nn.Einsum, dot: _LinenDot, inputs: jax.Array, einsum_str: st
     if module.use_bias:
         shape, broadcast_shape = module._get_bias_shape(subscripts, inputs, kernel)
         bias = module.param("bias", module.bias_init, shape, module.param_dtype)
-    inputs, kernel, bias = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
+    operands: Any = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
     key = dot._layer_key("einsum") if dot.recipe.stochastic else None
-    options = {"precision": module.precision, "preferred_element_type": module.preferred_element_type}
-    y = einsum(subscripts, inputs, kernel, recipe=dot.recipe, key=key, **options)
-    return y if bias is None else y + bias.reshape(broadcast_shape)
+    options: dict[str, Any] = {"precision": module.precision, "preferred_element_type": module.preferred_element_type}
+    y = einsum(subscripts, *operands[:2], recipe=dot.recipe, key=key, **options)
+    return y if bias is None else y + operands[2].reshape(broadcast_shape)
 
 
 def _subscripts(module: nn.Einsum, einsum_str: str | None) -> str:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from ..recipes import Recipe
 _SCAN_RNGS = "scan the nnx.RngState of the model along axis 0, as its parameters"
 Model = TypeVar("Model", bound=nnx.Module)
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
+Multiplying: TypeAlias = nnx.Linear | nnx.LinearGeneral | nnx.Einsum
 
 
 def apply(model: Model, policy: Policy, *, rngs: nnx.Rngs | None = None) -> Model:
@@ -97,7 +98,7 @@ class Keyed(nnx.Module):
         return self.product(*args, key=fold_path(self.stream(), str(self.product.path)), **options)
 
 
-def _product(module: nnx.Module, decision: Decision, rngs: nnx.Rngs | None) -> Callable | None:
+def _product(module: Multiplying, decision: Decision, rngs: nnx.Rngs | None) -> Callable | None:
     """Returns what a layer multiplies by, or None for what Flax multiplies by."""
     if decision.recipe is None:
         return None
@@ -116,17 +117,17 @@ def _stream(rngs: nnx.Rngs, stacked: tuple[int, ...]) -> nnx.RngStream:
     return nnx.RngStream(jax.random.split(key, stacked) if stacked else key, tag="sr")
 
 
-def plain_product(module: nnx.Module) -> Callable:
+def plain_product(module: Multiplying) -> Callable:
     """Returns what Flax multiplies by."""
     return jnp.einsum if isinstance(module, nnx.Einsum) else jax.lax.dot_general
 
 
-def product_of(module: nnx.Module) -> Callable | None:
+def product_of(module: Multiplying) -> Callable | None:
     """Returns what a layer multiplies by."""
     return module.einsum_op if isinstance(module, nnx.Einsum) else module.dot_general
 
 
-def set_product(module: nnx.Module, product: Callable | None) -> None:
+def set_product(module: Multiplying, product: Callable | None) -> None:
     """Makes a layer multiply by ``product``; None is that of Flax."""
     if product is None and not isinstance(module, nnx.LinearGeneral):
         product = plain_product(module)
@@ -136,7 +137,7 @@ def set_product(module: nnx.Module, product: Callable | None) -> None:
 
 
 # ---------------------------------------------------------------- what a model consists of
-def layers_in(model: nnx.Module) -> list[tuple[nnx.Module, Layer]]:
+def layers_in(model: nnx.Module) -> list[tuple[Multiplying, Layer]]:
     """Lists the layers of a model with their descriptions."""
     found = []
     for keys, module in nnx.iter_modules(model):
@@ -147,12 +148,12 @@ def layers_in(model: nnx.Module) -> list[tuple[nnx.Module, Layer]]:
     return found
 
 
-def _stacked(module: nnx.Module) -> int:
+def _stacked(module: Multiplying) -> int:
     """Returns how many axes of the weights count layers, for a loop over layers."""
     return module.kernel.ndim - len(_kernel_shape(module))
 
 
-def _kernel_shape(module: nnx.Module) -> tuple[int, ...]:
+def _kernel_shape(module: Multiplying) -> tuple[int, ...]:
     if isinstance(module, nnx.Einsum):
         return tuple(module.kernel_shape)
     if isinstance(module, nnx.LinearGeneral):
@@ -160,7 +161,7 @@ def _kernel_shape(module: nnx.Module) -> tuple[int, ...]:
     return module.in_features, module.out_features
 
 
-def _sizes(module: nnx.Module) -> tuple[tuple[int, int] | None, str | None]:
+def _sizes(module: Multiplying) -> tuple[tuple[int, int] | None, str | None]:
     """Returns N and K, or why the layer cannot be quantized."""
     if isinstance(module, nnx.Einsum):
         return _einsum_sizes(module)
