@@ -144,12 +144,14 @@ void produce(const Shape& s, Producer producer, const KernelSpec* row, const Ker
 }
 
 void rht_amax(const Shape& s, Float kind, bool transposed, int64_t count) {
-  Buffer x(s.batch * s.rows * s.cols * size_of(kind)), amax(count * 4);
-  check(
-      launch_rht_amax(
-          {x.as<void>(), kind, amax.as<float>(), {s.batch, s.rows, s.cols, {s.batch * s.rows / count, 0}, transposed}},
-          nullptr),
-      "rht_amax");
+  Buffer x(s.batch * s.rows * s.cols * size_of(kind)), amax(count * 4), plain(count * 4);
+  check(launch_rht_amax({x.as<void>(),
+                         kind,
+                         amax.as<float>(),
+                         plain.as<float>(),
+                         {s.batch, s.rows, s.cols, {s.batch * s.rows / count, 0}, transposed}},
+                        nullptr),
+        "rht_amax");
   check(cudaDeviceSynchronize(), "rht_amax");
 }
 
