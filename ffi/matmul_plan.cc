@@ -73,11 +73,11 @@ constexpr Row kTable[] = {
      all<needs_nvfp4, needs_free_order, needs_depth, needs_narrow>},
     {MatmulKernel::kSm90DenseFused, "sm90_dense_fused", kHopper, kHopper,
      all<needs_dense, needs_free_order, needs_depth, needs_narrow>},
+    {MatmulKernel::kSm90Nvfp4Windows, "sm90_nvfp4_windows", kHopper, kHopper,
+     all<needs_nvfp4, needs_windows, needs_depth, needs_narrow>},
     {MatmulKernel::kDecodeThenDot, "decode_then_dot", kAnyGpu, kNewest, needs_free_order},
     {MatmulKernel::kSm80Nvfp4Blocks, "sm80_nvfp4_blocks", kAnyGpu, kNewest, needs_nvfp4},
     {MatmulKernel::kSm80DenseElements, "sm80_dense_elements", kAnyGpu, kNewest, needs_dense},
-    {MatmulKernel::kSm90Nvfp4Windows, "sm90_nvfp4_windows", kHopper, kHopper,
-     all<needs_nvfp4, needs_windows, needs_depth, needs_narrow>},  // by name only, until it is measured
     {MatmulKernel::kCpuNvfp4Blocks, "cpu_nvfp4_blocks", kCpu, kCpu, needs_nvfp4},
     {MatmulKernel::kCpuDenseElements, "cpu_dense_elements", kCpu, kCpu, needs_dense},
 };

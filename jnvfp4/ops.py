@@ -319,8 +319,8 @@ def matmul_nt(
     Returns:
       [..., M, N] of ``out_dtype``: cast(fl(fl(alpha * y) + bias)), where y is the sum along K and alpha a factor made
       of the amaxes of the quantized operands. The CPU and the reference always sum in the pinned order, and so does a
-      GPU if an operand has amax scope "window64". Otherwise "fast" on a GPU uses the order of its tensor cores, which
-      is not defined; the result then differs from the pinned one within a rounding bound.
+      GPU other than Hopper if an operand has amax scope "window64". Otherwise "fast" on a GPU uses the order of its
+      tensor cores, which is not defined; the result then differs from the pinned one within a rounding bound.
 
     Raises:
       ValueError, TypeError: shapes, dtypes or formats do not fit; the message names them.

@@ -31,7 +31,9 @@ def test_a_gpu(capability):
     for left in LEFT:
         fast = FUSED[left] if capability == HOPPER else "decode_then_dot"
         assert plan(left, capability=capability)[::2] == (fast, "")
-    assert plan(windows=True, capability=capability) == ("sm80_nvfp4_blocks", 0, "")
+    windows = "sm90_nvfp4_windows" if capability == HOPPER else "sm80_nvfp4_blocks"
+    assert plan(windows=True, capability=capability)[::2] == (windows, "")
+    assert plan(windows=True, pinned=True, capability=capability) == ("sm80_nvfp4_blocks", 0, "")
     assert plan(pinned=True, capability=capability) == ("sm80_nvfp4_blocks", 0, "")
     assert plan("bfloat16", pinned=True, capability=capability) == ("sm80_dense_elements", 0, "")
 

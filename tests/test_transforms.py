@@ -330,7 +330,7 @@ def test_vmap_of_matmul_with_an_amax_per_window(native, a_axes, b_axes, scopes):
 
     def f(a, b):
         a, b = (NVFP4Tensor(*parts, Format(scope)) for parts, scope in zip((a, b), scopes, strict=True))
-        return matmul_nt(a, b, out_dtype=jnp.float32)
+        return matmul_nt(a, b, out_dtype=jnp.float32, accumulation="pinned")
 
     assert_vmap_is_a_loop(f, (a, b), (a_axes, b_axes))
 
