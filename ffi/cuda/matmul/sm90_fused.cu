@@ -103,8 +103,8 @@ cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* 
                        static_cast<int>(items),
                        plan.splits,
                        static_cast<int>(slots),
-                       quantized && !g.windows() && g.a.map.rows_per_amax % s.rows != 0,
-                       !g.windows() && g.b.map.rows_per_amax % s.cols != 0,
+                       quantized && !g.a.map.windows() && g.a.map.rows_per_amax % s.rows != 0,
+                       !g.b.map.windows() && g.b.map.rows_per_amax % s.cols != 0,
                        bf16        ? 0x1p8f
                        : quantized ? 0x1p28f
                                    : 0x1p14f,
