@@ -5,6 +5,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import skip_or_fail
@@ -26,13 +27,17 @@ def cuda():
 
 
 def search(expression: str, *, before: str = "", **options) -> str:
-    """What a new process prints of an expression of ``find`` and ``native``."""
-    code = "import ctypes; from jnvfp4 import _native as native; find = native.extensions()['cuda'].find_cublaslt"
-    root = str(pathlib.Path(_native.__file__).parents[1])
-    paths = os.pathsep.join([root, *options.pop("python_path", [])])
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, **options.pop("env", {})}
-    command = [sys.executable, "-c", f"{code}\n{before}\nprint({expression})"]
-    done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=120, **options)
+    """What a new process prints of an expression of ``find``. It does not import JAX, whose plugin may load a copy."""
+    file = _native.extensions()["cuda"].__file__
+    code = f"""
+import ctypes, importlib.util
+spec = importlib.util.spec_from_file_location("jnvfp4._cuda", {file!r})
+spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+find = module.find_cublaslt
+{before}
+print({expression})"""
+    env = {**os.environ, **options.pop("env", {})}
+    done = subprocess.run([sys.executable, "-c", code], env=env, text=True, capture_output=True, timeout=120, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -99,31 +104,47 @@ def test_a_library_that_is_too_old(tmp_path):
 
 
 # ---------------------------------------------------------------- wheels
-def wheel(folder: pathlib.Path, name: str = "nvidia_cublas") -> pathlib.Path:
-    path = library(folder / "nvidia" / "cu13" / "lib")
+@pytest.fixture
+def searched(monkeypatch):
+    """The paths that are searched for; none is found."""
+    paths = []
+    monkeypatch.setitem(
+        _native.extensions(),
+        "cuda",
+        SimpleNamespace(find_cublaslt=lambda path: paths.append(path) or ("", 0, "not loaded")),
+    )
+    _native._cublaslt_wheel.cache_clear()
+    yield paths
+    _native._cublaslt_wheel.cache_clear()
+
+
+def wheel(folder: pathlib.Path, name: str, file: str) -> str:
     info = folder / f"{name}-13.1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 13.1.2\n")
-    (info / "RECORD").write_text(f"{path.relative_to(folder)},,\n")
-    return path
+    (info / "RECORD").write_text(f"nvidia/lib/libcublas.so.13,,\nnvidia/lib/{file},,\n")
+    return str(folder / "nvidia" / "lib" / file)
 
 
-def test_an_installed_wheel(tmp_path):
-    path = wheel(tmp_path)
-    assert search("tuple(native.cublaslt())", python_path=[str(tmp_path)]) == str((str(path), "13.1.2", ""))
+@pytest.mark.parametrize("name", ["nvidia_cublas", "nvidia_cublas_cu12"])
+def test_an_installed_wheel(searched, monkeypatch, tmp_path, name):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    path = wheel(tmp_path, name, "libcublasLt.so.12" if name.endswith("12") else "libcublasLt.so.13")
+    assert _native.cublaslt() == ("", "", "not loaded")
+    assert searched == [path]
 
 
-def test_a_wheel_whose_file_is_gone(tmp_path):
-    path = wheel(tmp_path)
-    path.unlink()
-    assert search("native.cublaslt().reason", python_path=[str(tmp_path)]).startswith(f"{NONE}, and {path}: ")
+def test_no_wheel(searched, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    want = "not loaded, and nvidia-cublas or nvidia-cublas-cu12 is not installed"
+    assert _native.cublaslt() == ("", "", want)
+    assert searched == [""]
 
 
-def test_no_wheel():
-    before = "native._cublaslt_wheel = lambda: None"
-    want = f"{NONE}, and nvidia-cublas or nvidia-cublas-cu12 is not installed"
-    assert search("native.cublaslt().reason", before=before) == want
-    assert search("native.cublaslt()[:2]", before=before) == "('', '')"
+def test_a_version_as_text(monkeypatch):
+    found = ("/lib/libcublasLt.so.13", 131002, "")
+    monkeypatch.setitem(_native.extensions(), "cuda", SimpleNamespace(find_cublaslt=lambda path: found))
+    assert _native.cublaslt() == ("/lib/libcublasLt.so.13", "13.10.2", "")
 
 
 def test_a_build_without_cuda(monkeypatch):
