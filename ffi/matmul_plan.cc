@@ -30,6 +30,13 @@ const char* needs_narrow(const MatmulProblem& p) {
   const bool fits = s.batch * s.rows <= kMost && s.batch * s.cols <= kMost && s.depth <= kMost;
   return fits ? nullptr : "it takes at most 2^30 rows of either operand, over all matrices, and K of at most 2^30";
 }
+// All that it needs has less than 2^61 bytes then, and cuBLASLt counts in 32 bits.
+const char* needs_cublaslt_sizes(const MatmulProblem& p) {
+  constexpr int64_t kHalf = kMost / 2;
+  const GemmShape& s = p.shape;
+  const bool fits = s.batch * s.rows <= kHalf && s.batch * s.cols <= kHalf && s.depth <= kHalf;
+  return fits ? nullptr : "it takes at most 2^29 rows of either operand, over all matrices, and K of at most 2^29";
+}
 const char* needs_windows(const MatmulProblem& p) {
   if (p.pinned) return "its order of summation is not pinned";
   return p.windows ? nullptr : "an operand must have amax_scope=\"window64\"";
@@ -76,6 +83,9 @@ constexpr Row kTable[] = {
     {MatmulKernel::kSm90Nvfp4Windows, "sm90_nvfp4_windows", kHopper, kHopper,
      all<needs_nvfp4, needs_windows, needs_depth, needs_narrow>},
     {MatmulKernel::kDecodeThenDot, "decode_then_dot", kAnyGpu, kNewest, needs_free_order},
+    // By name only, until it is measured: one row up, and it is planned wherever the library is found.
+    {MatmulKernel::kDecodeThenCublasLt, "decode_then_cublaslt", kAnyGpu, kNewest,
+     all<needs_free_order, needs_depth, needs_cublaslt_sizes>},
     {MatmulKernel::kSm80Nvfp4Blocks, "sm80_nvfp4_blocks", kAnyGpu, kNewest, needs_nvfp4},
     {MatmulKernel::kSm80DenseElements, "sm80_dense_elements", kAnyGpu, kNewest, needs_dense},
     {MatmulKernel::kCpuNvfp4Blocks, "cpu_nvfp4_blocks", kCpu, kCpu, needs_nvfp4},
@@ -113,6 +123,8 @@ std::string why_not(MatmulKernel kernel, const MatmulProblem& problem, const Dev
   }
   if (row.least == kHopper && !device.sm90a)
     return std::string(row.name) + " is not in this build; build jnvfp4 with 90a among JNVFP4_CUDA_TARGETS";
+  if (kernel == MatmulKernel::kDecodeThenCublasLt && !device.no_cublaslt.empty())
+    return std::string(row.name) + " needs cuBLASLt: " + std::string(device.no_cublaslt);
   const char* reason = row.cannot(problem);
   return reason ? std::string(row.name) + " cannot: " + reason : std::string();
 }
@@ -151,13 +163,16 @@ FusedPlan plan_fused(const GemmShape& s, bool windows) {
   return best;
 }
 
+// Puts `bytes` behind the scratch that is taken; returns where.
+int64_t take_scratch(int64_t bytes, int64_t* taken) {
+  const int64_t at = *taken;
+  *taken += (bytes + 255) / 256 * 256;
+  return at;
+}
+
 FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan) {
   FusedScratch s{};
-  const auto take = [&](int64_t bytes) {
-    const int64_t at = s.bytes;
-    s.bytes += (bytes + 255) / 256 * 256;
-    return at;
-  };
+  const auto take = [&](int64_t bytes) { return take_scratch(bytes, &s.bytes); };
   // The copy of rows of `bytes`, if one is needed.
   const auto copy = [&](int64_t bytes) {
     return take(row_pitch(bytes) == bytes ? 0 : shape.batch * shape.cols * row_pitch(bytes));
@@ -173,11 +188,22 @@ FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan) {
   return s;
 }
 
+CublasLtScratch cublaslt_scratch(const GemmShape& shape, bool decoded_a, Float out) {
+  CublasLtScratch s{};
+  s.a = take_scratch(decoded_a ? shape.batch * shape.rows * shape.depth * 2 : 0, &s.bytes);
+  s.b = take_scratch(shape.batch * shape.cols * shape.depth * 2, &s.bytes);
+  s.sums = take_scratch(out == Float::kF32 ? 0 : shape.batch * shape.rows * shape.cols * 4, &s.bytes);
+  s.workspace = take_scratch(kCublasLtWorkspace, &s.bytes);
+  return s;
+}
+
 int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem) {
   switch (kernel) {
     case MatmulKernel::kSm90Nvfp4Fused:
     case MatmulKernel::kSm90DenseFused: return fused_scratch(problem.shape, plan_fused(problem.shape)).bytes;
     case MatmulKernel::kSm90Nvfp4Windows: return fused_scratch(problem.shape, plan_fused(problem.shape, true)).bytes;
+    case MatmulKernel::kDecodeThenCublasLt:
+      return cublaslt_scratch(problem.shape, problem.a == Left::kNvfp4, problem.out).bytes;
     default: return 0;
   }
 }

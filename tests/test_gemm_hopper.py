@@ -1,22 +1,33 @@
 """The GEMM kernels of Hopper, each by its name: the CPU's bits where every order of summation gives the same."""
 
-import faulthandler
-import sys
 from itertools import product
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from conftest import gpus, skip_or_fail
 from helpers import assert_bitwise, assert_gemm_close, bits, random_tensor
-from products import DTYPES, HALVES, NARROW, ROW, TENSOR, dense, order_free, with_nan_scale
+from products import (
+    DTYPES,
+    HALVES,
+    NARROW,
+    ROW,
+    TENSOR,
+    dense,
+    every_left,
+    every_out_dtype,
+    hang_guard,
+    identity,
+    order_free,
+    order_free_operands,
+    over,
+    with_nan_scale,
+)
 
 import jnvfp4
 from jnvfp4 import Format, NVFP4Tensor, _native
 
-LEFT = {"nvfp4": None, **HALVES}
 # M, N, K. The comments are for the 132 multiprocessors of an H200.
 SMALL_M = [
     (1, 1, 16),  # masked where 256 does not divide K
@@ -63,12 +74,6 @@ def plan_fused(*shape: int) -> tuple[int, int]:
     return _native.extensions()["cpu"].plan_fused(*shape)
 
 
-def over(name, values):
-    return pytest.mark.parametrize(name, values, ids=["-".join(map(str, v)) for v in values])
-
-
-every_left = pytest.mark.parametrize("left", LEFT.values(), ids=LEFT)
-every_out_dtype = pytest.mark.parametrize("out", DTYPES.values(), ids=DTYPES)
 every_shape, every_path = over("shape", SHAPES), over("shape", PATHS)
 
 
@@ -78,19 +83,12 @@ def hopper():
     found = [device for device in gpus() if device.compute_capability == "9.0"]
     if not found:
         skip_or_fail("hopper", "no GPU of compute capability 9.0")
-    faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)
-    with jax.default_device(jax.devices("cpu")[0]):  # of operands and of what is wanted
+    with hang_guard():
         yield found[0]
-    faulthandler.cancel_dump_traceback_later()
 
 
-def operands(left, shape, *, a_format=TENSOR, b_format=TENSOR, lead=(), b_lead=(), a_amax=None, b_amax=None):
-    """Operands whose products add up to the same bits in any order, up to K of 14336."""
-    _, m, n, k = shape
-    b = random_tensor(1, (*b_lead, n, k), b_format, scales=NARROW, amax=b_amax)
-    if left is None:
-        return random_tensor(0, (*lead, m, k), a_format, scales=NARROW, amax=a_amax), b
-    return jnp.asarray(np.random.default_rng(0).integers(-8, 9, (*lead, m, k)).astype(left)), b
+def operands(left, shape, **options):
+    return order_free_operands(left, shape[1:], **options)
 
 
 def multiply(device, kernel, a, b, bias=None, out=np.float32) -> np.ndarray:
@@ -222,15 +220,6 @@ def test_a_chain_of_products(hopper, m):
         for _ in range(5):
             for i, (got, expected) in enumerate(zip(program(x, weights), want, strict=True)):
                 assert_bitwise(got, expected, f"product {i}")
-
-
-def identity(left, k, first=0, rows=None) -> NVFP4Tensor | jax.Array:
-    """Rows of a matrix with ones on its diagonal, exact in NVFP4: code 2 and scale 1."""
-    ones = np.eye(rows or k, k, first, dtype=np.uint8)
-    if left is not None:
-        return jnp.asarray(ones.astype(left))
-    codes, scale = 2 * ones, np.ones((len(ones), k // 16), ml_dtypes.float8_e4m3fn)
-    return NVFP4Tensor(jnp.asarray(codes[:, ::2] | codes[:, 1::2] << 4), jnp.asarray(scale), jnp.float32(6 * 448))
 
 
 @every_left

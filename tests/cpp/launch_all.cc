@@ -234,6 +234,21 @@ void fused_matmul(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bo
 }
 #endif
 
+// Where a copy of cuBLASLt was found.
+void cublaslt(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool each) {
+  const Tensor a(batch * m, k, each ? 1 : batch * m, false), b(batch * n, k, each ? 1 : batch * n, false);
+  Buffer x(batch * m * k * 2), bias(n * 2), out(batch * m * n * size_of(kind));
+  const MatmulResult result{each ? bias.as<void>() : nullptr, Float::kBf16, out.as<void>(), kind};
+  const MatmulOperand bf16{x.as<void>(), nullptr, nullptr, Float::kBf16, {}, 448.0f};
+  const MatmulOperand f16{x.as<void>(), nullptr, nullptr, Float::kF16, {}, 448.0f};
+  for (const MatmulOperand& left : {a.operand, bf16, f16}) {
+    const GemmShape shape{batch, m, n, k};
+    Buffer scratch(cublaslt_scratch(shape, left.quantized(), kind).bytes);
+    check(launch_decode_then_cublaslt({left, b.operand, result, shape}, scratch.as<void>(), nullptr), "cublaslt");
+    check(cudaDeviceSynchronize(), "cublaslt");
+  }
+}
+
 void dequantize(const Shape& s, Float kind, int64_t amax_count, bool rotate_back) {
   const int64_t blocks = s.batch * s.rows * s.cols / 16;
   Buffer data(blocks * 8), scale(blocks), amax(amax_count * 4), out(blocks * 16 * size_of(kind));
@@ -277,7 +292,10 @@ void epilogue(const Shape& s, Float out_kind, bool per_row, bool with_bias, bool
 
 }  // namespace
 
-int main() {
+// The argument, if there is one, is the absolute path of libcublasLt.
+int main(int count, char** arguments) {
+  const CublasLtCopy library = find_cublaslt(count > 1 ? arguments[1] : "");
+  if (!library.reason.empty()) std::printf("without cuBLASLt: %s\n", library.reason.c_str());
   const std::vector<Shape> whole{{1, 16, 16}, {2, 80, 144}, {1, 64, 64}, {2, 64, 192}, {3, 48, 272}};
   const std::vector<Shape> ragged{{1, 1, 16}, {2, 33, 48}, {1, 35, 64}, {1, 259, 2112}};
   const std::vector<Shape> long_rows{{1, 2, 8208}, {1, 3, 16464}};  // more than a thread block holds of a row
@@ -314,6 +332,12 @@ int main() {
     for (const Shape& s : {Shape{1, 1, 64}, Shape{2, 70, 192}, Shape{1, 131, 128}})
       for (int flags = 0; flags < 4; ++flags)
         matmul(s.batch, s.rows, s.rows + 5, s.cols, kind, flags & 1, flags & 2, s.batch > 1);
+    if (library.reason.empty())
+      for (bool each : {false, true}) {
+        for (int64_t k : {16, 48, 256, 4096}) cublaslt(1, 70, 131, k, kind, each);
+        cublaslt(1, 1, 40, 512, kind, each);
+        cublaslt(3, 5, 4, 272, kind, each);
+      }
     for (int64_t k : {16, 48, 80})  // the last slab is not full
       for (bool each : {false, true}) matmul(2, 66, 3, k, kind, false, false, each);
 #if defined(JNVFP4_SM90A)  // the GPU is one of Hopper
