@@ -137,7 +137,7 @@ int64_t fused_sums(int64_t tiles, const FusedPlan& plan) {
 // The least time by a model: microseconds on an H200, whose 132 multiprocessors hold 66 pairs of thread blocks. A wave
 // of tiles costs its windows of 64 along K and its end; each part of K but one, its partial sums. Measured with N x K
 // of 14336 x 4096, 4096 x 14336, 8192 x 8192 and 4096 x 4096 (docs/kernels.md).
-FusedPlan plan_fused(const GemmShape& s, bool windows) {
+FusedPlan plan_tiles(const GemmShape& s, bool windows) {
   struct Tile {
     int tokens;
     double window, end, split;
@@ -152,7 +152,7 @@ FusedPlan plan_fused(const GemmShape& s, bool windows) {
   for (const Tile& tile : kTiles) {
     if (windows && tile.tokens != 128) continue;  // the registers of 256 do not suffice, and windows want few tiles
     for (int splits = 1; splits <= most; ++splits) {
-      const FusedPlan plan{tile.tokens, splits};
+      const FusedPlan plan{tile.tokens, splits, false};
       const int64_t tiles = fused_tiles(s, plan), at_once = kPairs / splits, waves = (tiles + at_once - 1) / at_once;
       if (splits > 1 && (tiles > kMostSums || fused_sums(tiles, plan) * 4 > kMostSums)) break;
       const auto windows = static_cast<double>((slots + splits - 1) / splits * 4);
@@ -161,6 +161,16 @@ FusedPlan plan_fused(const GemmShape& s, bool windows) {
     }
   }
   return best;
+}
+
+// The tiles of fewer rows are for few of them, and write only results whose rows are those of a.
+FusedPlan plan_fused(const GemmShape& s, bool nvfp4_a, bool windows) {
+  constexpr int kLeast = 128;
+  const FusedPlan plan = plan_tiles(s, windows);
+  if (!nvfp4_a || windows || s.rows < 2 * s.cols || plan.tokens < kLeast) return plan;
+  FusedPlan other = plan_tiles({s.batch, s.cols, s.rows, s.depth}, false);
+  other.exchanged = true;
+  return other.tokens < kLeast ? plan : other;
 }
 
 // Puts `bytes` behind the scratch that is taken; returns where.
@@ -200,8 +210,11 @@ CublasLtScratch cublaslt_scratch(const GemmShape& shape, bool decoded_a, Float o
 int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem) {
   switch (kernel) {
     case MatmulKernel::kSm90Nvfp4Fused:
-    case MatmulKernel::kSm90DenseFused: return fused_scratch(problem.shape, plan_fused(problem.shape)).bytes;
-    case MatmulKernel::kSm90Nvfp4Windows: return fused_scratch(problem.shape, plan_fused(problem.shape, true)).bytes;
+    case MatmulKernel::kSm90DenseFused:
+    case MatmulKernel::kSm90Nvfp4Windows: {
+      const FusedPlan plan = plan_fused(problem.shape, problem.a == Left::kNvfp4, problem.windows);
+      return fused_scratch(fused_shape(problem.shape, plan), plan).bytes;
+    }
     case MatmulKernel::kDecodeThenCublasLt:
       return cublaslt_scratch(problem.shape, problem.a == Left::kNvfp4, problem.out).bytes;
     default: return 0;

@@ -63,8 +63,9 @@ int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem);
 // the same on every GPU.
 struct FusedPlan {
   int tokens, splits;
+  bool exchanged;  // b is decoded to scratch instead of a, because it is smaller: its rows are then those of a tile
 };
-FusedPlan plan_fused(const GemmShape& shape, bool windows = false);
+FusedPlan plan_fused(const GemmShape& shape, bool nvfp4_a, bool windows);
 // Groups of warps of a thread block that share K.
 JNVFP4_HD constexpr int fused_teams(int tokens) { return tokens <= 64 ? 2 : 1; }
 
@@ -85,6 +86,10 @@ struct FusedScratch {
   int64_t padded_rows, flag_count;
 };
 FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan);
+// As the kernels see it: the operand that is decoded to scratch is the left one.
+inline GemmShape fused_shape(const GemmShape& s, const FusedPlan& plan) {
+  return plan.exchanged ? GemmShape{s.batch, s.cols, s.rows, s.depth} : s;
+}
 
 // Offsets in the scratch of decode_then_cublaslt, multiples of 256.
 struct CublasLtScratch {

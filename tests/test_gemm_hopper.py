@@ -58,7 +58,9 @@ FUSED = [
     # What is past the end of K is zero, also where rows of codes or scales are copied for the tensor maps.
     *[(70, 131, k) for k in (16, 32, 48, 64, 80, 112, 128, 240, 256, 272, 512, 528, 1280, 4096)],
 ]
-SHAPES = [("small_m", *s) for s in SMALL_M] + [("fused", *s) for s in FUSED]
+# Two NVFP4 operands, the right one of fewer rows: it is decoded to scratch instead of the left one.
+EXCHANGED = [(5668, 130, 48), (3594, 521, 272), (2862, 130, 4352), (1581, 261, 4352), (6000, 2601, 80)]
+SHAPES = [("small_m", *s) for s in SMALL_M] + [("fused", *s) for s in FUSED + EXCHANGED]
 # A small shape of every path: with and without a mask, fused with and without copies, with parts of K.
 PATHS = [
     ("small_m", 5, 35, 48),
@@ -69,9 +71,9 @@ PATHS = [
 ]
 
 
-def plan_fused(*shape: int) -> tuple[int, int]:
-    """Rows of a in a tile, and parts of K."""
-    return _native.extensions()["cpu"].plan_fused(*shape)
+def plan_fused(*shape: int, nvfp4: bool = False) -> tuple[int, int, bool]:
+    """Rows of a in a tile, and parts of K; or rows of b in a tile, if the last is true."""
+    return _native.extensions()["cpu"].plan_fused(*shape, nvfp4)
 
 
 every_shape, every_path = over("shape", SHAPES), over("shape", PATHS)
@@ -105,7 +107,11 @@ def check(device, kernel, a, b, bias=None, out=np.float32) -> None:
 
 def test_shapes_have_every_tile_and_parts_of_k():
     found = [plan_fused(1, *shape) for shape in FUSED]
-    assert {(tokens, splits > 1) for tokens, splits in found} == set(product((32, 64, 128, 256), (False, True)))
+    assert {(tokens, splits > 1) for tokens, splits, _ in found} == set(product((32, 64, 128, 256), (False, True)))
+    assert {plan_fused(1, *shape) for shape in FUSED} == {plan_fused(1, *shape, nvfp4=True) for shape in FUSED}
+    found = [plan_fused(1, *shape, nvfp4=True) for shape in EXCHANGED]
+    assert {(tokens, splits > 1) for tokens, splits, _ in found} == {(128, False), (128, True), (256, False)}
+    assert all(exchanged for _, _, exchanged in found)
 
 
 @every_left
@@ -142,7 +148,7 @@ def test_bias(hopper, left, out, bias_dtype, shape):
 
 @every_left
 @every_out_dtype
-@over("shape", [("fused", *s) for s in FUSED[:8]])
+@over("shape", [("fused", *s) for s in FUSED[:8] + EXCHANGED[:2]])
 def test_result_of_every_tile(hopper, left, shape, out):
     check(hopper, shape[0], *operands(left, shape), dense(shape[2:3], DTYPES["bf16"]), out)
 
@@ -153,6 +159,15 @@ def test_result_of_every_tile(hopper, left, shape, out):
 @every_path
 def test_formats(hopper, left, a_format, b_format, shape):
     check(hopper, shape[0], *operands(left, shape, a_format=a_format, b_format=b_format))
+
+
+@pytest.mark.parametrize("a_format", [TENSOR, ROW, Format(e4m3_max=256)], ids=["tensor", "row", "256"])
+@pytest.mark.parametrize("b_format", [TENSOR, ROW, Format("row", 256)], ids=["tensor", "row", "row256"])
+@pytest.mark.parametrize("lead", [(), (2,)], ids=["one", "two"])
+@over("shape", [("fused", *s) for s in EXCHANGED[:2]])
+def test_formats_of_exchanged_operands(hopper, a_format, b_format, lead, shape):
+    a, b = operands(None, shape, a_format=a_format, b_format=b_format, lead=lead, b_lead=lead)
+    check(hopper, "fused", a, b, dense(shape[2:3], DTYPES["bf16"]), DTYPES["bf16"])
 
 
 @every_left
@@ -188,7 +203,7 @@ PARTS_OF_MANY = {(5, 6, 2048): (32, 2), (5, 6, 7936): (32, 4), (64, 6, 2560): (6
 @over("shape", PARTS_OF_MANY)
 def test_parts_of_k_of_many_matrices(hopper, left, shape):
     """More parts than thread blocks: each goes on after it has kept its sums for another."""
-    assert plan_fused(67, *shape) == PARTS_OF_MANY[shape]
+    assert plan_fused(67, *shape, nvfp4=True) == (*PARTS_OF_MANY[shape], False)
     a, b = operands(left, ("fused", *shape), a_format=ROW, b_format=ROW, lead=(67,), b_lead=(67,))
     check(hopper, "fused", a, b)
 

@@ -175,6 +175,11 @@ def up(n: int, unit: int) -> int:
     return -(-n // unit) * unit
 
 
+@pytest.mark.parametrize(("a", "copied"), [("nvfp4", 4096), ("bfloat16", 16384)])
+def test_the_smaller_of_two_nvfp4_operands_is_copied(a, copied):
+    assert plan(a, shape=(1, 16384, 4096, 14336)) == (FUSED[a], copied * 14336 * 2, "")
+
+
 @pytest.mark.parametrize(
     "shape",
     [
@@ -186,7 +191,7 @@ def up(n: int, unit: int) -> int:
 def test_scratch_of_fused_kernels(shape):
     """Prepared rows to the end of a tile; copies of codes unless K % 32 == 0, and of scales unless K % 256 == 0."""
     batch, m, n, k = shape
-    tokens, splits = _native.extensions()["cpu"].plan_fused(*shape)
+    tokens, splits, _ = _native.extensions()["cpu"].plan_fused(*shape, False)
     rows = up(((batch - 1) * m + up(m, tokens)) * up(k, 64) * 2, 256)
     data = 0 if k % 32 == 0 else up(batch * n * up(k // 2, 16), 256)
     scale = 0 if k % 256 == 0 else up(batch * n * up(k // 16, 16), 256)
@@ -201,7 +206,7 @@ def test_scratch_of_fused_kernels(shape):
 def test_a_plan_of_the_largest_products():
     """Their sizes in bytes do not overflow 64 bits, although no memory holds them."""
     for shape in ((1, 2**30, 2**30, 2**30), (2**20, 2**10, 2**10, 2**30)):
-        assert _native.extensions()["cpu"].plan_fused(*shape) == (256, 1)
+        assert _native.extensions()["cpu"].plan_fused(*shape, False) == (256, 1, False)
         assert plan(shape=shape).scratch_bytes > 2**60
 
 
@@ -209,7 +214,7 @@ def test_a_plan_of_the_largest_products():
 @pytest.mark.parametrize("nk", [(16, 16), (1000, 2048), (4096, 14336), (14336, 4096), (8192, 65536), (128256, 4096)])
 def test_parts_of_k_of_fused_kernels(m, nk):
     """Each has 512 along K at least, and their sums have 16 MiB at most."""
-    tokens, splits = _native.extensions()["cpu"].plan_fused(1, m, *nk)
+    tokens, splits, _ = _native.extensions()["cpu"].plan_fused(1, m, *nk, False)
     assert 1 <= splits <= max(1, -(-nk[1] // 256) // 2)
     sums = up(m, tokens) * up(nk[0], 256) * (splits - 1) * (2 if tokens <= 64 else 1) * 4
     assert sums <= 16 << 20

@@ -60,7 +60,7 @@ Case parse(const char* text) {
     std::fprintf(stderr, "a case must be LEFT:MxNxK:TOKENS:SPLITS, got %s\n", text);
     std::exit(2);
   }
-  return {left, {1, m, n, k}, {tokens, splits}};
+  return {left, {1, m, n, k}, {tokens, splits, false}};
 }
 
 // The medians of 11, in microseconds of a product.

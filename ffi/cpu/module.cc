@@ -68,9 +68,9 @@ NB_MODULE(_cpu, m) {
   m.def("plan_matmul", plan, nb::arg("batch"), nb::arg("rows"), nb::arg("cols"), nb::arg("depth"), nb::arg("a"),
         nb::arg("windows"), nb::arg("out"), nb::arg("pinned"), nb::arg("capability"), nb::arg("sm90a"),
         nb::arg("no_cublaslt"), nb::arg("wanted"));
-  m.def("plan_fused", [](int64_t batch, int64_t rows, int64_t cols, int64_t depth) {
-    const jnvfp4::FusedPlan found = jnvfp4::plan_fused({batch, rows, cols, depth});
-    return std::tuple{found.tokens, found.splits};
+  m.def("plan_fused", [](int64_t batch, int64_t rows, int64_t cols, int64_t depth, bool nvfp4_a) {
+    const jnvfp4::FusedPlan found = jnvfp4::plan_fused({batch, rows, cols, depth}, nvfp4_a, false);
+    return std::tuple{found.tokens, found.splits, found.exchanged};
   });
   nb::list kernels;
   for (int i = 0; i < jnvfp4::kMatmulKernels; ++i)

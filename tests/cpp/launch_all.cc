@@ -201,10 +201,13 @@ void fused(const MatmulOperand& a, const MatmulOperand& b, const MatmulResult& r
   for (int tokens : {32, 64, 128, 256})
     for (int splits : {1, 2, 5}) {
       if (splits > 1 && 2 * splits > (s.depth + kFusedDepth - 1) / kFusedDepth) continue;
-      const FusedPlan plan{tokens, splits};
-      Buffer scratch(fused_scratch(s, plan).bytes);
-      check(launch_sm90_fused({a, b, result, s}, plan, scratch.as<void>(), nullptr), "sm90_fused");
-      check(cudaDeviceSynchronize(), "sm90_fused");
+      for (bool exchanged : {false, true}) {
+        if (exchanged && (tokens < 128 || !a.quantized())) continue;
+        const FusedPlan plan{tokens, splits, exchanged};
+        Buffer scratch(fused_scratch(fused_shape(s, plan), plan).bytes);
+        check(launch_sm90_fused({a, b, result, s}, plan, scratch.as<void>(), nullptr), "sm90_fused");
+        check(cudaDeviceSynchronize(), "sm90_fused");
+      }
     }
 }
 
@@ -214,7 +217,7 @@ void fused_windows(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, b
   const GemmShape shape{batch, m, n, k};
   for (int splits : {1, 2}) {
     if (splits > 1 && k < 4 * kFusedDepth) continue;
-    const FusedPlan plan{128, splits};
+    const FusedPlan plan{128, splits, false};
     Buffer scratch(std::max<int64_t>(1, fused_scratch(shape, plan).bytes));
     check(launch_sm90_fused({a.operand, b.operand, {bias.as<void>(), Float::kBf16, out.as<void>(), kind}, shape}, plan,
                             scratch.as<void>(), nullptr),

@@ -14,7 +14,7 @@ cudaError_t launch_matmul(const MatmulArgs& args, const MatmulPlan& plan, void* 
     case MatmulKernel::kSm90Nvfp4Fused:
     case MatmulKernel::kSm90DenseFused:
     case MatmulKernel::kSm90Nvfp4Windows:
-      return launch_sm90_fused(args, plan_fused(args.shape, args.windows()), scratch, stream);
+      return launch_sm90_fused(args, plan_fused(args.shape, args.a.quantized(), args.windows()), scratch, stream);
 #else
     case MatmulKernel::kSm90Nvfp4SmallM:
     case MatmulKernel::kSm90DenseSmallM:

@@ -47,8 +47,11 @@ struct FusedConfig {
   static constexpr int kStageDepth = kTokens <= 64 ? 4 : 1, kPerSlot = 4 / kStageDepth;
   static constexpr int kRing = kTokens <= 64 ? 4 : 3, kStages = kTokens == 128 ? 8 : 4;
   static constexpr int kWindow = kTokens * 128, kData = kRows * 128, kScale = kRows * 16;
-  // Sums on their way to the result: rows of 64 columns, padded so that neither side meets in a bank.
-  static constexpr int kOutTokens = kTokens <= 64 ? 32 : 64, kOutPitch = 64 + 4, kOut = kOutTokens * kOutPitch * 4;
+  // Sums on their way to the result: rows of 64 columns, padded so that neither side meets in a bank. If operands are
+  // exchanged, rows of 64 tokens, padded for reading; two writes meet.
+  static constexpr bool kExchanges = kTokens >= 128 && std::is_same_v<T, F16> && !kWindows;
+  static constexpr int kOutTokens = kTokens <= 64 ? 32 : 64, kOutPitch = 64 + 4, kExchangedPitch = 64 + 8;
+  static constexpr int kOut = kExchanges ? 64 * kExchangedPitch * 4 : kOutTokens * kOutPitch * 4;
 
   static constexpr int kAtData = kStages * kStageDepth * kWindow, kAtScale = kAtData + kRing * kData;
   static constexpr int kAtOut = kAtScale + kRing * kScale, kAtAmax = kAtOut + 2 * kOut;  // of the tokens, twice
@@ -85,14 +88,13 @@ __device__ __forceinline__ FusedItem item_of(const FusedArgs& a, int i) {
 template <class C>
 __device__ __forceinline__ void load_tiles(const FusedArgs& a, const FusedMaps& maps, uint32_t smem) {
   const int rank = cluster_rank();
-  const int rows = static_cast<int>(a.g.shape.rows), cols = static_cast<int>(a.g.shape.cols);
   constexpr int kHalf = C::kTokens / 2;
   int stage = 0, phase = 0, slot = 0;
   bool first_load = true;
   for (int i = blockIdx.x / 2; i < a.items; i += gridDim.x / 2) {
     const FusedItem item = item_of<C>(a, i);
-    const int b_row = item.matrix * cols + item.col + rank * C::kRows;
-    const int a_row = item.matrix * rows + item.row + rank * kHalf;
+    const int b_row = item.matrix * a.columns + item.col + rank * C::kRows;
+    const int a_row = item.matrix * a.tokens + item.row + rank * kHalf;
     for (int w = item.first * 4; w < item.end * 4; w += C::kStageDepth) {
       barrier_wait(smem + C::kAtEmpty + 8 * stage, phase ^ 1);
       const uint32_t bar = smem + C::kAtFull + 8 * stage;
@@ -440,31 +442,33 @@ struct FusedConsumer {
   // ---- the result
   __device__ __forceinline__ uint32_t out() const { return smem + C::kAtOut + wg * C::kOut; }
   // Where the sums of kOutTokens tokens go: four of each 8 tokens `eight`, as wgmma has them.
-  template <class F>
+  template <bool kExchanged, class F>
   __device__ __forceinline__ void for_each_sum(const F& f) const {
-    const uint32_t base = out() + (2 * (threadIdx.x % 4) * C::kOutPitch + fragment_row()) * 4;
+    constexpr int kToken = kExchanged ? 1 : C::kOutPitch, kColumn = kExchanged ? C::kExchangedPitch : 1;
+    const uint32_t base = out() + (2 * (threadIdx.x % 4) * kToken + fragment_row() * kColumn) * 4;
 #pragma unroll
     for (int eight = 0; eight < C::kOutTokens / 8; ++eight)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) f(base + ((8 * eight + i % 2) * C::kOutPitch + i / 2 * 8) * 4, 4 * eight + i);
+      for (int i = 0; i < 4; ++i) f(base + ((8 * eight + i % 2) * kToken + i / 2 * 8 * kColumn) * 4, 4 * eight + i);
   }
   // The sums of the `chunk`th tokens of the tile. Team 1 writes its own, to which team 0 adds. Registers have no index
   // that is known late, hence the cases.
-  template <int kChunk>
+  template <bool kExchanged, int kChunk>
   __device__ __forceinline__ void stage_chunk(const Sums& sums, int chunk) const {
     if (chunk != kChunk) return;
     constexpr int kFirst = kChunk * C::kOutTokens / 2;
     static_assert(kFirst < C::kSums);
-    for_each_sum([&](uint32_t at, int i) {
+    for_each_sum<kExchanged>([&](uint32_t at, int i) {
       const float other = C::kTeams == 2 && team == 0 ? float_of(load_shared32(at)) : 0.0f;
       store_shared(at, C::kTeams == 2 && team == 0 ? __fadd_rn(sums[kFirst + i], other) : sums[kFirst + i]);
     });
   }
+  template <bool kExchanged = false>
   __device__ __forceinline__ void stage_chunk(const Sums& sums, int chunk) const {
     constexpr int kChunks = C::kTokens / C::kOutTokens;
-    stage_chunk<0>(sums, chunk);
-    if constexpr (kChunks > 1) stage_chunk<1>(sums, chunk);
-    if constexpr (kChunks > 2) stage_chunk<2>(sums, chunk), stage_chunk<3>(sums, chunk);
+    stage_chunk<kExchanged, 0>(sums, chunk);
+    if constexpr (kChunks > 1) stage_chunk<kExchanged, 1>(sums, chunk);
+    if constexpr (kChunks > 2) stage_chunk<kExchanged, 2>(sums, chunk), stage_chunk<kExchanged, 3>(sums, chunk);
   }
   // ---- parts of K
   // Of this warpgroup, in the order in which threads have the sums.
@@ -526,6 +530,43 @@ struct FusedConsumer {
       columns.write(row, {float_of(v.x), float_of(v.y), float_of(v.z), float_of(v.w)});
     }
   }
+
+  // ---- the result, if operands are exchanged
+  // The amaxes of the 64 rows of a.
+  __device__ __forceinline__ void stage_row_amaxes(int64_t first_row, int rows) const {
+    const int row = threadIdx.x % 128;
+    if (row < rows) store_shared(amaxes() + row * 4, amax_of(a.g.a, first_row + row));
+    __syncwarp();
+  }
+  // Tokens are columns of the result: a thread has four of them in every eighth row of a.
+  __device__ __forceinline__ void write_exchanged_chunk(const FusedItem& item, int64_t first_row, int rows,
+                                                        int chunk) const {
+    const int thread = threadIdx.x % 128, col = item.row + chunk * C::kOutTokens + thread % 16 * 4;
+    if (col >= a.tokens) return;
+    FusedColumns<C> columns(a, item.matrix, col);
+    uint32_t at = out() + (thread / 16 * C::kExchangedPitch + thread % 16 * 4) * 4;
+#pragma unroll 1
+    for (int row = thread / 16; row < rows; row += 8, at += 8 * C::kExchangedPitch * 4) {
+      const uint4 v = load_shared128(at);
+      if (a.each_row) columns.set_alpha(float_of(load_shared32(amaxes() + row * 4)));
+      columns.write(first_row + row, {float_of(v.x), float_of(v.y), float_of(v.z), float_of(v.w)});
+    }
+  }
+  __device__ __forceinline__ void write_exchanged(const Sums& sums, const FusedItem& item) const {
+    static_assert(C::kTeams == 1 && C::kOutTokens == 64);
+    const int first = item.col + rank * C::kRows + wg * 64, rows = min(64, a.columns - first);
+    const int64_t first_row = int64_t{item.matrix} * a.columns + first;
+#pragma unroll 1
+    for (int chunk = 0; chunk < C::kTokens / C::kOutTokens; ++chunk) {
+      sync_warpgroup();  // the last chunk has been read
+      if (chunk == 0 && a.each_row) stage_row_amaxes(first_row, rows);
+      stage_chunk<true>(sums, chunk);
+      sync_warpgroup();
+      write_exchanged_chunk(item, first_row, rows, chunk);
+      __syncwarp();
+    }
+  }
+
   // Named barriers 1 and 2, 8 and 9: a warpgroup of team 0 or 1. 6 and 7: two with the same rows.
   __device__ __forceinline__ void finish(Sums& sums, const FusedItem& item) {
     constexpr int kChunks = C::kTokens / C::kOutTokens;
@@ -539,6 +580,8 @@ struct FusedConsumer {
       }
       add_partials(sums, item);
     }
+    if constexpr (C::kExchanges)
+      if (a.exchanged) return write_exchanged(sums, item);
     FusedColumns<C> columns(a, item.matrix, item.col + rank * C::kRows + wg * 64 + threadIdx.x % 16 * 4);
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
