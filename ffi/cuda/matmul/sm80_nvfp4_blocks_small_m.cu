@@ -120,98 +120,137 @@ __device__ __forceinline__ uint32_t quarters(uint32_t first, uint32_t second, in
 }
 
 // ---------------------------------------------------------------- from global to shared memory
-// What a thread copies of each stage: 16 bytes of codes of some rows, and the scales and amaxes of one row. Rows that
-// do not exist, and what is past the end of K, become zeros.
+// What a thread copies of each stage: 16 bytes of codes of some rows, and the scales and amaxes of one row. In place of
+// rows of b that do not exist, and of what is past the end of K, come zeros, in place of tokens the last one.
 template <class C>
 struct Source {
   static constexpr int kStep = kFewThreads / C::kParts;  // rows from one copy of a thread to the next
+  static constexpr int kScaleBytes = C::kDepth * kWindowBlocks;
+  static_assert(C::kTokens <= kStep, "a thread copies codes of one token");
+  const uint8_t* data;  // some valid address
+  // Of the next stage.
   const uint8_t *cols, *token, *scale;
   const float* amax;
-  int cols_left, code_bytes, scale_bytes;
-  bool has_token, has_row, has_windows;
+  int64_t step;                            // from `cols` to the thread's next row
+  int rows_left, code_bytes, scale_bytes;  // rows of b from that of `cols` on; to the end of K
+  bool whole, aligned, has_row, has_windows;
 
   __device__ __forceinline__ Source(const MatmulArgs& g, const Operand& a, const Operand& b, int64_t a_row,
                                     int64_t b_row, int64_t tokens, int64_t columns)
-      : code_bytes(static_cast<int>(g.shape.depth / 2)), scale_bytes(static_cast<int>(g.shape.depth / kBlock)) {
+      : data(b.data),
+        code_bytes(static_cast<int>(g.shape.depth / 2)),
+        scale_bytes(static_cast<int>(g.shape.depth / kBlock)) {
     const int part = threadIdx.x % C::kParts, first = threadIdx.x / C::kParts;
+    const int last = static_cast<int>(min(tokens, int64_t{C::kTokens})) - 1;
+    step = int64_t{kStep} * code_bytes;
     cols = b.data + (b_row + first) * code_bytes + part * 16;
-    cols_left = static_cast<int>(min(columns, int64_t{kCols})) - first;
-    has_token = first < C::kTokens && first < tokens;
-    token = a.data + (a_row + (has_token ? first : 0)) * code_bytes + part * 16;
+    token = a.data + (a_row + min(first, last)) * code_bytes + part * 16;
     const bool of_b = threadIdx.x < kCols;
-    const int i = of_b ? threadIdx.x : threadIdx.x - kCols;
-    has_row = of_b ? i < columns : i < tokens;
-    const int64_t row = (of_b ? b_row : a_row) + (has_row ? i : 0);
+    const int i = threadIdx.x;
+    has_row = !of_b || i < columns;
+    const int64_t row = of_b ? b_row + (has_row ? i : 0) : a_row + min(i - kCols, last);
     scale = (of_b ? b.scale : a.scale) + row * scale_bytes;
     amax = of_b ? b.amax_at(row, 0) : a.amax_at(row, 0), has_windows = of_b ? b.windows : a.windows;
+    rows_left = static_cast<int>(min(columns, int64_t{kCols})) - first;
+    aligned = code_bytes % 16 == 0;
+    whole = columns >= kCols && scale_bytes % kScaleBytes == 0;
+    code_bytes -= part * 16;
   }
 
-  // From the window `first` on.
-  __device__ __forceinline__ void copy(typename C::Stage& to, int first) const {
-    const int part = threadIdx.x % C::kParts, row = threadIdx.x / C::kParts, at = first * kWindowCodes;
-    const int left = code_bytes - at - part * 16;
+  __device__ __forceinline__ void copy(typename C::Stage& to) {
+    const int part = threadIdx.x % C::kParts, row = threadIdx.x / C::kParts;
+    uint8_t *const codes = to.row[row] + part * 16, *const scales = to.row[threadIdx.x] + C::kScales;
+    if (whole) {
 #pragma unroll
-    for (int i = 0; i < kCols / kStep; ++i)
-      copy_codes(to.row[row + i * kStep] + part * 16, cols + int64_t{i} * kStep * code_bytes + at,
-                 i * kStep < cols_left ? left : 0);
-    static_assert(C::kTokens <= kStep, "a thread copies codes of one token");
-    if (row < C::kTokens) copy_codes(to.row[kCols + row] + part * 16, token + at, has_token ? left : 0);
-    if (threadIdx.x < C::kRows) copy_scales(to, first);
+      for (int i = 0; i < kCols / kStep; ++i) copy_or_zero<16>(codes + i * kStep * C::kPitch, cols + i * step, true);
+      if (row < C::kTokens) copy_or_zero<16>(codes + kCols * C::kPitch, token, true);
+      if (threadIdx.x < C::kRows) copy_or_zero<kScaleBytes>(scales, scale, true);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCols / kStep; ++i)
+        copy_codes(codes + i * kStep * C::kPitch, cols + i * step, i * kStep < rows_left ? code_bytes : 0);
+      if (row < C::kTokens) copy_codes(codes + kCols * C::kPitch, token, code_bytes);
+      if (threadIdx.x < C::kRows) copy_scales(scales);
+    }
+    if constexpr (C::kWindows)
+      if (threadIdx.x < C::kRows) {
+#pragma unroll
+        for (int w = 0; w < C::kDepth; ++w) {
+          const bool there = has_row && w * kWindowBlocks < scale_bytes;
+          copy_or_zero<4>(&to.amax[threadIdx.x][w], amax + (there && has_windows ? w : 0), there);
+        }
+        if (has_windows) amax += C::kDepth;
+      }
+    cols += C::kScales, token += C::kScales, scale += kScaleBytes;
+    code_bytes -= C::kScales, scale_bytes -= kScaleBytes;
   }
 
  private:
   __device__ __forceinline__ void copy_codes(uint8_t* to, const uint8_t* from, int left) const {
-    const uint8_t* there = left > 0 ? from : cols;
-    if (code_bytes % 16 == 0) return copy_or_zero<16>(to, there, left > 0);
-    copy_or_zero<8>(to, there, left > 0);
-    copy_or_zero<8>(to + 8, left > 8 ? from + 8 : cols, left > 8);
+    if (aligned) return copy_or_zero<16>(to, left > 0 ? from : data, left > 0);
+    copy_or_zero<8>(to, left > 0 ? from : data, left > 0);
+    copy_or_zero<8>(to + 8, left > 8 ? from + 8 : data, left > 8);
   }
-  __device__ __forceinline__ void copy_scales(typename C::Stage& to, int first) const {
-    uint8_t* const row = to.row[threadIdx.x] + C::kScales;
+  __device__ __forceinline__ void copy_scales(uint8_t* to) const {
 #pragma unroll
-    for (int w = 0; w < C::kDepth; ++w) {
-      const int at = (first + w) * kWindowBlocks;
-      const bool there = has_row && at < scale_bytes;
+    for (int w = 0; w < kScaleBytes; w += kWindowBlocks) {
+      const bool there = has_row && w < scale_bytes;
       if (scale_bytes % kWindowBlocks == 0) {
-        copy_or_zero<4>(row + w * kWindowBlocks, scale + (there ? at : 0), there);
-      } else {
-        uint32_t four = 0;
-#pragma unroll
-        for (int j = 0; j < kWindowBlocks; ++j)
-          if (there && at + j < scale_bytes) four |= uint32_t{__ldg(scale + at + j)} << (8 * j);
-        *reinterpret_cast<uint32_t*>(row + w * kWindowBlocks) = four;
+        copy_or_zero<4>(to + w, there ? scale + w : data, there);
+        continue;
       }
-      if constexpr (C::kWindows)
-        copy_or_zero<4>(&to.amax[threadIdx.x][w], amax + (there && has_windows ? first + w : 0), there);
+      uint32_t four = 0;
+#pragma unroll
+      for (int j = w; j < w + kWindowBlocks; ++j)
+        if (there && j < scale_bytes) four |= uint32_t{__ldg(scale + j)} << (8 * (j - w));
+      *reinterpret_cast<uint32_t*>(to + w) = four;
     }
   }
 };
 
 // ---------------------------------------------------------------- from shared memory to sums
-// Tokens of a stage to fragments. A thread has half of some pairs of blocks. A lane's place is such that eight lanes
-// write to, and read from, different banks.
+// A lane's place in a fragment: eight lanes write to, and read from, different banks.
 __device__ __forceinline__ int place(int group, int quarter) { return group * 4 + (quarter ^ group / 2); }
 
+// Tokens of a stage on their way to fragments. A thread has half of some pairs of blocks of a token.
 template <class C>
-__device__ __forceinline__ void decode_tokens(const typename C::Stage& stage, typename C::Fragments& to) {
-  const int token = threadIdx.x % C::kTokens;
-  const uint8_t* row = stage.row[kCols + token];
+struct Tokens {
+  static constexpr int kItems = 2 * C::kPairs * C::kTokens / kFewThreads;
+  uint32_t first[kItems], second[kItems], scales[kItems];  // of the blocks of a pair
+
+  static __device__ __forceinline__ int token() { return threadIdx.x % C::kTokens; }
+  static __device__ __forceinline__ int half(int i) { return item(i) % 2; }
+  static __device__ __forceinline__ int pair(int i) { return item(i) / 2; }
+  __device__ __forceinline__ void load(const typename C::Stage& stage) {
+    const uint8_t* row = stage.row[kCols + token()];
 #pragma unroll
-  for (int i = 0; i < 2 * C::kPairs * C::kTokens / kFewThreads; ++i) {
-    const int item = threadIdx.x / C::kTokens + i * (kFewThreads / C::kTokens), half = item % 2, pair = item / 2;
-    const uint32_t first = word_at(row + pair * 16 + half * 4), second = word_at(row + pair * 16 + 8 + half * 4);
-    const uint32_t scales = halves_of_scales(*reinterpret_cast<const uint16_t*>(row + C::kScales + pair * 2));
-    const uint32_t scale[2] = {__byte_perm(scales, 0, 0x1010), __byte_perm(scales, 0, 0x3232)};
-#pragma unroll
-    for (int q = 0; q < 2; ++q) {
-      uint32_t v[4];
-      halves_of_codes(quarters(first, second, q), v);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) v[j] = multiply_halves(v[j], scale[j / 2]);
-      to[pair][token / 8][place(token % 8, 2 * half + q)] = make_uint4(v[0], v[1], v[2], v[3]);
+    for (int i = 0; i < kItems; ++i) {
+      const uint8_t* codes = row + pair(i) * 16 + half(i) * 4;
+      first[i] = word_at(codes), second[i] = word_at(codes + 8);
+      scales[i] = *reinterpret_cast<const uint16_t*>(row + C::kScales + pair(i) * 2);
     }
   }
-}
+  __device__ __forceinline__ void decode(typename C::Fragments& to) const {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const uint32_t both = halves_of_scales(scales[i]);
+      const uint32_t scale[2] = {__byte_perm(both, 0, 0x1010), __byte_perm(both, 0, 0x3232)};
+#pragma unroll
+      for (int q = 0; q < 2; ++q) {
+        uint32_t v[4];
+        halves_of_codes(quarters(first[i], second[i], q), v);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) v[j] = multiply_halves(v[j], scale[j / 2]);
+        to[pair(i)][token() / 8][place(token() % 8, 2 * half(i) + q)] = make_uint4(v[0], v[1], v[2], v[3]);
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int item(int i) {
+    return threadIdx.x / C::kTokens + i * (kFewThreads / C::kTokens);
+  }
+};
 
 // Outputs of a thread: rows lane / 4 and 8 below of the warp's 16 of b, tokens 2 * (lane % 4) and the next of each
 // tile.
@@ -330,25 +369,28 @@ __global__ void __launch_bounds__(kFewThreads, C::kBlocks) sm80_nvfp4_blocks_sma
   const int64_t token0 = static_cast<int64_t>(blockIdx.x % token_tiles) * C::kTokens;
   const int64_t col0 = static_cast<int64_t>(blockIdx.x / token_tiles) * kCols;
   for (int64_t matrix = blockIdx.y; matrix < s.batch; matrix += gridDim.y) {
-    const Source<C> source(g, a, b, matrix * s.rows + token0, matrix * s.cols + col0, s.rows - token0, s.cols - col0);
+    Source<C> source(g, a, b, matrix * s.rows + token0, matrix * s.cols + col0, s.rows - token0, s.cols - col0);
     // A group of copies for each stage, also where there are none.
     const auto start = [&](int i, int slot) {
-      if (i < stages) source.copy(shared.in.stage[slot], i * C::kDepth);
+      if (i < stages) source.copy(shared.in.stage[slot]);
       commit_copies();
     };
 #pragma unroll
     for (int i = 0; i < C::kStages - 1; ++i) start(i, i);
     wait_for_copies<C::kStages - 2>();
     __syncthreads();
-    decode_tokens<C>(shared.in.stage[0], shared.in.tokens[0]);
+    Tokens<C> tokens;
+    tokens.load(shared.in.stage[0]);
+    tokens.decode(shared.in.tokens[0]);
     TokenSums<C> y{};
     int slot = 0, last = C::kStages - 1;  // of stage i, and of stage i - 1
     for (int i = 0; i < stages; ++i) {
       const int next = slot + 1 == C::kStages ? 0 : slot + 1;
       wait_for_copies<C::kStages - 3>();
       __syncthreads();  // stage i + 1 is here, tokens of stage i are decoded, and stage i - 1 has been used
+      if (i + 1 < stages) tokens.load(shared.in.stage[next]);
       start(i + C::kStages - 1, last);
-      if (i + 1 < stages) decode_tokens<C>(shared.in.stage[next], shared.in.tokens[(i + 1) % 2]);
+      if (i + 1 < stages) tokens.decode(shared.in.tokens[(i + 1) % 2]);
       add_stage<C>(y, shared.in.stage[slot], shared.in.tokens[i % 2], lane, alpha_of);
       last = slot, slot = next;
     }
