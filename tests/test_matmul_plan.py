@@ -31,8 +31,9 @@ def test_a_gpu(capability):
     for left in LEFT:
         fast = FUSED[left] if capability == HOPPER else "decode_then_dot"
         assert plan(left, capability=capability)[::2] == (fast, "")
-    assert plan(windows=True, capability=capability) == ("sm80_nvfp4_blocks", 0, "")
-    assert plan(pinned=True, capability=capability) == ("sm80_nvfp4_blocks", 0, "")
+    for m, kernel in ((1, "sm80_nvfp4_blocks_small_m"), (64, "sm80_nvfp4_blocks_small_m"), (65, "sm80_nvfp4_blocks")):
+        for order in ({"windows": True}, {"pinned": True}, {"windows": True, "pinned": True}):
+            assert plan(**order, capability=capability, shape=(3, m, 128, 256)) == (kernel, 0, "")
     assert plan("bfloat16", pinned=True, capability=capability) == ("sm80_dense_elements", 0, "")
 
 
@@ -101,6 +102,15 @@ WHY_NOT = {
     "many products": ("sm90_nvfp4_small_m", {"shape": (2**26 + 1, 1, 1, 16)}, "the batch is too large"),
     "windows of neither": ("sm90_nvfp4_windows", {}, 'an operand must have amax_scope="window64"'),
     "windows in an order": ("sm90_nvfp4_windows", {"windows": True, "pinned": True}, "is not pinned"),
+    "65 rows": ("sm80_nvfp4_blocks_small_m", {"shape": (1, 65, 16, 16)}, "cannot: M must be at most 64"),
+    "few pinned rows of a long K": (
+        "sm80_nvfp4_blocks_small_m",
+        {"shape": (1, 64, 16, 2**30 + 16)},
+        "K must be at most 2^30",
+    ),
+    "few pinned rows of no K": ("sm80_nvfp4_blocks_small_m", {"shape": (1, 64, 16, 0)}, "K must be at least 16"),
+    "few pinned rows of an array": ("sm80_nvfp4_blocks_small_m", {"a": "float16"}, "must be an NVFP4 tensor"),
+    "few pinned rows on the CPU": ("sm80_nvfp4_blocks_small_m", {"capability": CPU}, "not on the CPU"),
     "no such kernel": ("sm90_unheard_of", {}, "no kernel has the name sm90_unheard_of"),
 }
 

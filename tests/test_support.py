@@ -142,9 +142,10 @@ WINDOWS_A, WINDOWS_B = t(32, 64, spec=WINDOW64), t(48, 64, spec=WINDOW64)
 GPU_MATMULS = {
     "nvfp4": ((A, B), {}, "decode_then_dot sm90_nvfp4_fused"),
     "few rows": ((t(16, 64), B), {}, "decode_then_dot sm90_nvfp4_small_m"),
-    "pinned": ((A, B), {"accumulation": "pinned"}, "sm80_nvfp4_blocks"),
-    "windows of a": ((WINDOWS_A, B), {}, "sm80_nvfp4_blocks"),
-    "windows of b": ((A, WINDOWS_B), {}, "sm80_nvfp4_blocks"),
+    "pinned": ((A, B), {"accumulation": "pinned"}, "sm80_nvfp4_blocks_small_m"),
+    "pinned of many rows": ((t(65, 64), B), {"accumulation": "pinned"}, "sm80_nvfp4_blocks"),
+    "windows of a": ((WINDOWS_A, B), {}, "sm80_nvfp4_blocks_small_m"),
+    "windows of b": ((A, WINDOWS_B), {}, "sm80_nvfp4_blocks_small_m"),
     "weight-only": ((X, B), {}, "decode_then_dot sm90_dense_fused"),
     "weight-only of few rows": ((a(1, 64), B), {}, "decode_then_dot sm90_dense_small_m"),
     "weight-only pinned": ((X, B), {"accumulation": "pinned"}, "sm80_dense_elements"),

@@ -172,6 +172,11 @@ void matmul(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool a_w
   Buffer bias(n * 2), out(batch * m * n * size_of(kind));
   const MatmulResult result{bias.as<void>(), Float::kBf16, out.as<void>(), kind};
   check(launch_sm80_nvfp4_blocks({a.operand, b.operand, result, {batch, m, n, k}}, nullptr), "sm80_nvfp4_blocks");
+  for (int tokens : {8, 16, 32}) {
+    check(launch_sm80_nvfp4_blocks_small_m({a.operand, b.operand, result, {batch, m, n, k}}, nullptr, tokens),
+          "sm80_nvfp4_blocks_small_m");
+    check(cudaDeviceSynchronize(), "sm80_nvfp4_blocks_small_m");
+  }
   if (!b_windows)
     for (Float dense : {Float::kBf16, Float::kF16}) {
       Buffer x(batch * m * k * 2);
@@ -312,8 +317,10 @@ int main() {
     for (const Shape& s : {Shape{1, 1, 64}, Shape{2, 70, 192}, Shape{1, 131, 128}})
       for (int flags = 0; flags < 4; ++flags)
         matmul(s.batch, s.rows, s.rows + 5, s.cols, kind, flags & 1, flags & 2, s.batch > 1);
-    for (int64_t k : {16, 48, 80})  // the last slab is not full
+    for (int64_t k : {16, 48, 80, 1296})  // the last slab is not full
       for (bool each : {false, true}) matmul(2, 66, 3, k, kind, false, false, each);
+    for (int flags = 0; flags < 4; ++flags)  // whole stages, more than the ring has
+      for (int64_t k : {2048, 1600}) matmul(1, 41, 130, k, kind, flags & 1, flags & 2, false);
 #if defined(JNVFP4_SM90A)  // the GPU is one of Hopper
     for (int64_t m : {1, 8, 13})
       for (int64_t k : {48, 256, 1040, 4352}) small_m(1, m, 67, k, kind, k == 256);

@@ -6,6 +6,7 @@ namespace jnvfp4 {
 cudaError_t launch_matmul(const MatmulArgs& args, const MatmulPlan& plan, [[maybe_unused]] void* scratch,
                           cudaStream_t stream) {
   switch (plan.kernel) {
+    case MatmulKernel::kSm80Nvfp4BlocksSmallM: return launch_sm80_nvfp4_blocks_small_m(args, stream);
     case MatmulKernel::kSm80Nvfp4Blocks: return launch_sm80_nvfp4_blocks(args, stream);
     case MatmulKernel::kSm80DenseElements: return launch_sm80_dense_elements(args, stream);
 #if defined(JNVFP4_SM90A)

@@ -415,6 +415,13 @@ int64_t thread_blocks(const GemmShape& s, int tiles) {
   return (s.rows + 8 * tiles - 1) / (8 * tiles) * ((s.cols + kCols - 1) / kCols);
 }
 
+// As many tokens for a decoded block of b as leave work for every multiprocessor. The result is the same.
+int tiles_for(const GemmShape& s) {
+  int tiles = s.rows <= 8 ? 1 : s.rows <= 16 ? 2 : 4;
+  while (tiles > 1 && s.batch * thread_blocks(s, tiles / 2) <= multiprocessors()) tiles /= 2;
+  return tiles;
+}
+
 template <class C>
 cudaError_t launch(const MatmulArgs& g, cudaStream_t stream) {
   constexpr int64_t kMost = 32768;  // of the 65535 that grid dimension y allows
@@ -436,12 +443,8 @@ cudaError_t launch(const MatmulArgs& g, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t launch_sm80_nvfp4_blocks_small_m(const MatmulArgs& g, cudaStream_t stream) {
-  const GemmShape& s = g.shape;
-  // As many tokens for a decoded block of b as leave work for every multiprocessor.
-  int tiles = s.rows <= 8 ? 1 : s.rows <= 16 ? 2 : 4;
-  while (tiles > 1 && s.batch * thread_blocks(s, tiles / 2) <= multiprocessors()) tiles /= 2;
-  switch (tiles) {
+cudaError_t launch_sm80_nvfp4_blocks_small_m(const MatmulArgs& g, cudaStream_t stream, int tokens) {
+  switch (tokens ? tokens / 8 : tiles_for(g.shape)) {
     case 1: return launch<1>(g, stream);
     case 2: return launch<2>(g, stream);
     default: return launch<4>(g, stream);
