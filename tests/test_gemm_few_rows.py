@@ -1,4 +1,4 @@
-"""The kernel of few rows in the pinned order, by its name, on any GPU: the CPU's bits for all data."""
+"""The kernels of the pinned order that take few rows, by name, on any GPU: the CPU's bits for all data."""
 
 import faulthandler
 import sys
@@ -15,6 +15,7 @@ import jnvfp4
 from jnvfp4 import Format, NVFP4Tensor
 
 KERNEL = "sm80_nvfp4_blocks_small_m"
+every_kernel = pytest.mark.parametrize("kernel", [KERNEL, "sm80_nvfp4_blocks"])
 ROWS = (1, 7, 8, 9, 16, 17, 33, 64)
 # N, K. Thread blocks have 64 columns, and 8, 16 or 32 rows: more where that leaves work for all multiprocessors, up to
 # 281 of them with 9001 columns. They go along K by 128 or 256, through five or six stages.
@@ -40,26 +41,28 @@ def device():
     faulthandler.cancel_dump_traceback_later()
 
 
-def multiply(device, a, b, bias=None, out=np.float32) -> np.ndarray:
+def multiply(device, a, b, bias=None, out=np.float32, kernel=KERNEL) -> np.ndarray:
     a, b, bias = jax.device_put((a, b, bias), device)
     with jax.default_device(device):
-        return np.asarray(jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out, implementation=KERNEL))
+        return np.asarray(jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out, implementation=kernel))
 
 
-def check(device, a, b, bias=None, out=np.float32) -> None:
-    assert_bitwise(multiply(device, a, b, bias, out), jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out))
+def check(device, a, b, bias=None, out=np.float32, kernel=KERNEL) -> None:
+    assert_bitwise(multiply(device, a, b, bias, out, kernel), jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out))
 
 
+@every_kernel
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize(("n", "k"), WIDTHS)
-def test_shapes(device, m, n, k):
-    check(device, *quantized((m, n, k), ROW, ROW))
+def test_shapes(device, m, n, k, kernel):
+    check(device, *quantized((m, n, k), ROW, ROW), kernel=kernel)
 
 
+@every_kernel
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize(("n", "k"), [(1, 64), (40, 192), (64, 4096), (130, 1600), (1000, 4160), (9024, 256)])
-def test_shapes_of_windows(device, m, n, k):
-    check(device, *quantized((m, n, k), WINDOW, WINDOW))
+def test_shapes_of_windows(device, m, n, k, kernel):
+    check(device, *quantized((m, n, k), WINDOW, WINDOW), kernel=kernel)
 
 
 @every_a
@@ -126,7 +129,7 @@ def test_amax_that_is_no_ordinary_number(device, shape, amax):
 
 @every_tile
 def test_zeros_are_positive(device, shape):
-    """All codes are -0, and blocks that cancel: no sum is -0."""
+    """Codes of -0 on a side: no sum is -0."""
     a, b = quantized(shape)
     check(device, NVFP4Tensor(jnp.full_like(a.data, 0x88), a.scale, a.amax), b)
     check(device, a, NVFP4Tensor(jnp.full_like(b.data, 0x88), b.scale, b.amax))
