@@ -66,7 +66,8 @@ jnvfp4_cuda_objects(jnvfp4_quantize FLAGS ${generic} FILES
   ffi/cuda/quantize/tiles.cu ffi/cuda/quantize/pair.cu ffi/cuda/quantize/fake_quant.cu ffi/cuda/quantize/rows.cu
   ffi/cuda/quantize/rht_amax.cu ffi/cuda/quantize/dequantize.cu)
 jnvfp4_cuda_objects(jnvfp4_matmul FLAGS ${generic} FILES
-  ffi/cuda/matmul/sm80_nvfp4_blocks.cu ffi/cuda/matmul/sm80_dense_elements.cu
+  ffi/cuda/matmul/sm80_nvfp4_blocks_small_m.cu ffi/cuda/matmul/sm80_nvfp4_blocks.cu
+  ffi/cuda/matmul/sm80_dense_elements.cu
   ffi/cuda/matmul/decode.cu ffi/cuda/matmul/epilogue.cu)
 # Kernels with instructions of Hopper alone. Without them the plan takes other kernels.
 if("90a" IN_LIST targets)

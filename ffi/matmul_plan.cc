@@ -50,6 +50,11 @@ const char* needs_few_rows(const MatmulProblem& p) {
   const int64_t groups = (s.cols + 15) / 16;
   return s.cols > kMost || groups * s.batch > kMost / 16 ? "N times the batch is too large" : nullptr;
 }
+// The kernel takes any number of rows, but is made for few, and K is counted in 32 bits.
+const char* needs_at_most_64_rows(const MatmulProblem& p) {
+  if (p.shape.rows > 64) return "M must be at most 64";
+  return p.shape.depth > kMost ? "K must be at most 2^30" : nullptr;
+}
 // The first reason of several.
 template <const char* (*... kNeeds)(const MatmulProblem&)>
 const char* all(const MatmulProblem& p) {
@@ -80,6 +85,8 @@ constexpr Row kTable[] = {
      all<needs_nvfp4, needs_free_order, needs_depth, needs_narrow>},
     {MatmulKernel::kSm90DenseFused, "sm90_dense_fused", kHopper, kHopper,
      all<needs_dense, needs_free_order, needs_depth, needs_narrow>},
+    {MatmulKernel::kSm80Nvfp4BlocksSmallM, "sm80_nvfp4_blocks_small_m", kAnyGpu, kNewest,
+     all<needs_nvfp4, needs_depth, needs_at_most_64_rows>},
     {MatmulKernel::kSm90Nvfp4Windows, "sm90_nvfp4_windows", kHopper, kHopper,
      all<needs_nvfp4, needs_windows, needs_depth, needs_narrow>},
     {MatmulKernel::kDecodeThenDot, "decode_then_dot", kAnyGpu, kNewest, needs_free_order},

@@ -49,10 +49,12 @@ def test_a_gpu(capability):
     for left in LEFT:
         fast = FUSED[left] if capability == HOPPER else "decode_then_dot"
         assert plan(left, capability=capability)[::2] == (fast, "")
-    windows = "sm90_nvfp4_windows" if capability == HOPPER else "sm80_nvfp4_blocks"
-    assert plan(windows=True, capability=capability)[::2] == (windows, "")
-    assert plan(windows=True, pinned=True, capability=capability) == ("sm80_nvfp4_blocks", 0, "")
-    assert plan(pinned=True, capability=capability) == ("sm80_nvfp4_blocks", 0, "")
+    for m, few in ((1, True), (64, True), (65, False)):
+        kernel = "sm80_nvfp4_blocks_small_m" if few else "sm80_nvfp4_blocks"
+        for order in ({"pinned": True}, {"windows": True, "pinned": True}):
+            assert plan(**order, capability=capability, shape=(3, m, 128, 256)) == (kernel, 0, "")
+        windows = "sm90_nvfp4_windows" if capability == HOPPER and not few else kernel
+        assert plan(windows=True, capability=capability, shape=(3, m, 128, 256))[::2] == (windows, "")
     assert plan("bfloat16", pinned=True, capability=capability) == ("sm80_dense_elements", 0, "")
 
 
@@ -130,6 +132,15 @@ WHY_NOT = {
     ),
     "windows of neither": ("sm90_nvfp4_windows", {}, 'an operand must have amax_scope="window64"'),
     "windows in an order": ("sm90_nvfp4_windows", {"windows": True, "pinned": True}, "is not pinned"),
+    "65 rows": ("sm80_nvfp4_blocks_small_m", {"shape": (1, 65, 16, 16)}, "cannot: M must be at most 64"),
+    "few pinned rows of a long K": (
+        "sm80_nvfp4_blocks_small_m",
+        {"shape": (1, 64, 16, 2**30 + 16)},
+        "K must be at most 2^30",
+    ),
+    "few pinned rows of no K": ("sm80_nvfp4_blocks_small_m", {"shape": (1, 64, 16, 0)}, "K must be at least 16"),
+    "few pinned rows of an array": ("sm80_nvfp4_blocks_small_m", {"a": "float16"}, "must be an NVFP4 tensor"),
+    "few pinned rows on the CPU": ("sm80_nvfp4_blocks_small_m", {"capability": CPU}, "not on the CPU"),
     "no such kernel": ("sm90_unheard_of", {}, "no kernel has the name sm90_unheard_of"),
 }
 
@@ -158,7 +169,8 @@ def test_few_rows_on_hopper(a, shape):
 @pytest.mark.parametrize("a", LEFT)
 def test_what_the_kernels_of_hopper_leave_to_decoding(a):
     assert plan(a, shape=(1, 17, 16, 16)).kernel == FUSED[a]
-    assert plan(a, shape=(1, 16, 2**30 + 1, 16)).kernel == "decode_then_dot"
+    few = "sm80_nvfp4_blocks_small_m" if a == "nvfp4" else "decode_then_dot"
+    assert plan(a, shape=(1, 16, 2**30 + 1, 16)).kernel == few
     assert plan(a, shape=(1, 16, 16, 0)).kernel == "decode_then_dot"
 
 

@@ -174,6 +174,11 @@ void matmul(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool a_w
   Buffer bias(n * 2), out(batch * m * n * size_of(kind));
   const MatmulResult result{bias.as<void>(), Float::kBf16, out.as<void>(), kind};
   check(launch_sm80_nvfp4_blocks({a.operand, b.operand, result, {batch, m, n, k}}, nullptr), "sm80_nvfp4_blocks");
+  for (int tokens : {8, 16, 32}) {
+    check(launch_sm80_nvfp4_blocks_small_m({a.operand, b.operand, result, {batch, m, n, k}}, nullptr, tokens),
+          "sm80_nvfp4_blocks_small_m");
+    check(cudaDeviceSynchronize(), "sm80_nvfp4_blocks_small_m");
+  }
   if (!b_windows)
     for (Float dense : {Float::kBf16, Float::kF16}) {
       Buffer x(batch * m * k * 2);
@@ -341,8 +346,10 @@ int main(int count, char** arguments) {
         cublaslt(1, 1, 40, 512, kind, each);
         cublaslt(3, 5, 4, 272, kind, each);
       }
-    for (int64_t k : {16, 48, 80})  // the last slab is not full
+    for (int64_t k : {16, 48, 80, 1296})  // the last slab is not full
       for (bool each : {false, true}) matmul(2, 66, 3, k, kind, false, false, each);
+    for (int flags = 0; flags < 4; ++flags)  // whole stages, more than the ring has
+      for (int64_t k : {2048, 1600}) matmul(1, 41, 130, k, kind, flags & 1, flags & 2, false);
 #if defined(JNVFP4_SM90A)  // the GPU is one of Hopper
     for (int64_t m : {1, 8, 13})
       for (int64_t k : {48, 256, 1040, 4352}) small_m(1, m, 67, k, kind, k == 256);

@@ -5,6 +5,7 @@ namespace jnvfp4 {
 
 cudaError_t launch_matmul(const MatmulArgs& args, const MatmulPlan& plan, void* scratch, cudaStream_t stream) {
   switch (plan.kernel) {
+    case MatmulKernel::kSm80Nvfp4BlocksSmallM: return launch_sm80_nvfp4_blocks_small_m(args, stream);
     case MatmulKernel::kSm80Nvfp4Blocks: return launch_sm80_nvfp4_blocks(args, stream);
     case MatmulKernel::kSm80DenseElements: return launch_sm80_dense_elements(args, stream);
     case MatmulKernel::kDecodeThenCublasLt: return launch_decode_then_cublaslt(args, scratch, stream);
