@@ -319,7 +319,7 @@ def test_an_exported_program_has_the_portable_plan(accumulation):
     """No device is known where a program is exported: its kernel runs on every supported GPU."""
     if not _native.available("cuda"):
         skip_or_fail("cuda", "no CUDA kernels in this build")
-    a = random_tensor(0, (16, 64))
+    a = random_tensor(0, (65, 64))
     product = jax.jit(lambda a, b: matmul_nt(a, b, accumulation=accumulation))
     text = jax.export.export(product, platforms=["cuda"], disabled_checks=export_checks())(a, a).mlir_module()
     assert ("sm80_nvfp4_blocks" in text) == (accumulation == "pinned")
