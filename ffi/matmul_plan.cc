@@ -72,10 +72,13 @@ struct Row {
 
 constexpr int kHopper = 90, kNewest = 999;
 
-// In order of preference. One H200, microseconds of a product in a chain (commit 615ef75,
-// benchmarks/results/h200_products.json): with 8 x 14336 x 4096 (M x N x K) sm90_nvfp4_small_m takes 14.9,
-// sm90_nvfp4_fused 43, decode_then_dot 86; with 8192^3 the last two take 1390 and 1492. The pinned kernels take 11
-// times as long there, and run only where the order asks for them.
+// In order of preference. One H200, microseconds of a product (commit d8f2dea; docs/performance.md, docs/kernels.md):
+// - M x N x K = 16 x 14336 x 4096: sm90_nvfp4_small_m 17.3, sm90_nvfp4_fused 21.4, sm80_nvfp4_blocks_small_m 25.2.
+// - 32 x 14336 x 4096: sm90_nvfp4_fused 23.0, sm80_nvfp4_blocks_small_m 42.2, decode_then_dot 88.
+// - 8192^3: sm90_nvfp4_fused 1352, decode_then_dot 1451, decode_then_cublaslt 1543. sm80_nvfp4_blocks, 13 times as
+//   long, runs only where the order asks for it.
+// - 8192^3 with windows on both sides: sm90_nvfp4_windows 4003, sm80_nvfp4_blocks 21600.
+// - 16 and 64 x 14336 x 4096 with windows: sm90_nvfp4_windows 72 and 80 (1c0afb3), sm80_nvfp4_blocks_small_m 68 and 248.
 constexpr Row kTable[] = {
     {MatmulKernel::kSm90Nvfp4SmallM, "sm90_nvfp4_small_m", kHopper, kHopper,
      all<needs_nvfp4, needs_free_order, needs_depth, needs_few_rows>},
@@ -85,12 +88,12 @@ constexpr Row kTable[] = {
      all<needs_nvfp4, needs_free_order, needs_depth, needs_narrow>},
     {MatmulKernel::kSm90DenseFused, "sm90_dense_fused", kHopper, kHopper,
      all<needs_dense, needs_free_order, needs_depth, needs_narrow>},
-    {MatmulKernel::kSm80Nvfp4BlocksSmallM, "sm80_nvfp4_blocks_small_m", kAnyGpu, kNewest,
-     all<needs_nvfp4, needs_depth, needs_at_most_64_rows>},
     {MatmulKernel::kSm90Nvfp4Windows, "sm90_nvfp4_windows", kHopper, kHopper,
      all<needs_nvfp4, needs_windows, needs_depth, needs_narrow>},
+    {MatmulKernel::kSm80Nvfp4BlocksSmallM, "sm80_nvfp4_blocks_small_m", kAnyGpu, kNewest,
+     all<needs_nvfp4, needs_depth, needs_at_most_64_rows>},
     {MatmulKernel::kDecodeThenDot, "decode_then_dot", kAnyGpu, kNewest, needs_free_order},
-    // By name only, until it is measured: one row up, and it is planned wherever the library is found.
+    // By name only, since XLA's product is faster: one row up, and it is planned wherever the library is found.
     {MatmulKernel::kDecodeThenCublasLt, "decode_then_cublaslt", kAnyGpu, kNewest,
      all<needs_free_order, needs_depth, needs_cublaslt_sizes>},
     {MatmulKernel::kSm80Nvfp4Blocks, "sm80_nvfp4_blocks", kAnyGpu, kNewest, needs_nvfp4},

@@ -11,12 +11,12 @@
 namespace jnvfp4 {
 
 enum class MatmulKernel : uint8_t {
-  kSm90Nvfp4SmallM,  // two NVFP4 operands, few rows: decoded inside a GEMM for Hopper
-  kSm90DenseSmallM,  // the same of a 16-bit left operand
-  kSm90Nvfp4Fused,   // two NVFP4 operands: the left one decoded to scratch, the right one in registers of the GEMM
-  kSm90DenseFused,   // a 16-bit left operand: the right one decoded in registers of the GEMM
+  kSm90Nvfp4SmallM,   // two NVFP4 operands, few rows: decoded inside a GEMM for Hopper
+  kSm90DenseSmallM,   // the same of a 16-bit left operand
+  kSm90Nvfp4Fused,    // two NVFP4 operands: the left one decoded to scratch, the right one in registers of the GEMM
+  kSm90DenseFused,    // a 16-bit left operand: the right one decoded in registers of the GEMM
+  kSm90Nvfp4Windows,  // two NVFP4 operands, window64 on a side: as kSm90Nvfp4Fused, window by window
   kSm80Nvfp4BlocksSmallM,  // two NVFP4 operands in the pinned order, few rows
-  kSm90Nvfp4Windows,       // two NVFP4 operands, window64 on a side: as kSm90Nvfp4Fused, window by window
   kDecodeThenDot,          // decode both operands, XLA's 16-bit GEMM, epilogue: XLA operations, not the handler
   kDecodeThenCublasLt,     // the same in one call, with cuBLASLt's GEMM
   kSm80Nvfp4Blocks,        // the same of any number of rows, integer tensor cores

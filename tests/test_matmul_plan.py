@@ -53,7 +53,7 @@ def test_a_gpu(capability):
         kernel = "sm80_nvfp4_blocks_small_m" if few else "sm80_nvfp4_blocks"
         for order in ({"pinned": True}, {"windows": True, "pinned": True}):
             assert plan(**order, capability=capability, shape=(3, m, 128, 256)) == (kernel, 0, "")
-        windows = "sm90_nvfp4_windows" if capability == HOPPER and not few else kernel
+        windows = "sm90_nvfp4_windows" if capability == HOPPER else kernel
         assert plan(windows=True, capability=capability, shape=(3, m, 128, 256))[::2] == (windows, "")
     assert plan("bfloat16", pinned=True, capability=capability) == ("sm80_dense_elements", 0, "")
 
