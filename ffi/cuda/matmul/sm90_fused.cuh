@@ -20,7 +20,8 @@ namespace jnvfp4 {
 // T: the type of the decoded numbers, F16 or Bf16.
 //
 // To decode a window takes longer than the tensor cores need for up to 64 tokens. So there are two teams of two
-// warpgroups then, which share K. With 256 tokens the two warpgroups of one team take turns on the tensor cores.
+// warpgroups then, which share K. With 256 tokens the two warpgroups of one team take turns on the tensor cores, and with
+// windows, so that one multiplies while the other applies factors.
 //
 // kSides: which operands have an amax for each window. The sum of a window is then multiplied by the factors of these
 // sides before it is added to the others.
@@ -34,7 +35,7 @@ struct FusedConfig {
   static constexpr bool kWindowsOfA = kSides == WindowSides::kA || kSides == WindowSides::kBoth;
   static constexpr bool kWindowsOfB = kSides == WindowSides::kB || kSides == WindowSides::kBoth;
   static constexpr int kTokens = kTokens_, kTeams = fused_teams(kTokens), kRows = 128;
-  static constexpr bool kTurns = kTokens == 256;
+  static constexpr bool kTurns = kTokens == 256 || kWindows;
   static constexpr int kThreads = 128 * (1 + 2 * kTeams);
   static constexpr int kSums = kTokens / 2;  // of a thread
   // Whether amaxes of rows of a come from shared memory: tiles of few rows load few, and have no registers to spare.
