@@ -122,7 +122,11 @@ def wheel(folder: pathlib.Path, name: str, file: str) -> str:
     info = folder / f"{name}-13.1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 13.1.2\n")
-    (info / "RECORD").write_text(f"nvidia/lib/libcublas.so.13,,\nnvidia/lib/{file},,\n")
+    names = "libcublas.so.13", file
+    (info / "RECORD").write_text("".join(f"nvidia/lib/{name},,\n" for name in names))
+    (folder / "nvidia" / "lib").mkdir(parents=True)
+    for name in names:  # from Python 3.12 on, files that are missing are not listed
+        (folder / "nvidia" / "lib" / name).touch()
     return str(folder / "nvidia" / "lib" / file)
 
 
