@@ -69,7 +69,8 @@ def _bench(args: argparse.Namespace) -> None:
     from .timing import environment
 
     rows: list[dict[str, Any]] = []
-    result = {"suite": args.command, "environment": environment(args.commit), "rows": rows}
+    suite = "steps --kernels" if getattr(args, "kernels", False) else args.command
+    result = {"suite": suite, "environment": environment(args.commit), "rows": rows}
     for found in _run(args):
         rows += found
         if args.json:

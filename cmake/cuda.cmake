@@ -51,10 +51,12 @@ list(JOIN built_for " " built_for)
 message(STATUS "jnvfp4: building CUDA kernels for ${built_for}")
 
 nanobind_add_module(_cuda NB_STATIC NOMINSIZE
-  ffi/cuda/module.cc ffi/cuda/handlers.cc ffi/cuda/matmul/launch.cc ffi/matmul_plan.cc)
+  ffi/cuda/module.cc ffi/cuda/handlers.cc ffi/cuda/matmul/launch.cc ffi/cuda/matmul/cublaslt.cc
+  ffi/cuda/matmul/decode_then_cublaslt.cc ffi/matmul_plan.cc)
 set_source_files_properties(ffi/cuda/handlers.cc PROPERTIES COMPILE_OPTIONS -O1)  # it checks and launches
 jnvfp4_configure(_cuda)
 target_include_directories(_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+target_link_libraries(_cuda PRIVATE ${CMAKE_DL_LIBS})  # cuBLASLt is looked up, not linked
 target_compile_definitions(_cuda PRIVATE JNVFP4_CUDA_BUILT_FOR="${built_for}")
 
 # The longest to compile first, so that cores do not wait for them in the end.
@@ -64,7 +66,8 @@ jnvfp4_cuda_objects(jnvfp4_quantize FLAGS ${generic} FILES
   ffi/cuda/quantize/tiles.cu ffi/cuda/quantize/pair.cu ffi/cuda/quantize/fake_quant.cu ffi/cuda/quantize/rows.cu
   ffi/cuda/quantize/rht_amax.cu ffi/cuda/quantize/dequantize.cu)
 jnvfp4_cuda_objects(jnvfp4_matmul FLAGS ${generic} FILES
-  ffi/cuda/matmul/sm80_nvfp4_blocks.cu ffi/cuda/matmul/sm80_dense_elements.cu
+  ffi/cuda/matmul/sm80_nvfp4_blocks_small_m.cu ffi/cuda/matmul/sm80_nvfp4_blocks.cu
+  ffi/cuda/matmul/sm80_dense_elements.cu
   ffi/cuda/matmul/decode.cu ffi/cuda/matmul/epilogue.cu)
 # Kernels with instructions of Hopper alone. Without them the plan takes other kernels.
 if("90a" IN_LIST targets)

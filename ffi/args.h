@@ -26,11 +26,11 @@ struct PairArgs {
   QuantizeArgs row, col;
 };
 
-// The amax after the rotation, one for each `shape.amax.rows_per_amax` rows.
+// The amax of x after the rotation and before it, one of each for every `shape.amax.rows_per_amax` rows.
 struct RhtAmaxArgs {
   const void* x;
   Float kind;
-  float* amax;
+  float *rotated, *plain;
   QuantShape shape;
 };
 

@@ -30,6 +30,13 @@ const char* needs_narrow(const MatmulProblem& p) {
   const bool fits = s.batch * s.rows <= kMost && s.batch * s.cols <= kMost && s.depth <= kMost;
   return fits ? nullptr : "it takes at most 2^30 rows of either operand, over all matrices, and K of at most 2^30";
 }
+// All that it needs has less than 2^61 bytes then, and cuBLASLt counts in 32 bits.
+const char* needs_cublaslt_sizes(const MatmulProblem& p) {
+  constexpr int64_t kHalf = kMost / 2;
+  const GemmShape& s = p.shape;
+  const bool fits = s.batch * s.rows <= kHalf && s.batch * s.cols <= kHalf && s.depth <= kHalf;
+  return fits ? nullptr : "it takes at most 2^29 rows of either operand, over all matrices, and K of at most 2^29";
+}
 const char* needs_windows(const MatmulProblem& p) {
   if (p.pinned) return "its order of summation is not pinned";
   return p.windows ? nullptr : "an operand must have amax_scope=\"window64\"";
@@ -42,6 +49,11 @@ const char* needs_few_rows(const MatmulProblem& p) {
   if (s.depth > kMost) return "K must be at most 2^30";
   const int64_t groups = (s.cols + 15) / 16;
   return s.cols > kMost || groups * s.batch > kMost / 16 ? "N times the batch is too large" : nullptr;
+}
+// The kernel takes any number of rows, but is made for few, and K is counted in 32 bits.
+const char* needs_at_most_64_rows(const MatmulProblem& p) {
+  if (p.shape.rows > 64) return "M must be at most 64";
+  return p.shape.depth > kMost ? "K must be at most 2^30" : nullptr;
 }
 // The first reason of several.
 template <const char* (*... kNeeds)(const MatmulProblem&)>
@@ -60,10 +72,13 @@ struct Row {
 
 constexpr int kHopper = 90, kNewest = 999;
 
-// In order of preference. One H200, microseconds of a product in a chain (commit 615ef75,
-// benchmarks/results/h200_products.json): with 8 x 14336 x 4096 (M x N x K) sm90_nvfp4_small_m takes 14.9,
-// sm90_nvfp4_fused 43, decode_then_dot 86; with 8192^3 the last two take 1390 and 1492. The pinned kernels take 11
-// times as long there, and run only where the order asks for them.
+// In order of preference. One H200, microseconds of a product (commit d8f2dea; docs/performance.md, docs/kernels.md):
+// - M x N x K = 16 x 14336 x 4096: sm90_nvfp4_small_m 17.3, sm90_nvfp4_fused 21.4, sm80_nvfp4_blocks_small_m 25.2.
+// - 32 x 14336 x 4096: sm90_nvfp4_fused 23.0, sm80_nvfp4_blocks_small_m 42.2, decode_then_dot 88.
+// - 8192^3: sm90_nvfp4_fused 1352, decode_then_dot 1451, decode_then_cublaslt 1543. sm80_nvfp4_blocks, 13 times as
+//   long, runs only where the order asks for it.
+// - 8192^3 with windows on both sides: sm90_nvfp4_windows 4003, sm80_nvfp4_blocks 21600.
+// - 16 and 64 x 14336 x 4096 with windows: sm90_nvfp4_windows 72 and 80 (1c0afb3), sm80_nvfp4_blocks_small_m 68 and 248.
 constexpr Row kTable[] = {
     {MatmulKernel::kSm90Nvfp4SmallM, "sm90_nvfp4_small_m", kHopper, kHopper,
      all<needs_nvfp4, needs_free_order, needs_depth, needs_few_rows>},
@@ -73,11 +88,16 @@ constexpr Row kTable[] = {
      all<needs_nvfp4, needs_free_order, needs_depth, needs_narrow>},
     {MatmulKernel::kSm90DenseFused, "sm90_dense_fused", kHopper, kHopper,
      all<needs_dense, needs_free_order, needs_depth, needs_narrow>},
+    {MatmulKernel::kSm90Nvfp4Windows, "sm90_nvfp4_windows", kHopper, kHopper,
+     all<needs_nvfp4, needs_windows, needs_depth, needs_narrow>},
+    {MatmulKernel::kSm80Nvfp4BlocksSmallM, "sm80_nvfp4_blocks_small_m", kAnyGpu, kNewest,
+     all<needs_nvfp4, needs_depth, needs_at_most_64_rows>},
     {MatmulKernel::kDecodeThenDot, "decode_then_dot", kAnyGpu, kNewest, needs_free_order},
+    // By name only, since XLA's product is faster: one row up, and it is planned wherever the library is found.
+    {MatmulKernel::kDecodeThenCublasLt, "decode_then_cublaslt", kAnyGpu, kNewest,
+     all<needs_free_order, needs_depth, needs_cublaslt_sizes>},
     {MatmulKernel::kSm80Nvfp4Blocks, "sm80_nvfp4_blocks", kAnyGpu, kNewest, needs_nvfp4},
     {MatmulKernel::kSm80DenseElements, "sm80_dense_elements", kAnyGpu, kNewest, needs_dense},
-    {MatmulKernel::kSm90Nvfp4Windows, "sm90_nvfp4_windows", kHopper, kHopper,
-     all<needs_nvfp4, needs_windows, needs_depth, needs_narrow>},  // by name only, until it is measured
     {MatmulKernel::kCpuNvfp4Blocks, "cpu_nvfp4_blocks", kCpu, kCpu, needs_nvfp4},
     {MatmulKernel::kCpuDenseElements, "cpu_dense_elements", kCpu, kCpu, needs_dense},
 };
@@ -113,6 +133,8 @@ std::string why_not(MatmulKernel kernel, const MatmulProblem& problem, const Dev
   }
   if (row.least == kHopper && !device.sm90a)
     return std::string(row.name) + " is not in this build; build jnvfp4 with 90a among JNVFP4_CUDA_TARGETS";
+  if (kernel == MatmulKernel::kDecodeThenCublasLt && !device.no_cublaslt.empty())
+    return std::string(row.name) + " needs cuBLASLt: " + std::string(device.no_cublaslt);
   const char* reason = row.cannot(problem);
   return reason ? std::string(row.name) + " cannot: " + reason : std::string();
 }
@@ -125,7 +147,7 @@ int64_t fused_sums(int64_t tiles, const FusedPlan& plan) {
 // The least time by a model: microseconds on an H200, whose 132 multiprocessors hold 66 pairs of thread blocks. A wave
 // of tiles costs its windows of 64 along K and its end; each part of K but one, its partial sums. Measured with N x K
 // of 14336 x 4096, 4096 x 14336, 8192 x 8192 and 4096 x 4096 (docs/kernels.md).
-FusedPlan plan_fused(const GemmShape& s, bool windows) {
+FusedPlan plan_tiles(const GemmShape& s, bool windows) {
   struct Tile {
     int tokens;
     double window, end, split;
@@ -140,7 +162,7 @@ FusedPlan plan_fused(const GemmShape& s, bool windows) {
   for (const Tile& tile : kTiles) {
     if (windows && tile.tokens != 128) continue;  // the registers of 256 do not suffice, and windows want few tiles
     for (int splits = 1; splits <= most; ++splits) {
-      const FusedPlan plan{tile.tokens, splits};
+      const FusedPlan plan{tile.tokens, splits, false};
       const int64_t tiles = fused_tiles(s, plan), at_once = kPairs / splits, waves = (tiles + at_once - 1) / at_once;
       if (splits > 1 && (tiles > kMostSums || fused_sums(tiles, plan) * 4 > kMostSums)) break;
       const auto windows = static_cast<double>((slots + splits - 1) / splits * 4);
@@ -151,13 +173,26 @@ FusedPlan plan_fused(const GemmShape& s, bool windows) {
   return best;
 }
 
+// The tiles of fewer rows are for few of them, and write only results whose rows are those of a.
+FusedPlan plan_fused(const GemmShape& s, bool nvfp4_a, bool windows) {
+  constexpr int kLeast = 128;
+  const FusedPlan plan = plan_tiles(s, windows);
+  if (!nvfp4_a || windows || s.rows < 2 * s.cols || plan.tokens < kLeast) return plan;
+  FusedPlan other = plan_tiles({s.batch, s.cols, s.rows, s.depth}, false);
+  other.exchanged = true;
+  return other.tokens < kLeast ? plan : other;
+}
+
+// Puts `bytes` behind the scratch that is taken; returns where.
+int64_t take_scratch(int64_t bytes, int64_t* taken) {
+  const int64_t at = *taken;
+  *taken += (bytes + 255) / 256 * 256;
+  return at;
+}
+
 FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan) {
   FusedScratch s{};
-  const auto take = [&](int64_t bytes) {
-    const int64_t at = s.bytes;
-    s.bytes += (bytes + 255) / 256 * 256;
-    return at;
-  };
+  const auto take = [&](int64_t bytes) { return take_scratch(bytes, &s.bytes); };
   // The copy of rows of `bytes`, if one is needed.
   const auto copy = [&](int64_t bytes) {
     return take(row_pitch(bytes) == bytes ? 0 : shape.batch * shape.cols * row_pitch(bytes));
@@ -173,11 +208,25 @@ FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan) {
   return s;
 }
 
+CublasLtScratch cublaslt_scratch(const GemmShape& shape, bool decoded_a, Float out) {
+  CublasLtScratch s{};
+  s.a = take_scratch(decoded_a ? shape.batch * shape.rows * shape.depth * 2 : 0, &s.bytes);
+  s.b = take_scratch(shape.batch * shape.cols * shape.depth * 2, &s.bytes);
+  s.sums = take_scratch(out == Float::kF32 ? 0 : shape.batch * shape.rows * shape.cols * 4, &s.bytes);
+  s.workspace = take_scratch(kCublasLtWorkspace, &s.bytes);
+  return s;
+}
+
 int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem) {
   switch (kernel) {
     case MatmulKernel::kSm90Nvfp4Fused:
-    case MatmulKernel::kSm90DenseFused: return fused_scratch(problem.shape, plan_fused(problem.shape)).bytes;
-    case MatmulKernel::kSm90Nvfp4Windows: return fused_scratch(problem.shape, plan_fused(problem.shape, true)).bytes;
+    case MatmulKernel::kSm90DenseFused:
+    case MatmulKernel::kSm90Nvfp4Windows: {
+      const FusedPlan plan = plan_fused(problem.shape, problem.a == Left::kNvfp4, problem.windows);
+      return fused_scratch(fused_shape(problem.shape, plan), plan).bytes;
+    }
+    case MatmulKernel::kDecodeThenCublasLt:
+      return cublaslt_scratch(problem.shape, problem.a == Left::kNvfp4, problem.out).bytes;
     default: return 0;
   }
 }

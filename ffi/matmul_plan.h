@@ -11,18 +11,20 @@
 namespace jnvfp4 {
 
 enum class MatmulKernel : uint8_t {
-  kSm90Nvfp4SmallM,    // two NVFP4 operands, few rows: decoded inside a GEMM for Hopper
-  kSm90DenseSmallM,    // the same of a 16-bit left operand
-  kSm90Nvfp4Fused,     // two NVFP4 operands: the left one decoded to scratch, the right one in registers of the GEMM
-  kSm90DenseFused,     // a 16-bit left operand: the right one decoded in registers of the GEMM
-  kDecodeThenDot,      // decode both operands, XLA's 16-bit GEMM, epilogue: XLA operations, not the handler
-  kSm80Nvfp4Blocks,    // two NVFP4 operands in the pinned order, integer tensor cores
-  kSm80DenseElements,  // a 16-bit left operand in the pinned order
-  kSm90Nvfp4Windows,   // two NVFP4 operands, window64 on a side: as kSm90Nvfp4Fused, window by window
-  kCpuNvfp4Blocks,     // the pinned order on the CPU
-  kCpuDenseElements,   // the same of a 16-bit left operand
+  kSm90Nvfp4SmallM,   // two NVFP4 operands, few rows: decoded inside a GEMM for Hopper
+  kSm90DenseSmallM,   // the same of a 16-bit left operand
+  kSm90Nvfp4Fused,    // two NVFP4 operands: the left one decoded to scratch, the right one in registers of the GEMM
+  kSm90DenseFused,    // a 16-bit left operand: the right one decoded in registers of the GEMM
+  kSm90Nvfp4Windows,  // two NVFP4 operands, window64 on a side: as kSm90Nvfp4Fused, window by window
+  kSm80Nvfp4BlocksSmallM,  // two NVFP4 operands in the pinned order, few rows
+  kDecodeThenDot,          // decode both operands, XLA's 16-bit GEMM, epilogue: XLA operations, not the handler
+  kDecodeThenCublasLt,     // the same in one call, with cuBLASLt's GEMM
+  kSm80Nvfp4Blocks,        // the same of any number of rows, integer tensor cores
+  kSm80DenseElements,      // a 16-bit left operand in the pinned order
+  kCpuNvfp4Blocks,         // the pinned order on the CPU
+  kCpuDenseElements,       // the same of a 16-bit left operand
 };
-inline constexpr int kMatmulKernels = 10;
+inline constexpr int kMatmulKernels = 12;
 
 struct MatmulProblem {
   enum class Left : uint8_t { kNvfp4, kBf16, kF16 };
@@ -44,7 +46,8 @@ inline constexpr int kCpu = 0, kAnyGpu = 80;
 
 struct Device {
   int capability;
-  bool sm90a = true;  // whether the build has the kernels that are compiled for 90a alone
+  bool sm90a = true;                  // whether the build has the kernels that are compiled for 90a alone
+  std::string_view no_cublaslt = {};  // why no copy of cuBLASLt was found; empty if one was
 };
 
 std::string_view name_of(MatmulKernel kernel);
@@ -61,8 +64,9 @@ int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem);
 // the same on every GPU.
 struct FusedPlan {
   int tokens, splits;
+  bool exchanged;  // b is decoded to scratch instead of a, because it is smaller: its rows are then those of a tile
 };
-FusedPlan plan_fused(const GemmShape& shape, bool windows = false);
+FusedPlan plan_fused(const GemmShape& shape, bool nvfp4_a, bool windows);
 // Groups of warps of a thread block that share K.
 JNVFP4_HD constexpr int fused_teams(int tokens) { return tokens <= 64 ? 2 : 1; }
 
@@ -83,6 +87,21 @@ struct FusedScratch {
   int64_t padded_rows, flag_count;
 };
 FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan);
+// As the kernels see it: the operand that is decoded to scratch is the left one.
+inline GemmShape fused_shape(const GemmShape& s, const FusedPlan& plan) {
+  return plan.exchanged ? GemmShape{s.batch, s.cols, s.rows, s.depth} : s;
+}
+
+// Offsets in the scratch of decode_then_cublaslt, multiples of 256.
+struct CublasLtScratch {
+  int64_t a, b;  // 16-bit operands; a where it is decoded
+  int64_t sums;  // float32, where the result cannot hold them
+  int64_t workspace, bytes;
+};
+CublasLtScratch cublaslt_scratch(const GemmShape& shape, bool decoded_a, Float out);
+// What cuBLASLt may use of it. The size limits its choice of an algorithm, so it is the same on every GPU: what NVIDIA
+// recommends for Hopper.
+inline constexpr int64_t kCublasLtWorkspace = int64_t{32} << 20;
 
 // The distance of rows of `bytes`, as tensor maps of Hopper take it.
 inline int64_t row_pitch(int64_t bytes) { return (bytes + 15) / 16 * 16; }

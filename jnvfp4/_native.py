@@ -17,24 +17,22 @@ _PACKAGE = pathlib.Path(__file__).parent
 _INSTALL_HINT = "run `pip install .` in the checkout"
 
 
-def _installed_file(name: str) -> pathlib.Path | None:
-    """Finds the extension of the installed distribution, for a package imported from a checkout."""
+def _installed_file(distribution: str, names: tuple[str, ...]) -> pathlib.Path | None:
+    """Finds the first file with one of some names that an installed distribution has; the path is absolute."""
     try:
-        files = importlib.metadata.files("jnvfp4") or []
+        files = importlib.metadata.files(distribution) or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
-    for file in files:
-        if file.name in tuple(name + s for s in suffixes):
-            return pathlib.Path(str(file.locate()))
-    return None
+    return next((pathlib.Path(str(file.locate())).resolve() for file in files if file.name in names), None)
 
 
 def _load(name: str) -> ModuleType | None:
     """Imports the extension ``jnvfp4.<name>``; None if it was not built."""
     full_name = f"{__package__}.{name}"
     spec = importlib.util.find_spec(full_name)
-    if spec is None and (path := _installed_file(name)) is not None:
+    names = tuple(name + suffix for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    # The installed distribution has it where the package is imported from a checkout.
+    if spec is None and (path := _installed_file("jnvfp4", names)) is not None:
         spec = importlib.util.spec_from_file_location(full_name, path)
     if spec is None or spec.loader is None:
         return None
@@ -104,6 +102,52 @@ def any_gpu() -> int:
     return extensions()["cpu"].any_gpu
 
 
+# The wheels of cuBLAS for CUDA 13 and 12, and the file of cuBLASLt in each.
+_CUBLAS_WHEELS = {"nvidia-cublas": "libcublasLt.so.13", "nvidia-cublas-cu12": "libcublasLt.so.12"}
+
+
+class CublasLt(NamedTuple):
+    """Says which copy of cuBLASLt the kernel "decode_then_cublaslt" calls.
+
+    Attributes:
+      path: its file; empty if none was found.
+      version: such as "13.1.0"; empty if none was found.
+      reason: why none was found; empty if one was.
+    """
+
+    path: str
+    version: str
+    reason: str
+
+
+@functools.cache
+def _cublaslt_wheel() -> pathlib.Path | None:
+    found = (_installed_file(wheel, (name,)) for wheel, name in _CUBLAS_WHEELS.items())
+    return next((path for path in found if path is not None), None)
+
+
+def cublaslt() -> CublasLt:
+    """Finds cuBLASLt: the copy that JAX's CUDA plugin has loaded, or else that of an installed wheel.
+
+    It needs no GPU. Whether there is a copy may change until one is found, since JAX loads its plugin late.
+    """
+    cuda = extensions().get("cuda")
+    if cuda is None:
+        return CublasLt("", "", "jnvfp4 was built without CUDA")
+    wheel = _cublaslt_wheel()
+    path, version, reason = cuda.find_cublaslt(str(wheel or ""))
+    if reason:
+        return CublasLt("", "", reason if wheel else f"{reason}, and {' or '.join(_CUBLAS_WHEELS)} is not installed")
+    return CublasLt(path, f"{version // 10000}.{version // 100 % 100}.{version % 100}", "")
+
+
+def _no_cublaslt(capability: int | None) -> str:
+    """Returns why a plan cannot use cuBLASLt; empty if it can, or if there is no GPU to ask about."""
+    if capability is None:
+        return "a program that is lowered for no device cannot know whether there is one"
+    return cublaslt().reason if capability and available("cuda") else ""
+
+
 class MatmulPlan(NamedTuple):
     """Says which kernel multiplies.
 
@@ -125,7 +169,7 @@ def plan_matmul(
     windows: bool,
     out: str,
     pinned: bool,
-    capability: int,
+    capability: int | None,
     kernel: str | None = None,
 ) -> MatmulPlan:
     """Asks ffi/matmul_plan.h for a kernel; the answer needs no device.
@@ -136,12 +180,13 @@ def plan_matmul(
       windows: whether an operand has amax scope "window64".
       out: the dtype of the result.
       pinned: whether the sum along K must have the pinned order.
-      capability: 10 * major + minor of a GPU; 0 for the CPU.
+      capability: 10 * major + minor of a GPU; 0 for the CPU; None for a GPU that is not known.
       kernel: the kernel to ask for; the best one if None.
     """
     batch, rows, cols, depth = shape
     sm90a = getattr(extensions().get("cuda"), "sm90a", True)  # without a CUDA build any answer is hypothetical
+    least = any_gpu() if capability is None else capability
     answer = extensions()["cpu"].plan_matmul(
-        batch, rows, cols, depth, a, windows, out, pinned, capability, sm90a, kernel or ""
+        batch, rows, cols, depth, a, windows, out, pinned, least, sm90a, _no_cublaslt(capability), kernel or ""
     )
     return MatmulPlan(*answer)

@@ -96,8 +96,12 @@ def quantize(
 def _tensor_amax(x: jax.Array, spec: QuantSpec, transpose: bool, implementation: Implementation) -> jax.Array:
     """Finds the amax of scope "tensor": of the rotated values for a spec with ``rht``."""
     if spec.format.rht:
-        return bind(rht_amax_p, x, transpose=transpose, keep=0, implementation=implementation)[0]
+        return _rotated_and_plain_amax(x, transpose, implementation)[0]
     return reference.find_amax(x, "tensor")
+
+
+def _rotated_and_plain_amax(x: jax.Array, transpose: bool, implementation: Implementation) -> list[jax.Array]:
+    return bind(rht_amax_p, x, transpose=transpose, keep=0, implementation=implementation)
 
 
 class _Side(NamedTuple):
@@ -171,15 +175,19 @@ def _is_fused(sides: _Sides) -> bool:
 
 def _known_amaxes(x: jax.Array, sides: _Sides, implementation: Implementation) -> AmaxPair:
     """Finds the amaxes that no kernel finds itself; those of the whole tensor in one pass over x."""
-    shared = None
+    wanted = [s for s in sides if s.amax is None and s.spec.format.amax_scope == "tensor"]
+    rotated: dict[bool, jax.Array] = {}  # by whether it is that of the transposed x
+    plain = None
+    for side in wanted:
+        if side.spec.format.rht:
+            rotated[side.transpose], plain = _rotated_and_plain_amax(x, side.transpose, implementation)
+    if plain is None and wanted:
+        plain = reference.find_amax(x, "tensor")
     amaxes: list[jax.Array | None] = []
     for side in sides:
         amax, fmt = side.amax, side.spec.format
         if amax is None and fmt.amax_scope == "tensor":
-            if fmt.rht:
-                amax = _tensor_amax(x, side.spec, side.transpose, implementation)
-            else:
-                amax = shared = reference.find_amax(x, "tensor") if shared is None else shared
+            amax = rotated.get(side.transpose, plain)
         elif amax is None and fmt.amax_scope == "row" and _is_fused(sides):
             amax = reference.find_amax(jnp.swapaxes(x, -1, -2) if side.transpose else x, "row")
         amaxes.append(amax)
@@ -311,8 +319,8 @@ def matmul_nt(
     Returns:
       [..., M, N] of ``out_dtype``: cast(fl(fl(alpha * y) + bias)), where y is the sum along K and alpha a factor made
       of the amaxes of the quantized operands. The CPU and the reference always sum in the pinned order, and so does a
-      GPU if an operand has amax scope "window64". Otherwise "fast" on a GPU uses the order of its tensor cores, which
-      is not defined; the result then differs from the pinned one within a rounding bound.
+      GPU other than Hopper if an operand has amax scope "window64". Otherwise "fast" on a GPU uses the order of its
+      tensor cores, which is not defined; the result then differs from the pinned one within a rounding bound.
 
     Raises:
       ValueError, TypeError: shapes, dtypes or formats do not fit; the message names them.

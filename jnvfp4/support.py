@@ -215,7 +215,9 @@ def doctor() -> bool:
     print(f"cpu      kernels for {extensions['cpu'].isa()}")
     cuda = extensions.get("cuda")
     print(f"cuda     {'built for ' + cuda.built_for if cuda else 'not built'}")
-    devices = _devices()
+    devices = _devices()  # JAX's CUDA plugin, if there is one, has loaded cuBLASLt then
+    library = _native.cublaslt()
+    print("cublaslt " + (f"none: {library.reason}" if library.reason else f"{library.version}  {library.path}"))
     for device in devices:
         detail = f", compute capability {device.compute_capability}" if device.platform == "gpu" else ""
         print(f"device   {device}: {device.device_kind}{detail}")

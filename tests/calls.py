@@ -139,7 +139,12 @@ def dequantize_call(windows: bool) -> Call:
 def rht_amax_call() -> Call:
     attrs = {"transpose": False, "keep": np.int32(1)}
     other_sizes = ((2, 17, 32), (2, 8, 32), (2, 32, 32), (2, 16, 16), (2, 16, 64))
-    return Call("rht_amax", (Array("x", (2, 16, 32), BF16, other_sizes, FLOATS),), (Array("amax", (2,), F32),), attrs)
+    return Call(
+        "rht_amax",
+        (Array("x", (2, 16, 32), BF16, other_sizes, FLOATS),),
+        (Array("amax", (2,), F32), Array("plain_amax", (2,), F32)),
+        attrs,
+    )
 
 
 def epilogue_call() -> Call:

@@ -1,19 +1,42 @@
 """Operands of ``matmul_nt`` that its test modules share."""
 
+import contextlib
+import faulthandler
+import sys
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 from helpers import bits, decoded, random_tensor
 
 from jnvfp4 import Format, NVFP4Tensor
 
 DTYPES = {"fp32": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16}
 HALVES = {name: DTYPES[name] for name in ("bf16", "fp16")}
+LEFT = {"nvfp4": None, **HALVES}  # the type of a left operand; None for an NVFP4 tensor
 ROW = Format(amax_scope="row")
 TENSOR = Format()
 WINDOW = Format(amax_scope="window64")
 NARROW = (0x30, 0x38, 0x40)  # scales 1/2, 1, 2
+
+every_left = pytest.mark.parametrize("left", LEFT.values(), ids=LEFT)
+every_out_dtype = pytest.mark.parametrize("out", DTYPES.values(), ids=DTYPES)
+
+
+def over(name, values):
+    return pytest.mark.parametrize(name, values, ids=["-".join(map(str, v)) for v in values])
+
+
+@contextlib.contextmanager
+def hang_guard(seconds: int = 120) -> Iterator[None]:
+    """Stops the process if a kernel never ends, since nothing else can; operands are made on the CPU."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 def quantized(shape, a_format=TENSOR, b_format=TENSOR, seed=0, **kwargs) -> tuple[NVFP4Tensor, NVFP4Tensor]:
@@ -38,3 +61,21 @@ def with_nan_scale(t: NVFP4Tensor, row: int) -> NVFP4Tensor:
     scale = bits(t.scale).copy()
     scale[row, 1] = 0x7F
     return NVFP4Tensor(t.data, jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn)), t.amax, t.format)
+
+
+def order_free_operands(left, shape, *, a_format=TENSOR, b_format=TENSOR, lead=(), b_lead=(), a_amax=None, b_amax=None):
+    """Operands whose products add up to the same bits in any order, up to K of 14336."""
+    m, n, k = shape
+    b = random_tensor(1, (*b_lead, n, k), b_format, scales=NARROW, amax=b_amax)
+    if left is None:
+        return random_tensor(0, (*lead, m, k), a_format, scales=NARROW, amax=a_amax), b
+    return jnp.asarray(np.random.default_rng(0).integers(-8, 9, (*lead, m, k)).astype(left)), b
+
+
+def identity(left, k, first=0, rows=None) -> NVFP4Tensor | jax.Array:
+    """Rows of a matrix with ones on its diagonal, exact in NVFP4: code 2 and scale 1."""
+    ones = np.eye(rows or k, k, first, dtype=np.uint8)
+    if left is not None:
+        return jnp.asarray(ones.astype(left))
+    codes, scale = 2 * ones, np.ones((len(ones), k // 16), ml_dtypes.float8_e4m3fn)
+    return NVFP4Tensor(jnp.asarray(codes[:, ::2] | codes[:, 1::2] << 4), jnp.asarray(scale), jnp.float32(6 * 448))

@@ -196,7 +196,8 @@ def scales_of(t: NVFP4Tensor) -> np.ndarray:
 
 def check_windows(backend, a, b, bias=None, out=np.float32) -> None:
     """One order everywhere: tensor cores compute only the exact dot products of blocks."""
-    got = jnvfp4.matmul_nt(a, b, out_dtype=out, bias=bias, implementation=backend.implementation)
+    options = {"accumulation": "pinned", "implementation": backend.implementation}
+    got = jnvfp4.matmul_nt(a, b, out_dtype=out, bias=bias, **options)
     assert_bitwise(got, matmul_by_windows(a, b, bias, out))
 
 
@@ -263,7 +264,7 @@ def test_leading_axes_of_windows(native, shared, partner):
     of_b = np.random.default_rng(5).uniform(0.5, 2, (2, 3)) if partner == TENSOR and not shared else None
     a, b = random_tensor(0, (2, 3, 5, 192), WINDOW), random_tensor(1, b_shape, partner, amax=of_b)
     bias = dense((7,), np.float32)
-    got = jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=np.float32, implementation="native")
+    got = jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=np.float32, accumulation="pinned", implementation="native")
     assert got.shape == (2, 3, 5, 7)
     for i in np.ndindex(2, 3):
         assert_bitwise(got[i], matmul_by_windows(at(a, i), b if shared else at(b, i), bias))
@@ -276,7 +277,7 @@ def test_windows_of_b_with_leading_axes_of_a(native, scope, shared):
     amax = np.random.default_rng(5).uniform(0.5, 2, of_a)
     a = random_tensor(0, (3, 5, 192), ROW if scope == "row" else TENSOR, amax=amax)
     b = random_tensor(1, (7, 192) if shared else (3, 7, 192), WINDOW)
-    got = jnvfp4.matmul_nt(a, b, out_dtype=np.float32, implementation="native")
+    got = jnvfp4.matmul_nt(a, b, out_dtype=np.float32, accumulation="pinned", implementation="native")
     for i in range(3):
         assert_bitwise(got[i], matmul_by_windows(at(a, (i,)), b if shared else at(b, (i,))))
 
@@ -317,7 +318,8 @@ def test_nan_scales_in_windows_reach_their_row_and_column(native):
 
 def test_subnormal_results_of_windows_survive_jit(native):
     a, b = (random_tensor(i, (17, 128), WINDOW, scales=NARROW, amax=np.full((17, 2), 1e-18)) for i in range(2))
-    got = jax.jit(lambda: jnvfp4.matmul_nt(a, b, out_dtype=np.float32, implementation="native"))()
+    options = {"accumulation": "pinned", "implementation": "native"}
+    got = jax.jit(lambda: jnvfp4.matmul_nt(a, b, out_dtype=np.float32, **options))()
     assert 0 < np.max(np.abs(np.asarray(got))) < 2.0**-126
     assert_bitwise(got, matmul_by_windows(a, b))
 

@@ -1,22 +1,33 @@
 """The GEMM kernels of Hopper, each by its name: the CPU's bits where every order of summation gives the same."""
 
-import faulthandler
-import sys
 from itertools import product
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from conftest import gpus, skip_or_fail
 from helpers import assert_bitwise, assert_gemm_close, bits, random_tensor
-from products import DTYPES, HALVES, NARROW, ROW, TENSOR, dense, order_free, with_nan_scale
+from products import (
+    DTYPES,
+    HALVES,
+    NARROW,
+    ROW,
+    TENSOR,
+    dense,
+    every_left,
+    every_out_dtype,
+    hang_guard,
+    identity,
+    order_free,
+    order_free_operands,
+    over,
+    with_nan_scale,
+)
 
 import jnvfp4
 from jnvfp4 import Format, NVFP4Tensor, _native
 
-LEFT = {"nvfp4": None, **HALVES}
 # M, N, K. The comments are for the 132 multiprocessors of an H200.
 SMALL_M = [
     (1, 1, 16),  # masked where 256 does not divide K
@@ -47,7 +58,9 @@ FUSED = [
     # What is past the end of K is zero, also where rows of codes or scales are copied for the tensor maps.
     *[(70, 131, k) for k in (16, 32, 48, 64, 80, 112, 128, 240, 256, 272, 512, 528, 1280, 4096)],
 ]
-SHAPES = [("small_m", *s) for s in SMALL_M] + [("fused", *s) for s in FUSED]
+# Two NVFP4 operands, the right one of fewer rows: it is decoded to scratch instead of the left one.
+EXCHANGED = [(5668, 130, 48), (3594, 521, 272), (2862, 130, 4352), (1581, 261, 4352), (6000, 2601, 80)]
+SHAPES = [("small_m", *s) for s in SMALL_M] + [("fused", *s) for s in FUSED + EXCHANGED]
 # A small shape of every path: with and without a mask, fused with and without copies, with parts of K.
 PATHS = [
     ("small_m", 5, 35, 48),
@@ -58,17 +71,11 @@ PATHS = [
 ]
 
 
-def plan_fused(*shape: int) -> tuple[int, int]:
-    """Rows of a in a tile, and parts of K."""
-    return _native.extensions()["cpu"].plan_fused(*shape)
+def plan_fused(*shape: int, nvfp4: bool = False) -> tuple[int, int, bool]:
+    """Rows of a in a tile, and parts of K; or rows of b in a tile, if the last is true."""
+    return _native.extensions()["cpu"].plan_fused(*shape, nvfp4)
 
 
-def over(name, values):
-    return pytest.mark.parametrize(name, values, ids=["-".join(map(str, v)) for v in values])
-
-
-every_left = pytest.mark.parametrize("left", LEFT.values(), ids=LEFT)
-every_out_dtype = pytest.mark.parametrize("out", DTYPES.values(), ids=DTYPES)
 every_shape, every_path = over("shape", SHAPES), over("shape", PATHS)
 
 
@@ -78,19 +85,12 @@ def hopper():
     found = [device for device in gpus() if device.compute_capability == "9.0"]
     if not found:
         skip_or_fail("hopper", "no GPU of compute capability 9.0")
-    faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)
-    with jax.default_device(jax.devices("cpu")[0]):  # of operands and of what is wanted
+    with hang_guard():
         yield found[0]
-    faulthandler.cancel_dump_traceback_later()
 
 
-def operands(left, shape, *, a_format=TENSOR, b_format=TENSOR, lead=(), b_lead=(), a_amax=None, b_amax=None):
-    """Operands whose products add up to the same bits in any order, up to K of 14336."""
-    _, m, n, k = shape
-    b = random_tensor(1, (*b_lead, n, k), b_format, scales=NARROW, amax=b_amax)
-    if left is None:
-        return random_tensor(0, (*lead, m, k), a_format, scales=NARROW, amax=a_amax), b
-    return jnp.asarray(np.random.default_rng(0).integers(-8, 9, (*lead, m, k)).astype(left)), b
+def operands(left, shape, **options):
+    return order_free_operands(left, shape[1:], **options)
 
 
 def multiply(device, kernel, a, b, bias=None, out=np.float32) -> np.ndarray:
@@ -107,7 +107,11 @@ def check(device, kernel, a, b, bias=None, out=np.float32) -> None:
 
 def test_shapes_have_every_tile_and_parts_of_k():
     found = [plan_fused(1, *shape) for shape in FUSED]
-    assert {(tokens, splits > 1) for tokens, splits in found} == set(product((32, 64, 128, 256), (False, True)))
+    assert {(tokens, splits > 1) for tokens, splits, _ in found} == set(product((32, 64, 128, 256), (False, True)))
+    assert {plan_fused(1, *shape) for shape in FUSED} == {plan_fused(1, *shape, nvfp4=True) for shape in FUSED}
+    found = [plan_fused(1, *shape, nvfp4=True) for shape in EXCHANGED]
+    assert {(tokens, splits > 1) for tokens, splits, _ in found} == {(128, False), (128, True), (256, False)}
+    assert all(exchanged for _, _, exchanged in found)
 
 
 @every_left
@@ -144,7 +148,7 @@ def test_bias(hopper, left, out, bias_dtype, shape):
 
 @every_left
 @every_out_dtype
-@over("shape", [("fused", *s) for s in FUSED[:8]])
+@over("shape", [("fused", *s) for s in FUSED[:8] + EXCHANGED[:2]])
 def test_result_of_every_tile(hopper, left, shape, out):
     check(hopper, shape[0], *operands(left, shape), dense(shape[2:3], DTYPES["bf16"]), out)
 
@@ -155,6 +159,15 @@ def test_result_of_every_tile(hopper, left, shape, out):
 @every_path
 def test_formats(hopper, left, a_format, b_format, shape):
     check(hopper, shape[0], *operands(left, shape, a_format=a_format, b_format=b_format))
+
+
+@pytest.mark.parametrize("a_format", [TENSOR, ROW, Format(e4m3_max=256)], ids=["tensor", "row", "256"])
+@pytest.mark.parametrize("b_format", [TENSOR, ROW, Format("row", 256)], ids=["tensor", "row", "row256"])
+@pytest.mark.parametrize("lead", [(), (2,)], ids=["one", "two"])
+@over("shape", [("fused", *s) for s in EXCHANGED[:2]])
+def test_formats_of_exchanged_operands(hopper, a_format, b_format, lead, shape):
+    a, b = operands(None, shape, a_format=a_format, b_format=b_format, lead=lead, b_lead=lead)
+    check(hopper, "fused", a, b, dense(shape[2:3], DTYPES["bf16"]), DTYPES["bf16"])
 
 
 @every_left
@@ -190,7 +203,7 @@ PARTS_OF_MANY = {(5, 6, 2048): (32, 2), (5, 6, 7936): (32, 4), (64, 6, 2560): (6
 @over("shape", PARTS_OF_MANY)
 def test_parts_of_k_of_many_matrices(hopper, left, shape):
     """More parts than thread blocks: each goes on after it has kept its sums for another."""
-    assert plan_fused(67, *shape) == PARTS_OF_MANY[shape]
+    assert plan_fused(67, *shape, nvfp4=True) == (*PARTS_OF_MANY[shape], False)
     a, b = operands(left, ("fused", *shape), a_format=ROW, b_format=ROW, lead=(67,), b_lead=(67,))
     check(hopper, "fused", a, b)
 
@@ -222,15 +235,6 @@ def test_a_chain_of_products(hopper, m):
         for _ in range(5):
             for i, (got, expected) in enumerate(zip(program(x, weights), want, strict=True)):
                 assert_bitwise(got, expected, f"product {i}")
-
-
-def identity(left, k, first=0, rows=None) -> NVFP4Tensor | jax.Array:
-    """Rows of a matrix with ones on its diagonal, exact in NVFP4: code 2 and scale 1."""
-    ones = np.eye(rows or k, k, first, dtype=np.uint8)
-    if left is not None:
-        return jnp.asarray(ones.astype(left))
-    codes, scale = 2 * ones, np.ones((len(ones), k // 16), ml_dtypes.float8_e4m3fn)
-    return NVFP4Tensor(jnp.asarray(codes[:, ::2] | codes[:, 1::2] << 4), jnp.asarray(scale), jnp.float32(6 * 448))
 
 
 @every_left

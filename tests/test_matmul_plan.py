@@ -9,7 +9,7 @@ import pytest
 from conftest import skip_or_fail
 from helpers import random_tensor
 
-from jnvfp4 import Format, NVFP4Tensor, _native, export_checks, matmul_nt
+from jnvfp4 import Format, NVFP4Tensor, _compat, _native, export_checks, matmul_nt
 
 CPU, AMPERE, HOPPER, BLACKWELL = 0, 80, 90, 100
 GPUS = (AMPERE, 86, 89, HOPPER, BLACKWELL, 103, 120, 121)
@@ -20,9 +20,27 @@ SMALL = {"nvfp4": "sm90_nvfp4_small_m", "bfloat16": "sm90_dense_small_m", "float
 FUSED = {left: name.replace("small_m", "fused") for left, name in SMALL.items()}
 
 
-def plan(a="nvfp4", windows=False, pinned=False, capability=HOPPER, shape=(1, 128, 128, 256), kernel=None):
+CUBLASLT = "decode_then_cublaslt"
+
+
+@pytest.fixture(autouse=True)
+def cublaslt(monkeypatch):
+    """A copy of cuBLASLt, whether or not this machine has one."""
+    monkeypatch.setattr(_native, "cublaslt", lambda: _native.CublasLt("/lib/libcublasLt.so.13", "13.1.0", ""))
+
+
+@pytest.fixture
+def no_cublaslt(monkeypatch):
+    if not _native.available("cuda"):
+        skip_or_fail("cuda", "no CUDA kernels in this build")
+    monkeypatch.setattr(_native, "cublaslt", lambda: _native.CublasLt("", "", "there is none"))
+
+
+def plan(
+    a="nvfp4", windows=False, pinned=False, capability=HOPPER, shape=(1, 128, 128, 256), kernel=None, out="bfloat16"
+):
     return _native.plan_matmul(
-        shape=shape, a=a, windows=windows, out="bfloat16", pinned=pinned, capability=capability, kernel=kernel
+        shape=shape, a=a, windows=windows, out=out, pinned=pinned, capability=capability, kernel=kernel
     )
 
 
@@ -31,8 +49,12 @@ def test_a_gpu(capability):
     for left in LEFT:
         fast = FUSED[left] if capability == HOPPER else "decode_then_dot"
         assert plan(left, capability=capability)[::2] == (fast, "")
-    assert plan(windows=True, capability=capability) == ("sm80_nvfp4_blocks", 0, "")
-    assert plan(pinned=True, capability=capability) == ("sm80_nvfp4_blocks", 0, "")
+    for m, few in ((1, True), (64, True), (65, False)):
+        kernel = "sm80_nvfp4_blocks_small_m" if few else "sm80_nvfp4_blocks"
+        for order in ({"pinned": True}, {"windows": True, "pinned": True}):
+            assert plan(**order, capability=capability, shape=(3, m, 128, 256)) == (kernel, 0, "")
+        windows = "sm90_nvfp4_windows" if capability == HOPPER else kernel
+        assert plan(windows=True, capability=capability, shape=(3, m, 128, 256))[::2] == (windows, "")
     assert plan("bfloat16", pinned=True, capability=capability) == ("sm80_dense_elements", 0, "")
 
 
@@ -99,8 +121,26 @@ WHY_NOT = {
     "a long K": ("sm90_nvfp4_small_m", {"shape": (1, 1, 16, 2**30 + 16)}, "K must be at most 2^30"),
     "many columns": ("sm90_nvfp4_small_m", {"shape": (1, 1, 2**30 + 1, 16)}, "N times the batch is too large"),
     "many products": ("sm90_nvfp4_small_m", {"shape": (2**26 + 1, 1, 1, 16)}, "the batch is too large"),
+    "cuBLASLt on the CPU": (CUBLASLT, {"capability": CPU}, "not on the CPU"),
+    "cuBLASLt of windows": (CUBLASLT, {"windows": True}, "window64"),
+    "cuBLASLt in an order": (CUBLASLT, {"pinned": True}, "its order of summation is not pinned"),
+    "cuBLASLt of too many rows": (CUBLASLT, {"shape": (2**20, 513, 1, 64)}, "at most 2^29 rows of either operand"),
+    "cuBLASLt for no device": (
+        CUBLASLT,
+        {"capability": None},
+        "needs cuBLASLt: a program that is lowered for no",
+    ),
     "windows of neither": ("sm90_nvfp4_windows", {}, 'an operand must have amax_scope="window64"'),
     "windows in an order": ("sm90_nvfp4_windows", {"windows": True, "pinned": True}, "is not pinned"),
+    "65 rows": ("sm80_nvfp4_blocks_small_m", {"shape": (1, 65, 16, 16)}, "cannot: M must be at most 64"),
+    "few pinned rows of a long K": (
+        "sm80_nvfp4_blocks_small_m",
+        {"shape": (1, 64, 16, 2**30 + 16)},
+        "K must be at most 2^30",
+    ),
+    "few pinned rows of no K": ("sm80_nvfp4_blocks_small_m", {"shape": (1, 64, 16, 0)}, "K must be at least 16"),
+    "few pinned rows of an array": ("sm80_nvfp4_blocks_small_m", {"a": "float16"}, "must be an NVFP4 tensor"),
+    "few pinned rows on the CPU": ("sm80_nvfp4_blocks_small_m", {"capability": CPU}, "not on the CPU"),
     "no such kernel": ("sm90_unheard_of", {}, "no kernel has the name sm90_unheard_of"),
 }
 
@@ -129,7 +169,8 @@ def test_few_rows_on_hopper(a, shape):
 @pytest.mark.parametrize("a", LEFT)
 def test_what_the_kernels_of_hopper_leave_to_decoding(a):
     assert plan(a, shape=(1, 17, 16, 16)).kernel == FUSED[a]
-    assert plan(a, shape=(1, 16, 2**30 + 1, 16)).kernel == "decode_then_dot"
+    few = "sm80_nvfp4_blocks_small_m" if a == "nvfp4" else "decode_then_dot"
+    assert plan(a, shape=(1, 16, 2**30 + 1, 16)).kernel == few
     assert plan(a, shape=(1, 16, 16, 0)).kernel == "decode_then_dot"
 
 
@@ -146,6 +187,11 @@ def up(n: int, unit: int) -> int:
     return -(-n // unit) * unit
 
 
+@pytest.mark.parametrize(("a", "copied"), [("nvfp4", 4096), ("bfloat16", 16384)])
+def test_the_smaller_of_two_nvfp4_operands_is_copied(a, copied):
+    assert plan(a, shape=(1, 16384, 4096, 14336)) == (FUSED[a], copied * 14336 * 2, "")
+
+
 @pytest.mark.parametrize(
     "shape",
     [
@@ -157,7 +203,7 @@ def up(n: int, unit: int) -> int:
 def test_scratch_of_fused_kernels(shape):
     """Prepared rows to the end of a tile; copies of codes unless K % 32 == 0, and of scales unless K % 256 == 0."""
     batch, m, n, k = shape
-    tokens, splits = _native.extensions()["cpu"].plan_fused(*shape)
+    tokens, splits, _ = _native.extensions()["cpu"].plan_fused(*shape, False)
     rows = up(((batch - 1) * m + up(m, tokens)) * up(k, 64) * 2, 256)
     data = 0 if k % 32 == 0 else up(batch * n * up(k // 2, 16), 256)
     scale = 0 if k % 256 == 0 else up(batch * n * up(k // 16, 16), 256)
@@ -172,7 +218,7 @@ def test_scratch_of_fused_kernels(shape):
 def test_a_plan_of_the_largest_products():
     """Their sizes in bytes do not overflow 64 bits, although no memory holds them."""
     for shape in ((1, 2**30, 2**30, 2**30), (2**20, 2**10, 2**10, 2**30)):
-        assert _native.extensions()["cpu"].plan_fused(*shape) == (256, 1)
+        assert _native.extensions()["cpu"].plan_fused(*shape, False) == (256, 1, False)
         assert plan(shape=shape).scratch_bytes > 2**60
 
 
@@ -180,10 +226,61 @@ def test_a_plan_of_the_largest_products():
 @pytest.mark.parametrize("nk", [(16, 16), (1000, 2048), (4096, 14336), (14336, 4096), (8192, 65536), (128256, 4096)])
 def test_parts_of_k_of_fused_kernels(m, nk):
     """Each has 512 along K at least, and their sums have 16 MiB at most."""
-    tokens, splits = _native.extensions()["cpu"].plan_fused(1, m, *nk)
+    tokens, splits, _ = _native.extensions()["cpu"].plan_fused(1, m, *nk, False)
     assert 1 <= splits <= max(1, -(-nk[1] // 256) // 2)
     sums = up(m, tokens) * up(nk[0], 256) * (splits - 1) * (2 if tokens <= 64 else 1) * 4
     assert sums <= 16 << 20
+
+
+# ---------------------------------------------------------------- cuBLASLt
+@pytest.mark.parametrize("out", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(1, 128, 384, 512), (3, 5, 7, 48), (2**16, 1, 1, 16), (1, 2**29, 2**29, 2**29)])
+@pytest.mark.parametrize("a", LEFT)
+def test_scratch_of_cublaslt(a, shape, out):
+    """Decoded operands, the sums unless the result holds them, and 32 MiB for the library."""
+    batch, m, n, k = shape
+    decoded = (up(batch * m * k * 2, 256) if a == "nvfp4" else 0) + up(batch * n * k * 2, 256)
+    sums = 0 if out == "float32" else up(batch * m * n * 4, 256)
+    for capability in GPUS:
+        want = (CUBLASLT, decoded + sums + (32 << 20), "")
+        assert plan(a, shape=shape, out=out, capability=capability, kernel=CUBLASLT) == want
+
+
+@pytest.mark.parametrize("capability", [*GPUS, None])
+def test_cublaslt_is_planned_by_name_only(capability):
+    for a, windows, pinned in itertools.product(LEFT, (False, True), (False, True)):
+        assert plan(a, windows, pinned, capability).kernel != CUBLASLT
+
+
+def test_a_plan_without_cublaslt(no_cublaslt):
+    assert plan(kernel=CUBLASLT).reason == f"{CUBLASLT} needs cuBLASLt: there is none"
+    assert plan(capability=BLACKWELL) == ("decode_then_dot", 0, "")
+    assert plan(kernel=CUBLASLT, capability=CPU).reason.endswith("not on the CPU")
+
+
+def lowered(monkeypatch, a, b, **options) -> str:
+    """What is lowered for a GPU of Blackwell, which need not be there."""
+    if not _native.available("cuda"):
+        skip_or_fail("cuda", "no CUDA kernels in this build")
+    monkeypatch.setattr(_compat, "gpu_capability", lambda ctx: BLACKWELL)
+    product = jax.jit(lambda a, b: matmul_nt(a, b, **options))
+    return product.trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_product_of_cublaslt_is_one_call(monkeypatch, dense):
+    a = jnp.ones((16, 64), jnp.float16) if dense else random_tensor(0, (16, 64))
+    text = lowered(monkeypatch, a, random_tensor(1, (24, 64)), implementation=CUBLASLT)
+    assert text.count("stablehlo.custom_call @nvfp4_") == 1
+    assert f'kernel = "{CUBLASLT}"' in text
+    assert f"tensor<{plan('float16' if dense else 'nvfp4', shape=(1, 16, 24, 64), kernel=CUBLASLT)[1]}xui8>" in text
+    assert "dot_general" not in text
+
+
+def test_a_product_without_cublaslt_gives_the_reason(monkeypatch, no_cublaslt):
+    a = random_tensor(0, (16, 64))
+    with pytest.raises(NotImplementedError, match=f"implementation='{CUBLASLT}' cannot run here: .*: there is none"):
+        lowered(monkeypatch, a, a, implementation=CUBLASLT)
 
 
 def test_shape_and_types_reach_the_plan(monkeypatch):
@@ -222,7 +319,7 @@ def test_an_exported_program_has_the_portable_plan(accumulation):
     """No device is known where a program is exported: its kernel runs on every supported GPU."""
     if not _native.available("cuda"):
         skip_or_fail("cuda", "no CUDA kernels in this build")
-    a = random_tensor(0, (16, 64))
+    a = random_tensor(0, (65, 64))
     product = jax.jit(lambda a, b: matmul_nt(a, b, accumulation=accumulation))
     text = jax.export.export(product, platforms=["cuda"], disabled_checks=export_checks())(a, a).mlir_module()
     assert ("sm80_nvfp4_blocks" in text) == (accumulation == "pinned")

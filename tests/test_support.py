@@ -140,11 +140,15 @@ def test_an_old_gpu(any_device, monkeypatch):
 WINDOWS_A, WINDOWS_B = t(32, 64, spec=WINDOW64), t(48, 64, spec=WINDOW64)
 # The kernel of any GPU, and that of Hopper where it has another one.
 GPU_MATMULS = {
-    "nvfp4": ((A, B), {}, "decode_then_dot sm90_nvfp4_fused"),
-    "few rows": ((t(16, 64), B), {}, "decode_then_dot sm90_nvfp4_small_m"),
-    "pinned": ((A, B), {"accumulation": "pinned"}, "sm80_nvfp4_blocks"),
-    "windows of a": ((WINDOWS_A, B), {}, "sm80_nvfp4_blocks"),
-    "windows of b": ((A, WINDOWS_B), {}, "sm80_nvfp4_blocks"),
+    "nvfp4": ((t(65, 64), B), {}, "decode_then_dot sm90_nvfp4_fused"),
+    "64 rows": ((t(64, 64), B), {}, "sm80_nvfp4_blocks_small_m sm90_nvfp4_fused"),
+    "few rows": ((t(16, 64), B), {}, "sm80_nvfp4_blocks_small_m sm90_nvfp4_small_m"),
+    "pinned": ((A, B), {"accumulation": "pinned"}, "sm80_nvfp4_blocks_small_m"),
+    "pinned of many rows": ((t(65, 64), B), {"accumulation": "pinned"}, "sm80_nvfp4_blocks"),
+    "windows of a": ((WINDOWS_A, B), {}, "sm80_nvfp4_blocks_small_m sm90_nvfp4_windows"),
+    "windows of b": ((A, WINDOWS_B), {}, "sm80_nvfp4_blocks_small_m sm90_nvfp4_windows"),
+    "windows of many rows": ((t(65, 64), WINDOWS_B), {}, "sm80_nvfp4_blocks sm90_nvfp4_windows"),
+    "windows pinned": ((t(65, 64), WINDOWS_B), {"accumulation": "pinned"}, "sm80_nvfp4_blocks"),
     "weight-only": ((X, B), {}, "decode_then_dot sm90_dense_fused"),
     "weight-only of few rows": ((a(1, 64), B), {}, "decode_then_dot sm90_dense_small_m"),
     "weight-only pinned": ((X, B), {"accumulation": "pinned"}, "sm80_dense_elements"),

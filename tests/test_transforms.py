@@ -330,7 +330,7 @@ def test_vmap_of_matmul_with_an_amax_per_window(native, a_axes, b_axes, scopes):
 
     def f(a, b):
         a, b = (NVFP4Tensor(*parts, Format(scope)) for parts, scope in zip((a, b), scopes, strict=True))
-        return matmul_nt(a, b, out_dtype=jnp.float32)
+        return matmul_nt(a, b, out_dtype=jnp.float32, accumulation="pinned")
 
     assert_vmap_is_a_loop(f, (a, b), (a_axes, b_axes))
 
@@ -704,10 +704,11 @@ def test_policies_of_dots_do_not_see_the_products(operands, policy):
 
 
 def test_a_step_of_the_pretraining_recipe_reads_each_operand_once(operands):
-    """x, w and dy by one fused kernel each; what is rotated, x and dy, by another for its amax."""
+    """x, w and dy by one fused kernel each; what is rotated, x and dy, by another for both amaxes."""
     names = primitives(jax.make_jaxpr(jax.grad(PRETRAIN_LOSS, (0, 1)))(*operands).jaxpr)
     count = lambda name: names.count(f"nvfp4_{name}")  # noqa: E731
     assert [count(name) for name in ("quantize_pair", "quantize", "rht_amax", "matmul")] == [3, 0, 2, 3]
+    assert names.count("reduce_max") == 1  # of w: rht_amax finds those of x and dy too
 
 
 def test_a_forward_pass_alone_quantizes_twice(operands):

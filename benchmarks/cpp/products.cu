@@ -1,10 +1,12 @@
-// Times GEMM kernels of Hopper without JAX, in the form of a graph of up to 32 products that rotate over weights of
+// Times GEMM kernels on Hopper without JAX, in the form of a graph of up to 32 products that rotate over weights of
 // 260 MB in all: medians of 11 graphs after a rest of 12 ms each. For work on the kernels; docs/kernels.md has results.
 //
-//   products w4a4:64x14336x4096:64:1 bf16:8x14336x4096:0:0
+//   products w4a4:64x14336x4096:64:1 bf16:8x14336x4096:0:0 pinned:64x14336x4096:0:0
 //
 // LEFT:MxNxK:TOKENS:SPLITS. LEFT is w4a4, bf16 or fp16; TOKENS is a tile of the fused kernel, or 0 for that of few
-// rows. benchmarks/README.md has the commands that build it.
+// rows. LEFT is pinned, or windows with window64 on both sides, for the pinned order: TOKENS is then 8, 16 or 32 rows a
+// thread block, 0 for what the launcher takes, or 64 for the kernel of any number of rows. benchmarks/README.md has the
+// commands that build it.
 #include <unistd.h>
 
 #include <algorithm>
@@ -49,59 +51,72 @@ struct Case {
   std::string left;
   GemmShape shape;
   FusedPlan plan;
+
+  bool windows() const { return left == "windows"; }
+  bool pinned() const { return left == "pinned" || windows(); }
+  bool fused() const { return !pinned() && plan.tokens; }
 };
+
+void launch(const Case& c, const MatmulArgs& args, void* scratch, cudaStream_t stream) {
+  check(c.fused()             ? launch_sm90_fused(args, c.plan, scratch, stream)
+        : !c.pinned()         ? launch_sm90_small_m(args, stream)
+        : c.plan.tokens == 64 ? launch_sm80_nvfp4_blocks(args, stream)
+                              : launch_sm80_nvfp4_blocks_small_m(args, stream, c.plan.tokens),
+        "launch");
+}
 
 Case parse(const char* text) {
   char left[8] = {};
   long m = 0, n = 0, k = 0;
   int tokens = 0, splits = 0;
-  if (std::sscanf(text, "%7[^:]:%ldx%ldx%ld:%d:%d", left, &m, &n, &k, &tokens, &splits) != 6 ||
-      (tokens && (splits < 1 || (splits > 1 && 2 * splits > (k + 255) / 256)))) {
+  const bool parsed = std::sscanf(text, "%7[^:]:%ldx%ldx%ld:%d:%d", left, &m, &n, &k, &tokens, &splits) == 6;
+  const Case c{left, {1, m, n, k}, {tokens, splits, false}};
+  if (!parsed || (c.fused() && (splits < 1 || (splits > 1 && 2 * splits > (k + 255) / 256)))) {
     std::fprintf(stderr, "a case must be LEFT:MxNxK:TOKENS:SPLITS, got %s\n", text);
     std::exit(2);
   }
-  return {left, {1, m, n, k}, {tokens, splits}};
+  return c;
 }
 
 // The medians of 11, in microseconds of a product.
 float time(const Case& c) {
   const GemmShape& s = c.shape;
-  const bool quantized = c.left == "w4a4", bf16 = c.left == "bf16";
+  const bool quantized = c.left == "w4a4" || c.pinned(), bf16 = c.left == "bf16";
+  const int64_t windows = c.windows() ? s.depth / kWindow : 0;
   const int sets = static_cast<int>(std::clamp<int64_t>(kWeights / (s.cols * s.depth / 2), 2, 8));
   std::vector<uint8_t*> buffers;
   const auto keep = [&](uint8_t* p) { return buffers.push_back(p), p; };
-  auto* const amax = reinterpret_cast<float*>(keep(random_bytes(4, 0, 0x45, 4)));
+  const int64_t amaxes = std::max<int64_t>(1, std::max(s.rows, s.cols) * windows);
+  auto* const amax = reinterpret_cast<float*>(keep(random_bytes(4 * amaxes, 0, 0x45, 4)));
   uint8_t* const a = keep(random_bytes(s.rows * s.depth * 2, 1, quantized ? 0 : 0x3c, 2));
   uint8_t* const a_scale = keep(random_bytes(s.rows * s.depth / kBlock, 2, 0x38));
   uint8_t* const out = keep(random_bytes(s.rows * s.cols * 2, 3));
-  uint8_t* const scratch = keep(random_bytes(c.plan.tokens ? fused_scratch(s, c.plan).bytes + 1 : 1, 4));
+  uint8_t* const scratch = keep(random_bytes(c.fused() ? fused_scratch(s, c.plan).bytes + 1 : 1, 4));
   std::vector<MatmulOperand> weights;
   for (int i = 0; i < sets; ++i)
     weights.push_back({keep(random_bytes(s.cols * s.depth / 2, 5u + i)),
                        keep(random_bytes(s.cols * s.depth / kBlock, 50u + i, 0x38)), amax, Float::kBf16,
-                       AmaxMap{s.cols}, 448.0f});
+                       AmaxMap{s.cols, windows}, 448.0f});
   const MatmulOperand left{a,
                            quantized ? a_scale : nullptr,
                            quantized ? amax : nullptr,
                            bf16 ? Float::kBf16 : Float::kF16,
-                           AmaxMap{s.rows},
+                           AmaxMap{s.rows, windows},
                            448.0f};
   cudaStream_t stream;
   check(cudaStreamCreate(&stream), "cudaStreamCreate");
-  const auto launch = [&](int i) {
-    const MatmulArgs args{left, weights[i % sets], {nullptr, Float::kBf16, out, Float::kBf16}, s};
-    check(c.plan.tokens ? launch_sm90_fused(args, c.plan, scratch, stream) : launch_sm90_small_m(args, stream),
-          "launch");
+  const auto product = [&](int i) {
+    launch(c, {left, weights[i % sets], {nullptr, Float::kBf16, out, Float::kBf16}, s}, scratch, stream);
   };
   const double products =
       2.0 * static_cast<double>(s.rows) * static_cast<double>(s.cols) * static_cast<double>(s.depth);
   const int count = static_cast<int>(std::clamp(3e-3 / (products / 8e14 + 20e-6), 2.0, 32.0));
-  launch(0);
+  product(0);
   check(cudaStreamSynchronize(stream), "the first launch");
   cudaGraph_t graph;
   cudaGraphExec_t program;
   check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
-  for (int i = 0; i < count; ++i) launch(i);
+  for (int i = 0; i < count; ++i) product(i);
   check(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
   check(cudaGraphInstantiate(&program, graph, 0), "cudaGraphInstantiate");
   cudaEvent_t start, end;

@@ -199,14 +199,15 @@ ffi::Error quantize_pair_call(ffi::AnyBuffer x, ffi::AnyBuffer row_amax, ffi::An
 inline auto rht_amax_binding() {
   return ffi::Ffi::Bind()
       .Arg<ffi::AnyBuffer>()  // x
-      .Ret<ffi::AnyBuffer>()  // amax, one for each index of the first `keep` axes of x
+      .Ret<ffi::AnyBuffer>()  // amax of the rotated x, one for each index of its first `keep` axes
+      .Ret<ffi::AnyBuffer>()  // amax of x, as many
       .Attr<bool>("transpose")
       .Attr<int32_t>("keep");
 }
 
 template <class Context, ffi::Error (*kRun)(Context, const RhtAmaxArgs&)>
-ffi::Error rht_amax_call(ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> amax, bool transpose, int32_t keep,
-                         Context context) {
+ffi::Error rht_amax_call(ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> plain,
+                         bool transpose, int32_t keep, Context context) {
   Checks check("quantize");
   check.type("x", x, kFloats);
   check.that(present(x), [&] { return "x must have elements, got " + text_of(x); });
@@ -215,11 +216,13 @@ ffi::Error rht_amax_call(ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> amax, boo
     return "keep must be at most the number of leading axes of x " + text_of(x) + ", got " + std::to_string(keep);
   });
   if (check.ok()) check.array("amax", *amax, {Type::F32}, {m.lead.first(keep), {}});
+  if (check.ok()) check.array("plain_amax", *plain, {Type::F32}, {m.lead.first(keep), {}});
   if (!check.ok()) return check.error();
   const AmaxMap map{m.batch * m.rows / count_of(*amax), 0};
   return kRun(context, {x.untyped_data(),
                         float_kind(x.element_type()),
                         static_cast<float*>(amax->untyped_data()),
+                        static_cast<float*>(plain->untyped_data()),
                         {m.batch, m.rows, m.cols, map, transpose}});
 }
 

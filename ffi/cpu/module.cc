@@ -31,8 +31,9 @@ Float float_named(std::string_view dtype) {
 // (kernel, bytes of scratch, reason why there is none). `wanted` names a kernel, or is empty for the best.
 std::tuple<std::string, int64_t, std::string> plan(int64_t batch, int64_t rows, int64_t cols, int64_t depth,
                                                    std::string_view a, bool windows, std::string_view out, bool pinned,
-                                                   int capability, bool sm90a, std::string_view wanted) {
-  const Device device{capability, sm90a};
+                                                   int capability, bool sm90a, std::string_view no_cublaslt,
+                                                   std::string_view wanted) {
+  const Device device{capability, sm90a, no_cublaslt};
   using Left = MatmulProblem::Left;
   const Left left = a == "nvfp4" ? Left::kNvfp4 : float_named(a) == Float::kBf16 ? Left::kBf16 : Left::kF16;
   const MatmulProblem problem{{batch, rows, cols, depth}, left, windows, float_named(out), pinned};
@@ -66,10 +67,10 @@ NB_MODULE(_cpu, m) {
   });
   m.def("plan_matmul", plan, nb::arg("batch"), nb::arg("rows"), nb::arg("cols"), nb::arg("depth"), nb::arg("a"),
         nb::arg("windows"), nb::arg("out"), nb::arg("pinned"), nb::arg("capability"), nb::arg("sm90a"),
-        nb::arg("wanted"));
-  m.def("plan_fused", [](int64_t batch, int64_t rows, int64_t cols, int64_t depth) {
-    const jnvfp4::FusedPlan found = jnvfp4::plan_fused({batch, rows, cols, depth});
-    return std::tuple{found.tokens, found.splits};
+        nb::arg("no_cublaslt"), nb::arg("wanted"));
+  m.def("plan_fused", [](int64_t batch, int64_t rows, int64_t cols, int64_t depth, bool nvfp4_a) {
+    const jnvfp4::FusedPlan found = jnvfp4::plan_fused({batch, rows, cols, depth}, nvfp4_a, false);
+    return std::tuple{found.tokens, found.splits, found.exchanged};
   });
   nb::list kernels;
   for (int i = 0; i < jnvfp4::kMatmulKernels; ++i)

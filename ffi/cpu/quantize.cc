@@ -240,21 +240,29 @@ void find_rows_across(const Job& a, const Piece& p) {
                 a.found + p.batch * s.rows + p.row);
 }
 
-// Of each tensor, over all its pieces by atomic maxima of bits.
-void find_tensors(const Job& a, const Piece& p) {
-  Lanes<uint32_t> m = {};
+void raise_to(float* amax, const Lanes<uint32_t>& m) {
+  auto* word = reinterpret_cast<uint32_t*>(amax);
+  const uint32_t own = canonical_nan(*std::max_element(m.lane, m.lane + kLanes));
+  uint32_t seen = __atomic_load_n(word, __ATOMIC_RELAXED);
+  while (own > seen && !__atomic_compare_exchange_n(word, &seen, own, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
+// Of each tensor, rotated and not, over all its pieces by atomic maxima of bits.
+void find_tensors(const RhtAmaxArgs& args, const Job& a, const Piece& p) {
+  const auto raise_rotated = Compiled<RaiseAmax<true>>::best();
+  Lanes<uint32_t> rotated = {}, plain = {};
   for (int64_t block = p.block; block < p.block_end; ++block)
     for (int64_t row = p.row; row < p.row_end; row += kLanes) {
       const Group g = group_across(a, p.batch, row, block);
       Tile t;
       a.load(g.source, g.stride, g.count, t);
-      a.raise(t, m);
+      a.raise(t, plain);
+      raise_rotated(t, rotated);
     }
-  auto* word = reinterpret_cast<uint32_t*>(a.found + a.shape.amax.at(p.batch * a.shape.rows + p.row, 0));
-  const uint32_t own = canonical_nan(*std::max_element(m.lane, m.lane + kLanes));
-  uint32_t seen = __atomic_load_n(word, __ATOMIC_RELAXED);
-  while (own > seen && !__atomic_compare_exchange_n(word, &seen, own, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-  }
+  const int64_t at = a.shape.amax.at(p.batch * a.shape.rows + p.row, 0);
+  raise_to(args.rotated + at, rotated);
+  raise_to(args.plain + at, plain);
 }
 
 // ---------------------------------------------------------------- what runs
@@ -329,13 +337,14 @@ ffi::Error run_pair(ffi::ThreadPool pool, const PairArgs& args, const KernelSpec
 
 ffi::Error run_rht_amax(ffi::ThreadPool pool, const RhtAmaxArgs& args) {
   Job job{};
-  job.x = args.x, job.kind = args.kind, job.shape = args.shape, job.found = args.amax;
+  job.x = args.x, job.kind = args.kind, job.shape = args.shape;
   set_source(job);
-  job.raise = Compiled<RaiseAmax<true>>::best();
-  std::fill_n(args.amax, args.shape.batch * args.shape.rows / args.shape.amax.rows_per_amax, 0.0f);
+  job.raise = Compiled<RaiseAmax<false>>::best();
+  const int64_t count = args.shape.batch * args.shape.rows / args.shape.amax.rows_per_amax;
+  std::fill_n(args.rotated, count, 0.0f), std::fill_n(args.plain, count, 0.0f);
   const Strips strips(job, false);
   parallel_for(pool, strips.count(job), kGrainElements / kPieceElements, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) find_tensors(job, Piece(job, strips, i));
+    for (int64_t i = begin; i < end; ++i) find_tensors(args, job, Piece(job, strips, i));
   });
   return ffi::Error::Success();
 }

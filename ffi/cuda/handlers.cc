@@ -19,14 +19,21 @@ ffi::Error launched(std::string_view op, cudaError_t status) {
   return ffi::Error(ffi::ErrorCode::kInternal, text);
 }
 
+// Why there is no cuBLASLt. Where Python lowered the program it has looked already; a program that was loaded finds the
+// copy of JAX's plugin.
+std::string_view no_cublaslt() {
+  static const CublasLtCopy loaded = find_cublaslt("");
+  return has_cublaslt() ? std::string_view() : loaded.reason;
+}
+
 // The current device, which XLA has set to that of the stream.
 Device current_device() {
   int device = 0, major = 0, minor = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess)
-    return {kAnyGpu, kSm90a};  // the launch that follows reports what is wrong
-  return {10 * major + minor, kSm90a};
+    return {kAnyGpu, kSm90a, no_cublaslt()};  // the launch that follows reports what is wrong
+  return {10 * major + minor, kSm90a, no_cublaslt()};
 }
 
 ffi::Error quantize(cudaStream_t stream, const QuantizeArgs& args, const KernelSpec& spec) {

@@ -4,6 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <string>
+
 #include "../args.h"
 #include "../matmul_plan.h"
 
@@ -37,12 +39,27 @@ inline constexpr bool kSm90a = false;
 // Runs a plan whose kernel is not decode_then_dot.
 cudaError_t launch_matmul(const MatmulArgs& args, const MatmulPlan& plan, void* scratch, cudaStream_t stream);
 cudaError_t launch_sm80_nvfp4_blocks(const MatmulArgs& args, cudaStream_t stream);
+// A thread block has 8, 16 or 32 rows of a: `tokens`, or what suits the shape and the device for 0.
+cudaError_t launch_sm80_nvfp4_blocks_small_m(const MatmulArgs& args, cudaStream_t stream, int tokens = 0);
 cudaError_t launch_sm80_dense_elements(const MatmulArgs& args, cudaStream_t stream);
 // In builds for 90a alone.
 cudaError_t launch_sm90_fused(const MatmulArgs& args, const FusedPlan& plan, void* scratch, cudaStream_t stream);
 cudaError_t launch_sm90_small_m(const MatmulArgs& args, cudaStream_t stream);
-// What surrounds XLA's GEMM in the plan decode_then_dot.
+// Where find_cublaslt has found the library.
+cudaError_t launch_decode_then_cublaslt(const MatmulArgs& args, void* scratch, cudaStream_t stream);
+// What surrounds a 16-bit GEMM of XLA or cuBLASLt.
 cudaError_t launch_decode(const DecodeArgs& args, cudaStream_t stream);
 cudaError_t launch_epilogue(const EpilogueArgs& args, cudaStream_t stream);
+
+// The copy of cuBLASLt that products call, or why there is none.
+struct CublasLtCopy {
+  std::string path;
+  int64_t version;  // 10000 * major + 100 * minor + patch
+  std::string reason;
+};
+// Takes the copy that the process has loaded already, else loads the file at `path`, which is absolute, or empty for
+// none. Once found, a copy stays in use; what was not found is looked for again.
+CublasLtCopy find_cublaslt(const std::string& path);
+bool has_cublaslt();  // whether it has found one
 
 }  // namespace jnvfp4

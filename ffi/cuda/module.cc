@@ -1,11 +1,19 @@
 // The extension module jnvfp4._cuda. Importing it needs neither a GPU nor a driver.
 #include "../module.h"
 
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+
+#include <string>
+#include <tuple>
+
 #include "kernels.h"
 
 extern "C" {
 jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Produce, Dequantize, FakeQuant, Matmul, Decode, Epilogue;
 }
+
+namespace nb = nanobind;
 
 NB_MODULE(_cuda, m) {
   jnvfp4::define_module(m, {{"nvfp4_quantize", Quantize},
@@ -19,4 +27,12 @@ NB_MODULE(_cuda, m) {
                             {"nvfp4_epilogue", Epilogue}});
   m.attr("built_for") = JNVFP4_CUDA_BUILT_FOR;
   m.attr("sm90a") = jnvfp4::kSm90a;
+  // (path, version, reason why there is none); `path` is of the copy to load if the process has loaded none.
+  m.def(
+      "find_cublaslt",
+      [](const std::string& path) {
+        jnvfp4::CublasLtCopy found = jnvfp4::find_cublaslt(path);
+        return std::tuple{found.path, found.version, found.reason};
+      },
+      nb::arg("path"));
 }

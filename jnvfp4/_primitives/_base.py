@@ -27,7 +27,7 @@ class Backend(NamedTuple):
     """Says which code computes one device's block."""
 
     name: str  # "reference", "cpu" or "cuda"
-    capability: int = 0  # of a GPU: 10 * major + minor; the least that every supported GPU has, if none is known
+    capability: int | None = 0  # of a GPU: 10 * major + minor; None if no device is known
     kernel: str | None = None  # the kernel of a product, if ``implementation`` names one
 
 
@@ -205,7 +205,7 @@ def _backend(name: str, platform: str | None, implementation: str | None, ctx: A
     if platform is None or implementation == "reference":
         return Backend("reference")
     kernel = None if implementation in (None, "native") else implementation
-    capability = 0 if platform == "cpu" else _compat.gpu_capability(ctx) or _native.any_gpu()
+    capability = 0 if platform == "cpu" else _compat.gpu_capability(ctx)
     return Backend(platform, capability, kernel)
 
 

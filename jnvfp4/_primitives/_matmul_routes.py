@@ -36,8 +36,8 @@ class Product(NamedTuple):
         return jax.ShapeDtypeStruct((*self.a[0].shape[:-1], self.b[0].shape[-2]), self.out_dtype)
 
 
-def plan(product: Product, capability: int, kernel: str | None) -> _native.MatmulPlan:
-    """Asks for the best kernel, or for ``kernel``, on a device: the CPU (capability 0) or a GPU.
+def plan(product: Product, capability: int | None, kernel: str | None) -> _native.MatmulPlan:
+    """Asks for the best kernel, or for ``kernel``, on a device: the CPU (capability 0) or a GPU (None: any).
 
     Raises:
       NotImplementedError: a size is symbolic. The choice of a kernel and its scratch depend on all sizes.

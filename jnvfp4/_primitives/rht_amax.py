@@ -1,7 +1,7 @@
-"""nvfp4_rht_amax: x -> the amax of the rotated x, one for each index of the first ``keep`` axes.
+"""nvfp4_rht_amax: x -> the amax of the rotated x and that of x, one of each for every index of the first ``keep`` axes.
 
-The tensor amax of a spec with ``rht``. Unlike the amax of x itself it cannot be left to XLA, whose float arithmetic
-flushes and reorders.
+The first is the tensor amax of a spec with ``rht``, which cannot be left to XLA: its float arithmetic flushes and
+reorders. The second is for the other orientation of x, which is not rotated, so that x is read once for both.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,19 +20,20 @@ from ._operands import Side, batched, check_operand, keep_blocks, max_over_devic
 
 def _abstract(x: ShapedArray, *, transpose: bool, keep: int) -> list[ShapedArray]:
     check_operand("quantize", x, None, NVFP4_RHT, transpose)
-    return [typed(x, x.shape[:keep], jnp.float32, axes_of_dims(x)[:keep])]
+    return 2 * [typed(x, x.shape[:keep], jnp.float32, axes_of_dims(x)[:keep])]
 
 
 def _local(backend: Backend, x: jax.Array, *, transpose: bool, keep: int) -> Sequence[jax.Array]:
     if backend.name == "reference":
-        return [reference.find_rht_amax(jnp.swapaxes(x, -1, -2) if transpose else x, keep)]
+        rotated = reference.find_rht_amax(jnp.swapaxes(x, -1, -2) if transpose else x, keep)
+        return [rotated, reference.find_amax(x.reshape(*x.shape[:keep], -1), "row" if keep else "tensor")]
     result = jax.ShapeDtypeStruct(x.shape[:keep], jnp.float32)
-    return [jax.ffi.ffi_call("nvfp4_rht_amax", result)(x, transpose=transpose, keep=np.int32(keep))]
+    return jax.ffi.ffi_call("nvfp4_rht_amax", [result, result])(x, transpose=transpose, keep=np.int32(keep))
 
 
 def _batch(args, dims, *, transpose: bool, keep: int, implementation: str | None):
     x = batched(args[0].shape[dims[0]], args[0], dims[0])
-    return rht_amax_p.bind(x, transpose=transpose, keep=keep + 1, implementation=implementation), [0]
+    return rht_amax_p.bind(x, transpose=transpose, keep=keep + 1, implementation=implementation), [0, 0]
 
 
 def _partition(
@@ -40,12 +41,13 @@ def _partition(
 ) -> tuple[list[Axes], list[Axes], Callable[[Body], Body]]:
     axes = keep_blocks(mesh, operands[0], shapes[0], Side(NVFP4_RHT, transpose, has_amax=False).units)
     over = tuple(axis for entry in axes[keep:] for axis in axes_of(entry))
-    return [axes], [axes[:keep]], lambda local: lambda x: (max_over_devices(local(x)[0], over),)
+    amaxes = 2 * [axes[:keep]]
+    return [axes], amaxes, lambda local: lambda x: tuple(max_over_devices(amax, over) for amax in local(x))
 
 
 def _rule(x: Shape, *, keep: int, **_: Any) -> tuple[list[list], list[list]]:
     dims = names_of_dims(x)
-    return [dims], [dims[:keep]]
+    return [dims], 2 * [dims[:keep]]
 
 
 rht_amax_p = make_primitive(

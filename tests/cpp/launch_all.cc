@@ -144,12 +144,14 @@ void produce(const Shape& s, Producer producer, const KernelSpec* row, const Ker
 }
 
 void rht_amax(const Shape& s, Float kind, bool transposed, int64_t count) {
-  Buffer x(s.batch * s.rows * s.cols * size_of(kind)), amax(count * 4);
-  check(
-      launch_rht_amax(
-          {x.as<void>(), kind, amax.as<float>(), {s.batch, s.rows, s.cols, {s.batch * s.rows / count, 0}, transposed}},
-          nullptr),
-      "rht_amax");
+  Buffer x(s.batch * s.rows * s.cols * size_of(kind)), amax(count * 4), plain(count * 4);
+  check(launch_rht_amax({x.as<void>(),
+                         kind,
+                         amax.as<float>(),
+                         plain.as<float>(),
+                         {s.batch, s.rows, s.cols, {s.batch * s.rows / count, 0}, transposed}},
+                        nullptr),
+        "rht_amax");
   check(cudaDeviceSynchronize(), "rht_amax");
 }
 
@@ -172,6 +174,11 @@ void matmul(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool a_w
   Buffer bias(n * 2), out(batch * m * n * size_of(kind));
   const MatmulResult result{bias.as<void>(), Float::kBf16, out.as<void>(), kind};
   check(launch_sm80_nvfp4_blocks({a.operand, b.operand, result, {batch, m, n, k}}, nullptr), "sm80_nvfp4_blocks");
+  for (int tokens : {8, 16, 32}) {
+    check(launch_sm80_nvfp4_blocks_small_m({a.operand, b.operand, result, {batch, m, n, k}}, nullptr, tokens),
+          "sm80_nvfp4_blocks_small_m");
+    check(cudaDeviceSynchronize(), "sm80_nvfp4_blocks_small_m");
+  }
   if (!b_windows)
     for (Float dense : {Float::kBf16, Float::kF16}) {
       Buffer x(batch * m * k * 2);
@@ -199,10 +206,13 @@ void fused(const MatmulOperand& a, const MatmulOperand& b, const MatmulResult& r
   for (int tokens : {32, 64, 128, 256})
     for (int splits : {1, 2, 5}) {
       if (splits > 1 && 2 * splits > (s.depth + kFusedDepth - 1) / kFusedDepth) continue;
-      const FusedPlan plan{tokens, splits};
-      Buffer scratch(fused_scratch(s, plan).bytes);
-      check(launch_sm90_fused({a, b, result, s}, plan, scratch.as<void>(), nullptr), "sm90_fused");
-      check(cudaDeviceSynchronize(), "sm90_fused");
+      for (bool exchanged : {false, true}) {
+        if (exchanged && (tokens < 128 || !a.quantized())) continue;
+        const FusedPlan plan{tokens, splits, exchanged};
+        Buffer scratch(fused_scratch(fused_shape(s, plan), plan).bytes);
+        check(launch_sm90_fused({a, b, result, s}, plan, scratch.as<void>(), nullptr), "sm90_fused");
+        check(cudaDeviceSynchronize(), "sm90_fused");
+      }
     }
 }
 
@@ -212,7 +222,7 @@ void fused_windows(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, b
   const GemmShape shape{batch, m, n, k};
   for (int splits : {1, 2}) {
     if (splits > 1 && k < 4 * kFusedDepth) continue;
-    const FusedPlan plan{128, splits};
+    const FusedPlan plan{128, splits, false};
     Buffer scratch(std::max<int64_t>(1, fused_scratch(shape, plan).bytes));
     check(launch_sm90_fused({a.operand, b.operand, {bias.as<void>(), Float::kBf16, out.as<void>(), kind}, shape}, plan,
                             scratch.as<void>(), nullptr),
@@ -231,6 +241,21 @@ void fused_matmul(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bo
     fused({x.as<void>(), nullptr, nullptr, dense, {}, 448.0f}, b.operand, result, {batch, m, n, k});
 }
 #endif
+
+// Where a copy of cuBLASLt was found.
+void cublaslt(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool each) {
+  const Tensor a(batch * m, k, each ? 1 : batch * m, false), b(batch * n, k, each ? 1 : batch * n, false);
+  Buffer x(batch * m * k * 2), bias(n * 2), out(batch * m * n * size_of(kind));
+  const MatmulResult result{each ? bias.as<void>() : nullptr, Float::kBf16, out.as<void>(), kind};
+  const MatmulOperand bf16{x.as<void>(), nullptr, nullptr, Float::kBf16, {}, 448.0f};
+  const MatmulOperand f16{x.as<void>(), nullptr, nullptr, Float::kF16, {}, 448.0f};
+  for (const MatmulOperand& left : {a.operand, bf16, f16}) {
+    const GemmShape shape{batch, m, n, k};
+    Buffer scratch(cublaslt_scratch(shape, left.quantized(), kind).bytes);
+    check(launch_decode_then_cublaslt({left, b.operand, result, shape}, scratch.as<void>(), nullptr), "cublaslt");
+    check(cudaDeviceSynchronize(), "cublaslt");
+  }
+}
 
 void dequantize(const Shape& s, Float kind, int64_t amax_count, bool rotate_back) {
   const int64_t blocks = s.batch * s.rows * s.cols / 16;
@@ -275,7 +300,10 @@ void epilogue(const Shape& s, Float out_kind, bool per_row, bool with_bias, bool
 
 }  // namespace
 
-int main() {
+// The argument, if there is one, is the absolute path of libcublasLt.
+int main(int count, char** arguments) {
+  const CublasLtCopy library = find_cublaslt(count > 1 ? arguments[1] : "");
+  if (!library.reason.empty()) std::printf("without cuBLASLt: %s\n", library.reason.c_str());
   const std::vector<Shape> whole{{1, 16, 16}, {2, 80, 144}, {1, 64, 64}, {2, 64, 192}, {3, 48, 272}};
   const std::vector<Shape> ragged{{1, 1, 16}, {2, 33, 48}, {1, 35, 64}, {1, 259, 2112}};
   const std::vector<Shape> long_rows{{1, 2, 8208}, {1, 3, 16464}};  // more than a thread block holds of a row
@@ -312,8 +340,16 @@ int main() {
     for (const Shape& s : {Shape{1, 1, 64}, Shape{2, 70, 192}, Shape{1, 131, 128}})
       for (int flags = 0; flags < 4; ++flags)
         matmul(s.batch, s.rows, s.rows + 5, s.cols, kind, flags & 1, flags & 2, s.batch > 1);
-    for (int64_t k : {16, 48, 80})  // the last slab is not full
+    if (library.reason.empty())
+      for (bool each : {false, true}) {
+        for (int64_t k : {16, 48, 256, 4096}) cublaslt(1, 70, 131, k, kind, each);
+        cublaslt(1, 1, 40, 512, kind, each);
+        cublaslt(3, 5, 4, 272, kind, each);
+      }
+    for (int64_t k : {16, 48, 80, 1296})  // the last slab is not full
       for (bool each : {false, true}) matmul(2, 66, 3, k, kind, false, false, each);
+    for (int flags = 0; flags < 4; ++flags)  // whole stages, more than the ring has
+      for (int64_t k : {2048, 1600}) matmul(1, 41, 130, k, kind, flags & 1, flags & 2, false);
 #if defined(JNVFP4_SM90A)  // the GPU is one of Hopper
     for (int64_t m : {1, 8, 13})
       for (int64_t k : {48, 256, 1040, 4352}) small_m(1, m, 67, k, kind, k == 256);

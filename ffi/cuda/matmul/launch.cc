@@ -3,18 +3,19 @@
 
 namespace jnvfp4 {
 
-cudaError_t launch_matmul(const MatmulArgs& args, const MatmulPlan& plan, [[maybe_unused]] void* scratch,
-                          cudaStream_t stream) {
+cudaError_t launch_matmul(const MatmulArgs& args, const MatmulPlan& plan, void* scratch, cudaStream_t stream) {
   switch (plan.kernel) {
+    case MatmulKernel::kSm80Nvfp4BlocksSmallM: return launch_sm80_nvfp4_blocks_small_m(args, stream);
     case MatmulKernel::kSm80Nvfp4Blocks: return launch_sm80_nvfp4_blocks(args, stream);
     case MatmulKernel::kSm80DenseElements: return launch_sm80_dense_elements(args, stream);
+    case MatmulKernel::kDecodeThenCublasLt: return launch_decode_then_cublaslt(args, scratch, stream);
 #if defined(JNVFP4_SM90A)
     case MatmulKernel::kSm90Nvfp4SmallM:
     case MatmulKernel::kSm90DenseSmallM: return launch_sm90_small_m(args, stream);
     case MatmulKernel::kSm90Nvfp4Fused:
     case MatmulKernel::kSm90DenseFused:
     case MatmulKernel::kSm90Nvfp4Windows:
-      return launch_sm90_fused(args, plan_fused(args.shape, args.windows()), scratch, stream);
+      return launch_sm90_fused(args, plan_fused(args.shape, args.a.quantized(), args.windows()), scratch, stream);
 #else
     case MatmulKernel::kSm90Nvfp4SmallM:
     case MatmulKernel::kSm90DenseSmallM:

@@ -4,9 +4,7 @@
 //
 // A thread block has 64 x 64 outputs and goes along K by slabs of 64, which are the windows of window64: codes to bytes
 // in shared memory, then for each of the four blocks one mma m16n8k16 per 16 x 8 outputs.
-#include "../../numerics_fast.h"
-#include "../device.cuh"
-#include "../kernels.h"
+#include "sm80_nvfp4_blocks.cuh"
 
 namespace jnvfp4 {
 namespace {
@@ -14,27 +12,6 @@ namespace {
 constexpr int kGemmThreads = 128, kRows = 64, kCols = 64, kWarpRows = 32, kWarpCols = 32;
 constexpr int kRowTiles = kWarpRows / 16, kColTiles = kWarpCols / 8;
 constexpr int kPitch = kWindow + 16;  // bytes a row: a multiple of 16 that spreads rows over the banks
-
-// An operand in registers.
-struct Operand {
-  const uint8_t* data;
-  const uint8_t* scale;
-  const float* amax;
-  int64_t rows_per_amax, depth;
-  bool windows;
-
-  __device__ __forceinline__ Operand(const MatmulOperand& x, int64_t k)
-      : data(static_cast<const uint8_t*>(x.data)),
-        scale(x.scale),
-        amax(x.amax),
-        rows_per_amax(x.map.rows_per_amax),
-        depth(k),
-        windows(x.map.windows()) {}
-  // Of the row over all matrices and the window.
-  __device__ __forceinline__ float amax_of(int64_t row, int64_t window) const {
-    return amax[windows ? row * (depth / kWindow) + window : quotient(row, rows_per_amax)];
-  }
-};
 
 template <int kCount>
 struct Slab {
@@ -180,7 +157,7 @@ __global__ void __launch_bounds__(kGemmThreads, 3) sm80_nvfp4_blocks_kernel(Matm
   const GemmShape& s = g.shape;
   const Operand left(g.a, s.depth), right(g.b, s.depth);
   const int64_t slabs = kWindows ? s.depth / kWindow : (s.depth + kWindow - 1) / kWindow;
-  const float divisor = 36.0f * g.a.e4m3_max * g.b.e4m3_max, reciprocal = div_rn(1.0f, divisor);
+  const WindowAlpha alpha_of(g);
   const auto col_tiles = static_cast<unsigned>((s.cols + kCols - 1) / kCols);
   const int64_t row0 = static_cast<int64_t>(blockIdx.x / col_tiles) * kRows;
   const int64_t col0 = static_cast<int64_t>(blockIdx.x % col_tiles) * kCols;
@@ -204,8 +181,7 @@ __global__ void __launch_bounds__(kGemmThreads, 3) sm80_nvfp4_blocks_kernel(Matm
 #pragma unroll
         for (int j = 0; j < kWindowBlocks; ++j) add_block(sum, a, b, w, j);
         for_each_output([&](int m, int n, int i) {
-          const float alpha = alpha_w4a4_by_steps(a.amax[w.row_of(m, i)], b.amax[w.col_of(n, i)], divisor, reciprocal);
-          y[m][n][i] = add_window(y[m][n][i], sum[m][n][i], alpha);
+          y[m][n][i] = add_window(y[m][n][i], sum[m][n][i], alpha_of(a.amax[w.row_of(m, i)], b.amax[w.col_of(n, i)]));
         });
       } else {
 #pragma unroll
@@ -215,13 +191,8 @@ __global__ void __launch_bounds__(kGemmThreads, 3) sm80_nvfp4_blocks_kernel(Matm
     for_each_output([&](int m, int n, int i) {
       const int64_t row = row0 + w.row_of(m, i), col = col0 + w.col_of(n, i);
       if (row >= s.rows || col >= s.cols) return;
-      const int64_t a_row = matrix * s.rows + row;
-      const float bias = g.result.bias ? load_float(g.result.bias, g.result.bias_kind, col) : 0.0f;
-      const float alpha = kWindows ? 1.0f
-                                   : alpha_w4a4(left.amax_of(a_row, 0), right.amax_of(matrix * s.cols + col, 0),
-                                                g.a.e4m3_max, g.b.e4m3_max);
-      static_cast<typename T::Stored*>(g.result.out)[a_row * s.cols + col] =
-          T::store(gemm_epilogue(y[m][n][i], alpha, bias, g.result.bias != nullptr));
+      static_cast<typename T::Stored*>(g.result.out)[(matrix * s.rows + row) * s.cols + col] =
+          T::store(finish_sum<kWindows>(g, y[m][n][i], matrix, row, col));
     });
     __syncthreads();
   }

@@ -11,6 +11,7 @@
 
 #include "../device.cuh"
 #include "../kernels.h"
+#include "halves.cuh"
 
 namespace jnvfp4 {
 
@@ -26,13 +27,10 @@ struct Decode {
   }
   // Eight codes to the pairs (k0,k4) (k1,k5) (k2,k6) (k3,k7), times the scale. Subnormals are kept.
   static __device__ __forceinline__ void eight(uint32_t codes, uint32_t scale, uint32_t (&pair)[4]) {
-    // The high bytes of float16(q) * 2^-14, of odd and of even k.
-    const uint32_t odd = (codes & 0x80808080u) | (codes >> 3 & 0x0e0e0e0eu);
-    const uint32_t even = (codes << 4 & 0x80808080u) | (codes << 1 & 0x0e0e0e0eu);
-    const uint32_t raw[4] = {__byte_perm(even, 0, 0x2404), __byte_perm(odd, 0, 0x2404), even & 0xff00ff00u,
-                             odd & 0xff00ff00u};
+    uint32_t raw[4];
+    halves_of_codes(codes, raw);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pair[i]) : "r"(raw[i]), "r"(scale));
+    for (int i = 0; i < 4; ++i) pair[i] = multiply_halves(raw[i], scale);
   }
 };
 

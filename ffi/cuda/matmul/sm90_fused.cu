@@ -57,18 +57,17 @@ cudaError_t pitched(const void* data, int64_t rows, int64_t bytes, void* copy, c
 }
 
 // Copies what must be copied, prepares a last, since the kernel that follows may start early, and describes it all.
-cudaError_t prepare(const MatmulArgs& g, const FusedPlan& plan, const FusedScratch& at, uint8_t* scratch,
-                    cudaStream_t stream, FusedMaps* maps) {
-  const GemmShape& s = g.shape;
+cudaError_t prepare(const MatmulOperand& a, const MatmulOperand& b, const GemmShape& s, const FusedPlan& plan,
+                    const FusedScratch& at, uint8_t* scratch, cudaStream_t stream, FusedMaps* maps) {
   const int64_t a_rows = s.batch * s.rows, b_rows = s.batch * s.cols;
   EncodeTiled encode;
   cudaError_t status = find_encoder(&encode);
   PitchedRows data{}, scale{};
-  if (status == cudaSuccess) status = pitched(g.b.data, b_rows, s.depth / 2, scratch + at.data, stream, &data);
-  if (status == cudaSuccess) status = pitched(g.b.scale, b_rows, s.depth / kBlock, scratch + at.scale, stream, &scale);
+  if (status == cudaSuccess) status = pitched(b.data, b_rows, s.depth / 2, scratch + at.data, stream, &data);
+  if (status == cudaSuccess) status = pitched(b.scale, b_rows, s.depth / kBlock, scratch + at.scale, stream, &scale);
   if (status == cudaSuccess)
-    status = launch_sm90_prepare(g.a, scratch + at.rows, a_rows, s.depth,
-                                 reinterpret_cast<uint32_t*>(scratch + at.flags), at.flag_count, stream);
+    status = launch_sm90_prepare(a, scratch + at.rows, a_rows, s.depth, reinterpret_cast<uint32_t*>(scratch + at.flags),
+                                 at.flag_count, stream);
   constexpr auto kBytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
   const int64_t a_cols = fused_depth(s);
   const MapSource of_a{scratch + at.rows, CU_TENSOR_MAP_DATA_TYPE_UINT16,        2, a_cols, at.padded_rows, a_cols * 2,
@@ -84,7 +83,7 @@ cudaError_t prepare(const MatmulArgs& g, const FusedPlan& plan, const FusedScrat
 }  // namespace
 
 cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* scratch, cudaStream_t stream) {
-  const GemmShape& s = g.shape;
+  const GemmShape s = fused_shape(g.shape, plan);
   const int64_t pairs = (s.cols + kFusedCols - 1) / kFusedCols;
   const int64_t matrix_tiles = pairs * ((s.rows + plan.tokens - 1) / plan.tokens);
   const int64_t items = s.batch * matrix_tiles * plan.splits;
@@ -94,17 +93,21 @@ cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* 
   auto* const bytes = static_cast<uint8_t*>(scratch);
   const FusedScratch at = fused_scratch(s, plan);
   FusedMaps maps;
-  const cudaError_t status = prepare(g, plan, at, bytes, stream, &maps);
+  const cudaError_t status =
+      prepare(plan.exchanged ? g.b : g.a, plan.exchanged ? g.a : g.b, s, plan, at, bytes, stream, &maps);
   if (status != cudaSuccess) return status;
   const bool quantized = g.a.quantized(), bf16 = !quantized && g.a.kind == Float::kBf16;
   const FusedArgs args{g,
+                       plan.exchanged,
+                       static_cast<int>(s.rows),
+                       static_cast<int>(s.cols),
                        static_cast<int>(pairs),
                        static_cast<int>(matrix_tiles),
                        static_cast<int>(items),
                        plan.splits,
                        static_cast<int>(slots),
-                       quantized && !g.windows() && g.a.map.rows_per_amax % s.rows != 0,
-                       !g.windows() && g.b.map.rows_per_amax % s.cols != 0,
+                       quantized && !g.a.map.windows() && g.a.map.rows_per_amax % g.shape.rows != 0,
+                       !g.b.map.windows() && g.b.map.rows_per_amax % g.shape.cols != 0,
                        bf16        ? 0x1p8f
                        : quantized ? 0x1p28f
                                    : 0x1p14f,

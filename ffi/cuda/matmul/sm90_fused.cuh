@@ -20,16 +20,22 @@ namespace jnvfp4 {
 // T: the type of the decoded numbers, F16 or Bf16.
 //
 // To decode a window takes longer than the tensor cores need for up to 64 tokens. So there are two teams of two
-// warpgroups then, which share K. With 256 tokens the two warpgroups of one team take turns on the tensor cores.
+// warpgroups then, which share K. With 256 tokens the two warpgroups of one team take turns on the tensor cores, and with
+// windows, so that one multiplies while the other applies factors.
 //
-// kWindows: an operand has an amax for each window. The sum of a window is then multiplied by both sides' factors
-// before it is added to the others.
-template <class T_, int kTokens_, bool kWindows_ = false>
+// kSides: which operands have an amax for each window. The sum of a window is then multiplied by the factors of these
+// sides before it is added to the others.
+enum class WindowSides { kNone, kA, kB, kBoth };
+
+template <class T_, int kTokens_, WindowSides kSides_ = WindowSides::kNone>
 struct FusedConfig {
   using T = T_;
-  static constexpr bool kWindows = kWindows_;
+  static constexpr WindowSides kSides = kSides_;
+  static constexpr bool kWindows = kSides != WindowSides::kNone;
+  static constexpr bool kWindowsOfA = kSides == WindowSides::kA || kSides == WindowSides::kBoth;
+  static constexpr bool kWindowsOfB = kSides == WindowSides::kB || kSides == WindowSides::kBoth;
   static constexpr int kTokens = kTokens_, kTeams = fused_teams(kTokens), kRows = 128;
-  static constexpr bool kTurns = kTokens == 256;
+  static constexpr bool kTurns = kTokens == 256 || kWindows;
   static constexpr int kThreads = 128 * (1 + 2 * kTeams);
   static constexpr int kSums = kTokens / 2;  // of a thread
   // Whether amaxes of rows of a come from shared memory: tiles of few rows load few, and have no registers to spare.
@@ -42,8 +48,11 @@ struct FusedConfig {
   static constexpr int kStageDepth = kTokens <= 64 ? 4 : 1, kPerSlot = 4 / kStageDepth;
   static constexpr int kRing = kTokens <= 64 ? 4 : 3, kStages = kTokens == 128 ? 8 : 4;
   static constexpr int kWindow = kTokens * 128, kData = kRows * 128, kScale = kRows * 16;
-  // Sums on their way to the result: rows of 64 columns, padded so that neither side meets in a bank.
-  static constexpr int kOutTokens = kTokens <= 64 ? 32 : 64, kOutPitch = 64 + 4, kOut = kOutTokens * kOutPitch * 4;
+  // Sums on their way to the result: rows of 64 columns, padded so that neither side meets in a bank. If operands are
+  // exchanged, rows of 64 tokens, padded for reading; two writes meet.
+  static constexpr bool kExchanges = kTokens >= 128 && std::is_same_v<T, F16> && !kWindows;
+  static constexpr int kOutTokens = kTokens <= 64 ? 32 : 64, kOutPitch = 64 + 4, kExchangedPitch = 64 + 8;
+  static constexpr int kOut = kExchanges ? 64 * kExchangedPitch * 4 : kOutTokens * kOutPitch * 4;
 
   static constexpr int kAtData = kStages * kStageDepth * kWindow, kAtScale = kAtData + kRing * kData;
   static constexpr int kAtOut = kAtScale + kRing * kScale, kAtAmax = kAtOut + 2 * kOut;  // of the tokens, twice
@@ -80,14 +89,13 @@ __device__ __forceinline__ FusedItem item_of(const FusedArgs& a, int i) {
 template <class C>
 __device__ __forceinline__ void load_tiles(const FusedArgs& a, const FusedMaps& maps, uint32_t smem) {
   const int rank = cluster_rank();
-  const int rows = static_cast<int>(a.g.shape.rows), cols = static_cast<int>(a.g.shape.cols);
   constexpr int kHalf = C::kTokens / 2;
   int stage = 0, phase = 0, slot = 0;
   bool first_load = true;
   for (int i = blockIdx.x / 2; i < a.items; i += gridDim.x / 2) {
     const FusedItem item = item_of<C>(a, i);
-    const int b_row = item.matrix * cols + item.col + rank * C::kRows;
-    const int a_row = item.matrix * rows + item.row + rank * kHalf;
+    const int b_row = item.matrix * a.columns + item.col + rank * C::kRows;
+    const int a_row = item.matrix * a.tokens + item.row + rank * kHalf;
     for (int w = item.first * 4; w < item.end * 4; w += C::kStageDepth) {
       barrier_wait(smem + C::kAtEmpty + 8 * stage, phase ^ 1);
       const uint32_t bar = smem + C::kAtFull + 8 * stage;
@@ -144,9 +152,13 @@ struct RawWindow {
 };
 
 // ---------------------------------------------------------------- sums to results
-// Four neighbouring columns of a matrix of the result.
-// kWindows: the sums have their factors already.
-template <bool kWindows>
+// decode_scale of the rule.
+__device__ __forceinline__ float decode_factor(float amax, const MatmulOperand& x) {
+  return div_rn(amax, 6.0f * x.e4m3_max);
+}
+
+// Four neighbouring columns of a matrix of the result. With windows the sums have the factors of their sides already.
+template <class C>
 struct FusedColumns {
   const FusedArgs& a;
   int64_t col;
@@ -157,13 +169,13 @@ struct FusedColumns {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int64_t c = min(col + i, g.shape.cols - 1);
-      if constexpr (!kWindows) amax[i] = i && !a.each_col ? amax[0] : amax_of(g.b, matrix * g.shape.cols + c);
+      if constexpr (C::kWindowsOfB)
+        amax[i] = 1.0f;
+      else
+        amax[i] = i && !a.each_col ? amax[0] : amax_of(g.b, matrix * g.shape.cols + c);
       bias[i] = g.result.bias ? load_float(g.result.bias, g.result.bias_kind, c) : 0.0f;
     }
-    if constexpr (kWindows)
-      alpha[0] = alpha[1] = alpha[2] = alpha[3] = 1.0f;
-    else
-      set_alpha(g.a.quantized() && !a.each_row ? amax_of(g.a, matrix * g.shape.rows) : 1.0f);
+    set_alpha(!C::kWindowsOfA && g.a.quantized() && !a.each_row ? amax_of(g.a, matrix * g.shape.rows) : 1.0f);
   }
   // `left`: the amax of a row, if a is quantized.
   __device__ __forceinline__ void set_alpha(float left) {
@@ -171,6 +183,7 @@ struct FusedColumns {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       alpha[i] = i && !a.each_col ? alpha[0]
+                 : C::kWindows    ? factor_of_other_side(left, amax[i])
                  : x.quantized()  ? alpha_w4a4(left, amax[i], x.e4m3_max, y.e4m3_max)
                                   : alpha_w4a16(amax[i], y.e4m3_max);
   }
@@ -179,7 +192,7 @@ struct FusedColumns {
     float v[4] = {sums.x, sums.y, sums.z, sums.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i)  // the addition makes -0 the rule's 0
-      v[i] = gemm_epilogue(__fmaf_rn(v[i], kWindows ? 1.0f : a.unscale, 0.0f), alpha[i], bias[i],
+      v[i] = gemm_epilogue(__fmaf_rn(v[i], C::kWindows ? 1.0f : a.unscale, 0.0f), alpha[i], bias[i],
                            a.g.result.bias != nullptr);
     const Float kind = a.g.result.kind;
     if (kind == Float::kBf16)
@@ -191,6 +204,12 @@ struct FusedColumns {
   }
 
  private:
+  // Of the side that has no windows, or 1.
+  __device__ __forceinline__ float factor_of_other_side(float left, float right) const {
+    if constexpr (C::kSides == WindowSides::kA) return decode_factor(right, a.g.b);
+    if constexpr (C::kSides == WindowSides::kB) return decode_factor(left, a.g.a);
+    return 1.0f;
+  }
   template <class T>
   __device__ __forceinline__ void store(int64_t row, const float (&v)[4]) const {
     const int64_t cols = a.g.shape.cols;
@@ -318,31 +337,26 @@ struct FusedConsumer {
   }
 
   // ---- the sum along K, window by window
-  // What a thread brings of a slot's factors: one token's, and two windows of one column.
-  struct Factors {
+  // The amaxes that a thread brings of a slot: one token's, and two windows of one column.
+  struct Amaxes {
     float token[4], column[2];
   };
-  // decode_scale of the rule, and for the column what undoes the factors of decoded numbers.
-  __device__ __forceinline__ void load_factors(Factors& f, const FusedItem& item, int slot) const {
+  __device__ __forceinline__ void load_amaxes(Amaxes& m, const FusedItem& item, int slot) const {
     const MatmulArgs& g = a.g;
     const int thread = threadIdx.x % 128, rows = static_cast<int>(g.shape.rows), cols = static_cast<int>(g.shape.cols);
     const int64_t windows = g.shape.depth / jnvfp4::kWindow;
     const int token = item.row + thread, column = item.col + rank * C::kRows + wg * 64 + thread % 64;
-    const auto factor = [&](const MatmulOperand& x, int64_t row, int w) {
-      return div_rn(__ldg(x.amax + (x.map.windows() ? row * windows + w : quotient(row, x.map.rows_per_amax))),
-                    6.0f * x.e4m3_max);
+    const auto amax = [&](const MatmulOperand& x, bool there, int64_t row, int w) {
+      return there && w < windows ? __ldg(x.amax + row * windows + w) : 0.0f;
     };
+    if constexpr (C::kWindowsOfA)
 #pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      const int w = 4 * slot + q;
-      f.token[q] = token < rows && w < windows ? factor(g.a, int64_t{item.matrix} * rows + token, w) : 0.0f;
-    }
+      for (int q = 0; q < 4; ++q)
+        m.token[q] = amax(g.a, token < rows, int64_t{item.matrix} * rows + token, 4 * slot + q);
+    if constexpr (C::kWindowsOfB)
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int w = 4 * slot + 2 * (thread / 64) + i;
-      const bool there = column < cols && w < windows;
-      f.column[i] = there ? factor(g.b, int64_t{item.matrix} * cols + column, w) * a.unscale : 0.0f;
-    }
+      for (int i = 0; i < 2; ++i)
+        m.column[i] = amax(g.b, column < cols, int64_t{item.matrix} * cols + column, 4 * slot + 2 * (thread / 64) + i);
   }
   // [window][token], then [window][column], of two slots, where the results are when all is summed.
   __device__ __forceinline__ uint32_t factors(int slot) const {
@@ -350,27 +364,43 @@ struct FusedConsumer {
     static_assert(2 * kFactors <= C::kOut);
     return out() + slot % 2 * kFactors;
   }
-  __device__ __forceinline__ void store_factors(const Factors& f, int slot) const {
+  // As factors, one side's with what undoes those of decoded numbers. The division waits until the amaxes are there.
+  __device__ __forceinline__ void store_factors(const Amaxes& m, int slot) const {
     const int thread = threadIdx.x % 128;
+    if constexpr (C::kWindowsOfA)
 #pragma unroll
-    for (int q = 0; q < 4; ++q) store_shared(factors(slot) + (q * C::kTokens + thread) * 4, f.token[q]);
+      for (int q = 0; q < 4; ++q)
+        store_shared(factors(slot) + (q * C::kTokens + thread) * 4,
+                     decode_factor(m.token[q], a.g.a) * (C::kWindowsOfB ? 1.0f : a.unscale));
+    if constexpr (C::kWindowsOfB)
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      store_shared(factors(slot) + (4 * C::kTokens + (2 * (thread / 64) + i) * 64 + thread % 64) * 4, f.column[i]);
+      for (int i = 0; i < 2; ++i)
+        store_shared(factors(slot) + (4 * C::kTokens + (2 * (thread / 64) + i) * 64 + thread % 64) * 4,
+                     decode_factor(m.column[i], a.g.b) * a.unscale);
     sync_warpgroup();
   }
-  __device__ __forceinline__ void add_window(Sums& sums, const Sums& window, int slot, int q) const {
+  // The factors of a thread's sums of a window.
+  struct Factors {
+    uint2 tokens[C::kWindowsOfA ? C::kSums / 4 : 1];
+    float low, high;  // of its two columns
+  };
+  __device__ __forceinline__ void load_factors(Factors& f, int slot, int q) const {
     const uint32_t tokens = factors(slot) + (q * C::kTokens + 2 * (threadIdx.x % 4)) * 4;
     const uint32_t columns = factors(slot) + (4 * C::kTokens + q * 64 + fragment_row()) * 4;
-    const float low = float_of(load_shared32(columns)), high = float_of(load_shared32(columns + 8 * 4));
+    if constexpr (C::kWindowsOfA)
 #pragma unroll
-    for (int i = 0; i < C::kSums; i += 4) {
-      const uint2 pair = load_shared64(tokens + i / 4 * 32);
-      const float even = float_of(pair.x), odd = float_of(pair.y);
-      sums[i] = __fmaf_rn(window[i], even * low, sums[i]);
-      sums[i + 1] = __fmaf_rn(window[i + 1], odd * low, sums[i + 1]);
-      sums[i + 2] = __fmaf_rn(window[i + 2], even * high, sums[i + 2]);
-      sums[i + 3] = __fmaf_rn(window[i + 3], odd * high, sums[i + 3]);
+      for (int i = 0; i < C::kSums / 4; ++i) f.tokens[i] = load_shared64(tokens + i * 32);
+    if constexpr (C::kWindowsOfB)
+      f.low = float_of(load_shared32(columns)), f.high = float_of(load_shared32(columns + 8 * 4));
+  }
+  __device__ __forceinline__ void add_window(Sums& sums, const Sums& window, const Factors& f) const {
+#pragma unroll
+    for (int i = 0; i < C::kSums; ++i) {
+      float factor;
+      if constexpr (C::kWindowsOfA) factor = float_of(i % 2 ? f.tokens[i / 4].y : f.tokens[i / 4].x);
+      if constexpr (C::kSides == WindowSides::kB) factor = i % 4 < 2 ? f.low : f.high;
+      if constexpr (C::kSides == WindowSides::kBoth) factor *= i % 4 < 2 ? f.low : f.high;
+      sums[i] = __fmaf_rn(window[i], factor, sums[i]);
     }
   }
   __device__ __forceinline__ void sum_windows(Sums& sums, const FusedItem& item) {
@@ -378,10 +408,10 @@ struct FusedConsumer {
     Fragments f[2];
     RawWindow<typename C::T> r;
     Sums window;
-    Factors next;
+    Amaxes next;
 #pragma unroll
     for (float& s : sums) s = 0;
-    load_factors(next, item, item.first);
+    load_amaxes(next, item, item.first);
     sync_warpgroup();  // nobody reads factors of the item before
     store_factors(next, item.first);
     wait_for_slot(begun);
@@ -389,7 +419,7 @@ struct FusedConsumer {
     r.decode(f[0]);
     for (int slot = item.first; slot < item.end; ++slot, ++begun) {
       const bool last = slot + 1 == item.end;
-      if (!last) load_factors(next, item, slot + 1);
+      if (!last) load_amaxes(next, item, slot + 1);
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         multiply(window, f[q % 2], begun, q, true);
@@ -400,9 +430,11 @@ struct FusedConsumer {
           load(r, begun + 1, 0);
         }
         if (q < 3 || !last) r.decode(f[(q + 1) % 2]);
+        Factors of_window;
+        load_factors(of_window, slot, q);
         wgmma_wait<0>();
         release(begun, q);
-        add_window(sums, window, slot, q);
+        add_window(sums, window, of_window);
       }
       if (!last) store_factors(next, slot + 1);
     }
@@ -411,31 +443,33 @@ struct FusedConsumer {
   // ---- the result
   __device__ __forceinline__ uint32_t out() const { return smem + C::kAtOut + wg * C::kOut; }
   // Where the sums of kOutTokens tokens go: four of each 8 tokens `eight`, as wgmma has them.
-  template <class F>
+  template <bool kExchanged, class F>
   __device__ __forceinline__ void for_each_sum(const F& f) const {
-    const uint32_t base = out() + (2 * (threadIdx.x % 4) * C::kOutPitch + fragment_row()) * 4;
+    constexpr int kToken = kExchanged ? 1 : C::kOutPitch, kColumn = kExchanged ? C::kExchangedPitch : 1;
+    const uint32_t base = out() + (2 * (threadIdx.x % 4) * kToken + fragment_row() * kColumn) * 4;
 #pragma unroll
     for (int eight = 0; eight < C::kOutTokens / 8; ++eight)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) f(base + ((8 * eight + i % 2) * C::kOutPitch + i / 2 * 8) * 4, 4 * eight + i);
+      for (int i = 0; i < 4; ++i) f(base + ((8 * eight + i % 2) * kToken + i / 2 * 8 * kColumn) * 4, 4 * eight + i);
   }
   // The sums of the `chunk`th tokens of the tile. Team 1 writes its own, to which team 0 adds. Registers have no index
   // that is known late, hence the cases.
-  template <int kChunk>
+  template <bool kExchanged, int kChunk>
   __device__ __forceinline__ void stage_chunk(const Sums& sums, int chunk) const {
     if (chunk != kChunk) return;
     constexpr int kFirst = kChunk * C::kOutTokens / 2;
     static_assert(kFirst < C::kSums);
-    for_each_sum([&](uint32_t at, int i) {
+    for_each_sum<kExchanged>([&](uint32_t at, int i) {
       const float other = C::kTeams == 2 && team == 0 ? float_of(load_shared32(at)) : 0.0f;
       store_shared(at, C::kTeams == 2 && team == 0 ? __fadd_rn(sums[kFirst + i], other) : sums[kFirst + i]);
     });
   }
+  template <bool kExchanged = false>
   __device__ __forceinline__ void stage_chunk(const Sums& sums, int chunk) const {
     constexpr int kChunks = C::kTokens / C::kOutTokens;
-    stage_chunk<0>(sums, chunk);
-    if constexpr (kChunks > 1) stage_chunk<1>(sums, chunk);
-    if constexpr (kChunks > 2) stage_chunk<2>(sums, chunk), stage_chunk<3>(sums, chunk);
+    stage_chunk<kExchanged, 0>(sums, chunk);
+    if constexpr (kChunks > 1) stage_chunk<kExchanged, 1>(sums, chunk);
+    if constexpr (kChunks > 2) stage_chunk<kExchanged, 2>(sums, chunk), stage_chunk<kExchanged, 3>(sums, chunk);
   }
   // ---- parts of K
   // Of this warpgroup, in the order in which threads have the sums.
@@ -483,8 +517,7 @@ struct FusedConsumer {
 
   // A thread has four columns of every eighth token of a chunk. Little code, not unrolled: the instruction cache misses
   // it at every tile.
-  __device__ __forceinline__ void write_chunk(FusedColumns<C::kWindows>& columns, const FusedItem& item,
-                                              int chunk) const {
+  __device__ __forceinline__ void write_chunk(FusedColumns<C>& columns, const FusedItem& item, int chunk) const {
     const int thread = threadIdx.x % 128, first = chunk * C::kOutTokens + thread / 16;
     const int end = min(static_cast<int>(a.g.shape.rows) - item.row, (chunk + 1) * C::kOutTokens);
     if (columns.col >= a.g.shape.cols) return;
@@ -498,6 +531,43 @@ struct FusedConsumer {
       columns.write(row, {float_of(v.x), float_of(v.y), float_of(v.z), float_of(v.w)});
     }
   }
+
+  // ---- the result, if operands are exchanged
+  // The amaxes of the 64 rows of a.
+  __device__ __forceinline__ void stage_row_amaxes(int64_t first_row, int rows) const {
+    const int row = threadIdx.x % 128;
+    if (row < rows) store_shared(amaxes() + row * 4, amax_of(a.g.a, first_row + row));
+    __syncwarp();
+  }
+  // Tokens are columns of the result: a thread has four of them in every eighth row of a.
+  __device__ __forceinline__ void write_exchanged_chunk(const FusedItem& item, int64_t first_row, int rows,
+                                                        int chunk) const {
+    const int thread = threadIdx.x % 128, col = item.row + chunk * C::kOutTokens + thread % 16 * 4;
+    if (col >= a.tokens) return;
+    FusedColumns<C> columns(a, item.matrix, col);
+    uint32_t at = out() + (thread / 16 * C::kExchangedPitch + thread % 16 * 4) * 4;
+#pragma unroll 1
+    for (int row = thread / 16; row < rows; row += 8, at += 8 * C::kExchangedPitch * 4) {
+      const uint4 v = load_shared128(at);
+      if (a.each_row) columns.set_alpha(float_of(load_shared32(amaxes() + row * 4)));
+      columns.write(first_row + row, {float_of(v.x), float_of(v.y), float_of(v.z), float_of(v.w)});
+    }
+  }
+  __device__ __forceinline__ void write_exchanged(const Sums& sums, const FusedItem& item) const {
+    static_assert(C::kTeams == 1 && C::kOutTokens == 64);
+    const int first = item.col + rank * C::kRows + wg * 64, rows = min(64, a.columns - first);
+    const int64_t first_row = int64_t{item.matrix} * a.columns + first;
+#pragma unroll 1
+    for (int chunk = 0; chunk < C::kTokens / C::kOutTokens; ++chunk) {
+      sync_warpgroup();  // the last chunk has been read
+      if (chunk == 0 && a.each_row) stage_row_amaxes(first_row, rows);
+      stage_chunk<true>(sums, chunk);
+      sync_warpgroup();
+      write_exchanged_chunk(item, first_row, rows, chunk);
+      __syncwarp();
+    }
+  }
+
   // Named barriers 1 and 2, 8 and 9: a warpgroup of team 0 or 1. 6 and 7: two with the same rows.
   __device__ __forceinline__ void finish(Sums& sums, const FusedItem& item) {
     constexpr int kChunks = C::kTokens / C::kOutTokens;
@@ -511,19 +581,15 @@ struct FusedConsumer {
       }
       add_partials(sums, item);
     }
-    if (C::kTeams == 2 && team == 1) {
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        meet_other_team();  // the last chunk has been read
-        stage_chunk(sums, chunk);
-        meet_other_team();
-      }
-      return;
-    }
-    FusedColumns<C::kWindows> columns(a, item.matrix, item.col + rank * C::kRows + wg * 64 + threadIdx.x % 16 * 4);
+    if constexpr (C::kExchanges)
+      if (a.exchanged) return write_exchanged(sums, item);
+    FusedColumns<C> columns(a, item.matrix, item.col + rank * C::kRows + wg * 64 + threadIdx.x % 16 * 4);
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
+      meet_other_team();  // the last chunk has been read
+      if (C::kTeams == 2 && team == 1) stage_chunk(sums, chunk);
       meet_other_team();
-      meet_other_team();
+      if (C::kTeams == 2 && team == 1) continue;
       if constexpr (C::kTeams == 1) sync_warpgroup();
       if (C::kStaged && chunk == 0 && a.each_row) stage_amaxes(item);
       stage_chunk(sums, chunk);

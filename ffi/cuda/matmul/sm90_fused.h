@@ -9,6 +9,8 @@ namespace jnvfp4 {
 
 struct FusedArgs {
   MatmulArgs g;
+  bool exchanged;           // which of the operands is which: not, then tokens are rows of a, columns rows of b
+  int tokens, columns;      // of one matrix
   int pairs, matrix_tiles;  // tiles along columns, and of one matrix
   int items, splits;        // parts of K of all tiles, and of one
   int slots;                // of 256 along K; past the end of K they hold zeros

@@ -185,8 +185,6 @@ inline cudaError_t launch_clusters(void (*kernel)(Args), Args a, int ranks, int 
   return status;
 }
 
-constexpr int kWarps = 16;
-
 template <bool kBf16>
 __device__ __forceinline__ void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                     uint32_t b1) {
@@ -208,10 +206,10 @@ enum class Depth {
   kOneUnit  // the same, and no warp has more than one
 };
 
-// kRowTiles: of 8 rows of a. kParts: of 128 k in a unit.
-template <int kRowTiles_, int kParts_, int kStages_, Depth kDepth>
+// kRowTiles: of 8 rows of a. kParts: of 128 k in a unit. Registers limit the warps: 128 each for 16, 168 for 12.
+template <int kRowTiles_, int kParts_, int kStages_, Depth kDepth, int kWarps_ = 16>
 struct Shape {
-  static constexpr int kRowTiles = kRowTiles_, kParts = kParts_, kStages = kStages_;
+  static constexpr int kRowTiles = kRowTiles_, kParts = kParts_, kStages = kStages_, kWarps = kWarps_;
   static constexpr bool kMasked = kDepth == Depth::kAny, kOneUnit = kDepth == Depth::kOneUnit;
   static constexpr int kUnit = kParts * 128;
   static constexpr int kScales = kParts * 1024, kStage = kScales + kParts * 128;  // bytes: 16 rows of codes, and scales
@@ -382,7 +380,7 @@ struct Ring {
     }
     low += 16 * wide, high += 16 * wide, thin += 16 * narrow;
     if (++group == groups || ragged) {
-      if (group == groups) group = 0, unit += kWarps;
+      if (group == groups) group = 0, unit += S::kWarps;
       point();
     }
   }
@@ -398,7 +396,7 @@ struct Ring {
     for (int i = 0; i < 4; ++i)
       if (block + i < narrow) four |= uint32_t{__ldg(p + block + i)} << (8 * i);
     store_shared4(to + S::kScales - lane * 12, four);
-    if (++group == groups) group = 0, unit += kWarps;
+    if (++group == groups) group = 0, unit += S::kWarps;
   }
   __device__ __forceinline__ void copy_blocks(uint32_t at, int64_t row, int k) const {
     const uint8_t* p = data + row * wide;
@@ -475,10 +473,10 @@ __device__ __forceinline__ void finish_slots(const MatmulArgs& g, const Share& s
   };
   look_up();
   sync_ranks(share.ranks);
-  for (; slot < end; slot += kWarps * 32, look_up()) {
+  for (; slot < end; slot += S::kWarps * 32, look_up()) {
     float4 s = make_float4(0, 0, 0, 0);
     for (int r = 0; r < share.ranks; ++r) {
-      const int live = min(kWarps, share.unit(units, r + 1) - share.unit(units, r));
+      const int live = min(S::kWarps, share.unit(units, r + 1) - share.unit(units, r));
 #pragma unroll 8
       for (int w = 0; w < live; ++w) {
         const float4 v = load_from_rank(sums + w * pitch + slot * 16, r);
@@ -510,17 +508,17 @@ __device__ __forceinline__ void prefetch(const MatmulArgs& g, const Share& share
 
 // Grid: clusters along the columns; 8 * kRowTiles rows; matrices.
 template <Left left, class S>
-__global__ void __launch_bounds__(kWarps * 32, 1) sm90_small_m_kernel(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(S::kWarps * 32, 1) sm90_small_m_kernel(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) uint8_t shared[];
   const MatmulArgs& g = a.g;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row0 = blockIdx.y * S::kRowTiles * 8;
   const Share share(a);
   const int units = (static_cast<int>(g.shape.depth) + S::kUnit - 1) / S::kUnit;
   const int unit0 = share.unit(units, share.rank), unit1 = share.unit(units, share.rank + 1);
-  const int steps = (unit1 - unit0 - warp + kWarps - 1) / kWarps * share.groups;
-  const bool one = S::kOneUnit || (units + share.ranks - 1) / share.ranks <= kWarps;
+  const int steps = (unit1 - unit0 - warp + S::kWarps - 1) / S::kWarps * share.groups;
+  const bool one = S::kOneUnit || (units + share.ranks - 1) / share.ranks <= S::kWarps;
   const int pitch = S::beside(left, one, share.most);
-  const uint32_t ring = shared_address(shared) + warp * S::kRing, sums = shared_address(shared) + kWarps * S::kRing;
+  const uint32_t ring = shared_address(shared) + warp * S::kRing, sums = shared_address(shared) + S::kWarps * S::kRing;
   const uint32_t own = sums + warp * pitch, own_sums = own + lane * 16;
   const uint32_t buffer = own + (one ? 0 : share.groups * S::kRowTiles * 512);
 
@@ -550,14 +548,14 @@ __global__ void __launch_bounds__(kWarps * 32, 1) sm90_small_m_kernel(const __gr
     if (!S::kOneUnit && group == 0) {
       rows.fragments(buffer, b);
       if constexpr (S::rows_bytes(left) > 0) __syncwarp();
-      if (unit + kWarps < unit1) rows.load((unit + kWarps) * S::kUnit, buffer);
+      if (unit + S::kWarps < unit1) rows.load((unit + S::kWarps) * S::kUnit, buffer);
     }
     columns.issue();
     float d[S::kRowTiles][2][4] = {};
     multiply<left, S>(stage, b, d);
-    keep(at, d, S::kOneUnit || unit < unit0 + kWarps);
+    keep(at, d, S::kOneUnit || unit < unit0 + S::kWarps);
     at += S::kRowTiles * 512;
-    if (++group == share.groups) group = 0, unit += kWarps, at = own_sums;
+    if (++group == share.groups) group = 0, unit += S::kWarps, at = own_sums;
     stage = stage + S::kStage == ring + S::kRing ? ring : stage + S::kStage;
   }
   finish_slots<left, S>(g, share, row0, sums, pitch, units);
@@ -574,18 +572,19 @@ cudaError_t launch_shape(const MatmulArgs& g, cudaStream_t stream) {
   int ranks = 1;
   // Clusters of four and eight do not find room on every multiprocessor.
   while (ranks < 8 && groups * others * ranks * 2 <= processors - processors / 8 && ranks * 2 <= units) ranks *= 2;
-  const bool one = (units + ranks - 1) / ranks <= kWarps;
+  const bool one = (units + ranks - 1) / ranks <= S::kWarps;
   const int tiles = tiles_of(groups, S::most_groups(left, one), others * ranks);
   const int bytes = S::bytes(left, one, (groups + tiles - 1) / tiles);
-  return launch_clusters(sm90_small_m_kernel<left, S>, {g, 0, tiles}, ranks, row_tiles, kWarps * 32, bytes, stream);
+  return launch_clusters(sm90_small_m_kernel<left, S>, {g, 0, tiles}, ranks, row_tiles, S::kWarps * 32, bytes, stream);
 }
 
 template <Left left>
 cudaError_t launch(const MatmulArgs& g, cudaStream_t stream) {
   if (g.shape.depth % 256) return launch_shape<left, Shape<2, 1, 2, Depth::kAny>>(g, stream);
   if (g.shape.rows <= 8) return launch_shape<left, Shape<1, 2, 2, Depth::kUnits>>(g, stream);
-  if (g.shape.depth <= kWarps * 256) return launch_shape<left, Shape<2, 2, 2, Depth::kOneUnit>>(g, stream);
-  return launch_shape<left, Shape<2, 1, 3, Depth::kUnits>>(g, stream);
+  using OneUnit = Shape<2, 2, 2, Depth::kOneUnit>;
+  if (g.shape.depth <= OneUnit::kWarps * OneUnit::kUnit) return launch_shape<left, OneUnit>(g, stream);
+  return launch_shape<left, Shape<2, 2, 3, Depth::kUnits, 12>>(g, stream);
 }
 
 }  // namespace jnvfp4::small_m

@@ -1,0 +1,159 @@
+"""The kernels of the pinned order that take few rows, by name, on any GPU: the CPU's bits for all data."""
+
+import faulthandler
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import gpus, skip_or_fail
+from helpers import assert_bitwise, bits, e2m1_values, random_tensor, scale_values
+from products import DTYPES, ROW, TENSOR, WINDOW, dense, quantized, with_nan_scale
+
+import jnvfp4
+from jnvfp4 import Format, NVFP4Tensor
+
+KERNEL = "sm80_nvfp4_blocks_small_m"
+every_kernel = pytest.mark.parametrize("kernel", [KERNEL, "sm80_nvfp4_blocks"])
+ROWS = (1, 7, 8, 9, 16, 17, 33, 64)
+# N, K. Thread blocks have 64 columns, and 8, 16 or 32 rows: more where that leaves work for all multiprocessors, up to
+# 281 of them with 9001 columns. They go along K by 128 or 256, through five or six stages.
+WIDTHS = [(1, 16), (8, 48), (40, 272), (64, 4096), (130, 1600), (1000, 4112), (9001, 272), (9024, 1280)]
+# M, N, K with 8, 16 and 32 rows a thread block; columns that do not fill the last one, and that do.
+TILES = [(5, 70, 336), (16, 9001, 320), (33, 9024, 320)]
+FORMATS = {"tensor": TENSOR, "row": ROW, "256": Format(e4m3_max=256), "window64": WINDOW}
+every_a = pytest.mark.parametrize("a_format", FORMATS.values(), ids=FORMATS)
+every_b = pytest.mark.parametrize("b_format", FORMATS.values(), ids=FORMATS)
+every_tile = pytest.mark.parametrize("shape", TILES, ids=["x".join(map(str, s)) for s in TILES])
+every_out_dtype = pytest.mark.parametrize("out", DTYPES.values(), ids=DTYPES)
+
+
+@pytest.fixture
+def device():
+    """A GPU. A kernel that never ends stops the process, since nothing else can."""
+    found = [device for device in gpus() if float(device.compute_capability) >= 8.0]
+    if not found:
+        skip_or_fail("cuda", "no GPU of compute capability 8.0 or newer")
+    faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)
+    with jax.default_device(jax.devices("cpu")[0]):  # of operands and of what is wanted
+        yield found[0]
+    faulthandler.cancel_dump_traceback_later()
+
+
+def multiply(device, a, b, bias=None, out=np.float32, kernel=KERNEL) -> np.ndarray:
+    a, b, bias = jax.device_put((a, b, bias), device)
+    with jax.default_device(device):
+        return np.asarray(jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out, implementation=kernel))
+
+
+def check(device, a, b, bias=None, out=np.float32, kernel=KERNEL) -> None:
+    assert_bitwise(multiply(device, a, b, bias, out, kernel), jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out))
+
+
+@every_kernel
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize(("n", "k"), WIDTHS)
+def test_shapes(device, m, n, k, kernel):
+    check(device, *quantized((m, n, k), ROW, ROW), kernel=kernel)
+
+
+@every_kernel
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize(("n", "k"), [(1, 64), (40, 192), (64, 4096), (130, 1600), (1000, 4160), (9024, 256)])
+def test_shapes_of_windows(device, m, n, k, kernel):
+    check(device, *quantized((m, n, k), WINDOW, WINDOW), kernel=kernel)
+
+
+@every_a
+@every_b
+@pytest.mark.parametrize("shape", [(5, 70, 320), (16, 9001, 320), (33, 9024, 256)], ids=["8", "16", "32"])
+def test_formats(device, a_format, b_format, shape):
+    check(device, *quantized(shape, a_format, b_format))
+
+
+@pytest.mark.parametrize("fmt", [TENSOR, WINDOW], ids=["tensor", "window64"])
+def test_every_code_and_scale(device, fmt):
+    """Each pair of scales of the whole range of E4M3, and every product of codes."""
+    check(device, *quantized((64, 128, 2048), fmt, fmt, scales=range(0x7F)))
+
+
+@every_tile
+@every_out_dtype
+@pytest.mark.parametrize("bias_dtype", [None, *DTYPES.values()], ids=["none", *DTYPES])
+def test_bias(device, shape, out, bias_dtype):
+    bias = None if bias_dtype is None else dense(shape[1:2], bias_dtype)
+    check(device, *quantized(shape), bias, out)
+
+
+@pytest.mark.parametrize("fmt", [ROW, WINDOW], ids=["row", "window64"])
+@pytest.mark.parametrize("shared", [False, True], ids=["batched b", "shared b"])
+@pytest.mark.parametrize("lead", [(2, 3), (300,)], ids=["6", "300"])
+@pytest.mark.parametrize("m", [5, 13, 40])
+def test_leading_axes(device, fmt, shared, lead, m):
+    """300 matrices keep every multiprocessor busy with any tile."""
+    m = max(1, m // int(np.prod(lead))) if shared else m  # leading axes of a are rows
+    if shared and m * np.prod(lead) > 64:
+        lead = (2, 3)
+    a = random_tensor(0, (*lead, m, 320), fmt)
+    check(device, a, random_tensor(1, (7, 320) if shared else (*lead, 7, 320), fmt), dense((7,), np.float32))
+
+
+def test_an_amax_of_each_matrix(device):
+    rng = np.random.default_rng(5)
+    a, b = (random_tensor(i, (2, 3, 5 + i, 144), amax=rng.uniform(0.5, 2, (2, 3))) for i in range(2))
+    check(device, a, b)
+
+
+@every_tile
+@pytest.mark.parametrize("fmt", [TENSOR, WINDOW], ids=["tensor", "window64"])
+def test_nan_scales_reach_their_row_and_column(device, shape, fmt):
+    a, b = quantized((*shape[:2], 320), fmt, fmt)
+    got = multiply(device, with_nan_scale(a, -1), with_nan_scale(with_nan_scale(b, 4), -1))
+    want = np.zeros(shape[:2], bool)
+    want[-1], want[:, [4, -1]] = True, True
+    assert np.array_equal(np.isnan(got), want)
+    assert (bits(got)[want] == 0x7FC00000).all()
+
+
+@every_tile
+@pytest.mark.parametrize("amax", [0.0, np.inf, np.nan, 1e25, 1e-25, 1e-38], ids=str)
+def test_amax_that_is_no_ordinary_number(device, shape, amax):
+    """Of all, and of one window of either operand: alpha of 0, Inf, NaN and subnormal numbers."""
+    check(device, *quantized(shape, amax=amax), out=DTYPES["bf16"])
+    a, b = quantized((*shape[:2], 320), WINDOW, WINDOW)
+    a = NVFP4Tensor(a.data, a.scale, a.amax.at[2, 1].set(amax), WINDOW)
+    b = NVFP4Tensor(b.data, b.scale, b.amax.at[4, 3].set(amax), WINDOW)
+    check(device, a, b)
+
+
+@every_tile
+def test_zeros_are_positive(device, shape):
+    """Codes of -0 on a side: no sum is -0."""
+    a, b = quantized(shape)
+    check(device, NVFP4Tensor(jnp.full_like(a.data, 0x88), a.scale, a.amax), b)
+    check(device, a, NVFP4Tensor(jnp.full_like(b.data, 0x88), b.scale, b.amax))
+
+
+def test_runs_are_identical(device):
+    a, b = quantized((33, 9001, 1040), ROW, ROW)
+    first = multiply(device, a, b)
+    for _ in range(5):
+        assert_bitwise(multiply(device, a, b), first)
+
+
+def test_the_sums_of_a_block_are_exact_in_float32():
+    """What the kernel gives to tensor cores is exact in float16, and every partial sum has at most 24 bits."""
+    codes, scales = np.arange(16, dtype=np.uint8), np.arange(0x7F, dtype=np.uint8)
+    q, s = e2m1_values(codes).astype(np.float64), scale_values(scales).astype(np.float64)
+    left, right = np.outer(s, q) * 2.0**-14, q * 2.0**-14
+    for values in (left, right):
+        assert np.array_equal(values.astype(np.float16).astype(np.float64), values)
+    for of_scale, scale in zip(left, s, strict=True):
+        if scale == 0:
+            continue
+        odd = scale / 2.0 ** np.floor(np.log2(scale)) * 8  # 8 to 15: the scale without its power of two
+        unit = scale / odd * 2.0**-30
+        products = np.abs(np.outer(of_scale, right)) / unit
+        assert np.array_equal(products, np.round(products))
+        assert 16 * products.max() < 2.0**16
