@@ -14,6 +14,7 @@
 #include "sm90_decode.cuh"
 #include "sm90_fused.h"
 #include "sm90_ptx.cuh"
+#include "sm90_results.cuh"
 
 namespace jnvfp4 {
 
@@ -38,8 +39,6 @@ struct FusedConfig {
   static constexpr bool kTurns = kTokens == 256 || kWindows;
   static constexpr int kThreads = 128 * (1 + 2 * kTeams);
   static constexpr int kSums = kTokens / 2;  // of a thread
-  // Whether amaxes of rows of a come from shared memory: tiles of few rows load few, and have no registers to spare.
-  static constexpr bool kStaged = kTokens >= 128;
   // Registers in a launch, of the loading warpgroup, of the others: the sum over all may not grow.
   static constexpr int kLaunched = kTeams == 1 ? 168 : 96, kLoading = kTeams == 1 ? 40 : 32;
   static constexpr int kComputing = kTeams == 1 ? 232 : 112;
@@ -48,15 +47,12 @@ struct FusedConfig {
   static constexpr int kStageDepth = kTokens <= 64 ? 4 : 1, kPerSlot = 4 / kStageDepth;
   static constexpr int kRing = kTokens <= 64 ? 4 : 3, kStages = kTokens == 128 ? 8 : 4;
   static constexpr int kWindow = kTokens * 128, kData = kRows * 128, kScale = kRows * 16;
-  // Sums on their way to the result: rows of 64 columns, padded so that neither side meets in a bank. If operands are
-  // exchanged, rows of 64 tokens, padded for reading; two writes meet.
   static constexpr bool kExchanges = kTokens >= 128 && std::is_same_v<T, F16> && !kWindows;
-  static constexpr int kOutTokens = kTokens <= 64 ? 32 : 64, kOutPitch = 64 + 4, kExchangedPitch = 64 + 8;
-  static constexpr int kOut = kExchanges ? 64 * kExchangedPitch * 4 : kOutTokens * kOutPitch * 4;
+  using Result = ResultWriter<kTokens, kExchanges, kWindows>;
 
   static constexpr int kAtData = kStages * kStageDepth * kWindow, kAtScale = kAtData + kRing * kData;
-  static constexpr int kAtOut = kAtScale + kRing * kScale, kAtAmax = kAtOut + 2 * kOut;  // of the tokens, twice
-  static constexpr int kAtFull = kAtAmax + 2 * kTokens * 4;
+  static constexpr int kAtOut = kAtScale + kRing * kScale;
+  static constexpr int kAtFull = kAtOut + 2 * Result::kShared;
   static constexpr int kAtEmpty = kAtFull + 8 * kStages, kAtSlot = kAtEmpty + 8 * kStages;
   static constexpr int kShared = kAtSlot + 8 * kRing + 1024;  // to align the start
   static_assert(kLoading + 2 * kTeams * kComputing <= (1 + 2 * kTeams) * kLaunched);
@@ -151,88 +147,6 @@ struct RawWindow {
   }
 };
 
-// ---------------------------------------------------------------- sums to results
-// decode_scale of the rule.
-__device__ __forceinline__ float decode_factor(float amax, const MatmulOperand& x) {
-  return div_rn(amax, 6.0f * x.e4m3_max);
-}
-
-// Four neighbouring columns of a matrix of the result. With windows the sums have the factors of their sides already.
-template <class C>
-struct FusedColumns {
-  const FusedArgs& a;
-  int64_t col;
-  float amax[4], bias[4], alpha[4];
-
-  __device__ __forceinline__ FusedColumns(const FusedArgs& args, int64_t matrix, int64_t first) : a(args), col(first) {
-    const MatmulArgs& g = a.g;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int64_t c = min(col + i, g.shape.cols - 1);
-      if constexpr (C::kWindowsOfB)
-        amax[i] = 1.0f;
-      else
-        amax[i] = i && !a.each_col ? amax[0] : amax_of(g.b, matrix * g.shape.cols + c);
-      bias[i] = g.result.bias ? load_float(g.result.bias, g.result.bias_kind, c) : 0.0f;
-    }
-    set_alpha(!C::kWindowsOfA && g.a.quantized() && !a.each_row ? amax_of(g.a, matrix * g.shape.rows) : 1.0f);
-  }
-  // `left`: the amax of a row, if a is quantized.
-  __device__ __forceinline__ void set_alpha(float left) {
-    const MatmulOperand &x = a.g.a, &y = a.g.b;
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      alpha[i] = i && !a.each_col ? alpha[0]
-                 : C::kWindows    ? factor_of_other_side(left, amax[i])
-                 : x.quantized()  ? alpha_w4a4(left, amax[i], x.e4m3_max, y.e4m3_max)
-                                  : alpha_w4a16(amax[i], y.e4m3_max);
-  }
-  // Of a row over all matrices.
-  __device__ __forceinline__ void write(int64_t row, float4 sums) {
-    float v[4] = {sums.x, sums.y, sums.z, sums.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i)  // the addition makes -0 the rule's 0
-      v[i] = gemm_epilogue(__fmaf_rn(v[i], C::kWindows ? 1.0f : a.unscale, 0.0f), alpha[i], bias[i],
-                           a.g.result.bias != nullptr);
-    const Float kind = a.g.result.kind;
-    if (kind == Float::kBf16)
-      store<Bf16>(row, v);
-    else if (kind == Float::kF16)
-      store<F16>(row, v);
-    else
-      store<F32>(row, v);
-  }
-
- private:
-  // Of the side that has no windows, or 1.
-  __device__ __forceinline__ float factor_of_other_side(float left, float right) const {
-    if constexpr (C::kSides == WindowSides::kA) return decode_factor(right, a.g.b);
-    if constexpr (C::kSides == WindowSides::kB) return decode_factor(left, a.g.a);
-    return 1.0f;
-  }
-  template <class T>
-  __device__ __forceinline__ void store(int64_t row, const float (&v)[4]) const {
-    const int64_t cols = a.g.shape.cols;
-    auto* p = static_cast<typename T::Stored*>(a.g.result.out) + row * cols + col;
-    if (cols % 4 == 0) {
-      if constexpr (sizeof(typename T::Stored) == 4)
-        *reinterpret_cast<uint4*>(p) = make_uint4(T::store(v[0]), T::store(v[1]), T::store(v[2]), T::store(v[3]));
-      else
-        *reinterpret_cast<uint2*>(p) = make_uint2(pair<T>(v[0], v[1]), pair<T>(v[2], v[3]));
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (col + i < cols) p[i] = T::store(v[i]);
-    }
-  }
-  // The conversion instructions have another NaN than the stored one.
-  template <class T>
-  __device__ __forceinline__ static uint32_t pair(float low, float high) {
-    if (isnan(low) || isnan(high)) return T::store(low) | uint32_t{T::store(high)} << 16;
-    return std::is_same_v<T, Bf16> ? bf16_pair(low, high) : f16_pair(low, high);
-  }
-};
-
 // ---------------------------------------------------------------- a warpgroup that computes
 template <class C>
 struct FusedConsumer {
@@ -253,9 +167,6 @@ struct FusedConsumer {
     data = smem + C::kAtData + row * 128 + (t / 2 ^ row % 8) * 16 + t % 2 * 8;
     scale = smem + C::kAtScale + row * 16 + t;
   }
-
-  // Of the warpgroup's 64 rows of b, that of the first register of a fragment.
-  static __device__ __forceinline__ int fragment_row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 
   // ---- the sum along K
   // Without turns both warpgroups multiply at the same time, and then both decode while the tensor cores rest. Named
@@ -361,7 +272,7 @@ struct FusedConsumer {
   // [window][token], then [window][column], of two slots, where the results are when all is summed.
   __device__ __forceinline__ uint32_t factors(int slot) const {
     constexpr int kFactors = 4 * (C::kTokens + 64) * 4;
-    static_assert(2 * kFactors <= C::kOut);
+    static_assert(2 * kFactors <= C::Result::kShared);
     return out() + slot % 2 * kFactors;
   }
   // As factors, one side's with what undoes those of decoded numbers. The division waits until the amaxes are there.
@@ -371,12 +282,12 @@ struct FusedConsumer {
 #pragma unroll
       for (int q = 0; q < 4; ++q)
         store_shared(factors(slot) + (q * C::kTokens + thread) * 4,
-                     decode_factor(m.token[q], a.g.a) * (C::kWindowsOfB ? 1.0f : a.unscale));
+                     alpha_w4a16(m.token[q], a.g.a.e4m3_max) * (C::kWindowsOfB ? 1.0f : a.unscale));
     if constexpr (C::kWindowsOfB)
 #pragma unroll
       for (int i = 0; i < 2; ++i)
         store_shared(factors(slot) + (4 * C::kTokens + (2 * (thread / 64) + i) * 64 + thread % 64) * 4,
-                     decode_factor(m.column[i], a.g.b) * a.unscale);
+                     alpha_w4a16(m.column[i], a.g.b.e4m3_max) * a.unscale);
     sync_warpgroup();
   }
   // The factors of a thread's sums of a window.
@@ -440,37 +351,6 @@ struct FusedConsumer {
     }
   }
 
-  // ---- the result
-  __device__ __forceinline__ uint32_t out() const { return smem + C::kAtOut + wg * C::kOut; }
-  // Where the sums of kOutTokens tokens go: four of each 8 tokens `eight`, as wgmma has them.
-  template <bool kExchanged, class F>
-  __device__ __forceinline__ void for_each_sum(const F& f) const {
-    constexpr int kToken = kExchanged ? 1 : C::kOutPitch, kColumn = kExchanged ? C::kExchangedPitch : 1;
-    const uint32_t base = out() + (2 * (threadIdx.x % 4) * kToken + fragment_row() * kColumn) * 4;
-#pragma unroll
-    for (int eight = 0; eight < C::kOutTokens / 8; ++eight)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) f(base + ((8 * eight + i % 2) * kToken + i / 2 * 8 * kColumn) * 4, 4 * eight + i);
-  }
-  // The sums of the `chunk`th tokens of the tile. Team 1 writes its own, to which team 0 adds. Registers have no index
-  // that is known late, hence the cases.
-  template <bool kExchanged, int kChunk>
-  __device__ __forceinline__ void stage_chunk(const Sums& sums, int chunk) const {
-    if (chunk != kChunk) return;
-    constexpr int kFirst = kChunk * C::kOutTokens / 2;
-    static_assert(kFirst < C::kSums);
-    for_each_sum<kExchanged>([&](uint32_t at, int i) {
-      const float other = C::kTeams == 2 && team == 0 ? float_of(load_shared32(at)) : 0.0f;
-      store_shared(at, C::kTeams == 2 && team == 0 ? __fadd_rn(sums[kFirst + i], other) : sums[kFirst + i]);
-    });
-  }
-  template <bool kExchanged = false>
-  __device__ __forceinline__ void stage_chunk(const Sums& sums, int chunk) const {
-    constexpr int kChunks = C::kTokens / C::kOutTokens;
-    stage_chunk<kExchanged, 0>(sums, chunk);
-    if constexpr (kChunks > 1) stage_chunk<kExchanged, 1>(sums, chunk);
-    if constexpr (kChunks > 2) stage_chunk<kExchanged, 2>(sums, chunk), stage_chunk<kExchanged, 3>(sums, chunk);
-  }
   // ---- parts of K
   // Of this warpgroup, in the order in which threads have the sums.
   __device__ __forceinline__ int64_t place_of(const FusedItem& item, int split) const {
@@ -506,71 +386,32 @@ struct FusedConsumer {
     }
   }
 
-  // The amaxes of the tokens, which would take as long as anything else here to load one by one.
-  __device__ __forceinline__ uint32_t amaxes() const { return smem + C::kAtAmax + wg * C::kTokens * 4; }
-  __device__ __forceinline__ void stage_amaxes(const FusedItem& item) const {
-    const int rows = static_cast<int>(a.g.shape.rows);
-    for (int token = threadIdx.x % 128; token < min(C::kTokens, rows - item.row); token += 128)
-      store_shared(amaxes() + token * 4, amax_of(a.g.a, int64_t{item.matrix} * rows + item.row + token));
-    __syncwarp();
-  }
-
-  // A thread has four columns of every eighth token of a chunk. Little code, not unrolled: the instruction cache misses
-  // it at every tile.
-  __device__ __forceinline__ void write_chunk(FusedColumns<C>& columns, const FusedItem& item, int chunk) const {
-    const int thread = threadIdx.x % 128, first = chunk * C::kOutTokens + thread / 16;
-    const int end = min(static_cast<int>(a.g.shape.rows) - item.row, (chunk + 1) * C::kOutTokens);
-    if (columns.col >= a.g.shape.cols) return;
-    uint32_t at = out() + thread / 16 * C::kOutPitch * 4 + thread % 16 * 16;
-#pragma unroll 1
-    for (int token = first; token < end; token += 8, at += 8 * C::kOutPitch * 4) {
-      const uint4 v = load_shared128(at);
-      const int64_t row = int64_t{item.matrix} * a.g.shape.rows + item.row + token;
-      if (a.each_row)
-        columns.set_alpha(C::kStaged ? float_of(load_shared32(amaxes() + token * 4)) : amax_of(a.g.a, row));
-      columns.write(row, {float_of(v.x), float_of(v.y), float_of(v.z), float_of(v.w)});
+  // ---- the result
+  // Of both teams' warpgroups with the same rows.
+  __device__ __forceinline__ uint32_t out() const { return smem + C::kAtOut + wg * C::Result::kShared; }
+  // To the sums of team 0 those of team 1 are added, which come in the order in which threads have them.
+  __device__ __forceinline__ void add_other_team(Sums& sums) const {
+    constexpr int kAtOnce = C::Result::kBuffer / 512;
+    const uint32_t at = out() + threadIdx.x % 128 * 16;
+#pragma unroll
+    for (int first = 0; first < C::kSums; first += kAtOnce) {
+      meet_other_team();  // what was here has been read
+#pragma unroll
+      for (int i = first; team == 1 && i < first + kAtOnce; i += 4)
+        store_shared128(at + (i - first) * 512, {sums[i], sums[i + 1], sums[i + 2], sums[i + 3]});
+      meet_other_team();
+#pragma unroll
+      for (int i = first; team == 0 && i < first + kAtOnce; i += 4) {
+        const uint4 other = load_shared128(at + (i - first) * 512);
+        sums[i] = __fadd_rn(sums[i], float_of(other.x)), sums[i + 1] = __fadd_rn(sums[i + 1], float_of(other.y));
+        sums[i + 2] = __fadd_rn(sums[i + 2], float_of(other.z)), sums[i + 3] = __fadd_rn(sums[i + 3], float_of(other.w));
+      }
     }
+    if (team == 1) return;
+    sync_warpgroup();  // all of them are read
   }
-
-  // ---- the result, if operands are exchanged
-  // The amaxes of the 64 rows of a.
-  __device__ __forceinline__ void stage_row_amaxes(int64_t first_row, int rows) const {
-    const int row = threadIdx.x % 128;
-    if (row < rows) store_shared(amaxes() + row * 4, amax_of(a.g.a, first_row + row));
-    __syncwarp();
-  }
-  // Tokens are columns of the result: a thread has four of them in every eighth row of a.
-  __device__ __forceinline__ void write_exchanged_chunk(const FusedItem& item, int64_t first_row, int rows,
-                                                        int chunk) const {
-    const int thread = threadIdx.x % 128, col = item.row + chunk * C::kOutTokens + thread % 16 * 4;
-    if (col >= a.tokens) return;
-    FusedColumns<C> columns(a, item.matrix, col);
-    uint32_t at = out() + (thread / 16 * C::kExchangedPitch + thread % 16 * 4) * 4;
-#pragma unroll 1
-    for (int row = thread / 16; row < rows; row += 8, at += 8 * C::kExchangedPitch * 4) {
-      const uint4 v = load_shared128(at);
-      if (a.each_row) columns.set_alpha(float_of(load_shared32(amaxes() + row * 4)));
-      columns.write(first_row + row, {float_of(v.x), float_of(v.y), float_of(v.z), float_of(v.w)});
-    }
-  }
-  __device__ __forceinline__ void write_exchanged(const Sums& sums, const FusedItem& item) const {
-    static_assert(C::kTeams == 1 && C::kOutTokens == 64);
-    const int first = item.col + rank * C::kRows + wg * 64, rows = min(64, a.columns - first);
-    const int64_t first_row = int64_t{item.matrix} * a.columns + first;
-#pragma unroll 1
-    for (int chunk = 0; chunk < C::kTokens / C::kOutTokens; ++chunk) {
-      sync_warpgroup();  // the last chunk has been read
-      if (chunk == 0 && a.each_row) stage_row_amaxes(first_row, rows);
-      stage_chunk<true>(sums, chunk);
-      sync_warpgroup();
-      write_exchanged_chunk(item, first_row, rows, chunk);
-      __syncwarp();
-    }
-  }
-
   // Named barriers 1 and 2, 8 and 9: a warpgroup of team 0 or 1. 6 and 7: two with the same rows.
   __device__ __forceinline__ void finish(Sums& sums, const FusedItem& item) {
-    constexpr int kChunks = C::kTokens / C::kOutTokens;
     if (a.splits > 1) {
       wait_for_kernel_ahead();  // it has lowered the flags
       if (item.split < a.splits - 1) {
@@ -581,22 +422,13 @@ struct FusedConsumer {
       }
       add_partials(sums, item);
     }
-    if constexpr (C::kExchanges)
-      if (a.exchanged) return write_exchanged(sums, item);
-    FusedColumns<C> columns(a, item.matrix, item.col + rank * C::kRows + wg * 64 + threadIdx.x % 16 * 4);
-#pragma unroll 1
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      meet_other_team();  // the last chunk has been read
-      if (C::kTeams == 2 && team == 1) stage_chunk(sums, chunk);
-      meet_other_team();
-      if (C::kTeams == 2 && team == 1) continue;
-      if constexpr (C::kTeams == 1) sync_warpgroup();
-      if (C::kStaged && chunk == 0 && a.each_row) stage_amaxes(item);
-      stage_chunk(sums, chunk);
-      sync_warpgroup();
-      write_chunk(columns, item, chunk);
-      __syncwarp();
+    if constexpr (C::kTeams == 2) {
+      add_other_team(sums);
+      if (team == 1) return;
     }
+    const int column = item.col + rank * C::kRows + wg * 64;
+    typename C::Result{a, item.matrix, item.row, column, out(), 1 + wg}.write(sums);
+    __syncwarp();  // instructions for whole warps follow
   }
 
   __device__ __forceinline__ void run() {

@@ -36,6 +36,25 @@ __device__ __forceinline__ uint4 load_shared128(uint32_t a) {
 __device__ __forceinline__ void store_shared(uint32_t a, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory");
 }
+__device__ __forceinline__ void store_shared64(uint32_t a, float v, float w) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(a), "f"(v), "f"(w) : "memory");
+}
+__device__ __forceinline__ void store_shared128(uint32_t a, float4 v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(a), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+// Four 8 x 8 matrices of 16-bit numbers that a warp has as mma has them. Each lane gives the address of a row of 16
+// bytes: of the matrices, or, transposed, of their columns.
+template <bool kTransposed>
+__device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t* m) {
+  if constexpr (kTransposed)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m[0]),
+                 "r"(m[1]), "r"(m[2]), "r"(m[3])
+                 : "memory");
+  else
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m[0]), "r"(m[1]),
+                 "r"(m[2]), "r"(m[3])
+                 : "memory");
+}
 // The address of the same place in thread block `rank` of the cluster.
 __device__ __forceinline__ uint32_t address_in(uint32_t a, uint32_t rank) {
   uint32_t r;
