@@ -45,6 +45,13 @@ __device__ __forceinline__ bool widens(Float kind) {
   return std::is_same_v<T, Wide> && kind == Float::kF16;
 }
 
+// A value of which the compiler knows nothing. So it keeps it in a register instead of computing it again, and computes
+// what follows from it again instead of keeping it.
+__device__ __forceinline__ int pin_register(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
 // ---------------------------------------------------------------- two numbers of 16 bits in a word
 // The larger magnitude of either half, with some sign; NaN wins.
 template <class T>

@@ -48,11 +48,12 @@ struct FusedConfig {
   static constexpr int kRing = kTokens <= 64 ? 4 : 3, kStages = kTokens == 128 ? 8 : 4;
   static constexpr int kWindow = kTokens * 128, kData = kRows * 128, kScale = kRows * 16;
   static constexpr bool kExchanges = kTokens >= 128 && std::is_same_v<T, F16> && !kWindows;
-  using Result = ResultWriter<kTokens, kExchanges, kWindows>;
+  template <bool kExchanged>
+  using Result = ResultWriter<kTokens, kExchanged, kWindows, std::is_same_v<T, F16>>;
 
   static constexpr int kAtData = kStages * kStageDepth * kWindow, kAtScale = kAtData + kRing * kData;
   static constexpr int kAtOut = kAtScale + kRing * kScale;
-  static constexpr int kAtFull = kAtOut + 2 * Result::kShared;
+  static constexpr int kAtFull = kAtOut + 2 * Result<false>::kShared;
   static constexpr int kAtEmpty = kAtFull + 8 * kStages, kAtSlot = kAtEmpty + 8 * kStages;
   static constexpr int kShared = kAtSlot + 8 * kRing + 1024;  // to align the start
   static_assert(kLoading + 2 * kTeams * kComputing <= (1 + 2 * kTeams) * kLaunched);
@@ -150,6 +151,7 @@ struct RawWindow {
 // ---------------------------------------------------------------- a warpgroup that computes
 template <class C>
 struct FusedConsumer {
+  using Result = typename C::template Result<false>;
   using Sums = float[C::kSums];
   using Fragments = uint32_t[16];
 
@@ -210,16 +212,17 @@ struct FusedConsumer {
     if (q % C::kStageDepth == C::kStageDepth - 1) release(stage_of(n, q));
   }
 
-  // A window runs while the next one is decoded.
-  __device__ __forceinline__ void sum(Sums& sums, int slots) {
+  // A window runs while the next one is decoded. `before_end` is called while the last one runs.
+  template <class F>
+  __device__ __forceinline__ void sum(Sums& sums, int slots, const F& before_end) {
     Fragments f[2];
     RawWindow<typename C::T> r;
     uint32_t n = begun + team;
     begun += slots;
-    if (C::kTeams == 2 && n >= begun) {  // K has one slot, which is the other team's
+    if constexpr (C::kTeams == 2) {
 #pragma unroll
       for (float& s : sums) s = 0;
-      return;
+      if (n >= begun) return before_end();  // K has one slot, which is the other team's
     }
     wait_for_slot(n);
     load(r, n, 0);
@@ -243,6 +246,7 @@ struct FusedConsumer {
         if (q < 3 || !last) r.decode(f[(q + 1) % 2]);
       }
     }
+    before_end();
     wgmma_wait<0>();
     release(n - C::kTeams, 3);
   }
@@ -272,7 +276,7 @@ struct FusedConsumer {
   // [window][token], then [window][column], of two slots, where the results are when all is summed.
   __device__ __forceinline__ uint32_t factors(int slot) const {
     constexpr int kFactors = 4 * (C::kTokens + 64) * 4;
-    static_assert(2 * kFactors <= C::Result::kShared);
+    static_assert(2 * kFactors <= Result::kShared);
     return out() + slot % 2 * kFactors;
   }
   // As factors, one side's with what undoes those of decoded numbers. The division waits until the amaxes are there.
@@ -295,7 +299,7 @@ struct FusedConsumer {
     uint2 tokens[C::kWindowsOfA ? C::kSums / 4 : 1];
     float low, high;  // of its two columns
   };
-  __device__ __forceinline__ void load_factors(Factors& f, int slot, int q) const {
+  __device__ __forceinline__ void load_window_factors(Factors& f, int slot, int q) const {
     const uint32_t tokens = factors(slot) + (q * C::kTokens + 2 * (threadIdx.x % 4)) * 4;
     const uint32_t columns = factors(slot) + (4 * C::kTokens + q * 64 + fragment_row()) * 4;
     if constexpr (C::kWindowsOfA)
@@ -342,7 +346,7 @@ struct FusedConsumer {
         }
         if (q < 3 || !last) r.decode(f[(q + 1) % 2]);
         Factors of_window;
-        load_factors(of_window, slot, q);
+        load_window_factors(of_window, slot, q);
         wgmma_wait<0>();
         release(begun, q);
         add_window(sums, window, of_window);
@@ -388,10 +392,21 @@ struct FusedConsumer {
 
   // ---- the result
   // Of both teams' warpgroups with the same rows.
-  __device__ __forceinline__ uint32_t out() const { return smem + C::kAtOut + wg * C::Result::kShared; }
+  __device__ __forceinline__ uint32_t out() const { return smem + C::kAtOut + wg * Result::kShared; }
+  // Calls f with what writes the result of the item.
+  template <class F>
+  __device__ __forceinline__ void with_writer(const FusedItem& item, const F& f) const {
+    const int column = item.col + rank * C::kRows + wg * 64;
+    if constexpr (C::kExchanges)
+      if (a.exchanged) return f(typename C::template Result<true>{a, item.matrix, item.row, column, out(), 1 + wg});
+    f(Result{a, item.matrix, item.row, column, out(), 1 + wg});
+  }
+  __device__ __forceinline__ void load_factors(const FusedItem& item, ResultFactors& factors) const {
+    with_writer(item, [&](const auto& writer) { writer.load(factors); });
+  }
   // To the sums of team 0 those of team 1 are added, which come in the order in which threads have them.
   __device__ __forceinline__ void add_other_team(Sums& sums) const {
-    constexpr int kAtOnce = C::Result::kBuffer / 512;
+    constexpr int kAtOnce = Result::kBuffer / 512;
     const uint32_t at = out() + threadIdx.x % 128 * 16;
 #pragma unroll
     for (int first = 0; first < C::kSums; first += kAtOnce) {
@@ -404,14 +419,15 @@ struct FusedConsumer {
       for (int i = first; team == 0 && i < first + kAtOnce; i += 4) {
         const uint4 other = load_shared128(at + (i - first) * 512);
         sums[i] = __fadd_rn(sums[i], float_of(other.x)), sums[i + 1] = __fadd_rn(sums[i + 1], float_of(other.y));
-        sums[i + 2] = __fadd_rn(sums[i + 2], float_of(other.z)), sums[i + 3] = __fadd_rn(sums[i + 3], float_of(other.w));
+        sums[i + 2] = __fadd_rn(sums[i + 2], float_of(other.z)),
+                 sums[i + 3] = __fadd_rn(sums[i + 3], float_of(other.w));
       }
     }
     if (team == 1) return;
     sync_warpgroup();  // all of them are read
   }
   // Named barriers 1 and 2, 8 and 9: a warpgroup of team 0 or 1. 6 and 7: two with the same rows.
-  __device__ __forceinline__ void finish(Sums& sums, const FusedItem& item) {
+  __device__ __forceinline__ void finish(Sums& sums, const FusedItem& item, ResultFactors& factors) {
     if (a.splits > 1) {
       wait_for_kernel_ahead();  // it has lowered the flags
       if (item.split < a.splits - 1) {
@@ -425,22 +441,26 @@ struct FusedConsumer {
     if constexpr (C::kTeams == 2) {
       add_other_team(sums);
       if (team == 1) return;
+      load_factors(item, factors);
     }
-    const int column = item.col + rank * C::kRows + wg * 64;
-    typename C::Result{a, item.matrix, item.row, column, out(), 1 + wg}.write(sums);
+    with_writer(item, [&](const auto& writer) { writer.write(sums, factors); });
     __syncwarp();  // instructions for whole warps follow
   }
 
   __device__ __forceinline__ void run() {
     if (wg == 1) pass_turn();  // the first turn is that of warpgroup 0
     for (int i = blockIdx.x / 2; i < a.items; i += gridDim.x / 2) {
-      const FusedItem item = item_of<C>(a, i);
+      FusedItem item = item_of<C>(a, i);
       Sums sums;
+      ResultFactors factors;
       if constexpr (C::kWindows)
-        sum_windows(sums, item);
+        sum_windows(sums, item), load_factors(item, factors);
       else
-        sum(sums, item.end - item.first);
-      finish(sums, item);
+        sum(sums, item.end - item.first, [&] {
+          if constexpr (C::kTeams == 1) load_factors(item, factors);
+        });
+      if constexpr (C::kTeams == 2) item = item_of<C>(a, pin_register(i));  // there are no registers to keep it
+      finish(sums, item, factors);
     }
     if (wg == 0) wait_turn();  // no barrier is left half full
   }

@@ -23,6 +23,15 @@ __device__ __forceinline__ uint32_t load_shared32(uint32_t a) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a));
   return v;
 }
+template <class T>
+__device__ __forceinline__ T load_shared(uint32_t a) {
+  T v;
+  if constexpr (sizeof(T) == 2)
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(a));
+  else
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a));
+  return v;
+}
 __device__ __forceinline__ uint2 load_shared64(uint32_t a) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a));

@@ -30,12 +30,6 @@ inline constexpr int kTileBlocks = kChooses<S> || kStochastic<S> ? 2
 // x / 16 for x not negative, without the care that signed division takes.
 __device__ __forceinline__ int64_t blocks_of(int64_t x) { return x >> 4; }
 
-// A value that stays in its register: the compiler would compute it again in every tile.
-__device__ __forceinline__ int pin_register(int v) {
-  asm volatile("" : "+r"(v));
-  return v;
-}
-
 // Rows are 16 bytes longer than their elements, and in the second half of a row of 16-bit elements neighbouring 32
 // bytes change places: so neither reads along rows nor reads down columns meet in a bank.
 template <class T>
