@@ -153,7 +153,8 @@ FusedPlan plan_tiles(const GemmShape& s, bool windows) {
     int tokens;
     double window, end, split;
   };
-  constexpr Tile kTiles[] = {{32, 0.25, 2.0, 1.5}, {64, 0.275, 2.5, 2.1}, {128, 0.37, 3.0, 2.3}, {256, 0.62, 6.0, 6.0}};
+  constexpr Tile kTiles[] = {
+      {32, 0.235, 1.9, 1.5}, {64, 0.255, 2.3, 2.1}, {128, 0.348, 2.7, 2.5}, {256, 0.605, 2.6, 6.4}};
   constexpr int64_t kPairs = 66, kMostSums = int64_t{16} << 20, kMostSplits = 8;
   const int64_t slots = (s.depth + kFusedDepth - 1) / kFusedDepth;
   // Two teams share a part, so that it needs a slot for each.

@@ -1,4 +1,6 @@
 // Launches the fused kernels of Hopper: tensor maps, and what runs before.
+#include <algorithm>
+
 #include "../device.cuh"
 #include "sm90_fused.h"
 
@@ -80,6 +82,12 @@ cudaError_t prepare(const MatmulOperand& a, const MatmulOperand& b, const GemmSh
   return status;
 }
 
+// Consecutive matrices of `rows` that share an amax.
+int matrices_per_amax(const MatmulOperand& x, int64_t rows) {
+  const int64_t matrices = x.map.windows() ? 1 : x.map.rows_per_amax / rows;
+  return static_cast<int>(std::clamp<int64_t>(matrices, 1, INT32_MAX));
+}
+
 }  // namespace
 
 cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* scratch, cudaStream_t stream) {
@@ -108,6 +116,8 @@ cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* 
                        static_cast<int>(slots),
                        quantized && !g.a.map.windows() && g.a.map.rows_per_amax % g.shape.rows != 0,
                        !g.b.map.windows() && g.b.map.rows_per_amax % g.shape.cols != 0,
+                       matrices_per_amax(g.a, g.shape.rows),
+                       matrices_per_amax(g.b, g.shape.cols),
                        bf16        ? 0x1p8f
                        : quantized ? 0x1p28f
                                    : 0x1p14f,

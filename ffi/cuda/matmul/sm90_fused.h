@@ -9,16 +9,17 @@ namespace jnvfp4 {
 
 struct FusedArgs {
   MatmulArgs g;
-  bool exchanged;           // which of the operands is which: not, then tokens are rows of a, columns rows of b
-  int tokens, columns;      // of one matrix
-  int pairs, matrix_tiles;  // tiles along columns, and of one matrix
-  int items, splits;        // parts of K of all tiles, and of one
-  int slots;                // of 256 along K; past the end of K they hold zeros
-  bool each_row;            // whether rows of a matrix of a have an amax each
-  bool each_col;            // the same of columns of the result, rows of b
-  float unscale;            // undoes the factors of decoded numbers
-  float* sums;              // of all splits but the last
-  uint32_t* flags;          // one for each warpgroup that writes sums: 0 until it has
+  bool exchanged;              // which of the operands is which: not, then tokens are rows of a, columns rows of b
+  int tokens, columns;         // of one matrix
+  int pairs, matrix_tiles;     // tiles along columns, and of one matrix
+  int items, splits;           // parts of K of all tiles, and of one
+  int slots;                   // of 256 along K; past the end of K they hold zeros
+  bool each_row;               // whether rows of a matrix of a have an amax each
+  bool each_col;               // the same of columns of the result, rows of b
+  int a_matrices, b_matrices;  // that share an amax, if rows of one have no several
+  float unscale;               // undoes the factors of decoded numbers
+  float* sums;                 // of all splits but the last
+  uint32_t* flags;             // one for each warpgroup that writes sums: 0 until it has
 };
 
 // Rows of a x 64 along K, rows of b x codes of 256 along K, rows of b x scales of 256 along K.

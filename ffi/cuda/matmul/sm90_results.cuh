@@ -68,15 +68,20 @@ struct ResultWriter {
   __device__ __forceinline__ uint32_t bias_at(int of) const { return factor_at(kTokens + of); }
   // Of a token and of a column of this warpgroup, or of the last there is.
   __device__ __forceinline__ float token_amax(int of) const {
-    return amax(kExchanged ? a.g.b : a.g.a, each_token(), min(token + of, a.tokens - 1), a.tokens);
+    const int row = min(token + of, a.tokens - 1);
+    return kExchanged ? amax(a.g.b, each_token(), row, a.tokens, a.b_matrices)
+                      : amax(a.g.a, each_token(), row, a.tokens, a.a_matrices);
   }
   __device__ __forceinline__ float column_amax(int of) const {
-    return amax(kExchanged ? a.g.a : a.g.b, each_column(), min(column + of, a.columns - 1), a.columns);
+    const int row = min(column + of, a.columns - 1);
+    return kExchanged ? amax(a.g.a, each_column(), row, a.columns, a.a_matrices)
+                      : amax(a.g.b, each_column(), row, a.columns, a.b_matrices);
   }
-  // 1 if the sums need no factor of this side. Without an amax for each row, matrices share one or have one each.
-  __device__ __forceinline__ float amax(const MatmulOperand& x, bool each, int row, int rows) const {
+  // 1 if the sums need no factor of this side. `each`: whether rows of a matrix have several. `shared`: else the
+  // matrices that share one.
+  __device__ __forceinline__ float amax(const MatmulOperand& x, bool each, int row, int rows, int shared) const {
     if (!x.quantized() || x.map.windows()) return 1.0f;
-    return __ldg(x.amax + (each ? int64_t{matrix} * rows + row : x.map.rows_per_amax == rows ? matrix : 0));
+    return each ? amax_of(x, int64_t{matrix} * rows + row) : __ldg(x.amax + matrix / shared);
   }
   __device__ __forceinline__ float bias(int at, int end) const {
     return load_float(a.g.result.bias, a.g.result.bias_kind, min(at, end - 1));
@@ -113,19 +118,20 @@ struct ResultWriter {
     }
   }
   // All tokens have one amax. Where the factor of decoded numbers times alpha is exact, one operation is as good as
-  // two.
+  // two, unless it is infinite, or 0, which takes the sign of a sum. Adding -0 changes nothing.
+  __device__ __forceinline__ static bool is_ordinary(float factor) { return factor != 0 && !isinf(factor); }
   __device__ __forceinline__ void scale_columns(Sums& sums, const ResultFactors& f) const {
     const float low = alpha(f.tokens[0], f.columns[0]), high = each_column() ? alpha(f.tokens[0], f.columns[1]) : low;
-    float factors[2] = {low, high};
+    float factors[2] = {low, high}, zero = 0;
     if constexpr (kExact && !kWindows) {
       factors[0] *= a.unscale, factors[1] *= a.unscale;
-      if (isinf(factors[0]) || isinf(factors[1])) {  // of huge amaxes
-        factors[0] = low, factors[1] = high;
+      if (!is_ordinary(factors[0]) || !is_ordinary(factors[1])) {
+        factors[0] = low, factors[1] = high, zero = -0.0f;
 #pragma unroll
-        for (float& sum : sums) sum *= a.unscale;
+        for (float& sum : sums) sum = __fmaf_rn(sum, a.unscale, 0.0f);
       }
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) sums[i] = __fmaf_rn(sums[i], factors[i / 2 % 2], 0.0f);
+      for (int i = 0; i < kSums; ++i) sums[i] = __fmaf_rn(sums[i], factors[i / 2 % 2], zero);
     } else {
 #pragma unroll
       for (int i = 0; i < kSums; ++i) sums[i] = scaled(sums[i], factors[i / 2 % 2]);
