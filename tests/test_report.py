@@ -19,6 +19,7 @@ from jnvfp4 import (
     NVFP4_2D,
     NVFP4_RHT,
     NVFP4_SR,
+    NVFP4_SR_UNBIASED,
     ROW_SCALED,
     WINDOW64,
     QuantizationReport,
@@ -39,6 +40,7 @@ report = jax.jit(quantization_report, static_argnames=("spec", "transpose"))
 ONE_OF_EACH_KIND = [
     NVFP4,
     NVFP4_SR,
+    NVFP4_SR_UNBIASED,
     NVFP4_2D,
     NVFP4_RHT,
     ROW_SCALED,
