@@ -24,11 +24,11 @@ RECIPES: dict[str, Recipe] = {
 FORWARD, BOTH = "forward", "forward+backward"
 
 
-def _dense(x: jax.Array, w: jax.Array, _key: Any) -> jax.Array:
+def dense_layer(x: jax.Array, w: jax.Array, _key: Any) -> jax.Array:
     return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
 
 
-def _quantized(recipe: Recipe) -> Callable:
+def quantized_layer(recipe: Recipe) -> Callable:
     return lambda x, w, key: jnvfp4.linear(x, w, recipe, key=key)
 
 
@@ -45,7 +45,7 @@ def _jobs(case: str) -> dict[str, dict[str, Job]]:
     m, n, k = parse(case)
     key = jax.random.key(0)
     dense = operands(m, n, k, rotations((m + n) * k * jnp.dtype(compute_dtype()).itemsize))
-    layers = {"dense": _dense, **{name: _quantized(recipe) for name, recipe in RECIPES.items()}}
+    layers = {"dense": dense_layer, **{name: quantized_layer(recipe) for name, recipe in RECIPES.items()}}
     forward = [(x, w, key) for x, w in dense]
     both = [(*args, jnp.ones((m, n), compute_dtype())) for args in forward]
     return {

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jnvfp4 import Recipe
 
 from .bench_gemm import parse
-from .bench_linear import RECIPES, _dense, _quantized
+from .bench_linear import RECIPES, dense_layer, quantized_layer
 from .bench_products import BURSTS, REST_S, burst_and_heated
 from .device_time import profile_calls
 
@@ -36,12 +36,12 @@ def layers(case: str) -> dict[str, Callable]:
         (make(3 * i, m, k, jnp.bfloat16), make(3 * i + 1, n, k, jnp.float32), make(3 * i + 2, m, n, jnp.bfloat16))
         for i in range(CHAIN)
     ]
-    named = {"bf16": _cast, **{name: _quantized(recipe) for name, recipe in RECIPES.items() if _trains(recipe)}}
+    named = {"bf16": _cast, **{name: quantized_layer(recipe) for name, recipe in RECIPES.items() if _trains(recipe)}}
     return {name: _program(layer, chain) for name, layer in named.items()}
 
 
 def _cast(x: jax.Array, w: jax.Array, key: Any) -> jax.Array:
-    return _dense(x, w.astype(x.dtype), key)
+    return dense_layer(x, w.astype(x.dtype), key)
 
 
 def _trains(recipe: Recipe) -> bool:

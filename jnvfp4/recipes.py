@@ -313,8 +313,9 @@ def pretrain_4over6(*, stochastic_rounding: bool = True) -> Recipe:
 def rl(*, backward: Literal["dequantized", "high_precision"] = "dequantized", four_over_six: bool = False) -> Recipe:
     """Makes the recipe for reinforcement learning: training computes y with the bits of a rollout in NVFP4.
 
-    x has one amax for each row (token), so that a token has the same bits in every batch; w has 1x16 blocks and one
-    amax, as in a checkpoint for inference. Nothing is rotated or rounded stochastically.
+    x has one amax for each row (token), so that a token has the same codes in every batch, and the same y with
+    ``accumulation="pinned"``; w has 1x16 blocks and one amax, as in a checkpoint for inference. Nothing is rotated or
+    rounded stochastically.
 
     Args:
       backward: "dequantized" or "high_precision", as in ``pretrain``.

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers import bits, decoded, random_tensor
 
+import jnvfp4
 from jnvfp4 import Format, NVFP4Tensor
 
 DTYPES = {"fp32": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16}
@@ -37,6 +38,13 @@ def hang_guard(seconds: int = 120) -> Iterator[None]:
     with jax.default_device(jax.devices("cpu")[0]):
         yield
     faulthandler.cancel_dump_traceback_later()
+
+
+def multiply_on(device, kernel: str, a, b, bias=None, out=np.float32) -> np.ndarray:
+    """Multiplies on a device by the kernel of a name."""
+    a, b, bias = jax.device_put((a, b, bias), device)
+    with jax.default_device(device):
+        return np.asarray(jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out, implementation=kernel))
 
 
 def quantized(shape, a_format=TENSOR, b_format=TENSOR, seed=0, **kwargs) -> tuple[NVFP4Tensor, NVFP4Tensor]:

@@ -1,15 +1,22 @@
 """The kernels of the pinned order that take few rows, by name, on any GPU: the CPU's bits for all data."""
 
-import faulthandler
-import sys
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import gpus, skip_or_fail
 from helpers import assert_bitwise, bits, e2m1_values, random_tensor, scale_values
-from products import DTYPES, ROW, TENSOR, WINDOW, dense, quantized, with_nan_scale
+from products import (
+    DTYPES,
+    ROW,
+    TENSOR,
+    WINDOW,
+    dense,
+    every_out_dtype,
+    hang_guard,
+    multiply_on,
+    quantized,
+    with_nan_scale,
+)
 
 import jnvfp4
 from jnvfp4 import Format, NVFP4Tensor
@@ -26,7 +33,6 @@ FORMATS = {"tensor": TENSOR, "row": ROW, "256": Format(e4m3_max=256), "window64"
 every_a = pytest.mark.parametrize("a_format", FORMATS.values(), ids=FORMATS)
 every_b = pytest.mark.parametrize("b_format", FORMATS.values(), ids=FORMATS)
 every_tile = pytest.mark.parametrize("shape", TILES, ids=["x".join(map(str, s)) for s in TILES])
-every_out_dtype = pytest.mark.parametrize("out", DTYPES.values(), ids=DTYPES)
 
 
 @pytest.fixture
@@ -35,16 +41,12 @@ def device():
     found = [device for device in gpus() if float(device.compute_capability) >= 8.0]
     if not found:
         skip_or_fail("cuda", "no GPU of compute capability 8.0 or newer")
-    faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)
-    with jax.default_device(jax.devices("cpu")[0]):  # of operands and of what is wanted
+    with hang_guard():
         yield found[0]
-    faulthandler.cancel_dump_traceback_later()
 
 
 def multiply(device, a, b, bias=None, out=np.float32, kernel=KERNEL) -> np.ndarray:
-    a, b, bias = jax.device_put((a, b, bias), device)
-    with jax.default_device(device):
-        return np.asarray(jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out, implementation=kernel))
+    return multiply_on(device, kernel, a, b, bias, out)
 
 
 def check(device, a, b, bias=None, out=np.float32, kernel=KERNEL) -> None:

@@ -19,6 +19,7 @@ from products import (
     every_out_dtype,
     hang_guard,
     identity,
+    multiply_on,
     order_free,
     order_free_operands,
     over,
@@ -95,10 +96,7 @@ def operands(left, shape, **options):
 
 def multiply(device, kernel, a, b, bias=None, out=np.float32) -> np.ndarray:
     left = "nvfp4" if isinstance(a, NVFP4Tensor) else "dense"
-    a, b, bias = jax.device_put((a, b, bias), device)
-    with jax.default_device(device):
-        name = f"sm90_{left}_{kernel}"
-        return np.asarray(jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out, implementation=name))
+    return multiply_on(device, f"sm90_{left}_{kernel}", a, b, bias, out)
 
 
 def check(device, kernel, a, b, bias=None, out=np.float32) -> None:

@@ -63,6 +63,7 @@ CALLS = {
         {"quantized": jax.eval_shape(lambda x, g: rms_norm_quantize(x, g), X, a(64))},
     ),
     "dot_general": ("dot_general", (X, W, NT), {"preferred_element_type": jnp.float32, "recipe": Recipe()}),
+    "einsum": ("einsum", ("mk,nk->nm", X, W), {"recipe": recipes.pretrain(), "key": KEY}),
 }
 
 

@@ -20,8 +20,8 @@ namespace jnvfp4 {
 // T: the type of the decoded numbers, F16 or Bf16.
 //
 // To decode a window takes longer than the tensor cores need for up to 64 tokens. So there are two teams of two
-// warpgroups then, which share K. With 256 tokens the two warpgroups of one team take turns on the tensor cores, and with
-// windows, so that one multiplies while the other applies factors.
+// warpgroups then, which share K. With 256 tokens the two warpgroups of one team take turns on the tensor cores, and
+// with windows, so that one multiplies while the other applies factors.
 //
 // kSides: which operands have an amax for each window. The sum of a window is then multiplied by the factors of these
 // sides before it is added to the others.
