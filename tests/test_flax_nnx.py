@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import assert_sharded, make_mesh, put
 
 from jnvfp4 import DotGeneral, Policy, Rule, layer_index, layer_key, linear, recipes, step_key
+from jnvfp4._keys import fold_path
 from jnvfp4.flax import calibrate
 from jnvfp4.flax.nnx import apply
 
@@ -365,6 +366,16 @@ def test_streams_under_remat():
         assert_bitwise(loss, want)
         for layer in ("up", "down"):
             assert_bitwise(*(leaves(g)["inner"][layer]["kernel"] for g in (grads, wanted)))
+
+
+def test_a_stream_folds_the_path(monkeypatch):
+    """So a stream that two layers share would still give each its own bits."""
+    model = apply(mlp(), ALL, rngs=nnx.Rngs(sr=3))
+    want = [fold_path(nnx.clone(getattr(model, name).dot_general.stream)(), name) for name in ("up", "down")]
+    drawn = record_keys(monkeypatch)
+    model(X)
+    jax.effects_barrier()
+    assert drawn == [tuple(np.asarray(jax.random.key_data(key)).tolist()) for key in want]
 
 
 def test_a_stream_is_reproducible():
