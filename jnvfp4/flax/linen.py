@@ -28,7 +28,8 @@ def intercept(policy: Policy) -> Iterator[None]:
 
     These are ``nn.Dense``, ``nn.DenseGeneral`` (also as projections of attention) and ``nn.Einsum``, and their
     subclasses. Parameters, their names and shapes stay as they are. ``init`` runs the model without quantizing, because
-    it returns only parameters. A layer that has a dot_general of its own keeps it.
+    it returns only parameters. A layer that has a dot_general of its own keeps it. A warning names convolutions and
+    other modules with a kernel that the policy would quantize and this function cannot.
 
     A recipe that rounds stochastically needs ``rngs={'sr': key}`` of ``apply``, or ``jnvfp4.step_key``. Without both
     the layer raises.
@@ -37,7 +38,8 @@ def intercept(policy: Policy) -> Iterator[None]:
       policy: which layers are quantized, and how. Paths are as in ``params``: "block_3/mlp/up".
 
     Raises:
-      ValueError: from ``apply``, as ``Policy.plan`` does.
+      ValueError: from ``apply``, as ``Policy.plan`` does; or the key of ``rngs`` or ``step_key`` is a constant of the
+        function that is being traced, which would round alike in every step.
       TypeError: policy is not a Policy.
     """
     _check_policy("intercept", policy)

@@ -26,7 +26,8 @@ def apply(model: Model, policy: Policy, *, rngs: nnx.Rngs | None = None) -> Mode
     """Makes the layers of an NNX model multiply by a policy: ``nnx.Linear``, ``LinearGeneral`` and ``Einsum``.
 
     Layers of attention and subclasses are among them; the adapters of LoRA stay in high precision. Parameters, their
-    names and shapes, and the optimizer stay as they are. A layer that has a dot_general of its own keeps it.
+    names and shapes, and the optimizer stay as they are. A layer that has a dot_general of its own keeps it. A warning
+    names convolutions and other modules with a kernel that the policy would quantize and this function cannot.
 
     Args:
       model: the model, which is changed in place. If a policy was applied before, this one replaces it.
