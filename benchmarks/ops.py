@@ -9,7 +9,19 @@ import jax
 import jax.numpy as jnp
 
 import jnvfp4
-from jnvfp4 import NVFP4, NVFP4_2D, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_SR, ROW_SCALED, WINDOW64, QuantSpec, four_over_six
+from jnvfp4 import (
+    NVFP4,
+    NVFP4_2D,
+    NVFP4_RHT,
+    NVFP4_RHT_SR,
+    NVFP4_RHT_SR_UNBIASED,
+    NVFP4_SR,
+    NVFP4_SR_UNBIASED,
+    ROW_SCALED,
+    WINDOW64,
+    QuantSpec,
+    four_over_six,
+)
 
 What = Literal["quantize", "dequantize", "fake_quant", "rms_norm_quantize", "silu_mul_quantize"]
 PACKED = 0.5625  # bytes an element of codes and scales
@@ -140,6 +152,7 @@ def _four_over_six() -> list[Op]:
 def _fake_quant() -> list[Op]:
     specs = {"nvfp4": NVFP4, "nvfp4_2d": NVFP4_2D, "nvfp4_sr": NVFP4_SR, "nvfp4_rht": NVFP4_RHT}
     specs |= {"nvfp4_rht_sr": NVFP4_RHT_SR, "row_scaled": ROW_SCALED, "window64": WINDOW64}
+    specs |= {"nvfp4_sr_unbiased": NVFP4_SR_UNBIASED, "nvfp4_rht_sr_unbiased": NVFP4_RHT_SR_UNBIASED}
     specs |= {op.name: op.spec for op in _four_over_six() if None in op.specs}
     specs["4over6_2d mae"] = four_over_six(block_rows=16)
     return [Op(f"fake_quant {name}", (spec, None), what="fake_quant", target=0.88) for name, spec in specs.items()]
@@ -176,11 +189,15 @@ OPS = [
     Op("window64 pair", (WINDOW64, WINDOW64), target=0.85),
     Op("nvfp4_sr", (NVFP4_SR, None), target=0.80),
     Op("nvfp4_sr pair", (NVFP4_SR, NVFP4_SR)),
+    Op("nvfp4_sr_unbiased", (NVFP4_SR_UNBIASED, None), target=0.80),
+    Op("nvfp4_sr_unbiased pair", (NVFP4_SR_UNBIASED, NVFP4_SR_UNBIASED)),
     Op("nvfp4_rht transposed", (None, NVFP4_RHT), target=0.80),
     Op("nvfp4_rht transposed amax included", (None, NVFP4_RHT), given=False),
     Op("nvfp4_rht_sr transposed", (None, NVFP4_RHT_SR)),
+    Op("nvfp4_rht_sr_unbiased transposed", (None, NVFP4_RHT_SR_UNBIASED)),
     Op("pretrain x pair", (NVFP4, NVFP4_RHT), target=0.75),
     Op("pretrain dy pair", (NVFP4_SR, NVFP4_RHT_SR), target=0.55),
+    Op("pretrain dy pair unbiased", (NVFP4_SR_UNBIASED, NVFP4_RHT_SR_UNBIASED), target=0.55),
     *_four_over_six(),
     Op("dequantize to bf16", (NVFP4, None), what="dequantize", target=0.95),
     Op("dequantize row_scaled to bf16", (ROW_SCALED, None), what="dequantize"),

@@ -37,8 +37,10 @@ SPECS: dict[str, QuantSpec] = {
     for spec in (
         jnvfp4.NVFP4,
         jnvfp4.NVFP4_SR,
+        jnvfp4.NVFP4_SR_UNBIASED,
         jnvfp4.NVFP4_RHT,
         jnvfp4.NVFP4_RHT_SR,
+        jnvfp4.NVFP4_RHT_SR_UNBIASED,
         jnvfp4.ROW_SCALED,
         jnvfp4.WINDOW64,
         four_over_six("mae", e4m3_max=256),

@@ -19,6 +19,7 @@ struct QuantizeArgs {
   StreamArgs stream;
   QuantShape shape;
   float e4m3_max;
+  float headroom;  // kHeadroom or 1; read by stochastic specs only
 };
 
 // One pass over x for both orientations.
@@ -56,6 +57,7 @@ struct FakeQuantArgs {
   StreamArgs stream;
   QuantShape shape;  // not transposed
   float e4m3_max;
+  float headroom;  // as in QuantizeArgs
 };
 
 // A norm or a gate, its bfloat16 values, and the values quantized along rows and along columns.

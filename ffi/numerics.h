@@ -325,9 +325,13 @@ JNVFP4_HD GlobalScale global_scale(float amax, float e4m3_max) {
           reciprocal_max6(e4m3_max)};
 }
 
-// The stored scale of a block by the plain rule, which maps the largest magnitude to 6.
-JNVFP4_HD ScaleByte block_scale(uint32_t block_amax_bits, GlobalScale g) {
-  return e4m3_encode(mul_rn(float_of(block_amax_bits), g.block_mult));
+// With this headroom a block scale is not rounded below what maps the largest magnitude to 6, if it is a normal number:
+// rounding to nearest takes at most 1/17 off. Without headroom the factor is 1.
+inline constexpr float kHeadroom = 1.0625f;
+
+// The stored scale of a block by the plain rule, which maps the largest magnitude to 6, or below it with kHeadroom.
+JNVFP4_HD ScaleByte block_scale(uint32_t block_amax_bits, GlobalScale g, float headroom) {
+  return e4m3_encode(mul_rn(mul_rn(float_of(block_amax_bits), g.block_mult), headroom));
 }
 
 // The factor of a block's elements before E2M1.

@@ -141,11 +141,11 @@ JNVFP4_HD void rht16_sums(float* v) {
   for (int i = 0; i < kBlock; ++i) v[i] = mul_exact_add(v[i], 0.25f, 0.0f);
 }
 
-// = block_scale(block_amax_bits, g), proven by tests/test_numerics.py::test_block_scale
+// = block_scale(block_amax_bits, g, headroom), proven by tests/test_numerics.py::test_block_scale
 // The clamp changes no result, since e4m3_encode saturates. With it GCC makes vectors of a loop over lanes, without it
 // branches.
-JNVFP4_HD ScaleByte block_scale_of_lane(uint32_t block_amax_bits, GlobalScale g) {
-  return e4m3_encode(clamp_max(mul_rn(float_of(block_amax_bits), g.block_mult)));
+JNVFP4_HD ScaleByte block_scale_of_lane(uint32_t block_amax_bits, GlobalScale g, float headroom) {
+  return e4m3_encode(clamp_max(mul_rn(mul_rn(float_of(block_amax_bits), g.block_mult), headroom)));
 }
 
 // = candidate_scales(block_amax_bits, encode_scale), proven by tests/test_numerics.py::test_candidate_scales

@@ -30,7 +30,9 @@ from .spec import NVFP4 as NVFP4
 from .spec import NVFP4_2D as NVFP4_2D
 from .spec import NVFP4_RHT as NVFP4_RHT
 from .spec import NVFP4_RHT_SR as NVFP4_RHT_SR
+from .spec import NVFP4_RHT_SR_UNBIASED as NVFP4_RHT_SR_UNBIASED
 from .spec import NVFP4_SR as NVFP4_SR
+from .spec import NVFP4_SR_UNBIASED as NVFP4_SR_UNBIASED
 from .spec import ROW_SCALED as ROW_SCALED
 from .spec import WINDOW64 as WINDOW64
 from .spec import Format as Format

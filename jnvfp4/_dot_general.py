@@ -65,7 +65,10 @@ def check_options(op: str, recipe: Any, precision: Any, out_sharding: Any, unsup
     check_recipe(op, recipe)
     precisions = precision if isinstance(precision, tuple) else (precision,)
     if any(p not in (None, "default", lax.Precision.DEFAULT) for p in precisions):
-        raise ValueError(f"{op}: precision must be None or 'default', got {precision!r}")
+        raise ValueError(
+            f"{op}: precision must be None or 'default', got {precision!r}; operands that are quantized have no other, "
+            "so leave it out, or keep the layer in high precision (a Rule with recipe None)"
+        )
     if out_sharding is not None and not isinstance(out_sharding, NamedSharding | PartitionSpec):
         raise TypeError(f"{op}: out_sharding must be a NamedSharding, a PartitionSpec or None, got {out_sharding!r}")
     for name, value in unsupported.items():
@@ -187,7 +190,7 @@ class DotGeneral:
         Raises:
           ValueError, TypeError: operands or arguments do not fit; the message names them.
         """
-        op = "DotGeneral"
+        op = "DotGeneral" if self.path is None else f"DotGeneral of layer {self.path!r}"
         check_options(op, self.recipe, precision, out_sharding, unsupported)
         if key is None and self.recipe.stochastic:
             key = self._layer_key(op)

@@ -56,9 +56,26 @@ def einsum(
     Raises:
       ValueError, TypeError: the einsum is no product of two operands, or an argument does not fit.
     """
-    op = "einsum"
+    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    return einsum_of("einsum", subscripts, x, w, recipe, key, **options)
+
+
+def einsum_of(
+    op: str,
+    subscripts: str,
+    x: ArrayLike,
+    w: ArrayLike,
+    recipe: Recipe,
+    key: jax.Array | None,
+    *,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Any = None,
+    **unsupported: Any,
+) -> jax.Array:
+    """Computes ``einsum``; ``op`` is what errors call it."""
     x, w = as_float_array(op, "x", x), as_float_array(op, "w", w)
-    check_options(op, recipe, precision, out_sharding, {})
+    check_options(op, recipe, precision, out_sharding, unsupported)
     found = contraction(op, subscripts, x.ndim, w.ndim)
     dtype = preferred_element_type
     product = contract(op, x, w, found.dimension_numbers, recipe, key, dtype, None, pad=True)

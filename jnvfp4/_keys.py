@@ -29,6 +29,9 @@ THREE_WAYS = (
 )
 
 
+_ENTER_INSIDE = "pass the key to the jitted step as an argument and enter step_key inside"
+
+
 class _Step(NamedTuple):
     """Holds the key of a step and the indices of the loops that are being traced."""
 
@@ -59,7 +62,7 @@ def step_key(key: jax.Array) -> Iterator[None]:
       ValueError: key is a constant of the function that is being traced, which would round alike in every step.
     """
     key = as_key("step_key", key)
-    _check_traced("step_key", key)
+    check_step("step_key", key)
     with _entered(_Step(key)):
         yield
 
@@ -113,7 +116,7 @@ def layer_key(path: str) -> jax.Array:
     step = _step.get()
     if step is None:
         raise needs_key(f"layer {path!r}")
-    _check_traced(f"layer {path!r}", step.key)
+    check_step(f"layer {path!r}", step.key)
     _check_varies(f"layer {path!r}", step)
     indices = step.indices
     if not indices:
@@ -137,6 +140,16 @@ def needs_key(what: str, fourth: str = "") -> ValueError:
     return ValueError(f"{what}: key must be given, since the recipe rounds stochastically, got none; {ways}")
 
 
+def check_step(what: str, key: Any, of: str = "step_key", hint: str = _ENTER_INSIDE) -> None:
+    """Refuses a key that would become a constant of a traced function."""
+    functions = traced_functions()
+    if functions and not isinstance(key, jax.core.Tracer):
+        raise ValueError(
+            f"{what}: the key of {of} must be traced with the function that uses it, which JAX traces for "
+            f"{functions[-1]!r}, got a constant, which would be the same in every step; {hint}"
+        )
+
+
 def check_varies(what: str, key: Any, hint: str) -> None:
     """Refuses a key that every iteration of a loop being traced would share."""
     if _depth(key) < _count_loops(traced_functions()):
@@ -156,17 +169,6 @@ def _entered(step: _Step) -> Iterator[None]:
             yield
         finally:
             _step.reset(token)
-
-
-def _check_traced(what: str, key: jax.Array) -> None:
-    """Refuses a key that would become a constant of a traced function."""
-    functions = traced_functions()
-    if functions and not isinstance(key, jax.core.Tracer):
-        raise ValueError(
-            f"{what}: the key of step_key must be traced with the function that uses it, which JAX traces for "
-            f"{functions[-1]!r}, got a constant, which would be the same in every step; pass the key to the jitted "
-            "step as an argument and enter step_key inside"
-        )
 
 
 def _check_varies(what: str, step: _Step) -> None:

@@ -61,7 +61,8 @@ def apply(model: Model, policy: Policy) -> Model:
       policy: which layers are quantized, and how. Paths are as in the tree: "transformer/layers/mlp/up_proj".
 
     Returns:
-      A copy of the model with the same weights. Their names and shapes do not change.
+      A copy of the model with the same weights. Their names and shapes do not change. Make the state of an optimizer
+      from this copy, because its tree has other types of modules than that of the model.
 
     Raises:
       ValueError: as in ``Policy.plan``.

@@ -3,9 +3,11 @@
 import importlib
 import importlib.util
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import singledispatch
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -145,6 +147,10 @@ class Policy:
         _check_recipe("Policy", "default", default)
         if isinstance(keep, str):
             raise TypeError(f"Policy: keep must be names in a tuple, got {keep!r}")
+        if isinstance(rules, Rule | Recipe | str):
+            raise TypeError(
+                f"Policy: rules must be a list of Rule, got {rules!r}; Policy(default=recipe) is for every layer"
+            )
         fields = {
             "rules": _checked("rules", tuple(rules), lambda rule: isinstance(rule, Rule), "a Rule"),
             "default": default,
@@ -180,18 +186,16 @@ class Policy:
           The decisions by path.
 
         Raises:
-          ValueError: a rule matches no layer, or only such as ``keep`` names; or ``first_bf16`` or ``last_bf16`` is
-            given and the layers have no numbers, or are scanned, so that one trace serves all of them.
+          ValueError: a rule has no effect, because it matches no layer, or only such as earlier rules match, as
+            ``keep`` names, or as cannot be quantized; or ``first_bf16`` or ``last_bf16`` is given and the layers have
+            no numbers, are all kept by it, or are scanned, so that one trace serves all of them.
         """
         layers = list(layers)
         self._check_rules(layers)
         depths = depths_of(layers)
         decisions = {layer.path: self.decide(layer, depths) for layer in layers}
-        if self._ends and not depths:
-            raise ValueError(
-                f"Policy: layers must have numbers in their paths for {self._ends} (scanned layers have none), got "
-                f"{', '.join(layer.path for layer in layers[:8]) or 'no layers'}"
-            )
+        if self._ends:
+            self._check_ends(layers, depths, decisions)
         return decisions
 
     def decide(self, layer: Layer, depths: Mapping[str, int]) -> Decision:
@@ -212,11 +216,21 @@ class Policy:
             why += _padding(layer.sizes, recipe)
         return Decision(layer.path, layer.shape, recipe, why)
 
+    def warn(self, op: str, layer: Layer, depths: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Warns of a layer that would be quantized if it were not for its reason."""
+        if self.decide(layer._replace(reason=None), depths).recipe is not None:
+            warnings.warn(
+                f"{op}: layer {layer.path!r} is {layer.reason}; a rule with recipe None ends this warning", stacklevel=3
+            )
+
     def _by_rules(self, path: str) -> tuple[Recipe | None, str]:
-        for rule in self.rules:
-            if matches_path(rule.path, path):
-                return rule.recipe, f"rule {rule.name}"
+        rule = self._rule_of(path)
+        if rule is not None:
+            return rule.recipe, f"rule {rule.name}"
         return self.default, "no rule matches" if self.default is None else "default"
+
+    def _rule_of(self, path: str) -> Rule | None:
+        return next((rule for rule in self.rules if matches_path(rule.path, path)), None)
 
     def _end(self, path: str, depths: Mapping[str, int]) -> str | None:
         """Returns why a layer at the beginning or the end stays in high precision."""
@@ -232,18 +246,63 @@ class Policy:
         for rule in self.rules:
             matched = [layer.path for layer in layers if matches_path(rule.path, layer.path)]
             if not matched:
-                paths = ", ".join(layer.path for layer in layers[:8]) + (", ..." if len(layers) > 8 else "")
-                which = f"which matches none of {paths or 'no layers'}"
-                raise ValueError(f"Policy: every rule must match a layer, got {rule.name}, {which}")
-            if rule.recipe is not None and all(part_in(self.keep, path) for path in matched):
                 raise ValueError(
-                    f"Policy: every rule must match a layer that keep does not name, got {rule.name}, which matches "
-                    f"{', '.join(matched[:8])}; leave {part_in(self.keep, matched[0])!r} out of keep"
+                    f"Policy: every rule must match a layer, got {rule.name}, which matches none of "
+                    f"{_listed(layers) or 'no layers'}{_hint(rule, layers)}"
                 )
+            decided = [layer for layer in layers if self._rule_of(layer.path) is rule]
+            if not decided:
+                first = self._rule_of(matched[0])
+                assert first is not None
+                raise ValueError(
+                    f"Policy: every rule must decide for a layer, got {rule.name}, whose layers match an earlier rule, "
+                    f"as {matched[0]} matches {first.name}; the first that matches decides"
+                )
+            if rule.recipe is not None:
+                self._check_effect(rule, decided)
+
+    def _check_effect(self, rule: Rule, decided: list[Layer]) -> None:
+        """Refuses a rule with a recipe that none of its layers can have."""
+        if all(part_in(self.keep, layer.path) for layer in decided):
+            raise ValueError(
+                f"Policy: every rule must match a layer that keep does not name, got {rule.name}, which matches "
+                f"{_listed(decided)}; leave {part_in(self.keep, decided[0].path)!r} out of keep"
+            )
+        reasons = [f"{layer.path} ({layer.reason})" for layer in decided if layer.reason is not None]
+        if len(reasons) == len(decided):
+            raise ValueError(
+                f"Policy: every rule with a recipe must match a layer that can be quantized, got {rule.name}, which "
+                f"matches {', '.join(reasons[:3])}"
+            )
+
+    def _check_ends(self, layers: list[Layer], depths: Mapping[str, int], decisions: Mapping[str, Decision]) -> None:
+        """Refuses ``first_bf16`` and ``last_bf16`` that mean nothing, or all layers."""
+        if not depths:
+            raise ValueError(
+                f"Policy: layers must have numbers in their paths for {self._ends} (scanned layers have none), got "
+                f"{_listed(layers) or 'no layers'}"
+            )
+        ended = [path for path, decision in decisions.items() if decision.why.startswith(("first_bf16", "last_bf16"))]
+        if ended and all(decision.recipe is None for decision in decisions.values()):
+            raise ValueError(
+                f"Policy: {self._ends} must leave a layer to quantize, got none of "
+                f"{', '.join(f'{prefix} 0 to {depth - 1}' for prefix, depth in depths.items())}"
+            )
 
     @property
     def _ends(self) -> str:
         return ", ".join(f"{name}={n}" for name in ("first_bf16", "last_bf16") if (n := getattr(self, name)))
+
+
+def _listed(layers: list[Layer]) -> str:
+    return ", ".join(layer.path for layer in layers[:8]) + (", ..." if len(layers) > 8 else "")
+
+
+def _hint(rule: Rule, layers: list[Layer]) -> str:
+    """Helps with a pattern that is only part of a path."""
+    if isinstance(rule.path, str) and any(re.search(rule.path, layer.path) for layer in layers):
+        return f"; a pattern is for the whole path, and {'.*' + rule.path + '.*'!r} for a part of it"
+    return ""
 
 
 def depths_of(layers: Iterable[Layer]) -> dict[str, int]:

@@ -11,7 +11,7 @@ from flax import nnx as flax_nnx
 from qwix._src.utils import flax_util
 
 from ._dot_general import DotGeneral
-from ._einsum import contraction, einsum
+from ._einsum import contraction, einsum_of
 from ._keys import layer_key
 from .flax import linen, nnx
 from .policy import Layer, Policy, depths_of
@@ -50,7 +50,7 @@ class Provider(qwix.QuantizationProvider):
     ) -> tuple[Any, Sequence[Any], dict[str, Any]]:
         """Checks the policy against the model before a call of it."""
         if isinstance(model, flax_nnx.Module):
-            layers = [layer for _, layer in nnx.layers_in(model)]
+            layers = [layer._replace(reason=None) for _, layer in nnx.layers_in(model)]
         else:
             layers = [] if model.is_initializing() else linen.layers_of_params(model)
         if layers:
@@ -64,7 +64,7 @@ class Provider(qwix.QuantizationProvider):
         if found is None:
             return jax.lax.dot_general(lhs, rhs, dimension_numbers, *args, **options)
         recipe, path, side = found
-        product, key = DotGeneral(recipe), self._key(recipe, path)
+        product, key = DotGeneral(recipe, path), self._key(recipe, path)
         if side == 1:
             return product(lhs, rhs, dimension_numbers, *args, key=key, **options)
         (contracted, batch) = (tuple(reversed(axes)) for axes in dimension_numbers)
@@ -88,7 +88,7 @@ class Provider(qwix.QuantizationProvider):
             contraction("einsum", subscripts, jnp.ndim(x), jnp.ndim(w))
         except ValueError:  # no product of two operands
             return jnp.einsum(subscripts, *operands, **options)
-        return einsum(subscripts, x, w, recipe=recipe, key=self._key(recipe, path), **options)
+        return einsum_of(f"einsum of layer {path!r}", subscripts, x, w, recipe, self._key(recipe, path), **options)
 
     def _layer(self, lhs: Any, rhs: Any) -> tuple[Recipe, str, int] | None:
         """Returns the recipe, the path and which operand holds the weights; None if the product stays as it is."""

@@ -3,7 +3,18 @@
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeGuard, get_args
 
-from .spec import NVFP4, NVFP4_2D, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_SR, ROW_SCALED, WINDOW64, QuantSpec
+from .spec import (
+    NVFP4,
+    NVFP4_2D,
+    NVFP4_RHT,
+    NVFP4_RHT_SR,
+    NVFP4_RHT_SR_UNBIASED,
+    NVFP4_SR,
+    NVFP4_SR_UNBIASED,
+    ROW_SCALED,
+    WINDOW64,
+    QuantSpec,
+)
 from .spec import four_over_six as _four_over_six_spec
 
 Backward = Literal["nvfp4", "high_precision", "dequantized"]
@@ -164,7 +175,9 @@ def _with_backward(recipe: Recipe, backward: Backward) -> Recipe:
     return replace(recipe, dgrad=how, wgrad=how)
 
 
-def _dy_spec(stochastic_rounding: bool, rht: bool = False) -> QuantSpec:
+def _dy_spec(stochastic_rounding: bool, rht: bool = False, unbiased: bool = False) -> QuantSpec:
+    if unbiased:
+        return NVFP4_RHT_SR_UNBIASED if rht else NVFP4_SR_UNBIASED
     if rht:
         return NVFP4_RHT_SR if stochastic_rounding else NVFP4_RHT
     return NVFP4_SR if stochastic_rounding else NVFP4
@@ -176,6 +189,7 @@ def pretrain(
     rht: bool | None = None,
     stochastic_rounding: bool | None = None,
     weight_tiles: bool = True,
+    unbiased: bool = False,
 ) -> Recipe:
     """Makes the recipe for pretraining.
 
@@ -189,14 +203,23 @@ def pretrain(
       stochastic_rounding: round dy stochastically, for which ``linear`` needs a key; None means True. Only for
         ``backward="nvfp4"``.
       weight_tiles: quantize w in 16x16 tiles, so that its transpose has the same values. False takes 1x16 blocks.
+      unbiased: give the block scales of dy headroom (``QuantSpec.scale_headroom``), so that stochastic rounding clips
+        no value. Without it about half of the blocks clip their largest one. Needs stochastic rounding.
+
+    Raises:
+      ValueError: an argument has another value than these, or contradicts ``backward`` or ``stochastic_rounding``.
 
     Source: arXiv:2509.25149; the default of NVIDIA TransformerEngine at d0067d0da.
     """
     rotate, stochastic = _gradient_switches("pretrain", backward, rht=rht, stochastic_rounding=stochastic_rounding)
-    _check_switches("pretrain", weight_tiles=weight_tiles)
+    _check_switches("pretrain", weight_tiles=weight_tiles, unbiased=unbiased)
+    if unbiased and (backward != "nvfp4" or not stochastic):
+        cause = "stochastic_rounding=False" if backward == "nvfp4" else f'backward="{backward}"'
+        raise ValueError(f"pretrain: unbiased must be False for {cause}, which rounds nothing stochastically, got True")
     w = NVFP4_2D if weight_tiles else NVFP4
-    wgrad = Wgrad(_dy_spec(stochastic, rotate), NVFP4_RHT if rotate else NVFP4)
-    return _with_backward(Recipe(Fprop(NVFP4, w), Dgrad(_dy_spec(stochastic), w), wgrad), backward)
+    wgrad = Wgrad(_dy_spec(stochastic, rotate, unbiased), NVFP4_RHT if rotate else NVFP4)
+    dgrad = Dgrad(_dy_spec(stochastic, unbiased=unbiased), w)
+    return _with_backward(Recipe(Fprop(NVFP4, w), dgrad, wgrad), backward)
 
 
 def row_scaled(*, backward: Backward = "nvfp4", stochastic_rounding: bool | None = None) -> Recipe:

@@ -172,9 +172,13 @@ def global_scale(amax: Bits, e4m3_max: int) -> tuple[Bits, Bits]:
     return reciprocal(s_enc), mul(s_enc, np.uint32(0x3E2AAAAB))
 
 
-def block_scale(block_amax: Bits, block_mult: Bits) -> jax.Array:
-    """Returns the stored scale of a block by the plain rule, which maps the largest magnitude to 6. -> uint8"""
-    return e4m3_encode(mul(block_amax, block_mult))
+def block_scale(block_amax: Bits, block_mult: Bits, headroom: bool = False) -> jax.Array:
+    """Returns the stored scale of a block by the plain rule, which maps the largest magnitude to 6. -> uint8
+
+    ``headroom`` makes the scale larger by 1/16 before it is rounded, so that the rounding maps nothing above 6.
+    """
+    scale = mul(block_amax, block_mult)
+    return e4m3_encode(mul(scale, constant(1.0625)) if headroom else scale)
 
 
 def block_encode_scale(scale: jax.Array, decode: Bits) -> Bits:
@@ -462,7 +466,7 @@ def quantize(
     if spec.select != "max6":
         scale, codes = _choose(blocks, block_amax, amaxes, decode, spec)
     else:
-        scale, random = block_scale(block_amax, block_mult), None
+        scale, random = block_scale(block_amax, block_mult, spec.scale_headroom), None
         if spec.rounding == "stochastic":
             assert stream is not None
             random = block_bits(stream, rows, cols // BLOCK, row_blocks or cols // BLOCK, transpose)

@@ -70,6 +70,9 @@ class QuantSpec:
       error_math: how 4over6 computes these errors: "fp32" of the dequantized values, or "fp16", which is faster, of the
         scaled ones.
       rounding: how values are rounded to E2M1: to "nearest" even, or "stochastic".
+      scale_headroom: whether the block scale is made larger by 1/16 before it is rounded to E4M3, so that no element is
+        clipped because its block scale was rounded down. Without it stochastic rounding is biased there. Needs
+        ``rounding="stochastic"`` and ``block_rows=1``.
 
     Raises:
       ValueError: a field has another value than these, or the fields contradict each other. Every other combination is
@@ -81,6 +84,7 @@ class QuantSpec:
     select: Literal["max6", "mae", "mse"] = "max6"
     error_math: Literal["fp32", "fp16"] = "fp32"
     rounding: Literal["nearest", "stochastic"] = "nearest"
+    scale_headroom: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, Format):
@@ -89,6 +93,7 @@ class QuantSpec:
         _check_choice("QuantSpec", "select", self.select, ("max6", "mae", "mse"))
         _check_choice("QuantSpec", "error_math", self.error_math, ("fp32", "fp16"))
         _check_choice("QuantSpec", "rounding", self.rounding, ("nearest", "stochastic"))
+        _check_choice("QuantSpec", "scale_headroom", self.scale_headroom, (False, True))
         if reason := self._contradiction():
             values = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
             raise ValueError(f"QuantSpec: {reason}, got {values}")
@@ -123,6 +128,11 @@ class QuantSpec:
                 'amax_scope="row" needs block_rows=1 and rounding="nearest", since a 16x16 tile has rows of several '
                 "amaxes, and gradients, which are rounded stochastically, have one amax per tensor"
             )
+        if self.scale_headroom and (self.block_rows == 16 or not stochastic):
+            return (
+                'scale_headroom=True needs rounding="stochastic" and block_rows=1, since it is for gradients: a value '
+                "that is rounded to nearest is biased with or without it"
+            )
         return None
 
     @property
@@ -145,6 +155,7 @@ class QuantSpec:
             "select": self.select,
             "error_math": self.error_math,
             "rounding": self.rounding,
+            "scale_headroom": self.scale_headroom,
         }
 
 
@@ -153,6 +164,8 @@ NVFP4_2D = QuantSpec(block_rows=16)
 NVFP4_SR = QuantSpec(rounding="stochastic")
 NVFP4_RHT = QuantSpec(Format(rht=True))
 NVFP4_RHT_SR = QuantSpec(Format(rht=True), rounding="stochastic")
+NVFP4_SR_UNBIASED = QuantSpec(rounding="stochastic", scale_headroom=True)
+NVFP4_RHT_SR_UNBIASED = QuantSpec(Format(rht=True), rounding="stochastic", scale_headroom=True)
 ROW_SCALED = QuantSpec(Format(amax_scope="row"))
 WINDOW64 = QuantSpec(Format(amax_scope="window64"))
 
@@ -196,7 +209,7 @@ def four_over_six(
 def _every_spec() -> tuple[QuantSpec, ...]:
     """Lists every combination of fields that does not contradict itself."""
     specs = []
-    for scope, rht, rows, select, math, rounding, e4m3_max in itertools.product(
+    for scope, rht, rows, select, math, rounding, e4m3_max, headroom in itertools.product(
         ("tensor", "row", "window64"),
         (False, True),
         (1, 16),
@@ -204,9 +217,11 @@ def _every_spec() -> tuple[QuantSpec, ...]:
         ("fp32", "fp16"),
         ("nearest", "stochastic"),
         (448, 256),
+        (False, True),
     ):
         try:
-            specs.append(QuantSpec(Format(scope, e4m3_max, rht), rows, select, math, rounding))  # type: ignore[arg-type]
+            fmt = Format(scope, e4m3_max, rht)  # type: ignore[arg-type]
+            specs.append(QuantSpec(fmt, rows, select, math, rounding, headroom))  # type: ignore[arg-type]
         except ValueError:
             continue
     return tuple(specs)
@@ -216,9 +231,10 @@ SUPPORTED_SPECS = _every_spec()
 
 
 def _fused_pairs() -> frozenset[tuple[QuantSpec, QuantSpec]]:
-    alike = [NVFP4, NVFP4_SR, NVFP4_2D, ROW_SCALED, WINDOW64]
+    alike = [NVFP4, NVFP4_SR, NVFP4_SR_UNBIASED, NVFP4_2D, ROW_SCALED, WINDOW64]
     alike += [s for s in SUPPORTED_SPECS if s.select != "max6" and s.format.amax_scope == "tensor"]
-    return frozenset([*((s, s) for s in alike), (NVFP4, NVFP4_RHT), (NVFP4_SR, NVFP4_RHT_SR)])
+    rotated = [(NVFP4, NVFP4_RHT), (NVFP4_SR, NVFP4_RHT_SR), (NVFP4_SR_UNBIASED, NVFP4_RHT_SR_UNBIASED)]
+    return frozenset([*((s, s) for s in alike), *rotated])
 
 
 # Pairs that `quantize_pair` quantizes in one pass over x: ffi/spec.h's list in Python words.
@@ -233,4 +249,4 @@ def name_of(spec: QuantSpec) -> str:
         row, fast = "_ROW" * (fmt.amax_scope == "row"), "_FAST" * (spec.error_math == "fp16")
         return f"FOUR_OVER_SIX{row}{tiles}_{spec.select.upper()}_{fmt.e4m3_max}{fast}"
     scope = {"tensor": "NVFP4", "row": "ROW_SCALED", "window64": "WINDOW64"}[fmt.amax_scope]
-    return f"{scope}{tiles}{'_RHT' * fmt.rht}{stochastic}"
+    return f"{scope}{tiles}{'_RHT' * fmt.rht}{stochastic}{'_UNBIASED' * spec.scale_headroom}"

@@ -191,7 +191,8 @@ def support_table() -> str:
 
 
 def _support_row(spec: QuantSpec) -> tuple[str, ...]:
-    scale = "amax to 6" if spec.select == "max6" else f"4 or 6, {spec.select}, {spec.error_math}"
+    largest = "amax below 6" if spec.scale_headroom else "amax to 6"
+    scale = largest if spec.select == "max6" else f"4 or 6, {spec.select}, {spec.error_math}"
     partners = [name_of(col) for row, col in FUSED_PAIRS if row == spec]
     return (
         f"`{name_of(spec)}`",

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jnvfp4 import NVFP4, NVFP4_2D, NVFP4_SR, ROW_SCALED, WINDOW64, QuantSpec
+from jnvfp4 import NVFP4, NVFP4_2D, NVFP4_SR, NVFP4_SR_UNBIASED, ROW_SCALED, WINDOW64, QuantSpec
 
 U8, U32, F32, BF16 = jnp.uint8, jnp.uint32, jnp.float32, jnp.bfloat16
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -175,6 +175,7 @@ def valid_calls(platform: str) -> dict[str, Call]:
         "quantize": quantize_call(NVFP4, True),
         "quantize tiles": quantize_call(NVFP4_2D, True, transpose=True),
         "quantize stochastic": quantize_call(NVFP4_SR, True),
+        "quantize headroom": quantize_call(NVFP4_SR_UNBIASED, True),
         "quantize rows": quantize_call(ROW_SCALED, True),
         "quantize rows found": quantize_call(ROW_SCALED, False),
         "quantize columns found": quantize_call(ROW_SCALED, False, transpose=True),
@@ -182,6 +183,7 @@ def valid_calls(platform: str) -> dict[str, Call]:
         "quantize windows found": quantize_call(WINDOW64, False),
         "pair": pair_call(NVFP4, True),
         "pair stochastic": pair_call(NVFP4_SR, True),
+        "pair headroom": pair_call(NVFP4_SR_UNBIASED, True),
         "pair windows": pair_call(WINDOW64, False),
         "fake_quant": fake_quant_call(NVFP4_SR, True),
         "fake_quant rows found": fake_quant_call(ROW_SCALED, False),
@@ -236,6 +238,8 @@ WRONG_SPECS = [
     {"rounding": "up"},
     {"amax_scope": "window64", "rht": True},
     {"select": "mae", "rounding": "stochastic"},
+    {"rounding": "nearest", "scale_headroom": True},
+    {"block_rows": np.int32(16), "rounding": "stochastic", "scale_headroom": True},
 ]
 WRONG_ATTRS = {
     "row_blocks": [np.int32(-1), np.int32(0), np.int32(7)],  # rows have 8 blocks

@@ -1,6 +1,7 @@
 """Comparing arrays bit for bit."""
 
 import functools
+import warnings
 from unittest import mock
 
 import hypothesis
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
 from jnvfp4 import ROW_SCALED, Format, NVFP4Tensor, QuantSpec, reference
 from jnvfp4.spec import BLOCK, WINDOW
@@ -380,3 +382,17 @@ def primitives(jaxpr) -> list[str]:
             if hasattr(inner, "eqns"):
                 names += primitives(inner)
     return names
+
+
+def skip_unless_haliax_runs() -> None:
+    """Skips where haliax itself, without jnvfp4, does not run with this JAX."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # about JAX
+            import haliax as hax
+            import haliax.nn as hnn
+
+            axes = hax.Axis("i", 2), hax.Axis("o", 2)
+            hnn.Linear.init(*axes, key=jax.random.key(0))(hax.ones(axes[:1]))
+    except (ImportError, AttributeError) as error:
+        pytest.skip(f"no haliax that runs with this JAX: {error}", allow_module_level=True)

@@ -15,6 +15,7 @@ from jnvfp4 import (
     NVFP4_2D,
     NVFP4_RHT,
     NVFP4_RHT_SR,
+    NVFP4_RHT_SR_UNBIASED,
     NVFP4_SR,
     ROW_SCALED,
     WINDOW64,
@@ -33,7 +34,7 @@ SPECS = {
     "4over6": four_over_six(),
     "4over6_2d": four_over_six(block_rows=16),
 }
-VARIED_SPECS = (*SPECS.values(), NVFP4_SR, NVFP4_RHT_SR)
+VARIED_SPECS = (*SPECS.values(), NVFP4_SR, NVFP4_RHT_SR, NVFP4_RHT_SR_UNBIASED)
 X = Case("x", (512, 1024))  # either axis splits into eight times 64
 KEY = jax.random.key(7)
 

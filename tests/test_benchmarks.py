@@ -45,7 +45,7 @@ NAMED = [s for s in vars(specs).values() if isinstance(s, jnvfp4.QuantSpec)]
 def test_every_named_recipe_is_measured_each_way_it_is_used():
     """Quantized, decoded in registers, and as each pair that one kernel makes."""
     quantized = {s for op in OPS if op.what == "quantize" for s in op.specs}
-    assert len(NAMED) == 7
+    assert len(NAMED) == 9
     assert quantized >= set(NAMED)
     assert {op.spec for op in OPS if op.what == "fake_quant"} >= set(NAMED)
     pairs = {op.specs for op in OPS if op.what == "quantize" and None not in op.specs}

@@ -7,12 +7,16 @@ import subprocess
 import sys
 
 import pytest
+from helpers import skip_unless_haliax_runs
 
 from jnvfp4.spec import SUPPORTED_SPECS
 from jnvfp4.support import support_table
 
 ROOT = pathlib.Path(__file__).parent.parent
-NEEDS = {"flax.md": ("flax", "optax", "qwix")}  # libraries that jnvfp4 does not depend on, by page
+NEEDS = {  # libraries that jnvfp4 does not depend on, by page
+    "flax.md": ("flax", "optax", "qwix"),
+    "haliax.md": ("optax",),
+}
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -24,11 +28,24 @@ def python_blocks(page: pathlib.Path) -> str:
 def test_code_blocks_run(page, tmp_path):
     for library in NEEDS.get(page.name, ()):
         pytest.importorskip(library)
+    if page.name == "haliax.md":
+        skip_unless_haliax_runs()
     script = tmp_path / "blocks.py"
     script.write_text(python_blocks(page))
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     result = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(("page", "examples"), [("flax.md", 2), ("haliax.md", 1)])
+def test_ten_lines_are_added_to_a_model(page, examples):
+    """Linen, NNX and haliax by the lines that are marked; Qwix by the whole block."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), flags=re.M | re.S)
+    marked = [count for block in blocks if (count := len(re.findall(r"#.*\badded\b", block, flags=re.M)))]
+    assert len(marked) == examples
+    assert max(marked) <= 10
+    driven = [block for block in blocks if "qwix.quantize_model" in block]
+    assert all(len(block.splitlines()) <= 10 for block in driven)
 
 
 def test_the_support_table_is_the_list_of_specs():

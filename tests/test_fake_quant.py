@@ -18,6 +18,7 @@ from jnvfp4 import (
     NVFP4_RHT,
     NVFP4_RHT_SR,
     NVFP4_SR,
+    NVFP4_SR_UNBIASED,
     ROW_SCALED,
     WINDOW64,
     dequantize,
@@ -28,7 +29,7 @@ from jnvfp4 import (
 from jnvfp4.spec import SUPPORTED_SPECS, name_of
 
 KEY = jax.random.key(3)
-KINDS = [NVFP4, NVFP4_2D, ROW_SCALED, NVFP4_RHT, NVFP4_SR, WINDOW64]
+KINDS = [NVFP4, NVFP4_2D, ROW_SCALED, NVFP4_RHT, NVFP4_SR, NVFP4_SR_UNBIASED, WINDOW64]
 TENSOR_SPECS = tuple(s for s in SUPPORTED_SPECS if s.format.amax_scope == "tensor")
 
 

@@ -91,11 +91,11 @@ def test_only_products_with_weights_are_quantized():
     model = Transformer(layers=1)
     variables = model.init(jax.random.key(0), TOKENS)
 
-    def apply(variables):
+    def apply(variables, key):
         with intercept(POLICY):
-            return model.apply(variables, TOKENS, rngs={"sr": KEY})
+            return model.apply(variables, TOKENS, rngs={"sr": key})
 
-    program = str(jax.make_jaxpr(apply)(variables))
+    program = str(jax.make_jaxpr(apply)(variables, KEY))
     assert program.count("nvfp4_matmul[") == 7
     plain = str(jax.make_jaxpr(lambda v: model.apply(v, TOKENS))(variables))
     assert len(re.findall(r"= dot_general\[", plain)) - len(re.findall(r"= dot_general\[", program)) == 7
@@ -229,11 +229,44 @@ def test_a_module_that_multiplies_by_itself_is_named():
     variables = init(model)
     decision = Policy(default=NEAREST).explain(model, X)[0]
     assert (decision.path, decision.recipe) == ("layers_0", None)
-    assert decision.why == "a Own, which jnvfp4.qwix.Provider reaches and intercept does not"
-    message = "intercept: layer 'layers_0' is a Own, which .* intercept does not"
+    assert decision.why == "of type Own, which jnvfp4.qwix.Provider reaches and intercept does not"
+    message = "intercept: layer 'layers_0' is of type Own, which .* intercept does not"
     with pytest.warns(UserWarning, match=message), intercept(Policy(default=NEAREST)):
         model.apply(variables, X)
     with intercept(Policy([Rule("layers_0", None)], default=NEAREST)):
+        model.apply(variables, X)
+
+
+def test_a_convolution_is_named():
+    model = nn.Sequential([nn.Conv(32, (3,)), nn.Dense(32)])
+    variables = init(model)
+    why = "of type Conv, which jnvfp4 does not quantize"
+    assert Policy(default=NEAREST).explain(model, X)[0] == ("layers_0", (3, 32, 32), None, why)
+    with pytest.raises(ValueError, match="every rule with a recipe must match a layer that can be quantized"):
+        Policy([Rule("layers_0", NEAREST)]).explain(model, X)
+    with pytest.warns(UserWarning, match=f"intercept: layer 'layers_0' is {why}"), intercept(Policy(default=NEAREST)):
+        model.apply(variables, X)
+
+
+def test_explain_needs_what_the_model_is_called_with():
+    with pytest.raises(TypeError, match=r"Policy.explain: a Linen module must come with .* explain\(model, tokens\)"):
+        Policy(default=NEAREST).explain(Mlp())
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Dense(32, precision="highest", name="up"), "DotGeneral of layer 'up': precision must be None or 'default'"),
+        (
+            nn.Einsum((32, 32), "bsd,de->bse", precision="highest", name="up"),
+            "einsum of layer 'up': precision must be None or 'default', got 'highest'; .* Rule with recipe None",
+        ),
+    ],
+    ids=["dense", "einsum"],
+)
+def test_an_error_names_the_layer(model, message):
+    variables = init(model)
+    with pytest.raises(ValueError, match=message), intercept(Policy(default=NEAREST)):
         model.apply(variables, X)
 
 
@@ -393,6 +426,19 @@ def test_scanned_layers_that_share_a_stream_raise():
 def test_scanned_layers_without_the_stream_raise():
     with pytest.raises(ValueError, match="layer 'block/up': key must be given"):
         run(Stack(scan=True), stacked(init(Stack())), rngs=True)
+
+
+def test_a_constant_key_inside_jit_raises():
+    """It would be the same in every step."""
+    variables = init(Mlp())
+    with intercept(ALL):
+        step = jax.jit(lambda variables, key: Mlp().apply(variables, X, rngs={"sr": key}))
+        message = r"layer 'up': the key of rngs={'sr': key} must be traced .* 'jit', got a constant, .* as an argument"
+        with pytest.raises(ValueError, match=message):
+            jax.jit(lambda variables: Mlp().apply(variables, X, rngs={"sr": KEY}))(variables)
+        assert_bitwise(Mlp().apply(variables, X, rngs={"sr": KEY}), step(variables, KEY))
+        jax.grad(lambda variables: Mlp().apply(variables, X, rngs={"sr": KEY}).sum())(variables)
+        nn.remat(Mlp)().apply(variables, X, rngs={"sr": KEY})  # which gives the key to what it traces
 
 
 def test_a_new_key_is_no_new_trace():

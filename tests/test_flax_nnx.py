@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import assert_sharded, make_mesh, put
 
 from jnvfp4 import DotGeneral, Policy, Rule, layer_index, layer_key, linear, recipes, step_key
+from jnvfp4._keys import fold_path
 from jnvfp4.flax import calibrate
 from jnvfp4.flax.nnx import apply
 
@@ -157,6 +158,43 @@ def test_a_layer_with_a_product_of_its_own_keeps_it():
     assert apply(model, policy).dot_general is own
     einsum = nnx.Einsum("bsd,de->bse", (32, 48), einsum_op=lambda *a, **k: jnp.einsum(*a, **k), rngs=nnx.Rngs(0))
     assert policy.explain(einsum)[0].why == "has an einsum_op of its own"
+
+
+class Own(nnx.Module):
+    """Multiplies by itself, as some models do."""
+
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.ones((32, 32)))
+
+    def __call__(self, x):
+        return x @ self.kernel[...]
+
+
+OTHERS = {
+    "own": (Own, "of type Own, which jnvfp4.qwix.Provider reaches and apply does not"),
+    "convolution": (lambda: nnx.Conv(32, 32, (3,), rngs=nnx.Rngs(0)), "of type Conv, which jnvfp4 does not quantize"),
+}
+
+
+@pytest.mark.parametrize(("make", "why"), OTHERS.values(), ids=OTHERS)
+def test_a_module_without_a_hook_is_named(make, why):
+    model = nnx.Sequential(make(), nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
+    decision = Policy(default=NEAREST).explain(model)[0]
+    assert (decision.path, decision.recipe, decision.why) == ("layers/0", None, why)
+    with pytest.warns(UserWarning, match=f"apply: layer 'layers/0' is {why}; a rule with recipe None ends this"):
+        apply(model, Policy(default=NEAREST))
+    apply(model, Policy([Rule("layers/0", None)], default=NEAREST))
+    assert model(X).shape == X.shape
+
+
+def test_an_error_names_the_layer():
+    for module, op in (
+        (nnx.Linear(32, 32, precision="highest", rngs=nnx.Rngs(0)), "DotGeneral"),
+        (nnx.Einsum("bsd,de->bse", (32, 32), precision="highest", rngs=nnx.Rngs(0)), "einsum"),
+    ):
+        model = apply(nnx.Sequential(module), Policy(default=NEAREST))
+        with pytest.raises(ValueError, match=f"{op} of layer 'layers/0': precision must be None or 'default'"):
+            model(X)
 
 
 def test_einsums():
@@ -328,6 +366,16 @@ def test_streams_under_remat():
         assert_bitwise(loss, want)
         for layer in ("up", "down"):
             assert_bitwise(*(leaves(g)["inner"][layer]["kernel"] for g in (grads, wanted)))
+
+
+def test_a_stream_folds_the_path(monkeypatch):
+    """So a stream that two layers share would still give each its own bits."""
+    model = apply(mlp(), ALL, rngs=nnx.Rngs(sr=3))
+    want = [fold_path(nnx.clone(getattr(model, name).dot_general.stream)(), name) for name in ("up", "down")]
+    drawn = record_keys(monkeypatch)
+    model(X)
+    jax.effects_barrier()
+    assert drawn == [tuple(np.asarray(jax.random.key_data(key)).tolist()) for key in want]
 
 
 def test_a_stream_is_reproducible():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise
+from helpers import assert_bitwise, skip_unless_haliax_runs
 
 pytest.importorskip("haliax", reason="no haliax that runs with this JAX", exc_type=ImportError)
 
@@ -16,6 +16,7 @@ from flax_models import record_keys
 from jnvfp4 import Policy, Rule, layer_key, linear, recipes, step_key
 from jnvfp4.haliax import DotGeneral, apply
 
+skip_unless_haliax_runs()
 SR, NEAREST = recipes.pretrain(), recipes.DEFAULT
 KEY = jax.random.key(5)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of haliax, about JAX
@@ -121,3 +122,15 @@ def test_a_layer_without_a_key_raises():
     with step_key(KEY), pytest.raises(ValueError, match=r"DotGeneral: key must be given.*path=\.\.\."):
         layer(X)
     hnn.Linear.init(In, Hidden, key=jax.random.key(0), dot_general=DotGeneral(NEAREST))(X)
+
+
+def test_the_optimizer_has_the_same_arrays():
+    """Its state is made after ``apply``; that of the plain model has the same leaves, in another tree."""
+    optax = pytest.importorskip("optax")
+    states = [optax.adamw(1e-3).init(eqx.filter(m, eqx.is_inexact_array)) for m in (apply(MODEL, POLICY), MODEL)]
+    shapes = [[(a.shape, a.dtype) for a in jax.tree.leaves(state)] for state in states]
+    assert shapes[0] == shapes[1]
+    assert jax.tree.structure(states[0]) != jax.tree.structure(states[1])
+    taken_over = jax.tree.unflatten(jax.tree.structure(states[0]), jax.tree.leaves(states[1]))
+    grads = eqx.filter(run(apply(MODEL, POLICY), KEY)[1], eqx.is_inexact_array)
+    optax.adamw(1e-3).update(grads, taken_over, eqx.filter(apply(MODEL, POLICY), eqx.is_inexact_array))

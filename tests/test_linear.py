@@ -58,6 +58,7 @@ NAMED = {
     "pretrain_no_rht": recipes.pretrain(rht=False),
     "pretrain_nearest": recipes.pretrain(stochastic_rounding=False),
     "pretrain_no_tiles": recipes.pretrain(weight_tiles=False),
+    "pretrain_unbiased": recipes.pretrain(unbiased=True),
     "pretrain_plain": recipes.pretrain(rht=False, stochastic_rounding=False, weight_tiles=False),
     "row_scaled": recipes.row_scaled(),
     "row_scaled_nearest": recipes.row_scaled(stochastic_rounding=False),

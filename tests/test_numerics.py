@@ -219,16 +219,19 @@ def test_global_scale(tables):
 
 
 @every_form
-def test_block_scale(tables, form):
+@pytest.mark.parametrize("headroom", [False, True], ids=["plain", "headroom"])
+def test_block_scale(tables, headroom, form):
     """Products above the largest scale, and infinite ones, saturate."""
-    got, block_amax = tables[f"block_scale{form}"].astype(np.uint8), MAGNITUDES[hashed(MAGNITUDES >> 15) & 0xFFFF]
+    got = tables[f"block_scale{'_headroom' * headroom}{form}"].astype(np.uint8)
+    block_amax = MAGNITUDES[hashed(MAGNITUDES >> 15) & 0xFFFF]
 
     def scale(block_amax, amax):
-        return reference.block_scale(block_amax, reference.global_scale(amax, 448)[1])
+        return reference.block_scale(block_amax, reference.global_scale(amax, 448)[1], headroom)
 
     assert_bitwise(got, by_reference(scale, block_amax, MAGNITUDES), "reference")
     with np.errstate(all="ignore"):
         product = block_amax.view(np.float32) * tables["mult_of_global_scale"].view(np.float32)
+        product = product * np.float32(1.0625) if headroom else product
         want = np.minimum(product, np.float32(448)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     assert np.isinf(product).sum() > 1000
     assert_bitwise(got, np.where(is_nan(product), 0x7F, want).astype(np.uint8), "NumPy")
@@ -552,6 +555,10 @@ MISTAKES = {
         "half": ("t >= 0x3f000000u ? 0x3f000000u", "t >= 0x3f000000u ? 0x3f800000u"),
         "saturation": ("t > 0x40c00000u ? 0x40c00000u : t & 0xffc00000u", "t & 0xffc00000u"),
         "sign": ("float_of(magnitude | (b & kSign))", "float_of(magnitude)"),
+    },
+    "block_scale": {
+        "less headroom": ("kHeadroom = 1.0625f", "kHeadroom = 1.0624f"),
+        "more headroom": ("kHeadroom = 1.0625f", "kHeadroom = 1.0626f"),
     },
     "div_by_steps": {"correction": ("fma(fma(-d, q, a), reciprocal, q)", "q")},
     "row_error_by_values": {

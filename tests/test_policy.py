@@ -221,6 +221,36 @@ def test_a_rule_that_matches_nothing_raises():
         Policy([Rule(".*gate", SR)]).plan([])
 
 
+def test_a_pattern_for_a_part_of_a_path_is_explained():
+    with pytest.raises(ValueError, match=r"; a pattern is for the whole path, and '\.\*mlp/up\.\*' for a part of it$"):
+        Policy([Rule("mlp/up", SR)]).explain(MODEL)
+
+
+def test_a_rule_behind_others_raises():
+    message = "every rule must decide for a layer, got '.*/up', .* as block_0/mlp/up matches 'block_.*'; the first that"
+    with pytest.raises(ValueError, match=message):
+        Policy([Rule("block_.*", SR), Rule(".*/up", None)]).explain(MODEL)
+
+
+def test_a_rule_for_layers_that_cannot_be_quantized_raises():
+    layers = [Layer("conv", (3, 32, 64), reason="a reason"), Layer("up", (32, 64), (64, 32))]
+    message = (
+        r"every rule with a recipe must match a layer that can be quantized, got 'conv', which matches conv \(a rea"
+    )
+    with pytest.raises(ValueError, match=message):
+        Policy([Rule("conv", SR)]).plan(layers)
+    assert Policy([Rule("conv", None)]).plan(layers)["conv"].recipe is None
+    assert Policy([Rule("conv|up", SR)]).plan(layers)["up"].recipe == SR
+
+
+@pytest.mark.parametrize("ends", [{"first_bf16": 4}, {"first_bf16": 2, "last_bf16": 2}, {"last_bf16": 9}], ids=str)
+def test_the_ends_leave_a_layer(ends):
+    with pytest.raises(ValueError, match=r"_bf16=. must leave a layer to quantize, got none of block 0 to 3"):
+        Policy([Rule("block_.*", SR)], **ends).explain(MODEL)
+    Policy([Rule("block_.*", None)], **ends).explain(MODEL)
+    Policy(default=SR, keep=(), **ends).explain(MODEL)  # the embedding and the head
+
+
 def test_a_rule_for_kept_layers_alone_raises():
     message = "every rule must match a layer that keep does not name, got 'lm_head', .*; leave 'lm_head' out of keep"
     with pytest.raises(ValueError, match=message):
@@ -241,6 +271,17 @@ def test_a_rule_for_kept_layers_alone_raises():
         (lambda: Rule(3, SR), TypeError, "Rule: path must be a regular expression or a function of the path, got 3"),
         (lambda: Rule("a", "pretrain"), TypeError, "Rule: recipe must be a Recipe or None, got 'pretrain'"),
         (lambda: Policy(default="pretrain"), TypeError, "Policy: default must be a Recipe or None, got 'pretrain'"),
+        (
+            lambda: Policy(Rule("a", SR)),
+            TypeError,
+            r"rules must be a list of Rule, got Rule\(.*Policy\(default=recipe\)",
+        ),
+        (
+            lambda: Policy(SR),
+            TypeError,
+            r"Policy: rules must be a list of Rule, got Recipe\(.*Policy\(default=recipe\)",
+        ),
+        (lambda: Policy("block_.*"), TypeError, "Policy: rules must be a list of Rule, got 'block_"),
         (lambda: Policy(["a"]), TypeError, "Policy: each of rules must be a Rule, got 'a'"),
         (lambda: Policy(keep="lm_head"), TypeError, "Policy: keep must be names in a tuple, got 'lm_head'"),
         (lambda: Policy(keep=("a/b",)), TypeError, "Policy: each of keep must be the name of a part .*, got 'a/b'"),

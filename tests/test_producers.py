@@ -20,7 +20,9 @@ from jnvfp4 import (
     NVFP4_2D,
     NVFP4_RHT,
     NVFP4_RHT_SR,
+    NVFP4_RHT_SR_UNBIASED,
     NVFP4_SR,
+    NVFP4_SR_UNBIASED,
     ROW_SCALED,
     WINDOW64,
     Produced,
@@ -38,8 +40,17 @@ from jnvfp4.spec import FUSED_PAIRS, SUPPORTED_SPECS, name_of
 
 F32, BF16 = np.float32, ml_dtypes.bfloat16
 EPS = 1e-6
-SPECS = (NVFP4, NVFP4_2D, NVFP4_RHT, NVFP4_SR, ROW_SCALED, WINDOW64, four_over_six(), four_over_six(amax_scope="row"))
-PAIRS = [(NVFP4, NVFP4_RHT), (NVFP4_SR, NVFP4_RHT_SR), (WINDOW64, WINDOW64), (ROW_SCALED, ROW_SCALED)]
+SPECS = (
+    *(NVFP4, NVFP4_2D, NVFP4_RHT, NVFP4_SR, NVFP4_SR_UNBIASED, ROW_SCALED, WINDOW64),
+    *(four_over_six(), four_over_six(amax_scope="row")),
+)
+PAIRS = [
+    (NVFP4, NVFP4_RHT),
+    (NVFP4_SR, NVFP4_RHT_SR),
+    (NVFP4_SR_UNBIASED, NVFP4_RHT_SR_UNBIASED),
+    (WINDOW64, WINDOW64),
+    (ROW_SCALED, ROW_SCALED),
+]
 PAIRS += [(NVFP4_2D, NVFP4_2D), (NVFP4, ROW_SCALED)]  # the last is two calls
 PRODUCERS = {"norm": rms_norm_quantize, "gate": silu_mul_quantize}
 every_producer = pytest.mark.parametrize("producer", PRODUCERS)

@@ -30,7 +30,9 @@ from jnvfp4 import (
     NVFP4_2D,
     NVFP4_RHT,
     NVFP4_RHT_SR,
+    NVFP4_RHT_SR_UNBIASED,
     NVFP4_SR,
+    NVFP4_SR_UNBIASED,
     ROW_SCALED,
     WINDOW64,
     Format,
@@ -39,11 +41,12 @@ from jnvfp4 import (
 )
 from jnvfp4.spec import FUSED_PAIRS, SUPPORTED_SPECS, name_of
 
-# One spec of each kind of arithmetic; 34 differ from these in one setting or two.
+# One spec of each kind of arithmetic; others differ from these in one setting or two.
 FAMILIES = [
     NVFP4,
     NVFP4_2D,
     NVFP4_SR,
+    NVFP4_SR_UNBIASED,
     NVFP4_RHT,
     QuantSpec(Format(rht=True), block_rows=16, rounding="stochastic"),
     ROW_SCALED,
@@ -510,11 +513,14 @@ def test_pair_with_given_amax(native, which, pair):
     check_pair(x, *pair, (row if which != "col" else None, col if which != "row" else None))
 
 
-def test_pair_by_the_reference(backend):
-    """The one fused pair that holds every operand: two amaxes and two streams."""
+@pytest.mark.parametrize(
+    "specs", [(NVFP4_SR, NVFP4_RHT_SR), (NVFP4_SR_UNBIASED, NVFP4_RHT_SR_UNBIASED)], ids=["plain", "unbiased"]
+)
+def test_pair_by_the_reference(backend, specs):
+    """The fused pairs that hold every operand: two amaxes and two streams."""
     x = cases.Case("x", (32, 48)).make()
-    pair = jnvfp4.quantize_pair(x, NVFP4_SR, NVFP4_RHT_SR, key=key_for(NVFP4_SR), implementation=backend.implementation)
-    for t, spec, transpose in zip(pair, (NVFP4_SR, NVFP4_RHT_SR), (False, True), strict=True):
+    pair = jnvfp4.quantize_pair(x, *specs, key=key_for(*specs), implementation=backend.implementation)
+    for t, spec, transpose in zip(pair, specs, (False, True), strict=True):
         check(t, turned(x, transpose), spec, None, transpose)
 
 

@@ -44,13 +44,13 @@ def test_a_linen_model_has_the_bits_of_intercept():
     assert_same_tensor(driven.init(jax.random.key(0), TOKENS), variables)
 
     @jax.jit
-    def ours(variables):
+    def ours(variables, key):
         with intercept(LINEN):
-            return loss(model.apply(variables, TOKENS, rngs={"sr": KEY}))
+            return loss(model.apply(variables, TOKENS, rngs={"sr": key}))
 
-    theirs = jax.jit(lambda variables: loss(driven.apply(variables, TOKENS, rngs={"sr": KEY})))
-    assert_same_tensor(jax.value_and_grad(theirs)(variables), jax.value_and_grad(ours)(variables))
-    assert str(jax.make_jaxpr(theirs)(variables)).count("nvfp4_matmul[") == 14
+    theirs = jax.jit(lambda variables, key: loss(driven.apply(variables, TOKENS, rngs={"sr": key})))
+    assert_same_tensor(jax.value_and_grad(theirs)(variables, KEY), jax.value_and_grad(ours)(variables, KEY))
+    assert str(jax.make_jaxpr(theirs)(variables, KEY)).count("nvfp4_matmul[") == 14
 
 
 def test_an_nnx_model_has_the_bits_of_apply():
@@ -113,3 +113,29 @@ def test_the_policy_is_checked():
         qwix.quantize_model(Mlp(), Provider(Policy(default=SR))).apply(variables, X)
     with pytest.raises(TypeError, match=r"Provider: policy must be a jnvfp4\.Policy, got \[\]"):
         Provider([])
+
+
+class NnxOwn(nnx.Module):
+    """Multiplies by itself."""
+
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.ones((32, 32)))
+
+    def __call__(self, x):
+        return jax.lax.dot_general(x, self.kernel[...], (((1,), (0,)), ((), ())))
+
+
+def test_a_module_of_nnx_that_multiplies_by_itself_is_reached():
+    x = jnp.ones((4, 32))
+    model = qwix.quantize_model(nnx.Sequential(NnxOwn()), Provider(Policy([Rule("layers/0", NEAREST)])), x)
+    assert str(jax.make_jaxpr(lambda x: model(x))(x)).count("nvfp4_matmul[") == 1
+    with pytest.raises(ValueError, match="every rule must match a layer, got 'layers/1'"):
+        qwix.quantize_model(nnx.Sequential(NnxOwn()), Provider(Policy([Rule("layers/1", NEAREST)])), x)
+
+
+def test_an_error_names_the_layer():
+    model = nn.Sequential([nn.Dense(32, precision="highest")])
+    model = qwix.quantize_model(model, Provider(Policy(default=NEAREST)))
+    variables = model.init(jax.random.key(0), jnp.ones((4, 32)))
+    with pytest.raises(ValueError, match="DotGeneral of layer 'layers_0': precision must be None"):
+        model.apply(variables, jnp.ones((4, 32)))

@@ -11,7 +11,9 @@ from jnvfp4 import (
     NVFP4_2D,
     NVFP4_RHT,
     NVFP4_RHT_SR,
+    NVFP4_RHT_SR_UNBIASED,
     NVFP4_SR,
+    NVFP4_SR_UNBIASED,
     ROW_SCALED,
     WINDOW64,
     Format,
@@ -37,6 +39,18 @@ TABLE = {
         (NVFP4, NVFP4_2D),
         (NVFP4, NVFP4_2D),
         (NVFP4_RHT, NVFP4_RHT),
+    ),
+    "pretrain, unbiased": (
+        recipes.pretrain(unbiased=True),
+        (NVFP4, NVFP4_2D),
+        (NVFP4_SR_UNBIASED, NVFP4_2D),
+        (NVFP4_RHT_SR_UNBIASED, NVFP4_RHT),
+    ),
+    "pretrain, unbiased, no rht": (
+        recipes.pretrain(unbiased=True, rht=False, stochastic_rounding=True, weight_tiles=False),
+        (NVFP4, NVFP4),
+        (NVFP4_SR_UNBIASED, NVFP4),
+        (NVFP4_SR_UNBIASED, NVFP4),
     ),
     "pretrain, no tiles": (
         recipes.pretrain(weight_tiles=False),
@@ -165,6 +179,7 @@ def test_other_gradients_need_no_key(make, backward):
 # ---------------------------------------------------------------- the policy on gradients
 SWITCHES = [
     *(recipes.pretrain(rht=r, stochastic_rounding=s, weight_tiles=t) for r, s, t in product([False, True], repeat=3)),
+    *(recipes.pretrain(rht=r, unbiased=True) for r in (False, True)),
     *(f(stochastic_rounding=s) for f in (recipes.row_scaled, recipes.window64) for s in (False, True)),
     *(
         recipes.four_over_six(scope, stochastic_rounding=s)
@@ -181,6 +196,8 @@ def test_gradients_have_one_amax_and_plain_block_scales():
         NVFP4_SR,
         NVFP4_RHT,
         NVFP4_RHT_SR,
+        NVFP4_SR_UNBIASED,
+        NVFP4_RHT_SR_UNBIASED,
     }
 
 
@@ -314,6 +331,15 @@ INVALID = {
         lambda: recipes.row_scaled(backward="high_precision", stochastic_rounding=True),
         'row_scaled: stochastic_rounding must be left out for backward="high_precision"',
     ),
+    "unbiased, rounded to nearest": (
+        lambda: recipes.pretrain(unbiased=True, stochastic_rounding=False),
+        "pretrain: unbiased must be False for stochastic_rounding=False, which rounds nothing stochastically, got True",
+    ),
+    "unbiased without a quantized gradient": (
+        lambda: recipes.pretrain(unbiased=True, backward="dequantized"),
+        'pretrain: unbiased must be False for backward="dequantized", which rounds nothing stochastically, got True',
+    ),
+    "unbiased, a number": (lambda: recipes.pretrain(unbiased=1), "pretrain: unbiased must be True or False, got 1"),
     "switch": (lambda: recipes.pretrain(rht="no"), "pretrain: rht must be True or False, got 'no'"),
     "weight_only": (lambda: recipes.inference(weight_only=1), "inference: weight_only must be True or False, got 1"),
     "fast": (lambda: recipes.four_over_six(fast="no"), "four_over_six: fast must be True or False, got 'no'"),

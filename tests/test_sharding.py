@@ -36,7 +36,9 @@ from jnvfp4 import (
     NVFP4_2D,
     NVFP4_RHT,
     NVFP4_RHT_SR,
+    NVFP4_RHT_SR_UNBIASED,
     NVFP4_SR,
+    NVFP4_SR_UNBIASED,
     ROW_SCALED,
     WINDOW64,
     NVFP4Tensor,
@@ -281,6 +283,7 @@ EVERY_PAIR = tuple(sorted(FUSED_PAIRS, key=lambda pair: tuple(map(name_of, pair)
 VARIED_PAIRS = (
     (NVFP4, NVFP4_RHT),
     (NVFP4_SR, NVFP4_RHT_SR),
+    (NVFP4_SR_UNBIASED, NVFP4_RHT_SR_UNBIASED),
     (NVFP4_2D, NVFP4_2D),
     (ROW_SCALED, ROW_SCALED),
     (WINDOW64, WINDOW64),

@@ -55,6 +55,17 @@ INVALID = {
         lambda: QuantSpec(Format("window64"), rounding="stochastic"),
         'amax_scope="window64" needs .* rounding="nearest"',
     ),
+    "headroom": (lambda: QuantSpec(rounding="stochastic", scale_headroom=1), r"scale_headroom must be .*, got 1"),
+    "headroom_nearest": (
+        lambda: QuantSpec(scale_headroom=True),
+        'QuantSpec: scale_headroom=True needs rounding="stochastic" and block_rows=1.*, got .*scale_headroom=True',
+    ),
+    "headroom_2d": (
+        lambda: QuantSpec(block_rows=16, rounding="stochastic", scale_headroom=True),
+        'scale_headroom=True needs rounding="stochastic" and block_rows=1',
+    ),
+    "headroom_mae": (lambda: QuantSpec(select="mae", scale_headroom=True), "scale_headroom=True needs"),
+    "headroom_row": (lambda: QuantSpec(Format("row"), scale_headroom=True), "scale_headroom=True needs"),
     "four_over_six_error": (lambda: four_over_six("max"), "four_over_six: error must be 'mae' or 'mse', got 'max'"),
     "four_over_six_max6": (lambda: four_over_six("max6"), "four_over_six: error must be 'mae' or 'mse', got 'max6'"),
     "four_over_six_e4m3_max": (lambda: four_over_six(e4m3_max=240), r"e4m3_max must be one of \(448, 256\), got 240"),
@@ -106,6 +117,8 @@ NAMED = {
     "NVFP4_SR": QuantSpec(rounding="stochastic"),
     "NVFP4_RHT": QuantSpec(Format(rht=True)),
     "NVFP4_RHT_SR": QuantSpec(Format(rht=True), rounding="stochastic"),
+    "NVFP4_SR_UNBIASED": QuantSpec(rounding="stochastic", scale_headroom=True),
+    "NVFP4_RHT_SR_UNBIASED": QuantSpec(Format(rht=True), rounding="stochastic", scale_headroom=True),
     "ROW_SCALED": QuantSpec(Format("row")),
     "WINDOW64": QuantSpec(Format("window64")),
 }
@@ -192,6 +205,7 @@ FIELDS = {
     "select": ("max6", "mae", "mse"),
     "error_math": ("fp32", "fp16"),
     "rounding": ("nearest", "stochastic"),
+    "scale_headroom": (False, True),
 }
 
 
@@ -210,9 +224,9 @@ def _constructible() -> list[QuantSpec]:
 
 
 def test_every_combination_is_supported_or_refused():
-    """The whole product of field values: 24 specs of 4over6, ten others."""
-    assert len(list(product(*FIELDS.values()))) == 288
-    assert len(SUPPORTED_SPECS) == 34
+    """The whole product of field values: 24 specs of 4over6, twelve others."""
+    assert len(list(product(*FIELDS.values()))) == 576
+    assert len(SUPPORTED_SPECS) == 36
     assert sorted(map(name_of, _constructible())) == sorted(map(name_of, SUPPORTED_SPECS))
 
 
@@ -243,7 +257,7 @@ def test_a_pair_without_a_kernel(native):
 
 # ---------------------------------------------------------------- ffi/spec.h
 def _kernel(spec: QuantSpec) -> tuple:
-    """What spec.h's KernelSpec holds: every setting but e4m3_max, as its enumerators' numbers."""
+    """What spec.h's KernelSpec holds: every setting but e4m3_max and scale_headroom, as its enumerators' numbers."""
     return (
         FIELDS["amax_scope"].index(spec.format.amax_scope),
         int(spec.format.rht),

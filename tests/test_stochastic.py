@@ -1,5 +1,6 @@
 """Stochastic rounding: the bits are Philox at the documented counter, and its results have the stated odds."""
 
+import dataclasses
 import math
 from functools import partial
 
@@ -9,14 +10,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import DTYPES
-from helpers import assert_bitwise, assert_same_tensor, e2m1_values, encode_scales, unpack_codes
+from helpers import assert_bitwise, assert_same_tensor, e2m1_values, encode_scales, scale_values, unpack_codes
 from operands import normal
 
 from jnvfp4 import (
     NVFP4,
     NVFP4_RHT,
     NVFP4_RHT_SR,
+    NVFP4_RHT_SR_UNBIASED,
     NVFP4_SR,
+    NVFP4_SR_UNBIASED,
     ROW_SCALED,
     dequantize,
     fake_quant,
@@ -32,7 +35,8 @@ from jnvfp4._primitives._base import Backend, bind
 KEY = jax.random.key(11)
 UNIT_AMAX = np.float32(6 * 448)  # with it, a block whose amax is 6 has scale 1: values are codes as they are
 transposed_or_not = pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transpose"])
-rotated_or_not = pytest.mark.parametrize("spec", [NVFP4_SR, NVFP4_RHT_SR], ids=["sr", "rht_sr"])
+SPECS = [NVFP4_SR, NVFP4_RHT_SR, NVFP4_SR_UNBIASED, NVFP4_RHT_SR_UNBIASED]
+rotated_or_not = pytest.mark.parametrize("spec", SPECS, ids=["sr", "rht_sr", "sr_unbiased", "rht_sr_unbiased"])
 
 
 # ---------------------------------------------------------------- the rule of docs/numerics.md in NumPy
@@ -279,6 +283,106 @@ def test_nan_gives_code_zero(native):
     assert not codes[3, 16:32].any()
     assert np.delete(codes.reshape(16, 4, 16), 1, 1).all()
     assert np.isnan(np.asarray(t.scale, np.float32)[3, 1])
+
+
+# ---------------------------------------------------------------- headroom of block scales
+UNBIASED = [NVFP4_SR_UNBIASED, NVFP4_RHT_SR_UNBIASED]
+plain_or_rotated = pytest.mark.parametrize("spec", UNBIASED, ids=["plain", "rotated"])
+
+
+def encoded(x, t) -> np.ndarray:
+    """What rounding sees of x: times the encode scales, rotated as t is."""
+    x = np.asarray(x).astype(np.float32)
+    return (rotate(x) if t.format.rht else x) * np.repeat(encode_scales(t.scale, t.amax, x.ndim), 16, -1)
+
+
+@transposed_or_not
+@plain_or_rotated
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scales_with_headroom(native, dtype, spec, transpose):
+    x = normal((64, 128), 5, dtype) * jnp.exp2(jnp.arange(64.0) / -3)[:, None].astype(DTYPES[dtype])
+    t = quantize(x, spec, key=KEY, transpose=transpose)
+    v = np.asarray(x.T if transpose else x).astype(np.float32)
+    blocks = np.abs(rotate(v) if spec.format.rht else v).reshape(*t.scale.shape, 16).max(-1)
+    mult = np.float32(UNIT_AMAX) / np.asarray(t.amax) * np.float32(1 / 6)
+    want = np.minimum(blocks * mult * np.float32(1.0625), np.float32(448)).astype(ml_dtypes.float8_e4m3fn)
+    assert_bitwise(np.asarray(t.scale), want)
+
+
+@plain_or_rotated
+@pytest.mark.parametrize("exponent", [-108, -20, 0, 100], ids=lambda e: f"2^{e}")
+def test_headroom_clips_nothing(native, spec, exponent):
+    """Blocks of every size that have a normal scale: nothing is above 6 but by float32 rounding, as it is without."""
+    size = jnp.exp2(exponent - jnp.linspace(0, 15, 512))[:, None].astype(jnp.float32)
+    x = (normal((512, 512), 6, "fp32") * size).at[0, 0].set(8.0 * 2.0**exponent)
+    largest = {}
+    for headroom in (True, False):
+        t = quantize(x, dataclasses.replace(spec, scale_headroom=headroom), key=KEY)
+        is_normal = scale_values(t.scale) >= 2**-6
+        assert is_normal.mean() > 0.7
+        largest[headroom] = np.abs(encoded(x, t)).reshape(*t.scale.shape, 16).max(-1)[is_normal]
+    assert largest[True].max() <= 6 * (1 + 2**-21)
+    assert largest[True].min() >= 5.29
+    assert largest[False].max() > 6.3
+    assert (largest[False] > 6.01).mean() > 0.3
+
+
+def test_the_smallest_scales_clip_with_headroom_too(native):
+    """Where the exact scale is 1.4 times 2^-9, the smallest above 0, and where it rounds to 0."""
+    x = np.zeros((2, 16), np.float32)
+    x[:, 0] = 6 * 1.4 * 2**-9, 6 * 0.46 * 2**-9
+    t = quantize(x, NVFP4_SR_UNBIASED, amax=UNIT_AMAX, key=KEY)
+    np.testing.assert_array_equal(scale_values(t.scale)[:, 0], [2**-9, 0])
+    np.testing.assert_array_equal(dequantize(t)[:, 0], [6 * 2**-9, 0])
+
+
+def test_headroom_saturates_as_without_it(native):
+    """A block of the tensor's amax, and one above a given amax."""
+    x = np.ones((2, 16), np.float32) * np.float32([[UNIT_AMAX], [2 * UNIT_AMAX]])
+    with_headroom, without = (quantize(x, s, amax=UNIT_AMAX, key=KEY) for s in (NVFP4_SR_UNBIASED, NVFP4_SR))
+    assert_same_tensor(with_headroom, without)
+    np.testing.assert_array_equal(dequantize(with_headroom), np.full((2, 16), UNIT_AMAX))
+
+
+DRAWS = 1 << 16
+
+
+@partial(jax.jit, static_argnums=1)
+def draws(x, spec) -> jax.Array:
+    """x [16, n] quantized and dequantized with many keys -> [keys * 16, n]; rotated values stay so."""
+    quantized = jax.vmap(lambda key: quantize(x, spec, amax=UNIT_AMAX, key=key))(jax.random.split(KEY, DRAWS // 16))
+    return dequantize(quantized, rotate_back=False).reshape(DRAWS, -1)
+
+
+def mean_and_error(x, spec) -> tuple[np.ndarray, np.ndarray]:
+    """The mean over keys of one row, repeated, and the standard error of that mean."""
+    got = np.asarray(draws(jnp.tile(jnp.asarray(x), (16, 1)), spec), np.float64)
+    return got.mean(0), got.std(0) / math.sqrt(DRAWS)
+
+
+def test_the_mean_over_keys_is_x(native):
+    """Of a block whose exact scale, 33/32, E4M3 rounds down. All odds are multiples of 1/256."""
+    steps = np.array([704, 640, 560, 500, 384, 300, 250, 200, 129, 64, 63, 33, 17, 5, 1, 0])  # of 1/128, 704: 5.5
+    x = np.where(np.arange(16) % 2, -1, 1) * np.float32(1.125) * (steps / 128).astype(np.float32)
+    mean, error = mean_and_error(x, NVFP4_SR_UNBIASED)
+    assert (np.abs(mean - x) <= 5 * error).all()
+    mean, error = mean_and_error(x, NVFP4_SR)
+    assert (mean[0], error[0]) == (6, 0)  # of 6.1875, with every key
+
+
+@plain_or_rotated
+def test_the_mean_over_keys_of_normal_data(native, spec):
+    """It is x but for less than 1/256 of a step toward zero, which 8 random bits leave, and float32 rounding."""
+    x = np.asarray(normal((1, 512), 8, "fp32"))[0] * np.float32(400)
+    exact = rotate(x) if spec.format.rht else x
+    for headroom in (True, False):
+        own = dataclasses.replace(spec, scale_headroom=headroom)
+        v = np.abs(encoded(x[None], quantize(x[None], own, amax=UNIT_AMAX, key=KEY)))[0]
+        mean, error = mean_and_error(x, own)
+        lost, room = 1 - mean / exact, 5 * error / np.abs(exact) + 1e-6
+        biased = (lost < -room) | (lost > step(v) / 256 / v + room)
+        assert (biased & (v > 6)).any() == (not headroom)
+        assert not (biased & (v <= 6)).any()
 
 
 # ---------------------------------------------------------------- one key, or none

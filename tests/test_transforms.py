@@ -16,7 +16,9 @@ from jnvfp4 import (
     NVFP4_2D,
     NVFP4_RHT,
     NVFP4_RHT_SR,
+    NVFP4_RHT_SR_UNBIASED,
     NVFP4_SR,
+    NVFP4_SR_UNBIASED,
     ROW_SCALED,
     WINDOW64,
     Format,
@@ -193,6 +195,7 @@ def test_vmap_of_the_reference():
 PAIRS = (
     (NVFP4, NVFP4_RHT),
     (NVFP4_SR, NVFP4_RHT_SR),
+    (NVFP4_SR_UNBIASED, NVFP4_RHT_SR_UNBIASED),
     (NVFP4_2D, NVFP4_2D),
     (ROW_SCALED, ROW_SCALED),
     (four_over_six(), four_over_six()),
@@ -465,6 +468,7 @@ OPERATIONS = {
     "weight_only": lambda x: matmul_nt(x, quantize(x)),
     "linear": lambda x: linear(x, x),
     "linear_pretrain": lambda x: linear(x, x, recipes.pretrain(), key=KEY),
+    "linear_unbiased": lambda x: linear(x, x, recipes.pretrain(unbiased=True), key=KEY),
     "fake_quant": jnvfp4.fake_quant,
     "fake_quant_sr": lambda x: jnvfp4.fake_quant(x, NVFP4_SR, key=KEY),
 }

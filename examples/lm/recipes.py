@@ -10,6 +10,7 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     "pretrain_no_rht": partial(recipes.pretrain, rht=False),
     "pretrain_no_sr": partial(recipes.pretrain, stochastic_rounding=False),
     "pretrain_no_rht_no_sr": partial(recipes.pretrain, rht=False, stochastic_rounding=False),
+    "pretrain_unbiased": partial(recipes.pretrain, unbiased=True),
     "pretrain_no_tiles": partial(recipes.pretrain, weight_tiles=False),
     "row_scaled": recipes.row_scaled,
     "four_over_six_weights": partial(recipes.four_over_six, "weights"),
@@ -21,4 +22,5 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     "inference": recipes.inference,
     "weight_only": partial(recipes.inference, weight_only=True),
 }
-WITHOUT_BACKWARD = ("pretrain_4over6", "rl", "inference", "weight_only")  # --backward does not change their gradients
+# --backward does not change their gradients
+WITHOUT_BACKWARD = ("pretrain_unbiased", "pretrain_4over6", "rl", "inference", "weight_only")

@@ -41,7 +41,8 @@ ffi::Error fake_quant_call(ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::AnyBuffer
                present(amax) ? static_cast<const float*>(amax.untyped_data()) : nullptr,
                random,
                {m.batch, m.rows, m.cols, map, false},
-               static_cast<float>(attr.e4m3_max)},
+               static_cast<float>(attr.e4m3_max),
+               attr.headroom()},
               spec);
 }
 

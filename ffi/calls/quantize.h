@@ -98,7 +98,7 @@ inline QuantizeArgs side_args(Checks& check, std::string_view values, const ffi:
   const Matrices m = oriented(check, values, x, spec, transposed);
   args.x = x.untyped_data(), args.kind = float_kind(type);
   args.shape = {m.batch, m.rows, m.cols, {}, transposed};
-  args.e4m3_max = static_cast<float>(b.spec.e4m3_max);
+  args.e4m3_max = static_cast<float>(b.spec.e4m3_max), args.headroom = b.spec.headroom();
   check.array(b.name("data"), b.data, {Type::U8}, {m.lead, {m.rows, m.cols / 2}});
   check.array(b.name("scale"), b.scale, kScales, {m.lead, {m.rows, m.cols / kBlock}});
   args.data = static_cast<uint8_t*>(b.data.untyped_data());

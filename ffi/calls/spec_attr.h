@@ -16,6 +16,9 @@ struct SpecAttr {
   std::string_view select;
   std::string_view error_math;
   std::string_view rounding;
+  bool scale_headroom;
+
+  float headroom() const { return scale_headroom ? kHeadroom : 1.0f; }
 };
 
 template <class E>
@@ -42,17 +45,22 @@ inline std::string text_of(const SpecAttr& a) {
   s.append(a.amax_scope).append(", e4m3_max=").append(std::to_string(a.e4m3_max));
   s.append(a.rht ? ", rht=true" : ", rht=false").append(", block_rows=").append(std::to_string(a.block_rows));
   s.append(", select=").append(a.select).append(", error_math=").append(a.error_math);
-  return s.append(", rounding=").append(a.rounding).append("}");
+  s.append(", rounding=").append(a.rounding);
+  return s.append(a.scale_headroom ? ", scale_headroom=true}" : ", scale_headroom=false}");
 }
 
-// The kernel's part of a spec, which is one of SupportedSpecs if the check passes. e4m3_max is an argument of kernels.
+// Gradients alone have it: `QuantSpec` of Python refuses the same.
+inline bool may_have_headroom(const KernelSpec& s) { return s.rounding == Rounding::kStochastic && s.block_rows == 1; }
+
+// The kernel's part of a spec, which is one of SupportedSpecs if the check passes. e4m3_max and headroom are arguments
+// of kernels.
 inline KernelSpec kernel_spec(Checks& check, std::string_view name, const SpecAttr& a) {
   KernelSpec spec{};
   spec.rht = a.rht, spec.block_rows = a.block_rows;
   check.that(find_word(kAmaxScopes, a.amax_scope, &spec.amax_scope) && find_word(kSelects, a.select, &spec.select) &&
                  find_word(kErrorMaths, a.error_math, &spec.error_math) &&
                  find_word(kRoundings, a.rounding, &spec.rounding) && (a.e4m3_max == 448 || a.e4m3_max == 256) &&
-                 dispatch(spec, SupportedSpecs{}, [](auto) {}),
+                 (!a.scale_headroom || may_have_headroom(spec)) && dispatch(spec, SupportedSpecs{}, [](auto) {}),
              [&] { return std::string(name) + " must be a supported spec, got " + text_of(a); });
   return spec;
 }
@@ -65,4 +73,5 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jnvfp4::SpecAttr, ::xla::ffi::StructMemb
                                       ::xla::ffi::StructMember<int32_t>("block_rows"),
                                       ::xla::ffi::StructMember<std::string_view>("select"),
                                       ::xla::ffi::StructMember<std::string_view>("error_math"),
-                                      ::xla::ffi::StructMember<std::string_view>("rounding"));
+                                      ::xla::ffi::StructMember<std::string_view>("rounding"),
+                                      ::xla::ffi::StructMember<bool>("scale_headroom"));

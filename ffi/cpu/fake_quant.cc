@@ -76,7 +76,8 @@ void fake_quant_piece(const Job& a, const Piece& p, const Buffer& buffer) {
                  buffer.scale.get(),
                  stream.args(),
                  {1, p.rows, a.shape.cols, piece.map, false},
-                 a.e4m3_max},
+                 a.e4m3_max,
+                 a.headroom},
                 a.spec);
   dequantize_step({buffer.data.get(), buffer.scale.get(), amax, static_cast<char*>(a.out) + offset, a.kind, blocks,
                    piece.map.blocks_per_amax(a.row_blocks()), a.e4m3_max, a.spec.rht});

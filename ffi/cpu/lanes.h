@@ -286,14 +286,15 @@ JNVFP4_HD void choose_scales(const Tile& t, const GlobalLanes& g, const Lanes<ui
 // ---------------------------------------------------------------- sixteen blocks
 // The scale of each block, after the rotation.
 template <class S>
-JNVFP4_HD void find_scales(Tile& t, const GlobalLanes& g, Lanes<uint32_t>& scale) {
+JNVFP4_HD void find_scales(Tile& t, const GlobalLanes& g, float given_headroom, Lanes<uint32_t>& scale) {
+  const float headroom = S::spec.rounding == Rounding::kStochastic ? given_headroom : 1.0f;
   if constexpr (S::spec.rht) rotate(t);
   Lanes<uint32_t> amax = {};
   raise_amax(t, amax);
   if constexpr (S::spec.block_rows == kBlock)
     std::fill_n(amax.lane, kLanes, *std::max_element(amax.lane, amax.lane + kLanes));
   if constexpr (S::spec.select == Select::kMax6)
-    for (int l = 0; l < kLanes; ++l) scale[l] = block_scale_of_lane(amax[l], g[l]);
+    for (int l = 0; l < kLanes; ++l) scale[l] = block_scale_of_lane(amax[l], g[l], headroom);
   else
     choose_scales<S>(t, g, amax, scale);
 }
@@ -319,9 +320,9 @@ inline constexpr int kBatch = 4;
 
 // From tiles and global scales to codes and scales.
 template <class S>
-JNVFP4_HD void quantize_batch(Work* work, int count, bool transposed) {
+JNVFP4_HD void quantize_batch(Work* work, int count, bool transposed, float headroom) {
   Lanes<uint32_t> scale[kBatch];
-  for (int k = 0; k < count; ++k) find_scales<S>(work[k].tile, work[k].global, scale[k]);
+  for (int k = 0; k < count; ++k) find_scales<S>(work[k].tile, work[k].global, headroom, scale[k]);
   for (int k = 0; k < count; ++k) {
     Work& w = work[k];
     if constexpr (S::spec.rounding == Rounding::kStochastic) {

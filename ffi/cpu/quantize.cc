@@ -20,7 +20,9 @@ struct LoadColumns {
 };
 template <class S>
 struct QuantizeBatch {
-  static JNVFP4_HD void run(Work* work, int count, bool transposed) { quantize_batch<S>(work, count, transposed); }
+  static JNVFP4_HD void run(Work* work, int count, bool transposed, float headroom) {
+    quantize_batch<S>(work, count, transposed, headroom);
+  }
 };
 template <bool kRotate>
 struct RaiseAmax {
@@ -165,7 +167,7 @@ class Batch {
       if (a_.amax) globals_[k].set(a_, work_[k]);
       if (a_.stream.words) find_places(a_, work_[k].group, work_[k].places);
     }
-    a_.quantize(work_, count_, a_.shape.transposed);
+    a_.quantize(work_, count_, a_.shape.transposed, a_.headroom);
     for (int k = 0; k < count_; ++k) store(a_, work_[k].group, work_[k].out);
     count_ = 0;
   }

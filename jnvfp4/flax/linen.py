@@ -1,7 +1,6 @@
 """Flax Linen: ``intercept`` quantizes the layers of a model as it is; ``dot_general_cls`` is for its arguments."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -12,11 +11,12 @@ import jax
 from flax import linen as nn
 
 from .._dot_general import DotGeneral
-from .._einsum import contraction, einsum
-from .._keys import check_varies, fold_path, layer_key
+from .._einsum import contraction, einsum_of
+from .._keys import check_step, check_varies, fold_path, layer_key
 from ..policy import Layer, Policy, depths_of, layers_of
 from ..recipes import Recipe
 
+_KEY_ARGUMENT = "pass the key to the jitted step as an argument"
 _SPLIT_RNGS = "pass split_rngs={'sr': True} to nn.scan"
 _policy_of_trace = jax.make_user_context(None)  # so that a jitted function is traced again for another policy
 _module: ContextVar[nn.Module | None] = ContextVar("jnvfp4_linen_module", default=None)
@@ -28,7 +28,8 @@ def intercept(policy: Policy) -> Iterator[None]:
 
     These are ``nn.Dense``, ``nn.DenseGeneral`` (also as projections of attention) and ``nn.Einsum``, and their
     subclasses. Parameters, their names and shapes stay as they are. ``init`` runs the model without quantizing, because
-    it returns only parameters. A layer that has a dot_general of its own keeps it.
+    it returns only parameters. A layer that has a dot_general of its own keeps it. A warning names convolutions and
+    other modules with a kernel that the policy would quantize and this function cannot.
 
     A recipe that rounds stochastically needs ``rngs={'sr': key}`` of ``apply``, or ``jnvfp4.step_key``. Without both
     the layer raises.
@@ -37,7 +38,8 @@ def intercept(policy: Policy) -> Iterator[None]:
       policy: which layers are quantized, and how. Paths are as in ``params``: "block_3/mlp/up".
 
     Raises:
-      ValueError: from ``apply``, as ``Policy.plan`` does.
+      ValueError: from ``apply``, as ``Policy.plan`` does; or the key of ``rngs`` or ``step_key`` is a constant of the
+        function that is being traced, which would round alike in every step.
       TypeError: policy is not a Policy.
     """
     _check_policy("intercept", policy)
@@ -75,7 +77,7 @@ class NVFP4DotGeneral(nn.Module):
             return jax.lax.dot_general(lhs, rhs, dimension_numbers, *args, **options)
         if self.recipe.stochastic and options.get("key") is None:
             options["key"] = key_in(self, "/".join(self.path[:-1]))
-        return DotGeneral(self.recipe)(lhs, rhs, dimension_numbers, *args, **options)
+        return DotGeneral(self.recipe, "/".join(self.path[:-1]))(lhs, rhs, dimension_numbers, *args, **options)
 
 
 class _LinenDot(DotGeneral):
@@ -93,7 +95,9 @@ def key_in(module: nn.Module, path: str) -> jax.Array:
         return layer_key(path)
     assert module.scope is not None
     rng = module.scope.rngs["sr"]
-    check_varies(f"layer {path!r}", getattr(rng, "rng", rng), _SPLIT_RNGS)
+    key = getattr(rng, "rng", rng)
+    check_varies(f"layer {path!r}", key, _SPLIT_RNGS)
+    check_step(f"layer {path!r}", key, "rngs={'sr': key}", _KEY_ARGUMENT)
     return fold_path(module.make_rng("sr"), path)
 
 
@@ -114,7 +118,7 @@ class Interceptor:
             if context.method_name == "__call__" and isinstance(module, LAYERS):
                 return self._layer(module, call, args, options)
             if context.method_name == "__call__" and (layer := _unknown(module)) is not None:
-                self._warn(layer)
+                self.policy.warn("intercept", layer, self.depths)
             return call(*args, **options)
 
     @contextmanager
@@ -139,13 +143,6 @@ class Interceptor:
         if recipe is None:
             return call(*args, **options)
         return self.run(module, layer.path, recipe, call, args, options)
-
-    def _warn(self, layer: Layer) -> None:
-        if self.policy.decide(layer._replace(reason=None), self.depths).recipe is not None:
-            warnings.warn(
-                f"intercept: layer {layer.path!r} is {layer.reason}; a rule with recipe None ends this warning",
-                stacklevel=2,
-            )
 
     def run(
         self, module: nn.Module, path: str, recipe: Recipe, call: Callable, args: tuple, options: dict[str, Any]
@@ -185,7 +182,8 @@ def _einsum(module: nn.Einsum, dot: _LinenDot, inputs: jax.Array, einsum_str: st
     operands: Any = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
     key = dot._layer_key("einsum") if dot.recipe.stochastic else None
     options: dict[str, Any] = {"precision": module.precision, "preferred_element_type": module.preferred_element_type}
-    y = einsum(subscripts, *operands[:2], recipe=dot.recipe, key=key, **options)
+    x, w = operands[:2]
+    y = einsum_of(f"einsum of layer {dot.path!r}", subscripts, x, w, dot.recipe, key, **options)
     return y if bias is None else y + operands[2].reshape(broadcast_shape)
 
 
@@ -211,12 +209,18 @@ def describe(
 
 
 def _unknown(module: nn.Module) -> Layer | None:
-    """Describes a module that is no module of Flax and has a kernel, for which Flax has no hook."""
+    """Describes a module that has a kernel and no hook for its product, such as a convolution."""
     kernel = nn.unbox(module.variables.get("params", {})).get("kernel")
-    if type(module).__module__.startswith("flax.") or getattr(kernel, "ndim", 0) < 2:
+    if getattr(kernel, "ndim", 0) < 2:
         return None
-    reason = f"a {type(module).__name__}, which jnvfp4.qwix.Provider reaches and intercept does not"
-    return Layer(path_of(module), kernel.shape, reason=reason)
+    return Layer(path_of(module), kernel.shape, reason=unknown(module, "intercept"))
+
+
+def unknown(module: Any, op: str) -> str:
+    """Says why a module that has a kernel is no layer for ``op``."""
+    of_flax = type(module).__module__.startswith("flax.")
+    which = "jnvfp4 does not quantize" if of_flax else f"jnvfp4.qwix.Provider reaches and {op} does not"
+    return f"of type {type(module).__name__}, which {which}"
 
 
 def _sizes(
@@ -272,6 +276,11 @@ def _layers_of_module(module: nn.Module, *inputs: Any, **keywords: Any) -> list[
                 called[layer.path] = layer
         return result
 
+    if not inputs and not keywords:
+        raise TypeError(
+            "Policy.explain: a Linen module must come with what it is called with, got no inputs; "
+            "write explain(model, tokens), or pass the parameters instead of the model"
+        )
     with nn.intercept_methods(see):
         variables = jax.eval_shape(partial(module.init, **keywords), jax.random.key(0), *inputs)
     shapes = {layer.path: layer.shape for layer in layers_of_params(module, variables["params"])}

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .._dot_general import DotGeneral
-from .._einsum import contraction, einsum
+from .._einsum import contraction, einsum_of
 from .._keys import check_varies, fold_path, layer_key
 from ..policy import Decision, Layer, Policy, layers_of
 from ..recipes import Recipe
+from .linen import unknown
 
 _SCAN_RNGS = "scan the nnx.RngState of the model along axis 0, as its parameters"
 Model = TypeVar("Model", bound=nnx.Module)
@@ -25,7 +26,8 @@ def apply(model: Model, policy: Policy, *, rngs: nnx.Rngs | None = None) -> Mode
     """Makes the layers of an NNX model multiply by a policy: ``nnx.Linear``, ``LinearGeneral`` and ``Einsum``.
 
     Layers of attention and subclasses are among them; the adapters of LoRA stay in high precision. Parameters, their
-    names and shapes, and the optimizer stay as they are. A layer that has a dot_general of its own keeps it.
+    names and shapes, and the optimizer stay as they are. A layer that has a dot_general of its own keeps it. A warning
+    names convolutions and other modules with a kernel that the policy would quantize and this function cannot.
 
     Args:
       model: the model, which is changed in place. If a policy was applied before, this one replaces it.
@@ -52,6 +54,8 @@ def apply(model: Model, policy: Policy, *, rngs: nnx.Rngs | None = None) -> Mode
     for path, (module, layer) in layers.items():
         if layer.reason is None:
             set_product(module, _product(module, plan[path], rngs))
+        elif not isinstance(module, LAYERS):
+            policy.warn("apply", layer)
     return model
 
 
@@ -71,7 +75,8 @@ class EinsumOp:
         """Computes ``jnvfp4.einsum``, with the key of the layer if none is passed."""
         if self.recipe.stochastic and options.get("key") is None:
             options["key"] = layer_key(self.path)
-        return einsum(subscripts, x, w, recipe=self.recipe, **options)
+        key = options.pop("key", None)
+        return einsum_of(f"einsum of layer {self.path!r}", subscripts, x, w, self.recipe, key, **options)
 
 
 class Keyed(nnx.Module):
@@ -137,14 +142,16 @@ def set_product(module: Multiplying, product: Callable | None) -> None:
 
 
 # ---------------------------------------------------------------- what a model consists of
-def layers_in(model: nnx.Module) -> list[tuple[Multiplying, Layer]]:
-    """Lists the layers of a model with their descriptions."""
+def layers_in(model: nnx.Module) -> list[tuple[Any, Layer]]:
+    """Lists the layers of a model, and other modules that have a kernel, with their descriptions."""
     found = []
     for keys, module in nnx.iter_modules(model):
+        path = "/".join(map(str, keys))
         if isinstance(module, LAYERS):
             sizes, reason = _sizes(module)
-            layer = Layer("/".join(map(str, keys)), module.kernel.shape, sizes, _stacked(module) > 0, reason)
-            found.append((module, layer))
+            found.append((module, Layer(path, module.kernel.shape, sizes, _stacked(module) > 0, reason)))
+        elif isinstance(kernel := getattr(module, "kernel", None), nnx.Param) and len(kernel.shape) > 1:
+            found.append((module, Layer(path, kernel.shape, reason=unknown(module, "apply"))))
     return found
 
 

@@ -1,6 +1,7 @@
 // The encoders of ffi/numerics.h against rules written independently, and those of ffi/numerics_fast.h against the
-// encoders, over float32 bit patterns; the error of 4over6 candidates by decoded values against the division for each
-// element; and the device's division by a constant against division.
+// encoders, over float32 bit patterns; that a block scale with headroom maps nothing above 6; the error of 4over6
+// candidates by decoded values against the division for each element; and the device's division by a constant against
+// division.
 //   exhaustive quick [NAME]   every pattern of the upper 24 bits, with lower bits 0x00, 0x01 and 0xff
 //   exhaustive full [NAME]    every pattern
 // NAME runs that check alone. Prints the first wrong pattern of each check and exits with 1 if there is one.
@@ -90,6 +91,15 @@ uint32_t round_below_7_by_rule(float v) {
   return jnvfp4::bits_of(jnvfp4::e2m1_decode(jnvfp4::e2m1_encode(v * kDown)) / kDown);
 }
 
+// Of the block scale with headroom: whether it is at least what maps the largest magnitude to 6, and at most 17/15 of
+// that (and of a float32 rounding), where it is a normal number. The exact scale is the pattern itself.
+uint32_t scale_with_headroom_fits(float exact) {
+  jnvfp4::GlobalScale g{};
+  g.block_mult = 1.0f;
+  const float s = jnvfp4::e4m3_decode(jnvfp4::block_scale(jnvfp4::bits_of(exact), g, jnvfp4::kHeadroom));
+  return s < 0x1p-6f || (s >= exact && s <= 1.133334 * exact);
+}
+
 struct Encoder {
   const char* name;
   uint64_t patterns;  // from 0 on
@@ -107,6 +117,7 @@ constexpr Encoder kEncoders[] = {
     {"e2m1_round_below_7", 0x3de00000, round_below_7_fast<64>, round_below_7_by_rule<64>},
     {"e2m1_round", uint64_t{1} << 32, round_fast, round_by_rule},
     {"e2m1_magnitude_stochastic", uint64_t{1} << 31, magnitude_stochastic_fast, magnitude_stochastic_by_rule},
+    {"block_scale", 0x43e00000, scale_with_headroom_fits, [](float) -> uint32_t { return 1; }},  // below 448
     {"e2m1_round_stochastic", uint64_t{1} << 32, round_stochastic_fast, round_stochastic_by_rule},
 };
 

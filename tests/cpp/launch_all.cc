@@ -84,7 +84,8 @@ struct Result {
              scale.as<uint8_t>(),
              {stream.as<uint32_t>(), s.cols / 16 + 3},
              {s.batch, s.rows, s.cols, map(s, spec, how), transposed},
-             448.0f} {}
+             448.0f,
+             kHeadroom} {}
   static AmaxMap map(const Shape& s, const KernelSpec& spec, Amax how) {
     return {std::max<int64_t>(1, s.batch * s.rows / count(s, spec, how)),
             spec.amax_scope == AmaxScope::kWindow64 ? s.cols / 64 : 0};
@@ -279,7 +280,8 @@ void fake_quant(const Shape& s, const KernelSpec& spec, Float kind, Amax how) {
                      how == Amax::kFound ? nullptr : amax.as<float>(),
                      {stream.as<uint32_t>(), s.cols / 16 + 3},
                      {s.batch, s.rows, s.cols, Result::map(s, spec, how), false},
-                     448.0f};
+                     448.0f,
+                     kHeadroom};
   check(launch_fake_quant(args, spec, nullptr), "fake_quant");
   check(cudaDeviceSynchronize(), "fake_quant");
 }

@@ -89,10 +89,10 @@ JNVFP4_HD uint32_t candidates(uint32_t i, float e4m3_max) {
 }
 
 // The plain scale of a block with any amax under another amax, often beyond the largest scale or infinite.
-JNVFP4_HD uint32_t plain_scale(uint32_t i, bool fast) {
+JNVFP4_HD uint32_t plain_scale(uint32_t i, bool fast, float headroom) {
   const uint32_t block_amax = bits_of(magnitude(hash(i) & 0xffffu));
   const GlobalScale g = global_scale(magnitude(i), 448.0f);
-  return fast ? block_scale_of_lane(block_amax, g) : jnvfp4::block_scale(block_amax, g);
+  return fast ? block_scale_of_lane(block_amax, g, headroom) : jnvfp4::block_scale(block_amax, g, headroom);
 }
 
 // Element i of blocks of 16: within few binades of 1, within many, any bits at all, and zeros of either sign.
@@ -222,8 +222,10 @@ JNVFP4_TABLE(encode_scale_448, kMagnitudes, bits_of(encode_scale(magnitude(i), 4
 JNVFP4_TABLE(encode_scale_256, kMagnitudes, bits_of(encode_scale(magnitude(i), 256.0f)))
 JNVFP4_TABLE(decode_of_global_scale, kMagnitudes, bits_of(global_scale(magnitude(i), 448.0f).decode))
 JNVFP4_TABLE(mult_of_global_scale, kMagnitudes, bits_of(global_scale(magnitude(i), 448.0f).block_mult))
-JNVFP4_TABLE(block_scale, kMagnitudes, plain_scale(i, false))
-JNVFP4_TABLE(block_scale_fast, kMagnitudes, plain_scale(i, true))
+JNVFP4_TABLE(block_scale, kMagnitudes, plain_scale(i, false, 1.0f))
+JNVFP4_TABLE(block_scale_fast, kMagnitudes, plain_scale(i, true, 1.0f))
+JNVFP4_TABLE(block_scale_headroom, kMagnitudes, plain_scale(i, false, kHeadroom))
+JNVFP4_TABLE(block_scale_headroom_fast, kMagnitudes, plain_scale(i, true, kHeadroom))
 JNVFP4_TABLE(block_encode_scale, kScalesTimesAmaxes,
              bits_of(jnvfp4::block_encode_scale(static_cast<uint8_t>(i % 127u), spread(i, 448.0f))))
 JNVFP4_TABLE(dequantize_factor_448, kScalesTimesAmaxes,
@@ -281,13 +283,13 @@ int write_all(int argc, char** argv, Fill fill) {
   return write_these<Fill, bf16_decode, f16_decode, bf16_encode, f16_encode, e2m1_of_bf16, e2m1_of_f16,
                      e2m1_of_bf16_fast, e2m1_of_f16_fast, e4m3_of_bf16, e4m3_of_f16, e4m3_decode, e2m1_decode,
                      e2m1_decode_fast, e2m1_twice, products, encode_scale_448, encode_scale_256, decode_of_global_scale,
-                     mult_of_global_scale, block_scale, block_scale_fast, block_encode_scale, dequantize_factor_448,
-                     dequantize_factor_256, stochastic_of_golden, stochastic_of_golden_fast, stochastic_of_bf16,
-                     stochastic_of_bf16_fast, random_words, divided_by_6, divided_by_1536, divided_by_2688,
-                     candidates_448, candidates_256, candidate_base_448, candidate_base_256, row_error, row_error_fast,
-                     tile_error, block_elements, rht16, rht16_fast, rht16_inverse, alpha_w4a4, alpha_w4a4_fast,
-                     fused_multiply_add, add_max, reciprocal_of_large, silu_mul, silu_mul_fast, add_block, add_element,
-                     add_window>(argv[1], fill)
+                     mult_of_global_scale, block_scale, block_scale_fast, block_scale_headroom,
+                     block_scale_headroom_fast, block_encode_scale, dequantize_factor_448, dequantize_factor_256,
+                     stochastic_of_golden, stochastic_of_golden_fast, stochastic_of_bf16, stochastic_of_bf16_fast,
+                     random_words, divided_by_6, divided_by_1536, divided_by_2688, candidates_448, candidates_256,
+                     candidate_base_448, candidate_base_256, row_error, row_error_fast, tile_error, block_elements,
+                     rht16, rht16_fast, rht16_inverse, alpha_w4a4, alpha_w4a4_fast, fused_multiply_add, add_max,
+                     reciprocal_of_large, silu_mul, silu_mul_fast, add_block, add_element, add_window>(argv[1], fill)
              ? 0
              : 1;
 }

@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kMostThreads)
         __syncthreads();  // the last row is encoded
         matrix = own;
         shared.fill(a.amax[quotient(row, a.shape.amax.rows_per_amax)], a.e4m3_max);
-        if constexpr (kStochastic<S>) shared.fill_keys(a.stream, matrix);
+        if constexpr (kStochastic<S>) shared.fill_random(a, matrix);
       }  // the sum of the row synchronises
     const Row<P, T> x(s, Slots{holds ? slots : nullptr}, row);
     if constexpr (!kQuantizes<S>) {

@@ -91,13 +91,15 @@ __device__ __forceinline__ Factors<S> factors_of(uint32_t scale, const GlobalSca
   }
 }
 
-// For many blocks under one amax: the factors of all scales and the round keys of their random bits, in shared memory.
+// For many blocks under one amax: the factors of all scales, and of stochastic specs the headroom and the round keys of
+// their random bits, in shared memory.
 template <class S>
 struct SharedScales {
   Factors<S> entry[kScaleNan + 1];
   float amax, e4m3_max, block_mult, encode;
   alignas(16) uint32_t round_key[kStochastic<S> ? 2 * kPhiloxRounds : 4];
   uint64_t first_block;
+  float headroom;
 
   // By the 128 threads from `first` on; the thread block then synchronises.
   __device__ __forceinline__ void fill(float tensor_amax, float scale_max, int first = 0) {
@@ -107,12 +109,13 @@ struct SharedScales {
     entry[scale] = factors_of<S>(scale, g);
     if (scale == 0) amax = tensor_amax, e4m3_max = scale_max, block_mult = g.block_mult, encode = g.encode;
   }
-  __device__ __forceinline__ void fill_keys(const StreamArgs& stream, int64_t matrix, int first = 0) {
-    const uint32_t* words = stream.words + 4 * matrix;
+  template <class Args>
+  __device__ __forceinline__ void fill_random(const Args& a, int64_t matrix, int first = 0) {
+    const uint32_t* words = a.stream.words + 4 * matrix;
     const uint32_t key[2] = {words[0], words[1]};
     const uint32_t at = threadIdx.x - first;
     if (at < 2 * kPhiloxRounds) round_key[at] = philox_round_key(key, at / 2, at % 2);
-    if (at == 0) first_block = words[2] | uint64_t{words[3]} << 32;
+    if (at == 0) first_block = words[2] | uint64_t{words[3]} << 32, headroom = a.headroom;
   }
   __device__ __forceinline__ Factors<S> factors(uint32_t scale) const { return entry[scale]; }
   __device__ __forceinline__ GlobalScale global() const { return global_scale(amax, e4m3_max); }
@@ -268,16 +271,18 @@ __device__ __forceinline__ Encoded encode_with(const X& x, uint2 signs, uint32_t
 
 // ---------------------------------------------------------------- plain block scale
 // = block_scale
-template <class Scales>
+template <class S, class Scales>
 __device__ __forceinline__ uint32_t plain_scale(uint32_t amax, const Scales& scales) {
-  return e4m3_codes(mul_rn(float_of(amax), scales.block_mult), 0.0f);
+  float scale = mul_rn(float_of(amax), scales.block_mult);
+  if constexpr (kStochastic<S>) scale = mul_rn(scale, scales.headroom);
+  return e4m3_codes(scale, 0.0f);
 }
 
 // `random` gives the random bits of the block.
 template <class S, class X, class Scales, class Random>
 __device__ __forceinline__ Encoded encode_plain(const X& x, uint2 signs, uint32_t amax, const Scales& scales,
                                                 const Random& random) {
-  const uint32_t scale = plain_scale(amax, scales);
+  const uint32_t scale = plain_scale<S>(amax, scales);
   const float encode = scales.factors(scale).encode;
   if constexpr (kStochastic<S>) {
     uint32_t bits[4];
@@ -314,7 +319,7 @@ __device__ __forceinline__ float given_amax(const Args& a, int64_t row) {
 template <class S, class Args>
 __device__ __forceinline__ void fill_scales(SharedScales<S>& shared, const Args& a, int64_t matrix, int first = 0) {
   if constexpr (kOneAmax<S>) shared.fill(given_amax<S>(a, matrix * a.shape.rows), a.e4m3_max, first);
-  if constexpr (kStochastic<S>) shared.fill_keys(a.stream, matrix, first);
+  if constexpr (kStochastic<S>) shared.fill_random(a, matrix, first);
 }
 
 }  // namespace jnvfp4

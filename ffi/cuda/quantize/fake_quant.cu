@@ -76,7 +76,7 @@ struct FakeQuant {
       return decode<S, T>(v, choice.scale(four), scales, a.e4m3_max, choice.quick, bits,
                           [&](Values& r) { nearest_over_64(v, encode, r); });
     } else {
-      const uint32_t scale = plain_scale(m, scales);
+      const uint32_t scale = plain_scale<S>(m, scales);
       const float encode = scales.factors(scale).encode;
       if constexpr (kStochastic<S>) random(bits);
       return decode<S, T>(v, scale, scales, a.e4m3_max, below_seven(m, encode), bits, [&](Values& r) {

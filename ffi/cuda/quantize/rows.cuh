@@ -45,7 +45,7 @@ __device__ __forceinline__ void fill_scales_of_matrix(SharedScales<S>& scales, c
   const int64_t rows = matrix * a.shape.rows;
   scales.fill(a.amax[matrix ? quotient(rows, a.shape.amax.rows_per_amax) : 0], a.e4m3_max);
   if constexpr (kStochastic<S>) {
-    scales.fill_keys(a.stream, matrix);
+    scales.fill_random(a, matrix);
     if (threadIdx.x == 0) scales.first_block -= rows * a.stream.row_blocks;  // random_of counts those of all matrices
   }
 }
