@@ -71,17 +71,21 @@ struct FusedItem {
   int64_t tile;
 };
 
+// a / b. The loads of a thread block wait for it, and it is mostly one of these.
+__device__ __forceinline__ int part(int a, int b) { return b == 1 ? a : a < b ? 0 : a == b ? 1 : a / b; }
+
 // Splits of a tile follow each other, so that the last one waits only for blocks that have started before. Groups of 4
 // tiles of rows go along all columns, so that blocks that run together share both operands in L2.
 template <class C>
 __device__ __forceinline__ FusedItem item_of(const FusedArgs& a, int i) {
   constexpr int kGroup = 4;
-  const int all = i / a.splits, split = i - all * a.splits, matrix = all / a.matrix_tiles;
+  const int all = part(i, a.splits), split = i - all * a.splits, matrix = part(all, a.matrix_tiles);
   const int tile = all - matrix * a.matrix_tiles;
-  const int per = a.pairs * kGroup, first = tile / per * kGroup;
-  const int width = min(kGroup, a.matrix_tiles / a.pairs - first), rest = tile - first * a.pairs;
-  return {matrix, (first + rest % width) * C::kTokens, rest / width * static_cast<int>(kFusedCols),
-          split,  a.slots * split / a.splits,          a.slots * (split + 1) / a.splits,
+  const int per = a.pairs * kGroup, first = part(tile, per) * kGroup;
+  const int width = min(kGroup, part(a.matrix_tiles, a.pairs) - first), rest = tile - first * a.pairs;
+  const int column = part(rest, width), row = first + rest - column * width;
+  return {matrix, row * C::kTokens,                column * static_cast<int>(kFusedCols),
+          split,  part(a.slots * split, a.splits), part(a.slots * (split + 1), a.splits),
           all};
 }
 
@@ -90,20 +94,28 @@ template <class C>
 __device__ __forceinline__ void load_tiles(const FusedArgs& a, const FusedMaps& maps, uint32_t smem) {
   const int rank = cluster_rank();
   constexpr int kHalf = C::kTokens / 2;
-  int stage = 0, phase = 0, slot = 0;
+  int stage = 0, phase = 0, slot = 0, early = 0;  // slots that were asked for before the kernel ahead ended
   bool first_load = true;
+  const auto load_slot = [&](int b_row, int at, int w) {
+    const uint32_t bar = smem + C::kAtSlot + 8 * at;
+    barrier_expect(bar, C::kData + C::kScale);
+    load_box(smem + C::kAtData + at * C::kData, maps.data, bar, w * 32, b_row);
+    load_box(smem + C::kAtScale + at * C::kScale, maps.scale, bar, w * 4, b_row);
+  };
   for (int i = blockIdx.x / 2; i < a.items; i += gridDim.x / 2) {
     const FusedItem item = item_of<C>(a, i);
     const int b_row = item.matrix * a.columns + item.col + rank * C::kRows;
     const int a_row = item.matrix * a.tokens + item.row + rank * kHalf;
+    if (C::kTeams == 2 && first_load)
+      for (; early < min(C::kRing, item.end - item.first); ++early) load_slot(b_row, early, (item.first + early) * 4);
     for (int w = item.first * 4; w < item.end * 4; w += C::kStageDepth) {
       barrier_wait(smem + C::kAtEmpty + 8 * stage, phase ^ 1);
       const uint32_t bar = smem + C::kAtFull + 8 * stage;
       if (w % 4 == 0) {
-        const uint32_t of_slot = smem + C::kAtSlot + 8 * slot;
-        barrier_expect(of_slot, C::kData + C::kScale);
-        load_box(smem + C::kAtData + slot * C::kData, maps.data, of_slot, w * 32, b_row);
-        load_box(smem + C::kAtScale + slot * C::kScale, maps.scale, of_slot, w * 4, b_row);
+        if (early > 0)
+          --early;
+        else
+          load_slot(b_row, slot, w);
         if (++slot == C::kRing) slot = 0;
       }
       if (first_load) wait_for_kernel_ahead(), first_load = false;  // it writes a
