@@ -181,10 +181,14 @@ struct Shape {
     const int sums = groups * kRowTiles * 512, rows = rows_bytes(left);
     return one ? (sums > rows ? sums : rows) : sums + rows;
   }
-  static constexpr int bytes(Left left, bool one, int groups) { return kWarps * (kRing + beside(left, one, groups)); }
+  // In front of all that is what the threads keep for the end.
+  static constexpr int kKept = kWarps * 32 * 6 * 4;
+  static constexpr int bytes(Left left, bool one, int groups) {
+    return kKept + kWarps * (kRing + beside(left, one, groups));
+  }
   // The groups of columns whose sums fit.
   static constexpr int most_groups(Left left, bool one) {
-    return (kMostShared / kWarps - kRing - (one ? 0 : rows_bytes(left))) / (kRowTiles * 512);
+    return ((kMostShared - kKept) / kWarps - kRing - (one ? 0 : rows_bytes(left))) / (kRowTiles * 512);
   }
 };
 
@@ -429,12 +433,14 @@ struct Slot {
   int row, col;
   float alpha[2][2], bias[2];  // [column][row]
 
-  // What the sums are to be multiplied by, and what is added. What does not exist has what the last row or column has.
-  __device__ __forceinline__ void load(const Share& share, int slot) {
-    const MatmulArgs& g = a.g;
-    const int rows = static_cast<int>(g.shape.rows), cols = static_cast<int>(g.shape.cols);
+  __device__ __forceinline__ void place(const Share& share, int slot) {
     col = (share.group0 + slot / 32 / S::kRowTiles) * 16 + slot % 32 / 4;
     row = slot / 32 % S::kRowTiles * 8 + slot % 4 * 2;
+  }
+  // What the sums are to be multiplied by, and what is added. What does not exist has what the last row or column has.
+  __device__ __forceinline__ void load() {
+    const MatmulArgs& g = a.g;
+    const int rows = static_cast<int>(g.shape.rows), cols = static_cast<int>(g.shape.cols);
     float a_amax[2] = {}, b_amax[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -452,6 +458,19 @@ struct Slot {
                       : j && !a.each_row      ? alpha[i][0]
                       : left == Left::kNvfp4 ? alpha_w4a4(a_amax[j], b_amax[i], g.a.e4m3_max, g.b.e4m3_max)
                                              : alpha_w4a16(b_amax[i], g.b.e4m3_max);
+  }
+  // Shared memory has them while the thread needs its registers for products.
+  __device__ __forceinline__ void keep(uint32_t at) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) store_shared(at + i * S::kWarps * 128, alpha[i / 2][i % 2]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) store_shared(at + (4 + i) * S::kWarps * 128, bias[i]);
+  }
+  __device__ __forceinline__ void take(uint32_t at) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) alpha[i / 2][i % 2] = float_of(load_shared32(at + i * S::kWarps * 128));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) bias[i] = float_of(load_shared32(at + (4 + i) * S::kWarps * 128));
   }
   // The sums are of decoded products. Undoing their power of two is exact, unless the product overflows as well.
   template <class T>
@@ -483,21 +502,41 @@ __device__ __forceinline__ void add(float (&sums)[4], float4 v) {
   sums[0] += v.x, sums[1] += v.y, sums[2] += v.z, sums[3] += v.w;
 }
 
-// Adds the sums of warps and ranks in their order. Each rank has its part of the slots.
+// Each rank has its part of the slots, and each thread every kWarps * 32th of them.
+template <class S>
+struct SlotRange {
+  int first, end;
+  __device__ __forceinline__ explicit SlotRange(const Share& share) {
+    const int slots = share.groups * S::kRowTiles * 32;
+    first = (slots * share.rank >> share.rank_bits) + static_cast<int>(threadIdx.x);
+    end = slots * (share.rank + 1) >> share.rank_bits;
+  }
+};
+
+// What the first slot of a thread needs is looked up while the first columns are on their way, which is when there is
+// time.
 template <Left left, class S>
-__device__ __forceinline__ void finish_slots(const Args& a, const Share& share, uint32_t sums, int pitch) {
-  const int slots = share.groups * S::kRowTiles * 32, end = slots * (share.rank + 1) >> share.rank_bits;
-  int slot = (slots * share.rank >> share.rank_bits) + static_cast<int>(threadIdx.x);
-  Slot<left, S> of{a, share.matrix};
+__device__ __forceinline__ void prepare_slots(const Args& a, const Share& share, uint32_t kept) {
+  const SlotRange<S> range(share);
+  if (range.first >= range.end) return;
+  Slot<left, S> slot{a, share.matrix};
+  slot.place(share, range.first);
+  slot.load();
+  slot.keep(kept + threadIdx.x * 4);
+}
+
+// Adds the sums of warps and ranks in their order.
+template <Left left, class S>
+__device__ __forceinline__ void finish_slots(const Args& a, const Share& share, uint32_t kept, uint32_t sums,
+                                             int pitch) {
+  const SlotRange<S> range(share);
+  sync_ranks(share.ranks);
 #pragma unroll 1
-  for (bool first = true; first || slot < end; first = false, slot += S::kWarps * 32) {
-    if (slot < end) of.load(share, slot);  // which need not wait for the sums
-    if (first) sync_ranks(share.ranks);
-    if (slot >= end) break;
+  for (int slot = range.first; slot < range.end; slot += S::kWarps * 32) {
     float s[4] = {};
     if (share.ranks == 1) {
       const int live = min(S::kWarps, share.units);
-#pragma unroll 4
+#pragma unroll 8
       for (int w = 0; w < live; ++w) {
         const uint4 v = load_shared128(sums + w * pitch + slot * 16);
         add(s, make_float4(float_of(v.x), float_of(v.y), float_of(v.z), float_of(v.w)));
@@ -509,6 +548,12 @@ __device__ __forceinline__ void finish_slots(const Args& a, const Share& share, 
         for (int w = 0; w < live; ++w) add(s, load_from_rank(sums + w * pitch + slot * 16, r));
       }
     }
+    Slot<left, S> of{a, share.matrix};
+    of.place(share, slot);
+    if (slot == range.first)
+      of.take(kept + threadIdx.x * 4);
+    else
+      of.load();
     of.store(s);
   }
   if (share.ranks > 1) sync_ranks(share.ranks);  // no thread block ends while another reads its sums
@@ -525,7 +570,8 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) sm90_small_m_kernel(const _
   const int steps = (unit1 - unit0 - warp + S::kWarps - 1) / S::kWarps * share.groups;
   const bool one = S::kOneUnit || (share.units + share.ranks - 1) >> share.rank_bits <= S::kWarps;
   const int pitch = S::beside(left, one, share.most);
-  const uint32_t ring = shared_address(shared) + warp * S::kRing, sums = shared_address(shared) + S::kWarps * S::kRing;
+  const uint32_t kept = shared_address(shared), rings = kept + S::kKept, sums = rings + S::kWarps * S::kRing;
+  const uint32_t ring = rings + warp * S::kRing;
   const uint32_t own = sums + warp * pitch, own_sums = own + lane * 16;
   const uint32_t buffer = own + (one ? 0 : share.groups * S::kRowTiles * 512);
 
@@ -539,10 +585,12 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) sm90_small_m_kernel(const _
   commit_copies();
 #pragma unroll
   for (int i = 0; i < S::kStages - 1; ++i) columns.issue();
+  prepare_slots<left, S>(a, share, kept);
 
   typename Rows<left, S>::Fragments b;
   int unit = unit0 + warp, group = 0;
   uint32_t stage = ring, at = own_sums;
+  constexpr bool kLate = left == Left::kNvfp4 && S::kRowTiles * S::kParts == 4 && S::kWarps == 16;
   const auto take_rows = [&] {
     // With few groups the rows of a later unit have come with one of the last stages.
     if (S::kOneUnit || unit < unit0 + S::kWarps || share.groups >= S::kStages)
@@ -550,9 +598,10 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) sm90_small_m_kernel(const _
     else
       wait_for_copies<0>();
     __syncwarp();
+    if (kLate && !S::kOneUnit && unit >= unit0 + S::kWarps) rows.load(unit, buffer);
     rows.fragments(buffer, b);
     if constexpr (S::rows_bytes(left) > 0) __syncwarp();
-    if (!S::kOneUnit && unit + S::kWarps < unit1) rows.load(unit + S::kWarps, buffer);
+    if (!S::kOneUnit && !kLate && unit + S::kWarps < unit1) rows.load(unit + S::kWarps, buffer);
   };
   if (S::kOneUnit && steps > 0) take_rows();  // once for all, which frees the registers that the rows came in
   for (int step = 0; step < steps; ++step) {
@@ -567,7 +616,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) sm90_small_m_kernel(const _
     if (++group == share.groups) group = 0, unit += S::kWarps, at = own_sums;
     stage = stage + S::kStage == ring + S::kRing ? ring : stage + S::kStage;
   }
-  finish_slots<left, S>(a, share, sums, pitch);
+  finish_slots<left, S>(a, share, kept, sums, pitch);
 }
 
 // ---------------------------------------------------------------- launch
@@ -597,10 +646,12 @@ cudaError_t launch_shape(const MatmulArgs& g, cudaStream_t stream) {
 template <Left left>
 cudaError_t launch(const MatmulArgs& g, cudaStream_t stream) {
   if (g.shape.depth % 256) return launch_shape<left, Shape<2, 1, 2, Depth::kAny>>(g, stream);
-  if (g.shape.rows <= 8) return launch_shape<left, Shape<1, 2, 2, Depth::kUnits>>(g, stream);
-  using OneUnit = Shape<2, 2, 2, Depth::kOneUnit>;
-  if (g.shape.depth <= OneUnit::kWarps * OneUnit::kUnit) return launch_shape<left, OneUnit>(g, stream);
-  return launch_shape<left, Shape<2, 2, 3, Depth::kUnits, 12>>(g, stream);
+  const bool one = g.shape.depth <= 16 * 256;
+  if (g.shape.rows <= 8)
+    return one ? launch_shape<left, Shape<1, 2, 2, Depth::kOneUnit>>(g, stream)
+               : launch_shape<left, Shape<1, 2, 2, Depth::kUnits>>(g, stream);
+  return one ? launch_shape<left, Shape<2, 2, 2, Depth::kOneUnit>>(g, stream)
+             : launch_shape<left, Shape<2, 2, 2, Depth::kUnits, 12>>(g, stream);
 }
 
 }  // namespace jnvfp4::small_m
