@@ -71,21 +71,25 @@ struct FusedItem {
   int64_t tile;
 };
 
-// a / b. The loads of a thread block wait for it, and it is mostly one of these.
-__device__ __forceinline__ int part(int a, int b) { return b == 1 ? a : a < b ? 0 : a == b ? 1 : a / b; }
+// a / b. The first loads wait for several of them, a division takes about a hundred clocks, and few are needed.
+__device__ __forceinline__ int quick_quotient(int a, int b) { return b == 1 ? a : a < b ? 0 : a == b ? 1 : a / b; }
 
 // Splits of a tile follow each other, so that the last one waits only for blocks that have started before. Groups of 4
 // tiles of rows go along all columns, so that blocks that run together share both operands in L2.
 template <class C>
 __device__ __forceinline__ FusedItem item_of(const FusedArgs& a, int i) {
   constexpr int kGroup = 4;
-  const int all = part(i, a.splits), split = i - all * a.splits, matrix = part(all, a.matrix_tiles);
+  const int all = quick_quotient(i, a.splits), split = i - all * a.splits, matrix = quick_quotient(all, a.matrix_tiles);
   const int tile = all - matrix * a.matrix_tiles;
-  const int per = a.pairs * kGroup, first = part(tile, per) * kGroup;
-  const int width = min(kGroup, part(a.matrix_tiles, a.pairs) - first), rest = tile - first * a.pairs;
-  const int column = part(rest, width), row = first + rest - column * width;
-  return {matrix, row * C::kTokens,                column * static_cast<int>(kFusedCols),
-          split,  part(a.slots * split, a.splits), part(a.slots * (split + 1), a.splits),
+  const int per = a.pairs * kGroup, first = quick_quotient(tile, per) * kGroup;
+  const int width = min(kGroup, quick_quotient(a.matrix_tiles, a.pairs) - first), rest = tile - first * a.pairs;
+  const int column = quick_quotient(rest, width), row = first + rest - column * width;
+  return {matrix,
+          row * C::kTokens,
+          column * static_cast<int>(kFusedCols),
+          split,
+          quick_quotient(a.slots * split, a.splits),
+          quick_quotient(a.slots * (split + 1), a.splits),
           all};
 }
 
@@ -658,7 +662,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     early = load_early<C>(a, maps, smem);
   }
   __syncwarp();  // instructions for whole warps follow
-  cluster_sync();
+  cluster_meet();
   if (threadIdx.x < 128) {
     let_next_kernel_start();  // it waits for the end of this one
     give_registers<C::kLoading>();

@@ -24,19 +24,16 @@ using Left = MatmulProblem::Left;
 // What all thread blocks have in common is computed on the host: a division takes a thread about as long as a load.
 struct Args {
   MatmulArgs g;
-  int64_t first;           // the matrix of blockIdx.z == 0
-  int units;               // of K
-  int rank_bits;           // the thread blocks of a cluster: a power of two
-  int few, more;           // groups of 16 columns of every tile; the tiles that have one more
+  int64_t first;            // the matrix of blockIdx.y == 0
+  int units;                // of K
+  int rank_bits;            // the thread blocks of a cluster: a power of two
+  int few, more;            // groups of 16 columns of every tile; the tiles that have one more
   bool each_row, each_col;  // whether rows of a matrix of a, or columns of the result, have an amax each
 };
 
 // ---------------------------------------------------------------- PTX
 __device__ __forceinline__ void copy16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
-}
-__device__ __forceinline__ void copy8(uint32_t to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from));
 }
 // The same, or zeros. `from` is valid either way.
 __device__ __forceinline__ void copy16_or_zero(uint32_t to, const void* from, bool there) {
@@ -211,8 +208,9 @@ struct Rows {
   __device__ __forceinline__ Rows(const MatmulArgs& g, int64_t row0)
       : live(static_cast<int>(g.shape.rows)), depth(static_cast<int>(g.shape.depth)) {
     const int lane = threadIdx.x % 32;
-    const int64_t at = (row0 + (kQuantized ? lane / 4 : lane / (16 * kParts))) * (kQuantized ? depth >> 1 : depth * 2) +
-                       lane % (kQuantized ? 4 : 16 * kParts) * 16;
+    const int64_t at =
+        (row0 + (kQuantized ? lane / 4 : lane / (16 * kParts))) * (kQuantized ? depth >> 1 : int64_t{2} * depth) +
+        lane % (kQuantized ? 4 : 16 * kParts) * 16;
     data = static_cast<const uint8_t*>(g.a.data) + at;
     scale = kQuantized ? g.a.scale + (at >> 3) : nullptr;
   }
@@ -301,11 +299,7 @@ struct Ring {
   bool ragged;
 
   __device__ __forceinline__ Ring(const MatmulArgs& g, const Share& share, uint32_t ring, int first_unit, int steps)
-      : depth(static_cast<int>(g.shape.depth)),
-        groups(share.groups),
-        group(0),
-        unit(first_unit),
-        left(steps) {
+      : depth(static_cast<int>(g.shape.depth)), groups(share.groups), group(0), unit(first_unit), left(steps) {
     const int lane = threadIdx.x % 32, cols = static_cast<int>(g.shape.cols), col0 = share.group0 * 16;
     const int64_t row0 = share.matrix * cols + col0;
     wide = depth >> 1, narrow = depth / kBlock;
@@ -321,14 +315,6 @@ struct Ring {
     high = data + int64_t{row_of(g + 8)} * wide + (unit * (S::kUnit / 2) + t * 16);
     thin = scale + int64_t{row_of(lane % 16)} * narrow + unit * (S::kUnit / kBlock);
   }
-  // Brings the first stages to L2 while the kernel ahead still runs. It may be about to write them: L2 then has what it
-  // writes.
-  __device__ __forceinline__ void prefetch() const {
-    const int lane = threadIdx.x % 32, t = lane % 4;
-    if (S::kMasked || left == 0) return;
-    if (t < 2 && t < groups && !ragged) prefetch_to_l2(low + int64_t{t} * 16 * wide), prefetch_to_l2(high + int64_t{t} * 16 * wide);
-    if (lane < 16) prefetch_to_l2(thin);
-  }
   // Asks for the next stage, if there is one. Every call makes a group of copies.
   __device__ __forceinline__ void issue() {
     if (left > 0) {
@@ -342,15 +328,11 @@ struct Ring {
     commit_copies();
   }
   __device__ __forceinline__ void copy() {
+    static_assert(S::kMasked || S::kParts == 2);
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int h = 0; h < S::kParts; ++h) copy16(to + h * 1024, low + h * 64), copy16(to + h * 1024 + 512, high + h * 64);
-    if (lane < 16) {
-      if constexpr (S::kParts == 2)
-        copy16(to + S::kScales, thin);
-      else
-        copy8(to + S::kScales - lane * 8, thin);
-    }
+    if (lane < 16) copy16(to + S::kScales, thin);
     low += int64_t{16} * wide, high += int64_t{16} * wide, thin += int64_t{16} * narrow;
     if (++group == groups || ragged) {
       if (group == groups) group = 0, unit += S::kWarps;
@@ -425,7 +407,8 @@ __device__ __forceinline__ void keep(uint32_t at, const float (&d)[kTiles][2][4]
 }
 
 // ---------------------------------------------------------------- the end
-// Sums are kept by slots: what one lane has of 16 columns and 8 rows, which is rows 2t and 2t + 1 of columns g and g + 8.
+// Sums are kept by slots: what one lane has of 16 columns and 8 rows, which is rows 2t and 2t + 1 of columns g and g
+// + 8.
 template <Left left, class S>
 struct Slot {
   const Args& a;
@@ -454,8 +437,8 @@ struct Slot {
     for (int i = 0; i < 2; ++i)
 #pragma unroll
       for (int j = 0; j < 2; ++j)
-        alpha[i][j] = i && !a.each_col        ? alpha[0][j]
-                      : j && !a.each_row      ? alpha[i][0]
+        alpha[i][j] = i && !a.each_col       ? alpha[0][j]
+                      : j && !a.each_row     ? alpha[i][0]
                       : left == Left::kNvfp4 ? alpha_w4a4(a_amax[j], b_amax[i], g.a.e4m3_max, g.b.e4m3_max)
                                              : alpha_w4a16(b_amax[i], g.b.e4m3_max);
   }
@@ -577,7 +560,6 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) sm90_small_m_kernel(const _
 
   // The first loads are on their way before anything else is computed.
   Ring<S> columns(g, share, ring, unit0 + warp, steps);
-  columns.prefetch();
   wait_for_kernel_ahead();
   let_next_kernel_start();  // it waits for the end of this one
   Rows<left, S> rows(g, share.matrix * g.shape.rows);
@@ -590,18 +572,19 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) sm90_small_m_kernel(const _
   typename Rows<left, S>::Fragments b;
   int unit = unit0 + warp, group = 0;
   uint32_t stage = ring, at = own_sums;
-  constexpr bool kLate = left == Left::kNvfp4 && S::kRowTiles * S::kParts == 4 && S::kWarps == 16;
   const auto take_rows = [&] {
-    // With few groups the rows of a later unit have come with one of the last stages.
-    if (S::kOneUnit || unit < unit0 + S::kWarps || share.groups >= S::kStages)
-      wait_for_copies<S::kStages - 1>();
-    else
-      wait_for_copies<0>();
-    __syncwarp();
-    if (kLate && !S::kOneUnit && unit >= unit0 + S::kWarps) rows.load(unit, buffer);
+    constexpr bool kCopied = S::rows_bytes(left) > 0;
+    if constexpr (kCopied) {
+      // With few groups the rows of a later unit have come with one of the last stages.
+      if (S::kOneUnit || unit < unit0 + S::kWarps || share.groups >= S::kStages)
+        wait_for_copies<S::kStages - 1>();
+      else
+        wait_for_copies<0>();
+      __syncwarp();
+    }
     rows.fragments(buffer, b);
-    if constexpr (S::rows_bytes(left) > 0) __syncwarp();
-    if (!S::kOneUnit && !kLate && unit + S::kWarps < unit1) rows.load(unit + S::kWarps, buffer);
+    if constexpr (kCopied) __syncwarp();
+    if (!S::kOneUnit && unit + S::kWarps < unit1) rows.load(unit + S::kWarps, buffer);
   };
   if (S::kOneUnit && steps > 0) take_rows();  // once for all, which frees the registers that the rows came in
   for (int step = 0; step < steps; ++step) {
