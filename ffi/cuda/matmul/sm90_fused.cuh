@@ -68,39 +68,69 @@ struct FusedItem {
   int64_t tile;
 };
 
+// a / b. The first loads wait for several of them, a division takes about a hundred clocks, and few are needed.
+__device__ __forceinline__ int quick_quotient(int a, int b) { return b == 1 ? a : a < b ? 0 : a == b ? 1 : a / b; }
+
 // Splits of a tile follow each other, so that the last one waits only for blocks that have started before. Groups of 4
 // tiles of rows go along all columns, so that blocks that run together share both operands in L2.
 template <class C>
 __device__ __forceinline__ FusedItem item_of(const FusedArgs& a, int i) {
   constexpr int kGroup = 4;
-  const int all = i / a.splits, split = i - all * a.splits, matrix = all / a.matrix_tiles;
+  const int all = quick_quotient(i, a.splits), split = i - all * a.splits, matrix = quick_quotient(all, a.matrix_tiles);
   const int tile = all - matrix * a.matrix_tiles;
-  const int per = a.pairs * kGroup, first = tile / per * kGroup;
-  const int width = min(kGroup, a.matrix_tiles / a.pairs - first), rest = tile - first * a.pairs;
-  return {matrix, (first + rest % width) * C::kTokens, rest / width * static_cast<int>(kFusedCols),
-          split,  a.slots * split / a.splits,          a.slots * (split + 1) / a.splits,
+  const int per = a.pairs * kGroup, first = quick_quotient(tile, per) * kGroup;
+  const int width = min(kGroup, quick_quotient(a.matrix_tiles, a.pairs) - first), rest = tile - first * a.pairs;
+  const int column = quick_quotient(rest, width), row = first + rest - column * width;
+  return {matrix,
+          row * C::kTokens,
+          column * static_cast<int>(kFusedCols),
+          split,
+          quick_quotient(a.slots * split, a.splits),
+          quick_quotient(a.slots * (split + 1), a.splits),
           all};
 }
 
 // ---------------------------------------------------------------- the thread that loads
 template <class C>
-__device__ __forceinline__ void load_tiles(const FusedArgs& a, const FusedMaps& maps, uint32_t smem) {
+__device__ __forceinline__ int row_of_b(const FusedArgs& a, const FusedItem& item) {
+  return item.matrix * a.columns + item.col + cluster_rank() * C::kRows;
+}
+// From window w on.
+template <class C>
+__device__ __forceinline__ void load_slot(const FusedMaps& maps, uint32_t smem, int slot, int b_row, int w) {
+  const uint32_t bar = smem + C::kAtSlot + 8 * slot;
+  barrier_expect(bar, C::kData + C::kScale);
+  load_box(smem + C::kAtData + slot * C::kData, maps.data, bar, w * 32, b_row);
+  load_box(smem + C::kAtScale + slot * C::kScale, maps.scale, bar, w * 4, b_row);
+}
+// The first slot of each team is asked for before the thread blocks of the cluster know of each other. Returns how many
+// there are.
+template <class C>
+__device__ __forceinline__ int load_early(const FusedArgs& a, const FusedMaps& maps, uint32_t smem) {
+  if (C::kTeams == 1) return 0;
+  const FusedItem item = item_of<C>(a, blockIdx.x / 2);
+  const int count = min(C::kTeams, item.end - item.first), b_row = row_of_b<C>(a, item);
+  for (int i = 0; i < count; ++i) load_slot<C>(maps, smem, i, b_row, (item.first + i) * 4);
+  return count;
+}
+template <class C>
+__device__ __forceinline__ void load_tiles(const FusedArgs& a, const FusedMaps& maps, uint32_t smem, int early) {
   const int rank = cluster_rank();
   constexpr int kHalf = C::kTokens / 2;
   int stage = 0, phase = 0, slot = 0;
   bool first_load = true;
   for (int i = blockIdx.x / 2; i < a.items; i += gridDim.x / 2) {
     const FusedItem item = item_of<C>(a, i);
-    const int b_row = item.matrix * a.columns + item.col + rank * C::kRows;
+    const int b_row = row_of_b<C>(a, item);
     const int a_row = item.matrix * a.tokens + item.row + rank * kHalf;
     for (int w = item.first * 4; w < item.end * 4; w += C::kStageDepth) {
       barrier_wait(smem + C::kAtEmpty + 8 * stage, phase ^ 1);
       const uint32_t bar = smem + C::kAtFull + 8 * stage;
       if (w % 4 == 0) {
-        const uint32_t of_slot = smem + C::kAtSlot + 8 * slot;
-        barrier_expect(of_slot, C::kData + C::kScale);
-        load_box(smem + C::kAtData + slot * C::kData, maps.data, of_slot, w * 32, b_row);
-        load_box(smem + C::kAtScale + slot * C::kScale, maps.scale, of_slot, w * 4, b_row);
+        if (early > 0)
+          --early;
+        else
+          load_slot<C>(maps, smem, slot, b_row, w);
         if (++slot == C::kRing) slot = 0;
       }
       if (first_load) wait_for_kernel_ahead(), first_load = false;  // it writes a
@@ -472,6 +502,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint8_t any_shared[];
   const uint32_t smem = (shared_address(any_shared) + 1023) & ~1023u;  // the same in both blocks of a cluster
+  int early = 0;
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
       barrier_init(smem + C::kAtFull + 8 * i, 1);
@@ -479,14 +510,15 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
     for (int i = 0; i < C::kRing; ++i) barrier_init(smem + C::kAtSlot + 8 * i, 1);
     fence_barrier_init();
-    prefetch_map(maps.a), prefetch_map(maps.data), prefetch_map(maps.scale);
+    prefetch_map(maps.data), prefetch_map(maps.scale), prefetch_map(maps.a);
+    early = load_early<C>(a, maps, smem);
   }
   __syncwarp();  // instructions for whole warps follow
-  cluster_sync();
+  cluster_meet();
   if (threadIdx.x < 128) {
     let_next_kernel_start();  // it waits for the end of this one
     give_registers<C::kLoading>();
-    if (threadIdx.x == 0) load_tiles<C>(a, maps, smem);
+    if (threadIdx.x == 0) load_tiles<C>(a, maps, smem, early);
     __syncwarp();
   } else {
     take_registers<C::kComputing>();

@@ -21,18 +21,19 @@ namespace jnvfp4::small_m {
 
 using Left = MatmulProblem::Left;
 
+// What all thread blocks have in common is computed on the host: a division takes a thread about as long as a load.
 struct Args {
   MatmulArgs g;
-  int64_t first;  // the matrix of blockIdx.z == 0
-  int tiles;      // into which the columns of the result are divided
+  int64_t first;            // the matrix of blockIdx.y == 0
+  int units;                // of K
+  int rank_bits;            // the thread blocks of a cluster: a power of two
+  int few, more;            // groups of 16 columns of every tile; the tiles that have one more
+  bool each_row, each_col;  // whether rows of a matrix of a, or columns of the result, have an amax each
 };
 
 // ---------------------------------------------------------------- PTX
 __device__ __forceinline__ void copy16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
-}
-__device__ __forceinline__ void copy8(uint32_t to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from));
 }
 // The same, or zeros. `from` is valid either way.
 __device__ __forceinline__ void copy16_or_zero(uint32_t to, const void* from, bool there) {
@@ -47,11 +48,6 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-__device__ __forceinline__ int cluster_size() {
-  int r;
-  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(r));
-  return r;
-}
 // Of all threads of a cluster; one thread block needs no more than __syncthreads.
 __device__ __forceinline__ void sync_ranks(int ranks) {
   __syncwarp();
@@ -95,76 +91,34 @@ using DecodeFor = Decode<std::conditional_t<left == Left::kBf16, Bf16, F16>>;
 // Thread blocks go along the columns of the result, which are the rows of b, in groups of 16. The thread blocks of a
 // cluster have the same columns and share K.
 struct Share {
-  int ranks, rank, most, groups, group0;
+  int rank_bits, ranks, rank, units, most, groups, group0;
   int64_t matrix;
 
-  __device__ __forceinline__ explicit Share(const Args& a) : ranks(cluster_size()), rank(cluster_rank()) {
-    const int tile = blockIdx.x / ranks, all = (static_cast<int>(a.g.shape.cols) + 15) / 16;
-    const int few = all / a.tiles, more = all % a.tiles;
-    most = few + (more != 0), groups = few + (tile < more), group0 = tile * few + min(tile, more);
-    matrix = a.first + blockIdx.z;
+  __device__ __forceinline__ explicit Share(const Args& a)
+      : rank_bits(a.rank_bits), ranks(1 << rank_bits), rank(blockIdx.x & (ranks - 1)), units(a.units) {
+    const int tile = blockIdx.x >> rank_bits;
+    most = a.few + (a.more != 0), groups = a.few + (tile < a.more), group0 = tile * a.few + min(tile, a.more);
+    matrix = a.first + blockIdx.y;
   }
-  // The first of the `units` of K of a rank.
-  __device__ __forceinline__ int unit(int units, int of_rank) const { return units * of_rank / ranks; }
-};
-
-// ---------------------------------------------------------------- the end
-template <Left left>
-__device__ __forceinline__ float amax_of_row(const MatmulArgs& g, int64_t row) {
-  return left == Left::kNvfp4 ? amax_of(g.a, row) : 1.0f;
-}
-
-__device__ __forceinline__ uint32_t encode16(Float kind, float v) {
-  return kind == Float::kBf16 ? bf16_encode(v) : f16_encode(v);
-}
-__device__ __forceinline__ void store_result(const MatmulResult& r, int64_t i, float v) {
-  if (r.kind == Float::kF32)
-    static_cast<uint32_t*>(r.out)[i] = bits_of(f32_encode(v));
-  else
-    static_cast<uint16_t*>(r.out)[i] = static_cast<uint16_t>(encode16(r.kind, v));
-}
-
-// What the outputs of kCols columns have in common. Columns that do not exist are not read.
-template <Left left, int kCols>
-struct Columns {
-  float amax[kCols], bias[kCols];
-
-  // The columns col, col + step ...
-  __device__ __forceinline__ void load(const MatmulArgs& g, int64_t matrix, int col, int step) {
-#pragma unroll
-    for (int i = 0; i < kCols; ++i) {
-      amax[i] = 0.0f, bias[i] = 0.0f;
-      const int n = col + i * step;
-      if (n >= g.shape.cols) continue;
-      amax[i] = amax_of(g.b, matrix * g.shape.cols + n);
-      if (g.result.bias) bias[i] = load_float(g.result.bias, g.result.bias_kind, n);
-    }
-  }
-  __device__ __forceinline__ float alpha(const MatmulArgs& g, int i, float a_amax) const {
-    return left == Left::kNvfp4 ? alpha_w4a4(a_amax, amax[i], g.a.e4m3_max, g.b.e4m3_max)
-                                : alpha_w4a16(amax[i], g.b.e4m3_max);
-  }
-  // From a sum of decoded products. Undoing their power of two is exact, unless the product overflows as well.
-  __device__ __forceinline__ float finish(const MatmulArgs& g, float sum, int i, float alpha) const {
-    constexpr int kPower = DecodeFor<left>::kPower * (left == Left::kNvfp4 ? 2 : 1);
-    return gemm_epilogue(mul_rn(sum, static_cast<float>(1 << kPower)), alpha, bias[i], g.result.bias != nullptr);
-  }
+  // The first unit of K of a rank.
+  __device__ __forceinline__ int unit(int of_rank) const { return units * of_rank >> rank_bits; }
 };
 
 // ---------------------------------------------------------------- launches
 constexpr int kMostShared = 227 << 10;  // bytes that a thread block of Hopper may have
 
 // Into how many tiles to divide `groups` groups of columns: at most `most` groups each, and as few as fill every
-// multiprocessor equally often. `others` thread blocks have the same columns.
+// multiprocessor equally often. There are `others` thread blocks for each tile.
 inline int tiles_of(int groups, int most, int64_t others) {
   const int64_t least = (groups + most - 1) / most, processors = multiprocessors();
   const int64_t waves = (least * others + processors - 1) / processors;
   return static_cast<int>(std::min<int64_t>(groups, std::max(least, waves * processors / others)));
 }
 
-// Clusters of `ranks` thread blocks for each of a.tiles x row_tiles x batch. The grid's last axis may have 65535.
-inline cudaError_t launch_clusters(void (*kernel)(Args), Args a, int ranks, int row_tiles, int threads, int bytes,
+// Clusters for each of tiles x batch. The grid's second axis may have 65535.
+inline cudaError_t launch_clusters(void (*kernel)(Args), Args a, int tiles, int threads, int bytes,
                                    cudaStream_t stream) {
+  const int ranks = 1 << a.rank_bits;
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;  // the kernel waits for the one ahead
@@ -178,7 +132,7 @@ inline cudaError_t launch_clusters(void (*kernel)(Args), Args a, int ranks, int 
   constexpr int64_t kMost = 65535;
   for (a.first = 0; a.first < a.g.shape.batch && status == cudaSuccess; a.first += kMost) {
     const auto matrices = static_cast<unsigned>(std::min(a.g.shape.batch - a.first, kMost));
-    config.gridDim = dim3(static_cast<unsigned>(a.tiles * ranks), static_cast<unsigned>(row_tiles), matrices);
+    config.gridDim = dim3(static_cast<unsigned>(tiles * ranks), matrices);
     status = cudaLaunchKernelEx(&config, kernel, a);
   }
   if (status != cudaSuccess) cudaGetLastError();  // it is returned, and not to be found by the next launch
@@ -224,10 +178,14 @@ struct Shape {
     const int sums = groups * kRowTiles * 512, rows = rows_bytes(left);
     return one ? (sums > rows ? sums : rows) : sums + rows;
   }
-  static constexpr int bytes(Left left, bool one, int groups) { return kWarps * (kRing + beside(left, one, groups)); }
+  // In front of all that is what the threads keep for the end.
+  static constexpr int kKept = kWarps * 32 * 6 * 4;
+  static constexpr int bytes(Left left, bool one, int groups) {
+    return kKept + kWarps * (kRing + beside(left, one, groups));
+  }
   // The groups of columns whose sums fit.
   static constexpr int most_groups(Left left, bool one) {
-    return (kMostShared / kWarps - kRing - (one ? 0 : rows_bytes(left))) / (kRowTiles * 512);
+    return ((kMostShared - kKept) / kWarps - kRing - (one ? 0 : rows_bytes(left))) / (kRowTiles * 512);
   }
 };
 
@@ -239,66 +197,72 @@ struct Rows {
   static constexpr int kTiles = S::kRowTiles, kParts = S::kParts;
   using Fragments = uint32_t[kTiles][kParts][4][4];
 
-  const uint8_t* data;   // of the first row
-  const uint8_t* scale;  // the same
+  static constexpr int kLoaded = 2 / kParts;  // rows of elements that a warp loads at a time
+
+  const uint8_t* data;   // of this lane in the first unit: 16 bytes of its first row
+  const uint8_t* scale;  // of the same
   int live, depth;       // rows that there are
   uint4 codes[kQuantized ? kTiles : 1][kParts];
   uint32_t scales[kQuantized ? kTiles : 1][kParts];
 
-  __device__ __forceinline__ Rows(const MatmulArgs& g, int64_t row0, int rows)
-      : live(rows), depth(static_cast<int>(g.shape.depth)) {
-    const int64_t first = row0 * g.shape.depth;
-    data = static_cast<const uint8_t*>(g.a.data) + (kQuantized ? first / 2 : first * 2);
-    scale = kQuantized ? g.a.scale + first / kBlock : nullptr;
+  __device__ __forceinline__ Rows(const MatmulArgs& g, int64_t row0)
+      : live(static_cast<int>(g.shape.rows)), depth(static_cast<int>(g.shape.depth)) {
+    const int lane = threadIdx.x % 32;
+    const int64_t at =
+        (row0 + (kQuantized ? lane / 4 : lane / (16 * kParts))) * (kQuantized ? depth >> 1 : int64_t{2} * depth) +
+        lane % (kQuantized ? 4 : 16 * kParts) * 16;
+    data = static_cast<const uint8_t*>(g.a.data) + at;
+    scale = kQuantized ? g.a.scale + (at >> 3) : nullptr;
   }
   // 16-bit elements pass through a private buffer, since only whole rows are loaded at full speed. No bank conflicts.
   static __device__ __forceinline__ uint32_t chunk(uint32_t buffer, int row, int c) {
     return buffer + (row * 16 * kParts + (c ^ (c >> 3 & 1) ^ (row & 1) << 1)) * 16;
   }
-  __device__ __forceinline__ void load(int k0, uint32_t buffer) {
+  __device__ __forceinline__ void load(int unit, uint32_t buffer) {
     if constexpr (kQuantized)
-      load_codes(k0);
+      load_codes(unit);
     else
-      load_elements(k0, buffer);
+      load_elements(unit, buffer);
   }
-  __device__ __forceinline__ void load_elements(int k0, uint32_t buffer) {
-    constexpr int kEach = 2 / kParts;  // rows of one load
-    const int lane = threadIdx.x % 32, c = lane % (16 * kParts), k = k0 + c * 8;
+  __device__ __forceinline__ void load_elements(int unit, uint32_t buffer) {
+    const int lane = threadIdx.x % 32, c = lane % (16 * kParts), first = lane / (16 * kParts);
+    const bool there = !S::kMasked || unit * S::kUnit + c * 8 < depth;
+    const uint8_t* p = data + (there ? int64_t{unit} * (S::kUnit * 2) : -int64_t{c} * 16);
 #pragma unroll
-    for (int r = 0; r < kTiles * 8; r += kEach) {
-      const int row = r + lane / (16 * kParts);
-      if (row >= live) continue;
-      const uint8_t* p = data + (static_cast<int64_t>(row) * depth + k) * 2;
+    for (int r = 0; r < kTiles * 8; r += kLoaded, p += int64_t{kLoaded * 2} * depth) {
+      if (r + first >= live) continue;
       if constexpr (S::kMasked)
-        copy16_or_zero(chunk(buffer, row, c), k < depth ? p : data, k < depth);
+        copy16_or_zero(chunk(buffer, r + first, c), p, there);
       else
-        copy16(chunk(buffer, row, c), p);
+        copy16(chunk(buffer, r + first, c), p);
     }
   }
-  __device__ __forceinline__ void load_codes(int k0) {
+  __device__ __forceinline__ void load_codes(int unit) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n)
+    for (int n = 0; n < kTiles; ++n) {
+      const uint8_t* const p = data + (int64_t{n * 4} * depth + unit * (S::kUnit / 2));
+      const uint8_t* const q = scale + (int64_t{n * 8} * (depth / kBlock) + unit * (S::kUnit / kBlock));
 #pragma unroll
       for (int h = 0; h < kParts; ++h) {
-        const int row = n * 8 + lane / 4, k = k0 + h * 128 + lane % 4 * 32;
-        const int64_t at = static_cast<int64_t>(row) * depth + k;
         codes[n][h] = make_uint4(0, 0, 0, 0), scales[n][h] = 0;
-        if (row >= live) continue;
+        if (n * 8 + lane / 4 >= live) continue;
         if constexpr (S::kMasked) {
-          load_block(at, k < depth, codes[n][h].x, codes[n][h].y, scales[n][h], 0);
-          load_block(at + kBlock, k + kBlock < depth, codes[n][h].z, codes[n][h].w, scales[n][h], 8);
+          const int k = unit * S::kUnit + h * 128 + lane % 4 * 32;
+          load_block(p + h * 64, q + h * 8, k < depth, codes[n][h].x, codes[n][h].y, scales[n][h], 0);
+          load_block(p + h * 64 + 8, q + h * 8 + 1, k + kBlock < depth, codes[n][h].z, codes[n][h].w, scales[n][h], 8);
         } else {
-          codes[n][h] = load_global16(data + at / 2);
-          scales[n][h] = __ldg(reinterpret_cast<const uint16_t*>(scale + at / kBlock));
+          codes[n][h] = load_global16(p + h * 64);
+          scales[n][h] = __ldg(reinterpret_cast<const uint16_t*>(q + h * 8));
         }
       }
+    }
   }
-  __device__ __forceinline__ void load_block(int64_t at, bool there, uint32_t& low, uint32_t& high, uint32_t& two,
-                                             int shift) const {
+  static __device__ __forceinline__ void load_block(const uint8_t* p, const uint8_t* q, bool there, uint32_t& low,
+                                                    uint32_t& high, uint32_t& two, int shift) {
     if (!there) return;
-    const uint2 v = __ldg(reinterpret_cast<const uint2*>(data + at / 2));
-    low = v.x, high = v.y, two |= uint32_t{__ldg(scale + at / kBlock)} << shift;
+    const uint2 v = __ldg(reinterpret_cast<const uint2*>(p));
+    low = v.x, high = v.y, two |= uint32_t{__ldg(q)} << shift;
   }
   __device__ __forceinline__ void fragments(uint32_t buffer, Fragments& b) const {
     const int lane = threadIdx.x % 32;
@@ -328,33 +292,28 @@ template <class S>
 struct Ring {
   const uint8_t *data, *scale;       // of the first column of the thread block
   const uint8_t *low, *high, *thin;  // of this lane in the next stage: codes of columns g and g + 8; scales
-  int64_t wide, narrow;              // bytes of a row of codes and of scales
+  int wide, narrow;                  // bytes of a row of codes and of scales
   int last, depth, groups;
   int group, unit, left;  // of the next stage; stages that are left
   uint32_t begin, to;     // of this lane
   bool ragged;
 
   __device__ __forceinline__ Ring(const MatmulArgs& g, const Share& share, uint32_t ring, int first_unit, int steps)
-      : wide(g.shape.depth / 2),
-        narrow(g.shape.depth / kBlock),
-        depth(static_cast<int>(g.shape.depth)),
-        groups(share.groups),
-        group(0),
-        unit(first_unit),
-        left(steps) {
+      : depth(static_cast<int>(g.shape.depth)), groups(share.groups), group(0), unit(first_unit), left(steps) {
     const int lane = threadIdx.x % 32, cols = static_cast<int>(g.shape.cols), col0 = share.group0 * 16;
-    const int64_t row0 = share.matrix * g.shape.cols + col0;
+    const int64_t row0 = share.matrix * cols + col0;
+    wide = depth >> 1, narrow = depth / kBlock;
     data = static_cast<const uint8_t*>(g.b.data) + row0 * wide, scale = g.b.scale + row0 * narrow;
     last = cols - 1 - col0, ragged = col0 + groups * 16 > cols;
     begin = to = ring + lane * 16;
     point();
   }
-  __device__ __forceinline__ int64_t row_of(int r) const { return min(group * 16 + r, last); }
+  __device__ __forceinline__ int row_of(int r) const { return min(group * 16 + r, last); }
   __device__ __forceinline__ void point() {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    low = data + row_of(g) * wide + static_cast<int64_t>(unit) * (S::kUnit / 2) + t * 16;
-    high = data + row_of(g + 8) * wide + static_cast<int64_t>(unit) * (S::kUnit / 2) + t * 16;
-    thin = scale + row_of(lane % 16) * narrow + static_cast<int64_t>(unit) * (S::kUnit / kBlock);
+    low = data + int64_t{row_of(g)} * wide + (unit * (S::kUnit / 2) + t * 16);
+    high = data + int64_t{row_of(g + 8)} * wide + (unit * (S::kUnit / 2) + t * 16);
+    thin = scale + int64_t{row_of(lane % 16)} * narrow + unit * (S::kUnit / kBlock);
   }
   // Asks for the next stage, if there is one. Every call makes a group of copies.
   __device__ __forceinline__ void issue() {
@@ -369,19 +328,15 @@ struct Ring {
     commit_copies();
   }
   __device__ __forceinline__ void copy() {
+    static_assert(S::kMasked || S::kParts == 2);
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int h = 0; h < S::kParts; ++h) copy16(to + h * 1024, low + h * 64), copy16(to + h * 1024 + 512, high + h * 64);
-    if (lane < 16) {
-      if constexpr (S::kParts == 2)
-        copy16(to + S::kScales, thin);
-      else
-        copy8(to + S::kScales - lane * 8, thin);
-    }
-    low += 16 * wide, high += 16 * wide, thin += 16 * narrow;
+    if (lane < 16) copy16(to + S::kScales, thin);
+    low += int64_t{16} * wide, high += int64_t{16} * wide, thin += int64_t{16} * narrow;
     if (++group == groups || ragged) {
       if (group == groups) group = 0, unit += S::kWarps;
-      point();
+      if (left > 0) point();
     }
   }
   // By single blocks, since a row may start at any of them. The bytes of scales cannot be copied asynchronously.
@@ -390,7 +345,7 @@ struct Ring {
     const int lane = threadIdx.x % 32, k = unit * S::kUnit + lane % 4 * 32, block = unit * 8 + lane % 2 * 4;
     copy_blocks(to, row_of(lane / 4), k);
     copy_blocks(to + 512, row_of(lane / 4 + 8), k);
-    const uint8_t* p = scale + row_of(lane / 2) * narrow;
+    const uint8_t* p = scale + int64_t{row_of(lane / 2)} * narrow;
     uint32_t four = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -398,8 +353,8 @@ struct Ring {
     store_shared4(to + S::kScales - lane * 12, four);
     if (++group == groups) group = 0, unit += S::kWarps;
   }
-  __device__ __forceinline__ void copy_blocks(uint32_t at, int64_t row, int k) const {
-    const uint8_t* p = data + row * wide;
+  __device__ __forceinline__ void copy_blocks(uint32_t at, int row, int k) const {
+    const uint8_t* p = data + int64_t{row} * wide;
 #pragma unroll
     for (int i = 0; i < 2; ++i, k += kBlock) copy8_or_zero(at + i * 8, k < depth ? p + k / 2 : p, k < depth);
   }
@@ -452,104 +407,190 @@ __device__ __forceinline__ void keep(uint32_t at, const float (&d)[kTiles][2][4]
 }
 
 // ---------------------------------------------------------------- the end
-// Adds the sums of warps and ranks in their order. A slot is what one lane has of 16 columns and 8 rows: rows 2t and
-// 2t + 1, columns g and g + 8. Each rank has its part of the slots.
+// Sums are kept by slots: what one lane has of 16 columns and 8 rows, which is rows 2t and 2t + 1 of columns g and g
+// + 8.
 template <Left left, class S>
-__device__ __forceinline__ void finish_slots(const MatmulArgs& g, const Share& share, int row0, uint32_t sums,
-                                             int pitch, int units) {
-  const int slots = share.groups * S::kRowTiles * 32, end = slots * (share.rank + 1) / share.ranks;
-  const int rows = static_cast<int>(g.shape.rows), cols = static_cast<int>(g.shape.cols);
-  int slot = slots * share.rank / share.ranks + static_cast<int>(threadIdx.x), col = 0, row = 0;
-  Columns<left, 2> columns;
-  float a_amax[2] = {};
-  const auto look_up = [&] {  // loads that need not wait for the sums
-    if (slot >= end) return;
+struct Slot {
+  const Args& a;
+  int64_t matrix;
+  int row, col;
+  float alpha[2][2], bias[2];  // [column][row]
+
+  __device__ __forceinline__ void place(const Share& share, int slot) {
     col = (share.group0 + slot / 32 / S::kRowTiles) * 16 + slot % 32 / 4;
-    row = row0 + slot / 32 % S::kRowTiles * 8 + slot % 4 * 2;
-    columns.load(g, share.matrix, col, 8);
+    row = slot / 32 % S::kRowTiles * 8 + slot % 4 * 2;
+  }
+  // What the sums are to be multiplied by, and what is added. What does not exist has what the last row or column has.
+  __device__ __forceinline__ void load() {
+    const MatmulArgs& g = a.g;
+    const int rows = static_cast<int>(g.shape.rows), cols = static_cast<int>(g.shape.cols);
+    float a_amax[2] = {}, b_amax[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int c = min(col + i * 8, cols - 1);
+      b_amax[i] = i && !a.each_col ? b_amax[0] : amax_of(g.b, matrix * cols + c);
+      bias[i] = g.result.bias ? load_float(g.result.bias, g.result.bias_kind, c) : 0.0f;
+      if constexpr (left == Left::kNvfp4)
+        a_amax[i] = i && !a.each_row ? a_amax[0] : amax_of(g.a, matrix * rows + min(row + i, rows - 1));
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      if (row + i < rows) a_amax[i] = amax_of_row<left>(g, share.matrix * g.shape.rows + row + i);
-  };
-  look_up();
-  sync_ranks(share.ranks);
-  for (; slot < end; slot += S::kWarps * 32, look_up()) {
-    float4 s = make_float4(0, 0, 0, 0);
-    for (int r = 0; r < share.ranks; ++r) {
-      const int live = min(S::kWarps, share.unit(units, r + 1) - share.unit(units, r));
-#pragma unroll 8
-      for (int w = 0; w < live; ++w) {
-        const float4 v = load_from_rank(sums + w * pitch + slot * 16, r);
-        s.x += v.x, s.y += v.y, s.z += v.z, s.w += v.w;
-      }
-    }
-    const float v[4] = {s.x, s.y, s.z, s.w};
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        alpha[i][j] = i && !a.each_col       ? alpha[0][j]
+                      : j && !a.each_row     ? alpha[i][0]
+                      : left == Left::kNvfp4 ? alpha_w4a4(a_amax[j], b_amax[i], g.a.e4m3_max, g.b.e4m3_max)
+                                             : alpha_w4a16(b_amax[i], g.b.e4m3_max);
+  }
+  // Shared memory has them while the thread needs its registers for products.
+  __device__ __forceinline__ void keep(uint32_t at) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) store_shared(at + i * S::kWarps * 128, alpha[i / 2][i % 2]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) store_shared(at + (4 + i) * S::kWarps * 128, bias[i]);
+  }
+  __device__ __forceinline__ void take(uint32_t at) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) alpha[i / 2][i % 2] = float_of(load_shared32(at + i * S::kWarps * 128));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) bias[i] = float_of(load_shared32(at + (4 + i) * S::kWarps * 128));
+  }
+  // The sums are of decoded products. Undoing their power of two is exact, unless the product overflows as well.
+  template <class T>
+  __device__ __forceinline__ void store(const float (&sums)[4]) const {
+    constexpr int kPower = DecodeFor<left>::kPower * (left == Left::kNvfp4 ? 2 : 1);
+    const MatmulArgs& g = a.g;
+    const int rows = static_cast<int>(g.shape.rows), cols = static_cast<int>(g.shape.cols);
+    auto* const out = static_cast<typename T::Stored*>(g.result.out) + (matrix * rows + row) * cols + col;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int c = col + i / 2 * 8, m = row + i % 2;
-      if (c < cols && m < rows)
-        store_result(g.result, (share.matrix * g.shape.rows + m) * g.shape.cols + c,
-                     columns.finish(g, v[i], i / 2, columns.alpha(g, i / 2, a_amax[i % 2])));
+      if (col + i / 2 * 8 < cols && row + i % 2 < rows)
+        out[i % 2 * cols + i / 2 * 8] =
+            T::store(gemm_epilogue(mul_rn(sums[i], static_cast<float>(1 << kPower)), alpha[i / 2][i % 2], bias[i / 2],
+                                   g.result.bias != nullptr));
     }
+  }
+  __device__ __forceinline__ void store(const float (&sums)[4]) const {
+    const Float kind = a.g.result.kind;
+    if (kind == Float::kBf16)
+      store<Bf16>(sums);
+    else if (kind == Float::kF16)
+      store<F16>(sums);
+    else
+      store<F32>(sums);
+  }
+};
+
+__device__ __forceinline__ void add(float (&sums)[4], float4 v) {
+  sums[0] += v.x, sums[1] += v.y, sums[2] += v.z, sums[3] += v.w;
+}
+
+// Each rank has its part of the slots, and each thread every kWarps * 32th of them.
+template <class S>
+struct SlotRange {
+  int first, end;
+  __device__ __forceinline__ explicit SlotRange(const Share& share) {
+    const int slots = share.groups * S::kRowTiles * 32;
+    first = (slots * share.rank >> share.rank_bits) + static_cast<int>(threadIdx.x);
+    end = slots * (share.rank + 1) >> share.rank_bits;
+  }
+};
+
+// What the first slot of a thread needs is looked up while the first columns are on their way, which is when there is
+// time.
+template <Left left, class S>
+__device__ __forceinline__ void prepare_slots(const Args& a, const Share& share, uint32_t kept) {
+  const SlotRange<S> range(share);
+  if (range.first >= range.end) return;
+  Slot<left, S> slot{a, share.matrix};
+  slot.place(share, range.first);
+  slot.load();
+  slot.keep(kept + threadIdx.x * 4);
+}
+
+// Adds the sums of warps and ranks in their order.
+template <Left left, class S>
+__device__ __forceinline__ void finish_slots(const Args& a, const Share& share, uint32_t kept, uint32_t sums,
+                                             int pitch) {
+  const SlotRange<S> range(share);
+  sync_ranks(share.ranks);
+#pragma unroll 1
+  for (int slot = range.first; slot < range.end; slot += S::kWarps * 32) {
+    float s[4] = {};
+    if (share.ranks == 1) {
+      const int live = min(S::kWarps, share.units);
+#pragma unroll 8
+      for (int w = 0; w < live; ++w) {
+        const uint4 v = load_shared128(sums + w * pitch + slot * 16);
+        add(s, make_float4(float_of(v.x), float_of(v.y), float_of(v.z), float_of(v.w)));
+      }
+    } else {
+      for (int r = 0; r < share.ranks; ++r) {
+        const int live = min(S::kWarps, share.unit(r + 1) - share.unit(r));
+#pragma unroll 4
+        for (int w = 0; w < live; ++w) add(s, load_from_rank(sums + w * pitch + slot * 16, r));
+      }
+    }
+    Slot<left, S> of{a, share.matrix};
+    of.place(share, slot);
+    if (slot == range.first)
+      of.take(kept + threadIdx.x * 4);
+    else
+      of.load();
+    of.store(s);
   }
   if (share.ranks > 1) sync_ranks(share.ranks);  // no thread block ends while another reads its sums
 }
 
-// Brings the first stages of a warp to L2 while the kernel ahead still runs. It may be about to write them: L2 then has
-// what it writes. Not for kOneUnit, which has no register left.
-template <class S>
-__device__ __forceinline__ void prefetch(const MatmulArgs& g, const Share& share, int unit) {
-  const int lane = threadIdx.x % 32, cols = static_cast<int>(g.shape.cols);
-  if (S::kMasked || share.groups <= lane / 16) return;
-  const int64_t row = share.matrix * g.shape.cols + min(share.group0 * 16 + lane, cols - 1);
-  prefetch_to_l2(static_cast<const uint8_t*>(g.b.data) + row * (g.shape.depth / 2) + int64_t{unit} * (S::kUnit / 2));
-  prefetch_to_l2(g.b.scale + row * (g.shape.depth / kBlock) + int64_t{unit} * (S::kUnit / kBlock));
-}
-
-// Grid: clusters along the columns; 8 * kRowTiles rows; matrices.
+// Grid: clusters along the columns; matrices. All rows of a, at most 8 * kRowTiles, are in one thread block.
 template <Left left, class S>
 __global__ void __launch_bounds__(S::kWarps * 32, 1) sm90_small_m_kernel(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) uint8_t shared[];
   const MatmulArgs& g = a.g;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row0 = blockIdx.y * S::kRowTiles * 8;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Share share(a);
-  const int units = (static_cast<int>(g.shape.depth) + S::kUnit - 1) / S::kUnit;
-  const int unit0 = share.unit(units, share.rank), unit1 = share.unit(units, share.rank + 1);
+  const int unit0 = share.unit(share.rank), unit1 = share.unit(share.rank + 1);
   const int steps = (unit1 - unit0 - warp + S::kWarps - 1) / S::kWarps * share.groups;
-  const bool one = S::kOneUnit || (units + share.ranks - 1) / share.ranks <= S::kWarps;
+  const bool one = S::kOneUnit || (share.units + share.ranks - 1) >> share.rank_bits <= S::kWarps;
   const int pitch = S::beside(left, one, share.most);
-  const uint32_t ring = shared_address(shared) + warp * S::kRing, sums = shared_address(shared) + S::kWarps * S::kRing;
+  const uint32_t kept = shared_address(shared), rings = kept + S::kKept, sums = rings + S::kWarps * S::kRing;
+  const uint32_t ring = rings + warp * S::kRing;
   const uint32_t own = sums + warp * pitch, own_sums = own + lane * 16;
   const uint32_t buffer = own + (one ? 0 : share.groups * S::kRowTiles * 512);
 
-  if (!S::kOneUnit && steps > 0) prefetch<S>(g, share, unit0 + warp);
+  // The first loads are on their way before anything else is computed.
+  Ring<S> columns(g, share, ring, unit0 + warp, steps);
   wait_for_kernel_ahead();
   let_next_kernel_start();  // it waits for the end of this one
-  Rows<left, S> rows(g, share.matrix * g.shape.rows + row0, static_cast<int>(g.shape.rows) - row0);
-  Ring<S> columns(g, share, ring, unit0 + warp, steps);
-  if (steps > 0) rows.load((unit0 + warp) * S::kUnit, buffer);
+  Rows<left, S> rows(g, share.matrix * g.shape.rows);
+  if (steps > 0) rows.load(unit0 + warp, buffer);
+  commit_copies();
 #pragma unroll
   for (int i = 0; i < S::kStages - 1; ++i) columns.issue();
+  prepare_slots<left, S>(a, share, kept);
 
   typename Rows<left, S>::Fragments b;
-  if (S::kOneUnit && steps > 0) {  // once for all, which frees the registers that the rows came in
-    wait_for_copies<S::kStages - 2>();
-    __syncwarp();
-    rows.fragments(buffer, b);
-    __syncwarp();
-  }
   int unit = unit0 + warp, group = 0;
   uint32_t stage = ring, at = own_sums;
-  for (int step = 0; step < steps; ++step) {
-    wait_for_copies<S::kStages - 2>();
-    // With fewer groups than stages the rows may have come with the last copies.
-    if (S::kStages > 2 && group == 0 && share.groups < S::kStages - 1) wait_for_copies<0>();
-    __syncwarp();
-    if (!S::kOneUnit && group == 0) {
-      rows.fragments(buffer, b);
-      if constexpr (S::rows_bytes(left) > 0) __syncwarp();
-      if (unit + S::kWarps < unit1) rows.load((unit + S::kWarps) * S::kUnit, buffer);
+  const auto take_rows = [&] {
+    constexpr bool kCopied = S::rows_bytes(left) > 0;
+    if constexpr (kCopied) {
+      // With few groups the rows of a later unit have come with one of the last stages.
+      if (S::kOneUnit || unit < unit0 + S::kWarps || share.groups >= S::kStages)
+        wait_for_copies<S::kStages - 1>();
+      else
+        wait_for_copies<0>();
+      __syncwarp();
     }
+    rows.fragments(buffer, b);
+    if constexpr (kCopied) __syncwarp();
+    if (!S::kOneUnit && unit + S::kWarps < unit1) rows.load(unit + S::kWarps, buffer);
+  };
+  if (S::kOneUnit && steps > 0) take_rows();  // once for all, which frees the registers that the rows came in
+  for (int step = 0; step < steps; ++step) {
+    if (!S::kOneUnit && group == 0) take_rows();
+    wait_for_copies<S::kStages - 2>();
+    __syncwarp();
     columns.issue();
     float d[S::kRowTiles][2][4] = {};
     multiply<left, S>(stage, b, d);
@@ -558,7 +599,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) sm90_small_m_kernel(const _
     if (++group == share.groups) group = 0, unit += S::kWarps, at = own_sums;
     stage = stage + S::kStage == ring + S::kRing ? ring : stage + S::kStage;
   }
-  finish_slots<left, S>(g, share, row0, sums, pitch, units);
+  finish_slots<left, S>(a, share, kept, sums, pitch);
 }
 
 // ---------------------------------------------------------------- launch
@@ -567,24 +608,33 @@ template <Left left, class S>
 cudaError_t launch_shape(const MatmulArgs& g, cudaStream_t stream) {
   const int groups = static_cast<int>((g.shape.cols + 15) / 16), processors = multiprocessors();
   const int units = static_cast<int>((g.shape.depth + S::kUnit - 1) / S::kUnit);
-  const int row_tiles = static_cast<int>((g.shape.rows + S::kRowTiles * 8 - 1) / (S::kRowTiles * 8));
-  const int64_t others = g.shape.batch * row_tiles;
-  int ranks = 1;
+  int bits = 0;
   // Clusters of four and eight do not find room on every multiprocessor.
-  while (ranks < 8 && groups * others * ranks * 2 <= processors - processors / 8 && ranks * 2 <= units) ranks *= 2;
+  while (bits < 3 && groups * g.shape.batch << (bits + 1) <= processors - processors / 8 && 2 << bits <= units) ++bits;
+  const int ranks = 1 << bits;
   const bool one = (units + ranks - 1) / ranks <= S::kWarps;
-  const int tiles = tiles_of(groups, S::most_groups(left, one), others * ranks);
+  const int tiles = tiles_of(groups, S::most_groups(left, one), g.shape.batch * ranks);
   const int bytes = S::bytes(left, one, (groups + tiles - 1) / tiles);
-  return launch_clusters(sm90_small_m_kernel<left, S>, {g, 0, tiles}, ranks, row_tiles, S::kWarps * 32, bytes, stream);
+  const Args args{g,
+                  0,
+                  units,
+                  bits,
+                  groups / tiles,
+                  groups % tiles,
+                  left == Left::kNvfp4 && g.a.map.rows_per_amax % g.shape.rows != 0,
+                  g.b.map.rows_per_amax % g.shape.cols != 0};
+  return launch_clusters(sm90_small_m_kernel<left, S>, args, tiles, S::kWarps * 32, bytes, stream);
 }
 
 template <Left left>
 cudaError_t launch(const MatmulArgs& g, cudaStream_t stream) {
   if (g.shape.depth % 256) return launch_shape<left, Shape<2, 1, 2, Depth::kAny>>(g, stream);
-  if (g.shape.rows <= 8) return launch_shape<left, Shape<1, 2, 2, Depth::kUnits>>(g, stream);
-  using OneUnit = Shape<2, 2, 2, Depth::kOneUnit>;
-  if (g.shape.depth <= OneUnit::kWarps * OneUnit::kUnit) return launch_shape<left, OneUnit>(g, stream);
-  return launch_shape<left, Shape<2, 2, 3, Depth::kUnits, 12>>(g, stream);
+  const bool one = g.shape.depth <= 16 * 256;
+  if (g.shape.rows <= 8)
+    return one ? launch_shape<left, Shape<1, 2, 2, Depth::kOneUnit>>(g, stream)
+               : launch_shape<left, Shape<1, 2, 2, Depth::kUnits>>(g, stream);
+  return one ? launch_shape<left, Shape<2, 2, 2, Depth::kOneUnit>>(g, stream)
+             : launch_shape<left, Shape<2, 2, 2, Depth::kUnits, 12>>(g, stream);
 }
 
 }  // namespace jnvfp4::small_m
