@@ -142,11 +142,12 @@ std::string why_not(MatmulKernel kernel, const MatmulProblem& problem, const Dev
 
 // Floats that the parts of K but the last have.
 int64_t fused_sums(int64_t tiles, const FusedPlan& plan) {
-  return tiles * (plan.splits - 1) * plan.tokens * kFusedCols * fused_teams(plan.tokens);
+  return (tiles - plan.whole) * (plan.splits - 1) * plan.tokens * kFusedCols * fused_teams(plan.tokens);
 }
 
 // The least time by a model: microseconds on an H200, whose 132 multiprocessors hold 66 pairs of thread blocks. A wave
-// of tiles costs its windows of 64 along K and its end; each part of K but one, its partial sums. Measured with N x K
+// of tiles costs its windows of 64 along K and its end; each part of K but one, its partial sums. Tiles that fill waves
+// have no parts. Measured with N x K
 // of 14336 x 4096, 4096 x 14336, 8192 x 8192 and 4096 x 4096 (docs/kernels.md).
 FusedPlan plan_tiles(const GemmShape& s, bool windows) {
   struct Tile {
@@ -156,6 +157,7 @@ FusedPlan plan_tiles(const GemmShape& s, bool windows) {
   constexpr Tile kTiles[] = {
       {32, 0.235, 1.9, 1.5}, {64, 0.255, 2.3, 2.1}, {128, 0.348, 2.7, 2.5}, {256, 0.605, 2.6, 6.4}};
   constexpr int64_t kPairs = 66, kMostSums = int64_t{16} << 20, kMostSplits = 8;
+  constexpr int64_t kMostParted = 64 * kPairs;
   const int64_t slots = (s.depth + kFusedDepth - 1) / kFusedDepth;
   // Two teams share a part, so that it needs a slot for each.
   const int64_t most = std::clamp<int64_t>(slots / 2, 1, kMostSplits);
@@ -164,11 +166,18 @@ FusedPlan plan_tiles(const GemmShape& s, bool windows) {
   for (const Tile& tile : kTiles) {
     if (windows && tile.tokens != 128) continue;  // the registers of 256 do not suffice, and windows want few tiles
     for (int splits = 1; splits <= most; ++splits) {
-      const FusedPlan plan{tile.tokens, splits, false};
-      const int64_t tiles = fused_tiles(s, plan), at_once = kPairs / splits, waves = (tiles + at_once - 1) / at_once;
-      if (splits > 1 && (tiles > kMostSums || fused_sums(tiles, plan) * 4 > kMostSums)) break;
-      const auto windows = static_cast<double>((slots + splits - 1) / splits * 4);
-      const double time = static_cast<double>(waves) * (windows * tile.window + tile.end) + (splits - 1) * tile.split;
+      FusedPlan plan{tile.tokens, splits, false};
+      const int64_t tiles = fused_tiles(s, plan), at_once = kPairs / splits * splits;
+      plan.whole = splits > 1 ? tiles / at_once * at_once : 0;
+      const int64_t rest = tiles - plan.whole;
+      // One of many waves is not worth parts.
+      if (splits > 1 && (rest == 0 || tiles > kMostParted || fused_sums(tiles, plan) * 4 > kMostSums)) continue;
+      const auto waves = [&](int64_t items, int64_t depth) {
+        const auto windows = static_cast<double>(depth * 4);
+        return static_cast<double>((items + at_once - 1) / at_once) * (windows * tile.window + tile.end);
+      };
+      const double time =
+          waves(plan.whole, slots) + waves(rest * splits, (slots + splits - 1) / splits) + (splits - 1) * tile.split;
       if (least == 0 || time < least) least = time, best = plan;
     }
   }
@@ -205,7 +214,7 @@ FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan) {
   s.data = copy(shape.depth / 2);
   s.scale = copy(shape.depth / kBlock);
   s.sums = take(fused_sums(tiles, plan) * 4);
-  s.flag_count = tiles * (plan.splits - 1) * 4 * fused_teams(plan.tokens);
+  s.flag_count = (tiles - plan.whole) * (plan.splits - 1) * 4 * fused_teams(plan.tokens);
   s.flags = take(s.flag_count * 4);
   return s;
 }

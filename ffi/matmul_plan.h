@@ -60,11 +60,12 @@ std::string why_not(MatmulKernel kernel, const MatmulProblem& problem, const Dev
 // The scratch memory that a kernel needs.
 int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem);
 
-// How the fused kernels divide a product: rows of a in a tile, and parts of K. Only the shape decides, so that sums are
-// the same on every GPU.
+// How the fused kernels divide a product: rows of a in a tile, and parts of K for tiles that are too few for all
+// multiprocessors. Only the shape decides, so that sums are the same on every GPU.
 struct FusedPlan {
   int tokens, splits;
-  bool exchanged;  // b is decoded to scratch instead of a, because it is smaller: its rows are then those of a tile
+  bool exchanged;     // b is decoded to scratch instead of a, because it is smaller: its rows are then those of a tile
+  int64_t whole = 0;  // the first tiles, whose K has no parts: as many as keep all multiprocessors of an H200 at work
 };
 FusedPlan plan_fused(const GemmShape& shape, bool nvfp4_a, bool windows);
 // Groups of warps of a thread block that share K.

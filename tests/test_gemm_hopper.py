@@ -1,6 +1,7 @@
 """The GEMM kernels of Hopper, each by its name: the CPU's bits where every order of summation gives the same."""
 
 from itertools import product
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,9 @@ FUSED = [
     (200, 3001, 4352),
     (700, 4001, 272),  # of 256
     (400, 3001, 14336),
+    (60, 17001, 2064),  # tiles of 64, of 128 and of 256 rows: parts of K for those that fill no wave
+    (100, 17001, 2064),
+    (1024, 14337, 4096),
     *[(m, n, 336) for m, n in ((1, 1), (1, 257), (129, 3), (64, 64), (65, 130), (300, 600), (257, 256))],
     # What is past the end of K is zero, also where rows of codes or scales are copied for the tensor maps.
     *[(70, 131, k) for k in (16, 32, 48, 64, 80, 112, 128, 240, 256, 272, 512, 528, 1280, 4096)],
@@ -72,9 +76,17 @@ PATHS = [
 ]
 
 
-def plan_fused(*shape: int, nvfp4: bool = False) -> tuple[int, int, bool]:
-    """Rows of a in a tile, and parts of K; or rows of b in a tile, if the last is true."""
-    return _native.extensions()["cpu"].plan_fused(*shape, nvfp4)
+class Plan(NamedTuple):
+    """Of a fused kernel: rows of a in a tile, or of b, if the operands are exchanged; parts of K, but for `whole` tiles."""
+
+    tokens: int
+    splits: int
+    exchanged: bool
+    whole: int
+
+
+def plan_fused(*shape: int, nvfp4: bool = False) -> Plan:
+    return Plan(*_native.extensions()["cpu"].plan_fused(*shape, nvfp4))
 
 
 every_shape, every_path = over("shape", SHAPES), over("shape", PATHS)
@@ -105,11 +117,12 @@ def check(device, kernel, a, b, bias=None, out=np.float32) -> None:
 
 def test_shapes_have_every_tile_and_parts_of_k():
     found = [plan_fused(1, *shape) for shape in FUSED]
-    assert {(tokens, splits > 1) for tokens, splits, _ in found} == set(product((32, 64, 128, 256), (False, True)))
+    assert {(p.tokens, p.splits > 1) for p in found} == set(product((32, 64, 128, 256), (False, True)))
+    assert {p.tokens for p in found if p.whole} == {64, 128, 256}
     assert {plan_fused(1, *shape) for shape in FUSED} == {plan_fused(1, *shape, nvfp4=True) for shape in FUSED}
     found = [plan_fused(1, *shape, nvfp4=True) for shape in EXCHANGED]
-    assert {(tokens, splits > 1) for tokens, splits, _ in found} == {(128, False), (128, True), (256, False)}
-    assert all(exchanged for _, _, exchanged in found)
+    assert {(p.tokens, p.splits > 1) for p in found} == {(128, False), (128, True), (256, False)}
+    assert all(p.exchanged for p in found)
 
 
 @every_left
@@ -194,15 +207,15 @@ def test_many_matrices(hopper, left, shape):
     check(hopper, shape[0], a, b)
 
 
-PARTS_OF_MANY = {(5, 6, 2048): (32, 2), (5, 6, 7936): (32, 4), (64, 6, 2560): (64, 2), (100, 6, 2048): (128, 2)}
+PARTS_OF_MANY = {(5, 6, 5120): (32, 3), (64, 6, 7936): (64, 3), (100, 6, 5120): (128, 3)}
 
 
 @every_left
 @over("shape", PARTS_OF_MANY)
 def test_parts_of_k_of_many_matrices(hopper, left, shape):
     """More parts than thread blocks: each goes on after it has kept its sums for another."""
-    assert plan_fused(67, *shape, nvfp4=True) == (*PARTS_OF_MANY[shape], False)
-    a, b = operands(left, ("fused", *shape), a_format=ROW, b_format=ROW, lead=(67,), b_lead=(67,))
+    assert plan_fused(40, *shape, nvfp4=True) == (*PARTS_OF_MANY[shape], False, 0)
+    a, b = operands(left, ("fused", *shape), a_format=ROW, b_format=ROW, lead=(40,), b_lead=(40,))
     check(hopper, "fused", a, b)
 
 

@@ -198,16 +198,17 @@ def test_the_smaller_of_two_nvfp4_operands_is_copied(a, copied):
         *[(1, 128, 384, 512), (1, 5, 7, 256), (3, 5, 7, 64), (2, 300, 129, 48), (1, 1, 1, 16)],
         (1, 20, 101, 2064),
         (2, 700, 261, 4352),
+        (1, 700, 6001, 2064),
     ],
 )
 def test_scratch_of_fused_kernels(shape):
     """Prepared rows to the end of a tile; copies of codes unless K % 32 == 0, and of scales unless K % 256 == 0."""
     batch, m, n, k = shape
-    tokens, splits, _ = _native.extensions()["cpu"].plan_fused(*shape, False)
+    tokens, splits, _, whole = _native.extensions()["cpu"].plan_fused(*shape, False)
     rows = up(((batch - 1) * m + up(m, tokens)) * up(k, 64) * 2, 256)
     data = 0 if k % 32 == 0 else up(batch * n * up(k // 2, 16), 256)
     scale = 0 if k % 256 == 0 else up(batch * n * up(k // 16, 16), 256)
-    tiles = batch * up(m, tokens) // tokens * (up(n, 256) // 256)
+    tiles = batch * up(m, tokens) // tokens * (up(n, 256) // 256) - whole
     teams = 2 if tokens <= 64 else 1
     sums = tiles * (splits - 1) * teams * tokens * 256 * 4
     flags = up(tiles * (splits - 1) * teams * 4 * 4, 256)
@@ -218,17 +219,20 @@ def test_scratch_of_fused_kernels(shape):
 def test_a_plan_of_the_largest_products():
     """Their sizes in bytes do not overflow 64 bits, although no memory holds them."""
     for shape in ((1, 2**30, 2**30, 2**30), (2**20, 2**10, 2**10, 2**30)):
-        assert _native.extensions()["cpu"].plan_fused(*shape, False) == (256, 1, False)
+        assert _native.extensions()["cpu"].plan_fused(*shape, False) == (256, 1, False, 0)
         assert plan(shape=shape).scratch_bytes > 2**60
 
 
 @pytest.mark.parametrize("m", [1, 17, 64, 100, 128, 256, 500, 1000, 4096])
 @pytest.mark.parametrize("nk", [(16, 16), (1000, 2048), (4096, 14336), (14336, 4096), (8192, 65536), (128256, 4096)])
 def test_parts_of_k_of_fused_kernels(m, nk):
-    """Each has 512 along K at least, and their sums have 16 MiB at most."""
-    tokens, splits, _ = _native.extensions()["cpu"].plan_fused(1, m, *nk, False)
+    """Each has 512 along K at least, and their sums have 16 MiB at most. Tiles without parts fill a GPU."""
+    tokens, splits, _, whole = _native.extensions()["cpu"].plan_fused(1, m, *nk, False)
     assert 1 <= splits <= max(1, -(-nk[1] // 256) // 2)
-    sums = up(m, tokens) * up(nk[0], 256) * (splits - 1) * (2 if tokens <= 64 else 1) * 4
+    tiles = up(m, tokens) // tokens * (up(nk[0], 256) // 256)
+    assert whole % (66 // splits * splits) == 0
+    assert whole < tiles if splits > 1 else whole == 0
+    sums = (tiles - whole) * tokens * 256 * (splits - 1) * (2 if tokens <= 64 else 1) * 4
     assert sums <= 16 << 20
 
 

@@ -3,10 +3,10 @@
 //
 //   products w4a4:64x14336x4096:64:1 bf16:8x14336x4096:0:0 pinned:64x14336x4096:0:0
 //
-// LEFT:MxNxK:TOKENS:SPLITS. LEFT is w4a4, bf16 or fp16; TOKENS is a tile of the fused kernel, or 0 for that of few
-// rows. LEFT is pinned, or windows with window64 on both sides, for the pinned order: TOKENS is then 8, 16 or 32 rows a
-// thread block, 0 for what the launcher takes, or 64 for the kernel of any number of rows. benchmarks/README.md has the
-// commands that build it.
+// LEFT:MxNxK:TOKENS:SPLITS, and :WHOLE for tiles whose K has no parts. LEFT is w4a4, bf16 or fp16; TOKENS is a tile of
+// the fused kernel, or 0 for that of few rows. LEFT is pinned, or windows with window64 on both sides, for the pinned
+// order: TOKENS is then 8, 16 or 32 rows a thread block, 0 for what the launcher takes, or 64 for the kernel of any
+// number of rows. benchmarks/README.md has the commands that build it.
 #include <unistd.h>
 
 #include <algorithm>
@@ -69,8 +69,10 @@ Case parse(const char* text) {
   char left[8] = {};
   long m = 0, n = 0, k = 0;
   int tokens = 0, splits = 0;
-  const bool parsed = std::sscanf(text, "%7[^:]:%ldx%ldx%ld:%d:%d", left, &m, &n, &k, &tokens, &splits) == 6;
-  const Case c{left, {1, m, n, k}, {tokens, splits, false}};
+  long whole = 0;
+  const bool parsed =
+      std::sscanf(text, "%7[^:]:%ldx%ldx%ld:%d:%d:%ld", left, &m, &n, &k, &tokens, &splits, &whole) >= 6;
+  const Case c{left, {1, m, n, k}, {tokens, splits, false, whole}};
   if (!parsed || (c.fused() && (splits < 1 || (splits > 1 && 2 * splits > (k + 255) / 256)))) {
     std::fprintf(stderr, "a case must be LEFT:MxNxK:TOKENS:SPLITS, got %s\n", text);
     std::exit(2);

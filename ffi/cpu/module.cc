@@ -70,7 +70,7 @@ NB_MODULE(_cpu, m) {
         nb::arg("no_cublaslt"), nb::arg("wanted"));
   m.def("plan_fused", [](int64_t batch, int64_t rows, int64_t cols, int64_t depth, bool nvfp4_a) {
     const jnvfp4::FusedPlan found = jnvfp4::plan_fused({batch, rows, cols, depth}, nvfp4_a, false);
-    return std::tuple{found.tokens, found.splits, found.exchanged};
+    return std::tuple{found.tokens, found.splits, found.exchanged, found.whole};
   });
   nb::list kernels;
   for (int i = 0; i < jnvfp4::kMatmulKernels; ++i)

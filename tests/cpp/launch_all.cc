@@ -209,7 +209,7 @@ void fused(const MatmulOperand& a, const MatmulOperand& b, const MatmulResult& r
       if (splits > 1 && 2 * splits > (s.depth + kFusedDepth - 1) / kFusedDepth) continue;
       for (bool exchanged : {false, true}) {
         if (exchanged && (tokens < 128 || !a.quantized())) continue;
-        const FusedPlan plan{tokens, splits, exchanged};
+        const FusedPlan plan{tokens, splits, exchanged, 0};
         Buffer scratch(fused_scratch(fused_shape(s, plan), plan).bytes);
         check(launch_sm90_fused({a, b, result, s}, plan, scratch.as<void>(), nullptr), "sm90_fused");
         check(cudaDeviceSynchronize(), "sm90_fused");

@@ -63,9 +63,10 @@ struct FusedConfig {
 
 // ---------------------------------------------------------------- what a thread block computes
 struct FusedItem {
-  int matrix, row, col;   // the first row, and the first column of the pair of thread blocks
-  int split, first, end;  // of 256 along K
-  int64_t tile;
+  int matrix, row, col;  // the first row, and the first column of the pair of thread blocks
+  int split, parts;      // of its tile
+  int first, end;        // of 256 along K
+  int64_t tile;          // of those that have parts
 };
 
 // a / b. The first loads wait for several of them, a division takes about a hundred clocks, and few are needed.
@@ -76,8 +77,9 @@ __device__ __forceinline__ int quick_quotient(int a, int b) { return b == 1 ? a 
 template <class C>
 __device__ __forceinline__ FusedItem item_of(const FusedArgs& a, int i) {
   constexpr int kGroup = 4;
-  const int all = quick_quotient(i, a.splits), split = i - all * a.splits, matrix = quick_quotient(all, a.matrix_tiles);
-  const int tile = all - matrix * a.matrix_tiles;
+  const int parts = i < a.whole ? 1 : a.splits, divided = i < a.whole ? 0 : quick_quotient(i - a.whole, a.splits);
+  const int split = i < a.whole ? 0 : i - a.whole - divided * a.splits, all = i < a.whole ? i : a.whole + divided;
+  const int matrix = quick_quotient(all, a.matrix_tiles), tile = all - matrix * a.matrix_tiles;
   const int per = a.pairs * kGroup, first = quick_quotient(tile, per) * kGroup;
   const int width = min(kGroup, quick_quotient(a.matrix_tiles, a.pairs) - first), rest = tile - first * a.pairs;
   const int column = quick_quotient(rest, width), row = first + rest - column * width;
@@ -85,9 +87,10 @@ __device__ __forceinline__ FusedItem item_of(const FusedArgs& a, int i) {
           row * C::kTokens,
           column * static_cast<int>(kFusedCols),
           split,
-          quick_quotient(a.slots * split, a.splits),
-          quick_quotient(a.slots * (split + 1), a.splits),
-          all};
+          parts,
+          quick_quotient(a.slots * split, parts),
+          quick_quotient(a.slots * (split + 1), parts),
+          divided};
 }
 
 // ---------------------------------------------------------------- the thread that loads
@@ -108,7 +111,7 @@ __device__ __forceinline__ void load_slot(const FusedMaps& maps, uint32_t smem, 
 template <class C>
 __device__ __forceinline__ int load_early(const FusedArgs& a, const FusedMaps& maps, uint32_t smem) {
   if (C::kTeams == 1) return 0;
-  const FusedItem item = item_of<C>(a, blockIdx.x / 2);
+  const FusedItem item = item_of<C>(a, a.begin + blockIdx.x / 2);
   const int count = min(C::kTeams, item.end - item.first), b_row = row_of_b<C>(a, item);
   for (int i = 0; i < count; ++i) load_slot<C>(maps, smem, i, b_row, (item.first + i) * 4);
   return count;
@@ -119,7 +122,7 @@ __device__ __forceinline__ void load_tiles(const FusedArgs& a, const FusedMaps& 
   constexpr int kHalf = C::kTokens / 2;
   int stage = 0, phase = 0, slot = 0;
   bool first_load = true;
-  for (int i = blockIdx.x / 2; i < a.items; i += gridDim.x / 2) {
+  for (int i = a.begin + blockIdx.x / 2; i < a.items; i += gridDim.x / 2) {
     const FusedItem item = item_of<C>(a, i);
     const int b_row = row_of_b<C>(a, item);
     const int a_row = item.matrix * a.tokens + item.row + rank * kHalf;
@@ -458,9 +461,9 @@ struct FusedConsumer {
   }
   // Named barriers 1 and 2, 8 and 9: a warpgroup of team 0 or 1. 6 and 7: two with the same rows.
   __device__ __forceinline__ void finish(Sums& sums, const FusedItem& item, ResultFactors& factors) {
-    if (a.splits > 1) {
+    if (item.parts > 1) {
       wait_for_kernel_ahead();  // it has lowered the flags
-      if (item.split < a.splits - 1) {
+      if (item.split < item.parts - 1) {
         meet_other_team();  // so that neither is ahead by a whole ring, whose phases it could not tell apart
         keep_partial(sums, item);
         __syncwarp();  // instructions for whole warps follow
@@ -479,7 +482,7 @@ struct FusedConsumer {
 
   __device__ __forceinline__ void run() {
     if (wg == 1) pass_turn();  // the first turn is that of warpgroup 0
-    for (int i = blockIdx.x / 2; i < a.items; i += gridDim.x / 2) {
+    for (int i = a.begin + blockIdx.x / 2; i < a.items; i += gridDim.x / 2) {
       FusedItem item = item_of<C>(a, i);
       Sums sums;
       ResultFactors factors;
@@ -542,14 +545,22 @@ cudaError_t launch_fused_config(const FusedArgs& args, const FusedMaps& maps, cu
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  // All parts of a tile at a time: then a part waits only for blocks that have started before.
-  const int most = std::max(multiprocessors() / 2 / args.splits, 1) * args.splits;
-  config.gridDim = dim3(2 * std::min(args.items, most)), config.blockDim = dim3(C::kThreads);
-  config.dynamicSmemBytes = C::kShared, config.stream = stream;
+  config.blockDim = dim3(C::kThreads), config.dynamicSmemBytes = C::kShared, config.stream = stream;
   config.attrs = attributes, config.numAttrs = 2;  // the kernel ahead says when this one may start
-  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, args, maps);
-  if (status != cudaSuccess) cudaGetLastError();  // it is returned, and not to be found by the next launch
-  return status;
+  // All parts of a tile at a time: then a part waits only for blocks that have started before. Where the whole tiles do
+  // not fill waves, as with fewer multiprocessors than the plan is for, the parts have a launch of their own.
+  const int most = std::max(multiprocessors() / 2 / args.splits, 1) * args.splits;
+  const auto launch = [&](int begin, int items) {
+    config.gridDim = dim3(2 * std::min(items - begin, most));
+    FusedArgs some = args;
+    some.begin = begin, some.items = items;
+    const cudaError_t status = cudaLaunchKernelEx(&config, kernel, some, maps);
+    if (status != cudaSuccess) cudaGetLastError();  // it is returned, and not to be found by the next launch
+    return status;
+  };
+  if (args.whole % most == 0) return launch(0, args.items);
+  const cudaError_t status = launch(0, args.whole);
+  return status == cudaSuccess ? launch(args.whole, args.items) : status;
 }
 
 template <class T>

@@ -12,7 +12,8 @@ struct FusedArgs {
   bool exchanged;              // which of the operands is which: not, then tokens are rows of a, columns rows of b
   int tokens, columns;         // of one matrix
   int pairs, matrix_tiles;     // tiles along columns, and of one matrix
-  int items, splits;           // parts of K of all tiles, and of one
+  int begin, items;            // of this launch; parts of K of all tiles
+  int whole, splits;           // the first tiles, which have one, and the parts of the others
   int slots;                   // of 256 along K; past the end of K they hold zeros
   bool each_row;               // whether rows of a matrix of a have an amax each
   bool each_col;               // the same of columns of the result, rows of b
