@@ -77,7 +77,7 @@ PATHS = [
 
 
 class Plan(NamedTuple):
-    """Of a fused kernel: rows of a in a tile, or of b, if the operands are exchanged; parts of K, but for `whole` tiles."""
+    """Of a fused kernel: rows of a in a tile, or of b, if operands are exchanged; parts of K, but of `whole` tiles."""
 
     tokens: int
     splits: int
