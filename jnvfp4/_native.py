@@ -186,7 +186,8 @@ def plan_matmul(
     batch, rows, cols, depth = shape
     sm90a = getattr(extensions().get("cuda"), "sm90a", True)  # without a CUDA build any answer is hypothetical
     least = any_gpu() if capability is None else capability
+    no_cublaslt = _no_cublaslt(capability) if kernel == "decode_then_cublaslt" else ""  # chosen by its name alone
     answer = extensions()["cpu"].plan_matmul(
-        batch, rows, cols, depth, a, windows, out, pinned, least, sm90a, _no_cublaslt(capability), kernel or ""
+        batch, rows, cols, depth, a, windows, out, pinned, least, sm90a, no_cublaslt, kernel or ""
     )
     return MatmulPlan(*answer)

@@ -256,6 +256,12 @@ def test_cublaslt_is_planned_by_name_only(capability):
         assert plan(a, windows, pinned, capability).kernel != CUBLASLT
 
 
+def test_only_its_name_looks_for_cublaslt(monkeypatch):
+    monkeypatch.setattr(_native, "available", lambda platform: True)
+    monkeypatch.setattr(_native, "cublaslt", lambda: pytest.fail("looked for"))
+    assert plan(capability=BLACKWELL).kernel == "decode_then_dot"
+
+
 def test_a_plan_without_cublaslt(no_cublaslt):
     assert plan(kernel=CUBLASLT).reason == f"{CUBLASLT} needs cuBLASLt: there is none"
     assert plan(capability=BLACKWELL) == ("decode_then_dot", 0, "")
