@@ -73,7 +73,7 @@ jnvfp4_cuda_objects(jnvfp4_matmul FLAGS ${generic} FILES
 if("90a" IN_LIST targets)
   jnvfp4_cuda_objects(jnvfp4_matmul_sm90a FLAGS "SHELL:-gencode arch=compute_90a,code=sm_90a" FILES
     ffi/cuda/matmul/sm90_f16_fused.cu ffi/cuda/matmul/sm90_bf16_fused.cu ffi/cuda/matmul/sm90_small_m.cu
-    ffi/cuda/matmul/sm90_windows_fused.cu
+    ffi/cuda/matmul/sm90_windows.cu
     ffi/cuda/matmul/sm90_prepare.cu ffi/cuda/matmul/sm90_fused.cu)
   target_compile_definitions(_cuda PRIVATE JNVFP4_SM90A)
 endif()
