@@ -31,9 +31,9 @@ struct WindowsArgs {
   int pairs, matrix_tiles;  // tiles along columns, and of one matrix
   int items, splits;        // parts of K of all tiles, and of one
   int windows;
-  const float *token_factors, *column_factors;  // WindowsOperand::factors
-  float* sums;                                  // of all splits but the last
-  uint32_t* flags;                              // one for each warpgroup that writes sums: 0 until it has
+  const uint32_t *token_factors, *column_factors;  // WindowsOperand::factors
+  float* sums;                                     // of all splits but the last
+  uint32_t* flags;                                 // one for each warpgroup that writes sums: 0 until it has
 };
 
 // 64 along K of the rows of half a tile of tokens, and of a thread block's columns.
@@ -49,12 +49,11 @@ struct WindowsConfig {
   static constexpr int kThreads = 128 * 3, kSums = kTokens / 2;  // of a thread
   // Registers of the loading warpgroup and of the others.
   static constexpr int kLoading = 40, kComputing = 232;
-  // Factors have twice as many slots as numbers, so that numbers are released before factors are read.
-  static constexpr int kStages = 4, kSlots = 2 * kStages;
+  // Factors have a slot more than numbers have stages, which are released before factors are read.
+  static constexpr int kStages = 4, kSlots = kStages + 1;
   static constexpr int kTokenBytes = kTokens * 128, kColumnBytes = kColumns * 128;
-  static constexpr int kFactors = (kColumns + (kBoth ? kTokens : 0)) * 4;
-  // Factors of 16 tokens that a thread loads before a window is summed.
-  static constexpr int kAhead = 4;
+  static constexpr int kColumnFactors = kColumns * (kBoth ? 16 : 4), kTokenFactors = kBoth ? kTokens * 16 : 0;
+  static constexpr int kFactors = kColumnFactors + kTokenFactors;
   // Sums on their way to the result, 64 tokens and 64 columns: padded so that neither side meets in a bank.
   static constexpr int kOutTokens = 64, kOutPitch = 64 + 4, kExchangedPitch = 64 + 8;
   static constexpr int kOut = 64 * (kBoth ? kOutPitch : kExchangedPitch) * 4;
@@ -99,16 +98,17 @@ __device__ __forceinline__ void load_tiles(const WindowsArgs& a, const WindowsMa
     const int column = item.matrix * a.columns + item.column + rank * C::kColumns;
     const int64_t token_tile = int64_t{item.matrix} * token_tiles + item.token / C::kTokens;
     const int64_t column_tile = int64_t{item.matrix} * a.pairs * 2 + item.column / C::kColumns + rank;
-    const float* of_tokens = a.token_factors + (token_tile * a.windows + item.first) * C::kTokens;
-    const float* of_columns = a.column_factors + (column_tile * a.windows + item.first) * C::kColumns;
-    for (int w = item.first; w < item.end; ++w, of_tokens += C::kTokens, of_columns += C::kColumns) {
+    constexpr int kOfTokens = C::kTokenFactors / 4, kOfColumns = C::kColumnFactors / 4;
+    const uint32_t* of_tokens = a.token_factors + (token_tile * a.windows + item.first) * kOfTokens;
+    const uint32_t* of_columns = a.column_factors + (column_tile * a.windows + item.first) * kOfColumns;
+    for (int w = item.first; w < item.end; ++w, of_tokens += kOfTokens, of_columns += kOfColumns) {
       barrier_wait(smem + C::kAtEmpty + 8 * stage, phase ^ 1);
       const uint32_t bar = smem + C::kAtFull + 8 * stage, factors = smem + C::kAtFactors + slot * C::kFactors;
       barrier_expect(bar, C::kTokenBytes + C::kColumnBytes + C::kFactors);
       load_box_to(3, smem + stage * C::kTokenBytes + rank * kHalf * 128, maps.tokens, bar, w * kWindow, token);
       load_box(smem + C::kAtColumns + stage * C::kColumnBytes, maps.columns, bar, w * kWindow, column);
-      load_bytes(factors, of_columns, C::kColumns * 4, bar);
-      if constexpr (C::kBoth) load_bytes(factors + C::kColumns * 4, of_tokens, C::kTokens * 4, bar);
+      load_bytes(factors, of_columns, C::kColumnFactors, bar);
+      if constexpr (C::kBoth) load_bytes(factors + C::kColumnFactors, of_tokens, C::kTokenFactors, bar);
       if (++stage == C::kStages) stage = 0, phase ^= 1;
       if (++slot == C::kSlots) slot = 0;
     }
@@ -207,50 +207,54 @@ struct WindowsConsumer {
     pass_turn();
   }
 
-  // Adds a window once it is summed, times the factors of its columns `low` and `high`.
-  __device__ __forceinline__ void add_window(Sums& sums, const Sums& window, float low, float high) {
+  // Adds a window once it is summed, times the factors of its columns.
+  __device__ __forceinline__ void add_window_of_columns(Sums& sums, const Sums& window) {
+    const uint32_t at = smem + C::kAtFactors + slot * C::kFactors + (wg * 64 + fragment_row()) * 4;
+    const float low = float_of(load_shared32(at)), high = float_of(load_shared32(at + 8 * 4));
     wgmma_wait<0>();
     release();
 #pragma unroll
     for (int i = 0; i < C::kSums; ++i) sums[i] = __fmaf_rn(window[i], i % 4 < 2 ? low : high, sums[i]);
   }
-  // The same, times also those of its tokens, which lie at `at`. Some are loaded before the wait, which hides the time
-  // that it takes; for all of them registers do not suffice.
-  __device__ __forceinline__ void add_window(Sums& sums, const Sums& window, float low, float high, uint32_t at) {
-    constexpr int kSixteens = C::kTokens / 16;
-    uint4 tokens[C::kAhead];
+  // The same, times also those of its tokens. To load the factors of a thread's 48 tokens would take longer than anything
+  // else here; a fragment has them in half as many words, and the tensor cores make the products of it.
+  __device__ __forceinline__ void add_window_of_both(Sums& sums, const Sums& window) {
+    constexpr int kParts = C::kTokens / 32, kAhead = 2;
+    const uint32_t at = smem + C::kAtFactors + slot * C::kFactors, lane = threadIdx.x % 32;
+    const uint32_t of_tokens = at + C::kColumnFactors + lane * 16;
+    const uint2 columns = load_shared64(at + (wg * 4 + threadIdx.x % 128 / 32) * 256 + lane * 8);
+    uint4 tokens[kAhead];
 #pragma unroll
-    for (int g = 0; g < C::kAhead; ++g) tokens[g] = load_shared128(at + g * 64);
+    for (int p = 0; p < kAhead; ++p) tokens[p] = load_shared128(of_tokens + p * 512);
     wgmma_wait<0>();
     release();
 #pragma unroll
-    for (int g = 0; g < kSixteens; ++g) {
-      const uint4 four = tokens[g % C::kAhead];
-      const float factor[4] = {float_of(four.x), float_of(four.y), float_of(four.z), float_of(four.w)};
+    for (int p = 0; p < kParts; ++p) {
+      const uint4 v = tokens[p % kAhead];
+      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float both = factor[i / 4 * 2 + i % 2] * (i % 4 < 2 ? low : high);
-        sums[8 * g + i] = __fmaf_rn(window[8 * g + i], both, sums[8 * g + i]);
+      for (int i = 0; i < 4; ++i) {
+        float factors[4];
+        mma_16x8x8(factors, columns, words[i]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float& s = sums[16 * p + 4 * i + j];
+          s = __fmaf_rn(window[16 * p + 4 * i + j], factors[j], s);
+        }
       }
-      if (g + C::kAhead < kSixteens) tokens[g % C::kAhead] = load_shared128(at + (g + C::kAhead) * 64);
+      if (p + kAhead < kParts) tokens[p % kAhead] = load_shared128(of_tokens + (p + kAhead) * 512);
     }
   }
   __device__ __forceinline__ void sum(Sums& sums, int windows) {
 #pragma unroll
     for (float& s : sums) s = 0;
-    // Of 16 rows a lane's two or four have their factors together: rows t and t + 1, t + 8 and t + 9.
-    const int row = threadIdx.x % 32 / 4;
-    const uint32_t of_columns = smem + C::kAtFactors + (fragment_row() - row + row / 2 * 4 + row % 2) * 4;
-    const uint32_t of_tokens = smem + C::kAtFactors + C::kColumns * 4 + threadIdx.x % 4 * 16;
     for (int w = 0; w < windows; ++w) {
       Sums window;
       multiply(window);
-      const uint32_t at = slot * C::kFactors;
-      const float low = float_of(load_shared32(of_columns + at)), high = float_of(load_shared32(of_columns + at + 8));
       if constexpr (C::kBoth)
-        add_window(sums, window, low, high, of_tokens + at);
+        add_window_of_both(sums, window);
       else
-        add_window(sums, window, low, high);
+        add_window_of_columns(sums, window);
       if (++stage == C::kStages) stage = 0, phase ^= 1;
       if (++slot == C::kSlots) slot = 0;
     }
@@ -354,7 +358,8 @@ struct WindowsConsumer {
       sync_warpgroup();  // the last chunk has been read
       if (!C::kBoth && chunk == 0)
         for (int token = threadIdx.x % 128; token < C::kTokens; token += 128)
-          store_shared(alphas() + token * 4, __ldg(a.token_factors + int64_t{token_tile} * C::kTokens + token));
+          store_shared(alphas() + token * 4,
+                       float_of(__ldg(a.token_factors + int64_t{token_tile} * C::kTokens + token)));
       stage_chunk(sums, chunk, exchanged ? 1 : C::kOutPitch, exchanged ? C::kExchangedPitch : 1);
       sync_warpgroup();
       if (exchanged)
@@ -453,16 +458,13 @@ cudaError_t launch_sm90_windows(const MatmulArgs& g, const FusedPlan& plan, void
     return cudaErrorInvalidValue;  // plan_windows makes no such plans
   auto* const bytes = static_cast<uint8_t*>(scratch);
   const WindowsScratch at = windows_scratch(s, plan);
-  const auto operand = [&](const MatmulOperand& x, int64_t rows, int64_t tiles, int tile_rows, float unscale,
-                           int64_t numbers, int64_t factors) {
-    return WindowsOperand{x,       s.batch,         rows,
-                          tiles,   tile_rows,       unscale,
-                          bytes + numbers, reinterpret_cast<float*>(bytes + factors)};
-  };
+  const auto words = [&](int64_t offset) { return reinterpret_cast<uint32_t*>(bytes + offset); };
   const WindowsPreparation p{
-      operand(tokens, s.rows, token_tiles, kWindowsTokens, 1.0f, at.tokens, at.token_factors),
-      operand(columns, s.cols, 2 * pairs, kFusedCols / 2, 0x1p28f, at.columns, at.column_factors), s.depth,
-      reinterpret_cast<uint32_t*>(bytes + at.flags), at.flag_count};
+      {tokens, s.batch, s.rows, token_tiles, kWindowsTokens, both ? FactorsOf::kTokenFragments : FactorsOf::kRows, 1.0f,
+       bytes + at.tokens, words(at.token_factors)},
+      {columns, s.batch, s.cols, 2 * pairs, kFusedCols / 2,
+       both ? FactorsOf::kColumnFragments : FactorsOf::kWindows, 0x1p28f, bytes + at.columns, words(at.column_factors)},
+      s.depth, words(at.flags), at.flag_count};
   WindowsMaps maps;
   cudaError_t status = make_windows_maps(p, at, &maps);
   if (status == cudaSuccess) status = launch_sm90_prepare_windows(p, stream);

@@ -5,15 +5,24 @@
 
 namespace jnvfp4 {
 
+// What is made of the amaxes of an operand: factors, or, if both have windows, fragments of which the tensor cores make
+// the products of factors.
+enum class FactorsOf {
+  kRows,             // float32 [matrix][tile][row]
+  kWindows,          // float32 [matrix][tile][window][row]
+  kColumnFragments,  // four words a row, [matrix][tile][window][16 rows][lane][2]
+  kTokenFragments,   // [matrix][tile][window][32 rows][lane][4]
+};
+
 // An operand, and what is made of it in scratch.
 struct WindowsOperand {
   MatmulOperand source;
   int64_t matrices, rows, tiles;  // rows and tiles: of one matrix
-  int tile_rows;
+  int tile_rows;  // a multiple of 32
+  FactorsOf factors_of;
   float unscale;  // factors are multiplied by it
   void* numbers;  // rows of float16: decoded, times 2^-14, each eight in the order of Decode
-  // With windows [matrix][tile][window][row], 16 rows in the order in which threads want them; else [matrix][tile][row].
-  float* factors;
+  uint32_t* factors;
 };
 
 // `tokens` are rows of a, `columns` rows of b, unless operands are exchanged.
