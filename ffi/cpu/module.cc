@@ -72,6 +72,9 @@ NB_MODULE(_cpu, m) {
     const jnvfp4::FusedPlan found = jnvfp4::plan_fused({batch, rows, cols, depth}, nvfp4_a);
     return std::tuple{found.tokens, found.splits, found.exchanged};
   });
+  m.def("plan_windows", [](int64_t batch, int64_t rows, int64_t cols, int64_t depth, bool exchanged) {
+    return jnvfp4::plan_windows({batch, rows, cols, depth}, exchanged).splits;
+  });
   nb::list kernels;
   for (int i = 0; i < jnvfp4::kMatmulKernels; ++i)
     kernels.append(std::string(jnvfp4::name_of(static_cast<jnvfp4::MatmulKernel>(i))));

@@ -297,22 +297,24 @@ struct WindowsConsumer {
   __device__ __forceinline__ uint32_t alphas() const { return smem + C::kAtAlpha + wg * C::kTokens * 4; }
 
   // The sums of the `chunk`th tokens of the tile. Registers have no index that is known late, hence the cases.
-  template <int kChunk>
-  __device__ __forceinline__ void stage_chunk(const Sums& sums, int chunk, int of_token, int of_column) const {
+  template <bool kExchanged, int kChunk>
+  __device__ __forceinline__ void stage_chunk(const Sums& sums, int chunk) const {
+    constexpr int kToken = kExchanged ? 1 : C::kOutPitch, kColumn = kExchanged ? C::kExchangedPitch : 1;
     if (chunk != kChunk) return;
-    const uint32_t base = out() + (threadIdx.x % 4 * 2 * of_token + fragment_row() * of_column) * 4;
+    const uint32_t base = out() + (threadIdx.x % 4 * 2 * kToken + fragment_row() * kColumn) * 4;
 #pragma unroll
     for (int eight = 0; eight < C::kOutTokens / 8; ++eight)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        store_shared(base + ((8 * eight + i % 2) * of_token + i / 2 * 8 * of_column) * 4,
+        store_shared(base + ((8 * eight + i % 2) * kToken + i / 2 * 8 * kColumn) * 4,
                      sums[kChunk * C::kOutTokens / 2 + 4 * eight + i]);
   }
-  __device__ __forceinline__ void stage_chunk(const Sums& sums, int chunk, int of_token, int of_column) const {
+  template <bool kExchanged>
+  __device__ __forceinline__ void stage_chunk(const Sums& sums, int chunk) const {
     static_assert(C::kTokens == 3 * C::kOutTokens);
-    stage_chunk<0>(sums, chunk, of_token, of_column);
-    stage_chunk<1>(sums, chunk, of_token, of_column);
-    stage_chunk<2>(sums, chunk, of_token, of_column);
+    stage_chunk<kExchanged, 0>(sums, chunk);
+    stage_chunk<kExchanged, 1>(sums, chunk);
+    stage_chunk<kExchanged, 2>(sums, chunk);
   }
 
   // A thread has four columns of every eighth token of a chunk. Little code, not unrolled: the instruction cache misses
@@ -345,29 +347,38 @@ struct WindowsConsumer {
       four.write(a, int64_t{item.matrix} * a.columns + first_row + row, col, load_shared128(at));
   }
 
-  __device__ __forceinline__ void finish(Sums& sums, const WindowsItem& item) const {
-    if (item.split < a.splits - 1) return keep_partial(sums, item);
-    if (a.splits > 1) add_partials(sums, item);
-    const bool exchanged = !C::kBoth && a.exchanged;
-    const int first_column = item.column + rank * C::kColumns + wg * 64, col = first_column + threadIdx.x % 16 * 4;
-    const int token_tile = item.matrix * (a.matrix_tiles / a.pairs) + item.token / C::kTokens;
+  // The factors of tokens that have no windows. No need to wait for other warps: a sum is staged before they are read.
+  __device__ __forceinline__ void stage_alphas(const WindowsItem& item) const {
+    const int tile = item.matrix * (a.matrix_tiles / a.pairs) + item.token / C::kTokens;
+    const uint32_t* const from = a.token_factors + int64_t{tile} * C::kTokens;
+    for (int token = threadIdx.x % 128; token < C::kTokens; token += 128)
+      store_shared(alphas() + token * 4, float_of(__ldg(from + token)));
+    __syncwarp();
+  }
+  template <bool kExchanged>
+  __device__ __forceinline__ void write(const Sums& sums, const WindowsItem& item) const {
+    const int first = item.column + rank * C::kColumns + wg * 64, col = first + threadIdx.x % 16 * 4;
     FourResults four{{1.0f, 1.0f, 1.0f, 1.0f}, {}};
-    if (!exchanged) four.load_bias(a, col);
+    if constexpr (!kExchanged) four.load_bias(a, col);
 #pragma unroll 1
     for (int chunk = 0; chunk < C::kTokens / C::kOutTokens; ++chunk) {
       sync_warpgroup();  // the last chunk has been read
-      if (!C::kBoth && chunk == 0)
-        for (int token = threadIdx.x % 128; token < C::kTokens; token += 128)
-          store_shared(alphas() + token * 4,
-                       float_of(__ldg(a.token_factors + int64_t{token_tile} * C::kTokens + token)));
-      stage_chunk(sums, chunk, exchanged ? 1 : C::kOutPitch, exchanged ? C::kExchangedPitch : 1);
+      if (!C::kBoth && chunk == 0) stage_alphas(item);
+      stage_chunk<kExchanged>(sums, chunk);
       sync_warpgroup();
-      if (exchanged)
-        write_exchanged_chunk(four, item, first_column, chunk);
+      if constexpr (kExchanged)
+        write_exchanged_chunk(four, item, first, chunk);
       else
         write_chunk(four, item, col, chunk);
       __syncwarp();  // instructions for whole warps follow
     }
+  }
+  __device__ __forceinline__ void finish(Sums& sums, const WindowsItem& item) const {
+    if (item.split < a.splits - 1) return keep_partial(sums, item);
+    if (a.splits > 1) add_partials(sums, item);
+    if constexpr (!C::kBoth)
+      if (a.exchanged) return write<true>(sums, item);
+    write<false>(sums, item);
   }
 
   __device__ __forceinline__ void run() {
