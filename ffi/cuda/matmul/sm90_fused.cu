@@ -65,14 +65,13 @@ cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* 
                        static_cast<int>(items),
                        plan.splits,
                        static_cast<int>(slots),
-                       quantized && !g.a.map.windows() && g.a.map.rows_per_amax % g.shape.rows != 0,
-                       !g.b.map.windows() && g.b.map.rows_per_amax % g.shape.cols != 0,
+                       quantized && g.a.map.rows_per_amax % g.shape.rows != 0,
+                       g.b.map.rows_per_amax % g.shape.cols != 0,
                        bf16        ? 0x1p8f
                        : quantized ? 0x1p28f
                                    : 0x1p14f,
                        reinterpret_cast<float*>(bytes + at.sums),
                        reinterpret_cast<uint32_t*>(bytes + at.flags)};
-  if (g.windows()) return launch_sm90_windows_fused(args, maps, stream);
   return bf16 ? launch_sm90_bf16_fused(args, maps, plan.tokens, stream)
               : launch_sm90_f16_fused(args, maps, plan.tokens, stream);
 }

@@ -20,22 +20,12 @@ namespace jnvfp4 {
 // T: the type of the decoded numbers, F16 or Bf16.
 //
 // To decode a window takes longer than the tensor cores need for up to 64 tokens. So there are two teams of two
-// warpgroups then, which share K. With 256 tokens the two warpgroups of one team take turns on the tensor cores, and
-// with windows, so that one multiplies while the other applies factors.
-//
-// kSides: which operands have an amax for each window. The sum of a window is then multiplied by the factors of these
-// sides before it is added to the others.
-enum class WindowSides { kNone, kA, kB, kBoth };
-
-template <class T_, int kTokens_, WindowSides kSides_ = WindowSides::kNone>
+// warpgroups then, which share K. With 256 tokens the two warpgroups of one team take turns on the tensor cores.
+template <class T_, int kTokens_>
 struct FusedConfig {
   using T = T_;
-  static constexpr WindowSides kSides = kSides_;
-  static constexpr bool kWindows = kSides != WindowSides::kNone;
-  static constexpr bool kWindowsOfA = kSides == WindowSides::kA || kSides == WindowSides::kBoth;
-  static constexpr bool kWindowsOfB = kSides == WindowSides::kB || kSides == WindowSides::kBoth;
   static constexpr int kTokens = kTokens_, kTeams = fused_teams(kTokens), kRows = 128;
-  static constexpr bool kTurns = kTokens == 256 || kWindows;
+  static constexpr bool kTurns = kTokens == 256;
   static constexpr int kThreads = 128 * (1 + 2 * kTeams);
   static constexpr int kSums = kTokens / 2;  // of a thread
   // Whether amaxes of rows of a come from shared memory: tiles of few rows load few, and have no registers to spare.
@@ -50,7 +40,7 @@ struct FusedConfig {
   static constexpr int kWindow = kTokens * 128, kData = kRows * 128, kScale = kRows * 16;
   // Sums on their way to the result: rows of 64 columns, padded so that neither side meets in a bank. If operands are
   // exchanged, rows of 64 tokens, padded for reading; two writes meet.
-  static constexpr bool kExchanges = kTokens >= 128 && std::is_same_v<T, F16> && !kWindows;
+  static constexpr bool kExchanges = kTokens >= 128 && std::is_same_v<T, F16>;
   static constexpr int kOutTokens = kTokens <= 64 ? 32 : 64, kOutPitch = 64 + 4, kExchangedPitch = 64 + 8;
   static constexpr int kOut = kExchanges ? 64 * kExchangedPitch * 4 : kOutTokens * kOutPitch * 4;
 
@@ -152,12 +142,7 @@ struct RawWindow {
 };
 
 // ---------------------------------------------------------------- sums to results
-// decode_scale of the rule.
-__device__ __forceinline__ float decode_factor(float amax, const MatmulOperand& x) {
-  return div_rn(amax, 6.0f * x.e4m3_max);
-}
-
-// Four neighbouring columns of a matrix of the result. With windows the sums have the factors of their sides already.
+// Four neighbouring columns of a matrix of the result.
 template <class C>
 struct FusedColumns {
   const FusedArgs& a;
@@ -169,13 +154,10 @@ struct FusedColumns {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int64_t c = min(col + i, g.shape.cols - 1);
-      if constexpr (C::kWindowsOfB)
-        amax[i] = 1.0f;
-      else
-        amax[i] = i && !a.each_col ? amax[0] : amax_of(g.b, matrix * g.shape.cols + c);
+      amax[i] = i && !a.each_col ? amax[0] : amax_of(g.b, matrix * g.shape.cols + c);
       bias[i] = g.result.bias ? load_float(g.result.bias, g.result.bias_kind, c) : 0.0f;
     }
-    set_alpha(!C::kWindowsOfA && g.a.quantized() && !a.each_row ? amax_of(g.a, matrix * g.shape.rows) : 1.0f);
+    set_alpha(g.a.quantized() && !a.each_row ? amax_of(g.a, matrix * g.shape.rows) : 1.0f);
   }
   // `left`: the amax of a row, if a is quantized.
   __device__ __forceinline__ void set_alpha(float left) {
@@ -183,7 +165,6 @@ struct FusedColumns {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       alpha[i] = i && !a.each_col ? alpha[0]
-                 : C::kWindows    ? factor_of_other_side(left, amax[i])
                  : x.quantized()  ? alpha_w4a4(left, amax[i], x.e4m3_max, y.e4m3_max)
                                   : alpha_w4a16(amax[i], y.e4m3_max);
   }
@@ -192,7 +173,7 @@ struct FusedColumns {
     float v[4] = {sums.x, sums.y, sums.z, sums.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i)  // the addition makes -0 the rule's 0
-      v[i] = gemm_epilogue(__fmaf_rn(v[i], C::kWindows ? 1.0f : a.unscale, 0.0f), alpha[i], bias[i],
+      v[i] = gemm_epilogue(__fmaf_rn(v[i], a.unscale, 0.0f), alpha[i], bias[i],
                            a.g.result.bias != nullptr);
     const Float kind = a.g.result.kind;
     if (kind == Float::kBf16)
@@ -204,12 +185,6 @@ struct FusedColumns {
   }
 
  private:
-  // Of the side that has no windows, or 1.
-  __device__ __forceinline__ float factor_of_other_side(float left, float right) const {
-    if constexpr (C::kSides == WindowSides::kA) return decode_factor(right, a.g.b);
-    if constexpr (C::kSides == WindowSides::kB) return decode_factor(left, a.g.a);
-    return 1.0f;
-  }
   template <class T>
   __device__ __forceinline__ void store(int64_t row, const float (&v)[4]) const {
     const int64_t cols = a.g.shape.cols;
@@ -334,110 +309,6 @@ struct FusedConsumer {
     }
     wgmma_wait<0>();
     release(n - C::kTeams, 3);
-  }
-
-  // ---- the sum along K, window by window
-  // The amaxes that a thread brings of a slot: one token's, and two windows of one column.
-  struct Amaxes {
-    float token[4], column[2];
-  };
-  __device__ __forceinline__ void load_amaxes(Amaxes& m, const FusedItem& item, int slot) const {
-    const MatmulArgs& g = a.g;
-    const int thread = threadIdx.x % 128, rows = static_cast<int>(g.shape.rows), cols = static_cast<int>(g.shape.cols);
-    const int64_t windows = g.shape.depth / jnvfp4::kWindow;
-    const int token = item.row + thread, column = item.col + rank * C::kRows + wg * 64 + thread % 64;
-    const auto amax = [&](const MatmulOperand& x, bool there, int64_t row, int w) {
-      return there && w < windows ? __ldg(x.amax + row * windows + w) : 0.0f;
-    };
-    if constexpr (C::kWindowsOfA)
-#pragma unroll
-      for (int q = 0; q < 4; ++q)
-        m.token[q] = amax(g.a, token < rows, int64_t{item.matrix} * rows + token, 4 * slot + q);
-    if constexpr (C::kWindowsOfB)
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        m.column[i] = amax(g.b, column < cols, int64_t{item.matrix} * cols + column, 4 * slot + 2 * (thread / 64) + i);
-  }
-  // [window][token], then [window][column], of two slots, where the results are when all is summed.
-  __device__ __forceinline__ uint32_t factors(int slot) const {
-    constexpr int kFactors = 4 * (C::kTokens + 64) * 4;
-    static_assert(2 * kFactors <= C::kOut);
-    return out() + slot % 2 * kFactors;
-  }
-  // As factors, one side's with what undoes those of decoded numbers. The division waits until the amaxes are there.
-  __device__ __forceinline__ void store_factors(const Amaxes& m, int slot) const {
-    const int thread = threadIdx.x % 128;
-    if constexpr (C::kWindowsOfA)
-#pragma unroll
-      for (int q = 0; q < 4; ++q)
-        store_shared(factors(slot) + (q * C::kTokens + thread) * 4,
-                     decode_factor(m.token[q], a.g.a) * (C::kWindowsOfB ? 1.0f : a.unscale));
-    if constexpr (C::kWindowsOfB)
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        store_shared(factors(slot) + (4 * C::kTokens + (2 * (thread / 64) + i) * 64 + thread % 64) * 4,
-                     decode_factor(m.column[i], a.g.b) * a.unscale);
-    sync_warpgroup();
-  }
-  // The factors of a thread's sums of a window.
-  struct Factors {
-    uint2 tokens[C::kWindowsOfA ? C::kSums / 4 : 1];
-    float low, high;  // of its two columns
-  };
-  __device__ __forceinline__ void load_factors(Factors& f, int slot, int q) const {
-    const uint32_t tokens = factors(slot) + (q * C::kTokens + 2 * (threadIdx.x % 4)) * 4;
-    const uint32_t columns = factors(slot) + (4 * C::kTokens + q * 64 + fragment_row()) * 4;
-    if constexpr (C::kWindowsOfA)
-#pragma unroll
-      for (int i = 0; i < C::kSums / 4; ++i) f.tokens[i] = load_shared64(tokens + i * 32);
-    if constexpr (C::kWindowsOfB)
-      f.low = float_of(load_shared32(columns)), f.high = float_of(load_shared32(columns + 8 * 4));
-  }
-  __device__ __forceinline__ void add_window(Sums& sums, const Sums& window, const Factors& f) const {
-#pragma unroll
-    for (int i = 0; i < C::kSums; ++i) {
-      float factor;
-      if constexpr (C::kWindowsOfA) factor = float_of(i % 2 ? f.tokens[i / 4].y : f.tokens[i / 4].x);
-      if constexpr (C::kSides == WindowSides::kB) factor = i % 4 < 2 ? f.low : f.high;
-      if constexpr (C::kSides == WindowSides::kBoth) factor *= i % 4 < 2 ? f.low : f.high;
-      sums[i] = __fmaf_rn(window[i], factor, sums[i]);
-    }
-  }
-  __device__ __forceinline__ void sum_windows(Sums& sums, const FusedItem& item) {
-    static_assert(C::kTeams == 1 && C::kTokens == 128 && C::kStageDepth == 1);
-    Fragments f[2];
-    RawWindow<typename C::T> r;
-    Sums window;
-    Amaxes next;
-#pragma unroll
-    for (float& s : sums) s = 0;
-    load_amaxes(next, item, item.first);
-    sync_warpgroup();  // nobody reads factors of the item before
-    store_factors(next, item.first);
-    wait_for_slot(begun);
-    load(r, begun, 0);
-    r.decode(f[0]);
-    for (int slot = item.first; slot < item.end; ++slot, ++begun) {
-      const bool last = slot + 1 == item.end;
-      if (!last) load_amaxes(next, item, slot + 1);
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        multiply(window, f[q % 2], begun, q, true);
-        if (q < 3) {
-          load(r, begun, q + 1);
-        } else if (!last) {
-          wait_for_slot(begun + 1);
-          load(r, begun + 1, 0);
-        }
-        if (q < 3 || !last) r.decode(f[(q + 1) % 2]);
-        Factors of_window;
-        load_factors(of_window, slot, q);
-        wgmma_wait<0>();
-        release(begun, q);
-        add_window(sums, window, of_window);
-      }
-      if (!last) store_factors(next, slot + 1);
-    }
   }
 
   // ---- the result
@@ -604,10 +475,7 @@ struct FusedConsumer {
     for (int i = blockIdx.x / 2; i < a.items; i += gridDim.x / 2) {
       const FusedItem item = item_of<C>(a, i);
       Sums sums;
-      if constexpr (C::kWindows)
-        sum_windows(sums, item);
-      else
-        sum(sums, item.end - item.first);
+      sum(sums, item.end - item.first);
       finish(sums, item);
     }
     if (wg == 0) wait_turn();  // no barrier is left half full
