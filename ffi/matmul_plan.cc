@@ -225,8 +225,8 @@ WindowsScratch windows_scratch(const GemmShape& shape, const FusedPlan& plan) {
   const int64_t tokens = up(shape.rows, plan.tokens), columns = up(shape.cols, kFusedCols);
   s.token_rows = (shape.batch - 1) * shape.rows + tokens, s.column_rows = (shape.batch - 1) * shape.cols + columns;
   s.tokens = take(s.token_rows * depth * 2), s.columns = take(s.column_rows * depth * 2);
-  s.token_factors = take(shape.batch * tokens * windows * 16);
-  s.column_factors = take(shape.batch * columns * windows * 16);
+  s.token_factors = take(shape.batch * tokens * windows * 4);
+  s.column_factors = take(shape.batch * columns * windows * 4);
   s.sums = take(fused_sums(tiles, plan) * 4);
   s.flag_count = tiles * (plan.splits - 1) * 4;
   s.flags = take(s.flag_count * 4);

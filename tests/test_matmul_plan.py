@@ -225,7 +225,7 @@ def test_scratch_of_windows(shape):
     def scratch(tokens, columns, parts):
         padded = up(tokens, 192), up(columns, 256)
         numbers = sum(up(((batch - 1) * r + p) * k * 2, 256) for r, p in zip((tokens, columns), padded, strict=True))
-        factors = sum(up(batch * p * k // 4, 256) for p in padded)
+        factors = sum(up(batch * p * k // 16, 256) for p in padded)
         parts_of_tiles = batch * (padded[0] // 192) * (padded[1] // 256) * (parts - 1)
         return numbers + factors + parts_of_tiles * 192 * 256 * 4 + up(parts_of_tiles * 4 * 4, 256)
 

@@ -101,70 +101,25 @@ __device__ __forceinline__ float decode_factor(float amax, const MatmulOperand& 
   return div_rn(amax, 6.0f * x.e4m3_max);
 }
 
-// A factor as three bfloat16 h, m and l that add up to it, the largest first; what is not finite has no others.
-struct Parts {
-  uint32_t hm, l;
-
-  explicit __device__ __forceinline__ Parts(float f) {
-    uint32_t part[3];
-#pragma unroll
-    for (uint32_t& p : part) {
-      p = isnan(f) ? 0x7fc0u : bits_of(f) >> 16;
-      f = isfinite(f) ? f - float_of(p << 16) : 0.0f;
-    }
-    hm = part[0] | part[1] << 16, l = part[2];
-  }
-  __device__ __forceinline__ Parts of_lane(int lane) const {
-    Parts p = *this;
-    p.hm = __shfl_sync(~0u, hm, lane), p.l = __shfl_sync(~0u, l, lane);
-    return p;
-  }
-  // What lane t of four has in a fragment: two of the eight terms of a product,
-  //   columns  h h m h l m m l
-  //   tokens   h m h l h m l m
-  // or the first one alone, so that infinity meets no zero but that of a whole factor.
-  __device__ __forceinline__ uint32_t two(bool columns, int t) const {
-    if ((hm & 0x7f80u) == 0x7f80u) return t == 0 ? hm & 0xffffu : 0;
-    const uint32_t which = columns ? (t == 0 ? 0x1010u : t == 1 ? 0x1032u : t == 2 ? 0x3254u : 0x5432u)
-                                   : (t == 1 ? 0x5410u : t == 3 ? 0x3254u : 0x3210u);
-    return __byte_perm(hm, l, which);
-  }
-};
-
-// Of a warp's 32 rows: each lane has the parts of one, and gives and gets those of the four.
-__device__ __forceinline__ void store_fragments(const Parts& parts, bool columns, int lane, uint32_t* to) {
-  uint32_t word[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) word[i] = parts.of_lane(lane / 4 * 4 + i).two(columns, lane % 4);
-  if (columns) {  // 16 rows together
-    reinterpret_cast<uint2*>(to)[lane] = make_uint2(word[0], word[1]);
-    reinterpret_cast<uint2*>(to)[32 + lane] = make_uint2(word[2], word[3]);
-  } else {
-    reinterpret_cast<uint4*>(to)[lane] = make_uint4(word[0], word[1], word[2], word[3]);
-  }
+// Of 16 rows those that a lane of the GEMM has lie together: t and t + 1, t + 8 and t + 9.
+__device__ __forceinline__ int row_at_place(int place) {
+  return place / 16 * 16 + place / 2 % 2 * 8 + place % 16 / 4 * 2 + place % 2;
 }
 
-// The factors of eight windows of a row, which are a sector of its amaxes, or the one of a row. In fragments lane t of the
-// gth four begins with row g + 8 t of 32.
+// The factors of eight windows of a row, which are a sector of its amaxes, or the one of a row.
 __device__ __forceinline__ void make_factors(const WindowsOperand& x, int64_t thread) {
-  const bool rows = x.factors_of == FactorsOf::kRows, windows = x.factors_of == FactorsOf::kWindows;
-  const int64_t count = rows ? 1 : x.source.map.windows_per_row, eights = (count + 7) / 8;
+  const bool windows = x.factors_of != FactorsOf::kRows;
+  const int64_t count = windows ? x.source.map.windows_per_row : 1, eights = (count + 7) / 8;
   const int64_t piece = quotient(thread, x.tile_rows), tile = quotient(piece, eights), matrix = quotient(tile, x.tiles);
   if (tile >= x.matrices * x.tiles) return;
-  const int place = static_cast<int>(thread - piece * x.tile_rows), lane = place % 32, t = lane % 4;
-  const int64_t row = (tile - matrix * x.tiles) * x.tile_rows + (rows || windows ? place : place - lane + t * 8 + lane / 4);
-  const int64_t row_of_all = matrix * x.rows + row, first = (piece - tile * eights) * 8;
-  const bool there = row < x.rows;
+  const int place = static_cast<int>(thread - piece * x.tile_rows);
+  const int row_of_tile = x.factors_of == FactorsOf::kSixteens ? row_at_place(place) : place;
+  const int64_t row = (tile - matrix * x.tiles) * x.tile_rows + row_of_tile, row_of_all = matrix * x.rows + row;
+  const int64_t first = (piece - tile * eights) * 8;
   for (int64_t w = first; w < min(first + 8, count); ++w) {
     float amax = 0;
-    if (there) amax = rows ? amax_of(x.source, row_of_all) : __ldg(x.source.amax + row_of_all * count + w);
-    const float factor = decode_factor(amax, x.source) * x.unscale;
-    const int64_t first_row = (tile * count + w) * x.tile_rows;
-    if (rows || windows)
-      x.factors[first_row + place] = bits_of(factor);
-    else
-      store_fragments(Parts(factor), x.factors_of == FactorsOf::kColumnFragments, lane,
-                      x.factors + (first_row + place - lane) * 4);
+    if (row < x.rows) amax = windows ? __ldg(x.source.amax + row_of_all * count + w) : amax_of(x.source, row_of_all);
+    x.factors[(tile * count + w) * x.tile_rows + place] = decode_factor(amax, x.source) * x.unscale;
   }
 }
 

@@ -31,9 +31,9 @@ struct WindowsArgs {
   int pairs, matrix_tiles;  // tiles along columns, and of one matrix
   int items, splits;        // parts of K of all tiles, and of one
   int windows;
-  const uint32_t *token_factors, *column_factors;  // WindowsOperand::factors
-  float* sums;                                     // of all splits but the last
-  uint32_t* flags;                                 // one for each warpgroup that writes sums: 0 until it has
+  const float *token_factors, *column_factors;  // WindowsOperand::factors
+  float* sums;                                  // of all splits but the last
+  uint32_t* flags;                              // one for each warpgroup that writes sums: 0 until it has
 };
 
 // 64 along K of the rows of half a tile of tokens, and of a thread block's columns.
@@ -52,7 +52,7 @@ struct WindowsConfig {
   // Factors have a slot more than numbers have stages, which are released before factors are read.
   static constexpr int kStages = 4, kSlots = kStages + 1;
   static constexpr int kTokenBytes = kTokens * 128, kColumnBytes = kColumns * 128;
-  static constexpr int kColumnFactors = kColumns * (kBoth ? 16 : 4), kTokenFactors = kBoth ? kTokens * 16 : 0;
+  static constexpr int kColumnFactors = kColumns * 4, kTokenFactors = kBoth ? kTokens * 4 : 0;
   static constexpr int kFactors = kColumnFactors + kTokenFactors;
   // Sums on their way to the result, 64 tokens and 64 columns: padded so that neither side meets in a bank.
   static constexpr int kOutTokens = 64, kOutPitch = 64 + 4, kExchangedPitch = 64 + 8;
@@ -99,8 +99,8 @@ __device__ __forceinline__ void load_tiles(const WindowsArgs& a, const WindowsMa
     const int64_t token_tile = int64_t{item.matrix} * token_tiles + item.token / C::kTokens;
     const int64_t column_tile = int64_t{item.matrix} * a.pairs * 2 + item.column / C::kColumns + rank;
     constexpr int kOfTokens = C::kTokenFactors / 4, kOfColumns = C::kColumnFactors / 4;
-    const uint32_t* of_tokens = a.token_factors + (token_tile * a.windows + item.first) * kOfTokens;
-    const uint32_t* of_columns = a.column_factors + (column_tile * a.windows + item.first) * kOfColumns;
+    const float* of_tokens = a.token_factors + (token_tile * a.windows + item.first) * kOfTokens;
+    const float* of_columns = a.column_factors + (column_tile * a.windows + item.first) * kOfColumns;
     for (int w = item.first; w < item.end; ++w, of_tokens += kOfTokens, of_columns += kOfColumns) {
       barrier_wait(smem + C::kAtEmpty + 8 * stage, phase ^ 1);
       const uint32_t bar = smem + C::kAtFull + 8 * stage, factors = smem + C::kAtFactors + slot * C::kFactors;
@@ -176,85 +176,96 @@ struct WindowsConsumer {
 
   const WindowsArgs& a;
   uint32_t smem;
-  int rank, wg;  // by a shuffle, so that it is in a uniform register
+  int rank, wg;              // smem and wg by a shuffle, so that they are kept in uniform registers
+  uint64_t tokens, columns;  // in the first stage
   int stage = 0, phase = 0, slot = 0;
 
   __device__ __forceinline__ WindowsConsumer(const WindowsArgs& args, uint32_t shared)
-      : a(args), smem(shared), rank(cluster_rank()), wg(__shfl_sync(~0u, threadIdx.x / 128 - 1, 0)) {}
+      : a(args),
+        smem(__shfl_sync(~0u, shared, 0)),
+        rank(cluster_rank()),
+        wg(__shfl_sync(~0u, threadIdx.x / 128 - 1, 0)),
+        tokens(shared_matrix(smem)),
+        columns(shared_matrix(smem + C::kAtColumns + wg * 64 * 128)) {}
 
   // Of the warpgroup's 64 columns, that of the first register of a fragment.
   static __device__ __forceinline__ int fragment_row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 
   // ---- the sum along K
-  // Named barriers 4 and 5: one warpgroup waits, the other arrives.
-  __device__ __forceinline__ void wait_turn() { named_sync(4 + wg, 256); }
-  __device__ __forceinline__ void pass_turn() { named_arrive(5 - wg, 256); }
+  // Named barriers 4 and 5: one warpgroup waits, the other arrives. With windows on both sides a warpgroup adds for
+  // longer than the other multiplies, and turns would only cost.
+  __device__ __forceinline__ void wait_turn() {
+    if constexpr (!C::kBoth) named_sync(4 + wg, 256);
+  }
+  __device__ __forceinline__ void pass_turn() {
+    if constexpr (!C::kBoth) named_arrive(5 - wg, 256);
+  }
   // The stage is free, in both blocks that load for it.
   __device__ __forceinline__ void release() {
     if (threadIdx.x % 32 < 2) barrier_arrive_in(smem + C::kAtEmpty + 8 * stage, threadIdx.x % 32);
   }
 
+  __device__ __forceinline__ void wait_for_stage() { barrier_wait(smem + C::kAtFull + 8 * stage, phase); }
   // Starts the sum of a window.
   __device__ __forceinline__ void multiply(Sums& window) {
-    barrier_wait(smem + C::kAtFull + 8 * stage, phase);
     wait_turn();
     wgmma_fence();
-    const uint64_t tokens = shared_matrix(smem + stage * C::kTokenBytes);
-    const uint64_t columns = shared_matrix(smem + C::kAtColumns + stage * C::kColumnBytes + wg * 64 * 128);
+    const uint64_t of_tokens = tokens + stage * (C::kTokenBytes / 16), of_columns = columns + stage * (C::kColumnBytes / 16);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) wgmma_shared(window, columns + 2 * j, tokens + 2 * j, j > 0);
+    for (int j = 0; j < 4; ++j) wgmma_shared(window, of_columns + 2 * j, of_tokens + 2 * j, j > 0);
     wgmma_commit();
     pass_turn();
   }
 
-  // Adds a window once it is summed, times the factors of its columns.
-  __device__ __forceinline__ void add_window_of_columns(Sums& sums, const Sums& window) {
-    const uint32_t at = smem + C::kAtFactors + slot * C::kFactors + (wg * 64 + fragment_row()) * 4;
-    const float low = float_of(load_shared32(at)), high = float_of(load_shared32(at + 8 * 4));
+  // The factors of a thread's two columns of a window.
+  __device__ __forceinline__ float2 load_factors(int place) const {
+    const uint32_t at = smem + C::kAtFactors + slot * C::kFactors + (wg * 64 + place) * 4;
+    return {float_of(load_shared32(at)), float_of(load_shared32(at + 8 * 4))};
+  }
+  // Adds a window, times the factors of its columns, which come before the wait for a turn.
+  __device__ __forceinline__ void add_window_of_columns(Sums& sums) {
+    Sums window;
+    const float2 columns = load_factors(fragment_row());
+    multiply(window);
     wgmma_wait<0>();
     release();
 #pragma unroll
-    for (int i = 0; i < C::kSums; ++i) sums[i] = __fmaf_rn(window[i], i % 4 < 2 ? low : high, sums[i]);
+    for (int i = 0; i < C::kSums; ++i) sums[i] = __fmaf_rn(window[i], i % 4 < 2 ? columns.x : columns.y, sums[i]);
   }
-  // The same, times also those of its tokens. To load the factors of a thread's 48 tokens would take longer than anything
-  // else here; a fragment has them in half as many words, and the tensor cores make the products of it.
-  __device__ __forceinline__ void add_window_of_both(Sums& sums, const Sums& window) {
-    constexpr int kParts = C::kTokens / 32, kAhead = 2;
-    const uint32_t at = smem + C::kAtFactors + slot * C::kFactors, lane = threadIdx.x % 32;
-    const uint32_t of_tokens = at + C::kColumnFactors + lane * 16;
-    const uint2 columns = load_shared64(at + (wg * 4 + threadIdx.x % 128 / 32) * 256 + lane * 8);
+  // The same, times also the factors of its tokens, of which a lane has four of 16 together. Some come before the wait,
+  // for which registers do not suffice for all.
+  __device__ __forceinline__ void add_window_of_both(Sums& sums) {
+    constexpr int kParts = C::kTokens / 16, kAhead = 4;
+    Sums window;
+    multiply(window);
+    const uint32_t at = smem + C::kAtFactors + slot * C::kFactors + C::kColumnFactors + threadIdx.x % 4 * 16;
+    const float2 columns = load_factors(fragment_row());
     uint4 tokens[kAhead];
 #pragma unroll
-    for (int p = 0; p < kAhead; ++p) tokens[p] = load_shared128(of_tokens + p * 512);
+    for (int p = 0; p < kAhead; ++p) tokens[p] = load_shared128(at + p * 64);
     wgmma_wait<0>();
     release();
 #pragma unroll
     for (int p = 0; p < kParts; ++p) {
       const uint4 v = tokens[p % kAhead];
-      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+      const float factor[4] = {float_of(v.x), float_of(v.y), float_of(v.z), float_of(v.w)};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float factors[4];
-        mma_16x8x8(factors, columns, words[i]);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          float& s = sums[16 * p + 4 * i + j];
-          s = __fmaf_rn(window[16 * p + 4 * i + j], factors[j], s);
-        }
+      for (int i = 0; i < 8; ++i) {
+        const float both = factor[i / 4 * 2 + i % 2] * (i % 4 < 2 ? columns.x : columns.y);
+        sums[8 * p + i] = __fmaf_rn(window[8 * p + i], both, sums[8 * p + i]);
       }
-      if (p + kAhead < kParts) tokens[p % kAhead] = load_shared128(of_tokens + (p + kAhead) * 512);
+      if (p + kAhead < kParts) tokens[p % kAhead] = load_shared128(at + (p + kAhead) * 64);
     }
   }
   __device__ __forceinline__ void sum(Sums& sums, int windows) {
 #pragma unroll
     for (float& s : sums) s = 0;
     for (int w = 0; w < windows; ++w) {
-      Sums window;
-      multiply(window);
+      wait_for_stage();
       if constexpr (C::kBoth)
-        add_window_of_both(sums, window);
+        add_window_of_both(sums);
       else
-        add_window_of_columns(sums, window);
+        add_window_of_columns(sums);
       if (++stage == C::kStages) stage = 0, phase ^= 1;
       if (++slot == C::kSlots) slot = 0;
     }
@@ -350,9 +361,9 @@ struct WindowsConsumer {
   // The factors of tokens that have no windows. No need to wait for other warps: a sum is staged before they are read.
   __device__ __forceinline__ void stage_alphas(const WindowsItem& item) const {
     const int tile = item.matrix * (a.matrix_tiles / a.pairs) + item.token / C::kTokens;
-    const uint32_t* const from = a.token_factors + int64_t{tile} * C::kTokens;
+    const float* const from = a.token_factors + int64_t{tile} * C::kTokens;
     for (int token = threadIdx.x % 128; token < C::kTokens; token += 128)
-      store_shared(alphas() + token * 4, float_of(__ldg(from + token)));
+      store_shared(alphas() + token * 4, __ldg(from + token));
     __syncwarp();
   }
   template <bool kExchanged>
@@ -469,13 +480,13 @@ cudaError_t launch_sm90_windows(const MatmulArgs& g, const FusedPlan& plan, void
     return cudaErrorInvalidValue;  // plan_windows makes no such plans
   auto* const bytes = static_cast<uint8_t*>(scratch);
   const WindowsScratch at = windows_scratch(s, plan);
-  const auto words = [&](int64_t offset) { return reinterpret_cast<uint32_t*>(bytes + offset); };
+  const auto floats = [&](int64_t offset) { return reinterpret_cast<float*>(bytes + offset); };
   const WindowsPreparation p{
-      {tokens, s.batch, s.rows, token_tiles, kWindowsTokens, both ? FactorsOf::kTokenFragments : FactorsOf::kRows, 1.0f,
-       bytes + at.tokens, words(at.token_factors)},
-      {columns, s.batch, s.cols, 2 * pairs, kFusedCols / 2,
-       both ? FactorsOf::kColumnFragments : FactorsOf::kWindows, 0x1p28f, bytes + at.columns, words(at.column_factors)},
-      s.depth, words(at.flags), at.flag_count};
+      {tokens, s.batch, s.rows, token_tiles, kWindowsTokens, both ? FactorsOf::kSixteens : FactorsOf::kRows, 1.0f,
+       bytes + at.tokens, floats(at.token_factors)},
+      {columns, s.batch, s.cols, 2 * pairs, kFusedCols / 2, FactorsOf::kWindows, 0x1p28f, bytes + at.columns,
+       floats(at.column_factors)},
+      s.depth, reinterpret_cast<uint32_t*>(bytes + at.flags), at.flag_count};
   WindowsMaps maps;
   cudaError_t status = make_windows_maps(p, at, &maps);
   if (status == cudaSuccess) status = launch_sm90_prepare_windows(p, stream);
@@ -492,7 +503,7 @@ cudaError_t launch_sm90_windows(const MatmulArgs& g, const FusedPlan& plan, void
                          static_cast<int>(windows),
                          p.tokens.factors,
                          p.columns.factors,
-                         reinterpret_cast<float*>(bytes + at.sums),
+                         floats(at.sums),
                          p.flags};
   return both ? launch_config<WindowsConfig<true>>(args, maps, stream)
               : launch_config<WindowsConfig<false>>(args, maps, stream);

@@ -5,24 +5,22 @@
 
 namespace jnvfp4 {
 
-// What is made of the amaxes of an operand: factors, or, if both have windows, fragments of which the tensor cores make
-// the products of factors.
+// In which order an operand's factors lie, which are made of its amaxes.
 enum class FactorsOf {
-  kRows,             // float32 [matrix][tile][row]
-  kWindows,          // float32 [matrix][tile][window][row]
-  kColumnFragments,  // four words a row, [matrix][tile][window][16 rows][lane][2]
-  kTokenFragments,   // [matrix][tile][window][32 rows][lane][4]
+  kRows,      // [matrix][tile][row]: without windows
+  kWindows,   // [matrix][tile][window][row]
+  kSixteens,  // the same, but that of 16 rows the four that a lane of the GEMM has are together
 };
 
 // An operand, and what is made of it in scratch.
 struct WindowsOperand {
   MatmulOperand source;
   int64_t matrices, rows, tiles;  // rows and tiles: of one matrix
-  int tile_rows;  // a multiple of 32
+  int tile_rows;
   FactorsOf factors_of;
   float unscale;  // factors are multiplied by it
   void* numbers;  // rows of float16: decoded, times 2^-14, each eight in the order of Decode
-  uint32_t* factors;
+  float* factors;
 };
 
 // `tokens` are rows of a, `columns` rows of b, unless operands are exchanged.
