@@ -216,7 +216,8 @@ def test_scratch_of_fused_kernels(shape):
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 128, 384, 512), (1, 5, 7, 256), (3, 5, 7, 64), (2, 300, 129, 192), (1, 70, 131, 1088), (1, 300, 700, 64)]
+    "shape",
+    [(1, 128, 384, 512), (1, 5, 7, 256), (3, 5, 7, 64), (2, 300, 129, 192), (1, 70, 131, 1088), (1, 300, 700, 64)],
 )
 def test_scratch_of_windows(shape):
     """Both operands and their factors to the end of a tile, whichever of them has windows."""

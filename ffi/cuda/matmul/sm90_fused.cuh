@@ -173,8 +173,7 @@ struct FusedColumns {
     float v[4] = {sums.x, sums.y, sums.z, sums.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i)  // the addition makes -0 the rule's 0
-      v[i] = gemm_epilogue(__fmaf_rn(v[i], a.unscale, 0.0f), alpha[i], bias[i],
-                           a.g.result.bias != nullptr);
+      v[i] = gemm_epilogue(__fmaf_rn(v[i], a.unscale, 0.0f), alpha[i], bias[i], a.g.result.bias != nullptr);
     const Float kind = a.g.result.kind;
     if (kind == Float::kBf16)
       store<Bf16>(row, v);

@@ -2,23 +2,22 @@
 // to float16, in the same order along K, and has made factors of their amaxes.
 //
 // Rows of one operand are the 64 rows of wgmma ("columns", since they are columns of the result), rows of the other its
-// columns ("tokens"), both from shared memory. A warpgroup sums a window in one set of registers, and adds it, times the
-// factors of that window, to another. Meanwhile another warpgroup multiplies: they take turns on the tensor cores. Two
-// thread blocks of a cluster have the same tokens and neighbouring columns; each loads half of the tokens for both.
+// columns ("tokens"), both from shared memory. A warpgroup sums a window in one set of registers, and adds it, times
+// the factors of that window, to another. Meanwhile another warpgroup multiplies: they take turns on the tensor cores.
+// Two thread blocks of a cluster have the same tokens and neighbouring columns; each loads half of the tokens for both.
 // Thread blocks are persistent: one thread loads, two warpgroups compute.
 //
 // Columns have windows. Tokens may have too; if not, their factors come last. If only a has windows, operands are
 // exchanged: tokens are then rows of b.
 //
-// The sum along K: the tensor core's in a window, windows ascending, and for each of `splits` parts of K, to the last of
-// which the others are added in their order. Fixed by the shape, so runs have the same bits.
-#include "sm90_windows.h"
-
+// The sum along K: the tensor core's in a window, windows ascending, and for each of `splits` parts of K, to the last
+// of which the others are added in their order. Fixed by the shape, so runs have the same bits.
 #include <cuda.h>
 
 #include "../device.cuh"
 #include "sm90_maps.h"
 #include "sm90_ptx.cuh"
+#include "sm90_windows.h"
 
 namespace jnvfp4 {
 namespace {
@@ -82,8 +81,9 @@ __device__ __forceinline__ WindowsItem item_of(const WindowsArgs& a, int i) {
   const int per = a.pairs * kGroup, first = tile / per * kGroup;
   const int width = min(kGroup, a.matrix_tiles / a.pairs - first), rest = tile - first * a.pairs;
   const auto part = [&](int s) { return static_cast<int>(int64_t{a.windows} * s / a.splits); };
-  return {matrix, (first + rest % width) * C::kTokens, rest / width * 2 * C::kColumns, split, part(split),
-          part(split + 1), all};
+  return {
+      matrix, (first + rest % width) * C::kTokens, rest / width * 2 * C::kColumns, split, part(split), part(split + 1),
+      all};
 }
 
 // ---------------------------------------------------------------- the thread that loads
@@ -210,7 +210,8 @@ struct WindowsConsumer {
   __device__ __forceinline__ void multiply(Sums& window) {
     wait_turn();
     wgmma_fence();
-    const uint64_t of_tokens = tokens + stage * (C::kTokenBytes / 16), of_columns = columns + stage * (C::kColumnBytes / 16);
+    const uint64_t of_tokens = tokens + stage * (C::kTokenBytes / 16),
+                   of_columns = columns + stage * (C::kColumnBytes / 16);
 #pragma unroll
     for (int j = 0; j < 4; ++j) wgmma_shared(window, of_columns + 2 * j, of_tokens + 2 * j, j > 0);
     wgmma_commit();
@@ -460,8 +461,8 @@ cudaError_t launch_config(const WindowsArgs& args, const WindowsMaps& maps, cuda
 
 cudaError_t make_windows_maps(const WindowsPreparation& p, const WindowsScratch& at, WindowsMaps* maps) {
   const auto source = [&](const WindowsOperand& x, int64_t rows, int box_rows) {
-    return MapSource{x.numbers, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, p.depth, rows, p.depth * 2, kWindow,
-                     static_cast<uint32_t>(box_rows)};
+    return MapSource{x.numbers, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, p.depth, rows, p.depth * 2,
+                     kWindow,   static_cast<uint32_t>(box_rows)};
   };
   return make_maps({{source(p.tokens, at.token_rows, p.tokens.tile_rows / 2), &maps->tokens},
                     {source(p.columns, at.column_rows, p.columns.tile_rows), &maps->columns}});
@@ -486,7 +487,9 @@ cudaError_t launch_sm90_windows(const MatmulArgs& g, const FusedPlan& plan, void
        bytes + at.tokens, floats(at.token_factors)},
       {columns, s.batch, s.cols, 2 * pairs, kFusedCols / 2, FactorsOf::kWindows, 0x1p28f, bytes + at.columns,
        floats(at.column_factors)},
-      s.depth, reinterpret_cast<uint32_t*>(bytes + at.flags), at.flag_count};
+      s.depth,
+      reinterpret_cast<uint32_t*>(bytes + at.flags),
+      at.flag_count};
   WindowsMaps maps;
   cudaError_t status = make_windows_maps(p, at, &maps);
   if (status == cudaSuccess) status = launch_sm90_prepare_windows(p, stream);
