@@ -90,10 +90,10 @@ constexpr Row kTable[] = {
      all<needs_nvfp4, needs_free_order, needs_depth, needs_narrow>},
     {MatmulKernel::kSm90DenseFused, "sm90_dense_fused", kHopper, kHopper,
      all<needs_dense, needs_free_order, needs_depth, needs_narrow>},
-    {MatmulKernel::kSm90Nvfp4Windows, "sm90_nvfp4_windows", kHopper, kHopper,
-     all<needs_nvfp4, needs_windows, needs_depth, needs_narrow>},
     {MatmulKernel::kSm80Nvfp4BlocksSmallM, "sm80_nvfp4_blocks_small_m", kAnyGpu, kNewest,
      all<needs_nvfp4, needs_depth, needs_at_most_64_rows>},
+    {MatmulKernel::kSm90Nvfp4Windows, "sm90_nvfp4_windows", kHopper, kHopper,
+     all<needs_nvfp4, needs_windows, needs_depth, needs_narrow>},
     {MatmulKernel::kDecodeThenDot, "decode_then_dot", kAnyGpu, kNewest, needs_free_order},
     // By name only, since XLA's product is faster: one row up, and it is planned wherever the library is found.
     {MatmulKernel::kDecodeThenCublasLt, "decode_then_cublaslt", kAnyGpu, kNewest,

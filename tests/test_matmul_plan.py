@@ -53,7 +53,7 @@ def test_a_gpu(capability):
         kernel = "sm80_nvfp4_blocks_small_m" if few else "sm80_nvfp4_blocks"
         for order in ({"pinned": True}, {"windows": True, "pinned": True}):
             assert plan(**order, capability=capability, shape=(3, m, 128, 256)) == (kernel, 0, "")
-        windows = "sm90_nvfp4_windows" if capability == HOPPER else kernel
+        windows = "sm90_nvfp4_windows" if capability == HOPPER and not few else kernel
         assert plan(windows=True, capability=capability, shape=(3, m, 128, 256))[::2] == (windows, "")
     assert plan("bfloat16", pinned=True, capability=capability) == ("sm80_dense_elements", 0, "")
 
@@ -232,7 +232,8 @@ def test_scratch_of_windows(shape):
 
     parts = [_native.extensions()["cpu"].plan_windows(*shape, exchanged) for exchanged in (False, True)]
     expected = max(scratch(m, n, parts[0]), scratch(n, m, parts[1]))
-    assert plan(windows=True, shape=shape) == ("sm90_nvfp4_windows", expected, "")
+    kernel = "sm90_nvfp4_windows"
+    assert plan(windows=True, shape=shape, kernel=kernel) == (kernel, expected, "")
 
 
 def test_a_plan_of_the_largest_products():
