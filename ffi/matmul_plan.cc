@@ -1,6 +1,7 @@
 #include "matmul_plan.h"
 
 #include <algorithm>
+#include <initializer_list>
 
 namespace jnvfp4 {
 namespace {
@@ -89,10 +90,10 @@ constexpr Row kTable[] = {
      all<needs_nvfp4, needs_free_order, needs_depth, needs_narrow>},
     {MatmulKernel::kSm90DenseFused, "sm90_dense_fused", kHopper, kHopper,
      all<needs_dense, needs_free_order, needs_depth, needs_narrow>},
-    {MatmulKernel::kSm90Nvfp4Windows, "sm90_nvfp4_windows", kHopper, kHopper,
-     all<needs_nvfp4, needs_windows, needs_depth, needs_narrow>},
     {MatmulKernel::kSm80Nvfp4BlocksSmallM, "sm80_nvfp4_blocks_small_m", kAnyGpu, kNewest,
      all<needs_nvfp4, needs_depth, needs_at_most_64_rows>},
+    {MatmulKernel::kSm90Nvfp4Windows, "sm90_nvfp4_windows", kHopper, kHopper,
+     all<needs_nvfp4, needs_windows, needs_depth, needs_narrow>},
     {MatmulKernel::kDecodeThenDot, "decode_then_dot", kAnyGpu, kNewest, needs_free_order},
     // By name only, since XLA's product is faster: one row up, and it is planned wherever the library is found.
     {MatmulKernel::kDecodeThenCublasLt, "decode_then_cublaslt", kAnyGpu, kNewest,
@@ -145,17 +146,16 @@ int64_t fused_sums(int64_t tiles, const FusedPlan& plan) {
   return (tiles - plan.whole) * (plan.splits - 1) * plan.tokens * kFusedCols * fused_teams(plan.tokens);
 }
 
+struct Tile {
+  int tokens;
+  double window, end, split;
+};
+
 // The least time by a model: microseconds on an H200, whose 132 multiprocessors hold 66 pairs of thread blocks. A wave
-// of tiles costs its windows of 64 along K and its end; each part of K but one, its partial sums. Tiles that fill waves
-// have no parts. Measured with N x K
-// of 14336 x 4096, 4096 x 14336, 8192 x 8192 and 4096 x 4096 (docs/kernels.md).
-FusedPlan plan_tiles(const GemmShape& s, bool windows) {
-  struct Tile {
-    int tokens;
-    double window, end, split;
-  };
-  constexpr Tile kTiles[] = {
-      {32, 0.235, 1.9, 1.5}, {64, 0.255, 2.3, 2.1}, {128, 0.348, 2.7, 2.5}, {256, 0.605, 2.6, 6.4}};
+// of tiles costs its windows of 64 along K and its end; each part of K but one, its partial sums. `mixed`:
+// tiles that fill waves have no parts, only the others may. Measured with N x K of 14336 x 4096, 4096 x 14336, 8192 x
+// 8192 and 4096 x 4096 (docs/kernels.md).
+FusedPlan plan_tiles(const GemmShape& s, std::initializer_list<Tile> tiles, bool mixed) {
   constexpr int64_t kPairs = 66, kMostSums = int64_t{16} << 20, kMostSplits = 8;
   constexpr int64_t kMostParted = 64 * kPairs;
   const int64_t slots = (s.depth + kFusedDepth - 1) / kFusedDepth;
@@ -163,15 +163,14 @@ FusedPlan plan_tiles(const GemmShape& s, bool windows) {
   const int64_t most = std::clamp<int64_t>(slots / 2, 1, kMostSplits);
   FusedPlan best{};
   double least = 0;
-  for (const Tile& tile : kTiles) {
-    if (windows && tile.tokens != 128) continue;  // the registers of 256 do not suffice, and windows want few tiles
+  for (const Tile& tile : tiles)
     for (int splits = 1; splits <= most; ++splits) {
       FusedPlan plan{tile.tokens, splits, false};
-      const int64_t tiles = fused_tiles(s, plan), at_once = kPairs / splits * splits;
-      plan.whole = splits > 1 ? tiles / at_once * at_once : 0;
-      const int64_t rest = tiles - plan.whole;
+      const int64_t count = fused_tiles(s, plan), at_once = kPairs / splits * splits;
+      plan.whole = mixed && splits > 1 ? count / at_once * at_once : 0;
+      const int64_t rest = count - plan.whole;
       // One of many waves is not worth parts.
-      if (splits > 1 && (rest == 0 || tiles > kMostParted || fused_sums(tiles, plan) * 4 > kMostSums)) continue;
+      if (splits > 1 && (rest == 0 || count > kMostParted || fused_sums(count, plan) * 4 > kMostSums)) continue;
       const auto waves = [&](int64_t items, int64_t depth) {
         const auto windows = static_cast<double>(depth * 4);
         return static_cast<double>((items + at_once - 1) / at_once) * (windows * tile.window + tile.end);
@@ -180,18 +179,27 @@ FusedPlan plan_tiles(const GemmShape& s, bool windows) {
           waves(plan.whole, slots) + waves(rest * splits, (slots + splits - 1) / splits) + (splits - 1) * tile.split;
       if (least == 0 || time < least) least = time, best = plan;
     }
-  }
   return best;
+}
+FusedPlan plan_tiles(const GemmShape& s) {
+  return plan_tiles(s, {{32, 0.235, 1.9, 1.5}, {64, 0.255, 2.3, 2.1}, {128, 0.348, 2.7, 2.5}, {256, 0.605, 2.6, 6.4}},
+                    true);
 }
 
 // The tiles of fewer rows are for few of them, and write only results whose rows are those of a.
-FusedPlan plan_fused(const GemmShape& s, bool nvfp4_a, bool windows) {
+FusedPlan plan_fused(const GemmShape& s, bool nvfp4_a) {
   constexpr int kLeast = 128;
-  const FusedPlan plan = plan_tiles(s, windows);
-  if (!nvfp4_a || windows || s.rows < 2 * s.cols || plan.tokens < kLeast) return plan;
-  FusedPlan other = plan_tiles({s.batch, s.cols, s.rows, s.depth}, false);
+  const FusedPlan plan = plan_tiles(s);
+  if (!nvfp4_a || s.rows < 2 * s.cols || plan.tokens < kLeast) return plan;
+  FusedPlan other = plan_tiles({s.batch, s.cols, s.rows, s.depth});
   other.exchanged = true;
   return other.tokens < kLeast ? plan : other;
+}
+
+FusedPlan plan_windows(const GemmShape& s, bool exchanged) {
+  FusedPlan plan = plan_tiles(fused_shape(s, {0, 1, exchanged}), {{kWindowsTokens, 0.55, 5.0, 4.0}}, false);
+  plan.exchanged = exchanged;
+  return plan;
 }
 
 // Puts `bytes` behind the scratch that is taken; returns where.
@@ -219,6 +227,22 @@ FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan) {
   return s;
 }
 
+WindowsScratch windows_scratch(const GemmShape& shape, const FusedPlan& plan) {
+  WindowsScratch s{};
+  const auto take = [&](int64_t bytes) { return take_scratch(bytes, &s.bytes); };
+  const auto up = [](int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; };
+  const int64_t depth = fused_depth(shape), windows = depth / kWindow, tiles = fused_tiles(shape, plan);
+  const int64_t tokens = up(shape.rows, plan.tokens), columns = up(shape.cols, kFusedCols);
+  s.token_rows = (shape.batch - 1) * shape.rows + tokens, s.column_rows = (shape.batch - 1) * shape.cols + columns;
+  s.tokens = take(s.token_rows * depth * 2), s.columns = take(s.column_rows * depth * 2);
+  s.token_factors = take(shape.batch * tokens * windows * 4);
+  s.column_factors = take(shape.batch * columns * windows * 4);
+  s.sums = take(fused_sums(tiles, plan) * 4);
+  s.flag_count = tiles * (plan.splits - 1) * 4;
+  s.flags = take(s.flag_count * 4);
+  return s;
+}
+
 CublasLtScratch cublaslt_scratch(const GemmShape& shape, bool decoded_a, Float out) {
   CublasLtScratch s{};
   s.a = take_scratch(decoded_a ? shape.batch * shape.rows * shape.depth * 2 : 0, &s.bytes);
@@ -231,10 +255,16 @@ CublasLtScratch cublaslt_scratch(const GemmShape& shape, bool decoded_a, Float o
 int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem) {
   switch (kernel) {
     case MatmulKernel::kSm90Nvfp4Fused:
-    case MatmulKernel::kSm90DenseFused:
-    case MatmulKernel::kSm90Nvfp4Windows: {
-      const FusedPlan plan = plan_fused(problem.shape, problem.a == Left::kNvfp4, problem.windows);
+    case MatmulKernel::kSm90DenseFused: {
+      const FusedPlan plan = plan_fused(problem.shape, problem.a == Left::kNvfp4);
       return fused_scratch(fused_shape(problem.shape, plan), plan).bytes;
+    }
+    case MatmulKernel::kSm90Nvfp4Windows: {  // whichever sides have windows
+      const auto bytes = [&](bool exchanged) {
+        const FusedPlan plan = plan_windows(problem.shape, exchanged);
+        return windows_scratch(fused_shape(problem.shape, plan), plan).bytes;
+      };
+      return std::max(bytes(false), bytes(true));
     }
     case MatmulKernel::kDecodeThenCublasLt:
       return cublaslt_scratch(problem.shape, problem.a == Left::kNvfp4, problem.out).bytes;

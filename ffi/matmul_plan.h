@@ -15,7 +15,7 @@ enum class MatmulKernel : uint8_t {
   kSm90DenseSmallM,   // the same of a 16-bit left operand
   kSm90Nvfp4Fused,    // two NVFP4 operands: the left one decoded to scratch, the right one in registers of the GEMM
   kSm90DenseFused,    // a 16-bit left operand: the right one decoded in registers of the GEMM
-  kSm90Nvfp4Windows,  // two NVFP4 operands, window64 on a side: as kSm90Nvfp4Fused, window by window
+  kSm90Nvfp4Windows,  // two NVFP4 operands, window64 on a side: both decoded to scratch, summed window by window
   kSm80Nvfp4BlocksSmallM,  // two NVFP4 operands in the pinned order, few rows
   kDecodeThenDot,          // decode both operands, XLA's 16-bit GEMM, epilogue: XLA operations, not the handler
   kDecodeThenCublasLt,     // the same in one call, with cuBLASLt's GEMM
@@ -67,7 +67,10 @@ struct FusedPlan {
   bool exchanged;     // b is decoded to scratch instead of a, because it is smaller: its rows are then those of a tile
   int64_t whole = 0;  // the first tiles, whose K has no parts: as many as keep all multiprocessors of an H200 at work
 };
-FusedPlan plan_fused(const GemmShape& shape, bool nvfp4_a, bool windows);
+FusedPlan plan_fused(const GemmShape& shape, bool nvfp4_a);
+// The same of sm90_nvfp4_windows: of its tiles, and exchanged if that is asked for.
+inline constexpr int kWindowsTokens = 192;
+FusedPlan plan_windows(const GemmShape& shape, bool exchanged);
 // Groups of warps of a thread block that share K.
 JNVFP4_HD constexpr int fused_teams(int tokens) { return tokens <= 64 ? 2 : 1; }
 
@@ -88,6 +91,16 @@ struct FusedScratch {
   int64_t padded_rows, flag_count;
 };
 FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan);
+
+// The same of sm90_nvfp4_windows, which has both operands as 16-bit floats and factors of both.
+struct WindowsScratch {
+  int64_t tokens, columns;  // tiles may read past their last rows
+  int64_t token_factors, column_factors;
+  int64_t sums, flags;
+  int64_t bytes;
+  int64_t token_rows, column_rows, flag_count;
+};
+WindowsScratch windows_scratch(const GemmShape& shape, const FusedPlan& plan);
 // As the kernels see it: the operand that is decoded to scratch is the left one.
 inline GemmShape fused_shape(const GemmShape& s, const FusedPlan& plan) {
   return plan.exchanged ? GemmShape{s.batch, s.cols, s.rows, s.depth} : s;

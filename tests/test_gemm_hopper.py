@@ -321,12 +321,42 @@ def test_windows(hopper, a_format, b_format, shape, out):
     check(hopper, "windows", a, b, dense((n,), np.float32), out)
 
 
+def plan_windows(*shape: int, exchanged: bool) -> int:
+    """Parts of K."""
+    return _native.extensions()["cpu"].plan_windows(*shape, exchanged)
+
+
 @every_side
 @pytest.mark.parametrize("shared", [False, True], ids=["batched b", "shared b"])
-def test_windows_of_many_matrices(hopper, a_format, b_format, shared):
-    lead = (67,)
+@pytest.mark.parametrize(("matrices", "parts"), [(67, 1), (40, 3)], ids=["tiles", "parts"])
+def test_windows_of_many_matrices(hopper, a_format, b_format, shared, matrices, parts):
+    """More tiles, or more parts of tiles, than thread blocks."""
+    assert all(plan_windows(matrices, 5, 6, 2048, exchanged=e) == parts for e in (False, True))
+    lead = (matrices,)
     a, b = windowed(0, (5, 2048), a_format, lead), windowed(1, (6, 2048), b_format, () if shared else lead)
     check(hopper, "windows", a, b)
+
+
+@every_side
+@pytest.mark.parametrize("amax", [0.0, np.inf, np.nan, 1e30, 1e-30], ids=str)
+def test_amax_of_a_window_that_is_no_ordinary_number(hopper, a_format, b_format, amax):
+    """Of one window of each side that has them, so that both also meet each other."""
+    a, b = windowed(0, (40, 192), a_format), windowed(1, (50, 192), b_format)
+
+    def with_amax(t, row):
+        if t.format is not WINDOW:
+            return t
+        return NVFP4Tensor(t.data, t.scale, t.amax.at[row, 1].set(amax), WINDOW)
+
+    a, b = with_amax(a, 3), with_amax(b, 5)
+    got, want = multiply(hopper, "windows", a, b), np.asarray(jnvfp4.matmul_nt(a, b, out_dtype=np.float32))
+    others = np.ones((40, 50), bool)
+    others[3], others[:, 5] = a_format is not WINDOW, others[:, 5] & (b_format is not WINDOW)
+    assert_bitwise(got[others], want[others])
+    assert np.array_equal(np.isnan(got), np.isnan(want))
+    finite = np.isfinite(want)
+    np.testing.assert_allclose(got[finite], want[finite], rtol=2**-20, atol=0)
+    assert np.array_equal(got[~finite], want[~finite], equal_nan=True)
 
 
 @every_side

@@ -53,7 +53,7 @@ def test_a_gpu(capability):
         kernel = "sm80_nvfp4_blocks_small_m" if few else "sm80_nvfp4_blocks"
         for order in ({"pinned": True}, {"windows": True, "pinned": True}):
             assert plan(**order, capability=capability, shape=(3, m, 128, 256)) == (kernel, 0, "")
-        windows = "sm90_nvfp4_windows" if capability == HOPPER else kernel
+        windows = "sm90_nvfp4_windows" if capability == HOPPER and not few else kernel
         assert plan(windows=True, capability=capability, shape=(3, m, 128, 256))[::2] == (windows, "")
     assert plan("bfloat16", pinned=True, capability=capability) == ("sm80_dense_elements", 0, "")
 
@@ -216,11 +216,33 @@ def test_scratch_of_fused_kernels(shape):
         assert plan(a, shape=shape, kernel=FUSED[a]) == (FUSED[a], rows + data + scale + sums + flags, "")
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 128, 384, 512), (1, 5, 7, 256), (3, 5, 7, 64), (2, 300, 129, 192), (1, 70, 131, 1088), (1, 300, 700, 64)],
+)
+def test_scratch_of_windows(shape):
+    """Both operands and their factors to the end of a tile, whichever of them has windows."""
+    batch, m, n, k = shape
+
+    def scratch(tokens, columns, parts):
+        padded = up(tokens, 192), up(columns, 256)
+        numbers = sum(up(((batch - 1) * r + p) * k * 2, 256) for r, p in zip((tokens, columns), padded, strict=True))
+        factors = sum(up(batch * p * k // 16, 256) for p in padded)
+        parts_of_tiles = batch * (padded[0] // 192) * (padded[1] // 256) * (parts - 1)
+        return numbers + factors + parts_of_tiles * 192 * 256 * 4 + up(parts_of_tiles * 4 * 4, 256)
+
+    parts = [_native.extensions()["cpu"].plan_windows(*shape, exchanged) for exchanged in (False, True)]
+    expected = max(scratch(m, n, parts[0]), scratch(n, m, parts[1]))
+    kernel = "sm90_nvfp4_windows"
+    assert plan(windows=True, shape=shape, kernel=kernel) == (kernel, expected, "")
+
+
 def test_a_plan_of_the_largest_products():
     """Their sizes in bytes do not overflow 64 bits, although no memory holds them."""
     for shape in ((1, 2**30, 2**30, 2**30), (2**20, 2**10, 2**10, 2**30)):
         assert _native.extensions()["cpu"].plan_fused(*shape, False) == (256, 1, False, 0)
         assert plan(shape=shape).scratch_bytes > 2**60
+        assert plan(shape=shape, windows=True).scratch_bytes > 2**60
 
 
 @pytest.mark.parametrize("m", [1, 17, 64, 100, 128, 256, 500, 1000, 4096])

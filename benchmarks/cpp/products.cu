@@ -6,7 +6,8 @@
 // LEFT:MxNxK:TOKENS:SPLITS, and :WHOLE for tiles whose K has no parts. LEFT is w4a4, bf16 or fp16; TOKENS is a tile of
 // the fused kernel, or 0 for that of few rows. LEFT is pinned, or windows with window64 on both sides, for the pinned
 // order: TOKENS is then 8, 16 or 32 rows a thread block, 0 for what the launcher takes, or 64 for the kernel of any
-// number of rows. benchmarks/README.md has the commands that build it.
+// number of rows. LEFT is fast-a, fast-b or fast-ab for sm90_nvfp4_windows with windows on these sides: TOKENS is then
+// 192. benchmarks/README.md has the commands that build it.
 #include <unistd.h>
 
 #include <algorithm>
@@ -52,13 +53,20 @@ struct Case {
   GemmShape shape;
   FusedPlan plan;
 
-  bool windows() const { return left == "windows"; }
-  bool pinned() const { return left == "pinned" || windows(); }
-  bool fused() const { return !pinned() && plan.tokens; }
+  bool fast() const { return left.rfind("fast-", 0) == 0; }
+  bool a_windows() const { return left == "windows" || left == "fast-a" || left == "fast-ab"; }
+  bool b_windows() const { return left == "windows" || left == "fast-b" || left == "fast-ab"; }
+  bool pinned() const { return left == "pinned" || left == "windows"; }
+  bool fused() const { return !pinned() && !fast() && plan.tokens; }
+  int64_t scratch() const {
+    const GemmShape s = fused_shape(shape, plan);
+    return fast() ? windows_scratch(s, plan).bytes : fused() ? fused_scratch(s, plan).bytes : 0;
+  }
 };
 
 void launch(const Case& c, const MatmulArgs& args, void* scratch, cudaStream_t stream) {
-  check(c.fused()             ? launch_sm90_fused(args, c.plan, scratch, stream)
+  check(c.fast()              ? launch_sm90_windows(args, c.plan, scratch, stream)
+        : c.fused()           ? launch_sm90_fused(args, c.plan, scratch, stream)
         : !c.pinned()         ? launch_sm90_small_m(args, stream)
         : c.plan.tokens == 64 ? launch_sm80_nvfp4_blocks(args, stream)
                               : launch_sm80_nvfp4_blocks_small_m(args, stream, c.plan.tokens),
@@ -72,8 +80,9 @@ Case parse(const char* text) {
   long whole = 0;
   const bool parsed =
       std::sscanf(text, "%7[^:]:%ldx%ldx%ld:%d:%d:%ld", left, &m, &n, &k, &tokens, &splits, &whole) >= 6;
-  const Case c{left, {1, m, n, k}, {tokens, splits, false, whole}};
-  if (!parsed || (c.fused() && (splits < 1 || (splits > 1 && 2 * splits > (k + 255) / 256)))) {
+  const bool exchanged = std::string(left) == "fast-a";
+  const Case c{left, {1, m, n, k}, {tokens, splits, exchanged, whole}};
+  if (!parsed || ((c.fused() || c.fast()) && (splits < 1 || (splits > 1 && 2 * splits > (k + 255) / 256)))) {
     std::fprintf(stderr, "a case must be LEFT:MxNxK:TOKENS:SPLITS, got %s\n", text);
     std::exit(2);
   }
@@ -83,8 +92,8 @@ Case parse(const char* text) {
 // The medians of 11, in microseconds of a product.
 float time(const Case& c) {
   const GemmShape& s = c.shape;
-  const bool quantized = c.left == "w4a4" || c.pinned(), bf16 = c.left == "bf16";
-  const int64_t windows = c.windows() ? s.depth / kWindow : 0;
+  const bool quantized = c.left == "w4a4" || c.pinned() || c.fast(), bf16 = c.left == "bf16";
+  const int64_t windows = s.depth / kWindow;
   const int sets = static_cast<int>(std::clamp<int64_t>(kWeights / (s.cols * s.depth / 2), 2, 8));
   std::vector<uint8_t*> buffers;
   const auto keep = [&](uint8_t* p) { return buffers.push_back(p), p; };
@@ -93,17 +102,17 @@ float time(const Case& c) {
   uint8_t* const a = keep(random_bytes(s.rows * s.depth * 2, 1, quantized ? 0 : 0x3c, 2));
   uint8_t* const a_scale = keep(random_bytes(s.rows * s.depth / kBlock, 2, 0x38));
   uint8_t* const out = keep(random_bytes(s.rows * s.cols * 2, 3));
-  uint8_t* const scratch = keep(random_bytes(c.fused() ? fused_scratch(s, c.plan).bytes + 1 : 1, 4));
+  uint8_t* const scratch = keep(random_bytes(c.scratch() + 1, 4));
   std::vector<MatmulOperand> weights;
   for (int i = 0; i < sets; ++i)
     weights.push_back({keep(random_bytes(s.cols * s.depth / 2, 5u + i)),
                        keep(random_bytes(s.cols * s.depth / kBlock, 50u + i, 0x38)), amax, Float::kBf16,
-                       AmaxMap{s.cols, windows}, 448.0f});
+                       AmaxMap{s.cols, c.b_windows() ? windows : 0}, 448.0f});
   const MatmulOperand left{a,
                            quantized ? a_scale : nullptr,
                            quantized ? amax : nullptr,
                            bf16 ? Float::kBf16 : Float::kF16,
-                           AmaxMap{s.rows, windows},
+                           AmaxMap{s.rows, c.a_windows() ? windows : 0},
                            448.0f};
   cudaStream_t stream;
   check(cudaStreamCreate(&stream), "cudaStreamCreate");

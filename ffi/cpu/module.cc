@@ -69,8 +69,11 @@ NB_MODULE(_cpu, m) {
         nb::arg("windows"), nb::arg("out"), nb::arg("pinned"), nb::arg("capability"), nb::arg("sm90a"),
         nb::arg("no_cublaslt"), nb::arg("wanted"));
   m.def("plan_fused", [](int64_t batch, int64_t rows, int64_t cols, int64_t depth, bool nvfp4_a) {
-    const jnvfp4::FusedPlan found = jnvfp4::plan_fused({batch, rows, cols, depth}, nvfp4_a, false);
+    const jnvfp4::FusedPlan found = jnvfp4::plan_fused({batch, rows, cols, depth}, nvfp4_a);
     return std::tuple{found.tokens, found.splits, found.exchanged, found.whole};
+  });
+  m.def("plan_windows", [](int64_t batch, int64_t rows, int64_t cols, int64_t depth, bool exchanged) {
+    return jnvfp4::plan_windows({batch, rows, cols, depth}, exchanged).splits;
   });
   nb::list kernels;
   for (int i = 0; i < jnvfp4::kMatmulKernels; ++i)

@@ -44,6 +44,7 @@ cudaError_t launch_sm80_nvfp4_blocks_small_m(const MatmulArgs& args, cudaStream_
 cudaError_t launch_sm80_dense_elements(const MatmulArgs& args, cudaStream_t stream);
 // In builds for 90a alone.
 cudaError_t launch_sm90_fused(const MatmulArgs& args, const FusedPlan& plan, void* scratch, cudaStream_t stream);
+cudaError_t launch_sm90_windows(const MatmulArgs& args, const FusedPlan& plan, void* scratch, cudaStream_t stream);
 cudaError_t launch_sm90_small_m(const MatmulArgs& args, cudaStream_t stream);
 // Where find_cublaslt has found the library.
 cudaError_t launch_decode_then_cublaslt(const MatmulArgs& args, void* scratch, cudaStream_t stream);

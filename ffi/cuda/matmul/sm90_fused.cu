@@ -3,47 +3,10 @@
 
 #include "../device.cuh"
 #include "sm90_fused.h"
+#include "sm90_maps.h"
 
 namespace jnvfp4 {
 namespace {
-
-// ---------------------------------------------------------------- tensor maps
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-
-// From the driver that the runtime has loaded: a module that links to it would not load without one.
-cudaError_t find_encoder(EncodeTiled* encode) {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-  const cudaError_t status =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-#else
-  const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
-#endif
-  *encode = reinterpret_cast<EncodeTiled>(found);
-  if (status != cudaSuccess) return status;
-  return result == cudaDriverEntryPointSuccess && found ? cudaSuccess : cudaErrorInsufficientDriver;
-}
-
-// Rows of `cols` elements, `pitch` bytes apart, and boxes of them: 128 bytes wide ones are swizzled.
-struct MapSource {
-  const void* data;
-  CUtensorMapDataType type;
-  int64_t bytes, cols, rows, pitch;  // bytes: of an element
-  uint32_t box_cols, box_rows;
-};
-
-cudaError_t make_map(EncodeTiled encode, const MapSource& s, CUtensorMap* map) {
-  const cuuint64_t dims[] = {static_cast<cuuint64_t>(s.cols), static_cast<cuuint64_t>(s.rows)};
-  const cuuint64_t pitch[] = {static_cast<cuuint64_t>(s.pitch)};
-  const cuuint32_t box[] = {s.box_cols, s.box_rows}, each[] = {1, 1};
-  const bool swizzled = s.box_cols * s.bytes == 128;
-  const CUresult status =
-      encode(map, s.type, 2, const_cast<void*>(s.data), dims, pitch, box, each, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
 
 // ---------------------------------------------------------------- operands
 // Rows of the right operand at a distance that a tensor map takes: where they lie, or a copy.
@@ -62,10 +25,8 @@ cudaError_t pitched(const void* data, int64_t rows, int64_t bytes, void* copy, c
 cudaError_t prepare(const MatmulOperand& a, const MatmulOperand& b, const GemmShape& s, const FusedPlan& plan,
                     const FusedScratch& at, uint8_t* scratch, cudaStream_t stream, FusedMaps* maps) {
   const int64_t a_rows = s.batch * s.rows, b_rows = s.batch * s.cols;
-  EncodeTiled encode;
-  cudaError_t status = find_encoder(&encode);
   PitchedRows data{}, scale{};
-  if (status == cudaSuccess) status = pitched(b.data, b_rows, s.depth / 2, scratch + at.data, stream, &data);
+  cudaError_t status = pitched(b.data, b_rows, s.depth / 2, scratch + at.data, stream, &data);
   if (status == cudaSuccess) status = pitched(b.scale, b_rows, s.depth / kBlock, scratch + at.scale, stream, &scale);
   if (status == cudaSuccess)
     status = launch_sm90_prepare(a, scratch + at.rows, a_rows, s.depth, reinterpret_cast<uint32_t*>(scratch + at.flags),
@@ -76,15 +37,13 @@ cudaError_t prepare(const MatmulOperand& a, const MatmulOperand& b, const GemmSh
                        kWindow,           static_cast<uint32_t>(plan.tokens) / 2};
   const MapSource of_data{data.data, kBytes, 1, data.bytes, b_rows, data.pitch, 128, kFusedCols / 2};
   const MapSource of_scale{scale.data, kBytes, 1, scale.bytes, b_rows, scale.pitch, 16, kFusedCols / 2};
-  if (status == cudaSuccess) status = make_map(encode, of_a, &maps->a);
-  if (status == cudaSuccess) status = make_map(encode, of_data, &maps->data);
-  if (status == cudaSuccess) status = make_map(encode, of_scale, &maps->scale);
-  return status;
+  return status == cudaSuccess ? make_maps({{of_a, &maps->a}, {of_data, &maps->data}, {of_scale, &maps->scale}})
+                               : status;
 }
 
 // Consecutive matrices of `rows` that share an amax.
 int matrices_per_amax(const MatmulOperand& x, int64_t rows) {
-  const int64_t matrices = x.map.windows() ? 1 : x.map.rows_per_amax / rows;
+  const int64_t matrices = x.map.rows_per_amax / rows;
   return static_cast<int>(std::clamp<int64_t>(matrices, 1, INT32_MAX));
 }
 
@@ -116,8 +75,8 @@ cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* 
                        static_cast<int>(plan.whole),
                        plan.splits,
                        static_cast<int>(slots),
-                       quantized && !g.a.map.windows() && g.a.map.rows_per_amax % g.shape.rows != 0,
-                       !g.b.map.windows() && g.b.map.rows_per_amax % g.shape.cols != 0,
+                       quantized && g.a.map.rows_per_amax % g.shape.rows != 0,
+                       g.b.map.rows_per_amax % g.shape.cols != 0,
                        matrices_per_amax(g.a, g.shape.rows),
                        matrices_per_amax(g.b, g.shape.cols),
                        bf16        ? 0x1p8f
@@ -125,7 +84,6 @@ cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* 
                                    : 0x1p14f,
                        reinterpret_cast<float*>(bytes + at.sums),
                        reinterpret_cast<uint32_t*>(bytes + at.flags)};
-  if (g.windows()) return launch_sm90_windows_fused(args, maps, stream);
   return bf16 ? launch_sm90_bf16_fused(args, maps, plan.tokens, stream)
               : launch_sm90_f16_fused(args, maps, plan.tokens, stream);
 }

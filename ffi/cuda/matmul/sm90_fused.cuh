@@ -21,22 +21,12 @@ namespace jnvfp4 {
 // T: the type of the decoded numbers, F16 or Bf16.
 //
 // To decode a window takes longer than the tensor cores need for up to 64 tokens. So there are two teams of two
-// warpgroups then, which share K. With 256 tokens the two warpgroups of one team take turns on the tensor cores, and
-// with windows, so that one multiplies while the other applies factors.
-//
-// kSides: which operands have an amax for each window. The sum of a window is then multiplied by the factors of these
-// sides before it is added to the others.
-enum class WindowSides { kNone, kA, kB, kBoth };
-
-template <class T_, int kTokens_, WindowSides kSides_ = WindowSides::kNone>
+// warpgroups then, which share K. With 256 tokens the two warpgroups of one team take turns on the tensor cores.
+template <class T_, int kTokens_>
 struct FusedConfig {
   using T = T_;
-  static constexpr WindowSides kSides = kSides_;
-  static constexpr bool kWindows = kSides != WindowSides::kNone;
-  static constexpr bool kWindowsOfA = kSides == WindowSides::kA || kSides == WindowSides::kBoth;
-  static constexpr bool kWindowsOfB = kSides == WindowSides::kB || kSides == WindowSides::kBoth;
   static constexpr int kTokens = kTokens_, kTeams = fused_teams(kTokens), kRows = 128;
-  static constexpr bool kTurns = kTokens == 256 || kWindows;
+  static constexpr bool kTurns = kTokens == 256;
   static constexpr int kThreads = 128 * (1 + 2 * kTeams);
   static constexpr int kSums = kTokens / 2;  // of a thread
   // Registers in a launch, of the loading warpgroup, of the others: the sum over all may not grow.
@@ -47,9 +37,9 @@ struct FusedConfig {
   static constexpr int kStageDepth = kTokens <= 64 ? 4 : 1, kPerSlot = 4 / kStageDepth;
   static constexpr int kRing = kTokens <= 64 ? 4 : 3, kStages = kTokens == 128 ? 8 : 4;
   static constexpr int kWindow = kTokens * 128, kData = kRows * 128, kScale = kRows * 16;
-  static constexpr bool kExchanges = kTokens >= 128 && std::is_same_v<T, F16> && !kWindows;
+  static constexpr bool kExchanges = kTokens >= 128 && std::is_same_v<T, F16>;
   template <bool kExchanged>
-  using Result = ResultWriter<kTokens, kExchanged, kWindows, std::is_same_v<T, F16>>;
+  using Result = ResultWriter<kTokens, kExchanged, std::is_same_v<T, F16>>;
 
   static constexpr int kAtData = kStages * kStageDepth * kWindow, kAtScale = kAtData + kRing * kData;
   static constexpr int kAtOut = kAtScale + kRing * kScale;
@@ -63,10 +53,9 @@ struct FusedConfig {
 
 // ---------------------------------------------------------------- what a thread block computes
 struct FusedItem {
-  int matrix, row, col;  // the first row, and the first column of the pair of thread blocks
-  int split, parts;      // of its tile
-  int first, end;        // of 256 along K
-  int64_t tile;          // of those that have parts
+  int matrix, row, col;   // the first row, and the first column of the pair of thread blocks
+  int split, first, end;  // of 256 along K
+  int tile;               // of those that have parts, or -1
 };
 
 // a / b. The first loads wait for several of them, a division takes about a hundred clocks, and few are needed.
@@ -87,10 +76,9 @@ __device__ __forceinline__ FusedItem item_of(const FusedArgs& a, int i) {
           row * C::kTokens,
           column * static_cast<int>(kFusedCols),
           split,
-          parts,
           quick_quotient(a.slots * split, parts),
           quick_quotient(a.slots * (split + 1), parts),
-          divided};
+          parts > 1 ? divided : -1};
 }
 
 // ---------------------------------------------------------------- the thread that loads
@@ -284,114 +272,10 @@ struct FusedConsumer {
     release(n - C::kTeams, 3);
   }
 
-  // ---- the sum along K, window by window
-  // The amaxes that a thread brings of a slot: one token's, and two windows of one column.
-  struct Amaxes {
-    float token[4], column[2];
-  };
-  __device__ __forceinline__ void load_amaxes(Amaxes& m, const FusedItem& item, int slot) const {
-    const MatmulArgs& g = a.g;
-    const int thread = threadIdx.x % 128, rows = static_cast<int>(g.shape.rows), cols = static_cast<int>(g.shape.cols);
-    const int64_t windows = g.shape.depth / jnvfp4::kWindow;
-    const int token = item.row + thread, column = item.col + rank * C::kRows + wg * 64 + thread % 64;
-    const auto amax = [&](const MatmulOperand& x, bool there, int64_t row, int w) {
-      return there && w < windows ? __ldg(x.amax + row * windows + w) : 0.0f;
-    };
-    if constexpr (C::kWindowsOfA)
-#pragma unroll
-      for (int q = 0; q < 4; ++q)
-        m.token[q] = amax(g.a, token < rows, int64_t{item.matrix} * rows + token, 4 * slot + q);
-    if constexpr (C::kWindowsOfB)
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        m.column[i] = amax(g.b, column < cols, int64_t{item.matrix} * cols + column, 4 * slot + 2 * (thread / 64) + i);
-  }
-  // [window][token], then [window][column], of two slots, where the results are when all is summed.
-  __device__ __forceinline__ uint32_t factors(int slot) const {
-    constexpr int kFactors = 4 * (C::kTokens + 64) * 4;
-    static_assert(2 * kFactors <= Result::kShared);
-    return out() + slot % 2 * kFactors;
-  }
-  // As factors, one side's with what undoes those of decoded numbers. The division waits until the amaxes are there.
-  __device__ __forceinline__ void store_factors(const Amaxes& m, int slot) const {
-    const int thread = threadIdx.x % 128;
-    if constexpr (C::kWindowsOfA)
-#pragma unroll
-      for (int q = 0; q < 4; ++q)
-        store_shared(factors(slot) + (q * C::kTokens + thread) * 4,
-                     alpha_w4a16(m.token[q], a.g.a.e4m3_max) * (C::kWindowsOfB ? 1.0f : a.unscale));
-    if constexpr (C::kWindowsOfB)
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        store_shared(factors(slot) + (4 * C::kTokens + (2 * (thread / 64) + i) * 64 + thread % 64) * 4,
-                     alpha_w4a16(m.column[i], a.g.b.e4m3_max) * a.unscale);
-    sync_warpgroup();
-  }
-  // The factors of a thread's sums of a window.
-  struct Factors {
-    uint2 tokens[C::kWindowsOfA ? C::kSums / 4 : 1];
-    float low, high;  // of its two columns
-  };
-  __device__ __forceinline__ void load_window_factors(Factors& f, int slot, int q) const {
-    const uint32_t tokens = factors(slot) + (q * C::kTokens + 2 * (threadIdx.x % 4)) * 4;
-    const uint32_t columns = factors(slot) + (4 * C::kTokens + q * 64 + fragment_row()) * 4;
-    if constexpr (C::kWindowsOfA)
-#pragma unroll
-      for (int i = 0; i < C::kSums / 4; ++i) f.tokens[i] = load_shared64(tokens + i * 32);
-    if constexpr (C::kWindowsOfB)
-      f.low = float_of(load_shared32(columns)), f.high = float_of(load_shared32(columns + 8 * 4));
-  }
-  __device__ __forceinline__ void add_window(Sums& sums, const Sums& window, const Factors& f) const {
-#pragma unroll
-    for (int i = 0; i < C::kSums; ++i) {
-      float factor;
-      if constexpr (C::kWindowsOfA) factor = float_of(i % 2 ? f.tokens[i / 4].y : f.tokens[i / 4].x);
-      if constexpr (C::kSides == WindowSides::kB) factor = i % 4 < 2 ? f.low : f.high;
-      if constexpr (C::kSides == WindowSides::kBoth) factor *= i % 4 < 2 ? f.low : f.high;
-      sums[i] = __fmaf_rn(window[i], factor, sums[i]);
-    }
-  }
-  __device__ __forceinline__ void sum_windows(Sums& sums, const FusedItem& item) {
-    static_assert(C::kTeams == 1 && C::kTokens == 128 && C::kStageDepth == 1);
-    Fragments f[2];
-    RawWindow<typename C::T> r;
-    Sums window;
-    Amaxes next;
-#pragma unroll
-    for (float& s : sums) s = 0;
-    load_amaxes(next, item, item.first);
-    sync_warpgroup();  // nobody reads factors of the item before
-    store_factors(next, item.first);
-    wait_for_slot(begun);
-    load(r, begun, 0);
-    r.decode(f[0]);
-    for (int slot = item.first; slot < item.end; ++slot, ++begun) {
-      const bool last = slot + 1 == item.end;
-      if (!last) load_amaxes(next, item, slot + 1);
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        multiply(window, f[q % 2], begun, q, true);
-        if (q < 3) {
-          load(r, begun, q + 1);
-        } else if (!last) {
-          wait_for_slot(begun + 1);
-          load(r, begun + 1, 0);
-        }
-        if (q < 3 || !last) r.decode(f[(q + 1) % 2]);
-        Factors of_window;
-        load_window_factors(of_window, slot, q);
-        wgmma_wait<0>();
-        release(begun, q);
-        add_window(sums, window, of_window);
-      }
-      if (!last) store_factors(next, slot + 1);
-    }
-  }
-
   // ---- parts of K
   // Of this warpgroup, in the order in which threads have the sums.
   __device__ __forceinline__ int64_t place_of(const FusedItem& item, int split) const {
-    return ((item.tile * (a.splits - 1) + split) * 2 + rank) * 2 * C::kTeams + team * 2 + wg;
+    return ((int64_t{item.tile} * (a.splits - 1) + split) * 2 + rank) * 2 * C::kTeams + team * 2 + wg;
   }
   __device__ __forceinline__ float4* partial(const FusedItem& item, int split) const {
     return reinterpret_cast<float4*>(a.sums) + place_of(item, split) * C::kTokens * 16 + threadIdx.x % 128;
@@ -461,9 +345,9 @@ struct FusedConsumer {
   }
   // Named barriers 1 and 2, 8 and 9: a warpgroup of team 0 or 1. 6 and 7: two with the same rows.
   __device__ __forceinline__ void finish(Sums& sums, const FusedItem& item, ResultFactors& factors) {
-    if (item.parts > 1) {
+    if (item.tile >= 0) {
       wait_for_kernel_ahead();  // it has lowered the flags
-      if (item.split < item.parts - 1) {
+      if (item.split < a.splits - 1) {
         meet_other_team();  // so that neither is ahead by a whole ring, whose phases it could not tell apart
         keep_partial(sums, item);
         __syncwarp();  // instructions for whole warps follow
@@ -486,12 +370,9 @@ struct FusedConsumer {
       FusedItem item = item_of<C>(a, i);
       Sums sums;
       ResultFactors factors;
-      if constexpr (C::kWindows)
-        sum_windows(sums, item), load_factors(item, factors);
-      else
-        sum(sums, item.end - item.first, [&] {
-          if constexpr (C::kTeams == 1) load_factors(item, factors);
-        });
+      sum(sums, item.end - item.first, [&] {
+        if constexpr (C::kTeams == 1) load_factors(item, factors);
+      });
       if constexpr (C::kTeams == 2) item = item_of<C>(a, pin_register(i));  // there are no registers to keep it
       finish(sums, item, factors);
     }

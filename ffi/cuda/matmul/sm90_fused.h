@@ -31,8 +31,6 @@ struct FusedMaps {
 // Each defined in a file of its own, for one type of decoded numbers.
 cudaError_t launch_sm90_f16_fused(const FusedArgs& args, const FusedMaps& maps, int tokens, cudaStream_t stream);
 cudaError_t launch_sm90_bf16_fused(const FusedArgs& args, const FusedMaps& maps, int tokens, cudaStream_t stream);
-// Windows of either operand, with tiles of 128.
-cudaError_t launch_sm90_windows_fused(const FusedArgs& args, const FusedMaps& maps, cudaStream_t stream);
 
 // The rows of a, decoded, in fragment order (sm90_prepare.cu), each of `depth` rounded up to 64, with zeros. Lowers the
 // flags.

@@ -2,6 +2,7 @@
 #include "sm90_decode.cuh"
 #include "sm90_fused.h"
 #include "sm90_ptx.cuh"
+#include "sm90_windows.h"
 
 namespace jnvfp4 {
 namespace {
@@ -94,6 +95,82 @@ cudaError_t launch_early(void (*kernel)(Args...), unsigned blocks, cudaStream_t 
   return status;
 }
 
+// ---------------------------------------------------------------- operands with windows
+// decode_scale of the rule.
+__device__ __forceinline__ float decode_factor(float amax, const MatmulOperand& x) {
+  return div_rn(amax, 6.0f * x.e4m3_max);
+}
+
+// Of 16 rows those that a lane of the GEMM has lie together: t and t + 1, t + 8 and t + 9.
+__device__ __forceinline__ int row_at_place(int place) {
+  return place / 16 * 16 + place / 2 % 2 * 8 + place % 16 / 4 * 2 + place % 2;
+}
+
+// The factors of eight windows of a row, which are a sector of its amaxes, or the one of a row.
+__device__ __forceinline__ void make_factors(const WindowsOperand& x, int64_t thread) {
+  const bool windows = x.factors_of != FactorsOf::kRows;
+  const int64_t count = windows ? x.source.map.windows_per_row : 1, eights = (count + 7) / 8;
+  const int64_t piece = quotient(thread, x.tile_rows), tile = quotient(piece, eights), matrix = quotient(tile, x.tiles);
+  if (tile >= x.matrices * x.tiles) return;
+  const int place = static_cast<int>(thread - piece * x.tile_rows);
+  const int row_of_tile = x.factors_of == FactorsOf::kSixteens ? row_at_place(place) : place;
+  const int64_t row = (tile - matrix * x.tiles) * x.tile_rows + row_of_tile, row_of_all = matrix * x.rows + row;
+  const int64_t first = (piece - tile * eights) * 8;
+  for (int64_t w = first; w < min(first + 8, count); ++w) {
+    float amax = 0;
+    if (row < x.rows) amax = windows ? __ldg(x.source.amax + row_of_all * count + w) : amax_of(x.source, row_of_all);
+    x.factors[(tile * count + w) * x.tile_rows + place] = decode_factor(amax, x.source) * x.unscale;
+  }
+}
+
+// A thread has 8 elements at a time, kSteps of them on their way.
+template <int kSteps>
+__device__ __forceinline__ void decode_rows(const WindowsOperand& x, int64_t eights, int64_t block) {
+  const Codes source{static_cast<const uint32_t*>(x.source.data), x.source.scale};
+  const int64_t first = block * kThreads * kSteps + threadIdx.x;
+  Codes::Raw raw[kSteps];
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i)
+    if (first + i * kThreads < eights) raw[i] = source.load(first + i * kThreads);
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    uint32_t p[4];
+    Codes::pairs(raw[i], p);
+    if (first + i * kThreads < eights)
+      static_cast<uint4*>(x.numbers)[first + i * kThreads] = make_uint4(p[0], p[1], p[2], p[3]);
+  }
+}
+
+// Thread blocks for an operand: those of its factors, then those of its numbers.
+struct WindowsBlocks {
+  int64_t factors, numbers;
+};
+WindowsBlocks windows_blocks(const WindowsOperand& x, int64_t depth, int steps) {
+  const auto blocks = [](int64_t items, int64_t per) { return (items + per - 1) / per; };
+  const int64_t pieces = x.factors_of == FactorsOf::kRows ? 1 : (x.source.map.windows_per_row + 7) / 8;
+  return {blocks(x.matrices * x.tiles * x.tile_rows * pieces, kThreads),
+          blocks(x.matrices * x.rows * (depth / 8), int64_t{kThreads} * steps)};
+}
+
+template <int kSteps>
+__global__ void __launch_bounds__(kThreads)
+    sm90_prepare_windows_kernel(const __grid_constant__ WindowsPreparation p, WindowsBlocks a, WindowsBlocks b) {
+#if __CUDA_ARCH__ >= 900
+  wait_for_kernel_ahead();
+  let_next_kernel_start();
+#endif
+  for (int64_t i = thread_index(); i < p.flag_count; i += thread_count()) p.flags[i] = 0;
+  int64_t block = blockIdx.x;
+  const bool second = block >= a.factors + a.numbers;
+  if (second) block -= a.factors + a.numbers;
+  const WindowsOperand& x = second ? p.columns : p.tokens;
+  const int64_t factors = second ? b.factors : a.factors;
+  if (block < factors)
+    make_factors(x, block * kThreads + threadIdx.x);
+  else
+    decode_rows<kSteps>(x, x.matrices * x.rows * (p.depth / 8), block - factors);
+}
+
 // ---------------------------------------------------------------- rows whose pitch no tensor map takes
 template <class Word>
 __global__ void __launch_bounds__(kThreads)
@@ -128,6 +205,17 @@ cudaError_t launch_sm90_prepare(const MatmulOperand& a, void* out, int64_t rows,
   };
   return a.quantized() ? launch_source(Codes{static_cast<const uint32_t*>(a.data), a.scale})
                        : launch_source(Halves{static_cast<const uint4*>(a.data)});
+}
+
+cudaError_t launch_sm90_prepare_windows(const WindowsPreparation& p, cudaStream_t stream) {
+  const int64_t eights = (p.tokens.matrices * p.tokens.rows + p.columns.matrices * p.columns.rows) * (p.depth / 8);
+  const bool many = eights > int64_t{multiprocessors()} * 8 * kThreads * 8;
+  const int steps = many ? 8 : 2;
+  const WindowsBlocks a = windows_blocks(p.tokens, p.depth, steps), b = windows_blocks(p.columns, p.depth, steps);
+  const int64_t blocks = a.factors + a.numbers + b.factors + b.numbers;
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;  // more than any memory holds
+  const auto kernel = many ? sm90_prepare_windows_kernel<8> : sm90_prepare_windows_kernel<2>;
+  return launch_early(kernel, static_cast<unsigned>(blocks), stream, p, a, b);
 }
 
 cudaError_t launch_sm90_pitch(const void* from, void* to, int64_t rows, int64_t bytes, int64_t pitch,

@@ -153,6 +153,12 @@ __device__ __forceinline__ void load_box_to(uint16_t mask, uint32_t to, const CU
       "l"(&map), "r"(bar), "r"(x), "r"(y), "h"(mask)
       : "memory");
 }
+// Bytes as they lie, a multiple of 16 from and to addresses that are.
+__device__ __forceinline__ void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(bar)
+               : "memory");
+}
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
@@ -193,6 +199,10 @@ __device__ __forceinline__ uint64_t shared_matrix(uint32_t address) {
   JNVFP4_OPERANDS_32                                                                                                  \
   ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59," \
   "%60,%61,%62,%63"
+#define JNVFP4_OPERANDS_96                                                                                            \
+  JNVFP4_OPERANDS_64                                                                                                  \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91," \
+  "%92,%93,%94,%95"
 #define JNVFP4_OPERANDS_128                                                                                         \
   JNVFP4_OPERANDS_64                                                                                                \
   ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,"   \
@@ -204,6 +214,7 @@ __device__ __forceinline__ uint64_t shared_matrix(uint32_t address) {
 #define JNVFP4_SUMS_16(d, i) JNVFP4_SUMS_8(d, i), JNVFP4_SUMS_8(d, i + 8)
 #define JNVFP4_SUMS_32(d, i) JNVFP4_SUMS_16(d, i), JNVFP4_SUMS_16(d, i + 16)
 #define JNVFP4_SUMS_64(d, i) JNVFP4_SUMS_32(d, i), JNVFP4_SUMS_32(d, i + 32)
+#define JNVFP4_SUMS_96(d, i) JNVFP4_SUMS_64(d, i), JNVFP4_SUMS_32(d, i + 64)
 #define JNVFP4_SUMS_128(d, i) JNVFP4_SUMS_64(d, i), JNVFP4_SUMS_64(d, i + 64)
 // The numbers of the operands after the sums: four registers, the matrix in shared memory, keep.
 #define JNVFP4_WGMMA(type, n, sums, a0, a1, a2, a3, matrix, flag)                                         \
@@ -228,14 +239,25 @@ JNVFP4_DEFINE_WGMMA("64", 32, "%32", "%33", "%34", "%35", "%36", "%37")
 JNVFP4_DEFINE_WGMMA("128", 64, "%64", "%65", "%66", "%67", "%68", "%69")
 JNVFP4_DEFINE_WGMMA("256", 128, "%128", "%129", "%130", "%131", "%132", "%133")
 
+// The same of float16, 192 wide, with both sides in shared memory.
+__device__ __forceinline__ void wgmma_shared(float (&d)[96], uint64_t a, uint64_t b, int keep) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32.f16.f16 {" JNVFP4_OPERANDS_96 "}, %96, %97, p, 1, 1, 0, 0;\n}\n"
+      : JNVFP4_SUMS_96(d, 0)
+      : "l"(a), "l"(b), "r"(keep));
+}
+
 #undef JNVFP4_DEFINE_WGMMA
 #undef JNVFP4_WGMMA
 #undef JNVFP4_SUMS_128
+#undef JNVFP4_SUMS_96
 #undef JNVFP4_SUMS_64
 #undef JNVFP4_SUMS_32
 #undef JNVFP4_SUMS_16
 #undef JNVFP4_SUMS_8
 #undef JNVFP4_OPERANDS_128
+#undef JNVFP4_OPERANDS_96
 #undef JNVFP4_OPERANDS_64
 #undef JNVFP4_OPERANDS_32
 #undef JNVFP4_OPERANDS_16

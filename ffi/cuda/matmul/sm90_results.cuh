@@ -23,9 +23,9 @@ struct ResultFactors {
   float columns[2], tokens[2], biases[2];
 };
 
-// kTokens: of the tile. kExchanged: whether operands are exchanged. kWindows: whether an operand has windows, and the
-// sums the factors of its side, and those of decoded numbers. kExact: whether these factors times alpha are exact.
-template <int kTokens, bool kExchanged, bool kWindows, bool kExact>
+// kTokens: of the tile. kExchanged: whether operands are exchanged. kExact: whether the factors of decoded numbers
+// times alpha are exact.
+template <int kTokens, bool kExchanged, bool kExact>
 struct ResultWriter {
   static constexpr int kSums = kTokens / 2;
   // In shared memory of a warpgroup: the buffer, then factors and biases of the tokens.
@@ -77,10 +77,10 @@ struct ResultWriter {
     return kExchanged ? amax(a.g.a, each_column(), row, a.columns, a.a_matrices)
                       : amax(a.g.b, each_column(), row, a.columns, a.b_matrices);
   }
-  // 1 if the sums need no factor of this side. `each`: whether rows of a matrix have several. `shared`: else the
+  // 1 for a dense operand. `each`: whether rows of a matrix have several. `shared`: else the
   // matrices that share one.
   __device__ __forceinline__ float amax(const MatmulOperand& x, bool each, int row, int rows, int shared) const {
-    if (!x.quantized() || x.map.windows()) return 1.0f;
+    if (!x.quantized()) return 1.0f;
     return each ? amax_of(x, int64_t{matrix} * rows + row) : __ldg(x.amax + matrix / shared);
   }
   __device__ __forceinline__ float bias(int at, int end) const {
@@ -89,15 +89,11 @@ struct ResultWriter {
   __device__ __forceinline__ float alpha(float token_amax, float column_amax) const {
     const MatmulOperand &x = a.g.a, &y = a.g.b;
     const float left = kExchanged ? column_amax : token_amax, right = kExchanged ? token_amax : column_amax;
-    if constexpr (kWindows)
-      return x.map.windows() && y.map.windows() ? 1.0f
-             : x.map.windows()                  ? alpha_w4a16(right, y.e4m3_max)
-                                                : alpha_w4a16(left, x.e4m3_max);
     return x.quantized() ? alpha_w4a4(left, right, x.e4m3_max, y.e4m3_max) : alpha_w4a16(right, y.e4m3_max);
   }
   // The addition makes -0 the rule's 0.
   __device__ __forceinline__ float scaled(float sum, float alpha) const {
-    return kWindows ? __fmaf_rn(sum, alpha, 0.0f) : mul_rn(alpha, __fmaf_rn(sum, a.unscale, 0.0f));
+    return mul_rn(alpha, __fmaf_rn(sum, a.unscale, 0.0f));
   }
 
   __device__ __forceinline__ void scale(Sums& sums, const ResultFactors& f) const {
@@ -123,7 +119,7 @@ struct ResultWriter {
   __device__ __forceinline__ void scale_columns(Sums& sums, const ResultFactors& f) const {
     const float low = alpha(f.tokens[0], f.columns[0]), high = each_column() ? alpha(f.tokens[0], f.columns[1]) : low;
     float factors[2] = {low, high}, zero = 0;
-    if constexpr (kExact && !kWindows) {
+    if constexpr (kExact) {
       factors[0] *= a.unscale, factors[1] *= a.unscale;
       if (!is_ordinary(factors[0]) || !is_ordinary(factors[1])) {
         factors[0] = low, factors[1] = high, zero = -0.0f;
