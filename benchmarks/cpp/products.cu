@@ -4,9 +4,9 @@
 //   products w4a4:64x14336x4096:64:1 bf16:8x14336x4096:0:0 pinned:64x14336x4096:0:0
 //
 // LEFT:MxNxK:TOKENS:SPLITS. LEFT is w4a4, bf16 or fp16; TOKENS is a tile of the fused kernel, or 0 for that of few
-// rows. LEFT is pinned, or windows with window64 on both sides, for the pinned order: TOKENS is then 8, 16 or 32 rows a
-// thread block, 0 for what the launcher takes, or 64 for the kernel of any number of rows. benchmarks/README.md has the
-// commands that build it.
+// rows. LEFT is pinned, or windows with window64 on both sides, for the pinned order: TOKENS is then 8, 16, 32 or 64
+// rows a thread block, 0 for what the launcher takes, or 128 for the kernel of any number of rows. benchmarks/README.md
+// has the commands that build it.
 #include <unistd.h>
 
 #include <algorithm>
@@ -58,10 +58,10 @@ struct Case {
 };
 
 void launch(const Case& c, const MatmulArgs& args, void* scratch, cudaStream_t stream) {
-  check(c.fused()             ? launch_sm90_fused(args, c.plan, scratch, stream)
-        : !c.pinned()         ? launch_sm90_small_m(args, stream)
-        : c.plan.tokens == 64 ? launch_sm80_nvfp4_blocks(args, stream)
-                              : launch_sm80_nvfp4_blocks_small_m(args, stream, c.plan.tokens),
+  check(c.fused()              ? launch_sm90_fused(args, c.plan, scratch, stream)
+        : !c.pinned()          ? launch_sm90_small_m(args, stream)
+        : c.plan.tokens == 128 ? launch_sm80_nvfp4_blocks(args, stream)
+                               : launch_sm80_nvfp4_blocks_small_m(args, stream, c.plan.tokens),
         "launch");
 }
 
