@@ -29,13 +29,14 @@ void check(cudaError_t status, const char* what) {
   std::exit(1);
 }
 
-// Random bytes; with `exponent` every byte, or every second one, has it, so that no number is special.
+// Random bytes; with `exponent` the last of every `step` has it, so that no number is special. Those of 4 are amaxes,
+// which are positive.
 __global__ void fill(uint8_t* p, int64_t size, uint32_t seed, int exponent, int step) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < size; i += int64_t{gridDim.x} * blockDim.x) {
     uint32_t h = static_cast<uint32_t>(i) * 2654435761u + seed;
     h = (h ^ h >> 15) * 2246822519u;
     h = (h ^ h >> 13) * 3266489917u;
-    p[i] = static_cast<uint8_t>(exponent && i % step == step - 1 ? exponent | (h & 0x80u) : h >> 24);
+    p[i] = static_cast<uint8_t>(exponent && i % step == step - 1 ? exponent | (step == 4 ? 0u : h & 0x80u) : h >> 24);
   }
 }
 

@@ -23,10 +23,11 @@
 namespace jnvfp4 {
 namespace {
 
-constexpr int kHelpers = 4, kHelperThreads = 32 * kHelpers;  // warps that copy and decode
-constexpr int kMostWarps = 7;                                // of those that multiply
-constexpr int kMostCols = 16 * kMostWarps;                   // rows of b, which are columns of the result
-constexpr int kMostThreads = kHelperThreads + 32 * kMostWarps;
+// Warps that decode, then one that copies, then those that multiply.
+constexpr int kDecoders = 4, kDecoderThreads = 32 * kDecoders, kHelpers = kDecoders + 1;
+constexpr int kMostWarps = 7;               // of those that multiply
+constexpr int kMostCols = 16 * kMostWarps;  // rows of b, which are columns of the result
+constexpr int kMostThreads = 32 * (kHelpers + kMostWarps);
 constexpr int kWindowCodes = kWindow / 2;
 constexpr float kUnit = 0x1p28f;
 
@@ -35,10 +36,9 @@ template <int kTiles_, bool kWindows_>
 struct Config {
   static constexpr int kTiles = kTiles_, kTokens = 8 * kTiles;
   static constexpr bool kWindows = kWindows_;
-  static constexpr int kDepth = kTiles >= 4 ? 2 : 4;  // windows of K in a stage
-  static constexpr int kDecoded = 3;                  // stages that are decoded
-  static constexpr int kStages = 7;                   // that are copied, or on their way
-  static constexpr int kAhead = kStages - kDecoded;
+  static constexpr int kDepth = kTiles >= 4 ? 2 : 4;         // windows of K in a stage
+  static constexpr int kDecoded = 3;                         // stages that are decoded
+  static constexpr int kStages = 7;                          // that are copied, or on their way
   static constexpr int kPairs = kDepth * kWindowBlocks / 2;  // of blocks
   static constexpr int kParts = kDepth * kWindowCodes / 16;  // of 16 bytes of codes, of a row
   // Codes, then scales. 8 rows are in different banks.
@@ -48,7 +48,7 @@ struct Config {
   static constexpr int kRing = kTiles >= 4 ? 8 : 4, kLag = kTiles >= 4 ? 6 : kTiles + 1;
 
   // Bytes of shared memory.
-  static constexpr int kBarrierBytes = 128;
+  static constexpr int kBarrierBytes = 256;
   static __host__ __device__ constexpr int rows(int cols) { return kTokens + cols; }
   static __host__ __device__ constexpr int stage_bytes(int cols) {
     return rows(cols) * (kPitch + (kWindows ? 4 * kDepth : 0));
@@ -91,11 +91,16 @@ template <class C>
 struct Memory {
   uint8_t* at;
   int cols;
-  __device__ __forceinline__ uint64_t* full(int slot) const { return reinterpret_cast<uint64_t*>(at) + slot; }
-  __device__ __forceinline__ uint64_t* empty(int slot) const { return full(C::kDecoded + slot); }
+  // Barriers: of a stage that is copied, and that may be copied to; that is decoded, and that may be decoded to.
+  __device__ __forceinline__ uint64_t* copied(int slot) const { return reinterpret_cast<uint64_t*>(at) + slot; }
+  __device__ __forceinline__ uint64_t* to_copy(int slot) const { return copied(C::kStages + slot); }
+  __device__ __forceinline__ uint64_t* decoded(int slot) const { return copied(2 * C::kStages + slot); }
+  __device__ __forceinline__ uint64_t* to_decode(int slot) const { return decoded(C::kDecoded + slot); }
   __device__ __forceinline__ uint8_t* stages() const { return at + C::kBarrierBytes; }
-  __device__ __forceinline__ Stage<C> stage(int slot) const { return {stages() + slot * C::stage_bytes(cols), cols}; }
-  __device__ __forceinline__ Decoded<C> decoded(int slot) const {
+  __device__ __forceinline__ Stage<C> stage_at(int slot) const {
+    return {stages() + slot * C::stage_bytes(cols), cols};
+  }
+  __device__ __forceinline__ Decoded<C> decoded_at(int slot) const {
     return {stages() + C::kStages * C::stage_bytes(cols) + slot * C::decoded_bytes(cols), cols};
   }
   // In the end, in place of stages: sums of a token.
@@ -129,13 +134,6 @@ __device__ __forceinline__ void copy_or_zero(void* to, const void* from, bool th
                  "r"(there ? kBytes : 0)
                  : "memory");
 }
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kLeft>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
-}
-__device__ __forceinline__ void meet_helpers() { asm volatile("bar.sync 1, %0;" ::"n"(kHelperThreads) : "memory"); }
-
 __device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
@@ -143,10 +141,18 @@ __device__ __forceinline__ void arrive(uint64_t* barrier) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier))
                : "memory");
 }
+// When the thread's copies are there.
+__device__ __forceinline__ void arrive_with_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
 __device__ __forceinline__ void wait(uint64_t* barrier, int phase) {
   uint32_t done;
   do {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+#else
     asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+#endif
                  : "=r"(done)
                  : "r"(shared_address(barrier)), "r"(phase)
                  : "memory");
@@ -195,80 +201,82 @@ __device__ __forceinline__ uint32_t quarters(uint32_t first, uint32_t second, in
 }
 
 // ---------------------------------------------------------------- from global to shared memory
-// What a helper copies of each stage: 16 bytes of codes of some rows, and the scales and amaxes of a column and of a
-// token. In place of rows of b that do not exist, and of what is past the end of K, come zeros, in place of tokens the
-// last one.
+// What the lanes of a warp copy of each stage: 16 bytes of codes of some rows, and the scales and amaxes of others. In
+// place of rows of b that do not exist, and of what is past the end of K, come zeros, in place of tokens the last one.
 template <class C>
 struct Source {
-  static constexpr int kStep = kHelperThreads / C::kParts;  // rows from one copy of a thread to the next
-  static constexpr int kColCopies = (kMostCols + kStep - 1) / kStep, kTokenCopies = (C::kTokens + kStep - 1) / kStep;
+  static constexpr int kStep = 32 / C::kParts;  // rows from one copy of codes to the next
   static constexpr int kScaleBytes = C::kDepth * kWindowBlocks;
+  static constexpr int kTokenPasses = (C::kTokens + 31) / 32, kColPasses = (kMostCols + 31) / 32;
   const uint8_t* data;  // some valid address
   // Of the next stage.
-  const uint8_t *col, *col_scale, *token[kTokenCopies], *token_scale;
-  const float *col_amax, *token_amax;
-  int64_t step;               // from `col` to the thread's next row
-  int cols, columns;          // of the thread block: with and without those that do not exist
+  const uint8_t *col, *col_scale, *token, *token_scale;
+  const float *col_amax[kColPasses], *token_amax[kTokenPasses];
+  int lane, part, code_bytes, scale_bytes;
+  int cols, columns, last;    // of the thread block: with and without columns that do not exist; the last token
   int code_left, scale_left;  // bytes to the end of K
   bool whole, aligned, col_windows, token_windows;
 
   __device__ __forceinline__ Source(const Operand& a, const Operand& b, int64_t a_row, int64_t b_row, int64_t tokens,
                                     int64_t columns_left, int cols)
-      : data(b.data), cols(cols), columns(static_cast<int>(min(columns_left, int64_t{cols}))) {
-    const int part = threadIdx.x % C::kParts, first = threadIdx.x / C::kParts, i = threadIdx.x;
-    const int code_bytes = static_cast<int>(b.depth / 2), scale_bytes = static_cast<int>(b.depth / kBlock);
-    const int last = static_cast<int>(min(tokens, int64_t{C::kTokens})) - 1;
-    step = int64_t{kStep} * code_bytes;
-    col = b.data + (b_row + first) * code_bytes + part * 16;
+      : data(b.data),
+        lane(static_cast<int>(threadIdx.x) % 32),
+        part(lane % C::kParts),
+        code_bytes(static_cast<int>(b.depth / 2)),
+        scale_bytes(static_cast<int>(b.depth / kBlock)),
+        cols(cols),
+        columns(static_cast<int>(min(columns_left, int64_t{cols}))),
+        last(static_cast<int>(min(tokens, int64_t{C::kTokens})) - 1),
+        code_left(code_bytes - part * 16),
+        scale_left(scale_bytes),
+        whole(columns == cols && scale_bytes % kScaleBytes == 0),
+        aligned(code_bytes % 16 == 0),
+        col_windows(b.windows),
+        token_windows(a.windows) {
+    col = b.data + b_row * code_bytes + part * 16, token = a.data + a_row * code_bytes + part * 16;
+    col_scale = b.scale + b_row * scale_bytes, token_scale = a.scale + a_row * scale_bytes;
+    if constexpr (C::kWindows) {
 #pragma unroll
-    for (int j = 0; j < kTokenCopies; ++j)
-      token[j] = a.data + (a_row + min(first + j * kStep, last)) * code_bytes + part * 16;
-    const int64_t col_row = b_row + (i < columns ? i : 0), token_row = a_row + min(i, last);
-    col_scale = b.scale + col_row * scale_bytes, token_scale = a.scale + token_row * scale_bytes;
-    col_amax = b.amax_at(col_row, 0), token_amax = a.amax_at(token_row, 0);
-    col_windows = b.windows, token_windows = a.windows;
-    aligned = code_bytes % 16 == 0;
-    whole = columns == cols && scale_bytes % kScaleBytes == 0;
-    code_left = code_bytes - part * 16, scale_left = scale_bytes;
+      for (int i = 0; i < kColPasses; ++i) col_amax[i] = b.amax_at(b_row + min(lane + 32 * i, columns - 1), 0);
+#pragma unroll
+      for (int i = 0; i < kTokenPasses; ++i) token_amax[i] = a.amax_at(a_row + min(lane + 32 * i, last), 0);
+    }
   }
 
   __device__ __forceinline__ void copy(const Stage<C>& to) {
     if (whole)
-      copy<true>(to);
+      copy_rows<true>(to);
     else
-      copy<false>(to);
+      copy_rows<false>(to);
     if constexpr (C::kWindows) {
-      const int i = threadIdx.x;
-      if (i < C::kTokens) copy_amaxes(to, i, token_amax, token_windows, true);
-      if (i < cols) copy_amaxes(to, C::kTokens + i, col_amax, col_windows, i < columns);
-      token_amax += token_windows ? C::kDepth : 0, col_amax += col_windows ? C::kDepth : 0;
-    }
 #pragma unroll
-    for (const uint8_t*& p : token) p += C::kScales;
-    col += C::kScales, col_scale += kScaleBytes, token_scale += kScaleBytes;
+      for (int i = 0; i < kTokenPasses; ++i)
+        if (lane + 32 * i < C::kTokens) copy_amaxes(to, lane + 32 * i, token_amax[i], token_windows, true);
+#pragma unroll
+      for (int i = 0; i < kColPasses; ++i)
+        if (lane + 32 * i < cols)
+          copy_amaxes(to, C::kTokens + lane + 32 * i, col_amax[i], col_windows, lane + 32 * i < columns);
+    }
+    token += C::kScales, col += C::kScales, col_scale += kScaleBytes, token_scale += kScaleBytes;
     code_left -= C::kScales, scale_left -= kScaleBytes;
   }
 
  private:
   template <bool kWhole>
-  __device__ __forceinline__ void copy(const Stage<C>& to) const {
-    const int part = threadIdx.x % C::kParts, first = threadIdx.x / C::kParts, i = threadIdx.x;
-    uint8_t *const codes = to.token(first) + part * 16, *const scales = to.token(i) + C::kScales;
-    constexpr int kCols = C::kTokens * C::kPitch;  // from tokens to rows of b
+  __device__ __forceinline__ void copy_rows(const Stage<C>& to) const {
+    const int first = lane / C::kParts;
 #pragma unroll
-    for (int j = 0; j < kTokenCopies; ++j)
-      if (first + j * kStep < C::kTokens) copy_codes<kWhole>(codes + j * kStep * C::kPitch, token[j], true);
+    for (int i = 0; i < C::kTokens; i += kStep)
+      copy_codes<kWhole>(to.token(first + i) + part * 16, token + int64_t{min(first + i, last)} * code_bytes, true);
+    for (int i = 0; i < cols; i += 16)
 #pragma unroll
-    for (int j = 0; j < kColCopies; ++j)
-      if (first + j * kStep < cols)
-        copy_codes<kWhole>(codes + kCols + j * kStep * C::kPitch, col + j * step, first + j * kStep < columns);
-    if constexpr (kWhole) {
-      if (i < C::kTokens) copy_or_zero<kScaleBytes>(scales, token_scale, true);
-      if (i < cols) copy_or_zero<kScaleBytes>(scales + kCols, col_scale, true);
-    } else {
-      if (i < C::kTokens) copy_scales(scales, token_scale, true);
-      if (i < cols) copy_scales(scales + kCols, col_scale, i < columns);
-    }
+      for (int j = i; j < i + 16; j += kStep)
+        copy_codes<kWhole>(to.col(first + j) + part * 16, col + int64_t{first + j} * code_bytes, first + j < columns);
+#pragma unroll
+    for (int i = lane; i < C::kTokens; i += 32)
+      copy_scales<kWhole>(to.token(i) + C::kScales, token_scale + int64_t{min(i, last)} * scale_bytes, true);
+    for (int i = lane; i < cols; i += 32)
+      copy_scales<kWhole>(to.col(i) + C::kScales, col_scale + int64_t{i} * scale_bytes, i < columns);
   }
   template <bool kWhole>
   __device__ __forceinline__ void copy_codes(uint8_t* to, const uint8_t* from, bool has_row) const {
@@ -277,28 +285,34 @@ struct Source {
     copy_or_zero<8>(to, left > 0 ? from : data, left > 0);
     copy_or_zero<8>(to + 8, left > 8 ? from + 8 : data, left > 8);
   }
+  template <bool kWhole>
   __device__ __forceinline__ void copy_scales(uint8_t* to, const uint8_t* from, bool has_row) const {
+    if constexpr (kWhole) {
+      copy_or_zero<kScaleBytes>(to, from, true);
+    } else {
 #pragma unroll
-    for (int w = 0; w < kScaleBytes; w += kWindowBlocks) {
-      const bool there = has_row && w < scale_left;
-      if (scale_left % kWindowBlocks == 0) {
-        copy_or_zero<4>(to + w, there ? from + w : data, there);
-        continue;
+      for (int w = 0; w < kScaleBytes; w += kWindowBlocks) {
+        const bool there = has_row && w < scale_left;
+        if (scale_left % kWindowBlocks == 0) {
+          copy_or_zero<4>(to + w, there ? from + w : data, there);
+          continue;
+        }
+        uint32_t four = 0;
+#pragma unroll
+        for (int j = w; j < w + kWindowBlocks; ++j)
+          if (there && j < scale_left) four |= uint32_t{__ldg(from + j)} << (8 * (j - w));
+        *reinterpret_cast<uint32_t*>(to + w) = four;
       }
-      uint32_t four = 0;
-#pragma unroll
-      for (int j = w; j < w + kWindowBlocks; ++j)
-        if (there && j < scale_left) four |= uint32_t{__ldg(from + j)} << (8 * (j - w));
-      *reinterpret_cast<uint32_t*>(to + w) = four;
     }
   }
-  __device__ __forceinline__ void copy_amaxes(const Stage<C>& to, int row, const float* from, bool windows,
+  __device__ __forceinline__ void copy_amaxes(const Stage<C>& to, int row, const float*& from, bool windows,
                                               bool has_row) const {
 #pragma unroll
     for (int w = 0; w < C::kDepth; ++w) {
       const bool there = has_row && w * kWindowBlocks < scale_left;
       copy_or_zero<4>(to.amax(w) + row, from + (there && windows ? w : 0), there);
     }
+    if (windows) from += C::kDepth;
   }
 };
 
@@ -313,9 +327,9 @@ __device__ __forceinline__ void decode_tokens(const Decoded<C>& to, const Stage<
   const int token = threadIdx.x % C::kTokens;
   const uint8_t* row = stage.token(token);
 #pragma unroll
-  for (int i = 0; i < kItems; i += kHelperThreads) {
+  for (int i = 0; i < kItems; i += kDecoderThreads) {
     const int pair = (i + threadIdx.x) / C::kTokens;
-    if (kItems < kHelperThreads && pair >= C::kPairs) break;
+    if (kItems < kDecoderThreads && pair >= C::kPairs) break;
     const uint4 codes = *reinterpret_cast<const uint4*>(row + pair * 16);
     const uint32_t both = halves_of_scales(*reinterpret_cast<const uint16_t*>(row + C::kScales + pair * 2));
     const uint32_t scale[2] = {__byte_perm(both, 0, 0x1010), __byte_perm(both, 0, 0x3232)};
@@ -356,28 +370,30 @@ __device__ __forceinline__ void decode_scales(const Decoded<C>& to, const Stage<
   }
 }
 
-// What the four warps do for a matrix, after `before` stages of others.
+// What the warp that copies does for a matrix, after `before` stages of others.
 template <class C>
-__device__ __forceinline__ void help(Source<C> source, const Memory<C>& memory, int stages, Turn<C::kStages> copied,
-                                     Turn<C::kDecoded> decoded, int before) {
-  auto to_copy = copied;
-  const auto copy = [&](int i) {  // a group of copies for each stage, also where there are none
-    if (i < stages) source.copy(memory.stage(to_copy.slot));
-    commit_copies();
-    to_copy = to_copy.next();
-  };
+__device__ __forceinline__ void copy_stages(Source<C> source, const Memory<C>& memory, int stages,
+                                            Turn<C::kStages> copied, int before) {
 #pragma unroll 1
-  for (int i = 0; i < C::kAhead; ++i) copy(i);
+  for (int i = 0; i < stages; ++i, copied = copied.next()) {
+    if (before + i >= C::kStages) wait(memory.to_copy(copied.slot), copied.phase ^ 1);
+    source.copy(memory.stage_at(copied.slot));
+    arrive_with_copies(memory.copied(copied.slot));
+    arrive(memory.copied(copied.slot));  // with what the thread stored itself
+  }
+}
+
+// What the warps that decode do.
+template <class C>
+__device__ __forceinline__ void decode_stages(const Memory<C>& memory, int stages, Turn<C::kStages> copied,
+                                              Turn<C::kDecoded> decoded, int before) {
 #pragma unroll 1
-  for (int i = 0; i < stages; ++i) {
-    if (before + i >= C::kDecoded) wait(memory.empty(decoded.slot), decoded.phase ^ 1);
-    copy(i + C::kAhead);
-    wait_for_copies<C::kAhead>();
-    meet_helpers();
-    decode_tokens<C>(memory.decoded(decoded.slot), memory.stage(copied.slot));
-    decode_scales<C>(memory.decoded(decoded.slot), memory.stage(copied.slot));
-    arrive(memory.full(decoded.slot));
-    copied = copied.next(), decoded = decoded.next();
+  for (int i = 0; i < stages; ++i, copied = copied.next(), decoded = decoded.next()) {
+    if (before + i >= C::kDecoded) wait(memory.to_decode(decoded.slot), decoded.phase ^ 1);
+    wait(memory.copied(copied.slot), copied.phase);
+    decode_tokens<C>(memory.decoded_at(decoded.slot), memory.stage_at(copied.slot));
+    decode_scales<C>(memory.decoded_at(decoded.slot), memory.stage_at(copied.slot));
+    arrive(memory.decoded(decoded.slot));
   }
 }
 
@@ -466,19 +482,19 @@ __device__ __forceinline__ void multiply_rows(TokenSums<C>& y, const Memory<C>& 
   for (int i = 0; i < 2; ++i)
 #pragma unroll
     for (int j = 0; j < kWindowBlocks; ++j) rows[1].scale[i][j] = 0.0f;
-  Stage<C> stage = memory.stage(copied.slot);
-  Decoded<C> ready = memory.decoded(decoded.slot);
-  wait(memory.full(decoded.slot), decoded.phase);
+  Stage<C> stage = memory.stage_at(copied.slot);
+  Decoded<C> ready = memory.decoded_at(decoded.slot);
+  wait(memory.decoded(decoded.slot), decoded.phase);
   rows[0].load(stage, ready, lane, 0);
   rows[0].decode(0, lane, left[0]);
 #pragma unroll
   for (int n = 0; n < C::kTiles; ++n) right[0][n] = ready.fragments(0, n)[own];
 #pragma unroll 1
   for (int i = 0; i < stages; ++i) {
-    copied = copied.next();
     const auto following = decoded.next();
-    const Stage<C> next_stage = memory.stage(copied.slot);
-    const Decoded<C> next_ready = memory.decoded(following.slot);
+    const auto following_copy = copied.next();
+    const Stage<C> next_stage = memory.stage_at(following_copy.slot);
+    const Decoded<C> next_ready = memory.decoded_at(following.slot);
 #pragma unroll
     for (int w = 0; w < C::kDepth; ++w) {
       Rows &now = rows[w % 2], &other = rows[(w + 1) % 2];
@@ -489,7 +505,7 @@ __device__ __forceinline__ void multiply_rows(TokenSums<C>& y, const Memory<C>& 
         constexpr int kLast = kWindowBlocks - 1;
         const bool end = w + 1 == C::kDepth;
         if (block == 2) {
-          if (end && i + 1 < stages) wait(memory.full(following.slot), following.phase);
+          if (end && i + 1 < stages) wait(memory.decoded(following.slot), following.phase);
           // What is past the end of K is not used.
           other.load(end ? next_stage : stage, end ? next_ready : ready, lane, end ? 0 : w + 1);
         }
@@ -528,8 +544,8 @@ __device__ __forceinline__ void multiply_rows(TokenSums<C>& y, const Memory<C>& 
       }
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(memory.empty(decoded.slot));
-    decoded = following, stage = next_stage, ready = next_ready;
+    if (threadIdx.x % 32 == 0) arrive(memory.to_copy(copied.slot)), arrive(memory.to_decode(decoded.slot));
+    copied = following_copy, decoded = following, stage = next_stage, ready = next_ready;
   }
   if constexpr (!C::kWindows) {
 #pragma unroll
@@ -570,15 +586,18 @@ __device__ __forceinline__ void store_column(const MatmulArgs& g, const Memory<C
 template <class C>
 __global__ void __launch_bounds__(kMostThreads, 1) sm80_nvfp4_blocks_small_m_kernel(MatmulArgs g) {
   extern __shared__ uint4 shared[];
-  const int threads = static_cast<int>(blockDim.x), warps = (threads - kHelperThreads) / 32, cols = 16 * warps;
+  const int threads = static_cast<int>(blockDim.x), warps = threads / 32 - kHelpers, cols = 16 * warps;
   const Memory<C> memory{reinterpret_cast<uint8_t*>(shared), cols};
   const GemmShape& s = g.shape;
   const Operand a(g.a, s.depth), b(g.b, s.depth);
   const WindowAlpha alpha_of(g);
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   const int stages = static_cast<int>((s.depth + C::kDepth * kWindow - 1) / (C::kDepth * kWindow));
-  if (threadIdx.x == 0)
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < C::kStages; ++i) init_barrier(memory.copied(i), 2 * 32), init_barrier(memory.to_copy(i), warps);
     for (int i = 0; i < C::kDecoded; ++i)
-      init_barrier(memory.full(i), kHelperThreads), init_barrier(memory.empty(i), warps);
+      init_barrier(memory.decoded(i), kDecoderThreads), init_barrier(memory.to_decode(i), warps);
+  }
   __syncthreads();
   // Neighbouring thread blocks have the same rows of b.
   const auto token_tiles = static_cast<unsigned>((s.rows + C::kTokens - 1) / C::kTokens);
@@ -586,15 +605,19 @@ __global__ void __launch_bounds__(kMostThreads, 1) sm80_nvfp4_blocks_small_m_ker
   const int64_t col0 = static_cast<int64_t>(blockIdx.x / token_tiles) * cols;
   int64_t before = 0;  // stages of matrices before
   for (int64_t matrix = blockIdx.y; matrix < s.batch; matrix += gridDim.y, before += stages) {
-    const Turn<C::kStages> copied{static_cast<int>(before % C::kStages), 0};
+    const Turn<C::kStages> copied{static_cast<int>(before % C::kStages), static_cast<int>(before / C::kStages % 2)};
     const Turn<C::kDecoded> decoded{static_cast<int>(before % C::kDecoded), static_cast<int>(before / C::kDecoded % 2)};
-    if (threadIdx.x < kHelperThreads) {
+    const int some = static_cast<int>(min(before, int64_t{C::kStages}));
+    if (warp < kDecoders) {
+      decode_stages<C>(memory, stages, copied, decoded, some);
+      __syncthreads();
+    } else if (warp < kHelpers) {
       const Source<C> source(a, b, matrix * s.rows + token0, matrix * s.cols + col0, s.rows - token0, s.cols - col0,
                              cols);
-      help<C>(source, memory, stages, copied, decoded, static_cast<int>(min(before, int64_t{C::kDecoded})));
+      copy_stages<C>(source, memory, stages, copied, some);
       __syncthreads();
     } else {
-      const Lane lane(static_cast<int>(threadIdx.x) / 32 - kHelpers);
+      const Lane lane(warp - kHelpers);
       TokenSums<C> y{};
       multiply_rows<C>(y, memory, stages, copied, decoded, lane, alpha_of);
       __syncthreads();  // all stages have been used
@@ -665,7 +688,7 @@ cudaError_t launch(const MatmulArgs& g, const Tile& tile, cudaStream_t stream) {
   if (allowed != cudaSuccess) return allowed;
   const dim3 grid(static_cast<unsigned>(thread_blocks(g.shape, tile)),
                   static_cast<unsigned>(std::min(g.shape.batch, kMost)));
-  kernel<<<grid, kHelperThreads + 32 * tile.warps, bytes, stream>>>(g);
+  kernel<<<grid, 32 * (kHelpers + tile.warps), bytes, stream>>>(g);
   return cudaGetLastError();
 }
 
