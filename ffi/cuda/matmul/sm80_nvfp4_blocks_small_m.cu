@@ -23,11 +23,11 @@
 namespace jnvfp4 {
 namespace {
 
-// Warps that decode, then one that copies, then those that multiply.
-constexpr int kDecoders = 4, kDecoderThreads = 32 * kDecoders, kHelpers = kDecoders + 1;
+// Warps that decode, then some that copy, then those that multiply. There are registers for 12 of them.
+constexpr int kDecoders = 4, kDecoderThreads = 32 * kDecoders, kMostCopiers = 4, kAllWarps = 12;
 constexpr int kMostWarps = 7;               // of those that multiply
 constexpr int kMostCols = 16 * kMostWarps;  // rows of b, which are columns of the result
-constexpr int kMostThreads = 32 * (kHelpers + kMostWarps);
+constexpr int kMostThreads = 32 * kAllWarps;
 constexpr int kWindowCodes = kWindow / 2;
 constexpr float kUnit = 0x1p28f;
 
@@ -201,118 +201,125 @@ __device__ __forceinline__ uint32_t quarters(uint32_t first, uint32_t second, in
 }
 
 // ---------------------------------------------------------------- from global to shared memory
-// What the lanes of a warp copy of each stage: 16 bytes of codes of some rows, and the scales and amaxes of others. In
+// What the lanes of a warp copy of a stage: 16 bytes of codes of some rows, and the scales and amaxes of others. In
 // place of rows of b that do not exist, and of what is past the end of K, come zeros, in place of tokens the last one.
 template <class C>
 struct Source {
   static constexpr int kStep = 32 / C::kParts;  // rows from one copy of codes to the next
   static constexpr int kScaleBytes = C::kDepth * kWindowBlocks;
+  static constexpr int kTokenCopies = C::kTokens / kStep, kColCopies = kMostCols / kStep;
   static constexpr int kTokenPasses = (C::kTokens + 31) / 32, kColPasses = (kMostCols + 31) / 32;
-  const uint8_t* data;  // some valid address
-  // Of the next stage.
-  const uint8_t *col, *col_scale, *token, *token_scale;
-  const float *col_amax[kColPasses], *token_amax[kTokenPasses];
-  int lane, part, code_bytes, scale_bytes;
-  int cols, columns, last;    // of the thread block: with and without columns that do not exist; the last token
-  int code_left, scale_left;  // bytes to the end of K
-  bool whole, aligned, col_windows, token_windows;
+  const uint8_t* data;                                   // some valid address
+  const uint8_t *token, *col, *token_scale, *col_scale;  // of the first stage and of the lane's first row
+  const float *token_amax[kTokenPasses], *col_amax[kColPasses];
+  int lane, part, first, code_bytes, scale_bytes;
+  int cols, columns, last;  // of the thread block: with and without columns that do not exist; the last token
+  bool whole, aligned, token_windows, col_windows;
 
   __device__ __forceinline__ Source(const Operand& a, const Operand& b, int64_t a_row, int64_t b_row, int64_t tokens,
                                     int64_t columns_left, int cols)
       : data(b.data),
         lane(static_cast<int>(threadIdx.x) % 32),
         part(lane % C::kParts),
+        first(lane / C::kParts),
         code_bytes(static_cast<int>(b.depth / 2)),
         scale_bytes(static_cast<int>(b.depth / kBlock)),
         cols(cols),
         columns(static_cast<int>(min(columns_left, int64_t{cols}))),
         last(static_cast<int>(min(tokens, int64_t{C::kTokens})) - 1),
-        code_left(code_bytes - part * 16),
-        scale_left(scale_bytes),
         whole(columns == cols && scale_bytes % kScaleBytes == 0),
         aligned(code_bytes % 16 == 0),
-        col_windows(b.windows),
-        token_windows(a.windows) {
-    col = b.data + b_row * code_bytes + part * 16, token = a.data + a_row * code_bytes + part * 16;
-    col_scale = b.scale + b_row * scale_bytes, token_scale = a.scale + a_row * scale_bytes;
+        token_windows(a.windows),
+        col_windows(b.windows) {
+    token = a.data + a_row * code_bytes + part * 16, col = b.data + (b_row + first) * code_bytes + part * 16;
+    token_scale = a.scale + a_row * scale_bytes, col_scale = b.scale + (b_row + lane) * scale_bytes;
     if constexpr (C::kWindows) {
 #pragma unroll
-      for (int i = 0; i < kColPasses; ++i) col_amax[i] = b.amax_at(b_row + min(lane + 32 * i, columns - 1), 0);
-#pragma unroll
       for (int i = 0; i < kTokenPasses; ++i) token_amax[i] = a.amax_at(a_row + min(lane + 32 * i, last), 0);
+#pragma unroll
+      for (int i = 0; i < kColPasses; ++i) col_amax[i] = b.amax_at(b_row + min(lane + 32 * i, columns - 1), 0);
     }
   }
 
-  __device__ __forceinline__ void copy(const Stage<C>& to) {
+  __device__ __forceinline__ void copy(const Stage<C>& to, int stage) const {
     if (whole)
-      copy_rows<true>(to);
+      copy_rows<true>(to, stage);
     else
-      copy_rows<false>(to);
+      copy_rows<false>(to, stage);
     if constexpr (C::kWindows) {
 #pragma unroll
       for (int i = 0; i < kTokenPasses; ++i)
-        if (lane + 32 * i < C::kTokens) copy_amaxes(to, lane + 32 * i, token_amax[i], token_windows, true);
+        if (lane + 32 * i < C::kTokens) copy_amaxes(to, stage, lane + 32 * i, token_amax[i], token_windows, true);
 #pragma unroll
       for (int i = 0; i < kColPasses; ++i)
         if (lane + 32 * i < cols)
-          copy_amaxes(to, C::kTokens + lane + 32 * i, col_amax[i], col_windows, lane + 32 * i < columns);
+          copy_amaxes(to, stage, C::kTokens + lane + 32 * i, col_amax[i], col_windows, lane + 32 * i < columns);
     }
-    token += C::kScales, col += C::kScales, col_scale += kScaleBytes, token_scale += kScaleBytes;
-    code_left -= C::kScales, scale_left -= kScaleBytes;
   }
 
  private:
   template <bool kWhole>
-  __device__ __forceinline__ void copy_rows(const Stage<C>& to) const {
-    const int first = lane / C::kParts;
+  __device__ __forceinline__ void copy_rows(const Stage<C>& to, int stage) const {
+    uint8_t *const codes = to.token(first) + part * 16, *const scales = to.token(lane) + C::kScales;
+    constexpr int kCols = C::kTokens * C::kPitch;  // from tokens to rows of b
+    const int done = stage * C::kScales, done_scales = stage * kScaleBytes;
+    const uint8_t *const tokens_at = token + done, *const cols_at = col + done;
+    const uint8_t *const token_scales = token_scale + done_scales, *const col_scales = col_scale + done_scales;
 #pragma unroll
-    for (int i = 0; i < C::kTokens; i += kStep)
-      copy_codes<kWhole>(to.token(first + i) + part * 16, token + int64_t{min(first + i, last)} * code_bytes, true);
-    for (int i = 0; i < cols; i += 16)
+    for (int i = 0; i < kTokenCopies; ++i)
+      copy_codes<kWhole>(codes + i * kStep * C::kPitch, tokens_at + int64_t{min(first + i * kStep, last)} * code_bytes,
+                         code_bytes - done);
 #pragma unroll
-      for (int j = i; j < i + 16; j += kStep)
-        copy_codes<kWhole>(to.col(first + j) + part * 16, col + int64_t{first + j} * code_bytes, first + j < columns);
+    for (int i = 0; i < kColCopies; ++i)
+      if (i * kStep < cols)
+        copy_codes<kWhole>(codes + kCols + i * kStep * C::kPitch, cols_at + int64_t{i * kStep} * code_bytes,
+                           first + i * kStep < columns ? code_bytes - done : 0);
 #pragma unroll
-    for (int i = lane; i < C::kTokens; i += 32)
-      copy_scales<kWhole>(to.token(i) + C::kScales, token_scale + int64_t{min(i, last)} * scale_bytes, true);
-    for (int i = lane; i < cols; i += 32)
-      copy_scales<kWhole>(to.col(i) + C::kScales, col_scale + int64_t{i} * scale_bytes, i < columns);
+    for (int i = 0; i < kTokenPasses; ++i)
+      if (lane + 32 * i < C::kTokens)
+        copy_scales<kWhole>(scales + 32 * i * C::kPitch, token_scales + int64_t{min(lane + 32 * i, last)} * scale_bytes,
+                            scale_bytes - done_scales);
+#pragma unroll
+    for (int i = 0; i < kColPasses; ++i)
+      if (lane + 32 * i < cols)
+        copy_scales<kWhole>(scales + kCols + 32 * i * C::kPitch, col_scales + int64_t{32 * i} * scale_bytes,
+                            lane + 32 * i < columns ? scale_bytes - done_scales : 0);
   }
+  // `left` bytes of the row from that of the first lane on.
   template <bool kWhole>
-  __device__ __forceinline__ void copy_codes(uint8_t* to, const uint8_t* from, bool has_row) const {
-    const int left = has_row ? code_left : 0;
+  __device__ __forceinline__ void copy_codes(uint8_t* to, const uint8_t* from, int left) const {
+    left -= part * 16;
     if (kWhole || aligned) return copy_or_zero<16>(to, kWhole || left > 0 ? from : data, kWhole || left > 0);
     copy_or_zero<8>(to, left > 0 ? from : data, left > 0);
     copy_or_zero<8>(to + 8, left > 8 ? from + 8 : data, left > 8);
   }
   template <bool kWhole>
-  __device__ __forceinline__ void copy_scales(uint8_t* to, const uint8_t* from, bool has_row) const {
+  __device__ __forceinline__ void copy_scales(uint8_t* to, const uint8_t* from, int left) const {
     if constexpr (kWhole) {
       copy_or_zero<kScaleBytes>(to, from, true);
     } else {
 #pragma unroll
       for (int w = 0; w < kScaleBytes; w += kWindowBlocks) {
-        const bool there = has_row && w < scale_left;
-        if (scale_left % kWindowBlocks == 0) {
-          copy_or_zero<4>(to + w, there ? from + w : data, there);
+        if (scale_bytes % kWindowBlocks == 0) {
+          copy_or_zero<4>(to + w, w < left ? from + w : data, w < left);
           continue;
         }
         uint32_t four = 0;
 #pragma unroll
         for (int j = w; j < w + kWindowBlocks; ++j)
-          if (there && j < scale_left) four |= uint32_t{__ldg(from + j)} << (8 * (j - w));
+          if (j < left) four |= uint32_t{__ldg(from + j)} << (8 * (j - w));
         *reinterpret_cast<uint32_t*>(to + w) = four;
       }
     }
   }
-  __device__ __forceinline__ void copy_amaxes(const Stage<C>& to, int row, const float*& from, bool windows,
+  __device__ __forceinline__ void copy_amaxes(const Stage<C>& to, int stage, int row, const float* of, bool windows,
                                               bool has_row) const {
 #pragma unroll
     for (int w = 0; w < C::kDepth; ++w) {
-      const bool there = has_row && w * kWindowBlocks < scale_left;
-      copy_or_zero<4>(to.amax(w) + row, from + (there && windows ? w : 0), there);
+      const int window = stage * C::kDepth + w;
+      const bool there = has_row && window * kWindowBlocks < scale_bytes;
+      copy_or_zero<4>(to.amax(w) + row, of + (there && windows ? window : 0), there);
     }
-    if (windows) from += C::kDepth;
   }
 };
 
@@ -370,16 +377,18 @@ __device__ __forceinline__ void decode_scales(const Decoded<C>& to, const Stage<
   }
 }
 
-// What the warp that copies does for a matrix, after `before` stages of others.
+// What the warps that copy do for a matrix, after `before` stages of others: they take stages in turn.
 template <class C>
-__device__ __forceinline__ void copy_stages(Source<C> source, const Memory<C>& memory, int stages,
-                                            Turn<C::kStages> copied, int before) {
+__device__ __forceinline__ void copy_stages(const Source<C>& source, const Memory<C>& memory, int stages, int copier,
+                                            int copiers, int64_t before) {
+  const int started = static_cast<int>(before % (2 * C::kStages));
 #pragma unroll 1
-  for (int i = 0; i < stages; ++i, copied = copied.next()) {
-    if (before + i >= C::kStages) wait(memory.to_copy(copied.slot), copied.phase ^ 1);
-    source.copy(memory.stage_at(copied.slot));
-    arrive_with_copies(memory.copied(copied.slot));
-    arrive(memory.copied(copied.slot));  // with what the thread stored itself
+  for (int i = copier; i < stages; i += copiers) {
+    const int slot = (started + i) % C::kStages, phase = (started + i) / C::kStages % 2;
+    if (before + i >= C::kStages) wait(memory.to_copy(slot), phase ^ 1);
+    source.copy(memory.stage_at(slot), i);
+    arrive_with_copies(memory.copied(slot));
+    arrive(memory.copied(slot));  // with what the thread stored itself
   }
 }
 
@@ -584,14 +593,15 @@ __device__ __forceinline__ void store_column(const MatmulArgs& g, const Memory<C
 }
 
 template <class C>
-__global__ void __launch_bounds__(kMostThreads, 1) sm80_nvfp4_blocks_small_m_kernel(MatmulArgs g) {
+__global__ void __launch_bounds__(kMostThreads, 1) sm80_nvfp4_blocks_small_m_kernel(MatmulArgs g, int warps) {
   extern __shared__ uint4 shared[];
-  const int threads = static_cast<int>(blockDim.x), warps = threads / 32 - kHelpers, cols = 16 * warps;
+  const int threads = static_cast<int>(blockDim.x), cols = 16 * warps;
   const Memory<C> memory{reinterpret_cast<uint8_t*>(shared), cols};
   const GemmShape& s = g.shape;
   const Operand a(g.a, s.depth), b(g.b, s.depth);
   const WindowAlpha alpha_of(g);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+  const int copiers = threads / 32 - kDecoders - warps;
   const int stages = static_cast<int>((s.depth + C::kDepth * kWindow - 1) / (C::kDepth * kWindow));
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) init_barrier(memory.copied(i), 2 * 32), init_barrier(memory.to_copy(i), warps);
@@ -607,17 +617,16 @@ __global__ void __launch_bounds__(kMostThreads, 1) sm80_nvfp4_blocks_small_m_ker
   for (int64_t matrix = blockIdx.y; matrix < s.batch; matrix += gridDim.y, before += stages) {
     const Turn<C::kStages> copied{static_cast<int>(before % C::kStages), static_cast<int>(before / C::kStages % 2)};
     const Turn<C::kDecoded> decoded{static_cast<int>(before % C::kDecoded), static_cast<int>(before / C::kDecoded % 2)};
-    const int some = static_cast<int>(min(before, int64_t{C::kStages}));
     if (warp < kDecoders) {
-      decode_stages<C>(memory, stages, copied, decoded, some);
+      decode_stages<C>(memory, stages, copied, decoded, static_cast<int>(min(before, int64_t{C::kDecoded})));
       __syncthreads();
-    } else if (warp < kHelpers) {
+    } else if (warp < kDecoders + copiers) {
       const Source<C> source(a, b, matrix * s.rows + token0, matrix * s.cols + col0, s.rows - token0, s.cols - col0,
                              cols);
-      copy_stages<C>(source, memory, stages, copied, some);
+      copy_stages<C>(source, memory, stages, warp - kDecoders, copiers, before);
       __syncthreads();
     } else {
-      const Lane lane(warp - kHelpers);
+      const Lane lane(warp - kDecoders - copiers);
       TokenSums<C> y{};
       multiply_rows<C>(y, memory, stages, copied, decoded, lane, alpha_of);
       __syncthreads();  // all stages have been used
@@ -688,7 +697,8 @@ cudaError_t launch(const MatmulArgs& g, const Tile& tile, cudaStream_t stream) {
   if (allowed != cudaSuccess) return allowed;
   const dim3 grid(static_cast<unsigned>(thread_blocks(g.shape, tile)),
                   static_cast<unsigned>(std::min(g.shape.batch, kMost)));
-  kernel<<<grid, 32 * (kHelpers + tile.warps), bytes, stream>>>(g);
+  const int copiers = std::min(kMostCopiers, kAllWarps - kDecoders - tile.warps);
+  kernel<<<grid, 32 * (kDecoders + copiers + tile.warps), bytes, stream>>>(g, tile.warps);
   return cudaGetLastError();
 }
 
