@@ -2,9 +2,9 @@
 //
 // No split of K is allowed, so a warp has 16 rows of b and up to 64 tokens for all of K, and does as little as it can
 // for a block of 16: one mma m16n8k16 of float16 for each 8 tokens, and one fused multiply-add for each output. b is on
-// the side of 16 rows, as it is stored, and is decoded in registers, once for all tokens of the warp. Four warps of the
-// thread block do all else: they copy, decode tokens, times their scales, into fragments in shared memory, and widen
-// the scales of b.
+// the side of 16 rows, as it is stored, and is decoded in registers, once for all tokens of the warp. Other warps of
+// the thread block do all else: some copy, some decode tokens, times their scales, into fragments in shared memory, and
+// widen the scales of b.
 //
 // These are the rule's bits. A decoded token is q s 2^-14, and that of b q 2^-14: multiples of 2^-24 and 2^-15 with at
 // most 6 and 2 significant bits, so float16 holds them exactly. With s_a = c 2^e, c below 16, the 16 products of a
@@ -23,8 +23,9 @@
 namespace jnvfp4 {
 namespace {
 
-// Warps that decode, then some that copy, then those that multiply. There are registers for 12 of them.
-constexpr int kDecoders = 4, kDecoderThreads = 32 * kDecoders, kMostCopiers = 4, kAllWarps = 12;
+// Warps that decode, in one or two teams that take stages in turn, then some that copy, then those that multiply. There
+// are registers for 12 of them.
+constexpr int kDecoders = 4, kMostCopiers = 4, kAllWarps = 12;
 constexpr int kMostWarps = 7;               // of those that multiply
 constexpr int kMostCols = 16 * kMostWarps;  // rows of b, which are columns of the result
 constexpr int kMostThreads = 32 * kAllWarps;
@@ -36,9 +37,12 @@ template <int kTiles_, bool kWindows_>
 struct Config {
   static constexpr int kTiles = kTiles_, kTokens = 8 * kTiles;
   static constexpr bool kWindows = kWindows_;
-  static constexpr int kDepth = kTiles >= 4 ? 2 : 4;         // windows of K in a stage
-  static constexpr int kDecoded = 3;                         // stages that are decoded
-  static constexpr int kStages = 7;                          // that are copied, or on their way
+  static constexpr int kTeams = kWindows ? 1 : 2, kTeamThreads = 32 * kDecoders / kTeams;
+  static constexpr int kDepth = kTiles >= 4 ? 2 : 4;    // windows of K in a stage
+  static constexpr int kStages = 7;                     // that are copied, or on their way
+  static constexpr int kDecoded = kTiles == 8 ? 3 : 4;  // stages that are decoded
+  // Barriers tell odd turns of a ring from even ones: a warp must not be more than one turn ahead.
+  static_assert(kTeams <= kDecoded && kMostCopiers <= kStages);
   static constexpr int kPairs = kDepth * kWindowBlocks / 2;  // of blocks
   static constexpr int kParts = kDepth * kWindowCodes / 16;  // of 16 bytes of codes, of a row
   // Codes, then scales. 8 rows are in different banks.
@@ -82,7 +86,7 @@ struct Decoded {
   __device__ __forceinline__ float4* scales(int window) const {
     return reinterpret_cast<float4*>(at + C::kFragments) + window * cols;
   }
-  // A byte for each helper: whether one of its amaxes is unusual.
+  // A byte for each of the team's four warps: whether one of its amaxes is unusual.
   __device__ __forceinline__ uint32_t* unusual() const {
     return reinterpret_cast<uint32_t*>(at + C::kFragments + C::kDepth * cols * 16);
   }
@@ -330,13 +334,14 @@ __device__ __forceinline__ int place(int group, int quarter) { return group * 4 
 // Tokens to fragments. A thread has some pairs of blocks of a token.
 template <class C>
 __device__ __forceinline__ void decode_tokens(const Decoded<C>& to, const Stage<C>& stage) {
+  const int thread = static_cast<int>(threadIdx.x) % C::kTeamThreads;
   constexpr int kItems = C::kPairs * C::kTokens;
-  const int token = threadIdx.x % C::kTokens;
-  const uint8_t* row = stage.token(token);
+  static_assert(C::kWindows || kItems % C::kTeamThreads == 0);
 #pragma unroll
-  for (int i = 0; i < kItems; i += kDecoderThreads) {
-    const int pair = (i + threadIdx.x) / C::kTokens;
-    if (kItems < kDecoderThreads && pair >= C::kPairs) break;
+  for (int i = 0; i < kItems; i += C::kTeamThreads) {
+    if (kItems < C::kTeamThreads && thread >= kItems) break;
+    const int pair = (i + thread) / C::kTokens, token = (i + thread) % C::kTokens;
+    const uint8_t* row = stage.token(token);
     const uint4 codes = *reinterpret_cast<const uint4*>(row + pair * 16);
     const uint32_t both = halves_of_scales(*reinterpret_cast<const uint16_t*>(row + C::kScales + pair * 2));
     const uint32_t scale[2] = {__byte_perm(both, 0, 0x1010), __byte_perm(both, 0, 0x3232)};
@@ -359,21 +364,24 @@ __device__ __forceinline__ bool is_usual(float amax) {
 
 template <class C>
 __device__ __forceinline__ void decode_scales(const Decoded<C>& to, const Stage<C>& stage) {
-  const int i = threadIdx.x;
-  if (i < stage.cols) {
+  const int thread = static_cast<int>(threadIdx.x) % C::kTeamThreads;
 #pragma unroll
-    for (int w = 0; w < C::kDepth; ++w)
-      to.scales(w)[i] = scales_of_window(word_at(stage.col(i) + C::kScales + w * kWindowBlocks));
-  }
+  for (int i = thread; i < kMostCols; i += C::kTeamThreads)
+    if (i < stage.cols) {
+#pragma unroll
+      for (int w = 0; w < C::kDepth; ++w)
+        to.scales(w)[i] = scales_of_window(word_at(stage.col(i) + C::kScales + w * kWindowBlocks));
+    }
   if constexpr (C::kWindows) {
     bool usual = true;
 #pragma unroll
-    for (int w = 0; w < C::kDepth; ++w) {
-      if (i < C::kTokens) usual &= is_usual(stage.amax(w)[i]);
-      if (i < stage.cols) usual &= is_usual(stage.amax(w)[C::kTokens + i]);
-    }
+    for (int i = 0; i < C::rows(kMostCols); i += C::kTeamThreads)
+      if (i + thread < C::rows(stage.cols)) {
+#pragma unroll
+        for (int w = 0; w < C::kDepth; ++w) usual &= is_usual(stage.amax(w)[i + thread]);
+      }
     const bool unusual = __any_sync(0xffffffffu, !usual);
-    if (i % 32 == 0) reinterpret_cast<uint8_t*>(to.unusual())[i / 32] = unusual;
+    if (thread % 32 == 0) reinterpret_cast<uint8_t*>(to.unusual())[thread / 32] = unusual;
   }
 }
 
@@ -394,15 +402,17 @@ __device__ __forceinline__ void copy_stages(const Source<C>& source, const Memor
 
 // What the warps that decode do.
 template <class C>
-__device__ __forceinline__ void decode_stages(const Memory<C>& memory, int stages, Turn<C::kStages> copied,
-                                              Turn<C::kDecoded> decoded, int before) {
+__device__ __forceinline__ void decode_stages(const Memory<C>& memory, int stages, int team, int64_t before) {
+  const int copied = static_cast<int>(before % (2 * C::kStages)),
+            decoded = static_cast<int>(before % (2 * C::kDecoded));
 #pragma unroll 1
-  for (int i = 0; i < stages; ++i, copied = copied.next(), decoded = decoded.next()) {
-    if (before + i >= C::kDecoded) wait(memory.to_decode(decoded.slot), decoded.phase ^ 1);
-    wait(memory.copied(copied.slot), copied.phase);
-    decode_tokens<C>(memory.decoded_at(decoded.slot), memory.stage_at(copied.slot));
-    decode_scales<C>(memory.decoded_at(decoded.slot), memory.stage_at(copied.slot));
-    arrive(memory.decoded(decoded.slot));
+  for (int i = team; i < stages; i += C::kTeams) {
+    const int from = (copied + i) % C::kStages, to = (decoded + i) % C::kDecoded;
+    wait(memory.copied(from), (copied + i) / C::kStages % 2);
+    if (before + i >= C::kDecoded) wait(memory.to_decode(to), (decoded + i) / C::kDecoded % 2 ^ 1);
+    decode_tokens<C>(memory.decoded_at(to), memory.stage_at(from));
+    decode_scales<C>(memory.decoded_at(to), memory.stage_at(from));
+    arrive(memory.decoded(to));
   }
 }
 
@@ -549,7 +559,7 @@ __device__ __forceinline__ void multiply_rows(TokenSums<C>& y, const Memory<C>& 
           for (int j = 0; j < 4; ++j)
             sum[at % C::kTiles][j] =
                 __fmaf_rn(d[at % C::kRing][j], now.scale[j / 2][at / C::kTiles], sum[at % C::kTiles][j]);
-        add_windows<C>(y, sum, stage.amax(w), lane, *ready.unusual() == 0u, alpha_of);
+        add_windows<C>(y, sum, stage.amax(w), lane, *ready.unusual() == 0, alpha_of);
       }
     }
     __syncwarp();
@@ -606,7 +616,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) sm80_nvfp4_blocks_small_m_ker
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) init_barrier(memory.copied(i), 2 * 32), init_barrier(memory.to_copy(i), warps);
     for (int i = 0; i < C::kDecoded; ++i)
-      init_barrier(memory.decoded(i), kDecoderThreads), init_barrier(memory.to_decode(i), warps);
+      init_barrier(memory.decoded(i), C::kTeamThreads), init_barrier(memory.to_decode(i), warps);
   }
   __syncthreads();
   // Neighbouring thread blocks have the same rows of b.
@@ -618,7 +628,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) sm80_nvfp4_blocks_small_m_ker
     const Turn<C::kStages> copied{static_cast<int>(before % C::kStages), static_cast<int>(before / C::kStages % 2)};
     const Turn<C::kDecoded> decoded{static_cast<int>(before % C::kDecoded), static_cast<int>(before / C::kDecoded % 2)};
     if (warp < kDecoders) {
-      decode_stages<C>(memory, stages, copied, decoded, static_cast<int>(min(before, int64_t{C::kDecoded})));
+      decode_stages<C>(memory, stages, warp * C::kTeams / kDecoders, before);
       __syncthreads();
     } else if (warp < kDecoders + copiers) {
       const Source<C> source(a, b, matrix * s.rows + token0, matrix * s.cols + col0, s.rows - token0, s.cols - col0,
@@ -663,7 +673,7 @@ int bytes_of(const Tile& t) {
   }
 }
 
-// Clocks of a multiprocessor for a block of 16 and all outputs, as they were measured, but for a factor.
+// About the clocks of a multiprocessor for a block of 16 and all outputs, counted in instructions.
 double clocks(const GemmShape& s, const Tile& t, bool windows, int processors) {
   const double multiplying = (windows ? 14.0 : 5.5) * t.tiles + 15.0, helping = 2.2 * t.tiles + 0.5 * t.warps;
   const auto rounds = (s.batch * thread_blocks(s, t) + processors - 1) / processors;
