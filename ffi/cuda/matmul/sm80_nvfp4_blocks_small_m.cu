@@ -38,9 +38,10 @@ struct Config {
   static constexpr int kTiles = kTiles_, kTokens = 8 * kTiles;
   static constexpr bool kWindows = kWindows_;
   static constexpr int kTeams = kWindows ? 1 : 2, kTeamThreads = 32 * kDecoders / kTeams;
-  static constexpr int kDepth = kTiles >= 4 ? 2 : 4;    // windows of K in a stage
-  static constexpr int kStages = 7;                     // that are copied, or on their way
-  static constexpr int kDecoded = kTiles == 8 ? 3 : 4;  // stages that are decoded
+  static constexpr bool kShort = kTiles == 8 || (kTiles == 4 && kWindows);
+  static constexpr int kDepth = kShort ? 2 : 4;                                     // windows of K in a stage
+  static constexpr int kStages = kTiles == 4 && !kWindows ? 5 : 7;                  // that are copied, or on their way
+  static constexpr int kDecoded = kTiles < 4 || (kTiles == 4 && kWindows) ? 4 : 3;  // stages that are decoded
   // Barriers tell odd turns of a ring from even ones: a warp must not be more than one turn ahead.
   static_assert(kTeams <= kDecoded && kMostCopiers <= kStages);
   static constexpr int kPairs = kDepth * kWindowBlocks / 2;  // of blocks
