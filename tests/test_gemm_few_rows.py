@@ -24,11 +24,11 @@ from jnvfp4 import Format, NVFP4Tensor
 KERNEL = "sm80_nvfp4_blocks_small_m"
 every_kernel = pytest.mark.parametrize("kernel", [KERNEL, "sm80_nvfp4_blocks"])
 ROWS = (1, 7, 8, 9, 16, 17, 33, 64)
-# N, K. Thread blocks have 64 columns, and 8, 16 or 32 rows: more where that leaves work for all multiprocessors, up to
-# 281 of them with 9001 columns. They go along K by 128 or 256, through five or six stages.
+# N, K. Thread blocks have 16 to 112 columns and 8 to 64 rows: what lets all multiprocessors end soonest. They go along
+# K by 128 or 256, through seven stages. A K of 1600 or more uses some of these again.
 WIDTHS = [(1, 16), (8, 48), (40, 272), (64, 4096), (130, 1600), (1000, 4112), (9001, 272), (9024, 1280)]
-# M, N, K with 8, 16 and 32 rows a thread block; columns that do not fill the last one, and that do.
-TILES = [(5, 70, 336), (16, 9001, 320), (33, 9024, 320)]
+# M, N, K with 8, 16, 16, 32 and 64 rows a thread block on an H200; columns that do not fill the last one, and that do.
+TILES = [(5, 70, 336), (16, 9001, 320), (33, 9024, 320), (31, 9001, 320), (63, 9024, 336)]
 FORMATS = {"tensor": TENSOR, "row": ROW, "256": Format(e4m3_max=256), "window64": WINDOW}
 every_a = pytest.mark.parametrize("a_format", FORMATS.values(), ids=FORMATS)
 every_b = pytest.mark.parametrize("b_format", FORMATS.values(), ids=FORMATS)
@@ -69,7 +69,9 @@ def test_shapes_of_windows(device, m, n, k, kernel):
 
 @every_a
 @every_b
-@pytest.mark.parametrize("shape", [(5, 70, 320), (16, 9001, 320), (33, 9024, 256)], ids=["8", "16", "32"])
+@pytest.mark.parametrize(
+    "shape", [(5, 70, 320), (16, 9001, 320), (64, 9024, 256), (64, 14336, 192)], ids=["8", "16", "32 or 64", "64"]
+)
 def test_formats(device, a_format, b_format, shape):
     check(device, *quantized(shape, a_format, b_format))
 

@@ -5,9 +5,9 @@
 //
 // LEFT:MxNxK:TOKENS:SPLITS, and :WHOLE for tiles whose K has no parts. LEFT is w4a4, bf16 or fp16; TOKENS is a tile of
 // the fused kernel, or 0 for that of few rows. LEFT is pinned, or windows with window64 on both sides, for the pinned
-// order: TOKENS is then 8, 16 or 32 rows a thread block, 0 for what the launcher takes, or 64 for the kernel of any
-// number of rows. LEFT is fast-a, fast-b or fast-ab for sm90_nvfp4_windows with windows on these sides: TOKENS is then
-// 192. benchmarks/README.md has the commands that build it.
+// order: TOKENS is then 8, 16, 32 or 64 rows a thread block, 0 for what the launcher takes, or 128 for the kernel of
+// any number of rows. LEFT is fast-a, fast-b or fast-ab for sm90_nvfp4_windows with windows on these sides: TOKENS is
+// then 192. benchmarks/README.md has the commands that build it.
 #include <unistd.h>
 
 #include <algorithm>
@@ -30,13 +30,14 @@ void check(cudaError_t status, const char* what) {
   std::exit(1);
 }
 
-// Random bytes; with `exponent` every byte, or every second one, has it, so that no number is special.
+// Random bytes; with `exponent` the last of every `step` has it, so that no number is special. Those of 4 are amaxes,
+// which are positive.
 __global__ void fill(uint8_t* p, int64_t size, uint32_t seed, int exponent, int step) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < size; i += int64_t{gridDim.x} * blockDim.x) {
     uint32_t h = static_cast<uint32_t>(i) * 2654435761u + seed;
     h = (h ^ h >> 15) * 2246822519u;
     h = (h ^ h >> 13) * 3266489917u;
-    p[i] = static_cast<uint8_t>(exponent && i % step == step - 1 ? exponent | (h & 0x80u) : h >> 24);
+    p[i] = static_cast<uint8_t>(exponent && i % step == step - 1 ? exponent | (step == 4 ? 0u : h & 0x80u) : h >> 24);
   }
 }
 
@@ -65,11 +66,11 @@ struct Case {
 };
 
 void launch(const Case& c, const MatmulArgs& args, void* scratch, cudaStream_t stream) {
-  check(c.fast()              ? launch_sm90_windows(args, c.plan, scratch, stream)
-        : c.fused()           ? launch_sm90_fused(args, c.plan, scratch, stream)
-        : !c.pinned()         ? launch_sm90_small_m(args, stream)
-        : c.plan.tokens == 64 ? launch_sm80_nvfp4_blocks(args, stream)
-                              : launch_sm80_nvfp4_blocks_small_m(args, stream, c.plan.tokens),
+  check(c.fast()               ? launch_sm90_windows(args, c.plan, scratch, stream)
+        : c.fused()            ? launch_sm90_fused(args, c.plan, scratch, stream)
+        : !c.pinned()          ? launch_sm90_small_m(args, stream)
+        : c.plan.tokens == 128 ? launch_sm80_nvfp4_blocks(args, stream)
+                               : launch_sm80_nvfp4_blocks_small_m(args, stream, c.plan.tokens),
         "launch");
 }
 

@@ -269,6 +269,15 @@ inline int multiprocessors() {
   return count;
 }
 
+// The most that a thread block of the current device may have, in bytes.
+inline int shared_memory() {
+  int device = 0, bytes = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess)
+    return 0;  // the launch that follows reports what is wrong
+  return bytes;
+}
+
 // Grid for a grid-stride loop over `items`, `per_block` a thread block.
 inline unsigned grid_for(int64_t items, int64_t per_block) {
   constexpr int64_t kMost = 1 << 20;  // below the 2^31 - 1 that a grid allows; the loop does the rest

@@ -39,7 +39,7 @@ inline constexpr bool kSm90a = false;
 // Runs a plan whose kernel is not decode_then_dot.
 cudaError_t launch_matmul(const MatmulArgs& args, const MatmulPlan& plan, void* scratch, cudaStream_t stream);
 cudaError_t launch_sm80_nvfp4_blocks(const MatmulArgs& args, cudaStream_t stream);
-// A thread block has 8, 16 or 32 rows of a: `tokens`, or what suits the shape and the device for 0.
+// A thread block has 8, 16, 32 or 64 rows of a: `tokens`, or what suits the shape and the device for 0.
 cudaError_t launch_sm80_nvfp4_blocks_small_m(const MatmulArgs& args, cudaStream_t stream, int tokens = 0);
 cudaError_t launch_sm80_dense_elements(const MatmulArgs& args, cudaStream_t stream);
 // In builds for 90a alone.

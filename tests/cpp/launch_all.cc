@@ -175,7 +175,7 @@ void matmul(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool a_w
   Buffer bias(n * 2), out(batch * m * n * size_of(kind));
   const MatmulResult result{bias.as<void>(), Float::kBf16, out.as<void>(), kind};
   check(launch_sm80_nvfp4_blocks({a.operand, b.operand, result, {batch, m, n, k}}, nullptr), "sm80_nvfp4_blocks");
-  for (int tokens : {8, 16, 32}) {
+  for (int tokens : {8, 16, 32, 64}) {
     check(launch_sm80_nvfp4_blocks_small_m({a.operand, b.operand, result, {batch, m, n, k}}, nullptr, tokens),
           "sm80_nvfp4_blocks_small_m");
     check(cudaDeviceSynchronize(), "sm80_nvfp4_blocks_small_m");
