@@ -79,9 +79,9 @@ constexpr int kHopper = 90, kNewest = 999;
 // - 32 x 14336 x 4096: sm90_nvfp4_fused 23.0, sm80_nvfp4_blocks_small_m 30.1, decode_then_dot 88.
 // - 8192^3: sm90_nvfp4_fused 1352, decode_then_dot 1451, decode_then_cublaslt 1543. sm80_nvfp4_blocks, 13 times as
 //   long, runs only where the order asks for it.
-// - 8192^3 with windows on both sides: sm90_nvfp4_windows 4003, sm80_nvfp4_blocks 21600.
-// - 16 and 64 x 14336 x 4096 with windows: sm90_nvfp4_windows 72 and 80 (1c0afb3), sm80_nvfp4_blocks_small_m 28 and
-// 80.
+// - 8192^3 with windows on both sides: sm90_nvfp4_windows 2245, sm80_nvfp4_blocks 21600.
+// - 16 and 64 x 14336 x 4096 with windows on both sides: sm80_nvfp4_blocks_small_m 28 and 80, sm90_nvfp4_windows 98 and
+//   100 (with windows of b alone 88 and 89), most of which is decoding b to memory.
 constexpr Row kTable[] = {
     {MatmulKernel::kSm90Nvfp4SmallM, "sm90_nvfp4_small_m", kHopper, kHopper,
      all<needs_nvfp4, needs_free_order, needs_depth, needs_few_rows>},

@@ -131,16 +131,12 @@ struct FourResults {
       bias[i] = a.result.bias ? load_float(a.result.bias, a.result.bias_kind, min(int64_t{col} + i, a.result_cols - 1))
                               : 0.0f;
   }
-  // Of a row over all matrices. `kScaled`: whether alpha is not 1.
-  template <bool kScaled>
+  // Of a row over all matrices.
   __device__ __forceinline__ void write(const WindowsArgs& a, int64_t row, int col, uint4 sums) const {
     float v[4] = {float_of(sums.x), float_of(sums.y), float_of(sums.z), float_of(sums.w)};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      v[i] = __fadd_rn(v[i], 0.0f);  // makes -0 the rule's 0
-      if constexpr (kScaled) v[i] = mul_rn(alpha[i], v[i]);
-      if (a.result.bias) v[i] = add_rn(v[i], bias[i]);
-    }
+    for (int i = 0; i < 4; ++i)  // the addition makes -0 the rule's 0
+      v[i] = gemm_epilogue(__fadd_rn(v[i], 0.0f), alpha[i], bias[i], a.result.bias != nullptr);
     const int64_t at = row * a.result_cols + col;
     if (a.result.kind == Float::kBf16)
       store<Bf16>(a, at, col, v);
@@ -154,22 +150,22 @@ struct FourResults {
   template <class T>
   static __device__ __forceinline__ void store(const WindowsArgs& a, int64_t at, int col, const float (&v)[4]) {
     auto* p = static_cast<typename T::Stored*>(a.result.out) + at;
-    if (a.result_cols % 4 != 0) {
+    if (a.result_cols % 4 == 0) {
+      if constexpr (sizeof(typename T::Stored) == 4)
+        *reinterpret_cast<uint4*>(p) = make_uint4(T::store(v[0]), T::store(v[1]), T::store(v[2]), T::store(v[3]));
+      else
+        *reinterpret_cast<uint2*>(p) = make_uint2(pair<T>(v[0], v[1]), pair<T>(v[2], v[3]));
+    } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         if (col + i < a.result_cols) p[i] = T::store(v[i]);
-    } else if constexpr (sizeof(typename T::Stored) == 4) {
-      *reinterpret_cast<uint4*>(p) = make_uint4(T::store(v[0]), T::store(v[1]), T::store(v[2]), T::store(v[3]));
-    } else if (isnan(v[0] + v[1] +
-                     (v[2] + v[3]))) {  // the conversion instructions have another NaN than the stored one
-      *reinterpret_cast<uint2*>(p) =
-          make_uint2(T::store(v[0]) | uint32_t{T::store(v[1])} << 16, T::store(v[2]) | uint32_t{T::store(v[3])} << 16);
-    } else {
-      const auto pair = [](float low, float high) {
-        return std::is_same_v<T, Bf16> ? bf16_pair(low, high) : f16_pair(low, high);
-      };
-      *reinterpret_cast<uint2*>(p) = make_uint2(pair(v[0], v[1]), pair(v[2], v[3]));
     }
+  }
+  // The conversion instructions have another NaN than the stored one.
+  template <class T>
+  static __device__ __forceinline__ uint32_t pair(float low, float high) {
+    if (isnan(low) || isnan(high)) return T::store(low) | uint32_t{T::store(high)} << 16;
+    return std::is_same_v<T, Bf16> ? bf16_pair(low, high) : f16_pair(low, high);
   }
 };
 
@@ -285,11 +281,10 @@ struct WindowsConsumer {
   __device__ __forceinline__ float4* partial(const WindowsItem& item, int split) const {
     return reinterpret_cast<float4*>(a.sums) + place_of(item, split) * C::kTokens * 16 + threadIdx.x % 128;
   }
-  // Neighbours change places, so that a sum's register has another bank than that of its window.
   __device__ __forceinline__ void keep_partial(const Sums& sums, const WindowsItem& item) const {
     float4* const to = partial(item, item.split);
 #pragma unroll
-    for (int i = 0; i < C::kSums; i += 4) to[i * 32] = {sums[i + 1], sums[i], sums[i + 3], sums[i + 2]};
+    for (int i = 0; i < C::kSums; i += 4) to[i * 32] = {sums[i], sums[i + 1], sums[i + 2], sums[i + 3]};
     sync_warpgroup();
     if (threadIdx.x % 128 == 0) raise_flag(a.flags + place_of(item, item.split));
     __syncwarp();  // instructions for whole warps follow
@@ -304,7 +299,7 @@ struct WindowsConsumer {
 #pragma unroll
       for (int i = 0; i < C::kSums; i += 4) {
         const float4 p = __ldcg(from + i * 32);
-        sums[i + 1] += p.x, sums[i] += p.y, sums[i + 3] += p.z, sums[i + 2] += p.w;
+        sums[i] += p.x, sums[i + 1] += p.y, sums[i + 2] += p.z, sums[i + 3] += p.w;
       }
     }
   }
@@ -334,19 +329,19 @@ struct WindowsConsumer {
     stage_chunk<kExchanged, 2>(sums, chunk);
   }
 
-  // A thread has four columns of every eighth token of a chunk. Little code: the instruction cache misses it at every
-  // tile.
+  // A thread has four columns of every eighth token of a chunk. Little code, not unrolled: the instruction cache misses
+  // it at every tile.
   __device__ __forceinline__ void write_chunk(FourResults& four, const WindowsItem& item, int col, int chunk) const {
     const int thread = threadIdx.x % 128, first = chunk * C::kOutTokens + thread / 16;
     const int end = min(a.tokens - item.token, (chunk + 1) * C::kOutTokens);
     if (col >= a.columns) return;
     uint32_t at = out() + (thread / 16 * C::kOutPitch + thread % 16 * 4) * 4;
-#pragma unroll 2
+#pragma unroll 1
     for (int token = first; token < end; token += 8, at += 8 * C::kOutPitch * 4) {
       if constexpr (!C::kBoth)
 #pragma unroll
         for (float& alpha : four.alpha) alpha = float_of(load_shared32(alphas() + token * 4));
-      four.write<!C::kBoth>(a, int64_t{item.matrix} * a.tokens + item.token + token, col, load_shared128(at));
+      four.write(a, int64_t{item.matrix} * a.tokens + item.token + token, col, load_shared128(at));
     }
   }
   // Tokens are columns of the result: a thread has four of them in every eighth row.
@@ -359,9 +354,9 @@ struct WindowsConsumer {
 #pragma unroll
     for (int i = 0; i < 4; ++i) four.alpha[i] = float_of(load_shared32(alphas() + (token + i) * 4));
     uint32_t at = out() + (thread / 16 * C::kExchangedPitch + thread % 16 * 4) * 4;
-#pragma unroll 2
+#pragma unroll 1
     for (int row = thread / 16; row < rows; row += 8, at += 8 * C::kExchangedPitch * 4)
-      four.write<true>(a, int64_t{item.matrix} * a.columns + first_row + row, col, load_shared128(at));
+      four.write(a, int64_t{item.matrix} * a.columns + first_row + row, col, load_shared128(at));
   }
 
   // The factors of tokens that have no windows. No need to wait for other warps: a sum is staged before they are read.
