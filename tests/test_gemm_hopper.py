@@ -328,12 +328,12 @@ def plan_windows(*shape: int, exchanged: bool) -> int:
 
 @every_side
 @pytest.mark.parametrize("shared", [False, True], ids=["batched b", "shared b"])
-@pytest.mark.parametrize(("matrices", "parts"), [(67, 1), (40, 3)], ids=["tiles", "parts"])
-def test_windows_of_many_matrices(hopper, a_format, b_format, shared, matrices, parts):
+@pytest.mark.parametrize(("matrices", "parts", "k"), [(67, 1, 2048), (40, 3, 5120)], ids=["tiles", "parts"])
+def test_windows_of_many_matrices(hopper, a_format, b_format, shared, matrices, parts, k):
     """More tiles, or more parts of tiles, than thread blocks."""
-    assert all(plan_windows(matrices, 5, 6, 2048, exchanged=e) == parts for e in (False, True))
+    assert all(plan_windows(matrices, 5, 6, k, exchanged=e) == parts for e in (False, True))
     lead = (matrices,)
-    a, b = windowed(0, (5, 2048), a_format, lead), windowed(1, (6, 2048), b_format, () if shared else lead)
+    a, b = windowed(0, (5, k), a_format, lead), windowed(1, (6, k), b_format, () if shared else lead)
     check(hopper, "windows", a, b)
 
 
