@@ -25,7 +25,7 @@ from ._arguments import (
 )
 from ._primitives._base import Axes, axes_of, axes_of_dims, match_varying, resharded, without_axes
 from ._primitives._operands import check_parts
-from .ops import dequantize, matmul_nt, quantize, quantize_pair
+from .ops import contract_rows, dequantize, matmul_nt, quantize, quantize_pair, quantize_pair_rows, quantize_rows
 from .producers import Produced
 from .recipes import DEFAULT, Recipe
 from .spec import BLOCK, QuantSpec
@@ -136,16 +136,16 @@ def call_linear(call: Call, x: Any, w: Any, bias: Any, key: Any, quantized: Quan
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"{op}: bias must have shape (N,)=({n},), got {bias.shape}")
     _check_contractions(op, w.shape, n, k, recipe)
-    _check_flattening(op, x)
     pair = _quantized_pair(op, x, given, quantized)
-    operands, structure = jax.tree.flatten((x.reshape(math.prod(x.shape[:-1]), k), w, bias))
+    kept = x if _keeps_axes(op, x, recipe) else x.reshape(math.prod(x.shape[:-1]), k)
+    operands, structure = jax.tree.flatten((kept, w, bias))
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
-    x2, w, bias = jax.tree.unflatten(structure, match_varying(*operands, like=(key, pair)))
+    kept, w, bias = jax.tree.unflatten(structure, match_varying(*operands, like=(key, pair)))
     if call.out_dtype is None:
         call = call._replace(out_dtype=x.dtype)
-    of = [v if isinstance(v, jax.Array) else None for v in (x2, w, bias)]
+    of = [v if isinstance(v, jax.Array) else None for v in (kept, w, bias)]
     call = call._replace(axes=tuple(None if v is None else tuple(axes_of_dims(jax.typeof(v))) for v in of))
-    y = _linear2d(x2, w, bias, key, pair, call)
+    y = _linear(kept, w, bias, key, pair, call)
     return y.reshape(*x.shape[:-1], n)
 
 
@@ -239,14 +239,28 @@ def units(recipe: Recipe) -> tuple[int, int]:
     return max(unit for _, unit in _needs_of_n(recipe)), _unit_of_k(recipe)
 
 
-def _check_flattening(op: str, x: jax.Array) -> None:
-    """Refuses leading axes of which another than the first is sharded on an Explicit mesh: they are flattened."""
-    inner = axes_of_dims(jax.typeof(x))[1:-1]
-    if any(entry is not None for entry in inner):
+def _keeps_axes(op: str, x: jax.Array, recipe: Recipe) -> bool:
+    """Says whether the leading axes of x stay apart, as XLA can shard them: if no block of tokens is in two rows of one.
+
+    Otherwise they are flattened, which an Explicit mesh allows only if the first alone is sharded.
+    """
+    unit = _unit_of_tokens(recipe)
+    if x.ndim > 2 and x.size and x.shape[-2] % unit == 0:
+        return True
+    if any(entry is not None for entry in axes_of_dims(jax.typeof(x))[1:-1]):
         raise ValueError(
-            f"{op}: of the leading axes of x only the first may be sharded on an Explicit mesh, since they are "
-            f"flattened, got {jax.typeof(x)}; reshard x or flatten it yourself"
+            f"{op}: where a leading axis of x other than the first is sharded on an Explicit mesh, the last leading "
+            f"axis must be a multiple of {unit}, since recipe has blocks along it, got {jax.typeof(x)}; pad x, or "
+            "reshard it"
         )
+    return False
+
+
+def _unit_of_tokens(recipe: Recipe) -> int:
+    """Returns how many tokens a block of any GEMM takes."""
+    fprop, dgrad = recipe.fprop, recipe.dgrad_specs
+    tiled = [spec.block_rows for spec in (fprop and fprop.x, dgrad and dgrad.dy) if spec is not None]
+    return max(_unit(recipe.wgrad_specs), *tiled, 1)
 
 
 def _quantized_pair(op: str, x: jax.Array, recipe: Recipe, quantized: Quantized) -> Pair:
@@ -308,10 +322,12 @@ X, W, DY = range(3)  # operands, for their keys
 @partial(jax.jit, static_argnums=1, inline=True)  # an eager call transfers no constants
 def _pad_rows(x: jax.Array, unit: int) -> jax.Array:
     """Adds zero rows up to a multiple of ``unit``: zeros add nothing to a sum."""
-    return jnp.pad(x, ((0, _up(x.shape[0], unit) - x.shape[0]), (0, 0))) if x.shape[0] % unit else x
+    return jnp.pad(x, ((0, _up(x.shape[0], unit) - x.shape[0]), (0, 0))) if x.shape[-2] % unit else x
 
 
 def _crop_rows(t: NVFP4Tensor, rows: int) -> NVFP4Tensor:
+    if t.data.shape[0] == rows:
+        return t
     return jax.tree.map(lambda part: lax.slice_in_dim(part, 0, rows) if part.ndim else part, t)
 
 
@@ -333,20 +349,29 @@ class _Quantizer(NamedTuple):
 
     def one(self, x: jax.Array, spec: QuantSpec, operand: int, transpose: bool = False) -> NVFP4Tensor:
         key = self.operand_key(operand, spec)
-        return quantize(x, spec, key=key, transpose=transpose, implementation=self.implementation)
+        if x.ndim == 2:
+            return quantize(x, spec, key=key, transpose=transpose, implementation=self.implementation)
+        rows = x.ndim - 1
+        return quantize_rows(x, spec, rows, key=key, transpose=transpose, implementation=self.implementation)
 
     def rows(self, x: jax.Array, spec: QuantSpec, operand: int) -> NVFP4Tensor:
-        """Quantizes x [M, K] along K, for any M."""
+        """Quantizes x [M, K] along K, for any M, or x [*rows, K] whose rows need no zeros."""
         return _crop_rows(self.one(_pad_rows(x, spec.block_rows), spec, operand), x.shape[0])
 
     def both(
         self, x: jax.Array, row_spec: QuantSpec | None, col_spec: QuantSpec | None, unit: int, operand: int
     ) -> Pair:
-        """Quantizes x [M, K] along K and, with rows of zeros up to a multiple of ``unit``, along M, by the specs."""
+        """Quantizes x along K and along its rows, by the specs.
+
+        Rows are those of x [M, K] with zeros up to a multiple of ``unit``, or those of x [*rows, K], which needs none.
+        """
         if row_spec is None or col_spec is None:
             row = None if row_spec is None else self.rows(x, row_spec, operand)
             return row, None if col_spec is None else self.one(_pad_rows(x, unit), col_spec, operand, transpose=True)
         key = self.operand_key(operand, row_spec, col_spec)
+        if x.ndim > 2:
+            rows, implementation = x.ndim - 1, self.implementation
+            return quantize_pair_rows(x, row_spec, col_spec, rows, key=key, implementation=implementation)
         padded = _pad_rows(x, unit)
         row, col = quantize_pair(padded, row_spec, col_spec, key=key, implementation=self.implementation)
         return _crop_rows(row, x.shape[0]), col
@@ -376,7 +401,7 @@ def _unpack(t: Any) -> Any:
 
 # ---------------------------------------------------------------- the GEMMs
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _linear2d(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, call: Call) -> jax.Array:
+def _linear(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, call: Call) -> jax.Array:
     if call.recipe.fprop is None:
         assert not isinstance(w, NVFP4Tensor)
         return _unquantized(call, x, w, bias)
@@ -392,9 +417,11 @@ def _linear2d(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, cal
 
 def _unquantized(call: Call, x: jax.Array, w: jax.Array, bias: Any) -> jax.Array:
     """Computes y in high precision, from x and w as the caller passed them."""
-    contracted = (1, 1 if call.w_axes == "nk" else 0)
-    y = _high_precision(x, w, contracted, call.out_dtype if bias is None else jnp.float32, [None, None])
-    return y if bias is None else (y + bias.astype(jnp.float32)[None]).astype(call.out_dtype)
+    contracted = ([x.ndim - 1], [1 if call.w_axes == "nk" else 0])
+    y = _high_precision(x, w, contracted, call.out_dtype if bias is None else jnp.float32, [None] * x.ndim)
+    if bias is None:
+        return y
+    return (y + bias.astype(jnp.float32)[(None,) * (y.ndim - 1)]).astype(call.out_dtype)
 
 
 def _product(call: Call, qx: Any, qw: NVFP4Tensor, bias: Any) -> jax.Array:
@@ -412,8 +439,8 @@ def _product(call: Call, qx: Any, qw: NVFP4Tensor, bias: Any) -> jax.Array:
 def _forward(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, call: Call) -> tuple[jax.Array, Any]:
     if isinstance(w, NVFP4Tensor):
         # w is an argument, which a policy that saves residuals by their name need not copy.
-        of_frozen = (x[:0, :0], None, None if bias is None else bias[:0])
-        return _linear2d(x, w, bias, key, quantized, call), (None, w, of_frozen, key)
+        of_frozen = (_no_elements(x), None, None if bias is None else _no_elements(bias))
+        return _linear(x, w, bias, key, quantized, call), (None, w, of_frozen, key)
     recipe, quantizer = call.recipe, _Quantizer(key, call.common)
     dgrad, wgrad = recipe.dgrad_specs, recipe.wgrad_specs
     of_x, of_w = recipe.fprop or (None, None)
@@ -444,25 +471,30 @@ def _backward(call: Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     dy_row, dy_t = quantizer.both(dy, dgrad and dgrad.dy, wgrad and wgrad.dy, _unit(wgrad), DY)
     dx = _dgrad(call, dy if dy_row is None else dy_row, w_saved, x_like.dtype)
     dw = None if w_like is None else _wgrad(call, dy if dy_t is None else dy_t, x_saved, w_like.dtype)
-    db = None if bias_like is None else jnp.sum(dy.astype(jnp.float32), 0).astype(bias_like.dtype)
+    db = None if bias_like is None else _sum_of_rows(dy).astype(bias_like.dtype)
     gradients = zip((dx, dw, db), call.axes, strict=True)
     return *(g if g is None else resharded(g, axes) for g, axes in gradients), None, None
 
 
+def _sum_of_rows(dy: jax.Array) -> jax.Array:
+    return jnp.sum(dy.astype(jnp.float32), tuple(range(dy.ndim - 1)))
+
+
 def _dgrad(call: Call, dy: Any, w: Any, dtype: Any) -> jax.Array:
-    """Computes dx [M, K] from dy [M, N] and w: quantized along N, quantized along K, or as the caller passed it."""
+    """Computes dx [..., K] from dy [..., N] and w: quantized along N, quantized along K, or as the caller passed it."""
     if isinstance(dy, NVFP4Tensor):
-        return _gradient(call, dy, w, dtype, call.axes[0])
+        return _gradient(call, dy, w, 1, dtype, call.axes[0])
     axis = 0 if isinstance(w, NVFP4Tensor) or call.w_axes == "nk" else 1
-    return _high_precision(dy, _dense(w, dy.dtype, call.common), (1, axis), dtype, call.axes[0])
+    return _high_precision(dy, _dense(w, dy.dtype, call.common), ([dy.ndim - 1], [axis]), dtype, call.axes[0])
 
 
 def _wgrad(call: Call, dy: Any, x: Any, dtype: Any) -> jax.Array:
-    """Computes dw in the axes of w, from dy and x; both are quantized along M or neither is."""
+    """Computes dw in the axes of w, from dy and x; both are quantized along their rows or neither is."""
     if isinstance(dy, NVFP4Tensor):
-        return _gradient(call, *_in_order(call, dy, x), dtype, call.axes[1])
+        return _gradient(call, *_in_order(call, dy, x), dy.data.ndim - 1, dtype, call.axes[1])
     first, second = _in_order(call, dy, _dense(x, dy.dtype, call.common))
-    return _high_precision(first, second, (0, 0), dtype, call.axes[1])
+    rows = list(range(dy.ndim - 1))
+    return _high_precision(first, second, (rows, rows), dtype, call.axes[1])
 
 
 def _in_order(call: Call, dy: Any, x: Any) -> tuple[Any, Any]:
@@ -470,34 +502,43 @@ def _in_order(call: Call, dy: Any, x: Any) -> tuple[Any, Any]:
     return (dy, x) if call.w_axes == "nk" else (x, dy)
 
 
-def _gradient(call: Call, a: NVFP4Tensor, b: NVFP4Tensor, dtype: Any, axes: Axes) -> jax.Array:
-    """Multiplies quantized operands; ``axes`` are the mesh axes that the gradient will have."""
+def _gradient(call: Call, a: NVFP4Tensor, b: NVFP4Tensor, contracted: int, dtype: Any, axes: Axes) -> jax.Array:
+    """Multiplies over the last axes, ``contracted`` of each operand; ``axes`` are mesh axes that the gradient will have."""
     of_a, of_b = (axes_of_dims(jax.typeof(t.data)) for t in (a, b))
-    of_a[0], of_b[0] = _on_one_side(of_a[0], of_b[0], axes)
+    of_a[:-contracted], of_b[0] = _on_one_side(of_a[:-contracted], of_b[0], axes)
     a, b = resharded(a, of_a), resharded(b, of_b)
-    return matmul_nt(a, b, out_dtype=dtype, accumulation=call.accumulation, implementation=call.common)
+    if contracted == 1:
+        return matmul_nt(a, b, out_dtype=dtype, accumulation=call.accumulation, implementation=call.common)
+    options: Any = {"out_dtype": dtype, "accumulation": call.accumulation, "implementation": call.common}
+    return contract_rows(a, b, contracted, **options)
 
 
 def _dense(t: Any, dtype: Any, implementation: Implementation) -> jax.Array:
     return dequantize(t, dtype, implementation=implementation) if isinstance(t, NVFP4Tensor) else t
 
 
-def _high_precision(a: jax.Array, b: jax.Array, contracted: tuple[int, int], dtype: Any, axes: Axes) -> jax.Array:
-    """Multiplies original or dequantized operands over one axis of each, accumulated in float32."""
+def _high_precision(
+    a: jax.Array, b: jax.Array, contracted: tuple[list[int], list[int]], dtype: Any, axes: Axes
+) -> jax.Array:
+    """Multiplies original or dequantized operands over axes that leave b one, accumulated in float32."""
     common = a.dtype if a.dtype == b.dtype else jnp.float32  # also where jax.numpy_dtype_promotion is strict
     of_a, of_b = (axes_of_dims(jax.typeof(operand)) for operand in (a, b))
-    (i, j), (rows, cols) = contracted, (1 - contracted[0], 1 - contracted[1])
-    of_a[rows], of_b[cols] = _on_one_side(of_a[rows], of_b[cols], axes)
-    if of_a[i] is not None and of_b[j] is not None:
-        of_b[j] = of_a[i]  # lax.dot_general refuses others
-    summed = of_a[i] is not None or of_b[j] is not None
+    rows = [i for i in range(a.ndim) if i not in contracted[0]]
+    (col,) = (j for j in range(b.ndim) if j not in contracted[1])
+    of_rows, of_b[col] = _on_one_side([of_a[i] for i in rows], of_b[col], axes)
+    for i, entry in zip(rows, of_rows, strict=True):
+        of_a[i] = entry
+    for i, j in zip(*contracted, strict=True):
+        if of_a[i] is not None and of_b[j] is not None:
+            of_b[j] = of_a[i]  # lax.dot_general refuses others
+    summed = any(of[i] is not None for of, over in zip((of_a, of_b), contracted, strict=True) for i in over)
     a, b = resharded(a, of_a), resharded(b, of_b)
     # JAX asks for the sharding of a result where it is a sum over an axis of an Explicit mesh.
-    sharding = NamedSharding(jax.typeof(a).sharding.mesh, PartitionSpec(of_a[rows], of_b[cols])) if summed else None
+    sharding = NamedSharding(jax.typeof(a).sharding.mesh, PartitionSpec(*of_rows, of_b[col])) if summed else None
     product = lax.dot_general(
         a.astype(common),
         b.astype(common),
-        (((i,), (j,)), ((), ())),
+        (contracted, ((), ())),
         precision=lax.Precision.HIGHEST,  # float32 operands stay float32, never TF32
         preferred_element_type=jnp.float32,
         out_sharding=sharding,
@@ -505,12 +546,12 @@ def _high_precision(a: jax.Array, b: jax.Array, contracted: tuple[int, int], dty
     return product.astype(dtype)
 
 
-def _on_one_side(of_a: Any, of_b: Any, axes: Axes) -> tuple[Any, Any]:
+def _on_one_side(of_a: Axes, of_b: Any, axes: Axes) -> tuple[Axes, Any]:
     """Removes mesh axes that rows of a and of b both have: from a where the gradient has them on b's, else from b."""
-    of_b_alone = axes_of(axes[1])
-    shared = set(axes_of(of_a)) & set(axes_of(of_b))
+    of_b_alone = axes_of(axes[-1])
+    shared = {axis for entry in of_a for axis in axes_of(entry)} & set(axes_of(of_b))
     from_a = {axis for axis in shared if axis in of_b_alone}
-    return without_axes(of_a, from_a), without_axes(of_b, shared - from_a)
+    return [without_axes(entry, from_a) for entry in of_a], without_axes(of_b, shared - from_a)
 
 
-_linear2d.defvjp(_forward, _backward)
+_linear.defvjp(_forward, _backward)

@@ -1,5 +1,6 @@
 """The operations on arrays: argument checks, amax, and one primitive for each."""
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from ._arguments import (
     stochastic_key,
 )
 from ._primitives._base import bind, match_varying
-from ._primitives._operands import check_array, check_operand
+from ._primitives._operands import check_array, check_operand, find_row_amax
 from ._primitives.dequantize import dequantize_p
 from ._primitives.fake_quant import fake_quant_p
 from ._primitives.matmul import matmul_p
@@ -84,13 +85,42 @@ def quantize(
     array = as_array("quantize", "x", x)
     check_array("quantize", array)
     check_switch("quantize", "transpose", transpose)
-    params: dict[str, Any] = {"spec": spec, "transpose": transpose, "implementation": implementation}
+    given = None if amax is None else as_amax("quantize", amax)
+    return quantize_rows(array, spec, 1, amax=given, key=key, transpose=transpose, implementation=implementation)
+
+
+def quantize_rows(
+    x: jax.Array,
+    spec: QuantSpec,
+    row_axes: int,
+    *,
+    amax: jax.Array | None = None,
+    key: jax.Array | None = None,
+    transpose: bool = False,
+    implementation: Implementation = None,
+) -> NVFP4Tensor:
+    """Computes ``quantize`` of x [..., *rows, K], of which ``row_axes`` axes count as one axis of rows.
+
+    The bytes are those of x [..., M, K]. The parts keep the axes apart: [..., *rows, K], or [..., K, *rows] transposed.
+    The size of the last of these axes must be a multiple of what a block has of rows.
+    """
+    params: dict[str, Any] = {
+        "spec": spec,
+        "transpose": transpose,
+        "row_axes": row_axes,
+        "implementation": implementation,
+    }
     if amax is None and spec.finds_amax:
-        return take_tensor(iter(bind(quantize_p, array, has_amax=False, **params)), spec.format)
-    operand = _tensor_amax(array, spec, transpose, implementation) if amax is None else as_amax("quantize", amax)
-    stream = [] if key is None else [random_stream(key, array.shape)]
-    results = bind(quantize_p, array, operand, *stream, has_amax=True, **params)
+        return take_tensor(iter(bind(quantize_p, x, has_amax=False, **params)), spec.format)
+    operand = _tensor_amax(x, spec, transpose, implementation) if amax is None else amax
+    stream = [] if key is None else [random_stream(key, _merged_rows(x.shape, row_axes))]
+    results = bind(quantize_p, x, operand, *stream, has_amax=True, **params)
     return take_tensor(iter(results), spec.format, operand if amax is None else magnitude(operand))
+
+
+def _merged_rows(shape: tuple[int, ...], row_axes: int) -> tuple[int, ...]:
+    first = len(shape) - 1 - row_axes
+    return (*shape[:first], math.prod(shape[first:-1]), shape[-1])
 
 
 def _tensor_amax(x: jax.Array, spec: QuantSpec, transpose: bool, implementation: Implementation) -> jax.Array:
@@ -153,11 +183,39 @@ def quantize_pair(
     for side in sides:
         aval = None if side.amax is None else jax.typeof(side.amax)
         check_operand(op, jax.typeof(array), aval, side.spec, side.transpose)
+    return _pair(array, sides, 1, key, implementation)
+
+
+def quantize_pair_rows(
+    x: jax.Array,
+    row_spec: QuantSpec,
+    col_spec: QuantSpec,
+    row_axes: int,
+    *,
+    key: jax.Array | None = None,
+    implementation: Implementation = None,
+) -> tuple[NVFP4Tensor, NVFP4Tensor]:
+    """Computes ``quantize_pair`` of x [..., *rows, K], as ``quantize_rows`` computes ``quantize``."""
+    sides = (_Side(row_spec, False, None), _Side(col_spec, True, None))
+    return _pair(x, sides, row_axes, key, implementation)
+
+
+def _pair(
+    x: jax.Array, sides: "_Sides", row_axes: int, key: jax.Array | None, implementation: Implementation
+) -> tuple[NVFP4Tensor, NVFP4Tensor]:
     if _is_fused(sides):
-        return _fused_pair(array, sides, key, implementation)
+        return _fused_pair(x, sides, row_axes, key, implementation)
     row, col = (
-        quantize(array, side.spec, amax=known, key=key, transpose=side.transpose, implementation=implementation)
-        for side, known in zip(sides, _known_amaxes(array, sides, implementation), strict=True)
+        quantize_rows(
+            x,
+            side.spec,
+            row_axes,
+            amax=known,
+            key=key if side.spec.rounding == "stochastic" else None,
+            transpose=side.transpose,
+            implementation=implementation,
+        )
+        for side, known in zip(sides, _known_amaxes(x, sides, row_axes, implementation), strict=True)
     )
     return row, col
 
@@ -173,7 +231,7 @@ def _is_fused(sides: _Sides) -> bool:
     return row.spec != WINDOW64 or (row.amax is None and col.amax is None)
 
 
-def _known_amaxes(x: jax.Array, sides: _Sides, implementation: Implementation) -> AmaxPair:
+def _known_amaxes(x: jax.Array, sides: _Sides, row_axes: int, implementation: Implementation) -> AmaxPair:
     """Finds the amaxes that no kernel finds itself; those of the whole tensor in one pass over x."""
     wanted = [s for s in sides if s.amax is None and s.spec.format.amax_scope == "tensor"]
     rotated: dict[bool, jax.Array] = {}  # by whether it is that of the transposed x
@@ -189,21 +247,21 @@ def _known_amaxes(x: jax.Array, sides: _Sides, implementation: Implementation) -
         if amax is None and fmt.amax_scope == "tensor":
             amax = rotated.get(side.transpose, plain)
         elif amax is None and fmt.amax_scope == "row" and _is_fused(sides):
-            amax = reference.find_amax(jnp.swapaxes(x, -1, -2) if side.transpose else x, "row")
+            amax = find_row_amax(x, side.transpose, row_axes)
         amaxes.append(amax)
     return amaxes[0], amaxes[1]
 
 
 def _fused_pair(
-    x: jax.Array, sides: _Sides, key: jax.Array | None, implementation: Implementation
+    x: jax.Array, sides: _Sides, row_axes: int, key: jax.Array | None, implementation: Implementation
 ) -> tuple[NVFP4Tensor, NVFP4Tensor]:
-    known = _known_amaxes(x, sides, implementation)
+    known = _known_amaxes(x, sides, row_axes, implementation)
     operands = [amax for amax in known if amax is not None]
     if key is not None:
-        stream = random_stream(key, x.shape)
+        stream = random_stream(key, _merged_rows(x.shape, row_axes))
         operands += [stream for side in sides if side.spec.rounding == "stochastic"]
     specs = tuple(side.spec for side in sides)
-    results = iter(bind(quantize_pair_p, x, *operands, specs=specs, implementation=implementation))
+    results = iter(bind(quantize_pair_p, x, *operands, specs=specs, row_axes=row_axes, implementation=implementation))
     row, col = (
         take_tensor(results, side.spec.format, amax if side.amax is None else magnitude(side.amax))
         for side, amax in zip(sides, known, strict=True)
@@ -342,4 +400,23 @@ def matmul_nt(
         out_dtype=float_dtype(op, "out_dtype", out_dtype),
         accumulation=accumulation,
         implementation=implementation,
+        k_axes=1,
+    )[0]
+
+
+def contract_rows(
+    a: NVFP4Tensor, b: NVFP4Tensor, row_axes: int, *, out_dtype: Any, accumulation: str, implementation: str | None
+) -> jax.Array:
+    """Computes ``matmul_nt`` of tensors [M, *rows] and [N, *rows] that ``quantize_rows`` has transposed."""
+    return bind(
+        matmul_p,
+        *_parts(a),
+        *_parts(b),
+        a_format=a.format,
+        b_format=b.format,
+        has_bias=False,
+        out_dtype=jnp.dtype(out_dtype),
+        accumulation=accumulation,
+        implementation=implementation,
+        k_axes=row_axes,
     )[0]

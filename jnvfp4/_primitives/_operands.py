@@ -10,7 +10,8 @@ The scale is uint8 there, the bits of float8_e4m3fn: a jax.checkpoint policy may
 rounds the floats that it saves by IEEE rules, where E4M3's 256 and above are infinite.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +41,13 @@ def check_array(op: str, x: Any, name: str = "x") -> None:
 
 
 def check_operand(
-    op: str, x: ShapedArray, amax: ShapedArray | None, spec: QuantSpec, transpose: bool, name: str = "x"
+    op: str,
+    x: ShapedArray,
+    amax: ShapedArray | None,
+    spec: QuantSpec,
+    transpose: bool,
+    name: str = "x",
+    row_axes: int = 1,
 ) -> None:
     """Refuses an array, or an amax for it, that ``spec`` cannot quantize in this orientation."""
     check_array(op, x, name)
@@ -57,7 +64,7 @@ def check_operand(
             f"{op}: block_rows={BLOCK} needs both M and K to be multiples of {BLOCK}, got {name}.shape={x.shape}"
         )
     if amax is not None:
-        accepted = amax_shapes(x.shape, spec, transpose)
+        accepted = amax_shapes(x.shape, spec, transpose, row_axes)
         if amax.shape not in accepted:
             raise ValueError(
                 f"{op}: amax must have shape {' or '.join(map(str, accepted))} for "
@@ -70,13 +77,14 @@ def check_operand(
     check_explicit(op, x, rows_axis, spec.block_rows)
 
 
-def amax_shapes(shape: Sequence[int], spec: QuantSpec, transpose: bool) -> list[Shape]:
+def amax_shapes(shape: Sequence[int], spec: QuantSpec, transpose: bool, row_axes: int = 1) -> list[Shape]:
     """Returns the shapes that an amax of x may have; there is one for scopes whose amax a quantizer can find."""
-    *lead, rows, cols = turn(shape, transpose)
     if spec.format.amax_scope == "tensor":
-        return list(dict.fromkeys([(), tuple(lead)]))
-    windows = (cols // WINDOW,) if spec.format.amax_scope == "window64" else ()
-    return [(*lead, rows, *windows)]
+        return list(dict.fromkeys([(), tuple(shape[: -1 - row_axes])]))
+    *rows, cols = turn(shape, transpose, row_axes)
+    if spec.format.amax_scope == "window64":
+        return [(*rows, cols // WINDOW)]
+    return [tuple(rows[: len(shape) - row_axes] if transpose else rows)]
 
 
 def check_parts(op: str, name: str, parts: tuple, fmt: Format) -> None:
@@ -123,18 +131,24 @@ def _hint_of_vmap(op: str, amax: Shape, lead: Sequence[int]) -> str:
 
 
 # ---------------------------------------------------------------- what is quantized
-def turn(items: Sequence[Any], transpose: bool) -> list:
-    """Swaps the last two items if ``transpose``: of a shape or sharding of x, or back."""
+def turn(items: Sequence[Any], transpose: bool, row_axes: int = 1) -> list:
+    """Moves the last item before ``row_axes`` others if ``transpose``: of a shape or sharding of x."""
     items = list(items)
-    return [*items[:-2], items[-1], items[-2]] if transpose else items
+    first = len(items) - 1 - row_axes
+    return [*items[:first], items[-1], *items[first:-1]] if transpose else items
 
 
 class Side(NamedTuple):
-    """One orientation in which an array x is quantized. All shapes and shardings it takes are those of x."""
+    """One orientation in which an array x is quantized. All shapes and shardings it takes are those of x.
+
+    The ``row_axes`` axes of x [..., *rows, K] before the last one count as one axis of rows, which has the bytes of
+    x [..., M, K]. They stay apart, because XLA cannot merge axes that are sharded: x transposed is [..., K, *rows].
+    """
 
     spec: QuantSpec
     transpose: bool
     has_amax: bool  # the amax is an operand; otherwise it is found, and a result
+    row_axes: int = 1
 
     @property
     def units(self) -> list[int]:
@@ -143,32 +157,41 @@ class Side(NamedTuple):
 
     def results(self, shape: Sequence[int]) -> list[tuple[Shape, Any]]:
         """Returns shape and dtype of data, scale and, unless it is an operand, amax."""
-        *lead, rows, cols = turn(shape, self.transpose)
-        data, scale = ((*lead, rows, cols // 2), jnp.uint8), ((*lead, rows, cols // BLOCK), jnp.uint8)
-        amax = amax_shapes(shape, self.spec, self.transpose)[0], jnp.float32
+        *lead, cols = turn(shape, self.transpose, self.row_axes)
+        data, scale = ((*lead, cols // 2), jnp.uint8), ((*lead, cols // BLOCK), jnp.uint8)
+        amax = amax_shapes(shape, self.spec, self.transpose, self.row_axes)[0], jnp.float32
         return [data, scale] if self.has_amax else [data, scale, amax]
 
     def sharding(self, dims: Sequence[Any]) -> list[list]:
         """Returns the shardings of data, scale and amax for that of x: mesh axes, or the names of a sharding rule."""
-        turned = turn(dims, self.transpose)
-        return [turned, turned, turned if self.spec.format.amax_scope == "window64" else turned[:-1]]
+        turned = turn(dims, self.transpose, self.row_axes)
+        windows = self.spec.format.amax_scope == "window64"
+        return [turned, turned, turned if windows else turned[: len(dims) - self._contracted_axes]]
+
+    @property
+    def _contracted_axes(self) -> int:
+        """Returns how many axes count as the one along which blocks run."""
+        return self.row_axes if self.transpose else 1
+
+    def contracted(self, dims: Sequence[Any]) -> list:
+        """Returns the items of the axes along which blocks run."""
+        return turn(dims, self.transpose, self.row_axes)[-self._contracted_axes :]
 
     def local_stream(self, mesh: Any, stream: jax.Array, axes: Axes, shape: Sequence[int]) -> jax.Array:
         """Moves the index in ``stream`` from the first block of the whole x to the first of this device's part.
 
         So random bits depend on an element's place in the whole array, and not on how it is sharded.
         """
-        row, col = turn(axes, self.transpose)[-2:]
-        rows, cols = turn(shape, self.transpose)[-2:]
-        blocks = cols // BLOCK
-        first_row = shard_index(mesh, row) * jnp.uint32(rows // ways(mesh, row))
-        first_col = shard_index(mesh, col) * jnp.uint32(blocks // ways(mesh, col))
+        rows = _first_rows(mesh, axes[-1 - self.row_axes : -1], shape[-1 - self.row_axes : -1])
+        cols = shard_index(mesh, axes[-1]) * jnp.uint32(shape[-1] // ways(mesh, axes[-1]))
+        blocks = blocks_in_rows(shape, self.row_axes)[self.transpose]
+        first_row, first_col = (cols, rows) if self.transpose else (rows, cols)
         # 64 bits in two words: jax has no wider integers unless told to, and an array may have more than 2^32 blocks.
-        low, high = stream[..., 2], stream[..., 3]
+        key, key2, low, high = (stream[(..., *(None,) * rows.ndim, i)] for i in range(4))
         row_high, row_low = softfloat.mul_wide(blocks, first_row)
         low, high = softfloat.add_wide(low, high + row_high, row_low)
-        low, high = softfloat.add_wide(low, high, first_col)
-        return jnp.stack([stream[..., 0], stream[..., 1], low, high], axis=-1)
+        low, high = softfloat.add_wide(low, high, first_col // jnp.uint32(BLOCK))
+        return jnp.stack(jnp.broadcast_arrays(key, key2, low, high), axis=-1)
 
     def quantize_by_reference(self, x: jax.Array, amax: Any, stream: Any, row_blocks: Any) -> list[jax.Array]:
         """Returns the results of this side; ``row_blocks`` is ``blocks_in_rows`` of the whole array."""
@@ -209,9 +232,42 @@ def typed_results(x: ShapedArray, sides: Sides) -> list[ShapedArray]:
     ]
 
 
-def blocks_in_rows(shape: Sequence[int]) -> tuple[int, int]:
+def blocks_in_rows(shape: Sequence[int], row_axes: int = 1) -> tuple[int, int]:
     """Returns how many blocks a row of x has, and a row of x transposed."""
-    return shape[-1] // BLOCK, shape[-2] // BLOCK
+    return shape[-1] // BLOCK, math.prod(shape[-1 - row_axes : -1]) // BLOCK
+
+
+def with_merged_rows(compute: Callable, flat: Sequence[jax.Array], sides: Sides, row_blocks: Any) -> list[jax.Array]:
+    """Calls ``compute(operands, sides, row_blocks)`` with x [..., M, K], and splits M in what it returns."""
+    ops, row_axes = split_operands(flat, sides), sides[0].row_axes
+    (x,) = ops.sources
+    row_blocks = row_blocks or blocks_in_rows(x.shape, row_axes)
+    if row_axes == 1:
+        return list(compute(ops, sides, row_blocks))
+    # The local streams have an axis more for each axis of rows whose indices are not neighbours in the whole x.
+    apart = max((s.ndim for s in ops.stream if s is not None), default=1) - 1
+    lead = x.shape[: max(apart, x.ndim - 1 - row_axes)]
+    merged = x.reshape(*lead, math.prod(x.shape[len(lead) : -1]), x.shape[-1])
+    flat_sides = [side._replace(row_axes=1) for side in sides]
+    amax = tuple(_merged_amax(a, side, merged.shape) for a, side in zip(ops.amax, flat_sides, strict=True))
+    parts = iter(compute(Operands((merged,), amax, ops.stream), flat_sides, row_blocks))
+    first = x.ndim - 1 - row_axes
+    return [
+        # [..., rows apart, K, other rows] -> [..., K, *rows]
+        (jnp.moveaxis(part, len(lead), first) if side.transpose and len(lead) > first else part).reshape(shape)
+        for side in sides
+        for (shape, _), part in zip(side.results(x.shape), parts, strict=False)
+    ]
+
+
+def _merged_amax(amax: Any, side: Side, shape: Shape) -> Any:
+    if amax is None or not amax.ndim:
+        return amax
+    wanted = amax_shapes(shape, side.spec, side.transpose)[-1]
+    if side.spec.format.amax_scope == "tensor":
+        amax = amax.reshape(*amax.shape, *(1,) * (len(wanted) - amax.ndim))
+        return jnp.broadcast_to(amax, wanted)
+    return amax.reshape(wanted)
 
 
 # ---------------------------------------------------------------- FFI calls
@@ -275,7 +331,8 @@ def batched_operands(args: Sequence[Any], dims: Sequence[Any], sides: Sides, sou
     size = batch_size(args, dims)
     x, *others = (batched(size, v, d) for v, d in zip(ops.sources, at.sources, strict=True))
     pairs = zip(ops.amax, at.amax, strict=True)
-    amax = tuple(None if v is None else batched_amax(size, v, d, x.shape[:-2]) for v, d in pairs)
+    lead = x.shape[: -1 - sides[0].row_axes]
+    amax = tuple(None if v is None else batched_amax(size, v, d, lead) for v, d in pairs)
     # With a stream for each example, every one counts from the start of an array of its own.
     streams = zip(ops.stream, at.stream, strict=True)
     return Operands((x, *others), amax, tuple(None if v is None else batched(size, v, d) for v, d in streams))
@@ -299,7 +356,7 @@ def shardings(
     """Returns the shardings of all operands and results for that of x and those of other ``sources``."""
     ops, parts = split_operands(shapes, sides, 1 + len(sources)), [side.sharding(dims) for side in sides]
     amax = tuple(None if s is None else p[2][: len(s)] for s, p in zip(ops.amax, parts, strict=True))
-    stream = tuple(None if s is None else [*dims[:-2], None] for s in ops.stream)
+    stream = tuple(None if s is None else [*dims[: -1 - sides[0].row_axes], None] for s in ops.stream)
     results = [v for side, p in zip(sides, parts, strict=True) for v in (p[:2] if side.has_amax else p)]
     return Operands((list(dims), *sources), amax, stream).flat(), results
 
@@ -317,19 +374,47 @@ def shard_index(mesh: Any, entry: Any) -> jax.Array:
     return index
 
 
+def _first_rows(mesh: Any, axes: Axes, sizes: Sequence[int]) -> jax.Array:
+    """Returns where this device's part of the merged rows begins: uint32, a number or one for each index of some axes.
+
+    The indices of a part follow each other from the last axis that is split on. If this device has several indices of
+    the axes before it, each of them begins anew.
+    """
+    local = [size // ways(mesh, entry) for entry, size in zip(axes, sizes, strict=True)]
+    last = max((i for i, entry in enumerate(axes) if ways(mesh, entry) > 1), default=0)
+    apart = last if math.prod(local[:last]) > 1 else 0
+    first = jnp.zeros(local[:apart], jnp.uint32)
+    for i, entry in enumerate(axes):
+        index = shard_index(mesh, entry) * jnp.uint32(local[i])
+        if i < apart:
+            index = index + jnp.arange(local[i], dtype=jnp.uint32).reshape(-1, *(1,) * (apart - 1 - i))
+        first = first + index * jnp.uint32(math.prod(sizes[i + 1 :]))
+    return first
+
+
 def with_local_streams(local: Body, mesh: Any, axes: Axes, shape: Shape, sides: Sides, sources: int = 1) -> Body:
     """Gives ``local`` the random bits of the device's place in the whole x, of this sharding and shape."""
-    stochastic = any(side.spec.rounding == "stochastic" for side in sides)
-    if not stochastic or not any(axes_of(entry) for entry in axes[-2:]):
+    stochastic, row_axes = any(side.spec.rounding == "stochastic" for side in sides), sides[0].row_axes
+    if not stochastic or not any(axes_of(entry) for entry in axes[-1 - row_axes :]):
         return local
 
     def body(*flat):
         ops = split_operands(flat, sides, sources)
         streams = zip(sides, ops.stream, strict=True)
         moved = tuple(None if s is None else side.local_stream(mesh, s, axes, shape) for side, s in streams)
-        return local(*ops._replace(stream=moved).flat(), row_blocks=blocks_in_rows(shape))
+        return local(*ops._replace(stream=moved).flat(), row_blocks=blocks_in_rows(shape, row_axes))
 
     return body
+
+
+def find_row_amax(x: jax.Array, transpose: bool, row_axes: int = 1) -> jax.Array:
+    """Finds the amax of each row of x, or of x transposed: the largest magnitude over the axes that count as rows."""
+    if not transpose:
+        return reference.find_amax(x, "row")
+    amax = jnp.moveaxis(x, -1, x.ndim - 1 - row_axes)
+    for _ in range(row_axes):
+        amax = reference.find_amax(amax, "row")
+    return amax
 
 
 def max_over_devices(amax: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -46,6 +46,30 @@ def _split(flat: Sequence[Any], a_format: Format | None, has_bias: bool) -> Oper
     return Operands(flat[:na], flat[na : na + 3], flat[na + 3 :])
 
 
+def _merged_shape(shape: Shape, k_axes: int) -> Shape:
+    """Returns ``shape`` with its last ``k_axes`` axes as one."""
+    first = len(shape) - k_axes
+    return (*shape[:first], math.prod(shape[first:]))
+
+
+def _merge_k(parts: Sequence[Any], fmt: Format | None, k_axes: int, merge: Callable[[Any, Shape], Any]) -> tuple:
+    """Makes the axes that are contracted one axis: those of data and scale, and of an amax for each window."""
+    if k_axes == 1:
+        return tuple(parts)
+    amax = parts[2:] if fmt is None or fmt.amax_scope != "window64" else ()
+    along_k = parts[: len(parts) - len(amax)]
+    return *(merge(part, _merged_shape(part.shape, k_axes)) for part in along_k), *amax
+
+
+def _merged(ops: Operands, a_format: Format | None, b_format: Format, k_axes: int, merge: Callable) -> Operands:
+    a, b = _merge_k(ops.a, a_format, k_axes, merge), _merge_k(ops.b, b_format, k_axes, merge)
+    return ops._replace(a=a, b=b)
+
+
+def _merge_avals(aval: ShapedArray, shape: Shape) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, aval.dtype)
+
+
 def _depth(a: Any, a_format: Format | None) -> int:
     return a.shape[-1] if a_format is None else 2 * a.shape[-1]
 
@@ -68,9 +92,18 @@ def _unit(*formats: Format | None) -> int:
 
 
 def _abstract(
-    *flat: ShapedArray, a_format: Format | None, b_format: Format, has_bias: bool, out_dtype: Any, accumulation: str
+    *flat: ShapedArray,
+    a_format: Format | None,
+    b_format: Format,
+    has_bias: bool,
+    out_dtype: Any,
+    accumulation: str,
+    k_axes: int,
 ) -> list[ShapedArray]:
     ops = _split(flat, a_format, has_bias)
+    whole_a, whole_b = ops.a[0], ops.b[0]
+    assert whole_a.shape[whole_a.ndim - k_axes : -1] == whole_b.shape[whole_b.ndim - k_axes : -1]
+    ops = _merged(ops, a_format, b_format, k_axes, _merge_avals)
     a, b = ops.a[0], ops.b[0]
     if a_format is None:
         if a.dtype not in DENSE_DTYPES:
@@ -95,11 +128,11 @@ def _abstract(
             raise ValueError(f"matmul_nt: bias must have shape (N,)=({b.shape[-2]},), got {bias.shape}")
         check_float("matmul_nt", "bias", bias.dtype)
     unit = _unit(a_format, b_format)  # of elements, of which a byte of data has two
-    check_explicit("matmul_nt", a, a.ndim - 1, unit if a_format is None else unit // 2)
-    check_explicit("matmul_nt", b, b.ndim - 1, unit // 2)
-    axes = [*axes_of_dims(a)[:-1], axes_of_dims(b)[-2]]
+    check_explicit("matmul_nt", whole_a, whole_a.ndim - 1, unit if a_format is None else unit // 2)
+    check_explicit("matmul_nt", whole_b, whole_b.ndim - 1, unit // 2)
+    axes = [*axes_of_dims(whole_a)[:-k_axes], axes_of_dims(whole_b)[-1 - k_axes]]
     _check_axes_once(axes)
-    return [typed(a, (*a.shape[:-1], b.shape[-2]), out_dtype, axes)]
+    return [typed(whole_a, (*a.shape[:-1], b.shape[-2]), out_dtype, axes)]
 
 
 def _check_axes_once(axes: Axes) -> None:
@@ -112,11 +145,17 @@ def _check_axes_once(axes: Axes) -> None:
 
 
 def _empty(
-    *flat: jax.Array, a_format: Format | None, b_format: Format, has_bias: bool, out_dtype: Any, accumulation: str
+    *flat: jax.Array,
+    a_format: Format | None,
+    b_format: Format,
+    has_bias: bool,
+    out_dtype: Any,
+    accumulation: str,
+    k_axes: int,
 ) -> Sequence[jax.Array]:
     """Returns the result without a kernel: the sum over no products is 0, which leaves the bias."""
     ops = _split(flat, a_format, has_bias)
-    zero = jnp.zeros((*ops.a[0].shape[:-1], ops.b[0].shape[-2]), jnp.float32)
+    zero = jnp.zeros((*ops.a[0].shape[:-k_axes], ops.b[0].shape[-1 - k_axes]), jnp.float32)
     return [(zero + (ops.bias[0].astype(jnp.float32) if has_bias else 0)).astype(out_dtype)]
 
 
@@ -129,8 +168,9 @@ def _local(
     has_bias: bool,
     out_dtype: Any,
     accumulation: str,
+    k_axes: int,
 ) -> Sequence[jax.Array]:
-    ops = _split(flat, a_format, has_bias)
+    ops = _merged(_split(flat, a_format, has_bias), a_format, b_format, k_axes, jnp.reshape)
     bias = ops.bias[0] if has_bias else None
     if backend.name == "reference":
         a = ops.a[0] if a_format is None else ops.a
@@ -207,7 +247,7 @@ def _batch_products(size: int, ops: Operands, od: Operands, params: dict[str, An
     a_batched, b_batched = (any(d is not None for d in dims) for dims in (od.a, od.b))
     if not (a_batched or b_batched):
         return jnp.broadcast_to(y := bind(ops.a, ops.b, ops.bias), (size, *y.shape)), 0
-    if not b_batched:  # the examples of a are more rows
+    if not b_batched and params["k_axes"] == 1:  # the examples of a are more rows
         a, keep = _move(size, ops.a, od.a), ops.b[0].ndim - 2
         if not keep:
             return bind(a, ops.b, ops.bias), 0
@@ -215,6 +255,8 @@ def _batch_products(size: int, ops: Operands, od: Operands, params: dict[str, An
         y = bind(_merge_rows(a, keep), ops.b, ops.bias)
         return y.reshape(*a[0].shape[:-1], y.shape[-1]), keep
     b = _move(size, ops.b, od.b)
+    if params["k_axes"] > 1:
+        return bind(_move(size, ops.a, od.a), b, ops.bias), 0
     if b[0].ndim == 3 and not a_batched:  # the examples of b are more columns
         y = bind(ops.a, _merge_rows(b, 0), [jnp.tile(x, size) for x in ops.bias])
         return y.reshape(*y.shape[:-1], size, b[0].shape[-2]), y.ndim - 1
@@ -227,13 +269,13 @@ def _batch_products(size: int, ops: Operands, od: Operands, params: dict[str, An
 
 
 # ---------------------------------------------------------------- sharding
-def _shardings(lead: list, row: Any, col: Any, depth: Any, n: Operands) -> list[list]:
+def _shardings(lead: list, row: Any, col: Any, depth: list, n: Operands) -> list[list]:
     """Returns the shardings of a and b of these shapes: mesh axes, or names of a sharding rule.
 
-    ``lead`` are those of the leading axes of a, the others those of M, N and K.
+    ``lead`` are those of the leading axes of a, the others those of M, N and the axes of K.
     """
-    b_lead = lead if len(n.b[0]) > 2 else []
-    a_dims, b_dims = [*lead, row, depth], [*b_lead, col, depth]
+    b_lead = lead if len(n.b[0]) > 1 + len(depth) else []
+    a_dims, b_dims = [*lead, row, *depth], [*b_lead, col, *depth]
     return [*(part_shardings(a_dims, n.a[2]) if len(n.a) == 3 else [a_dims]), *part_shardings(b_dims, n.b[2])]
 
 
@@ -248,10 +290,12 @@ def _partition(
     has_bias: bool,
     out_dtype: Any,
     accumulation: str,
+    k_axes: int,
 ) -> tuple[list[Axes], list[Axes], Callable[[Body], Body]]:
     axes, n = _split(operands, a_format, has_bias), _split(shapes, a_format, has_bias)
-    *lead, row, depth = axes.a[0]
-    units = 2 * n.b[0][-1] // _unit(a_format, b_format)
+    *lead, row = axes.a[0][:-k_axes]
+    depth = list(zip(axes.a[0][-k_axes:], axes.b[0][-k_axes:], strict=True))
+    units = [*n.b[0][-k_axes:-1], 2 * n.b[0][-1] // _unit(a_format, b_format)]
     used: set[str] = set()
 
     def claim(entry: Any, size: int) -> Any:
@@ -262,17 +306,21 @@ def _partition(
         return entry
 
     # Where a and b do not split K alike, XLA gathers the packed parts of the one that does.
-    k = claim(depth if axes_of(depth) == axes_of(axes.b[0][-1]) else None, units)
-    lead = [claim(e, size) for e, size in zip(lead, n.a[0][:-2], strict=True)]
-    m, c = claim(row, n.a[0][-2]), claim(axes.b[0][-2], n.b[0][-2])
+    k = [
+        claim(of_a if axes_of(of_a) == axes_of(of_b) else None, u) for (of_a, of_b), u in zip(depth, units, strict=True)
+    ]
+    over_k = tuple(axis for entry in k for axis in axes_of(entry))
+    rows, cols = n.a[0][:-k_axes], n.b[0][-1 - k_axes]
+    lead = [claim(e, size) for e, size in zip(lead, rows[:-1], strict=True)]
+    m, c = claim(row, rows[-1]), claim(axes.b[0][-1 - k_axes], cols)
     # Over the axes of K that the result should have, a reduce-scatter makes the sum: half of an all-reduce's bytes.
-    y, sizes = [*lead, m, c], (*n.a[0][:-1], n.b[0][-2])
-    scattered = [_scattered(mesh, *of) for of in zip(results[0], y, sizes, [k] * len(y), strict=True)]
-    summed = tuple(axis for axis in axes_of(k) if not any(axis in over for over in scattered))
+    y, sizes = [*lead, m, c], (*rows, cols)
+    scattered = [_scattered(mesh, *of) for of in zip(results[0], y, sizes, [over_k] * len(y), strict=True)]
+    summed = tuple(axis for axis in over_k if not any(axis in over for over in scattered))
     y_axes = [(*axes_of(entry), *over) or None for entry, over in zip(y, scattered, strict=True)]
 
     def sum_over_k(local: Body) -> Body:
-        if not axes_of(k):
+        if not over_k:
             return local
 
         def body(*flat):
@@ -288,16 +336,18 @@ def _partition(
     return [*_shardings(lead, m, c, k, n), *[y_axes[-1:]] * has_bias], [y_axes], sum_over_k
 
 
-def _scattered(mesh: Any, wanted: Any, entry: Any, size: int, k: Any) -> tuple[str, ...]:
+def _scattered(mesh: Any, wanted: Any, entry: Any, size: int, over_k: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the axes of K that ``wanted`` has for a dimension of y, if they can split what ``entry`` leaves of it."""
-    over = tuple(axis for axis in axes_of(wanted) if axis in axes_of(k))
+    over = tuple(axis for axis in axes_of(wanted) if axis in over_k)
     return over if axes_if_divisible(mesh, (*axes_of(entry), *over), size) else ()
 
 
-def _rule(*shapes: Shape, a_format: Format | None, has_bias: bool, **_: Any) -> tuple[list[list], list[list]]:
+def _rule(
+    *shapes: Shape, a_format: Format | None, has_bias: bool, k_axes: int, **_: Any
+) -> tuple[list[list], list[list]]:
     n = _split(shapes, a_format, has_bias)
-    lead = [f"b{i}" for i in range(len(n.a[0]) - 2)]
-    return [*_shardings(lead, "m", "n", "k", n), *[["n"]] * has_bias], [[*lead, "m", "n"]]
+    lead, depth = [f"b{i}" for i in range(len(n.a[0]) - 1 - k_axes)], [f"k{i}" for i in range(k_axes)]
+    return [*_shardings(lead, "m", "n", depth, n), *[["n"]] * has_bias], [[*lead, "m", "n"]]
 
 
 matmul_p = make_primitive(

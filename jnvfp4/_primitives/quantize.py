@@ -1,61 +1,59 @@
 """nvfp4_quantize: (x, amax?, stream?) -> (data, scale, amax where it was not given). See _operands.py."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
-from .. import reference
 from ._base import Axes, Backend, Body, Shape, axes_of, make_primitive
 from ._operands import (
     Operands,
     Side,
+    Sides,
     batched_operands,
-    blocks_in_rows,
     call_ffi,
     check_operand,
     ffi_operands,
     ffi_results,
+    find_row_amax,
     keep_blocks,
     max_over_devices,
     names_of_dims,
     shardings,
     split_operands,
-    turn,
     typed_results,
     with_local_streams,
+    with_merged_rows,
 )
 
 
 def _abstract(*flat: ShapedArray, **params: Any) -> list[ShapedArray]:
     side = Side(**params)
     (x,), (amax,), _ = split_operands(flat, [side])
-    check_operand("quantize", x, amax, side.spec, side.transpose)
+    check_operand("quantize", x, amax, side.spec, side.transpose, row_axes=side.row_axes)
     return typed_results(x, [side])
 
 
 def _local(
     backend: Backend, *flat: jax.Array, row_blocks: tuple[int, int] | None = None, **params: Any
 ) -> Sequence[jax.Array]:
-    side = Side(**params)
-    ops = split_operands(flat, [side])
-    row_blocks = row_blocks or blocks_in_rows(flat[0].shape)
+    return with_merged_rows(partial(_quantize, backend), flat, [Side(**params)], row_blocks)
+
+
+def _quantize(backend: Backend, ops: Operands, sides: Sides, row_blocks: tuple[int, int]) -> list[jax.Array]:
+    (side,) = sides
     if backend.name == "reference":
-        return side.quantize_by_reference(flat[0], ops.amax[0], ops.stream[0], row_blocks)
-    return _call_kernel(ops, side, row_blocks[side.transpose])
-
-
-def _call_kernel(ops: Operands, side: Side, row_blocks: int) -> list[jax.Array]:
+        return side.quantize_by_reference(ops.sources[0], ops.amax[0], ops.stream[0], row_blocks)
     return call_ffi(
         "nvfp4_quantize",
         ffi_operands(ops),
         ffi_results(ops.sources[0].shape, [side]),
         transpose=side.transpose,
         spec=side.spec.ffi_attrs(),
-        row_blocks=np.int32(row_blocks),
+        row_blocks=np.int32(row_blocks[side.transpose]),
     )
 
 
@@ -71,21 +69,21 @@ def quantize_partition(
     """Follows the sharding of x, and adds a collective only for rows that are split and whose amax is found."""
     side = Side(**params)
     axes = keep_blocks(mesh, operands[0], shapes[0], side.units)
-    split = axes_of(turn(axes, side.transpose)[-1])
+    split = tuple(axis for entry in side.contracted(axes) for axis in axes_of(entry))
 
     def wrap(local: Body) -> Body:
         if not side.has_amax and side.spec.format.amax_scope == "row" and split:
-            return _with_row_amax(local, split, side.transpose)
+            return _with_row_amax(local, split, side)
         return with_local_streams(local, mesh, axes, shapes[0], [side])
 
     return *shardings(axes, shapes, [side]), wrap
 
 
-def _with_row_amax(local: Body, axes: tuple[str, ...], transpose: bool) -> Body:
+def _with_row_amax(local: Body, axes: tuple[str, ...], side: Side) -> Body:
     """Finds the amax of rows that are split over ``axes`` first: the kernel sees one device's part of a row."""
 
     def body(x):
-        amax = max_over_devices(reference.find_amax(jnp.swapaxes(x, -1, -2) if transpose else x, "row"), axes)
+        amax = max_over_devices(find_row_amax(x, side.transpose, side.row_axes), axes)
         return (*local(x, amax, has_amax=True), amax)
 
     return body

@@ -4,6 +4,7 @@ An amax is an operand but for scope window64, where the kernel finds it.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,6 @@ from ._operands import (
     Side,
     Sides,
     batched_operands,
-    blocks_in_rows,
     call_ffi,
     check_operand,
     ffi_operands,
@@ -28,39 +28,39 @@ from ._operands import (
     split_operands,
     typed_results,
     with_local_streams,
+    with_merged_rows,
 )
 
 Specs = tuple[QuantSpec, QuantSpec]
 
 
-def _sides(specs: Specs) -> Sides:
-    return [Side(s, t, s.format.amax_scope != "window64") for s, t in zip(specs, (False, True), strict=True)]
+def _sides(specs: Specs, row_axes: int) -> Sides:
+    return [Side(s, t, s.format.amax_scope != "window64", row_axes) for s, t in zip(specs, (False, True), strict=True)]
 
 
-def _abstract(*flat: ShapedArray, specs: Specs) -> list[ShapedArray]:
-    sides = _sides(specs)
+def _abstract(*flat: ShapedArray, specs: Specs, row_axes: int) -> list[ShapedArray]:
+    sides = _sides(specs, row_axes)
     (x,), amaxes, _ = split_operands(flat, sides)
     for side, amax in zip(sides, amaxes, strict=True):
-        check_operand("quantize_pair", x, amax, side.spec, side.transpose)
+        check_operand("quantize_pair", x, amax, side.spec, side.transpose, row_axes=row_axes)
     return typed_results(x, sides)
 
 
 def _local(
-    backend: Backend, *flat: jax.Array, specs: Specs, row_blocks: tuple[int, int] | None = None
+    backend: Backend, *flat: jax.Array, specs: Specs, row_axes: int, row_blocks: tuple[int, int] | None = None
 ) -> Sequence[jax.Array]:
-    sides = _sides(specs)
-    ops, row_blocks = split_operands(flat, sides), row_blocks or blocks_in_rows(flat[0].shape)
+    return with_merged_rows(partial(_quantize, backend), flat, _sides(specs, row_axes), row_blocks)
+
+
+def _quantize(backend: Backend, ops: Operands, sides: Sides, row_blocks: tuple[int, int]) -> list[jax.Array]:
+    (x,) = ops.sources
     if backend.name == "reference":
         operands = zip(sides, ops.amax, ops.stream, strict=True)
-        return [part for side, a, s in operands for part in side.quantize_by_reference(flat[0], a, s, row_blocks)]
-    return _call_kernel(ops, sides, row_blocks)
-
-
-def _call_kernel(ops: Operands, sides: Sides, row_blocks: tuple[int, int]) -> list[jax.Array]:
+        return [part for side, a, s in operands for part in side.quantize_by_reference(x, a, s, row_blocks)]
     return call_ffi(
         "nvfp4_quantize_pair",
         ffi_operands(ops, 2),
-        ffi_results(ops.sources[0].shape, sides, 2),
+        ffi_results(x.shape, sides, 2),
         row_spec=sides[0].spec.ffi_attrs(),
         col_spec=sides[1].spec.ffi_attrs(),
         row_blocks=np.int32(row_blocks[0]),
@@ -68,22 +68,22 @@ def _call_kernel(ops: Operands, sides: Sides, row_blocks: tuple[int, int]) -> li
     )
 
 
-def _batch(args, dims, *, specs: Specs, implementation: str | None):
-    ops = batched_operands(args, dims, _sides(specs))
-    out = quantize_pair_p.bind(*ops.flat(), specs=specs, implementation=implementation)
+def _batch(args, dims, *, specs: Specs, row_axes: int, implementation: str | None):
+    ops = batched_operands(args, dims, _sides(specs, row_axes))
+    out = quantize_pair_p.bind(*ops.flat(), specs=specs, row_axes=row_axes, implementation=implementation)
     return out, [0] * len(out)
 
 
 def _partition(
-    mesh: Any, operands: list[Axes], shapes: list[Shape], _results: list[Axes], *, specs: Specs
+    mesh: Any, operands: list[Axes], shapes: list[Shape], _results: list[Axes], *, specs: Specs, row_axes: int
 ) -> tuple[list[Axes], list[Axes], Callable[[Body], Body]]:
-    sides = _sides(specs)
+    sides = _sides(specs, row_axes)
     axes = keep_blocks(mesh, operands[0], shapes[0], *(side.units for side in sides))
     return *shardings(axes, shapes, sides), lambda local: with_local_streams(local, mesh, axes, shapes[0], sides)
 
 
-def _rule(*shapes: Shape, specs: Specs) -> tuple[list[list], list[list]]:
-    return shardings(names_of_dims(shapes[0]), shapes, _sides(specs))
+def _rule(*shapes: Shape, specs: Specs, row_axes: int) -> tuple[list[list], list[list]]:
+    return shardings(names_of_dims(shapes[0]), shapes, _sides(specs, row_axes))
 
 
 quantize_pair_p = make_primitive(

@@ -4,6 +4,7 @@ The first is the tensor amax of a spec with ``rht``, which cannot be left to XLA
 reorders. The second is for the other orientation of x, which is not rotated, so that x is read once for both.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ def _abstract(x: ShapedArray, *, transpose: bool, keep: int) -> list[ShapedArray
 
 
 def _local(backend: Backend, x: jax.Array, *, transpose: bool, keep: int) -> Sequence[jax.Array]:
+    x = x.reshape(*x.shape[:keep], math.prod(x.shape[keep:-1]), x.shape[-1])  # no block is in two matrices
     if backend.name == "reference":
         rotated = reference.find_rht_amax(jnp.swapaxes(x, -1, -2) if transpose else x, keep)
         return [rotated, reference.find_amax(x.reshape(*x.shape[:keep], -1), "row" if keep else "tensor")]
