@@ -240,9 +240,10 @@ def units(recipe: Recipe) -> tuple[int, int]:
 
 
 def _keeps_axes(op: str, x: jax.Array, recipe: Recipe) -> bool:
-    """Says whether the leading axes of x stay apart, as XLA can shard them: if no block of tokens is in two rows of one.
+    """Says whether the leading axes of x stay apart, since XLA cannot merge axes that are sharded.
 
-    Otherwise they are flattened, which an Explicit mesh allows only if the first alone is sharded.
+    They are flattened where a block of tokens would be in two of them. An Explicit mesh allows that only if the first
+    alone is sharded.
     """
     unit = _unit_of_tokens(recipe)
     if x.ndim > 2 and x.size and x.shape[-2] % unit == 0:
@@ -503,7 +504,7 @@ def _in_order(call: Call, dy: Any, x: Any) -> tuple[Any, Any]:
 
 
 def _gradient(call: Call, a: NVFP4Tensor, b: NVFP4Tensor, contracted: int, dtype: Any, axes: Axes) -> jax.Array:
-    """Multiplies over the last axes, ``contracted`` of each operand; ``axes`` are mesh axes that the gradient will have."""
+    """Multiplies over the last ``contracted`` axes of each; ``axes`` are mesh axes that the gradient will have."""
     of_a, of_b = (axes_of_dims(jax.typeof(t.data)) for t in (a, b))
     of_a[:-contracted], of_b[0] = _on_one_side(of_a[:-contracted], of_b[0], axes)
     a, b = resharded(a, of_a), resharded(b, of_b)

@@ -26,6 +26,7 @@ from ._base import (
     check_explicit,
     make_primitive,
     typed,
+    without_axes,
 )
 from ._matmul_routes import Product, multiply
 from ._operands import batch_size, batched, batched_parts, check_float, check_parts, part_shardings
@@ -294,7 +295,6 @@ def _partition(
 ) -> tuple[list[Axes], list[Axes], Callable[[Body], Body]]:
     axes, n = _split(operands, a_format, has_bias), _split(shapes, a_format, has_bias)
     *lead, row = axes.a[0][:-k_axes]
-    depth = list(zip(axes.a[0][-k_axes:], axes.b[0][-k_axes:], strict=True))
     units = [*n.b[0][-k_axes:-1], 2 * n.b[0][-1] // _unit(a_format, b_format)]
     used: set[str] = set()
 
@@ -306,13 +306,15 @@ def _partition(
         return entry
 
     # Where a and b do not split K alike, XLA gathers the packed parts of the one that does.
-    k = [
-        claim(of_a if axes_of(of_a) == axes_of(of_b) else None, u) for (of_a, of_b), u in zip(depth, units, strict=True)
-    ]
+    along_k = zip(axes.a[0][-k_axes:], axes.b[0][-k_axes:], units, strict=True)
+    k = [claim(of_a if axes_of(of_a) == axes_of(of_b) else None, unit) for of_a, of_b, unit in along_k]
     over_k = tuple(axis for entry in k for axis in axes_of(entry))
     rows, cols = n.a[0][:-k_axes], n.b[0][-1 - k_axes]
-    lead = [claim(e, size) for e, size in zip(lead, rows[:-1], strict=True)]
-    m, c = claim(row, rows[-1]), claim(axes.b[0][-1 - k_axes], cols)
+    # An axis that splits M and N stays with N if the result has it there: the packed rows are gathered, and not b.
+    col = axes.b[0][-1 - k_axes]
+    of_col = set(axes_of(col)) & set(axes_of(results[0][-1]))
+    *lead, m = (claim(without_axes(e, of_col), size) for e, size in zip([*lead, row], rows, strict=True))
+    c = claim(col, cols)
     # Over the axes of K that the result should have, a reduce-scatter makes the sum: half of an all-reduce's bytes.
     y, sizes = [*lead, m, c], (*rows, cols)
     scattered = [_scattered(mesh, *of) for of in zip(results[0], y, sizes, [over_k] * len(y), strict=True)]
