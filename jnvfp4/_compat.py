@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import config, core, dispatch
+from jax._src import config, core, dispatch, sharding_impls
 from jax.extend.core import Primitive
+from jax.sharding import Mesh
 
 
 def needs_devices_in_lowering(primitive: Primitive) -> None:
@@ -37,6 +38,26 @@ def with_mesh(ctx: Any) -> Any:
         return ctx
     axes = dataclasses.replace(axes, abstract_mesh=mesh)
     return ctx.replace(module_context=ctx.module_context.replace(axis_context=axes))
+
+
+def partly_manual(ctx: Any) -> tuple[Any, Any]:
+    """Returns the mesh of a shard_map with ``axis_names``, and ``ctx`` for what is partitioned over its other axes.
+
+    Both are None if shard_map has made every axis manual, or if no device is known. XLA asks custom_partitioning about
+    the devices that share their place on the manual axes, so their mesh is that of the other axes; JAX gives it none,
+    and it meets a sharding without a spec (0.10.2 to 0.12).
+    """
+    axes = ctx.module_context.axis_context
+    mesh, manual = getattr(axes, "mesh", None), set(getattr(axes, "manual_axes", ()))
+    for aval in ctx.avals_in:
+        manual.update(aval.sharding.mesh.manual_axes)
+    if not isinstance(mesh, Mesh) or not set(mesh.axis_names) - manual:
+        return None, None
+    left = [i for i, name in enumerate(mesh.axis_names) if name not in manual]
+    one_group = mesh.devices[tuple(slice(None) if i in left else 0 for i in range(mesh.devices.ndim))]
+    abstract = Mesh(one_group, [mesh.axis_names[i] for i in left]).abstract_mesh
+    axes = sharding_impls.ShardingContext(one_group.size, tuple(one_group.flat), abstract)
+    return mesh, ctx.replace(module_context=ctx.module_context.replace(axis_context=axes))
 
 
 def gpu_capability(ctx: Any) -> int | None:

@@ -180,15 +180,16 @@ def _lowering_rule(name: str, bodies: Callable, empty: Callable | None) -> Calla
 
     def lower(platform: str | None, ctx, *operands, **params):
         backend = _backend(name, platform, params["implementation"], ctx)
-        one_device, partitioned = bodies(backend, _key(params))
-        # custom_partitioning has no mesh inside a manual region: the block is local there anyway.
+        # Where shard_map has made all axes manual, the block is that of one device.
         manual = any(AxisType.Manual in aval.sharding.mesh.axis_types for aval in ctx.avals_in)
-        body = one_device if manual else partitioned
+        whole, rest = _compat.partly_manual(ctx) if manual else (None, None)
+        one_device, partitioned = bodies(backend, _key(params), whole)
+        body = one_device if manual and rest is None else partitioned
         if any(0 in aval.shape for aval in ctx.avals_in):  # kernels need not take arrays without elements
             zeros = lambda *_, **__: [jnp.zeros(aval.shape, aval.dtype) for aval in ctx.avals_out]  # noqa: E731
             body = functools.partial(empty or zeros, **_static(params))
-        ctx = _compat.with_mesh(ctx)
-        if not manual:
+        ctx = _compat.with_mesh(ctx) if rest is None else rest
+        if body is partitioned:
             ctx = ctx.replace(avals_in=[_off_mesh_aval(aval) for aval in ctx.avals_in])
         with _compat.without_constant_folding():
             return mlir.lower_fun(body, multiple_results=True)(ctx, *operands)
@@ -213,7 +214,7 @@ def _device_bodies(local: Callable, partition: Partition, rule: Callable) -> Cal
     """Returns the function from backend and parameters to the computation of one device, and the one XLA partitions."""
 
     @functools.cache  # one custom_partitioning for each: a new one would be traced and compiled again
-    def bodies(backend: Backend, key: tuple) -> tuple[Body, Body]:
+    def bodies(backend: Backend, key: tuple, whole: Any = None) -> tuple[Body, Body]:
         params = _static(dict(key))
 
         def one_device(*operands, **changed):
@@ -229,7 +230,8 @@ def _device_bodies(local: Callable, partition: Partition, rule: Callable) -> Cal
         def partition_callback(mesh, operands, results):
             operand_axes, result_axes, wrap = plan(mesh, operands, [axes_of_dims(v) for v in results])
             body = _off_mesh(wrap(one_device))
-            return mesh, body, shardings(mesh, result_axes), shardings(mesh, operand_axes)
+            # Shardings are those of the axes that shard_map left automatic; collectives name devices of the whole mesh.
+            return whole or mesh, body, shardings(mesh, result_axes), shardings(mesh, operand_axes)
 
         def infer_callback(mesh, operands, results):  # only where Shardy is switched off
             return shardings(mesh, plan(mesh, operands, [[None] * len(v.shape) for v in results])[1])
@@ -275,8 +277,9 @@ def _off_mesh(body: Body) -> Body:
 
 
 def _off_mesh_aval(aval: ShapedArray) -> ShapedArray:
-    """Returns ``aval`` without an explicit sharding, of which jnp functions in the reference would ask more."""
-    return aval.update(sharding=NamedSharding(AbstractMesh((), ()), PartitionSpec(*[None] * aval.ndim)))
+    """Returns ``aval`` without manual axes and without an explicit sharding, of which jnp functions would ask more."""
+    sharding = NamedSharding(AbstractMesh((), ()), PartitionSpec(*[None] * aval.ndim))
+    return ShapedArray(aval.shape, aval.dtype, aval.weak_type, sharding=sharding)
 
 
 def _key(params: dict[str, Any]) -> tuple:
