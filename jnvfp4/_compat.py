@@ -43,7 +43,8 @@ def with_mesh(ctx: Any) -> Any:
 def partly_manual(ctx: Any) -> tuple[Any, Any]:
     """Returns the mesh of a shard_map with ``axis_names``, and ``ctx`` for what is partitioned over its other axes.
 
-    Both are None if shard_map has made every axis manual, or if no device is known. XLA asks custom_partitioning about
+    Both are None if shard_map has made every axis manual, if no device is known, or if Shardy is switched off, without
+    which XLA ends the process (0.10.2 and 0.11.2). XLA asks custom_partitioning about
     the devices that share their place on the manual axes, so their mesh is that of the other axes; JAX gives it none,
     and it meets a sharding without a spec (0.10.2 to 0.12).
     """
@@ -51,7 +52,8 @@ def partly_manual(ctx: Any) -> tuple[Any, Any]:
     mesh, manual = getattr(axes, "mesh", None), set(getattr(axes, "manual_axes", ()))
     for aval in ctx.avals_in:
         manual.update(aval.sharding.mesh.manual_axes)
-    if not isinstance(mesh, Mesh) or not set(mesh.axis_names) - manual:
+    known = isinstance(mesh, Mesh) and config.use_shardy_partitioner.value
+    if not known or not set(mesh.axis_names) - manual:
         return None, None
     left = [i for i, name in enumerate(mesh.axis_names) if name not in manual]
     one_group = mesh.devices[tuple(slice(None) if i in left else 0 for i in range(mesh.devices.ndim))]
