@@ -52,8 +52,9 @@ def partly_manual(ctx: Any) -> tuple[Any, Any]:
     mesh, manual = getattr(axes, "mesh", None), set(getattr(axes, "manual_axes", ()))
     for aval in ctx.avals_in:
         manual.update(aval.sharding.mesh.manual_axes)
-    known = isinstance(mesh, Mesh) and config.use_shardy_partitioner.value
-    if not known or not set(mesh.axis_names) - manual:
+    if not isinstance(mesh, Mesh) or not config.use_shardy_partitioner.value:
+        return None, None
+    if not set(mesh.axis_names) - manual:
         return None, None
     left = [i for i, name in enumerate(mesh.axis_names) if name not in manual]
     one_group = mesh.devices[tuple(slice(None) if i in left else 0 for i in range(mesh.devices.ndim))]

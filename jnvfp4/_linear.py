@@ -76,8 +76,11 @@ def linear(
     """Computes x w^T + bias with quantized operands, in the forward GEMM and in both gradient GEMMs.
 
     Args:
-      x: [..., K], float32, bfloat16 or float16. The leading axes are flattened to M tokens, of which there may be any
-        number: the gradient of w needs blocks along M, and zero tokens fill the last one, which changes no result.
+      x: [..., K], float32, bfloat16 or float16. The leading axes count as one axis of M tokens, of which there may be
+        any number: the gradient of w needs blocks along M, and zero tokens fill the last one, which changes no result.
+        Any leading axis may be sharded. Where the recipe has blocks along M, the last leading axis must be a multiple
+        of their size, 16 or 64, and so must its part on each device; otherwise XLA gathers tokens, and an Explicit
+        mesh refuses x.
       w: [N, K], or [K, N] for ``w_axes="kn"``, float32, bfloat16 or float16. K and N must be multiples of 16, or of 64
         where an operand has windows of 64 along them (N only if a GEMM contracts it or w has 16x16 tiles). Or an
         NVFP4Tensor [N, K] with any N, in the format of ``recipe.fprop.w``: weights that stay as they are. They have no

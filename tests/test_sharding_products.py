@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_bitwise, assert_same_tensor
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import (
     KEY,
@@ -708,11 +708,3 @@ def test_bias_gradient_is_summed_over_devices(devices, bias_dtype):
     db = jax.jit(jax.grad(lambda b: jnp.sum(f(x, w, b).astype(jnp.float32))))(bias)
     assert db.dtype == bias_dtype
     np.testing.assert_array_equal(db.astype(jnp.float32), np.full(32, x.shape[0]))
-
-
-def test_linear_names_axes_it_cannot_flatten():
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:8])
-    with jax.set_mesh(mesh):
-        x = put(normal((4, 32, 64)), mesh, P(None, "x"))
-        with pytest.raises(ValueError, match="linear: of the leading axes of x only the first may be sharded"):
-            linear(x, put(normal((16, 64)), mesh, P()))

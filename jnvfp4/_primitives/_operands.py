@@ -203,6 +203,11 @@ class Side(NamedTuple):
 Sides = Sequence[Side]
 
 
+def _row_axes(sides: Sides) -> int:
+    """Returns ``row_axes``, of which all sides have the same; a producer may have no side."""
+    return sides[0].row_axes if sides else 1
+
+
 class Operands(NamedTuple):
     """Holds a flat operand list by role: arrays, or their shapes, shardings or batch dimensions."""
 
@@ -239,7 +244,7 @@ def blocks_in_rows(shape: Sequence[int], row_axes: int = 1) -> tuple[int, int]:
 
 def with_merged_rows(compute: Callable, flat: Sequence[jax.Array], sides: Sides, row_blocks: Any) -> list[jax.Array]:
     """Calls ``compute(operands, sides, row_blocks)`` with x [..., M, K], and splits M in what it returns."""
-    ops, row_axes = split_operands(flat, sides), sides[0].row_axes
+    ops, row_axes = split_operands(flat, sides), _row_axes(sides)
     (x,) = ops.sources
     row_blocks = row_blocks or blocks_in_rows(x.shape, row_axes)
     if row_axes == 1:
@@ -331,7 +336,7 @@ def batched_operands(args: Sequence[Any], dims: Sequence[Any], sides: Sides, sou
     size = batch_size(args, dims)
     x, *others = (batched(size, v, d) for v, d in zip(ops.sources, at.sources, strict=True))
     pairs = zip(ops.amax, at.amax, strict=True)
-    lead = x.shape[: -1 - sides[0].row_axes]
+    lead = x.shape[: -1 - _row_axes(sides)]
     amax = tuple(None if v is None else batched_amax(size, v, d, lead) for v, d in pairs)
     # With a stream for each example, every one counts from the start of an array of its own.
     streams = zip(ops.stream, at.stream, strict=True)
@@ -356,7 +361,7 @@ def shardings(
     """Returns the shardings of all operands and results for that of x and those of other ``sources``."""
     ops, parts = split_operands(shapes, sides, 1 + len(sources)), [side.sharding(dims) for side in sides]
     amax = tuple(None if s is None else p[2][: len(s)] for s, p in zip(ops.amax, parts, strict=True))
-    stream = tuple(None if s is None else [*dims[: -1 - sides[0].row_axes], None] for s in ops.stream)
+    stream = tuple(None if s is None else [*dims[: -1 - _row_axes(sides)], None] for s in ops.stream)
     results = [v for side, p in zip(sides, parts, strict=True) for v in (p[:2] if side.has_amax else p)]
     return Operands((list(dims), *sources), amax, stream).flat(), results
 
@@ -394,7 +399,7 @@ def _first_rows(mesh: Any, axes: Axes, sizes: Sequence[int]) -> jax.Array:
 
 def with_local_streams(local: Body, mesh: Any, axes: Axes, shape: Shape, sides: Sides, sources: int = 1) -> Body:
     """Gives ``local`` the random bits of the device's place in the whole x, of this sharding and shape."""
-    stochastic, row_axes = any(side.spec.rounding == "stochastic" for side in sides), sides[0].row_axes
+    stochastic, row_axes = any(side.spec.rounding == "stochastic" for side in sides), _row_axes(sides)
     if not stochastic or not any(axes_of(entry) for entry in axes[-1 - row_axes :]):
         return local
 
