@@ -1,8 +1,8 @@
 """A byte-level transformer as functions of a tree of weights.
 
-The product of the linear layers is an argument, ``linear(x, w, key)``, so the same model runs in bfloat16
-(``bf16_linear``), trains in NVFP4 (``quantized_linear``) and runs from NVFP4 weights (``converted_linear``). The
-attention scores, norms, embeddings and the output head are in bfloat16 or float32, the residual stream is bfloat16.
+The product of the linear layers is an argument, ``linear(x, w, key, name)``, so the same model runs in bfloat16
+(``bf16_linear``), trains in NVFP4 (``quantized_linear``), runs from NVFP4 weights (``converted_linear``) and is split over
+devices by the names of its weights (``lm/sharded.py``). The attention scores, norms, embeddings and the output head are in bfloat16 or float32, the residual stream is bfloat16.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from jnvfp4 import NVFP4Tensor, Recipe
 from lm.config import Config
 
 Tree = Any  # a nested dict of arrays; of NVFP4Tensors, too, where weights are quantized
-Linear = Callable[[Array, Any, Array], Array]  # x [..., K], w [N, K], key -> [..., N]
+Linear = Callable[[Array, Any, Array, str], Array]  # x [..., K], w [N, K], key, name of w -> [..., N]
 
 VOCABULARY = 256
 NORM_EPSILON = 1e-6
@@ -27,21 +27,21 @@ ROTARY_BASE = 10_000.0
 # Linear layers
 
 
-def bf16_linear(x: Array, w: Array, key: Array) -> Array:
-    """Multiplies x by w^T in the dtype of x; the key is unused."""
+def bf16_linear(x: Array, w: Array, key: Array, name: str) -> Array:
+    """Multiplies x by w^T in the dtype of x; key and name are unused."""
     return x @ w.astype(x.dtype).T
 
 
 def quantized_linear(recipe: Recipe) -> Linear:
     """Returns a linear layer that quantizes x and w, and their gradients, as the recipe says."""
-    return lambda x, w, key: jnvfp4.linear(x, w, recipe, key=key)
+    return lambda x, w, key, name: jnvfp4.linear(x, w, recipe, key=key)
 
 
-def converted_linear(x: Array, w: Array | NVFP4Tensor, key: Array) -> Array:
-    """Multiplies x by w^T where w may be quantized already; the key is unused."""
+def converted_linear(x: Array, w: Array | NVFP4Tensor, key: Array, name: str) -> Array:
+    """Multiplies x by w^T where w may be quantized already; key and name are unused."""
     if isinstance(w, NVFP4Tensor):
         return jnvfp4.matmul_nt(x, w, out_dtype=x.dtype)
-    return bf16_linear(x, w, key)
+    return bf16_linear(x, w, key, name)
 
 
 # Weights
@@ -98,22 +98,22 @@ def rotate(x: Array) -> Array:
 
 
 def attention(x: Array, layer: Tree, config: Config, linear: Linear, keys: Array) -> Array:
-    qkv = linear(x, layer["qkv"], keys[0]).reshape(*x.shape[:2], -1, config.head_dim)
+    qkv = linear(x, layer["qkv"], keys[0], "qkv").reshape(*x.shape[:2], -1, config.head_dim)
     q, k, v = jnp.split(qkv, [config.heads, config.heads + config.kv_heads], axis=2)
     if config.architecture == "llama":
         q, k = rotate(q), rotate(k)
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    return linear(mixed.reshape(x.shape), layer["attention_out"], keys[1])
+    return linear(mixed.reshape(x.shape), layer["attention_out"], keys[1], "attention_out")
 
 
 def mlp(x: Array, layer: Tree, config: Config, linear: Linear, keys: Array) -> Array:
-    up = linear(x, layer["mlp_up"], keys[0])
+    up = linear(x, layer["mlp_up"], keys[0], "mlp_up")
     if config.architecture == "llama":
         gate, values = jnp.split(up, 2, axis=-1)
         hidden = jax.nn.silu(gate) * values
     else:
         hidden = jax.nn.gelu(up)
-    return linear(hidden, layer["mlp_down"], keys[1])
+    return linear(hidden, layer["mlp_down"], keys[1], "mlp_down")
 
 
 # Model

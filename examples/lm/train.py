@@ -69,13 +69,23 @@ class Curves:
     wall_seconds: float = 0.0
 
 
-def make_train_step(linear: Linear, config: Config, seed: int) -> TrainStep:
-    """Returns the jitted training step. It donates the weights and the optimizer state."""
+def make_train_step(
+    linear: Linear, config: Config, seed: int, prepare: Callable[[Tree], Tree] = lambda params: params, **options: Any
+) -> TrainStep:
+    """Returns the jitted training step. It donates the weights and the optimizer state.
 
-    @partial(jax.jit, donate_argnums=(0, 1))
+    Args:
+      linear: product of the linear layers.
+      config: sizes of the model and of its training.
+      seed: of the random rounding.
+      prepare: makes of the weights what the model takes; runs once a step.
+      options: of ``jax.jit``.
+    """
+
+    @partial(jax.jit, donate_argnums=(0, 1), **options)
     def train_step(params: Tree, state: Tree, batch: Array) -> tuple[Tree, Tree, Array]:
         key = jax.random.fold_in(jax.random.key(seed), state["step"])  # every step rounds with other random bits
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch, config, linear, key)
+        loss, grads = jax.value_and_grad(lambda p: loss_fn(prepare(p), batch, config, linear, key))(params)
         params, state = adamw(params, grads, state, learning_rate(state["step"], config))
         return params, state, loss
 

@@ -1,0 +1,123 @@
+"""The language model over a mesh of devices with the axes "data", "fsdp" and "tensor".
+
+Batches are split over "data" and "fsdp". Weights are split over "fsdp", which gathers them for a layer, and over
+"tensor", where every device multiplies by its own part: "qkv" and "mlp_up" by their rows (column parallel),
+"attention_out" and "mlp_down" by their columns (row parallel), so that one sum follows each pair.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jnvfp4
+from lm.config import Config
+from lm.model import Linear, Tree, init_params
+from lm.train import init_optimizer
+
+AXES = ("data", "fsdp", "tensor")
+BATCH = P(("data", "fsdp"), None)
+# Of a weight [N, K]: as it is kept, and as a layer multiplies by it.
+COLUMN = (P("tensor", "fsdp"), P("tensor", None))
+ROW = (P("fsdp", "tensor"), P(None, "tensor"))
+WEIGHTS = {"qkv": COLUMN, "attention_out": ROW, "mlp_up": COLUMN, "mlp_down": ROW}
+
+
+def make_mesh(sizes: tuple[int, ...]) -> Mesh:
+    """Makes a mesh of the first devices with the sizes of "data", "fsdp" and "tensor"."""
+    count = int(np.prod(sizes))
+    if count > len(jax.devices()):
+        raise ValueError(f"a mesh of {sizes} must have at most {len(jax.devices())} devices, got {count}")
+    return Mesh(np.array(jax.devices()[:count]).reshape(sizes), AXES)
+
+
+def shardings(params: Tree, mesh: Mesh) -> Tree:
+    """Returns how the weights, or an optimizer state with copies of their tree, are kept."""
+
+    def sharding(path: Any, leaf: Array) -> NamedSharding:
+        name = str(path[-1].key)
+        if name in WEIGHTS:
+            return NamedSharding(mesh, P(None, *WEIGHTS[name][0]))
+        return NamedSharding(mesh, P(None, "fsdp") if name in ("embedding", "head", "position") else P())
+
+    return jax.tree.map_with_path(sharding, params)
+
+
+def init(seed: int, config: Config, mesh: Mesh) -> tuple[Tree, Tree]:
+    """Draws the weights and makes the optimizer state where they are kept; the values do not depend on the mesh."""
+
+    def draw() -> tuple[Tree, Tree]:
+        params = init_params(jax.random.key(seed), config)
+        return params, init_optimizer(params)
+
+    return jax.jit(draw, out_shardings=shardings(jax.eval_shape(draw), mesh))()
+
+
+def place(batch: np.ndarray, mesh: Mesh) -> Array:
+    """Splits a batch that every process has over the mesh."""
+    sharding = NamedSharding(mesh, BATCH)
+    return jax.make_array_from_callback(batch.shape, sharding, lambda index: batch[index])
+
+
+# Linear layers
+
+
+def bf16_linear(mesh: Mesh) -> Linear:
+    """Returns the product in bfloat16 that gathers a weight in 16 bits."""
+
+    def linear(x: Array, w: Array, key: Array, name: str) -> Array:
+        kept, gathered = WEIGHTS[name]
+        w = jax.lax.with_sharding_constraint(w.astype(x.dtype), NamedSharding(mesh, kept))
+        w = jax.lax.with_sharding_constraint(w, NamedSharding(mesh, gathered))
+        return x @ w.T
+
+    return linear
+
+
+def nvfp4_linear(recipe: jnvfp4.Recipe, mesh: Mesh) -> Linear:
+    """Returns the layer that quantizes a weight where it is kept and gathers the packed bytes."""
+
+    def linear(x: Array, w: tuple[Array, Array], key: Array, name: str) -> Array:
+        weight, amax = w
+        kept, gathered = (NamedSharding(mesh, spec) for spec in WEIGHTS[name])
+        return jnvfp4.linear(x, weight, recipe, key=key, w_gather=(kept, gathered), w_amax=amax)
+
+    return linear
+
+
+def with_amaxes(recipe: jnvfp4.Recipe) -> Callable[[Tree], Tree]:
+    """Returns a function that pairs each quantized weight with the amaxes of its layers: one all-reduce for all."""
+
+    def pair(params: Tree) -> Tree:
+        weights = {name: {"w": params["layers"][name]} for name in WEIGHTS}
+        amaxes = jnvfp4.sharding.weight_amax(weights, jnvfp4.Policy(default=recipe), stacked=".*")
+        pairs = {name: (weights[name]["w"], amaxes[name]["w"]) for name in WEIGHTS}
+        return params | {"layers": params["layers"] | pairs}
+
+    return pair
+
+
+# Bits
+
+
+def quantize_weights(params: Tree, spec: jnvfp4.QuantSpec) -> Tree:
+    """Quantizes the weights of the linear layers where they are kept."""
+    quantize: Callable[[Array], Any] = jax.vmap(lambda w: jnvfp4.quantize(w, spec))
+    return {name: quantize(params["layers"][name]) for name in WEIGHTS}
+
+
+def digest(tree: Tree) -> str:
+    """Returns a hash of the bytes of global arrays, the same in every process and for every mesh."""
+    state = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        as_bytes = jax.lax.bitcast_convert_type(leaf, jnp.uint8) if leaf.dtype.itemsize == 1 else leaf
+        whole = multihost_utils.process_allgather(as_bytes, tiled=True)
+        state.update(np.ascontiguousarray(whole).tobytes())
+    return state.hexdigest()[:16]
