@@ -10,9 +10,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from ._arguments import as_float_array, float_dtype, operation
-from ._keys import layer_key, needs_key
-from ._linear import Call, WeightAxes, call_linear, check_recipe, recipe_key, units
+from ._arguments import as_amax, as_float_array, float_dtype, operation
+from ._gather import Placement, as_pair
+from ._keys import layer_amax, layer_key, needs_key
+from ._linear import Call, WeightAxes, call_linear, check_recipe, recipe_key, takes_weight_amax, units
 from ._primitives._base import axes_of_dims
 from .recipes import DEFAULT, Recipe
 from .tensor import NVFP4Tensor
@@ -29,6 +30,8 @@ def dot_general(
     out_sharding: NamedSharding | PartitionSpec | None = None,
     recipe: Recipe = DEFAULT,
     key: jax.Array | None = None,
+    w_gather: tuple[Placement, Placement] | None = None,
+    w_amax: ArrayLike | None = None,
     **unsupported: Any,
 ) -> jax.Array:
     """Computes ``jax.lax.dot_general`` through ``linear``: for model code that takes a ``dot_general`` argument.
@@ -46,6 +49,9 @@ def dot_general(
         and the columns that of rhs.
       recipe: as in ``linear``.
       key: as in ``linear``; it is split over the batch axes.
+      w_gather: as in ``linear``, by the axes of rhs. Of axes that count as one only the first may be sharded. A batch
+        axis has the same sharding in both.
+      w_amax: as in ``linear``, with the batch axes of rhs: one for each example.
       **unsupported: newer arguments of ``lax.dot_general``; each must be None.
 
     Returns:
@@ -56,8 +62,15 @@ def dot_general(
     """
     op = "dot_general"
     check_options(op, recipe, precision, out_sharding, unsupported)
-    dtype = preferred_element_type
-    return contract(op, lhs, rhs, dimension_numbers, recipe, key, dtype, out_sharding, pad=False)
+    of_w = OfWeights(as_pair(op, w_gather), w_amax)
+    return contract(op, lhs, rhs, dimension_numbers, recipe, key, preferred_element_type, out_sharding, of_w, pad=False)
+
+
+class OfWeights(NamedTuple):
+    """Holds what a product is told of its weights: where they are, by their axes, and their amax."""
+
+    gather: tuple[Placement, Placement] | None = None
+    amax: Any = None
 
 
 def check_options(op: str, recipe: Any, precision: Any, out_sharding: Any, unsupported: dict[str, Any]) -> None:
@@ -85,6 +98,7 @@ def contract(
     key: jax.Array | None,
     dtype: DTypeLike | None,
     out_sharding: Any,
+    of_w: OfWeights,
     *,
     pad: bool,
 ) -> jax.Array:
@@ -105,11 +119,18 @@ def contract(
     w_axes: WeightAxes = "kn" if in_flax_order and not _draws_for_w(recipe) else "nk"
     call = Call(op, recipe, out_dtype, w_axes=w_axes)
     x = _flattened(op, a, left.batch, *((i,) for i in left.free), left.contracting)
-    w = _flattened(op, b, right.batch, *(right[1:] if w_axes == "kn" else right[:0:-1]))
+    groups = right[1:] if w_axes == "kn" else right[:0:-1]
+    w = _flattened(op, b, right.batch, *groups)
+    of_w = OfWeights(
+        _of_matrix(op, of_w.gather, right.batch, groups), _of_examples(op, of_w.amax, b.shape, right.batch)
+    )
     n = math.prod(b.shape[i] for i in right.free)
     if pad:
         x, w = _padded(x, w, w_axes, *units(recipe))
-    out = _batched(call, x, w, key) if lb else call_linear(call, x[0], w[0], None, key)
+    if lb:
+        out = _batched(call, x, w, key, of_w)
+    else:
+        out = call_linear(call, x[0], w[0], None, key, None, *of_w)
     if out.shape[-1] != n:
         out = lax.slice_in_dim(out, 0, n, axis=-1)
     of_x = [(a.shape[i],) for i in left.free]
@@ -117,11 +138,46 @@ def contract(
     return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
 
 
-def _batched(call: Call, x: jax.Array, w: jax.Array, key: jax.Array | None) -> jax.Array:
+def _batched(call: Call, x: jax.Array, w: jax.Array, key: jax.Array | None, of_w: OfWeights) -> jax.Array:
     """Multiplies every matrix of x [B, M, K] by its own matrix of w, with a key of its own."""
     key = recipe_key(call.op, call.recipe, key)
     keys = None if key is None else jax.random.split(key, x.shape[0])
-    return jax.vmap(lambda x, w, key: call_linear(call, x, w, None, key))(x, w, keys)
+    one = lambda x, w, key, amax: call_linear(call, x, w, None, key, None, of_w.gather, amax)  # noqa: E731
+    return jax.vmap(one)(x, w, keys, of_w.amax)
+
+
+def _of_matrix(
+    op: str, pair: tuple[Placement, Placement] | None, batch: tuple[int, ...], groups: tuple[tuple[int, ...], ...]
+) -> tuple[Placement, Placement] | None:
+    """Turns shardings by the axes of rhs into those of the matrix whose axes are the groups."""
+    if pair is None:
+        return None
+    specs = [sharding.spec if isinstance(sharding, NamedSharding) else sharding for sharding in pair]
+    entries = [dict(enumerate(spec)) for spec in specs]
+    late = [i for group in (batch, *groups) for i in group[1:]]
+    if any(found.get(i) is not None for found in entries for i in late):
+        raise ValueError(
+            f"{op}: of axes that count as one, only the first may be sharded by w_gather, got {pair} with the groups "
+            f"of axes {groups}"
+        )
+    if any(entries[0].get(i) != entries[1].get(i) for i in batch):
+        raise ValueError(f"{op}: w_gather must not gather the batch axes {batch}, got {pair}")
+    flat = [PartitionSpec(*(found.get(group[0]) if group else None for group in groups)) for found in entries]
+    placed = [
+        NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec
+        for sharding, spec in zip(pair, flat, strict=True)
+    ]
+    return placed[0], placed[1]
+
+
+def _of_examples(op: str, amax: Any, shape: tuple[int, ...], batch: tuple[int, ...]) -> jax.Array | None:
+    """Flattens the batch axes of an amax."""
+    if amax is None:
+        return None
+    array, wanted = as_amax(op, amax), tuple(shape[i] for i in batch)
+    if array.shape != wanted:
+        raise ValueError(f"{op}: w_amax must have the batch axes of rhs, {wanted}, got shape {array.shape}")
+    return array.reshape(-1) if batch else array
 
 
 def _padded(x: jax.Array, w: jax.Array, w_axes: WeightAxes, unit_n: int, unit_k: int) -> tuple[jax.Array, jax.Array]:
@@ -147,14 +203,18 @@ class DotGeneral:
     Attributes:
       recipe: how each GEMM quantizes its operands.
       path: the name of the layer in its model, such as "block_3/mlp/up". A layer that rounds stochastically draws its
-        random bits by ``layer_key(path)`` where no key is passed.
+        random bits by ``layer_key(path)`` where no key is passed, and a layer with a path takes the amax of its weights
+        from ``jnvfp4.sharding.step_amax`` where none is passed.
+      w_gather: as in ``jnvfp4.dot_general``.
     """
 
     recipe: Recipe = DEFAULT
     path: str | None = None
+    w_gather: tuple[Placement, Placement] | None = None
 
     def __post_init__(self) -> None:
         check_recipe("DotGeneral", self.recipe)
+        as_pair("DotGeneral", self.w_gather)
         if self.path is not None and not isinstance(self.path, str):
             raise TypeError(f"DotGeneral: path must be a string or None, got {self.path!r}")
 
@@ -168,6 +228,7 @@ class DotGeneral:
         *,
         out_sharding: NamedSharding | PartitionSpec | None = None,
         key: jax.Array | None = None,
+        w_amax: ArrayLike | None = None,
         **unsupported: Any,
     ) -> jax.Array:
         """Computes ``jnvfp4.dot_general``, with zeros added where K or N is no multiple of what the recipe needs.
@@ -182,6 +243,7 @@ class DotGeneral:
           preferred_element_type: the dtype of the result; that of ``lax.dot_general`` if None.
           out_sharding: how the result is sharded over an Explicit mesh.
           key: as in ``linear``. If it is None and the recipe rounds stochastically, ``layer_key(path)``.
+          w_amax: as in ``jnvfp4.dot_general``. If it is None, that of ``step_amax`` for the path.
           **unsupported: newer arguments of ``lax.dot_general``; each must be None.
 
         Returns:
@@ -194,13 +256,20 @@ class DotGeneral:
         check_options(op, self.recipe, precision, out_sharding, unsupported)
         if key is None and self.recipe.stochastic:
             key = self._layer_key(op)
-        dtype = preferred_element_type
-        return contract(op, lhs, rhs, dimension_numbers, self.recipe, key, dtype, out_sharding, pad=True)
+        if w_amax is None and self.path is not None:
+            w_amax = amax_of_layer(self.recipe, self.path, len(dimension_numbers[1][1]))
+        of_w, dtype = OfWeights(self.w_gather, w_amax), preferred_element_type
+        return contract(op, lhs, rhs, dimension_numbers, self.recipe, key, dtype, out_sharding, of_w, pad=True)
 
     def _layer_key(self, op: str) -> jax.Array:
         if self.path is None:
             raise needs_key(op, "DotGeneral(recipe, path=...) has a path that no other layer has")
         return layer_key(self.path)
+
+
+def amax_of_layer(recipe: Recipe, path: str, batch: int) -> jax.Array | None:
+    """Returns the amax of ``step_amax`` for weights with ``batch`` batch axes, if the recipe takes one."""
+    return layer_amax(path, batch) if takes_weight_amax(recipe) else None
 
 
 def _dtype_of_lax(a: jax.Array, b: jax.Array) -> Any:

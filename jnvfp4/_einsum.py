@@ -8,7 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from ._arguments import as_float_array, operation
-from ._dot_general import check_options, contract
+from ._dot_general import OfWeights, amax_of_layer, check_options, contract
+from ._gather import Placement, as_pair
 from .recipes import DEFAULT, Recipe
 
 _ELLIPSIS = "..."
@@ -33,6 +34,8 @@ def einsum(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
+    w_gather: tuple[Placement, Placement] | None = None,
+    w_amax: ArrayLike | None = None,
 ) -> jax.Array:
     """Computes ``jnp.einsum`` of activations and weights through ``linear``.
 
@@ -49,6 +52,8 @@ def einsum(
       precision: as in ``dot_general``.
       preferred_element_type: as in ``dot_general``.
       out_sharding: as in ``dot_general``, of the result in the order of ``subscripts``.
+      w_gather: as in ``dot_general``, by the axes of w.
+      w_amax: as in ``dot_general``.
 
     Returns:
       The array of ``jnp.einsum``. Where K or N is no multiple of what the recipe needs, zeros are added inside.
@@ -57,7 +62,25 @@ def einsum(
       ValueError, TypeError: the einsum is no product of two operands, or an argument does not fit.
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    return einsum_of("einsum", subscripts, x, w, recipe, key, **options)
+    of_w = OfWeights(as_pair("einsum", w_gather), w_amax)
+    return einsum_of("einsum", subscripts, x, w, recipe, key, of_w, **options)
+
+
+def einsum_of_layer(
+    path: str,
+    subscripts: str,
+    x: ArrayLike,
+    w: ArrayLike,
+    recipe: Recipe,
+    key: jax.Array | None,
+    w_gather: tuple[Placement, Placement] | None,
+    **options: Any,
+) -> jax.Array:
+    """Computes ``einsum`` for a layer of a model, with the amax of ``step_amax`` for its path."""
+    op = f"einsum of layer {path!r}"
+    batch = contraction(op, subscripts, jax.numpy.ndim(x), jax.numpy.ndim(w)).dimension_numbers[1][1]
+    of_w = OfWeights(w_gather, amax_of_layer(recipe, path, len(batch)))
+    return einsum_of(op, subscripts, x, w, recipe, key, of_w, **options)
 
 
 def einsum_of(
@@ -67,6 +90,7 @@ def einsum_of(
     w: ArrayLike,
     recipe: Recipe,
     key: jax.Array | None,
+    of_w: OfWeights,
     *,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
@@ -78,7 +102,7 @@ def einsum_of(
     check_options(op, recipe, precision, out_sharding, unsupported)
     found = contraction(op, subscripts, x.ndim, w.ndim)
     dtype = preferred_element_type
-    product = contract(op, x, w, found.dimension_numbers, recipe, key, dtype, None, pad=True)
+    product = contract(op, x, w, found.dimension_numbers, recipe, key, dtype, None, of_w, pad=True)
     result = product.transpose(found.order)
     return result if out_sharding is None else jax.sharding.reshard(result, out_sharding)
 

@@ -5,7 +5,7 @@ argument, and it never outlives the ``with`` block.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -29,14 +29,16 @@ THREE_WAYS = (
 )
 
 
+_FIND_INSIDE = "call weight_amax in the jitted step, with its parameters"
 _ENTER_INSIDE = "pass the key to the jitted step as an argument and enter step_key inside"
 
 
 class _Step(NamedTuple):
-    """Holds the key of a step and the indices of the loops that are being traced."""
+    """Holds the key of a step, the indices of the loops that are being traced, and the amaxes of weights by path."""
 
-    key: jax.Array
+    key: jax.Array | None = None
     indices: tuple[ArrayLike, ...] = ()
+    amaxes: Mapping[str, Any] | None = None
 
 
 _step: ContextVar[_Step | None] = ContextVar("jnvfp4_step", default=None)
@@ -63,7 +65,18 @@ def step_key(key: jax.Array) -> Iterator[None]:
     """
     key = as_key("step_key", key)
     check_step("step_key", key)
-    with _entered(_Step(key)):
+    step = _step.get()
+    with _entered(_Step(key, amaxes=None if step is None else step.amaxes)):
+        yield
+
+
+@contextmanager
+def entered_amaxes(amaxes: Mapping[str, Any]) -> Iterator[None]:
+    """Gives layers the amaxes of their weights by path, for ``jnvfp4.sharding.step_amax``."""
+    for path, amax in amaxes.items():
+        if amax is not None:
+            check_step(f"step_amax: layer {path!r}", amax, "the amaxes of step_amax", _FIND_INSIDE)
+    with _entered((_step.get() or _Step())._replace(amaxes=amaxes)):
         yield
 
 
@@ -114,7 +127,7 @@ def layer_key(path: str) -> jax.Array:
     if not isinstance(path, str):
         raise TypeError(f"layer_key: path must be a string, got {path!r}")
     step = _step.get()
-    if step is None:
+    if step is None or step.key is None:
         raise needs_key(f"layer {path!r}")
     check_step(f"layer {path!r}", step.key)
     _check_varies(f"layer {path!r}", step)
@@ -123,6 +136,41 @@ def layer_key(path: str) -> jax.Array:
         of_layer = layer_path(path)
         path, indices = of_layer.without_number, () if of_layer.number is None else (of_layer.number,)
     return fold_path(step.key, path, *indices)
+
+
+def layer_amax(path: str, batch: int = 0) -> jax.Array | None:
+    """Returns the amax of the weights of a layer of the current step; None where ``step_amax`` gives none.
+
+    It has ``batch`` axes. Those before them count the layers of loops, of which ``layer_index`` has the numbers.
+
+    Raises:
+      ValueError: the step has no amax for the path, or a loop has no index or one that is too large.
+    """
+    step = _step.get()
+    if step is None or step.amaxes is None:
+        return None
+    if path not in step.amaxes:
+        raise ValueError(
+            f"layer {path!r}: step_amax must have the path of every quantized layer, got {', '.join(step.amaxes)}; "
+            "None in the tree lets a layer find its amax"
+        )
+    amax = step.amaxes[path]
+    if amax is None:
+        return None
+    check_step(f"layer {path!r}", amax, "the amaxes of step_amax", _FIND_INSIDE)
+    stacked = amax.ndim - batch
+    if stacked < 0 or stacked > len(step.indices):
+        raise ValueError(
+            f"layer {path!r}: the amax of step_amax must have an axis for each of {batch} axes of experts, and before "
+            f"them one for each of {len(step.indices)} loops with jnvfp4.layer_index at most, got shape {amax.shape}"
+        )
+    if not stacked:
+        return amax
+    numbers = step.indices[-stacked:]
+    for number, size in zip(numbers, amax.shape, strict=False):
+        if not isinstance(number, jax.core.Tracer) and int(number) >= size:  # type: ignore[arg-type]
+            raise ValueError(f"layer {path!r}: layer_index must be less than {size}, got {number}")
+    return amax[numbers]
 
 
 def fold_path(key: jax.Array, path: str, *indices: ArrayLike) -> jax.Array:
@@ -140,12 +188,12 @@ def needs_key(what: str, fourth: str = "") -> ValueError:
     return ValueError(f"{what}: key must be given, since the recipe rounds stochastically, got none; {ways}")
 
 
-def check_step(what: str, key: Any, of: str = "step_key", hint: str = _ENTER_INSIDE) -> None:
+def check_step(what: str, key: Any, of: str = "the key of step_key", hint: str = _ENTER_INSIDE) -> None:
     """Refuses a key that would become a constant of a traced function."""
     functions = traced_functions()
     if functions and not isinstance(key, jax.core.Tracer):
         raise ValueError(
-            f"{what}: the key of {of} must be traced with the function that uses it, which JAX traces for "
+            f"{what}: {of} must be traced with the function that uses it, which JAX traces for "
             f"{functions[-1]!r}, got a constant, which would be the same in every step; {hint}"
         )
 
@@ -162,7 +210,7 @@ def check_varies(what: str, key: Any, hint: str) -> None:
 def _entered(step: _Step) -> Iterator[None]:
     """Makes a step the current one."""
     # A constant key never reaches a traced function, so eager calls may keep what JAX has compiled.
-    traced = isinstance(step.key, jax.core.Tracer)
+    traced = isinstance(step.key, jax.core.Tracer) or step.amaxes is not None
     with _trace_of_step(object()) if traced else nullcontext():
         token = _step.set(step)
         try:
@@ -173,6 +221,7 @@ def _entered(step: _Step) -> Iterator[None]:
 
 def _check_varies(what: str, step: _Step) -> None:
     """Refuses a loop over which neither the key nor an index varies."""
+    assert step.key is not None
     loops = _count_loops(traced_functions())
     varied = {*range(1, _depth(step.key) + 1), *map(_depth, step.indices)}
     if missing := [loop for loop in range(1, loops + 1) if loop not in varied]:

@@ -15,7 +15,9 @@ from jax.typing import ArrayLike, DTypeLike
 from . import _native
 from ._arguments import (
     Accumulation,
+    AmaxPair,
     Implementation,
+    as_amax,
     as_float_array,
     as_key,
     check_accumulation,
@@ -23,6 +25,7 @@ from ._arguments import (
     float_dtype,
     operation,
 )
+from ._gather import Gather, Placement, as_gather, as_pair, gathered
 from ._primitives._base import Axes, axes_of, axes_of_dims, match_varying, resharded, without_axes
 from ._primitives._operands import check_parts
 from .ops import contract_rows, dequantize, matmul_nt, quantize, quantize_pair, quantize_pair_rows, quantize_rows
@@ -50,6 +53,12 @@ class Call(NamedTuple):
     implementation: str | None = None
     w_axes: WeightAxes = "nk"
     axes: tuple[Any, ...] = (None, None, None)  # mesh axes of x, w and bias by dimension, for their gradients
+    gather: Gather | None = None  # of w [N, K]
+
+    @property
+    def gather_t(self) -> Gather | None:
+        """Returns where w transposed, [K, N], is kept and read."""
+        return None if self.gather is None else self.gather.reversed
 
     @property
     def common(self) -> Implementation:
@@ -72,6 +81,8 @@ def linear(
     accumulation: Accumulation = "fast",
     implementation: str | None = None,
     w_axes: WeightAxes = "nk",
+    w_gather: tuple[Placement, Placement] | None = None,
+    w_amax: ArrayLike | None = None,
 ) -> jax.Array:
     """Computes x w^T + bias with quantized operands, in the forward GEMM and in both gradient GEMMs.
 
@@ -103,6 +114,15 @@ def linear(
         gradient of w as [K, N]; the results have the bits of ``w.T`` with "nk" where the order of sums is pinned. But a
         spec that rounds w stochastically draws its bits for w as it is stored, so they differ from those of ``w.T``.
         An NVFP4Tensor needs "nk".
+      w_gather: None, or the pair (sharded, gathered) of shardings of w by its axes, for weights that each device of an
+        Auto or Explicit mesh keeps a part of. w is quantized as ``sharded``; its codes and scales, as bytes, then go to
+        ``gathered``, once for the forward GEMM and once for dx. The gradient of w leaves as ``sharded``: partial sums
+        over tokens are reduce-scattered in float32 and then rounded to the dtype of w. A GEMM in high precision reads
+        the original w, which XLA gathers in its own dtype. A sharding is a NamedSharding or, where the mesh is known
+        (that of w, or of ``jax.set_mesh``), a PartitionSpec, and splits w between its blocks.
+      w_amax: float32 (), the amax of w as ``jnvfp4.sharding.weight_amax`` finds it for all weights of a step at once;
+        larger magnitudes saturate. It is that of every spec of w with amax scope "tensor" and without ``rht``. None
+        finds it here.
 
     Returns:
       [..., N] of ``out_dtype``. The gradients have the dtypes of x, w and bias. The backward pass keeps the quantized
@@ -118,10 +138,20 @@ def linear(
     if w_axes not in ("nk", "kn"):
         raise ValueError(f"{op}: w_axes must be 'nk' or 'kn', got {w_axes!r}")
     dtype = None if out_dtype is None else float_dtype(op, "out_dtype", out_dtype)
-    return call_linear(Call(op, recipe, dtype, accumulation, implementation, w_axes), x, w, bias, key, quantized)
+    call = Call(op, recipe, dtype, accumulation, implementation, w_axes)
+    return call_linear(call, x, w, bias, key, quantized, as_pair(op, w_gather), w_amax)
 
 
-def call_linear(call: Call, x: Any, w: Any, bias: Any, key: Any, quantized: Quantized = None) -> jax.Array:
+def call_linear(
+    call: Call,
+    x: Any,
+    w: Any,
+    bias: Any,
+    key: Any,
+    quantized: Quantized = None,
+    w_gather: tuple[Placement, Placement] | None = None,
+    w_amax: Any = None,
+) -> jax.Array:
     """Checks the arguments and flattens the leading axes of x."""
     op, given = call.op, call.recipe
     check_recipe(op, given)
@@ -130,6 +160,7 @@ def call_linear(call: Call, x: Any, w: Any, bias: Any, key: Any, quantized: Quan
     else:
         w = as_float_array(op, "w", w)
     recipe = call.recipe
+    w_amax = _checked_amax(op, given, w, w_amax)
     key = recipe_key(op, recipe, key)
     x = as_float_array(op, "x", x)
     bias = None if bias is None else as_float_array(op, "bias", bias)
@@ -140,15 +171,17 @@ def call_linear(call: Call, x: Any, w: Any, bias: Any, key: Any, quantized: Quan
         raise ValueError(f"{op}: bias must have shape (N,)=({n},), got {bias.shape}")
     _check_contractions(op, w.shape, n, k, recipe)
     pair = _quantized_pair(op, x, given, quantized)
-    kept = x if _keeps_axes(op, x, recipe) else x.reshape(math.prod(x.shape[:-1]), k)
-    operands, structure = jax.tree.flatten((kept, w, bias))
+    if w_gather is not None:
+        call, w = _kept_sharded(call, w, w_gather)
+    tokens = x if _keeps_axes(op, x, recipe) else x.reshape(math.prod(x.shape[:-1]), k)
+    operands, structure = jax.tree.flatten((tokens, w, bias))
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
-    kept, w, bias = jax.tree.unflatten(structure, match_varying(*operands, like=(key, pair)))
+    tokens, w, bias = jax.tree.unflatten(structure, match_varying(*operands, like=(key, pair, w_amax)))
     if call.out_dtype is None:
         call = call._replace(out_dtype=x.dtype)
-    of = [v if isinstance(v, jax.Array) else None for v in (kept, w, bias)]
+    of = [v if isinstance(v, jax.Array) else None for v in (tokens, w, bias)]
     call = call._replace(axes=tuple(None if v is None else tuple(axes_of_dims(jax.typeof(v))) for v in of))
-    y = _linear(kept, w, bias, key, pair, call)
+    y = _linear(tokens, w, bias, key, pair, w_amax, call)
     return y.reshape(*x.shape[:-1], n)
 
 
@@ -176,7 +209,52 @@ def _frozen(call: Call, w: NVFP4Tensor) -> tuple[Call, NVFP4Tensor]:
     return call._replace(recipe=Recipe(fprop, "dequantized", None)), _pack(w)
 
 
+def _kept_sharded(call: Call, w: Any, w_gather: tuple[Placement, Placement]) -> tuple[Call, Any]:
+    """Places w as each device keeps it: outside the custom derivative, so that the gradient of w has this place too."""
+    if isinstance(w, NVFP4Tensor):
+        gather = as_gather(call.op, "w_gather", w_gather, w.data, w.shape, (1, w.format.unit))
+        return call._replace(gather=gather), w
+    n, k = _blocks_of_w(call.recipe)
+    gather = as_gather(call.op, "w_gather", w_gather, w, w.shape, (n, k) if call.w_axes == "nk" else (k, n))
+    return call._replace(gather=gather if call.w_axes == "nk" else gather.reversed), gather.constrain(w)
+
+
+def _blocks_of_w(recipe: Recipe) -> tuple[int, int]:
+    """Returns how many elements a block of w has along N and K, at most."""
+    fprop, dgrad = recipe.fprop, recipe.dgrad_specs
+    along_k = (fprop.w.block_rows, fprop.w.unit) if fprop else (1, 1)
+    along_n = (dgrad.w.unit, dgrad.w.block_rows) if dgrad else (1, 1)
+    return max(along_k[0], along_n[0]), max(along_k[1], along_n[1])
+
+
 # ---------------------------------------------------------------- checks
+def _checked_amax(op: str, recipe: Recipe, w: Any, w_amax: Any) -> jax.Array | None:
+    if w_amax is None:
+        return None
+    if isinstance(w, NVFP4Tensor):
+        raise ValueError(f"{op}: w_amax must be None for an NVFP4Tensor w, which has an amax, got {w_amax!r}")
+    if not takes_weight_amax(recipe):
+        raise ValueError(
+            f'{op}: w_amax must be None, since no spec of w in the recipe has amax_scope "tensor" without rht, got '
+            f"{w_amax!r}"
+        )
+    amax = as_amax(op, w_amax)
+    if amax.shape != () or amax.dtype != jnp.float32:
+        raise ValueError(f"{op}: w_amax must be float32 of shape (), got {amax.dtype} of shape {amax.shape}")
+    return amax
+
+
+def takes_weight_amax(recipe: Recipe) -> bool:
+    """Says whether a spec of w needs the amax of the whole w as it is."""
+    return any(
+        _takes_amax(spec) for spec in (recipe.fprop and recipe.fprop.w, recipe.dgrad_specs and recipe.dgrad_specs.w)
+    )
+
+
+def _takes_amax(spec: QuantSpec | None) -> bool:
+    return spec is not None and spec.format.amax_scope == "tensor" and not spec.format.rht
+
+
 def check_recipe(op: str, recipe: Any) -> None:
     if not isinstance(recipe, Recipe):
         raise TypeError(f"{op}: recipe must be a Recipe, got {recipe!r}")
@@ -351,42 +429,58 @@ class _Quantizer(NamedTuple):
             return None
         return _fold_in(self.key, operand)
 
-    def one(self, x: jax.Array, spec: QuantSpec, operand: int, transpose: bool = False) -> NVFP4Tensor:
+    def one(
+        self, x: jax.Array, spec: QuantSpec, operand: int, transpose: bool = False, amax: jax.Array | None = None
+    ) -> NVFP4Tensor:
         key = self.operand_key(operand, spec)
         if x.ndim == 2:
-            return quantize(x, spec, key=key, transpose=transpose, implementation=self.implementation)
+            return quantize(x, spec, amax=amax, key=key, transpose=transpose, implementation=self.implementation)
         rows = x.ndim - 1
         return quantize_rows(x, spec, rows, key=key, transpose=transpose, implementation=self.implementation)
 
-    def rows(self, x: jax.Array, spec: QuantSpec, operand: int) -> NVFP4Tensor:
+    def rows(self, x: jax.Array, spec: QuantSpec, operand: int, amax: jax.Array | None = None) -> NVFP4Tensor:
         """Quantizes x [M, K] along K, for any M, or x [*rows, K] whose rows need no zeros."""
-        return _crop_rows(self.one(_pad_rows(x, spec.block_rows), spec, operand), x.shape[0])
+        return _crop_rows(self.one(_pad_rows(x, spec.block_rows), spec, operand, amax=amax), x.shape[0])
 
     def both(
-        self, x: jax.Array, row_spec: QuantSpec | None, col_spec: QuantSpec | None, unit: int, operand: int
+        self,
+        x: jax.Array,
+        row_spec: QuantSpec | None,
+        col_spec: QuantSpec | None,
+        unit: int,
+        operand: int,
+        amax: AmaxPair = (None, None),
     ) -> Pair:
         """Quantizes x along K and along its rows, by the specs.
 
         Rows are those of x [M, K] with zeros up to a multiple of ``unit``, or those of x [*rows, K], which needs none.
         """
         if row_spec is None or col_spec is None:
-            row = None if row_spec is None else self.rows(x, row_spec, operand)
-            return row, None if col_spec is None else self.one(_pad_rows(x, unit), col_spec, operand, transpose=True)
+            row = None if row_spec is None else self.rows(x, row_spec, operand, amax[0])
+            if col_spec is None:
+                return row, None
+            return row, self.one(_pad_rows(x, unit), col_spec, operand, transpose=True, amax=amax[1])
         key = self.operand_key(operand, row_spec, col_spec)
         if x.ndim > 2:
             rows, implementation = x.ndim - 1, self.implementation
             return quantize_pair_rows(x, row_spec, col_spec, rows, key=key, implementation=implementation)
         padded = _pad_rows(x, unit)
-        row, col = quantize_pair(padded, row_spec, col_spec, key=key, implementation=self.implementation)
+        row, col = quantize_pair(padded, row_spec, col_spec, amax=amax, key=key, implementation=self.implementation)
         return _crop_rows(row, x.shape[0]), col
 
-    def weights(self, w: jax.Array, w_axes: WeightAxes, fprop: QuantSpec | None, dgrad: QuantSpec | None) -> Pair:
+    def weights(
+        self,
+        w: jax.Array,
+        w_axes: WeightAxes,
+        fprop: QuantSpec | None,
+        dgrad: QuantSpec | None,
+        amax: jax.Array | None,
+    ) -> Pair:
         """Quantizes w along K, [N, K], and along N, [K, N]: for "kn" the second is the orientation of the array."""
-        if w_axes == "nk":
-            along_k, along_n = self.both(w, fprop, dgrad, 1, W)
-        else:
-            along_n, along_k = self.both(w, dgrad, fprop, 1, W)
-        return along_k, along_n
+        specs = (fprop, dgrad) if w_axes == "nk" else (dgrad, fprop)
+        of_first, of_second = (amax if _takes_amax(spec) else None for spec in specs)
+        first, second = self.both(w, *specs, 1, W, (of_first, of_second))
+        return (first, second) if w_axes == "nk" else (second, first)
 
 
 def _save(t: Any) -> Any:
@@ -404,8 +498,8 @@ def _unpack(t: Any) -> Any:
 
 
 # ---------------------------------------------------------------- the GEMMs
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _linear(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, call: Call) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _linear(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, w_amax: Any, call: Call) -> jax.Array:
     if call.recipe.fprop is None:
         assert not isinstance(w, NVFP4Tensor)
         return _unquantized(call, x, w, bias)
@@ -414,7 +508,7 @@ def _linear(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, call:
     qx = quantized[0] or (x if x_spec is None else quantizer.rows(x, x_spec, X))
     if isinstance(w, NVFP4Tensor):
         return _product(call, _save(qx), _unpack(w), bias)
-    qw, _ = quantizer.weights(w, call.w_axes, w_spec, None)
+    qw, _ = quantizer.weights(w, call.w_axes, w_spec, None, w_amax)
     assert qw is not None
     return _product(call, _save(qx), _save(qw), bias)
 
@@ -432,7 +526,7 @@ def _product(call: Call, qx: Any, qw: NVFP4Tensor, bias: Any) -> jax.Array:
     """Runs the forward GEMM. Its operands are named before, so that a checkpoint policy saves the quantizers' work."""
     return matmul_nt(
         qx,
-        qw,
+        gathered(qw, call.gather),
         out_dtype=call.out_dtype,
         bias=bias,
         accumulation=call.accumulation,
@@ -440,11 +534,13 @@ def _product(call: Call, qx: Any, qw: NVFP4Tensor, bias: Any) -> jax.Array:
     )
 
 
-def _forward(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, call: Call) -> tuple[jax.Array, Any]:
+def _forward(
+    x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, w_amax: Any, call: Call
+) -> tuple[jax.Array, Any]:
     if isinstance(w, NVFP4Tensor):
         # w is an argument, which a policy that saves residuals by their name need not copy.
         of_frozen = (_no_elements(x), None, None if bias is None else _no_elements(bias))
-        return _linear(x, w, bias, key, quantized, call), (None, w, of_frozen, key)
+        return _linear(x, w, bias, key, quantized, w_amax, call), (None, w, of_frozen, key)
     recipe, quantizer = call.recipe, _Quantizer(key, call.common)
     dgrad, wgrad = recipe.dgrad_specs, recipe.wgrad_specs
     of_x, of_w = recipe.fprop or (None, None)
@@ -452,7 +548,7 @@ def _forward(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, call
     row_spec, col_spec = (None if t else spec for t, spec in zip(quantized, specs, strict=True))
     x_row, x_t = quantizer.both(x, row_spec, col_spec, _unit(wgrad), X)
     x_row, x_t = quantized[0] or x_row, quantized[1] or x_t
-    w_row, w_t = quantizer.weights(w, call.w_axes, of_w, dgrad and dgrad.w)
+    w_row, w_t = quantizer.weights(w, call.w_axes, of_w, dgrad and dgrad.w, w_amax)
     qx, qw = _save(x if x_row is None else x_row), w_row and _save(w_row)
     w_saved = _save(w_t) if w_t is not None else _save(w) if recipe.dgrad is None else qw
     x_saved = _save(x_t) if x_t is not None else _save(x) if recipe.wgrad is None else qx
@@ -477,7 +573,7 @@ def _backward(call: Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     dw = None if w_like is None else _wgrad(call, dy if dy_t is None else dy_t, x_saved, w_like.dtype)
     db = None if bias_like is None else _sum_of_rows(dy).astype(bias_like.dtype)
     gradients = zip((dx, dw, db), call.axes, strict=True)
-    return *(g if g is None else resharded(g, axes) for g, axes in gradients), None, None
+    return *(g if g is None else resharded(g, axes) for g, axes in gradients), None, None, None
 
 
 def _sum_of_rows(dy: jax.Array) -> jax.Array:
@@ -487,7 +583,9 @@ def _sum_of_rows(dy: jax.Array) -> jax.Array:
 def _dgrad(call: Call, dy: Any, w: Any, dtype: Any) -> jax.Array:
     """Computes dx [..., K] from dy [..., N] and w: quantized along N, quantized along K, or as the caller passed it."""
     if isinstance(dy, NVFP4Tensor):
-        return _gradient(call, dy, w, 1, dtype, call.axes[0])
+        return _gradient(call, dy, gathered(w, call.gather_t), 1, dtype, call.axes[0])
+    if isinstance(w, NVFP4Tensor):
+        w = gathered(w, call.gather)
     axis = 0 if isinstance(w, NVFP4Tensor) or call.w_axes == "nk" else 1
     return _high_precision(dy, _dense(w, dy.dtype, call.common), ([dy.ndim - 1], [axis]), dtype, call.axes[0])
 

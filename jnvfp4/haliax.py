@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ._dot_general import DotGeneral as _DotGeneral
-from ._keys import layer_index, layer_key
+from ._keys import layer_index
 from .policy import Layer, Policy, layers_of
 from .recipes import DEFAULT, Recipe
 
@@ -25,11 +26,13 @@ class DotGeneral(eqx.Module):
       path: the name of the layer, for ``jnvfp4.step_key``; ``apply`` sets it.
       index: the number of the layer in a ``Stacked`` model, which the loop over the layers takes apart; or None. It is
         an integer array, which optimizers leave alone.
+      w_gather: as in ``jnvfp4.dot_general``, by the axes of the weights without those that count layers.
     """
 
     recipe: Recipe = eqx.field(static=True, default=DEFAULT)
     path: str | None = eqx.field(static=True, default=None)
     index: jax.Array | None = None
+    w_gather: Any = eqx.field(static=True, default=None)
 
     def __call__(
         self,
@@ -41,16 +44,9 @@ class DotGeneral(eqx.Module):
         **options: Any,
     ) -> jax.Array:
         """Computes ``jax.lax.dot_general`` of activations and weights."""
-        if self.recipe.stochastic and self.path is not None and options.get("key") is None:
-            options["key"] = self._key(self.path)
-        product = _DotGeneral(self.recipe, self.path)
-        return product(lhs, rhs, dimension_numbers, precision, preferred_element_type, **options)
-
-    def _key(self, path: str) -> jax.Array:
-        if self.index is None:
-            return layer_key(path)
-        with layer_index(self.index):
-            return layer_key(path)
+        product = _DotGeneral(self.recipe, self.path, self.w_gather)
+        with nullcontext() if self.index is None else layer_index(self.index):
+            return product(lhs, rhs, dimension_numbers, precision, preferred_element_type, **options)
 
 
 def apply(model: Model, policy: Policy) -> Model:
@@ -70,12 +66,12 @@ def apply(model: Model, policy: Policy) -> Model:
     plan = policy.plan(_layers_of_tree(model))
 
     def replaced(keys: Any, node: Any) -> Any:
-        recipe = plan[_path(keys)].recipe if isinstance(node, hnn.Linear) else None
-        if recipe is None:
+        decision = plan[_path(keys)] if isinstance(node, hnn.Linear) else None
+        if decision is None or decision.recipe is None:
             return node
         counted = _stacked(node)
         index = jnp.arange(math.prod(counted), dtype=jnp.int32).reshape(counted) if counted else None
-        return dataclasses.replace(node, dot_general=DotGeneral(recipe, _path(keys), index))
+        return dataclasses.replace(node, dot_general=DotGeneral(decision.recipe, _path(keys), index, decision.w_gather))
 
     return jax.tree_util.tree_map_with_path(replaced, model, is_leaf=lambda node: isinstance(node, hnn.Linear))
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from . import recipes
+from ._gather import Placement, as_pair
 from ._linear import units
 from ._patterns import layer_path, matches_path, part_in
 from .recipes import Recipe
@@ -41,16 +42,20 @@ class Rule:
       path: a regular expression for the whole path of a layer, such as "block_[0-9]+/mlp/(up|down)"; or a function that
         takes the path and says whether the rule applies.
       recipe: how these layers are quantized; None keeps them in high precision.
+      w_gather: as in ``jnvfp4.linear``, by the axes of the weights as these layers hold them (without those that count
+        layers); None takes that of the policy.
 
     Raises:
-      ValueError, TypeError: path is no pattern, or recipe is neither a Recipe nor None.
+      ValueError, TypeError: path is no pattern, or recipe is neither a Recipe nor None, or w_gather is no pair.
     """
 
     path: str | Callable[[str], bool]
     recipe: Recipe | None
+    w_gather: tuple[Placement, Placement] | None = None
 
     def __post_init__(self) -> None:
         _check_recipe("Rule", "recipe", self.recipe)
+        as_pair("Rule", self.w_gather)
         if callable(self.path):
             return
         if not isinstance(self.path, str):
@@ -87,12 +92,13 @@ class Layer(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Says how a layer is quantized, and why. ``recipe`` is None for high precision."""
+    """Says how a layer is quantized, and why. ``recipe`` is None for high precision, and so is then ``w_gather``."""
 
     path: str
     shape: tuple[int, ...]
     recipe: Recipe | None
     why: str
+    w_gather: tuple[Placement, Placement] | None = None
 
 
 class Explanation(tuple[Decision, ...]):
@@ -124,6 +130,7 @@ class Policy:
       last_bf16: the same at the end.
       keep: names; a layer stays in high precision if one of them is a whole part of its path, as "lm_head" is of
         "decoder/lm_head".
+      w_gather: as in ``Rule``, for the layers whose rule has none.
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
@@ -134,6 +141,7 @@ class Policy:
     first_bf16: int
     last_bf16: int
     keep: tuple[str, ...]
+    w_gather: tuple[Placement, Placement] | None
 
     def __init__(
         self,
@@ -143,6 +151,7 @@ class Policy:
         first_bf16: int = 0,
         last_bf16: int = 0,
         keep: Iterable[str] = KEEP,
+        w_gather: tuple[Placement, Placement] | None = None,
     ) -> None:
         _check_recipe("Policy", "default", default)
         if isinstance(keep, str):
@@ -157,6 +166,7 @@ class Policy:
             "first_bf16": _count("first_bf16", first_bf16),
             "last_bf16": _count("last_bf16", last_bf16),
             "keep": _checked("keep", tuple(keep), _is_part, "the name of a part of a path, without a slash"),
+            "w_gather": as_pair("Policy", w_gather),
         }
         for field, value in fields.items():
             object.__setattr__(self, field, value)
@@ -214,7 +224,8 @@ class Policy:
             recipe, why = None, end
         if recipe is not None and layer.sizes is not None:
             why += _padding(layer.sizes, recipe)
-        return Decision(layer.path, layer.shape, recipe, why)
+        w_gather = None if recipe is None else self._gather_of(layer.path)
+        return Decision(layer.path, layer.shape, recipe, why, w_gather)
 
     def warn(self, op: str, layer: Layer, depths: Mapping[str, int] = MappingProxyType({})) -> None:
         """Warns of a layer that would be quantized if it were not for its reason."""
@@ -228,6 +239,10 @@ class Policy:
         if rule is not None:
             return rule.recipe, f"rule {rule.name}"
         return self.default, "no rule matches" if self.default is None else "default"
+
+    def _gather_of(self, path: str) -> tuple[Placement, Placement] | None:
+        rule = self._rule_of(path)
+        return self.w_gather if rule is None or rule.w_gather is None else rule.w_gather
 
     def _rule_of(self, path: str) -> Rule | None:
         return next((rule for rule in self.rules if matches_path(rule.path, path)), None)
@@ -339,21 +354,35 @@ def layers_of(model: Any, *inputs: Any, **keywords: Any) -> list[Layer]:
 
 
 def _layers_of_tree(tree: Any) -> list[Layer]:
-    found = []
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        *path, name = (
-            (str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys) if keys else ("",)
-        )
-        if path[:1] == ["params"]:
-            path = path[1:]
-        if name in ("kernel", "weight", "w") and getattr(leaf, "ndim", 0) >= 2:
-            found.append(Layer("/".join(path), tuple(leaf.shape)))
+    return [Layer(path, tuple(w.shape)) for path, w in weights_in(tree, "Policy.explain").items()]
+
+
+def weights_in(tree: Any, op: str = "weight_amax") -> dict[str, Any]:
+    """Lists the weights in a tree of parameters by the paths of their layers: arrays of two or more axes."""
+    leaves = [(path_of_weight(keys), leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    found = {path: leaf for path, leaf in leaves if path is not None and getattr(leaf, "ndim", 0) >= 2}
     if not found:
         raise TypeError(
-            "Policy.explain: model must be a Flax model, or a tree of parameters with arrays of two or more axes named "
-            f"kernel, weight or w, got a {type(tree).__name__} without any"
+            f"{op}: {_WHAT[op]} a tree of parameters with arrays of two or more axes named kernel, weight or w,"
+            f" got a {type(tree).__name__} without any"
         )
     return found
+
+
+_WHAT = {"Policy.explain": "model must be a Flax model, or", "weight_amax": "params must be"}
+
+
+def path_of_weight(keys: Any) -> str | None:
+    """Returns the path of the layer that a leaf of a tree of parameters has the weights of, or None for other leaves.
+
+    The last key is the name of the weights; a box around them, such as ``nnx.Param``, has one more.
+    """
+    path = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys]
+    if path[-1:] == ["value"]:
+        path = path[:-1]
+    if path[:1] == ["params"]:
+        path = path[1:]
+    return "/".join(path[:-1]) if path and path[-1] in ("kernel", "weight", "w") else None
 
 
 # ---------------------------------------------------------------- names and checks

@@ -11,7 +11,7 @@ from flax import nnx as flax_nnx
 from qwix._src.utils import flax_util
 
 from ._dot_general import DotGeneral
-from ._einsum import contraction, einsum_of
+from ._einsum import contraction, einsum_of_layer
 from ._keys import layer_key
 from .flax import linen, nnx
 from .policy import Layer, Policy, depths_of
@@ -63,8 +63,8 @@ class Provider(qwix.QuantizationProvider):
         found = self._layer(lhs, rhs)
         if found is None:
             return jax.lax.dot_general(lhs, rhs, dimension_numbers, *args, **options)
-        recipe, path, side = found
-        product, key = DotGeneral(recipe, path), self._key(recipe, path)
+        recipe, path, w_gather, side = found
+        product, key = DotGeneral(recipe, path, w_gather), self._key(recipe, path)
         if side == 1:
             return product(lhs, rhs, dimension_numbers, *args, key=key, **options)
         (contracted, batch) = (tuple(reversed(axes)) for axes in dimension_numbers)
@@ -81,17 +81,17 @@ class Provider(qwix.QuantizationProvider):
         found = self._layer(*operands) if simple and not set(options) - known else None
         if found is None:
             return jnp.einsum(subscripts, *operands, **options)
-        recipe, path, side = found
+        recipe, path, w_gather, side = found
         try:
             subscripts = _explicit(subscripts) if side == 1 else _flipped(subscripts)
             x, w = operands if side == 1 else operands[::-1]
             contraction("einsum", subscripts, jnp.ndim(x), jnp.ndim(w))
         except ValueError:  # no product of two operands
             return jnp.einsum(subscripts, *operands, **options)
-        return einsum_of(f"einsum of layer {path!r}", subscripts, x, w, recipe, self._key(recipe, path), **options)
+        return einsum_of_layer(path, subscripts, x, w, recipe, self._key(recipe, path), w_gather, **options)
 
-    def _layer(self, lhs: Any, rhs: Any) -> tuple[Recipe, str, int] | None:
-        """Returns the recipe, the path and which operand holds the weights; None if the product stays as it is."""
+    def _layer(self, lhs: Any, rhs: Any) -> tuple[Recipe, str, Any, int] | None:
+        """Returns the recipe, path and ``w_gather``, and which operand holds the weights; None for other products."""
         module = flax_util.get_current_module()
         if isinstance(module, nn.Module) and (module.scope is None or module.is_initializing()):
             return None
@@ -102,9 +102,12 @@ class Provider(qwix.QuantizationProvider):
         is_linen = isinstance(module, nn.Module)
         path = linen.path_of(module) if is_linen else "/".join(map(str, flax_util.get_current_module_path()))
         layer = Layer(path, tuple((lhs, rhs)[side].shape))
-        recipe = self.policy.decide(layer, self.depths).recipe
+        decision = self.policy.decide(layer, self.depths)
+        if decision.recipe is None:
+            return None
         # A module may have several parameters, each of which is a layer.
-        return None if recipe is None else (recipe, path if names[side] == "kernel" else f"{path}/{names[side]}", side)
+        named = path if names[side] == "kernel" else f"{path}/{names[side]}"
+        return decision.recipe, named, decision.w_gather, side
 
     def _key(self, recipe: Recipe, path: str) -> jax.Array | None:
         if not recipe.stochastic:

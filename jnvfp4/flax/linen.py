@@ -11,9 +11,9 @@ import jax
 from flax import linen as nn
 
 from .._dot_general import DotGeneral
-from .._einsum import contraction, einsum_of
+from .._einsum import contraction, einsum_of_layer
 from .._keys import check_step, check_varies, fold_path, layer_key
-from ..policy import Layer, Policy, depths_of, layers_of
+from ..policy import Decision, Layer, Policy, depths_of, layers_of
 from ..recipes import Recipe
 
 _KEY_ARGUMENT = "pass the key to the jitted step as an argument"
@@ -97,7 +97,7 @@ def key_in(module: nn.Module, path: str) -> jax.Array:
     rng = module.scope.rngs["sr"]
     key = getattr(rng, "rng", rng)
     check_varies(f"layer {path!r}", key, _SPLIT_RNGS)
-    check_step(f"layer {path!r}", key, "rngs={'sr': key}", _KEY_ARGUMENT)
+    check_step(f"layer {path!r}", key, "the key of rngs={'sr': key}", _KEY_ARGUMENT)
     return fold_path(module.make_rng("sr"), path)
 
 
@@ -139,16 +139,15 @@ class Interceptor:
         if "kernel" not in module.variables.get("params", {}):
             return call(*args, **options)  # Flax says what is missing
         layer = describe(module, args, options, self.shapes)
-        recipe = self.policy.decide(layer, self.depths).recipe
-        if recipe is None:
+        decision = self.policy.decide(layer, self.depths)
+        if decision.recipe is None:
             return call(*args, **options)
-        return self.run(module, layer.path, recipe, call, args, options)
+        return self.run(module, decision, call, args, options)
 
-    def run(
-        self, module: nn.Module, path: str, recipe: Recipe, call: Callable, args: tuple, options: dict[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, decision: Decision, call: Callable, args: tuple, options: dict[str, Any]) -> Any:
         """Runs a layer that the policy quantizes."""
-        dot = _LinenDot(recipe, path)
+        assert decision.recipe is not None
+        dot = _LinenDot(decision.recipe, decision.path, decision.w_gather)
         token = _module.set(module)
         try:
             if isinstance(module, nn.Einsum):
@@ -183,7 +182,7 @@ def _einsum(module: nn.Einsum, dot: _LinenDot, inputs: jax.Array, einsum_str: st
     key = dot._layer_key("einsum") if dot.recipe.stochastic else None
     options: dict[str, Any] = {"precision": module.precision, "preferred_element_type": module.preferred_element_type}
     x, w = operands[:2]
-    y = einsum_of(f"einsum of layer {dot.path!r}", subscripts, x, w, dot.recipe, key, **options)
+    y = einsum_of_layer(str(dot.path), subscripts, x, w, dot.recipe, key, dot.w_gather, **options)
     return y if bias is None else y + operands[2].reshape(broadcast_shape)
 
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .._dot_general import DotGeneral
-from .._einsum import contraction, einsum_of
+from .._einsum import contraction, einsum_of_layer
+from .._gather import Placement
 from .._keys import check_varies, fold_path, layer_key
 from ..policy import Decision, Layer, Policy, layers_of
 from ..recipes import Recipe
@@ -66,17 +67,19 @@ class EinsumOp:
     Attributes:
       recipe: how the layer is quantized.
       path: the path of the layer in its model.
+      w_gather: as in ``jnvfp4.einsum``.
     """
 
     recipe: Recipe
     path: str
+    w_gather: tuple[Placement, Placement] | None = None
 
     def __call__(self, subscripts: str, x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
-        """Computes ``jnvfp4.einsum``, with the key of the layer if none is passed."""
+        """Computes ``jnvfp4.einsum``, with the key of the layer if none is passed, and the amax of ``step_amax``."""
         if self.recipe.stochastic and options.get("key") is None:
             options["key"] = layer_key(self.path)
         key = options.pop("key", None)
-        return einsum_of(f"einsum of layer {self.path!r}", subscripts, x, w, self.recipe, key, **options)
+        return einsum_of_layer(self.path, subscripts, x, w, self.recipe, key, self.w_gather, **options)
 
 
 class Keyed(nnx.Module):
@@ -108,7 +111,7 @@ def _product(module: Multiplying, decision: Decision, rngs: nnx.Rngs | None) -> 
     if decision.recipe is None:
         return None
     kind = EinsumOp if isinstance(module, nnx.Einsum) else DotGeneral
-    product = kind(decision.recipe, decision.path)
+    product = kind(decision.recipe, decision.path, decision.w_gather)
     if rngs is None or not decision.recipe.stochastic:
         return product
     return Keyed(product, _stream(rngs, module.kernel.shape[: _stacked(module)]))

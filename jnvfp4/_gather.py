@@ -1,0 +1,153 @@
+"""Where weights are before and after they are gathered packed, and the amaxes of all weights at once."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ._arguments import as_float_array
+from ._primitives._base import Axes, axes_of, bind, ways, without_axes
+from ._primitives.weight_amax import weight_amax_p
+from .tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
+
+Placement = NamedSharding | PartitionSpec
+
+
+class Gather(NamedTuple):
+    """Holds two shardings of a weight matrix by its axes: as each device keeps it, and as products read it."""
+
+    mesh: Any
+    sharded: tuple[Any, ...]
+    gathered: tuple[Any, ...]
+
+    @property
+    def reversed(self) -> "Gather":
+        """Returns the same for the transposed matrix."""
+        return Gather(self.mesh, self.sharded[::-1], self.gathered[::-1])
+
+    def constrain(self, w: jax.Array) -> jax.Array:
+        """Places an array as each device keeps it; so is its gradient."""
+        return place(w, self.mesh, self.sharded)
+
+    def gather(self, t: NVFP4Tensor) -> NVFP4Tensor:
+        """Moves a quantized tensor from where each device keeps it to where products read it, the scale as bytes.
+
+        Collectives of float8 need newer GPUs, and on a CPU they carry 16 bits. Both constraints are on the same array,
+        since XLA may move data at any operation between two of them: at a conversion to float8, or before a quantizer.
+        """
+
+        def move(part: jax.Array) -> jax.Array:
+            kept = place(part, self.mesh, self.sharded[: part.ndim])
+            return place(kept, self.mesh, self.gathered[: part.ndim])
+
+        t = with_scale_bytes(t)
+        amax = move(t.amax) if t.amax.ndim else t.amax
+        return with_float_scale(replace(t, data=move(t.data), scale=move(t.scale), amax=amax))
+
+
+def as_pair(op: str, w_gather: Any) -> tuple[Placement, Placement] | None:
+    """Refuses what is neither None nor a pair of shardings."""
+    if w_gather is None:
+        return None
+    pair = isinstance(w_gather, tuple) and len(w_gather) == 2
+    if not pair or not all(isinstance(entry, Placement) for entry in w_gather):
+        raise TypeError(
+            f"{op}: w_gather must be None or a pair (sharded, gathered) of PartitionSpec or NamedSharding, got "
+            f"{w_gather!r}"
+        )
+    return w_gather
+
+
+def gathered(t: NVFP4Tensor, gather: Gather | None) -> NVFP4Tensor:
+    """Places quantized weights as products read them, if they are gathered at all."""
+    return t if gather is None else gather.gather(t)
+
+
+def as_gather(
+    op: str, name: str, pair: tuple[Placement, Placement], w: jax.Array, shape: tuple[int, ...], units: Sequence[int]
+) -> Gather:
+    """Makes a ``Gather`` for weights of ``shape``, of which a device may have multiples of units[i] along axis i.
+
+    ``w`` is an array of them, which may know a mesh.
+
+    Raises:
+      ValueError: there is no mesh, or a sharding does not fit it or the array.
+    """
+    mesh = jax.typeof(w).sharding.mesh
+    mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+    if mesh.empty:
+        mesh = next((entry.mesh for entry in pair if isinstance(entry, NamedSharding)), mesh)
+    if mesh.empty:
+        raise ValueError(
+            f"{op}: {name or 'sharded'} must be of NamedSharding where no mesh is known, got {pair}; or call it in "
+            "`with jax.set_mesh(mesh):`"
+        )
+    entries = (
+        _entries(op, f"{name}.{which}" if name else which, entry, mesh, shape, units)
+        for which, entry in zip(Gather._fields[1:], pair, strict=True)
+    )
+    return Gather(mesh, *entries)
+
+
+def _entries(
+    op: str, what: str, sharding: Placement, mesh: Any, shape: tuple[int, ...], units: Sequence[int]
+) -> tuple[Any, ...]:
+    """Returns the entries of a sharding, one for each dimension, or says why it does not fit."""
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    if len(spec) > len(shape):
+        raise ValueError(f"{op}: {what} must have at most {len(shape)} entries for shape {shape}, got {spec}")
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    for axis in (axis for entry in spec for axis in _axes(entry)):
+        if types.get(axis, AxisType.Manual) == AxisType.Manual:
+            free = [name for name, kind in types.items() if kind != AxisType.Manual]
+            raise ValueError(
+                f"{op}: {what} must have axes of the mesh that shard_map leaves alone, {free}, got {axis!r} in {spec}; "
+                "inside shard_map there is jnvfp4.sharding.all_gather"
+            )
+    entries = (*spec, *(None,) * (len(shape) - len(spec)))
+    for dimension, (entry, size, unit) in enumerate(zip(entries, shape, units, strict=True)):
+        count = ways(mesh, _axes(entry))
+        if size % (unit * count):
+            raise ValueError(
+                f"{op}: {what} must split axis {dimension} of shape {shape} into multiples of {unit}, got {spec}, "
+                f"{count} ways"
+            )
+    return entries
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return () if entry is PartitionSpec.UNCONSTRAINED else axes_of(entry)
+
+
+def place(x: jax.Array, mesh: Any, entries: Sequence[Any]) -> jax.Array:
+    """Gives ``x`` a sharding: on an Explicit mesh its type changes, on an Auto mesh XLA is told of it."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = {axis for axis, kind in types.items() if kind == AxisType.Explicit}
+    if explicit:
+        wanted = PartitionSpec(*(without_axes(entry, types.keys() - explicit) for entry in entries))
+        x = jax.sharding.reshard(x, NamedSharding(mesh, wanted))
+    if AxisType.Auto in types.values():
+        others: Axes = [_without(entry, explicit) for entry in entries]
+        x = lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*others)))
+    return x
+
+
+def _without(entry: Any, axes: set[str]) -> Any:
+    return entry if entry is PartitionSpec.UNCONSTRAINED else without_axes(entry, axes)
+
+
+def find_weight_amaxes(weights: Sequence[Any], lead: Sequence[int]) -> list[jax.Array]:
+    """Finds the amax of each weight, for each index of its first ``lead`` axes, over devices by one all-reduce."""
+    arrays = [as_float_array("weight_amax", "params", w) for w in weights]
+    full = [i for i, w in enumerate(arrays) if w.size]
+    found = [jnp.zeros(w.shape[:kept], jnp.float32) for w, kept in zip(arrays, lead, strict=True)]
+    if full:
+        operands = [arrays[i] for i in full]
+        amaxes = bind(weight_amax_p, *operands, lead=tuple(lead[i] for i in full), implementation=None)
+        for i, amax in zip(full, amaxes, strict=True):
+            found[i] = amax
+    return found
