@@ -146,7 +146,7 @@ def find_weight_amaxes(weights: Sequence[Any], lead: Sequence[int]) -> list[jax.
     full = [i for i, w in enumerate(arrays) if w.size]
     found = [jnp.zeros(w.shape[:kept], jnp.float32) for w, kept in zip(arrays, lead, strict=True)]
     if full:
-        operands = [arrays[i] for i in full]
+        operands = [lax.stop_gradient(arrays[i]) for i in full]
         amaxes = bind(weight_amax_p, *operands, lead=tuple(lead[i] for i in full), implementation=None)
         for i, amax in zip(full, amaxes, strict=True):
             found[i] = amax

@@ -69,16 +69,28 @@ def place(batch: np.ndarray, mesh: Mesh) -> Array:
 # Linear layers
 
 
+def constrain(x: Array, mesh: Mesh, *entries: Any) -> Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*entries)))
+
+
+def on_mesh(linear: Linear, mesh: Mesh) -> Linear:
+    """Returns the layer with tokens split as the batch is, and with features split where its weight is."""
+
+    def placed(x: Array, w: Any, key: Array, name: str) -> Array:
+        n, k = WEIGHTS[name][1]
+        return constrain(linear(constrain(x, mesh, *BATCH, k), w, key, name), mesh, *BATCH, n)
+
+    return placed
+
+
 def bf16_linear(mesh: Mesh) -> Linear:
     """Returns the product in bfloat16 that gathers a weight in 16 bits."""
 
     def linear(x: Array, w: Array, key: Array, name: str) -> Array:
         kept, gathered = WEIGHTS[name]
-        w = jax.lax.with_sharding_constraint(w.astype(x.dtype), NamedSharding(mesh, kept))
-        w = jax.lax.with_sharding_constraint(w, NamedSharding(mesh, gathered))
-        return x @ w.T
+        return x @ constrain(constrain(w.astype(x.dtype), mesh, *kept), mesh, *gathered).T
 
-    return linear
+    return on_mesh(linear, mesh)
 
 
 def nvfp4_linear(recipe: jnvfp4.Recipe, mesh: Mesh) -> Linear:
@@ -89,7 +101,7 @@ def nvfp4_linear(recipe: jnvfp4.Recipe, mesh: Mesh) -> Linear:
         kept, gathered = (NamedSharding(mesh, spec) for spec in WEIGHTS[name])
         return jnvfp4.linear(x, weight, recipe, key=key, w_gather=(kept, gathered), w_amax=amax)
 
-    return linear
+    return on_mesh(linear, mesh)
 
 
 def with_amaxes(recipe: jnvfp4.Recipe) -> Callable[[Tree], Tree]:
@@ -107,9 +119,10 @@ def with_amaxes(recipe: jnvfp4.Recipe) -> Callable[[Tree], Tree]:
 # Bits
 
 
-def quantize_weights(params: Tree, spec: jnvfp4.QuantSpec) -> Tree:
-    """Quantizes the weights of the linear layers where they are kept."""
-    quantize: Callable[[Array], Any] = jax.vmap(lambda w: jnvfp4.quantize(w, spec))
+def quantize_weights(params: Tree, recipe: jnvfp4.Recipe) -> Tree:
+    """Quantizes the weights of the linear layers where they are kept, each layer with its amax, as the forward pass does."""
+    assert recipe.fprop is not None
+    quantize = jax.jit(jax.vmap(lambda w: jnvfp4.quantize(w, recipe.fprop.w)))
     return {name: quantize(params["layers"][name]) for name in WEIGHTS}
 
 
