@@ -1,0 +1,106 @@
+// transpose on the CPU: squares of 8 x 8 tiles, one cache line of codes wide on either side.
+#include "../calls/transpose.h"
+
+#include <cstring>
+
+#include "parallel.h"
+
+namespace jnvfp4 {
+namespace {
+
+constexpr int kSide = 8;                    // tiles
+constexpr int kSideCodes = kSide * kBlock;  // 64 bytes
+constexpr int kRowBytes = kBlock / 2;       // of a tile
+
+using Codes = uint64_t[kBlock][kSide];  // row i of tile t: [i][t], the first code in the low bits
+
+// Swaps the upper half of each group of 2 * kCodes codes in row i with the lower half of the group in row i + kCodes.
+template <int kCodes>
+JNVFP4_HD void swap_halves(Codes& w) {
+  constexpr int kBits = 4 * kCodes;
+  constexpr uint64_t kLow = ~uint64_t{0} / ((uint64_t{1} << kBits) + 1);  // the lower half of each group
+  for (int i = 0; i < kBlock; ++i) {
+    if (i & kCodes) continue;
+    for (int t = 0; t < kSide; ++t) {
+      const uint64_t changed = (w[i][t] >> kBits ^ w[i + kCodes][t]) & kLow;
+      w[i + kCodes][t] ^= changed;
+      w[i][t] ^= changed << kBits;
+    }
+  }
+}
+
+// The square of tiles that begins at tile (row, col) of a matrix. At the ends of a matrix it has fewer than 8 x 8.
+struct Square {
+  const TransposeArgs& a;
+  int64_t matrix, row, col;
+  int down, across;
+
+  int64_t tile_rows() const { return a.rows / kBlock; }
+  int64_t tile_cols() const { return a.cols / kBlock; }
+
+  JNVFP4_HD void codes() const {
+    alignas(64) uint64_t out[kSideCodes][kSide];  // row c of the result, tile r: written to memory in whole lines
+    const uint8_t* from = a.data + ((matrix * a.rows + row * kBlock) * tile_cols() + col) * kRowBytes;
+    const int64_t pitch = tile_cols() * kRowBytes;
+    for (int r = 0; r < down; ++r) {
+      alignas(64) Codes w = {};
+      for (int i = 0; i < kBlock; ++i, from += pitch)
+        if (across == kSide)
+          std::memcpy(w[i], from, sizeof w[i]);
+        else
+          std::memcpy(w[i], from, static_cast<size_t>(across) * kRowBytes);
+      swap_halves<8>(w), swap_halves<4>(w), swap_halves<2>(w), swap_halves<1>(w);
+      for (int i = 0; i < kBlock; ++i)
+        for (int t = 0; t < kSide; ++t) out[t * kBlock + i][r] = w[i][t];
+    }
+    uint8_t* to = a.out_data + ((matrix * a.cols + col * kBlock) * tile_rows() + row) * kRowBytes;
+    for (int c = 0; c < across * kBlock; ++c, to += tile_rows() * kRowBytes)
+      std::memcpy(to, out[c], static_cast<size_t>(down) * kRowBytes);
+  }
+
+  JNVFP4_HD void scales() const {
+    uint8_t out[kSide][kSide] = {};
+    const uint8_t* from = a.scale + (matrix * a.rows + row * kBlock) * tile_cols() + col;
+    for (int r = 0; r < down; ++r) {
+      uint8_t first[kSide], different[kSide] = {};
+      std::memcpy(first, from, static_cast<size_t>(across));
+      for (int i = 0; i < kBlock; ++i, from += tile_cols())
+        for (int t = 0; t < across; ++t) different[t] |= static_cast<uint8_t>(from[t] ^ first[t]);
+      for (int t = 0; t < across; ++t) out[t][r] = different[t] ? kScaleNan : first[t];
+    }
+    uint8_t* to = a.out_scale + (matrix * a.cols + col * kBlock) * tile_rows() + row;
+    for (int c = 0; c < across * kBlock; ++c, to += tile_rows())
+      std::memcpy(to, out[c / kBlock], static_cast<size_t>(down));
+  }
+};
+
+int64_t squares(int64_t codes) { return (codes / kBlock + kSide - 1) / kSide; }
+
+struct TransposeSquares {
+  static JNVFP4_HD void run(const TransposeArgs& a, int64_t begin, int64_t end) {
+    const int64_t high = squares(a.rows), wide = squares(a.cols);
+    for (int64_t s = begin; s < end; ++s) {
+      const int64_t row = s / wide % high * kSide, col = s % wide * kSide;
+      const auto left = [](int64_t codes, int64_t first) {
+        return static_cast<int>(std::min<int64_t>(kSide, codes / kBlock - first));
+      };
+      const Square square{a, s / wide / high, row, col, left(a.rows, row), left(a.cols, col)};
+      square.codes();
+      square.scales();
+    }
+  }
+};
+
+ffi::Error run(ffi::ThreadPool pool, const TransposeArgs& args) {
+  const auto kernel = Compiled<TransposeSquares>::best();
+  const int64_t all = args.batch * squares(args.rows) * squares(args.cols);
+  parallel_for(pool, all, 16, [&](int64_t b, int64_t e) { kernel(args, b, e); });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Transpose, (transpose_call<ffi::ThreadPool, run>),
+                              transpose_binding().Ctx<ffi::ThreadPool>());
+
+}  // namespace jnvfp4
