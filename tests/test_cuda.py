@@ -24,6 +24,7 @@ from jnvfp4 import (
     quantize,
     quantize_pair,
     silu_mul_quantize,
+    transpose,
 )
 from jnvfp4._primitives._base import bind
 from jnvfp4._primitives.quantize import quantize_p
@@ -84,6 +85,12 @@ def test_dequantize_the_end_of_a_huge_tensor(huge):
     t = quantize(huge)
     end = quantize(huge[-PIECE:], amax=t.amax)
     assert_same_tensor(dequantize(t, jnp.bfloat16)[-PIECE:], dequantize(end, jnp.bfloat16))
+
+
+def test_transpose_the_end_of_a_huge_tensor(huge):
+    t = quantize(huge, NVFP4_2D)
+    moved, end = transpose(t), transpose(quantize(huge[-PIECE:], NVFP4_2D, amax=t.amax))
+    assert_same_tensor((moved.data[:, -PIECE // 2 :], moved.scale[:, -PIECE // 16 :]), (end.data, end.scale))
 
 
 @pytest.mark.parametrize("spec", [NVFP4, NVFP4_2D, ROW_SCALED], ids=name_of)

@@ -28,10 +28,10 @@ ffi::Error transpose_call(ffi::AnyBuffer data, ffi::AnyBuffer scale, ffi::Result
   check.array("out scale", *out_scale, kScales, {m.lead, {cols, rows / kBlock}});
   if (!check.ok()) return check.error();
   if (!m.count()) return ffi::Error::Success();
-  return kRun(context, {static_cast<const uint8_t*>(data.untyped_data()),
-                        static_cast<const uint8_t*>(scale.untyped_data()),
-                        static_cast<uint8_t*>(out_data->untyped_data()),
-                        static_cast<uint8_t*>(out_scale->untyped_data()), m.batch, rows, cols});
+  return kRun(context,
+              {static_cast<const uint8_t*>(data.untyped_data()), static_cast<const uint8_t*>(scale.untyped_data()),
+               static_cast<uint8_t*>(out_data->untyped_data()), static_cast<uint8_t*>(out_scale->untyped_data()),
+               m.batch, rows, cols});
 }
 
 }  // namespace jnvfp4

@@ -12,21 +12,29 @@ constexpr int kSide = 8;                    // tiles
 constexpr int kSideCodes = kSide * kBlock;  // 64 bytes
 constexpr int kRowBytes = kBlock / 2;       // of a tile
 
-using Codes = uint64_t[kBlock][kSide];  // row i of tile t: [i][t], the first code in the low bits
+// A row of each of eight tiles, the first code in the low bits. (Of a loop over plain arrays GCC makes scalar code.)
+using Row = uint64_t __attribute__((vector_size(kSide * sizeof(uint64_t))));
 
 // Swaps the upper half of each group of 2 * kCodes codes in row i with the lower half of the group in row i + kCodes.
 template <int kCodes>
-JNVFP4_HD void swap_halves(Codes& w) {
+JNVFP4_HD void swap_halves(Row (&w)[kBlock]) {
   constexpr int kBits = 4 * kCodes;
-  constexpr uint64_t kLow = ~uint64_t{0} / ((uint64_t{1} << kBits) + 1);  // the lower half of each group
+  constexpr uint64_t kLower = ~uint64_t{0} / ((uint64_t{1} << kBits) + 1);
   for (int i = 0; i < kBlock; ++i) {
     if (i & kCodes) continue;
-    for (int t = 0; t < kSide; ++t) {
-      const uint64_t changed = (w[i][t] >> kBits ^ w[i + kCodes][t]) & kLow;
-      w[i + kCodes][t] ^= changed;
-      w[i][t] ^= changed << kBits;
-    }
+    const Row changed = ((w[i] >> kBits) ^ w[i + kCodes]) & kLower;
+    w[i + kCodes] ^= changed;
+    w[i] ^= changed << kBits;
   }
+}
+
+// Copies `tiles` of the kSide pieces that a row has. The size is mostly known, so that no function is called.
+template <int kPiece>
+JNVFP4_HD void copy_row(void* to, const void* from, int tiles) {
+  if (tiles == kSide)
+    std::memcpy(to, from, kSide * kPiece);
+  else
+    std::memcpy(to, from, static_cast<size_t>(tiles) * kPiece);
 }
 
 // The square of tiles that begins at tile (row, col) of a matrix. At the ends of a matrix it has fewer than 8 x 8.
@@ -43,34 +51,34 @@ struct Square {
     const uint8_t* from = a.data + ((matrix * a.rows + row * kBlock) * tile_cols() + col) * kRowBytes;
     const int64_t pitch = tile_cols() * kRowBytes;
     for (int r = 0; r < down; ++r) {
-      alignas(64) Codes w = {};
-      for (int i = 0; i < kBlock; ++i, from += pitch)
-        if (across == kSide)
-          std::memcpy(w[i], from, sizeof w[i]);
-        else
-          std::memcpy(w[i], from, static_cast<size_t>(across) * kRowBytes);
+      Row w[kBlock] = {};
+      for (int i = 0; i < kBlock; ++i, from += pitch) copy_row<kRowBytes>(&w[i], from, across);
       swap_halves<8>(w), swap_halves<4>(w), swap_halves<2>(w), swap_halves<1>(w);
       for (int i = 0; i < kBlock; ++i)
         for (int t = 0; t < kSide; ++t) out[t * kBlock + i][r] = w[i][t];
     }
     uint8_t* to = a.out_data + ((matrix * a.cols + col * kBlock) * tile_rows() + row) * kRowBytes;
-    for (int c = 0; c < across * kBlock; ++c, to += tile_rows() * kRowBytes)
-      std::memcpy(to, out[c], static_cast<size_t>(down) * kRowBytes);
+    for (int c = 0; c < across * kBlock; ++c, to += tile_rows() * kRowBytes) copy_row<kRowBytes>(to, out[c], down);
   }
 
   JNVFP4_HD void scales() const {
     uint8_t out[kSide][kSide] = {};
     const uint8_t* from = a.scale + (matrix * a.rows + row * kBlock) * tile_cols() + col;
     for (int r = 0; r < down; ++r) {
-      uint8_t first[kSide], different[kSide] = {};
-      std::memcpy(first, from, static_cast<size_t>(across));
-      for (int i = 0; i < kBlock; ++i, from += tile_cols())
-        for (int t = 0; t < across; ++t) different[t] |= static_cast<uint8_t>(from[t] ^ first[t]);
-      for (int t = 0; t < across; ++t) out[t][r] = different[t] ? kScaleNan : first[t];
+      uint64_t first = 0, different = 0;  // a byte of each tile
+      copy_row<1>(&first, from, across);
+      for (int i = 0; i < kBlock; ++i, from += tile_cols()) {
+        uint64_t here = 0;
+        copy_row<1>(&here, from, across);
+        different |= here ^ first;
+      }
+      uint8_t scale[kSide], mixed[kSide];
+      std::memcpy(scale, &first, sizeof scale);
+      std::memcpy(mixed, &different, sizeof mixed);
+      for (int t = 0; t < kSide; ++t) out[t][r] = mixed[t] ? kScaleNan : scale[t];
     }
     uint8_t* to = a.out_scale + (matrix * a.cols + col * kBlock) * tile_rows() + row;
-    for (int c = 0; c < across * kBlock; ++c, to += tile_rows())
-      std::memcpy(to, out[c / kBlock], static_cast<size_t>(down));
+    for (int c = 0; c < across * kBlock; ++c, to += tile_rows()) copy_row<1>(to, out[c / kBlock], down);
   }
 };
 
