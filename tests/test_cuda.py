@@ -112,6 +112,7 @@ def step(x, key):
         x, jnvfp4.NVFP4_2D, jnvfp4.NVFP4_2D), jnvfp4.quantize_pair(x, jnvfp4.WINDOW64, jnvfp4.WINDOW64)]
     values = [jnvfp4.dequantize(t) for t in (a, rotated, windows)]
     values += [jnvfp4.fake_quant(x), jnvfp4.fake_quant(x, jnvfp4.ROW_SCALED), jnvfp4.fake_quant(x, jnvfp4.NVFP4_2D)]
+    values += [jnvfp4.transpose(jnvfp4.quantize(x, jnvfp4.NVFP4_2D))]
     products = [jnvfp4.matmul_nt(t, jnvfp4.quantize(x)) for t in (a, rounded, windows, better)]
     return a, b, rounded, rotated, windows, better, pairs, values, products
 

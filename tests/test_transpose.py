@@ -210,6 +210,15 @@ def test_no_collective(devices, kind, axes, spec):
 
 
 @every_kind
+def test_the_reference_over_devices(devices, kind):
+    mesh, q, spec = make_mesh(devices, "xy", kind), quantize(X.make(), NVFP4_2D), P("x", "y")
+    got, found = run(partial(jnvfp4.transpose, implementation="reference"), shard(q, mesh, spec))
+    assert_same_tensor(got, jnvfp4.transpose(home(devices, q)))
+    assert_sharded(got.data, mesh, turn(spec))
+    assert found == []
+
+
+@every_kind
 def test_leading_axes_over_devices(devices, kind):
     mesh, q = make_mesh(devices, "x", kind), quantize(normal((8, 32, 48)), NVFP4_2D, amax=jnp.linspace(1, 4, 8))
     got, found = run(jnvfp4.transpose, shard(q, mesh, P("x")))
