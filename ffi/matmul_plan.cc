@@ -73,11 +73,11 @@ struct Row {
 
 constexpr int kHopper = 90, kNewest = 999;
 
-// In order of preference. One H200, microseconds of a product (commit d8f2dea, sm80_nvfp4_blocks_small_m d8da3d9;
+// In order of preference. One H200, microseconds of a product (commit fca8c26, decode_... d8f2dea;
 // docs/performance.md, docs/kernels.md):
-// - M x N x K = 16 x 14336 x 4096: sm90_nvfp4_small_m 17.3, sm80_nvfp4_blocks_small_m 22.4.
-// - 32 x 14336 x 4096: sm90_nvfp4_fused 23.0, sm80_nvfp4_blocks_small_m 30.1, decode_then_dot 88.
-// - 8192^3: sm90_nvfp4_fused 1352, decode_then_dot 1451, decode_then_cublaslt 1543. sm80_nvfp4_blocks, 13 times as
+// - M x N x K = 16 x 14336 x 4096: sm90_nvfp4_small_m 15.7, sm80_nvfp4_blocks_small_m 22.6.
+// - 32 x 14336 x 4096: sm90_nvfp4_fused 21.7, sm80_nvfp4_blocks_small_m 30.1, decode_then_dot 88.
+// - 8192^3: sm90_nvfp4_fused 1295, decode_then_dot 1451, decode_then_cublaslt 1543. sm80_nvfp4_blocks, 13 times as
 //   long, runs only where the order asks for it.
 // - 8192^3 with windows on both sides: sm90_nvfp4_windows 2245, sm80_nvfp4_blocks 21600.
 // - 16 and 64 x 14336 x 4096 with windows on both sides: sm80_nvfp4_blocks_small_m 28 and 80, sm90_nvfp4_windows 98 and
@@ -153,9 +153,9 @@ struct Tile {
 };
 
 // The least time by a model: microseconds on an H200, whose 132 multiprocessors hold 66 pairs of thread blocks. A wave
-// of tiles costs its windows of 64 along K and its end; each part of K but one, its partial sums. `mixed`:
-// tiles that fill waves have no parts, only the others may. Measured with N x K of 14336 x 4096, 4096 x 14336, 8192 x
-// 8192 and 4096 x 4096 (docs/kernels.md).
+// of tiles costs its windows of 64 along K and its end; each part of K but one, its partial sums. `mixed`: tiles that
+// fill waves have no parts, only the others may. Measured with N x K of 14336 x 4096, 4096 x 14336, 8192 x 8192 and
+// 4096 x 4096 (docs/kernels.md).
 FusedPlan plan_tiles(const GemmShape& s, std::initializer_list<Tile> tiles, bool mixed) {
   constexpr int64_t kPairs = 66, kMostSums = int64_t{16} << 20, kMostSplits = 8;
   constexpr int64_t kMostParted = 64 * kPairs;

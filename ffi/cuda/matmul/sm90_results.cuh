@@ -7,7 +7,6 @@
 // piece of 16 bytes depends on the row, so that neither side meets in a bank.
 #pragma once
 
-#include "../../numerics_fast.h"
 #include "sm90_decode.cuh"
 #include "sm90_fused.h"
 #include "sm90_ptx.cuh"
