@@ -20,8 +20,8 @@ from jnvfp4.spec import SUPPORTED_SPECS, name_of
 QUICK = cases.tagged("quick")
 SPECS = [spec for spec in SUPPORTED_SPECS if spec.block_rows == 16 and not spec.format.rht]
 EXACT = [spec for spec in SPECS if spec.rounding == "nearest" and spec.select == "max6"]
-# Tiles down and across: one, odd numbers, whole and partial squares of the kernels (8 and 16 tiles on a side).
-TILES = [(1, 1), (1, 17), (17, 1), (3, 5), (8, 8), (7, 16), (16, 9), (33, 2), (18, 34)]
+# Tiles down and across: one, odd numbers, whole and partial squares of the kernels (8, 16 and 32 tiles on a side).
+TILES = [(1, 1), (1, 17), (17, 1), (3, 5), (8, 8), (7, 16), (16, 9), (33, 2), (18, 34), (32, 36), (35, 64)]
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=name_of)
 every_size = pytest.mark.parametrize("tiles", TILES, ids=str)
 NAN = 0x7F
@@ -72,6 +72,13 @@ def test_numbers_that_are_not_finite(native, special, amax):
 def test_every_code_and_scale_byte(backend, tiles, lead):
     q = random_tiles(*tiles, lead)
     assert_same_tensor(jnvfp4.transpose(q, implementation=backend.implementation), by_numpy(q))
+
+
+@pytest.mark.parametrize("tiles", [(1, 1), (3, 5), (16, 20)], ids=str)
+def test_many_matrices(native, tiles):
+    """For which a GPU takes squares of 64 tiles."""
+    q = random_tiles(*tiles, (300,))
+    assert_same_tensor(jnvfp4.transpose(q), by_numpy(q))
 
 
 @every_spec
