@@ -25,6 +25,7 @@ GPU_CASES: dict[str, tuple[str, ...]] = {
     "large_fp32": PLAIN,
     "large_fp16": PLAIN,
     **dict.fromkeys(SHAPES, COMMON),
+    "16384x16384": ("transpose nvfp4_2d",),
     **dict.fromkeys(FIT_CACHE, PLAIN),
     **dict.fromkeys(ADVERSARIAL, FOUR_OVER_SIX),
     "decode": (*PLAIN, "row_scaled amax found", "window64"),

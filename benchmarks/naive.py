@@ -45,6 +45,13 @@ def dequantize(t: NVFP4Tensor, dtype: Any) -> jax.Array:
     return _decode(t.data, t.scale, t.amax, t.format).astype(dtype)
 
 
+def transpose(t: NVFP4Tensor, spec: QuantSpec) -> Quantized:
+    """A tensor of 16x16 tiles."""
+    assert spec.block_rows == 16
+    codes = jnp.stack([t.data & 15, t.data >> 4], -1).reshape(t.shape).T
+    return codes[:, 0::2] | codes[:, 1::2] << 4, jnp.repeat(t.scale[::16].T, 16, axis=0), t.amax
+
+
 def _decode(data: jax.Array, scale: jax.Array, amax: jax.Array, fmt: Format) -> jax.Array:
     codes = jnp.stack([data & 15, data >> 4], -1).reshape(data.shape[0], -1, 16)
     values = _value(codes & 7) * jnp.where(codes > 7, -1.0, 1.0)

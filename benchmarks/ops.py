@@ -23,7 +23,7 @@ from jnvfp4 import (
     four_over_six,
 )
 
-What = Literal["quantize", "dequantize", "fake_quant", "rms_norm_quantize", "silu_mul_quantize"]
+What = Literal["quantize", "dequantize", "transpose", "fake_quant", "rms_norm_quantize", "silu_mul_quantize"]
 PACKED = 0.5625  # bytes an element of codes and scales
 
 
@@ -67,6 +67,8 @@ class Op:
         spec, side = self.spec, 0 if row else 1
         if self.what == "dequantize":
             return lambda t: api.dequantize(t, jnp.bfloat16)
+        if self.what == "transpose":
+            return lambda t: api.transpose(t, spec)
         if self.what == "fake_quant":
             return lambda x, amax, key: api.fake_quant(x, spec, amax=amax and amax[0], key=key)
         if self.produces:
@@ -77,7 +79,7 @@ class Op:
         return lambda x, amax, key: api.quantize(x, spec, amax=amax and amax[side], key=key, transpose=side == 1)
 
     def arguments(self, of: "Input") -> tuple:
-        if self.what == "dequantize":
+        if self.what in ("dequantize", "transpose"):
             return (of.quantized(self.spec),)
         # The key is an argument, so that XLA cannot compute the random bits while compiling.
         key = jax.random.key(0) if any(s and s.rounding == "stochastic" for s in self.specs) else None
@@ -89,6 +91,8 @@ class Op:
         windows = sum(4 / 64 for s in self.specs if s and s.format.amax_scope == "window64")
         if self.what == "dequantize":
             return PACKED + windows + 2
+        if self.what == "transpose":
+            return 2 * PACKED
         if self.what == "fake_quant":
             return 2 * size
         reads = 1 if self.given or all(s is None or s.finds_amax for s in self.specs) else 2
@@ -203,6 +207,7 @@ OPS = [
     Op("dequantize row_scaled to bf16", (ROW_SCALED, None), what="dequantize"),
     Op("dequantize window64 to bf16", (WINDOW64, None), what="dequantize"),
     Op("dequantize rotated to bf16", (NVFP4_RHT, None), what="dequantize"),
+    Op("transpose nvfp4_2d", (NVFP4_2D, None), what="transpose", target=0.85),
     *_fake_quant(),
     *_producers(),
 ]

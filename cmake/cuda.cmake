@@ -64,7 +64,7 @@ jnvfp4_generic_flags(generic "${targets}")
 jnvfp4_cuda_objects(jnvfp4_produce FLAGS ${generic} FILES ffi/cuda/produce/rows.cu ffi/cuda/produce/tiles.cu)
 jnvfp4_cuda_objects(jnvfp4_quantize FLAGS ${generic} FILES
   ffi/cuda/quantize/tiles.cu ffi/cuda/quantize/pair.cu ffi/cuda/quantize/fake_quant.cu ffi/cuda/quantize/rows.cu
-  ffi/cuda/quantize/rht_amax.cu ffi/cuda/quantize/dequantize.cu)
+  ffi/cuda/quantize/rht_amax.cu ffi/cuda/quantize/dequantize.cu ffi/cuda/quantize/transpose.cu)
 jnvfp4_cuda_objects(jnvfp4_matmul FLAGS ${generic} FILES
   ffi/cuda/matmul/sm80_nvfp4_blocks_small_m.cu ffi/cuda/matmul/sm80_nvfp4_blocks.cu
   ffi/cuda/matmul/sm80_dense_elements.cu

@@ -47,6 +47,15 @@ struct DequantizeArgs {
   bool rotate_back;
 };
 
+// `batch` matrices of `rows` x `cols` codes in 16x16 tiles, and their transposes.
+struct TransposeArgs {
+  const uint8_t* data;
+  const uint8_t* scale;
+  uint8_t* out_data;   // batch x cols x rows / 2
+  uint8_t* out_scale;  // batch x cols x rows / 16
+  int64_t batch, rows, cols;
+};
+
 // The values that x quantizes to, in the type of x.
 struct FakeQuantArgs {
   const void* x;

@@ -19,6 +19,7 @@ from .ops import fake_quant as fake_quant
 from .ops import matmul_nt as matmul_nt
 from .ops import quantize as quantize
 from .ops import quantize_pair as quantize_pair
+from .ops import transpose as transpose
 from .policy import Policy as Policy
 from .policy import Rule as Rule
 from .producers import Produced as Produced

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _native, reference
@@ -34,8 +35,9 @@ from ._primitives.matmul import matmul_p
 from ._primitives.quantize import quantize_p
 from ._primitives.quantize_pair import quantize_pair_p
 from ._primitives.rht_amax import rht_amax_p
-from .spec import FUSED_PAIRS, NVFP4, WINDOW64, QuantSpec
-from .tensor import NVFP4Tensor, take_tensor
+from ._primitives.transpose import check_tiles, transpose_p
+from .spec import BLOCK, FUSED_PAIRS, NVFP4, NVFP4_2D, WINDOW64, QuantSpec
+from .tensor import NVFP4Tensor, take_tensor, with_scale_bytes
 
 
 @operation
@@ -349,6 +351,73 @@ def dequantize(
 def _parts(t: NVFP4Tensor) -> list[jax.Array]:
     """Lists the operands of the primitives that read a tensor."""
     return [t.data, t.scale, t.amax]
+
+
+@operation
+def transpose(q: NVFP4Tensor, spec: QuantSpec = NVFP4_2D, *, implementation: Implementation = None) -> NVFP4Tensor:
+    """Transposes a tensor of 16x16 tiles exactly, without decoding it: only codes and scales move.
+
+    Args:
+      q: an NVFP4Tensor [..., M, K] that was made by ``spec``, with M and K multiples of 16.
+      spec: the spec that q was made by. It has ``block_rows=16``, the format of q, and no ``rht``.
+      implementation: as in ``quantize``.
+
+    Returns:
+      The NVFP4Tensor [..., K, M] of the same values and format, with the amax of q. For ``NVFP4_2D`` it has the bytes
+      of ``quantize(x, spec, transpose=True)``. For other specs that call may choose another scale for a tile (4over6)
+      or draws other random bits (stochastic rounding).
+
+      A tensor does not say whether it was made in tiles. Where the 16 rows of a tile do not have the same scale byte,
+      the tile gets the scale NaN, and its values decode to NaN. ``implementation="reference"`` raises an error instead,
+      if it is called outside of ``jit`` and other transformations.
+
+    Raises:
+      ValueError, TypeError: a tensor or argument does not fit; the message names it.
+    """
+    op = "transpose"
+    check_implementation(op, implementation)
+    if not isinstance(q, NVFP4Tensor):
+        raise TypeError(f"{op}: q must be an NVFP4Tensor, got {type(q).__name__}")
+    _check_tile_spec(op, q, spec)
+    check_tiles(tuple(_parts(q)), q.format)
+    if implementation == "reference":
+        _check_scales_of_tiles(op, q)
+    stored = with_scale_bytes(q)
+    results = bind(transpose_p, stored.data, stored.scale, implementation=implementation)
+    return take_tensor(iter(results), q.format, q.amax)
+
+
+def _check_tile_spec(op: str, q: NVFP4Tensor, spec: QuantSpec) -> None:
+    """Refuses a spec whose tensors have no transpose in packed form, or that cannot be the one of q."""
+    check_spec(op, "spec", spec)
+    other_way = "make the transpose from the original array, by quantize(..., transpose=True)"
+    if spec.block_rows != BLOCK:
+        raise ValueError(
+            f"{op}: spec must have block_rows={BLOCK}, got {spec} with block_rows={spec.block_rows}; {other_way}"
+        )
+    if spec.format != q.format:
+        raise ValueError(f"{op}: spec must have the format of q, {q.format}, got {spec} with {spec.format}")
+    if spec.format.rht:
+        raise ValueError(
+            f"{op}: spec must have rht=False, got {spec} with rht=True, whose values are rotated along K; {other_way}"
+        )
+
+
+def _check_scales_of_tiles(op: str, q: NVFP4Tensor) -> None:
+    """Refuses tiles whose rows have different scales, if the scales are known and all on this host."""
+    if isinstance(q.scale, jax.core.Tracer) or not getattr(q.scale, "is_fully_addressable", True):
+        return
+    scale = np.asarray(q.scale).view(np.uint8)
+    *lead, rows, blocks = scale.shape
+    tiles = scale.reshape(*lead, rows // BLOCK, BLOCK, blocks)
+    mixed = np.argwhere((tiles != tiles[..., :1, :]).any(axis=-2))
+    if mixed.size:
+        *index, row, col = mixed[0].tolist()
+        found = np.unique(tiles[(*index, row, slice(None), col)]).tolist()
+        raise ValueError(
+            f"{op}: the {BLOCK} rows of each 16x16 tile of q must have one scale, got the scale bytes {found} in the "
+            f"tile at {(*index, row * BLOCK, col * BLOCK)}; q was not made with block_rows={BLOCK}"
+        )
 
 
 @operation

@@ -488,6 +488,15 @@ def dequantize(
     return from_bits(values.reshape(codes.shape), dtype)
 
 
+def transpose(data: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Transposes 16x16 tiles as ``jnvfp4.transpose``; scales are bytes. -> data [..., K, M/2], scale [..., K, M/16]"""
+    *lead, rows, blocks = scale.shape
+    tiles = scale.reshape(*lead, rows // BLOCK, BLOCK, blocks)
+    of_tile = jnp.where(jnp.all(tiles == tiles[..., :1, :], axis=-2), tiles[..., 0, :], SCALE_NAN)
+    data = pack_codes(jnp.swapaxes(unpack_codes(data), -1, -2))
+    return data, jnp.repeat(jnp.swapaxes(of_tile, -1, -2), BLOCK, axis=-2)
+
+
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Norms x [..., M, K] with the weight [K] or [..., K]. -> bfloat16 [..., M, K]"""
     v, w = to_bits(x), to_bits(weight)

@@ -16,7 +16,7 @@ from . import _native
 from ._arguments import OPERATIONS
 from ._primitives._matmul_routes import Product, plan
 from ._version import __version__
-from .ops import dequantize, matmul_nt, quantize
+from .ops import dequantize, matmul_nt, quantize, transpose
 from .spec import (
     FUSED_PAIRS,
     NVFP4,
@@ -256,14 +256,15 @@ def _check_device(device: jax.Device) -> Iterator[tuple[str, str, str]]:
             return name, device.platform, f"FAILED: {error}".splitlines()[0]
 
     for spec in CHECKED_SPECS:
-        for transpose in (False, True):
+        for turned in (False, True):
 
-            def run(implementation, spec=spec, transpose=transpose):
+            def run(implementation, spec=spec, turned=turned):
                 key = jax.random.key(0) if spec.rounding == "stochastic" else None
-                return quantize(x, spec, key=key, transpose=transpose, implementation=implementation)
+                return quantize(x, spec, key=key, transpose=turned, implementation=implementation)
 
-            yield check(f"quantize {name_of(spec)}{' transposed' * transpose}", run)
+            yield check(f"quantize {name_of(spec)}{' transposed' * turned}", run)
     yield check("dequantize", lambda i: dequantize(quantize(x), implementation=i))
+    yield check("transpose", lambda i: transpose(quantize(x, NVFP4_2D), implementation=i))
     exact = quantize(np.round(np.clip(x.astype(np.float32), -2, 2)), NVFP4)  # sums exact in any order
     yield check("matmul_nt", lambda i: matmul_nt(exact, exact, implementation=i))
     yield check("matmul_nt weight-only", lambda i: matmul_nt(jnp.round(jnp.asarray(x)), exact, implementation=i))

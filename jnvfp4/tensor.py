@@ -36,7 +36,8 @@ class NVFP4Tensor:
       amax: float32, () or [...] for scope "tensor", [..., M] for "row", [..., M, K/64] for "window64".
       format: what a reader must know to decode the numbers.
 
-    Blocks run along the last axis, so the transpose is another tensor (``quantize(x, transpose=True)``). The
+    Blocks run along the last axis, so the transpose is another tensor (``quantize(x, transpose=True)``; from the tensor
+    itself by ``jnvfp4.transpose``, if it was made in 16x16 tiles). The
     constructor checks nothing, because transforms put placeholders into the fields.
     """
 
@@ -152,7 +153,8 @@ class NVFP4Tensor:
     def _no_transpose(self) -> NoReturn:
         raise AttributeError(
             "an NVFP4Tensor has no transpose, since its blocks run along the last axis: make one from the original "
-            "array by jnvfp4.quantize(..., transpose=True)"
+            "array by jnvfp4.quantize(..., transpose=True), or, of a tensor that was made with block_rows=16, by "
+            "jnvfp4.transpose(t, spec)"
         )
 
     T = transpose = mT = property(_no_transpose)  # noqa: N815

@@ -136,6 +136,14 @@ def dequantize_call(windows: bool) -> Call:
     return Call("dequantize", tensor("", 16, 128, windows), (Array("out", (16, 128), BF16, also=FLOATS),), attrs)
 
 
+def transpose_call() -> Call:
+    rows, cols = 48, 80
+    data, scale, _ = tensor("", rows, cols, False)
+    scales = (jnp.float8_e4m3fn,)
+    results = (Array("out data", (cols, rows // 2), U8), Array("out scale", (cols, rows // 16), U8, also=scales))
+    return Call("transpose", (data, replace(scale, also=scales)), results)
+
+
 def rht_amax_call() -> Call:
     attrs = {"transpose": False, "keep": np.int32(1)}
     other_sizes = ((2, 17, 32), (2, 8, 32), (2, 32, 32), (2, 16, 16), (2, 16, 64))
@@ -194,6 +202,7 @@ def valid_calls(platform: str) -> dict[str, Call]:
         "gate windows": produce_call("silu_mul", WINDOW64, False, True, pair_scratch if cpu else absent("scratch", U8)),
         "dequantize": dequantize_call(False),
         "dequantize windows": dequantize_call(True),
+        "transpose": transpose_call(),
         "rht_amax": rht_amax_call(),
         "matmul": matmul_call(blocks, False, False),
         "matmul windows": matmul_call(blocks, False, True),

@@ -140,6 +140,7 @@ CALLS = {
     "quantize_pair": (partial(jnvfp4.quantize_pair, row_spec=NVFP4_SR, col_spec=NVFP4_RHT_SR, key=KEY), (X,)),
     "dequantize": (jnvfp4.dequantize, (jnvfp4.quantize(X, ROW_SCALED),)),
     "dequantize rotated": (jnvfp4.dequantize, (jnvfp4.quantize(X, NVFP4_RHT),)),
+    "transpose": (jnvfp4.transpose, (jnvfp4.quantize(X, NVFP4_2D),)),
     "matmul_nt": (
         lambda a, b, c: jnvfp4.matmul_nt(a, b, bias=c),
         (jnvfp4.quantize(X, ROW_SCALED), jnvfp4.quantize(W), BIAS),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import ADVERSARIAL, Case
+from helpers import assert_same_tensor
 
 import jnvfp4
 from jnvfp4 import spec as specs
@@ -84,6 +85,7 @@ def test_floor_bytes():
     assert bytes_of["window64 pair"] == 3.25
     assert bytes_of["fake_quant nvfp4_2d"] == 4
     assert bytes_of["dequantize to bf16"] == 2.5625
+    assert bytes_of["transpose nvfp4_2d"] == 1.125
 
 
 @pytest.mark.parametrize(
@@ -105,6 +107,12 @@ def test_naive_code_does_the_real_work(spec):
     assert np.mean(np.asarray(data) == np.asarray(exact.data)) > 0.99
     assert np.mean(np.asarray(scale == exact.scale)) > 0.99
     np.testing.assert_allclose(naive.dequantize(exact, jnp.float32), jnvfp4.dequantize(exact, jnp.float32), rtol=1e-5)
+
+
+def test_the_naive_transpose_is_exact():
+    q = jnvfp4.quantize(jnp.asarray(Case("naive", (32, 128)).make()), jnvfp4.NVFP4_2D)
+    exact = jnvfp4.transpose(q)
+    assert_same_tensor(naive.transpose(q, jnvfp4.NVFP4_2D), (exact.data, exact.scale, exact.amax))
 
 
 @pytest.mark.parametrize("spec", [jnvfp4.NVFP4_SR, jnvfp4.NVFP4_RHT], ids=specs.name_of)

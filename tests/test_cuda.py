@@ -24,6 +24,7 @@ from jnvfp4 import (
     quantize,
     quantize_pair,
     silu_mul_quantize,
+    transpose,
 )
 from jnvfp4._primitives._base import bind
 from jnvfp4._primitives.quantize import quantize_p
@@ -86,6 +87,12 @@ def test_dequantize_the_end_of_a_huge_tensor(huge):
     assert_same_tensor(dequantize(t, jnp.bfloat16)[-PIECE:], dequantize(end, jnp.bfloat16))
 
 
+def test_transpose_the_end_of_a_huge_tensor(huge):
+    t = quantize(huge, NVFP4_2D)
+    moved, end = transpose(t), transpose(quantize(huge[-PIECE:], NVFP4_2D, amax=t.amax))
+    assert_same_tensor((moved.data[:, -PIECE // 2 :], moved.scale[:, -PIECE // 16 :]), (end.data, end.scale))
+
+
 @pytest.mark.parametrize("spec", [NVFP4, NVFP4_2D, ROW_SCALED], ids=name_of)
 def test_fake_quant_of_the_end_of_a_huge_tensor(huge, spec):
     amax = None if spec is ROW_SCALED else quantize(huge[-PIECE:]).amax
@@ -105,6 +112,7 @@ def step(x, key):
         x, jnvfp4.NVFP4_2D, jnvfp4.NVFP4_2D), jnvfp4.quantize_pair(x, jnvfp4.WINDOW64, jnvfp4.WINDOW64)]
     values = [jnvfp4.dequantize(t) for t in (a, rotated, windows)]
     values += [jnvfp4.fake_quant(x), jnvfp4.fake_quant(x, jnvfp4.ROW_SCALED), jnvfp4.fake_quant(x, jnvfp4.NVFP4_2D)]
+    values += [jnvfp4.transpose(jnvfp4.quantize(x, jnvfp4.NVFP4_2D))]
     products = [jnvfp4.matmul_nt(t, jnvfp4.quantize(x)) for t in (a, rounded, windows, better)]
     return a, b, rounded, rotated, windows, better, pairs, values, products
 

@@ -19,10 +19,12 @@ from jnvfp4 import (
     WINDOW64,
     Format,
     NVFP4Tensor,
+    QuantSpec,
     Recipe,
     dequantize,
     dot_general,
     fake_quant,
+    four_over_six,
     linear,
     matmul_nt,
     quantization_report,
@@ -30,6 +32,7 @@ from jnvfp4 import (
     quantize_pair,
     recipes,
     rms_norm_quantize,
+    transpose,
 )
 
 F32, BF16, U8, E4M3 = jnp.float32, jnp.bfloat16, jnp.uint8, jnp.float8_e4m3fn
@@ -711,7 +714,75 @@ LINEAR = {
     "fake_quant_window64": (partial(fake_quant, spec=WINDOW64), [a(16, 32)], ValueError, "fake_quant: K must be"),
 }
 
-TABLES = {"quantize": QUANTIZE, "dequantize": DEQUANTIZE, "matmul": MATMUL, "linear": LINEAR}
+TRANSPOSE = {
+    "not_a_tensor": (transpose, [a(16, 16)], TypeError, r"transpose: q must be an NVFP4Tensor, got \w+"),
+    "not_a_spec": (
+        partial(transpose, spec="2d"),
+        [t(16, 16)],
+        TypeError,
+        "transpose: spec must be a QuantSpec, got '2d'",
+    ),
+    "blocks": (
+        partial(transpose, spec=NVFP4),
+        [t(16, 32)],
+        ValueError,
+        r"transpose: spec must have block_rows=16, got NVFP4 with block_rows=1; make .* quantize\(..., ",
+    ),
+    "format": (
+        transpose,
+        [t(16, 32, Format(e4m3_max=256))],
+        ValueError,
+        r"transpose: spec must have the format of q, Format\(.*256, .*\), got NVFP4_2D with Format\(.*448, .*\)",
+    ),
+    "format_of_spec": (
+        partial(transpose, spec=four_over_six(block_rows=16)),
+        [t(16, 32)],
+        ValueError,
+        "transpose: spec must have the format of q, .*448, .*, got FOUR_OVER_SIX_2D_MAE_256 with",
+    ),
+    "rows": (
+        transpose,
+        [t(16, 32, Format("row"), amax=(16,))],
+        ValueError,
+        "transpose: spec must have the format of q",
+    ),
+    "rotated": (
+        partial(transpose, spec=QuantSpec(Format(rht=True), block_rows=16)),
+        [t(16, 32, Format(rht=True))],
+        ValueError,
+        "transpose: spec must have rht=False, got NVFP4_2D_RHT with rht=True, whose values are rotated along K; make",
+    ),
+    "m": (
+        transpose,
+        [t(24, 32)],
+        ValueError,
+        r"transpose: M and K of q must be multiples of 16, got q.shape=\(24, 32\)",
+    ),
+    "k": (transpose, [t(16, 40, scale_k=2)], ValueError, "transpose: K of q must be a multiple of 16, got K=40"),
+    "rank": (
+        lambda d, s, m: transpose(NVFP4Tensor(d, s, m)),
+        [a(16, dtype=U8), a(2, dtype=E4M3), a()],
+        ValueError,
+        r"transpose: q must have rank 2 or more, \[..., M, K\], got data \(16,\)",
+    ),
+    "data_dtype": (transpose, [t(16, 32, data=jnp.int8)], TypeError, r"transpose: q\.data must be uint8, got int8"),
+    "scale_dtype": (transpose, [t(16, 32, scale=U8)], TypeError, r"q\.scale must be float8_e4m3fn, got uint8"),
+    "scale_shape": (transpose, [t(16, 32, scale_k=3)], ValueError, r"q\.scale must have shape \(16, 2\) for data"),
+    "amax_of_rows": (
+        transpose,
+        [t(16, 32, lead=(2,), amax=(2, 16))],
+        ValueError,
+        r"transpose: q\.amax must have shape \(\) or \(2,\) for data .*, got \(2, 16\); the rows of a tile share one",
+    ),
+    "implementation": (
+        partial(transpose, implementation="cuda"),
+        [t(16, 32)],
+        ValueError,
+        "transpose: implementation must be None, 'native' or 'reference', got 'cuda'",
+    ),
+}
+
+TABLES = {"quantize": QUANTIZE, "dequantize": DEQUANTIZE, "transpose": TRANSPOSE, "matmul": MATMUL, "linear": LINEAR}
 ERRORS = {f"{op}-{name}": row for op, table in TABLES.items() for name, row in table.items()}
 every_error = pytest.mark.parametrize(("f", "operands", "error", "text"), ERRORS.values(), ids=ERRORS)
 

@@ -31,6 +31,7 @@ from jnvfp4 import (
     quantize,
     quantize_pair,
     recipes,
+    transpose,
 )
 from jnvfp4.spec import name_of
 
@@ -186,6 +187,7 @@ TARGETS = {
         "nvfp4_quantize_pair",
     ),
     "dequantize": (lambda x: dequantize(quantize(x)), "nvfp4_dequantize"),
+    "transpose": (lambda x: transpose(quantize(x, NVFP4_2D)), "nvfp4_transpose"),
     "fake_quant": (fake_quant, "nvfp4_fake_quant"),
     "fake_quant_row": (partial(fake_quant, spec=ROW_SCALED), "nvfp4_fake_quant"),
 }

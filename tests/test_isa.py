@@ -70,6 +70,12 @@ def test_pairs(both, case):
     assert_same_tensor(*both(lambda: [jnvfp4.quantize_pair(x, *p, key=key_for(*p)) for p in pairs]))
 
 
+@pytest.mark.parametrize("shape", [(144, 272), (3, 48, 128)], ids=str)
+def test_transpose(both, shape):
+    q = jnvfp4.quantize(Case("x", shape).make(), jnvfp4.NVFP4_2D)
+    assert_same_tensor(*both(lambda: jnvfp4.transpose(q)))
+
+
 @pytest.mark.parametrize("m", [1, 2, 3, 6])
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16, jnp.float16])
 def test_matmul(both, m, dtype):

@@ -52,6 +52,7 @@ CALLS = {
     "dequantize": ("dequantize", (A, jnp.bfloat16), {}),
     "dequantize to a NumPy type": ("dequantize", (A, np.float32), {}),
     "dequantize to a named dtype": ("dequantize", (A,), {"dtype": "float16"}),
+    "transpose": ("transpose", (t(32, 64, spec=NVFP4_2D), NVFP4_2D), {}),
     "fake_quant": ("fake_quant", (X, WINDOW64), {}),
     "rms_norm_quantize": ("rms_norm_quantize", (X, a(64)), {"eps": 1e-5, "return_values": True}),
     "silu_mul_quantize": ("silu_mul_quantize", (X, X, NVFP4, NVFP4), {}),

@@ -639,6 +639,7 @@ UNDIFFERENTIABLE = {
     "quantize_sr": lambda x: quantize(x, NVFP4_SR, key=KEY).scale,
     "quantize_pair": lambda x: quantize_pair(x)[1].scale,
     "dequantize": lambda x: dequantize(quantize(x)),
+    "transpose": lambda x: jnvfp4.transpose(quantize(x, NVFP4_2D)).scale,
     "matmul_nt": lambda x: matmul_nt(x.astype(jnp.bfloat16), exact_tensor((8, 16))),
     "matmul_bias": lambda x: matmul_nt(exact_tensor((8, 16)), exact_tensor((16, 16)), bias=x[0]),
 }

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, key_for
+from helpers import assert_bitwise, assert_same_tensor, key_for
 from operands import exact_tensor, normal
 
 from jnvfp4 import (
@@ -22,6 +22,7 @@ from jnvfp4 import (
     matmul_nt,
     quantize,
     quantize_pair,
+    transpose,
 )
 from jnvfp4.spec import name_of
 
@@ -39,6 +40,14 @@ def test_quantize_of_nothing(backend, shape, spec, transpose):
     assert got.scale.shape == (*turned[:-1], turned[-1] // 16)
     assert_bitwise(got.amax, jnp.zeros(turned[:-1] if spec is ROW_SCALED else ()))
     assert dequantize(got).shape == turned
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (16, 0), (0, 0), (2, 0, 32), (0, 16, 32)], ids=str)
+def test_transpose_of_nothing(backend, shape):
+    x, implementation = jnp.zeros(shape), backend.implementation
+    got = jax.jit(partial(transpose, implementation=implementation))(quantize(x, NVFP4_2D))
+    assert_same_tensor(got, quantize(x, NVFP4_2D, transpose=True))
+    assert_same_tensor(got, transpose(quantize(x, NVFP4_2D), implementation=implementation))
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (2, 0, 64)], ids=str)

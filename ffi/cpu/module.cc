@@ -14,7 +14,7 @@
 #include "parallel.h"
 
 extern "C" {
-jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Produce, Dequantize, FakeQuant, Matmul;
+jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Produce, Dequantize, Transpose, FakeQuant, Matmul;
 }
 
 namespace {
@@ -55,6 +55,7 @@ NB_MODULE(_cpu, m) {
                             {"nvfp4_rht_amax", RhtAmax},
                             {"nvfp4_produce", Produce},
                             {"nvfp4_dequantize", Dequantize},
+                            {"nvfp4_transpose", Transpose},
                             {"nvfp4_fake_quant", FakeQuant},
                             {"nvfp4_matmul", Matmul}});
   static constexpr std::pair<const char*, jnvfp4::Isa> kNames[] = {

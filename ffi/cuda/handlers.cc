@@ -7,6 +7,7 @@
 #include "../calls/matmul.h"
 #include "../calls/produce.h"
 #include "../calls/quantize.h"
+#include "../calls/transpose.h"
 #include "kernels.h"
 
 namespace jnvfp4 {
@@ -47,6 +48,9 @@ ffi::Error rht_amax(cudaStream_t stream, const RhtAmaxArgs& args) {
 }
 ffi::Error dequantize(cudaStream_t stream, const DequantizeArgs& args) {
   return launched("dequantize", launch_dequantize(args, stream));
+}
+ffi::Error transpose(cudaStream_t stream, const TransposeArgs& args) {
+  return launched("transpose", launch_transpose(args, stream));
 }
 ffi::Error fake_quant(cudaStream_t stream, const FakeQuantArgs& args, const KernelSpec& spec) {
   return launched("fake_quant", launch_fake_quant(args, spec, stream));
@@ -92,6 +96,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RhtAmax, (rht_amax_call<cudaStream_t, rht_amax>), 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Produce, (produce_call<false, cudaStream_t, produce>), on_stream(produce_binding()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dequantize, (dequantize_call<cudaStream_t, dequantize>), on_stream(dequantize_binding()),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Transpose, (transpose_call<cudaStream_t, transpose>), on_stream(transpose_binding()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(FakeQuant, (fake_quant_call<cudaStream_t, fake_quant>), on_stream(fake_quant_binding()),
                               {ffi::Traits::kCmdBufferCompatible});

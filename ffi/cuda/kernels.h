@@ -19,6 +19,7 @@ cudaError_t launch_quantize_pair(const PairArgs& args, const KernelSpec& row, co
                                  cudaStream_t stream);
 cudaError_t launch_rht_amax(const RhtAmaxArgs& args, cudaStream_t stream);
 cudaError_t launch_dequantize(const DequantizeArgs& args, cudaStream_t stream);
+cudaError_t launch_transpose(const TransposeArgs& args, cudaStream_t stream);
 cudaError_t launch_fake_quant(const FakeQuantArgs& args, const KernelSpec& spec, cudaStream_t stream);
 
 // Null for what is not wanted; a gate has no factors.

@@ -10,7 +10,7 @@
 #include "kernels.h"
 
 extern "C" {
-jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Produce, Dequantize, FakeQuant, Matmul, Decode, Epilogue;
+jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Produce, Dequantize, Transpose, FakeQuant, Matmul, Decode, Epilogue;
 }
 
 namespace nb = nanobind;
@@ -21,6 +21,7 @@ NB_MODULE(_cuda, m) {
                             {"nvfp4_rht_amax", RhtAmax},
                             {"nvfp4_produce", Produce},
                             {"nvfp4_dequantize", Dequantize},
+                            {"nvfp4_transpose", Transpose},
                             {"nvfp4_fake_quant", FakeQuant},
                             {"nvfp4_matmul", Matmul},
                             {"nvfp4_decode", Decode},

@@ -270,6 +270,16 @@ void dequantize(const Shape& s, Float kind, int64_t amax_count, bool rotate_back
   check(cudaDeviceSynchronize(), "dequantize");
 }
 
+void transpose(const Shape& s) {
+  const int64_t blocks = s.batch * s.rows * s.cols / 16;
+  Buffer data(blocks * 8), scale(blocks), out_data(blocks * 8), out_scale(blocks);
+  check(launch_transpose({data.as<uint8_t>(), scale.as<uint8_t>(), out_data.as<uint8_t>(), out_scale.as<uint8_t>(),
+                          s.batch, s.rows, s.cols},
+                         nullptr),
+        "transpose");
+  check(cudaDeviceSynchronize(), "transpose");
+}
+
 void fake_quant(const Shape& s, const KernelSpec& spec, Float kind, Amax how) {
   if (!fits(s, spec) || (how == Amax::kFound && spec.amax_scope == AmaxScope::kTensor)) return;
   const int64_t elements = s.batch * s.rows * s.cols, count = Result::count(s, spec, how);
@@ -308,6 +318,9 @@ int main(int count, char** arguments) {
   if (!library.reason.empty()) std::printf("without cuBLASLt: %s\n", library.reason.c_str());
   const std::vector<Shape> whole{{1, 16, 16}, {2, 80, 144}, {1, 64, 64}, {2, 64, 192}, {3, 48, 272}};
   const std::vector<Shape> ragged{{1, 1, 16}, {2, 33, 48}, {1, 35, 64}, {1, 259, 2112}};
+  for (const Shape& s : whole) transpose(s);
+  transpose({2, 272, 544});  // whole squares and parts of them
+  transpose({1, 1024, 512});
   const std::vector<Shape> long_rows{{1, 2, 8208}, {1, 3, 16464}};  // more than a thread block holds of a row
   for (Float kind : kFloats) {
     for (const std::vector<Shape>& shapes : {whole, ragged})

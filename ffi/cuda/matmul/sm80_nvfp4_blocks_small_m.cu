@@ -603,6 +603,9 @@ __device__ __forceinline__ void store_column(const MatmulArgs& g, const Memory<C
   }
 }
 
+// __syncthreads() for warps that come from several places of the code, which may not have one each.
+__device__ __forceinline__ void meet_all_warps() { asm volatile("barrier.sync 0;" ::: "memory"); }
+
 template <class C>
 __global__ void __launch_bounds__(kMostThreads, 1) sm80_nvfp4_blocks_small_m_kernel(MatmulArgs g, int warps) {
   extern __shared__ uint4 shared[];
@@ -630,17 +633,17 @@ __global__ void __launch_bounds__(kMostThreads, 1) sm80_nvfp4_blocks_small_m_ker
     const Turn<C::kDecoded> decoded{static_cast<int>(before % C::kDecoded), static_cast<int>(before / C::kDecoded % 2)};
     if (warp < kDecoders) {
       decode_stages<C>(memory, stages, warp * C::kTeams / kDecoders, before);
-      __syncthreads();
+      meet_all_warps();
     } else if (warp < kDecoders + copiers) {
       const Source<C> source(a, b, matrix * s.rows + token0, matrix * s.cols + col0, s.rows - token0, s.cols - col0,
                              cols);
       copy_stages<C>(source, memory, stages, warp - kDecoders, copiers, before);
-      __syncthreads();
+      meet_all_warps();
     } else {
       const Lane lane(warp - kDecoders - copiers);
       TokenSums<C> y{};
       multiply_rows<C>(y, memory, stages, copied, decoded, lane, alpha_of);
-      __syncthreads();  // all stages have been used
+      meet_all_warps();  // all stages have been used
 #pragma unroll
       for (int n = 0; n < C::kTiles; ++n)
 #pragma unroll

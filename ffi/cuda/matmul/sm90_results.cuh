@@ -207,7 +207,7 @@ struct ResultWriter {
     constexpr int kAtOnce = kTokens < kBuffer / 128 ? kTokens : kBuffer / 128;
 #pragma unroll
     for (int first = 0; first < kTokens; first += kAtOnce) {
-      if (first) sync();  // the tokens before have been written
+      sync();  // the tokens before have been written, or the last tile
 #pragma unroll
       for (int e = 0; e < kAtOnce / 8; e += 2) stage_words<kAtOnce>(words + (first / 8 + e) * 2, e);
       sync();
@@ -230,7 +230,7 @@ struct ResultWriter {
     constexpr int kAtOnce = kBuffer / 256;
 #pragma unroll
     for (int first = 0; first < kTokens; first += kAtOnce) {
-      if (first) sync();
+      sync();
 #pragma unroll
       for (int e = 0; e < kAtOnce / 8; ++e) stage_floats<kAtOnce>(sums + (first / 8 + e) * 4, e);
       sync();
