@@ -36,6 +36,8 @@ from .tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
 
 RESIDUAL_NAME = "nvfp4_residual"
 """The name of what ``linear`` keeps for its gradients, for ``jax.checkpoint_policies.save_only_these_names``."""
+BACKWARD_NAME = "nvfp4_backward"
+"""The name of that part of it which the gradient GEMMs read; the rest are operands of the forward GEMM."""
 
 WeightAxes = Literal["nk", "kn"]
 Weight = jax.Array | NVFP4Tensor  # an NVFP4Tensor is frozen, and packed within this module
@@ -53,6 +55,7 @@ class Call(NamedTuple):
     implementation: str | None = None
     w_axes: WeightAxes = "nk"
     axes: tuple[Any, ...] = (None, None, None)  # mesh axes of x, w and bias by dimension, for their gradients
+    dtypes: tuple[Any, ...] = (None, None, None)  # of the same; None has no gradient
     gather: Gather | None = None  # of w [N, K]
 
     @property
@@ -126,8 +129,8 @@ def linear(
 
     Returns:
       [..., N] of ``out_dtype``. The gradients have the dtypes of x, w and bias. The backward pass keeps the quantized
-      tensors (for a GEMM in high precision, the original array) under the name ``jnvfp4.RESIDUAL_NAME``, which policies
-      of jax.checkpoint can save. If w is an NVFP4Tensor, it keeps only that.
+      tensors (for a GEMM in high precision, the original array) under names that policies of jax.checkpoint can save
+      (``jnvfp4.remat``). If w is an NVFP4Tensor, it keeps only that.
 
     Raises:
       ValueError, TypeError: shapes or dtypes do not fit; the message names them.
@@ -180,7 +183,10 @@ def call_linear(
     if call.out_dtype is None:
         call = call._replace(out_dtype=x.dtype)
     of = [v if isinstance(v, jax.Array) else None for v in (tokens, w, bias)]
-    call = call._replace(axes=tuple(None if v is None else tuple(axes_of_dims(jax.typeof(v))) for v in of))
+    call = call._replace(
+        axes=tuple(None if v is None else tuple(axes_of_dims(jax.typeof(v))) for v in of),
+        dtypes=tuple(None if v is None else v.dtype for v in of),
+    )
     y = _linear(tokens, w, bias, key, pair, w_amax, call)
     return y.reshape(*x.shape[:-1], n)
 
@@ -488,6 +494,11 @@ def _save(t: Any) -> Any:
     return _unpack(jax.tree.map(lambda v: checkpoint_name(v, RESIDUAL_NAME), _pack(t)))
 
 
+def _save_for_backward(t: Any) -> Any:
+    """Names what is saved for the backward pass alone or in place of more."""
+    return _unpack(jax.tree.map(lambda v: checkpoint_name(v, BACKWARD_NAME), _pack(t)))
+
+
 def _pack(t: Any) -> Any:
     """Views scales as bytes: jax.checkpoint rounds the floats it saves by IEEE rules, where E4M3 256 is infinite."""
     return with_scale_bytes(t) if isinstance(t, NVFP4Tensor) else t
@@ -539,8 +550,7 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     if isinstance(w, NVFP4Tensor):
         # w is an argument, which a policy that saves residuals by their name need not copy.
-        of_frozen = (_no_elements(x), None, None if bias is None else _no_elements(bias))
-        return _linear(x, w, bias, key, quantized, w_amax, call), (None, w, of_frozen, key)
+        return _linear(x, w, bias, key, quantized, w_amax, call), (None, w, key)
     recipe, quantizer = call.recipe, _Quantizer(key, call.common)
     dgrad, wgrad = recipe.dgrad_specs, recipe.wgrad_specs
     of_x, of_w = recipe.fprop or (None, None)
@@ -552,26 +562,21 @@ def _forward(
     qx, qw = _save(x if x_row is None else x_row), w_row and _save(w_row)
     w_saved = _save(w_t) if w_t is not None else _save(w) if recipe.dgrad is None else qw
     x_saved = _save(x_t) if x_t is not None else _save(x) if recipe.wgrad is None else qx
-    # Empty arrays carry the dtypes to the backward pass.
-    like = (_no_elements(x), _no_elements(w), None if bias is None else _no_elements(bias))
     y = _unquantized(call, x, w, bias) if qw is None else _product(call, qx, qw, bias)
-    return y, (_pack(x_saved), _pack(w_saved), like, key)
-
-
-@partial(jax.jit, inline=True)
-def _no_elements(x: jax.Array) -> jax.Array:
-    return x[(slice(0, 0),) * x.ndim]
+    x_saved, w_saved = map(_save_for_backward, (x_saved, w_saved))
+    return y, (_pack(x_saved), _pack(w_saved), key)
 
 
 def _backward(call: Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
-    *saved, (x_like, w_like, bias_like), key = residuals
+    *saved, key = residuals
+    of_x, of_w, of_bias = call.dtypes
     x_saved, w_saved = map(_unpack, saved)
     dgrad, wgrad = call.recipe.dgrad_specs, call.recipe.wgrad_specs
     quantizer = _Quantizer(key, call.common)
     dy_row, dy_t = quantizer.both(dy, dgrad and dgrad.dy, wgrad and wgrad.dy, _unit(wgrad), DY)
-    dx = _dgrad(call, dy if dy_row is None else dy_row, w_saved, x_like.dtype)
-    dw = None if w_like is None else _wgrad(call, dy if dy_t is None else dy_t, x_saved, w_like.dtype)
-    db = None if bias_like is None else _sum_of_rows(dy).astype(bias_like.dtype)
+    dx = _dgrad(call, dy if dy_row is None else dy_row, w_saved, of_x)
+    dw = None if of_w is None else _wgrad(call, dy if dy_t is None else dy_t, x_saved, of_w)
+    db = None if of_bias is None else _sum_of_rows(dy).astype(of_bias)
     gradients = zip((dx, dw, db), call.axes, strict=True)
     return *(g if g is None else resharded(g, axes) for g, axes in gradients), None, None, None
 
