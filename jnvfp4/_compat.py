@@ -41,12 +41,12 @@ def with_mesh(ctx: Any) -> Any:
     return ctx.replace(module_context=ctx.module_context.replace(axis_context=axes))
 
 
-def with_explicit_shardings(ctx: Any, values: Any, avals: Any) -> list[Any]:
-    """Tells XLA that ``values`` have the shardings of their types on an Explicit mesh, as JAX's own primitives do.
+def with_explicit_shardings(ctx: Any, results: Any) -> list[Any]:
+    """Tells XLA that the results have the shardings of their types on an Explicit mesh, as JAX's own primitives do.
 
-    The types are not enough: Shardy would choose other shardings for what a custom call takes or returns.
+    The types are not enough: Shardy would choose the shardings of what a custom call returns.
     """
-    return [mlir.lower_with_sharding_in_types(ctx, v, aval) for v, aval in zip(values, avals, strict=True)]
+    return [mlir.lower_with_sharding_in_types(ctx, v, aval) for v, aval in zip(results, ctx.avals_out, strict=True)]
 
 
 def partly_manual(ctx: Any) -> tuple[Any, Any]:

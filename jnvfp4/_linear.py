@@ -148,6 +148,7 @@ def call_linear(call: Call, x: Any, w: Any, bias: Any, key: Any, quantized: Quan
         call = call._replace(out_dtype=x.dtype)
     of = [v if isinstance(v, jax.Array) else None for v in (kept, w, bias)]
     call = call._replace(axes=tuple(None if v is None else tuple(axes_of_dims(jax.typeof(v))) for v in of))
+    _check_axes_of_result(call, kept, w)
     y = _linear(kept, w, bias, key, pair, call)
     return y.reshape(*x.shape[:-1], n)
 
@@ -258,6 +259,20 @@ def _keeps_axes(op: str, x: jax.Array, recipe: Recipe) -> bool:
             "reshard it"
         )
     return False
+
+
+def _check_axes_of_result(call: Call, x: jax.Array, w: Weight) -> None:
+    """Refuses an axis of an Explicit mesh that the result would have twice, as ``lax.dot_general`` does."""
+    of_w = jax.typeof(w.data if isinstance(w, NVFP4Tensor) else w)
+    of_n = axes_of_dims(of_w)[0 if call.w_axes == "nk" else 1]
+    rows = {axis for entry in axes_of_dims(jax.typeof(x))[:-1] for axis in axes_of(entry)}
+    shared = [axis for axis in axes_of(of_n) if axis in rows]
+    if shared:
+        raise ValueError(
+            f"{call.op}: the leading axes of x and N of w must be sharded over different axes of an Explicit mesh, got "
+            f"{shared[0]!r} for both, in x {jax.typeof(x)} and w {of_w}; gather w first, by jax.sharding.reshard, or "
+            "shard it along K, over which its packed bytes are gathered"
+        )
 
 
 def _unit_of_tokens(recipe: Recipe) -> int:
@@ -493,7 +508,7 @@ def _dgrad(call: Call, dy: Any, w: Any, dtype: Any) -> jax.Array:
     return _high_precision(dy, _dense(w, dy.dtype, call.common), ([dy.ndim - 1], [axis]), dtype, call.axes[0])
 
 
-def _gathered_as(of_dx: Any, w: Weight, axis: int) -> Weight:
+def _gathered_as(of_dx: Any, w: Any, axis: int) -> Any:
     """Gathers K of w over the mesh axes that K of dx is not split over: w, and packed, instead of all tokens' dx."""
     axes = axes_of_dims(jax.typeof(w.data if isinstance(w, NVFP4Tensor) else w))
     axes[axis] = without_axes(axes[axis], set(axes_of(axes[axis])) - set(axes_of(of_dx)))
@@ -563,15 +578,16 @@ def _high_precision(
 def _as_gradient(of_a: Axes, of_b: Any, summed: Axes, axes: Axes) -> tuple[Axes, Any]:
     """Returns the mesh axes for rows of a and of b in a product that will have ``axes``; ``summed`` are those of sums.
 
-    An axis that both have is removed from a where the gradient has it on b's, else from b. If b has none, it is split
-    as the gradient is, over axes that nothing else is split over: that moves no data, and each device computes a part.
+    An axis that both have is removed from a where the gradient has it on b's, else from b. Rows that are whole are
+    split as those of the gradient, over axes that nothing else is split over: that moves no data, and each device
+    computes a part.
     """
-    of_a_rows, wanted = {axis for entry in of_a for axis in axes_of(entry)}, set(axes_of(axes[-1]))
-    if of_b is None:
-        return of_a, without_axes(axes[-1], of_a_rows | {axis for entry in summed for axis in axes_of(entry)})
-    shared = of_a_rows & set(axes_of(of_b))
-    from_a = shared & wanted
-    return [without_axes(entry, from_a) for entry in of_a], without_axes(of_b, shared - from_a)
+    shared = {axis for entry in of_a for axis in axes_of(entry)} & set(axes_of(of_b))
+    from_a = shared & set(axes_of(axes[-1]))
+    rows = [*(without_axes(entry, from_a) for entry in of_a), without_axes(of_b, shared - from_a)]
+    taken = {axis for entry in (*rows, *summed) for axis in axes_of(entry)}
+    *of_a, of_b = (without_axes(e, taken) if of is None else of for of, e in zip(rows, axes, strict=True))
+    return of_a, of_b
 
 
 _linear.defvjp(_forward, _backward)

@@ -191,13 +191,12 @@ def _lowering_rule(name: str, bodies: Callable, empty: Callable | None, sums: bo
         if any(0 in aval.shape for aval in ctx.avals_in):  # kernels need not take arrays without elements
             zeros = lambda *_, **__: [jnp.zeros(aval.shape, aval.dtype) for aval in ctx.avals_out]  # noqa: E731
             body = functools.partial(empty or zeros, **_static(params))
-        operands = _compat.with_explicit_shardings(ctx, operands, ctx.avals_in)
         inner = _compat.with_mesh(ctx) if rest is None else rest
         if body is partitioned:
             inner = inner.replace(avals_in=[_off_mesh_aval(aval) for aval in ctx.avals_in])
         with _compat.without_constant_folding():
             results = mlir.lower_fun(body, multiple_results=True)(inner, *operands)
-        return results if sums else _compat.with_explicit_shardings(ctx, results, ctx.avals_out)
+        return results if sums else _compat.with_explicit_shardings(ctx, results)
 
     return lower
 
