@@ -4,6 +4,7 @@ import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from . import recipes as recipes
+from . import remat as remat
 from . import sharding as sharding
 from ._dot_general import DotGeneral as DotGeneral
 from ._dot_general import dot_general as dot_general

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import config, core, dispatch, sharding_impls
+from jax._src.interpreters import mlir
 from jax.extend.core import Primitive
 from jax.sharding import Mesh
 
@@ -38,6 +39,14 @@ def with_mesh(ctx: Any) -> Any:
         return ctx
     axes = dataclasses.replace(axes, abstract_mesh=mesh)
     return ctx.replace(module_context=ctx.module_context.replace(axis_context=axes))
+
+
+def with_explicit_shardings(ctx: Any, results: Any) -> list[Any]:
+    """Tells XLA that the results have the shardings of their types on an Explicit mesh, as JAX's own primitives do.
+
+    The types are not enough: Shardy would choose the shardings of what a custom call returns.
+    """
+    return [mlir.lower_with_sharding_in_types(ctx, v, aval) for v, aval in zip(results, ctx.avals_out, strict=True)]
 
 
 def partly_manual(ctx: Any) -> tuple[Any, Any]:

@@ -36,6 +36,8 @@ from .tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
 
 RESIDUAL_NAME = "nvfp4_residual"
 """The name of what ``linear`` keeps for its gradients, for ``jax.checkpoint_policies.save_only_these_names``."""
+BACKWARD_NAME = "nvfp4_backward"
+"""The name of that part of it which the gradient GEMMs read; the rest are operands of the forward GEMM."""
 
 WeightAxes = Literal["nk", "kn"]
 Weight = jax.Array | NVFP4Tensor  # an NVFP4Tensor is frozen, and packed within this module
@@ -53,6 +55,7 @@ class Call(NamedTuple):
     implementation: str | None = None
     w_axes: WeightAxes = "nk"
     axes: tuple[Any, ...] = (None, None, None)  # mesh axes of x, w and bias by dimension, for their gradients
+    dtypes: tuple[Any, ...] = (None, None, None)  # of the same; None has no gradient
     gather: Gather | None = None  # of w [N, K]
 
     @property
@@ -126,8 +129,8 @@ def linear(
 
     Returns:
       [..., N] of ``out_dtype``. The gradients have the dtypes of x, w and bias. The backward pass keeps the quantized
-      tensors (for a GEMM in high precision, the original array) under the name ``jnvfp4.RESIDUAL_NAME``, which policies
-      of jax.checkpoint can save. If w is an NVFP4Tensor, it keeps only that.
+      tensors (for a GEMM in high precision, the original array) under names that policies of jax.checkpoint can save
+      (``jnvfp4.remat``). If w is an NVFP4Tensor, it keeps only that.
 
     Raises:
       ValueError, TypeError: shapes or dtypes do not fit; the message names them.
@@ -180,7 +183,11 @@ def call_linear(
     if call.out_dtype is None:
         call = call._replace(out_dtype=x.dtype)
     of = [v if isinstance(v, jax.Array) else None for v in (tokens, w, bias)]
-    call = call._replace(axes=tuple(None if v is None else tuple(axes_of_dims(jax.typeof(v))) for v in of))
+    call = call._replace(
+        axes=tuple(None if v is None else tuple(axes_of_dims(jax.typeof(v))) for v in of),
+        dtypes=tuple(None if v is None else v.dtype for v in of),
+    )
+    _check_axes_of_result(call, tokens, w)
     y = _linear(tokens, w, bias, key, pair, w_amax, call)
     return y.reshape(*x.shape[:-1], n)
 
@@ -338,6 +345,22 @@ def _keeps_axes(op: str, x: jax.Array, recipe: Recipe) -> bool:
     return False
 
 
+def _check_axes_of_result(call: Call, x: jax.Array, w: Weight) -> None:
+    """Refuses an axis of an Explicit mesh that the result would have twice, as ``lax.dot_general`` does."""
+    of_w = jax.typeof(w.data if isinstance(w, NVFP4Tensor) else w)
+    of_n = axes_of_dims(of_w)[0 if call.w_axes == "nk" else 1]
+    if call.gather is not None and call.recipe.fprop is not None:
+        of_n = call.gather.gathered[0]
+    rows = {axis for entry in axes_of_dims(jax.typeof(x))[:-1] for axis in axes_of(entry)}
+    shared = [axis for axis in axes_of(of_n) if axis in rows]
+    if shared:
+        raise ValueError(
+            f"{call.op}: the leading axes of x and N of w must be sharded over different axes of an Explicit mesh, got "
+            f"{shared[0]!r} for both, in x {jax.typeof(x)} and w {of_w}; gather w by w_gather or jax.sharding.reshard, or "
+            "shard it along K, over which its packed bytes are gathered"
+        )
+
+
 def _unit_of_tokens(recipe: Recipe) -> int:
     """Returns how many tokens a block of any GEMM takes."""
     fprop, dgrad = recipe.fprop, recipe.dgrad_specs
@@ -488,6 +511,11 @@ def _save(t: Any) -> Any:
     return _unpack(jax.tree.map(lambda v: checkpoint_name(v, RESIDUAL_NAME), _pack(t)))
 
 
+def _save_for_backward(t: Any) -> Any:
+    """Names what is saved for the backward pass alone or in place of more."""
+    return _unpack(jax.tree.map(lambda v: checkpoint_name(v, BACKWARD_NAME), _pack(t)))
+
+
 def _pack(t: Any) -> Any:
     """Views scales as bytes: jax.checkpoint rounds the floats it saves by IEEE rules, where E4M3 256 is infinite."""
     return with_scale_bytes(t) if isinstance(t, NVFP4Tensor) else t
@@ -539,8 +567,7 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     if isinstance(w, NVFP4Tensor):
         # w is an argument, which a policy that saves residuals by their name need not copy.
-        of_frozen = (_no_elements(x), None, None if bias is None else _no_elements(bias))
-        return _linear(x, w, bias, key, quantized, w_amax, call), (None, w, of_frozen, key)
+        return _linear(x, w, bias, key, quantized, w_amax, call), (None, w, key)
     recipe, quantizer = call.recipe, _Quantizer(key, call.common)
     dgrad, wgrad = recipe.dgrad_specs, recipe.wgrad_specs
     of_x, of_w = recipe.fprop or (None, None)
@@ -552,26 +579,21 @@ def _forward(
     qx, qw = _save(x if x_row is None else x_row), w_row and _save(w_row)
     w_saved = _save(w_t) if w_t is not None else _save(w) if recipe.dgrad is None else qw
     x_saved = _save(x_t) if x_t is not None else _save(x) if recipe.wgrad is None else qx
-    # Empty arrays carry the dtypes to the backward pass.
-    like = (_no_elements(x), _no_elements(w), None if bias is None else _no_elements(bias))
     y = _unquantized(call, x, w, bias) if qw is None else _product(call, qx, qw, bias)
-    return y, (_pack(x_saved), _pack(w_saved), like, key)
-
-
-@partial(jax.jit, inline=True)
-def _no_elements(x: jax.Array) -> jax.Array:
-    return x[(slice(0, 0),) * x.ndim]
+    x_saved, w_saved = map(_save_for_backward, (x_saved, w_saved))
+    return y, (_pack(x_saved), _pack(w_saved), key)
 
 
 def _backward(call: Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
-    *saved, (x_like, w_like, bias_like), key = residuals
+    *saved, key = residuals
+    of_x, of_w, of_bias = call.dtypes
     x_saved, w_saved = map(_unpack, saved)
     dgrad, wgrad = call.recipe.dgrad_specs, call.recipe.wgrad_specs
     quantizer = _Quantizer(key, call.common)
     dy_row, dy_t = quantizer.both(dy, dgrad and dgrad.dy, wgrad and wgrad.dy, _unit(wgrad), DY)
-    dx = _dgrad(call, dy if dy_row is None else dy_row, w_saved, x_like.dtype)
-    dw = None if w_like is None else _wgrad(call, dy if dy_t is None else dy_t, x_saved, w_like.dtype)
-    db = None if bias_like is None else _sum_of_rows(dy).astype(bias_like.dtype)
+    dx = _dgrad(call, dy if dy_row is None else dy_row, w_saved, of_x)
+    dw = None if of_w is None else _wgrad(call, dy if dy_t is None else dy_t, x_saved, of_w)
+    db = None if of_bias is None else _sum_of_rows(dy).astype(of_bias)
     gradients = zip((dx, dw, db), call.axes, strict=True)
     return *(g if g is None else resharded(g, axes) for g, axes in gradients), None, None, None
 
@@ -583,11 +605,20 @@ def _sum_of_rows(dy: jax.Array) -> jax.Array:
 def _dgrad(call: Call, dy: Any, w: Any, dtype: Any) -> jax.Array:
     """Computes dx [..., K] from dy [..., N] and w: quantized along N, quantized along K, or as the caller passed it."""
     if isinstance(dy, NVFP4Tensor):
-        return _gradient(call, dy, gathered(w, call.gather_t), 1, dtype, call.axes[0])
+        w = _gathered_as(call.axes[0][-1], gathered(w, call.gather_t), 0)
+        return _gradient(call, dy, w, 1, dtype, call.axes[0])
     if isinstance(w, NVFP4Tensor):
         w = gathered(w, call.gather)
     axis = 0 if isinstance(w, NVFP4Tensor) or call.w_axes == "nk" else 1
+    w = _gathered_as(call.axes[0][-1], w, 1 - axis)
     return _high_precision(dy, _dense(w, dy.dtype, call.common), ([dy.ndim - 1], [axis]), dtype, call.axes[0])
+
+
+def _gathered_as(of_dx: Any, w: Any, axis: int) -> Any:
+    """Gathers K of w over the mesh axes that K of dx is not split over: w, and packed, instead of all tokens' dx."""
+    axes = axes_of_dims(jax.typeof(w.data if isinstance(w, NVFP4Tensor) else w))
+    axes[axis] = without_axes(axes[axis], set(axes_of(axes[axis])) - set(axes_of(of_dx)))
+    return resharded(w, axes)
 
 
 def _wgrad(call: Call, dy: Any, x: Any, dtype: Any) -> jax.Array:
@@ -607,7 +638,8 @@ def _in_order(call: Call, dy: Any, x: Any) -> tuple[Any, Any]:
 def _gradient(call: Call, a: NVFP4Tensor, b: NVFP4Tensor, contracted: int, dtype: Any, axes: Axes) -> jax.Array:
     """Multiplies over the last ``contracted`` axes of each; ``axes`` are mesh axes that the gradient will have."""
     of_a, of_b = (axes_of_dims(jax.typeof(t.data)) for t in (a, b))
-    of_a[:-contracted], of_b[0] = _on_one_side(of_a[:-contracted], of_b[0], axes)
+    summed = of_a[-contracted:] + of_b[1:]
+    of_a[:-contracted], of_b[0] = _as_gradient(of_a[:-contracted], of_b[0], summed, axes)
     a, b = resharded(a, of_a), resharded(b, of_b)
     if contracted == 1:
         return matmul_nt(a, b, out_dtype=dtype, accumulation=call.accumulation, implementation=call.common)
@@ -627,13 +659,14 @@ def _high_precision(
     of_a, of_b = (axes_of_dims(jax.typeof(operand)) for operand in (a, b))
     rows = [i for i in range(a.ndim) if i not in contracted[0]]
     (col,) = (j for j in range(b.ndim) if j not in contracted[1])
-    of_rows, of_b[col] = _on_one_side([of_a[i] for i in rows], of_b[col], axes)
+    over = [of[i] for of, dims in zip((of_a, of_b), contracted, strict=True) for i in dims]
+    of_rows, of_b[col] = _as_gradient([of_a[i] for i in rows], of_b[col], over, axes)
     for i, entry in zip(rows, of_rows, strict=True):
         of_a[i] = entry
     for i, j in zip(*contracted, strict=True):
         if of_a[i] is not None and of_b[j] is not None:
             of_b[j] = of_a[i]  # lax.dot_general refuses others
-    summed = any(of[i] is not None for of, over in zip((of_a, of_b), contracted, strict=True) for i in over)
+    summed = any(entry is not None for entry in over)
     a, b = resharded(a, of_a), resharded(b, of_b)
     # JAX asks for the sharding of a result where it is a sum over an axis of an Explicit mesh.
     sharding = NamedSharding(jax.typeof(a).sharding.mesh, PartitionSpec(*of_rows, of_b[col])) if summed else None
@@ -648,12 +681,19 @@ def _high_precision(
     return product.astype(dtype)
 
 
-def _on_one_side(of_a: Axes, of_b: Any, axes: Axes) -> tuple[Axes, Any]:
-    """Removes mesh axes that rows of a and of b both have: from a where the gradient has them on b's, else from b."""
-    of_b_alone = axes_of(axes[-1])
+def _as_gradient(of_a: Axes, of_b: Any, summed: Axes, axes: Axes) -> tuple[Axes, Any]:
+    """Returns the mesh axes for rows of a and of b in a product that will have ``axes``; ``summed`` are those of sums.
+
+    An axis that both have is removed from a where the gradient has it on b's, else from b. Rows that are whole are
+    split as those of the gradient, over axes that nothing else is split over: that moves no data, and each device
+    computes a part.
+    """
     shared = {axis for entry in of_a for axis in axes_of(entry)} & set(axes_of(of_b))
-    from_a = {axis for axis in shared if axis in of_b_alone}
-    return [without_axes(entry, from_a) for entry in of_a], without_axes(of_b, shared - from_a)
+    from_a = shared & set(axes_of(axes[-1]))
+    rows = [*(without_axes(entry, from_a) for entry in of_a), without_axes(of_b, shared - from_a)]
+    taken = {axis for entry in (*rows, *summed) for axis in axes_of(entry)}
+    *of_a, of_b = (without_axes(e, taken) if of is None else of for of, e in zip(rows, axes, strict=True))
+    return of_a, of_b
 
 
 _linear.defvjp(_forward, _backward)

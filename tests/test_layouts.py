@@ -1,5 +1,7 @@
 """Context, sequence and partly manual parallelism: ``linear`` keeps the axes of x [B, S, K] and moves no activation."""
 
+import math
+import re
 from collections import Counter
 from functools import partial
 
@@ -12,7 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import (
     KEY,
+    KINDS,
     assert_sharded,
+    axes_of,
     every_kind,
     home,
     is_maximum,
@@ -55,6 +59,12 @@ RECIPES = {
 
 def operands():
     return normal((B, S, K), 1, "fp32"), normal((N, K), 2, "fp32"), normal((B, S, N), 3, "fp32")
+
+
+def three_axes(order=range(8), kind="auto"):
+    devices, names = jax.devices("cpu")[:8], ("a", "b", "c")
+    grid = np.array([devices[i] for i in order]).reshape(2, 2, 2)
+    return jax.sharding.Mesh(grid, names, axis_types=(KINDS[kind],) * 3)
 
 
 def vjp_of(product, x, w, dy):
@@ -173,6 +183,93 @@ def test_shards_of_a_sequence_that_would_split_a_block(devices):
         jax.jit(partial(vjp_of, product))(*place(P(None, ("x", "y"))))
 
 
+# ---------------------------------------------------------------- Explicit meshes
+# x [B, S, K] and w [N, K], each axis of the mesh (a, b, c) in any place: data, context, tensor and fully sharded.
+EXPLICIT_LAYOUTS = [
+    (P("a", "b"), P()),
+    (P("a"), P(None, "a")),
+    (P("a"), P(None, "b")),
+    (P("a"), P("b", "a")),
+    (P("a"), P("b", "c")),
+    (P("a", "b"), P(None, "b")),
+    (P("a", "b"), P("c", "a")),
+    (P("a", None, "b"), P()),
+    (P("a", None, "b"), P("b")),
+    (P("a", None, "b"), P("c")),
+    (P("a", "b", "c"), P("c")),
+]
+
+
+def sizes_of(found, sums: bool) -> Counter:
+    """The elements of results by dtype: of sums, or of all other collectives."""
+    total: Counter = Counter()
+    for op, shape in found:
+        if ("reduce" in op) == sums and not is_maximum(shape):
+            for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shape):
+                total[dtype] += math.prod(map(int, dims.split(",")))
+    return total
+
+
+@pytest.mark.parametrize("w_axes", ["nk", "kn"])
+@pytest.mark.parametrize(("of_x", "of_w"), EXPLICIT_LAYOUTS, ids=str)
+def test_an_explicit_mesh_moves_packed_bytes_where_a_plain_product_moves_floats(of_x, of_w, w_axes):
+    """The same sums, at most two packed copies (of x or w, along K and along the other axis) for one of floats."""
+    mesh = three_axes(kind="explicit")
+    x, w, dy = operands()
+    of_n = of_w[0] if of_w else None
+    if w_axes == "kn":
+        w, of_w = w.T, P(*(*of_w, None, None)[1::-1])
+    products = (
+        partial(linear, recipe=RECIPES["pretrain"], key=KEY, w_axes=w_axes),
+        lambda x, w: jnp.einsum(f"bsk,{w_axes}->bsn", x, w),
+    )
+    of_y = P(*(*of_x, None)[:2], of_n)
+    args = put(x, mesh, of_x), put(w, mesh, of_w), put(dy, mesh, of_y)
+    (got, found), (want, of_plain) = (run(partial(vjp_of, product), *args) for product in products)
+    for value, exact in zip(got, want, strict=True):
+        assert jax.typeof(value) == jax.typeof(exact)
+        assert value.sharding.is_equivalent_to(exact.sharding, exact.ndim)
+    assert sizes_of(found, sums=True) <= sizes_of(of_plain, sums=True)
+    ours, plains = sizes_of(found, sums=False), sizes_of(of_plain, sums=False)
+    # dw is summed in parts along K, which are gathered, where x is split along K over an axis that w has not.
+    in_parts = of_x[-1] == "b" and len(of_x) == 3 and "b" not in of_w
+    assert ours["f32"] == in_parts * N * K // math.prod(mesh.shape[axis] for axis in axes_of(of_n))
+    assert set(ours) <= {"f32", "u8", "f16"}  # a CPU widens the scales
+    assert ours["u8"] + ours["f16"] <= 2 * 9 / 16 * plains["f32"]  # a value is 9/16 bytes
+    alone = run(partial(vjp_of, products[0]), *home(jax.devices("cpu"), (x, w, dy)))[0]
+    for value, exact in zip(got, alone, strict=True):
+        np.testing.assert_allclose(value, exact, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("recipe", ["pretrain", "dequantized", "high_precision"])
+def test_devices_compute_parts_of_a_gradient_that_is_split(recipe):
+    """dx is split along K, and w is whole: each device multiplies by its part of w."""
+    mesh = three_axes(kind="explicit")
+    args = (put(v, mesh, spec) for v, spec in zip(operands(), (P("a", None, "b"), P(), P("a")), strict=True))
+    pulled = partial(vjp_of, partial(linear, recipe=RECIPES[recipe], key=KEY))
+    text = jax.jit(lambda *args: pulled(*args)[1]).lower(*args).compile().as_text()
+    assert f"f32[{B // 2},{S},{K // 2}]" in text
+    assert not re.search(rf"f32\[({B // 2},{S}|{B * S // 2}),{K}\]", text)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "w_axes"), [*((name, w_axes) for name in RECIPES for w_axes in ("nk", "kn")), ("frozen", "nk")]
+)
+def test_an_axis_that_the_result_would_have_twice(recipe, w_axes):
+    """lax.dot_general refuses it too; w is gathered first, or lies along K."""
+    mesh, (x, w, _) = three_axes(kind="explicit"), operands()
+    x, along_n = put(x, mesh, P(("a", "b"))), put(w, mesh, P("b"))
+    product = partial(linear, recipe=Recipe() if recipe == "frozen" else RECIPES[recipe], key=KEY, w_axes=w_axes)
+    turned = quantize(along_n) if recipe == "frozen" else along_n if w_axes == "nk" else along_n.T
+    expected = "linear: the leading axes of x and N of w must be sharded over different axes .* got 'b' for both"
+    with pytest.raises(ValueError, match=expected):
+        product(x, turned)
+    with pytest.raises(Exception, match="illegally sharded result"):
+        plain(x, along_n)
+    whole = jax.tree.map(lambda v: jax.sharding.reshard(v, NamedSharding(mesh, P())), turned)
+    assert_sharded(product(x, whole), mesh, P(("a", "b")))
+
+
 # ---------------------------------------------------------------- quantizers
 PAIRS = [
     (NVFP4, NVFP4_RHT),
@@ -231,9 +328,33 @@ def test_vmap_of_linear_with_leading_axes(in_axes):
 
 
 # ---------------------------------------------------------------- partly manual shard_map
-def three_axes(order=range(8)):
-    devices = jax.devices("cpu")[:8]
-    return jax.sharding.Mesh(np.array([devices[i] for i in order]).reshape(2, 2, 2), ("a", "b", "c"))
+@pytest.mark.parametrize("layout", [P(("a", "c"), "b"), P("a", ("b", "c"))], ids=str)
+def test_a_partly_manual_shard_map_within_another(layout):
+    """The last axis is automatic: tokens stay split over it, and the collectives are those of a plain product."""
+    mesh, (x, w, dy) = three_axes(), operands()
+    f = partial(vjp_of, partial(linear, recipe=RECIPES["pretrain"], key=KEY))
+
+    def nested(f):
+        of_b = P(None, "b")
+        inner = jax.shard_map(f, in_specs=(of_b, P(), of_b), out_specs=(of_b, of_b, P()), axis_names={"b"})
+        of_a = P("a")
+        specs = {"in_specs": (of_a, P(), of_a), "out_specs": (of_a, of_a, P())}
+        return jax.shard_map(lambda *args: inner(*args), mesh=mesh, axis_names={"a"}, **specs)
+
+    args = put(x, mesh, layout), put(w, mesh, P()), put(dy, mesh, layout)
+    with jax.set_mesh(mesh):
+        (y, dx, dw), found = run(nested(f), *args)
+        _, of_plain = run(nested(partial(vjp_of, plain)), *args)
+    assert moved(found) == moved(of_plain)
+    assert set(moved(found)) == {"all-reduce"}
+    devices = jax.devices("cpu")
+    quarters = [[jnp.split(half, 2, 1) for half in jnp.split(home(devices, v), 2)] for v in (x, dy)]
+    pairs = [list(zip(*rows, strict=True)) for rows in zip(*quarters, strict=True)]
+    wants = [[jax.jit(f)(part, home(devices, w), of_dy) for part, of_dy in row] for row in pairs]
+    for value, i in ((y, 0), (dx, 1)):
+        assert_bitwise(value, np.concatenate([np.concatenate([want[i] for want in row], 1) for row in wants]))
+        assert_sharded(value, mesh, layout)
+    np.testing.assert_allclose(dw, sum(np.asarray(want[2]) for row in wants for want in row), rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("order", [range(8), (5, 2, 7, 0, 1, 6, 3, 4)], ids=["in_order", "permuted"])

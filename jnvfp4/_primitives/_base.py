@@ -136,6 +136,7 @@ def make_primitive(
     partition: Partition,
     rule: Callable[..., tuple[list[list], list[list]]],
     empty: Callable[..., Sequence[jax.Array]] | None = None,
+    sums: bool = False,
 ) -> Primitive:
     """Builds and registers a primitive with several results.
 
@@ -148,6 +149,8 @@ def make_primitive(
       rule: ``(*operand shapes, **params)`` -> for each operand, then for each result, a name for every dimension.
         Dimensions of one name are sharded alike; a dimension named None is never sharded.
       empty: ``(*arrays, **params)`` -> results where an operand has no elements; zeros if None.
+      sums: whether results can be sums over devices. What takes them decides then how they are sharded, also on an
+        Explicit mesh: a sum that is split at once is a reduce-scatter, and half of the bytes of an all-reduce.
 
     The hooks see every parameter but ``implementation``, which only ``batch`` passes on.
     """
@@ -166,7 +169,7 @@ def make_primitive(
     primitive.def_abstract_eval(lambda *avals, **params: list(abstract(*avals, **_static(params))))
     batching.primitive_batchers[primitive] = lambda args, dims, **params: batch(args, dims, **params)
     ad.primitive_jvps[primitive] = functools.partial(_no_derivative, name)
-    lower = _lowering_rule(name, _device_bodies(local, partition, rule), empty)
+    lower = _lowering_rule(name, _device_bodies(local, partition, rule), empty, sums)
     mlir.register_lowering(primitive, functools.partial(lower, None))
     for platform in _native.extensions():
         mlir.register_lowering(primitive, functools.partial(lower, platform), platform=platform)
@@ -175,7 +178,7 @@ def make_primitive(
     return primitive
 
 
-def _lowering_rule(name: str, bodies: Callable, empty: Callable | None) -> Callable:
+def _lowering_rule(name: str, bodies: Callable, empty: Callable | None, sums: bool) -> Callable:
     """Returns the lowering of a primitive for a platform, or for all without kernels (None)."""
 
     def lower(platform: str | None, ctx, *operands, **params):
@@ -188,11 +191,12 @@ def _lowering_rule(name: str, bodies: Callable, empty: Callable | None) -> Calla
         if any(0 in aval.shape for aval in ctx.avals_in):  # kernels need not take arrays without elements
             zeros = lambda *_, **__: [jnp.zeros(aval.shape, aval.dtype) for aval in ctx.avals_out]  # noqa: E731
             body = functools.partial(empty or zeros, **_static(params))
-        ctx = _compat.with_mesh(ctx) if rest is None else rest
+        inner = _compat.with_mesh(ctx) if rest is None else rest
         if body is partitioned:
-            ctx = ctx.replace(avals_in=[_off_mesh_aval(aval) for aval in ctx.avals_in])
+            inner = inner.replace(avals_in=[_off_mesh_aval(aval) for aval in ctx.avals_in])
         with _compat.without_constant_folding():
-            return mlir.lower_fun(body, multiple_results=True)(ctx, *operands)
+            results = mlir.lower_fun(body, multiple_results=True)(inner, *operands)
+        return results if sums else _compat.with_explicit_shardings(ctx, results)
 
     return lower
 

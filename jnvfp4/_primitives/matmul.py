@@ -353,5 +353,12 @@ def _rule(
 
 
 matmul_p = make_primitive(
-    "nvfp4_matmul", abstract=_abstract, local=_local, batch=_batch, partition=_partition, rule=_rule, empty=_empty
+    "nvfp4_matmul",
+    abstract=_abstract,
+    local=_local,
+    batch=_batch,
+    partition=_partition,
+    rule=_rule,
+    empty=_empty,
+    sums=True,
 )

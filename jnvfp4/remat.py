@@ -1,0 +1,48 @@
+"""Policies and names for ``jax.checkpoint``: what the backward pass of ``linear`` keeps, and what it quantizes again."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._linear import BACKWARD_NAME as BACKWARD_NAME
+from ._linear import RESIDUAL_NAME as RESIDUAL_NAME
+
+_QUANTIZERS = frozenset({"nvfp4_quantize", "nvfp4_quantize_pair", "nvfp4_produce"})
+_PACKED = (jnp.uint8, jnp.float8_e4m3fn)
+
+
+def save_packed(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Saves what the gradients of ``linear`` read, packed: ``jax.checkpoint(block, policy=jnvfp4.remat.save_packed)``.
+
+    That is x and w, each in the one orientation that its gradient GEMM contracts: 9/16 of a byte per element where both
+    GEMMs are quantized. All else is computed again from the arguments of ``block``, as far as the backward pass needs
+    it. It is ``save_only_these_names(BACKWARD_NAME)``. With ``RESIDUAL_NAME`` the operands of the forward GEMM are
+    saved, too, so that it can run again without quantizers.
+
+    Args:
+      primitive: as JAX passes them, and so are the others.
+      *avals: the types of its operands.
+      **params: its parameters.
+    """
+    return _by_name(primitive, *avals, **params)
+
+
+_by_name = jax.checkpoint_policies.save_only_these_names(BACKWARD_NAME)
+
+
+def recompute_quantize(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Saves what JAX saves without ``jax.checkpoint``, but nothing packed: the backward pass quantizes again.
+
+    It is for a block that keeps x in any case, for a norm or a gate: then the packed x is one array more. Saved amaxes
+    spare the quantizers the search for them.
+
+    Args:
+      primitive: as JAX passes them, and so are the others.
+      *avals: the types of its operands.
+      **params: its parameters.
+    """
+    if primitive.name in _QUANTIZERS:
+        return False
+    reads_packed = any(getattr(aval, "dtype", None) in _PACKED for aval in avals)
+    return primitive.name == "nvfp4_matmul" or not reads_packed

@@ -1,0 +1,745 @@
+"""Weights gathered as bytes: ``jnvfp4.sharding``, ``w_gather`` and ``w_amax``."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bitwise, assert_same_tensor
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import KEY, assert_sharded, every_kind, every_spec, home, is_maximum, make_mesh, put, run, shard
+from operands import normal
+
+import jnvfp4
+from jnvfp4 import (
+    NVFP4,
+    NVFP4_2D,
+    NVFP4_SR,
+    ROW_SCALED,
+    DotGeneral,
+    NVFP4Tensor,
+    Policy,
+    Recipe,
+    Rule,
+    dequantize,
+    dot_general,
+    einsum,
+    linear,
+    quantize,
+    recipes,
+)
+from jnvfp4.sharding import all_gather, gather_quantized, step_amax, weight_amax
+
+CPUS = jax.devices("cpu")[:8]
+EVERY_RECIPE = {
+    "default": recipes.DEFAULT,
+    "pretrain": recipes.pretrain(),
+    "pretrain_1d": recipes.pretrain(weight_tiles=False),
+    "unbiased": recipes.pretrain(unbiased=True),
+    "dequantized": recipes.pretrain(backward="dequantized"),
+    "high_precision": recipes.pretrain(backward="high_precision"),
+    "row_scaled": recipes.row_scaled(),
+    "four_over_six": recipes.four_over_six(),
+    "four_over_six_all": recipes.four_over_six("all", "mse", e4m3_max=448, fast=True),
+    "window64": recipes.window64(),
+    "pretrain_4over6": recipes.pretrain_4over6(),
+    "rl": recipes.rl(),
+    "rl_4over6": recipes.rl(four_over_six=True),
+    "inference": recipes.inference(),
+    "rows_of_w": Recipe(fprop=(NVFP4, ROW_SCALED), dgrad=(NVFP4, ROW_SCALED)),
+    "backward_alone": Recipe(fprop=None),
+}
+ROWS, COLUMNS, WHOLE = P("x", None), P(None, "x"), P(None, None)
+FSDP = {"rows": ROWS, "columns": COLUMNS}
+every_layout = pytest.mark.parametrize("layout", FSDP.values(), ids=FSDP)
+
+
+def gathers(found) -> list[str]:
+    return sorted(shape for op, shape in found if op == "all-gather")
+
+
+def dtypes_of(shapes) -> set[str]:
+    return {name for shape in shapes for name in re.findall(r"(\w+)\[", shape)}
+
+
+# ---------------------------------------------------------------- all_gather
+def gathered_in_shard_map(mesh, t, spec, axis, check_vma=False):
+    parts = NVFP4Tensor(spec, spec, P(*spec[: t.amax.ndim]), t.format)
+    f = lambda t: all_gather(t, "x", axis=axis)  # noqa: E731
+    return jax.shard_map(f, mesh=mesh, in_specs=(parts,), out_specs=P(), check_vma=check_vma)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@every_spec
+def test_all_gather_moves_bytes(devices, qspec, axis):
+    mesh, t = make_mesh(devices, "x"), quantize(normal((128, 512)), qspec)
+    spec = ROWS if axis == 0 else COLUMNS
+    got, found = run(gathered_in_shard_map(mesh, t, spec, axis), shard(t, mesh, spec))
+    assert_same_tensor(got, t)
+    with_amax = t.amax.ndim > (axis % 2)
+    assert {op for op, _ in found} == {"all-gather"}
+    assert dtypes_of(gathers(found)) == ({"u8", "f32"} if with_amax else {"u8"})
+
+
+def test_all_gather_of_matrices_with_an_amax_each(devices):
+    mesh, x = make_mesh(devices, "x"), normal((8, 32, 64))
+    t = jax.vmap(quantize)(x)
+    parts = NVFP4Tensor(P("x"), P("x"), P("x"), t.format)
+    f = jax.shard_map(lambda t: all_gather(t, "x"), mesh=mesh, in_specs=(parts,), out_specs=P(), check_vma=False)
+    assert_same_tensor(jax.jit(f)(t), t)
+
+
+def test_all_gather_over_two_axes(devices):
+    mesh, t = make_mesh(devices), quantize(normal((128, 64)), ROW_SCALED)
+    rows = P(("x", "y"))
+    f = lambda t: all_gather(t, ("x", "y"))  # noqa: E731
+    got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(rows,), out_specs=P(), check_vma=False))(t)
+    assert_same_tensor(got, t)
+
+
+def test_all_gather_after_a_quantizer_of_the_part(devices):
+    """With the amax of the whole; without it each device has an amax of its own, which is refused."""
+    mesh, x = make_mesh(devices, "x"), normal((128, 64))
+
+    def f(x, common):
+        amax = jax.lax.pmax(jnp.max(jnp.abs(x)).astype(jnp.float32), "x") if common else None
+        t = all_gather(quantize(x, amax=amax), "x")
+        return jax.tree.map(lambda part: part[None] if part.ndim else jnp.reshape(part, (1,)), t).data
+
+    mapped = lambda common: jax.shard_map(partial(f, common=common), mesh=mesh, in_specs=P("x"), out_specs=P("x"))  # noqa: E731
+    got = jax.jit(mapped(True))(x)
+    for part in got:
+        assert_bitwise(part, quantize(home(devices, x)).data)
+    with pytest.raises(ValueError, match=r"all_gather: the amax of q, .* varies over \['x'\]; quantize with amax="):
+        jax.eval_shape(mapped(False), x)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda t: all_gather(t, "y"),
+            r"axis_name must be manual axes of a shard_map around the call, \['x'\], got 'y'",
+        ),
+        (lambda t: all_gather(t, "x", axis=2), r"axis must be an integer from -2 to 1 for shape \(16, 64\), got 2"),
+        (lambda t: all_gather(t, "x", axis=True), "axis must be an integer .* got True"),
+        (lambda t: all_gather(t.data, "x"), "q must be an NVFP4Tensor"),
+    ],
+)
+def test_all_gather_refuses(call, message):
+    mesh = make_mesh(CPUS, "x")
+    f = jax.shard_map(call, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    with pytest.raises((ValueError, TypeError), match="all_gather: " + message):
+        jax.eval_shape(f, quantize(normal((128, 64)), ROW_SCALED))
+
+
+def test_all_gather_outside_of_shard_map():
+    with pytest.raises(ValueError, match=r"manual axes of a shard_map around the call, \[\], got 'x'"):
+        all_gather(quantize(normal((32, 64))), "x")
+
+
+# ---------------------------------------------------------------- gather_quantized
+@every_layout
+@every_kind
+@every_spec
+def test_gather_quantized_gathers_bytes(devices, qspec, kind, layout):
+    mesh, w = make_mesh(devices, "x", kind), normal((512, 512))
+    f = lambda w: gather_quantized(w, qspec, sharded=layout, gathered=WHOLE)  # noqa: E731
+    got, found = run(f, put(w, mesh, layout))
+    assert_same_tensor(got, quantize(home(devices, w), qspec))
+    for part in (got.data, got.scale, got.amax):
+        assert_sharded(part, mesh, P())
+    with_amax = got.amax.ndim > (layout == COLUMNS)  # that of a row is found for the whole row
+    assert dtypes_of(gathers(found)) == ({"u8", "f32"} if with_amax else {"u8"})
+    assert {op for op, shape in found if not is_maximum(shape)} <= {"all-gather", "all-reduce"}
+
+
+def test_gather_quantized_of_a_stack_and_a_key(devices):
+    mesh, w = make_mesh(devices), normal((4, 64, 64))
+    specs = {"sharded": P(None, ("x", "y")), "gathered": P(None, "y")}
+    f = lambda w: gather_quantized(w, NVFP4_SR, amax=4.0, key=KEY, **specs)  # noqa: E731
+    got, found = run(f, put(w, mesh, P()))
+    assert_same_tensor(got, quantize(home(devices, w), NVFP4_SR, amax=4.0, key=KEY))
+    assert_sharded(got.data, mesh, P(None, "y"))
+    assert dtypes_of(gathers(found)) <= {"u8"}
+
+
+def test_gather_quantized_on_a_mesh_of_both_kinds():
+    kinds = (AxisType.Explicit, AxisType.Auto)
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=kinds, devices=CPUS)
+    w = normal((256, 64))
+    f = lambda w: gather_quantized(w, NVFP4_2D, sharded=P(("x", "y")), gathered=P("x"))  # noqa: E731
+    got, found = run(f, put(w, mesh, P()))
+    assert_same_tensor(got, quantize(home(CPUS, w), NVFP4_2D))
+    assert dtypes_of(gathers(found)) == {"u8"}
+    assert_sharded(got.data, mesh, P("x"))
+
+
+def test_gather_quantized_with_the_mesh_of_set_mesh_or_of_a_sharding():
+    """An array that nobody has placed knows no mesh."""
+    mesh, w = make_mesh(CPUS, "x"), normal((256, 64))
+    named = {"sharded": NamedSharding(mesh, ROWS), "gathered": NamedSharding(mesh, WHOLE)}
+    assert_same_tensor(jax.jit(lambda w: gather_quantized(w, NVFP4, **named))(w), quantize(w))
+    with jax.set_mesh(mesh):
+        assert_same_tensor(jax.jit(lambda w: gather_quantized(w, NVFP4, sharded=ROWS, gathered=WHOLE))(w), quantize(w))
+    with pytest.raises(ValueError, match=r"gather_quantized: sharded must be of NamedSharding where no mesh is known"):
+        jax.jit(lambda w: gather_quantized(w, NVFP4, sharded=ROWS, gathered=WHOLE))(w)
+
+
+def test_gather_quantized_has_no_derivative():
+    mesh, w = make_mesh(CPUS, "x"), normal((256, 64), dtype="fp32")
+    f = lambda w: jnp.sum(dequantize(gather_quantized(w, NVFP4, sharded=ROWS, gathered=WHOLE)))  # noqa: E731
+    with pytest.raises(NotImplementedError, match=r"gather_quantized has no derivative.*linear\(x, w, w_gather="):
+        jax.grad(f)(put(w, mesh, ROWS))
+    held = lambda s, w: s * f(w)  # noqa: E731
+    assert jax.grad(held)(1.0, put(w, mesh, ROWS)) == pytest.approx(float(dequantize(quantize(w)).sum()), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sharded", "gathered", "message"),
+    [
+        (P("x", None, None), WHOLE, r"sharded must have at most 2 entries for shape \(128, 64\)"),
+        (P("z"), WHOLE, r"sharded must have axes of the mesh that shard_map leaves alone, \['x'\], got 'z'"),
+        (P(None, "x"), WHOLE, r"sharded must split axis 1 of shape \(128, 64\) into multiples of 16, got .* 8 ways"),
+        (P("x"), P(None, "x"), "gathered must split axis 1"),
+        ("x", WHOLE, "must be None or a pair"),
+    ],
+)
+def test_gather_quantized_refuses(sharded, gathered, message):
+    mesh = make_mesh(CPUS, "x")
+    with pytest.raises((ValueError, TypeError), match="gather_quantized: .*" + message):
+        gather_quantized(put(normal((128, 64)), mesh, P()), NVFP4_2D, sharded=sharded, gathered=gathered)
+
+
+def test_gather_quantized_refuses_tiles_on_two_devices():
+    mesh = make_mesh(CPUS, "x")
+    with pytest.raises(ValueError, match=r"sharded must split axis 0 of shape \(64, 64\) into multiples of 16"):
+        gather_quantized(put(normal((64, 64)), mesh, P()), NVFP4_2D, sharded=ROWS, gathered=WHOLE)
+
+
+def test_gather_quantized_refuses_manual_axes():
+    mesh = make_mesh(CPUS, "x")
+    f = lambda w: gather_quantized(w, NVFP4, sharded=ROWS, gathered=WHOLE)  # noqa: E731
+    with pytest.raises(ValueError, match=r"leaves alone, \[\], got 'x' .* there is jnvfp4.sharding.all_gather"):
+        jax.eval_shape(jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x")), normal((512, 64)))
+
+
+# ---------------------------------------------------------------- linear(w_gather=)
+def vjp_of(x, w, dy, **options):
+    y, pull = jax.vjp(partial(linear, **options), x, w)
+    return {"y": y, **dict(zip(("dx", "dw"), pull(dy.astype(y.dtype)), strict=True))}
+
+
+@every_layout
+@pytest.mark.parametrize("w_axes", ["nk", "kn"])
+@every_kind
+def test_linear_with_gathered_weights(devices, kind, w_axes, layout):
+    mesh = make_mesh(devices, "x", kind)
+    x, w, dy = normal((256, 256), 1, "fp32"), normal((256, 256), 2, "fp32"), normal((256, 256), 3, "fp32")
+    f = partial(vjp_of, recipe=Recipe(), w_axes=w_axes)
+    want = jax.jit(f)(*home(devices, (x, w, dy)))
+    got, found = run(
+        partial(f, w_gather=(layout, WHOLE)), put(x, mesh, ROWS), put(w, mesh, layout), put(dy, mesh, ROWS)
+    )
+    if devices[0].platform == "cpu":
+        assert_bitwise(got["y"], want["y"])
+        assert_bitwise(got["dx"], want["dx"])
+    np.testing.assert_allclose(got["dw"], want["dw"], rtol=1e-5, atol=1e-3)
+    for name, spec in (("y", ROWS), ("dx", ROWS), ("dw", layout)):
+        assert_sharded(got[name], mesh, spec)
+    assert gathers(found) == ["u8[256,128]"] * 2 + ["u8[256,16]"] * 2 or len(found) < 8  # XLA may combine them
+    assert dtypes_of(gathers(found)) == {"u8"}
+    others = {(op, shape) for op, shape in found if op != "all-gather" and not is_maximum(shape)}
+    part = 256 // len(devices)
+    assert others == {("reduce-scatter", f"f32[{part},256]" if layout == ROWS else f"f32[256,{part}]")}
+
+
+def test_a_gradient_in_16_bits_is_scattered_in_float32(devices):
+    mesh = make_mesh(devices, "x")
+    x, w, dy = normal((256, 256), 1), normal((256, 256), 2), normal((256, 256), 3)
+    f = partial(vjp_of, recipe=Recipe(), w_gather=(ROWS, WHOLE))
+    got, found = run(f, put(x, mesh, ROWS), put(w, mesh, ROWS), put(dy, mesh, ROWS))
+    assert got["dw"].dtype == jnp.bfloat16
+    assert [shape for op, shape in found if op == "reduce-scatter"] == [f"f32[{256 // len(devices)},256]"]
+
+
+@pytest.mark.parametrize("recipe", EVERY_RECIPE)
+def test_every_recipe_with_gathered_weights(recipe):
+    """A quantized weight is gathered as bytes; what computes in high precision from w gathers w."""
+    mesh, recipe = make_mesh(CPUS, "x"), EVERY_RECIPE[recipe]
+    x, w, dy = normal((512, 256), 1, "fp32"), normal((512, 256), 2, "fp32"), normal((512, 512), 3, "fp32")
+    f = partial(vjp_of, recipe=recipe, key=KEY)
+    want = jax.jit(f)(*home(CPUS, (x, w, dy)))
+    placed = put(x, mesh, ROWS), put(w, mesh, ROWS), put(dy, mesh, ROWS)
+    got, found = run(partial(f, w_gather=(ROWS, WHOLE)), *placed)
+    for name, gemm in (("y", recipe.fprop), ("dx", recipe.dgrad)):
+        if isinstance(gemm, tuple):
+            assert_bitwise(got[name], want[name], name)
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-3, err_msg=name)
+    np.testing.assert_allclose(got["dw"], want["dw"], rtol=1e-5, atol=1e-3)
+    assert_sharded(got["dw"], mesh, ROWS)
+    whole = [shape for shape in gathers(found) if "f32[512,256]" in shape]
+    assert bool(whole) == (recipe.fprop is None or recipe.dgrad is None)
+
+
+@pytest.mark.parametrize("recipe", EVERY_RECIPE)
+def test_quantized_weights_have_the_same_bytes_on_any_number_of_devices(recipe):
+    """Those of the forward pass, and all that is saved for the backward pass."""
+    recipe = EVERY_RECIPE[recipe]
+    x, w = normal((512, 256), 1), normal((512, 256), 2)
+
+    def saved(x, w, gather):
+        options = {} if gather is None else {"w_gather": gather}
+        fprop = recipe.fprop and gather_or_quantize(w, recipe.fprop.w, gather)
+        _, pull = jax.vjp(lambda x, w: linear(x, w, recipe, key=KEY, **options), x, w)
+        return fprop, [leaf for leaf in jax.tree.leaves(pull) if leaf.dtype in (jnp.uint8, jnp.float32)]  # and no key
+
+    def gather_or_quantize(w, spec, gather):
+        if gather is None:
+            return quantize(w, spec)
+        return gather_quantized(w, spec, sharded=gather[0], gathered=gather[1])
+
+    want = jax.jit(partial(saved, gather=None))(*home(CPUS, (x, w)))
+    assert sum(leaf.dtype == jnp.uint8 for leaf in want[1]) >= 2 * isinstance(recipe.wgrad, tuple)
+    for count in (1, 2, 4, 8):
+        mesh = make_mesh(CPUS[:count], "x")
+        for layout in FSDP.values():
+            f = jax.jit(partial(saved, gather=(layout, WHOLE)))
+            got = f(put(x, mesh, ROWS), put(w, mesh, layout))
+            assert_same_tensor(got, want, f"{count} devices, {layout}: ")
+
+
+def test_frozen_weights_are_gathered_as_bytes(devices):
+    mesh, x, w = make_mesh(devices, "x"), normal((256, 256), 1, "fp32"), normal((256, 256), 2)
+    q = quantize(w)
+    f = lambda x, q, pair: jax.vjp(lambda x: linear(x, q, w_gather=pair), x)[1](x)  # noqa: E731
+    got, found = run(partial(f, pair=(ROWS, WHOLE)), put(x, mesh, ROWS), shard(q, mesh, ROWS))
+    np.testing.assert_allclose(got[0], f(*home(devices, (x, q)), None)[0], rtol=1e-5, atol=1e-3)
+    assert dtypes_of(gathers(found)) == {"u8"}
+
+
+def test_fsdp_beside_tensor_parallel_weights(devices):
+    """Gathered over one axis of the mesh, and split over the other for good."""
+    mesh = make_mesh(devices)
+    x, w, dy = normal((256, 256), 1, "fp32"), normal((256, 256), 2, "fp32"), normal((256, 256), 3, "fp32")
+    f = partial(vjp_of, recipe=Recipe())
+    want = jax.jit(f)(*home(devices, (x, w, dy)))
+    gather = (P("y", "x"), P("y", None))
+    got, found = run(
+        partial(f, w_gather=gather), put(x, mesh, ROWS), put(w, mesh, gather[0]), put(dy, mesh, P("x", "y"))
+    )
+    for name in want:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-3, err_msg=name)
+    assert_sharded(got["y"], mesh, P("x", "y"))
+    assert_sharded(got["dw"], mesh, gather[0])
+    assert dtypes_of(gathers(found)) == {"u8"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"w_gather": ROWS}, "w_gather must be None or a pair"),
+        ({"w_gather": (ROWS, None)}, "w_gather must be None or a pair"),
+        ({"w_gather": (P("y"), WHOLE)}, r"w_gather.sharded must have axes of the mesh .* got 'y'"),
+        ({"w_gather": (P("x", None, None), WHOLE)}, r"w_gather.sharded must have at most 2 entries"),
+        ({"w_gather": (ROWS, WHOLE)}, r"w_gather.sharded must split axis 0 of shape \(64, 256\) into multiples of 16"),
+        ({"w_amax": jnp.ones(2)}, r"w_amax must be float32 of shape \(\), got float32 of shape \(2,\)"),
+        ({"w_amax": jnp.float16(1)}, r"w_amax must be float32 of shape \(\), got float16"),
+        ({"w_amax": 1.0, "recipe": Recipe((NVFP4, ROW_SCALED), None, None)}, "w_amax must be None, since no spec of w"),
+    ],
+)
+def test_linear_refuses(options, message):
+    mesh = make_mesh(CPUS, "x")
+    x, w = put(normal((64, 256), 1), mesh, P()), put(normal((64, 256), 2), mesh, P())
+    with pytest.raises((ValueError, TypeError), match="linear: " + message):
+        linear(x, w, **options)
+
+
+def test_an_amax_of_frozen_weights_is_refused():
+    with pytest.raises(ValueError, match="linear: w_amax must be None for an NVFP4Tensor w"):
+        linear(normal((16, 64)), quantize(normal((32, 64))), w_amax=1.0)
+
+
+# ---------------------------------------------------------------- w_amax
+@pytest.mark.parametrize("recipe", EVERY_RECIPE)
+def test_a_given_amax_changes_no_bit(recipe):
+    recipe = EVERY_RECIPE[recipe]
+    x, w, dy = normal((128, 128), 1, "fp32"), normal((64, 128), 2, "fp32"), normal((128, 64), 3, "fp32")
+    f = lambda **options: jax.jit(partial(vjp_of, recipe=recipe, key=KEY, **options))  # noqa: E731
+    amax = jnp.max(jnp.abs(w))
+    if recipe is EVERY_RECIPE["rows_of_w"]:
+        with pytest.raises(ValueError, match="w_amax must be None"):
+            f(w_amax=amax)(x, w, dy)
+        return
+    assert_same_tensor(f(w_amax=-amax)(x, w, dy), f()(x, w, dy))
+
+
+@pytest.mark.parametrize("recipe", [recipes.DEFAULT, recipes.pretrain_4over6()], ids=["one pass", "two"])
+def test_a_given_amax_is_used(recipe):
+    """A larger one gives other codes, and no search for one is left."""
+    x, w = normal((64, 64), 1), normal((64, 64), 2)
+    saved = lambda amax: jax.tree.leaves(jax.vjp(lambda w: linear(x, w, recipe, key=KEY, w_amax=amax), w)[1])  # noqa: E731
+    assert any((a != b).any() for a, b in zip(saved(None), saved(100.0), strict=True))
+    text = str(jax.make_jaxpr(lambda w: linear(x, w, recipe, key=KEY, w_amax=1.0))(w))
+    assert text.count("reduce_max") == 1  # of x
+
+
+WEIGHTS = {
+    "a": ((64, 128), P("x", None)),
+    "b": ((128, 64), P(None, "y")),
+    "c": ((64, 64), P()),
+    "d": ((64, 64), P("y", "x")),
+    "layers": ((8, 32, 64), P(None, "x")),
+    "split_layers": ((8, 32, 64), P("y", None, "x")),
+}
+
+
+def params_of(mesh=None):
+    arrays = {name: normal(shape, i, "fp32") * (i + 1) for i, (name, (shape, _)) in enumerate(WEIGHTS.items())}
+    arrays = {name: w.astype(jnp.bfloat16) if name in "ac" else w for name, w in arrays.items()}
+    placed = {name: w if mesh is None else put(w, mesh, WEIGHTS[name][1]) for name, w in arrays.items()}
+    return {name: {"kernel": w, "bias": jnp.ones(w.shape[-1])} for name, w in placed.items()}
+
+
+@every_kind
+def test_weight_amax_is_one_all_reduce(devices, kind):
+    mesh = make_mesh(devices, kind=kind)
+    f = partial(weight_amax, policy=Policy(default=recipes.DEFAULT), stacked=".*layers")
+    got, found = run(lambda params: f(params), params_of(mesh))
+    for name, layer in params_of().items():
+        w = np.abs(np.asarray(layer["kernel"], np.float32))
+        want = w.max((1, 2)) if w.ndim == 3 else w.max()
+        assert_bitwise(got[name]["kernel"], want, name)
+        assert got[name]["bias"] is None
+    assert [op for op, _ in found] == ["all-reduce"]
+
+
+def test_weight_amax_of_special_numbers():
+    mesh = make_mesh(CPUS, "x")
+    w = np.zeros((3, 16, 64), np.float32)
+    w[0, 3, 3], w[1, 9, 9], w[2, 1, 1] = -np.nan, 1e-45, -np.inf
+    f = partial(weight_amax, policy=Policy(default=recipes.DEFAULT), stacked="up")
+    got = jax.jit(f)({"up": {"w": put(jnp.asarray(w), mesh, P(None, "x"))}})["up"]["w"]
+    for i in range(3):
+        assert_bitwise(got[i], quantize(jnp.asarray(w[i])).amax)
+
+
+def test_weight_amax_under_vmap_and_of_no_elements():
+    f = partial(weight_amax, policy=Policy(default=recipes.DEFAULT))
+    w = {"up": {"w": normal((4, 32, 64))}, "down": {"w": jnp.zeros((4, 0, 64))}}
+    got = jax.vmap(f)(w)
+    assert_bitwise(got["up"]["w"], jnp.max(jnp.abs(w["up"]["w"]), (1, 2)).astype(jnp.float32))
+    assert_bitwise(got["down"]["w"], np.zeros(4, np.float32))
+
+
+def test_weight_amax_follows_the_policy():
+    params = {name: {"kernel": normal((32, 64), i)} for i, name in enumerate(("up", "down", "lm_head"))}
+    policy = Policy([Rule("down", Recipe((NVFP4, ROW_SCALED), None, None))], default=recipes.DEFAULT)
+    got = weight_amax(params, policy)
+    assert {name for name, layer in got.items() if layer["kernel"] is not None} == {"up"}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: weight_amax(p, recipes.DEFAULT), "policy must be a jnvfp4.Policy"),
+        (lambda p: weight_amax(p, Policy(default=recipes.DEFAULT), stacked="x.*"), "stacked must select a layer"),
+        (lambda p: weight_amax({"b": p}, Policy([Rule("x", None)])), "every rule must match a layer"),
+        (lambda p: weight_amax({"b": jnp.ones(3)}, Policy()), "params must be a tree of parameters with arrays"),
+        (
+            lambda p: weight_amax({"up": {"w": jnp.ones((4, 4), int)}}, Policy(default=Recipe())),
+            "params must be float32",
+        ),
+    ],
+)
+def test_weight_amax_refuses(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call({"up": {"kernel": normal((32, 64))}})
+
+
+# ---------------------------------------------------------------- a step of a model
+LAYERS, WIDTH, TOKENS = 4, 256, 512
+STACK = P(None, "x", None)
+
+
+def model(params, x, product):
+    def layer(h, scanned):
+        up, down, i = scanned
+        with jnvfp4.layer_index(i):
+            return jnp.tanh(product("down", jnp.tanh(product("up", h, up)), down)), None
+
+    scanned = params["up"]["kernel"], params["down"]["kernel"], jnp.arange(LAYERS)
+    return jax.lax.scan(layer, x, scanned)[0]
+
+
+def by_policy(policy):
+    def product(path, x, w):
+        found = policy.plan(jnvfp4.policy.Layer(p, (WIDTH, WIDTH)) for p in ("up", "down"))[path]
+        return DotGeneral(found.recipe, path, found.w_gather)(x, w, (((1,), (0,)), ((), ())))
+
+    return product
+
+
+def step(params, x, product, policy=None):
+    def loss(params):
+        return jnp.sum(model(params, x, product).astype(jnp.float32) ** 2)
+
+    if policy is None:
+        gradients = jax.grad(loss)(params)
+    else:
+        with step_amax(weight_amax(params, policy, stacked=".*")):
+            gradients = jax.grad(loss)(params)
+    return jax.tree.map(lambda w, g: (w - 0.01 * g).astype(w.dtype), params, gradients)
+
+
+def model_operands(mesh=None, devices=None):
+    params = {name: {"kernel": normal((LAYERS, WIDTH, WIDTH), i) * 0.1} for i, name in enumerate(("up", "down"))}
+    x = normal((TOKENS, WIDTH), 3)
+    if mesh is None:
+        return home(devices, (params, x))
+    return jax.tree.map(lambda w: put(w, mesh, STACK), params), put(x, mesh, ROWS)
+
+
+def elements(shape: str) -> int:
+    return sum(int(np.prod([int(n) for n in dims.split(",") if n])) for dims in re.findall(r"\w+\[([\d,]*)\]", shape))
+
+
+def bytes_of(shape: str) -> int:
+    widths = {"u8": 1, "u16": 2, "u32": 4, "f32": 4, "bf16": 2, "f16": 2, "f8e4m3fn": 1}
+    return sum(widths[dtype] * elements(f"{dtype}[{dims}]") for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shape))
+
+
+GATHERING = Policy(default=recipes.DEFAULT, w_gather=(ROWS, WHOLE))
+
+
+def test_an_fsdp_step_moves_nine_of_thirty_two_bits(devices):
+    """Of each weight in the forward and in the backward loop, as with bf16, whose bytes count as two an element."""
+    mesh = make_mesh(devices, "x")
+    args = model_operands(mesh)
+    _, plain = run(partial(step, product=lambda _, x, w: x @ w), *args)
+    got, found = run(partial(step, product=by_policy(GATHERING), policy=GATHERING), *args)
+    of_bf16 = 2 * sum(map(elements, gathers(plain)))
+    assert of_bf16 == 2 * 4 * WIDTH * WIDTH  # two weights, in two loops
+    assert sum(map(bytes_of, gathers(found))) <= 0.29 * of_bf16
+    assert dtypes_of(gathers(found)) == {"u8"}
+    moved = {(op, shape) for op, shape in found if op != "all-gather" and not is_maximum(shape)}
+    part = f"f32[{WIDTH // len(devices)},{WIDTH}]"
+    assert {op for op, _ in moved} == {"reduce-scatter"}
+    assert set(re.findall(r"f32\[[\d,]*\]", str(moved))) == {part}
+    for w in jax.tree.leaves(got):
+        assert_sharded(w, mesh, STACK)
+
+
+def test_an_fsdp_step_finds_the_amaxes_of_its_weights_at_once(devices):
+    """Without it there is an all-reduce in each iteration for each weight; no bit differs."""
+    mesh = make_mesh(devices, "x")
+    args = model_operands(mesh)
+    alone, each = run(partial(step, product=by_policy(GATHERING)), *args)
+    together, once = run(partial(step, product=by_policy(GATHERING), policy=GATHERING), *args)
+    assert_same_tensor(together, alone)
+    vector = f"u32[{2 * LAYERS}]"
+    assert [shape for op, shape in once if op == "all-reduce" and shape != "u32[]"].count(vector) == 1
+    of_weights = lambda found: [s for op, s in found if op == "all-reduce" and "u16" in s]  # noqa: E731
+    assert of_weights(each)
+    assert not of_weights(once)  # those of x and dy are u32[], of the rotated values
+
+
+def test_no_quantizer_reads_a_gathered_weight(devices):
+    mesh = make_mesh(devices, "x")
+    f = jax.jit(partial(step, product=by_policy(GATHERING), policy=GATHERING))
+    text = f.lower(*model_operands(mesh)).compile().as_text()
+    calls = re.findall(r"custom_call_target=\"nvfp4_quantize\w*\", operand_layout_constraints=\{(\w+\[[\d,]*\])", text)
+    part = TOKENS // len(devices)
+    assert set(calls) == {f"bf16[{part},{WIDTH}]", f"bf16[{WIDTH // len(devices)},{WIDTH}]"}
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_a_step_of_a_model_on_any_number_of_devices(count):
+    """Sums over tokens have another order, by which updated weights of 8 bits may round another way."""
+    f = partial(step, product=by_policy(GATHERING), policy=GATHERING)
+    one = Policy(default=recipes.DEFAULT)
+    want = jax.jit(partial(step, product=by_policy(one), policy=one))(*model_operands(devices=CPUS))
+    got = jax.jit(f)(*model_operands(make_mesh(CPUS[:count], "x")))
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-6, atol=1e-2)
+
+
+def test_xla_gathers_codes_unasked(devices):
+    """Of an unconstrained weight on an Auto mesh. Scales are float8 there, which a CPU widens to 16 bits."""
+    mesh = make_mesh(devices, "x")
+    _, found = run(partial(step, product=by_policy(Policy(default=recipes.DEFAULT))), *model_operands(mesh))
+    of_codes = [shape for shape in gathers(found) if f"[{WIDTH},{WIDTH // 2}]" in shape.replace("[1,", "[")]
+    assert of_codes
+    assert dtypes_of(of_codes) == {"u8"}
+    assert sum(map(elements, gathers(found))) == 4 * WIDTH * (WIDTH // 2 + WIDTH // 16)
+    assert not any(elements(shape) >= WIDTH * WIDTH for shape in gathers(found))
+
+
+# ---------------------------------------------------------------- dot_general, einsum
+def grads_of(f, *operands):
+    y, pull = jax.vjp(f, *operands)
+    return y, *pull(y)
+
+
+def check_product(product, shapes, of_x, sharded, amax):
+    mesh = make_mesh(CPUS, "x")
+    x, w = normal(shapes[0], 1, "fp32"), normal(shapes[1], 2, "fp32")
+    want = jax.jit(partial(grads_of, product))(*home(CPUS, (x, w)))
+    given = partial(product, w_gather=(sharded, P()), w_amax=amax(w))
+    got, found = run(partial(grads_of, given), put(x, mesh, of_x), put(w, mesh, sharded))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-3)
+    assert_sharded(got[2], mesh, sharded)
+    codes = [shape for shape in gathers(found) if elements(shape) > 1024]  # others are amaxes of experts
+    assert codes
+    assert dtypes_of(codes) == {"u8"}
+
+
+def test_dot_general_with_gathered_weights():
+    """By the axes of rhs, here of Flax; two contracting axes count as one, of which the first is sharded."""
+    product = partial(dot_general, dimension_numbers=(((1, 2), (0, 1)), ((), ())), recipe=Recipe())
+    check_product(product, ((256, 128, 2), (128, 2, 64)), P("x"), P("x"), lambda w: jnp.max(jnp.abs(w)))
+
+
+def test_einsum_with_gathered_experts():
+    """Each has an amax of its own, and stays on its devices along the axis of experts."""
+    product = partial(einsum, "ebk,enk->ebn", recipe=Recipe())
+    check_product(
+        product, ((2, 256, 128), (2, 128, 128)), P(None, "x"), P(None, "x"), lambda w: jnp.max(jnp.abs(w), (1, 2))
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"w_gather": (P(None, None, "x"), P())},
+            "of axes that count as one, only the first may be sharded by w_gather",
+        ),
+        ({"w_gather": (P("x"), P())}, r"w_gather must not gather the batch axes \(0,\)"),
+        ({"w_amax": 1.0}, r"w_amax must have the batch axes of rhs, \(2,\), got shape \(\)"),
+        ({"w_gather": "x"}, "w_gather must be None or a pair"),
+    ],
+)
+def test_einsum_refuses(options, message):
+    x, w = normal((2, 16, 2, 32)), normal((2, 2, 32, 16))
+    with pytest.raises((ValueError, TypeError), match="einsum: " + message):
+        einsum("ebcd,ecdn->ebn", x, jnp.asarray(w), recipe=Recipe(), **options)
+
+
+# ---------------------------------------------------------------- step_amax
+def dot(path, x, w, recipe=recipes.DEFAULT):
+    return DotGeneral(recipe, path)(x, w, (((1,), (0,)), ((), ())))
+
+
+def test_step_amax_reaches_the_layer():
+    x, w = normal((32, 64), 1), normal((64, 32), 2)
+    amaxes = {"up": {"kernel": jnp.float32(50.0)}, "down": {"kernel": None}}
+    with step_amax(amaxes):
+        got, other = dot("up", x, w), dot("down", x, w)
+    assert_bitwise(got, linear(x, w, w_axes="kn", w_amax=50.0))
+    assert_bitwise(other, linear(x, w, w_axes="kn"))
+
+
+def test_step_amax_and_step_key_in_either_order():
+    x, w, amaxes = normal((32, 64), 1), normal((64, 32), 2), {"up": {"kernel": jnp.float32(50.0)}}
+    recipe = Recipe(fprop=(NVFP4, NVFP4_SR))
+    with step_amax(amaxes), jnvfp4.step_key(KEY):
+        one = dot("up", x, w, recipe)
+        key = jnvfp4.layer_key("up")
+    with jnvfp4.step_key(KEY), step_amax(amaxes):
+        assert_bitwise(dot("up", x, w, recipe), one)
+    assert_bitwise(one, linear(x, w.T, recipe, key=key, w_amax=50.0))
+
+
+def test_step_amax_is_not_kept_in_what_jax_has_traced():
+    """A jitted layer that was traced in one step is traced again in another."""
+    x, w = normal((32, 64), 1), normal((64, 32), 2)
+    layer = jax.jit(partial(dot, "up"))
+
+    @jax.jit
+    def f(amax):
+        with step_amax({"up": {"w": amax}}):
+            return layer(x, w)
+
+    assert_bitwise(f(jnp.float32(50.0)), linear(x, w, w_axes="kn", w_amax=50.0))
+    assert_bitwise(layer(x, w), linear(x, w, w_axes="kn"))
+    assert_bitwise(f(jnp.float32(5.0)), linear(x, w, w_axes="kn", w_amax=5.0))
+
+
+def in_step(amaxes, call):
+    def f(amaxes):
+        with step_amax(amaxes):
+            return call()
+
+    return jax.jit(f)(amaxes)
+
+
+X, W = normal((32, 64), 1), normal((64, 32), 2)
+
+
+def test_a_path_that_step_amax_does_not_have():
+    with pytest.raises(ValueError, match=r"layer 'down': step_amax must have the path of every .* layer, got up; None"):
+        in_step({"up": {"kernel": jnp.float32(1)}}, lambda: dot("down", X, W))
+
+
+def test_a_stack_of_amaxes_needs_the_number_of_the_layer():
+    amaxes = {"up": {"kernel": jnp.ones(3)}}
+    with pytest.raises(
+        ValueError, match=r"layer 'up': the amax of step_amax must have an axis for .* got shape \(3,\)"
+    ):
+        in_step(amaxes, lambda: dot("up", X, W))
+
+    def indexed(i):
+        with jnvfp4.layer_index(i):
+            return dot("up", X, W)
+
+    with pytest.raises(ValueError, match=r"layer 'up': layer_index must be less than 3, got 3"):
+        in_step(amaxes, lambda: indexed(3))
+    assert_bitwise(
+        in_step({"up": {"kernel": jnp.arange(3.0)}}, lambda: indexed(2)), linear(X, W, w_axes="kn", w_amax=2.0)
+    )
+
+
+def test_amaxes_must_not_be_constants_of_a_step():
+    amaxes = {"up": {"kernel": jnp.float32(1)}}
+    with step_amax(amaxes), pytest.raises(ValueError, match="layer 'up': the amaxes of step_amax must be traced with"):
+        jax.jit(partial(dot, "up"))(X, W)
+
+    @jax.jit
+    def f(x):
+        with step_amax(amaxes):
+            return dot("up", x, W)
+
+    with pytest.raises(
+        ValueError, match=r"step_amax: layer 'up': .* got a constant, .*; call weight_amax in the jitted"
+    ):
+        f(X)
+
+
+def test_a_layer_that_takes_no_amax_needs_none():
+    recipe = Recipe((NVFP4, ROW_SCALED), None, None)
+    with step_amax({"other": {"w": jnp.float32(1)}}):
+        assert_bitwise(dot("up", X, W, recipe), linear(X, W, recipe, w_axes="kn"))
+
+
+# ---------------------------------------------------------------- policies
+def test_a_rule_has_its_own_gather():
+    other = (COLUMNS, WHOLE)
+    policy = Policy(
+        [Rule("up", recipes.DEFAULT, other), Rule("off", None)], default=recipes.DEFAULT, w_gather=(ROWS, WHOLE)
+    )
+    plan = policy.plan(jnvfp4.policy.Layer(path, (64, 64)) for path in ("up", "down", "off", "head"))
+    assert {path: decision.w_gather for path, decision in plan.items()} == {
+        "up": other,
+        "down": (ROWS, WHOLE),
+        "off": None,
+        "head": None,
+    }
+    assert hash(policy) == hash(Policy(policy.rules, default=policy.default, w_gather=policy.w_gather))
+    for make in (partial(Rule, "up", None), Policy, partial(DotGeneral, recipes.DEFAULT, "up")):
+        with pytest.raises(TypeError, match="w_gather must be None or a pair"):
+            make(w_gather=ROWS)
