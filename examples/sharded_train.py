@@ -18,7 +18,6 @@ weights with those of the first mesh: they are the same on every mesh.
 
 import argparse
 import os
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -26,26 +25,13 @@ from typing import Any
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 
-from jnvfp4 import Recipe
 from lm import sharded
 from lm.collectives import collectives, table
-from lm.config import Config, step_count
-from lm.data import stdlib_text, train_batch
+from lm.config import step_count
+from lm.data import stdlib_text
 from lm.recipes import RECIPES
-from lm.train import make_train_step
 
-PRESETS = {
-    "cpu": Config(
-        layers=2, width=128, heads=4, kv_heads=4, mlp_width=512, seq=64, batch=16, steps=3, peak_lr=3e-3, val_batches=1
-    ),
-    "gpu": Config(
-        layers=12, width=768, heads=12, kv_heads=12, mlp_width=3072, seq=512, batch=32, steps=10, peak_lr=1e-3,
-        val_batches=1,
-    ),
-}  # fmt: skip
 MESHES = {"cpu": ((1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 4), (2, 2, 2)), "gpu": ((1, 1, 1), (1, 2, 1), (1, 1, 2))}
 
 
@@ -55,39 +41,6 @@ def mesh_sizes(value: str) -> tuple[int, ...]:
     if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"must be the sizes of data, fsdp and tensor, such as 2,2,2, got {value}")
     return tuple(map(int, parts))
-
-
-def run(recipe: Recipe | None, config: Config, mesh: Mesh, text: np.ndarray) -> tuple[Any, str]:
-    """Trains in bfloat16 or by a recipe, and prints losses, time and memory.
-
-    Returns:
-      the compiled step, and the digest of the first step's quantized weights, if there are any.
-    """
-    params, state = sharded.init(0, config, mesh)
-    kept = sharded.shardings(params, mesh), sharded.shardings(state, mesh)
-    if recipe is None:
-        train_step = make_train_step(sharded.bf16_linear(mesh), config, 0, out_shardings=(*kept, None))
-        digest = ""
-    else:
-        linear, prepare = sharded.nvfp4_linear(recipe, mesh), sharded.with_amaxes(recipe)
-        train_step = make_train_step(linear, config, 0, prepare, out_shardings=(*kept, None))
-        digest = sharded.digest(sharded.quantize_weights(params, recipe))
-
-    batches = [sharded.place(train_batch(text, config, 0, step), mesh) for step in range(1, config.steps + 1)]
-    compiled = train_step.lower(params, state, batches[0]).compile()
-    losses, begin = [], time.perf_counter()
-    for step, batch in enumerate(batches):
-        params, state, loss = compiled(params, state, batch)
-        losses.append(float(loss))
-        if step == 0:
-            begin = time.perf_counter()
-    milliseconds = 1e3 * (time.perf_counter() - begin) / max(1, config.steps - 1)
-
-    memory = compiled.memory_analysis()
-    mebibytes = (memory.temp_size_in_bytes + memory.argument_size_in_bytes) / 2**20
-    print(f"  {'bf16' if recipe is None else 'NVFP4'}: losses {', '.join(f'{loss:.4f}' for loss in losses)}")
-    print(f"    {milliseconds:.1f} ms a step, {mebibytes:.1f} MiB a device{digest and ', weights ' + digest}")
-    return compiled, digest
 
 
 def print_collectives(bf16: Any, nvfp4: Any) -> None:
@@ -106,27 +59,29 @@ def weight_bytes(compiled: Any) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, default="cpu", help="sizes of the model")
+    parser.add_argument("--preset", choices=sharded.SIZES, default="cpu", help="sizes of the model")
     parser.add_argument("--mesh", type=mesh_sizes, nargs="+", help="sizes of data, fsdp and tensor, such as 2,2,2")
     parser.add_argument("--recipe", choices=RECIPES, default="pretrain")
     parser.add_argument("--steps", type=step_count, help="training steps on each mesh")
     args = parser.parse_args()
     if len(jax.devices()) == 1:
         jax.config.update("jax_platforms", "cpu")
-    config = PRESETS[args.preset]
+    config = sharded.SIZES[args.preset]
     config = replace(config, steps=args.steps or config.steps)
     text, _ = stdlib_text()
     first = ""
     for sizes in args.mesh or MESHES[args.preset]:
         mesh = sharded.make_mesh(sizes)
         print(f"\nmesh {dict(mesh.shape)} of {mesh.devices.flat[0].device_kind}")
-        bf16, _ = run(None, config, mesh, text)
-        nvfp4, digest = run(RECIPES[args.recipe](), config, mesh, text)
-        print_collectives(bf16, nvfp4)
-        if gathered := weight_bytes(bf16):
-            print(f"    bytes gathered for the layers: {weight_bytes(nvfp4) / gathered:.3f} of those in bf16")
-        first = first or digest
-        print(f"    quantized weights: {'the bytes of the first mesh' if digest == first else 'OTHER BYTES'}")
+        bf16 = sharded.train(None, config, mesh, text)
+        print(sharded.report("bf16", bf16))
+        nvfp4 = sharded.train(RECIPES[args.recipe](), config, mesh, text)
+        print(sharded.report("NVFP4", nvfp4))
+        print_collectives(bf16.compiled, nvfp4.compiled)
+        if gathered := weight_bytes(bf16.compiled):
+            print(f"    bytes gathered for the layers: {weight_bytes(nvfp4.compiled) / gathered:.3f} of those in bf16")
+        first = first or nvfp4.digest
+        print(f"    quantized weights: {'the bytes of the first mesh' if nvfp4.digest == first else 'OTHER BYTES'}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _native
+from . import _native, ops
 from ._arguments import (
     Accumulation,
     AmaxPair,
@@ -535,10 +535,10 @@ def _linear(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, w_ama
     quantizer = _Quantizer(key, call.common)
     qx = quantized[0] or (x if x_spec is None else quantizer.rows(x, x_spec, X))
     if isinstance(w, NVFP4Tensor):
-        return _product(call, _save(qx), _unpack(w), bias)
+        return _product(call, _save(qx), gathered(_unpack(w), call.gather), bias)
     qw, _ = quantizer.weights(w, call.w_axes, w_spec, None, w_amax)
     assert qw is not None
-    return _product(call, _save(qx), _save(qw), bias)
+    return _product(call, _save(qx), gathered(_save(qw), call.gather), bias)
 
 
 def _unquantized(call: Call, x: jax.Array, w: jax.Array, bias: Any) -> jax.Array:
@@ -551,10 +551,10 @@ def _unquantized(call: Call, x: jax.Array, w: jax.Array, bias: Any) -> jax.Array
 
 
 def _product(call: Call, qx: Any, qw: NVFP4Tensor, bias: Any) -> jax.Array:
-    """Runs the forward GEMM. Its operands are named before, so that a checkpoint policy saves the quantizers' work."""
+    """Runs the forward GEMM, of w as it is read."""
     return matmul_nt(
         qx,
-        gathered(qw, call.gather),
+        qw,
         out_dtype=call.out_dtype,
         bias=bias,
         accumulation=call.accumulation,
@@ -575,8 +575,11 @@ def _forward(
     row_spec, col_spec = (None if t else spec for t, spec in zip(quantized, specs, strict=True))
     x_row, x_t = quantizer.both(x, row_spec, col_spec, _unit(wgrad), X)
     x_row, x_t = quantized[0] or x_row, quantized[1] or x_t
-    w_row, w_t = quantizer.weights(w, call.w_axes, of_w, dgrad and dgrad.w, w_amax)
-    qx, qw = _save(x if x_row is None else x_row), w_row and _save(w_row)
+    of_w_t = None if _reads_one_weight(call) else dgrad and dgrad.w
+    w_row, w_t = quantizer.weights(w, call.w_axes, of_w, of_w_t, w_amax)
+    # Named before they are gathered, so that a checkpoint policy saves the quantizers' work, and the part of a device.
+    qx, kept = _save(x if x_row is None else x_row), w_row and _save(w_row)
+    qw = kept and gathered(kept, call.gather)
     w_saved = _save(w_t) if w_t is not None else _save(w) if recipe.dgrad is None else qw
     x_saved = _save(x_t) if x_t is not None else _save(x) if recipe.wgrad is None else qx
     y = _unquantized(call, x, w, bias) if qw is None else _product(call, qx, qw, bias)
@@ -584,10 +587,24 @@ def _forward(
     return y, (_pack(x_saved), _pack(w_saved), key)
 
 
+def _reads_one_weight(call: Call) -> bool:
+    """Says whether dx is computed from the weight that the forward GEMM read, transposed, so that it is gathered once.
+
+    The transpose of nearest values in 16x16 tiles has the bytes that the quantizer would give.
+    """
+    fprop, dgrad = call.recipe.fprop, call.recipe.dgrad_specs
+    if call.gather is None or fprop is None or dgrad is None or fprop.w != dgrad.w:
+        return False
+    spec = fprop.w
+    return (spec.block_rows, spec.rounding, spec.select, spec.format.rht) == (BLOCK, "nearest", "max6", False)
+
+
 def _backward(call: Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     *saved, key = residuals
     of_x, of_w, of_bias = call.dtypes
     x_saved, w_saved = map(_unpack, saved)
+    if of_w is None:
+        w_saved = gathered(w_saved, call.gather)
     dgrad, wgrad = call.recipe.dgrad_specs, call.recipe.wgrad_specs
     quantizer = _Quantizer(key, call.common)
     dy_row, dy_t = quantizer.both(dy, dgrad and dgrad.dy, wgrad and wgrad.dy, _unit(wgrad), DY)
@@ -605,10 +622,13 @@ def _sum_of_rows(dy: jax.Array) -> jax.Array:
 def _dgrad(call: Call, dy: Any, w: Any, dtype: Any) -> jax.Array:
     """Computes dx [..., K] from dy [..., N] and w: quantized along N, quantized along K, or as the caller passed it."""
     if isinstance(dy, NVFP4Tensor):
-        w = _gathered_as(call.axes[0][-1], gathered(w, call.gather_t), 0)
+        if _reads_one_weight(call):
+            assert call.recipe.fprop is not None
+            w = ops.transpose(w, call.recipe.fprop.w, implementation=call.common)
+        else:
+            w = gathered(w, call.gather_t)
+        w = _gathered_as(call.axes[0][-1], w, 0)
         return _gradient(call, dy, w, 1, dtype, call.axes[0])
-    if isinstance(w, NVFP4Tensor):
-        w = gathered(w, call.gather)
     axis = 0 if isinstance(w, NVFP4Tensor) or call.w_axes == "nk" else 1
     w = _gathered_as(call.axes[0][-1], w, 1 - axis)
     return _high_precision(dy, _dense(w, dy.dtype, call.common), ([dy.ndim - 1], [axis]), dtype, call.axes[0])

@@ -1,8 +1,9 @@
 """A byte-level transformer as functions of a tree of weights.
 
 The product of the linear layers is an argument, ``linear(x, w, key, name)``, so the same model runs in bfloat16
-(``bf16_linear``), trains in NVFP4 (``quantized_linear``), runs from NVFP4 weights (``converted_linear``) and is split over
-devices by the names of its weights (``lm/sharded.py``). The attention scores, norms, embeddings and the output head are in bfloat16 or float32, the residual stream is bfloat16.
+(``bf16_linear``), trains in NVFP4 (``quantized_linear``), runs from NVFP4 weights (``converted_linear``) and is split
+over devices by the names of its weights (``lm/sharded.py``). The attention scores, norms, embeddings and the output
+head are in bfloat16 or float32, the residual stream is bfloat16.
 """
 
 from collections.abc import Callable

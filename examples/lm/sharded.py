@@ -6,7 +6,9 @@ Batches are split over "data" and "fsdp". Weights are split over "fsdp", which g
 """
 
 import hashlib
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,9 +21,19 @@ from jax.sharding import PartitionSpec as P
 
 import jnvfp4
 from lm.config import Config
+from lm.data import train_batch
 from lm.model import Linear, Tree, init_params
-from lm.train import init_optimizer
+from lm.train import init_optimizer, make_train_step
 
+SIZES = {
+    "cpu": Config(
+        layers=2, width=128, heads=4, kv_heads=4, mlp_width=512, seq=64, batch=16, steps=3, peak_lr=3e-3, val_batches=1
+    ),
+    "gpu": Config(
+        layers=12, width=768, heads=12, kv_heads=12, mlp_width=3072, seq=512, batch=32, steps=10, peak_lr=1e-3,
+        val_batches=1,
+    ),
+}  # fmt: skip
 AXES = ("data", "fsdp", "tensor")
 BATCH = P(("data", "fsdp"), None)
 # Of a weight [N, K]: as it is kept, and as a layer multiplies by it.
@@ -120,9 +132,10 @@ def with_amaxes(recipe: jnvfp4.Recipe) -> Callable[[Tree], Tree]:
 
 
 def quantize_weights(params: Tree, recipe: jnvfp4.Recipe) -> Tree:
-    """Quantizes the weights of the linear layers where they are kept, each layer with its amax, as the forward pass does."""
+    """Quantizes the weights of the linear layers where they are kept, as a step does."""
     assert recipe.fprop is not None
-    quantize = jax.jit(jax.vmap(lambda w: jnvfp4.quantize(w, recipe.fprop.w)))
+    spec = recipe.fprop.w
+    quantize = jax.jit(jax.vmap(lambda w: jnvfp4.quantize(w, spec)))
     return {name: quantize(params["layers"][name]) for name in WEIGHTS}
 
 
@@ -134,3 +147,55 @@ def digest(tree: Tree) -> str:
         whole = multihost_utils.process_allgather(as_bytes, tiled=True)
         state.update(np.ascontiguousarray(whole).tobytes())
     return state.hexdigest()[:16]
+
+
+# Training
+
+
+@dataclass(frozen=True)
+class Run:
+    """Holds what a training run showed.
+
+    Attributes:
+      losses: of each step.
+      milliseconds: of a step after the first.
+      mebibytes: memory of a device that the compiled step needs, its arguments included.
+      digest: of the bytes of the first step's quantized weights; empty for bfloat16.
+      compiled: the compiled step.
+    """
+
+    losses: list[float]
+    milliseconds: float
+    mebibytes: float
+    digest: str
+    compiled: Any
+
+
+def train(recipe: jnvfp4.Recipe | None, config: Config, mesh: Mesh, text: np.ndarray) -> Run:
+    """Trains over a mesh by a recipe, or in bfloat16 if it is None."""
+    params, state = init(0, config, mesh)
+    kept = shardings(params, mesh), shardings(state, mesh), None
+    if recipe is None:
+        train_step, digested = make_train_step(bf16_linear(mesh), config, 0, out_shardings=kept), ""
+    else:
+        linear, prepare = nvfp4_linear(recipe, mesh), with_amaxes(recipe)
+        train_step = make_train_step(linear, config, 0, prepare, out_shardings=kept)
+        digested = digest(quantize_weights(params, recipe))
+
+    batches = [place(train_batch(text, config, 0, step), mesh) for step in range(1, config.steps + 1)]
+    compiled = train_step.lower(params, state, batches[0]).compile()
+    losses, begin = [], 0.0
+    for batch in batches:
+        params, state, loss = compiled(params, state, batch)
+        losses.append(float(loss))  # waits for the step
+        begin = begin or time.perf_counter()
+    milliseconds = 1e3 * (time.perf_counter() - begin) / max(1, config.steps - 1)
+    memory = compiled.memory_analysis()
+    mebibytes = (memory.temp_size_in_bytes + memory.argument_size_in_bytes) / 2**20
+    return Run(losses, milliseconds, mebibytes, digested, compiled)
+
+
+def report(name: str, run: Run) -> str:
+    losses = ", ".join(f"{loss:.4f}" for loss in run.losses)
+    weights = f", weights {run.digest}" if run.digest else ""
+    return f"  {name}: losses {losses}\n    {run.milliseconds:.1f} ms a step, {run.mebibytes:.1f} MiB a device{weights}"
