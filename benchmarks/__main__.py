@@ -1,4 +1,4 @@
-"""``python -m benchmarks quantize|gemm|products|linear|steps|checkpoint|plot|compare``; see benchmarks/README.md."""
+"""``python -m benchmarks`` and a suite, ``plot`` or ``compare``; see benchmarks/README.md."""
 
 import argparse
 import pathlib
@@ -13,7 +13,7 @@ from .compare import compare, regressions
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     commands = parser.add_subparsers(dest="command", required=True)
-    for suite in ("quantize", "gemm", "products", "linear", "steps"):
+    for suite in ("quantize", "gemm", "products", "linear", "steps", "sharding"):
         command = commands.add_parser(suite, help=f"time the {suite} suite")
         shape = "MxK or a name of tests/cases.py" if suite == "quantize" else "MxNxK"
         command.add_argument("--cases", type=_names, help=f"comma-separated: {shape}; all that suit the device")
@@ -49,7 +49,15 @@ def _names(text: str) -> list[str]:
 def _run(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     """Yields rows when they are measured."""
     # Not for plot and compare, which need no JAX.
-    from . import bench_checkpoint, bench_gemm, bench_linear, bench_products, bench_quantize, bench_steps
+    from . import (
+        bench_checkpoint,
+        bench_gemm,
+        bench_linear,
+        bench_products,
+        bench_quantize,
+        bench_sharding,
+        bench_steps,
+    )
 
     if args.command == "gemm":
         yield bench_gemm.run(args.cases)
@@ -57,6 +65,8 @@ def _run(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
         yield from bench_products.run(args.cases, args.every)
     if args.command == "steps":
         yield from bench_steps.run(args.cases, args.kernels)
+    if args.command == "sharding":
+        yield from bench_sharding.run(args.cases)
     if args.command == "checkpoint":
         yield bench_checkpoint.run(args.gigabytes, args.folder)
     if args.command == "linear":

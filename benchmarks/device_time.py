@@ -47,6 +47,17 @@ def profile_calls(calls: Sequence[Callable[[], Any]], pause: float = PAUSE_S) ->
         return split_calls(jax.profiler.ProfileData.from_file(str(files[0])), len(calls))
 
 
+def device_events(call: Callable[[], Any]) -> list[tuple[float, float, str]]:
+    """Makes a call and returns the kernels of the first device: start and end in nanoseconds, and name."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(call())
+        files = list(pathlib.Path(folder).rglob("*.xplane.pb"))
+        if not files:
+            raise NoDeviceTimeError("the profiler wrote no xplane file")
+        return _kernels(jax.profiler.ProfileData.from_file(str(files[0])), "/device:GPU:0")
+
+
 def split_calls(profile: Any, count: int) -> list[Call | None]:
     """The kernels of a profile, by the annotated call in which they ran."""
     marks, kernels = _marks(profile), _kernels(profile)
@@ -70,12 +81,12 @@ def _marks(profile: Any) -> list[tuple[float, float, int]]:
     return sorted((e.start_ns, e.start_ns + e.duration_ns, int(e.name.removeprefix(MARK))) for e in own)
 
 
-def _kernels(profile: Any) -> list[tuple[float, float, str]]:
+def _kernels(profile: Any, device: str = "/device:GPU") -> list[tuple[float, float, str]]:
     # Other lines of a device ("XLA Ops", "XLA Modules") repeat what the streams hold.
     streams = [
         line
         for plane in profile.planes
-        if plane.name.startswith("/device:GPU")
+        if plane.name.startswith(device)
         for line in plane.lines
         if line.name.startswith("Stream")
     ]

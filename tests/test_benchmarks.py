@@ -25,6 +25,7 @@ from benchmarks import (  # noqa: E402
     bench_linear,
     bench_products,
     bench_quantize,
+    bench_sharding,
     bench_steps,
     device_time,
     naive,
@@ -433,6 +434,30 @@ def test_chains_of_products():
     want, *others = (np.asarray(chain.multiply(chain.weights[0]), np.float32) for chain in chains.values())
     assert all(np.abs(got - want).max() < 0.3 * np.abs(want).max() for got in others)
     assert all(len(chain.weights) == bench_products.MOST for chain in chains.values())
+
+
+def test_the_sharding_suite_needs_two_gpus(capsys):
+    if len(jax.devices("cpu")) == len(jax.devices()):
+        assert main(["sharding", "--cases", "8x64x64"]) == 2
+        assert "needs two GPUs or more" in capsys.readouterr().err
+
+
+def test_the_sharding_suite_gathers_what_it_says():
+    mesh = bench_sharding.make_mesh()
+    programs = bench_sharding.gathers(mesh, 256, 512)
+    for whole in jax.tree.leaves([program() for program in programs.values()]):
+        assert whole.sharding.is_fully_replicated
+    nbytes = {name: sum(x.nbytes for x in jax.tree.leaves(program())) for name, program in programs.items()}
+    assert nbytes["packed"] / nbytes["bf16"] == 0.5625 / 2
+
+
+@pytest.mark.parametrize("layout", bench_sharding.LAYOUTS)
+def test_sharded_layers_have_their_results_where_the_layout_says(layout):
+    mesh, (of_x, of_dy, of_w, _) = bench_sharding.make_mesh(), bench_sharding.LAYOUTS[layout]
+    for program in bench_sharding.layers(mesh, "128x256x512", layout).values():
+        for found in program():
+            for array, spec in zip(found, (of_dy, of_x, of_w), strict=True):
+                assert array.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, spec), array.ndim)
 
 
 def test_steps_need_a_gpu(monkeypatch, capsys):

@@ -54,6 +54,30 @@ def test_sharded_linear_checks_every_case(tmp_path):
     assert "shard_map: weight gradient" in out
 
 
+@pytest.mark.long
+def test_sharded_train_moves_packed_weights(tmp_path):
+    needs_plots()
+    out = run("sharded_train.py", "--mesh", "1,1,1", "1,8,1", "2,2,2", "--steps", "2", cwd=tmp_path)
+    assert out.count("quantized weights: the bytes of the first mesh") == 3
+    assert "OTHER BYTES" not in out
+    # XLA for CPUs gathers bfloat16 as float32.
+    assert re.findall(r"bytes gathered for the layers: ([\d.]+) of", out) == 2 * ["0.141"]
+    losses = re.findall(r"NVFP4: losses ([\d.]+), ([\d.]+)", out)
+    np.testing.assert_allclose(np.array(losses, float), np.broadcast_to(np.array(losses[0], float), (3, 2)), rtol=2e-3)
+    assert out.count("reduce-scatter f32") == 2
+
+
+@pytest.mark.long
+def test_processes_have_the_same_bytes(tmp_path):
+    needs_plots()
+    whole = run("sharded_train.py", "--mesh", "1,8,1", "--steps", "2", cwd=tmp_path)
+    parts = run("multihost.py", "--steps", "2", cwd=tmp_path)
+    assert "process 0 of 2, 4 of 8 devices" in parts and "process 1 of 2, 4 of 8 devices" in parts
+    digests = re.findall(r"weights ([0-9a-f]{16})", whole + parts)
+    assert len(digests) == 3 and len(set(digests)) == 1
+    assert len(set(re.findall(r"NVFP4: losses (.*)", parts))) == 1
+
+
 def test_decode_mlp_measures_tokens_per_second(tmp_path):
     needs_plots()
     arguments = ("--width", "64", "--hidden", "160", "--layers", "1", "--tokens", "1", "3", "--out", "out")
