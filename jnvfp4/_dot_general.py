@@ -257,7 +257,7 @@ class DotGeneral:
         if key is None and self.recipe.stochastic:
             key = self._layer_key(op)
         if w_amax is None and self.path is not None:
-            w_amax = amax_of_layer(self.recipe, self.path, len(dimension_numbers[1][1]))
+            w_amax = amax_of_layer(self.recipe, self.path, as_float_array(op, "rhs", rhs), len(dimension_numbers[1][1]))
         of_w, dtype = OfWeights(self.w_gather, w_amax), preferred_element_type
         return contract(op, lhs, rhs, dimension_numbers, self.recipe, key, dtype, out_sharding, of_w, pad=True)
 
@@ -267,9 +267,13 @@ class DotGeneral:
         return layer_key(self.path)
 
 
-def amax_of_layer(recipe: Recipe, path: str, batch: int) -> jax.Array | None:
-    """Returns the amax of ``step_amax`` for weights with ``batch`` batch axes, if the recipe takes one."""
-    return layer_amax(path, batch) if takes_weight_amax(recipe) else None
+def amax_of_layer(recipe: Recipe, path: str, w: Any, batch: int) -> jax.Array | None:
+    """Returns the amax of ``step_amax`` for weights with ``batch`` batch axes, if the recipe takes one.
+
+    It is rounded as the layer has rounded its parameters: the largest of rounded numbers is the largest one, rounded.
+    """
+    amax = layer_amax(path, batch) if takes_weight_amax(recipe) else None
+    return None if amax is None else amax.astype(w.dtype).astype(jnp.float32)
 
 
 def _dtype_of_lax(a: jax.Array, b: jax.Array) -> Any:

@@ -78,8 +78,9 @@ def einsum_of_layer(
 ) -> jax.Array:
     """Computes ``einsum`` for a layer of a model, with the amax of ``step_amax`` for its path."""
     op = f"einsum of layer {path!r}"
-    batch = contraction(op, subscripts, jax.numpy.ndim(x), jax.numpy.ndim(w)).dimension_numbers[1][1]
-    of_w = OfWeights(w_gather, amax_of_layer(recipe, path, len(batch)))
+    w = as_float_array(op, "w", w)
+    batch = contraction(op, subscripts, jax.numpy.ndim(x), w.ndim).dimension_numbers[1][1]
+    of_w = OfWeights(w_gather, amax_of_layer(recipe, path, w, len(batch)))
     return einsum_of(op, subscripts, x, w, recipe, key, of_w, **options)
 
 

@@ -142,7 +142,7 @@ def _without(entry: Any, axes: set[str]) -> Any:
 
 def find_weight_amaxes(weights: Sequence[Any], lead: Sequence[int]) -> list[jax.Array]:
     """Finds the amax of each weight, for each index of its first ``lead`` axes, over devices by one all-reduce."""
-    arrays = [as_float_array("weight_amax", "params", w) for w in weights]
+    arrays = [lax.stop_gradient(as_float_array("weight_amax", "params", w)) for w in weights]
     full = [i for i, w in enumerate(arrays) if w.size]
     found = [jnp.zeros(w.shape[:kept], jnp.float32) for w, kept in zip(arrays, lead, strict=True)]
     if full:

@@ -356,8 +356,8 @@ def _check_axes_of_result(call: Call, x: jax.Array, w: Weight) -> None:
     if shared:
         raise ValueError(
             f"{call.op}: the leading axes of x and N of w must be sharded over different axes of an Explicit mesh, got "
-            f"{shared[0]!r} for both, in x {jax.typeof(x)} and w {of_w}; gather w by w_gather or jax.sharding.reshard, or "
-            "shard it along K, over which its packed bytes are gathered"
+            f"{shared[0]!r} for both, in x {jax.typeof(x)} and w {of_w}; gather w by w_gather, or shard it along K, "
+            "over which its packed bytes are gathered"
         )
 
 

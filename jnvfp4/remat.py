@@ -1,4 +1,4 @@
-"""Policies and names for ``jax.checkpoint``: what the backward pass of ``linear`` keeps, and what it quantizes again."""
+"""Policies and names for ``jax.checkpoint``: what ``linear`` keeps for its gradients, and what it quantizes again."""
 
 from typing import Any
 
@@ -42,7 +42,11 @@ def recompute_quantize(primitive: Any, *avals: Any, **params: Any) -> bool:
       *avals: the types of its operands.
       **params: its parameters.
     """
-    if primitive.name in _QUANTIZERS:
+    called = params.get("call_jaxpr") or params.get("jaxpr")  # such as a norm that quantizes, with its own derivative
+    if primitive.name in _QUANTIZERS or _has_packed(getattr(called, "out_avals", ())):
         return False
-    reads_packed = any(getattr(aval, "dtype", None) in _PACKED for aval in avals)
-    return primitive.name == "nvfp4_matmul" or not reads_packed
+    return primitive.name == "nvfp4_matmul" or not _has_packed(avals)
+
+
+def _has_packed(avals: Any) -> bool:
+    return any(getattr(aval, "dtype", None) in _PACKED for aval in avals)

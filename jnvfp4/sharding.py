@@ -143,7 +143,8 @@ def weight_amax(params: Any, policy: Policy, *, stacked: str | Callable[[str], b
 
     Returns:
       A tree like ``params``: for a weight that is quantized by an amax of the whole, float32 () or, if stacked, [L];
-      for all else None.
+      for all else None. They have no gradient. ``linear`` needs the amax of what it quantizes: where a model casts its
+      parameters first, cast this one to the same dtype and back, as ``step_amax`` does.
 
     Raises:
       ValueError: as in ``Policy.plan``.

@@ -743,3 +743,12 @@ def test_a_rule_has_its_own_gather():
     for make in (partial(Rule, "up", None), Policy, partial(DotGeneral, recipes.DEFAULT, "up")):
         with pytest.raises(TypeError, match="w_gather must be None or a pair"):
             make(w_gather=ROWS)
+
+
+def test_step_amax_of_parameters_that_the_layer_casts():
+    """The largest bfloat16 number is not the largest parameter."""
+    x, w = normal((32, 64), 1), normal((64, 32), 2, "fp32")
+    cast = w.astype(jnp.bfloat16)
+    assert jnp.max(jnp.abs(w)) != jnp.max(jnp.abs(cast)).astype(jnp.float32)
+    with step_amax(weight_amax({"up": {"w": w}}, Policy(default=recipes.DEFAULT))):
+        assert_bitwise(dot("up", x, cast), linear(x, cast, w_axes="kn"))
