@@ -197,8 +197,11 @@ FusedPlan plan_fused(const GemmShape& s, bool nvfp4_a) {
   return other.tokens < kLeast ? plan : other;
 }
 
-FusedPlan plan_windows(const GemmShape& s, bool exchanged) {
-  FusedPlan plan = plan_tiles(fused_shape(s, {0, 1, exchanged}), {{kWindowsTokens, 0.55, 5.0, 4.0}}, false);
+FusedPlan plan_windows(const GemmShape& s, bool a_windows, bool b_windows) {
+  const bool exchanged = !b_windows;
+  const Tile tile =
+      a_windows && b_windows ? Tile{kBothWindowsTokens, 0.41, 2.3, 2.5} : Tile{kWindowsTokens, 0.48, 2.8, 4.0};
+  FusedPlan plan = plan_tiles(fused_shape(s, {0, 1, exchanged}), {tile}, false);
   plan.exchanged = exchanged;
   return plan;
 }
@@ -236,8 +239,9 @@ WindowsScratch windows_scratch(const GemmShape& shape, const FusedPlan& plan) {
   const int64_t tokens = up(shape.rows, plan.tokens), columns = up(shape.cols, kFusedCols);
   s.token_rows = (shape.batch - 1) * shape.rows + tokens, s.column_rows = (shape.batch - 1) * shape.cols + columns;
   s.tokens = take(s.token_rows * depth * 2), s.columns = take(s.column_rows * depth * 2);
-  s.token_factors = take(shape.batch * tokens * windows * 4);
-  s.column_factors = take(shape.batch * columns * windows * 4);
+  const int64_t factor = plan.tokens == kBothWindowsTokens ? 16 : 4;
+  s.token_factors = take(shape.batch * tokens * windows * factor);
+  s.column_factors = take(shape.batch * columns * windows * factor);
   s.sums = take(fused_sums(tiles, plan) * 4);
   s.flag_count = tiles * (plan.splits - 1) * 4;
   s.flags = take(s.flag_count * 4);
@@ -261,11 +265,11 @@ int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem) {
       return fused_scratch(fused_shape(problem.shape, plan), plan).bytes;
     }
     case MatmulKernel::kSm90Nvfp4Windows: {  // whichever sides have windows
-      const auto bytes = [&](bool exchanged) {
-        const FusedPlan plan = plan_windows(problem.shape, exchanged);
+      const auto bytes = [&](bool a_windows, bool b_windows) {
+        const FusedPlan plan = plan_windows(problem.shape, a_windows, b_windows);
         return windows_scratch(fused_shape(problem.shape, plan), plan).bytes;
       };
-      return std::max(bytes(false), bytes(true));
+      return std::max({bytes(false, true), bytes(true, false), bytes(true, true)});
     }
     case MatmulKernel::kDecodeThenCublasLt:
       return cublaslt_scratch(problem.shape, problem.a == Left::kNvfp4, problem.out).bytes;

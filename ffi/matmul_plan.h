@@ -68,9 +68,9 @@ struct FusedPlan {
   int64_t whole = 0;  // the first tiles, whose K has no parts: as many as keep all multiprocessors of an H200 at work
 };
 FusedPlan plan_fused(const GemmShape& shape, bool nvfp4_a);
-// The same of sm90_nvfp4_windows: of its tiles, and exchanged if that is asked for.
-inline constexpr int kWindowsTokens = 192;
-FusedPlan plan_windows(const GemmShape& shape, bool exchanged);
+// The same of sm90_nvfp4_windows, for operands that have windows on these sides, one at least: exchanged if only a has.
+inline constexpr int kWindowsTokens = 192, kBothWindowsTokens = 128;
+FusedPlan plan_windows(const GemmShape& shape, bool a_windows, bool b_windows);
 // Groups of warps of a thread block that share K.
 JNVFP4_HD constexpr int fused_teams(int tokens) { return tokens <= 64 ? 2 : 1; }
 

@@ -224,15 +224,16 @@ def test_scratch_of_windows(shape):
     """Both operands and their factors to the end of a tile, whichever of them has windows."""
     batch, m, n, k = shape
 
-    def scratch(tokens, columns, parts):
-        padded = up(tokens, 192), up(columns, 256)
+    def scratch(tokens, columns, a_windows, b_windows):
+        tile, factor = (128, 16) if a_windows and b_windows else (192, 4)
+        padded = up(tokens, tile), up(columns, 256)
         numbers = sum(up(((batch - 1) * r + p) * k * 2, 256) for r, p in zip((tokens, columns), padded, strict=True))
-        factors = sum(up(batch * p * k // 16, 256) for p in padded)
-        parts_of_tiles = batch * (padded[0] // 192) * (padded[1] // 256) * (parts - 1)
-        return numbers + factors + parts_of_tiles * 192 * 256 * 4 + up(parts_of_tiles * 4 * 4, 256)
+        factors = sum(up(batch * p * (k // 64) * factor, 256) for p in padded)
+        parts = _native.extensions()["cpu"].plan_windows(*shape, a_windows, b_windows)
+        parts_of_tiles = batch * (padded[0] // tile) * (padded[1] // 256) * (parts - 1)
+        return numbers + factors + parts_of_tiles * tile * 256 * 4 + up(parts_of_tiles * 4 * 4, 256)
 
-    parts = [_native.extensions()["cpu"].plan_windows(*shape, exchanged) for exchanged in (False, True)]
-    expected = max(scratch(m, n, parts[0]), scratch(n, m, parts[1]))
+    expected = max(scratch(m, n, False, True), scratch(n, m, True, False), scratch(m, n, True, True))
     kernel = "sm90_nvfp4_windows"
     assert plan(windows=True, shape=shape, kernel=kernel) == (kernel, expected, "")
 

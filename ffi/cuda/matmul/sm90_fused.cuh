@@ -13,8 +13,9 @@
 
 #include "sm90_decode.cuh"
 #include "sm90_fused.h"
+#include "sm90_fused_results.cuh"
+#include "sm90_pairs.cuh"
 #include "sm90_ptx.cuh"
-#include "sm90_results.cuh"
 
 namespace jnvfp4 {
 
@@ -39,11 +40,12 @@ struct FusedConfig {
   static constexpr int kWindow = kTokens * 128, kData = kRows * 128, kScale = kRows * 16;
   static constexpr bool kExchanges = kTokens >= 128 && std::is_same_v<T, F16>;
   template <bool kExchanged>
-  using Result = ResultWriter<kTokens, kExchanged, std::is_same_v<T, F16>>;
+  using Result = FusedResult<kTokens, kExchanged, std::is_same_v<T, F16>>;
+  using Writer = TileWriter<kTokens, false>;
 
   static constexpr int kAtData = kStages * kStageDepth * kWindow, kAtScale = kAtData + kRing * kData;
   static constexpr int kAtOut = kAtScale + kRing * kScale;
-  static constexpr int kAtFull = kAtOut + 2 * Result<false>::kShared;
+  static constexpr int kAtFull = kAtOut + 2 * Writer::kShared;
   static constexpr int kAtEmpty = kAtFull + 8 * kStages, kAtSlot = kAtEmpty + 8 * kStages;
   static constexpr int kShared = kAtSlot + 8 * kRing + 1024;  // to align the start
   static_assert(kLoading + 2 * kTeams * kComputing <= (1 + 2 * kTeams) * kLaunched);
@@ -172,7 +174,6 @@ struct RawWindow {
 // ---------------------------------------------------------------- a warpgroup that computes
 template <class C>
 struct FusedConsumer {
-  using Result = typename C::template Result<false>;
   using Sums = float[C::kSums];
   using Fragments = uint32_t[16];
 
@@ -277,53 +278,30 @@ struct FusedConsumer {
   __device__ __forceinline__ int64_t place_of(const FusedItem& item, int split) const {
     return ((int64_t{item.tile} * (a.splits - 1) + split) * 2 + rank) * 2 * C::kTeams + team * 2 + wg;
   }
-  __device__ __forceinline__ float4* partial(const FusedItem& item, int split) const {
-    return reinterpret_cast<float4*>(a.sums) + place_of(item, split) * C::kTokens * 16 + threadIdx.x % 128;
-  }
   // With the warpgroup of the other team that has the same rows.
   __device__ __forceinline__ void meet_other_team() const {
     if constexpr (C::kTeams == 2) named_meet(6 + wg, 256);
   }
-  __device__ __forceinline__ void sync_warpgroup() const { named_sync(team == 0 ? 1 + wg : 8 + wg, 128); }
-  __device__ __forceinline__ void keep_partial(const Sums& sums, const FusedItem& item) const {
-    float4* const to = partial(item, item.split);
-#pragma unroll
-    for (int i = 0; i < C::kSums; i += 4) to[i * 32] = {sums[i], sums[i + 1], sums[i + 2], sums[i + 3]};
-    sync_warpgroup();
-    if (threadIdx.x % 128 == 0) raise_flag(a.flags + place_of(item, item.split));
-  }
-  __device__ __forceinline__ void add_partials(Sums& sums, const FusedItem& item) const {
-    if (threadIdx.x % 128 == 0)
-      for (int split = 0; split < item.split; ++split) wait_for_flag(a.flags + place_of(item, split));
-    __syncwarp();  // instructions for whole warps follow
-    sync_warpgroup();
-    for (int split = 0; split < item.split; ++split) {
-      const float4* const from = partial(item, split);
-#pragma unroll
-      for (int i = 0; i < C::kSums; i += 4) {
-        const float4 p = __ldcg(from + i * 32);
-        sums[i] += p.x, sums[i + 1] += p.y, sums[i + 2] += p.z, sums[i + 3] += p.w;
-      }
-    }
-  }
+  __device__ __forceinline__ int own_barrier() const { return team == 0 ? 1 + wg : 8 + wg; }
+  __device__ __forceinline__ PartSums<C::kSums> parts() const { return {a.sums, a.flags, own_barrier()}; }
 
   // ---- the result
   // Of both teams' warpgroups with the same rows.
-  __device__ __forceinline__ uint32_t out() const { return smem + C::kAtOut + wg * Result::kShared; }
+  __device__ __forceinline__ uint32_t out() const { return smem + C::kAtOut + wg * C::Writer::kShared; }
   // Calls f with what writes the result of the item.
   template <class F>
   __device__ __forceinline__ void with_writer(const FusedItem& item, const F& f) const {
     const int column = item.col + rank * C::kRows + wg * 64;
     if constexpr (C::kExchanges)
       if (a.exchanged) return f(typename C::template Result<true>{a, item.matrix, item.row, column, out(), 1 + wg});
-    f(Result{a, item.matrix, item.row, column, out(), 1 + wg});
+    f(typename C::template Result<false>{a, item.matrix, item.row, column, out(), 1 + wg});
   }
   __device__ __forceinline__ void load_factors(const FusedItem& item, ResultFactors& factors) const {
     with_writer(item, [&](const auto& writer) { writer.load(factors); });
   }
   // To the sums of team 0 those of team 1 are added, which come in the order in which threads have them.
   __device__ __forceinline__ void add_other_team(Sums& sums) const {
-    constexpr int kAtOnce = Result::kBuffer / 512;
+    constexpr int kAtOnce = C::Writer::kBuffer / 512;
     const uint32_t at = out() + threadIdx.x % 128 * 16;
 #pragma unroll
     for (int first = 0; first < C::kSums; first += kAtOnce) {
@@ -341,7 +319,7 @@ struct FusedConsumer {
       }
     }
     if (team == 1) return;
-    sync_warpgroup();  // all of them are read
+    named_sync(own_barrier(), 128);  // all of them are read
   }
   // Named barriers 1 and 2, 8 and 9: a warpgroup of team 0 or 1. 6 and 7: two with the same rows.
   __device__ __forceinline__ void finish(Sums& sums, const FusedItem& item, ResultFactors& factors) {
@@ -349,11 +327,9 @@ struct FusedConsumer {
       wait_for_kernel_ahead();  // it has lowered the flags
       if (item.split < a.splits - 1) {
         meet_other_team();  // so that neither is ahead by a whole ring, whose phases it could not tell apart
-        keep_partial(sums, item);
-        __syncwarp();  // instructions for whole warps follow
-        return;
+        return parts().keep(sums, place_of(item, item.split));
       }
-      add_partials(sums, item);
+      parts().add(sums, item.split, [&](int split) { return place_of(item, split); });
     }
     if constexpr (C::kTeams == 2) {
       add_other_team(sums);
@@ -417,27 +393,14 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 // ---------------------------------------------------------------- launch
 template <class C>
 cudaError_t launch_fused_config(const FusedArgs& args, const FusedMaps& maps, cudaStream_t stream) {
-  const auto kernel = sm90_fused_kernel<C>;
-  const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kShared);
-  if (allowed != cudaSuccess) return allowed;
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = 2, attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.blockDim = dim3(C::kThreads), config.dynamicSmemBytes = C::kShared, config.stream = stream;
-  config.attrs = attributes, config.numAttrs = 2;  // the kernel ahead says when this one may start
-  // All parts of a tile at a time: then a part waits only for blocks that have started before. Where the whole tiles do
-  // not fill waves, as with fewer multiprocessors than the plan is for, the parts have a launch of their own.
-  const int most = std::max(multiprocessors() / 2 / args.splits, 1) * args.splits;
+  // Where the whole tiles do not fill waves, as with fewer multiprocessors than the plan is for, the parts have a
+  // launch of their own.
+  const int most = pairs_at_once(args.splits);
   const auto launch = [&](int begin, int items) {
-    config.gridDim = dim3(2 * std::min(items - begin, most));
     FusedArgs some = args;
     some.begin = begin, some.items = items;
-    const cudaError_t status = cudaLaunchKernelEx(&config, kernel, some, maps);
-    if (status != cudaSuccess) cudaGetLastError();  // it is returned, and not to be found by the next launch
-    return status;
+    return launch_pairs(sm90_fused_kernel<C>, std::min(items - begin, most), C::kThreads, C::kShared, stream, some,
+                        maps);
   };
   if (args.whole % most == 0) return launch(0, args.items);
   const cudaError_t status = launch(0, args.whole);

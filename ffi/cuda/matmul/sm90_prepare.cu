@@ -101,9 +101,22 @@ __device__ __forceinline__ float decode_factor(float amax, const MatmulOperand& 
   return div_rn(amax, 6.0f * x.e4m3_max);
 }
 
-// Of 16 rows those that a lane of the GEMM has lie together: t and t + 1, t + 8 and t + 9.
-__device__ __forceinline__ int row_at_place(int place) {
-  return place / 16 * 16 + place / 2 % 2 * 8 + place % 16 / 4 * 2 + place % 2;
+// A factor as eight bfloat16, so that those of a column and of a token have their product as their dot product. Three
+// bfloat16 have all bits of a float; of their nine products the least one is left out. No piece of a factor is 0 unless
+// the factor is, so that an infinity gives infinities.
+__device__ __forceinline__ uint4 pieces_of(float factor, bool column) {
+  uint32_t p[3] = {bits_of(factor) >> 16, 0, 0};
+  if (isnan(factor)) p[0] = 0x7fc0u;
+  if (isfinite(factor)) {
+    const float rest = sub_rn(factor, float_of(p[0] << 16));
+    p[1] = bits_of(rest) >> 16, p[2] = bits_of(sub_rn(rest, float_of(p[1] << 16))) >> 16;
+  }
+  if (factor != 0)
+#pragma unroll
+    for (uint32_t& piece : p) piece = max(piece, 1u);
+  const auto two = [&](int i, int j) { return p[i] | p[j] << 16; };
+  return column ? make_uint4(two(0, 0), two(1, 0), two(2, 1), two(1, 2))
+                : make_uint4(two(0, 1), two(0, 2), two(0, 1), two(2, 1));
 }
 
 // The factors of eight windows of a row, which are a sector of its amaxes, or the one of a row.
@@ -113,13 +126,17 @@ __device__ __forceinline__ void make_factors(const WindowsOperand& x, int64_t th
   const int64_t piece = quotient(thread, x.tile_rows), tile = quotient(piece, eights), matrix = quotient(tile, x.tiles);
   if (tile >= x.matrices * x.tiles) return;
   const int place = static_cast<int>(thread - piece * x.tile_rows);
-  const int row_of_tile = x.factors_of == FactorsOf::kSixteens ? row_at_place(place) : place;
-  const int64_t row = (tile - matrix * x.tiles) * x.tile_rows + row_of_tile, row_of_all = matrix * x.rows + row;
+  const int64_t row = (tile - matrix * x.tiles) * x.tile_rows + place, row_of_all = matrix * x.rows + row;
   const int64_t first = (piece - tile * eights) * 8;
   for (int64_t w = first; w < min(first + 8, count); ++w) {
     float amax = 0;
     if (row < x.rows) amax = windows ? __ldg(x.source.amax + row_of_all * count + w) : amax_of(x.source, row_of_all);
-    x.factors[(tile * count + w) * x.tile_rows + place] = decode_factor(amax, x.source) * x.unscale;
+    const float factor = decode_factor(amax, x.source) * x.unscale;
+    const int64_t at = (tile * count + w) * x.tile_rows + place;
+    if (x.factors_of == FactorsOf::kColumnPieces || x.factors_of == FactorsOf::kTokenPieces)
+      static_cast<uint4*>(x.factors)[at] = pieces_of(factor, x.factors_of == FactorsOf::kColumnPieces);
+    else
+      static_cast<float*>(x.factors)[at] = factor;
   }
 }
 
