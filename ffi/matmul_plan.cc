@@ -79,7 +79,7 @@ constexpr int kHopper = 90, kNewest = 999;
 // - 32 x 14336 x 4096: sm90_nvfp4_fused 21.7, sm80_nvfp4_blocks_small_m 30.1, decode_then_dot 88.
 // - 8192^3: sm90_nvfp4_fused 1295, decode_then_dot 1451, decode_then_cublaslt 1543. sm80_nvfp4_blocks, 13 times as
 //   long, runs only where the order asks for it.
-// - 8192^3 with windows on both sides: sm90_nvfp4_windows 2245, sm80_nvfp4_blocks 21600.
+// - 8192^3 with windows on both sides: sm90_nvfp4_windows 1836, sm80_nvfp4_blocks 21600.
 // - 16 and 64 x 14336 x 4096 with windows on both sides: sm80_nvfp4_blocks_small_m 28 and 80, sm90_nvfp4_windows 98 and
 //   100 (with windows of b alone 88 and 89), most of which is decoding b to memory.
 constexpr Row kTable[] = {

@@ -14,6 +14,7 @@
 #include "sm90_decode.cuh"
 #include "sm90_fused.h"
 #include "sm90_fused_results.cuh"
+#include "sm90_launch.cuh"
 #include "sm90_pairs.cuh"
 #include "sm90_ptx.cuh"
 
@@ -399,8 +400,8 @@ cudaError_t launch_fused_config(const FusedArgs& args, const FusedMaps& maps, cu
   const auto launch = [&](int begin, int items) {
     FusedArgs some = args;
     some.begin = begin, some.items = items;
-    return launch_pairs(sm90_fused_kernel<C>, std::min(items - begin, most), C::kThreads, C::kShared, stream, some,
-                        maps);
+    return launch_early(sm90_fused_kernel<C>, 2 * std::min(items - begin, most), C::kThreads, 2, C::kShared, stream,
+                        some, maps);
   };
   if (args.whole % most == 0) return launch(0, args.items);
   const cudaError_t status = launch(0, args.whole);

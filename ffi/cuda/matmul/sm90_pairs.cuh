@@ -1,5 +1,4 @@
-// What the GEMMs of Hopper share whose thread blocks work in pairs, clusters of two: how they are launched, and the
-// sums of parts of K.
+// What the GEMMs of Hopper share whose thread blocks work in pairs, clusters of two: the sums of parts of K.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +8,6 @@
 
 namespace jnvfp4 {
 
-// ---------------------------------------------------------------- parts of K
 // Of a warpgroup, in the order in which its threads have the sums; `place` counts warpgroups of all parts but the last
 // of all tiles. `barrier`: a named one of the warpgroup.
 template <int kSums>
@@ -49,27 +47,7 @@ struct PartSums {
   }
 };
 
-// ---------------------------------------------------------------- launch
 // All parts of a tile at a time: then a part waits only for blocks that have started before.
 inline int pairs_at_once(int parts) { return std::max(multiprocessors() / 2 / parts, 1) * parts; }
-
-// The kernel ahead says when this one may start.
-template <class... Args>
-cudaError_t launch_pairs(void (*kernel)(Args...), int pairs, int threads, int shared, cudaStream_t stream,
-                         Args... args) {
-  const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  if (allowed != cudaSuccess) return allowed;
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = 2, attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(2 * pairs), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
-  config.stream = stream, config.attrs = attributes, config.numAttrs = 2;
-  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, args...);
-  if (status != cudaSuccess) cudaGetLastError();  // it is returned, and not to be found by the next launch
-  return status;
-}
 
 }  // namespace jnvfp4

@@ -1,6 +1,7 @@
 // What the fused kernels of Hopper need before they start.
 #include "sm90_decode.cuh"
 #include "sm90_fused.h"
+#include "sm90_launch.cuh"
 #include "sm90_ptx.cuh"
 #include "sm90_windows.h"
 
@@ -79,20 +80,6 @@ __global__ void __launch_bounds__(kThreads)
     const int lane = threadIdx.x % 8;
     if (at < rows * padded) out[at - lane + lane % 2 * 4 + lane / 2] = make_uint4(p[0], p[1], p[2], p[3]);
   }
-}
-
-// Launches before the kernel ahead ends. The kernel waits for that end itself.
-template <class... Args>
-cudaError_t launch_early(void (*kernel)(Args...), unsigned blocks, cudaStream_t stream, Args... args) {
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks), config.blockDim = dim3(kThreads), config.stream = stream;
-  config.attrs = &early, config.numAttrs = 1;
-  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, args...);
-  if (status != cudaSuccess) cudaGetLastError();  // it is returned, and not to be found by the next launch
-  return status;
 }
 
 // ---------------------------------------------------------------- operands with windows
@@ -213,7 +200,7 @@ cudaError_t launch_sm90_prepare(const MatmulOperand& a, void* out, int64_t rows,
   const bool many = eights > int64_t{multiprocessors()} * 8 * kThreads * 8;  // all resident threads have work at once
   const auto launch = [&](auto source, auto kernel, int64_t steps) {
     const int64_t per = kThreads * steps;
-    return launch_early(kernel, static_cast<unsigned>((eights + per - 1) / per), stream, source,
+    return launch_early(kernel, static_cast<unsigned>((eights + per - 1) / per), kThreads, 1, 0, stream, source,
                         static_cast<uint4*>(out), rows, depth, flags, flag_count);
   };
   const auto launch_source = [&](auto source) {
@@ -232,7 +219,7 @@ cudaError_t launch_sm90_prepare_windows(const WindowsPreparation& p, cudaStream_
   const int64_t blocks = a.factors + a.numbers + b.factors + b.numbers;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;  // more than any memory holds
   const auto kernel = many ? sm90_prepare_windows_kernel<8> : sm90_prepare_windows_kernel<2>;
-  return launch_early(kernel, static_cast<unsigned>(blocks), stream, p, a, b);
+  return launch_early(kernel, static_cast<unsigned>(blocks), kThreads, 1, 0, stream, p, a, b);
 }
 
 cudaError_t launch_sm90_pitch(const void* from, void* to, int64_t rows, int64_t bytes, int64_t pitch,

@@ -17,6 +17,7 @@
 #include <cuda.h>
 
 #include "../device.cuh"
+#include "sm90_launch.cuh"
 #include "sm90_maps.h"
 #include "sm90_pairs.cuh"
 #include "sm90_ptx.cuh"
@@ -299,7 +300,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 template <class C>
 cudaError_t launch_config(const WindowsArgs& args, const WindowsMaps& maps, cudaStream_t stream) {
   const int pairs = std::min(args.items, pairs_at_once(args.splits));
-  return launch_pairs(sm90_windows_kernel<C>, pairs, C::kThreads, C::kShared, stream, args, maps);
+  return launch_early(sm90_windows_kernel<C>, 2 * pairs, C::kThreads, 2, C::kShared, stream, args, maps);
 }
 
 cudaError_t make_windows_maps(const WindowsPreparation& p, const WindowsScratch& at, WindowsMaps* maps) {
