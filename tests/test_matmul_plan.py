@@ -200,8 +200,8 @@ def test_the_smaller_of_two_nvfp4_operands_is_copied(a, copied):
         (1, 20, 101, 2064),
         (2, 700, 261, 4352),
         (1, 700, 6001, 2064),
-        # The kernel prepares rows itself: of whole tiles, and where the last ones have parts of K. Then not: of 2 matrices, few columns, few rows, a
-        # short K.
+        # The kernel prepares rows itself: of whole tiles, and where the last ones have parts of K.
+        # Then not: of 2 matrices, few columns, few rows, a short K.
         *[(1, 1800, 3900, 8192), (1, 1290, 4001, 10240), (1, 2100, 16000, 8192)],
         *[(2, 1800, 3900, 8192), (1, 1800, 3840, 8192), (1, 1500, 3900, 8192), (1, 4096, 4096, 4096)],
     ],

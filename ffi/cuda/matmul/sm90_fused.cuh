@@ -1,5 +1,5 @@
 // out = a b^T on Hopper, in one kernel: b is NVFP4 and is decoded in registers. a, as 16-bit floats in the order along
-// K of the decoded b, comes from sm90_prepare.cu.
+// K of the decoded b, comes from sm90_prepare.cu, or most of it from warps of this kernel that else rest.
 //
 // The sides of wgmma change places: rows of b are its 64 rows, from registers, and rows of a ("tokens") its columns,
 // from shared memory. A warpgroup decodes its own 64 rows of b, one window (64 along K) at a time, while its last four
