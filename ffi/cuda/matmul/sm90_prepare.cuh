@@ -53,7 +53,7 @@ struct Halves {
 // Eight threads with neighbouring eights of a row have a window. After transpose_words each has 16 bytes of the window,
 // one pair of each block: where they belong.
 __device__ __forceinline__ int64_t place_of_words(int64_t eight) {
-  return (eight & ~int64_t{7}) + (eight % 2 * 4 + eight % 8 / 2);
+  return (eight & ~int64_t{7}) + ((eight & 1) * 4 + (eight >> 1 & 3));
 }
 
 }  // namespace jnvfp4
