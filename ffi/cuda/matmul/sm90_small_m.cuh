@@ -86,16 +86,14 @@ struct Share {
   int rank_bits, ranks, rank, units, most, groups, group0;
   int64_t matrix;
 
-  // The first unit of K of a rank.
-  __device__ __forceinline__ int unit(int of_rank) const {
-    return static_cast<int>(int64_t{units} * of_rank >> rank_bits);
-  }
   __device__ __forceinline__ explicit Share(const Args& a)
       : rank_bits(a.rank_bits), ranks(1 << rank_bits), rank(blockIdx.x & (ranks - 1)), units(a.units) {
     const int tile = blockIdx.x >> rank_bits;
     most = a.few + (a.more != 0), groups = a.few + (tile < a.more), group0 = tile * a.few + min(tile, a.more);
     matrix = a.first + blockIdx.y;
   }
+  // The first unit of K of a rank.
+  __device__ __forceinline__ int unit(int of_rank) const { return units * of_rank >> rank_bits; }
 };
 
 // ---------------------------------------------------------------- launches
@@ -195,9 +193,13 @@ struct Walk {
     if (S::kOneUnit) return;
     const int rest = units - left * S::kWarps;
     const int bits = sharing(rest), part = warp & ((1 << bits) - 1);
-    last_unit = pin_register(first + left * S::kWarps + (warp >> bits));
-    last_group = pin_register(groups * part >> bits);
-    last_end = pin_register(warp >> bits < rest ? groups * (part + 1) >> bits : 0);
+    last_unit = first + left * S::kWarps + (warp >> bits), last_group = groups * part >> bits;
+    last_end = warp >> bits < rest ? groups * (part + 1) >> bits : 0;
+  }
+  // Computes the last turn here, and not again where a warp waits for it.
+  __device__ __forceinline__ void pin() {
+    if (S::kOneUnit) return;
+    last_unit = pin_register(last_unit), last_group = pin_register(last_group), last_end = pin_register(last_end);
   }
   // The first group of the next turn.
   __device__ __forceinline__ void next_turn() {
@@ -329,8 +331,12 @@ struct Ring {
     wide = depth >> 1, narrow = depth / kBlock;
     data = static_cast<const uint8_t*>(g.b.data) + row0 * wide, scale = g.b.scale + row0 * narrow;
     last = cols - 1 - col0, ragged = col0 + groups * 16 > cols;
-    to = ring + lane * 16, both = pin_register(static_cast<int>(2 * to + S::kStage));
+    to = ring + lane * 16, both = static_cast<int>(2 * to + S::kStage);
     point();
+  }
+  __device__ __forceinline__ void pin(const Walk<S>& pinned) {
+    both = pin_register(both);
+    at.last_unit = pinned.last_unit, at.last_group = pinned.last_group, at.last_end = pinned.last_end;
   }
   __device__ __forceinline__ int row_of(int r) const { return min(at.group * 16 + r, last); }
   __device__ __forceinline__ void point() {
@@ -600,6 +606,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) sm90_small_m_kernel(const _
   commit_copies();
 #pragma unroll
   for (int i = 0; i < S::kStages - 1; ++i) columns.issue();
+  walk.pin(), columns.pin(walk);
   prepare_slots<left, S>(a, share, kept);
 
   typename Rows<left, S>::Fragments b;
