@@ -598,12 +598,12 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) sm90_small_m_kernel(const _
   const uint32_t buffer = own + (S::kOneUnit ? 0 : share.groups * S::kRowTiles * 512);
 
   // The first loads are on their way before anything else is computed.
-  Ring<S> columns(g, share, ring, walk);
   wait_for_kernel_ahead();
   let_next_kernel_start();  // it waits for the end of this one
   Rows<left, S> rows(g, share.matrix * g.shape.rows);
   if (!walk.over()) rows.load(walk.unit, buffer);
   commit_copies();
+  Ring<S> columns(g, share, ring, walk);
 #pragma unroll
   for (int i = 0; i < S::kStages - 1; ++i) columns.issue();
   walk.pin(), columns.pin(walk);
