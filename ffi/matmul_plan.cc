@@ -79,7 +79,7 @@ constexpr int kHopper = 90, kNewest = 999;
 // - 32 x 14336 x 4096: sm90_nvfp4_fused 21.7, sm80_nvfp4_blocks_small_m 30.1, decode_then_dot 88.
 // - 8192^3: sm90_nvfp4_fused 1295, decode_then_dot 1451, decode_then_cublaslt 1543. sm80_nvfp4_blocks, 13 times as
 //   long, runs only where the order asks for it.
-// - 8192^3 with windows on both sides: sm90_nvfp4_windows 2245, sm80_nvfp4_blocks 21600.
+// - 8192^3 with windows on both sides: sm90_nvfp4_windows 1836, sm80_nvfp4_blocks 21600.
 // - 16 and 64 x 14336 x 4096 with windows on both sides: sm80_nvfp4_blocks_small_m 28 and 80, sm90_nvfp4_windows 98 and
 //   100 (with windows of b alone 88 and 89), most of which is decoding b to memory.
 constexpr Row kTable[] = {
@@ -157,7 +157,7 @@ struct Tile {
 // fill waves have no parts, only the others may. Measured with N x K of 14336 x 4096, 4096 x 14336, 8192 x 8192 and
 // 4096 x 4096 (docs/kernels.md).
 FusedPlan plan_tiles(const GemmShape& s, std::initializer_list<Tile> tiles, bool mixed) {
-  constexpr int64_t kPairs = 66, kMostSums = int64_t{16} << 20, kMostSplits = 8;
+  constexpr int64_t kPairs = kFusedPairs, kMostSums = int64_t{16} << 20, kMostSplits = 8;
   constexpr int64_t kMostParted = 64 * kPairs;
   const int64_t slots = (s.depth + kFusedDepth - 1) / kFusedDepth;
   // Two teams share a part, so that it needs a slot for each.
@@ -197,8 +197,11 @@ FusedPlan plan_fused(const GemmShape& s, bool nvfp4_a) {
   return other.tokens < kLeast ? plan : other;
 }
 
-FusedPlan plan_windows(const GemmShape& s, bool exchanged) {
-  FusedPlan plan = plan_tiles(fused_shape(s, {0, 1, exchanged}), {{kWindowsTokens, 0.55, 5.0, 4.0}}, false);
+FusedPlan plan_windows(const GemmShape& s, bool a_windows, bool b_windows) {
+  const bool exchanged = !b_windows;
+  const Tile tile =
+      a_windows && b_windows ? Tile{kBothWindowsTokens, 0.41, 2.3, 2.5} : Tile{kWindowsTokens, 0.48, 2.8, 4.0};
+  FusedPlan plan = plan_tiles(fused_shape(s, {0, 1, exchanged}), {tile}, false);
   plan.exchanged = exchanged;
   return plan;
 }
@@ -208,6 +211,15 @@ int64_t take_scratch(int64_t bytes, int64_t* taken) {
   const int64_t at = *taken;
   *taken += (bytes + 255) / 256 * 256;
   return at;
+}
+
+// Whether the kernel prepares most of a large left operand itself, while it multiplies. With few columns it would need
+// the rows faster than it makes them, and with a short K it loses more at the end of tiles than it wins.
+bool prepares_itself(const GemmShape& s, const FusedPlan& plan) {
+  constexpr int64_t kLeastBytes = int64_t{24} << 20, kLeastCols = 3841, kLeastDepth = 8192;
+  if (plan.tokens != 256 || s.batch != 1 || s.cols < kLeastCols) return false;
+  if (s.depth % kFusedDepth || s.depth < kLeastDepth || s.rows * s.depth * 2 < kLeastBytes) return false;
+  return plan.whole || s.depth / kFusedDepth % plan.splits == 0;
 }
 
 FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan) {
@@ -223,7 +235,8 @@ FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan) {
   s.data = copy(shape.depth / 2);
   s.scale = copy(shape.depth / kBlock);
   s.sums = take(fused_sums(tiles, plan) * 4);
-  s.flag_count = (tiles - plan.whole) * (plan.splits - 1) * 4 * fused_teams(plan.tokens);
+  s.ready_count = prepares_itself(shape, plan) ? 1 + (shape.rows + 127) / 128 * (shape.depth / kFusedDepth) : 0;
+  s.flag_count = (tiles - plan.whole) * (plan.splits - 1) * 4 * fused_teams(plan.tokens) + s.ready_count;
   s.flags = take(s.flag_count * 4);
   return s;
 }
@@ -236,8 +249,9 @@ WindowsScratch windows_scratch(const GemmShape& shape, const FusedPlan& plan) {
   const int64_t tokens = up(shape.rows, plan.tokens), columns = up(shape.cols, kFusedCols);
   s.token_rows = (shape.batch - 1) * shape.rows + tokens, s.column_rows = (shape.batch - 1) * shape.cols + columns;
   s.tokens = take(s.token_rows * depth * 2), s.columns = take(s.column_rows * depth * 2);
-  s.token_factors = take(shape.batch * tokens * windows * 4);
-  s.column_factors = take(shape.batch * columns * windows * 4);
+  const int64_t factor = plan.tokens == kBothWindowsTokens ? 16 : 4;
+  s.token_factors = take(shape.batch * tokens * windows * factor);
+  s.column_factors = take(shape.batch * columns * windows * factor);
   s.sums = take(fused_sums(tiles, plan) * 4);
   s.flag_count = tiles * (plan.splits - 1) * 4;
   s.flags = take(s.flag_count * 4);
@@ -261,11 +275,11 @@ int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem) {
       return fused_scratch(fused_shape(problem.shape, plan), plan).bytes;
     }
     case MatmulKernel::kSm90Nvfp4Windows: {  // whichever sides have windows
-      const auto bytes = [&](bool exchanged) {
-        const FusedPlan plan = plan_windows(problem.shape, exchanged);
+      const auto bytes = [&](bool a_windows, bool b_windows) {
+        const FusedPlan plan = plan_windows(problem.shape, a_windows, b_windows);
         return windows_scratch(fused_shape(problem.shape, plan), plan).bytes;
       };
-      return std::max(bytes(false), bytes(true));
+      return std::max({bytes(false, true), bytes(true, false), bytes(true, true)});
     }
     case MatmulKernel::kDecodeThenCublasLt:
       return cublaslt_scratch(problem.shape, problem.a == Left::kNvfp4, problem.out).bytes;

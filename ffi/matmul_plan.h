@@ -68,9 +68,9 @@ struct FusedPlan {
   int64_t whole = 0;  // the first tiles, whose K has no parts: as many as keep all multiprocessors of an H200 at work
 };
 FusedPlan plan_fused(const GemmShape& shape, bool nvfp4_a);
-// The same of sm90_nvfp4_windows: of its tiles, and exchanged if that is asked for.
-inline constexpr int kWindowsTokens = 192;
-FusedPlan plan_windows(const GemmShape& shape, bool exchanged);
+// The same of sm90_nvfp4_windows, for operands that have windows on these sides, one at least: exchanged if only a has.
+inline constexpr int kWindowsTokens = 192, kBothWindowsTokens = 128;
+FusedPlan plan_windows(const GemmShape& shape, bool a_windows, bool b_windows);
 // Groups of warps of a thread block that share K.
 JNVFP4_HD constexpr int fused_teams(int tokens) { return tokens <= 64 ? 2 : 1; }
 
@@ -79,6 +79,8 @@ inline constexpr int64_t kFusedCols = 256, kFusedDepth = 256;
 inline int64_t fused_tiles(const GemmShape& s, const FusedPlan& plan) {
   return s.batch * ((s.rows + plan.tokens - 1) / plan.tokens) * ((s.cols + kFusedCols - 1) / kFusedCols);
 }
+// Pairs of thread blocks that an H200 holds.
+inline constexpr int64_t kFusedPairs = 66;
 // K of the prepared left operand.
 inline int64_t fused_depth(const GemmShape& s) { return (s.depth + kWindow - 1) / kWindow * kWindow; }
 
@@ -86,9 +88,9 @@ inline int64_t fused_depth(const GemmShape& s) { return (s.depth + kWindow - 1) 
 struct FusedScratch {
   int64_t rows;         // the left operand as 16-bit floats; tiles may read past its last row
   int64_t data, scale;  // copies of the right operand's, if the distance of its rows is no multiple of 16 bytes
-  int64_t sums, flags;  // of the parts of K but the last
+  int64_t sums, flags;  // of the parts of K but the last; then counts, if the kernel prepares rows itself
   int64_t bytes;        // in all
-  int64_t padded_rows, flag_count;
+  int64_t padded_rows, flag_count, ready_count;
 };
 FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan);
 

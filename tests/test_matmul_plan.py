@@ -189,7 +189,8 @@ def up(n: int, unit: int) -> int:
 
 @pytest.mark.parametrize(("a", "copied"), [("nvfp4", 4096), ("bfloat16", 16384)])
 def test_the_smaller_of_two_nvfp4_operands_is_copied(a, copied):
-    assert plan(a, shape=(1, 16384, 4096, 14336)) == (FUSED[a], copied * 14336 * 2, "")
+    counts = up((1 + copied // 128 * (14336 // 256)) * 4, 256)
+    assert plan(a, shape=(1, 16384, 4096, 14336)) == (FUSED[a], copied * 14336 * 2 + counts, "")
 
 
 @pytest.mark.parametrize(
@@ -199,10 +200,15 @@ def test_the_smaller_of_two_nvfp4_operands_is_copied(a, copied):
         (1, 20, 101, 2064),
         (2, 700, 261, 4352),
         (1, 700, 6001, 2064),
+        # The kernel prepares rows itself: of whole tiles, and where the last ones have parts of K.
+        # Then not: of 2 matrices, few columns, few rows, a short K.
+        *[(1, 1800, 3900, 8192), (1, 1290, 4001, 10240), (1, 2100, 16000, 8192)],
+        *[(2, 1800, 3900, 8192), (1, 1800, 3840, 8192), (1, 1500, 3900, 8192), (1, 4096, 4096, 4096)],
     ],
 )
 def test_scratch_of_fused_kernels(shape):
-    """Prepared rows to the end of a tile; copies of codes unless K % 32 == 0, and of scales unless K % 256 == 0."""
+    """Prepared rows to the end of a tile; copies of codes unless K % 32 == 0, and of scales unless K % 256 == 0. Flags
+    of partial sums, and counts of prepared rows, if the kernel prepares most of them itself."""
     batch, m, n, k = shape
     tokens, splits, _, whole = _native.extensions()["cpu"].plan_fused(*shape, False)
     rows = up(((batch - 1) * m + up(m, tokens)) * up(k, 64) * 2, 256)
@@ -211,7 +217,9 @@ def test_scratch_of_fused_kernels(shape):
     tiles = batch * up(m, tokens) // tokens * (up(n, 256) // 256) - whole
     teams = 2 if tokens <= 64 else 1
     sums = tiles * (splits - 1) * teams * tokens * 256 * 4
-    flags = up(tiles * (splits - 1) * teams * 4 * 4, 256)
+    itself = tokens == 256 and batch == 1 and k % 256 == 0 and k >= 8192 and n > 3840 and m * k * 2 >= 24 << 20
+    counts = 1 + up(m, 128) // 128 * (k // 256) if itself and (whole or k // 256 % splits == 0) else 0
+    flags = up((tiles * (splits - 1) * teams * 4 + counts) * 4, 256)
     for a in LEFT:
         assert plan(a, shape=shape, kernel=FUSED[a]) == (FUSED[a], rows + data + scale + sums + flags, "")
 
@@ -224,15 +232,16 @@ def test_scratch_of_windows(shape):
     """Both operands and their factors to the end of a tile, whichever of them has windows."""
     batch, m, n, k = shape
 
-    def scratch(tokens, columns, parts):
-        padded = up(tokens, 192), up(columns, 256)
+    def scratch(tokens, columns, a_windows, b_windows):
+        tile, factor = (128, 16) if a_windows and b_windows else (192, 4)
+        padded = up(tokens, tile), up(columns, 256)
         numbers = sum(up(((batch - 1) * r + p) * k * 2, 256) for r, p in zip((tokens, columns), padded, strict=True))
-        factors = sum(up(batch * p * k // 16, 256) for p in padded)
-        parts_of_tiles = batch * (padded[0] // 192) * (padded[1] // 256) * (parts - 1)
-        return numbers + factors + parts_of_tiles * 192 * 256 * 4 + up(parts_of_tiles * 4 * 4, 256)
+        factors = sum(up(batch * p * (k // 64) * factor, 256) for p in padded)
+        parts = _native.extensions()["cpu"].plan_windows(*shape, a_windows, b_windows)
+        parts_of_tiles = batch * (padded[0] // tile) * (padded[1] // 256) * (parts - 1)
+        return numbers + factors + parts_of_tiles * tile * 256 * 4 + up(parts_of_tiles * 4 * 4, 256)
 
-    parts = [_native.extensions()["cpu"].plan_windows(*shape, exchanged) for exchanged in (False, True)]
-    expected = max(scratch(m, n, parts[0]), scratch(n, m, parts[1]))
+    expected = max(scratch(m, n, False, True), scratch(n, m, True, False), scratch(m, n, True, True))
     kernel = "sm90_nvfp4_windows"
     assert plan(windows=True, shape=shape, kernel=kernel) == (kernel, expected, "")
 

@@ -73,8 +73,8 @@ NB_MODULE(_cpu, m) {
     const jnvfp4::FusedPlan found = jnvfp4::plan_fused({batch, rows, cols, depth}, nvfp4_a);
     return std::tuple{found.tokens, found.splits, found.exchanged, found.whole};
   });
-  m.def("plan_windows", [](int64_t batch, int64_t rows, int64_t cols, int64_t depth, bool exchanged) {
-    return jnvfp4::plan_windows({batch, rows, cols, depth}, exchanged).splits;
+  m.def("plan_windows", [](int64_t batch, int64_t rows, int64_t cols, int64_t depth, bool a_windows, bool b_windows) {
+    return jnvfp4::plan_windows({batch, rows, cols, depth}, a_windows, b_windows).splits;
   });
   nb::list kernels;
   for (int i = 0; i < jnvfp4::kMatmulKernels; ++i)

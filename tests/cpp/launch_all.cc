@@ -223,7 +223,7 @@ void fused_windows(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, b
   const GemmShape shape{batch, m, n, k};
   for (int splits : {1, 2}) {
     if (splits > 1 && k < 4 * kFusedDepth) continue;
-    const FusedPlan plan{kWindowsTokens, splits, !b_windows};
+    const FusedPlan plan{a_windows && b_windows ? kBothWindowsTokens : kWindowsTokens, splits, !b_windows};
     Buffer scratch(windows_scratch(fused_shape(shape, plan), plan).bytes);
     check(launch_sm90_windows({a.operand, b.operand, {bias.as<void>(), Float::kBf16, out.as<void>(), kind}, shape},
                               plan, scratch.as<void>(), nullptr),

@@ -16,7 +16,8 @@ cudaError_t launch_matmul(const MatmulArgs& args, const MatmulPlan& plan, void* 
     case MatmulKernel::kSm90DenseFused:
       return launch_sm90_fused(args, plan_fused(args.shape, args.a.quantized()), scratch, stream);
     case MatmulKernel::kSm90Nvfp4Windows:
-      return launch_sm90_windows(args, plan_windows(args.shape, !args.b.map.windows()), scratch, stream);
+      return launch_sm90_windows(args, plan_windows(args.shape, args.a.map.windows(), args.b.map.windows()), scratch,
+                                 stream);
 #else
     case MatmulKernel::kSm90Nvfp4SmallM:
     case MatmulKernel::kSm90DenseSmallM:

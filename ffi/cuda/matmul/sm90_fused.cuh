@@ -1,5 +1,5 @@
 // out = a b^T on Hopper, in one kernel: b is NVFP4 and is decoded in registers. a, as 16-bit floats in the order along
-// K of the decoded b, comes from sm90_prepare.cu.
+// K of the decoded b, comes from sm90_prepare.cu, or most of it from warps of this kernel that else rest.
 //
 // The sides of wgmma change places: rows of b are its 64 rows, from registers, and rows of a ("tokens") its columns,
 // from shared memory. A warpgroup decodes its own 64 rows of b, one window (64 along K) at a time, while its last four
@@ -13,8 +13,11 @@
 
 #include "sm90_decode.cuh"
 #include "sm90_fused.h"
+#include "sm90_fused_results.cuh"
+#include "sm90_launch.cuh"
+#include "sm90_pairs.cuh"
+#include "sm90_prepare.cuh"
 #include "sm90_ptx.cuh"
-#include "sm90_results.cuh"
 
 namespace jnvfp4 {
 
@@ -22,11 +25,14 @@ namespace jnvfp4 {
 //
 // To decode a window takes longer than the tensor cores need for up to 64 tokens. So there are two teams of two
 // warpgroups then, which share K. With 256 tokens the two warpgroups of one team take turns on the tensor cores.
-template <class T_, int kTokens_>
+//
+// kPrepares: whether two of the warps that do not compute prepare most of the left operand, which a third one watches.
+// A form of its own, since tiles whose end has this code near it take 0.5 to 1 us longer.
+template <class T_, int kTokens_, bool kPrepares_ = false>
 struct FusedConfig {
   using T = T_;
   static constexpr int kTokens = kTokens_, kTeams = fused_teams(kTokens), kRows = 128;
-  static constexpr bool kTurns = kTokens == 256;
+  static constexpr bool kTurns = kTokens == 256, kPrepares = kPrepares_;
   static constexpr int kThreads = 128 * (1 + 2 * kTeams);
   static constexpr int kSums = kTokens / 2;  // of a thread
   // Registers in a launch, of the loading warpgroup, of the others: the sum over all may not grow.
@@ -39,13 +45,15 @@ struct FusedConfig {
   static constexpr int kWindow = kTokens * 128, kData = kRows * 128, kScale = kRows * 16;
   static constexpr bool kExchanges = kTokens >= 128 && std::is_same_v<T, F16>;
   template <bool kExchanged>
-  using Result = ResultWriter<kTokens, kExchanged, std::is_same_v<T, F16>>;
+  using Result = FusedResult<kTokens, kExchanged, std::is_same_v<T, F16>>;
+  using Writer = TileWriter<kTokens, false>;
 
   static constexpr int kAtData = kStages * kStageDepth * kWindow, kAtScale = kAtData + kRing * kData;
   static constexpr int kAtOut = kAtScale + kRing * kScale;
-  static constexpr int kAtFull = kAtOut + 2 * Result<false>::kShared;
+  static constexpr int kAtFull = kAtOut + 2 * Writer::kShared;
   static constexpr int kAtEmpty = kAtFull + 8 * kStages, kAtSlot = kAtEmpty + 8 * kStages;
-  static constexpr int kShared = kAtSlot + 8 * kRing + 1024;  // to align the start
+  static constexpr int kAtReady = kAtSlot + 8 * kRing;
+  static constexpr int kShared = kAtReady + (kPrepares ? 16 : 0) + 1024;  // to align the start
   static_assert(kLoading + 2 * kTeams * kComputing <= (1 + 2 * kTeams) * kLaunched);
   static_assert(kStages * kStageDepth <= 4 * kRing - 3 || kStageDepth == 4, "a slot is read before it is filled again");
   static_assert(kStages % kPerSlot == 0 && kShared <= 232448);
@@ -109,12 +117,19 @@ __device__ __forceinline__ void load_tiles(const FusedArgs& a, const FusedMaps& 
   const int rank = cluster_rank();
   constexpr int kHalf = C::kTokens / 2;
   int stage = 0, phase = 0, slot = 0;
+  uint32_t seen = 0;  // slots of all items whose rows are prepared
   bool first_load = true;
   for (int i = a.begin + blockIdx.x / 2; i < a.items; i += gridDim.x / 2) {
     const FusedItem item = item_of<C>(a, i);
     const int b_row = row_of_b<C>(a, item);
     const int a_row = item.matrix * a.tokens + item.row + rank * kHalf;
     for (int w = item.first * 4; w < item.end * 4; w += C::kStageDepth) {
+      if constexpr (C::kPrepares)
+        if (w % 4 == 0) {
+          while (load_shared32(smem + C::kAtReady) == seen) {
+          }
+          ++seen;
+        }
       barrier_wait(smem + C::kAtEmpty + 8 * stage, phase ^ 1);
       const uint32_t bar = smem + C::kAtFull + 8 * stage;
       if (w % 4 == 0) {
@@ -137,6 +152,81 @@ __device__ __forceinline__ void load_tiles(const FusedArgs& a, const FusedMaps& 
   for (int i = 0; i < C::kStages; ++i) {
     barrier_wait(smem + C::kAtEmpty + 8 * stage, phase ^ 1);
     if (++stage == C::kStages) stage = 0, phase ^= 1;
+  }
+}
+
+// ---------------------------------------------------------------- the warps that prepare rows
+// Waits until rows `row` to `row` + 127 of a slot are prepared.
+__device__ __forceinline__ void wait_for_rows(const FusedRest& r, int row, int slot) {
+  const int step = r.slots / r.parts;
+  if (row >= r.rows || (row < r.round && slot % step * r.parts + slot / step < r.ahead)) return;
+  wait_for_count(r.ready + row / 128 * r.slots + slot, min((r.rows - row + 7) / 8, 16));
+  fence_for_maps();
+}
+// Counts the slots whose rows are prepared, in the order in which they are loaded.
+template <class C>
+__device__ __forceinline__ void watch_rows(const FusedArgs& a, uint32_t smem) {
+  wait_for_kernel_ahead();  // it has lowered the counts
+  uint32_t seen = 0;
+  for (int i = a.begin + blockIdx.x / 2; i < a.items; i += gridDim.x / 2) {
+    const FusedItem item = item_of<C>(a, i);
+    for (int slot = item.first; slot < item.end; ++slot) {
+      wait_for_rows(a.rest, item.row + cluster_rank() * (C::kTokens / 2), slot);
+      __threadfence_block();
+      store_shared32(smem + C::kAtReady, ++seen);
+    }
+  }
+}
+// A lane has eight neighbouring elements of each row of a piece, kSteps rows at a time.
+template <int kSteps, class Source>
+__device__ __forceinline__ void prepare_piece(const FusedRest& r, Source source, int row, int slot) {
+  const int lane = threadIdx.x % 32, pitch = r.slots * 32;
+  const int64_t at = int64_t{row} * pitch + slot * 32;
+  source.advance(at + lane);
+  uint4* out = r.out + at + place_of_words(lane);
+#pragma unroll 1
+  for (int left = min(r.rows - row, 8); left > 0; left -= kSteps) {
+    typename Source::Raw raw[kSteps];
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      raw[i] = {};
+      if (i < left) raw[i] = source.load(0);
+      source.advance(pitch);
+    }
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      uint32_t p[4];
+      Source::pairs(raw[i], p);
+      transpose_words(p, lane / 2 % 4);
+      if (i < left) *out = make_uint4(p[0], p[1], p[2], p[3]);
+      out += pitch;
+    }
+  }
+}
+// Warps take pieces as they come, so that no piece waits for a thread block that has not started.
+template <class T>
+__device__ __forceinline__ void prepare_rest(const FusedRest& r) {
+  const int lane = threadIdx.x % 32, step = r.slots / r.parts;
+  wait_for_kernel_ahead();  // it has lowered the counts
+  const auto take = [&] { return lane == 0 ? atomicAdd(r.next, 1u) : 0; };
+  uint32_t next = take();
+  for (;;) {
+    const int piece = static_cast<int>(__shfl_sync(~0u, next, 0));
+    // The first round has fewer slots left.
+    const int groups = r.round / 8, begun = r.ahead * min(groups, (r.rows + 7) / 8), at = piece + begun;
+    const int round = at / (groups * r.slots), row = round * r.round;
+    if (row >= r.rows) return;
+    next = take();
+    const int here = min(groups, (r.rows - row + 7) / 8), rest = at - round * groups * r.slots;
+    const int turn = rest / here, slot = turn % r.parts * step + turn / r.parts, first = row + (rest - turn * here) * 8;
+    if (turn >= r.slots) return;
+    if (std::is_same_v<T, F16> && r.scale)
+      prepare_piece<4>(r, Codes{static_cast<const uint32_t*>(r.data), r.scale}, first, slot);
+    else
+      prepare_piece<4>(r, Halves{static_cast<const uint4*>(r.data)}, first, slot);
+    fence_for_maps();
+    __syncwarp();
+    if (lane == 0) raise_count(r.ready + first / 128 * r.slots + slot);
   }
 }
 
@@ -172,7 +262,6 @@ struct RawWindow {
 // ---------------------------------------------------------------- a warpgroup that computes
 template <class C>
 struct FusedConsumer {
-  using Result = typename C::template Result<false>;
   using Sums = float[C::kSums];
   using Fragments = uint32_t[16];
 
@@ -189,6 +278,7 @@ struct FusedConsumer {
     const int row = wg * 64 + fragment_row(), t = threadIdx.x % 4;
     data = smem + C::kAtData + row * 128 + (t / 2 ^ row % 8) * 16 + t % 2 * 8;
     scale = smem + C::kAtScale + row * 16 + t;
+    if constexpr (C::kPrepares) scale = pin_register(scale);  // else a part of it is spilled
   }
 
   // ---- the sum along K
@@ -277,53 +367,30 @@ struct FusedConsumer {
   __device__ __forceinline__ int64_t place_of(const FusedItem& item, int split) const {
     return ((int64_t{item.tile} * (a.splits - 1) + split) * 2 + rank) * 2 * C::kTeams + team * 2 + wg;
   }
-  __device__ __forceinline__ float4* partial(const FusedItem& item, int split) const {
-    return reinterpret_cast<float4*>(a.sums) + place_of(item, split) * C::kTokens * 16 + threadIdx.x % 128;
-  }
   // With the warpgroup of the other team that has the same rows.
   __device__ __forceinline__ void meet_other_team() const {
     if constexpr (C::kTeams == 2) named_meet(6 + wg, 256);
   }
-  __device__ __forceinline__ void sync_warpgroup() const { named_sync(team == 0 ? 1 + wg : 8 + wg, 128); }
-  __device__ __forceinline__ void keep_partial(const Sums& sums, const FusedItem& item) const {
-    float4* const to = partial(item, item.split);
-#pragma unroll
-    for (int i = 0; i < C::kSums; i += 4) to[i * 32] = {sums[i], sums[i + 1], sums[i + 2], sums[i + 3]};
-    sync_warpgroup();
-    if (threadIdx.x % 128 == 0) raise_flag(a.flags + place_of(item, item.split));
-  }
-  __device__ __forceinline__ void add_partials(Sums& sums, const FusedItem& item) const {
-    if (threadIdx.x % 128 == 0)
-      for (int split = 0; split < item.split; ++split) wait_for_flag(a.flags + place_of(item, split));
-    __syncwarp();  // instructions for whole warps follow
-    sync_warpgroup();
-    for (int split = 0; split < item.split; ++split) {
-      const float4* const from = partial(item, split);
-#pragma unroll
-      for (int i = 0; i < C::kSums; i += 4) {
-        const float4 p = __ldcg(from + i * 32);
-        sums[i] += p.x, sums[i + 1] += p.y, sums[i + 2] += p.z, sums[i + 3] += p.w;
-      }
-    }
-  }
+  __device__ __forceinline__ int own_barrier() const { return team == 0 ? 1 + wg : 8 + wg; }
+  __device__ __forceinline__ PartSums<C::kSums> parts() const { return {a.sums, a.flags, own_barrier()}; }
 
   // ---- the result
   // Of both teams' warpgroups with the same rows.
-  __device__ __forceinline__ uint32_t out() const { return smem + C::kAtOut + wg * Result::kShared; }
+  __device__ __forceinline__ uint32_t out() const { return smem + C::kAtOut + wg * C::Writer::kShared; }
   // Calls f with what writes the result of the item.
   template <class F>
   __device__ __forceinline__ void with_writer(const FusedItem& item, const F& f) const {
     const int column = item.col + rank * C::kRows + wg * 64;
     if constexpr (C::kExchanges)
       if (a.exchanged) return f(typename C::template Result<true>{a, item.matrix, item.row, column, out(), 1 + wg});
-    f(Result{a, item.matrix, item.row, column, out(), 1 + wg});
+    f(typename C::template Result<false>{a, item.matrix, item.row, column, out(), 1 + wg});
   }
   __device__ __forceinline__ void load_factors(const FusedItem& item, ResultFactors& factors) const {
     with_writer(item, [&](const auto& writer) { writer.load(factors); });
   }
   // To the sums of team 0 those of team 1 are added, which come in the order in which threads have them.
   __device__ __forceinline__ void add_other_team(Sums& sums) const {
-    constexpr int kAtOnce = Result::kBuffer / 512;
+    constexpr int kAtOnce = C::Writer::kBuffer / 512;
     const uint32_t at = out() + threadIdx.x % 128 * 16;
 #pragma unroll
     for (int first = 0; first < C::kSums; first += kAtOnce) {
@@ -341,7 +408,7 @@ struct FusedConsumer {
       }
     }
     if (team == 1) return;
-    sync_warpgroup();  // all of them are read
+    named_sync(own_barrier(), 128);  // all of them are read
   }
   // Named barriers 1 and 2, 8 and 9: a warpgroup of team 0 or 1. 6 and 7: two with the same rows.
   __device__ __forceinline__ void finish(Sums& sums, const FusedItem& item, ResultFactors& factors) {
@@ -349,11 +416,9 @@ struct FusedConsumer {
       wait_for_kernel_ahead();  // it has lowered the flags
       if (item.split < a.splits - 1) {
         meet_other_team();  // so that neither is ahead by a whole ring, whose phases it could not tell apart
-        keep_partial(sums, item);
-        __syncwarp();  // instructions for whole warps follow
-        return;
+        return parts().keep(sums, place_of(item, item.split));
       }
-      add_partials(sums, item);
+      parts().add(sums, item.split, [&](int split) { return place_of(item, split); });
     }
     if constexpr (C::kTeams == 2) {
       add_other_team(sums);
@@ -393,6 +458,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       barrier_init(smem + C::kAtEmpty + 8 * i, 4 * 2 * 2);  // a lane of each warp of a team, in both blocks
     }
     for (int i = 0; i < C::kRing; ++i) barrier_init(smem + C::kAtSlot + 8 * i, 1);
+    if constexpr (C::kPrepares) store_shared32(smem + C::kAtReady, 0);
     fence_barrier_init();
     prefetch_map(maps.data), prefetch_map(maps.scale), prefetch_map(maps.a);
     early = load_early<C>(a, maps, smem);
@@ -402,7 +468,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (threadIdx.x < 128) {
     let_next_kernel_start();  // it waits for the end of this one
     give_registers<C::kLoading>();
+    if constexpr (C::kPrepares)
+      if (threadIdx.x < 64) named_sync(10, 64);  // one counts, and the other looks, from 0 on
     if (threadIdx.x == 0) load_tiles<C>(a, maps, smem, early);
+    if constexpr (C::kPrepares) {
+      if (threadIdx.x == 32) watch_rows<C>(a, smem);
+      if (threadIdx.x >= 64) prepare_rest<typename C::T>(a.rest);
+    }
     __syncwarp();
   } else {
     take_registers<C::kComputing>();
@@ -417,27 +489,14 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 // ---------------------------------------------------------------- launch
 template <class C>
 cudaError_t launch_fused_config(const FusedArgs& args, const FusedMaps& maps, cudaStream_t stream) {
-  const auto kernel = sm90_fused_kernel<C>;
-  const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kShared);
-  if (allowed != cudaSuccess) return allowed;
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = 2, attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.blockDim = dim3(C::kThreads), config.dynamicSmemBytes = C::kShared, config.stream = stream;
-  config.attrs = attributes, config.numAttrs = 2;  // the kernel ahead says when this one may start
-  // All parts of a tile at a time: then a part waits only for blocks that have started before. Where the whole tiles do
-  // not fill waves, as with fewer multiprocessors than the plan is for, the parts have a launch of their own.
-  const int most = std::max(multiprocessors() / 2 / args.splits, 1) * args.splits;
+  // Where the whole tiles do not fill waves, as with fewer multiprocessors than the plan is for, the parts have a
+  // launch of their own.
+  const int most = pairs_at_once(args.splits);
   const auto launch = [&](int begin, int items) {
-    config.gridDim = dim3(2 * std::min(items - begin, most));
     FusedArgs some = args;
     some.begin = begin, some.items = items;
-    const cudaError_t status = cudaLaunchKernelEx(&config, kernel, some, maps);
-    if (status != cudaSuccess) cudaGetLastError();  // it is returned, and not to be found by the next launch
-    return status;
+    return launch_early(sm90_fused_kernel<C>, 2 * std::min(items - begin, most), C::kThreads, 2, C::kShared, stream,
+                        some, maps);
   };
   if (args.whole % most == 0) return launch(0, args.items);
   const cudaError_t status = launch(0, args.whole);
@@ -450,7 +509,9 @@ cudaError_t launch_fused_tokens(const FusedArgs& args, const FusedMaps& maps, in
     case 32: return launch_fused_config<FusedConfig<T, 32>>(args, maps, stream);
     case 64: return launch_fused_config<FusedConfig<T, 64>>(args, maps, stream);
     case 128: return launch_fused_config<FusedConfig<T, 128>>(args, maps, stream);
-    case 256: return launch_fused_config<FusedConfig<T, 256>>(args, maps, stream);
+    case 256:
+      return args.rest.slots ? launch_fused_config<FusedConfig<T, 256, true>>(args, maps, stream)
+                             : launch_fused_config<FusedConfig<T, 256>>(args, maps, stream);
   }
   return cudaErrorInvalidValue;
 }

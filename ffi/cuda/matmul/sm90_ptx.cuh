@@ -45,6 +45,9 @@ __device__ __forceinline__ uint4 load_shared128(uint32_t a) {
 __device__ __forceinline__ void store_shared(uint32_t a, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory");
 }
+__device__ __forceinline__ void store_shared32(uint32_t a, uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory");
+}
 __device__ __forceinline__ void store_shared64(uint32_t a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
@@ -109,6 +112,19 @@ __device__ __forceinline__ void wait_for_flag(const uint32_t* flag) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(raised) : "l"(flag) : "memory");
   } while (!raised);
 }
+
+// The same of a count: of arrivals, and until there are as many.
+__device__ __forceinline__ void raise_count(uint32_t* count) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
+}
+__device__ __forceinline__ void wait_for_count(const uint32_t* count, uint32_t least) {
+  uint32_t found;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(count) : "memory");
+  } while (found < least);
+}
+// Between writes of threads and reads of tensor maps, on both sides.
+__device__ __forceinline__ void fence_for_maps() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // ---------------------------------------------------------------- named barriers and clusters
 __device__ __forceinline__ void named_sync(int id, int threads) {
@@ -193,6 +209,12 @@ __device__ __forceinline__ uint64_t shared_matrix(uint32_t address) {
   return uint64_t{(address & 0x3ffffu) >> 4} | uint64_t{1} << 16 | uint64_t{64} << 32 | uint64_t{1} << 62;
 }
 
+// Rows of 16 bytes, eight of which lie together, in steps of 128 bytes. The other 16 bytes that a multiplication takes
+// of each row are the same ones again.
+__device__ __forceinline__ uint64_t shared_rows_of_16(uint32_t address) {
+  return uint64_t{(address & 0x3ffffu) >> 4} | uint64_t{8} << 32;
+}
+
 #define JNVFP4_OPERANDS_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define JNVFP4_OPERANDS_32 JNVFP4_OPERANDS_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define JNVFP4_OPERANDS_64                                                                                            \
@@ -239,15 +261,28 @@ JNVFP4_DEFINE_WGMMA("64", 32, "%32", "%33", "%34", "%35", "%36", "%37")
 JNVFP4_DEFINE_WGMMA("128", 64, "%64", "%65", "%66", "%67", "%68", "%69")
 JNVFP4_DEFINE_WGMMA("256", 128, "%128", "%129", "%130", "%131", "%132", "%133")
 
-// The same of float16, 192 wide, with both sides in shared memory.
-__device__ __forceinline__ void wgmma_shared(float (&d)[96], uint64_t a, uint64_t b, int keep) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n192k16.f32.f16.f16 {" JNVFP4_OPERANDS_96 "}, %96, %97, p, 1, 1, 0, 0;\n}\n"
-      : JNVFP4_SUMS_96(d, 0)
-      : "l"(a), "l"(b), "r"(keep));
-}
+// The same with both sides in shared memory.
+#define JNVFP4_WGMMA_SHARED(type, n, sums, a_matrix, b_matrix, flag)                                      \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " flag                                                   \
+               ", 0;\n"                                                                                   \
+               "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" JNVFP4_OPERANDS_##sums \
+               "}, " a_matrix ", " b_matrix ", p, 1, 1, 0, 0;\n}\n"                                       \
+               : JNVFP4_SUMS_##sums(d, 0)                                                                 \
+               : "l"(a), "l"(b), "r"(keep))
+#define JNVFP4_DEFINE_WGMMA_SHARED(n, sums, a_matrix, b_matrix, flag)                                \
+  template <class T>                                                                                 \
+  __device__ __forceinline__ void wgmma_shared(float (&d)[sums], uint64_t a, uint64_t b, int keep) { \
+    if constexpr (std::is_same_v<T, Bf16>)                                                           \
+      JNVFP4_WGMMA_SHARED("bf16", n, sums, a_matrix, b_matrix, flag);                                \
+    else                                                                                             \
+      JNVFP4_WGMMA_SHARED("f16", n, sums, a_matrix, b_matrix, flag);                                 \
+  }
 
+JNVFP4_DEFINE_WGMMA_SHARED("128", 64, "%64", "%65", "%66")
+JNVFP4_DEFINE_WGMMA_SHARED("192", 96, "%96", "%97", "%98")
+
+#undef JNVFP4_DEFINE_WGMMA_SHARED
+#undef JNVFP4_WGMMA_SHARED
 #undef JNVFP4_DEFINE_WGMMA
 #undef JNVFP4_WGMMA
 #undef JNVFP4_SUMS_128

@@ -48,14 +48,6 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// Of all threads of a cluster; one thread block needs no more than __syncthreads.
-__device__ __forceinline__ void sync_ranks(int ranks) {
-  __syncwarp();
-  if (ranks > 1)
-    cluster_sync();
-  else
-    __syncthreads();
-}
 // From the shared memory of the thread block `rank` of the cluster.
 __device__ __forceinline__ float4 load_from_rank(uint32_t address, int rank) {
   float4 v;
@@ -107,14 +99,6 @@ struct Share {
 // ---------------------------------------------------------------- launches
 constexpr int kMostShared = 227 << 10;  // bytes that a thread block of Hopper may have
 
-// Into how many tiles to divide `groups` groups of columns: at most `most` groups each, and as few as fill every
-// multiprocessor equally often. There are `others` thread blocks for each tile.
-inline int tiles_of(int groups, int most, int64_t others) {
-  const int64_t least = (groups + most - 1) / most, processors = multiprocessors();
-  const int64_t waves = (least * others + processors - 1) / processors;
-  return static_cast<int>(std::min<int64_t>(groups, std::max(least, waves * processors / others)));
-}
-
 // Clusters for each of tiles x batch. The grid's second axis may have 65535.
 inline cudaError_t launch_clusters(void (*kernel)(Args), Args a, int tiles, int threads, int bytes,
                                    cudaStream_t stream) {
@@ -164,6 +148,7 @@ enum class Depth {
 template <int kRowTiles_, int kParts_, int kStages_, Depth kDepth, int kWarps_ = 16>
 struct Shape {
   static constexpr int kRowTiles = kRowTiles_, kParts = kParts_, kStages = kStages_, kWarps = kWarps_;
+  static_assert(kStages == 2);  // the next stage of a ring is the other one
   static constexpr bool kMasked = kDepth == Depth::kAny, kOneUnit = kDepth == Depth::kOneUnit;
   static constexpr int kUnit = kParts * 128;
   static constexpr int kScales = kParts * 1024, kStage = kScales + kParts * 128;  // bytes: 16 rows of codes, and scales
@@ -174,19 +159,58 @@ struct Shape {
   __host__ __device__ static constexpr int rows_bytes(Left left) {
     return left == Left::kNvfp4 ? 0 : kRowTiles * kParts * 2048;
   }
-  __host__ __device__ static constexpr int beside(Left left, bool one, int groups) {
+  __host__ __device__ static constexpr int beside(Left left, int groups) {
     const int sums = groups * kRowTiles * 512, rows = rows_bytes(left);
-    return one ? (sums > rows ? sums : rows) : sums + rows;
+    return kOneUnit ? (sums > rows ? sums : rows) : sums + rows;
   }
   // In front of all that is what the threads keep for the end.
   static constexpr int kKept = kWarps * 32 * 6 * 4;
-  static constexpr int bytes(Left left, bool one, int groups) {
-    return kKept + kWarps * (kRing + beside(left, one, groups));
-  }
+  static constexpr int bytes(Left left, int groups) { return kKept + kWarps * (kRing + beside(left, groups)); }
   // The groups of columns whose sums fit.
-  static constexpr int most_groups(Left left, bool one) {
-    return ((kMostShared - kKept) / kWarps - kRing - (one ? 0 : rows_bytes(left))) / (kRowTiles * 512);
+  static constexpr int most_groups(Left left) {
+    return ((kMostShared - kKept) / kWarps - kRing - (kOneUnit ? 0 : rows_bytes(left))) / (kRowTiles * 512);
   }
+};
+
+// ---------------------------------------------------------------- the way of a warp
+// Where a warp is in its share. The units of a rank are dealt to its warps in turns, so that they read pieces of a row
+// that follow each other; a warp takes all groups of a unit. If the units of the last of several turns are at most half
+// as many as the warps, 2, 4 or 8 warps share each of them, and its groups.
+template <class S>
+struct Walk {
+  int unit, group, end, left;           // where it is; the end of its groups of this unit; full turns that are left
+  int last_unit, last_group, last_end;  // in the last turn
+  int groups;
+
+  // How many warps share a unit of a turn of `rest` units, as the exponent of 2.
+  __host__ __device__ static constexpr int sharing(int rest) {
+    return (2 * rest <= S::kWarps) + (4 * rest <= S::kWarps) + (8 * rest <= S::kWarps);
+  }
+
+  __device__ __forceinline__ explicit Walk(const Share& share) : group(0), groups(share.groups) {
+    const int warp = threadIdx.x / 32, first = share.unit(share.rank), units = share.unit(share.rank + 1) - first;
+    left = S::kOneUnit ? 0 : units / S::kWarps, unit = first + warp, end = warp < units ? groups : 0;
+    if (S::kOneUnit) return;
+    const int rest = units - left * S::kWarps;
+    const int bits = sharing(rest), part = warp & ((1 << bits) - 1);
+    last_unit = first + left * S::kWarps + (warp >> bits), last_group = groups * part >> bits;
+    last_end = warp >> bits < rest ? groups * (part + 1) >> bits : 0;
+  }
+  // Computes the last turn here, and not again where a warp waits for it.
+  __device__ __forceinline__ void pin() {
+    if (S::kOneUnit) return;
+    last_unit = pin_register(last_unit), last_group = pin_register(last_group), last_end = pin_register(last_end);
+  }
+  // The first group of the next turn.
+  __device__ __forceinline__ void next_turn() {
+    unit += S::kWarps, group = 0;
+    if (--left == 0) unit = last_unit, group = last_group, end = last_end;
+    if (left < 0) end = 0;
+  }
+  __device__ __forceinline__ void next() {
+    if (++group >= end) next_turn();
+  }
+  __device__ __forceinline__ bool over() const { return group >= end; }
 };
 
 // ---------------------------------------------------------------- a: the rows of one unit
@@ -197,6 +221,7 @@ struct Rows {
   static constexpr int kTiles = S::kRowTiles, kParts = S::kParts;
   using Fragments = uint32_t[kTiles][kParts][4][4];
 
+  static constexpr bool kCopied = S::rows_bytes(left) > 0;
   static constexpr int kLoaded = 2 / kParts;  // rows of elements that a warp loads at a time
 
   const uint8_t* data;   // of this lane in the first unit: 16 bytes of its first row
@@ -294,36 +319,40 @@ struct Ring {
   const uint8_t *low, *high, *thin;  // of this lane in the next stage: codes of columns g and g + 8; scales
   int wide, narrow;                  // bytes of a row of codes and of scales
   int last, depth, groups;
-  int group, unit, left;  // of the next stage; stages that are left
-  uint32_t begin, to;     // of this lane
+  Walk<S> at;   // of the next stage
+  uint32_t to;  // of this lane, in the next stage
+  int both;     // the sum of its places in both stages
   bool ragged;
 
-  __device__ __forceinline__ Ring(const MatmulArgs& g, const Share& share, uint32_t ring, int first_unit, int steps)
-      : depth(static_cast<int>(g.shape.depth)), groups(share.groups), group(0), unit(first_unit), left(steps) {
+  __device__ __forceinline__ Ring(const MatmulArgs& g, const Share& share, uint32_t ring, const Walk<S>& start)
+      : depth(static_cast<int>(g.shape.depth)), groups(share.groups), at(start) {
     const int lane = threadIdx.x % 32, cols = static_cast<int>(g.shape.cols), col0 = share.group0 * 16;
     const int64_t row0 = share.matrix * cols + col0;
     wide = depth >> 1, narrow = depth / kBlock;
     data = static_cast<const uint8_t*>(g.b.data) + row0 * wide, scale = g.b.scale + row0 * narrow;
     last = cols - 1 - col0, ragged = col0 + groups * 16 > cols;
-    begin = to = ring + lane * 16;
+    to = ring + lane * 16, both = static_cast<int>(2 * to + S::kStage);
     point();
   }
-  __device__ __forceinline__ int row_of(int r) const { return min(group * 16 + r, last); }
+  __device__ __forceinline__ void pin(const Walk<S>& pinned) {
+    both = pin_register(both);
+    at.last_unit = pinned.last_unit, at.last_group = pinned.last_group, at.last_end = pinned.last_end;
+  }
+  __device__ __forceinline__ int row_of(int r) const { return min(at.group * 16 + r, last); }
   __device__ __forceinline__ void point() {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    low = data + int64_t{row_of(g)} * wide + (unit * (S::kUnit / 2) + t * 16);
-    high = data + int64_t{row_of(g + 8)} * wide + (unit * (S::kUnit / 2) + t * 16);
-    thin = scale + int64_t{row_of(lane % 16)} * narrow + unit * (S::kUnit / kBlock);
+    low = data + int64_t{row_of(g)} * wide + (at.unit * (S::kUnit / 2) + t * 16);
+    high = data + int64_t{row_of(g + 8)} * wide + (at.unit * (S::kUnit / 2) + t * 16);
+    thin = scale + int64_t{row_of(lane % 16)} * narrow + at.unit * (S::kUnit / kBlock);
   }
   // Asks for the next stage, if there is one. Every call makes a group of copies.
   __device__ __forceinline__ void issue() {
-    if (left > 0) {
-      --left;
+    if (!at.over()) {
       if constexpr (S::kMasked)
         copy_masked();
       else
         copy();
-      to = to + S::kStage == begin + S::kRing ? begin : to + S::kStage;
+      to = both - to;
     }
     commit_copies();
   }
@@ -334,15 +363,15 @@ struct Ring {
     for (int h = 0; h < S::kParts; ++h) copy16(to + h * 1024, low + h * 64), copy16(to + h * 1024 + 512, high + h * 64);
     if (lane < 16) copy16(to + S::kScales, thin);
     low += int64_t{16} * wide, high += int64_t{16} * wide, thin += int64_t{16} * narrow;
-    if (++group == groups || ragged) {
-      if (group == groups) group = 0, unit += S::kWarps;
-      if (left > 0) point();
+    if (++at.group == at.end || ragged) {
+      if (!S::kOneUnit && at.group == at.end) at.next_turn();
+      if (!at.over()) point();
     }
   }
   // By single blocks, since a row may start at any of them. The bytes of scales cannot be copied asynchronously.
   __device__ __forceinline__ void copy_masked() {
     static_assert(!S::kMasked || S::kParts == 1, "one part");
-    const int lane = threadIdx.x % 32, k = unit * S::kUnit + lane % 4 * 32, block = unit * 8 + lane % 2 * 4;
+    const int lane = threadIdx.x % 32, k = at.unit * S::kUnit + lane % 4 * 32, block = at.unit * 8 + lane % 2 * 4;
     copy_blocks(to, row_of(lane / 4), k);
     copy_blocks(to + 512, row_of(lane / 4 + 8), k);
     const uint8_t* p = scale + int64_t{row_of(lane / 2)} * narrow;
@@ -351,30 +380,29 @@ struct Ring {
     for (int i = 0; i < 4; ++i)
       if (block + i < narrow) four |= uint32_t{__ldg(p + block + i)} << (8 * i);
     store_shared4(to + S::kScales - lane * 12, four);
-    if (++group == groups) group = 0, unit += S::kWarps;
+    at.next();
   }
-  __device__ __forceinline__ void copy_blocks(uint32_t at, int row, int k) const {
+  __device__ __forceinline__ void copy_blocks(uint32_t where, int row, int k) const {
     const uint8_t* p = data + int64_t{row} * wide;
 #pragma unroll
-    for (int i = 0; i < 2; ++i, k += kBlock) copy8_or_zero(at + i * 8, k < depth ? p + k / 2 : p, k < depth);
+    for (int i = 0; i < 2; ++i, k += kBlock) copy8_or_zero(where + i * 8, k < depth ? p + k / 2 : p, k < depth);
   }
 };
 
 // ---------------------------------------------------------------- the products of one stage
 // d: for each 8 rows of a two chains of sums, so that an mma need not wait for the one before.
+// codes, thin: of this lane in the stage.
 template <Left left, class S>
-__device__ __forceinline__ void multiply(uint32_t stage, const typename Rows<left, S>::Fragments& b,
+__device__ __forceinline__ void multiply(uint32_t codes, uint32_t thin, const typename Rows<left, S>::Fragments& b,
                                          float (&d)[S::kRowTiles][2][4]) {
   using D = DecodeFor<left>;
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int h = 0; h < S::kParts; ++h) {
-    const uint4 c0 = load_shared128(stage + h * 1024 + lane * 16);
-    const uint4 c1 = load_shared128(stage + h * 1024 + 512 + lane * 16);
+    const uint4 c0 = load_shared128(codes + h * 1024);
+    const uint4 c1 = load_shared128(codes + h * 1024 + 512);
     uint32_t s0[2], s1[2];
-    const uint32_t scales = stage + S::kScales + h * 8 + t * 2;
-    D::scales(load_shared2(scales + g * 8 * S::kParts), s0[0], s0[1]);
-    D::scales(load_shared2(scales + (g + 8) * 8 * S::kParts), s1[0], s1[1]);
+    D::scales(load_shared2(thin + h * 8), s0[0], s0[1]);
+    D::scales(load_shared2(thin + h * 8 + 64 * S::kParts), s1[0], s1[1]);
     const uint32_t w0[4] = {c0.x, c0.y, c0.z, c0.w}, w1[4] = {c1.x, c1.y, c1.z, c1.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -485,15 +513,14 @@ __device__ __forceinline__ void add(float (&sums)[4], float4 v) {
   sums[0] += v.x, sums[1] += v.y, sums[2] += v.z, sums[3] += v.w;
 }
 
-// Each rank has its part of the slots, and each thread every kWarps * 32th of them.
+// The slots of a thread: those of a cluster go to ranks and then to threads in turn.
 template <class S>
 struct SlotRange {
-  int first, end;
-  __device__ __forceinline__ explicit SlotRange(const Share& share) {
-    const int slots = share.groups * S::kRowTiles * 32;
-    first = (slots * share.rank >> share.rank_bits) + static_cast<int>(threadIdx.x);
-    end = slots * (share.rank + 1) >> share.rank_bits;
-  }
+  int first, end, step;
+  __device__ __forceinline__ explicit SlotRange(const Share& share)
+      : first(static_cast<int>(threadIdx.x) << share.rank_bits | share.rank),
+        end(share.groups * S::kRowTiles * 32),
+        step(S::kWarps * 32 << share.rank_bits) {}
 };
 
 // What the first slot of a thread needs is looked up while the first columns are on their way, which is when there is
@@ -508,28 +535,39 @@ __device__ __forceinline__ void prepare_slots(const Args& a, const Share& share,
   slot.keep(kept + threadIdx.x * 4);
 }
 
-// Adds the sums of warps and ranks in their order.
+// The sum of `live` warps in their order.
+__device__ __forceinline__ void add_warps(float (&sum)[4], uint32_t at, int pitch, int live) {
+#pragma unroll 8
+  for (int w = 0; w < live; ++w) {
+    const uint4 v = load_shared128(at + w * pitch);
+    add(sum, make_float4(float_of(v.x), float_of(v.y), float_of(v.z), float_of(v.w)));
+  }
+}
+
+// Adds the sums of warps, then those of ranks, in their order.
 template <Left left, class S>
-__device__ __forceinline__ void finish_slots(const Args& a, const Share& share, uint32_t kept, uint32_t sums,
-                                             int pitch) {
+__device__ __forceinline__ void finish_slots(const Args& a, const Share& share, uint32_t kept, uint32_t sums, int pitch,
+                                             int live) {
   const SlotRange<S> range(share);
-  sync_ranks(share.ranks);
+  __syncthreads();
+  if (share.ranks > 1) {  // each rank adds up its warps first, in the place of the first one
 #pragma unroll 1
-  for (int slot = range.first; slot < range.end; slot += S::kWarps * 32) {
+    for (int slot = threadIdx.x; slot < range.end; slot += S::kWarps * 32) {
+      float s[4] = {};
+      add_warps(s, sums + slot * 16, pitch, live);
+      store_shared16(sums + slot * 16, make_uint4(bits_of(s[0]), bits_of(s[1]), bits_of(s[2]), bits_of(s[3])));
+    }
+    __syncwarp();
+    cluster_sync();
+  }
+#pragma unroll 1
+  for (int slot = range.first; slot < range.end; slot += range.step) {
     float s[4] = {};
     if (share.ranks == 1) {
-      const int live = min(S::kWarps, share.units);
-#pragma unroll 8
-      for (int w = 0; w < live; ++w) {
-        const uint4 v = load_shared128(sums + w * pitch + slot * 16);
-        add(s, make_float4(float_of(v.x), float_of(v.y), float_of(v.z), float_of(v.w)));
-      }
+      add_warps(s, sums + slot * 16, pitch, live);
     } else {
-      for (int r = 0; r < share.ranks; ++r) {
-        const int live = min(S::kWarps, share.unit(r + 1) - share.unit(r));
 #pragma unroll 4
-        for (int w = 0; w < live; ++w) add(s, load_from_rank(sums + w * pitch + slot * 16, r));
-      }
+      for (int r = 0; r < share.ranks; ++r) add(s, load_from_rank(sums + slot * 16, r));
     }
     Slot<left, S> of{a, share.matrix};
     of.place(share, slot);
@@ -539,7 +577,10 @@ __device__ __forceinline__ void finish_slots(const Args& a, const Share& share, 
       of.load();
     of.store(s);
   }
-  if (share.ranks > 1) sync_ranks(share.ranks);  // no thread block ends while another reads its sums
+  if (share.ranks > 1) {  // no thread block ends while another reads its sums
+    __syncwarp();
+    cluster_meet();
+  }
 }
 
 // Grid: clusters along the columns; matrices. All rows of a, at most 8 * kRowTiles, are in one thread block.
@@ -549,34 +590,39 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) sm90_small_m_kernel(const _
   const MatmulArgs& g = a.g;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Share share(a);
-  const int unit0 = share.unit(share.rank), unit1 = share.unit(share.rank + 1);
-  const int steps = (unit1 - unit0 - warp + S::kWarps - 1) / S::kWarps * share.groups;
-  const bool one = S::kOneUnit || (share.units + share.ranks - 1) >> share.rank_bits <= S::kWarps;
-  const int pitch = S::beside(left, one, share.most);
+  Walk<S> walk(share);
+  const int pitch = S::beside(left, share.most);
   const uint32_t kept = shared_address(shared), rings = kept + S::kKept, sums = rings + S::kWarps * S::kRing;
   const uint32_t ring = rings + warp * S::kRing;
   const uint32_t own = sums + warp * pitch, own_sums = own + lane * 16;
-  const uint32_t buffer = own + (one ? 0 : share.groups * S::kRowTiles * 512);
+  const uint32_t buffer = own + (S::kOneUnit ? 0 : share.groups * S::kRowTiles * 512);
 
   // The first loads are on their way before anything else is computed.
-  Ring<S> columns(g, share, ring, unit0 + warp, steps);
   wait_for_kernel_ahead();
   let_next_kernel_start();  // it waits for the end of this one
   Rows<left, S> rows(g, share.matrix * g.shape.rows);
-  if (steps > 0) rows.load(unit0 + warp, buffer);
+  if (!walk.over()) rows.load(walk.unit, buffer);
   commit_copies();
+  Ring<S> columns(g, share, ring, walk);
 #pragma unroll
   for (int i = 0; i < S::kStages - 1; ++i) columns.issue();
+  walk.pin(), columns.pin(walk);
   prepare_slots<left, S>(a, share, kept);
 
   typename Rows<left, S>::Fragments b;
-  int unit = unit0 + warp, group = 0;
-  uint32_t stage = ring, at = own_sums;
-  const auto take_rows = [&] {
-    constexpr bool kCopied = S::rows_bytes(left) > 0;
+  // Where this lane has codes in the stage, which changes between two places, and how far behind it has scales.
+  int codes = pin_register(static_cast<int>(ring + lane * 16));
+  const int both = pin_register(2 * codes + S::kStage);
+  const int thin = pin_register(S::kScales - lane * 16 + lane / 4 * (8 * S::kParts) + lane % 4 * 2);
+  const int live = min(S::kWarps, share.unit(share.rank + 1) - share.unit(share.rank));
+  int taken = S::kStages;  // steps since the rows of this unit were asked for
+  bool first = true;
+#pragma unroll 1
+  while (!walk.over()) {
+    constexpr bool kCopied = Rows<left, S>::kCopied;
     if constexpr (kCopied) {
       // With few groups the rows of a later unit have come with one of the last stages.
-      if (S::kOneUnit || unit < unit0 + S::kWarps || share.groups >= S::kStages)
+      if (S::kOneUnit || taken >= S::kStages)
         wait_for_copies<S::kStages - 1>();
       else
         wait_for_copies<0>();
@@ -584,57 +630,96 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) sm90_small_m_kernel(const _
     }
     rows.fragments(buffer, b);
     if constexpr (kCopied) __syncwarp();
-    if (!S::kOneUnit && unit + S::kWarps < unit1) rows.load(unit + S::kWarps, buffer);
-  };
-  if (S::kOneUnit && steps > 0) take_rows();  // once for all, which frees the registers that the rows came in
-  for (int step = 0; step < steps; ++step) {
-    if (!S::kOneUnit && group == 0) take_rows();
-    wait_for_copies<S::kStages - 2>();
-    __syncwarp();
-    columns.issue();
-    float d[S::kRowTiles][2][4] = {};
-    multiply<left, S>(stage, b, d);
-    keep(at, d, S::kOneUnit || unit < unit0 + S::kWarps);
-    at += S::kRowTiles * 512;
-    if (++group == share.groups) group = 0, unit += S::kWarps, at = own_sums;
-    stage = stage + S::kStage == ring + S::kRing ? ring : stage + S::kStage;
+    uint32_t at = own_sums + walk.group * (S::kRowTiles * 512);
+    int steps = walk.end - walk.group;
+    taken = steps;
+    if constexpr (!S::kOneUnit) {
+      walk.next_turn();
+      if (!walk.over()) rows.load(walk.unit, buffer);
+    }
+#pragma unroll 1
+    for (; steps > 0; --steps) {
+      wait_for_copies<S::kStages - 2>();
+      __syncwarp();
+      columns.issue();
+      float d[S::kRowTiles][2][4] = {};
+      multiply<left, S>(codes, codes + thin, b, d);
+      keep(at, d, S::kOneUnit || first);
+      at += S::kRowTiles * 512, codes = both - codes;
+    }
+    first = false;
+    if constexpr (S::kOneUnit) break;
   }
-  finish_slots<left, S>(a, share, kept, sums, pitch);
+  finish_slots<left, S>(a, share, kept, sums, pitch, live);
 }
 
 // ---------------------------------------------------------------- launch
-// Few columns leave multiprocessors free, so clusters of 2, 4 or 8 thread blocks divide K.
+// Into how many tiles of columns to divide a product, where clusters of 2^bits thread blocks divide K.
+struct Division {
+  int bits, groups, tiles, units;
+  int64_t cost;  // in steps of a warp
+
+  int most() const { return (groups + tiles - 1) / tiles; }  // groups of a tile
+};
+
+// The clusters that a device has room for. Those of four and eight do not find room on every multiprocessor.
+inline int64_t clusters_at_once(int bits) {
+  const int processors = multiprocessors();
+  return std::max((bits > 1 ? processors - processors / 8 : processors) >> bits, 1);
+}
+
 template <Left left, class S>
-cudaError_t launch_shape(const MatmulArgs& g, cudaStream_t stream) {
-  const int groups = static_cast<int>((g.shape.cols + 15) / 16), processors = multiprocessors();
-  const int units = static_cast<int>((g.shape.depth + S::kUnit - 1) / S::kUnit);
-  int bits = 0;
-  // Clusters of four and eight do not find room on every multiprocessor.
-  while (bits < 3 && groups * g.shape.batch << (bits + 1) <= processors - processors / 8 && 2 << bits <= units) ++bits;
-  const int ranks = 1 << bits;
-  const bool one = (units + ranks - 1) / ranks <= S::kWarps;
-  const int tiles = tiles_of(groups, S::most_groups(left, one), g.shape.batch * ranks);
-  const int bytes = S::bytes(left, one, (groups + tiles - 1) / tiles);
+Division divide(const GemmShape& shape, int bits) {
+  const int groups = static_cast<int>((shape.cols + 15) / 16), most = S::most_groups(left);
+  const int units = static_cast<int>((shape.depth + S::kUnit - 1) / S::kUnit);
+  // As few tiles as fill every multiprocessor equally often.
+  const int64_t at_once = clusters_at_once(bits), least = (groups + most - 1) / most;
+  const int64_t waves = (least * shape.batch + at_once - 1) / at_once;
+  const auto tiles = std::min<int64_t>(groups, std::max(least, waves * at_once / shape.batch));
+  Division d{bits, groups, static_cast<int>(tiles), units, 0};
+  const int mine = (units + (1 << bits) - 1) >> bits, turns = mine / S::kWarps, rest = mine % S::kWarps;
+  const int shared = turns && rest ? Walk<S>::sharing(rest) : 0;
+  const int steps = d.most() * turns + (rest ? (d.most() + (1 << shared) - 1) >> shared : 0);
+  constexpr int kStart = 3;  // what the start and the end of a thread block take; rows of a take one step
+  d.cost = (tiles * shape.batch + at_once - 1) / at_once * (steps + turns + (rest != 0) + kStart);
+  return d;
+}
+
+template <Left left, class S>
+cudaError_t launch_shape(const MatmulArgs& g, const Division& d, cudaStream_t stream) {
   const Args args{g,
                   0,
-                  units,
-                  bits,
-                  groups / tiles,
-                  groups % tiles,
+                  d.units,
+                  d.bits,
+                  d.groups / d.tiles,
+                  d.groups % d.tiles,
                   left == Left::kNvfp4 && g.a.map.rows_per_amax % g.shape.rows != 0,
                   g.b.map.rows_per_amax % g.shape.cols != 0};
-  return launch_clusters(sm90_small_m_kernel<left, S>, args, tiles, S::kWarps * 32, bytes, stream);
+  return launch_clusters(sm90_small_m_kernel<left, S>, args, d.tiles, S::kWarps * 32, S::bytes(left, d.most()), stream);
+}
+
+// Clusters of two where they take no more steps, since each of their thread blocks reads half of a. Few columns leave
+// multiprocessors free, so clusters of four or eight may divide K too. One: for the K of which a warp has one unit.
+template <Left left, class One, class Any>
+cudaError_t launch_best(const MatmulArgs& g, cudaStream_t stream) {
+  const auto one = [&](int bits) { return g.shape.depth <= int64_t{One::kUnit} * One::kWarps << bits; };
+  Division best{};
+  for (int bits = 0; bits < 4; ++bits) {
+    const Division d = one(bits) ? divide<left, One>(g.shape, bits) : divide<left, Any>(g.shape, bits);
+    if (bits && 1 << bits > d.units) break;
+    if (bits > 1 && d.groups * g.shape.batch > clusters_at_once(bits)) break;
+    if (!bits || d.cost <= best.cost) best = d;
+  }
+  return one(best.bits) ? launch_shape<left, One>(g, best, stream) : launch_shape<left, Any>(g, best, stream);
 }
 
 template <Left left>
 cudaError_t launch(const MatmulArgs& g, cudaStream_t stream) {
-  if (g.shape.depth % 256) return launch_shape<left, Shape<2, 1, 2, Depth::kAny>>(g, stream);
-  const bool one = g.shape.depth <= 16 * 256;
+  using Masked = Shape<2, 1, 2, Depth::kAny>;
+  if (g.shape.depth % 256) return launch_best<left, Masked, Masked>(g, stream);
   if (g.shape.rows <= 8)
-    return one ? launch_shape<left, Shape<1, 2, 2, Depth::kOneUnit>>(g, stream)
-               : launch_shape<left, Shape<1, 2, 2, Depth::kUnits>>(g, stream);
-  return one ? launch_shape<left, Shape<2, 2, 2, Depth::kOneUnit>>(g, stream)
-             : launch_shape<left, Shape<2, 2, 2, Depth::kUnits, 12>>(g, stream);
+    return launch_best<left, Shape<1, 2, 2, Depth::kOneUnit>, Shape<1, 2, 2, Depth::kUnits>>(g, stream);
+  return launch_best<left, Shape<2, 2, 2, Depth::kOneUnit>, Shape<2, 2, 2, Depth::kUnits, 12>>(g, stream);
 }
 
 }  // namespace jnvfp4::small_m

@@ -5,11 +5,12 @@
 
 namespace jnvfp4 {
 
-// In which order an operand's factors lie, which are made of its amaxes.
+// What an operand's factors are, which are made of its amaxes.
 enum class FactorsOf {
-  kRows,      // [matrix][tile][row]: without windows
-  kWindows,   // [matrix][tile][window][row]
-  kSixteens,  // the same, but that of 16 rows the four that a lane of the GEMM has are together
+  kRows,          // [matrix][tile][row]: without windows
+  kWindows,       // [matrix][tile][window][row]
+  kColumnPieces,  // the same in 16 bytes each, for the tensor cores (sm90_prepare.cu)
+  kTokenPieces,   // those of the other side
 };
 
 // An operand, and what is made of it in scratch.
@@ -20,7 +21,7 @@ struct WindowsOperand {
   FactorsOf factors_of;
   float unscale;  // factors are multiplied by it
   void* numbers;  // rows of float16: decoded, times 2^-14, each eight in the order of Decode
-  float* factors;
+  void* factors;
 };
 
 // `tokens` are rows of a, `columns` rows of b, unless operands are exchanged.
