@@ -20,6 +20,12 @@ from jnvfp4._arguments import OPERATIONS
 
 PUBLIC = {name: value for name, value in vars(jnvfp4).items() if not name.startswith("_")}
 FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
+IN_MODULES = {
+    f"{module.__name__}.{name}": value
+    for module in (jnvfp4.sharding, jnvfp4.remat)
+    for name, value in vars(module).items()
+    if inspect.isfunction(value) and not name.startswith("_") and value.__module__ == module.__name__
+}
 
 
 # ---------------------------------------------------------------- names
@@ -76,10 +82,23 @@ def test_the_residual_name_is_that_of_the_documents():
     assert jnvfp4.RESIDUAL_NAME == "nvfp4_residual"
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_names_in_public_modules():
+    assert {name.split(".", 1)[1] for name in IN_MODULES} == {
+        "sharding.all_gather",
+        "sharding.gather_quantized",
+        "sharding.step_amax",
+        "sharding.weight_amax",
+        "remat.recompute_quantize",
+        "remat.save_packed",
+    }
+    assert jnvfp4.remat.RESIDUAL_NAME == jnvfp4.RESIDUAL_NAME
+    assert jnvfp4.remat.BACKWARD_NAME == "nvfp4_backward"
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *IN_MODULES])
 def test_docstrings_begin_with_a_verb(name):
     """In the third person: "Quantizes ..."."""
-    first = inspect.getdoc(FUNCTIONS[name]).split()[0]
+    first = inspect.getdoc((FUNCTIONS | IN_MODULES)[name]).split()[0]
     assert first[0].isupper()
     assert first.endswith("s")
 
