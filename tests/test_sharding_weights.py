@@ -292,24 +292,34 @@ def test_quantized_weights_have_the_same_bytes_on_any_number_of_devices(recipe):
     x, w = normal((512, 256), 1), normal((512, 256), 2)
 
     def saved(x, w, gather):
-        options = {} if gather is None else {"w_gather": gather}
-        fprop = recipe.fprop and gather_or_quantize(w, recipe.fprop.w, gather)
-        _, pull = jax.vjp(lambda x, w: linear(x, w, recipe, key=KEY, **options), x, w)
+        fprop = recipe.fprop and gather_quantized(w, recipe.fprop.w, sharded=gather[0], gathered=gather[1])
+        _, pull = jax.vjp(lambda x, w: linear(x, w, recipe, key=KEY, w_gather=gather), x, w)
         return fprop, [leaf for leaf in jax.tree.leaves(pull) if leaf.dtype in (jnp.uint8, jnp.float32)]  # and no key
 
-    def gather_or_quantize(w, spec, gather):
-        if gather is None:
-            return quantize(w, spec)
-        return gather_quantized(w, spec, sharded=gather[0], gathered=gather[1])
-
-    want = jax.jit(partial(saved, gather=None))(*home(CPUS, (x, w)))
-    assert sum(leaf.dtype == jnp.uint8 for leaf in want[1]) >= 2 * isinstance(recipe.wgrad, tuple)
-    for count in (1, 2, 4, 8):
+    def on(count, layout):
         mesh = make_mesh(CPUS[:count], "x")
+        return jax.jit(partial(saved, gather=(layout, WHOLE)))(put(x, mesh, ROWS), put(w, mesh, layout))
+
+    want = on(1, ROWS)
+    assert sum(leaf.dtype == jnp.uint8 for leaf in want[1]) >= 2 * isinstance(recipe.wgrad, tuple)
+    if recipe.fprop:
+        assert_same_tensor(want[0], jax.jit(quantize, static_argnums=1)(*home(CPUS, (w,)), recipe.fprop.w))
+    for count in (1, 2, 4, 8):
         for layout in FSDP.values():
-            f = jax.jit(partial(saved, gather=(layout, WHOLE)))
-            got = f(put(x, mesh, ROWS), put(w, mesh, layout))
-            assert_same_tensor(got, want, f"{count} devices, {layout}: ")
+            assert_same_tensor(on(count, layout), want, f"{count} devices, {layout}: ")
+
+
+@pytest.mark.parametrize("recipe", EVERY_RECIPE)
+def test_a_weight_in_tiles_is_gathered_once(recipe):
+    """Its transpose has the bytes of the other orientation; other weights are gathered for either product."""
+    mesh, recipe = make_mesh(CPUS, "x"), EVERY_RECIPE[recipe]
+    operands = (put(normal((512, n), i), mesh, ROWS) for i, n in enumerate((256, 256, 512)))
+    found = gathers(run(partial(vjp_of, recipe=recipe, key=KEY, w_gather=(ROWS, WHOLE)), *operands)[1])
+    codes = [shape for shape in found if shape in ("u8[512,128]", "u8[256,256]")]
+    one = recipe.fprop and recipe.dgrad_specs and recipe.fprop.w == recipe.dgrad_specs.w and recipe.fprop.w == NVFP4_2D
+    both = recipe.fprop and recipe.dgrad_specs and not one
+    assert codes.count("u8[256,256]") == bool(both)
+    assert codes.count("u8[512,128]") == bool(recipe.fprop)
 
 
 def test_frozen_weights_are_gathered_as_bytes(devices):
