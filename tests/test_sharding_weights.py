@@ -478,7 +478,7 @@ def model(params, x, product):
 def by_policy(policy):
     def product(path, x, w):
         found = policy.plan(jnvfp4.policy.Layer(p, (WIDTH, WIDTH)) for p in ("up", "down"))[path]
-        return DotGeneral(found.recipe, path, found.w_gather)(x, w, (((1,), (0,)), ((), ())))
+        return DotGeneral(found.recipe, path, policy.gather_of(path))(x, w, (((1,), (0,)), ((), ())))
 
     return product
 
@@ -729,16 +729,9 @@ def test_a_layer_that_takes_no_amax_needs_none():
 # ---------------------------------------------------------------- policies
 def test_a_rule_has_its_own_gather():
     other = (COLUMNS, WHOLE)
-    policy = Policy(
-        [Rule("up", recipes.DEFAULT, other), Rule("off", None)], default=recipes.DEFAULT, w_gather=(ROWS, WHOLE)
-    )
-    plan = policy.plan(jnvfp4.policy.Layer(path, (64, 64)) for path in ("up", "down", "off", "head"))
-    assert {path: decision.w_gather for path, decision in plan.items()} == {
-        "up": other,
-        "down": (ROWS, WHOLE),
-        "off": None,
-        "head": None,
-    }
+    policy = Policy([Rule("up", recipes.DEFAULT, other)], default=recipes.DEFAULT, w_gather=(ROWS, WHOLE))
+    assert policy.gather_of("up") == other
+    assert policy.gather_of("down") == (ROWS, WHOLE)
     assert hash(policy) == hash(Policy(policy.rules, default=policy.default, w_gather=policy.w_gather))
     for make in (partial(Rule, "up", None), Policy, partial(DotGeneral, recipes.DEFAULT, "up")):
         with pytest.raises(TypeError, match="w_gather must be None or a pair"):
