@@ -99,6 +99,8 @@ def linear(
         where an operand has windows of 64 along them (N only if a GEMM contracts it or w has 16x16 tiles). Or an
         NVFP4Tensor [N, K] with any N, in the format of ``recipe.fprop.w``: weights that stay as they are. They have no
         gradient, and dx is computed in high precision from their dequantized values, whatever ``recipe.dgrad``.
+        On an Explicit mesh N must not be sharded over an axis that a leading axis of x is sharded over. An axis of K
+        that x does not have is gathered as packed bytes.
       recipe: how each GEMM quantizes its operands (``jnvfp4.recipes``). The default, ``recipes.DEFAULT``, is
         ``recipes.pretrain(stochastic_rounding=False)``: it quantizes all three GEMMs and needs no key.
       bias: [N], any float dtype, added in float32 before the cast.

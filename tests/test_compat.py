@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax._src import dispatch
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jnvfp4
@@ -68,3 +68,13 @@ def test_xla_counts_no_flops_of_a_custom_call():
         t = quantize(jnp.ones((32, 64)))
         lowered = jax.jit(jnvfp4.matmul_nt).lower(t, t)
     assert lowered.cost_analysis()["flops"] == lowered.compile().cost_analysis()["flops"] == -1
+
+
+def test_xla_is_told_the_shardings_of_an_explicit_mesh(monkeypatch):
+    """Without the marks Shardy chooses the sharding of what a primitive returns."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:2])
+    x = jax.device_put(jnp.ones((32, 64)), NamedSharding(mesh, P("x")))
+    lower = lambda: jax.jit(lambda x: quantize(x, amax=1.0).data).lower(x).as_text()  # noqa: E731
+    assert "sdy.sharding_constraint" in lower()
+    monkeypatch.setattr(_compat, "with_explicit_shardings", lambda ctx, results: results)
+    assert "sdy.sharding_constraint" not in lower()
