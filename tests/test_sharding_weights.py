@@ -358,6 +358,19 @@ def test_linear_refuses(options, message):
         linear(x, w, **options)
 
 
+@pytest.mark.parametrize("w_axes", ["nk", "kn"])
+def test_blocks_of_weights_are_whole_along_k_alone(w_axes):
+    """Without tiles and without dgrad N may be split anywhere."""
+    mesh, x, w = make_mesh(CPUS, "x"), normal((128, 64), 1), normal((24, 64), 2)
+    w = w if w_axes == "nk" else w.T
+    f = partial(linear, recipe=recipes.inference(), w_axes=w_axes)
+    along_n, along_k = (ROWS, COLUMNS) if w_axes == "nk" else (COLUMNS, ROWS)
+    placed = put(x, mesh, ROWS), put(w, mesh, P())
+    assert_bitwise(jax.jit(partial(f, w_gather=(along_n, WHOLE)))(*placed), f(*home(CPUS, (x, w))))
+    with pytest.raises(ValueError, match=r"w_gather.sharded must split axis . of shape .* into multiples of 16"):
+        f(*placed, w_gather=(along_k, WHOLE))
+
+
 def test_an_amax_of_frozen_weights_is_refused():
     with pytest.raises(ValueError, match="linear: w_amax must be None for an NVFP4Tensor w"):
         linear(normal((16, 64)), quantize(normal((32, 64))), w_amax=1.0)
