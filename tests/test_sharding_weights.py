@@ -358,6 +358,29 @@ def test_linear_refuses(options, message):
         linear(x, w, **options)
 
 
+@every_kind
+def test_gathered_weights_in_a_partly_manual_shard_map(kind):
+    """Tokens are split by shard_map, weights over the axis that it leaves alone."""
+    mesh = make_mesh(CPUS, kind=kind)
+    x, w = normal((128, 256), 1, "fp32"), normal((128, 256), 2, "fp32")
+
+    def manual(f):
+        return jax.shard_map(f, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"})
+
+    f = lambda x, w: linear(x, w, Recipe(), w_gather=(P("y"), WHOLE))  # noqa: E731
+    grad = jax.grad(lambda x, w: jnp.sum(manual(f)(x, w) ** 2), (0, 1))
+    got, found = run(grad, put(x, mesh, P("x")), put(w, mesh, P("y")))
+    plain = lambda x, w: linear(x, w, Recipe())  # noqa: E731
+    want = jax.jit(jax.grad(lambda x, w: jnp.sum(manual(plain)(x, w) ** 2), (0, 1)))(
+        put(x, mesh, P("x")), put(w, mesh, P())
+    )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-2)
+    assert {"u8[128,128]", "u8[128,16]"} <= set(gathers(found))
+    if kind == "auto" or jax.__version_info__ >= (0, 11):  # before that shard_map itself gathers explicit operands
+        assert not any(elements(shape) >= 128 * 256 and "f32" in shape for shape in gathers(found)), found
+
+
 @pytest.mark.parametrize("w_axes", ["nk", "kn"])
 def test_blocks_of_weights_are_whole_along_k_alone(w_axes):
     """Without tiles and without dgrad N may be split anywhere."""
