@@ -66,12 +66,13 @@ def apply(model: Model, policy: Policy) -> Model:
     plan = policy.plan(_layers_of_tree(model))
 
     def replaced(keys: Any, node: Any) -> Any:
-        decision = plan[_path(keys)] if isinstance(node, hnn.Linear) else None
-        if decision is None or decision.recipe is None:
+        path = _path(keys)
+        recipe = plan[path].recipe if isinstance(node, hnn.Linear) else None
+        if recipe is None:
             return node
         counted = _stacked(node)
         index = jnp.arange(math.prod(counted), dtype=jnp.int32).reshape(counted) if counted else None
-        return dataclasses.replace(node, dot_general=DotGeneral(decision.recipe, _path(keys), index, decision.w_gather))
+        return dataclasses.replace(node, dot_general=DotGeneral(recipe, path, index, policy.gather_of(path)))
 
     return jax.tree_util.tree_map_with_path(replaced, model, is_leaf=lambda node: isinstance(node, hnn.Linear))
 

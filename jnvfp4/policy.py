@@ -92,13 +92,12 @@ class Layer(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Says how a layer is quantized, and why. ``recipe`` is None for high precision, and so is then ``w_gather``."""
+    """Says how a layer is quantized, and why. ``recipe`` is None for high precision."""
 
     path: str
     shape: tuple[int, ...]
     recipe: Recipe | None
     why: str
-    w_gather: tuple[Placement, Placement] | None = None
 
 
 class Explanation(tuple[Decision, ...]):
@@ -224,8 +223,7 @@ class Policy:
             recipe, why = None, end
         if recipe is not None and layer.sizes is not None:
             why += _padding(layer.sizes, recipe)
-        w_gather = None if recipe is None else self._gather_of(layer.path)
-        return Decision(layer.path, layer.shape, recipe, why, w_gather)
+        return Decision(layer.path, layer.shape, recipe, why)
 
     def warn(self, op: str, layer: Layer, depths: Mapping[str, int] = MappingProxyType({})) -> None:
         """Warns of a layer that would be quantized if it were not for its reason."""
@@ -240,7 +238,8 @@ class Policy:
             return rule.recipe, f"rule {rule.name}"
         return self.default, "no rule matches" if self.default is None else "default"
 
-    def _gather_of(self, path: str) -> tuple[Placement, Placement] | None:
+    def gather_of(self, path: str) -> tuple[Placement, Placement] | None:
+        """Returns ``w_gather`` for a layer that is quantized: that of the rule that decides, or else of the policy."""
         rule = self._rule_of(path)
         return self.w_gather if rule is None or rule.w_gather is None else rule.w_gather
 

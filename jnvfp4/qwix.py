@@ -102,12 +102,12 @@ class Provider(qwix.QuantizationProvider):
         is_linen = isinstance(module, nn.Module)
         path = linen.path_of(module) if is_linen else "/".join(map(str, flax_util.get_current_module_path()))
         layer = Layer(path, tuple((lhs, rhs)[side].shape))
-        decision = self.policy.decide(layer, self.depths)
-        if decision.recipe is None:
+        recipe = self.policy.decide(layer, self.depths).recipe
+        if recipe is None:
             return None
         # A module may have several parameters, each of which is a layer.
         named = path if names[side] == "kernel" else f"{path}/{names[side]}"
-        return decision.recipe, named, decision.w_gather, side
+        return recipe, named, self.policy.gather_of(path), side
 
     def _key(self, recipe: Recipe, path: str) -> jax.Array | None:
         if not recipe.stochastic:

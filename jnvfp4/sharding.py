@@ -172,8 +172,8 @@ def step_amax(amaxes: Any) -> Iterator[None]:
     """Gives the layers of a model the amaxes of their weights: ``with step_amax(weight_amax(params, policy)): ...``.
 
     Each layer takes that of its path; where it is stacked, the one that ``jnvfp4.layer_index`` says, which every loop
-    over layers must enter. The layers are those of ``jnvfp4.flax``, ``jnvfp4.haliax``, ``jnvfp4.qwix`` and every
-    ``DotGeneral`` with a path. Enter it inside the jitted step, as ``jnvfp4.step_key``.
+    over layers must enter. The layers are those of ``jnvfp4.flax`` and ``jnvfp4.qwix``, and every ``DotGeneral`` with
+    a path. Enter it inside the jitted step, as ``jnvfp4.step_key``.
 
     Args:
       amaxes: the tree of ``weight_amax``. Where it has None, or where a layer's recipe takes no amax of weights, the

@@ -368,6 +368,42 @@ def test_linear_refuses(options, message):
         linear(x, w, **options)
 
 
+@every_kind
+def test_gathered_weights_in_a_partly_manual_shard_map(kind):
+    """Tokens are split by shard_map, weights over the axis that it leaves alone."""
+    mesh = make_mesh(CPUS, kind=kind)
+    x, w = normal((128, 256), 1, "fp32"), normal((128, 256), 2, "fp32")
+
+    def manual(f):
+        return jax.shard_map(f, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"})
+
+    f = lambda x, w: linear(x, w, Recipe(), w_gather=(P("y"), WHOLE))  # noqa: E731
+    grad = jax.grad(lambda x, w: jnp.sum(manual(f)(x, w) ** 2), (0, 1))
+    got, found = run(grad, put(x, mesh, P("x")), put(w, mesh, P("y")))
+    plain = lambda x, w: linear(x, w, Recipe())  # noqa: E731
+    want = jax.jit(jax.grad(lambda x, w: jnp.sum(manual(plain)(x, w) ** 2), (0, 1)))(
+        put(x, mesh, P("x")), put(w, mesh, P())
+    )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-2)
+    assert {"u8[128,128]", "u8[128,16]"} <= set(gathers(found))
+    if kind == "auto" or jax.__version_info__ >= (0, 11):  # before that shard_map itself gathers explicit operands
+        assert not any(elements(shape) >= 128 * 256 and "f32" in shape for shape in gathers(found)), found
+
+
+@pytest.mark.parametrize("w_axes", ["nk", "kn"])
+def test_blocks_of_weights_are_whole_along_k_alone(w_axes):
+    """Without tiles and without dgrad N may be split anywhere."""
+    mesh, x, w = make_mesh(CPUS, "x"), normal((128, 64), 1), normal((24, 64), 2)
+    w = w if w_axes == "nk" else w.T
+    f = partial(linear, recipe=recipes.inference(), w_axes=w_axes)
+    along_n, along_k = (ROWS, COLUMNS) if w_axes == "nk" else (COLUMNS, ROWS)
+    placed = put(x, mesh, ROWS), put(w, mesh, P())
+    assert_bitwise(jax.jit(partial(f, w_gather=(along_n, WHOLE)))(*placed), f(*home(CPUS, (x, w))))
+    with pytest.raises(ValueError, match=r"w_gather.sharded must split axis . of shape .* into multiples of 16"):
+        f(*placed, w_gather=(along_k, WHOLE))
+
+
 def test_an_amax_of_frozen_weights_is_refused():
     with pytest.raises(ValueError, match="linear: w_amax must be None for an NVFP4Tensor w"):
         linear(normal((16, 64)), quantize(normal((32, 64))), w_amax=1.0)
@@ -488,7 +524,7 @@ def model(params, x, product):
 def by_policy(policy):
     def product(path, x, w):
         found = policy.plan(jnvfp4.policy.Layer(p, (WIDTH, WIDTH)) for p in ("up", "down"))[path]
-        return DotGeneral(found.recipe, path, found.w_gather)(x, w, (((1,), (0,)), ((), ())))
+        return DotGeneral(found.recipe, path, policy.gather_of(path))(x, w, (((1,), (0,)), ((), ())))
 
     return product
 
@@ -739,16 +775,9 @@ def test_a_layer_that_takes_no_amax_needs_none():
 # ---------------------------------------------------------------- policies
 def test_a_rule_has_its_own_gather():
     other = (COLUMNS, WHOLE)
-    policy = Policy(
-        [Rule("up", recipes.DEFAULT, other), Rule("off", None)], default=recipes.DEFAULT, w_gather=(ROWS, WHOLE)
-    )
-    plan = policy.plan(jnvfp4.policy.Layer(path, (64, 64)) for path in ("up", "down", "off", "head"))
-    assert {path: decision.w_gather for path, decision in plan.items()} == {
-        "up": other,
-        "down": (ROWS, WHOLE),
-        "off": None,
-        "head": None,
-    }
+    policy = Policy([Rule("up", recipes.DEFAULT, other)], default=recipes.DEFAULT, w_gather=(ROWS, WHOLE))
+    assert policy.gather_of("up") == other
+    assert policy.gather_of("down") == (ROWS, WHOLE)
     assert hash(policy) == hash(Policy(policy.rules, default=policy.default, w_gather=policy.w_gather))
     for make in (partial(Rule, "up", None), Policy, partial(DotGeneral, recipes.DEFAULT, "up")):
         with pytest.raises(TypeError, match="w_gather must be None or a pair"):

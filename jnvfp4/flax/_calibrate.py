@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax import nnx as flax_nnx
 
 from ..checkpoints import write_input_amaxes
-from ..policy import Decision, Policy
+from ..policy import Policy
 from . import linen, nnx
 
 Seen = list[tuple[str, jax.Array]]
@@ -90,9 +90,9 @@ def _recording_linen(policy: Policy) -> Iterator[Seen]:
     seen: Seen = []
 
     class Recorder(linen.Interceptor):
-        def run(self, module: nn.Module, decision: Decision, call: Callable, args: tuple, options: dict) -> Any:
+        def run(self, module: nn.Module, path: str, recipe: Any, call: Callable, args: tuple, options: dict) -> Any:
             (x, *_) = module.promote_dtype(args[0], module.variables["params"]["kernel"], dtype=module.dtype)
-            _see(seen, decision.path, x)
+            _see(seen, path, x)
             return call(*args, **options)
 
     with nn.intercept_methods(Recorder(policy)):

@@ -13,7 +13,7 @@ from flax import linen as nn
 from .._dot_general import DotGeneral
 from .._einsum import contraction, einsum_of_layer
 from .._keys import check_step, check_varies, fold_path, layer_key
-from ..policy import Decision, Layer, Policy, depths_of, layers_of
+from ..policy import Layer, Policy, depths_of, layers_of
 from ..recipes import Recipe
 
 _KEY_ARGUMENT = "pass the key to the jitted step as an argument"
@@ -139,15 +139,16 @@ class Interceptor:
         if "kernel" not in module.variables.get("params", {}):
             return call(*args, **options)  # Flax says what is missing
         layer = describe(module, args, options, self.shapes)
-        decision = self.policy.decide(layer, self.depths)
-        if decision.recipe is None:
+        recipe = self.policy.decide(layer, self.depths).recipe
+        if recipe is None:
             return call(*args, **options)
-        return self.run(module, decision, call, args, options)
+        return self.run(module, layer.path, recipe, call, args, options)
 
-    def run(self, module: nn.Module, decision: Decision, call: Callable, args: tuple, options: dict[str, Any]) -> Any:
+    def run(
+        self, module: nn.Module, path: str, recipe: Recipe, call: Callable, args: tuple, options: dict[str, Any]
+    ) -> Any:
         """Runs a layer that the policy quantizes."""
-        assert decision.recipe is not None
-        dot = _LinenDot(decision.recipe, decision.path, decision.w_gather)
+        dot = _LinenDot(recipe, path, self.policy.gather_of(path))
         token = _module.set(module)
         try:
             if isinstance(module, nn.Einsum):

@@ -54,7 +54,7 @@ def apply(model: Model, policy: Policy, *, rngs: nnx.Rngs | None = None) -> Mode
     plan = policy.plan(layer for _, layer in layers.values())
     for path, (module, layer) in layers.items():
         if layer.reason is None:
-            set_product(module, _product(module, plan[path], rngs))
+            set_product(module, _product(module, plan[path], policy.gather_of(path), rngs))
         elif not isinstance(module, LAYERS):
             policy.warn("apply", layer)
     return model
@@ -106,12 +106,14 @@ class Keyed(nnx.Module):
         return self.product(*args, key=fold_path(self.stream(), str(self.product.path)), **options)
 
 
-def _product(module: Multiplying, decision: Decision, rngs: nnx.Rngs | None) -> Callable | None:
+def _product(
+    module: Multiplying, decision: Decision, w_gather: tuple[Placement, Placement] | None, rngs: nnx.Rngs | None
+) -> Callable | None:
     """Returns what a layer multiplies by, or None for what Flax multiplies by."""
     if decision.recipe is None:
         return None
     kind = EinsumOp if isinstance(module, nnx.Einsum) else DotGeneral
-    product = kind(decision.recipe, decision.path, decision.w_gather)
+    product = kind(decision.recipe, decision.path, w_gather)
     if rngs is None or not decision.recipe.stochastic:
         return product
     return Keyed(product, _stream(rngs, module.kernel.shape[: _stacked(module)]))
