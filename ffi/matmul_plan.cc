@@ -157,7 +157,7 @@ struct Tile {
 // fill waves have no parts, only the others may. Measured with N x K of 14336 x 4096, 4096 x 14336, 8192 x 8192 and
 // 4096 x 4096 (docs/kernels.md).
 FusedPlan plan_tiles(const GemmShape& s, std::initializer_list<Tile> tiles, bool mixed) {
-  constexpr int64_t kPairs = kFusedPairs, kMostSums = int64_t{16} << 20, kMostSplits = 8;
+  constexpr int64_t kPairs = 66, kMostSums = int64_t{16} << 20, kMostSplits = 8;
   constexpr int64_t kMostParted = 64 * kPairs;
   const int64_t slots = (s.depth + kFusedDepth - 1) / kFusedDepth;
   // Two teams share a part, so that it needs a slot for each.
@@ -213,15 +213,6 @@ int64_t take_scratch(int64_t bytes, int64_t* taken) {
   return at;
 }
 
-// Whether the kernel prepares most of a large left operand itself, while it multiplies. With few columns it would need
-// the rows faster than it makes them, and with a short K it loses more at the end of tiles than it wins.
-bool prepares_itself(const GemmShape& s, const FusedPlan& plan) {
-  constexpr int64_t kLeastBytes = int64_t{24} << 20, kLeastCols = 3841, kLeastDepth = 8192;
-  if (plan.tokens != 256 || s.batch != 1 || s.cols < kLeastCols) return false;
-  if (s.depth % kFusedDepth || s.depth < kLeastDepth || s.rows * s.depth * 2 < kLeastBytes) return false;
-  return plan.whole || s.depth / kFusedDepth % plan.splits == 0;
-}
-
 FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan) {
   FusedScratch s{};
   const auto take = [&](int64_t bytes) { return take_scratch(bytes, &s.bytes); };
@@ -235,8 +226,7 @@ FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan) {
   s.data = copy(shape.depth / 2);
   s.scale = copy(shape.depth / kBlock);
   s.sums = take(fused_sums(tiles, plan) * 4);
-  s.ready_count = prepares_itself(shape, plan) ? 1 + (shape.rows + 127) / 128 * (shape.depth / kFusedDepth) : 0;
-  s.flag_count = (tiles - plan.whole) * (plan.splits - 1) * 4 * fused_teams(plan.tokens) + s.ready_count;
+  s.flag_count = (tiles - plan.whole) * (plan.splits - 1) * 4 * fused_teams(plan.tokens);
   s.flags = take(s.flag_count * 4);
   return s;
 }

@@ -79,8 +79,6 @@ inline constexpr int64_t kFusedCols = 256, kFusedDepth = 256;
 inline int64_t fused_tiles(const GemmShape& s, const FusedPlan& plan) {
   return s.batch * ((s.rows + plan.tokens - 1) / plan.tokens) * ((s.cols + kFusedCols - 1) / kFusedCols);
 }
-// Pairs of thread blocks that an H200 holds.
-inline constexpr int64_t kFusedPairs = 66;
 // K of the prepared left operand.
 inline int64_t fused_depth(const GemmShape& s) { return (s.depth + kWindow - 1) / kWindow * kWindow; }
 
@@ -88,9 +86,9 @@ inline int64_t fused_depth(const GemmShape& s) { return (s.depth + kWindow - 1) 
 struct FusedScratch {
   int64_t rows;         // the left operand as 16-bit floats; tiles may read past its last row
   int64_t data, scale;  // copies of the right operand's, if the distance of its rows is no multiple of 16 bytes
-  int64_t sums, flags;  // of the parts of K but the last; then counts, if the kernel prepares rows itself
+  int64_t sums, flags;  // of the parts of K but the last
   int64_t bytes;        // in all
-  int64_t padded_rows, flag_count, ready_count;
+  int64_t padded_rows, flag_count;
 };
 FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan);
 

@@ -1,5 +1,5 @@
 // out = a b^T on Hopper, in one kernel: b is NVFP4 and is decoded in registers. a, as 16-bit floats in the order along
-// K of the decoded b, comes from sm90_prepare.cu, or most of it from warps of this kernel that else rest.
+// K of the decoded b, comes from sm90_prepare.cu.
 //
 // The sides of wgmma change places: rows of b are its 64 rows, from registers, and rows of a ("tokens") its columns,
 // from shared memory. A warpgroup decodes its own 64 rows of b, one window (64 along K) at a time, while its last four
@@ -16,7 +16,6 @@
 #include "sm90_fused_results.cuh"
 #include "sm90_launch.cuh"
 #include "sm90_pairs.cuh"
-#include "sm90_prepare.cuh"
 #include "sm90_ptx.cuh"
 
 namespace jnvfp4 {
@@ -25,14 +24,11 @@ namespace jnvfp4 {
 //
 // To decode a window takes longer than the tensor cores need for up to 64 tokens. So there are two teams of two
 // warpgroups then, which share K. With 256 tokens the two warpgroups of one team take turns on the tensor cores.
-//
-// kPrepares: whether two of the warps that do not compute prepare most of the left operand, which a third one watches.
-// A form of its own, since tiles whose end has this code near it take 0.5 to 1 us longer.
-template <class T_, int kTokens_, bool kPrepares_ = false>
+template <class T_, int kTokens_>
 struct FusedConfig {
   using T = T_;
   static constexpr int kTokens = kTokens_, kTeams = fused_teams(kTokens), kRows = 128;
-  static constexpr bool kTurns = kTokens == 256, kPrepares = kPrepares_;
+  static constexpr bool kTurns = kTokens == 256;
   static constexpr int kThreads = 128 * (1 + 2 * kTeams);
   static constexpr int kSums = kTokens / 2;  // of a thread
   // Registers in a launch, of the loading warpgroup, of the others: the sum over all may not grow.
@@ -52,8 +48,7 @@ struct FusedConfig {
   static constexpr int kAtOut = kAtScale + kRing * kScale;
   static constexpr int kAtFull = kAtOut + 2 * Writer::kShared;
   static constexpr int kAtEmpty = kAtFull + 8 * kStages, kAtSlot = kAtEmpty + 8 * kStages;
-  static constexpr int kAtReady = kAtSlot + 8 * kRing;
-  static constexpr int kShared = kAtReady + (kPrepares ? 16 : 0) + 1024;  // to align the start
+  static constexpr int kShared = kAtSlot + 8 * kRing + 1024;  // to align the start
   static_assert(kLoading + 2 * kTeams * kComputing <= (1 + 2 * kTeams) * kLaunched);
   static_assert(kStages * kStageDepth <= 4 * kRing - 3 || kStageDepth == 4, "a slot is read before it is filled again");
   static_assert(kStages % kPerSlot == 0 && kShared <= 232448);
@@ -117,19 +112,12 @@ __device__ __forceinline__ void load_tiles(const FusedArgs& a, const FusedMaps& 
   const int rank = cluster_rank();
   constexpr int kHalf = C::kTokens / 2;
   int stage = 0, phase = 0, slot = 0;
-  uint32_t seen = 0;  // slots of all items whose rows are prepared
   bool first_load = true;
   for (int i = a.begin + blockIdx.x / 2; i < a.items; i += gridDim.x / 2) {
     const FusedItem item = item_of<C>(a, i);
     const int b_row = row_of_b<C>(a, item);
     const int a_row = item.matrix * a.tokens + item.row + rank * kHalf;
     for (int w = item.first * 4; w < item.end * 4; w += C::kStageDepth) {
-      if constexpr (C::kPrepares)
-        if (w % 4 == 0) {
-          while (load_shared32(smem + C::kAtReady) == seen) {
-          }
-          ++seen;
-        }
       barrier_wait(smem + C::kAtEmpty + 8 * stage, phase ^ 1);
       const uint32_t bar = smem + C::kAtFull + 8 * stage;
       if (w % 4 == 0) {
@@ -152,81 +140,6 @@ __device__ __forceinline__ void load_tiles(const FusedArgs& a, const FusedMaps& 
   for (int i = 0; i < C::kStages; ++i) {
     barrier_wait(smem + C::kAtEmpty + 8 * stage, phase ^ 1);
     if (++stage == C::kStages) stage = 0, phase ^= 1;
-  }
-}
-
-// ---------------------------------------------------------------- the warps that prepare rows
-// Waits until rows `row` to `row` + 127 of a slot are prepared.
-__device__ __forceinline__ void wait_for_rows(const FusedRest& r, int row, int slot) {
-  const int step = r.slots / r.parts;
-  if (row >= r.rows || (row < r.round && slot % step * r.parts + slot / step < r.ahead)) return;
-  wait_for_count(r.ready + row / 128 * r.slots + slot, min((r.rows - row + 7) / 8, 16));
-  fence_for_maps();
-}
-// Counts the slots whose rows are prepared, in the order in which they are loaded.
-template <class C>
-__device__ __forceinline__ void watch_rows(const FusedArgs& a, uint32_t smem) {
-  wait_for_kernel_ahead();  // it has lowered the counts
-  uint32_t seen = 0;
-  for (int i = a.begin + blockIdx.x / 2; i < a.items; i += gridDim.x / 2) {
-    const FusedItem item = item_of<C>(a, i);
-    for (int slot = item.first; slot < item.end; ++slot) {
-      wait_for_rows(a.rest, item.row + cluster_rank() * (C::kTokens / 2), slot);
-      __threadfence_block();
-      store_shared32(smem + C::kAtReady, ++seen);
-    }
-  }
-}
-// A lane has eight neighbouring elements of each row of a piece, kSteps rows at a time.
-template <int kSteps, class Source>
-__device__ __forceinline__ void prepare_piece(const FusedRest& r, Source source, int row, int slot) {
-  const int lane = threadIdx.x % 32, pitch = r.slots * 32;
-  const int64_t at = int64_t{row} * pitch + slot * 32;
-  source.advance(at + lane);
-  uint4* out = r.out + at + place_of_words(lane);
-#pragma unroll 1
-  for (int left = min(r.rows - row, 8); left > 0; left -= kSteps) {
-    typename Source::Raw raw[kSteps];
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      raw[i] = {};
-      if (i < left) raw[i] = source.load(0);
-      source.advance(pitch);
-    }
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      uint32_t p[4];
-      Source::pairs(raw[i], p);
-      transpose_words(p, lane / 2 % 4);
-      if (i < left) *out = make_uint4(p[0], p[1], p[2], p[3]);
-      out += pitch;
-    }
-  }
-}
-// Warps take pieces as they come, so that no piece waits for a thread block that has not started.
-template <class T>
-__device__ __forceinline__ void prepare_rest(const FusedRest& r) {
-  const int lane = threadIdx.x % 32, step = r.slots / r.parts;
-  wait_for_kernel_ahead();  // it has lowered the counts
-  const auto take = [&] { return lane == 0 ? atomicAdd(r.next, 1u) : 0; };
-  uint32_t next = take();
-  for (;;) {
-    const int piece = static_cast<int>(__shfl_sync(~0u, next, 0));
-    // The first round has fewer slots left.
-    const int groups = r.round / 8, begun = r.ahead * min(groups, (r.rows + 7) / 8), at = piece + begun;
-    const int round = at / (groups * r.slots), row = round * r.round;
-    if (row >= r.rows) return;
-    next = take();
-    const int here = min(groups, (r.rows - row + 7) / 8), rest = at - round * groups * r.slots;
-    const int turn = rest / here, slot = turn % r.parts * step + turn / r.parts, first = row + (rest - turn * here) * 8;
-    if (turn >= r.slots) return;
-    if (std::is_same_v<T, F16> && r.scale)
-      prepare_piece<4>(r, Codes{static_cast<const uint32_t*>(r.data), r.scale}, first, slot);
-    else
-      prepare_piece<4>(r, Halves{static_cast<const uint4*>(r.data)}, first, slot);
-    fence_for_maps();
-    __syncwarp();
-    if (lane == 0) raise_count(r.ready + first / 128 * r.slots + slot);
   }
 }
 
@@ -278,7 +191,6 @@ struct FusedConsumer {
     const int row = wg * 64 + fragment_row(), t = threadIdx.x % 4;
     data = smem + C::kAtData + row * 128 + (t / 2 ^ row % 8) * 16 + t % 2 * 8;
     scale = smem + C::kAtScale + row * 16 + t;
-    if constexpr (C::kPrepares) scale = pin_register(scale);  // else a part of it is spilled
   }
 
   // ---- the sum along K
@@ -458,7 +370,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       barrier_init(smem + C::kAtEmpty + 8 * i, 4 * 2 * 2);  // a lane of each warp of a team, in both blocks
     }
     for (int i = 0; i < C::kRing; ++i) barrier_init(smem + C::kAtSlot + 8 * i, 1);
-    if constexpr (C::kPrepares) store_shared32(smem + C::kAtReady, 0);
     fence_barrier_init();
     prefetch_map(maps.data), prefetch_map(maps.scale), prefetch_map(maps.a);
     early = load_early<C>(a, maps, smem);
@@ -468,13 +379,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (threadIdx.x < 128) {
     let_next_kernel_start();  // it waits for the end of this one
     give_registers<C::kLoading>();
-    if constexpr (C::kPrepares)
-      if (threadIdx.x < 64) named_sync(10, 64);  // one counts, and the other looks, from 0 on
     if (threadIdx.x == 0) load_tiles<C>(a, maps, smem, early);
-    if constexpr (C::kPrepares) {
-      if (threadIdx.x == 32) watch_rows<C>(a, smem);
-      if (threadIdx.x >= 64) prepare_rest<typename C::T>(a.rest);
-    }
     __syncwarp();
   } else {
     take_registers<C::kComputing>();
@@ -509,9 +414,7 @@ cudaError_t launch_fused_tokens(const FusedArgs& args, const FusedMaps& maps, in
     case 32: return launch_fused_config<FusedConfig<T, 32>>(args, maps, stream);
     case 64: return launch_fused_config<FusedConfig<T, 64>>(args, maps, stream);
     case 128: return launch_fused_config<FusedConfig<T, 128>>(args, maps, stream);
-    case 256:
-      return args.rest.slots ? launch_fused_config<FusedConfig<T, 256, true>>(args, maps, stream)
-                             : launch_fused_config<FusedConfig<T, 256>>(args, maps, stream);
+    case 256: return launch_fused_config<FusedConfig<T, 256>>(args, maps, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -7,19 +7,6 @@
 
 namespace jnvfp4 {
 
-// The left operand that the kernel itself prepares while it multiplies: of one matrix, in pieces of 8 rows and 256
-// along K. Of the first `round` rows `ahead` slots are prepared before it starts. Rows of a round follow each other,
-// then slots, then rounds: the order in which they are needed. The slots of parts of K take turns.
-struct FusedRest {
-  const void* data;
-  const uint8_t* scale;
-  uint4* out;
-  int rows, round, slots;  // slots of K, 0 if all is prepared ahead
-  int ahead, parts;
-  uint32_t* next;   // a count of pieces that are begun
-  uint32_t* ready;  // counts of those that are done: of 128 rows, and of each slot
-};
-
 struct FusedArgs {
   MatmulArgs g;
   bool exchanged;              // which of the operands is which: not, then tokens are rows of a, columns rows of b
@@ -34,7 +21,6 @@ struct FusedArgs {
   float unscale;               // undoes the factors of decoded numbers
   float* sums;                 // of all splits but the last
   uint32_t* flags;             // one for each warpgroup that writes sums: 0 until it has
-  FusedRest rest;
 };
 
 // Rows of a x 64 along K, rows of b x codes of 256 along K, rows of b x scales of 256 along K.
@@ -46,14 +32,10 @@ struct FusedMaps {
 cudaError_t launch_sm90_f16_fused(const FusedArgs& args, const FusedMaps& maps, int tokens, cudaStream_t stream);
 cudaError_t launch_sm90_bf16_fused(const FusedArgs& args, const FusedMaps& maps, int tokens, cudaStream_t stream);
 
-// Of the left operand: `runs` times `windows` windows of the first rows, which begin `stride` windows apart.
-struct PreparedPart {
-  int64_t rows, windows, runs, stride;
-};
-// Makes them, decoded, in fragment order (sm90_prepare.cu); rows are `depth` rounded up to 64 apart, with zeros. Lowers
-// the flags.
-cudaError_t launch_sm90_prepare(const MatmulOperand& a, void* out, int64_t depth, const PreparedPart& part,
-                                uint32_t* flags, int64_t flag_count, cudaStream_t stream);
+// The rows of a, decoded, in fragment order (sm90_prepare.cu), each of `depth` rounded up to 64, with zeros. Lowers the
+// flags.
+cudaError_t launch_sm90_prepare(const MatmulOperand& a, void* out, int64_t rows, int64_t depth, uint32_t* flags,
+                                int64_t flag_count, cudaStream_t stream);
 // Copies rows of `bytes` to rows `pitch` apart.
 cudaError_t launch_sm90_pitch(const void* from, void* to, int64_t rows, int64_t bytes, int64_t pitch,
                               cudaStream_t stream);

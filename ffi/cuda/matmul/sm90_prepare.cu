@@ -2,50 +2,83 @@
 #include "sm90_decode.cuh"
 #include "sm90_fused.h"
 #include "sm90_launch.cuh"
-#include "sm90_prepare.cuh"
 #include "sm90_ptx.cuh"
 #include "sm90_windows.h"
 
 namespace jnvfp4 {
 namespace {
 
+// ---------------------------------------------------------------- the left operand
+// Fragment order, inside a window of 64 along K: position 16 j + 8 q + 2 t + b holds element 16 t + 8 (j / 2) +
+// 2 (j % 2) + q + 4 b. Lane t of a quad then needs for the four k16 steps j of wgmma exactly the elements of block t: 8
+// neighbouring bytes of codes and one scale of a row of b.
+
+// Exchanges words among the four threads whose numbers in a group of eight are two apart: thread t of them gets, of all
+// four, the word t. A transpose of 4 x 4.
+__device__ __forceinline__ void transpose_words(uint32_t (&p)[4], int t) {
+  const bool odd = t & 1, up = t & 2;
+  uint32_t x = __shfl_xor_sync(~0u, odd ? p[0] : p[1], 2), y = __shfl_xor_sync(~0u, odd ? p[2] : p[3], 2);
+  if (odd)
+    p[0] = x, p[2] = y;
+  else
+    p[1] = x, p[3] = y;
+  x = __shfl_xor_sync(~0u, up ? p[0] : p[2], 4), y = __shfl_xor_sync(~0u, up ? p[1] : p[3], 4);
+  if (up)
+    p[0] = x, p[1] = y;
+  else
+    p[2] = x, p[3] = y;
+}
+
+// Eight elements as the pairs (k, k + 4) of fragment order.
+struct Codes {
+  const uint32_t* data;
+  const uint8_t* scale;
+
+  struct Raw {
+    uint32_t codes, scale;
+  };
+  __device__ __forceinline__ Raw load(int64_t i) const { return {__ldcs(data + i), __ldg(scale + i / 2)}; }
+  static __device__ __forceinline__ void pairs(const Raw& raw, uint32_t (&p)[4]) {
+    uint32_t scale, unused;
+    Decode<F16>::scales(raw.scale, scale, unused);
+    Decode<F16>::eight(raw.codes, scale, p);
+  }
+};
+struct Halves {
+  const uint4* data;
+
+  using Raw = uint4;
+  __device__ __forceinline__ Raw load(int64_t i) const { return __ldcs(data + i); }
+  static __device__ __forceinline__ void pairs(const Raw& raw, uint32_t (&p)[4]) { permute8(raw, p); }
+};
+
 // A thread has 8 elements at a time, kSteps of them on their way. Eight threads have a window, and write it in fragment
 // order: 16 bytes have one pair of each block.
 template <class Source, int kSteps>
 __global__ void __launch_bounds__(kThreads)
-    sm90_prepare_kernel(Source source, uint4* out, int64_t depth, PreparedPart part, uint32_t* flags,
-                        int64_t flag_count) {
+    sm90_prepare_kernel(Source source, uint4* out, int64_t rows, int64_t depth, uint32_t* flags, int64_t flag_count) {
 #if __CUDA_ARCH__ >= 900
   wait_for_kernel_ahead();  // which may make a, or read what `out` was before
   let_next_kernel_start();  // it waits before it reads `out`
 #endif
   for (int64_t i = thread_index(); i < flag_count; i += thread_count()) flags[i] = 0;
   const int64_t here = depth / 8, padded = (depth + kWindow - 1) / kWindow * 8;  // eights of a row
-  const int64_t run = part.windows * 8, eights = run * part.runs, all = part.rows * eights;
-  const bool plain = here == eights;
-  const auto place = [&](int64_t at, int64_t* row) {
-    if (plain) return *row = 0, at;
-    *row = quotient(at, eights);
-    const int64_t eight = at - *row * eights, which = part.runs == 1 ? 0 : quotient(eight, run);
-    return which * part.stride * 8 + eight - which * run;
-  };
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads * kSteps + threadIdx.x;
   typename Source::Raw raw[kSteps];
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
-    int64_t row;
-    const int64_t at = first + i * kThreads, eight = place(at, &row);
+    const int64_t at = first + i * kThreads, row = here == padded ? 0 : quotient(at, padded), eight = at - row * padded;
     raw[i] = {};
-    if (at < all && (plain || eight < here)) raw[i] = source.load(row * here + eight);
+    if (at < rows * padded && (here == padded || eight < here)) raw[i] = source.load(row * here + eight);
   }
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
-    int64_t row;
-    const int64_t at = first + i * kThreads, eight = place(at, &row);
+    const int64_t at = first + i * kThreads;
     uint32_t p[4];
     Source::pairs(raw[i], p);
     transpose_words(p, threadIdx.x / 2 % 4);  // all threads: a shuffle is of whole warps
-    if (at < all) out[row * padded + place_of_words(eight)] = make_uint4(p[0], p[1], p[2], p[3]);
+    const int lane = threadIdx.x % 8;
+    if (at < rows * padded) out[at - lane + lane % 2 * 4 + lane / 2] = make_uint4(p[0], p[1], p[2], p[3]);
   }
 }
 
@@ -161,14 +194,14 @@ void launch_pitch(const void* from, void* to, int64_t rows, int64_t bytes, int64
 
 }  // namespace
 
-cudaError_t launch_sm90_prepare(const MatmulOperand& a, void* out, int64_t depth, const PreparedPart& part,
-                                uint32_t* flags, int64_t flag_count, cudaStream_t stream) {
-  const int64_t eights = part.rows * part.windows * part.runs * 8;
+cudaError_t launch_sm90_prepare(const MatmulOperand& a, void* out, int64_t rows, int64_t depth, uint32_t* flags,
+                                int64_t flag_count, cudaStream_t stream) {
+  const int64_t eights = rows * ((depth + kWindow - 1) / kWindow) * 8;
   const bool many = eights > int64_t{multiprocessors()} * 8 * kThreads * 8;  // all resident threads have work at once
   const auto launch = [&](auto source, auto kernel, int64_t steps) {
     const int64_t per = kThreads * steps;
     return launch_early(kernel, static_cast<unsigned>((eights + per - 1) / per), kThreads, 1, 0, stream, source,
-                        static_cast<uint4*>(out), depth, part, flags, flag_count);
+                        static_cast<uint4*>(out), rows, depth, flags, flag_count);
   };
   const auto launch_source = [&](auto source) {
     using Source = decltype(source);

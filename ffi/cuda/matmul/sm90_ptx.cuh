@@ -45,9 +45,6 @@ __device__ __forceinline__ uint4 load_shared128(uint32_t a) {
 __device__ __forceinline__ void store_shared(uint32_t a, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory");
 }
-__device__ __forceinline__ void store_shared32(uint32_t a, uint32_t v) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory");
-}
 __device__ __forceinline__ void store_shared64(uint32_t a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
@@ -112,19 +109,6 @@ __device__ __forceinline__ void wait_for_flag(const uint32_t* flag) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(raised) : "l"(flag) : "memory");
   } while (!raised);
 }
-
-// The same of a count: of arrivals, and until there are as many.
-__device__ __forceinline__ void raise_count(uint32_t* count) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
-}
-__device__ __forceinline__ void wait_for_count(const uint32_t* count, uint32_t least) {
-  uint32_t found;
-  do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(count) : "memory");
-  } while (found < least);
-}
-// Between writes of threads and reads of tensor maps, on both sides.
-__device__ __forceinline__ void fence_for_maps() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // ---------------------------------------------------------------- named barriers and clusters
 __device__ __forceinline__ void named_sync(int id, int threads) {
