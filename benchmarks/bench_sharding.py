@@ -27,7 +27,7 @@ GATHERED = 8  # weights of a program
 CHAIN = 2  # layers of a program
 AXIS = "devices"
 LAYOUTS = {  # shardings of x, dy and w, and of w as a product reads it
-    "fsdp": (P(AXIS, None), P(AXIS, None), P(None, AXIS), P()),
+    "fsdp": (P(AXIS, None), P(AXIS, None), P(AXIS, None), P()),
     "tensor parallel": (P(), P(None, AXIS), P(AXIS, None), P(AXIS, None)),
 }
 

@@ -37,7 +37,7 @@ SIZES = {
 AXES = ("data", "fsdp", "tensor")
 BATCH = P(("data", "fsdp"), None)
 # Of a weight [N, K]: as it is kept, and as a layer multiplies by it.
-COLUMN = (P("tensor", "fsdp"), P("tensor", None))
+COLUMN = (P(("tensor", "fsdp"), None), P("tensor", None))
 ROW = (P("fsdp", "tensor"), P(None, "tensor"))
 WEIGHTS = {"qkv": COLUMN, "attention_out": ROW, "mlp_up": COLUMN, "mlp_down": ROW}
 
