@@ -122,10 +122,10 @@ def linear(
       w_gather: None, or the pair (sharded, gathered) of shardings of w by its axes, for weights that each device of an
         Auto or Explicit mesh keeps a part of. w is quantized as ``sharded``; its codes and scales, as bytes, then go to
         ``gathered``: once if fprop and dgrad quantize w by the same spec of 16x16 tiles (``NVFP4_2D``), since dx then
-        reads these bytes transposed; otherwise again, along N, for dx. The gradient of w leaves as ``sharded``: partial sums
-        over tokens are reduce-scattered in float32 and then rounded to the dtype of w. A GEMM in high precision reads
-        the original w, which XLA gathers in its own dtype. A sharding is a NamedSharding or, where the mesh is known
-        (that of w, or of ``jax.set_mesh``), a PartitionSpec, and splits w between its blocks.
+        reads these bytes transposed; otherwise again, along N, for dx. The gradient of w leaves as ``sharded``: partial
+        sums over tokens are reduce-scattered in float32 and then rounded to the dtype of w. A GEMM in high precision
+        reads the original w, which XLA gathers in its own dtype. A sharding is a NamedSharding or, where the mesh is
+        known (that of w, or of ``jax.set_mesh``), a PartitionSpec, and splits w between its blocks.
       w_amax: float32 (), the amax of w as ``jnvfp4.sharding.weight_amax`` finds it for all weights of a step at once;
         larger magnitudes saturate. It is that of every spec of w with amax scope "tensor" and without ``rht``. None
         finds it here.
