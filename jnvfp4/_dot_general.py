@@ -273,7 +273,10 @@ def amax_of_layer(recipe: Recipe, path: str, w: Any, batch: int) -> jax.Array | 
     It is rounded as the layer has rounded its parameters: the largest of rounded numbers is the largest one, rounded.
     """
     amax = layer_amax(path, batch) if takes_weight_amax(recipe) else None
-    return None if amax is None else amax.astype(w.dtype).astype(jnp.float32)
+    if amax is None:
+        return None
+    kept = jnp.finfo(w.dtype)
+    return lax.reduce_precision(amax, kept.nexp, kept.nmant)  # two casts, which XLA may leave out on a GPU
 
 
 def _dtype_of_lax(a: jax.Array, b: jax.Array) -> Any:

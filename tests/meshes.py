@@ -84,15 +84,28 @@ def home(devices, x):
 
 _COLLECTIVE = re.compile(
     r"= (\(.*?\)|\S+) "
-    r"(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all|collective-broadcast)(?:-start)?\("
+    r"(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all|collective-broadcast)(-start)?\("
 )
 
 
 def run(f, *args) -> tuple:
     """The result of jit(f), and (instruction, result type) of each collective of the compiled program."""
     compiled = jax.jit(f).lower(*args).compile()
-    found = _COLLECTIVE.findall(compiled.as_text())
-    return compiled(*args), [(op, re.sub(r"\{[^}]*\}", "", shape)) for shape, op in found]
+    return compiled(*args), collectives(compiled.as_text())
+
+
+def collectives(hlo: str) -> list[tuple[str, str]]:
+    """Instruction and result type of each; of gathers and scatters that XLA combines, one for each result."""
+    found = []
+    for shape, op, start in _COLLECTIVE.findall(hlo):
+        result = re.sub(r"\{[^}]*\}", "", shape)
+        if start and result.startswith("(("):  # operands, then results
+            result = result[result.index(")") + 1 : -1].lstrip(", ")
+        elif start and op in ("all-gather", "collective-permute"):
+            result = re.findall(r"\w+\[[\d,]*\]", result)[1]
+        combined = op in ("all-gather", "reduce-scatter") and result.startswith("(")
+        found += [(op, part) for part in (re.findall(r"\w+\[[\d,]*\]", result) if combined else [result])]
+    return found
 
 
 def is_maximum(shape: str) -> bool:

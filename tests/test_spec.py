@@ -252,7 +252,7 @@ def test_a_pair_without_a_kernel(native):
     assert specs not in FUSED_PAIRS
     operands = (x, np.float32(3), np.full(64, 3, np.float32))
     with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT: quantize_pair: row_spec and col_spec must"):
-        jax.block_until_ready(quantize_pair_p.bind(*operands, specs=specs, implementation="native"))
+        jax.block_until_ready(quantize_pair_p.bind(*operands, specs=specs, row_axes=1, implementation="native"))
 
 
 # ---------------------------------------------------------------- ffi/spec.h

@@ -70,8 +70,10 @@ def _times(bodies: dict[str, list[str]]) -> Counter[str]:
 def _of_line(line: str, times: int) -> Iterator[Collective]:
     if match := COLLECTIVE.search(line):
         shapes = SHAPE.findall(match[1])
-        if match[3] and match[2] in ("all-gather", "collective-permute"):  # operands, then results
-            shapes = shapes[len(shapes) // 2 :] if match[2] == "all-gather" else shapes[1:2]
+        if match[3] and match[1].startswith("(("):  # a tuple of operands, then the results
+            shapes = SHAPE.findall(match[1][match[1].index(")") :])
+        elif match[3] and match[2] in ("all-gather", "collective-permute"):  # an operand, then the result
+            shapes = shapes[1:2]
         dims = tuple(tuple(int(d) for d in shape.split(",") if d) for _, shape in shapes)
         yield Collective(match[2], shapes[0][0], dims, _nbytes(shapes[0][0]) * sum(map(math.prod, dims)), times)
 
