@@ -582,11 +582,13 @@ def _forward(
     w_row, w_t = quantizer.weights(w, call.w_axes, of_w, of_w_t, w_amax)
     # Named before they are gathered, so that a checkpoint policy saves the quantizers' work, and the part of a device.
     qx, kept = _save(x if x_row is None else x_row), w_row and _save(w_row)
+    of_backward = _save(w_t) if w_t is not None else _save(w) if recipe.dgrad is None else None
+    if of_backward is None:
+        kept = kept and _save_for_backward(kept)
     qw = kept and gathered(kept, call.gather)
-    w_saved = _save(w_t) if w_t is not None else _save(w) if recipe.dgrad is None else qw
-    x_saved = _save(x_t) if x_t is not None else _save(x) if recipe.wgrad is None else qx
+    w_saved = qw if of_backward is None else _save_for_backward(of_backward)
+    x_saved = _save_for_backward(_save(x_t) if x_t is not None else _save(x) if recipe.wgrad is None else qx)
     y = _unquantized(call, x, w, bias) if qw is None else _product(call, qx, qw, bias)
-    x_saved, w_saved = map(_save_for_backward, (x_saved, w_saved))
     return y, (_pack(x_saved), _pack(w_saved), key)
 
 

@@ -1,5 +1,7 @@
 """What ``jax.checkpoint`` saves of ``linear`` by the policies of ``jnvfp4.remat``, and the memory of compiled steps."""
 
+import contextlib
+import io
 import math
 import re
 from functools import partial
@@ -10,7 +12,7 @@ import pytest
 from helpers import assert_same_tensor, primitives
 from jax.ad_checkpoint import print_saved_residuals
 from jax.sharding import PartitionSpec as P
-from meshes import make_mesh, put
+from meshes import make_mesh, put, run
 from operands import normal
 
 from jnvfp4 import linear, recipes, remat, silu_mul_quantize
@@ -152,3 +154,24 @@ def test_gathered_weights_are_kept_as_a_part():
     packed = temporary_bytes(remat.save_packed, weights, x, product)
     copies = LAYERS * PACKED * (TOKENS * WIDTH + WIDTH * WIDTH) / 8
     assert packed - none <= 1.05 * copies
+
+
+@pytest.mark.parametrize(("policy", "times"), [(None, 1), (remat.save_packed, 2)], ids=["whole", "part"])
+def test_a_gathered_weight_is_kept_whole_or_gathered_again(policy, times):
+    """Without jax.checkpoint dx reads the bytes that the forward pass gathered; with it each pass gathers them."""
+    mesh = make_mesh(jax.devices("cpu")[:8], "x")
+    x, w = (put(normal((512, 256), i), mesh, P("x")) for i in range(2))
+    layer = partial(linear, w_gather=(P("x"), P()))
+    if policy is not None:
+        layer = jax.checkpoint(layer, policy=policy)
+        names = {line.split(" ")[0] for line in saved(layer, x, w)}
+        assert names == {"u8[512,128]", "u8[512,16]", "u8[256,256]", "u8[256,32]", "f32[]"}
+    _, found = run(jax.grad(lambda x, w: jnp.sum(jnp.tanh(layer(x, w)).astype(jnp.float32)), (0, 1)), x, w)
+    assert [shape for op, shape in found if op == "all-gather"].count("u8[512,128]") == times
+
+
+def saved(f, *args) -> list[str]:
+    """What jax.checkpoint saves of f: a line for each array."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        print_saved_residuals(f, *args)
+    return [line for line in printed.getvalue().splitlines() if "from the argument" not in line]
