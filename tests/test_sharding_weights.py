@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import KEY, assert_sharded, every_kind, every_spec, home, is_maximum, make_mesh, put, run, shard
 from operands import normal
+from step_bytes import EVERY_RECIPE
 
 import jnvfp4
 from jnvfp4 import (
@@ -34,24 +35,6 @@ from jnvfp4 import (
 from jnvfp4.sharding import all_gather, gather_quantized, step_amax, weight_amax
 
 CPUS = jax.devices("cpu")[:8]
-EVERY_RECIPE = {
-    "default": recipes.DEFAULT,
-    "pretrain": recipes.pretrain(),
-    "pretrain_1d": recipes.pretrain(weight_tiles=False),
-    "unbiased": recipes.pretrain(unbiased=True),
-    "dequantized": recipes.pretrain(backward="dequantized"),
-    "high_precision": recipes.pretrain(backward="high_precision"),
-    "row_scaled": recipes.row_scaled(),
-    "four_over_six": recipes.four_over_six(),
-    "four_over_six_all": recipes.four_over_six("all", "mse", e4m3_max=448, fast=True),
-    "window64": recipes.window64(),
-    "pretrain_4over6": recipes.pretrain_4over6(),
-    "rl": recipes.rl(),
-    "rl_4over6": recipes.rl(four_over_six=True),
-    "inference": recipes.inference(),
-    "rows_of_w": Recipe(fprop=(NVFP4, ROW_SCALED), dgrad=(NVFP4, ROW_SCALED)),
-    "backward_alone": Recipe(fprop=None),
-}
 ROWS, COLUMNS, WHOLE = P("x", None), P(None, "x"), P(None, None)
 FSDP = {"rows": ROWS, "columns": COLUMNS}
 every_layout = pytest.mark.parametrize("layout", FSDP.values(), ids=FSDP)
@@ -552,6 +535,11 @@ def elements(shape: str) -> int:
     return sum(int(np.prod([int(n) for n in dims.split(",") if n])) for dims in re.findall(r"\w+\[([\d,]*)\]", shape))
 
 
+def maxima(found) -> int:
+    """How many amaxes the all-reduces of a program find; XLA may combine those of an iteration."""
+    return sum(elements(shape) for op, shape in found if op == "all-reduce" and re.search(r"\bu(16|32)\[", shape))
+
+
 def bytes_of(shape: str) -> int:
     widths = {"u8": 1, "u16": 2, "u32": 4, "f32": 4, "bf16": 2, "f16": 2, "f8e4m3fn": 1}
     return sum(widths[dtype] * elements(f"{dtype}[{dims}]") for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shape))
@@ -587,9 +575,9 @@ def test_an_fsdp_step_finds_the_amaxes_of_its_weights_at_once(devices):
     assert_same_tensor(together, alone)
     vector = f"u32[{2 * LAYERS}]"
     assert [shape for op, shape in once if op == "all-reduce" and shape != "u32[]"].count(vector) == 1
-    of_weights = lambda found: [s for op, s in found if op == "all-reduce" and "u16" in s]  # noqa: E731
-    assert of_weights(each)
-    assert not of_weights(once)  # those of x and dy are u32[], of the rotated values
+    of_x_and_dy = maxima(once) - 2 * LAYERS
+    assert of_x_and_dy > 0
+    assert maxima(each) - of_x_and_dy in (2, 4)  # of two weights; a GPU may have an iteration of the loop apart
 
 
 def test_no_quantizer_reads_a_gathered_weight(devices):
@@ -619,8 +607,7 @@ def test_xla_gathers_codes_unasked(devices):
     of_codes = [shape for shape in gathers(found) if f"[{WIDTH},{WIDTH // 2}]" in shape.replace("[1,", "[")]
     assert of_codes
     assert dtypes_of(of_codes) == {"u8"}
-    assert sum(map(elements, gathers(found))) == 4 * WIDTH * (WIDTH // 2 + WIDTH // 16)
-    assert not any(elements(shape) >= WIDTH * WIDTH for shape in gathers(found))
+    assert set(map(elements, gathers(found))) == {WIDTH * WIDTH // 2, WIDTH * WIDTH // 16}
 
 
 # ---------------------------------------------------------------- dot_general, einsum
