@@ -15,6 +15,7 @@ from ._gather import Placement, as_pair
 from ._keys import layer_amax, layer_key, needs_key
 from ._linear import Call, WeightAxes, call_linear, check_recipe, recipe_key, takes_weight_amax, units
 from ._primitives._base import axes_of_dims
+from ._weight_amax import WeightAmax
 from .recipes import DEFAULT, Recipe
 from .tensor import NVFP4Tensor
 
@@ -31,7 +32,7 @@ def dot_general(
     recipe: Recipe = DEFAULT,
     key: jax.Array | None = None,
     w_gather: tuple[Placement, Placement] | None = None,
-    w_amax: ArrayLike | None = None,
+    w_amax: ArrayLike | WeightAmax | None = None,
     **unsupported: Any,
 ) -> jax.Array:
     """Computes ``jax.lax.dot_general`` through ``linear``: for model code that takes a ``dot_general`` argument.
@@ -121,9 +122,7 @@ def contract(
     x = _flattened(op, a, left.batch, *((i,) for i in left.free), left.contracting)
     groups = right[1:] if w_axes == "kn" else right[:0:-1]
     w = _flattened(op, b, right.batch, *groups)
-    of_w = OfWeights(
-        _of_matrix(op, of_w.gather, right.batch, groups), _of_examples(op, of_w.amax, b.shape, right.batch)
-    )
+    of_w = OfWeights(_of_matrix(op, of_w.gather, right.batch, groups), _of_examples(op, of_w.amax, b, right.batch))
     n = math.prod(b.shape[i] for i in right.free)
     if pad:
         x, w = _padded(x, w, w_axes, *units(recipe))
@@ -153,6 +152,9 @@ def _of_matrix(
     if pair is None:
         return None
     specs = [sharding.spec if isinstance(sharding, NamedSharding) else sharding for sharding in pair]
+    ndim = sum(map(len, (batch, *groups)))
+    if any(len(spec) > ndim for spec in specs):
+        raise ValueError(f"{op}: w_gather must have at most {ndim} entries, one for each axis of rhs, got {pair}")
     entries = [dict(enumerate(spec)) for spec in specs]
     late = [i for group in (batch, *groups) for i in group[1:]]
     if any(found.get(i) is not None for found in entries for i in late):
@@ -170,11 +172,12 @@ def _of_matrix(
     return placed[0], placed[1]
 
 
-def _of_examples(op: str, amax: Any, shape: tuple[int, ...], batch: tuple[int, ...]) -> jax.Array | None:
+def _of_examples(op: str, amax: Any, w: jax.Array, batch: tuple[int, ...]) -> jax.Array | None:
     """Flattens the batch axes of an amax."""
     if amax is None:
         return None
-    array, wanted = as_amax(op, amax), tuple(shape[i] for i in batch)
+    amax = amax.of(op, w, len(batch)) if isinstance(amax, WeightAmax) else amax
+    array, wanted = as_amax(op, amax), tuple(w.shape[i] for i in batch)
     if array.shape != wanted:
         raise ValueError(f"{op}: w_amax must have the batch axes of rhs, {wanted}, got shape {array.shape}")
     return array.reshape(-1) if batch else array
@@ -228,7 +231,7 @@ class DotGeneral:
         *,
         out_sharding: NamedSharding | PartitionSpec | None = None,
         key: jax.Array | None = None,
-        w_amax: ArrayLike | None = None,
+        w_amax: ArrayLike | WeightAmax | None = None,
         **unsupported: Any,
     ) -> jax.Array:
         """Computes ``jnvfp4.dot_general``, with zeros added where K or N is no multiple of what the recipe needs.
@@ -257,7 +260,8 @@ class DotGeneral:
         if key is None and self.recipe.stochastic:
             key = self._layer_key(op)
         if w_amax is None and self.path is not None:
-            w_amax = amax_of_layer(self.recipe, self.path, as_float_array(op, "rhs", rhs), len(dimension_numbers[1][1]))
+            batch = len(dimension_numbers[1][1])
+            w_amax = amax_of_layer(op, self.recipe, self.path, as_float_array(op, "rhs", rhs), batch)
         of_w, dtype = OfWeights(self.w_gather, w_amax), preferred_element_type
         return contract(op, lhs, rhs, dimension_numbers, self.recipe, key, dtype, out_sharding, of_w, pad=True)
 
@@ -267,16 +271,9 @@ class DotGeneral:
         return layer_key(self.path)
 
 
-def amax_of_layer(recipe: Recipe, path: str, w: Any, batch: int) -> jax.Array | None:
-    """Returns the amax of ``step_amax`` for weights with ``batch`` batch axes, if the recipe takes one.
-
-    It is rounded as the layer has rounded its parameters: the largest of rounded numbers is the largest one, rounded.
-    """
-    amax = layer_amax(path, batch) if takes_weight_amax(recipe) else None
-    if amax is None:
-        return None
-    kept = jnp.finfo(w.dtype)
-    return lax.reduce_precision(amax, kept.nexp, kept.nmant)  # two casts, which XLA may leave out on a GPU
+def amax_of_layer(op: str, recipe: Recipe, path: str, w: jax.Array, batch: int) -> jax.Array | None:
+    """Returns the amax of ``step_amax`` for weights with ``batch`` batch axes, if the recipe takes one."""
+    return layer_amax(op, path, w, batch) if takes_weight_amax(recipe) else None
 
 
 def _dtype_of_lax(a: jax.Array, b: jax.Array) -> Any:

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ._arguments import as_float_array, operation
 from ._dot_general import OfWeights, amax_of_layer, check_options, contract
 from ._gather import Placement, as_pair
+from ._weight_amax import WeightAmax
 from .recipes import DEFAULT, Recipe
 
 _ELLIPSIS = "..."
@@ -35,7 +36,7 @@ def einsum(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
     w_gather: tuple[Placement, Placement] | None = None,
-    w_amax: ArrayLike | None = None,
+    w_amax: ArrayLike | WeightAmax | None = None,
 ) -> jax.Array:
     """Computes ``jnp.einsum`` of activations and weights through ``linear``.
 
@@ -80,7 +81,7 @@ def einsum_of_layer(
     op = f"einsum of layer {path!r}"
     w = as_float_array(op, "w", w)
     batch = contraction(op, subscripts, jax.numpy.ndim(x), w.ndim).dimension_numbers[1][1]
-    of_w = OfWeights(w_gather, amax_of_layer(recipe, path, w, len(batch)))
+    of_w = OfWeights(w_gather, amax_of_layer(op, recipe, path, w, len(batch)))
     return einsum_of(op, subscripts, x, w, recipe, key, of_w, **options)
 
 

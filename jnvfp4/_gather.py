@@ -1,17 +1,14 @@
-"""Where weights are before and after they are gathered packed, and the amaxes of all weights at once."""
+"""Where weights are before and after they are gathered packed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ._arguments import as_float_array
-from ._primitives._base import Axes, axes_of, bind, ways, without_axes
-from ._primitives.weight_amax import weight_amax_p
+from ._primitives._base import Axes, axes_of, ways, without_axes
 from .tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
 
 Placement = NamedSharding | PartitionSpec
@@ -32,6 +29,10 @@ class Gather(NamedTuple):
     def constrain(self, w: jax.Array) -> jax.Array:
         """Places an array as each device keeps it; so is its gradient."""
         return place(w, self.mesh, self.sharded)
+
+    def read(self, w: jax.Array) -> jax.Array:
+        """Places an array as products read it."""
+        return place(w, self.mesh, self.gathered)
 
     def gather(self, t: NVFP4Tensor) -> NVFP4Tensor:
         """Moves a quantized tensor from where each device keeps it to where products read it, the scale as bytes.
@@ -86,10 +87,13 @@ def as_gather(
             f"{op}: {name or 'sharded'} must be of NamedSharding where no mesh is known, got {pair}; or call it in "
             "`with jax.set_mesh(mesh):`"
         )
-    entries = (
-        _entries(op, f"{name}.{which}" if name else which, entry, mesh, shape, units)
-        for which, entry in zip(Gather._fields[1:], pair, strict=True)
-    )
+    names = [f"{name}.{which}" if name else which for which in Gather._fields[1:]]
+    for what, entry in zip(names, pair, strict=True):
+        if isinstance(entry, NamedSharding) and entry.mesh.shape != mesh.shape:
+            raise ValueError(
+                f"{op}: {what} must be of the mesh {dict(mesh.shape)}, got one of {dict(entry.mesh.shape)}"
+            )
+    entries = (_entries(op, what, entry, mesh, shape, units) for what, entry in zip(names, pair, strict=True))
     return Gather(mesh, *entries)
 
 
@@ -138,16 +142,3 @@ def place(x: jax.Array, mesh: Any, entries: Sequence[Any]) -> jax.Array:
 
 def _without(entry: Any, axes: set[str]) -> Any:
     return entry if entry is PartitionSpec.UNCONSTRAINED else without_axes(entry, axes)
-
-
-def find_weight_amaxes(weights: Sequence[Any], lead: Sequence[int]) -> list[jax.Array]:
-    """Finds the amax of each weight, for each index of its first ``lead`` axes, over devices by one all-reduce."""
-    arrays = [lax.stop_gradient(as_float_array("weight_amax", "params", w)) for w in weights]
-    full = [i for i, w in enumerate(arrays) if w.size]
-    found = [jnp.zeros(w.shape[:kept], jnp.float32) for w, kept in zip(arrays, lead, strict=True)]
-    if full:
-        operands = [lax.stop_gradient(arrays[i]) for i in full]
-        amaxes = bind(weight_amax_p, *operands, lead=tuple(lead[i] for i in full), implementation=None)
-        for i, amax in zip(full, amaxes, strict=True):
-            found[i] = amax
-    return found

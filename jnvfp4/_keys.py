@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from ._arguments import as_key
 from ._compat import traced_functions
 from ._patterns import layer_path
+from ._weight_amax import WeightAmax
 
 LOOPS = frozenset({"scan", "fori_loop", "while_body", "while_cond"})
 """What JAX calls a function that it traces once and runs many times."""
@@ -38,7 +39,7 @@ class _Step(NamedTuple):
 
     key: jax.Array | None = None
     indices: tuple[ArrayLike, ...] = ()
-    amaxes: Mapping[str, Any] | None = None
+    amaxes: Mapping[str, WeightAmax | None] | None = None
 
 
 _step: ContextVar[_Step | None] = ContextVar("jnvfp4_step", default=None)
@@ -71,26 +72,29 @@ def step_key(key: jax.Array) -> Iterator[None]:
 
 
 @contextmanager
-def entered_amaxes(amaxes: Mapping[str, Any]) -> Iterator[None]:
+def entered_amaxes(amaxes: Mapping[str, WeightAmax | None]) -> Iterator[None]:
     """Gives layers the amaxes of their weights by path, for ``jnvfp4.sharding.step_amax``."""
     for path, amax in amaxes.items():
         if amax is not None:
-            check_step(f"step_amax: layer {path!r}", amax, "the amaxes of step_amax", _FIND_INSIDE)
+            check_step(f"step_amax: layer {path!r}", amax.value, "the amaxes of step_amax", _FIND_INSIDE)
     with _entered((_step.get() or _Step())._replace(amaxes=amaxes)):
         yield
 
 
 @contextmanager
 def layer_index(index: ArrayLike) -> Iterator[None]:
-    """Tells the layers called within their number in a loop, for ``step_key``: ``with jnvfp4.layer_index(i): ...``.
+    """Tells the layers called within their number in a loop: ``with jnvfp4.layer_index(i): ...``.
+
+    ``step_key`` makes a key of it, and ``jnvfp4.sharding.step_amax`` finds the amax of one of stacked weights by it.
 
     JAX traces the body of ``jax.lax.scan`` once for all layers, so a layer cannot know its number. Without
-    ``layer_index`` for every loop between ``step_key`` and a layer, the layer raises. Without ``step_key`` it has no
-    effect, so a model may contain it always.
+    ``layer_index`` for every loop between ``step_key`` and a layer, the layer raises. Without ``step_key`` and
+    ``step_amax`` it has no effect, so a model may contain it always.
 
     Args:
       index: an integer of at least 0, or a traced integer scalar: in a loop what the loop passes, such as an element of
-        ``jnp.arange(layers)`` that is scanned with the parameters.
+        ``jnp.arange(layers)`` that is scanned with the parameters. ``step_amax`` needs the place in the stack of
+        weights, from 0; a traced one beyond its end makes the layer's result NaN.
 
     Raises:
       TypeError: index is not one integer.
@@ -138,39 +142,27 @@ def layer_key(path: str) -> jax.Array:
     return fold_path(step.key, path, *indices)
 
 
-def layer_amax(path: str, batch: int = 0) -> jax.Array | None:
-    """Returns the amax of the weights of a layer of the current step; None where ``step_amax`` gives none.
+def layer_amax(op: str, path: str, w: jax.Array, batch: int = 0) -> jax.Array | None:
+    """Returns the amax of the weights w of a layer of the current step; None where ``step_amax`` gives none.
 
-    It has ``batch`` axes. Those before them count the layers of loops, of which ``layer_index`` has the numbers.
+    It has the first ``batch`` axes of w.
 
     Raises:
-      ValueError: the step has no amax for the path, or a loop has no index or one that is too large.
+      ValueError: the step has no amax for the path, or one of other weights.
     """
     step = _step.get()
     if step is None or step.amaxes is None:
         return None
     if path not in step.amaxes:
         raise ValueError(
-            f"layer {path!r}: step_amax must have the path of every quantized layer, got {', '.join(step.amaxes)}; "
+            f"{op}: step_amax must have the path of every quantized layer, got {', '.join(step.amaxes)}; "
             "None in the tree lets a layer find its amax"
         )
     amax = step.amaxes[path]
     if amax is None:
         return None
-    check_step(f"layer {path!r}", amax, "the amaxes of step_amax", _FIND_INSIDE)
-    stacked = amax.ndim - batch
-    if stacked < 0 or stacked > len(step.indices):
-        raise ValueError(
-            f"layer {path!r}: the amax of step_amax must have an axis for each of {batch} axes of experts, and before "
-            f"them one for each of {len(step.indices)} loops with jnvfp4.layer_index at most, got shape {amax.shape}"
-        )
-    if not stacked:
-        return amax
-    numbers = step.indices[-stacked:]
-    for number, size in zip(numbers, amax.shape, strict=False):
-        if not isinstance(number, jax.core.Tracer) and int(number) >= size:  # type: ignore[arg-type]
-            raise ValueError(f"layer {path!r}: layer_index must be less than {size}, got {number}")
-    return amax[numbers]
+    check_step(op, amax.value, "the amaxes of step_amax", _FIND_INSIDE)
+    return amax.of(op, w, batch, step.indices)
 
 
 def fold_path(key: jax.Array, path: str, *indices: ArrayLike) -> jax.Array:

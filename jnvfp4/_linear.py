@@ -28,6 +28,7 @@ from ._arguments import (
 from ._gather import Gather, Placement, as_gather, as_pair, gathered
 from ._primitives._base import Axes, axes_of, axes_of_dims, match_varying, resharded, without_axes
 from ._primitives._operands import check_parts
+from ._weight_amax import WeightAmax
 from .ops import contract_rows, dequantize, matmul_nt, quantize, quantize_pair, quantize_pair_rows, quantize_rows
 from .producers import Produced
 from .recipes import DEFAULT, Recipe
@@ -85,7 +86,7 @@ def linear(
     implementation: str | None = None,
     w_axes: WeightAxes = "nk",
     w_gather: tuple[Placement, Placement] | None = None,
-    w_amax: ArrayLike | None = None,
+    w_amax: ArrayLike | WeightAmax | None = None,
 ) -> jax.Array:
     """Computes x w^T + bias with quantized operands, in the forward GEMM and in both gradient GEMMs.
 
@@ -126,9 +127,9 @@ def linear(
         sums over tokens are reduce-scattered in float32 and then rounded to the dtype of w. A GEMM in high precision
         reads the original w, which XLA gathers in its own dtype. A sharding is a NamedSharding or, where the mesh is
         known (that of w, or of ``jax.set_mesh``), a PartitionSpec, and splits w between its blocks.
-      w_amax: float32 (), the amax of w as ``jnvfp4.sharding.weight_amax`` finds it for all weights of a step at once;
-        larger magnitudes saturate. It is that of every spec of w with amax scope "tensor" and without ``rht``. None
-        finds it here.
+      w_amax: float32 (), the amax of w; larger magnitudes saturate. Or the ``WeightAmax`` that
+        ``jnvfp4.sharding.weight_amax`` found for this weight, whose value is rounded to the dtype of w. It is that of
+        every spec of w with amax scope "tensor" and without ``rht``. None finds it here.
 
     Returns:
       [..., N] of ``out_dtype``. The gradients have the dtypes of x, w and bias. The backward pass keeps the quantized
@@ -248,7 +249,7 @@ def _checked_amax(op: str, recipe: Recipe, w: Any, w_amax: Any) -> jax.Array | N
             f'{op}: w_amax must be None, since no spec of w in the recipe has amax_scope "tensor" without rht, got '
             f"{w_amax!r}"
         )
-    amax = as_amax(op, w_amax)
+    amax = w_amax.of(op, w) if isinstance(w_amax, WeightAmax) else as_amax(op, w_amax)
     if amax.shape != () or amax.dtype != jnp.float32:
         raise ValueError(f"{op}: w_amax must be float32 of shape (), got {amax.dtype} of shape {amax.shape}")
     return amax
@@ -351,15 +352,16 @@ def _keeps_axes(op: str, x: jax.Array, recipe: Recipe) -> bool:
 def _check_axes_of_result(call: Call, x: jax.Array, w: Weight) -> None:
     """Refuses an axis of an Explicit mesh that the result would have twice, as ``lax.dot_general`` does."""
     of_w = jax.typeof(w.data if isinstance(w, NVFP4Tensor) else w)
-    of_n = axes_of_dims(of_w)[0 if call.w_axes == "nk" else 1]
-    if call.gather is not None and call.recipe.fprop is not None:
-        of_n = call.gather.gathered[0]
+    of_n, which = axes_of_dims(of_w)[0 if call.w_axes == "nk" else 1], f"w {of_w}"
+    if call.gather is not None:
+        of_n, which = call.gather.gathered[0], f"w_gather.gathered, {PartitionSpec(*call.gather.gathered)} of [N, K]"
+        of_n = () if of_n is PartitionSpec.UNCONSTRAINED else of_n
     rows = {axis for entry in axes_of_dims(jax.typeof(x))[:-1] for axis in axes_of(entry)}
     shared = [axis for axis in axes_of(of_n) if axis in rows]
     if shared:
         raise ValueError(
             f"{call.op}: the leading axes of x and N of w must be sharded over different axes of an Explicit mesh, got "
-            f"{shared[0]!r} for both, in x {jax.typeof(x)} and w {of_w}; gather w by w_gather, or shard it along K, "
+            f"{shared[0]!r} for both, in x {jax.typeof(x)} and {which}; gather w by w_gather, or shard it along K, "
             "over which its packed bytes are gathered"
         )
 
@@ -547,6 +549,8 @@ def _linear(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, w_ama
 def _unquantized(call: Call, x: jax.Array, w: jax.Array, bias: Any) -> jax.Array:
     """Computes y in high precision, from x and w as the caller passed them."""
     contracted = ([x.ndim - 1], [1 if call.w_axes == "nk" else 0])
+    if call.gather is not None:
+        w = (call.gather if call.w_axes == "nk" else call.gather.reversed).read(w)
     y = _high_precision(x, w, contracted, call.out_dtype if bias is None else jnp.float32, [None] * x.ndim)
     if bias is None:
         return y
@@ -689,8 +693,8 @@ def _high_precision(
     for i, entry in zip(rows, of_rows, strict=True):
         of_a[i] = entry
     for i, j in zip(*contracted, strict=True):
-        if of_a[i] is not None and of_b[j] is not None:
-            of_b[j] = of_a[i]  # lax.dot_general refuses others
+        if of_a[i] is not None and of_b[j] is not None:  # lax.dot_general refuses two that differ
+            of_a[i] = of_b[j] = without_axes(of_a[i], set(axes_of(of_b[col])))
     summed = any(entry is not None for entry in over)
     a, b = resharded(a, of_a), resharded(b, of_b)
     # JAX asks for the sharding of a result where it is a sum over an axis of an Explicit mesh.

@@ -358,8 +358,14 @@ def _layers_of_tree(tree: Any) -> list[Layer]:
 
 def weights_in(tree: Any, op: str = "weight_amax") -> dict[str, Any]:
     """Lists the weights in a tree of parameters by the paths of their layers: arrays of two or more axes."""
-    leaves = [(path_of_weight(keys), leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-    found = {path: leaf for path, leaf in leaves if path is not None and getattr(leaf, "ndim", 0) >= 2}
+    found: dict[str, Any] = {}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        path = path_of_weight(keys)
+        if path is None or getattr(leaf, "ndim", 0) < 2:
+            continue
+        if path in found:
+            raise ValueError(f"{op}: a layer must have one array named kernel, weight or w, got two in {path!r}")
+        found[path] = leaf
     if not found:
         raise TypeError(
             f"{op}: {_WHAT[op]} a tree of parameters with arrays of two or more axes named kernel, weight or w,"
@@ -369,6 +375,9 @@ def weights_in(tree: Any, op: str = "weight_amax") -> dict[str, Any]:
 
 
 _WHAT = {"Policy.explain": "model must be a Flax model, or", "weight_amax": "params must be"}
+
+
+WEIGHT_NAMES = ("kernel", "weight", "w")
 
 
 def path_of_weight(keys: Any) -> str | None:
@@ -381,7 +390,7 @@ def path_of_weight(keys: Any) -> str | None:
         path = path[:-1]
     if path[:1] == ["params"]:
         path = path[1:]
-    return "/".join(path[:-1]) if path and path[-1] in ("kernel", "weight", "w") else None
+    return "/".join(path[:-1]) if path and path[-1] in WEIGHT_NAMES else None
 
 
 # ---------------------------------------------------------------- names and checks

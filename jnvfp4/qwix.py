@@ -14,7 +14,7 @@ from ._dot_general import DotGeneral
 from ._einsum import contraction, einsum_of_layer
 from ._keys import layer_key
 from .flax import linen, nnx
-from .policy import Layer, Policy, depths_of
+from .policy import WEIGHT_NAMES, Layer, Policy, depths_of
 from .recipes import Recipe
 
 
@@ -106,7 +106,7 @@ class Provider(qwix.QuantizationProvider):
         if recipe is None:
             return None
         # A module may have several parameters, each of which is a layer.
-        named = path if names[side] == "kernel" else f"{path}/{names[side]}"
+        named = path if names[side] in WEIGHT_NAMES else f"{path}/{names[side]}"
         return recipe, named, self.policy.gather_of(path), side
 
     def _key(self, recipe: Recipe, path: str) -> jax.Array | None:

@@ -20,7 +20,7 @@ from operands import normal
 from jnvfp4 import NVFP4_2D, ROW_SCALED, Policy, Rule, linear, quantize, recipes
 from jnvfp4.flax import linen as jlinen
 from jnvfp4.flax import nnx as jnnx
-from jnvfp4.sharding import step_amax, weight_amax
+from jnvfp4.sharding import WeightAmax, step_amax, weight_amax
 
 DEVICES = jax.devices("cpu")[:2]  # a part of 32 rows has a block of 16
 GATHER = (P("x"), P())
@@ -88,7 +88,7 @@ def test_linen_einsum_and_attention_take_amaxes():
     got, want = (jax.jit(jax.grad(partial(loss, with_amaxes=yes)))(params) for yes in (True, False))
     assert_same_tensor(got, want)
     tree = weight_amax(params, QUANTIZED)["params"]
-    assert tree["block_0_gate"]["kernel"].shape == ()
+    assert tree["block_0_gate"]["kernel"].value.shape == ()
     assert tree["lm_head"]["kernel"] is None
 
 
@@ -115,7 +115,7 @@ def test_nnx_takes_amaxes_and_gathers_bytes(box):
 def test_a_model_whose_paths_step_amax_does_not_have():
     model, x = Stack(), normal((16, WIDTH))
     params = model.init(jax.random.key(0), x)
-    amaxes = {"params": {"block_0": {"up": {"kernel": jnp.float32(1)}}}}
+    amaxes = {"params": {"block_0": {"up": {"kernel": WeightAmax(jnp.float32(1), (WIDTH, 2 * WIDTH))}}}}
     with pytest.raises(ValueError, match="layer 'block_0/down': step_amax must have the path"):
         jax.jit(partial(linen_loss, model, QUANTIZED))(params, x, amaxes=amaxes)
 

@@ -32,7 +32,7 @@ from jnvfp4 import (
     quantize,
     recipes,
 )
-from jnvfp4.sharding import all_gather, gather_quantized, step_amax, weight_amax
+from jnvfp4.sharding import WeightAmax, all_gather, gather_quantized, step_amax, weight_amax
 
 CPUS = jax.devices("cpu")[:8]
 ROWS, COLUMNS, WHOLE = P("x", None), P(None, "x"), P(None, None)
@@ -188,7 +188,9 @@ def test_gather_quantized_has_no_derivative():
         (P("z"), WHOLE, r"sharded must have axes of the mesh that shard_map leaves alone, \['x'\], got 'z'"),
         (P(None, "x"), WHOLE, r"sharded must split axis 1 of shape \(128, 64\) into multiples of 16, got .* 8 ways"),
         (P("x"), P(None, "x"), "gathered must split axis 1"),
-        ("x", WHOLE, "must be None or a pair"),
+        ("x", WHOLE, "sharded must be a PartitionSpec or a NamedSharding, got 'x'"),
+        (ROWS, None, "gathered must be a PartitionSpec or a NamedSharding, got None"),
+        (ROWS, NamedSharding(jax.make_mesh((4, 2), ("x", "y"), devices=CPUS), P()), "gathered must be of the mesh"),
     ],
 )
 def test_gather_quantized_refuses(sharded, gathered, message):
@@ -233,8 +235,7 @@ def test_linear_with_gathered_weights(devices, kind, w_axes, layout):
     np.testing.assert_allclose(got["dw"], want["dw"], rtol=1e-5, atol=1e-3)
     for name, spec in (("y", ROWS), ("dx", ROWS), ("dw", layout)):
         assert_sharded(got[name], mesh, spec)
-    assert gathers(found) == ["u8[256,128]"] * 2 + ["u8[256,16]"] * 2 or len(found) < 8  # XLA may combine them
-    assert dtypes_of(gathers(found)) == {"u8"}
+    assert gathers(found) == ["u8[256,128]", "u8[256,16]"]  # once: they are tiles
     others = {(op, shape) for op, shape in found if op != "all-gather" and not is_maximum(shape)}
     part = 256 // len(devices)
     assert others == {("reduce-scatter", f"f32[{part},256]" if layout == ROWS else f"f32[256,{part}]")}
@@ -304,6 +305,30 @@ def test_a_weight_in_tiles_is_gathered_once(recipe):
     assert codes.count("u8[512,128]") == bool(recipe.fprop)
 
 
+def test_an_explicit_mesh_gathers_what_high_precision_reads():
+    """Also where w is split over the axis of the tokens; and an error names the sharding that does not fit."""
+    mesh = make_mesh(CPUS, "x", "explicit")
+    x, w = normal((256, 256), 1, "fp32"), normal((256, 256), 2, "fp32")
+    f = partial(vjp_of, recipe=Recipe(fprop=None))
+    want = jax.jit(f)(*home(CPUS, (x, w, x)))
+    placed = put(x, mesh, ROWS), put(w, mesh, ROWS), put(x, mesh, ROWS)
+    got = jax.jit(partial(f, w_gather=(ROWS, WHOLE)))(*placed)
+    for name in want:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-3, err_msg=name)
+    with pytest.raises(
+        ValueError, match=r"over different axes of an Explicit mesh, got 'x' for both, .* w_gather.gath"
+    ):
+        linear(*placed[:2], w_gather=(ROWS, ROWS))
+
+
+def test_high_precision_where_n_has_an_axis_of_k():
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Explicit,) * 3, devices=CPUS)
+    x, w = normal((64, 128), 1, "fp32"), normal((128, 128), 2, "fp32")
+    f = partial(linear, recipe=Recipe(fprop=None))
+    got = jax.jit(f)(put(x, mesh, P(None, ("b", "a"))), put(w, mesh, P("a", "b")))
+    np.testing.assert_allclose(got, f(x, w), rtol=1e-5, atol=1e-3)
+
+
 def test_frozen_weights_are_gathered_as_bytes(devices):
     mesh, x, w = make_mesh(devices, "x"), normal((256, 256), 1, "fp32"), normal((256, 256), 2)
     q = quantize(w)
@@ -325,6 +350,8 @@ def test_fsdp_beside_tensor_parallel_weights(devices):
     )
     for name in want:
         np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-3, err_msg=name)
+    if devices[0].platform == "cpu":
+        assert_bitwise(got["y"], want["y"])  # no sum over devices
     assert_sharded(got["y"], mesh, P("x", "y"))
     assert_sharded(got["dw"], mesh, gather[0])
     assert dtypes_of(gathers(found)) == {"u8"}
@@ -440,7 +467,7 @@ def test_weight_amax_is_one_all_reduce(devices, kind):
     for name, layer in params_of().items():
         w = np.abs(np.asarray(layer["kernel"], np.float32))
         want = w.max((1, 2)) if w.ndim == 3 else w.max()
-        assert_bitwise(got[name]["kernel"], want, name)
+        assert_bitwise(got[name]["kernel"].value, want, name)
         assert got[name]["bias"] is None
     assert [op for op, _ in found] == ["all-reduce"]
 
@@ -450,7 +477,7 @@ def test_weight_amax_of_special_numbers():
     w = np.zeros((3, 16, 64), np.float32)
     w[0, 3, 3], w[1, 9, 9], w[2, 1, 1] = -np.nan, 1e-45, -np.inf
     f = partial(weight_amax, policy=Policy(default=recipes.DEFAULT), stacked="up")
-    got = jax.jit(f)({"up": {"w": put(jnp.asarray(w), mesh, P(None, "x"))}})["up"]["w"]
+    got = jax.jit(f)({"up": {"w": put(jnp.asarray(w), mesh, P(None, "x"))}})["up"]["w"].value
     for i in range(3):
         assert_bitwise(got[i], quantize(jnp.asarray(w[i])).amax)
 
@@ -459,8 +486,8 @@ def test_weight_amax_under_vmap_and_of_no_elements():
     f = partial(weight_amax, policy=Policy(default=recipes.DEFAULT))
     w = {"up": {"w": normal((4, 32, 64))}, "down": {"w": jnp.zeros((4, 0, 64))}}
     got = jax.vmap(f)(w)
-    assert_bitwise(got["up"]["w"], jnp.max(jnp.abs(w["up"]["w"]), (1, 2)).astype(jnp.float32))
-    assert_bitwise(got["down"]["w"], np.zeros(4, np.float32))
+    assert_bitwise(got["up"]["w"].value, jnp.max(jnp.abs(w["up"]["w"]), (1, 2)).astype(jnp.float32))
+    assert_bitwise(got["down"]["w"].value, np.zeros(4, np.float32))
 
 
 def test_weight_amax_follows_the_policy():
@@ -475,11 +502,17 @@ def test_weight_amax_follows_the_policy():
     [
         (lambda p: weight_amax(p, recipes.DEFAULT), "policy must be a jnvfp4.Policy"),
         (lambda p: weight_amax(p, Policy(default=recipes.DEFAULT), stacked="x.*"), "stacked must select a layer"),
+        (
+            lambda p: weight_amax(p, Policy(default=recipes.DEFAULT), stacked="("),
+            r"stacked must be a regular .* got '\('",
+        ),
+        (lambda p: weight_amax(p, Policy(default=recipes.DEFAULT), stacked=["up"]), "stacked must be a regular"),
+        (lambda p: weight_amax({"up": p["up"] | {"w": W}}, Policy(default=recipes.DEFAULT)), "got two in 'up'"),
         (lambda p: weight_amax({"b": p}, Policy([Rule("x", None)])), "every rule must match a layer"),
         (lambda p: weight_amax({"b": jnp.ones(3)}, Policy()), "params must be a tree of parameters with arrays"),
         (
             lambda p: weight_amax({"up": {"w": jnp.ones((4, 4), int)}}, Policy(default=Recipe())),
-            "params must be float32",
+            "params up must be float32",
         ),
     ],
 )
@@ -622,8 +655,9 @@ def check_product(product, shapes, of_x, sharded, amax):
     want = jax.jit(partial(grads_of, product))(*home(CPUS, (x, w)))
     given = partial(product, w_gather=(sharded, P()), w_amax=amax(w))
     got, found = run(partial(grads_of, given), put(x, mesh, of_x), put(w, mesh, sharded))
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-3)
+    assert_bitwise(got[0], want[0], "y")
+    assert_bitwise(got[1], want[1], "dx")
+    np.testing.assert_allclose(got[2], want[2], rtol=1e-5, atol=1e-3)  # a sum over devices
     assert_sharded(got[2], mesh, sharded)
     codes = [shape for shape in gathers(found) if elements(shape) > 1024]  # others are amaxes of experts
     assert codes
@@ -654,6 +688,7 @@ def test_einsum_with_gathered_experts():
         ({"w_gather": (P("x"), P())}, r"w_gather must not gather the batch axes \(0,\)"),
         ({"w_amax": 1.0}, r"w_amax must have the batch axes of rhs, \(2,\), got shape \(\)"),
         ({"w_gather": "x"}, "w_gather must be None or a pair"),
+        ({"w_gather": (P(None, None, None, None, "z"), P())}, "w_gather must have at most 4 entries"),
     ],
 )
 def test_einsum_refuses(options, message):
@@ -667,39 +702,12 @@ def dot(path, x, w, recipe=recipes.DEFAULT):
     return DotGeneral(recipe, path)(x, w, (((1,), (0,)), ((), ())))
 
 
-def test_step_amax_reaches_the_layer():
-    x, w = normal((32, 64), 1), normal((64, 32), 2)
-    amaxes = {"up": {"kernel": jnp.float32(50.0)}, "down": {"kernel": None}}
-    with step_amax(amaxes):
-        got, other = dot("up", x, w), dot("down", x, w)
-    assert_bitwise(got, linear(x, w, w_axes="kn", w_amax=50.0))
-    assert_bitwise(other, linear(x, w, w_axes="kn"))
+X, W = normal((32, 64), 1), normal((64, 32), 2)
 
 
-def test_step_amax_and_step_key_in_either_order():
-    x, w, amaxes = normal((32, 64), 1), normal((64, 32), 2), {"up": {"kernel": jnp.float32(50.0)}}
-    recipe = Recipe(fprop=(NVFP4, NVFP4_SR))
-    with step_amax(amaxes), jnvfp4.step_key(KEY):
-        one = dot("up", x, w, recipe)
-        key = jnvfp4.layer_key("up")
-    with jnvfp4.step_key(KEY), step_amax(amaxes):
-        assert_bitwise(dot("up", x, w, recipe), one)
-    assert_bitwise(one, linear(x, w.T, recipe, key=key, w_amax=50.0))
-
-
-def test_step_amax_is_not_kept_in_what_jax_has_traced():
-    """A jitted layer that was traced in one step is traced again in another."""
-    x, w = normal((32, 64), 1), normal((64, 32), 2)
-    layer = jax.jit(partial(dot, "up"))
-
-    @jax.jit
-    def f(amax):
-        with step_amax({"up": {"w": amax}}):
-            return layer(x, w)
-
-    assert_bitwise(f(jnp.float32(50.0)), linear(x, w, w_axes="kn", w_amax=50.0))
-    assert_bitwise(layer(x, w), linear(x, w, w_axes="kn"))
-    assert_bitwise(f(jnp.float32(5.0)), linear(x, w, w_axes="kn", w_amax=5.0))
+def amax_of_w(value, **options):
+    """As if found for ``W``."""
+    return WeightAmax(jnp.float32(value), W.shape, **options)
 
 
 def in_step(amaxes, call):
@@ -710,34 +718,108 @@ def in_step(amaxes, call):
     return jax.jit(f)(amaxes)
 
 
-X, W = normal((32, 64), 1), normal((64, 32), 2)
+def test_step_amax_reaches_the_layer():
+    with step_amax({"up": {"kernel": amax_of_w(50)}, "down": {"kernel": None}}):
+        got, other = dot("up", X, W), dot("down", X, W)
+    assert_bitwise(got, linear(X, W, w_axes="kn", w_amax=50.0))
+    assert_bitwise(got, linear(X, W, w_axes="kn", w_amax=amax_of_w(50)))
+    assert_bitwise(other, linear(X, W, w_axes="kn"))
+
+
+def test_step_amax_and_step_key_in_either_order():
+    amaxes, recipe = {"up": {"kernel": amax_of_w(50)}}, Recipe(fprop=(NVFP4, NVFP4_SR))
+    with step_amax(amaxes), jnvfp4.step_key(KEY):
+        one = dot("up", X, W, recipe)
+        key = jnvfp4.layer_key("up")
+    with jnvfp4.step_key(KEY), step_amax(amaxes):
+        assert_bitwise(dot("up", X, W, recipe), one)
+    assert_bitwise(one, linear(X, W.T, recipe, key=key, w_amax=50.0))
+
+
+def test_step_amax_is_not_kept_in_what_jax_has_traced():
+    """A jitted layer that was traced in one step is traced again in another."""
+    layer = jax.jit(partial(dot, "up"))
+
+    @jax.jit
+    def f(amax):
+        with step_amax({"up": {"w": WeightAmax(amax, W.shape)}}):
+            return layer(X, W)
+
+    assert_bitwise(f(jnp.float32(50.0)), linear(X, W, w_axes="kn", w_amax=50.0))
+    assert_bitwise(layer(X, W), linear(X, W, w_axes="kn"))
+    assert_bitwise(f(jnp.float32(5.0)), linear(X, W, w_axes="kn", w_amax=5.0))
+
+
+@pytest.mark.parametrize("amaxes", [None, 3.0, {}, {"up": {"kernel": 1.0}}, {"up": {"kernel": jnp.float32(1)}}])
+def test_step_amax_refuses_what_is_no_tree_of_amaxes(amaxes):
+    with pytest.raises(TypeError, match="step_amax: amaxes must be a tree of weight_amax"), step_amax(amaxes):
+        pass
 
 
 def test_a_path_that_step_amax_does_not_have():
     with pytest.raises(ValueError, match=r"layer 'down': step_amax must have the path of every .* layer, got up; None"):
-        in_step({"up": {"kernel": jnp.float32(1)}}, lambda: dot("down", X, W))
+        in_step({"up": {"kernel": amax_of_w(1)}}, lambda: dot("down", X, W))
 
 
-def test_a_stack_of_amaxes_needs_the_number_of_the_layer():
-    amaxes = {"up": {"kernel": jnp.ones(3)}}
-    with pytest.raises(
-        ValueError, match=r"layer 'up': the amax of step_amax must have an axis for .* got shape \(3,\)"
-    ):
-        in_step(amaxes, lambda: dot("up", X, W))
+STACKED = {"up": {"kernel": WeightAmax(jnp.arange(3.0), (3, *W.shape), stacked=True)}}
 
-    def indexed(i):
-        with jnvfp4.layer_index(i):
-            return dot("up", X, W)
 
+def indexed(*numbers):
+    """A layer within loops that have these numbers."""
+    if not numbers:
+        return dot("up", X, W)
+    with jnvfp4.layer_index(numbers[0]):
+        return indexed(*numbers[1:])
+
+
+def test_the_number_of_a_layer_is_its_place_in_the_stack():
+    assert_bitwise(in_step(STACKED, lambda: indexed(2)), linear(X, W, w_axes="kn", w_amax=2.0))
     with pytest.raises(ValueError, match=r"layer 'up': layer_index must be less than 3, got 3"):
-        in_step(amaxes, lambda: indexed(3))
-    assert_bitwise(
-        in_step({"up": {"kernel": jnp.arange(3.0)}}, lambda: indexed(2)), linear(X, W, w_axes="kn", w_amax=2.0)
-    )
+        in_step(STACKED, lambda: indexed(3))
+    for numbers in ((), (1, 2)):  # of several loops none is known to be that of the stack
+        with pytest.raises(ValueError, match=f"must be in one jnvfp4.layer_index, .* got {len(numbers)}; pass"):
+            in_step(STACKED, partial(indexed, *numbers))
+    traced = jax.jit(lambda amaxes, i: in_step(amaxes, lambda: indexed(i)))
+    assert_bitwise(traced(STACKED, 2), linear(X, W, w_axes="kn", w_amax=2.0))
+    assert np.isnan(np.asarray(traced(STACKED, 3), np.float32)).all()
+
+
+def test_a_scan_may_slice_amaxes_with_the_weights():
+    stack = jnp.stack([W, 2 * W, 3 * W])
+    amax = weight_amax({"up": {"w": stack}}, Policy(default=recipes.DEFAULT), stacked="up")["up"]["w"]
+    layer = lambda _, of: (None, linear(X, of[0], w_axes="kn", w_amax=of[1]))  # noqa: E731
+    got = jax.lax.scan(layer, None, (stack, amax))[1]
+    for y, w in zip(got, stack, strict=True):
+        assert_bitwise(y, linear(X, w, w_axes="kn"))
+
+
+@pytest.mark.parametrize(
+    ("amax", "w"),
+    [
+        (WeightAmax(jnp.float32(1), (3, *W.shape)), W),  # of a stack that weight_amax was not told of
+        (WeightAmax(jnp.ones(2), (2, 2, *W.shape), stacked=True), jnp.stack([W, W])),  # of layers of experts
+        (WeightAmax(jnp.float32(1), W.shape), W[:32]),
+    ],
+    ids=["forgotten stack", "layers of experts", "other weights"],
+)
+def test_an_amax_of_other_weights_is_refused(amax, w):
+    batch = tuple(range(w.ndim - 2))
+    x = normal((*w.shape[:-2], 32, w.shape[-2]), 1)
+    dims = (((x.ndim - 1,), (w.ndim - 2,)), (batch, batch))
+
+    def layer():
+        with jnvfp4.layer_index(1):
+            return DotGeneral(recipes.DEFAULT, "up")(x, w, dims)
+
+    with pytest.raises(ValueError, match="layer 'up': the amax of weight_amax must be that of the weights, of shape"):
+        in_step({"up": {"kernel": amax}}, layer)
+    if w.ndim == 2:
+        with pytest.raises(ValueError, match="linear: the amax of weight_amax must be that of the weights, of shape"):
+            linear(x, w, w_axes="kn", w_amax=amax)
 
 
 def test_amaxes_must_not_be_constants_of_a_step():
-    amaxes = {"up": {"kernel": jnp.float32(1)}}
+    amaxes = {"up": {"kernel": amax_of_w(1)}}
     with step_amax(amaxes), pytest.raises(ValueError, match="layer 'up': the amaxes of step_amax must be traced with"):
         jax.jit(partial(dot, "up"))(X, W)
 
@@ -754,8 +836,21 @@ def test_amaxes_must_not_be_constants_of_a_step():
 
 def test_a_layer_that_takes_no_amax_needs_none():
     recipe = Recipe((NVFP4, ROW_SCALED), None, None)
-    with step_amax({"other": {"w": jnp.float32(1)}}):
+    with step_amax({"other": {"w": amax_of_w(1)}}):
         assert_bitwise(dot("up", X, W, recipe), linear(X, W, recipe, w_axes="kn"))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("size", [1.0, 1e-6, 1e-37], ids=str)
+def test_amaxes_of_parameters_that_the_layer_casts(native, dtype, size):
+    """The largest 16-bit number is not the largest parameter; it may be subnormal, or zero."""
+    x, w = normal((32, 64), 1), normal((64, 32), 2, "fp32") * size
+    cast = w.astype(dtype)
+    amax = weight_amax({"up": {"w": w}}, Policy(default=recipes.DEFAULT))
+    assert amax["up"]["w"].value != jnp.max(jnp.abs(cast)).astype(jnp.float32)
+    want = linear(x, cast, w_axes="kn")
+    assert_bitwise(in_step(amax, lambda: dot("up", x, cast)), want)
+    assert_bitwise(jax.jit(partial(linear, w_axes="kn"))(x, cast, w_amax=amax["up"]["w"]), want)
 
 
 # ---------------------------------------------------------------- policies
@@ -768,12 +863,3 @@ def test_a_rule_has_its_own_gather():
     for make in (partial(Rule, "up", None), Policy, partial(DotGeneral, recipes.DEFAULT, "up")):
         with pytest.raises(TypeError, match="w_gather must be None or a pair"):
             make(w_gather=ROWS)
-
-
-def test_step_amax_of_parameters_that_the_layer_casts():
-    """The largest bfloat16 number is not the largest parameter."""
-    x, w = normal((32, 64), 1), normal((64, 32), 2, "fp32")
-    cast = w.astype(jnp.bfloat16)
-    assert jnp.max(jnp.abs(w)) != jnp.max(jnp.abs(cast)).astype(jnp.float32)
-    with step_amax(weight_amax({"up": {"w": w}}, Policy(default=recipes.DEFAULT))):
-        assert_bitwise(dot("up", x, cast), linear(x, cast, w_axes="kn"))
