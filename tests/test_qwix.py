@@ -121,7 +121,8 @@ class OfWeight(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return x @ self.param("w", nn.initializers.normal(), (32, 32))
+        w = self.param("w", nn.initializers.normal(), (32, 32))
+        return jax.lax.dot_general(x, w, (((1,), (0,)), ((), ())))
 
 
 def test_layers_take_the_amaxes_of_the_step():
