@@ -15,6 +15,7 @@
 
 #include "../kernels.h"
 #include "sm90_decode.cuh"
+#include "sm90_launch.cuh"
 #include "sm90_ptx.cuh"
 
 namespace jnvfp4::small_m {
@@ -103,23 +104,13 @@ constexpr int kMostShared = 227 << 10;  // bytes that a thread block of Hopper m
 inline cudaError_t launch_clusters(void (*kernel)(Args), Args a, int tiles, int threads, int bytes,
                                    cudaStream_t stream) {
   const int ranks = 1 << a.rank_bits;
-  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;  // the kernel waits for the one ahead
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = static_cast<unsigned>(ranks);
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.blockDim = dim3(static_cast<unsigned>(threads)), config.dynamicSmemBytes = static_cast<size_t>(bytes);
-  config.stream = stream, config.attrs = attributes, config.numAttrs = ranks > 1 ? 2 : 1;
+  cudaError_t status = cudaSuccess;
   constexpr int64_t kMost = 65535;
   for (a.first = 0; a.first < a.g.shape.batch && status == cudaSuccess; a.first += kMost) {
-    const auto matrices = static_cast<unsigned>(std::min(a.g.shape.batch - a.first, kMost));
-    config.gridDim = dim3(static_cast<unsigned>(tiles * ranks), matrices);
-    status = cudaLaunchKernelEx(&config, kernel, a);
+    const dim3 grid(static_cast<unsigned>(tiles * ranks),
+                    static_cast<unsigned>(std::min(a.g.shape.batch - a.first, kMost)));
+    status = launch_early(kernel, grid, static_cast<unsigned>(threads), static_cast<unsigned>(ranks), bytes, stream, a);
   }
-  if (status != cudaSuccess) cudaGetLastError();  // it is returned, and not to be found by the next launch
   return status;
 }
 
