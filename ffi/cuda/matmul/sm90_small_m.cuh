@@ -171,15 +171,15 @@ template <class S>
 struct Walk {
   int unit, group, end, left;           // where it is; the end of its groups of this unit; full turns that are left
   int last_unit, last_group, last_end;  // in the last turn
-  int groups;
 
   // How many warps share a unit of a turn of `rest` units, as the exponent of 2.
   __host__ __device__ static constexpr int sharing(int rest) {
     return (2 * rest <= S::kWarps) + (4 * rest <= S::kWarps) + (8 * rest <= S::kWarps);
   }
 
-  __device__ __forceinline__ explicit Walk(const Share& share) : group(0), groups(share.groups) {
-    const int warp = threadIdx.x / 32, first = share.unit(share.rank), units = share.unit(share.rank + 1) - first;
+  __device__ __forceinline__ explicit Walk(const Share& share) : group(0) {
+    const int groups = share.groups, warp = threadIdx.x / 32, first = share.unit(share.rank),
+              units = share.unit(share.rank + 1) - first;
     left = S::kOneUnit ? 0 : units / S::kWarps, unit = first + warp, end = warp < units ? groups : 0;
     if (S::kOneUnit) return;
     const int rest = units - left * S::kWarps;
@@ -309,19 +309,19 @@ struct Ring {
   const uint8_t *data, *scale;       // of the first column of the thread block
   const uint8_t *low, *high, *thin;  // of this lane in the next stage: codes of columns g and g + 8; scales
   int wide, narrow;                  // bytes of a row of codes and of scales
-  int last, depth, groups;
+  int last, depth;
   Walk<S> at;   // of the next stage
   uint32_t to;  // of this lane, in the next stage
   int both;     // the sum of its places in both stages
   bool ragged;
 
   __device__ __forceinline__ Ring(const MatmulArgs& g, const Share& share, uint32_t ring, const Walk<S>& start)
-      : depth(static_cast<int>(g.shape.depth)), groups(share.groups), at(start) {
+      : depth(static_cast<int>(g.shape.depth)), at(start) {
     const int lane = threadIdx.x % 32, cols = static_cast<int>(g.shape.cols), col0 = share.group0 * 16;
     const int64_t row0 = share.matrix * cols + col0;
     wide = depth >> 1, narrow = depth / kBlock;
     data = static_cast<const uint8_t*>(g.b.data) + row0 * wide, scale = g.b.scale + row0 * narrow;
-    last = cols - 1 - col0, ragged = col0 + groups * 16 > cols;
+    last = cols - 1 - col0, ragged = col0 + share.groups * 16 > cols;
     to = ring + lane * 16, both = static_cast<int>(2 * to + S::kStage);
     point();
   }
