@@ -1,4 +1,4 @@
-// What the fused kernels of Hopper need before they start.
+// What the kernels of Hopper that are fused, and that of windows, need before they start.
 #include "sm90_decode.cuh"
 #include "sm90_fused.h"
 #include "sm90_launch.cuh"

@@ -55,7 +55,7 @@ struct WindowsConfig {
   // Factors that threads read have a slot more than numbers have stages, which are released before.
   static constexpr int kStages = kBoth ? 5 : 4, kSlots = kBoth ? kStages : kStages + 1;
   static constexpr int kTokenBytes = kTokens * 128, kColumnBytes = kColumns * 128;
-  // Factors of tokens that have no windows come with the last window of a tile. Others are pieces (FactorsOf).
+  // Factors of tokens that have no windows come with the last window of a part. Others are pieces (FactorsOf).
   static constexpr int kFactor = kBoth ? 16 : 4, kColumnFactors = kColumns * kFactor, kTokenFactors = kTokens * kFactor;
   static constexpr int kFactors = kColumnFactors + kTokenFactors;
   using Writer = TileWriter<kTokens, false>;
