@@ -1,4 +1,4 @@
-// What the kernels of Hopper that are fused, and that of windows, need before they start.
+// What runs before the fused kernels of Hopper, and before that of windows: it prepares their operands.
 #include "sm90_decode.cuh"
 #include "sm90_fused.h"
 #include "sm90_launch.cuh"
@@ -8,7 +8,7 @@
 namespace jnvfp4 {
 namespace {
 
-// ---------------------------------------------------------------- the left operand
+// ---------------------------------------------------------------- the left operand of the fused kernels
 // Fragment order, inside a window of 64 along K: position 16 j + 8 q + 2 t + b holds element 16 t + 8 (j / 2) +
 // 2 (j % 2) + q + 4 b. Lane t of a quad then needs for the four k16 steps j of wgmma exactly the elements of block t: 8
 // neighbouring bytes of codes and one scale of a row of b.
