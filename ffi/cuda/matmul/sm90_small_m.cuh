@@ -559,9 +559,9 @@ __device__ __forceinline__ void finish_slots(const Args& a, const Share& share, 
     } else {
 #pragma unroll 4
       for (int r = 0; r < share.ranks; ++r) add(s, load_from_rank(sums + slot * 16, r));
-#pragma unroll
-      for (float sum : s) asm volatile("" ::"f"(sum));  // used, before this thread block meets the others
     }
+#pragma unroll
+    for (float sum : s) asm volatile("" ::"f"(sum));  // used, before this thread block meets the others
     Slot<left, S> of{a, share.matrix};
     of.place(share, slot);
     if (slot == range.first)
