@@ -239,8 +239,9 @@ WindowsScratch windows_scratch(const GemmShape& shape, const FusedPlan& plan) {
   const int64_t tokens = up(shape.rows, plan.tokens), columns = up(shape.cols, kFusedCols);
   s.token_rows = (shape.batch - 1) * shape.rows + tokens, s.column_rows = (shape.batch - 1) * shape.cols + columns;
   s.tokens = take(s.token_rows * depth * 2), s.columns = take(s.column_rows * depth * 2);
-  const int64_t factor = plan.tokens == kBothWindowsTokens ? 16 : 4;
-  s.token_factors = take(shape.batch * tokens * windows * factor);
+  const bool both = plan.tokens == kBothWindowsTokens;  // tokens have one factor each, if they have no windows
+  const int64_t factor = both ? 16 : 4;
+  s.token_factors = take(shape.batch * tokens * (both ? windows : 1) * factor);
   s.column_factors = take(shape.batch * columns * windows * factor);
   s.sums = take(fused_sums(tiles, plan) * 4);
   s.flag_count = tiles * (plan.splits - 1) * 4;

@@ -339,20 +339,25 @@ def test_windows_of_many_matrices(hopper, a_format, b_format, shared, matrices, 
 
 
 @every_side
-@pytest.mark.parametrize("amax", [0.0, np.inf, np.nan, 1e30, 1e-30], ids=str)
-def test_amax_of_a_window_that_is_no_ordinary_number(hopper, a_format, b_format, amax):
+@pytest.mark.parametrize(
+    "amaxes",
+    [(x, x) for x in (0.0, np.inf, np.nan, 1e34, 1e30, 1e19, 1e-30)] + [(-2688.0, np.inf), (np.inf, -2688.0)],
+    ids=str,
+)
+def test_amax_of_a_window_that_is_no_ordinary_number(hopper, a_format, b_format, amaxes):
     """Of one window of each side that has them, so that both also meet each other."""
     a, b = windowed(0, (40, 192), a_format), windowed(1, (50, 192), b_format)
 
-    def with_amax(t, row):
+    def with_amax(t, row, amax):
         if t.format is not WINDOW:
             return t
         return NVFP4Tensor(t.data, t.scale, t.amax.at[row, 1].set(amax), WINDOW)
 
-    a, b = with_amax(a, 3), with_amax(b, 5)
+    a, b = with_amax(a, 3, amaxes[0]), with_amax(b, 5, amaxes[1])
     got, want = multiply(hopper, "windows", a, b), np.asarray(jnvfp4.matmul_nt(a, b, out_dtype=np.float32))
     others = np.ones((40, 50), bool)
-    others[3], others[:, 5] = a_format is not WINDOW, others[:, 5] & (b_format is not WINDOW)
+    others[3] = a_format is not WINDOW
+    others[:, 5] &= b_format is not WINDOW
     assert_bitwise(got[others], want[others])
     assert np.array_equal(np.isnan(got), np.isnan(want))
     finite = np.isfinite(want)

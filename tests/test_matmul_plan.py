@@ -225,10 +225,12 @@ def test_scratch_of_windows(shape):
     batch, m, n, k = shape
 
     def scratch(tokens, columns, a_windows, b_windows):
-        tile, factor = (128, 16) if a_windows and b_windows else (192, 4)
+        both = a_windows and b_windows
+        tile, factor, token_factors = (128, 16, k // 64) if both else (192, 4, 1)
         padded = up(tokens, tile), up(columns, 256)
         numbers = sum(up(((batch - 1) * r + p) * k * 2, 256) for r, p in zip((tokens, columns), padded, strict=True))
-        factors = sum(up(batch * p * (k // 64) * factor, 256) for p in padded)
+        counts = token_factors, k // 64  # of a row
+        factors = sum(up(batch * p * count * factor, 256) for p, count in zip(padded, counts, strict=True))
         parts = _native.extensions()["cpu"].plan_windows(*shape, a_windows, b_windows)
         parts_of_tiles = batch * (padded[0] // tile) * (padded[1] // 256) * (parts - 1)
         return numbers + factors + parts_of_tiles * tile * 256 * 4 + up(parts_of_tiles * 4 * 4, 256)

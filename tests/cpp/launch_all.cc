@@ -209,10 +209,13 @@ void fused(const MatmulOperand& a, const MatmulOperand& b, const MatmulResult& r
       if (splits > 1 && 2 * splits > (s.depth + kFusedDepth - 1) / kFusedDepth) continue;
       for (bool exchanged : {false, true}) {
         if (exchanged && (tokens < 128 || !a.quantized())) continue;
-        const FusedPlan plan{tokens, splits, exchanged, 0};
-        Buffer scratch(fused_scratch(fused_shape(s, plan), plan).bytes);
-        check(launch_sm90_fused({a, b, result, s}, plan, scratch.as<void>(), nullptr), "sm90_fused");
-        check(cudaDeviceSynchronize(), "sm90_fused");
+        for (int64_t whole : {0, 1}) {  // one whole tile fills no wave: the parts of the others are launched after it
+          const FusedPlan plan{tokens, splits, exchanged, whole};
+          if (whole && (splits == 1 || fused_tiles(fused_shape(s, plan), plan) == 1)) continue;
+          Buffer scratch(fused_scratch(fused_shape(s, plan), plan).bytes);
+          check(launch_sm90_fused({a, b, result, s}, plan, scratch.as<void>(), nullptr), "sm90_fused");
+          check(cudaDeviceSynchronize(), "sm90_fused");
+        }
       }
     }
 }
@@ -321,6 +324,7 @@ int main(int count, char** arguments) {
   for (const Shape& s : whole) transpose(s);
   transpose({2, 272, 544});  // whole squares and parts of them
   transpose({1, 1024, 512});
+  for (const Shape& s : {Shape{140, 80, 144}, Shape{140, 272, 544}}) transpose(s);  // squares for every multiprocessor
   const std::vector<Shape> long_rows{{1, 2, 8208}, {1, 3, 16464}};  // more than a thread block holds of a row
   for (Float kind : kFloats) {
     for (const std::vector<Shape>& shapes : {whole, ragged})

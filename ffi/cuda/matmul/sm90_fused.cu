@@ -57,6 +57,7 @@ cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* 
   const int64_t slots = (s.depth + kFusedDepth - 1) / kFusedDepth;
   if (items > INT32_MAX) return cudaErrorInvalidConfiguration;                   // more results than any memory holds
   if (plan.splits > 1 && slots < 2 * plan.splits) return cudaErrorInvalidValue;  // plan_fused makes no such parts
+  if (plan.exchanged && (plan.tokens < 128 || !g.a.quantized())) return cudaErrorInvalidValue;  // nor exchanges these
   auto* const bytes = static_cast<uint8_t*>(scratch);
   const FusedScratch at = fused_scratch(s, plan);
   FusedMaps maps;

@@ -59,8 +59,7 @@ struct FusedResult {
     return kExchanged ? amax(a.g.a, each_column(), row, a.columns, a.a_matrices)
                       : amax(a.g.b, each_column(), row, a.columns, a.b_matrices);
   }
-  // 1 for a dense operand. `each`: whether rows of a matrix have several. `shared`: else the
-  // matrices that share one.
+  // 1 for a dense operand. `each`: whether rows of a matrix have several. `shared`: else the matrices that share one.
   __device__ __forceinline__ float amax(const MatmulOperand& x, bool each, int row, int rows, int shared) const {
     if (!x.quantized()) return 1.0f;
     return each ? amax_of(x, int64_t{writer.matrix} * rows + row) : __ldg(x.amax + writer.matrix / shared);

@@ -1,4 +1,4 @@
-// What the fused kernels of Hopper need before they start.
+// What runs before the fused kernels of Hopper, and before that of windows: it prepares their operands.
 #include "sm90_decode.cuh"
 #include "sm90_fused.h"
 #include "sm90_launch.cuh"
@@ -8,7 +8,7 @@
 namespace jnvfp4 {
 namespace {
 
-// ---------------------------------------------------------------- the left operand
+// ---------------------------------------------------------------- the left operand of the fused kernels
 // Fragment order, inside a window of 64 along K: position 16 j + 8 q + 2 t + b holds element 16 t + 8 (j / 2) +
 // 2 (j % 2) + q + 4 b. Lane t of a quad then needs for the four k16 steps j of wgmma exactly the elements of block t: 8
 // neighbouring bytes of codes and one scale of a row of b.
@@ -90,7 +90,7 @@ __device__ __forceinline__ float decode_factor(float amax, const MatmulOperand& 
 
 // A factor as eight bfloat16, so that those of a column and of a token have their product as their dot product. Three
 // bfloat16 have all bits of a float; of their nine products the least one is left out. No piece of a factor is 0 unless
-// the factor is, so that an infinity gives infinities.
+// the factor is, and all have its sign, so that an infinity gives infinities of one sign.
 __device__ __forceinline__ uint4 pieces_of(float factor, bool column) {
   uint32_t p[3] = {bits_of(factor) >> 16, 0, 0};
   if (isnan(factor)) p[0] = 0x7fc0u;
@@ -98,9 +98,10 @@ __device__ __forceinline__ uint4 pieces_of(float factor, bool column) {
     const float rest = sub_rn(factor, float_of(p[0] << 16));
     p[1] = bits_of(rest) >> 16, p[2] = bits_of(sub_rn(rest, float_of(p[1] << 16))) >> 16;
   }
+  const uint32_t least = (p[0] & 0x8000u) | 1u;
   if (factor != 0)
 #pragma unroll
-    for (uint32_t& piece : p) piece = max(piece, 1u);
+    for (uint32_t& piece : p) piece = max(piece, least);
   const auto two = [&](int i, int j) { return p[i] | p[j] << 16; };
   return column ? make_uint4(two(0, 0), two(1, 0), two(2, 1), two(1, 2))
                 : make_uint4(two(0, 1), two(0, 2), two(0, 1), two(2, 1));

@@ -126,8 +126,8 @@ __device__ __forceinline__ int cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
   return r;
 }
-// Orders nothing but the initialisation of barriers, after a fence_barrier_init. A thread with loads on their way would
-// wait for them in cluster_sync.
+// Orders nothing but the initialisation of barriers, after a fence_barrier_init, or the end of reads whose values have
+// been used. A thread with loads on their way would wait for them in cluster_sync.
 __device__ __forceinline__ void cluster_meet() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

@@ -190,18 +190,18 @@ struct TileWriter {
   template <int kBytes, int kRows, int kCols>
   __device__ __forceinline__ void write_rows(int row, int rows, int col, int cols) const {
     auto* const out = static_cast<uint8_t*>(result.out) + ((int64_t{matrix} * rows + row) * cols + col) * kBytes;
-    if (cols * kBytes % 16 == 0)
-      write_pieces<kBytes, kRows, kCols>(out, rows - row, (cols - col) * kBytes, int64_t{cols} * kBytes);
+    if (cols % (16 / kBytes) == 0)
+      write_pieces<kBytes, kRows, kCols>(out, rows - row, cols - col, int64_t{cols} * kBytes);
     else
       write_elements<kBytes, kRows, kCols>(out, rows - row, cols - col, int64_t{cols} * kBytes);
   }
   template <int kBytes, int kRows, int kCols>
-  __device__ __forceinline__ void write_pieces(uint8_t* out, int rows, int bytes, int64_t pitch) const {
+  __device__ __forceinline__ void write_pieces(uint8_t* out, int rows, int cols, int64_t pitch) const {
     constexpr int kPieces = kCols * kBytes / 16, kStep = 128 / kPieces;  // of a row; rows of a step
     constexpr int kSteps = (kRows + kStep - 1) / kStep;
     const int first = threadIdx.x % 128 / kPieces, piece = threadIdx.x % 128 % kPieces;
     const int end = kRows % kStep ? min(rows, kRows) : rows;
-    if (first < kStep && piece * 16 < bytes)
+    if (first < kStep && piece * (16 / kBytes) < cols)
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         const int r = first + i * kStep;

@@ -15,6 +15,7 @@
 
 #include "../kernels.h"
 #include "sm90_decode.cuh"
+#include "sm90_launch.cuh"
 #include "sm90_ptx.cuh"
 
 namespace jnvfp4::small_m {
@@ -103,23 +104,13 @@ constexpr int kMostShared = 227 << 10;  // bytes that a thread block of Hopper m
 inline cudaError_t launch_clusters(void (*kernel)(Args), Args a, int tiles, int threads, int bytes,
                                    cudaStream_t stream) {
   const int ranks = 1 << a.rank_bits;
-  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;  // the kernel waits for the one ahead
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = static_cast<unsigned>(ranks);
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.blockDim = dim3(static_cast<unsigned>(threads)), config.dynamicSmemBytes = static_cast<size_t>(bytes);
-  config.stream = stream, config.attrs = attributes, config.numAttrs = ranks > 1 ? 2 : 1;
+  cudaError_t status = cudaSuccess;
   constexpr int64_t kMost = 65535;
   for (a.first = 0; a.first < a.g.shape.batch && status == cudaSuccess; a.first += kMost) {
-    const auto matrices = static_cast<unsigned>(std::min(a.g.shape.batch - a.first, kMost));
-    config.gridDim = dim3(static_cast<unsigned>(tiles * ranks), matrices);
-    status = cudaLaunchKernelEx(&config, kernel, a);
+    const dim3 grid(static_cast<unsigned>(tiles * ranks),
+                    static_cast<unsigned>(std::min(a.g.shape.batch - a.first, kMost)));
+    status = launch_early(kernel, grid, static_cast<unsigned>(threads), static_cast<unsigned>(ranks), bytes, stream, a);
   }
-  if (status != cudaSuccess) cudaGetLastError();  // it is returned, and not to be found by the next launch
   return status;
 }
 
@@ -180,15 +171,15 @@ template <class S>
 struct Walk {
   int unit, group, end, left;           // where it is; the end of its groups of this unit; full turns that are left
   int last_unit, last_group, last_end;  // in the last turn
-  int groups;
 
   // How many warps share a unit of a turn of `rest` units, as the exponent of 2.
   __host__ __device__ static constexpr int sharing(int rest) {
     return (2 * rest <= S::kWarps) + (4 * rest <= S::kWarps) + (8 * rest <= S::kWarps);
   }
 
-  __device__ __forceinline__ explicit Walk(const Share& share) : group(0), groups(share.groups) {
-    const int warp = threadIdx.x / 32, first = share.unit(share.rank), units = share.unit(share.rank + 1) - first;
+  __device__ __forceinline__ explicit Walk(const Share& share) : group(0) {
+    const int groups = share.groups, warp = threadIdx.x / 32, first = share.unit(share.rank),
+              units = share.unit(share.rank + 1) - first;
     left = S::kOneUnit ? 0 : units / S::kWarps, unit = first + warp, end = warp < units ? groups : 0;
     if (S::kOneUnit) return;
     const int rest = units - left * S::kWarps;
@@ -318,19 +309,19 @@ struct Ring {
   const uint8_t *data, *scale;       // of the first column of the thread block
   const uint8_t *low, *high, *thin;  // of this lane in the next stage: codes of columns g and g + 8; scales
   int wide, narrow;                  // bytes of a row of codes and of scales
-  int last, depth, groups;
+  int last, depth;
   Walk<S> at;   // of the next stage
   uint32_t to;  // of this lane, in the next stage
   int both;     // the sum of its places in both stages
   bool ragged;
 
   __device__ __forceinline__ Ring(const MatmulArgs& g, const Share& share, uint32_t ring, const Walk<S>& start)
-      : depth(static_cast<int>(g.shape.depth)), groups(share.groups), at(start) {
+      : depth(static_cast<int>(g.shape.depth)), at(start) {
     const int lane = threadIdx.x % 32, cols = static_cast<int>(g.shape.cols), col0 = share.group0 * 16;
     const int64_t row0 = share.matrix * cols + col0;
     wide = depth >> 1, narrow = depth / kBlock;
     data = static_cast<const uint8_t*>(g.b.data) + row0 * wide, scale = g.b.scale + row0 * narrow;
-    last = cols - 1 - col0, ragged = col0 + groups * 16 > cols;
+    last = cols - 1 - col0, ragged = col0 + share.groups * 16 > cols;
     to = ring + lane * 16, both = static_cast<int>(2 * to + S::kStage);
     point();
   }
@@ -569,6 +560,8 @@ __device__ __forceinline__ void finish_slots(const Args& a, const Share& share, 
 #pragma unroll 4
       for (int r = 0; r < share.ranks; ++r) add(s, load_from_rank(sums + slot * 16, r));
     }
+#pragma unroll
+    for (float sum : s) asm volatile("" ::"f"(sum));  // used, before this thread block meets the others
     Slot<left, S> of{a, share.matrix};
     of.place(share, slot);
     if (slot == range.first)

@@ -44,6 +44,10 @@ struct WindowsMaps {
   CUtensorMap tokens, columns;
 };
 
+// Decoded numbers are times 2^-14. Factors undo one of these, the end of a tile undoes the other: with both, factors
+// would overflow where those of the rule do not.
+constexpr float kUnscale = 0x1p14f;
+
 // kBoth: whether tokens have windows.
 template <bool kBoth_>
 struct WindowsConfig {
@@ -55,7 +59,7 @@ struct WindowsConfig {
   // Factors that threads read have a slot more than numbers have stages, which are released before.
   static constexpr int kStages = kBoth ? 5 : 4, kSlots = kBoth ? kStages : kStages + 1;
   static constexpr int kTokenBytes = kTokens * 128, kColumnBytes = kColumns * 128;
-  // Factors of tokens that have no windows come with the last window of a tile. Others are pieces (FactorsOf).
+  // Factors of tokens that have no windows come with the last window of a part. Others are pieces (FactorsOf).
   static constexpr int kFactor = kBoth ? 16 : 4, kColumnFactors = kColumns * kFactor, kTokenFactors = kTokens * kFactor;
   static constexpr int kFactors = kColumnFactors + kTokenFactors;
   using Writer = TileWriter<kTokens, false>;
@@ -214,14 +218,16 @@ struct WindowsConsumer {
   __device__ __forceinline__ PartSums<C::kSums> parts() const { return {a.sums, a.flags, 1 + wg}; }
 
   // ---- the result
-  // Tokens that have no windows have their factors beside those of the last window. The addition makes -0 the rule's 0.
+  // The addition makes -0 the rule's 0.
+  __device__ __forceinline__ static float unscaled(float sum) { return __fmaf_rn(sum, kUnscale, 0.0f); }
+  // Tokens that have no windows have their factors beside those of the last window.
   __device__ __forceinline__ void scale(Sums& sums) const {
     if constexpr (C::kBoth) {
 #pragma unroll
-      for (float& sum : sums) sum = add_rn(sum, 0.0f);
+      for (float& sum : sums) sum = unscaled(sum);
     } else {
       const int last = slot == 0 ? C::kSlots - 1 : slot - 1;
-      C::Writer::for_each_token([&](int i, float factor) { sums[i] = mul_rn(factor, add_rn(sums[i], 0.0f)); },
+      C::Writer::for_each_token([&](int i, float factor) { sums[i] = mul_rn(factor, unscaled(sums[i])); },
                                 smem + C::kAtFactors + last * C::kFactors + C::kColumnFactors);
     }
   }
@@ -326,12 +332,12 @@ cudaError_t launch_sm90_windows(const MatmulArgs& g, const FusedPlan& plan, void
     return cudaErrorInvalidValue;  // plan_windows makes no such plans
   auto* const bytes = static_cast<uint8_t*>(scratch);
   const WindowsScratch at = windows_scratch(s, plan);
-  // Decoded numbers are times 2^-14, and products of pieces come twice.
+  // kUnscale in all; products of pieces come twice.
   const WindowsPreparation p{
       {tokens, s.batch, s.rows, token_tiles, plan.tokens, both ? FactorsOf::kTokenPieces : FactorsOf::kRows,
-       both ? 0x1p13f : 1.0f, bytes + at.tokens, bytes + at.token_factors},
+       both ? 0x1p6f : 1.0f, bytes + at.tokens, bytes + at.token_factors},
       {columns, s.batch, s.cols, 2 * pairs, kFusedCols / 2, both ? FactorsOf::kColumnPieces : FactorsOf::kWindows,
-       both ? 0x1p14f : 0x1p28f, bytes + at.columns, bytes + at.column_factors},
+       both ? 0x1p7f : kUnscale, bytes + at.columns, bytes + at.column_factors},
       s.depth,
       reinterpret_cast<uint32_t*>(bytes + at.flags),
       at.flag_count};

@@ -279,10 +279,9 @@ __device__ __forceinline__ Shared& shared_memory() {
 template <class Args>
 cudaError_t launch_tiles(void (*kernel)(Args, Runs), const Runs& runs, cudaStream_t stream, const Args& args,
                          int bytes) {
-  const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (allowed != cudaSuccess) return allowed;
-  kernel<<<runs.grid, kThreads, bytes, stream>>>(args, runs);
-  return cudaGetLastError();
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess)
+    kernel<<<runs.grid, kThreads, bytes, stream>>>(args, runs);
+  return cudaGetLastError();  // of either, and not to be found by the next launch
 }
 template <class Shared, class Args>
 cudaError_t launch_tiles(void (*kernel)(Args, Runs), const Runs& runs, cudaStream_t stream, const Args& args) {
