@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -313,86 +314,112 @@ void epilogue(const Shape& s, Float out_kind, bool per_row, bool with_bias, bool
   check(cudaDeviceSynchronize(), "epilogue");
 }
 
-}  // namespace
+const std::vector<Shape> kWhole{{1, 16, 16}, {2, 80, 144}, {1, 64, 64}, {2, 64, 192}, {3, 48, 272}};
+const std::vector<Shape> kRagged{{1, 1, 16}, {2, 33, 48}, {1, 35, 64}, {1, 259, 2112}};
 
-// The argument, if there is one, is the absolute path of libcublasLt.
-int main(int count, char** arguments) {
-  const CublasLtCopy library = find_cublaslt(count > 1 ? arguments[1] : "");
-  if (!library.reason.empty()) std::printf("without cuBLASLt: %s\n", library.reason.c_str());
-  const std::vector<Shape> whole{{1, 16, 16}, {2, 80, 144}, {1, 64, 64}, {2, 64, 192}, {3, 48, 272}};
-  const std::vector<Shape> ragged{{1, 1, 16}, {2, 33, 48}, {1, 35, 64}, {1, 259, 2112}};
-  for (const Shape& s : whole) transpose(s);
+void transpositions() {
+  for (const Shape& s : kWhole) transpose(s);
   transpose({2, 272, 544});  // whole squares and parts of them
   transpose({1, 1024, 512});
   for (const Shape& s : {Shape{140, 80, 144}, Shape{140, 272, 544}}) transpose(s);  // squares for every multiprocessor
-  const std::vector<Shape> long_rows{{1, 2, 8208}, {1, 3, 16464}};  // more than a thread block holds of a row
-  for (Float kind : kFloats) {
-    for (const std::vector<Shape>& shapes : {whole, ragged})
-      for (const Shape& s : shapes) {
+}
+
+void quantizers(Float kind) {
+  for (const std::vector<Shape>& shapes : {kWhole, kRagged})
+    for (const Shape& s : shapes) {
+      for (const KernelSpec& spec : specs_of(SupportedSpecs{}))
+        for (bool transposed : {false, true})
+          for (Amax how : {Amax::kOne, Amax::kEach, Amax::kFound}) quantize(s, spec, kind, transposed, how);
+      for (const KernelSpec& spec : specs_of(SupportedSpecs{}))
+        for (Amax how : {Amax::kOne, Amax::kEach, Amax::kFound}) fake_quant(s, spec, kind, how);
+      for (const auto& [row, col] : pairs_of(FusedPairs{})) quantize_pair(s, row, col, kind);
+      for (Producer producer : {Producer::kRmsNorm, Producer::kSiluMul}) {
+        produce(s, producer, nullptr, nullptr, kind, Amax::kOne, true);
         for (const KernelSpec& spec : specs_of(SupportedSpecs{}))
-          for (bool transposed : {false, true})
-            for (Amax how : {Amax::kOne, Amax::kEach, Amax::kFound}) quantize(s, spec, kind, transposed, how);
-        for (const KernelSpec& spec : specs_of(SupportedSpecs{}))
-          for (Amax how : {Amax::kOne, Amax::kEach, Amax::kFound}) fake_quant(s, spec, kind, how);
-        for (const auto& [row, col] : pairs_of(FusedPairs{})) quantize_pair(s, row, col, kind);
-        for (Producer producer : {Producer::kRmsNorm, Producer::kSiluMul}) {
-          produce(s, producer, nullptr, nullptr, kind, Amax::kOne, true);
-          for (const KernelSpec& spec : specs_of(SupportedSpecs{}))
-            for (Amax how : {Amax::kOne, Amax::kEach, Amax::kFound})
-              produce(s, producer, &spec, nullptr, kind, how, how == Amax::kEach);
-          for (const auto& [row, col] : pairs_of(FusedPairs{}))
-            produce(s, producer, &row, &col, kind, row.amax_scope == AmaxScope::kWindow64 ? Amax::kFound : Amax::kEach,
-                    true);
-        }
-        for (bool transposed : {false, true}) {
-          rht_amax(s, kind, transposed, 1);
-          rht_amax(s, kind, transposed, s.batch);
-        }
+          for (Amax how : {Amax::kOne, Amax::kEach, Amax::kFound})
+            produce(s, producer, &spec, nullptr, kind, how, how == Amax::kEach);
+        for (const auto& [row, col] : pairs_of(FusedPairs{}))
+          produce(s, producer, &row, &col, kind, row.amax_scope == AmaxScope::kWindow64 ? Amax::kFound : Amax::kEach,
+                  true);
       }
-    for (const Shape& s : long_rows)
-      for (const KernelSpec& spec : specs_of(SupportedSpecs{})) fake_quant(s, spec, kind, Amax::kFound);
-    for (const Shape& s :
-         {Shape{1, 3, 20000}, Shape{1, 2, 70000}})  // rows that ask for shared memory, and that do not fit
-      for (Producer producer : {Producer::kRmsNorm, Producer::kSiluMul})
-        for (const KernelSpec& spec : {Nvfp4::spec, RowScaled::spec})
-          for (Amax how : {Amax::kOne, Amax::kFound}) produce(s, producer, &spec, nullptr, kind, how, true);
-    for (const Shape& s : {Shape{1, 1, 64}, Shape{2, 70, 192}, Shape{1, 131, 128}})
-      for (int flags = 0; flags < 4; ++flags)
-        matmul(s.batch, s.rows, s.rows + 5, s.cols, kind, flags & 1, flags & 2, s.batch > 1);
-    if (library.reason.empty())
-      for (bool each : {false, true}) {
-        for (int64_t k : {16, 48, 256, 4096}) cublaslt(1, 70, 131, k, kind, each);
-        cublaslt(1, 1, 40, 512, kind, each);
-        cublaslt(3, 5, 4, 272, kind, each);
-      }
-    for (int64_t k : {16, 48, 80, 1296})  // the last slab is not full
-      for (bool each : {false, true}) matmul(2, 66, 3, k, kind, false, false, each);
-    for (int flags = 0; flags < 4; ++flags)  // whole stages, more than the ring has
-      for (int64_t k : {2048, 1600}) matmul(1, 41, 130, k, kind, flags & 1, flags & 2, false);
-#if defined(JNVFP4_SM90A)  // the GPU is one of Hopper
-    for (int64_t m : {1, 8, 13})
-      for (int64_t k : {48, 256, 1040, 4352}) small_m(1, m, 67, k, kind, k == 256);
-    for (int64_t m : {5, 16}) small_m(3, m, 35, 512, kind, m == 16);
-    for (int64_t m : {7, 16}) small_m(1, m, 2200, 4352, kind, false);  // more than one unit a warp
-    small_m(1, 9, 2200, 2064, kind, false);                            // the same, masked
-    for (bool each : {false, true}) {
-      for (int64_t k : {16, 32, 48, 64, 320, 512}) fused_matmul(1, 70, 131, k, kind, each);  // copied or not, ragged
-      fused_matmul(3, 5, 4, 272, kind, each);
-      fused_matmul(1, 300, 600, 2816, kind, each);  // every stage is used again, and five parts of K
-    }
-    for (int sides : {1, 2, 3}) {
-      for (int64_t k : {64, 320, 1088}) fused_windows(1, 70, 131, k, kind, sides & 1, sides & 2);
-      fused_windows(3, 300, 270, 576, kind, sides & 1, sides & 2);
-    }
-#endif
-    for (const Shape& s : ragged) {
-      dequantize(s, kind, 1, false);
-      dequantize(s, kind, s.batch * s.rows, true);
-      for (int flags = 0; flags < 8; ++flags) {
-        epilogue(s, kind, flags & 1, flags & 2, flags & 4);
-        epilogue({s.batch, s.rows, s.cols + 1}, kind, flags & 1, flags & 2, flags & 4);
+      for (bool transposed : {false, true}) {
+        rht_amax(s, kind, transposed, 1);
+        rht_amax(s, kind, transposed, s.batch);
       }
     }
+  for (const Shape& s : {Shape{1, 2, 8208}, Shape{1, 3, 16464}})  // more than a thread block holds of a row
+    for (const KernelSpec& spec : specs_of(SupportedSpecs{})) fake_quant(s, spec, kind, Amax::kFound);
+  for (const Shape& s : {Shape{1, 3, 20000}, Shape{1, 2, 70000}})  // rows that ask for shared memory, that do not fit
+    for (Producer producer : {Producer::kRmsNorm, Producer::kSiluMul})
+      for (const KernelSpec& spec : {Nvfp4::spec, RowScaled::spec})
+        for (Amax how : {Amax::kOne, Amax::kFound}) produce(s, producer, &spec, nullptr, kind, how, true);
+  for (const Shape& s : kRagged) {
+    dequantize(s, kind, 1, false);
+    dequantize(s, kind, s.batch * s.rows, true);
   }
-  std::puts("every kernel ran");
+}
+
+void products(Float kind, bool with_cublaslt) {
+  for (const Shape& s : {Shape{1, 1, 64}, Shape{2, 70, 192}, Shape{1, 131, 128}})
+    for (int flags = 0; flags < 4; ++flags)
+      matmul(s.batch, s.rows, s.rows + 5, s.cols, kind, flags & 1, flags & 2, s.batch > 1);
+  if (with_cublaslt)
+    for (bool each : {false, true}) {
+      for (int64_t k : {16, 48, 256, 4096}) cublaslt(1, 70, 131, k, kind, each);
+      cublaslt(1, 1, 40, 512, kind, each);
+      cublaslt(3, 5, 4, 272, kind, each);
+    }
+  for (int64_t k : {16, 48, 80, 1296})  // the last slab is not full
+    for (bool each : {false, true}) matmul(2, 66, 3, k, kind, false, false, each);
+  for (int flags = 0; flags < 4; ++flags)  // whole stages, more than the ring has
+    for (int64_t k : {2048, 1600}) matmul(1, 41, 130, k, kind, flags & 1, flags & 2, false);
+  for (const Shape& s : kRagged)
+    for (int flags = 0; flags < 8; ++flags) {
+      epilogue(s, kind, flags & 1, flags & 2, flags & 4);
+      epilogue({s.batch, s.rows, s.cols + 1}, kind, flags & 1, flags & 2, flags & 4);
+    }
+}
+
+#if defined(JNVFP4_SM90A)  // the GPU is one of Hopper
+void hopper_products(Float kind) {
+  for (int64_t m : {1, 8, 13})
+    for (int64_t k : {48, 256, 1040, 4352}) small_m(1, m, 67, k, kind, k == 256);
+  for (int64_t m : {5, 16}) small_m(3, m, 35, 512, kind, m == 16);
+  for (int64_t m : {7, 16}) small_m(1, m, 2200, 4352, kind, false);  // more than one unit a warp
+  small_m(1, 9, 2200, 2064, kind, false);                            // the same, masked
+  for (bool each : {false, true}) {
+    for (int64_t k : {16, 32, 48, 64, 320, 512}) fused_matmul(1, 70, 131, k, kind, each);  // copied or not, ragged
+    fused_matmul(3, 5, 4, 272, kind, each);
+    fused_matmul(1, 300, 600, 2816, kind, each);  // every stage is used again, and five parts of K
+  }
+  for (int sides : {1, 2, 3}) {
+    for (int64_t k : {64, 320, 1088}) fused_windows(1, 70, 131, k, kind, sides & 1, sides & 2);
+    fused_windows(3, 300, 270, 576, kind, sides & 1, sides & 2);
+  }
+}
+#endif
+
+}  // namespace
+
+// launch_all [part] [the absolute path of libcublasLt], where the part is one of those below, or all: under racecheck,
+// which is slow, they run one by one, since it must watch every kernel of a process.
+int main(int count, char** arguments) {
+  const std::string part = count > 1 ? arguments[1] : "all";
+  const CublasLtCopy library = find_cublaslt(count > 2 ? arguments[2] : "");
+  if (!library.reason.empty()) std::printf("without cuBLASLt: %s\n", library.reason.c_str());
+  bool known = false;
+  const auto runs = [&](const char* name) { return part == "all" || part == name ? known = true : false; };
+  if (runs("transpose")) transpositions();
+  for (Float kind : kFloats) {
+    if (runs("quantize")) quantizers(kind);
+    if (runs("products")) products(kind, library.reason.empty());
+#if defined(JNVFP4_SM90A)
+    if (runs("hopper")) hopper_products(kind);
+#endif
+  }
+  if (!known) {
+    std::fprintf(stderr, "there is no part %s\n", part.c_str());
+    return 1;
+  }
+  std::printf("every kernel of %s ran\n", part.c_str());
 }
