@@ -17,6 +17,7 @@ from ._linear import linear as linear
 from ._version import __version__ as __version__
 from .ops import dequantize as dequantize
 from .ops import fake_quant as fake_quant
+from .ops import grouped_matmul_nt as grouped_matmul_nt
 from .ops import matmul_nt as matmul_nt
 from .ops import quantize as quantize
 from .ops import quantize_pair as quantize_pair
