@@ -1,7 +1,7 @@
 """nvfp4_grouped_matmul: (a parts, b parts, group sizes) -> row m of a times the transposed matrix of b of its group.
 
-``a`` is three operands (data, scale, amax), or one 16-bit array when ``a_format`` is None. Groups follow each other from
-row 0; the amax of b has a number for each group at least.
+``a`` is three operands (data, scale, amax), or one 16-bit array when ``a_format`` is None. Groups follow each other
+from row 0; the amax of b has a number for each group at least.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,12 +26,12 @@ from ._base import (
     axes_of_dims,
     check_explicit,
     make_primitive,
-    match_varying,
     typed,
     without_axes,
 )
+from ._groups import check_sizes, map_examples, rows_of, rows_of_device, sum_over_devices
 from ._matmul_routes import decode
-from ._operands import batch_size, check_parts, part_shardings, shard_index
+from ._operands import check_parts, part_shardings
 from .matmul import DENSE_DTYPES, scattered_over, unit_of_k
 
 OP = "grouped_matmul_nt"
@@ -86,58 +86,18 @@ def _shape(data: Any, fmt: Format | None) -> Shape:
     return data.shape if fmt is None else (*data.shape[:-1], 2 * data.shape[-1])
 
 
-def check_sizes(op: str, sizes: Any, groups: int) -> None:
-    """Refuses group sizes that are not int32 [G]."""
-    if sizes.dtype != jnp.int32:
-        raise TypeError(f"{op}: group_sizes must be int32, got {sizes.dtype}")
-    if sizes.shape != (groups,):
-        raise ValueError(f"{op}: group_sizes must have shape (G,)=({groups},), got {sizes.shape}")
-
-
 def _check_formats(a_format: Format | None, b_format: Format) -> None:
     for name, fmt in (("a", a_format), ("b", b_format)):
         if fmt is not None and fmt.amax_scope == "window64":
             raise ValueError(
                 f'{OP}: {name} must have amax_scope "tensor" or "row", got "window64", whose amaxes change along K, so '
-                "that a sum cannot be scaled once at its end; quantize by another spec, or call matmul_nt for each group"
+                "that no sum can be scaled once at its end; quantize by another spec, or call matmul_nt for each group"
             )
     a_rht = a_format is not None and a_format.rht
     if a_rht != b_format.rht:
         raise ValueError(
             f"{OP}: a and b must both be rotated (format.rht) or neither, got a.rht={a_rht}, b.rht={b_format.rht}"
         )
-
-
-# ---------------------------------------------------------------- which rows a group has
-class Rows(NamedTuple):
-    """Says which rows each group has: [starts[g], ends[g]) of M; int32 [G]."""
-
-    starts: jax.Array
-    ends: jax.Array
-
-    @property
-    def total(self) -> jax.Array:
-        """Returns how many rows all groups have together."""
-        return self.ends[-1]
-
-    @property
-    def sizes(self) -> jax.Array:
-        """Returns the rows of each group, which sum to M at most."""
-        return self.ends - self.starts
-
-    def group_of(self, rows: int) -> jax.Array:
-        """Returns the group of each of ``rows`` rows; the last group where no group holds the row. -> int32 [rows]"""
-        at = jnp.searchsorted(self.ends, jnp.arange(rows, dtype=jnp.int32), side="right").astype(jnp.int32)
-        return jnp.minimum(at, np.int32(self.ends.shape[0] - 1))
-
-
-def rows_of(sizes: jax.Array, rows: int) -> Rows:
-    """Finds the rows of groups that follow each other in [0, rows): a negative size counts as 0, the rest is cut."""
-    limit = np.int32(rows)
-    counts = jnp.clip(sizes, np.int32(0), limit)
-    ends = lax.associative_scan(lambda a, b: a + jnp.minimum(b, limit - a), counts)  # no sum exceeds int32
-    starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
-    return Rows(starts, ends)
 
 
 # ---------------------------------------------------------------- on one device
@@ -163,7 +123,7 @@ def plan(
     if not all(isinstance(size, int) for size in (rows, groups, cols, half)):
         raise NotImplementedError(
             f"{OP}: the sizes of a product must be known when a program is lowered, got {(rows, cols)} for its result "
-            f'and {groups} groups; export one program for each size, or pass implementation="reference", which is slower'
+            f'and {groups} groups; export one program for each size, or pass implementation="reference"'
         )
     return _native.plan_grouped(
         shape=(rows, groups, cols, 2 * half),
@@ -191,7 +151,7 @@ def _call_kernel(
 
 
 def _by_reference(ops: Operands, a_format: Format | None, b_format: Format, out_dtype: Any) -> jax.Array:
-    """Multiplies all rows by the matrix of each group that has some, one after another, and keeps those of the group."""
+    """Multiplies all rows by the matrix of each group that has some, and keeps those of the group."""
     a, rows = ops.a[0] if a_format is None else ops.a, ops.a[0].shape[0]
     of = rows_of(ops.sizes, rows)
     index = jnp.arange(rows, dtype=jnp.int32)[:, None]
@@ -226,25 +186,12 @@ def _decode_then_ragged_dot(ops: Operands, a_format: Format | None, b_format: Fo
         of_a = of_a[:, None] if of_a.ndim else of_a
         alpha = reference.alpha_w4a4(of_a, of_b, a_format.e4m3_max, b_format.e4m3_max)
     scaled = softfloat.from_bits(reference.gemm_epilogue(softfloat.to_bits(y), alpha, None), out_dtype)
-    held = jnp.arange(rows, dtype=jnp.int32)[:, None] < of.total
-    return jnp.where(held, scaled, jnp.zeros((), out_dtype))
+    return jnp.where(of.held(rows), scaled, jnp.zeros((), out_dtype))
 
 
 # ---------------------------------------------------------------- vmap
-def _batch(args, dims, **params):
-    """Computes the examples one after another: each has its own groups of rows."""
-    size = batch_size(args, dims)
-    moved = [v if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(args, dims, strict=True)]
-    of_example = [v for v, d in zip(moved, dims, strict=True) if d is not None]
-
-    def one(mine: list[jax.Array]) -> jax.Array:
-        rest = iter(mine)
-        operands = [v if d is None else next(rest) for v, d in zip(moved, dims, strict=True)]
-        return grouped_matmul_p.bind(*match_varying(*operands), **params)[0]
-
-    if size == 1:
-        return [one([v[0] for v in of_example])[None]], [0]
-    return [lax.map(one, of_example)], [0]
+def _batch(args, dims, **params) -> tuple:
+    return map_examples(grouped_matmul_p, args, dims, params)
 
 
 # ---------------------------------------------------------------- sharding
@@ -288,7 +235,7 @@ def _partition(
     y_axes = [(*axes_of(entry), *more) or None for entry, more in zip(y, scattered, strict=True)]
 
     def on_a_device(local: Body) -> Body:
-        return partial(_local_groups, local, mesh, (m, g, k), (rows, groups), scattered, a_format, out_dtype)
+        return partial(_local_groups, local, mesh, (m, g, k), rows, scattered, a_format, out_dtype)
 
     return _shardings(m, g, c, k, n), [y_axes], on_a_device
 
@@ -297,7 +244,7 @@ def _local_groups(
     local: Body,
     mesh: Any,
     axes: tuple[Any, Any, Any],
-    whole: tuple[int, int],
+    whole: int,
     scattered: Sequence[tuple[str, ...]],
     a_format: Format | None,
     out_dtype: Any,
@@ -309,7 +256,7 @@ def _local_groups(
       local: the computation of one device.
       mesh: the mesh.
       axes: over which M, G and K are split.
-      whole: M and G.
+      whole: M.
       scattered: the axes of sums over which each dimension of the result is split.
       a_format: the format of a.
       out_dtype: the dtype of the result.
@@ -320,36 +267,14 @@ def _local_groups(
         return tuple(local(*flat))
     ops = _split(flat, a_format)
     rows, groups = ops.a[0].shape[0], ops.b[0].shape[0]
-    of = rows_of(ops.sizes, whole[0])
-    if axes_of(g):
-        first = shard_index(mesh, g).astype(jnp.int32) * np.int32(groups)
-        of = Rows(*(lax.dynamic_slice_in_dim(v, first, groups) for v in of))
-    # The rows of these groups that this device has, counted from its first row: they follow each other from `start`.
-    begin = shard_index(mesh, m).astype(jnp.int32) * np.int32(rows)
-    of = Rows(*(jnp.clip(v - begin, np.int32(0), np.int32(rows)) for v in of))
+    of = rows_of_device(mesh, rows_of(ops.sizes, whole), (m, rows), (g, groups))
     start = of.starts[0]
     dtype = jnp.dtype(jnp.float32) if axes_of(k) else out_dtype
     a = [v if v.ndim == 0 else jnp.roll(v, -start, axis=0) for v in ops.a] if axes_of(g) else ops.a
     y = local(*a, *ops.b, of.sizes, out_dtype=dtype)[0]
     y = jnp.roll(y, start, axis=0) if axes_of(g) else y
-    for dim, over in enumerate(scattered):
-        for axis in over:
-            y = _sum(y, (axis,), dim, axis in axes_of(g))
-    for entry, apart in ((g, True), (k, False)):
-        left = tuple(axis for axis in axes_of(entry) if not any(axis in over for over in scattered))
-        y = _sum(y, left, None, apart) if left else y
+    y = sum_over_devices(y, axes_of(g), axes_of(k), scattered)
     return (y if dtype == out_dtype else softfloat.from_bits(softfloat.to_bits(y), out_dtype),)
-
-
-def _sum(y: jax.Array, axes: tuple[str, ...], dim: int | None, apart: bool) -> jax.Array:
-    """Sums over devices; a dimension ``dim`` is split over them.
-
-    ``apart``: each row is zero on all devices but one. The sum of bits is exact then, and keeps -0.
-    """
-    if apart:
-        bits = {2: jnp.uint16, 4: jnp.uint32}[y.dtype.itemsize]
-        return lax.bitcast_convert_type(_sum(lax.bitcast_convert_type(y, bits), axes, dim, False), y.dtype)
-    return lax.psum(y, axes) if dim is None else lax.psum_scatter(y, axes, scatter_dimension=dim, tiled=True)
 
 
 def _rule(*shapes: Shape, a_format: Format | None, **_: Any) -> tuple[list[list], list[list]]:
