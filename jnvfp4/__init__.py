@@ -9,6 +9,8 @@ from . import sharding as sharding
 from ._dot_general import DotGeneral as DotGeneral
 from ._dot_general import dot_general as dot_general
 from ._einsum import einsum as einsum
+from ._grouped_linear import RaggedDot as RaggedDot
+from ._grouped_linear import grouped_linear as grouped_linear
 from ._keys import layer_index as layer_index
 from ._keys import layer_key as layer_key
 from ._keys import step_key as step_key

@@ -106,7 +106,7 @@ def contract(
     if isinstance(rhs, NVFP4Tensor):
         raise TypeError(f"{op}: rhs must be an array, got an NVFP4Tensor; jnvfp4.linear takes one as w")
     a, b = as_float_array(op, "lhs", lhs), as_float_array(op, "rhs", rhs)
-    out_dtype = float_dtype(op, "preferred_element_type", _dtype_of_lax(a, b) if dtype is None else dtype)
+    out_dtype = float_dtype(op, "preferred_element_type", dtype_of_lax(a, b) if dtype is None else dtype)
     (lc, rc), (lb, rb) = (tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
     left, right = _axes_of(op, "lhs", a, lc, lb), _axes_of(op, "rhs", b, rc, rb)
     for kind, left_axes, right_axes in (("contracting", lc, rc), ("batch", lb, rb)):
@@ -279,7 +279,7 @@ def amax_of_layer(recipe: Recipe, path: str, w: Any, batch: int) -> jax.Array | 
     return lax.reduce_precision(amax, kept.nexp, kept.nmant)  # two casts, which XLA may leave out on a GPU
 
 
-def _dtype_of_lax(a: jax.Array, b: jax.Array) -> Any:
+def dtype_of_lax(a: jax.Array, b: jax.Array) -> Any:
     """Returns the dtype of lax.dot_general, which promotes also where jax.numpy_dtype_promotion is strict."""
     vectors = (jax.ShapeDtypeStruct((1,), v.dtype) for v in (a, b))
     return jax.eval_shape(lambda a, b: lax.dot_general(a, b, (((0,), (0,)), ((), ()))), *vectors).dtype
