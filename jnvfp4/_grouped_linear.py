@@ -40,7 +40,8 @@ from ._linear import (
 from ._primitives._base import axes_of_dims, bind, match_varying, resharded
 from ._primitives._groups import Rows, check_sizes, rows_of
 from ._primitives._operands import check_parts
-from ._primitives.grouped_dense import grouped_contract_p, grouped_dot_p
+from ._primitives.grouped_contract import grouped_contract_p
+from ._primitives.grouped_dot import grouped_dot_p
 from .ops import dequantize, grouped_matmul_nt, quantize, quantize_pair
 from .recipes import DEFAULT, Recipe
 from .spec import BLOCK, QuantSpec
@@ -102,9 +103,9 @@ def grouped_linear(
       out_dtype: float32, bfloat16 or float16; the dtype of x if None.
       implementation: as in ``quantize``; or the name of a kernel of ``grouped_matmul_nt``, for the forward product.
       w_axes: "nk" or "kn", as in ``linear``.
-      aligned_groups: the caller's promise that each group but the last has a multiple of 16 rows, so that each begins at
-        one. The gradient of w is then computed by ``recipe.wgrad``, whose blocks of 16 rows never cross groups. Sizes
-        are on the device and are not checked: the rows of a block that crosses groups all count for one of them.
+      aligned_groups: the caller's promise that each group but the last has a multiple of 16 rows, so that each begins
+        at one. The gradient of w is then computed by ``recipe.wgrad``, whose blocks of 16 rows never cross groups.
+        Sizes are on the device and are not checked: rows of a block that crosses groups all count for one of them.
 
     Returns:
       [M, N] of ``out_dtype``. Rows that no group holds are zero, and so are they in the gradient of x. The gradients

@@ -1,6 +1,6 @@
 """What grouped products share: which rows a group has, on one device and on many, and loops over parts of groups."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 
-from ._base import axes_of, match_varying
+from ._base import axes_if_divisible, axes_of, match_varying, without_axes
 from ._operands import batch_size, shard_index
 
 
@@ -102,6 +102,16 @@ def chunks_of(of: Rows, rows: int) -> Chunks:
     return Chunks(size, group, begin, jnp.where(none, 0, jnp.minimum(begin + np.int32(size), of.ends[group])))
 
 
+def product(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
+    """Multiplies two matrices in high precision, over these axes. -> float32"""
+    common = a.dtype if a.dtype == b.dtype else jnp.float32  # also where jax.numpy_dtype_promotion is strict
+    dims = (((contracted[0],), (contracted[1],)), ((), ()))
+    # HIGHEST: float32 operands stay float32, never TF32.
+    return lax.dot_general(
+        a.astype(common), b.astype(common), dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+
+
 # ---------------------------------------------------------------- vmap
 def map_examples(primitive: Primitive, args: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]) -> tuple:
     """Computes the examples of a vmap one after another: each has its own groups of rows."""
@@ -120,6 +130,26 @@ def map_examples(primitive: Primitive, args: Sequence[Any], dims: Sequence[Any],
 
 
 # ---------------------------------------------------------------- sharding
+def claims(mesh: Any) -> Callable[[Any, int], Any]:
+    """Returns the function that takes mesh axes for a dimension of a size, if no other has taken them.
+
+    Dimensions that ask first come first.
+    """
+    used: set[str] = set()
+
+    def claim(entry: Any, size: int) -> Any:
+        entry = axes_if_divisible(mesh, without_axes(entry, used), size)
+        used.update(axes_of(entry))
+        return entry
+
+    return claim
+
+
+def without_shared(first: Any, second: Any) -> list[Any]:
+    """Returns two entries of a sharding, without axes in the second that the first has."""
+    return [first, without_axes(second, set(axes_of(first)))]
+
+
 def rows_of_device(mesh: Any, of: Rows, rows: tuple[Any, int], groups: tuple[Any, int]) -> Rows:
     """Returns the rows that a device has of the groups that it has, counted from its first row.
 

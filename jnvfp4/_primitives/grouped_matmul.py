@@ -21,7 +21,6 @@ from ._base import (
     Backend,
     Body,
     Shape,
-    axes_if_divisible,
     axes_of,
     axes_of_dims,
     check_explicit,
@@ -29,7 +28,7 @@ from ._base import (
     typed,
     without_axes,
 )
-from ._groups import check_sizes, map_examples, rows_of, rows_of_device, sum_over_devices
+from ._groups import check_sizes, claims, map_examples, rows_of, rows_of_device, sum_over_devices
 from ._matmul_routes import decode
 from ._operands import check_parts, part_shardings
 from .matmul import DENSE_DTYPES, scattered_over, unit_of_k
@@ -214,14 +213,7 @@ def _partition(
     axes, n = _split(operands, a_format), _split(shapes, a_format)
     (row, of_a), (group, col, of_b) = axes.a[0], axes.b[0]
     (rows, _), (groups, cols, half) = n.a[0], n.b[0]
-    used: set[str] = set()
-
-    def claim(entry: Any, size: int) -> Any:
-        """Takes the axes that no other dimension has taken: the groups are first, then K, N and M."""
-        entry = axes_if_divisible(mesh, without_axes(entry, used), size)
-        used.update(axes_of(entry))
-        return entry
-
+    claim = claims(mesh)
     g = claim(group, groups)
     # Where a and b do not split K alike, XLA gathers the packed parts of the one that does.
     k = claim(of_a if axes_of(of_a) == axes_of(of_b) else None, 2 * half // unit_of_k(a_format, b_format))
