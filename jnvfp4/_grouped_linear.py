@@ -208,6 +208,7 @@ def _weight_sizes(call: Call, x: jax.Array, w: Weight) -> tuple[int, int]:
 
 
 # ---------------------------------------------------------------- operands
+@partial(jax.jit, inline=True)  # an eager call transfers no constants
 def _masked(x: jax.Array, rows: Rows) -> jax.Array:
     """Returns x with zeros in the rows that no group holds, so that what they have is in no amax and in no sum."""
     return jnp.where(rows.held(x.shape[0]), x, jnp.zeros((), x.dtype))
@@ -323,13 +324,24 @@ def _wgrad(call: Call, dy: Any, x: Any, rows: Rows) -> jax.Array:
     a, b = (dy, x) if call.w_axes == "nk" else (x, dy)
     if not quantized:
         return bind(grouped_contract_p, a, b, *rows, axis=0, quantized=False, implementation=None)[0]
-    # A rotation spreads the rows of a block over all of it, also over rows that no group holds.
-    rows = Rows(*(-(-v // np.int32(BLOCK)) * np.int32(BLOCK) for v in rows))
+    rows = _whole_blocks(rows)
     parts = (a.data, a.scale, b.data, b.scale)
     y = bind(grouped_contract_p, *parts, *rows, axis=1, quantized=True, implementation=None)[0]
-    of_a, of_b = (softfloat.to_bits(t.amax) for t in (a, b))
-    of_a = of_a[:, None] if of_a.ndim else of_a
-    alpha = reference.alpha_w4a4(of_a, of_b, a.format.e4m3_max, b.format.e4m3_max)
+    return _scaled(y, a.amax, b.amax, a.format.e4m3_max, b.format.e4m3_max)
+
+
+@partial(jax.jit, inline=True)
+def _whole_blocks(rows: Rows) -> Rows:
+    """Adds the rest of the last block: a rotation spreads rows over their block, also over rows that no group holds."""
+    return Rows(*(-(-v // np.int32(BLOCK)) * np.int32(BLOCK) for v in rows))
+
+
+@partial(jax.jit, static_argnums=(3, 4), inline=True)
+def _scaled(y: jax.Array, a_amax: jax.Array, b_amax: jax.Array, a_max: int, b_max: int) -> jax.Array:
+    """Multiplies sums [G, N, K] by the factor of the amaxes of a, () or [N], and b, () or [K]."""
+    of_a, of_b = softfloat.to_bits(a_amax), softfloat.to_bits(b_amax)
+    alpha = reference.alpha_w4a4(of_a[:, None] if of_a.ndim else of_a, of_b, a_max, b_max)
+    alpha = alpha.reshape(*(1,) * (y.ndim - alpha.ndim), *alpha.shape)  # no rank is promoted
     return softfloat.from_bits(reference.gemm_epilogue(softfloat.to_bits(y), alpha, None), jnp.float32)
 
 

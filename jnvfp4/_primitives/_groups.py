@@ -1,6 +1,7 @@
 """What grouped products share: which rows a group has, on one device and on many, and loops over parts of groups."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +48,7 @@ def _place_in(ends: jax.Array, values: jax.Array) -> jax.Array:
     return jnp.minimum(at, np.int32(ends.shape[0] - 1))
 
 
+@partial(jax.jit, static_argnums=1, inline=True)  # an eager call transfers no constants
 def rows_of(sizes: jax.Array, rows: int) -> Rows:
     """Finds the rows of groups that follow each other in [0, rows): a negative size counts as 0, the rest is cut."""
     limit = np.int32(rows)
