@@ -84,7 +84,7 @@ PRESETS = {
             mlp_width=256,
             seq=64,
             batch=8,
-            steps=400,
+            steps=600,
             peak_lr=3e-3,
             val_batches=16,
         ),
@@ -276,8 +276,8 @@ def train(
         batch = jnp.asarray(train_batch(text, config, seed, step))
         params, state, value = train_step(params, state, batch)
         losses.append(value)
-    val_loss = jax.jit(partial(loss, key=jax.random.key(seed)))
-    final = float(np.mean([val_loss(params, jnp.asarray(batch)) for batch in held_out]))
+    val_loss, key = jax.jit(loss), jax.random.key(seed)
+    final = float(np.mean([val_loss(params, jnp.asarray(batch), key) for batch in held_out]))
     losses = [float(value) for value in jax.device_get(losses)]
     return {"train": losses, "val": final, "seconds": time.perf_counter() - begin}
 
