@@ -16,8 +16,8 @@ other one a fixed number of rows by a plain ``all_to_all``; what exceeds it is d
 adds nothing. ``jax.lax.ragged_all_to_all`` would send no padding, but with XLA's latency-hiding scheduler it has given
 wrong gradients on GPUs (marin-community/marin issue 8077), so it is not used here.
 
-Expect one to two minutes on two CPU cores. The loss (nats per byte) falls from 5.5 to about 2.0, and the final
-validation loss in NVFP4 is a few percent above that in bfloat16. The losses are printed, and written to metrics.json.
+Expect one to two minutes on two CPU cores. The loss (nats per byte) falls from 5.5 to about 2.1, and the final
+validation loss in NVFP4 is within a few percent of that in bfloat16. The losses are printed, and go to metrics.json.
 """
 
 import argparse
