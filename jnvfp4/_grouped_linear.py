@@ -196,6 +196,8 @@ def _weight_sizes(call: Call, x: jax.Array, w: Weight) -> tuple[int, int]:
     if w.ndim != 3:
         names = "[G, N, K]" if call.w_axes == "nk" else "[G, K, N]"
         raise ValueError(f"{call.op}: w must have rank 3, {names}, got w.shape={w.shape}")
+    if not w.shape[0]:
+        raise ValueError(f"{call.op}: w must have one expert or more, got w.shape={w.shape}")
     if x.ndim != 2:
         raise ValueError(f"{call.op}: x must have rank 2, [M, K], got x.shape={x.shape}; flatten tokens first, or vmap")
     n, k = w.shape[1:] if call.w_axes == "nk" else w.shape[:0:-1]
@@ -234,7 +236,7 @@ def _weights(
             return None, quantize(w, second, key=key, transpose=True, implementation=call.common)
         return None, None
 
-    if w.shape[0] == 0 or specs == (None, None):
+    if specs == (None, None):
         return None, None
     first, second = jax.vmap(of_expert)(w, keys)
     return (first, second) if call.w_axes == "nk" else (second, first)

@@ -10,7 +10,7 @@ from checkpoints import GOLDEN
 from helpers import assert_bitwise, decoded, primitives
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import KINDS
+from meshes import KINDS, make_mesh
 from operands import exact_tensor, normal
 
 import jnvfp4
@@ -313,9 +313,7 @@ def test_sharded_equals_unsharded(devices, layout, left, kind):
     rows, groups, sizes = 64, 8, int32((9, 0, 20, 5, 3, 0, 11, 4))
     a, b = exact(left, rows, groups)
     want = grouped_matmul_nt(a, b, sizes)
-    if len(devices) < 8:
-        pytest.skip("eight devices")
-    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(KINDS[kind],) * 2, devices=devices)
+    mesh = make_mesh(devices, "xy", kind)
 
     def put(v, spec):
         of = v.shardings(mesh, spec) if isinstance(v, NVFP4Tensor) else NamedSharding(mesh, spec)
@@ -331,11 +329,9 @@ def test_sharded_equals_unsharded(devices, layout, left, kind):
 
 def test_no_weight_is_gathered_where_experts_are_split(devices):
     """Each device multiplies by its own experts; only rows of the result are summed."""
-    if len(devices) < 8:
-        pytest.skip("eight devices")
     a, b = exact("nvfp4", 64, 8)
-    mesh = jax.make_mesh((8,), ("e",), axis_types=(KINDS["auto"],), devices=devices)
-    placed = jax.device_put(b, b.shardings(mesh, P("e", None, None)))
+    mesh = make_mesh(devices, "x")
+    placed = jax.device_put(b, b.shardings(mesh, P("x", None, None)))
     compiled = jax.jit(grouped_matmul_nt).lower(a, placed, int32([8] * 8)).compile().as_text()
     assert "all-gather" not in compiled
     assert "all-reduce" in compiled

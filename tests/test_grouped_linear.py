@@ -192,6 +192,14 @@ def test_dtypes(cpu, dtype):
     assert grouped_linear(X, W, int32(SIZES), out_dtype=jnp.float32).dtype == jnp.float32
 
 
+@pytest.mark.parametrize("aligned", [False, True], ids=["", "aligned"])
+def test_no_rows(cpu, aligned):
+    f = lambda x, w: grouped_linear(x, w, int32(SIZES), aligned_groups=aligned)  # noqa: E731
+    y, dx, dw = with_gradients(f, X[:0], W, dy=DY[:0])
+    assert (y.shape, dx.shape) == ((0, N), (0, K))
+    assert_bitwise(dw, np.zeros(W.shape, jnp.bfloat16))
+
+
 # ---------------------------------------------------------------- transformations
 def test_jit_of_traced_sizes(cpu):
     f = lambda x, w, s: with_gradients(lambda x, w: grouped_linear(x, w, s), x, w)  # noqa: E731
@@ -255,6 +263,7 @@ def test_sharded_equals_unsharded(cpu, recipe, layout, kind):
 # ---------------------------------------------------------------- errors
 ERRORS = {
     "a matrix of weights": ({"w": W[0]}, ValueError, r"w must have rank 3, \[G, N, K\]"),
+    "no expert": ({"w": W[:0], "group_sizes": int32(())}, ValueError, "w must have one expert or more"),
     "a batch": ({"x": X[None]}, ValueError, r"x must have rank 2, \[M, K\].*vmap"),
     "another K": ({"x": X[:, :32]}, ValueError, "the last axis of x and axis 2 of w must have the same size K"),
     "K": ({"x": X[:, :40], "w": W[:, :, :40]}, ValueError, "K must be a multiple of 16, got K=40"),

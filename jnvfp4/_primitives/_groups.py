@@ -89,8 +89,8 @@ MOST_ROWS_OF_A_CHUNK = 2048
 def chunks_of(of: Rows, rows: int) -> Chunks:
     """Divides groups into parts, whose number depends on shapes alone: a loop over them has no condition to wait for.
 
-    Each group has at most one part that is not whole, so that three halves of the rows are computed where groups are
-    as large as parts.
+    Each group has one part at most that is not whole, and parts are about half as large as a group of middle size:
+    three halves of the rows are computed.
     """
     groups = of.starts.shape[0]
     size = min(rows, MOST_ROWS_OF_A_CHUNK, max(16, 1 << (rows // (2 * groups)).bit_length()))
@@ -133,10 +133,7 @@ def map_examples(primitive: Primitive, args: Sequence[Any], dims: Sequence[Any],
 
 # ---------------------------------------------------------------- sharding
 def claims(mesh: Any) -> Callable[[Any, int], Any]:
-    """Returns the function that takes mesh axes for a dimension of a size, if no other has taken them.
-
-    Dimensions that ask first come first.
-    """
+    """Returns the function that takes mesh axes for a dimension of a size, if no dimension before it has them."""
     used: set[str] = set()
 
     def claim(entry: Any, size: int) -> Any:
