@@ -327,6 +327,18 @@ def test_sharded_equals_unsharded(devices, layout, left, kind):
             assert_bitwise(jax.jit(lambda *v: grouped_matmul_nt(*v), **options)(*placed), want)
 
 
+def test_a_sum_over_experts_keeps_negative_zeros(devices):
+    """Results that are too small for float16: -0 on the device that has the expert, 0 on the others."""
+    a, b = exact("dense", 64, 8)
+    b = NVFP4Tensor(b.data, b.scale, b.amax * 2.0**-60, b.format)
+    sizes = int32([8] * 8)
+    want = np.asarray(grouped_matmul_nt(a, b, sizes, out_dtype=jnp.float16))
+    assert (want == 0).all()
+    assert np.signbit(want).any()
+    placed = jax.device_put(b, b.shardings(make_mesh(devices, "x"), P("x", None, None)))
+    assert_bitwise(jax.jit(grouped_matmul_nt, static_argnames="out_dtype")(a, placed, sizes, out_dtype="float16"), want)
+
+
 def test_no_weight_is_gathered_where_experts_are_split(devices):
     """Each device multiplies by its own experts; only rows of the result are summed."""
     a, b = exact("nvfp4", 64, 8)
