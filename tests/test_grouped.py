@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import GOLDEN
+from conftest import skip_or_fail
 from helpers import assert_bitwise, decoded, primitives
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -213,6 +214,18 @@ def test_a_kernel_that_cannot_run_here_is_refused(cpu):
     with pytest.raises(NotImplementedError, match="grouped_matmul_nt: implementation='cpu_dense_elements' cannot run"):
         grouped_matmul_nt(a, b, int32([1] * G), implementation="cpu_dense_elements")
     assert supports("grouped_matmul_nt", a, b, int32([1] * G)).kernel == "cpu_nvfp4_blocks"
+
+
+@pytest.mark.parametrize("left", ["nvfp4", "dense"])
+def test_a_program_for_any_gpu(left):
+    """XLA's operations around its ragged_dot, and no call that only some GPUs can run."""
+    if not _native.available("cuda"):
+        skip_or_fail("cuda", "no CUDA kernels in this build")
+    a, b = operands(left)
+    text = jax.jit(grouped_matmul_nt).trace(a, b, int32([1] * G)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@nvfp4_decode(") == (2 if left == "nvfp4" else 1)
+    assert "chlo.ragged_dot" in text
+    assert "nvfp4_grouped_matmul" not in text.replace("nvfp4_grouped_matmul.", "")
 
 
 # ---------------------------------------------------------------- errors

@@ -1,4 +1,4 @@
-// matmul on the CPU, in the pinned order of docs/numerics.md: blocks of 16 ascending along K for two
+// matmul on the CPU, and groups of it, in the pinned order of docs/numerics.md: blocks of 16 ascending along K for two
 // NVFP4 operands, single k ascending for a 16-bit left operand.
 //
 // Columns of the output are vector lanes, so the order along K is that of the rule whatever the vector
