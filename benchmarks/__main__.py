@@ -13,9 +13,9 @@ from .compare import compare, regressions
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     commands = parser.add_subparsers(dest="command", required=True)
-    for suite in ("quantize", "gemm", "products", "linear", "steps", "sharding"):
+    for suite in ("quantize", "gemm", "products", "grouped", "linear", "steps", "sharding"):
         command = commands.add_parser(suite, help=f"time the {suite} suite")
-        shape = "MxK or a name of tests/cases.py" if suite == "quantize" else "MxNxK"
+        shape = {"quantize": "MxK or a name of tests/cases.py", "grouped": "TOKENS:GxNxK"}.get(suite, "MxNxK")
         command.add_argument("--cases", type=_names, help=f"comma-separated: {shape}; all that suit the device")
         command.add_argument("--json", type=pathlib.Path, help="where to write the result")
         command.add_argument("--commit", help="what to record as the commit, outside a git checkout")
@@ -23,7 +23,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--ops", type=_names, help="comma-separated: operations; the defaults of each case")
             command.add_argument("--no-naive", action="store_true", help="leave out the naive jnp quantizers")
             command.add_argument("--peers", action="store_true", help="also other libraries, where installed")
-        if suite == "products":
+        if suite in ("products", "grouped"):
             command.add_argument("--every", action="store_true", help="also the kernels that are not planned")
         if suite == "steps":
             command.add_argument("--kernels", action="store_true", help="the time of each kernel instead")
@@ -52,6 +52,7 @@ def _run(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     from . import (
         bench_checkpoint,
         bench_gemm,
+        bench_grouped,
         bench_linear,
         bench_products,
         bench_quantize,
@@ -63,6 +64,8 @@ def _run(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
         yield bench_gemm.run(args.cases)
     if args.command == "products":
         yield from bench_products.run(args.cases, args.every)
+    if args.command == "grouped":
+        yield from bench_grouped.run(args.cases, args.every)
     if args.command == "steps":
         yield from bench_steps.run(args.cases, args.kernels)
     if args.command == "sharding":

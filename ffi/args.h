@@ -114,6 +114,16 @@ struct MatmulArgs {
   JNVFP4_HD bool windows() const { return a.map.windows() || b.map.windows(); }
 };
 
+// Row m of out is row m of a times the matrix of b of the group that holds row m, transposed. Group g begins where
+// group g - 1 ends, group 0 at row 0, and ends at the last row at the latest. Rows that no group holds are zero.
+struct GroupedArgs {
+  MatmulOperand a, b;    // without windows; the rows of b are counted over all groups
+  const int32_t* sizes;  // rows of each group; a negative size counts as 0
+  void* out;
+  Float kind;
+  GroupedShape shape;
+};
+
 // The end of a product whose sums y XLA has made. Of a and b only amax, map and e4m3_max are used.
 struct EpilogueArgs {
   const float* y;  // batch x rows x cols

@@ -75,6 +75,12 @@ struct GemmShape {
   int64_t batch, rows, cols, depth;
 };
 
+// `groups` products over consecutive rows of one left operand: rows x depth in all, and groups x cols x depth. How many
+// rows a group has is on the device.
+struct GroupedShape {
+  int64_t rows, groups, cols, depth;
+};
+
 // The random bits of stochastic rounding. Each matrix has four words: the key, and the index of its first block in
 // the whole array, low word first. `row_blocks` counts the blocks of a row of the whole array.
 struct StreamArgs {

@@ -119,6 +119,23 @@ std::string device_text(int capability) {
 
 }  // namespace
 
+std::string wrong_device(std::string_view kernel, int least, int most, const Device& device) {
+  const int capability = device.capability;
+  if (capability < least || capability > most) {
+    const char* which = most == kCpu ? "" : most == least ? "GPUs of " : "GPUs from ";
+    return std::string(kernel) + " runs on " + which + device_text(least) + ", not on " + device_text(capability);
+  }
+  if (least == kHopper && !device.sm90a)
+    return std::string(kernel) + " is not in this build; build jnvfp4 with 90a among JNVFP4_CUDA_TARGETS";
+  return {};
+}
+
+std::string no_plan(std::string_view planned, int64_t scratch, const Device& device, const std::string& cause) {
+  return "the program was lowered for the kernel " + std::string(planned) + " with " + std::to_string(scratch) +
+         " bytes of scratch, which " + device_text(device.capability) + " cannot run (" + cause +
+         "); lower it again for this device";
+}
+
 std::string_view name_of(MatmulKernel kernel) { return row_of(kernel).name; }
 
 bool find_kernel(std::string_view name, MatmulKernel* kernel) {
@@ -129,13 +146,8 @@ bool find_kernel(std::string_view name, MatmulKernel* kernel) {
 
 std::string why_not(MatmulKernel kernel, const MatmulProblem& problem, const Device& device) {
   const Row& row = row_of(kernel);
-  const int capability = device.capability;
-  if (capability < row.least || capability > row.most) {
-    const char* which = row.most == kCpu ? "" : row.most == row.least ? "GPUs of " : "GPUs from ";
-    return std::string(row.name) + " runs on " + which + device_text(row.least) + ", not on " + device_text(capability);
-  }
-  if (row.least == kHopper && !device.sm90a)
-    return std::string(row.name) + " is not in this build; build jnvfp4 with 90a among JNVFP4_CUDA_TARGETS";
+  const std::string elsewhere = wrong_device(row.name, row.least, row.most, device);
+  if (!elsewhere.empty()) return elsewhere;
   if (kernel == MatmulKernel::kDecodeThenCublasLt && !device.no_cublaslt.empty())
     return std::string(row.name) + " needs cuBLASLt: " + std::string(device.no_cublaslt);
   const char* reason = row.cannot(problem);
@@ -300,9 +312,7 @@ std::string adapt_plan(std::string_view planned, const MatmulProblem& problem, c
                                 ? "decode_then_dot is XLA operations, not a kernel of this call"
                             : reason.empty() ? "it needs more scratch"
                                              : reason;
-  return "the program was lowered for the kernel " + std::string(planned) + " with " + std::to_string(scratch) +
-         " bytes of scratch, which " + device_text(device.capability) + " cannot run (" + cause +
-         "); lower it again for this device";
+  return no_plan(planned, scratch, device, cause);
 }
 
 }  // namespace jnvfp4

@@ -50,6 +50,11 @@ struct Device {
   std::string_view no_cublaslt = {};  // why no copy of cuBLASLt was found; empty if one was
 };
 
+// Why kernels for the capabilities from `least` to `most` do not run on a device; empty if they do.
+std::string wrong_device(std::string_view kernel, int least, int most, const Device& device);
+// The error text where no plan on a device fits the program.
+std::string no_plan(std::string_view planned, int64_t scratch, const Device& device, const std::string& cause);
+
 std::string_view name_of(MatmulKernel kernel);
 // False if no kernel has the name.
 bool find_kernel(std::string_view name, MatmulKernel* kernel);

@@ -9,6 +9,8 @@ from . import sharding as sharding
 from ._dot_general import DotGeneral as DotGeneral
 from ._dot_general import dot_general as dot_general
 from ._einsum import einsum as einsum
+from ._grouped_linear import RaggedDot as RaggedDot
+from ._grouped_linear import grouped_linear as grouped_linear
 from ._keys import layer_index as layer_index
 from ._keys import layer_key as layer_key
 from ._keys import step_key as step_key
@@ -17,6 +19,7 @@ from ._linear import linear as linear
 from ._version import __version__ as __version__
 from .ops import dequantize as dequantize
 from .ops import fake_quant as fake_quant
+from .ops import grouped_matmul_nt as grouped_matmul_nt
 from .ops import matmul_nt as matmul_nt
 from .ops import quantize as quantize
 from .ops import quantize_pair as quantize_pair

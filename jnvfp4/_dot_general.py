@@ -107,7 +107,7 @@ def contract(
     if isinstance(rhs, NVFP4Tensor):
         raise TypeError(f"{op}: rhs must be an array, got an NVFP4Tensor; jnvfp4.linear takes one as w")
     a, b = as_float_array(op, "lhs", lhs), as_float_array(op, "rhs", rhs)
-    out_dtype = float_dtype(op, "preferred_element_type", _dtype_of_lax(a, b) if dtype is None else dtype)
+    out_dtype = float_dtype(op, "preferred_element_type", dtype_of_lax(a, b) if dtype is None else dtype)
     (lc, rc), (lb, rb) = (tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
     left, right = _axes_of(op, "lhs", a, lc, lb), _axes_of(op, "rhs", b, rc, rb)
     for kind, left_axes, right_axes in (("contracting", lc, rc), ("batch", lb, rb)):
@@ -276,7 +276,7 @@ def amax_of_layer(op: str, recipe: Recipe, path: str, w: jax.Array, batch: int) 
     return layer_amax(op, path, w, batch) if takes_weight_amax(recipe) else None
 
 
-def _dtype_of_lax(a: jax.Array, b: jax.Array) -> Any:
+def dtype_of_lax(a: jax.Array, b: jax.Array) -> Any:
     """Returns the dtype of lax.dot_general, which promotes also where jax.numpy_dtype_promotion is strict."""
     vectors = (jax.ShapeDtypeStruct((1,), v.dtype) for v in (a, b))
     return jax.eval_shape(lambda a, b: lax.dot_general(a, b, (((0,), (0,)), ((), ()))), *vectors).dtype

@@ -176,7 +176,7 @@ def call_linear(
     n, k = _weight_sizes(call, x, w)
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"{op}: bias must have shape (N,)=({n},), got {bias.shape}")
-    _check_contractions(op, w.shape, n, k, recipe)
+    check_contractions(op, w.shape, n, k, recipe)
     pair = _quantized_pair(op, x, given, quantized)
     if w_gather is not None:
         call, w = _kept_sharded(call, w, w_gather)
@@ -217,7 +217,7 @@ def _frozen(call: Call, w: NVFP4Tensor) -> tuple[Call, NVFP4Tensor]:
     check_parts(op, "w", (w.data, w.scale, w.amax), w.format)
     # How w was quantized does not matter any more: neither its blocks nor its rounding.
     fprop = (x_spec, replace(w_spec, block_rows=1, rounding="nearest"))
-    return call._replace(recipe=Recipe(fprop, "dequantized", None)), _pack(w)
+    return call._replace(recipe=Recipe(fprop, "dequantized", None)), pack(w)
 
 
 def _kept_sharded(call: Call, w: Any, w_gather: tuple[Placement, Placement]) -> tuple[Call, Any]:
@@ -295,7 +295,7 @@ def _weight_sizes(call: Call, x: jax.Array, w: jax.Array | NVFP4Tensor) -> tuple
     return n, k
 
 
-def _check_contractions(op: str, w_shape: tuple[int, ...], n: int, k: int, recipe: Recipe) -> None:
+def check_contractions(op: str, w_shape: tuple[int, ...], n: int, k: int, recipe: Recipe) -> None:
     unit = _unit_of_k(recipe)
     if k % unit:
         raise ValueError(
@@ -446,7 +446,7 @@ def _fold_in(key: jax.Array, operand: int) -> jax.Array:
     return jax.random.fold_in(key, operand)
 
 
-class _Quantizer(NamedTuple):
+class Quantizer(NamedTuple):
     """Quantizes the operands of one call."""
 
     key: jax.Array | None
@@ -511,22 +511,22 @@ class _Quantizer(NamedTuple):
         return (first, second) if w_axes == "nk" else (second, first)
 
 
-def _save(t: Any) -> Any:
+def save(t: Any) -> Any:
     """Names what the backward pass needs: an array, or the parts of a quantized tensor, its scales as bytes."""
-    return _unpack(jax.tree.map(lambda v: checkpoint_name(v, RESIDUAL_NAME), _pack(t)))
+    return unpack(jax.tree.map(lambda v: checkpoint_name(v, RESIDUAL_NAME), pack(t)))
 
 
-def _save_for_backward(t: Any) -> Any:
+def save_for_backward(t: Any) -> Any:
     """Names what is saved for the backward pass alone or in place of more."""
-    return _unpack(jax.tree.map(lambda v: checkpoint_name(v, BACKWARD_NAME), _pack(t)))
+    return unpack(jax.tree.map(lambda v: checkpoint_name(v, BACKWARD_NAME), pack(t)))
 
 
-def _pack(t: Any) -> Any:
+def pack(t: Any) -> Any:
     """Views scales as bytes: jax.checkpoint rounds the floats it saves by IEEE rules, where E4M3 256 is infinite."""
     return with_scale_bytes(t) if isinstance(t, NVFP4Tensor) else t
 
 
-def _unpack(t: Any) -> Any:
+def unpack(t: Any) -> Any:
     return with_float_scale(t) if isinstance(t, NVFP4Tensor) else t
 
 
@@ -537,13 +537,13 @@ def _linear(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, w_ama
         assert not isinstance(w, NVFP4Tensor)
         return _unquantized(call, x, w, bias)
     x_spec, w_spec = call.recipe.fprop
-    quantizer = _Quantizer(key, call.common)
+    quantizer = Quantizer(key, call.common)
     qx = quantized[0] or (x if x_spec is None else quantizer.rows(x, x_spec, X))
     if isinstance(w, NVFP4Tensor):
-        return _product(call, _save(qx), gathered(_unpack(w), call.gather), bias)
+        return _product(call, save(qx), gathered(unpack(w), call.gather), bias)
     qw, _ = quantizer.weights(w, call.w_axes, w_spec, None, w_amax)
     assert qw is not None
-    return _product(call, _save(qx), gathered(_save(qw), call.gather), bias)
+    return _product(call, save(qx), gathered(save(qw), call.gather), bias)
 
 
 def _unquantized(call: Call, x: jax.Array, w: jax.Array, bias: Any) -> jax.Array:
@@ -575,7 +575,7 @@ def _forward(
     if isinstance(w, NVFP4Tensor):
         # w is an argument, which a policy that saves residuals by their name need not copy.
         return _linear(x, w, bias, key, quantized, w_amax, call), (None, w, key)
-    recipe, quantizer = call.recipe, _Quantizer(key, call.common)
+    recipe, quantizer = call.recipe, Quantizer(key, call.common)
     dgrad, wgrad = recipe.dgrad_specs, recipe.wgrad_specs
     of_x, of_w = recipe.fprop or (None, None)
     specs = (of_x, wgrad and wgrad.x)
@@ -585,15 +585,15 @@ def _forward(
     of_w_t = None if _reads_one_weight(call) else dgrad and dgrad.w
     w_row, w_t = quantizer.weights(w, call.w_axes, of_w, of_w_t, w_amax)
     # Named before they are gathered, so that a checkpoint policy saves the quantizers' work, and the part of a device.
-    qx, kept = _save(x if x_row is None else x_row), w_row and _save(w_row)
-    of_backward = _save(w_t) if w_t is not None else _save(w) if recipe.dgrad is None else None
+    qx, kept = save(x if x_row is None else x_row), w_row and save(w_row)
+    of_backward = save(w_t) if w_t is not None else save(w) if recipe.dgrad is None else None
     if of_backward is None:
-        kept = kept and _save_for_backward(kept)
+        kept = kept and save_for_backward(kept)
     qw = kept and gathered(kept, call.gather)
-    w_saved = qw if of_backward is None else _save_for_backward(of_backward)
-    x_saved = _save_for_backward(_save(x_t) if x_t is not None else _save(x) if recipe.wgrad is None else qx)
+    w_saved = qw if of_backward is None else save_for_backward(of_backward)
+    x_saved = save_for_backward(save(x_t) if x_t is not None else save(x) if recipe.wgrad is None else qx)
     y = _unquantized(call, x, w, bias) if qw is None else _product(call, qx, qw, bias)
-    return y, (_pack(x_saved), _pack(w_saved), key)
+    return y, (pack(x_saved), pack(w_saved), key)
 
 
 def _reads_one_weight(call: Call) -> bool:
@@ -611,11 +611,11 @@ def _reads_one_weight(call: Call) -> bool:
 def _backward(call: Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     *saved, key = residuals
     of_x, of_w, of_bias = call.dtypes
-    x_saved, w_saved = map(_unpack, saved)
+    x_saved, w_saved = map(unpack, saved)
     if of_w is None:
         w_saved = gathered(w_saved, call.gather)
     dgrad, wgrad = call.recipe.dgrad_specs, call.recipe.wgrad_specs
-    quantizer = _Quantizer(key, call.common)
+    quantizer = Quantizer(key, call.common)
     dy_row, dy_t = quantizer.both(dy, dgrad and dgrad.dy, wgrad and wgrad.dy, _unit(wgrad), DY)
     dx = _dgrad(call, dy if dy_row is None else dy_row, w_saved, of_x)
     dw = None if of_w is None else _wgrad(call, dy if dy_t is None else dy_t, x_saved, of_w)

@@ -97,6 +97,11 @@ def matmul_kernels() -> tuple[str, ...]:
     return extensions()["cpu"].matmul_kernels
 
 
+def grouped_kernels() -> tuple[str, ...]:
+    """Lists the kernels of ``grouped_matmul_nt`` that ``implementation=`` may name."""
+    return extensions()["cpu"].grouped_kernels
+
+
 def any_gpu() -> int:
     """Returns the compute capability, 10 * major + minor, that every supported GPU has at least."""
     return extensions()["cpu"].any_gpu
@@ -152,7 +157,7 @@ class MatmulPlan(NamedTuple):
     """Says which kernel multiplies.
 
     Attributes:
-      kernel: one of ``matmul_kernels()``.
+      kernel: one of ``matmul_kernels()``, or of ``grouped_kernels()``.
       scratch_bytes: the memory that it needs beside its result.
       reason: why it cannot; empty if it can.
     """
@@ -184,10 +189,29 @@ def plan_matmul(
       kernel: the kernel to ask for; the best one if None.
     """
     batch, rows, cols, depth = shape
-    sm90a = getattr(extensions().get("cuda"), "sm90a", True)  # without a CUDA build any answer is hypothetical
-    least = any_gpu() if capability is None else capability
     no_cublaslt = _no_cublaslt(capability) if kernel == "decode_then_cublaslt" else ""  # chosen by its name alone
     answer = extensions()["cpu"].plan_matmul(
-        batch, rows, cols, depth, a, windows, out, pinned, least, sm90a, no_cublaslt, kernel or ""
+        batch, rows, cols, depth, a, windows, out, pinned, *_device(capability), no_cublaslt, kernel or ""
     )
     return MatmulPlan(*answer)
+
+
+def plan_grouped(
+    *, shape: tuple[int, int, int, int], a: str, out: str, capability: int | None, kernel: str | None = None
+) -> MatmulPlan:
+    """Asks ffi/grouped_plan.h for a kernel of a grouped product.
+
+    Args:
+      shape: M of all groups together, the number of groups, N and K.
+      a: as in ``plan_matmul``; so are the others.
+      out: the dtype of the result.
+      capability: of the device.
+      kernel: the kernel to ask for.
+    """
+    return MatmulPlan(*extensions()["cpu"].plan_grouped(*shape, a, out, *_device(capability), kernel or ""))
+
+
+def _device(capability: int | None) -> tuple[int, bool]:
+    """Returns the capability that a plan must fit, and whether the build has the kernels for 90a."""
+    sm90a = getattr(extensions().get("cuda"), "sm90a", True)  # without a CUDA build any answer is hypothetical
+    return any_gpu() if capability is None else capability, sm90a

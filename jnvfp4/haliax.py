@@ -1,4 +1,4 @@
-"""haliax and Levanter: ``DotGeneral`` for the ``dot_general`` of a ``Linear``, and ``apply`` for a whole model."""
+"""haliax and Levanter: ``DotGeneral`` for a ``Linear``, ``RaggedDot`` for experts, ``apply`` for a whole model."""
 
 import dataclasses
 import math
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ._dot_general import DotGeneral as _DotGeneral
+from ._grouped_linear import RaggedDot as _RaggedDot
 from ._keys import layer_index
 from .policy import Layer, Policy, layers_of
 from .recipes import DEFAULT, Recipe
@@ -47,6 +48,28 @@ class DotGeneral(eqx.Module):
         product = _DotGeneral(self.recipe, self.path, self.w_gather)
         with nullcontext() if self.index is None else layer_index(self.index):
             return product(lhs, rhs, dimension_numbers, precision, preferred_element_type, **options)
+
+
+class RaggedDot(eqx.Module):
+    """Follows the protocol of haliax's ragged dot operations, ``op(lhs, rhs, group_sizes)``; multiplies by a recipe.
+
+    Attributes:
+      recipe: how each product quantizes its operands, as in ``jnvfp4.grouped_linear``.
+      path: the name of the layer, for ``jnvfp4.step_key``.
+      index: as in ``DotGeneral``.
+      aligned_groups: as in ``jnvfp4.grouped_linear``.
+    """
+
+    recipe: Recipe = eqx.field(static=True, default=DEFAULT)
+    path: str | None = eqx.field(static=True, default=None)
+    index: jax.Array | None = None
+    aligned_groups: bool = eqx.field(static=True, default=False)
+
+    def __call__(self, lhs: Any, rhs: Any, group_sizes: Any, **options: Any) -> jax.Array:
+        """Computes ``jax.lax.ragged_dot`` of activations [M, K] and the weights [G, K, N] of experts."""
+        product = _RaggedDot(self.recipe, self.path, self.aligned_groups)
+        with nullcontext() if self.index is None else layer_index(self.index):
+            return product(lhs, rhs, group_sizes, **options)
 
 
 def apply(model: Model, policy: Policy) -> Model:

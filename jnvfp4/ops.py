@@ -31,6 +31,7 @@ from ._primitives._base import bind, match_varying
 from ._primitives._operands import check_array, check_operand, find_row_amax
 from ._primitives.dequantize import dequantize_p
 from ._primitives.fake_quant import fake_quant_p
+from ._primitives.grouped_matmul import grouped_matmul_p
 from ._primitives.matmul import matmul_p
 from ._primitives.quantize import quantize_p
 from ._primitives.quantize_pair import quantize_pair_p
@@ -470,6 +471,59 @@ def matmul_nt(
         accumulation=accumulation,
         implementation=implementation,
         k_axes=1,
+    )[0]
+
+
+@operation
+def grouped_matmul_nt(
+    a: NVFP4Tensor | ArrayLike,
+    b: NVFP4Tensor,
+    group_sizes: ArrayLike,
+    *,
+    out_dtype: DTypeLike = jnp.bfloat16,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Computes the product of each group of rows of ``a`` with a matrix of its own, as a mixture of experts needs it.
+
+    Args:
+      a: [M, K], an NVFP4Tensor of amax scope "tensor" or "row", or a bfloat16 or float16 array. The rows of a group
+        follow each other, and group g + 1 follows group g; group 0 begins at row 0.
+      b: an NVFP4Tensor [G, N, K] of the same scopes: a matrix for each group, whose amax has the shape [G] or [G, N].
+        One amax () is that of all groups.
+      group_sizes: int32 [G], how many rows each group has. It stays on the device: no size is read by the host. A
+        negative size counts as 0. If the sum is less than M, the rows beyond it belong to no group; if it is more, the
+        groups are cut at row M.
+      out_dtype: float32, bfloat16 or float16.
+      implementation: as in ``quantize``, or the name of a kernel (``jnvfp4.supports("grouped_matmul_nt", a, b,
+        group_sizes).kernel``). If that kernel cannot run these operands, compilation raises.
+
+    Returns:
+      [M, N] of ``out_dtype``. Row m is that of ``matmul_nt(a[m:m + 1], b[g])`` for the group g that holds it: the same
+      bits on the CPU and in the reference; on a GPU the sums along K are exact products in an order that is not
+      defined. Rows that no group holds are zero, whatever ``a`` has there. A group without rows costs nothing.
+
+    Raises:
+      ValueError, TypeError: shapes, dtypes or formats do not fit; the message names them.
+    """
+    op = "grouped_matmul_nt"
+    check_implementation(op, implementation, _native.grouped_kernels())
+    if not isinstance(b, NVFP4Tensor):
+        raise TypeError(f"{op}: b must be an NVFP4Tensor, got {type(b).__name__}")
+    left = _parts(a) if isinstance(a, NVFP4Tensor) else [as_array(op, "a", a)]
+    data, scale, amax = _parts(b)
+    if amax.ndim == 0 and data.ndim == 3:
+        amax = jnp.broadcast_to(amax, data.shape[:1])
+    return bind(
+        grouped_matmul_p,
+        *left,
+        data,
+        scale,
+        amax,
+        as_array(op, "group_sizes", group_sizes),
+        a_format=a.format if isinstance(a, NVFP4Tensor) else None,
+        b_format=b.format,
+        out_dtype=float_dtype(op, "out_dtype", out_dtype),
+        implementation=implementation,
     )[0]
 
 

@@ -15,8 +15,10 @@ import numpy as np
 from . import _native
 from ._arguments import OPERATIONS
 from ._primitives._matmul_routes import Product, plan
+from ._primitives.grouped_matmul import Operands as GroupedOperands
+from ._primitives.grouped_matmul import plan as plan_grouped
 from ._version import __version__
-from .ops import dequantize, matmul_nt, quantize, transpose
+from .ops import dequantize, grouped_matmul_nt, matmul_nt, quantize, transpose
 from .spec import (
     FUSED_PAIRS,
     NVFP4,
@@ -65,8 +67,8 @@ def supports(op_or_spec: str | QuantSpec, *operands: Any, device: jax.Device | N
 
     Returns:
       ``Support(native, kernel, reason)``. An operation without a native kernel still works, through the reference
-      implementation. The kernel is "cpu" or "cuda"; that of ``matmul_nt`` with operands is more exact, a name that its
-      ``implementation`` takes.
+      implementation. The kernel is "cpu" or "cuda"; that of ``matmul_nt`` and ``grouped_matmul_nt`` with operands is
+      more exact, a name that their ``implementation`` takes.
 
     Raises:
       ValueError, TypeError: there is no such operation, or ``device`` is no device. If the operation refuses the
@@ -84,8 +86,8 @@ def supports(op_or_spec: str | QuantSpec, *operands: Any, device: jax.Device | N
         return support
     if options.get("implementation") == "reference":
         return Support(False, "reference", 'implementation="reference" asks for it')
-    if name == "matmul_nt" and arguments is not None:
-        return _matmul_kernel((arguments.pop("a"), arguments.pop("b")), arguments, device)
+    if name in _KERNELS and arguments is not None:
+        return _KERNELS[name]((arguments.pop("a"), arguments.pop("b")), arguments, device)
     return support
 
 
@@ -129,20 +131,41 @@ def _is_array(leaf: Any) -> bool:
 
 def _matmul_kernel(operands: tuple, options: dict[str, Any], device: jax.Device) -> Support:
     """Asks for the kernel of ``matmul_nt`` for the operands (a, b) on a device that has native kernels."""
-    a, b = operands
-    quantized = isinstance(a, NVFP4Tensor)
-    product = Product(
-        (a.data, a.scale, a.amax) if quantized else (a,),
-        (b.data, b.scale, b.amax),
-        options.get("bias"),
-        a.format if quantized else None,
-        b.format,
-        options.get("out_dtype", jnp.bfloat16),
-        options.get("accumulation", "fast"),
-    )
-    capability = 0 if device.platform == "cpu" else _number(_compute_capability(device))
+    (left, a_format), (right, b_format) = map(_parts_of, operands)
+    accumulation = options.get("accumulation", "fast")
+    product = Product(left, right, options.get("bias"), a_format, b_format, _out_dtype(options), accumulation)
+    return _answer(plan(product, *_where(options, device)))
+
+
+def _grouped_kernel(operands: tuple, options: dict[str, Any], device: jax.Device) -> Support:
+    """Asks for the kernel of ``grouped_matmul_nt``."""
+    (left, a_format), (right, _) = map(_parts_of, operands)
+    product = GroupedOperands(left, right, options["group_sizes"])
+    return _answer(plan_grouped(product, a_format, _out_dtype(options), *_where(options, device)))
+
+
+_KERNELS = {"matmul_nt": _matmul_kernel, "grouped_matmul_nt": _grouped_kernel}
+
+
+def _parts_of(operand: Any) -> tuple[tuple, Any]:
+    """Returns data, scale and amax and their format, or an array and None."""
+    if isinstance(operand, NVFP4Tensor):
+        return (operand.data, operand.scale, operand.amax), operand.format
+    return (operand,), None
+
+
+def _out_dtype(options: dict[str, Any]) -> Any:
+    return options.get("out_dtype", jnp.bfloat16)
+
+
+def _where(options: dict[str, Any], device: jax.Device) -> tuple[int, str | None]:
+    """Returns the capability of a device and the kernel that is asked for by name."""
     implementation = options.get("implementation")
-    chosen = plan(product, capability, None if implementation in (None, "native") else implementation)
+    capability = 0 if device.platform == "cpu" else _number(_compute_capability(device))
+    return capability, None if implementation in (None, "native") else implementation
+
+
+def _answer(chosen: _native.MatmulPlan) -> Support:
     return Support(not chosen.reason, chosen.kernel, chosen.reason)
 
 
@@ -268,6 +291,9 @@ def _check_device(device: jax.Device) -> Iterator[tuple[str, str, str]]:
     exact = quantize(np.round(np.clip(x.astype(np.float32), -2, 2)), NVFP4)  # sums exact in any order
     yield check("matmul_nt", lambda i: matmul_nt(exact, exact, implementation=i))
     yield check("matmul_nt weight-only", lambda i: matmul_nt(jnp.round(jnp.asarray(x)), exact, implementation=i))
+    experts = jax.tree.map(lambda part: jnp.stack([part] * 3), exact)
+    sizes = jnp.array([17, 0, 40], jnp.int32)  # 7 rows are in no group
+    yield check("grouped_matmul_nt", lambda i: grouped_matmul_nt(exact, experts, sizes, implementation=i))
 
 
 def _compare(native: object, reference: object) -> str:

@@ -131,6 +131,16 @@ def matmul_call(kernel: str, dense: bool, windows: bool) -> Call:
     return Call("matmul", operands, results, attrs)
 
 
+def grouped_call(kernel: str, dense: bool) -> Call:
+    m, g, n, k = 24, 3, 32, 128
+    a = (Array("a", (m, k), BF16, also=(jnp.float16,)), absent("a scale", U8), absent("a amax"))
+    data, scale = Array("b data", (g, n, k // 2), U8), Array("b scale", (g, n, k // 16), U8)
+    b = (data, scale, Array("b amax", (g,), F32, ((g, n),)))
+    operands = (*(a if dense else tensor("a ", m, k, False)), *b, Array("group sizes", (g,), jnp.int32))
+    attrs = {"kernel": kernel, "a_e4m3_max": np.int32(448), "b_e4m3_max": np.int32(448)}
+    return Call("grouped_matmul", operands, (Array("out", (m, n), F32, also=FLOATS), absent("scratch", U8)), attrs)
+
+
 def dequantize_call(windows: bool) -> Call:
     attrs = {"e4m3_max": np.int32(448), "windows": windows, "rotate_back": False}
     return Call("dequantize", tensor("", 16, 128, windows), (Array("out", (16, 128), BF16, also=FLOATS),), attrs)
@@ -208,7 +218,10 @@ def valid_calls(platform: str) -> dict[str, Call]:
         "matmul windows": matmul_call(blocks, False, True),
         "matmul dense": matmul_call(elements, True, False),
     }
-    return calls if cpu else calls | {"decode": decode_call(), "epilogue": epilogue_call()}
+    if cpu:
+        grouped = {"grouped": grouped_call(blocks, False), "grouped dense": grouped_call(elements, True)}
+        return calls | grouped
+    return calls | {"decode": decode_call(), "epilogue": epilogue_call()}
 
 
 # ---------------------------------------------------------------- calls that are wrong in one place

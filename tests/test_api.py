@@ -148,6 +148,7 @@ def test_two_calls_find_the_amax_of_rows_themselves():
 KEY = jax.random.key(5)
 X, W, DY = normal((2, 32, 64), 1), normal((48, 64), 2), normal((2, 32, 48), 3)
 GAIN, BIAS = normal((64,), 4), normal((48,), 5)
+WS, SIZES = jnp.stack([W, -W]), jnp.array([16, 10], jnp.int32)
 CALLS = {
     **{
         f"quantize {name}": (partial(jnvfp4.quantize, spec=spec, key=KEY), (X,))
@@ -169,6 +170,8 @@ CALLS = {
         (jnvfp4.quantize(X, WINDOW64), jnvfp4.quantize(W)),
     ),
     "matmul_nt weight-only": (jnvfp4.matmul_nt, (X, jnvfp4.quantize(W))),
+    "grouped_matmul_nt": (jnvfp4.grouped_matmul_nt, (jnvfp4.quantize(X[0], ROW_SCALED), jnvfp4.quantize(WS), SIZES)),
+    "grouped_matmul_nt weight-only": (jnvfp4.grouped_matmul_nt, (X[0], jnvfp4.quantize(WS), SIZES)),
     "report": (partial(jnvfp4.quantization_report, spec=jnvfp4.four_over_six(block_rows=16)), (X,)),
 }
 _RMS, _SILU = jnvfp4.rms_norm_quantize, jnvfp4.silu_mul_quantize
@@ -183,6 +186,11 @@ DIFFERENTIABLE = {
     "linear dequantized": (lambda x, w: jnvfp4.linear(x, w, recipes.pretrain(backward="dequantized")), (X, W)),
     "linear weight-only": (lambda x, w: jnvfp4.linear(x, w, recipes.inference(weight_only=True)), (X, W)),
     "linear frozen": (lambda x, b: jnvfp4.linear(x, jnvfp4.quantize(W), bias=b), (X, BIAS)),
+    "grouped_linear": (
+        lambda x, w: jnvfp4.grouped_linear(x, w, SIZES, recipes.pretrain(), key=KEY, aligned_groups=True),
+        (X[0], WS),
+    ),
+    "grouped_linear kn": (lambda x, w: jnvfp4.grouped_linear(x, w, SIZES, w_axes="kn"), (X[0], WS.mT)),
     "einsum": (lambda x, w: jnvfp4.einsum("bsk,nk->nbs", x, w), (X, W)),
     "dot_general": (
         lambda x, w: jnvfp4.dot_general(x, w, (((2,), (2,)), ((0,), (0,)))),

@@ -22,6 +22,7 @@ sys.path.append(str(ROOT))  # last, so that the installed jnvfp4 is the one test
 
 from benchmarks import (  # noqa: E402
     bench_checkpoint,
+    bench_grouped,
     bench_linear,
     bench_products,
     bench_quantize,
@@ -392,10 +393,10 @@ def test_conversions_are_timed(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("suite", ["quantize", "gemm", "linear"])
+@pytest.mark.parametrize("suite", ["quantize", "gemm", "linear", "grouped"])
 def test_a_suite_runs_and_is_compared_and_drawn(suite, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench_linear, "RECIPES", {"pretrain": bench_linear.RECIPES["pretrain"]})
-    case = "32x64" if suite == "quantize" else "16x32x64"
+    case = {"quantize": "32x64", "grouped": "16:4x32x64"}.get(suite, "16x32x64")
     chosen = ["--ops", "nvfp4,window64 pair,fake_quant nvfp4_rht"] if suite == "quantize" else []
     new, png = tmp_path / "out" / "new.json", tmp_path / "new.png"
     assert main([suite, "--cases", case, *chosen, "--json", str(new), "--commit", "abc"]) == 0
@@ -434,6 +435,61 @@ def test_chains_of_products():
     want, *others = (np.asarray(chain.multiply(chain.weights[0]), np.float32) for chain in chains.values())
     assert all(np.abs(got - want).max() < 0.3 * np.abs(want).max() for got in others)
     assert all(len(chain.weights) == bench_products.MOST for chain in chains.values())
+
+
+def test_sizes_of_groups():
+    """Proportional to 1 / (i + 1), rounded down; the rest in group 0, and the last eighth empty."""
+    for name in bench_grouped.CASES:
+        case = bench_grouped.parse(name)
+        sizes, used = case.sizes, case.groups * 7 // 8
+        assert sizes.sum() == case.tokens
+        assert not sizes[used:].any()
+        share = 1 / np.arange(1, used + 1)
+        assert (sizes[1:used] == np.floor(case.tokens * share / share.sum())[1:]).all()
+        assert 1 <= case.length <= bench_grouped.MOST
+    assert bench_grouped.parse("4096:8x14336x4096").sizes.tolist() == [1584, 789, 526, 394, 315, 263, 225, 0]
+    assert set(bench_grouped.TARGETS) == set(bench_grouped.TOKENS)
+
+
+def test_grouped_products_compute_the_same():
+    case = bench_grouped.parse("40:8x32x64")
+    chains, sizes = bench_grouped.chains(case, every=True), jnp.asarray(case.sizes)
+    assert list(chains)[:4] == [bench_grouped.LOOP, bench_grouped.RAGGED, "w4a4", "w4a16"]
+    results = [chain.multiply(chain.a, chain.weights[0], sizes) for chain in chains.values()]
+    want = np.concatenate(results.pop(0)).astype(np.float32)
+    for got in results:
+        assert np.abs(np.asarray(got, np.float32) - want).max() < 0.3 * np.abs(want).max()
+
+
+def test_the_targets_of_grouped_products():
+    case = bench_grouped.parse("128:8x32x64")
+    times = {
+        op: {"median_us": t} for op, t in {"bf16 loop": 20, "bf16 ragged_dot": 9.9, "w4a4": 10, "w4a16": 9}.items()
+    }
+    rows = {op: bench_grouped._judged(case, op, times, 1, {"TFLOP/s": 1.0}) for op in times}
+    assert (rows["w4a4"]["speed of loop"], rows["w4a4"]["speed of ragged_dot"]) == (2.0, 0.99)
+    assert (rows["w4a4"]["met"], rows["w4a16"]["met"]) == (False, True)
+    assert "met" not in rows["bf16 loop"]
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ('custom_call_target="__cublas$gemm"\n bf16[8,16,64]{2,1,0}', "__cublas$gemm of all rows for each of 8 groups"),
+        ('"kind":"__cudnn$fusion" bf16[16,64]', "__cudnn$fusion"),
+        ("%x = bf16[16,32] ragged-dot(%a)", "ragged-dot"),
+        ("%x = bf16[16,512]{1,0} y\n%z = dot(%x) ", "dot of all rows for each of 8 groups"),
+        ("nothing", "unknown"),
+    ],
+)
+def test_the_path_of_ragged_dot(text, path):
+    assert bench_grouped.path_of(text, bench_grouped.parse("16:8x32x64")) == path
+
+
+def test_grouped_products_without_cases_need_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert main(["grouped"]) == 2
+    assert "name a small one" in capsys.readouterr().err
 
 
 def test_the_sharding_suite_needs_two_gpus(capsys):
@@ -487,6 +543,7 @@ def test_steps_have_both_gradients(monkeypatch):
         (["quantize", "--cases", "nowhere"], "a case must be MxK or one of"),
         (["quantize", "--ops", "nothing"], r"an op must be one of .* got \['nothing'\]"),
         (["gemm", "--cases", "16x16"], "a case must be MxNxK, got '16x16'"),
+        (["grouped", "--cases", "8x64x64"], "a case must be TOKENS:GxNxK, got '8x64x64'"),
         (["compare", "missing.json"], "No such file"),
     ],
 )

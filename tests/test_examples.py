@@ -149,6 +149,61 @@ def test_train_lm_trains_with_every_recipe(tmp_path):
     check_training(tmp_path / "curves", [row[0] for row in documented_recipes()], 4, falls_by=0.3)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("options", [("--shared",), ("--expert-parallel", "4")], ids=" ".join)
+def test_moe_trains(options, tmp_path):
+    out = run("moe.py", "--steps", "12", *options, "--out", "moe", cwd=tmp_path)
+    assert re.findall(r"^(\w+) +[\d.]+ +[\d.]+ +[-+][\d.]+% ", out, flags=re.M) == ["bf16", "pretrain"]
+    runs = json.loads((tmp_path / "moe" / "metrics.json").read_text())["runs"]
+    for name, curves in runs.items():
+        assert len(curves["train"]) == 12
+        assert curves["train"][-1] < curves["train"][0] - 1, name
+    assert abs(runs["pretrain"]["val"] / runs["bf16"]["val"] - 1) < 0.05
+
+
+@pytest.fixture
+def moe(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    pytest.importorskip("tqdm")
+    return importlib.import_module("moe")
+
+
+@pytest.mark.parametrize("unit", [1, 16])
+def test_rows_of_experts_follow_each_other(moe, unit):
+    group = np.random.default_rng(0).integers(0, 5, 60).astype(np.int32)  # 4: left out
+    place, sizes = (np.asarray(v) for v in moe.places(jnp.asarray(group), 4, unit))
+    assert (sizes % unit == 0).all()
+    assert (sizes >= np.bincount(group, minlength=5)[:4]).all()
+    assert len(set(place.tolist())) == len(group)
+    ends = np.cumsum(sizes)
+    for g in range(4):
+        mine = place[group == g]
+        assert mine.min() == ends[g] - sizes[g]
+        assert mine.max() < ends[g]
+        assert (np.diff(mine) == 1).all()
+    assert (place[group == 4] >= ends[-1]).all()
+
+
+def test_experts_on_several_devices_compute_what_one_does(moe):
+    """With room for all rows; the loss of an uneven choice is that of each device's tokens."""
+    config, experts = moe.PRESETS["cpu"]
+    config = moe.replace(config, layers=1, seq=16, batch=4)
+    experts = moe.replace(experts, capacity=4.0, balance=0.0)
+    devices = jax.devices("cpu")[:4]
+    mesh = jax.make_mesh((4,), (moe.EXPERTS_AXIS,), axis_types=(moe.AxisType.Auto,), devices=devices)
+    with jax.default_device(devices[0]):
+        params = moe.init_moe(jax.random.key(0), config, experts)
+        batch = np.random.default_rng(0).integers(0, 256, (4, 17)).astype(np.uint8)
+        one, four = (
+            jax.jit(jax.value_and_grad(moe.make_loss(config, experts, moe.HIGH_PRECISION, m)))(
+                params, batch, jax.random.key(1)
+            )
+            for m in (None, mesh)
+        )
+    for got, want in zip(jax.tree.leaves(four), jax.tree.leaves(one), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0.05, atol=0.02 * np.abs(want).max())
+
+
 def test_compare_recipes_writes_table_and_picture(tmp_path):
     needs_plots()
     arguments = ("--size", "128", "--only", "row_scaled,2d_mse", "--out", "compared")

@@ -17,7 +17,7 @@ from jnvfp4 import NVFP4, ROW_SCALED, WINDOW64, _native, matmul_nt, quantize
 
 SHORT = (  # of each target
     *("quantize stochastic", "pair stochastic", "fake_quant windows", "norm pair", "dequantize windows", "rht_amax"),
-    *("matmul windows", "decode", "epilogue"),
+    *("matmul windows", "decode", "epilogue", "grouped dense"),
 )
 NAMES = [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in valid_calls("cuda")]
 

@@ -13,8 +13,9 @@ import haliax as hax
 import haliax.nn as hnn
 from flax_models import record_keys
 
+import jnvfp4
 from jnvfp4 import Policy, Rule, layer_key, linear, recipes, step_key
-from jnvfp4.haliax import DotGeneral, apply
+from jnvfp4.haliax import DotGeneral, RaggedDot, apply
 
 skip_unless_haliax_runs()
 SR, NEAREST = recipes.pretrain(), recipes.DEFAULT
@@ -134,3 +135,13 @@ def test_the_optimizer_has_the_same_arrays():
     taken_over = jax.tree.unflatten(jax.tree.structure(states[0]), jax.tree.leaves(states[1]))
     grads = eqx.filter(run(apply(MODEL, POLICY), KEY)[1], eqx.is_inexact_array)
     optax.adamw(1e-3).update(grads, taken_over, eqx.filter(apply(MODEL, POLICY), eqx.is_inexact_array))
+
+
+def test_ragged_dot_is_that_of_the_package():
+    x, w = X.array.astype(jnp.bfloat16), jnp.asarray(np.random.default_rng(2).normal(size=(3, 32, 48)), jnp.bfloat16)
+    sizes = jnp.array([5, 0, 9], jnp.int32)
+    assert_bitwise(RaggedDot()(x, w, sizes), jnvfp4.RaggedDot()(x, w, sizes))
+    op = RaggedDot(SR, path="experts/up")
+    with step_key(KEY):
+        assert_bitwise(op(x, w, sizes), jnvfp4.RaggedDot(SR, "experts/up")(x, w, sizes))
+    assert not jax.tree.leaves(eqx.filter(op, eqx.is_array))

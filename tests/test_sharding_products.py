@@ -508,6 +508,17 @@ def test_wrong_out_specs_are_refused(devices):
         jax.eval_shape(f, x)
 
 
+@pytest.mark.parametrize("left", ["nvfp4", "dense"])
+def test_the_reference_where_axes_are_checked(devices, left):
+    """Its loops begin with zeros, which vary over no axis."""
+    mesh = make_mesh(devices, "x")
+    x, b = normal((64, 64)), quantize(normal((32, 64), 1))
+    product = partial(matmul_nt, implementation="reference")
+    multiply = (lambda x, b: product(quantize(x, ROW_SCALED), b)) if left == "nvfp4" else product
+    got = jax.jit(jax.shard_map(multiply, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x")))(x, b)
+    assert_bitwise(got, multiply(x, b))
+
+
 def test_matmul_in_shard_map_with_a_replicated_side(devices):
     mesh, (a, b) = make_mesh(devices, "x"), (exact_tensor((M, K), 1), exact_tensor((N, K), 2))
     sharded = NVFP4Tensor(P("x"), P("x"), P(), a.format)

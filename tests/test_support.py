@@ -39,6 +39,7 @@ def t(*shape, spec=NVFP4) -> NVFP4Tensor:
     return jax.eval_shape(lambda x: quantize(x, spec), a(*shape))
 
 
+SIZES = a(3, dtype=jnp.int32)
 X, W, A, B = a(32, 64), a(48, 64), t(32, 64), t(48, 64)
 # operation, operands, options
 CALLS = {
@@ -64,6 +65,7 @@ CALLS = {
         {"quantized": jax.eval_shape(lambda x, g: rms_norm_quantize(x, g), X, a(64))},
     ),
     "dot_general": ("dot_general", (X, W, NT), {"preferred_element_type": jnp.float32, "recipe": Recipe()}),
+    "grouped_linear": ("grouped_linear", (X, a(3, 48, 64), SIZES, recipes.pretrain()), {"key": KEY}),
     "einsum": ("einsum", ("mk,nk->nm", X, W), {"recipe": recipes.pretrain(), "key": KEY}),
 }
 
@@ -74,7 +76,9 @@ def test_calls_that_a_native_kernel_runs(native, op, operands, options):
 
 
 def test_the_calls_are_of_every_operation():
-    assert {op for op, *_ in CALLS.values() if isinstance(op, str)} | {"matmul_nt"} == set(OPERATIONS)
+    assert {op for op, *_ in CALLS.values() if isinstance(op, str)} | {"matmul_nt", "grouped_matmul_nt"} == set(
+        OPERATIONS
+    )
 
 
 @pytest.mark.parametrize("op", [*OPERATIONS, NVFP4, WINDOW64], ids=str)
@@ -106,6 +110,22 @@ MATMULS = {
 @pytest.mark.parametrize(("operands", "options", "kernel"), MATMULS.values(), ids=MATMULS)
 def test_the_kernel_of_a_product(operands, options, kernel):
     assert supports("matmul_nt", *operands, device=jax.devices("cpu")[0], **options) == (True, kernel, "")
+
+
+def experts(spec=NVFP4):
+    return t(3, 48, 64, spec=spec)
+
+
+GROUPED = {
+    "nvfp4": ((A, experts(), SIZES), {}, "cpu_nvfp4_blocks"),
+    "named": ((), {"a": A, "b": experts(), "group_sizes": SIZES}, "cpu_nvfp4_blocks"),
+    "weight-only": ((X, experts(), SIZES), {"out_dtype": jnp.float32}, "cpu_dense_elements"),
+}
+
+
+@pytest.mark.parametrize(("operands", "options", "kernel"), GROUPED.values(), ids=GROUPED)
+def test_the_kernel_of_a_grouped_product(operands, options, kernel):
+    assert supports("grouped_matmul_nt", *operands, device=jax.devices("cpu")[0], **options) == (True, kernel, "")
 
 
 # ---------------------------------------------------------------- no native kernel

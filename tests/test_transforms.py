@@ -37,6 +37,7 @@ from jnvfp4.spec import SUPPORTED_SPECS, name_of
 
 SIZE = 3
 KEY = jax.random.key(5)
+SIZES = jnp.array([9, 30], jnp.int32)  # of groups
 # Specs with different operands; the rest differ from them inside a block only.
 SPECS = (NVFP4, NVFP4_2D, NVFP4_RHT, NVFP4_SR, NVFP4_RHT_SR, ROW_SCALED, WINDOW64, four_over_six(amax_scope="row"))
 transposed_or_not = pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transpose"])
@@ -466,6 +467,8 @@ OPERATIONS = {
     "matmul_nt": lambda x: matmul_nt(quantize(x), quantize(x)),
     "matmul_window64": lambda x: matmul_nt(quantize(x, WINDOW64), quantize(x)),
     "weight_only": lambda x: matmul_nt(x, quantize(x)),
+    "grouped_matmul_nt": lambda x: jnvfp4.grouped_matmul_nt(x, quantize(jnp.stack([x, x])), SIZES),
+    "grouped_linear": lambda x: jnvfp4.grouped_linear(x, jnp.stack([x, x]), SIZES),
     "linear": lambda x: linear(x, x),
     "linear_pretrain": lambda x: linear(x, x, recipes.pretrain(), key=KEY),
     "linear_unbiased": lambda x: linear(x, x, recipes.pretrain(unbiased=True), key=KEY),

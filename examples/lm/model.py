@@ -117,10 +117,15 @@ def mlp(x: Array, layer: Tree, config: Config, linear: Linear, keys: Array) -> A
     return linear(hidden, layer["mlp_down"], keys[1], "mlp_down")
 
 
+FeedForward = Callable[[Array, Tree, Config, Linear, Array], Array]
+
+
 # Model
 
 
-def logits(params: Tree, tokens: Array, config: Config, linear: Linear, key: Array) -> Array:
+def logits(
+    params: Tree, tokens: Array, config: Config, linear: Linear, key: Array, feed_forward: FeedForward = mlp
+) -> Array:
     """Computes the logits of every next byte, float32 [batch, seq, 256].
 
     Args:
@@ -129,12 +134,13 @@ def logits(params: Tree, tokens: Array, config: Config, linear: Linear, key: Arr
       config: sizes of the model.
       linear: product of the linear layers.
       key: for a linear layer that rounds stochastically; every layer receives a key of its own.
+      feed_forward: what follows the attention in each block.
     """
 
     def block(x: Array, layer_and_keys: tuple[Tree, Array]) -> tuple[Array, None]:
         layer, keys = layer_and_keys
         x = x + attention(rms_norm(x, layer["attention_norm"]), layer, config, linear, keys[:2])
-        x = x + mlp(rms_norm(x, layer["mlp_norm"]), layer, config, linear, keys[2:])
+        x = x + feed_forward(rms_norm(x, layer["mlp_norm"]), layer, config, linear, keys[2:])
         return x, None
 
     x = params["embedding"][tokens]
@@ -151,6 +157,8 @@ def cross_entropy(logits: Array, targets: Array) -> Array:
     return -jnp.mean(jnp.take_along_axis(log_probs, targets.astype(jnp.int32)[..., None], axis=-1))
 
 
-def loss_fn(params: Tree, batch: Array, config: Config, linear: Linear, key: Array) -> Array:
+def loss_fn(
+    params: Tree, batch: Array, config: Config, linear: Linear, key: Array, feed_forward: FeedForward = mlp
+) -> Array:
     """Returns the loss of predicting the bytes 1 to seq of a batch [batch, seq + 1] from those before them."""
-    return cross_entropy(logits(params, batch[:, :-1], config, linear, key), batch[:, 1:])
+    return cross_entropy(logits(params, batch[:, :-1], config, linear, key, feed_forward), batch[:, 1:])

@@ -1,14 +1,17 @@
-// matmul on the CPU, in the pinned order of docs/numerics.md: blocks of 16 ascending along K for two
+// matmul on the CPU, and groups of it, in the pinned order of docs/numerics.md: blocks of 16 ascending along K for two
 // NVFP4 operands, single k ascending for a 16-bit left operand.
 //
 // Columns of the output are vector lanes, so the order along K is that of the rule whatever the vector
 // width. A panel of the right operand is unpacked once and used by many rows.
 #include "../calls/matmul.h"
 
+#include <algorithm>
 #include <array>
+#include <cstring>
 #include <new>
 #include <vector>
 
+#include "../calls/grouped_matmul.h"
 #include "parallel.h"
 
 namespace jnvfp4 {
@@ -294,68 +297,107 @@ float alpha_of(const MatmulArgs& g, int64_t a_row, int64_t b_row) {
   return alpha_w4a4(amax_at(g.a, a_row, 0), amax_at(g.b, b_row, 0), g.a.e4m3_max, g.b.e4m3_max);
 }
 
-void finish(const MatmulArgs& g, int64_t batch, int64_t row, int64_t col, int rows, int count, const Sums& y) {
-  for (int r = 0; r < rows; ++r) {
-    const int64_t a_row = batch * g.shape.rows + row + r;
-    for (int n = 0; n < count; ++n) {
-      const int64_t b_row = batch * g.shape.cols + col + n;
-      const float alpha = g.windows() ? 1.0f : alpha_of(g, a_row, b_row);
-      const float bias = g.result.bias ? load_float(g.result.bias, g.result.bias_kind, col + n) : 0.0f;
-      store(g, a_row * g.shape.cols + col + n, gemm_epilogue(y[r][n], alpha, bias, g.result.bias != nullptr));
+// Rows [first, last) of the left operand times `count` rows of the right one. Rows are counted over all matrices.
+struct Task {
+  int64_t first, last;
+  int64_t right;  // the first row of the right operand
+  int64_t col;    // its column of the result
+  int count;
+};
+
+void finish(const MatmulArgs& g, const Task& task, int64_t row, int rows, const Sums& y) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t n = 0; n < task.count; ++n) {
+      const float alpha = g.windows() ? 1.0f : alpha_of(g, row + r, task.right + n);
+      const float bias = g.result.bias ? load_float(g.result.bias, g.result.bias_kind, task.col + n) : 0.0f;
+      store(g, (row + r) * g.shape.cols + task.col + n, gemm_epilogue(y[r][n], alpha, bias, g.result.bias != nullptr));
     }
-  }
 }
 
-void run_task(const MatmulArgs& g, const Left& left, int64_t task) {
-  const int64_t panels = (g.shape.cols + kPanel - 1) / kPanel, chunks = (g.shape.rows + kRowChunk - 1) / kRowChunk;
-  const int64_t col = task % panels * kPanel;
-  const int64_t first = task / panels % chunks * kRowChunk, batch = task / panels / chunks;
-  const int64_t last = std::min(g.shape.rows, first + kRowChunk);
-  const int count = static_cast<int>(std::min<int64_t>(kPanel, g.shape.cols - col));
+void run_task(const MatmulArgs& g, const Left& left, const Task& task) {
   PanelInt ints;
   PanelFloat floats;
   std::vector<float> a(g.a.quantized() ? 0 : kRowTile * g.shape.depth);
   if (g.a.quantized())
-    ints.unpack(g, batch * g.shape.cols + col, count);
+    ints.unpack(g, task.right, task.count);
   else
-    floats.unpack(g, batch * g.shape.cols + col, count);
-  for (int64_t row = first; row < last; row += kRowTile) {
-    const int rows = static_cast<int>(std::min<int64_t>(kRowTile, last - row));
+    floats.unpack(g, task.right, task.count);
+  for (int64_t row = task.first; row < task.last; row += kRowTile) {
+    const int rows = static_cast<int>(std::min<int64_t>(kRowTile, task.last - row));
     alignas(64) Sums y;
-    const int64_t a_row = batch * g.shape.rows + row, blocks = g.shape.depth / kBlock;
+    const int64_t blocks = g.shape.depth / kBlock;
     if (g.a.quantized()) {
-      const Span span{a_row * blocks, blocks, 0, blocks};
+      const Span span{row * blocks, blocks, 0, blocks};
       if (g.windows())
-        sum_windows_rows(g, left, ints, span, a_row, batch * g.shape.cols + col, rows, count, y);
+        sum_windows_rows(g, left, ints, span, row, task.right, rows, task.count, y);
       else
         sum_blocks_rows(left, ints, span, rows, y);
     } else {
       with_float(g.a.kind, [&](auto t) {
         using T = decltype(t);
-        const auto* stored = static_cast<const typename T::Stored*>(g.a.data) + a_row * g.shape.depth;
+        const auto* stored = static_cast<const typename T::Stored*>(g.a.data) + row * g.shape.depth;
         for (int64_t i = 0; i < rows * g.shape.depth; ++i) a[i] = T::load(stored[i]);
       });
       sum_elements_rows(a.data(), floats, g.shape.depth, rows, y);
     }
-    finish(g, batch, row, col, rows, count, y);
+    finish(g, task, row, rows, y);
   }
 }
 
-// Both kernels of the plan: the left operand says which.
-ffi::Error run(ffi::ThreadPool pool, const MatmulArgs& g, const MatmulPlan&, void* /* scratch */) try {
+// Products of rows [first, last) of the left operand and the matrix `matrix` of the right one, one after another.
+struct Part {
+  int64_t first, last, matrix;
+};
+
+// Both kernels of the plans: the left operand says which.
+void multiply(ffi::ThreadPool& pool, const MatmulArgs& g, const std::vector<Part>& parts, int64_t rows) {
   Left left;
   if (g.a.quantized()) {
-    left.resize(g.shape.batch * g.shape.rows, g.shape.depth);
-    parallel_for(pool, g.shape.batch * g.shape.rows * g.shape.depth / kBlock, 4096,
-                 [&](int64_t b, int64_t e) { left.unpack(g, b, e); });
+    left.resize(rows, g.shape.depth);
+    parallel_for(pool, rows * g.shape.depth / kBlock, 4096, [&](int64_t b, int64_t e) { left.unpack(g, b, e); });
   }
-  const int64_t panels = (g.shape.cols + kPanel - 1) / kPanel, chunks = (g.shape.rows + kRowChunk - 1) / kRowChunk;
-  parallel_for(pool, g.shape.batch * panels * chunks, 1, [&](int64_t b, int64_t e) {
-    for (int64_t task = b; task < e; ++task) run_task(g, left, task);
+  const int64_t panels = (g.shape.cols + kPanel - 1) / kPanel;
+  std::vector<int64_t> ends;  // of the tasks of each part
+  for (const Part& part : parts)
+    ends.push_back((ends.empty() ? 0 : ends.back()) + (part.last - part.first + kRowChunk - 1) / kRowChunk * panels);
+  parallel_for(pool, ends.empty() ? 0 : ends.back(), 1, [&](int64_t b, int64_t e) {
+    for (int64_t i = b; i < e; ++i) {
+      const int64_t at = std::upper_bound(ends.begin(), ends.end(), i) - ends.begin();
+      const Part& part = parts[at];
+      const int64_t task = i - (at ? ends[at - 1] : 0);
+      const int64_t col = task % panels * kPanel, first = part.first + task / panels * kRowChunk;
+      run_task(g, left,
+               {first, std::min(part.last, first + kRowChunk), part.matrix * g.shape.cols + col, col,
+                static_cast<int>(std::min<int64_t>(kPanel, g.shape.cols - col))});
+    }
   });
+}
+
+ffi::Error run(ffi::ThreadPool pool, const MatmulArgs& g, const MatmulPlan&, void* /* scratch */) try {
+  std::vector<Part> parts;
+  for (int64_t i = 0; i < g.shape.batch; ++i) parts.push_back({i * g.shape.rows, (i + 1) * g.shape.rows, i});
+  multiply(pool, g, parts, g.shape.batch * g.shape.rows);
   return ffi::Error::Success();
 } catch (const std::bad_alloc&) {
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, "matmul_nt: no memory for the unpacked operands");
+}
+
+ffi::Error run_grouped(ffi::ThreadPool pool, const GroupedArgs& args, const GroupedPlan&, void* /* scratch */) try {
+  const GroupedShape& s = args.shape;
+  std::vector<Part> parts;
+  int64_t end = 0;
+  for (int64_t group = 0; group < s.groups; ++group) {
+    const int64_t first = end;
+    end = std::min<int64_t>(s.rows, first + std::max(args.sizes[group], 0));
+    if (end > first) parts.push_back({first, end, group});
+  }
+  const MatmulArgs g{args.a, args.b, {nullptr, Float::kF32, args.out, args.kind}, {1, s.rows, s.cols, s.depth}};
+  multiply(pool, g, parts, end);
+  const int64_t row_bytes = s.cols * (args.kind == Float::kF32 ? 4 : 2);
+  std::memset(static_cast<uint8_t*>(args.out) + end * row_bytes, 0, (s.rows - end) * row_bytes);
+  return ffi::Error::Success();
+} catch (const std::bad_alloc&) {
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, "grouped_matmul_nt: no memory for the unpacked operands");
 }
 
 Device device() { return {kCpu}; }
@@ -364,5 +406,7 @@ Device device() { return {kCpu}; }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, (matmul_call<ffi::ThreadPool, run, device>),
                               matmul_binding().Ctx<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedMatmul, (grouped_matmul_call<ffi::ThreadPool, run_grouped, device>),
+                              grouped_matmul_binding().Ctx<ffi::ThreadPool>());
 
 }  // namespace jnvfp4

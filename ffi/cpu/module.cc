@@ -10,11 +10,12 @@
 #include <tuple>
 #include <utility>
 
+#include "../grouped_plan.h"
 #include "../matmul_plan.h"
 #include "parallel.h"
 
 extern "C" {
-jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Produce, Dequantize, Transpose, FakeQuant, Matmul;
+jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Produce, Dequantize, Transpose, FakeQuant, Matmul, GroupedMatmul;
 }
 
 namespace {
@@ -28,23 +29,45 @@ Float float_named(std::string_view dtype) {
   throw nb::value_error("dtype must be float32, bfloat16 or float16");
 }
 
-// (kernel, bytes of scratch, reason why there is none). `wanted` names a kernel, or is empty for the best.
-std::tuple<std::string, int64_t, std::string> plan(int64_t batch, int64_t rows, int64_t cols, int64_t depth,
-                                                   std::string_view a, bool windows, std::string_view out, bool pinned,
-                                                   int capability, bool sm90a, std::string_view no_cublaslt,
-                                                   std::string_view wanted) {
-  const Device device{capability, sm90a, no_cublaslt};
+MatmulProblem::Left left_named(std::string_view a) {
   using Left = MatmulProblem::Left;
-  const Left left = a == "nvfp4" ? Left::kNvfp4 : float_named(a) == Float::kBf16 ? Left::kBf16 : Left::kF16;
-  const MatmulProblem problem{{batch, rows, cols, depth}, left, windows, float_named(out), pinned};
-  MatmulPlan best{};
+  return a == "nvfp4" ? Left::kNvfp4 : float_named(a) == Float::kBf16 ? Left::kBf16 : Left::kF16;
+}
+
+using Answer = std::tuple<std::string, int64_t, std::string>;  // kernel, bytes of scratch, reason why there is none
+
+// `wanted` names a kernel, or is empty for the best, which `find` looks for.
+template <class Kernel, class Plan, class Problem>
+Answer answer(const Problem& problem, const Device& device, std::string_view wanted,
+              bool (*find)(const Problem&, const Device&, Plan*)) {
+  Plan best{};
   if (wanted.empty()) {
-    if (plan_matmul(problem, device, &best)) return {std::string(name_of(best.kernel)), best.scratch_bytes, ""};
+    if (find(problem, device, &best)) return {std::string(name_of(best.kernel)), best.scratch_bytes, ""};
     return {"", 0, "no kernel multiplies these operands there"};
   }
-  MatmulKernel kernel;
+  Kernel kernel;
   if (!find_kernel(wanted, &kernel)) return {"", 0, "no kernel has the name " + std::string(wanted)};
   return {std::string(wanted), scratch_bytes(kernel, problem), why_not(kernel, problem, device)};
+}
+
+Answer plan(int64_t batch, int64_t rows, int64_t cols, int64_t depth, std::string_view a, bool windows,
+            std::string_view out, bool pinned, int capability, bool sm90a, std::string_view no_cublaslt,
+            std::string_view wanted) {
+  const MatmulProblem problem{{batch, rows, cols, depth}, left_named(a), windows, float_named(out), pinned};
+  return answer<MatmulKernel>(problem, {capability, sm90a, no_cublaslt}, wanted, plan_matmul);
+}
+
+Answer plan_groups(int64_t rows, int64_t groups, int64_t cols, int64_t depth, std::string_view a, std::string_view out,
+                   int capability, bool sm90a, std::string_view wanted) {
+  const GroupedProblem problem{{rows, groups, cols, depth}, left_named(a), float_named(out)};
+  return answer<GroupedKernel>(problem, {capability, sm90a}, wanted, plan_grouped);
+}
+
+template <class Kernel>
+nb::tuple names_of(int count) {
+  nb::list names;
+  for (int i = 0; i < count; ++i) names.append(std::string(name_of(static_cast<Kernel>(i))));
+  return nb::tuple(names);
 }
 
 }  // namespace
@@ -57,7 +80,8 @@ NB_MODULE(_cpu, m) {
                             {"nvfp4_dequantize", Dequantize},
                             {"nvfp4_transpose", Transpose},
                             {"nvfp4_fake_quant", FakeQuant},
-                            {"nvfp4_matmul", Matmul}});
+                            {"nvfp4_matmul", Matmul},
+                            {"nvfp4_grouped_matmul", GroupedMatmul}});
   static constexpr std::pair<const char*, jnvfp4::Isa> kNames[] = {
       {"portable", jnvfp4::Isa::kPortable}, {"avx2", jnvfp4::Isa::kAvx2}, {"avx512", jnvfp4::Isa::kAvx512}};
   m.def("isa", [] { return kNames[static_cast<int>(jnvfp4::isa())].first; });
@@ -76,9 +100,9 @@ NB_MODULE(_cpu, m) {
   m.def("plan_windows", [](int64_t batch, int64_t rows, int64_t cols, int64_t depth, bool a_windows, bool b_windows) {
     return jnvfp4::plan_windows({batch, rows, cols, depth}, a_windows, b_windows).splits;
   });
-  nb::list kernels;
-  for (int i = 0; i < jnvfp4::kMatmulKernels; ++i)
-    kernels.append(std::string(jnvfp4::name_of(static_cast<jnvfp4::MatmulKernel>(i))));
-  m.attr("matmul_kernels") = nb::tuple(kernels);
+  m.def("plan_grouped", plan_groups, nb::arg("rows"), nb::arg("groups"), nb::arg("cols"), nb::arg("depth"),
+        nb::arg("a"), nb::arg("out"), nb::arg("capability"), nb::arg("sm90a"), nb::arg("wanted"));
+  m.attr("matmul_kernels") = names_of<MatmulKernel>(kMatmulKernels);
+  m.attr("grouped_kernels") = names_of<GroupedKernel>(kGroupedKernels);
   m.attr("any_gpu") = jnvfp4::kAnyGpu;
 }

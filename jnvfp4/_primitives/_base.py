@@ -192,8 +192,8 @@ def _lowering_rule(name: str, bodies: Callable, empty: Callable | None, sums: bo
             zeros = lambda *_, **__: [jnp.zeros(aval.shape, aval.dtype) for aval in ctx.avals_out]  # noqa: E731
             body = functools.partial(empty or zeros, **_static(params))
         inner = _compat.with_mesh(ctx) if rest is None else rest
-        if body is partitioned:
-            inner = inner.replace(avals_in=[_off_mesh_aval(aval) for aval in ctx.avals_in])
+        # Without the axes of shard_map that operands vary over: a loop of the body begins with zeros that do not vary.
+        inner = inner.replace(avals_in=[_off_mesh_aval(aval) for aval in ctx.avals_in])
         with _compat.without_constant_folding():
             results = mlir.lower_fun(body, multiple_results=True)(inner, *operands)
         return results if sums else _compat.with_explicit_shardings(ctx, results)

@@ -101,8 +101,8 @@ def _bias(product: Product) -> jax.Array:
 def _decode_then_dot(product: Product) -> jax.Array:
     """Decodes both operands exactly, and leaves the GEMM to XLA, which shares decoded weights between GEMMs."""
     quantized = product.a_format is not None
-    dense = _decode(product.a, jnp.bfloat16) if quantized else product.a[0]
-    weight = _decode(product.b, dense.dtype)
+    dense = decode(product.a, jnp.bfloat16) if quantized else product.a[0]
+    weight = decode(product.b, dense.dtype)
     batch = tuple(range(weight.ndim - 2))
     if not batch:
         dense = dense.reshape(math.prod(dense.shape[:-1]), dense.shape[-1])
@@ -120,7 +120,7 @@ def _decode_then_dot(product: Product) -> jax.Array:
     )
 
 
-def _decode(parts: tuple, dtype: Any) -> jax.Array:
+def decode(parts: tuple, dtype: Any) -> jax.Array:
     """Computes q * s as 16-bit floats, exact in both types."""
     data, scale, _ = parts
     result = jax.ShapeDtypeStruct((*data.shape[:-1], 2 * data.shape[-1]), dtype)

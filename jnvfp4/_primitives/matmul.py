@@ -87,7 +87,7 @@ def _check_formats(a_format: Format | None, b_format: Format) -> None:
         )
 
 
-def _unit(*formats: Format | None) -> int:
+def unit_of_k(*formats: Format | None) -> int:
     """Returns what a device's part of K must be a multiple of."""
     return max(fmt.unit for fmt in formats if fmt is not None)
 
@@ -128,7 +128,7 @@ def _abstract(
         if bias.shape != (b.shape[-2],):
             raise ValueError(f"matmul_nt: bias must have shape (N,)=({b.shape[-2]},), got {bias.shape}")
         check_float("matmul_nt", "bias", bias.dtype)
-    unit = _unit(a_format, b_format)  # of elements, of which a byte of data has two
+    unit = unit_of_k(a_format, b_format)  # of elements, of which a byte of data has two
     check_explicit("matmul_nt", whole_a, whole_a.ndim - 1, unit if a_format is None else unit // 2)
     check_explicit("matmul_nt", whole_b, whole_b.ndim - 1, unit // 2)
     axes = [*axes_of_dims(whole_a)[:-k_axes], axes_of_dims(whole_b)[-1 - k_axes]]
@@ -295,7 +295,7 @@ def _partition(
 ) -> tuple[list[Axes], list[Axes], Callable[[Body], Body]]:
     axes, n = _split(operands, a_format, has_bias), _split(shapes, a_format, has_bias)
     *lead, row = axes.a[0][:-k_axes]
-    units = [*n.b[0][-k_axes:-1], 2 * n.b[0][-1] // _unit(a_format, b_format)]
+    units = [*n.b[0][-k_axes:-1], 2 * n.b[0][-1] // unit_of_k(a_format, b_format)]
     used: set[str] = set()
 
     def claim(entry: Any, size: int) -> Any:
@@ -317,7 +317,7 @@ def _partition(
     c = claim(col, cols)
     # Over the axes of K that the result should have, a reduce-scatter makes the sum: half of an all-reduce's bytes.
     y, sizes = [*lead, m, c], (*rows, cols)
-    scattered = [_scattered(mesh, *of) for of in zip(results[0], y, sizes, [over_k] * len(y), strict=True)]
+    scattered = [scattered_over(mesh, *of) for of in zip(results[0], y, sizes, [over_k] * len(y), strict=True)]
     summed = tuple(axis for axis in over_k if not any(axis in over for over in scattered))
     y_axes = [(*axes_of(entry), *over) or None for entry, over in zip(y, scattered, strict=True)]
 
@@ -338,9 +338,9 @@ def _partition(
     return [*_shardings(lead, m, c, k, n), *[y_axes[-1:]] * has_bias], [y_axes], sum_over_k
 
 
-def _scattered(mesh: Any, wanted: Any, entry: Any, size: int, over_k: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the axes of K that ``wanted`` has for a dimension of y, if they can split what ``entry`` leaves of it."""
-    over = tuple(axis for axis in axes_of(wanted) if axis in over_k)
+def scattered_over(mesh: Any, wanted: Any, entry: Any, size: int, summed: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the axes of a sum that ``wanted`` has for a dimension of y, if they can split what ``entry`` leaves."""
+    over = tuple(axis for axis in axes_of(wanted) if axis in summed)
     return over if axes_if_divisible(mesh, (*axes_of(entry), *over), size) else ()
 
 

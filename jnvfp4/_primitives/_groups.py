@@ -1,0 +1,187 @@
+"""What grouped products share: which rows a group has, on one device and on many, and loops over parts of groups."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+
+from ._base import axes_if_divisible, axes_of, match_varying, without_axes
+from ._operands import batch_size, shard_index
+
+
+def check_sizes(op: str, sizes: Any, groups: int) -> None:
+    """Refuses group sizes that are not int32 [G]."""
+    if sizes.dtype != jnp.int32:
+        raise TypeError(f"{op}: group_sizes must be int32, got {sizes.dtype}")
+    if sizes.shape != (groups,):
+        raise ValueError(f"{op}: group_sizes must have shape (G,)=({groups},), got {sizes.shape}")
+
+
+class Rows(NamedTuple):
+    """Says which rows each group has: [starts[g], ends[g]); int32 [G]. The groups follow each other."""
+
+    starts: jax.Array
+    ends: jax.Array
+
+    @property
+    def sizes(self) -> jax.Array:
+        """Returns the rows of each group."""
+        return self.ends - self.starts
+
+    def group_of(self, rows: int) -> jax.Array:
+        """Returns the group of each of ``rows`` rows; the last group where no group holds the row. -> int32 [rows]"""
+        return _place_in(self.ends, jnp.arange(rows, dtype=jnp.int32))
+
+    def held(self, rows: int) -> jax.Array:
+        """Says which of ``rows`` rows a group holds. -> bool [rows, 1]"""
+        return jnp.arange(rows, dtype=jnp.int32)[:, None] < self.ends[-1]
+
+
+def _place_in(ends: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns the first index whose end is beyond a value, or the last one."""
+    at = jnp.searchsorted(ends, values, side="right", method="compare_all").astype(jnp.int32)
+    return jnp.minimum(at, np.int32(ends.shape[0] - 1))
+
+
+@partial(jax.jit, static_argnums=1, inline=True)  # an eager call transfers no constants
+def rows_of(sizes: jax.Array, rows: int) -> Rows:
+    """Finds the rows of groups that follow each other in [0, rows): a negative size counts as 0, the rest is cut."""
+    limit = np.int32(rows)
+    counts = jnp.clip(sizes, np.int32(0), limit)
+    ends = lax.associative_scan(lambda a, b: a + jnp.minimum(b, limit - a), counts)  # no sum exceeds int32
+    return Rows(jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])[:-1], ends)
+
+
+# ---------------------------------------------------------------- on one device
+class Chunks(NamedTuple):
+    """Holds parts of groups, of at most ``size`` rows each: the group of each part, and its rows [begin, end)."""
+
+    size: int
+    group: jax.Array
+    begin: jax.Array
+    end: jax.Array
+
+    @property
+    def turns(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns what a loop goes through."""
+        return self.group, self.begin, self.end
+
+    def take(self, x: jax.Array, begin: jax.Array, end: jax.Array, axis: int = 0) -> tuple[jax.Array, jax.Array]:
+        """Returns ``size`` rows of x among which are [begin, end), with zeros for the others, and the first of them."""
+        at = jnp.minimum(begin, np.int32(x.shape[axis] - self.size))
+        part = lax.dynamic_slice_in_dim(x, at, self.size, axis)
+        return jnp.where(self.within(at, begin, end, x.ndim, axis), part, jnp.zeros((), x.dtype)), at
+
+    def within(self, at: jax.Array, begin: jax.Array, end: jax.Array, ndim: int, axis: int = 0) -> jax.Array:
+        """Says which of the rows from ``at`` are within [begin, end), along ``axis`` of ``ndim``."""
+        index = at + jnp.arange(self.size, dtype=jnp.int32)
+        return ((index >= begin) & (index < end)).reshape(*(-1 if i == axis else 1 for i in range(ndim)))
+
+
+MOST_ROWS_OF_A_CHUNK = 2048
+
+
+def chunks_of(of: Rows, rows: int) -> Chunks:
+    """Divides groups into parts, whose number depends on shapes alone: a loop over them has no condition to wait for.
+
+    Each group has one part at most that is not whole, and parts are about half as large as a group of middle size:
+    three halves of the rows are computed.
+    """
+    groups = of.starts.shape[0]
+    size = min(rows, MOST_ROWS_OF_A_CHUNK, max(16, 1 << (rows // (2 * groups)).bit_length()))
+    counts = -(-of.sizes // np.int32(size))
+    lasts = jnp.cumsum(counts, dtype=jnp.int32)
+    turn = jnp.arange(rows // size + groups, dtype=jnp.int32)
+    group = _place_in(lasts, turn)
+    begin = of.starts[group] + (turn - (lasts - counts)[group]) * np.int32(size)
+    none = turn >= lasts[-1]
+    begin = jnp.where(none, 0, begin)
+    return Chunks(size, group, begin, jnp.where(none, 0, jnp.minimum(begin + np.int32(size), of.ends[group])))
+
+
+def product(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
+    """Multiplies two matrices in high precision, over these axes. -> float32"""
+    common = a.dtype if a.dtype == b.dtype else jnp.float32  # also where jax.numpy_dtype_promotion is strict
+    dims = (((contracted[0],), (contracted[1],)), ((), ()))
+    # HIGHEST: float32 operands stay float32, never TF32.
+    return lax.dot_general(
+        a.astype(common), b.astype(common), dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+
+
+# ---------------------------------------------------------------- vmap
+def map_examples(primitive: Primitive, args: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]) -> tuple:
+    """Computes the examples of a vmap one after another: each has its own groups of rows."""
+    size = batch_size(args, dims)
+    moved = [v if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(args, dims, strict=True)]
+    of_example = [v for v, d in zip(moved, dims, strict=True) if d is not None]
+
+    def one(mine: Sequence[jax.Array]) -> jax.Array:
+        rest = iter(mine)
+        operands = [v if d is None else next(rest) for v, d in zip(moved, dims, strict=True)]
+        return primitive.bind(*match_varying(*operands), **params)[0]
+
+    if size == 1:
+        return [one([v[0] for v in of_example])[None]], [0]
+    return [lax.map(one, of_example)], [0]
+
+
+# ---------------------------------------------------------------- sharding
+def claims(mesh: Any) -> Callable[[Any, int], Any]:
+    """Returns the function that takes mesh axes for a dimension of a size, if no dimension before it has them."""
+    used: set[str] = set()
+
+    def claim(entry: Any, size: int) -> Any:
+        entry = axes_if_divisible(mesh, without_axes(entry, used), size)
+        used.update(axes_of(entry))
+        return entry
+
+    return claim
+
+
+def without_shared(first: Any, second: Any) -> list[Any]:
+    """Returns two entries of a sharding, without axes in the second that the first has."""
+    return [first, without_axes(second, set(axes_of(first)))]
+
+
+def rows_of_device(mesh: Any, of: Rows, rows: tuple[Any, int], groups: tuple[Any, int]) -> Rows:
+    """Returns the rows that a device has of the groups that it has, counted from its first row.
+
+    ``rows`` and ``groups`` say over which mesh axes they are split, and how many a device has.
+    """
+    (over_rows, count), (over_groups, own) = rows, groups
+    if axes_of(over_groups):
+        first = shard_index(mesh, over_groups).astype(jnp.int32) * np.int32(own)
+        of = Rows(*(lax.dynamic_slice_in_dim(v, first, own) for v in of))
+    if axes_of(over_rows):
+        begin = shard_index(mesh, over_rows).astype(jnp.int32) * np.int32(count)
+        of = Rows(*(jnp.clip(v - begin, np.int32(0), np.int32(count)) for v in of))
+    return of
+
+
+def sum_over_devices(
+    y: jax.Array, apart: tuple[str, ...], summed: tuple[str, ...], scattered: Sequence[tuple[str, ...]]
+) -> jax.Array:
+    """Sums over mesh axes; each dimension of y is split over those of ``scattered``.
+
+    Over the axes ``apart`` each row is zero on all devices but one: the sum of its bits is exact, and keeps -0.
+    """
+    for dim, over in enumerate(scattered):
+        for axis in over:
+            y = _sum(y, (axis,), dim, axis in apart)
+    for axes in (apart, summed):
+        left = tuple(axis for axis in axes if not any(axis in over for over in scattered))
+        y = _sum(y, left, None, axes is apart) if left else y
+    return y
+
+
+def _sum(y: jax.Array, axes: tuple[str, ...], dim: int | None, apart: bool) -> jax.Array:
+    if apart:
+        bits = {2: jnp.uint16, 4: jnp.uint32}[y.dtype.itemsize]
+        return lax.bitcast_convert_type(_sum(lax.bitcast_convert_type(y, bits), axes, dim, False), y.dtype)
+    return lax.psum(y, axes) if dim is None else lax.psum_scatter(y, axes, scatter_dimension=dim, tiled=True)

@@ -1,0 +1,424 @@
+"""grouped_matmul_nt: each group of rows has the bits of matmul_nt, wherever groups begin and end."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoints import GOLDEN
+from conftest import skip_or_fail
+from helpers import assert_bitwise, decoded, primitives
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import KINDS, make_mesh
+from operands import exact_tensor, normal
+
+import jnvfp4
+from jnvfp4 import (
+    NVFP4,
+    NVFP4_RHT,
+    ROW_SCALED,
+    WINDOW64,
+    NVFP4Tensor,
+    _native,
+    grouped_matmul_nt,
+    matmul_nt,
+    quantize,
+    supports,
+)
+from jnvfp4._primitives import grouped_matmul
+from jnvfp4._primitives._groups import chunks_of, rows_of
+from jnvfp4.checkpoints import NameRule, from_hf, open_checkpoint
+
+M, N, K, G = 80, 40, 64, 5
+BOUNDARIES = {
+    "one of each": (0, 1, 15, 16, 17),
+    "all in the first": (80, 0, 0, 0, 0),
+    "all in the last": (0, 0, 0, 0, 80),
+    "all in one": (0, 0, 80, 0, 0),
+    "whole": (16, 16, 16, 16, 16),
+    "none": (0, 0, 0, 0, 0),
+    "less than M": (1, 17, 0, 15, 3),
+    "more than M": (17, 30, 1, 100, 16),
+    "one with more than M": (2**31 - 1, 2**31 - 1, 5, 2**31 - 1, 1),
+    "negative": (-3, 20, -(2**31), 40, -1),
+}
+every_boundary = pytest.mark.parametrize("sizes", BOUNDARIES.values(), ids=BOUNDARIES)
+LEFT = {"nvfp4": NVFP4, "row": ROW_SCALED, "dense": None}
+every_left = pytest.mark.parametrize("left", LEFT)
+
+
+@pytest.fixture
+def cpu():
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def ends_of(sizes, rows: int) -> list[tuple[int, int]]:
+    """The rows of each group, in plain Python."""
+    found, end = [], 0
+    for size in sizes:
+        begin, end = end, min(rows, end + max(0, int(size)))
+        found.append((begin, end))
+    return found
+
+
+def taken(a, begin: int, end: int):
+    if not isinstance(a, NVFP4Tensor):
+        return a[begin:end]
+    amax = a.amax[begin:end] if a.amax.ndim else a.amax
+    return NVFP4Tensor(a.data[begin:end], a.scale[begin:end], amax, a.format)
+
+
+def by_group(a, b, sizes, **options) -> np.ndarray:
+    """matmul_nt of the rows of each group, and zeros."""
+    rows = (a.data if isinstance(a, NVFP4Tensor) else a).shape[0]
+    dtype = options.get("out_dtype", jnp.bfloat16)
+    y = np.zeros((rows, b.shape[-2]), dtype)
+    for g, (begin, end) in enumerate(ends_of(sizes, rows)):
+        if end > begin:
+            y[begin:end] = matmul_nt(taken(a, begin, end), b[g], **options)
+    return y
+
+
+def operands(left: str, rows: int = M, groups: int = G, seed: int = 0):
+    x, w = normal((rows, K), seed), normal((groups, N, K), seed + 1)
+    spec = LEFT[left]
+    b = jax.vmap(lambda w: quantize(w, spec or ROW_SCALED))(w)
+    return x if spec is None else quantize(x, spec), b
+
+
+def int32(sizes) -> jax.Array:
+    return jnp.asarray(np.asarray(sizes, np.int32))
+
+
+# ---------------------------------------------------------------- the bits of matmul_nt
+@every_boundary
+@every_left
+@pytest.mark.parametrize("implementation", ["native", "reference"])
+def test_each_group_has_the_bits_of_matmul_nt(cpu, implementation, left, sizes):
+    a, b = operands(left)
+    got = grouped_matmul_nt(a, b, int32(sizes), implementation=implementation)
+    assert_bitwise(got, by_group(a, b, sizes))
+
+
+def test_boundaries_that_are_drawn(cpu):
+    rng = np.random.default_rng(0)
+    a, b = operands("nvfp4")
+    product = jax.jit(grouped_matmul_nt)
+    for _ in range(40):
+        sizes = rng.choice([0, 0, 1, 15, 16, 17, 31, 33, 64, 80, -1], G)
+        assert_bitwise(product(a, b, int32(sizes)), by_group(a, b, sizes))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dtypes_of_the_result(cpu, dtype):
+    a, b = operands("row")
+    sizes = BOUNDARIES["less than M"]
+    assert_bitwise(grouped_matmul_nt(a, b, int32(sizes), out_dtype=dtype), by_group(a, b, sizes, out_dtype=dtype))
+
+
+def exact(left: str, rows: int, groups: int):
+    """Operands whose sums are exact in any order, and amaxes that differ by powers of two."""
+    a, b = exact_tensor((rows, K), 1), exact_tensor((groups, N, K), 2)
+    amax = b.amax * 2.0 ** jnp.arange(groups)
+    b = NVFP4Tensor(b.data, b.scale, amax, b.format)
+    return (jnp.asarray(decoded(a), jnp.bfloat16) if left == "dense" else a), b
+
+
+@every_boundary
+@pytest.mark.parametrize("left", ["nvfp4", "dense"])
+def test_sums_that_are_exact_have_the_same_bits_everywhere(backend, left, sizes):
+    a, b = exact(left, M, G)
+    with jax.default_device(jax.devices("cpu")[0]):
+        want = by_group(*jax.device_put((a, b), jax.devices("cpu")[0]), sizes, out_dtype=jnp.float32)
+    got = grouped_matmul_nt(a, b, int32(sizes), out_dtype=jnp.float32, implementation=backend.implementation)
+    assert_bitwise(got, want)
+
+
+def test_rows_that_no_group_holds_are_zero_whatever_they_have(backend):
+    a, b = exact("dense", M, G)
+    a = a.at[36:].set(jnp.nan)
+    got = np.asarray(grouped_matmul_nt(a, b, int32((1, 17, 0, 15, 3)), implementation=backend.implementation))
+    assert np.isfinite(got[:36].astype(np.float32)).all()
+    assert (got[36:].view(np.uint16) == 0).all()
+
+
+def test_one_amax_is_that_of_all_groups(native):
+    x, w = normal((M, K)), normal((G, N, K), 1)
+    a, b = quantize(x), quantize(w)
+    each = NVFP4Tensor(b.data, b.scale, jnp.broadcast_to(b.amax, (G,)), b.format)
+    sizes = int32((16, 1, 15, 17, 0))
+    assert b.amax.ndim == 0
+    assert_bitwise(grouped_matmul_nt(a, b, sizes), grouped_matmul_nt(a, each, sizes))
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(0, 3), (16, 0), (0, 0)])
+def test_nothing_to_multiply(native, rows, groups):
+    b = quantize(jnp.ones((groups, N, K)), amax=jnp.ones((groups,)))
+    y = grouped_matmul_nt(jnp.ones((rows, K), jnp.bfloat16), b, int32([4] * groups))
+    assert_bitwise(y, np.zeros((rows, N), jnp.bfloat16))
+
+
+# ---------------------------------------------------------------- XLA's products on other GPUs
+@every_boundary
+@every_left
+def test_decode_then_ragged_dot(cpu, monkeypatch, left, sizes):
+    """The operations that XLA gets on a GPU without kernels; nvfp4_decode is a kernel of GPUs."""
+    monkeypatch.setattr(grouped_matmul, "decode", lambda parts, dtype: jnp.asarray(decoded_parts(parts), dtype))
+    a, b = exact("dense" if left == "dense" else "nvfp4", M, G)
+    if left == "row":
+        a = NVFP4Tensor(a.data, a.scale, 6 * 448.0 * 2.0 ** (jnp.arange(M) % 3), jnvfp4.Format("row"))
+    flat = [*((a,) if left == "dense" else (a.data, a.scale, a.amax)), b.data, b.scale, b.amax, int32(sizes)]
+    fmt = None if left == "dense" else a.format
+    got = grouped_matmul._decode_then_ragged_dot(grouped_matmul._split(flat, fmt), fmt, b.format, jnp.float32)
+    assert_bitwise(got, by_group(a, b, sizes, out_dtype=jnp.float32))
+
+
+def decoded_parts(parts):
+    data, scale, _ = parts
+    return decoded(NVFP4Tensor(data, scale, jnp.float32(1)))
+
+
+# ---------------------------------------------------------------- the plan
+def plan(a="nvfp4", capability=90, shape=(128, 4, 128, 256), kernel=None):
+    return _native.plan_grouped(shape=shape, a=a, out="bfloat16", capability=capability, kernel=kernel)
+
+
+def test_the_kernels():
+    assert plan(capability=0).kernel == "cpu_nvfp4_blocks"
+    assert plan("float16", capability=0).kernel == "cpu_dense_elements"
+    for capability in (80, 89, 100, 120):
+        for left in ("nvfp4", "bfloat16"):
+            assert plan(left, capability) == ("decode_then_ragged_dot", 0, "")
+    assert plan(capability=90, kernel="decode_then_ragged_dot").reason == ""
+
+
+WHY_NOT = {
+    "a GPU's on the CPU": (("nvfp4", 0), "decode_then_ragged_dot", "not on the CPU"),
+    "the CPU's on a GPU": (("nvfp4", 90), "cpu_nvfp4_blocks", "runs on the CPU, not on compute capability 9.0"),
+    "Hopper's on another": (("nvfp4", 100), "sm90_nvfp4_grouped", "runs on GPUs of compute capability 9.0"),
+    "an array": (("bfloat16", 0), "cpu_nvfp4_blocks", "must be an NVFP4 tensor"),
+    "a tensor": (("nvfp4", 0), "cpu_dense_elements", "must be a bfloat16 or float16 array"),
+}
+
+
+@pytest.mark.parametrize(("where", "kernel", "reason"), WHY_NOT.values(), ids=WHY_NOT)
+def test_why_a_kernel_cannot(where, kernel, reason):
+    assert reason in plan(*where, kernel=kernel).reason
+
+
+def test_a_kernel_that_cannot_run_here_is_refused(cpu):
+    a, b = operands("nvfp4")
+    with pytest.raises(NotImplementedError, match="grouped_matmul_nt: implementation='cpu_dense_elements' cannot run"):
+        grouped_matmul_nt(a, b, int32([1] * G), implementation="cpu_dense_elements")
+    assert supports("grouped_matmul_nt", a, b, int32([1] * G)).kernel == "cpu_nvfp4_blocks"
+
+
+@pytest.mark.parametrize("left", ["nvfp4", "dense"])
+def test_a_program_for_any_gpu(left):
+    """XLA's operations around its ragged_dot, and no call that only some GPUs can run."""
+    if not _native.available("cuda"):
+        skip_or_fail("cuda", "no CUDA kernels in this build")
+    a, b = operands(left)
+    text = jax.jit(grouped_matmul_nt).trace(a, b, int32([1] * G)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@nvfp4_decode(") == (2 if left == "nvfp4" else 1)
+    assert "chlo.ragged_dot" in text
+    assert "nvfp4_grouped_matmul" not in text.replace("nvfp4_grouped_matmul.", "")
+
+
+# ---------------------------------------------------------------- errors
+def bad(**changes):
+    a, b = quantize(jnp.ones((32, 64))), quantize(jnp.ones((3, 16, 64)), amax=jnp.ones(3))
+    return {"a": a, "b": b, "group_sizes": int32((1, 2, 3))} | changes
+
+
+ERRORS = {
+    "an array b": (bad(b=jnp.ones((3, 16, 64))), TypeError, "b must be an NVFP4Tensor"),
+    "a float32 a": (bad(a=jnp.ones((32, 64))), TypeError, "an unquantized a must be bfloat16 or float16, got float32"),
+    "another K": (bad(a=quantize(jnp.ones((32, 32)))), ValueError, "the same K, got K=32 and K=64"),
+    "float sizes": (bad(group_sizes=jnp.ones(3)), TypeError, "group_sizes must be int32, got float32"),
+    "too many sizes": (bad(group_sizes=int32((1, 2))), ValueError, r"group_sizes must have shape \(G,\)=\(3,\)"),
+    "a batch": (bad(a=quantize(jnp.ones((2, 32, 64)))), ValueError, "a must have rank 2, .M, K., got shape .*vmap"),
+    "a matrix b": (bad(b=quantize(jnp.ones((16, 64)))), ValueError, "b must have rank 3, .G, N, K."),
+    "windows of a": (
+        bad(a=quantize(jnp.ones((32, 64)), WINDOW64)),
+        ValueError,
+        "a must have amax_scope .*window64.*sum",
+    ),
+    "windows of b": (bad(b=quantize(jnp.ones((3, 16, 64)), WINDOW64)), ValueError, "b must have amax_scope"),
+    "a rotation": (bad(a=quantize(jnp.ones((32, 64)), NVFP4_RHT)), ValueError, "both be rotated"),
+    "a name": (bad(implementation="sm90_nvfp4_fused"), ValueError, "implementation must be None, 'native', 'sm90_nvf"),
+    "a dtype": (bad(out_dtype=jnp.int8), TypeError, "out_dtype must be float32, bfloat16 or float16"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "error", "text"), ERRORS.values(), ids=ERRORS)
+def test_wrong_arguments(arguments, error, text):
+    with pytest.raises(error, match=f"^grouped_matmul_nt: .*{text}"):
+        grouped_matmul_nt(**arguments)
+
+
+def test_there_is_no_derivative():
+    a, b = operands("dense")
+    with pytest.raises(NotImplementedError, match="no derivative"):
+        jax.grad(lambda a: grouped_matmul_nt(a, b, int32([1] * G)).sum().astype(jnp.float32))(a)
+
+
+# ---------------------------------------------------------------- jit and vmap
+def test_sizes_stay_on_the_device(cpu):
+    """One program for all sizes, whose values no host reads."""
+    a, b = operands("nvfp4")
+    traced = 0
+
+    @jax.jit
+    def product(a, b, sizes):
+        nonlocal traced
+        traced += 1
+        return grouped_matmul_nt(a, b, sizes * 2)
+
+    sizes = [int32(s) for s in itertools.islice(BOUNDARIES.values(), 3)]
+    with jax.transfer_guard("disallow"):
+        results = [product(a, b, s) for s in sizes]
+    assert traced == 1
+    for s, y in zip(sizes, results, strict=True):
+        assert_bitwise(y, by_group(a, b, np.asarray(s) * 2))
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, 0), (None, 0, None), (None, None, 0), (1, None, None)], ids=str)
+@pytest.mark.parametrize("left", ["row", "dense"])
+def test_vmap_is_a_loop(cpu, left, axes):
+    examples = [operands(left, seed=i) for i in range(3)]
+    sizes = [int32(s) for s in itertools.islice(BOUNDARIES.values(), 3)]
+    stacked = [jax.tree.map(lambda *v: jnp.stack(v), *parts) for parts in zip(*examples, strict=True)]
+    batched = [*stacked, jnp.stack(sizes)]
+    arguments = [
+        jax.tree.map(lambda v, axis=axis: v[0] if axis is None else jnp.moveaxis(v, 0, axis), v)
+        for v, axis in zip(batched, axes, strict=True)
+    ]
+    got = jax.vmap(grouped_matmul_nt, axes)(*arguments)
+    for i in range(3):
+        chosen = [0 if axis is None else i for axis in axes]
+        one = [jax.tree.map(lambda v, at=at: v[at], tree) for tree, at in zip(batched, chosen, strict=True)]
+        assert_bitwise(got[i], grouped_matmul_nt(*one))
+
+
+# ---------------------------------------------------------------- sharding
+SHARDINGS = {
+    "tokens": (P("x", None), P()),
+    "tokens over both": (P(("x", "y"), None), P()),
+    "experts": (P(), P("y", None, None)),
+    "experts and tokens": (P("x", None), P("y", None, None)),
+    "experts and tokens over one axis": (P("x", None), P("x", None, None)),
+    "columns": (P("y", None), P(None, "x", None)),
+    "experts, tokens and columns": (P("y", None), P("y", "x", None)),
+    "K": (P(None, "y"), P(None, None, "y")),
+    "K and experts": (P(None, "y"), P("x", None, "y")),
+    "K of one": (P("x", "y"), P()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("left", ["nvfp4", "dense"])
+@pytest.mark.parametrize("layout", SHARDINGS.values(), ids=SHARDINGS)
+def test_sharded_equals_unsharded(devices, layout, left, kind):
+    rows, groups, sizes = 64, 8, int32((9, 0, 20, 5, 3, 0, 11, 4))
+    a, b = exact(left, rows, groups)
+    want = grouped_matmul_nt(a, b, sizes)
+    mesh = make_mesh(devices, "xy", kind)
+
+    def put(v, spec):
+        of = v.shardings(mesh, spec) if isinstance(v, NVFP4Tensor) else NamedSharding(mesh, spec)
+        return jax.device_put(v, of)
+
+    placed = put(a, layout[0]), put(b, layout[1]), put(sizes, P())
+    outs = (None, P("x", None), P("y", "x")) if kind == "auto" else (None,)
+    for out in outs:
+        options = {} if out is None else {"out_shardings": NamedSharding(mesh, out)}
+        with jax.set_mesh(mesh):
+            assert_bitwise(jax.jit(lambda *v: grouped_matmul_nt(*v), **options)(*placed), want)
+
+
+def test_a_sum_over_experts_keeps_negative_zeros(devices):
+    """Results that are too small for float16: -0 on the device that has the expert, 0 on the others."""
+    a, b = exact("dense", 64, 8)
+    b = NVFP4Tensor(b.data, b.scale, b.amax * 2.0**-60, b.format)
+    sizes = int32([8] * 8)
+    want = np.asarray(grouped_matmul_nt(a, b, sizes, out_dtype=jnp.float16))
+    assert (want == 0).all()
+    assert np.signbit(want).any()
+    placed = jax.device_put(b, b.shardings(make_mesh(devices, "x"), P("x", None, None)))
+    assert_bitwise(jax.jit(grouped_matmul_nt, static_argnames="out_dtype")(a, placed, sizes, out_dtype="float16"), want)
+
+
+def test_no_weight_is_gathered_where_experts_are_split(devices):
+    """Each device multiplies by its own experts; only rows of the result are summed."""
+    a, b = exact("nvfp4", 64, 8)
+    mesh = make_mesh(devices, "x")
+    placed = jax.device_put(b, b.shardings(mesh, P("x", None, None)))
+    compiled = jax.jit(grouped_matmul_nt).lower(a, placed, int32([8] * 8)).compile().as_text()
+    assert "all-gather" not in compiled
+    assert "all-reduce" in compiled
+
+
+@pytest.mark.parametrize("implementation", ["native", "reference"])
+def test_inside_shard_map(cpu, implementation):
+    """Every device has its experts and its own groups."""
+    mesh = jax.make_mesh((8,), ("e",), axis_types=(KINDS["auto"],), devices=jax.devices("cpu")[:8])
+    a, b = operands("nvfp4", groups=8)
+    sizes = np.random.default_rng(0).integers(0, 30, (8, 1)).astype(np.int32)
+    product = lambda a, b, s: grouped_matmul_nt(a, b, s[0], implementation=implementation)[None]  # noqa: E731
+    f = jax.shard_map(product, mesh=mesh, in_specs=(P(), P("e"), P("e")), out_specs=P("e"))
+    got = jax.jit(f)(a, b, jnp.asarray(sizes))
+    for i in range(8):
+        assert_bitwise(got[i], by_group(a, b[i : i + 1], sizes[i]))
+
+
+# ---------------------------------------------------------------- the rows of groups
+@every_boundary
+def test_rows_of_groups(sizes):
+    of = rows_of(int32(sizes), M)
+    assert list(zip(of.starts.tolist(), of.ends.tolist(), strict=True)) == ends_of(sizes, M)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 80, 2000])
+@every_boundary
+def test_chunks_cover_each_row_of_a_group_once(rows, sizes):
+    of = rows_of(int32(sizes), rows)
+    chunks = chunks_of(of, rows)
+    groups = np.full(rows, -1)
+    for group, begin, end in zip(*(np.asarray(v) for v in chunks.turns), strict=True):
+        assert 0 <= end - begin <= chunks.size <= rows
+        assert (groups[begin:end] == -1).all()
+        groups[begin:end] = group
+    want = np.full(rows, -1)
+    for group, (begin, end) in enumerate(ends_of(sizes, rows)):
+        want[begin:end] = group
+    assert (groups == want).all()
+
+
+# ---------------------------------------------------------------- experts of a checkpoint
+def test_experts_of_a_checkpoint_load_straight_into_it(native):
+    checkpoint = open_checkpoint(GOLDEN / "moe" / "te_modelopt")
+    expert = r"model.layers.0.mlp.experts.{expert:\d+}."
+    rule = NameRule(expert + "{which:gate|up|down}_proj.weight", "experts/{which}", stack=("expert",))
+    experts = from_hf({name: v for name, v in checkpoint.items() if ".experts." in name}, [rule])["experts"]
+    assert {name: (v.shape, v.amax.shape) for name, v in experts.items()} == {
+        "gate": ((4, 64, 128), (4,)),
+        "up": ((4, 64, 128), (4,)),
+        "down": ((4, 128, 64), (4,)),
+    }
+    sizes = (3, 0, 17, 10)
+    x = normal((32, 128))
+    got = grouped_matmul_nt(x, experts["gate"], int32(sizes), out_dtype=jnp.float32)
+    for e, (begin, end) in enumerate(ends_of(sizes, 32)):
+        w = jnvfp4.dequantize(checkpoint[f"model.layers.0.mlp.experts.{e}.gate_proj.weight"])
+        want = np.asarray(x[begin:end], np.float32) @ np.asarray(w).T
+        np.testing.assert_allclose(got[begin:end], want, rtol=1e-4, atol=1e-4)
+
+
+def test_one_call_a_product():
+    a, b = operands("nvfp4")
+    names = primitives(jax.make_jaxpr(grouped_matmul_nt)(a, b, int32([1] * G)).jaxpr)
+    assert names == ["nvfp4_grouped_matmul"]

@@ -1,0 +1,352 @@
+"""grouped_linear and RaggedDot: each expert is what linear is for its rows, and rows of no group change nothing."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bitwise, assert_same_tensor, primitives
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import KINDS
+from operands import normal
+from test_grouped import BOUNDARIES, ends_of, every_boundary, int32
+
+import jnvfp4
+from jnvfp4 import (
+    NVFP4,
+    NVFP4_2D,
+    NVFP4_SR,
+    ROW_SCALED,
+    RaggedDot,
+    Recipe,
+    grouped_linear,
+    linear,
+    quantize,
+    recipes,
+)
+
+M, N, K, G = 80, 48, 64, 5
+SIZES, ALIGNED = (0, 1, 15, 16, 17), (16, 0, 32, 16, 5)
+KEY = jax.random.key(3)
+PLAIN = Recipe((NVFP4, NVFP4), (NVFP4, NVFP4), (NVFP4, NVFP4))
+RECIPES = {
+    "default": recipes.DEFAULT,
+    "pretrain": recipes.pretrain(),
+    "plain": PLAIN,
+    "rows": recipes.row_scaled(),
+    "4over6": recipes.four_over_six(),
+    "dequantized": recipes.pretrain(backward="dequantized"),
+    "high precision": recipes.pretrain(backward="high_precision"),
+    "weight only": recipes.inference(weight_only=True),
+    "nothing": Recipe(None, None, None),
+}
+
+
+@pytest.fixture
+def cpu():
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+X, W, DY = normal((M, K), 1), normal((G, N, K), 2), normal((M, N), 3)
+
+
+def with_gradients(f, *arguments, dy=DY):
+    y, pull = jax.vjp(f, *arguments)
+    return y, *pull(dy.astype(y.dtype))
+
+
+def dense(x, w, sizes):
+    """The same in float32, by a loop over groups."""
+    parts = [x[begin:end].astype(jnp.float32) @ w[g].T for g, (begin, end) in enumerate(ends_of(sizes, M))]
+    held = sum(len(part) for part in parts)
+    return jnp.concatenate([*parts, jnp.zeros((M - held, N))])
+
+
+def relative_error(got, want) -> float:
+    got, want = (np.asarray(v, np.float32) for v in (got, want))
+    return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
+
+
+# ---------------------------------------------------------------- values and gradients
+@pytest.mark.parametrize("aligned", [False, True], ids=["", "aligned"])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_gradients_beside_a_dense_loop(cpu, recipe, aligned):
+    """NVFP4 keeps 13% of Gaussian values; more of those that are rounded stochastically."""
+    sizes = ALIGNED if aligned else SIZES
+    f = partial(grouped_linear, group_sizes=int32(sizes), recipe=recipe, key=KEY, aligned_groups=aligned)
+    got = jax.jit(partial(with_gradients, f))(X, W.astype(jnp.float32))
+    want = with_gradients(lambda x, w: dense(x, w, sizes), X, W.astype(jnp.float32))
+    for value, reference in zip(got, want, strict=True):
+        assert relative_error(value, reference) < 0.3
+    if not aligned and recipe.wgrad_specs:  # not quantized
+        assert relative_error(got[2], want[2]) < 0.01
+    if aligned and recipe is PLAIN:
+        assert 0.05 < relative_error(got[2], want[2]) < 0.2
+
+
+@every_boundary
+def test_each_expert_is_a_linear_of_its_rows(cpu, sizes):
+    """With an amax for each row, nothing of one row depends on another."""
+    rows = Recipe((ROW_SCALED, ROW_SCALED), (ROW_SCALED, ROW_SCALED), None)
+    f = partial(grouped_linear, group_sizes=int32(sizes), recipe=rows)
+    y, dx, dw = jax.jit(partial(with_gradients, f))(X, W)
+    for g, (begin, end) in enumerate(ends_of(sizes, M)):
+        if begin == end:
+            assert_bitwise(dw[g], np.zeros((N, K), jnp.bfloat16))
+            continue
+        one = partial(linear, recipe=rows)
+        want = with_gradients(one, X[begin:end], W[g], dy=DY[begin:end])
+        assert_bitwise(y[begin:end], want[0])
+        assert_bitwise(dx[begin:end], want[1])
+        assert relative_error(dw[g], want[2]) < 0.005  # rounded to bfloat16, of other sums
+
+
+@pytest.mark.parametrize("recipe", [recipes.DEFAULT, PLAIN, recipes.pretrain()], ids=["default", "plain", "pretrain"])
+@pytest.mark.parametrize("aligned", [False, True], ids=["", "aligned"])
+def test_rows_that_no_group_holds_change_nothing(cpu, recipe, aligned):
+    f = partial(grouped_linear, group_sizes=int32((16, 0, 16, 0, 16)), recipe=recipe, key=KEY, aligned_groups=aligned)
+    garbage = jnp.full((M - 48, 1), jnp.nan, jnp.bfloat16)
+    zero, large = (X.at[48:].set(v) for v in (0, garbage))
+    want = with_gradients(f, zero, W, dy=DY.at[48:].set(0))
+    got = with_gradients(f, large, W, dy=DY.at[48:].set(1e30))
+    assert_same_tensor(got, want)
+    assert not np.asarray(got[0][48:]).any()
+    assert not np.asarray(got[1][48:]).any()
+
+
+def test_each_expert_has_its_own_amax(cpu):
+    w = W * (10.0 ** jnp.arange(G, dtype=jnp.bfloat16))[:, None, None]
+    y = grouped_linear(X, w, int32((16,) * 5), PLAIN)
+    qw = jax.vmap(quantize)(w)
+    assert_bitwise(y, jnvfp4.grouped_matmul_nt(quantize(X), qw, int32((16,) * 5)))
+    assert len(set(np.asarray(qw.amax).tolist())) == G
+
+
+def test_random_bits_of_experts_are_those_of_the_documented_keys(cpu):
+    recipe = Recipe((None, NVFP4_SR), None, None)
+    y = grouped_linear(X, W, int32(SIZES), recipe, key=KEY)
+    keys = [jax.random.fold_in(jax.random.fold_in(KEY, 1), g) for g in range(G)]
+    experts = jax.vmap(lambda w, k: quantize(w, NVFP4_SR, key=k))(W, jnp.stack(keys))
+    assert_bitwise(y, jnvfp4.grouped_matmul_nt(X, experts, int32(SIZES)))
+
+
+def test_dx_reads_the_tiles_of_the_forward_product(cpu):
+    """The weights are quantized once, and their transpose has the bytes that a quantizer would give."""
+    f = partial(grouped_linear, group_sizes=int32(SIZES), recipe=recipes.DEFAULT)
+    names = primitives(jax.make_jaxpr(partial(with_gradients, f))(X, W).jaxpr)
+    assert (names.count("nvfp4_transpose"), names.count("nvfp4_grouped_matmul")) == (1, 2)
+    assert names.count("nvfp4_quantize_pair") == 0
+    w_t = jax.vmap(lambda w: quantize(w, NVFP4_2D, transpose=True))(W)
+    dy = jnp.where(jnp.arange(M)[:, None] < sum(SIZES), DY, 0)
+    want = jnvfp4.grouped_matmul_nt(quantize(dy), w_t, int32(SIZES))
+    assert_bitwise(with_gradients(f, X, W)[1], want)
+
+
+def test_wgrad_of_quantized_tensors(cpu):
+    """Sums of exact products: those of the dequantized tensors, but for roundings."""
+    f = partial(grouped_linear, group_sizes=int32(ALIGNED), recipe=PLAIN, aligned_groups=True)
+    dw = with_gradients(f, X, W.astype(jnp.float32))[2]
+    held = jnp.arange(M)[:, None] < sum(ALIGNED)
+    x_t, dy_t = (quantize(jnp.where(held, v, 0), transpose=True) for v in (X, DY))
+    x_v, dy_v = (np.asarray(jnvfp4.dequantize(t), np.float64) for t in (x_t, dy_t))
+    want = np.stack([dy_v[:, begin:end] @ x_v[:, begin:end].T for begin, end in ends_of(ALIGNED, M)])
+    assert relative_error(dw, want) < 1e-6
+
+
+def test_nothing_is_given_to_ragged_dot():
+    """XLA would expand it, or give it to cuDNN."""
+    for recipe in RECIPES.values():
+        f = partial(grouped_linear, group_sizes=int32(SIZES), recipe=recipe, key=KEY)
+        assert "ragged" not in str(jax.make_jaxpr(partial(with_gradients, f))(X, W))
+
+
+@pytest.mark.parametrize(
+    "recipe", [recipes.DEFAULT, recipes.pretrain(backward="dequantized"), Recipe(None, None, None)]
+)
+@pytest.mark.parametrize("aligned", [False, True], ids=["", "aligned"])
+def test_the_order_of_axes(cpu, recipe, aligned):
+    sizes = int32(ALIGNED)
+    options = {"recipe": recipe, "aligned_groups": aligned}
+    y, dx, dw = with_gradients(lambda x, w: grouped_linear(x, w, sizes, **options), X, W)
+    got = with_gradients(lambda x, w: grouped_linear(x, w, sizes, w_axes="kn", **options), X, W.mT)
+    assert_same_tensor((*got[:2], got[2].mT), (y, dx, dw))
+
+
+def test_weights_that_are_quantized_already(cpu):
+    experts = jax.vmap(quantize)(W)
+    f = lambda x: grouped_linear(x, experts, int32(SIZES), PLAIN)  # noqa: E731
+    y, dx = with_gradients(f, X)
+    assert_bitwise(y, grouped_linear(X, W, int32(SIZES), PLAIN))
+    values = jnvfp4.dequantize(experts)
+    want = jax.vjp(lambda x: dense(x, values, SIZES), X)[1](DY.astype(jnp.float32))[0]
+    assert relative_error(dx, want) < 0.01
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtypes(cpu, dtype):
+    y, dx, dw = with_gradients(lambda x, w: grouped_linear(x, w, int32(SIZES)), X.astype(dtype), W.astype(jnp.float32))
+    assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, jnp.float32)
+    assert grouped_linear(X, W, int32(SIZES), out_dtype=jnp.float32).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("aligned", [False, True], ids=["", "aligned"])
+def test_no_rows(cpu, aligned):
+    f = lambda x, w: grouped_linear(x, w, int32(SIZES), aligned_groups=aligned)  # noqa: E731
+    y, dx, dw = with_gradients(f, X[:0], W, dy=DY[:0])
+    assert (y.shape, dx.shape) == ((0, N), (0, K))
+    assert_bitwise(dw, np.zeros(W.shape, jnp.bfloat16))
+
+
+# ---------------------------------------------------------------- transformations
+def test_jit_of_traced_sizes(cpu):
+    f = lambda x, w, s: with_gradients(lambda x, w: grouped_linear(x, w, s), x, w)  # noqa: E731
+    jitted = jax.jit(f)
+    for sizes in list(BOUNDARIES.values())[:4]:
+        assert_same_tensor(jitted(X, W, int32(sizes)), f(X, W, int32(sizes)))
+    assert jitted._cache_size() == 1
+
+
+def test_vmap_is_a_loop(cpu):
+    x, dy = jnp.stack([X, X[::-1], 2 * X]), jnp.stack([DY, DY[::-1], -DY])
+    sizes = jnp.stack([int32(s) for s in list(BOUNDARIES.values())[:3]])
+    f = lambda x, s, dy: with_gradients(lambda x, w: grouped_linear(x, w, s), x, W, dy=dy)  # noqa: E731
+    got = jax.vmap(f)(x, sizes, dy)
+    for i in range(3):
+        assert_same_tensor(jax.tree.map(lambda v, i=i: v[i], got), f(x[i], sizes[i], dy[i]))
+
+
+@pytest.mark.parametrize("policy", [jnvfp4.remat.save_packed, None], ids=["packed", "nothing"])
+def test_checkpointed(cpu, policy):
+    f = lambda x, w: grouped_linear(x, w, int32(SIZES))  # noqa: E731
+    options = {} if policy is None else {"policy": policy}
+    assert_same_tensor(with_gradients(jax.checkpoint(f, **options), X, W), with_gradients(f, X, W))
+
+
+LAYOUTS = {
+    "experts": (P(), P("y", None, None)),
+    "tokens and experts": (P("x", None), P("y", None, None)),
+    "tokens and experts over one axis": (P(("x", "y"), None), P(("x", "y"), None, None)),
+    "tokens and columns": (P("x", None), P(None, "y", None)),
+    "K": (P(None, "y"), P(None, None, "y")),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("recipe", ["default", "pretrain", "dequantized"])
+def test_sharded_equals_unsharded(cpu, recipe, layout, kind):
+    """But for the order of sums over devices."""
+    rows, groups = 256, 8
+    x, w, dy = normal((rows, 128)), normal((groups, 128, 128), 1), normal((rows, 128), 2)
+    sizes, aligned = int32((32, 0, 48, 16, 16, 64, 0, 32)), recipe == "pretrain"
+
+    def step(x, w, sizes, dy):
+        f = lambda x, w: grouped_linear(x, w, sizes, RECIPES[recipe], key=KEY, aligned_groups=aligned)  # noqa: E731
+        return with_gradients(f, x, w, dy=dy)
+
+    want = jax.jit(step)(x, w, sizes, dy)
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(KINDS[kind],) * 2, devices=jax.devices("cpu")[:8])
+    of_dy = P(layout[0][0] if len(layout[0]) else None, layout[1][1])
+    specs = (*layout, P(), of_dy)
+    placed = [jax.device_put(v, NamedSharding(mesh, s)) for v, s in zip((x, w, sizes, dy), specs, strict=True)]
+    with jax.set_mesh(mesh):
+        got = jax.jit(step)(*placed)
+    for value, reference in zip(got, want, strict=True):
+        assert relative_error(value, reference) < 0.003
+    if "K" not in str(layout) and layout[1][0]:  # nothing is summed over devices but rows and, in dw, tokens
+        assert_same_tensor(got[:2], want[:2])
+
+
+# ---------------------------------------------------------------- errors
+ERRORS = {
+    "a matrix of weights": ({"w": W[0]}, ValueError, r"w must have rank 3, \[G, N, K\]"),
+    "no expert": ({"w": W[:0], "group_sizes": int32(())}, ValueError, "w must have one expert or more"),
+    "a batch": ({"x": X[None]}, ValueError, r"x must have rank 2, \[M, K\].*vmap"),
+    "another K": ({"x": X[:, :32]}, ValueError, "the last axis of x and axis 2 of w must have the same size K"),
+    "K": ({"x": X[:, :40], "w": W[:, :, :40]}, ValueError, "K must be a multiple of 16, got K=40"),
+    "N": ({"w": W[:, :40]}, ValueError, "N must be a multiple of 16"),
+    "float sizes": ({"group_sizes": jnp.ones(G)}, TypeError, "group_sizes must be int32"),
+    "too few sizes": ({"group_sizes": int32((1, 2))}, ValueError, r"group_sizes must have shape \(G,\)=\(5,\)"),
+    "no recipe": ({"recipe": None}, TypeError, "recipe must be a Recipe"),
+    "no key": ({"recipe": recipes.pretrain()}, ValueError, "key must be a JAX PRNG key"),
+    "windows": ({"recipe": recipes.window64(), "key": KEY}, ValueError, "recipe.fprop must have amax_scope.*window64"),
+    "axes": ({"w_axes": "gnk"}, ValueError, "w_axes must be 'nk' or 'kn'"),
+    "a switch": ({"aligned_groups": 16}, ValueError, "aligned_groups must be True or False"),
+    "another format": ({"w": jax.vmap(lambda w: quantize(w, ROW_SCALED))(W)}, ValueError, "w must have the format of"),
+    "frozen kn": ({"w": jax.vmap(quantize)(W), "w_axes": "kn"}, ValueError, "w_axes must be 'nk' for an NVFP4Tensor"),
+    "float32 of weights alone": (
+        {"x": X.astype(jnp.float32), "recipe": recipes.inference(weight_only=True)},
+        TypeError,
+        "x must be bfloat16 or float16 for a weight-only recipe",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), ERRORS.values(), ids=ERRORS)
+def test_wrong_arguments(changes, error, text):
+    arguments = {"x": X, "w": W, "group_sizes": int32(SIZES)} | changes
+    with pytest.raises(error, match=f"^grouped_linear: .*{text}"):
+        grouped_linear(**arguments)
+
+
+# ---------------------------------------------------------------- RaggedDot
+def test_ragged_dot_is_grouped_linear(cpu):
+    sizes = int32(SIZES)
+    f = lambda x, w: RaggedDot()(x, w, sizes)  # noqa: E731
+    g = lambda x, w: grouped_linear(x, w, sizes, w_axes="kn")  # noqa: E731
+    assert_same_tensor(with_gradients(f, X, W.mT), with_gradients(g, X, W.mT))
+
+
+def test_ragged_dot_in_high_precision_is_that_of_lax(cpu):
+    x, w = X.astype(jnp.float32), W.mT.astype(jnp.float32)
+    for sizes in BOUNDARIES.values():
+        clamped = int32([end - begin for begin, end in ends_of(sizes, M)])
+        got = with_gradients(lambda x, w, s=sizes: RaggedDot(Recipe(None, None, None))(x, w, int32(s)), x, w)
+        want = with_gradients(lambda x, w, s=clamped: jax.lax.ragged_dot(x, w, s), x, w)
+        for value, reference in zip(got, want, strict=True):
+            np.testing.assert_allclose(value, reference, rtol=1e-4, atol=1e-4)
+
+
+def test_ragged_dot_adds_zeros(cpu):
+    """What they add is in no amax and in no sum."""
+    x, w = X[:, :50], W.mT[:, :50, :41]
+    y, dx, dw = with_gradients(lambda x, w: RaggedDot()(x, w, int32(SIZES)), x, w, dy=DY[:, :41])
+    assert (y.shape, dx.shape, dw.shape) == ((M, 41), (M, 50), (G, 50, 41))
+    padded = (jnp.pad(x, ((0, 0), (0, 14))), jnp.pad(w, ((0, 0), (0, 14), (0, 7))))
+    assert_bitwise(y, grouped_linear(*padded, int32(SIZES), w_axes="kn")[:, :41])
+
+
+def test_ragged_dot_takes_its_key_from_the_step(cpu):
+    recipe = Recipe((NVFP4_SR, NVFP4), None, None)
+    layer = RaggedDot(recipe, path="moe/up")
+    with jnvfp4.step_key(KEY):
+        got = layer(X, W.mT, int32(SIZES))
+        key = jnvfp4.layer_key("moe/up")
+    assert_bitwise(got, layer(X, W.mT, int32(SIZES), key=key))
+    with pytest.raises(ValueError, match=r"^RaggedDot: key must be given"):
+        RaggedDot(recipe)(X, W.mT, int32(SIZES))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: RaggedDot("pretrain"), TypeError, "recipe must be a Recipe"),
+        (lambda: RaggedDot(path=3), TypeError, "path must be a string or None"),
+        (lambda: RaggedDot(aligned_groups=None), ValueError, "aligned_groups must be True or False"),
+        (lambda: RaggedDot()(X, W.mT, int32(SIZES), precision="highest"), ValueError, "precision must be None"),
+        (lambda: RaggedDot()(X, W.mT, int32(SIZES), group_offset=1), ValueError, "group_offset must be None"),
+        (lambda: RaggedDot()(X, W, int32(SIZES)), ValueError, "the last axis of x and axis 1 of w"),
+        (lambda: RaggedDot()(X, W[0], int32(SIZES)), ValueError, r"w must have rank 3, \[G, K, N\]"),
+    ],
+)
+def test_ragged_dot_refuses(make, error, text):
+    with pytest.raises(error, match=f"^RaggedDot: .*{text}"):
+        make()
+
+
+def test_ragged_dot_compares_by_value():
+    assert RaggedDot() == RaggedDot(recipes.DEFAULT)
+    assert hash(RaggedDot(path="a")) == hash(RaggedDot(path="a"))
