@@ -126,7 +126,8 @@ struct GroupedArgs {
 
 // The end of a product whose sums y XLA has made. Of a and b only amax, map and e4m3_max are used.
 struct EpilogueArgs {
-  const float* y;  // batch x rows x cols
+  const float* y;  // batch x rows x pitch, of which `cols` are used
+  int64_t pitch;
   bool quantized_a;
   MatmulOperand a, b;
   MatmulResult result;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <initializer_list>
 
+#include "scale_tiles.h"
+
 namespace jnvfp4 {
 namespace {
 
@@ -38,6 +40,10 @@ const char* needs_cublaslt_sizes(const MatmulProblem& p) {
   const bool fits = s.batch * s.rows <= kHalf && s.batch * s.cols <= kHalf && s.depth <= kHalf;
   return fits ? nullptr : "it takes at most 2^29 rows of either operand, over all matrices, and K of at most 2^29";
 }
+// One call of the library multiplies one matrix.
+const char* needs_few_matrices(const MatmulProblem& p) {
+  return p.shape.batch > 64 ? "it takes at most 64 matrices" : nullptr;
+}
 const char* needs_windows(const MatmulProblem& p) {
   if (p.pinned) return "its order of summation is not pinned";
   return p.windows ? nullptr : "an operand must have amax_scope=\"window64\"";
@@ -71,7 +77,7 @@ struct Row {
   const char* (*cannot)(const MatmulProblem&);
 };
 
-constexpr int kHopper = 90, kNewest = 999;
+constexpr int kHopper = 90, kBlackwell = 100, kLastBlackwell = 121, kNewest = 999;
 
 // In order of preference. One H200, microseconds of a product (commit fca8c26, decode_... d8f2dea;
 // docs/performance.md, docs/kernels.md):
@@ -95,6 +101,9 @@ constexpr Row kTable[] = {
      all<needs_nvfp4, needs_depth, needs_at_most_64_rows>},
     {MatmulKernel::kSm90Nvfp4Windows, "sm90_nvfp4_windows", kHopper, kHopper,
      all<needs_nvfp4, needs_windows, needs_depth, needs_narrow>},
+    // It has not run on such a GPU. Few rows are left to a kernel that has run on others.
+    {MatmulKernel::kSm100CublasLtNvfp4, "sm100_cublaslt_nvfp4", kBlackwell, kLastBlackwell,
+     all<needs_nvfp4, needs_free_order, needs_depth, needs_few_matrices, needs_cublaslt_sizes>},
     {MatmulKernel::kDecodeThenDot, "decode_then_dot", kAnyGpu, kNewest, needs_free_order},
     // By name only, since XLA's product is faster: one row up, and it is planned wherever the library is found.
     {MatmulKernel::kDecodeThenCublasLt, "decode_then_cublaslt", kAnyGpu, kNewest,
@@ -112,9 +121,30 @@ const Row& row_of(MatmulKernel kernel) {
   return kTable[0];  // not reached: each kernel has one row
 }
 
+std::string dotted(int capability) { return std::to_string(capability / 10) + "." + std::to_string(capability % 10); }
+
 std::string device_text(int capability) {
   if (capability == kCpu) return "the CPU";
-  return "compute capability " + std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+  return "compute capability " + dotted(capability);
+}
+
+std::string version_text(int64_t version) {
+  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+         std::to_string(version % 100);
+}
+
+// What a kernel lacks of the library on a device; empty if nothing.
+std::string needs_library(MatmulKernel kernel, const Device& device) {
+  const bool block_scaled = kernel == MatmulKernel::kSm100CublasLtNvfp4;
+  if (!block_scaled && kernel != MatmulKernel::kDecodeThenCublasLt) return {};
+  const std::string name(row_of(kernel).name);
+  if (!device.no_cublaslt.empty()) return name + " needs cuBLASLt: " + std::string(device.no_cublaslt);
+  // On 10.x and 11.x block-scaled products of 12.8 to 13.1 free tensor memory twice, which corrupts what runs beside
+  // them. Earlier versions have no such products.
+  const int64_t least = device.capability < 120 ? 130200 : 120800;
+  if (!block_scaled || device.cublaslt_version >= least) return {};
+  return name + " needs cuBLASLt " + std::to_string(least / 10000) + "." + std::to_string(least / 100 % 100) +
+         " or newer on " + device_text(device.capability) + ", got " + version_text(device.cublaslt_version);
 }
 
 }  // namespace
@@ -122,8 +152,10 @@ std::string device_text(int capability) {
 std::string wrong_device(std::string_view kernel, int least, int most, const Device& device) {
   const int capability = device.capability;
   if (capability < least || capability > most) {
-    const char* which = most == kCpu ? "" : most == least ? "GPUs of " : "GPUs from ";
-    return std::string(kernel) + " runs on " + which + device_text(least) + ", not on " + device_text(capability);
+    const char* which = most == kCpu ? "" : most == kNewest ? "GPUs from " : "GPUs of ";
+    const std::string last = most == least || most == kNewest ? "" : " to " + dotted(most);
+    return std::string(kernel) + " runs on " + which + device_text(least) + last + ", not on " +
+           device_text(capability);
   }
   if (least == kHopper && !device.sm90a)
     return std::string(kernel) + " is not in this build; build jnvfp4 with 90a among JNVFP4_CUDA_TARGETS";
@@ -148,10 +180,17 @@ std::string why_not(MatmulKernel kernel, const MatmulProblem& problem, const Dev
   const Row& row = row_of(kernel);
   const std::string elsewhere = wrong_device(row.name, row.least, row.most, device);
   if (!elsewhere.empty()) return elsewhere;
-  if (kernel == MatmulKernel::kDecodeThenCublasLt && !device.no_cublaslt.empty())
-    return std::string(row.name) + " needs cuBLASLt: " + std::string(device.no_cublaslt);
   const char* reason = row.cannot(problem);
-  return reason ? std::string(row.name) + " cannot: " + reason : std::string();
+  return reason ? std::string(row.name) + " cannot: " + reason : needs_library(kernel, device);
+}
+
+bool has_block_scaled(int capability) {
+  const Row& row = row_of(MatmulKernel::kSm100CublasLtNvfp4);
+  return row.least <= capability && capability <= row.most;
+}
+
+std::string no_block_scaled(const Device& device) {
+  return has_block_scaled(device.capability) ? needs_library(MatmulKernel::kSm100CublasLtNvfp4, device) : std::string();
 }
 
 // Floats that the parts of K but the last have.
@@ -270,6 +309,22 @@ CublasLtScratch cublaslt_scratch(const GemmShape& shape, bool decoded_a, Float o
   return s;
 }
 
+BlockScaledScratch block_scaled_scratch(const GemmShape& shape, Float out) {
+  const auto up = [](int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; };
+  BlockScaledScratch s{};
+  const auto take = [&](int64_t bytes) { return take_scratch(bytes, &s.bytes); };
+  s.depth = up(shape.depth, kBlockScaledDepth), s.cols = up(shape.cols, kBlockScaledCols);
+  const bool deeper = s.depth != shape.depth, wider = s.cols != shape.cols;
+  s.a_codes = take(deeper ? shape.batch * shape.rows * s.depth / 2 : 0);
+  s.b_codes = take(deeper || wider ? shape.batch * s.cols * s.depth / 2 : 0);
+  s.a_scales = take(shape.batch * tiled_scale_bytes(shape.rows, shape.depth / kBlock));
+  s.b_scales = take(shape.batch * tiled_scale_bytes(shape.cols, shape.depth / kBlock));
+  s.factors = take((shape.batch + 1) * 4);
+  s.sums = take(out == Float::kF32 && !wider ? 0 : shape.batch * shape.rows * s.cols * 4);
+  s.workspace = take(kCublasLtWorkspace);
+  return s;
+}
+
 int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem) {
   switch (kernel) {
     case MatmulKernel::kSm90Nvfp4Fused:
@@ -286,6 +341,7 @@ int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem) {
     }
     case MatmulKernel::kDecodeThenCublasLt:
       return cublaslt_scratch(problem.shape, problem.a == Left::kNvfp4, problem.out).bytes;
+    case MatmulKernel::kSm100CublasLtNvfp4: return block_scaled_scratch(problem.shape, problem.out).bytes;
     default: return 0;
   }
 }

@@ -17,6 +17,7 @@ enum class MatmulKernel : uint8_t {
   kSm90DenseFused,    // a 16-bit left operand: the right one decoded in registers of the GEMM
   kSm90Nvfp4Windows,  // two NVFP4 operands, window64 on a side: both decoded to scratch, summed window by window
   kSm80Nvfp4BlocksSmallM,  // two NVFP4 operands in the pinned order, few rows
+  kSm100CublasLtNvfp4,     // two NVFP4 operands: cuBLASLt's product of FP4 tensor cores, scaled block by block
   kDecodeThenDot,          // decode both operands, XLA's 16-bit GEMM, epilogue: XLA operations, not the handler
   kDecodeThenCublasLt,     // the same in one call, with cuBLASLt's GEMM
   kSm80Nvfp4Blocks,        // the same of any number of rows, integer tensor cores
@@ -24,7 +25,7 @@ enum class MatmulKernel : uint8_t {
   kCpuNvfp4Blocks,         // the pinned order on the CPU
   kCpuDenseElements,       // the same of a 16-bit left operand
 };
-inline constexpr int kMatmulKernels = 12;
+inline constexpr int kMatmulKernels = 13;
 
 struct MatmulProblem {
   enum class Left : uint8_t { kNvfp4, kBf16, kF16 };
@@ -44,11 +45,20 @@ struct MatmulPlan {
 // 10 * major + minor of a GPU. Without a device, what every supported GPU can run is planned.
 inline constexpr int kCpu = 0, kAnyGpu = 80;
 
+// 10000 * major + 100 * minor + patch; newer than any.
+inline constexpr int64_t kNewestCublasLt = 999999;
+
 struct Device {
   int capability;
   bool sm90a = true;                  // whether the build has the kernels that are compiled for 90a alone
   std::string_view no_cublaslt = {};  // why no copy of cuBLASLt was found; empty if one was
+  int64_t cublaslt_version = kNewestCublasLt;
 };
+
+// Whether a GPU has FP4 tensor cores that sm100_cublaslt_nvfp4 is for, and what they lack to be used: a library. Empty
+// if nothing.
+bool has_block_scaled(int capability);
+std::string no_block_scaled(const Device& device);
 
 // Why kernels for the capabilities from `least` to `most` do not run on a device; empty if they do.
 std::string wrong_device(std::string_view kernel, int least, int most, const Device& device);
@@ -118,6 +128,18 @@ struct CublasLtScratch {
   int64_t workspace, bytes;
 };
 CublasLtScratch cublaslt_scratch(const GemmShape& shape, bool decoded_a, Float out);
+// The same of sm100_cublaslt_nvfp4, and the sizes that it gives the library: rows of 16 bytes at least, and a result
+// whose rows begin at multiples of 16 bytes.
+struct BlockScaledScratch {
+  int64_t depth, cols;         // K and N, padded
+  int64_t a_codes, b_codes;    // where they are padded
+  int64_t a_scales, b_scales;  // in tiles
+  int64_t factors;             // of each matrix, and a zero
+  int64_t sums;                // float32, where the result cannot hold them
+  int64_t workspace, bytes;
+};
+BlockScaledScratch block_scaled_scratch(const GemmShape& shape, Float out);
+inline constexpr int64_t kBlockScaledDepth = 32, kBlockScaledCols = 16;
 // What cuBLASLt may use of it. The size limits its choice of an algorithm, so it is the same on every GPU: what NVIDIA
 // recommends for Hopper.
 inline constexpr int64_t kCublasLtWorkspace = int64_t{32} << 20;

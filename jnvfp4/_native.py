@@ -112,7 +112,7 @@ _CUBLAS_WHEELS = {"nvidia-cublas": "libcublasLt.so.13", "nvidia-cublas-cu12": "l
 
 
 class CublasLt(NamedTuple):
-    """Says which copy of cuBLASLt the kernel "decode_then_cublaslt" calls.
+    """Says which copy of cuBLASLt the kernels "decode_then_cublaslt" and "sm100_cublaslt_nvfp4" call.
 
     Attributes:
       path: its file; empty if none was found.
@@ -146,11 +146,36 @@ def cublaslt() -> CublasLt:
     return CublasLt(path, f"{version // 10000}.{version // 100 % 100}.{version % 100}", "")
 
 
-def _no_cublaslt(capability: int | None) -> str:
-    """Returns why a plan cannot use cuBLASLt; empty if it can, or if there is no GPU to ask about."""
+_CUBLASLT_KERNELS = ("decode_then_cublaslt", "sm100_cublaslt_nvfp4")
+
+
+def _library(capability: int | None) -> tuple[str, int]:
+    """Returns why a plan cannot use cuBLASLt, or an empty text, and its version as a number.
+
+    Where there is no GPU to ask about, the answer is hypothetical: the newest version.
+    """
+    newest = extensions()["cpu"].newest_cublaslt
     if capability is None:
-        return "a program that is lowered for no device cannot know whether there is one"
-    return cublaslt().reason if capability and available("cuda") else ""
+        return "a program that is lowered for no device cannot know whether there is one", newest
+    if not capability or not available("cuda"):
+        return "", newest
+    found = cublaslt()
+    if found.reason:
+        return found.reason, 0
+    major, minor, patch = map(int, found.version.split("."))
+    return "", 10000 * major + 100 * minor + patch
+
+
+def has_block_scaled(capability: int | None) -> bool:
+    """Says whether a GPU has FP4 tensor cores that a kernel is for; ``capability`` as in ``plan_matmul``."""
+    return extensions()["cpu"].has_block_scaled(capability or 0)
+
+
+def no_block_scaled(capability: int) -> str:
+    """Says what a GPU's FP4 tensor cores lack to be used; empty if nothing, or if it has none."""
+    if not has_block_scaled(capability):
+        return ""
+    return extensions()["cpu"].no_block_scaled(capability, *_library(capability))
 
 
 class MatmulPlan(NamedTuple):
@@ -189,9 +214,10 @@ def plan_matmul(
       kernel: the kernel to ask for; the best one if None.
     """
     batch, rows, cols, depth = shape
-    no_cublaslt = _no_cublaslt(capability) if kernel == "decode_then_cublaslt" else ""  # chosen by its name alone
+    asked = kernel in _CUBLASLT_KERNELS if kernel else has_block_scaled(capability)
+    library = _library(capability) if asked else ("", 0)
     answer = extensions()["cpu"].plan_matmul(
-        batch, rows, cols, depth, a, windows, out, pinned, *_device(capability), no_cublaslt, kernel or ""
+        batch, rows, cols, depth, a, windows, out, pinned, *_device(capability), *library, kernel or ""
     )
     return MatmulPlan(*answer)
 

@@ -34,6 +34,7 @@ from .spec import (
 from .tensor import NVFP4Tensor
 
 MIN_COMPUTE_CAPABILITY = (8, 0)
+FP4_KERNEL = "sm100_cublaslt_nvfp4"
 # Enough for a self-check: every field that changes the arithmetic. The tests go through all specs.
 CHECKED_SPECS = (NVFP4, NVFP4_2D, NVFP4_RHT_SR, ROW_SCALED, WINDOW64, four_over_six())
 
@@ -44,7 +45,7 @@ class Support(NamedTuple):
     Attributes:
       native: whether a kernel of this library runs, compiled for the platform.
       kernel: its name; "reference" if none runs.
-      reason: why no native kernel runs; empty if one does.
+      reason: why no native kernel runs; else empty, or what a product lacks to use the FP4 tensor cores of its GPU.
     """
 
     native: bool
@@ -134,7 +135,9 @@ def _matmul_kernel(operands: tuple, options: dict[str, Any], device: jax.Device)
     (left, a_format), (right, b_format) = map(_parts_of, operands)
     accumulation = options.get("accumulation", "fast")
     product = Product(left, right, options.get("bias"), a_format, b_format, _out_dtype(options), accumulation)
-    return _answer(plan(product, *_where(options, device)))
+    capability, kernel = _where(options, device)
+    answer = _answer(plan(product, capability, kernel))
+    return answer if kernel else answer._replace(reason=answer.reason or _without_fp4(product, capability, answer))
 
 
 def _grouped_kernel(operands: tuple, options: dict[str, Any], device: jax.Device) -> Support:
@@ -167,6 +170,13 @@ def _where(options: dict[str, Any], device: jax.Device) -> tuple[int, str | None
 
 def _answer(chosen: _native.MatmulPlan) -> Support:
     return Support(not chosen.reason, chosen.kernel, chosen.reason)
+
+
+def _without_fp4(product: Product, capability: int, answer: Support) -> str:
+    """Says why a GPU's FP4 tensor cores do not compute a product that they would with another library."""
+    missing = _native.no_block_scaled(capability)
+    decoded = answer.kernel == "decode_then_dot"
+    return missing if missing and decoded and plan(product, capability, FP4_KERNEL).reason == missing else ""
 
 
 def _default_device() -> jax.Device:
@@ -245,12 +255,23 @@ def doctor() -> bool:
     for device in devices:
         detail = f", compute capability {device.compute_capability}" if device.platform == "gpu" else ""
         print(f"device   {device}: {device.device_kind}{detail}")
+        if device.platform == "gpu" and (line := _fp4_line(_number(_compute_capability(device)))):
+            print(f"fp4      {device}: {line}")
     print()
     rows = [row for device in _one_per_platform(devices) for row in _check_device(device)]
     width = max(len(name) for name, _, _ in rows)
     for name, where, outcome in rows:
         print(f"{name:<{width}}  {where:<6} {outcome}")
     return not any(outcome.startswith("FAILED") for _, _, outcome in rows)
+
+
+def _fp4_line(capability: int) -> str:
+    """Says whether products use the FP4 tensor cores of a GPU; empty if no kernel is for those that it has."""
+    if missing := _native.no_block_scaled(capability):
+        return f"not used, products decode to 16 bits: {missing}"
+    if not _native.has_block_scaled(capability):
+        return ""
+    return f"used by {FP4_KERNEL}, which is compiled, but was never run on such a GPU"
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -21,12 +21,18 @@ FUSED = {left: name.replace("small_m", "fused") for left, name in SMALL.items()}
 
 
 CUBLASLT = "decode_then_cublaslt"
+FP4 = "sm100_cublaslt_nvfp4"
 
 
 @pytest.fixture(autouse=True)
 def cublaslt(monkeypatch):
     """A copy of cuBLASLt, whether or not this machine has one."""
-    monkeypatch.setattr(_native, "cublaslt", lambda: _native.CublasLt("/lib/libcublasLt.so.13", "13.1.0", ""))
+    use_version(monkeypatch, "13.2.0")
+
+
+def use_version(monkeypatch, version: str) -> None:
+    found = _native.CublasLt("/lib/libcublasLt.so.13", version, "")
+    monkeypatch.setattr(_native, "cublaslt", lambda: found)
 
 
 @pytest.fixture
@@ -48,6 +54,7 @@ def plan(
 def test_a_gpu(capability):
     for left in LEFT:
         fast = FUSED[left] if capability == HOPPER else "decode_then_dot"
+        fast = FP4 if capability >= BLACKWELL and left == "nvfp4" else fast
         assert plan(left, capability=capability)[::2] == (fast, "")
     for m, few in ((1, True), (64, True), (65, False)):
         kernel = "sm80_nvfp4_blocks_small_m" if few else "sm80_nvfp4_blocks"
@@ -130,6 +137,15 @@ WHY_NOT = {
         {"capability": None},
         "needs cuBLASLt: a program that is lowered for no",
     ),
+    "FP4 of an array": (FP4, {"a": "bfloat16", "capability": BLACKWELL}, "must be an NVFP4 tensor"),
+    "FP4 of windows": (FP4, {"windows": True, "capability": BLACKWELL}, "window64"),
+    "FP4 in an order": (FP4, {"pinned": True, "capability": BLACKWELL}, "its order of summation is not pinned"),
+    "FP4 of many matrices": (FP4, {"shape": (65, 1, 1, 16), "capability": 120}, "it takes at most 64 matrices"),
+    "FP4 of too many rows": (FP4, {"shape": (1, 2**29 + 1, 1, 64), "capability": 120}, "at most 2^29 rows of either"),
+    "FP4 of no K": (FP4, {"shape": (1, 1, 1, 0), "capability": 120}, "K must be at least 16"),
+    "FP4 elsewhere": (FP4, {}, f"{FP4} runs on GPUs of compute capability 10.0 to 12.1, not on compute capability 9.0"),
+    "FP4 on the CPU": (FP4, {"capability": CPU}, "not on the CPU"),
+    "FP4 for no device": (FP4, {"capability": None}, "not on compute capability 8.0"),
     "windows of neither": ("sm90_nvfp4_windows", {}, 'an operand must have amax_scope="window64"'),
     "windows in an order": ("sm90_nvfp4_windows", {"windows": True, "pinned": True}, "is not pinned"),
     "65 rows": ("sm80_nvfp4_blocks_small_m", {"shape": (1, 65, 16, 16)}, "cannot: M must be at most 64"),
@@ -152,7 +168,7 @@ def test_why_a_kernel_cannot(kernel, problem, reason):
 
 def test_every_kernel_has_a_problem():
     """Also those that run only where they are named."""
-    problems = list(itertools.product(LEFT, (False, True), (False, True), (CPU, HOPPER), [(1, 8, 16, 32)]))
+    problems = list(itertools.product(LEFT, (False, True), (False, True), (CPU, HOPPER, BLACKWELL), [(1, 8, 16, 32)]))
     for kernel in _native.matmul_kernels():
         assert any(not plan(*problem, kernel).reason for problem in problems), kernel
 
@@ -281,14 +297,46 @@ def test_cublaslt_is_planned_by_name_only(capability):
         assert plan(a, windows, pinned, capability).kernel != CUBLASLT
 
 
-def test_only_its_name_looks_for_cublaslt(monkeypatch):
+def test_only_blackwell_and_its_name_look_for_cublaslt(monkeypatch):
     monkeypatch.setattr(_native, "available", lambda platform: True)
     monkeypatch.setattr(_native, "cublaslt", lambda: pytest.fail("looked for"))
-    assert plan(capability=BLACKWELL).kernel == "decode_then_dot"
+    for capability in (AMPERE, HOPPER, None, CPU):
+        plan(capability=capability)
+    assert plan(capability=BLACKWELL, kernel="decode_then_dot").reason == ""
+
+
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("version", ["12.8.0", "13.1.9", "13.2.0"])
+def test_the_version_that_fp4_products_need(monkeypatch, capability, version):
+    """12.8 to 13.1 corrupt results on 10.x and 11.x."""
+    monkeypatch.setattr(_native, "available", lambda platform: True)
+    use_version(monkeypatch, version)
+    fits = capability >= 120 or (capability >= BLACKWELL and version == "13.2.0")
+    assert (plan(capability=capability).kernel == FP4) == fits
+    assert _native.has_block_scaled(capability) == (capability >= BLACKWELL)
+    dotted = f"{capability // 10}.{capability % 10}"
+    why = f"{FP4} needs cuBLASLt 13.2 or newer on compute capability {dotted}, got {version}"
+    assert _native.no_block_scaled(capability) == (why if capability in (BLACKWELL, 103) and not fits else "")
+
+
+@pytest.mark.parametrize("out", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(1, 128, 384, 512), (1, 128, 390, 512), (3, 70, 48, 48), (64, 70, 7, 16)])
+def test_scratch_of_fp4_products(shape, out):
+    """Tiles of scales, padded codes where K or N need it, a factor a matrix, sums unless the result holds them."""
+    batch, m, n, k = shape
+    deep, wide = up(k, 32), up(n, 16)
+    tiles = sum(up(batch * up(rows, 128) * up(k // 16, 4), 256) for rows in (m, n))
+    codes = up(batch * m * deep // 2, 256) if deep != k else 0
+    codes += up(batch * wide * deep // 2, 256) if (deep, wide) != (k, n) else 0
+    sums = 0 if out == "float32" and wide == n else up(batch * m * wide * 4, 256)
+    want = tiles + codes + sums + up((batch + 1) * 4, 256) + (32 << 20)
+    for capability in (BLACKWELL, 103, 110, 120, 121):
+        assert plan(shape=shape, out=out, capability=capability) == (FP4, want, "")
 
 
 def test_a_plan_without_cublaslt(no_cublaslt):
     assert plan(kernel=CUBLASLT).reason == f"{CUBLASLT} needs cuBLASLt: there is none"
+    assert plan(kernel=FP4, capability=BLACKWELL).reason == f"{FP4} needs cuBLASLt: there is none"
     assert plan(capability=BLACKWELL) == ("decode_then_dot", 0, "")
     assert plan(kernel=CUBLASLT, capability=CPU).reason.endswith("not on the CPU")
 
@@ -310,6 +358,16 @@ def test_a_product_of_cublaslt_is_one_call(monkeypatch, dense):
     assert f'kernel = "{CUBLASLT}"' in text
     assert f"tensor<{plan('float16' if dense else 'nvfp4', shape=(1, 16, 24, 64), kernel=CUBLASLT)[1]}xui8>" in text
     assert "dot_general" not in text
+
+
+def test_an_fp4_product_is_one_call(monkeypatch):
+    a, b = random_tensor(0, (70, 64)), random_tensor(1, (24, 64))
+    text = lowered(monkeypatch, a, b)
+    assert text.count("stablehlo.custom_call @nvfp4_") == 1
+    assert f'kernel = "{FP4}"' in text
+    assert f"tensor<{plan(shape=(1, 70, 24, 64), capability=BLACKWELL)[1]}xui8>" in text
+    use_version(monkeypatch, "13.1.2")
+    assert "dot_general" in lowered(monkeypatch, a, b)
 
 
 def test_a_product_without_cublaslt_gives_the_reason(monkeypatch, no_cublaslt):

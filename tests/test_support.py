@@ -188,17 +188,67 @@ GPU_REFUSALS = {
 
 @pytest.fixture
 def any_gpu(any_device, monkeypatch):
-    """GPUs whose kernels are planned, not run."""
+    """GPUs whose kernels are planned, not run, with cuBLASLt 13.2."""
     monkeypatch.setattr(support._native, "available", lambda name: name == "cuda")
+    use_cublaslt(monkeypatch, "13.2.0")
     return gpu
 
 
-@pytest.mark.parametrize("capability", ["8.0", "9.0", "12.0"])
+def use_cublaslt(monkeypatch, version: str, reason: str = "") -> None:
+    found = support._native.CublasLt("" if reason else "/lib/libcublasLt.so.13", version, reason)
+    monkeypatch.setattr(support._native, "cublaslt", lambda: found)
+
+
+@pytest.mark.parametrize("capability", ["8.0", "9.0", "10.0", "12.0"])
 @pytest.mark.parametrize(("operands", "options", "kernel"), GPU_MATMULS.values(), ids=GPU_MATMULS)
 def test_the_kernel_of_a_product_on_a_gpu(any_gpu, operands, options, kernel, capability):
     of_any, *of_hopper = kernel.split()
     expected = of_hopper[0] if of_hopper and capability == "9.0" else of_any
+    if kernel == GPU_MATMULS["nvfp4"][2] and capability in ("10.0", "12.0"):
+        expected = FP4
     assert supports("matmul_nt", *operands, device=any_gpu(capability), **options) == (True, expected, "")
+
+
+FP4 = "sm100_cublaslt_nvfp4"
+OLD = f"{FP4} needs cuBLASLt 13.2 or newer on compute capability 10.3, got 13.1.2"
+
+
+@pytest.mark.parametrize(
+    ("version", "why", "reason"),
+    [("13.1.2", "", OLD), ("", "there is none", f"{FP4} needs cuBLASLt: there is none")],
+    ids=["old", "none"],
+)
+def test_why_fp4_tensor_cores_are_not_used(any_gpu, monkeypatch, version, why, reason):
+    """Only products that would use them say so."""
+    use_cublaslt(monkeypatch, version, why)
+    for name, (operands, options, kernel) in GPU_MATMULS.items():
+        answer = supports("matmul_nt", *operands, device=gpu("10.3"), **options)
+        assert answer == (True, kernel.split()[0], reason if name == "nvfp4" else "")
+    assert supports("matmul_nt", t(65, 64), B, device=gpu("9.0")) == (True, "sm90_nvfp4_fused", "")
+    named = supports("matmul_nt", t(65, 64), B, device=gpu("10.3"), implementation=FP4)
+    assert named == (False, FP4, reason)
+    asked = supports("matmul_nt", t(65, 64), B, device=gpu("10.3"), implementation=DOT)
+    assert asked == (True, DOT, "")
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "line"),
+    [
+        ("10.3", "13.1.2", f"not used, products decode to 16 bits: {OLD}"),
+        ("10.3", "13.2.0", f"used by {FP4}, which is compiled, but was never run on such a GPU"),
+        ("12.0", "12.8.4", f"used by {FP4}, which is compiled, but was never run on such a GPU"),
+        ("9.0", "13.2.0", None),
+        ("13.0", "13.2.0", None),
+    ],
+)
+def test_doctor_says_whether_fp4_tensor_cores_are_used(any_gpu, monkeypatch, capsys, capability, version, line):
+    use_cublaslt(monkeypatch, version)
+    device = SimpleNamespace(platform="gpu", device_kind="GPU", compute_capability=capability)
+    monkeypatch.setattr(support, "_devices", lambda: [device])
+    monkeypatch.setattr(support, "_check_device", lambda device: iter([("check", "gpu", "ok")]))
+    assert support.doctor()
+    lines = [text for text in capsys.readouterr().out.splitlines() if text.startswith("fp4 ")]
+    assert lines == ([] if line is None else [f"fp4      {device}: {line}"])
 
 
 @pytest.mark.parametrize(("operands", "options", "reason"), GPU_REFUSALS.values(), ids=GPU_REFUSALS)

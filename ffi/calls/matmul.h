@@ -149,7 +149,7 @@ ffi::Error epilogue_call(ffi::AnyBuffer y, ffi::AnyBuffer a_amax, ffi::AnyBuffer
   right.rows = left.cols;
   if (!b_batched) right.lead = {}, right.batch = 1;
   EpilogueArgs args{};
-  args.y = static_cast<const float*>(y.untyped_data());
+  args.y = static_cast<const float*>(y.untyped_data()), args.pitch = left.cols;
   args.quantized_a = present(a_amax);
   check.type("a amax", a_amax, {Type::F32});
   if (args.quantized_a) args.a.map = amax_map(check, "a amax", a_amax, left, false);

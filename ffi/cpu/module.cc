@@ -52,9 +52,9 @@ Answer answer(const Problem& problem, const Device& device, std::string_view wan
 
 Answer plan(int64_t batch, int64_t rows, int64_t cols, int64_t depth, std::string_view a, bool windows,
             std::string_view out, bool pinned, int capability, bool sm90a, std::string_view no_cublaslt,
-            std::string_view wanted) {
+            int64_t cublaslt_version, std::string_view wanted) {
   const MatmulProblem problem{{batch, rows, cols, depth}, left_named(a), windows, float_named(out), pinned};
-  return answer<MatmulKernel>(problem, {capability, sm90a, no_cublaslt}, wanted, plan_matmul);
+  return answer<MatmulKernel>(problem, {capability, sm90a, no_cublaslt, cublaslt_version}, wanted, plan_matmul);
 }
 
 Answer plan_groups(int64_t rows, int64_t groups, int64_t cols, int64_t depth, std::string_view a, std::string_view out,
@@ -92,7 +92,14 @@ NB_MODULE(_cpu, m) {
   });
   m.def("plan_matmul", plan, nb::arg("batch"), nb::arg("rows"), nb::arg("cols"), nb::arg("depth"), nb::arg("a"),
         nb::arg("windows"), nb::arg("out"), nb::arg("pinned"), nb::arg("capability"), nb::arg("sm90a"),
-        nb::arg("no_cublaslt"), nb::arg("wanted"));
+        nb::arg("no_cublaslt"), nb::arg("cublaslt_version"), nb::arg("wanted"));
+  m.def("has_block_scaled", jnvfp4::has_block_scaled, nb::arg("capability"));
+  m.def(
+      "no_block_scaled",
+      [](int capability, std::string_view no_cublaslt, int64_t cublaslt_version) {
+        return no_block_scaled({capability, true, no_cublaslt, cublaslt_version});
+      },
+      nb::arg("capability"), nb::arg("no_cublaslt"), nb::arg("cublaslt_version"));
   m.def("plan_fused", [](int64_t batch, int64_t rows, int64_t cols, int64_t depth, bool nvfp4_a) {
     const jnvfp4::FusedPlan found = jnvfp4::plan_fused({batch, rows, cols, depth}, nvfp4_a);
     return std::tuple{found.tokens, found.splits, found.exchanged, found.whole};
@@ -105,4 +112,5 @@ NB_MODULE(_cpu, m) {
   m.attr("matmul_kernels") = names_of<MatmulKernel>(kMatmulKernels);
   m.attr("grouped_kernels") = names_of<GroupedKernel>(kGroupedKernels);
   m.attr("any_gpu") = jnvfp4::kAnyGpu;
+  m.attr("newest_cublaslt") = jnvfp4::kNewestCublasLt;
 }

@@ -17,6 +17,8 @@ ffi::Error launched(std::string_view op, cudaError_t status) {
   if (status == cudaSuccess) return ffi::Error::Success();
   std::string text = std::string(op) + ": the kernel launch failed: " + cudaGetErrorString(status);
   if (status == cudaErrorNoKernelImageForDevice) text += " (jnvfp4 needs compute capability 8.0 or newer)";
+  if (status == cudaErrorNotSupported)
+    text += " (cuBLASLt has no algorithm; implementation=\"decode_then_dot\" needs none)";
   return ffi::Error(ffi::ErrorCode::kInternal, text);
 }
 
@@ -33,8 +35,8 @@ Device current_device() {
   if (cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess)
-    return {kAnyGpu, kSm90a, no_cublaslt()};  // the launch that follows reports what is wrong
-  return {10 * major + minor, kSm90a, no_cublaslt()};
+    return {kAnyGpu, kSm90a, no_cublaslt(), cublaslt_version()};  // the launch that follows reports what is wrong
+  return {10 * major + minor, kSm90a, no_cublaslt(), cublaslt_version()};
 }
 
 ffi::Error quantize(cudaStream_t stream, const QuantizeArgs& args, const KernelSpec& spec) {

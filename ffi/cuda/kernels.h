@@ -49,6 +49,7 @@ cudaError_t launch_sm90_windows(const MatmulArgs& args, const FusedPlan& plan, v
 cudaError_t launch_sm90_small_m(const MatmulArgs& args, cudaStream_t stream);
 // Where find_cublaslt has found the library.
 cudaError_t launch_decode_then_cublaslt(const MatmulArgs& args, void* scratch, cudaStream_t stream);
+cudaError_t launch_sm100_cublaslt_nvfp4(const MatmulArgs& args, void* scratch, cudaStream_t stream);
 // What surrounds a 16-bit GEMM of XLA or cuBLASLt.
 cudaError_t launch_decode(const DecodeArgs& args, cudaStream_t stream);
 cudaError_t launch_epilogue(const EpilogueArgs& args, cudaStream_t stream);
@@ -62,6 +63,7 @@ struct CublasLtCopy {
 // Takes the copy that the process has loaded already, else loads the file at `path`, which is absolute, or empty for
 // none. Once found, a copy stays in use; what was not found is looked for again.
 CublasLtCopy find_cublaslt(const std::string& path);
-bool has_cublaslt();  // whether it has found one
+bool has_cublaslt();         // whether it has found one
+int64_t cublaslt_version();  // of that; 0 without
 
 }  // namespace jnvfp4

@@ -305,7 +305,7 @@ void epilogue(const Shape& s, Float out_kind, bool per_row, bool with_bias, bool
   const int64_t a_count = per_row ? s.batch * s.rows : 1, b_count = per_row ? s.batch * s.cols : s.batch;
   Buffer y(elements * 4), a_amax(a_count * 4), b_amax(b_count * 4), bias(s.cols * 2), out(elements * size_of(out_kind));
   EpilogueArgs args{};
-  args.y = y.as<float>(), args.quantized_a = quantized_a;
+  args.y = y.as<float>(), args.pitch = s.cols, args.quantized_a = quantized_a;
   args.a = {nullptr, nullptr, a_amax.as<float>(), {}, {s.batch * s.rows / a_count, 0}, 448.0f};
   args.b = {nullptr, nullptr, b_amax.as<float>(), {}, {s.batch * s.cols / b_count, 0}, 448.0f};
   args.result = {with_bias ? bias.as<void>() : nullptr, Float::kBf16, out.as<void>(), out_kind};

@@ -7,6 +7,7 @@
 #include <link.h>
 
 #include <atomic>
+#include <map>
 #include <mutex>
 #include <string>
 #include <type_traits>
@@ -91,7 +92,40 @@ const CublasLt* cublaslt() {
   return library ? &library->calls : nullptr;
 }
 
+// This allocates on the host and may on the device. A stream that is being captured forbids that to its thread, except
+// in the relaxed mode, since none of it is for the stream.
+lt::Status handle_of_device(const CublasLt& lt, lt::Handle* handle) {
+  static std::mutex making;
+  static std::map<int, lt::Handle> made;
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return lt::kExecutionFailed;
+  const std::lock_guard<std::mutex> lock(making);
+  lt::Handle& own = made[device];
+  lt::Status status = lt::kSuccess;
+  if (!own) {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    const bool exchanged = cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess;
+    status = lt.create(&own);
+    if (exchanged) cudaThreadExchangeStreamCaptureMode(&mode);
+    if (status != lt::kSuccess) own = nullptr;
+  }
+  return *handle = own, status;
+}
+
+cudaError_t error_of(lt::Status status) {
+  switch (status) {
+    case lt::kSuccess: return cudaSuccess;
+    case lt::kAllocFailed: return cudaErrorMemoryAllocation;
+    case lt::kArchMismatch:
+    case lt::kNotSupported: return cudaErrorNotSupported;
+    case lt::kExecutionFailed: return cudaErrorLaunchFailure;
+    default: return cudaErrorUnknown;
+  }
+}
+
 bool has_cublaslt() { return cublaslt() != nullptr; }
+
+int64_t cublaslt_version() { return has_cublaslt() ? static_cast<int64_t>(cublaslt()->version()) : 0; }
 
 CublasLtCopy find_cublaslt(const std::string& path) {
   static std::mutex searching;

@@ -12,7 +12,8 @@ namespace jnvfp4 {
 namespace lt {
 
 using Status = int;
-inline constexpr Status kSuccess = 0, kAllocFailed = 3, kArchMismatch = 8, kExecutionFailed = 13, kNotSupported = 15;
+inline constexpr Status kSuccess = 0, kAllocFailed = 3, kInvalidValue = 7, kArchMismatch = 8, kExecutionFailed = 13,
+                        kNotSupported = 15;
 
 using Handle = void*;
 // Small objects on the host.
@@ -32,15 +33,23 @@ struct Heuristic {
 };
 
 // cudaDataType_t and cublasComputeType_t.
-inline constexpr int kR32F = 0, kR16F = 2, kR16BF = 14, kCompute32F = 68;
-// Attributes: of a product, int32_t each; of a matrix, int32_t and int64_t; preferences, uint64_t and uint32_t.
-inline constexpr int kDescTransA = 3, kDescTransB = 4;
+inline constexpr int kR32F = 0, kR16F = 2, kR16BF = 14, kR4FE2M1 = 33, kCompute32F = 68;
+// Attributes: of a product, int32_t or uint32_t each, and pointers; of a matrix, int32_t and int64_t; preferences,
+// uint64_t and uint32_t.
+inline constexpr int kDescPointerMode = 2, kDescTransA = 3, kDescTransB = 4, kDescEpilogue = 7, kDescBiasPointer = 8;
+inline constexpr int kDescScalePointerA = 17, kDescScalePointerB = 18, kDescBiasType = 26;
+inline constexpr int kDescScaleModeA = 31, kDescScaleModeB = 32;
+// Their values: where alpha and beta are, what follows the product, and which scales an operand has.
+inline constexpr int32_t kPointersToDevice = 1, kScaleVec16Ue4m3 = 1;
+inline constexpr uint32_t kEpilogueBias = 4;
 inline constexpr int kLayoutBatch = 5, kLayoutBatchStride = 6;
 inline constexpr int kPreferWorkspace = 1, kPreferReductions = 3;
 inline constexpr int kPreferAlignments[] = {5, 6, 7, 8};  // of A, B, C and D
 // How parts of K are added: in a step of their own, from float32 in the workspace (2), or from the type of the result
 // (4), here float32 too. Not in place (1).
 inline constexpr uint32_t kReductions = 2 | 4;
+// K has one part: where the library applies alpha to several is not documented.
+inline constexpr uint32_t kNoReductions = 0;
 
 }  // namespace lt
 
@@ -65,5 +74,10 @@ struct CublasLt {
 
 // The copy that find_cublaslt has found; null before.
 const CublasLt* cublaslt();
+
+// The handle of the current device, made once and kept.
+lt::Status handle_of_device(const CublasLt& lt, lt::Handle* handle);
+
+cudaError_t error_of(lt::Status status);
 
 }  // namespace jnvfp4

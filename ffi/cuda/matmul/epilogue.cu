@@ -1,4 +1,4 @@
-// The end of a product whose sums XLA's 16-bit GEMM has made: alpha, bias and the cast.
+// The end of a product whose sums XLA or cuBLASLt has made: alpha, bias and the cast.
 #include "../device.cuh"
 #include "../kernels.h"
 
@@ -26,10 +26,10 @@ __device__ __forceinline__ void finish_row(const EpilogueArgs& e, int64_t row, i
   float y[kVector];
   Stored out[kVector];
   if constexpr (kVector == 4) {
-    const float4 v = __ldcs(reinterpret_cast<const float4*>(e.y + row * cols + col));
+    const float4 v = __ldcs(reinterpret_cast<const float4*>(e.y + row * e.pitch + col));
     y[0] = v.x, y[1] = v.y, y[2] = v.z, y[3] = v.w;
   } else {
-    y[0] = e.y[row * cols + col];
+    y[0] = e.y[row * e.pitch + col];
   }
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
@@ -77,7 +77,7 @@ void launch_rows(const EpilogueArgs& e, cudaStream_t stream) {
 
 cudaError_t launch_epilogue(const EpilogueArgs& e, cudaStream_t stream) {
   with_float(e.result.kind, [&](auto t) {
-    if (e.shape.cols % 4 == 0)
+    if (e.shape.cols % 4 == 0 && e.pitch % 4 == 0)
       launch_rows<decltype(t), 4>(e, stream);
     else
       launch_rows<decltype(t), 1>(e, stream);
