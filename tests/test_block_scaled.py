@@ -7,6 +7,8 @@ bits of the reference where every order of summation gives the same.
 import itertools
 import json
 import pathlib
+import re
+import shutil
 import subprocess
 
 import jax
@@ -15,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import stand_in
+from conftest import gpus, skip_or_fail
 from helpers import assert_bitwise, assert_gemm_close, bits, random_tensor
 from products import (
     DTYPES,
@@ -325,6 +328,49 @@ def test_a_type_that_the_library_refuses_is_made_of_float32_sums(library, out, r
     number = {"float16": 2, "bfloat16": 14}[np.dtype(out).name]
     library("fail", f"MatmulAlgoGetHeuristic of {number}", refusal)
     check(library, *order_free_operands(None, (70, 32, 64)), dense((32,), out), out)
+
+
+# ---------------------------------------------------------------- compilers and GPUs
+PREPARE = stand_in.FFI / "cuda/matmul/sm100_prepare.cu"
+
+
+@pytest.mark.parametrize("target", ["90a", "100f", "120f"])
+def test_kernels_compile_without_spilling(tmp_path, target):
+    if not shutil.which("nvcc"):
+        pytest.skip("no nvcc")
+    flags = ["-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", f"-gencode=arch=compute_{target},code=sm_{target}"]
+    command = ["nvcc", *flags, "-c", str(PREPARE), "-o", str(tmp_path / "prepare.o")]
+    done = subprocess.run(command, text=True, capture_output=True)
+    if "Unsupported gpu architecture" in done.stderr:
+        pytest.skip(f"this nvcc does not know {target}")
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
+    assert found == [("0", "0", "0")] * 2
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    if not gpus():
+        skip_or_fail("cuda", "no CUDA device")
+    if not shutil.which("nvcc"):
+        skip_or_fail("cuda", "no nvcc")
+    program = tmp_path_factory.mktemp("parts") / "blackwell_parts"
+    library = [stand_in.FFI / f"cuda/matmul/{name}.cc" for name in ("cublaslt", "cublaslt_gemm")]
+    sources = map(str, [stand_in.CPP / "blackwell_parts.cu", PREPARE, *library])
+    flags = ["-std=c++17", "-O2", "-fmad=false", "-arch=native", f"-I{stand_in.FFI}", f"-I{stand_in.CPP}"]
+    subprocess.run(["nvcc", *flags, *sources, "-o", str(program)], check=True)
+    return program
+
+
+@pytest.mark.parametrize("part", ["prepare", "finish", "refuse"])
+def test_parts_that_any_gpu_can_run(parts, part):
+    """The kernels, by the bytes of the CPU; what the library does at the end of a product; and that it refuses FP4."""
+    if part == "refuse" and int(gpus()[0].compute_capability.split(".")[0]) >= 10:
+        pytest.skip("this GPU has FP4 tensor cores")
+    if part != "prepare" and (reason := _native.cublaslt().reason):
+        skip_or_fail("cuda", reason)
+    done = subprocess.run([str(parts), part, _native.cublaslt().path], text=True, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # ---------------------------------------------------------------- the real library

@@ -9,8 +9,7 @@
 
 #include "cuda/kernels.h"
 #include "cuda/matmul/cublaslt_gemm.h"
-#include "cuda/matmul/sm100_prepare.h"
-#include "scale_tiles.h"
+#include "prepare_on_cpu.h"
 
 using namespace jnvfp4;
 
@@ -26,19 +25,7 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return
 namespace jnvfp4 {
 
 cudaError_t launch_sm100_prepare(const PrepareArgs& p, cudaStream_t) {
-  for (const ScaleTiles& t : {p.a_scales, p.b_scales})
-    for (int64_t matrix = 0; matrix < t.matrices; ++matrix)
-      for (int64_t row = 0; row < scale_tile_rows(t.rows); ++row)
-        for (int64_t col = 0; col < scale_tile_cols(t.cols); ++col)
-          for (int lane = 0; lane < 32; ++lane)
-            for (int quarter = 0; quarter < 4; ++quarter) {
-              const TilePart part{matrix, row, col, lane};
-              const uint32_t word = tile_word(t, part, quarter);
-              std::memcpy(tile_part(t, part) + 4 * quarter, &word, 4);
-            }
-  for (const PaddedCodes& c : {p.a_codes, p.b_codes})
-    for (int64_t i = 0; i < c.count(); ++i) static_cast<uint64_t*>(c.out)[i] = padded_piece(c, i);
-  for (int64_t i = 0; i < p.factors.count(); ++i) p.factors.factors[i] = product_factor(p.factors, i);
+  prepare_on_cpu(p);
   return launches_fail ? cudaErrorLaunchFailure : cudaSuccess;
 }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cuda/kernels.h"
+#include "cuda/matmul/sm100_prepare.h"
 
 using namespace jnvfp4;
 
@@ -262,6 +263,28 @@ void cublaslt(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool e
   }
 }
 
+// What surrounds the product of Blackwell, which only such a GPU can make.
+void blackwell(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind) {
+  const Tensor a(batch * m, k, m, false), b(batch * n, k, batch * n, false);
+  const GemmShape shape{batch, m, n, k};
+  const BlockScaledScratch at = block_scaled_scratch(shape, kind);
+  const int64_t blocks = k / 16, out_pieces = at.depth / 16;
+  Buffer a_tiles(batch * tiled_scale_bytes(m, blocks)), b_tiles(batch * tiled_scale_bytes(n, blocks));
+  Buffer a_codes(batch * m * at.depth / 2), b_codes(batch * at.cols * at.depth / 2), factors((batch + 1) * 4);
+  check(launch_sm100_prepare(
+            {{a.operand.scale, a_tiles.as<uint8_t>(), batch, m, blocks},
+             {b.operand.scale, b_tiles.as<uint8_t>(), batch, n, blocks},
+             {a.operand.data, at.depth == k ? nullptr : a_codes.as<void>(), batch, m, blocks, m, out_pieces},
+             {b.operand.data, b_codes.as<void>(), batch, n, blocks, at.cols, out_pieces},
+             {a.operand, b.operand, shape, false, factors.as<float>()}},
+            nullptr),
+        "sm100_prepare");
+  Buffer sums(batch * m * at.cols * 4), bias(n * 2), out(batch * m * n * size_of(kind));
+  const MatmulResult result{bias.as<void>(), Float::kBf16, out.as<void>(), kind};
+  check(launch_epilogue({sums.as<float>(), at.cols, true, a.operand, b.operand, result, shape}, nullptr), "epilogue");
+  check(cudaDeviceSynchronize(), "sm100_prepare");
+}
+
 void dequantize(const Shape& s, Float kind, int64_t amax_count, bool rotate_back) {
   const int64_t blocks = s.batch * s.rows * s.cols / 16;
   Buffer data(blocks * 8), scale(blocks), amax(amax_count * 4), out(blocks * 16 * size_of(kind));
@@ -369,6 +392,10 @@ void products(Float kind, bool with_cublaslt) {
       cublaslt(1, 1, 40, 512, kind, each);
       cublaslt(3, 5, 4, 272, kind, each);
     }
+  for (int64_t k : {16, 64, 1040}) {
+    blackwell(1, 131, 20, k, kind);
+    blackwell(3, 5, 7, k, kind);
+  }
   for (int64_t k : {16, 48, 80, 1296})  // the last slab is not full
     for (bool each : {false, true}) matmul(2, 66, 3, k, kind, false, false, each);
   for (int flags = 0; flags < 4; ++flags)  // whole stages, more than the ring has
