@@ -93,6 +93,12 @@ class Products:
         self._calls.make_tiles(pointer(scale), pointer(out), *sizes)
         return out
 
+    def padded(self, data: np.ndarray, rows: int, pieces: int) -> np.ndarray:
+        data, out = aligned(data), np.full((len(data), rows, pieces), 0xEE, np.uint64)
+        sizes = (ctypes.c_int64(n) for n in (*data.shape, rows, pieces))
+        self._calls.pad_codes(pointer(data), pointer(out), *sizes)
+        return out
+
     def numbers(self) -> dict[str, int]:
         lines = self._calls.numbers().decode().splitlines()
         return {name: int(number) for name, number in (line.split("\t") for line in lines)}

@@ -97,6 +97,14 @@ def test_tiles_and_their_padding(process, shape):
     assert_bitwise(process("tiles", scale), tiles(scale))
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 2), (2, 7, 3), (1, 16, 4)], ids=str)
+@pytest.mark.parametrize("more", [(0, 0), (0, 1), (9, 0), (9, 1)], ids=str)
+def test_padded_codes(process, shape, more):
+    data = np.random.default_rng(0).integers(1, 2**63, shape, np.uint64)
+    rows, pieces = shape[1] + more[0], shape[2] + more[1]
+    assert np.array_equal(process("padded", data, rows, pieces), np.pad(data, ((0, 0), (0, more[0]), (0, more[1]))))
+
+
 # ---------------------------------------------------------------- products
 def operand(t) -> dict:
     if not isinstance(t, NVFP4Tensor):

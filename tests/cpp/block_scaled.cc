@@ -108,6 +108,12 @@ void make_tiles(const uint8_t* scale, uint8_t* tiles, int64_t matrices, int64_t 
   launch_sm100_prepare(p, nullptr);
 }
 
+void pad_codes(const uint64_t* data, uint64_t* out, int64_t matrices, int64_t rows, int64_t pieces, int64_t out_rows,
+               int64_t out_pieces) {
+  const PaddedCodes codes{data, out, matrices, rows, pieces, out_rows, out_pieces};
+  for (int64_t i = 0; i < codes.count(); ++i) out[i] = padded_piece(codes, i);
+}
+
 const char* find_library(const char* path) { return keep(find_cublaslt(path).reason); }
 void use_device(int device) { current_device = device; }
 void fail_launches(bool fail) { launches_fail = fail; }
