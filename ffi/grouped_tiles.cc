@@ -1,0 +1,36 @@
+#include "grouped_tiles.h"
+
+#include <algorithm>
+
+#include "matmul_plan.h"
+
+namespace jnvfp4 {
+
+// Groups have different sizes, so the mean says little about one. What counts is how many tiles are not full.
+GroupedTiles plan_grouped_tiles(const GroupedShape& s) {
+  constexpr int64_t kManyRows = 48;  // of a group, in the mean
+  return {s.rows >= kManyRows * std::max<int64_t>(s.groups, 1) ? 256 : s.rows > 32 ? 64 : 32};
+}
+
+GroupedScratch grouped_scratch(const GroupedShape& shape, const GroupedTiles& tiles) {
+  GroupedScratch s{};
+  if (tiles.tokens == 0) return s;
+  const auto take = [&](int64_t bytes) { return take_scratch(bytes, &s.bytes); };
+  const auto copy = [&](int64_t bytes) {
+    return take(row_pitch(bytes) == bytes ? 0 : shape.groups * shape.cols * row_pitch(bytes));
+  };
+  const int64_t tokens = tiles.tokens, depth = (shape.depth + kWindow - 1) / kWindow * kWindow;
+  s.padded_rows = shape.rows + tokens;
+  s.rows = take(s.padded_rows * depth * 2);
+  s.data = copy(shape.depth / 2);
+  s.scale = copy(shape.depth / kBlock);
+  const int64_t teams = fused_teams(tiles.tokens);
+  s.sums = take(int64_t{kGroupedPairs} * tokens * kFusedCols * teams * 4);
+  s.flag_count = int64_t{kGroupedPairs} * 4 * teams * 2;
+  s.flags = take(s.flag_count * 4);
+  s.most_tiles = shape.rows / tokens + std::min(shape.rows, shape.groups);
+  s.list = take((s.most_tiles + 2) * 16);
+  return s;
+}
+
+}  // namespace jnvfp4
