@@ -56,14 +56,14 @@ struct FusedResult {
   // ---- factors
   // Of a token and of a column of this warpgroup, or of the last there is.
   __device__ __forceinline__ float token_amax(int of) const {
-    const int row = min(writer.token + of, writer.tokens - 1);
+    const int row = min(writer.token + of, (kGrouped ? writer.tokens : a.tokens) - 1);
     return kExchanged ? amax(a.g.b, each_token(), row, a.tokens, a.b_matrices)
                       : amax(a.g.a, each_token(), row, a.tokens, a.a_matrices);
   }
   __device__ __forceinline__ float column_amax(int of) const {
     const int row = min(writer.column + of, a.columns - 1);
     return kExchanged ? amax(a.g.a, each_column(), row, a.columns, a.a_matrices)
-                      : amax(a.g.b, each_column(), row, a.columns, a.b_matrices, right);
+                      : amax(a.g.b, each_column(), row, a.columns, a.b_matrices, kGrouped ? right : writer.matrix);
   }
   // 1 for a dense operand. `each`: whether rows of a matrix have several. `shared`: else the
   // matrices that share one.
