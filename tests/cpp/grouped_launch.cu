@@ -105,9 +105,9 @@ __global__ void reference(GroupedArgs g) {
     float sum = 0;
     for (int64_t k = 0; k < depth; ++k) sum += value_of(g.a, row, depth, k) * value_of(g.b, b_row, depth, k);
     const float b_amax = g.b.amax[b_row / g.b.map.rows_per_amax];
-    const float alpha =
-        g.a.quantized() ? alpha_w4a4(g.a.amax[row / g.a.map.rows_per_amax], b_amax, g.a.e4m3_max, g.b.e4m3_max)
-                        : alpha_w4a16(b_amax, g.b.e4m3_max);
+    const float alpha = g.a.quantized()
+                            ? alpha_w4a4(g.a.amax[row / g.a.map.rows_per_amax], b_amax, g.a.e4m3_max, g.b.e4m3_max)
+                            : alpha_w4a16(b_amax, g.b.e4m3_max);
     y = gemm_epilogue(sum == 0 ? 0.0f : sum, alpha, 0, false);
   }
   const int64_t at = row * g.shape.cols + col;
@@ -180,8 +180,12 @@ void run(const Case& c, int kind, Float out_kind, bool each, const std::vector<i
   const int64_t bytes = s.rows * s.cols * (out_kind == Float::kF32 ? 4 : 2);
   const Buffer out = Buffer::poisoned(bytes), expected = Buffer::poisoned(bytes);
   GroupedArgs args{};
-  args.a = {a.as<void>(), kind ? nullptr : a_scale.as<uint8_t>(), kind ? nullptr : a_amax.as<float>(), dense,
-            {each ? 1 : s.rows, 0}, 448.0f};
+  args.a = {a.as<void>(),
+            kind ? nullptr : a_scale.as<uint8_t>(),
+            kind ? nullptr : a_amax.as<float>(),
+            dense,
+            {each ? 1 : s.rows, 0},
+            448.0f};
   args.b = {b.as<void>(), b_scale.as<uint8_t>(), b_amax.as<float>(), Float::kBf16, {each ? 1 : s.cols, 0}, 448.0f};
   args.sizes = sizes.as<int32_t>(), args.kind = out_kind, args.shape = s;
   args.out = expected.as<void>();
@@ -202,7 +206,8 @@ void run(const Case& c, int kind, Float out_kind, bool each, const std::vector<i
 }
 
 std::vector<int32_t> fuzzed(int64_t groups, int64_t rows) {
-  constexpr int kSizes[] = {0, 0, 1, 1, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 127, 128, 129, 256, 300, -1, -2147483647};
+  constexpr int kSizes[] = {0,  0,  1,  1,  3,   7,   8,   9,   15,  16, 17,
+                            31, 33, 63, 65, 127, 128, 129, 256, 300, -1, -2147483647};
   std::vector<int32_t> v(static_cast<size_t>(groups));
   for (int32_t& size : v) size = kSizes[random_below(22)];
   if (random_below(4) == 0) v[static_cast<size_t>(random_below(static_cast<int>(groups)))] = static_cast<int32_t>(rows);
@@ -214,7 +219,7 @@ const std::vector<int> kTokens{256, 64, 32};
 const std::vector<int> kFewTokens{0};
 
 void boundaries(bool quick) {
-  const std::vector<std::vector<int32_t>> sizes{{0, 0, 0, 0}, {1, 15, 16, 17}, {0, 0, 90, 0}, {90, 0, 0, 0},
+  const std::vector<std::vector<int32_t>> sizes{{0, 0, 0, 0},   {1, 15, 16, 17},  {0, 0, 90, 0},    {90, 0, 0, 0},
                                                 {0, 0, 0, 300}, {20, 20, 20, 20}, {-5, 17, -1, 16}, {90, 1, 1, 1}};
   for (const auto& v : sizes)
     for (int64_t k : {16, 48, 272}) {
@@ -247,8 +252,9 @@ int main(int argc, char** argv) {
   if (which != "few") {
     boundaries(quick);
     fuzz(quick ? 12 : 150, quick ? 300 : 700, 700, false);
-    if (!quick) run({{2000, 16, 512, 7168}, {600, 500, 300, 200, 100, 50, 20, 0, 0, 9, 8, 7, 6, 5, 4, 3}}, 0, Float::kBf16,
-                    false, kTokens, How::kTwice);
+    if (!quick)
+      run({{2000, 16, 512, 7168}, {600, 500, 300, 200, 100, 50, 20, 0, 0, 9, 8, 7, 6, 5, 4, 3}}, 0, Float::kBf16, false,
+          kTokens, How::kTwice);
   }
   if (which != "fused") fuzz(quick ? 12 : 200, 40, 700, true);
   if (which != "fused" && !quick)

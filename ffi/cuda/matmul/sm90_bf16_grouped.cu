@@ -4,7 +4,7 @@
 namespace jnvfp4 {
 
 cudaError_t launch_sm90_bf16_grouped(const GroupedFusedArgs& args, const GroupedMaps& maps, int tokens,
-                                    cudaStream_t stream) {
+                                     cudaStream_t stream) {
   return launch_grouped_tokens<Bf16>(args, maps, tokens, stream);
 }
 

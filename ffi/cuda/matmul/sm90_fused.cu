@@ -22,8 +22,8 @@ cudaError_t prepare(const MatmulOperand& a, const MatmulOperand& b, const GemmSh
   const int64_t a_rows = s.batch * s.rows, b_rows = s.batch * s.cols;
   PitchedRows data{}, scale{};
   cudaError_t status = pitched_rows(b.data, b_rows, s.depth / 2, scratch + at.data, stream, &data);
-  if (status == cudaSuccess) 
-      status = pitched_rows(b.scale, b_rows, s.depth / kBlock, scratch + at.scale, stream, &scale);
+  if (status == cudaSuccess)
+    status = pitched_rows(b.scale, b_rows, s.depth / kBlock, scratch + at.scale, stream, &scale);
   if (status == cudaSuccess)
     status = launch_sm90_prepare(a, scratch + at.rows, a_rows, s.depth, reinterpret_cast<uint32_t*>(scratch + at.flags),
                                  at.flag_count, stream);

@@ -30,7 +30,8 @@ struct FusedConfig {
   using Args = FusedArgs;
   using Maps = FusedMaps;
   static constexpr bool kGrouped = false;  // see sm90_grouped.cuh
-  static constexpr bool kFew = false;      // whether tiles with half of the tokens or fewer are done faster
+  // Whether tiles with half of the tokens or fewer, which come last, are done faster: a stage has two of their windows.
+  static constexpr bool kFew = false;
   static constexpr int kTokens = kTokens_, kTeams = fused_teams(kTokens), kRows = 128;
   static constexpr bool kTurns = kTokens == 256;
   static constexpr int kThreads = 128 * (1 + 2 * kTeams);
@@ -60,11 +61,11 @@ struct FusedConfig {
 
 // ---------------------------------------------------------------- what a thread block computes
 struct FusedItem {
-  int matrix, row, col;   // the first row, and the first column of the pair of thread blocks
-  int split, splits;      // of a tile that has parts
-  int first, end;         // of 256 along K
-  int tile;               // of those that have parts, or -1
-  int end_row;            // of the tokens
+  int matrix, row, col;  // the first row, and the first column of the pair of thread blocks
+  int split, splits;     // of a tile that has parts
+  int first, end;        // of 256 along K
+  int tile;              // of those that have parts, or -1
+  int end_row;           // of the tokens
 };
 
 // a / b. The first loads wait for several of them, a division takes about a hundred clocks, and few are needed.
@@ -129,7 +130,8 @@ __device__ __forceinline__ int load_early(const typename C::Args& a, const typen
   return count;
 }
 template <class C>
-__device__ __forceinline__ void load_tiles(const typename C::Args& a, const typename C::Maps& maps, uint32_t smem, int early) {
+__device__ __forceinline__ void load_tiles(const typename C::Args& a, const typename C::Maps& maps, uint32_t smem,
+                                           int early) {
   const int rank = cluster_rank();
   constexpr int kHalf = C::kTokens / 2;
   int stage = 0, phase = 0, slot = 0;
@@ -139,7 +141,7 @@ __device__ __forceinline__ void load_tiles(const typename C::Args& a, const type
     const int b_row = row_of_b<C>(a, item);
     const bool few = has_few_tokens<C>(item);
     const int half = few ? kHalf / 2 : kHalf, a_row = row_of_a(a, item, half);
-    for (int w = item.first * 4; w < item.end * 4; w += C::kStageDepth) {
+    for (int w = item.first * 4; w < item.end * 4; w += C::kFew && few ? 2 : C::kStageDepth) {
       barrier_wait(smem + C::kAtEmpty + 8 * stage, phase ^ 1);
       const uint32_t bar = smem + C::kAtFull + 8 * stage;
       if (w % 4 == 0) {
@@ -151,8 +153,10 @@ __device__ __forceinline__ void load_tiles(const typename C::Args& a, const type
       }
       if (first_load) wait_for_kernel_ahead(), first_load = false;  // it writes a
       if constexpr (C::kFew) {
-        barrier_expect(bar, few ? C::kWindow / 2 : C::kWindow);
-        load_box_to(3, smem + stage * C::kWindow + rank * half * 128, few ? maps.few : maps.a, bar, w * 64, a_row);
+        const uint32_t to = smem + stage * C::kWindow + rank * half * 128;
+        barrier_expect(bar, C::kWindow);
+        load_box_to(3, to, few ? maps.few : maps.a, bar, w * 64, a_row);
+        if (few) load_box_to(3, to + C::kWindow / 2, maps.few, bar, (w + 1) * 64, a_row);
       } else {
         barrier_expect(bar, C::kStageDepth * C::kWindow);
 #pragma unroll
@@ -209,9 +213,10 @@ struct FusedConsumer {
 
   const typename C::Args& a;
   uint32_t smem;
-  int rank, team, wg;    // wg of its team. Both by a shuffle, so that they are in uniform registers
-  uint32_t data, scale;  // where its codes and scales are in the first slot
-  uint32_t begun = 0;    // slots of all items before
+  int rank, team, wg;     // wg of its team. Both by a shuffle, so that they are in uniform registers
+  uint32_t data, scale;   // where its codes and scales are in the first slot
+  uint32_t begun = 0;     // slots of all items before
+  uint32_t few_from = 0;  // those before the items with few tokens
 
   __device__ __forceinline__ FusedConsumer(const typename C::Args& args, uint32_t shared)
       : a(args), smem(shared), rank(cluster_rank()) {
@@ -233,11 +238,21 @@ struct FusedConsumer {
   __device__ __forceinline__ void pass_turn() {
     if constexpr (C::kTurns && kTokens == C::kTokens) named_arrive(5 - wg, 256);
   }
-  // The stage of window q of the n-th slot since the start.
-  static __device__ __forceinline__ int stage_of(uint32_t n, int q) {
+  // Windows of a stage.
+  template <int kTokens>
+  static constexpr int kDepth = kTokens == C::kTokens ? C::kStageDepth : 2;
+  // The stage of window q of the n-th slot since the start or, with few tokens, since those began; `before` have been
+  // before then.
+  template <int kTokens>
+  static __device__ __forceinline__ int stage_of(uint32_t n, int q, uint32_t before) {
+    if constexpr (kTokens != C::kTokens) return (n - before) % 2 * 2 + q / 2;
     return C::kStageDepth == 4 ? n % C::kStages : n % (C::kStages / C::kPerSlot) * C::kPerSlot + q;
   }
-  static __device__ __forceinline__ int phase_of(uint32_t n) { return n / (C::kStages / C::kPerSlot) & 1; }
+  template <int kTokens>
+  static __device__ __forceinline__ int phase_of(uint32_t n, uint32_t before) {
+    if constexpr (kTokens != C::kTokens) return (before + (n - before) / 2) & 1;
+    return n / (C::kStages / C::kPerSlot) & 1;
+  }
 
   __device__ __forceinline__ void wait_for_slot(uint32_t n) {
     barrier_wait(smem + C::kAtSlot + 8 * (n % C::kRing), n / C::kRing & 1);
@@ -252,19 +267,21 @@ struct FusedConsumer {
   }
   template <int kTokens>
   __device__ __forceinline__ void multiply(Sums<kTokens>& sums, const Fragments& f, uint32_t n, int q, bool first) {
-    const int stage = stage_of(n, q);
-    if (q % C::kStageDepth == 0) barrier_wait(smem + C::kAtFull + 8 * stage, phase_of(n));
+    constexpr int kBytes = C::kWindow / (C::kTokens / kTokens);
+    const int stage = stage_of<kTokens>(n, q, few_from);
+    if (q % kDepth<kTokens> == 0) barrier_wait(smem + C::kAtFull + 8 * stage, phase_of<kTokens>(n, few_from));
     wait_turn<kTokens>();
     wgmma_fence();
-    const uint64_t tokens = shared_matrix(smem + (stage * C::kStageDepth + q % C::kStageDepth) * C::kWindow);
+    const uint64_t tokens = shared_matrix(smem + (stage * kDepth<kTokens> + q % kDepth<kTokens>)*kBytes);
 #pragma unroll
     for (int j = 0; j < 4; ++j) wgmma<typename C::T>(sums, f + 4 * j, tokens + 2 * j, !first || j > 0);
     wgmma_commit();
     pass_turn<kTokens>();
   }
   // If window q is the last of its stage.
+  template <int kTokens>
   __device__ __forceinline__ void release(uint32_t n, int q) {
-    if (q % C::kStageDepth == C::kStageDepth - 1) release(stage_of(n, q));
+    if (q % kDepth<kTokens> == kDepth<kTokens> - 1) release(stage_of<kTokens>(n, q, few_from));
   }
 
   // A window runs while the next one is decoded. `before_end` is called while the last one runs.
@@ -295,15 +312,15 @@ struct FusedConsumer {
         }
         wgmma_wait<1>();  // the window before has run: its stage and fragments are free
         if (q > 0)
-          release(n, q - 1);
+          release<kTokens>(n, q - 1);
         else if (!first)
-          release(n - C::kTeams, 3);
+          release<kTokens>(n - C::kTeams, 3);
         if (q < 3 || !last) r.decode(f[(q + 1) % 2]);
       }
     }
     before_end();
     wgmma_wait<0>();
-    release(n - C::kTeams, 3);
+    release<kTokens>(n - C::kTeams, 3);
   }
 
   // ---- parts of K
@@ -319,7 +336,9 @@ struct FusedConsumer {
   }
   __device__ __forceinline__ int own_barrier() const { return team == 0 ? 1 + wg : 8 + wg; }
   template <int kTokens>
-  __device__ __forceinline__ PartSums<kTokens / 2> parts() const { return {a.sums, a.flags, own_barrier()}; }
+  __device__ __forceinline__ PartSums<kTokens / 2> parts() const {
+    return {a.sums, a.flags, own_barrier()};
+  }
 
   // ---- the result
   // Of both teams' warpgroups with the same rows.
@@ -402,8 +421,10 @@ struct FusedConsumer {
       if (has_few_tokens<C>(item)) break;  // and so have all that follow
       compute<C::kTokens>(i, item);
     }
-    if constexpr (C::kFew)
+    if constexpr (C::kFew) {
+      few_from = begun;
       for (; i < end_of_items(a); i = next_item(a, i)) compute<C::kTokens / 2>(i, item_of<C>(a, i));
+    }
     if (wg == 0) wait_turn();  // no barrier is left half full
     if constexpr (C::kGrouped) clear_other_rows(a, C::kThreads - 128);
   }
@@ -430,7 +451,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   __syncwarp();  // instructions for whole warps follow
   cluster_meet();
   if (threadIdx.x < 128) {
-    let_next_kernel_start();  // it waits for the end of this one
+    let_next_kernel_start();                             // it waits for the end of this one
     if constexpr (C::kGrouped) wait_for_kernel_ahead();  // it makes the list of tiles
     give_registers<C::kLoading>();
     if (threadIdx.x == 0) load_tiles<C>(a, maps, smem, early);

@@ -28,7 +28,9 @@ struct FusedResult {
 
   __device__ __forceinline__ FusedResult(const FusedArgs& args, int matrix, int token, int column, uint32_t shared,
                                          int barrier)
-      : a(args), writer{args.g.result, args.tokens, args.columns, matrix, token, column, shared, barrier}, right(matrix) {}
+      : a(args),
+        writer{args.g.result, args.tokens, args.columns, matrix, token, column, shared, barrier},
+        right(matrix) {}
   // Rows of a matrix of b end at `end`.
   __device__ __forceinline__ FusedResult(const FusedArgs& args, int matrix, int token, int end, int column,
                                          uint32_t shared, int barrier)

@@ -36,8 +36,9 @@ cudaError_t prepare(const Preparation& p, cudaStream_t stream, GroupedMaps* maps
     status = launch_sm90_prepare_grouped(p.g.a, p.scratch + p.at.rows, s.rows, s.depth, p.listing, stream);
   constexpr auto kBytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
   const auto of_a = [&](int rows) {
-    return MapSource{p.scratch + p.at.rows, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2,      a_cols, p.at.padded_rows,
-                     a_cols * 2,            kWindow,                        static_cast<uint32_t>(rows)};
+    return MapSource{
+        p.scratch + p.at.rows,      CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, a_cols, p.at.padded_rows, a_cols * 2, kWindow,
+        static_cast<uint32_t>(rows)};
   };
   const MapSource of_data{data.data, kBytes, 1, data.bytes, b_rows, data.pitch, 128, kFusedCols / 2};
   const MapSource of_scale{scale.data, kBytes, 1, scale.bytes, b_rows, scale.pitch, 16, kFusedCols / 2};
@@ -51,8 +52,10 @@ cudaError_t prepare(const Preparation& p, cudaStream_t stream, GroupedMaps* maps
 }  // namespace
 
 cudaError_t launch_sm90_grouped(const GroupedArgs& g, const GroupedTiles& tiles, void* scratch, cudaStream_t stream) {
-  if (tiles.tokens == 0) return launch_sm90_grouped_small_m(g, stream);
   const GroupedShape& s = g.shape;
+  if (s.groups == 0)
+    return cudaMemsetAsync(g.out, 0, static_cast<size_t>(s.rows * s.cols * (g.kind == Float::kF32 ? 4 : 2)), stream);
+  if (tiles.tokens == 0) return launch_sm90_grouped_small_m(g, stream);
   const int64_t pairs = (s.cols + kFusedCols - 1) / kFusedCols, slots = (s.depth + kFusedDepth - 1) / kFusedDepth;
   const GroupedScratch at = grouped_scratch(s, tiles);
   if (at.most_tiles * pairs > INT32_MAX - kGroupedPairs * kGroupedMostParts) return cudaErrorInvalidConfiguration;

@@ -77,7 +77,8 @@ struct Pieces {
   __device__ __forceinline__ bool over() const { return at >= end; }
   // Pieces of a tile differ by one group of columns at most.
   __device__ __forceinline__ Piece next() {
-    const int tile = static_cast<int>(quotient(at, a.col_groups)), first = static_cast<int>(at - int64_t{tile} * a.col_groups);
+    const int tile = static_cast<int>(quotient(at, a.col_groups)),
+              first = static_cast<int>(at - int64_t{tile} * a.col_groups);
     const int here = static_cast<int>(min(end - at, int64_t{a.col_groups - first}));
     const int pieces = (here + a.most - 1) / a.most;
     const uint4 of = list[tile];

@@ -59,10 +59,12 @@ __device__ __forceinline__ void list_tiles(const GroupedListing& a) {
     uint64_t all;
     const uint64_t before = rows + scan_block<kThreads>(size, all);
     rows += all;
-    const int start = static_cast<int>(min(before, end_of_rows)), end = static_cast<int>(min(before + size, end_of_rows));
+    const int start = static_cast<int>(min(before, end_of_rows)),
+              end = static_cast<int>(min(before + size, end_of_rows));
     const int rest = (end - start) % a.tokens, own_few = rest > 0 && rest <= a.few;
     const int own_full = (end - start) / a.tokens + (rest > a.few);
-    const uint64_t at = scan_block<kThreads>(static_cast<uint64_t>(own_full) | static_cast<uint64_t>(own_few) << 32, all);
+    const uint64_t at =
+        scan_block<kThreads>(static_cast<uint64_t>(own_full) | static_cast<uint64_t>(own_few) << 32, all);
     const int place = full + static_cast<int>(at & 0xffffffffu), few_place = few + static_cast<int>(at >> 32);
     full += static_cast<int>(all & 0xffffffffu), few += static_cast<int>(all >> 32);
     if (own_few) tiles[a.most_tiles - 1 - few_place] = {group, start + own_full * a.tokens, end, 0};
@@ -82,8 +84,9 @@ __device__ __forceinline__ void list_tiles(const GroupedListing& a) {
   const int count = (full + few) * a.pairs, last = count % kGroupedPairs;
   const int splits = choose_splits(a, last), whole = splits == 1 ? count : count - last;
   if (threadIdx.x == 0)
-    *a.header = {full, full + few, whole, whole + (count - whole) * splits, splits,
-                 static_cast<int>(min(rows, end_of_rows)), {}};
+    *a.header = {
+        full, full + few, whole, whole + (count - whole) * splits, splits, static_cast<int>(min(rows, end_of_rows)),
+        {}};
 }
 
 }  // namespace jnvfp4

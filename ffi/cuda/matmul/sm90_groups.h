@@ -15,9 +15,9 @@ struct GroupedTile {
 };
 // In front of the tiles. Those with few rows come last: the n-th is the n-th from the end of the list's memory.
 struct GroupedHeader {
-  int full, tiles;          // tiles of many rows, and all
-  int whole, items;         // what a pair of thread blocks computes at a time: whole tiles, then parts of the others
-  int splits, rows;         // parts of each of the last tiles; rows of all groups
+  int full, tiles;   // tiles of many rows, and all
+  int whole, items;  // what a pair of thread blocks computes at a time: whole tiles, then parts of the others
+  int splits, rows;  // parts of each of the last tiles; rows of all groups
   int unused[2];
 };
 
@@ -25,10 +25,10 @@ struct GroupedHeader {
 struct GroupedListing {
   const int32_t* sizes;
   int groups, rows;
-  int tokens, few;       // of a tile; tiles with at most `few` come last
-  int pairs, slots;      // tiles along the columns; steps along K
-  float slot, split;     // what a step takes, and what each part of K costs
-  GroupedHeader* header; // and the tiles
+  int tokens, few;        // of a tile; tiles with at most `few` come last
+  int pairs, slots;       // tiles along the columns; steps along K
+  float slot, split;      // what a step takes, and what each part of K costs
+  GroupedHeader* header;  // and the tiles
   int most_tiles;
   uint32_t* flags;
   int flag_count;
