@@ -215,7 +215,7 @@ std::vector<int32_t> fuzzed(int64_t groups, int64_t rows) {
   return v;
 }
 
-const std::vector<int> kTokens{256, 64, 32};
+const std::vector<int> kTokens{256, 64};
 const std::vector<int> kFewTokens{0};
 
 void boundaries(bool quick) {
@@ -247,8 +247,6 @@ void fuzz(int count, int64_t most_rows, int64_t most_cols, bool few) {
 int main(int argc, char** argv) {
   const std::string which = argc > 1 ? argv[1] : "all";
   const bool quick = which == "quick";
-  int version = 0;
-  check(cudaDriverGetVersion(&version), "cudaDriverGetVersion");
   if (which != "few") {
     boundaries(quick);
     fuzz(quick ? 12 : 150, quick ? 300 : 700, 700, false);
@@ -261,9 +259,8 @@ int main(int argc, char** argv) {
     for (int kind : {0, 1, 2})
       for (int64_t k : {4096, 7168}) {
         run({{16, 8, 1536, k}, {8, 3, 2, 1, 1, 1, 0, 0}}, kind, Float::kBf16, false, kFewTokens, How::kTwice);
-        run({{16, 8, 14336, k}, {8, 3, 2, 1, 1, 1, 0, 0}}, kind, Float::kBf16, false, kFewTokens, How::kTwice);
-        run({{16, 64, 2048, k}, {14, 1, 1}}, kind, Float::kBf16, true, kFewTokens, How::kLaunch);
-        run({{100, 9, 2048, k}, {50, 20, 9, 8, 7, 0, 3}}, kind, Float::kF32, true, kFewTokens, How::kLaunch);
+        run({{16, 3, 2048, k}, {14, 1, 1}}, kind, Float::kBf16, true, kFewTokens, How::kLaunch);
+        run({{100, 7, 1024, k}, {50, 20, 9, 8, 7, 0, 3}}, kind, Float::kF32, true, kFewTokens, How::kLaunch);
       }
   std::printf("%d products, %d wrong\n", products, failures);
   return failures != 0;

@@ -30,7 +30,7 @@ struct FusedConfig {
   using Args = FusedArgs;
   using Maps = FusedMaps;
   static constexpr bool kGrouped = false;  // see sm90_grouped.cuh
-  // Whether tiles with half of the tokens or fewer, which come last, are done faster: a stage has two of their windows.
+  // Whether tiles with half of the tokens or fewer, which come last, are done faster.
   static constexpr bool kFew = false;
   static constexpr int kTokens = kTokens_, kTeams = fused_teams(kTokens), kRows = 128;
   static constexpr bool kTurns = kTokens == 256;
@@ -42,6 +42,7 @@ struct FusedConfig {
 
   // A slot has codes and scales of 256 along K, a stage the tokens of kStageDepth windows.
   static constexpr int kStageDepth = kTokens <= 64 ? 4 : 1, kPerSlot = 4 / kStageDepth;
+  static constexpr int kFewDepth = kStageDepth == 1 ? 2 : kStageDepth;  // of tiles with few
   static constexpr int kRing = kTokens <= 64 ? 4 : 3, kStages = kTokens == 128 ? 8 : 4;
   static constexpr int kWindow = kTokens * 128, kData = kRows * 128, kScale = kRows * 16;
   static constexpr bool kExchanges = kTokens >= 128 && std::is_same_v<T, F16>;
@@ -141,7 +142,7 @@ __device__ __forceinline__ void load_tiles(const typename C::Args& a, const type
     const int b_row = row_of_b<C>(a, item);
     const bool few = has_few_tokens<C>(item);
     const int half = few ? kHalf / 2 : kHalf, a_row = row_of_a(a, item, half);
-    for (int w = item.first * 4; w < item.end * 4; w += C::kFew && few ? 2 : C::kStageDepth) {
+    for (int w = item.first * 4; w < item.end * 4; w += C::kFew && few ? C::kFewDepth : C::kStageDepth) {
       barrier_wait(smem + C::kAtEmpty + 8 * stage, phase ^ 1);
       const uint32_t bar = smem + C::kAtFull + 8 * stage;
       if (w % 4 == 0) {
@@ -153,10 +154,11 @@ __device__ __forceinline__ void load_tiles(const typename C::Args& a, const type
       }
       if (first_load) wait_for_kernel_ahead(), first_load = false;  // it writes a
       if constexpr (C::kFew) {
-        const uint32_t to = smem + stage * C::kWindow + rank * half * 128;
-        barrier_expect(bar, C::kWindow);
-        load_box_to(3, to, few ? maps.few : maps.a, bar, w * 64, a_row);
-        if (few) load_box_to(3, to + C::kWindow / 2, maps.few, bar, (w + 1) * 64, a_row);
+        const int depth = few ? C::kFewDepth : C::kStageDepth, window = few ? C::kWindow / 2 : C::kWindow;
+        const uint32_t to = smem + stage * C::kStageDepth * C::kWindow + rank * half * 128;
+        barrier_expect(bar, depth * window);
+        for (int q = 0; q < depth; ++q)
+          load_box_to(3, to + q * window, few ? maps.few : maps.a, bar, (w + q) * 64, a_row);
       } else {
         barrier_expect(bar, C::kStageDepth * C::kWindow);
 #pragma unroll
@@ -240,17 +242,17 @@ struct FusedConsumer {
   }
   // Windows of a stage.
   template <int kTokens>
-  static constexpr int kDepth = kTokens == C::kTokens ? C::kStageDepth : 2;
+  static constexpr int kDepth = kTokens == C::kTokens ? C::kStageDepth : C::kFewDepth;
   // The stage of window q of the n-th slot since the start or, with few tokens, since those began; `before` have been
   // before then.
   template <int kTokens>
   static __device__ __forceinline__ int stage_of(uint32_t n, int q, uint32_t before) {
-    if constexpr (kTokens != C::kTokens) return (n - before) % 2 * 2 + q / 2;
+    if constexpr (kDepth<kTokens> == 2) return (n - before) % 2 * 2 + q / 2;
     return C::kStageDepth == 4 ? n % C::kStages : n % (C::kStages / C::kPerSlot) * C::kPerSlot + q;
   }
   template <int kTokens>
   static __device__ __forceinline__ int phase_of(uint32_t n, uint32_t before) {
-    if constexpr (kTokens != C::kTokens) return (before + (n - before) / 2) & 1;
+    if constexpr (kDepth<kTokens> == 2) return (before + (n - before) / 2) & 1;
     return n / (C::kStages / C::kPerSlot) & 1;
   }
 
@@ -272,7 +274,9 @@ struct FusedConsumer {
     if (q % kDepth<kTokens> == 0) barrier_wait(smem + C::kAtFull + 8 * stage, phase_of<kTokens>(n, few_from));
     wait_turn<kTokens>();
     wgmma_fence();
-    const uint64_t tokens = shared_matrix(smem + (stage * kDepth<kTokens> + q % kDepth<kTokens>)*kBytes);
+    uint32_t at = smem + (stage * C::kStageDepth + q % C::kStageDepth) * C::kWindow;
+    if constexpr (kTokens != C::kTokens) at = smem + stage * C::kStageDepth * C::kWindow + q % kDepth<kTokens> * kBytes;
+    const uint64_t tokens = shared_matrix(at);
 #pragma unroll
     for (int j = 0; j < 4; ++j) wgmma<typename C::T>(sums, f + 4 * j, tokens + 2 * j, !first || j > 0);
     wgmma_commit();
@@ -360,11 +364,12 @@ struct FusedConsumer {
     with_writer<kTokens>(item, [&](const auto& writer) { writer.load(factors); });
   }
   // To the sums of team 0 those of team 1 are added, which come in the order in which threads have them.
-  __device__ __forceinline__ void add_other_team(Sums<C::kTokens>& sums) const {
+  template <int kTokens>
+  __device__ __forceinline__ void add_other_team(Sums<kTokens>& sums) const {
     constexpr int kAtOnce = C::Writer::kBuffer / 512;
     const uint32_t at = out() + threadIdx.x % 128 * 16;
 #pragma unroll
-    for (int first = 0; first < C::kSums; first += kAtOnce) {
+    for (int first = 0; first < kTokens / 2; first += kAtOnce) {
       meet_other_team();  // what was here has been read
 #pragma unroll
       for (int i = first; team == 1 && i < first + kAtOnce; i += 4)
@@ -393,7 +398,7 @@ struct FusedConsumer {
       parts<kTokens>().add(sums, item.split, [&](int split) { return place_of<kTokens>(item, split); });
     }
     if constexpr (C::kTeams == 2) {
-      add_other_team(sums);
+      add_other_team<kTokens>(sums);
       if (team == 1) return;
       load_factors<kTokens>(item, factors);
     }

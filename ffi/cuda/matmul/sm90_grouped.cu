@@ -12,9 +12,7 @@ namespace {
 struct TileTimes {
   float slot, split;
 };
-TileTimes times_of(int tokens) {
-  return tokens == 32 ? TileTimes{0.94f, 1.5f} : tokens == 64 ? TileTimes{1.02f, 2.1f} : TileTimes{2.42f, 6.4f};
-}
+TileTimes times_of(int tokens) { return tokens == 64 ? TileTimes{1.02f, 2.1f} : TileTimes{2.42f, 6.4f}; }
 
 struct Preparation {
   const GroupedArgs& g;
@@ -67,7 +65,7 @@ cudaError_t launch_sm90_grouped(const GroupedArgs& g, const GroupedTiles& tiles,
                                static_cast<int>(s.groups),
                                static_cast<int>(s.rows),
                                tiles.tokens,
-                               tiles.tokens == 256 ? 128 : 0,
+                               tiles.tokens / 2,
                                static_cast<int>(pairs),
                                static_cast<int>(slots),
                                times.slot,

@@ -14,7 +14,7 @@ template <class T, int kTokens>
 struct GroupedConfig : FusedConfig<T, kTokens> {
   using Args = GroupedFusedArgs;
   using Maps = GroupedMaps;
-  static constexpr bool kGrouped = true, kFew = kTokens == 256, kExchanges = false;
+  static constexpr bool kGrouped = true, kFew = true, kExchanges = false;
   template <int kCount>
   using Result = FusedResult<kCount, false, std::is_same_v<T, F16>, true>;
 };
@@ -97,7 +97,6 @@ template <class T>
 cudaError_t launch_grouped_tokens(const GroupedFusedArgs& args, const GroupedMaps& maps, int tokens,
                                   cudaStream_t stream) {
   switch (tokens) {
-    case 32: return launch_grouped_config<GroupedConfig<T, 32>>(args, maps, stream);
     case 64: return launch_grouped_config<GroupedConfig<T, 64>>(args, maps, stream);
     case 256: return launch_grouped_config<GroupedConfig<T, 256>>(args, maps, stream);
   }
