@@ -14,6 +14,10 @@ inline constexpr int kGroupedPairs = 66, kGroupedMostParts = 8;
 // Rows of a for which there is a kernel of few rows.
 inline constexpr int kGroupedFewRows = 128;
 
+// Tiles of so many rows leave the last rows of a group, if they are few, to tiles of fewer rows in a kernel of their
+// own.
+inline constexpr int kGroupedManyTokens = 256, kGroupedTailTokens = 64;
+
 // `tokens`: rows of a in a tile; 0 for the kernel of few rows. With 256, tiles of up to 128 rows are done faster.
 struct GroupedTiles {
   int tokens;
@@ -25,9 +29,9 @@ struct GroupedScratch {
   int64_t rows;         // the left operand as 16-bit floats; tiles may read past its last row
   int64_t data, scale;  // copies of the right operand's, if the distance of its rows is no multiple of 16 bytes
   int64_t sums, flags;  // of the parts of K but the last
-  int64_t list;         // of tiles, made on the device
+  int64_t list, tails;  // of tiles, made on the device
   int64_t bytes;        // in all
-  int64_t padded_rows, flag_count, most_tiles;
+  int64_t padded_rows, flag_count, most_tiles, most_tails;
 };
 GroupedScratch grouped_scratch(const GroupedShape& shape, const GroupedTiles& tiles);
 

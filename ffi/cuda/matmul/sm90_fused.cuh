@@ -97,6 +97,8 @@ __device__ __forceinline__ FusedItem item_of(const FusedArgs& a, int i) {
 __device__ __forceinline__ int first_item(const FusedArgs& a) { return a.begin + blockIdx.x / 2; }
 __device__ __forceinline__ int next_item(const FusedArgs&, int i) { return i + gridDim.x / 2; }
 __device__ __forceinline__ int end_of_items(const FusedArgs& a) { return a.items; }
+__device__ __forceinline__ void wait_for_lists(const FusedArgs&) {}
+__device__ __forceinline__ void wait_for_kernel_beside(const FusedArgs&) {}
 // The row of all tokens that a thread block loads first.
 __device__ __forceinline__ int row_of_a(const FusedArgs& a, const FusedItem& item, int half) {
   return item.matrix * a.tokens + item.row + cluster_rank() * half;
@@ -456,17 +458,18 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   __syncwarp();  // instructions for whole warps follow
   cluster_meet();
   if (threadIdx.x < 128) {
-    let_next_kernel_start();                             // it waits for the end of this one
-    if constexpr (C::kGrouped) wait_for_kernel_ahead();  // it makes the list of tiles
+    wait_for_lists(a);
+    let_next_kernel_start();  // it waits for the end of this one
     give_registers<C::kLoading>();
     if (threadIdx.x == 0) load_tiles<C>(a, maps, smem, early);
     __syncwarp();
   } else {
     take_registers<C::kComputing>();
-    if constexpr (C::kGrouped) wait_for_kernel_ahead();
+    wait_for_lists(a);
     FusedConsumer<C>(a, smem).run();
   }
   cluster_sync();  // no block leaves while another may still arrive or write here
+  wait_for_kernel_beside(a);
 #else
   __trap();  // compiled for another architecture
 #endif

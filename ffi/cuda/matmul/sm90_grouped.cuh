@@ -67,6 +67,13 @@ __device__ __forceinline__ FusedItem item_of(const GroupedFusedArgs& a, int i) {
           parts > 1 ? divided : -1,
           tile.z};
 }
+// The kernel ahead makes the lists. One beside it starts after it has waited.
+__device__ __forceinline__ void wait_for_lists(const GroupedFusedArgs& a) {
+  if (!a.beside) wait_for_kernel_ahead();
+}
+__device__ __forceinline__ void wait_for_kernel_beside(const GroupedFusedArgs& a) {
+  if (a.beside) wait_for_kernel_ahead();
+}
 __device__ __forceinline__ int row_of_a(const GroupedFusedArgs&, const FusedItem& item, int half) {
   return item.row + cluster_rank() * half;
 }

@@ -11,6 +11,8 @@ namespace jnvfp4 {
 struct GroupedFusedArgs : FusedArgs {
   const GroupedHeader* header;  // and the tiles
   int most_tiles;
+  // Whether the kernel ahead has the same operands: this one starts when there is room, and only its end waits.
+  bool beside;
 };
 // few: as a, of half the rows.
 struct GroupedMaps : FusedMaps {
@@ -24,7 +26,7 @@ cudaError_t launch_sm90_bf16_grouped(const GroupedFusedArgs& args, const Grouped
                                      cudaStream_t stream);
 // The rows of a as launch_sm90_prepare makes them, and the list of tiles.
 cudaError_t launch_sm90_prepare_grouped(const MatmulOperand& a, void* out, int64_t rows, int64_t depth,
-                                        const GroupedListing& listing, cudaStream_t stream);
+                                        const GroupedListings& lists, cudaStream_t stream);
 // Of few rows; needs no scratch.
 cudaError_t launch_sm90_grouped_small_m(const GroupedArgs& args, cudaStream_t stream);
 

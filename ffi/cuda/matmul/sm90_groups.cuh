@@ -59,8 +59,12 @@ __device__ __forceinline__ void list_tiles(const GroupedListing& a) {
     uint64_t all;
     const uint64_t before = rows + scan_block<kThreads>(size, all);
     rows += all;
-    const int start = static_cast<int>(min(before, end_of_rows)),
-              end = static_cast<int>(min(before + size, end_of_rows));
+    int start = static_cast<int>(min(before, end_of_rows)), end = static_cast<int>(min(before + size, end_of_rows));
+    const int left = (end - start) % kGroupedManyTokens, tail = left <= a.tail ? left : 0;
+    if (a.of_tails)
+      start = end - tail;
+    else
+      end -= tail;
     const int rest = (end - start) % a.tokens, own_few = rest > 0 && rest <= a.few;
     const int own_full = (end - start) / a.tokens + (rest > a.few);
     const uint64_t at =
@@ -83,10 +87,8 @@ __device__ __forceinline__ void list_tiles(const GroupedListing& a) {
   if (threadIdx.x >= 32) return;
   const int count = (full + few) * a.pairs, last = count % kGroupedPairs;
   const int splits = choose_splits(a, last), whole = splits == 1 ? count : count - last;
-  if (threadIdx.x == 0)
-    *a.header = {
-        full, full + few, whole, whole + (count - whole) * splits, splits, static_cast<int>(min(rows, end_of_rows)),
-        {}};
+  const int listed = static_cast<int>(a.of_tails ? end_of_rows : min(rows, end_of_rows));
+  if (threadIdx.x == 0) *a.header = {full, full + few, whole, whole + (count - whole) * splits, splits, listed, {}};
 }
 
 }  // namespace jnvfp4

@@ -25,6 +25,9 @@ struct GroupedHeader {
 struct GroupedListing {
   const int32_t* sizes;
   int groups, rows;
+  // At most `tail` rows that are left of a group by tiles of 256 are not in the list, or are alone in it.
+  int tail;
+  bool of_tails;
   int tokens, few;        // of a tile; tiles with at most `few` come last
   int pairs, slots;       // tiles along the columns; steps along K
   float slot, split;      // what a step takes, and what each part of K costs
@@ -32,6 +35,11 @@ struct GroupedListing {
   int most_tiles;
   uint32_t* flags;
   int flag_count;
+};
+
+// For tiles of all rows, and, unless its header is null, for tails.
+struct GroupedListings {
+  GroupedListing rows, tails;
 };
 
 }  // namespace jnvfp4

@@ -91,18 +91,22 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // ---------------------------------------------------------------- the same of a grouped product
-// The first thread block makes the list of tiles, the others have rows.
+// The first thread blocks make the lists of tiles, the others have rows.
 template <class Source, int kSteps>
 __global__ void __launch_bounds__(kThreads)
-    sm90_prepare_grouped_kernel(Source source, uint4* out, int64_t rows, int64_t depth, GroupedListing listing) {
+    sm90_prepare_grouped_kernel(Source source, uint4* out, int64_t rows, int64_t depth,
+                                const __grid_constant__ GroupedListings lists) {
 #if __CUDA_ARCH__ >= 900
   wait_for_kernel_ahead();
   let_next_kernel_start();
 #endif
-  if (blockIdx.x == 0)
-    list_tiles(listing);
-  else
-    prepare_rows<Source, kSteps>(source, out, rows, depth, int64_t{blockIdx.x} - 1);
+  constexpr int kLists = 2;
+  if (blockIdx.x >= kLists)
+    prepare_rows<Source, kSteps>(source, out, rows, depth, int64_t{blockIdx.x} - kLists);
+  else if (blockIdx.x == 0)
+    list_tiles(lists.rows);
+  else if (lists.tails.header)
+    list_tiles(lists.tails);
 }
 
 // ---------------------------------------------------------------- operands with windows
@@ -235,13 +239,13 @@ cudaError_t launch_sm90_prepare(const MatmulOperand& a, void* out, int64_t rows,
 }
 
 cudaError_t launch_sm90_prepare_grouped(const MatmulOperand& a, void* out, int64_t rows, int64_t depth,
-                                        const GroupedListing& listing, cudaStream_t stream) {
+                                        const GroupedListings& lists, cudaStream_t stream) {
   const int64_t eights = rows * ((depth + kWindow - 1) / kWindow) * 8;
   const bool many = eights > int64_t{multiprocessors()} * 8 * kThreads * 8;
   const auto launch = [&](auto source, auto kernel, int64_t steps) {
     const int64_t per = kThreads * steps;
-    return launch_early(kernel, static_cast<unsigned>(1 + (eights + per - 1) / per), kThreads, 1, 0, stream, source,
-                        static_cast<uint4*>(out), rows, depth, listing);
+    return launch_early(kernel, static_cast<unsigned>(2 + (eights + per - 1) / per), kThreads, 1, 0, stream, source,
+                        static_cast<uint4*>(out), rows, depth, lists);
   };
   const auto launch_source = [&](auto source) {
     using Source = decltype(source);
