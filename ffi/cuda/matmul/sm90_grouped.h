@@ -1,7 +1,6 @@
 // The kernels of Hopper of grouped products: what a launch needs.
 #pragma once
 
-#include "../../grouped_tiles.h"
 #include "sm90_fused.h"
 #include "sm90_groups.h"
 

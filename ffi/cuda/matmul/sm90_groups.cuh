@@ -1,8 +1,8 @@
 // Makes the list of tiles of a grouped product.
 #pragma once
 
-#include "../../grouped_tiles.h"
 #include "../device.cuh"
+#include "../kernels.h"
 #include "sm90_groups.h"
 
 namespace jnvfp4 {

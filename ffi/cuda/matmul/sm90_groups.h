@@ -5,8 +5,6 @@
 
 #include <cstdint>
 
-#include "../../args.h"
-
 namespace jnvfp4 {
 
 // Rows [row, end) of a, of which a tile has the first, and the group that has them.
