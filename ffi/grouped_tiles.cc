@@ -33,7 +33,7 @@ GroupedScratch grouped_scratch(const GroupedShape& shape, const GroupedTiles& ti
   s.flags = take(s.flag_count * 4);
   s.most_tiles = shape.rows / tokens + std::min(shape.rows, shape.groups);
   s.list = take((s.most_tiles + 2) * 16);
-  s.most_tails = tokens == kGroupedManyTokens ? std::min(shape.rows, shape.groups) : 0;
+  s.most_tails = tiles.tails && tokens == kGroupedManyTokens ? std::min(shape.rows, shape.groups) : 0;
   s.tails = take(s.most_tails ? (s.most_tails + 2) * 16 : 0);
   return s;
 }

@@ -14,13 +14,13 @@ inline constexpr int kGroupedPairs = 66, kGroupedMostParts = 8;
 // Rows of a for which there is a kernel of few rows.
 inline constexpr int kGroupedFewRows = 128;
 
-// Tiles of so many rows leave the last rows of a group, if they are few, to tiles of fewer rows in a kernel of their
-// own.
+// Rows of the tiles that may leave tails, and of those that take them.
 inline constexpr int kGroupedManyTokens = 256, kGroupedTailTokens = 64;
 
 // `tokens`: rows of a in a tile; 0 for the kernel of few rows. With 256, tiles of up to 128 rows are done faster.
 struct GroupedTiles {
   int tokens;
+  bool tails = false;  // whether the last rows of a group, if they are few, have tiles of fewer rows in another kernel
 };
 GroupedTiles plan_grouped_tiles(const GroupedShape& shape);
 

@@ -4,8 +4,9 @@
 //
 //   grouped w4a4:128:8x14336x4096:64
 //
-// LEFT:M:GxNxK:TOKENS, with TOKENS as in ffi/grouped_tiles.h, or -1 for what the plan takes. LEFT is w4a4, bf16 or
-// fp16. The time of one product follows, and its share of 797 TFLOP/s, what bfloat16 8192^3 takes on an H200.
+// LEFT:M:GxNxK:TOKENS, with TOKENS as in ffi/grouped_tiles.h, or -1 for what the plan takes; -256 is 256 with tails.
+// LEFT is w4a4, bf16 or fp16. The time of one product follows, and its share of 797 TFLOP/s, what bfloat16 8192^3 takes
+// on an H200.
 #include <unistd.h>
 
 #include <algorithm>
@@ -134,7 +135,7 @@ int main(int argc, char** argv) {
       return 2;
     }
     const GroupedShape shape{m, g, n, k};
-    const GroupedTiles tiles = tokens < 0 ? plan_grouped_tiles(shape) : GroupedTiles{tokens};
+    const GroupedTiles tiles = tokens == -1 ? plan_grouped_tiles(shape) : GroupedTiles{std::abs(tokens), tokens < 0};
     const float microseconds = time(left, shape, tiles);
     std::printf("%-32s %9.2f us  %5.3f of the peak (tokens %d)\n", argv[i], microseconds,
                 2.0 * static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k) / microseconds / 797e6,

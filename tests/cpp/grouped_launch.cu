@@ -194,7 +194,7 @@ void run(const Case& c, int kind, Float out_kind, bool each, const std::vector<i
   const std::vector<uint8_t> wanted = expected.host();
   args.out = out.as<void>();
   for (const int t : tokens) {
-    const GroupedTiles tiles{t};
+    const GroupedTiles tiles{std::abs(t), t < 0};
     const Buffer scratch = Buffer::poisoned(grouped_scratch(s, tiles).bytes + 1);
     char what[160];
     std::snprintf(what, sizeof what, "G%lld M%lld N%lld K%lld tokens %d a%d out %s each %d sizes %d %d %d how %d",
@@ -215,7 +215,7 @@ std::vector<int32_t> fuzzed(int64_t groups, int64_t rows) {
   return v;
 }
 
-const std::vector<int> kTokens{256, 64};
+const std::vector<int> kTokens{256, -256, 64};  // negative: with tails
 const std::vector<int> kFewTokens{0};
 
 void boundaries(bool quick) {
