@@ -53,7 +53,7 @@ message(STATUS "jnvfp4: building CUDA kernels for ${built_for}")
 nanobind_add_module(_cuda NB_STATIC NOMINSIZE
   ffi/cuda/module.cc ffi/cuda/handlers.cc ffi/cuda/matmul/launch.cc ffi/cuda/matmul/cublaslt.cc
   ffi/cuda/matmul/cublaslt_gemm.cc ffi/cuda/matmul/decode_then_cublaslt.cc ffi/cuda/matmul/sm100_cublaslt_nvfp4.cc
-  ffi/cuda/matmul/sm90_maps.cc ffi/matmul_plan.cc ffi/grouped_plan.cc)
+  ffi/cuda/matmul/sm90_maps.cc ffi/matmul_plan.cc ffi/grouped_plan.cc ffi/grouped_tiles.cc)
 set_source_files_properties(ffi/cuda/handlers.cc PROPERTIES COMPILE_OPTIONS -O1)  # it checks and launches
 jnvfp4_configure(_cuda)
 target_include_directories(_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
@@ -74,7 +74,8 @@ jnvfp4_cuda_objects(jnvfp4_matmul FLAGS ${generic} FILES
 if("90a" IN_LIST targets)
   jnvfp4_cuda_objects(jnvfp4_matmul_sm90a FLAGS "SHELL:-gencode arch=compute_90a,code=sm_90a" FILES
     ffi/cuda/matmul/sm90_f16_fused.cu ffi/cuda/matmul/sm90_bf16_fused.cu ffi/cuda/matmul/sm90_small_m.cu
-    ffi/cuda/matmul/sm90_windows.cu
+    ffi/cuda/matmul/sm90_windows.cu ffi/cuda/matmul/sm90_f16_grouped.cu ffi/cuda/matmul/sm90_bf16_grouped.cu
+    ffi/cuda/matmul/sm90_grouped_small_m.cu ffi/cuda/matmul/sm90_grouped.cu
     ffi/cuda/matmul/sm90_prepare.cu ffi/cuda/matmul/sm90_fused.cu)
   target_compile_definitions(_cuda PRIVATE JNVFP4_SM90A)
 endif()

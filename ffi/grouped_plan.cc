@@ -1,5 +1,7 @@
 #include "grouped_plan.h"
 
+#include "grouped_tiles.h"
+
 namespace jnvfp4 {
 namespace {
 
@@ -13,8 +15,20 @@ const char* needs_dense(const GroupedProblem& p) {
   return p.a == Left::kNvfp4 ? "its left operand must be a bfloat16 or float16 array" : nullptr;
 }
 const char* needs_nothing(const GroupedProblem&) { return nullptr; }
-// Until the kernels of Hopper are part of the build.
-const char* is_missing(const GroupedProblem&) { return "it is not written yet"; }
+// What kernels of Hopper count in 32 bits, with room for what they multiply it by.
+const char* needs_sizes(const GroupedProblem& p) {
+  constexpr int64_t kMost = int64_t{1} << 30;
+  const GroupedShape& s = p.shape;
+  if (s.depth < 1) return "K must be at least 16";
+  const bool fits = s.rows <= kMost && s.groups <= kMost && s.groups * s.cols <= kMost && s.depth <= kMost;
+  return fits ? nullptr : "it takes at most 2^30 rows of a, 2^30 rows of b over all groups, and K of at most 2^30";
+}
+template <const char* (*... kNeeds)(const GroupedProblem&)>
+const char* all(const GroupedProblem& p) {
+  const char* reason = nullptr;
+  static_cast<void>(((reason = kNeeds(p)) || ...));
+  return reason;
+}
 
 struct Row {
   GroupedKernel kernel;
@@ -27,8 +41,8 @@ constexpr int kHopper = 90, kNewest = 999;
 
 // In order of preference.
 constexpr Row kTable[] = {
-    {GroupedKernel::kSm90Nvfp4Grouped, "sm90_nvfp4_grouped", kHopper, kHopper, is_missing},
-    {GroupedKernel::kSm90DenseGrouped, "sm90_dense_grouped", kHopper, kHopper, is_missing},
+    {GroupedKernel::kSm90Nvfp4Grouped, "sm90_nvfp4_grouped", kHopper, kHopper, all<needs_nvfp4, needs_sizes>},
+    {GroupedKernel::kSm90DenseGrouped, "sm90_dense_grouped", kHopper, kHopper, all<needs_dense, needs_sizes>},
     {GroupedKernel::kDecodeThenRaggedDot, "decode_then_ragged_dot", kAnyGpu, kNewest, needs_nothing},
     {GroupedKernel::kCpuNvfp4Blocks, "cpu_nvfp4_blocks", kCpu, kCpu, needs_nvfp4},
     {GroupedKernel::kCpuDenseElements, "cpu_dense_elements", kCpu, kCpu, needs_dense},
@@ -59,7 +73,10 @@ std::string why_not(GroupedKernel kernel, const GroupedProblem& problem, const D
   return cannot ? std::string(row.name) + " cannot: " + cannot : std::string();
 }
 
-int64_t scratch_bytes(GroupedKernel, const GroupedProblem&) { return 0; }
+int64_t scratch_bytes(GroupedKernel kernel, const GroupedProblem& problem) {
+  const bool hopper = kernel == GroupedKernel::kSm90Nvfp4Grouped || kernel == GroupedKernel::kSm90DenseGrouped;
+  return hopper ? grouped_scratch(problem.shape, plan_grouped_tiles(problem.shape)).bytes : 0;
+}
 
 bool plan_grouped(const GroupedProblem& problem, const Device& device, GroupedPlan* plan) {
   for (const Row& row : kTable)

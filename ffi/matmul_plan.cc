@@ -257,7 +257,6 @@ FusedPlan plan_windows(const GemmShape& s, bool a_windows, bool b_windows) {
   return plan;
 }
 
-// Puts `bytes` behind the scratch that is taken; returns where.
 int64_t take_scratch(int64_t bytes, int64_t* taken) {
   const int64_t at = *taken;
   *taken += (bytes + 255) / 256 * 256;

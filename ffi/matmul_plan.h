@@ -144,6 +144,9 @@ inline constexpr int64_t kBlockScaledDepth = 32, kBlockScaledCols = 16;
 // recommends for Hopper.
 inline constexpr int64_t kCublasLtWorkspace = int64_t{32} << 20;
 
+// Puts `bytes` behind the scratch that is taken, from a multiple of 256 on; returns where.
+int64_t take_scratch(int64_t bytes, int64_t* taken);
+
 // The distance of rows of `bytes`, as tensor maps of Hopper take it.
 inline int64_t row_pitch(int64_t bytes) { return (bytes + 15) / 16 * 16; }
 

@@ -229,6 +229,8 @@ def test_the_operations_primitives_and_targets_of_the_documents():
 def test_the_kernels_of_products_in_the_documents():
     table = rows((DOCS / "kernels.md").read_text(), "kernel", "runs on", "operands", "sum along K", "file")
     assert tuple(name for row in table for name in code(row[0])) == _native.matmul_kernels()
+    table = rows((DOCS / "kernels.md").read_text(), "grouped kernel", "runs on", "operands", "sum along K", "file")
+    assert tuple(name for row in table for name in code(row[0])) == _native.grouped_kernels()
 
 
 def test_the_cuda_kernels_in_the_documents():

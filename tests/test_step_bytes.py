@@ -13,7 +13,10 @@ import pytest
 from conftest import gpus, skip_or_fail
 from step_bytes import EVERY_RECIPE, digests, quantizers
 
+import jnvfp4
+
 SCRIPT = pathlib.Path(__file__).parent / "step_bytes.py"
+PACKAGE = str(pathlib.Path(jnvfp4.__file__).parent.parent)
 
 
 @functools.cache
@@ -50,7 +53,7 @@ def in_processes(platform: str, each: list[dict[str, str]]) -> list[dict[str, st
     started = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), str(i), str(len(each)), coordinator],
-            env=os.environ | {"JAX_PLATFORMS": platform} | own,
+            env=os.environ | {"JAX_PLATFORMS": platform, "PYTHONPATH": PACKAGE} | own,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

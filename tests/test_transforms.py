@@ -570,8 +570,9 @@ GUARDED = {
 
 @pytest.fixture
 def key_of_device(native, monkeypatch):
-    """KEY lies on the default device of the process; here, on that of the test."""
-    monkeypatch.setitem(globals(), "KEY", jax.device_put(KEY, native.device))
+    """KEY and SIZES lie on the default device of the process; here, on that of the test."""
+    for name in ("KEY", "SIZES"):
+        monkeypatch.setitem(globals(), name, jax.device_put(globals()[name], native.device))
 
 
 @pytest.mark.usefixtures("key_of_device")

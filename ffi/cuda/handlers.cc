@@ -4,6 +4,7 @@
 
 #include "../calls/dequantize.h"
 #include "../calls/fake_quant.h"
+#include "../calls/grouped_matmul.h"
 #include "../calls/matmul.h"
 #include "../calls/produce.h"
 #include "../calls/quantize.h"
@@ -75,6 +76,14 @@ ffi::Error produce(cudaStream_t stream, const ProduceArgs& args, const KernelSpe
 ffi::Error matmul(cudaStream_t stream, const MatmulArgs& args, const MatmulPlan& plan, void* scratch) {
   return launched("matmul_nt", launch_matmul(args, plan, scratch, stream));
 }
+ffi::Error grouped_matmul(cudaStream_t stream, const GroupedArgs& args, const GroupedPlan&, void* scratch) {
+#if defined(JNVFP4_SM90A)
+  return launched("grouped_matmul_nt", launch_sm90_grouped(args, plan_grouped_tiles(args.shape), scratch, stream));
+#else
+  static_cast<void>(stream), static_cast<void>(args), static_cast<void>(scratch);
+  return launched("grouped_matmul_nt", cudaErrorInvalidValue);  // no plan names a kernel of this platform
+#endif
+}
 ffi::Error decode(cudaStream_t stream, const DecodeArgs& args) {
   return launched("matmul_nt", launch_decode(args, stream));
 }
@@ -105,6 +114,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(FakeQuant, (fake_quant_call<cudaStream_t, fake_qua
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, (matmul_call<cudaStream_t, matmul, current_device>), on_stream(matmul_binding()),
                               {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedMatmul, (grouped_matmul_call<cudaStream_t, grouped_matmul, current_device>),
+                              on_stream(grouped_matmul_binding()), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Decode, (decode_call<cudaStream_t, decode>), on_stream(decode_binding()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Epilogue, (epilogue_call<cudaStream_t, epilogue>), on_stream(epilogue_binding()),

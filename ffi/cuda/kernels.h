@@ -7,6 +7,7 @@
 #include <string>
 
 #include "../args.h"
+#include "../grouped_tiles.h"
 #include "../matmul_plan.h"
 
 namespace jnvfp4 {
@@ -47,6 +48,7 @@ cudaError_t launch_sm80_dense_elements(const MatmulArgs& args, cudaStream_t stre
 cudaError_t launch_sm90_fused(const MatmulArgs& args, const FusedPlan& plan, void* scratch, cudaStream_t stream);
 cudaError_t launch_sm90_windows(const MatmulArgs& args, const FusedPlan& plan, void* scratch, cudaStream_t stream);
 cudaError_t launch_sm90_small_m(const MatmulArgs& args, cudaStream_t stream);
+cudaError_t launch_sm90_grouped(const GroupedArgs& args, const GroupedTiles& tiles, void* scratch, cudaStream_t stream);
 // Where find_cublaslt has found the library.
 cudaError_t launch_decode_then_cublaslt(const MatmulArgs& args, void* scratch, cudaStream_t stream);
 cudaError_t launch_sm100_cublaslt_nvfp4(const MatmulArgs& args, void* scratch, cudaStream_t stream);

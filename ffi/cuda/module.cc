@@ -10,7 +10,8 @@
 #include "kernels.h"
 
 extern "C" {
-jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Produce, Dequantize, Transpose, FakeQuant, Matmul, Decode, Epilogue;
+jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Produce, Dequantize, Transpose, FakeQuant, Matmul, GroupedMatmul,
+    Decode, Epilogue;
 }
 
 namespace nb = nanobind;
@@ -24,6 +25,7 @@ NB_MODULE(_cuda, m) {
                             {"nvfp4_transpose", Transpose},
                             {"nvfp4_fake_quant", FakeQuant},
                             {"nvfp4_matmul", Matmul},
+                            {"nvfp4_grouped_matmul", GroupedMatmul},
                             {"nvfp4_decode", Decode},
                             {"nvfp4_epilogue", Epilogue}});
   m.attr("built_for") = JNVFP4_CUDA_BUILT_FOR;

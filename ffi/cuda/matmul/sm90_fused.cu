@@ -6,28 +6,24 @@
 #include "sm90_maps.h"
 
 namespace jnvfp4 {
-namespace {
 
-// ---------------------------------------------------------------- operands
-// Rows of the right operand at a distance that a tensor map takes: where they lie, or a copy.
-struct PitchedRows {
-  const void* data;
-  int64_t bytes, pitch;
-};
-
-cudaError_t pitched(const void* data, int64_t rows, int64_t bytes, void* copy, cudaStream_t stream, PitchedRows* out) {
+cudaError_t pitched_rows(const void* data, int64_t rows, int64_t bytes, void* copy, cudaStream_t stream,
+                         PitchedRows* out) {
   const int64_t pitch = row_pitch(bytes);
   *out = {pitch == bytes ? data : copy, bytes, pitch};
   return pitch == bytes ? cudaSuccess : launch_sm90_pitch(data, copy, rows, bytes, pitch, stream);
 }
+
+namespace {
 
 // Copies what must be copied, prepares a last, since the kernel that follows may start early, and describes it all.
 cudaError_t prepare(const MatmulOperand& a, const MatmulOperand& b, const GemmShape& s, const FusedPlan& plan,
                     const FusedScratch& at, uint8_t* scratch, cudaStream_t stream, FusedMaps* maps) {
   const int64_t a_rows = s.batch * s.rows, b_rows = s.batch * s.cols;
   PitchedRows data{}, scale{};
-  cudaError_t status = pitched(b.data, b_rows, s.depth / 2, scratch + at.data, stream, &data);
-  if (status == cudaSuccess) status = pitched(b.scale, b_rows, s.depth / kBlock, scratch + at.scale, stream, &scale);
+  cudaError_t status = pitched_rows(b.data, b_rows, s.depth / 2, scratch + at.data, stream, &data);
+  if (status == cudaSuccess)
+    status = pitched_rows(b.scale, b_rows, s.depth / kBlock, scratch + at.scale, stream, &scale);
   if (status == cudaSuccess)
     status = launch_sm90_prepare(a, scratch + at.rows, a_rows, s.depth, reinterpret_cast<uint32_t*>(scratch + at.flags),
                                  at.flag_count, stream);

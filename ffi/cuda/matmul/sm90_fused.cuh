@@ -27,6 +27,11 @@ namespace jnvfp4 {
 template <class T_, int kTokens_>
 struct FusedConfig {
   using T = T_;
+  using Args = FusedArgs;
+  using Maps = FusedMaps;
+  static constexpr bool kGrouped = false;  // see sm90_grouped.cuh
+  // Whether tiles with half of the tokens or fewer, which come last, are done faster.
+  static constexpr bool kFew = false;
   static constexpr int kTokens = kTokens_, kTeams = fused_teams(kTokens), kRows = 128;
   static constexpr bool kTurns = kTokens == 256;
   static constexpr int kThreads = 128 * (1 + 2 * kTeams);
@@ -37,6 +42,7 @@ struct FusedConfig {
 
   // A slot has codes and scales of 256 along K, a stage the tokens of kStageDepth windows.
   static constexpr int kStageDepth = kTokens <= 64 ? 4 : 1, kPerSlot = 4 / kStageDepth;
+  static constexpr int kFewDepth = kStageDepth == 1 ? 2 : kStageDepth;  // of tiles with few
   static constexpr int kRing = kTokens <= 64 ? 4 : 3, kStages = kTokens == 128 ? 8 : 4;
   static constexpr int kWindow = kTokens * 128, kData = kRows * 128, kScale = kRows * 16;
   static constexpr bool kExchanges = kTokens >= 128 && std::is_same_v<T, F16>;
@@ -56,9 +62,11 @@ struct FusedConfig {
 
 // ---------------------------------------------------------------- what a thread block computes
 struct FusedItem {
-  int matrix, row, col;   // the first row, and the first column of the pair of thread blocks
-  int split, first, end;  // of 256 along K
-  int tile;               // of those that have parts, or -1
+  int matrix, row, col;  // the first row, and the first column of the pair of thread blocks
+  int split, splits;     // of a tile that has parts
+  int first, end;        // of 256 along K
+  int tile;              // of those that have parts, or -1
+  int end_row;           // of the tokens
 };
 
 // a / b. The first loads wait for several of them, a division takes about a hundred clocks, and few are needed.
@@ -79,14 +87,31 @@ __device__ __forceinline__ FusedItem item_of(const FusedArgs& a, int i) {
           row * C::kTokens,
           column * static_cast<int>(kFusedCols),
           split,
+          a.splits,
           quick_quotient(a.slots * split, parts),
           quick_quotient(a.slots * (split + 1), parts),
-          parts > 1 ? divided : -1};
+          parts > 1 ? divided : -1,
+          a.tokens};
+}
+// The items of a pair of thread blocks, one after the other.
+__device__ __forceinline__ int first_item(const FusedArgs& a) { return a.begin + blockIdx.x / 2; }
+__device__ __forceinline__ int next_item(const FusedArgs&, int i) { return i + gridDim.x / 2; }
+__device__ __forceinline__ int end_of_items(const FusedArgs& a) { return a.items; }
+__device__ __forceinline__ void wait_for_lists(const FusedArgs&) {}
+__device__ __forceinline__ void wait_for_kernel_beside(const FusedArgs&) {}
+// The row of all tokens that a thread block loads first.
+__device__ __forceinline__ int row_of_a(const FusedArgs& a, const FusedItem& item, int half) {
+  return item.matrix * a.tokens + item.row + cluster_rank() * half;
+}
+
+template <class C>
+__device__ __forceinline__ bool has_few_tokens(const FusedItem& item) {
+  return C::kFew && item.end_row - item.row <= C::kTokens / 2;
 }
 
 // ---------------------------------------------------------------- the thread that loads
 template <class C>
-__device__ __forceinline__ int row_of_b(const FusedArgs& a, const FusedItem& item) {
+__device__ __forceinline__ int row_of_b(const typename C::Args& a, const FusedItem& item) {
   return item.matrix * a.columns + item.col + cluster_rank() * C::kRows;
 }
 // From window w on.
@@ -100,24 +125,26 @@ __device__ __forceinline__ void load_slot(const FusedMaps& maps, uint32_t smem, 
 // The first slot of each team is asked for before the thread blocks of the cluster know of each other. Returns how many
 // there are.
 template <class C>
-__device__ __forceinline__ int load_early(const FusedArgs& a, const FusedMaps& maps, uint32_t smem) {
-  if (C::kTeams == 1) return 0;
-  const FusedItem item = item_of<C>(a, a.begin + blockIdx.x / 2);
+__device__ __forceinline__ int load_early(const typename C::Args& a, const typename C::Maps& maps, uint32_t smem) {
+  if (C::kTeams == 1 || C::kGrouped) return 0;
+  const FusedItem item = item_of<C>(a, first_item(a));
   const int count = min(C::kTeams, item.end - item.first), b_row = row_of_b<C>(a, item);
   for (int i = 0; i < count; ++i) load_slot<C>(maps, smem, i, b_row, (item.first + i) * 4);
   return count;
 }
 template <class C>
-__device__ __forceinline__ void load_tiles(const FusedArgs& a, const FusedMaps& maps, uint32_t smem, int early) {
+__device__ __forceinline__ void load_tiles(const typename C::Args& a, const typename C::Maps& maps, uint32_t smem,
+                                           int early) {
   const int rank = cluster_rank();
   constexpr int kHalf = C::kTokens / 2;
   int stage = 0, phase = 0, slot = 0;
-  bool first_load = true;
-  for (int i = a.begin + blockIdx.x / 2; i < a.items; i += gridDim.x / 2) {
+  bool first_load = !C::kGrouped;
+  for (int i = first_item(a); i < end_of_items(a); i = next_item(a, i)) {
     const FusedItem item = item_of<C>(a, i);
     const int b_row = row_of_b<C>(a, item);
-    const int a_row = item.matrix * a.tokens + item.row + rank * kHalf;
-    for (int w = item.first * 4; w < item.end * 4; w += C::kStageDepth) {
+    const bool few = has_few_tokens<C>(item);
+    const int half = few ? kHalf / 2 : kHalf, a_row = row_of_a(a, item, half);
+    for (int w = item.first * 4; w < item.end * 4; w += C::kFew && few ? C::kFewDepth : C::kStageDepth) {
       barrier_wait(smem + C::kAtEmpty + 8 * stage, phase ^ 1);
       const uint32_t bar = smem + C::kAtFull + 8 * stage;
       if (w % 4 == 0) {
@@ -128,11 +155,19 @@ __device__ __forceinline__ void load_tiles(const FusedArgs& a, const FusedMaps& 
         if (++slot == C::kRing) slot = 0;
       }
       if (first_load) wait_for_kernel_ahead(), first_load = false;  // it writes a
-      barrier_expect(bar, C::kStageDepth * C::kWindow);
+      if constexpr (C::kFew) {
+        const int depth = few ? C::kFewDepth : C::kStageDepth, window = few ? C::kWindow / 2 : C::kWindow;
+        const uint32_t to = smem + stage * C::kStageDepth * C::kWindow + rank * half * 128;
+        barrier_expect(bar, depth * window);
+        for (int q = 0; q < depth; ++q)
+          load_box_to(3, to + q * window, few ? maps.few : maps.a, bar, (w + q) * 64, a_row);
+      } else {
+        barrier_expect(bar, C::kStageDepth * C::kWindow);
 #pragma unroll
-      for (int q = 0; q < C::kStageDepth; ++q)
-        load_box_to(3, smem + (stage * C::kStageDepth + q) * C::kWindow + rank * kHalf * 128, maps.a, bar, (w + q) * 64,
-                    a_row);
+        for (int q = 0; q < C::kStageDepth; ++q)
+          load_box_to(3, smem + (stage * C::kStageDepth + q) * C::kWindow + rank * kHalf * 128, maps.a, bar,
+                      (w + q) * 64, a_row);
+      }
       if (++stage == C::kStages) stage = 0, phase ^= 1;
     }
   }
@@ -175,16 +210,19 @@ struct RawWindow {
 // ---------------------------------------------------------------- a warpgroup that computes
 template <class C>
 struct FusedConsumer {
-  using Sums = float[C::kSums];
+  // Of so many tokens: C::kTokens, or half of them in a tile with few.
+  template <int kTokens>
+  using Sums = float[kTokens / 2];
   using Fragments = uint32_t[16];
 
-  const FusedArgs& a;
+  const typename C::Args& a;
   uint32_t smem;
-  int rank, team, wg;    // wg of its team. Both by a shuffle, so that they are in uniform registers
-  uint32_t data, scale;  // where its codes and scales are in the first slot
-  uint32_t begun = 0;    // slots of all items before
+  int rank, team, wg;     // wg of its team. Both by a shuffle, so that they are in uniform registers
+  uint32_t data, scale;   // where its codes and scales are in the first slot
+  uint32_t begun = 0;     // slots of all items before
+  uint32_t few_from = 0;  // those before the items with few tokens
 
-  __device__ __forceinline__ FusedConsumer(const FusedArgs& args, uint32_t shared)
+  __device__ __forceinline__ FusedConsumer(const typename C::Args& args, uint32_t shared)
       : a(args), smem(shared), rank(cluster_rank()) {
     const int all = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);
     team = all / 2, wg = all % 2;
@@ -196,17 +234,29 @@ struct FusedConsumer {
   // ---- the sum along K
   // Without turns both warpgroups multiply at the same time, and then both decode while the tensor cores rest. Named
   // barriers 4 and 5: one warpgroup waits, the other arrives.
+  template <int kTokens = C::kTokens>
   __device__ __forceinline__ void wait_turn() {
-    if constexpr (C::kTurns) named_sync(4 + wg, 256);
+    if constexpr (C::kTurns && kTokens == C::kTokens) named_sync(4 + wg, 256);
   }
+  template <int kTokens = C::kTokens>
   __device__ __forceinline__ void pass_turn() {
-    if constexpr (C::kTurns) named_arrive(5 - wg, 256);
+    if constexpr (C::kTurns && kTokens == C::kTokens) named_arrive(5 - wg, 256);
   }
-  // The stage of window q of the n-th slot since the start.
-  static __device__ __forceinline__ int stage_of(uint32_t n, int q) {
+  // Windows of a stage.
+  template <int kTokens>
+  static constexpr int kDepth = kTokens == C::kTokens ? C::kStageDepth : C::kFewDepth;
+  // The stage of window q of the n-th slot since the start or, with few tokens, since those began; `before` have been
+  // before then.
+  template <int kTokens>
+  static __device__ __forceinline__ int stage_of(uint32_t n, int q, uint32_t before) {
+    if constexpr (kDepth<kTokens> == 2) return (n - before) % 2 * 2 + q / 2;
     return C::kStageDepth == 4 ? n % C::kStages : n % (C::kStages / C::kPerSlot) * C::kPerSlot + q;
   }
-  static __device__ __forceinline__ int phase_of(uint32_t n) { return n / (C::kStages / C::kPerSlot) & 1; }
+  template <int kTokens>
+  static __device__ __forceinline__ int phase_of(uint32_t n, uint32_t before) {
+    if constexpr (kDepth<kTokens> == 2) return (before + (n - before) / 2) & 1;
+    return n / (C::kStages / C::kPerSlot) & 1;
+  }
 
   __device__ __forceinline__ void wait_for_slot(uint32_t n) {
     barrier_wait(smem + C::kAtSlot + 8 * (n % C::kRing), n / C::kRing & 1);
@@ -219,25 +269,30 @@ struct FusedConsumer {
   __device__ __forceinline__ void release(int stage) {
     if (threadIdx.x % 32 < 2) barrier_arrive_in(smem + C::kAtEmpty + 8 * stage, threadIdx.x % 32);
   }
-  __device__ __forceinline__ void multiply(Sums& sums, const Fragments& f, uint32_t n, int q, bool first) {
-    const int stage = stage_of(n, q);
-    if (q % C::kStageDepth == 0) barrier_wait(smem + C::kAtFull + 8 * stage, phase_of(n));
-    wait_turn();
+  template <int kTokens>
+  __device__ __forceinline__ void multiply(Sums<kTokens>& sums, const Fragments& f, uint32_t n, int q, bool first) {
+    constexpr int kBytes = C::kWindow / (C::kTokens / kTokens);
+    const int stage = stage_of<kTokens>(n, q, few_from);
+    if (q % kDepth<kTokens> == 0) barrier_wait(smem + C::kAtFull + 8 * stage, phase_of<kTokens>(n, few_from));
+    wait_turn<kTokens>();
     wgmma_fence();
-    const uint64_t tokens = shared_matrix(smem + (stage * C::kStageDepth + q % C::kStageDepth) * C::kWindow);
+    uint32_t at = smem + (stage * C::kStageDepth + q % C::kStageDepth) * C::kWindow;
+    if constexpr (kTokens != C::kTokens) at = smem + stage * C::kStageDepth * C::kWindow + q % kDepth<kTokens> * kBytes;
+    const uint64_t tokens = shared_matrix(at);
 #pragma unroll
     for (int j = 0; j < 4; ++j) wgmma<typename C::T>(sums, f + 4 * j, tokens + 2 * j, !first || j > 0);
     wgmma_commit();
-    pass_turn();
+    pass_turn<kTokens>();
   }
   // If window q is the last of its stage.
+  template <int kTokens>
   __device__ __forceinline__ void release(uint32_t n, int q) {
-    if (q % C::kStageDepth == C::kStageDepth - 1) release(stage_of(n, q));
+    if (q % kDepth<kTokens> == kDepth<kTokens> - 1) release(stage_of<kTokens>(n, q, few_from));
   }
 
   // A window runs while the next one is decoded. `before_end` is called while the last one runs.
-  template <class F>
-  __device__ __forceinline__ void sum(Sums& sums, int slots, const F& before_end) {
+  template <int kTokens, class F>
+  __device__ __forceinline__ void sum(Sums<kTokens>& sums, int slots, const F& before_end) {
     Fragments f[2];
     RawWindow<typename C::T> r;
     uint32_t n = begun + team;
@@ -254,7 +309,7 @@ struct FusedConsumer {
       const bool last = n + C::kTeams >= begun;
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
-        multiply(sums, f[q % 2], n, q, first && q == 0);
+        multiply<kTokens>(sums, f[q % 2], n, q, first && q == 0);
         if (q < 3) {
           load(r, n, q + 1);
         } else if (!last) {
@@ -263,49 +318,60 @@ struct FusedConsumer {
         }
         wgmma_wait<1>();  // the window before has run: its stage and fragments are free
         if (q > 0)
-          release(n, q - 1);
+          release<kTokens>(n, q - 1);
         else if (!first)
-          release(n - C::kTeams, 3);
+          release<kTokens>(n - C::kTeams, 3);
         if (q < 3 || !last) r.decode(f[(q + 1) % 2]);
       }
     }
     before_end();
     wgmma_wait<0>();
-    release(n - C::kTeams, 3);
+    release<kTokens>(n - C::kTeams, 3);
   }
 
   // ---- parts of K
-  // Of this warpgroup, in the order in which threads have the sums.
+  // Of this warpgroup, in the order in which threads have the sums. Few tokens have one of two places.
+  template <int kTokens>
   __device__ __forceinline__ int64_t place_of(const FusedItem& item, int split) const {
-    return ((int64_t{item.tile} * (a.splits - 1) + split) * 2 + rank) * 2 * C::kTeams + team * 2 + wg;
+    const int64_t parts = int64_t{item.tile} * (item.splits - 1) + split;
+    return ((parts * 2 + rank) * 2 * C::kTeams + team * 2 + wg) * (C::kTokens / kTokens);
   }
   // With the warpgroup of the other team that has the same rows.
   __device__ __forceinline__ void meet_other_team() const {
     if constexpr (C::kTeams == 2) named_meet(6 + wg, 256);
   }
   __device__ __forceinline__ int own_barrier() const { return team == 0 ? 1 + wg : 8 + wg; }
-  __device__ __forceinline__ PartSums<C::kSums> parts() const { return {a.sums, a.flags, own_barrier()}; }
+  template <int kTokens>
+  __device__ __forceinline__ PartSums<kTokens / 2> parts() const {
+    return {a.sums, a.flags, own_barrier()};
+  }
 
   // ---- the result
   // Of both teams' warpgroups with the same rows.
   __device__ __forceinline__ uint32_t out() const { return smem + C::kAtOut + wg * C::Writer::kShared; }
   // Calls f with what writes the result of the item.
-  template <class F>
+  template <int kTokens, class F>
   __device__ __forceinline__ void with_writer(const FusedItem& item, const F& f) const {
     const int column = item.col + rank * C::kRows + wg * 64;
-    if constexpr (C::kExchanges)
-      if (a.exchanged) return f(typename C::template Result<true>{a, item.matrix, item.row, column, out(), 1 + wg});
-    f(typename C::template Result<false>{a, item.matrix, item.row, column, out(), 1 + wg});
+    if constexpr (C::kGrouped) {
+      f(typename C::template Result<kTokens>{a, item.matrix, item.row, item.end_row, column, out(), 1 + wg});
+    } else {
+      if constexpr (C::kExchanges)
+        if (a.exchanged) return f(typename C::template Result<true>{a, item.matrix, item.row, column, out(), 1 + wg});
+      f(typename C::template Result<false>{a, item.matrix, item.row, column, out(), 1 + wg});
+    }
   }
+  template <int kTokens>
   __device__ __forceinline__ void load_factors(const FusedItem& item, ResultFactors& factors) const {
-    with_writer(item, [&](const auto& writer) { writer.load(factors); });
+    with_writer<kTokens>(item, [&](const auto& writer) { writer.load(factors); });
   }
   // To the sums of team 0 those of team 1 are added, which come in the order in which threads have them.
-  __device__ __forceinline__ void add_other_team(Sums& sums) const {
+  template <int kTokens>
+  __device__ __forceinline__ void add_other_team(Sums<kTokens>& sums) const {
     constexpr int kAtOnce = C::Writer::kBuffer / 512;
     const uint32_t at = out() + threadIdx.x % 128 * 16;
 #pragma unroll
-    for (int first = 0; first < C::kSums; first += kAtOnce) {
+    for (int first = 0; first < kTokens / 2; first += kAtOnce) {
       meet_other_team();  // what was here has been read
 #pragma unroll
       for (int i = first; team == 1 && i < first + kAtOnce; i += 4)
@@ -323,43 +389,57 @@ struct FusedConsumer {
     named_sync(own_barrier(), 128);  // all of them are read
   }
   // Named barriers 1 and 2, 8 and 9: a warpgroup of team 0 or 1. 6 and 7: two with the same rows.
-  __device__ __forceinline__ void finish(Sums& sums, const FusedItem& item, ResultFactors& factors) {
+  template <int kTokens>
+  __device__ __forceinline__ void finish(Sums<kTokens>& sums, const FusedItem& item, ResultFactors& factors) {
     if (item.tile >= 0) {
       wait_for_kernel_ahead();  // it has lowered the flags
-      if (item.split < a.splits - 1) {
+      if (item.split < item.splits - 1) {
         meet_other_team();  // so that neither is ahead by a whole ring, whose phases it could not tell apart
-        return parts().keep(sums, place_of(item, item.split));
+        return parts<kTokens>().keep(sums, place_of<kTokens>(item, item.split));
       }
-      parts().add(sums, item.split, [&](int split) { return place_of(item, split); });
+      parts<kTokens>().add(sums, item.split, [&](int split) { return place_of<kTokens>(item, split); });
     }
     if constexpr (C::kTeams == 2) {
-      add_other_team(sums);
+      add_other_team<kTokens>(sums);
       if (team == 1) return;
-      load_factors(item, factors);
+      load_factors<kTokens>(item, factors);
     }
-    with_writer(item, [&](const auto& writer) { writer.write(sums, factors); });
+    with_writer<kTokens>(item, [&](const auto& writer) { writer.write(sums, factors); });
     __syncwarp();  // instructions for whole warps follow
   }
 
+  template <int kTokens>
+  __device__ __forceinline__ void compute(int i, FusedItem item) {
+    Sums<kTokens> sums;
+    ResultFactors factors;
+    // There may be no registers to keep the item.
+    sum<kTokens>(sums, item.end - item.first, [&] {
+      if constexpr (C::kFew) item = item_of<C>(a, pin_register(i));
+      if constexpr (C::kTeams == 1) load_factors<kTokens>(item, factors);
+    });
+    if constexpr (C::kTeams == 2) item = item_of<C>(a, pin_register(i));
+    finish<kTokens>(sums, item, factors);
+  }
   __device__ __forceinline__ void run() {
     if (wg == 1) pass_turn();  // the first turn is that of warpgroup 0
-    for (int i = a.begin + blockIdx.x / 2; i < a.items; i += gridDim.x / 2) {
-      FusedItem item = item_of<C>(a, i);
-      Sums sums;
-      ResultFactors factors;
-      sum(sums, item.end - item.first, [&] {
-        if constexpr (C::kTeams == 1) load_factors(item, factors);
-      });
-      if constexpr (C::kTeams == 2) item = item_of<C>(a, pin_register(i));  // there are no registers to keep it
-      finish(sums, item, factors);
+    int i = first_item(a);
+    for (; i < end_of_items(a); i = next_item(a, i)) {
+      const FusedItem item = item_of<C>(a, i);
+      if (has_few_tokens<C>(item)) break;  // and so have all that follow
+      compute<C::kTokens>(i, item);
+    }
+    if constexpr (C::kFew) {
+      few_from = begun;
+      for (; i < end_of_items(a); i = next_item(a, i)) compute<C::kTokens / 2>(i, item_of<C>(a, i));
     }
     if (wg == 0) wait_turn();  // no barrier is left half full
+    if constexpr (C::kGrouped) clear_other_rows(a, C::kThreads - 128);
   }
 };
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    sm90_fused_kernel(const __grid_constant__ FusedArgs a, const __grid_constant__ FusedMaps maps) {
+    sm90_fused_kernel(const __grid_constant__ typename C::Args a, const __grid_constant__ typename C::Maps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint8_t any_shared[];
   const uint32_t smem = (shared_address(any_shared) + 1023) & ~1023u;  // the same in both blocks of a cluster
@@ -372,20 +452,24 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     for (int i = 0; i < C::kRing; ++i) barrier_init(smem + C::kAtSlot + 8 * i, 1);
     fence_barrier_init();
     prefetch_map(maps.data), prefetch_map(maps.scale), prefetch_map(maps.a);
+    if constexpr (C::kFew) prefetch_map(maps.few);
     early = load_early<C>(a, maps, smem);
   }
   __syncwarp();  // instructions for whole warps follow
   cluster_meet();
   if (threadIdx.x < 128) {
+    wait_for_lists(a);
     let_next_kernel_start();  // it waits for the end of this one
     give_registers<C::kLoading>();
     if (threadIdx.x == 0) load_tiles<C>(a, maps, smem, early);
     __syncwarp();
   } else {
     take_registers<C::kComputing>();
+    wait_for_lists(a);
     FusedConsumer<C>(a, smem).run();
   }
   cluster_sync();  // no block leaves while another may still arrive or write here
+  wait_for_kernel_beside(a);
 #else
   __trap();  // compiled for another architecture
 #endif

@@ -39,5 +39,12 @@ cudaError_t launch_sm90_prepare(const MatmulOperand& a, void* out, int64_t rows,
 // Copies rows of `bytes` to rows `pitch` apart.
 cudaError_t launch_sm90_pitch(const void* from, void* to, int64_t rows, int64_t bytes, int64_t pitch,
                               cudaStream_t stream);
+// Rows of the right operand at a distance that a tensor map takes: where they lie, or a copy.
+struct PitchedRows {
+  const void* data;
+  int64_t bytes, pitch;
+};
+cudaError_t pitched_rows(const void* data, int64_t rows, int64_t bytes, void* copy, cudaStream_t stream,
+                         PitchedRows* out);
 
 }  // namespace jnvfp4

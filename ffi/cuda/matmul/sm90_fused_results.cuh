@@ -14,8 +14,9 @@ struct ResultFactors {
   float columns[2], tokens[2], biases[2];
 };
 
-// kExact: whether the factors of decoded numbers times alpha are exact.
-template <int kTokens, bool kExchanged, bool kExact>
+// kExact: whether the factors of decoded numbers times alpha are exact. kGrouped: whether rows of the result have
+// matrices of b of their own, which are not exchanged then.
+template <int kTokens, bool kExchanged, bool kExact, bool kGrouped = false>
 struct FusedResult {
   using Writer = TileWriter<kTokens, kExchanged>;
   using Sums = typename Writer::Sums;
@@ -23,10 +24,17 @@ struct FusedResult {
 
   const FusedArgs& a;
   Writer writer;
+  int right;  // the matrix of b
 
   __device__ __forceinline__ FusedResult(const FusedArgs& args, int matrix, int token, int column, uint32_t shared,
                                          int barrier)
-      : a(args), writer{args.g.result, args.tokens, args.columns, matrix, token, column, shared, barrier} {}
+      : a(args),
+        writer{args.g.result, args.tokens, args.columns, matrix, token, column, shared, barrier},
+        right(matrix) {}
+  // Rows of a matrix of b end at `end`.
+  __device__ __forceinline__ FusedResult(const FusedArgs& args, int matrix, int token, int end, int column,
+                                         uint32_t shared, int barrier)
+      : a(args), writer{args.g.result, end, args.columns, 0, token, column, shared, barrier}, right(matrix) {}
 
   // To be called while the last multiplications run.
   __device__ __forceinline__ void load(ResultFactors& f) const {
@@ -50,19 +58,23 @@ struct FusedResult {
   // ---- factors
   // Of a token and of a column of this warpgroup, or of the last there is.
   __device__ __forceinline__ float token_amax(int of) const {
-    const int row = min(writer.token + of, a.tokens - 1);
+    const int row = min(writer.token + of, (kGrouped ? writer.tokens : a.tokens) - 1);
     return kExchanged ? amax(a.g.b, each_token(), row, a.tokens, a.b_matrices)
                       : amax(a.g.a, each_token(), row, a.tokens, a.a_matrices);
   }
   __device__ __forceinline__ float column_amax(int of) const {
     const int row = min(writer.column + of, a.columns - 1);
     return kExchanged ? amax(a.g.a, each_column(), row, a.columns, a.a_matrices)
-                      : amax(a.g.b, each_column(), row, a.columns, a.b_matrices);
+                      : amax(a.g.b, each_column(), row, a.columns, a.b_matrices, kGrouped ? right : writer.matrix);
   }
   // 1 for a dense operand. `each`: whether rows of a matrix have several. `shared`: else the matrices that share one.
   __device__ __forceinline__ float amax(const MatmulOperand& x, bool each, int row, int rows, int shared) const {
+    return amax(x, each, row, rows, shared, writer.matrix);
+  }
+  __device__ __forceinline__ static float amax(const MatmulOperand& x, bool each, int row, int rows, int shared,
+                                               int matrix) {
     if (!x.quantized()) return 1.0f;
-    return each ? amax_of(x, int64_t{writer.matrix} * rows + row) : __ldg(x.amax + writer.matrix / shared);
+    return each ? amax_of(x, int64_t{matrix} * rows + row) : __ldg(x.amax + matrix / shared);
   }
   __device__ __forceinline__ float alpha(float token_amax, float column_amax) const {
     const MatmulOperand &x = a.g.a, &y = a.g.b;

@@ -1,6 +1,8 @@
 // What runs before the fused kernels of Hopper, and before that of windows: it prepares their operands.
 #include "sm90_decode.cuh"
 #include "sm90_fused.h"
+#include "sm90_grouped.h"
+#include "sm90_groups.cuh"
 #include "sm90_launch.cuh"
 #include "sm90_ptx.cuh"
 #include "sm90_windows.h"
@@ -55,15 +57,10 @@ struct Halves {
 // A thread has 8 elements at a time, kSteps of them on their way. Eight threads have a window, and write it in fragment
 // order: 16 bytes have one pair of each block.
 template <class Source, int kSteps>
-__global__ void __launch_bounds__(kThreads)
-    sm90_prepare_kernel(Source source, uint4* out, int64_t rows, int64_t depth, uint32_t* flags, int64_t flag_count) {
-#if __CUDA_ARCH__ >= 900
-  wait_for_kernel_ahead();  // which may make a, or read what `out` was before
-  let_next_kernel_start();  // it waits before it reads `out`
-#endif
-  for (int64_t i = thread_index(); i < flag_count; i += thread_count()) flags[i] = 0;
+__device__ __forceinline__ void prepare_rows(const Source& source, uint4* out, int64_t rows, int64_t depth,
+                                             int64_t block) {
   const int64_t here = depth / 8, padded = (depth + kWindow - 1) / kWindow * 8;  // eights of a row
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads * kSteps + threadIdx.x;
+  const int64_t first = block * kThreads * kSteps + threadIdx.x;
   typename Source::Raw raw[kSteps];
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
@@ -80,6 +77,36 @@ __global__ void __launch_bounds__(kThreads)
     const int lane = threadIdx.x % 8;
     if (at < rows * padded) out[at - lane + lane % 2 * 4 + lane / 2] = make_uint4(p[0], p[1], p[2], p[3]);
   }
+}
+
+template <class Source, int kSteps>
+__global__ void __launch_bounds__(kThreads)
+    sm90_prepare_kernel(Source source, uint4* out, int64_t rows, int64_t depth, uint32_t* flags, int64_t flag_count) {
+#if __CUDA_ARCH__ >= 900
+  wait_for_kernel_ahead();  // which may make a, or read what `out` was before
+  let_next_kernel_start();  // it waits before it reads `out`
+#endif
+  for (int64_t i = thread_index(); i < flag_count; i += thread_count()) flags[i] = 0;
+  prepare_rows<Source, kSteps>(source, out, rows, depth, blockIdx.x);
+}
+
+// ---------------------------------------------------------------- the same of a grouped product
+// The first thread blocks make the lists of tiles, the others have rows.
+template <class Source, int kSteps>
+__global__ void __launch_bounds__(kThreads)
+    sm90_prepare_grouped_kernel(Source source, uint4* out, int64_t rows, int64_t depth,
+                                const __grid_constant__ GroupedListings lists) {
+#if __CUDA_ARCH__ >= 900
+  wait_for_kernel_ahead();
+  let_next_kernel_start();
+#endif
+  constexpr int kLists = 2;
+  if (blockIdx.x >= kLists)
+    prepare_rows<Source, kSteps>(source, out, rows, depth, int64_t{blockIdx.x} - kLists);
+  else if (blockIdx.x == 0)
+    list_tiles(lists.rows);
+  else if (lists.tails.header)
+    list_tiles(lists.tails);
 }
 
 // ---------------------------------------------------------------- operands with windows
@@ -207,6 +234,24 @@ cudaError_t launch_sm90_prepare(const MatmulOperand& a, void* out, int64_t rows,
   const auto launch_source = [&](auto source) {
     using Source = decltype(source);
     return many ? launch(source, sm90_prepare_kernel<Source, 8>, 8) : launch(source, sm90_prepare_kernel<Source, 2>, 2);
+  };
+  return a.quantized() ? launch_source(Codes{static_cast<const uint32_t*>(a.data), a.scale})
+                       : launch_source(Halves{static_cast<const uint4*>(a.data)});
+}
+
+cudaError_t launch_sm90_prepare_grouped(const MatmulOperand& a, void* out, int64_t rows, int64_t depth,
+                                        const GroupedListings& lists, cudaStream_t stream) {
+  const int64_t eights = rows * ((depth + kWindow - 1) / kWindow) * 8;
+  const bool many = eights > int64_t{multiprocessors()} * 8 * kThreads * 8;
+  const auto launch = [&](auto source, auto kernel, int64_t steps) {
+    const int64_t per = kThreads * steps;
+    return launch_early(kernel, static_cast<unsigned>(2 + (eights + per - 1) / per), kThreads, 1, 0, stream, source,
+                        static_cast<uint4*>(out), rows, depth, lists);
+  };
+  const auto launch_source = [&](auto source) {
+    using Source = decltype(source);
+    return many ? launch(source, sm90_prepare_grouped_kernel<Source, 8>, 8)
+                : launch(source, sm90_prepare_grouped_kernel<Source, 2>, 2);
   };
   return a.quantized() ? launch_source(Codes{static_cast<const uint32_t*>(a.data), a.scale})
                        : launch_source(Halves{static_cast<const uint4*>(a.data)});

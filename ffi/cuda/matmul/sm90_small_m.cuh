@@ -87,6 +87,7 @@ struct Share {
   int rank_bits, ranks, rank, units, most, groups, group0;
   int64_t matrix;
 
+  Share() = default;
   __device__ __forceinline__ explicit Share(const Args& a)
       : rank_bits(a.rank_bits), ranks(1 << rank_bits), rank(blockIdx.x & (ranks - 1)), units(a.units) {
     const int tile = blockIdx.x >> rank_bits;
@@ -95,6 +96,14 @@ struct Share {
   }
   // The first unit of K of a rank.
   __device__ __forceinline__ int unit(int of_rank) const { return units * of_rank >> rank_bits; }
+
+  // What results are of: a matrix of b, and rows of a.
+  struct Of {
+    int64_t matrix;
+    __device__ __forceinline__ int64_t first_row(int rows) const { return matrix * rows; }
+    __device__ __forceinline__ int rows(const Args& a) const { return static_cast<int>(a.g.shape.rows); }
+  };
+  __device__ __forceinline__ Of of() const { return {matrix}; }
 };
 
 // ---------------------------------------------------------------- launches
@@ -221,8 +230,8 @@ struct Rows {
   uint4 codes[kQuantized ? kTiles : 1][kParts];
   uint32_t scales[kQuantized ? kTiles : 1][kParts];
 
-  __device__ __forceinline__ Rows(const MatmulArgs& g, int64_t row0)
-      : live(static_cast<int>(g.shape.rows)), depth(static_cast<int>(g.shape.depth)) {
+  __device__ __forceinline__ Rows(const MatmulArgs& g, int64_t row0, int rows)
+      : live(rows), depth(static_cast<int>(g.shape.depth)) {
     const int lane = threadIdx.x % 32;
     const int64_t at =
         (row0 + (kQuantized ? lane / 4 : lane / (16 * kParts))) * (kQuantized ? depth >> 1 : int64_t{2} * depth) +
@@ -428,13 +437,14 @@ __device__ __forceinline__ void keep(uint32_t at, const float (&d)[kTiles][2][4]
 // ---------------------------------------------------------------- the end
 // Sums are kept by slots: what one lane has of 16 columns and 8 rows, which is rows 2t and 2t + 1 of columns g and g
 // + 8.
-template <Left left, class S>
+template <Left left, class S, class Of>
 struct Slot {
   const Args& a;
-  int64_t matrix;
+  Of of;
   int row, col;
   float alpha[2][2], bias[2];  // [column][row]
 
+  template <class Share>
   __device__ __forceinline__ void place(const Share& share, int slot) {
     col = (share.group0 + slot / 32 / S::kRowTiles) * 16 + slot % 32 / 4;
     row = slot / 32 % S::kRowTiles * 8 + slot % 4 * 2;
@@ -442,15 +452,15 @@ struct Slot {
   // What the sums are to be multiplied by, and what is added. What does not exist has what the last row or column has.
   __device__ __forceinline__ void load() {
     const MatmulArgs& g = a.g;
-    const int rows = static_cast<int>(g.shape.rows), cols = static_cast<int>(g.shape.cols);
+    const int rows = of.rows(a), cols = static_cast<int>(g.shape.cols);
     float a_amax[2] = {}, b_amax[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int c = min(col + i * 8, cols - 1);
-      b_amax[i] = i && !a.each_col ? b_amax[0] : amax_of(g.b, matrix * cols + c);
+      b_amax[i] = i && !a.each_col ? b_amax[0] : amax_of(g.b, of.matrix * cols + c);
       bias[i] = g.result.bias ? load_float(g.result.bias, g.result.bias_kind, c) : 0.0f;
       if constexpr (left == Left::kNvfp4)
-        a_amax[i] = i && !a.each_row ? a_amax[0] : amax_of(g.a, matrix * rows + min(row + i, rows - 1));
+        a_amax[i] = i && !a.each_row ? a_amax[0] : amax_of(g.a, of.first_row(rows) + min(row + i, rows - 1));
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -479,8 +489,8 @@ struct Slot {
   __device__ __forceinline__ void store(const float (&sums)[4]) const {
     constexpr int kPower = DecodeFor<left>::kPower * (left == Left::kNvfp4 ? 2 : 1);
     const MatmulArgs& g = a.g;
-    const int rows = static_cast<int>(g.shape.rows), cols = static_cast<int>(g.shape.cols);
-    auto* const out = static_cast<typename T::Stored*>(g.result.out) + (matrix * rows + row) * cols + col;
+    const int rows = of.rows(a), cols = static_cast<int>(g.shape.cols);
+    auto* const out = static_cast<typename T::Stored*>(g.result.out) + (of.first_row(rows) + row) * cols + col;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (col + i / 2 * 8 < cols && row + i % 2 < rows)
@@ -516,11 +526,11 @@ struct SlotRange {
 
 // What the first slot of a thread needs is looked up while the first columns are on their way, which is when there is
 // time.
-template <Left left, class S>
+template <Left left, class S, class Share>
 __device__ __forceinline__ void prepare_slots(const Args& a, const Share& share, uint32_t kept) {
   const SlotRange<S> range(share);
   if (range.first >= range.end) return;
-  Slot<left, S> slot{a, share.matrix};
+  Slot<left, S, typename Share::Of> slot{a, share.of()};
   slot.place(share, range.first);
   slot.load();
   slot.keep(kept + threadIdx.x * 4);
@@ -536,7 +546,7 @@ __device__ __forceinline__ void add_warps(float (&sum)[4], uint32_t at, int pitc
 }
 
 // Adds the sums of warps, then those of ranks, in their order.
-template <Left left, class S>
+template <Left left, class S, class Share>
 __device__ __forceinline__ void finish_slots(const Args& a, const Share& share, uint32_t kept, uint32_t sums, int pitch,
                                              int live) {
   const SlotRange<S> range(share);
@@ -562,7 +572,7 @@ __device__ __forceinline__ void finish_slots(const Args& a, const Share& share, 
     }
 #pragma unroll
     for (float sum : s) asm volatile("" ::"f"(sum));  // used, before this thread block meets the others
-    Slot<left, S> of{a, share.matrix};
+    Slot<left, S, typename Share::Of> of{a, share.of()};
     of.place(share, slot);
     if (slot == range.first)
       of.take(kept + threadIdx.x * 4);
@@ -593,7 +603,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) sm90_small_m_kernel(const _
   // The first loads are on their way before anything else is computed.
   wait_for_kernel_ahead();
   let_next_kernel_start();  // it waits for the end of this one
-  Rows<left, S> rows(g, share.matrix * g.shape.rows);
+  Rows<left, S> rows(g, share.matrix * g.shape.rows, static_cast<int>(g.shape.rows));
   if (!walk.over()) rows.load(walk.unit, buffer);
   commit_copies();
   Ring<S> columns(g, share, ring, walk);

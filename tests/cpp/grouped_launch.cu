@@ -1,0 +1,267 @@
+// Runs the kernels of grouped products on odd shapes and sizes of groups, each buffer an allocation of its size, and
+// compares bits with a kernel that adds up one term after the other: numbers are such that every order has the same
+// sum. compute-sanitizer watches it too. A name as an argument selects cases: quick, all, graph.
+#include <cuda_runtime.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cuda/device.cuh"
+#include "cuda/kernels.h"
+
+using namespace jnvfp4;
+
+namespace {
+
+void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(status));
+  std::exit(1);
+}
+
+std::mt19937 random_engine(17);
+int random_below(int n) { return static_cast<int>(random_engine() % static_cast<uint32_t>(n)); }
+
+class Buffer {
+ public:
+  explicit Buffer(const std::vector<uint8_t>& host) : size_(host.size()) {
+    check(cudaMalloc(&data_, size_ ? size_ : 1), "cudaMalloc");
+    check(cudaMemcpy(data_, host.data(), size_, cudaMemcpyHostToDevice), "cudaMemcpy");
+  }
+  // NaN in every type.
+  static Buffer poisoned(int64_t bytes) { return Buffer(std::vector<uint8_t>(static_cast<size_t>(bytes), 0xff)); }
+  ~Buffer() { cudaFree(data_); }
+  Buffer(const Buffer&) = delete;
+  void poison() const { check(cudaMemset(data_, 0xff, size_), "cudaMemset"); }
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  std::vector<uint8_t> host() const {
+    std::vector<uint8_t> out(size_);
+    check(cudaMemcpy(out.data(), data_, size_, cudaMemcpyDeviceToHost), "cudaMemcpy");
+    return out;
+  }
+
+ private:
+  size_t size_;
+  void* data_ = nullptr;
+};
+
+std::vector<uint8_t> random_codes(int64_t count) {
+  std::vector<uint8_t> v(static_cast<size_t>(count / 2));
+  for (uint8_t& byte : v) byte = static_cast<uint8_t>(random_engine() >> 8);
+  return v;
+}
+// Powers of two.
+std::vector<uint8_t> random_scales(int64_t count) {
+  std::vector<uint8_t> v(static_cast<size_t>(count));
+  for (uint8_t& byte : v) byte = random_below(2) ? 0x38 : 0x40;
+  return v;
+}
+std::vector<uint8_t> random_amaxes(int64_t count) {
+  std::vector<uint8_t> v(static_cast<size_t>(count) * 4);
+  for (int64_t i = 0; i < count; ++i) {
+    const float amax = 0.5f + static_cast<float>(random_below(1 << 20)) / 65536.0f;
+    std::memcpy(v.data() + i * 4, &amax, 4);
+  }
+  return v;
+}
+// Integers up to 8.
+std::vector<uint8_t> random_dense(int64_t count, Float kind) {
+  std::vector<uint8_t> v(static_cast<size_t>(count) * 2);
+  for (int64_t i = 0; i < count; ++i) {
+    const float x = static_cast<float>(random_below(17) - 8);
+    const uint16_t bits = kind == Float::kBf16 ? Bf16::store(x) : F16::store(x);
+    std::memcpy(v.data() + i * 2, &bits, 2);
+  }
+  return v;
+}
+
+// ---------------------------------------------------------------- the reference
+__device__ float value_of(const MatmulOperand& x, int64_t row, int64_t depth, int64_t k) {
+  if (!x.quantized()) return load_float(x.data, x.kind, row * depth + k);
+  const uint8_t byte = static_cast<const uint8_t*>(x.data)[(row * depth + k) / 2];
+  const uint32_t code = k % 2 ? byte >> 4 : byte & 15;
+  constexpr float kMagnitudes[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  const float scale = x.scale[(row * depth + k) / 16] == 0x38 ? 1.0f : 2.0f;
+  return (code & 8 ? -kMagnitudes[code & 7] : kMagnitudes[code & 7]) * scale;
+}
+__global__ void reference(GroupedArgs g) {
+  const int64_t col = blockIdx.x * int64_t{blockDim.x} + threadIdx.x, row = blockIdx.y;
+  if (col >= g.shape.cols) return;
+  int64_t group = -1, end = 0;
+  for (int64_t i = 0; i < g.shape.groups && group < 0; ++i) {
+    end += max(g.sizes[i], 0);
+    if (row < end) group = i;
+  }
+  float y = 0;
+  if (group >= 0) {
+    const int64_t b_row = group * g.shape.cols + col, depth = g.shape.depth;
+    float sum = 0;
+    for (int64_t k = 0; k < depth; ++k) sum += value_of(g.a, row, depth, k) * value_of(g.b, b_row, depth, k);
+    const float b_amax = g.b.amax[b_row / g.b.map.rows_per_amax];
+    const float alpha = g.a.quantized()
+                            ? alpha_w4a4(g.a.amax[row / g.a.map.rows_per_amax], b_amax, g.a.e4m3_max, g.b.e4m3_max)
+                            : alpha_w4a16(b_amax, g.b.e4m3_max);
+    y = gemm_epilogue(sum == 0 ? 0.0f : sum, alpha, 0, false);
+  }
+  const int64_t at = row * g.shape.cols + col;
+  if (g.kind == Float::kF32)
+    static_cast<float*>(g.out)[at] = y;
+  else
+    static_cast<uint16_t*>(g.out)[at] = g.kind == Float::kBf16 ? Bf16::store(y) : F16::store(y);
+}
+
+// ---------------------------------------------------------------- cases
+struct Case {
+  GroupedShape shape;
+  std::vector<int32_t> sizes;
+};
+enum class How { kLaunch, kTwice, kGraph };
+int failures = 0, products = 0;
+
+const char* name_of_kind(Float kind) { return kind == Float::kF32 ? "f32" : kind == Float::kBf16 ? "bf16" : "f16"; }
+
+void run_one(const GroupedArgs& args, const GroupedTiles& tiles, const Buffer& scratch, const Buffer& out, How how,
+             const std::vector<uint8_t>& expected, const std::string& what) {
+  scratch.poison(), out.poison();
+  cudaStream_t stream;
+  check(cudaStreamCreate(&stream), "cudaStreamCreate");
+  if (how == How::kGraph) {
+    cudaGraph_t graph;
+    cudaGraphExec_t program;
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+    for (int i = 0; i < 3; ++i) check(launch_sm90_grouped(args, tiles, scratch.as<void>(), stream), "launch");
+    check(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
+    check(cudaGraphInstantiate(&program, graph, 0), "cudaGraphInstantiate");
+    check(cudaGraphLaunch(program, stream), "cudaGraphLaunch");
+    check(cudaStreamSynchronize(stream), what.c_str());
+    check(cudaGraphExecDestroy(program), "cudaGraphExecDestroy");
+    check(cudaGraphDestroy(graph), "cudaGraphDestroy");
+  } else {
+    for (int i = 0; i < (how == How::kTwice ? 2 : 1); ++i)
+      check(launch_sm90_grouped(args, tiles, scratch.as<void>(), stream), what.c_str());
+    check(cudaStreamSynchronize(stream), what.c_str());
+  }
+  check(cudaStreamDestroy(stream), "cudaStreamDestroy");
+  ++products;
+  const std::vector<uint8_t> got = out.host();
+  if (got == expected) return;
+  const int64_t bytes = args.kind == Float::kF32 ? 4 : 2;
+  int64_t wrong = 0, first = -1;
+  for (int64_t i = 0; i < static_cast<int64_t>(got.size()) / bytes; ++i)
+    if (std::memcmp(got.data() + i * bytes, expected.data() + i * bytes, static_cast<size_t>(bytes)) != 0) {
+      if (first < 0) first = i;
+      ++wrong;
+    }
+  if (++failures <= 20)
+    std::printf("WRONG %s: %lld results, the first at row %lld column %lld\n", what.c_str(),
+                static_cast<long long>(wrong), static_cast<long long>(first / args.shape.cols),
+                static_cast<long long>(first % args.shape.cols));
+}
+
+// kinds: 0 NVFP4, 1 bfloat16, 2 float16 as a.
+void run(const Case& c, int kind, Float out_kind, bool each, const std::vector<int>& tokens, How how) {
+  const GroupedShape& s = c.shape;
+  std::vector<uint8_t> raw(c.sizes.size() * 4);
+  std::memcpy(raw.data(), c.sizes.data(), raw.size());
+  const Buffer sizes(raw);
+  const int64_t b_rows = s.groups * s.cols;
+  const Buffer b(random_codes(b_rows * s.depth)), b_scale(random_scales(b_rows * s.depth / 16));
+  const Buffer b_amax(random_amaxes(each ? b_rows : s.groups)), a_amax(random_amaxes(each ? s.rows : 1));
+  const Float dense = kind == 2 ? Float::kF16 : Float::kBf16;
+  const Buffer a(kind ? random_dense(s.rows * s.depth, dense) : random_codes(s.rows * s.depth));
+  const Buffer a_scale(random_scales(kind ? 0 : s.rows * s.depth / 16));
+  const int64_t bytes = s.rows * s.cols * (out_kind == Float::kF32 ? 4 : 2);
+  const Buffer out = Buffer::poisoned(bytes), expected = Buffer::poisoned(bytes);
+  GroupedArgs args{};
+  args.a = {a.as<void>(),
+            kind ? nullptr : a_scale.as<uint8_t>(),
+            kind ? nullptr : a_amax.as<float>(),
+            dense,
+            {each ? 1 : s.rows, 0},
+            448.0f};
+  args.b = {b.as<void>(), b_scale.as<uint8_t>(), b_amax.as<float>(), Float::kBf16, {each ? 1 : s.cols, 0}, 448.0f};
+  args.sizes = sizes.as<int32_t>(), args.kind = out_kind, args.shape = s;
+  args.out = expected.as<void>();
+  reference<<<dim3(static_cast<unsigned>((s.cols + 127) / 128), static_cast<unsigned>(s.rows)), 128>>>(args);
+  check(cudaDeviceSynchronize(), "reference");
+  const std::vector<uint8_t> wanted = expected.host();
+  args.out = out.as<void>();
+  for (const int t : tokens) {
+    const GroupedTiles tiles{std::abs(t), t < 0};
+    const Buffer scratch = Buffer::poisoned(grouped_scratch(s, tiles).bytes + 1);
+    char what[160];
+    std::snprintf(what, sizeof what, "G%lld M%lld N%lld K%lld tokens %d a%d out %s each %d sizes %d %d %d how %d",
+                  static_cast<long long>(s.groups), static_cast<long long>(s.rows), static_cast<long long>(s.cols),
+                  static_cast<long long>(s.depth), t, kind, name_of_kind(out_kind), each, c.sizes[0],
+                  c.sizes.size() > 1 ? c.sizes[1] : -9, c.sizes.size() > 2 ? c.sizes[2] : -9, static_cast<int>(how));
+    run_one(args, tiles, scratch, out, how, wanted, what);
+  }
+}
+
+std::vector<int32_t> fuzzed(int64_t groups, int64_t rows) {
+  constexpr int kSizes[] = {0,  0,  1,  1,  3,   7,   8,   9,   15,  16, 17,
+                            31, 33, 63, 65, 127, 128, 129, 256, 300, -1, -2147483647};
+  std::vector<int32_t> v(static_cast<size_t>(groups));
+  for (int32_t& size : v) size = kSizes[random_below(22)];
+  if (random_below(4) == 0) v[static_cast<size_t>(random_below(static_cast<int>(groups)))] = static_cast<int32_t>(rows);
+  if (random_below(8) == 0) v[static_cast<size_t>(random_below(static_cast<int>(groups)))] = 2147483647;
+  return v;
+}
+
+const std::vector<int> kTokens{256, -256, 64};  // negative: with tails
+const std::vector<int> kFewTokens{0};
+
+void boundaries(bool quick) {
+  const std::vector<std::vector<int32_t>> sizes{{0, 0, 0, 0},   {1, 15, 16, 17},  {0, 0, 90, 0},    {90, 0, 0, 0},
+                                                {0, 0, 0, 300}, {20, 20, 20, 20}, {-5, 17, -1, 16}, {90, 1, 1, 1}};
+  for (const auto& v : sizes)
+    for (int64_t k : {16, 48, 272}) {
+      run({{90, 4, 130, k}, v}, quick ? 0 : random_below(3), Float::kBf16, k == 48, kTokens, How::kLaunch);
+    }
+}
+
+void fuzz(int count, int64_t most_rows, int64_t most_cols, bool few) {
+  constexpr int64_t kDepths[] = {16, 48, 64, 128, 256, 320, 512, 1040, 2048, 4352};
+  constexpr Float kFloats[] = {Float::kF32, Float::kBf16, Float::kF16};
+  for (int i = 0; i < count; ++i) {
+    const int64_t groups = i % 7 == 6 ? 300 + random_below(900) : 1 + random_below(12);
+    const GroupedShape s{1 + random_below(static_cast<int>(most_rows)), groups,
+                         groups > 100 ? 8 + random_below(40) : 1 + random_below(static_cast<int>(most_cols)),
+                         groups > 100 ? 256 : kDepths[random_below(10)]};
+    GroupedShape shape = s;
+    if (random_below(2)) shape.cols = (s.cols + 7) / 8 * 8;
+    run({shape, fuzzed(groups, s.rows)}, i % 3, kFloats[random_below(3)], random_below(2) != 0,
+        few ? kFewTokens : kTokens, static_cast<How>(random_below(3)));
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string which = argc > 1 ? argv[1] : "all";
+  const bool quick = which == "quick";
+  if (which != "few") {
+    boundaries(quick);
+    fuzz(quick ? 12 : 150, quick ? 300 : 700, 700, false);
+    if (!quick)
+      run({{2000, 16, 512, 7168}, {600, 500, 300, 200, 100, 50, 20, 0, 0, 9, 8, 7, 6, 5, 4, 3}}, 0, Float::kBf16, false,
+          kTokens, How::kTwice);
+  }
+  if (which != "fused") fuzz(quick ? 12 : 200, 40, 700, true);
+  if (which != "fused" && !quick)
+    for (int kind : {0, 1, 2})
+      for (int64_t k : {4096, 7168}) {
+        run({{16, 8, 1536, k}, {8, 3, 2, 1, 1, 1, 0, 0}}, kind, Float::kBf16, false, kFewTokens, How::kTwice);
+        run({{16, 3, 2048, k}, {14, 1, 1}}, kind, Float::kBf16, true, kFewTokens, How::kLaunch);
+        run({{100, 7, 1024, k}, {50, 20, 9, 8, 7, 0, 3}}, kind, Float::kF32, true, kFewTokens, How::kLaunch);
+      }
+  std::printf("%d products, %d wrong\n", products, failures);
+  return failures != 0;
+}
