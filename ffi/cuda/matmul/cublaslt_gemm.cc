@@ -1,6 +1,6 @@
 #include "cublaslt_gemm.h"
 
-#include "../../matmul_plan.h"
+#include "../kernels.h"
 
 namespace jnvfp4 {
 

@@ -2,10 +2,8 @@
 // its factors. Element by element, so that a test can make the same on the CPU.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
-#include "../../args.h"
 #include "../../scale_tiles.h"
+#include "../kernels.h"
 
 namespace jnvfp4 {
 
