@@ -149,6 +149,7 @@ def _call_grouped(call: Call, x: Any, w: Any, group_sizes: Any, key: Any) -> jax
     operands, structure = jax.tree.flatten((x, w, sizes))
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
     x, w, sizes = jax.tree.unflatten(structure, match_varying(*operands, like=key))
+    sizes = resharded(sizes, [None])  # where a group begins depends on all sizes before it
     frozen = isinstance(w, NVFP4Tensor)
     call = call._replace(
         out_dtype=call.out_dtype or x.dtype,
@@ -223,7 +224,7 @@ def _weights(
     specs = (along_k, along_n) if call.w_axes == "nk" else (along_n, along_k)
     quantizer = Quantizer(key, call.common)
     base = quantizer.operand_key(W, *(spec for spec in specs if spec is not None))
-    experts = jnp.arange(w.shape[0], dtype=jnp.uint32)
+    experts = resharded(jnp.arange(w.shape[0], dtype=jnp.uint32), axes_of_dims(jax.typeof(w)))
     keys = None if base is None else jax.vmap(lambda g: jax.random.fold_in(base, g))(experts)
 
     def of_expert(w: jax.Array, key: jax.Array | None) -> Pair:

@@ -342,6 +342,27 @@ def test_sharded_equals_unsharded(devices, layout, left, kind):
             assert_bitwise(jax.jit(lambda *v: grouped_matmul_nt(*v), **options)(*placed), want)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", [(P("x"), P()), (P("x"), P("y")), (P("x"), P(None, "y"))], ids=str)
+def test_vmap_over_split_examples(devices, layout, kind):
+    """No loop goes through a split axis, which an Explicit mesh would refuse."""
+    examples, b = [exact("dense", 64, 8)[0] * 2.0**i for i in range(8)], exact("dense", 64, 8)[1]
+    a, sizes = (
+        jnp.stack(examples).astype(jnp.bfloat16),
+        jnp.stack([jnp.roll(int32((9, 0, 20, 5, 3, 0, 11, 4)), i) for i in range(8)]),
+    )
+    product = jax.vmap(grouped_matmul_nt, (0, None, 0))
+    want = product(a, b, sizes)
+    mesh = make_mesh(devices, "xy", kind)
+    of_a = NamedSharding(mesh, layout[0])
+    placed = jax.device_put(a, of_a), jax.device_put(b, b.shardings(mesh, layout[1])), jax.device_put(sizes, of_a)
+    with jax.set_mesh(mesh):
+        got = jax.jit(product)(*placed)
+    assert_bitwise(got, want)
+    if kind == "explicit":
+        assert got.sharding.spec[0] == "x"
+
+
 def test_a_sum_over_experts_keeps_negative_zeros(devices):
     """Results that are too small for float16: -0 on the device that has the expert, 0 on the others."""
     a, b = exact("dense", 64, 8)

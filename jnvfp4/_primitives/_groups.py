@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 
-from ._base import axes_if_divisible, axes_of, match_varying, without_axes
+from ._base import axes_if_divisible, axes_of, axes_of_dims, match_varying, resharded, without_axes
 from ._operands import batch_size, shard_index
 
 
@@ -116,19 +116,28 @@ def product(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Arra
 
 # ---------------------------------------------------------------- vmap
 def map_examples(primitive: Primitive, args: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]) -> tuple:
-    """Computes the examples of a vmap one after another: each has its own groups of rows."""
+    """Computes the examples of a vmap one after another: each has its own groups of rows.
+
+    Examples that an Explicit mesh splits are gathered, because no loop goes through a split axis; results are split
+    as they were.
+    """
     size = batch_size(args, dims)
     moved = [v if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(args, dims, strict=True)]
     of_example = [v for v, d in zip(moved, dims, strict=True) if d is not None]
+    over = next((axes[0] for axes in map(_axes, of_example) if axes[0] is not None), None)
+    of_example = [resharded(v, [None, *_axes(v)[1:]]) for v in of_example]
 
     def one(mine: Sequence[jax.Array]) -> jax.Array:
         rest = iter(mine)
         operands = [v if d is None else next(rest) for v, d in zip(moved, dims, strict=True)]
         return primitive.bind(*match_varying(*operands), **params)[0]
 
-    if size == 1:
-        return [one([v[0] for v in of_example])[None]], [0]
-    return [lax.map(one, of_example)], [0]
+    y = one([v[0] for v in of_example])[None] if size == 1 else lax.map(one, of_example)
+    return [resharded(y, [over, *(without_axes(entry, set(axes_of(over))) for entry in _axes(y)[1:])])], [0]
+
+
+def _axes(x: jax.Array) -> list[Any]:
+    return axes_of_dims(jax.typeof(x))
 
 
 # ---------------------------------------------------------------- sharding
