@@ -29,7 +29,7 @@ from jnvfp4 import (
     supports,
 )
 from jnvfp4._primitives import grouped_matmul
-from jnvfp4._primitives._groups import chunks_of, rows_of
+from jnvfp4._primitives._groups import Rows, chunks_of, rows_of
 from jnvfp4.checkpoints import NameRule, from_hf, open_checkpoint
 
 M, N, K, G = 80, 40, 64, 5
@@ -153,6 +153,16 @@ def test_one_amax_is_that_of_all_groups(native):
     sizes = int32((16, 1, 15, 17, 0))
     assert b.amax.ndim == 0
     assert_bitwise(grouped_matmul_nt(a, b, sizes), grouped_matmul_nt(a, each, sizes))
+
+
+def test_sizes_of_the_host_must_be_int32():
+    """JAX would keep the low 32 bits of wider ones, without a word."""
+    a, b = operands("nvfp4")
+    for wrong in (np.array([2**40 + 3, 0, 1, 2, 3]), np.ones(G, np.int64), np.uint64(3)):
+        message = f"^grouped_matmul_nt: group_sizes must be int32, got {wrong.dtype}; .*astype"
+        with pytest.raises(TypeError, match=message):
+            grouped_matmul_nt(a, b, wrong)
+    assert_bitwise(grouped_matmul_nt(a, b, [1, 2, 3, 4, 5]), grouped_matmul_nt(a, b, np.arange(1, 6, dtype=np.int32)))
 
 
 @pytest.mark.parametrize(("rows", "groups"), [(0, 3), (16, 0), (0, 0)])
@@ -419,6 +429,24 @@ def test_chunks_cover_each_row_of_a_group_once(rows, sizes):
     for group, (begin, end) in enumerate(ends_of(sizes, rows)):
         want[begin:end] = group
     assert (groups == want).all()
+
+
+@pytest.mark.parametrize("rows", [4095, 4096, 4097, 10000, 32768, 2**18])
+@pytest.mark.parametrize("groups", [1, 7, 8, 64])
+def test_a_loop_over_chunks_computes_half_as_many_rows_again(rows, groups):
+    chunks = jax.eval_shape(lambda sizes: chunks_of(rows_of(sizes, rows), rows).group, int32([0] * groups))
+    assert rows <= chunks.shape[0] * size_of_chunks(rows, groups) <= 1.5 * rows
+
+
+def size_of_chunks(rows: int, groups: int) -> int:
+    of = [jax.ShapeDtypeStruct((groups,), jnp.int32)] * 2
+    found = []
+    jax.eval_shape(lambda *of: found.append(chunks_of(Rows(*of), rows).size), *of)
+    return found[0]
+
+
+def test_small_groups_cost_a_chunk_each():
+    assert size_of_chunks(64, 256) == 16
 
 
 # ---------------------------------------------------------------- experts of a checkpoint

@@ -309,6 +309,12 @@ ERRORS = {
     "no recipe": ({"recipe": None}, TypeError, "recipe must be a Recipe"),
     "no key": ({"recipe": recipes.pretrain()}, ValueError, "key must be a JAX PRNG key"),
     "windows": ({"recipe": recipes.window64(), "key": KEY}, ValueError, "recipe.fprop must have amax_scope.*window64"),
+    "sizes that JAX would cut": ({"group_sizes": np.array(SIZES)}, TypeError, "must be int32, got int64; .*astype"),
+    "a kernel of nothing": (
+        {"recipe": Recipe(None, None, None), "implementation": "cpu_nvfp4_blocks"},
+        ValueError,
+        "implementation must be None, 'native' or 'reference' where recipe.fprop is None, got 'cpu_nvfp4_blocks'",
+    ),
     "axes": ({"w_axes": "gnk"}, ValueError, "w_axes must be 'nk' or 'kn'"),
     "a switch": ({"aligned_groups": 16}, ValueError, "aligned_groups must be True or False"),
     "another format": ({"w": jax.vmap(lambda w: quantize(w, ROW_SCALED))(W)}, ValueError, "w must have the format of"),

@@ -51,7 +51,7 @@ def _place_in(ends: jax.Array, values: jax.Array) -> jax.Array:
 @partial(jax.jit, static_argnums=1, inline=True)  # an eager call transfers no constants
 def rows_of(sizes: jax.Array, rows: int) -> Rows:
     """Finds the rows of groups that follow each other in [0, rows): a negative size counts as 0, the rest is cut."""
-    limit = np.int32(rows)
+    limit = jnp.asarray(rows, jnp.int32)  # which may be symbolic
     counts = jnp.clip(sizes, np.int32(0), limit)
     ends = lax.associative_scan(lambda a, b: a + jnp.minimum(b, limit - a), counts)  # no sum exceeds int32
     return Rows(jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])[:-1], ends)
@@ -89,11 +89,20 @@ MOST_ROWS_OF_A_CHUNK = 2048
 def chunks_of(of: Rows, rows: int) -> Chunks:
     """Divides groups into parts, whose number depends on shapes alone: a loop over them has no condition to wait for.
 
-    Each group has one part at most that is not whole, and parts are about half as large as a group of middle size:
-    three halves of the rows are computed.
+    Each group has one part at most that is not whole. Parts have at least a quarter and at most half as many rows as
+    a group of middle size, so that a loop computes three halves of the rows or less; where such a group has fewer than
+    32 rows, parts have 16, and a loop computes 16 more rows for each group.
+
+    Raises:
+      NotImplementedError: a size is symbolic.
     """
     groups = of.starts.shape[0]
-    size = min(rows, MOST_ROWS_OF_A_CHUNK, max(16, 1 << (rows // (2 * groups)).bit_length()))
+    if not (isinstance(rows, int) and isinstance(groups, int)):
+        raise NotImplementedError(
+            "grouped_linear: the numbers of rows and groups must be known when a program is lowered, got "
+            f"{rows} rows and {groups} groups; export one program for each size"
+        )
+    size = min(rows, MOST_ROWS_OF_A_CHUNK, max(16, 1 << max(0, (rows // (2 * groups)).bit_length() - 1)))
     counts = -(-of.sizes // np.int32(size))
     lasts = jnp.cumsum(counts, dtype=jnp.int32)
     turn = jnp.arange(rows // size + groups, dtype=jnp.int32)
