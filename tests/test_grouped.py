@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import GOLDEN
-from conftest import skip_or_fail
+from conftest import gpus, skip_or_fail
 from helpers import assert_bitwise, decoded, primitives
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -185,6 +185,19 @@ def test_decode_then_ragged_dot(cpu, monkeypatch, left, sizes):
     fmt = None if left == "dense" else a.format
     got = grouped_matmul._decode_then_ragged_dot(grouped_matmul._split(flat, fmt), fmt, b.format, jnp.float32)
     assert_bitwise(got, by_group(a, b, sizes, out_dtype=jnp.float32))
+
+
+@every_boundary
+@pytest.mark.parametrize("left", ["nvfp4", "dense"])
+def test_decode_then_ragged_dot_on_a_gpu(left, sizes):
+    if not gpus():
+        skip_or_fail("cuda", "no CUDA device")
+    a, b = jax.device_put(exact(left, M, G), jax.devices("cpu")[0])
+    want = by_group(a, b, sizes, out_dtype=jnp.float32)
+    with jax.default_device(gpus()[0]):
+        a, b = jax.device_put((a, b), gpus()[0])
+        options = {"out_dtype": jnp.float32, "implementation": "decode_then_ragged_dot"}
+        assert_bitwise(grouped_matmul_nt(a, b, int32(sizes), **options), want)
 
 
 def decoded_parts(parts):

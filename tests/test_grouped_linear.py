@@ -75,7 +75,7 @@ def relative_error(got, want) -> float:
 # ---------------------------------------------------------------- values and gradients
 @pytest.mark.parametrize("aligned", [False, True], ids=["", "aligned"])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_gradients_beside_a_dense_loop(cpu, recipe, aligned):
+def test_gradients_beside_a_dense_loop(native, recipe, aligned):
     """NVFP4 keeps 13% of Gaussian values; more of those that are rounded stochastically."""
     sizes = ALIGNED if aligned else SIZES
     f = partial(grouped_linear, group_sizes=int32(sizes), recipe=recipe, key=KEY, aligned_groups=aligned)
