@@ -99,7 +99,7 @@ def grouped_linear(
       recipe: as in ``linear``; no spec of a product that is quantized may have amax scope "window64". Without
         ``aligned_groups`` its wgrad is not quantized: a pair of specs there means None.
       key: as in ``linear``. Expert g draws from ``jax.random.fold_in(k, g)``, where k is the key that ``linear`` would
-        use for w.
+        use for w. Inside ``jax.shard_map`` g counts the experts of one device: fold its index into the key.
       out_dtype: float32, bfloat16 or float16; the dtype of x if None.
       implementation: as in ``quantize``; or the name of a kernel of ``grouped_matmul_nt``, for the forward product,
         which ``recipe.fprop`` must then quantize.

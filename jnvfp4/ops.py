@@ -501,7 +501,8 @@ def grouped_matmul_nt(
     Returns:
       [M, N] of ``out_dtype``. Row m is that of ``matmul_nt(a[m:m + 1], b[g])`` for the group g that holds it: the same
       bits on the CPU and in the reference; on a GPU the sums along K are exact products in an order that is not
-      defined. Rows that no group holds are zero, whatever ``a`` has there. A group without rows costs nothing.
+      defined. Rows that no group holds are zero, whatever ``a`` has there. A group without rows costs nothing in the
+      kernels of CPUs and of Hopper.
 
     Raises:
       ValueError, TypeError: shapes, dtypes or formats do not fit; the message names them.
