@@ -200,6 +200,10 @@ def sum_over_devices(
 
 def _sum(y: jax.Array, axes: tuple[str, ...], dim: int | None, apart: bool) -> jax.Array:
     if apart:
-        bits = {2: jnp.uint16, 4: jnp.uint32}[y.dtype.itemsize]
-        return lax.bitcast_convert_type(_sum(lax.bitcast_convert_type(y, bits), axes, dim, False), y.dtype)
+        # XLA may widen sums of uint16, which doubles the bytes between devices: two values are one word.
+        pairs = y.dtype.itemsize == 2 and y.shape[-1] % 2 == 0 and dim != y.ndim - 1
+        v = y.reshape(*y.shape[:-1], -1, 2) if pairs else y
+        words = lax.bitcast_convert_type(v, jnp.uint32 if pairs or y.dtype.itemsize == 4 else jnp.uint16)
+        total = lax.bitcast_convert_type(_sum(words, axes, dim, False), y.dtype)
+        return total.reshape(*total.shape[:-2], -1) if pairs else total
     return lax.psum(y, axes) if dim is None else lax.psum_scatter(y, axes, scatter_dimension=dim, tiled=True)
