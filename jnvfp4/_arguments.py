@@ -69,6 +69,15 @@ def as_float_array(op: str, name: str, value: Any) -> jax.Array:
     return array
 
 
+def as_group_sizes(op: str, sizes: Any) -> jax.Array:
+    """Converts like ``as_array``; refuses integers of the host that JAX would cut to 32 bits. Primitives check more."""
+    if isinstance(sizes, np.ndarray | np.generic) and sizes.dtype != np.int32:
+        raise TypeError(
+            f"{op}: group_sizes must be int32, got {sizes.dtype}; if all of them fit, pass group_sizes.astype(np.int32)"
+        )
+    return as_array(op, "group_sizes", sizes)
+
+
 def as_amax(op: str, amax: ArrayLike) -> jax.Array:
     """Converts an amax; a Python number becomes float32. The primitives refuse other dtypes."""
     if isinstance(amax, int | float):

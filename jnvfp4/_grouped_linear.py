@@ -12,8 +12,8 @@ from jax.typing import ArrayLike, DTypeLike
 from . import _native, ops, reference, softfloat
 from ._arguments import (
     Implementation,
-    as_array,
     as_float_array,
+    as_group_sizes,
     check_implementation,
     check_switch,
     float_dtype,
@@ -99,9 +99,10 @@ def grouped_linear(
       recipe: as in ``linear``; no spec of a product that is quantized may have amax scope "window64". Without
         ``aligned_groups`` its wgrad is not quantized: a pair of specs there means None.
       key: as in ``linear``. Expert g draws from ``jax.random.fold_in(k, g)``, where k is the key that ``linear`` would
-        use for w.
+        use for w. Inside ``jax.shard_map`` g counts the experts of one device: fold its index into the key.
       out_dtype: float32, bfloat16 or float16; the dtype of x if None.
-      implementation: as in ``quantize``; or the name of a kernel of ``grouped_matmul_nt``, for the forward product.
+      implementation: as in ``quantize``; or the name of a kernel of ``grouped_matmul_nt``, for the forward product,
+        which ``recipe.fprop`` must then quantize.
       w_axes: "nk" or "kn", as in ``linear``.
       aligned_groups: the caller's promise that each group but the last has a multiple of 16 rows, so that each begins
         at one. The gradient of w is then computed by ``recipe.wgrad``, whose blocks of 16 rows never cross groups.
@@ -123,6 +124,11 @@ def grouped_linear(
         raise ValueError(f"{op}: w_axes must be 'nk' or 'kn', got {w_axes!r}")
     dtype = None if out_dtype is None else float_dtype(op, "out_dtype", out_dtype)
     check_recipe(op, recipe)
+    if recipe.fprop is None and implementation in _native.grouped_kernels():
+        raise ValueError(
+            f"{op}: implementation must be None, 'native' or 'reference' where recipe.fprop is None, got "
+            f"{implementation!r}; no kernel of grouped_matmul_nt computes a product in high precision"
+        )
     call = Call(op, recipe if aligned_groups else _without_wgrad(recipe), dtype, implementation, w_axes)
     return _call_grouped(call, x, w, group_sizes, key)
 
@@ -140,7 +146,7 @@ def _call_grouped(call: Call, x: Any, w: Any, group_sizes: Any, key: Any) -> jax
         w = as_float_array(op, "w", w)
     _check_scopes(op, call.recipe)
     key = recipe_key(op, call.recipe, key)
-    x, sizes = as_float_array(op, "x", x), as_array(op, "group_sizes", group_sizes)
+    x, sizes = as_float_array(op, "x", x), as_group_sizes(op, group_sizes)
     if call.recipe.fprop is not None and call.recipe.fprop.x is None and x.dtype == jnp.float32:
         raise TypeError(f"{op}: x must be bfloat16 or float16 for a weight-only recipe, got {x.dtype}")
     n, k = _weight_sizes(call, x, w)
@@ -149,6 +155,7 @@ def _call_grouped(call: Call, x: Any, w: Any, group_sizes: Any, key: Any) -> jax
     operands, structure = jax.tree.flatten((x, w, sizes))
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
     x, w, sizes = jax.tree.unflatten(structure, match_varying(*operands, like=key))
+    sizes = resharded(sizes, [None])  # where a group begins depends on all sizes before it
     frozen = isinstance(w, NVFP4Tensor)
     call = call._replace(
         out_dtype=call.out_dtype or x.dtype,
@@ -223,7 +230,7 @@ def _weights(
     specs = (along_k, along_n) if call.w_axes == "nk" else (along_n, along_k)
     quantizer = Quantizer(key, call.common)
     base = quantizer.operand_key(W, *(spec for spec in specs if spec is not None))
-    experts = jnp.arange(w.shape[0], dtype=jnp.uint32)
+    experts = resharded(jnp.arange(w.shape[0], dtype=jnp.uint32), axes_of_dims(jax.typeof(w)))
     keys = None if base is None else jax.vmap(lambda g: jax.random.fold_in(base, g))(experts)
 
     def of_expert(w: jax.Array, key: jax.Array | None) -> Pair:

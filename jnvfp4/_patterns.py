@@ -39,6 +39,20 @@ def matches_path(pattern: str | Callable[[str], bool], path: str) -> bool:
     return bool(pattern(path)) if callable(pattern) else re.fullmatch(pattern, path) is not None
 
 
+def check_path_pattern(op: str, name: str, pattern: object) -> None:
+    """Refuses what ``matches_path`` cannot take: neither a function nor a regular expression."""
+    if callable(pattern):
+        return
+    if not isinstance(pattern, str):
+        raise TypeError(f"{op}: {name} must be a regular expression or a function of the path, got {pattern!r}")
+    if pattern.startswith("re:"):
+        raise ValueError(f"{op}: {name} must be a regular expression, got {pattern!r}; leave out 're:'")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{op}: {name} must be a regular expression, got {pattern!r}: {error}") from None
+
+
 def part_in(parts: tuple[str, ...], path: str) -> str | None:
     """Returns the first of ``parts`` that is a whole part of a path."""
     return next((part for part in parts if part in path.split("/")), None)

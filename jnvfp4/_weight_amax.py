@@ -83,8 +83,7 @@ def find_weight_amaxes(weights: Sequence[tuple[str, Any, bool]]) -> list[WeightA
     full = [i for i, w in enumerate(arrays) if w.size]
     found = [jnp.zeros(w.shape[:kept], jnp.float32) for w, kept in zip(arrays, lead, strict=True)]
     if full:
-        operands = [lax.stop_gradient(arrays[i]) for i in full]
-        amaxes = bind(weight_amax_p, *operands, lead=tuple(lead[i] for i in full), implementation=None)
+        amaxes = bind(weight_amax_p, *(arrays[i] for i in full), lead=tuple(lead[i] for i in full), implementation=None)
         for i, amax in zip(full, amaxes, strict=True):
             found[i] = amax
     return [WeightAmax(amax, w.shape, bool(n)) for amax, w, n in zip(found, arrays, lead, strict=True)]

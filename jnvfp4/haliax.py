@@ -51,7 +51,7 @@ class DotGeneral(eqx.Module):
 
 
 class RaggedDot(eqx.Module):
-    """Follows the protocol of haliax's ragged dot operations, ``op(lhs, rhs, group_sizes)``; multiplies by a recipe.
+    """Multiplies groups of rows by a recipe, for code that calls ``op(lhs, rhs, group_sizes)`` on arrays.
 
     Attributes:
       recipe: how each product quantizes its operands, as in ``jnvfp4.grouped_linear``.

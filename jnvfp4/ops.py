@@ -17,6 +17,7 @@ from ._arguments import (
     as_amax,
     as_amax_pair,
     as_array,
+    as_group_sizes,
     check_accumulation,
     check_implementation,
     check_spec,
@@ -500,7 +501,8 @@ def grouped_matmul_nt(
     Returns:
       [M, N] of ``out_dtype``. Row m is that of ``matmul_nt(a[m:m + 1], b[g])`` for the group g that holds it: the same
       bits on the CPU and in the reference; on a GPU the sums along K are exact products in an order that is not
-      defined. Rows that no group holds are zero, whatever ``a`` has there. A group without rows costs nothing.
+      defined. Rows that no group holds are zero, whatever ``a`` has there. A group without rows costs nothing in the
+      kernels of CPUs and of Hopper.
 
     Raises:
       ValueError, TypeError: shapes, dtypes or formats do not fit; the message names them.
@@ -519,7 +521,7 @@ def grouped_matmul_nt(
         data,
         scale,
         amax,
-        as_array(op, "group_sizes", group_sizes),
+        as_group_sizes(op, group_sizes),
         a_format=a.format if isinstance(a, NVFP4Tensor) else None,
         b_format=b.format,
         out_dtype=float_dtype(op, "out_dtype", out_dtype),

@@ -15,7 +15,7 @@ import jax
 from . import recipes
 from ._gather import Placement, as_pair
 from ._linear import units
-from ._patterns import layer_path, matches_path, part_in
+from ._patterns import check_path_pattern, layer_path, matches_path, part_in
 from .recipes import Recipe
 from .spec import name_of
 
@@ -56,16 +56,7 @@ class Rule:
     def __post_init__(self) -> None:
         _check_recipe("Rule", "recipe", self.recipe)
         as_pair("Rule", self.w_gather)
-        if callable(self.path):
-            return
-        if not isinstance(self.path, str):
-            raise TypeError(f"Rule: path must be a regular expression or a function of the path, got {self.path!r}")
-        if self.path.startswith("re:"):
-            raise ValueError(f"Rule: path must be a regular expression, got {self.path!r}; leave out 're:'")
-        try:
-            re.compile(self.path)
-        except re.error as error:
-            raise ValueError(f"Rule: path must be a regular expression, got {self.path!r}: {error}") from None
+        check_path_pattern("Rule", "path", self.path)
 
     @property
     def name(self) -> str:

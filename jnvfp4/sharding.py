@@ -3,7 +3,6 @@
 docs/sharding.md says which layouts of ``linear`` need which collectives.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +16,7 @@ from ._arguments import Implementation, as_array, check_spec
 from ._gather import Placement, as_gather
 from ._keys import entered_amaxes
 from ._linear import takes_weight_amax
-from ._patterns import matches_path
+from ._patterns import check_path_pattern, matches_path
 from ._weight_amax import WeightAmax, find_weight_amaxes
 from .ops import quantize
 from .policy import Layer, Policy, path_of_weight, weights_in
@@ -171,7 +170,8 @@ def weight_amax(params: Any, policy: Policy, *, stacked: str | Callable[[str], b
     op = "weight_amax"
     if not isinstance(policy, Policy):
         raise TypeError(f"{op}: policy must be a jnvfp4.Policy, got {policy!r}")
-    _check_pattern(op, stacked)
+    if stacked is not None:
+        check_path_pattern(op, "stacked", stacked)
     found = weights_in(params)
     is_stacked = {path: stacked is not None and matches_path(stacked, path) for path in found}
     if stacked is not None and not any(is_stacked.values()):
@@ -184,17 +184,6 @@ def weight_amax(params: Any, policy: Policy, *, stacked: str | Callable[[str], b
     amaxes = find_weight_amaxes([(path, found[path], is_stacked[path]) for path in wanted])
     by_path: dict[str | None, WeightAmax] = dict(zip(wanted, amaxes, strict=True))
     return jax.tree_util.tree_map_with_path(lambda keys, _: by_path.get(path_of_weight(keys)), params)
-
-
-def _check_pattern(op: str, stacked: Any) -> None:
-    if stacked is None or callable(stacked):
-        return
-    if not isinstance(stacked, str):
-        raise TypeError(f"{op}: stacked must be a regular expression or a function of the path, got {stacked!r}")
-    try:
-        re.compile(stacked)
-    except re.error as error:
-        raise ValueError(f"{op}: stacked must be a regular expression, got {stacked!r}: {error}") from None
 
 
 @contextmanager
@@ -217,9 +206,9 @@ def step_amax(amaxes: Any) -> Iterator[None]:
     """
     known = lambda leaf: leaf is None or isinstance(leaf, WeightAmax)  # noqa: E731
     leaves = jax.tree_util.tree_leaves_with_path(amaxes, is_leaf=known)
-    wrong = next((leaf for _, leaf in leaves if not known(leaf)), None if leaves and amaxes is not None else amaxes)
-    if not leaves or amaxes is None or wrong is not None:
-        raise TypeError(f"step_amax: amaxes must be a tree of weight_amax, with WeightAmax and None, got {wrong!r}")
+    wrong = [leaf for _, leaf in leaves if not known(leaf)] or ([] if leaves and amaxes is not None else [amaxes])
+    if wrong:
+        raise TypeError(f"step_amax: amaxes must be a tree of weight_amax, with WeightAmax and None, got {wrong[0]!r}")
     paths = ((path_of_weight(keys), amax) for keys, amax in leaves)
     with entered_amaxes({path: amax for path, amax in paths if path is not None}):
         yield

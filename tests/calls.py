@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jnvfp4 import NVFP4, NVFP4_2D, NVFP4_SR, NVFP4_SR_UNBIASED, ROW_SCALED, WINDOW64, QuantSpec
+from jnvfp4 import NVFP4, NVFP4_2D, NVFP4_SR, NVFP4_SR_UNBIASED, ROW_SCALED, WINDOW64, QuantSpec, _native
 
 U8, U32, F32, BF16 = jnp.uint8, jnp.uint32, jnp.float32, jnp.bfloat16
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -131,14 +131,19 @@ def matmul_call(kernel: str, dense: bool, windows: bool) -> Call:
     return Call("matmul", operands, results, attrs)
 
 
-def grouped_call(kernel: str, dense: bool) -> Call:
-    m, g, n, k = 24, 3, 32, 128
+def grouped_call(kernel: str, dense: bool, m: int = 24) -> Call:
+    g, n, k = 3, 32, 128
+    left = "bfloat16" if dense else "nvfp4"
+    capability = 90 if kernel.startswith("sm90") else 0
+    scratch = _native.plan_grouped(shape=(m, g, n, k), a=left, out="float32", capability=capability).scratch_bytes
     a = (Array("a", (m, k), BF16, also=(jnp.float16,)), absent("a scale", U8), absent("a amax"))
     data, scale = Array("b data", (g, n, k // 2), U8), Array("b scale", (g, n, k // 16), U8)
     b = (data, scale, Array("b amax", (g,), F32, ((g, n),)))
     operands = (*(a if dense else tensor("a ", m, k, False)), *b, Array("group sizes", (g,), jnp.int32))
     attrs = {"kernel": kernel, "a_e4m3_max": np.int32(448), "b_e4m3_max": np.int32(448)}
-    return Call("grouped_matmul", operands, (Array("out", (m, n), F32, also=FLOATS), absent("scratch", U8)), attrs)
+    more = ((scratch, 1), (1, scratch), (scratch + 1,), (2 * scratch,))  # as in absent()
+    of_scratch = Array("scratch", (scratch,), U8, more) if scratch else absent("scratch", U8)
+    return Call("grouped_matmul", operands, (Array("out", (m, n), F32, also=FLOATS), of_scratch), attrs)
 
 
 def dequantize_call(windows: bool) -> Call:
@@ -181,8 +186,8 @@ def decode_call() -> Call:
     return Call("decode", (data, scale), (Array("out", (16, 128), BF16, also=(jnp.float16,)),))
 
 
-def valid_calls(platform: str) -> dict[str, Call]:
-    """Name -> a call that runs on "cpu" or "cuda"."""
+def valid_calls(platform: str, hopper: bool = True) -> dict[str, Call]:
+    """Name -> a call that runs on "cpu" or "cuda"; on GPUs, whether those for Hopper are among them."""
     cpu = platform == "cpu"
     norm_scratch = absent("scratch", U8) if cpu else Array("scratch", (64,), F32)
     pair_scratch = Array("scratch", (64, 128), BF16) if cpu else norm_scratch
@@ -218,10 +223,16 @@ def valid_calls(platform: str) -> dict[str, Call]:
         "matmul windows": matmul_call(blocks, False, True),
         "matmul dense": matmul_call(elements, True, False),
     }
-    if cpu:
-        grouped = {"grouped": grouped_call(blocks, False), "grouped dense": grouped_call(elements, True)}
-        return calls | grouped
-    return calls | {"decode": decode_call(), "epilogue": epilogue_call()}
+    if not cpu:
+        calls |= {"decode": decode_call(), "epilogue": epilogue_call()}
+    if not cpu and not hopper:
+        return calls
+    blocks, elements = (blocks, elements) if cpu else ("sm90_nvfp4_grouped", "sm90_dense_grouped")
+    return calls | {
+        "grouped": grouped_call(blocks, False),
+        "grouped few rows": grouped_call(blocks, False, 16),  # for which a kernel of Hopper needs no scratch
+        "grouped dense": grouped_call(elements, True),
+    }
 
 
 # ---------------------------------------------------------------- calls that are wrong in one place

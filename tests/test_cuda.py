@@ -129,12 +129,52 @@ for one, two in zip(jax.tree.leaves(eager), jax.tree.leaves(first[:4])):
 """
 
 
-def test_cuda_graphs(gpu, tmp_path):
-    """The kernels recorded in XLA command buffers: the dumped plan has them all inside one."""
+GROUPS_GRAPH_SCRIPT = """
+import jax, jax.numpy as jnp, numpy as np
+import jnvfp4
+
+def tensor(seed, *shape):  # of sums that are exact in any order
+    data = jax.random.bits(jax.random.key(seed), (*shape[:-1], shape[-1] // 2), jnp.uint8)
+    scale = jnp.ones((*shape[:-1], shape[-1] // 16), jnp.float8_e4m3fn)
+    return jnvfp4.NVFP4Tensor(data, scale, jnp.full(shape[:-2], 6 * 448.0, jnp.float32), jnvfp4.Format())
+
+@jax.jit
+def step(left, right, sizes):
+    return jnvfp4.grouped_matmul_nt(left, right, sizes, out_dtype=jnp.float32)
+
+left, right = tensor(0, 300, 256), tensor(1, 4, 130, 256)
+a, b = (np.asarray(jnvfp4.dequantize(t)) for t in (left, right))
+for sizes in 3 * [(300, 0, 0, 0), (1, 200, 0, 99), (0, 0, 5, 0), (64, 64, 64, 64), (0, 0, 0, 0), (0, 0, 1, 299)]:
+    got = np.asarray(step(left, right, jnp.array(sizes, jnp.int32)))
+    want, begin = np.zeros_like(got), 0
+    for g, size in enumerate(sizes):
+        want[begin : begin + size] = a[begin : begin + size] @ b[g].T
+        begin += size
+    assert np.array_equal(got, want), sizes
+"""
+
+
+def plan_of_graphs(script: str, tmp_path) -> str:
+    """Runs the script with XLA command buffers, and returns what XLA runs for its function ``step``."""
     flags = "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
     env = {**os.environ, "XLA_FLAGS": f"{flags} --xla_dump_to={tmp_path} --xla_dump_hlo_as_text"}
-    subprocess.run([sys.executable, "-c", GRAPH_SCRIPT], env=env, check=True, cwd=tmp_path)
+    subprocess.run([sys.executable, "-c", script], env=env, check=True, cwd=tmp_path)
     (plan,) = (p.read_text() for p in pathlib.Path(tmp_path).glob("*jit_step.thunk_sequence_after_thunk_passes.txt"))
+    return plan
+
+
+def test_a_graph_is_replayed_with_other_sizes_of_groups(gpu, tmp_path):
+    """Nothing of the sizes that it was recorded with stays in it."""
+    plan = plan_of_graphs(GROUPS_GRAPH_SCRIPT, tmp_path)
+    if gpu.compute_capability == "9.0":
+        calls = [line for line in plan.splitlines() if "kCustomCall" in line]
+        assert calls
+        assert all(line.startswith(" ") for line in calls), plan  # indented: inside the command buffer
+
+
+def test_cuda_graphs(gpu, tmp_path):
+    """The kernels recorded in XLA command buffers: the dumped plan has them all inside one."""
+    plan = plan_of_graphs(GRAPH_SCRIPT, tmp_path)
     calls = [line for line in plan.splitlines() if "kCustomCall" in line]
     assert "kCommandBuffer" in plan
     assert calls

@@ -26,6 +26,8 @@ from jnvfp4 import (
     export_checks,
     fake_quant,
     four_over_six,
+    grouped_linear,
+    grouped_matmul_nt,
     linear,
     matmul_nt,
     quantize,
@@ -118,6 +120,42 @@ def test_the_reference_exports_a_product_of_a_symbolic_size():
     for m in (1, 32):
         x = normal((m, 64), 1)
         assert_bitwise(restored.call(x, w), jax.jit(partial(linear, implementation="reference"))(x, w))
+
+
+SYMBOLIC_GROUPS = (
+    jax.ShapeDtypeStruct(jax.export.symbolic_shape("m, 64"), jnp.bfloat16),
+    jax.ShapeDtypeStruct((4, 48, 64), jnp.bfloat16),
+    jax.ShapeDtypeStruct((4,), jnp.int32),
+)
+
+
+def of_experts(x, w, sizes, implementation=None):
+    return grouped_matmul_nt(x, jax.vmap(quantize)(w), sizes, implementation=implementation)
+
+
+def test_a_grouped_product_of_a_symbolic_size_is_refused(native):
+    message = r"^grouped_matmul_nt: the sizes of a product must be known .*, got \(m, 48\) .*reference"
+    with pytest.raises(NotImplementedError, match=message):
+        round_trip(of_experts, *SYMBOLIC_GROUPS, platforms=[native.platform])
+
+
+def test_the_reference_exports_a_grouped_product_of_a_symbolic_size():
+    f = partial(of_experts, implementation="reference")
+    restored = round_trip(f, *SYMBOLIC_GROUPS)
+    w, sizes = normal((4, 48, 64), 2), jnp.array([3, 0, 10, 40], jnp.int32)
+    for m in (1, 30):
+        x = normal((m, 64), 1)
+        assert_bitwise(restored.call(x, w, sizes), f(x, w, sizes))
+
+
+def test_a_loop_over_a_symbolic_number_of_rows_is_refused():
+    def f(x, w, sizes):
+        return jax.grad(lambda w: grouped_linear(x, w, sizes, implementation="reference").astype(jnp.float32).sum())(w)
+
+    with pytest.raises(
+        NotImplementedError, match=r"^grouped_linear: the numbers of rows and groups must be known .* m rows"
+    ):
+        round_trip(f, *SYMBOLIC_GROUPS)
 
 
 @pytest.mark.parametrize("spec", [NVFP4, NVFP4_RHT, ROW_SCALED, WINDOW64, four_over_six(e4m3_max=256)], ids=name_of)

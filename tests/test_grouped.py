@@ -1,13 +1,14 @@
 """grouped_matmul_nt: each group of rows has the bits of matmul_nt, wherever groups begin and end."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import GOLDEN
-from conftest import skip_or_fail
+from conftest import gpus, skip_or_fail
 from helpers import assert_bitwise, decoded, primitives
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -29,7 +30,7 @@ from jnvfp4 import (
     supports,
 )
 from jnvfp4._primitives import grouped_matmul
-from jnvfp4._primitives._groups import chunks_of, rows_of
+from jnvfp4._primitives._groups import Rows, chunks_of, rows_of
 from jnvfp4.checkpoints import NameRule, from_hf, open_checkpoint
 
 M, N, K, G = 80, 40, 64, 5
@@ -155,6 +156,16 @@ def test_one_amax_is_that_of_all_groups(native):
     assert_bitwise(grouped_matmul_nt(a, b, sizes), grouped_matmul_nt(a, each, sizes))
 
 
+def test_sizes_of_the_host_must_be_int32():
+    """JAX would keep the low 32 bits of wider ones, without a word."""
+    a, b = operands("nvfp4")
+    for wrong in (np.array([2**40 + 3, 0, 1, 2, 3]), np.ones(G, np.int64), np.uint64(3)):
+        message = f"^grouped_matmul_nt: group_sizes must be int32, got {wrong.dtype}; .*astype"
+        with pytest.raises(TypeError, match=message):
+            grouped_matmul_nt(a, b, wrong)
+    assert_bitwise(grouped_matmul_nt(a, b, [1, 2, 3, 4, 5]), grouped_matmul_nt(a, b, np.arange(1, 6, dtype=np.int32)))
+
+
 @pytest.mark.parametrize(("rows", "groups"), [(0, 3), (16, 0), (0, 0)])
 def test_nothing_to_multiply(native, rows, groups):
     b = quantize(jnp.ones((groups, N, K)), amax=jnp.ones((groups,)))
@@ -175,6 +186,19 @@ def test_decode_then_ragged_dot(cpu, monkeypatch, left, sizes):
     fmt = None if left == "dense" else a.format
     got = grouped_matmul._decode_then_ragged_dot(grouped_matmul._split(flat, fmt), fmt, b.format, jnp.float32)
     assert_bitwise(got, by_group(a, b, sizes, out_dtype=jnp.float32))
+
+
+@every_boundary
+@pytest.mark.parametrize("left", ["nvfp4", "dense"])
+def test_decode_then_ragged_dot_on_a_gpu(left, sizes):
+    if not gpus():
+        skip_or_fail("cuda", "no CUDA device")
+    a, b = jax.device_put(exact(left, M, G), jax.devices("cpu")[0])
+    want = by_group(a, b, sizes, out_dtype=jnp.float32)
+    with jax.default_device(gpus()[0]):
+        a, b = jax.device_put((a, b), gpus()[0])
+        options = {"out_dtype": jnp.float32, "implementation": "decode_then_ragged_dot"}
+        assert_bitwise(grouped_matmul_nt(a, b, int32(sizes), **options), want)
 
 
 def decoded_parts(parts):
@@ -342,6 +366,27 @@ def test_sharded_equals_unsharded(devices, layout, left, kind):
             assert_bitwise(jax.jit(lambda *v: grouped_matmul_nt(*v), **options)(*placed), want)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", [(P("x"), P()), (P("x"), P("y")), (P("x"), P(None, "y"))], ids=str)
+def test_vmap_over_split_examples(devices, layout, kind):
+    """No loop goes through a split axis, which an Explicit mesh would refuse."""
+    examples, b = [exact("dense", 64, 8)[0] * 2.0**i for i in range(8)], exact("dense", 64, 8)[1]
+    a, sizes = (
+        jnp.stack(examples).astype(jnp.bfloat16),
+        jnp.stack([jnp.roll(int32((9, 0, 20, 5, 3, 0, 11, 4)), i) for i in range(8)]),
+    )
+    product = jax.vmap(grouped_matmul_nt, (0, None, 0))
+    want = product(a, b, sizes)
+    mesh = make_mesh(devices, "xy", kind)
+    of_a = NamedSharding(mesh, layout[0])
+    placed = jax.device_put(a, of_a), jax.device_put(b, b.shardings(mesh, layout[1])), jax.device_put(sizes, of_a)
+    with jax.set_mesh(mesh):
+        got = jax.jit(product)(*placed)
+    assert_bitwise(got, want)
+    if kind == "explicit":
+        assert got.sharding.spec[0] == "x"
+
+
 def test_a_sum_over_experts_keeps_negative_zeros(devices):
     """Results that are too small for float16: -0 on the device that has the expert, 0 on the others."""
     a, b = exact("dense", 64, 8)
@@ -361,7 +406,7 @@ def test_no_weight_is_gathered_where_experts_are_split(devices):
     placed = jax.device_put(b, b.shardings(mesh, P("x", None, None)))
     compiled = jax.jit(grouped_matmul_nt).lower(a, placed, int32([8] * 8)).compile().as_text()
     assert "all-gather" not in compiled
-    assert "all-reduce" in compiled
+    assert re.search(r"u32\[64,20\]\S* all-reduce", compiled), "pairs of bfloat16"
 
 
 @pytest.mark.parametrize("implementation", ["native", "reference"])
@@ -398,6 +443,24 @@ def test_chunks_cover_each_row_of_a_group_once(rows, sizes):
     for group, (begin, end) in enumerate(ends_of(sizes, rows)):
         want[begin:end] = group
     assert (groups == want).all()
+
+
+@pytest.mark.parametrize("rows", [4095, 4096, 4097, 10000, 32768, 2**18])
+@pytest.mark.parametrize("groups", [1, 7, 8, 64])
+def test_a_loop_over_chunks_computes_half_as_many_rows_again(rows, groups):
+    chunks = jax.eval_shape(lambda sizes: chunks_of(rows_of(sizes, rows), rows).group, int32([0] * groups))
+    assert rows <= chunks.shape[0] * size_of_chunks(rows, groups) <= 1.5 * rows
+
+
+def size_of_chunks(rows: int, groups: int) -> int:
+    of = [jax.ShapeDtypeStruct((groups,), jnp.int32)] * 2
+    found = []
+    jax.eval_shape(lambda *of: found.append(chunks_of(Rows(*of), rows).size), *of)
+    return found[0]
+
+
+def test_small_groups_cost_a_chunk_each():
+    assert size_of_chunks(64, 256) == 16
 
 
 # ---------------------------------------------------------------- experts of a checkpoint

@@ -1,6 +1,7 @@
 """grouped_linear and RaggedDot: each expert is what linear is for its rows, and rows of no group change nothing."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ RECIPES = {
     "high precision": recipes.pretrain(backward="high_precision"),
     "weight only": recipes.inference(weight_only=True),
     "nothing": Recipe(None, None, None),
+    "stochastic weights": Recipe((NVFP4_SR, NVFP4_SR), (NVFP4_SR, NVFP4_SR), None),
 }
 
 
@@ -73,7 +75,7 @@ def relative_error(got, want) -> float:
 # ---------------------------------------------------------------- values and gradients
 @pytest.mark.parametrize("aligned", [False, True], ids=["", "aligned"])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_gradients_beside_a_dense_loop(cpu, recipe, aligned):
+def test_gradients_beside_a_dense_loop(native, recipe, aligned):
     """NVFP4 keeps 13% of Gaussian values; more of those that are rounded stochastically."""
     sizes = ALIGNED if aligned else SIZES
     f = partial(grouped_linear, group_sizes=int32(sizes), recipe=recipe, key=KEY, aligned_groups=aligned)
@@ -225,18 +227,29 @@ def test_checkpointed(cpu, policy):
     assert_same_tensor(with_gradients(jax.checkpoint(f, **options), X, W), with_gradients(f, X, W))
 
 
+class Layout(NamedTuple):
+    """How operands are split, and whether no sum but that of dw, over tokens, depends on it."""
+
+    x: P
+    w: P
+    same_bits: bool
+    sizes: P = P()
+
+
 LAYOUTS = {
-    "experts": (P(), P("y", None, None)),
-    "tokens and experts": (P("x", None), P("y", None, None)),
-    "tokens and experts over one axis": (P(("x", "y"), None), P(("x", "y"), None, None)),
-    "tokens and columns": (P("x", None), P(None, "y", None)),
-    "K": (P(None, "y"), P(None, None, "y")),
+    "experts": Layout(P(), P("y", None, None), True),
+    "experts and their sizes": Layout(P(), P("y", None, None), True, P("y")),
+    "tokens and experts": Layout(P("x", None), P("y", None, None), True),
+    "tokens and sizes": Layout(P("x", None), P("y", None, None), True, P(("x", "y"))),
+    "tokens and experts over one axis": Layout(P(("x", "y"), None), P(("x", "y"), None, None), True),
+    "tokens and columns": Layout(P("x", None), P(None, "y", None), False),
+    "K": Layout(P(None, "y"), P(None, None, "y"), False),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("recipe", ["default", "pretrain", "dequantized"])
+@pytest.mark.parametrize("recipe", ["default", "pretrain", "dequantized", "stochastic weights"])
 def test_sharded_equals_unsharded(cpu, recipe, layout, kind):
     """But for the order of sums over devices."""
     rows, groups = 256, 8
@@ -249,15 +262,38 @@ def test_sharded_equals_unsharded(cpu, recipe, layout, kind):
 
     want = jax.jit(step)(x, w, sizes, dy)
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(KINDS[kind],) * 2, devices=jax.devices("cpu")[:8])
-    of_dy = P(layout[0][0] if len(layout[0]) else None, layout[1][1])
-    specs = (*layout, P(), of_dy)
+    of_dy = P(layout.x[0] if len(layout.x) else None, layout.w[1])
+    specs = (layout.x, layout.w, layout.sizes, of_dy)
     placed = [jax.device_put(v, NamedSharding(mesh, s)) for v, s in zip((x, w, sizes, dy), specs, strict=True)]
     with jax.set_mesh(mesh):
         got = jax.jit(step)(*placed)
     for value, reference in zip(got, want, strict=True):
         assert relative_error(value, reference) < 0.003
-    if "K" not in str(layout) and layout[1][0]:  # nothing is summed over devices but rows and, in dw, tokens
+    if layout.same_bits:
         assert_same_tensor(got[:2], want[:2])
+    elif layout is LAYOUTS["tokens and columns"]:  # only dx is summed over columns
+        assert_bitwise(got[0], want[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recipe", ["default", "dequantized", "stochastic weights", "nothing"])
+def test_vmap_over_split_examples(cpu, recipe, kind):
+    x, dy = jnp.stack([X, X[::-1]]), jnp.stack([DY, -DY])
+    sizes = jnp.stack([int32(SIZES), int32(ALIGNED)])
+
+    def step(x, w, sizes, dy):
+        one = partial(grouped_linear, recipe=RECIPES[recipe], key=KEY)
+        return with_gradients(lambda x, w: jax.vmap(one, (0, None, 0))(x, w, sizes), x, w, dy=dy)
+
+    want = jax.jit(step)(x, W, sizes, dy)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(KINDS[kind],), devices=jax.devices("cpu")[:2])
+    placed = [
+        jax.device_put(v, NamedSharding(mesh, s)) for v, s in ((x, P("x")), (W, P()), (sizes, P("x")), (dy, P("x")))
+    ]
+    with jax.set_mesh(mesh):
+        got = jax.jit(step)(*placed)
+    assert_same_tensor(got[:2], want[:2])
+    assert relative_error(got[2], want[2]) < 0.003
 
 
 # ---------------------------------------------------------------- errors
@@ -273,6 +309,12 @@ ERRORS = {
     "no recipe": ({"recipe": None}, TypeError, "recipe must be a Recipe"),
     "no key": ({"recipe": recipes.pretrain()}, ValueError, "key must be a JAX PRNG key"),
     "windows": ({"recipe": recipes.window64(), "key": KEY}, ValueError, "recipe.fprop must have amax_scope.*window64"),
+    "sizes that JAX would cut": ({"group_sizes": np.array(SIZES)}, TypeError, "must be int32, got int64; .*astype"),
+    "a kernel of nothing": (
+        {"recipe": Recipe(None, None, None), "implementation": "cpu_nvfp4_blocks"},
+        ValueError,
+        "implementation must be None, 'native' or 'reference' where recipe.fprop is None, got 'cpu_nvfp4_blocks'",
+    ),
     "axes": ({"w_axes": "gnk"}, ValueError, "w_axes must be 'nk' or 'kn'"),
     "a switch": ({"aligned_groups": 16}, ValueError, "aligned_groups must be True or False"),
     "another format": ({"w": jax.vmap(lambda w: quantize(w, ROW_SCALED))(W)}, ValueError, "w must have the format of"),

@@ -610,7 +610,10 @@ def test_an_fsdp_step_finds_the_amaxes_of_its_weights_at_once(devices):
     assert [shape for op, shape in once if op == "all-reduce" and shape != "u32[]"].count(vector) == 1
     of_x_and_dy = maxima(once) - 2 * LAYERS
     assert of_x_and_dy > 0
-    assert maxima(each) - of_x_and_dy in (2, 4)  # of two weights; a GPU may have an iteration of the loop apart
+    on_cpu = devices[0].platform == "cpu"
+    assert maxima(each) - of_x_and_dy in ((2,) if on_cpu else (2, 4))  # two weights; a GPU may split off an iteration
+    if on_cpu:  # whose all-reduces have the dtype of what is read: the weights are bfloat16, rotated x and dy float32
+        assert not [shape for op, shape in once if op == "all-reduce" and "u16" in shape]
 
 
 def test_no_quantizer_reads_a_gathered_weight(devices):
@@ -641,6 +644,8 @@ def test_xla_gathers_codes_unasked(devices):
     assert of_codes
     assert dtypes_of(of_codes) == {"u8"}
     assert set(map(elements, gathers(found))) == {WIDTH * WIDTH // 2, WIDTH * WIDTH // 16}
+    if devices[0].platform == "cpu":  # a GPU may have an iteration of a loop apart
+        assert sum(map(elements, gathers(found))) == 4 * WIDTH * (WIDTH // 2 + WIDTH // 16)
 
 
 # ---------------------------------------------------------------- dot_general, einsum

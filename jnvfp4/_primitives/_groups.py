@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 
-from ._base import axes_if_divisible, axes_of, match_varying, without_axes
+from ._base import axes_if_divisible, axes_of, axes_of_dims, match_varying, resharded, without_axes
 from ._operands import batch_size, shard_index
 
 
@@ -51,7 +51,7 @@ def _place_in(ends: jax.Array, values: jax.Array) -> jax.Array:
 @partial(jax.jit, static_argnums=1, inline=True)  # an eager call transfers no constants
 def rows_of(sizes: jax.Array, rows: int) -> Rows:
     """Finds the rows of groups that follow each other in [0, rows): a negative size counts as 0, the rest is cut."""
-    limit = np.int32(rows)
+    limit = jnp.asarray(rows, jnp.int32)  # which may be symbolic
     counts = jnp.clip(sizes, np.int32(0), limit)
     ends = lax.associative_scan(lambda a, b: a + jnp.minimum(b, limit - a), counts)  # no sum exceeds int32
     return Rows(jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])[:-1], ends)
@@ -89,11 +89,20 @@ MOST_ROWS_OF_A_CHUNK = 2048
 def chunks_of(of: Rows, rows: int) -> Chunks:
     """Divides groups into parts, whose number depends on shapes alone: a loop over them has no condition to wait for.
 
-    Each group has one part at most that is not whole, and parts are about half as large as a group of middle size:
-    three halves of the rows are computed.
+    Each group has one part at most that is not whole. Parts have at least a quarter and at most half as many rows as
+    a group of middle size, so that a loop computes three halves of the rows or less; where such a group has fewer than
+    32 rows, parts have 16, and a loop computes 16 more rows for each group.
+
+    Raises:
+      NotImplementedError: a size is symbolic.
     """
     groups = of.starts.shape[0]
-    size = min(rows, MOST_ROWS_OF_A_CHUNK, max(16, 1 << (rows // (2 * groups)).bit_length()))
+    if not (isinstance(rows, int) and isinstance(groups, int)):
+        raise NotImplementedError(
+            "grouped_linear: the numbers of rows and groups must be known when a program is lowered, got "
+            f"{rows} rows and {groups} groups; export one program for each size"
+        )
+    size = min(rows, MOST_ROWS_OF_A_CHUNK, max(16, 1 << max(0, (rows // (2 * groups)).bit_length() - 1)))
     counts = -(-of.sizes // np.int32(size))
     lasts = jnp.cumsum(counts, dtype=jnp.int32)
     turn = jnp.arange(rows // size + groups, dtype=jnp.int32)
@@ -116,19 +125,28 @@ def product(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Arra
 
 # ---------------------------------------------------------------- vmap
 def map_examples(primitive: Primitive, args: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]) -> tuple:
-    """Computes the examples of a vmap one after another: each has its own groups of rows."""
+    """Computes the examples of a vmap one after another: each has its own groups of rows.
+
+    Examples that an Explicit mesh splits are gathered, because no loop goes through a split axis; results are split
+    as they were.
+    """
     size = batch_size(args, dims)
     moved = [v if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(args, dims, strict=True)]
     of_example = [v for v, d in zip(moved, dims, strict=True) if d is not None]
+    over = next((axes[0] for axes in map(_axes, of_example) if axes[0] is not None), None)
+    of_example = [resharded(v, [None, *_axes(v)[1:]]) for v in of_example]
 
     def one(mine: Sequence[jax.Array]) -> jax.Array:
         rest = iter(mine)
         operands = [v if d is None else next(rest) for v, d in zip(moved, dims, strict=True)]
         return primitive.bind(*match_varying(*operands), **params)[0]
 
-    if size == 1:
-        return [one([v[0] for v in of_example])[None]], [0]
-    return [lax.map(one, of_example)], [0]
+    y = one([v[0] for v in of_example])[None] if size == 1 else lax.map(one, of_example)
+    return [resharded(y, [over, *(without_axes(entry, set(axes_of(over))) for entry in _axes(y)[1:])])], [0]
+
+
+def _axes(x: jax.Array) -> list[Any]:
+    return axes_of_dims(jax.typeof(x))
 
 
 # ---------------------------------------------------------------- sharding
@@ -182,6 +200,10 @@ def sum_over_devices(
 
 def _sum(y: jax.Array, axes: tuple[str, ...], dim: int | None, apart: bool) -> jax.Array:
     if apart:
-        bits = {2: jnp.uint16, 4: jnp.uint32}[y.dtype.itemsize]
-        return lax.bitcast_convert_type(_sum(lax.bitcast_convert_type(y, bits), axes, dim, False), y.dtype)
+        # XLA may widen sums of uint16, which doubles the bytes between devices: two values are one word.
+        pairs = y.dtype.itemsize == 2 and y.shape[-1] % 2 == 0 and dim != y.ndim - 1
+        v = y.reshape(*y.shape[:-1], -1, 2) if pairs else y
+        words = lax.bitcast_convert_type(v, jnp.uint32 if pairs or y.dtype.itemsize == 4 else jnp.uint16)
+        total = lax.bitcast_convert_type(_sum(words, axes, dim, False), y.dtype)
+        return total.reshape(*total.shape[:-2], -1) if pairs else total
     return lax.psum(y, axes) if dim is None else lax.psum_scatter(y, axes, scatter_dimension=dim, tiled=True)

@@ -122,7 +122,8 @@ def plan(
     if not all(isinstance(size, int) for size in (rows, groups, cols, half)):
         raise NotImplementedError(
             f"{OP}: the sizes of a product must be known when a program is lowered, got {(rows, cols)} for its result "
-            f'and {groups} groups; export one program for each size, or pass implementation="reference"'
+            f"and {groups} groups; export one program for each size, or, where only numbers of rows and columns are "
+            'symbolic, pass implementation="reference", which is slower'
         )
     return _native.plan_grouped(
         shape=(rows, groups, cols, 2 * half),
