@@ -260,21 +260,31 @@ def decoded(t) -> np.ndarray:
 def assert_gemm_close(got, a, b, bias=None) -> None:
     """matmul_nt of 2-D operands on tensor cores, whose order along K is not defined, within a derived bound.
 
-    Let S = sum |a_k b_k| over the decoded values (the products are exact). One tensor-core step adds 16 products
-    to the accumulator and truncates once, by less than 2^-23 of a magnitude that is at most S; there are K/16
-    steps. The epilogue rounds alpha * y and the sum with the bias once each, by 2^-24 of at most
-    alpha * S + |bias|, and the cast to the output rounds by half a unit in the last place.
+    One step of a tensor core adds 16 products, which are exact, to the accumulator: it aligns the 17 terms to the
+    largest exponent, cuts each below 2^-25 of that power of two, and cuts the sum to 24 bits. A subnormal float16 has
+    the exponent of 2^-14 there. A decoded q s is a float16 times 2^-14, so it counts as 1 or more. Let S be the sum
+    of |a_k b_k| with these magnitudes. There are K/16 steps of less than (17/4 + 1) 2^-23 S. The epilogue rounds
+    alpha * y and the sum with the bias once each, by 2^-24 of at most alpha * S + |bias|, two teams of warps or parts
+    of K add once more, and the cast to the output rounds by half a unit in the last place.
     """
     got = np.asarray(got)
     exact_a, exact_b = (decoded(t).astype(np.float64) for t in (a, b))
     alpha, depth = alpha_by_formula(a, b).astype(np.float64), exact_a.shape[-1]
     offset = np.zeros(1) if bias is None else np.asarray(bias).astype(np.float64)
     exact = alpha * (exact_a @ exact_b.T) + offset
-    magnitude = alpha * (np.abs(exact_a) @ np.abs(exact_b).T)
-    bound = (depth / 16 + 2) * 2.0**-23 * (magnitude + np.abs(offset)) + half_ulp(np.abs(exact), got.dtype)
+    magnitude = alpha * (_aligned(exact_a, a, a) @ _aligned(exact_b, b, a).T)
+    bound = (depth / 16 * 21 / 4 + 2) * 2.0**-23 * (magnitude + np.abs(offset)) + half_ulp(np.abs(exact), got.dtype)
     error = np.abs(got.astype(np.float64) - exact)
     wrong = np.argwhere(~(error <= bound))
     assert not wrong.size, f"{len(wrong)} of {got.size} outside the bound, first at {tuple(wrong[0])}"
+
+
+def _aligned(exact: np.ndarray, operand, a) -> np.ndarray:
+    """The magnitudes by whose exponents a tensor core aligns products with a; bfloat16 has no subnormals here."""
+    if not isinstance(a, NVFP4Tensor) and np.asarray(a).dtype == ml_dtypes.bfloat16:
+        return np.abs(exact)
+    least = 1.0 if isinstance(operand, NVFP4Tensor) else 2.0**-14
+    return np.where(exact == 0, 0, np.maximum(np.abs(exact), least))
 
 
 def half_ulp(magnitude: np.ndarray, dtype) -> np.ndarray:

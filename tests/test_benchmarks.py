@@ -407,7 +407,10 @@ def test_a_suite_runs_and_is_compared_and_drawn(suite, tmp_path, capsys, monkeyp
     clocks = {"wall"} if jax.default_backend() == "cpu" else {"cupti"}
     assert set(results.clocks(made)) == clocks
     assert f"clock: {clocks.pop()}" in printed
-    assert all(0 < r["p20_us"] <= r["median_us"] <= r["p80_us"] for r in made["rows"])
+    spread = [r for r in made["rows"] if "p20_us" in r]  # chains of products on a GPU have a median alone
+    assert all(0 < r["p20_us"] <= r["median_us"] <= r["p80_us"] for r in spread)
+    assert all(r["median_us"] > 0 for r in made["rows"])
+    assert spread or suite == "grouped"
 
     assert main(["compare", str(new), str(new)]) == 0
     for r in made["rows"]:
@@ -454,7 +457,8 @@ def test_sizes_of_groups():
 def test_grouped_products_compute_the_same():
     case = bench_grouped.parse("40:8x32x64")
     chains, sizes = bench_grouped.chains(case, every=True), jnp.asarray(case.sizes)
-    assert list(chains)[:4] == [bench_grouped.LOOP, bench_grouped.RAGGED, "w4a4", "w4a16"]
+    named = [bench_grouped.LOOP, bench_grouped.RAGGED, "w4a4", "w4a16"]
+    assert [name for name in chains if name in named] == named
     results = [chain.multiply(chain.a, chain.weights[0], sizes) for chain in chains.values()]
     want = np.concatenate(results.pop(0)).astype(np.float32)
     for got in results:

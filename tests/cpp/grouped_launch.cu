@@ -1,6 +1,7 @@
 // Runs the kernels of grouped products on odd shapes and sizes of groups, each buffer an allocation of its size, and
 // compares bits with a kernel that adds up one term after the other: numbers are such that every order has the same
-// sum. compute-sanitizer watches it too. A name as an argument selects cases: quick, all, graph.
+// sum. Graphs run with one list of sizes after another. compute-sanitizer watches it too. A name as an argument selects
+// cases: quick, all, fused, few.
 #include <cuda_runtime.h>
 
 #include <cstdio>
@@ -36,6 +37,9 @@ class Buffer {
   static Buffer poisoned(int64_t bytes) { return Buffer(std::vector<uint8_t>(static_cast<size_t>(bytes), 0xff)); }
   ~Buffer() { cudaFree(data_); }
   Buffer(const Buffer&) = delete;
+  void set(const std::vector<uint8_t>& host) const {
+    check(cudaMemcpy(data_, host.data(), size_, cudaMemcpyHostToDevice), "cudaMemcpy");
+  }
   void poison() const { check(cudaMemset(data_, 0xff, size_), "cudaMemset"); }
   template <class T>
   T* as() const {
@@ -127,30 +131,14 @@ int failures = 0, products = 0;
 
 const char* name_of_kind(Float kind) { return kind == Float::kF32 ? "f32" : kind == Float::kBf16 ? "bf16" : "f16"; }
 
-void run_one(const GroupedArgs& args, const GroupedTiles& tiles, const Buffer& scratch, const Buffer& out, How how,
-             const std::vector<uint8_t>& expected, const std::string& what) {
-  scratch.poison(), out.poison();
-  cudaStream_t stream;
-  check(cudaStreamCreate(&stream), "cudaStreamCreate");
-  if (how == How::kGraph) {
-    cudaGraph_t graph;
-    cudaGraphExec_t program;
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
-    for (int i = 0; i < 3; ++i) check(launch_sm90_grouped(args, tiles, scratch.as<void>(), stream), "launch");
-    check(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
-    check(cudaGraphInstantiate(&program, graph, 0), "cudaGraphInstantiate");
-    check(cudaGraphLaunch(program, stream), "cudaGraphLaunch");
-    check(cudaStreamSynchronize(stream), what.c_str());
-    check(cudaGraphExecDestroy(program), "cudaGraphExecDestroy");
-    check(cudaGraphDestroy(graph), "cudaGraphDestroy");
-  } else {
-    for (int i = 0; i < (how == How::kTwice ? 2 : 1); ++i)
-      check(launch_sm90_grouped(args, tiles, scratch.as<void>(), stream), what.c_str());
-    check(cudaStreamSynchronize(stream), what.c_str());
-  }
-  check(cudaStreamDestroy(stream), "cudaStreamDestroy");
+// Sizes of groups as bytes, and the results that they must have.
+struct Round {
+  std::vector<uint8_t> sizes, expected;
+};
+
+void compare(const GroupedArgs& args, const std::vector<uint8_t>& got, const std::vector<uint8_t>& expected,
+             const std::string& what) {
   ++products;
-  const std::vector<uint8_t> got = out.host();
   if (got == expected) return;
   const int64_t bytes = args.kind == Float::kF32 ? 4 : 2;
   int64_t wrong = 0, first = -1;
@@ -165,12 +153,53 @@ void run_one(const GroupedArgs& args, const GroupedTiles& tiles, const Buffer& s
                 static_cast<long long>(first % args.shape.cols));
 }
 
+void run_one(const GroupedArgs& args, const GroupedTiles& tiles, const Buffer& scratch, const Buffer& out,
+             const Buffer& sizes, How how, const std::vector<Round>& rounds, const std::string& what) {
+  scratch.poison();
+  cudaStream_t stream;
+  check(cudaStreamCreate(&stream), "cudaStreamCreate");
+  cudaGraphExec_t program = nullptr;
+  if (how == How::kGraph) {
+    cudaGraph_t graph;
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+    for (int i = 0; i < 3; ++i) check(launch_sm90_grouped(args, tiles, scratch.as<void>(), stream), "launch");
+    check(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
+    check(cudaGraphInstantiate(&program, graph, 0), "cudaGraphInstantiate");
+    check(cudaGraphDestroy(graph), "cudaGraphDestroy");
+  }
+  for (const Round& round : rounds) {
+    out.poison(), sizes.set(round.sizes);
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    if (program)
+      check(cudaGraphLaunch(program, stream), "cudaGraphLaunch");
+    else
+      for (int i = 0; i < (how == How::kTwice ? 2 : 1); ++i)
+        check(launch_sm90_grouped(args, tiles, scratch.as<void>(), stream), what.c_str());
+    check(cudaStreamSynchronize(stream), what.c_str());
+    compare(args, out.host(), round.expected, what);
+  }
+  if (program) check(cudaGraphExecDestroy(program), "cudaGraphExecDestroy");
+  check(cudaStreamDestroy(stream), "cudaStreamDestroy");
+}
+
+std::vector<uint8_t> bytes_of(const std::vector<int32_t>& v) {
+  std::vector<uint8_t> raw(v.size() * 4);
+  std::memcpy(raw.data(), v.data(), raw.size());
+  return raw;
+}
+// Those of the case, and for graphs others of the same groups: all rows in the last one, none, and those of the case in
+// the other order.
+std::vector<std::vector<int32_t>> sizes_of_rounds(const Case& c, How how) {
+  if (how != How::kGraph) return {c.sizes};
+  std::vector<int32_t> last(c.sizes.size(), 0);
+  last.back() = static_cast<int32_t>(c.shape.rows);
+  return {c.sizes, last, std::vector<int32_t>(c.sizes.size(), 0), {c.sizes.rbegin(), c.sizes.rend()}};
+}
+
 // kinds: 0 NVFP4, 1 bfloat16, 2 float16 as a.
 void run(const Case& c, int kind, Float out_kind, bool each, const std::vector<int>& tokens, How how) {
   const GroupedShape& s = c.shape;
-  std::vector<uint8_t> raw(c.sizes.size() * 4);
-  std::memcpy(raw.data(), c.sizes.data(), raw.size());
-  const Buffer sizes(raw);
+  const Buffer sizes(bytes_of(c.sizes));
   const int64_t b_rows = s.groups * s.cols;
   const Buffer b(random_codes(b_rows * s.depth)), b_scale(random_scales(b_rows * s.depth / 16));
   const Buffer b_amax(random_amaxes(each ? b_rows : s.groups)), a_amax(random_amaxes(each ? s.rows : 1));
@@ -189,9 +218,14 @@ void run(const Case& c, int kind, Float out_kind, bool each, const std::vector<i
   args.b = {b.as<void>(), b_scale.as<uint8_t>(), b_amax.as<float>(), Float::kBf16, {each ? 1 : s.cols, 0}, 448.0f};
   args.sizes = sizes.as<int32_t>(), args.kind = out_kind, args.shape = s;
   args.out = expected.as<void>();
-  reference<<<dim3(static_cast<unsigned>((s.cols + 127) / 128), static_cast<unsigned>(s.rows)), 128>>>(args);
-  check(cudaDeviceSynchronize(), "reference");
-  const std::vector<uint8_t> wanted = expected.host();
+  std::vector<Round> rounds;
+  for (const auto& v : sizes_of_rounds(c, how)) {
+    rounds.push_back({bytes_of(v), {}});
+    sizes.set(rounds.back().sizes);
+    reference<<<dim3(static_cast<unsigned>((s.cols + 127) / 128), static_cast<unsigned>(s.rows)), 128>>>(args);
+    check(cudaDeviceSynchronize(), "reference");
+    rounds.back().expected = expected.host();
+  }
   args.out = out.as<void>();
   for (const int t : tokens) {
     const GroupedTiles tiles{std::abs(t), t < 0};
@@ -201,7 +235,7 @@ void run(const Case& c, int kind, Float out_kind, bool each, const std::vector<i
                   static_cast<long long>(s.groups), static_cast<long long>(s.rows), static_cast<long long>(s.cols),
                   static_cast<long long>(s.depth), t, kind, name_of_kind(out_kind), each, c.sizes[0],
                   c.sizes.size() > 1 ? c.sizes[1] : -9, c.sizes.size() > 2 ? c.sizes[2] : -9, static_cast<int>(how));
-    run_one(args, tiles, scratch, out, how, wanted, what);
+    run_one(args, tiles, scratch, out, sizes, how, rounds, what);
   }
 }
 

@@ -67,9 +67,13 @@ __device__ __forceinline__ FusedItem item_of(const GroupedFusedArgs& a, int i) {
           parts > 1 ? divided : -1,
           tile.z};
 }
-// The kernel ahead makes the lists. One beside it starts after it has waited.
+// The kernel ahead makes the lists and prepares a. The launch beside it starts when all blocks of the first one have
+// waited for that, so it fences instead: a multiprocessor may hold the lists of the product before in L1.
 __device__ __forceinline__ void wait_for_lists(const GroupedFusedArgs& a) {
-  if (!a.beside) wait_for_kernel_ahead();
+  if (a.beside)
+    fence_acquire();
+  else
+    wait_for_kernel_ahead();
 }
 __device__ __forceinline__ void wait_for_kernel_beside(const GroupedFusedArgs& a) {
   if (a.beside) wait_for_kernel_ahead();

@@ -169,6 +169,9 @@ __device__ __forceinline__ void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// Loads that follow, also through tensor maps, see what was written before this launch started.
+__device__ __forceinline__ void fence_acquire() { asm volatile("fence.acq_rel.gpu;\nfence.proxy.async;" ::: "memory"); }
+
 // ---------------------------------------------------------------- registers of a warpgroup
 template <int kCount>
 __device__ __forceinline__ void take_registers() {
