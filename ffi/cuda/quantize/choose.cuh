@@ -123,7 +123,10 @@ __device__ __forceinline__ float strict_error(const Values& v, const ErrorFactor
 __device__ __forceinline__ Magnitudes chosen_of(bool four, const Magnitudes& with_six, const Magnitudes& with_four) {
   Magnitudes m;
 #pragma unroll
-  for (int w = 0; w < Magnitudes::kWords; ++w) m.word[w] = four ? with_four.word[w] : with_six.word[w];
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int w = h; w < Magnitudes::kWords; w += 2) m.word[w] = four ? with_four.word[w] : with_six.word[w];
+  }
   return m;
 }
 
