@@ -9,7 +9,7 @@ struct Quantize {
   using Args = QuantizeArgs;
   template <class S>
   static constexpr bool kResident = true;
-  // Of five the newer half of nvcc 13.0, which compiles for Blackwell, spills the addresses of the loop over blocks.
+  // With five, nvcc 13.0 spills for Blackwell, where it keeps more addresses of the loop over blocks in registers.
   template <class S, bool kConverts>
   static constexpr int kBlocks = kChooses<S> ? 3
                                  : kConverts ? 4
