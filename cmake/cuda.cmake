@@ -62,10 +62,13 @@ target_compile_definitions(_cuda PRIVATE JNVFP4_CUDA_BUILT_FOR="${built_for}")
 
 # The longest to compile first, so that cores do not wait for them in the end.
 jnvfp4_generic_flags(generic "${targets}")
-jnvfp4_cuda_objects(jnvfp4_produce FLAGS ${generic} FILES ffi/cuda/produce/rows.cu ffi/cuda/produce/tiles.cu)
+jnvfp4_e2m1_flags(e2m1 "${targets}" ${CMAKE_CUDA_COMPILER_VERSION})
+jnvfp4_cuda_objects(jnvfp4_encode FLAGS ${e2m1} FILES
+  ffi/cuda/produce/rows.cu ffi/cuda/produce/tiles.cu ffi/cuda/quantize/pair.cu ffi/cuda/quantize/tiles.cu
+  ffi/cuda/quantize/rows.cu)
 jnvfp4_cuda_objects(jnvfp4_quantize FLAGS ${generic} FILES
-  ffi/cuda/quantize/tiles.cu ffi/cuda/quantize/pair.cu ffi/cuda/quantize/fake_quant.cu ffi/cuda/quantize/rows.cu
-  ffi/cuda/quantize/rht_amax.cu ffi/cuda/quantize/dequantize.cu ffi/cuda/quantize/transpose.cu)
+  ffi/cuda/quantize/fake_quant.cu ffi/cuda/quantize/rht_amax.cu ffi/cuda/quantize/dequantize.cu
+  ffi/cuda/quantize/transpose.cu)
 jnvfp4_cuda_objects(jnvfp4_matmul FLAGS ${generic} FILES
   ffi/cuda/matmul/sm80_nvfp4_blocks_small_m.cu ffi/cuda/matmul/sm80_nvfp4_blocks.cu
   ffi/cuda/matmul/sm80_dense_elements.cu

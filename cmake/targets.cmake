@@ -1,5 +1,5 @@
 # For which GPUs to compile. No compiler is enabled here, so that tests/test_build.py can run it as a script.
-# 90a is Hopper; 100f and 120f are the Blackwell families.
+# 90a is Hopper; 100f and 120f are the Blackwell families, and 110f is Thor's, compiled for only if asked or found.
 set(JNVFP4_CUDA_ALL_TARGETS 90a 100f 120f)
 set(JNVFP4_OLDEST_CAPABILITY 80)
 
@@ -13,6 +13,8 @@ function(jnvfp4_target_of result capability)
     set(target 90a)
   elseif(number MATCHES "^10[0-9]$")
     set(target 100f)
+  elseif(number MATCHES "^11[0-9]$")
+    set(target 110f)
   elseif(number MATCHES "^12[0-9]$")
     set(target 120f)
   else()
@@ -80,7 +82,7 @@ endfunction()
 
 # Flags for sources that use no instruction of one architecture alone: machine code for each target, whose suffix is
 # dropped, and PTX for every other GPU from 8.0 on. All targets from 9.0 on share one pass of cicc,
-# the compiler's longest step; no source has a path for later ones.
+# the compiler's longest step.
 function(jnvfp4_generic_flags result targets)
   set(flags "SHELL:-gencode arch=compute_80,code=compute_80")
   set(modern)
@@ -97,4 +99,22 @@ function(jnvfp4_generic_flags result targets)
     list(APPEND flags "SHELL:-gencode arch=compute_90,code=[${codes}]")
   endif()
   set(${result} "${flags}" PARENT_SCOPE)
+endfunction()
+
+# Flags for sources that convert to E2M1 (ffi/cuda/quantize/codes.cuh): each Blackwell target keeps its suffix, without
+# which it has no such instruction, and has a pass of its own. A compiler that is too old for the suffix compiles these
+# sources like the others.
+function(jnvfp4_e2m1_flags result targets compiler_version)
+  set(flags)
+  set(generic_targets)
+  foreach(target IN LISTS targets)
+    if((target MATCHES "^1[0-9][0-9]f$" AND compiler_version VERSION_GREATER_EQUAL 12.9)
+        OR (target MATCHES "^1[0-9][0-9]a$" AND compiler_version VERSION_GREATER_EQUAL 12.8))
+      list(APPEND flags "SHELL:-gencode arch=compute_${target},code=sm_${target}")
+    else()
+      list(APPEND generic_targets ${target})
+    endif()
+  endforeach()
+  jnvfp4_generic_flags(generic "${generic_targets}")
+  set(${result} "${generic}" ${flags} PARENT_SCOPE)
 endfunction()

@@ -101,7 +101,7 @@ def _cmake(*args, path):
     return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 
-def _choose(tmp_path, targets, capabilities=None, compiler="exit 1"):
+def _choose(tmp_path, targets, capabilities=None, compiler="exit 1", version="13.0.88"):
     """Runs cmake/targets.cmake with an nvidia-smi that lists GPUs, or fails, and a CUDA compiler."""
     answer = "exit 9" if capabilities is None else f"printf '{capabilities}'"
     programs = _program(tmp_path / "bin", "nvidia-smi", answer).parent
@@ -114,7 +114,8 @@ jnvfp4_wanted_targets(targets)
 message("wanted=${{targets}}.")
 jnvfp4_known_targets(targets ptx "{nvcc}" "${{targets}}")
 jnvfp4_generic_flags(flags "${{targets}}")
-message("known=${{targets}}. ptx=${{ptx}}. flags=${{flags}}.")
+jnvfp4_e2m1_flags(e2m1 "${{targets}}" {version})
+message("known=${{targets}}. ptx=${{ptx}}. flags=${{flags}}. e2m1=${{e2m1}}.")
 """
     )
     return _cmake(f"-DJNVFP4_CUDA_TARGETS={targets}", "-P", script, path=programs)
@@ -128,6 +129,7 @@ message("known=${{targets}}. ptx=${{ptx}}. flags=${{flags}}.")
         ("9.0\\n9.0\\n", "90a"),
         ("8.0\\n9.0\\n", "80;90a"),
         ("10.0\\n10.3\\n12.1\\n", "100f;120f"),
+        ("11.0\\n", "110f"),
         ("7.5\\n", "90a;100f;120f"),
         ("7.5\\n8.6\\n", "86"),
         ("[N/A]\\n", "90a;100f;120f"),
@@ -173,6 +175,23 @@ def test_modern_targets_share_one_pass_and_older_ones_have_their_own(tmp_path):
     text = _choose(tmp_path, "89;90a;100f;120f", compiler=names)[1]
     passes = ["compute_80,code=compute_80", "compute_89,code=sm_89", "compute_90,code=[sm_90,sm_100,sm_120]"]
     assert "flags=" + ";".join(f"SHELL:-gencode arch={p}" for p in passes) + "." in text
+
+
+@pytest.mark.parametrize(
+    ("targets", "version", "shared", "own"),
+    [
+        ("90a;100f;120f", "13.0.88", "sm_90", "100f 120f"),
+        ("90a;100a", "12.8.61", "sm_90", "100a"),
+        ("90a;100f", "12.8.61", "sm_90,sm_100", ""),
+        ("120;100a", "12.7", "sm_120,sm_100", ""),
+    ],
+)
+def test_targets_that_convert_to_e2m1_have_a_pass_of_their_own(tmp_path, targets, version, shared, own):
+    names = "; ".join(f"echo {kind}_{n}" for kind in ("sm", "compute") for n in (80, 90, 100, 120))
+    text = _choose(tmp_path, targets, compiler=names, version=version)[1]
+    passes = ["compute_80,code=compute_80", f"compute_90,code=[{shared}]"]
+    passes += [f"compute_{target},code=sm_{target}" for target in own.split()]
+    assert "e2m1=" + ";".join(f"SHELL:-gencode arch={p}" for p in passes) + "." in text
 
 
 def _configure(tmp_path, nvcc, *options):

@@ -269,6 +269,15 @@ inline int multiprocessors() {
   return count;
 }
 
+// That of the current device before the point: 9 of 9.0.
+inline int major_capability() {
+  int device = 0, major = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess)
+    return 0;  // the launch that follows reports what is wrong
+  return major;
+}
+
 // The most that a thread block of the current device may have, in bytes.
 inline int shared_memory() {
   int device = 0, bytes = 0;

@@ -9,10 +9,9 @@
 #include "../../numerics_fast.h"
 #include "../device.cuh"
 #include "../kernels.h"
+#include "codes.cuh"
 
 namespace jnvfp4 {
-
-using Values = float[kBlock];
 
 template <class S>
 inline constexpr bool kChooses = S::spec.select != Select::kMax6;
@@ -60,13 +59,11 @@ __device__ __forceinline__ auto source_of(const X& x) {
 }
 
 // ---------------------------------------------------------------- factors of a block scale
-// Quick forms work on elements times the encode scale over 64: there the E2M1 grid lies on the first 29 codes of E4M3,
-// whose conversion instruction then packs it. `encode` is NaN where a quick form is not proven exact, so that every
-// test on it fails.
+// `encode` is over kOver, and NaN where a quick form is not proven exact, so that every test on it fails.
 struct EncodeFactor {
   float encode;
 };
-// For a 4over6 candidate also the decoded values of 1 and 1.5, or the scale itself for the fast error; times 64.
+// For a 4over6 candidate also the decoded values of 1 and 1.5, or the scale itself for the fast error; times kOver.
 struct alignas(16) ErrorFactors {
   float encode, one, one_and_half;
 };
@@ -76,7 +73,7 @@ using Factors = std::conditional_t<kChooses<S>, ErrorFactors, EncodeFactor>;
 template <class S>
 __device__ __forceinline__ Factors<S> factors_of(uint32_t scale, const GlobalScale& g) {
   const float encode = block_encode_scale(scale, g);
-  const float quick = encode >= 0x1p-119f ? encode * 0x1p-6f : float_of(kNan);
+  const float quick = encode >= 0x1p-119f ? encode * (1.0f / kOver) : float_of(kNan);
   if constexpr (!kChooses<S>) {
     return {quick};
   } else {
@@ -84,10 +81,10 @@ __device__ __forceinline__ Factors<S> factors_of(uint32_t scale, const GlobalSca
     // zeros has no error.
     const float s = e4m3_decode(scale), one = mul_rn(s, g.decode);
     const bool safe = scale == 0 || (one > 0x1p-41f && one < 0x1p36f);
-    if constexpr (!kStrict<S>) return {safe ? quick : float_of(kNan), s * 64.0f, 0.0f};
+    if constexpr (!kStrict<S>) return {safe ? quick : float_of(kNan), s * kOver, 0.0f};
     const StrictValues values(s, g);
-    return {safe && (values.apply || scale == 0) ? quick : float_of(kNan), values.one * 64.0f,
-            values.one_and_half * 64.0f};
+    return {safe && (values.apply || scale == 0) ? quick : float_of(kNan), values.one * kOver,
+            values.one_and_half * kOver};
   }
 }
 
@@ -143,127 +140,14 @@ struct Encoded {
   __device__ __forceinline__ void store(const QuantizeArgs& a, int64_t block) const { store(a.data, a.scale, block); }
 };
 
-// `signs` as code_signs of device.cuh gives them.
-__device__ __forceinline__ uint2 with_signs(uint2 codes, uint2 signs) {
-  return make_uint2(codes.x | (signs.x & 0x88888888u), codes.y | (signs.y & 0x88888888u));
-}
-
-// The 16 codes of a block, packed two a byte, from `magnitude(i)` plus `bias`. A NaN scale has only codes 0.
-template <class F>
-__device__ __forceinline__ uint2 pack(uint2 signs, uint32_t scale, uint32_t bias, const F& magnitude) {
-  uint32_t half[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    uint32_t packed = 0;
-#pragma unroll
-    for (int i = 7; i >= 0; --i) packed = packed * 16u + magnitude(8 * h + i);
-    half[h] = packed - bias * 0x11111111u;
-  }
-  return scale == kScaleNan ? make_uint2(0, 0) : with_signs(make_uint2(half[0], half[1]), signs);
-}
-
-__device__ __forceinline__ uint2 encode_nearest(const Values& v, uint2 signs, float encode, uint32_t scale) {
-  return pack(signs, scale, kMagicBits, [&](int i) {
-    return static_cast<uint32_t>(e2m1_magnitude_plus_magic(bits_of(mul_rn(fabsf(v[i]), encode))));
-  });
-}
-
-__device__ __forceinline__ uint2 encode_stochastic(const Values& v, uint2 signs, float encode, uint32_t scale,
-                                                   const uint32_t (&random)[4]) {
-  return pack(signs, scale, 0, [&](int i) {
-    return e2m1_magnitude_stochastic(bits_of(mul_rn(fabsf(v[i]), encode)), random[i / 4] >> (8 * (i % 4)) & 0xffu);
-  });
-}
-
-// ---------------------------------------------------------------- codes, the quick form
-#if __CUDA_ARCH__ >= 890  // has the conversion to E4M3
-constexpr bool kQuick = true;
-#else
-constexpr bool kQuick = false;
-#endif
-
-// Whether all elements of a block with this amax are below 7 when encoded; false for NaN.
-__device__ __forceinline__ bool below_seven(uint32_t amax, float encode) {
-  return kQuick && mul_rn(float_of(amax), encode) < 7.0f / 64.0f;
-}
-
-__device__ __forceinline__ uint32_t e4m3_codes(float a, float b) {
-#if __CUDA_ARCH__ >= 890
-  uint32_t r;
-  asm("{.reg .b16 x; cvt.rn.satfinite.e4m3x2.f32 x, %2, %1; mov.b32 %0, {x, 0};}" : "=r"(r) : "f"(a), "f"(b));
-  return r;
-#else
-  return e4m3_encode(a) | e4m3_encode(b) << 8;
-#endif
-}
-__device__ __forceinline__ uint32_t e4m3_codes(float a, float b, float c, float d) {
-  uint32_t r;
-  asm("{.reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, %2, %1; cvt.rn.satfinite.e4m3x2.f32 y, %4, %3; mov.b32 %0, {x, "
-      "y};}"
-      : "=r"(r)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
-  return r;
-}
-
-// The magnitudes of a block's codes: of its halves, the E4M3 codes of elements 0 2 4 6 and of 1 3 5 7. Those of grid
-// magnitudes over 64 are four times the E2M1 codes.
-struct Magnitudes {
-  uint32_t even[2], odd[2];
-};
-
-__device__ __forceinline__ Magnitudes magnitudes_over_64(const Values& r) {
-  Magnitudes m;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const float* half = r + 8 * h;
-    m.even[h] = e4m3_codes(half[0], half[2], half[4], half[6]);
-    m.odd[h] = e4m3_codes(half[1], half[3], half[5], half[7]);
-  }
-  return m;
-}
-
-__device__ __forceinline__ uint2 codes_of(const Magnitudes& m) {
-  return make_uint2((m.even[0] >> 2) + 4 * m.odd[0], (m.even[1] >> 2) + 4 * m.odd[1]);
-}
-
-__device__ __forceinline__ float round_over_64(float a) { return e2m1_round_below_7(a, 1.0f / 64.0f); }
-
-__device__ __forceinline__ void nearest_over_64(const Values& v, float encode, Values& r) {
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) r[i] = round_over_64(mul_rn(fabsf(v[i]), encode));
-}
-
-// Grid values over 64 as e2m1_magnitude_stochastic gives them, but 8 where that saturates at 6. `binade` is the power
-// of two of a magnitude, at least that of 1, times 2^124: a random byte in the third byte of a float32 is r * 2^-133,
-// so the product is r / 512 of it, which is r / 256 of a grid step. The step is that before the addition; the sum stays
-// within one, so it truncates to the same grid value.
-__device__ __forceinline__ void stochastic_over_64(const Values& v, float encode, const uint32_t (&random)[4],
-                                                   Values& r) {
-  constexpr int kUp = 124 << 23;
-  constexpr float kMagicDown = 6291456.0f * 0x1p-124f;
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) {
-    const float a = mul_rn(fabsf(v[i]), encode);
-    const int32_t power = static_cast<int32_t>(bits_of(a) & kInf);
-    const float binade = float_of(add_max(power, kUp, kUp + static_cast<int32_t>(bits_of(1.0f / 64.0f))));
-    const float random_byte = float_of(__byte_perm(random[i / 4], 0, 0x4044u | i % 4 << 8));
-    const float t = __fmaf_rn(random_byte, binade, a);
-    r[i] = __fmaf_rn(binade, -kMagicDown, __fmaf_rz(binade, kMagicDown, t));
-  }
-}
-// Codes from such magnitudes: 8 becomes 7.
-__device__ __forceinline__ uint32_t saturated(uint32_t codes) { return codes - ((codes & 0x88888888u) >> 3); }
-
 // Encodes with a scale that is already chosen. `x` has the elements, `signs` is code_signs of them.
 template <class X, class Scales>
 __device__ __forceinline__ Encoded encode_with(const X& x, uint2 signs, uint32_t amax, uint32_t scale, float encode,
                                                const Scales& scales) {
   Values v;
   if (below_seven(amax, encode)) {
-    Values r;
     x.finite_values(v);
-    nearest_over_64(v, encode, r);
-    return {with_signs(codes_of(magnitudes_over_64(r)), signs), scale};
+    return {with_signs(nearest_codes(v, encode), signs), scale};
   }
   x.values(v);
   return {encode_nearest(v, signs, block_encode_scale(scale, scales.global()), scale), scale};
@@ -289,12 +173,7 @@ __device__ __forceinline__ Encoded encode_plain(const X& x, uint2 signs, uint32_
     random(bits);
     Values v;
     x.values(v);
-    if (below_seven(amax, encode)) {
-      Values r;
-      stochastic_over_64(v, encode, bits, r);
-      const uint2 codes = codes_of(magnitudes_over_64(r));
-      return {with_signs(make_uint2(saturated(codes.x), saturated(codes.y)), signs), scale};
-    }
+    if (below_seven(amax, encode)) return {with_signs(stochastic_codes(v, encode, bits), signs), scale};
     return {encode_stochastic(v, signs, block_encode_scale(scale, scales.global()), scale, bits), scale};
   } else {
     return encode_with(x, signs, amax, scale, encode, scales);

@@ -19,7 +19,7 @@ __device__ __forceinline__ float quick_error(const Values& v, const Factors<S>& 
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
     const float x = v[i];
-    rounded[i] = round_over_64(mul_rn(x, factors.encode));
+    rounded[i] = round_over(mul_rn(x, factors.encode));
     if constexpr (!kStrict<S>) {
       error = add_error(error, scaled_difference_fused(rounded[i], x, factors.one, encode_all), kSquared<S>);
     } else {
@@ -27,7 +27,7 @@ __device__ __forceinline__ float quick_error(const Values& v, const Factors<S>& 
       error = kSquared<S> ? __fmaf_rn(d, d, error) : __fadd_rn(error, fabsf(d));
     }
   }
-  magnitudes = magnitudes_over_64(rounded);
+  magnitudes = Magnitudes(rounded);
   return error;
 }
 
@@ -108,13 +108,13 @@ struct Choice {
   }
 };
 
-// The strict error where `quick_error` applies, whose factors are times 64.
+// The strict error where `quick_error` applies, whose factors are times kOver.
 __device__ __forceinline__ float strict_error(const Values& v, const ErrorFactors& factors, bool squared) {
   float encode = factors.encode, error = 0.0f;
   asm volatile("" : "+f"(encode));  // rounds again, rather than keep what `quick_error` rounded in registers
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
-    const float rounded = round_over_64(mul_rn(v[i], encode));
+    const float rounded = round_over(mul_rn(v[i], encode));
     error = add_error(error, strict_difference_by_values(rounded, v[i], factors.one, factors.one_and_half), squared);
   }
   return error;
@@ -124,8 +124,8 @@ __device__ __forceinline__ Magnitudes chosen_of(bool four, const Magnitudes& wit
   Magnitudes m;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    m.even[h] = four ? with_four.even[h] : with_six.even[h];
-    m.odd[h] = four ? with_four.odd[h] : with_six.odd[h];
+#pragma unroll
+    for (int w = h; w < Magnitudes::kWords; w += 2) m.word[w] = four ? with_four.word[w] : with_six.word[w];
   }
   return m;
 }
@@ -143,25 +143,22 @@ __device__ __forceinline__ bool four_is_better(const F& error) {
 }
 
 // Whether 4-bit codes with the larger scale stand for the same values as with the other. Then 4 times the one is 6
-// times the other: 0 stays, and 1, 2 and 4 are 1.5, 3 and 6, which is the next code. Their errors are the same, in any
-// order.
+// times the other. Their errors are the same, in any order.
 template <class S>
 __device__ __forceinline__ bool same_values(const Choice<S>& choice, const Magnitudes& six, const Magnitudes& four) {
-  const auto differ = [](uint32_t with_six, uint32_t with_four) {
-    const uint32_t not_zero = (with_four >> 1 | with_four) & 0x08080808u;
-    return (with_four & 0x04040404u) | (with_six ^ (with_four + (not_zero >> 1)));
-  };
-  const uint32_t any = differ(six.even[0], four.even[0]) | differ(six.even[1], four.even[1]) |
-                       differ(six.odd[0], four.odd[0]) | differ(six.odd[1], four.odd[1]);
-  return any == 0 && choice.quick &&
+  return !differ_by_half(six, four) && choice.quick &&
          2.0f * e4m3_decode(static_cast<uint8_t>(choice.scales.four)) ==
              3.0f * e4m3_decode(static_cast<uint8_t>(choice.scales.six));
 }
 
 // The compiler moves nothing that follows before this, so that registers hold the rounded values of one candidate at a
 // time.
-__device__ __forceinline__ void one_after_the_other(float& error, Magnitudes& m) {
-  asm volatile("" : "+f"(error), "+r"(m.even[0]), "+r"(m.even[1]), "+r"(m.odd[0]), "+r"(m.odd[1]));
+template <class M>
+__device__ __forceinline__ void one_after_the_other(float& error, M& m) {
+  if constexpr (M::kWords == 2)
+    asm volatile("" : "+f"(error), "+r"(m.word[0]), "+r"(m.word[1]));
+  else
+    asm volatile("" : "+f"(error), "+r"(m.word[0]), "+r"(m.word[1]), "+r"(m.word[2]), "+r"(m.word[3]));
 }
 
 // Whether a block of magnitudes `v` takes the scale that maps to 4. `chosen` gets the magnitudes of its codes, if the
@@ -192,7 +189,7 @@ template <class S, class X, class Scales>
 __device__ __forceinline__ Encoded encode_chosen(const X& x, uint2 signs, const Choice<S>& choice, bool four,
                                                  const Magnitudes& chosen, const Scales& scales) {
   const uint32_t scale = choice.scale(four);
-  if (choice.quick) return {with_signs(codes_of(chosen), signs), scale};
+  if (choice.quick) return {with_signs(chosen.codes(), signs), scale};
   Values v;
   x.values(v);
   return {encode_nearest(v, signs, block_encode_scale(scale, scales.global()), scale), scale};

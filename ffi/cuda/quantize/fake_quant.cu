@@ -6,7 +6,7 @@
 namespace jnvfp4 {
 namespace {
 
-// The values that a block quantizes to with `scale`. `round(r)` gives their magnitudes on the grid, over 64, and can
+// The values that a block quantizes to with `scale`. `round(r)` gives their magnitudes on the grid, over kOver, and can
 // where `quick`: powers of two commute with the rounding of the product.
 template <class S, class T, class Scales, class Round>
 __device__ __forceinline__ Block<T> decode(Values& v, uint32_t scale, const Scales& scales, float e4m3_max, bool quick,
@@ -16,7 +16,7 @@ __device__ __forceinline__ Block<T> decode(Values& v, uint32_t scale, const Scal
     Values r;
     round(r);
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) v[i] = copysignf(mul_rn(r[i], factor * 64.0f), v[i]);
+    for (int i = 0; i < kBlock; ++i) v[i] = copysignf(mul_rn(r[i], factor * kOver), v[i]);
   } else {
     const float encode = block_encode_scale(scale, scales.global());
 #pragma unroll
@@ -43,7 +43,7 @@ struct FakeQuant {
   using Args = FakeQuantArgs;
   template <class S>
   static constexpr bool kResident = kChooses<S> || S::spec.rht;
-  template <class S>
+  template <class S, bool>
   static constexpr int kBlocks = kChooses<S>                     ? 3
                                  : kStochastic<S> || S::spec.rht ? 5
                                                                  : 4;
@@ -74,18 +74,18 @@ struct FakeQuant {
       }
       const float encode = choice.encode(four);
       return decode<S, T>(v, choice.scale(four), scales, a.e4m3_max, choice.quick, bits,
-                          [&](Values& r) { nearest_over_64(v, encode, r); });
+                          [&](Values& r) { nearest_over(v, encode, r); });
     } else {
       const uint32_t scale = plain_scale<S>(m, scales);
       const float encode = scales.factors(scale).encode;
       if constexpr (kStochastic<S>) random(bits);
       return decode<S, T>(v, scale, scales, a.e4m3_max, below_seven(m, encode), bits, [&](Values& r) {
         if constexpr (kStochastic<S>) {
-          stochastic_over_64(v, encode, bits, r);
+          stochastic_over(v, encode, bits, r);
 #pragma unroll
-          for (int i = 0; i < kBlock; ++i) r[i] = fminf(r[i], 6.0f / 64.0f);
+          for (int i = 0; i < kBlock; ++i) r[i] = fminf(r[i], 6.0f / kOver);
         } else
-          nearest_over_64(v, encode, r);
+          nearest_over(v, encode, r);
       });
     }
   }

@@ -1,15 +1,26 @@
 // Blocks along contiguous memory: one thread a block of 16, any number of rows. What is done with a block is an `Op`:
 // Op::run<S>(args, scales, elements, at, all), where `all` says that every lane of the warp is here. Op::kResident<S>:
-// with one amax for all, thread blocks stay and go through all blocks; else each has a few. Op::kBlocks<S>: thread
-// blocks a multiprocessor holds, which bounds registers.
+// with one amax for all, thread blocks stay and go through all blocks; else each has a few. Op::kBlocks<S, kE2M1>:
+// thread blocks a multiprocessor holds, which bounds registers, in code with the conversion to E2M1 or without.
 #pragma once
 
 #include "block.cuh"
 
 namespace jnvfp4 {
 
+template <class Op, class S, bool kConverts = kE2M1>
+inline constexpr int kRowBlocks = Op::template kBlocks<S, kConverts>;
+
+// The same of what is launched on the current device. (GPUs from 10.0 on may have code without the conversion, from an
+// older compiler. Then some thread blocks fewer are launched than would fit.)
 template <class Op, class S>
-inline constexpr int kRowBlocks = Op::template kBlocks<S>;
+int row_blocks_here() {
+  constexpr int kWith = kRowBlocks<Op, S, true>, kWithout = kRowBlocks<Op, S, false>;
+  if constexpr (kWith == kWithout)
+    return kWith;
+  else
+    return major_capability() >= 10 ? kWith : kWithout;
+}
 
 // The random bits of a block, by its place in the local array.
 template <class S>
@@ -203,14 +214,14 @@ cudaError_t launch_rows(const typename Op::Args& a, cudaStream_t stream) {
   if constexpr (kOneAmax<S>) {
     const Matrices matrices = matrices_of<S>(a.shape);
     const auto once = static_cast<unsigned>((matrices.blocks + kHeld * kThreads - 1) / (kHeld * kThreads));
-    const unsigned resident = resident_grid(matrices.blocks, kThreads, kRowBlocks<Op, S>);
+    const unsigned resident = resident_grid(matrices.blocks, kThreads, row_blocks_here<Op, S>());
     quantize_with_shared_scales_kernel<Op, S, T>
         <<<matrices.grid(Op::template kResident<S> ? resident : once), kThreads, 0, stream>>>(a, matrices);
   } else if constexpr (kWindows<S>) {
-    const unsigned grid = resident_grid(blocks, kThreads, kRowBlocks<Op, S>);
+    const unsigned grid = resident_grid(blocks, kThreads, row_blocks_here<Op, S>());
     quantize_with_window_amax_kernel<Op, S, T><<<grid, kThreads, 0, stream>>>(a, blocks);
   } else if (a.amax) {
-    const unsigned grid = resident_grid(blocks, kThreads, kChooses<S> ? 2 : kRowBlocks<Op, S>);
+    const unsigned grid = resident_grid(blocks, kThreads, kChooses<S> ? 2 : row_blocks_here<Op, S>());
     quantize_with_row_amax_kernel<Op, S, T><<<grid, kThreads, 0, stream>>>(a, blocks);
   } else {
     const int64_t threads = std::clamp<int64_t>((row_blocks + 32 * kHeld - 1) / (32 * kHeld) * 32, 32, kRowThreads<S>);
