@@ -122,8 +122,9 @@ def gpu_capability(ctx: Any) -> int | None:
 def cuda_versions() -> tuple[int | None, int | None]:
     """Returns the versions of the CUDA runtime and of CUDA that the driver has, 1000 * major + 10 * minor, if any."""
     try:
-        from jax._src.lib import cuda_versions as versions
+        from jax._src import lib
 
+        versions: Any = lib.cuda_versions
         return versions.cuda_runtime_get_version(), versions.cuda_driver_get_version()
     except Exception:  # there is no plugin (None), or no driver
         return None, None

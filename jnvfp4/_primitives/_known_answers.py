@@ -129,7 +129,7 @@ def call_of(sample: Sample) -> Call:
     if quantized:
         a: tuple = tensor(rng, (*sample.lead, m, k), sample.a, scales)
     else:
-        a = (rng.integers(-8, 9, (*sample.lead, m, k)).astype(sample.a),)
+        a = (rng.integers(-8, 9, (*sample.lead, m, k)).astype(jnp.dtype(sample.a)),)
     if sample.unit:
         a, b = (_ones(k, a), b) if sample.unit == "a" else (a, _ones(k, b))
     bias = () if sample.bias is None else (rng.standard_normal(n).astype(sample.bias),)
@@ -160,29 +160,46 @@ def product_calls(kernel: str, capability: int | None) -> Iterator[Call]:
             yield call
 
 
+def why_no_product(kernel: str, capability: int | None) -> str:
+    """Says why a kernel can run none of the calls on a device; empty if it can run one."""
+    reasons = [plan(product_of(call_of(sample)), capability, kernel).reason for sample in SAMPLES]
+    # What the device lacks, rather than what is wrong with an operand.
+    return "" if "" in reasons else next((reason for reason in reasons if " cannot: " not in reason), reasons[0])
+
+
 def product_check(primitive: Primitive, kernel: str, capability: int | None) -> Check:
     """Returns the check of a kernel of ``nvfp4_matmul``."""
     return Check(f"matmul_nt {kernel}", primitive, kernel, partial(product_calls, kernel, capability))
 
 
 # ---------------------------------------------------------------- grouped products
+_GROUPED = (77, 4, 45, 208)  # rows, groups, N, K
+_LEFTS = ((_ROW, "nvfp4"), (Format(), "nvfp4"), (None, "bfloat16"), (None, "float16"))
+
+
+def _why_not_grouped(left: str, kernel: str, capability: int | None) -> str:
+    return _native.plan_grouped(shape=_GROUPED, a=left, out="bfloat16", capability=capability, kernel=kernel).reason
+
+
 def grouped_calls(kernel: str, capability: int | None) -> Iterator[Call]:
     """Makes the calls of ``nvfp4_grouped_matmul``: some groups have no rows, and some rows no group."""
     rng = np.random.default_rng(3)
-    rows, groups, cols, depth = 77, 4, 45, 208
+    rows, groups, cols, depth = _GROUPED
     sizes = np.array([17, 0, 40, 13], np.int32)
     b = tensor(rng, (groups, cols, depth), Format(), _FEW_SCALES)
-    for a_format, dtype in ((_ROW, None), (Format(), None), (None, BF16), (None, F16)):
-        a = "nvfp4" if a_format else jnp.dtype(dtype).name
-        if _native.plan_grouped(
-            shape=(rows, groups, cols, depth), a=a, out="bfloat16", capability=capability, kernel=kernel
-        ).reason:
+    for a_format, left in _LEFTS:
+        if _why_not_grouped(left, kernel, capability):
             continue
-        left: tuple = (rng.integers(-8, 9, (rows, depth)).astype(dtype),)
-        if a_format:
-            left = tensor(rng, (rows, depth), a_format, _FEW_SCALES)
+        numbers = rng.integers(-8, 9, (rows, depth))
+        a = tensor(rng, (rows, depth), a_format, _FEW_SCALES) if a_format else (numbers.astype(jnp.dtype(left)),)
         params = {"a_format": a_format, "b_format": Format(), "out_dtype": jnp.dtype(BF16)}
-        yield Call((*left, *b, sizes), params)
+        yield Call((*a, *b, sizes), params)
+
+
+def why_no_grouped(kernel: str, capability: int | None) -> str:
+    """Says why a kernel can run none of the calls on a device; empty if it can run one."""
+    reasons = [_why_not_grouped(left, kernel, capability) for _, left in _LEFTS]
+    return "" if "" in reasons else reasons[0]
 
 
 def grouped_check(primitive: Primitive, kernel: str, capability: int | None) -> Check:

@@ -120,15 +120,16 @@ def find(check: Check, device: jax.Device) -> str:
     with _LOCK:
         first = key not in _FOUND
         if first:
-            _FOUND[key] = _in_new_thread(lambda: _outcome(check, device))
+            _FOUND[key] = _in_new_thread(lambda: outcome(check, device))
     if first and _FOUND[key]:
         _report(check, device, _FOUND[key])
     return _FOUND[key]
 
 
-def found(path: str, device: jax.Device) -> str | None:
-    """Says what ``find`` has found; None if nothing has asked it yet."""
-    return _FOUND.get(_key(path, device))
+def refusals(checks: Iterable[Check], device: jax.Device) -> tuple[Refusal, ...]:
+    """Returns what ``find`` has refused on a device until now; it runs no check."""
+    known = ((check, _FOUND.get(_key(check.path, device))) for check in checks)
+    return tuple(Refusal(check.name, _sentence(check, device, reason)) for check, reason in known if reason)
 
 
 def refused(
@@ -165,7 +166,8 @@ def _key(path: str, device: jax.Device) -> tuple[str, ...]:
     return (path, *_kind(device), _native.cublaslt().version)
 
 
-def _outcome(check: Check, device: jax.Device) -> str:
+def outcome(check: Check, device: jax.Device) -> str:
+    """Runs a check on a device; says in what its results are wrong, or empty."""
     try:
         return mismatch(check, on(device, check.name), known_for(device))
     except Exception as error:  # a kernel that stops is no better than one that is wrong
