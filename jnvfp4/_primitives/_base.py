@@ -32,6 +32,7 @@ class Backend(NamedTuple):
     capability: int | None = 0  # of a GPU: 10 * major + minor; None if no device is known
     kernel: str | None = None  # the kernel of a product, if ``implementation`` names one
     refused: tuple[Refusal, ...] = ()  # what the self-check has found wrong
+    split: bool = False  # whether a device may have a part of the operands; only ``Known`` is told
 
     def refusal(self, kernel: str) -> str:
         """Says why a kernel is not used; empty if it may be."""
@@ -235,7 +236,8 @@ def _without_refused(name: str, backend: Backend, known: Known | None, ctx: Any,
     if known is None or backend.name == "reference" or isinstance(asked, Unchecked):
         return backend
     avals, static = ctx.avals_in, _static(params)
-    checks = lambda wrong: known(backend._replace(refused=wrong), avals, **static)  # noqa: E731
+    split = len(_compat.devices(ctx)) > 1
+    checks = lambda wrong: known(backend._replace(refused=wrong, split=split), avals, **static)  # noqa: E731
     backend = backend._replace(refused=_self_check.refused(checks, _compat.local_devices(ctx)))
     if not (reason := backend.refusal("native")):
         return backend

@@ -89,7 +89,7 @@ class Sample(NamedTuple):
     """A product whose sums are exact in any order."""
 
     shape: tuple[int, int, int]
-    a: Format | Any = Format()  # or the dtype of an array
+    a: Any = Format()  # or the dtype of an array
     b: Format = Format()
     out: Any = F32
     bias: Any = None

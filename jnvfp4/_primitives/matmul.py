@@ -365,14 +365,14 @@ def _known(
     accumulation: str,
     k_axes: int,
 ) -> list[Check]:
-    """Returns the check of the kernel for these sizes, and of the one for few rows, as one of many devices may have."""
+    """Returns the check of the kernel for these sizes, and of the one for few rows if a device may have a part."""
     ops = _merged(_split(flat, a_format, has_bias), a_format, b_format, k_axes, _merge_avals)
     bias = ops.bias[0] if has_bias else None
     product = Product(ops.a, ops.b, bias, a_format, b_format, out_dtype, accumulation)
-    *lead, _, depth = ops.a[0].shape
-    few = jax.ShapeDtypeStruct((*lead, 1, depth), ops.a[0].dtype)
     kernels = [choose(product, backend)]
-    if backend.kernel is None:
+    if backend.split and backend.kernel is None:
+        *lead, _, depth = ops.a[0].shape
+        few = jax.ShapeDtypeStruct((*lead, 1, depth), ops.a[0].dtype)
         kernels.append(choose(product._replace(a=(few, *ops.a[1:])), backend))
     names = dict.fromkeys(chosen.kernel for chosen in kernels if not chosen.reason and chosen.kernel != "reference")
     return [product_check(matmul_p, name, backend.capability) for name in names]
