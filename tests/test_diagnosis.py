@@ -26,7 +26,15 @@ def few_checks(monkeypatch):
     monkeypatch.setattr(diagnosis, "checks", lambda capability: iter(few))
 
 
+@pytest.fixture(autouse=True)
+def no_trace_with_a_fault():
+    """JAX keeps what it traced, and with it the fault of a test."""
+    yield
+    jax.clear_caches()
+
+
 def wrong_transpose(monkeypatch) -> None:
+    jax.clear_caches()
     right = jax.ffi.ffi_call
     monkeypatch.setattr(
         transpose.jax.ffi, "ffi_call", lambda *call: lambda *ops, **attrs: [v ^ 1 for v in right(*call)(*ops, **attrs)]
