@@ -45,6 +45,11 @@ struct MatmulPlan {
 // 10 * major + minor of a GPU. Without a device, what every supported GPU can run is planned.
 inline constexpr int kCpu = 0, kAnyGpu = 80;
 
+// All kernels have run on GPUs of this capability, and those for less are compiled from the same code. On newer GPUs
+// none has run: what they give is checked there before it is used (jnvfp4/_primitives/_self_check.py).
+inline constexpr int kNewestRunOn = 90;
+constexpr bool has_run_on(int capability) { return capability <= kNewestRunOn; }
+
 // 10000 * major + 100 * minor + patch; newer than any.
 inline constexpr int64_t kNewestCublasLt = 999999;
 

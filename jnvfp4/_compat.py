@@ -72,21 +72,62 @@ def partly_manual(ctx: Any) -> tuple[Any, Any]:
     return mesh, ctx.replace(module_context=ctx.module_context.replace(axis_context=axes))
 
 
+def devices(ctx: Any) -> list[jax.Device]:
+    """Returns the devices that a program is lowered for; none if it is exported or they are not known."""
+    module = ctx.module_context
+    axes = module.axis_context
+    mesh = getattr(axes, "mesh", None)
+    found = getattr(axes, "device_assignment", None) or (None if mesh is None else getattr(mesh, "devices", None))
+    return [] if module.lowering_parameters.for_export or found is None else list(np.asarray(found).flat)
+
+
+def local_devices(ctx: Any) -> list[jax.Device]:
+    """Returns those of ``devices`` that this process can run programs on: they are present, and its own."""
+    local: dict[str, list[jax.Device]] = {}
+    for platform in {device.platform for device in devices(ctx)}:
+        try:
+            local[platform] = jax.local_devices(backend=platform)
+        except RuntimeError:  # a description of devices that are elsewhere
+            local[platform] = []
+    return [device for device in devices(ctx) if device in local[device.platform]]
+
+
+def cpu_device() -> jax.Device | None:
+    """Returns a CPU of this process; None if JAX is told to use none, as by JAX_PLATFORMS=cuda."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
+
+
+def capability(device: jax.Device) -> int | None:
+    """Returns 10 * major + minor of a GPU; None for another device."""
+    text = getattr(device, "compute_capability", None)
+    if text is None:
+        return None
+    major, minor = str(text).split(".")
+    return 10 * int(major) + int(minor)
+
+
 def gpu_capability(ctx: Any) -> int | None:
     """Returns 10 * major + minor of the least of the GPUs that a program is lowered for.
 
     None if the program is exported or no device is known: it may then run on any GPU.
     """
-    module = ctx.module_context
-    axes = module.axis_context
-    mesh = getattr(axes, "mesh", None)
-    devices = getattr(axes, "device_assignment", None) or (None if mesh is None else getattr(mesh, "devices", None))
-    if module.lowering_parameters.for_export or devices is None:
-        return None
-    found = [getattr(device, "compute_capability", None) for device in np.asarray(devices).flat]
-    if not found or None in found:
-        return None
-    return min(int(major) * 10 + int(minor) for major, minor in (str(text).split(".") for text in found))
+    found = [capability(device) for device in devices(ctx)]
+    known = [number for number in found if number is not None]
+    return min(known) if known and len(known) == len(found) else None
+
+
+def cuda_versions() -> tuple[int | None, int | None]:
+    """Returns the versions of the CUDA runtime and of CUDA that the driver has, 1000 * major + 10 * minor, if any."""
+    try:
+        from jax._src import lib
+
+        versions: Any = lib.cuda_versions
+        return versions.cuda_runtime_get_version(), versions.cuda_driver_get_version()
+    except Exception:  # there is no plugin (None), or no driver
+        return None, None
 
 
 def traced_functions(tracer: Any = None) -> tuple[str, ...]:

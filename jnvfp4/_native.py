@@ -107,6 +107,11 @@ def any_gpu() -> int:
     return extensions()["cpu"].any_gpu
 
 
+def has_run_on(capability: int) -> bool:
+    """Says whether the kernels have run on a GPU of a compute capability, or for the CPU (0); else on none like it."""
+    return extensions()["cpu"].has_run_on(capability)
+
+
 # The wheels of cuBLAS for CUDA 13 and 12, and the file of cuBLASLt in each.
 _CUBLAS_WHEELS = {"nvidia-cublas": "libcublasLt.so.13", "nvidia-cublas-cu12": "libcublasLt.so.12"}
 

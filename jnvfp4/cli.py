@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 
 import jax
 
-from . import __version__, support
+from . import __version__, diagnosis, support
 from .checkpoints._convert.options import ConvertOptions, is_amax
 from .checkpoints._convert.plan import make_plan
 from .checkpoints._files.errors import CheckpointError, CommandError, Exit, OptionError
@@ -170,7 +170,11 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     p = command("diff", "count where two checkpoints differ, in tensors and in configs", more, "MODEL-A MODEL-B")
     _positional(p, first="a checkpoint", second="another checkpoint, of any layout")
-    command("doctor", "show what was built and what runs here, and check its bits")
+    more = (
+        " Every\nkernel computes what is known beforehand; exit code 5 says that one is wrong. Paste what --json prints"
+        "\ninto a report of a bug."
+    )
+    _json(command("doctor", "show what was built and what runs here, and check its bits", more))
     command("support", "show which operation has which kernels")
     return parser
 
@@ -455,7 +459,10 @@ def _diff(a: argparse.Namespace) -> Exit:
 
 
 def _doctor(a: argparse.Namespace) -> Exit:
-    if not support.doctor():
+    if a.json:
+        found = diagnosis.report()
+        _show(found)
+    if not (found["ok"] if a.json else diagnosis.doctor()):
         raise CommandError("a kernel gives other bits than the reference", code=Exit.VERIFICATION)
     return Exit.OK
 

@@ -1,42 +1,35 @@
-"""``supports``, which says what runs natively where; ``export_checks``; and the commands ``support`` and ``doctor``."""
+"""``supports``, which says what runs natively where; ``export_checks``; and the command ``support``."""
 
 import inspect
-import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.export
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 
 from . import _native
 from ._arguments import OPERATIONS
-from ._primitives._matmul_routes import Product, plan
+from ._primitives._base import Backend
+from ._primitives._known_answers import product_check
+from ._primitives._matmul_routes import Product, choose, plan
+from ._primitives._self_check import Refusal, refusals
 from ._primitives.grouped_matmul import Operands as GroupedOperands
 from ._primitives.grouped_matmul import plan as plan_grouped
-from ._version import __version__
-from .ops import dequantize, grouped_matmul_nt, matmul_nt, quantize, transpose
+from ._primitives.matmul import matmul_p
+from .ops import quantize
 from .spec import (
     FUSED_PAIRS,
-    NVFP4,
-    NVFP4_2D,
-    NVFP4_RHT_SR,
-    ROW_SCALED,
     SUPPORTED_SPECS,
-    WINDOW64,
     QuantSpec,
-    four_over_six,
     name_of,
 )
 from .tensor import NVFP4Tensor
 
 MIN_COMPUTE_CAPABILITY = (8, 0)
 FP4_KERNEL = "sm100_cublaslt_nvfp4"
-# Enough for a self-check: every field that changes the arithmetic. The tests go through all specs.
-CHECKED_SPECS = (NVFP4, NVFP4_2D, NVFP4_RHT_SR, ROW_SCALED, WINDOW64, four_over_six())
 
 
 class Support(NamedTuple):
@@ -136,8 +129,13 @@ def _matmul_kernel(operands: tuple, options: dict[str, Any], device: jax.Device)
     accumulation = options.get("accumulation", "fast")
     product = Product(left, right, options.get("bias"), a_format, b_format, _out_dtype(options), accumulation)
     capability, kernel = _where(options, device)
-    answer = _answer(plan(product, capability, kernel))
-    return answer if kernel else answer._replace(reason=answer.reason or _without_fp4(product, capability, answer))
+    backend = Backend("native", capability, kernel, _refused(device, capability))
+    answer = _answer(choose(product, backend))
+    if kernel:
+        return answer
+    refusal = backend.refusal(plan(product, capability, None).kernel)
+    reason = refusal or answer.reason or _without_fp4(product, capability, answer)
+    return answer._replace(native=answer.kernel != "reference" and answer.native, reason=reason)
 
 
 def _grouped_kernel(operands: tuple, options: dict[str, Any], device: jax.Device) -> Support:
@@ -172,6 +170,18 @@ def _answer(chosen: _native.MatmulPlan) -> Support:
     return Support(not chosen.reason, chosen.kernel, chosen.reason)
 
 
+def no_kernels(device: jax.Device) -> str:
+    """Says why no kernel of this build runs on a device; empty if some do."""
+    return _platform_support(device).reason
+
+
+def _refused(device: jax.Device, capability: int) -> tuple[Refusal, ...]:
+    """Returns the kernels that this process has found wrong on a device; most devices are never asked."""
+    if _native.has_run_on(capability):
+        return ()
+    return refusals([product_check(matmul_p, name, capability) for name in _native.matmul_kernels()], device)
+
+
 def _without_fp4(product: Product, capability: int, answer: Support) -> str:
     """Says why a GPU's FP4 tensor cores do not compute a product that they would with another library."""
     missing = _native.no_block_scaled(capability)
@@ -193,6 +203,10 @@ def _platform_support(device: jax.Device) -> Support:
         reason = f"compute capability {_dotted(capability)} is below the supported {_dotted(MIN_COMPUTE_CAPABILITY)}"
         return Support(False, "reference", reason)
     return Support(True, name, "")
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _number(capability: tuple[int, ...]) -> int:
@@ -237,91 +251,3 @@ def _support_row(spec: QuantSpec) -> tuple[str, ...]:
         "yes" if spec.format.rht else "no",
         "as " + " or ".join(f"`{name}`" for name in sorted(partners)) if partners else "two passes",
     )
-
-
-# ---------------------------------------------------------------- doctor
-def doctor() -> bool:
-    """Prints versions, built targets, devices and a self-check; True if no check failed."""
-    extensions = _native.extensions()
-    print(f"jnvfp4   {__version__}  (sources {extensions['cpu'].source_hash})")
-    print(f"python   {platform.python_version()}  jax {jax.__version__}  jaxlib {jaxlib.__version__}")
-    print(f"ffi      built with {_dotted(extensions['cpu'].ffi_api)}, running {_dotted(_native.runtime_ffi_api())}")
-    print(f"cpu      kernels for {extensions['cpu'].isa()}")
-    cuda = extensions.get("cuda")
-    print(f"cuda     {'built for ' + cuda.built_for if cuda else 'not built'}")
-    devices = _devices()  # JAX's CUDA plugin, if there is one, has loaded cuBLASLt then
-    library = _native.cublaslt()
-    print("cublaslt " + (f"none: {library.reason}" if library.reason else f"{library.version}  {library.path}"))
-    for device in devices:
-        detail = f", compute capability {device.compute_capability}" if device.platform == "gpu" else ""
-        print(f"device   {device}: {device.device_kind}{detail}")
-        if device.platform == "gpu" and (line := _fp4_line(_number(_compute_capability(device)))):
-            print(f"fp4      {device}: {line}")
-    print()
-    rows = [row for device in _one_per_platform(devices) for row in _check_device(device)]
-    width = max(len(name) for name, _, _ in rows)
-    for name, where, outcome in rows:
-        print(f"{name:<{width}}  {where:<6} {outcome}")
-    return not any(outcome.startswith("FAILED") for _, _, outcome in rows)
-
-
-def _fp4_line(capability: int) -> str:
-    """Says whether products use the FP4 tensor cores of a GPU; empty if no kernel is for those that it has."""
-    if missing := _native.no_block_scaled(capability):
-        return f"not used, products decode to 16 bits: {missing}"
-    if not _native.has_block_scaled(capability):
-        return ""
-    return f"used by {FP4_KERNEL}, which is compiled, but was never run on such a GPU"
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
-
-
-def _devices() -> list[jax.Device]:
-    return list(dict.fromkeys([*jax.devices(), *jax.devices("cpu")]))
-
-
-def _one_per_platform(devices: list[jax.Device]) -> list[jax.Device]:
-    return list({device.platform: device for device in reversed(devices)}.values())[::-1]
-
-
-def _check_device(device: jax.Device) -> Iterator[tuple[str, str, str]]:
-    x = np.random.default_rng(0).standard_normal((64, 64)).astype(jnp.bfloat16)
-    support = _platform_support(device)
-
-    def check(name: str, run: Callable) -> tuple[str, str, str]:
-        if not support:
-            return name, device.platform, f"reference only: {support.reason}"
-        try:
-            with jax.default_device(device):
-                return name, device.platform, _compare(run("native"), run("reference"))
-        except Exception as error:
-            return name, device.platform, f"FAILED: {error}".splitlines()[0]
-
-    for spec in CHECKED_SPECS:
-        for turned in (False, True):
-
-            def run(implementation, spec=spec, turned=turned):
-                key = jax.random.key(0) if spec.rounding == "stochastic" else None
-                return quantize(x, spec, key=key, transpose=turned, implementation=implementation)
-
-            yield check(f"quantize {name_of(spec)}{' transposed' * turned}", run)
-    yield check("dequantize", lambda i: dequantize(quantize(x), implementation=i))
-    yield check("transpose", lambda i: transpose(quantize(x, NVFP4_2D), implementation=i))
-    exact = quantize(np.round(np.clip(x.astype(np.float32), -2, 2)), NVFP4)  # sums exact in any order
-    yield check("matmul_nt", lambda i: matmul_nt(exact, exact, implementation=i))
-    yield check("matmul_nt weight-only", lambda i: matmul_nt(jnp.round(jnp.asarray(x)), exact, implementation=i))
-    experts = jax.tree.map(lambda part: jnp.stack([part] * 3), exact)
-    sizes = jnp.array([17, 0, 40], jnp.int32)  # 7 rows are in no group
-    yield check("grouped_matmul_nt", lambda i: grouped_matmul_nt(exact, experts, sizes, implementation=i))
-
-
-def _compare(native: object, reference: object) -> str:
-    pairs = zip(jax.tree.leaves(native), jax.tree.leaves(reference), strict=True)
-    different = sum(int(np.sum(_bytes(a) != _bytes(b))) for a, b in pairs)
-    return f"FAILED: {different} bytes differ from the reference" if different else "ok: native == reference"
-
-
-def _bytes(a: object) -> np.ndarray:
-    return np.frombuffer(np.asarray(a).tobytes(), np.uint8)

@@ -114,12 +114,18 @@ class Products:
         self._library.stand_in_reset()
         self._calls.use_device(device)
         self._calls.fail_launches(False)
+        self._calls.keep_padding(False)
 
     def fail(self, function: str, status: int) -> None:
         if function == "launch":
             self._calls.fail_launches(True)
         else:
             self._library.stand_in_fail(function.encode(), status)
+
+    def go_wrong(self, fault: str) -> None:
+        """With "layout", "alpha", "padding" or "nan"; the padding of scales is then left as it was."""
+        self._calls.keep_padding(fault == "padding")
+        self._library.stand_in_fault(fault.encode())
 
     def use_version(self, version: int) -> None:
         self._library.stand_in_version(ctypes.c_size_t(version))

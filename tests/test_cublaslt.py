@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import skip_or_fail
 
-from jnvfp4 import _native, support
+from jnvfp4 import _native
 
 NONE = "the process has loaded neither libcublasLt.so.13 nor libcublasLt.so.12"
 FUNCTIONS = (
@@ -154,15 +154,3 @@ def test_a_version_as_text(monkeypatch):
 def test_a_build_without_cuda(monkeypatch):
     monkeypatch.delitem(_native.extensions(), "cuda")
     assert _native.cublaslt() == ("", "", "jnvfp4 was built without CUDA")
-
-
-@pytest.mark.parametrize(
-    ("found", "shown"),
-    [(("/lib/libcublasLt.so.13", "13.1.2", ""), "13.1.2  /lib/libcublasLt.so.13"), (("", "", "why"), "none: why")],
-    ids=["found", "none"],
-)
-def test_doctor_names_the_copy_or_the_reason(capsys, monkeypatch, found, shown):
-    monkeypatch.setattr(_native, "cublaslt", lambda: _native.CublasLt(*found))
-    monkeypatch.setattr(support, "_check_device", lambda device: iter([("check", "cpu", "ok")]))
-    assert support.doctor()
-    assert f"cublaslt {shown}" in capsys.readouterr().out.splitlines()

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from operands import normal
 
-import jnvfp4
 from jnvfp4 import (
     NVFP4,
     NVFP4_2D,
@@ -130,7 +129,7 @@ def test_the_kernel_of_a_grouped_product(operands, options, kernel):
 
 # ---------------------------------------------------------------- no native kernel
 def gpu(capability):
-    return SimpleNamespace(platform="gpu", compute_capability=capability)
+    return SimpleNamespace(platform="gpu", device_kind="GPU", compute_capability=capability)
 
 
 TPU = SimpleNamespace(platform="tpu")
@@ -231,26 +230,6 @@ def test_why_fp4_tensor_cores_are_not_used(any_gpu, monkeypatch, version, why, r
     assert asked == (True, DOT, "")
 
 
-@pytest.mark.parametrize(
-    ("capability", "version", "line"),
-    [
-        ("10.3", "13.1.2", f"not used, products decode to 16 bits: {OLD}"),
-        ("10.3", "13.2.0", f"used by {FP4}, which is compiled, but was never run on such a GPU"),
-        ("12.0", "12.8.4", f"used by {FP4}, which is compiled, but was never run on such a GPU"),
-        ("9.0", "13.2.0", None),
-        ("13.0", "13.2.0", None),
-    ],
-)
-def test_doctor_says_whether_fp4_tensor_cores_are_used(any_gpu, monkeypatch, capsys, capability, version, line):
-    use_cublaslt(monkeypatch, version)
-    device = SimpleNamespace(platform="gpu", device_kind="GPU", compute_capability=capability)
-    monkeypatch.setattr(support, "_devices", lambda: [device])
-    monkeypatch.setattr(support, "_check_device", lambda device: iter([("check", "gpu", "ok")]))
-    assert support.doctor()
-    lines = [text for text in capsys.readouterr().out.splitlines() if text.startswith("fp4 ")]
-    assert lines == ([] if line is None else [f"fp4      {device}: {line}"])
-
-
 @pytest.mark.parametrize(("operands", "options", "reason"), GPU_REFUSALS.values(), ids=GPU_REFUSALS)
 def test_why_a_kernel_cannot_run_on_a_gpu(any_gpu, operands, options, reason):
     answer = supports("matmul_nt", *operands, device=any_gpu("9.0"), **options)
@@ -295,28 +274,3 @@ ERRORS = {
 def test_wrong_arguments_raise_the_error_of_the_operation(arguments, options, error, text):
     with pytest.raises(error, match=text):
         supports(*arguments, **options)
-
-
-# ---------------------------------------------------------------- doctor
-def test_doctor(capsys):
-    assert support.doctor()
-    out = capsys.readouterr().out
-    assert out.startswith(f"jnvfp4   {jnvfp4.__version__}  (sources ")
-    assert "matmul_nt weight-only" in out
-    assert "FAILED" not in out
-
-
-def test_doctor_says_why_a_platform_has_no_kernels(capsys, monkeypatch):
-    monkeypatch.setattr(support, "_platform_support", lambda device: Support(False, "reference", "the reason"))
-    assert support.doctor()
-    assert "reference only: the reason" in capsys.readouterr().out
-
-
-def test_doctor_fails_where_a_byte_differs(capsys, monkeypatch):
-    def wrong(x, spec=NVFP4, implementation=None, **options):
-        tensor = quantize(x, spec, implementation=implementation, **options)
-        return tensor if implementation != "native" else NVFP4Tensor(tensor.data ^ 1, *jax.tree.leaves(tensor)[1:])
-
-    monkeypatch.setattr(support, "quantize", wrong)
-    assert not support.doctor()
-    assert "bytes differ from the reference" in capsys.readouterr().out

@@ -93,6 +93,7 @@ NB_MODULE(_cpu, m) {
   m.def("plan_matmul", plan, nb::arg("batch"), nb::arg("rows"), nb::arg("cols"), nb::arg("depth"), nb::arg("a"),
         nb::arg("windows"), nb::arg("out"), nb::arg("pinned"), nb::arg("capability"), nb::arg("sm90a"),
         nb::arg("no_cublaslt"), nb::arg("cublaslt_version"), nb::arg("wanted"));
+  m.def("has_run_on", jnvfp4::has_run_on, nb::arg("capability"));
   m.def("has_block_scaled", jnvfp4::has_block_scaled, nb::arg("capability"));
   m.def(
       "no_block_scaled",

@@ -21,6 +21,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat, _native
+from . import _self_check
+from ._self_check import Check, Refusal, Unchecked
 
 
 class Backend(NamedTuple):
@@ -29,6 +31,12 @@ class Backend(NamedTuple):
     name: str  # "reference", "cpu" or "cuda"
     capability: int | None = 0  # of a GPU: 10 * major + minor; None if no device is known
     kernel: str | None = None  # the kernel of a product, if ``implementation`` names one
+    refused: tuple[Refusal, ...] = ()  # what the self-check has found wrong
+    split: bool = False  # whether a device may have a part of the operands; only ``Known`` is told
+
+    def refusal(self, kernel: str) -> str:
+        """Says why a kernel is not used; empty if it may be."""
+        return next((reason for name, reason in self.refused if name == kernel), "")
 
 
 Shape = tuple[int, ...]
@@ -40,6 +48,9 @@ Body = Callable[..., Sequence[jax.Array]]
 # `wrap` adds collectives to the computation of one device, which takes the operands, and parameters to change by
 # keyword.
 Partition = Callable[..., tuple[list[Axes], list[Axes], Callable[[Body], Body]]]
+
+# (backend, operand avals, **params) -> checks of the paths that a program takes where ``backend.refused`` is not used.
+Known = Callable[..., Sequence[Check]]
 
 PRIMITIVES: list[Primitive] = []  # all that make_primitive has made
 
@@ -137,6 +148,7 @@ def make_primitive(
     rule: Callable[..., tuple[list[list], list[list]]],
     empty: Callable[..., Sequence[jax.Array]] | None = None,
     sums: bool = False,
+    known: Known | None = None,
 ) -> Primitive:
     """Builds and registers a primitive with several results.
 
@@ -151,6 +163,7 @@ def make_primitive(
       empty: ``(*arrays, **params)`` -> results where an operand has no elements; zeros if None.
       sums: whether results can be sums over devices. What takes them decides then how they are sharded, also on an
         Explicit mesh: a sum that is split at once is a reduce-scatter, and half of the bytes of an all-reduce.
+      known: see ``Known``; None for a primitive without kernels. A check of ``"native"`` is one of the whole primitive.
 
     The hooks see every parameter but ``implementation``, which only ``batch`` passes on.
     """
@@ -169,7 +182,7 @@ def make_primitive(
     primitive.def_abstract_eval(lambda *avals, **params: list(abstract(*avals, **_static(params))))
     batching.primitive_batchers[primitive] = lambda args, dims, **params: batch(args, dims, **params)
     ad.primitive_jvps[primitive] = functools.partial(_no_derivative, name)
-    lower = _lowering_rule(name, _device_bodies(local, partition, rule), empty, sums)
+    lower = _lowering_rule(name, _device_bodies(local, partition, rule), empty, sums, known)
     mlir.register_lowering(primitive, functools.partial(lower, None))
     for platform in _native.extensions():
         mlir.register_lowering(primitive, functools.partial(lower, platform), platform=platform)
@@ -178,11 +191,12 @@ def make_primitive(
     return primitive
 
 
-def _lowering_rule(name: str, bodies: Callable, empty: Callable | None, sums: bool) -> Callable:
+def _lowering_rule(name: str, bodies: Callable, empty: Callable | None, sums: bool, known: Known | None) -> Callable:
     """Returns the lowering of a primitive for a platform, or for all without kernels (None)."""
 
     def lower(platform: str | None, ctx, *operands, **params):
         backend = _backend(name, platform, params["implementation"], ctx)
+        backend = _without_refused(name, backend, known, ctx, params)
         # Where shard_map has made all axes manual, the block is that of one device.
         manual = any(AxisType.Manual in aval.sharding.mesh.axis_types for aval in ctx.avals_in)
         whole, rest = _compat.partly_manual(ctx) if manual else (None, None)
@@ -201,7 +215,9 @@ def _lowering_rule(name: str, bodies: Callable, empty: Callable | None, sums: bo
     return lower
 
 
-def _backend(name: str, platform: str | None, implementation: str | None, ctx: Any) -> Backend:
+def _backend(name: str, platform: str | None, implementation: str | Unchecked | None, ctx: Any) -> Backend:
+    if isinstance(implementation, Unchecked):
+        implementation = implementation.name
     if implementation not in (None, "reference") and platform is None:
         raise NotImplementedError(
             f"{name}: implementation={implementation!r} has no kernel for this platform; built: "
@@ -212,6 +228,22 @@ def _backend(name: str, platform: str | None, implementation: str | None, ctx: A
     kernel = None if implementation in (None, "native") else implementation
     capability = 0 if platform == "cpu" else _compat.gpu_capability(ctx)
     return Backend(platform, capability, kernel)
+
+
+def _without_refused(name: str, backend: Backend, known: Known | None, ctx: Any, params: dict[str, Any]) -> Backend:
+    """Checks the paths of a program on devices like which none has run them, and leaves out what is wrong."""
+    asked = params["implementation"]
+    if known is None or backend.name == "reference" or isinstance(asked, Unchecked):
+        return backend
+    avals, static = ctx.avals_in, _static(params)
+    split = len(_compat.devices(ctx)) > 1
+    checks = lambda wrong: known(backend._replace(refused=wrong, split=split), avals, **static)  # noqa: E731
+    backend = backend._replace(refused=_self_check.refused(checks, _compat.local_devices(ctx)))
+    if not (reason := backend.refusal("native")):
+        return backend
+    if asked is not None:
+        raise NotImplementedError(f"{name}: implementation={asked!r} cannot run here: {reason}")
+    return Backend("reference")
 
 
 def _device_bodies(local: Callable, partition: Partition, rule: Callable) -> Callable:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import _native
+from .. import _native, reference
 from ..spec import Format
 from ._base import Backend
 
@@ -69,12 +69,29 @@ def multiply(product: Product, backend: Backend) -> jax.Array:
     Raises:
       NotImplementedError: the kernel that ``implementation`` names cannot; the message says why.
     """
-    chosen = plan(product, backend.capability, backend.kernel)
+    chosen = choose(product, backend)
     if chosen.reason:
         raise NotImplementedError(f"matmul_nt: implementation={backend.kernel!r} cannot run here: {chosen.reason}")
+    if chosen.kernel == "reference":
+        a = product.a if product.a_format else product.a[0]
+        return reference.matmul(a, product.b, product.bias, product.a_format, product.b_format, product.out_dtype)
     if chosen.kernel == "decode_then_dot":
         return _decode_then_dot(product)
     return _call_kernel(product, chosen)
+
+
+def choose(product: Product, backend: Backend) -> _native.MatmulPlan:
+    """Returns the plan; where the self-check has refused its kernel, the exact decode path, or else the reference."""
+    chosen = plan(product, backend.capability, backend.kernel)
+    refusal = backend.refusal(chosen.kernel)
+    if chosen.reason or not refusal:
+        return chosen
+    if backend.kernel:
+        return chosen._replace(reason=refusal)
+    decode = plan(product, backend.capability, "decode_then_dot")
+    if decode.reason or backend.refusal(decode.kernel):
+        return _native.MatmulPlan("reference", 0, "")
+    return decode
 
 
 def _call_kernel(product: Product, chosen: _native.MatmulPlan) -> jax.Array:

@@ -1,16 +1,19 @@
 """nvfp4_dequantize: (data, scale, amax) -> values."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
 from .. import reference
 from ..spec import Format
 from ._base import Axes, Backend, Body, Shape, axes_of_dims, check_explicit, make_primitive, typed
+from ._known_answers import EVERY_SCALE, tensor
 from ._operands import batch_size, batched_parts, check_parts, keep_blocks, names_of_dims, part_shardings
+from ._self_check import Call, Check
 
 
 def _values_shape(data: Any) -> Shape:
@@ -58,6 +61,21 @@ def _rule(data: Shape, _scale: Shape, amax: Shape, **_: Any) -> tuple[list[list]
     return part_shardings(dims, amax), [dims]
 
 
+def _known(_backend: Backend, _avals: Sequence[ShapedArray], **params: Any) -> list[Check]:
+    return [check_of(**params)]
+
+
+def check_of(format: Format, dtype: Any, rotate_back: bool) -> Check:
+    """Returns the check of a format and a dtype."""
+
+    def calls() -> Iterator[Call]:
+        parts = tensor(np.random.default_rng(0), (77, 320), format, EVERY_SCALE)
+        yield Call(parts, {"format": format, "dtype": dtype, "rotate_back": rotate_back})
+
+    path = f"dequantize {format.name}{' rotated' * (format.rht and not rotate_back)} to {jnp.dtype(dtype).name}"
+    return Check(path, dequantize_p, "native", calls)
+
+
 dequantize_p = make_primitive(
-    "nvfp4_dequantize", abstract=_abstract, local=_local, batch=_batch, partition=_partition, rule=_rule
+    "nvfp4_dequantize", abstract=_abstract, local=_local, batch=_batch, partition=_partition, rule=_rule, known=_known
 )

@@ -4,15 +4,18 @@ The operands are those of nvfp4_quantize. An amax of rows or windows that is not
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
 from .. import reference, softfloat
 from ..spec import QuantSpec
 from ._base import Axes, Backend, Body, Shape, axes_of_dims, make_primitive, typed
+from ._known_answers import describe, quantizer_calls
 from ._operands import (
     Operands,
     Side,
@@ -25,6 +28,7 @@ from ._operands import (
     shardings,
     split_operands,
 )
+from ._self_check import Check
 from .quantize import quantize_partition
 
 
@@ -70,6 +74,23 @@ def _rule(*shapes: Shape, **params: Any) -> tuple[list[list], list[list]]:
     return operands, operands[:1]
 
 
+def _known(_backend: Backend, avals: Sequence[ShapedArray], **params: Any) -> list[Check]:
+    return [check_of(**params, dtype=avals[0].dtype)]
+
+
+def check_of(spec: QuantSpec, has_amax: bool, dtype: Any) -> Check:
+    """Returns the check of a spec, for arrays of a dtype."""
+    sides = [Side(spec, False, has_amax)]
+    calls = partial(quantizer_calls, sides, dtype, {"spec": spec, "has_amax": has_amax})
+    return Check(f"fake_quant {describe(sides)} of {jnp.dtype(dtype).name}", fake_quant_p, "native", calls)
+
+
 fake_quant_p = make_primitive(
-    "nvfp4_fake_quant", abstract=_abstract, local=_local, batch=_batch, partition=_partition, rule=_rule
+    "nvfp4_fake_quant",
+    abstract=_abstract,
+    local=_local,
+    batch=_batch,
+    partition=_partition,
+    rule=_rule,
+    known=_known,
 )

@@ -29,8 +29,10 @@ from ._base import (
     without_axes,
 )
 from ._groups import check_sizes, claims, map_examples, rows_of, rows_of_device, sum_over_devices
+from ._known_answers import grouped_check
 from ._matmul_routes import decode
 from ._operands import check_parts, part_shardings
+from ._self_check import Check
 from .matmul import DENSE_DTYPES, scattered_over, unit_of_k
 
 OP = "grouped_matmul_nt"
@@ -107,8 +109,11 @@ def _local(
     if backend.name == "reference":
         return [_by_reference(ops, a_format, b_format, out_dtype)]
     chosen = plan(ops, a_format, out_dtype, backend.capability, backend.kernel)
-    if chosen.reason:
-        raise NotImplementedError(f"{OP}: implementation={backend.kernel!r} cannot run here: {chosen.reason}")
+    refusal = backend.refusal(chosen.kernel)
+    if reason := chosen.reason or (refusal if backend.kernel else ""):
+        raise NotImplementedError(f"{OP}: implementation={backend.kernel!r} cannot run here: {reason}")
+    if refusal:
+        return [_by_reference(ops, a_format, b_format, out_dtype)]
     if chosen.kernel == "decode_then_ragged_dot":
         return [_decode_then_ragged_dot(ops, a_format, b_format, out_dtype)]
     return [_call_kernel(ops, a_format, b_format, out_dtype, chosen)]
@@ -274,6 +279,22 @@ def _rule(*shapes: Shape, a_format: Format | None, **_: Any) -> tuple[list[list]
     return _shardings("m", "g", "n", "k", _split(shapes, a_format)), [["m", "n"]]
 
 
+def _known(
+    backend: Backend, flat: Sequence[ShapedArray], *, a_format: Format | None, b_format: Format, out_dtype: Any
+) -> list[Check]:
+    chosen = plan(_split(flat, a_format), a_format, out_dtype, backend.capability, backend.kernel)
+    if chosen.reason or backend.refusal(chosen.kernel):
+        return []
+    return [grouped_check(grouped_matmul_p, chosen.kernel, backend.capability)]
+
+
 grouped_matmul_p = make_primitive(
-    "nvfp4_grouped_matmul", abstract=_abstract, local=_local, batch=_batch, partition=_partition, rule=_rule, sums=True
+    "nvfp4_grouped_matmul",
+    abstract=_abstract,
+    local=_local,
+    batch=_batch,
+    partition=_partition,
+    rule=_rule,
+    sums=True,
+    known=_known,
 )

@@ -28,8 +28,10 @@ from ._base import (
     typed,
     without_axes,
 )
-from ._matmul_routes import Product, multiply
+from ._known_answers import product_check
+from ._matmul_routes import Product, choose, multiply
 from ._operands import batch_size, batched, batched_parts, check_float, check_parts, part_shardings
+from ._self_check import Check
 
 DENSE_DTYPES = (jnp.bfloat16, jnp.float16)
 
@@ -352,6 +354,30 @@ def _rule(
     return [*_shardings(lead, "m", "n", depth, n), *[["n"]] * has_bias], [[*lead, "m", "n"]]
 
 
+def _known(
+    backend: Backend,
+    flat: Sequence[ShapedArray],
+    *,
+    a_format: Format | None,
+    b_format: Format,
+    has_bias: bool,
+    out_dtype: Any,
+    accumulation: str,
+    k_axes: int,
+) -> list[Check]:
+    """Returns the check of the kernel for these sizes, and of the one for few rows if a device may have a part."""
+    ops = _merged(_split(flat, a_format, has_bias), a_format, b_format, k_axes, _merge_avals)
+    bias = ops.bias[0] if has_bias else None
+    product = Product(ops.a, ops.b, bias, a_format, b_format, out_dtype, accumulation)
+    kernels = [choose(product, backend)]
+    if backend.split and backend.kernel is None:
+        *lead, _, depth = ops.a[0].shape
+        few = jax.ShapeDtypeStruct((*lead, 1, depth), ops.a[0].dtype)
+        kernels.append(choose(product._replace(a=(few, *ops.a[1:])), backend))
+    names = dict.fromkeys(chosen.kernel for chosen in kernels if not chosen.reason and chosen.kernel != "reference")
+    return [product_check(matmul_p, name, backend.capability) for name in names]
+
+
 matmul_p = make_primitive(
     "nvfp4_matmul",
     abstract=_abstract,
@@ -361,4 +387,5 @@ matmul_p = make_primitive(
     rule=_rule,
     empty=_empty,
     sums=True,
+    known=_known,
 )

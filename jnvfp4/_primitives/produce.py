@@ -6,6 +6,7 @@ is left out.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,8 @@ from jax.core import ShapedArray
 from .. import reference
 from ..spec import BLOCK, NVFP4, QuantSpec
 from ._base import Axes, Backend, Body, Shape, axes_of, axes_of_dims, check_explicit, make_primitive, typed
+from ._known_answers import describe, quantizer_calls
+from ._known_answers import values as known_values
 from ._operands import (
     Side,
     Sides,
@@ -37,6 +40,7 @@ from ._operands import (
     typed_results,
     with_local_streams,
 )
+from ._self_check import Check
 
 
 @dataclass(frozen=True)
@@ -227,6 +231,29 @@ def _rule(
     return operands, results + [dims] * values
 
 
+# ---------------------------------------------------------------- the self-check
+def _known(_backend: Backend, avals: Sequence[ShapedArray], **params: Any) -> list[Check]:
+    return [check_of(avals[0].dtype, avals[1].dtype, **params)]
+
+
+def check_of(
+    dtype: Any, second: Any, *, op: RmsNorm | SiluMul, specs: Specs, given: tuple[bool, bool], values: bool
+) -> Check:
+    """Returns the check of a producer, for operands of these dtypes."""
+    sides = _sides(specs, given)
+    params = {"op": op, "specs": specs, "given": given, "values": values}
+    calls = partial(quantizer_calls, sides, dtype, params, partial(_second_source, op, second))
+    made = " and ".join(filter(None, (describe(sides), "values" * values)))
+    types = f"{jnp.dtype(dtype).name} and {jnp.dtype(second).name}"
+    return Check(f"{op.name}_quantize {made} of {types}, eps={op.eps}", produce_p, "native", calls)
+
+
+def _second_source(op: RmsNorm | SiluMul, dtype: Any, x: np.ndarray) -> np.ndarray:
+    rows, cols = x.shape
+    other = known_values(rows, cols, dtype, seed=1)
+    return other[0] if isinstance(op, RmsNorm) else other
+
+
 produce_p = make_primitive(
-    "nvfp4_produce", abstract=_abstract, local=_local, batch=_batch, partition=_partition, rule=_rule
+    "nvfp4_produce", abstract=_abstract, local=_local, batch=_batch, partition=_partition, rule=_rule, known=_known
 )

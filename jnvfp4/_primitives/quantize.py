@@ -5,10 +5,12 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
 from ._base import Axes, Backend, Body, Shape, axes_of, make_primitive
+from ._known_answers import describe, quantizer_calls
 from ._operands import (
     Operands,
     Side,
@@ -28,6 +30,7 @@ from ._operands import (
     with_local_streams,
     with_merged_rows,
 )
+from ._self_check import Check
 
 
 def _abstract(*flat: ShapedArray, **params: Any) -> list[ShapedArray]:
@@ -93,6 +96,23 @@ def _rule(*shapes: Shape, **params: Any) -> tuple[list[list], list[list]]:
     return shardings(names_of_dims(shapes[0]), shapes, [Side(**params)])
 
 
+def _known(_backend: Backend, avals: Sequence[ShapedArray], **params: Any) -> list[Check]:
+    return [check_of(Side(**params), avals[0].dtype)]
+
+
+def check_of(side: Side, dtype: Any) -> Check:
+    """Returns the check of one side, for arrays of a dtype."""
+    side = side._replace(row_axes=1)
+    calls = partial(quantizer_calls, [side], dtype, side._asdict(), turned=side.transpose)
+    return Check(f"quantize {describe([side])} of {jnp.dtype(dtype).name}", quantize_p, "native", calls)
+
+
 quantize_p = make_primitive(
-    "nvfp4_quantize", abstract=_abstract, local=_local, batch=_batch, partition=quantize_partition, rule=_rule
+    "nvfp4_quantize",
+    abstract=_abstract,
+    local=_local,
+    batch=_batch,
+    partition=quantize_partition,
+    rule=_rule,
+    known=_known,
 )

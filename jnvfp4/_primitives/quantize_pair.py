@@ -8,11 +8,13 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
 from ..spec import QuantSpec
 from ._base import Axes, Backend, Body, Shape, make_primitive
+from ._known_answers import describe, quantizer_calls
 from ._operands import (
     Operands,
     Side,
@@ -30,6 +32,7 @@ from ._operands import (
     with_local_streams,
     with_merged_rows,
 )
+from ._self_check import Check
 
 Specs = tuple[QuantSpec, QuantSpec]
 
@@ -86,6 +89,23 @@ def _rule(*shapes: Shape, specs: Specs, row_axes: int) -> tuple[list[list], list
     return shardings(names_of_dims(shapes[0]), shapes, _sides(specs, row_axes))
 
 
+def _known(_backend: Backend, avals: Sequence[ShapedArray], *, specs: Specs, row_axes: int) -> list[Check]:
+    return [check_of(specs, avals[0].dtype)]
+
+
+def check_of(specs: Specs, dtype: Any) -> Check:
+    """Returns the check of a pair of specs, for arrays of a dtype."""
+    sides = _sides(specs, 1)
+    calls = partial(quantizer_calls, sides, dtype, {"specs": specs, "row_axes": 1})
+    return Check(f"quantize_pair {describe(sides)} of {jnp.dtype(dtype).name}", quantize_pair_p, "native", calls)
+
+
 quantize_pair_p = make_primitive(
-    "nvfp4_quantize_pair", abstract=_abstract, local=_local, batch=_batch, partition=_partition, rule=_rule
+    "nvfp4_quantize_pair",
+    abstract=_abstract,
+    local=_local,
+    batch=_batch,
+    partition=_partition,
+    rule=_rule,
+    known=_known,
 )

@@ -5,7 +5,7 @@ reorders. The second is for the other orientation of x, which is not rotated, so
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,9 @@ from jax.core import ShapedArray
 from .. import reference
 from ..spec import NVFP4_RHT
 from ._base import Axes, Backend, Body, Shape, axes_of, axes_of_dims, make_primitive, typed
+from ._known_answers import values
 from ._operands import Side, batched, check_operand, keep_blocks, max_over_devices, names_of_dims
+from ._self_check import Call, Check
 
 
 def _abstract(x: ShapedArray, *, transpose: bool, keep: int) -> list[ShapedArray]:
@@ -52,6 +54,22 @@ def _rule(x: Shape, *, keep: int, **_: Any) -> tuple[list[list], list[list]]:
     return [dims], 2 * [dims[:keep]]
 
 
+def _known(_backend: Backend, avals: Sequence[ShapedArray], *, transpose: bool, keep: int) -> list[Check]:
+    return [check_of(transpose, avals[0].dtype)]
+
+
+def check_of(transpose: bool, dtype: Any) -> Check:
+    """Returns the check of an orientation, for arrays of a dtype."""
+
+    def calls() -> Iterator[Call]:
+        x = np.stack([values(80, 336, dtype), values(80, 336, dtype, seed=1) / 3]).astype(dtype)
+        for keep in (0, 1):
+            yield Call((x,), {"transpose": transpose, "keep": keep})
+
+    path = f"rht_amax{' transposed' * transpose} of {jnp.dtype(dtype).name}"
+    return Check(path, rht_amax_p, "native", calls)
+
+
 rht_amax_p = make_primitive(
-    "nvfp4_rht_amax", abstract=_abstract, local=_local, batch=_batch, partition=_partition, rule=_rule
+    "nvfp4_rht_amax", abstract=_abstract, local=_local, batch=_batch, partition=_partition, rule=_rule, known=_known
 )

@@ -1,16 +1,19 @@
 """nvfp4_transpose: (data, scale) of 16x16 tiles -> (data, scale) of the transposed values; scales are bytes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray
 
 from .. import reference
 from ..spec import BLOCK, Format
 from ._base import Axes, Backend, Body, Shape, axes_of_dims, check_explicit, make_primitive, typed
+from ._known_answers import EVERY_SCALE, tensor
 from ._operands import batch_size, batched, check_parts, keep_blocks, names_of_dims, turn
+from ._self_check import Call, Check
 
 _UNITS = (BLOCK, BLOCK // 2)  # rows and bytes of a row of data that must stay on one device
 
@@ -65,6 +68,20 @@ def _rule(data: Shape, _scale: Shape) -> tuple[list[list], list[list]]:
     return [dims, dims], 2 * [turn(dims, True)]
 
 
+def _known(_backend: Backend, _avals: Sequence[ShapedArray]) -> list[Check]:
+    return [check_of()]
+
+
+def check_of() -> Check:
+    """Returns the check."""
+
+    def calls() -> Iterator[Call]:
+        data, scale, _ = tensor(np.random.default_rng(0), (80, 336), Format(), EVERY_SCALE)
+        yield Call((data, np.repeat(scale[::BLOCK], BLOCK, axis=0).view(np.uint8)), {})
+
+    return Check("transpose", transpose_p, "native", calls)
+
+
 transpose_p = make_primitive(
-    "nvfp4_transpose", abstract=_abstract, local=_local, batch=_batch, partition=_partition, rule=_rule
+    "nvfp4_transpose", abstract=_abstract, local=_local, batch=_batch, partition=_partition, rule=_rule, known=_known
 )

@@ -17,6 +17,16 @@ using namespace jnvfp4;
 namespace {
 int current_device = 0;
 bool launches_fail = false;
+bool padding_stays = false;  // what was in the padding of scales before
+
+// Scales behind the last column of a matrix get back what scratch was full of.
+void leave_padding(const ScaleTiles& t) {
+  for (int64_t matrix = 0; matrix < t.matrices; ++matrix) {
+    uint8_t* const tiles = t.tiles + matrix * tiled_scale_bytes(t.rows, t.cols);
+    for (int64_t at = 0; at < tiled_scale_bytes(t.rows, t.cols); ++at)
+      if (tiled_scale_place(at, t.cols).col >= t.cols) tiles[at] = 0xff;
+  }
+}
 }  // namespace
 
 cudaError_t cudaGetDevice(int* device) { return *device = current_device, cudaSuccess; }
@@ -26,6 +36,7 @@ namespace jnvfp4 {
 
 cudaError_t launch_sm100_prepare(const PrepareArgs& p, cudaStream_t) {
   prepare_on_cpu(p);
+  if (padding_stays) leave_padding(p.a_scales), leave_padding(p.b_scales);
   return launches_fail ? cudaErrorLaunchFailure : cudaSuccess;
 }
 
@@ -117,6 +128,7 @@ void pad_codes(const uint64_t* data, uint64_t* out, int64_t matrices, int64_t ro
 const char* find_library(const char* path) { return keep(find_cublaslt(path).reason); }
 void use_device(int device) { current_device = device; }
 void fail_launches(bool fail) { launches_fail = fail; }
+void keep_padding(bool keep) { padding_stays = keep; }
 
 // An operand as numpy has it: 16-bit floats have no scale.
 struct Operand {

@@ -2,7 +2,8 @@
 // values of the real header that these products use, refuses others, and computes D exactly from what it is given: one
 // rounding of the sum to float32, one of alpha times it, one of the bias, and the cast. It reads everything on the CPU.
 //
-// `stand_in_fail` and `stand_in_version` say how it fails; `stand_in_complaint` says what it refused.
+// `stand_in_fail` and `stand_in_version` say how it fails; `stand_in_complaint` says what it refused. `stand_in_fault`
+// makes it wrong, as a library may be on a GPU that no test has: the self-check of products must find each fault.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -26,6 +27,7 @@ enum Type { kF32 = 0, kF16 = 2, kBf16 = 14, kE2M1 = 33 };
 std::string complaint;
 std::map<std::string, int> failures;
 size_t version = 130200;
+std::string fault;            // "layout", "alpha", "padding", "nan" or none
 std::set<const void*> alive;  // handles apart
 
 Status refuse(const std::string& what) {
@@ -157,7 +159,8 @@ struct Fixed {
 // Scales are n * 2^-9, codes n / 2.
 Fixed fp4_element(const uint8_t* data, const uint8_t* tiles, int64_t distance, int64_t scale_cols, int64_t row,
                   int64_t i) {
-  const uint8_t byte = data[(row * distance + i) / 2], scale = tiles[tiled_scale_at({row, i / 16}, scale_cols)];
+  const int64_t at = fault == "layout" ? row * scale_cols + i / 16 : tiled_scale_at({row, i / 16}, scale_cols);
+  const uint8_t byte = data[(row * distance + i) / 2], scale = tiles[at];
   if ((scale & 0x7f) == 0x7f) return {0, true};
   static constexpr int kTwice[] = {0, 1, 2, 3, 4, 6, 8, 12};
   const int code = i % 2 ? byte >> 4 : byte & 15, exponent = scale >> 3 & 15,
@@ -224,7 +227,8 @@ extern "C" {
 
 void stand_in_fail(const char* function, int status) { failures[function] = status; }
 void stand_in_version(size_t wanted) { version = wanted; }
-void stand_in_reset() { failures.clear(), complaint.clear(), version = 130200; }
+void stand_in_fault(const char* wanted) { fault = wanted; }
+void stand_in_reset() { failures.clear(), complaint.clear(), fault.clear(), version = 130200; }
 const char* stand_in_complaint() { return complaint.c_str(); }
 int stand_in_alive() { return static_cast<int>(alive.size()); }
 
@@ -311,15 +315,17 @@ int cublasLtMatmul(void* handle, void* desc, const float* alpha, const void* a, 
   if (!p.on_device && *alpha != 1) return refuse("alpha on the host is not 1");
   for (const void* array : {a, b, static_cast<const void*>(d), static_cast<const void*>(workspace)})
     if (reinterpret_cast<uintptr_t>(array) % 16) return refuse("an array is not aligned");
-  if (p.fp4 && !(padding_is_zero(p.desc.pointer<uint8_t>(17), p.m, p.k / 16) &&
-                 padding_is_zero(p.desc.pointer<uint8_t>(18), p.n, p.k / 16)))
+  if (p.fp4 && fault != "padding" &&
+      !(padding_is_zero(p.desc.pointer<uint8_t>(17), p.m, p.k / 16) &&
+        padding_is_zero(p.desc.pointer<uint8_t>(18), p.n, p.k / 16)))
     return refuse("the padding of scales is not zero");
   std::memset(workspace, 0xff, bytes);  // it is the library's, all of it
   const Float bias_kind = p.d.type == kBf16 ? Float::kBf16 : Float::kF16;
   for (int64_t matrix = 0; matrix < p.d.batch(); ++matrix)
     for (int64_t col = 0; col < p.n; ++col)
       for (int64_t row = 0; row < p.m; ++row) {
-        float value = mul_rn(*alpha, sum_of(p, a, b, matrix, row, col));
+        float value = mul_rn(fault == "alpha" ? 2 * *alpha : *alpha, sum_of(p, a, b, matrix, row, col));
+        if (fault == "nan" && row == p.m - 1 && col == p.n - 1) value = std::nanf("");
         if (p.with_bias) value = add_rn(value, load_float(p.desc.pointer<void>(8), bias_kind, row));
         store(d, p.d.type, matrix * static_cast<int64_t>(p.d.get(6)) + col * p.d.distance + row, value);
       }

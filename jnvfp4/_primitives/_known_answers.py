@@ -1,0 +1,207 @@
+"""The operands of self-checks: small, and chosen so that a wrong path is not right by accident.
+
+No size is a multiple of a tile, so that all have padding. Elements lie on the grid of E2M1 and between its numbers,
+scales are all that there are, and no factor of a product is a power of two. Sums of products are exact in any order.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.extend.core import Primitive
+
+from .. import _native
+from ..spec import BLOCK, WINDOW, Format, QuantSpec, name_of
+from ._matmul_routes import Product, plan
+from ._operands import Sides, amax_shapes
+from ._self_check import Call, Check
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+
+
+# ---------------------------------------------------------------- quantizers
+# Numbers of E2M1, the middle of each two, and some beside them.
+_ELEMENTS = np.array([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 0.3, 0.8, 2.4, 2.6, 5.1])
+_STREAM = np.array([0x9E3779B9, 0x7F4A7C15, 0xFFFFFFF0, 1], np.uint32)  # the low word of the index will carry
+
+
+def values(rows: int, cols: int, dtype: Any, seed: int = 0) -> np.ndarray:
+    """Returns blocks whose scales and elements are exact if the amax is 6 * 448, and rows that are not."""
+    rng = np.random.default_rng(seed)
+    scales = np.ldexp(8 + rng.integers(0, 8, (rows, cols // BLOCK, 1)), rng.integers(-9, 3, (rows, cols // BLOCK, 1)))
+    x = rng.choice(_ELEMENTS, (rows, cols // BLOCK, BLOCK)) * rng.choice([-1, 1], (rows, cols // BLOCK, BLOCK))
+    x[:, :, 5] = 6  # the largest of a block
+    x = (x * scales).reshape(rows, cols)
+    x[::3] = rng.standard_normal((len(x[::3]), cols)) * np.ldexp(1.0, rng.integers(-9, 5, (len(x[::3]), 1)))
+    x[1, :BLOCK], x[1, BLOCK : 2 * BLOCK], x[2, 3] = 0, -0.0, 6 * 448
+    return x.astype(dtype)
+
+
+def quantizer_calls(
+    sides: Sides, dtype: Any, params: dict[str, Any], second: Any = None, turned: bool = False
+) -> Iterator[Call]:
+    """Makes the call of a primitive that quantizes x; ``second`` makes another source from x."""
+    rows, cols = (192, 320) if len(sides) != 1 else _sizes(sides[0].spec)
+    x = values(rows, cols, dtype)
+    x = np.ascontiguousarray(x.T) if turned else x
+    given = [_amax(x, side.spec, side.transpose) for side in sides if side.has_amax]
+    streams = [_STREAM + np.uint32(i) for i, side in enumerate(sides) if side.spec.rounding == "stochastic"]
+    yield Call((x, *([] if second is None else [second(x)]), *given, *streams), params)
+
+
+def _sizes(spec: QuantSpec) -> tuple[int, int]:
+    return 80 if spec.block_rows > 1 else 77, 5 * WINDOW if spec.unit == WINDOW else 21 * BLOCK
+
+
+def _amax(x: np.ndarray, spec: QuantSpec, transpose: bool) -> np.ndarray:
+    """Returns an amax for each row or window that is not its largest magnitude; that of the tensor is exact."""
+    shape = amax_shapes(x.shape, spec, transpose)[0]
+    return np.array(np.random.default_rng(1).uniform(40, 3000, shape) if shape else 6 * 448, np.float32)
+
+
+def describe(sides: Sides) -> str:
+    """Names what a quantizer makes."""
+    return " and ".join(f"{name_of(s.spec)}{' transposed' * s.transpose}{' with its amax' * s.has_amax}" for s in sides)
+
+
+# ---------------------------------------------------------------- tensors
+def tensor(rng: Any, shape: Sequence[int], fmt: Format, scales: Sequence[int], amax: Any = None) -> tuple:
+    """Returns data, scale and amax of random codes, and of scales out of some bytes."""
+    *lead, rows, cols = shape
+    data = rng.integers(0, 256, (*lead, rows, cols // 2), np.uint8)
+    scale = rng.choice(np.array(scales, np.uint8), (*lead, rows, cols // BLOCK)).view(ml_dtypes.float8_e4m3fn)
+    if amax is None and fmt.amax_scope == "window64":  # factors of windows that are powers of two are never rounded
+        amax = np.ldexp(6.0 * fmt.e4m3_max, rng.integers(-3, 3, (*lead, rows, cols // WINDOW)))
+    elif amax is None:
+        amax = rng.uniform(0.7, 1.9, (*lead, rows) if fmt.amax_scope == "row" else tuple(lead))
+    return data, scale, np.asarray(amax, np.float32)
+
+
+EVERY_SCALE = range(1, 0x7F)
+_FEW_SCALES = (0x30, 0x34, 0x38, 0x3C, 0x40, 0x42)  # 0.5, 0.75, 1, 1.5, 2, 2.5: sums below 2^21 of their unit
+
+
+# ---------------------------------------------------------------- products
+class Sample(NamedTuple):
+    """A product whose sums are exact in any order."""
+
+    shape: tuple[int, int, int]
+    a: Any = Format()  # or the dtype of an array
+    b: Format = Format()
+    out: Any = F32
+    bias: Any = None
+    lead: tuple[int, ...] = ()
+    unit: str = ""  # "a" or "b": this operand has ones on its diagonal, so that each result is one element
+
+
+_ROW, _NARROW, _WINDOWS = Format("row"), Format(e4m3_max=256), Format("window64")
+SAMPLES = (
+    *[Sample((5, 131, 48), a) for a in (Format(), BF16, F16)],
+    *[Sample((70, 131, 208), a) for a in (Format(), BF16, F16)],
+    Sample((129, 144, 80), _NARROW, Format(), BF16, BF16),
+    Sample((16, 47, 96), _ROW, _NARROW, F32, F32),
+    Sample((66, 45, 112), _NARROW, _ROW, F16, F32),
+    Sample((3, 32, 64), lead=(3,)),
+    Sample((272, 140, 272), unit="a"),
+    Sample((133, 208, 208), unit="b"),
+    Sample((64, 208, 208), unit="b"),
+    Sample((16, 208, 208), unit="b"),
+    *[Sample((rows, 131, 320), *of) for rows in (5, 130) for of in ((_WINDOWS, Format()), (_WINDOWS, _WINDOWS))],
+)
+
+
+def _ones(size: int, like: tuple) -> tuple:
+    codes = 2 * np.eye(size, dtype=np.uint8)
+    return codes[:, ::2] | codes[:, 1::2] << 4, np.full_like(like[1], 1), like[2]
+
+
+def call_of(sample: Sample) -> Call:
+    """Returns the call of ``nvfp4_matmul``."""
+    rng = np.random.default_rng(sum(sample.shape))
+    (m, n, k), quantized = sample.shape, isinstance(sample.a, Format)
+    scales = EVERY_SCALE if sample.unit else _FEW_SCALES
+    # With windows no factor may be rounded, which on Hopper each product of two is.
+    amax = 6 * 448 if sample.a == _WINDOWS != sample.b else None
+    b = tensor(rng, (*sample.lead, n, k), sample.b, scales, amax)
+    if quantized:
+        a: tuple = tensor(rng, (*sample.lead, m, k), sample.a, scales)
+    else:
+        a = (rng.integers(-8, 9, (*sample.lead, m, k)).astype(jnp.dtype(sample.a)),)
+    if sample.unit:
+        a, b = (_ones(k, a), b) if sample.unit == "a" else (a, _ones(k, b))
+    bias = () if sample.bias is None else (rng.standard_normal(n).astype(sample.bias),)
+    params = {
+        "a_format": sample.a if quantized else None,
+        "b_format": sample.b,
+        "has_bias": bool(bias),
+        "out_dtype": jnp.dtype(sample.out),
+        "accumulation": "fast",
+        "k_axes": 1,
+    }
+    return Call((*a, *b, *bias), params)
+
+
+def product_of(call: Call) -> Product:
+    """Returns the operands of a call by role."""
+    p, ops = call.params, call.operands
+    na = 3 if p["a_format"] else 1
+    bias = ops[-1] if p["has_bias"] else None
+    return Product(ops[:na], ops[na : na + 3], bias, p["a_format"], p["b_format"], p["out_dtype"], p["accumulation"])
+
+
+def product_calls(kernel: str, capability: int | None) -> Iterator[Call]:
+    """Makes the calls that a kernel can run on a device."""
+    for sample in SAMPLES:
+        call = call_of(sample)
+        if not plan(product_of(call), capability, kernel).reason:
+            yield call
+
+
+def why_no_product(kernel: str, capability: int | None) -> str:
+    """Says why a kernel can run none of the calls on a device; empty if it can run one."""
+    reasons = [plan(product_of(call_of(sample)), capability, kernel).reason for sample in SAMPLES]
+    # What the device lacks, rather than what is wrong with an operand.
+    return "" if "" in reasons else next((reason for reason in reasons if " cannot: " not in reason), reasons[0])
+
+
+def product_check(primitive: Primitive, kernel: str, capability: int | None) -> Check:
+    """Returns the check of a kernel of ``nvfp4_matmul``."""
+    return Check(f"matmul_nt {kernel}", primitive, kernel, partial(product_calls, kernel, capability))
+
+
+# ---------------------------------------------------------------- grouped products
+_GROUPED = (77, 4, 45, 208)  # rows, groups, N, K
+_LEFTS = ((_ROW, "nvfp4"), (Format(), "nvfp4"), (None, "bfloat16"), (None, "float16"))
+
+
+def _why_not_grouped(left: str, kernel: str, capability: int | None) -> str:
+    return _native.plan_grouped(shape=_GROUPED, a=left, out="bfloat16", capability=capability, kernel=kernel).reason
+
+
+def grouped_calls(kernel: str, capability: int | None) -> Iterator[Call]:
+    """Makes the calls of ``nvfp4_grouped_matmul``: some groups have no rows, and some rows no group."""
+    rng = np.random.default_rng(3)
+    rows, groups, cols, depth = _GROUPED
+    sizes = np.array([17, 0, 40, 13], np.int32)
+    b = tensor(rng, (groups, cols, depth), Format(), _FEW_SCALES)
+    for a_format, left in _LEFTS:
+        if _why_not_grouped(left, kernel, capability):
+            continue
+        numbers = rng.integers(-8, 9, (rows, depth))
+        a = tensor(rng, (rows, depth), a_format, _FEW_SCALES) if a_format else (numbers.astype(jnp.dtype(left)),)
+        params = {"a_format": a_format, "b_format": Format(), "out_dtype": jnp.dtype(BF16)}
+        yield Call((*a, *b, sizes), params)
+
+
+def why_no_grouped(kernel: str, capability: int | None) -> str:
+    """Says why a kernel can run none of the calls on a device; empty if it can run one."""
+    reasons = [_why_not_grouped(left, kernel, capability) for _, left in _LEFTS]
+    return "" if "" in reasons else reasons[0]
+
+
+def grouped_check(primitive: Primitive, kernel: str, capability: int | None) -> Check:
+    """Returns the check of a kernel of ``nvfp4_grouped_matmul``."""
+    return Check(f"grouped_matmul_nt {kernel}", primitive, kernel, partial(grouped_calls, kernel, capability))

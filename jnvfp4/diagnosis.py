@@ -1,0 +1,219 @@
+"""What ``jnvfp4 doctor`` finds out: versions, devices, whether each kernel gives known bits, and what is planned."""
+
+import pathlib
+import platform
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+
+from . import _compat, _native, support
+from ._primitives import _known_answers, _self_check
+from ._primitives import dequantize as _dequantize
+from ._primitives import fake_quant as _fake_quant
+from ._primitives import produce as _produce
+from ._primitives import quantize as _quantize
+from ._primitives import quantize_pair as _quantize_pair
+from ._primitives import rht_amax as _rht_amax
+from ._primitives import transpose as _transpose
+from ._primitives._operands import Side
+from ._primitives._self_check import Check
+from ._primitives.grouped_matmul import grouped_matmul_p
+from ._primitives.matmul import matmul_p
+from ._version import __version__
+from .spec import NVFP4, NVFP4_2D, NVFP4_RHT_SR, NVFP4_SR, ROW_SCALED, WINDOW64, Format, four_over_six
+
+# Every field that changes the arithmetic. The tests go through all specs.
+CHECKED_SPECS = (NVFP4, NVFP4_2D, NVFP4_RHT_SR, ROW_SCALED, WINDOW64, four_over_six())
+CHECKED_PAIRS = ((NVFP4_SR, NVFP4_RHT_SR), (WINDOW64, WINDOW64))
+OK, FAILED, NOT_APPLICABLE = "ok", "failed", "not applicable"
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+
+
+# ---------------------------------------------------------------- versions and devices
+def versions() -> dict[str, str | None]:
+    """Returns the versions of what takes part; None for what is not there."""
+    runtime, driver = _compat.cuda_versions()
+    return {
+        "jnvfp4": __version__,
+        "sources": _native.extensions()["cpu"].source_hash,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "ffi_built": _dotted(_native.extensions()["cpu"].ffi_api),
+        "ffi_running": _dotted(_native.runtime_ffi_api()),
+        "cuda_runtime": _cuda_version(runtime),
+        "cuda_of_driver": _cuda_version(driver),
+        "driver": _driver(),
+        "cublaslt": _native.cublaslt().version or None,
+    }
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _cuda_version(number: int | None) -> str | None:
+    return None if not number else f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _driver() -> str | None:
+    """Returns the version of NVIDIA's driver as the kernel of Linux has it."""
+    try:
+        text = pathlib.Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
+    return found.group() if found else None
+
+
+def targets() -> dict[str, str | None]:
+    """Returns what the kernels of each platform were compiled for."""
+    cuda = _native.extensions().get("cuda")
+    return {"cpu": _native.extensions()["cpu"].isa(), "cuda": cuda.built_for if cuda else None}
+
+
+def describe_device(device: jax.Device) -> dict[str, Any]:
+    """Returns what a device is, and what its kernels and FP4 tensor cores are used for."""
+    capability = _compat.capability(device) if device.platform == "gpu" else None
+    return {
+        "device": str(device),
+        "platform": device.platform,
+        "kind": device.device_kind,
+        "compute_capability": None if capability is None else f"{capability // 10}.{capability % 10}",
+        "kernels_have_run": _native.has_run_on(capability or 0),
+        "fp4": _fp4(capability) if capability else "",
+    }
+
+
+def _fp4(capability: int) -> str:
+    """Says whether products use the FP4 tensor cores of a GPU; empty if no kernel is for those that it has."""
+    if missing := _native.no_block_scaled(capability):
+        return f"not used, products decode to 16 bits: {missing}"
+    if not _native.has_block_scaled(capability):
+        return ""
+    return f"used by {support.FP4_KERNEL}, which is compiled, but was never run on such a GPU"
+
+
+# ---------------------------------------------------------------- checks
+def checks(capability: int) -> Iterator[tuple[Check, str]]:
+    """Lists the checks of every kernel, with the reason why one does not apply to a device."""
+    for spec in CHECKED_SPECS:
+        for transpose in (False, True):
+            yield _quantize.check_of(Side(spec, transpose, spec.format.amax_scope == "tensor"), BF16), ""
+    for pair in CHECKED_PAIRS:
+        yield _quantize_pair.check_of(pair, BF16), ""
+    yield _fake_quant.check_of(NVFP4, True, F32), ""
+    for op in (_produce.RmsNorm(1e-6), _produce.SiluMul()):
+        specs, given = (NVFP4, None), (True, False)
+        yield _produce.check_of(BF16, BF16, op=op, specs=specs, given=given, values=True), ""
+    yield _rht_amax.check_of(False, BF16), ""
+    for fmt in (Format(), Format("row"), Format("window64"), Format(rht=True)):
+        yield _dequantize.check_of(fmt, F32, fmt.rht), ""
+    yield _transpose.check_of(), ""
+    for kernel in _native.matmul_kernels():
+        check = _known_answers.product_check(matmul_p, kernel, capability)
+        yield check, _known_answers.why_no_product(kernel, capability)
+    for kernel in _native.grouped_kernels():
+        check = _known_answers.grouped_check(grouped_matmul_p, kernel, capability)
+        yield check, _known_answers.why_no_grouped(kernel, capability)
+
+
+def examine(device: jax.Device) -> Iterator[dict[str, str]]:
+    """Runs every check on a device, one after another."""
+    reason = support.no_kernels(device)
+    capability = 0 if reason or device.platform != "gpu" else _compat.capability(device)
+    for check, inapplicable in checks(capability or 0):
+        found = {"check": check.path, "device": str(device)}
+        if not_run := f"reference only: {reason}" if reason else inapplicable:
+            yield {**found, "outcome": NOT_APPLICABLE, "reason": not_run}
+            continue
+        wrong = _self_check.outcome(check, device)
+        yield {**found, "outcome": FAILED if wrong else OK, "reason": wrong}
+
+
+# ---------------------------------------------------------------- the plan
+PLANNED = [(rows, 4096, 4096) for rows in (1, 16, 64, 256, 8192)]
+
+
+def plans(device: jax.Device) -> Iterator[dict[str, Any]]:
+    """Says which kernel multiplies on a device, for some numbers of rows, unless the self-check refuses it."""
+    if support.no_kernels(device):
+        return
+    capability = _compat.capability(device) if device.platform == "gpu" else 0
+    for left in ("nvfp4", "bfloat16"):
+        for m, n, k in PLANNED:
+            chosen = _native.plan_matmul(
+                shape=(1, m, n, k), a=left, windows=False, out="bfloat16", pinned=False, capability=capability
+            )
+            yield {"device": str(device), "a": left, "shape": [m, n, k], "kernel": chosen.kernel}
+
+
+# ---------------------------------------------------------------- the report
+def devices() -> list[jax.Device]:
+    """Returns one device of each kind that this process has; the CPU is one."""
+    cpu = _compat.cpu_device()
+    every = [*jax.local_devices(), *([] if cpu is None else [cpu])]
+    return list({(d.platform, d.device_kind): d for d in reversed(every)}.values())[::-1]
+
+
+def report() -> dict[str, Any]:
+    """Returns all that ``jnvfp4 doctor --json`` prints.
+
+    Its keys: ``ok`` (no check has failed), ``versions``, ``targets`` (what kernels were compiled for), ``cublaslt``
+    (path, or the reason why there is none), ``devices``, ``checks`` (outcome "ok", "failed" or "not applicable", and
+    the reason) and ``plan`` (the kernels of some products).
+    """
+    found = devices()  # JAX's CUDA plugin, if there is one, has loaded cuBLASLt then
+    library = _native.cublaslt()
+    outcomes = [outcome for device in found for outcome in examine(device)]
+    return {
+        "ok": all(outcome["outcome"] != FAILED for outcome in outcomes),
+        "versions": versions(),
+        "targets": targets(),
+        "cublaslt": {"path": library.path, "reason": library.reason},
+        "devices": [describe_device(device) for device in found],
+        "checks": outcomes,
+        "plan": [plan for device in found for plan in plans(device)],
+    }
+
+
+def doctor() -> bool:
+    """Prints the same for people, each check when it is done; returns whether none has failed."""
+    found = devices()
+    v, built, library = versions(), targets(), _native.cublaslt()
+    print(f"jnvfp4   {v['jnvfp4']}  (sources {v['sources']})")
+    print(f"python   {v['python']}  jax {v['jax']}  jaxlib {v['jaxlib']}  on {v['machine']}")
+    print(f"ffi      built with {v['ffi_built']}, running {v['ffi_running']}")
+    print(f"cpu      kernels for {built['cpu']}")
+    print(f"cuda     {'built for ' + built['cuda'] if built['cuda'] else 'not built'}{_cuda_text(v)}")
+    print("cublaslt " + (f"none: {library.reason}" if library.reason else f"{library.version}  {library.path}"))
+    for device in found:
+        _print_device(describe_device(device))
+    print()
+    ok = True
+    for device in found:
+        for o in examine(device):
+            ok &= o["outcome"] != FAILED
+            print(f"{o['device']}: {o['check']}: {o['outcome']}{': ' * bool(o['reason'])}{o['reason']}", flush=True)
+    print()
+    for device in found:
+        for p in plans(device):
+            print(f"{p['device']}: matmul_nt of {p['a']} {'x'.join(map(str, p['shape']))}: {p['kernel']}")
+    return ok
+
+
+def _cuda_text(v: dict[str, str | None]) -> str:
+    return f"; runtime {v['cuda_runtime']}, driver {v['driver']} for {v['cuda_of_driver']}" if v["cuda_runtime"] else ""
+
+
+def _print_device(d: dict[str, Any]) -> None:
+    capability = f", compute capability {d['compute_capability']}" if d["compute_capability"] else ""
+    run = "" if d["kernels_have_run"] else "; kernels are compiled for it, but have not run on one before this"
+    print(f"device   {d['device']}: {d['kind']}{capability}{run}")
+    if d["fp4"]:
+        print(f"fp4      {d['device']}: {d['fp4']}")

@@ -1,0 +1,232 @@
+"""``jnvfp4 doctor``: what it prints for people, and the JSON that is pasted into reports of bugs."""
+
+import json
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import gpus
+from operands import normal
+
+import jnvfp4
+from jnvfp4 import _native, diagnosis, support
+from jnvfp4._primitives import _self_check, transpose
+from jnvfp4.checkpoints._files.errors import Exit
+from jnvfp4.cli import main
+
+FP4 = "sm100_cublaslt_nvfp4"
+OLD = f"{FP4} needs cuBLASLt 13.2 or newer on compute capability 10.3, got 13.1.2"
+
+
+@pytest.fixture
+def few_checks(monkeypatch):
+    """One check that is quick, and one that applies nowhere."""
+    few = [(transpose.check_of(), ""), (transpose.check_of()._replace(path="other"), "it runs elsewhere")]
+    monkeypatch.setattr(diagnosis, "checks", lambda capability: iter(few))
+
+
+@pytest.fixture(autouse=True)
+def no_trace_with_a_fault():
+    """JAX keeps what it traced, and with it the fault of a test."""
+    yield
+    jax.clear_caches()
+
+
+def wrong_transpose(monkeypatch) -> None:
+    jax.clear_caches()
+    right = jax.ffi.ffi_call
+    monkeypatch.setattr(
+        transpose.jax.ffi, "ffi_call", lambda *call: lambda *ops, **attrs: [v ^ 1 for v in right(*call)(*ops, **attrs)]
+    )
+
+
+# ---------------------------------------------------------------- for people
+def test_every_kernel_is_checked(capsys):
+    """On every kind of device that is here: one line for each check, and none fails."""
+    assert diagnosis.doctor()
+    out = capsys.readouterr().out
+    assert out.startswith(f"jnvfp4   {jnvfp4.__version__}  (sources ")
+    lines = [line for line in out.splitlines() if line.partition(": ")[0] in {str(d) for d in diagnosis.devices()}]
+    for kernel in (*_native.matmul_kernels(), *_native.grouped_kernels()):
+        assert any(f"matmul_nt {kernel}: " in line for line in lines)
+    for operation in (
+        "quantize",
+        "quantize_pair",
+        "fake_quant",
+        "rms_norm_quantize",
+        "silu_mul_quantize",
+        "dequantize",
+    ):
+        assert any(line.split(": ")[1].split()[0] == operation and line.endswith(": ok") for line in lines), operation
+    assert "failed" not in out
+    assert "cpu:0: matmul_nt cpu_nvfp4_blocks: ok" in out
+    assert f"cpu:0: matmul_nt {FP4}: not applicable: {FP4} runs on GPUs of compute capability 10.0 to 12.1, not" in out
+    assert "cpu:0: matmul_nt of bfloat16 8192x4096x4096: cpu_dense_elements" in out
+
+
+def test_every_kernel_of_the_plan_that_a_gpu_has_is_checked_there(monkeypatch):
+    """Without a GPU the list at least: all kernels for Blackwell apply where the library is new enough."""
+    monkeypatch.setattr(_native, "available", lambda name: name == "cuda")
+    monkeypatch.setattr(_native, "cublaslt", lambda: _native.CublasLt("/lib/libcublasLt.so.13", "13.2.0", ""))
+    applies = {check.path for check, reason in diagnosis.checks(100) if not reason}
+    products = {"sm80_nvfp4_blocks_small_m", FP4, "decode_then_dot", "decode_then_cublaslt", "sm80_nvfp4_blocks"}
+    products.add("sm80_dense_elements")
+    assert {path.split()[1] for path in applies if path.startswith("matmul_nt")} == products
+    monkeypatch.setattr(_native, "cublaslt", lambda: _native.CublasLt("/lib/libcublasLt.so.13", "13.1.2", ""))
+    reasons = {check.path: reason for check, reason in diagnosis.checks(103)}
+    assert reasons[f"matmul_nt {FP4}"] == OLD
+
+
+def test_a_platform_without_kernels(few_checks, capsys, monkeypatch):
+    monkeypatch.setattr(support, "no_kernels", lambda device: "the reason")
+    assert diagnosis.doctor()
+    assert "cpu:0: transpose: not applicable: reference only: the reason" in capsys.readouterr().out.splitlines()
+
+
+def test_a_wrong_byte(few_checks, capsys, monkeypatch):
+    wrong_transpose(monkeypatch)
+    assert not diagnosis.doctor()
+    out = capsys.readouterr().out
+    assert "cpu:0: transpose: failed: call 1, result 0: 13440 of 13440 elements differ, first at [0, 0]: got" in out
+    assert "cpu:0: other: not applicable: it runs elsewhere" in out
+
+
+def test_it_leaves_no_record(few_checks, monkeypatch):
+    """What it finds is printed; programs find out for themselves."""
+    monkeypatch.setattr(_self_check, "_FOUND", {})
+    wrong_transpose(monkeypatch)
+    assert not diagnosis.doctor()
+    assert _self_check._FOUND == {}
+
+
+@pytest.mark.parametrize(
+    ("found", "shown"),
+    [(("/lib/libcublasLt.so.13", "13.1.2", ""), "13.1.2  /lib/libcublasLt.so.13"), (("", "", "why"), "none: why")],
+    ids=["found", "none"],
+)
+def test_the_copy_of_cublaslt_or_the_reason(few_checks, capsys, monkeypatch, found, shown):
+    monkeypatch.setattr(_native, "cublaslt", lambda: _native.CublasLt(*found))
+    assert diagnosis.doctor()
+    assert f"cublaslt {shown}" in capsys.readouterr().out.splitlines()
+    report = diagnosis.report()
+    assert (report["cublaslt"]["path"], report["versions"]["cublaslt"] or "", report["cublaslt"]["reason"]) == found
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "line", "run"),
+    [
+        ("10.3", "13.1.2", f"not used, products decode to 16 bits: {OLD}", False),
+        ("10.3", "13.2.0", f"used by {FP4}, which is compiled, but was never run on such a GPU", False),
+        ("12.0", "12.8.4", f"used by {FP4}, which is compiled, but was never run on such a GPU", False),
+        ("9.0", "13.2.0", None, True),
+        ("13.0", "13.2.0", None, False),
+    ],
+)
+def test_whether_fp4_tensor_cores_are_used(monkeypatch, capsys, capability, version, line, run):
+    monkeypatch.setattr(_native, "available", lambda name: name == "cuda")
+    monkeypatch.setattr(_native, "cublaslt", lambda: _native.CublasLt("/lib/libcublasLt.so.13", version, ""))
+    device = SimpleNamespace(platform="gpu", device_kind="GPU", compute_capability=capability)
+    monkeypatch.setattr(diagnosis, "devices", lambda: [device])
+    monkeypatch.setattr(diagnosis, "examine", lambda device: iter([]))
+    assert diagnosis.doctor()
+    out = capsys.readouterr().out.splitlines()
+    assert [text for text in out if text.startswith("fp4 ")] == ([] if line is None else [f"fp4      {device}: {line}"])
+    untried = "; kernels are compiled for it, but have not run on one before this"
+    assert f"device   {device}: GPU, compute capability {capability}{'' if run else untried}" in out
+    described = diagnosis.describe_device(device)
+    assert (described["fp4"], described["kernels_have_run"]) == (line or "", run)
+
+
+# ---------------------------------------------------------------- JSON
+TEXT, MAYBE = str, (str, type(None))
+SCHEMA = {
+    "ok": bool,
+    "versions": {
+        **dict.fromkeys(("jnvfp4", "sources", "python", "machine", "jax", "jaxlib", "ffi_built", "ffi_running"), TEXT),
+        **dict.fromkeys(("cuda_runtime", "cuda_of_driver", "driver", "cublaslt"), MAYBE),
+    },
+    "targets": {"cpu": TEXT, "cuda": MAYBE},
+    "cublaslt": {"path": TEXT, "reason": TEXT},
+    "devices": [
+        {
+            **dict.fromkeys(("device", "platform", "kind", "fp4"), TEXT),
+            "compute_capability": MAYBE,
+            "kernels_have_run": bool,
+        }
+    ],
+    "checks": [dict.fromkeys(("check", "device", "outcome", "reason"), TEXT)],
+    "plan": [{"device": TEXT, "a": TEXT, "shape": [int], "kernel": TEXT}],
+}
+
+
+def assert_schema(value, schema, at="report") -> None:
+    if isinstance(schema, dict):
+        assert list(value) == list(schema), at
+        for key, inner in schema.items():
+            assert_schema(value[key], inner, f"{at}.{key}")
+    elif isinstance(schema, list):
+        assert value, at
+        for item in value:
+            assert_schema(item, schema[0], f"{at}[]")
+    else:
+        assert isinstance(value, schema), at
+
+
+def test_json(few_checks, capsys):
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)  # one object and nothing else
+    ordered = {**report, "devices": [dict(sorted(d.items())) for d in report["devices"]]}
+    schema = {**SCHEMA, "devices": [dict(sorted(SCHEMA["devices"][0].items()))]}
+    assert_schema(ordered, schema)
+    assert report["versions"]["jnvfp4"] == jnvfp4.__version__
+    assert report["ok"] is True
+    cpu = [check for check in report["checks"] if check["device"] == "cpu:0"]
+    assert cpu == [
+        {"check": "transpose", "device": "cpu:0", "outcome": "ok", "reason": ""},
+        {"check": "other", "device": "cpu:0", "outcome": "not applicable", "reason": "it runs elsewhere"},
+    ]
+    assert {"device": "cpu:0", "a": "nvfp4", "shape": [1, 4096, 4096], "kernel": "cpu_nvfp4_blocks"} in report["plan"]
+
+
+def test_json_of_a_wrong_kernel(few_checks, capsys, monkeypatch):
+    wrong_transpose(monkeypatch)
+    assert main(["doctor", "--json"]) == Exit.VERIFICATION
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert report["ok"] is False
+    assert {check["outcome"] for check in report["checks"]} == {"failed", "not applicable"}
+    assert err == "error: a kernel gives other bits than the reference\n"
+
+
+def test_versions_of_a_gpu():
+    if not gpus():
+        pytest.skip("no CUDA device")
+    versions = diagnosis.versions()
+    assert all(versions[name] for name in ("cuda_runtime", "cuda_of_driver"))
+
+
+@pytest.mark.parametrize(("number", "text"), [(13020, "13.2"), (12090, "12.9"), (0, None), (None, None)])
+def test_cuda_versions(number, text):
+    assert diagnosis._cuda_version(number) == text
+
+
+# ---------------------------------------------------------------- supports
+def test_supports_says_what_was_refused(monkeypatch):
+    """After a program found it out; before, the answer is the plan."""
+    monkeypatch.setattr(support._native, "available", lambda name: name == "cuda")
+    monkeypatch.setattr(_native, "cublaslt", lambda: _native.CublasLt("/lib/libcublasLt.so.13", "13.2.0", ""))
+    monkeypatch.setattr(support.jax, "Device", SimpleNamespace)
+    device = SimpleNamespace(platform="gpu", device_kind="B200", compute_capability="10.0")
+    with jax.default_device(jax.devices("cpu")[0]):
+        a, b = (jnvfp4.quantize(jnp.asarray(normal((n, 64)))) for n in (65, 48))
+    ask = lambda **options: jnvfp4.supports("matmul_nt", a, b, device=device, **options)  # noqa: E731
+    assert ask() == (True, FP4, "")
+    found = {}
+    monkeypatch.setattr(_self_check, "_FOUND", found)
+    found[_self_check._key(f"matmul_nt {FP4}", device)] = "the difference"
+    reason = f"the self-check of matmul_nt {FP4} on {device} (B200) failed: the difference"
+    assert ask() == (True, "decode_then_dot", reason)
+    assert ask(implementation=FP4) == (False, FP4, reason)
+    found[_self_check._key("matmul_nt decode_then_dot", device)] = "another"
+    assert ask() == (False, "reference", reason)
