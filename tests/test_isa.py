@@ -90,5 +90,11 @@ def test_matmul(both, m, dtype):
     assert_same_tensor(*both(product))
 
 
-def test_an_unknown_instruction_set_is_refused():
-    assert not _native.extensions()["cpu"].use_isa("mmx")
+@pytest.mark.parametrize("others", [["mmx"], ["avx2", "avx512"], ["neon_dot"]], ids="-".join)
+def test_an_instruction_set_that_the_processor_lacks_is_refused(others):
+    cpu = _native.extensions()["cpu"]
+    best = cpu.isa()
+    if best in others:
+        pytest.skip(f"this processor has {best}")
+    assert not any(cpu.use_isa(other) for other in others)
+    assert cpu.isa() == best

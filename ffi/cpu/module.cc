@@ -82,11 +82,9 @@ NB_MODULE(_cpu, m) {
                             {"nvfp4_fake_quant", FakeQuant},
                             {"nvfp4_matmul", Matmul},
                             {"nvfp4_grouped_matmul", GroupedMatmul}});
-  static constexpr std::pair<const char*, jnvfp4::Isa> kNames[] = {
-      {"portable", jnvfp4::Isa::kPortable}, {"avx2", jnvfp4::Isa::kAvx2}, {"avx512", jnvfp4::Isa::kAvx512}};
-  m.def("isa", [] { return kNames[static_cast<int>(jnvfp4::isa())].first; });
+  m.def("isa", [] { return jnvfp4::kIsaNames[static_cast<int>(jnvfp4::isa())].first; });
   m.def("use_isa", [](std::string_view name) {
-    for (const auto& [known, value] : kNames)
+    for (const auto& [known, value] : jnvfp4::kIsaNames)
       if (name == known) return jnvfp4::use_isa(value);
     return false;
   });

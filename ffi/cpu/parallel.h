@@ -14,6 +14,11 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#if defined(__linux__)
+#include <sys/auxv.h>
+#endif
 #endif
 
 namespace jnvfp4 {
@@ -30,9 +35,9 @@ class KeepSubnormals {
 #elif defined(__aarch64__)
   KeepSubnormals() {
     asm volatile("mrs %0, fpcr" : "=r"(saved_));
-    asm volatile("msr fpcr, %0" ::"r"(saved_ & ~(uint64_t{1} << 24)));  // FZ
+    asm volatile("msr fpcr, %0" ::"r"(saved_ & ~(uint64_t{1} << 24)) : "memory");  // FZ
   }
-  ~KeepSubnormals() { asm volatile("msr fpcr, %0" ::"r"(saved_)); }
+  ~KeepSubnormals() { asm volatile("msr fpcr, %0" ::"r"(saved_) : "memory"); }
 
  private:
   uint64_t saved_;
@@ -41,16 +46,27 @@ class KeepSubnormals {
 #endif
 };
 
-enum class Isa { kPortable, kAvx2, kAvx512 };
+// NEON is part of every 64-bit Arm processor, so the portable kernels use it. Its dot products of bytes came later.
+enum class Isa { kPortable, kAvx2, kAvx512, kNeonDot };
 
-inline Isa detect_isa() {
+inline bool has_isa(Isa isa) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vnni"))
-    return Isa::kAvx512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Isa::kAvx2;
+  if (isa == Isa::kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (isa == Isa::kAvx512)
+    return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+#elif defined(__aarch64__) && defined(__linux__)
+  if (isa == Isa::kNeonDot) return (getauxval(AT_HWCAP) & uint64_t{1} << 20) != 0;  // HWCAP_ASIMDDP
+#elif defined(__ARM_FEATURE_DOTPROD)  // all processors that the compiler makes code for
+  if (isa == Isa::kNeonDot) return true;
 #endif
+  return isa == Isa::kPortable;
+}
+
+inline Isa detect_isa() {
+  for (const Isa best : {Isa::kAvx512, Isa::kAvx2, Isa::kNeonDot})
+    if (has_isa(best)) return best;
   return Isa::kPortable;
 }
 
@@ -64,14 +80,19 @@ inline Isa isa() { return isa_in_use().load(std::memory_order_relaxed); }
 
 // False if the processor does not have it.
 inline bool use_isa(Isa wanted) {
-  if (wanted > detect_isa()) return false;
+  if (!has_isa(wanted)) return false;
   isa_in_use() = wanted;
   return true;
 }
 
+inline constexpr std::pair<const char*, Isa> kIsaNames[] = {
+    {"portable", Isa::kPortable}, {"avx2", Isa::kAvx2}, {"avx512", Isa::kAvx512}, {"neon_dot", Isa::kNeonDot}};
+
 #if defined(__x86_64__)
 #define JNVFP4_AVX2 __attribute__((target("avx2,fma")))
 #define JNVFP4_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+#elif defined(__aarch64__)
+#define JNVFP4_NEON_DOT __attribute__((target("arch=armv8.2-a+dotprod")))
 #endif
 
 // F::run, always inlined, compiled for each instruction set; the results are the same bits.
