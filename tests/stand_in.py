@@ -35,7 +35,7 @@ def build(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
     products, library = folder / "products.so", folder / "libcublasLt.so.13"
     commands = [
         [*FLAGS, f"-I{CPP / 'host_cuda'}", *map(str, SOURCES), "-ldl", "-o", str(products)],
-        [*FLAGS, str(CPP / "cublaslt_stand_in.cc"), f"-Wl,-soname,{library.name}", "-o", str(library)],
+        [*FLAGS, str(CPP / "cublaslt_stand_in.cc"), f"-Wl,-soname,{library.name}", "-ldl", "-o", str(library)],
     ]
     for command in commands:
         subprocess.run([str(compiler()), *command], check=True)

@@ -356,18 +356,24 @@ def test_kernels_compile_without_spilling(tmp_path, target):
     assert found == [("0", "0", "0")] * 2
 
 
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory):
+def program_for_the_gpu(folder: pathlib.Path, name: str, *sources: str) -> pathlib.Path:
+    """Compiles a program of cpp/ with sources of ffi/."""
     if not gpus():
         skip_or_fail("cuda", "no CUDA device")
     if not shutil.which("nvcc"):
         skip_or_fail("cuda", "no nvcc")
-    program = tmp_path_factory.mktemp("parts") / "blackwell_parts"
-    library = [stand_in.FFI / f"cuda/matmul/{name}.cc" for name in ("cublaslt", "cublaslt_gemm")]
-    sources = map(str, [stand_in.CPP / "blackwell_parts.cu", PREPARE, *library])
     flags = ["-std=c++17", "-O2", "-fmad=false", "-arch=native", f"-I{stand_in.FFI}", f"-I{stand_in.CPP}"]
-    subprocess.run(["nvcc", *flags, *sources, "-o", str(program)], check=True)
-    return program
+    paths = [str(stand_in.CPP / f"{name}.cu"), *(str(stand_in.FFI / source) for source in sources)]
+    subprocess.run(["nvcc", *flags, *paths, "-ldl", "-o", str(folder / name)], check=True)
+    return folder / name
+
+
+LIBRARY = ("cuda/matmul/sm100_prepare.cu", "cuda/matmul/cublaslt.cc", "cuda/matmul/cublaslt_gemm.cc")
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    return program_for_the_gpu(tmp_path_factory.mktemp("parts"), "blackwell_parts", *LIBRARY)
 
 
 @pytest.mark.parametrize("part", ["prepare", "finish", "refuse"])
@@ -378,6 +384,14 @@ def test_parts_that_any_gpu_can_run(parts, part):
     if part != "prepare" and (reason := _native.cublaslt().reason):
         skip_or_fail("cuda", reason)
     done = subprocess.run([str(parts), part, _native.cublaslt().path], text=True, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_products_in_device_memory(built, tmp_path):
+    """The whole call with its kernels, compared on the GPU; the stand-in copies what it is given from device memory."""
+    sources = ("cuda/matmul/sm100_cublaslt_nvfp4.cc", "cuda/matmul/epilogue.cu", "matmul_plan.cc")
+    program = program_for_the_gpu(tmp_path, "block_scaled_on_device", *LIBRARY, *sources)
+    done = subprocess.run([str(program), "all", str(built[1])], text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

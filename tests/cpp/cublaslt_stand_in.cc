@@ -1,15 +1,19 @@
 // A stand-in for cuBLASLt: the functions that products call, with their names. It takes only the attributes, sizes and
 // values of the real header that these products use, refuses others, and computes D exactly from what it is given: one
-// rounding of the sum to float32, one of alpha times it, one of the bias, and the cast. It reads everything on the CPU.
+// rounding of the sum to float32, one of alpha times it, one of the bias, and the cast. It computes on the CPU: arrays
+// in device memory are copied there, after what the stream has to do before, and the result is copied back.
 //
 // `stand_in_fail` and `stand_in_version` say how it fails; `stand_in_complaint` says what it refused. `stand_in_fault`
 // makes it wrong, as a library may be on a GPU that no test has: the self-check of products must find each fault.
+#include <dlfcn.h>
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <map>
 #include <set>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "arrays.h"
@@ -81,6 +85,10 @@ struct Layout : Attributes {  // the number of matrices, and the distance of two
   int type;
   int64_t rows, cols, distance;
   int64_t batch() const { return values.count(5) ? static_cast<int64_t>(get(5)) : 1; }
+  int64_t bytes() const {  // from the first element to the last
+    const int64_t elements = (batch() - 1) * static_cast<int64_t>(get(6)) + (cols - 1) * distance + rows;
+    return type == kE2M1 ? elements / 2 : elements * (type == kF32 ? 4 : 2);
+  }
 };
 struct Preference : Attributes {  // bytes of workspace, reductions, alignments of A, B, C, D
   Preference() : Attributes{{{1, 8}, {3, 4}, {5, 4}, {6, 4}, {7, 4}, {8, 4}}, {}, "preference"} {}
@@ -124,7 +132,9 @@ struct Product {
   int check() const {
     if (desc.get(3) != 1 || desc.get(4) != 0) return refuse("only A is transposed");
     if (b.rows != k || a.cols != m || b.cols != n) return refuse("the matrices do not fit each other");
-    if (a.distance < k || b.distance < k || d.distance < m) return refuse("columns overlap");
+    if (a.distance < k || b.distance < k) return refuse("columns overlap");
+    if (d.distance != m || (d.batch() > 1 && static_cast<int64_t>(d.get(6)) != m * n))
+      return refuse("what is between the columns of D would be lost");
     if (a.batch() != b.batch() || a.batch() != d.batch()) return refuse("the numbers of matrices differ");
     if (b.type != a.type) return refuse("A and B have different types");
     if (desc.get(2) > 1) return refuse("the pointer mode is unknown");
@@ -185,22 +195,118 @@ float element_16(const Layout& t, const void* data, int64_t matrix, int64_t row,
   return load_float(data, t.type == kBf16 ? Float::kBf16 : Float::kF16, at);
 }
 
-float sum_of(const Product& p, const void* a, const void* b, int64_t matrix, int64_t row, int64_t col) {
+// What CUDA's driver does, in processes that have loaded it. Device addresses are pointers.
+struct Driver {
+  int (*attributes)(unsigned count, const int* attributes, void** values, const void* array) = nullptr;
+  int (*read)(void* host, const void* device, size_t bytes, void* stream) = nullptr;
+  int (*write)(void* device, const void* host, size_t bytes, void* stream) = nullptr;
+  int (*fill)(void* device, unsigned char byte, size_t bytes, void* stream) = nullptr;
+  int (*wait)(void* stream) = nullptr;
+  bool complete = false;
+
+  Driver() {
+    void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    if (!library) return;
+    complete = true;
+    const auto get = [&](auto& function, const char* name) {
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
+      complete = complete && function;
+    };
+    get(attributes, "cuPointerGetAttributes");
+    get(read, "cuMemcpyDtoHAsync_v2");
+    get(write, "cuMemcpyHtoDAsync_v2");
+    get(fill, "cuMemsetD8Async");
+    get(wait, "cuStreamSynchronize");
+  }
+  bool in_device_memory(const void* array) const {
+    static constexpr int kMemoryType = 2;
+    static constexpr unsigned kDeviceMemory = 2;
+    unsigned type = 0;  // stays 0 for what the driver does not know
+    void* value = &type;
+    return complete && attributes(1, &kMemoryType, &value, array) == 0 && type == kDeviceMemory;
+  }
+};
+const Driver& driver() {
+  static const Driver loaded;
+  return loaded;
+}
+
+// The arrays of a product, all where the first one is: on the host, or in device memory, of which this keeps copies.
+class Arrays {
+ public:
+  Arrays(const void* first, void* stream) : on_device_(driver().in_device_memory(first)), stream_(stream) {}
+
+  template <class T>
+  const T* read(const T* array, int64_t bytes) {
+    if (!array || !belongs(array) || !on_device_) return array;
+    void* const copy = new_copy(bytes);
+    take(driver().read(copy, array, static_cast<size_t>(bytes), stream_));
+    return static_cast<const T*>(copy);
+  }
+  void fill(void* array, unsigned char byte, size_t bytes) {
+    if (!belongs(array)) return;
+    if (on_device_)
+      take(driver().fill(array, byte, bytes, stream_));
+    else
+      std::memset(array, byte, bytes);
+  }
+  // Where to write an array of this product; `write_back` puts it to its place.
+  void* written(void* array, int64_t bytes) { return belongs(array) && on_device_ ? new_copy(bytes) : array; }
+  void write_back(void* array, const void* copy, int64_t bytes) {
+    if (on_device_) take(driver().write(array, copy, static_cast<size_t>(bytes), stream_)), wait();
+  }
+  int wait() {
+    if (on_device_) take(driver().wait(stream_));
+    return status_;
+  }
+
+ private:
+  bool belongs(const void* array) {
+    const bool does = driver().in_device_memory(array) == on_device_;
+    if (!does) status_ = refuse("an array is not in the memory where A is");
+    return does;
+  }
+  void* new_copy(int64_t bytes) { return copies_.emplace_back(static_cast<size_t>(bytes)).data(); }
+  void take(int error) {
+    if (error) status_ = refuse("CUDA's driver returns " + std::to_string(error));
+  }
+
+  const bool on_device_;
+  void* const stream_;
+  std::vector<std::vector<uint8_t>> copies_;
+  int status_ = kSuccess;
+};
+
+// What a product reads, on the host.
+struct Operands {
+  const void *a, *b, *bias;
+  const uint8_t *a_scales, *b_scales;
+  const float *alpha, *beta;
+
+  Operands(const Product& p, Arrays& arrays, const void* a, const void* b, const float* alpha, const float* beta)
+      : a(arrays.read(a, p.a.bytes())),
+        b(arrays.read(b, p.b.bytes())),
+        bias(p.with_bias ? arrays.read(p.desc.pointer<void>(8), p.m * (p.d.type == kF32 ? 4 : 2)) : nullptr),
+        a_scales(arrays.read(p.desc.pointer<uint8_t>(17), tiled_scale_bytes(p.m, p.k / 16))),
+        b_scales(arrays.read(p.desc.pointer<uint8_t>(18), tiled_scale_bytes(p.n, p.k / 16))),
+        alpha(p.on_device ? arrays.read(alpha, 4) : alpha),
+        beta(p.on_device ? arrays.read(beta, 4) : beta) {}
+};
+
+float sum_of(const Product& p, const Operands& x, int64_t matrix, int64_t row, int64_t col) {
   if (!p.fp4) {
     double sum = 0;  // exact where every order of summation gives the same bits
     for (int64_t i = 0; i < p.k; ++i)
-      sum += static_cast<double>(element_16(p.a, a, matrix, row, i)) * element_16(p.b, b, matrix, col, i);
+      sum += static_cast<double>(element_16(p.a, x.a, matrix, row, i)) * element_16(p.b, x.b, matrix, col, i);
     return static_cast<float>(sum);
   }
   __int128 sum = 0;
   const int64_t scale_cols = p.k / 16;
   for (int64_t i = 0; i < p.k; ++i) {
-    const Fixed x =
-        fp4_element(static_cast<const uint8_t*>(a), p.desc.pointer<uint8_t>(17), p.a.distance, scale_cols, row, i);
-    const Fixed y =
-        fp4_element(static_cast<const uint8_t*>(b), p.desc.pointer<uint8_t>(18), p.b.distance, scale_cols, col, i);
-    if (x.nan || y.nan) return std::nanf("");
-    sum += static_cast<__int128>(x.number) * y.number;
+    const Fixed a = fp4_element(static_cast<const uint8_t*>(x.a), x.a_scales, p.a.distance, scale_cols, row, i);
+    const Fixed b = fp4_element(static_cast<const uint8_t*>(x.b), x.b_scales, p.b.distance, scale_cols, col, i);
+    if (a.nan || b.nan) return std::nanf("");
+    sum += static_cast<__int128>(a.number) * b.number;
   }
   return rounded(sum, -2 * (9 + 1));
 }
@@ -304,32 +410,36 @@ int cublasLtMatmulAlgoGetHeuristic(void* handle, void* desc, void* a, void* b, v
 
 int cublasLtMatmul(void* handle, void* desc, const float* alpha, const void* a, void* a_layout, const void* b,
                    void* b_layout, const float* beta, const void* c, void* c_layout, void* d, void* d_layout,
-                   const uint64_t* algorithm, void* workspace, size_t bytes, void*) {
+                   const uint64_t* algorithm, void* workspace, size_t bytes, void* stream) {
   MAY_FAIL("Matmul");
   const Product p(*static_cast<Desc*>(desc), *static_cast<Layout*>(a_layout), *static_cast<Layout*>(b_layout),
                   *static_cast<Layout*>(d_layout));
   if (const int status = p.check(); status != kSuccess) return status;
   if (handle != &the_handle || c != d || c_layout != d_layout || *algorithm != kAlgorithm)
     return refuse("the product has other arguments");
-  if (*beta != 0) return refuse("beta is not 0");
-  if (!p.on_device && *alpha != 1) return refuse("alpha on the host is not 1");
   for (const void* array : {a, b, static_cast<const void*>(d), static_cast<const void*>(workspace)})
     if (reinterpret_cast<uintptr_t>(array) % 16) return refuse("an array is not aligned");
+  Arrays arrays(a, stream);
+  const Operands x(p, arrays, a, b, alpha, beta);
+  arrays.fill(workspace, 0xff, bytes);  // it is the library's, all of it
+  void* const result = arrays.written(d, p.d.bytes());
+  if (const int status = arrays.wait(); status != kSuccess) return status;
+  if (*x.beta != 0) return refuse("beta is not 0");
+  if (!p.on_device && *x.alpha != 1) return refuse("alpha on the host is not 1");
   if (p.fp4 && fault != "padding" &&
-      !(padding_is_zero(p.desc.pointer<uint8_t>(17), p.m, p.k / 16) &&
-        padding_is_zero(p.desc.pointer<uint8_t>(18), p.n, p.k / 16)))
+      !(padding_is_zero(x.a_scales, p.m, p.k / 16) && padding_is_zero(x.b_scales, p.n, p.k / 16)))
     return refuse("the padding of scales is not zero");
-  std::memset(workspace, 0xff, bytes);  // it is the library's, all of it
   const Float bias_kind = p.d.type == kBf16 ? Float::kBf16 : Float::kF16;
   for (int64_t matrix = 0; matrix < p.d.batch(); ++matrix)
     for (int64_t col = 0; col < p.n; ++col)
       for (int64_t row = 0; row < p.m; ++row) {
-        float value = mul_rn(fault == "alpha" ? 2 * *alpha : *alpha, sum_of(p, a, b, matrix, row, col));
+        float value = mul_rn(fault == "alpha" ? 2 * *x.alpha : *x.alpha, sum_of(p, x, matrix, row, col));
         if (fault == "nan" && row == p.m - 1 && col == p.n - 1) value = std::nanf("");
-        if (p.with_bias) value = add_rn(value, load_float(p.desc.pointer<void>(8), bias_kind, row));
-        store(d, p.d.type, matrix * static_cast<int64_t>(p.d.get(6)) + col * p.d.distance + row, value);
+        if (p.with_bias) value = add_rn(value, load_float(x.bias, bias_kind, row));
+        store(result, p.d.type, matrix * static_cast<int64_t>(p.d.get(6)) + col * p.d.distance + row, value);
       }
-  return kSuccess;
+  arrays.write_back(d, result, p.d.bytes());
+  return arrays.wait();
 }
 
 }  // extern "C"
