@@ -374,10 +374,12 @@ def _check_axes_of_result(call: Call, x: jax.Array, w: Weight) -> None:
     rows = {axis for entry in axes_of_dims(jax.typeof(x))[:-1] for axis in axes_of(entry)}
     shared = [axis for axis in axes_of(of_n) if axis in rows]
     if shared:
+        other_way = "gather w by w_gather, or shard it along K, over which its packed bytes are gathered"
+        if isinstance(w, PackedWeight):
+            other_way = "replicate w, or pass its unpack(), which can be gathered"
         raise ValueError(
             f"{call.op}: the leading axes of x and N of w must be sharded over different axes of an Explicit mesh, got "
-            f"{shared[0]!r} for both, in x {jax.typeof(x)} and {which}; gather w by w_gather, or shard it along K, "
-            "over which its packed bytes are gathered"
+            f"{shared[0]!r} for both, in x {jax.typeof(x)} and {which}; {other_way}"
         )
 
 

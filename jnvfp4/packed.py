@@ -125,30 +125,50 @@ def tiles_shape(lead: tuple[int, ...], rows: int, depth: int) -> tuple[int, ...]
     return (*lead, -(-rows // TILE_ROWS), -(-depth // (BLOCK * TILE_COLS)) * TILE_BYTES)
 
 
-# Reshapes and transposes alone, which every compiler of XLA has: tiles are made once, when a program loads its weights.
+# Reshapes and transposes alone, which XLA compiles for every device: tiles are made once, when a program loads weights.
 @partial(jax.jit, inline=True)  # an eager call transfers no constants
 def _tile(scale: jax.Array) -> jax.Array:
     *lead, rows, cols = scale.shape
     more = (-rows % TILE_ROWS, -cols % TILE_COLS)
+    tile_rows, tile_cols = (rows + more[0]) // TILE_ROWS, (cols + more[1]) // TILE_COLS
+    scale, axes = _with_whole_tiles(scale, rows)
     if any(more):
         scale = lax.pad(scale, np.uint8(0), [*[(0, 0, 0)] * len(lead), *((0, n, 0) for n in more)])
-    tile_rows, tile_cols = (rows + more[0]) // TILE_ROWS, (cols + more[1]) // TILE_COLS
-    groups = scale.reshape(*lead, tile_rows, _GROUPS, 32, tile_cols, TILE_COLS)
-    return _turned(groups, (0, 3, 2, 1, 4)).reshape(*lead, tile_rows, tile_cols * TILE_BYTES)
+    groups = _reshaped(scale, (*lead, tile_rows, _GROUPS, 32, tile_cols, TILE_COLS), axes)
+    return _reshaped(_turned(groups, len(lead)), (*lead, tile_rows, tile_cols * TILE_BYTES), axes)
 
 
 @partial(jax.jit, static_argnums=(1, 2), inline=True)
 def _untile(tiles: jax.Array, rows: int, cols: int) -> jax.Array:
     *lead, tile_rows, row_bytes = tiles.shape
     tile_cols = row_bytes // TILE_BYTES
-    groups = _turned(tiles.reshape(*lead, tile_rows, tile_cols, 32, _GROUPS, TILE_COLS), (0, 3, 2, 1, 4))
-    whole = groups.reshape(*lead, tile_rows * TILE_ROWS, tile_cols * TILE_COLS)
-    return lax.slice(whole, [0] * whole.ndim, (*lead, rows, cols)) if whole.shape[-2:] != (rows, cols) else whole
+    tiles, axes = _with_whole_tiles(tiles, rows)
+    groups = _reshaped(tiles, (*lead, tile_rows, tile_cols, 32, _GROUPS, TILE_COLS), axes)
+    whole = _reshaped(_turned(groups, len(lead)), (*lead, tile_rows * TILE_ROWS, tile_cols * TILE_COLS), axes)
+    return whole[..., :rows, :cols]
 
 
-def _turned(groups: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    first = groups.ndim - len(axes)
-    return groups.transpose(*range(first), *(first + axis for axis in axes))
+def _turned(groups: jax.Array, lead: int) -> jax.Array:
+    """Exchanges the tiles of a row with the rows of a group: the way there is the way back."""
+    return groups.transpose(*range(lead), *(lead + axis for axis in (0, 3, 2, 1, 4)))
+
+
+# An Explicit mesh asks how a reshaped array is sharded.
+def _with_whole_tiles(x: jax.Array, rows: int) -> tuple[jax.Array, tuple]:
+    """Gathers the columns of x, and its rows where a device has a part of a tile; returns the axes of the others."""
+    sharding = jax.typeof(x).sharding
+    *lead, of_rows, _ = list(sharding.spec) + [None] * (x.ndim - len(sharding.spec))
+    whole = rows % (TILE_ROWS * ways_of(sharding.mesh, of_rows)) == 0
+    axes = (*lead, of_rows if whole else None)
+    if any(entry is not None for entry in sharding.spec):
+        x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*axes)))
+    return x, axes
+
+
+def _reshaped(x: jax.Array, shape: tuple[int, ...], axes: tuple) -> jax.Array:
+    if all(entry is None for entry in axes):
+        return x.reshape(shape)
+    return lax.reshape(x, shape, out_sharding=NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*axes)))
 
 
 # ---------------------------------------------------------------- the pytree

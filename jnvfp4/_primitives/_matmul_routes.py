@@ -35,7 +35,8 @@ class Product(NamedTuple):
 
     def untiled(self) -> "Product":
         """Returns the product with the scales of b as rows."""
-        t = PackedWeight(*self.b, self.b_format).unpack()
+        data, tiles, amax = self.b
+        t = PackedWeight(data, tiles, amax, self.b_format).unpack()
         return self._replace(b=(t.data, t.scale, t.amax), b_tiled=False)
 
     @property

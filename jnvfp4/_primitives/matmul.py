@@ -1,7 +1,7 @@
 """nvfp4_matmul: (a parts, b parts, bias?) -> a b^T.
 
-``a`` is three operands (data, scale, amax), or one 16-bit array when ``a_format`` is None. ``b`` is data, scale and amax,
-or data, tiles and amax of a PackedWeight when ``b_tiled``.
+``a`` is three operands (data, scale, amax), or one 16-bit array when ``a_format`` is None. ``b`` is data, scale and
+amax, or data, tiles and amax of a PackedWeight when ``b_tiled``.
 """
 
 import math
