@@ -180,6 +180,8 @@ std::string why_not(MatmulKernel kernel, const MatmulProblem& problem, const Dev
   const Row& row = row_of(kernel);
   const std::string elsewhere = wrong_device(row.name, row.least, row.most, device);
   if (!elsewhere.empty()) return elsewhere;
+  if (problem.b_tiled && kernel != MatmulKernel::kSm100CublasLtNvfp4)
+    return std::string(row.name) + " cannot: it reads no block scales in tiles";
   const char* reason = row.cannot(problem);
   return reason ? std::string(row.name) + " cannot: " + reason : needs_library(kernel, device);
 }
@@ -308,7 +310,7 @@ CublasLtScratch cublaslt_scratch(const GemmShape& shape, bool decoded_a, Float o
   return s;
 }
 
-BlockScaledScratch block_scaled_scratch(const GemmShape& shape, Float out) {
+BlockScaledScratch block_scaled_scratch(const GemmShape& shape, Float out, bool b_tiled) {
   const auto up = [](int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; };
   BlockScaledScratch s{};
   const auto take = [&](int64_t bytes) { return take_scratch(bytes, &s.bytes); };
@@ -317,7 +319,7 @@ BlockScaledScratch block_scaled_scratch(const GemmShape& shape, Float out) {
   s.a_codes = take(deeper ? shape.batch * shape.rows * s.depth / 2 : 0);
   s.b_codes = take(deeper || wider ? shape.batch * s.cols * s.depth / 2 : 0);
   s.a_scales = take(shape.batch * tiled_scale_bytes(shape.rows, shape.depth / kBlock));
-  s.b_scales = take(shape.batch * tiled_scale_bytes(shape.cols, shape.depth / kBlock));
+  s.b_scales = take(b_tiled ? 0 : shape.batch * tiled_scale_bytes(shape.cols, shape.depth / kBlock));
   s.factors = take((shape.batch + 1) * 4);
   s.sums = take(out == Float::kF32 && !wider ? 0 : shape.batch * shape.rows * s.cols * 4);
   s.workspace = take(kCublasLtWorkspace);
@@ -340,7 +342,8 @@ int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem) {
     }
     case MatmulKernel::kDecodeThenCublasLt:
       return cublaslt_scratch(problem.shape, problem.a == Left::kNvfp4, problem.out).bytes;
-    case MatmulKernel::kSm100CublasLtNvfp4: return block_scaled_scratch(problem.shape, problem.out).bytes;
+    case MatmulKernel::kSm100CublasLtNvfp4:
+      return block_scaled_scratch(problem.shape, problem.out, problem.b_tiled).bytes;
     default: return 0;
   }
 }

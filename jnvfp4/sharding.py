@@ -12,7 +12,7 @@ import jax
 from jax import lax
 from jax.typing import ArrayLike
 
-from ._arguments import Implementation, as_array, check_spec
+from ._arguments import Implementation, as_array, check_spec, no_tensor
 from ._gather import Placement, as_gather
 from ._keys import entered_amaxes
 from ._linear import takes_weight_amax
@@ -47,7 +47,7 @@ def all_gather(q: NVFP4Tensor, axis_name: str | tuple[str, ...], *, axis: int = 
     """
     op = "all_gather"
     if not isinstance(q, NVFP4Tensor):
-        raise TypeError(f"{op}: q must be an NVFP4Tensor, got {type(q).__name__}")
+        raise no_tensor(op, "q", q)
     if isinstance(axis, bool) or not isinstance(axis, int) or not -q.ndim <= axis < q.ndim:
         raise ValueError(
             f"{op}: axis must be an integer from {-q.ndim} to {q.ndim - 1} for shape {q.shape}, got {axis!r}"

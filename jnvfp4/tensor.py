@@ -140,7 +140,7 @@ class NVFP4Tensor:
                 f"NVFP4Tensor.shardings: spec must have at most {self.ndim} entries for shape {self.shape}, got {spec}"
             )
         whole = NamedSharding(mesh, spec)
-        depth, ways = self.shape[-1], _ways(mesh, spec[self.ndim - 1]) if len(spec) == self.ndim else 1
+        depth, ways = self.shape[-1], ways_of(mesh, spec[self.ndim - 1]) if len(spec) == self.ndim else 1
         if depth % (self.format.unit * ways):
             raise ValueError(
                 f"NVFP4Tensor.shardings: spec must split K into multiples of {self.format.unit}, got {spec} for "
@@ -187,7 +187,7 @@ def _is_index(entries: tuple, lead: tuple[int, ...]) -> bool:
     return True
 
 
-def _ways(mesh: Mesh | AbstractMesh, entry: Any) -> int:
+def ways_of(mesh: Mesh | AbstractMesh, entry: Any) -> int:
     """Returns into how many parts an axis with this entry of a PartitionSpec is split."""
     axes = () if entry in (None, PartitionSpec.UNCONSTRAINED) else entry if isinstance(entry, tuple) else (entry,)
     return math.prod(mesh.shape[axis] for axis in axes)

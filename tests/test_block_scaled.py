@@ -10,6 +10,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,8 @@ from products import (
 )
 
 import jnvfp4
-from jnvfp4 import Format, NVFP4Tensor, QuantSpec, _native, recipes
+from jnvfp4 import Format, NVFP4Tensor, PackedWeight, QuantSpec, _native, recipes
+from jnvfp4._primitives import _base, _matmul_routes
 
 KERNEL = "sm100_cublaslt_nvfp4"
 B200, B300, THOR, RTX, SPARK = 100, 103, 110, 120, 121
@@ -97,6 +99,42 @@ def test_tiles_and_their_padding(process, shape):
     assert_bitwise(process("tiles", scale), tiles(scale))
 
 
+def with_scale(scale: np.ndarray) -> NVFP4Tensor:
+    """A tensor [..., rows, 16 * cols] of these scale bytes."""
+    data = jnp.zeros((*scale.shape[:-1], 8 * scale.shape[-1]), jnp.uint8)
+    return NVFP4Tensor(data, jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn)), jnp.float32(1), TENSOR)
+
+
+@pytest.mark.parametrize("case", sorted({name.split("__")[0] for name in GOLDEN}))
+def test_golden_tiles_of_packed_weights(case):
+    packed = jnvfp4.prepack_weight(with_scale(GOLDEN[f"{case}__linear"]))
+    assert_bitwise(np.asarray(packed.tiles).reshape(-1), GOLDEN[f"{case}__swizzled"].reshape(-1))
+    assert_bitwise(bits(packed.unpack().scale), GOLDEN[f"{case}__linear"])
+
+
+SIZES = set(itertools.product((1, 31, 128, 129, 300), range(1, 41))) | {(n, n * 7 % 40 + 1) for n in range(1, 301)}
+
+
+def check_packed_tiles(process, sizes) -> None:
+    for rows, cols in sizes:
+        scale = np.random.default_rng(rows).integers(1, 256, (1, rows, cols), np.uint8)
+        packed = jnvfp4.prepack_weight(with_scale(scale))
+        assert_bitwise(np.asarray(packed.tiles).reshape(1, -1), process("tiles", scale), f"{rows} x {cols}")
+        assert_bitwise(bits(packed.unpack().scale), scale, f"{rows} x {cols}, unpacked")
+
+
+def test_tiles_of_packed_weights_are_those_of_the_kernel(process):
+    """Every number of rows to 300, and of columns to 40."""
+    check_packed_tiles(process, sorted(SIZES))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(1, 301, 20))
+def test_tiles_of_all_packed_weights_are_those_of_the_kernel(process, first):
+    check_packed_tiles(process, itertools.product(range(first, first + 20), range(1, 41)))
+    jax.clear_caches()
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 2), (2, 7, 3), (1, 16, 4)], ids=str)
 @pytest.mark.parametrize("more", [(0, 0), (0, 1), (9, 0), (9, 1)], ids=str)
 def test_padded_codes(process, shape, more):
@@ -107,6 +145,8 @@ def test_padded_codes(process, shape, more):
 
 # ---------------------------------------------------------------- products
 def operand(t) -> dict:
+    if isinstance(t, PackedWeight):
+        return {**operand(t.unpack()), "scale": np.asarray(t.tiles), "tiled": 1}
     if not isinstance(t, NVFP4Tensor):
         half = t.dtype == np.float16
         return {"data": bits(t), "scale": None, "amax": None, "rows_per_amax": 1, "e4m3_max": 448, "float16": half}
@@ -129,9 +169,13 @@ def run(library, a, b, bias=None, out=np.float32, capability=B200, kernel="") ->
 
 
 def check(library, a, b, bias=None, out=np.float32, **options) -> None:
-    got, ran, error = run(library, a, b, bias, out, **{"kernel": KERNEL, **options})
-    assert (ran, error, library("complaint")) == (KERNEL, "", "")
-    assert_bitwise(got, jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out))
+    """Also of b with its scales in tiles, which are not made again then."""
+    want, matrices = jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out), int(np.prod(b.data.shape[:-2]))
+    for right, tiled in ((b, 2 * matrices), (jnvfp4.prepack_weight(b), matrices)):
+        got, ran, error = run(library, a, right, bias, out, **{"kernel": KERNEL, **options})
+        assert (ran, error, library("complaint")) == (KERNEL, "", "")
+        assert library("put_into_tiles") == tiled
+        assert_bitwise(got, want, f"times {right}")
 
 
 @every_out_dtype
@@ -259,6 +303,106 @@ def test_the_16_bit_product_of_the_same_module(library, left, out, shape):
         got, ran, error = run(library, a, b, dense(shape[1:2], np.float32), out, capability, "decode_then_cublaslt")
         assert (ran, error, library("complaint")) == ("decode_then_cublaslt", "", "")
         assert_bitwise(got, jnvfp4.matmul_nt(a, b, bias=dense(shape[1:2], np.float32), out_dtype=out))
+
+
+# ---------------------------------------------------------------- packed weights, the whole way
+@pytest.fixture
+def calls(library, monkeypatch):
+    """The kernels, and whether b is in tiles, of products that are lowered for a B200; the stand-in computes them."""
+    found = []
+
+    def call_kernel(product, chosen):
+        found.append((chosen.kernel, product.b_tiled))
+        if chosen.kernel != KERNEL:
+            return _matmul_routes.reference.matmul(
+                product.a, product.b, product.bias, product.a_format, product.b_format, product.out_dtype
+            )
+
+        def multiply(a, b, *bias):
+            a = NVFP4Tensor(*a, product.a_format)
+            b = PackedWeight(*b, product.b_format) if product.b_tiled else NVFP4Tensor(*b, product.b_format)
+            a, b = jax.tree.map(np.asarray, (a, b))
+            got, ran, error = run(library, a, b, *bias, out=product.out_dtype, kernel=KERNEL)
+            assert (ran, error) == (KERNEL, "")
+            return got
+
+        bias = () if product.bias is None else (product.bias,)
+        return jax.pure_callback(multiply, product.result, product.a, product.b, *bias)
+
+    right = _base._backend
+    monkeypatch.setattr(_base, "_backend", lambda *args: right(*args)._replace(capability=B200))
+    monkeypatch.setattr(_matmul_routes, "_call_kernel", call_kernel)
+    monkeypatch.setattr(
+        _matmul_routes, "_decode_then_dot", lambda p: call_kernel(p, _native.MatmulPlan("decode_then_dot", 0, ""))
+    )
+    monkeypatch.setattr(_native, "has_run_on", lambda capability: True)
+    monkeypatch.setattr(_native, "cublaslt", lambda: _native.CublasLt("/lib/libcublasLt.so.13", "13.2.0", ""))
+    return found
+
+
+def lowered_for_b200(f):
+    """A function that no other test has compiled."""
+    return jax.jit(lambda *args: f(*args))
+
+
+@every_out_dtype
+@over("shape", [(70, 131, 48), (66, 16, 32)])
+def test_a_packed_weight_goes_to_the_kernel_as_it_is(calls, out, shape):
+    a, b = order_free_operands(None, shape, b_format=ROW)
+    packed = jnvfp4.prepack_weight(b)
+    y = lowered_for_b200(lambda a, b: jnvfp4.matmul_nt(a, b, out_dtype=out))(a, packed)
+    assert calls == [(KERNEL, True)]
+    assert_bitwise(y, jnvfp4.matmul_nt(a, b, out_dtype=out, implementation="reference"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "kernel"),
+    [
+        (5, {}, "sm80_nvfp4_blocks_small_m"),
+        (70, {"accumulation": "pinned"}, "sm80_nvfp4_blocks"),
+        (70, {"implementation": "decode_then_dot"}, "decode_then_dot"),
+    ],
+    ids=["few rows", "pinned", "decode"],
+)
+def test_other_kernels_get_rows_of_scales(calls, rows, options, kernel):
+    a, b = order_free_operands(None, (rows, 131, 48))
+    packed = jnvfp4.prepack_weight(b)
+    y = lowered_for_b200(lambda a, b: jnvfp4.matmul_nt(a, b, **options))(a, packed)
+    assert calls == [(kernel, False)]
+    assert_bitwise(y, jnvfp4.matmul_nt(a, b, implementation="reference"))
+
+
+def test_without_the_library_a_packed_weight_is_decoded(calls, monkeypatch):
+    if not _native.available("cuda"):
+        monkeypatch.setattr(_native, "available", lambda platform: True)
+    monkeypatch.setattr(_native, "cublaslt", lambda: _native.CublasLt("", "", "there is none"))
+    a, b = order_free_operands(None, (70, 131, 48))
+    y = lowered_for_b200(jnvfp4.matmul_nt)(a, jnvfp4.prepack_weight(b))
+    assert calls == [("decode_then_dot", False)]
+    assert_bitwise(y, jnvfp4.matmul_nt(a, b, implementation="reference"))
+
+
+@pytest.mark.parametrize("in_axes", [(0, None), (0, 0), (None, 0)], ids=["a", "both", "b"])
+def test_examples_of_a_packed_weight(calls, in_axes):
+    """Those of b become matrices, whose tiles are read as they are."""
+    lead, b_lead = ((3,) if axis == 0 else () for axis in in_axes)
+    a, b = order_free_operands(None, (70, 131, 48), lead=lead, b_lead=b_lead, a_format=ROW, b_format=ROW)
+    y = lowered_for_b200(jax.vmap(jnvfp4.matmul_nt, in_axes))(a, jnvfp4.prepack_weight(b))
+    assert calls == [(KERNEL, True)]
+    reference = partial(jnvfp4.matmul_nt, implementation="reference")
+    assert_bitwise(y, jax.vmap(reference, in_axes)(a, b))
+
+
+def test_linear_reads_the_tiles(calls):
+    recipe = recipes.inference()
+    x = jnp.asarray(np.random.default_rng(0).choice([-6.0, 3.0, 6.0], (70, 64)), jnp.bfloat16)
+    w = random_tensor(1, (40, 64), recipe.fprop.w.format, scales=(0x30, 0x38, 0x40))
+    run_linear = lambda w: jax.value_and_grad(lambda x: jnp.sum(jnvfp4.linear(x, w, recipe).astype(jnp.float32)))  # noqa: E731
+    got = lowered_for_b200(lambda x, w: run_linear(w)(x))(x, jnvfp4.prepack_weight(w))
+    assert calls == [(KERNEL, True)]
+    for y, want in zip(got, lowered_for_b200(lambda x, w: run_linear(w)(x))(x, w), strict=True):
+        assert_bitwise(y, want)
+    assert calls == [(KERNEL, True), (KERNEL, False)]
 
 
 # ---------------------------------------------------------------- versions

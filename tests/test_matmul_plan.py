@@ -43,10 +43,17 @@ def no_cublaslt(monkeypatch):
 
 
 def plan(
-    a="nvfp4", windows=False, pinned=False, capability=HOPPER, shape=(1, 128, 128, 256), kernel=None, out="bfloat16"
+    a="nvfp4",
+    windows=False,
+    pinned=False,
+    capability=HOPPER,
+    shape=(1, 128, 128, 256),
+    kernel=None,
+    out="bfloat16",
+    b_tiled=False,
 ):
     return _native.plan_matmul(
-        shape=shape, a=a, windows=windows, out=out, pinned=pinned, capability=capability, kernel=kernel
+        shape=shape, a=a, windows=windows, out=out, pinned=pinned, b_tiled=b_tiled, capability=capability, kernel=kernel
     )
 
 
@@ -334,6 +341,21 @@ def test_scratch_of_fp4_products(shape, out):
         assert plan(shape=shape, out=out, capability=capability) == (FP4, want, "")
 
 
+@pytest.mark.parametrize("shape", [(1, 128, 384, 512), (3, 70, 48, 48)])
+def test_scales_in_tiles_need_no_scratch(shape):
+    batch, _, n, k = shape
+    of_b = up(batch * up(n, 128) * up(k // 16, 4), 256)
+    rows, tiles = (plan(shape=shape, capability=BLACKWELL, kernel=FP4, b_tiled=tiled) for tiled in (False, True))
+    assert tiles == (FP4, rows.scratch_bytes - of_b, "")
+
+
+@pytest.mark.parametrize("kernel", _native.matmul_kernels())
+def test_other_kernels_read_no_scales_in_tiles(kernel):
+    capability = CPU if kernel.startswith("cpu") else HOPPER if kernel.startswith("sm90") else BLACKWELL
+    reason = plan(kernel=kernel, capability=capability, b_tiled=True).reason
+    assert reason == ("" if kernel == FP4 else f"{kernel} cannot: it reads no block scales in tiles")
+
+
 def test_a_plan_without_cublaslt(no_cublaslt):
     assert plan(kernel=CUBLASLT).reason == f"{CUBLASLT} needs cuBLASLt: there is none"
     assert plan(kernel=FP4, capability=BLACKWELL).reason == f"{FP4} needs cuBLASLt: there is none"
@@ -368,6 +390,20 @@ def test_an_fp4_product_is_one_call(monkeypatch):
     assert f"tensor<{plan(shape=(1, 70, 24, 64), capability=BLACKWELL)[1]}xui8>" in text
     use_version(monkeypatch, "13.1.2")
     assert "dot_general" in lowered(monkeypatch, a, b)
+
+
+def test_a_packed_weight_is_an_operand_of_the_call(monkeypatch):
+    """Nothing takes its tiles apart, and the scratch has no room for them; other kernels get rows of scales."""
+    a, b = random_tensor(0, (70, 64)), random_tensor(1, (24, 64))
+    text = lowered(monkeypatch, a, prepack_weight(b))
+    assert text.count("stablehlo.custom_call @nvfp4_") == 1
+    assert "b_tiled = true" in text
+    assert f"tensor<{plan(shape=(1, 70, 24, 64), capability=BLACKWELL, b_tiled=True)[1]}xui8>" in text
+    assert "stablehlo.transpose" not in text
+    for options in ({"accumulation": "pinned"}, {"implementation": CUBLASLT}):
+        text = lowered(monkeypatch, a, prepack_weight(b), **options)
+        assert "b_tiled = false" in text
+        assert "stablehlo.transpose" in text
 
 
 def test_a_product_without_cublaslt_gives_the_reason(monkeypatch, no_cublaslt):

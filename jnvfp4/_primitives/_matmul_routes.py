@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from .. import _native, reference
+from ..packed import PackedWeight
 from ..spec import Format
 from ._base import Backend
 
@@ -20,16 +21,23 @@ class Product(NamedTuple):
     """Holds the operands of a product: arrays, or their shapes and dtypes."""
 
     a: tuple  # data, scale and amax, or one 16-bit array
-    b: tuple
+    b: tuple  # data, scale and amax, or data, tiles and amax
     bias: Any  # None without
     a_format: Format | None
     b_format: Format
     out_dtype: Any
     accumulation: str
+    b_tiled: bool = False
 
     @property
     def windows(self) -> bool:
         return any(fmt is not None and fmt.amax_scope == "window64" for fmt in (self.a_format, self.b_format))
+
+    def untiled(self) -> "Product":
+        """Returns the product with the scales of b as rows."""
+        data, tiles, amax = self.b
+        t = PackedWeight(data, tiles, amax, self.b_format).unpack()
+        return self._replace(b=(t.data, t.scale, t.amax), b_tiled=False)
 
     @property
     def result(self) -> jax.ShapeDtypeStruct:
@@ -58,6 +66,7 @@ def plan(product: Product, capability: int | None, kernel: str | None) -> _nativ
         windows=product.windows,
         out=jnp.dtype(product.out_dtype).name,
         pinned=product.accumulation == "pinned",
+        b_tiled=product.b_tiled,
         capability=capability,
         kernel=kernel,
     )
@@ -72,6 +81,9 @@ def multiply(product: Product, backend: Backend) -> jax.Array:
     chosen = choose(product, backend)
     if chosen.reason:
         raise NotImplementedError(f"matmul_nt: implementation={backend.kernel!r} cannot run here: {chosen.reason}")
+    if product.b_tiled:
+        reads_tiles = _reading_tiles(product, backend, chosen.kernel)
+        product, chosen = (product.untiled(), chosen) if reads_tiles is None else (product, reads_tiles)
     if chosen.kernel == "reference":
         a = product.a if product.a_format else product.a[0]
         return reference.matmul(a, product.b, product.bias, product.a_format, product.b_format, product.out_dtype)
@@ -81,7 +93,11 @@ def multiply(product: Product, backend: Backend) -> jax.Array:
 
 
 def choose(product: Product, backend: Backend) -> _native.MatmulPlan:
-    """Returns the plan; where the self-check has refused its kernel, the exact decode path, or else the reference."""
+    """Returns the plan; where the self-check has refused its kernel, the exact decode path, or else the reference.
+
+    It is the one of b with its scales as rows: tiles change no bit, since they do not change which kernel multiplies.
+    """
+    product = product._replace(b_tiled=False)
     chosen = plan(product, backend.capability, backend.kernel)
     refusal = backend.refusal(chosen.kernel)
     if chosen.reason or not refusal:
@@ -92,6 +108,14 @@ def choose(product: Product, backend: Backend) -> _native.MatmulPlan:
     if decode.reason or backend.refusal(decode.kernel):
         return _native.MatmulPlan("reference", 0, "")
     return decode
+
+
+def _reading_tiles(product: Product, backend: Backend, kernel: str) -> _native.MatmulPlan | None:
+    """Returns the plan of a kernel that reads the tiles of b as they are; None if it reads rows of scales."""
+    if kernel == "reference":
+        return None
+    reads_tiles = plan(product, backend.capability, kernel)
+    return None if reads_tiles.reason else reads_tiles
 
 
 def _call_kernel(product: Product, chosen: _native.MatmulPlan) -> jax.Array:
@@ -108,6 +132,7 @@ def _call_kernel(product: Product, chosen: _native.MatmulPlan) -> jax.Array:
         b_e4m3_max=np.int32(b_format.e4m3_max),
         a_windows=a_format.amax_scope == "window64",
         b_windows=b_format.amax_scope == "window64",
+        b_tiled=product.b_tiled,
     )[0]
 
 

@@ -18,6 +18,7 @@ namespace {
 int current_device = 0;
 bool launches_fail = false;
 bool padding_stays = false;  // what was in the padding of scales before
+int64_t tiled_matrices = 0;  // whose scales the last product has put into tiles
 
 // Scales behind the last column of a matrix get back what scratch was full of.
 void leave_padding(const ScaleTiles& t) {
@@ -36,6 +37,7 @@ namespace jnvfp4 {
 
 cudaError_t launch_sm100_prepare(const PrepareArgs& p, cudaStream_t) {
   prepare_on_cpu(p);
+  tiled_matrices = p.a_scales.matrices + p.b_scales.matrices;
   if (padding_stays) leave_padding(p.a_scales), leave_padding(p.b_scales);
   return launches_fail ? cudaErrorLaunchFailure : cudaSuccess;
 }
@@ -129,6 +131,7 @@ const char* find_library(const char* path) { return keep(find_cublaslt(path).rea
 void use_device(int device) { current_device = device; }
 void fail_launches(bool fail) { launches_fail = fail; }
 void keep_padding(bool keep) { padding_stays = keep; }
+int64_t matrices_put_into_tiles() { return tiled_matrices; }
 
 // An operand as numpy has it: 16-bit floats have no scale.
 struct Operand {
@@ -138,6 +141,7 @@ struct Operand {
   int64_t rows_per_amax;
   int32_t e4m3_max;
   int32_t float16;  // of 16-bit floats
+  int32_t tiled;    // the scale is in tiles
 };
 
 // What nvfp4_matmul does on a GPU of a capability: plans, for the kernel `wanted` or the best, and runs the plan with
@@ -156,10 +160,11 @@ const char* multiply(const Operand* a, const Operand* b, const void* bias, int32
   MatmulArgs args{operand(*a),
                   operand(*b),
                   {bias, static_cast<Float>(bias_kind), out, static_cast<Float>(out_kind)},
-                  {batch, rows, cols, depth}};
+                  {batch, rows, cols, depth},
+                  b->tiled != 0};
   using Left = MatmulProblem::Left;
   const Left left = a->scale ? Left::kNvfp4 : a->float16 ? Left::kF16 : Left::kBf16;
-  const MatmulProblem problem{args.shape, left, false, args.result.kind, false};
+  const MatmulProblem problem{args.shape, left, false, args.result.kind, false, args.b_tiled};
   const Device device{capability, false, {}, cublaslt_version()};
   MatmulPlan plan{};
   if (*wanted) {
@@ -169,6 +174,7 @@ const char* multiply(const Operand* a, const Operand* b, const void* bias, int32
   } else if (!plan_matmul(problem, device, &plan)) {
     return keep("no plan");
   }
+  tiled_matrices = 0;
   std::strcpy(kernel, std::string(name_of(plan.kernel)).c_str());
   std::vector<uint8_t> memory(static_cast<size_t>(plan.scratch_bytes) + 512, 0xff);
   auto* const scratch = memory.data() + 256 - reinterpret_cast<uintptr_t>(memory.data()) % 256;

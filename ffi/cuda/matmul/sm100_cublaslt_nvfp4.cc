@@ -1,6 +1,8 @@
 // out = a b^T of two NVFP4 tensors on the FP4 tensor cores of Blackwell, through cuBLASLt: scales in tiles, each matrix
 // one product. It has not run on such a GPU; tests/test_block_scaled.py runs it with a stand-in for the library.
 //
+// Scales of b that come in tiles (`b_tiled`) are read where they are.
+//
 // If every matrix has one factor, the library applies it, and the bias too if that has the type of the result.
 // Otherwise it makes float32 sums, and the epilogue kernel does the rest.
 #include "../kernels.h"
@@ -25,7 +27,9 @@ bool may_finish(const MatmulArgs& g, const BlockScaledScratch& at) {
 class Product {
  public:
   Product(const MatmulArgs& args, void* scratch)
-      : g_(args), at_(block_scaled_scratch(args.shape, args.result.kind)), bytes_(static_cast<uint8_t*>(scratch)) {}
+      : g_(args),
+        at_(block_scaled_scratch(args.shape, args.result.kind, args.b_tiled)),
+        bytes_(static_cast<uint8_t*>(scratch)) {}
 
   cudaError_t run(const CublasLt& lt, lt::Handle handle, cudaStream_t stream) {
     if (may_finish(g_, at_)) {
@@ -42,13 +46,9 @@ class Product {
  private:
   CublasLtProblem problem(bool finished) const {
     const Float out = finished ? g_.result.kind : Float::kF32;
-    return {{1, g_.shape.rows, at_.cols, at_.depth},
-            lt::kR4FE2M1,
-            type_of(out),
-            bytes_ + at_.a_scales,
-            bytes_ + at_.b_scales,
-            finished,
-            finished ? g_.result.bias : nullptr};
+    return {
+        {1, g_.shape.rows, at_.cols, at_.depth}, lt::kR4FE2M1, type_of(out), bytes_ + at_.a_scales, b_tiles(), finished,
+        finished ? g_.result.bias : nullptr};
   }
 
   PrepareArgs prepared(bool finished) const {
@@ -61,7 +61,7 @@ class Product {
       return PaddedCodes{t.data, padded ? bytes_ + at : nullptr, s.batch, rows, s.depth / 16, out_rows, at_.depth / 16};
     };
     return {scales(g_.a, s.rows, at_.a_scales),
-            scales(g_.b, s.cols, at_.b_scales),
+            g_.b_tiled ? ScaleTiles{} : scales(g_.b, s.cols, at_.b_scales),
             codes(g_.a, s.rows, s.rows, at_.a_codes),
             codes(g_.b, s.cols, at_.cols, at_.b_codes),
             {g_.a, g_.b, s, !finished, factors()}};
@@ -78,7 +78,7 @@ class Product {
     auto* const d = static_cast<uint8_t*>(finished || in_place() ? g_.result.out : bytes_ + at_.sums);
     for (int64_t i = 0; i < s.batch; ++i) {
       gemm.use_scales(p.a_scales.tiles + i * tiled_scale_bytes(s.rows, s.depth / kBlock),
-                      p.b_scales.tiles + i * tiled_scale_bytes(s.cols, s.depth / kBlock));
+                      b_tiles() + i * tiled_scale_bytes(s.cols, s.depth / kBlock));
       const lt::Status done = gemm.run(handle, a + i * s.rows * at_.depth / 2, b + i * at_.cols * at_.depth / 2,
                                        d + i * s.rows * at_.cols * size_of(kind), bytes_ + at_.workspace, stream,
                                        finished ? factors() + i : nullptr, finished ? factors() + s.batch : nullptr);
@@ -88,6 +88,7 @@ class Product {
     return launch_epilogue({reinterpret_cast<const float*>(d), at_.cols, true, g_.a, g_.b, g_.result, s}, stream);
   }
 
+  const uint8_t* b_tiles() const { return g_.b_tiled ? g_.b.scale : bytes_ + at_.b_scales; }
   float* factors() const { return reinterpret_cast<float*>(bytes_ + at_.factors); }
   // Whether the result can hold the sums.
   bool in_place() const { return g_.result.kind == Float::kF32 && at_.cols == g_.shape.cols; }

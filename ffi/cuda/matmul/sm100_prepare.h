@@ -7,7 +7,7 @@
 
 namespace jnvfp4 {
 
-// The scales of `matrices` matrices, each in tiles of its own.
+// The scales of `matrices` matrices, each in tiles of its own. No matrices: nothing to do.
 struct ScaleTiles {
   const uint8_t* scale;
   uint8_t* tiles;
