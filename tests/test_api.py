@@ -42,9 +42,9 @@ def test_linear_is_the_function_and_recipes_the_module():
     assert jnvfp4.Recipe is jnvfp4.recipes.Recipe
 
 
-# They are about operations, make specs or keys, or move trees to a store and back.
+# They are about operations, make specs or keys, move trees to a store and back, or move bytes of a weight.
 NO_OPERATIONS = ("supports", "export_checks", "quantization_report", "four_over_six", "to_state", "from_state")
-NO_OPERATIONS += ("step_key", "layer_index", "layer_key")
+NO_OPERATIONS += ("step_key", "layer_index", "layer_key", "prepack_weight")
 
 
 def test_operations_are_the_public_functions():

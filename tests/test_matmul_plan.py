@@ -9,7 +9,7 @@ import pytest
 from conftest import skip_or_fail
 from helpers import random_tensor
 
-from jnvfp4 import Format, NVFP4Tensor, _compat, _native, export_checks, matmul_nt
+from jnvfp4 import Format, NVFP4Tensor, _compat, _native, export_checks, matmul_nt, prepack_weight
 
 CPU, AMPERE, HOPPER, BLACKWELL = 0, 80, 90, 100
 GPUS = (AMPERE, 86, 89, HOPPER, BLACKWELL, 103, 120, 121)
@@ -406,6 +406,15 @@ def test_a_packed_weight_is_an_operand_of_the_call(monkeypatch):
         assert "stablehlo.transpose" in text
 
 
+def test_a_kernel_is_chosen_before_it_is_asked_for_tiles(monkeypatch):
+    asked = []
+    original = _native.plan_matmul
+    monkeypatch.setattr(_native, "plan_matmul", lambda **problem: asked.append(problem) or original(**problem))
+    with jax.default_device(jax.devices("cpu")[0]):
+        matmul_nt(random_tensor(0, (3, 112)), prepack_weight(random_tensor(1, (5, 112))), out_dtype=jnp.float16)
+    assert {(p["kernel"], p["b_tiled"]) for p in asked} == {(None, False), ("cpu_nvfp4_blocks", True)}
+
+
 def test_a_product_without_cublaslt_gives_the_reason(monkeypatch, no_cublaslt):
     a = random_tensor(0, (16, 64))
     with pytest.raises(NotImplementedError, match=f"implementation='{CUBLASLT}' cannot run here: .*: there is none"):
@@ -423,7 +432,7 @@ def test_shape_and_types_reach_the_plan(monkeypatch):
         matmul_nt(a, b, out_dtype=jnp.float16, accumulation="pinned")
         matmul_nt(random_tensor(3, (2, 3, 64)), w, implementation="native")
         matmul_nt(jnp.ones((6, 48), jnp.bfloat16), b := random_tensor(4, (5, 48)), implementation="cpu_dense_elements")
-    common = {"capability": CPU, "kernel": None}
+    common = {"capability": CPU, "kernel": None, "b_tiled": False}
     first, second, third = (dict(asked[i]) for i in _first_of_each(asked))
     assert first == {**common, "shape": (2, 3, 5, 48), "a": "nvfp4", "windows": False, "out": "float16", "pinned": True}
     assert second == {
