@@ -40,7 +40,16 @@ from jnvfp4._primitives import _base, _matmul_routes
 KERNEL = "sm100_cublaslt_nvfp4"
 B200, B300, THOR, RTX, SPARK = 100, 103, 110, 120, 121
 NARROW = Format(e4m3_max=256)
-PATHS = [(5, 7, 16), (1, 16, 32), (70, 131, 48), (129, 144, 64), (130, 16, 80), (3, 272, 320), (65, 33, 1040), (66, 35, 64)]
+PATHS = [
+    (5, 7, 16),
+    (1, 16, 32),
+    (70, 131, 48),
+    (129, 144, 64),
+    (130, 16, 80),
+    (3, 272, 320),
+    (65, 33, 1040),
+    (66, 35, 64),
+]
 every_path = over("shape", PATHS)
 
 
