@@ -368,6 +368,7 @@ def lowered(monkeypatch, a, b, **options) -> str:
     if not _native.available("cuda"):
         skip_or_fail("cuda", "no CUDA kernels in this build")
     monkeypatch.setattr(_compat, "gpu_capability", lambda ctx: BLACKWELL)
+    jax.clear_caches()  # of what was lowered for another version of the library
     product = jax.jit(lambda a, b: matmul_nt(a, b, **options))
     return product.trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
 

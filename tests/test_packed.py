@@ -187,7 +187,7 @@ def test_export(native):
     pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
     w = prepack_weight(quantize(W))
     f = jax.jit(lambda x, w: (matmul_nt(x, w), w))
-    exported = jax.export.export(f, disabled_checks=jnvfp4.export_checks())(X, w)
+    exported = jax.export.export(f, platforms=[native.platform], disabled_checks=jnvfp4.export_checks())(X, w)
     assert_same_tensor(jax.export.deserialize(exported.serialize()).call(X, w), f(X, w))
 
 

@@ -216,7 +216,7 @@ Outcome multiply(const Case& c) {
   const Float bias_kind = kFloats[c.bias % kNoBias];
   const Buffer bias(bias_of(s.cols, bias_kind));
   const int64_t bytes = s.batch * s.rows * s.cols * size_of(c.out);
-  const Buffer out(bytes), want(bytes), scratch(block_scaled_scratch(s, c.out).bytes);
+  const Buffer out(bytes), want(bytes), scratch(block_scaled_scratch(s, c.out, false).bytes);
   const auto args = [&](const Buffer& to) {
     return MatmulArgs{
         a.operand, b.operand, {c.bias == kNoBias ? nullptr : bias.as<void>(), bias_kind, to.as<void>(), c.out}, s};
@@ -335,7 +335,7 @@ void versions(const StandIn& lt) {
       expect(planned && plan.kernel == (fits ? MatmulKernel::kSm100CublasLtNvfp4 : MatmulKernel::kDecodeThenDot),
              "the plan of " + std::to_string(capability) + " with " + std::to_string(version));
       if (fits) {
-        expect(plan.scratch_bytes == block_scaled_scratch(problem.shape, problem.out).bytes, "the size of scratch");
+        expect(plan.scratch_bytes == block_scaled_scratch(problem.shape, problem.out, problem.b_tiled).bytes, "the size of scratch");
         expect_right(lt, kFinished);
       }
     }
