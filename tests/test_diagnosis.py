@@ -42,6 +42,7 @@ def wrong_transpose(monkeypatch) -> None:
 
 
 # ---------------------------------------------------------------- for people
+@pytest.mark.long
 def test_every_kernel_is_checked(capsys):
     """On every kind of device that is here: one line for each check, and none fails."""
     assert diagnosis.doctor()
