@@ -23,12 +23,6 @@ const char* needs_sizes(const GroupedProblem& p) {
   const bool fits = s.rows <= kMost && s.groups <= kMost && s.groups * s.cols <= kMost && s.depth <= kMost;
   return fits ? nullptr : "it takes at most 2^30 rows of a, 2^30 rows of b over all groups, and K of at most 2^30";
 }
-template <const char* (*... kNeeds)(const GroupedProblem&)>
-const char* all(const GroupedProblem& p) {
-  const char* reason = nullptr;
-  static_cast<void>(((reason = kNeeds(p)) || ...));
-  return reason;
-}
 
 struct Row {
   GroupedKernel kernel;

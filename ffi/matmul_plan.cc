@@ -62,14 +62,6 @@ const char* needs_at_most_64_rows(const MatmulProblem& p) {
   if (p.shape.rows > 64) return "M must be at most 64";
   return p.shape.depth > kMost ? "K must be at most 2^30" : nullptr;
 }
-// The first reason of several.
-template <const char* (*... kNeeds)(const MatmulProblem&)>
-const char* all(const MatmulProblem& p) {
-  const char* reason = nullptr;
-  static_cast<void>(((reason = kNeeds(p)) || ...));
-  return reason;
-}
-
 struct Row {
   MatmulKernel kernel;
   std::string_view name;

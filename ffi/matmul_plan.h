@@ -51,6 +51,14 @@ inline constexpr int kCpu = 0, kAnyGpu = 80;
 inline constexpr int kNewestRunOn = 90;
 constexpr bool has_run_on(int capability) { return capability <= kNewestRunOn; }
 
+// Why a kernel cannot run a problem: the first reason of several, or null.
+template <auto... kNeeds, class Problem>
+const char* all(const Problem& p) {
+  const char* reason = nullptr;
+  static_cast<void>(((reason = kNeeds(p)) || ...));
+  return reason;
+}
+
 // 10000 * major + 100 * minor + patch; newer than any.
 inline constexpr int64_t kNewestCublasLt = 999999;
 

@@ -109,6 +109,11 @@ def capability(device: jax.Device) -> int | None:
     return 10 * int(major) + int(minor)
 
 
+def dotted(capability: int) -> str:
+    """Returns a compute capability as NVIDIA writes it: 9.0 for 90."""
+    return f"{capability // 10}.{capability % 10}"
+
+
 def gpu_capability(ctx: Any) -> int | None:
     """Returns 10 * major + minor of the least of the GPUs that a program is lowered for.
 

@@ -556,9 +556,7 @@ def _linear(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, w_ama
     x_spec, w_spec = call.recipe.fprop
     quantizer = Quantizer(key, call.common)
     qx = quantized[0] or (x if x_spec is None else quantizer.rows(x, x_spec, X))
-    if isinstance(w, PackedWeight):
-        return _product(call, save(qx), w, bias)
-    if isinstance(w, NVFP4Tensor):
+    if isinstance(w, FROZEN):
         return _product(call, save(qx), gathered(unpack(w), call.gather), bias)
     qw, _ = quantizer.weights(w, call.w_axes, w_spec, None, w_amax)
     assert qw is not None

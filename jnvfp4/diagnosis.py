@@ -84,7 +84,7 @@ def describe_device(device: jax.Device) -> dict[str, Any]:
         "device": str(device),
         "platform": device.platform,
         "kind": device.device_kind,
-        "compute_capability": None if capability is None else f"{capability // 10}.{capability % 10}",
+        "compute_capability": None if capability is None else _compat.dotted(capability),
         "kernels_have_run": _native.has_run_on(capability or 0),
         "fp4": _fp4(capability) if capability else "",
     }

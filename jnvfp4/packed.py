@@ -1,20 +1,25 @@
 """Frozen weights with their block scales where the FP4 tensor cores of Blackwell read them."""
 
-import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
 import jax
-import jax.export
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from .spec import BLOCK, Format
-from .tensor import NVFP4Tensor, part_names, ways_of, with_float_scale, with_scale_bytes
+from .tensor import (
+    NVFP4Tensor,
+    check_partition,
+    part_names,
+    register_parts,
+    ways_of,
+    with_float_scale,
+    with_scale_bytes,
+)
 
 TILE_ROWS, TILE_COLS, TILE_BYTES = 128, 4, 512  # of ffi/scale_tiles.h
 _GROUPS = TILE_ROWS // 32  # rows r, r + 32, r + 64 and r + 96 of a tile are neighbours
@@ -77,10 +82,7 @@ class PackedWeight:
           TypeError, ValueError: ``spec`` is no PartitionSpec, has more entries than axes, or splits a tile or K.
         """
         op = "PackedWeight.shardings"
-        if not isinstance(spec, PartitionSpec):
-            raise TypeError(f"{op}: spec must be a PartitionSpec, got {spec!r}")
-        if len(spec) > self.ndim:
-            raise ValueError(f"{op}: spec must have at most {self.ndim} entries for shape {self.shape}, got {spec}")
+        check_partition(op, spec, self.shape)
         of_n, of_k = (*spec, *[None] * (self.ndim - len(spec)))[-2:]
         if ways_of(mesh, of_k) > 1:
             raise ValueError(f"{op}: spec must not split K, got {spec}; an NVFP4Tensor can be split there")
@@ -182,24 +184,9 @@ def _names(fmt: Format) -> tuple[str, ...]:
     return f"packed_{data}", f"packed_tiles_{fmt.name}", f"packed_{amax}"
 
 
-def _flatten_with_keys(w: PackedWeight) -> tuple[tuple, Format]:
-    return tuple(zip(map(GetAttrKey, _names(w.format)), _parts(w), strict=True)), w.format
-
-
 def _unflatten(fmt: Format, parts: Any) -> PackedWeight:
     data, tiles, amax = parts
     return PackedWeight(data, tiles, amax, fmt)
 
 
-register_pytree_with_keys(
-    PackedWeight,
-    _flatten_with_keys,
-    _unflatten,
-    lambda w: (_parts(w), w.format),
-)
-jax.export.register_pytree_node_serialization(
-    PackedWeight,
-    serialized_name="jnvfp4.PackedWeight",
-    serialize_auxdata=lambda fmt: json.dumps(asdict(fmt)).encode(),
-    deserialize_auxdata=lambda text: Format(**json.loads(text)),
-)
+register_parts(PackedWeight, _parts, _names, _unflatten)

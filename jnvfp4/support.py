@@ -10,7 +10,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from . import _native
+from . import _compat, _native
 from ._arguments import OPERATIONS
 from ._primitives._base import Backend
 from ._primitives._known_answers import product_check
@@ -29,7 +29,6 @@ from .spec import (
 )
 from .tensor import NVFP4Tensor
 
-MIN_COMPUTE_CAPABILITY = (8, 0)
 FP4_KERNEL = "sm100_cublaslt_nvfp4"
 
 
@@ -165,7 +164,7 @@ def _out_dtype(options: dict[str, Any]) -> Any:
 def _where(options: dict[str, Any], device: jax.Device) -> tuple[int, str | None]:
     """Returns the capability of a device and the kernel that is asked for by name."""
     implementation = options.get("implementation")
-    capability = 0 if device.platform == "cpu" else _number(_compute_capability(device))
+    capability = _compat.capability(device) or 0
     return capability, None if implementation in (None, "native") else implementation
 
 
@@ -202,22 +201,10 @@ def _platform_support(device: jax.Device) -> Support:
         built = ", ".join(sorted(_native.extensions()))
         reason = f'no native kernels for platform "{name}" in this build (built: {built}); the reference is used'
         return Support(False, "reference", reason)
-    if name == "cuda" and (capability := _compute_capability(device)) < MIN_COMPUTE_CAPABILITY:
-        reason = f"compute capability {_dotted(capability)} is below the supported {_dotted(MIN_COMPUTE_CAPABILITY)}"
-        return Support(False, "reference", reason)
+    if name == "cuda" and (capability := _compat.capability(device) or 0) < _native.any_gpu():
+        found, least = _compat.dotted(capability), _compat.dotted(_native.any_gpu())
+        return Support(False, "reference", f"compute capability {found} is below the supported {least}")
     return Support(True, name, "")
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
-
-
-def _number(capability: tuple[int, ...]) -> int:
-    return 10 * capability[0] + capability[1]
-
-
-def _compute_capability(device: jax.Device) -> tuple[int, ...]:
-    return tuple(int(part) for part in str(device.compute_capability).split("."))
 
 
 # ---------------------------------------------------------------- export

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -133,12 +133,7 @@ class NVFP4Tensor:
         Raises:
           TypeError, ValueError: ``spec`` is no PartitionSpec, has more entries than axes, or splits a block.
         """
-        if not isinstance(spec, PartitionSpec):
-            raise TypeError(f"NVFP4Tensor.shardings: spec must be a PartitionSpec, got {spec!r}")
-        if len(spec) > self.ndim:
-            raise ValueError(
-                f"NVFP4Tensor.shardings: spec must have at most {self.ndim} entries for shape {self.shape}, got {spec}"
-            )
+        check_partition("NVFP4Tensor.shardings", spec, self.shape)
         whole = NamedSharding(mesh, spec)
         depth, ways = self.shape[-1], ways_of(mesh, spec[self.ndim - 1]) if len(spec) == self.ndim else 1
         if depth % (self.format.unit * ways):
@@ -187,6 +182,14 @@ def _is_index(entries: tuple, lead: tuple[int, ...]) -> bool:
     return True
 
 
+def check_partition(op: str, spec: Any, shape: tuple[int, ...]) -> None:
+    """Refuses what is no PartitionSpec for values of ``shape``."""
+    if not isinstance(spec, PartitionSpec):
+        raise TypeError(f"{op}: spec must be a PartitionSpec, got {spec!r}")
+    if len(spec) > len(shape):
+        raise ValueError(f"{op}: spec must have at most {len(shape)} entries for shape {shape}, got {spec}")
+
+
 def ways_of(mesh: Mesh | AbstractMesh, entry: Any) -> int:
     """Returns into how many parts an axis with this entry of a PartitionSpec is split."""
     axes = () if entry in (None, PartitionSpec.UNCONSTRAINED) else entry if isinstance(entry, tuple) else (entry,)
@@ -203,27 +206,37 @@ def part_names(fmt: Format) -> tuple[str, ...]:
     return tuple(f"{part}_{fmt.name}" for part in PARTS)
 
 
-def _flatten_with_keys(t: NVFP4Tensor) -> tuple[tuple, Format]:
-    return tuple(zip(map(GetAttrKey, part_names(t.format)), _parts(t), strict=True)), t.format
-
-
 def _unflatten(fmt: Format, parts: Any) -> NVFP4Tensor:
     data, scale, amax = parts
     return NVFP4Tensor(data, scale, amax, fmt)
 
 
-register_pytree_with_keys(
-    NVFP4Tensor,
-    _flatten_with_keys,
-    _unflatten,
-    lambda t: (_parts(t), t.format),
-)
-jax.export.register_pytree_node_serialization(
-    NVFP4Tensor,
-    serialized_name="jnvfp4.NVFP4Tensor",
-    serialize_auxdata=lambda fmt: json.dumps(asdict(fmt)).encode(),
-    deserialize_auxdata=lambda text: Format(**json.loads(text)),
-)
+def register_parts(
+    cls: Any, parts: Callable[[Any], tuple], names: Callable[[Format], tuple[str, ...]], unflatten: Callable
+) -> None:
+    """Registers a class of three arrays and a format as a pytree, which ``jax.export`` can store too.
+
+    Args:
+      cls: the class.
+      parts: of an instance, its arrays.
+      names: of a format, the names of the arrays in key paths.
+      unflatten: of a format and arrays, the instance.
+    """
+    register_pytree_with_keys(
+        cls,
+        lambda t: (tuple(zip(map(GetAttrKey, names(t.format)), parts(t), strict=True)), t.format),
+        unflatten,
+        lambda t: (parts(t), t.format),
+    )
+    jax.export.register_pytree_node_serialization(
+        cls,
+        serialized_name=f"jnvfp4.{cls.__name__}",
+        serialize_auxdata=lambda fmt: json.dumps(asdict(fmt)).encode(),
+        deserialize_auxdata=lambda text: Format(**json.loads(text)),
+    )
+
+
+register_parts(NVFP4Tensor, _parts, part_names, _unflatten)
 
 
 @partial(jax.jit, inline=True)  # an eager call transfers no constants

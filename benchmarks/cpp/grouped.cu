@@ -7,8 +7,6 @@
 // LEFT:M:GxNxK:TOKENS, with TOKENS as in ffi/grouped_tiles.h, or -1 for what the plan takes; -256 is 256 with tails.
 // LEFT is w4a4, bf16 or fp16. The time of one product follows, and its share of 797 TFLOP/s, what bfloat16 8192^3 takes
 // on an H200.
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -16,35 +14,11 @@
 #include <vector>
 
 #include "cuda/kernels.h"
+#include "timing.h"
 
 namespace {
 
 using namespace jnvfp4;
-
-void check(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(status));
-  std::exit(1);
-}
-
-// Random bytes; with `exponent` the last of every `step` has it, so that no number is special. Those of 4 are amaxes,
-// which are positive.
-__global__ void fill(uint8_t* p, int64_t size, uint32_t seed, int exponent, int step) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < size; i += int64_t{gridDim.x} * blockDim.x) {
-    uint32_t h = static_cast<uint32_t>(i) * 2654435761u + seed;
-    h = (h ^ h >> 15) * 2246822519u;
-    h = (h ^ h >> 13) * 3266489917u;
-    p[i] = static_cast<uint8_t>(exponent && i % step == step - 1 ? exponent | (step == 4 ? 0u : h & 0x80u) : h >> 24);
-  }
-}
-
-uint8_t* random_bytes(int64_t size, uint32_t seed, int exponent = 0, int step = 1) {
-  void* p = nullptr;
-  check(cudaMalloc(&p, static_cast<size_t>(size) + 1), "cudaMalloc");
-  fill<<<1024, 256>>>(static_cast<uint8_t*>(p), size, seed, exponent, step);
-  check(cudaGetLastError(), "fill");
-  return static_cast<uint8_t*>(p);
-}
 
 std::vector<int32_t> sizes_of(int64_t rows, int64_t groups) {
   const int64_t active = groups - groups / 8;
@@ -94,33 +68,10 @@ float time(const std::string& left, const GroupedShape& s, const GroupedTiles& t
   };
   const double flops = 2.0 * static_cast<double>(s.rows) * static_cast<double>(s.cols) * static_cast<double>(s.depth);
   const int count = static_cast<int>(std::clamp(3e-3 / (flops / 6e14 + 40e-6), 2.0, 16.0));
-  product(0);
-  check(cudaStreamSynchronize(stream), "the first launch");
-  cudaGraph_t graph;
-  cudaGraphExec_t program;
-  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
-  for (int i = 0; i < count; ++i) product(i);
-  check(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
-  check(cudaGraphInstantiate(&program, graph, 0), "cudaGraphInstantiate");
-  cudaEvent_t start, end;
-  check(cudaEventCreate(&start), "cudaEventCreate");
-  check(cudaEventCreate(&end), "cudaEventCreate");
-  std::vector<float> times(7);
-  for (float& microseconds : times) {
-    usleep(12000);
-    check(cudaEventRecord(start, stream), "cudaEventRecord");
-    check(cudaGraphLaunch(program, stream), "cudaGraphLaunch");
-    check(cudaEventRecord(end, stream), "cudaEventRecord");
-    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-    check(cudaEventElapsedTime(&microseconds, start, end), "cudaEventElapsedTime");
-    microseconds *= 1e3f / static_cast<float>(count);
-  }
-  std::nth_element(times.begin(), times.begin() + 3, times.end());
+  const float microseconds = time_products(stream, count, 7, product);
   for (uint8_t* p : buffers) check(cudaFree(p), "cudaFree");
-  check(cudaGraphExecDestroy(program), "cudaGraphExecDestroy");
-  check(cudaGraphDestroy(graph), "cudaGraphDestroy");
   check(cudaStreamDestroy(stream), "cudaStreamDestroy");
-  return times[3];
+  return microseconds;
 }
 
 }  // namespace

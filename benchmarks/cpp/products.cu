@@ -8,8 +8,6 @@
 // order: TOKENS is then 8, 16, 32 or 64 rows a thread block, 0 for what the launcher takes, or 128 for the kernel of
 // any number of rows. LEFT is fast-a, fast-b or fast-ab for sm90_nvfp4_windows with windows on these sides: TOKENS is
 // then 192, or 128 for both. benchmarks/README.md has the commands that build it.
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -17,37 +15,13 @@
 #include <vector>
 
 #include "cuda/kernels.h"
+#include "timing.h"
 
 namespace {
 
 using namespace jnvfp4;
 
 constexpr int64_t kWeights = int64_t{260} << 20;
-
-void check(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(status));
-  std::exit(1);
-}
-
-// Random bytes; with `exponent` the last of every `step` has it, so that no number is special. Those of 4 are amaxes,
-// which are positive.
-__global__ void fill(uint8_t* p, int64_t size, uint32_t seed, int exponent, int step) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < size; i += int64_t{gridDim.x} * blockDim.x) {
-    uint32_t h = static_cast<uint32_t>(i) * 2654435761u + seed;
-    h = (h ^ h >> 15) * 2246822519u;
-    h = (h ^ h >> 13) * 3266489917u;
-    p[i] = static_cast<uint8_t>(exponent && i % step == step - 1 ? exponent | (step == 4 ? 0u : h & 0x80u) : h >> 24);
-  }
-}
-
-uint8_t* random_bytes(int64_t size, uint32_t seed, int exponent = 0, int step = 1) {
-  void* p = nullptr;
-  check(cudaMalloc(&p, static_cast<size_t>(size)), "cudaMalloc");
-  fill<<<1024, 256>>>(static_cast<uint8_t*>(p), size, seed, exponent, step);
-  check(cudaGetLastError(), "fill");
-  return static_cast<uint8_t*>(p);
-}
 
 struct Case {
   std::string left;
@@ -123,33 +97,10 @@ float time(const Case& c) {
   const double products =
       2.0 * static_cast<double>(s.rows) * static_cast<double>(s.cols) * static_cast<double>(s.depth);
   const int count = static_cast<int>(std::clamp(3e-3 / (products / 8e14 + 20e-6), 2.0, 32.0));
-  product(0);
-  check(cudaStreamSynchronize(stream), "the first launch");
-  cudaGraph_t graph;
-  cudaGraphExec_t program;
-  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
-  for (int i = 0; i < count; ++i) product(i);
-  check(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
-  check(cudaGraphInstantiate(&program, graph, 0), "cudaGraphInstantiate");
-  cudaEvent_t start, end;
-  check(cudaEventCreate(&start), "cudaEventCreate");
-  check(cudaEventCreate(&end), "cudaEventCreate");
-  std::vector<float> times(11);
-  for (float& microseconds : times) {
-    usleep(12000);
-    check(cudaEventRecord(start, stream), "cudaEventRecord");
-    check(cudaGraphLaunch(program, stream), "cudaGraphLaunch");
-    check(cudaEventRecord(end, stream), "cudaEventRecord");
-    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-    check(cudaEventElapsedTime(&microseconds, start, end), "cudaEventElapsedTime");
-    microseconds *= 1e3f / static_cast<float>(count);
-  }
-  std::nth_element(times.begin(), times.begin() + 5, times.end());
+  const float microseconds = time_products(stream, count, 11, product);
   for (uint8_t* p : buffers) check(cudaFree(p), "cudaFree");
-  check(cudaGraphExecDestroy(program), "cudaGraphExecDestroy");
-  check(cudaGraphDestroy(graph), "cudaGraphDestroy");
   check(cudaStreamDestroy(stream), "cudaStreamDestroy");
-  return times[5];
+  return microseconds;
 }
 
 }  // namespace

@@ -261,31 +261,18 @@ __device__ __forceinline__ void store_blocks(typename T::Stored* p, int64_t b, B
 }
 
 // ---------------------------------------------------------------- launch geometry
-inline int multiprocessors() {
-  int device = 0, count = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
-    return 1;  // the launch that follows reports what is wrong
-  return count;
+// Of the current device, or `otherwise`: the launch that follows reports what is wrong.
+inline int attribute_or(cudaDeviceAttr attribute, int otherwise) {
+  int device = 0, value = 0;
+  const bool found =
+      cudaGetDevice(&device) == cudaSuccess && cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess;
+  return found ? value : otherwise;
 }
-
-// That of the current device before the point: 9 of 9.0.
-inline int major_capability() {
-  int device = 0, major = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess)
-    return 0;  // the launch that follows reports what is wrong
-  return major;
-}
-
-// The most that a thread block of the current device may have, in bytes.
-inline int shared_memory() {
-  int device = 0, bytes = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess)
-    return 0;  // the launch that follows reports what is wrong
-  return bytes;
-}
+inline int multiprocessors() { return attribute_or(cudaDevAttrMultiProcessorCount, 1); }
+// Before the point: 9 of 9.0.
+inline int major_capability() { return attribute_or(cudaDevAttrComputeCapabilityMajor, 0); }
+// The most that a thread block may have, in bytes.
+inline int shared_memory() { return attribute_or(cudaDevAttrMaxSharedMemoryPerBlockOptin, 0); }
 
 // Grid for a grid-stride loop over `items`, `per_block` a thread block.
 inline unsigned grid_for(int64_t items, int64_t per_block) {

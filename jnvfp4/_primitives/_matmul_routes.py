@@ -35,6 +35,8 @@ class Product(NamedTuple):
 
     def untiled(self) -> "Product":
         """Returns the product with the scales of b as rows."""
+        if not self.b_tiled:
+            return self
         data, tiles, amax = self.b
         t = PackedWeight(data, tiles, amax, self.b_format).unpack()
         return self._replace(b=(t.data, t.scale, t.amax), b_tiled=False)
@@ -85,11 +87,16 @@ def multiply(product: Product, backend: Backend) -> jax.Array:
         reads_tiles = _reading_tiles(product, backend, chosen.kernel)
         product, chosen = (product.untiled(), chosen) if reads_tiles is None else (product, reads_tiles)
     if chosen.kernel == "reference":
-        a = product.a if product.a_format else product.a[0]
-        return reference.matmul(a, product.b, product.bias, product.a_format, product.b_format, product.out_dtype)
+        return by_reference(product)
     if chosen.kernel == "decode_then_dot":
         return _decode_then_dot(product)
     return _call_kernel(product, chosen)
+
+
+def by_reference(product: Product) -> jax.Array:
+    """Computes a b^T by the reference."""
+    p = product.untiled()
+    return reference.matmul(p.a if p.a_format else p.a[0], p.b, p.bias, p.a_format, p.b_format, p.out_dtype)
 
 
 def choose(product: Product, backend: Backend) -> _native.MatmulPlan:

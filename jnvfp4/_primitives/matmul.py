@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
 
-from .. import reference, softfloat
+from .. import softfloat
 from ..packed import TILE_ROWS
 from ..spec import Format
 from ._base import (
@@ -31,7 +31,7 @@ from ._base import (
     without_axes,
 )
 from ._known_answers import product_check
-from ._matmul_routes import Product, choose, multiply
+from ._matmul_routes import Product, by_reference, choose, multiply
 from ._operands import batch_size, batched, batched_parts, check_float, check_packed, check_parts, part_shardings
 from ._self_check import Check
 
@@ -181,10 +181,7 @@ def _local(
     ops = _merged(_split(flat, a_format, has_bias), a_format, b_format, k_axes, jnp.reshape)
     bias = ops.bias[0] if has_bias else None
     product = Product(ops.a, ops.b, bias, a_format, b_format, out_dtype, accumulation, b_tiled)
-    if backend.name == "reference":
-        a, b = ops.a[0] if a_format is None else ops.a, product.untiled().b if b_tiled else ops.b
-        return [reference.matmul(a, b, bias, a_format, b_format, out_dtype)]
-    return [multiply(product, backend)]
+    return [by_reference(product) if backend.name == "reference" else multiply(product, backend)]
 
 
 @partial(jax.jit, static_argnames="out_dtype", inline=True)  # an eager call transfers no constants
@@ -358,10 +355,8 @@ def _rule(
     *shapes: Shape, a_format: Format | None, has_bias: bool, k_axes: int, b_tiled: bool, **_: Any
 ) -> tuple[list[list], list[list]]:
     n = _split(shapes, a_format, has_bias)
-    lead, depth = (
-        [f"b{i}" for i in range(len(n.a[0]) - 1 - k_axes)],
-        [None if b_tiled else f"k{i}" for i in range(k_axes)],
-    )
+    lead = [f"b{i}" for i in range(len(n.a[0]) - 1 - k_axes)]
+    depth = [None if b_tiled else f"k{i}" for i in range(k_axes)]
     return [*_shardings(lead, "m", "n", depth, n), *[["n"]] * has_bias], [[*lead, "m", "n"]]
 
 

@@ -3,8 +3,6 @@
 // asked for, which a GPU without FP4 tensor cores must refuse without a crash. test_block_scaled.py builds and runs it.
 //
 // blackwell_parts prepare | finish | refuse [the absolute path of libcublasLt]
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -14,17 +12,13 @@
 
 #include "cuda/kernels.h"
 #include "cuda/matmul/cublaslt_gemm.h"
+#include "device_memory.h"
 #include "prepare_on_cpu.h"
 
 using namespace jnvfp4;
 
 namespace {
 
-void check(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(status));
-  std::exit(1);
-}
 void require(bool holds, const std::string& what) {
   if (holds) return;
   std::fprintf(stderr, "%s\n", what.c_str());

@@ -4,7 +4,6 @@
 // such that every order has the same sum. test_block_scaled.py and .ci/run_gpu build and run it.
 //
 // block_scaled_on_device all | quick  the absolute path of the stand-in
-#include <cuda_runtime.h>
 #include <dlfcn.h>
 
 #include <cmath>
@@ -15,16 +14,11 @@
 
 #include "cuda/device.cuh"
 #include "cuda/kernels.h"
+#include "device_memory.h"
 
 using namespace jnvfp4;
 
 namespace {
-
-void check(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(status));
-  std::exit(1);
-}
 
 int cases = 0, failures = 0;
 void expect(bool holds, const std::string& what) {
@@ -37,34 +31,6 @@ uint32_t random_state = 17;
 int random_below(int n) {
   return static_cast<int>(((random_state = random_state * 1664525u + 1013904223u) >> 8) % static_cast<uint32_t>(n));
 }
-
-// Device memory of exactly `bytes`, full of NaN in every type.
-class Buffer {
- public:
-  explicit Buffer(int64_t bytes) : size_(static_cast<size_t>(bytes)) {
-    check(cudaMalloc(&data_, size_), "cudaMalloc");
-    check(cudaMemset(data_, 0xff, size_), "cudaMemset");
-  }
-  template <class T>
-  explicit Buffer(const std::vector<T>& host) : Buffer(static_cast<int64_t>(host.size() * sizeof(T))) {
-    check(cudaMemcpy(data_, host.data(), size_, cudaMemcpyHostToDevice), "cudaMemcpy");
-  }
-  ~Buffer() { cudaFree(data_); }
-  Buffer(const Buffer&) = delete;
-  template <class T>
-  T* as() const {
-    return static_cast<T*>(data_);
-  }
-  std::vector<uint8_t> host() const {
-    std::vector<uint8_t> out(size_);
-    check(cudaMemcpy(out.data(), data_, size_, cudaMemcpyDeviceToHost), "cudaMemcpy");
-    return out;
-  }
-
- private:
-  size_t size_;
-  void* data_ = nullptr;
-};
 
 // ---------------------------------------------------------------- the stand-in
 struct StandIn {

@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <string>
-#include <thread>
 #include <vector>
 
 #ifdef JNVFP4_CUDA_FP4
@@ -24,6 +23,7 @@ struct uint2 {
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 #endif
 #include "numerics.h"
+#include "patterns.h"
 
 // ---------------------------------------------------------------- the device's functions
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
@@ -110,15 +110,6 @@ void check_block(Counts& counts, const Elements& e, float encode) {
           stochastic);
 }
 
-// f(begin, end) over [0, count) on every processor.
-template <class F>
-void in_pieces(uint64_t count, F f) {
-  const uint64_t pieces = std::max(1u, std::thread::hardware_concurrency());
-  std::vector<std::thread> threads;
-  for (uint64_t p = 0; p < pieces; ++p) threads.emplace_back([=] { f(count * p / pieces, count * (p + 1) / pieces); });
-  for (auto& t : threads) t.join();
-}
-
 bool blocks_hold(const std::vector<uint32_t>& low_bits) {
   Counts all;
   in_pieces((uint64_t{1} << 31) / (kBlock << 8), [&](uint64_t begin, uint64_t end) {
@@ -188,11 +179,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "usage: codes quick|full\n");
     return 2;
   }
-  std::vector<uint32_t> low_bits{0x00, 0x01, 0xff};
-  if (which == "full") {
-    low_bits.clear();
-    for (uint32_t i = 0; i < 256; ++i) low_bits.push_back(i);
-  }
+  const std::vector<uint32_t> low_bits = low_bits_of(which);
   bool good = blocks_hold(low_bits);
   good = halves_hold() && good;
 #ifdef JNVFP4_E2M1_MODEL

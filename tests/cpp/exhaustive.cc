@@ -11,10 +11,10 @@
 #include <cstdio>
 #include <cstring>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "numerics_fast.h"
+#include "patterns.h"
 
 namespace {
 
@@ -135,15 +135,6 @@ uint32_t first_wrong(const Encoder& e, uint64_t begin, uint64_t end, const std::
   return first;
 }
 
-// f(begin, end, piece) over [0, count) on every processor.
-template <class F>
-void in_pieces(uint64_t count, F f) {
-  const uint64_t pieces = std::max(1u, std::thread::hardware_concurrency());
-  std::vector<std::thread> threads;
-  for (uint64_t p = 0; p < pieces; ++p) threads.emplace_back([=] { f(count * p / pieces, count * (p + 1) / pieces); });
-  for (auto& t : threads) t.join();
-}
-
 bool holds(const Encoder& e, const std::vector<uint32_t>& low_bits) {
   const uint64_t highs = e.patterns >> 8;
   std::atomic<uint32_t> first{UINT32_MAX};
@@ -224,11 +215,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "usage: exhaustive quick|full [NAME]\n");
     return 2;
   }
-  std::vector<uint32_t> low_bits{0x00, 0x01, 0xff};
-  if (which == "full") {
-    low_bits.clear();
-    for (uint32_t i = 0; i < 256; ++i) low_bits.push_back(i);
-  }
+  const std::vector<uint32_t> low_bits = low_bits_of(which);
   bool good = true;
   const auto asked = [&](const char* name) { return only.empty() || only == name; };
   for (const Encoder& e : kEncoders)

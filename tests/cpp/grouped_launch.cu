@@ -2,8 +2,6 @@
 // compares bits with a kernel that adds up one term after the other: numbers are such that every order has the same
 // sum. Graphs run with one list of sizes after another. compute-sanitizer watches it too. A name as an argument selects
 // cases: quick, all, fused, few.
-#include <cuda_runtime.h>
-
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -13,48 +11,14 @@
 
 #include "cuda/device.cuh"
 #include "cuda/kernels.h"
+#include "device_memory.h"
 
 using namespace jnvfp4;
 
 namespace {
 
-void check(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(status));
-  std::exit(1);
-}
-
 std::mt19937 random_engine(17);
 int random_below(int n) { return static_cast<int>(random_engine() % static_cast<uint32_t>(n)); }
-
-class Buffer {
- public:
-  explicit Buffer(const std::vector<uint8_t>& host) : size_(host.size()) {
-    check(cudaMalloc(&data_, size_ ? size_ : 1), "cudaMalloc");
-    check(cudaMemcpy(data_, host.data(), size_, cudaMemcpyHostToDevice), "cudaMemcpy");
-  }
-  // NaN in every type.
-  static Buffer poisoned(int64_t bytes) { return Buffer(std::vector<uint8_t>(static_cast<size_t>(bytes), 0xff)); }
-  ~Buffer() { cudaFree(data_); }
-  Buffer(const Buffer&) = delete;
-  void set(const std::vector<uint8_t>& host) const {
-    check(cudaMemcpy(data_, host.data(), size_, cudaMemcpyHostToDevice), "cudaMemcpy");
-  }
-  void poison() const { check(cudaMemset(data_, 0xff, size_), "cudaMemset"); }
-  template <class T>
-  T* as() const {
-    return static_cast<T*>(data_);
-  }
-  std::vector<uint8_t> host() const {
-    std::vector<uint8_t> out(size_);
-    check(cudaMemcpy(out.data(), data_, size_, cudaMemcpyDeviceToHost), "cudaMemcpy");
-    return out;
-  }
-
- private:
-  size_t size_;
-  void* data_ = nullptr;
-};
 
 std::vector<uint8_t> random_codes(int64_t count) {
   std::vector<uint8_t> v(static_cast<size_t>(count / 2));
@@ -207,7 +171,7 @@ void run(const Case& c, int kind, Float out_kind, bool each, const std::vector<i
   const Buffer a(kind ? random_dense(s.rows * s.depth, dense) : random_codes(s.rows * s.depth));
   const Buffer a_scale(random_scales(kind ? 0 : s.rows * s.depth / 16));
   const int64_t bytes = s.rows * s.cols * (out_kind == Float::kF32 ? 4 : 2);
-  const Buffer out = Buffer::poisoned(bytes), expected = Buffer::poisoned(bytes);
+  const Buffer out(bytes), expected(bytes);
   GroupedArgs args{};
   args.a = {a.as<void>(),
             kind ? nullptr : a_scale.as<uint8_t>(),
@@ -229,7 +193,7 @@ void run(const Case& c, int kind, Float out_kind, bool each, const std::vector<i
   args.out = out.as<void>();
   for (const int t : tokens) {
     const GroupedTiles tiles{std::abs(t), t < 0};
-    const Buffer scratch = Buffer::poisoned(grouped_scratch(s, tiles).bytes + 1);
+    const Buffer scratch(grouped_scratch(s, tiles).bytes + 1);
     char what[160];
     std::snprintf(what, sizeof what, "G%lld M%lld N%lld K%lld tokens %d a%d out %s each %d sizes %d %d %d how %d",
                   static_cast<long long>(s.groups), static_cast<long long>(s.rows), static_cast<long long>(s.cols),

@@ -62,8 +62,7 @@ __device__ __forceinline__ Block<Bf16> gate_block(const ProducerOperands& s, int
   return y;
 }
 
-// Thread blocks a multiprocessor holds, which bounds registers. With six, nvcc 13.0 spills for
-// Blackwell.
+// Thread blocks a multiprocessor holds, which bounds registers. With six, nvcc 13.0 spills for Blackwell.
 template <class S, class T>
 inline constexpr int kGateBlocks = kChooses<S>                ? (std::is_same_v<T, Bf16> ? 4 : 3)
                                    : !std::is_same_v<T, Bf16> ? 4

@@ -1,0 +1,49 @@
+// Device memory of exactly the size that is asked for, so that compute-sanitizer sees every access outside.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+inline void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(status));
+  std::exit(1);
+}
+
+class Buffer {
+ public:
+  explicit Buffer(int64_t bytes) : size_(static_cast<size_t>(bytes)) {
+    check(cudaMalloc(&data_, size_ ? size_ : 1), "cudaMalloc");
+    poison();
+  }
+  template <class T>
+  explicit Buffer(const std::vector<T>& host) : Buffer(static_cast<int64_t>(host.size() * sizeof(T))) {
+    set(host);
+  }
+  ~Buffer() { cudaFree(data_); }
+  Buffer(const Buffer&) = delete;
+
+  template <class T>
+  void set(const std::vector<T>& host) const {
+    check(cudaMemcpy(data_, host.data(), size_, cudaMemcpyHostToDevice), "cudaMemcpy");
+  }
+  // NaN in every type.
+  void poison() const { check(cudaMemset(data_, 0xff, size_), "cudaMemset"); }
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  std::vector<uint8_t> host() const {
+    std::vector<uint8_t> out(size_);
+    check(cudaMemcpy(out.data(), data_, size_, cudaMemcpyDeviceToHost), "cudaMemcpy");
+    return out;
+  }
+
+ private:
+  size_t size_;
+  void* data_ = nullptr;
+};
