@@ -7,7 +7,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Config:
-    """Holds the sizes of a byte-level transformer and of its training.
+    """Holds the sizes of a transformer and of its training.
 
     Attributes:
       layers: number of transformer blocks.
@@ -21,6 +21,9 @@ class Config:
       kv_heads: number of key and value heads; each serves heads / kv_heads query heads.
       mlp_width: size of the hidden layer of the MLP.
       architecture: "gpt" has learned positions and a GELU MLP, "llama" rotary positions and a SwiGLU MLP.
+      vocabulary: number of tokens: bytes, or those of a tokenizer.
+      last_lr: where the learning rate ends, as a fraction of its peak.
+      attention: what computes it: "xla", or "cudnn", on GPUs alone, which keeps no scores in memory.
     """
 
     layers: int
@@ -34,6 +37,9 @@ class Config:
     kv_heads: int
     mlp_width: int
     architecture: Literal["gpt", "llama"] = "gpt"
+    vocabulary: int = 256
+    last_lr: float = 0.1
+    attention: Literal["xla", "cudnn"] = "xla"
 
     @property
     def head_dim(self) -> int:

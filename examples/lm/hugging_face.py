@@ -10,7 +10,7 @@ from jax import Array
 from jnvfp4 import NVFP4Tensor
 from jnvfp4.checkpoints import NameRule, from_hf, to_hf
 from lm.config import Config
-from lm.model import NORM_EPSILON, ROTARY_BASE, VOCABULARY, Tree
+from lm.model import NORM_EPSILON, ROTARY_BASE, Tree
 
 LAYER = r"model.layers.{layer:\d+}"
 RULES = [
@@ -31,7 +31,7 @@ def llama_config(config: Config) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": VOCABULARY,
+        "vocab_size": config.vocabulary,
         "hidden_size": config.width,
         "intermediate_size": config.mlp_width,
         "num_hidden_layers": config.layers,

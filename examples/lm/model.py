@@ -1,12 +1,12 @@
-"""A byte-level transformer as functions of a tree of weights.
+"""A transformer as functions of a tree of weights.
 
 The product of the linear layers is an argument, ``linear(x, w, key, name)``, so the same model runs in bfloat16
-(``bf16_linear``), trains in NVFP4 (``quantized_linear``), runs from NVFP4 weights (``converted_linear``) and is split
+(``bf16_linear``; ``trained_bf16_linear`` has float32 gradients of weights), trains in NVFP4 (``quantized_linear``), runs from NVFP4 weights (``converted_linear``) and is split
 over devices by the names of its weights (``lm/sharded.py``). The attention scores, norms, embeddings and the output
 head are in bfloat16 or float32, the residual stream is bfloat16.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,6 @@ from lm.config import Config
 Tree = Any  # a nested dict of arrays; of NVFP4Tensors, too, where weights are quantized
 Linear = Callable[[Array, Any, Array, str], Array]  # x [..., K], w [N, K], key, name of w -> [..., N]
 
-VOCABULARY = 256
 NORM_EPSILON = 1e-6
 ROTARY_BASE = 10_000.0
 
@@ -31,6 +30,33 @@ ROTARY_BASE = 10_000.0
 def bf16_linear(x: Array, w: Array, key: Array, name: str) -> Array:
     """Multiplies x by w^T in the dtype of x; key and name are unused."""
     return x @ w.astype(x.dtype).T
+
+
+@jax.custom_vjp
+def _product(x: Array, w: Array) -> Array:
+    return x @ w.astype(x.dtype).T
+
+
+def _product_fwd(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _product(x, w), (x, w)
+
+
+def _product_bwd(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, w = saved
+    tokens = tuple(range(x.ndim - 1))
+    dw = jax.lax.dot_general(dy, x, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32)
+    return dy @ w.astype(dy.dtype), dw.astype(w.dtype)
+
+
+_product.defvjp(_product_fwd, _product_bwd)
+
+
+def trained_bf16_linear(x: Array, w: Array, key: Array, name: str) -> Array:
+    """Multiplies as ``bf16_linear``, and sums gradients of w in float32 without rounding them to bfloat16.
+
+    So does ``jnvfp4.linear``, and a comparison with it should differ in the quantization alone.
+    """
+    return _product(x, w)
 
 
 def quantized_linear(recipe: Recipe) -> Linear:
@@ -61,13 +87,13 @@ def init_params(key: Array, config: Config) -> Tree:
     def normal(*shape: int, std: float) -> Array:
         return std * jax.random.normal(next(keys), shape)
 
-    embeddings = {"embedding": normal(VOCABULARY, d, std=0.02)}
+    embeddings = {"embedding": normal(config.vocabulary, d, std=0.02)}
     if not is_llama:
         embeddings["position"] = normal(config.seq, d, std=0.02)
     residual_std = (2 * n) ** -0.5  # 2n branches add to the residual stream
     return {
         **embeddings,
-        "head": normal(VOCABULARY, d, std=0.02),
+        "head": normal(config.vocabulary, d, std=0.02),
         "norm": jnp.ones(d),
         "layers": {
             "attention_norm": jnp.ones((n, d)),
@@ -103,7 +129,7 @@ def attention(x: Array, layer: Tree, config: Config, linear: Linear, keys: Array
     q, k, v = jnp.split(qkv, [config.heads, config.heads + config.kv_heads], axis=2)
     if config.architecture == "llama":
         q, k = rotate(q), rotate(k)
-    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=config.attention)
     return linear(mixed.reshape(x.shape), layer["attention_out"], keys[1], "attention_out")
 
 
@@ -123,42 +149,76 @@ FeedForward = Callable[[Array, Tree, Config, Linear, Array], Array]
 # Model
 
 
+@jax.custom_vjp
+def embed(tokens: Array, embedding: Array) -> Array:
+    """Looks tokens up. The gradient is a GEMM: a scatter sums in an order that changes from run to run on GPUs."""
+    return embedding[tokens]
+
+
+def _embed_fwd(tokens: Array, embedding: Array) -> tuple[Array, tuple[Array, Array]]:
+    return embed(tokens, embedding), (tokens, embedding)
+
+
+def _embed_bwd(saved: tuple[Array, Array], dx: Array) -> tuple[None, Array]:
+    tokens, embedding = saved
+    picked = jax.nn.one_hot(tokens.reshape(-1), embedding.shape[0], dtype=jnp.bfloat16)
+    flat = dx.reshape(-1, dx.shape[-1]).astype(jnp.bfloat16)  # exact: the residual stream is bfloat16
+    grad = jax.lax.dot_general(picked, flat, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return None, grad.astype(embedding.dtype)
+
+
+embed.defvjp(_embed_fwd, _embed_bwd)
+
+
 def logits(
-    params: Tree, tokens: Array, config: Config, linear: Linear, key: Array, feed_forward: FeedForward = mlp
+    params: Tree,
+    tokens: Array,
+    config: Config,
+    linear: Linear | Sequence[Linear],
+    key: Array,
+    feed_forward: FeedForward = mlp,
 ) -> Array:
-    """Computes the logits of every next byte, float32 [batch, seq, 256].
+    """Computes the logits of every next token, float32 [batch, seq, vocabulary].
 
     Args:
       params: weights as ``init_params`` makes them, in any dtype; those of the linear layers as ``linear`` takes them.
       tokens: integers [batch, seq].
       config: sizes of the model.
-      linear: product of the linear layers.
+      linear: product of the linear layers, for all blocks, which then run in a loop; or one for each, without a loop.
       key: for a linear layer that rounds stochastically; every layer receives a key of its own.
       feed_forward: what follows the attention in each block.
     """
 
-    def block(x: Array, layer_and_keys: tuple[Tree, Array]) -> tuple[Array, None]:
-        layer, keys = layer_and_keys
+    def block(x: Array, layer: Tree, keys: Array, linear: Linear) -> Array:
         x = x + attention(rms_norm(x, layer["attention_norm"]), layer, config, linear, keys[:2])
-        x = x + feed_forward(rms_norm(x, layer["mlp_norm"]), layer, config, linear, keys[2:])
-        return x, None
+        return x + feed_forward(rms_norm(x, layer["mlp_norm"]), layer, config, linear, keys[2:])
 
-    x = params["embedding"][tokens]
+    x = embed(tokens, params["embedding"])
     if config.architecture == "gpt":
         x = x + params["position"][: tokens.shape[1]]
+    x = x.astype(jnp.bfloat16)
     keys = jax.random.split(key, (config.layers, 4))  # one for each linear layer
-    x, _ = jax.lax.scan(block, x.astype(jnp.bfloat16), (params["layers"], keys))
+    if callable(linear):
+        x, _ = jax.lax.scan(lambda x, of: (block(x, *of, linear), None), x, (params["layers"], keys))
+    else:
+        for i, of_block in enumerate(linear):
+            x = block(x, jax.tree.map(lambda w, i=i: w[i], params["layers"]), keys[i], of_block)
     return (rms_norm(x, params["norm"]) @ params["head"].astype(x.dtype).T).astype(jnp.float32)
 
 
 def cross_entropy(logits: Array, targets: Array) -> Array:
-    """Returns the mean cross entropy in nats of logits [..., 256] and integers [...]."""
-    log_probs = jax.nn.log_softmax(logits)
-    return -jnp.mean(jnp.take_along_axis(log_probs, targets.astype(jnp.int32)[..., None], axis=-1))
+    """Returns the mean cross entropy in nats of logits [..., vocabulary] and integers [...]."""
+    is_target = jnp.arange(logits.shape[-1]) == targets.astype(jnp.int32)[..., None]  # its gradient is no scatter
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_target, logits, 0), axis=-1))
 
 
 def loss_fn(
-    params: Tree, batch: Array, config: Config, linear: Linear, key: Array, feed_forward: FeedForward = mlp
+    params: Tree,
+    batch: Array,
+    config: Config,
+    linear: Linear | Sequence[Linear],
+    key: Array,
+    feed_forward: FeedForward = mlp,
 ) -> Array:
-    """Returns the loss of predicting the bytes 1 to seq of a batch [batch, seq + 1] from those before them."""
+    """Returns the loss of predicting the tokens 1 to seq of a batch [batch, seq + 1] from those before them."""
     return cross_entropy(logits(params, batch[:, :-1], config, linear, key, feed_forward), batch[:, 1:])

@@ -21,10 +21,10 @@ from lm.model import Linear, Tree, init_params, loss_fn
 
 
 def learning_rate(step: Array, config: Config) -> Array:
-    """Rises linearly over a tenth of the steps, then falls as a cosine to a tenth of the peak."""
+    """Rises linearly over a tenth of the steps, then falls as a cosine to ``config.last_lr`` times the peak."""
     warmup = max(1, config.steps // 10)
     progress = jnp.clip((step - warmup) / max(1, config.steps - warmup), 0, 1)
-    cosine = 0.55 + 0.45 * jnp.cos(math.pi * progress)
+    cosine = (1 + config.last_lr + (1 - config.last_lr) * jnp.cos(math.pi * progress)) / 2
     return config.peak_lr * jnp.minimum((step + 1) / warmup, cosine)
 
 
