@@ -12,10 +12,24 @@ from pathlib import Path
 
 import numpy as np
 
-SUFFIXES = frozenset(
-    ".c .cc .cfg .cpp .cu .cuh .f90 .go .h .hpp .inc .ipynb .java .js .md .proto .py .pyi .pyx .rs .rst .toml .ts .txt"
-    " .yaml .yml".split()
-)
+CODE = {
+    ".c",
+    ".cc",
+    ".cpp",
+    ".cu",
+    ".cuh",
+    ".f90",
+    ".h",
+    ".hpp",
+    ".inc",
+    ".java",
+    ".js",
+    ".proto",
+    ".py",
+    ".pyi",
+    ".pyx",
+}
+DOCUMENTS = {".cfg", ".ipynb", ".md", ".rst", ".toml", ".ts", ".txt", ".yaml", ".yml"}
 LARGEST_FILE = 1 << 20  # larger ones are data
 END = "<|end|>"  # after each file
 SAMPLED = 16  # one file in so many teaches the tokenizer
@@ -87,7 +101,7 @@ def _files(folders: list[Path]) -> Iterator[Path]:
     seen: set[Path] = set()
     for folder in folders:
         for path in sorted(folder.rglob("*")):
-            wanted = path.suffix in SUFFIXES and path.is_file() and not path.is_symlink()
+            wanted = path.suffix in CODE | DOCUMENTS and path.is_file() and not path.is_symlink()
             if wanted and path not in seen and 0 < path.stat().st_size <= LARGEST_FILE:
                 seen.add(path)
                 yield path

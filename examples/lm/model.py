@@ -1,9 +1,10 @@
 """A transformer as functions of a tree of weights.
 
 The product of the linear layers is an argument, ``linear(x, w, key, name)``, so the same model runs in bfloat16
-(``bf16_linear``; ``trained_bf16_linear`` has float32 gradients of weights), trains in NVFP4 (``quantized_linear``), runs from NVFP4 weights (``converted_linear``) and is split
-over devices by the names of its weights (``lm/sharded.py``). The attention scores, norms, embeddings and the output
-head are in bfloat16 or float32, the residual stream is bfloat16.
+(``bf16_linear``; ``trained_bf16_linear`` has float32 gradients of weights), trains in NVFP4 (``quantized_linear``),
+runs from NVFP4 weights (``converted_linear``) and is split over devices by the names of its weights
+(``lm/sharded.py``). The attention scores, norms, embeddings and the output head are in bfloat16 or float32, the
+residual stream is bfloat16.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,0 +1,288 @@
+"""Pretraining runs that differ in the recipe alone, in pieces: each can be stopped, resumed and continued another way.
+
+Runs with one seed start from the same weights and see the same batches: they are pairs.
+"""
+
+import time
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from jnvfp4 import Recipe, recipes
+from lm.config import Config
+from lm.data import val_batches
+from lm.model import Linear, Tree, init_params, loss_fn, quantized_linear, trained_bf16_linear
+from lm.train import adamw, init_optimizer, learning_rate
+
+BRANCH = 0.9  # of the steps: where a run continues another way
+VALIDATIONS = 10  # of a run
+POINTS = 50  # of a training curve
+
+
+# Arms: what is compared
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Says how the linear layers of the blocks multiply.
+
+    Attributes:
+      recipe: of the quantized blocks; None for bfloat16.
+      ends_bf16: whether the first and the last block are bfloat16.
+      branch_of: name of the arm whose run this one continues at 90 % of the steps.
+      seeds: how many runs it should have.
+    """
+
+    recipe: Recipe | None
+    ends_bf16: bool = False
+    branch_of: str = ""
+    seeds: int = 3
+
+    def linears(self, layers: int) -> list[Linear]:
+        """Returns the product of each block."""
+        bf16: Linear = trained_bf16_linear
+        found = [bf16 if self.recipe is None else quantized_linear(self.recipe)] * layers
+        return [bf16, *found[1:-1], bf16] if self.ends_bf16 else found
+
+
+BASELINE = "bf16"
+ARMS = {
+    BASELINE: Arm(None),
+    "plain": Arm(Recipe()),
+    "pretrain": Arm(recipes.pretrain()),
+    "pretrain_unbiased": Arm(recipes.pretrain(unbiased=True)),
+    "pretrain_4over6": Arm(recipes.pretrain_4over6()),
+    "4over6_ends_bf16": Arm(recipes.pretrain_4over6(), ends_bf16=True),
+    "4over6_ends_bf16_ending": Arm(
+        replace(recipes.pretrain_4over6(), fprop=None), ends_bf16=True, branch_of="4over6_ends_bf16"
+    ),
+    "rl": Arm(recipes.rl()),
+    "backward_only": Arm(replace(recipes.pretrain(), fprop=None)),
+    "pretrain_no_rht": Arm(recipes.pretrain(rht=False), seeds=1),
+    "pretrain_no_sr": Arm(recipes.pretrain(stochastic_rounding=False), seeds=1),
+    "row_scaled": Arm(recipes.row_scaled(), seeds=1),
+    "pretrain_ends_bf16": Arm(recipes.pretrain(), ends_bf16=True, seeds=1),
+}
+
+
+# One run
+
+
+@dataclass
+class Run:
+    """Holds what a run showed.
+
+    Attributes:
+      arm: its name.
+      seed: of the weights, the batches and the random rounding.
+      steps: at which the training loss was logged.
+      train: mean loss since the step logged before, nats per token.
+      val_steps: at which the validation loss was measured.
+      val: the validation loss, nats per token.
+      seconds: that this part of the training took, without compiling and validation.
+      timed_steps: number of steps in ``seconds``.
+    """
+
+    arm: str
+    seed: int
+    steps: list[int] = field(default_factory=list)
+    train: list[float] = field(default_factory=list)
+    val_steps: list[int] = field(default_factory=list)
+    val: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    timed_steps: int = 0
+
+    def is_done(self, config: Config) -> bool:
+        return bool(self.val_steps) and self.val_steps[-1] == config.steps
+
+
+def branch_step(config: Config) -> int:
+    return int(BRANCH * config.steps)
+
+
+class Trainer:
+    """Runs arms on one corpus: compiles each once for all seeds, and keeps checkpoints.
+
+    Args:
+      config: sizes of the model and of its training.
+      train: tokens to train on.
+      val: tokens to validate with.
+      folder: where the checkpoints are kept.
+      deadline: the time, as of ``time.monotonic()``, at which a run writes a checkpoint and stops; None for never.
+    """
+
+    def __init__(self, config: Config, train: np.ndarray, val: np.ndarray, folder: Path, deadline: float | None = None):
+        self.config, self.folder, self.deadline = config, folder.resolve(), deadline
+        self.tokens = jnp.asarray(train)
+        self.held_out = jnp.asarray(val_batches(val, config))
+        self.compiled = cache(self._compiled)
+
+    def _compiled(self, name: str) -> tuple[Any, Any]:
+        """Returns the compiled step and validation of an arm."""
+        config, linears = self.config, ARMS[name].linears(self.config.layers)
+
+        @partial(jax.jit, donate_argnums=(0, 1))
+        def step(params: Tree, state: Tree, tokens: Array, key: Array) -> tuple[Tree, Tree, Array]:
+            batches, rounding = jax.random.split(jax.random.fold_in(key, state["step"]))
+            starts = jax.random.randint(batches, (config.batch,), 0, len(tokens) - config.seq)
+            batch = tokens[starts[:, None] + jnp.arange(config.seq + 1)]
+            loss, grads = jax.value_and_grad(loss_fn)(params, batch, config, linears, rounding)
+            params, state = adamw(params, grads, state, learning_rate(state["step"], config))
+            return params, state, loss
+
+        @jax.jit
+        def validate(params: Tree, batches: Array) -> Array:
+            losses = jax.lax.map(lambda batch: loss_fn(params, batch, config, linears, jax.random.key(0)), batches)
+            return jnp.mean(losses)
+
+        params, state = self._initial(0)
+        key = jax.random.key(0)
+        return (
+            step.lower(params, state, self.tokens, key).compile(),
+            validate.lower(params, self.held_out).compile(),
+        )
+
+    def _initial(self, seed: int) -> tuple[Tree, Tree]:
+        params = init_params(jax.random.key(seed), self.config)
+        return params, init_optimizer(params)
+
+    def run(self, name: str, seed: int) -> Run:
+        """Trains until the end or the deadline, from the latest checkpoint if there is one."""
+        found = self._restore(name, seed) or self._branched(name, seed)
+        run, params, state = found or (Run(name, seed), *self._initial(seed))
+        if run.is_done(self.config):
+            return run
+        step, validate = self.compiled(name)
+        key = jax.random.key(1000 + seed)
+        begin = timed_from = int(state["step"])
+        recent: list[Array] = []
+        started = time.monotonic()
+        for i in tqdm(range(begin + 1, self.config.steps + 1), f"{name}, seed {seed}", mininterval=5):
+            params, state, loss = step(params, state, self.tokens, key)
+            recent.append(loss)
+            last = i == self.config.steps
+            late = self.deadline is not None and time.monotonic() > self.deadline
+            validates = i % max(1, self.config.steps // VALIDATIONS) == 0 or last
+            saves = last or late or (i == branch_step(self.config) and self._branches(name))
+            if i % max(1, self.config.steps // POINTS) == 0 or validates or saves:
+                run.steps.append(i)
+                run.train.append(float(np.mean(jax.device_get(recent))))  # waits for the steps
+                recent.clear()
+                run.seconds += time.monotonic() - started
+                run.timed_steps += i - timed_from
+                if validates:
+                    run.val_steps.append(i)
+                    run.val.append(float(validate(params, self.held_out)))
+                if saves:
+                    self._save(run, params, state, i)
+                timed_from, started = i, time.monotonic()
+            if late:
+                break
+        return run
+
+    # Checkpoints
+
+    def path(self, name: str, seed: int) -> Path:
+        """Returns the folder of a run's checkpoints."""
+        return self.folder / name / f"seed{seed}"
+
+    def _branches(self, name: str) -> bool:
+        return any(arm.branch_of == name for arm in ARMS.values())
+
+    def _manager(self, name: str, seed: int) -> Any:
+        import orbax.checkpoint as ocp
+
+        return ocp.CheckpointManager(self.path(name, seed))
+
+    def _save(self, run: Run, params: Tree, state: Tree, step: int) -> None:
+        import orbax.checkpoint as ocp
+
+        with self._manager(run.arm, run.seed) as manager:
+            tree, shown = {"params": params, "state": state}, {"run": asdict(run), "config": asdict(self.config)}
+            manager.save(step, args=ocp.args.Composite(tree=ocp.args.StandardSave(tree), run=ocp.args.JsonSave(shown)))
+
+    def _restore(self, name: str, seed: int, step: int | None = None) -> tuple[Run, Tree, Tree] | None:
+        """Reads the checkpoint after a step, by default the latest one; None where there is none."""
+        import orbax.checkpoint as ocp
+
+        if not self.path(name, seed).exists():
+            return None
+        with self._manager(name, seed) as manager:
+            step = manager.latest_step() if step is None else step
+            if step is None or step not in manager.all_steps():
+                return None
+            like = jax.eval_shape(lambda: dict(zip(("params", "state"), self._initial(seed), strict=True)))
+            args = ocp.args.Composite(tree=ocp.args.StandardRestore(like), run=ocp.args.JsonRestore())
+            found = manager.restore(step, args=args)
+        if found.run["config"] != asdict(self.config):
+            raise ValueError(f"{self.path(name, seed)} has a run of other sizes: {found.run['config']}")
+        return Run(**found.run["run"]), found.tree["params"], found.tree["state"]
+
+    def _branched(self, name: str, seed: int) -> tuple[Run, Tree, Tree] | None:
+        """Returns where a branch begins; None for what is no branch.
+
+        Raises:
+          ValueError: the run that it branches from has not come to that step.
+        """
+        trunk = ARMS[name].branch_of
+        if not trunk:
+            return None
+        found = self._restore(trunk, seed, branch_step(self.config))
+        if found is None:
+            raise ValueError(f"{name} continues {trunk}: train that with seed {seed} first, in the same folder")
+        run, params, state = found
+        return replace(run, arm=name, seconds=0.0, timed_steps=0), params, state
+
+
+def restore_params(folder: Path) -> tuple[Config, Tree]:
+    """Reads the sizes and the weights of a finished run from the folder of its checkpoints."""
+    import orbax.checkpoint as ocp
+
+    with ocp.CheckpointManager(folder.resolve()) as manager:
+        step = manager.latest_step()
+        if step is None:
+            raise ValueError(f"{folder} has no checkpoint")
+        shown = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+        config = Config(**shown["config"])
+        params = jax.eval_shape(lambda: init_params(jax.random.key(0), config))
+        like = {"params": params, "state": jax.eval_shape(init_optimizer, params)}
+        tree = manager.restore(step, args=ocp.args.Composite(tree=ocp.args.StandardRestore(like))).tree
+    return config, tree["params"]
+
+
+# Pairs
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Holds by how many percent a validation loss lies above another: mean over pairs, and its standard error."""
+
+    mean: float
+    error: float | None  # None for one pair
+    pairs: int
+
+    def __str__(self) -> str:
+        spread = "one seed" if self.error is None else f"± {self.error:.2f}"
+        return f"{self.mean:+.2f} {spread}"
+
+
+def gap(losses: dict[int, float], others: dict[int, float]) -> Gap | None:
+    """Compares the final losses by seed with those of another arm, over the seeds that both have."""
+    seeds = sorted(losses.keys() & others.keys())
+    if not seeds:
+        return None
+    percent = [100 * (losses[seed] / others[seed] - 1) for seed in seeds]
+    error = float(np.std(percent, ddof=1) / len(seeds) ** 0.5) if len(seeds) > 1 else None
+    return Gap(float(np.mean(percent)), error, len(seeds))
+
+
+def block_weights(params: Tree) -> int:
+    """Counts the weights of the linear layers of the blocks: N of D/N."""
+    return sum(w.size for name, w in params["layers"].items() if "norm" not in name)

@@ -1,0 +1,243 @@
+"""Pretrains a small Llama in bfloat16 and by several recipes, in pairs, and compares the losses.
+
+    pip install ".[pretrain]"
+    python examples/pretrain_lm.py --arms bf16 pretrain --seeds 0 1
+    python examples/pretrain_lm.py --arms bf16 pretrain --seeds 0 1 --minutes 30  # stops, or continues where it stopped
+    python examples/pretrain_lm.py --report out/pretrain_lm
+
+The text is the source code and documentation of the installed packages, so nothing is downloaded; a byte-pair tokenizer
+with 8192 tokens is trained on it. The hash that is printed names the text: another set of packages is another corpus.
+The model has rotary positions, RMSNorm, SwiGLU and an output head that is not tied to the embedding. The recipe applies
+to all linear layers of the blocks; attention, norms, embedding and head stay in bfloat16 or float32, the weights and
+the optimizer in float32. The gradients of weights are float32 in every run, in bfloat16 too.
+
+A pair is two runs with one seed: the same initial weights, the same batches, and XLA without nondeterministic
+operations. What is printed is the difference within pairs, averaged over seeds, with its standard error.
+
+Each run is kept in a folder of ``--out`` with its checkpoints. ``--out`` also receives the losses as ``metrics.json``
+and ``loss.png``. On a GPU a run takes about a minute on an H200 (docs/quality.md). On a CPU the preset is a toy, which
+shows that everything works and measures nothing.
+"""
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+# Before jax starts. It keeps autotuning, which --xla_gpu_deterministic_ops would turn off: an arm is compiled once for
+# all its seeds, but two processes may choose GEMMs with other orders of summation.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_exclude_nondeterministic_ops=true"
+
+import jax
+import matplotlib
+import numpy as np
+
+import jnvfp4
+from lm import corpus
+from lm.config import Config, step_count
+from lm.model import init_params
+from lm.pretrain import ARMS, BASELINE, Run, Trainer, block_weights, gap
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+PRESETS = {
+    "cpu": Config(
+        layers=4,
+        width=64,
+        heads=2,
+        kv_heads=2,
+        mlp_width=192,
+        seq=64,
+        batch=8,
+        steps=60,
+        peak_lr=3e-3,
+        val_batches=4,
+        architecture="llama",
+        vocabulary=512,
+        last_lr=0.0,
+    ),
+    "gpu": Config(
+        layers=6,
+        width=256,
+        heads=4,
+        kv_heads=4,
+        mlp_width=704,
+        seq=512,
+        batch=64,
+        steps=3680,
+        peak_lr=3e-3,
+        val_batches=32,
+        architecture="llama",
+        vocabulary=8192,
+        last_lr=0.0,
+        attention="cudnn",
+    ),
+}
+BYTES = {"cpu": 2_000_000, "gpu": None}  # of text
+
+
+# What is written
+
+
+def collect(folder: Path) -> dict[str, Any]:
+    """Reads the runs below a folder: the contents of metrics.json."""
+    runs = [json.loads(path.read_text()) for path in sorted(folder.rglob("run.json"))]
+    if not runs:
+        raise SystemExit(f"{folder} has no runs")
+    shared = ("config", "tokens", "device", "versions", "corpus")
+    for run in runs:
+        if any(run[name] != runs[0][name] for name in ("config", "corpus")):
+            raise SystemExit(f"{folder} has runs of different sizes or texts, which cannot be compared")
+    return {**{name: runs[0][name] for name in shared}, "runs": [run["run"] for run in runs]}
+
+
+def finals(runs: Sequence[Run], config: Config) -> dict[str, dict[int, float]]:
+    """Returns the final validation losses of the finished runs by arm and seed, in the order of the arms."""
+    done = [run for run in runs if run.is_done(config)]
+    return {
+        name: {run.seed: run.val[-1] for run in done if run.arm == name}
+        for name in ARMS
+        if any(run.arm == name for run in done)
+    }
+
+
+def table(runs: Sequence[Run], config: Config) -> str:
+    """Makes the table of docs/quality.md: losses, gaps to bfloat16 and to ``pretrain``, time of a step."""
+    losses = finals(runs, config)
+    heads = ["arm", "seeds", "validation loss", f"above {BASELINE}, %", "above pretrain, %", "ms a step"]
+    rows = [heads, ["---"] * len(heads)]
+    for name, of_seed in losses.items():
+        others = [losses.get(other, {}) if other != name else {} for other in (BASELINE, "pretrain")]
+        gaps = [str(gap(of_seed, other) or "") for other in others]
+        timed = [1e3 * run.seconds / run.timed_steps for run in runs if run.arm == name and run.timed_steps]
+        mean = float(np.mean(list(of_seed.values())))
+        rows.append([name, str(len(of_seed)), f"{mean:.4f}", *gaps, f"{np.median(timed):.1f}" if timed else ""])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def plot(path: Path, runs: Sequence[Run], config: Config) -> None:
+    """Plots how far the validation losses lie above bfloat16 during training, and at the end with each pair."""
+    losses = finals(runs, config)
+    figure, (curves, ends) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    base = {run.seed: run for run in runs if run.arm == BASELINE and run.is_done(config)}
+    shown = [name for name in losses if name != BASELINE and gap(losses[name], losses.get(BASELINE, {}))]
+    for i, name in enumerate(shown):
+        pairs = [run for run in runs if run.arm == name and run.seed in base and run.is_done(config)]
+        above = np.array([100 * (np.divide(run.val, base[run.seed].val) - 1) for run in pairs])
+        color = f"C{i % 10}"
+        steps = pairs[0].val_steps
+        curves.plot(steps, above.mean(0), color=color, linestyle="--" if i > 9 else "-", linewidth=1.5)
+        curves.fill_between(steps, above.min(0), above.max(0), color=color, alpha=0.12, linewidth=0)
+        ends.plot(above[:, -1], np.full(len(above), -i), "o", color=color, markersize=4, alpha=0.5)
+        found = gap(losses[name], losses[BASELINE])
+        assert found is not None
+        ends.errorbar(found.mean, -i, xerr=found.error, fmt="|", color=color, markersize=14, capsize=4)
+    curves.set(xlabel="step", ylabel="validation loss above bfloat16, %", title="mean and range of the pairs")
+    top = np.array([run.val[-1] / base[run.seed].val[-1] - 1 for run in runs if run.arm in shown and run.seed in base])
+    curves.set_ylim(min(0, 120 * top.min(initial=0)), 300 * top.max(initial=0.01))
+    ends.set(xlabel="final validation loss above bfloat16, %", title="each pair, mean and standard error")
+    ends.set_yticks([-i for i in range(len(shown))], shown)
+    ends.axvline(0, color="black", linewidth=0.8)
+    for axes in (curves, ends):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def report(folder: Path) -> None:
+    """Prints the table of the runs below a folder, and writes metrics.json and loss.png there."""
+    found = collect(folder)
+    config, runs = Config(**found["config"]), [Run(**run) for run in found["runs"]]
+    (folder / "metrics.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(f"\n{table(runs, config)}")
+    if BASELINE in finals(runs, config):
+        plot(folder / "loss.png", runs, config)
+
+
+def describe(config: Config) -> dict[str, int | float]:
+    """Returns N, the tokens that a run trains on, D, and D/N."""
+    weights = block_weights(jax.eval_shape(lambda: init_params(jax.random.key(0), config)))
+    tokens = config.steps * config.batch * config.seq
+    return {"block_weights": weights, "trained_on": tokens, "tokens_per_weight": tokens / weights}
+
+
+# Command line
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Pretrains a small Llama by several recipes and compares the losses.")
+    backend = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    parser.add_argument("--preset", choices=PRESETS, default=backend, help="sizes (default: %(default)s)")
+    parser.add_argument("--arms", nargs="+", choices=["all", *ARMS], default=["bf16", "pretrain"], metavar="ARM",
+                        help=f"what to train: all, or of {', '.join(ARMS)} (default: bf16 pretrain)")  # fmt: skip
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: as many as each arm should have, from 0")
+    parser.add_argument("--steps", type=step_count, help="training steps, if not the preset's")
+    parser.add_argument("--minutes", type=float, help="stop after so long; the same command then continues")
+    parser.add_argument("--text", nargs="+", type=Path, metavar="FOLDER", help="default: the installed packages")
+    parser.add_argument("--tokens", type=Path, help="file of the tokens, made if absent (default: in --out)")
+    parser.add_argument("--out", type=Path, default=Path("out/pretrain_lm"), help="folder for the runs")
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="compare the runs below a folder, train nothing")
+    args = parser.parse_args()
+    if args.minutes is not None and args.minutes <= 0:
+        parser.error(f"--minutes must be positive, got {args.minutes}")
+    return args
+
+
+def planned(arms: Sequence[str], seeds: Sequence[int] | None) -> list[tuple[str, int]]:
+    """Lists the arms and seeds to run: an arm after the one it branches from, all seeds of an arm in a row."""
+    names = [name for name in ARMS if name in arms or "all" in arms]
+    return [(name, seed) for name in names for seed in (range(ARMS[name].seeds) if seeds is None else seeds)]
+
+
+def main() -> None:
+    args = parse_args()
+    if args.report:
+        report(args.report)
+        return
+    begin = time.monotonic()
+    config = PRESETS[args.preset]
+    config = replace(config, steps=args.steps or config.steps)
+    folders = args.text or (corpus.installed() if args.preset == "gpu" else corpus.installed()[-1:])
+    text = corpus.load(args.tokens or args.out / "tokens.npz", folders, config.vocabulary, BYTES[args.preset])
+    sizes = describe(config)
+    passes = sizes["trained_on"] / len(text.train)
+    print(f"corpus {text.source}")
+    print(f"{config}\nN = {sizes['block_weights']:,} block weights, D = {sizes['trained_on']:,} tokens, "
+          f"D/N = {sizes['tokens_per_weight']:.1f}, {passes:.2f} passes")  # fmt: skip
+    device = jax.devices()[0]
+    shared = {
+        "config": asdict(config),
+        "tokens": {**sizes, "passes": passes},
+        "corpus": asdict(text.source),
+        "device": {"platform": device.platform, "kind": device.device_kind},
+        "versions": {
+            "jnvfp4": jnvfp4.__version__,
+            "jax": jax.__version__,
+            "jaxlib": version("jaxlib"),
+            "python": platform.python_version(),
+        },
+    }
+    deadline = None if args.minutes is None else begin + 60 * args.minutes
+    trainer = Trainer(config, text.train, text.val, args.out, deadline)
+    for name, seed in planned(args.arms, args.seeds):
+        if deadline is not None and time.monotonic() > deadline:
+            print("stopped after --minutes; the same command continues")
+            break
+        run = trainer.run(name, seed)
+        (trainer.path(name, seed) / "run.json").write_text(json.dumps({**shared, "run": asdict(run)}) + "\n")
+        if run.is_done(config):
+            print(f"{name}, seed {seed}: validation loss {run.val[-1]:.4f}")
+    report(args.out)
+    print(f"\n{time.monotonic() - begin:.0f} s in all; wrote {args.out}/metrics.json")
+
+
+if __name__ == "__main__":
+    main()
