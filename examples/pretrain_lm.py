@@ -69,15 +69,14 @@ PRESETS = {
         heads=4,
         kv_heads=4,
         mlp_width=704,
-        seq=512,
-        batch=64,
+        seq=256,
+        batch=128,
         steps=3680,
         peak_lr=3e-3,
         val_batches=32,
         architecture="llama",
         vocabulary=8192,
         last_lr=0.0,
-        attention="cudnn",
     ),
 }
 BYTES = {"cpu": 2_000_000, "gpu": None}  # of text

@@ -23,7 +23,6 @@ class Config:
       architecture: "gpt" has learned positions and a GELU MLP, "llama" rotary positions and a SwiGLU MLP.
       vocabulary: number of tokens: bytes, or those of a tokenizer.
       last_lr: where the learning rate ends, as a fraction of its peak.
-      attention: what computes it: "xla", or "cudnn", on GPUs alone, which keeps no scores in memory.
     """
 
     layers: int
@@ -39,7 +38,6 @@ class Config:
     architecture: Literal["gpt", "llama"] = "gpt"
     vocabulary: int = 256
     last_lr: float = 0.1
-    attention: Literal["xla", "cudnn"] = "xla"
 
     @property
     def head_dim(self) -> int:

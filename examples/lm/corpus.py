@@ -152,8 +152,13 @@ def load(path: Path, folders: list[Path], vocabulary: int, limit: int | None = N
         path.parent.mkdir(parents=True, exist_ok=True)
         np.savez(path, train=corpus.train, val=corpus.val, source=json.dumps(asdict(corpus.source)))
         return corpus
+    corpus = read(path)
+    if corpus.source.vocabulary != vocabulary:
+        raise ValueError(f"{path} must have {vocabulary} different tokens, got {corpus.source.vocabulary}")
+    return corpus
+
+
+def read(path: Path) -> Corpus:
+    """Reads a corpus that ``load`` wrote."""
     with np.load(path) as arrays:
-        source = Source(**json.loads(str(arrays["source"])))
-        if source.vocabulary != vocabulary:
-            raise ValueError(f"{path} must have a vocabulary of {vocabulary}, got {source.vocabulary}; remove the file")
-        return Corpus(arrays["train"], arrays["val"], source)
+        return Corpus(arrays["train"], arrays["val"], Source(**json.loads(str(arrays["source"]))))

@@ -130,7 +130,7 @@ def attention(x: Array, layer: Tree, config: Config, linear: Linear, keys: Array
     q, k, v = jnp.split(qkv, [config.heads, config.heads + config.kv_heads], axis=2)
     if config.architecture == "llama":
         q, k = rotate(q), rotate(k)
-    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=config.attention)
+    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     return linear(mixed.reshape(x.shape), layer["attention_out"], keys[1], "attention_out")
 
 

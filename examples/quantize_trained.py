@@ -1,0 +1,171 @@
+"""Quantizes models that pretrain_lm.py trained in bfloat16, and measures what every recipe for inference costs.
+
+    pip install ".[pretrain]"
+    python examples/pretrain_lm.py --arms bf16 --seeds 0 1 2
+    python examples/quantize_trained.py out/pretrain_lm/bf16/seed*
+
+Nothing is trained or calibrated. The weights of the linear layers of all blocks are quantized, or weights and
+activations, and the perplexity of the validation text is computed. The gap of a recipe is how far the loss, the
+logarithm of the perplexity, lies above that of bfloat16, averaged over the models with its standard error. "closed" is
+the part of the gap of plain NVFP4, of the same kind, that a recipe closes.
+
+The weights of the first model also go through the checkpoint converter, whose tensors must have the bytes of those that
+are quantized here.
+
+Prints a table, and writes ``quantized.json`` to ``--out``.
+"""
+
+import argparse
+import json
+import math
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import jnvfp4
+from jnvfp4 import NVFP4, NVFP4_2D, ROW_SCALED, WINDOW64, NVFP4Tensor, QuantSpec, Recipe, four_over_six
+from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, open_checkpoint, save_checkpoint
+from lm import corpus
+from lm.config import Config
+from lm.data import val_batches
+from lm.hugging_face import from_hugging_face, llama_config, to_hugging_face
+from lm.model import Tree, bf16_linear, loss_fn, quantized_linear
+from lm.pretrain import BASELINE, gap, restore_params
+
+FOUR_OVER_SIX = four_over_six()
+ROW_FOUR_OVER_SIX = four_over_six(amax_scope="row")
+# Names of recipes by what is quantized; plain NVFP4 first. Of x (None: left in bfloat16) and of w.
+WEIGHTS: dict[str, tuple[QuantSpec | None, QuantSpec]] = {
+    "1x16": (None, NVFP4),
+    "16x16 tiles": (None, NVFP4_2D),
+    "4over6": (None, FOUR_OVER_SIX),
+    "row-scaled": (None, ROW_SCALED),
+}
+BOTH: dict[str, tuple[QuantSpec | None, QuantSpec]] = {
+    "1x16": (NVFP4, NVFP4),
+    "16x16 tiles of w": (NVFP4, NVFP4_2D),
+    "4over6 of w": (NVFP4, FOUR_OVER_SIX),
+    "4over6": (FOUR_OVER_SIX, FOUR_OVER_SIX),
+    "row-scaled x": (ROW_SCALED, NVFP4),
+    "row-scaled 4over6 x, 4over6 w": (ROW_FOUR_OVER_SIX, FOUR_OVER_SIX),
+    "window64 x": (WINDOW64, NVFP4),
+}
+LAYOUTS: tuple[Literal["modelopt", "te"], ...] = ("modelopt", "te")
+KINDS = {"weights": WEIGHTS, "weights and activations": BOTH}
+
+
+def losses(params: Tree, config: Config, held_out: Array) -> dict[tuple[str, str], float]:
+    """Computes the validation loss in bfloat16, under ("", "bf16"), and by every kind and recipe."""
+
+    @partial(jax.jit, static_argnums=2)
+    def run(params: Tree, batches: Array, recipe: Recipe | None) -> Array:
+        linear = bf16_linear if recipe is None else quantized_linear(recipe)
+        return jnp.mean(jax.lax.map(lambda b: loss_fn(params, b, config, linear, jax.random.key(0)), batches))
+
+    found = {("", BASELINE): float(run(params, held_out, None))}
+    for kind, recipes in KINDS.items():
+        for name, specs in recipes.items():
+            found[kind, name] = float(run(params, held_out, Recipe(fprop=specs, dgrad=None, wgrad=None)))
+    return found
+
+
+def check_converter(params: Tree, config: Config, layout: Literal["modelopt", "te"], folder: Path) -> int:
+    """Converts the weights as a checkpoint and compares the quantized tensors byte by byte; returns their number.
+
+    Codes and block scales are compared, and in layout "te" the amaxes. The other keeps amax / 2688 rounded, from which
+    amax comes back with an error of one unit in the last place.
+
+    Raises:
+      ValueError: a tensor of the converter has other bytes than ``quantize`` makes of the same weights.
+    """
+    save_checkpoint(to_hugging_face(params, config), folder / "bf16", config=llama_config(config))
+    convert_checkpoint(folder / "bf16", folder / "nvfp4", ConvertOptions(layout=layout, weight_only=True))
+    layers = from_hugging_face(open_checkpoint(folder / "nvfp4"))["layers"]
+    parts = ("data", "scale", "amax") if layout == "te" else ("data", "scale")
+    quantized = {name: tensor for name, tensor in layers.items() if isinstance(tensor, NVFP4Tensor)}
+    for name, tensor in quantized.items():
+        own = jax.vmap(jnvfp4.quantize)(params["layers"][name])
+        for part in parts:
+            if np.asarray(getattr(own, part)).tobytes() != np.asarray(getattr(tensor, part)).tobytes():
+                raise ValueError(f"{part} of the converter's {name} has other bytes than quantize, layout {layout}")
+    return len(quantized) * config.layers
+
+
+def summarize(found: list[Mapping[tuple[str, str], float]]) -> list[dict[str, Any]]:
+    """Makes the rows of the table of what each model showed."""
+    base = dict(enumerate(of[("", BASELINE)] for of in found))
+    rows = [{"quantized": "", "recipe": BASELINE, "perplexity": math.exp(np.mean(list(base.values())))}]
+    for kind, recipes in KINDS.items():
+        plain = gap(dict(enumerate(of[kind, next(iter(recipes))] for of in found)), base)
+        assert plain is not None
+        for name in recipes:
+            of_model = dict(enumerate(of[kind, name] for of in found))
+            own = gap(of_model, base)
+            assert own is not None
+            closed = None if own == plain else 100 * (1 - own.mean / plain.mean)
+            perplexity = math.exp(np.mean(list(of_model.values())))
+            rows.append({"quantized": kind, "recipe": name, "perplexity": perplexity, "gap_percent": own.mean,
+                         "standard_error": own.error, "closed_percent": closed})  # fmt: skip
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    heads = ["quantized", "recipe", "perplexity", "loss above bf16, %", "closed, %"]
+    cells = [heads, ["---"] * len(heads)]
+    for row in rows:
+        error = "" if row.get("standard_error") is None else f" ± {row['standard_error']:.3f}"
+        above = f"{row['gap_percent']:+.3f}{error}" if "gap_percent" in row else ""
+        closed = "" if row.get("closed_percent") is None else f"{row['closed_percent']:.1f}"
+        cells.append([row["quantized"], row["recipe"], f"{row['perplexity']:.4f}", above, closed])
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Quantizes trained models and compares perplexities.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run of pretrain_lm.py")
+    parser.add_argument("--tokens", type=Path, help="file of the tokens (default: tokens.npz, two folders above a run)")
+    parser.add_argument("--batches", type=int, default=64, help="of the validation text (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("out/quantize_trained"), help="folder for quantized.json")
+    args = parser.parse_args()
+    if args.batches < 1:
+        parser.error(f"--batches must be positive, got {args.batches}")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    found = []
+    for folder in args.runs:
+        config, trained = restore_params(folder)
+        params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), trained)
+        text = corpus.read(args.tokens or folder.parent.parent / "tokens.npz")
+        config = replace(config, val_batches=args.batches)
+        found.append(losses(params, config, jnp.asarray(val_batches(text.val, config))))
+        if folder == args.runs[0]:
+            for layout in LAYOUTS:
+                with tempfile.TemporaryDirectory() as scratch:
+                    count = check_converter(params, config, layout, Path(scratch))
+                print(f"{count} tensors of the checkpoint converter, layout {layout}, have the bytes of quantize")
+    rows = summarize(found)
+    print(table(rows))
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = {
+        "models": [str(folder) for folder in args.runs],
+        "device": jax.devices()[0].device_kind,
+        "versions": {"jax": jax.__version__, "jnvfp4": jnvfp4.__version__},
+        "corpus": text.source.sha256,
+        "rows": rows,
+    }
+    (args.out / "quantized.json").write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
