@@ -20,9 +20,6 @@ from lm.config import Config
 Tree = Any  # a nested dict of arrays; of NVFP4Tensors, too, where weights are quantized
 Linear = Callable[[Array, Any, Array, str], Array]  # x [..., K], w [N, K], key, name of w -> [..., N]
 
-NORM_EPSILON = 1e-6
-ROTARY_BASE = 10_000.0
-
 
 # Linear layers
 
@@ -109,16 +106,22 @@ def init_params(key: Array, config: Config) -> Tree:
 # Layers
 
 
-def rms_norm(x: Array, gain: Array) -> Array:
+def rms_norm(x: Array, gain: Array, epsilon: float) -> Array:
     x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + NORM_EPSILON)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
     return (x32 * scale * gain).astype(x.dtype)
 
 
-def rotate(x: Array) -> Array:
-    """Embeds the positions of x [batch, seq, heads, head_dim]: rotates each element with the one half a head away."""
+def rotate(x: Array, base: float, start: Array | int = 0) -> Array:
+    """Embeds the positions of x [batch, seq, heads, head_dim]: rotates each element with the one half a head away.
+
+    Args:
+      x: queries or keys.
+      base: of the angles.
+      start: position of the first of them.
+    """
     half = x.shape[-1] // 2
-    angle = jnp.arange(x.shape[1])[:, None] * ROTARY_BASE ** (-jnp.arange(half) / half)
+    angle = (start + jnp.arange(x.shape[1]))[:, None] * base ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
@@ -128,7 +131,7 @@ def attention(x: Array, layer: Tree, config: Config, linear: Linear, keys: Array
     qkv = linear(x, layer["qkv"], keys[0], "qkv").reshape(*x.shape[:2], -1, config.head_dim)
     q, k, v = jnp.split(qkv, [config.heads, config.heads + config.kv_heads], axis=2)
     if config.architecture == "llama":
-        q, k = rotate(q), rotate(k)
+        q, k = rotate(q, config.rotary_base), rotate(k, config.rotary_base)
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=config.attention)
     return linear(mixed.reshape(x.shape), layer["attention_out"], keys[1], "attention_out")
 
@@ -190,8 +193,10 @@ def logits(
     """
 
     def block(x: Array, layer: Tree, keys: Array, linear: Linear) -> Array:
-        x = x + attention(rms_norm(x, layer["attention_norm"]), layer, config, linear, keys[:2])
-        return x + feed_forward(rms_norm(x, layer["mlp_norm"]), layer, config, linear, keys[2:])
+        normed = rms_norm(x, layer["attention_norm"], config.norm_epsilon)
+        x = x + attention(normed, layer, config, linear, keys[:2])
+        normed = rms_norm(x, layer["mlp_norm"], config.norm_epsilon)
+        return x + feed_forward(normed, layer, config, linear, keys[2:])
 
     x = embed(tokens, params["embedding"])
     if config.architecture == "gpt":
@@ -203,7 +208,13 @@ def logits(
     else:
         for i, of_block in enumerate(linear):
             x = block(x, jax.tree.map(lambda w, i=i: w[i], params["layers"]), keys[i], of_block)
-    return (rms_norm(x, params["norm"]) @ params["head"].astype(x.dtype).T).astype(jnp.float32)
+    return unembed(x, params, config)
+
+
+def unembed(x: Array, params: Tree, config: Config) -> Array:
+    """Computes logits, float32 [..., vocabulary], from the residual stream [..., width]."""
+    x = rms_norm(x, params["norm"], config.norm_epsilon)
+    return (x @ params["head"].astype(x.dtype).T).astype(jnp.float32)
 
 
 def cross_entropy(logits: Array, targets: Array) -> Array:
