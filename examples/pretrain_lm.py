@@ -85,15 +85,16 @@ BYTES = {"cpu": 2_000_000, "gpu": None}  # of text
 # What is written
 
 
-def collect(folder: Path) -> dict[str, Any]:
-    """Reads the runs below a folder: the contents of metrics.json."""
-    runs = [json.loads(path.read_text()) for path in sorted(folder.rglob("run.json"))]
+def collect(path: Path) -> dict[str, Any]:
+    """Reads a metrics.json, or the runs below a folder, which become its contents."""
+    if path.is_file():
+        return json.loads(path.read_text())
+    runs = [json.loads(found.read_text()) for found in sorted(path.rglob("run.json"))]
     if not runs:
-        raise SystemExit(f"{folder} has no runs")
+        raise SystemExit(f"{path} has no runs")
     shared = ("config", "tokens", "device", "versions", "corpus")
-    for run in runs:
-        if any(run[name] != runs[0][name] for name in ("config", "corpus")):
-            raise SystemExit(f"{folder} has runs of different sizes or texts, which cannot be compared")
+    if any(run[name] != runs[0][name] for run in runs for name in ("config", "corpus")):
+        raise SystemExit(f"{path} has runs of different sizes or texts, which cannot be compared")
     return {**{name: runs[0][name] for name in shared}, "runs": [run["run"] for run in runs]}
 
 
@@ -110,14 +111,19 @@ def finals(runs: Sequence[Run], config: Config) -> dict[str, dict[int, float]]:
 def table(runs: Sequence[Run], config: Config) -> str:
     """Makes the table of docs/quality.md: losses, gaps to bfloat16 and to ``pretrain``, time of a step."""
     losses = finals(runs, config)
-    heads = ["arm", "seeds", "validation loss", f"above {BASELINE}, %", "above pretrain, %", "ms a step"]
+    heads = ["arm", "seeds", "validation loss", f"above {BASELINE}, %", "in nats", "above pretrain, %", "ms a step"]
     rows = [heads, ["---"] * len(heads)]
+    base = losses.get(BASELINE, {})
     for name, of_seed in losses.items():
-        others = [losses.get(other, {}) if other != name else {} for other in (BASELINE, "pretrain")]
-        gaps = [str(gap(of_seed, other) or "") for other in others]
+        others = [{} if other == name else losses.get(other, {}) for other in (BASELINE, "pretrain")]
+        of_bf16, of_pretrain = (str(gap(of_seed, other) or "") for other in others)
+        nats = [loss - base[seed] for seed, loss in of_seed.items() if seed in base]
         timed = [1e3 * run.seconds / run.timed_steps for run in runs if run.arm == name and run.timed_steps]
-        mean = float(np.mean(list(of_seed.values())))
-        rows.append([name, str(len(of_seed)), f"{mean:.4f}", *gaps, f"{np.median(timed):.1f}" if timed else ""])
+        mean = f"{np.mean(list(of_seed.values())):.4f}"
+        above = f"{np.mean(nats):+.4f}" if of_bf16 else ""
+        rows.append(
+            [name, str(len(of_seed)), mean, of_bf16, above, of_pretrain, f"{np.median(timed):.1f}" if timed else ""]
+        )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -151,9 +157,10 @@ def plot(path: Path, runs: Sequence[Run], config: Config) -> None:
     plt.close(figure)
 
 
-def report(folder: Path) -> None:
-    """Prints the table of the runs below a folder, and writes metrics.json and loss.png there."""
-    found = collect(folder)
+def report(path: Path) -> None:
+    """Prints the table of a metrics.json, or of the runs below a folder, and writes metrics.json and loss.png."""
+    found = collect(path)
+    folder = path.parent if path.is_file() else path
     config, runs = Config(**found["config"]), [Run(**run) for run in found["runs"]]
     (folder / "metrics.json").write_text(json.dumps(found, indent=1) + "\n")
     print(f"\n{table(runs, config)}")
@@ -183,7 +190,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--text", nargs="+", type=Path, metavar="FOLDER", help="default: the installed packages")
     parser.add_argument("--tokens", type=Path, help="file of the tokens, made if absent (default: in --out)")
     parser.add_argument("--out", type=Path, default=Path("out/pretrain_lm"), help="folder for the runs")
-    parser.add_argument("--report", type=Path, metavar="FOLDER", help="compare the runs below a folder, train nothing")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="PATH",
+        help="compare the runs of a metrics.json or below a folder, train nothing",
+    )
     args = parser.parse_args()
     if args.minutes is not None and args.minutes <= 0:
         parser.error(f"--minutes must be positive, got {args.minutes}")

@@ -19,7 +19,7 @@ import argparse
 import json
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,16 +40,18 @@ from lm.hugging_face import from_hugging_face, llama_config, to_hugging_face
 from lm.model import Tree, bf16_linear, loss_fn, quantized_linear
 from lm.pretrain import BASELINE, gap, restore_params
 
+Specs = tuple[QuantSpec | None, QuantSpec]  # of x (None: left in bfloat16) and of w
+
 FOUR_OVER_SIX = four_over_six()
 ROW_FOUR_OVER_SIX = four_over_six(amax_scope="row")
-# Names of recipes by what is quantized; plain NVFP4 first. Of x (None: left in bfloat16) and of w.
-WEIGHTS: dict[str, tuple[QuantSpec | None, QuantSpec]] = {
+# By what is quantized, and by the name of a recipe, of which plain NVFP4 is the first.
+WEIGHTS: dict[str, Specs] = {
     "1x16": (None, NVFP4),
     "16x16 tiles": (None, NVFP4_2D),
     "4over6": (None, FOUR_OVER_SIX),
     "row-scaled": (None, ROW_SCALED),
 }
-BOTH: dict[str, tuple[QuantSpec | None, QuantSpec]] = {
+BOTH: dict[str, Specs] = {
     "1x16": (NVFP4, NVFP4),
     "16x16 tiles of w": (NVFP4, NVFP4_2D),
     "4over6 of w": (NVFP4, FOUR_OVER_SIX),
@@ -62,19 +64,21 @@ LAYOUTS: tuple[Literal["modelopt", "te"], ...] = ("modelopt", "te")
 KINDS = {"weights": WEIGHTS, "weights and activations": BOTH}
 
 
-def losses(params: Tree, config: Config, held_out: Array) -> dict[tuple[str, str], float]:
+@partial(jax.jit, static_argnames=("config", "specs"))
+def validation_loss(params: Tree, batches: Array, config: Config, specs: Specs | None) -> Array:
+    """Computes the loss with x and w quantized as the specs say, or in bfloat16."""
+    recipe = None if specs is None else Recipe(fprop=specs, dgrad=None, wgrad=None)
+    linear = bf16_linear if recipe is None else quantized_linear(recipe)
+    return jnp.mean(jax.lax.map(lambda batch: loss_fn(params, batch, config, linear, jax.random.key(0)), batches))
+
+
+def losses(params: Tree, config: Config, batches: Array) -> dict[tuple[str, str], float]:
     """Computes the validation loss in bfloat16, under ("", "bf16"), and by every kind and recipe."""
-
-    @partial(jax.jit, static_argnums=2)
-    def run(params: Tree, batches: Array, recipe: Recipe | None) -> Array:
-        linear = bf16_linear if recipe is None else quantized_linear(recipe)
-        return jnp.mean(jax.lax.map(lambda b: loss_fn(params, b, config, linear, jax.random.key(0)), batches))
-
-    found = {("", BASELINE): float(run(params, held_out, None))}
-    for kind, recipes in KINDS.items():
-        for name, specs in recipes.items():
-            found[kind, name] = float(run(params, held_out, Recipe(fprop=specs, dgrad=None, wgrad=None)))
-    return found
+    choices = {
+        ("", BASELINE): None,
+        **{(kind, name): specs for kind, of in KINDS.items() for name, specs in of.items()},
+    }
+    return {choice: float(validation_loss(params, batches, config, specs)) for choice, specs in choices.items()}
 
 
 def check_converter(params: Tree, config: Config, layout: Literal["modelopt", "te"], folder: Path) -> int:
@@ -99,7 +103,7 @@ def check_converter(params: Tree, config: Config, layout: Literal["modelopt", "t
     return len(quantized) * config.layers
 
 
-def summarize(found: list[Mapping[tuple[str, str], float]]) -> list[dict[str, Any]]:
+def summarize(found: Sequence[Mapping[tuple[str, str], float]]) -> list[dict[str, Any]]:
     """Makes the rows of the table of what each model showed."""
     base = dict(enumerate(of[("", BASELINE)] for of in found))
     rows = [{"quantized": "", "recipe": BASELINE, "perplexity": math.exp(np.mean(list(base.values())))}]

@@ -75,6 +75,25 @@ def compare(models: Mapping[str, Tree], config: Config, batches: np.ndarray) -> 
 SPECS = {"nvfp4": jnvfp4.NVFP4, "4over6": jnvfp4.four_over_six(), "row-scaled": jnvfp4.ROW_SCALED}
 
 
+def make_checkpoints(
+    config: Config, seed: int, bf16: Path, nvfp4: Path, options: ConvertOptions
+) -> tuple[Tree, np.ndarray]:
+    """Trains a model, saves it in the folder ``bf16`` as Hugging Face would, and converts that to ``nvfp4``.
+
+    Returns:
+      the trained weights, bfloat16, and batches of text that it was not trained on.
+    """
+    text, val_text = stdlib_text()
+    held_out = val_batches(val_text, config)
+    trained, _ = train("training", bf16_linear, config, seed, text, held_out)
+    params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), trained)
+    tensors = to_hugging_face(params, config)
+    save_checkpoint(tensors, bf16, config=llama_config(config))
+    result = convert_checkpoint(bf16, nvfp4, options)
+    print(f"{len(result.amaxes)} of {len(tensors)} tensors converted, from {bf16} to {nvfp4}")
+    return params, held_out
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Converts a small Llama to NVFP4 and compares it with bfloat16.")
     parser.add_argument("--format", choices=("modelopt", "compressed-tensors", "te"), default="modelopt")
@@ -100,16 +119,8 @@ def main() -> None:
     args = parse_args()
     paths = folders(args)
     config = replace(CONFIG, steps=args.steps)
-    text, val_text = stdlib_text()
-    held_out = val_batches(val_text, config)
-    trained, _ = train("training", bf16_linear, config, args.seed, text, held_out)
-    params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), trained)
-    tensors = to_hugging_face(params, config)
-    save_checkpoint(tensors, paths["bf16"], config=llama_config(config))
     options = ConvertOptions(layout=args.format, spec=SPECS[args.recipe], weight_only=True)
-    result = convert_checkpoint(paths["bf16"], paths["nvfp4"], options)
-    print(f"{len(result.amaxes)} of {len(tensors)} tensors converted, from {paths['bf16']} to {paths['nvfp4']}")
-
+    params, held_out = make_checkpoints(config, args.seed, **paths, options=options)
     quantized = from_hugging_face(open_checkpoint(paths["nvfp4"]))
     table = compare({"bf16": params, "nvfp4": quantized}, config, held_out)
     print(f"\n{'':8}{'bytes':>12}{'perplexity':>12}{'logits: relative error':>26}{'largest error':>16}")

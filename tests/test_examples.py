@@ -1,6 +1,7 @@
 """Every script in examples/ runs as a user would run it, and prints or writes what it promises."""
 
 import argparse
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -253,14 +254,14 @@ def hugging_face(monkeypatch):
     return importlib.import_module("lm.hugging_face")
 
 
-def small_llama(seed: int = 0):
+def small_llama(seed: int = 0, heads: int = 4, kv_heads: int = 2):
     """A configuration, and weights whose norms differ from each other."""
     from lm.config import Config
     from lm.model import init_params
 
     config = Config(
-        layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, seq=8, batch=3, steps=1, peak_lr=1e-3, val_batches=1,
-        architecture="llama",
+        layers=2, width=32, heads=heads, kv_heads=kv_heads, mlp_width=48, seq=8, batch=3, steps=1, peak_lr=1e-3,
+        val_batches=1, architecture="llama",
     )  # fmt: skip
     rng = np.random.default_rng(seed)
     params = init_params(jax.random.key(seed), config)
@@ -335,6 +336,183 @@ def test_join_rows_refuses_what_no_tensor_can_hold(hugging_face):
         hugging_face.join_rows(jnvfp4.quantize(w), jnvfp4.quantize(2 * w))
     with pytest.raises(ValueError, match=r"^join_rows: parts must have the same format, got Format\("):
         hugging_face.join_rows(jnvfp4.quantize(w), jnvfp4.quantize(w, jnvfp4.ROW_SCALED))
+
+
+def test_config_of_a_checkpoint_is_read(hugging_face, tmp_path):
+    config, _ = small_llama()
+    config = dataclasses.replace(config, rotary_base=500_000.0, norm_epsilon=1e-5)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(hugging_face.llama_config(config)))
+    got = hugging_face.read_config(tmp_path)
+    training = {name: getattr(got, name) for name in ("batch", "steps", "peak_lr", "val_batches")}
+    assert got == dataclasses.replace(config, **training)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("model_type", "gemma", "'llama'"),
+        ("head_dim", 24, "8"),
+        ("tie_word_embeddings", True, "False"),
+        ("rope_scaling", {"rope_type": "llama3"}, "None"),
+    ],
+)
+def test_config_of_another_model_is_refused(hugging_face, name, value, wanted, tmp_path):
+    config, _ = small_llama()
+    (tmp_path / "config.json").write_text(json.dumps(hugging_face.llama_config(config) | {name: value}))
+    with pytest.raises(ValueError, match=re.escape(f"config.json: {name} must be {wanted}, got {value!r}")):
+        hugging_face.read_config(tmp_path)
+
+
+# ---------------------------------------------------------------- examples/lm/decode.py, examples/serve.py
+@pytest.fixture
+def decode(hugging_face):
+    """The module lm.decode."""
+    return importlib.import_module("lm.decode")
+
+
+def served_llama(decode, name: str):
+    """A configuration, stacked weights, the product of the linear layers, and whether the KV cache is quantized."""
+    config, params = small_llama(heads=2, kv_heads=1)  # two queries share a key of 16 elements
+    params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
+    if name != "bf16":
+        quantize = jax.jit(jax.vmap(jnvfp4.quantize))
+        layers = {key: quantize(w) if w.ndim == 3 else w for key, w in params["layers"].items()}
+        params = {**params, "layers": layers}
+    return config, params, decode.row_scaled_linear if "W4A4" in name else decode.converted_linear, "KV4" in name
+
+
+@pytest.mark.parametrize("name", ["bf16", "W4A16", "W4A4"])
+def test_decoding_with_a_cache_is_decoding_without(decode, name):
+    from lm.model import logits
+
+    config, params, linear, _ = served_llama(decode, name)
+    prompt = jnp.asarray(np.random.default_rng(1).integers(0, 256, (3, 5)), jnp.int32)
+    served, position = decode.unstack(params), jnp.int32(5)
+    first, caches = decode.prefill(served, prompt, 16, config, linear)
+    others, _ = decode.generate(served, first, caches, position, 10, config, linear)
+    tokens = jnp.concatenate([prompt, first[:, None], others], axis=1)
+    want = logits(params, tokens, config, decode.on_rows(linear), jax.random.key(0))
+    np.testing.assert_array_equal(tokens[:, 5:], jnp.argmax(want[:, 4:-1], axis=-1))
+
+    caches = [decode.empty_cache(config, 3, 16, False) for _ in range(config.layers)]
+    for begin, end in ((0, 6), (6, 7), (7, 9), (9, 16)):  # any number of tokens at a time
+        got, caches = decode.forward(served, tokens[:, begin:end], caches, jnp.int32(begin), config, linear)
+        np.testing.assert_allclose(got, want[:, end - 1], atol=0.02 * float(jnp.std(want)))
+
+
+@pytest.mark.parametrize("name", ["bf16", "W4A16 KV4"])
+def test_perplexity_through_the_cache_is_that_of_the_model(decode, name):
+    from lm.model import loss_fn
+
+    config, params, linear, quantized_cache = served_llama(decode, name)
+    batch = jnp.asarray(np.random.default_rng(2).integers(0, 256, (3, 9)), jnp.int32)
+    got = decode.forced_loss(decode.unstack(params), batch, config, linear, quantized_cache)
+    want = loss_fn(params, batch, config, decode.on_rows(linear), jax.random.key(0))
+    assert got == pytest.approx(float(want), rel=0.02 if quantized_cache else 1e-3)
+    assert got != want or not quantized_cache
+
+
+def test_appended_cache_is_quantizing_all_at_once(decode):
+    config, _ = small_llama(heads=2)
+    x = np.random.default_rng(3).normal(size=(2, config.kv_heads, 8, 16)) * np.geomspace(1e-3, 1e3, 8)[:, None]
+    x = jnp.asarray(x, jnp.bfloat16)
+    kept = decode.empty_cache(config, 2, 8, True).keys
+    for begin, end in ((0, 5), (5, 6), (6, 7), (7, 8)):
+        kept = jax.jit(decode.append)(kept, x[:, :, begin:end], begin)
+    for got, want in zip(jax.tree.leaves(kept), jax.tree.leaves(jnvfp4.quantize(x, jnvfp4.ROW_SCALED)), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+@pytest.mark.parametrize("name", ["bf16", "W4A4 KV4"])
+def test_cache_is_written_in_place(decode, name):
+    config, params, linear, quantized_cache = served_llama(decode, name)
+    served = decode.unstack(params)
+    token, caches = decode.prefill(served, jnp.zeros((3, 5), jnp.int32), 23, config, linear, quantized_cache)
+    program = decode.generate.lower(served, token, caches, jnp.int32(5), 4, config, linear).compile()
+    parts = jax.tree.leaves(caches)  # of which XLA for CPUs converts float8
+    assert program.memory_analysis().alias_size_in_bytes == sum(part.nbytes for part in parts)
+    copies = re.findall(r"= (?:u8|bf16|f32)(\[[\d,]*\])\S* copy\(", program.as_text())
+    assert not {str(list(part.shape)).replace(" ", "") for part in parts}.intersection(copies)
+
+
+@pytest.fixture
+def serve(decode):
+    """The script as a module."""
+    pytest.importorskip("tqdm")
+    return importlib.import_module("serve")
+
+
+@pytest.mark.long
+def test_serve_serves_its_checkpoint(tmp_path):
+    pytest.importorskip("tqdm", reason="needs the extra [examples]")
+    out = run("serve.py", "--steps", "20", "--batch", "1", "3", "--new", "8", "--out", "served", cwd=tmp_path)
+    assert "14 of 21 tensors converted, from served/bf16 to served/nvfp4" in out
+    results = json.loads((tmp_path / "served/serve.json").read_text())
+    names = ["bf16", "W4A16", "W4A4", "W4A16 KV4", "W4A4 KV4"]
+    assert list(results["batch"]) == ["1", "3"]
+    for row in results["batch"].values():
+        assert list(row) == names
+        assert all(found["tokens_per_second"] > 0 for found in row.values())
+        assert row["bf16"]["times_bf16"] == 1
+        assert row["W4A16"]["cache_bytes"] == row["bf16"]["cache_bytes"] > 2.5 * row["W4A16 KV4"]["cache_bytes"]
+    memory = results["memory"]
+    assert memory["weight_ratio"]["linear"] < 0.29 < memory["weight_ratio"]["all"] < 0.5
+    assert memory["cache_bytes_per_token"] == {"bf16": 2 * 2 * 2 * 32 * 2, "nvfp4": 2 * 2 * 2 * (32 * 9 // 16 + 4)}
+    assert list(results["text"]) == names
+    exact = results["text"]["bf16"]["perplexity"]
+    assert 5 < exact < 50
+    for found in results["text"].values():
+        assert found["perplexity"] == pytest.approx(exact, rel=0.05)
+        assert len(found["text"]) <= 8
+
+    again = run(
+        "serve.py", "--checkpoint", "served/nvfp4", "--batch", "1", "--new", "8", "--out", "again", cwd=tmp_path
+    )
+    assert "2 layers, width 128, vocabulary 256" in again
+    loaded = json.loads((tmp_path / "again/serve.json").read_text())
+    for name in names[1:]:
+        assert loaded["text"][name] == results["text"][name]
+    assert loaded["text"]["bf16"]["perplexity"] == pytest.approx(loaded["text"]["W4A16"]["perplexity"], rel=1e-3)
+
+
+def test_serve_measures_random_weights(serve, monkeypatch, capsys, tmp_path):
+    tiny = dataclasses.replace(serve.LLAMA_8B, width=64, heads=4, kv_heads=2, mlp_width=160, vocabulary=300)
+    monkeypatch.setattr(serve, "LLAMA_8B", tiny)
+    arguments = "--preset llama-8b --layers 1 --batch 2 --prompt 3 --new 2 --kv nvfp4 --out"
+    monkeypatch.setattr(sys, "argv", ["serve.py", *arguments.split(), str(tmp_path)])
+    serve.main()
+    assert "linear layers of the blocks: 0.1 MB bf16, 0.0 MB NVFP4 (0.281)" in capsys.readouterr().out
+    results = json.loads((tmp_path / "serve.json").read_text())
+    assert "text" not in results
+    assert list(results["batch"]["2"]) == ["bf16", "W4A16 KV4", "W4A4 KV4"]
+    linear = (8 * 16 + 64 + 2 * 160) * 64 + 64 * 160
+    assert results["memory"]["weight_bytes"]["NVFP4"] == {
+        "linear": linear * 9 // 16 + 4 * 4,
+        "all": linear * 9 // 16 + 4 * 4 + 2 * (3 * 64 + 2 * 300 * 64),
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--batch 0", "argument --batch: must be a whole number, 1 or more, got 0"),
+        ("--new -1", "argument --new: must be a whole number, 1 or more, got -1"),
+        ("--memory 0", "--memory must be positive, got 0"),
+        ("--kv fp8", "argument --kv: invalid choice: 'fp8'"),
+        ("--preset llama-8b --steps 3", "--steps is for --preset small without --checkpoint"),
+        ("--preset small --checkpoint FOLDER --layers 2", "--layers is for presets: a checkpoint has its own"),
+        ("--checkpoint FOLDER", "cannot be served: [Errno 2] No such file or directory"),
+        ("--preset small --out FOLDER", "nvfp4 exists already: remove it, name another --out, or pass --checkpoint"),
+    ],
+)
+def test_serve_refuses(serve, arguments, message, monkeypatch, capsys, tmp_path):
+    (tmp_path / "nvfp4").mkdir()
+    monkeypatch.setattr(sys, "argv", ["serve.py", *arguments.replace("FOLDER", str(tmp_path)).split()])
+    with pytest.raises(SystemExit) as stopped:
+        serve.parse_args()
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_train_flax(tmp_path):

@@ -23,6 +23,8 @@ class Config:
       architecture: "gpt" has learned positions and a GELU MLP, "llama" rotary positions and a SwiGLU MLP.
       vocabulary: number of tokens: bytes, or those of a tokenizer.
       last_lr: where the learning rate ends, as a fraction of its peak.
+      rotary_base: of the angles by which rotary positions turn.
+      norm_epsilon: what norms add to the mean square.
     """
 
     layers: int
@@ -38,6 +40,8 @@ class Config:
     architecture: Literal["gpt", "llama"] = "gpt"
     vocabulary: int = 256
     last_lr: float = 0.1
+    rotary_base: float = 10_000.0
+    norm_epsilon: float = 1e-6
 
     @property
     def head_dim(self) -> int:
@@ -55,7 +59,7 @@ class Config:
 
 
 def step_count(value: str) -> int:
-    """Reads the argument of --steps."""
+    """Reads an argument that counts, such as --steps."""
     if not value.isdecimal() or int(value) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, got {value}")
     return int(value)

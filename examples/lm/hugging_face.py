@@ -1,6 +1,8 @@
 """The Llama of these examples under its Hugging Face names, to save checkpoints and to load them."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ from jax import Array
 from jnvfp4 import NVFP4Tensor
 from jnvfp4.checkpoints import NameRule, from_hf, to_hf
 from lm.config import Config
-from lm.model import NORM_EPSILON, ROTARY_BASE, Tree
+from lm.model import Tree
 
 LAYER = r"model.layers.{layer:\d+}"
 RULES = [
@@ -40,11 +42,50 @@ def llama_config(config: Config) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": config.seq,
-        "rms_norm_eps": NORM_EPSILON,
-        "rope_theta": ROTARY_BASE,
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_theta": config.rotary_base,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
+
+
+def read_config(folder: Path) -> Config:
+    """Reads the sizes of a Llama from the config.json of its checkpoint; those of a training are 1.
+
+    Raises:
+      ValueError: the model is none that these examples compute: other layers, scaled positions or tied embeddings.
+      OSError: there is no config.json.
+    """
+    declared = json.loads((folder / "config.json").read_text())
+    heads, width = declared["num_attention_heads"], declared["hidden_size"]
+    positions = declared.get("rope_parameters") or {"rope_theta": declared.get("rope_theta", 10_000.0)}
+    for name, found, wanted in (
+        ("model_type", declared["model_type"], "llama"),
+        ("hidden_act", declared.get("hidden_act", "silu"), "silu"),
+        ("head_dim", declared.get("head_dim") or width // heads, width // heads),
+        ("tie_word_embeddings", bool(declared.get("tie_word_embeddings")), False),
+        ("attention_bias", bool(declared.get("attention_bias")), False),
+        ("rope_scaling", declared.get("rope_scaling"), None),
+        ("rope_type", positions.get("rope_type", "default"), "default"),
+    ):
+        if found != wanted:
+            raise ValueError(f"{folder}/config.json: {name} must be {wanted!r}, got {found!r}")
+    return Config(
+        layers=declared["num_hidden_layers"],
+        width=width,
+        heads=heads,
+        kv_heads=declared.get("num_key_value_heads", heads),
+        mlp_width=declared["intermediate_size"],
+        seq=declared["max_position_embeddings"],
+        batch=1,
+        steps=1,
+        peak_lr=1.0,
+        val_batches=1,
+        architecture="llama",
+        vocabulary=declared["vocab_size"],
+        rotary_base=positions["rope_theta"],
+        norm_epsilon=declared["rms_norm_eps"],
+    )
 
 
 def to_hugging_face(params: Tree, config: Config) -> dict[str, NVFP4Tensor | Array | np.ndarray]:

@@ -8,6 +8,7 @@ residual stream is bfloat16.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,9 +21,6 @@ from lm.config import Config
 
 Tree = Any  # a nested dict of arrays; of NVFP4Tensors, too, where weights are quantized
 Linear = Callable[[Array, Any, Array, str], Array]  # x [..., K], w [N, K], key, name of w -> [..., N]
-
-NORM_EPSILON = 1e-6
-ROTARY_BASE = 10_000.0
 
 
 # Linear layers
@@ -58,6 +56,29 @@ def trained_bf16_linear(x: Array, w: Array, key: Array, name: str) -> Array:
     So does ``jnvfp4.linear``, and a comparison with it should differ in the quantization alone.
     """
     return _product(x, w)
+
+
+def bf16_forward(recipe: Recipe) -> Linear:
+    """Returns a linear layer whose y is that of ``trained_bf16_linear``, while gradients follow the recipe.
+
+    ``jnvfp4.linear`` with ``fprop=None`` computes y from w as it is: from float32 weights in float32, which is slow.
+    """
+    gradients = replace(recipe, fprop=None)
+
+    @jax.custom_vjp
+    def product(x: Array, w: Array, key: Array) -> Array:
+        return _product(x, w)
+
+    def forward(x: Array, w: Array, key: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+        return _product(x, w), (x, w, key)
+
+    def backward(saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
+        x, w, key = saved
+        _, pull = jax.vjp(lambda x, w: jnvfp4.linear(x, w, gradients, key=key), x, w)  # XLA drops the unused y
+        return *pull(dy), None
+
+    product.defvjp(forward, backward)
+    return lambda x, w, key, name: product(x, w, key)
 
 
 def quantized_linear(recipe: Recipe) -> Linear:
@@ -110,16 +131,22 @@ def init_params(key: Array, config: Config) -> Tree:
 # Layers
 
 
-def rms_norm(x: Array, gain: Array) -> Array:
+def rms_norm(x: Array, gain: Array, epsilon: float) -> Array:
     x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + NORM_EPSILON)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
     return (x32 * scale * gain).astype(x.dtype)
 
 
-def rotate(x: Array) -> Array:
-    """Embeds the positions of x [batch, seq, heads, head_dim]: rotates each element with the one half a head away."""
+def rotate(x: Array, base: float, start: Array | int = 0) -> Array:
+    """Embeds the positions of x [batch, seq, heads, head_dim]: rotates each element with the one half a head away.
+
+    Args:
+      x: queries or keys.
+      base: of the angles.
+      start: position of the first of them.
+    """
     half = x.shape[-1] // 2
-    angle = jnp.arange(x.shape[1])[:, None] * ROTARY_BASE ** (-jnp.arange(half) / half)
+    angle = (start + jnp.arange(x.shape[1]))[:, None] * base ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
@@ -129,7 +156,7 @@ def attention(x: Array, layer: Tree, config: Config, linear: Linear, keys: Array
     qkv = linear(x, layer["qkv"], keys[0], "qkv").reshape(*x.shape[:2], -1, config.head_dim)
     q, k, v = jnp.split(qkv, [config.heads, config.heads + config.kv_heads], axis=2)
     if config.architecture == "llama":
-        q, k = rotate(q), rotate(k)
+        q, k = rotate(q, config.rotary_base), rotate(k, config.rotary_base)
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     return linear(mixed.reshape(x.shape), layer["attention_out"], keys[1], "attention_out")
 
@@ -165,7 +192,8 @@ def _embed_bwd(saved: tuple[Array, Array], dx: Array) -> tuple[None, Array]:
     picked = jax.nn.one_hot(tokens.reshape(-1), embedding.shape[0], dtype=jnp.bfloat16)
     flat = dx.reshape(-1, dx.shape[-1]).astype(jnp.bfloat16)  # exact: the residual stream is bfloat16
     grad = jax.lax.dot_general(picked, flat, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    return None, grad.astype(embedding.dtype)
+    split = tuple(jax.typeof(grad).vma - jax.typeof(embedding).vma)  # axes of a shard_map that tokens are split over
+    return None, jax.lax.psum(grad, split).astype(embedding.dtype)
 
 
 embed.defvjp(_embed_fwd, _embed_bwd)
@@ -191,8 +219,10 @@ def logits(
     """
 
     def block(x: Array, layer: Tree, keys: Array, linear: Linear) -> Array:
-        x = x + attention(rms_norm(x, layer["attention_norm"]), layer, config, linear, keys[:2])
-        return x + feed_forward(rms_norm(x, layer["mlp_norm"]), layer, config, linear, keys[2:])
+        normed = rms_norm(x, layer["attention_norm"], config.norm_epsilon)
+        x = x + attention(normed, layer, config, linear, keys[:2])
+        normed = rms_norm(x, layer["mlp_norm"], config.norm_epsilon)
+        return x + feed_forward(normed, layer, config, linear, keys[2:])
 
     x = embed(tokens, params["embedding"])
     if config.architecture == "gpt":
@@ -204,7 +234,13 @@ def logits(
     else:
         for i, of_block in enumerate(linear):
             x = block(x, jax.tree.map(lambda w, i=i: w[i], params["layers"]), keys[i], of_block)
-    return (rms_norm(x, params["norm"]) @ params["head"].astype(x.dtype).T).astype(jnp.float32)
+    return unembed(x, params, config)
+
+
+def unembed(x: Array, params: Tree, config: Config) -> Array:
+    """Computes logits, float32 [..., vocabulary], from the residual stream [..., width]."""
+    x = rms_norm(x, params["norm"], config.norm_epsilon)
+    return (x @ params["head"].astype(x.dtype).T).astype(jnp.float32)
 
 
 def cross_entropy(logits: Array, targets: Array) -> Array:

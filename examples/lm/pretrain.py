@@ -18,7 +18,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from jnvfp4 import Recipe, recipes
 from lm.config import Config
 from lm.data import val_batches
-from lm.model import Linear, Tree, init_params, loss_fn, quantized_linear, trained_bf16_linear
+from lm.model import Linear, Tree, bf16_forward, init_params, loss_fn, quantized_linear, trained_bf16_linear
 from lm.train import adamw, init_optimizer, learning_rate
 
 BRANCH = 0.9  # of the steps: where a run continues another way
@@ -48,7 +48,11 @@ class Arm:
     def linears(self, layers: int) -> list[Linear]:
         """Returns the product of each block."""
         bf16: Linear = trained_bf16_linear
-        found = [bf16 if self.recipe is None else quantized_linear(self.recipe)] * layers
+        if self.recipe is None:
+            quantized = bf16
+        else:
+            quantized = quantized_linear(self.recipe) if self.recipe.fprop else bf16_forward(self.recipe)
+        found = [quantized] * layers
         return [bf16, *found[1:-1], bf16] if self.ends_bf16 else found
 
 

@@ -149,7 +149,7 @@ def set_product(module: Multiplying, product: Callable | None) -> None:
 # ---------------------------------------------------------------- what a model consists of
 def layers_in(model: nnx.Module) -> list[tuple[Any, Layer]]:
     """Lists the layers of a model, and other modules that have a kernel, with their descriptions."""
-    found = []
+    found: list[tuple[Any, Layer]] = []
     for keys, module in nnx.iter_modules(model):
         path = "/".join(map(str, keys))
         if isinstance(module, LAYERS):

@@ -1,0 +1,373 @@
+"""Serves a Llama from NVFP4 weights by greedy decoding with a KV cache, beside the same model in bfloat16.
+
+    pip install ".[examples]"
+    python examples/serve.py
+    python examples/serve.py --preset llama-8b --batch 1 4 16 64
+    python examples/serve.py --checkpoint out/serve_converted/nvfp4
+
+Prints tokens per second of a jitted program that generates ``--new`` tokens for each sequence, and what weights and
+cache take. The weights are bfloat16, or NVFP4; then the tokens that they multiply stay bfloat16 ("W4A16"), or are
+quantized too, with an amax for each ("W4A4"). With ``--kv nvfp4`` the keys and values of each token are in NVFP4, with
+an amax for each head ("KV4"), which makes room for 3.4 times the tokens where a head has 128 elements, but takes
+longer to read: they are decoded to bfloat16 in memory. The programs differ in nothing else.
+
+``--preset small``, the default on a CPU, trains the model of ``serve_converted.py`` for a moment, converts it and
+serves the converted checkpoint. It also prints the text that each model writes, and perplexities per byte, measured
+with one token at a time through the cache. ``--preset llama-8b``, the default on a GPU, has the sizes of Llama 3 8B and
+random weights, made on the device. ``--checkpoint`` serves what the converter wrote; "bf16" is then that checkpoint,
+decoded.
+
+Expect a minute and a half for the small preset on two CPU cores. Writes ``serve.json`` to ``--out``.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import jnvfp4
+from jnvfp4.checkpoints import CheckpointError, ConvertOptions, open_checkpoint
+from jnvfp4.spec import BLOCK
+from lm.config import Config, step_count
+from lm.data import stdlib_text, val_batches
+from lm.decode import empty_cache, forced_loss, generate, is_quantized, prefill, row_scaled_linear, unstack
+from lm.hugging_face import from_hugging_face, read_config
+from lm.model import Linear, Tree, converted_linear
+from serve_converted import CONFIG, make_checkpoints
+
+RUNS = 5
+BYTES = 256  # the vocabulary of models whose tokens are bytes
+LLAMA_8B = Config(
+    layers=32,
+    width=4096,
+    heads=32,
+    kv_heads=8,
+    mlp_width=14336,
+    seq=8192,
+    batch=1,
+    steps=1,
+    peak_lr=1.0,
+    val_batches=1,
+    architecture="llama",
+    vocabulary=128256,
+    rotary_base=500_000.0,
+    norm_epsilon=1e-5,
+)
+BATCHES = {"small": [1, 16], "llama-8b": [1, 4, 16, 64]}
+CACHES = {"small": ["bf16", "nvfp4"], "llama-8b": ["bf16"]}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Says how a model is served.
+
+    Attributes:
+      weights: which weights it has: "bf16" or "NVFP4".
+      linear: product of the linear layers.
+      quantized_cache: whether its KV cache is in NVFP4.
+    """
+
+    weights: str
+    linear: Linear
+    quantized_cache: bool = False
+
+
+def variants(caches: Iterable[str]) -> dict[str, Variant]:
+    """Returns what is compared: bfloat16, and NVFP4 weights with each of the caches."""
+    found = {"bf16": Variant("bf16", converted_linear)}
+    for cache in caches:
+        quantized, suffix = cache == "nvfp4", " KV4" if cache == "nvfp4" else ""
+        found["W4A16" + suffix] = Variant("NVFP4", converted_linear, quantized)
+        found["W4A4" + suffix] = Variant("NVFP4", row_scaled_linear, quantized)
+    return found
+
+
+# Models
+
+Models = dict[str, Tree]  # weights as lm.decode takes them, by Variant.weights
+
+
+def with_linears(params: Tree, change: Callable[[Any], Any]) -> Tree:
+    """Changes the weights of the linear layers; the others are shared with ``params``."""
+    layers = [{name: change(w) if w.ndim == 2 else w for name, w in layer.items()} for layer in params["layers"]]
+    return {**params, "layers": layers}
+
+
+def random_models(config: Config, seed: int) -> Models:
+    """Draws bfloat16 weights that keep the size of what they multiply, and quantizes them where they are."""
+    keys = iter(jax.random.split(jax.random.key(seed), 4 * config.layers + 2))
+    draw = jax.jit(lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16) * shape[1] ** -0.5, static_argnums=1)
+    ones = jnp.ones(config.width, jnp.bfloat16)
+
+    def linear(rows: int, cols: int) -> Array:
+        return draw(next(keys), (rows, cols))
+
+    def layer() -> Tree:
+        return {
+            "attention_norm": ones,
+            "qkv": linear((config.heads + 2 * config.kv_heads) * config.head_dim, config.width),
+            "attention_out": linear(config.width, config.width),
+            "mlp_norm": ones,
+            "mlp_up": linear(2 * config.mlp_width, config.width),
+            "mlp_down": linear(config.width, config.mlp_width),
+        }
+
+    embedding, head = linear(config.vocabulary, config.width), linear(config.vocabulary, config.width)
+    params = {"embedding": embedding, "head": head, "norm": ones, "layers": [layer() for _ in range(config.layers)]}
+    return {"bf16": params, "NVFP4": with_linears(params, jax.jit(jnvfp4.quantize))}
+
+
+def decoded_models(quantized: Tree) -> Models:
+    """Decodes the weights of a checkpoint, to serve the same values in bfloat16."""
+    decode = jax.jit(lambda t: jnvfp4.dequantize(t, jnp.bfloat16))
+    return {"bf16": with_linears(quantized, lambda w: decode(w) if is_quantized(w) else w), "NVFP4": quantized}
+
+
+def load(folder: Path) -> Tree:
+    """Loads a converted checkpoint; what it has in more than 16 bits becomes bfloat16."""
+
+    def narrow(w: Any) -> Any:
+        return w if is_quantized(w) else jnp.asarray(w, jnp.bfloat16)
+
+    return unstack(jax.tree.map(narrow, from_hugging_face(open_checkpoint(folder)), is_leaf=is_quantized))
+
+
+def make_models(args: argparse.Namespace) -> tuple[Config, Models]:
+    """Returns the models that the arguments ask for, and their sizes."""
+    if args.checkpoint:
+        return args.config, decoded_models(load(args.checkpoint))
+    if args.preset == "llama-8b":
+        return args.config, random_models(args.config, args.seed)
+    paths = folders(args)
+    params, _ = make_checkpoints(args.config, args.seed, **paths, options=ConvertOptions(weight_only=True))
+    return args.config, {"bf16": unstack(params), "NVFP4": load(paths["nvfp4"])}
+
+
+# Memory
+
+
+def nbytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))  # of shapes, too
+
+
+def weight_bytes(params: Tree) -> dict[str, int]:
+    """Counts the bytes of the linear layers in the blocks, which are quantized, and of all weights."""
+    linear = sum(nbytes(w) for layer in params["layers"] for w in layer.values() if w.ndim == 2)
+    return {"linear": linear, "all": nbytes(params)}
+
+
+def bytes_per_token(config: Config, quantized: bool) -> int:
+    return config.layers * nbytes(jax.eval_shape(lambda: empty_cache(config, 1, 1, quantized)))
+
+
+def memory(config: Config, models: Models, gib: float) -> dict[str, Any]:
+    """Says what weights and a token in the cache take, and how many tokens fit beside the weights into some GiB."""
+    weights = {name: weight_bytes(params) for name, params in models.items()}
+    cache = {name: bytes_per_token(config, name == "nvfp4") for name in ("bf16", "nvfp4")}
+    tokens = {
+        f"{name} weights, {kv} cache": max(0, int((gib * 2**30 - weights[name]["all"]) // cache[kv]))
+        for name, kv in (("bf16", "bf16"), ("NVFP4", "bf16"), ("NVFP4", "nvfp4"))
+    }
+    return {
+        "weight_bytes": weights,
+        "weight_ratio": {part: weights["NVFP4"][part] / weights["bf16"][part] for part in ("linear", "all")},
+        "cache_bytes_per_token": cache,
+        "cache_ratio": cache["nvfp4"] / cache["bf16"],
+        "gib": gib,
+        "tokens_that_fit": tokens,
+    }
+
+
+def print_memory(found: dict[str, Any]) -> None:
+    weights, ratio, cache = found["weight_bytes"], found["weight_ratio"], found["cache_bytes_per_token"]
+    for part, title in (("linear", "linear layers of the blocks"), ("all", "all weights, embedding and head in bf16")):
+        sizes = ", ".join(f"{weights[name][part] / 1e6:.1f} MB {name}" for name in weights)
+        print(f"{title}: {sizes} ({ratio[part]:.3f})")
+    print(f"a token in the cache: {cache['bf16']} bytes bf16, {cache['nvfp4']} NVFP4 ({found['cache_ratio']:.3f})")
+    fits = ", ".join(f"{count:,} ({name})" for name, count in found["tokens_that_fit"].items())
+    print(f"tokens that fit into {found['gib']:g} GiB with the weights: {fits}")
+
+
+# Speed
+
+
+def measure(params: Tree, variant: Variant, config: Config, prompts: Array, new: int) -> dict[str, float]:
+    """Times a compiled program that generates ``new`` tokens after the first, the median of several runs."""
+    batch, length = prompts.shape
+    linear, position = variant.linear, jnp.int32(length)
+    token, caches = prefill(params, prompts, length + new, config, linear, variant.quantized_cache)
+    begin = time.perf_counter()
+    program = generate.lower(params, token, caches, position, new, config, linear).compile()
+    compile_seconds = time.perf_counter() - begin
+    cache_bytes, needed = nbytes(caches), program.memory_analysis()
+    times = []
+    for _ in range(1 + RUNS):  # each overwrites the tokens that the one before appended
+        begin = time.perf_counter()
+        tokens, caches = program(params, token, caches, position)
+        jax.block_until_ready((tokens, caches))
+        times.append(time.perf_counter() - begin)
+    seconds = statistics.median(times[1:])
+    return {
+        "tokens_per_second": batch * new / seconds,
+        "milliseconds_per_step": 1e3 * seconds / new,
+        "compile_seconds": compile_seconds,
+        "weight_bytes": nbytes(params),
+        "cache_bytes": cache_bytes,
+        "temporary_bytes": needed.temp_size_in_bytes if needed else 0,
+    }
+
+
+def compare_speed(
+    models: Models, compared: dict[str, Variant], config: Config, args: argparse.Namespace
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Measures and prints tokens per second of each variant, by the number of sequences."""
+    width = max(map(len, compared)) + 12
+    print(f"\ntokens per second (times bf16), {args.new} new tokens after {args.prompt}")
+    print(f"{'batch':>8}" + "".join(f"{name:>{width}}" for name in compared), flush=True)
+    rows = {}
+    for batch in args.batch:
+        prompts = jax.random.randint(jax.random.key(args.seed), (batch, args.prompt), 0, config.vocabulary)
+        row = rows[str(batch)] = {
+            name: measure(models[variant.weights], variant, config, prompts, args.new)
+            for name, variant in compared.items()
+        }
+        rate = row["bf16"]["tokens_per_second"]
+        for found in row.values():
+            found["times_bf16"] = found["tokens_per_second"] / rate
+        cells = [f"{found['tokens_per_second']:.0f} ({found['times_bf16']:.2f})" for found in row.values()]
+        print(f"{batch:>8}" + "".join(f"{cell:>{width}}" for cell in cells), flush=True)
+    for name in compared:
+        sizes = (
+            f"{sum(found[part] for part in ('weight_bytes', 'cache_bytes', 'temporary_bytes')) / 1e6:.1f} MB"
+            for found in (row[name] for row in rows.values())
+        )
+        print(f"memory of {name}, by batch: {', '.join(sizes)}")
+    return rows
+
+
+# Text
+
+
+def write(params: Tree, variant: Variant, config: Config, prompt: np.ndarray, new: int) -> str:
+    """Continues a prompt of bytes by ``new`` bytes, and returns these as text."""
+    tokens = jnp.asarray(prompt[None], jnp.int32)
+    capacity = len(prompt) + new
+    token, caches = prefill(params, tokens, capacity, config, variant.linear, variant.quantized_cache)
+    tokens, _ = generate(params, token, caches, jnp.int32(len(prompt)), new - 1, config, variant.linear)
+    return bytes([int(token[0]), *np.asarray(tokens)[0].tolist()]).decode(errors="replace")
+
+
+def perplexity(params: Tree, variant: Variant, config: Config, batch: np.ndarray) -> float:
+    tokens = jnp.asarray(batch, jnp.int32)
+    return math.exp(forced_loss(params, tokens, config, variant.linear, variant.quantized_cache))
+
+
+def compare_text(models: Models, compared: dict[str, Variant], config: Config, args: argparse.Namespace) -> Tree:
+    """Prints the perplexity of each variant on the validation text, and how it continues the beginning of that text."""
+    _, text = stdlib_text()
+    batches = val_batches(text, CONFIG)
+    batch = batches.reshape(-1, batches.shape[-1])
+    prompt = text[: args.prompt]
+    print(f"\nperplexity, and text after {bytes(prompt).decode(errors='replace')!r}")
+    found = {}
+    for name, variant in compared.items():
+        params = models[variant.weights]
+        row = found[name] = {
+            "perplexity": perplexity(params, variant, config, batch),
+            "text": write(params, variant, config, prompt, args.new),
+        }
+        print(f"{name:>12}{row['perplexity']:10.4f}  {row['text']!r}", flush=True)
+    return found
+
+
+# Command line
+
+
+def folders(args: argparse.Namespace) -> dict[str, Path]:
+    """Returns the folders of the two checkpoints of the small model."""
+    return {name: args.out / name for name in ("bf16", "nvfp4")}
+
+
+def parse_args() -> argparse.Namespace:
+    default = "llama-8b" if jax.default_backend() == "gpu" else "small"
+    parser = argparse.ArgumentParser(description="Serves a Llama from NVFP4 weights and compares it with bfloat16.")
+    parser.add_argument("--preset", choices=BATCHES, default=default, help="(default: %(default)s)")
+    parser.add_argument("--checkpoint", type=Path, help="folder of a converted Llama, to serve instead of the preset")
+    parser.add_argument("--batch", type=step_count, nargs="+", help="numbers of sequences (default: by the preset)")
+    parser.add_argument("--prompt", type=step_count, default=32, help="tokens of a prompt (default: %(default)s)")
+    parser.add_argument("--new", type=step_count, default=64, help="tokens to generate (default: %(default)s)")
+    parser.add_argument("--kv", choices=("bf16", "nvfp4"), nargs="+", help="KV caches (default: by the preset)")
+    parser.add_argument("--memory", type=float, default=80.0, help="GiB for weights and cache (default: %(default)g)")
+    parser.add_argument("--layers", type=step_count, help="number of layers, where no checkpoint has it")
+    parser.add_argument("--steps", type=step_count, help=f"of training the small model (default: {CONFIG.steps})")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and prompts")
+    parser.add_argument("--out", type=Path, default=Path("out/serve"), help="folder for serve.json and checkpoints")
+    args = parser.parse_args()
+    args.batch = args.batch or BATCHES[args.preset]
+    args.kv = args.kv or CACHES[args.preset]
+    trains = args.preset == "small" and not args.checkpoint
+    if args.steps and not trains:
+        parser.error("--steps is for --preset small without --checkpoint, which alone trains")
+    if args.layers and args.checkpoint:
+        parser.error("--layers is for presets: a checkpoint has its own")
+    if not args.memory > 0:
+        parser.error(f"--memory must be positive, got {args.memory:g}")
+    for path in folders(args).values() if trains else ():
+        if path.exists():
+            parser.error(f"{path} exists already: remove it, name another --out, or pass --checkpoint {args.out}/nvfp4")
+    try:
+        args.config = read_config(args.checkpoint) if args.checkpoint else CONFIG if trains else LLAMA_8B
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(f"--checkpoint {args.checkpoint} cannot be served: {error}")
+    args.config = replace(args.config, layers=args.layers or args.config.layers)
+    if "nvfp4" in args.kv and args.config.head_dim % BLOCK:
+        parser.error(f"--kv nvfp4 needs heads of a multiple of {BLOCK} elements, got {args.config.head_dim}")
+    if trains:
+        args.config = replace(args.config, steps=args.steps or CONFIG.steps)
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    begin = time.perf_counter()
+    try:
+        config, models = make_models(args)
+    except CheckpointError as error:
+        raise SystemExit(f"serve.py: --checkpoint {args.checkpoint} cannot be served: {error}") from None
+    jax.block_until_ready(models)
+    device = jax.devices()[0].device_kind
+    print(f"{config.layers} layers, width {config.width}, vocabulary {config.vocabulary}, on {device}")
+    print(f"weights were made in {time.perf_counter() - begin:.1f} s")
+    compared = variants(args.kv)
+    results: dict[str, Any] = {
+        "model": str(args.checkpoint or args.preset),
+        "layers": config.layers,
+        "width": config.width,
+        "vocabulary": config.vocabulary,
+        "prompt": args.prompt,
+        "new": args.new,
+        "device": device,
+        "versions": {"jax": jax.__version__, "jnvfp4": jnvfp4.__version__},
+        "memory": memory(config, models, args.memory),
+    }
+    print_memory(results["memory"])
+    if config.vocabulary == BYTES:
+        results["text"] = compare_text(models, compared, config, args)
+    results["batch"] = compare_speed(models, compared, config, args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "serve.json").write_text(json.dumps(results, indent=2) + "\n")
+    print(f"\nwrote {args.out}/serve.json in {time.perf_counter() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
