@@ -146,7 +146,7 @@ def plot(path: Path, runs: Sequence[Run], config: Config) -> None:
         ends.errorbar(found.mean, -i, xerr=found.error, fmt="|", color=color, markersize=14, capsize=4)
     curves.set(xlabel="step", ylabel="validation loss above bfloat16, %", title="mean and range of the pairs")
     top = np.array([run.val[-1] / base[run.seed].val[-1] - 1 for run in runs if run.arm in shown and run.seed in base])
-    curves.set_ylim(min(0, 120 * top.min(initial=0)), 300 * top.max(initial=0.01))
+    curves.set_ylim(min(0, 120 * top.min(initial=0)), 130 * top.max(initial=0.01))
     ends.set(xlabel="final validation loss above bfloat16, %", title="each pair, mean and standard error")
     ends.set_yticks([-i for i in range(len(shown))], shown)
     ends.axvline(0, color="black", linewidth=0.8)

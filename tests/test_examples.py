@@ -5,39 +5,19 @@ import dataclasses
 import importlib
 import importlib.util
 import json
-import os
 import pathlib
 import re
-import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scripts import EXAMPLES, PNG, ROOT, run
 
 import jnvfp4
 from jnvfp4 import Recipe, recipes
 from jnvfp4.spec import name_of
-
-ROOT = pathlib.Path(__file__).parent.parent
-EXAMPLES = ROOT / "examples"
-PNG = b"\x89PNG"
-
-
-def run(script: str, *arguments: str, cwd: pathlib.Path, timeout: float = 300) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment["JAX_PLATFORMS"] = "cpu"
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / script), *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_quantize_prints_the_tour(tmp_path):

@@ -114,6 +114,9 @@ def build(folders: list[Path], vocabulary: int, limit: int | None = None) -> Cor
       folders: where the files are.
       vocabulary: number of tokens.
       limit: stop after about so many bytes of files; None for all.
+
+    Raises:
+      ValueError: there are too few files to hold some out.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -136,6 +139,8 @@ def build(folders: list[Path], vocabulary: int, limit: int | None = None) -> Cor
             state.update(digest)
             is_held_out = int.from_bytes(digest[:4]) % HELD_OUT == 0
             parts[is_held_out].append(np.array([*encoded.ids, end], np.uint16))
+    if not (parts[False] and parts[True]):
+        raise ValueError(f"folders must have hundreds of files, a part of them for validation, got {len(found)} files")
     train, val = (np.concatenate(parts[is_held_out]) for is_held_out in (False, True))
     size = sum(len(text.encode()) for _, text in found)
     return Corpus(train, val, Source(state.hexdigest(), len(found), size, len(train), len(val), vocabulary))

@@ -121,9 +121,8 @@ def attend(q: Array, cache: Cache, position: Array | int) -> Array:
     return mixed.reshape(batch, kv_heads, -1, tokens, depth).transpose(0, 3, 1, 2, 4).reshape(batch, tokens, -1)
 
 
-@partial(
-    jax.jit, static_argnames=("config", "linear")
-)  # compiled, or traced into a larger program, once for all layers
+# Compiled, or traced into a larger program, once for all layers.
+@partial(jax.jit, static_argnames=("config", "linear"))
 def block(x: Array, layer: Tree, cache: Cache, position: Array, config: Config, linear: Linear) -> tuple[Array, Cache]:
     """Runs a layer on x [batch, tokens, width] and appends their keys and values to its cache."""
     linear = on_rows(linear)

@@ -192,8 +192,8 @@ def _embed_bwd(saved: tuple[Array, Array], dx: Array) -> tuple[None, Array]:
     picked = jax.nn.one_hot(tokens.reshape(-1), embedding.shape[0], dtype=jnp.bfloat16)
     flat = dx.reshape(-1, dx.shape[-1]).astype(jnp.bfloat16)  # exact: the residual stream is bfloat16
     grad = jax.lax.dot_general(picked, flat, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    split = tuple(jax.typeof(grad).vma - jax.typeof(embedding).vma)  # axes of a shard_map that tokens are split over
-    return None, jax.lax.psum(grad, split).astype(embedding.dtype)
+    _, pull = jax.vjp(lambda e: e + grad, embedding)  # in a shard_map it sums over devices that tokens are split over
+    return None, *pull(grad)
 
 
 embed.defvjp(_embed_fwd, _embed_bwd)

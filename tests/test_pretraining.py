@@ -1,0 +1,266 @@
+"""examples/pretrain_lm.py, examples/quantize_trained.py, and what they share in examples/lm."""
+
+import dataclasses
+import importlib
+import json
+import math
+import pathlib
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scripts import EXAMPLES, PNG, ROOT, run
+
+import jnvfp4
+from jnvfp4 import recipes
+
+MEASURED = ROOT / "benchmarks/results/pretrain_lm"
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """The module lm.model; lm.config can be imported, too."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("lm.model")
+
+
+@pytest.fixture
+def pretrain(model):
+    """The module lm.pretrain."""
+    for name in ("tqdm", "orbax.checkpoint"):
+        pytest.importorskip(name, reason="needs the extra [pretrain]")
+    return importlib.import_module("lm.pretrain")
+
+
+@pytest.fixture
+def corpus(model):
+    """The module lm.corpus."""
+    pytest.importorskip("tokenizers", reason="needs the extra [pretrain]")
+    return importlib.import_module("lm.corpus")
+
+
+def small_config(**changes):
+    from lm.config import Config
+
+    config = Config(
+        layers=3,
+        width=32,
+        heads=2,
+        kv_heads=2,
+        mlp_width=64,
+        seq=16,
+        batch=4,
+        steps=10,
+        peak_lr=3e-3,
+        val_batches=2,
+        architecture="llama",
+        vocabulary=64,
+        last_lr=0.0,
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def random_tokens(count: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 64, count).astype(np.uint16)
+
+
+# ---------------------------------------------------------------- examples/lm/model.py
+def test_gradient_of_the_embedding_sums_over_equal_tokens(model):
+    tokens = jnp.asarray([[3, 1, 3], [0, 3, 1]])
+    embedding = jnp.asarray(np.random.default_rng(0).normal(size=(5, 16)), jnp.float32)
+    dx = jnp.asarray(np.random.default_rng(1).integers(-8, 9, (2, 3, 16)), jnp.bfloat16).astype(jnp.float32)
+    x, pull = jax.vjp(lambda e: model.embed(tokens, e), embedding)
+    np.testing.assert_array_equal(x, embedding[tokens])
+    want = np.zeros((5, 16), np.float32)
+    np.add.at(want, np.asarray(tokens), np.asarray(dx))
+    np.testing.assert_array_equal(pull(dx)[0], want)
+
+
+def test_bfloat16_baseline_has_float32_gradients_of_weights(model):
+    x = jnp.asarray(np.random.default_rng(0).integers(-15, 16, (2, 200, 32)), jnp.bfloat16)
+    w = jnp.asarray(np.random.default_rng(1).integers(-15, 16, (16, 32)), jnp.float32)
+    dy = jnp.asarray(np.random.default_rng(2).integers(-15, 16, (2, 200, 16)), jnp.bfloat16)
+    y, pull = jax.vjp(lambda x, w: model.trained_bf16_linear(x, w, None, ""), x, w)
+    dx, dw = pull(dy)
+    assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    exact = np.einsum("btn,btk->nk", np.asarray(dy, np.float64), np.asarray(x, np.float64))
+    np.testing.assert_array_equal(dw, exact)
+    assert (np.asarray(jnp.asarray(exact, jnp.bfloat16), np.float64) != exact).any()  # what bfloat16 would lose
+
+
+def test_bf16_forward_changes_the_forward_pass_alone(model):
+    recipe, key = recipes.pretrain(), jax.random.key(3)
+    x = jax.random.normal(jax.random.key(0), (64, 32), jnp.bfloat16)
+    w = jax.random.normal(jax.random.key(1), (48, 32))
+    dy = jax.random.normal(jax.random.key(2), (64, 48), jnp.bfloat16)
+    y, pull = jax.vjp(lambda x, w: model.bf16_forward(recipe)(x, w, key, ""), x, w)
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(model.trained_bf16_linear(x, w, key, "")))
+    gradients = dataclasses.replace(recipe, fprop=None)
+    _, want = jax.vjp(lambda x, w: jnvfp4.linear(x, w, gradients, key=key), x, w)
+    for got, expected in zip(pull(dy), want(dy), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
+
+
+def test_a_linear_for_each_block_is_the_loop_without_the_loop(model):
+    config, key = small_config(), jax.random.key(0)
+    params, tokens = model.init_params(key, config), jnp.asarray(random_tokens(32).reshape(2, 16))
+    bf16, quantized = model.bf16_linear, model.quantized_linear(jnvfp4.Recipe())
+    looped = model.logits(params, tokens, config, bf16, key)
+    listed = model.logits(params, tokens, config, [bf16] * 3, key)
+    mixed = model.logits(params, tokens, config, [bf16, quantized, bf16], key)
+    assert np.linalg.norm(listed - looped) < 0.02 * np.linalg.norm(looped)  # XLA rounds to bfloat16 elsewhere
+    assert np.linalg.norm(mixed - looped) > 0.03 * np.linalg.norm(looped)
+
+
+# ---------------------------------------------------------------- examples/lm/corpus.py
+def write_files(folder: pathlib.Path, count: int) -> None:
+    (folder / "deep").mkdir(parents=True)
+    for i in range(count):
+        (folder / "deep" / f"m{i}.py").write_text(f"def f_{i}(x):\n    return x + {i}\n" * (1 + i % 3))
+    (folder / "again.py").write_text((folder / "deep/m0.py").read_text())
+    (folder / "data.bin").write_bytes(b"\x00\xff")
+    (folder / "not_text.py").write_bytes(b"\xff\xfe\xfa")
+
+
+def test_corpus_has_every_text_once(corpus, tmp_path):
+    write_files(tmp_path / "text", 400)
+    made = corpus.build([tmp_path / "text"], vocabulary=300)
+    assert made.source.files == 400
+    ends = [int(np.sum(part == 0)) for part in (made.train, made.val)]  # END is the first token
+    assert sum(ends) == 400
+    assert 0 < ends[1] < 20
+    assert (len(made.train), len(made.val)) == (made.source.train_tokens, made.source.val_tokens)
+    assert max(made.train.max(), made.val.max()) < 300
+    again = corpus.build([tmp_path / "text"], vocabulary=300)
+    assert again.source == made.source
+    np.testing.assert_array_equal(again.train, made.train)
+
+
+def test_corpus_is_kept_in_a_file(corpus, tmp_path):
+    write_files(tmp_path / "text", 400)
+    path = tmp_path / "kept/tokens.npz"
+    made = corpus.load(path, [tmp_path / "text"], 300)
+    found = corpus.load(path, [], 300)  # nothing to build it from
+    assert found.source == made.source
+    np.testing.assert_array_equal(found.train, made.train)
+    with pytest.raises(ValueError, match="must have 400 different tokens, got 300"):
+        corpus.load(path, [], 400)
+    with pytest.raises(ValueError, match="must have hundreds of files, a part of them for validation, got 0 files"):
+        corpus.build([], 300)
+
+
+# ---------------------------------------------------------------- examples/lm/pretrain.py
+def trainer(pretrain, folder: pathlib.Path, **options):
+    return pretrain.Trainer(small_config(), random_tokens(2000), random_tokens(300), folder, **options)
+
+
+@pytest.mark.long
+def test_a_run_in_pieces_is_the_run_in_one(pretrain, tmp_path):
+    whole = trainer(pretrain, tmp_path / "whole").run("pretrain", seed=1)
+    assert whole.is_done(small_config())
+    late = trainer(pretrain, tmp_path / "pieces", deadline=time.monotonic())
+    pieces = [late.run("pretrain", seed=1) for _ in range(10)]  # a step each
+    assert [piece.is_done(small_config()) for piece in pieces] == [False] * 9 + [True]
+    assert pieces[-1].val == whole.val
+    assert pieces[-1].train == whole.train
+    for got, want in zip(
+        *(jax.tree.leaves(restored(pretrain, tmp_path / n)) for n in ("pieces", "whole")), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
+    assert late.run("pretrain", seed=1) == pieces[-1]  # nothing is trained again
+
+
+def restored(pretrain, folder: pathlib.Path):
+    config, params = pretrain.restore_params(folder / "pretrain/seed1")
+    assert config == small_config()
+    return params
+
+
+@pytest.mark.long
+def test_a_branch_continues_the_run_that_it_leaves(pretrain, tmp_path):
+    runs = trainer(pretrain, tmp_path)
+    with pytest.raises(ValueError, match="4over6_ends_bf16_ending continues 4over6_ends_bf16: train that with seed 0"):
+        runs.run("4over6_ends_bf16_ending", 0)
+    trunk = runs.run("4over6_ends_bf16", 0)
+    branch = runs.run("4over6_ends_bf16_ending", 0)
+    assert branch.timed_steps == 1  # of 10
+    assert branch.val[:-1] == trunk.val[:-1]
+    assert branch.val[-1] != trunk.val[-1]
+
+
+@pytest.mark.long
+def test_a_run_of_other_sizes_is_not_continued(pretrain, tmp_path):
+    def train(steps: int) -> None:
+        config = small_config(steps=steps)
+        pretrain.Trainer(config, random_tokens(2000), random_tokens(300), tmp_path).run("bf16", 0)
+
+    train(1)
+    with pytest.raises(ValueError, match="has a run of other sizes"):
+        train(2)
+
+
+def test_pairs_have_the_same_weights_and_batches(pretrain, tmp_path):
+    """The first loss, before any update, differs by the quantization alone."""
+    config = small_config(steps=1, val_batches=1)
+    runs = pretrain.Trainer(config, random_tokens(2000), random_tokens(300), tmp_path)
+    bf16, backward_only, plain = (runs.run(name, 0).train[0] for name in ("bf16", "backward_only", "plain"))
+    assert bf16 == backward_only
+    assert bf16 != plain
+    assert runs.run("bf16", 1).train[0] != bf16
+
+
+def test_gap_is_the_mean_over_pairs(pretrain):
+    found = pretrain.gap({0: 2.02, 1: 2.06, 7: 9.0}, {1: 2.0, 0: 2.0, 5: 1.0})
+    assert (found.mean, found.pairs) == (pytest.approx(2.0), 2)
+    assert found.error == pytest.approx(np.std([1, 3], ddof=1) / math.sqrt(2))
+    assert str(found) == "+2.00 ± 1.00"
+    assert str(pretrain.gap({3: 1.98}, {3: 2.0})) == "-1.00 one seed"
+    assert pretrain.gap({0: 1.0}, {1: 1.0}) is None
+
+
+def test_ends_are_bfloat16(pretrain):
+    first, *middle, last = pretrain.ARMS["pretrain_ends_bf16"].linears(6)
+    assert first is last
+    assert first not in middle
+    assert len(set(middle)) == 1
+
+
+# ---------------------------------------------------------------- the scripts
+@pytest.mark.long
+def test_pretrained_models_are_quantized(pretrain, corpus, tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the extra [pretrain]")
+    text = tmp_path / "text"
+    write_files(text, 3000)
+    arguments = ("--arms", "bf16", "plain", "--seeds", "0", "1", "--steps", "10", "--text", str(text), "--out", "runs")
+    out = run("pretrain_lm.py", *arguments, cwd=tmp_path)
+    assert re.search(r"\| plain \| 2 \| [\d.]+ \| [-+][\d.]+ ± [\d.]+ \|", out)
+    assert "D/N = 0.0" in out
+    metrics = json.loads((tmp_path / "runs/metrics.json").read_text())
+    assert [(found["arm"], found["seed"]) for found in metrics["runs"]] == [
+        (n, s) for n in ("bf16", "plain") for s in (0, 1)
+    ]
+    assert (tmp_path / "runs/loss.png").read_bytes().startswith(PNG)
+
+    out = run("quantize_trained.py", "runs/bf16/seed0", "runs/bf16/seed1", "--batches", "2", "--out", ".", cwd=tmp_path)
+    assert "16 tensors of the checkpoint converter, layout modelopt, have the bytes of quantize" in out
+    assert "16 tensors of the checkpoint converter, layout te, have the bytes of quantize" in out
+    rows = json.loads((tmp_path / "quantized.json").read_text())["rows"]
+    assert [row["quantized"] for row in rows] == ["", *["weights"] * 4, *["weights and activations"] * 7]
+    assert all(abs(row["gap_percent"]) < 5 for row in rows[1:])
+    assert len({row["perplexity"] for row in rows}) == len(rows)
+
+
+@pytest.mark.skipif(not MEASURED.exists(), reason="an installed package has no results")
+def test_documented_runs_are_the_measured_ones(pretrain, tmp_path):
+    """The rows of docs/quality.md are what the command beside them prints."""
+    pytest.importorskip("matplotlib", reason="needs the extra [pretrain]")
+    (tmp_path / "metrics.json").write_bytes((MEASURED / "metrics.json").read_bytes())
+    rows = [
+        line for line in run("pretrain_lm.py", "--report", "metrics.json", cwd=tmp_path).splitlines() if "|" in line
+    ]
+    assert len(rows) > 10
+    documented = (ROOT / "docs/quality.md").read_text().splitlines()
+    assert [row for row in rows if row not in documented] == []
