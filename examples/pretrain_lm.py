@@ -149,6 +149,8 @@ def plot(path: Path, runs: Sequence[Run], config: Config) -> None:
     curves.set_ylim(min(0, 120 * top.min(initial=0)), 130 * top.max(initial=0.01))
     ends.set(xlabel="final validation loss above bfloat16, %", title="each pair, mean and standard error")
     ends.set_yticks([-i for i in range(len(shown))], shown)
+    for i, label in enumerate(ends.get_yticklabels()):
+        label.set_color(f"C{i % 10}")  # the legend of both panels
     ends.axvline(0, color="black", linewidth=0.8)
     for axes in (curves, ends):
         axes.grid(alpha=0.3)
