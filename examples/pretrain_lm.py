@@ -14,9 +14,10 @@ the optimizer in float32. The gradients of weights are float32 in every run, in 
 A pair is two runs with one seed: the same initial weights, the same batches, and XLA without nondeterministic
 operations. What is printed is the difference within pairs, averaged over seeds, with its standard error.
 
-Each run is kept in a folder of ``--out`` with its checkpoints. ``--out`` also receives the losses as ``metrics.json``
-and ``loss.png``. On a GPU a run takes about a minute on an H200 (docs/quality.md). On a CPU the preset is a toy, which
-shows that everything works and measures nothing.
+Each run is kept in a folder of ``--out``, with checkpoints of where it ended, where ``--minutes`` stopped it, and where
+another run branches off; a process that is killed loses the run in progress. ``--out`` also receives the losses as
+``metrics.json`` and ``loss.png``. On a GPU a run takes about a minute on an H200 (docs/quality.md). On a CPU the preset
+is a toy, which shows that everything works and measures nothing.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ import jax
 import matplotlib
 import numpy as np
 
-import jnvfp4
 from lm import corpus
 from lm.config import Config, step_count
 from lm.model import init_params
@@ -91,10 +91,10 @@ def collect(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text())
     runs = [json.loads(found.read_text()) for found in sorted(path.rglob("run.json"))]
     if not runs:
-        raise SystemExit(f"{path} has no runs")
-    shared = ("config", "tokens", "device", "versions", "corpus")
+        raise ValueError(f"{path} has no runs")
+    shared = [name for name in runs[0] if name != "run"]
     if any(run[name] != runs[0][name] for run in runs for name in ("config", "corpus")):
-        raise SystemExit(f"{path} has runs of different sizes or texts, which cannot be compared")
+        raise ValueError(f"{path} has runs of different sizes or texts, which cannot be compared")
     return {**{name: runs[0][name] for name in shared}, "runs": [run["run"] for run in runs]}
 
 
@@ -118,7 +118,7 @@ def table(runs: Sequence[Run], config: Config) -> str:
         others = [{} if other == name else losses.get(other, {}) for other in (BASELINE, "pretrain")]
         of_bf16, of_pretrain = (str(gap(of_seed, other) or "") for other in others)
         nats = [loss - base[seed] for seed, loss in of_seed.items() if seed in base]
-        timed = [1e3 * run.seconds / run.timed_steps for run in runs if run.arm == name and run.timed_steps]
+        timed = [1e3 * run.seconds / run.timed_steps for run in runs if run.arm == name and run.is_done(config)]
         mean = f"{np.mean(list(of_seed.values())):.4f}"
         above = f"{np.mean(nats):+.4f}" if of_bf16 else ""
         rows.append(
@@ -145,8 +145,8 @@ def plot(path: Path, runs: Sequence[Run], config: Config) -> None:
         assert found is not None
         ends.errorbar(found.mean, -i, xerr=found.error, fmt="|", color=color, markersize=14, capsize=4)
     curves.set(xlabel="step", ylabel="validation loss above bfloat16, %", title="mean and range of the pairs")
-    top = np.array([run.val[-1] / base[run.seed].val[-1] - 1 for run in runs if run.arm in shown and run.seed in base])
-    curves.set_ylim(min(0, 120 * top.min(initial=0)), 130 * top.max(initial=0.01))
+    last = [100 * (loss / losses[BASELINE][i] - 1) for name in shown for i, loss in losses[name].items() if i in base]
+    curves.set_ylim(1.2 * min(0, *last), 1.3 * max(0.01, *last))
     ends.set(xlabel="final validation loss above bfloat16, %", title="each pair, mean and standard error")
     ends.set_yticks([-i for i in range(len(shown))], shown)
     for i, label in enumerate(ends.get_yticklabels()):
@@ -159,15 +159,15 @@ def plot(path: Path, runs: Sequence[Run], config: Config) -> None:
     plt.close(figure)
 
 
-def report(path: Path) -> None:
+def report(path: Path, out: Path) -> None:
     """Prints the table of a metrics.json, or of the runs below a folder, and writes metrics.json and loss.png."""
     found = collect(path)
-    folder = path.parent if path.is_file() else path
     config, runs = Config(**found["config"]), [Run(**run) for run in found["runs"]]
-    (folder / "metrics.json").write_text(json.dumps(found, indent=1) + "\n")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "metrics.json").write_text(json.dumps(found, indent=1) + "\n")
     print(f"\n{table(runs, config)}")
     if BASELINE in finals(runs, config):
-        plot(folder / "loss.png", runs, config)
+        plot(out / "loss.png", runs, config)
 
 
 def describe(config: Config) -> dict[str, int | float]:
@@ -192,6 +192,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--text", nargs="+", type=Path, metavar="FOLDER", help="default: the installed packages")
     parser.add_argument("--tokens", type=Path, help="file of the tokens, made if absent (default: in --out)")
     parser.add_argument("--out", type=Path, default=Path("out/pretrain_lm"), help="folder for the runs")
+    parser.add_argument("--commit", default="", help="of this library, to be written beside the runs")
     parser.add_argument(
         "--report",
         type=Path,
@@ -201,6 +202,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.minutes is not None and args.minutes <= 0:
         parser.error(f"--minutes must be positive, got {args.minutes}")
+    args.tokens = args.tokens or args.out / "tokens.npz"
     return args
 
 
@@ -210,46 +212,64 @@ def planned(arms: Sequence[str], seeds: Sequence[int] | None) -> list[tuple[str,
     return [(name, seed) for name in names for seed in (range(ARMS[name].seeds) if seeds is None else seeds)]
 
 
-def main() -> None:
-    args = parse_args()
-    if args.report:
-        report(args.report)
-        return
+def about(config: Config, text: corpus.Corpus, commit: str) -> dict[str, Any]:
+    """Returns what is written beside every run."""
+    device, sizes = jax.devices()[0], describe(config)
+    return {
+        "config": asdict(config),
+        "tokens": {**sizes, "passes": sizes["trained_on"] / len(text.train)},
+        "corpus": asdict(text.source),
+        "commit": commit,
+        "device": {"platform": device.platform, "kind": device.device_kind},
+        "python": platform.python_version(),
+        "packages": sorted({f"{found.name}=={found.version}" for found in distributions()}),
+    }
+
+
+def refuse_others(folder: Path, shared: dict[str, Any]) -> None:
+    """Stops before anything is trained if a folder has runs that cannot be compared with new ones."""
+    for path in folder.rglob("run.json"):
+        found = json.loads(path.read_text())
+        for name in ("config", "corpus"):
+            if found[name] != shared[name]:
+                raise ValueError(f"{path} is a run of another {name}, {found[name]}; name another --out")
+
+
+def train(args: argparse.Namespace) -> None:
     begin = time.monotonic()
+    deadline = None if args.minutes is None else begin + 60 * args.minutes
     config = PRESETS[args.preset]
     config = replace(config, steps=args.steps or config.steps)
-    folders = args.text or (corpus.installed() if args.preset == "gpu" else corpus.installed()[-1:])
-    text = corpus.load(args.tokens or args.out / "tokens.npz", folders, config.vocabulary, BYTES[args.preset])
-    sizes = describe(config)
-    passes = sizes["trained_on"] / len(text.train)
+    folders = args.text or (corpus.installed() if args.preset == "gpu" else [corpus.standard_library()])
+    text = corpus.load(args.tokens, folders, config.vocabulary, BYTES[args.preset])
+    shared = about(config, text, args.commit)
+    refuse_others(args.out, shared)
+    sizes = shared["tokens"]
     print(f"corpus {text.source}")
     print(f"{config}\nN = {sizes['block_weights']:,} block weights, D = {sizes['trained_on']:,} tokens, "
-          f"D/N = {sizes['tokens_per_weight']:.1f}, {passes:.2f} passes")  # fmt: skip
-    device = jax.devices()[0]
-    shared = {
-        "config": asdict(config),
-        "tokens": {**sizes, "passes": passes},
-        "corpus": asdict(text.source),
-        "device": {"platform": device.platform, "kind": device.device_kind},
-        "versions": {
-            "jnvfp4": jnvfp4.__version__,
-            "jax": jax.__version__,
-            "jaxlib": version("jaxlib"),
-            "python": platform.python_version(),
-        },
-    }
-    deadline = None if args.minutes is None else begin + 60 * args.minutes
-    trainer = Trainer(config, text.train, text.val, args.out, deadline)
+          f"D/N = {sizes['tokens_per_weight']:.1f}, {sizes['passes']:.2f} passes")  # fmt: skip
+    trainer = Trainer(config, text, args.out, deadline)
     for name, seed in planned(args.arms, args.seeds):
-        if deadline is not None and time.monotonic() > deadline:
-            print("stopped after --minutes; the same command continues")
+        path = trainer.path(name, seed) / "run.json"
+        late = deadline is not None and time.monotonic() > deadline
+        if not late and not (path.exists() and Run(**json.loads(path.read_text())["run"]).is_done(config)):
+            run = trainer.run(name, seed)
+            path.write_text(json.dumps({**shared, "run": asdict(run)}) + "\n")
+            late = not run.is_done(config)
+        if late:
+            print(f"stopped after --minutes at {name}, seed {seed}; the same command continues")
             break
-        run = trainer.run(name, seed)
-        (trainer.path(name, seed) / "run.json").write_text(json.dumps({**shared, "run": asdict(run)}) + "\n")
-        if run.is_done(config):
-            print(f"{name}, seed {seed}: validation loss {run.val[-1]:.4f}")
-    report(args.out)
-    print(f"\n{time.monotonic() - begin:.0f} s in all; wrote {args.out}/metrics.json")
+    if any(args.out.rglob("run.json")):
+        report(args.out, args.out)
+        print(f"\n{time.monotonic() - begin:.0f} s in all; wrote {args.out}/metrics.json and {args.out}/loss.png")
+
+
+def main() -> None:
+    args = parse_args()
+    try:
+        report(args.report, args.out) if args.report else train(args)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"pretrain_lm.py: {error}") from None
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@
     python examples/quantize_trained.py out/pretrain_lm/bf16/seed*
 
 Nothing is trained or calibrated. The weights of the linear layers of all blocks are quantized, or weights and
-activations, and the perplexity of the validation text is computed. The gap of a recipe is how far the loss, the
-logarithm of the perplexity, lies above that of bfloat16, averaged over the models with its standard error. "closed" is
-the part of the gap of plain NVFP4, of the same kind, that a recipe closes.
+activations, and the perplexity of windows spread evenly over the validation text is computed. The gap of a recipe is
+how far the loss, the logarithm of the perplexity, lies above that of bfloat16, averaged over the models with its
+standard error. "closed" is the part of the gap of plain NVFP4, of the same kind, that a recipe closes.
 
 The weights of the first model also go through the checkpoint converter, whose tensors must have the bytes of those that
 are quantized here.
@@ -38,7 +38,7 @@ from lm.config import Config
 from lm.data import val_batches
 from lm.hugging_face import from_hugging_face, llama_config, to_hugging_face
 from lm.model import Tree, bf16_linear, loss_fn, quantized_linear
-from lm.pretrain import BASELINE, gap, restore_params
+from lm.pretrain import BASELINE, Trained, gap, restore
 
 Specs = tuple[QuantSpec | None, QuantSpec]  # of x (None: left in bfloat16) and of w
 
@@ -144,28 +144,46 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def restore_alike(folders: Sequence[Path]) -> list[Trained]:
+    """Reads finished runs in bfloat16, which must have the same sizes and the same text."""
+    runs = [restore(folder) for folder in folders]
+    for folder, trained in zip(folders, runs, strict=True):
+        if trained.run.arm != BASELINE:
+            raise ValueError(f"{folder} must have a run of the arm {BASELINE}, got {trained.run.arm}")
+        if (trained.config, trained.sha256) != (runs[0].config, runs[0].sha256):
+            raise ValueError(f"{folder} must have the sizes and the text of {folders[0]}, got others")
+    return runs
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Quantizes the models that the arguments name, and returns the rows of the table."""
+    runs = restore_alike(args.runs)
+    text = corpus.read(args.tokens or args.runs[0].parent.parent / "tokens.npz")
+    if text.source.sha256 != runs[0].sha256:
+        raise ValueError(f"--tokens must have the text of the runs, {runs[0].sha256}, got {text.source.sha256}")
+    config = replace(runs[0].config, val_batches=args.batches)
+    batches = jnp.asarray(val_batches(text.val, config))
+    models = [jax.tree.map(lambda w: w.astype(jnp.bfloat16), trained.params) for trained in runs]
+    for layout in LAYOUTS:
+        with tempfile.TemporaryDirectory() as scratch:
+            count = check_converter(models[0], config, layout, Path(scratch))
+        print(f"{count} tensors of the checkpoint converter, layout {layout}, have the bytes of quantize")
+    return summarize([losses(params, config, batches) for params in models])
+
+
 def main() -> None:
     args = parse_args()
-    found = []
-    for folder in args.runs:
-        config, trained = restore_params(folder)
-        params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), trained)
-        text = corpus.read(args.tokens or folder.parent.parent / "tokens.npz")
-        config = replace(config, val_batches=args.batches)
-        found.append(losses(params, config, jnp.asarray(val_batches(text.val, config))))
-        if folder == args.runs[0]:
-            for layout in LAYOUTS:
-                with tempfile.TemporaryDirectory() as scratch:
-                    count = check_converter(params, config, layout, Path(scratch))
-                print(f"{count} tensors of the checkpoint converter, layout {layout}, have the bytes of quantize")
-    rows = summarize(found)
+    try:
+        rows = measure(args)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"quantize_trained.py: {error}") from None
     print(table(rows))
     args.out.mkdir(parents=True, exist_ok=True)
     results = {
-        "models": [str(folder) for folder in args.runs],
+        "models": [f"{folder.parent.name}/{folder.name}" for folder in args.runs],
+        "batches": args.batches,
         "device": jax.devices()[0].device_kind,
         "versions": {"jax": jax.__version__, "jnvfp4": jnvfp4.__version__},
-        "corpus": text.source.sha256,
         "rows": rows,
     }
     (args.out / "quantized.json").write_text(json.dumps(results, indent=2) + "\n")

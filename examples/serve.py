@@ -171,11 +171,15 @@ def bytes_per_token(config: Config, quantized: bool) -> int:
 
 
 def memory(config: Config, models: Models, gib: float) -> dict[str, Any]:
-    """Says what weights and a token in the cache take, and how many tokens fit beside the weights into some GiB."""
+    """Says what weights and a token in the cache take, and how many tokens fit beside the weights into some GiB.
+
+    An NVFP4 cache needs room for the keys and values of one layer in bfloat16, which attention decodes it to.
+    """
     weights = {name: weight_bytes(params) for name, params in models.items()}
     cache = {name: bytes_per_token(config, name == "nvfp4") for name in ("bf16", "nvfp4")}
+    decoded = {"bf16": 0, "nvfp4": cache["bf16"] // config.layers}
     tokens = {
-        f"{name} weights, {kv} cache": max(0, int((gib * 2**30 - weights[name]["all"]) // cache[kv]))
+        f"{name} weights, {kv} cache": max(0, int((gib * 2**30 - weights[name]["all"]) // (cache[kv] + decoded[kv])))
         for name, kv in (("bf16", "bf16"), ("NVFP4", "bf16"), ("NVFP4", "nvfp4"))
     }
     return {

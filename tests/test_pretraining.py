@@ -143,18 +143,28 @@ def test_corpus_is_kept_in_a_file(corpus, tmp_path):
     write_files(tmp_path / "text", 400)
     path = tmp_path / "kept/tokens.npz"
     made = corpus.load(path, [tmp_path / "text"], 300)
-    found = corpus.load(path, [], 300)  # nothing to build it from
+    assert [file.name for file in path.parent.iterdir()] == ["tokens.npz"]
+    (tmp_path / "text/more.py").write_text("more = 1")
+    found = corpus.load(path, [tmp_path / "text"], 300)  # is not built again
     assert found.source == made.source
     np.testing.assert_array_equal(found.train, made.train)
-    with pytest.raises(ValueError, match="must have 400 different tokens, got 300"):
-        corpus.load(path, [], 400)
+    for folders, vocabulary, limit in (
+        ([tmp_path], 300, None),
+        ([tmp_path / "text"], 400, None),
+        ([tmp_path / "text"], 300, 9),
+    ):
+        with pytest.raises(ValueError, match=r"tokens\.npz must be made from"):
+            corpus.load(path, folders, vocabulary, limit)
     with pytest.raises(ValueError, match="must have hundreds of files, a part of them for validation, got 0 files"):
         corpus.build([], 300)
 
 
 # ---------------------------------------------------------------- examples/lm/pretrain.py
-def trainer(pretrain, folder: pathlib.Path, **options):
-    return pretrain.Trainer(small_config(), random_tokens(2000), random_tokens(300), folder, **options)
+def trainer(pretrain, folder: pathlib.Path, sha256: str = "0", deadline: float | None = None, **sizes):
+    from lm.corpus import Corpus, Source
+
+    text = Corpus(random_tokens(2000), random_tokens(300), Source(sha256, 1, 2300, 2000, 300, 64))
+    return pretrain.Trainer(small_config(**sizes), text, folder, deadline)
 
 
 @pytest.mark.long
@@ -174,9 +184,9 @@ def test_a_run_in_pieces_is_the_run_in_one(pretrain, tmp_path):
 
 
 def restored(pretrain, folder: pathlib.Path):
-    config, params = pretrain.restore_params(folder / "pretrain/seed1")
-    assert config == small_config()
-    return params
+    found = pretrain.restore(folder / "pretrain/seed1")
+    assert (found.config, found.sha256, found.run.arm) == (small_config(), "0", "pretrain")
+    return found.params
 
 
 @pytest.mark.long
@@ -192,20 +202,22 @@ def test_a_branch_continues_the_run_that_it_leaves(pretrain, tmp_path):
 
 
 @pytest.mark.long
-def test_a_run_of_other_sizes_is_not_continued(pretrain, tmp_path):
-    def train(steps: int) -> None:
-        config = small_config(steps=steps)
-        pretrain.Trainer(config, random_tokens(2000), random_tokens(300), tmp_path).run("bf16", 0)
-
-    train(1)
-    with pytest.raises(ValueError, match="has a run of other sizes"):
-        train(2)
+def test_another_run_is_not_continued(pretrain, tmp_path):
+    stopped = trainer(pretrain, tmp_path, deadline=time.monotonic()).run("bf16", 0)
+    assert stopped.steps == [1]
+    with pytest.raises(ValueError, match="seed0 has a run of another config: "):
+        trainer(pretrain, tmp_path, steps=2).run("bf16", 0)
+    with pytest.raises(ValueError, match="seed0 has a run of another sha256: 0, not 1"):
+        trainer(pretrain, tmp_path, sha256="1").run("bf16", 0)
+    with pytest.raises(ValueError, match="seed0 must have a finished run, got 1 of 10 steps"):
+        pretrain.restore(tmp_path / "bf16/seed0")
+    with pytest.raises(ValueError, match="seed1 is no folder of a run"):
+        pretrain.restore(tmp_path / "bf16/seed1")
 
 
 def test_pairs_have_the_same_weights_and_batches(pretrain, tmp_path):
     """The first loss, before any update, differs by the quantization alone."""
-    config = small_config(steps=1, val_batches=1)
-    runs = pretrain.Trainer(config, random_tokens(2000), random_tokens(300), tmp_path)
+    runs = trainer(pretrain, tmp_path, steps=1, val_batches=1)
     bf16, backward_only, plain = (runs.run(name, 0).train[0] for name in ("bf16", "backward_only", "plain"))
     assert bf16 == backward_only
     assert bf16 != plain
@@ -218,6 +230,7 @@ def test_gap_is_the_mean_over_pairs(pretrain):
     assert found.error == pytest.approx(np.std([1, 3], ddof=1) / math.sqrt(2))
     assert str(found) == "+2.00 ± 1.00"
     assert str(pretrain.gap({3: 1.98}, {3: 2.0})) == "-1.00 one seed"
+    assert str(pretrain.gap({3: 1.99999}, {3: 2.0})) == "+0.00 one seed"
     assert pretrain.gap({0: 1.0}, {1: 1.0}) is None
 
 
@@ -239,10 +252,15 @@ def test_pretrained_models_are_quantized(pretrain, corpus, tmp_path):
     assert re.search(r"\| plain \| 2 \| [\d.]+ \| [-+][\d.]+ ± [\d.]+ \|", out)
     assert "D/N = 0.0" in out
     metrics = json.loads((tmp_path / "runs/metrics.json").read_text())
-    assert [(found["arm"], found["seed"]) for found in metrics["runs"]] == [
-        (n, s) for n in ("bf16", "plain") for s in (0, 1)
-    ]
+    arms = [("bf16", 0), ("bf16", 1), ("plain", 0), ("plain", 1)]
+    assert [(found["arm"], found["seed"]) for found in metrics["runs"]] == arms
+    assert f"numpy=={np.__version__}" in metrics["packages"]
     assert (tmp_path / "runs/loss.png").read_bytes().startswith(PNG)
+    unfinished = {"arm": "plain", "seed": 2, "steps": [1], "train": [9.0]}
+    metrics["runs"].append(metrics["runs"][0] | unfinished | {"val_steps": [], "val": []})
+    (tmp_path / "metrics.json").write_text(json.dumps(metrics))
+    again = run("pretrain_lm.py", "--report", "metrics.json", "--out", "again", cwd=tmp_path)
+    assert again.strip() in out
 
     out = run("quantize_trained.py", "runs/bf16/seed0", "runs/bf16/seed1", "--batches", "2", "--out", ".", cwd=tmp_path)
     assert "16 tensors of the checkpoint converter, layout modelopt, have the bytes of quantize" in out
@@ -253,14 +271,28 @@ def test_pretrained_models_are_quantized(pretrain, corpus, tmp_path):
     assert len({row["perplexity"] for row in rows}) == len(rows)
 
 
-@pytest.mark.skipif(not MEASURED.exists(), reason="an installed package has no results")
+def documented() -> list[str]:
+    return (ROOT / "docs/quality.md").read_text().splitlines()
+
+
 def test_documented_runs_are_the_measured_ones(pretrain, tmp_path):
     """The rows of docs/quality.md are what the command beside them prints."""
     pytest.importorskip("matplotlib", reason="needs the extra [pretrain]")
-    (tmp_path / "metrics.json").write_bytes((MEASURED / "metrics.json").read_bytes())
-    rows = [
-        line for line in run("pretrain_lm.py", "--report", "metrics.json", cwd=tmp_path).splitlines() if "|" in line
-    ]
+    arguments = ("--report", str(MEASURED / "metrics.json"), "--out", ".")
+    rows = [line for line in run("pretrain_lm.py", *arguments, cwd=tmp_path).splitlines() if line.startswith("|")]
     assert len(rows) > 10
-    documented = (ROOT / "docs/quality.md").read_text().splitlines()
-    assert [row for row in rows if row not in documented] == []
+    assert [row for row in rows if row not in documented()] == []
+
+
+def test_documented_quantized_models_are_the_measured_ones(pretrain):
+    quantize_trained = importlib.import_module("quantize_trained")
+    rows = quantize_trained.table(json.loads((MEASURED / "quantized.json").read_text())["rows"]).splitlines()
+    assert len(rows) == 14
+    assert [row for row in rows if row not in documented()] == []
+
+
+def test_documented_speed_of_serving_is_the_measured_one():
+    measured = json.loads((MEASURED.parent / "h200_serve.json").read_text())
+    for batch, found in measured["batch"].items():
+        rates = [f"{of['tokens_per_second']:.0f} ({of['times_bf16']:.2f})" for of in found.values()]
+        assert f"| {batch} | {rates[0].removesuffix(' (1.00)')} | {' | '.join(rates[1:])} |" in documented()

@@ -67,6 +67,11 @@ class Corpus:
     source: Source
 
 
+def standard_library() -> Path:
+    """Returns the folder of the standard library."""
+    return Path(sysconfig.get_paths()["stdlib"]).resolve()
+
+
 def installed() -> list[Path]:
     """Returns the folders of the standard library and of the installed packages."""
     paths = sysconfig.get_paths()
@@ -147,20 +152,24 @@ def build(folders: list[Path], vocabulary: int, limit: int | None = None) -> Cor
 
 
 def load(path: Path, folders: list[Path], vocabulary: int, limit: int | None = None) -> Corpus:
-    """Reads a corpus from a file, or builds it and writes the file.
+    """Reads a corpus from a file, or builds it, as ``build`` does, and writes the file.
 
     Raises:
-      ValueError: the file has another vocabulary.
+      ValueError: the file was made from other folders, with another vocabulary or limit.
     """
+    wanted = json.dumps({"folders": list(map(str, folders)), "vocabulary": vocabulary, "limit": limit})
     if not path.exists():
         corpus = build(folders, vocabulary, limit)
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(path, train=corpus.train, val=corpus.val, source=json.dumps(asdict(corpus.source)))
+        unfinished = path.with_name(f"unfinished-{path.name}")
+        source = json.dumps(asdict(corpus.source))
+        np.savez(unfinished, train=corpus.train, val=corpus.val, source=source, wanted=wanted)
+        unfinished.rename(path)
         return corpus
-    corpus = read(path)
-    if corpus.source.vocabulary != vocabulary:
-        raise ValueError(f"{path} must have {vocabulary} different tokens, got {corpus.source.vocabulary}")
-    return corpus
+    with np.load(path) as arrays:
+        if str(arrays["wanted"]) != wanted:
+            raise ValueError(f"{path} must be made from {wanted}, got {arrays['wanted']}; name another file")
+    return read(path)
 
 
 def read(path: Path) -> Corpus:

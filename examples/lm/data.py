@@ -32,6 +32,12 @@ def train_batch(text: np.ndarray, config: Config, seed: int, step: int) -> np.nd
 
 
 def val_batches(text: np.ndarray, config: Config) -> np.ndarray:
-    """Cuts [val_batches, batch, seq + 1] bytes, evenly spaced over the validation text."""
+    """Cuts [val_batches, batch, seq + 1] bytes or tokens, evenly spaced over the validation text.
+
+    Raises:
+      ValueError: the text is shorter than a sequence.
+    """
+    if len(text) <= config.seq:
+        raise ValueError(f"the validation text must have more than {config.seq} tokens, got {len(text)}")
     starts = np.linspace(0, len(text) - config.seq - 1, config.val_batches * config.batch).astype(int)
     return windows(text, starts, config.seq).reshape(config.val_batches, config.batch, -1)

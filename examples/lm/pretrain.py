@@ -1,5 +1,7 @@
 """Pretraining runs that differ in the recipe alone, in pieces: each can be stopped, resumed and continued another way.
 
+A checkpoint is written where a run ends or is stopped, and where another run branches off.
+
 Runs with one seed start from the same weights and see the same batches: they are pairs.
 """
 
@@ -7,7 +9,7 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from jnvfp4 import Recipe, recipes
 from lm.config import Config
+from lm.corpus import Corpus
 from lm.data import val_batches
 from lm.model import Linear, Tree, bf16_forward, init_params, loss_fn, quantized_linear, trained_bf16_linear
 from lm.train import adamw, init_optimizer, learning_rate
@@ -116,16 +119,16 @@ class Trainer:
 
     Args:
       config: sizes of the model and of its training.
-      train: tokens to train on.
-      val: tokens to validate with.
+      text: the tokens.
       folder: where the checkpoints are kept.
       deadline: the time, as of ``time.monotonic()``, at which a run writes a checkpoint and stops; None for never.
     """
 
-    def __init__(self, config: Config, train: np.ndarray, val: np.ndarray, folder: Path, deadline: float | None = None):
+    def __init__(self, config: Config, text: Corpus, folder: Path, deadline: float | None = None):
         self.config, self.folder, self.deadline = config, folder.resolve(), deadline
-        self.tokens = jnp.asarray(train)
-        self.held_out = jnp.asarray(val_batches(val, config))
+        self.sha256 = text.source.sha256
+        self.tokens = jnp.asarray(text.train)
+        self.held_out = jnp.asarray(val_batches(text.val, config))
         self.compiled = cache(self._compiled)
 
     def _compiled(self, name: str) -> tuple[Any, Any]:
@@ -205,11 +208,15 @@ class Trainer:
 
         return ocp.CheckpointManager(self.path(name, seed))
 
+    def _shared(self) -> dict[str, Any]:
+        """Returns what runs must have in common to be continued or compared."""
+        return {"config": asdict(self.config), "sha256": self.sha256}
+
     def _save(self, run: Run, params: Tree, state: Tree, step: int) -> None:
         import orbax.checkpoint as ocp
 
         with self._manager(run.arm, run.seed) as manager:
-            tree, shown = {"params": params, "state": state}, {"run": asdict(run), "config": asdict(self.config)}
+            tree, shown = {"params": params, "state": state}, {"run": asdict(run), **self._shared()}
             manager.save(step, args=ocp.args.Composite(tree=ocp.args.StandardSave(tree), run=ocp.args.JsonSave(shown)))
 
     def _restore(self, name: str, seed: int, step: int | None = None) -> tuple[Run, Tree, Tree] | None:
@@ -225,8 +232,9 @@ class Trainer:
             like = jax.eval_shape(lambda: dict(zip(("params", "state"), self._initial(seed), strict=True)))
             args = ocp.args.Composite(tree=ocp.args.StandardRestore(like), run=ocp.args.JsonRestore())
             found = manager.restore(step, args=args)
-        if found.run["config"] != asdict(self.config):
-            raise ValueError(f"{self.path(name, seed)} has a run of other sizes: {found.run['config']}")
+        for what, value in self._shared().items():
+            if found.run[what] != value:
+                raise ValueError(f"{self.path(name, seed)} has a run of another {what}: {found.run[what]}, not {value}")
         return Run(**found.run["run"]), found.tree["params"], found.tree["state"]
 
     def _branched(self, name: str, seed: int) -> tuple[Run, Tree, Tree] | None:
@@ -245,20 +253,37 @@ class Trainer:
         return replace(run, arm=name, seconds=0.0, timed_steps=0), params, state
 
 
-def restore_params(folder: Path) -> tuple[Config, Tree]:
-    """Reads the sizes and the weights of a finished run from the folder of its checkpoints."""
+class Trained(NamedTuple):
+    """Holds a finished run: its sizes, the hash of its text, and the weights."""
+
+    config: Config
+    sha256: str
+    run: Run
+    params: Tree
+
+
+def restore(folder: Path) -> Trained:
+    """Reads a finished run from the folder of its checkpoints.
+
+    Raises:
+      ValueError: there is no checkpoint, or the run is not finished.
+    """
     import orbax.checkpoint as ocp
 
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder of a run")
     with ocp.CheckpointManager(folder.resolve()) as manager:
         step = manager.latest_step()
         if step is None:
             raise ValueError(f"{folder} has no checkpoint")
         shown = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
-        config = Config(**shown["config"])
+        config, run = Config(**shown["config"]), Run(**shown["run"])
+        if not run.is_done(config):
+            raise ValueError(f"{folder} must have a finished run, got {step} of {config.steps} steps")
         params = jax.eval_shape(lambda: init_params(jax.random.key(0), config))
         like = {"params": params, "state": jax.eval_shape(init_optimizer, params)}
         tree = manager.restore(step, args=ocp.args.Composite(tree=ocp.args.StandardRestore(like))).tree
-    return config, tree["params"]
+    return Trained(config, shown["sha256"], run, tree["params"])
 
 
 # Pairs
@@ -274,7 +299,7 @@ class Gap:
 
     def __str__(self) -> str:
         spread = "one seed" if self.error is None else f"± {self.error:.2f}"
-        return f"{self.mean:+.2f} {spread}"
+        return f"{round(self.mean, 2) + 0.0:+.2f} {spread}"  # without the sign of -0.00
 
 
 def gap(losses: dict[int, float], others: dict[int, float]) -> Gap | None:
