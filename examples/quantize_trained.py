@@ -38,7 +38,7 @@ from lm.config import Config
 from lm.data import val_batches
 from lm.hugging_face import from_hugging_face, llama_config, to_hugging_face
 from lm.model import Tree, bf16_linear, loss_fn, quantized_linear
-from lm.pretrain import BASELINE, Trained, gap, restore
+from lm.pretrain import BASELINE, Checkpoint, gap, read_finished
 
 Specs = tuple[QuantSpec | None, QuantSpec]  # of x (None: left in bfloat16) and of w
 
@@ -144,9 +144,9 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def restore_alike(folders: Sequence[Path]) -> list[Trained]:
+def restore_alike(folders: Sequence[Path]) -> list[Checkpoint]:
     """Reads finished runs in bfloat16, which must have the same sizes and the same text."""
-    runs = [restore(folder) for folder in folders]
+    runs = [read_finished(folder) for folder in folders]
     for folder, trained in zip(folders, runs, strict=True):
         if trained.run.arm != BASELINE:
             raise ValueError(f"{folder} must have a run of the arm {BASELINE}, got {trained.run.arm}")

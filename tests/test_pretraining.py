@@ -184,7 +184,7 @@ def test_a_run_in_pieces_is_the_run_in_one(pretrain, tmp_path):
 
 
 def restored(pretrain, folder: pathlib.Path):
-    found = pretrain.restore(folder / "pretrain/seed1")
+    found = pretrain.read_finished(folder / "pretrain/seed1")
     assert (found.config, found.sha256, found.run.arm) == (small_config(), "0", "pretrain")
     return found.params
 
@@ -206,13 +206,13 @@ def test_another_run_is_not_continued(pretrain, tmp_path):
     stopped = trainer(pretrain, tmp_path, deadline=time.monotonic()).run("bf16", 0)
     assert stopped.steps == [1]
     with pytest.raises(ValueError, match="seed0 has a run of another config: "):
-        trainer(pretrain, tmp_path, steps=2).run("bf16", 0)
+        trainer(pretrain, tmp_path, width=64).run("bf16", 0)
     with pytest.raises(ValueError, match="seed0 has a run of another sha256: 0, not 1"):
         trainer(pretrain, tmp_path, sha256="1").run("bf16", 0)
     with pytest.raises(ValueError, match="seed0 must have a finished run, got 1 of 10 steps"):
-        pretrain.restore(tmp_path / "bf16/seed0")
-    with pytest.raises(ValueError, match="seed1 is no folder of a run"):
-        pretrain.restore(tmp_path / "bf16/seed1")
+        pretrain.read_finished(tmp_path / "bf16/seed0")
+    with pytest.raises(ValueError, match="seed1 must have a finished run, got no checkpoint"):
+        pretrain.read_finished(tmp_path / "bf16/seed1")
 
 
 def test_pairs_have_the_same_weights_and_batches(pretrain, tmp_path):

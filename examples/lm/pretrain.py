@@ -149,21 +149,17 @@ class Trainer:
             losses = jax.lax.map(lambda batch: loss_fn(params, batch, config, linears, jax.random.key(0)), batches)
             return jnp.mean(losses)
 
-        params, state = self._initial(0)
+        params, state = initial(0, config)
         key = jax.random.key(0)
         return (
             step.lower(params, state, self.tokens, key).compile(),
             validate.lower(params, self.held_out).compile(),
         )
 
-    def _initial(self, seed: int) -> tuple[Tree, Tree]:
-        params = init_params(jax.random.key(seed), self.config)
-        return params, init_optimizer(params)
-
     def run(self, name: str, seed: int) -> Run:
         """Trains until the end or the deadline, from the latest checkpoint if there is one."""
-        found = self._restore(name, seed) or self._branched(name, seed)
-        run, params, state = found or (Run(name, seed), *self._initial(seed))
+        found = self._restored(name, seed) or self._branched(name, seed)
+        run, params, state = found or (Run(name, seed), *initial(seed, self.config))
         if run.is_done(self.config):
             return run
         step, validate = self.compiled(name)
@@ -203,11 +199,6 @@ class Trainer:
     def _branches(self, name: str) -> bool:
         return any(arm.branch_of == name for arm in ARMS.values())
 
-    def _manager(self, name: str, seed: int) -> Any:
-        import orbax.checkpoint as ocp
-
-        return ocp.CheckpointManager(self.path(name, seed))
-
     def _shared(self) -> dict[str, Any]:
         """Returns what runs must have in common to be continued or compared."""
         return {"config": asdict(self.config), "sha256": self.sha256}
@@ -215,27 +206,14 @@ class Trainer:
     def _save(self, run: Run, params: Tree, state: Tree, step: int) -> None:
         import orbax.checkpoint as ocp
 
-        with self._manager(run.arm, run.seed) as manager:
-            tree, shown = {"params": params, "state": state}, {"run": asdict(run), **self._shared()}
+        tree, shown = {"params": params, "state": state}, {"run": asdict(run), **self._shared()}
+        with ocp.CheckpointManager(self.path(run.arm, run.seed)) as manager:
             manager.save(step, args=ocp.args.Composite(tree=ocp.args.StandardSave(tree), run=ocp.args.JsonSave(shown)))
 
-    def _restore(self, name: str, seed: int, step: int | None = None) -> tuple[Run, Tree, Tree] | None:
+    def _restored(self, name: str, seed: int, step: int | None = None) -> tuple[Run, Tree, Tree] | None:
         """Reads the checkpoint after a step, by default the latest one; None where there is none."""
-        import orbax.checkpoint as ocp
-
-        if not self.path(name, seed).exists():
-            return None
-        with self._manager(name, seed) as manager:
-            step = manager.latest_step() if step is None else step
-            if step is None or step not in manager.all_steps():
-                return None
-            like = jax.eval_shape(lambda: dict(zip(("params", "state"), self._initial(seed), strict=True)))
-            args = ocp.args.Composite(tree=ocp.args.StandardRestore(like), run=ocp.args.JsonRestore())
-            found = manager.restore(step, args=args)
-        for what, value in self._shared().items():
-            if found.run[what] != value:
-                raise ValueError(f"{self.path(name, seed)} has a run of another {what}: {found.run[what]}, not {value}")
-        return Run(**found.run["run"]), found.tree["params"], found.tree["state"]
+        found = read_checkpoint(self.path(name, seed), step, self._shared())
+        return found and (found.run, found.params, found.state)
 
     def _branched(self, name: str, seed: int) -> tuple[Run, Tree, Tree] | None:
         """Returns where a branch begins; None for what is no branch.
@@ -246,44 +224,73 @@ class Trainer:
         trunk = ARMS[name].branch_of
         if not trunk:
             return None
-        found = self._restore(trunk, seed, branch_step(self.config))
+        found = self._restored(trunk, seed, branch_step(self.config))
         if found is None:
             raise ValueError(f"{name} continues {trunk}: train that with seed {seed} first, in the same folder")
         run, params, state = found
         return replace(run, arm=name, seconds=0.0, timed_steps=0), params, state
 
 
-class Trained(NamedTuple):
-    """Holds a finished run: its sizes, the hash of its text, and the weights."""
+def initial(seed: int, config: Config) -> tuple[Tree, Tree]:
+    """Returns the weights and the optimizer state of a run before its first step."""
+    params = init_params(jax.random.key(seed), config)
+    return params, init_optimizer(params)
+
+
+class Checkpoint(NamedTuple):
+    """Holds a run as it was after a step: sizes, hash of its text, losses, weights and optimizer state."""
 
     config: Config
     sha256: str
     run: Run
     params: Tree
+    state: Tree
 
 
-def restore(folder: Path) -> Trained:
-    """Reads a finished run from the folder of its checkpoints.
+def read_checkpoint(folder: Path, step: int | None = None, wanted: dict[str, Any] | None = None) -> Checkpoint | None:
+    """Reads a checkpoint of a run.
+
+    Args:
+      folder: of the run.
+      step: after which it was written; None for the latest one.
+      wanted: what it must have; None for anything.
+
+    Returns:
+      the checkpoint, or None where there is none.
 
     Raises:
-      ValueError: there is no checkpoint, or the run is not finished.
+      ValueError: it has not what it must have.
     """
     import orbax.checkpoint as ocp
 
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder of a run")
+        return None
     with ocp.CheckpointManager(folder.resolve()) as manager:
-        step = manager.latest_step()
-        if step is None:
-            raise ValueError(f"{folder} has no checkpoint")
+        step = manager.latest_step() if step is None else step
+        if step not in manager.all_steps():
+            return None
         shown = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
-        config, run = Config(**shown["config"]), Run(**shown["run"])
-        if not run.is_done(config):
-            raise ValueError(f"{folder} must have a finished run, got {step} of {config.steps} steps")
-        params = jax.eval_shape(lambda: init_params(jax.random.key(0), config))
-        like = {"params": params, "state": jax.eval_shape(init_optimizer, params)}
-        tree = manager.restore(step, args=ocp.args.Composite(tree=ocp.args.StandardRestore(like))).tree
-    return Trained(config, shown["sha256"], run, tree["params"])
+        for what, value in (wanted or {}).items():
+            if shown[what] != value:
+                raise ValueError(f"{folder} has a run of another {what}: {shown[what]}, not {value}")
+        config = Config(**shown["config"])
+        params, state = jax.eval_shape(lambda: initial(0, config))
+        like = ocp.args.StandardRestore({"params": params, "state": state})
+        tree = manager.restore(step, args=ocp.args.Composite(tree=like)).tree
+    return Checkpoint(config, shown["sha256"], Run(**shown["run"]), tree["params"], tree["state"])
+
+
+def read_finished(folder: Path) -> Checkpoint:
+    """Reads the last checkpoint of a finished run.
+
+    Raises:
+      ValueError: there is none.
+    """
+    found = read_checkpoint(folder)
+    if found is None or not found.run.is_done(found.config):
+        steps = "no checkpoint" if found is None else f"{int(found.state['step'])} of {found.config.steps} steps"
+        raise ValueError(f"{folder} must have a finished run, got {steps}")
+    return found
 
 
 # Pairs
