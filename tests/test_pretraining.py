@@ -104,6 +104,7 @@ def test_bf16_forward_changes_the_forward_pass_alone(model):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
 
 
+@pytest.mark.long
 def test_a_linear_for_each_block_is_the_loop_without_the_loop(model):
     config, key = small_config(), jax.random.key(0)
     params, tokens = model.init_params(key, config), jnp.asarray(random_tokens(32).reshape(2, 16))
@@ -215,6 +216,7 @@ def test_another_run_is_not_continued(pretrain, tmp_path):
         pretrain.read_finished(tmp_path / "bf16/seed1")
 
 
+@pytest.mark.long
 def test_pairs_have_the_same_weights_and_batches(pretrain, tmp_path):
     """The first loss, before any update, differs by the quantization alone."""
     runs = trainer(pretrain, tmp_path, steps=1, val_batches=1)

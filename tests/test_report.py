@@ -241,6 +241,7 @@ def test_eager_counts_as_under_jit(native):
 
 
 @every_kind
+@pytest.mark.long
 def test_an_eager_call_compiles_one_program(native, spec, caplog):
     x, key = jnp.asarray(normal(shape=(48, 192))), key_for(spec)  # a shape that nothing else compiles
     with jax.log_compiles():

@@ -541,6 +541,7 @@ def test_each_fault_is_seen_by_several_calls(library, fault):
 
 
 @pytest.mark.parametrize("fault", [None, *LIBRARY_FAULTS])
+@pytest.mark.long
 def test_a_product_on_blackwell_with_a_faulty_library(library, monkeypatch, fault):
     """The whole way: lowering plans the library's product, its check refuses it, the decode path computes."""
     cpu = jax.devices("cpu")[0]

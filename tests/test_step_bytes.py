@@ -34,6 +34,7 @@ def test_every_quantizer_of_every_recipe_is_here():
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.long
 def test_on_cpus(count):
     assert digests(jax.devices("cpu")[:count]) == on_one_cpu()
 
