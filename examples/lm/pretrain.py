@@ -46,7 +46,7 @@ class Arm:
     recipe: Recipe | None
     ends_bf16: bool = False
     branch_of: str = ""
-    seeds: int = 3
+    seeds: int = 4
 
     def linears(self, layers: int) -> list[Linear]:
         """Returns the product of each block."""
