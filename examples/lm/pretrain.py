@@ -72,10 +72,10 @@ ARMS = {
     ),
     "rl": Arm(recipes.rl()),
     "backward_only": Arm(replace(recipes.pretrain(), fprop=None)),
-    "pretrain_no_rht": Arm(recipes.pretrain(rht=False), seeds=1),
-    "pretrain_no_sr": Arm(recipes.pretrain(stochastic_rounding=False), seeds=1),
+    "pretrain_no_rht": Arm(recipes.pretrain(rht=False), seeds=3),
+    "pretrain_no_sr": Arm(recipes.pretrain(stochastic_rounding=False)),
     "row_scaled": Arm(recipes.row_scaled(), seeds=1),
-    "pretrain_ends_bf16": Arm(recipes.pretrain(), ends_bf16=True, seeds=1),
+    "pretrain_ends_bf16": Arm(recipes.pretrain(), ends_bf16=True),
 }
 
 
