@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import jax
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 REQUIRED = frozenset(filter(None, os.environ.get("JNVFP4_REQUIRE", "").split(",")))
 
@@ -78,3 +79,29 @@ def devices(request) -> list:
     if not count:
         skip_or_fail("sharding", "fewer than two CUDA devices")
     return found[:count]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as ``product`` what the default run leaves out of tests with several lists of parameters.
+
+    Of lists of 24, 5 and 2 values there are 240 cases. 24 of them remain: case i takes value i of each list, and starts
+    a list again where it ends. So each value is in at least one case. Fixtures, such as backends, are not counted.
+    """
+    for item in items:
+        chosen = [_chosen(item, mark) for mark in item.iter_markers("parametrize")]
+        longest = max((size for _, size in chosen), default=0)
+        if not any(all(i == case % size for i, size in chosen) for case in range(longest)) and chosen:
+            item.add_marker(pytest.mark.product)
+
+
+def _chosen(item, mark) -> tuple[int, int]:
+    """Returns which value of a list of parameters a case has, and the length of the list."""
+    names, values = mark.args
+    names = names.split(",") if isinstance(names, str) else names
+    case = [item.callspec.params[name.strip()] for name in names]
+    for i, value in enumerate(values):
+        value = value.values if isinstance(value, ParameterSet) else value if len(names) > 1 else (value,)
+        if all(a is b for a, b in zip(case, value, strict=True)):
+            return i, len(values)
+    raise AssertionError(f"{item.nodeid} has no value of {names}")

@@ -99,6 +99,7 @@ def test_encoders_over_float32(cross, emulator, tmp_path):
     _output(emulator, program, "quick")
 
 
+@pytest.mark.long
 def test_dot_products_of_bytes_are_in_kernels_that_ask_for_them(cross, tmp_path):
     """A processor without them must not meet one; and nothing spills."""
     compiled = tmp_path / "matmul.o"

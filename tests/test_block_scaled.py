@@ -80,6 +80,7 @@ def library(process):
 
 
 # ---------------------------------------------------------------- the layout of scales
+@pytest.mark.long
 def test_every_scale_has_a_byte_of_its_own(process):
     assert process("without_bijection", 300, 40) == 0
 
@@ -145,6 +146,7 @@ def check_packed_tiles(process, rows: int, cols: int) -> None:
     assert_bitwise(back, scale, f"{rows} x {cols}, unpacked")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", range(1, 301, 50))
 def test_tiles_of_packed_weights_are_those_of_the_kernel(process, first):
     for rows, cols in itertools.product(range(first, first + 50), range(1, 41)):

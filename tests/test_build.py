@@ -232,6 +232,7 @@ def test_a_compiler_that_fails_leaves_the_cpu_module(tmp_path):
     assert "JNVFP4_CUDA=on, but no CUDA compiler that works was found: put nvcc on PATH" in text
 
 
+@pytest.mark.long
 def test_a_compiler_that_is_too_old_leaves_the_cpu_module(tmp_path):
     (tmp_path / "old.h").write_text("#undef __CUDACC_VER_MAJOR__\n#define __CUDACC_VER_MAJOR__ 11\n")
     status, text = _configure(tmp_path, f'exec {_real_nvcc()} -include {tmp_path}/old.h "$@"')
@@ -239,6 +240,7 @@ def test_a_compiler_that_is_too_old_leaves_the_cpu_module(tmp_path):
     assert re.search(r"jnvfp4: nvcc 11[0-9.]* is older than 12.0, building for the CPU only", text), text
 
 
+@pytest.mark.long
 def test_a_compiler_of_fewer_targets_builds_what_it_can(tmp_path):
     old = OLD_NVCC.replace("{nvcc}", _real_nvcc())
     status, text = _configure(tmp_path, old, "-DJNVFP4_CUDA_TARGETS=90a;100f")

@@ -69,6 +69,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mistake", list(MISTAKES))
 def test_mistakes_are_found(tmp_path, mistake):
     right, wrong, flags = MISTAKES[mistake]

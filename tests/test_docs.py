@@ -24,7 +24,12 @@ def python_blocks(page: pathlib.Path) -> str:
     return "\n\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S))
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p)], ids=lambda p: p.name)
+README, *PAGES_OF_CODE = sorted((p for p in PAGES if python_blocks(p)), key=lambda p: p.name != "README.md")
+
+
+@pytest.mark.parametrize(
+    "page", [README, *(pytest.param(p, marks=pytest.mark.long) for p in PAGES_OF_CODE)], ids=lambda p: p.name
+)
 def test_code_blocks_run(page, tmp_path):
     for library in NEEDS.get(page.name, ()):
         pytest.importorskip(library)

@@ -165,6 +165,7 @@ def test_rows_of_experts_follow_each_other(moe, unit):
     assert (place[group == 4] >= ends[-1]).all()
 
 
+@pytest.mark.long
 def test_experts_on_several_devices_compute_what_one_does(moe):
     """With room for all rows; the loss of an uneven choice is that of each device's tokens."""
     config, experts = moe.PRESETS["cpu"]
@@ -362,6 +363,7 @@ def served_llama(decode, name: str):
     return config, params, decode.row_scaled_linear if "W4A4" in name else decode.converted_linear, "KV4" in name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["bf16", "W4A16", "W4A4"])
 def test_decoding_with_a_cache_is_decoding_without(decode, name):
     from lm.model import logits
@@ -381,6 +383,7 @@ def test_decoding_with_a_cache_is_decoding_without(decode, name):
         np.testing.assert_allclose(got, want[:, end - 1], atol=0.02 * float(jnp.std(want)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["bf16", "W4A16 KV4"])
 def test_perplexity_through_the_cache_is_that_of_the_model(decode, name):
     from lm.model import loss_fn
@@ -458,6 +461,7 @@ def test_serve_serves_its_checkpoint(tmp_path):
     assert loaded["text"]["bf16"]["perplexity"] == pytest.approx(loaded["text"]["W4A16"]["perplexity"], rel=1e-3)
 
 
+@pytest.mark.long
 def test_serve_measures_random_weights(serve, monkeypatch, capsys, tmp_path):
     tiny = dataclasses.replace(serve.LLAMA_8B, width=64, heads=4, kv_heads=2, mlp_width=160, vocabulary=300)
     monkeypatch.setattr(serve, "LLAMA_8B", tiny)
@@ -497,6 +501,7 @@ def test_serve_refuses(serve, arguments, message, monkeypatch, capsys, tmp_path)
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_train_flax(tmp_path):
     for library in ("flax", "optax"):
         pytest.importorskip(library)
@@ -508,6 +513,7 @@ def test_train_flax(tmp_path):
     assert all(len(curve) == 3 for curves in losses.values() for curve in curves.values())
 
 
+@pytest.mark.long
 def test_existing_models(tmp_path):
     for library in ("flax", "qwix", "transformers"):
         pytest.importorskip(library)

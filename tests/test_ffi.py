@@ -66,6 +66,7 @@ def test_the_call_itself_runs(native, name):
     assert refusal(the_call(native, name)) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrong_operand_or_result_is_refused(native, name):
     call = the_call(native, name)

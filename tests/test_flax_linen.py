@@ -77,6 +77,7 @@ def test_explain_lists_the_layers_of_a_model():
     assert decisions["block_0/up"] == ((32, 64), SR, "rule 'block_.*'")
 
 
+@pytest.mark.long
 def test_parameters_do_not_change():
     model = Transformer()
     plain = model.init(jax.random.key(0), TOKENS)
@@ -350,6 +351,7 @@ def test_scanned_layers_have_the_bits_of_unrolled_ones():
     assert_same_tensor(got, stacked(grads))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remat", [False, True])
 def test_losses_of_scanned_and_unrolled_models_are_as_close_as_those_of_bfloat16(remat):
     variables = init(Stack(layers=3))
@@ -428,6 +430,7 @@ def test_scanned_layers_without_the_stream_raise():
         run(Stack(scan=True), stacked(init(Stack())), rngs=True)
 
 
+@pytest.mark.long
 def test_a_constant_key_inside_jit_raises():
     """It would be the same in every step."""
     variables = init(Mlp())
@@ -524,6 +527,7 @@ def test_calibrate_refuses_what_it_cannot_measure(tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.long
 def test_training_follows_bfloat16():
     """The loss of twenty steps of gradient descent."""
     model = Transformer(layers=1)

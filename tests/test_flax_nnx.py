@@ -313,6 +313,7 @@ def scanned(unrolled, indexed):
     return model
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The 'split' argument of 'fork'")
 def test_scanned_layers_draw_the_bits_of_unrolled_ones(monkeypatch):
     unrolled = Stack(scan=False)

@@ -275,6 +275,7 @@ def test_sharded_equals_unsharded(cpu, recipe, layout, kind):
         assert_bitwise(got[0], want[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", ["default", "dequantized", "stochastic weights", "nothing"])
 def test_vmap_over_split_examples(cpu, recipe, kind):

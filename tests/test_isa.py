@@ -48,6 +48,7 @@ def every_result(x) -> list:
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [*ODD, Case("windows", (64, 192), "bf16", "heavy")], ids=lambda c: c.name)
 def test_quantize_and_dequantize(both, case):
     x = case.make()

@@ -97,6 +97,7 @@ def test_context_parallel_moves_what_a_plain_product_moves(devices, kind):
         assert_sharded(value, mesh, spec)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_context_parallel_has_the_bits_of_flattened_tokens(devices, recipe):
     """On one device and on many: fprop and dgrad bit for bit, wgrad up to the order of its sums over devices."""
@@ -308,6 +309,7 @@ def quantize_flat(x):
     return alone, [quantize_pair(x, a, b, key=key_for(a)) for a, b in PAIRS]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("axes", "spec"), ROWS_LAYOUTS.values(), ids=ROWS_LAYOUTS)
 def test_rows_of_several_axes_have_the_bytes_of_one(devices, axes, spec):
     """Every spec and orientation; random bits too, though the rows of a device are not neighbours in the whole."""

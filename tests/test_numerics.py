@@ -570,6 +570,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("check", "mistake"), [(check, m) for check, found in MISTAKES.items() for m in found])
 def test_encoders_over_float32_finds_mistakes(tmp_path, monkeypatch, check, mistake):
     """The same program is red for headers with one constant changed."""

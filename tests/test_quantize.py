@@ -513,6 +513,7 @@ def test_pair_with_given_amax(native, which, pair):
     check_pair(x, *pair, (row if which != "col" else None, col if which != "row" else None))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "specs", [(NVFP4_SR, NVFP4_RHT_SR), (NVFP4_SR_UNBIASED, NVFP4_RHT_SR_UNBIASED)], ids=["plain", "unbiased"]
 )
@@ -558,6 +559,7 @@ dtypes = st.sampled_from(sorted(cases.DTYPES))
 any_spec = st.sampled_from(SUPPORTED_SPECS)
 
 
+@pytest.mark.long
 @properties
 @hypothesis.given(shapes, distributions, seeds, dtypes, any_spec, st.booleans())
 def test_native_over_shapes(native, shape, distribution, seed, dtype, spec, transpose):
@@ -603,6 +605,7 @@ def test_scaling_by_powers_of_two_changes_only_amax(native, seed, exponent, spec
     assert_bitwise(scaled.amax, np.asarray(t.amax) * np.float32(2.0**exponent), "amax")
 
 
+@pytest.mark.long
 @properties
 @hypothesis.given(shapes, distributions, seeds, dtypes, any_spec, any_spec)
 def test_a_pair_is_two_calls_over_shapes(native, shape, distribution, seed, dtype, row, col):

@@ -38,6 +38,7 @@ def loss(logits):
     return jnp.sum(jnp.sin(logits.astype(jnp.float32)))
 
 
+@pytest.mark.long
 def test_a_linen_model_has_the_bits_of_intercept():
     model = Transformer()
     variables = model.init(jax.random.key(0), TOKENS)

@@ -141,6 +141,7 @@ def on(device, *values):
 
 
 # ---------------------------------------------------------------- products
+@pytest.mark.long
 @every_fault
 def test_a_wrong_product_is_refused_and_the_result_is_right(never_run, faulty, fault):
     kernel = kernel_of(never_run)
@@ -275,6 +276,7 @@ def test_in_other_programs(never_run, faulty, where, fault):
         assert_bitwise(traced_calls(never_run)[where](a, b), expected)
 
 
+@pytest.mark.long
 def test_gradients(never_run, faulty):
     """All three products of a layer, and its quantizers."""
     x, w = (jnp.asarray(normal(shape, seed=s)) for s, shape in enumerate([(96, 64), (80, 64)]))

@@ -54,6 +54,7 @@ def codes_gathered(found) -> int:
     return sum("u8" in shape for op, shape in found if op == "all-gather")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
 def test_linen_gathers_bytes_and_finds_amaxes_at_once(scan):
     """The kernels of a scanned model have an amax for each layer, which layer_index tells apart."""
@@ -75,6 +76,7 @@ def test_linen_gathers_bytes_and_finds_amaxes_at_once(scan):
     assert amaxes_reduced(found) == [6]  # two kernels, three layers
 
 
+@pytest.mark.long
 def test_linen_einsum_and_attention_take_amaxes():
     model = Transformer()
     tokens = jnp.arange(32).reshape(2, 16)  # each once: a GPU adds the gradients of an embedding in any order
@@ -92,6 +94,7 @@ def test_linen_einsum_and_attention_take_amaxes():
     assert tree["lm_head"]["kernel"] is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("box", ["state", "pure"])
 def test_nnx_takes_amaxes_and_gathers_bytes(box):
     mesh = make_mesh(DEVICES, "x")

@@ -70,6 +70,7 @@ def in_processes(platform: str, each: list[dict[str, str]]) -> list[dict[str, st
     return [json.loads(out.splitlines()[-1]) for out, _ in printed]
 
 
+@pytest.mark.long
 def test_in_two_processes_of_four_cpus():
     flags = {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",

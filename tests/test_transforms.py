@@ -187,6 +187,7 @@ def test_vmap_of_an_amax_per_matrix(native):
     assert_vmap_is_a_loop(f, (x, amax[:, 0]), (0, 0))
 
 
+@pytest.mark.long
 def test_vmap_of_the_reference():
     x, amax = normal((SIZE, 16, 32)), jnp.asarray([1.0, 2.0, 3.0])
     assert_vmap_is_a_loop(lambda x, a: quantize(x, amax=a, implementation="reference"), (x, amax), (0, 0))
@@ -834,6 +835,7 @@ def test_vmap_of_zero_sizes(f, shapes, out):
 
 
 # ---------------------------------------------------------------- settings of JAX
+@pytest.mark.long
 @pytest.mark.parametrize("spec", [NVFP4_RHT_SR, four_over_six(block_rows=16), WINDOW64], ids=name_of)
 def test_the_reference_needs_no_rank_promotion(spec):
     x = normal((2, 16, 64))
