@@ -89,10 +89,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     a list again where it ends. So each value is in at least one case. Fixtures, such as backends, are not counted.
     """
     for item in items:
-        chosen = [_chosen(item, mark) for mark in item.iter_markers("parametrize")]
-        longest = max((size for _, size in chosen), default=0)
-        if not any(all(i == case % size for i, size in chosen) for case in range(longest)) and chosen:
+        if not _on_diagonal([_chosen(item, mark) for mark in item.iter_markers("parametrize")]):
             item.add_marker(pytest.mark.product)
+
+
+def _on_diagonal(chosen: list[tuple[int, int]]) -> bool:
+    longest = max((size for _, size in chosen), default=1)
+    return any(all(i == case % size for i, size in chosen) for case in range(longest))
 
 
 def _chosen(item, mark) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import gpus
+from conftest import gpus, skip_or_fail
 from operands import normal
 
 import jnvfp4
@@ -204,7 +204,7 @@ def test_json_of_a_wrong_kernel(few_checks, capsys, monkeypatch):
 
 def test_versions_of_a_gpu():
     if not gpus():
-        pytest.skip("no CUDA device")
+        skip_or_fail("cuda", "no CUDA device")
     versions = diagnosis.versions()
     assert all(versions[name] for name in ("cuda_runtime", "cuda_of_driver"))
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import stand_in
+from conftest import skip_or_fail
 from helpers import assert_bitwise, assert_same_tensor
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -329,7 +330,7 @@ def test_an_export_checks_nothing(never_run, no_check):
 
 def test_lowering_for_an_absent_device_checks_nothing(never_run, no_check):
     if not _native.available("cuda"):
-        pytest.skip("jnvfp4 was built without CUDA")
+        skip_or_fail("cuda", "no CUDA kernels in this build")
     checks = jnvfp4.export_checks()
     jax.export.export(multiply(), platforms=["cuda"], disabled_checks=checks)(A, B)
 
