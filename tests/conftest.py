@@ -1,6 +1,7 @@
 """Devices for the tests. Eight CPU devices always; GPUs where there are any.
 
-JNVFP4_REQUIRE=cuda,sharding turns "no GPU" and "fewer than two GPUs" from skips into failures.
+JNVFP4_REQUIRE=cuda,sharding,haliax turns "no GPU", "fewer than two GPUs" and "no haliax that runs" from skips into
+failures.
 """
 
 import os
@@ -27,7 +28,7 @@ def gpus() -> list:
 def skip_or_fail(requirement: str, reason: str) -> None:
     if requirement in REQUIRED:
         pytest.fail(f"JNVFP4_REQUIRE={requirement}: {reason}")
-    pytest.skip(reason)
+    pytest.skip(reason, allow_module_level=True)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import pytest
+from conftest import skip_or_fail
 
 from jnvfp4 import ROW_SCALED, Format, NVFP4Tensor, QuantSpec, reference
 from jnvfp4.spec import BLOCK, WINDOW
@@ -405,4 +405,4 @@ def skip_unless_haliax_runs() -> None:
             axes = hax.Axis("i", 2), hax.Axis("o", 2)
             hnn.Linear.init(*axes, key=jax.random.key(0))(hax.ones(axes[:1]))
     except (ImportError, AttributeError) as error:
-        pytest.skip(f"no haliax that runs with this JAX: {error}", allow_module_level=True)
+        skip_or_fail("haliax", f"no haliax that runs with this JAX: {error}")

@@ -1,12 +1,14 @@
 """haliax models multiply by a policy, also where their layers are stacked and folded."""
 
+# ruff: noqa: E402
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_bitwise, skip_unless_haliax_runs
 
-pytest.importorskip("haliax", reason="no haliax that runs with this JAX", exc_type=ImportError)
+skip_unless_haliax_runs()
 
 import equinox as eqx
 import haliax as hax
@@ -17,7 +19,6 @@ import jnvfp4
 from jnvfp4 import Policy, Rule, layer_key, linear, recipes, step_key
 from jnvfp4.haliax import DotGeneral, RaggedDot, apply
 
-skip_unless_haliax_runs()
 SR, NEAREST = recipes.pretrain(), recipes.DEFAULT
 KEY = jax.random.key(5)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of haliax, about JAX
