@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from checkpoints import GOLDEN
 from conftest import gpus, skip_or_fail
-from helpers import assert_bitwise, decoded, primitives
+from helpers import assert_bitwise, decoded, primitives, random_tensor
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import KINDS, make_mesh
@@ -103,6 +104,15 @@ def test_each_group_has_the_bits_of_matmul_nt(cpu, implementation, left, sizes):
     a, b = operands(left)
     got = grouped_matmul_nt(a, b, int32(sizes), implementation=implementation)
     assert_bitwise(got, by_group(a, b, sizes))
+
+
+@pytest.mark.parametrize("implementation", ["native", "reference"])
+def test_a_sum_of_negative_zeros_is_positive(cpu, implementation):
+    """Of one block: XLA replaces 0 + x by x in a loop of one turn."""
+    a, b = random_tensor(0, (3, 16), scales=[0]), random_tensor(1, (1, 5, 16))
+    a, b = (replace(t, data=jnp.full_like(t.data, codes)) for t, codes in ((a, 0xAA), (b, 0x22)))  # of -1 and 1
+    got = grouped_matmul_nt(a, b, int32([3]), out_dtype=jnp.float32, implementation=implementation)
+    assert_bitwise(got, np.zeros((3, 5), np.float32))
 
 
 def test_boundaries_that_are_drawn(cpu):
