@@ -1,5 +1,7 @@
 """grouped_matmul_nt at sizes that every way of dividing a product reaches: tiles, tails of groups, parts of K."""
 
+import pathlib
+import subprocess
 from typing import NamedTuple
 
 import jax
@@ -52,6 +54,22 @@ def test_products_reach_every_division():
         few = of.rows <= 16 or of.rows <= min(128, 4 * groups)
         found.add("few" if few else "256" if of.rows >= 48 * groups else "64")
     assert found == {"few", "64", "256"}
+
+
+def test_every_part_of_k_is_computed_once_on_any_number_of_multiprocessors(tmp_path):
+    """The rules of ffi/cuda/matmul/sm90_groups.h for 1 to 66 pairs of thread blocks, in cpp/grouped_items.cc."""
+    program, folder = tmp_path / "grouped_items", pathlib.Path(__file__).parent / "cpp"
+    flags = [
+        "-std=c++17",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        f"-I{folder.parent.parent / 'ffi'}",
+        f"-I{folder / 'host_cuda'}",
+    ]
+    subprocess.run(["g++", *flags, str(folder / "grouped_items.cc"), "-o", str(program)], check=True)
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def ordinary(left: str, of: Groups):
