@@ -244,6 +244,20 @@ def test_why_a_kernel_cannot(where, kernel, reason):
     assert reason in plan(*where, kernel=kernel).reason
 
 
+HUGE = 2**30
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(HUGE + 1, 4, 128, 256), (128, HUGE + 1, 1, 256), (128, 2**16, 2**14 + 1, 256), (128, 4, 128, HUGE + 16)],
+    ids=["rows", "groups", "rows of all experts", "K"],
+)
+def test_sizes_that_kernels_of_hopper_do_not_count(shape):
+    assert "it takes at most 2^30 rows of a, 2^30 rows of b" in plan(shape=shape, kernel="sm90_nvfp4_grouped").reason
+    assert plan(shape=shape).kernel == "decode_then_ragged_dot"
+    assert plan(shape=(HUGE, 2**16, 2**14, HUGE)).kernel == "sm90_nvfp4_grouped"
+
+
 def test_a_kernel_that_cannot_run_here_is_refused(cpu):
     a, b = operands("nvfp4")
     with pytest.raises(NotImplementedError, match="grouped_matmul_nt: implementation='cpu_dense_elements' cannot run"):

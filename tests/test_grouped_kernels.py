@@ -56,19 +56,24 @@ def test_products_reach_every_division():
     assert found == {"few", "64", "256"}
 
 
-def test_every_part_of_k_is_computed_once_on_any_number_of_multiprocessors(tmp_path):
-    """The rules of ffi/cuda/matmul/sm90_groups.h for 1 to 66 pairs of thread blocks, in cpp/grouped_items.cc."""
-    program, folder = tmp_path / "grouped_items", pathlib.Path(__file__).parent / "cpp"
-    flags = [
-        "-std=c++17",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        f"-I{folder.parent.parent / 'ffi'}",
-        f"-I{folder / 'host_cuda'}",
+@pytest.fixture(scope="module")
+def on_host(tmp_path_factory) -> pathlib.Path:
+    """cpp/grouped_on_host.cc, which needs no GPU."""
+    program, here = tmp_path_factory.mktemp("grouped") / "grouped_on_host", pathlib.Path(__file__).parent
+    ffi, cpp = here.parent / "ffi", here / "cpp"
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ffi}", f"-I{cpp / 'host_cuda'}"]
+    sources = [
+        cpp / "grouped_on_host.cc",
+        *(ffi / f"{name}.cc" for name in ("grouped_plan", "grouped_tiles", "matmul_plan")),
     ]
-    subprocess.run(["g++", *flags, str(folder / "grouped_items.cc"), "-o", str(program)], check=True)
-    done = subprocess.run([program], capture_output=True, text=True)
+    subprocess.run(["g++", *flags, *map(str, sources), "-o", str(program)], check=True)
+    return program
+
+
+@pytest.mark.parametrize("what", ["items", "scratch", "plans"])
+def test_decisions_on_the_host(on_host, what):
+    """Each part of K is computed once by 1 to 66 pairs of thread blocks; lists fit their scratch; plans are adapted."""
+    done = subprocess.run([on_host, what], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
