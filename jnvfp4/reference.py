@@ -258,7 +258,8 @@ def add_block(y: jax.Array, scale_a: jax.Array, scale_b: jax.Array, dot16: jax.A
     """Adds a block of two NVFP4 operands to accumulators: fl(y + fl(fl(s_a * s_b) * dot16)).
 
     Plain float32 is exact here: s_a * s_b * dot16 has at most 20 significant bits, so no product rounds and
-    contraction changes nothing, and every sum is a multiple of 2^-20, so none is subnormal.
+    contraction changes nothing, and every sum is a multiple of 2^-20, so none is subnormal. Only the sign of a zero
+    needs care (``_sum_steps``).
     """
     return y + scale_a * scale_b * dot16
 
@@ -539,12 +540,20 @@ def _block_step(y: jax.Array, block) -> tuple[jax.Array, None]:
     return add_block(y, sa[..., :, None], sb[..., None, :], dot.astype(jnp.float32) * np.float32(0.25)), None
 
 
+def _sum_steps(step, shape: tuple[int, ...], blocks: tuple) -> Bits:
+    """Sums by ``add_block`` from +0. -> shape
+
+    No such sum is -0. XLA replaces 0.0 + x by x where a loop has one turn, and a sum of -0 alone is then -0.
+    """
+    total = to_bits(lax.scan(step, jnp.zeros(shape, jnp.float32), blocks)[0])
+    return jnp.where(total == SIGN, 0, total)
+
+
 def sum_blocks(a_data: jax.Array, a_scale: jax.Array, b_data: jax.Array, b_scale: jax.Array) -> Bits:
     """Sums by ``add_block`` over blocks ascending along K. -> [..., M, N]"""
-    zero = jnp.zeros((*a_data.shape[:-1], b_data.shape[-2]), jnp.float32)
     a_steps, b_steps = (_block_steps(d, s, 1) for d, s in ((a_data, a_scale), (b_data, b_scale)))
     step = lambda y, group: _block_step(y, jax.tree.map(lambda v: v[0], group))  # noqa: E731
-    return to_bits(lax.scan(step, zero, (a_steps, b_steps))[0])
+    return _sum_steps(step, (*a_data.shape[:-1], b_data.shape[-2]), (a_steps, b_steps))
 
 
 def sum_windows(a: tuple, b: tuple, factor) -> Bits:
@@ -552,16 +561,15 @@ def sum_windows(a: tuple, b: tuple, factor) -> Bits:
 
     ``factor(w)`` is the window's ``alpha_w4a4``, broadcasting with [..., M, N]; the product's alpha is then 1.
     """
-    zero = jnp.zeros((*a[0].shape[:-1], b[0].shape[-2]), jnp.float32)
+    shape = (*a[0].shape[:-1], b[0].shape[-2])
 
     def step(y, window):
         blocks, w = window
-        total = lax.scan(_block_step, zero, blocks)[0]
-        return add_window(y, to_bits(total), factor(w)), None
+        return add_window(y, _sum_steps(_block_step, shape, blocks), factor(w)), None
 
     steps = tuple(_block_steps(data, scale, WINDOW // BLOCK) for data, scale in (a, b))
     windows = jnp.arange(steps[0][0].shape[0])
-    return lax.scan(step, jnp.zeros(zero.shape, jnp.uint32), (steps, windows))[0]
+    return lax.scan(step, jnp.zeros(shape, jnp.uint32), (steps, windows))[0]
 
 
 def sum_elements(a: jax.Array, b_data: jax.Array, b_scale: jax.Array) -> Bits:

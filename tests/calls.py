@@ -1,5 +1,6 @@
 """A valid call of every FFI target, and calls that differ from it in one operand, result or attribute."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +28,14 @@ class Array:
     def struct(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
+    def random(self) -> jax.Array:
+        """Random bytes; zeros for types of less than a byte."""
+        dtype = jnp.dtype(self.dtype)
+        if dtype in (jnp.int4, jnp.float4_e2m1fn):
+            return jnp.zeros(self.shape, dtype)
+        drawn = np.random.default_rng(0).bytes(math.prod(self.shape) * dtype.itemsize)
+        return jnp.asarray(np.frombuffer(drawn, dtype).reshape(self.shape))
+
 
 @dataclass(frozen=True)
 class Call:
@@ -36,7 +45,7 @@ class Call:
     attrs: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> Any:
-        operands = [jnp.zeros(o.shape, o.dtype) for o in self.operands]
+        operands = [o.random() for o in self.operands]
         call = jax.ffi.ffi_call(f"nvfp4_{self.target}", [r.struct() for r in self.results], has_side_effect=True)
         return jax.block_until_ready(call(*operands, **self.attrs))
 
@@ -257,6 +266,116 @@ def wrong_arrays(array: Array) -> Iterator[Array]:
         if jnp.dtype(dtype) not in [jnp.dtype(d) for d in (array.dtype, *array.also)]:
             yield replace(array, dtype=dtype)
 
+
+def with_shapes(call: Call, shapes: dict[str, tuple[int, ...]]) -> Call:
+    """The call with other shapes of the arrays of some names."""
+
+    def changed(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(replace(a, shape=shapes.get(a.name, a.shape)) for a in arrays)
+
+    assert shapes.keys() <= {a.name for a in call.operands + call.results}
+    return replace(call, operands=changed(call.operands), results=changed(call.results))
+
+
+# Name -> a call, shapes that fit each other, so that one check alone can see what is wrong, and words of its error.
+WRONG_TOGETHER: dict[str, tuple[str, dict[str, tuple[int, ...]], str]] = {
+    "a part of a block": (
+        "quantize",
+        {"x": (2, 64, 120), "data": (2, 64, 60), "scale": (2, 64, 7)},
+        "quantized axis that is a multiple of 16",
+    ),
+    "a part of a window": (
+        "quantize windows",
+        {"x": (2, 64, 96), "amax": (2, 64, 1), "data": (2, 64, 48), "scale": (2, 64, 6)},
+        "multiple of 64",
+    ),
+    "no column": (
+        "quantize rows found",
+        {"x": (2, 64, 0), "data": (2, 64, 0), "scale": (2, 64, 0)},
+        "multiple of 16 and not 0",
+    ),
+    "a part of a tile": (
+        "quantize tiles",
+        {"x": (2, 64, 120), "data": (2, 120, 32), "scale": (2, 120, 4)},
+        "multiples of 16 for block_rows=16",
+    ),
+    "a part of a window of a pair's columns": (
+        "pair windows",
+        {
+            **{"x": (96, 128), "row data": (96, 64), "row scale": (96, 8), "row found amax": (96, 2)},
+            **{"col data": (128, 48), "col scale": (128, 6), "col found amax": (128, 1)},
+        },
+        "multiple of 64",
+    ),
+    "a part of a window, faked": (
+        "fake_quant windows",
+        {"x": (2, 16, 96), "amax": (2, 16, 1), "out": (2, 16, 96)},
+        "multiple of 64",
+    ),
+    "values of half the columns": ("norm", {"values": (64, 64)}, "values must have shape (64,128)"),
+    "columns without rows": (
+        "gate windows",
+        {"row data": (0,), "row scale": (0,), "row found amax": (0,)},
+        "row data must be wanted",
+    ),
+    "a part of a block, decoded": (
+        "dequantize",
+        {"data": (16, 60), "scale": (16, 7), "out": (16, 120)},
+        "multiple of 16 codes",
+    ),
+    "a part of a window, decoded": (
+        "dequantize windows",
+        {"data": (16, 48), "scale": (16, 6), "amax": (16, 1), "out": (16, 96)},
+        "multiple of 64 codes",
+    ),
+    "a part of a tile's rows": (
+        "transpose",
+        {"data": (40, 40), "scale": (40, 5), "out data": (80, 20), "out scale": (80, 2)},
+        "16x16 tiles",
+    ),
+    "a part of a tile's columns": (
+        "transpose",
+        {"data": (48, 36), "scale": (48, 4), "out data": (72, 24), "out scale": (72, 3)},
+        "16x16 tiles",
+    ),
+    "a part of a rotated block": ("rht_amax", {"x": (2, 16, 24)}, "multiple of 16"),
+    "no largest magnitude": ("rht_amax", {"x": (2, 0, 32)}, "x must have elements"),
+    "blocks of two numbers of columns": ("matmul", {"b data": (32, 32), "b scale": (32, 4)}, "must have the same K"),
+    "a product of part of a block": (
+        "matmul",
+        {"a data": (24, 60), "a scale": (24, 7), "b data": (32, 60), "b scale": (32, 7)},
+        "multiple of 16 codes",
+    ),
+    "no depth": (
+        "matmul",
+        {"a data": (24, 0), "a scale": (24, 0), "b data": (32, 0), "b scale": (32, 0)},
+        "the same K, not 0",
+    ),
+    "other matrices on the right": (
+        "matmul",
+        {
+            **{"a data": (2, 24, 64), "a scale": (2, 24, 8), "out": (2, 24, 32)},
+            **{"b data": (3, 32, 64), "b scale": (3, 32, 8)},
+        },
+        "b must have rank 2 or the leading axes (2)",
+    ),
+    "matrices of rows in groups": (
+        "grouped",
+        {"a data": (2, 24, 64), "a scale": (2, 24, 8)},
+        "a data must have rank 2",
+    ),
+    "one expert without its axis": (
+        "grouped",
+        {"b data": (32, 64), "b scale": (32, 8), "b amax": (32,), "group sizes": (1,)},
+        "b data must have rank 3",
+    ),
+    "one amax of all experts": ("grouped", {"b amax": ()}, "b amax must have shape (G,) or (G, N)"),
+    "groups without depth": (
+        "grouped dense",
+        {"a": (24, 0), "b data": (3, 32, 0), "b scale": (3, 32, 0)},
+        "the same K, not 0",
+    ),
+}
 
 WRONG_SPECS = [
     {"amax_scope": "column"},

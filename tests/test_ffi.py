@@ -4,12 +4,13 @@
 `.ci/run_gpu` with the CUDA module under compute-sanitizer.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
-from calls import Array, Call, valid_calls, wrong_arrays, wrong_attrs
+from calls import WRONG_TOGETHER, Array, Call, valid_calls, with_shapes, wrong_arrays, wrong_attrs
 from conftest import skip_or_fail
 from jax._src.dispatch import runtime_tokens
 
@@ -66,20 +67,36 @@ def test_the_call_itself_runs(native, name):
     assert refusal(the_call(native, name)) is None
 
 
+def check_wrong_arrays(call: Call, chosen: Callable[[int, list[Array]], list[Array]]) -> None:
+    """Each of the wrong arrays that are chosen, in place of the one of an index, is refused by its name."""
+    for index, array in enumerate(call.operands + call.results):
+        for wrong in chosen(index, list(wrong_arrays(array))):
+            text = refusal(with_array(call, index, wrong))
+            assert text is not None, f"ran with {wrong}"
+            if array.name == "scratch" and "bytes of scratch" in text:  # a plan that does not fit says how many it has
+                continue
+            named = [other for other in names_of(call) if f"{other} must" in text or f"{other} and" in text]
+            assert named, f"{wrong}: {text}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_wrong_of_each_operand_and_result_is_refused(native, name):
+    """Another rank, size or type, in turns: of all wrong arrays of all names, the next test is."""
+    check_wrong_arrays(the_call(native, name), lambda index, wrong: [wrong[7 * index % len(wrong)]])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrong_operand_or_result_is_refused(native, name):
-    call = the_call(native, name)
-    for index, array in enumerate(call.operands + call.results):
-        for wrong in wrong_arrays(array):
-            text = refusal(with_array(call, index, wrong))
-            assert text is not None, f"{name}: ran with {wrong}"
-            named = [other for other in names_of(call) if f"{other} must" in text or f"{other} and" in text]
-            if (
-                array.name == "scratch" and "bytes of scratch" in text
-            ):  # a plan that does not fit says how many there are
-                continue
-            assert named, f"{wrong}: {text}"
+    check_wrong_arrays(the_call(native, name), lambda _, wrong: wrong)
+
+
+@pytest.mark.parametrize("wrong", WRONG_TOGETHER)
+def test_wrong_shapes_that_fit_each_other_are_refused(native, wrong):
+    name, shapes, words = WRONG_TOGETHER[wrong]
+    text = refusal(with_shapes(the_call(native, name), shapes))
+    assert text is not None
+    assert words in text
 
 
 def counts_random_bits(call: Call, attr: str) -> bool:
@@ -106,26 +123,6 @@ def test_a_missing_operand_result_or_attribute_is_refused(native, name):
         assert refusal(replace(call, results=call.results[:-1]))
     for attr in call.attrs:
         assert refusal(replace(call, attrs={k: v for k, v in call.attrs.items() if k != attr}))
-
-
-@pytest.mark.parametrize(
-    ("name", "depth"),
-    [("quantize rows found", 0), ("quantize windows", 96), ("fake_quant windows", 96), ("dequantize windows", 96)],
-)
-def test_a_row_that_is_no_whole_windows_is_refused(native, name, depth):
-    """All arrays fit each other; a row has a part of a window, or nothing whose amax could be found."""
-    call = the_call(native, name)
-    rank = len(call.results[0].shape)
-
-    def with_depth(array: Array) -> Array:
-        if len(array.shape) != rank:
-            return array
-        return replace(array, shape=(*array.shape[:-1], array.shape[-1] * depth // 128))
-
-    operands, results = tuple(map(with_depth, call.operands)), tuple(map(with_depth, call.results))
-    text = refusal(replace(call, operands=operands, results=results))
-    assert text is not None
-    assert "multiple of" in text
 
 
 @pytest.mark.parametrize(

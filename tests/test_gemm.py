@@ -1,5 +1,8 @@
 """``matmul_nt`` against its formula in NumPy: bitwise where the order is pinned, else within a derived bound."""
 
+import functools
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -467,10 +470,23 @@ def test_no_elements(backend, shape, weight_only):
 
 
 def test_no_depth_leaves_the_bias(backend):
-    a, b = quantized((5, 7, 0))
-    bias = dense((7,), DTYPES["bf16"])
-    got = jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=np.float32, implementation=backend.implementation)
-    assert_bitwise(got, np.broadcast_to(np.asarray(bias).astype(np.float32), (5, 7)))
+    """It is added to +0, so -0 becomes +0, NaN the canonical one, and a subnormal number stays."""
+    a, b = quantized((5, 4, 0))
+    bias = np.array([0x3F812345, 0x80000000, 0xFFABCDEF, 1], np.uint32).view(np.float32)
+    got = jnvfp4.matmul_nt(a, b, bias=jnp.asarray(bias), out_dtype=np.float32, implementation=backend.implementation)
+    assert_bitwise(bits(got), np.full((5, 4), [0x3F812345, 0, 0x7FC00000, 1], np.uint32))
+
+
+@pytest.mark.parametrize("a_format", [TENSOR, WINDOW, None], ids=["w4a4", "windows", "w4a16"])
+def test_a_sum_of_negative_zeros_is_positive(backend, a_format):
+    """Of one block or window: XLA replaces 0 + x by x in a loop of one turn."""
+    a, b = quantized((3, 5, 64 if a_format is WINDOW else 16), a_format or TENSOR)
+    a = replace(a, data=jnp.full_like(a.data, 0xAA), scale=jnp.zeros_like(a.scale))  # codes of -1
+    b = replace(b, data=jnp.full_like(b.data, 0x22))
+    a = a if a_format else jnp.full(a.shape, -0.0, jnp.bfloat16)
+    product = functools.partial(multiply, backend, accumulation="pinned", out_dtype=np.float32)
+    for run in (product, jax.jit(lambda *_: product(a, b))):
+        assert_bitwise(run(a, b), np.zeros((3, 5), np.float32))
 
 
 @every_accumulation

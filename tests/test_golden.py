@@ -212,17 +212,25 @@ def test_native_quantize_4over6(native, kind, dtype, transposed):
     check_each(found, t.data, t.scale, t.amax)
 
 
+def check_by_reference(kind: str, found: list[Golden]) -> None:
+    """All inputs at once (one compilation)."""
+    x, amax = stacked(found)
+    t = jnvfp4.quantize(x, SPECS[kind], amax=amax, implementation="reference")
+    check_each(found, t.data, t.scale, t.amax)
+
+
 @only_reference
-@every_max6_kind
+@pytest.mark.parametrize("kind", [*PLAIN, "1x64"])
 @pytest.mark.parametrize("dtype", list(OUT_DTYPES))
 def test_reference_quantize(backend, kind, dtype):
-    """All inputs of a dtype at once (one compilation)."""
-    if found := [g for g in goldens(kind) if g.x.dtype == OUT_DTYPES[dtype]]:
-        x, amax = stacked(found)
-        t = jnvfp4.quantize(x, SPECS[kind], amax=amax, implementation="reference")
-        check_each(found, t.data, t.scale, t.amax)
-    else:
-        assert kind == "1d_rht"  # all bfloat16
+    check_by_reference(kind, [g for g in goldens(kind) if g.x.dtype == OUT_DTYPES[dtype]])
+
+
+@only_reference
+def test_reference_quantize_rotated(backend):
+    found = goldens("1d_rht")
+    assert {g.x.dtype.name for g in found} == {"bfloat16"}
+    check_by_reference("1d_rht", found)
 
 
 @pytest.mark.parametrize(
@@ -287,9 +295,10 @@ def test_stochastic_rounding_of_every_value(native):
 def test_reference_quantize_eagerly(backend, kind):
     """Outside jit every operation is its own XLA program; the bits are the same."""
     names = ("max_fp32", "subnormal_fp32", "tiny_amax_fp32", "ties_e4m3_fp32", "inf_fp32")
-    for golden in goldens(kind):
-        if golden.name in names:
-            golden.check(*reference.quantize(jnp.asarray(golden.x), SPECS[kind]))
+    found = [golden for golden in goldens(kind) if golden.name in names]
+    assert len(found) == len(names)
+    for golden in found:
+        golden.check(*reference.quantize(jnp.asarray(golden.x), SPECS[kind]))
 
 
 @pytest.mark.parametrize("kind", [*PLAIN, *FOUR_OVER_SIX])

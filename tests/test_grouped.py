@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from checkpoints import GOLDEN
 from conftest import gpus, skip_or_fail
-from helpers import assert_bitwise, decoded, primitives
+from helpers import assert_bitwise, decoded, primitives, random_tensor
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import KINDS, make_mesh
@@ -103,6 +104,15 @@ def test_each_group_has_the_bits_of_matmul_nt(cpu, implementation, left, sizes):
     a, b = operands(left)
     got = grouped_matmul_nt(a, b, int32(sizes), implementation=implementation)
     assert_bitwise(got, by_group(a, b, sizes))
+
+
+@pytest.mark.parametrize("implementation", ["native", "reference"])
+def test_a_sum_of_negative_zeros_is_positive(cpu, implementation):
+    """Of one block: XLA replaces 0 + x by x in a loop of one turn."""
+    a, b = random_tensor(0, (3, 16), scales=[0]), random_tensor(1, (1, 5, 16))
+    a, b = (replace(t, data=jnp.full_like(t.data, codes)) for t, codes in ((a, 0xAA), (b, 0x22)))  # of -1 and 1
+    got = grouped_matmul_nt(a, b, int32([3]), out_dtype=jnp.float32, implementation=implementation)
+    assert_bitwise(got, np.zeros((3, 5), np.float32))
 
 
 def test_boundaries_that_are_drawn(cpu):
@@ -232,6 +242,20 @@ WHY_NOT = {
 @pytest.mark.parametrize(("where", "kernel", "reason"), WHY_NOT.values(), ids=WHY_NOT)
 def test_why_a_kernel_cannot(where, kernel, reason):
     assert reason in plan(*where, kernel=kernel).reason
+
+
+HUGE = 2**30
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(HUGE + 1, 4, 128, 256), (128, HUGE + 1, 1, 256), (128, 2**16, 2**14 + 1, 256), (128, 4, 128, HUGE + 16)],
+    ids=["rows", "groups", "rows of all experts", "K"],
+)
+def test_sizes_that_kernels_of_hopper_do_not_count(shape):
+    assert "it takes at most 2^30 rows of a, 2^30 rows of b" in plan(shape=shape, kernel="sm90_nvfp4_grouped").reason
+    assert plan(shape=shape).kernel == "decode_then_ragged_dot"
+    assert plan(shape=(HUGE, 2**16, 2**14, HUGE)).kernel == "sm90_nvfp4_grouped"
 
 
 def test_a_kernel_that_cannot_run_here_is_refused(cpu):

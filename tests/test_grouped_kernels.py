@@ -1,5 +1,7 @@
 """grouped_matmul_nt at sizes that every way of dividing a product reaches: tiles, tails of groups, parts of K."""
 
+import pathlib
+import subprocess
 from typing import NamedTuple
 
 import jax
@@ -52,6 +54,27 @@ def test_products_reach_every_division():
         few = of.rows <= 16 or of.rows <= min(128, 4 * groups)
         found.add("few" if few else "256" if of.rows >= 48 * groups else "64")
     assert found == {"few", "64", "256"}
+
+
+@pytest.fixture(scope="module")
+def on_host(tmp_path_factory) -> pathlib.Path:
+    """cpp/grouped_on_host.cc, which needs no GPU."""
+    program, here = tmp_path_factory.mktemp("grouped") / "grouped_on_host", pathlib.Path(__file__).parent
+    ffi, cpp = here.parent / "ffi", here / "cpp"
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ffi}", f"-I{cpp / 'host_cuda'}"]
+    sources = [
+        cpp / "grouped_on_host.cc",
+        *(ffi / f"{name}.cc" for name in ("grouped_plan", "grouped_tiles", "matmul_plan")),
+    ]
+    subprocess.run(["g++", *flags, *map(str, sources), "-o", str(program)], check=True)
+    return program
+
+
+@pytest.mark.parametrize("what", ["items", "scratch", "plans"])
+def test_decisions_on_the_host(on_host, what):
+    """Each part of K is computed once by 1 to 66 pairs of thread blocks; lists fit their scratch; plans are adapted."""
+    done = subprocess.run([on_host, what], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def ordinary(left: str, of: Groups):

@@ -422,7 +422,7 @@ ffi::Error run_grouped(ffi::ThreadPool pool, const GroupedArgs& args, const Grou
     if (end > first) parts.push_back({first, end, group});
   }
   const MatmulArgs g{args.a, args.b, {nullptr, Float::kF32, args.out, args.kind}, {1, s.rows, s.cols, s.depth}};
-  multiply(pool, g, parts, end);
+  multiply(pool, g, parts, end);  // rows beyond are in no part: they would be unpacked for nothing
   const int64_t row_bytes = s.cols * (args.kind == Float::kF32 ? 4 : 2);
   std::memset(static_cast<uint8_t*>(args.out) + end * row_bytes, 0, (s.rows - end) * row_bytes);
   return ffi::Error::Success();

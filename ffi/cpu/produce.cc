@@ -12,7 +12,8 @@
 namespace jnvfp4 {
 namespace {
 
-// Writes the bfloat16 values of one row; `t` has room for the row in float32 twice.
+// Writes the bfloat16 values of one row; `t` has room for the row in float32 twice. The zeros that a sum by halves is
+// padded with are those that `t` begins with: they are in the upper half, which no sum writes.
 using ProduceRow = void (*)(const void* a, const void* b, int64_t cols, float eps, float* t, uint16_t* y);
 
 template <class A, class B>
@@ -23,7 +24,6 @@ JNVFP4_HD void norm_row(const void* x, const void* weight, int64_t cols, float e
   for (int64_t i = 0; i < cols; ++i) v[i] = A::load(a[i]);
   const int64_t blocks = cols / kBlock, padded = padded_blocks(blocks);
   for (int64_t k = 0; k < blocks; ++k) t[k] = block_squares(v + k * kBlock);
-  std::fill(t + blocks, t + padded, 0.0f);
   const float factor = norm_factor(sum_by_halves(t, padded), cols, eps);
   for (int64_t i = 0; i < cols; ++i) y[i] = bf16_encode(norm_scale(v[i], factor, B::load(w[i])));
 }

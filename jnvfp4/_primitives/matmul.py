@@ -163,7 +163,7 @@ def _empty(
     """Returns the result without a kernel: the sum over no products is 0, which leaves the bias."""
     ops = _split(flat, a_format, has_bias)
     zero = jnp.zeros((*ops.a[0].shape[:-k_axes], ops.b[0].shape[-1 - k_axes]), jnp.float32)
-    return [(zero + (ops.bias[0].astype(jnp.float32) if has_bias else 0)).astype(out_dtype)]
+    return [_finish(zero, *ops.bias, out_dtype=out_dtype)]
 
 
 # ---------------------------------------------------------------- on one device
@@ -188,7 +188,8 @@ def _local(
 def _finish(y: jax.Array, *bias: jax.Array, out_dtype: Any) -> jax.Array:
     """Takes the kernel's last two steps, + bias and the cast.
 
-    On bit patterns: XLA would delete a cast and its inverse, and its float addition flushes subnormal numbers.
+    On bit patterns: XLA would delete a cast and its inverse, and its float addition flushes subnormal numbers and
+    takes 0 + -0 for -0.
     """
     bits = softfloat.to_bits(y)
     for b in bias:

@@ -4,6 +4,7 @@
 #include "../device.cuh"
 #include "sm90_grouped.h"
 #include "sm90_maps.h"
+#include "sm90_pairs.cuh"
 
 namespace jnvfp4 {
 namespace {
@@ -44,6 +45,7 @@ GroupedListing listing_of(const Product& p, int tokens, bool of_tails) {
           tokens / 2,
           p.pairs(),
           of_tails ? 1 : p.slots(),
+          pairs_at_once(1),
           times.slot,
           times.split,
           p.list(of_tails),

@@ -26,21 +26,11 @@ __device__ __forceinline__ GroupedHeader header_of(const GroupedFusedArgs& a) {
   const int4 low = words[0], high = words[1];
   return {low.x, low.y, low.z, low.w, high.x, high.y, {}};
 }
-// Whole tiles go to pairs in turns, and then their parts: to as many pairs as take all parts of a tile at a time, so
-// that a part waits only for blocks that have started before.
-__device__ __forceinline__ int item_from(const GroupedHeader& header, int i, bool parts_begin) {
-  if (i < header.whole && !parts_begin) return i;
-  const int pair = blockIdx.x / 2, pairs = max(static_cast<int>(gridDim.x / 2) / header.splits, 1) * header.splits;
-  return pair < pairs ? header.whole + pair : header.items;
-}
 __device__ __forceinline__ int first_item(const GroupedFusedArgs& a) {
-  return item_from(header_of(a), blockIdx.x / 2, false);
+  return item_from(header_of(a), blockIdx.x / 2, false, blockIdx.x / 2, gridDim.x / 2);
 }
 __device__ __forceinline__ int next_item(const GroupedFusedArgs& a, int i) {
-  const GroupedHeader header = header_of(a);
-  const int pairs = gridDim.x / 2;
-  if (i < header.whole) return item_from(header, i + pairs, i + pairs >= header.whole);
-  return i + max(pairs / header.splits, 1) * header.splits;
+  return item_after(header_of(a), i, blockIdx.x / 2, gridDim.x / 2);
 }
 __device__ __forceinline__ int end_of_items(const GroupedFusedArgs& a) { return header_of(a).items; }
 
@@ -100,7 +90,7 @@ __device__ __forceinline__ void clear_other_rows(const GroupedFusedArgs& a, int 
 template <class C>
 cudaError_t launch_grouped_config(const GroupedFusedArgs& args, const GroupedMaps& maps, cudaStream_t stream) {
   const auto most = static_cast<int64_t>(args.most_tiles) * args.pairs * kGroupedMostParts;
-  const auto pairs = static_cast<unsigned>(std::clamp<int64_t>(multiprocessors() / 2, 1, std::max<int64_t>(most, 1)));
+  const auto pairs = static_cast<unsigned>(std::min<int64_t>(pairs_at_once(1), std::max<int64_t>(most, 1)));
   return launch_early(sm90_fused_kernel<C>, 2 * pairs, C::kThreads, 2, C::kShared, stream, args, maps);
 }
 

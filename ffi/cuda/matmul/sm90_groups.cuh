@@ -35,15 +35,9 @@ __device__ __forceinline__ uint64_t size_of(const int32_t* sizes, int group, int
   return group < groups ? static_cast<uint64_t>(max(__ldg(sizes + group), 0)) : 0;
 }
 
-// The parts of K of each of the tiles that fill no wave of pairs, from the time that they take.
+// Those that take the least time.
 __device__ __forceinline__ int choose_splits(const GroupedListing& a, int tiles) {
-  const int splits = threadIdx.x % 32 + 1, slots = (a.slots + splits - 1) / splits;
-  const bool can = splits == 1 || (splits <= kGroupedMostParts && 2 * splits <= a.slots &&
-                                   tiles * splits <= kGroupedPairs / splits * splits);
-  const float time = static_cast<float>(slots) * a.slot + static_cast<float>(splits - 1) * a.split;
-  // Times are positive, so their bits have their order; the last bits say which one it is.
-  const uint32_t key = can ? (bits_of(time) & ~31u) | static_cast<uint32_t>(splits - 1) : ~0u;
-  return static_cast<int>(__reduce_min_sync(~0u, key) & 31u) + 1;
+  return parts_of_key(__reduce_min_sync(~0u, key_of_parts(a, tiles, threadIdx.x % 32 + 1)));
 }
 
 // Run by a block of kThreads.
@@ -85,10 +79,9 @@ __device__ __forceinline__ void list_tiles(const GroupedListing& a) {
     }
   }
   if (threadIdx.x >= 32) return;
-  const int count = (full + few) * a.pairs, last = count % kGroupedPairs;
-  const int splits = choose_splits(a, last), whole = splits == 1 ? count : count - last;
+  const int splits = choose_splits(a, tiles_in_parts((full + few) * a.pairs));
   const int listed = static_cast<int>(a.of_tails ? end_of_rows : min(rows, end_of_rows));
-  if (threadIdx.x == 0) *a.header = {full, full + few, whole, whole + (count - whole) * splits, splits, listed, {}};
+  if (threadIdx.x == 0) *a.header = make_header(a, full, few, splits, listed);
 }
 
 }  // namespace jnvfp4
