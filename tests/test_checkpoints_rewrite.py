@@ -140,7 +140,7 @@ def test_one_claim_of_a_kv_cache_is_enough_and_another_kind_is_refused(tmp_path,
     repack_checkpoint(out, tmp_path / "a", CT)
     assert json_of(tmp_path / "a" / CONFIG)["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
     changed_json(out / where, lambda c: c[section].update(kv_cache_quant_algo="NVFP4"))
-    with pytest.raises(CheckpointError, match=r"the KV cache is 'NVFP4'; expected FP8 or none"):
+    with pytest.raises(CheckpointError, match=r"kv_cache_quant_algo is 'NVFP4'; expected FP8 or none"):
         repack_checkpoint(out, tmp_path / "b", CT)
     assert not (tmp_path / "b").exists()
 
@@ -150,7 +150,7 @@ def test_a_scheme_of_another_kv_cache_is_refused(tmp_path, field):
     out = quantized(tmp_path)
     scheme = {"num_bits": 8, "type": "float", "dynamic": False, **field}
     changed_json(out / CONFIG, lambda c: c["quantization_config"].update(kv_cache_scheme=scheme))
-    with pytest.raises(CheckpointError, match="the KV cache is"):
+    with pytest.raises(CheckpointError, match=r"kv_cache_scheme is {.*; expected FP8 or none"):
         repack_checkpoint(out, tmp_path / "b", "modelopt")
 
 
@@ -403,6 +403,7 @@ DIFFERENT = {
                                                        "hf_quant_config.json: quantization.kv_cache_quant_algo"]}),
     "recipe": ({"layout": "te"}, {"layout": "te", "spec": jnvfp4.four_over_six()}, None),
     "layouts": ({}, {"layout": CT}, {}),
+    "layouts, kept": ({}, {"layout": CT, "ignore": ("*.down_proj",), "allow_empty": True}, {"others": [DOWN]}),
     "layouts, weight-only": ({"weight_only": True}, {"layout": CT}, {"activations": {DOWN: 1}}),
     "nothing": ({"input_amax": 2.0}, {"input_amax": 2.0}, {}),
 }  # fmt: skip
@@ -422,6 +423,18 @@ def test_diff_finds_what_differs(tmp_path, capsys, case):
     for first, second in ((a, b), (b, a)):
         assert main(["diff", str(first), str(second)]) == (0 if found.same else 1)
         assert json.loads(capsys.readouterr().out) == vars(diff(first, second))
+
+
+def test_diff_names_what_only_one_has(tmp_path):
+    tensors = (
+        {DOWN: weight(32, 64), NORM: weight(1, 4)},
+        {DOWN: weight(32, 64), GATE: weight(16, 32), UP: weight(16, 32)},
+    )
+    for name, values in zip("ab", tensors, strict=True):
+        (tmp_path / name).mkdir()
+        quantized(tmp_path / name, values)
+    found = diff(tmp_path / "a" / "out", tmp_path / "b" / "out")
+    assert (found.only_first, found.only_second, found.others, found.same) == ([NORM], [GATE, UP], [], False)
 
 
 def test_diff_compares_configs(tmp_path, capsys):
