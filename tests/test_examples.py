@@ -515,8 +515,11 @@ def test_train_flax(tmp_path):
 
 @pytest.mark.long
 def test_existing_models(tmp_path):
-    for library in ("flax", "qwix", "transformers"):
+    for library in ("flax", "qwix"):
         pytest.importorskip(library)
+    version = pytest.importorskip("transformers").__version__
+    if int(version.split(".")[0]) >= 5:
+        pytest.skip(f"transformers {version} has no Flax models, the last are those of 4")
     out = run("existing_models.py", cwd=tmp_path, timeout=600)
     assert "BERT: 12 layers in NVFP4" in out
     assert "GPT-2: 8 layers in NVFP4" in out
