@@ -1,5 +1,6 @@
 """Where weights are before and after they are gathered packed."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -76,7 +77,7 @@ def as_gather(
     ``w`` is an array of them, which may know a mesh.
 
     Raises:
-      ValueError: there is no mesh, or a sharding does not fit it or the array.
+      ValueError: there is no mesh, a sharding does not fit it or the array, or the second splits more than the first.
     """
     mesh = jax.typeof(w).sharding.mesh
     mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
@@ -94,7 +95,24 @@ def as_gather(
                 f"{op}: {what} must be of the mesh {dict(mesh.shape)}, got one of {dict(entry.mesh.shape)}"
             )
     entries = (_entries(op, what, entry, mesh, shape, units) for what, entry in zip(names, pair, strict=True))
-    return Gather(mesh, *entries)
+    gather = Gather(mesh, *entries)
+    _check_order(op, names, gather)
+    return gather
+
+
+def _check_order(op: str, names: Sequence[str], gather: Gather) -> None:
+    """Refuses a pair the wrong way round, by which each device keeps more than products read."""
+    if PartitionSpec.UNCONSTRAINED in gather.sharded:  # XLA decides how much a device keeps
+        return
+    kept, read = (
+        math.prod(ways(gather.mesh, _axes(entry)) for entry in entries) for entries in (gather.sharded, gather.gathered)
+    )
+    if read > kept:
+        raise ValueError(
+            f"{op}: {names[1]} must not split w into more parts than {names[0]}, got {read} by "
+            f"{PartitionSpec(*gather.gathered)} and {kept} by {PartitionSpec(*gather.sharded)}; swap them: devices "
+            f"keep w by {names[0]}, and products read it by {names[1]}"
+        )
 
 
 def _entries(

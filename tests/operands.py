@@ -11,6 +11,12 @@ def normal(shape, seed=0, dtype="bf16"):
     return jnp.asarray(Case("normal", shape, dtype).make(seed))
 
 
+def near_tie() -> jnp.ndarray:
+    """A tile whose errors for 4 and 6 are so close that the order of their sums decides, by four_over_six("mse"): the
+    quantizer chooses another scale for its transpose."""
+    return jnp.asarray(np.round(4 * np.random.default_rng(13594).standard_normal((16, 16))) / 4, jnp.bfloat16)
+
+
 def exact_tensor(shape, seed=0) -> NVFP4Tensor:
     """A tensor whose products sum exactly in any order: few bits, and an alpha of 1 with its like."""
     rng = np.random.default_rng(seed)

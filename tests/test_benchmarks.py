@@ -229,9 +229,10 @@ def test_a_profile_that_lacks_something_is_refused(marks, streams, message):
 def test_a_cpu_profile_is_refused():
     with jax.default_device(jax.devices("cpu")[0]):
         f = jax.jit(jnp.sin)
-        if jax.default_backend() == "cpu":
-            with pytest.raises(device_time.NoDeviceTimeError, match="no GPU stream"):
-                device_time.profile_calls([lambda: f(1.0)] * 3)
+        if jax.default_backend() != "cpu":
+            pytest.skip("the profile of a machine with a GPU has its stream")
+        with pytest.raises(device_time.NoDeviceTimeError, match="no GPU stream"):
+            device_time.profile_calls([lambda: f(1.0)] * 3)
 
 
 def test_no_device_time_is_said(monkeypatch, capsys):
@@ -496,10 +497,13 @@ def test_grouped_products_without_cases_need_a_gpu(monkeypatch, capsys):
     assert "name a small one" in capsys.readouterr().err
 
 
-def test_the_sharding_suite_needs_two_gpus(capsys):
-    if len(jax.devices("cpu")) == len(jax.devices()):
-        assert main(["sharding", "--cases", "8x64x64"]) == 2
-        assert "needs two GPUs or more" in capsys.readouterr().err
+@pytest.mark.parametrize(("backend", "count"), [("cpu", 8), ("gpu", 1)])
+def test_the_sharding_suite_needs_two_gpus(monkeypatch, capsys, backend, count):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    found = jax.devices("cpu")[:count]
+    monkeypatch.setattr(jax, "devices", lambda: found)
+    assert main(["sharding", "--cases", "8x64x64"]) == 2
+    assert "needs two GPUs or more" in capsys.readouterr().err
 
 
 def test_the_sharding_suite_gathers_what_it_says():
@@ -514,8 +518,12 @@ def test_the_sharding_suite_gathers_what_it_says():
 @pytest.mark.parametrize("layout", bench_sharding.LAYOUTS)
 def test_sharded_layers_have_their_results_where_the_layout_says(layout):
     mesh, (of_x, of_dy, of_w, _) = bench_sharding.make_mesh(), bench_sharding.LAYOUTS[layout]
-    for program in bench_sharding.layers(mesh, "128x256x512", layout).values():
-        for found in program():
+    programs = bench_sharding.layers(mesh, "128x256x512", layout)
+    assert list(programs) == ["bf16", "pretrain"]
+    for program in programs.values():
+        results = program()
+        assert len(results) == bench_sharding.CHAIN
+        for found in results:
             for array, spec in zip(found, (of_dy, of_x, of_w), strict=True):
                 assert array.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, spec), array.ndim)
 

@@ -506,17 +506,21 @@ def test_train_flax(tmp_path):
     for library in ("flax", "optax"):
         pytest.importorskip(library)
     out = run("train_flax.py", "--steps", "3", "--out", str(tmp_path), cwd=tmp_path, timeout=600)
-    assert re.findall(r"^(\w+) +(\w+) +first", out, flags=re.M) == [
-        (api, recipe) for api in ("linen", "nnx") for recipe in ("bf16", "pretrain", "pretrain_4over6")
-    ]
+    of_api = dict.fromkeys(("bf16", "pretrain", "pretrain_4over6"), 3)
+    runs = re.findall(r"^(\w+) +(\w+) +first", out, flags=re.M)
+    assert runs == [(api, recipe) for api in ("linen", "nnx") for recipe in of_api]
     losses = json.loads((tmp_path / "train_flax.json").read_text())["losses"]
-    assert all(len(curve) == 3 for curves in losses.values() for curve in curves.values())
+    lengths = {api: {recipe: len(curve) for recipe, curve in curves.items()} for api, curves in losses.items()}
+    assert lengths == {"linen": of_api, "nnx": of_api}
 
 
 @pytest.mark.long
 def test_existing_models(tmp_path):
-    for library in ("flax", "qwix", "transformers"):
+    for library in ("flax", "qwix"):
         pytest.importorskip(library)
+    version = pytest.importorskip("transformers").__version__
+    if int(version.split(".")[0]) >= 5:
+        pytest.skip(f"transformers {version} has no Flax models, the last are those of 4")
     out = run("existing_models.py", cwd=tmp_path, timeout=600)
     assert "BERT: 12 layers in NVFP4" in out
     assert "GPT-2: 8 layers in NVFP4" in out

@@ -3,6 +3,7 @@
 import itertools
 import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from conftest import gpus, skip_or_fail
 from helpers import assert_bitwise, decoded, primitives, random_tensor
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import KINDS, make_mesh
+from meshes import KINDS, make_mesh, run
 from operands import exact_tensor, normal
 
 import jnvfp4
@@ -419,8 +420,13 @@ def test_a_sum_over_experts_keeps_negative_zeros(devices):
     want = np.asarray(grouped_matmul_nt(a, b, sizes, out_dtype=jnp.float16))
     assert (want == 0).all()
     assert np.signbit(want).any()
-    placed = jax.device_put(b, b.shardings(make_mesh(devices, "x"), P("x", None, None)))
-    assert_bitwise(jax.jit(grouped_matmul_nt, static_argnames="out_dtype")(a, placed, sizes, out_dtype="float16"), want)
+    mesh = make_mesh(devices, "x")
+    placed = jax.device_put(b, b.shardings(mesh, P("x", None, None)))
+    for of_rows, collective in ((P(), "all-reduce"), (P("x"), "reduce-scatter")):
+        product = jax.jit(partial(grouped_matmul_nt, out_dtype="float16"), out_shardings=NamedSharding(mesh, of_rows))
+        got, found = run(product, a, placed, sizes)
+        assert collective in {op for op, _ in found}
+        assert_bitwise(got, want)
 
 
 def test_no_weight_is_gathered_where_experts_are_split(devices):
@@ -449,8 +455,9 @@ def test_inside_shard_map(cpu, implementation):
 # ---------------------------------------------------------------- the rows of groups
 @every_boundary
 def test_rows_of_groups(sizes):
-    of = rows_of(int32(sizes), M)
-    assert list(zip(of.starts.tolist(), of.ends.tolist(), strict=True)) == ends_of(sizes, M)
+    for rows in (M, 2**31 - 1):  # of which two sizes may have a sum beyond int32
+        of = rows_of(int32(sizes), rows)
+        assert list(zip(of.starts.tolist(), of.ends.tolist(), strict=True)) == ends_of(sizes, rows)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 80, 2000])

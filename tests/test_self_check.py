@@ -13,6 +13,7 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.export
@@ -202,6 +203,18 @@ def test_each_path_is_checked_once(never_run, monkeypatch):
     assert len(asked) == len(set(asked))
 
 
+def test_memory_that_a_gpu_may_give_to_a_call_holds_nan(monkeypatch):
+    """So that what a kernel reads and nobody wrote shows: before each call anew, since a call leaves its results."""
+    found = []
+    left = SimpleNamespace(block_until_ready=lambda: SimpleNamespace(delete=lambda: found.append("freed")))
+    monkeypatch.setattr(jax, "device_put", lambda v, device: found.append((v == 0xFF).all()) or left)
+    monkeypatch.setattr(_self_check, "_run", lambda *_: found.append("call"))
+    run = _self_check.on(SimpleNamespace(platform="gpu"), "native")
+    for _ in range(2):
+        run(matmul_p, None)
+    assert found == 2 * (3 * [True, "freed"] + ["call"])
+
+
 def test_threads_find_it_once(never_run, faulty):
     faulty("nan")
     a, b = on(never_run, A, B)
@@ -337,8 +350,6 @@ def test_lowering_for_an_absent_device_checks_nothing(never_run, no_check):
 
 def test_devices_of_other_processes_are_not_asked(native):
     """A device that this process does not have, such as one of a description of machines elsewhere."""
-    from types import SimpleNamespace
-
     from jnvfp4 import _compat
 
     mine, absent = native.device, SimpleNamespace(platform="tpu", compute_capability="10.0")

@@ -347,8 +347,9 @@ def test_every_fused_pair(devices, given):
 def test_quantize_pair_reduces_only_the_two_amax(devices):
     mesh, x = make_mesh(devices), jnp.asarray(X.make())
     _, found = run(partial(quantize_pair, col_spec=NVFP4_RHT), put(x, mesh, P("x", "y")))
-    assert {op for op, _ in found} <= {"all-reduce"}
+    assert {op for op, _ in found} == {"all-reduce"}
     assert all(is_maximum(shape) for _, shape in found), found
+    assert sum(shape.count("[]") for _, shape in found) == 2, found  # combined or not
 
 
 @every_layout

@@ -413,6 +413,31 @@ def test_blocks_of_weights_are_whole_along_k_alone(w_axes):
         f(*placed, w_gather=(along_k, WHOLE))
 
 
+SWAPPED = {
+    "linear": linear,
+    "kn": partial(linear, w_axes="kn"),
+    "high precision": partial(linear, recipe=Recipe(None, None, None)),
+    "NVFP4Tensor": lambda x, w, w_gather: linear(x, quantize(w), w_gather=w_gather),
+    "dot_general": partial(dot_general, dimension_numbers=(((1,), (0,)), ((), ()))),
+    "DotGeneral": lambda x, w, w_gather: DotGeneral(recipes.DEFAULT, "up", w_gather)(x, w, (((1,), (0,)), ((), ()))),
+    "einsum": lambda x, w, w_gather: einsum("bk,kn->bn", x, w, w_gather=w_gather),
+    "policy": lambda x, w, w_gather: by_policy(Policy(default=recipes.DEFAULT, w_gather=w_gather))("up", x, w),
+    "gather_quantized": lambda _, w, w_gather: gather_quantized(w, NVFP4, sharded=w_gather[0], gathered=w_gather[1]),
+}
+
+
+@pytest.mark.parametrize("call", SWAPPED.values(), ids=SWAPPED)
+def test_a_pair_the_wrong_way_round_is_refused(call):
+    """Each device would keep all of w, and products would read a part."""
+    mesh = make_mesh(CPUS, "x")
+    x, w = put(normal((64, 256), 1), mesh, P()), put(normal((256, 256), 2), mesh, P())
+    text = r"gathered must not split w into more parts than .*sharded, got 8 by .*'x'.* and 1 by .*; swap them"
+    with pytest.raises(ValueError, match=text):
+        call(x, w, w_gather=(WHOLE, ROWS))
+    constraint = (P(P.UNCONSTRAINED), ROWS)  # what this splits is not known
+    jax.eval_shape(lambda x, w: call(x, w, w_gather=constraint), x, w)
+
+
 def test_an_amax_of_frozen_weights_is_refused():
     with pytest.raises(ValueError, match="linear: w_amax must be None for an NVFP4Tensor w"):
         linear(normal((16, 64)), quantize(normal((32, 64))), w_amax=1.0)

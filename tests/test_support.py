@@ -25,6 +25,7 @@ from jnvfp4 import (
     supports,
 )
 from jnvfp4._arguments import OPERATIONS
+from jnvfp4._primitives import _self_check
 
 KEY = jax.random.key(0)
 NT = (((1,), (1,)), ((), ()))
@@ -228,6 +229,18 @@ def test_why_fp4_tensor_cores_are_not_used(any_gpu, monkeypatch, version, why, r
     assert named == (False, FP4, reason)
     asked = supports("matmul_nt", t(65, 64), B, device=gpu("10.3"), implementation=DOT)
     assert asked == (True, DOT, "")
+
+
+def test_what_the_self_check_refused_is_of_one_compute_capability(any_gpu, monkeypatch):
+    """A kernel, then the exact decode path, then the reference; a GPU of the same name may compute otherwise."""
+    ask = lambda capability: supports("matmul_nt", t(65, 64), B, device=any_gpu(capability))  # noqa: E731
+    monkeypatch.setattr(_self_check, "_FOUND", {})
+    for kernel in (FP4, DOT):
+        assert ask("10.0")[:2] == (True, kernel)
+        _self_check._FOUND[_self_check._key(f"matmul_nt {kernel}", gpu("10.0"))] = "wrong"
+    assert ask("10.0")[:2] == (False, "reference")
+    assert f"self-check of matmul_nt {FP4}" in ask("10.0").reason
+    assert ask("10.3") == (True, FP4, "")
 
 
 @pytest.mark.parametrize(("operands", "options", "reason"), GPU_REFUSALS.values(), ids=GPU_REFUSALS)

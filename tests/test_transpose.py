@@ -11,7 +11,7 @@ import pytest
 from helpers import assert_bitwise, assert_same_tensor, bits, key_for, primitives, unpack_codes
 from jax.sharding import PartitionSpec as P
 from meshes import LAYOUTS, X, assert_sharded, every_kind, every_layout, home, make_mesh, put, run, shard
-from operands import normal
+from operands import near_tie, normal
 
 import jnvfp4
 from jnvfp4 import NVFP4, NVFP4_2D, Format, NVFP4Tensor, dequantize, four_over_six, quantize
@@ -89,6 +89,12 @@ def test_the_values_of_every_spec_are_transposed_exactly(native, spec):
     assert_same_tensor(got, by_numpy(q))
     assert got.shape == (2, 80, 48)
     assert_bitwise(dequantize(got), np.swapaxes(dequantize(q), -1, -2))
+
+
+def test_the_quantizer_may_choose_another_scale_for_the_transpose_of_a_tile(native):
+    x, spec = near_tie(), four_over_six("mse", block_rows=16)
+    t = jnvfp4.transpose(quantize(x, spec), spec)
+    assert (np.asarray(quantize(x, spec, transpose=True).scale) != np.asarray(t.scale)).all()
 
 
 @every_spec
