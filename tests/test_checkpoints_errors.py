@@ -10,6 +10,7 @@ import shutil
 import types
 from collections import namedtuple
 from contextlib import contextmanager
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -30,7 +31,15 @@ from checkpoints import (
     write_model,
 )
 
-from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint
+from jnvfp4.checkpoints import (
+    CheckpointError,
+    ConvertOptions,
+    convert_checkpoint,
+    dequantize_checkpoint,
+    inspect,
+    repack_checkpoint,
+    save_checkpoint,
+)
 from jnvfp4.checkpoints._convert.plan import make_plan
 from jnvfp4.checkpoints._files import companions
 from jnvfp4.checkpoints._files.safetensors import DTYPES
@@ -464,6 +473,28 @@ def test_configs_of_another_kind(model, tmp_path, text_config):
     converted(model, tmp_path)
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_json_has_not_are_not_copied(model, tmp_path, capsys, number):
+    """Python's parser reads them, so that a checkpoint with them is read; no output gets them."""
+    repack = partial(repack_checkpoint, layout="modelopt")
+    converted(model, tmp_path)
+    (tmp_path / "out").rename(tmp_path / "nvfp4")
+    for directory in (model, tmp_path / "nvfp4"):
+        text = (directory / "config.json").read_text().rstrip().removesuffix("}")
+        (directory / "config.json").write_text(f'{text}, "text_config": {{"time_step_limit": [0.0, {number}]}}}}')
+    word = number.replace("1e999", "Infinity")
+    wrong = rf"config.json: text_config.time_step_limit.1 is {word}; expected a finite number.*\nhint: write a large"
+    refused(model, tmp_path, wrong, 3, capsys=capsys)
+    refused(model, tmp_path, wrong, 3, "--dry-run", capsys=capsys)
+    for work in (repack, dequantize_checkpoint):
+        with pytest.raises(CheckpointError, match=wrong):
+            work(tmp_path / "nvfp4", tmp_path / "out")
+    assert inspect(tmp_path / "nvfp4")["layout"] == "modelopt"
+    with pytest.raises(CheckpointError, match=f"^config: limits.0 is {word}; "):
+        save_checkpoint({DOWN: np.ones((16, 32), np.float32)}, tmp_path / "out", config={"limits": (float(number),)})
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("config", [{"quant_method": "modelopt"}, {"quant_method": "fp8"}, "awq"])
 def test_what_is_quantized_already(model, tmp_path, config, capsys):
     (model / "config.json").write_text(json.dumps({"quantization_config": config}))
@@ -523,12 +554,36 @@ def test_targets_that_are_refused(model, tmp_path, capsys):
     assert files_of(out) == {"mine": b"mine"}
 
 
-def test_overwriting_leaves_nothing_of_the_older_output(model, tmp_path):
+def test_overwriting_leaves_nothing_of_the_older_output(model, tmp_path, capsys):
     want = converted(one(tmp_path / "single", SHARDS[B]), tmp_path)
     shutil.rmtree(tmp_path / "out")
     converted(model, tmp_path)
+    older = sorted(files_of(tmp_path / "out"))
     (tmp_path / "out" / "mine").write_text("mine")
+    capsys.readouterr()
     assert converted(tmp_path / "single", tmp_path, "--overwrite") == {**want, "mine": b"mine"}
+    (told,) = re.findall(r"^warning: (.*) of an older checkpoint removed$", capsys.readouterr().err, re.M)
+    assert sorted(told.removeprefix(f"{tmp_path / 'out'}: ").split(", ")) == older
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "keep.safetensors", "link.safetensors", "broken.safetensors"])
+def test_overwriting_removes_no_weights_that_no_conversion_wrote(model, tmp_path, capsys, name):
+    """Whether the output has a file of that name or not: those who read it would take it for a part of the model."""
+    out = tmp_path / "out"
+    converted(model, tmp_path)
+    save_checkpoint({DOWN: SHARDS[B][DOWN][1]}, tmp_path / "other")
+    if name == "link.safetensors":
+        (out / name).symlink_to(tmp_path / "other" / "model.safetensors")
+    else:
+        shutil.copy(tmp_path / "other" / "model.safetensors", out / name)
+    if name == "broken.safetensors":
+        (out / name).write_bytes(b"precious")
+    before = files_of(out)
+    assert main(["convert", "--model-dir", str(model), "--save-dir", str(out), "--overwrite"]) == 2
+    assert f"{name}: was not written by a conversion; expected only shards that were\nhint: " in capsys.readouterr().err
+    assert files_of(out) == before
+    (out / name).unlink()
+    converted(model, tmp_path, "--overwrite")
 
 
 # ---------------------------------------------------------------- disk

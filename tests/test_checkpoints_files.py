@@ -10,17 +10,19 @@ from checkpoints import DOWN, files_of, weight, write, write_model
 
 from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint
 from jnvfp4.checkpoints._files.companions import copy_companions
-from jnvfp4.checkpoints._files.files import slices, temporary_of
+from jnvfp4.checkpoints._files.files import remove_temporaries, slices, temporary_of
 from jnvfp4.checkpoints._files.safetensors import File, Planned, Writer, header_bytes
 
 
 # ---------------------------------------------------------------- writing
-def test_processes_have_temporary_files_of_their_own(tmp_path, monkeypatch):
-    names = []
-    for process in (1, 23):
-        monkeypatch.setattr(os, "getpid", lambda process=process: process)
-        names.append(temporary_of(tmp_path / "a.json").name)
-    assert names == ["a.json.tmp-1", "a.json.tmp-23"]
+def test_writers_have_temporary_files_of_their_own(tmp_path):
+    """Also two threads of one process."""
+    paths = {temporary_of(tmp_path / "a.json") for _ in range(20)}
+    assert len(paths) == 20
+    for path in paths:
+        path.write_text("part")
+    remove_temporaries(tmp_path, {"a.json"})
+    assert files_of(tmp_path) == {}
 
 
 def recorded(monkeypatch) -> list[str]:
@@ -64,6 +66,34 @@ def test_a_header_is_sorted(tmp_path):
     assert list(read.entries) == sorted("cab")
     assert [e.begin for e in read.entries.values()] == [len(header_bytes(planned, {})) + 2 * i for i in range(3)]
     assert [int(read.array(name)[0]) for name in "abc"] == [1, 2, 0]
+
+
+# ---------------------------------------------------------------- reading
+def test_what_is_read_is_what_is_viewed(tmp_path, monkeypatch):
+    """A read may also be short."""
+    tensors = {"a": weight(5, 3), "empty": ("F32", np.zeros((0, 4), np.float32)), "one": ("F64", np.float64(3)),
+               "stack": ("U8", np.arange(24, dtype=np.uint8).reshape(2, 3, 4))}  # fmt: skip
+    write(tmp_path / "a.safetensors", tensors)
+    file, preadv = File(tmp_path / "a.safetensors"), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda descriptor, parts, at: preadv(descriptor, [parts[0][:7]], at))
+    for name in tensors:
+        got, want = file.read(name), file.array(name)
+        assert (got.dtype, got.shape, got.tobytes()) == (want.dtype, want.shape, want.tobytes())
+    for rows in (slice(1, 3), slice(4, 9), slice(2, 2)):
+        assert file.read("a", rows).tobytes() == file.array("a")[rows].tobytes()
+    assert file.read("stack", slice(1, 2)).tobytes() == bytes(range(12, 24))
+
+
+def test_a_file_that_cannot_be_read_is_not_called_the_output(tmp_path, monkeypatch):
+    model = write_model(tmp_path / "in", {"model.safetensors": {DOWN: weight(16, 32)}})
+
+    def stale(*arguments):
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(os, "preadv", stale)
+    with pytest.raises(CheckpointError, match=r"in/model.safetensors: cannot be read \(Stale file handle\)$") as error:
+        convert_checkpoint(model, tmp_path / "out")
+    assert error.value.code == 6
 
 
 # ---------------------------------------------------------------- slices

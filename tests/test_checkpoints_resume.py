@@ -32,6 +32,7 @@ from jnvfp4.checkpoints import (
     save_checkpoint,
 )
 from jnvfp4.checkpoints._convert import resume
+from jnvfp4.checkpoints._files import files
 from jnvfp4.checkpoints._files.safetensors import Writer
 from jnvfp4.checkpoints._files.source import open_source
 from jnvfp4.cli import main
@@ -176,18 +177,21 @@ def other_order(header):
     a["data_offsets"], b["data_offsets"] = b["data_offsets"], a["data_offsets"]
 
 
-@pytest.mark.parametrize("change", [other_header, other_order])
-def test_resuming_with_another_header_is_refused(model, tmp_path, change):
-    """Size and time of the file are as before."""
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
-    path = model / "model-00002-of-00002.safetensors"
+def with_another_header(path, change):
+    """Size and time of the file stay."""
     before, (header, data) = path.stat(), header_of(path.read_bytes())
     change(header)
     text = json.dumps(header, separators=(",", ":"))
     path.write_bytes(with_header(text.ljust(before.st_size - 8 - len(data)), data))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("change", [other_header, other_order])
+def test_resuming_with_another_header_is_refused(model, tmp_path, change):
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
+    with_another_header(model / "model-00002-of-00002.safetensors", change)
     with pytest.raises(CheckpointError, match="other source: model-00002"):
         convert_checkpoint(model, tmp_path / "out", resume=True)
 
@@ -236,24 +240,133 @@ def test_progress_is_of_all_bytes_of_the_source(model, tmp_path):
         assert sum(want.values()) == source.nbytes
 
 
-def test_a_conversion_that_has_ended_meanwhile_is_not_overwritten(model, tmp_path, monkeypatch):
+# ---------------------------------------------------------------- two writers
+WRITERS = {
+    "convert": convert_checkpoint,
+    "dequantize": dequantize_checkpoint,
+    "repack": lambda source, out: repack_checkpoint(source, out, "compressed-tensors"),
+    "save": lambda source, out: save_checkpoint({"a.weight": np.ones((16, 32), np.float32)}, out),
+}
+
+
+@pytest.fixture(params=WRITERS)
+def writer(request):
+    """Writes a checkpoint into a directory."""
+    source = GOLDEN / "llama" / ("input" if request.param == "convert" else "te_modelopt")
+    return lambda out: WRITERS[request.param](source, out)
+
+
+@pytest.mark.parametrize("error", [None, OSError(24, "Too many open files")], ids=["locked", "not locked"])
+def test_what_another_has_written_meanwhile_stays(writer, tmp_path, monkeypatch, error):
+    """Nor is there the advice to remove it."""
+
     @contextmanager
     def after_another(directory):
         (directory / "config.json").write_text("of another")
+        if error is not None:
+            raise error
         yield
 
-    monkeypatch.setattr(convert, "locked", after_another)
-    with pytest.raises(CheckpointError, match="is not empty"):
-        convert_checkpoint(model, tmp_path / "out")
+    for module in (convert, files):
+        monkeypatch.setattr(module, "locked", after_another)
+    with pytest.raises(CheckpointError, match="cannot be written" if error else "is not empty") as found:
+        writer(tmp_path / "out")
+    assert "remove" not in str(found.value)
     assert files_of(tmp_path / "out") == {"config.json": b"of another"}
 
 
-def test_two_conversions_do_not_share_a_directory(model, tmp_path):
-    def again(name, done):
-        convert_checkpoint(model, tmp_path / "out", overwrite=True)
+def test_two_writers_do_not_share_a_directory(writer, tmp_path):
+    (tmp_path / "out").mkdir()
+    with files.locked(tmp_path / "out"):
+        with pytest.raises(
+            CheckpointError, match=r"is being written by another command; expected a directory of its own$"
+        ):
+            writer(tmp_path / "out")
+        assert files_of(tmp_path / "out") == {}
+    writer(tmp_path / "out")
 
-    with pytest.raises(CheckpointError, match="written by another conversion"):
-        convert_checkpoint(model, tmp_path / "out", on_progress=again)
+
+def test_a_directory_is_locked_while_it_is_written(writer, tmp_path, monkeypatch):
+    """From the first file to the last, and by the threads of this process too."""
+    seen, replace = [], Path.replace
+
+    def rename(path, target):
+        with pytest.raises(CheckpointError, match="by another command"), files.locked(tmp_path / "out"):
+            pass
+        seen.append(Path(target).name)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", rename)
+    writer(tmp_path / "out")
+    assert {PROGRESS, *files_of(tmp_path / "out")} == set(seen)
+
+
+# ---------------------------------------------------------------- a source that changes
+def other_content(path):
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def replaced(path):
+    other = path.with_suffix(".new")
+    shutil.copyfile(path, other)
+    other.replace(path)
+
+
+CHANGES = {
+    "content": (other_content, "another time of change"),
+    "replaced": (replaced, "another time of change"),
+    "header": (lambda path: with_another_header(path, other_header), "another header"),
+    "shorter": (lambda path: os.truncate(path, 100_000), "truncated"),
+    "only its header": (
+        lambda path: os.truncate(path, 8 + int.from_bytes(path.read_bytes()[:8], "little")),
+        "truncated",
+    ),
+    "empty": (lambda path: os.truncate(path, 0), "truncated"),
+    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"more"), "bytes long, but its tensors end"),
+    "gone": (Path.unlink, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("writer", ["convert", "dequantize", "repack"])
+def test_a_source_that_changes_is_an_error(tmp_path, monkeypatch, writer, change):
+    """Its second file changes while the first one is written; nothing that looks complete is left."""
+    source = tmp_path / "in"
+    shutil.copytree(GOLDEN / "llama" / ("input" if writer == "convert" else "te_modelopt"), source)
+    path = max(source.glob("*.safetensors"))
+    (work, how), changed, put = CHANGES[change], [], Writer.put
+
+    def put_after(*arguments):
+        if not changed:
+            changed.append(change)
+            work(path)
+        put(*arguments)
+
+    monkeypatch.setattr(Writer, "put", put_after)
+    with pytest.raises(CheckpointError, match=rf"{path.name}: has changed while it was read .*{how}") as error:
+        WRITERS[writer](source, tmp_path / "out")
+    assert error.value.code == 6
+    assert not (tmp_path / "out" / "config.json").exists()
+    with pytest.raises(CheckpointError, match=r"is an unfinished output|has no \*\.safetensors file"):
+        open_checkpoint(tmp_path / "out")
+
+
+@pytest.mark.parametrize("change", ["content", "header"])
+def test_a_source_that_changes_before_the_codes_is_an_error(model, tmp_path, monkeypatch, change):
+    """Between the amaxes and the codes: nothing is written."""
+    find, path = convert.find_amaxes, max(model.glob("*.safetensors"))
+    work, how = CHANGES[change]
+
+    def find_and_change(*arguments):
+        found = find(*arguments)
+        work(path)
+        return found
+
+    monkeypatch.setattr(convert, "find_amaxes", find_and_change)
+    with pytest.raises(CheckpointError, match=rf"{path.name}: has changed while it was read .*{how}"):
+        convert_checkpoint(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_empty_tensor_at_the_end_of_a_page(tmp_path):

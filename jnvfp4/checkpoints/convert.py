@@ -1,6 +1,7 @@
 """Converts a Hugging Face checkpoint to NVFP4."""
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +19,10 @@ from ._convert.shards import OnProgress, ShardWriter, find_amaxes
 from ._files.companions import check_companions, copy_companions, remove_partial_copies
 from ._files.errors import CheckpointError, Exit, io_error
 from ._files.files import RECORD, check_free_space, checked_path, json_bytes, locked, remove_temporaries, write_file
-from ._files.source import CONFIG, HF_QUANT, INDEX, Source, open_source
+from ._files.safetensors import VERSION, read_header
+from ._files.source import CONFIG, HF_QUANT, INDEX, SHARD, Source, open_source
 
+_RECIPE = "recipe"  # in the metadata of converted shards alone
 TINY_AMAX = 7.9e-36  # below it 2688 / amax overflows float32
 
 
@@ -69,22 +72,25 @@ def convert_checkpoint(
       device: the device that quantizes, by default the first CPU device. The bytes are the same on every device.
       implementation: as for ``jnvfp4.quantize``.
       workers: how many tensors are worked on at once. The bytes are the same with any number.
-      overwrite: whether ``output`` may have files.
+      overwrite: whether ``output`` may have files. Its config, its index and the shards that a conversion wrote are
+        removed, which a warning says; a shard of anything else is an error.
       resume: whether finished shards of an interrupted conversion in ``output`` are used.
       on_progress: called with a tensor's name and its bytes when it is written, or with a shard's if it is resumed.
 
     Raises:
-      CheckpointError: the source is damaged or cannot be converted, loaders would disagree, or the disk is full.
+      CheckpointError: the source is damaged, changes meanwhile or cannot be converted, loaders would disagree, or the
+        disk is full.
     """
     output = checked_path(output)
     plan = make_plan(open_source(Path(source)), options or ConvertOptions())
-    _check_output(plan, output, overwrite or resume)
+    _check_output(plan, output, overwrite, resume)
     record = ResumeRecord(output, plan.source, plan.options)
     if resume:
         record.resume()
     _check_space(plan, output, record)
     check_companions(plan.source.directory, plan.source.single_file)
     amaxes = find_amaxes(plan, workers)
+    plan.source.check_unchanged()
     if amaxes.not_finite:
         plan = plan_without(plan, amaxes.not_finite, "not finite")
         _check_space(plan, output, record)
@@ -93,28 +99,29 @@ def convert_checkpoint(
     try:
         output.mkdir(parents=True, exist_ok=True)
         with locked(output):
-            _check_output(plan, output, overwrite or resume)  # again: another conversion may have finished
-            _remove_leftovers(plan, output, resume)
+            _check_output(plan, output, overwrite, resume)  # again: another conversion may have finished
+            removed = _remove_leftovers(plan, output, resume)
             with record:
                 seconds = _write_shards(writer, output, record)
                 not_copied = copy_companions(plan.source.directory, output, plan.source.single_file)
+                plan.source.check_unchanged()
                 for name, value in plan.files.items():
                     write_file(output / name, json_bytes(value))
     except OSError as e:
         raise io_error(e, output, "finished shards are kept; --resume goes on" if record.is_kept else "") from e
-    warnings = plan.warnings + _tiny_amaxes(amaxes.by_module) + not_copied
+    warnings = plan.warnings + _tiny_amaxes(amaxes.by_module) + removed + not_copied
     return Result(plan, amaxes.by_module, target.device, seconds, plan.source.nbytes, plan.nbytes, warnings)
 
 
 # ---------------------------------------------------------------- checks
-def _check_output(plan: Plan, output: Path, may_have_files: bool) -> None:
+def _check_output(plan: Plan, output: Path, overwrite: bool, resume: bool) -> None:
     if not output.exists():
         return
     if output.resolve() == plan.source.directory.resolve():
         raise CheckpointError("is the source", "another directory", file=output, code=Exit.USAGE)
     if not output.is_dir():
         raise CheckpointError("is a file", "a directory", file=output, code=Exit.USAGE)
-    if any(output.iterdir()) and not may_have_files:
+    if any(output.iterdir()) and not (overwrite or resume):
         raise CheckpointError(
             "is not empty",
             "an empty or new directory",
@@ -122,6 +129,27 @@ def _check_output(plan: Plan, output: Path, may_have_files: bool) -> None:
             code=Exit.USAGE,
             hint="--resume goes on, --overwrite starts again",
         )
+    foreign = next((path for path in _shards_in(output) if not _is_converted(path)), None)
+    if foreign is not None and not resume:
+        raise CheckpointError(
+            "was not written by a conversion",
+            "only shards that were",
+            file=foreign,
+            code=Exit.USAGE,
+            hint="--overwrite removes no other: move it away, or use another directory",
+        )
+
+
+def _shards_in(output: Path) -> list[Path]:
+    return sorted(output.glob(f"*{SHARD}"))
+
+
+def _is_converted(path: Path) -> bool:
+    """Tells whether a conversion wrote a shard, which its metadata says."""
+    try:
+        return {VERSION, _RECIPE} <= read_header(path).metadata.keys()
+    except CheckpointError:
+        return False
 
 
 def _check_space(plan: Plan, output: Path, record: ResumeRecord) -> None:
@@ -139,13 +167,15 @@ def _tiny_amaxes(amaxes: Mapping[str, np.ndarray]) -> tuple[str, ...]:
 
 
 # ---------------------------------------------------------------- files
-def _remove_leftovers(plan: Plan, output: Path, resume: bool) -> None:
-    """Removes what makes an older output look finished, and the temporary files of killed runs."""
+def _remove_leftovers(plan: Plan, output: Path, resume: bool) -> tuple[str, ...]:
+    """Removes an older output, and the temporary files of killed runs; gives a warning of what an output has lost."""
     remove_partial_copies(plan.source.directory, output, plan.source.single_file)
     remove_temporaries(output, {*plan.shards, CONFIG, INDEX, HF_QUANT, RECORD})
-    shards = () if resume else output.glob("*.safetensors")
-    for path in (output / CONFIG, output / INDEX, output / HF_QUANT, *shards):
-        path.unlink(missing_ok=True)
+    shards = [] if resume else _shards_in(output)
+    older = [path for path in (output / CONFIG, output / INDEX, output / HF_QUANT, *shards) if os.path.lexists(path)]
+    for path in older:
+        path.unlink()
+    return (f"{output}: {', '.join(path.name for path in older)} of an older checkpoint removed",) if older else ()
 
 
 def _write_shards(writer: ShardWriter, output: Path, record: ResumeRecord) -> dict[str, float]:
@@ -165,9 +195,9 @@ def _metadata(plan: Plan) -> dict[str, str]:
     """Makes the metadata of every shard."""
     metadata = {
         "format": "pt",
-        "jnvfp4_version": __version__,
+        VERSION: __version__,
         "source": _digest(plan.source),
-        "recipe": plan.options.recipe,
+        _RECIPE: plan.options.recipe,
     }
     if not plan.options.share_qkv:
         metadata["share_qkv"] = "false"

@@ -12,9 +12,20 @@ import numpy as np
 
 from .._version import __version__
 from ._files.companions import check_companions, copy_companions
-from ._files.errors import CheckpointError, Exit, OptionError, io_error
-from ._files.files import CHUNK_BYTES, check_free_space, checked_path, json_bytes, slices, unfinished, write_file
-from ._files.safetensors import DTYPES, Entry, Planned, Writer
+from ._files.errors import CheckpointError, Exit, OptionError
+from ._files.files import (
+    CHUNK_BYTES,
+    check_finite,
+    check_free_space,
+    check_new,
+    checked_path,
+    json_bytes,
+    new_output,
+    pieces,
+    slices,
+    write_file,
+)
+from ._files.safetensors import DTYPES, VERSION, Entry, Planned, Writer
 from ._files.source import CONFIG, HF_QUANT, INDEX
 from ._layouts.configs import JSON, hf_quant_config, quantization_config
 from ._layouts.layouts import LAYOUTS, MODELOPT, TE, Layout, LayoutName, Parts, decode_scale, global_scale_of
@@ -102,10 +113,12 @@ class _Repacking:
         return planned
 
     def pieces(self, module: str) -> Pieces:
-        old, new, array = self.stored.parts(module), self._parts(module), self.stored.source.array
-        yield new.codes, 0, array(old.codes)
-        yield new.scales, 0, array(old.scales).view(DTYPES[self.to.scales_tag])
-        yield new.global_scale, 0, self._rescaled(array(old.global_scale))
+        old, new, source = self.stored.parts(module), self._parts(module), self.stored.source
+        for first, data in pieces(source.rows(old.codes), CHUNK_BYTES):
+            yield new.codes, first, data
+        for first, data in pieces(source.rows(old.scales), CHUNK_BYTES):
+            yield new.scales, first, data.view(DTYPES[self.to.scales_tag])
+        yield new.global_scale, 0, self._rescaled(source.read(old.global_scale))
         activation = self.stored.activation(module)
         if new.activation is not None and activation is not None:
             yield new.activation, 0, self._rescaled(activation)
@@ -114,7 +127,7 @@ class _Repacking:
         """Counts the global scales that change if the weight is repacked to its layout and back."""
         if self.stored.layout in (TE, self.to):
             return 0
-        scale = self.stored.source.array(self.stored.parts(module).global_scale)
+        scale = self.stored.source.read(self.stored.parts(module).global_scale)
         return int((decode_scale(self._rescaled(scale)).reshape(-1) != scale.reshape(-1)).sum())
 
     def files(self) -> dict[str, JSON]:
@@ -165,7 +178,7 @@ def dequantize_checkpoint(
     if dtype not in _DTYPE_NAMES:
         raise OptionError({"dtype": f"is {dtype!r}"}, "BF16, F16 or F32")
     for module in stored.modules:
-        _check_range(stored.weight(module), dtype)
+        _check_range(stored, module, dtype)
     _write(_Decoding(stored, dtype), Path(output), warn)
 
 
@@ -183,7 +196,7 @@ class _Decoding:
         w = self.stored.weight(module)
         row_size = math.prod(w.shape[1:])
         for rows in _slices(w):
-            values = w.values(rows).astype(DTYPES[self.dtype])
+            values = self.stored.weight(module, rows).values().astype(DTYPES[self.dtype])
             yield w.name, rows.start * row_size, values.transpose(0, 2, 1) if w.kn else values
 
     def files(self) -> dict[str, JSON]:
@@ -195,13 +208,14 @@ def _slices(w: Weight) -> Iterator[slice]:
     return (slice(e, e + 1) for e in range(w.shape[0])) if w.stacked else slices(w.shape, 4, CHUNK_BYTES)
 
 
-def _check_range(w: Weight, dtype: str) -> None:
+def _check_range(stored: Stored, module: str, dtype: str) -> None:
     """Raises if values overflow in ``dtype``. The weight is read only if its global scale makes that possible."""
-    largest = float(ml_dtypes.finfo(DTYPES[dtype]).max)
+    w, largest = stored.weight(module), float(ml_dtypes.finfo(DTYPES[dtype]).max)
     if 6 * 448 * float(np.abs(w.decode).max()) <= largest:
         return
     with np.errstate(over="ignore", invalid="ignore"):
-        count = sum(int((~np.isfinite(w.values(rows).astype(DTYPES[dtype]))).sum()) for rows in _slices(w))
+        parts = (stored.weight(module, rows).values().astype(DTYPES[dtype]) for rows in _slices(w))
+        count = sum(int((~np.isfinite(part)).sum()) for part in parts)
     if count:
         observed = f"has {count} values that are not finite in {dtype}"
         raise CheckpointError(observed, f"at most {largest:g}", tensor=w.name, hint="--dtype bf16 or f32")
@@ -229,15 +243,12 @@ class _Shard:
     outputs: list[Planned]
 
 
-_AGAIN = "the output is not complete: remove it and run the command again"
-
-
 def _write(rewriting: Rewriting, output: Path, warn: Warn) -> None:
     """Writes shard by shard, then the files beside them; config and index are last."""
     checked_path(output)
+    check_new(output)
     stored, files = rewriting.stored, rewriting.files()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError("is not empty", "an empty or new directory", file=output, code=Exit.USAGE)
+    check_finite(stored.source.config, stored.source.directory / CONFIG)
     shards = _shards(rewriting)
     sizes = [sum(p.nbytes for p in shard.outputs) for shard in shards.values()]
     check_free_space(output, sizes)
@@ -245,16 +256,13 @@ def _write(rewriting: Rewriting, output: Path, warn: Warn) -> None:
     if len(shards) > 1:
         names = {p.name: name for name, shard in shards.items() for p in shard.outputs}
         files = {**files, INDEX: {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(names.items()))}}
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        with unfinished(output):
-            for name, shard in shards.items():
-                _write_shard(rewriting, output / name, shard)
-            not_copied = copy_companions(stored.source.directory, output, stored.source.single_file)
-            for name, value in files.items():
-                write_file(output / name, json_bytes(value))
-    except OSError as e:
-        raise io_error(e, output, _AGAIN if output.is_dir() and any(output.iterdir()) else "") from e
+    with new_output(output):
+        for name, shard in shards.items():
+            _write_shard(rewriting, output / name, shard)
+        not_copied = copy_companions(stored.source.directory, output, stored.source.single_file)
+        stored.source.check_unchanged()
+        for name, value in files.items():
+            write_file(output / name, json_bytes(value))
     for text in not_copied:
         warn(text)
 
@@ -274,13 +282,12 @@ def _shards(rewriting: Rewriting) -> dict[str, _Shard]:
 
 
 def _write_shard(rewriting: Rewriting, path: Path, shard: _Shard) -> None:
-    """Writes one file, and drops the pages of every tensor that was read."""
-    stored = rewriting.stored
-    with Writer(path, shard.outputs, {"format": "pt", "jnvfp4_version": __version__}) as file:
+    """Writes one file."""
+    source = rewriting.stored.source
+    with Writer(path, shard.outputs, {"format": "pt", VERSION: __version__}) as file:
         for entry in shard.kept:
-            file.put(entry.name, stored.source.array(entry.name))
-            stored.source.release(entry.name)
+            for first, data in pieces(source.rows(entry.name), CHUNK_BYTES):
+                file.put(entry.name, data, first)
         for module in shard.modules:
             for name, first, data in rewriting.pieces(module):
                 file.put(name, data, first)
-            stored.release(module)

@@ -10,8 +10,8 @@ import numpy as np
 from .._version import __version__
 from ..tensor import NVFP4Tensor
 from ._files.errors import CheckpointError, Exit, OptionError
-from ._files.files import checked_path, json_bytes, unfinished, write_file
-from ._files.safetensors import DTYPES, TAGS, Planned, Writer
+from ._files.files import check_finite, check_new, checked_path, json_bytes, new_output, write_file
+from ._files.safetensors import DTYPES, TAGS, VERSION, Planned, Writer
 from ._files.source import CONFIG, HF_QUANT
 from ._layouts.configs import hf_quant_config, quantization_config
 from ._layouts.layouts import LAYOUTS, TE, Layout, LayoutName, global_scale_of
@@ -36,28 +36,28 @@ def save_checkpoint(
       config: the content of ``config.json``, without a quantization_config.
 
     Raises:
-      CheckpointError: the layout cannot store a tensor, or weights that loaders fuse have different amaxes.
+      CheckpointError: the layout cannot store a tensor, weights that loaders fuse have different amaxes, the output is
+        not empty or another writer has it, the config has NaN or infinity, or a file cannot be written.
     """
     if layout not in LAYOUTS:
         raise OptionError({"layout": f"is {layout!r}"}, f"one of {', '.join(LAYOUTS)}")
     output, to = checked_path(output), LAYOUTS[layout]
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError("is not empty", "an empty or new directory", file=output, code=Exit.USAGE)
+    check_new(output)
+    check_finite(config, "config")
     weights = {n: t for n, t in tensors.items() if isinstance(t, NVFP4Tensor)}
     arrays: dict[str, np.ndarray] = {n: np.asarray(t) for n, t in tensors.items() if n not in weights}
     for name, t in weights.items():
         arrays |= _arrays_of(name, t, to)
     _check_groups(weights, to)
-    files = _configs(tensors, weights, layout, dict(config or {}))
-    output.mkdir(parents=True, exist_ok=True)
+    files = {n: json_bytes(v) for n, v in _configs(tensors, weights, layout, dict(config or {})).items()}
     planned = [Planned(name, TAGS[a.dtype], a.shape) for name, a in arrays.items()]
-    metadata = {"format": "pt", "jnvfp4_version": __version__}
-    with unfinished(output):
+    metadata = {"format": "pt", VERSION: __version__}
+    with new_output(output):
         with Writer(output / "model.safetensors", planned, metadata) as file:
             for name, a in sorted(arrays.items()):
                 file.put(name, a)
-        for name, value in files.items():
-            write_file(output / name, json_bytes(value))
+        for name, data in files.items():
+            write_file(output / name, data)
 
 
 def _check_groups(weights: Mapping[str, NVFP4Tensor], layout: Layout) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from ...ops import quantize
 from ...spec import QuantSpec
 from .._files.errors import CheckpointError
-from .._files.files import slices
+from .._files.files import Rows, slices
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Amax:
 _AMAX_BYTES = 1 << 20  # of a weight whose magnitudes are compared at once, so that they stay in a cache
 
 
-def find_amax(x: np.ndarray, by_row: bool) -> Amax:
+def find_amax(x: np.ndarray | Rows, by_row: bool) -> Amax:
     """Finds the amax of a weight [N, K] exactly.
 
     Magnitudes are compared as integers: their bits have the same order, and those of NaN and infinity are the largest.
@@ -76,7 +76,7 @@ def find_amax(x: np.ndarray, by_row: bool) -> Amax:
 
 
 def encode(
-    x: np.ndarray, amax: np.ndarray, spec: QuantSpec, target: Target, max_bytes: int
+    x: np.ndarray | Rows, amax: np.ndarray, spec: QuantSpec, target: Target, max_bytes: int
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Quantizes a weight, and gives for each slice its first row, codes uint8 [n, K/2] and scales uint8 [n, K/16].
 

@@ -8,6 +8,7 @@ from typing import Any
 from ..._version import __version__
 from ...spec import BLOCK
 from .._files.errors import CheckpointError
+from .._files.files import check_finite
 from .._files.safetensors import FLOATS, Planned
 from .._files.source import CONFIG, HF_QUANT, INDEX, Source, read_json
 from .._layouts.configs import hf_quant_config, quantization_config
@@ -97,8 +98,8 @@ def make_plan(source: Source, options: ConvertOptions) -> Plan:
     """Decides everything that can be decided without data, and checks that loaders agree with it.
 
     Raises:
-      CheckpointError: the source is quantized already, a rule matches nothing, a weight cannot be quantized, or a
-        loader would read the ignore list differently.
+      CheckpointError: the source is quantized already, its config has NaN or infinity, a rule matches nothing, a weight
+        cannot be quantized, or a loader would read the ignore list differently.
     """
     view = converted_view(
         source,
@@ -107,6 +108,7 @@ def make_plan(source: Source, options: ConvertOptions) -> Plan:
         expert_layout=options.expert_layout,
     )
     _refuse_quantized(view)
+    check_finite(view.config, source.directory / CONFIG)
     decisions = decide(view, options)
     return _plan_of(view, options, decisions, _input_scales(options, decisions.groups))
 

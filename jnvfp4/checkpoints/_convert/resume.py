@@ -32,9 +32,7 @@ def _state_of_source(source: Source) -> dict[str, Any]:
     """Describes the source: a digest of the config; size, time and a digest of the header of each file."""
     state: dict[str, Any] = {CONFIG: hashlib.sha256(json.dumps(source.config, sort_keys=True).encode()).hexdigest()}
     for name, file in source.files.items():
-        stat = file.path.stat()
-        entries = repr(sorted((e.name, e.tag, e.shape, e.begin) for e in file.entries.values()))
-        state[name] = [stat.st_size, stat.st_mtime_ns, hashlib.sha256(entries.encode()).hexdigest()]
+        state[name] = list(file.state)
     return state
 
 

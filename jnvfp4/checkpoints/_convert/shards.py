@@ -11,7 +11,7 @@ import numpy as np
 
 from ...spec import BLOCK
 from .._files.errors import CheckpointError
-from .._files.files import slices
+from .._files.files import Rows, pieces
 from .._files.safetensors import DTYPES, Writer
 from .._layouts.layouts import FLOAT_MAX, global_scale_of
 from .._layouts.names import Group
@@ -82,13 +82,10 @@ def find_amaxes(plan: Plan, workers: int) -> Amaxes:
 
 def _amax_of(plan: Plan, item: Item) -> Amax:
     """Finds the amax of a weight [], of each row [N], or of each expert of a stack [E]."""
-    x = plan.source.array(item.name)
-    try:
-        if not item.decision.stacked:
-            return find_amax(x, plan.options.row_scaled)
-        experts = [find_amax(expert, False) for expert in x]
-    finally:
-        plan.source.release(item.name)
+    x = plan.source.rows(item.name)
+    if not item.decision.stacked:
+        return find_amax(x, plan.options.row_scaled)
+    experts = [find_amax(expert, False) for expert in x]
     first = next(((e, *a.first) for e, a in enumerate(experts) if a.first is not None), None)
     return Amax(np.array([a.value for a in experts], np.float32), sum(a.not_finite for a in experts), first)
 
@@ -123,7 +120,6 @@ class ShardWriter:
                 begun = time.monotonic()
                 for name, first, data in self._pieces(item):
                     file.put(name, data, first)
-                self.plan.source.release(item.name)
                 return item, time.monotonic() - begun
 
             for item, took in in_order(write_item, items, self.workers):
@@ -133,10 +129,10 @@ class ShardWriter:
 
     def _pieces(self, item: Item) -> Pieces:
         """Gives the output of one tensor, a slice at a time."""
-        x, options = self.plan.source.array(item.name), self.plan.options
+        x, options = self.plan.source.rows(item.name), self.plan.options
         if not item.decision.quantizes:
             (kept,) = item.outputs
-            for first, data in _copied(x, options.chunk_bytes):
+            for first, data in pieces(x, options.chunk_bytes):
                 yield kept.name, first, data.astype(DTYPES[kept.tag], copy=False)
             return
         yield from self._scales_of_tensor(item)
@@ -160,7 +156,7 @@ class ShardWriter:
             value = decode if plan.layout.meaning == "decode" else np.float32(1) / decode
             yield parts.activation, 0, np.full(shapes[parts.activation], value, np.float32)
 
-    def _encoded(self, item: Item, x: np.ndarray, amax: np.ndarray, expert: int) -> Pieces:
+    def _encoded(self, item: Item, x: np.ndarray | Rows, amax: np.ndarray, expert: int) -> Pieces:
         """Gives codes and block scales of a weight or of one expert; in one piece if its axes are swapped."""
         parts, (n, k), options = item.parts, item.decision.matrix, self.plan.options
         assert parts is not None
@@ -172,13 +168,3 @@ class ShardWriter:
         for first, codes, scales in encoded:
             yield parts.codes, (expert * n + first) * (k // 2), codes
             yield parts.scales, (expert * n + first) * (k // BLOCK), scales.view(dtype)
-
-
-def _copied(x: np.ndarray, max_bytes: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Gives a tensor a slice at a time, each with the index of its first element."""
-    if not x.shape:
-        yield 0, x
-        return
-    row = x.size // x.shape[0] if x.shape[0] else 0
-    for rows in slices(x.shape, x.dtype.itemsize, max_bytes):
-        yield rows.start * row, x[rows]

@@ -5,7 +5,7 @@ Nothing is read or copied before a slice is used.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from ...spec import BLOCK
 from .._files.errors import CheckpointError
+from .._files.files import Rows
 from .._files.safetensors import DTYPES, Entry
 from .._files.source import CONFIG, Source
 from .._layouts.loaders import is_expert_stack
@@ -28,26 +29,6 @@ _INTERLEAVED_MODELS = ("gpt_oss",)  # model types with gate and up in the even a
 _KN_MODELS = ("llama4", "llama4_text", "gpt_oss")  # model types with stacks [E, K, N]; those of others are [E, N, K]
 FP8_SCALE = "_scale_inv"
 FP8_BLOCK = 128
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Behaves like an array whose slices of the first axis are computed when they are used."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    compute: Callable[[slice], np.ndarray]
-
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        return self.compute(rows)
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return (self.compute(slice(i, i + 1))[0] for i in range(self.shape[0]))
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -84,6 +65,14 @@ class ViewedSource(Source):
     def array(self, name: str) -> Any:
         """Gives a tensor as an array or as ``Rows``."""
         return self.views[name].array() if name in self.views else self.origin.array(name)
+
+    def rows(self, name: str) -> np.ndarray | Rows:
+        """Gives a tensor whose rows are read when they are used, or the array that a view computes."""
+        return self.views[name].array() if name in self.views else self.origin.rows(name)
+
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """Reads or computes a tensor, or some rows of it."""
+        return self.rows(name)[rows]
 
     def release(self, name: str) -> None:
         """Drops the pages of everything that is read for a tensor."""
@@ -193,7 +182,7 @@ def _roles(role: str, n: int, interleaved: bool) -> list[tuple[str, slice]]:
 
 def _expert_of(source: Source, entry: Entry, expert: int, kn: bool, rows: slice, name: str) -> View:
     def array() -> np.ndarray:
-        x = source.array(entry.name)[expert]
+        (x,) = source.read(entry.name, slice(expert, expert + 1))
         return (x.T if kn else x)[rows]
 
     n, k = entry.shape[2 if kn else 1], entry.shape[1 if kn else 2]
@@ -236,7 +225,7 @@ def _stack_of(source: Source, name: str, parts: list[dict[int, str]]) -> View:
     shape = (count, sum(e.shape[0] for e in first), *first[0].shape[1:])
 
     def compute(rows: slice) -> np.ndarray:
-        return np.stack([np.concatenate([source.array(e.name) for e in experts[i]]) for i in range(count)[rows]])
+        return np.stack([np.concatenate([source.read(e.name) for e in experts[i]]) for i in range(count)[rows]])
 
     names = tuple(e.name for entries in experts for e in entries)
     return View(_entry(name, first[0].tag, shape), names, lambda: Rows(shape, first[0].dtype, compute))
@@ -269,9 +258,9 @@ def _decoded(source: Source, entry: Entry, scale: Entry) -> View:
 
     def compute(rows: slice) -> np.ndarray:
         block_rows = np.arange(entry.shape[0])[rows] // FP8_BLOCK
-        factors = source.array(scale.name).astype(np.float32)[block_rows]
+        factors = source.read(scale.name).astype(np.float32)[block_rows]
         factors = np.repeat(factors, FP8_BLOCK, axis=1)[:, : entry.shape[1]]
-        return (source.array(entry.name)[rows].astype(np.float32) * factors).astype(ml_dtypes.bfloat16)
+        return (source.read(entry.name, rows).astype(np.float32) * factors).astype(ml_dtypes.bfloat16)
 
     decoded = _entry(entry.name, "BF16", entry.shape)
     return View(decoded, (entry.name, scale.name), lambda: Rows(entry.shape, DTYPES["BF16"], compute))

@@ -1,17 +1,20 @@
 """Writes files that appear complete or not at all, locks directories, and cuts arrays into slices."""
 
 import json
+import math
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ...spec import BLOCK
-from .errors import CheckpointError, Exit
+from .errors import CheckpointError, Exit, io_error
 
 CHUNK_BYTES = 64 << 20  # of a tensor that are in memory at once, unless the caller says otherwise
 RECORD = ".jnvfp4-progress.json"  # lies in an output while it is unfinished
@@ -20,8 +23,8 @@ _TEMPORARY = re.compile(r"(.*)\.tmp-\d+", re.DOTALL)
 
 # ---------------------------------------------------------------- complete files
 def temporary_of(path: Path) -> Path:
-    """Makes the temporary name of ``path``, which has the process id so that processes do not collide."""
-    return path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    """Makes a temporary name for ``path``, which no thread, process or host shares."""
+    return path.with_name(f"{path.name}.tmp-{secrets.randbits(32)}")
 
 
 @contextmanager
@@ -45,7 +48,28 @@ def write_file(path: Path, data: bytes) -> None:
 
 def json_bytes(value: object) -> bytes:
     """Formats a JSON file. Of a path that is no text the odd bytes are escaped, as JSON allows."""
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    return (text + "\n").encode("utf-8", "backslashreplace")
+
+
+def check_finite(value: object, file: Path | str, key: str = "") -> None:
+    """Raises if a value that will be written as JSON has NaN or infinity in it, which only some parsers read.
+
+    Args:
+      value: the value.
+      file: where it is from, for the message.
+      key: where in the file it is, for the message.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        raise CheckpointError(
+            f"{key} is {json.dumps(value)}",
+            "a finite number, since JSON has no other",
+            file=file,
+            hint="write a large number, such as 1e30, where infinity means that there is no limit",
+        )
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for k, v in items:
+        check_finite(v, file, f"{key}.{k}" if key else str(k))
 
 
 def is_temporary(path: Path) -> bool:
@@ -61,8 +85,35 @@ def remove_temporaries(directory: Path, names: Container[str]) -> None:
 
 
 # ---------------------------------------------------------------- directories
+def check_new(directory: Path) -> None:
+    """Raises if there is a file of this name, or a directory that is not empty."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise CheckpointError("is not empty", "an empty or new directory", file=directory, code=Exit.USAGE)
+
+
 @contextmanager
-def unfinished(directory: Path) -> Iterator[None]:
+def new_output(directory: Path) -> Iterator[None]:
+    """Makes a directory, or takes an empty one, and keeps other writers out of it while files are written into it.
+
+    Raises:
+      CheckpointError: it is not empty, another writer has it, or a file cannot be read or written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with locked(directory):
+            check_new(directory)  # again: another writer may have finished
+            try:
+                with _unfinished(directory):
+                    yield
+            except OSError as e:  # while it is locked, so that the hint is about our own files
+                hint = "the output is not complete: remove it and run the command again"
+                raise io_error(e, directory, hint if any(directory.iterdir()) else "") from e
+    except OSError as e:
+        raise io_error(e, directory) from e
+
+
+@contextmanager
+def _unfinished(directory: Path) -> Iterator[None]:
     """Keeps a record in a directory while files are written into it, since a part of them would open as if whole.
 
     After an exception or Ctrl-C the record stays if there is a shard.
@@ -80,7 +131,7 @@ def unfinished(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Keeps other processes out of a directory; the system unlocks it when this process ends in any way."""
+    """Keeps other writers out of a directory; the system unlocks it when this process ends in any way."""
     try:
         import fcntl
     except ImportError:  # no POSIX
@@ -92,7 +143,10 @@ def locked(directory: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
             raise CheckpointError(
-                "is being written by another conversion", "a directory of its own", file=directory, code=Exit.USAGE
+                "is being written by another command",
+                "a directory of its own",
+                file=directory,
+                code=Exit.USAGE,
             ) from e
         yield
     finally:
@@ -125,6 +179,26 @@ def check_free_space(output: Path, sizes: Sequence[int]) -> None:
 
 
 # ---------------------------------------------------------------- arrays
+@dataclass(frozen=True)
+class Rows:
+    """Behaves like an array whose slices of the first axis are read or computed when they are used."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    compute: Callable[[slice], np.ndarray]
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        return self.compute(rows)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self.compute(slice(i, i + 1))[0] for i in range(self.shape[0]))
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+
 def slices(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> Iterator[slice]:
     """Cuts the first axis into slices of about ``max_bytes``; a matrix at multiples of 16, the rows of a tile."""
     row_bytes = max(1, int(np.prod(shape[1:], dtype=np.int64)) * itemsize)
@@ -132,3 +206,13 @@ def slices(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> Iterator[sl
     rows = max(step, max_bytes // row_bytes // step * step)
     for first in range(0, shape[0], rows):
         yield slice(first, min(first + rows, shape[0]))
+
+
+def pieces(x: np.ndarray | Rows, max_bytes: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Gives a tensor a slice at a time, each with the index of its first element."""
+    if not x.shape:
+        yield 0, x[:]
+        return
+    row = x.size // x.shape[0] if x.shape[0] else 0
+    for rows in slices(x.shape, x.dtype.itemsize, max_bytes):
+        yield rows.start * row, x[rows]

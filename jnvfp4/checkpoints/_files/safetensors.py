@@ -4,13 +4,16 @@ The ``safetensors`` package cannot give F8_E4M3 to numpy and does not notice sev
 found before a long conversion. The format is described at https://github.com/huggingface/safetensors.
 """
 
+import hashlib
 import json
 import math
 import mmap
 import os
+import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +29,7 @@ MAX_AXES = 32  # the limit of numpy 1
 MAX_BYTES = 1 << 62  # of an array, whose size numpy keeps as a signed number of 64 bits
 MAX_NESTING = 64  # of JSON values: Python's parser accepts deeper ones than its writer
 METADATA = "__metadata__"
+VERSION = "jnvfp4_version"  # in the metadata of every file that this library writes
 
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
@@ -69,10 +73,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """Holds what the header of a file says: its tensors by name, and its metadata."""
+    """Holds what the header of a file says.
+
+    Attributes:
+      entries: the tensors, by name.
+      metadata: the metadata.
+      state: size, time and a digest of the header, by which a file that has changed is known.
+    """
 
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str]
+    state: tuple[int, int, str]
 
 
 # ---------------------------------------------------------------- reading
@@ -84,11 +95,16 @@ def read_header(path: Path) -> Header:
     """
     try:
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            text = _read_header_text(file.read(8), size, path, file)
+            stat = os.fstat(file.fileno())
+            text = _read_header_text(file.read(8), stat.st_size, path, file)
     except OSError as e:
-        raise CheckpointError(f"cannot be read ({e.strerror})", file=path, code=Exit.IO) from e
-    return _parse_header(json_object(text, path, "header "), 8 + len(text), size, path)
+        raise _cannot_be_read(e, path) from e
+    entries, metadata = _parse_header(json_object(text, path, "header "), 8 + len(text), stat.st_size, path)
+    return Header(entries, metadata, (stat.st_size, stat.st_mtime_ns, hashlib.sha256(text).hexdigest()))
+
+
+def _cannot_be_read(e: OSError, path: Path) -> CheckpointError:
+    return CheckpointError(f"cannot be read ({e.strerror})", file=path, code=Exit.IO)
 
 
 def _read_header_text(prefix: bytes, size: int, path: Path, file: Any) -> bytes:
@@ -149,7 +165,7 @@ def json_object(text: bytes, path: Path, what: str = "") -> dict[str, Any]:
     return value
 
 
-def _parse_header(header: dict[str, Any], start: int, size: int, path: Path) -> Header:
+def _parse_header(header: dict[str, Any], start: int, size: int, path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     metadata = header.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"{METADATA} is {metadata!r:.80}", "strings by name", file=path)
@@ -164,7 +180,7 @@ def _parse_header(header: dict[str, Any], start: int, size: int, path: Path) -> 
         end = entry.end
     if end != size:
         raise CheckpointError(f"is {size} bytes long, but its tensors end at byte {end}", "the same byte", file=path)
-    return Header(entries, metadata)
+    return entries, metadata
 
 
 def _is_count(v: Any) -> bool:
@@ -198,17 +214,67 @@ def _entry(name: str, value: Any, start: int, size: int, path: Path) -> Entry:
 
 
 class File:
-    """Maps a safetensors file into memory; its tensors are views, and their pages are read when they are used."""
+    """Opens a safetensors file, and gives its tensors as views of the mapped file or as copies.
+
+    If the file is truncated, the system kills a process that uses a view (SIGBUS); a copy is an error.
+    """
 
     def __init__(self, path: Path):
         self.path = path
         header = read_header(path)
-        self.entries, self.metadata = header.entries, header.metadata
+        self.entries, self.metadata, self.state = header.entries, header.metadata, header.state
         try:
-            with open(path, "rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._descriptor = os.open(path, os.O_RDONLY)
         except OSError as e:
-            raise CheckpointError(f"cannot be read ({e.strerror})", file=path, code=Exit.IO) from e
+            raise _cannot_be_read(e, path) from e
+        weakref.finalize(self, os.close, self._descriptor)
+
+    @cached_property
+    def _map(self) -> mmap.mmap:
+        try:
+            return mmap.mmap(self._descriptor, self.state[0], access=mmap.ACCESS_READ)
+        except OSError as e:
+            raise _cannot_be_read(e, self.path) from e
+        except ValueError as e:
+            raise self._changed("truncated") from e
+
+    def check_unchanged(self) -> None:
+        """Raises if size, time or header are others than when the file was opened."""
+        try:
+            state = read_header(self.path).state
+        except CheckpointError as e:
+            raise self._changed(str(e)) from e
+        if state != self.state:
+            what = ("size", "time of change", "header")
+            raise self._changed(f"another {next(w for w, a, b in zip(what, state, self.state, strict=True) if a != b)}")
+
+    def _changed(self, how: str) -> CheckpointError:
+        return CheckpointError(
+            f"has changed while it was read ({how})",
+            "the same file until the end",
+            file=self.path,
+            hint="run the command again when no other program writes to it",
+            code=Exit.IO,
+        )
+
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """Reads a tensor, or some rows of it."""
+        entry = self.entries[name]
+        count = entry.shape[0] if entry.shape else 1
+        first, stop, step = rows.indices(count)
+        assert step == 1, rows
+        out = np.empty((max(stop - first, 0), *entry.shape[1:]) if entry.shape else (), entry.dtype)
+        left = memoryview(out.reshape(-1).view(np.uint8))
+        offset = entry.begin + first * entry.nbytes // max(count, 1)
+        while left:
+            try:
+                n = os.preadv(self._descriptor, [left], offset)
+            except OSError as e:
+                raise _cannot_be_read(e, self.path) from e
+            if n == 0:
+                raise self._changed("truncated")
+            left, offset = left[n:], offset + n
+        return out
 
     def array(self, name: str) -> np.ndarray:
         """Gives a tensor as a read-only view of the file."""

@@ -3,13 +3,14 @@
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from .errors import CheckpointError, Exit
-from .files import RECORD, checked_path
+from .files import RECORD, Rows, checked_path
 from .safetensors import Entry, File, json_object
 
 CONFIG = "config.json"
@@ -66,8 +67,22 @@ class Source:
         return (self.entry(name) for name in sorted(self.places))
 
     def array(self, name: str) -> np.ndarray:
-        """Gives a tensor as a read-only view of its file."""
+        """Gives a tensor as a read-only view of its file, which must not be truncated meanwhile."""
         return self.files[self.places[name]].array(name)
+
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """Reads a tensor, or some rows of it."""
+        return self.files[self.places[name]].read(name, rows)
+
+    def rows(self, name: str) -> np.ndarray | Rows:
+        """Gives a tensor whose rows are read when they are used."""
+        entry = self.entry(name)
+        return Rows(entry.shape, entry.dtype, partial(self.read, name))
+
+    def check_unchanged(self) -> None:
+        """Raises if a file is another one than when it was opened."""
+        for file in self.files.values():
+            file.check_unchanged()
 
     def release(self, name: str) -> None:
         """Drops a tensor's pages from memory."""

@@ -22,7 +22,7 @@ VALUES = np.concatenate([E2M1, -E2M1])  # the value of each code
 
 @dataclass(frozen=True)
 class Weight:
-    """Holds one quantized weight as views of the file.
+    """Holds one quantized weight, or some of its rows, as views of the file or as copies.
 
     Attributes:
       name: the name before quantization: ``M.weight``, or the name of a stack of experts.
@@ -101,19 +101,24 @@ class Stored:
         """Gives the name that a module's weight had before quantization."""
         return module if module in self.stacks else module + WEIGHT
 
-    def weight(self, module: str) -> Weight:
-        """Gives a quantized weight as views of the file."""
-        parts, get = self.parts(module), self.source.array
-        codes, scales = get(parts.codes), get(parts.scales).view(np.uint8)
+    def weight(self, module: str, rows: slice | None = None) -> Weight:
+        """Gives a quantized weight as views of the file, or a copy of some rows or experts of it."""
+        parts, source = self.parts(module), self.source
+        codes, scales = (
+            source.array(name) if rows is None else source.read(name, rows) for name in (parts.codes, parts.scales)
+        )
+        scales, global_scale = scales.view(np.uint8), source.read(parts.global_scale)
+        if rows is not None and global_scale.size > 1:
+            global_scale = global_scale[rows]
         kn = codes.ndim == 3 and codes.shape[2] == scales.shape[2]
         if kn:
             codes, scales = codes.transpose(0, 2, 1), scales.transpose(0, 2, 1)
-        return Weight(self.name(module), self.layout, codes, scales, get(parts.global_scale), kn, self.e4m3_max)
+        return Weight(self.name(module), self.layout, codes, scales, global_scale, kn, self.e4m3_max)
 
     def activation(self, module: str) -> np.ndarray | None:
         """Gives the scale of a module's activations as it is stored; None if there is none."""
         name = self.parts(module).activation
-        return self.source.array(name) if name is not None and name in self.source.places else None
+        return self.source.read(name) if name is not None and name in self.source.places else None
 
     def release(self, module: str) -> None:
         """Drops a weight's pages from memory."""
