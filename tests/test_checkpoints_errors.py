@@ -442,9 +442,9 @@ def test_groups(tmp_path, case, capsys):
 
 
 def test_two_tensors_that_become_one(tmp_path, capsys):
-    tensors = {DOWN: weight(16, 32), f"{DOWN}_scale": ("F32", np.ones((), np.float32))}
-    text = f"tensor '{DOWN}_scale': '{DOWN}_scale' and '{DOWN}' both become it"
-    refused(one(tmp_path / "in", tensors), tmp_path, text, 3, capsys=capsys)
+    tensors = {DOWN: weight(16, 32), f"{DOWN}_packed": ("F32", np.ones((), np.float32))}
+    text = f"tensor '{DOWN}_packed': '{DOWN}_packed' and '{DOWN}' both become it"
+    refused(one(tmp_path / "in", tensors), tmp_path, text, 3, "--format", "compressed-tensors", capsys=capsys)
 
 
 # ---------------------------------------------------------------- config
@@ -471,10 +471,16 @@ def test_what_is_quantized_already(model, tmp_path, config, capsys):
     refused(model, tmp_path, rf"config.json: is quantized already \({method}\)", 3, capsys=capsys)
 
 
-def test_blocks_of_fp8(model, tmp_path, capsys):
-    write(model / A, {**SHARDS[A], f"{GATE}_scale_inv": ("F32", np.ones((1, 1), np.float32))})
-    edit_map(lambda w: w.update({f"{GATE}_scale_inv": A}))(model)
-    refused(model, tmp_path, f"'{GATE}_scale_inv': is a scale of quantized weights", 3, capsys=capsys)
+@pytest.mark.parametrize("suffix", ["_scale_inv", "_scale", "_scale_2", "_global_scale"])
+def test_scales_of_quantized_weights(model, tmp_path, suffix, capsys):
+    """Also where no config says that weights are quantized."""
+    scale = f"{GATE}{suffix}"
+    write(model / A, {**SHARDS[A], scale: ("F32", np.ones((1, 1), np.float32))})
+    edit_map(lambda w: w.update({scale: A}))(model)
+    text = f"'{scale}': is a scale of quantized weights; expected a model in high precision$"
+    if suffix == "_scale_inv":
+        text = text.replace("$", "\nhint: --dequantize-input fp8-block decodes it")
+    refused(model, tmp_path, text, 3, capsys=capsys)
 
 
 def test_a_quantized_weight_without_rows(tmp_path, capsys):

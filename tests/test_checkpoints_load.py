@@ -1,6 +1,8 @@
-"""Checkpoints in JAX: sharded reading, orbax."""
+"""Checkpoints in JAX: formats that are refused, sharded reading, orbax."""
 
+import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -9,15 +11,200 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import TE_MODELOPT, array, same
+from checkpoints import TE_MODELOPT, array, same, write_model
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jnvfp4
-from jnvfp4.checkpoints import CheckpointError, open_checkpoint, save_checkpoint
-from jnvfp4.checkpoints._files.source import Source
+from jnvfp4.checkpoints import (
+    CheckpointError,
+    dequantize_checkpoint,
+    diff,
+    inspect,
+    open_checkpoint,
+    repack_checkpoint,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from jnvfp4.checkpoints._files.source import HF_QUANT, Source
+from jnvfp4.checkpoints._layouts.configs import hf_quant_config, quantization_config
+from jnvfp4.checkpoints._layouts.layouts import LAYOUTS
+
+# ---------------------------------------------------------------- checkpoints that are NVFP4 in part
+READERS = {
+    "open": open_checkpoint,
+    "dequantize": lambda path: dequantize_checkpoint(path, path.parent / "dequantized", "F32"),
+    "repack": lambda path: repack_checkpoint(path, path.parent / "repacked", "modelopt"),
+    "verify": lambda path: verify_checkpoint(path, path),
+    "diff": lambda path: diff(path, path),
+}
+ATTENTION = "model.layers.0.self_attn"
+ONE = ("F32", np.ones((), np.float32))
+FP8 = ("F8_E4M3", np.ones((16, 32), ml_dtypes.float8_e4m3fn))
+FP8_ARGUMENTS = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+
+def nvfp4_with(directory, layout="modelopt", tensors=(), change=lambda config, hf_quant: None):
+    """A checkpoint with one NVFP4 weight, `o_proj`, these tensors beside it, and changed configs."""
+    parts = LAYOUTS[layout].parts(f"{ATTENTION}.o_proj")
+    scales = np.full((16, 2), 0x38, np.uint8)
+    stored = {
+        parts.codes: ("U8", np.arange(256, dtype=np.uint8).reshape(16, 16)),
+        parts.scales: ("U8", scales) if layout == "te" else ("F8_E4M3", scales.view(ml_dtypes.float8_e4m3fn)),
+        parts.global_scale: ("F32", np.ones(1, np.float32)),
+        **({parts.activation: ONE} if parts.activation else {}),
+    }
+    config = {"quantization_config": quantization_config(layout, ["lm_head"], weight_only=False)}
+    hf_quant = hf_quant_config(["lm_head"], "1", weight_only=False)
+    change(config, hf_quant)
+    out = write_model(directory / "nvfp4", {"model.safetensors": stored | dict(tensors)}, config)
+    if layout == "modelopt":
+        (out / HF_QUANT).write_text(json.dumps(hf_quant))
+    return out
+
+
+# By what else is stored: the tensors, and the tensor and the module that the error names.
+OTHER_FORMATS = {
+    "FP8": ({"q_proj.weight": FP8, "q_proj.weight_scale": ONE}, "q_proj.weight_scale", "q_proj"),
+    "FP8, a scale per row": (
+        {"q_proj.weight": FP8, "q_proj.weight_scale": ("BF16", array(16, 1))}, "q_proj.weight_scale", "q_proj"),
+    "FP8, a scale per block": (
+        {"q_proj.weight": FP8, "q_proj.weight_scale_inv": ("F32", np.ones((1, 1), np.float32))},
+        "q_proj.weight_scale_inv", "q_proj"),
+    "FP8, a scale of another name": ({"q_proj.weight": FP8, "q_proj.scale": ONE}, "q_proj.scale", "q_proj"),
+    "FP8 activations": ({"q_proj.weight": ("BF16", array(16, 32)), "q_proj.input_scale": ONE},
+                        "q_proj.input_scale", "q_proj"),
+    "MXFP4": ({"q_proj.weight": ("U8", np.zeros((16, 16), np.uint8)),
+               "q_proj.weight_scale": ("U8", np.zeros((16, 1), np.uint8))}, "q_proj.weight_scale", "q_proj"),
+    "INT8": ({"q_proj.weight": ("I8", np.ones((16, 32), np.int8)), "q_proj.scale": ONE}, "q_proj.scale", "q_proj"),
+    "AWQ": ({"o_proj.pre_quant_scale": ("BF16", array(32))}, "o_proj.pre_quant_scale", "o_proj"),
+    "SVDQuant": ({"o_proj.svdquant_lora_a": ("BF16", array(4, 32))}, "o_proj.svdquant_lora_a", "o_proj"),
+    "order of columns": ({"o_proj.weight_g_idx": ("I32", np.zeros(32, np.int32))}, "o_proj.weight_g_idx", "o_proj"),
+    "KV cache, modelopt": ({"k_proj.k_scale": ONE, "v_proj.v_scale": ONE}, "k_proj.k_scale", "k_proj"),
+    "KV cache, compressed-tensors": ({"v_scale": ("BF16", array(1))}, "v_scale", ""),
+    "FP8 experts in one tensor": (
+        {"experts.down_proj": ("F8_E4M3", np.ones((2, 16, 32), ml_dtypes.float8_e4m3fn)),
+         "experts.down_proj_weight_scale": ("F32", np.ones(2, np.float32))},
+        "experts.down_proj_weight_scale", "experts.down_proj"),
+}  # fmt: skip
+
+
+def refused_by_all(path, text) -> None:
+    """By every reader, before anything is written; `inspect` describes it with a warning."""
+    for reader in READERS.values():
+        with pytest.raises(CheckpointError, match=text) as found:
+            reader(path)
+        assert found.value.code == 3
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    (warning,) = inspect(path)["warnings"]
+    assert re.search(text, f"{warning}\n")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", OTHER_FORMATS)
+def test_other_formats_beside_nvfp4_are_refused(tmp_path, case, layout):
+    tensors, tensor, module = OTHER_FORMATS[case]
+    path = nvfp4_with(tmp_path, layout, {f"{ATTENTION}.{name}": t for name, t in tensors.items()})
+    name, of = (re.escape(f"{ATTENTION}.{x}".rstrip(".")) for x in (tensor, module))
+    refused_by_all(path, f"model.safetensors: tensor '{name}': belongs to module '{of}'.*; expected NVFP4 weights")
+
+
+def entries(**values):
+    return lambda config, hf_quant: config["quantization_config"].update(values)
+
+
+def of_group(**values):
+    return lambda config, hf_quant: config["quantization_config"]["config_groups"]["group_0"].update(values)
+
+
+def of_weights(**values):
+    return lambda config, hf_quant: config["quantization_config"]["config_groups"]["group_0"]["weights"].update(values)
+
+
+def of_hf_quant(**values):
+    return lambda config, hf_quant: hf_quant["quantization"].update(values)
+
+
+QUANTIZED_LAYERS = {
+    f"{ATTENTION}.o_proj": {"quant_algo": "NVFP4", "group_size": 16},
+    f"{ATTENTION}.q_proj": {"quant_algo": "FP8"},
+}
+MIXED = {"quant_algo": "MIXED_PRECISION", "quantized_layers": QUANTIZED_LAYERS}
+LAYER = rf"quantized_layers\.{re.escape(ATTENTION)}\.q_proj\.quant_algo is 'FP8'; expected 'NVFP4' or 'W4A16_NVFP4'\n"
+GROUP = r"config\.json: quantization_config\.config_groups\.group_0"
+CT = ("compressed-tensors",)
+# By entry: the layouts that have it, the change of the configs, and the text of the error after the directory.
+OTHER_CONFIGS = {
+    "a layer": (("modelopt",), entries(**MIXED), rf"config\.json: quantization_config\.{LAYER}"),
+    "a layer, hf": (("modelopt",), of_hf_quant(**MIXED), rf"hf_quant_config\.json: quantization\.{LAYER}"),
+    "mixed": (("modelopt",), of_hf_quant(quant_algo="MIXED_PRECISION"), "tion.quant_algo is 'MIXED_PRECISION';"),
+    "AWQ": (("modelopt",), entries(quant_algo="NVFP4_AWQ"), "quantization_config.quant_algo is 'NVFP4_AWQ';"),
+    "AWQ, factor": (("modelopt",), of_hf_quant(pre_quant_scale=True), "tion.pre_quant_scale is True; expected False\n"),
+    "nested": (("modelopt",), entries(quantization={"quant_algo": "FP8"}), "config.quantization.quant_algo is 'FP8';"),
+    "not text": (("modelopt",), entries(quant_algo=["NVFP4"]), r"config.quant_algo is \['NVFP4'\];"),
+    "text model": (
+        ("modelopt",), lambda config, _: config.update(text_config={"quantization_config": {"quant_algo": "FP8"}}),
+        r"config\.json: text_config\.quantization_config\.quant_algo is 'FP8';"),
+    "a config of another kind": (
+        ("modelopt",), lambda config, _: config.update(quantization_config="awq"),
+        r"config\.json: quantization_config is 'awq'; expected an object"),
+    "a config of another kind, hf": (
+        ("modelopt",), lambda _, hf_quant: hf_quant.update(quantization="FP8"),
+        r"hf_quant_config\.json: quantization is 'FP8'; expected an object"),
+    "bits": (("modelopt", *CT), of_weights(num_bits=8), rf"{GROUP}\.weights\.num_bits is 8; expected 4\n"),
+    "integers": (("modelopt", *CT), of_weights(type="int"), rf"{GROUP}\.weights\.type is 'int'; expected 'float'\n"),
+    "strategy": (CT, of_weights(strategy="channel"), rf"{GROUP}\.weights\.strategy is 'channel'; expected 'tensor_gr"),
+    "activations": (
+        ("modelopt", *CT), of_group(input_activations=FP8_ARGUMENTS), rf"{GROUP}\.input_activations\.num_bits is 8;"),
+    "format": (CT, entries(format="mixed-precision"), "config.format is 'mixed-precision'; expected 'nvfp4-pack-q"),
+    "format of a group": (CT, of_group(format="float-quantized"), rf"{GROUP}\.format is 'float-quantized';"),
+    "rotation": (
+        CT, entries(transform_config={"config_groups": {"R1": {"type": "hadamard"}}}),
+        r"transform_config is {.*}; expected {} or {"),
+    "sparsity": (CT, entries(sparsity_config={"format": "sparse-24-bitmask"}), r"sparsity_config\.format is 'sparse-"),
+    "KV cache": (("modelopt",), of_hf_quant(kv_cache_quant_algo="NVFP4"), "'NVFP4'; expected FP8 or none\n"),
+    "scheme of the KV cache": (
+        ("modelopt", *CT), entries(kv_cache_scheme=FP8_ARGUMENTS | {"num_bits": 4}),
+        "kv_cache_scheme is {.*; expected FP8 or none\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"), [(case, layout) for case, row in OTHER_CONFIGS.items() for layout in row[0]]
+)
+def test_configs_of_other_formats_are_refused(tmp_path, case, layout):
+    _, change, text = OTHER_CONFIGS[case]
+    refused_by_all(nvfp4_with(tmp_path, layout, change=change), text)
+
+
+NORMAL = {
+    "nothing": ((), entries()),
+    "names with scale": (
+        ("q_proj.layer_scale", "logit_scale", "router.scale", "altup.correct_output_scale", "v_bias"), entries()),
+    "a KV cache in high precision": ((), entries(kv_cache_scheme=None, kv_cache_quant_algo=None)),
+    "an FP8 KV cache": ((), entries(kv_cache_scheme={"num_bits": 8, "type": "float", "dynamic": False})),
+    "empty entries": (
+        (), entries(transform_config={}, sparsity_config={}, moe_sparsity_config=None, global_compression_ratio=None)),
+    "a dense model": ((), entries(sparsity_config={"format": "dense"}, transform_config={"config_groups": {}})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", NORMAL)
+def test_nvfp4_beside_high_precision_is_read(tmp_path, case, layout):
+    """Also a float8 tensor without a scale, which is its own value."""
+    names, change = NORMAL[case]
+    tensors = {f"{ATTENTION}.{name}": ("BF16", array(4)) for name in names} | {"model.codebook": FP8}
+    path = nvfp4_with(tmp_path, layout, tensors, change)
+    for reader in ("open", "dequantize", "repack", "diff"):
+        READERS[reader](path)
+    assert not inspect(path)["warnings"]
+    errors = {r.name: r.error for r in verify_checkpoint(tmp_path / "dequantized", path)}
+    assert errors.pop(f"{ATTENTION}.o_proj.weight").relative_error == 0
+    assert errors == dict.fromkeys(tensors)
 
 
 # ---------------------------------------------------------------- sharded reading
@@ -127,14 +314,16 @@ def test_row_scaled_weights_and_stacks_of_experts_are_placed(tmp_path, experts_a
     rows = jnvfp4.quantize(jnp.asarray(array(32, 64)), jnvfp4.ROW_SCALED)
     experts = jnvfp4.quantize(jnp.asarray(array(4, 32, 64)), amax=jnp.full(experts_amax, 8, jnp.float32))
     save_checkpoint({"a.down_proj.weight": rows, "a.experts.down_proj": experts}, tmp_path / "out", "te")
-    sharding = NamedSharding(jax.make_mesh((4, 2), ("x", "y"), devices=jax.devices("cpu")[:8]), P("x", "y"))
+    mesh = jax.make_mesh((4, 2), ("x", "y"), devices=jax.devices("cpu")[:8])
+    sharding = NamedSharding(mesh, P("x", "y"), memory_kind="pinned_host")  # not the default one
     checkpoint = open_checkpoint(tmp_path / "out")
     got = checkpoint.to_device(dict.fromkeys(checkpoint, sharding))
     want = {"a.down_proj.weight": rows, "a.experts.down_proj": replace(experts, amax=np.full(4, 8, np.float32))}
     same(got, want)
     for t in got.values():
         assert t.data.sharding.is_equivalent_to(sharding, t.ndim)
-        assert t.amax.sharding.is_equivalent_to(NamedSharding(sharding.mesh, P("x")), 1)
+        assert t.amax.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), 1)
+        assert {x.sharding.memory_kind for x in (t.data, t.scale, t.amax)} == {"pinned_host"}
 
 
 @pytest.mark.parametrize("layout", ["modelopt", "te"])

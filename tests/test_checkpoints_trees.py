@@ -96,6 +96,11 @@ BAD_MAPS = {
         [NameRule("a", "x"), NameRule("b", "x")],
         "tensor 'b': .* the rule of 'a' lead to one place",
     ),
+    "one stacked place": (
+        {"l.0.w": W, "m.1.w": W},
+        [STACK, NameRule(r"m.{i:\d+}.w", "w", stack=("i",))],
+        "tensor 'm.1.w': .* the rule of 'l.0.w' lead to one place, 'w'; expected one name for each",
+    ),
     "one place by one rule": (
         {"a.bc": W, "ab.c": W},
         [NameRule("{x}.{y}", "{x}{y}")],

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from checkpoints import DOWN, weight, write, write_model
+from checkpoints import DOWN, GATE, UP, weight, write, write_model
 
 import jnvfp4
 from jnvfp4.checkpoints import CheckpointError, ConvertOptions, VerificationError, convert_checkpoint, verify_checkpoint
@@ -121,8 +121,10 @@ RECIPES = {
 
 @pytest.mark.parametrize(("recipe", "spec"), [(name, spec) for name, specs in RECIPES.items() for spec in specs])
 def test_an_output_names_its_recipe(tmp_path, recipe, spec):
-    model = write_model(tmp_path / "in", {"model.safetensors": {DOWN: weight(16, 32)}})
+    """Its group is verified: the amaxes of rows, which differ between gate and up, are no fault."""
+    model = write_model(tmp_path / "in", {"model.safetensors": {GATE: weight(16, 32), UP: weight(16, 32, 1)}})
     convert_checkpoint(model, tmp_path / "out", ConvertOptions(layout="te", spec=spec))
+    assert [r.name for r in verify_checkpoint(model, tmp_path / "out")] == [GATE, UP]
     source = open_source(tmp_path / "out")
     assert source.files["model.safetensors"].metadata["recipe"] == recipe
     config = source.config["quantization_config"]

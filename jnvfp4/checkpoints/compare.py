@@ -12,6 +12,7 @@ from ._files.source import CONFIG, HF_QUANT, Source, open_source, read_hf_quant
 from ._layouts.layouts import decode_scale_of
 from ._layouts.names import groups_of
 from ._layouts.stored import Stored, layout_of, open_stored, stored_of
+from ._layouts.unsupported import config_refusal, tensor_refusal
 
 
 def inspect(source: Path | str) -> dict[str, Any]:
@@ -28,6 +29,8 @@ def inspect(source: Path | str) -> dict[str, Any]:
     }
     if layout is not None:
         stored = stored_of(opened)
+        refusals = filter(None, (config_refusal(opened), tensor_refusal(opened, stored.others)))
+        out["warnings"] += [str(r).partition("\n")[0] for r in refusals]
         elements = sum(2 * opened.entry(stored.parts(m).codes).nbytes for m in stored.modules)
         out |= {
             "quantized": stored.modules,

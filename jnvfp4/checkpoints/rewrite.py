@@ -15,11 +15,12 @@ from ._files.companions import check_companions, copy_companions
 from ._files.errors import CheckpointError, Exit, OptionError, io_error
 from ._files.files import CHUNK_BYTES, check_free_space, checked_path, json_bytes, slices, unfinished, write_file
 from ._files.safetensors import DTYPES, Entry, Planned, Writer
-from ._files.source import CONFIG, HF_QUANT, INDEX, read_hf_quant
-from ._layouts.configs import FP8_KV_CACHE, JSON, hf_quant_config, quantization_config
+from ._files.source import CONFIG, HF_QUANT, INDEX
+from ._layouts.configs import JSON, hf_quant_config, quantization_config
 from ._layouts.layouts import LAYOUTS, MODELOPT, TE, Layout, LayoutName, Parts, decode_scale, global_scale_of
 from ._layouts.loaders import check_ignore_list, ignore_list, linear_modules
 from ._layouts.stored import Stored, Weight, open_stored
+from ._layouts.unsupported import has_fp8_kv_cache
 
 Pieces = Iterator[tuple[str, int, np.ndarray]]  # a tensor's name, the index of the first element, elements
 Warn = Callable[[str], object]
@@ -122,7 +123,7 @@ class _Repacking:
         ignore = ignore_list(kept, stored.modules, to.name)
         check_ignore_list(ignore, kept, stored.modules, to.name)
         weight_only = not any(stored.activation(m) is not None for m in stored.modules)
-        fp8 = _has_fp8_kv_cache(stored)
+        fp8 = has_fp8_kv_cache(stored.source)
         files: dict[str, JSON] = {}
         if to is MODELOPT:
             files[HF_QUANT] = hf_quant_config(ignore, __version__, weight_only=weight_only, fp8_kv_cache=fp8)
@@ -140,22 +141,6 @@ class _Repacking:
         if self.stored.layout is TE:
             return global_scale_of(self.to, scale, self.stored.e4m3_max)
         return scale if self.stored.layout.meaning == self.to.meaning else decode_scale(scale)
-
-
-def _has_fp8_kv_cache(stored: Stored) -> bool:
-    """Tells whether the configs ask for an FP8 KV cache. Another kind is an error: loaders disagree about it."""
-    config, hf_quant = (stored.source.config or {}).get("quantization_config"), read_hf_quant(stored.source)
-    sections = [config, config.get("quantization") if isinstance(config, dict) else None, hf_quant.get("quantization")]
-    keys = ("kv_cache_quant_algo", "kv_cache_scheme")
-    claims = [claim for s in sections if isinstance(s, dict) for key in keys if (claim := s.get(key))]
-    for claim in claims:
-        fields = claim.items() if isinstance(claim, dict) else ()
-        known = all(v in (None, FP8_KV_CACHE[k]) for k, v in fields if k in FP8_KV_CACHE)
-        if claim != "FP8" and not (known and {"num_bits", "type"} <= dict(fields).keys()):
-            raise CheckpointError(
-                f"the KV cache is {claim!r:.200}", "FP8 or none", file=stored.source.directory, code=Exit.CONFLICT
-            )
-    return bool(claims)
 
 
 # ---------------------------------------------------------------- an ordinary checkpoint

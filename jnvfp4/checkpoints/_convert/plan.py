@@ -14,6 +14,7 @@ from .._layouts.configs import hf_quant_config, quantization_config
 from .._layouts.layouts import LAYOUTS, Layout, Parts, names_global_scale
 from .._layouts.loaders import check_ignore_list, ignore_list, linear_modules
 from .._layouts.names import Group, module_of
+from .._layouts.unsupported import factors
 from .options import ConvertOptions, is_amax
 from .policy import Decision, Decisions, decide, keep_groups
 from .views import converted_view
@@ -146,12 +147,11 @@ def _refuse_quantized(source: Source) -> None:
             file=source.directory / CONFIG,
             hint="repack changes the layout of NVFP4, dequantize undoes it; --dequantize-input fp8-block decodes FP8",
         )
-    for name in source.places:
-        hint = "--dequantize-input fp8-block decodes it" if name.endswith("weight_scale_inv") else ""
-        if hint or names_global_scale(name):
-            raise CheckpointError(
-                "is a scale of quantized weights", "a model in high precision", tensor=name, hint=hint
-            )
+    scales = [*filter(names_global_scale, source.places), *(name for name, _ in factors(source, source.places))]
+    if scales:
+        hint = "--dequantize-input fp8-block decodes it" if scales[0].endswith("weight_scale_inv") else ""
+        expected = "a model in high precision"
+        raise CheckpointError("is a scale of quantized weights", expected, tensor=scales[0], hint=hint)
 
 
 def _ignore_list(decisions: Decisions, options: ConvertOptions) -> list[str]:

@@ -14,6 +14,7 @@ from .._files.source import CONFIG, Source, open_source
 from .configs import ALGORITHMS, PACKED
 from .layouts import COMPRESSED_TENSORS, MODELOPT, TE, Layout, Parts, decode_scale_of
 from .names import WEIGHT
+from .unsupported import config_refusal, tensor_refusal
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 VALUES = np.concatenate([E2M1, -E2M1])  # the value of each code
@@ -156,16 +157,23 @@ def _layout_of_config(config: Mapping[str, Any], source: Source) -> Layout | Non
 
 
 def open_stored(path: Path) -> Stored:
-    """Opens an NVFP4 checkpoint of any layout and checks that its weights are complete.
+    """Opens an NVFP4 checkpoint of any layout and checks that its weights are complete, and the only quantized ones.
 
     Raises:
-      CheckpointError: it is no NVFP4 checkpoint, or a part of one is missing or has another shape or dtype.
+      CheckpointError: it is no NVFP4 checkpoint, or a part of one is missing or has another shape or dtype; or it has
+        weights in another format, or factors that are not applied.
     """
-    return stored_of(open_source(path))
+    source = open_source(path)
+    if refusal := config_refusal(source):
+        raise refusal
+    stored = stored_of(source)
+    if refusal := tensor_refusal(source, stored.others):
+        raise refusal
+    return stored
 
 
 def stored_of(source: Source) -> Stored:
-    """Finds the quantized weights of an open checkpoint and checks that they are complete; see ``open_stored``."""
+    """Finds the NVFP4 weights of an open checkpoint and checks that they are complete; see ``open_stored``."""
     layout = layout_of(source)
     if layout is None:
         raise CheckpointError("has no NVFP4 weight", "a checkpoint of NVFP4 weights", file=source.directory / CONFIG)
