@@ -50,7 +50,7 @@ def test_scales_that_nobody_measured_are_called_uncalibrated(model, tmp_path, ca
     assert (json.loads(out)["warnings"], err) == (report["warnings"], "")
     assert main([*convert, str(tmp_path / "c"), "--dry-run"]) == 0
     assert UNCALIBRATED in capsys.readouterr().out
-    assert all(e.tag == "F32" for e in open_source(tmp_path / "a").entries() if "input" in e.name)
+    assert [e.tag for e in open_source(tmp_path / "a").entries() if "input" in e.name] == ["F32"] * 3
 
 
 def test_what_has_no_activation_scales_or_measured_ones_has_no_such_warning(model, tmp_path):

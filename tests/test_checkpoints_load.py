@@ -80,6 +80,8 @@ OTHER_FORMATS = {
     "MXFP4": ({"q_proj.weight": ("U8", np.zeros((16, 16), np.uint8)),
                "q_proj.weight_scale": ("U8", np.zeros((16, 1), np.uint8))}, "q_proj.weight_scale", "q_proj"),
     "INT8": ({"q_proj.weight": ("I8", np.ones((16, 32), np.int8)), "q_proj.scale": ONE}, "q_proj.scale", "q_proj"),
+    "E5M2": ({"q_proj.weight": ("F8_E5M2", FP8[1].astype(ml_dtypes.float8_e5m2)), "q_proj.scale": ONE},
+             "q_proj.scale", "q_proj"),
     "AWQ": ({"o_proj.pre_quant_scale": ("BF16", array(32))}, "o_proj.pre_quant_scale", "o_proj"),
     "SVDQuant": ({"o_proj.svdquant_lora_a": ("BF16", array(4, 32))}, "o_proj.svdquant_lora_a", "o_proj"),
     "order of columns": ({"o_proj.weight_g_idx": ("I32", np.zeros(32, np.int32))}, "o_proj.weight_g_idx", "o_proj"),
@@ -169,6 +171,7 @@ OTHER_CONFIGS = {
     "scheme of the KV cache": (
         ("modelopt", *CT), entries(kv_cache_scheme=FP8_ARGUMENTS | {"num_bits": 4}),
         "kv_cache_scheme is {.*; expected FP8 or none\n"),
+    "scheme without bits": (CT, entries(kv_cache_scheme={"dynamic": False}), "kv_cache_scheme is {'dynamic': False};"),
 }  # fmt: skip
 
 
@@ -188,6 +191,7 @@ NORMAL = {
     "an FP8 KV cache": ((), entries(kv_cache_scheme={"num_bits": 8, "type": "float", "dynamic": False})),
     "empty entries": (
         (), entries(transform_config={}, sparsity_config={}, moe_sparsity_config=None, global_compression_ratio=None)),
+    "entries that are null": ((), entries(format=None, quant_algo=None, transform_config=None, pre_quant_scale=None)),
     "a dense model": ((), entries(sparsity_config={"format": "dense"}, transform_config={"config_groups": {}})),
 }  # fmt: skip
 

@@ -403,6 +403,7 @@ DIFFERENT = {
                                                        "hf_quant_config.json: quantization.kv_cache_quant_algo"]}),
     "recipe": ({"layout": "te"}, {"layout": "te", "spec": jnvfp4.four_over_six()}, None),
     "layouts": ({}, {"layout": CT}, {}),
+    "layouts, kept": ({}, {"layout": CT, "ignore": ("*.down_proj",), "allow_empty": True}, {"others": [DOWN]}),
     "layouts, weight-only": ({"weight_only": True}, {"layout": CT}, {"activations": {DOWN: 1}}),
     "nothing": ({"input_amax": 2.0}, {"input_amax": 2.0}, {}),
 }  # fmt: skip
@@ -422,6 +423,18 @@ def test_diff_finds_what_differs(tmp_path, capsys, case):
     for first, second in ((a, b), (b, a)):
         assert main(["diff", str(first), str(second)]) == (0 if found.same else 1)
         assert json.loads(capsys.readouterr().out) == vars(diff(first, second))
+
+
+def test_diff_names_what_only_one_has(tmp_path):
+    tensors = (
+        {DOWN: weight(32, 64), NORM: weight(1, 4)},
+        {DOWN: weight(32, 64), GATE: weight(16, 32), UP: weight(16, 32)},
+    )
+    for name, values in zip("ab", tensors, strict=True):
+        (tmp_path / name).mkdir()
+        quantized(tmp_path / name, values)
+    found = diff(tmp_path / "a" / "out", tmp_path / "b" / "out")
+    assert (found.only_first, found.only_second, found.others, found.same) == ([NORM], [GATE, UP], [], False)
 
 
 def test_diff_compares_configs(tmp_path, capsys):

@@ -56,7 +56,8 @@ class Difference:
       only_first, only_second: the names of tensors that only one of them has.
       codes, scales, globals: how many bytes of codes, block scales and global scales differ, by weight.
       activations: how many activation scales differ, or are only in one of them, by weight.
-      others: the names of tensors that differ in dtype or shape, and of kept tensors that differ in bytes.
+      others: the names of tensors that differ in dtype or shape, among them weights that only one checkpoint quantizes,
+        and of kept tensors that differ in bytes.
       configs: the entries of config.json and hf_quant_config.json that differ. Two layouts describe the quantization in
         different words, so those entries are compared only within one layout.
     """
@@ -84,7 +85,13 @@ def diff(first: Path | str, second: Path | str) -> Difference:
     """
     a, b = open_stored(Path(first)), open_stored(Path(second))
     names_a, names_b = set(a.names), set(b.names)
-    out = Difference(sorted(names_a - names_b), sorted(names_b - names_a), configs=_different_configs(a, b))
+    quantized_in_one = {a.name(m) for m in a.modules} ^ {b.name(m) for m in b.modules}
+    out = Difference(
+        sorted(names_a - names_b),
+        sorted(names_b - names_a),
+        others=sorted(quantized_in_one & names_a & names_b),
+        configs=_different_configs(a, b),
+    )
     for module in sorted(set(a.modules) & set(b.modules)):
         _compare_weights(a, b, module, out)
     for name in sorted(set(a.others) & set(b.others)):
