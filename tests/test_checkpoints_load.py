@@ -91,6 +91,8 @@ OTHER_FORMATS = {
         {"experts.down_proj": ("F8_E4M3", np.ones((2, 16, 32), ml_dtypes.float8_e4m3fn)),
          "experts.down_proj_weight_scale": ("F32", np.ones(2, np.float32))},
         "experts.down_proj_weight_scale", "experts.down_proj"),
+    **{name: ({f"o_proj.{name}": ONE}, f"o_proj.{name}", "o_proj")
+       for name in ("weight_zero_point", "svdquant_lora_b", "q_scale", "kv_scale", "output_scale")},
 }  # fmt: skip
 
 

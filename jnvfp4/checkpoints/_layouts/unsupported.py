@@ -26,7 +26,7 @@ _KNOWN: Mapping[str, tuple[Any, ...]] = {
 _KV_CACHE = ("kv_cache_quant_algo", "kv_cache_scheme")
 # Ends of names. Shorter ones would match parameters of models, such as ``layer_scale`` or ``v_bias``.
 _FACTOR = re.compile(
-    r"(?:^|[._])(?:weight_scale(?:_inv|_2)?|input_scale|pre_quant_scale|weight_zero_point|weight_g_idx)$"
+    r"(?:^|[._])(?:weight_scale(?:_inv)?|input_scale|pre_quant_scale|weight_zero_point|weight_g_idx)$"
     r"|(?:^|\.)(?:output_scale|[qkv]_scale|kv_scale|svdquant_lora_[ab])$"
 )
 _CODES = ("U8", "I8", "F8_E4M3", "F8_E5M2")  # dtypes of numbers that a tensor beside them may scale
