@@ -135,6 +135,6 @@ def open_checkpoint(source: Path | str) -> Checkpoint:
       source: a directory of safetensors files, or one such file.
 
     Raises:
-      CheckpointError: the checkpoint is damaged or has no NVFP4 weight.
+      CheckpointError: the checkpoint is damaged, has no NVFP4 weight, or is NVFP4 only in part.
     """
     return Checkpoint(open_stored(Path(source)))

@@ -82,7 +82,7 @@ def _is_known_cache(claim: Any) -> bool:
 
 # ---------------------------------------------------------------- tensors
 def tensor_refusal(source: Source, others: Iterable[str]) -> CheckpointError | None:
-    """Makes the error about the first tensor that another one needs, among those that are no part of NVFP4 weights."""
+    """Makes the error about the first tensor that decodes another, among those that are no part of NVFP4 weights."""
     found = next(factors(source, list(others)), None)
     if found is None:
         return None
