@@ -84,6 +84,24 @@ def test_what_is_read_is_what_is_viewed(tmp_path, monkeypatch):
     assert file.read("stack", slice(1, 2)).tobytes() == bytes(range(12, 24))
 
 
+def test_a_file_is_closed_with_its_object(tmp_path):
+    write(tmp_path / "a.safetensors", {"a": weight(1, 1)})
+    before = len(os.listdir("/dev/fd"))
+    file = File(tmp_path / "a.safetensors")
+    assert file.array("a").shape == (1, 1)
+    assert len(os.listdir("/dev/fd")) > before
+    del file
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_a_file_that_was_truncated_before_it_is_mapped(tmp_path):
+    write(tmp_path / "a.safetensors", {"a": weight(16, 32)})
+    file = File(tmp_path / "a.safetensors")
+    os.truncate(file.path, 300)
+    with pytest.raises(CheckpointError, match=r"a.safetensors: has changed while it was read \(truncated\)"):
+        file.array("a")
+
+
 def test_a_file_that_cannot_be_read_is_not_called_the_output(tmp_path, monkeypatch):
     model = write_model(tmp_path / "in", {"model.safetensors": {DOWN: weight(16, 32)}})
 

@@ -190,6 +190,26 @@ def test_fp8_blocks_are_decoded(tmp_path, capsys):
     assert "--dequantize-input fp8-block" in error
 
 
+@pytest.mark.parametrize("experts", ["keep", "stacked"])
+def test_fp8_experts(tmp_path, experts):
+    """Decoded first, then put into one tensor."""
+    decoded, coded = {}, {}
+    for i, role in enumerate(("gate_proj", "up_proj", "down_proj")):
+        for e in (0, 1):
+            name = f"{EXPERTS}.{e}.{role}.weight"
+            w = normal(32, 32, seed=2 * i + e).astype(ml_dtypes.float8_e4m3fn)
+            coded |= {name: w, f"{name}_scale_inv": np.full((1, 1), 2 + e, np.float32)}
+            decoded[name] = (w.astype(np.float32) * (2 + e)).astype(ml_dtypes.bfloat16)
+    save(tmp_path / "in", coded)
+    save(tmp_path / "bf16", decoded)
+    fp8 = ConvertOptions(dequantize_input="fp8-block", experts=experts)
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", fp8)
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "want", ConvertOptions(experts=experts))
+    got, want = open_source(tmp_path / "out"), open_source(tmp_path / "want")
+    assert got.places.keys() == want.places.keys()
+    assert all(got.array(n).tobytes() == want.array(n).tobytes() for n in want.places)
+
+
 # ---------------------------------------------------------------- what is kept
 def test_kept_tensors_in_bfloat16(tmp_path):
     tensors = {"model.layers.0.mlp.down_proj.weight": normal(16, 32), "lm_head.weight": normal(16, 32),

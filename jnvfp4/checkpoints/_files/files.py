@@ -48,7 +48,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 def json_bytes(value: object) -> bytes:
     """Formats a JSON file. Of a path that is no text the odd bytes are escaped, as JSON allows."""
-    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(value, indent=2, ensure_ascii=False)
     return (text + "\n").encode("utf-8", "backslashreplace")
 
 
