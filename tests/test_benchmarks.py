@@ -187,22 +187,6 @@ def test_a_profile_is_split_into_its_calls():
         profile([(1000, 1050), (2000, 2050)], [first + second[:1], second[1:]], [(1000, 2050)]), 2
     )
     assert found == [device_time.Call(28, 30, 2), device_time.Call(30, 30, 3)]
-    assert found[1].each == (("kernel", 20), ("kernel", 15), ("kernel", 4))
-
-
-@pytest.mark.parametrize(
-    ("name", "plain"),
-    [
-        (
-            "void jnvfp4::(anonymous namespace)::sm90_fused_kernel<__half, 1, 64>(jnvfp4::FusedArgs)",
-            "sm90_fused_kernel",
-        ),
-        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT", "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT"),
-        ("MemcpyD2D", "MemcpyD2D"),
-    ],
-)
-def test_plain_names_of_kernels(name, plain):
-    assert device_time.plain_name(name) == plain
 
 
 def test_clocks_that_disagree_by_less_than_half_a_pause_do_not_matter():
