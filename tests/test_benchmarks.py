@@ -353,14 +353,18 @@ def test_the_clock_of_a_row_that_only_one_result_has_does_not_matter():
 
 
 def test_the_committed_result_of_the_same_hardware_is_found(tmp_path):
-    for name, kept in (("gpu", OLD), ("gemm", result({}, suite="gemm")), ("other", result({}, device="H100"))):
+    """Not the result of a part of the suite, whose file is named by that."""
+    others = {"gpu_gemm": result({}, suite="gemm"), "other_quantize": result({}, device="H100"), "gpu_transpose": OLD}
+    for name, kept in {"gpu_quantize": OLD, **others}.items():
         results.save(kept, tmp_path / f"{name}.json")
-    (tmp_path / "foreign.json").write_text("[]")
-    assert results.committed(result({}), tmp_path) == tmp_path / "gpu.json"
+    (tmp_path / "foreign_quantize.json").write_text("[]")
+    assert results.committed(result({}), tmp_path) == tmp_path / "gpu_quantize.json"
+    part = results.load(results.RESULTS / "h200_transpose.json")
+    assert results.committed(part) == results.RESULTS / "h200_quantize.json"
     with pytest.raises(ValueError, match=r"must hold one quantize result of \('B200', None\), got \[\]; name one"):
         results.committed(result({}, device="B200"), tmp_path)
-    results.save(OLD, tmp_path / "again.json")
-    with pytest.raises(ValueError, match=r"got \['again.json', 'gpu.json'\]"):
+    results.save(OLD, tmp_path / "again_quantize.json")
+    with pytest.raises(ValueError, match=r"got \['again_quantize.json', 'gpu_quantize.json'\]"):
         results.committed(result({}), tmp_path)
 
 
