@@ -25,8 +25,6 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--peers", action="store_true", help="also other libraries, where installed")
         if suite in ("products", "grouped"):
             command.add_argument("--every", action="store_true", help="also the kernels that are not planned")
-        if suite == "steps":
-            command.add_argument("--kernels", action="store_true", help="the time of each kernel instead")
     command = commands.add_parser("checkpoint", help="time the conversion of a checkpoint")
     command.add_argument("--gigabytes", type=float, default=2.0, help="of the checkpoint, 2 by default")
     command.add_argument("--folder", type=pathlib.Path, help="where to make it: room for twice as much")
@@ -67,7 +65,7 @@ def _run(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     if args.command == "grouped":
         yield from bench_grouped.run(args.cases, args.every)
     if args.command == "steps":
-        yield from bench_steps.run(args.cases, args.kernels)
+        yield from bench_steps.run(args.cases)
     if args.command == "sharding":
         yield from bench_sharding.run(args.cases)
     if args.command == "checkpoint":
@@ -82,8 +80,7 @@ def _bench(args: argparse.Namespace) -> None:
     from .timing import environment
 
     rows: list[dict[str, Any]] = []
-    suite = "steps --kernels" if getattr(args, "kernels", False) else args.command
-    result = {"suite": suite, "environment": environment(args.commit), "rows": rows}
+    result = {"suite": args.command, "environment": environment(args.commit), "rows": rows}
     for found in _run(args):
         rows += found
         if args.json:

@@ -4,7 +4,6 @@ bfloat16 casts the weights inside the timed program, and returns gradients of th
 are those of ``bench_products``.
 """
 
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,8 +15,7 @@ from jnvfp4 import Recipe
 
 from .bench_gemm import parse
 from .bench_linear import RECIPES, dense_layer, quantized_layer
-from .bench_products import BURSTS, REST_S, burst_and_heated
-from .device_time import profile_calls
+from .bench_products import burst_and_heated
 
 # M, N, K: the most time of recipes.pretrain(), in times that of bfloat16.
 TARGETS = {"8192x8192x8192": 1.08, "16384x14336x4096": 1.10, "4096x4096x4096": 1.35}
@@ -80,23 +78,9 @@ def measure(case: str) -> list[dict[str, Any]]:
     return rows
 
 
-def kernels(case: str) -> list[dict[str, Any]]:
-    """Lists every kernel of a chain in the order in which they run, with the median of its times."""
-    rows = []
-    for name, program in layers(case).items():
-        calls = profile_calls([program] * BURSTS, pause=REST_S)
-        whole = [call for call in calls if call is not None]
-        often = statistics.mode(call.kernels for call in whole)
-        same = [call for call in whole if call.kernels == often]
-        for i, (kernel, _) in enumerate(same[0].each):
-            times = [call.each[i][1] for call in same]
-            rows.append({"case": case, "op": f"linear {name}", "kernel": kernel, "median_us": statistics.median(times)})
-    return rows
-
-
-def run(cases: list[str] | None, each_kernel: bool) -> Iterator[list[dict[str, Any]]]:
+def run(cases: list[str] | None) -> Iterator[list[dict[str, Any]]]:
     """Yields the rows of a case when they are measured."""
     if jax.default_backend() != "gpu":
         raise ValueError("steps are timed by the profiler of a GPU; python -m benchmarks linear times them on a CPU")
     for case in cases or TARGETS:
-        yield kernels(case) if each_kernel else measure(case)
+        yield measure(case)

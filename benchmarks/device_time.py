@@ -3,11 +3,10 @@
 import bisect
 import itertools
 import pathlib
-import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,10 +26,9 @@ class Call:
     busy_us: float  # kernel time, overlap counted once
     span_us: float  # from the start of the first kernel to the end of the last
     kernels: int
-    each: tuple[tuple[str, float], ...] = field(default=(), compare=False)  # names and microseconds, in order
 
 
-def profile_calls(calls: Sequence[Callable[[], Any]], pause: float = PAUSE_S) -> list[Call | None]:
+def profile_calls(calls: Sequence[Callable[[], Any]]) -> list[Call | None]:
     """Makes the calls one after another, each waited for; None for a call of which the profile shows nothing."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = 1  # only the annotations below, so that tracing costs little
@@ -38,7 +36,7 @@ def profile_calls(calls: Sequence[Callable[[], Any]], pause: float = PAUSE_S) ->
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             for i, call in enumerate(calls):
-                time.sleep(pause)
+                time.sleep(PAUSE_S)
                 with jax.profiler.TraceAnnotation(f"{MARK}{i}"):
                     jax.block_until_ready(call())
         files = list(pathlib.Path(folder).rglob("*.xplane.pb"))
@@ -98,11 +96,4 @@ def _call(kernels: list[tuple[float, float, str]]) -> Call:
     for start, end, _ in kernels:
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    each = tuple((plain_name(name), (end - start) / 1e3) for start, end, name in kernels)
-    return Call(busy / 1e3, (reached - kernels[0][0]) / 1e3, len(kernels), each)
-
-
-def plain_name(kernel: str) -> str:
-    """Returns the name of a C++ function without its type, namespaces, template arguments and parameters."""
-    name = kernel.replace("(anonymous namespace)", "").removeprefix("void ")
-    return re.split(r"[<(]", name, maxsplit=1)[0].rpartition("::")[2]
+    return Call(busy / 1e3, (reached - kernels[0][0]) / 1e3, len(kernels))

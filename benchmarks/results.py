@@ -31,8 +31,8 @@ def clocks(result: Result) -> list[str]:
 
 
 def committed(new: Result, folder: pathlib.Path = RESULTS) -> pathlib.Path:
-    """The result in ``folder`` of the suite and hardware of ``new``."""
-    found = [p for p in sorted(folder.glob("*.json")) if _comparable(p, new)]
+    """The result in ``folder`` of the suite, by which its file is named, and of the hardware of ``new``."""
+    found = [p for p in sorted(folder.glob(f"*_{new['suite']}.json")) if _comparable(p, new)]
     if len(found) != 1:
         names = [p.name for p in found]
         raise ValueError(f"{folder} must hold one {new['suite']} result of {hardware(new)}, got {names}; name one")

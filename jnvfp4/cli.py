@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 import jax
 
 from . import __version__, diagnosis, support
-from .checkpoints._convert.options import ConvertOptions, is_amax
+from .checkpoints._convert.options import ConvertOptions
 from .checkpoints._convert.plan import make_plan
 from .checkpoints._files.errors import CheckpointError, CommandError, Exit, OptionError
 from .checkpoints._files.files import CHUNK_BYTES, checked_path, existing_parent
@@ -88,16 +88,6 @@ def _input_amax(text: str) -> float | Path:
         return Path(text)
 
 
-def _input_scale(text: str) -> Path:
-    """Reads the older flag. It took a scale as a number, but amaxes in a file, as --input-amax does."""
-    value = _input_amax(text)
-    if isinstance(value, Path):
-        return value
-    amax = 2688 * value
-    advice = f", or --input-amax {amax:g}, which gives this scale" if is_amax(float(f"{amax:g}")) else ""
-    raise argparse.ArgumentTypeError(f"{text} is a number; expected a JSON file{advice}")
-
-
 def _device(text: str) -> jax.Device | None:
     """Finds the device ``cpu`` or ``cuda:N``; None for ``auto``, where the converter chooses."""
     if text == "auto":
@@ -122,12 +112,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 _EXPERT_LAYOUT = "axes of experts in one tensor: [E, N, K] or [E, K, N]; auto decides by the model type"
-_SOURCE = "input: a directory of safetensors files, or one such file"
 _OUTPUT = "output: a new or empty directory"
 
 
-def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Makes the parser; for ``arguments`` with the older flags of source and output it takes these."""
+def _parser() -> argparse.ArgumentParser:
     common = _Parser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
     text = "NVFP4 for JAX: Hugging Face checkpoints, and what runs here."
@@ -142,8 +130,8 @@ def _parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         raw = argparse.RawDescriptionHelpFormatter
         return commands.add_parser(name, help=text, description=description, parents=[common], formatter_class=raw)
 
-    older = any(re.match("--(model|save)", argument) for argument in arguments)
-    _convert_arguments(command("convert", "quantize a checkpoint", _CONVERT), older)
+    more = " SOURCE and OUTPUT come first, since some options take\nseveral values."
+    _convert_arguments(command("convert", "quantize a checkpoint", more))
     p = command("inspect", "describe a checkpoint: layout, kept tensors, groups, sizes", example="MODEL-NVFP4")
     _positional(p, source="the checkpoint")
     _json(p)
@@ -188,13 +176,9 @@ def _json(p: argparse.ArgumentParser) -> None:
     p.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
-_CONVERT = """ SOURCE and OUTPUT come first, since some options take
-several values. --model-dir SOURCE --save-dir OUTPUT is an older form of the two."""
-
-
-def _convert_arguments(p: argparse.ArgumentParser, older: bool) -> None:
-    """Adds the flags of ``convert`` in groups."""
-    _file_arguments(_group(p, "files", "MODEL MODEL-NVFP4 --max-shard-size 5GB"), older)
+def _convert_arguments(p: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``convert`` in groups."""
+    _file_arguments(_group(p, "files", "MODEL MODEL-NVFP4 --max-shard-size 5GB"))
     _recipe_arguments(_group(p, "how weights are quantized", "MODEL OUTPUT --format te --recipe row-scaled"))
     example = 'MODEL OUTPUT --ignore "*.o_proj" --num-layers-at-end-in-bf16 2'
     _rule_arguments(_group(p, "which weights are quantized", example))
@@ -213,12 +197,10 @@ def _switches(add: Callable[..., Any], **switches: str) -> None:
         add(f"--{name.replace('_', '-')}", action="store_true", help=text)
 
 
-def _file_arguments(add: Callable[..., Any], older: bool) -> None:
-    for name, flag, text in (("source", "--model-dir", _SOURCE), ("output", "--save-dir", _OUTPUT)):
-        if older:
-            add(flag, dest=name, type=Path, required=True, metavar=name.upper(), help=text)
-        else:
-            add(name, type=Path, metavar=name.upper(), help=text)
+def _file_arguments(add: Callable[..., Any]) -> None:
+    text = "input: a directory of safetensors files, or one such file"
+    add("source", type=Path, metavar="SOURCE", help=text)
+    add("output", type=Path, metavar="OUTPUT", help=_OUTPUT)
     text = "convert this folder of the input instead, with its config"
     add("--subfolder", type=Path, metavar="NAME", help=text)
     text = "size of output files, such as 5GB, instead of the input's"
@@ -273,7 +255,6 @@ def _activation_arguments(add: Callable[..., Any]) -> None:
         "amax of all activations, or a JSON file with the amax of each module (without it scales are 1.0, uncalibrated)"
     )
     add("--input-amax", type=_input_amax, metavar="NUMBER|FILE", help=text)
-    add("--input-scale", type=_input_scale, metavar="FILE", help="older name of --input-amax FILE")
     add("--kv-cache", choices=("none", "fp8"), default="none", help="KV cache that the config asks for (default none)")
 
 
@@ -309,10 +290,6 @@ def _options(a: argparse.Namespace) -> ConvertOptions:
     others: dict[str, Any] = {"layout": a.format, "spec": _spec(a), "max_shard_bytes": a.max_shard_size}
     if a.kv_cache == "fp8" and a.format != "modelopt":
         raise CommandError(f"--kv-cache is fp8 and --format is {a.format}", "--format modelopt")
-    if a.input_scale is not None:
-        if a.input_amax is not None:
-            raise CommandError(f"--input-amax is {a.input_amax} and --input-scale is {a.input_scale}", "one of them")
-        a.input_amax = a.input_scale
     names = [f.name for f in dataclasses.fields(ConvertOptions) if f.name not in others]
     values: dict[str, Any] = {name: tuple(v) if isinstance(v := getattr(a, name), list) else v for name in names}
     return ConvertOptions(**others, **values)
@@ -515,7 +492,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     debug = "--debug" in arguments
     try:
-        a = _parser(arguments).parse_args(arguments)
+        a = _parser().parse_args(arguments)
         return int(_RUN[a.command](a))
     except CommandError as e:
         if debug:

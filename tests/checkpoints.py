@@ -89,7 +89,7 @@ def refused(directory, tmp_path, text, code, *arguments, capsys, out=None) -> st
     """The command ends with this code and a line that matches `text`, and leaves no output."""
     out = tmp_path / "out" if out is None else out
     capsys.readouterr()
-    assert main(["convert", "--model-dir", str(directory), "--save-dir", str(out), *arguments]) == code
+    assert main(["convert", str(directory), str(out), *arguments]) == code
     error = capsys.readouterr().err
     line, *hint = error.rstrip("\n").split("\n")
     assert line.startswith("error: ")

@@ -187,22 +187,6 @@ def test_a_profile_is_split_into_its_calls():
         profile([(1000, 1050), (2000, 2050)], [first + second[:1], second[1:]], [(1000, 2050)]), 2
     )
     assert found == [device_time.Call(28, 30, 2), device_time.Call(30, 30, 3)]
-    assert found[1].each == (("kernel", 20), ("kernel", 15), ("kernel", 4))
-
-
-@pytest.mark.parametrize(
-    ("name", "plain"),
-    [
-        (
-            "void jnvfp4::(anonymous namespace)::sm90_fused_kernel<__half, 1, 64>(jnvfp4::FusedArgs)",
-            "sm90_fused_kernel",
-        ),
-        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT", "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT"),
-        ("MemcpyD2D", "MemcpyD2D"),
-    ],
-)
-def test_plain_names_of_kernels(name, plain):
-    assert device_time.plain_name(name) == plain
 
 
 def test_clocks_that_disagree_by_less_than_half_a_pause_do_not_matter():
@@ -370,14 +354,18 @@ def test_the_clock_of_a_row_that_only_one_result_has_does_not_matter():
 
 
 def test_the_committed_result_of_the_same_hardware_is_found(tmp_path):
-    for name, kept in (("gpu", OLD), ("gemm", result({}, suite="gemm")), ("other", result({}, device="H100"))):
+    """Not the result of a part of the suite, whose file is named by that."""
+    others = {"gpu_gemm": result({}, suite="gemm"), "other_quantize": result({}, device="H100"), "gpu_transpose": OLD}
+    for name, kept in {"gpu_quantize": OLD, **others}.items():
         results.save(kept, tmp_path / f"{name}.json")
-    (tmp_path / "foreign.json").write_text("[]")
-    assert results.committed(result({}), tmp_path) == tmp_path / "gpu.json"
+    (tmp_path / "foreign_quantize.json").write_text("[]")
+    assert results.committed(result({}), tmp_path) == tmp_path / "gpu_quantize.json"
+    part = results.load(results.RESULTS / "h200_transpose.json")
+    assert results.committed(part) == results.RESULTS / "h200_quantize.json"
     with pytest.raises(ValueError, match=r"must hold one quantize result of \('B200', None\), got \[\]; name one"):
         results.committed(result({}, device="B200"), tmp_path)
-    results.save(OLD, tmp_path / "again.json")
-    with pytest.raises(ValueError, match=r"got \['again.json', 'gpu.json'\]"):
+    results.save(OLD, tmp_path / "again_quantize.json")
+    with pytest.raises(ValueError, match=r"got \['again_quantize.json', 'gpu_quantize.json'\]"):
         results.committed(result({}), tmp_path)
 
 

@@ -35,7 +35,7 @@ def model(tmp_path):
 @pytest.mark.parametrize("layout", ["modelopt", CT])
 def test_scales_that_nobody_measured_are_called_uncalibrated(model, tmp_path, capsys, layout):
     """In the output, in the plan and in the report; --quiet does not take it out of the result."""
-    convert = ["convert", "--model-dir", str(model), "--format", layout, "--save-dir"]
+    convert = ["convert", "--format", layout, str(model)]
     assert main([*convert, str(tmp_path / "a"), "--report", str(tmp_path / "report")]) == 0
     out, err = capsys.readouterr()
     (line,) = (line for line in err.splitlines() if line.startswith("warning: "))
@@ -51,6 +51,11 @@ def test_scales_that_nobody_measured_are_called_uncalibrated(model, tmp_path, ca
     assert main([*convert, str(tmp_path / "c"), "--dry-run"]) == 0
     assert UNCALIBRATED in capsys.readouterr().out
     assert [e.tag for e in open_source(tmp_path / "a").entries() if "input" in e.name] == ["F32"] * 3
+
+
+def test_the_warning_says_which_activations_lose_accuracy(model, tmp_path):
+    (warning,) = convert_checkpoint(model, tmp_path / "out").warnings
+    assert "activations with a standard deviation below 0.1 lose accuracy" in warning
 
 
 def test_what_has_no_activation_scales_or_measured_ones_has_no_such_warning(model, tmp_path):
@@ -82,22 +87,10 @@ def test_a_number_and_a_file_have_one_unit(model, tmp_path, layout, scale):
     file = tmp_path / "amaxes.json"
     file.write_text(json.dumps(dict.fromkeys(MODULES.values(), 3.5)))
     for out, value in (("number", "3.5"), ("file", str(file))):
-        arguments = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / out), "--format", layout]
+        arguments = ["convert", str(model), str(tmp_path / out), "--format", layout]
         assert main([*arguments, "--quiet", "--input-amax", value]) == 0
     assert files_of(tmp_path / "number") == files_of(tmp_path / "file")
     assert scales_of(tmp_path / "number") == [scale] * 3
-    assert main([*arguments[:4], str(tmp_path / "old"), "--format", layout, "--quiet", "--input-scale", str(file)]) == 0
-    assert files_of(tmp_path / "old") == files_of(tmp_path / "file")
-
-
-def test_the_old_flag_takes_no_number(model, tmp_path, capsys):
-    """It was a scale, and the file has amaxes."""
-    arguments = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out"), "--input-scale", "0.5"]
-    assert main(arguments) == 2
-    assert (
-        "argument --input-scale: 0.5 is a number; expected a JSON file, or --input-amax 1344" in capsys.readouterr().err
-    )
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -245,28 +238,3 @@ def test_a_module_has_a_name(tmp_path, name):
 def test_a_tiny_batch_is_no_error_beside_a_larger_one(tmp_path):
     given = [("a", np.float32([1e-31])), ("a", np.float32([1]))]
     assert write_input_amaxes(given, tmp_path / "f.json") == {"a": 1.0}
-
-
-# ---------------------------------------------------------------- flags
-@pytest.mark.parametrize("value", ["0", "nan", "-1", "inf", "1e30"])
-def test_no_value_is_advised_that_is_refused(model, tmp_path, capsys, value):
-    assert main(["convert", str(model), str(tmp_path / "out"), f"--input-scale={value}"]) == 2
-    error = capsys.readouterr().err
-    assert f"{value} is a number; expected a JSON file\n" in error
-    assert "--input-amax" not in error
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_two_sources_of_scales_are_refused(model, tmp_path, capsys, order):
-    (tmp_path / "f.json").write_text("{}")
-    flags = [["--input-amax", "3"], ["--input-scale", str(tmp_path / "f.json")]][::order]
-    assert main(["convert", str(model), str(tmp_path / "out"), *flags[0], *flags[1]]) == 2
-    error = capsys.readouterr().err
-    assert "--input-amax is 3.0 and --input-scale is" in error
-    assert "expected one of them" in error
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_warning_says_which_activations_lose_accuracy(model, tmp_path):
-    (warning,) = convert_checkpoint(model, tmp_path / "out").warnings
-    assert "activations with a standard deviation below 0.1 lose accuracy" in warning

@@ -239,7 +239,7 @@ def test_shards_name_the_tensors_they_were_made_of(tmp_path):
 # ---------------------------------------------------------------- report
 def test_report(model, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    arguments = ["--model-dir", str(model), "--save-dir", str(tmp_path / "out"), "--report", str(tmp_path / "report")]
+    arguments = [str(model), str(tmp_path / "out"), "--report", str(tmp_path / "report")]
     assert main(["convert", *arguments]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["quantized"] == 14

@@ -62,7 +62,7 @@ def model(tmp_path):
 
 def converted(directory, tmp_path, *arguments) -> dict[str, bytes]:
     out = tmp_path / "out"
-    assert main(["convert", "--model-dir", str(directory), "--save-dir", str(out), *arguments]) == 0
+    assert main(["convert", str(directory), str(out), *arguments]) == 0
     return files_of(out)
 
 
@@ -367,10 +367,7 @@ def test_weights_that_are_unfit(tmp_path, case, capsys):
     name = "model.layers.0.mlp.odd.weight"
     directory = one(tmp_path / "in", {name: tensor, DOWN: weight(16, 32)})
     refused(directory, tmp_path, f"'{name}': {text}.*\nhint: .*--targets", 3, "--targets", "*.odd", capsys=capsys)
-    assert (
-        main(["convert", "--model-dir", str(directory), "--save-dir", str(tmp_path / "out"), "--dry-run", "--json"])
-        == 0
-    )
+    assert main(["convert", str(directory), str(tmp_path / "out"), "--dry-run", "--json"]) == 0
     plan = {t["name"]: t for t in json.loads(capsys.readouterr().out)["tensors"]}
     assert plan[name]["action"] == "keep"
     np.testing.assert_string_equal(plan[name]["reason"], reason.replace("\\", ""))
@@ -539,7 +536,7 @@ def test_usage(llama, tmp_path, capsys):
 
 def test_targets_that_are_refused(model, tmp_path, capsys):
     """What is there already stays as it is."""
-    arguments = ["convert", "--model-dir", str(model), "--save-dir"]
+    arguments = ["convert", str(model)]
     before = files_of(model)
     assert main([*arguments, str(model), "--overwrite"]) == 2
     assert "in: is the source; expected another directory" in capsys.readouterr().err
@@ -650,7 +647,7 @@ class Full:
 def test_a_disk_that_fills_up(model, tmp_path, monkeypatch, room, capsys):
     full = Full(room)
     monkeypatch.setattr(os, "pwrite", full)
-    arguments = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out")]
+    arguments = ["convert", str(model), str(tmp_path / "out")]
     assert main(arguments) == 6
     err = capsys.readouterr().err
     assert "out: cannot be written (No space left on device)" in err
@@ -696,7 +693,7 @@ def test_a_disk_that_fails_at_the_end_of_a_shard(model, tmp_path, monkeypatch, e
 def test_a_finished_shard_stays(model, tmp_path, monkeypatch, capsys):
     want = converted(model, tmp_path)
     shutil.rmtree(tmp_path / "out")
-    arguments = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out")]
+    arguments = ["convert", str(model), str(tmp_path / "out")]
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", failing(errno.ENOSPC, after=1))
         assert main(arguments) == 6
@@ -755,7 +752,7 @@ def test_a_copy_that_fails_leaves_no_part(model, tmp_path, monkeypatch, capsys, 
     (model / "tokenizer.json").write_text("{}")
     want = converted(model, tmp_path)
     shutil.rmtree(tmp_path / "out")
-    arguments = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out")]
+    arguments = ["convert", str(model), str(tmp_path / "out")]
     with monkeypatch.context() as patch:
         patch.setattr(companions, "open", Failing(what, error, after=what == "read"), raising=False)
         capsys.readouterr()

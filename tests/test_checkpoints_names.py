@@ -268,7 +268,7 @@ def test_paths_that_no_file_can_have(tmp_path, monkeypatch, capsys, path):
     for work in works:
         with pytest.raises(CheckpointError, match=r"'a\\.*' has a character that no path can have"):
             work()
-    convert = ["convert", "--model-dir", model, "--save-dir"]
+    convert = ["convert", model]
     for arguments in ([*convert, path], [*convert, "out", "--report", path], ["dequantize", stored, path]):
         assert main(arguments) == 2
         assert "has a character that no path can have" in capsys.readouterr().err

@@ -168,7 +168,6 @@ def test_the_layout_of_saved_tensors(tmp_path):
         (["--input-amax", "1", "--weight-only"], "--input-amax is 1.0 and --weight-only is used; expected one of them"),
         (["--input-amax", "1.0", "--format", "te"], "--input-amax is 1.0 and --format is te; expected one of them"),
         (["--input-amax", "nofile.json"], "'nofile.json' is no file; expected a number or a JSON file"),
-        (["--input-scale", "nofile.json"], "'nofile.json' is no file; expected a number or a JSON file"),
         (["--input-amax", "nan"], "--input-amax is nan; expected a number above 1e-30 and below 1e30"),
         (["--max-shard-size", "5xb"], "invalid size '5xb'; expected a size such as 500MB or 5GB"),
         (["--max-shard-size", "0"], "invalid size '0'"),
@@ -185,7 +184,7 @@ def test_wrong_usage_is_one_line(model, tmp_path, capsys, arguments, text):
 @pytest.mark.parametrize("size", ["2048", "2KiB", "2kib", "2.048kb", "0.000002048GB", "2048b"])
 def test_sizes(model, tmp_path, size):
     """Of an output file: too small for two of the three weights, with their scales."""
-    convert = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out"), "--quiet"]
+    convert = ["convert", str(model), str(tmp_path / "out"), "--quiet"]
     assert main([*convert, "--max-shard-size", size]) == 0
     convert_checkpoint(model, tmp_path / "want", ConvertOptions(max_shard_bytes=2048))
     assert files_of(tmp_path / "out") == files_of(tmp_path / "want")
@@ -224,7 +223,7 @@ def test_shards_have_the_names_of_the_input(tmp_path):
 
 
 def test_what_is_given_means_something_where_its_recipe_is(model, tmp_path):
-    convert = ["convert", "--model-dir", str(model), "--quiet", "--recipe", "4over6", "--save-dir"]
+    convert = ["convert", "--quiet", "--recipe", "4over6", str(model)]
     assert main([*convert, str(tmp_path / "given"), "--e4m3-max", "256", "--4over6-err-mode", "mae"]) == 0
     assert main([*convert, str(tmp_path / "default")]) == 0
     assert main([*convert, str(tmp_path / "other"), "--e4m3-max", "448", "--4over6-err-mode", "mse"]) == 0
@@ -283,7 +282,7 @@ def test_flags_are_options(model, tmp_path, monkeypatch, arguments, values):
         raise CheckpointError("called")
 
     monkeypatch.setattr(cli, "convert_checkpoint", called)
-    assert main(["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out"), *arguments]) == 3
+    assert main(["convert", str(model), str(tmp_path / "out"), *arguments]) == 3
     assert found == [ConvertOptions(layout="te" if "te" in arguments else "modelopt", **values)]
 
 
@@ -299,7 +298,7 @@ def test_a_subfolder_is_the_whole_input(model, tmp_path, capsys):
     (tmp_path / "top" / "config.json").write_text("of the parent")
     model.rename(tmp_path / "top" / "text")
     (tmp_path / "top" / "text" / "tokenizer.json").write_text("{}")
-    convert = ["convert", "--model-dir", str(tmp_path / "top"), "--save-dir", str(tmp_path / "out"), "--report"]
+    convert = ["convert", str(tmp_path / "top"), str(tmp_path / "out"), "--report"]
     assert main([*convert, str(tmp_path / "report"), "--subfolder", "text"]) == 0
     assert json.loads(capsys.readouterr().out)["quantized"] == 3
     convert_checkpoint(tmp_path / "top" / "text", tmp_path / "want")
@@ -316,7 +315,7 @@ def warned(directory) -> Path:
 
 
 def test_warnings_and_notes(tmp_path, capsys, monkeypatch):
-    convert = ["convert", "--weight-only", "--model-dir", str(warned(tmp_path / "in")), "--save-dir"]
+    convert = ["convert", "--weight-only", str(warned(tmp_path / "in"))]
     assert main([*convert, str(tmp_path / "a"), "--dry-run"]) == 0
     out, err = capsys.readouterr()
     assert re.search(r"bytes in all; .*\nwarning    \S*config.json: missing", out)
@@ -346,7 +345,7 @@ def test_a_report_that_cannot_be_written(model, tmp_path, capsys, monkeypatch):
                 capsys=capsys)  # fmt: skip
     refused(model, tmp_path, "proc: cannot be written into", 6, "--report", "/proc/report", capsys=capsys)
     out = tmp_path / "out"
-    assert main(["convert", "--model-dir", str(model), "--save-dir", str(out), "--report", str(out / "report")]) == 0
+    assert main(["convert", str(model), str(out), "--report", str(out / "report")]) == 0
     assert "report.json" in files_of(out / "report")
 
 
@@ -435,14 +434,9 @@ def test_examples_of_the_help_are_understood(capsys, monkeypatch, tmp_path, comm
 
 
 def test_source_and_output_stand_where_they_do_in_every_command(model, tmp_path, capsys):
-    """The older flags mean the same."""
-    a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    assert main(["convert", str(model), a, "--quiet"]) == 0
-    assert main(["convert", "--save-dir", b, "--quiet", f"--model-dir={model}"]) == 0
-    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
-    assert main(["convert", "--quiet", str(model), "--dry-run", str(tmp_path / "c")]) == 0
-    for wrong in ([str(model)], [], ["--model-dir", str(model)], ["--model-dir", str(model), b],
-                  ["--ignore", "x", str(model), b]):  # fmt: skip
+    out = str(tmp_path / "out")
+    assert main(["convert", "--quiet", str(model), "--dry-run", out]) == 0
+    for wrong in ([str(model)], [], ["--model-dir", str(model), "--save-dir", out], ["--ignore", "x", str(model), out]):
         capsys.readouterr()
         assert main(["convert", *wrong]) == 2
         assert re.search("error: (the following arguments are required|unrecognized)", capsys.readouterr().err)

@@ -216,10 +216,7 @@ def test_an_interrupt_has_its_exit_code(tmp_path, monkeypatch, capsys, command):
 
     monkeypatch.setattr(cli, "open_source", interrupt)
     monkeypatch.setattr(cli, "verify_checkpoint", interrupt)
-    paths = (str(tmp_path / "in"), str(tmp_path / "out"))
-    flags = ("--model-dir", "--save-dir") if command == "convert" else ("--max-rel-error=1", "--expert-layout=auto")
-    arguments = [command, flags[0], paths[0], flags[1], paths[1]]
-    assert main(arguments) == 130
+    assert main([command, str(tmp_path / "in"), str(tmp_path / "out"), "--expert-layout=auto"]) == 130
     hint = "; finished shards are kept\nhint: --resume goes on" if command == "convert" else ""
     assert capsys.readouterr().err == f"error: interrupted{hint}\n"
 
@@ -518,7 +515,7 @@ def stopped(arguments, how, writes, moment) -> subprocess.CompletedProcess:
 def check_killed(layers, out, seed) -> None:
     model, want = layers
     rng = random.Random(seed)
-    arguments = ["convert", "--model-dir", str(model), "--save-dir", str(out)]
+    arguments = ["convert", str(model), str(out)]
     stop = stopped(arguments, signal.SIGKILL, rng.randint(1, WRITES), rng.uniform(0, 0.012))
     left = files_of(out)
     if stop.returncode == 0:  # it was at the end already
@@ -539,7 +536,7 @@ def test_a_killed_conversion_goes_on(layers, tmp_path, seed):
 @pytest.mark.long
 def test_a_conversion_that_is_killed_again_and_again(layers, tmp_path):
     model, want = layers
-    arguments = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out")]
+    arguments = ["convert", str(model), str(tmp_path / "out")]
     stopped(arguments, signal.SIGKILL, 20, 0.002)
     stopped([*arguments, "--resume"], signal.SIGKILL, 12, 0.002)
     assert main([*arguments, "--resume", "--quiet"]) == 0
@@ -571,7 +568,7 @@ sys.exit(cli.main())
 @pytest.mark.parametrize("workers", ["1", "2", "5"])
 def test_an_interrupted_command_says_how_to_go_on(layers, tmp_path, workers):
     model, want = layers
-    arguments = ["convert", "--model-dir", str(model), "--save-dir", str(tmp_path / "out"), "--workers", workers]
+    arguments = ["convert", str(model), str(tmp_path / "out"), "--workers", workers]
     command = [sys.executable, "-c", INTERRUPTED, *arguments]
     stop = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
     assert stop.returncode == 130

@@ -100,7 +100,7 @@ def test_records_in_json(converted):
 
 def test_a_plan_in_json(converted, tmp_path, capsys):
     source, _, _ = converted
-    arguments = ["convert", "--model-dir", str(source), "--save-dir", str(tmp_path / "no"), "--format", "te"]
+    arguments = ["convert", str(source), str(tmp_path / "no"), "--format", "te"]
     assert main([*arguments, "--dry-run", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert list(plan) == ["format", "ignore", "tensors", "bytes", "warnings"]

@@ -185,7 +185,7 @@ def test_fp8_blocks_are_decoded(tmp_path, capsys):
     source = open_source(tmp_path / "in")
     assert "quantization_config" not in fp8_decoded(source).config
     assert source.config == config  # the view has a config of its own
-    assert main(["convert", "--model-dir", str(tmp_path / "in"), "--save-dir", str(tmp_path / "no")]) == 3
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "no")]) == 3
     assert "quantized already (fp8)" in (error := capsys.readouterr().err)
     assert "--dequantize-input fp8-block" in error
 
@@ -276,7 +276,7 @@ def test_row_scaled_weights_stay_in_te(tmp_path, capsys):
 def test_the_reference_writes_the_same_files(tmp_path):
     save(tmp_path / "in", {"a.down_proj.weight": normal(32, 64), "b.norm.weight": normal(64)})
     for backend in ("cpu", "jnp"):
-        arguments = ["--model-dir", str(tmp_path / "in"), "--save-dir", str(tmp_path / backend), "--backend", backend]
+        arguments = [str(tmp_path / "in"), str(tmp_path / backend), "--backend", backend]
         assert main(["convert", "--quiet", *arguments]) == 0
     files = [{p.name: p.read_bytes() for p in (tmp_path / d).iterdir()} for d in ("cpu", "jnp")]
     assert files[0] == files[1]
@@ -284,7 +284,7 @@ def test_the_reference_writes_the_same_files(tmp_path):
 
 def test_devices_that_are_not_there(tmp_path, capsys):
     save(tmp_path / "in", {"a.down_proj.weight": normal(32, 64)})
-    arguments = ["convert", "--model-dir", str(tmp_path / "in"), "--save-dir", str(tmp_path / "out")]
+    arguments = ["convert", str(tmp_path / "in"), str(tmp_path / "out")]
     for more in (["--device", "cpu:99"], ["--device", "tpu0"], ["--device", "cpu", "--backend", "cuda"]):
         assert main([*arguments, *more]) == 2
         assert "device" in capsys.readouterr().err
