@@ -28,7 +28,6 @@ from ._arguments import (
 from ._gather import Gather, Placement, as_gather, as_pair, gathered
 from ._primitives._base import Axes, axes_of, axes_of_dims, match_varying, resharded, without_axes
 from ._primitives._operands import check_packed, check_parts
-from ._weight_amax import WeightAmax
 from .ops import contract_rows, dequantize, matmul_nt, quantize, quantize_pair, quantize_pair_rows, quantize_rows
 from .packed import PackedWeight
 from .producers import Produced
@@ -88,7 +87,7 @@ def linear(
     implementation: str | None = None,
     w_axes: WeightAxes = "nk",
     w_gather: tuple[Placement, Placement] | None = None,
-    w_amax: ArrayLike | WeightAmax | None = None,
+    w_amax: ArrayLike | None = None,
 ) -> jax.Array:
     """Computes x w^T + bias with quantized operands, in the forward GEMM and in both gradient GEMMs.
 
@@ -130,9 +129,8 @@ def linear(
         sums over tokens are reduce-scattered in float32 and then rounded to the dtype of w. A GEMM in high precision
         reads the original w, which XLA gathers in its own dtype. A sharding is a NamedSharding or, where the mesh is
         known (that of w, or of ``jax.set_mesh``), a PartitionSpec, and splits w between its blocks.
-      w_amax: float32 (), the amax of w; larger magnitudes saturate. Or the ``WeightAmax`` that
-        ``jnvfp4.sharding.weight_amax`` found for this weight, whose value is rounded to the dtype of w. It is that of
-        every spec of w with amax scope "tensor" and without ``rht``. None finds it here.
+      w_amax: float32 (), the amax of w for every spec of w with amax scope "tensor" and without ``rht``; larger
+        magnitudes saturate. None finds it here.
 
     Returns:
       [..., N] of ``out_dtype``. The gradients have the dtypes of x, w and bias. The backward pass keeps the quantized
@@ -259,22 +257,15 @@ def _checked_amax(op: str, recipe: Recipe, w: Any, w_amax: Any) -> jax.Array | N
         return None
     if isinstance(w, FROZEN):
         raise ValueError(f"{op}: w_amax must be None for {_named(w)} w, which has an amax, got {w_amax!r}")
-    if not takes_weight_amax(recipe):
+    if not any(_takes_amax(gemm and gemm.w) for gemm in (recipe.fprop, recipe.dgrad_specs)):
         raise ValueError(
             f'{op}: w_amax must be None, since no spec of w in the recipe has amax_scope "tensor" without rht, got '
             f"{w_amax!r}"
         )
-    amax = w_amax.of(op, w) if isinstance(w_amax, WeightAmax) else as_amax(op, w_amax)
+    amax = as_amax(op, w_amax)
     if amax.shape != () or amax.dtype != jnp.float32:
         raise ValueError(f"{op}: w_amax must be float32 of shape (), got {amax.dtype} of shape {amax.shape}")
     return amax
-
-
-def takes_weight_amax(recipe: Recipe) -> bool:
-    """Says whether a spec of w needs the amax of the whole w as it is."""
-    return any(
-        _takes_amax(spec) for spec in (recipe.fprop and recipe.fprop.w, recipe.dgrad_specs and recipe.dgrad_specs.w)
-    )
 
 
 def _takes_amax(spec: QuantSpec | None) -> bool:
