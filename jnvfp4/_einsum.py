@@ -66,9 +66,18 @@ def einsum(
     return einsum_of("einsum", subscripts, x, w, recipe, key, of_w, **options)
 
 
-def einsum_of_layer(path: str, *args: Any, w_gather: tuple[Placement, Placement] | None, **options: Any) -> jax.Array:
+def einsum_of_layer(
+    path: str,
+    subscripts: str,
+    x: ArrayLike,
+    w: ArrayLike,
+    recipe: Recipe,
+    key: jax.Array | None,
+    w_gather: tuple[Placement, Placement] | None,
+    **options: Any,
+) -> jax.Array:
     """Computes ``einsum`` for a layer of a model."""
-    return einsum_of(f"einsum of layer {path!r}", *args, OfWeights(w_gather), **options)
+    return einsum_of(f"einsum of layer {path!r}", subscripts, x, w, recipe, key, OfWeights(w_gather), **options)
 
 
 def einsum_of(

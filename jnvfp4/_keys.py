@@ -29,6 +29,9 @@ THREE_WAYS = (
 )
 
 
+_ENTER_INSIDE = "pass the key to the jitted step as an argument and enter step_key inside"
+
+
 class _Step(NamedTuple):
     """Holds the key of a step and the indices of the loops that are being traced."""
 
@@ -137,14 +140,13 @@ def needs_key(what: str, fourth: str = "") -> ValueError:
     return ValueError(f"{what}: key must be given, since the recipe rounds stochastically, got none; {ways}")
 
 
-def check_step(what: str, key: Any) -> None:
+def check_step(what: str, key: Any, of: str = "the key of step_key", hint: str = _ENTER_INSIDE) -> None:
     """Refuses a key that would become a constant of a traced function."""
     functions = traced_functions()
     if functions and not isinstance(key, jax.core.Tracer):
         raise ValueError(
-            f"{what}: the key of step_key must be traced with the function that uses it, which JAX traces for "
-            f"{functions[-1]!r}, got a constant, which would be the same in every step; pass the key to the jitted "
-            "step as an argument and enter step_key inside"
+            f"{what}: {of} must be traced with the function that uses it, which JAX traces for "
+            f"{functions[-1]!r}, got a constant, which would be the same in every step; {hint}"
         )
 
 

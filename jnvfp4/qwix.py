@@ -88,7 +88,7 @@ class Provider(qwix.QuantizationProvider):
             contraction("einsum", subscripts, jnp.ndim(x), jnp.ndim(w))
         except ValueError:  # no product of two operands
             return jnp.einsum(subscripts, *operands, **options)
-        return einsum_of_layer(path, subscripts, x, w, recipe, self._key(recipe, path), w_gather=w_gather, **options)
+        return einsum_of_layer(path, subscripts, x, w, recipe, self._key(recipe, path), w_gather, **options)
 
     def _layer(self, lhs: Any, rhs: Any) -> tuple[Recipe, str, Any, int] | None:
         """Returns the recipe, path and ``w_gather``, and which operand holds the weights; None for other products."""

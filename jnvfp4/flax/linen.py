@@ -183,7 +183,7 @@ def _einsum(module: nn.Einsum, dot: _LinenDot, inputs: jax.Array, einsum_str: st
     key = dot._layer_key("einsum") if dot.recipe.stochastic else None
     options: dict[str, Any] = {"precision": module.precision, "preferred_element_type": module.preferred_element_type}
     x, w = operands[:2]
-    y = einsum_of_layer(str(dot.path), subscripts, x, w, dot.recipe, key, w_gather=dot.w_gather, **options)
+    y = einsum_of_layer(str(dot.path), subscripts, x, w, dot.recipe, key, dot.w_gather, **options)
     return y if bias is None else y + operands[2].reshape(broadcast_shape)
 
 

@@ -79,7 +79,7 @@ class EinsumOp:
         if self.recipe.stochastic and options.get("key") is None:
             options["key"] = layer_key(self.path)
         key = options.pop("key", None)
-        return einsum_of_layer(self.path, subscripts, x, w, self.recipe, key, w_gather=self.w_gather, **options)
+        return einsum_of_layer(self.path, subscripts, x, w, self.recipe, key, self.w_gather, **options)
 
 
 class Keyed(nnx.Module):
