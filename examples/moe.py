@@ -7,9 +7,8 @@
 
 The model and its text are those of train_lm.py, but each MLP is eight experts, of which a router in float32 chooses two
 for each token. The rows of all experts are one array, sorted by expert, and ``jnvfp4.grouped_linear`` multiplies each
-group of rows by the weights of its expert; the number of rows of each expert stays on the device. Groups are padded to
-multiples of 16 rows, so that the gradient of the weights is computed in NVFP4 too (``aligned_groups``). In the baseline
-the same products are in bfloat16.
+group of rows by the weights of its expert; the number of rows of each expert stays on the device. In the baseline the
+same GEMMs are in bfloat16.
 
 ``--expert-parallel N`` splits the batch and the experts over N devices (virtual ones on a CPU). Each device sends each
 other one a fixed number of rows by a plain ``all_to_all``; what exceeds it is dropped, as the output of an expert that
@@ -50,7 +49,6 @@ from lm.recipes import RECIPES
 from lm.train import adamw, init_optimizer, learning_rate
 
 EXPERTS_AXIS = "experts"  # of the mesh
-ROWS_OF_A_BLOCK = 16  # along which wgrad quantizes
 CHOSEN = 2  # experts of a token
 HIGH_PRECISION = Recipe(None, None, None)
 
@@ -157,38 +155,29 @@ def route(x: Array, router: Array) -> tuple[Array, Array, Array]:
     return chosen, weights / weights.sum(axis=-1, keepdims=True), loss
 
 
-def places(group: Array, groups: int, unit: int = 1) -> tuple[Array, Array]:
-    """Finds a row for each item in an array that is sorted by group; rows of a group are padded to a ``unit``.
+def places(group: Array, groups: int) -> tuple[Array, Array]:
+    """Finds a row for each item in an array that is sorted by group.
 
     Args:
       group: int32 [items], the group of each; ``groups`` for an item that is left out.
       groups: how many there are.
-      unit: what the number of rows of each group is a multiple of.
 
     Returns:
       the row of each item, int32 [items], beyond all rows of groups if it is left out, and the rows of each group.
     """
     order = jnp.argsort(group, stable=True)
     rank = jnp.zeros_like(group).at[order].set(jnp.arange(group.size, dtype=jnp.int32))
-    counts = jnp.zeros(groups + 1, jnp.int32).at[group].add(1)
-    sizes = -(-counts // unit) * unit
-    before, first = (jnp.cumsum(v) - v for v in (counts, sizes))
-    return first[group] + rank - before[group], sizes[:groups]
+    return rank, jnp.zeros(groups, jnp.int32).at[group].add(1, mode="drop")
 
 
 def run_experts(x: Array, expert: Array, layer: Tree, recipe: Recipe, key: Array) -> Array:
     """Computes the expert of each row of x [rows, width]; zero for a row whose expert is none."""
-    count = layer["experts_up"].shape[0]
-    row, sizes = places(expert, count, ROWS_OF_A_BLOCK)
-    rows = x.shape[0] + count * (ROWS_OF_A_BLOCK - 1)
-    rows += -rows % ROWS_OF_A_BLOCK
-    row = jnp.where(expert < count, row, rows)  # out of bounds: dropped, and read as zero
+    row, sizes = places(expert, layer["experts_up"].shape[0])
     keys = jax.random.split(key)
-    grouped = partial(jnvfp4.grouped_linear, group_sizes=sizes, recipe=recipe, aligned_groups=True)
-    x = jnp.zeros((rows, x.shape[1]), x.dtype).at[row].set(x, mode="drop", unique_indices=False)
+    grouped = partial(jnvfp4.grouped_linear, group_sizes=sizes, recipe=recipe)
+    x = jnp.zeros_like(x).at[row].set(x, unique_indices=True)
     hidden = jax.nn.gelu(grouped(x, layer["experts_up"], key=keys[0]))
-    y = grouped(hidden, layer["experts_down"], key=keys[1])
-    return y.at[row].get(mode="fill", fill_value=0)
+    return grouped(hidden, layer["experts_down"], key=keys[1])[row]
 
 
 def send_to_experts(

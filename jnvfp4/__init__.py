@@ -16,7 +16,6 @@ from ._keys import layer_key as layer_key
 from ._keys import step_key as step_key
 from ._linear import RESIDUAL_NAME as RESIDUAL_NAME
 from ._linear import linear as linear
-from ._prepack import prepack_weight as prepack_weight
 from ._version import __version__ as __version__
 from .ops import dequantize as dequantize
 from .ops import fake_quant as fake_quant
@@ -25,7 +24,6 @@ from .ops import matmul_nt as matmul_nt
 from .ops import quantize as quantize
 from .ops import quantize_pair as quantize_pair
 from .ops import transpose as transpose
-from .packed import PackedWeight as PackedWeight
 from .policy import Policy as Policy
 from .policy import Rule as Rule
 from .producers import Produced as Produced

@@ -16,7 +16,6 @@ from jax.typing import ArrayLike, DTypeLike
 
 from . import softfloat
 from ._primitives._operands import FLOAT_DTYPES
-from .packed import PackedWeight
 from .spec import BLOCK, QuantSpec
 from .tensor import NVFP4Tensor
 
@@ -39,17 +38,11 @@ def operation(function: F) -> F:
 # ---------------------------------------------------------------- arrays
 def no_tensor(op: str, name: str, value: Any) -> TypeError:
     """Returns the error for what must be an NVFP4Tensor and is none."""
-    hint = _OF_PACKED if isinstance(value, PackedWeight) else ""
-    return TypeError(f"{op}: {name} must be an NVFP4Tensor, got {type(value).__name__}{hint}")
-
-
-_OF_PACKED = "; only matmul_nt (as b) and linear (as w) take one, and its unpack() is the NVFP4Tensor"
+    return TypeError(f"{op}: {name} must be an NVFP4Tensor, got {type(value).__name__}")
 
 
 def as_array(op: str, name: str, value: Any) -> jax.Array:
     """Converts what ``jnp.asarray`` takes; refuses quantized tensors and a masked array."""
-    if isinstance(value, PackedWeight):
-        raise TypeError(f"{op}: {name} must be an array, got a PackedWeight{_OF_PACKED}")
     if isinstance(value, NVFP4Tensor):
         raise TypeError(f"{op}: {name} must be an array, got an NVFP4Tensor; jnvfp4.dequantize gives its values")
     if isinstance(value, np.ma.MaskedArray):

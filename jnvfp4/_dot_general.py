@@ -12,10 +12,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ._arguments import as_amax, as_float_array, float_dtype, operation
 from ._gather import Placement, as_pair
-from ._keys import layer_amax, layer_key, needs_key
-from ._linear import Call, WeightAxes, call_linear, check_recipe, recipe_key, takes_weight_amax, units
+from ._keys import layer_key, needs_key
+from ._linear import Call, WeightAxes, call_linear, check_recipe, recipe_key, units
 from ._primitives._base import axes_of_dims
-from ._weight_amax import WeightAmax
 from .recipes import DEFAULT, Recipe
 from .tensor import NVFP4Tensor
 
@@ -32,7 +31,7 @@ def dot_general(
     recipe: Recipe = DEFAULT,
     key: jax.Array | None = None,
     w_gather: tuple[Placement, Placement] | None = None,
-    w_amax: ArrayLike | WeightAmax | None = None,
+    w_amax: ArrayLike | None = None,
     **unsupported: Any,
 ) -> jax.Array:
     """Computes ``jax.lax.dot_general`` through ``linear``: for model code that takes a ``dot_general`` argument.
@@ -176,7 +175,6 @@ def _of_examples(op: str, amax: Any, w: jax.Array, batch: tuple[int, ...]) -> ja
     """Flattens the batch axes of an amax."""
     if amax is None:
         return None
-    amax = amax.of(op, w, len(batch)) if isinstance(amax, WeightAmax) else amax
     array, wanted = as_amax(op, amax), tuple(w.shape[i] for i in batch)
     if array.shape != wanted:
         raise ValueError(f"{op}: w_amax must have the batch axes of rhs, {wanted}, got shape {array.shape}")
@@ -206,8 +204,7 @@ class DotGeneral:
     Attributes:
       recipe: how each GEMM quantizes its operands.
       path: the name of the layer in its model, such as "block_3/mlp/up". A layer that rounds stochastically draws its
-        random bits by ``layer_key(path)`` where no key is passed, and a layer with a path takes the amax of its weights
-        from ``jnvfp4.sharding.step_amax`` where none is passed.
+        random bits by ``layer_key(path)`` where no key is passed.
       w_gather: as in ``jnvfp4.dot_general``.
     """
 
@@ -231,7 +228,7 @@ class DotGeneral:
         *,
         out_sharding: NamedSharding | PartitionSpec | None = None,
         key: jax.Array | None = None,
-        w_amax: ArrayLike | WeightAmax | None = None,
+        w_amax: ArrayLike | None = None,
         **unsupported: Any,
     ) -> jax.Array:
         """Computes ``jnvfp4.dot_general``, with zeros added where K or N is no multiple of what the recipe needs.
@@ -246,7 +243,7 @@ class DotGeneral:
           preferred_element_type: the dtype of the result; that of ``lax.dot_general`` if None.
           out_sharding: how the result is sharded over an Explicit mesh.
           key: as in ``linear``. If it is None and the recipe rounds stochastically, ``layer_key(path)``.
-          w_amax: as in ``jnvfp4.dot_general``. If it is None, that of ``step_amax`` for the path.
+          w_amax: as in ``jnvfp4.dot_general``.
           **unsupported: newer arguments of ``lax.dot_general``; each must be None.
 
         Returns:
@@ -259,9 +256,6 @@ class DotGeneral:
         check_options(op, self.recipe, precision, out_sharding, unsupported)
         if key is None and self.recipe.stochastic:
             key = self._layer_key(op)
-        if w_amax is None and self.path is not None:
-            batch = len(dimension_numbers[1][1])
-            w_amax = amax_of_layer(op, self.recipe, self.path, as_float_array(op, "rhs", rhs), batch)
         of_w, dtype = OfWeights(self.w_gather, w_amax), preferred_element_type
         return contract(op, lhs, rhs, dimension_numbers, self.recipe, key, dtype, out_sharding, of_w, pad=True)
 
@@ -269,11 +263,6 @@ class DotGeneral:
         if self.path is None:
             raise needs_key(op, "DotGeneral(recipe, path=...) has a path that no other layer has")
         return layer_key(self.path)
-
-
-def amax_of_layer(op: str, recipe: Recipe, path: str, w: jax.Array, batch: int) -> jax.Array | None:
-    """Returns the amax of ``step_amax`` for weights with ``batch`` batch axes, if the recipe takes one."""
-    return layer_amax(op, path, w, batch) if takes_weight_amax(recipe) else None
 
 
 def dtype_of_lax(a: jax.Array, b: jax.Array) -> Any:

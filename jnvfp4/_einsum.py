@@ -8,9 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from ._arguments import as_float_array, operation
-from ._dot_general import OfWeights, amax_of_layer, check_options, contract
+from ._dot_general import OfWeights, check_options, contract
 from ._gather import Placement, as_pair
-from ._weight_amax import WeightAmax
 from .recipes import DEFAULT, Recipe
 
 _ELLIPSIS = "..."
@@ -36,7 +35,7 @@ def einsum(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
     w_gather: tuple[Placement, Placement] | None = None,
-    w_amax: ArrayLike | WeightAmax | None = None,
+    w_amax: ArrayLike | None = None,
 ) -> jax.Array:
     """Computes ``jnp.einsum`` of activations and weights through ``linear``.
 
@@ -77,12 +76,8 @@ def einsum_of_layer(
     w_gather: tuple[Placement, Placement] | None,
     **options: Any,
 ) -> jax.Array:
-    """Computes ``einsum`` for a layer of a model, with the amax of ``step_amax`` for its path."""
-    op = f"einsum of layer {path!r}"
-    w = as_float_array(op, "w", w)
-    batch = contraction(op, subscripts, jax.numpy.ndim(x), w.ndim).dimension_numbers[1][1]
-    of_w = OfWeights(w_gather, amax_of_layer(op, recipe, path, w, len(batch)))
-    return einsum_of(op, subscripts, x, w, recipe, key, of_w, **options)
+    """Computes ``einsum`` for a layer of a model."""
+    return einsum_of(f"einsum of layer {path!r}", subscripts, x, w, recipe, key, OfWeights(w_gather), **options)
 
 
 def einsum_of(

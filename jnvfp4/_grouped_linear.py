@@ -6,16 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _native, ops, reference, softfloat
+from . import _native, ops
 from ._arguments import (
     Implementation,
     as_float_array,
     as_group_sizes,
     check_implementation,
-    check_switch,
     float_dtype,
     operation,
 )
@@ -85,7 +83,6 @@ def grouped_linear(
     out_dtype: DTypeLike | None = None,
     implementation: str | None = None,
     w_axes: WeightAxes = "nk",
-    aligned_groups: bool = False,
 ) -> jax.Array:
     """Computes x w^T with weights of its own for each group of rows, from quantized operands, with gradients.
 
@@ -96,17 +93,14 @@ def grouped_linear(
         is quantized alone. K and N must be multiples of 16. Or an NVFP4Tensor [G, N, K] with any N, in the format of
         ``recipe.fprop.w``: weights that stay as they are, as in ``linear``.
       group_sizes: int32 [G], as in ``grouped_matmul_nt``.
-      recipe: as in ``linear``; no spec of a product that is quantized may have amax scope "window64". Without
-        ``aligned_groups`` its wgrad is not quantized: a pair of specs there means None.
+      recipe: as in ``linear``; no spec of fprop or dgrad may have amax scope "window64". Its wgrad is not quantized,
+        because blocks of 16 rows would cross experts: a pair of specs there means None.
       key: as in ``linear``. Expert g draws from ``jax.random.fold_in(k, g)``, where k is the key that ``linear`` would
         use for w. Inside ``jax.shard_map`` g counts the experts of one device: fold its index into the key.
       out_dtype: float32, bfloat16 or float16; the dtype of x if None.
       implementation: as in ``quantize``; or the name of a kernel of ``grouped_matmul_nt``, for the forward product,
         which ``recipe.fprop`` must then quantize.
       w_axes: "nk" or "kn", as in ``linear``.
-      aligned_groups: the caller's promise that each group but the last has a multiple of 16 rows, so that each begins
-        at one. The gradient of w is then computed by ``recipe.wgrad``, whose blocks of 16 rows never cross groups.
-        Sizes are on the device and are not checked: rows of a block that crosses groups all count for one of them.
 
     Returns:
       [M, N] of ``out_dtype``. Rows that no group holds are zero, and so are they in the gradient of x. The gradients
@@ -119,7 +113,6 @@ def grouped_linear(
     """
     op = "grouped_linear"
     check_implementation(op, implementation, _native.grouped_kernels())
-    check_switch(op, "aligned_groups", aligned_groups)
     if w_axes not in ("nk", "kn"):
         raise ValueError(f"{op}: w_axes must be 'nk' or 'kn', got {w_axes!r}")
     dtype = None if out_dtype is None else float_dtype(op, "out_dtype", out_dtype)
@@ -129,7 +122,7 @@ def grouped_linear(
             f"{op}: implementation must be None, 'native' or 'reference' where recipe.fprop is None, got "
             f"{implementation!r}; no kernel of grouped_matmul_nt computes a product in high precision"
         )
-    call = Call(op, recipe if aligned_groups else _without_wgrad(recipe), dtype, implementation, w_axes)
+    call = Call(op, _without_wgrad(recipe), dtype, implementation, w_axes)
     return _call_grouped(call, x, w, group_sizes, key)
 
 
@@ -188,7 +181,7 @@ def _frozen(call: Call, w: NVFP4Tensor) -> tuple[Call, NVFP4Tensor]:
 
 
 def _check_scopes(op: str, recipe: Recipe) -> None:
-    for gemm in ("fprop", "dgrad", "wgrad"):
+    for gemm in ("fprop", "dgrad"):
         specs = getattr(recipe, gemm)
         for spec in specs if isinstance(specs, tuple) else ():
             if spec is not None and spec.format.amax_scope == "window64":
@@ -270,9 +263,8 @@ def _forward(x: jax.Array, w: Weight, sizes: jax.Array, key: Any, call: Call) ->
     x = _masked(x, rows)
     quantizer = Quantizer(key, call.common)
     of_x, of_w = recipe.fprop or (None, None)
-    dgrad, wgrad = recipe.dgrad_specs, recipe.wgrad_specs
-    x_row, x_t = quantizer.both(x, of_x, wgrad and wgrad.x, BLOCK, X)
-    qx = save(x if x_row is None else x_row)
+    dgrad = recipe.dgrad_specs
+    qx = save(x if of_x is None else quantizer.rows(x, of_x, X))
     if isinstance(w, NVFP4Tensor):
         return _product(call, qx, unpack(w), sizes), (None, w, sizes, key)
     one = _reads_one_weight(recipe)
@@ -280,7 +272,7 @@ def _forward(x: jax.Array, w: Weight, sizes: jax.Array, key: Any, call: Call) ->
     qw = w_row and save(w_row)
     kept_w = w_t if w_t is not None else w if recipe.dgrad is None else None
     w_saved = save_for_backward(qw if kept_w is None else save(kept_w))
-    x_saved = save_for_backward(save(x_t) if x_t is not None else save(x) if recipe.wgrad is None else qx)
+    x_saved = save_for_backward(save(x) if recipe.wgrad is None else qx)
     if qw is None:
         y = _dot(x, w, rows, call.k_axis, call.out_dtype)
     else:
@@ -302,13 +294,12 @@ def _backward(call: Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     x_saved, w_saved = map(unpack, saved)
     rows = rows_of(sizes, dy.shape[0])
     dy = _masked(dy, rows)
-    dgrad, wgrad = call.recipe.dgrad_specs, call.recipe.wgrad_specs
-    dy_row, dy_t = Quantizer(key, call.common).both(dy, dgrad and dgrad.dy, wgrad and wgrad.dy, BLOCK, DY)
-    dx = _dgrad(call, dy if dy_row is None else dy_row, w_saved, sizes, rows)
+    dgrad = call.recipe.dgrad_specs
+    dx = _dgrad(call, dy if dgrad is None else Quantizer(key, call.common).rows(dy, dgrad.dy, DY), w_saved, sizes, rows)
     dx = resharded(dx, call.axes[0])
     if call.dtypes[1] is None:
         return dx, None, None, None
-    dw = _wgrad(call, dy if dy_t is None else dy_t, x_saved, rows).astype(call.dtypes[1])
+    dw = _wgrad(call, dy, x_saved, rows).astype(call.dtypes[1])
     return dx, resharded(dw, call.axes[1]), None, None
 
 
@@ -325,33 +316,12 @@ def _dgrad(call: Call, dy: Any, w: Any, sizes: jax.Array, rows: Rows) -> jax.Arr
     return _dot(dy, w, rows, 3 - call.k_axis, dtype)
 
 
-def _wgrad(call: Call, dy: Any, x: Any, rows: Rows) -> jax.Array:
+def _wgrad(call: Call, dy: jax.Array, x: Any, rows: Rows) -> jax.Array:
     """Computes dw in the axes of w, float32: the products of rows of dy and x, summed over the rows of each group."""
-    quantized = isinstance(dy, NVFP4Tensor)
-    if isinstance(x, NVFP4Tensor) and not quantized:
+    if isinstance(x, NVFP4Tensor):
         x = dequantize(x, dy.dtype, implementation=call.common)
     a, b = (dy, x) if call.w_axes == "nk" else (x, dy)
-    if not quantized:
-        return bind(grouped_contract_p, a, b, *rows, axis=0, quantized=False, implementation=None)[0]
-    rows = _whole_blocks(rows)
-    parts = (a.data, a.scale, b.data, b.scale)
-    y = bind(grouped_contract_p, *parts, *rows, axis=1, quantized=True, implementation=None)[0]
-    return _scaled(y, a.amax, b.amax, a.format.e4m3_max, b.format.e4m3_max)
-
-
-@partial(jax.jit, inline=True)
-def _whole_blocks(rows: Rows) -> Rows:
-    """Adds the rest of the last block: a rotation spreads rows over their block, also over rows that no group holds."""
-    return Rows(*(-(-v // np.int32(BLOCK)) * np.int32(BLOCK) for v in rows))
-
-
-@partial(jax.jit, static_argnums=(3, 4), inline=True)
-def _scaled(y: jax.Array, a_amax: jax.Array, b_amax: jax.Array, a_max: int, b_max: int) -> jax.Array:
-    """Multiplies sums [G, N, K] by the factor of the amaxes of a, () or [N], and b, () or [K]."""
-    of_a, of_b = softfloat.to_bits(a_amax), softfloat.to_bits(b_amax)
-    alpha = reference.alpha_w4a4(of_a[:, None] if of_a.ndim else of_a, of_b, a_max, b_max)
-    alpha = alpha.reshape(*(1,) * (y.ndim - alpha.ndim), *alpha.shape)  # no rank is promoted
-    return softfloat.from_bits(reference.gemm_epilogue(softfloat.to_bits(y), alpha, None), jnp.float32)
+    return bind(grouped_contract_p, a, b, *rows, implementation=None)[0]
 
 
 _grouped.defvjp(_forward, _backward)
@@ -368,16 +338,13 @@ class RaggedDot:
       recipe: how each product quantizes its operands, as in ``jnvfp4.grouped_linear``.
       path: the name of the layer in its model. A layer that rounds stochastically draws its random bits by
         ``layer_key(path)`` where no key is passed.
-      aligned_groups: as in ``jnvfp4.grouped_linear``.
     """
 
     recipe: Recipe = DEFAULT
     path: str | None = None
-    aligned_groups: bool = False
 
     def __post_init__(self) -> None:
         check_recipe("RaggedDot", self.recipe)
-        check_switch("RaggedDot", "aligned_groups", self.aligned_groups)
         if self.path is not None and not isinstance(self.path, str):
             raise TypeError(f"RaggedDot: path must be a string or None, got {self.path!r}")
 
@@ -413,7 +380,7 @@ class RaggedDot:
         """
         op = "RaggedDot" if self.path is None else f"RaggedDot of layer {self.path!r}"
         check_options(op, self.recipe, precision, None, {"group_offset": group_offset, **unsupported})
-        recipe = self.recipe if self.aligned_groups else _without_wgrad(self.recipe)
+        recipe = _without_wgrad(self.recipe)
         if key is None and recipe.stochastic:
             if self.path is None:
                 raise needs_key(op, "RaggedDot(recipe, path=...) has a path that no other layer has")

@@ -5,7 +5,7 @@ argument, and it never outlives the ``with`` block.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -18,7 +18,6 @@ from jax.typing import ArrayLike
 from ._arguments import as_key
 from ._compat import traced_functions
 from ._patterns import layer_path
-from ._weight_amax import WeightAmax
 
 LOOPS = frozenset({"scan", "fori_loop", "while_body", "while_cond"})
 """What JAX calls a function that it traces once and runs many times."""
@@ -30,16 +29,14 @@ THREE_WAYS = (
 )
 
 
-_FIND_INSIDE = "call weight_amax in the jitted step, with its parameters"
 _ENTER_INSIDE = "pass the key to the jitted step as an argument and enter step_key inside"
 
 
 class _Step(NamedTuple):
-    """Holds the key of a step, the indices of the loops that are being traced, and the amaxes of weights by path."""
+    """Holds the key of a step and the indices of the loops that are being traced."""
 
-    key: jax.Array | None = None
+    key: jax.Array
     indices: tuple[ArrayLike, ...] = ()
-    amaxes: Mapping[str, WeightAmax | None] | None = None
 
 
 _step: ContextVar[_Step | None] = ContextVar("jnvfp4_step", default=None)
@@ -66,18 +63,7 @@ def step_key(key: jax.Array) -> Iterator[None]:
     """
     key = as_key("step_key", key)
     check_step("step_key", key)
-    step = _step.get()
-    with _entered(_Step(key, amaxes=None if step is None else step.amaxes)):
-        yield
-
-
-@contextmanager
-def entered_amaxes(amaxes: Mapping[str, WeightAmax | None]) -> Iterator[None]:
-    """Gives layers the amaxes of their weights by path, for ``jnvfp4.sharding.step_amax``."""
-    for path, amax in amaxes.items():
-        if amax is not None:
-            check_step(f"step_amax: layer {path!r}", amax.value, "the amaxes of step_amax", _FIND_INSIDE)
-    with _entered((_step.get() or _Step())._replace(amaxes=amaxes)):
+    with _entered(_Step(key)):
         yield
 
 
@@ -85,16 +71,13 @@ def entered_amaxes(amaxes: Mapping[str, WeightAmax | None]) -> Iterator[None]:
 def layer_index(index: ArrayLike) -> Iterator[None]:
     """Tells the layers called within their number in a loop: ``with jnvfp4.layer_index(i): ...``.
 
-    ``step_key`` makes a key of it, and ``jnvfp4.sharding.step_amax`` finds the amax of one of stacked weights by it.
-
     JAX traces the body of ``jax.lax.scan`` once for all layers, so a layer cannot know its number. Without
-    ``layer_index`` for every loop between ``step_key`` and a layer, the layer raises. Without ``step_key`` and
-    ``step_amax`` it has no effect, so a model may contain it always.
+    ``layer_index`` for every loop between ``step_key`` and a layer, the layer raises. Without ``step_key``
+    it has no effect, so a model may contain it always.
 
     Args:
       index: an integer of at least 0, or a traced integer scalar: in a loop what the loop passes, such as an element of
-        ``jnp.arange(layers)`` that is scanned with the parameters. ``step_amax`` needs the place in the stack of
-        weights, from 0; a traced one beyond its end makes the layer's result NaN.
+        ``jnp.arange(layers)`` that is scanned with the parameters.
 
     Raises:
       TypeError: index is not one integer.
@@ -131,7 +114,7 @@ def layer_key(path: str) -> jax.Array:
     if not isinstance(path, str):
         raise TypeError(f"layer_key: path must be a string, got {path!r}")
     step = _step.get()
-    if step is None or step.key is None:
+    if step is None:
         raise needs_key(f"layer {path!r}")
     check_step(f"layer {path!r}", step.key)
     _check_varies(f"layer {path!r}", step)
@@ -140,29 +123,6 @@ def layer_key(path: str) -> jax.Array:
         of_layer = layer_path(path)
         path, indices = of_layer.without_number, () if of_layer.number is None else (of_layer.number,)
     return fold_path(step.key, path, *indices)
-
-
-def layer_amax(op: str, path: str, w: jax.Array, batch: int = 0) -> jax.Array | None:
-    """Returns the amax of the weights w of a layer of the current step; None where ``step_amax`` gives none.
-
-    It has the first ``batch`` axes of w.
-
-    Raises:
-      ValueError: the step has no amax for the path, or one of other weights.
-    """
-    step = _step.get()
-    if step is None or step.amaxes is None:
-        return None
-    if path not in step.amaxes:
-        raise ValueError(
-            f"{op}: step_amax must have the path of every quantized layer, got {', '.join(step.amaxes)}; "
-            "None in the tree lets a layer find its amax"
-        )
-    amax = step.amaxes[path]
-    if amax is None:
-        return None
-    check_step(op, amax.value, "the amaxes of step_amax", _FIND_INSIDE)
-    return amax.of(op, w, batch, step.indices)
 
 
 def fold_path(key: jax.Array, path: str, *indices: ArrayLike) -> jax.Array:
@@ -202,8 +162,7 @@ def check_varies(what: str, key: Any, hint: str) -> None:
 def _entered(step: _Step) -> Iterator[None]:
     """Makes a step the current one."""
     # A constant key never reaches a traced function, so eager calls may keep what JAX has compiled.
-    traced = isinstance(step.key, jax.core.Tracer) or step.amaxes is not None
-    with _trace_of_step(object()) if traced else nullcontext():
+    with _trace_of_step(object()) if isinstance(step.key, jax.core.Tracer) else nullcontext():
         token = _step.set(step)
         try:
             yield
@@ -213,7 +172,6 @@ def _entered(step: _Step) -> Iterator[None]:
 
 def _check_varies(what: str, step: _Step) -> None:
     """Refuses a loop over which neither the key nor an index varies."""
-    assert step.key is not None
     loops = _count_loops(traced_functions())
     varied = {*range(1, _depth(step.key) + 1), *map(_depth, step.indices)}
     if missing := [loop for loop in range(1, loops + 1) if loop not in varied]:

@@ -27,10 +27,8 @@ from ._arguments import (
 )
 from ._gather import Gather, Placement, as_gather, as_pair, gathered
 from ._primitives._base import Axes, axes_of, axes_of_dims, match_varying, resharded, without_axes
-from ._primitives._operands import check_packed, check_parts
-from ._weight_amax import WeightAmax
+from ._primitives._operands import check_parts
 from .ops import contract_rows, dequantize, matmul_nt, quantize, quantize_pair, quantize_pair_rows, quantize_rows
-from .packed import PackedWeight
 from .producers import Produced
 from .recipes import DEFAULT, Recipe
 from .spec import BLOCK, QuantSpec
@@ -42,8 +40,7 @@ BACKWARD_NAME = "nvfp4_backward"
 """The name of that part of it which the gradient GEMMs read; the rest are operands of the forward GEMM."""
 
 WeightAxes = Literal["nk", "kn"]
-Weight = jax.Array | NVFP4Tensor | PackedWeight  # the last two are frozen; scales are bytes within this module
-FROZEN = (NVFP4Tensor, PackedWeight)
+Weight = jax.Array | NVFP4Tensor  # an NVFP4Tensor is frozen; its scales are bytes within this module
 Pair = tuple[NVFP4Tensor | None, NVFP4Tensor | None]  # of x, and of x transposed
 Quantized = Produced | NVFP4Tensor | Pair | None
 
@@ -77,7 +74,7 @@ class Call(NamedTuple):
 @operation
 def linear(
     x: ArrayLike,
-    w: ArrayLike | NVFP4Tensor | PackedWeight,
+    w: ArrayLike | NVFP4Tensor,
     recipe: Recipe = DEFAULT,
     *,
     bias: ArrayLike | None = None,
@@ -88,7 +85,7 @@ def linear(
     implementation: str | None = None,
     w_axes: WeightAxes = "nk",
     w_gather: tuple[Placement, Placement] | None = None,
-    w_amax: ArrayLike | WeightAmax | None = None,
+    w_amax: ArrayLike | None = None,
 ) -> jax.Array:
     """Computes x w^T + bias with quantized operands, in the forward GEMM and in both gradient GEMMs.
 
@@ -102,7 +99,6 @@ def linear(
         where an operand has windows of 64 along them (N only if a GEMM contracts it or w has 16x16 tiles). Or an
         NVFP4Tensor [N, K] with any N, in the format of ``recipe.fprop.w``: weights that stay as they are. They have no
         gradient, and dx is computed in high precision from their dequantized values, whatever ``recipe.dgrad``.
-        A PackedWeight of such a tensor gives the same results, but is refused with ``w_gather``.
         On an Explicit mesh N must not be sharded over an axis that a leading axis of x is sharded over. An axis of K
         that x does not have is gathered as packed bytes.
       recipe: how each GEMM quantizes its operands (``jnvfp4.recipes``). The default, ``recipes.DEFAULT``, is
@@ -130,9 +126,8 @@ def linear(
         sums over tokens are reduce-scattered in float32 and then rounded to the dtype of w. A GEMM in high precision
         reads the original w, which XLA gathers in its own dtype. A sharding is a NamedSharding or, where the mesh is
         known (that of w, or of ``jax.set_mesh``), a PartitionSpec, and splits w between its blocks.
-      w_amax: float32 (), the amax of w; larger magnitudes saturate. Or the ``WeightAmax`` that
-        ``jnvfp4.sharding.weight_amax`` found for this weight, whose value is rounded to the dtype of w. It is that of
-        every spec of w with amax scope "tensor" and without ``rht``. None finds it here.
+      w_amax: float32 (), the amax of w for every spec of w with amax scope "tensor" and without ``rht``; larger
+        magnitudes saturate. None finds it here.
 
     Returns:
       [..., N] of ``out_dtype``. The gradients have the dtypes of x, w and bias. The backward pass keeps the quantized
@@ -165,7 +160,7 @@ def call_linear(
     """Checks the arguments and flattens the leading axes of x."""
     op, given = call.op, call.recipe
     check_recipe(op, given)
-    if isinstance(w, FROZEN):
+    if isinstance(w, NVFP4Tensor):
         call, w = _frozen(call, w)
     else:
         w = as_float_array(op, "w", w)
@@ -199,17 +194,17 @@ def call_linear(
     return y.reshape(*x.shape[:-1], n)
 
 
-def _frozen(call: Call, w: NVFP4Tensor | PackedWeight) -> tuple[Call, NVFP4Tensor | PackedWeight]:
+def _frozen(call: Call, w: NVFP4Tensor) -> tuple[Call, NVFP4Tensor]:
     """Checks weights that are quantized already; returns them packed, and the call by which they have no gradient."""
     op, given = call.op, call.recipe.fprop
     if given is None:
         raise ValueError(
-            f"{op}: recipe.fprop must be a pair for {_named(w)} w, got None; jnvfp4.dequantize gives its values"
+            f"{op}: recipe.fprop must be a pair for an NVFP4Tensor w, got None; jnvfp4.dequantize gives its values"
         )
     x_spec, w_spec = given
     if call.w_axes != "nk":
         raise ValueError(
-            f"{op}: w_axes must be 'nk' for {_named(w)} w, whose blocks run along its last axis, K, got "
+            f"{op}: w_axes must be 'nk' for an NVFP4Tensor w, whose blocks run along its last axis, K, got "
             f"{call.w_axes!r}; make it of w [K, N] by quantize(w, transpose=True)"
         )
     if w.format != w_spec.format:
@@ -217,26 +212,14 @@ def _frozen(call: Call, w: NVFP4Tensor | PackedWeight) -> tuple[Call, NVFP4Tenso
             f"{op}: w must have the format of recipe.fprop.w, {w_spec.format.name}, got {w.format.name}; choose a "
             "recipe whose spec of w has that format"
         )
-    if isinstance(w, PackedWeight):
-        check_packed(op, "w", (w.data, w.tiles, w.amax), w.format)
-    else:
-        check_parts(op, "w", (w.data, w.scale, w.amax), w.format)
+    check_parts(op, "w", (w.data, w.scale, w.amax), w.format)
     # How w was quantized does not matter any more: neither its blocks nor its rounding.
     fprop = (x_spec, replace(w_spec, block_rows=1, rounding="nearest"))
     return call._replace(recipe=Recipe(fprop, "dequantized", None)), pack(w)
 
 
-def _named(w: NVFP4Tensor | PackedWeight) -> str:
-    return "an NVFP4Tensor" if isinstance(w, NVFP4Tensor) else "a PackedWeight"
-
-
 def _kept_sharded(call: Call, w: Any, w_gather: tuple[Placement, Placement]) -> tuple[Call, Any]:
     """Places w as each device keeps it: outside the custom derivative, so that the gradient of w has this place too."""
-    if isinstance(w, PackedWeight):
-        raise ValueError(
-            f"{call.op}: w_gather must be None for a PackedWeight w, got {w_gather!r}; pass its unpack(), or "
-            "shard it by w.shardings"
-        )
     if isinstance(w, NVFP4Tensor):
         gather = as_gather(call.op, "w_gather", w_gather, w.data, w.shape, (1, w.format.unit))
         return call._replace(gather=gather), w
@@ -257,24 +240,17 @@ def _blocks_of_w(recipe: Recipe) -> tuple[int, int]:
 def _checked_amax(op: str, recipe: Recipe, w: Any, w_amax: Any) -> jax.Array | None:
     if w_amax is None:
         return None
-    if isinstance(w, FROZEN):
-        raise ValueError(f"{op}: w_amax must be None for {_named(w)} w, which has an amax, got {w_amax!r}")
-    if not takes_weight_amax(recipe):
+    if isinstance(w, NVFP4Tensor):
+        raise ValueError(f"{op}: w_amax must be None for an NVFP4Tensor w, which has an amax, got {w_amax!r}")
+    if not any(_takes_amax(gemm and gemm.w) for gemm in (recipe.fprop, recipe.dgrad_specs)):
         raise ValueError(
             f'{op}: w_amax must be None, since no spec of w in the recipe has amax_scope "tensor" without rht, got '
             f"{w_amax!r}"
         )
-    amax = w_amax.of(op, w) if isinstance(w_amax, WeightAmax) else as_amax(op, w_amax)
+    amax = as_amax(op, w_amax)
     if amax.shape != () or amax.dtype != jnp.float32:
         raise ValueError(f"{op}: w_amax must be float32 of shape (), got {amax.dtype} of shape {amax.shape}")
     return amax
-
-
-def takes_weight_amax(recipe: Recipe) -> bool:
-    """Says whether a spec of w needs the amax of the whole w as it is."""
-    return any(
-        _takes_amax(spec) for spec in (recipe.fprop and recipe.fprop.w, recipe.dgrad_specs and recipe.dgrad_specs.w)
-    )
 
 
 def _takes_amax(spec: QuantSpec | None) -> bool:
@@ -366,7 +342,7 @@ def _keeps_axes(op: str, x: jax.Array, recipe: Recipe) -> bool:
 
 def _check_axes_of_result(call: Call, x: jax.Array, w: Weight) -> None:
     """Refuses an axis of an Explicit mesh that the result would have twice, as ``lax.dot_general`` does."""
-    of_w = jax.typeof(w.data if isinstance(w, FROZEN) else w)
+    of_w = jax.typeof(w.data if isinstance(w, NVFP4Tensor) else w)
     of_n, which = axes_of_dims(of_w)[0 if call.w_axes == "nk" else 1], f"w {of_w}"
     if call.gather is not None:
         of_n, which = call.gather.gathered[0], f"w_gather.gathered, {PartitionSpec(*call.gather.gathered)} of [N, K]"
@@ -374,12 +350,10 @@ def _check_axes_of_result(call: Call, x: jax.Array, w: Weight) -> None:
     rows = {axis for entry in axes_of_dims(jax.typeof(x))[:-1] for axis in axes_of(entry)}
     shared = [axis for axis in axes_of(of_n) if axis in rows]
     if shared:
-        other_way = "gather w by w_gather, or shard it along K, over which its packed bytes are gathered"
-        if isinstance(w, PackedWeight):
-            other_way = "replicate w, or pass its unpack(), which can be gathered"
         raise ValueError(
             f"{call.op}: the leading axes of x and N of w must be sharded over different axes of an Explicit mesh, got "
-            f"{shared[0]!r} for both, in x {jax.typeof(x)} and {which}; {other_way}"
+            f"{shared[0]!r} for both, in x {jax.typeof(x)} and {which}; gather w by w_gather, or shard it along K, "
+            "over which its packed bytes are gathered"
         )
 
 
@@ -551,12 +525,12 @@ def unpack(t: Any) -> Any:
 @partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _linear(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, w_amax: Any, call: Call) -> jax.Array:
     if call.recipe.fprop is None:
-        assert not isinstance(w, FROZEN)
+        assert not isinstance(w, NVFP4Tensor)
         return _unquantized(call, x, w, bias)
     x_spec, w_spec = call.recipe.fprop
     quantizer = Quantizer(key, call.common)
     qx = quantized[0] or (x if x_spec is None else quantizer.rows(x, x_spec, X))
-    if isinstance(w, FROZEN):
+    if isinstance(w, NVFP4Tensor):
         return _product(call, save(qx), gathered(unpack(w), call.gather), bias)
     qw, _ = quantizer.weights(w, call.w_axes, w_spec, None, w_amax)
     assert qw is not None
@@ -574,7 +548,7 @@ def _unquantized(call: Call, x: jax.Array, w: jax.Array, bias: Any) -> jax.Array
     return (y + bias.astype(jnp.float32)[(None,) * (y.ndim - 1)]).astype(call.out_dtype)
 
 
-def _product(call: Call, qx: Any, qw: NVFP4Tensor | PackedWeight, bias: Any) -> jax.Array:
+def _product(call: Call, qx: Any, qw: NVFP4Tensor, bias: Any) -> jax.Array:
     """Runs the forward GEMM, of w as it is read."""
     return matmul_nt(
         qx,
@@ -589,7 +563,7 @@ def _product(call: Call, qx: Any, qw: NVFP4Tensor | PackedWeight, bias: Any) -> 
 def _forward(
     x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, w_amax: Any, call: Call
 ) -> tuple[jax.Array, Any]:
-    if isinstance(w, FROZEN):
+    if isinstance(w, NVFP4Tensor):
         # w is an argument, which a policy that saves residuals by their name need not copy.
         return _linear(x, w, bias, key, quantized, w_amax, call), (None, w, key)
     recipe, quantizer = call.recipe, Quantizer(key, call.common)
@@ -629,8 +603,6 @@ def _backward(call: Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     *saved, key = residuals
     of_x, of_w, of_bias = call.dtypes
     x_saved, w_saved = map(unpack, saved)
-    if isinstance(w_saved, PackedWeight):
-        w_saved = w_saved.unpack()
     if of_w is None:
         w_saved = gathered(w_saved, call.gather)
     dgrad, wgrad = call.recipe.dgrad_specs, call.recipe.wgrad_specs

@@ -204,7 +204,6 @@ def plan_matmul(
     windows: bool,
     out: str,
     pinned: bool,
-    b_tiled: bool = False,
     capability: int | None,
     kernel: str | None = None,
 ) -> MatmulPlan:
@@ -216,7 +215,6 @@ def plan_matmul(
       windows: whether an operand has amax scope "window64".
       out: the dtype of the result.
       pinned: whether the sum along K must have the pinned order.
-      b_tiled: whether the block scales of b are in tiles (ffi/scale_tiles.h).
       capability: 10 * major + minor of a GPU; 0 for the CPU; None for a GPU that is not known.
       kernel: the kernel to ask for; the best one if None.
     """
@@ -224,7 +222,7 @@ def plan_matmul(
     asked = kernel in _CUBLASLT_KERNELS if kernel else has_block_scaled(capability)
     library = _library(capability) if asked else ("", 0)
     answer = extensions()["cpu"].plan_matmul(
-        batch, rows, cols, depth, a, windows, out, pinned, b_tiled, *_device(capability), *library, kernel or ""
+        batch, rows, cols, depth, a, windows, out, pinned, *_device(capability), *library, kernel or ""
     )
     return MatmulPlan(*answer)
 

@@ -57,17 +57,15 @@ class RaggedDot(eqx.Module):
       recipe: how each product quantizes its operands, as in ``jnvfp4.grouped_linear``.
       path: the name of the layer, for ``jnvfp4.step_key``.
       index: as in ``DotGeneral``.
-      aligned_groups: as in ``jnvfp4.grouped_linear``.
     """
 
     recipe: Recipe = eqx.field(static=True, default=DEFAULT)
     path: str | None = eqx.field(static=True, default=None)
     index: jax.Array | None = None
-    aligned_groups: bool = eqx.field(static=True, default=False)
 
     def __call__(self, lhs: Any, rhs: Any, group_sizes: Any, **options: Any) -> jax.Array:
         """Computes ``jax.lax.ragged_dot`` of activations [M, K] and the weights [G, K, N] of experts."""
-        product = _RaggedDot(self.recipe, self.path, self.aligned_groups)
+        product = _RaggedDot(self.recipe, self.path)
         with nullcontext() if self.index is None else layer_index(self.index):
             return product(lhs, rhs, group_sizes, **options)
 

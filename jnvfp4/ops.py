@@ -39,7 +39,6 @@ from ._primitives.quantize import quantize_p
 from ._primitives.quantize_pair import quantize_pair_p
 from ._primitives.rht_amax import rht_amax_p
 from ._primitives.transpose import check_tiles, transpose_p
-from .packed import PackedWeight
 from .spec import BLOCK, FUSED_PAIRS, NVFP4, NVFP4_2D, WINDOW64, QuantSpec
 from .tensor import NVFP4Tensor, take_tensor, with_scale_bytes
 
@@ -427,7 +426,7 @@ def _check_scales_of_tiles(op: str, q: NVFP4Tensor) -> None:
 @operation
 def matmul_nt(
     a: NVFP4Tensor | ArrayLike,
-    b: NVFP4Tensor | PackedWeight,
+    b: NVFP4Tensor,
     *,
     out_dtype: DTypeLike = jnp.bfloat16,
     bias: ArrayLike | None = None,
@@ -438,8 +437,7 @@ def matmul_nt(
 
     Args:
       a: an NVFP4Tensor, or a bfloat16 or float16 array. An array cannot be multiplied by a b of amax scope "window64".
-      b: an NVFP4Tensor, or the PackedWeight that ``prepack_weight`` made of one. Without leading axes it is the right
-        operand of every matrix of ``a``.
+      b: an NVFP4Tensor. Without leading axes it is the right operand of every matrix of ``a``.
       out_dtype: float32, bfloat16 or float16.
       bias: [N], any float dtype, added in float32 before the cast.
       accumulation: the order of the sums along K. "fast" is the order that is fastest on the device. "pinned" is the
@@ -460,10 +458,9 @@ def matmul_nt(
     op = "matmul_nt"
     check_implementation(op, implementation, _native.matmul_kernels())
     check_accumulation(op, accumulation)
-    if not isinstance(b, NVFP4Tensor | PackedWeight):
-        raise TypeError(f"{op}: b must be an NVFP4Tensor or a PackedWeight, got {type(b).__name__}")
-    right = _parts(b) if isinstance(b, NVFP4Tensor) else [b.data, b.tiles, b.amax]
-    operands = [*(_parts(a) if isinstance(a, NVFP4Tensor) else [as_array(op, "a", a)]), *right]
+    if not isinstance(b, NVFP4Tensor):
+        raise no_tensor(op, "b", b)
+    operands = [*(_parts(a) if isinstance(a, NVFP4Tensor) else [as_array(op, "a", a)]), *_parts(b)]
     if bias is not None:
         operands.append(as_array(op, "bias", bias))
     return bind(
@@ -476,7 +473,6 @@ def matmul_nt(
         accumulation=accumulation,
         implementation=implementation,
         k_axes=1,
-        b_tiled=isinstance(b, PackedWeight),
     )[0]
 
 
@@ -549,5 +545,4 @@ def contract_rows(
         accumulation=accumulation,
         implementation=implementation,
         k_axes=row_axes,
-        b_tiled=False,
     )[0]

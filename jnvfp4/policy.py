@@ -344,34 +344,29 @@ def layers_of(model: Any, *inputs: Any, **keywords: Any) -> list[Layer]:
 
 
 def _layers_of_tree(tree: Any) -> list[Layer]:
-    return [Layer(path, tuple(w.shape)) for path, w in weights_in(tree, "Policy.explain").items()]
-
-
-def weights_in(tree: Any, op: str = "weight_amax") -> dict[str, Any]:
-    """Lists the weights in a tree of parameters by the paths of their layers: arrays of two or more axes."""
-    found: dict[str, Any] = {}
+    """Lists the arrays of two or more axes named kernel, weight or w in a tree of parameters."""
+    found: dict[str, Layer] = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        path = path_of_weight(keys)
+        path = _path_of_weight(keys)
         if path is None or getattr(leaf, "ndim", 0) < 2:
             continue
         if path in found:
-            raise ValueError(f"{op}: a layer must have one array named kernel, weight or w, got two in {path!r}")
-        found[path] = leaf
+            raise ValueError(
+                f"Policy.explain: a layer must have one array named kernel, weight or w, got two in {path!r}"
+            )
+        found[path] = Layer(path, tuple(leaf.shape))
     if not found:
         raise TypeError(
-            f"{op}: {_WHAT[op]} a tree of parameters with arrays of two or more axes named kernel, weight or w,"
-            f" got a {type(tree).__name__} without any"
+            "Policy.explain: model must be a Flax model, or a tree of parameters with arrays of two or more axes named "
+            f"kernel, weight or w, got a {type(tree).__name__} without any"
         )
-    return found
-
-
-_WHAT = {"Policy.explain": "model must be a Flax model, or", "weight_amax": "params must be"}
+    return list(found.values())
 
 
 WEIGHT_NAMES = ("kernel", "weight", "w")
 
 
-def path_of_weight(keys: Any) -> str | None:
+def _path_of_weight(keys: Any) -> str | None:
     """Returns the path of the layer that a leaf of a tree of parameters has the weights of, or None for other leaves.
 
     The last key is the name of the weights; a box around them, such as ``nnx.Param``, has one more.

@@ -489,13 +489,6 @@ def dequantize(
     return from_bits(values.reshape(codes.shape), dtype)
 
 
-def decode_16(data: jax.Array, scale: jax.Array) -> jax.Array:
-    """Decodes q * s, exact in 16 bits. -> bfloat16 [..., M, K]"""
-    codes = unpack_codes(data)
-    values = mul(e2m1_decode(codes.reshape(*scale.shape, BLOCK)), e4m3_decode(_scale_bytes(scale))[..., None])
-    return from_bits(values.reshape(codes.shape), jnp.bfloat16)
-
-
 def transpose(data: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Transposes 16x16 tiles as ``jnvfp4.transpose``; scales are bytes. -> data [..., K, M/2], scale [..., K, M/16]"""
     *lead, rows, blocks = scale.shape

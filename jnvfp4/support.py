@@ -20,7 +20,6 @@ from ._primitives.grouped_matmul import Operands as GroupedOperands
 from ._primitives.grouped_matmul import plan as plan_grouped
 from ._primitives.matmul import matmul_p
 from .ops import quantize
-from .packed import PackedWeight
 from .spec import (
     FUSED_PAIRS,
     SUPPORTED_SPECS,
@@ -149,11 +148,9 @@ _KERNELS = {"matmul_nt": _matmul_kernel, "grouped_matmul_nt": _grouped_kernel}
 
 
 def _parts_of(operand: Any) -> tuple[tuple, Any]:
-    """Returns data, scale (or tiles) and amax and their format, or an array and None."""
+    """Returns data, scale and amax and their format, or an array and None."""
     if isinstance(operand, NVFP4Tensor):
         return (operand.data, operand.scale, operand.amax), operand.format
-    if isinstance(operand, PackedWeight):  # the kernel is that of its NVFP4Tensor
-        return (operand.data, operand.tiles, operand.amax), operand.format
     return (operand,), None
 
 

@@ -86,8 +86,6 @@ def test_the_names_in_public_modules():
     assert {name.split(".", 1)[1] for name in IN_MODULES} == {
         "sharding.all_gather",
         "sharding.gather_quantized",
-        "sharding.step_amax",
-        "sharding.weight_amax",
         "remat.recompute_quantize",
         "remat.save_packed",
     }

@@ -14,7 +14,6 @@ from flax import linen as nn
 from flax import nnx
 from flax_models import TOKENS, Mlp, NnxTransformer, Stack, Transformer, record_keys
 
-import jnvfp4
 from jnvfp4 import Policy, Rule, einsum, recipes, step_key
 from jnvfp4.flax.linen import intercept
 from jnvfp4.flax.nnx import apply
@@ -115,27 +114,6 @@ def test_the_policy_is_checked():
         qwix.quantize_model(Mlp(), Provider(Policy(default=SR))).apply(variables, X)
     with pytest.raises(TypeError, match=r"Provider: policy must be a jnvfp4\.Policy, got \[\]"):
         Provider([])
-
-
-class OfWeight(nn.Module):
-    """Its parameter has the name of weights that is not Flax's."""
-
-    @nn.compact
-    def __call__(self, x):
-        w = self.param("w", nn.initializers.normal(), (32, 32))
-        return jax.lax.dot_general(x, w, (((1,), (0,)), ((), ())))
-
-
-def test_layers_take_the_amaxes_of_the_step():
-    policy, x = Policy(default=NEAREST), jnp.ones((4, 32))
-    model = qwix.quantize_model(nn.Sequential([nn.Dense(32), OfWeight()]), Provider(policy))
-    variables = model.init(jax.random.key(0), x)
-
-    def step(variables):
-        with jnvfp4.sharding.step_amax(jnvfp4.sharding.weight_amax(variables, policy)):
-            return model.apply(variables, x)
-
-    assert_bitwise(jax.jit(step)(variables), model.apply(variables, x))
 
 
 class NnxOwn(nnx.Module):

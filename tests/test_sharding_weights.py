@@ -32,7 +32,7 @@ from jnvfp4 import (
     quantize,
     recipes,
 )
-from jnvfp4.sharding import WeightAmax, all_gather, gather_quantized, step_amax, weight_amax
+from jnvfp4.sharding import all_gather, gather_quantized
 
 CPUS = jax.devices("cpu")[:8]
 ROWS, COLUMNS, WHOLE = P("x", None), P(None, "x"), P(None, None)
@@ -467,122 +467,41 @@ def test_a_given_amax_is_used(recipe):
     assert text.count("reduce_max") == 1  # of x
 
 
-WEIGHTS = {
-    "a": ((64, 128), P("x", None)),
-    "b": ((128, 64), P(None, "y")),
-    "c": ((64, 64), P()),
-    "d": ((64, 64), P("y", "x")),
-    "layers": ((8, 32, 64), P(None, "x")),
-    "split_layers": ((8, 32, 64), P("y", None, "x")),
-}
-
-
-def params_of(mesh=None):
-    arrays = {name: normal(shape, i, "fp32") * (i + 1) for i, (name, (shape, _)) in enumerate(WEIGHTS.items())}
-    arrays = {name: w.astype(jnp.bfloat16) if name in "ac" else w for name, w in arrays.items()}
-    placed = {name: w if mesh is None else put(w, mesh, WEIGHTS[name][1]) for name, w in arrays.items()}
-    return {name: {"kernel": w, "bias": jnp.ones(w.shape[-1])} for name, w in placed.items()}
-
-
-@every_kind
-def test_weight_amax_is_one_all_reduce(devices, kind):
-    mesh = make_mesh(devices, kind=kind)
-    f = partial(weight_amax, policy=Policy(default=recipes.DEFAULT), stacked=".*layers")
-    got, found = run(lambda params: f(params), params_of(mesh))
-    for name, layer in params_of().items():
-        w = np.abs(np.asarray(layer["kernel"], np.float32))
-        want = w.max((1, 2)) if w.ndim == 3 else w.max()
-        assert_bitwise(got[name]["kernel"].value, want, name)
-        assert got[name]["bias"] is None
-    assert [op for op, _ in found] == ["all-reduce"]
-
-
-def test_weight_amax_of_special_numbers():
-    mesh = make_mesh(CPUS, "x")
-    w = np.zeros((3, 16, 64), np.float32)
-    w[0, 3, 3], w[1, 9, 9], w[2, 1, 1] = -np.nan, 1e-45, -np.inf
-    f = partial(weight_amax, policy=Policy(default=recipes.DEFAULT), stacked="up")
-    got = jax.jit(f)({"up": {"w": put(jnp.asarray(w), mesh, P(None, "x"))}})["up"]["w"].value
-    for i in range(3):
-        assert_bitwise(got[i], quantize(jnp.asarray(w[i])).amax)
-
-
-def test_weight_amax_under_vmap_and_of_no_elements():
-    f = partial(weight_amax, policy=Policy(default=recipes.DEFAULT))
-    w = {"up": {"w": normal((4, 32, 64))}, "down": {"w": jnp.zeros((4, 0, 64))}}
-    got = jax.vmap(f)(w)
-    assert_bitwise(got["up"]["w"].value, jnp.max(jnp.abs(w["up"]["w"]), (1, 2)).astype(jnp.float32))
-    assert_bitwise(got["down"]["w"].value, np.zeros(4, np.float32))
-
-
-def test_weight_amax_follows_the_policy():
-    params = {name: {"kernel": normal((32, 64), i)} for i, name in enumerate(("up", "down", "lm_head"))}
-    policy = Policy([Rule("down", Recipe((NVFP4, ROW_SCALED), None, None))], default=recipes.DEFAULT)
-    got = weight_amax(params, policy)
-    assert {name for name, layer in got.items() if layer["kernel"] is not None} == {"up"}
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda p: weight_amax(p, recipes.DEFAULT), "policy must be a jnvfp4.Policy"),
-        (lambda p: weight_amax(p, Policy(default=recipes.DEFAULT), stacked="x.*"), "stacked must select a layer"),
-        (
-            lambda p: weight_amax(p, Policy(default=recipes.DEFAULT), stacked="("),
-            r"stacked must be a regular .* got '\('",
-        ),
-        (lambda p: weight_amax(p, Policy(default=recipes.DEFAULT), stacked=["up"]), "stacked must be a regular"),
-        (lambda p: weight_amax({"up": p["up"] | {"w": W}}, Policy(default=recipes.DEFAULT)), "got two in 'up'"),
-        (lambda p: weight_amax({"b": p}, Policy([Rule("x", None)])), "every rule must match a layer"),
-        (lambda p: weight_amax({"b": jnp.ones(3)}, Policy()), "params must be a tree of parameters with arrays"),
-        (
-            lambda p: weight_amax({"up": {"w": jnp.ones((4, 4), int)}}, Policy(default=Recipe())),
-            "params up must be float32",
-        ),
-    ],
-)
-def test_weight_amax_refuses(call, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        call({"up": {"kernel": normal((32, 64))}})
-
-
 # ---------------------------------------------------------------- a step of a model
 LAYERS, WIDTH, TOKENS = 4, 256, 512
 STACK = P(None, "x", None)
 
 
-def model(params, x, product):
+def model(params, x, product, amaxes):
     def layer(h, scanned):
-        up, down, i = scanned
-        with jnvfp4.layer_index(i):
-            return jnp.tanh(product("down", jnp.tanh(product("up", h, up)), down)), None
+        w, amax = scanned
+        return jnp.tanh(product("down", jnp.tanh(product("up", h, w["up"], amax["up"])), w["down"], amax["down"])), None
 
-    scanned = params["up"]["kernel"], params["down"]["kernel"], jnp.arange(LAYERS)
-    return jax.lax.scan(layer, x, scanned)[0]
+    return jax.lax.scan(layer, x, (params, amaxes))[0]
 
 
 def by_policy(policy):
-    def product(path, x, w):
+    def product(path, x, w, amax):
         found = policy.plan(jnvfp4.policy.Layer(p, (WIDTH, WIDTH)) for p in ("up", "down"))[path]
-        return DotGeneral(found.recipe, path, policy.gather_of(path))(x, w, (((1,), (0,)), ((), ())))
+        return DotGeneral(found.recipe, path, policy.gather_of(path))(x, w, (((1,), (0,)), ((), ())), w_amax=amax)
 
     return product
 
 
-def step(params, x, product, policy=None):
-    def loss(params):
-        return jnp.sum(model(params, x, product).astype(jnp.float32) ** 2)
+def step(params, x, product, at_once=True):
+    """With the amaxes of all layers of a weight found ``at_once``, outside the loop, or in it."""
+    find = lambda w: jnp.max(jnp.abs(w), (1, 2)).astype(jnp.float32) if at_once else None  # noqa: E731
+    amaxes = {name: find(w) for name, w in params.items()}
 
-    if policy is None:
-        gradients = jax.grad(loss)(params)
-    else:
-        with step_amax(weight_amax(params, policy, stacked=".*")):
-            gradients = jax.grad(loss)(params)
+    def loss(params):
+        return jnp.sum(model(params, x, product, amaxes).astype(jnp.float32) ** 2)
+
+    gradients = jax.grad(loss)(params)
     return jax.tree.map(lambda w, g: (w - 0.01 * g).astype(w.dtype), params, gradients)
 
 
 def model_operands(mesh=None, devices=None):
-    params = {name: {"kernel": normal((LAYERS, WIDTH, WIDTH), i) * 0.1} for i, name in enumerate(("up", "down"))}
+    params = {name: normal((LAYERS, WIDTH, WIDTH), i) * 0.1 for i, name in enumerate(("up", "down"))}
     x = normal((TOKENS, WIDTH), 3)
     if mesh is None:
         return home(devices, (params, x))
@@ -610,8 +529,8 @@ def test_an_fsdp_step_moves_nine_of_thirty_two_bits(devices):
     """Of each weight in the forward and in the backward loop, as with bf16, whose bytes count as two an element."""
     mesh = make_mesh(devices, "x")
     args = model_operands(mesh)
-    _, plain = run(partial(step, product=lambda _, x, w: x @ w), *args)
-    got, found = run(partial(step, product=by_policy(GATHERING), policy=GATHERING), *args)
+    _, plain = run(partial(step, product=lambda _, x, w, amax: x @ w), *args)
+    got, found = run(partial(step, product=by_policy(GATHERING), at_once=False), *args)
     of_bf16 = 2 * sum(map(elements, gathers(plain)))
     assert of_bf16 == 2 * 4 * WIDTH * WIDTH  # two weights, in two loops
     assert sum(map(bytes_of, gathers(found))) <= 0.29 * of_bf16
@@ -624,26 +543,21 @@ def test_an_fsdp_step_moves_nine_of_thirty_two_bits(devices):
         assert_sharded(w, mesh, STACK)
 
 
-def test_an_fsdp_step_finds_the_amaxes_of_its_weights_at_once(devices):
-    """Without it there is an all-reduce in each iteration for each weight; no bit differs."""
+def test_given_amaxes_leave_no_all_reduce_for_weights_in_the_loop(devices):
+    """No bit differs."""
     mesh = make_mesh(devices, "x")
     args = model_operands(mesh)
-    alone, each = run(partial(step, product=by_policy(GATHERING)), *args)
-    together, once = run(partial(step, product=by_policy(GATHERING), policy=GATHERING), *args)
+    alone, each = run(partial(step, product=by_policy(GATHERING), at_once=False), *args)
+    together, once = run(partial(step, product=by_policy(GATHERING)), *args)
     assert_same_tensor(together, alone)
-    vector = f"u32[{2 * LAYERS}]"
-    assert [shape for op, shape in once if op == "all-reduce" and shape != "u32[]"].count(vector) == 1
-    of_x_and_dy = maxima(once) - 2 * LAYERS
-    assert of_x_and_dy > 0
+    assert maxima(once) > 0  # of x and dy; those of the stacks are maxima of floats
     on_cpu = devices[0].platform == "cpu"
-    assert maxima(each) - of_x_and_dy in ((2,) if on_cpu else (2, 4))  # two weights; a GPU may split off an iteration
-    if on_cpu:  # whose all-reduces have the dtype of what is read: the weights are bfloat16, rotated x and dy float32
-        assert not [shape for op, shape in once if op == "all-reduce" and "u16" in shape]
+    assert maxima(each) - maxima(once) in ((2,) if on_cpu else (2, 4))  # a GPU may split off an iteration
 
 
 def test_no_quantizer_reads_a_gathered_weight(devices):
     mesh = make_mesh(devices, "x")
-    f = jax.jit(partial(step, product=by_policy(GATHERING), policy=GATHERING))
+    f = jax.jit(partial(step, product=by_policy(GATHERING)))
     text = f.lower(*model_operands(mesh)).compile().as_text()
     calls = re.findall(r"custom_call_target=\"nvfp4_quantize\w*\", operand_layout_constraints=\{(\w+\[[\d,]*\])", text)
     part = TOKENS // len(devices)
@@ -653,9 +567,9 @@ def test_no_quantizer_reads_a_gathered_weight(devices):
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_a_step_of_a_model_on_any_number_of_devices(count):
     """Sums over tokens have another order, by which updated weights of 8 bits may round another way."""
-    f = partial(step, product=by_policy(GATHERING), policy=GATHERING)
+    f = partial(step, product=by_policy(GATHERING))
     one = Policy(default=recipes.DEFAULT)
-    want = jax.jit(partial(step, product=by_policy(one), policy=one))(*model_operands(devices=CPUS))
+    want = jax.jit(partial(step, product=by_policy(one)))(*model_operands(devices=CPUS))
     got = jax.jit(f)(*model_operands(make_mesh(CPUS[:count], "x")))
     for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-6, atol=1e-2)
@@ -664,7 +578,8 @@ def test_a_step_of_a_model_on_any_number_of_devices(count):
 def test_xla_gathers_codes_unasked(devices):
     """Of an unconstrained weight on an Auto mesh. Scales are float8 there, which a CPU widens to 16 bits."""
     mesh = make_mesh(devices, "x")
-    _, found = run(partial(step, product=by_policy(Policy(default=recipes.DEFAULT))), *model_operands(mesh))
+    product = by_policy(Policy(default=recipes.DEFAULT))
+    _, found = run(partial(step, product=product, at_once=False), *model_operands(mesh))
     of_codes = [shape for shape in gathers(found) if f"[{WIDTH},{WIDTH // 2}]" in shape.replace("[1,", "[")]
     assert of_codes
     assert dtypes_of(of_codes) == {"u8"}
@@ -725,162 +640,6 @@ def test_einsum_refuses(options, message):
     x, w = normal((2, 16, 2, 32)), normal((2, 2, 32, 16))
     with pytest.raises((ValueError, TypeError), match="einsum: " + message):
         einsum("ebcd,ecdn->ebn", x, jnp.asarray(w), recipe=Recipe(), **options)
-
-
-# ---------------------------------------------------------------- step_amax
-def dot(path, x, w, recipe=recipes.DEFAULT):
-    return DotGeneral(recipe, path)(x, w, (((1,), (0,)), ((), ())))
-
-
-X, W = normal((32, 64), 1), normal((64, 32), 2)
-
-
-def amax_of_w(value, **options):
-    """As if found for ``W``."""
-    return WeightAmax(jnp.float32(value), W.shape, **options)
-
-
-def in_step(amaxes, call):
-    def f(amaxes):
-        with step_amax(amaxes):
-            return call()
-
-    return jax.jit(f)(amaxes)
-
-
-def test_step_amax_reaches_the_layer():
-    with step_amax({"up": {"kernel": amax_of_w(50)}, "down": {"kernel": None}}):
-        got, other = dot("up", X, W), dot("down", X, W)
-    assert_bitwise(got, linear(X, W, w_axes="kn", w_amax=50.0))
-    assert_bitwise(got, linear(X, W, w_axes="kn", w_amax=amax_of_w(50)))
-    assert_bitwise(other, linear(X, W, w_axes="kn"))
-
-
-def test_step_amax_and_step_key_in_either_order():
-    amaxes, recipe = {"up": {"kernel": amax_of_w(50)}}, Recipe(fprop=(NVFP4, NVFP4_SR))
-    with step_amax(amaxes), jnvfp4.step_key(KEY):
-        one = dot("up", X, W, recipe)
-        key = jnvfp4.layer_key("up")
-    with jnvfp4.step_key(KEY), step_amax(amaxes):
-        assert_bitwise(dot("up", X, W, recipe), one)
-    assert_bitwise(one, linear(X, W.T, recipe, key=key, w_amax=50.0))
-
-
-def test_step_amax_is_not_kept_in_what_jax_has_traced():
-    """A jitted layer that was traced in one step is traced again in another."""
-    layer = jax.jit(partial(dot, "up"))
-
-    @jax.jit
-    def f(amax):
-        with step_amax({"up": {"w": WeightAmax(amax, W.shape)}}):
-            return layer(X, W)
-
-    assert_bitwise(f(jnp.float32(50.0)), linear(X, W, w_axes="kn", w_amax=50.0))
-    assert_bitwise(layer(X, W), linear(X, W, w_axes="kn"))
-    assert_bitwise(f(jnp.float32(5.0)), linear(X, W, w_axes="kn", w_amax=5.0))
-
-
-@pytest.mark.parametrize("amaxes", [None, 3.0, {}, {"up": {"kernel": 1.0}}, {"up": {"kernel": jnp.float32(1)}}])
-def test_step_amax_refuses_what_is_no_tree_of_amaxes(amaxes):
-    with pytest.raises(TypeError, match="step_amax: amaxes must be a tree of weight_amax"), step_amax(amaxes):
-        pass
-
-
-def test_a_path_that_step_amax_does_not_have():
-    with pytest.raises(ValueError, match=r"layer 'down': step_amax must have the path of every .* layer, got up; None"):
-        in_step({"up": {"kernel": amax_of_w(1)}}, lambda: dot("down", X, W))
-
-
-STACKED = {"up": {"kernel": WeightAmax(jnp.arange(3.0), (3, *W.shape), stacked=True)}}
-
-
-def indexed(*numbers):
-    """A layer within loops that have these numbers."""
-    if not numbers:
-        return dot("up", X, W)
-    with jnvfp4.layer_index(numbers[0]):
-        return indexed(*numbers[1:])
-
-
-def test_the_number_of_a_layer_is_its_place_in_the_stack():
-    assert_bitwise(in_step(STACKED, lambda: indexed(2)), linear(X, W, w_axes="kn", w_amax=2.0))
-    with pytest.raises(ValueError, match=r"layer 'up': layer_index must be less than 3, got 3"):
-        in_step(STACKED, lambda: indexed(3))
-    for numbers in ((), (1, 2)):  # of several loops none is known to be that of the stack
-        with pytest.raises(ValueError, match=f"must be in one jnvfp4.layer_index, .* got {len(numbers)}; pass"):
-            in_step(STACKED, partial(indexed, *numbers))
-    traced = jax.jit(lambda amaxes, i: in_step(amaxes, lambda: indexed(i)))
-    assert_bitwise(traced(STACKED, 2), linear(X, W, w_axes="kn", w_amax=2.0))
-    assert np.isnan(np.asarray(traced(STACKED, 3), np.float32)).all()
-
-
-def test_a_scan_may_slice_amaxes_with_the_weights():
-    stack = jnp.stack([W, 2 * W, 3 * W])
-    amax = weight_amax({"up": {"w": stack}}, Policy(default=recipes.DEFAULT), stacked="up")["up"]["w"]
-    layer = lambda _, of: (None, linear(X, of[0], w_axes="kn", w_amax=of[1]))  # noqa: E731
-    got = jax.lax.scan(layer, None, (stack, amax))[1]
-    for y, w in zip(got, stack, strict=True):
-        assert_bitwise(y, linear(X, w, w_axes="kn"))
-
-
-@pytest.mark.parametrize(
-    ("amax", "w"),
-    [
-        (WeightAmax(jnp.float32(1), (3, *W.shape)), W),  # of a stack that weight_amax was not told of
-        (WeightAmax(jnp.ones(2), (2, 2, *W.shape), stacked=True), jnp.stack([W, W])),  # of layers of experts
-        (WeightAmax(jnp.float32(1), W.shape), W[:32]),
-    ],
-    ids=["forgotten stack", "layers of experts", "other weights"],
-)
-def test_an_amax_of_other_weights_is_refused(amax, w):
-    batch = tuple(range(w.ndim - 2))
-    x = normal((*w.shape[:-2], 32, w.shape[-2]), 1)
-    dims = (((x.ndim - 1,), (w.ndim - 2,)), (batch, batch))
-
-    def layer():
-        with jnvfp4.layer_index(1):
-            return DotGeneral(recipes.DEFAULT, "up")(x, w, dims)
-
-    with pytest.raises(ValueError, match="layer 'up': the amax of weight_amax must be that of the weights, of shape"):
-        in_step({"up": {"kernel": amax}}, layer)
-    if w.ndim == 2:
-        with pytest.raises(ValueError, match="linear: the amax of weight_amax must be that of the weights, of shape"):
-            linear(x, w, w_axes="kn", w_amax=amax)
-
-
-def test_amaxes_must_not_be_constants_of_a_step():
-    amaxes = {"up": {"kernel": amax_of_w(1)}}
-    with step_amax(amaxes), pytest.raises(ValueError, match="layer 'up': the amaxes of step_amax must be traced with"):
-        jax.jit(partial(dot, "up"))(X, W)
-
-    @jax.jit
-    def f(x):
-        with step_amax(amaxes):
-            return dot("up", x, W)
-
-    with pytest.raises(
-        ValueError, match=r"step_amax: layer 'up': .* got a constant, .*; call weight_amax in the jitted"
-    ):
-        f(X)
-
-
-def test_a_layer_that_takes_no_amax_needs_none():
-    recipe = Recipe((NVFP4, ROW_SCALED), None, None)
-    with step_amax({"other": {"w": amax_of_w(1)}}):
-        assert_bitwise(dot("up", X, W, recipe), linear(X, W, recipe, w_axes="kn"))
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("size", [1.0, 1e-6, 1e-37], ids=str)
-def test_amaxes_of_parameters_that_the_layer_casts(native, dtype, size):
-    """The largest 16-bit number is not the largest parameter; it may be subnormal, or zero."""
-    x, w = normal((32, 64), 1), normal((64, 32), 2, "fp32") * size
-    cast = w.astype(dtype)
-    amax = weight_amax({"up": {"w": w}}, Policy(default=recipes.DEFAULT))
-    assert amax["up"]["w"].value != jnp.max(jnp.abs(cast)).astype(jnp.float32)
-    want = linear(x, cast, w_axes="kn")
-    assert_bitwise(in_step(amax, lambda: dot("up", x, cast)), want)
-    assert_bitwise(jax.jit(partial(linear, w_axes="kn"))(x, cast, w_amax=amax["up"]["w"]), want)
 
 
 # ---------------------------------------------------------------- policies

@@ -117,12 +117,15 @@ def nvfp4_linear(recipe: jnvfp4.Recipe, mesh: Mesh) -> Linear:
 
 
 def with_amaxes(recipe: jnvfp4.Recipe) -> Callable[[Tree], Tree]:
-    """Returns a function that pairs each quantized weight with the amaxes of its layers: one all-reduce for all."""
+    """Returns a function that pairs each stack of weights with the amax of each layer, found outside the loop."""
+    takes = recipe.fprop is not None and recipe.fprop.w.format.amax_scope == "tensor"
 
     def pair(params: Tree) -> Tree:
-        weights = {name: {"w": params["layers"][name]} for name in WEIGHTS}
-        amaxes = jnvfp4.sharding.weight_amax(weights, jnvfp4.Policy(default=recipe), stacked=".*")
-        pairs = {name: (weights[name]["w"], amaxes[name]["w"]) for name in WEIGHTS}
+        weights = {name: params["layers"][name] for name in WEIGHTS}
+        pairs = {
+            name: (w, jnp.max(jnp.abs(jax.lax.stop_gradient(w)), (1, 2)) if takes else None)
+            for name, w in weights.items()
+        }
         return params | {"layers": params["layers"] | pairs}
 
     return pair

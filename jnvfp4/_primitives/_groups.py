@@ -71,16 +71,16 @@ class Chunks(NamedTuple):
         """Returns what a loop goes through."""
         return self.group, self.begin, self.end
 
-    def take(self, x: jax.Array, begin: jax.Array, end: jax.Array, axis: int = 0) -> tuple[jax.Array, jax.Array]:
+    def take(self, x: jax.Array, begin: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns ``size`` rows of x among which are [begin, end), with zeros for the others, and the first of them."""
-        at = jnp.minimum(begin, np.int32(x.shape[axis] - self.size))
-        part = lax.dynamic_slice_in_dim(x, at, self.size, axis)
-        return jnp.where(self.within(at, begin, end, x.ndim, axis), part, jnp.zeros((), x.dtype)), at
+        at = jnp.minimum(begin, np.int32(x.shape[0] - self.size))
+        part = lax.dynamic_slice_in_dim(x, at, self.size)
+        return jnp.where(self.within(at, begin, end), part, jnp.zeros((), x.dtype)), at
 
-    def within(self, at: jax.Array, begin: jax.Array, end: jax.Array, ndim: int, axis: int = 0) -> jax.Array:
-        """Says which of the rows from ``at`` are within [begin, end), along ``axis`` of ``ndim``."""
+    def within(self, at: jax.Array, begin: jax.Array, end: jax.Array) -> jax.Array:
+        """Says which of the rows from ``at`` are within [begin, end), as a column."""
         index = at + jnp.arange(self.size, dtype=jnp.int32)
-        return ((index >= begin) & (index < end)).reshape(*(-1 if i == axis else 1 for i in range(ndim)))
+        return ((index >= begin) & (index < end))[:, None]
 
 
 MOST_ROWS_OF_A_CHUNK = 2048

@@ -140,7 +140,6 @@ def call_of(sample: Sample) -> Call:
         "out_dtype": jnp.dtype(sample.out),
         "accumulation": "fast",
         "k_axes": 1,
-        "b_tiled": False,
     }
     return Call((*a, *b, *bias), params)
 

@@ -12,7 +12,6 @@ import numpy as np
 from jax import lax
 
 from .. import _native, reference
-from ..packed import PackedWeight
 from ..spec import Format
 from ._base import Backend
 
@@ -21,25 +20,16 @@ class Product(NamedTuple):
     """Holds the operands of a product: arrays, or their shapes and dtypes."""
 
     a: tuple  # data, scale and amax, or one 16-bit array
-    b: tuple  # data, scale and amax, or data, tiles and amax
+    b: tuple  # data, scale and amax
     bias: Any  # None without
     a_format: Format | None
     b_format: Format
     out_dtype: Any
     accumulation: str
-    b_tiled: bool = False
 
     @property
     def windows(self) -> bool:
         return any(fmt is not None and fmt.amax_scope == "window64" for fmt in (self.a_format, self.b_format))
-
-    def untiled(self) -> "Product":
-        """Returns the product with the scales of b as rows."""
-        if not self.b_tiled:
-            return self
-        data, tiles, amax = self.b
-        t = PackedWeight(data, tiles, amax, self.b_format).unpack()
-        return self._replace(b=(t.data, t.scale, t.amax), b_tiled=False)
 
     @property
     def result(self) -> jax.ShapeDtypeStruct:
@@ -68,7 +58,6 @@ def plan(product: Product, capability: int | None, kernel: str | None) -> _nativ
         windows=product.windows,
         out=jnp.dtype(product.out_dtype).name,
         pinned=product.accumulation == "pinned",
-        b_tiled=product.b_tiled,
         capability=capability,
         kernel=kernel,
     )
@@ -83,9 +72,6 @@ def multiply(product: Product, backend: Backend) -> jax.Array:
     chosen = choose(product, backend)
     if chosen.reason:
         raise NotImplementedError(f"matmul_nt: implementation={backend.kernel!r} cannot run here: {chosen.reason}")
-    if product.b_tiled:
-        reads_tiles = _reading_tiles(product, backend, chosen.kernel)
-        product, chosen = (product.untiled(), chosen) if reads_tiles is None else (product, reads_tiles)
     if chosen.kernel == "reference":
         return by_reference(product)
     if chosen.kernel == "decode_then_dot":
@@ -95,16 +81,12 @@ def multiply(product: Product, backend: Backend) -> jax.Array:
 
 def by_reference(product: Product) -> jax.Array:
     """Computes a b^T by the reference."""
-    p = product.untiled()
+    p = product
     return reference.matmul(p.a if p.a_format else p.a[0], p.b, p.bias, p.a_format, p.b_format, p.out_dtype)
 
 
 def choose(product: Product, backend: Backend) -> _native.MatmulPlan:
-    """Returns the plan; where the self-check has refused its kernel, the exact decode path, or else the reference.
-
-    It is the one of b with its scales as rows: tiles change no bit, since they do not change which kernel multiplies.
-    """
-    product = product._replace(b_tiled=False)
+    """Returns the plan; where the self-check has refused its kernel, the exact decode path, or else the reference."""
     chosen = plan(product, backend.capability, backend.kernel)
     refusal = backend.refusal(chosen.kernel)
     if chosen.reason or not refusal:
@@ -115,14 +97,6 @@ def choose(product: Product, backend: Backend) -> _native.MatmulPlan:
     if decode.reason or backend.refusal(decode.kernel):
         return _native.MatmulPlan("reference", 0, "")
     return decode
-
-
-def _reading_tiles(product: Product, backend: Backend, kernel: str) -> _native.MatmulPlan | None:
-    """Returns the plan of a kernel that reads the tiles of b as they are; None if it reads rows of scales."""
-    if kernel == "reference":
-        return None
-    reads_tiles = plan(product, backend.capability, kernel)
-    return None if reads_tiles.reason else reads_tiles
 
 
 def _call_kernel(product: Product, chosen: _native.MatmulPlan) -> jax.Array:
@@ -139,7 +113,6 @@ def _call_kernel(product: Product, chosen: _native.MatmulPlan) -> jax.Array:
         b_e4m3_max=np.int32(b_format.e4m3_max),
         a_windows=a_format.amax_scope == "window64",
         b_windows=b_format.amax_scope == "window64",
-        b_tiled=product.b_tiled,
     )[0]
 
 

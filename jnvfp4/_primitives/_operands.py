@@ -20,7 +20,6 @@ from jax import lax
 from jax.core import ShapedArray
 
 from .. import reference, softfloat
-from ..packed import tiles_shape
 from ..spec import BLOCK, WINDOW, Format, QuantSpec
 from ._base import Axes, Body, Shape, axes_if_divisible, axes_of, axes_of_dims, check_explicit, typed, ways
 
@@ -118,26 +117,6 @@ def check_parts(op: str, name: str, parts: tuple, fmt: Format) -> None:
         raise ValueError(
             f"{op}: {name}.amax must have shape {' or '.join(map(str, dict.fromkeys(accepted)))} for data "
             f'{data.shape} and amax_scope="{fmt.amax_scope}", got {amax.shape}{_hint_of_vmap(op, amax.shape, lead)}'
-        )
-
-
-def check_packed(op: str, name: str, parts: tuple, fmt: Format) -> None:
-    """Refuses parts that are no packed weight: data, tiles and amax."""
-    data, tiles, amax = parts
-    if fmt.amax_scope == "window64":
-        raise ValueError(
-            f'{op}: {name} must have amax_scope "tensor" or "row" where it is packed, got "window64"; '
-            "pass the NVFP4Tensor"
-        )
-    blocks = (*data.shape[:-1], *(size // 8 for size in data.shape[-1:]))
-    check_parts(op, name, (data, jax.ShapeDtypeStruct(blocks, jnp.float8_e4m3fn), amax), fmt)
-    if tiles.dtype != jnp.uint8:
-        raise TypeError(f"{op}: {name}.tiles must be uint8, got {tiles.dtype}")
-    *lead, rows, half = data.shape
-    if tiles.shape != (shape := tiles_shape(tuple(lead), rows, 2 * half)):
-        raise ValueError(
-            f"{op}: {name}.tiles must have shape {shape} for data {data.shape}, got {tiles.shape}; "
-            "jnvfp4.prepack_weight makes them, and N may be split only between tiles of 128 rows"
         )
 
 

@@ -43,7 +43,7 @@ def _local(_backend: Backend, a, b, starts, ends, *, b_axis: int, out_dtype: Any
         w = lax.dynamic_index_in_dim(b, group, keepdims=False)
         computed = product(rows, w, (1, b_axis - 1)).astype(out_dtype)
         others = lax.dynamic_slice_in_dim(y, at, chunks.size)
-        part = jnp.where(chunks.within(at, begin, end, 2), computed, others)
+        part = jnp.where(chunks.within(at, begin, end), computed, others)
         return lax.dynamic_update_slice_in_dim(y, part, at, 0), None
 
     zeros = jnp.zeros((a.shape[0], b.shape[3 - b_axis]), out_dtype)

@@ -1,7 +1,6 @@
 """nvfp4_matmul: (a parts, b parts, bias?) -> a b^T.
 
-``a`` is three operands (data, scale, amax), or one 16-bit array when ``a_format`` is None. ``b`` is data, scale and
-amax, or data, tiles and amax of a PackedWeight when ``b_tiled``.
+``a`` is three operands (data, scale, amax), or one 16-bit array when ``a_format`` is None. ``b`` is three operands.
 """
 
 import math
@@ -15,7 +14,6 @@ from jax import lax
 from jax.core import ShapedArray
 
 from .. import softfloat
-from ..packed import TILE_ROWS
 from ..spec import Format
 from ._base import (
     Axes,
@@ -32,7 +30,7 @@ from ._base import (
 )
 from ._known_answers import product_check
 from ._matmul_routes import Product, by_reference, choose, multiply
-from ._operands import batch_size, batched, batched_parts, check_float, check_packed, check_parts, part_shardings
+from ._operands import batch_size, batched, batched_parts, check_float, check_parts, part_shardings
 from ._self_check import Check
 
 DENSE_DTYPES = (jnp.bfloat16, jnp.float16)
@@ -104,7 +102,6 @@ def _abstract(
     out_dtype: Any,
     accumulation: str,
     k_axes: int,
-    b_tiled: bool,
 ) -> list[ShapedArray]:
     ops = _split(flat, a_format, has_bias)
     whole_a, whole_b = ops.a[0], ops.b[0]
@@ -118,7 +115,7 @@ def _abstract(
             raise ValueError(f"matmul_nt: a must have rank 2 or more, [..., M, K], got a.shape={a.shape}")
     else:
         check_parts("matmul_nt", "a", ops.a, a_format)
-    (check_packed if b_tiled else check_parts)("matmul_nt", "b", ops.b, b_format)
+    check_parts("matmul_nt", "b", ops.b, b_format)
     _check_formats(a_format, b_format)
     depth = _depth(a, a_format)
     if depth != 2 * b.shape[-1]:
@@ -158,7 +155,6 @@ def _empty(
     out_dtype: Any,
     accumulation: str,
     k_axes: int,
-    b_tiled: bool,
 ) -> Sequence[jax.Array]:
     """Returns the result without a kernel: the sum over no products is 0, which leaves the bias."""
     ops = _split(flat, a_format, has_bias)
@@ -176,11 +172,10 @@ def _local(
     out_dtype: Any,
     accumulation: str,
     k_axes: int,
-    b_tiled: bool,
 ) -> Sequence[jax.Array]:
     ops = _merged(_split(flat, a_format, has_bias), a_format, b_format, k_axes, jnp.reshape)
     bias = ops.bias[0] if has_bias else None
-    product = Product(ops.a, ops.b, bias, a_format, b_format, out_dtype, accumulation, b_tiled)
+    product = Product(ops.a, ops.b, bias, a_format, b_format, out_dtype, accumulation)
     return [by_reference(product) if backend.name == "reference" else multiply(product, backend)]
 
 
@@ -264,7 +259,7 @@ def _batch_products(size: int, ops: Operands, od: Operands, params: dict[str, An
     b = _move(size, ops.b, od.b)
     if params["k_axes"] > 1:
         return bind(_move(size, ops.a, od.a), b, ops.bias), 0
-    if b[0].ndim == 3 and not a_batched and not params["b_tiled"]:  # the examples of b are more columns
+    if b[0].ndim == 3 and not a_batched:  # the examples of b are more columns
         y = bind(ops.a, _merge_rows(b, 0), [jnp.tile(x, size) for x in ops.bias])
         return y.reshape(*y.shape[:-1], size, b[0].shape[-2]), y.ndim - 1
     a = _move(size, ops.a, od.a)
@@ -298,7 +293,6 @@ def _partition(
     out_dtype: Any,
     accumulation: str,
     k_axes: int,
-    b_tiled: bool,
 ) -> tuple[list[Axes], list[Axes], Callable[[Body], Body]]:
     axes, n = _split(operands, a_format, has_bias), _split(shapes, a_format, has_bias)
     *lead, row = axes.a[0][:-k_axes]
@@ -312,17 +306,16 @@ def _partition(
         used.update(axes_of(entry))
         return entry
 
-    # Where a and b do not split K alike, XLA gathers the packed parts of the one that does. Tiles have K whole.
+    # Where a and b do not split K alike, XLA gathers the packed parts of the one that does.
     along_k = zip(axes.a[0][-k_axes:], axes.b[0][-k_axes:], units, strict=True)
-    k = [claim(of_a if axes_of(of_a) == axes_of(of_b) and not b_tiled else None, unit) for of_a, of_b, unit in along_k]
+    k = [claim(of_a if axes_of(of_a) == axes_of(of_b) else None, unit) for of_a, of_b, unit in along_k]
     over_k = tuple(axis for entry in k for axis in axes_of(entry))
     rows, cols = n.a[0][:-k_axes], n.b[0][-1 - k_axes]
     # An axis that splits M and N stays with N if the result has it there: the packed rows are gathered, and not b.
     col = axes.b[0][-1 - k_axes]
     of_col = set(axes_of(col)) & set(axes_of(results[0][-1]))
     *lead, m = (claim(without_axes(e, of_col), size) for e, size in zip([*lead, row], rows, strict=True))
-    whole_tiles = cols // TILE_ROWS if cols % TILE_ROWS == 0 else 1
-    c = claim(col, whole_tiles if b_tiled else cols)
+    c = claim(col, cols)
     # Over the axes of K that the result should have, a reduce-scatter makes the sum: half of an all-reduce's bytes.
     y, sizes = [*lead, m, c], (*rows, cols)
     scattered = [scattered_over(mesh, *of) for of in zip(results[0], y, sizes, [over_k] * len(y), strict=True)]
@@ -353,11 +346,11 @@ def scattered_over(mesh: Any, wanted: Any, entry: Any, size: int, summed: tuple[
 
 
 def _rule(
-    *shapes: Shape, a_format: Format | None, has_bias: bool, k_axes: int, b_tiled: bool, **_: Any
+    *shapes: Shape, a_format: Format | None, has_bias: bool, k_axes: int, **_: Any
 ) -> tuple[list[list], list[list]]:
     n = _split(shapes, a_format, has_bias)
     lead = [f"b{i}" for i in range(len(n.a[0]) - 1 - k_axes)]
-    depth = [None if b_tiled else f"k{i}" for i in range(k_axes)]
+    depth = [f"k{i}" for i in range(k_axes)]
     return [*_shardings(lead, "m", "n", depth, n), *[["n"]] * has_bias], [[*lead, "m", "n"]]
 
 
@@ -371,12 +364,11 @@ def _known(
     out_dtype: Any,
     accumulation: str,
     k_axes: int,
-    b_tiled: bool,
 ) -> list[Check]:
     """Returns the check of the kernel for these sizes, and of the one for few rows if a device may have a part."""
     ops = _merged(_split(flat, a_format, has_bias), a_format, b_format, k_axes, _merge_avals)
     bias = ops.bias[0] if has_bias else None
-    product = Product(ops.a, ops.b, bias, a_format, b_format, out_dtype, accumulation, b_tiled)
+    product = Product(ops.a, ops.b, bias, a_format, b_format, out_dtype, accumulation)
     kernels = [choose(product, backend)]
     if backend.split and backend.kernel is None:
         *lead, _, depth = ops.a[0].shape

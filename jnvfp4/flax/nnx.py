@@ -75,7 +75,7 @@ class EinsumOp:
     w_gather: tuple[Placement, Placement] | None = None
 
     def __call__(self, subscripts: str, x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
-        """Computes ``jnvfp4.einsum``, with the key of the layer if none is passed, and the amax of ``step_amax``."""
+        """Computes ``jnvfp4.einsum``, with the key of the layer if none is passed."""
         if self.recipe.stochastic and options.get("key") is None:
             options["key"] = layer_key(self.path)
         key = options.pop("key", None)
