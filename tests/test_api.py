@@ -44,7 +44,7 @@ def test_linear_is_the_function_and_recipes_the_module():
 
 # They are about operations, make specs or keys, move trees to a store and back, or move bytes of a weight.
 NO_OPERATIONS = ("supports", "export_checks", "quantization_report", "four_over_six", "to_state", "from_state")
-NO_OPERATIONS += ("step_key", "layer_index", "layer_key", "prepack_weight")
+NO_OPERATIONS += ("step_key", "layer_index", "layer_key")
 
 
 def test_operations_are_the_public_functions():
@@ -185,7 +185,7 @@ DIFFERENTIABLE = {
     "linear weight-only": (lambda x, w: jnvfp4.linear(x, w, recipes.inference(weight_only=True)), (X, W)),
     "linear frozen": (lambda x, b: jnvfp4.linear(x, jnvfp4.quantize(W), bias=b), (X, BIAS)),
     "grouped_linear": (
-        lambda x, w: jnvfp4.grouped_linear(x, w, SIZES, recipes.pretrain(), key=KEY, aligned_groups=True),
+        lambda x, w: jnvfp4.grouped_linear(x, w, SIZES, recipes.pretrain(), key=KEY),
         (X[0], WS),
     ),
     "grouped_linear kn": (lambda x, w: jnvfp4.grouped_linear(x, w, SIZES, w_axes="kn"), (X[0], WS.mT)),

@@ -367,7 +367,7 @@ MATMUL = {
         matmul_nt,
         [t(8, 32), a(8, 32, dtype=BF16)],
         TypeError,
-        r"matmul_nt: b must be an NVFP4Tensor or a PackedWeight, got \w+",
+        r"matmul_nt: b must be an NVFP4Tensor, got \w+",
     ),
     "rht": (
         matmul_nt,
