@@ -52,7 +52,7 @@ message(STATUS "jnvfp4: building CUDA kernels for ${built_for}")
 
 nanobind_add_module(_cuda NB_STATIC NOMINSIZE
   ffi/cuda/module.cc ffi/cuda/handlers.cc ffi/cuda/matmul/launch.cc ffi/cuda/matmul/cublaslt.cc
-  ffi/cuda/matmul/cublaslt_gemm.cc ffi/cuda/matmul/decode_then_cublaslt.cc ffi/cuda/matmul/sm100_cublaslt_nvfp4.cc
+  ffi/cuda/matmul/cublaslt_gemm.cc ffi/cuda/matmul/sm100_cublaslt_nvfp4.cc
   ffi/cuda/matmul/sm90_maps.cc ffi/matmul_plan.cc ffi/grouped_plan.cc ffi/grouped_tiles.cc)
 set_source_files_properties(ffi/cuda/handlers.cc PROPERTIES COMPILE_OPTIONS -O1)  # it checks and launches
 jnvfp4_configure(_cuda)

@@ -75,8 +75,8 @@ constexpr int kHopper = 90, kBlackwell = 100, kLastBlackwell = 121, kNewest = 99
 // docs/performance.md, docs/kernels.md):
 // - M x N x K = 16 x 14336 x 4096: sm90_nvfp4_small_m 15.7, sm80_nvfp4_blocks_small_m 22.6.
 // - 32 x 14336 x 4096: sm90_nvfp4_fused 21.7, sm80_nvfp4_blocks_small_m 30.1, decode_then_dot 88.
-// - 8192^3: sm90_nvfp4_fused 1295, decode_then_dot 1451, decode_then_cublaslt 1543. sm80_nvfp4_blocks, 13 times as
-//   long, runs only where the order asks for it.
+// - 8192^3: sm90_nvfp4_fused 1295, decode_then_dot 1451. sm80_nvfp4_blocks, 13 times as long, runs only where the
+//   order asks for it.
 // - 8192^3 with windows on both sides: sm90_nvfp4_windows 1836, sm80_nvfp4_blocks 21600.
 // - 16 and 64 x 14336 x 4096 with windows on both sides: sm80_nvfp4_blocks_small_m 28 and 80, sm90_nvfp4_windows 98 and
 //   100 (with windows of b alone 88 and 89), most of which is decoding b to memory.
@@ -97,9 +97,6 @@ constexpr Row kTable[] = {
     {MatmulKernel::kSm100CublasLtNvfp4, "sm100_cublaslt_nvfp4", kBlackwell, kLastBlackwell,
      all<needs_nvfp4, needs_free_order, needs_depth, needs_few_matrices, needs_cublaslt_sizes>},
     {MatmulKernel::kDecodeThenDot, "decode_then_dot", kAnyGpu, kNewest, needs_free_order},
-    // By name only, since XLA's product is faster: one row up, and it is planned wherever the library is found.
-    {MatmulKernel::kDecodeThenCublasLt, "decode_then_cublaslt", kAnyGpu, kNewest,
-     all<needs_free_order, needs_depth, needs_cublaslt_sizes>},
     {MatmulKernel::kSm80Nvfp4Blocks, "sm80_nvfp4_blocks", kAnyGpu, kNewest, needs_nvfp4},
     {MatmulKernel::kSm80DenseElements, "sm80_dense_elements", kAnyGpu, kNewest, needs_dense},
     {MatmulKernel::kCpuNvfp4Blocks, "cpu_nvfp4_blocks", kCpu, kCpu, needs_nvfp4},
@@ -127,14 +124,13 @@ std::string version_text(int64_t version) {
 
 // What a kernel lacks of the library on a device; empty if nothing.
 std::string needs_library(MatmulKernel kernel, const Device& device) {
-  const bool block_scaled = kernel == MatmulKernel::kSm100CublasLtNvfp4;
-  if (!block_scaled && kernel != MatmulKernel::kDecodeThenCublasLt) return {};
+  if (kernel != MatmulKernel::kSm100CublasLtNvfp4) return {};
   const std::string name(row_of(kernel).name);
   if (!device.no_cublaslt.empty()) return name + " needs cuBLASLt: " + std::string(device.no_cublaslt);
   // On 10.x and 11.x block-scaled products of 12.8 to 13.1 free tensor memory twice, which corrupts what runs beside
   // them. Earlier versions have no such products.
   const int64_t least = device.capability < 120 ? 130200 : 120800;
-  if (!block_scaled || device.cublaslt_version >= least) return {};
+  if (device.cublaslt_version >= least) return {};
   return name + " needs cuBLASLt " + std::to_string(least / 10000) + "." + std::to_string(least / 100 % 100) +
          " or newer on " + device_text(device.capability) + ", got " + version_text(device.cublaslt_version);
 }
@@ -293,15 +289,6 @@ WindowsScratch windows_scratch(const GemmShape& shape, const FusedPlan& plan) {
   return s;
 }
 
-CublasLtScratch cublaslt_scratch(const GemmShape& shape, bool decoded_a, Float out) {
-  CublasLtScratch s{};
-  s.a = take_scratch(decoded_a ? shape.batch * shape.rows * shape.depth * 2 : 0, &s.bytes);
-  s.b = take_scratch(shape.batch * shape.cols * shape.depth * 2, &s.bytes);
-  s.sums = take_scratch(out == Float::kF32 ? 0 : shape.batch * shape.rows * shape.cols * 4, &s.bytes);
-  s.workspace = take_scratch(kCublasLtWorkspace, &s.bytes);
-  return s;
-}
-
 BlockScaledScratch block_scaled_scratch(const GemmShape& shape, Float out, bool b_tiled) {
   const auto up = [](int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; };
   BlockScaledScratch s{};
@@ -332,8 +319,6 @@ int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem) {
       };
       return std::max({bytes(false, true), bytes(true, false), bytes(true, true)});
     }
-    case MatmulKernel::kDecodeThenCublasLt:
-      return cublaslt_scratch(problem.shape, problem.a == Left::kNvfp4, problem.out).bytes;
     case MatmulKernel::kSm100CublasLtNvfp4:
       return block_scaled_scratch(problem.shape, problem.out, problem.b_tiled).bytes;
     default: return 0;

@@ -19,13 +19,12 @@ enum class MatmulKernel : uint8_t {
   kSm80Nvfp4BlocksSmallM,  // two NVFP4 operands in the pinned order, few rows
   kSm100CublasLtNvfp4,     // two NVFP4 operands: cuBLASLt's product of FP4 tensor cores, scaled block by block
   kDecodeThenDot,          // decode both operands, XLA's 16-bit GEMM, epilogue: XLA operations, not the handler
-  kDecodeThenCublasLt,     // the same in one call, with cuBLASLt's GEMM
-  kSm80Nvfp4Blocks,        // the same of any number of rows, integer tensor cores
+  kSm80Nvfp4Blocks,        // two NVFP4 operands in the pinned order, any number of rows, integer tensor cores
   kSm80DenseElements,      // a 16-bit left operand in the pinned order
   kCpuNvfp4Blocks,         // the pinned order on the CPU
   kCpuDenseElements,       // the same of a 16-bit left operand
 };
-inline constexpr int kMatmulKernels = 13;
+inline constexpr int kMatmulKernels = 12;
 
 struct MatmulProblem {
   enum class Left : uint8_t { kNvfp4, kBf16, kF16 };
@@ -135,15 +134,8 @@ inline GemmShape fused_shape(const GemmShape& s, const FusedPlan& plan) {
   return plan.exchanged ? GemmShape{s.batch, s.cols, s.rows, s.depth} : s;
 }
 
-// Offsets in the scratch of decode_then_cublaslt, multiples of 256.
-struct CublasLtScratch {
-  int64_t a, b;  // 16-bit operands; a where it is decoded
-  int64_t sums;  // float32, where the result cannot hold them
-  int64_t workspace, bytes;
-};
-CublasLtScratch cublaslt_scratch(const GemmShape& shape, bool decoded_a, Float out);
-// The same of sm100_cublaslt_nvfp4, and the sizes that it gives the library: rows of 16 bytes at least, and a result
-// whose rows begin at multiples of 16 bytes.
+// Offsets in the scratch of sm100_cublaslt_nvfp4, multiples of 256, and the sizes that it gives the library: rows of 16
+// bytes at least, and a result whose rows begin at multiples of 16 bytes.
 struct BlockScaledScratch {
   int64_t depth, cols;         // K and N, padded
   int64_t a_codes, b_codes;    // where they are padded

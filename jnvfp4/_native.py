@@ -117,7 +117,7 @@ _CUBLAS_WHEELS = {"nvidia-cublas": "libcublasLt.so.13", "nvidia-cublas-cu12": "l
 
 
 class CublasLt(NamedTuple):
-    """Says which copy of cuBLASLt the kernels "decode_then_cublaslt" and "sm100_cublaslt_nvfp4" call.
+    """Says which copy of cuBLASLt the kernel "sm100_cublaslt_nvfp4" calls.
 
     Attributes:
       path: its file; empty if none was found.
@@ -151,19 +151,13 @@ def cublaslt() -> CublasLt:
     return CublasLt(path, f"{version // 10000}.{version // 100 % 100}.{version % 100}", "")
 
 
-_CUBLASLT_KERNELS = ("decode_then_cublaslt", "sm100_cublaslt_nvfp4")
-
-
-def _library(capability: int | None) -> tuple[str, int]:
+def _library() -> tuple[str, int]:
     """Returns why a plan cannot use cuBLASLt, or an empty text, and its version as a number.
 
-    Where there is no GPU to ask about, the answer is hypothetical: the newest version.
+    In a build without CUDA the answer is hypothetical: the newest version.
     """
-    newest = extensions()["cpu"].newest_cublaslt
-    if capability is None:
-        return "a program that is lowered for no device cannot know whether there is one", newest
-    if not capability or not available("cuda"):
-        return "", newest
+    if not available("cuda"):
+        return "", extensions()["cpu"].newest_cublaslt
     found = cublaslt()
     if found.reason:
         return found.reason, 0
@@ -180,7 +174,7 @@ def no_block_scaled(capability: int) -> str:
     """Says what a GPU's FP4 tensor cores lack to be used; empty if nothing, or if it has none."""
     if not has_block_scaled(capability):
         return ""
-    return extensions()["cpu"].no_block_scaled(capability, *_library(capability))
+    return extensions()["cpu"].no_block_scaled(capability, *_library())
 
 
 class MatmulPlan(NamedTuple):
@@ -219,8 +213,8 @@ def plan_matmul(
       kernel: the kernel to ask for; the best one if None.
     """
     batch, rows, cols, depth = shape
-    asked = kernel in _CUBLASLT_KERNELS if kernel else has_block_scaled(capability)
-    library = _library(capability) if asked else ("", 0)
+    asked = has_block_scaled(capability) and kernel in (None, "sm100_cublaslt_nvfp4")
+    library = _library() if asked else ("", 0)
     answer = extensions()["cpu"].plan_matmul(
         batch, rows, cols, depth, a, windows, out, pinned, *_device(capability), *library, kernel or ""
     )

@@ -17,10 +17,7 @@ FFI = CPP.parent.parent / "ffi"
 SOURCES = [
     CPP / "block_scaled.cc",
     FFI / "matmul_plan.cc",
-    *(
-        FFI / f"cuda/matmul/{name}.cc"
-        for name in ("launch", "cublaslt", "cublaslt_gemm", "decode_then_cublaslt", "sm100_cublaslt_nvfp4")
-    ),
+    *(FFI / f"cuda/matmul/{name}.cc" for name in ("launch", "cublaslt", "cublaslt_gemm", "sm100_cublaslt_nvfp4")),
 ]
 FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", f"-I{FFI}"]
 FLOATS = {"float32": (0, np.uint32), "bfloat16": (1, np.uint16), "float16": (2, np.uint16)}  # Float of ffi/arrays.h
@@ -68,8 +65,7 @@ class Process:
 class Operand(ctypes.Structure):
     _fields_ = (
         *(("data", ctypes.c_void_p), ("scale", ctypes.c_void_p), ("amax", ctypes.c_void_p)),
-        *(("rows_per_amax", ctypes.c_int64), ("e4m3_max", ctypes.c_int32), ("float16", ctypes.c_int32)),
-        *(("tiled", ctypes.c_int32), ("_", ctypes.c_int32)),
+        *(("rows_per_amax", ctypes.c_int64), ("e4m3_max", ctypes.c_int32), ("tiled", ctypes.c_int32)),
     )
 
 
@@ -147,7 +143,7 @@ class Products:
         batch, rows, cols, depth = shape
         kept = [aligned(part) for t in (a, b) for part in (t["data"], t["scale"], t["amax"])]
         operands = [
-            Operand(*map(pointer, kept[i : i + 3]), t["rows_per_amax"], t["e4m3_max"], t["float16"], t.get("tiled", 0))
+            Operand(*map(pointer, kept[i : i + 3]), t["rows_per_amax"], t["e4m3_max"], t["tiled"])
             for i, t in ((0, a), (3, b))
         ]
         kind, stored = FLOATS[out]

@@ -22,7 +22,6 @@ from conftest import gpus, skip_or_fail
 from helpers import assert_bitwise, assert_gemm_close, bits, random_tensor
 from products import (
     DTYPES,
-    LEFT,
     ROW,
     TENSOR,
     dense,
@@ -165,20 +164,17 @@ def test_padded_codes(process, shape, more):
 def operand(t) -> dict:
     if isinstance(t, PackedWeight):
         return {**operand(t.unpack()), "scale": np.asarray(t.tiles), "tiled": 1}
-    if not isinstance(t, NVFP4Tensor):
-        half = t.dtype == np.float16
-        return {"data": bits(t), "scale": None, "amax": None, "rows_per_amax": 1, "e4m3_max": 448, "float16": half}
     amax = np.asarray(t.amax)
     rows = t.data.size // t.data.shape[-1]
     parts = {"data": np.asarray(t.data), "scale": bits(t.scale), "amax": amax.reshape(-1)}
-    return {**parts, "rows_per_amax": rows // amax.size, "e4m3_max": t.format.e4m3_max, "float16": 0}
+    return {**parts, "rows_per_amax": rows // amax.size, "e4m3_max": t.format.e4m3_max, "tiled": 0}
 
 
 def run(library, a, b, bias=None, out=np.float32, capability=B200, kernel="") -> tuple:
     """The result of a product as ``matmul_nt`` would lower it, the kernel that ran and the error."""
     *lead, cols, half = b.data.shape
     out = np.dtype(out)
-    rows = (a.data if isinstance(a, NVFP4Tensor) else a).shape[:-1]
+    rows = a.data.shape[:-1]
     batch = int(np.prod(lead))
     shape = (batch, int(np.prod(rows)) // batch, cols, 2 * half)
     bias = None if bias is None else (bias.dtype.name, bits(bias))
@@ -310,17 +306,6 @@ def test_nan_scales_reach_their_row_and_column(library, out, shape):
 @over("shape", [(5, 7, 48), (66, 32, 64)])
 def test_amax_that_is_no_ordinary_number(library, out, amax, shape):
     check(library, *order_free_operands(None, shape, a_amax=amax, b_amax=amax), None, out)
-
-
-@pytest.mark.parametrize("left", LEFT.values(), ids=LEFT)
-@every_out_dtype
-@over("shape", [(5, 7, 48), (66, 32, 64)])
-def test_the_16_bit_product_of_the_same_module(library, left, out, shape):
-    a, b = order_free_operands(left, shape, b_format=ROW, lead=(3,), b_lead=(3,))
-    for capability in (80, B200):
-        got, ran, error = run(library, a, b, dense(shape[1:2], np.float32), out, capability, "decode_then_cublaslt")
-        assert (ran, error, library("complaint")) == ("decode_then_cublaslt", "", "")
-        assert_bitwise(got, jnvfp4.matmul_nt(a, b, bias=dense(shape[1:2], np.float32), out_dtype=out))
 
 
 # ---------------------------------------------------------------- packed weights, the whole way
@@ -601,9 +586,7 @@ def test_the_real_library_takes_every_attribute(built):
     try:
         if real("version") < 120800:
             pytest.skip("it is older than block-scaled products")
-        for fp4, finished, with_bias, kind in itertools.product(
-            (True, False), (True, False), (True, False), (0, 2, 14)
-        ):
-            assert real("describe", fp4, finished, with_bias, kind) == 0
+        for finished, with_bias, kind in itertools.product((True, False), (True, False), (0, 2, 14)):
+            assert real("describe", finished, with_bias, kind) == 0
     finally:
         real.close()

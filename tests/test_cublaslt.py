@@ -15,7 +15,7 @@ from jnvfp4 import _native
 NONE = "the process has loaded neither libcublasLt.so.13 nor libcublasLt.so.12"
 FUNCTIONS = (
     *("Create", "Matmul", "MatmulAlgoGetHeuristic", "MatmulDescCreate", "MatmulDescSetAttribute", "MatmulDescDestroy"),
-    *("MatrixLayoutCreate", "MatrixLayoutSetAttribute", "MatrixLayoutDestroy"),
+    *("MatrixLayoutCreate", "MatrixLayoutDestroy"),
     *("MatmulPreferenceCreate", "MatmulPreferenceSetAttribute", "MatmulPreferenceDestroy"),
 )
 

@@ -20,7 +20,6 @@ SMALL = {"nvfp4": "sm90_nvfp4_small_m", "bfloat16": "sm90_dense_small_m", "float
 FUSED = {left: name.replace("small_m", "fused") for left, name in SMALL.items()}
 
 
-CUBLASLT = "decode_then_cublaslt"
 FP4 = "sm100_cublaslt_nvfp4"
 
 
@@ -135,15 +134,6 @@ WHY_NOT = {
     "a long K": ("sm90_nvfp4_small_m", {"shape": (1, 1, 16, 2**30 + 16)}, "K must be at most 2^30"),
     "many columns": ("sm90_nvfp4_small_m", {"shape": (1, 1, 2**30 + 1, 16)}, "N times the batch is too large"),
     "many products": ("sm90_nvfp4_small_m", {"shape": (2**26 + 1, 1, 1, 16)}, "the batch is too large"),
-    "cuBLASLt on the CPU": (CUBLASLT, {"capability": CPU}, "not on the CPU"),
-    "cuBLASLt of windows": (CUBLASLT, {"windows": True}, "window64"),
-    "cuBLASLt in an order": (CUBLASLT, {"pinned": True}, "its order of summation is not pinned"),
-    "cuBLASLt of too many rows": (CUBLASLT, {"shape": (2**20, 513, 1, 64)}, "at most 2^29 rows of either operand"),
-    "cuBLASLt for no device": (
-        CUBLASLT,
-        {"capability": None},
-        "needs cuBLASLt: a program that is lowered for no",
-    ),
     "FP4 of an array": (FP4, {"a": "bfloat16", "capability": BLACKWELL}, "must be an NVFP4 tensor"),
     "FP4 of windows": (FP4, {"windows": True, "capability": BLACKWELL}, "window64"),
     "FP4 in an order": (FP4, {"pinned": True, "capability": BLACKWELL}, "its order of summation is not pinned"),
@@ -285,30 +275,11 @@ def test_parts_of_k_of_fused_kernels(m, nk):
 
 
 # ---------------------------------------------------------------- cuBLASLt
-@pytest.mark.parametrize("out", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("shape", [(1, 128, 384, 512), (3, 5, 7, 48), (2**16, 1, 1, 16), (1, 2**29, 2**29, 2**29)])
-@pytest.mark.parametrize("a", LEFT)
-def test_scratch_of_cublaslt(a, shape, out):
-    """Decoded operands, the sums unless the result holds them, and 32 MiB for the library."""
-    batch, m, n, k = shape
-    decoded = (up(batch * m * k * 2, 256) if a == "nvfp4" else 0) + up(batch * n * k * 2, 256)
-    sums = 0 if out == "float32" else up(batch * m * n * 4, 256)
-    for capability in GPUS:
-        want = (CUBLASLT, decoded + sums + (32 << 20), "")
-        assert plan(a, shape=shape, out=out, capability=capability, kernel=CUBLASLT) == want
-
-
-@pytest.mark.parametrize("capability", [*GPUS, None])
-def test_cublaslt_is_planned_by_name_only(capability):
-    for a, windows, pinned in itertools.product(LEFT, (False, True), (False, True)):
-        assert plan(a, windows, pinned, capability).kernel != CUBLASLT
-
-
-def test_only_blackwell_and_its_name_look_for_cublaslt(monkeypatch):
+def test_only_blackwell_looks_for_cublaslt(monkeypatch):
     monkeypatch.setattr(_native, "available", lambda platform: True)
     monkeypatch.setattr(_native, "cublaslt", lambda: pytest.fail("looked for"))
-    for capability in (AMPERE, HOPPER, None, CPU):
-        plan(capability=capability)
+    for capability, kernel in itertools.product((AMPERE, HOPPER, None, CPU), (None, FP4)):
+        plan(capability=capability, kernel=kernel)
     assert plan(capability=BLACKWELL, kernel="decode_then_dot").reason == ""
 
 
@@ -357,10 +328,8 @@ def test_other_kernels_read_no_scales_in_tiles(kernel):
 
 
 def test_a_plan_without_cublaslt(no_cublaslt):
-    assert plan(kernel=CUBLASLT).reason == f"{CUBLASLT} needs cuBLASLt: there is none"
     assert plan(kernel=FP4, capability=BLACKWELL).reason == f"{FP4} needs cuBLASLt: there is none"
     assert plan(capability=BLACKWELL) == ("decode_then_dot", 0, "")
-    assert plan(kernel=CUBLASLT, capability=CPU).reason.endswith("not on the CPU")
 
 
 def lowered(monkeypatch, a, b, **options) -> str:
@@ -371,16 +340,6 @@ def lowered(monkeypatch, a, b, **options) -> str:
     jax.clear_caches()  # of what was lowered for another version of the library
     product = jax.jit(lambda a, b: matmul_nt(a, b, **options))
     return product.trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
-
-
-@pytest.mark.parametrize("dense", [False, True])
-def test_a_product_of_cublaslt_is_one_call(monkeypatch, dense):
-    a = jnp.ones((16, 64), jnp.float16) if dense else random_tensor(0, (16, 64))
-    text = lowered(monkeypatch, a, random_tensor(1, (24, 64)), implementation=CUBLASLT)
-    assert text.count("stablehlo.custom_call @nvfp4_") == 1
-    assert f'kernel = "{CUBLASLT}"' in text
-    assert f"tensor<{plan('float16' if dense else 'nvfp4', shape=(1, 16, 24, 64), kernel=CUBLASLT)[1]}xui8>" in text
-    assert "dot_general" not in text
 
 
 def test_an_fp4_product_is_one_call(monkeypatch):
@@ -401,10 +360,9 @@ def test_a_packed_weight_is_an_operand_of_the_call(monkeypatch):
     assert "b_tiled = true" in text
     assert f"tensor<{plan(shape=(1, 70, 24, 64), capability=BLACKWELL, b_tiled=True)[1]}xui8>" in text
     assert "stablehlo.transpose" not in text
-    for options in ({"accumulation": "pinned"}, {"implementation": CUBLASLT}):
-        text = lowered(monkeypatch, a, prepack_weight(b), **options)
-        assert "b_tiled = false" in text
-        assert "stablehlo.transpose" in text
+    text = lowered(monkeypatch, a, prepack_weight(b), accumulation="pinned")
+    assert "b_tiled = false" in text
+    assert "stablehlo.transpose" in text
 
 
 def test_a_kernel_is_chosen_before_it_is_asked_for_tiles(monkeypatch):
@@ -418,8 +376,8 @@ def test_a_kernel_is_chosen_before_it_is_asked_for_tiles(monkeypatch):
 
 def test_a_product_without_cublaslt_gives_the_reason(monkeypatch, no_cublaslt):
     a = random_tensor(0, (16, 64))
-    with pytest.raises(NotImplementedError, match=f"implementation='{CUBLASLT}' cannot run here: .*: there is none"):
-        lowered(monkeypatch, a, a, implementation=CUBLASLT)
+    with pytest.raises(NotImplementedError, match=f"implementation='{FP4}' cannot run here: .*: there is none"):
+        lowered(monkeypatch, a, a, implementation=FP4)
 
 
 def test_shape_and_types_reach_the_plan(monkeypatch):

@@ -50,9 +50,8 @@ cudaError_t launch_sm90_windows(const MatmulArgs& args, const FusedPlan& plan, v
 cudaError_t launch_sm90_small_m(const MatmulArgs& args, cudaStream_t stream);
 cudaError_t launch_sm90_grouped(const GroupedArgs& args, const GroupedTiles& tiles, void* scratch, cudaStream_t stream);
 // Where find_cublaslt has found the library.
-cudaError_t launch_decode_then_cublaslt(const MatmulArgs& args, void* scratch, cudaStream_t stream);
 cudaError_t launch_sm100_cublaslt_nvfp4(const MatmulArgs& args, void* scratch, cudaStream_t stream);
-// What surrounds a 16-bit GEMM of XLA or cuBLASLt.
+// What surrounds XLA's 16-bit GEMM; the epilogue also follows cuBLASLt's.
 cudaError_t launch_decode(const DecodeArgs& args, cudaStream_t stream);
 cudaError_t launch_epilogue(const EpilogueArgs& args, cudaStream_t stream);
 

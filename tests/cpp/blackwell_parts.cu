@@ -115,12 +115,7 @@ int64_t finish(Library& library, const GemmShape& s, Float kind, bool with_bias)
   for (int64_t i = 0; i < s.cols; ++i) bias.host[i] = T::store(0.731f * static_cast<float>(i % 37) - 9.0f);
   factors.host = {0.0123456f, 0.0f};
   bias.up(), factors.up();
-  CublasLtGemm gemm(*library.lt, {{1, s.rows, s.cols, s.depth},
-                                  lt::kR16BF,
-                                  type_of(kind),
-                                  nullptr,
-                                  nullptr,
-                                  true,
+  CublasLtGemm gemm(*library.lt, {s.rows, s.cols, s.depth, lt::kR16BF, type_of(kind), nullptr, nullptr, true,
                                   with_bias ? bias.device : nullptr});
   if (gemm.choose(library.handle) != lt::kSuccess) return -1;
   require(gemm.run(library.handle, a.device, b.device, out.device, library.workspace.device, nullptr, factors.device,
@@ -163,7 +158,7 @@ bool refuse() {
   Library library;
   Both<uint8_t> scales(tiled_scale_bytes(128, 8));
   CublasLtGemm gemm(*library.lt,
-                    {{1, 128, 128, 128}, lt::kR4FE2M1, lt::kR16BF, scales.device, scales.device, false, nullptr});
+                    {128, 128, 128, lt::kR4FE2M1, lt::kR16BF, scales.device, scales.device, false, nullptr});
   const lt::Status status = gemm.choose(library.handle);
   std::printf("a product of FP4 operands: status %d\n", status);
   return status == lt::kNotSupported || status == lt::kArchMismatch || status == lt::kInvalidValue;

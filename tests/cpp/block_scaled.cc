@@ -42,22 +42,12 @@ cudaError_t launch_sm100_prepare(const PrepareArgs& p, cudaStream_t) {
   return launches_fail ? cudaErrorLaunchFailure : cudaSuccess;
 }
 
-cudaError_t launch_decode(const DecodeArgs& d, cudaStream_t) {
-  for (int64_t i = 0; i < d.blocks * kBlock; ++i) {
-    const uint32_t code = d.data[i / 2] >> (i % 2 ? 4 : 0) & 15u;
-    const float value = mul_rn(e2m1_decode(code), e4m3_decode(d.scale[i / kBlock]));
-    static_cast<uint16_t*>(d.out)[i] = d.kind == Float::kBf16 ? Bf16::store(value) : F16::store(value);
-  }
-  return cudaSuccess;
-}
-
 cudaError_t launch_epilogue(const EpilogueArgs& e, cudaStream_t) {
   const GemmShape& s = e.shape;
   for (int64_t row = 0; row < s.batch * s.rows; ++row)
     for (int64_t col = 0; col < s.cols; ++col) {
       const float b_amax = e.b.amax[e.b.map.at(row / s.rows * s.cols + col, 0)];
-      const float alpha = e.quantized_a ? alpha_w4a4(e.a.amax[e.a.map.at(row, 0)], b_amax, e.a.e4m3_max, e.b.e4m3_max)
-                                        : alpha_w4a16(b_amax, e.b.e4m3_max);
+      const float alpha = alpha_w4a4(e.a.amax[e.a.map.at(row, 0)], b_amax, e.a.e4m3_max, e.b.e4m3_max);
       const MatmulResult& r = e.result;
       const float bias = r.bias ? load_float(r.bias, r.bias_kind, col) : 0.0f;
       const float value = gemm_epilogue(e.y[row * e.pitch + col], alpha, bias, r.bias);
@@ -133,15 +123,14 @@ void fail_launches(bool fail) { launches_fail = fail; }
 void keep_padding(bool keep) { padding_stays = keep; }
 int64_t matrices_put_into_tiles() { return tiled_matrices; }
 
-// An operand as numpy has it: 16-bit floats have no scale.
+// An NVFP4 tensor as numpy has it.
 struct Operand {
   const void* data;
   const uint8_t* scale;
   const float* amax;
   int64_t rows_per_amax;
   int32_t e4m3_max;
-  int32_t float16;  // of 16-bit floats
-  int32_t tiled;    // the scale is in tiles
+  int32_t tiled;  // the scale is in tiles
 };
 
 // What nvfp4_matmul does on a GPU of a capability: plans, for the kernel `wanted` or the best, and runs the plan with
@@ -150,21 +139,14 @@ const char* multiply(const Operand* a, const Operand* b, const void* bias, int32
                      int32_t out_kind, int64_t batch, int64_t rows, int64_t cols, int64_t depth, int32_t capability,
                      const char* wanted, char* kernel) {
   const auto operand = [](const Operand& t) {
-    return MatmulOperand{t.data,
-                         t.scale,
-                         t.amax,
-                         t.float16 ? Float::kF16 : Float::kBf16,
-                         {t.rows_per_amax, 0},
-                         static_cast<float>(t.e4m3_max)};
+    return MatmulOperand{t.data, t.scale, t.amax, Float::kBf16, {t.rows_per_amax, 0}, static_cast<float>(t.e4m3_max)};
   };
   MatmulArgs args{operand(*a),
                   operand(*b),
                   {bias, static_cast<Float>(bias_kind), out, static_cast<Float>(out_kind)},
                   {batch, rows, cols, depth},
                   b->tiled != 0};
-  using Left = MatmulProblem::Left;
-  const Left left = a->scale ? Left::kNvfp4 : a->float16 ? Left::kF16 : Left::kBf16;
-  const MatmulProblem problem{args.shape, left, false, args.result.kind, false, args.b_tiled};
+  const MatmulProblem problem{args.shape, MatmulProblem::Left::kNvfp4, false, args.result.kind, false, args.b_tiled};
   const Device device{capability, false, {}, cublaslt_version()};
   MatmulPlan plan{};
   if (*wanted) {
@@ -185,12 +167,10 @@ const char* multiply(const Operand* a, const Operand* b, const void* bias, int32
 }
 
 // Whether the library takes every attribute of a product of FP4 operands; needs no GPU of it.
-int describe(bool fp4, bool finished, bool with_bias, int out_type) {
+int describe(bool finished, bool with_bias, int out_type) {
   alignas(16) static const uint8_t array[16] = {};
-  CublasLtProblem problem{{1, 48, 32, 64}, fp4 ? lt::kR4FE2M1 : lt::kR16BF, out_type};
-  if (fp4) problem.a_scales = problem.b_scales = array;
-  problem.finished = finished, problem.bias = with_bias ? array : nullptr;
-  return CublasLtGemm(*cublaslt(), problem).status();
+  const void* bias = with_bias ? array : nullptr;
+  return CublasLtGemm(*cublaslt(), {48, 32, 64, lt::kR4FE2M1, out_type, array, array, finished, bias}).status();
 }
 
 // The numbers that ffi/ gives names of cuBLASLt, for a comparison with its header.
@@ -220,8 +200,6 @@ const char* numbers() {
       {"CUBLASLT_POINTER_MODE_DEVICE", lt::kPointersToDevice},
       {"CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3", lt::kScaleVec16Ue4m3},
       {"CUBLASLT_EPILOGUE_BIAS", lt::kEpilogueBias},
-      {"CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT", lt::kLayoutBatch},
-      {"CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET", lt::kLayoutBatchStride},
       {"CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES", lt::kPreferWorkspace},
       {"CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK", lt::kPreferReductions},
       {"CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES", lt::kPreferAlignments[0]},

@@ -81,12 +81,11 @@ struct Desc : Attributes {
       : Attributes{
             {{2, 4}, {3, 4}, {4, 4}, {7, 4}, {8, 8}, {17, 8}, {18, 8}, {26, 4}, {31, 4}, {32, 4}}, {}, "product"} {}
 };
-struct Layout : Attributes {  // the number of matrices, and the distance of two
+struct Layout {
   int type;
   int64_t rows, cols, distance;
-  int64_t batch() const { return values.count(5) ? static_cast<int64_t>(get(5)) : 1; }
   int64_t bytes() const {  // from the first element to the last
-    const int64_t elements = (batch() - 1) * static_cast<int64_t>(get(6)) + (cols - 1) * distance + rows;
+    const int64_t elements = (cols - 1) * distance + rows;
     return type == kE2M1 ? elements / 2 : elements * (type == kF32 ? 4 : 2);
   }
 };
@@ -115,7 +114,7 @@ struct Product {
   const Desc& desc;
   const Layout &a, &b, &d;
   int64_t m, n, k;
-  bool fp4, on_device, with_bias;
+  bool on_device, with_bias;
 
   Product(const Desc& desc, const Layout& a, const Layout& b, const Layout& d)
       : desc(desc),
@@ -125,7 +124,6 @@ struct Product {
         m(d.rows),
         n(d.cols),
         k(a.rows),
-        fp4(a.type == kE2M1),
         on_device(desc.get(2) == 1),
         with_bias(desc.get(7) == 4) {}
 
@@ -133,29 +131,20 @@ struct Product {
     if (desc.get(3) != 1 || desc.get(4) != 0) return refuse("only A is transposed");
     if (b.rows != k || a.cols != m || b.cols != n) return refuse("the matrices do not fit each other");
     if (a.distance < k || b.distance < k) return refuse("columns overlap");
-    if (d.distance != m || (d.batch() > 1 && static_cast<int64_t>(d.get(6)) != m * n))
-      return refuse("what is between the columns of D would be lost");
-    if (a.batch() != b.batch() || a.batch() != d.batch()) return refuse("the numbers of matrices differ");
-    if (b.type != a.type) return refuse("A and B have different types");
+    if (d.distance != m) return refuse("what is between the columns of D would be lost");
+    if (a.type != kE2M1 || b.type != kE2M1) return refuse("A and B are not of FP4");
     if (desc.get(2) > 1) return refuse("the pointer mode is unknown");
     if (desc.get(7) != 0 && desc.get(7) != 4 && desc.get(7) != 1) return refuse("the epilogue is unknown");
     if (with_bias && (!desc.get(8) || static_cast<int>(desc.get(26)) != d.type))
       return refuse("the bias has no pointer or another type than D");
     if (with_bias && d.type == kF32) return kNotSupported;
     if (d.type != kF32 && d.type != kBf16 && d.type != kF16) return refuse("the type of D is unknown");
-    return fp4 ? check_fp4() : check_16_bits();
+    return check_scales();
   }
-  int check_16_bits() const {
-    if (a.type != kBf16 && a.type != kF16) return refuse("the type of A is unknown");
-    if (d.type != kF32 && d.type != a.type) return kNotSupported;
-    return desc.get(17) || desc.get(18) || desc.get(31) || desc.get(32) ? refuse("16-bit operands have no scales")
-                                                                        : int{kSuccess};
-  }
-  int check_fp4() const {
+  int check_scales() const {
     if (desc.get(31) != 1 || desc.get(32) != 1) return refuse("FP4 operands need scales of 16 elements");
     if (!desc.get(17) || !desc.get(18)) return refuse("the scaling mode needs pointers");
     if (desc.get(17) % 16 || desc.get(18) % 16) return refuse("the scales are not aligned");
-    if (a.batch() != 1) return refuse("how scales of several matrices are stored is not documented");
     if (k % 32 || m % 16 || a.distance % 32 || b.distance % 32 || d.distance % 16) return kNotSupported;
     return kSuccess;
   }
@@ -188,11 +177,6 @@ float rounded(__int128 number, int exponent) {  // number * 2^exponent to the ne
   if (2 * rest > unit || (2 * rest == unit && magnitude % 2)) ++magnitude;
   const float value = std::ldexp(static_cast<float>(static_cast<uint32_t>(magnitude)), exponent + dropped);
   return number < 0 ? -value : value;
-}
-
-float element_16(const Layout& t, const void* data, int64_t matrix, int64_t row, int64_t i) {
-  const int64_t at = matrix * static_cast<int64_t>(t.get(6)) + row * t.distance + i;
-  return load_float(data, t.type == kBf16 ? Float::kBf16 : Float::kF16, at);
 }
 
 // What CUDA's driver does, in processes that have loaded it. Device addresses are pointers.
@@ -293,13 +277,7 @@ struct Operands {
         beta(p.on_device ? arrays.read(beta, 4) : beta) {}
 };
 
-float sum_of(const Product& p, const Operands& x, int64_t matrix, int64_t row, int64_t col) {
-  if (!p.fp4) {
-    double sum = 0;  // exact where every order of summation gives the same bits
-    for (int64_t i = 0; i < p.k; ++i)
-      sum += static_cast<double>(element_16(p.a, x.a, matrix, row, i)) * element_16(p.b, x.b, matrix, col, i);
-    return static_cast<float>(sum);
-  }
+float sum_of(const Product& p, const Operands& x, int64_t row, int64_t col) {
   __int128 sum = 0;
   const int64_t scale_cols = p.k / 16;
   for (int64_t i = 0; i < p.k; ++i) {
@@ -355,14 +333,7 @@ int cublasLtMatmulDescSetAttribute(void* desc, int attribute, const void* value,
 int cublasLtMatmulDescDestroy(void* desc) { return drop<Desc>(desc); }
 int cublasLtMatrixLayoutCreate(void** layout, int type, uint64_t rows, uint64_t cols, int64_t distance) {
   MAY_FAIL("MatrixLayoutCreate");
-  return make(
-      layout,
-      new Layout{
-          {{{5, 4}, {6, 8}}, {}, "matrix"}, type, static_cast<int64_t>(rows), static_cast<int64_t>(cols), distance});
-}
-int cublasLtMatrixLayoutSetAttribute(void* layout, int attribute, const void* value, size_t bytes) {
-  MAY_FAIL("MatrixLayoutSetAttribute");
-  return static_cast<Layout*>(layout)->set(attribute, value, bytes);
+  return make(layout, new Layout{type, static_cast<int64_t>(rows), static_cast<int64_t>(cols), distance});
 }
 int cublasLtMatrixLayoutDestroy(void* layout) { return drop<Layout>(layout); }
 int cublasLtMatmulPreferenceCreate(void** preference) {
@@ -426,18 +397,16 @@ int cublasLtMatmul(void* handle, void* desc, const float* alpha, const void* a, 
   if (const int status = arrays.wait(); status != kSuccess) return status;
   if (*x.beta != 0) return refuse("beta is not 0");
   if (!p.on_device && *x.alpha != 1) return refuse("alpha on the host is not 1");
-  if (p.fp4 && fault != "padding" &&
-      !(padding_is_zero(x.a_scales, p.m, p.k / 16) && padding_is_zero(x.b_scales, p.n, p.k / 16)))
+  if (fault != "padding" && !(padding_is_zero(x.a_scales, p.m, p.k / 16) && padding_is_zero(x.b_scales, p.n, p.k / 16)))
     return refuse("the padding of scales is not zero");
   const Float bias_kind = p.d.type == kBf16 ? Float::kBf16 : Float::kF16;
-  for (int64_t matrix = 0; matrix < p.d.batch(); ++matrix)
-    for (int64_t col = 0; col < p.n; ++col)
-      for (int64_t row = 0; row < p.m; ++row) {
-        float value = mul_rn(fault == "alpha" ? 2 * *x.alpha : *x.alpha, sum_of(p, x, matrix, row, col));
-        if (fault == "nan" && row == p.m - 1 && col == p.n - 1) value = std::nanf("");
-        if (p.with_bias) value = add_rn(value, load_float(x.bias, bias_kind, row));
-        store(result, p.d.type, matrix * static_cast<int64_t>(p.d.get(6)) + col * p.d.distance + row, value);
-      }
+  for (int64_t col = 0; col < p.n; ++col)
+    for (int64_t row = 0; row < p.m; ++row) {
+      float value = mul_rn(fault == "alpha" ? 2 * *x.alpha : *x.alpha, sum_of(p, x, row, col));
+      if (fault == "nan" && row == p.m - 1 && col == p.n - 1) value = std::nanf("");
+      if (p.with_bias) value = add_rn(value, load_float(x.bias, bias_kind, row));
+      store(result, p.d.type, col * p.d.distance + row, value);
+    }
   arrays.write_back(d, result, p.d.bytes());
   return arrays.wait();
 }

@@ -248,21 +248,6 @@ void fused_matmul(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bo
 }
 #endif
 
-// Where a copy of cuBLASLt was found.
-void cublaslt(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool each) {
-  const Tensor a(batch * m, k, each ? 1 : batch * m, false), b(batch * n, k, each ? 1 : batch * n, false);
-  Buffer x(batch * m * k * 2), bias(n * 2), out(batch * m * n * size_of(kind));
-  const MatmulResult result{each ? bias.as<void>() : nullptr, Float::kBf16, out.as<void>(), kind};
-  const MatmulOperand bf16{x.as<void>(), nullptr, nullptr, Float::kBf16, {}, 448.0f};
-  const MatmulOperand f16{x.as<void>(), nullptr, nullptr, Float::kF16, {}, 448.0f};
-  for (const MatmulOperand& left : {a.operand, bf16, f16}) {
-    const GemmShape shape{batch, m, n, k};
-    Buffer scratch(cublaslt_scratch(shape, left.quantized(), kind).bytes);
-    check(launch_decode_then_cublaslt({left, b.operand, result, shape}, scratch.as<void>(), nullptr), "cublaslt");
-    check(cudaDeviceSynchronize(), "cublaslt");
-  }
-}
-
 // What surrounds the product of Blackwell, which only such a GPU can make.
 void blackwell(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind) {
   const Tensor a(batch * m, k, m, false), b(batch * n, k, batch * n, false);
@@ -382,16 +367,10 @@ void quantizers(Float kind) {
   }
 }
 
-void products(Float kind, bool with_cublaslt) {
+void products(Float kind) {
   for (const Shape& s : {Shape{1, 1, 64}, Shape{2, 70, 192}, Shape{1, 131, 128}})
     for (int flags = 0; flags < 4; ++flags)
       matmul(s.batch, s.rows, s.rows + 5, s.cols, kind, flags & 1, flags & 2, s.batch > 1);
-  if (with_cublaslt)
-    for (bool each : {false, true}) {
-      for (int64_t k : {16, 48, 256, 4096}) cublaslt(1, 70, 131, k, kind, each);
-      cublaslt(1, 1, 40, 512, kind, each);
-      cublaslt(3, 5, 4, 272, kind, each);
-    }
   for (int64_t k : {16, 64, 1040}) {
     blackwell(1, 131, 20, k, kind);
     blackwell(3, 5, 7, k, kind);
@@ -432,14 +411,12 @@ void hopper_products(Float kind) {
 // which is slow, they run one by one, since it must watch every kernel of a process.
 int main(int count, char** arguments) {
   const std::string part = count > 1 ? arguments[1] : "all";
-  const CublasLtCopy library = find_cublaslt(count > 2 ? arguments[2] : "");
-  if (!library.reason.empty()) std::printf("without cuBLASLt: %s\n", library.reason.c_str());
   bool known = false;
   const auto runs = [&](const char* name) { return part == "all" || part == name ? known = true : false; };
   if (runs("transpose")) transpositions();
   for (Float kind : kFloats) {
     if (runs("quantize")) quantizers(kind);
-    if (runs("products")) products(kind, library.reason.empty());
+    if (runs("products")) products(kind);
 #if defined(JNVFP4_SM90A)
     if (runs("hopper")) hopper_products(kind);
 #endif

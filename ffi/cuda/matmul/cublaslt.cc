@@ -38,7 +38,6 @@ const char* look_up(void* library, CublasLt* calls) {
   get(calls->desc_set, "cublasLtMatmulDescSetAttribute");
   get(calls->desc_destroy, "cublasLtMatmulDescDestroy");
   get(calls->layout_create, "cublasLtMatrixLayoutCreate");
-  get(calls->layout_set, "cublasLtMatrixLayoutSetAttribute");
   get(calls->layout_destroy, "cublasLtMatrixLayoutDestroy");
   get(calls->preference_create, "cublasLtMatmulPreferenceCreate");
   get(calls->preference_set, "cublasLtMatmulPreferenceSetAttribute");

@@ -34,15 +34,13 @@ struct Heuristic {
 
 // cudaDataType_t and cublasComputeType_t.
 inline constexpr int kR32F = 0, kR16F = 2, kR16BF = 14, kR4FE2M1 = 33, kCompute32F = 68;
-// Attributes: of a product, int32_t or uint32_t each, and pointers; of a matrix, int32_t and int64_t; preferences,
-// uint64_t and uint32_t.
+// Attributes: of a product, int32_t or uint32_t each, and pointers; preferences, uint64_t and uint32_t.
 inline constexpr int kDescPointerMode = 2, kDescTransA = 3, kDescTransB = 4, kDescEpilogue = 7, kDescBiasPointer = 8;
 inline constexpr int kDescScalePointerA = 17, kDescScalePointerB = 18, kDescBiasType = 26;
 inline constexpr int kDescScaleModeA = 31, kDescScaleModeB = 32;
 // Their values: where alpha and beta are, what follows the product, and which scales an operand has.
 inline constexpr int32_t kPointersToDevice = 1, kScaleVec16Ue4m3 = 1;
 inline constexpr uint32_t kEpilogueBias = 4;
-inline constexpr int kLayoutBatch = 5, kLayoutBatchStride = 6;
 inline constexpr int kPreferWorkspace = 1, kPreferReductions = 3;
 inline constexpr int kPreferAlignments[] = {5, 6, 7, 8};  // of A, B, C and D
 // How parts of K are added: in a step of their own, from float32 in the workspace (2), or from the type of the result
@@ -60,7 +58,6 @@ struct CublasLt {
   lt::Status (*desc_set)(lt::Desc, int attribute, const void* value, size_t bytes);
   lt::Status (*desc_destroy)(lt::Desc);
   lt::Status (*layout_create)(lt::Layout*, int type, uint64_t rows, uint64_t cols, int64_t column_distance);
-  lt::Status (*layout_set)(lt::Layout, int attribute, const void* value, size_t bytes);
   lt::Status (*layout_destroy)(lt::Layout);
   lt::Status (*preference_create)(lt::Preference*);
   lt::Status (*preference_set)(lt::Preference, int attribute, const void* value, size_t bytes);

@@ -5,7 +5,6 @@
 namespace jnvfp4 {
 
 CublasLtGemm::CublasLtGemm(const CublasLt& lt, const CublasLtProblem& problem) : lt_(lt) {
-  const GemmShape& s = problem.shape;
   take(lt.desc_create(&desc_, lt::kCompute32F, lt::kR32F));
   set(lt.desc_set, desc_, lt::kDescTransA, int32_t{1});
   set(lt.desc_set, desc_, lt::kDescTransB, int32_t{0});
@@ -15,9 +14,9 @@ CublasLtGemm::CublasLtGemm(const CublasLt& lt, const CublasLtProblem& problem) :
     use_scales(problem.a_scales, problem.b_scales);
   }
   describe_end(problem);
-  describe(&b_, problem.type, s.depth, s.cols, s.batch);
-  describe(&a_, problem.type, s.depth, s.rows, s.batch);
-  describe(&d_, problem.out_type, s.cols, s.rows, s.batch);
+  describe(&b_, problem.type, problem.depth, problem.cols);
+  describe(&a_, problem.type, problem.depth, problem.rows);
+  describe(&d_, problem.out_type, problem.cols, problem.rows);
   prefer(problem);
 }
 
@@ -41,12 +40,8 @@ void CublasLtGemm::describe_end(const CublasLtProblem& problem) {
   set(lt_.desc_set, desc_, lt::kDescBiasType, int32_t{problem.out_type});
 }
 
-void CublasLtGemm::describe(lt::Layout* layout, int type, int64_t rows, int64_t cols, int64_t batch) {
-  if (!ok()) return;
-  take(lt_.layout_create(layout, type, static_cast<uint64_t>(rows), static_cast<uint64_t>(cols), rows));
-  if (batch == 1) return;
-  set(lt_.layout_set, *layout, lt::kLayoutBatch, static_cast<int32_t>(batch));
-  set(lt_.layout_set, *layout, lt::kLayoutBatchStride, rows * cols);
+void CublasLtGemm::describe(lt::Layout* layout, int type, int64_t rows, int64_t cols) {
+  if (ok()) take(lt_.layout_create(layout, type, static_cast<uint64_t>(rows), static_cast<uint64_t>(cols), rows));
 }
 
 void CublasLtGemm::prefer(const CublasLtProblem& problem) {

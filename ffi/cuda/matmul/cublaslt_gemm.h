@@ -1,17 +1,14 @@
-// A product a b^T by cuBLASLt.
+// A product a b^T of one matrix by cuBLASLt.
 #pragma once
 
-#include "../../arrays.h"
 #include "cublaslt.h"
 
 namespace jnvfp4 {
 
 struct CublasLtProblem {
-  GemmShape shape;
-  int type, out_type;  // of the operands, and of the result
-  // Of FP4 operands: their scales in tiles (scale_tiles.h). The shape has one matrix then, since how scales of several
-  // matrices are stored is not documented.
-  const void *a_scales = nullptr, *b_scales = nullptr;
+  int64_t rows, cols, depth;  // of one matrix: how the scales of several are stored is not documented
+  int type, out_type;         // of the operands, and of the result
+  const void *a_scales = nullptr, *b_scales = nullptr;  // of FP4 operands, in tiles (scale_tiles.h)
   // The library finishes the product: alpha on the device, and a bias for each column, of the type of the result.
   bool finished = false;
   const void* bias = nullptr;
@@ -45,7 +42,7 @@ class CublasLtGemm {
   void set(Set set, void* object, int attribute, T value) {
     if (ok()) take(set(object, attribute, &value, sizeof value));
   }
-  void describe(lt::Layout* layout, int type, int64_t rows, int64_t cols, int64_t batch);
+  void describe(lt::Layout* layout, int type, int64_t rows, int64_t cols);
   void describe_end(const CublasLtProblem& problem);
   void prefer(const CublasLtProblem& problem);
 

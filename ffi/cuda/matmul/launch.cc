@@ -8,7 +8,6 @@ cudaError_t launch_matmul(const MatmulArgs& args, const MatmulPlan& plan, void* 
     case MatmulKernel::kSm80Nvfp4BlocksSmallM: return launch_sm80_nvfp4_blocks_small_m(args, stream);
     case MatmulKernel::kSm80Nvfp4Blocks: return launch_sm80_nvfp4_blocks(args, stream);
     case MatmulKernel::kSm80DenseElements: return launch_sm80_dense_elements(args, stream);
-    case MatmulKernel::kDecodeThenCublasLt: return launch_decode_then_cublaslt(args, scratch, stream);
     case MatmulKernel::kSm100CublasLtNvfp4: return launch_sm100_cublaslt_nvfp4(args, scratch, stream);
 #if defined(JNVFP4_SM90A)
     case MatmulKernel::kSm90Nvfp4SmallM:

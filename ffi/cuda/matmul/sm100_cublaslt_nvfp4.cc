@@ -46,9 +46,9 @@ class Product {
  private:
   CublasLtProblem problem(bool finished) const {
     const Float out = finished ? g_.result.kind : Float::kF32;
-    return {
-        {1, g_.shape.rows, at_.cols, at_.depth}, lt::kR4FE2M1, type_of(out), bytes_ + at_.a_scales, b_tiles(), finished,
-        finished ? g_.result.bias : nullptr};
+    return {g_.shape.rows, at_.cols,     at_.depth,
+            lt::kR4FE2M1,  type_of(out), bytes_ + at_.a_scales,
+            b_tiles(),     finished,     finished ? g_.result.bias : nullptr};
   }
 
   PrepareArgs prepared(bool finished) const {
