@@ -110,7 +110,6 @@ struct MatmulArgs {
   MatmulOperand a, b;
   MatmulResult result;
   GemmShape shape;
-  bool b_tiled = false;  // b.scale are the tiles of scale_tiles.h; only sm100_cublaslt_nvfp4 reads them
 
   JNVFP4_HD bool windows() const { return a.map.windows() || b.map.windows(); }
 };

@@ -168,8 +168,6 @@ std::string why_not(MatmulKernel kernel, const MatmulProblem& problem, const Dev
   const Row& row = row_of(kernel);
   const std::string elsewhere = wrong_device(row.name, row.least, row.most, device);
   if (!elsewhere.empty()) return elsewhere;
-  if (problem.b_tiled && kernel != MatmulKernel::kSm100CublasLtNvfp4)
-    return std::string(row.name) + " cannot: it reads no block scales in tiles";
   const char* reason = row.cannot(problem);
   return reason ? std::string(row.name) + " cannot: " + reason : needs_library(kernel, device);
 }
@@ -289,7 +287,7 @@ WindowsScratch windows_scratch(const GemmShape& shape, const FusedPlan& plan) {
   return s;
 }
 
-BlockScaledScratch block_scaled_scratch(const GemmShape& shape, Float out, bool b_tiled) {
+BlockScaledScratch block_scaled_scratch(const GemmShape& shape, Float out) {
   const auto up = [](int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; };
   BlockScaledScratch s{};
   const auto take = [&](int64_t bytes) { return take_scratch(bytes, &s.bytes); };
@@ -298,7 +296,7 @@ BlockScaledScratch block_scaled_scratch(const GemmShape& shape, Float out, bool 
   s.a_codes = take(deeper ? shape.batch * shape.rows * s.depth / 2 : 0);
   s.b_codes = take(deeper || wider ? shape.batch * s.cols * s.depth / 2 : 0);
   s.a_scales = take(shape.batch * tiled_scale_bytes(shape.rows, shape.depth / kBlock));
-  s.b_scales = take(b_tiled ? 0 : shape.batch * tiled_scale_bytes(shape.cols, shape.depth / kBlock));
+  s.b_scales = take(shape.batch * tiled_scale_bytes(shape.cols, shape.depth / kBlock));
   s.factors = take((shape.batch + 1) * 4);
   s.sums = take(out == Float::kF32 && !wider ? 0 : shape.batch * shape.rows * s.cols * 4);
   s.workspace = take(kCublasLtWorkspace);
@@ -319,8 +317,7 @@ int64_t scratch_bytes(MatmulKernel kernel, const MatmulProblem& problem) {
       };
       return std::max({bytes(false, true), bytes(true, false), bytes(true, true)});
     }
-    case MatmulKernel::kSm100CublasLtNvfp4:
-      return block_scaled_scratch(problem.shape, problem.out, problem.b_tiled).bytes;
+    case MatmulKernel::kSm100CublasLtNvfp4: return block_scaled_scratch(problem.shape, problem.out).bytes;
     default: return 0;
   }
 }

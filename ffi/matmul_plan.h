@@ -33,8 +33,7 @@ struct MatmulProblem {
   Left a;
   bool windows;  // an operand has one amax for each 64 elements
   Float out;
-  bool pinned;           // the sum along K must have the order of docs/numerics.md
-  bool b_tiled = false;  // the block scales of b are in the tiles of scale_tiles.h
+  bool pinned;  // the sum along K must have the order of docs/numerics.md
 };
 
 struct MatmulPlan {
@@ -139,12 +138,12 @@ inline GemmShape fused_shape(const GemmShape& s, const FusedPlan& plan) {
 struct BlockScaledScratch {
   int64_t depth, cols;         // K and N, padded
   int64_t a_codes, b_codes;    // where they are padded
-  int64_t a_scales, b_scales;  // in tiles; not those of b if they come in tiles
+  int64_t a_scales, b_scales;  // in tiles
   int64_t factors;             // of each matrix, and a zero
   int64_t sums;                // float32, where the result cannot hold them
   int64_t workspace, bytes;
 };
-BlockScaledScratch block_scaled_scratch(const GemmShape& shape, Float out, bool b_tiled);
+BlockScaledScratch block_scaled_scratch(const GemmShape& shape, Float out);
 inline constexpr int64_t kBlockScaledDepth = 32, kBlockScaledCols = 16;
 // What cuBLASLt may use of it. The size limits its choice of an algorithm, so it is the same on every GPU: what NVIDIA
 // recommends for Hopper.

@@ -135,7 +135,7 @@ def matmul_call(kernel: str, dense: bool, windows: bool) -> Call:
     bias = Array("bias", (n,), BF16, ((0,),), FLOATS)
     results = (Array("out", (m, n), F32, also=FLOATS), absent("scratch", U8))
     operands = (*(a if dense else tensor("a ", m, k, windows)), *tensor("b ", n, k, False), bias)
-    attrs = {"kernel": kernel, "pinned": False, "a_windows": windows, "b_windows": False, "b_tiled": False}
+    attrs = {"kernel": kernel, "pinned": False, "a_windows": windows, "b_windows": False}
     attrs |= {"a_e4m3_max": np.int32(448), "b_e4m3_max": np.int32(448)}
     return Call("matmul", operands, results, attrs)
 

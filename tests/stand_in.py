@@ -65,7 +65,7 @@ class Process:
 class Operand(ctypes.Structure):
     _fields_ = (
         *(("data", ctypes.c_void_p), ("scale", ctypes.c_void_p), ("amax", ctypes.c_void_p)),
-        *(("rows_per_amax", ctypes.c_int64), ("e4m3_max", ctypes.c_int32), ("tiled", ctypes.c_int32)),
+        *(("rows_per_amax", ctypes.c_int64), ("e4m3_max", ctypes.c_int32)),
     )
 
 
@@ -74,7 +74,7 @@ class Products:
         self._calls, self._library = ctypes.CDLL(products), ctypes.CDLL(library)
         for name in ("find_library", "multiply", "numbers"):
             getattr(self._calls, name).restype = ctypes.c_char_p
-        for name in ("first_rows_without_bijection", "tiles_bytes", "matrices_put_into_tiles"):
+        for name in ("first_rows_without_bijection", "tiles_bytes"):
             getattr(self._calls, name).restype = ctypes.c_int64
         if reason := self._calls.find_library(library.encode()):
             raise RuntimeError(reason.decode())
@@ -89,10 +89,6 @@ class Products:
         sizes = (ctypes.c_int64(n) for n in (matrices, rows, cols))
         self._calls.make_tiles(pointer(scale), pointer(out), *sizes)
         return out
-
-    def put_into_tiles(self) -> int:
-        """Returns of how many matrices the last product has put the scales into tiles."""
-        return self._calls.matrices_put_into_tiles()
 
     def padded(self, data: np.ndarray, rows: int, pieces: int) -> np.ndarray:
         data, out = aligned(data), np.full((len(data), rows, pieces), 0xEE, np.uint64)
@@ -143,8 +139,7 @@ class Products:
         batch, rows, cols, depth = shape
         kept = [aligned(part) for t in (a, b) for part in (t["data"], t["scale"], t["amax"])]
         operands = [
-            Operand(*map(pointer, kept[i : i + 3]), t["rows_per_amax"], t["e4m3_max"], t["tiled"])
-            for i, t in ((0, a), (3, b))
+            Operand(*map(pointer, kept[i : i + 3]), t["rows_per_amax"], t["e4m3_max"]) for i, t in ((0, a), (3, b))
         ]
         kind, stored = FLOATS[out]
         bits, bias_kind = aligned(np.zeros((batch, rows, cols), stored)), 0

@@ -33,7 +33,7 @@ from products import (
 )
 
 import jnvfp4
-from jnvfp4 import Format, NVFP4Tensor, PackedWeight, QuantSpec, _native, packed, recipes
+from jnvfp4 import Format, NVFP4Tensor, QuantSpec, _native, recipes
 from jnvfp4._primitives import _base, _matmul_routes
 
 KERNEL = "sm100_cublaslt_nvfp4"
@@ -108,50 +108,6 @@ def test_tiles_and_their_padding(process, shape):
     assert_bitwise(process("tiles", scale), tiles(scale))
 
 
-def with_scale(scale: np.ndarray) -> NVFP4Tensor:
-    """A tensor [..., rows, 16 * cols] of these scale bytes."""
-    data = jnp.zeros((*scale.shape[:-1], 8 * scale.shape[-1]), jnp.uint8)
-    return NVFP4Tensor(data, jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn)), jnp.float32(1), TENSOR)
-
-
-@pytest.mark.parametrize("case", sorted({name.split("__")[0] for name in GOLDEN}))
-def test_golden_tiles_of_packed_weights(case):
-    weight = jnvfp4.prepack_weight(with_scale(GOLDEN[f"{case}__linear"]))
-    assert_bitwise(np.asarray(weight.tiles).reshape(-1), GOLDEN[f"{case}__swizzled"].reshape(-1))
-    assert_bitwise(bits(weight.unpack().scale), GOLDEN[f"{case}__linear"])
-
-
-def by_numpy(f, x: np.ndarray) -> np.ndarray:
-    """What a function of reshapes and transposes computes, without a compilation for each shape."""
-    rules = {
-        "pad": lambda x, fill, padding_config: np.pad(x, [edges[:2] for edges in padding_config], constant_values=fill),
-        "reshape": lambda x, new_sizes, **_: x.reshape(new_sizes),
-        "transpose": lambda x, permutation: x.transpose(permutation),
-        "slice": lambda x, start_indices, limit_indices, **_: x[tuple(map(slice, start_indices, limit_indices))],
-    }
-    jaxpr = jax.make_jaxpr(f)(x).jaxpr
-    known = {jaxpr.invars[0]: x}
-    for eqn in jaxpr.eqns:
-        operands = (v.val if hasattr(v, "val") else known[v] for v in eqn.invars)
-        known[eqn.outvars[0]] = rules[eqn.primitive.name](*operands, **eqn.params)
-    return known[jaxpr.outvars[0]]
-
-
-def check_packed_tiles(process, rows: int, cols: int) -> None:
-    scale = np.random.default_rng(rows).integers(1, 256, (1, rows, cols), np.uint8)
-    made = by_numpy(packed._tile.__wrapped__, scale)
-    assert_bitwise(made.reshape(1, -1), process("tiles", scale), f"{rows} x {cols}")
-    back = by_numpy(lambda tiles: packed._untile.__wrapped__(tiles, rows, cols), made)
-    assert_bitwise(back, scale, f"{rows} x {cols}, unpacked")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("first", range(1, 301, 50))
-def test_tiles_of_packed_weights_are_those_of_the_kernel(process, first):
-    for rows, cols in itertools.product(range(first, first + 50), range(1, 41)):
-        check_packed_tiles(process, rows, cols)
-
-
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 2), (2, 7, 3), (1, 16, 4)], ids=str)
 @pytest.mark.parametrize("more", [(0, 0), (0, 1), (9, 0), (9, 1)], ids=str)
 def test_padded_codes(process, shape, more):
@@ -162,12 +118,10 @@ def test_padded_codes(process, shape, more):
 
 # ---------------------------------------------------------------- products
 def operand(t) -> dict:
-    if isinstance(t, PackedWeight):
-        return {**operand(t.unpack()), "scale": np.asarray(t.tiles), "tiled": 1}
     amax = np.asarray(t.amax)
     rows = t.data.size // t.data.shape[-1]
     parts = {"data": np.asarray(t.data), "scale": bits(t.scale), "amax": amax.reshape(-1)}
-    return {**parts, "rows_per_amax": rows // amax.size, "e4m3_max": t.format.e4m3_max, "tiled": 0}
+    return {**parts, "rows_per_amax": rows // amax.size, "e4m3_max": t.format.e4m3_max}
 
 
 def run(library, a, b, bias=None, out=np.float32, capability=B200, kernel="") -> tuple:
@@ -183,13 +137,10 @@ def run(library, a, b, bias=None, out=np.float32, capability=B200, kernel="") ->
 
 
 def check(library, a, b, bias=None, out=np.float32, **options) -> None:
-    """Also of b with its scales in tiles, which are not made again then."""
-    want, matrices = jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out), int(np.prod(b.data.shape[:-2]))
-    for right, tiled in ((b, 2 * matrices), (jnvfp4.prepack_weight(b), matrices)):
-        got, ran, error = run(library, a, right, bias, out, **{"kernel": KERNEL, **options})
-        assert (ran, error, library("complaint")) == (KERNEL, "", "")
-        assert library("put_into_tiles") == tiled
-        assert_bitwise(got, want, f"times {right}")
+    want = jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out)
+    got, ran, error = run(library, a, b, bias, out, **{"kernel": KERNEL, **options})
+    assert (ran, error, library("complaint")) == (KERNEL, "", "")
+    assert_bitwise(got, want)
 
 
 @every_out_dtype
@@ -308,14 +259,14 @@ def test_amax_that_is_no_ordinary_number(library, out, amax, shape):
     check(library, *order_free_operands(None, shape, a_amax=amax, b_amax=amax), None, out)
 
 
-# ---------------------------------------------------------------- packed weights, the whole way
+# ---------------------------------------------------------------- the whole way
 @pytest.fixture
 def calls(library, monkeypatch):
-    """The kernels, and whether b is in tiles, of products that are lowered for a B200; the stand-in computes them."""
+    """The kernels of products that are lowered for a B200; the stand-in computes them."""
     found = []
 
     def call_kernel(product, chosen):
-        found.append((chosen.kernel, product.b_tiled))
+        found.append(chosen.kernel)
         if chosen.kernel != KERNEL:
             return _matmul_routes.reference.matmul(
                 product.a, product.b, product.bias, product.a_format, product.b_format, product.out_dtype
@@ -323,7 +274,7 @@ def calls(library, monkeypatch):
 
         def multiply(a, b, *bias):
             a = NVFP4Tensor(*a, product.a_format)
-            b = PackedWeight(*b, product.b_format) if product.b_tiled else NVFP4Tensor(*b, product.b_format)
+            b = NVFP4Tensor(*b, product.b_format)
             a, b = jax.tree.map(np.asarray, (a, b))
             got, ran, error = run(library, a, b, *bias, out=product.out_dtype, kernel=KERNEL)
             assert (ran, error) == (KERNEL, "")
@@ -349,64 +300,41 @@ def lowered_for_b200(f):
     return jax.jit(lambda *args: f(*args))
 
 
-@every_out_dtype
-@over("shape", [(70, 131, 48), (66, 16, 32)])
-def test_a_packed_weight_goes_to_the_kernel_as_it_is(calls, out, shape):
-    a, b = order_free_operands(None, shape, b_format=ROW)
-    weight = jnvfp4.prepack_weight(b)
-    y = lowered_for_b200(lambda a, b: jnvfp4.matmul_nt(a, b, out_dtype=out))(a, weight)
-    assert calls == [(KERNEL, True)]
-    assert_bitwise(y, jnvfp4.matmul_nt(a, b, out_dtype=out, implementation="reference"))
-
-
 @pytest.mark.parametrize(
     ("rows", "options", "kernel"),
     [
+        (70, {}, KERNEL),
         (5, {}, "sm80_nvfp4_blocks_small_m"),
         (70, {"accumulation": "pinned"}, "sm80_nvfp4_blocks"),
         (70, {"implementation": "decode_then_dot"}, "decode_then_dot"),
     ],
-    ids=["few rows", "pinned", "decode"],
+    ids=["many rows", "few rows", "pinned", "decode"],
 )
-def test_other_kernels_get_rows_of_scales(calls, rows, options, kernel):
+def test_the_kernel_of_a_lowered_product(calls, rows, options, kernel):
     a, b = order_free_operands(None, (rows, 131, 48))
-    weight = jnvfp4.prepack_weight(b)
-    y = lowered_for_b200(lambda a, b: jnvfp4.matmul_nt(a, b, **options))(a, weight)
-    assert calls == [(kernel, False)]
+    y = lowered_for_b200(lambda a, b: jnvfp4.matmul_nt(a, b, **options))(a, b)
+    assert calls == [kernel]
     assert_bitwise(y, jnvfp4.matmul_nt(a, b, implementation="reference"))
 
 
-def test_without_the_library_a_packed_weight_is_decoded(calls, monkeypatch):
+def test_without_the_library_a_product_is_decoded(calls, monkeypatch):
     if not _native.available("cuda"):
         monkeypatch.setattr(_native, "available", lambda platform: True)
     monkeypatch.setattr(_native, "cublaslt", lambda: _native.CublasLt("", "", "there is none"))
     a, b = order_free_operands(None, (70, 131, 48))
-    y = lowered_for_b200(jnvfp4.matmul_nt)(a, jnvfp4.prepack_weight(b))
-    assert calls == [("decode_then_dot", False)]
+    y = lowered_for_b200(jnvfp4.matmul_nt)(a, b)
+    assert calls == ["decode_then_dot"]
     assert_bitwise(y, jnvfp4.matmul_nt(a, b, implementation="reference"))
 
 
 @pytest.mark.parametrize("in_axes", [(0, None), (0, 0), (None, 0)], ids=["a", "both", "b"])
-def test_examples_of_a_packed_weight(calls, in_axes):
-    """Those of b become matrices, whose tiles are read as they are."""
+def test_vmap_of_a_lowered_product(calls, in_axes):
     lead, b_lead = ((3,) if axis == 0 else () for axis in in_axes)
     a, b = order_free_operands(None, (70, 131, 48), lead=lead, b_lead=b_lead, a_format=ROW, b_format=ROW)
-    y = lowered_for_b200(jax.vmap(jnvfp4.matmul_nt, in_axes))(a, jnvfp4.prepack_weight(b))
-    assert calls == [(KERNEL, True)]
+    y = lowered_for_b200(jax.vmap(jnvfp4.matmul_nt, in_axes))(a, b)
+    assert calls == [KERNEL]
     reference = partial(jnvfp4.matmul_nt, implementation="reference")
     assert_bitwise(y, jax.vmap(reference, in_axes)(a, b))
-
-
-def test_linear_reads_the_tiles(calls):
-    recipe = recipes.inference()
-    x = jnp.asarray(np.random.default_rng(0).choice([-6.0, 3.0, 6.0], (70, 64)), jnp.bfloat16)
-    w = random_tensor(1, (40, 64), recipe.fprop.w.format, scales=(0x30, 0x38, 0x40))
-    run_linear = lambda w: jax.value_and_grad(lambda x: jnp.sum(jnvfp4.linear(x, w, recipe).astype(jnp.float32)))  # noqa: E731
-    got = lowered_for_b200(lambda x, w: run_linear(w)(x))(x, jnvfp4.prepack_weight(w))
-    assert calls == [(KERNEL, True)]
-    for y, want in zip(got, lowered_for_b200(lambda x, w: run_linear(w)(x))(x, w), strict=True):
-        assert_bitwise(y, want)
-    assert calls == [(KERNEL, True), (KERNEL, False)]
 
 
 # ---------------------------------------------------------------- versions

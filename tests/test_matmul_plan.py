@@ -9,7 +9,7 @@ import pytest
 from conftest import skip_or_fail
 from helpers import random_tensor
 
-from jnvfp4 import Format, NVFP4Tensor, _compat, _native, export_checks, matmul_nt, prepack_weight
+from jnvfp4 import Format, NVFP4Tensor, _compat, _native, export_checks, matmul_nt
 
 CPU, AMPERE, HOPPER, BLACKWELL = 0, 80, 90, 100
 GPUS = (AMPERE, 86, 89, HOPPER, BLACKWELL, 103, 120, 121)
@@ -49,10 +49,9 @@ def plan(
     shape=(1, 128, 128, 256),
     kernel=None,
     out="bfloat16",
-    b_tiled=False,
 ):
     return _native.plan_matmul(
-        shape=shape, a=a, windows=windows, out=out, pinned=pinned, b_tiled=b_tiled, capability=capability, kernel=kernel
+        shape=shape, a=a, windows=windows, out=out, pinned=pinned, capability=capability, kernel=kernel
     )
 
 
@@ -312,21 +311,6 @@ def test_scratch_of_fp4_products(shape, out):
         assert plan(shape=shape, out=out, capability=capability) == (FP4, want, "")
 
 
-@pytest.mark.parametrize("shape", [(1, 128, 384, 512), (3, 70, 48, 48)])
-def test_scales_in_tiles_need_no_scratch(shape):
-    batch, _, n, k = shape
-    of_b = up(batch * up(n, 128) * up(k // 16, 4), 256)
-    rows, tiles = (plan(shape=shape, capability=BLACKWELL, kernel=FP4, b_tiled=tiled) for tiled in (False, True))
-    assert tiles == (FP4, rows.scratch_bytes - of_b, "")
-
-
-@pytest.mark.parametrize("kernel", _native.matmul_kernels())
-def test_other_kernels_read_no_scales_in_tiles(kernel):
-    capability = CPU if kernel.startswith("cpu") else HOPPER if kernel.startswith("sm90") else BLACKWELL
-    reason = plan(kernel=kernel, capability=capability, b_tiled=True).reason
-    assert reason == ("" if kernel == FP4 else f"{kernel} cannot: it reads no block scales in tiles")
-
-
 def test_a_plan_without_cublaslt(no_cublaslt):
     assert plan(kernel=FP4, capability=BLACKWELL).reason == f"{FP4} needs cuBLASLt: there is none"
     assert plan(capability=BLACKWELL) == ("decode_then_dot", 0, "")
@@ -352,28 +336,6 @@ def test_an_fp4_product_is_one_call(monkeypatch):
     assert "dot_general" in lowered(monkeypatch, a, b)
 
 
-def test_a_packed_weight_is_an_operand_of_the_call(monkeypatch):
-    """Nothing takes its tiles apart, and the scratch has no room for them; other kernels get rows of scales."""
-    a, b = random_tensor(0, (70, 64)), random_tensor(1, (24, 64))
-    text = lowered(monkeypatch, a, prepack_weight(b))
-    assert text.count("stablehlo.custom_call @nvfp4_") == 1
-    assert "b_tiled = true" in text
-    assert f"tensor<{plan(shape=(1, 70, 24, 64), capability=BLACKWELL, b_tiled=True)[1]}xui8>" in text
-    assert "stablehlo.transpose" not in text
-    text = lowered(monkeypatch, a, prepack_weight(b), accumulation="pinned")
-    assert "b_tiled = false" in text
-    assert "stablehlo.transpose" in text
-
-
-def test_a_kernel_is_chosen_before_it_is_asked_for_tiles(monkeypatch):
-    asked = []
-    original = _native.plan_matmul
-    monkeypatch.setattr(_native, "plan_matmul", lambda **problem: asked.append(problem) or original(**problem))
-    with jax.default_device(jax.devices("cpu")[0]):
-        matmul_nt(random_tensor(0, (3, 112)), prepack_weight(random_tensor(1, (5, 112))), out_dtype=jnp.float16)
-    assert {(p["kernel"], p["b_tiled"]) for p in asked} == {(None, False), ("cpu_nvfp4_blocks", True)}
-
-
 def test_a_product_without_cublaslt_gives_the_reason(monkeypatch, no_cublaslt):
     a = random_tensor(0, (16, 64))
     with pytest.raises(NotImplementedError, match=f"implementation='{FP4}' cannot run here: .*: there is none"):
@@ -391,7 +353,7 @@ def test_shape_and_types_reach_the_plan(monkeypatch):
         matmul_nt(a, b, out_dtype=jnp.float16, accumulation="pinned")
         matmul_nt(random_tensor(3, (2, 3, 64)), w, implementation="native")
         matmul_nt(jnp.ones((6, 48), jnp.bfloat16), b := random_tensor(4, (5, 48)), implementation="cpu_dense_elements")
-    common = {"capability": CPU, "kernel": None, "b_tiled": False}
+    common = {"capability": CPU, "kernel": None}
     first, second, third = (dict(asked[i]) for i in _first_of_each(asked))
     assert first == {**common, "shape": (2, 3, 5, 48), "a": "nvfp4", "windows": False, "out": "float16", "pinned": True}
     assert second == {

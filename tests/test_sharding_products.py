@@ -199,7 +199,6 @@ def test_a_sum_is_scattered_only_where_it_divides(axes, m, row, result, want):
         "out_dtype": jnp.float32,
         "accumulation": "fast",
         "k_axes": 1,
-        "b_tiled": False,
     }
     proposed = [[row, "x"], [None, "x"], [None, "x"], []]
     _, (y,), _ = matmul._partition(mesh, proposed, [dense, data, scale, amax], [[result, None]], **params)

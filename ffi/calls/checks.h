@@ -11,7 +11,6 @@
 #include <string_view>
 
 #include "../arrays.h"
-#include "../scale_tiles.h"
 #include "../spec.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -184,13 +183,12 @@ inline AmaxMap amax_map(Checks& check, std::string_view name, const ffi::AnyBuff
   return {1, 0};
 }
 
-// The parts of an NVFP4 tensor [..., rows, cols]. `side` begins their names in errors. `tiled`: its block scales are in
-// the tiles of scale_tiles.h, an array with a row of bytes for each row of tiles.
+// The parts of an NVFP4 tensor [..., rows, cols]. `side` begins their names in errors.
 struct Tensor : Matrices {
   AmaxMap map;
 
   Tensor(Checks& check, std::string_view side, const ffi::AnyBuffer& data, const ffi::AnyBuffer& scale,
-         const ffi::AnyBuffer& amax, bool windows, bool tiled = false)
+         const ffi::AnyBuffer& amax, bool windows)
       : Matrices(check, std::string(side) + "data", data) {
     const std::string name(side);
     const int64_t unit = windows ? kWindow : kBlock;
@@ -199,12 +197,7 @@ struct Tensor : Matrices {
     check.that(cols % unit == 0, [&] {
       return name + "data must hold a multiple of " + std::to_string(unit) + " codes in a row, got " + text_of(data);
     });
-    const int64_t blocks = cols / kBlock;
-    if (tiled)
-      check.array(name + "tiles", scale, {Type::U8},
-                  {lead, {scale_tile_rows(rows), scale_tile_cols(blocks) * kScaleTileBytes}});
-    else
-      check.array(name + "scale", scale, kScales, {lead, {rows, blocks}});
+    check.array(name + "scale", scale, kScales, {lead, {rows, cols / kBlock}});
     map = amax_map(check, name + "amax", amax, *this, windows);
   }
 };

@@ -37,7 +37,7 @@ inline auto matmul_binding() {
       .Arg<ffi::AnyBuffer>()  // a scale, empty with a 16-bit array
       .Arg<ffi::AnyBuffer>()  // a amax, empty with a 16-bit array
       .Arg<ffi::AnyBuffer>()  // b data
-      .Arg<ffi::AnyBuffer>()  // b scale, or its tiles
+      .Arg<ffi::AnyBuffer>()  // b scale
       .Arg<ffi::AnyBuffer>()  // b amax
       .Arg<ffi::AnyBuffer>()  // bias, empty without
       .Ret<ffi::AnyBuffer>()  // out
@@ -47,8 +47,7 @@ inline auto matmul_binding() {
       .Attr<int32_t>("a_e4m3_max")
       .Attr<int32_t>("b_e4m3_max")
       .Attr<bool>("a_windows")
-      .Attr<bool>("b_windows")
-      .Attr<bool>("b_tiled");
+      .Attr<bool>("b_windows");
 }
 
 inline MatmulOperand tensor_operand(const Tensor& t, const ffi::AnyBuffer& data, const ffi::AnyBuffer& scale,
@@ -67,15 +66,13 @@ template <class Context, ffi::Error (*kRun)(Context, const MatmulArgs&, const Ma
 ffi::Error matmul_call(ffi::AnyBuffer a, ffi::AnyBuffer a_scale, ffi::AnyBuffer a_amax, ffi::AnyBuffer b,
                        ffi::AnyBuffer b_scale, ffi::AnyBuffer b_amax, ffi::AnyBuffer bias,
                        ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> scratch, std::string_view kernel,
-                       bool pinned, int32_t a_max, int32_t b_max, bool a_windows, bool b_windows, bool b_tiled,
-                       Context context) {
+                       bool pinned, int32_t a_max, int32_t b_max, bool a_windows, bool b_windows, Context context) {
   Checks check("matmul_nt");
   check.e4m3_max("a_e4m3_max", a_max);
   check.e4m3_max("b_e4m3_max", b_max);
   MatmulArgs args{};
-  MatmulProblem problem{{}, MatmulProblem::Left::kNvfp4, a_windows || b_windows, {}, pinned, b_tiled};
-  const Tensor right(check, "b ", b, b_scale, b_amax, b_windows, b_tiled);
-  args.b_tiled = b_tiled;
+  MatmulProblem problem{{}, MatmulProblem::Left::kNvfp4, a_windows || b_windows, {}, pinned};
+  const Tensor right(check, "b ", b, b_scale, b_amax, b_windows);
   args.b = tensor_operand(right, b, b_scale, b_amax, b_max);
   Matrices left(check, "a", a);
   if (a.element_type() == Type::U8) {

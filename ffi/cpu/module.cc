@@ -51,9 +51,9 @@ Answer answer(const Problem& problem, const Device& device, std::string_view wan
 }
 
 Answer plan(int64_t batch, int64_t rows, int64_t cols, int64_t depth, std::string_view a, bool windows,
-            std::string_view out, bool pinned, bool b_tiled, int capability, bool sm90a, std::string_view no_cublaslt,
+            std::string_view out, bool pinned, int capability, bool sm90a, std::string_view no_cublaslt,
             int64_t cublaslt_version, std::string_view wanted) {
-  const MatmulProblem problem{{batch, rows, cols, depth}, left_named(a), windows, float_named(out), pinned, b_tiled};
+  const MatmulProblem problem{{batch, rows, cols, depth}, left_named(a), windows, float_named(out), pinned};
   return answer<MatmulKernel>(problem, {capability, sm90a, no_cublaslt, cublaslt_version}, wanted, plan_matmul);
 }
 
@@ -89,8 +89,8 @@ NB_MODULE(_cpu, m) {
     return false;
   });
   m.def("plan_matmul", plan, nb::arg("batch"), nb::arg("rows"), nb::arg("cols"), nb::arg("depth"), nb::arg("a"),
-        nb::arg("windows"), nb::arg("out"), nb::arg("pinned"), nb::arg("b_tiled"), nb::arg("capability"),
-        nb::arg("sm90a"), nb::arg("no_cublaslt"), nb::arg("cublaslt_version"), nb::arg("wanted"));
+        nb::arg("windows"), nb::arg("out"), nb::arg("pinned"), nb::arg("capability"), nb::arg("sm90a"),
+        nb::arg("no_cublaslt"), nb::arg("cublaslt_version"), nb::arg("wanted"));
   m.def("has_run_on", jnvfp4::has_run_on, nb::arg("capability"));
   m.def("has_block_scaled", jnvfp4::has_block_scaled, nb::arg("capability"));
   m.def(

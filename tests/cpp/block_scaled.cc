@@ -18,7 +18,6 @@ namespace {
 int current_device = 0;
 bool launches_fail = false;
 bool padding_stays = false;  // what was in the padding of scales before
-int64_t tiled_matrices = 0;  // whose scales the last product has put into tiles
 
 // Scales behind the last column of a matrix get back what scratch was full of.
 void leave_padding(const ScaleTiles& t) {
@@ -37,7 +36,6 @@ namespace jnvfp4 {
 
 cudaError_t launch_sm100_prepare(const PrepareArgs& p, cudaStream_t) {
   prepare_on_cpu(p);
-  tiled_matrices = p.a_scales.matrices + p.b_scales.matrices;
   if (padding_stays) leave_padding(p.a_scales), leave_padding(p.b_scales);
   return launches_fail ? cudaErrorLaunchFailure : cudaSuccess;
 }
@@ -121,7 +119,6 @@ const char* find_library(const char* path) { return keep(find_cublaslt(path).rea
 void use_device(int device) { current_device = device; }
 void fail_launches(bool fail) { launches_fail = fail; }
 void keep_padding(bool keep) { padding_stays = keep; }
-int64_t matrices_put_into_tiles() { return tiled_matrices; }
 
 // An NVFP4 tensor as numpy has it.
 struct Operand {
@@ -130,7 +127,6 @@ struct Operand {
   const float* amax;
   int64_t rows_per_amax;
   int32_t e4m3_max;
-  int32_t tiled;  // the scale is in tiles
 };
 
 // What nvfp4_matmul does on a GPU of a capability: plans, for the kernel `wanted` or the best, and runs the plan with
@@ -144,9 +140,8 @@ const char* multiply(const Operand* a, const Operand* b, const void* bias, int32
   MatmulArgs args{operand(*a),
                   operand(*b),
                   {bias, static_cast<Float>(bias_kind), out, static_cast<Float>(out_kind)},
-                  {batch, rows, cols, depth},
-                  b->tiled != 0};
-  const MatmulProblem problem{args.shape, MatmulProblem::Left::kNvfp4, false, args.result.kind, false, args.b_tiled};
+                  {batch, rows, cols, depth}};
+  const MatmulProblem problem{args.shape, MatmulProblem::Left::kNvfp4, false, args.result.kind, false};
   const Device device{capability, false, {}, cublaslt_version()};
   MatmulPlan plan{};
   if (*wanted) {
@@ -156,7 +151,6 @@ const char* multiply(const Operand* a, const Operand* b, const void* bias, int32
   } else if (!plan_matmul(problem, device, &plan)) {
     return keep("no plan");
   }
-  tiled_matrices = 0;
   std::strcpy(kernel, std::string(name_of(plan.kernel)).c_str());
   std::vector<uint8_t> memory(static_cast<size_t>(plan.scratch_bytes) + 512, 0xff);
   auto* const scratch = memory.data() + 256 - reinterpret_cast<uintptr_t>(memory.data()) % 256;

@@ -1,8 +1,6 @@
 // out = a b^T of two NVFP4 tensors on the FP4 tensor cores of Blackwell, through cuBLASLt: scales in tiles, each matrix
 // one product. It has not run on such a GPU; tests/test_block_scaled.py runs it with a stand-in for the library.
 //
-// Scales of b that come in tiles (`b_tiled`) are read where they are.
-//
 // If every matrix has one factor, the library applies it, and the bias too if that has the type of the result.
 // Otherwise it makes float32 sums, and the epilogue kernel does the rest.
 #include "../kernels.h"
@@ -27,9 +25,7 @@ bool may_finish(const MatmulArgs& g, const BlockScaledScratch& at) {
 class Product {
  public:
   Product(const MatmulArgs& args, void* scratch)
-      : g_(args),
-        at_(block_scaled_scratch(args.shape, args.result.kind, args.b_tiled)),
-        bytes_(static_cast<uint8_t*>(scratch)) {}
+      : g_(args), at_(block_scaled_scratch(args.shape, args.result.kind)), bytes_(static_cast<uint8_t*>(scratch)) {}
 
   cudaError_t run(const CublasLt& lt, lt::Handle handle, cudaStream_t stream) {
     if (may_finish(g_, at_)) {
@@ -61,7 +57,7 @@ class Product {
       return PaddedCodes{t.data, padded ? bytes_ + at : nullptr, s.batch, rows, s.depth / 16, out_rows, at_.depth / 16};
     };
     return {scales(g_.a, s.rows, at_.a_scales),
-            g_.b_tiled ? ScaleTiles{} : scales(g_.b, s.cols, at_.b_scales),
+            scales(g_.b, s.cols, at_.b_scales),
             codes(g_.a, s.rows, s.rows, at_.a_codes),
             codes(g_.b, s.cols, at_.cols, at_.b_codes),
             {g_.a, g_.b, s, !finished, factors()}};
@@ -88,7 +84,7 @@ class Product {
     return launch_epilogue({reinterpret_cast<const float*>(d), at_.cols, true, g_.a, g_.b, g_.result, s}, stream);
   }
 
-  const uint8_t* b_tiles() const { return g_.b_tiled ? g_.b.scale : bytes_ + at_.b_scales; }
+  const uint8_t* b_tiles() const { return bytes_ + at_.b_scales; }
   float* factors() const { return reinterpret_cast<float*>(bytes_ + at_.factors); }
   // Whether the result can hold the sums.
   bool in_place() const { return g_.result.kind == Float::kF32 && at_.cols == g_.shape.cols; }
