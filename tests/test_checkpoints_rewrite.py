@@ -342,6 +342,16 @@ def test_what_cannot_be_written_is_one_line(tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------- memory
+@pytest.mark.parametrize("work", REWRITTEN, ids=["repack", "dequantize"])
+def test_the_size_of_slices_changes_no_byte(tmp_path, monkeypatch, work):
+    tensors = {DOWN: weight(48, 64), "lm_head.weight": weight(40, 64), NORM: ("F32", np.float32(2))}
+    out = quantized(tmp_path, tensors)
+    work(out, tmp_path / "whole")
+    monkeypatch.setattr(rewrite, "CHUNK_BYTES", 100)
+    work(out, tmp_path / "slices")
+    assert files_of(tmp_path / "slices") == files_of(tmp_path / "whole")
+
+
 def test_pages_are_released(tmp_path, monkeypatch):
     out = quantized(tmp_path)
     released, release = set(), File.release
