@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-#include "../../grouped_tiles.h"
 #include "../../numerics.h"
+#include "../kernels.h"
 
 namespace jnvfp4 {
 
