@@ -165,6 +165,12 @@ def layer_amax(op: str, path: str, w: jax.Array, batch: int = 0) -> jax.Array | 
     return amax.of(op, w, batch, step.indices)
 
 
+def in_step() -> bool:
+    """Says whether ``step_key`` is entered."""
+    step = _step.get()
+    return step is not None and step.key is not None
+
+
 def fold_path(key: jax.Array, path: str, *indices: ArrayLike) -> jax.Array:
     """Folds the hash of a path, then indices, into a key."""
     words = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "little")
@@ -190,12 +196,16 @@ def check_step(what: str, key: Any, of: str = "the key of step_key", hint: str =
         )
 
 
-def check_varies(what: str, key: Any, hint: str) -> None:
-    """Refuses a key that every iteration of a loop being traced would share."""
-    if _depth(key) < _count_loops(traced_functions()):
-        raise ValueError(
-            f"{what}: key must differ between the iterations of a loop that JAX traces once, got one for all; {hint}"
-        )
+def varies(*values: Any) -> bool:
+    """Says whether every loop being traced computes one of the values, so that its iterations may differ in it."""
+    return max(map(_depth, values)) >= _count_loops(traced_functions())
+
+
+def must_vary(what: str, hint: str) -> ValueError:
+    """Makes the error of a layer in a loop that gives all its iterations one key."""
+    return ValueError(
+        f"{what}: key must differ between the iterations of a loop that JAX traces once, got one for all; {hint}"
+    )
 
 
 @contextmanager

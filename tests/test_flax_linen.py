@@ -417,12 +417,30 @@ def test_scanned_layers_without_an_index_raise():
         run(Stack(scan=True), stacked(init(Stack())))
 
 
-def test_scanned_layers_that_share_a_stream_raise():
-    model = Stack(scan=True, split_rngs=(("params", True), ("sr", False)))
+@pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
+def test_scanned_layers_that_share_a_stream_raise(remat):
+    model = Stack(scan=True, remat=remat, split_rngs=(("params", True), ("sr", False)))
     with pytest.raises(
         ValueError, match=r"layer 'block/up': key must differ .* pass split_rngs={'sr': True} to nn.scan"
     ):
         run(model, stacked(init(Stack())), rngs=True)
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
+def test_microbatches_that_share_a_stream_raise(remat):
+    model = Stack(layers=1, remat=remat)
+
+    def losses(key_of):
+        def body(_, i):
+            with intercept(ALL):
+                return None, model.apply(variables, X, rngs={"sr": key_of(i)}).sum()
+
+        return jax.lax.scan(body, None, jnp.arange(2))[1]
+
+    variables = init(model)
+    with pytest.raises(ValueError, match=r"layer 'block_0/up': key must differ .* rngs={'sr': .*fold_in\(key, i\)}"):
+        jax.eval_shape(lambda key: losses(lambda i: key), KEY)
+    jax.eval_shape(lambda key: losses(lambda i: jax.random.fold_in(key, i)), KEY)
 
 
 def test_scanned_layers_without_the_stream_raise():
