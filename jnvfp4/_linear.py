@@ -478,10 +478,8 @@ class Quantizer(NamedTuple):
         self, x: jax.Array, spec: QuantSpec, operand: int, transpose: bool = False, amax: jax.Array | None = None
     ) -> NVFP4Tensor:
         key = self.operand_key(operand, spec)
-        if x.ndim == 2:
-            return quantize(x, spec, amax=amax, key=key, transpose=transpose, implementation=self.implementation)
-        rows = x.ndim - 1
-        return quantize_rows(x, spec, rows, key=key, transpose=transpose, implementation=self.implementation)
+        options: Any = {"amax": amax, "key": key, "transpose": transpose, "implementation": self.implementation}
+        return quantize(x, spec, **options) if x.ndim == 2 else quantize_rows(x, spec, x.ndim - 1, **options)
 
     def rows(self, x: jax.Array, spec: QuantSpec, operand: int, amax: jax.Array | None = None) -> NVFP4Tensor:
         """Quantizes x [M, K] along K, for any M, or x [*rows, K] whose rows need no zeros."""
@@ -506,11 +504,10 @@ class Quantizer(NamedTuple):
                 return row, None
             return row, self.one(_pad_rows(x, unit), col_spec, operand, transpose=True, amax=amax[1])
         key = self.operand_key(operand, row_spec, col_spec)
+        options: Any = {"amax": amax, "key": key, "implementation": self.implementation}
         if x.ndim > 2:
-            rows, implementation = x.ndim - 1, self.implementation
-            return quantize_pair_rows(x, row_spec, col_spec, rows, key=key, implementation=implementation)
-        padded = _pad_rows(x, unit)
-        row, col = quantize_pair(padded, row_spec, col_spec, amax=amax, key=key, implementation=self.implementation)
+            return quantize_pair_rows(x, row_spec, col_spec, x.ndim - 1, **options)
+        row, col = quantize_pair(_pad_rows(x, unit), row_spec, col_spec, **options)
         return _crop_rows(row, x.shape[0]), col
 
     def weights(

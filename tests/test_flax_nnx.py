@@ -486,6 +486,14 @@ def test_streams_give_every_layer_of_every_step_its_own_bits(monkeypatch, scan):
     assert len(set(drawn)) == 12  # two steps, three blocks, two layers
 
 
+def test_layers_that_are_stacked_twice_have_a_key_each():
+    make = nnx.vmap(nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs)))
+    model = apply(make(nnx.Rngs(0).split((2, 3))), ALL, rngs=nnx.Rngs(sr=3))
+    keys = jax.random.key_data(model.dot_general.stream.key[...])
+    assert keys.shape[:2] == (2, 3)
+    assert len(np.unique(keys.reshape(6, -1), axis=0)) == 6
+
+
 def test_streams_under_remat():
     """The recomputed layer draws the bits of the first time, and the next step draws others."""
     model = apply(Remat(mlp()), ALL, rngs=nnx.Rngs(sr=3))
