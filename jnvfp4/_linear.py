@@ -109,8 +109,10 @@ def linear(
         ``recipes.pretrain(stochastic_rounding=False)``: it quantizes all three GEMMs and needs no key.
       bias: [N], any float dtype, added in float32 before the cast.
       key: a JAX PRNG key, needed if the recipe rounds stochastically (``recipe.stochastic``) and otherwise unused. Give
-        each layer, each step and each example of vmap its own. x, w and dy draw from ``jax.random.fold_in(key, i)``
-        for i = 0, 1, 2. If w is an NVFP4Tensor, only the rounding of x can need a key.
+        each layer, each step, each iteration of a loop and each example of vmap its own: a key from outside a loop, or
+        a constant of the jitted function, draws the same bits each time, which only ``step_key`` refuses. x, w and dy
+        draw from ``jax.random.fold_in(key, i)`` for i = 0, 1, 2. If w is an NVFP4Tensor, only the rounding of x can
+        need a key.
       quantized: tensors of x that exist already, in the formats of the recipe, so that x is not quantized here. That is
         the ``Produced`` that ``rms_norm_quantize`` or ``silu_mul_quantize`` returned with the values x [M, K], or the
         tensor of x, or the pair of tensors of x and of x transposed.

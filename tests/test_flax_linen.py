@@ -426,21 +426,35 @@ def test_scanned_layers_that_share_a_stream_raise(remat):
         run(model, stacked(init(Stack())), rngs=True)
 
 
+class Caller(nn.Module):
+    """Draws no bits itself, and calls a model that does."""
+
+    @nn.compact
+    def __call__(self, x, variables, rngs):
+        return Mlp().apply(variables, x, rngs=rngs)
+
+
 @pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
 def test_microbatches_that_share_a_stream_raise(remat):
-    model = Stack(layers=1, remat=remat)
+    variables = init(Mlp())
+    model, of_model = Stack(layers=1, remat=remat), {"params": {"block_0": variables["params"]}}
+    scanned = Stack(layers=1, remat=remat, scan=True, indexed=True)  # its layers have no stream
 
-    def losses(key_of):
+    def losses(call, policy=ALL):
         def body(_, i):
-            with intercept(ALL):
-                return None, model.apply(variables, X, rngs={"sr": key_of(i)}).sum()
+            key = jax.random.fold_in(KEY, i)
+            with intercept(policy), step_key(key):
+                return None, call(key).sum()
 
-        return jax.lax.scan(body, None, jnp.arange(2))[1]
+        return jax.eval_shape(lambda key: jax.lax.scan(body, None, jnp.arange(2))[1], KEY)
 
-    variables = init(model)
+    shared = lambda _: model.apply(of_model, X, rngs={"sr": KEY})  # noqa: E731
     with pytest.raises(ValueError, match=r"layer 'block_0/up': key must differ .* rngs={'sr': .*fold_in\(key, i\)}"):
-        jax.eval_shape(lambda key: losses(lambda i: key), KEY)
-    jax.eval_shape(lambda key: losses(lambda i: jax.random.fold_in(key, i)), KEY)
+        losses(shared)
+    losses(shared, Policy(default=NEAREST))
+    losses(lambda key: model.apply(of_model, X, rngs={"sr": key}))
+    losses(lambda key: Caller().apply({}, X, variables, {"sr": key}, rngs={"sr": KEY}))
+    losses(lambda key: scanned.apply(stacked(of_model), X, rngs={"sr": KEY}))
 
 
 def test_scanned_layers_without_the_stream_raise():

@@ -404,6 +404,12 @@ def reseeded(model, microbatch):
     return rematted(model, microbatch)
 
 
+def reseeded_copy(model, microbatch):
+    model = nnx.clone(model)
+    nnx.reseed(model, sr=jax.random.fold_in(KEY, microbatch[1]))
+    return model(microbatch[0])
+
+
 SCAN, VMAP, SIMPLE_VMAP = looped(nnx.scan, None), looped(nnx.vmap, None), looped(nnx.vmap, None, graph_updates=False)
 CARRIED = r"carry the nnx\.RngState .*, or enter jnvfp4\.step_key\(.*fold_in\(key, i\)\)"
 SPLIT = CARRIED.replace("carry", "map")
@@ -437,6 +443,7 @@ APART = {
     "scan, step_key": (SCAN, keyed),
     "vmap, step_key": (VMAP, keyed),
     "reseeded": (SCAN, reseeded),
+    "reseeded copy": (SCAN, reseeded_copy),
     "lax.scan, counts carried": (lax_scanned(nnx.RngCount), forward),
 }
 
@@ -461,6 +468,17 @@ def test_microbatches_share_what_draws_no_bits(loop):
     model.train()
     with pytest.raises(ValueError, match="key must differ"):
         nnx.eval_shape(loop(forward), model)
+
+
+def test_a_broadcast_model_beside_one_whose_state_is_carried():
+    """As a teacher and a student, whose layers have the same paths."""
+    axes = {"in_axes": (None, CARRY, 0), "out_axes": 0}
+    other = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+    teacher, student, other = (apply(m, ALL, rngs=nnx.Rngs(sr=3)) for m in (mlp(), mlp(), other))
+    student_calls = nnx.scan(lambda _, model, microbatch: rematted(model, microbatch), **axes)
+    assert nnx.eval_shape(student_calls, teacher, student, MICROBATCHES).shape == X.shape
+    with pytest.raises(ValueError, match="layer '': key must differ"):
+        nnx.eval_shape(nnx.scan(lambda model, _, m: rematted(model, m), **axes), other, student, MICROBATCHES)
 
 
 def test_a_step_key_for_all_microbatches_raises():
