@@ -125,6 +125,11 @@ def layer_key(path: str) -> jax.Array:
     return fold_path(step.key, path, *indices)
 
 
+def in_step() -> bool:
+    """Says whether ``step_key`` is entered."""
+    return _step.get() is not None
+
+
 def fold_path(key: jax.Array, path: str, *indices: ArrayLike) -> jax.Array:
     """Folds the hash of a path, then indices, into a key."""
     words = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "little")
@@ -150,12 +155,16 @@ def check_step(what: str, key: Any, of: str = "the key of step_key", hint: str =
         )
 
 
-def check_varies(what: str, key: Any, hint: str) -> None:
-    """Refuses a key that every iteration of a loop being traced would share."""
-    if _depth(key) < _count_loops(traced_functions()):
-        raise ValueError(
-            f"{what}: key must differ between the iterations of a loop that JAX traces once, got one for all; {hint}"
-        )
+def varies(*values: Any) -> bool:
+    """Says whether every loop being traced computes one of the values, so that its iterations may differ in it."""
+    return max(map(_depth, values)) >= _count_loops(traced_functions())
+
+
+def must_vary(what: str, hint: str) -> ValueError:
+    """Makes the error of a layer in a loop that gives all its iterations one key."""
+    return ValueError(
+        f"{what}: key must differ between the iterations of a loop that JAX traces once, got one for all; {hint}"
+    )
 
 
 @contextmanager

@@ -105,8 +105,10 @@ def linear(
         ``recipes.pretrain(stochastic_rounding=False)``: it quantizes all three GEMMs and needs no key.
       bias: [N], any float dtype, added in float32 before the cast.
       key: a JAX PRNG key, needed if the recipe rounds stochastically (``recipe.stochastic``) and otherwise unused. Give
-        each layer, each step and each example of vmap its own. x, w and dy draw from ``jax.random.fold_in(key, i)``
-        for i = 0, 1, 2. If w is an NVFP4Tensor, only the rounding of x can need a key.
+        each layer, each step, each iteration of a loop and each example of vmap its own: a key from outside a loop, or
+        a constant of the jitted function, draws the same bits each time, which only ``step_key`` refuses. x, w and dy
+        draw from ``jax.random.fold_in(key, i)`` for i = 0, 1, 2. If w is an NVFP4Tensor, only the rounding of x can
+        need a key.
       quantized: tensors of x that exist already, in the formats of the recipe, so that x is not quantized here. That is
         the ``Produced`` that ``rms_norm_quantize`` or ``silu_mul_quantize`` returned with the values x [M, K], or the
         tensor of x, or the pair of tensors of x and of x transposed.
@@ -452,10 +454,8 @@ class Quantizer(NamedTuple):
         self, x: jax.Array, spec: QuantSpec, operand: int, transpose: bool = False, amax: jax.Array | None = None
     ) -> NVFP4Tensor:
         key = self.operand_key(operand, spec)
-        if x.ndim == 2:
-            return quantize(x, spec, amax=amax, key=key, transpose=transpose, implementation=self.implementation)
-        rows = x.ndim - 1
-        return quantize_rows(x, spec, rows, key=key, transpose=transpose, implementation=self.implementation)
+        options: Any = {"amax": amax, "key": key, "transpose": transpose, "implementation": self.implementation}
+        return quantize(x, spec, **options) if x.ndim == 2 else quantize_rows(x, spec, x.ndim - 1, **options)
 
     def rows(self, x: jax.Array, spec: QuantSpec, operand: int, amax: jax.Array | None = None) -> NVFP4Tensor:
         """Quantizes x [M, K] along K, for any M, or x [*rows, K] whose rows need no zeros."""
@@ -480,11 +480,10 @@ class Quantizer(NamedTuple):
                 return row, None
             return row, self.one(_pad_rows(x, unit), col_spec, operand, transpose=True, amax=amax[1])
         key = self.operand_key(operand, row_spec, col_spec)
+        options: Any = {"amax": amax, "key": key, "implementation": self.implementation}
         if x.ndim > 2:
-            rows, implementation = x.ndim - 1, self.implementation
-            return quantize_pair_rows(x, row_spec, col_spec, rows, key=key, implementation=implementation)
-        padded = _pad_rows(x, unit)
-        row, col = quantize_pair(padded, row_spec, col_spec, amax=amax, key=key, implementation=self.implementation)
+            return quantize_pair_rows(x, row_spec, col_spec, x.ndim - 1, **options)
+        row, col = quantize_pair(_pad_rows(x, unit), row_spec, col_spec, **options)
         return _crop_rows(row, x.shape[0]), col
 
     def weights(

@@ -197,11 +197,12 @@ def quantize_pair_rows(
     col_spec: QuantSpec,
     row_axes: int,
     *,
+    amax: AmaxPair = (None, None),
     key: jax.Array | None = None,
     implementation: Implementation = None,
 ) -> tuple[NVFP4Tensor, NVFP4Tensor]:
     """Computes ``quantize_pair`` of x [..., *rows, K], as ``quantize_rows`` computes ``quantize``."""
-    sides = (_Side(row_spec, False, None), _Side(col_spec, True, None))
+    sides = (_Side(row_spec, False, amax[0]), _Side(col_spec, True, amax[1]))
     return _pair(x, sides, row_axes, key, implementation)
 
 

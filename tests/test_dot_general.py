@@ -189,6 +189,17 @@ def test_out_sharding_is_honoured(of_x, of_w, wanted):
         np.testing.assert_allclose(np.float32(g), np.float32(v), rtol=0.02, atol=0.3)
 
 
+def test_a_merged_axis_must_not_be_sharded():
+    """But for the first of those that count as one: the array would not be split in its order."""
+    mesh = make_mesh(jax.devices("cpu")[:8], kind="explicit")
+    x, w = normal((24, 4, 16), 1), normal((4, 16, 48), 2)
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match="of axes that count as one, only the first may be sharded on"),
+    ):
+        DotGeneral()(put(x, mesh, P(None, None, "x")), put(w, mesh, P()), (((1, 2), (0, 1)), ((), ())))
+
+
 def test_einsum_shards_its_result():
     mesh = make_mesh(jax.devices("cpu")[:8], kind="explicit")
     x, w = normal((4, 32, 256), 1), normal((256, 8, 16), 2)
@@ -214,6 +225,7 @@ EINSUMS = {
     "ecm,emh->hce": ((3, 24, 64), (3, 64, 48)),
     "bsm,ghm->bsgh": ((2, 24, 64), (3, 16, 64)),
     "...d,df->...f": ((2, 24, 64), (64, 48)),
+    "...A,AB->...B": ((2, 24, 64), (64, 48)),
     "...d,...df->...f": ((3, 64), (3, 64, 48)),
     "bsd,df": ((2, 24, 64), (64, 48)),
     "abk,mkn->nmba": ((2, 24, 64), (3, 64, 16)),

@@ -417,12 +417,44 @@ def test_scanned_layers_without_an_index_raise():
         run(Stack(scan=True), stacked(init(Stack())))
 
 
-def test_scanned_layers_that_share_a_stream_raise():
-    model = Stack(scan=True, split_rngs=(("params", True), ("sr", False)))
+@pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
+def test_scanned_layers_that_share_a_stream_raise(remat):
+    model = Stack(scan=True, remat=remat, split_rngs=(("params", True), ("sr", False)))
     with pytest.raises(
         ValueError, match=r"layer 'block/up': key must differ .* pass split_rngs={'sr': True} to nn.scan"
     ):
         run(model, stacked(init(Stack())), rngs=True)
+
+
+class Caller(nn.Module):
+    """Draws no bits itself, and calls a model that does."""
+
+    @nn.compact
+    def __call__(self, x, variables, rngs):
+        return Mlp().apply(variables, x, rngs=rngs)
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
+def test_microbatches_that_share_a_stream_raise(remat):
+    variables = init(Mlp())
+    model, of_model = Stack(layers=1, remat=remat), {"params": {"block_0": variables["params"]}}
+    scanned = Stack(layers=1, remat=remat, scan=True, indexed=True)  # its layers have no stream
+
+    def losses(call, policy=ALL):
+        def body(_, i):
+            key = jax.random.fold_in(KEY, i)
+            with intercept(policy), step_key(key):
+                return None, call(key).sum()
+
+        return jax.eval_shape(lambda key: jax.lax.scan(body, None, jnp.arange(2))[1], KEY)
+
+    shared = lambda _: model.apply(of_model, X, rngs={"sr": KEY})  # noqa: E731
+    with pytest.raises(ValueError, match=r"layer 'block_0/up': key must differ .* rngs={'sr': .*fold_in\(key, i\)}"):
+        losses(shared)
+    losses(shared, Policy(default=NEAREST))
+    losses(lambda key: model.apply(of_model, X, rngs={"sr": key}))
+    losses(lambda key: Caller().apply({}, X, variables, {"sr": key}, rngs={"sr": KEY}))
+    losses(lambda key: scanned.apply(stacked(of_model), X, rngs={"sr": KEY}))
 
 
 def test_scanned_layers_without_the_stream_raise():

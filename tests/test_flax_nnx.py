@@ -345,6 +345,153 @@ def test_scanned_layers_have_no_ends():
         Policy(default=SR, keep=(), first_bf16=1).explain(Stack(scan=True))
 
 
+# ---------------------------------------------------------------- loops over microbatches
+CARRY = nnx.StateAxes({nnx.RngState: nnx.Carry, ...: None})
+COUNTS = nnx.StateAxes({nnx.RngCount: nnx.Carry, ...: None})
+MAPPED = nnx.StateAxes({nnx.RngState: 0, ...: None})
+MICROBATCHES = (X, jnp.arange(len(X)))
+
+
+def looped(loop, axes, **options):
+    """Calls a function of the model and of a microbatch for all of them."""
+    return lambda f: lambda model: loop(f, in_axes=(axes, 0), out_axes=0, **options)(model, MICROBATCHES)
+
+
+def split_mapped(f):
+    mapped = nnx.split_rngs(splits=len(X), only="sr")(nnx.vmap(f, in_axes=(MAPPED, 0), out_axes=0))
+    return lambda model: mapped(model, MICROBATCHES)
+
+
+def lax_scanned(*carried):
+    """Loops over the microbatches with part of the state in the carry."""
+
+    def loop(f):
+        def run(model):
+            graph, carry, rest = nnx.split(model, carried, ...)
+
+            def body(carry, microbatch):
+                model = nnx.merge(graph, carry, rest)
+                y = f(model, microbatch)
+                return nnx.state(model, carried), y
+
+            return jax.lax.scan(body, carry, MICROBATCHES)[1]
+
+        return run
+
+    return loop
+
+
+def forward(model, microbatch):
+    return model(microbatch[0])
+
+
+def rematted(model, microbatch):
+    return nnx.remat(lambda m, x: m(x))(model, microbatch[0])
+
+
+def gradients(model, microbatch):
+    return nnx.grad(lambda m: value(rematted(m, microbatch)))(model)
+
+
+def keyed(model, microbatch):
+    """By way (a), as the remedy says."""
+    with step_key(jax.random.fold_in(KEY, microbatch[1])):
+        return model(microbatch[0])
+
+
+def reseeded(model, microbatch):
+    nnx.reseed(model, sr=jax.random.fold_in(KEY, microbatch[1]))
+    return rematted(model, microbatch)
+
+
+def reseeded_copy(model, microbatch):
+    model = nnx.clone(model)
+    nnx.reseed(model, sr=jax.random.fold_in(KEY, microbatch[1]))
+    return model(microbatch[0])
+
+
+SCAN, VMAP, SIMPLE_VMAP = looped(nnx.scan, None), looped(nnx.vmap, None), looped(nnx.vmap, None, graph_updates=False)
+CARRIED = r"carry the nnx\.RngState .*, or enter jnvfp4\.step_key\(.*fold_in\(key, i\)\)"
+SPLIT = CARRIED.replace("carry", "map")
+SHARING = {
+    "scan": (mlp, SCAN, forward, CARRIED),
+    "scan, remat": (mlp, SCAN, rematted, CARRIED),
+    "scan, gradients": (mlp, SCAN, gradients, CARRIED),
+    "scan, scanned layers": (lambda: Stack(scan=True), SCAN, forward, CARRIED),
+    "vmap": (mlp, VMAP, forward, SPLIT),
+    "vmap, gradients": (mlp, VMAP, gradients, SPLIT),
+    "simple vmap": (mlp, SIMPLE_VMAP, rematted, SPLIT),
+    "lax.scan": (mlp, lax_scanned(nnx.BatchStat), forward, CARRIED),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The 'split' argument of 'fork'")
+@pytest.mark.parametrize(("make", "loop", "f", "remedy"), SHARING.values(), ids=SHARING)
+def test_microbatches_that_share_a_stream_raise(make, loop, f, remedy):
+    """They would draw the same bits, in ``nnx.scan`` in every step, too."""
+    model = apply(make(), ALL, rngs=nnx.Rngs(sr=3))
+    with pytest.raises(ValueError, match=f"layer '(block/)?up': key must differ between the iterations .*; {remedy}"):
+        nnx.eval_shape(loop(f), model)
+
+
+APART = {
+    "carry": (looped(nnx.scan, CARRY), forward),
+    "carry, remat": (looped(nnx.scan, CARRY), rematted),
+    "counts carried": (looped(nnx.scan, COUNTS), rematted),
+    "simple scan": (looped(nnx.scan, None, graph_updates=False), forward),
+    "mapped": (split_mapped, rematted),
+    "scan, step_key": (SCAN, keyed),
+    "vmap, step_key": (VMAP, keyed),
+    "reseeded": (SCAN, reseeded),
+    "reseeded copy": (SCAN, reseeded_copy),
+    "lax.scan, counts carried": (lax_scanned(nnx.RngCount), forward),
+}
+
+
+@pytest.mark.parametrize(("loop", "f"), APART.values(), ids=APART)
+def test_microbatches_draw_their_own_bits(monkeypatch, loop, f):
+    model = apply(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), ALL, rngs=nnx.Rngs(sr=3))
+    drawn = record_keys(monkeypatch)
+    nnx.jit(loop(f))(model)
+    jax.effects_barrier()
+    assert len(set(drawn)) == len(X)
+
+
+@pytest.mark.parametrize("loop", [SCAN, VMAP], ids=["scan", "vmap"])
+def test_microbatches_share_what_draws_no_bits(loop):
+    """Neither a recipe without them nor a model that evaluates needs state of its own."""
+    nearest, model = apply(mlp(), Policy(default=NEAREST), rngs=nnx.Rngs(sr=3)), apply(mlp(), ALL, rngs=nnx.Rngs(sr=3))
+    view = nnx.view(model, deterministic=True)
+    model.eval()
+    for quiet in (nearest, model, view):
+        assert nnx.eval_shape(loop(forward), quiet).shape == X.shape
+    model.train()
+    with pytest.raises(ValueError, match="key must differ"):
+        nnx.eval_shape(loop(forward), model)
+
+
+def test_a_broadcast_model_beside_one_whose_state_is_carried():
+    """As a teacher and a student, whose layers have the same paths."""
+    axes = {"in_axes": (None, CARRY, 0), "out_axes": 0}
+    other = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+    teacher, student, other = (apply(m, ALL, rngs=nnx.Rngs(sr=3)) for m in (mlp(), mlp(), other))
+    student_calls = nnx.scan(lambda _, model, microbatch: rematted(model, microbatch), **axes)
+    assert nnx.eval_shape(student_calls, teacher, student, MICROBATCHES).shape == X.shape
+    with pytest.raises(ValueError, match="layer '': key must differ"):
+        nnx.eval_shape(nnx.scan(lambda model, _, m: rematted(model, m), **axes), other, student, MICROBATCHES)
+
+
+def test_a_step_key_for_all_microbatches_raises():
+    model = apply(mlp(), ALL, rngs=nnx.Rngs(sr=3))
+
+    def step(model, key):
+        with step_key(key):
+            return SCAN(forward)(model)
+
+    with pytest.raises(ValueError, match=r"layer 'up': in a loop that JAX traces once.*step_key with a key of its own"):
+        nnx.eval_shape(step, model, KEY)
+
+
 # ---------------------------------------------------------------- keys
 @pytest.mark.filterwarnings("ignore:The 'split' argument of 'fork'")
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
@@ -355,6 +502,14 @@ def test_streams_give_every_layer_of_every_step_its_own_bits(monkeypatch, scan):
         run(model, X)
         jax.effects_barrier()
     assert len(set(drawn)) == 12  # two steps, three blocks, two layers
+
+
+def test_layers_that_are_stacked_twice_have_a_key_each():
+    make = nnx.vmap(nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs)))
+    model = apply(make(nnx.Rngs(0).split((2, 3))), ALL, rngs=nnx.Rngs(sr=3))
+    keys = jax.random.key_data(model.dot_general.stream.key[...])
+    assert keys.shape[:2] == (2, 3)
+    assert len(np.unique(keys.reshape(6, -1), axis=0)) == 6
 
 
 def test_streams_under_remat():

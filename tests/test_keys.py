@@ -66,6 +66,7 @@ def leaks():
         ("Model_0/Block_3/Dense_1", "Model_0/Block/Dense_1", 3),
         ("decoder/layers_7/mlp/wi_0", "decoder/layers/mlp/wi_0", 7),
         ("transformer/h/5/mlp/c_fc", "transformer/h/mlp/c_fc", 5),
+        ("transformer_1/h/3/attn", "transformer_1/h/attn", 3),
         ("tower_2/proj", "tower/proj", 2),
         ("Dense_0", "Dense_0", None),
     ],
@@ -152,8 +153,9 @@ def test_a_layer_without_a_path_cannot_have_a_key():
 
 
 def test_a_recipe_without_random_bits_needs_no_key():
-    DotGeneral(recipes.DEFAULT)(X, W, DENSE)
-    jax.jit(lambda: DotGeneral(recipes.DEFAULT, "up")(X, W, DENSE))()
+    want = linear(X, W, w_axes="kn")
+    assert_bitwise(DotGeneral(recipes.DEFAULT)(X, W, DENSE), want)
+    assert_bitwise(jax.jit(lambda: DotGeneral(recipes.DEFAULT, "up")(X, W, DENSE))(), want)
 
 
 @pytest.mark.parametrize(
@@ -361,6 +363,7 @@ LOOPS = {
     "while_loop": lambda body: jax.lax.while_loop(
         lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + body(c[0])), (0, jnp.zeros(2, jnp.uint32))
     ),
+    "condition": lambda body: jax.lax.while_loop(lambda i: i + body(i)[0] % 2 < 2, lambda i: i + 1, 0),
 }
 
 

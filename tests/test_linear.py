@@ -480,17 +480,12 @@ def test_other_recipes_ignore_the_key(recipe):
     assert traces(KEY) == traces(None)
 
 
-def test_the_same_key_gives_the_same_gradients(native):
-    x, w, dy = normal((32, 64), 1), normal((48, 64), 2), normal((32, 48), 3)
-    f = jax.jit(partial(run, recipe=recipes.pretrain()))
-    assert_same_tensor(f(x, w, dy, key=jax.random.key(5)), f(x, w, dy, key=jax.random.key(5)))
-
-
 def test_another_key_gives_other_gradients_and_the_same_value(native):
     """Only dy is rounded stochastically."""
     x, w, dy = normal((32, 64), 1), normal((48, 64), 2), normal((32, 48), 3)
     f = jax.jit(partial(run, recipe=recipes.pretrain()))
-    (y, dx, dw), (y2, dx2, dw2) = (f(x, w, dy, key=jax.random.key(i)) for i in (5, 6))
+    (y, dx, dw), (y2, dx2, dw2), again = (f(x, w, dy, key=jax.random.key(i)) for i in (5, 6, 5))
+    assert_same_tensor(again, (y, dx, dw))
     assert_bitwise(y, y2)
     assert np.mean(np.asarray(dx != dx2)) > 0.5
     assert np.mean(np.asarray(dw != dw2)) > 0.5
@@ -500,6 +495,14 @@ def test_raw_keys_are_accepted(cpu):
     x, w, dy = normal((16, 64), 1), normal((48, 64), 2), normal((16, 48), 3)
     raw, typed = (run(x, w, dy, recipes.pretrain(), key=make(3)) for make in (jax.random.PRNGKey, jax.random.key))
     assert_same_tensor(raw, typed)
+
+
+@pytest.mark.parametrize("specs", [(NVFP4, NVFP4_RHT), (NVFP4_RHT, NVFP4), (NVFP4, None), (None, NVFP4)], ids=str)
+def test_a_quantizer_takes_an_amax_whatever_the_axes_of_x(cpu, specs):
+    x, amax = normal((2, 32, 64), 1), (jnp.float32(7), jnp.float32(9))
+    quantizer = _linear.Quantizer(None, None)
+    kept, flat = (quantizer.both(v, *specs, 16, 0, amax) for v in (x, x.reshape(64, 64)))
+    assert_same_tensor(jax.tree.map(lambda v, of_flat: v.reshape(of_flat.shape), kept, flat), flat)
 
 
 # ---------------------------------------------------------------- what the backward pass keeps
@@ -657,7 +660,7 @@ def test_batch_elements_have_their_own_amax(cpu):
 @pytest.mark.parametrize("precision", [None, "default", lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2])
 def test_default_precisions_are_accepted(precision):
     x = normal((16, 16))
-    dot_general(x, x, (((1,), (1,)), ((), ())), precision)
+    assert_bitwise(dot_general(x, x, (((1,), (1,)), ((), ())), precision), linear(x, x))
 
 
 def test_dot_general_takes_a_recipe(cpu):

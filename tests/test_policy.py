@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jnvfp4
 from jnvfp4 import Policy, Recipe, Rule, recipes
@@ -101,6 +102,12 @@ def test_the_default_is_for_layers_without_a_rule():
     assert set(decided(Policy()).values()) == {None}
 
 
+def test_a_rule_without_w_gather_takes_that_of_the_policy():
+    of_policy, of_rule = (P("x"), P()), (P("y"), P())
+    policy = Policy([Rule("up", SR), Rule("down", SR, of_rule)], default=SR, w_gather=of_policy)
+    assert [policy.gather_of(path) for path in ("up", "down", "gate")] == [of_policy, of_rule, of_policy]
+
+
 # ---------------------------------------------------------------- what stays in high precision
 @pytest.mark.parametrize("name", KEEP)
 def test_kept_names_are_whole_parts_of_a_path(name):
@@ -129,6 +136,11 @@ def test_every_stack_of_layers_is_counted_by_itself():
         path for path, recipe in decided(Policy(default=SR, first_bf16=1, last_bf16=1), model).items() if recipe
     ]
     assert sorted(quantized) == [*(f"decoder/layers/{i}/up" for i in (1, 2, 3)), "encoder/layers/1/up"]
+
+
+def test_layers_may_be_listed_in_any_order():
+    policy, layers = Policy(default=SR, last_bf16=1), [Layer(f"block_{i}/up", (32, 64)) for i in (2, 0, 1)]
+    assert [decision.path for decision in policy.plan(layers).values() if decision.recipe is None] == ["block_2/up"]
 
 
 def test_a_layer_outside_the_stack_is_not_one_of_its_ends():

@@ -1,5 +1,7 @@
 """Models that Qwix drives by a policy have the bits of the same models under ``jnvfp4.flax``."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,8 @@ import qwix
 from flax import linen as nn
 from flax import nnx
 from flax_models import TOKENS, Mlp, NnxTransformer, Stack, Transformer, record_keys
+from jax.sharding import PartitionSpec as P
+from meshes import assert_sharded, make_mesh, put
 
 from jnvfp4 import Policy, Rule, einsum, recipes, step_key
 from jnvfp4.flax.linen import intercept
@@ -86,6 +90,29 @@ def test_weights_may_be_the_left_operand():
     got = qwix.quantize_model(model, Provider(Policy(default=NEAREST))).apply(variables, X)
     w, v = variables["params"]["w"], variables["params"]["v"]
     want = einsum("bsf,nf->nbs", einsum("bsd,fd->bsf", X, w), v)
+    assert_bitwise(got, want)
+
+
+class FlippedExperts(nn.Module):
+    """Weights first, with a batch axis."""
+
+    out_sharding: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.normal(1.0), (2, 48, 32))
+        return jax.lax.dot_general(w, x, (((2,), (2,)), ((0,), (0,))), out_sharding=self.out_sharding)
+
+
+def test_weights_with_a_batch_axis_may_be_the_left_operand():
+    """The axes of the result and its sharding are those of the product as it is written."""
+    mesh = make_mesh(jax.devices("cpu")[:2], "x", kind="explicit")
+    variables = FlippedExperts().init(jax.random.key(0), X)
+    want = einsum("ebd,efd->efb", X, variables["params"]["w"])
+    with jax.set_mesh(mesh):
+        model = qwix.quantize_model(FlippedExperts(P(None, "x")), Provider(Policy(default=NEAREST)))
+        got = jax.jit(model.apply)(put(variables, mesh, P()), put(X, mesh, P()))
+    assert_sharded(got, mesh, P(None, "x"))
     assert_bitwise(got, want)
 
 

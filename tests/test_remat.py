@@ -79,11 +79,18 @@ def counts(policy, f=None, x=X):
     return {name: names.count(f"nvfp4_{name}") for name in ("quantize_pair", "quantize", "matmul", "rht_amax")}
 
 
+def squares(x, w):
+    """Its gradient reads the product itself, not what another operation makes of it."""
+    y = linear(x, w)
+    return jnp.sum(y * y)
+
+
 def test_what_runs_again():
     """Of a block that needs the result of its product: the quantizers, the product, or the search for an amax."""
     everything = {"quantize_pair": 3, "quantize": 0, "matmul": 3, "rht_amax": 2}
     assert counts(jax.checkpoint_policies.everything_saveable) == everything
     assert counts(remat.recompute_quantize) == everything | {"quantize_pair": 5}
+    assert counts(remat.recompute_quantize, squares) == everything | {"quantize_pair": 5}
     assert counts(remat.save_packed) == everything | {"quantize_pair": 5, "matmul": 4, "rht_amax": 3}
 
 

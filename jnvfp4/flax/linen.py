@@ -12,12 +12,15 @@ from flax import linen as nn
 
 from .._dot_general import DotGeneral
 from .._einsum import contraction, einsum_of_layer
-from .._keys import check_step, check_varies, fold_path, layer_key
+from .._keys import check_step, fold_path, layer_key, must_vary, varies
 from ..policy import Layer, Policy, depths_of, layers_of
 from ..recipes import Recipe
 
 _KEY_ARGUMENT = "pass the key to the jitted step as an argument"
-_SPLIT_RNGS = "pass split_rngs={'sr': True} to nn.scan"
+_SPLIT_RNGS = (
+    "pass split_rngs={'sr': True} to nn.scan over layers, or rngs={'sr': jax.random.fold_in(key, i)} to apply in a "
+    "loop over microbatches"
+)
 _policy_of_trace = jax.make_user_context(None)  # so that a jitted function is traced again for another policy
 _module: ContextVar[nn.Module | None] = ContextVar("jnvfp4_linen_module", default=None)
 
@@ -93,12 +96,22 @@ def key_in(module: nn.Module, path: str) -> jax.Array:
     """Returns the key for a layer: from the stream "sr" if the model has one, else that of ``step_key``."""
     if not module.has_rng("sr"):
         return layer_key(path)
-    assert module.scope is not None
-    rng = module.scope.rngs["sr"]
-    key = getattr(rng, "rng", rng)
-    check_varies(f"layer {path!r}", key, _SPLIT_RNGS)
+    key = _stream_of(module)
+    if _shares_stream(module):
+        raise must_vary(f"layer {path!r}", _SPLIT_RNGS)
     check_step(f"layer {path!r}", key, "the key of rngs={'sr': key}", _KEY_ARGUMENT)
     return fold_path(module.make_rng("sr"), path)
+
+
+def _stream_of(module: nn.Module) -> jax.Array:
+    assert module.scope is not None
+    rng: Any = module.scope.rngs["sr"]
+    return getattr(rng, "rng", rng)
+
+
+def _shares_stream(module: nn.Module) -> bool:
+    """Says whether a loop being traced gives a module the same stream "sr" in all iterations."""
+    return module.has_rng("sr") and not varies(_stream_of(module))
 
 
 class Interceptor:
@@ -109,12 +122,13 @@ class Interceptor:
         self.shapes: Mapping[str, tuple[int, ...]] = {}
         self.depths: Mapping[str, int] = {}
         self.depth_of_calls = 0  # of models that call models
+        self.shared = False  # whether a module that is being called shares its stream, which nn.remat hides within
 
     def __call__(self, call: Callable, args: tuple, options: dict[str, Any], context: Any) -> Any:
         module = context.module
         if module.scope is None or module.is_initializing():
             return call(*args, **options)
-        with nullcontext() if module.path else self._inside(module):
+        with nullcontext() if module.path else self._inside(module), self._called(module):
             if context.method_name == "__call__" and isinstance(module, LAYERS):
                 return self._layer(module, call, args, options)
             if context.method_name == "__call__" and (layer := _unknown(module)) is not None:
@@ -135,6 +149,15 @@ class Interceptor:
         finally:
             self.shapes, self.depths, self.depth_of_calls = known
 
+    @contextmanager
+    def _called(self, module: nn.Module) -> Iterator[None]:
+        before = self.shared
+        self.shared = _shares_stream(module) or (before and bool(module.path))
+        try:
+            yield
+        finally:
+            self.shared = before
+
     def _layer(self, module: nn.Module, call: Callable, args: tuple, options: dict[str, Any]) -> Any:
         if "kernel" not in module.variables.get("params", {}):
             return call(*args, **options)  # Flax says what is missing
@@ -148,6 +171,8 @@ class Interceptor:
         self, module: nn.Module, path: str, recipe: Recipe, call: Callable, args: tuple, options: dict[str, Any]
     ) -> Any:
         """Runs a layer that the policy quantizes."""
+        if recipe.stochastic and self.shared and module.has_rng("sr"):
+            raise must_vary(f"layer {path!r}", _SPLIT_RNGS)
         dot = _LinenDot(recipe, path, self.policy.gather_of(path))
         token = _module.set(module)
         try:

@@ -12,12 +12,18 @@ from flax import nnx
 from .._dot_general import DotGeneral
 from .._einsum import contraction, einsum_of_layer
 from .._gather import Placement
-from .._keys import check_varies, fold_path, layer_key
+from .._keys import fold_path, in_step, layer_key, must_vary, varies
 from ..policy import Decision, Layer, Policy, layers_of
 from ..recipes import Recipe
+from ._nnx_loops import loop_that_shares
 from .linen import unknown
 
-_SCAN_RNGS = "scan the nnx.RngState of the model along axis 0, as its parameters"
+_OWN_KEY = "or enter jnvfp4.step_key(jax.random.fold_in(key, i)) in its body"
+_REMEDIES = {
+    "scan": f"carry the nnx.RngState of the model (nnx.StateAxes({{nnx.RngState: nnx.Carry, ...: None}})), {_OWN_KEY}",
+    "vmap": "map the nnx.RngState of the model (nnx.split_rngs, and nnx.StateAxes({nnx.RngState: 0, ...: None})), "
+    + _OWN_KEY,
+}
 Model = TypeVar("Model", bound=nnx.Module)
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 Multiplying: TypeAlias = nnx.Linear | nnx.LinearGeneral | nnx.Einsum
@@ -35,7 +41,9 @@ def apply(model: Model, policy: Policy, *, rngs: nnx.Rngs | None = None) -> Mode
       policy: which layers are quantized, and how. Paths are as in the model: "blocks/3/mlp/up".
       rngs: where layers that round stochastically get their keys, ``rngs.sr()``. Each of them gets a stream of its own,
         which is state of the model like that of ``nnx.Dropout``: it advances at each call, so a step must keep the
-        state (``nnx.jit`` does). If it is None, they take the key of ``jnvfp4.step_key``, and the model gets no state.
+        state (``nnx.jit`` does). In a loop that gives this state to all iterations layers take the key of
+        ``jnvfp4.step_key``; without one they raise, except after ``model.eval()``. If rngs is None, all take the key
+        of ``jnvfp4.step_key``, and the model gets no state.
 
     Returns:
       The model.
@@ -88,22 +96,40 @@ class Keyed(nnx.Module):
     Attributes:
       product: a ``DotGeneral`` or an ``EinsumOp``.
       stream: the keys.
+      deterministic: whether the model evaluates, so that a loop may use one key: ``model.eval()`` sets it.
     """
 
     def __init__(self, product: DotGeneral | EinsumOp, stream: nnx.RngStream) -> None:
         self.product = product
         self.stream = stream
+        self.deterministic = False
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Sets the attribute for ``nnx.view``."""
+        self.deterministic = self.deterministic if deterministic is None else deterministic
 
     def __call__(self, *args: Any, **options: Any) -> jax.Array:
         """Computes the product."""
-        what = f"layer {self.product.path!r}"
+        return self.product(*args, key=self._key(), **options)
+
+    def _key(self) -> jax.Array:
+        """Draws a key; a loop that shares the stream takes that of ``step_key``."""
+        path = str(self.product.path)
         stored = self.stream.key[...]
         if stored.ndim:
             raise ValueError(
-                f"{what}: key must be one of those of the scanned layers, got {stored.shape}; {_SCAN_RNGS}"
+                f"layer {path!r}: key must be one of those of the scanned layers, got {stored.shape}; scan the "
+                "nnx.RngState of the model along axis 0, as its parameters"
             )
-        check_varies(what, stored, _SCAN_RNGS)
-        return self.product(*args, key=fold_path(self.stream(), str(self.product.path)), **options)
+        if not self.deterministic and (loop := self._loop_that_shares()) is not None:
+            if not in_step():
+                raise must_vary(f"layer {path!r}", _REMEDIES[loop])
+            return layer_key(path)
+        return fold_path(self.stream(), path)
+
+    def _loop_that_shares(self) -> str | None:
+        """Returns the kind of a loop, if any, whose iterations would all draw the same keys of the stream."""
+        return loop_that_shares(self) if varies(self.stream.key[...], self.stream.count[...]) else "scan"
 
 
 def _product(

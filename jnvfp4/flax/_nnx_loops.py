@@ -1,0 +1,95 @@
+"""Finds loops of NNX that give all their iterations the same stream of keys.
+
+``nnx.scan`` passes what ``in_axes=None`` broadcasts in the carry of ``jax.lax.scan`` and drops its updates, so tracers
+of broadcast state look like those of state that the loop updates; ``nnx.remat`` hides both. Only the frames of
+the functions that NNX gives to JAX tell them apart.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.nnx.extract import NodeStates
+from flax.nnx.transforms import iteration
+
+from .._compat import traced_functions
+
+
+def loop_that_shares(layer: Any) -> str | None:
+    """Returns "scan" or "vmap" if one around a layer broadcasts the layer's stream, key and count; else None."""
+    key = layer.stream.key[...]
+    for loop, args, states in _loops():
+        shared = _keys_in(states)
+        if _is_in(key, shared):
+            return loop
+        # In a function of the loop's body, such as that of nnx.remat, tracers are others than those of the loop.
+        same = [node.stream.key[...] for _, node in nnx.iter_graph(args) if _is_layer(node, layer)]
+        if same and all(_is_in(of_loop, shared) and _is_within(key, of_loop) for of_loop in same):
+            return loop
+    return None
+
+
+def _loops() -> Iterator[tuple[str, Any, list[Any]]]:
+    """Yields the loops being traced: the kind, the arguments of the body, and the states that are broadcast."""
+    frame: Any = sys._getframe()
+    while (frame := frame.f_back) is not None:
+        body = _BODIES.get(frame.f_code)
+        if body is None:
+            continue
+        local, args = frame.f_locals, frame.f_locals["args"]
+        if body == "ScanFn":
+            yield "scan", args, [state for of_argument in local["broadcast_deque_out"] for state in of_argument]
+        elif body == "VmapFn":
+            yield "vmap", args, _unmapped(local["pure_args"])
+        else:
+            axes = local["self"].in_axes
+            axes = axes if isinstance(axes, tuple) else (axes,) * len(args)
+            yield "vmap", args, [nnx.state([v for v, axis in zip(args, axes, strict=True) if axis is None])]
+
+
+_BODIES = {
+    getattr(iteration, name).__call__.__code__: name
+    for name in ("ScanFn", "VmapFn", "SimpleVmapFn")  # the last is graph_updates=False, which Flax 0.12.0 has not
+    if hasattr(iteration, name)
+}
+
+
+def _unmapped(arguments: Any) -> list[Any]:
+    """Returns the states with axis None of the arguments of ``nnx.vmap``."""
+    nodes = jax.tree.leaves(arguments, is_leaf=lambda v: isinstance(v, NodeStates))
+    found = []
+    for node in (node for node in nodes if isinstance(node, NodeStates)):
+        axes = node.metadata.axes if isinstance(node.metadata, nnx.StateAxes) else (node.metadata,)
+        found += [state for state, axis in zip(node.states, axes, strict=True) if axis is None]
+    return found
+
+
+def _keys_in(states: list[Any]) -> list[jax.Array]:
+    """Returns the keys of the streams that are in states with their counts: with a count of its own a key may recur."""
+    flat = [dict(nnx.to_flat_state(state)) for state in states]
+    paths = {path for variables in flat for path in variables}
+    return [
+        variable[...]
+        for variables in flat
+        for path, variable in variables.items()
+        if isinstance(variable, nnx.RngKey) and (*path[:-1], "count") in paths
+    ]
+
+
+def _is_in(key: jax.Array, keys: list[jax.Array]) -> bool:
+    return any(key is other for other in keys)
+
+
+def _is_layer(node: Any, layer: Any) -> bool:
+    return isinstance(node, type(layer)) and node.product.path == layer.product.path
+
+
+def _is_within(key: jax.Array, other: jax.Array) -> bool:
+    """Says whether a key has its value in a function within that of another."""
+    return len(_functions(key)) > len(_functions(other))
+
+
+def _functions(key: jax.Array) -> tuple[str, ...]:
+    return traced_functions(key) if isinstance(key, jax.core.Tracer) else ()
