@@ -182,7 +182,7 @@ Outcome multiply(const Case& c) {
   const Float bias_kind = kFloats[c.bias % kNoBias];
   const Buffer bias(bias_of(s.cols, bias_kind));
   const int64_t bytes = s.batch * s.rows * s.cols * size_of(c.out);
-  const Buffer out(bytes), want(bytes), scratch(block_scaled_scratch(s, c.out, false).bytes);
+  const Buffer out(bytes), want(bytes), scratch(block_scaled_scratch(s, c.out).bytes);
   const auto args = [&](const Buffer& to) {
     return MatmulArgs{
         a.operand, b.operand, {c.bias == kNoBias ? nullptr : bias.as<void>(), bias_kind, to.as<void>(), c.out}, s};

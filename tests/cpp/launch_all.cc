@@ -252,7 +252,7 @@ void fused_matmul(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bo
 void blackwell(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind) {
   const Tensor a(batch * m, k, m, false), b(batch * n, k, batch * n, false);
   const GemmShape shape{batch, m, n, k};
-  const BlockScaledScratch at = block_scaled_scratch(shape, kind, false);
+  const BlockScaledScratch at = block_scaled_scratch(shape, kind);
   const int64_t blocks = k / 16, out_pieces = at.depth / 16;
   Buffer a_tiles(batch * tiled_scale_bytes(m, blocks)), b_tiles(batch * tiled_scale_bytes(n, blocks));
   Buffer a_codes(batch * m * at.depth / 2), b_codes(batch * at.cols * at.depth / 2), factors((batch + 1) * 4);
