@@ -84,13 +84,14 @@ def test_resuming_with_other_options_or_source_is_refused(model, tmp_path):
         convert_checkpoint(model, tmp_path / "out")
 
 
-def test_a_shard_that_was_changed_is_written_again(model, tmp_path):
+@pytest.mark.parametrize("kept", [-1, 5])
+def test_a_shard_that_was_changed_is_written_again(model, tmp_path, kept):
     convert_checkpoint(model, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
     (done,) = (tmp_path / "out").glob("*.safetensors")
     data = done.read_bytes()
-    done.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    done.write_bytes(data[:kept] + bytes([data[-1] ^ 1]))
     convert_checkpoint(model, tmp_path / "out", resume=True)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
@@ -270,6 +271,14 @@ def test_what_another_has_written_meanwhile_stays(writer, tmp_path, monkeypatch,
         writer(tmp_path / "out")
     assert "remove" not in str(found.value)
     assert files_of(tmp_path / "out") == {"config.json": b"of another"}
+
+
+def test_an_output_that_is_a_file_stays(writer, tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"is a file|is not empty; expected an empty or new directory") as found:
+        writer(tmp_path / "out")
+    assert found.value.code == 2
+    assert (tmp_path / "out").read_text() == "mine"
 
 
 def test_two_writers_do_not_share_a_directory(writer, tmp_path):

@@ -17,7 +17,6 @@ from ._files.files import (
     CHUNK_BYTES,
     check_finite,
     check_free_space,
-    check_new,
     checked_path,
     json_bytes,
     new_output,
@@ -246,7 +245,6 @@ class _Shard:
 def _write(rewriting: Rewriting, output: Path, warn: Warn) -> None:
     """Writes shard by shard, then the files beside them; config and index are last."""
     checked_path(output)
-    check_new(output)
     stored, files = rewriting.stored, rewriting.files()
     check_finite(stored.source.config, stored.source.directory / CONFIG)
     shards = _shards(rewriting)

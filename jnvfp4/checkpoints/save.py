@@ -10,7 +10,7 @@ import numpy as np
 from .._version import __version__
 from ..tensor import NVFP4Tensor
 from ._files.errors import CheckpointError, Exit, OptionError
-from ._files.files import check_finite, check_new, checked_path, json_bytes, new_output, write_file
+from ._files.files import check_finite, checked_path, json_bytes, new_output, write_file
 from ._files.safetensors import DTYPES, TAGS, VERSION, Planned, Writer
 from ._files.source import CONFIG, HF_QUANT
 from ._layouts.configs import hf_quant_config, quantization_config
@@ -42,7 +42,6 @@ def save_checkpoint(
     if layout not in LAYOUTS:
         raise OptionError({"layout": f"is {layout!r}"}, f"one of {', '.join(LAYOUTS)}")
     output, to = checked_path(output), LAYOUTS[layout]
-    check_new(output)
     check_finite(config, "config")
     weights = {n: t for n, t in tensors.items() if isinstance(t, NVFP4Tensor)}
     arrays: dict[str, np.ndarray] = {n: np.asarray(t) for n, t in tensors.items() if n not in weights}

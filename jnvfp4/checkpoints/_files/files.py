@@ -85,7 +85,7 @@ def remove_temporaries(directory: Path, names: Container[str]) -> None:
 
 
 # ---------------------------------------------------------------- directories
-def check_new(directory: Path) -> None:
+def _check_new(directory: Path) -> None:
     """Raises if there is a file of this name, or a directory that is not empty."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CheckpointError("is not empty", "an empty or new directory", file=directory, code=Exit.USAGE)
@@ -98,10 +98,11 @@ def new_output(directory: Path) -> Iterator[None]:
     Raises:
       CheckpointError: it is not empty, another writer has it, or a file cannot be read or written.
     """
+    _check_new(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory):
-            check_new(directory)  # again: another writer may have finished
+            _check_new(directory)  # again: another writer may have finished
             try:
                 with _unfinished(directory):
                     yield
