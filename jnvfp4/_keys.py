@@ -160,6 +160,11 @@ def varies(*values: Any) -> bool:
     return max(map(_depth, values)) >= _count_loops(traced_functions())
 
 
+def is_within(value: Any, other: Any) -> bool:
+    """Says whether a value belongs to a function that is traced within that of another value."""
+    return len(_functions_of(value)) > len(_functions_of(other))
+
+
 def must_vary(what: str, hint: str) -> ValueError:
     """Makes the error of a layer in a loop that gives all its iterations one key."""
     return ValueError(
@@ -187,13 +192,17 @@ def _check_varies(what: str, step: _Step) -> None:
         raise ValueError(
             f"{what}: in a loop that JAX traces once, here number {missing[0]} of {loops} from the outside, layers "
             "must have an index that the loop passes, got none; enter jnvfp4.layer_index(i) in the body of the loop "
-            "over layers (or step_key with a key of its own in a loop over microbatches)"
+            "over layers, or jnvfp4.step_key(jax.random.fold_in(key, i)) in that of a loop over microbatches"
         )
 
 
 def _depth(value: Any) -> int:
     """Returns within how many loops a value is computed; 0 for a constant."""
-    return _count_loops(traced_functions(value)) if isinstance(value, jax.core.Tracer) else 0
+    return _count_loops(_functions_of(value))
+
+
+def _functions_of(value: Any) -> tuple[str, ...]:
+    return traced_functions(value) if isinstance(value, jax.core.Tracer) else ()
 
 
 def _count_loops(functions: tuple[str, ...]) -> int:

@@ -14,7 +14,7 @@ from flax import nnx
 from flax.nnx.extract import NodeStates
 from flax.nnx.transforms import iteration
 
-from .._compat import traced_functions
+from .._keys import is_within
 
 
 def loop_that_shares(layer: Any) -> str | None:
@@ -26,7 +26,7 @@ def loop_that_shares(layer: Any) -> str | None:
             return loop
         # In a function of the loop's body, such as that of nnx.remat, tracers are others than those of the loop.
         same = [node.stream.key[...] for _, node in nnx.iter_graph(args) if _is_layer(node, layer)]
-        if same and all(_is_in(of_loop, shared) and _is_within(key, of_loop) for of_loop in same):
+        if same and all(_is_in(of_loop, shared) and is_within(key, of_loop) for of_loop in same):
             return loop
     return None
 
@@ -84,12 +84,3 @@ def _is_in(key: jax.Array, keys: list[jax.Array]) -> bool:
 
 def _is_layer(node: Any, layer: Any) -> bool:
     return isinstance(node, type(layer)) and node.product.path == layer.product.path
-
-
-def _is_within(key: jax.Array, other: jax.Array) -> bool:
-    """Says whether a key has its value in a function within that of another."""
-    return len(_functions(key)) > len(_functions(other))
-
-
-def _functions(key: jax.Array) -> tuple[str, ...]:
-    return traced_functions(key) if isinstance(key, jax.core.Tracer) else ()
