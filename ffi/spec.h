@@ -40,9 +40,6 @@ struct Nvfp4Sr { static constexpr KernelSpec spec = plain(AmaxScope::kTensor, 1,
 struct Nvfp4Rht { static constexpr KernelSpec spec = plain(AmaxScope::kTensor, 1, true); };
 struct Nvfp4RhtSr { static constexpr KernelSpec spec = plain(AmaxScope::kTensor, 1, true, Rounding::kStochastic); };
 struct Nvfp4_2D { static constexpr KernelSpec spec = plain(AmaxScope::kTensor, 16); };
-struct Nvfp4_2DSr { static constexpr KernelSpec spec = plain(AmaxScope::kTensor, 16, false, Rounding::kStochastic); };
-struct Nvfp4_2DRht { static constexpr KernelSpec spec = plain(AmaxScope::kTensor, 16, true); };
-struct Nvfp4_2DRhtSr { static constexpr KernelSpec spec = plain(AmaxScope::kTensor, 16, true, Rounding::kStochastic); };
 struct RowScaled { static constexpr KernelSpec spec = plain(AmaxScope::kRow); };
 struct Window64 { static constexpr KernelSpec spec = plain(AmaxScope::kWindow64); };
 template <Select kSelect, ErrorMath kMath>
@@ -70,9 +67,8 @@ using EveryError = SpecList<S<Select::kMae, ErrorMath::kFp32>, S<Select::kMae, E
                             S<Select::kMse, ErrorMath::kFp32>, S<Select::kMse, ErrorMath::kFp16>>;
 
 using SupportedSpecs =
-    Concatenated<SpecList<Nvfp4, Nvfp4Sr, Nvfp4Rht, Nvfp4RhtSr>,
-                 SpecList<Nvfp4_2D, Nvfp4_2DSr, Nvfp4_2DRht, Nvfp4_2DRhtSr>, SpecList<RowScaled, Window64>,
-                 EveryError<FourOverSix>, EveryError<FourOverSix2D>, EveryError<FourOverSixRow>>::Type;
+    Concatenated<SpecList<Nvfp4, Nvfp4Sr, Nvfp4Rht, Nvfp4RhtSr, Nvfp4_2D, RowScaled, Window64>, EveryError<FourOverSix>,
+                 EveryError<FourOverSix2D>, EveryError<FourOverSixRow>>::Type;
 
 // What one pass over x can quantize both ways; any other pair is two calls. `jnvfp4/spec.py` lists the same.
 template <class R, class C>

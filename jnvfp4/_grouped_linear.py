@@ -248,7 +248,7 @@ def _reads_one_weight(recipe: Recipe) -> bool:
     if fprop is None or dgrad is None or fprop.w != dgrad.w:
         return False
     spec = fprop.w
-    return (spec.block_rows, spec.rounding, spec.select, spec.format.rht) == (BLOCK, "nearest", "max6", False)
+    return (spec.block_rows, spec.select) == (BLOCK, "max6")
 
 
 # ---------------------------------------------------------------- the products

@@ -595,7 +595,7 @@ def _reads_one_weight(call: Call) -> bool:
     if call.gather is None or fprop is None or dgrad is None or fprop.w != dgrad.w:
         return False
     spec = fprop.w
-    return (spec.block_rows, spec.rounding, spec.select, spec.format.rht) == (BLOCK, "nearest", "max6", False)
+    return (spec.block_rows, spec.select) == (BLOCK, "max6")
 
 
 def _backward(call: Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:

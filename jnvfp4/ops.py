@@ -363,13 +363,12 @@ def transpose(q: NVFP4Tensor, spec: QuantSpec = NVFP4_2D, *, implementation: Imp
 
     Args:
       q: an NVFP4Tensor [..., M, K] that was made by ``spec``, with M and K multiples of 16.
-      spec: the spec that q was made by. It has ``block_rows=16``, the format of q, and no ``rht``.
+      spec: the spec that q was made by. It has ``block_rows=16`` and the format of q.
       implementation: as in ``quantize``.
 
     Returns:
       The NVFP4Tensor [..., K, M] of the same values and format, with the amax of q. For ``NVFP4_2D`` it has the bytes
-      of ``quantize(x, spec, transpose=True)``. For other specs that call may choose another scale for a tile (4over6)
-      or draws other random bits (stochastic rounding).
+      of ``quantize(x, spec, transpose=True)``. For 4over6 that call may choose another scale for a tile.
 
       A tensor does not say whether it was made in tiles. Where the 16 rows of a tile do not have the same scale byte,
       the tile gets the scale NaN, and its values decode to NaN. ``implementation="reference"`` raises an error instead,
@@ -400,10 +399,9 @@ def _check_tile_spec(op: str, q: NVFP4Tensor, spec: QuantSpec) -> None:
             f"{op}: spec must have block_rows={BLOCK}, got {spec} with block_rows={spec.block_rows}; {other_way}"
         )
     if spec.format != q.format:
-        raise ValueError(f"{op}: spec must have the format of q, {q.format}, got {spec} with {spec.format}")
-    if spec.format.rht:
         raise ValueError(
-            f"{op}: spec must have rht=False, got {spec} with rht=True, whose values are rotated along K; {other_way}"
+            f"{op}: spec must have the format of q, {q.format}, got {spec} with {spec.format}; pass the spec that "
+            f"made q, or {other_way}"
         )
 
 

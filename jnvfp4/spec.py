@@ -69,10 +69,11 @@ class QuantSpec:
         and 6, and take the one with the smaller error (4over6): of the sum of magnitudes, or of squares.
       error_math: how 4over6 computes these errors: "fp32" of the dequantized values, or "fp16", which is faster, of the
         scaled ones.
-      rounding: how values are rounded to E2M1: to "nearest" even, or "stochastic".
+      rounding: how values are rounded to E2M1: to "nearest" even, or "stochastic", which needs ``block_rows=1``, as a
+        rotation does.
       scale_headroom: whether the block scale is made larger by 1/16 before it is rounded to E4M3, so that no element is
         clipped because its block scale was rounded down. Without it stochastic rounding is biased there. Needs
-        ``rounding="stochastic"`` and ``block_rows=1``.
+        ``rounding="stochastic"``.
 
     Raises:
       ValueError: a field has another value than these, or the fields contradict each other. Every other combination is
@@ -128,7 +129,12 @@ class QuantSpec:
                 'amax_scope="row" needs block_rows=1 and rounding="nearest", since a 16x16 tile has rows of several '
                 "amaxes, and gradients, which are rounded stochastically, have one amax per tensor"
             )
-        if self.scale_headroom and (self.block_rows == 16 or not stochastic):
+        if self.block_rows == 16 and (stochastic or fmt.rht):
+            return (
+                'block_rows=16 needs rounding="nearest" and rht=False, since 16x16 tiles are for weights, whose values '
+                "stay when they are transposed: random bits and rotations depend on the orientation"
+            )
+        if self.scale_headroom and not stochastic:
             return (
                 'scale_headroom=True needs rounding="stochastic" and block_rows=1, since it is for gradients: a value '
                 "that is rounded to nearest is biased with or without it"

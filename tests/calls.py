@@ -391,7 +391,8 @@ WRONG_SPECS = [
     {"amax_scope": "window64", "rht": True},
     {"select": "mae", "rounding": "stochastic"},
     {"rounding": "nearest", "scale_headroom": True},
-    {"block_rows": np.int32(16), "rounding": "stochastic", "scale_headroom": True},
+    {"block_rows": np.int32(16), "rounding": "stochastic"},
+    {"block_rows": np.int32(16), "rht": True},
 ]
 WRONG_ATTRS = {
     "row_blocks": [np.int32(-1), np.int32(0), np.int32(7)],  # rows have 8 blocks

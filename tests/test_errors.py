@@ -19,7 +19,6 @@ from jnvfp4 import (
     WINDOW64,
     Format,
     NVFP4Tensor,
-    QuantSpec,
     Recipe,
     dequantize,
     dot_general,
@@ -747,10 +746,10 @@ TRANSPOSE = {
         "transpose: spec must have the format of q",
     ),
     "rotated": (
-        partial(transpose, spec=QuantSpec(Format(rht=True), block_rows=16)),
+        transpose,
         [t(16, 32, Format(rht=True))],
         ValueError,
-        "transpose: spec must have rht=False, got NVFP4_2D_RHT with rht=True, whose values are rotated along K; make",
+        "format of q, .*rht=True.*, got NVFP4_2D with .*; pass the spec that made q, or make the transpose from",
     ),
     "m": (
         transpose,

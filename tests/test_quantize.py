@@ -35,7 +35,6 @@ from jnvfp4 import (
     NVFP4_SR_UNBIASED,
     ROW_SCALED,
     WINDOW64,
-    Format,
     QuantSpec,
     four_over_six,
 )
@@ -48,7 +47,7 @@ FAMILIES = [
     NVFP4_SR,
     NVFP4_SR_UNBIASED,
     NVFP4_RHT,
-    QuantSpec(Format(rht=True), block_rows=16, rounding="stochastic"),
+    NVFP4_RHT_SR,
     ROW_SCALED,
     WINDOW64,
     four_over_six(),

@@ -55,6 +55,15 @@ INVALID = {
         lambda: QuantSpec(Format("window64"), rounding="stochastic"),
         'amax_scope="window64" needs .* rounding="nearest"',
     ),
+    "2d_stochastic": (
+        lambda: QuantSpec(block_rows=16, rounding="stochastic"),
+        'block_rows=16 needs rounding="nearest" and rht=False.*, got format=.*block_rows=16',
+    ),
+    "2d_rht": (lambda: QuantSpec(Format(rht=True), 16), 'block_rows=16 needs rounding="nearest" and rht=False'),
+    "2d_rht_stochastic": (
+        lambda: QuantSpec(Format(rht=True), 16, rounding="stochastic"),
+        'block_rows=16 needs rounding="nearest" and rht=False',
+    ),
     "headroom": (lambda: QuantSpec(rounding="stochastic", scale_headroom=1), r"scale_headroom must be .*, got 1"),
     "headroom_nearest": (
         lambda: QuantSpec(scale_headroom=True),
@@ -62,7 +71,7 @@ INVALID = {
     ),
     "headroom_2d": (
         lambda: QuantSpec(block_rows=16, rounding="stochastic", scale_headroom=True),
-        'scale_headroom=True needs rounding="stochastic" and block_rows=1',
+        'block_rows=16 needs rounding="nearest"',
     ),
     "headroom_mae": (lambda: QuantSpec(select="mae", scale_headroom=True), "scale_headroom=True needs"),
     "headroom_row": (lambda: QuantSpec(Format("row"), scale_headroom=True), "scale_headroom=True needs"),
@@ -224,9 +233,9 @@ def _constructible() -> list[QuantSpec]:
 
 
 def test_every_combination_is_supported_or_refused():
-    """The whole product of field values: 24 specs of 4over6, twelve others."""
+    """The whole product of field values: 24 specs of 4over6, nine others."""
     assert len(list(product(*FIELDS.values()))) == 576
-    assert len(SUPPORTED_SPECS) == 36
+    assert len(SUPPORTED_SPECS) == 33
     assert sorted(map(name_of, _constructible())) == sorted(map(name_of, SUPPORTED_SPECS))
 
 

@@ -49,9 +49,6 @@ inline std::string text_of(const SpecAttr& a) {
   return s.append(a.scale_headroom ? ", scale_headroom=true}" : ", scale_headroom=false}");
 }
 
-// Gradients alone have it: `QuantSpec` of Python refuses the same.
-inline bool may_have_headroom(const KernelSpec& s) { return s.rounding == Rounding::kStochastic && s.block_rows == 1; }
-
 // The kernel's part of a spec, which is one of SupportedSpecs if the check passes. e4m3_max and headroom are arguments
 // of kernels.
 inline KernelSpec kernel_spec(Checks& check, std::string_view name, const SpecAttr& a) {
@@ -60,7 +57,8 @@ inline KernelSpec kernel_spec(Checks& check, std::string_view name, const SpecAt
   check.that(find_word(kAmaxScopes, a.amax_scope, &spec.amax_scope) && find_word(kSelects, a.select, &spec.select) &&
                  find_word(kErrorMaths, a.error_math, &spec.error_math) &&
                  find_word(kRoundings, a.rounding, &spec.rounding) && (a.e4m3_max == 448 || a.e4m3_max == 256) &&
-                 (!a.scale_headroom || may_have_headroom(spec)) && dispatch(spec, SupportedSpecs{}, [](auto) {}),
+                 (!a.scale_headroom || spec.rounding == Rounding::kStochastic) &&
+                 dispatch(spec, SupportedSpecs{}, [](auto) {}),
              [&] { return std::string(name) + " must be a supported spec, got " + text_of(a); });
   return spec;
 }

@@ -120,8 +120,6 @@ class TilesPass {
         size_(widens<T>(a.kind) ? 2 : sizeof(Stored)),
         out_(static_cast<char*>(a.out) +
              ((first.matrix * a.shape.rows + first.row + Own::row()) * a.shape.cols + first.col + Own::col()) * size_),
-        place_(static_cast<uint64_t>(first.row + row_of_thread<true>()) * a.stream.row_blocks + blocks_of(first.col) +
-               block_of_thread<true>()),
         rows_left_(static_cast<int>(min(a.shape.rows - first.row - Own::row(), int64_t{INT_MAX}))),
         here_(Own::col() < a.shape.cols - first.col) {}
 
@@ -131,12 +129,8 @@ class TilesPass {
       Block<T>& x = tile.block(at_[j]);
       const int row = row_of_thread<true>(), col = (block_of_thread<true>() + j) * kBlock;
       x = FakeQuant::values<S>(
-          a_, scales_, Block<T>(x), [&](int i) { return tile.element(row, col + i); },
-          [&](uint32_t (&bits)[4]) {
-            if constexpr (kStochastic<S>) scales_.random(place_ + j, false, bits);
-          });
+          a_, scales_, Block<T>(x), [&](int i) { return tile.element(row, col + i); }, [](uint32_t (&)[4]) {});
     }
-    place_ += kTileRows * a_.stream.row_blocks;
     sync_team();
     const char* from = tile.bytes + from_;
     char* to = out_;
@@ -166,7 +160,6 @@ class TilesPass {
   const SharedScales<S>& scales_;
   const int size_;  // of an element in memory
   char* out_;       // of the thread's first word
-  uint64_t place_;  // of the thread's first block, for random bits
   int rows_left_;
   bool here_;
   const int at_[2] = {pin_register(Tile<T>::place_of_block(row_of_thread<true>(), block_of_thread<true>())),

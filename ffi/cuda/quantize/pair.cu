@@ -6,8 +6,7 @@ namespace {
 
 // 16x16 tiles have the same codes along both axes, transposed, where both amax and both choices are the same.
 template <class P>
-inline constexpr bool kTransposes = kTiles<typename P::Row> && std::is_same_v<typename P::Row, typename P::Col> &&
-                                    !P::Row::spec.rht && !kStochastic<typename P::Row>;
+inline constexpr bool kTransposes = kTiles<typename P::Row> && std::is_same_v<typename P::Row, typename P::Col>;
 
 // The codes of a team's rows, on their way to columns.
 struct TeamCodes {
