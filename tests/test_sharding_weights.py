@@ -421,7 +421,7 @@ SWAPPED = {
     "dot_general": partial(dot_general, dimension_numbers=(((1,), (0,)), ((), ()))),
     "DotGeneral": lambda x, w, w_gather: DotGeneral(recipes.DEFAULT, "up", w_gather)(x, w, (((1,), (0,)), ((), ()))),
     "einsum": lambda x, w, w_gather: einsum("bk,kn->bn", x, w, w_gather=w_gather),
-    "policy": lambda x, w, w_gather: by_policy(Policy(default=recipes.DEFAULT, w_gather=w_gather))("up", x, w),
+    "policy": lambda x, w, w_gather: by_policy(Policy(default=recipes.DEFAULT, w_gather=w_gather))("up", x, w, None),
     "gather_quantized": lambda _, w, w_gather: gather_quantized(w, NVFP4, sharded=w_gather[0], gathered=w_gather[1]),
 }
 
