@@ -72,6 +72,13 @@ def test_explain_lists_the_layers_of_a_model():
     assert decisions["blocks/1/attention/out"] == ((2, 16, 32), SR, "rule 'blocks/.*'")
 
 
+@pytest.mark.parametrize("box", ["state", "pure"])
+def test_parameters_are_explained_as_their_model(box):
+    params = nnx.state(transformer(), nnx.Param)
+    found = POLICY.explain(nnx.to_pure_dict(params) if box == "pure" else params)
+    assert sorted(d.path for d in found) == sorted(d.path for d in POLICY.explain(transformer()))
+
+
 def test_the_state_does_not_change():
     model = transformer()
     before = nnx.state(model)
