@@ -153,7 +153,7 @@ def _refuse_quantized(source: Source) -> None:
     if scales:
         hint = "--dequantize-input fp8-block decodes it" if scales[0].endswith("weight_scale_inv") else ""
         expected = "a model in high precision"
-        raise CheckpointError("is a scale of quantized weights", expected, tensor=scales[0], hint=hint)
+        raise CheckpointError("is a scale of quantized weights or of a KV cache", expected, tensor=scales[0], hint=hint)
 
 
 def _ignore_list(decisions: Decisions, options: ConvertOptions) -> list[str]:
