@@ -21,6 +21,7 @@ import qwix  # noqa: E402
 from transformers import BertConfig, FlaxBertForMaskedLM, FlaxGPT2LMHeadModel, GPT2Config  # noqa: E402
 
 IDS = jnp.arange(64).reshape(4, 16)
+BF16 = jnp.dtype(jnp.bfloat16)
 RECIPE = jnvfp4.recipes.pretrain()
 SIZES = {"vocab_size": 128}
 
@@ -34,7 +35,7 @@ def cross_entropy(logits: jax.Array) -> jax.Array:
 def bert() -> tuple[Any, Callable[[Any, jax.Array], jax.Array]]:
     """Returns parameters and the loss of BERT, whose layers are ``nn.Dense``."""
     config = BertConfig(num_hidden_layers=3, num_attention_heads=2, hidden_size=64, intermediate_size=128, **SIZES)
-    model = FlaxBertForMaskedLM(config, dtype=jnp.bfloat16)
+    model = FlaxBertForMaskedLM(config, dtype=BF16)
     policy = jnvfp4.Policy([jnvfp4.Rule("bert/encoder/layer/.*", RECIPE)], last_bf16=1)
     print(policy.explain(model.params))
 
@@ -47,7 +48,7 @@ def bert() -> tuple[Any, Callable[[Any, jax.Array], jax.Array]]:
 
 def gpt2() -> tuple[Any, Callable[[Any, jax.Array], jax.Array]]:
     """Returns parameters and the loss of GPT-2, whose layers are modules of their own, which Qwix reaches."""
-    model = FlaxGPT2LMHeadModel(GPT2Config(n_layer=3, n_head=2, n_embd=64, n_positions=64, **SIZES), dtype=jnp.bfloat16)
+    model = FlaxGPT2LMHeadModel(GPT2Config(n_layer=3, n_head=2, n_embd=64, n_positions=64, **SIZES), dtype=BF16)
     policy = jnvfp4.Policy([jnvfp4.Rule("transformer/h/.*", RECIPE)], last_bf16=1)
     driven = qwix.quantize_model(model.module, jnvfp4.qwix.Provider(policy))
     positions = jnp.broadcast_to(jnp.arange(IDS.shape[1]), IDS.shape)

@@ -72,7 +72,7 @@ def find_amax(x: np.ndarray | Rows, by_row: bool) -> Amax:
             wrong = np.argwhere(~np.isfinite(part.astype(np.float32)))
             not_finite += len(wrong)
             first = first or (rows.start + int(wrong[0][0]), int(wrong[0][1]))
-    return Amax(amax if by_row else np.asarray(amax.max(initial=0)), not_finite, first)
+    return Amax(amax if by_row else np.asarray(np.max(amax, initial=0)), not_finite, first)
 
 
 def encode(

@@ -75,7 +75,7 @@ def find_amaxes(plan: Plan, workers: int) -> Amaxes:
         elif plan.options.row_scaled:
             by_module |= {m: own[m].value for m in group.members}
         else:
-            shared = np.asarray(np.maximum.reduce([own[m].value for m in group.members]))
+            shared = np.asarray(np.max([own[m].value for m in group.members], axis=0))
             by_module |= dict.fromkeys(group.members, shared)
     return Amaxes(by_module, tuple(not_finite))
 
