@@ -66,22 +66,6 @@ def fake_quant(x: jax.Array, spec: QuantSpec, *, amax: Any = None, key: Any = No
     return _decode(*quantize(x, spec, amax=amax, key=key), spec.format).astype(x.dtype)
 
 
-def rms_norm_quantize(x: jax.Array, weight: jax.Array, spec: QuantSpec, col: Any = None, **options: Any) -> Any:
-    wide = x.astype(jnp.float32)
-    y = wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6) * weight.astype(jnp.float32)
-    return _quantize_either(y, spec, col, options)
-
-
-def silu_mul_quantize(gate: jax.Array, up: jax.Array, spec: QuantSpec, col: Any = None, **options: Any) -> Any:
-    y = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
-    return _quantize_either(y, spec, col, options)
-
-
-def _quantize_either(y: jax.Array, spec: QuantSpec, col: Any, options: dict[str, Any]) -> Any:
-    y = y.astype(jnp.bfloat16)
-    return quantize(y, spec, **options) if col is None else quantize_pair(y, spec, col, **options)
-
-
 def _amax(blocks: jax.Array, fmt: Format) -> jax.Array:
     magnitude = jnp.abs(blocks)
     if fmt.amax_scope == "tensor":

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Literal
 
 import jax
@@ -23,7 +22,7 @@ from jnvfp4 import (
     four_over_six,
 )
 
-What = Literal["quantize", "dequantize", "transpose", "fake_quant", "rms_norm_quantize", "silu_mul_quantize"]
+What = Literal["quantize", "dequantize", "transpose", "fake_quant"]
 PACKED = 0.5625  # bytes an element of codes and scales
 
 
@@ -51,10 +50,6 @@ class Op:
         assert spec
         return spec
 
-    @property
-    def produces(self) -> bool:
-        return self.what in ("rms_norm_quantize", "silu_mul_quantize")
-
     def fits(self, shape: tuple[int, ...]) -> bool:
         row, col = self.specs
         needs: list[tuple[int, int]] = [(row.block_rows, row.unit)] if row else []
@@ -71,9 +66,6 @@ class Op:
             return lambda t: api.transpose(t, spec)
         if self.what == "fake_quant":
             return lambda x, amax, key: api.fake_quant(x, spec, amax=amax and amax[0], key=key)
-        if self.produces:
-            produce = getattr(api, self.what)
-            return lambda a, b, amax, key: produce(a, b, spec, col, amax=amax if col else amax and amax[0], key=key)
         if row and col:
             return lambda x, amax, key: api.quantize_pair(x, row, col, amax=amax, key=key)
         return lambda x, amax, key: api.quantize(x, spec, amax=amax and amax[side], key=key, transpose=side == 1)
@@ -83,8 +75,7 @@ class Op:
             return (of.quantized(self.spec),)
         # The key is an argument, so that XLA cannot compute the random bits while compiling.
         key = jax.random.key(0) if any(s and s.rounding == "stochastic" for s in self.specs) else None
-        operands = {"rms_norm_quantize": (of.x, of.weight), "silu_mul_quantize": (of.x, of.up)}
-        return *operands.get(self.what, (of.x,)), of.amax(self), key
+        return of.x, of.amax(self), key
 
     def bytes_per_element(self, size: int) -> float:
         """Of the floor: x read once (twice to find a tensor's amax), what is quantized written once."""
@@ -96,7 +87,6 @@ class Op:
         if self.what == "fake_quant":
             return 2 * size
         reads = 1 if self.given or all(s is None or s.finds_amax for s in self.specs) else 2
-        reads *= 2 if self.what == "silu_mul_quantize" else 1
         return reads * size + PACKED * sum(s is not None for s in self.specs) + windows
 
     def baseline(self) -> "Op":
@@ -112,14 +102,6 @@ class Input:
         self.x = x
         self._amaxes: dict[tuple, tuple] = {}
 
-    @cached_property
-    def weight(self) -> jax.Array:
-        return jnp.linspace(0.5, 1.5, self.x.shape[1], dtype=self.x.dtype)
-
-    @cached_property
-    def up(self) -> jax.Array:
-        return jnp.roll(self.x, 1, axis=1)
-
     def quantized(self, spec: QuantSpec) -> jnvfp4.NVFP4Tensor:
         return jax.jit(jnvfp4.quantize, static_argnums=1)(self.x, spec)
 
@@ -128,16 +110,12 @@ class Input:
         if not op.given or any(s and s.format.amax_scope == "window64" for s in op.specs):
             return None
         row, col = (s and QuantSpec(replace(s.format, e4m3_max=448)) for s in op.specs)
-        what: What = op.what if op.produces else "quantize"
-        if (what, row, col) not in self._amaxes:
-            finder = replace(op, given=False, what=what, specs=(row, col))
+        if (row, col) not in self._amaxes:
+            finder = replace(op, given=False, what="quantize", specs=(row, col))
             found = jax.jit(finder.call(jnvfp4))(*finder.arguments(self))
-            if op.produces:
-                tensors = found.row, found.col
-            else:
-                tensors = found if row and col else (found, None) if row else (None, found)
-            self._amaxes[what, row, col] = tuple(t and t.amax for t in tensors)
-        return self._amaxes[what, row, col]
+            tensors = found if row and col else (found, None) if row else (None, found)
+            self._amaxes[row, col] = tuple(t and t.amax for t in tensors)
+        return self._amaxes[row, col]
 
 
 def _four_over_six() -> list[Op]:
@@ -160,20 +138,6 @@ def _fake_quant() -> list[Op]:
     specs |= {op.name: op.spec for op in _four_over_six() if None in op.specs}
     specs["4over6_2d mae"] = four_over_six(block_rows=16)
     return [Op(f"fake_quant {name}", (spec, None), what="fake_quant", target=0.88) for name, spec in specs.items()]
-
-
-def _producers() -> list[Op]:
-    """As plain, row-scaled and 1x64 quantization, with the reads that come before them."""
-    ops = []
-    for what in ("rms_norm_quantize", "silu_mul_quantize"):
-        ops += [
-            Op(f"{what} nvfp4", (NVFP4, None), what=what, target=0.97),
-            Op(f"{what} nvfp4 pair", (NVFP4, NVFP4), what=what, target=0.88),
-            Op(f"{what} row_scaled amax found", (ROW_SCALED, None), given=False, what=what, target=0.85),
-            Op(f"{what} window64", (WINDOW64, None), what=what, target=0.85),
-            Op(f"{what} pretrain x pair", (NVFP4, NVFP4_RHT), what=what, target=0.75),
-        ]
-    return ops
 
 
 OPS = [
@@ -209,7 +173,6 @@ OPS = [
     Op("dequantize rotated to bf16", (NVFP4_RHT, None), what="dequantize"),
     Op("transpose nvfp4_2d", (NVFP4_2D, None), what="transpose", target=0.85),
     *_fake_quant(),
-    *_producers(),
 ]
 BY_NAME = {op.name: op for op in OPS}
 

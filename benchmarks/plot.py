@@ -24,8 +24,6 @@ SHOWN = {
     "4over6 mae": "quantize by 4over6",
     "dequantize to bf16": "dequantize",
     "fake_quant nvfp4": "fake_quant",
-    "rms_norm_quantize nvfp4": "RMS norm, and quantize",
-    "silu_mul_quantize nvfp4": "SwiGLU gate, and quantize",
 }
 # The lines of the panel of sizes: operations, and of several the fastest.
 SIZES = {

@@ -64,7 +64,7 @@ target_compile_definitions(_cuda PRIVATE JNVFP4_CUDA_BUILT_FOR="${built_for}")
 jnvfp4_generic_flags(generic "${targets}")
 jnvfp4_e2m1_flags(e2m1 "${targets}" ${CMAKE_CUDA_COMPILER_VERSION})
 jnvfp4_cuda_objects(jnvfp4_encode FLAGS ${e2m1} FILES
-  ffi/cuda/produce/rows.cu ffi/cuda/produce/tiles.cu ffi/cuda/quantize/pair.cu ffi/cuda/quantize/tiles.cu
+  ffi/cuda/quantize/pair.cu ffi/cuda/quantize/tiles.cu
   ffi/cuda/quantize/rows.cu)
 jnvfp4_cuda_objects(jnvfp4_quantize FLAGS ${generic} FILES
   ffi/cuda/quantize/fake_quant.cu ffi/cuda/quantize/rht_amax.cu ffi/cuda/quantize/dequantize.cu

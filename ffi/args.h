@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "arrays.h"
-#include "producers.h"
 #include "spec.h"
 
 namespace jnvfp4 {
@@ -67,14 +66,6 @@ struct FakeQuantArgs {
   QuantShape shape;  // not transposed
   float e4m3_max;
   float headroom;  // as in QuantizeArgs
-};
-
-// A norm or a gate, its bfloat16 values, and the values quantized along rows and along columns.
-struct ProduceArgs {
-  ProducerOperands sources;
-  QuantizeArgs row, col;  // data null: not wanted
-  uint16_t* values;       // null: not wanted
-  void* scratch;          // null: none; CPU: the values, if columns need them; CUDA: a norm's factor of each row
 };
 
 // q * s of a tensor, exact in 16 bits: an operand of XLA's GEMM.

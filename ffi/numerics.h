@@ -104,14 +104,6 @@ JNVFP4_HD float reciprocal_rn(float a) {
 #endif
 }
 
-JNVFP4_HD float sqrt_rn(float a) {
-#if defined(__CUDA_ARCH__)
-  return __fsqrt_rn(a);
-#else
-  return std::sqrt(a);
-#endif
-}
-
 // min(v, FLT_MAX) that keeps NaN, for v >= 0. On bits: g++ 13 was seen to fold the float comparison wrongly.
 JNVFP4_HD float clamp_max(float v) { return bits_of(v) == kInf ? kFloatMax : v; }
 

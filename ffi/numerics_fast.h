@@ -1,11 +1,10 @@
-// Fast forms of the rules of numerics.h and producers.h: the same results, computed otherwise.
+// Fast forms of the rules of numerics.h: the same results, computed otherwise.
 //
 // The comment of each begins with the rule it equals and the test that proves it: `tests/file::name`, a test function
 // or a check of cpp/exhaustive.cc. tests/test_numerics.py holds every function and struct of this file to that.
 #pragma once
 
 #include "numerics.h"
-#include "producers.h"
 
 namespace jnvfp4 {
 
@@ -51,19 +50,6 @@ JNVFP4_HD float div_constant(float a, float d, float reciprocal) {
   (void)reciprocal;
 #endif
   return div_rn(a, d);
-}
-
-// = reciprocal_rn(a), proven by tests/test_numerics.py::test_reciprocal_of_large
-// for a from 1 to 2^120. On the device it is the compiler's division in that range, without the test for the range: an
-// estimate, and one step on its exact error.
-JNVFP4_HD float reciprocal_of_large(float a) {
-#if defined(__CUDA_ARCH__)
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
-  return __fmaf_rn(r, __fmaf_rn(-a, r, 1.0f), r);
-#else
-  return reciprocal_rn(a);
-#endif
 }
 
 // ---------------------------------------------------------------- E2M1
@@ -197,14 +183,6 @@ JNVFP4_HD float row_error_by_values(const float* x, const float* q, const Strict
   JNVFP4_UNROLL
   for (int i = 0; i < kBlock; ++i) sum = add_error(sum, values.difference(q[i], x[i]), squared);
   return sum;
-}
-
-// ---------------------------------------------------------------- the gate
-// = silu_mul(g, u), proven by tests/test_numerics.py::test_gate
-// for a gate that is not below kTinyGate.
-JNVFP4_HD float silu_mul_usual(float g, float u) {
-  const float r = reciprocal_of_large(add_rn(1.0f, exp2_shifted(gate_exponent(g), 0)));
-  return mul_rn(mul_rn(g, r), u);
 }
 
 }  // namespace jnvfp4

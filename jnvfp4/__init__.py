@@ -26,9 +26,6 @@ from .ops import quantize_pair as quantize_pair
 from .ops import transpose as transpose
 from .policy import Policy as Policy
 from .policy import Rule as Rule
-from .producers import Produced as Produced
-from .producers import rms_norm_quantize as rms_norm_quantize
-from .producers import silu_mul_quantize as silu_mul_quantize
 from .recipes import Recipe as Recipe
 from .report import QuantizationReport as QuantizationReport
 from .report import quantization_report as quantization_report

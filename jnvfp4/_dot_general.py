@@ -128,7 +128,7 @@ def contract(
     if lb:
         out = _batched(call, x, w, key, of_w)
     else:
-        out = call_linear(call, x[0], w[0], None, key, None, *of_w)
+        out = call_linear(call, x[0], w[0], None, key, *of_w)
     if out.shape[-1] != n:
         out = lax.slice_in_dim(out, 0, n, axis=-1)
     of_x = [(a.shape[i],) for i in left.free]
@@ -140,7 +140,7 @@ def _batched(call: Call, x: jax.Array, w: jax.Array, key: jax.Array | None, of_w
     """Multiplies every matrix of x [B, M, K] by its own matrix of w, with a key of its own."""
     key = recipe_key(call.op, call.recipe, key)
     keys = None if key is None else jax.random.split(key, x.shape[0])
-    one = lambda x, w, key, amax: call_linear(call, x, w, None, key, None, of_w.gather, amax)  # noqa: E731
+    one = lambda x, w, key, amax: call_linear(call, x, w, None, key, of_w.gather, amax)  # noqa: E731
     return jax.vmap(one)(x, w, keys, of_w.amax)
 
 

@@ -29,7 +29,6 @@ from ._gather import Gather, Placement, as_gather, as_pair, gathered
 from ._primitives._base import Axes, axes_of, axes_of_dims, match_varying, resharded, without_axes
 from ._primitives._operands import check_parts
 from .ops import contract_rows, dequantize, matmul_nt, quantize, quantize_pair, quantize_pair_rows, quantize_rows
-from .producers import Produced
 from .recipes import DEFAULT, Recipe
 from .spec import BLOCK, QuantSpec
 from .tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
@@ -42,7 +41,6 @@ BACKWARD_NAME = "nvfp4_backward"
 WeightAxes = Literal["nk", "kn"]
 Weight = jax.Array | NVFP4Tensor  # an NVFP4Tensor is frozen; its scales are bytes within this module
 Pair = tuple[NVFP4Tensor | None, NVFP4Tensor | None]  # of x, and of x transposed
-Quantized = Produced | NVFP4Tensor | Pair | None
 
 
 class Call(NamedTuple):
@@ -79,7 +77,6 @@ def linear(
     *,
     bias: ArrayLike | None = None,
     key: jax.Array | None = None,
-    quantized: Quantized = None,
     out_dtype: DTypeLike | None = None,
     accumulation: Accumulation = "fast",
     implementation: str | None = None,
@@ -109,9 +106,6 @@ def linear(
         a constant of the jitted function, draws the same bits each time, which only ``step_key`` refuses. x, w and dy
         draw from ``jax.random.fold_in(key, i)`` for i = 0, 1, 2. If w is an NVFP4Tensor, only the rounding of x can
         need a key.
-      quantized: tensors of x that exist already, in the formats of the recipe, so that x is not quantized here. That is
-        the ``Produced`` that ``rms_norm_quantize`` or ``silu_mul_quantize`` returned with the values x [M, K], or the
-        tensor of x, or the pair of tensors of x and of x transposed.
       out_dtype: float32, bfloat16 or float16; the dtype of x if None.
       accumulation: as in ``matmul_nt``, for every GEMM of quantized operands, forward and backward. XLA computes GEMMs
         in high precision, in its own order.
@@ -146,7 +140,7 @@ def linear(
         raise ValueError(f"{op}: w_axes must be 'nk' or 'kn', got {w_axes!r}")
     dtype = None if out_dtype is None else float_dtype(op, "out_dtype", out_dtype)
     call = Call(op, recipe, dtype, accumulation, implementation, w_axes)
-    return call_linear(call, x, w, bias, key, quantized, as_pair(op, w_gather), w_amax)
+    return call_linear(call, x, w, bias, key, as_pair(op, w_gather), w_amax)
 
 
 def call_linear(
@@ -155,7 +149,6 @@ def call_linear(
     w: Any,
     bias: Any,
     key: Any,
-    quantized: Quantized = None,
     w_gather: tuple[Placement, Placement] | None = None,
     w_amax: Any = None,
 ) -> jax.Array:
@@ -177,13 +170,12 @@ def call_linear(
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"{op}: bias must have shape (N,)=({n},), got {bias.shape}")
     check_contractions(op, w.shape, n, k, recipe)
-    pair = _quantized_pair(op, x, given, quantized)
     if w_gather is not None:
         call, w = _kept_sharded(call, w, w_gather)
     tokens = x if _keeps_axes(op, x, recipe) else x.reshape(math.prod(x.shape[:-1]), k)
     operands, structure = jax.tree.flatten((tokens, w, bias))
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
-    tokens, w, bias = jax.tree.unflatten(structure, match_varying(*operands, like=(key, pair, w_amax)))
+    tokens, w, bias = jax.tree.unflatten(structure, match_varying(*operands, like=(key, w_amax)))
     if call.out_dtype is None:
         call = call._replace(out_dtype=x.dtype)
     of = [v if isinstance(v, jax.Array) else None for v in (tokens, w, bias)]
@@ -192,7 +184,7 @@ def call_linear(
         dtypes=tuple(None if v is None else v.dtype for v in of),
     )
     _check_axes_of_result(call, tokens, w)
-    y = _linear(tokens, w, bias, key, pair, w_amax, call)
+    y = _linear(tokens, w, bias, key, w_amax, call)
     return y.reshape(*x.shape[:-1], n)
 
 
@@ -366,49 +358,6 @@ def _unit_of_tokens(recipe: Recipe) -> int:
     return max(_unit(recipe.wgrad_specs), *tiled, 1)
 
 
-def _quantized_pair(op: str, x: jax.Array, recipe: Recipe, quantized: Quantized) -> Pair:
-    """Checks that the tensors of ``quantized`` are those that the recipe would make of x."""
-    if quantized is None:
-        return None, None
-    row: NVFP4Tensor | None
-    col: NVFP4Tensor | None
-    if isinstance(quantized, NVFP4Tensor):
-        row, col = quantized, None
-    elif isinstance(quantized, tuple) and len(quantized) == (3 if isinstance(quantized, Produced) else 2):
-        row, col = quantized[:2]
-    else:
-        raise ValueError(f"{op}: quantized must be a Produced, an NVFP4Tensor or a pair of them, got {quantized!r}")
-    if x.ndim != 2:
-        raise ValueError(
-            f"{op}: x must have rank 2, [M, K], where quantized is passed, got x.shape={x.shape}; "
-            "flatten its leading axes"
-        )
-    wgrad = recipe.wgrad_specs
-    _check_tensor(op, "quantized.row", row, "recipe.fprop.x", recipe.fprop and recipe.fprop.x, x.shape)
-    _check_tensor(op, "quantized.col", col, "recipe.wgrad.x", wgrad and wgrad.x, x.shape[::-1])
-    if col is not None and x.shape[0] % _unit(wgrad):
-        raise ValueError(
-            f"{op}: M must be a multiple of {_unit(wgrad)} where quantized.col is passed, since recipe.wgrad contracts "
-            f"over it, got x.shape={x.shape}; pad x before it is quantized, or pass quantized.row alone"
-        )
-    return row, col
-
-
-def _check_tensor(op: str, name: str, tensor: Any, field: str, spec: QuantSpec | None, shape: tuple[int, ...]) -> None:
-    if tensor is None:
-        return
-    if not isinstance(tensor, NVFP4Tensor):
-        raise ValueError(f"{op}: {name} must be an NVFP4Tensor or None, got {tensor!r}")
-    if spec is None:
-        raise ValueError(
-            f"{op}: {name} must be None, since the recipe has no {field} to read it by, got {tensor.format}"
-        )
-    if tensor.format != spec.format:
-        raise ValueError(f"{op}: {name} must have the format of {field}, {spec.format}, got {tensor.format}")
-    if tensor.shape != shape:
-        raise ValueError(f"{op}: {name} must have shape {shape}, got {tensor.shape}")
-
-
 def _unit(specs: tuple[QuantSpec | None, QuantSpec] | None) -> int:
     """Returns the number that the contracted axis of a GEMM is a multiple of; 1 for a GEMM in high precision."""
     return max((spec.unit for spec in specs or () if spec is not None), default=1)
@@ -521,14 +470,14 @@ def unpack(t: Any) -> Any:
 
 
 # ---------------------------------------------------------------- the GEMMs
-@partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _linear(x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, w_amax: Any, call: Call) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _linear(x: jax.Array, w: Weight, bias: Any, key: Any, w_amax: Any, call: Call) -> jax.Array:
     if call.recipe.fprop is None:
         assert not isinstance(w, NVFP4Tensor)
         return _unquantized(call, x, w, bias)
     x_spec, w_spec = call.recipe.fprop
     quantizer = Quantizer(key, call.common)
-    qx = quantized[0] or (x if x_spec is None else quantizer.rows(x, x_spec, X))
+    qx = x if x_spec is None else quantizer.rows(x, x_spec, X)
     if isinstance(w, NVFP4Tensor):
         return _product(call, save(qx), gathered(unpack(w), call.gather), bias)
     qw, _ = quantizer.weights(w, call.w_axes, w_spec, None, w_amax)
@@ -559,19 +508,14 @@ def _product(call: Call, qx: Any, qw: NVFP4Tensor, bias: Any) -> jax.Array:
     )
 
 
-def _forward(
-    x: jax.Array, w: Weight, bias: Any, key: Any, quantized: Pair, w_amax: Any, call: Call
-) -> tuple[jax.Array, Any]:
+def _forward(x: jax.Array, w: Weight, bias: Any, key: Any, w_amax: Any, call: Call) -> tuple[jax.Array, Any]:
     if isinstance(w, NVFP4Tensor):
         # w is an argument, which a policy that saves residuals by their name need not copy.
-        return _linear(x, w, bias, key, quantized, w_amax, call), (None, w, key)
+        return _linear(x, w, bias, key, w_amax, call), (None, w, key)
     recipe, quantizer = call.recipe, Quantizer(key, call.common)
     dgrad, wgrad = recipe.dgrad_specs, recipe.wgrad_specs
     of_x, of_w = recipe.fprop or (None, None)
-    specs = (of_x, wgrad and wgrad.x)
-    row_spec, col_spec = (None if t else spec for t, spec in zip(quantized, specs, strict=True))
-    x_row, x_t = quantizer.both(x, row_spec, col_spec, _unit(wgrad), X)
-    x_row, x_t = quantized[0] or x_row, quantized[1] or x_t
+    x_row, x_t = quantizer.both(x, of_x, wgrad and wgrad.x, _unit(wgrad), X)
     of_w_t = None if _reads_one_weight(call) else dgrad and dgrad.w
     w_row, w_t = quantizer.weights(w, call.w_axes, of_w, of_w_t, w_amax)
     # Named before they are gathered, so that a checkpoint policy saves the quantizers' work, and the part of a device.
@@ -611,7 +555,7 @@ def _backward(call: Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     dw = None if of_w is None else _wgrad(call, dy if dy_t is None else dy_t, x_saved, of_w)
     db = None if of_bias is None else _sum_of_rows(dy).astype(of_bias)
     gradients = zip((dx, dw, db), call.axes, strict=True)
-    return *(g if g is None else resharded(g, axes) for g, axes in gradients), None, None, None
+    return *(g if g is None else resharded(g, axes) for g, axes in gradients), None, None
 
 
 def _sum_of_rows(dy: jax.Array) -> jax.Array:

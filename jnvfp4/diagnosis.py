@@ -14,7 +14,6 @@ from . import _compat, _native, support
 from ._primitives import _known_answers, _self_check
 from ._primitives import dequantize as _dequantize
 from ._primitives import fake_quant as _fake_quant
-from ._primitives import produce as _produce
 from ._primitives import quantize as _quantize
 from ._primitives import quantize_pair as _quantize_pair
 from ._primitives import rht_amax as _rht_amax
@@ -108,9 +107,6 @@ def checks(capability: int) -> Iterator[tuple[Check, str]]:
     for pair in CHECKED_PAIRS:
         yield _quantize_pair.check_of(pair, BF16), ""
     yield _fake_quant.check_of(NVFP4, True, F32), ""
-    for op in (_produce.RmsNorm(1e-6), _produce.SiluMul()):
-        specs, given = (NVFP4, None), (True, False)
-        yield _produce.check_of(BF16, BF16, op=op, specs=specs, given=given, values=True), ""
     yield _rht_amax.check_of(False, BF16), ""
     for fmt in (Format(), Format("row"), Format("window64"), Format(rht=True)):
         yield _dequantize.check_of(fmt, F32, fmt.rht), ""

@@ -1,6 +1,6 @@
 """NVFP4 in jnp: the oracle, and the lowering wherever no native kernel exists.
 
-The rules of ffi/numerics.h and ffi/producers.h under the same names, in the same sections and order, on float32 bit
+The rules of ffi/numerics.h under the same names, in the same sections and order, on float32 bit
 patterns (``softfloat``, which has the operations and casts), followed by the whole operations. Bitwise equal to the
 kernels on every XLA backend, eager and under jit. The rules in words: docs/numerics.md.
 """
@@ -15,7 +15,6 @@ from jax import lax
 
 from .softfloat import (
     ABS,
-    INF,
     NAN,
     SIGN,
     Bits,
@@ -32,7 +31,6 @@ from .softfloat import (
     mul_wide,
     reciprocal,
     round_off,
-    sqrt,
     sub,
     to_bits,
     unpack,
@@ -279,76 +277,6 @@ def gemm_epilogue(y: Bits, alpha: Bits, bias: Bits | None) -> Bits:
     return scaled if bias is None else add(scaled, bias)
 
 
-# ---------------------------------------------------------------- RMS norm
-def sum_by_halves(t: Bits) -> Bits:
-    """Sums [..., n], n a power of two: element k plus element k + n/2, then n/4, ..., 1 apart. -> [...]"""
-    n = t.shape[-1]
-
-    def halve(i: jax.Array, t: Bits) -> Bits:  # elements beyond the sums are never read again
-        return add(t, jnp.roll(t, -(n >> (i + 1)), axis=-1))
-
-    return lax.fori_loop(0, n.bit_length() - 1, halve, t)[..., 0]
-
-
-def block_squares(v: Bits) -> Bits:
-    """Sums the squares of blocks [..., 16] by halves. -> [...]"""
-    return sum_by_halves(mul(v, v))
-
-
-def padded_blocks(blocks: int) -> int:
-    """Returns the smallest power of two that is not below ``blocks``."""
-    return 1 << (blocks - 1).bit_length()
-
-
-def norm_factor(squares: Bits, cols: int, eps: float) -> Bits:
-    """Returns the factor of a row, from the sum of its ``cols`` squares."""
-    return reciprocal(sqrt(add(div(squares, constant(cols)), constant(eps))))
-
-
-def norm_scale(v: Bits, factor: Bits, weight: Bits) -> Bits:
-    return mul(mul(v, factor), weight)
-
-
-# ---------------------------------------------------------------- SiLU gate
-_MAGIC = 12582912.0  # 1.5 * 2^23
-
-
-def _less(a: Bits, bound: float) -> jax.Array:
-    """Tells whether a < bound, for a negative bound; False for NaN."""
-    return (a > constant(bound)) & (a <= (SIGN | INF))
-
-
-def exp2_fraction(f: Bits) -> Bits:
-    """Returns 2^f for |f| <= 1/2, within 7.5e-5 of it."""
-    p = np.uint32(0x3D61FBB0)
-    for c in (0x3E786F0D, 0x3F31798D, 0x3F7FFB49):
-        p = add(mul(p, f), np.uint32(c))
-    return p
-
-
-def exp2_shifted(t: Bits, shift: jax.Array) -> Bits:
-    """Returns 2^(t + shift), for t in [-64, 275], an int32 shift and a normal result."""
-    m = add(t, constant(_MAGIC))
-    n = m - constant(_MAGIC) + shift.astype(jnp.uint32)
-    return exp2_fraction(sub(t, sub(m, constant(_MAGIC)))) + (n << 23)
-
-
-def gate_exponent(g: Bits) -> Bits:
-    """Returns -g * log2(e), at least -64. NaN stays."""
-    t = mul(g, constant(-1.44269502))
-    return jnp.where(_less(t, -64.0), constant(-64.0), t)
-
-
-def silu_mul(g: Bits, u: Bits) -> Bits:
-    """Returns g / (1 + e^-g) * u. ``silu_mul`` in ffi/producers.h says what the powers of two are for."""
-    tiny = _less(g, -80.0)
-    c = jnp.where(_less(g, -190.0), constant(-190.0), g)
-    e = exp2_shifted(gate_exponent(c), jnp.where(tiny, np.int32(-150), np.int32(0)))
-    r = reciprocal(add(jnp.where(tiny, np.uint32(0), ONE), e))
-    power = jnp.where(tiny, constant(2.0**-75), ONE)
-    return mul(mul(mul(c, r), mul(u, power)), power)
-
-
 # ---------------------------------------------------------------- whole operations
 def pack_codes(codes: jax.Array) -> jax.Array:
     """Packs codes [..., K] into bytes [..., K/2], even k in the low nibble."""
@@ -496,22 +424,6 @@ def transpose(data: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     of_tile = jnp.where(jnp.all(tiles == tiles[..., :1, :], axis=-2), tiles[..., 0, :], SCALE_NAN)
     data = pack_codes(jnp.swapaxes(unpack_codes(data), -1, -2))
     return data, jnp.repeat(jnp.swapaxes(of_tile, -1, -2), BLOCK, axis=-2)
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Norms x [..., M, K] with the weight [K] or [..., K]. -> bfloat16 [..., M, K]"""
-    v, w = to_bits(x), to_bits(weight)
-    w = w.reshape(*w.shape[:-1], *(1,) * (v.ndim - w.ndim), w.shape[-1])
-    *lead, cols = v.shape
-    blocks = block_squares(v.reshape(*lead, cols // BLOCK, BLOCK))
-    zeros = padded_blocks(cols // BLOCK) - cols // BLOCK
-    squares = sum_by_halves(jnp.pad(blocks, [(0, 0)] * len(lead) + [(0, zeros)]))
-    return from_bits(norm_scale(v, norm_factor(squares, cols, eps)[..., None], w), jnp.bfloat16)
-
-
-def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Multiplies ``up`` by the SiLU of ``gate``, both [..., M, K]. -> bfloat16"""
-    return from_bits(silu_mul(to_bits(gate), to_bits(up)), jnp.bfloat16)
 
 
 def _align(b: jax.Array, ndim: int) -> jax.Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ._linear import BACKWARD_NAME as BACKWARD_NAME
 from ._linear import RESIDUAL_NAME as RESIDUAL_NAME
 
-_QUANTIZERS = frozenset({"nvfp4_quantize", "nvfp4_quantize_pair", "nvfp4_produce"})
+_QUANTIZERS = frozenset({"nvfp4_quantize", "nvfp4_quantize_pair"})
 _PACKED = (jnp.uint8, jnp.float8_e4m3fn)
 
 

@@ -165,25 +165,6 @@ def reciprocal(a: Bits) -> Bits:
     return div(constant(1.0), a)
 
 
-def sqrt(a: Bits) -> Bits:
-    a = jnp.asarray(a, jnp.uint32)
-    exponent, m = unpack(a)
-    odd = (exponent - 127) & 1
-    m = m << (1 + odd).astype(jnp.uint32)  # 26 bits of the radicand; the other 28 are zeros
-
-    def digit(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        root, rest = state
-        pair = jnp.where(i <= 12, (m >> jnp.clip(24 - 2 * i, 0, 24).astype(jnp.uint32)) & 3, 0)
-        rest, trial = (rest << 2) | pair, (root << 2) | 1
-        fits = rest >= trial
-        return (root << 1) | fits.astype(jnp.uint32), jnp.where(fits, rest - trial, rest)
-
-    root, rest = lax.fori_loop(0, 27, digit, (jnp.zeros_like(m), jnp.zeros_like(m)))
-    finite = _pack(jnp.zeros_like(a), (exponent - 127 - odd) // 2 + 127, root | (rest != 0).astype(jnp.uint32))
-    special = jnp.where((a == 0) | (a == SIGN) | (a == INF), a, NAN)  # else NaN or negative
-    return jnp.where((a == 0) | (a >= INF), special, finite)
-
-
 def clamp_max(b: Bits) -> Bits:
     """Returns min(v, FLT_MAX) for v >= 0. Keeps NaN."""
     return jnp.where(b == INF, FLOAT_MAX, b)

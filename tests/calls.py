@@ -102,28 +102,6 @@ def fake_quant_call(spec: QuantSpec, given: bool) -> Call:
     return Call("fake_quant", (x, amax, stream), (replace(x, name="out"),), attrs)
 
 
-def produce_call(producer: str, spec: QuantSpec, given: bool, pair: bool, scratch: Array) -> Call:
-    rows, cols = 64, 128
-    if producer == "rms_norm":
-        a, b = Array("x", (rows, cols), BF16, also=FLOATS), Array("weight", (cols,), F32, also=FLOATS)
-    else:
-        a, b = Array("gate", (rows, cols), BF16), Array("up", (rows, cols), BF16)
-    row_amax, row_stream, row = side((), rows, cols, spec, given, "row ")
-    col_amax, col_stream, col = side((), cols, rows, spec, given, "col ")
-    if not pair:
-        col_amax, col_stream = absent("col amax"), absent("col stream", U32)
-        col = (absent("col data", U8), absent("col scale", U8), absent("col found amax"))
-    values = (
-        Array("values", (rows, cols), BF16, ((0,), (0, cols), (rows, 0)))
-        if scratch.shape == (0,)
-        else absent("values", BF16)
-    )
-    attrs = {"producer": producer, "eps": np.float32(1e-6), "row_spec": spec.ffi_attrs(), "col_spec": spec.ffi_attrs()}
-    attrs |= {"row_blocks": np.int32(8), "col_blocks": np.int32(4)}
-    operands = (a, b, row_amax, col_amax, row_stream, col_stream)
-    return Call("produce", operands, (*row, *col, values, scratch), attrs)
-
-
 def tensor(name: str, rows: int, cols: int, windows: bool) -> tuple[Array, Array, Array]:
     amax = Array(f"{name}amax", (rows, cols // 64), F32) if windows else Array(f"{name}amax", (), F32, ((rows,),))
     return Array(f"{name}data", (rows, cols // 2), U8), Array(f"{name}scale", (rows, cols // 16), U8), amax
@@ -198,8 +176,6 @@ def decode_call() -> Call:
 def valid_calls(platform: str, hopper: bool = True) -> dict[str, Call]:
     """Name -> a call that runs on "cpu" or "cuda"; on GPUs, whether those for Hopper are among them."""
     cpu = platform == "cpu"
-    norm_scratch = absent("scratch", U8) if cpu else Array("scratch", (64,), F32)
-    pair_scratch = Array("scratch", (64, 128), BF16) if cpu else norm_scratch
     blocks, elements = (
         ("cpu_nvfp4_blocks", "cpu_dense_elements") if cpu else ("sm80_nvfp4_blocks", "sm80_dense_elements")
     )
@@ -220,10 +196,6 @@ def valid_calls(platform: str, hopper: bool = True) -> dict[str, Call]:
         "fake_quant": fake_quant_call(NVFP4_SR, True),
         "fake_quant rows found": fake_quant_call(ROW_SCALED, False),
         "fake_quant windows": fake_quant_call(WINDOW64, True),
-        "norm": produce_call("rms_norm", ROW_SCALED, False, False, absent("scratch", U8)),
-        "norm pair": produce_call("rms_norm", NVFP4_2D, True, True, pair_scratch),
-        "gate": produce_call("silu_mul", NVFP4_SR, True, False, absent("scratch", U8)),
-        "gate windows": produce_call("silu_mul", WINDOW64, False, True, pair_scratch if cpu else absent("scratch", U8)),
         "dequantize": dequantize_call(False),
         "dequantize windows": dequantize_call(True),
         "transpose": transpose_call(),
@@ -312,12 +284,6 @@ WRONG_TOGETHER: dict[str, tuple[str, dict[str, tuple[int, ...]], str]] = {
         {"x": (2, 16, 96), "amax": (2, 16, 1), "out": (2, 16, 96)},
         "multiple of 64",
     ),
-    "values of half the columns": ("norm", {"values": (64, 64)}, "values must have shape (64,128)"),
-    "columns without rows": (
-        "gate windows",
-        {"row data": (0,), "row scale": (0,), "row found amax": (0,)},
-        "row data must be wanted",
-    ),
     "a part of a block, decoded": (
         "dequantize",
         {"data": (16, 60), "scale": (16, 7), "out": (16, 120)},
@@ -402,7 +368,6 @@ WRONG_ATTRS = {
     "a_e4m3_max": [np.int32(0), np.int32(-448)],
     "b_e4m3_max": [np.int32(0), np.int32(257)],
     "kernel": ["", "sm90_unheard_of", "decode"],
-    "producer": ["", "layer_norm"],
 }
 
 

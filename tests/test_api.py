@@ -172,11 +172,7 @@ CALLS = {
     "grouped_matmul_nt weight-only": (jnvfp4.grouped_matmul_nt, (X[0], jnvfp4.quantize(WS), SIZES)),
     "report": (partial(jnvfp4.quantization_report, spec=jnvfp4.four_over_six(block_rows=16)), (X,)),
 }
-_RMS, _SILU = jnvfp4.rms_norm_quantize, jnvfp4.silu_mul_quantize
 DIFFERENTIABLE = {
-    "rms_norm_quantize": (lambda x, g: _RMS(x, g, return_values=True).values, (X, GAIN)),
-    "rms_norm_quantize rows": (lambda x, g: _RMS(x, g, ROW_SCALED, return_values=True).values, (X, GAIN)),
-    "silu_mul_quantize": (lambda x, u: _SILU(x, u, NVFP4, NVFP4_RHT, return_values=True).values, (X, X + 1)),
     "fake_quant": (partial(jnvfp4.fake_quant, spec=NVFP4_SR, key=KEY), (X,)),
     "linear": (lambda x, w, b: jnvfp4.linear(x, w, recipes.pretrain(), bias=b, key=KEY), (X, W, BIAS)),
     "linear kn": (lambda x, w: jnvfp4.linear(x, w, Recipe(), w_axes="kn"), (X, W.T)),
@@ -250,11 +246,3 @@ def test_dot_general_has_the_dtype_of_lax_dot_general(dtypes, mode):
     with jax.numpy_dtype_promotion(mode):
         got, want = (jax.eval_shape(partial(f, dimension_numbers=(((1,), (1,)), ((), ()))), x, w) for f in DOT_GENERALS)
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
-
-
-@pytest.mark.parametrize(
-    ("f", "operands"), [(f, (X, v)) for f, v in ((_RMS, GAIN), (_SILU, X))], ids=["rms_norm_quantize", "silu_mul"]
-)
-def test_the_reference_of_a_producer_needs_no_rank_promotion(f, operands):
-    with jax.numpy_rank_promotion("raise"):
-        jax.jit(partial(f, implementation="reference", return_values=True)).lower(*operands)

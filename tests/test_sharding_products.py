@@ -51,11 +51,8 @@ from jnvfp4 import (
     quantize,
     quantize_pair,
     recipes,
-    rms_norm_quantize,
-    silu_mul_quantize,
 )
 from jnvfp4._primitives import matmul
-from jnvfp4.spec import FUSED_PAIRS
 
 # ---------------------------------------------------------------- matmul_nt
 # a [M, K], b [N, K] -> result, on mesh (x, y); and the collectives.
@@ -326,8 +323,7 @@ def every_primitive(implementation, x, a, b):
     options = {"implementation": implementation}
     found = [quantize(x, s, key=key_for(s), **options) for s in (ROW_SCALED, NVFP4_2D, NVFP4_RHT_SR)]
     found += [quantize_pair(x, WINDOW64, WINDOW64, **options), fake_quant(x, ROW_SCALED, **options)]
-    found += [matmul_nt(a, b, bias=jnp.ones((N,)), **options), dequantize(a, **options)]
-    return [*found, silu_mul_quantize(x, x, ROW_SCALED, **options)]
+    return [*found, matmul_nt(a, b, bias=jnp.ones((N,)), **options), dequantize(a, **options)]
 
 
 @pytest.mark.parametrize("implementation", ["native", pytest.param("reference", marks=pytest.mark.long)])
@@ -395,8 +391,6 @@ calls = [
     (lambda *parts: dequantize(NVFP4Tensor(*parts)), *parts),
     (lambda x, *parts: matmul_nt(x, NVFP4Tensor(*parts)), x, *parts),
     (lambda bias, *parts: matmul_nt(a, NVFP4Tensor(*parts), bias=bias), row, *parts),
-    (silu_mul_quantize, x, x),
-    (rms_norm_quantize, x, x[0]),
 ]
 for f, *operands in calls:
     for constant in range(len(operands)):
@@ -418,35 +412,6 @@ def test_constant_operands_without_shardy():
         [sys.executable, "-c", CONSTANT_OPERANDS], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-
-
-# ---------------------------------------------------------------- producers
-def test_a_norm_gathers_rows_that_are_split(devices):
-    """Its sum runs over the whole row, in one order; the bytes may stay split."""
-    mesh, x, weight = make_mesh(devices), normal((64, 512), 1), normal((512,), 2)
-    f = partial(rms_norm_quantize, row_spec=ROW_SCALED, return_values=True)
-    got, found = run(f, put(x, mesh, P("y", "x")), put(weight, mesh, P("x")))  # x has two devices on every mesh
-    assert_same_tensor(got, f(*home(devices, (x, weight))))
-    assert {op for op, _ in found} == {"all-gather"}
-
-
-@pytest.mark.parametrize(
-    ("shape", "spec", "pair"),
-    [
-        ((48, 64), P("x", None), (NVFP4, NVFP4)),
-        ((96, 64), P("y", None), (NVFP4_2D, NVFP4_2D)),
-        ((384, 64), P("y", None), (WINDOW64, WINDOW64)),
-        ((64, 96), P(None, "y"), (NVFP4, NVFP4)),
-        ((64, 192), P(None, "y"), (WINDOW64, WINDOW64)),
-    ],
-    ids=["3_blocks_of_rows", "6_tiles_of_rows", "6_windows_of_rows", "6_blocks", "3_windows"],
-)
-def test_producers_of_blocks_that_would_straddle_devices(devices, shape, spec, pair):
-    assert pair in FUSED_PAIRS
-    mesh, gate, up = make_mesh(devices), normal(shape, 1), normal(shape, 2)
-    amaxes = [None] if WINDOW64 in pair else [None, (jnp.float32(4), jnp.float32(3))]
-    f = jax.jit(lambda gate, up: [silu_mul_quantize(gate, up, *pair, amax=amax) for amax in amaxes])
-    assert_same_tensor(f(put(gate, mesh, spec), put(up, mesh, spec)), f(*home(devices, (gate, up))))
 
 
 # ---------------------------------------------------------------- shard_map

@@ -156,13 +156,6 @@ def test_widening(backend, half, jit):
     assert_bitwise((jax.jit(widen) if jit else widen)(jnp.asarray(x)), canonical_nans(x.astype(np.float32)), half)
 
 
-def test_square_roots(backend):
-    patterns = np.concatenate([edge_values(), *random_pairs()])
-    with np.errstate(invalid="ignore"):
-        want = bits(canonical_nans(np.sqrt(patterns.view(np.float32))))
-    assert_bitwise(jax.jit(softfloat.sqrt)(patterns), want, "sqrt")
-
-
 def test_clamp_max(backend):
     patterns = edge_values()[: len(edge_values()) // 2]
     want = patterns.copy()

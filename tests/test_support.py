@@ -20,7 +20,6 @@ from jnvfp4 import (
     Support,
     quantize,
     recipes,
-    rms_norm_quantize,
     support,
     supports,
 )
@@ -55,15 +54,8 @@ CALLS = {
     "dequantize to a named dtype": ("dequantize", (A,), {"dtype": "float16"}),
     "transpose": ("transpose", (t(32, 64, spec=NVFP4_2D), NVFP4_2D), {}),
     "fake_quant": ("fake_quant", (X, WINDOW64), {}),
-    "rms_norm_quantize": ("rms_norm_quantize", (X, a(64)), {"eps": 1e-5, "return_values": True}),
-    "silu_mul_quantize": ("silu_mul_quantize", (X, X, NVFP4, NVFP4), {}),
     "linear": ("linear", (X, W, recipes.pretrain()), {"key": KEY, "bias": a(48)}),
     "linear kn": ("linear", (X, a(64, 48)), {"w_axes": "kn", "accumulation": "pinned"}),
-    "linear of a result": (
-        "linear",
-        (X, W),
-        {"quantized": jax.eval_shape(lambda x, g: rms_norm_quantize(x, g), X, a(64))},
-    ),
     "dot_general": ("dot_general", (X, W, NT), {"preferred_element_type": jnp.float32, "recipe": Recipe()}),
     "grouped_linear": ("grouped_linear", (X, a(3, 48, 64), SIZES, recipes.pretrain()), {"key": KEY}),
     "einsum": ("einsum", ("mk,nk->nm", X, W), {"recipe": recipes.pretrain(), "key": KEY}),

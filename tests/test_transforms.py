@@ -403,23 +403,6 @@ def test_matmul_without_leading_axes_of_b_shares_it(native):
     assert_bitwise(matmul_nt(a, b), jnp.stack([jnp.stack(row) for row in want]))
 
 
-# ---------------------------------------------------------------- vmap of producers
-@pytest.mark.parametrize(("outer", "inner"), [(0, None), (None, 0), (0, 0), (None, None)], ids=str)
-def test_nested_vmap_of_a_norm(native, outer, inner):
-    """x has both axes, the weight those that are not None."""
-    x = normal((2, SIZE, 32, 64), 1)
-    f = lambda x, w: jnvfp4.rms_norm_quantize(x, w, ROW_SCALED)  # noqa: E731
-    shape = (*((2,) if outer == 0 else ()), *((SIZE,) if inner == 0 else ()), 64)
-    weight = normal(shape, 2)
-    got = jax.vmap(jax.vmap(f, (0, inner)), (0, outer))(x, weight)
-    calls = []
-    for i in range(2):
-        for j in range(SIZE):
-            w = weight[i] if outer == 0 else weight
-            calls.append(f(x[i, j], w[j] if inner == 0 else w))
-    assert_same_tensor(got, jax.tree.map(lambda *p: jnp.stack(p).reshape(2, SIZE, *p[0].shape), *calls))
-
-
 # ---------------------------------------------------------------- vmap of linear and dot_general
 VMAPS_OF_LINEAR = {
     **{f"default-{axes}": (DEFAULT, axes) for axes in [(0, 0, None), (0, None, None), (None, 0, None)]},
@@ -525,7 +508,6 @@ def test_eval_shape_predicts_the_result(f):
 
 EVALUATED = {
     **OPERATIONS,
-    "rms_norm_quantize": lambda x: jnvfp4.rms_norm_quantize(x, x[0], NVFP4, NVFP4_RHT, return_values=True),
     "reference": lambda x: quantize(x, NVFP4_RHT_SR, key=KEY, implementation="reference"),
     "gradient": jax.grad(lambda x: jnp.sum(linear(x, x, recipes.pretrain(), key=KEY).astype(jnp.float32))),
 }
@@ -560,8 +542,6 @@ GUARDED = {
     "quantize_matrices": lambda x, matrices, _: quantize(matrices, NVFP4_SR, key=KEY),
     "quantize_vmap": lambda x, matrices, _: jax.vmap(partial(quantize, spec=NVFP4_SR, key=KEY))(matrices),
     "matmul_bias": lambda x, _, row: matmul_nt(quantize(x), quantize(x), bias=row),
-    "rms_norm_quantize": lambda x, _, row: jnvfp4.rms_norm_quantize(x, row, NVFP4, NVFP4_RHT, return_values=True),
-    "silu_mul_quantize": lambda x, *_: jnvfp4.silu_mul_quantize(x, x, ROW_SCALED),
     "dot_general": lambda x, *_: jnvfp4.dot_general(x, x, (((1,), (1,)), ((), ()))),
     "tensor_amax": lambda x, *_: quantize(x, ROW_SCALED).tensor_amax,
     "quantization_report": lambda x, *_: jnvfp4.quantization_report(x, amax=2.0),

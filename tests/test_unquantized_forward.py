@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import assert_sharded, make_mesh, put
 from operands import normal
 
-from jnvfp4 import NVFP4, NVFP4_2D, RESIDUAL_NAME, DotGeneral, Produced, Recipe, linear, quantize, recipes
+from jnvfp4 import NVFP4, NVFP4_2D, RESIDUAL_NAME, DotGeneral, Recipe, linear, quantize, recipes
 
 KEY = jax.random.key(3)
 GRADIENTS = {
@@ -125,5 +125,3 @@ def test_nothing_to_dequantize(field):
 def test_quantized_operands_need_a_format():
     with pytest.raises(ValueError, match=r"linear: recipe\.fprop must be a pair for an NVFP4Tensor w, got None"):
         linear(X, quantize(W), Recipe(None))
-    with pytest.raises(ValueError, match=r"quantized\.row must be None, since the recipe has no recipe\.fprop\.x"):
-        linear(X, W, Recipe(None), quantized=Produced(quantize(X), None, None))

@@ -15,7 +15,7 @@
 #include "parallel.h"
 
 extern "C" {
-jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Produce, Dequantize, Transpose, FakeQuant, Matmul, GroupedMatmul;
+jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Dequantize, Transpose, FakeQuant, Matmul, GroupedMatmul;
 }
 
 namespace {
@@ -76,7 +76,6 @@ NB_MODULE(_cpu, m) {
   jnvfp4::define_module(m, {{"nvfp4_quantize", Quantize},
                             {"nvfp4_quantize_pair", QuantizePair},
                             {"nvfp4_rht_amax", RhtAmax},
-                            {"nvfp4_produce", Produce},
                             {"nvfp4_dequantize", Dequantize},
                             {"nvfp4_transpose", Transpose},
                             {"nvfp4_fake_quant", FakeQuant},

@@ -6,7 +6,6 @@
 #include "../calls/fake_quant.h"
 #include "../calls/grouped_matmul.h"
 #include "../calls/matmul.h"
-#include "../calls/produce.h"
 #include "../calls/quantize.h"
 #include "../calls/transpose.h"
 #include "kernels.h"
@@ -59,20 +58,6 @@ ffi::Error fake_quant(cudaStream_t stream, const FakeQuantArgs& args, const Kern
   return launched("fake_quant", launch_fake_quant(args, spec, stream));
 }
 
-// Rows alone go straight to their bytes. Tiles of a norm need the factor of each row first.
-ffi::Error produce(cudaStream_t stream, const ProduceArgs& args, const KernelSpec& row, const KernelSpec& col) {
-  const ProducerOperands& s = args.sources;
-  if (!args.row.data) return launched("produce", launch_produce_values(s, args.values, nullptr, stream));
-  if (!args.col.data && row.block_rows == 1)
-    return launched("produce", launch_produce_rows(s, args.row, args.values, row, stream));
-  if (args.scratch) {
-    const cudaError_t status = launch_produce_values(s, nullptr, static_cast<float*>(args.scratch), stream);
-    if (status != cudaSuccess) return launched("produce", status);
-  }
-  return launched(
-      "produce", args.col.data ? launch_produce_pair(args, row, col, stream) : launch_produce_tiles(args, row, stream));
-}
-
 ffi::Error matmul(cudaStream_t stream, const MatmulArgs& args, const MatmulPlan& plan, void* scratch) {
   return launched("matmul_nt", launch_matmul(args, plan, scratch, stream));
 }
@@ -103,8 +88,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Quantize, (quantize_call<cudaStream_t, quantize>),
 XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizePair, (quantize_pair_call<cudaStream_t, quantize_pair>),
                               on_stream(quantize_pair_binding()), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RhtAmax, (rht_amax_call<cudaStream_t, rht_amax>), on_stream(rht_amax_binding()),
-                              {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Produce, (produce_call<false, cudaStream_t, produce>), on_stream(produce_binding()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dequantize, (dequantize_call<cudaStream_t, dequantize>), on_stream(dequantize_binding()),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -23,15 +23,6 @@ cudaError_t launch_dequantize(const DequantizeArgs& args, cudaStream_t stream);
 cudaError_t launch_transpose(const TransposeArgs& args, cudaStream_t stream);
 cudaError_t launch_fake_quant(const FakeQuantArgs& args, const KernelSpec& spec, cudaStream_t stream);
 
-// Null for what is not wanted; a gate has no factors.
-cudaError_t launch_produce_values(const ProducerOperands& s, uint16_t* values, float* factors, cudaStream_t stream);
-// Rows of 1x16 blocks; launch_produce_tiles takes 16x16 tiles, and launch_produce_pair both orientations.
-cudaError_t launch_produce_rows(const ProducerOperands& s, const QuantizeArgs& args, uint16_t* values,
-                                const KernelSpec& spec, cudaStream_t stream);
-cudaError_t launch_produce_tiles(const ProduceArgs& args, const KernelSpec& spec, cudaStream_t stream);
-cudaError_t launch_produce_pair(const ProduceArgs& args, const KernelSpec& row, const KernelSpec& col,
-                                cudaStream_t stream);
-
 // Whether this build has the kernels of 90a: the target was asked for, and the compiler knows it.
 #if defined(JNVFP4_SM90A)
 inline constexpr bool kSm90a = true;

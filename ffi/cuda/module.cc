@@ -10,8 +10,8 @@
 #include "kernels.h"
 
 extern "C" {
-jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Produce, Dequantize, Transpose, FakeQuant, Matmul, GroupedMatmul,
-    Decode, Epilogue;
+jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Dequantize, Transpose, FakeQuant, Matmul, GroupedMatmul, Decode,
+    Epilogue;
 }
 
 namespace nb = nanobind;
@@ -20,7 +20,6 @@ NB_MODULE(_cuda, m) {
   jnvfp4::define_module(m, {{"nvfp4_quantize", Quantize},
                             {"nvfp4_quantize_pair", QuantizePair},
                             {"nvfp4_rht_amax", RhtAmax},
-                            {"nvfp4_produce", Produce},
                             {"nvfp4_dequantize", Dequantize},
                             {"nvfp4_transpose", Transpose},
                             {"nvfp4_fake_quant", FakeQuant},

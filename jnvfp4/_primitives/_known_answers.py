@@ -40,16 +40,14 @@ def values(rows: int, cols: int, dtype: Any, seed: int = 0) -> np.ndarray:
     return x.astype(dtype)
 
 
-def quantizer_calls(
-    sides: Sides, dtype: Any, params: dict[str, Any], second: Any = None, turned: bool = False
-) -> Iterator[Call]:
-    """Makes the call of a primitive that quantizes x; ``second`` makes another source from x."""
+def quantizer_calls(sides: Sides, dtype: Any, params: dict[str, Any], turned: bool = False) -> Iterator[Call]:
+    """Makes the call of a primitive that quantizes x."""
     rows, cols = (192, 320) if len(sides) != 1 else _sizes(sides[0].spec)
     x = values(rows, cols, dtype)
     x = np.ascontiguousarray(x.T) if turned else x
     given = [_amax(x, side.spec, side.transpose) for side in sides if side.has_amax]
     streams = [_STREAM + np.uint32(i) for i, side in enumerate(sides) if side.spec.rounding == "stochastic"]
-    yield Call((x, *([] if second is None else [second(x)]), *given, *streams), params)
+    yield Call((x, *given, *streams), params)
 
 
 def _sizes(spec: QuantSpec) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """What the primitives share: an array to be quantized, and the parts of a tensor (data, scale, amax).
 
-Primitives that quantize have flat lists of operands: the sources, then the amax of every side that is given one, then
+Primitives that quantize have flat lists of operands: x, then the amax of every side that is given one, then
 the stream of every side that rounds stochastically. Their results: data, scale and, unless given, amax of every side.
 
 A stream (uint32 [..., 4], one for each matrix) says where the random bits of stochastic rounding come from: two
@@ -204,28 +204,28 @@ Sides = Sequence[Side]
 
 
 def _row_axes(sides: Sides) -> int:
-    """Returns ``row_axes``, of which all sides have the same; a producer may have no side."""
-    return sides[0].row_axes if sides else 1
+    """Returns ``row_axes``, of which all sides have the same."""
+    return sides[0].row_axes
 
 
 class Operands(NamedTuple):
     """Holds a flat operand list by role: arrays, or their shapes, shardings or batch dimensions."""
 
-    sources: tuple  # x, or the two operands of a producer
+    x: Any
     amax: tuple  # one for each side, None where it is not given
     stream: tuple  # one for each side, None where it rounds to nearest
 
     def flat(self) -> list:
         """Returns the operands in the order in which the primitive takes them."""
-        return [v for v in (*self.sources, *self.amax, *self.stream) if v is not None]
+        return [v for v in (self.x, *self.amax, *self.stream) if v is not None]
 
 
-def split_operands(flat: Sequence[Any], sides: Sides, sources: int = 1) -> Operands:
+def split_operands(flat: Sequence[Any], sides: Sides) -> Operands:
     """Reverses ``Operands.flat``."""
-    rest = list(flat[sources:])
+    rest = list(flat[1:])
     amax = tuple(rest.pop(0) if side.has_amax else None for side in sides)
     stream = tuple(rest.pop(0) if side.spec.rounding == "stochastic" else None for side in sides)
-    return Operands(tuple(flat[:sources]), amax, stream)
+    return Operands(flat[0], amax, stream)
 
 
 def typed_results(x: ShapedArray, sides: Sides) -> list[ShapedArray]:
@@ -245,7 +245,7 @@ def blocks_in_rows(shape: Sequence[int], row_axes: int = 1) -> tuple[int, int]:
 def with_merged_rows(compute: Callable, flat: Sequence[jax.Array], sides: Sides, row_blocks: Any) -> list[jax.Array]:
     """Calls ``compute(operands, sides, row_blocks)`` with x [..., M, K], and splits M in what it returns."""
     ops, row_axes = split_operands(flat, sides), _row_axes(sides)
-    (x,) = ops.sources
+    x = ops.x
     row_blocks = row_blocks or blocks_in_rows(x.shape, row_axes)
     if row_axes == 1:
         return list(compute(ops, sides, row_blocks))
@@ -255,7 +255,7 @@ def with_merged_rows(compute: Callable, flat: Sequence[jax.Array], sides: Sides,
     merged = x.reshape(*lead, math.prod(x.shape[len(lead) : -1]), x.shape[-1])
     flat_sides = [side._replace(row_axes=1) for side in sides]
     amax = tuple(_merged_amax(a, side, merged.shape) for a, side in zip(ops.amax, flat_sides, strict=True))
-    parts = iter(compute(Operands((merged,), amax, ops.stream), flat_sides, row_blocks))
+    parts = iter(compute(Operands(merged, amax, ops.stream), flat_sides, row_blocks))
     first = x.ndim - 1 - row_axes
     return [
         # [..., rows apart, K, other rows] -> [..., K, *rows]
@@ -284,7 +284,7 @@ def ffi_operands(ops: Operands, sides: int = 1) -> list[jax.Array]:
     absent = (None,) * (sides - len(ops.amax))
     amax = (jnp.zeros((0,), jnp.float32) if v is None else v for v in ops.amax + absent)
     stream = (jnp.zeros((0, 4), jnp.uint32) if v is None else v for v in ops.stream + absent)
-    return [*ops.sources, *amax, *stream]
+    return [ops.x, *amax, *stream]
 
 
 def ffi_results(shape: Sequence[int], sides: Sides, count: int = 1) -> list[tuple[Shape, Any]]:
@@ -330,17 +330,17 @@ def batch_size(args: Sequence[jax.Array], dims: Sequence[int | None]) -> int:
     return next(v.shape[d] for v, d in zip(args, dims, strict=True) if d is not None)
 
 
-def batched_operands(args: Sequence[Any], dims: Sequence[Any], sides: Sides, sources: int = 1) -> Operands:
+def batched_operands(args: Sequence[Any], dims: Sequence[Any], sides: Sides) -> Operands:
     """Moves the batch axis of all operands to the front."""
-    ops, at = split_operands(args, sides, sources), split_operands(dims, sides, sources)
+    ops, at = split_operands(args, sides), split_operands(dims, sides)
     size = batch_size(args, dims)
-    x, *others = (batched(size, v, d) for v, d in zip(ops.sources, at.sources, strict=True))
+    x = batched(size, ops.x, at.x)
     pairs = zip(ops.amax, at.amax, strict=True)
     lead = x.shape[: -1 - _row_axes(sides)]
     amax = tuple(None if v is None else batched_amax(size, v, d, lead) for v, d in pairs)
     # With a stream for each example, every one counts from the start of an array of its own.
     streams = zip(ops.stream, at.stream, strict=True)
-    return Operands((x, *others), amax, tuple(None if v is None else batched(size, v, d) for v, d in streams))
+    return Operands(x, amax, tuple(None if v is None else batched(size, v, d) for v, d in streams))
 
 
 # ---------------------------------------------------------------- sharding
@@ -355,15 +355,13 @@ def keep_blocks(mesh: Any, axes: Axes, shape: Sequence[int], *units: Sequence[in
     return [axes_if_divisible(mesh, *entry) for entry in zip(axes, shape, least, strict=True)]
 
 
-def shardings(
-    dims: Sequence[Any], shapes: Sequence[Shape], sides: Sides, *sources: Sequence[Any]
-) -> tuple[list[list], list[list]]:
-    """Returns the shardings of all operands and results for that of x and those of other ``sources``."""
-    ops, parts = split_operands(shapes, sides, 1 + len(sources)), [side.sharding(dims) for side in sides]
+def shardings(dims: Sequence[Any], shapes: Sequence[Shape], sides: Sides) -> tuple[list[list], list[list]]:
+    """Returns the shardings of all operands and results for that of x."""
+    ops, parts = split_operands(shapes, sides), [side.sharding(dims) for side in sides]
     amax = tuple(None if s is None else p[2][: len(s)] for s, p in zip(ops.amax, parts, strict=True))
     stream = tuple(None if s is None else [*dims[: -1 - _row_axes(sides)], None] for s in ops.stream)
     results = [v for side, p in zip(sides, parts, strict=True) for v in (p[:2] if side.has_amax else p)]
-    return Operands((list(dims), *sources), amax, stream).flat(), results
+    return Operands(list(dims), amax, stream).flat(), results
 
 
 def part_shardings(dims: Sequence[Any], amax: Shape) -> list[list]:
@@ -397,14 +395,14 @@ def _first_rows(mesh: Any, axes: Axes, sizes: Sequence[int]) -> jax.Array:
     return first
 
 
-def with_local_streams(local: Body, mesh: Any, axes: Axes, shape: Shape, sides: Sides, sources: int = 1) -> Body:
+def with_local_streams(local: Body, mesh: Any, axes: Axes, shape: Shape, sides: Sides) -> Body:
     """Gives ``local`` the random bits of the device's place in the whole x, of this sharding and shape."""
     stochastic, row_axes = any(side.spec.rounding == "stochastic" for side in sides), _row_axes(sides)
     if not stochastic or not any(axes_of(entry) for entry in axes[-1 - row_axes :]):
         return local
 
     def body(*flat):
-        ops = split_operands(flat, sides, sources)
+        ops = split_operands(flat, sides)
         streams = zip(sides, ops.stream, strict=True)
         moved = tuple(None if s is None else side.local_stream(mesh, s, axes, shape) for side, s in streams)
         return local(*ops._replace(stream=moved).flat(), row_blocks=blocks_in_rows(shape, row_axes))

@@ -33,7 +33,7 @@ from .quantize import quantize_partition
 
 
 def _abstract(*flat: ShapedArray, spec: QuantSpec, has_amax: bool) -> list[ShapedArray]:
-    (x,), (amax,), _ = split_operands(flat, [Side(spec, False, has_amax)])
+    x, (amax,), _ = split_operands(flat, [Side(spec, False, has_amax)])
     check_operand("fake_quant", x, amax, spec, transpose=False)
     return [typed(x, x.shape, x.dtype, axes_of_dims(x))]
 
@@ -50,7 +50,7 @@ def _local(
 
 
 def _by_reference(ops: Operands, spec: QuantSpec, row_blocks: int) -> jax.Array:
-    x = ops.sources[0]
+    x = ops.x
     data, scale, amax = reference.quantize(x, spec, ops.amax[0], False, ops.stream[0], row_blocks)
     magnitude = softfloat.from_bits(softfloat.to_bits(amax) & softfloat.ABS)
     return reference.dequantize(data, scale, magnitude, spec.format, x.dtype)

@@ -35,7 +35,7 @@ from ._self_check import Check
 
 def _abstract(*flat: ShapedArray, **params: Any) -> list[ShapedArray]:
     side = Side(**params)
-    (x,), (amax,), _ = split_operands(flat, [side])
+    x, (amax,), _ = split_operands(flat, [side])
     check_operand("quantize", x, amax, side.spec, side.transpose, row_axes=side.row_axes)
     return typed_results(x, [side])
 
@@ -49,11 +49,11 @@ def _local(
 def _quantize(backend: Backend, ops: Operands, sides: Sides, row_blocks: tuple[int, int]) -> list[jax.Array]:
     (side,) = sides
     if backend.name == "reference":
-        return side.quantize_by_reference(ops.sources[0], ops.amax[0], ops.stream[0], row_blocks)
+        return side.quantize_by_reference(ops.x, ops.amax[0], ops.stream[0], row_blocks)
     return call_ffi(
         "nvfp4_quantize",
         ffi_operands(ops),
-        ffi_results(ops.sources[0].shape, [side]),
+        ffi_results(ops.x.shape, [side]),
         transpose=side.transpose,
         spec=side.spec.ffi_attrs(),
         row_blocks=np.int32(row_blocks[side.transpose]),

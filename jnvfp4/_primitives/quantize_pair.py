@@ -43,7 +43,7 @@ def _sides(specs: Specs, row_axes: int) -> Sides:
 
 def _abstract(*flat: ShapedArray, specs: Specs, row_axes: int) -> list[ShapedArray]:
     sides = _sides(specs, row_axes)
-    (x,), amaxes, _ = split_operands(flat, sides)
+    x, amaxes, _ = split_operands(flat, sides)
     for side, amax in zip(sides, amaxes, strict=True):
         check_operand("quantize_pair", x, amax, side.spec, side.transpose, row_axes=row_axes)
     return typed_results(x, sides)
@@ -56,7 +56,7 @@ def _local(
 
 
 def _quantize(backend: Backend, ops: Operands, sides: Sides, row_blocks: tuple[int, int]) -> list[jax.Array]:
-    (x,) = ops.sources
+    x = ops.x
     if backend.name == "reference":
         operands = zip(sides, ops.amax, ops.stream, strict=True)
         return [part for side, a, s in operands for part in side.quantize_by_reference(x, a, s, row_blocks)]

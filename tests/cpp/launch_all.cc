@@ -116,36 +116,6 @@ void quantize_pair(const Shape& s, const KernelSpec& row, const KernelSpec& col,
   check(cudaDeviceSynchronize(), "quantize_pair");
 }
 
-// A norm or a gate with one weight row for all matrices or one for each; `col` null for rows alone, `row` null for the
-// values alone.
-void produce(const Shape& s, Producer producer, const KernelSpec* row, const KernelSpec* col, Float kind, Amax how,
-             bool with_values) {
-  if ((row && !fits(s, *row)) || (col && !fits(turned(s), *col))) return;
-  if (row && !col && how == Amax::kFound && row->amax_scope == AmaxScope::kTensor) return;
-  const int64_t elements = s.batch * s.rows * s.cols;
-  const bool norm = producer == Producer::kRmsNorm, weight_each = how == Amax::kEach;
-  Buffer a(elements * size_of(kind)), values(elements * 2), factors(s.batch * s.rows * 4);
-  Buffer b((norm ? s.cols * (weight_each ? s.batch : 1) : elements) * size_of(kind));
-  const ProducerOperands sources{producer,     kind,         kind,
-                                 a.as<void>(), b.as<void>(), s.batch,
-                                 s.rows,       s.cols,       weight_each ? s.rows : s.batch * s.rows,
-                                 1e-6f};
-  uint16_t* kept = with_values || !row ? values.as<uint16_t>() : nullptr;
-  const bool tiles = col || (row && row->block_rows == 16);
-  if (!row) check(launch_produce_values(sources, kept, nullptr, nullptr), "produce");
-  if (tiles && norm) check(launch_produce_values(sources, nullptr, factors.as<float>(), nullptr), "factors");
-  if (row) {
-    Result r(s, *row, how, a, Float::kBf16, false), c(turned(s), col ? *col : *row, how, a, Float::kBf16, true);
-    const ProduceArgs args{sources, r.args, c.args, kept, factors.as<float>()};
-    check(col     ? launch_produce_pair(args, *row, *col, nullptr)
-          : tiles ? launch_produce_tiles(args, *row, nullptr)
-                  : launch_produce_rows(sources, r.args, kept, *row, nullptr),
-          "produce");
-    check(cudaDeviceSynchronize(), "produce");
-  }
-  check(cudaDeviceSynchronize(), "produce");
-}
-
 void rht_amax(const Shape& s, Float kind, bool transposed, int64_t count) {
   Buffer x(s.batch * s.rows * s.cols * size_of(kind)), amax(count * 4), plain(count * 4);
   check(launch_rht_amax({x.as<void>(),
@@ -341,15 +311,6 @@ void quantizers(Float kind) {
       for (const KernelSpec& spec : specs_of(SupportedSpecs{}))
         for (Amax how : {Amax::kOne, Amax::kEach, Amax::kFound}) fake_quant(s, spec, kind, how);
       for (const auto& [row, col] : pairs_of(FusedPairs{})) quantize_pair(s, row, col, kind);
-      for (Producer producer : {Producer::kRmsNorm, Producer::kSiluMul}) {
-        produce(s, producer, nullptr, nullptr, kind, Amax::kOne, true);
-        for (const KernelSpec& spec : specs_of(SupportedSpecs{}))
-          for (Amax how : {Amax::kOne, Amax::kEach, Amax::kFound})
-            produce(s, producer, &spec, nullptr, kind, how, how == Amax::kEach);
-        for (const auto& [row, col] : pairs_of(FusedPairs{}))
-          produce(s, producer, &row, &col, kind, row.amax_scope == AmaxScope::kWindow64 ? Amax::kFound : Amax::kEach,
-                  true);
-      }
       for (bool transposed : {false, true}) {
         rht_amax(s, kind, transposed, 1);
         rht_amax(s, kind, transposed, s.batch);
@@ -357,10 +318,6 @@ void quantizers(Float kind) {
     }
   for (const Shape& s : {Shape{1, 2, 8208}, Shape{1, 3, 16464}})  // more than a thread block holds of a row
     for (const KernelSpec& spec : specs_of(SupportedSpecs{})) fake_quant(s, spec, kind, Amax::kFound);
-  for (const Shape& s : {Shape{1, 3, 20000}, Shape{1, 2, 70000}})  // rows that ask for shared memory, that do not fit
-    for (Producer producer : {Producer::kRmsNorm, Producer::kSiluMul})
-      for (const KernelSpec& spec : {Nvfp4::spec, RowScaled::spec})
-        for (Amax how : {Amax::kOne, Amax::kFound}) produce(s, producer, &spec, nullptr, kind, how, true);
   for (const Shape& s : kRagged) {
     dequantize(s, kind, 1, false);
     dequantize(s, kind, s.batch * s.rows, true);

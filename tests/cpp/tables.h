@@ -1,4 +1,4 @@
-// Tables of the functions of ffi/numerics.h, ffi/producers.h and ffi/numerics_fast.h: index -> entry, for tables.cc
+// Tables of the functions of ffi/numerics.h and ffi/numerics_fast.h: index -> entry, for tables.cc
 // (host) and tables.cu (device).
 #pragma once
 
@@ -183,16 +183,6 @@ JNVFP4_HD uint32_t larger_sum(uint32_t i) {
   return static_cast<uint32_t>(add_max(integer(i), integer(i + kMagnitudes), integer(i + 2u * kMagnitudes)));
 }
 
-// Every mantissa, with an exponent from 0 to 119.
-constexpr uint32_t kMantissas = 1u << 23;
-JNVFP4_HD float from_1_to_2_120(uint32_t i) { return float_of((127u + hash(i) % 120u) << 23 | i); }
-
-// Every bfloat16 gate.
-JNVFP4_HD uint32_t gated(uint32_t i, bool fast) {
-  const float g = jnvfp4::bf16_decode(static_cast<uint16_t>(i)), u = float_of(hash(i));
-  return bits_of(fast && !(g < kTinyGate) ? silu_mul_usual(g, u) : jnvfp4::silu_mul(g, u));
-}
-
 // Accumulators are sums of exact products: multiples of 2^-20.
 JNVFP4_HD float accumulator(uint32_t i) { return mul_rn(static_cast<float>(integer(i)), 0x1p-20f); }
 JNVFP4_HD uint32_t block_added(uint32_t i) {
@@ -256,9 +246,6 @@ JNVFP4_TABLE(alpha_w4a4, 4 * kMagnitudes, alphas(i, false))
 JNVFP4_TABLE(alpha_w4a4_fast, 4 * kMagnitudes, alphas(i, true))
 JNVFP4_TABLE(fused_multiply_add, kMagnitudes, fused(i))
 JNVFP4_TABLE(add_max, kMagnitudes, larger_sum(i))
-JNVFP4_TABLE(reciprocal_of_large, kMantissas, bits_of(jnvfp4::reciprocal_of_large(from_1_to_2_120(i))))
-JNVFP4_TABLE(silu_mul, 65536, gated(i, false))
-JNVFP4_TABLE(silu_mul_fast, 65536, gated(i, true))
 JNVFP4_TABLE(add_block, kMagnitudes, block_added(i))
 JNVFP4_TABLE(add_element, kMagnitudes,
              bits_of(jnvfp4::add_element(magnitude(i), float_of(hash(i)), float_of(hash(~i)))))
@@ -289,7 +276,7 @@ int write_all(int argc, char** argv, Fill fill) {
                      random_words, divided_by_6, divided_by_1536, divided_by_2688, candidates_448, candidates_256,
                      candidate_base_448, candidate_base_256, row_error, row_error_fast, tile_error, block_elements,
                      rht16, rht16_fast, rht16_inverse, alpha_w4a4, alpha_w4a4_fast, fused_multiply_add, add_max,
-                     reciprocal_of_large, silu_mul, silu_mul_fast, add_block, add_element, add_window>(argv[1], fill)
+                     add_block, add_element, add_window>(argv[1], fill)
              ? 0
              : 1;
 }
