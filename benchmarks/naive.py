@@ -62,10 +62,6 @@ def _decode(data: jax.Array, scale: jax.Array, amax: jax.Array, fmt: Format) -> 
     return values.reshape(data.shape[0], -1)
 
 
-def fake_quant(x: jax.Array, spec: QuantSpec, *, amax: Any = None, key: Any = None) -> jax.Array:
-    return _decode(*quantize(x, spec, amax=amax, key=key), spec.format).astype(x.dtype)
-
-
 def _amax(blocks: jax.Array, fmt: Format) -> jax.Array:
     magnitude = jnp.abs(blocks)
     if fmt.amax_scope == "tensor":

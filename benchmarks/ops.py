@@ -22,7 +22,7 @@ from jnvfp4 import (
     four_over_six,
 )
 
-What = Literal["quantize", "dequantize", "transpose", "fake_quant"]
+What = Literal["quantize", "dequantize", "transpose"]
 PACKED = 0.5625  # bytes an element of codes and scales
 
 
@@ -64,8 +64,6 @@ class Op:
             return lambda t: api.dequantize(t, jnp.bfloat16)
         if self.what == "transpose":
             return lambda t: api.transpose(t, spec)
-        if self.what == "fake_quant":
-            return lambda x, amax, key: api.fake_quant(x, spec, amax=amax and amax[0], key=key)
         if row and col:
             return lambda x, amax, key: api.quantize_pair(x, row, col, amax=amax, key=key)
         return lambda x, amax, key: api.quantize(x, spec, amax=amax and amax[side], key=key, transpose=side == 1)
@@ -84,8 +82,6 @@ class Op:
             return PACKED + windows + 2
         if self.what == "transpose":
             return 2 * PACKED
-        if self.what == "fake_quant":
-            return 2 * size
         reads = 1 if self.given or all(s is None or s.finds_amax for s in self.specs) else 2
         return reads * size + PACKED * sum(s is not None for s in self.specs) + windows
 
@@ -131,15 +127,6 @@ def _four_over_six() -> list[Op]:
     return ops
 
 
-def _fake_quant() -> list[Op]:
-    specs = {"nvfp4": NVFP4, "nvfp4_2d": NVFP4_2D, "nvfp4_sr": NVFP4_SR, "nvfp4_rht": NVFP4_RHT}
-    specs |= {"nvfp4_rht_sr": NVFP4_RHT_SR, "row_scaled": ROW_SCALED, "window64": WINDOW64}
-    specs |= {"nvfp4_sr_unbiased": NVFP4_SR_UNBIASED, "nvfp4_rht_sr_unbiased": NVFP4_RHT_SR_UNBIASED}
-    specs |= {op.name: op.spec for op in _four_over_six() if None in op.specs}
-    specs["4over6_2d mae"] = four_over_six(block_rows=16)
-    return [Op(f"fake_quant {name}", (spec, None), what="fake_quant", target=0.88) for name, spec in specs.items()]
-
-
 OPS = [
     Op("nvfp4", (NVFP4, None), target=0.97),
     Op("nvfp4 amax included", (NVFP4, None), given=False, target=0.88),
@@ -172,7 +159,6 @@ OPS = [
     Op("dequantize window64 to bf16", (WINDOW64, None), what="dequantize"),
     Op("dequantize rotated to bf16", (NVFP4_RHT, None), what="dequantize"),
     Op("transpose nvfp4_2d", (NVFP4_2D, None), what="transpose", target=0.85),
-    *_fake_quant(),
 ]
 BY_NAME = {op.name: op for op in OPS}
 

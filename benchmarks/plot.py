@@ -23,7 +23,6 @@ SHOWN = {
     "pretrain dy pair": "pretraining recipe: dy and transpose",
     "4over6 mae": "quantize by 4over6",
     "dequantize to bf16": "dequantize",
-    "fake_quant nvfp4": "fake_quant",
 }
 # The lines of the panel of sizes: operations, and of several the fastest.
 SIZES = {

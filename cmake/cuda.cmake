@@ -67,7 +67,7 @@ jnvfp4_cuda_objects(jnvfp4_encode FLAGS ${e2m1} FILES
   ffi/cuda/quantize/pair.cu ffi/cuda/quantize/tiles.cu
   ffi/cuda/quantize/rows.cu)
 jnvfp4_cuda_objects(jnvfp4_quantize FLAGS ${generic} FILES
-  ffi/cuda/quantize/fake_quant.cu ffi/cuda/quantize/rht_amax.cu ffi/cuda/quantize/dequantize.cu
+  ffi/cuda/quantize/rht_amax.cu ffi/cuda/quantize/dequantize.cu
   ffi/cuda/quantize/transpose.cu)
 jnvfp4_cuda_objects(jnvfp4_matmul FLAGS ${generic} FILES
   ffi/cuda/matmul/sm80_nvfp4_blocks_small_m.cu ffi/cuda/matmul/sm80_nvfp4_blocks.cu

@@ -55,19 +55,6 @@ struct TransposeArgs {
   int64_t batch, rows, cols;
 };
 
-// The values that x quantizes to, in the type of x.
-struct FakeQuantArgs {
-  const void* x;
-  void* out;
-  Float kind;
-  const float* amax;                        // null: find one per row or window
-  static constexpr float* found = nullptr;  // found amaxes are not kept
-  StreamArgs stream;
-  QuantShape shape;  // not transposed
-  float e4m3_max;
-  float headroom;  // as in QuantizeArgs
-};
-
 // q * s of a tensor, exact in 16 bits: an operand of XLA's GEMM.
 struct DecodeArgs {
   const uint8_t* data;

@@ -107,15 +107,6 @@ JNVFP4_HD uint32_t e2m1_magnitude_stochastic(uint32_t magnitude_bits, uint32_t r
   return code > 7u ? 7u : code;
 }
 
-// = e2m1_decode(e2m1_encode_stochastic(v, r)), proven by tests/cpp/exhaustive.cc::e2m1_round_stochastic
-// but 6 for NaN.
-JNVFP4_HD float e2m1_round_stochastic(float v, uint32_t r) {
-  const uint32_t b = bits_of(v), t = e2m1_stochastic_sum(b & kMagnitude, r);
-  const uint32_t above_one = t > 0x40c00000u ? 0x40c00000u : t & 0xffc00000u;  // at most 6
-  const uint32_t magnitude = t >= 0x3f800000u ? above_one : t >= 0x3f000000u ? 0x3f000000u : 0u;
-  return float_of(magnitude | (b & kSign));
-}
-
 // ---------------------------------------------------------------- rotation and scales
 // = rht16(v), proven by tests/test_numerics.py::test_rotation
 // for v already rounded to bfloat16, before the results are.

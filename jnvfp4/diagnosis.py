@@ -13,7 +13,6 @@ import jaxlib
 from . import _compat, _native, support
 from ._primitives import _known_answers, _self_check
 from ._primitives import dequantize as _dequantize
-from ._primitives import fake_quant as _fake_quant
 from ._primitives import quantize as _quantize
 from ._primitives import quantize_pair as _quantize_pair
 from ._primitives import rht_amax as _rht_amax
@@ -106,7 +105,6 @@ def checks(capability: int) -> Iterator[tuple[Check, str]]:
             yield _quantize.check_of(Side(spec, transpose, spec.format.amax_scope == "tensor"), BF16), ""
     for pair in CHECKED_PAIRS:
         yield _quantize_pair.check_of(pair, BF16), ""
-    yield _fake_quant.check_of(NVFP4, True, F32), ""
     yield _rht_amax.check_of(False, BF16), ""
     for fmt in (Format(), Format("row"), Format("window64"), Format(rht=True)):
         yield _dequantize.check_of(fmt, F32, fmt.rht), ""

@@ -32,7 +32,6 @@ from ._arguments import (
 from ._primitives._base import bind, match_varying
 from ._primitives._operands import check_array, check_operand, find_row_amax
 from ._primitives.dequantize import dequantize_p
-from ._primitives.fake_quant import fake_quant_p
 from ._primitives.grouped_matmul import grouped_matmul_p
 from ._primitives.matmul import matmul_p
 from ._primitives.quantize import quantize_p
@@ -277,12 +276,8 @@ def _fused_pair(
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 4))
 def _fake_quant(x: jax.Array, spec: QuantSpec, amax: Any, key: Any, implementation: Implementation) -> jax.Array:
-    if amax is None and not spec.finds_amax:
-        amax = _tensor_amax(x, spec, False, implementation)
-    operands = [x] if amax is None else [x, amax]
-    if key is not None:
-        operands.append(random_stream(key, x.shape))
-    return bind(fake_quant_p, *operands, spec=spec, has_amax=amax is not None, implementation=implementation)[0]
+    quantized = quantize(x, spec, amax=amax, key=key, implementation=implementation)
+    return dequantize(quantized, x.dtype, implementation=implementation)
 
 
 @_fake_quant.defjvp
@@ -305,8 +300,8 @@ def fake_quant(
     Args and errors are those of ``quantize``.
 
     Returns:
-      ``dequantize(quantize(x, spec, ...), x.dtype)``, bit for bit and in one pass: an array with the shape and dtype of
-      ``x``. Its gradient is that of the identity (straight-through), and ``amax`` has none.
+      ``dequantize(quantize(x, spec, ...), x.dtype)``, an array with the shape and dtype of ``x``. Its gradient is
+      that of the identity (straight-through), and ``amax`` has none.
     """
     op = "fake_quant"
     check_spec(op, "spec", spec)

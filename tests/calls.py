@@ -93,15 +93,6 @@ def pair_call(spec: QuantSpec, given: bool) -> Call:
     return Call("quantize_pair", operands, (*row, *col), attrs)
 
 
-def fake_quant_call(spec: QuantSpec, given: bool) -> Call:
-    amax, stream, _ = side((2,), 16, 128, spec, given)
-    if spec.finds_amax:  # without elements it is found
-        amax = replace(amax, may_be=tuple(s for s in wrong_shapes(amax) if 0 in s))
-    x = Array("x", (2, 16, 128), BF16)
-    attrs = {"spec": spec.ffi_attrs(), "row_blocks": np.int32(8)}
-    return Call("fake_quant", (x, amax, stream), (replace(x, name="out"),), attrs)
-
-
 def tensor(name: str, rows: int, cols: int, windows: bool) -> tuple[Array, Array, Array]:
     amax = Array(f"{name}amax", (rows, cols // 64), F32) if windows else Array(f"{name}amax", (), F32, ((rows,),))
     return Array(f"{name}data", (rows, cols // 2), U8), Array(f"{name}scale", (rows, cols // 16), U8), amax
@@ -193,9 +184,6 @@ def valid_calls(platform: str, hopper: bool = True) -> dict[str, Call]:
         "pair stochastic": pair_call(NVFP4_SR, True),
         "pair headroom": pair_call(NVFP4_SR_UNBIASED, True),
         "pair windows": pair_call(WINDOW64, False),
-        "fake_quant": fake_quant_call(NVFP4_SR, True),
-        "fake_quant rows found": fake_quant_call(ROW_SCALED, False),
-        "fake_quant windows": fake_quant_call(WINDOW64, True),
         "dequantize": dequantize_call(False),
         "dequantize windows": dequantize_call(True),
         "transpose": transpose_call(),
@@ -277,11 +265,6 @@ WRONG_TOGETHER: dict[str, tuple[str, dict[str, tuple[int, ...]], str]] = {
             **{"x": (96, 128), "row data": (96, 64), "row scale": (96, 8), "row found amax": (96, 2)},
             **{"col data": (128, 48), "col scale": (128, 6), "col found amax": (128, 1)},
         },
-        "multiple of 64",
-    ),
-    "a part of a window, faked": (
-        "fake_quant windows",
-        {"x": (2, 16, 96), "amax": (2, 16, 1), "out": (2, 16, 96)},
         "multiple of 64",
     ),
     "a part of a block, decoded": (

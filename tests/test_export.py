@@ -226,8 +226,6 @@ TARGETS = {
     ),
     "dequantize": (lambda x: dequantize(quantize(x)), "nvfp4_dequantize"),
     "transpose": (lambda x: transpose(quantize(x, NVFP4_2D)), "nvfp4_transpose"),
-    "fake_quant": (fake_quant, "nvfp4_fake_quant"),
-    "fake_quant_row": (partial(fake_quant, spec=ROW_SCALED), "nvfp4_fake_quant"),
 }
 
 

@@ -17,7 +17,7 @@ from jax._src.dispatch import runtime_tokens
 from jnvfp4 import NVFP4, ROW_SCALED, WINDOW64, _native, matmul_nt, quantize
 
 SHORT = (  # of each target
-    *("quantize stochastic", "pair stochastic", "fake_quant windows", "dequantize windows", "rht_amax"),
+    *("quantize stochastic", "pair stochastic", "dequantize windows", "rht_amax"),
     *("matmul windows", "decode", "epilogue", "grouped dense"),
 )
 EVERY_CALL = valid_calls("cpu") | valid_calls("cuda")
@@ -132,7 +132,6 @@ def test_a_missing_operand_result_or_attribute_is_refused(native, name):
         ("pair", {"row_spec": WINDOW64, "col_spec": WINDOW64}),  # finds its amaxes, and these are given
         ("pair windows", {"row_spec": ROW_SCALED, "col_spec": ROW_SCALED}),  # does not find its amaxes
         ("quantize rows found", {"spec": NVFP4}),  # the amax of a tensor is never found
-        ("fake_quant rows found", {"spec": NVFP4}),
     ],
     ids=str,
 )
@@ -141,7 +140,7 @@ def test_a_spec_that_does_not_go_with_the_operands_is_refused(native, name, spec
     assert refusal(replace(call, attrs={**call.attrs, **{k: s.ffi_attrs() for k, s in specs.items()}}))
 
 
-@pytest.mark.parametrize("name", ["quantize", "quantize rows found", "fake_quant", "dequantize", "matmul"])
+@pytest.mark.parametrize("name", ["quantize", "quantize rows found", "dequantize", "matmul"])
 def test_no_rows_are_no_work(native, name):
     """A program with a symbolic number of rows may run with none."""
     call = the_call(native, name)

@@ -537,11 +537,6 @@ MISTAKES = {
         "half": ("t >= 0x3f000000u ? 1u", "t >= 0x3f000000u ? 2u"),
         "saturation": ("code > 7u ? 7u : code", "code"),
     },
-    "e2m1_round_stochastic": {
-        "half": ("t >= 0x3f000000u ? 0x3f000000u", "t >= 0x3f000000u ? 0x3f800000u"),
-        "saturation": ("t > 0x40c00000u ? 0x40c00000u : t & 0xffc00000u", "t & 0xffc00000u"),
-        "sign": ("float_of(magnitude | (b & kSign))", "float_of(magnitude)"),
-    },
     "block_scale": {
         "less headroom": ("kHeadroom = 1.0625f", "kHeadroom = 1.0624f"),
         "more headroom": ("kHeadroom = 1.0625f", "kHeadroom = 1.0626f"),

@@ -48,14 +48,16 @@ auto kernel_of(const DequantizeArgs& a) {
 }
 
 ffi::Error run(ffi::ThreadPool pool, const DequantizeArgs& args) {
-  const auto kernel = kernel_of(args);
-  parallel_for(pool, args.blocks, 4096, [&](int64_t b, int64_t e) { kernel(args, b, e); });
+  dequantize(pool, args);
   return ffi::Error::Success();
 }
 
 }  // namespace
 
-void dequantize_step(const DequantizeArgs& args) { kernel_of(args)(args, 0, args.blocks); }
+void dequantize(ffi::ThreadPool& pool, const DequantizeArgs& args) {
+  const auto kernel = kernel_of(args);
+  parallel_for(pool, args.blocks, 4096, [&](int64_t b, int64_t e) { kernel(args, b, e); });
+}
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dequantize, (dequantize_call<ffi::ThreadPool, run>),
                               dequantize_binding().Ctx<ffi::ThreadPool>());

@@ -15,7 +15,7 @@
 #include "parallel.h"
 
 extern "C" {
-jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Dequantize, Transpose, FakeQuant, Matmul, GroupedMatmul;
+jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Dequantize, Transpose, Matmul, GroupedMatmul;
 }
 
 namespace {
@@ -78,7 +78,6 @@ NB_MODULE(_cpu, m) {
                             {"nvfp4_rht_amax", RhtAmax},
                             {"nvfp4_dequantize", Dequantize},
                             {"nvfp4_transpose", Transpose},
-                            {"nvfp4_fake_quant", FakeQuant},
                             {"nvfp4_matmul", Matmul},
                             {"nvfp4_grouped_matmul", GroupedMatmul}});
   m.def("isa", [] { return jnvfp4::kIsaNames[static_cast<int>(jnvfp4::isa())].first; });

@@ -292,22 +292,19 @@ Job job_of(const QuantizeArgs& args, const KernelSpec& spec) {
   return job;
 }
 
-// `loop(n, grain, f)` calls f(begin, end) for all of [0, n).
-template <class Loop>
-void run_along(const Loop& loop, const Job& a) {
+void run_along(ffi::ThreadPool& pool, const Job& a) {
   const int64_t unit = a.finds_row_amax() ? a.row_blocks() : kLanes;  // blocks
   if (!unit) return;
-  loop((a.blocks() + unit - 1) / unit, kGrainElements / (unit * kBlock), [&](int64_t begin, int64_t end) {
+  parallel_for(pool, (a.blocks() + unit - 1) / unit, kGrainElements / (unit * kBlock), [&](int64_t begin, int64_t end) {
     Job own = a;
     if (a.finds_row_amax()) find_rows_along(a, begin, end), own.amax = a.found;
     quantize_along(own, begin * unit, std::min(a.blocks(), end * unit));
   });
 }
 
-template <class Loop>
-void run_across(const Loop& loop, const Job& a) {
+void run_across(ffi::ThreadPool& pool, const Job& a) {
   const Strips strips(a, a.finds_row_amax());
-  loop(strips.count(a), kGrainElements / kPieceElements, [&](int64_t begin, int64_t end) {
+  parallel_for(pool, strips.count(a), kGrainElements / kPieceElements, [&](int64_t begin, int64_t end) {
     Job own = a;
     if (a.finds_row_amax()) own.amax = a.found;
     for (int64_t i = begin; i < end; ++i) {
@@ -316,14 +313,6 @@ void run_across(const Loop& loop, const Job& a) {
       quantize_across(own, p);
     }
   });
-}
-
-template <class Loop>
-void run(const Loop& loop, const Job& a) {
-  if (a.across)
-    run_across(loop, a);
-  else
-    run_along(loop, a);
 }
 
 ffi::Error run_handler(ffi::ThreadPool pool, const QuantizeArgs& args, const KernelSpec& spec) {
@@ -354,11 +343,8 @@ ffi::Error run_rht_amax(ffi::ThreadPool pool, const RhtAmaxArgs& args) {
 }  // namespace
 
 void quantize(ffi::ThreadPool& pool, const QuantizeArgs& args, const KernelSpec& spec) {
-  run([&](int64_t n, int64_t grain, const auto& f) { parallel_for(pool, n, grain, f); }, job_of(args, spec));
-}
-
-void quantize_step(const QuantizeArgs& args, const KernelSpec& spec) {
-  run([](int64_t n, int64_t, const auto& f) { f(int64_t{0}, n); }, job_of(args, spec));
+  const Job job = job_of(args, spec);
+  job.across ? run_across(pool, job) : run_along(pool, job);
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Quantize, (quantize_call<ffi::ThreadPool, run_handler>),

@@ -28,7 +28,7 @@ __device__ __forceinline__ int64_t quotient(int64_t a, int64_t b) {
 __host__ __device__ __forceinline__ int64_t all_rows(const QuantShape& s) { return s.batch * s.rows; }
 
 // ---------------------------------------------------------------- element types that kernels are compiled for
-// float32, or float16 that is widened when it is read and narrowed when it is written: two instances of a kernel, with
+// float32, or float16 that is widened when it is read: two instances of a kernel, with
 // bfloat16's, compile sooner than three.
 struct Wide : F32 {};
 

@@ -3,7 +3,6 @@
 #include <cuda_runtime_api.h>
 
 #include "../calls/dequantize.h"
-#include "../calls/fake_quant.h"
 #include "../calls/grouped_matmul.h"
 #include "../calls/matmul.h"
 #include "../calls/quantize.h"
@@ -54,9 +53,6 @@ ffi::Error dequantize(cudaStream_t stream, const DequantizeArgs& args) {
 ffi::Error transpose(cudaStream_t stream, const TransposeArgs& args) {
   return launched("transpose", launch_transpose(args, stream));
 }
-ffi::Error fake_quant(cudaStream_t stream, const FakeQuantArgs& args, const KernelSpec& spec) {
-  return launched("fake_quant", launch_fake_quant(args, spec, stream));
-}
 
 ffi::Error matmul(cudaStream_t stream, const MatmulArgs& args, const MatmulPlan& plan, void* scratch) {
   return launched("matmul_nt", launch_matmul(args, plan, scratch, stream));
@@ -92,8 +88,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RhtAmax, (rht_amax_call<cudaStream_t, rht_amax>), 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Dequantize, (dequantize_call<cudaStream_t, dequantize>), on_stream(dequantize_binding()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Transpose, (transpose_call<cudaStream_t, transpose>), on_stream(transpose_binding()),
-                              {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(FakeQuant, (fake_quant_call<cudaStream_t, fake_quant>), on_stream(fake_quant_binding()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, (matmul_call<cudaStream_t, matmul, current_device>), on_stream(matmul_binding()),
                               {ffi::Traits::kCmdBufferCompatible});

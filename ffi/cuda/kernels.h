@@ -21,7 +21,6 @@ cudaError_t launch_quantize_pair(const PairArgs& args, const KernelSpec& row, co
 cudaError_t launch_rht_amax(const RhtAmaxArgs& args, cudaStream_t stream);
 cudaError_t launch_dequantize(const DequantizeArgs& args, cudaStream_t stream);
 cudaError_t launch_transpose(const TransposeArgs& args, cudaStream_t stream);
-cudaError_t launch_fake_quant(const FakeQuantArgs& args, const KernelSpec& spec, cudaStream_t stream);
 
 // Whether this build has the kernels of 90a: the target was asked for, and the compiler knows it.
 #if defined(JNVFP4_SM90A)

@@ -10,8 +10,7 @@
 #include "kernels.h"
 
 extern "C" {
-jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Dequantize, Transpose, FakeQuant, Matmul, GroupedMatmul, Decode,
-    Epilogue;
+jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Dequantize, Transpose, Matmul, GroupedMatmul, Decode, Epilogue;
 }
 
 namespace nb = nanobind;
@@ -22,7 +21,6 @@ NB_MODULE(_cuda, m) {
                             {"nvfp4_rht_amax", RhtAmax},
                             {"nvfp4_dequantize", Dequantize},
                             {"nvfp4_transpose", Transpose},
-                            {"nvfp4_fake_quant", FakeQuant},
                             {"nvfp4_matmul", Matmul},
                             {"nvfp4_grouped_matmul", GroupedMatmul},
                             {"nvfp4_decode", Decode},

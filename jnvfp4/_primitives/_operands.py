@@ -33,11 +33,11 @@ def check_float(op: str, name: str, dtype: Any) -> None:
         raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16, got {dtype}")
 
 
-def check_array(op: str, x: Any, name: str = "x") -> None:
+def check_array(op: str, x: Any) -> None:
     """Refuses what is no matrix of floats, or more of them."""
-    check_float(op, name, x.dtype)
+    check_float(op, "x", x.dtype)
     if x.ndim < 2:
-        raise ValueError(f"{op}: {name} must have rank 2 or more, [..., M, K], got {name}.shape={x.shape}")
+        raise ValueError(f"{op}: x must have rank 2 or more, [..., M, K], got x.shape={x.shape}")
 
 
 def check_operand(
@@ -46,29 +46,28 @@ def check_operand(
     amax: ShapedArray | None,
     spec: QuantSpec,
     transpose: bool,
-    name: str = "x",
     row_axes: int = 1,
 ) -> None:
     """Refuses an array, or an amax for it, that ``spec`` cannot quantize in this orientation."""
-    check_array(op, x, name)
+    check_array(op, x)
     *_, rows, cols = turn(x.shape, transpose)
     if cols % spec.unit:
         which = "M (the quantized axis, since it is transposed)" if transpose else "K"
         why = ' for amax_scope="window64"' if spec.unit == WINDOW else ""
         raise ValueError(
-            f"{op}: {which} must be a multiple of {spec.unit}{why}, got {name}.shape={x.shape}; "
+            f"{op}: {which} must be a multiple of {spec.unit}{why}, got x.shape={x.shape}; "
             f"pad it to {-(-cols // spec.unit) * spec.unit} with zeros"
         )
     if spec.block_rows == BLOCK and rows % BLOCK:
         raise ValueError(
-            f"{op}: block_rows={BLOCK} needs both M and K to be multiples of {BLOCK}, got {name}.shape={x.shape}"
+            f"{op}: block_rows={BLOCK} needs both M and K to be multiples of {BLOCK}, got x.shape={x.shape}"
         )
     if amax is not None:
         accepted = amax_shapes(x.shape, spec, transpose, row_axes)
         if amax.shape not in accepted:
             raise ValueError(
                 f"{op}: amax must have shape {' or '.join(map(str, accepted))} for "
-                f'amax_scope="{spec.format.amax_scope}" and {name}.shape={x.shape}, got {amax.shape}'
+                f'amax_scope="{spec.format.amax_scope}" and x.shape={x.shape}, got {amax.shape}'
             )
         if amax.dtype != jnp.float32:
             raise TypeError(f"{op}: amax must be float32, got {amax.dtype}")

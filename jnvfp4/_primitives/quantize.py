@@ -66,7 +66,7 @@ def _batch(args, dims, *, implementation: str | None, **params):
     return out, [0] * len(out)
 
 
-def quantize_partition(
+def _partition(
     mesh: Any, operands: list[Axes], shapes: list[Shape], _results: list[Axes], **params: Any
 ) -> tuple[list[Axes], list[Axes], Callable[[Body], Body]]:
     """Follows the sharding of x, and adds a collective only for rows that are split and whose amax is found."""
@@ -112,7 +112,7 @@ quantize_p = make_primitive(
     abstract=_abstract,
     local=_local,
     batch=_batch,
-    partition=quantize_partition,
+    partition=_partition,
     rule=_rule,
     known=_known,
 )

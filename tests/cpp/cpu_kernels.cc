@@ -244,11 +244,9 @@ void quantize_by(const KernelSpec& spec, Float kind, bool transposed, int number
                  448.0f,       kHeadroom};
   quantize(pool(), q, spec);
   join_all();
-  {
-    const KeepSubnormals guard;
-    dequantize_step({codes.data(), scale.data(), amax.data(), values.data(), kind, kBatch * kRows * kCols / kBlock,
-                     map.blocks_per_amax(kCols / kBlock), 448.0f, spec.rht});
-  }
+  dequantize(pool(), {codes.data(), scale.data(), amax.data(), values.data(), kind, kBatch * kRows * kCols / kBlock,
+                      map.blocks_per_amax(kCols / kBlock), 448.0f, spec.rht});
+  join_all();
   std::memcpy(found.data(), amax.data(), found.held.size());
   std::printf("spec %d of %s%s: %016llx\n", number, kFloatNames[static_cast<int>(kind)],
               transposed ? " transposed" : "", static_cast<unsigned long long>(digest({codes, scale, values, found})));

@@ -78,8 +78,6 @@ uint32_t value_of(uint32_t code, float v) {  // 6 for NaN
 }
 uint32_t round_fast(float v) { return jnvfp4::bits_of(jnvfp4::e2m1_round(v)); }
 uint32_t round_by_rule(float v) { return value_of(jnvfp4::e2m1_encode(v), v); }
-uint32_t round_stochastic_fast(float v) { return jnvfp4::bits_of(jnvfp4::e2m1_round_stochastic(v, random_byte(v))); }
-uint32_t round_stochastic_by_rule(float v) { return value_of(stochastic(v), v); }
 
 // Below 7 times 1 / kDown.
 template <int kDown>
@@ -118,7 +116,6 @@ constexpr Encoder kEncoders[] = {
     {"e2m1_round", uint64_t{1} << 32, round_fast, round_by_rule},
     {"e2m1_magnitude_stochastic", uint64_t{1} << 31, magnitude_stochastic_fast, magnitude_stochastic_by_rule},
     {"block_scale", 0x43e00000, scale_with_headroom_fits, [](float) -> uint32_t { return 1; }},  // below 448
-    {"e2m1_round_stochastic", uint64_t{1} << 32, round_stochastic_fast, round_stochastic_by_rule},
 };
 
 uint32_t first_wrong(const Encoder& e, uint64_t begin, uint64_t end, const std::vector<uint32_t>& low_bits,

@@ -262,22 +262,6 @@ void transpose(const Shape& s) {
   check(cudaDeviceSynchronize(), "transpose");
 }
 
-void fake_quant(const Shape& s, const KernelSpec& spec, Float kind, Amax how) {
-  if (!fits(s, spec) || (how == Amax::kFound && spec.amax_scope == AmaxScope::kTensor)) return;
-  const int64_t elements = s.batch * s.rows * s.cols, count = Result::count(s, spec, how);
-  Buffer x(elements * size_of(kind)), out(elements * size_of(kind)), amax(count * 4), stream(s.batch * 16);
-  FakeQuantArgs args{x.as<void>(),
-                     out.as<void>(),
-                     kind,
-                     how == Amax::kFound ? nullptr : amax.as<float>(),
-                     {stream.as<uint32_t>(), s.cols / 16 + 3},
-                     {s.batch, s.rows, s.cols, Result::map(s, spec, how), false},
-                     448.0f,
-                     kHeadroom};
-  check(launch_fake_quant(args, spec, nullptr), "fake_quant");
-  check(cudaDeviceSynchronize(), "fake_quant");
-}
-
 void epilogue(const Shape& s, Float out_kind, bool per_row, bool with_bias, bool quantized_a) {
   const int64_t elements = s.batch * s.rows * s.cols;
   const int64_t a_count = per_row ? s.batch * s.rows : 1, b_count = per_row ? s.batch * s.cols : s.batch;
@@ -308,8 +292,6 @@ void quantizers(Float kind) {
       for (const KernelSpec& spec : specs_of(SupportedSpecs{}))
         for (bool transposed : {false, true})
           for (Amax how : {Amax::kOne, Amax::kEach, Amax::kFound}) quantize(s, spec, kind, transposed, how);
-      for (const KernelSpec& spec : specs_of(SupportedSpecs{}))
-        for (Amax how : {Amax::kOne, Amax::kEach, Amax::kFound}) fake_quant(s, spec, kind, how);
       for (const auto& [row, col] : pairs_of(FusedPairs{})) quantize_pair(s, row, col, kind);
       for (bool transposed : {false, true}) {
         rht_amax(s, kind, transposed, 1);
@@ -317,7 +299,7 @@ void quantizers(Float kind) {
       }
     }
   for (const Shape& s : {Shape{1, 2, 8208}, Shape{1, 3, 16464}})  // more than a thread block holds of a row
-    for (const KernelSpec& spec : specs_of(SupportedSpecs{})) fake_quant(s, spec, kind, Amax::kFound);
+    for (const KernelSpec& spec : specs_of(SupportedSpecs{})) quantize(s, spec, kind, false, Amax::kFound);
   for (const Shape& s : kRagged) {
     dequantize(s, kind, 1, false);
     dequantize(s, kind, s.batch * s.rows, true);

@@ -7,15 +7,13 @@ namespace {
 
 struct Quantize {
   using Args = QuantizeArgs;
-  template <class S>
-  static constexpr bool kResident = true;
   // With five, nvcc 13.0 spills for Blackwell, where it keeps more addresses of the loop over blocks in registers.
   template <class S, bool kConverts>
   static constexpr int kBlocks = kChooses<S> ? 3
                                  : kConverts ? 4
                                              : 5;
   template <class S, class T, class Scales>
-  __device__ __forceinline__ static void run(const Args& a, const Scales& scales, const Block<T>& raw, At at, bool) {
+  __device__ __forceinline__ static void run(const Args& a, const Scales& scales, const Block<T>& raw, At at) {
     const auto source = source_of<S>(raw);
     const uint32_t m = source.amax();
     encode_block<S>(

@@ -1,7 +1,6 @@
 // Blocks along contiguous memory: one thread a block of 16, any number of rows. What is done with a block is an `Op`:
-// Op::run<S>(args, scales, elements, at, all), where `all` says that every lane of the warp is here. Op::kResident<S>:
-// with one amax for all, thread blocks stay and go through all blocks; else each has a few. Op::kBlocks<S, kE2M1>:
-// thread blocks a multiprocessor holds, which bounds registers, in code with the conversion to E2M1 or without.
+// Op::run<S>(args, scales, elements, at). Op::kBlocks<S, kE2M1>: thread blocks a multiprocessor holds, which bounds
+// registers, in code with the conversion to E2M1 or without.
 #pragma once
 
 #include "block.cuh"
@@ -69,9 +68,8 @@ struct At {
   __device__ __forceinline__ int64_t index() const { return first + i; }
 };
 
-// Calls f(at, elements, all, here) for those of the blocks from `first` to before `end` that this thread has, the next
-// one's elements on their way. Every lane calls it, for the exchanges within f, and those past the end with
-// here = false; `all` if the warp has none.
+// Calls f(at, elements, here) for those of the blocks from `first` to before `end` that this thread has, the next one's
+// elements on their way. Every lane calls it, for the exchanges within f, and those past the end with here = false.
 template <class T, class F>
 __device__ __forceinline__ void for_each_block(const void* x, Float kind, int64_t first, int64_t end, const F& f) {
   const auto load = [&](Block<T>& b, int64_t first) {
@@ -88,46 +86,24 @@ __device__ __forceinline__ void for_each_block(const void* x, Float kind, int64_
     const int64_t left = end - first;
     first += thread_count();
     load(next, first);
-    f(at, own, left >= warp + 32, left > at.i);
+    f(at, own, left > at.i);
   }
 }
 
 constexpr int kHeld = 2;  // blocks that a thread keeps in registers
-
-// The same for kHeld blocks of each thread, all on their way at once.
-template <class T, class F>
-__device__ __forceinline__ void for_held_blocks(const void* x, Float kind, int64_t first, int64_t end, const F& f) {
-  first += static_cast<int64_t>(blockIdx.x) * (kHeld * kThreads);
-  const int64_t left = end - first;
-  Block<T> held[kHeld];
-#pragma unroll
-  for (int j = 0; j < kHeld; ++j) {
-    const int i = threadIdx.x + j * kThreads;
-    if (i < left) held[j] = load_block<T>(x, kind, first, i);
-  }
-#pragma unroll
-  for (int j = 0; j < kHeld; ++j) {
-    const int i = threadIdx.x + j * kThreads;
-    f(At{first, i}, held[j], i - static_cast<int>(threadIdx.x % 32) + 32 <= left, i < left);
-  }
-}
 
 // One amax for a matrix.
 template <class Op, class S, class T>
 __global__ void __launch_bounds__(kThreads, kRowBlocks<Op, S>)
     quantize_with_shared_scales_kernel(typename Op::Args a, Matrices matrices) {
   __shared__ SharedScales<S> scales;
-  const auto each = [&](At at, const Block<T>& x, bool all, bool here) {
-    if (here) Op::template run<S>(a, scales, x, at, all);
-  };
   const int64_t matrix = matrices.own(), first = matrix * matrices.blocks;
   if (matrix >= matrices.count) return;
   fill_scales_of_matrix(scales, a, matrix);
   __syncthreads();
-  if constexpr (Op::template kResident<S>)
-    for_each_block<T>(a.x, a.kind, first, first + matrices.blocks, each);
-  else
-    for_held_blocks<T>(a.x, a.kind, first, first + matrices.blocks, each);
+  for_each_block<T>(a.x, a.kind, first, first + matrices.blocks, [&](At at, const Block<T>& x, bool here) {
+    if (here) Op::template run<S>(a, scales, x, at);
+  });
 }
 
 // One amax for each row, given. With factors of its own a block needs more registers.
@@ -135,8 +111,8 @@ template <class Op, class S, class T>
 __global__ void __launch_bounds__(kThreads, kChooses<S> ? 2 : kRowBlocks<Op, S>)
     quantize_with_row_amax_kernel(typename Op::Args a, int64_t blocks) {
   const int64_t row_blocks = a.shape.cols / kBlock;
-  for_each_block<T>(a.x, a.kind, 0, blocks, [&](At at, const Block<T>& x, bool all, bool here) {
-    if (here) Op::template run<S>(a, OwnScales<S>(a.amax[quotient(at.index(), row_blocks)], a.e4m3_max), x, at, all);
+  for_each_block<T>(a.x, a.kind, 0, blocks, [&](At at, const Block<T>& x, bool here) {
+    if (here) Op::template run<S>(a, OwnScales<S>(a.amax[quotient(at.index(), row_blocks)], a.e4m3_max), x, at);
   });
 }
 
@@ -144,19 +120,14 @@ __global__ void __launch_bounds__(kThreads, kChooses<S> ? 2 : kRowBlocks<Op, S>)
 template <class Op, class S, class T>
 __global__ void __launch_bounds__(kThreads, kRowBlocks<Op, S>)
     quantize_with_window_amax_kernel(typename Op::Args a, int64_t blocks) {
-  for_each_block<T>(a.x, a.kind, 0, blocks, [&](At at, const Block<T>& x, bool all, bool here) {
+  for_each_block<T>(a.x, a.kind, 0, blocks, [&](At at, const Block<T>& x, bool here) {
     const int64_t window = at.index() >> 2;
     const uint32_t m = a.amax ? 0 : window_max(x.amax());
     if (!here) return;
     const float amax = a.amax ? a.amax[window] : float_of(canonical_nan(m));
     if (a.found && at.i % 4 == 0) a.found[window] = amax;
-    Op::template run<S>(a, OwnScales<S>(amax, a.e4m3_max), x, at, all);
+    Op::template run<S>(a, OwnScales<S>(amax, a.e4m3_max), x, at);
   });
-}
-
-// Whether the warp's blocks, this lane's being `block`, are all before `end`.
-__device__ __forceinline__ bool warp_before(int block, int end) {
-  return block - static_cast<int>(threadIdx.x % 32) + 32 <= end;
 }
 
 // The maximum over a thread block, in every thread.
@@ -199,11 +170,11 @@ __global__ void __launch_bounds__(kRowThreads<S>) find_amax_and_quantize_kernel(
 #pragma unroll
     for (int j = 0; j < kHeld; ++j) {
       const int b = threadIdx.x + j * threads;
-      if (b < blocks) Op::template run<S>(a, scales, held[j], At{first, b}, warp_before(b, blocks));
+      if (b < blocks) Op::template run<S>(a, scales, held[j], At{first, b});
     }
     for (int b = threadIdx.x + kHeld * threads; b < blocks; b += threads) {
       const auto again = load_block<T>(a.x, a.kind, first, b);
-      Op::template run<S>(a, scales, again, At{first, b}, warp_before(b, blocks));
+      Op::template run<S>(a, scales, again, At{first, b});
     }
   }
 }
@@ -213,10 +184,8 @@ cudaError_t launch_rows(const typename Op::Args& a, cudaStream_t stream) {
   const int64_t row_blocks = a.shape.cols / kBlock, rows = all_rows(a.shape), blocks = rows * row_blocks;
   if constexpr (kOneAmax<S>) {
     const Matrices matrices = matrices_of<S>(a.shape);
-    const auto once = static_cast<unsigned>((matrices.blocks + kHeld * kThreads - 1) / (kHeld * kThreads));
-    const unsigned resident = resident_grid(matrices.blocks, kThreads, row_blocks_here<Op, S>());
-    quantize_with_shared_scales_kernel<Op, S, T>
-        <<<matrices.grid(Op::template kResident<S> ? resident : once), kThreads, 0, stream>>>(a, matrices);
+    const unsigned grid = resident_grid(matrices.blocks, kThreads, row_blocks_here<Op, S>());
+    quantize_with_shared_scales_kernel<Op, S, T><<<matrices.grid(grid), kThreads, 0, stream>>>(a, matrices);
   } else if constexpr (kWindows<S>) {
     const unsigned grid = resident_grid(blocks, kThreads, row_blocks_here<Op, S>());
     quantize_with_window_amax_kernel<Op, S, T><<<grid, kThreads, 0, stream>>>(a, blocks);

@@ -119,24 +119,14 @@ __device__ __forceinline__ void copy_vector(char* to, const void* from) {
                : "memory");
 }
 
-// A thread's 16-byte words of its team's rows of a tile: the same one of every kRowsAtOnce-th row.
-template <class T>
-struct OwnWords {
-  static constexpr int kVector = 16 / sizeof(typename T::Stored);
-  static constexpr int kVectors = kTileCols / kVector, kRowsAtOnce = kTeam / kVectors;
-
-  __device__ __forceinline__ static int row() { return team() * kBlock + team_thread() / kVectors; }
-  __device__ __forceinline__ static int col() { return team_thread() % kVectors * kVector; }
-  __device__ __forceinline__ static int place() { return Tile<T>::place(row(), team_thread() % kVectors * 16); }
-};
-
 // Copies a team's rows of one tile after the other of a run, down the rows, without registers in between; of float16 in
 // a tile of float32 through registers.
 template <class T>
 class Loader {
   using Stored = typename T::Stored;
-  using Own = OwnWords<T>;
-  static constexpr int kVector = Own::kVector, kRowsAtOnce = Own::kRowsAtOnce;
+  // A thread has 16-byte words: the same one of every kRowsAtOnce-th row.
+  static constexpr int kVector = 16 / sizeof(Stored);
+  static constexpr int kVectors = kTileCols / kVector, kRowsAtOnce = kTeam / kVectors;
 
  public:
   __device__ __forceinline__ Loader(const void* x, Float kind, const StoredShape& source, const TilePlace& first)
@@ -146,7 +136,7 @@ class Loader {
         cols_left_(static_cast<int>(source.cols - first.col < kTileCols ? source.cols - first.col : kTileCols)),
         aligned_(source.cols * size() % 16 == 0),
         whole_(aligned_ && cols_left_ == kTileCols) {
-    const int64_t at = (first.matrix * source.rows + first.row + Own::row()) * source.cols + first.col + Own::col();
+    const int64_t at = (first.matrix * source.rows + first.row + row()) * source.cols + first.col + col();
     next_ = static_cast<const char*>(x) + at * size();
   }
 
@@ -170,6 +160,9 @@ class Loader {
   __device__ __forceinline__ void arrived(Tile<T>&) const {}
 
  private:
+  __device__ __forceinline__ static int row() { return team() * kBlock + team_thread() / kVectors; }
+  __device__ __forceinline__ static int col() { return team_thread() % kVectors * kVector; }
+  __device__ __forceinline__ static int place() { return Tile<T>::place(row(), team_thread() % kVectors * 16); }
   __device__ __forceinline__ int size() const { return widens_ ? 2 : sizeof(Stored); }  // of an element of x
 
   __device__ __noinline__ static void load_part(char* to, const char* from, int64_t cols, int rows_left, int cols_left,
@@ -177,24 +170,24 @@ class Loader {
 #pragma unroll 1
     for (int i = 0; i < kBlock; i += kRowsAtOnce, to += kRowsAtOnce * Tile<T>::kRowBytes) {
       const auto* x = reinterpret_cast<const Stored*>(from) + i * cols;
-      if (Own::row() + i >= rows_left || Own::col() >= cols_left) continue;
+      if (row() + i >= rows_left || col() >= cols_left) continue;
       if (aligned)
         copy_vector(to, x);
       else
 #pragma unroll 1
-        for (int e = 0; e < kVector && Own::col() + e < cols_left; ++e) reinterpret_cast<Stored*>(to)[e] = x[e];
+        for (int e = 0; e < kVector && col() + e < cols_left; ++e) reinterpret_cast<Stored*>(to)[e] = x[e];
     }
   }
 
   __device__ __noinline__ static void widen(char* to, const char* from, int64_t cols, int rows_left, int cols_left,
                                             bool aligned) {
-    const int here = cols_left - Own::col();
+    const int here = cols_left - col();
     const auto* x = reinterpret_cast<const uint16_t*>(from);
     uint2 word[kBlock / kRowsAtOnce];  // of all rows at once on their way
 #pragma unroll
     for (int i = 0; i < kBlock / kRowsAtOnce; ++i, x += kRowsAtOnce * cols) {
       word[i] = make_uint2(0, 0);
-      if (Own::row() + i * kRowsAtOnce >= rows_left || here <= 0) continue;
+      if (row() + i * kRowsAtOnce >= rows_left || here <= 0) continue;
       if (aligned) {
         word[i] = __ldg(reinterpret_cast<const uint2*>(x));
       } else {
@@ -213,7 +206,7 @@ class Loader {
   const char* next_;
   bool widens_;
   int64_t cols_;
-  int to_ = pin_register(Own::place());
+  int to_ = pin_register(place());
   int rows_left_, cols_left_;
   bool aligned_, whole_;
 };
