@@ -429,11 +429,12 @@ SWAPPED = {
 @pytest.mark.parametrize("call", SWAPPED.values(), ids=SWAPPED)
 def test_a_pair_the_wrong_way_round_is_refused(call):
     """Each device would keep all of w, and products would read a part."""
-    mesh = make_mesh(CPUS, "x")
-    x, w = put(normal((64, 256), 1), mesh, P()), put(normal((256, 256), 2), mesh, P())
-    text = r"gathered must not split w into more parts than .*sharded, got 8 by .*'x'.* and 1 by .*; swap them"
-    with pytest.raises(ValueError, match=text):
-        call(x, w, w_gather=(WHOLE, ROWS))
+    text = r"gathered must not split w into more parts than .*sharded, got 8 by .*'x'.* and [12] by .*; swap them"
+    for axes, swapped in (("xy", (ROWS, P("x", "y"))), ("x", (WHOLE, ROWS))):
+        mesh = make_mesh(CPUS, axes)
+        x, w = put(normal((64, 256), 1), mesh, P()), put(normal((256, 256), 2), mesh, P())
+        with pytest.raises(ValueError, match=text):
+            call(x, w, w_gather=swapped)
     constraint = (P(P.UNCONSTRAINED), ROWS)  # what this splits is not known
     jax.eval_shape(lambda x, w: call(x, w, w_gather=constraint), x, w)
 
