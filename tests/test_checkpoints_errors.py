@@ -576,7 +576,7 @@ def test_overwriting_removes_no_weights_that_no_conversion_wrote(model, tmp_path
     if name == "broken.safetensors":
         (out / name).write_bytes(b"precious")
     before = files_of(out)
-    assert main(["convert", "--model-dir", str(model), "--save-dir", str(out), "--overwrite"]) == 2
+    assert main(["convert", str(model), str(out), "--overwrite"]) == 2
     assert f"{name}: was not written by a conversion; expected only shards that were\nhint: " in capsys.readouterr().err
     assert files_of(out) == before
     (out / name).unlink()

@@ -443,8 +443,9 @@ def test_diff_names_what_only_one_has(tmp_path):
     for name, values in zip("ab", tensors, strict=True):
         (tmp_path / name).mkdir()
         quantized(tmp_path / name, values)
-    found = diff(tmp_path / "a" / "out", tmp_path / "b" / "out")
-    assert (found.only_first, found.only_second, found.others, found.same) == ([NORM], [GATE, UP], [], False)
+    a, b = tmp_path / "a" / "out", tmp_path / "b" / "out"
+    for found, only in ((diff(a, b), ([NORM], [GATE, UP])), (diff(b, a), ([GATE, UP], [NORM]))):
+        assert (found.only_first, found.only_second, found.others, found.same) == (*only, [], False)
 
 
 def test_diff_compares_configs(tmp_path, capsys):

@@ -501,6 +501,9 @@ def test_a_class_for_the_arguments_of_a_model():
     assert dot_general_cls(SR) is dot_general_cls(recipes.pretrain())
     with pytest.raises(ValueError, match="key must be given"):
         model.apply(variables, X)
+    shared = lambda key: jax.lax.map(lambda x: model.apply(variables, x, rngs={"sr": key}), X)  # noqa: E731
+    with pytest.raises(ValueError, match="key must differ between the iterations"):
+        jax.eval_shape(shared, KEY)
 
 
 def test_the_class_draws_by_the_path_of_its_layer(monkeypatch):

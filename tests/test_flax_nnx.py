@@ -369,6 +369,19 @@ def split_mapped(f):
     return lambda model: mapped(model, MICROBATCHES)
 
 
+def prefix_vmapped(axis):
+    """With an axis for each variable of the model, as ``graph=False`` takes it."""
+
+    def loop(f):
+        def run(model):
+            axes = nnx.prefix(model, {nnx.RngState: axis, ...: None}, graph=False)
+            return nnx.vmap(f, in_axes=(axes, 0), graph=False)(model, MICROBATCHES)
+
+        return nnx.split_rngs(splits=len(X), only="sr")(run) if axis == 0 else run
+
+    return loop
+
+
 def lax_scanned(*carried):
     """Loops over the microbatches with part of the state in the carry."""
 
@@ -386,6 +399,18 @@ def lax_scanned(*carried):
         return run
 
     return loop
+
+
+def lax_mapped(f):
+    """With a key of each microbatch, and one count for all."""
+
+    def run(model):
+        graph, keys, rest = nnx.split(model, nnx.RngKey, ...)
+        keys = jax.tree.map(lambda key: jax.random.split(key, len(X)), keys)
+        body = lambda _, of: (None, f(nnx.merge(graph, of[0], rest, copy=True), of[1]))  # noqa: E731
+        return jax.lax.scan(body, None, (keys, MICROBATCHES))[1]
+
+    return run
 
 
 def forward(model, microbatch):
@@ -422,12 +447,14 @@ CARRIED = r"carry the nnx\.RngState .*, or enter jnvfp4\.step_key\(.*fold_in\(ke
 SPLIT = CARRIED.replace("carry", "map")
 SHARING = {
     "scan": (mlp, SCAN, forward, CARRIED),
+    "scan, keys apart": (mlp, looped(nnx.scan, nnx.StateAxes({nnx.RngKey: None, ...: None})), forward, CARRIED),
     "scan, remat": (mlp, SCAN, rematted, CARRIED),
     "scan, gradients": (mlp, SCAN, gradients, CARRIED),
     "scan, scanned layers": (lambda: Stack(scan=True), SCAN, forward, CARRIED),
     "vmap": (mlp, VMAP, forward, SPLIT),
     "vmap, gradients": (mlp, VMAP, gradients, SPLIT),
     "simple vmap": (mlp, SIMPLE_VMAP, rematted, SPLIT),
+    "simple vmap, an axis for each variable": (mlp, prefix_vmapped(None), forward, SPLIT),
     "lax.scan": (mlp, lax_scanned(nnx.BatchStat), forward, CARRIED),
 }
 
@@ -447,11 +474,13 @@ APART = {
     "counts carried": (looped(nnx.scan, COUNTS), rematted),
     "simple scan": (looped(nnx.scan, None, graph_updates=False), forward),
     "mapped": (split_mapped, rematted),
+    "mapped by variable": (prefix_vmapped(0), forward),
     "scan, step_key": (SCAN, keyed),
     "vmap, step_key": (VMAP, keyed),
     "reseeded": (SCAN, reseeded),
     "reseeded copy": (SCAN, reseeded_copy),
     "lax.scan, counts carried": (lax_scanned(nnx.RngCount), forward),
+    "lax.scan, keys mapped": (lax_mapped, forward),
 }
 
 
@@ -470,7 +499,7 @@ def test_microbatches_share_what_draws_no_bits(loop):
     nearest, model = apply(mlp(), Policy(default=NEAREST), rngs=nnx.Rngs(sr=3)), apply(mlp(), ALL, rngs=nnx.Rngs(sr=3))
     view = nnx.view(model, deterministic=True)
     model.eval()
-    for quiet in (nearest, model, view):
+    for quiet in (nearest, model, view, nnx.view(view)):
         assert nnx.eval_shape(loop(forward), quiet).shape == X.shape
     model.train()
     with pytest.raises(ValueError, match="key must differ"):
@@ -542,7 +571,7 @@ def test_a_stream_folds_the_path(monkeypatch):
 
 
 def test_a_stream_is_reproducible():
-    losses = [run(apply(mlp(), ALL, rngs=nnx.Rngs(sr=3)), X) for _ in range(2)]
+    losses = [run(apply(mlp(), ALL, rngs=rngs), X) for rngs in (nnx.Rngs(sr=3), nnx.Rngs(sr=3), nnx.Rngs(3))]
     assert_same_tensor(leaves(losses[0][1]), leaves(losses[1][1]))
     other = run(apply(mlp(), ALL, rngs=nnx.Rngs(sr=4)), X)
     assert (leaves(other[1])["up"]["kernel"] != leaves(losses[0][1])["up"]["kernel"]).any()

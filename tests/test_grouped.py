@@ -422,7 +422,7 @@ def test_a_sum_over_experts_keeps_negative_zeros(devices):
     assert np.signbit(want).any()
     mesh = make_mesh(devices, "x")
     placed = jax.device_put(b, b.shardings(mesh, P("x", None, None)))
-    for of_rows, collective in ((P(), "all-reduce"), (P("x"), "reduce-scatter")):
+    for of_rows, collective in ((P(), "all-reduce"), (P("x"), "reduce-scatter"), (P(None, "x"), "reduce-scatter")):
         product = jax.jit(partial(grouped_matmul_nt, out_dtype="float16"), out_shardings=NamedSharding(mesh, of_rows))
         got, found = run(product, a, placed, sizes)
         assert collective in {op for op, _ in found}

@@ -10,7 +10,7 @@ import pytest
 from helpers import assert_bitwise, assert_same_tensor, primitives
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import KINDS
+from meshes import KINDS, make_mesh, run
 from operands import near_tie, normal
 from test_grouped import BOUNDARIES, ends_of, every_boundary, int32
 
@@ -20,6 +20,7 @@ from jnvfp4 import (
     NVFP4_2D,
     NVFP4_SR,
     ROW_SCALED,
+    WINDOW64,
     NVFP4Tensor,
     RaggedDot,
     Recipe,
@@ -29,6 +30,8 @@ from jnvfp4 import (
     quantize,
     recipes,
 )
+from jnvfp4._primitives._groups import rows_of
+from jnvfp4._primitives.grouped_contract import grouped_contract_p
 
 M, N, K, G = 80, 48, 64, 5
 SIZES = (0, 1, 15, 16, 17)
@@ -292,6 +295,27 @@ def test_sharded_equals_unsharded(cpu, recipe, layout, kind):
         assert_bitwise(got[0], want[0])
 
 
+@pytest.mark.parametrize(
+    ("kind", "of_operands", "of_y", "collectives"),
+    [
+        ("auto", P("x"), P(None, "x"), {"reduce-scatter"}),
+        ("auto", P(), P("x"), set()),
+        ("explicit", P(None, "x"), P(None, "x"), {"all-gather"}),
+    ],
+    ids=["rows", "experts", "columns of both"],
+)
+def test_the_gradient_of_weights_is_made_where_it_is_wanted(cpu, kind, of_operands, of_y, collectives):
+    a, b = jnp.round(normal((64, 16)) * 4), jnp.round(normal((64, 20 if kind == "auto" else 24), 1) * 4)  # exact sums
+    rows = rows_of(int32((20, 0, 12, 8, 0, 1, 2, 16)), len(a))
+    contract = lambda a, b: grouped_contract_p.bind(a, b, *rows, implementation=None)[0]  # noqa: E731
+    want, mesh = contract(a, b), make_mesh(jax.devices("cpu")[:8], "x", kind)
+    with jax.set_mesh(mesh):
+        contract = jax.jit(contract, out_shardings=NamedSharding(mesh, of_y))
+        got, found = run(contract, *(jax.device_put(v, NamedSharding(mesh, of_operands)) for v in (a, b)))
+    assert {op for op, _ in found} == collectives
+    assert_bitwise(got, want)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", ["default", "dequantized", "stochastic", "nothing"])
@@ -327,6 +351,11 @@ ERRORS = {
     "no recipe": ({"recipe": None}, TypeError, "recipe must be a Recipe"),
     "no key": ({"recipe": recipes.pretrain()}, ValueError, "key must be a JAX PRNG key"),
     "windows": ({"recipe": recipes.window64(), "key": KEY}, ValueError, "recipe.fprop must have amax_scope.*window64"),
+    "windows of dgrad": (
+        {"recipe": Recipe(None, (WINDOW64, WINDOW64), None), "key": KEY},
+        ValueError,
+        "recipe.dgrad must have amax_scope.*window64",
+    ),
     "sizes that JAX would cut": ({"group_sizes": np.array(SIZES)}, TypeError, "must be int32, got int64; .*astype"),
     "a kernel of nothing": (
         {"recipe": Recipe(None, None, None), "implementation": "cpu_nvfp4_blocks"},

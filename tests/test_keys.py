@@ -1,6 +1,8 @@
 """``step_key``, ``layer_index`` and ``layer_key``: each layer and step has a key of its own, whatever traces it."""
 
 import hashlib
+from contextlib import nullcontext
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -387,16 +389,16 @@ def test_a_loop_needs_an_index(loop):
 
 
 def test_a_loop_over_microbatches_needs_a_key_or_an_index_too():
-    def layers():
+    def layers(enter=layer_index):
         def body(c, i):
-            with layer_index(i):
+            with enter(i):
                 return c, key_bits("up")
 
         return jax.lax.scan(body, 0, jnp.arange(2))[1]
 
-    def outside(key):
+    def outside(key, enter):
         with step_key(key):
-            return jax.lax.map(lambda m: layers(), jnp.arange(3))
+            return jax.lax.map(lambda m: layers(enter), jnp.arange(3))
 
     def inside(key):
         def microbatch(m):
@@ -405,8 +407,9 @@ def test_a_loop_over_microbatches_needs_a_key_or_an_index_too():
 
         return jax.lax.map(microbatch, jnp.arange(3))
 
-    with pytest.raises(ValueError, match="here number 1 of 2 from the outside"):
-        jax.jit(outside)(A)
+    for enter in (layer_index, nullcontext):
+        with pytest.raises(ValueError, match="here number 1 of 2 from the outside"):
+            jax.jit(partial(outside, enter=enter))(A)
     assert len(np.unique(np.asarray(jax.jit(inside)(A)).reshape(6, 2), axis=0)) == 6
 
 

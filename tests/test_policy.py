@@ -210,6 +210,11 @@ def test_what_is_no_model(model):
         Policy(default=SR).explain(model)
 
 
+def test_a_layer_with_two_weights_is_refused():
+    with pytest.raises(ValueError, match="one array named kernel, weight or w, got two in 'up'"):
+        Policy(default=SR).explain({"up": {"kernel": jnp.ones((4, 4)), "w": jnp.ones((4, 4))}})
+
+
 def test_recipes_have_names():
     assert [recipe_name(recipe) for recipe in (None, SR, recipes.DEFAULT, Recipe())] == [
         "-",

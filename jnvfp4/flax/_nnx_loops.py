@@ -44,9 +44,7 @@ def _loops() -> Iterator[tuple[str, Any, list[Any]]]:
         elif body == "VmapFn":
             yield "vmap", args, _unmapped(local["pure_args"])
         else:
-            axes = local["self"].in_axes
-            axes = axes if isinstance(axes, tuple) else (axes,) * len(args)
-            yield "vmap", args, [nnx.state([v for v, axis in zip(args, axes, strict=True) if axis is None])]
+            yield "vmap", args, [_broadcast(local["self"].in_axes, args)]
 
 
 _BODIES = {
@@ -64,6 +62,18 @@ def _unmapped(arguments: Any) -> list[Any]:
         axes = node.metadata.axes if isinstance(node.metadata, nnx.StateAxes) else (node.metadata,)
         found += [state for state, axis in zip(node.states, axes, strict=True) if axis is None]
     return found
+
+
+def _broadcast(axes: Any, arguments: Any) -> nnx.State:
+    """Returns the random state of arguments whose axis is None; ``axes`` is a prefix of their tree."""
+    parts: list[Any] = []
+    jax.tree.map(
+        lambda axis, part: parts.extend(jax.tree.leaves(part) if axis is None else ()),
+        axes,
+        arguments,
+        is_leaf=lambda axis: axis is None,
+    )
+    return nnx.state(arguments, lambda _, v: isinstance(v, nnx.RngState) and _is_in(v[...], parts))
 
 
 def _keys_in(states: list[Any]) -> list[jax.Array]:
