@@ -59,7 +59,8 @@ def dot_general_cls(recipe: Recipe) -> Callable[[], nn.Module]:
 
     Returns:
       A class of modules without parameters that are called like ``jax.lax.dot_general``. The same recipe gives the same
-      class. The random bits of a layer come from ``rngs={'sr': key}`` or ``jnvfp4.step_key``.
+      class. The random bits of a layer come from ``rngs={'sr': key}`` or ``jnvfp4.step_key``. A loop that gives all
+      iterations the same stream "sr" is an error, but not within ``nn.remat``, where only ``intercept`` sees it.
     """
     return partial(NVFP4DotGeneral, recipe=recipe)
 
