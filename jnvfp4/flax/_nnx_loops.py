@@ -35,7 +35,7 @@ def _loops() -> Iterator[tuple[str, Any, list[Any]]]:
     """Yields the loops being traced: the kind, the arguments of the body, and the states that are broadcast."""
     frame: Any = sys._getframe()
     while (frame := frame.f_back) is not None:
-        body = _BODIES.get(frame.f_code)
+        body = BODIES.get(frame.f_code)
         if body is None:
             continue
         local, args = frame.f_locals, frame.f_locals["args"]
@@ -47,11 +47,10 @@ def _loops() -> Iterator[tuple[str, Any, list[Any]]]:
             yield "vmap", args, [_broadcast(local["self"].in_axes, args)]
 
 
-_BODIES = {
-    getattr(iteration, name).__call__.__code__: name
-    for name in ("ScanFn", "VmapFn", "SimpleVmapFn")  # the last is graph_updates=False, which Flax 0.12.0 has not
-    if hasattr(iteration, name)
-}
+BODIES = {iteration.ScanFn.__call__.__code__: "ScanFn", iteration.VmapFn.__call__.__code__: "VmapFn"}
+_simple: Any = getattr(iteration, "SimpleVmapFn", None)  # nnx.vmap(graph_updates=False)
+if "in_axes" in getattr(_simple, "__dataclass_fields__", ()):  # which it has in Flax from 0.12.8 on
+    BODIES[_simple.__call__.__code__] = "SimpleVmapFn"
 
 
 def _unmapped(arguments: Any) -> list[Any]:
