@@ -79,9 +79,8 @@ def multiply(product: Product, backend: Backend) -> jax.Array:
     return _call_kernel(product, chosen)
 
 
-def by_reference(product: Product) -> jax.Array:
+def by_reference(p: Product) -> jax.Array:
     """Computes a b^T by the reference."""
-    p = product
     return reference.matmul(p.a if p.a_format else p.a[0], p.b, p.bias, p.a_format, p.b_format, p.out_dtype)
 
 
