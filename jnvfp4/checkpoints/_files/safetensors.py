@@ -264,7 +264,7 @@ class File:
         first, stop, step = rows.indices(count)
         assert step == 1, rows
         out = np.empty((max(stop - first, 0), *entry.shape[1:]) if entry.shape else (), entry.dtype)
-        left = memoryview(out.reshape(-1).view(np.uint8))
+        left = out.reshape(-1).view(np.uint8).data
         offset = entry.begin + first * entry.nbytes // max(count, 1)
         while left:
             try:
