@@ -13,7 +13,8 @@ from typing import Any, Literal, NoReturn
 
 import jax
 
-from . import __version__, diagnosis, support
+from . import __version__
+from ._reports import doctor, support
 from .checkpoints._convert.options import ConvertOptions
 from .checkpoints._convert.plan import make_plan
 from .checkpoints._files.errors import CheckpointError, CommandError, Exit, OptionError
@@ -437,9 +438,9 @@ def _diff(a: argparse.Namespace) -> Exit:
 
 def _doctor(a: argparse.Namespace) -> Exit:
     if a.json:
-        found = diagnosis.report()
+        found = doctor.report()
         _show(found)
-    if not (found["ok"] if a.json else diagnosis.doctor()):
+    if not (found["ok"] if a.json else doctor.doctor()):
         raise CommandError("a kernel gives other bits than the reference", code=Exit.VERIFICATION)
     return Exit.OK
 

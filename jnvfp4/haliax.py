@@ -10,9 +10,9 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 
-from ._dot_general import DotGeneral as _DotGeneral
-from ._grouped_linear import RaggedDot as _RaggedDot
-from ._keys import layer_index
+from ._layers.dot_general import DotGeneral as _DotGeneral
+from ._layers.grouped_linear import RaggedDot as _RaggedDot
+from ._layers.keys import layer_index
 from .policy import Layer, Policy, layers_of
 from .recipes import DEFAULT, Recipe
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 
 from . import recipes
-from ._gather import Placement, as_pair
-from ._linear import units
-from ._patterns import check_path_pattern, layer_path, matches_path, part_in
+from ._core.patterns import check_path_pattern, layer_path, matches_path, part_in
+from ._layers.gather import Placement, as_pair
+from ._layers.linear import units
 from .recipes import Recipe
 from .spec import name_of
 

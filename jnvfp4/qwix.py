@@ -10,9 +10,9 @@ from flax import linen as nn
 from flax import nnx as flax_nnx
 from qwix._src.utils import flax_util
 
-from ._dot_general import DotGeneral
-from ._einsum import contraction, einsum_of_layer
-from ._keys import layer_key
+from ._layers.dot_general import DotGeneral
+from ._layers.einsum import contraction, einsum_of_layer
+from ._layers.keys import layer_key
 from .flax import linen, nnx
 from .policy import WEIGHT_NAMES, Layer, Policy, depths_of
 from .recipes import Recipe

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .softfloat import (
+from ._core.softfloat import (
     ABS,
     NAN,
     SIGN,

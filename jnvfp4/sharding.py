@@ -10,11 +10,11 @@ import jax
 from jax import lax
 from jax.typing import ArrayLike
 
-from ._arguments import Implementation, as_array, check_spec, no_tensor
-from ._gather import Placement, as_gather
-from .ops import quantize
+from ._core.tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
+from ._layers.gather import Placement, as_gather
+from ._ops.arguments import Implementation, as_array, check_spec, no_tensor
+from ._ops.quantize import quantize
 from .spec import QuantSpec
-from .tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
 
 
 def all_gather(q: NVFP4Tensor, axis_name: str | tuple[str, ...], *, axis: int = 0) -> NVFP4Tensor:

@@ -8,7 +8,8 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from jnvfp4 import _dot_general, layer_index
+from jnvfp4 import layer_index
+from jnvfp4._layers import dot_general
 
 WIDTH, HIDDEN, VOCABULARY = 32, 64, 48
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, VOCABULARY, (2, 16)))
@@ -130,12 +131,12 @@ def cross_entropy(logits, tokens=TOKENS):
 def record_keys(monkeypatch) -> list[tuple[int, ...]]:
     """Lists the keys of all products that run from now on, also within loops."""
     drawn: list[tuple[int, ...]] = []
-    original = _dot_general.call_linear
+    original = dot_general.call_linear
 
     def recorded(call, x, w, bias, key, *rest):
         if call.recipe.stochastic:
             jax.debug.callback(lambda data: drawn.append(tuple(np.asarray(data).tolist())), jax.random.key_data(key))
         return original(call, x, w, bias, key, *rest)
 
-    monkeypatch.setattr(_dot_general, "call_linear", recorded)
+    monkeypatch.setattr(dot_general, "call_linear", recorded)
     return drawn

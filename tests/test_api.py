@@ -16,7 +16,7 @@ from operands import normal
 
 import jnvfp4
 from jnvfp4 import NVFP4, NVFP4_2D, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_SR, ROW_SCALED, WINDOW64, Recipe, recipes
-from jnvfp4._arguments import OPERATIONS
+from jnvfp4._ops.arguments import OPERATIONS
 
 PUBLIC = {name: value for name, value in vars(jnvfp4).items() if not name.startswith("_")}
 FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}

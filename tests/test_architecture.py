@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
-from jnvfp4 import _native
-from jnvfp4._arguments import OPERATIONS
+from jnvfp4._native import load
+from jnvfp4._ops.arguments import OPERATIONS
 from jnvfp4._primitives._base import PRIMITIVES
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -210,7 +210,7 @@ def targets_of(platform: str) -> set[str]:
 
 
 def test_the_targets_in_the_source_are_those_of_the_extensions():
-    for platform, module in _native.extensions().items():
+    for platform, module in load.extensions().items():
         assert targets_of(platform) == set(module.targets)
 
 
@@ -228,9 +228,9 @@ def test_the_operations_primitives_and_targets_of_the_documents():
 
 def test_the_kernels_of_products_in_the_documents():
     table = rows((DOCS / "kernels.md").read_text(), "kernel", "runs on", "operands", "sum along K", "file")
-    assert tuple(name for row in table for name in code(row[0])) == _native.matmul_kernels()
+    assert tuple(name for row in table for name in code(row[0])) == load.matmul_kernels()
     table = rows((DOCS / "kernels.md").read_text(), "grouped kernel", "runs on", "operands", "sum along K", "file")
-    assert tuple(name for row in table for name in code(row[0])) == _native.grouped_kernels()
+    assert tuple(name for row in table for name in code(row[0])) == load.grouped_kernels()
 
 
 def test_the_cuda_kernels_in_the_documents():

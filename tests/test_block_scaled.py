@@ -33,7 +33,8 @@ from products import (
 )
 
 import jnvfp4
-from jnvfp4 import Format, NVFP4Tensor, QuantSpec, _native, recipes
+from jnvfp4 import Format, NVFP4Tensor, QuantSpec, recipes
+from jnvfp4._native import load
 from jnvfp4._primitives import _base, _matmul_routes
 
 KERNEL = "sm100_cublaslt_nvfp4"
@@ -287,10 +288,10 @@ def calls(library, monkeypatch):
     monkeypatch.setattr(_base, "_backend", lambda *args: right(*args)._replace(capability=B200))
     monkeypatch.setattr(_matmul_routes, "_call_kernel", call_kernel)
     monkeypatch.setattr(
-        _matmul_routes, "_decode_then_dot", lambda p: call_kernel(p, _native.MatmulPlan("decode_then_dot", 0, ""))
+        _matmul_routes, "_decode_then_dot", lambda p: call_kernel(p, load.MatmulPlan("decode_then_dot", 0, ""))
     )
-    monkeypatch.setattr(_native, "has_run_on", lambda capability: True)
-    monkeypatch.setattr(_native, "cublaslt", lambda: _native.CublasLt("/lib/libcublasLt.so.13", "13.2.0", ""))
+    monkeypatch.setattr(load, "has_run_on", lambda capability: True)
+    monkeypatch.setattr(load, "cublaslt", lambda: load.CublasLt("/lib/libcublasLt.so.13", "13.2.0", ""))
     return found
 
 
@@ -318,9 +319,9 @@ def test_the_kernel_of_a_lowered_product(calls, rows, options, kernel):
 
 
 def test_without_the_library_a_product_is_decoded(calls, monkeypatch):
-    if not _native.available("cuda"):
-        monkeypatch.setattr(_native, "available", lambda platform: True)
-    monkeypatch.setattr(_native, "cublaslt", lambda: _native.CublasLt("", "", "there is none"))
+    if not load.available("cuda"):
+        monkeypatch.setattr(load, "available", lambda platform: True)
+    monkeypatch.setattr(load, "cublaslt", lambda: load.CublasLt("", "", "there is none"))
     a, b = order_free_operands(None, (70, 131, 48))
     y = lowered_for_b200(jnvfp4.matmul_nt)(a, b)
     assert calls == ["decode_then_dot"]
@@ -457,9 +458,9 @@ def test_parts_that_any_gpu_can_run(parts, part):
     """The kernels, by the bytes of the CPU; what the library does at the end of a product; and that it refuses FP4."""
     if part == "refuse" and int(gpus()[0].compute_capability.split(".")[0]) >= 10:
         pytest.skip("this GPU has FP4 tensor cores")
-    if part != "prepare" and (reason := _native.cublaslt().reason):
+    if part != "prepare" and (reason := load.cublaslt().reason):
         skip_or_fail("cuda", reason)
-    done = subprocess.run([str(parts), part, _native.cublaslt().path], text=True, capture_output=True, timeout=300)
+    done = subprocess.run([str(parts), part, load.cublaslt().path], text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -488,12 +489,12 @@ def header() -> list[str]:
 
 
 def wheel_headers(name: str) -> list[pathlib.Path]:
-    found = _native._installed_file(name, ("cublasLt.h",))
+    found = load._installed_file(name, ("cublasLt.h",))
     return [] if found is None else [found.parent]
 
 
 def wheel_folders() -> list[pathlib.Path]:
-    found = _native._installed_file("nvidia-cuda-runtime", ("library_types.h",))
+    found = load._installed_file("nvidia-cuda-runtime", ("library_types.h",))
     return [] if found is None else [found.parent]
 
 
@@ -507,7 +508,7 @@ def test_numbers_are_those_of_the_header(process):
 
 
 def test_the_real_library_takes_every_attribute(built):
-    path = _native._cublaslt_wheel()
+    path = load._cublaslt_wheel()
     if path is None:
         pytest.skip("no wheel of nvidia-cublas is installed")
     real = stand_in.Process(built[0], path)

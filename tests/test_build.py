@@ -13,8 +13,8 @@ import pytest
 from conftest import skip_or_fail
 
 import jnvfp4
-from jnvfp4 import _native
-from jnvfp4._source_hash import source_hash
+from jnvfp4._native import load
+from jnvfp4._native.source_hash import source_hash
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -36,20 +36,20 @@ def test_the_package_is_typed():
 
 @pytest.mark.parametrize("built", [(0, 3), (0, 1)])
 def test_older_headers_are_accepted(built):
-    _native.check_ffi_api(built, (0, 3))
+    load.check_ffi_api(built, (0, 3))
 
 
 @pytest.mark.parametrize("built", [(0, 5), (1, 0), (1, 9)])
 def test_newer_headers_are_refused_before_anything_is_registered(built):
     text = re.escape(f"built with XLA FFI {built[0]}.{built[1]}, but the installed jaxlib provides 0.4; upgrade jax")
     with pytest.raises(ImportError, match=text):
-        _native.check_ffi_api(built, (0, 4))
+        load.check_ffi_api(built, (0, 4))
 
 
 def test_this_build_fits_this_jaxlib():
-    running = _native.runtime_ffi_api()
-    for module in _native.extensions().values():
-        _native.check_ffi_api(module.ffi_api, running)
+    running = load.runtime_ffi_api()
+    for module in load.extensions().values():
+        load.check_ffi_api(module.ffi_api, running)
         assert module.ffi_api <= running
 
 
@@ -62,13 +62,13 @@ def _checkout(folder, text):
 
 def test_an_extension_of_other_sources_is_refused(tmp_path):
     current = _checkout(tmp_path, "int x;")
-    _native.check_source_hash("_cpu", current, tmp_path)
+    load.check_source_hash("_cpu", current, tmp_path)
     with pytest.raises(ImportError, match=r"extension _cpu was built from other sources \(0+\) than .*pip install"):
-        _native.check_source_hash("_cpu", "0" * 16, tmp_path)
+        load.check_source_hash("_cpu", "0" * 16, tmp_path)
 
 
 def test_an_installed_package_has_no_sources_to_compare(tmp_path):
-    _native.check_source_hash("_cpu", "0" * 16, tmp_path)
+    load.check_source_hash("_cpu", "0" * 16, tmp_path)
 
 
 def test_source_hash_follows_names_and_contents(tmp_path):
@@ -252,7 +252,7 @@ def test_a_compiler_of_fewer_targets_builds_what_it_can(tmp_path):
 # ---------------------------------------------------------------- what a module needs
 @pytest.mark.skipif(sys.platform != "linux", reason="the modules are linked so on Linux")
 def test_the_modules_bring_their_c_plus_plus_library():
-    for module in _native.extensions().values():
+    for module in load.extensions().values():
         binary = pathlib.Path(module.__file__).read_bytes()
         assert b"libstdc++.so" not in binary
         assert b"libgcc_s.so" not in binary

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from checkpoints import GOLDEN, write_model
 
-from jnvfp4._patterns import layer_of
+from jnvfp4._core.patterns import layer_of
 from jnvfp4.checkpoints import (
     CheckpointError,
     ConvertOptions,

@@ -12,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jnvfp4
-from jnvfp4 import _compat, quantize
+from jnvfp4 import quantize
+from jnvfp4._native import compat
 from jnvfp4._primitives._base import PRIMITIVES
 from jnvfp4._primitives.quantize import quantize_p
 
@@ -32,7 +33,7 @@ def test_lowering_is_given_the_devices(primitive):
 
 
 def test_without_it_a_sharded_jit_fails(monkeypatch):
-    """When this stops failing, _compat.py can go."""
+    """When this stops failing, compat.py can go."""
     monkeypatch.setattr(
         dispatch, "prim_requires_devices_during_lowering", dispatch.prim_requires_devices_during_lowering - {quantize_p}
     )
@@ -43,18 +44,18 @@ def test_without_it_a_sharded_jit_fails(monkeypatch):
 
 
 def test_without_leaving_it_compile_time_evaluation_fails(monkeypatch):
-    monkeypatch.setattr(_compat, "without_constant_folding", nullcontext)
+    monkeypatch.setattr(compat, "without_constant_folding", nullcontext)
     with jax.ensure_compile_time_eval(), pytest.raises(AssertionError):
         quantize(jnp.ones((48, 144)))  # a shape that nothing else compiles
 
 
 def test_only_compat_imports_private_jax():
     private = re.compile(r"^\s*(?:from|import) jax\._src|jax\._src\.\w+", re.M)
-    assert {path.name for path in PACKAGE.rglob("*.py") if private.search(path.read_text())} == {"_compat.py"}
+    assert {path.name for path in PACKAGE.rglob("*.py") if private.search(path.read_text())} == {"compat.py"}
 
 
 def test_lowering_context_has_what_the_mesh_of_set_mesh_needs():
-    """_compat.with_mesh replaces one field of the lowering context; JAX's own shard_map does the same."""
+    """compat.with_mesh replaces one field of the lowering context; JAX's own shard_map does the same."""
     devices = jax.devices("cpu")[:2]
     with jax.set_mesh(jax.make_mesh((2,), ("x",), devices=devices)):
         text = jax.jit(lambda: quantize(jnp.ones((32, 64)), amax=1.0)).lower().as_text()
@@ -75,5 +76,5 @@ def test_xla_is_told_the_shardings_of_an_explicit_mesh(monkeypatch):
     x = jax.device_put(jnp.ones((32, 64)), NamedSharding(mesh, P("x")))
     lower = lambda: jax.jit(lambda x: quantize(x, amax=1.0).data).lower(x).as_text()  # noqa: E731
     assert "sdy.sharding_constraint" in lower()
-    monkeypatch.setattr(_compat, "with_explicit_shardings", lambda ctx, results: results)
+    monkeypatch.setattr(compat, "with_explicit_shardings", lambda ctx, results: results)
     assert "sdy.sharding_constraint" not in lower()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import skip_or_fail
 
-from jnvfp4 import _native
+from jnvfp4._native import load
 
 NONE = "the process has loaded neither libcublasLt.so.13 nor libcublasLt.so.12"
 FUNCTIONS = (
@@ -22,13 +22,13 @@ FUNCTIONS = (
 
 @pytest.fixture(autouse=True)
 def cuda():
-    if not _native.available("cuda"):
+    if not load.available("cuda"):
         skip_or_fail("cuda", "no CUDA kernels in this build")
 
 
 def search(expression: str, *, before: str = "", **options) -> str:
     """What a new process prints of an expression of ``find``. It does not import JAX, whose plugin may load a copy."""
-    file = _native.extensions()["cuda"].__file__
+    file = load.extensions()["cuda"].__file__
     code = f"""
 import ctypes, importlib.util
 spec = importlib.util.spec_from_file_location("jnvfp4._cuda", {file!r})
@@ -109,13 +109,13 @@ def searched(monkeypatch):
     """The paths that are searched for; none is found."""
     paths = []
     monkeypatch.setitem(
-        _native.extensions(),
+        load.extensions(),
         "cuda",
         SimpleNamespace(find_cublaslt=lambda path: paths.append(path) or ("", 0, "not loaded")),
     )
-    _native._cublaslt_wheel.cache_clear()
+    load._cublaslt_wheel.cache_clear()
     yield paths
-    _native._cublaslt_wheel.cache_clear()
+    load._cublaslt_wheel.cache_clear()
 
 
 def wheel(folder: pathlib.Path, name: str, file: str) -> str:
@@ -134,23 +134,23 @@ def wheel(folder: pathlib.Path, name: str, file: str) -> str:
 def test_an_installed_wheel(searched, monkeypatch, tmp_path, name):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     path = wheel(tmp_path, name, "libcublasLt.so.12" if name.endswith("12") else "libcublasLt.so.13")
-    assert _native.cublaslt() == ("", "", "not loaded")
+    assert load.cublaslt() == ("", "", "not loaded")
     assert searched == [path]
 
 
 def test_no_wheel(searched, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     want = "not loaded, and nvidia-cublas or nvidia-cublas-cu12 is not installed"
-    assert _native.cublaslt() == ("", "", want)
+    assert load.cublaslt() == ("", "", want)
     assert searched == [""]
 
 
 def test_a_version_as_text(monkeypatch):
     found = ("/lib/libcublasLt.so.13", 131002, "")
-    monkeypatch.setitem(_native.extensions(), "cuda", SimpleNamespace(find_cublaslt=lambda path: found))
-    assert _native.cublaslt() == ("/lib/libcublasLt.so.13", "13.10.2", "")
+    monkeypatch.setitem(load.extensions(), "cuda", SimpleNamespace(find_cublaslt=lambda path: found))
+    assert load.cublaslt() == ("/lib/libcublasLt.so.13", "13.10.2", "")
 
 
 def test_a_build_without_cuda(monkeypatch):
-    monkeypatch.delitem(_native.extensions(), "cuda")
-    assert _native.cublaslt() == ("", "", "jnvfp4 was built without CUDA")
+    monkeypatch.delitem(load.extensions(), "cuda")
+    assert load.cublaslt() == ("", "", "jnvfp4 was built without CUDA")

@@ -10,8 +10,9 @@ from conftest import gpus, skip_or_fail
 from operands import normal
 
 import jnvfp4
-from jnvfp4 import _native, diagnosis, support
+from jnvfp4._native import load
 from jnvfp4._primitives import _self_check, transpose
+from jnvfp4._reports import doctor, support
 from jnvfp4.checkpoints._files.errors import Exit
 from jnvfp4.cli import main
 
@@ -23,7 +24,7 @@ OLD = f"{FP4} needs cuBLASLt 13.2 or newer on compute capability 10.3, got 13.1.
 def few_checks(monkeypatch):
     """One check that is quick, and one that applies nowhere."""
     few = [(transpose.check_of(), ""), (transpose.check_of()._replace(path="other"), "it runs elsewhere")]
-    monkeypatch.setattr(diagnosis, "checks", lambda capability: iter(few))
+    monkeypatch.setattr(doctor, "checks", lambda capability: iter(few))
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +46,11 @@ def wrong_transpose(monkeypatch) -> None:
 @pytest.mark.long
 def test_every_kernel_is_checked(capsys):
     """On every kind of device that is here: one line for each check, and none fails."""
-    assert diagnosis.doctor()
+    assert doctor.doctor()
     out = capsys.readouterr().out
     assert out.startswith(f"jnvfp4   {jnvfp4.__version__}  (sources ")
-    lines = [line for line in out.splitlines() if line.partition(": ")[0] in {str(d) for d in diagnosis.devices()}]
-    for kernel in (*_native.matmul_kernels(), *_native.grouped_kernels()):
+    lines = [line for line in out.splitlines() if line.partition(": ")[0] in {str(d) for d in doctor.devices()}]
+    for kernel in (*load.matmul_kernels(), *load.grouped_kernels()):
         assert any(f"matmul_nt {kernel}: " in line for line in lines)
     for operation in (
         "quantize",
@@ -65,25 +66,25 @@ def test_every_kernel_is_checked(capsys):
 
 def test_every_kernel_of_the_plan_that_a_gpu_has_is_checked_there(monkeypatch):
     """Without a GPU the list at least: all kernels for Blackwell apply where the library is new enough."""
-    monkeypatch.setattr(_native, "available", lambda name: name == "cuda")
-    monkeypatch.setattr(_native, "cublaslt", lambda: _native.CublasLt("/lib/libcublasLt.so.13", "13.2.0", ""))
-    applies = {check.path for check, reason in diagnosis.checks(100) if not reason}
+    monkeypatch.setattr(load, "available", lambda name: name == "cuda")
+    monkeypatch.setattr(load, "cublaslt", lambda: load.CublasLt("/lib/libcublasLt.so.13", "13.2.0", ""))
+    applies = {check.path for check, reason in doctor.checks(100) if not reason}
     products = {"sm80_nvfp4_blocks_small_m", FP4, "decode_then_dot", "sm80_nvfp4_blocks", "sm80_dense_elements"}
     assert {path.split()[1] for path in applies if path.startswith("matmul_nt")} == products
-    monkeypatch.setattr(_native, "cublaslt", lambda: _native.CublasLt("/lib/libcublasLt.so.13", "13.1.2", ""))
-    reasons = {check.path: reason for check, reason in diagnosis.checks(103)}
+    monkeypatch.setattr(load, "cublaslt", lambda: load.CublasLt("/lib/libcublasLt.so.13", "13.1.2", ""))
+    reasons = {check.path: reason for check, reason in doctor.checks(103)}
     assert reasons[f"matmul_nt {FP4}"] == OLD
 
 
 def test_a_platform_without_kernels(few_checks, capsys, monkeypatch):
     monkeypatch.setattr(support, "no_kernels", lambda device: "the reason")
-    assert diagnosis.doctor()
+    assert doctor.doctor()
     assert "cpu:0: transpose: not applicable: reference only: the reason" in capsys.readouterr().out.splitlines()
 
 
 def test_a_wrong_byte(few_checks, capsys, monkeypatch):
     wrong_transpose(monkeypatch)
-    assert not diagnosis.doctor()
+    assert not doctor.doctor()
     out = capsys.readouterr().out
     assert "cpu:0: transpose: failed: call 1, result 0: 13440 of 13440 elements differ, first at [0, 0]: got" in out
     assert "cpu:0: other: not applicable: it runs elsewhere" in out
@@ -93,7 +94,7 @@ def test_it_leaves_no_record(few_checks, monkeypatch):
     """What it finds is printed; programs find out for themselves."""
     monkeypatch.setattr(_self_check, "_FOUND", {})
     wrong_transpose(monkeypatch)
-    assert not diagnosis.doctor()
+    assert not doctor.doctor()
     assert _self_check._FOUND == {}
 
 
@@ -103,10 +104,10 @@ def test_it_leaves_no_record(few_checks, monkeypatch):
     ids=["found", "none"],
 )
 def test_the_copy_of_cublaslt_or_the_reason(few_checks, capsys, monkeypatch, found, shown):
-    monkeypatch.setattr(_native, "cublaslt", lambda: _native.CublasLt(*found))
-    assert diagnosis.doctor()
+    monkeypatch.setattr(load, "cublaslt", lambda: load.CublasLt(*found))
+    assert doctor.doctor()
     assert f"cublaslt {shown}" in capsys.readouterr().out.splitlines()
-    report = diagnosis.report()
+    report = doctor.report()
     assert (report["cublaslt"]["path"], report["versions"]["cublaslt"] or "", report["cublaslt"]["reason"]) == found
 
 
@@ -121,17 +122,17 @@ def test_the_copy_of_cublaslt_or_the_reason(few_checks, capsys, monkeypatch, fou
     ],
 )
 def test_whether_fp4_tensor_cores_are_used(monkeypatch, capsys, capability, version, line, run):
-    monkeypatch.setattr(_native, "available", lambda name: name == "cuda")
-    monkeypatch.setattr(_native, "cublaslt", lambda: _native.CublasLt("/lib/libcublasLt.so.13", version, ""))
+    monkeypatch.setattr(load, "available", lambda name: name == "cuda")
+    monkeypatch.setattr(load, "cublaslt", lambda: load.CublasLt("/lib/libcublasLt.so.13", version, ""))
     device = SimpleNamespace(platform="gpu", device_kind="GPU", compute_capability=capability)
-    monkeypatch.setattr(diagnosis, "devices", lambda: [device])
-    monkeypatch.setattr(diagnosis, "examine", lambda device: iter([]))
-    assert diagnosis.doctor()
+    monkeypatch.setattr(doctor, "devices", lambda: [device])
+    monkeypatch.setattr(doctor, "examine", lambda device: iter([]))
+    assert doctor.doctor()
     out = capsys.readouterr().out.splitlines()
     assert [text for text in out if text.startswith("fp4 ")] == ([] if line is None else [f"fp4      {device}: {line}"])
     untried = "; kernels are compiled for it, but have not run on one before this"
     assert f"device   {device}: GPU, compute capability {capability}{'' if run else untried}" in out
-    described = diagnosis.describe_device(device)
+    described = doctor.describe_device(device)
     assert (described["fp4"], described["kernels_have_run"]) == (line or "", run)
 
 
@@ -201,20 +202,20 @@ def test_json_of_a_wrong_kernel(few_checks, capsys, monkeypatch):
 def test_versions_of_a_gpu():
     if not gpus():
         skip_or_fail("cuda", "no CUDA device")
-    versions = diagnosis.versions()
+    versions = doctor.versions()
     assert all(versions[name] for name in ("cuda_runtime", "cuda_of_driver"))
 
 
 @pytest.mark.parametrize(("number", "text"), [(13020, "13.2"), (12090, "12.9"), (0, None), (None, None)])
 def test_cuda_versions(number, text):
-    assert diagnosis._cuda_version(number) == text
+    assert doctor._cuda_version(number) == text
 
 
 # ---------------------------------------------------------------- supports
 def test_supports_says_what_was_refused(monkeypatch):
     """After a program found it out; before, the answer is the plan."""
-    monkeypatch.setattr(support._native, "available", lambda name: name == "cuda")
-    monkeypatch.setattr(_native, "cublaslt", lambda: _native.CublasLt("/lib/libcublasLt.so.13", "13.2.0", ""))
+    monkeypatch.setattr(load, "available", lambda name: name == "cuda")
+    monkeypatch.setattr(load, "cublaslt", lambda: load.CublasLt("/lib/libcublasLt.so.13", "13.2.0", ""))
     monkeypatch.setattr(support.jax, "Device", SimpleNamespace)
     device = SimpleNamespace(platform="gpu", device_kind="B200", compute_capability="10.0")
     with jax.default_device(jax.devices("cpu")[0]):

@@ -9,8 +9,8 @@ import sys
 import pytest
 from helpers import skip_unless_haliax_runs
 
+from jnvfp4._reports.support import support_table
 from jnvfp4.spec import SUPPORTED_SPECS
-from jnvfp4.support import support_table
 
 ROOT = pathlib.Path(__file__).parent.parent
 NEEDS = {  # libraries that jnvfp4 does not depend on, by page

@@ -15,7 +15,7 @@ from operands import normal
 
 import jnvfp4
 from jnvfp4 import NVFP4_SR, DotGeneral, Recipe, einsum, linear, recipes
-from jnvfp4._einsum import contraction
+from jnvfp4._layers.einsum import contraction
 
 SR = recipes.pretrain()
 KEY = jax.random.key(3)

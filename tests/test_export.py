@@ -21,7 +21,6 @@ from jnvfp4 import (
     NVFP4_SR,
     ROW_SCALED,
     WINDOW64,
-    _native,
     dequantize,
     export_checks,
     fake_quant,
@@ -35,6 +34,7 @@ from jnvfp4 import (
     recipes,
     transpose,
 )
+from jnvfp4._native import load
 from jnvfp4.spec import name_of
 
 pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
@@ -232,7 +232,7 @@ TARGETS = {
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 @pytest.mark.parametrize(("f", "target"), TARGETS.values(), ids=TARGETS)
 def test_lowering_for_a_platform_that_is_not_here(f, target, platform):
-    if not _native.available(platform):
+    if not load.available(platform):
         skip_or_fail(platform, f"no {platform} kernels in this build")
     exported = jax.export.export(jax.jit(f), platforms=[platform], disabled_checks=export_checks())(
         jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)

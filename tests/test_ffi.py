@@ -14,7 +14,8 @@ from calls import WRONG_TOGETHER, Array, Call, valid_calls, with_shapes, wrong_a
 from conftest import skip_or_fail
 from jax._src.dispatch import runtime_tokens
 
-from jnvfp4 import NVFP4, ROW_SCALED, WINDOW64, _native, matmul_nt, quantize
+from jnvfp4 import NVFP4, ROW_SCALED, WINDOW64, matmul_nt, quantize
+from jnvfp4._native import load
 
 SHORT = (  # of each target
     *("quantize stochastic", "pair stochastic", "dequantize windows", "rht_amax"),
@@ -56,10 +57,10 @@ def with_array(call: Call, index: int, array: Array) -> Call:
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_every_target_has_a_call(platform):
-    if not _native.available(platform):
+    if not load.available(platform):
         skip_or_fail(platform, f"no kernels for {platform} in this build")
     called = {f"nvfp4_{call.target}" for call in valid_calls(platform).values()}
-    assert called == set(_native.extensions()[platform].targets)
+    assert called == set(load.extensions()[platform].targets)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -177,7 +178,7 @@ def test_a_plan_that_cannot_be_adapted_names_both(native):
 
 @pytest.mark.parametrize("precision", ["highest", "F16_F16_F16", "BF16_BF16_F32"])
 def test_default_matmul_precision_leaves_the_gpu_product_alone(precision):
-    if not _native.available("cuda"):
+    if not load.available("cuda"):
         skip_or_fail("cuda", "no CUDA kernels in this build")
     a = quantize(jnp.ones((16, 32)))
     texts = []

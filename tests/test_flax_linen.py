@@ -15,7 +15,8 @@ from flax import linen as nn
 from flax_models import TOKENS, Mlp, Stack, Transformer, cross_entropy, record_keys, stacked
 
 import jnvfp4
-from jnvfp4 import Policy, Rule, _dot_general, layer_key, linear, recipes, step_key
+from jnvfp4 import Policy, Rule, layer_key, linear, recipes, step_key
+from jnvfp4._layers import dot_general
 from jnvfp4.checkpoints import ConvertOptions
 from jnvfp4.flax import calibrate, linen
 from jnvfp4.flax.linen import dot_general_cls, intercept
@@ -386,13 +387,13 @@ STACKS = {
 
 def sow_keys(monkeypatch):
     """Makes each product store its key in the collection "keys" of its layer."""
-    original = _dot_general.call_linear
+    original = dot_general.call_linear
 
     def sowing(call, x, w, bias, key, *rest):
         linen._module.get().sow("keys", "drawn", jax.random.key_data(key))
         return original(call, x, w, bias, key, *rest)
 
-    monkeypatch.setattr(_dot_general, "call_linear", sowing)
+    monkeypatch.setattr(dot_general, "call_linear", sowing)
 
 
 @pytest.mark.parametrize(("model", "rngs"), STACKS.values(), ids=STACKS)

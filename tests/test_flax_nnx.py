@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import assert_sharded, make_mesh, put
 
 from jnvfp4 import DotGeneral, Policy, Rule, layer_index, layer_key, linear, recipes, step_key
-from jnvfp4._keys import fold_path
+from jnvfp4._layers.keys import fold_path
 from jnvfp4.flax import _nnx_loops, calibrate
 from jnvfp4.flax.nnx import apply
 

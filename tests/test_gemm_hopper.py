@@ -28,7 +28,8 @@ from products import (
 )
 
 import jnvfp4
-from jnvfp4 import Format, NVFP4Tensor, _native
+from jnvfp4 import Format, NVFP4Tensor
+from jnvfp4._native import load
 
 # M, N, K. The comments are for the 132 multiprocessors of an H200.
 SMALL_M = [
@@ -86,7 +87,7 @@ class Plan(NamedTuple):
 
 
 def plan_fused(*shape: int, nvfp4: bool = False) -> Plan:
-    return Plan(*_native.extensions()["cpu"].plan_fused(*shape, nvfp4))
+    return Plan(*load.extensions()["cpu"].plan_fused(*shape, nvfp4))
 
 
 every_shape, every_path = over("shape", SHAPES), over("shape", PATHS)
@@ -323,7 +324,7 @@ def test_windows(hopper, a_format, b_format, shape, out):
 
 def plan_windows(*shape: int, sides: tuple[bool, bool]) -> int:
     """Parts of K."""
-    return _native.extensions()["cpu"].plan_windows(*shape, *sides)
+    return load.extensions()["cpu"].plan_windows(*shape, *sides)
 
 
 @every_side

@@ -28,7 +28,7 @@ from helpers import (
 import jnvfp4
 from jnvfp4 import NVFP4, NVFP4_2D, NVFP4_RHT, NVFP4_SR, ROW_SCALED, WINDOW64, Format, NVFP4Tensor, QuantSpec, reference
 from jnvfp4 import four_over_six as four_over_six_spec
-from jnvfp4.softfloat import to_bits
+from jnvfp4._core.softfloat import to_bits
 
 DATA = Path(__file__).parent / "data"
 

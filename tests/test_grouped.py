@@ -24,13 +24,13 @@ from jnvfp4 import (
     ROW_SCALED,
     WINDOW64,
     NVFP4Tensor,
-    _native,
     export_checks,
     grouped_matmul_nt,
     matmul_nt,
     quantize,
     supports,
 )
+from jnvfp4._native import load
 from jnvfp4._primitives import grouped_matmul
 from jnvfp4._primitives._groups import Rows, chunks_of, rows_of
 from jnvfp4.checkpoints import NameRule, from_hf, open_checkpoint
@@ -219,7 +219,7 @@ def decoded_parts(parts):
 
 # ---------------------------------------------------------------- the plan
 def plan(a="nvfp4", capability=90, shape=(128, 4, 128, 256), kernel=None):
-    return _native.plan_grouped(shape=shape, a=a, out="bfloat16", capability=capability, kernel=kernel)
+    return load.plan_grouped(shape=shape, a=a, out="bfloat16", capability=capability, kernel=kernel)
 
 
 def test_the_kernels():
@@ -269,7 +269,7 @@ def test_a_kernel_that_cannot_run_here_is_refused(cpu):
 @pytest.mark.parametrize("left", ["nvfp4", "dense"])
 def test_a_program_for_any_gpu(left):
     """XLA's operations around its ragged_dot, and no call that only some GPUs can run."""
-    if not _native.available("cuda"):
+    if not load.available("cuda"):
         skip_or_fail("cuda", "no CUDA kernels in this build")
     a, b = operands(left)
     exported = jax.export.export(jax.jit(grouped_matmul_nt), platforms=["cuda"], disabled_checks=export_checks())

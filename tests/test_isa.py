@@ -10,7 +10,7 @@ from cases import DISTRIBUTIONS, DTYPES, ODD, Case
 from helpers import assert_same_tensor, find_amax, key_for
 
 import jnvfp4
-from jnvfp4 import _native
+from jnvfp4._native import load
 from jnvfp4.spec import FUSED_PAIRS, SUPPORTED_SPECS
 
 LESSER = ["portable", "avx2"]
@@ -19,7 +19,7 @@ LESSER = ["portable", "avx2"]
 @pytest.fixture(params=LESSER)
 def both(request):
     """Runs a function with the best instruction set and with a lesser one."""
-    cpu = _native.extensions()["cpu"]
+    cpu = load.extensions()["cpu"]
     best = cpu.isa()
     if best == request.param or not cpu.use_isa(request.param):
         pytest.skip(f"this processor's best is {best}")
@@ -92,7 +92,7 @@ def test_matmul(both, m, dtype):
 
 @pytest.mark.parametrize("others", [["mmx"], ["avx2", "avx512"], ["neon_dot"]], ids="-".join)
 def test_an_instruction_set_that_the_processor_lacks_is_refused(others):
-    cpu = _native.extensions()["cpu"]
+    cpu = load.extensions()["cpu"]
     best = cpu.isa()
     if best in others:
         pytest.skip(f"this processor has {best}")

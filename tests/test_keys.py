@@ -13,8 +13,8 @@ from operands import normal
 
 import jnvfp4
 from jnvfp4 import DotGeneral, layer_index, layer_key, linear, recipes, step_key
-from jnvfp4._compat import traced_functions
-from jnvfp4._patterns import layer_path
+from jnvfp4._core.patterns import layer_path
+from jnvfp4._native.compat import traced_functions
 
 SR = recipes.pretrain()
 A, B = jax.random.key(1), jax.random.key(2)

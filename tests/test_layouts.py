@@ -41,7 +41,7 @@ from jnvfp4 import (
     quantize_pair,
     recipes,
 )
-from jnvfp4.ops import quantize_pair_rows, quantize_rows
+from jnvfp4._ops.quantize import quantize_pair_rows, quantize_rows
 from jnvfp4.spec import SUPPORTED_SPECS
 
 B, S, K, N = 8, 256, 256, 128

@@ -23,8 +23,6 @@ from jnvfp4 import (
     ROW_SCALED,
     WINDOW64,
     Recipe,
-    _linear,
-    _native,
     dequantize,
     dot_general,
     linear,
@@ -32,6 +30,9 @@ from jnvfp4 import (
     quantize,
     recipes,
 )
+from jnvfp4._layers import linear as linear_module
+from jnvfp4._layers.linear import Quantizer
+from jnvfp4._native import load
 
 ROW = (ROW_SCALED, ROW_SCALED)
 SR = (NVFP4_SR, NVFP4_SR)
@@ -329,8 +330,8 @@ def products(monkeypatch):
         calls.append((accumulation, implementation))
         return matmul_nt(*operands, **options)
 
-    monkeypatch.setattr(_linear, "matmul_nt", record)
-    monkeypatch.setattr(_native, "matmul_kernels", lambda: ("a_kernel",))
+    monkeypatch.setattr(linear_module, "matmul_nt", record)
+    monkeypatch.setattr(load, "matmul_kernels", lambda: ("a_kernel",))
     return calls
 
 
@@ -500,7 +501,7 @@ def test_raw_keys_are_accepted(cpu):
 @pytest.mark.parametrize("specs", [(NVFP4, NVFP4_RHT), (NVFP4_RHT, NVFP4), (NVFP4, None), (None, NVFP4)], ids=str)
 def test_a_quantizer_takes_an_amax_whatever_the_axes_of_x(cpu, specs):
     x, amax = normal((2, 32, 64), 1), (jnp.float32(7), jnp.float32(9))
-    quantizer = _linear.Quantizer(None, None)
+    quantizer = Quantizer(None, None)
     kept, flat = (quantizer.both(v, *specs, 16, 0, amax) for v in (x, x.reshape(64, 64)))
     assert_same_tensor(jax.tree.map(lambda v, of_flat: v.reshape(of_flat.shape), kept, flat), flat)
 

@@ -9,7 +9,8 @@ import pytest
 from conftest import skip_or_fail
 from helpers import random_tensor
 
-from jnvfp4 import Format, NVFP4Tensor, _compat, _native, export_checks, matmul_nt
+from jnvfp4 import Format, NVFP4Tensor, export_checks, matmul_nt
+from jnvfp4._native import compat, load
 
 CPU, AMPERE, HOPPER, BLACKWELL = 0, 80, 90, 100
 GPUS = (AMPERE, 86, 89, HOPPER, BLACKWELL, 103, 120, 121)
@@ -30,15 +31,15 @@ def cublaslt(monkeypatch):
 
 
 def use_version(monkeypatch, version: str) -> None:
-    found = _native.CublasLt("/lib/libcublasLt.so.13", version, "")
-    monkeypatch.setattr(_native, "cublaslt", lambda: found)
+    found = load.CublasLt("/lib/libcublasLt.so.13", version, "")
+    monkeypatch.setattr(load, "cublaslt", lambda: found)
 
 
 @pytest.fixture
 def no_cublaslt(monkeypatch):
-    if not _native.available("cuda"):
+    if not load.available("cuda"):
         skip_or_fail("cuda", "no CUDA kernels in this build")
-    monkeypatch.setattr(_native, "cublaslt", lambda: _native.CublasLt("", "", "there is none"))
+    monkeypatch.setattr(load, "cublaslt", lambda: load.CublasLt("", "", "there is none"))
 
 
 def plan(
@@ -50,7 +51,7 @@ def plan(
     kernel=None,
     out="bfloat16",
 ):
-    return _native.plan_matmul(
+    return load.plan_matmul(
         shape=shape, a=a, windows=windows, out=out, pinned=pinned, capability=capability, kernel=kernel
     )
 
@@ -78,9 +79,9 @@ def test_the_cpu_has_one_order(pinned):
 
 
 def test_a_plan_without_a_device_runs_on_every_supported_gpu():
-    assert _native.any_gpu() == AMPERE
+    assert load.any_gpu() == AMPERE
     for a, windows, pinned in itertools.product(LEFT, (False, True), (False, True)):
-        portable = plan(a, windows, pinned, _native.any_gpu())
+        portable = plan(a, windows, pinned, load.any_gpu())
         for capability in GPUS:
             if not portable.reason:
                 assert plan(a, windows, pinned, capability, kernel=portable.kernel).reason == ""
@@ -165,7 +166,7 @@ def test_why_a_kernel_cannot(kernel, problem, reason):
 def test_every_kernel_has_a_problem():
     """Also those that run only where they are named."""
     problems = list(itertools.product(LEFT, (False, True), (False, True), (CPU, HOPPER, BLACKWELL), [(1, 8, 16, 32)]))
-    for kernel in _native.matmul_kernels():
+    for kernel in load.matmul_kernels():
         assert any(not plan(*problem, kernel).reason for problem in problems), kernel
 
 
@@ -187,7 +188,7 @@ def test_what_the_kernels_of_hopper_leave_to_decoding(a):
 
 
 def test_a_build_without_the_kernels_of_hopper(monkeypatch):
-    monkeypatch.setitem(_native.extensions(), "cuda", SimpleNamespace(sm90a=False))
+    monkeypatch.setitem(load.extensions(), "cuda", SimpleNamespace(sm90a=False))
     for left in LEFT:
         assert plan(left) == ("decode_then_dot", 0, "")
         why = plan(left, kernel=FUSED[left]).reason
@@ -216,7 +217,7 @@ def test_the_smaller_of_two_nvfp4_operands_is_copied(a, copied):
 def test_scratch_of_fused_kernels(shape):
     """Prepared rows to the end of a tile; copies of codes unless K % 32 == 0, and of scales unless K % 256 == 0."""
     batch, m, n, k = shape
-    tokens, splits, _, whole = _native.extensions()["cpu"].plan_fused(*shape, False)
+    tokens, splits, _, whole = load.extensions()["cpu"].plan_fused(*shape, False)
     rows = up(((batch - 1) * m + up(m, tokens)) * up(k, 64) * 2, 256)
     data = 0 if k % 32 == 0 else up(batch * n * up(k // 2, 16), 256)
     scale = 0 if k % 256 == 0 else up(batch * n * up(k // 16, 16), 256)
@@ -243,7 +244,7 @@ def test_scratch_of_windows(shape):
         numbers = sum(up(((batch - 1) * r + p) * k * 2, 256) for r, p in zip((tokens, columns), padded, strict=True))
         counts = token_factors, k // 64  # of a row
         factors = sum(up(batch * p * count * factor, 256) for p, count in zip(padded, counts, strict=True))
-        parts = _native.extensions()["cpu"].plan_windows(*shape, a_windows, b_windows)
+        parts = load.extensions()["cpu"].plan_windows(*shape, a_windows, b_windows)
         parts_of_tiles = batch * (padded[0] // tile) * (padded[1] // 256) * (parts - 1)
         return numbers + factors + parts_of_tiles * tile * 256 * 4 + up(parts_of_tiles * 4 * 4, 256)
 
@@ -255,7 +256,7 @@ def test_scratch_of_windows(shape):
 def test_a_plan_of_the_largest_products():
     """Their sizes in bytes do not overflow 64 bits, although no memory holds them."""
     for shape in ((1, 2**30, 2**30, 2**30), (2**20, 2**10, 2**10, 2**30)):
-        assert _native.extensions()["cpu"].plan_fused(*shape, False) == (256, 1, False, 0)
+        assert load.extensions()["cpu"].plan_fused(*shape, False) == (256, 1, False, 0)
         assert plan(shape=shape).scratch_bytes > 2**60
         assert plan(shape=shape, windows=True).scratch_bytes > 2**60
 
@@ -264,7 +265,7 @@ def test_a_plan_of_the_largest_products():
 @pytest.mark.parametrize("nk", [(16, 16), (1000, 2048), (4096, 14336), (14336, 4096), (8192, 65536), (128256, 4096)])
 def test_parts_of_k_of_fused_kernels(m, nk):
     """Each has 512 along K at least, and their sums have 16 MiB at most. Tiles without parts fill a GPU."""
-    tokens, splits, _, whole = _native.extensions()["cpu"].plan_fused(1, m, *nk, False)
+    tokens, splits, _, whole = load.extensions()["cpu"].plan_fused(1, m, *nk, False)
     assert 1 <= splits <= max(1, -(-nk[1] // 256) // 2)
     tiles = up(m, tokens) // tokens * (up(nk[0], 256) // 256)
     assert whole % (66 // splits * splits) == 0
@@ -275,8 +276,8 @@ def test_parts_of_k_of_fused_kernels(m, nk):
 
 # ---------------------------------------------------------------- cuBLASLt
 def test_only_blackwell_looks_for_cublaslt(monkeypatch):
-    monkeypatch.setattr(_native, "available", lambda platform: True)
-    monkeypatch.setattr(_native, "cublaslt", lambda: pytest.fail("looked for"))
+    monkeypatch.setattr(load, "available", lambda platform: True)
+    monkeypatch.setattr(load, "cublaslt", lambda: pytest.fail("looked for"))
     for capability, kernel in itertools.product((AMPERE, HOPPER, None, CPU), (None, FP4)):
         plan(capability=capability, kernel=kernel)
     assert plan(capability=BLACKWELL, kernel="decode_then_dot").reason == ""
@@ -286,14 +287,14 @@ def test_only_blackwell_looks_for_cublaslt(monkeypatch):
 @pytest.mark.parametrize("version", ["12.8.0", "13.1.9", "13.2.0"])
 def test_the_version_that_fp4_products_need(monkeypatch, capability, version):
     """12.8 to 13.1 corrupt results on 10.x and 11.x."""
-    monkeypatch.setattr(_native, "available", lambda platform: True)
+    monkeypatch.setattr(load, "available", lambda platform: True)
     use_version(monkeypatch, version)
     fits = capability >= 120 or (capability >= BLACKWELL and version == "13.2.0")
     assert (plan(capability=capability).kernel == FP4) == fits
-    assert _native.has_block_scaled(capability) == (capability >= BLACKWELL)
+    assert load.has_block_scaled(capability) == (capability >= BLACKWELL)
     dotted = f"{capability // 10}.{capability % 10}"
     why = f"{FP4} needs cuBLASLt 13.2 or newer on compute capability {dotted}, got {version}"
-    assert _native.no_block_scaled(capability) == (why if capability in (BLACKWELL, 103) and not fits else "")
+    assert load.no_block_scaled(capability) == (why if capability in (BLACKWELL, 103) and not fits else "")
 
 
 @pytest.mark.parametrize("out", ["float32", "bfloat16", "float16"])
@@ -318,9 +319,9 @@ def test_a_plan_without_cublaslt(no_cublaslt):
 
 def lowered(monkeypatch, a, b, **options) -> str:
     """What is lowered for a GPU of Blackwell, which need not be there."""
-    if not _native.available("cuda"):
+    if not load.available("cuda"):
         skip_or_fail("cuda", "no CUDA kernels in this build")
-    monkeypatch.setattr(_compat, "gpu_capability", lambda ctx: BLACKWELL)
+    monkeypatch.setattr(compat, "gpu_capability", lambda ctx: BLACKWELL)
     jax.clear_caches()  # of what was lowered for another version of the library
     product = jax.jit(lambda a, b: matmul_nt(a, b, **options))
     return product.trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
@@ -345,8 +346,8 @@ def test_a_product_without_cublaslt_gives_the_reason(monkeypatch, no_cublaslt):
 def test_shape_and_types_reach_the_plan(monkeypatch):
     """The lowering passes on what it knows of the operands."""
     asked = []
-    original = _native.plan_matmul
-    monkeypatch.setattr(_native, "plan_matmul", lambda **problem: asked.append(problem) or original(**problem))
+    original = load.plan_matmul
+    monkeypatch.setattr(load, "plan_matmul", lambda **problem: asked.append(problem) or original(**problem))
     a, b = random_tensor(0, (2, 3, 48), Format("row")), random_tensor(1, (2, 5, 48))
     w = random_tensor(2, (7, 64), Format("window64"))
     with jax.default_device(jax.devices("cpu")[0]):
@@ -376,7 +377,7 @@ def _first_of_each(asked: list[dict]) -> list[int]:
 @pytest.mark.parametrize("accumulation", ["fast", "pinned"])
 def test_an_exported_program_has_the_portable_plan(accumulation):
     """No device is known where a program is exported: its kernel runs on every supported GPU."""
-    if not _native.available("cuda"):
+    if not load.available("cuda"):
         skip_or_fail("cuda", "no CUDA kernels in this build")
     a = random_tensor(0, (65, 64))
     product = jax.jit(lambda a, b: matmul_nt(a, b, accumulation=accumulation))

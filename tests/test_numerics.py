@@ -30,7 +30,8 @@ from helpers import (
 )
 
 import jnvfp4
-from jnvfp4 import Format, QuantSpec, four_over_six, reference, softfloat
+from jnvfp4 import Format, QuantSpec, four_over_six, reference
+from jnvfp4._core import softfloat
 
 CPP = Path(__file__).parent / "cpp"
 INCLUDE = CPP.parent.parent / "ffi"

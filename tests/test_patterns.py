@@ -2,7 +2,7 @@
 
 import pytest
 
-from jnvfp4._patterns import layer_of, matches, names_exactly
+from jnvfp4._core.patterns import layer_of, matches, names_exactly
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from jnvfp4 import (
     quantize,
     reference,
 )
-from jnvfp4.softfloat import from_bits, to_bits
+from jnvfp4._core.softfloat import from_bits, to_bits
 from jnvfp4.spec import name_of
 
 # One shape almost everywhere, so that each spec compiles once.

@@ -30,7 +30,8 @@ from products import order_free_operands
 from test_block_scaled import run as run_stand_in
 
 import jnvfp4
-from jnvfp4 import NVFP4, NVFP4_2D, NVFP4Tensor, _native
+from jnvfp4 import NVFP4, NVFP4_2D, NVFP4Tensor
+from jnvfp4._native import load
 from jnvfp4._primitives import _base, _known_answers, _matmul_routes, _self_check, quantize
 from jnvfp4._primitives import dequantize as dequantize_module
 from jnvfp4._primitives import transpose as transpose_module
@@ -44,7 +45,7 @@ FP4 = "sm100_cublaslt_nvfp4"
 @pytest.fixture
 def never_run(native, monkeypatch):
     """The device of the test, of which nothing is known; two samples make a check of products."""
-    monkeypatch.setattr(_native, "has_run_on", lambda capability: False)
+    monkeypatch.setattr(load, "has_run_on", lambda capability: False)
     monkeypatch.setattr(_self_check, "_FOUND", {})
     monkeypatch.setattr(_self_check, "known_for", by_reference_on_the_cpu)
     monkeypatch.setattr(_known_answers, "SAMPLES", [SAMPLE, SAMPLE._replace(shape=(70, 45, 48))])
@@ -229,7 +230,7 @@ PRIMITIVE_FILES = sorted((pathlib.Path(jnvfp4.__file__).parent / "_primitives").
 
 @pytest.mark.parametrize("file", PRIMITIVE_FILES, ids=lambda file: file.stem)
 def test_every_primitive_with_a_kernel_has_known_answers(file):
-    targets = {name for module in _native.extensions().values() for name in module.targets}
+    targets = {name for module in load.extensions().values() for name in module.targets}
     assert (f"nvfp4_{file.stem}" in targets) == ("known=_known" in file.read_text())
 
 
@@ -342,7 +343,7 @@ def test_an_export_checks_nothing(never_run, no_check):
 
 
 def test_lowering_for_an_absent_device_checks_nothing(never_run, no_check):
-    if not _native.available("cuda"):
+    if not load.available("cuda"):
         skip_or_fail("cuda", "no CUDA kernels in this build")
     checks = jnvfp4.export_checks()
     jax.export.export(multiply(), platforms=["cuda"], disabled_checks=checks)(A, B)
@@ -350,18 +351,18 @@ def test_lowering_for_an_absent_device_checks_nothing(never_run, no_check):
 
 def test_devices_of_other_processes_are_not_asked(native):
     """A device that this process does not have, such as one of a description of machines elsewhere."""
-    from jnvfp4 import _compat
+    from jnvfp4._native import compat
 
     mine, absent = native.device, SimpleNamespace(platform="tpu", compute_capability="10.0")
     axes = SimpleNamespace(device_assignment=[mine, absent], mesh=None)
     module = SimpleNamespace(axis_context=axes, lowering_parameters=SimpleNamespace(for_export=False))
-    assert _compat.local_devices(SimpleNamespace(module_context=module)) == [mine]
+    assert compat.local_devices(SimpleNamespace(module_context=module)) == [mine]
     module.lowering_parameters.for_export = True
-    assert _compat.local_devices(SimpleNamespace(module_context=module)) == []
+    assert compat.local_devices(SimpleNamespace(module_context=module)) == []
 
 
 def test_devices_on_which_kernels_have_run_are_not_checked(native, no_check):
-    if not _native.has_run_on(0 if native.platform == "cpu" else capability(native.device)):
+    if not load.has_run_on(0 if native.platform == "cpu" else capability(native.device)):
         pytest.skip("no kernel has run on a GPU like this")
     multiply(out_dtype=np.float16)(*on(native.device, A, B))
 
@@ -375,7 +376,7 @@ def capability(device) -> int:
     ("number", "run"), [(0, True), (80, True), (89, True), (90, True), (100, False), (103, False), (121, False)]
 )
 def test_where_kernels_have_run(number, run):
-    assert _native.has_run_on(number) is run
+    assert load.has_run_on(number) is run
 
 
 def test_a_call_of_the_reference_is_not_checked(never_run, no_check):
@@ -461,12 +462,12 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 import jnvfp4
-from jnvfp4 import _native
+from jnvfp4._native import load
 from jnvfp4._primitives import transpose
 from jnvfp4.spec import NVFP4_2D
 import jax.numpy as jnp
 t = jnvfp4.quantize(jnp.ones((32, 32)), NVFP4_2D)
-_native.has_run_on = lambda capability: False
+load.has_run_on = lambda capability: False
 if sys.argv[2] == "1":
     right = jax.ffi.ffi_call
     jax.ffi.ffi_call = lambda *a, **k: lambda *b, **c: [v ^ 1 for v in right(*a, **k)(*b, **c)]
@@ -509,7 +510,7 @@ LIBRARY_FAULTS = ["layout", "alpha", "padding", "nan"]
 @pytest.fixture
 def library(process, monkeypatch):
     """The stand-in, new enough for any Blackwell, also where there is an older cuBLASLt."""
-    monkeypatch.setattr(_native, "cublaslt", lambda: _native.CublasLt("libcublasLt.so.13", "13.2.0", ""))
+    monkeypatch.setattr(load, "cublaslt", lambda: load.CublasLt("libcublasLt.so.13", "13.2.0", ""))
     process("reset", 1000)
     return process
 
@@ -578,7 +579,7 @@ def test_a_product_on_blackwell_with_a_faulty_library(library, monkeypatch, faul
     monkeypatch.setattr(_base, "_backend", lambda *args: right(*args)._replace(capability=100))
     monkeypatch.setattr(_matmul_routes, "_call_kernel", call_kernel)
     monkeypatch.setattr(_matmul_routes, "_decode_then_dot", decode_then_dot)
-    monkeypatch.setattr(_native, "has_run_on", lambda capability: False)
+    monkeypatch.setattr(load, "has_run_on", lambda capability: False)
     monkeypatch.setattr(_self_check, "_FOUND", {})
     monkeypatch.setattr(_known_answers, "SAMPLES", [SAMPLE, SAMPLE._replace(shape=(70, 45, 48))])
     library("go_wrong", fault or "")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import assert_bitwise, bits, canonical_nans, round_to
 
-from jnvfp4 import softfloat
+from jnvfp4._core import softfloat
 
 OPERATIONS = {"mul": np.multiply, "add": np.add, "sub": np.subtract, "div": np.divide}
 HALVES = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16}

@@ -28,7 +28,7 @@ from jnvfp4 import (
     quantize_pair,
     recipes,
 )
-from jnvfp4._arguments import random_stream
+from jnvfp4._ops.arguments import random_stream
 from jnvfp4._primitives import quantize as primitive
 from jnvfp4._primitives._base import Backend, bind
 

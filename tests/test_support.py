@@ -20,10 +20,10 @@ from jnvfp4 import (
     Support,
     quantize,
     recipes,
-    support,
     supports,
 )
-from jnvfp4._arguments import OPERATIONS
+from jnvfp4._native import load
+from jnvfp4._ops.arguments import OPERATIONS
 from jnvfp4._primitives import _self_check
 
 KEY = jax.random.key(0)
@@ -144,7 +144,7 @@ def test_a_platform_without_kernels(any_device, op, operands):
 
 
 def test_an_old_gpu(any_device, monkeypatch):
-    monkeypatch.setattr(support._native, "available", lambda name: name == "cuda")
+    monkeypatch.setattr(load, "available", lambda name: name == "cuda")
     answer = supports("quantize", device=gpu("7.5"))
     assert answer == (False, "reference", "compute capability 7.5 is below the supported 8.0")
     assert supports("quantize", device=gpu("8.0")) == (True, "cuda", "")
@@ -181,14 +181,14 @@ GPU_REFUSALS = {
 @pytest.fixture
 def any_gpu(any_device, monkeypatch):
     """GPUs whose kernels are planned, not run, with cuBLASLt 13.2."""
-    monkeypatch.setattr(support._native, "available", lambda name: name == "cuda")
+    monkeypatch.setattr(load, "available", lambda name: name == "cuda")
     use_cublaslt(monkeypatch, "13.2.0")
     return gpu
 
 
 def use_cublaslt(monkeypatch, version: str, reason: str = "") -> None:
-    found = support._native.CublasLt("" if reason else "/lib/libcublasLt.so.13", version, reason)
-    monkeypatch.setattr(support._native, "cublaslt", lambda: found)
+    found = load.CublasLt("" if reason else "/lib/libcublasLt.so.13", version, reason)
+    monkeypatch.setattr(load, "cublaslt", lambda: found)
 
 
 @pytest.mark.parametrize("capability", ["8.0", "9.0", "10.0", "12.0"])

@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from .. import _compat, _native
+from .._native import compat, load
 from . import _self_check
 from ._self_check import Check, Refusal, Unchecked
 
@@ -184,9 +184,9 @@ def make_primitive(
     ad.primitive_jvps[primitive] = functools.partial(_no_derivative, name)
     lower = _lowering_rule(name, _device_bodies(local, partition, rule), empty, sums, known)
     mlir.register_lowering(primitive, functools.partial(lower, None))
-    for platform in _native.extensions():
+    for platform in load.extensions():
         mlir.register_lowering(primitive, functools.partial(lower, platform), platform=platform)
-    _compat.needs_devices_in_lowering(primitive)
+    compat.needs_devices_in_lowering(primitive)
     PRIMITIVES.append(primitive)
     return primitive
 
@@ -199,18 +199,18 @@ def _lowering_rule(name: str, bodies: Callable, empty: Callable | None, sums: bo
         backend = _without_refused(name, backend, known, ctx, params)
         # Where shard_map has made all axes manual, the block is that of one device.
         manual = any(AxisType.Manual in aval.sharding.mesh.axis_types for aval in ctx.avals_in)
-        whole, rest = _compat.partly_manual(ctx) if manual else (None, None)
+        whole, rest = compat.partly_manual(ctx) if manual else (None, None)
         one_device, partitioned = bodies(backend, _key(params), whole)
         body = one_device if manual and rest is None else partitioned
         if any(0 in aval.shape for aval in ctx.avals_in):  # kernels need not take arrays without elements
             zeros = lambda *_, **__: [jnp.zeros(aval.shape, aval.dtype) for aval in ctx.avals_out]  # noqa: E731
             body = functools.partial(empty or zeros, **_static(params))
-        inner = _compat.with_mesh(ctx) if rest is None else rest
+        inner = compat.with_mesh(ctx) if rest is None else rest
         # Without the axes of shard_map that operands vary over: a loop of the body begins with zeros that do not vary.
         inner = inner.replace(avals_in=[_off_mesh_aval(aval) for aval in ctx.avals_in])
-        with _compat.without_constant_folding():
+        with compat.without_constant_folding():
             results = mlir.lower_fun(body, multiple_results=True)(inner, *operands)
-        return results if sums else _compat.with_explicit_shardings(ctx, results)
+        return results if sums else compat.with_explicit_shardings(ctx, results)
 
     return lower
 
@@ -221,12 +221,12 @@ def _backend(name: str, platform: str | None, implementation: str | Unchecked | 
     if implementation not in (None, "reference") and platform is None:
         raise NotImplementedError(
             f"{name}: implementation={implementation!r} has no kernel for this platform; built: "
-            f"{sorted(_native.extensions())}; use implementation=None or 'reference'"
+            f"{sorted(load.extensions())}; use implementation=None or 'reference'"
         )
     if platform is None or implementation == "reference":
         return Backend("reference")
     kernel = None if implementation in (None, "native") else implementation
-    capability = 0 if platform == "cpu" else _compat.gpu_capability(ctx)
+    capability = 0 if platform == "cpu" else compat.gpu_capability(ctx)
     return Backend(platform, capability, kernel)
 
 
@@ -236,9 +236,9 @@ def _without_refused(name: str, backend: Backend, known: Known | None, ctx: Any,
     if known is None or backend.name == "reference" or isinstance(asked, Unchecked):
         return backend
     avals, static = ctx.avals_in, _static(params)
-    split = len(_compat.devices(ctx)) > 1
+    split = len(compat.devices(ctx)) > 1
     checks = lambda wrong: known(backend._replace(refused=wrong, split=split), avals, **static)  # noqa: E731
-    backend = backend._replace(refused=_self_check.refused(checks, _compat.local_devices(ctx)))
+    backend = backend._replace(refused=_self_check.refused(checks, compat.local_devices(ctx)))
     if not (reason := backend.refusal("native")):
         return backend
     if asked is not None:
@@ -306,7 +306,7 @@ def _off_mesh(body: Body) -> Body:
     """
 
     def local_body(*operands):
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), _compat.without_constant_folding():
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), compat.without_constant_folding():
             return body(*operands)
 
     return local_body

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from jax.extend.core import Primitive
 
-from .. import _native
+from .._native import load
 from ..spec import BLOCK, WINDOW, Format, QuantSpec, name_of
 from ._matmul_routes import Product, plan
 from ._operands import Sides, amax_shapes
@@ -176,7 +176,7 @@ _LEFTS = ((_ROW, "nvfp4"), (Format(), "nvfp4"), (None, "bfloat16"), (None, "floa
 
 
 def _why_not_grouped(left: str, kernel: str, capability: int | None) -> str:
-    return _native.plan_grouped(shape=_GROUPED, a=left, out="bfloat16", capability=capability, kernel=kernel).reason
+    return load.plan_grouped(shape=_GROUPED, a=left, out="bfloat16", capability=capability, kernel=kernel).reason
 
 
 def grouped_calls(kernel: str, capability: int | None) -> Iterator[Call]:

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
 
-from .. import reference, softfloat
+from .. import reference
+from .._core import softfloat
 from ..spec import BLOCK, WINDOW, Format, QuantSpec
 from ._base import Axes, Body, Shape, axes_if_divisible, axes_of, axes_of_dims, check_explicit, typed, ways
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend.core import Primitive
 
-from .. import _compat, _native
+from .._native import compat, load
 
 
 class Unchecked(NamedTuple):
@@ -79,7 +79,7 @@ def known_for(device: jax.Device) -> Run:
     For a GPU it is the CPU's kernels, which have the bits of the reference and compile in no time; for a CPU, or where
     JAX has no CPU (JAX_PLATFORMS=cuda), the reference, which is XLA's operations alone.
     """
-    cpu = _compat.cpu_device()
+    cpu = compat.cpu_device()
     implementation = "reference" if cpu is None or device.platform == "cpu" else Unchecked("native")
     return lambda primitive, call: _run(cpu or device, primitive, call, implementation)
 
@@ -145,7 +145,7 @@ def refused(
       RuntimeError: a path gives wrong results, and there are several processes. They must compile the same program, and
         the others may have found nothing wrong.
     """
-    kinds = {_kind(d): d for d in reversed(devices) if not _native.has_run_on(_compat.capability(d) or 0)}
+    kinds = {_kind(d): d for d in reversed(devices) if not load.has_run_on(compat.capability(d) or 0)}
     done: set[str] = set()
     wrong: tuple[Refusal, ...] = ()
     while kinds and (new := [check for check in checks(wrong) if check.path not in done]):
@@ -159,11 +159,11 @@ def refused(
 
 
 def _kind(device: jax.Device) -> tuple[str, ...]:
-    return device.platform, device.device_kind, str(_compat.capability(device))
+    return device.platform, device.device_kind, str(compat.capability(device))
 
 
 def _key(path: str, device: jax.Device) -> tuple[str, ...]:
-    return (path, *_kind(device), _native.cublaslt().version)
+    return (path, *_kind(device), load.cublaslt().version)
 
 
 def outcome(check: Check, device: jax.Device) -> str:

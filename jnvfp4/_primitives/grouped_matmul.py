@@ -14,7 +14,9 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 
-from .. import _native, reference, softfloat
+from .. import reference
+from .._core import softfloat
+from .._native import load
 from ..spec import Format
 from ._base import (
     Axes,
@@ -121,7 +123,7 @@ def _local(
 
 def plan(
     ops: Operands, a_format: Format | None, out_dtype: Any, capability: int | None, kernel: str | None
-) -> _native.MatmulPlan:
+) -> load.MatmulPlan:
     """Asks for the best kernel, or for ``kernel``, as ``_matmul_routes.plan`` does."""
     (rows, _), (groups, cols, half) = ops.a[0].shape, ops.b[0].shape
     if not all(isinstance(size, int) for size in (rows, groups, cols, half)):
@@ -130,7 +132,7 @@ def plan(
             f"and {groups} groups; export one program for each size, or, where only numbers of rows and columns are "
             'symbolic, pass implementation="reference", which is slower'
         )
-    return _native.plan_grouped(
+    return load.plan_grouped(
         shape=(rows, groups, cols, 2 * half),
         a="nvfp4" if a_format else jnp.dtype(ops.a[0].dtype).name,
         out=jnp.dtype(out_dtype).name,
@@ -140,7 +142,7 @@ def plan(
 
 
 def _call_kernel(
-    ops: Operands, a_format: Format | None, b_format: Format, out_dtype: Any, chosen: _native.MatmulPlan
+    ops: Operands, a_format: Format | None, b_format: Format, out_dtype: Any, chosen: load.MatmulPlan
 ) -> jax.Array:
     absent = (jnp.zeros((0,), jnp.uint8), jnp.zeros((0,), jnp.float32))
     result = jax.ShapeDtypeStruct((ops.a[0].shape[0], ops.b[0].shape[1]), out_dtype)

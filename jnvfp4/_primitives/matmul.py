@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
 
-from .. import softfloat
+from .._core import softfloat
 from ..spec import Format
 from ._base import (
     Axes,

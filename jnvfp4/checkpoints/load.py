@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from .._core.tensor import NVFP4Tensor
 from ..spec import BLOCK, Format
-from ..tensor import NVFP4Tensor
 from ._files.errors import CheckpointError
 from ._layouts.layouts import TE
 from ._layouts.names import module_of

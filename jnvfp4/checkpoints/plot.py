@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._patterns import layer_of
+from .._core.patterns import layer_of
 from ..spec import QuantSpec
 from ._convert.encode import Target, encode, find_amax
 from ._layouts.layouts import TE

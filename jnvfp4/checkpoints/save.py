@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._core.tensor import NVFP4Tensor
 from .._version import __version__
-from ..tensor import NVFP4Tensor
 from ._files.errors import CheckpointError, Exit, OptionError
 from ._files.files import check_finite, checked_path, json_bytes, new_output, write_file
 from ._files.safetensors import DTYPES, TAGS, VERSION, Planned, Writer

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..tensor import NVFP4Tensor
+from .._core.tensor import NVFP4Tensor
 from ._files.errors import CheckpointError, Exit
 
 Tensor = NVFP4Tensor | jax.Array | np.ndarray

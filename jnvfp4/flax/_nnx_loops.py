@@ -14,7 +14,7 @@ from flax import nnx
 from flax.nnx.extract import NodeStates
 from flax.nnx.transforms import iteration
 
-from .._keys import is_within
+from .._layers.keys import is_within
 
 
 def loop_that_shares(layer: Any) -> str | None:

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from .._dot_general import DotGeneral
-from .._einsum import contraction, einsum_of_layer
-from .._keys import check_step, fold_path, layer_key, must_vary, varies
+from .._layers.dot_general import DotGeneral
+from .._layers.einsum import contraction, einsum_of_layer
+from .._layers.keys import check_step, fold_path, layer_key, must_vary, varies
 from ..policy import Layer, Policy, depths_of, layers_of
 from ..recipes import Recipe
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._dot_general import DotGeneral
-from .._einsum import contraction, einsum_of_layer
-from .._gather import Placement
-from .._keys import fold_path, in_step, layer_key, must_vary, varies
+from .._layers.dot_general import DotGeneral
+from .._layers.einsum import contraction, einsum_of_layer
+from .._layers.gather import Placement
+from .._layers.keys import fold_path, in_step, layer_key, must_vary, varies
 from ..policy import Decision, Layer, Policy, layers_of
 from ..recipes import Recipe
 from ._nnx_loops import loop_that_shares

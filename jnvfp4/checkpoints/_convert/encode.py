@@ -11,7 +11,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from ...ops import quantize
+from ..._ops.quantize import quantize
 from ...spec import QuantSpec
 from .._files.errors import CheckpointError
 from .._files.files import Rows, slices

@@ -3,7 +3,7 @@
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
-from ..._patterns import layer_of, matches, names_exactly
+from ..._core.patterns import layer_of, matches, names_exactly
 from ...spec import BLOCK
 from .._files.errors import CheckpointError, Exit, OptionError
 from .._files.safetensors import FLOATS, Entry

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 
-from ..._patterns import layer_of
+from ..._core.patterns import layer_of
 from .._files.errors import CheckpointError, Exit
 from .._files.safetensors import Entry
 from .layouts import LayoutName

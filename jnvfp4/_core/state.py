@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .spec import SUPPORTED_SPECS, Format
+from ..spec import SUPPORTED_SPECS, Format
 from .tensor import PARTS, NVFP4Tensor, part_names
 
 _FORMATS = {spec.format.name: spec.format for spec in SUPPORTED_SPECS}

@@ -9,8 +9,8 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ._primitives._base import Axes, axes_of, ways, without_axes
-from .tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
+from .._core.tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
+from .._primitives._base import Axes, axes_of, ways, without_axes
 
 Placement = NamedSharding | PartitionSpec
 

@@ -10,13 +10,13 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from ._arguments import as_amax, as_float_array, float_dtype, operation
-from ._gather import Placement, as_pair
-from ._keys import layer_key, needs_key
-from ._linear import Call, WeightAxes, call_linear, check_recipe, recipe_key, units
-from ._primitives._base import axes_of_dims
-from .recipes import DEFAULT, Recipe
-from .tensor import NVFP4Tensor
+from .._core.tensor import NVFP4Tensor
+from .._ops.arguments import as_amax, as_float_array, float_dtype, operation
+from .._primitives._base import axes_of_dims
+from ..recipes import DEFAULT, Recipe
+from .gather import Placement, as_pair
+from .keys import layer_key, needs_key
+from .linear import Call, WeightAxes, call_linear, check_recipe, recipe_key, units
 
 
 @operation

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import jax
 
-from ._source_hash import source_hash
+from .source_hash import source_hash
 
-_PACKAGE = pathlib.Path(__file__).parent
+_PACKAGE = pathlib.Path(__file__).parents[1]
 _INSTALL_HINT = "run `pip install .` in the checkout"
 
 
@@ -28,7 +28,7 @@ def _installed_file(distribution: str, names: tuple[str, ...]) -> pathlib.Path |
 
 def _load(name: str) -> ModuleType | None:
     """Imports the extension ``jnvfp4.<name>``; None if it was not built."""
-    full_name = f"{__package__}.{name}"
+    full_name = f"jnvfp4.{name}"
     spec = importlib.util.find_spec(full_name)
     names = tuple(name + suffix for suffix in importlib.machinery.EXTENSION_SUFFIXES)
     # The installed distribution has it where the package is imported from a checkout.

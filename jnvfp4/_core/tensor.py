@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
-from .spec import Format
+from ..spec import Format
 
 PARTS = ("data", "scale", "amax")
 

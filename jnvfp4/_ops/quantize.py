@@ -9,8 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _native, reference
-from ._arguments import (
+from .. import reference
+from .._core.tensor import NVFP4Tensor, take_tensor, with_scale_bytes
+from .._native import load
+from .._primitives._base import bind, match_varying
+from .._primitives._operands import check_array, check_operand, find_row_amax
+from .._primitives.dequantize import dequantize_p
+from .._primitives.grouped_matmul import grouped_matmul_p
+from .._primitives.matmul import matmul_p
+from .._primitives.quantize import quantize_p
+from .._primitives.quantize_pair import quantize_pair_p
+from .._primitives.rht_amax import rht_amax_p
+from .._primitives.transpose import check_tiles, transpose_p
+from ..spec import BLOCK, FUSED_PAIRS, NVFP4, NVFP4_2D, WINDOW64, QuantSpec
+from .arguments import (
     Accumulation,
     AmaxPair,
     Implementation,
@@ -29,17 +41,6 @@ from ._arguments import (
     random_stream,
     stochastic_key,
 )
-from ._primitives._base import bind, match_varying
-from ._primitives._operands import check_array, check_operand, find_row_amax
-from ._primitives.dequantize import dequantize_p
-from ._primitives.grouped_matmul import grouped_matmul_p
-from ._primitives.matmul import matmul_p
-from ._primitives.quantize import quantize_p
-from ._primitives.quantize_pair import quantize_pair_p
-from ._primitives.rht_amax import rht_amax_p
-from ._primitives.transpose import check_tiles, transpose_p
-from .spec import BLOCK, FUSED_PAIRS, NVFP4, NVFP4_2D, WINDOW64, QuantSpec
-from .tensor import NVFP4Tensor, take_tensor, with_scale_bytes
 
 
 @operation
@@ -450,7 +451,7 @@ def matmul_nt(
       ValueError, TypeError: shapes, dtypes or formats do not fit; the message names them.
     """
     op = "matmul_nt"
-    check_implementation(op, implementation, _native.matmul_kernels())
+    check_implementation(op, implementation, load.matmul_kernels())
     check_accumulation(op, accumulation)
     if not isinstance(b, NVFP4Tensor):
         raise no_tensor(op, "b", b)
@@ -503,7 +504,7 @@ def grouped_matmul_nt(
       ValueError, TypeError: shapes, dtypes or formats do not fit; the message names them.
     """
     op = "grouped_matmul_nt"
-    check_implementation(op, implementation, _native.grouped_kernels())
+    check_implementation(op, implementation, load.grouped_kernels())
     if not isinstance(b, NVFP4Tensor):
         raise no_tensor(op, "b", b)
     left = _parts(a) if isinstance(a, NVFP4Tensor) else [as_array(op, "a", a)]

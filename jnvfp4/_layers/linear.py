@@ -12,8 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _native, ops
-from ._arguments import (
+from .._core.tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
+from .._native import load
+from .._ops.arguments import (
     Accumulation,
     AmaxPair,
     Implementation,
@@ -25,13 +26,21 @@ from ._arguments import (
     float_dtype,
     operation,
 )
-from ._gather import Gather, Placement, as_gather, as_pair, gathered
-from ._primitives._base import Axes, axes_of, axes_of_dims, match_varying, resharded, without_axes
-from ._primitives._operands import check_parts
-from .ops import contract_rows, dequantize, matmul_nt, quantize, quantize_pair, quantize_pair_rows, quantize_rows
-from .recipes import DEFAULT, Recipe
-from .spec import BLOCK, QuantSpec
-from .tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
+from .._ops.quantize import (
+    contract_rows,
+    dequantize,
+    matmul_nt,
+    quantize,
+    quantize_pair,
+    quantize_pair_rows,
+    quantize_rows,
+    transpose,
+)
+from .._primitives._base import Axes, axes_of, axes_of_dims, match_varying, resharded, without_axes
+from .._primitives._operands import check_parts
+from ..recipes import DEFAULT, Recipe
+from ..spec import BLOCK, QuantSpec
+from .gather import Gather, Placement, as_gather, as_pair, gathered
 
 RESIDUAL_NAME = "nvfp4_residual"
 """The name of what ``linear`` keeps for its gradients, for ``jax.checkpoint_policies.save_only_these_names``."""
@@ -134,7 +143,7 @@ def linear(
       ValueError, TypeError: shapes or dtypes do not fit; the message names them.
     """
     op = "linear"
-    check_implementation(op, implementation, _native.matmul_kernels())
+    check_implementation(op, implementation, load.matmul_kernels())
     check_accumulation(op, accumulation)
     if w_axes not in ("nk", "kn"):
         raise ValueError(f"{op}: w_axes must be 'nk' or 'kn', got {w_axes!r}")
@@ -567,7 +576,7 @@ def _dgrad(call: Call, dy: Any, w: Any, dtype: Any) -> jax.Array:
     if isinstance(dy, NVFP4Tensor):
         if _reads_one_weight(call):
             assert call.recipe.fprop is not None
-            w = ops.transpose(w, call.recipe.fprop.w, implementation=call.common)
+            w = transpose(w, call.recipe.fprop.w, implementation=call.common)
         else:
             w = gathered(w, call.gather_t)
         w = _gathered_as(call.axes[0][-1], w, 0)

@@ -10,13 +10,13 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from . import reference
-from ._arguments import as_amax, as_array, check_spec, check_switch, stochastic_key
-from ._primitives._operands import check_operand
-from .ops import dequantize, quantize
-from .softfloat import ABS, INF, Bits, clamp_max, constant, from_bits, is_nan, mul, to_bits
-from .spec import BLOCK, NVFP4, QuantSpec
-from .tensor import NVFP4Tensor
+from .. import reference
+from .._core.softfloat import ABS, INF, Bits, clamp_max, constant, from_bits, is_nan, mul, to_bits
+from .._core.tensor import NVFP4Tensor
+from .._ops.arguments import as_amax, as_array, check_spec, check_switch, stochastic_key
+from .._ops.quantize import dequantize, quantize
+from .._primitives._operands import check_operand
+from ..spec import BLOCK, NVFP4, QuantSpec
 
 SHARES = ("clip_share", "zero_scale_share", "saturated_scale_share", "map_to_4_share")
 LARGEST_SCALE = np.uint8(0x7E)  # 448

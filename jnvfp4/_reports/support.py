@@ -10,23 +10,18 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from . import _compat, _native
-from ._arguments import OPERATIONS
-from ._primitives._base import Backend
-from ._primitives._known_answers import product_check
-from ._primitives._matmul_routes import Product, choose, plan
-from ._primitives._self_check import Refusal, refusals
-from ._primitives.grouped_matmul import Operands as GroupedOperands
-from ._primitives.grouped_matmul import plan as plan_grouped
-from ._primitives.matmul import matmul_p
-from .ops import quantize
-from .spec import (
-    FUSED_PAIRS,
-    SUPPORTED_SPECS,
-    QuantSpec,
-    name_of,
-)
-from .tensor import NVFP4Tensor
+from .._core.tensor import NVFP4Tensor
+from .._native import compat, load
+from .._ops.arguments import OPERATIONS
+from .._ops.quantize import quantize
+from .._primitives._base import Backend
+from .._primitives._known_answers import product_check
+from .._primitives._matmul_routes import Product, choose, plan
+from .._primitives._self_check import Refusal, refusals
+from .._primitives.grouped_matmul import Operands as GroupedOperands
+from .._primitives.grouped_matmul import plan as plan_grouped
+from .._primitives.matmul import matmul_p
+from ..spec import FUSED_PAIRS, SUPPORTED_SPECS, QuantSpec, name_of
 
 FP4_KERNEL = "sm100_cublaslt_nvfp4"
 
@@ -161,11 +156,11 @@ def _out_dtype(options: dict[str, Any]) -> Any:
 def _where(options: dict[str, Any], device: jax.Device) -> tuple[int, str | None]:
     """Returns the capability of a device and the kernel that is asked for by name."""
     implementation = options.get("implementation")
-    capability = _compat.capability(device) or 0
+    capability = compat.capability(device) or 0
     return capability, None if implementation in (None, "native") else implementation
 
 
-def _answer(chosen: _native.MatmulPlan) -> Support:
+def _answer(chosen: load.MatmulPlan) -> Support:
     return Support(not chosen.reason, chosen.kernel, chosen.reason)
 
 
@@ -176,14 +171,14 @@ def no_kernels(device: jax.Device) -> str:
 
 def _refused(device: jax.Device, capability: int) -> tuple[Refusal, ...]:
     """Returns the kernels that this process has found wrong on a device; most devices are never asked."""
-    if _native.has_run_on(capability):
+    if load.has_run_on(capability):
         return ()
-    return refusals([product_check(matmul_p, name, capability) for name in _native.matmul_kernels()], device)
+    return refusals([product_check(matmul_p, name, capability) for name in load.matmul_kernels()], device)
 
 
 def _without_fp4(product: Product, capability: int, answer: Support) -> str:
     """Says why a GPU's FP4 tensor cores do not compute a product that they would with another library."""
-    missing = _native.no_block_scaled(capability)
+    missing = load.no_block_scaled(capability)
     decoded = answer.kernel == "decode_then_dot"
     return missing if missing and decoded and plan(product, capability, FP4_KERNEL).reason == missing else ""
 
@@ -194,12 +189,12 @@ def _default_device() -> jax.Device:
 
 def _platform_support(device: jax.Device) -> Support:
     name = "cuda" if device.platform == "gpu" else device.platform
-    if not _native.available(name):
-        built = ", ".join(sorted(_native.extensions()))
+    if not load.available(name):
+        built = ", ".join(sorted(load.extensions()))
         reason = f'no native kernels for platform "{name}" in this build (built: {built}); the reference is used'
         return Support(False, "reference", reason)
-    if name == "cuda" and (capability := _compat.capability(device) or 0) < _native.any_gpu():
-        found, least = _compat.dotted(capability), _compat.dotted(_native.any_gpu())
+    if name == "cuda" and (capability := compat.capability(device) or 0) < load.any_gpu():
+        found, least = compat.dotted(capability), compat.dotted(load.any_gpu())
         return Support(False, "reference", f"compute capability {found} is below the supported {least}")
     return Support(True, name, "")
 
@@ -212,7 +207,7 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     another version of jnvfp4 cannot run is refused with INVALID_ARGUMENT or as an unknown target, and is to be
     exported again.
     """
-    names = {name for module in _native.extensions().values() for name in module.targets}
+    names = {name for module in load.extensions().values() for name in module.targets}
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in sorted(names)]
 
 

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _native, ops
-from ._arguments import (
+from .._core.tensor import NVFP4Tensor
+from .._native import load
+from .._ops.arguments import (
     Implementation,
     as_float_array,
     as_group_sizes,
@@ -17,9 +18,17 @@ from ._arguments import (
     float_dtype,
     operation,
 )
-from ._dot_general import check_options, dtype_of_lax
-from ._keys import layer_key, needs_key
-from ._linear import (
+from .._ops.quantize import dequantize, grouped_matmul_nt, quantize, quantize_pair, transpose
+from .._primitives._base import axes_of_dims, bind, match_varying, resharded
+from .._primitives._groups import Rows, check_sizes, rows_of
+from .._primitives._operands import check_parts
+from .._primitives.grouped_contract import grouped_contract_p
+from .._primitives.grouped_dot import grouped_dot_p
+from ..recipes import DEFAULT, Recipe
+from ..spec import BLOCK, QuantSpec
+from .dot_general import check_options, dtype_of_lax
+from .keys import layer_key, needs_key
+from .linear import (
     DY,
     Pair,
     Quantizer,
@@ -35,15 +44,6 @@ from ._linear import (
     units,
     unpack,
 )
-from ._primitives._base import axes_of_dims, bind, match_varying, resharded
-from ._primitives._groups import Rows, check_sizes, rows_of
-from ._primitives._operands import check_parts
-from ._primitives.grouped_contract import grouped_contract_p
-from ._primitives.grouped_dot import grouped_dot_p
-from .ops import dequantize, grouped_matmul_nt, quantize, quantize_pair
-from .recipes import DEFAULT, Recipe
-from .spec import BLOCK, QuantSpec
-from .tensor import NVFP4Tensor
 
 Weight = jax.Array | NVFP4Tensor  # an NVFP4Tensor is frozen, and packed within this module
 
@@ -112,12 +112,12 @@ def grouped_linear(
       ValueError, TypeError: shapes, dtypes or arguments do not fit; the message names them.
     """
     op = "grouped_linear"
-    check_implementation(op, implementation, _native.grouped_kernels())
+    check_implementation(op, implementation, load.grouped_kernels())
     if w_axes not in ("nk", "kn"):
         raise ValueError(f"{op}: w_axes must be 'nk' or 'kn', got {w_axes!r}")
     dtype = None if out_dtype is None else float_dtype(op, "out_dtype", out_dtype)
     check_recipe(op, recipe)
-    if recipe.fprop is None and implementation in _native.grouped_kernels():
+    if recipe.fprop is None and implementation in load.grouped_kernels():
         raise ValueError(
             f"{op}: implementation must be None, 'native' or 'reference' where recipe.fprop is None, got "
             f"{implementation!r}; no kernel of grouped_matmul_nt computes a product in high precision"
@@ -309,7 +309,7 @@ def _dgrad(call: Call, dy: Any, w: Any, sizes: jax.Array, rows: Rows) -> jax.Arr
     if isinstance(dy, NVFP4Tensor):
         if _reads_one_weight(call.recipe):
             assert call.recipe.fprop is not None
-            w = ops.transpose(w, call.recipe.fprop.w, implementation=call.common)
+            w = transpose(w, call.recipe.fprop.w, implementation=call.common)
         return grouped_matmul_nt(dy, w, sizes, out_dtype=dtype, implementation=call.common)
     if isinstance(w, NVFP4Tensor):
         return _dot(dy, dequantize(w, dy.dtype, implementation=call.common), rows, 1, dtype)

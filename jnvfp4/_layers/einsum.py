@@ -7,10 +7,10 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from ._arguments import as_float_array, operation
-from ._dot_general import OfWeights, check_options, contract
-from ._gather import Placement, as_pair
-from .recipes import DEFAULT, Recipe
+from .._ops.arguments import as_float_array, operation
+from ..recipes import DEFAULT, Recipe
+from .dot_general import OfWeights, check_options, contract
+from .gather import Placement, as_pair
 
 _ELLIPSIS = "..."
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from . import softfloat
-from ._primitives._operands import FLOAT_DTYPES
-from .spec import BLOCK, QuantSpec
-from .tensor import NVFP4Tensor
+from .._core import softfloat
+from .._core.tensor import NVFP4Tensor
+from .._primitives._operands import FLOAT_DTYPES
+from ..spec import BLOCK, QuantSpec
 
 Implementation = Literal["native", "reference"] | None
 Accumulation = Literal["fast", "pinned"]

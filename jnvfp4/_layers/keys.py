@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ._arguments import as_key
-from ._compat import traced_functions
-from ._patterns import layer_path
+from .._core.patterns import layer_path
+from .._native.compat import traced_functions
+from .._ops.arguments import as_key
 
 LOOPS = frozenset({"scan", "fori_loop", "while_body", "while_cond"})
 """What JAX calls a function that it traces once and runs many times."""

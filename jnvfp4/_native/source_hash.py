@@ -1,6 +1,6 @@
 """A short hash of the C++ and CUDA sources, compiled into the extensions and compared at import.
 
-A script too: the build runs it (``python _source_hash.py FFI_FOLDER``).
+A script too: the build runs it (``python source_hash.py FFI_FOLDER``).
 """
 
 import hashlib

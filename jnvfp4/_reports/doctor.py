@@ -10,19 +10,20 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 
-from . import _compat, _native, support
-from ._primitives import _known_answers, _self_check
-from ._primitives import dequantize as _dequantize
-from ._primitives import quantize as _quantize
-from ._primitives import quantize_pair as _quantize_pair
-from ._primitives import rht_amax as _rht_amax
-from ._primitives import transpose as _transpose
-from ._primitives._operands import Side
-from ._primitives._self_check import Check
-from ._primitives.grouped_matmul import grouped_matmul_p
-from ._primitives.matmul import matmul_p
-from ._version import __version__
-from .spec import NVFP4, NVFP4_2D, NVFP4_RHT_SR, NVFP4_SR, ROW_SCALED, WINDOW64, Format, four_over_six
+from .._native import compat, load
+from .._primitives import _known_answers, _self_check
+from .._primitives import dequantize as _dequantize
+from .._primitives import quantize as _quantize
+from .._primitives import quantize_pair as _quantize_pair
+from .._primitives import rht_amax as _rht_amax
+from .._primitives import transpose as _transpose
+from .._primitives._operands import Side
+from .._primitives._self_check import Check
+from .._primitives.grouped_matmul import grouped_matmul_p
+from .._primitives.matmul import matmul_p
+from .._version import __version__
+from ..spec import NVFP4, NVFP4_2D, NVFP4_RHT_SR, NVFP4_SR, ROW_SCALED, WINDOW64, Format, four_over_six
+from . import support
 
 # Every field that changes the arithmetic. The tests go through all specs.
 CHECKED_SPECS = (NVFP4, NVFP4_2D, NVFP4_RHT_SR, ROW_SCALED, WINDOW64, four_over_six())
@@ -34,20 +35,20 @@ BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 # ---------------------------------------------------------------- versions and devices
 def versions() -> dict[str, str | None]:
     """Returns the versions of what takes part; None for what is not there."""
-    runtime, driver = _compat.cuda_versions()
+    runtime, driver = compat.cuda_versions()
     return {
         "jnvfp4": __version__,
-        "sources": _native.extensions()["cpu"].source_hash,
+        "sources": load.extensions()["cpu"].source_hash,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
-        "ffi_built": _dotted(_native.extensions()["cpu"].ffi_api),
-        "ffi_running": _dotted(_native.runtime_ffi_api()),
+        "ffi_built": _dotted(load.extensions()["cpu"].ffi_api),
+        "ffi_running": _dotted(load.runtime_ffi_api()),
         "cuda_runtime": _cuda_version(runtime),
         "cuda_of_driver": _cuda_version(driver),
         "driver": _driver(),
-        "cublaslt": _native.cublaslt().version or None,
+        "cublaslt": load.cublaslt().version or None,
     }
 
 
@@ -71,28 +72,28 @@ def _driver() -> str | None:
 
 def targets() -> dict[str, str | None]:
     """Returns what the kernels of each platform were compiled for."""
-    cuda = _native.extensions().get("cuda")
-    return {"cpu": _native.extensions()["cpu"].isa(), "cuda": cuda.built_for if cuda else None}
+    cuda = load.extensions().get("cuda")
+    return {"cpu": load.extensions()["cpu"].isa(), "cuda": cuda.built_for if cuda else None}
 
 
 def describe_device(device: jax.Device) -> dict[str, Any]:
     """Returns what a device is, and what its kernels and FP4 tensor cores are used for."""
-    capability = _compat.capability(device) if device.platform == "gpu" else None
+    capability = compat.capability(device) if device.platform == "gpu" else None
     return {
         "device": str(device),
         "platform": device.platform,
         "kind": device.device_kind,
-        "compute_capability": None if capability is None else _compat.dotted(capability),
-        "kernels_have_run": _native.has_run_on(capability or 0),
+        "compute_capability": None if capability is None else compat.dotted(capability),
+        "kernels_have_run": load.has_run_on(capability or 0),
         "fp4": _fp4(capability) if capability else "",
     }
 
 
 def _fp4(capability: int) -> str:
     """Says whether products use the FP4 tensor cores of a GPU; empty if no kernel is for those that it has."""
-    if missing := _native.no_block_scaled(capability):
+    if missing := load.no_block_scaled(capability):
         return f"not used, products decode to 16 bits: {missing}"
-    if not _native.has_block_scaled(capability):
+    if not load.has_block_scaled(capability):
         return ""
     return f"used by {support.FP4_KERNEL}, which is compiled, but was never run on such a GPU"
 
@@ -109,10 +110,10 @@ def checks(capability: int) -> Iterator[tuple[Check, str]]:
     for fmt in (Format(), Format("row"), Format("window64"), Format(rht=True)):
         yield _dequantize.check_of(fmt, F32, fmt.rht), ""
     yield _transpose.check_of(), ""
-    for kernel in _native.matmul_kernels():
+    for kernel in load.matmul_kernels():
         check = _known_answers.product_check(matmul_p, kernel, capability)
         yield check, _known_answers.why_no_product(kernel, capability)
-    for kernel in _native.grouped_kernels():
+    for kernel in load.grouped_kernels():
         check = _known_answers.grouped_check(grouped_matmul_p, kernel, capability)
         yield check, _known_answers.why_no_grouped(kernel, capability)
 
@@ -120,7 +121,7 @@ def checks(capability: int) -> Iterator[tuple[Check, str]]:
 def examine(device: jax.Device) -> Iterator[dict[str, str]]:
     """Runs every check on a device, one after another."""
     reason = support.no_kernels(device)
-    capability = 0 if reason or device.platform != "gpu" else _compat.capability(device)
+    capability = 0 if reason or device.platform != "gpu" else compat.capability(device)
     for check, inapplicable in checks(capability or 0):
         found = {"check": check.path, "device": str(device)}
         if not_run := f"reference only: {reason}" if reason else inapplicable:
@@ -138,10 +139,10 @@ def plans(device: jax.Device) -> Iterator[dict[str, Any]]:
     """Says which kernel multiplies on a device, for some numbers of rows, unless the self-check refuses it."""
     if support.no_kernels(device):
         return
-    capability = _compat.capability(device) if device.platform == "gpu" else 0
+    capability = compat.capability(device) if device.platform == "gpu" else 0
     for left in ("nvfp4", "bfloat16"):
         for m, n, k in PLANNED:
-            chosen = _native.plan_matmul(
+            chosen = load.plan_matmul(
                 shape=(1, m, n, k), a=left, windows=False, out="bfloat16", pinned=False, capability=capability
             )
             yield {"device": str(device), "a": left, "shape": [m, n, k], "kernel": chosen.kernel}
@@ -150,7 +151,7 @@ def plans(device: jax.Device) -> Iterator[dict[str, Any]]:
 # ---------------------------------------------------------------- the report
 def devices() -> list[jax.Device]:
     """Returns one device of each kind that this process has; the CPU is one."""
-    cpu = _compat.cpu_device()
+    cpu = compat.cpu_device()
     every = [*jax.local_devices(), *([] if cpu is None else [cpu])]
     return list({(d.platform, d.device_kind): d for d in reversed(every)}.values())[::-1]
 
@@ -163,7 +164,7 @@ def report() -> dict[str, Any]:
     the reason) and ``plan`` (the kernels of some products).
     """
     found = devices()  # JAX's CUDA plugin, if there is one, has loaded cuBLASLt then
-    library = _native.cublaslt()
+    library = load.cublaslt()
     outcomes = [outcome for device in found for outcome in examine(device)]
     return {
         "ok": all(outcome["outcome"] != FAILED for outcome in outcomes),
@@ -179,7 +180,7 @@ def report() -> dict[str, Any]:
 def doctor() -> bool:
     """Prints the same for people, each check when it is done; returns whether none has failed."""
     found = devices()
-    v, built, library = versions(), targets(), _native.cublaslt()
+    v, built, library = versions(), targets(), load.cublaslt()
     print(f"jnvfp4   {v['jnvfp4']}  (sources {v['sources']})")
     print(f"python   {v['python']}  jax {v['jax']}  jaxlib {v['jaxlib']}  on {v['machine']}")
     print(f"ffi      built with {v['ffi_built']}, running {v['ffi_running']}")

@@ -1,0 +1,1 @@
+"""Layers: quantized products with gradients, their keys, and where their weights are gathered."""

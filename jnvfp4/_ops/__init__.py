@@ -1,0 +1,1 @@
+"""The operations on one tensor or product, with the checks of their arguments."""

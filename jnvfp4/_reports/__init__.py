@@ -1,0 +1,1 @@
+"""What runs where, and how far quantized values are from the originals."""
