@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import jnvfp4
-from jnvfp4._native import load
+from jnvfp4._native import plans
 
 from .timing import Job, rotations, time_jobs
 
@@ -75,7 +75,7 @@ def _jobs(case: str) -> dict[str, Job]:
 def _named_kernels(a: Any, b: Any) -> list[str]:
     """Lists the kernels of one architecture that can multiply here but are not planned."""
     planned = jnvfp4.supports("matmul_nt", a, b).kernel
-    kernels = [name for name in load.matmul_kernels() if name.startswith("sm") and not name.startswith("sm80_")]
+    kernels = [name for name in plans.matmul_kernels() if name.startswith("sm") and not name.startswith("sm80_")]
     return [name for name in kernels if name != planned and jnvfp4.supports("matmul_nt", a, b, implementation=name)]
 
 

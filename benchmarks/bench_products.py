@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import jnvfp4
-from jnvfp4._native import load
+from jnvfp4._native import plans
 
 from .bench_gemm import parse
 from .device_time import profile_calls
@@ -88,7 +88,7 @@ def chains(case: str, every: bool) -> dict[str, Chain]:
 def kernels(a: Any, b: Any) -> list[str]:
     """Lists the planned kernel, then the others that can multiply here, but for those of the pinned order."""
     planned = jnvfp4.supports("matmul_nt", a, b).kernel
-    names = [name for name in load.matmul_kernels() if not name.startswith(("sm80_", "cpu_"))]
+    names = [name for name in plans.matmul_kernels() if not name.startswith(("sm80_", "cpu_"))]
     others = [name for name in names if name != planned]
     return [planned, *(name for name in others if jnvfp4.supports("matmul_nt", a, b, implementation=name))]
 

@@ -19,10 +19,10 @@ from ._layers.keys import layer_key as layer_key
 from ._layers.keys import step_key as step_key
 from ._layers.linear import RESIDUAL_NAME as RESIDUAL_NAME
 from ._layers.linear import linear as linear
+from ._ops.matmul import grouped_matmul_nt as grouped_matmul_nt
+from ._ops.matmul import matmul_nt as matmul_nt
 from ._ops.quantize import dequantize as dequantize
 from ._ops.quantize import fake_quant as fake_quant
-from ._ops.quantize import grouped_matmul_nt as grouped_matmul_nt
-from ._ops.quantize import matmul_nt as matmul_nt
 from ._ops.quantize import quantize as quantize
 from ._ops.quantize import quantize_pair as quantize_pair
 from ._ops.quantize import transpose as transpose

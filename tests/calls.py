@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jnvfp4 import NVFP4, NVFP4_2D, NVFP4_SR, NVFP4_SR_UNBIASED, ROW_SCALED, WINDOW64, QuantSpec
-from jnvfp4._native import load
+from jnvfp4._native import plans
 
 U8, U32, F32, BF16 = jnp.uint8, jnp.uint32, jnp.float32, jnp.bfloat16
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -114,7 +114,7 @@ def grouped_call(kernel: str, dense: bool, m: int = 24) -> Call:
     g, n, k = 3, 32, 128
     left = "bfloat16" if dense else "nvfp4"
     capability = 90 if kernel.startswith("sm90") else 0
-    scratch = load.plan_grouped(shape=(m, g, n, k), a=left, out="float32", capability=capability).scratch_bytes
+    scratch = plans.plan_grouped(shape=(m, g, n, k), a=left, out="float32", capability=capability).scratch_bytes
     a = (Array("a", (m, k), BF16, also=(jnp.float16,)), absent("a scale", U8), absent("a amax"))
     data, scale = Array("b data", (g, n, k // 2), U8), Array("b scale", (g, n, k // 16), U8)
     b = (data, scale, Array("b amax", (g,), F32, ((g, n),)))

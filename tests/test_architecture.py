@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from jnvfp4._native import load
+from jnvfp4._native import load, plans
 from jnvfp4._ops.arguments import OPERATIONS
 from jnvfp4._primitives._base import PRIMITIVES
 
@@ -228,9 +228,9 @@ def test_the_operations_primitives_and_targets_of_the_documents():
 
 def test_the_kernels_of_products_in_the_documents():
     table = rows((DOCS / "kernels.md").read_text(), "kernel", "runs on", "operands", "sum along K", "file")
-    assert tuple(name for row in table for name in code(row[0])) == load.matmul_kernels()
+    assert tuple(name for row in table for name in code(row[0])) == plans.matmul_kernels()
     table = rows((DOCS / "kernels.md").read_text(), "grouped kernel", "runs on", "operands", "sum along K", "file")
-    assert tuple(name for row in table for name in code(row[0])) == load.grouped_kernels()
+    assert tuple(name for row in table for name in code(row[0])) == plans.grouped_kernels()
 
 
 def test_the_cuda_kernels_in_the_documents():

@@ -34,7 +34,7 @@ from products import (
 
 import jnvfp4
 from jnvfp4 import Format, NVFP4Tensor, QuantSpec, recipes
-from jnvfp4._native import load
+from jnvfp4._native import load, plans
 from jnvfp4._primitives import _base, _matmul_routes
 
 KERNEL = "sm100_cublaslt_nvfp4"
@@ -288,10 +288,10 @@ def calls(library, monkeypatch):
     monkeypatch.setattr(_base, "_backend", lambda *args: right(*args)._replace(capability=B200))
     monkeypatch.setattr(_matmul_routes, "_call_kernel", call_kernel)
     monkeypatch.setattr(
-        _matmul_routes, "_decode_then_dot", lambda p: call_kernel(p, load.MatmulPlan("decode_then_dot", 0, ""))
+        _matmul_routes, "_decode_then_dot", lambda p: call_kernel(p, plans.MatmulPlan("decode_then_dot", 0, ""))
     )
-    monkeypatch.setattr(load, "has_run_on", lambda capability: True)
-    monkeypatch.setattr(load, "cublaslt", lambda: load.CublasLt("/lib/libcublasLt.so.13", "13.2.0", ""))
+    monkeypatch.setattr(plans, "has_run_on", lambda capability: True)
+    monkeypatch.setattr(plans, "cublaslt", lambda: plans.CublasLt("/lib/libcublasLt.so.13", "13.2.0", ""))
     return found
 
 
@@ -321,7 +321,7 @@ def test_the_kernel_of_a_lowered_product(calls, rows, options, kernel):
 def test_without_the_library_a_product_is_decoded(calls, monkeypatch):
     if not load.available("cuda"):
         monkeypatch.setattr(load, "available", lambda platform: True)
-    monkeypatch.setattr(load, "cublaslt", lambda: load.CublasLt("", "", "there is none"))
+    monkeypatch.setattr(plans, "cublaslt", lambda: plans.CublasLt("", "", "there is none"))
     a, b = order_free_operands(None, (70, 131, 48))
     y = lowered_for_b200(jnvfp4.matmul_nt)(a, b)
     assert calls == ["decode_then_dot"]
@@ -458,9 +458,9 @@ def test_parts_that_any_gpu_can_run(parts, part):
     """The kernels, by the bytes of the CPU; what the library does at the end of a product; and that it refuses FP4."""
     if part == "refuse" and int(gpus()[0].compute_capability.split(".")[0]) >= 10:
         pytest.skip("this GPU has FP4 tensor cores")
-    if part != "prepare" and (reason := load.cublaslt().reason):
+    if part != "prepare" and (reason := plans.cublaslt().reason):
         skip_or_fail("cuda", reason)
-    done = subprocess.run([str(parts), part, load.cublaslt().path], text=True, capture_output=True, timeout=300)
+    done = subprocess.run([str(parts), part, plans.cublaslt().path], text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -508,7 +508,7 @@ def test_numbers_are_those_of_the_header(process):
 
 
 def test_the_real_library_takes_every_attribute(built):
-    path = load._cublaslt_wheel()
+    path = plans._cublaslt_wheel()
     if path is None:
         pytest.skip("no wheel of nvidia-cublas is installed")
     real = stand_in.Process(built[0], path)

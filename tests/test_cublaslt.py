@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import skip_or_fail
 
-from jnvfp4._native import load
+from jnvfp4._native import load, plans
 
 NONE = "the process has loaded neither libcublasLt.so.13 nor libcublasLt.so.12"
 FUNCTIONS = (
@@ -113,9 +113,9 @@ def searched(monkeypatch):
         "cuda",
         SimpleNamespace(find_cublaslt=lambda path: paths.append(path) or ("", 0, "not loaded")),
     )
-    load._cublaslt_wheel.cache_clear()
+    plans._cublaslt_wheel.cache_clear()
     yield paths
-    load._cublaslt_wheel.cache_clear()
+    plans._cublaslt_wheel.cache_clear()
 
 
 def wheel(folder: pathlib.Path, name: str, file: str) -> str:
@@ -134,23 +134,23 @@ def wheel(folder: pathlib.Path, name: str, file: str) -> str:
 def test_an_installed_wheel(searched, monkeypatch, tmp_path, name):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     path = wheel(tmp_path, name, "libcublasLt.so.12" if name.endswith("12") else "libcublasLt.so.13")
-    assert load.cublaslt() == ("", "", "not loaded")
+    assert plans.cublaslt() == ("", "", "not loaded")
     assert searched == [path]
 
 
 def test_no_wheel(searched, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     want = "not loaded, and nvidia-cublas or nvidia-cublas-cu12 is not installed"
-    assert load.cublaslt() == ("", "", want)
+    assert plans.cublaslt() == ("", "", want)
     assert searched == [""]
 
 
 def test_a_version_as_text(monkeypatch):
     found = ("/lib/libcublasLt.so.13", 131002, "")
     monkeypatch.setitem(load.extensions(), "cuda", SimpleNamespace(find_cublaslt=lambda path: found))
-    assert load.cublaslt() == ("/lib/libcublasLt.so.13", "13.10.2", "")
+    assert plans.cublaslt() == ("/lib/libcublasLt.so.13", "13.10.2", "")
 
 
 def test_a_build_without_cuda(monkeypatch):
     monkeypatch.delitem(load.extensions(), "cuda")
-    assert load.cublaslt() == ("", "", "jnvfp4 was built without CUDA")
+    assert plans.cublaslt() == ("", "", "jnvfp4 was built without CUDA")

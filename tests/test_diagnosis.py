@@ -10,7 +10,7 @@ from conftest import gpus, skip_or_fail
 from operands import normal
 
 import jnvfp4
-from jnvfp4._native import load
+from jnvfp4._native import load, plans
 from jnvfp4._primitives import _self_check, transpose
 from jnvfp4._reports import doctor, support
 from jnvfp4.checkpoints._files.errors import Exit
@@ -50,7 +50,7 @@ def test_every_kernel_is_checked(capsys):
     out = capsys.readouterr().out
     assert out.startswith(f"jnvfp4   {jnvfp4.__version__}  (sources ")
     lines = [line for line in out.splitlines() if line.partition(": ")[0] in {str(d) for d in doctor.devices()}]
-    for kernel in (*load.matmul_kernels(), *load.grouped_kernels()):
+    for kernel in (*plans.matmul_kernels(), *plans.grouped_kernels()):
         assert any(f"matmul_nt {kernel}: " in line for line in lines)
     for operation in (
         "quantize",
@@ -67,11 +67,11 @@ def test_every_kernel_is_checked(capsys):
 def test_every_kernel_of_the_plan_that_a_gpu_has_is_checked_there(monkeypatch):
     """Without a GPU the list at least: all kernels for Blackwell apply where the library is new enough."""
     monkeypatch.setattr(load, "available", lambda name: name == "cuda")
-    monkeypatch.setattr(load, "cublaslt", lambda: load.CublasLt("/lib/libcublasLt.so.13", "13.2.0", ""))
+    monkeypatch.setattr(plans, "cublaslt", lambda: plans.CublasLt("/lib/libcublasLt.so.13", "13.2.0", ""))
     applies = {check.path for check, reason in doctor.checks(100) if not reason}
     products = {"sm80_nvfp4_blocks_small_m", FP4, "decode_then_dot", "sm80_nvfp4_blocks", "sm80_dense_elements"}
     assert {path.split()[1] for path in applies if path.startswith("matmul_nt")} == products
-    monkeypatch.setattr(load, "cublaslt", lambda: load.CublasLt("/lib/libcublasLt.so.13", "13.1.2", ""))
+    monkeypatch.setattr(plans, "cublaslt", lambda: plans.CublasLt("/lib/libcublasLt.so.13", "13.1.2", ""))
     reasons = {check.path: reason for check, reason in doctor.checks(103)}
     assert reasons[f"matmul_nt {FP4}"] == OLD
 
@@ -104,7 +104,7 @@ def test_it_leaves_no_record(few_checks, monkeypatch):
     ids=["found", "none"],
 )
 def test_the_copy_of_cublaslt_or_the_reason(few_checks, capsys, monkeypatch, found, shown):
-    monkeypatch.setattr(load, "cublaslt", lambda: load.CublasLt(*found))
+    monkeypatch.setattr(plans, "cublaslt", lambda: plans.CublasLt(*found))
     assert doctor.doctor()
     assert f"cublaslt {shown}" in capsys.readouterr().out.splitlines()
     report = doctor.report()
@@ -123,7 +123,7 @@ def test_the_copy_of_cublaslt_or_the_reason(few_checks, capsys, monkeypatch, fou
 )
 def test_whether_fp4_tensor_cores_are_used(monkeypatch, capsys, capability, version, line, run):
     monkeypatch.setattr(load, "available", lambda name: name == "cuda")
-    monkeypatch.setattr(load, "cublaslt", lambda: load.CublasLt("/lib/libcublasLt.so.13", version, ""))
+    monkeypatch.setattr(plans, "cublaslt", lambda: plans.CublasLt("/lib/libcublasLt.so.13", version, ""))
     device = SimpleNamespace(platform="gpu", device_kind="GPU", compute_capability=capability)
     monkeypatch.setattr(doctor, "devices", lambda: [device])
     monkeypatch.setattr(doctor, "examine", lambda device: iter([]))
@@ -215,7 +215,7 @@ def test_cuda_versions(number, text):
 def test_supports_says_what_was_refused(monkeypatch):
     """After a program found it out; before, the answer is the plan."""
     monkeypatch.setattr(load, "available", lambda name: name == "cuda")
-    monkeypatch.setattr(load, "cublaslt", lambda: load.CublasLt("/lib/libcublasLt.so.13", "13.2.0", ""))
+    monkeypatch.setattr(plans, "cublaslt", lambda: plans.CublasLt("/lib/libcublasLt.so.13", "13.2.0", ""))
     monkeypatch.setattr(support.jax, "Device", SimpleNamespace)
     device = SimpleNamespace(platform="gpu", device_kind="B200", compute_capability="10.0")
     with jax.default_device(jax.devices("cpu")[0]):

@@ -30,7 +30,7 @@ from jnvfp4 import (
     quantize,
     supports,
 )
-from jnvfp4._native import load
+from jnvfp4._native import load, plans
 from jnvfp4._primitives import grouped_matmul
 from jnvfp4._primitives._groups import Rows, chunks_of, rows_of
 from jnvfp4.checkpoints import NameRule, from_hf, open_checkpoint
@@ -219,7 +219,7 @@ def decoded_parts(parts):
 
 # ---------------------------------------------------------------- the plan
 def plan(a="nvfp4", capability=90, shape=(128, 4, 128, 256), kernel=None):
-    return load.plan_grouped(shape=shape, a=a, out="bfloat16", capability=capability, kernel=kernel)
+    return plans.plan_grouped(shape=shape, a=a, out="bfloat16", capability=capability, kernel=kernel)
 
 
 def test_the_kernels():

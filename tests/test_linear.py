@@ -32,7 +32,7 @@ from jnvfp4 import (
 )
 from jnvfp4._layers import linear as linear_module
 from jnvfp4._layers.linear import Quantizer
-from jnvfp4._native import load
+from jnvfp4._native import plans
 
 ROW = (ROW_SCALED, ROW_SCALED)
 SR = (NVFP4_SR, NVFP4_SR)
@@ -331,7 +331,7 @@ def products(monkeypatch):
         return matmul_nt(*operands, **options)
 
     monkeypatch.setattr(linear_module, "matmul_nt", record)
-    monkeypatch.setattr(load, "matmul_kernels", lambda: ("a_kernel",))
+    monkeypatch.setattr(plans, "matmul_kernels", lambda: ("a_kernel",))
     return calls
 
 

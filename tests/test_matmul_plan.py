@@ -10,7 +10,7 @@ from conftest import skip_or_fail
 from helpers import random_tensor
 
 from jnvfp4 import Format, NVFP4Tensor, export_checks, matmul_nt
-from jnvfp4._native import compat, load
+from jnvfp4._native import compat, load, plans
 
 CPU, AMPERE, HOPPER, BLACKWELL = 0, 80, 90, 100
 GPUS = (AMPERE, 86, 89, HOPPER, BLACKWELL, 103, 120, 121)
@@ -31,15 +31,15 @@ def cublaslt(monkeypatch):
 
 
 def use_version(monkeypatch, version: str) -> None:
-    found = load.CublasLt("/lib/libcublasLt.so.13", version, "")
-    monkeypatch.setattr(load, "cublaslt", lambda: found)
+    found = plans.CublasLt("/lib/libcublasLt.so.13", version, "")
+    monkeypatch.setattr(plans, "cublaslt", lambda: found)
 
 
 @pytest.fixture
 def no_cublaslt(monkeypatch):
     if not load.available("cuda"):
         skip_or_fail("cuda", "no CUDA kernels in this build")
-    monkeypatch.setattr(load, "cublaslt", lambda: load.CublasLt("", "", "there is none"))
+    monkeypatch.setattr(plans, "cublaslt", lambda: plans.CublasLt("", "", "there is none"))
 
 
 def plan(
@@ -51,7 +51,7 @@ def plan(
     kernel=None,
     out="bfloat16",
 ):
-    return load.plan_matmul(
+    return plans.plan_matmul(
         shape=shape, a=a, windows=windows, out=out, pinned=pinned, capability=capability, kernel=kernel
     )
 
@@ -79,9 +79,9 @@ def test_the_cpu_has_one_order(pinned):
 
 
 def test_a_plan_without_a_device_runs_on_every_supported_gpu():
-    assert load.any_gpu() == AMPERE
+    assert plans.any_gpu() == AMPERE
     for a, windows, pinned in itertools.product(LEFT, (False, True), (False, True)):
-        portable = plan(a, windows, pinned, load.any_gpu())
+        portable = plan(a, windows, pinned, plans.any_gpu())
         for capability in GPUS:
             if not portable.reason:
                 assert plan(a, windows, pinned, capability, kernel=portable.kernel).reason == ""
@@ -166,7 +166,7 @@ def test_why_a_kernel_cannot(kernel, problem, reason):
 def test_every_kernel_has_a_problem():
     """Also those that run only where they are named."""
     problems = list(itertools.product(LEFT, (False, True), (False, True), (CPU, HOPPER, BLACKWELL), [(1, 8, 16, 32)]))
-    for kernel in load.matmul_kernels():
+    for kernel in plans.matmul_kernels():
         assert any(not plan(*problem, kernel).reason for problem in problems), kernel
 
 
@@ -277,7 +277,7 @@ def test_parts_of_k_of_fused_kernels(m, nk):
 # ---------------------------------------------------------------- cuBLASLt
 def test_only_blackwell_looks_for_cublaslt(monkeypatch):
     monkeypatch.setattr(load, "available", lambda platform: True)
-    monkeypatch.setattr(load, "cublaslt", lambda: pytest.fail("looked for"))
+    monkeypatch.setattr(plans, "cublaslt", lambda: pytest.fail("looked for"))
     for capability, kernel in itertools.product((AMPERE, HOPPER, None, CPU), (None, FP4)):
         plan(capability=capability, kernel=kernel)
     assert plan(capability=BLACKWELL, kernel="decode_then_dot").reason == ""
@@ -291,10 +291,10 @@ def test_the_version_that_fp4_products_need(monkeypatch, capability, version):
     use_version(monkeypatch, version)
     fits = capability >= 120 or (capability >= BLACKWELL and version == "13.2.0")
     assert (plan(capability=capability).kernel == FP4) == fits
-    assert load.has_block_scaled(capability) == (capability >= BLACKWELL)
+    assert plans.has_block_scaled(capability) == (capability >= BLACKWELL)
     dotted = f"{capability // 10}.{capability % 10}"
     why = f"{FP4} needs cuBLASLt 13.2 or newer on compute capability {dotted}, got {version}"
-    assert load.no_block_scaled(capability) == (why if capability in (BLACKWELL, 103) and not fits else "")
+    assert plans.no_block_scaled(capability) == (why if capability in (BLACKWELL, 103) and not fits else "")
 
 
 @pytest.mark.parametrize("out", ["float32", "bfloat16", "float16"])
@@ -346,8 +346,8 @@ def test_a_product_without_cublaslt_gives_the_reason(monkeypatch, no_cublaslt):
 def test_shape_and_types_reach_the_plan(monkeypatch):
     """The lowering passes on what it knows of the operands."""
     asked = []
-    original = load.plan_matmul
-    monkeypatch.setattr(load, "plan_matmul", lambda **problem: asked.append(problem) or original(**problem))
+    original = plans.plan_matmul
+    monkeypatch.setattr(plans, "plan_matmul", lambda **problem: asked.append(problem) or original(**problem))
     a, b = random_tensor(0, (2, 3, 48), Format("row")), random_tensor(1, (2, 5, 48))
     w = random_tensor(2, (7, 64), Format("window64"))
     with jax.default_device(jax.devices("cpu")[0]):

@@ -31,11 +31,11 @@ from test_block_scaled import run as run_stand_in
 
 import jnvfp4
 from jnvfp4 import NVFP4, NVFP4_2D, NVFP4Tensor
-from jnvfp4._native import load
+from jnvfp4._native import load, plans
 from jnvfp4._primitives import _base, _known_answers, _matmul_routes, _self_check, quantize
 from jnvfp4._primitives import dequantize as dequantize_module
 from jnvfp4._primitives import transpose as transpose_module
-from jnvfp4._primitives._operands import Side
+from jnvfp4._primitives._sides import Side
 from jnvfp4._primitives.matmul import matmul_p
 
 FP4 = "sm100_cublaslt_nvfp4"
@@ -45,7 +45,7 @@ FP4 = "sm100_cublaslt_nvfp4"
 @pytest.fixture
 def never_run(native, monkeypatch):
     """The device of the test, of which nothing is known; two samples make a check of products."""
-    monkeypatch.setattr(load, "has_run_on", lambda capability: False)
+    monkeypatch.setattr(plans, "has_run_on", lambda capability: False)
     monkeypatch.setattr(_self_check, "_FOUND", {})
     monkeypatch.setattr(_self_check, "known_for", by_reference_on_the_cpu)
     monkeypatch.setattr(_known_answers, "SAMPLES", [SAMPLE, SAMPLE._replace(shape=(70, 45, 48))])
@@ -362,7 +362,7 @@ def test_devices_of_other_processes_are_not_asked(native):
 
 
 def test_devices_on_which_kernels_have_run_are_not_checked(native, no_check):
-    if not load.has_run_on(0 if native.platform == "cpu" else capability(native.device)):
+    if not plans.has_run_on(0 if native.platform == "cpu" else capability(native.device)):
         pytest.skip("no kernel has run on a GPU like this")
     multiply(out_dtype=np.float16)(*on(native.device, A, B))
 
@@ -376,7 +376,7 @@ def capability(device) -> int:
     ("number", "run"), [(0, True), (80, True), (89, True), (90, True), (100, False), (103, False), (121, False)]
 )
 def test_where_kernels_have_run(number, run):
-    assert load.has_run_on(number) is run
+    assert plans.has_run_on(number) is run
 
 
 def test_a_call_of_the_reference_is_not_checked(never_run, no_check):
@@ -467,7 +467,7 @@ from jnvfp4._primitives import transpose
 from jnvfp4.spec import NVFP4_2D
 import jax.numpy as jnp
 t = jnvfp4.quantize(jnp.ones((32, 32)), NVFP4_2D)
-load.has_run_on = lambda capability: False
+plans.has_run_on = lambda capability: False
 if sys.argv[2] == "1":
     right = jax.ffi.ffi_call
     jax.ffi.ffi_call = lambda *a, **k: lambda *b, **c: [v ^ 1 for v in right(*a, **k)(*b, **c)]
@@ -510,7 +510,7 @@ LIBRARY_FAULTS = ["layout", "alpha", "padding", "nan"]
 @pytest.fixture
 def library(process, monkeypatch):
     """The stand-in, new enough for any Blackwell, also where there is an older cuBLASLt."""
-    monkeypatch.setattr(load, "cublaslt", lambda: load.CublasLt("libcublasLt.so.13", "13.2.0", ""))
+    monkeypatch.setattr(plans, "cublaslt", lambda: plans.CublasLt("libcublasLt.so.13", "13.2.0", ""))
     process("reset", 1000)
     return process
 
@@ -579,7 +579,7 @@ def test_a_product_on_blackwell_with_a_faulty_library(library, monkeypatch, faul
     monkeypatch.setattr(_base, "_backend", lambda *args: right(*args)._replace(capability=100))
     monkeypatch.setattr(_matmul_routes, "_call_kernel", call_kernel)
     monkeypatch.setattr(_matmul_routes, "_decode_then_dot", decode_then_dot)
-    monkeypatch.setattr(load, "has_run_on", lambda capability: False)
+    monkeypatch.setattr(plans, "has_run_on", lambda capability: False)
     monkeypatch.setattr(_self_check, "_FOUND", {})
     monkeypatch.setattr(_known_answers, "SAMPLES", [SAMPLE, SAMPLE._replace(shape=(70, 45, 48))])
     library("go_wrong", fault or "")

@@ -48,7 +48,7 @@ from jnvfp4 import (
     quantize,
     quantize_pair,
 )
-from jnvfp4._primitives._operands import Side
+from jnvfp4._primitives._sides import Side
 from jnvfp4.spec import FUSED_PAIRS, SUPPORTED_SPECS, name_of
 
 

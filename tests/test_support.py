@@ -22,7 +22,7 @@ from jnvfp4 import (
     recipes,
     supports,
 )
-from jnvfp4._native import load
+from jnvfp4._native import load, plans
 from jnvfp4._ops.arguments import OPERATIONS
 from jnvfp4._primitives import _self_check
 
@@ -187,8 +187,8 @@ def any_gpu(any_device, monkeypatch):
 
 
 def use_cublaslt(monkeypatch, version: str, reason: str = "") -> None:
-    found = load.CublasLt("" if reason else "/lib/libcublasLt.so.13", version, reason)
-    monkeypatch.setattr(load, "cublaslt", lambda: found)
+    found = plans.CublasLt("" if reason else "/lib/libcublasLt.so.13", version, reason)
+    monkeypatch.setattr(plans, "cublaslt", lambda: found)
 
 
 @pytest.mark.parametrize("capability", ["8.0", "9.0", "10.0", "12.0"])

@@ -259,3 +259,8 @@ def with_float_scale(t: NVFP4Tensor) -> NVFP4Tensor:
 def with_scale_bytes(t: NVFP4Tensor) -> NVFP4Tensor:
     """Views the float8_e4m3fn scale of ``t`` as bytes."""
     return replace(t, scale=lax.bitcast_convert_type(t.scale, jnp.uint8))
+
+
+def parts_of(t: NVFP4Tensor) -> list[jax.Array]:
+    """Lists the operands of the primitives that read a tensor."""
+    return [t.data, t.scale, t.amax]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core.tensor import NVFP4Tensor
-from .._native import load
+from .._native import plans
 from .._ops.arguments import (
     Implementation,
     as_float_array,
@@ -18,10 +18,11 @@ from .._ops.arguments import (
     float_dtype,
     operation,
 )
-from .._ops.quantize import dequantize, grouped_matmul_nt, quantize, quantize_pair, transpose
+from .._ops.matmul import grouped_matmul_nt
+from .._ops.quantize import dequantize, quantize, quantize_pair, transpose
 from .._primitives._base import axes_of_dims, bind, match_varying, resharded
+from .._primitives._checks import check_parts
 from .._primitives._groups import Rows, check_sizes, rows_of
-from .._primitives._operands import check_parts
 from .._primitives.grouped_contract import grouped_contract_p
 from .._primitives.grouped_dot import grouped_dot_p
 from ..recipes import DEFAULT, Recipe
@@ -112,12 +113,12 @@ def grouped_linear(
       ValueError, TypeError: shapes, dtypes or arguments do not fit; the message names them.
     """
     op = "grouped_linear"
-    check_implementation(op, implementation, load.grouped_kernels())
+    check_implementation(op, implementation, plans.grouped_kernels())
     if w_axes not in ("nk", "kn"):
         raise ValueError(f"{op}: w_axes must be 'nk' or 'kn', got {w_axes!r}")
     dtype = None if out_dtype is None else float_dtype(op, "out_dtype", out_dtype)
     check_recipe(op, recipe)
-    if recipe.fprop is None and implementation in load.grouped_kernels():
+    if recipe.fprop is None and implementation in plans.grouped_kernels():
         raise ValueError(
             f"{op}: implementation must be None, 'native' or 'reference' where recipe.fprop is None, got "
             f"{implementation!r}; no kernel of grouped_matmul_nt computes a product in high precision"

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core.tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
-from .._native import load
+from .._native import plans
 from .._ops.arguments import (
     Accumulation,
     AmaxPair,
@@ -26,18 +26,10 @@ from .._ops.arguments import (
     float_dtype,
     operation,
 )
-from .._ops.quantize import (
-    contract_rows,
-    dequantize,
-    matmul_nt,
-    quantize,
-    quantize_pair,
-    quantize_pair_rows,
-    quantize_rows,
-    transpose,
-)
+from .._ops.matmul import contract_rows, matmul_nt
+from .._ops.quantize import dequantize, quantize, quantize_pair, quantize_pair_rows, quantize_rows, transpose
 from .._primitives._base import Axes, axes_of, axes_of_dims, match_varying, resharded, without_axes
-from .._primitives._operands import check_parts
+from .._primitives._checks import check_parts
 from ..recipes import DEFAULT, Recipe
 from ..spec import BLOCK, QuantSpec
 from .gather import Gather, Placement, as_gather, as_pair, gathered
@@ -143,7 +135,7 @@ def linear(
       ValueError, TypeError: shapes or dtypes do not fit; the message names them.
     """
     op = "linear"
-    check_implementation(op, implementation, load.matmul_kernels())
+    check_implementation(op, implementation, plans.matmul_kernels())
     check_accumulation(op, accumulation)
     if w_axes not in ("nk", "kn"):
         raise ValueError(f"{op}: w_axes must be 'nk' or 'kn', got {w_axes!r}")

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import softfloat
 from .._core.tensor import NVFP4Tensor
-from .._primitives._operands import FLOAT_DTYPES
+from .._primitives._checks import FLOAT_DTYPES
 from ..spec import BLOCK, QuantSpec
 
 Implementation = Literal["native", "reference"] | None

@@ -1,4 +1,4 @@
-"""The operations on arrays: argument checks, amax, and one primitive for each."""
+"""Quantizers, ``dequantize`` and ``transpose``: argument checks, the amax of a tensor, and one primitive for each."""
 
 import math
 from functools import partial
@@ -10,27 +10,22 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import reference
-from .._core.tensor import NVFP4Tensor, take_tensor, with_scale_bytes
-from .._native import load
+from .._core.tensor import NVFP4Tensor, parts_of, take_tensor, with_scale_bytes
 from .._primitives._base import bind, match_varying
-from .._primitives._operands import check_array, check_operand, find_row_amax
+from .._primitives._checks import check_array, check_operand
+from .._primitives._sides import find_row_amax
 from .._primitives.dequantize import dequantize_p
-from .._primitives.grouped_matmul import grouped_matmul_p
-from .._primitives.matmul import matmul_p
 from .._primitives.quantize import quantize_p
 from .._primitives.quantize_pair import quantize_pair_p
 from .._primitives.rht_amax import rht_amax_p
 from .._primitives.transpose import check_tiles, transpose_p
 from ..spec import BLOCK, FUSED_PAIRS, NVFP4, NVFP4_2D, WINDOW64, QuantSpec
 from .arguments import (
-    Accumulation,
     AmaxPair,
     Implementation,
     as_amax,
     as_amax_pair,
     as_array,
-    as_group_sizes,
-    check_accumulation,
     check_implementation,
     check_spec,
     check_switch,
@@ -340,17 +335,12 @@ def dequantize(
     check_switch("dequantize", "rotate_back", rotate_back)
     return bind(
         dequantize_p,
-        *_parts(t),
+        *parts_of(t),
         format=t.format,
         dtype=float_dtype("dequantize", "dtype", dtype),
         rotate_back=rotate_back,
         implementation=implementation,
     )[0]
-
-
-def _parts(t: NVFP4Tensor) -> list[jax.Array]:
-    """Lists the operands of the primitives that read a tensor."""
-    return [t.data, t.scale, t.amax]
 
 
 @operation
@@ -378,7 +368,7 @@ def transpose(q: NVFP4Tensor, spec: QuantSpec = NVFP4_2D, *, implementation: Imp
     if not isinstance(q, NVFP4Tensor):
         raise no_tensor(op, "q", q)
     _check_tile_spec(op, q, spec)
-    check_tiles(tuple(_parts(q)), q.format)
+    check_tiles(tuple(parts_of(q)), q.format)
     if implementation == "reference":
         _check_scales_of_tiles(op, q)
     stored = with_scale_bytes(q)
@@ -416,128 +406,3 @@ def _check_scales_of_tiles(op: str, q: NVFP4Tensor) -> None:
             f"{op}: the {BLOCK} rows of each 16x16 tile of q must have one scale, got the scale bytes {found} in the "
             f"tile at {(*index, row * BLOCK, col * BLOCK)}; q was not made with block_rows={BLOCK}"
         )
-
-
-@operation
-def matmul_nt(
-    a: NVFP4Tensor | ArrayLike,
-    b: NVFP4Tensor,
-    *,
-    out_dtype: DTypeLike = jnp.bfloat16,
-    bias: ArrayLike | None = None,
-    accumulation: Accumulation = "fast",
-    implementation: str | None = None,
-) -> jax.Array:
-    """Computes a b^T: [..., M, N] from a [..., M, K] and b [N, K] or [..., N, K], accumulated in float32.
-
-    Args:
-      a: an NVFP4Tensor, or a bfloat16 or float16 array. An array cannot be multiplied by a b of amax scope "window64".
-      b: an NVFP4Tensor. Without leading axes it is the right operand of every matrix of ``a``.
-      out_dtype: float32, bfloat16 or float16.
-      bias: [N], any float dtype, added in float32 before the cast.
-      accumulation: the order of the sums along K. "fast" is the order that is fastest on the device. "pinned" is the
-        order of docs/numerics.md, with the bits of the CPU and the reference. If K is split over devices, it holds
-        within the part of each device.
-      implementation: as in ``quantize``, or the name of a kernel (``jnvfp4.supports("matmul_nt", a, b).kernel``). If
-        that kernel cannot run these operands, compilation raises.
-
-    Returns:
-      [..., M, N] of ``out_dtype``: cast(fl(fl(alpha * y) + bias)), where y is the sum along K and alpha a factor made
-      of the amaxes of the quantized operands. The CPU and the reference always sum in the pinned order, and so does a
-      GPU other than Hopper if an operand has amax scope "window64". Otherwise "fast" on a GPU uses the order of its
-      tensor cores, which is not defined; the result then differs from the pinned one within a rounding bound.
-
-    Raises:
-      ValueError, TypeError: shapes, dtypes or formats do not fit; the message names them.
-    """
-    op = "matmul_nt"
-    check_implementation(op, implementation, load.matmul_kernels())
-    check_accumulation(op, accumulation)
-    if not isinstance(b, NVFP4Tensor):
-        raise no_tensor(op, "b", b)
-    operands = [*(_parts(a) if isinstance(a, NVFP4Tensor) else [as_array(op, "a", a)]), *_parts(b)]
-    if bias is not None:
-        operands.append(as_array(op, "bias", bias))
-    return bind(
-        matmul_p,
-        *operands,
-        a_format=a.format if isinstance(a, NVFP4Tensor) else None,
-        b_format=b.format,
-        has_bias=bias is not None,
-        out_dtype=float_dtype(op, "out_dtype", out_dtype),
-        accumulation=accumulation,
-        implementation=implementation,
-        k_axes=1,
-    )[0]
-
-
-@operation
-def grouped_matmul_nt(
-    a: NVFP4Tensor | ArrayLike,
-    b: NVFP4Tensor,
-    group_sizes: ArrayLike,
-    *,
-    out_dtype: DTypeLike = jnp.bfloat16,
-    implementation: str | None = None,
-) -> jax.Array:
-    """Computes the product of each group of rows of ``a`` with a matrix of its own, as a mixture of experts needs it.
-
-    Args:
-      a: [M, K], an NVFP4Tensor of amax scope "tensor" or "row", or a bfloat16 or float16 array. The rows of a group
-        follow each other, and group g + 1 follows group g; group 0 begins at row 0.
-      b: an NVFP4Tensor [G, N, K] of the same scopes: a matrix for each group, whose amax has the shape [G] or [G, N].
-        One amax () is that of all groups.
-      group_sizes: int32 [G], how many rows each group has. It stays on the device: no size is read by the host. A
-        negative size counts as 0. If the sum is less than M, the rows beyond it belong to no group; if it is more, the
-        groups are cut at row M.
-      out_dtype: float32, bfloat16 or float16.
-      implementation: as in ``quantize``, or the name of a kernel (``jnvfp4.supports("grouped_matmul_nt", a, b,
-        group_sizes).kernel``). If that kernel cannot run these operands, compilation raises.
-
-    Returns:
-      [M, N] of ``out_dtype``. Row m is that of ``matmul_nt(a[m:m + 1], b[g])`` for the group g that holds it: the same
-      bits on the CPU and in the reference; on a GPU the sums along K are exact products in an order that is not
-      defined. Rows that no group holds are zero, whatever ``a`` has there. A group without rows costs nothing in the
-      kernels of CPUs and of Hopper.
-
-    Raises:
-      ValueError, TypeError: shapes, dtypes or formats do not fit; the message names them.
-    """
-    op = "grouped_matmul_nt"
-    check_implementation(op, implementation, load.grouped_kernels())
-    if not isinstance(b, NVFP4Tensor):
-        raise no_tensor(op, "b", b)
-    left = _parts(a) if isinstance(a, NVFP4Tensor) else [as_array(op, "a", a)]
-    data, scale, amax = _parts(b)
-    if amax.ndim == 0 and data.ndim == 3:
-        amax = jnp.broadcast_to(amax, data.shape[:1])
-    return bind(
-        grouped_matmul_p,
-        *left,
-        data,
-        scale,
-        amax,
-        as_group_sizes(op, group_sizes),
-        a_format=a.format if isinstance(a, NVFP4Tensor) else None,
-        b_format=b.format,
-        out_dtype=float_dtype(op, "out_dtype", out_dtype),
-        implementation=implementation,
-    )[0]
-
-
-def contract_rows(
-    a: NVFP4Tensor, b: NVFP4Tensor, row_axes: int, *, out_dtype: Any, accumulation: str, implementation: str | None
-) -> jax.Array:
-    """Computes ``matmul_nt`` of tensors [M, *rows] and [N, *rows] that ``quantize_rows`` has transposed."""
-    return bind(
-        matmul_p,
-        *_parts(a),
-        *_parts(b),
-        a_format=a.format,
-        b_format=b.format,
-        has_bias=False,
-        out_dtype=jnp.dtype(out_dtype),
-        accumulation=accumulation,
-        implementation=implementation,
-        k_axes=row_axes,
-    )[0]

@@ -11,7 +11,8 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from ._base import axes_if_divisible, axes_of, axes_of_dims, match_varying, resharded, without_axes
-from ._operands import batch_size, shard_index
+from ._batching import batch_size
+from ._shardings import shard_index
 
 
 def check_sizes(op: str, sizes: Any, groups: int) -> None:

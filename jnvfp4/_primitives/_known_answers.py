@@ -13,11 +13,12 @@ import ml_dtypes
 import numpy as np
 from jax.extend.core import Primitive
 
-from .._native import load
+from .._native import plans
 from ..spec import BLOCK, WINDOW, Format, QuantSpec, name_of
+from ._checks import amax_shapes
 from ._matmul_routes import Product, plan
-from ._operands import Sides, amax_shapes
 from ._self_check import Call, Check
+from ._sides import Sides
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
@@ -176,7 +177,7 @@ _LEFTS = ((_ROW, "nvfp4"), (Format(), "nvfp4"), (None, "bfloat16"), (None, "floa
 
 
 def _why_not_grouped(left: str, kernel: str, capability: int | None) -> str:
-    return load.plan_grouped(shape=_GROUPED, a=left, out="bfloat16", capability=capability, kernel=kernel).reason
+    return plans.plan_grouped(shape=_GROUPED, a=left, out="bfloat16", capability=capability, kernel=kernel).reason
 
 
 def grouped_calls(kernel: str, capability: int | None) -> Iterator[Call]:

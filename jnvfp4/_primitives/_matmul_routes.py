@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from .. import reference
-from .._native import load
+from .._native import plans
 from ..spec import Format
 from ._base import Backend
 
@@ -37,7 +37,7 @@ class Product(NamedTuple):
         return jax.ShapeDtypeStruct((*self.a[0].shape[:-1], self.b[0].shape[-2]), self.out_dtype)
 
 
-def plan(product: Product, capability: int | None, kernel: str | None) -> load.MatmulPlan:
+def plan(product: Product, capability: int | None, kernel: str | None) -> plans.MatmulPlan:
     """Asks for the best kernel, or for ``kernel``, on a device: the CPU (capability 0) or a GPU (None: any).
 
     Raises:
@@ -53,7 +53,7 @@ def plan(product: Product, capability: int | None, kernel: str | None) -> load.M
     *lead, cols, half = product.b[0].shape
     batch = math.prod(lead)
     elements = math.prod(product.a[0].shape[:-1])
-    return load.plan_matmul(
+    return plans.plan_matmul(
         shape=(batch, elements // max(batch, 1), cols, 2 * half),
         a="nvfp4" if product.a_format else jnp.dtype(product.a[0].dtype).name,
         windows=product.windows,
@@ -85,7 +85,7 @@ def by_reference(p: Product) -> jax.Array:
     return reference.matmul(p.a if p.a_format else p.a[0], p.b, p.bias, p.a_format, p.b_format, p.out_dtype)
 
 
-def choose(product: Product, backend: Backend) -> load.MatmulPlan:
+def choose(product: Product, backend: Backend) -> plans.MatmulPlan:
     """Returns the plan; where the self-check has refused its kernel, the exact decode path, or else the reference."""
     chosen = plan(product, backend.capability, backend.kernel)
     refusal = backend.refusal(chosen.kernel)
@@ -95,11 +95,11 @@ def choose(product: Product, backend: Backend) -> load.MatmulPlan:
         return chosen._replace(reason=refusal)
     decode = plan(product, backend.capability, "decode_then_dot")
     if decode.reason or backend.refusal(decode.kernel):
-        return load.MatmulPlan("reference", 0, "")
+        return plans.MatmulPlan("reference", 0, "")
     return decode
 
 
-def _call_kernel(product: Product, chosen: load.MatmulPlan) -> jax.Array:
+def _call_kernel(product: Product, chosen: plans.MatmulPlan) -> jax.Array:
     a_format, b_format = product.a_format or Format(), product.b_format
     absent = (jnp.zeros((0,), jnp.uint8), jnp.zeros((0,), jnp.float32))
     call = jax.ffi.ffi_call("nvfp4_matmul", [product.result, jax.ShapeDtypeStruct((chosen.scratch_bytes,), jnp.uint8)])

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend.core import Primitive
 
-from .._native import compat, load
+from .._native import compat, plans
 
 
 class Unchecked(NamedTuple):
@@ -145,7 +145,7 @@ def refused(
       RuntimeError: a path gives wrong results, and there are several processes. They must compile the same program, and
         the others may have found nothing wrong.
     """
-    kinds = {_kind(d): d for d in reversed(devices) if not load.has_run_on(compat.capability(d) or 0)}
+    kinds = {_kind(d): d for d in reversed(devices) if not plans.has_run_on(compat.capability(d) or 0)}
     done: set[str] = set()
     wrong: tuple[Refusal, ...] = ()
     while kinds and (new := [check for check in checks(wrong) if check.path not in done]):
@@ -163,7 +163,7 @@ def _kind(device: jax.Device) -> tuple[str, ...]:
 
 
 def _key(path: str, device: jax.Device) -> tuple[str, ...]:
-    return (path, *_kind(device), load.cublaslt().version)
+    return (path, *_kind(device), plans.cublaslt().version)
 
 
 def outcome(check: Check, device: jax.Device) -> str:

@@ -11,9 +11,11 @@ from jax.core import ShapedArray
 from .. import reference
 from ..spec import Format
 from ._base import Axes, Backend, Body, Shape, axes_of_dims, check_explicit, make_primitive, typed
+from ._batching import batch_size, batched_parts
+from ._checks import check_parts
 from ._known_answers import EVERY_SCALE, tensor
-from ._operands import batch_size, batched_parts, check_parts, keep_blocks, names_of_dims, part_shardings
 from ._self_check import Call, Check
+from ._shardings import keep_blocks, names_of_dims, part_shardings
 
 
 def _values_shape(data: Any) -> Shape:

@@ -16,7 +16,7 @@ from jax.core import ShapedArray
 
 from .. import reference
 from .._core import softfloat
-from .._native import load
+from .._native import plans
 from ..spec import Format
 from ._base import (
     Axes,
@@ -30,11 +30,12 @@ from ._base import (
     typed,
     without_axes,
 )
+from ._checks import check_parts
 from ._groups import check_sizes, claims, map_examples, rows_of, rows_of_device, sum_over_devices
 from ._known_answers import grouped_check
 from ._matmul_routes import decode
-from ._operands import check_parts, part_shardings
 from ._self_check import Check
+from ._shardings import part_shardings
 from .matmul import DENSE_DTYPES, scattered_over, unit_of_k
 
 OP = "grouped_matmul_nt"
@@ -123,7 +124,7 @@ def _local(
 
 def plan(
     ops: Operands, a_format: Format | None, out_dtype: Any, capability: int | None, kernel: str | None
-) -> load.MatmulPlan:
+) -> plans.MatmulPlan:
     """Asks for the best kernel, or for ``kernel``, as ``_matmul_routes.plan`` does."""
     (rows, _), (groups, cols, half) = ops.a[0].shape, ops.b[0].shape
     if not all(isinstance(size, int) for size in (rows, groups, cols, half)):
@@ -132,7 +133,7 @@ def plan(
             f"and {groups} groups; export one program for each size, or, where only numbers of rows and columns are "
             'symbolic, pass implementation="reference", which is slower'
         )
-    return load.plan_grouped(
+    return plans.plan_grouped(
         shape=(rows, groups, cols, 2 * half),
         a="nvfp4" if a_format else jnp.dtype(ops.a[0].dtype).name,
         out=jnp.dtype(out_dtype).name,
@@ -142,7 +143,7 @@ def plan(
 
 
 def _call_kernel(
-    ops: Operands, a_format: Format | None, b_format: Format, out_dtype: Any, chosen: load.MatmulPlan
+    ops: Operands, a_format: Format | None, b_format: Format, out_dtype: Any, chosen: plans.MatmulPlan
 ) -> jax.Array:
     absent = (jnp.zeros((0,), jnp.uint8), jnp.zeros((0,), jnp.float32))
     result = jax.ShapeDtypeStruct((ops.a[0].shape[0], ops.b[0].shape[1]), out_dtype)

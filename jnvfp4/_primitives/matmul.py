@@ -28,10 +28,12 @@ from ._base import (
     typed,
     without_axes,
 )
+from ._batching import batch_size, batched, batched_parts
+from ._checks import check_float, check_parts
 from ._known_answers import product_check
 from ._matmul_routes import Product, by_reference, choose, multiply
-from ._operands import batch_size, batched, batched_parts, check_float, check_parts, part_shardings
 from ._self_check import Check
+from ._shardings import part_shardings
 
 DENSE_DTYPES = (jnp.bfloat16, jnp.float16)
 

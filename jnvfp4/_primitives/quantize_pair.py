@@ -14,25 +14,24 @@ from jax.core import ShapedArray
 
 from ..spec import QuantSpec
 from ._base import Axes, Backend, Body, Shape, make_primitive
+from ._checks import check_operand
 from ._known_answers import describe, quantizer_calls
-from ._operands import (
+from ._self_check import Check
+from ._shardings import keep_blocks, names_of_dims
+from ._sides import (
     Operands,
     Side,
     Sides,
     batched_operands,
     call_ffi,
-    check_operand,
     ffi_operands,
     ffi_results,
-    keep_blocks,
-    names_of_dims,
     shardings,
     split_operands,
     typed_results,
     with_local_streams,
     with_merged_rows,
 )
-from ._self_check import Check
 
 Specs = tuple[QuantSpec, QuantSpec]
 

@@ -16,9 +16,12 @@ from jax.core import ShapedArray
 from .. import reference
 from ..spec import NVFP4_RHT
 from ._base import Axes, Backend, Body, Shape, axes_of, axes_of_dims, make_primitive, typed
+from ._batching import batched
+from ._checks import check_operand
 from ._known_answers import values
-from ._operands import Side, batched, check_operand, keep_blocks, max_over_devices, names_of_dims
 from ._self_check import Call, Check
+from ._shardings import keep_blocks, max_over_devices, names_of_dims
+from ._sides import Side
 
 
 def _abstract(x: ShapedArray, *, transpose: bool, keep: int) -> list[ShapedArray]:

@@ -11,9 +11,11 @@ from jax.core import ShapedArray
 from .. import reference
 from ..spec import BLOCK, Format
 from ._base import Axes, Backend, Body, Shape, axes_of_dims, check_explicit, make_primitive, typed
+from ._batching import batch_size, batched
+from ._checks import check_parts, turn
 from ._known_answers import EVERY_SCALE, tensor
-from ._operands import batch_size, batched, check_parts, keep_blocks, names_of_dims, turn
 from ._self_check import Call, Check
+from ._shardings import keep_blocks, names_of_dims
 
 _UNITS = (BLOCK, BLOCK // 2)  # rows and bytes of a row of data that must stay on one device
 

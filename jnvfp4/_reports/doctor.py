@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 
-from .._native import compat, load
+from .._native import compat, load, plans
 from .._primitives import _known_answers, _self_check
 from .._primitives import dequantize as _dequantize
 from .._primitives import quantize as _quantize
 from .._primitives import quantize_pair as _quantize_pair
 from .._primitives import rht_amax as _rht_amax
 from .._primitives import transpose as _transpose
-from .._primitives._operands import Side
 from .._primitives._self_check import Check
+from .._primitives._sides import Side
 from .._primitives.grouped_matmul import grouped_matmul_p
 from .._primitives.matmul import matmul_p
 from .._version import __version__
@@ -48,7 +48,7 @@ def versions() -> dict[str, str | None]:
         "cuda_runtime": _cuda_version(runtime),
         "cuda_of_driver": _cuda_version(driver),
         "driver": _driver(),
-        "cublaslt": load.cublaslt().version or None,
+        "cublaslt": plans.cublaslt().version or None,
     }
 
 
@@ -84,16 +84,16 @@ def describe_device(device: jax.Device) -> dict[str, Any]:
         "platform": device.platform,
         "kind": device.device_kind,
         "compute_capability": None if capability is None else compat.dotted(capability),
-        "kernels_have_run": load.has_run_on(capability or 0),
+        "kernels_have_run": plans.has_run_on(capability or 0),
         "fp4": _fp4(capability) if capability else "",
     }
 
 
 def _fp4(capability: int) -> str:
     """Says whether products use the FP4 tensor cores of a GPU; empty if no kernel is for those that it has."""
-    if missing := load.no_block_scaled(capability):
+    if missing := plans.no_block_scaled(capability):
         return f"not used, products decode to 16 bits: {missing}"
-    if not load.has_block_scaled(capability):
+    if not plans.has_block_scaled(capability):
         return ""
     return f"used by {support.FP4_KERNEL}, which is compiled, but was never run on such a GPU"
 
@@ -110,10 +110,10 @@ def checks(capability: int) -> Iterator[tuple[Check, str]]:
     for fmt in (Format(), Format("row"), Format("window64"), Format(rht=True)):
         yield _dequantize.check_of(fmt, F32, fmt.rht), ""
     yield _transpose.check_of(), ""
-    for kernel in load.matmul_kernels():
+    for kernel in plans.matmul_kernels():
         check = _known_answers.product_check(matmul_p, kernel, capability)
         yield check, _known_answers.why_no_product(kernel, capability)
-    for kernel in load.grouped_kernels():
+    for kernel in plans.grouped_kernels():
         check = _known_answers.grouped_check(grouped_matmul_p, kernel, capability)
         yield check, _known_answers.why_no_grouped(kernel, capability)
 
@@ -135,14 +135,14 @@ def examine(device: jax.Device) -> Iterator[dict[str, str]]:
 PLANNED = [(rows, 4096, 4096) for rows in (1, 16, 64, 256, 8192)]
 
 
-def plans(device: jax.Device) -> Iterator[dict[str, Any]]:
+def planned(device: jax.Device) -> Iterator[dict[str, Any]]:
     """Says which kernel multiplies on a device, for some numbers of rows, unless the self-check refuses it."""
     if support.no_kernels(device):
         return
     capability = compat.capability(device) if device.platform == "gpu" else 0
     for left in ("nvfp4", "bfloat16"):
         for m, n, k in PLANNED:
-            chosen = load.plan_matmul(
+            chosen = plans.plan_matmul(
                 shape=(1, m, n, k), a=left, windows=False, out="bfloat16", pinned=False, capability=capability
             )
             yield {"device": str(device), "a": left, "shape": [m, n, k], "kernel": chosen.kernel}
@@ -164,7 +164,7 @@ def report() -> dict[str, Any]:
     the reason) and ``plan`` (the kernels of some products).
     """
     found = devices()  # JAX's CUDA plugin, if there is one, has loaded cuBLASLt then
-    library = load.cublaslt()
+    library = plans.cublaslt()
     outcomes = [outcome for device in found for outcome in examine(device)]
     return {
         "ok": all(outcome["outcome"] != FAILED for outcome in outcomes),
@@ -173,14 +173,14 @@ def report() -> dict[str, Any]:
         "cublaslt": {"path": library.path, "reason": library.reason},
         "devices": [describe_device(device) for device in found],
         "checks": outcomes,
-        "plan": [plan for device in found for plan in plans(device)],
+        "plan": [plan for device in found for plan in planned(device)],
     }
 
 
 def doctor() -> bool:
     """Prints the same for people, each check when it is done; returns whether none has failed."""
     found = devices()
-    v, built, library = versions(), targets(), load.cublaslt()
+    v, built, library = versions(), targets(), plans.cublaslt()
     print(f"jnvfp4   {v['jnvfp4']}  (sources {v['sources']})")
     print(f"python   {v['python']}  jax {v['jax']}  jaxlib {v['jaxlib']}  on {v['machine']}")
     print(f"ffi      built with {v['ffi_built']}, running {v['ffi_running']}")
@@ -197,7 +197,7 @@ def doctor() -> bool:
             print(f"{o['device']}: {o['check']}: {o['outcome']}{': ' * bool(o['reason'])}{o['reason']}", flush=True)
     print()
     for device in found:
-        for p in plans(device):
+        for p in planned(device):
             print(f"{p['device']}: matmul_nt of {p['a']} {'x'.join(map(str, p['shape']))}: {p['kernel']}")
     return ok
 

@@ -15,7 +15,7 @@ from .._core.softfloat import ABS, INF, Bits, clamp_max, constant, from_bits, is
 from .._core.tensor import NVFP4Tensor
 from .._ops.arguments import as_amax, as_array, check_spec, check_switch, stochastic_key
 from .._ops.quantize import dequantize, quantize
-from .._primitives._operands import check_operand
+from .._primitives._checks import check_operand
 from ..spec import BLOCK, NVFP4, QuantSpec
 
 SHARES = ("clip_share", "zero_scale_share", "saturated_scale_share", "map_to_4_share")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.tensor import NVFP4Tensor
-from .._native import compat, load
+from .._native import compat, load, plans
 from .._ops.arguments import OPERATIONS
 from .._ops.quantize import quantize
 from .._primitives._base import Backend
@@ -160,7 +160,7 @@ def _where(options: dict[str, Any], device: jax.Device) -> tuple[int, str | None
     return capability, None if implementation in (None, "native") else implementation
 
 
-def _answer(chosen: load.MatmulPlan) -> Support:
+def _answer(chosen: plans.MatmulPlan) -> Support:
     return Support(not chosen.reason, chosen.kernel, chosen.reason)
 
 
@@ -171,14 +171,14 @@ def no_kernels(device: jax.Device) -> str:
 
 def _refused(device: jax.Device, capability: int) -> tuple[Refusal, ...]:
     """Returns the kernels that this process has found wrong on a device; most devices are never asked."""
-    if load.has_run_on(capability):
+    if plans.has_run_on(capability):
         return ()
-    return refusals([product_check(matmul_p, name, capability) for name in load.matmul_kernels()], device)
+    return refusals([product_check(matmul_p, name, capability) for name in plans.matmul_kernels()], device)
 
 
 def _without_fp4(product: Product, capability: int, answer: Support) -> str:
     """Says why a GPU's FP4 tensor cores do not compute a product that they would with another library."""
-    missing = load.no_block_scaled(capability)
+    missing = plans.no_block_scaled(capability)
     decoded = answer.kernel == "decode_then_dot"
     return missing if missing and decoded and plan(product, capability, FP4_KERNEL).reason == missing else ""
 
@@ -193,8 +193,8 @@ def _platform_support(device: jax.Device) -> Support:
         built = ", ".join(sorted(load.extensions()))
         reason = f'no native kernels for platform "{name}" in this build (built: {built}); the reference is used'
         return Support(False, "reference", reason)
-    if name == "cuda" and (capability := compat.capability(device) or 0) < load.any_gpu():
-        found, least = compat.dotted(capability), compat.dotted(load.any_gpu())
+    if name == "cuda" and (capability := compat.capability(device) or 0) < plans.any_gpu():
+        found, least = compat.dotted(capability), compat.dotted(plans.any_gpu())
         return Support(False, "reference", f"compute capability {found} is below the supported {least}")
     return Support(True, name, "")
 

@@ -1,4 +1,4 @@
-"""What the primitives share: an array to be quantized, and the parts of a tensor (data, scale, amax).
+"""Arrays that a primitive quantizes: their orientations (sides), their operands and results by role, and FFI calls.
 
 Primitives that quantize have flat lists of operands: x, then the amax of every side that is given one, then
 the stream of every side that rounds stochastically. Their results: data, scale and, unless given, amax of every side.
@@ -21,121 +21,11 @@ from jax.core import ShapedArray
 
 from .. import reference
 from .._core import softfloat
-from ..spec import BLOCK, WINDOW, Format, QuantSpec
-from ._base import Axes, Body, Shape, axes_if_divisible, axes_of, axes_of_dims, check_explicit, typed, ways
-
-FLOAT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-
-
-# ---------------------------------------------------------------- checks
-def check_float(op: str, name: str, dtype: Any) -> None:
-    """Refuses any dtype but the three that kernels read and write."""
-    if dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16, got {dtype}")
-
-
-def check_array(op: str, x: Any) -> None:
-    """Refuses what is no matrix of floats, or more of them."""
-    check_float(op, "x", x.dtype)
-    if x.ndim < 2:
-        raise ValueError(f"{op}: x must have rank 2 or more, [..., M, K], got x.shape={x.shape}")
-
-
-def check_operand(
-    op: str,
-    x: ShapedArray,
-    amax: ShapedArray | None,
-    spec: QuantSpec,
-    transpose: bool,
-    row_axes: int = 1,
-) -> None:
-    """Refuses an array, or an amax for it, that ``spec`` cannot quantize in this orientation."""
-    check_array(op, x)
-    *_, rows, cols = turn(x.shape, transpose)
-    if cols % spec.unit:
-        which = "M (the quantized axis, since it is transposed)" if transpose else "K"
-        why = ' for amax_scope="window64"' if spec.unit == WINDOW else ""
-        raise ValueError(
-            f"{op}: {which} must be a multiple of {spec.unit}{why}, got x.shape={x.shape}; "
-            f"pad it to {-(-cols // spec.unit) * spec.unit} with zeros"
-        )
-    if spec.block_rows == BLOCK and rows % BLOCK:
-        raise ValueError(
-            f"{op}: block_rows={BLOCK} needs both M and K to be multiples of {BLOCK}, got x.shape={x.shape}"
-        )
-    if amax is not None:
-        accepted = amax_shapes(x.shape, spec, transpose, row_axes)
-        if amax.shape not in accepted:
-            raise ValueError(
-                f"{op}: amax must have shape {' or '.join(map(str, accepted))} for "
-                f'amax_scope="{spec.format.amax_scope}" and x.shape={x.shape}, got {amax.shape}'
-            )
-        if amax.dtype != jnp.float32:
-            raise TypeError(f"{op}: amax must be float32, got {amax.dtype}")
-    rows_axis, blocks_axis = turn([x.ndim - 2, x.ndim - 1], transpose)
-    check_explicit(op, x, blocks_axis, spec.unit)
-    check_explicit(op, x, rows_axis, spec.block_rows)
-
-
-def amax_shapes(shape: Sequence[int], spec: QuantSpec, transpose: bool, row_axes: int = 1) -> list[Shape]:
-    """Returns the shapes that an amax of x may have; there is one for scopes whose amax a quantizer can find."""
-    if spec.format.amax_scope == "tensor":
-        return list(dict.fromkeys([(), tuple(shape[: -1 - row_axes])]))
-    *rows, cols = turn(shape, transpose, row_axes)
-    if spec.format.amax_scope == "window64":
-        return [(*rows, cols // WINDOW)]
-    return [tuple(rows[: len(shape) - row_axes] if transpose else rows)]
-
-
-def check_parts(op: str, name: str, parts: tuple, fmt: Format) -> None:
-    """Refuses parts that are no NVFP4 tensor: shapes and dtypes that do not belong together."""
-    data, scale, amax = parts
-    for field, value, dtype in (
-        ("data", data, jnp.uint8),
-        ("scale", scale, jnp.float8_e4m3fn),
-        ("amax", amax, jnp.float32),
-    ):
-        if value.dtype != dtype:
-            raise TypeError(f"{op}: {name}.{field} must be {jnp.dtype(dtype).name}, got {value.dtype}")
-    if len(data.shape) < 2:
-        raise ValueError(f"{op}: {name} must have rank 2 or more, [..., M, K], got data {data.shape}")
-    *lead, rows, half = data.shape
-    if half % 8:
-        raise ValueError(f"{op}: K of {name} must be a multiple of {BLOCK}, got K={2 * half}")
-    if scale.shape != (*lead, rows, half // 8):
-        raise ValueError(
-            f"{op}: {name}.scale must have shape {(*lead, rows, half // 8)} for data {data.shape}, got {scale.shape}"
-        )
-    accepted = [(), tuple(lead), (*lead, rows)]
-    if fmt.amax_scope == "row":
-        accepted = accepted[-1:]
-    if fmt.amax_scope == "window64":
-        if half % (WINDOW // 2):
-            raise ValueError(f'{op}: K of {name} must be a multiple of {WINDOW} for "window64", got K={2 * half}')
-        accepted = [(*lead, rows, 2 * half // WINDOW)]
-    if amax.shape not in accepted:
-        raise ValueError(
-            f"{op}: {name}.amax must have shape {' or '.join(map(str, dict.fromkeys(accepted)))} for data "
-            f'{data.shape} and amax_scope="{fmt.amax_scope}", got {amax.shape}{_hint_of_vmap(op, amax.shape, lead)}'
-        )
-
-
-def _hint_of_vmap(op: str, amax: Shape, lead: Sequence[int]) -> str:
-    """Says what to do with the amax that ``jax.vmap`` has found: one for each example, and not for each matrix."""
-    axes = len(amax)
-    if not 0 < axes < len(lead) or tuple(amax) != tuple(lead[:axes]):
-        return ""
-    which = "first axis" if axes == 1 else f"first {axes} axes"
-    over = "this axis" if axes == 1 else f"these {axes}"
-    return f"; it has one for each index of the {which}, so call {op} in jax.vmap over {over}"
-
-
-# ---------------------------------------------------------------- what is quantized
-def turn(items: Sequence[Any], transpose: bool, row_axes: int = 1) -> list:
-    """Moves the last item before ``row_axes`` others if ``transpose``: of a shape or sharding of x."""
-    items = list(items)
-    first = len(items) - 1 - row_axes
-    return [*items[:first], items[-1], *items[first:-1]] if transpose else items
+from ..spec import BLOCK, QuantSpec
+from ._base import Axes, Body, Shape, axes_of, axes_of_dims, typed, ways
+from ._batching import batch_size, batched, batched_amax
+from ._checks import amax_shapes, turn
+from ._shardings import first_rows, shard_index
 
 
 class Side(NamedTuple):
@@ -182,7 +72,7 @@ class Side(NamedTuple):
 
         So random bits depend on an element's place in the whole array, and not on how it is sharded.
         """
-        rows = _first_rows(mesh, axes[-1 - self.row_axes : -1], shape[-1 - self.row_axes : -1])
+        rows = first_rows(mesh, axes[-1 - self.row_axes : -1], shape[-1 - self.row_axes : -1])
         cols = shard_index(mesh, axes[-1]) * jnp.uint32(shape[-1] // ways(mesh, axes[-1]))
         blocks = blocks_in_rows(shape, self.row_axes)[self.transpose]
         first_row, first_col = (cols, rows) if self.transpose else (rows, cols)
@@ -275,7 +165,6 @@ def _merged_amax(amax: Any, side: Side, shape: Shape) -> Any:
     return amax.reshape(wanted)
 
 
-# ---------------------------------------------------------------- FFI calls
 _ABSENT: list[tuple[Shape, Any]] = [((0,), jnp.uint8), ((0,), jnp.uint8), ((0,), jnp.float32)]
 
 
@@ -302,34 +191,6 @@ def call_ffi(target: str, operands: Sequence[jax.Array], results: Sequence[tuple
     return [value for value in out if value.shape != (0,)]
 
 
-# ---------------------------------------------------------------- vmap
-def batched(size: int, operand: jax.Array, dim: int | None) -> jax.Array:
-    """Moves the batch axis to the front, or repeats an operand that has none."""
-    return jnp.broadcast_to(operand, (size, *operand.shape)) if dim is None else jnp.moveaxis(operand, dim, 0)
-
-
-def batched_amax(size: int, amax: jax.Array, dim: int | None, lead: Shape) -> jax.Array:
-    """Moves the batch axis of an amax to the front; one number for all examples stays that.
-
-    One number for each example becomes one for each matrix, of shape ``lead``, the leading axes of the batched array.
-    """
-    if dim is None and amax.ndim == 0:
-        return amax
-    amax = batched(size, amax, dim)
-    return jnp.broadcast_to(amax.reshape(size, *(1,) * (len(lead) - 1)), lead) if amax.ndim == 1 else amax
-
-
-def batched_parts(size: int, parts: Sequence[jax.Array], dims: Sequence[int | None]) -> list[jax.Array]:
-    """Moves the batch axis of data, scale and amax to the front."""
-    data, scale = (batched(size, p, d) for p, d in zip(parts[:2], dims[:2], strict=True))
-    return [data, scale, batched_amax(size, parts[2], dims[2], data.shape[:-2])]
-
-
-def batch_size(args: Sequence[jax.Array], dims: Sequence[int | None]) -> int:
-    """Returns the number of examples of a vmap."""
-    return next(v.shape[d] for v, d in zip(args, dims, strict=True) if d is not None)
-
-
 def batched_operands(args: Sequence[Any], dims: Sequence[Any], sides: Sides) -> Operands:
     """Moves the batch axis of all operands to the front."""
     ops, at = split_operands(args, sides), split_operands(dims, sides)
@@ -343,18 +204,6 @@ def batched_operands(args: Sequence[Any], dims: Sequence[Any], sides: Sides) -> 
     return Operands(x, amax, tuple(None if v is None else batched(size, v, d) for v, d in streams))
 
 
-# ---------------------------------------------------------------- sharding
-def names_of_dims(shape: Sequence[int]) -> list[str]:
-    """Names the leading dimensions of x, its rows and its columns for a sharding rule."""
-    return [*(f"b{i}" for i in range(len(shape) - 2)), "r", "c"]
-
-
-def keep_blocks(mesh: Any, axes: Axes, shape: Sequence[int], *units: Sequence[int]) -> Axes:
-    """Drops the axes that would split a block; ``units`` are pairs of what ``Side.units`` says."""
-    least = [1] * (len(shape) - 2) + [max(n) for n in zip((1, 1), *units, strict=True)]
-    return [axes_if_divisible(mesh, *entry) for entry in zip(axes, shape, least, strict=True)]
-
-
 def shardings(dims: Sequence[Any], shapes: Sequence[Shape], sides: Sides) -> tuple[list[list], list[list]]:
     """Returns the shardings of all operands and results for that of x."""
     ops, parts = split_operands(shapes, sides), [side.sharding(dims) for side in sides]
@@ -362,37 +211,6 @@ def shardings(dims: Sequence[Any], shapes: Sequence[Shape], sides: Sides) -> tup
     stream = tuple(None if s is None else [*dims[: -1 - _row_axes(sides)], None] for s in ops.stream)
     results = [v for side, p in zip(sides, parts, strict=True) for v in (p[:2] if side.has_amax else p)]
     return Operands(list(dims), amax, stream).flat(), results
-
-
-def part_shardings(dims: Sequence[Any], amax: Shape) -> list[list]:
-    """Returns the shardings of data, scale and an amax of this shape for that of the values."""
-    return [list(dims), list(dims), list(dims[: len(amax)])]
-
-
-def shard_index(mesh: Any, entry: Any) -> jax.Array:
-    """Returns which part of a dimension sharded over ``entry`` this device has."""
-    index = jnp.uint32(0)
-    for axis in axes_of(entry):
-        index = index * jnp.uint32(mesh.shape[axis]) + lax.axis_index(axis).astype(jnp.uint32)
-    return index
-
-
-def _first_rows(mesh: Any, axes: Axes, sizes: Sequence[int]) -> jax.Array:
-    """Returns where this device's part of the merged rows begins: uint32, a number or one for each index of some axes.
-
-    The indices of a part follow each other from the last axis that is split on. If this device has several indices of
-    the axes before it, each of them begins anew.
-    """
-    local = [size // ways(mesh, entry) for entry, size in zip(axes, sizes, strict=True)]
-    last = max((i for i, entry in enumerate(axes) if ways(mesh, entry) > 1), default=0)
-    apart = last if math.prod(local[:last]) > 1 else 0
-    first = jnp.zeros(local[:apart], jnp.uint32)
-    for i, entry in enumerate(axes):
-        index = shard_index(mesh, entry) * jnp.uint32(local[i])
-        if i < apart:
-            index = index + jnp.arange(local[i], dtype=jnp.uint32).reshape(-1, *(1,) * (apart - 1 - i))
-        first = first + index * jnp.uint32(math.prod(sizes[i + 1 :]))
-    return first
 
 
 def with_local_streams(local: Body, mesh: Any, axes: Axes, shape: Shape, sides: Sides) -> Body:
@@ -418,11 +236,3 @@ def find_row_amax(x: jax.Array, transpose: bool, row_axes: int = 1) -> jax.Array
     for _ in range(row_axes):
         amax = reference.find_amax(amax, "row")
     return amax
-
-
-def max_over_devices(amax: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Takes the largest amax over mesh axes.
-
-    It compares bits: they order like magnitudes, NaN is the largest, and no subnormal number is flushed.
-    """
-    return softfloat.from_bits(lax.pmax(softfloat.to_bits(amax), axes)) if axes else amax
