@@ -51,9 +51,9 @@ list(JOIN built_for " " built_for)
 message(STATUS "jnvfp4: building CUDA kernels for ${built_for}")
 
 nanobind_add_module(_cuda NB_STATIC NOMINSIZE
-  ffi/cuda/module.cc ffi/cuda/handlers.cc ffi/cuda/matmul/launch.cc ffi/cuda/matmul/cublaslt.cc
-  ffi/cuda/matmul/cublaslt_gemm.cc ffi/cuda/matmul/sm100_cublaslt_nvfp4.cc
-  ffi/cuda/matmul/sm90_maps.cc ffi/matmul_plan.cc ffi/grouped_plan.cc ffi/grouped_tiles.cc)
+  ffi/cuda/module.cc ffi/cuda/handlers.cc ffi/cuda/matmul/launch.cc ffi/cuda/matmul/cublaslt/library.cc
+  ffi/cuda/matmul/cublaslt/gemm.cc ffi/cuda/matmul/cublaslt/nvfp4.cc
+  ffi/cuda/matmul/sm90/maps.cc ffi/plan/matmul.cc ffi/plan/grouped.cc ffi/plan/tiles.cc)
 set_source_files_properties(ffi/cuda/handlers.cc PROPERTIES COMPILE_OPTIONS -O1)  # it checks and launches
 jnvfp4_configure(_cuda)
 target_include_directories(_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
@@ -70,15 +70,15 @@ jnvfp4_cuda_objects(jnvfp4_quantize FLAGS ${generic} FILES
   ffi/cuda/quantize/rht_amax.cu ffi/cuda/quantize/dequantize.cu
   ffi/cuda/quantize/transpose.cu)
 jnvfp4_cuda_objects(jnvfp4_matmul FLAGS ${generic} FILES
-  ffi/cuda/matmul/sm80_nvfp4_blocks_small_m.cu ffi/cuda/matmul/sm80_nvfp4_blocks.cu
-  ffi/cuda/matmul/sm80_dense_elements.cu
-  ffi/cuda/matmul/decode.cu ffi/cuda/matmul/epilogue.cu ffi/cuda/matmul/sm100_prepare.cu)
+  ffi/cuda/matmul/sm80/nvfp4_blocks_small_m.cu ffi/cuda/matmul/sm80/nvfp4_blocks.cu
+  ffi/cuda/matmul/sm80/dense_elements.cu
+  ffi/cuda/matmul/decode.cu ffi/cuda/matmul/epilogue.cu ffi/cuda/matmul/cublaslt/prepare.cu)
 # Kernels with instructions of Hopper alone. Without them the plan takes other kernels.
 if("90a" IN_LIST targets)
   jnvfp4_cuda_objects(jnvfp4_matmul_sm90a FLAGS "SHELL:-gencode arch=compute_90a,code=sm_90a" FILES
-    ffi/cuda/matmul/sm90_f16_fused.cu ffi/cuda/matmul/sm90_bf16_fused.cu ffi/cuda/matmul/sm90_small_m.cu
-    ffi/cuda/matmul/sm90_windows.cu ffi/cuda/matmul/sm90_f16_grouped.cu ffi/cuda/matmul/sm90_bf16_grouped.cu
-    ffi/cuda/matmul/sm90_grouped_small_m.cu ffi/cuda/matmul/sm90_grouped.cu
-    ffi/cuda/matmul/sm90_prepare.cu ffi/cuda/matmul/sm90_fused.cu)
+    ffi/cuda/matmul/sm90/f16_fused.cu ffi/cuda/matmul/sm90/bf16_fused.cu ffi/cuda/matmul/sm90/small_m.cu
+    ffi/cuda/matmul/sm90/windows.cu ffi/cuda/matmul/sm90/f16_grouped.cu ffi/cuda/matmul/sm90/bf16_grouped.cu
+    ffi/cuda/matmul/sm90/grouped_small_m.cu ffi/cuda/matmul/sm90/grouped.cu
+    ffi/cuda/matmul/sm90/prepare.cu ffi/cuda/matmul/sm90/fused.cu)
   target_compile_definitions(_cuda PRIVATE JNVFP4_SM90A)
 endif()

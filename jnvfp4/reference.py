@@ -1,6 +1,6 @@
 """NVFP4 in jnp: the oracle, and the lowering wherever no native kernel exists.
 
-The rules of ffi/numerics.h under the same names, in the same sections and order, on float32 bit
+The rules of ffi/core/numerics.h under the same names, in the same sections and order, on float32 bit
 patterns (``softfloat``, which has the operations and casts), followed by the whole operations. Bitwise equal to the
 kernels on every XLA backend, eager and under jit. The rules in words: docs/numerics.md.
 """

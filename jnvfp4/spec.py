@@ -243,7 +243,7 @@ def _fused_pairs() -> frozenset[tuple[QuantSpec, QuantSpec]]:
     return frozenset([*((s, s) for s in alike), *rotated])
 
 
-# Pairs that `quantize_pair` quantizes in one pass over x: ffi/spec.h's list in Python words.
+# Pairs that `quantize_pair` quantizes in one pass over x: ffi/core/spec.h's list in Python words.
 FUSED_PAIRS = _fused_pairs()
 
 

@@ -16,7 +16,7 @@ from conftest import skip_or_fail
 
 ROOT = pathlib.Path(__file__).parents[1]
 FFI = ROOT / "ffi"
-KERNELS = [*sorted(FFI.glob("cpu/*.cc")), *sorted(FFI.glob("*.cc"))]
+KERNELS = [*sorted(FFI.glob("cpu/*.cc")), *sorted(FFI.glob("plan/*.cc"))]
 # module.cc needs Python's headers for Arm. cpu_kernels.cc includes matmul.cc.
 LINKED = [file for file in KERNELS if file.name not in ("module.cc", "matmul.cc")]
 (BUILD_FLAGS,) = re.findall(r"set\(JNVFP4_CXX_FLAGS ([^)]*)\)", (ROOT / "CMakeLists.txt").read_text())

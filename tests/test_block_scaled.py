@@ -416,7 +416,7 @@ def test_a_type_that_the_library_refuses_is_made_of_float32_sums(library, out, r
 
 
 # ---------------------------------------------------------------- compilers and GPUs
-PREPARE = stand_in.FFI / "cuda/matmul/sm100_prepare.cu"
+PREPARE = stand_in.FFI / "cuda/matmul/cublaslt/prepare.cu"
 
 
 @pytest.mark.parametrize("target", ["90a", "100f", "120f"])
@@ -445,7 +445,7 @@ def program_for_the_gpu(folder: pathlib.Path, name: str, *sources: str) -> pathl
     return folder / name
 
 
-LIBRARY = ("cuda/matmul/sm100_prepare.cu", "cuda/matmul/cublaslt.cc", "cuda/matmul/cublaslt_gemm.cc")
+LIBRARY = ("cuda/matmul/cublaslt/prepare.cu", "cuda/matmul/cublaslt/library.cc", "cuda/matmul/cublaslt/gemm.cc")
 
 
 @pytest.fixture(scope="module")
@@ -466,7 +466,7 @@ def test_parts_that_any_gpu_can_run(parts, part):
 
 def test_products_in_device_memory(built, tmp_path):
     """The whole call with its kernels, compared on the GPU; the stand-in copies what it is given from device memory."""
-    sources = ("cuda/matmul/sm100_cublaslt_nvfp4.cc", "cuda/matmul/epilogue.cu", "matmul_plan.cc")
+    sources = ("cuda/matmul/cublaslt/nvfp4.cc", "cuda/matmul/epilogue.cu", "plan/matmul.cc")
     program = program_for_the_gpu(tmp_path, "block_scaled_on_device", *LIBRARY, *sources)
     done = subprocess.run([str(program), "all", str(built[1])], text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

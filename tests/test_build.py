@@ -210,7 +210,7 @@ def _real_nvcc():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("source", ["sm90_f16_fused.cu", "sm90_bf16_fused.cu", "sm90_small_m.cu"])
+@pytest.mark.parametrize("source", ["sm90/f16_fused.cu", "sm90/bf16_fused.cu", "sm90/small_m.cu"])
 def test_ptxas_neither_spills_nor_waits_in_kernels_of_hopper(tmp_path, source):
     """Its messages C75xx say that it has put waits between instructions wgmma."""
     flags = ["-std=c++17", "-O3", "-fmad=false", "-gencode", "arch=compute_90a,code=sm_90a", "-Xptxas", "-v", "-c"]

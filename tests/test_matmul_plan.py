@@ -1,4 +1,4 @@
-"""Which kernel multiplies: ffi/matmul_plan.h, asked as the lowering asks it. Needs no GPU, and no CUDA build."""
+"""Which kernel multiplies: ffi/plan/matmul.h, asked as the lowering asks it. Needs no GPU, and no CUDA build."""
 
 import itertools
 from types import SimpleNamespace

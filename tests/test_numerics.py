@@ -1,4 +1,4 @@
-"""The rules of ffi/numerics.h, and the fast forms of ffi/numerics_fast.h, against
+"""The rules of ffi/core/numerics.h, and the fast forms of ffi/core/numerics_fast.h, against
 ``jnvfp4.reference`` and against ml_dtypes and NumPy, over all inputs of small formats.
 
 cpp/tables.cc (and cpp/tables.cu on a GPU) write tables of the C++ functions; cpp/exhaustive.cc checks the
@@ -558,10 +558,11 @@ def test_encoders_over_float32_finds_mistakes(tmp_path, monkeypatch, check, mist
     """The same program is red for headers with one constant changed."""
     right, wrong = MISTAKES[check][mistake]
     changed = 0
-    for header in INCLUDE.glob("*.h"):
+    (tmp_path / "core").mkdir()
+    for header in INCLUDE.glob("core/*.h"):
         text = header.read_text()
         changed += right in text
-        (tmp_path / header.name).write_text(text.replace(right, wrong))
+        (tmp_path / "core" / header.name).write_text(text.replace(right, wrong))
     assert changed == 1
     monkeypatch.setitem(globals(), "INCLUDE", tmp_path)
     program = build("g++", HOST_FLAGS, "exhaustive.cc", tmp_path)
@@ -601,12 +602,12 @@ def sections(*files: str) -> dict[str, list[str]]:
 
 
 def rules() -> dict[str, list[str]]:
-    return sections("ffi/numerics.h")
+    return sections("ffi/core/numerics.h")
 
 
 def test_the_reference_mirrors_the_header():
     """The same sections with the same functions in the same order; the reference's whole operations follow."""
-    kernels, oracle = rules(), sections("jnvfp4/softfloat.py", "jnvfp4/reference.py")
+    kernels, oracle = rules(), sections("jnvfp4/_core/softfloat.py", "jnvfp4/reference.py")
     assert kernels.pop("representation") == REPRESENTATION["C++"]
     assert oracle.pop("representation") == REPRESENTATION["reference"]
     assert "quantize" in oracle.pop("whole operations")
@@ -618,7 +619,7 @@ PROOF = re.compile(r"^// = (.+), proven by (tests/[\w/.]+)::(\w+)$")
 
 def fast_forms() -> dict[str, str]:
     """Name of a function or struct of numerics_fast.h -> the first line of the comment before it."""
-    lines = (INCLUDE / "numerics_fast.h").read_text().splitlines()
+    lines = (INCLUDE / "core/numerics_fast.h").read_text().splitlines()
     forms = {}
     for i, line in enumerate(lines):
         name = FUNCTION[".h"].match(line) or re.match(r"struct (\w+) ", line)

@@ -264,7 +264,7 @@ def test_a_pair_without_a_kernel(native):
         jax.block_until_ready(quantize_pair_p.bind(*operands, specs=specs, row_axes=1, implementation="native"))
 
 
-# ---------------------------------------------------------------- ffi/spec.h
+# ---------------------------------------------------------------- ffi/core/spec.h
 def _kernel(spec: QuantSpec) -> tuple:
     """What spec.h's KernelSpec holds: every setting but e4m3_max and scale_headroom, as its enumerators' numbers."""
     return (
@@ -279,7 +279,7 @@ def _kernel(spec: QuantSpec) -> tuple:
 
 @pytest.fixture(scope="module")
 def kernel_lists(tmp_path_factory) -> dict[str, list[tuple]]:
-    """The lists of ffi/spec.h, as cpp/specs.cc prints them."""
+    """The lists of ffi/core/spec.h, as cpp/specs.cc prints them."""
     program = tmp_path_factory.mktemp("specs") / "specs"
     source = pathlib.Path(__file__).parent / "cpp" / "specs.cc"
     subprocess.run(["g++", "-std=c++17", f"-I{FFI}", str(source), "-o", str(program)], check=True)

@@ -10,8 +10,8 @@
 #include <string>
 #include <string_view>
 
-#include "../arrays.h"
-#include "../spec.h"
+#include "../core/arrays.h"
+#include "../core/spec.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jnvfp4 {

@@ -1,7 +1,7 @@
 // The call nvfp4_dequantize: its operands, result and attributes, and the checks of them.
 #pragma once
 
-#include "../args.h"
+#include "../core/args.h"
 #include "checks.h"
 
 namespace jnvfp4 {

@@ -1,8 +1,8 @@
 // The call of grouped products, nvfp4_grouped_matmul, on both platforms.
 #pragma once
 
-#include "../args.h"
-#include "../grouped_plan.h"
+#include "../core/args.h"
+#include "../plan/grouped.h"
 #include "checks.h"
 #include "matmul.h"
 

@@ -2,8 +2,8 @@
 // 16-bit GEMM in the plan decode_then_dot.
 #pragma once
 
-#include "../args.h"
-#include "../matmul_plan.h"
+#include "../core/args.h"
+#include "../plan/matmul.h"
 #include "checks.h"
 
 namespace jnvfp4 {

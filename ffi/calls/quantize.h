@@ -3,7 +3,7 @@
 // then holds them, and has no elements otherwise.
 #pragma once
 
-#include "../args.h"
+#include "../core/args.h"
 #include "spec_attr.h"
 
 namespace jnvfp4 {

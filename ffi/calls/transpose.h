@@ -1,7 +1,7 @@
 // The call nvfp4_transpose: its operands and results, and the checks of them.
 #pragma once
 
-#include "../args.h"
+#include "../core/args.h"
 #include "checks.h"
 
 namespace jnvfp4 {

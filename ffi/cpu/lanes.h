@@ -11,8 +11,8 @@
 #include <limits>
 #include <type_traits>
 
-#include "../numerics_fast.h"
-#include "../spec.h"
+#include "../core/numerics_fast.h"
+#include "../core/spec.h"
 
 namespace jnvfp4 {
 

@@ -1,5 +1,5 @@
 // The extension module jnvfp4._cpu. It also answers what needs no device: which kernel multiplies.
-#include "../module.h"
+#include "../calls/module.h"
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
@@ -10,8 +10,8 @@
 #include <tuple>
 #include <utility>
 
-#include "../grouped_plan.h"
-#include "../matmul_plan.h"
+#include "../plan/grouped.h"
+#include "../plan/matmul.h"
 #include "parallel.h"
 
 extern "C" {

@@ -2,7 +2,7 @@
 // so.
 #pragma once
 
-#include "../args.h"
+#include "../core/args.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jnvfp4 {

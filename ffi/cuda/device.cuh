@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "../arrays.h"
+#include "../core/arrays.h"
 
 namespace jnvfp4 {
 

@@ -6,9 +6,9 @@
 
 #include <string>
 
-#include "../args.h"
-#include "../grouped_tiles.h"
-#include "../matmul_plan.h"
+#include "../core/args.h"
+#include "../plan/matmul.h"
+#include "../plan/tiles.h"
 
 namespace jnvfp4 {
 

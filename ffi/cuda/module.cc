@@ -1,5 +1,5 @@
 // The extension module jnvfp4._cuda. Importing it needs neither a GPU nor a driver.
-#include "../module.h"
+#include "../calls/module.h"
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>

@@ -3,7 +3,7 @@
 Float jnp is no exactness oracle: XLA flushes subnormals and contracts multiply-add on CPUs, divides
 inexactly on GPUs, and deletes narrow round trips under jit. XLA has no such freedom with integers.
 
-A value is its uint32 bit pattern. The functions of the sections after "representation" are those of ffi/numerics.h
+A value is its uint32 bit pattern. The functions of the sections after "representation" are those of ffi/core/numerics.h
 (where the operation ``mul`` is ``mul_rn``), rounded to nearest even, subnormals kept. A NaN result of an operation is
 always ``NAN``. Everything broadcasts and works under every transform.
 """

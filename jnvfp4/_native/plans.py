@@ -116,7 +116,7 @@ def plan_matmul(
     capability: int | None,
     kernel: str | None = None,
 ) -> MatmulPlan:
-    """Asks ffi/matmul_plan.h for a kernel; the answer needs no device.
+    """Asks ffi/plan/matmul.h for a kernel; the answer needs no device.
 
     Args:
       shape: how many products, and M, N and K of each.
@@ -139,7 +139,7 @@ def plan_matmul(
 def plan_grouped(
     *, shape: tuple[int, int, int, int], a: str, out: str, capability: int | None, kernel: str | None = None
 ) -> MatmulPlan:
-    """Asks ffi/grouped_plan.h for a kernel of a grouped product.
+    """Asks ffi/plan/grouped.h for a kernel of a grouped product.
 
     Args:
       shape: M of all groups together, the number of groups, N and K.

@@ -1,6 +1,6 @@
 """How one device computes a product: by the kernel of a plan, in one FFI call or as XLA operations.
 
-ffi/matmul_plan.h decides. It is asked with what the lowering knows of the device; the handler asks it again.
+ffi/plan/matmul.h decides. It is asked with what the lowering knows of the device; the handler asks it again.
 """
 
 import math

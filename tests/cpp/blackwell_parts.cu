@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "cuda/kernels.h"
-#include "cuda/matmul/cublaslt_gemm.h"
+#include "cuda/matmul/cublaslt/gemm.h"
 #include "device_memory.h"
 #include "prepare_on_cpu.h"
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "cuda/kernels.h"
-#include "cuda/matmul/cublaslt_gemm.h"
+#include "cuda/matmul/cublaslt/gemm.h"
 #include "prepare_on_cpu.h"
 
 using namespace jnvfp4;

@@ -22,7 +22,7 @@ struct uint2 {
 };
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 #endif
-#include "numerics.h"
+#include "core/numerics.h"
 #include "patterns.h"
 
 // ---------------------------------------------------------------- the device's functions

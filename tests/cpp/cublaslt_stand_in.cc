@@ -16,8 +16,8 @@
 #include <type_traits>
 #include <vector>
 
-#include "arrays.h"
-#include "scale_tiles.h"
+#include "core/arrays.h"
+#include "core/scale_tiles.h"
 
 using namespace jnvfp4;
 

@@ -1,7 +1,7 @@
-// The encoders of ffi/numerics.h against rules written independently, and those of ffi/numerics_fast.h against the
-// encoders, over float32 bit patterns; that a block scale with headroom maps nothing above 6; the error of 4over6
-// candidates by decoded values against the division for each element; and the device's division by a constant against
-// division.
+// The encoders of ffi/core/numerics.h against rules written independently, and those of ffi/core/numerics_fast.h
+// against the encoders, over float32 bit patterns; that a block scale with headroom maps nothing above 6; the error of
+// 4over6 candidates by decoded values against the division for each element; and the device's division by a constant
+// against division.
 //   exhaustive quick [NAME]   every pattern of the upper 24 bits, with lower bits 0x00, 0x01 and 0xff
 //   exhaustive full [NAME]    every pattern
 // NAME runs that check alone. Prints the first wrong pattern of each check and exits with 1 if there is one.
@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "numerics_fast.h"
+#include "core/numerics_fast.h"
 #include "patterns.h"
 
 namespace {

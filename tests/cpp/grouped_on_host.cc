@@ -1,12 +1,12 @@
-// What the host decides for grouped products, and what ffi/cuda/matmul/sm90_groups.h decides on the device, on the CPU.
+// What the host decides for grouped products, and what ffi/cuda/matmul/sm90/groups.h decides on the device, on the CPU.
 // The argument selects: items, scratch or plans. Prints the first fault.
 #include <algorithm>
 #include <cstdio>
 #include <string>
 #include <vector>
 
-#include "cuda/matmul/sm90_groups.h"
-#include "grouped_plan.h"
+#include "cuda/matmul/sm90/groups.h"
+#include "plan/grouped.h"
 
 using namespace jnvfp4;
 

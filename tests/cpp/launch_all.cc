@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "cuda/kernels.h"
-#include "cuda/matmul/sm100_prepare.h"
+#include "cuda/matmul/cublaslt/prepare.h"
 
 using namespace jnvfp4;
 

@@ -1,9 +1,9 @@
-// What the kernels of sm100_prepare.cu make, in loops on the CPU.
+// What the kernels of cublaslt/prepare.cu make, in loops on the CPU.
 #pragma once
 
 #include <cstring>
 
-#include "cuda/matmul/sm100_prepare.h"
+#include "cuda/matmul/cublaslt/prepare.h"
 
 namespace jnvfp4 {
 

@@ -1,7 +1,7 @@
-// Prints the lists of ffi/spec.h, one line each: "spec" and its settings, "pair" and those of rows and columns.
+// Prints the lists of ffi/core/spec.h, one line each: "spec" and its settings, "pair" and those of rows and columns.
 #include <cstdio>
 
-#include "spec.h"
+#include "core/spec.h"
 
 using namespace jnvfp4;
 

@@ -1,4 +1,4 @@
-// Tables of the functions of ffi/numerics.h and ffi/numerics_fast.h: index -> entry, for tables.cc
+// Tables of the functions of ffi/core/numerics.h and ffi/core/numerics_fast.h: index -> entry, for tables.cc
 // (host) and tables.cu (device).
 #pragma once
 
@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "numerics_fast.h"
+#include "core/numerics_fast.h"
 #include "stochastic_values.h"  // test_numerics.py writes it: the golden values, as float32 bits
 
 namespace jnvfp4::tables {

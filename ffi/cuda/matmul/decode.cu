@@ -1,5 +1,5 @@
 // The operands of XLA's 16-bit GEMM: exact decode of NVFP4 tensors.
-#include "../../numerics_fast.h"
+#include "../../core/numerics_fast.h"
 #include "../device.cuh"
 #include "../kernels.h"
 

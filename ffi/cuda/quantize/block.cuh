@@ -6,7 +6,7 @@
 
 #include <cuda_fp8.h>
 
-#include "../../numerics_fast.h"
+#include "../../core/numerics_fast.h"
 #include "../device.cuh"
 #include "../kernels.h"
 #include "codes.cuh"

@@ -4,7 +4,7 @@
 // docs/kernels.md derives how close that is.
 #pragma once
 
-#include "../../numerics_fast.h"
+#include "../../core/numerics_fast.h"
 #include "block.cuh"
 
 namespace jnvfp4 {

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../../numerics_fast.h"
+#include "../../core/numerics_fast.h"
 
 namespace jnvfp4 {
 

@@ -1,5 +1,5 @@
 // dequantize on CUDA: one thread per block of 16.
-#include "../../numerics_fast.h"
+#include "../../core/numerics_fast.h"
 #include "../device.cuh"
 #include "../kernels.h"
 

@@ -1,0 +1,88 @@
+// Launches the fused kernels of Hopper: tensor maps, and what runs before.
+#include <algorithm>
+
+#include "../../device.cuh"
+#include "fused.h"
+#include "maps.h"
+
+namespace jnvfp4 {
+
+cudaError_t pitched_rows(const void* data, int64_t rows, int64_t bytes, void* copy, cudaStream_t stream,
+                         PitchedRows* out) {
+  const int64_t pitch = row_pitch(bytes);
+  *out = {pitch == bytes ? data : copy, bytes, pitch};
+  return pitch == bytes ? cudaSuccess : launch_sm90_pitch(data, copy, rows, bytes, pitch, stream);
+}
+
+namespace {
+
+// Copies what must be copied, prepares a last, since the kernel that follows may start early, and describes it all.
+cudaError_t prepare(const MatmulOperand& a, const MatmulOperand& b, const GemmShape& s, const FusedPlan& plan,
+                    const FusedScratch& at, uint8_t* scratch, cudaStream_t stream, FusedMaps* maps) {
+  const int64_t a_rows = s.batch * s.rows, b_rows = s.batch * s.cols;
+  PitchedRows data{}, scale{};
+  cudaError_t status = pitched_rows(b.data, b_rows, s.depth / 2, scratch + at.data, stream, &data);
+  if (status == cudaSuccess)
+    status = pitched_rows(b.scale, b_rows, s.depth / kBlock, scratch + at.scale, stream, &scale);
+  if (status == cudaSuccess)
+    status = launch_sm90_prepare(a, scratch + at.rows, a_rows, s.depth, reinterpret_cast<uint32_t*>(scratch + at.flags),
+                                 at.flag_count, stream);
+  constexpr auto kBytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  const int64_t a_cols = fused_depth(s);
+  const MapSource of_a{scratch + at.rows, CU_TENSOR_MAP_DATA_TYPE_UINT16,        2, a_cols, at.padded_rows, a_cols * 2,
+                       kWindow,           static_cast<uint32_t>(plan.tokens) / 2};
+  const MapSource of_data{data.data, kBytes, 1, data.bytes, b_rows, data.pitch, 128, kFusedCols / 2};
+  const MapSource of_scale{scale.data, kBytes, 1, scale.bytes, b_rows, scale.pitch, 16, kFusedCols / 2};
+  return status == cudaSuccess ? make_maps({{of_a, &maps->a}, {of_data, &maps->data}, {of_scale, &maps->scale}})
+                               : status;
+}
+
+// Consecutive matrices of `rows` that share an amax.
+int matrices_per_amax(const MatmulOperand& x, int64_t rows) {
+  const int64_t matrices = x.map.rows_per_amax / rows;
+  return static_cast<int>(std::clamp<int64_t>(matrices, 1, INT32_MAX));
+}
+
+}  // namespace
+
+cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* scratch, cudaStream_t stream) {
+  const GemmShape s = fused_shape(g.shape, plan);
+  const int64_t pairs = (s.cols + kFusedCols - 1) / kFusedCols;
+  const int64_t matrix_tiles = pairs * ((s.rows + plan.tokens - 1) / plan.tokens);
+  const int64_t items = plan.whole + (s.batch * matrix_tiles - plan.whole) * plan.splits;
+  const int64_t slots = (s.depth + kFusedDepth - 1) / kFusedDepth;
+  if (items > INT32_MAX) return cudaErrorInvalidConfiguration;                   // more results than any memory holds
+  if (plan.splits > 1 && slots < 2 * plan.splits) return cudaErrorInvalidValue;  // plan_fused makes no such parts
+  if (plan.exchanged && (plan.tokens < 128 || !g.a.quantized())) return cudaErrorInvalidValue;  // nor exchanges these
+  auto* const bytes = static_cast<uint8_t*>(scratch);
+  const FusedScratch at = fused_scratch(s, plan);
+  FusedMaps maps;
+  const cudaError_t status =
+      prepare(plan.exchanged ? g.b : g.a, plan.exchanged ? g.a : g.b, s, plan, at, bytes, stream, &maps);
+  if (status != cudaSuccess) return status;
+  const bool quantized = g.a.quantized(), bf16 = !quantized && g.a.kind == Float::kBf16;
+  const FusedArgs args{g,
+                       plan.exchanged,
+                       static_cast<int>(s.rows),
+                       static_cast<int>(s.cols),
+                       static_cast<int>(pairs),
+                       static_cast<int>(matrix_tiles),
+                       0,
+                       static_cast<int>(items),
+                       static_cast<int>(plan.whole),
+                       plan.splits,
+                       static_cast<int>(slots),
+                       quantized && g.a.map.rows_per_amax % g.shape.rows != 0,
+                       g.b.map.rows_per_amax % g.shape.cols != 0,
+                       matrices_per_amax(g.a, g.shape.rows),
+                       matrices_per_amax(g.b, g.shape.cols),
+                       bf16        ? 0x1p8f
+                       : quantized ? 0x1p28f
+                                   : 0x1p14f,
+                       reinterpret_cast<float*>(bytes + at.sums),
+                       reinterpret_cast<uint32_t*>(bytes + at.flags)};
+  return bf16 ? launch_sm90_bf16_fused(args, maps, plan.tokens, stream)
+              : launch_sm90_f16_fused(args, maps, plan.tokens, stream);
+}
+
+}  // namespace jnvfp4

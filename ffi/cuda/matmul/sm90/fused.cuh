@@ -1,0 +1,506 @@
+// out = a b^T on Hopper, in one kernel: b is NVFP4 and is decoded in registers. a, as 16-bit floats in the order along
+// K of the decoded b, comes from sm90/prepare.cu.
+//
+// The sides of wgmma change places: rows of b are its 64 rows, from registers, and rows of a ("tokens") its columns,
+// from shared memory. A warpgroup decodes its own 64 rows of b, one window (64 along K) at a time, while its last four
+// wgmmas run. Two thread blocks of a cluster have the same tokens and neighbouring rows of b; each loads half of the
+// tokens for both. Thread blocks are persistent: one thread loads, two or four warpgroups compute.
+//
+// The sum along K: the tensor core's, windows ascending, in one accumulator, or in two that are then added if four
+// warpgroups compute; and for each of `splits` parts of K, to the last of which the others are added in their order.
+// Fixed by the shape, so runs have the same bits.
+#pragma once
+
+#include "decode.cuh"
+#include "fused.h"
+#include "fused_results.cuh"
+#include "launch.cuh"
+#include "pairs.cuh"
+#include "ptx.cuh"
+
+namespace jnvfp4 {
+
+// T: the type of the decoded numbers, F16 or Bf16.
+//
+// To decode a window takes longer than the tensor cores need for up to 64 tokens. So there are two teams of two
+// warpgroups then, which share K. With 256 tokens the two warpgroups of one team take turns on the tensor cores.
+template <class T_, int kTokens_>
+struct FusedConfig {
+  using T = T_;
+  using Args = FusedArgs;
+  using Maps = FusedMaps;
+  static constexpr bool kGrouped = false;  // see sm90/grouped.cuh
+  // Whether tiles with half of the tokens or fewer, which come last, are done faster.
+  static constexpr bool kFew = false;
+  static constexpr int kTokens = kTokens_, kTeams = fused_teams(kTokens), kRows = 128;
+  static constexpr bool kTurns = kTokens == 256;
+  static constexpr int kThreads = 128 * (1 + 2 * kTeams);
+  static constexpr int kSums = kTokens / 2;  // of a thread
+  // Registers in a launch, of the loading warpgroup, of the others: the sum over all may not grow.
+  static constexpr int kLaunched = kTeams == 1 ? 168 : 96, kLoading = kTeams == 1 ? 40 : 32;
+  static constexpr int kComputing = kTeams == 1 ? 232 : 112;
+
+  // A slot has codes and scales of 256 along K, a stage the tokens of kStageDepth windows.
+  static constexpr int kStageDepth = kTokens <= 64 ? 4 : 1, kPerSlot = 4 / kStageDepth;
+  static constexpr int kFewDepth = kStageDepth == 1 ? 2 : kStageDepth;  // of tiles with few
+  static constexpr int kRing = kTokens <= 64 ? 4 : 3, kStages = kTokens == 128 ? 8 : 4;
+  static constexpr int kWindow = kTokens * 128, kData = kRows * 128, kScale = kRows * 16;
+  static constexpr bool kExchanges = kTokens >= 128 && std::is_same_v<T, F16>;
+  template <bool kExchanged>
+  using Result = FusedResult<kTokens, kExchanged, std::is_same_v<T, F16>>;
+  using Writer = TileWriter<kTokens, false>;
+
+  static constexpr int kAtData = kStages * kStageDepth * kWindow, kAtScale = kAtData + kRing * kData;
+  static constexpr int kAtOut = kAtScale + kRing * kScale;
+  static constexpr int kAtFull = kAtOut + 2 * Writer::kShared;
+  static constexpr int kAtEmpty = kAtFull + 8 * kStages, kAtSlot = kAtEmpty + 8 * kStages;
+  static constexpr int kShared = kAtSlot + 8 * kRing + 1024;  // to align the start
+  static_assert(kLoading + 2 * kTeams * kComputing <= (1 + 2 * kTeams) * kLaunched);
+  static_assert(kStages * kStageDepth <= 4 * kRing - 3 || kStageDepth == 4, "a slot is read before it is filled again");
+  static_assert(kStages % kPerSlot == 0 && kShared <= 232448);
+};
+
+// ---------------------------------------------------------------- what a thread block computes
+struct FusedItem {
+  int matrix, row, col;  // the first row, and the first column of the pair of thread blocks
+  int split, splits;     // of a tile that has parts
+  int first, end;        // of 256 along K
+  int tile;              // of those that have parts, or -1
+  int end_row;           // of the tokens
+};
+
+// a / b. The first loads wait for several of them, a division takes about a hundred clocks, and few are needed.
+__device__ __forceinline__ int quick_quotient(int a, int b) { return b == 1 ? a : a < b ? 0 : a == b ? 1 : a / b; }
+
+// Splits of a tile follow each other, so that the last one waits only for blocks that have started before. Groups of 4
+// tiles of rows go along all columns, so that blocks that run together share both operands in L2.
+template <class C>
+__device__ __forceinline__ FusedItem item_of(const FusedArgs& a, int i) {
+  constexpr int kGroup = 4;
+  const int parts = i < a.whole ? 1 : a.splits, divided = i < a.whole ? 0 : quick_quotient(i - a.whole, a.splits);
+  const int split = i < a.whole ? 0 : i - a.whole - divided * a.splits, all = i < a.whole ? i : a.whole + divided;
+  const int matrix = quick_quotient(all, a.matrix_tiles), tile = all - matrix * a.matrix_tiles;
+  const int per = a.pairs * kGroup, first = quick_quotient(tile, per) * kGroup;
+  const int width = min(kGroup, quick_quotient(a.matrix_tiles, a.pairs) - first), rest = tile - first * a.pairs;
+  const int column = quick_quotient(rest, width), row = first + rest - column * width;
+  return {matrix,
+          row * C::kTokens,
+          column * static_cast<int>(kFusedCols),
+          split,
+          a.splits,
+          quick_quotient(a.slots * split, parts),
+          quick_quotient(a.slots * (split + 1), parts),
+          parts > 1 ? divided : -1,
+          a.tokens};
+}
+// The items of a pair of thread blocks, one after the other.
+__device__ __forceinline__ int first_item(const FusedArgs& a) { return a.begin + blockIdx.x / 2; }
+__device__ __forceinline__ int next_item(const FusedArgs&, int i) { return i + gridDim.x / 2; }
+__device__ __forceinline__ int end_of_items(const FusedArgs& a) { return a.items; }
+__device__ __forceinline__ void wait_for_lists(const FusedArgs&) {}
+__device__ __forceinline__ void wait_for_kernel_beside(const FusedArgs&) {}
+// The row of all tokens that a thread block loads first.
+__device__ __forceinline__ int row_of_a(const FusedArgs& a, const FusedItem& item, int half) {
+  return item.matrix * a.tokens + item.row + cluster_rank() * half;
+}
+
+template <class C>
+__device__ __forceinline__ bool has_few_tokens(const FusedItem& item) {
+  return C::kFew && item.end_row - item.row <= C::kTokens / 2;
+}
+
+// ---------------------------------------------------------------- the thread that loads
+template <class C>
+__device__ __forceinline__ int row_of_b(const typename C::Args& a, const FusedItem& item) {
+  return item.matrix * a.columns + item.col + cluster_rank() * C::kRows;
+}
+// From window w on.
+template <class C>
+__device__ __forceinline__ void load_slot(const FusedMaps& maps, uint32_t smem, int slot, int b_row, int w) {
+  const uint32_t bar = smem + C::kAtSlot + 8 * slot;
+  barrier_expect(bar, C::kData + C::kScale);
+  load_box(smem + C::kAtData + slot * C::kData, maps.data, bar, w * 32, b_row);
+  load_box(smem + C::kAtScale + slot * C::kScale, maps.scale, bar, w * 4, b_row);
+}
+// The first slot of each team is asked for before the thread blocks of the cluster know of each other. Returns how many
+// there are.
+template <class C>
+__device__ __forceinline__ int load_early(const typename C::Args& a, const typename C::Maps& maps, uint32_t smem) {
+  if (C::kTeams == 1 || C::kGrouped) return 0;
+  const FusedItem item = item_of<C>(a, first_item(a));
+  const int count = min(C::kTeams, item.end - item.first), b_row = row_of_b<C>(a, item);
+  for (int i = 0; i < count; ++i) load_slot<C>(maps, smem, i, b_row, (item.first + i) * 4);
+  return count;
+}
+template <class C>
+__device__ __forceinline__ void load_tiles(const typename C::Args& a, const typename C::Maps& maps, uint32_t smem,
+                                           int early) {
+  const int rank = cluster_rank();
+  constexpr int kHalf = C::kTokens / 2;
+  int stage = 0, phase = 0, slot = 0;
+  bool first_load = !C::kGrouped;
+  for (int i = first_item(a); i < end_of_items(a); i = next_item(a, i)) {
+    const FusedItem item = item_of<C>(a, i);
+    const int b_row = row_of_b<C>(a, item);
+    const bool few = has_few_tokens<C>(item);
+    const int half = few ? kHalf / 2 : kHalf, a_row = row_of_a(a, item, half);
+    for (int w = item.first * 4; w < item.end * 4; w += C::kFew && few ? C::kFewDepth : C::kStageDepth) {
+      barrier_wait(smem + C::kAtEmpty + 8 * stage, phase ^ 1);
+      const uint32_t bar = smem + C::kAtFull + 8 * stage;
+      if (w % 4 == 0) {
+        if (early > 0)
+          --early;
+        else
+          load_slot<C>(maps, smem, slot, b_row, w);
+        if (++slot == C::kRing) slot = 0;
+      }
+      if (first_load) wait_for_kernel_ahead(), first_load = false;  // it writes a
+      if constexpr (C::kFew) {
+        const int depth = few ? C::kFewDepth : C::kStageDepth, window = few ? C::kWindow / 2 : C::kWindow;
+        const uint32_t to = smem + stage * C::kStageDepth * C::kWindow + rank * half * 128;
+        barrier_expect(bar, depth * window);
+        for (int q = 0; q < depth; ++q)
+          load_box_to(3, to + q * window, few ? maps.few : maps.a, bar, (w + q) * 64, a_row);
+      } else {
+        barrier_expect(bar, C::kStageDepth * C::kWindow);
+#pragma unroll
+        for (int q = 0; q < C::kStageDepth; ++q)
+          load_box_to(3, smem + (stage * C::kStageDepth + q) * C::kWindow + rank * kHalf * 128, maps.a, bar,
+                      (w + q) * 64, a_row);
+      }
+      if (++stage == C::kStages) stage = 0, phase ^= 1;
+    }
+  }
+  // Stays until the other block has read what this one has loaded for it.
+  for (int i = 0; i < C::kStages; ++i) {
+    barrier_wait(smem + C::kAtEmpty + 8 * stage, phase ^ 1);
+    if (++stage == C::kStages) stage = 0, phase ^= 1;
+  }
+}
+
+// ---------------------------------------------------------------- codes to fragments
+// Codes and scales of a thread for one window: of rows r and r + 8. Lane t of four has the t-th 16 along K.
+template <class T>
+struct RawWindow {
+  uint32_t codes[4], scales;
+
+  // Addresses of the slot for this row and t. `quarter`: which of the four windows.
+  __device__ __forceinline__ void load(uint32_t data, uint32_t scale, int quarter) {
+    const uint32_t at = data ^ quarter * 32;  // the 128-byte pattern exchanges 16-byte words
+    const uint2 low = load_shared64(at), high = load_shared64(at + 8 * 128);  // which is the same 8 rows further
+    codes[0] = low.x, codes[1] = low.y, codes[2] = high.x, codes[3] = high.y;
+    scales = load_shared8(scale + quarter * 4) | load_shared8(scale + quarter * 4 + 8 * 16) << 8;
+  }
+  // The fragments of four k16 steps.
+  __device__ __forceinline__ void decode(uint32_t (&f)[16]) const {
+    uint32_t scale[2];
+    Decode<T>::scales(scales, scale[0], scale[1]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        uint32_t pair[4];
+        Decode<T>::eight(codes[2 * row + half], scale[row], pair);
+#pragma unroll
+        for (int q = 0; q < 4; ++q) f[8 * half + 2 * q + row] = pair[q];
+      }
+  }
+};
+
+// ---------------------------------------------------------------- a warpgroup that computes
+template <class C>
+struct FusedConsumer {
+  // Of so many tokens: C::kTokens, or half of them in a tile with few.
+  template <int kTokens>
+  using Sums = float[kTokens / 2];
+  using Fragments = uint32_t[16];
+
+  const typename C::Args& a;
+  uint32_t smem;
+  int rank, team, wg;     // wg of its team. Both by a shuffle, so that they are in uniform registers
+  uint32_t data, scale;   // where its codes and scales are in the first slot
+  uint32_t begun = 0;     // slots of all items before
+  uint32_t few_from = 0;  // those before the items with few tokens
+
+  __device__ __forceinline__ FusedConsumer(const typename C::Args& args, uint32_t shared)
+      : a(args), smem(shared), rank(cluster_rank()) {
+    const int all = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);
+    team = all / 2, wg = all % 2;
+    const int row = wg * 64 + fragment_row(), t = threadIdx.x % 4;
+    data = smem + C::kAtData + row * 128 + (t / 2 ^ row % 8) * 16 + t % 2 * 8;
+    scale = smem + C::kAtScale + row * 16 + t;
+  }
+
+  // ---- the sum along K
+  // Without turns both warpgroups multiply at the same time, and then both decode while the tensor cores rest. Named
+  // barriers 4 and 5: one warpgroup waits, the other arrives.
+  template <int kTokens = C::kTokens>
+  __device__ __forceinline__ void wait_turn() {
+    if constexpr (C::kTurns && kTokens == C::kTokens) named_sync(4 + wg, 256);
+  }
+  template <int kTokens = C::kTokens>
+  __device__ __forceinline__ void pass_turn() {
+    if constexpr (C::kTurns && kTokens == C::kTokens) named_arrive(5 - wg, 256);
+  }
+  // Windows of a stage.
+  template <int kTokens>
+  static constexpr int kDepth = kTokens == C::kTokens ? C::kStageDepth : C::kFewDepth;
+  // The stage of window q of the n-th slot since the start or, with few tokens, since those began; `before` have been
+  // before then.
+  template <int kTokens>
+  static __device__ __forceinline__ int stage_of(uint32_t n, int q, uint32_t before) {
+    if constexpr (kDepth<kTokens> == 2) return (n - before) % 2 * 2 + q / 2;
+    return C::kStageDepth == 4 ? n % C::kStages : n % (C::kStages / C::kPerSlot) * C::kPerSlot + q;
+  }
+  template <int kTokens>
+  static __device__ __forceinline__ int phase_of(uint32_t n, uint32_t before) {
+    if constexpr (kDepth<kTokens> == 2) return (before + (n - before) / 2) & 1;
+    return n / (C::kStages / C::kPerSlot) & 1;
+  }
+
+  __device__ __forceinline__ void wait_for_slot(uint32_t n) {
+    barrier_wait(smem + C::kAtSlot + 8 * (n % C::kRing), n / C::kRing & 1);
+  }
+  __device__ __forceinline__ void load(RawWindow<typename C::T>& r, uint32_t n, int q) {
+    const uint32_t slot = n % C::kRing;
+    r.load(data + slot * C::kData, scale + slot * C::kScale, q);
+  }
+  // The stage is free, in both blocks that load for it.
+  __device__ __forceinline__ void release(int stage) {
+    if (threadIdx.x % 32 < 2) barrier_arrive_in(smem + C::kAtEmpty + 8 * stage, threadIdx.x % 32);
+  }
+  template <int kTokens>
+  __device__ __forceinline__ void multiply(Sums<kTokens>& sums, const Fragments& f, uint32_t n, int q, bool first) {
+    constexpr int kBytes = C::kWindow / (C::kTokens / kTokens);
+    const int stage = stage_of<kTokens>(n, q, few_from);
+    if (q % kDepth<kTokens> == 0) barrier_wait(smem + C::kAtFull + 8 * stage, phase_of<kTokens>(n, few_from));
+    wait_turn<kTokens>();
+    wgmma_fence();
+    uint32_t at = smem + (stage * C::kStageDepth + q % C::kStageDepth) * C::kWindow;
+    if constexpr (kTokens != C::kTokens) at = smem + stage * C::kStageDepth * C::kWindow + q % kDepth<kTokens> * kBytes;
+    const uint64_t tokens = shared_matrix(at);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) wgmma<typename C::T>(sums, f + 4 * j, tokens + 2 * j, !first || j > 0);
+    wgmma_commit();
+    pass_turn<kTokens>();
+  }
+  // If window q is the last of its stage.
+  template <int kTokens>
+  __device__ __forceinline__ void release(uint32_t n, int q) {
+    if (q % kDepth<kTokens> == kDepth<kTokens> - 1) release(stage_of<kTokens>(n, q, few_from));
+  }
+
+  // A window runs while the next one is decoded. `before_end` is called while the last one runs.
+  template <int kTokens, class F>
+  __device__ __forceinline__ void sum(Sums<kTokens>& sums, int slots, const F& before_end) {
+    Fragments f[2];
+    RawWindow<typename C::T> r;
+    uint32_t n = begun + team;
+    begun += slots;
+    if constexpr (C::kTeams == 2) {
+#pragma unroll
+      for (float& s : sums) s = 0;
+      if (n >= begun) return before_end();  // K has one slot, which is the other team's
+    }
+    wait_for_slot(n);
+    load(r, n, 0);
+    r.decode(f[0]);
+    for (bool first = true; n < begun; first = false, n += C::kTeams) {
+      const bool last = n + C::kTeams >= begun;
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        multiply<kTokens>(sums, f[q % 2], n, q, first && q == 0);
+        if (q < 3) {
+          load(r, n, q + 1);
+        } else if (!last) {
+          wait_for_slot(n + C::kTeams);
+          load(r, n + C::kTeams, 0);
+        }
+        wgmma_wait<1>();  // the window before has run: its stage and fragments are free
+        if (q > 0)
+          release<kTokens>(n, q - 1);
+        else if (!first)
+          release<kTokens>(n - C::kTeams, 3);
+        if (q < 3 || !last) r.decode(f[(q + 1) % 2]);
+      }
+    }
+    before_end();
+    wgmma_wait<0>();
+    release<kTokens>(n - C::kTeams, 3);
+  }
+
+  // ---- parts of K
+  // Of this warpgroup, in the order in which threads have the sums. Few tokens have one of two places.
+  template <int kTokens>
+  __device__ __forceinline__ int64_t place_of(const FusedItem& item, int split) const {
+    const int64_t parts = int64_t{item.tile} * (item.splits - 1) + split;
+    return ((parts * 2 + rank) * 2 * C::kTeams + team * 2 + wg) * (C::kTokens / kTokens);
+  }
+  // With the warpgroup of the other team that has the same rows.
+  __device__ __forceinline__ void meet_other_team() const {
+    if constexpr (C::kTeams == 2) named_meet(6 + wg, 256);
+  }
+  __device__ __forceinline__ int own_barrier() const { return team == 0 ? 1 + wg : 8 + wg; }
+  template <int kTokens>
+  __device__ __forceinline__ PartSums<kTokens / 2> parts() const {
+    return {a.sums, a.flags, own_barrier()};
+  }
+
+  // ---- the result
+  // Of both teams' warpgroups with the same rows.
+  __device__ __forceinline__ uint32_t out() const { return smem + C::kAtOut + wg * C::Writer::kShared; }
+  // Calls f with what writes the result of the item.
+  template <int kTokens, class F>
+  __device__ __forceinline__ void with_writer(const FusedItem& item, const F& f) const {
+    const int column = item.col + rank * C::kRows + wg * 64;
+    if constexpr (C::kGrouped) {
+      f(typename C::template Result<kTokens>{a, item.matrix, item.row, item.end_row, column, out(), 1 + wg});
+    } else {
+      if constexpr (C::kExchanges)
+        if (a.exchanged) return f(typename C::template Result<true>{a, item.matrix, item.row, column, out(), 1 + wg});
+      f(typename C::template Result<false>{a, item.matrix, item.row, column, out(), 1 + wg});
+    }
+  }
+  template <int kTokens>
+  __device__ __forceinline__ void load_factors(const FusedItem& item, ResultFactors& factors) const {
+    with_writer<kTokens>(item, [&](const auto& writer) { writer.load(factors); });
+  }
+  // To the sums of team 0 those of team 1 are added, which come in the order in which threads have them.
+  template <int kTokens>
+  __device__ __forceinline__ void add_other_team(Sums<kTokens>& sums) const {
+    constexpr int kAtOnce = C::Writer::kBuffer / 512;
+    const uint32_t at = out() + threadIdx.x % 128 * 16;
+#pragma unroll
+    for (int first = 0; first < kTokens / 2; first += kAtOnce) {
+      meet_other_team();  // what was here has been read
+#pragma unroll
+      for (int i = first; team == 1 && i < first + kAtOnce; i += 4)
+        store_shared128(at + (i - first) * 512, {sums[i], sums[i + 1], sums[i + 2], sums[i + 3]});
+      meet_other_team();
+#pragma unroll
+      for (int i = first; team == 0 && i < first + kAtOnce; i += 4) {
+        const uint4 other = load_shared128(at + (i - first) * 512);
+        sums[i] = __fadd_rn(sums[i], float_of(other.x)), sums[i + 1] = __fadd_rn(sums[i + 1], float_of(other.y));
+        sums[i + 2] = __fadd_rn(sums[i + 2], float_of(other.z)),
+                 sums[i + 3] = __fadd_rn(sums[i + 3], float_of(other.w));
+      }
+    }
+    if (team == 1) return;
+    named_sync(own_barrier(), 128);  // all of them are read
+  }
+  // Named barriers 1 and 2, 8 and 9: a warpgroup of team 0 or 1. 6 and 7: two with the same rows.
+  template <int kTokens>
+  __device__ __forceinline__ void finish(Sums<kTokens>& sums, const FusedItem& item, ResultFactors& factors) {
+    if (item.tile >= 0) {
+      wait_for_kernel_ahead();  // it has lowered the flags
+      if (item.split < item.splits - 1) {
+        meet_other_team();  // so that neither is ahead by a whole ring, whose phases it could not tell apart
+        return parts<kTokens>().keep(sums, place_of<kTokens>(item, item.split));
+      }
+      parts<kTokens>().add(sums, item.split, [&](int split) { return place_of<kTokens>(item, split); });
+    }
+    if constexpr (C::kTeams == 2) {
+      add_other_team<kTokens>(sums);
+      if (team == 1) return;
+      load_factors<kTokens>(item, factors);
+    }
+    with_writer<kTokens>(item, [&](const auto& writer) { writer.write(sums, factors); });
+    __syncwarp();  // instructions for whole warps follow
+  }
+
+  template <int kTokens>
+  __device__ __forceinline__ void compute(int i, FusedItem item) {
+    Sums<kTokens> sums;
+    ResultFactors factors;
+    // There may be no registers to keep the item.
+    sum<kTokens>(sums, item.end - item.first, [&] {
+      if constexpr (C::kFew) item = item_of<C>(a, pin_register(i));
+      if constexpr (C::kTeams == 1) load_factors<kTokens>(item, factors);
+    });
+    if constexpr (C::kTeams == 2) item = item_of<C>(a, pin_register(i));
+    finish<kTokens>(sums, item, factors);
+  }
+  __device__ __forceinline__ void run() {
+    if (wg == 1) pass_turn();  // the first turn is that of warpgroup 0
+    int i = first_item(a);
+    for (; i < end_of_items(a); i = next_item(a, i)) {
+      const FusedItem item = item_of<C>(a, i);
+      if (has_few_tokens<C>(item)) break;  // and so have all that follow
+      compute<C::kTokens>(i, item);
+    }
+    if constexpr (C::kFew) {
+      few_from = begun;
+      for (; i < end_of_items(a); i = next_item(a, i)) compute<C::kTokens / 2>(i, item_of<C>(a, i));
+    }
+    if (wg == 0) wait_turn();  // no barrier is left half full
+    if constexpr (C::kGrouped) clear_other_rows(a, C::kThreads - 128);
+  }
+};
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    sm90_fused_kernel(const __grid_constant__ typename C::Args a, const __grid_constant__ typename C::Maps maps) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ uint8_t any_shared[];
+  const uint32_t smem = (shared_address(any_shared) + 1023) & ~1023u;  // the same in both blocks of a cluster
+  int early = 0;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < C::kStages; ++i) {
+      barrier_init(smem + C::kAtFull + 8 * i, 1);
+      barrier_init(smem + C::kAtEmpty + 8 * i, 4 * 2 * 2);  // a lane of each warp of a team, in both blocks
+    }
+    for (int i = 0; i < C::kRing; ++i) barrier_init(smem + C::kAtSlot + 8 * i, 1);
+    fence_barrier_init();
+    prefetch_map(maps.data), prefetch_map(maps.scale), prefetch_map(maps.a);
+    if constexpr (C::kFew) prefetch_map(maps.few);
+    early = load_early<C>(a, maps, smem);
+  }
+  __syncwarp();  // instructions for whole warps follow
+  cluster_meet();
+  if (threadIdx.x < 128) {
+    wait_for_lists(a);
+    let_next_kernel_start();  // it waits for the end of this one
+    give_registers<C::kLoading>();
+    if (threadIdx.x == 0) load_tiles<C>(a, maps, smem, early);
+    __syncwarp();
+  } else {
+    take_registers<C::kComputing>();
+    wait_for_lists(a);
+    FusedConsumer<C>(a, smem).run();
+  }
+  cluster_sync();  // no block leaves while another may still arrive or write here
+  wait_for_kernel_beside(a);
+#else
+  __trap();  // compiled for another architecture
+#endif
+}
+
+// ---------------------------------------------------------------- launch
+template <class C>
+cudaError_t launch_fused_config(const FusedArgs& args, const FusedMaps& maps, cudaStream_t stream) {
+  // Where the whole tiles do not fill waves, as with fewer multiprocessors than the plan is for, the parts have a
+  // launch of their own.
+  const int most = pairs_at_once(args.splits);
+  const auto launch = [&](int begin, int items) {
+    FusedArgs some = args;
+    some.begin = begin, some.items = items;
+    return launch_early(sm90_fused_kernel<C>, 2 * std::min(items - begin, most), C::kThreads, 2, C::kShared, stream,
+                        some, maps);
+  };
+  if (args.whole % most == 0) return launch(0, args.items);
+  const cudaError_t status = launch(0, args.whole);
+  return status == cudaSuccess ? launch(args.whole, args.items) : status;
+}
+
+template <class T>
+cudaError_t launch_fused_tokens(const FusedArgs& args, const FusedMaps& maps, int tokens, cudaStream_t stream) {
+  switch (tokens) {
+    case 32: return launch_fused_config<FusedConfig<T, 32>>(args, maps, stream);
+    case 64: return launch_fused_config<FusedConfig<T, 64>>(args, maps, stream);
+    case 128: return launch_fused_config<FusedConfig<T, 128>>(args, maps, stream);
+    case 256: return launch_fused_config<FusedConfig<T, 256>>(args, maps, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jnvfp4

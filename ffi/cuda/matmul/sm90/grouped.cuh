@@ -1,0 +1,107 @@
+// The fused kernel of Hopper for grouped products: rows of a belong to groups, each of which has a matrix of b.
+//
+// How many rows a group has is known on the device alone. The kernel that prepares a also makes a list of tiles
+// (sm90/groups.cuh), over which pairs of thread blocks go as over the tiles of one product. A tile begins where a group
+// or the tile before does, at any row: what it reads beyond the group's end is not written.
+#pragma once
+
+#include "fused.cuh"
+#include "grouped.h"
+
+namespace jnvfp4 {
+
+template <class T, int kTokens>
+struct GroupedConfig : FusedConfig<T, kTokens> {
+  using Args = GroupedFusedArgs;
+  using Maps = GroupedMaps;
+  static constexpr bool kGrouped = true, kFew = true, kExchanges = false;
+  template <int kCount>
+  using Result = FusedResult<kCount, false, std::is_same_v<T, F16>, true>;
+};
+
+// ---------------------------------------------------------------- items
+// The header and the tiles are in L1 after the first look.
+__device__ __forceinline__ GroupedHeader header_of(const GroupedFusedArgs& a) {
+  const auto* const words = reinterpret_cast<const int4*>(a.header);
+  const int4 low = words[0], high = words[1];
+  return {low.x, low.y, low.z, low.w, high.x, high.y, {}};
+}
+__device__ __forceinline__ int first_item(const GroupedFusedArgs& a) {
+  return item_from(header_of(a), blockIdx.x / 2, false, blockIdx.x / 2, gridDim.x / 2);
+}
+__device__ __forceinline__ int next_item(const GroupedFusedArgs& a, int i) {
+  return item_after(header_of(a), i, blockIdx.x / 2, gridDim.x / 2);
+}
+__device__ __forceinline__ int end_of_items(const GroupedFusedArgs& a) { return header_of(a).items; }
+
+template <class C>
+__device__ __forceinline__ FusedItem item_of(const GroupedFusedArgs& a, int i) {
+  constexpr int kGroup = 4;
+  const GroupedHeader header = header_of(a);
+  const bool parted = i >= header.whole;
+  const int parts = parted ? header.splits : 1, divided = parted ? quick_quotient(i - header.whole, parts) : 0;
+  const int split = parted ? i - header.whole - divided * parts : 0, all = parted ? header.whole + divided : i;
+  const bool full = all < header.full * a.pairs;
+  const int of_kind = full ? all : all - header.full * a.pairs, tiles = full ? header.full : header.tiles - header.full;
+  const int first = quick_quotient(of_kind, a.pairs * kGroup) * kGroup, width = min(kGroup, tiles - first);
+  const int rest = of_kind - first * a.pairs, column = quick_quotient(rest, width), n = first + rest - column * width;
+  const int at = full ? n : a.most_tiles - 1 - n;
+  const int4 tile = reinterpret_cast<const int4*>(a.header + 1)[at];
+  return {tile.x,
+          tile.y,
+          column * static_cast<int>(kFusedCols),
+          split,
+          parts,
+          quick_quotient(a.slots * split, parts),
+          quick_quotient(a.slots * (split + 1), parts),
+          parts > 1 ? divided : -1,
+          tile.z};
+}
+// The kernel ahead makes the lists and prepares a. The launch beside it starts when all blocks of the first one have
+// waited for that, so it fences instead: a multiprocessor may hold the lists of the product before in L1.
+__device__ __forceinline__ void wait_for_lists(const GroupedFusedArgs& a) {
+  if (a.beside)
+    fence_acquire();
+  else
+    wait_for_kernel_ahead();
+}
+__device__ __forceinline__ void wait_for_kernel_beside(const GroupedFusedArgs& a) {
+  if (a.beside) wait_for_kernel_ahead();
+}
+__device__ __forceinline__ int row_of_a(const GroupedFusedArgs&, const FusedItem& item, int half) {
+  return item.row + cluster_rank() * half;
+}
+
+// ---------------------------------------------------------------- rows of no group
+// By the threads of all blocks that compute, `threads` of each.
+__device__ __forceinline__ void clear_other_rows(const GroupedFusedArgs& a, int threads) {
+  const int64_t element = a.g.result.kind == Float::kF32 ? 4 : 2, row = a.columns * element;
+  auto* const begin = static_cast<uint8_t*>(a.g.result.out) + header_of(a).rows * row;
+  auto* const end = static_cast<uint8_t*>(a.g.result.out) + a.tokens * row;
+  const int64_t first = int64_t{blockIdx.x} * threads + threadIdx.x - 128, step = int64_t{gridDim.x} * threads;
+  if (row % 16 == 0)
+    for (auto* p = reinterpret_cast<uint4*>(begin) + first; p < reinterpret_cast<uint4*>(end); p += step)
+      *p = make_uint4(0, 0, 0, 0);
+  else
+    for (auto* p = reinterpret_cast<uint16_t*>(begin) + first; p < reinterpret_cast<uint16_t*>(end); p += step) *p = 0;
+}
+
+// ---------------------------------------------------------------- launch
+template <class C>
+cudaError_t launch_grouped_config(const GroupedFusedArgs& args, const GroupedMaps& maps, cudaStream_t stream) {
+  const auto most = static_cast<int64_t>(args.most_tiles) * args.pairs * kGroupedMostParts;
+  const auto pairs = static_cast<unsigned>(std::min<int64_t>(pairs_at_once(1), std::max<int64_t>(most, 1)));
+  return launch_early(sm90_fused_kernel<C>, 2 * pairs, C::kThreads, 2, C::kShared, stream, args, maps);
+}
+
+template <class T>
+cudaError_t launch_grouped_tokens(const GroupedFusedArgs& args, const GroupedMaps& maps, int tokens,
+                                  cudaStream_t stream) {
+  switch (tokens) {
+    case 64: return launch_grouped_config<GroupedConfig<T, 64>>(args, maps, stream);
+    case 256: return launch_grouped_config<GroupedConfig<T, 256>>(args, maps, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jnvfp4

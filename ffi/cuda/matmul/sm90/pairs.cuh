@@ -1,0 +1,53 @@
+// What the GEMMs of Hopper share whose thread blocks work in pairs, clusters of two: the sums of parts of K.
+#pragma once
+
+#include <algorithm>
+
+#include "../../device.cuh"
+#include "ptx.cuh"
+
+namespace jnvfp4 {
+
+// Of a warpgroup, in the order in which its threads have the sums; `place` counts warpgroups of all parts but the last
+// of all tiles. `barrier`: a named one of the warpgroup.
+template <int kSums>
+struct PartSums {
+  float* sums;
+  uint32_t* flags;  // one for each place: 0 until the sums are there
+  int barrier;
+
+  __device__ __forceinline__ void keep(const float (&from)[kSums], int64_t place) const {
+    float4* const to = at(place);
+#pragma unroll
+    for (int i = 0; i < kSums; i += 4) to[i * 32] = {from[i], from[i + 1], from[i + 2], from[i + 3]};
+    named_sync(barrier, 128);
+    if (threadIdx.x % 128 == 0) raise_flag(flags + place);
+    __syncwarp();  // instructions for whole warps follow
+  }
+  // Those of the first `count` parts, in their order, which `place_of` gives the places of.
+  template <class F>
+  __device__ __forceinline__ void add(float (&to)[kSums], int count, const F& place_of) const {
+    if (threadIdx.x % 128 == 0)
+      for (int part = 0; part < count; ++part) wait_for_flag(flags + place_of(part));
+    __syncwarp();  // instructions for whole warps follow
+    named_sync(barrier, 128);
+    for (int part = 0; part < count; ++part) {
+      const float4* const from = at(place_of(part));
+#pragma unroll
+      for (int i = 0; i < kSums; i += 4) {
+        const float4 p = __ldcg(from + i * 32);
+        to[i] += p.x, to[i + 1] += p.y, to[i + 2] += p.z, to[i + 3] += p.w;
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ float4* at(int64_t place) const {
+    return reinterpret_cast<float4*>(sums) + place * kSums * 32 + threadIdx.x % 128;
+  }
+};
+
+// All parts of a tile at a time: then a part waits only for blocks that have started before.
+inline int pairs_at_once(int parts) { return std::max(multiprocessors() / 2 / parts, 1) * parts; }
+
+}  // namespace jnvfp4

@@ -1,0 +1,282 @@
+// What runs before the fused kernels of Hopper, and before that of windows: it prepares their operands.
+#include "decode.cuh"
+#include "fused.h"
+#include "grouped.h"
+#include "groups.cuh"
+#include "launch.cuh"
+#include "ptx.cuh"
+#include "windows.h"
+
+namespace jnvfp4 {
+namespace {
+
+// ---------------------------------------------------------------- the left operand of the fused kernels
+// Fragment order, inside a window of 64 along K: position 16 j + 8 q + 2 t + b holds element 16 t + 8 (j / 2) +
+// 2 (j % 2) + q + 4 b. Lane t of a quad then needs for the four k16 steps j of wgmma exactly the elements of block t: 8
+// neighbouring bytes of codes and one scale of a row of b.
+
+// Exchanges words among the four threads whose numbers in a group of eight are two apart: thread t of them gets, of all
+// four, the word t. A transpose of 4 x 4.
+__device__ __forceinline__ void transpose_words(uint32_t (&p)[4], int t) {
+  const bool odd = t & 1, up = t & 2;
+  uint32_t x = __shfl_xor_sync(~0u, odd ? p[0] : p[1], 2), y = __shfl_xor_sync(~0u, odd ? p[2] : p[3], 2);
+  if (odd)
+    p[0] = x, p[2] = y;
+  else
+    p[1] = x, p[3] = y;
+  x = __shfl_xor_sync(~0u, up ? p[0] : p[2], 4), y = __shfl_xor_sync(~0u, up ? p[1] : p[3], 4);
+  if (up)
+    p[0] = x, p[1] = y;
+  else
+    p[2] = x, p[3] = y;
+}
+
+// Eight elements as the pairs (k, k + 4) of fragment order.
+struct Codes {
+  const uint32_t* data;
+  const uint8_t* scale;
+
+  struct Raw {
+    uint32_t codes, scale;
+  };
+  __device__ __forceinline__ Raw load(int64_t i) const { return {__ldcs(data + i), __ldg(scale + i / 2)}; }
+  static __device__ __forceinline__ void pairs(const Raw& raw, uint32_t (&p)[4]) {
+    uint32_t scale, unused;
+    Decode<F16>::scales(raw.scale, scale, unused);
+    Decode<F16>::eight(raw.codes, scale, p);
+  }
+};
+struct Halves {
+  const uint4* data;
+
+  using Raw = uint4;
+  __device__ __forceinline__ Raw load(int64_t i) const { return __ldcs(data + i); }
+  static __device__ __forceinline__ void pairs(const Raw& raw, uint32_t (&p)[4]) { permute8(raw, p); }
+};
+
+// A thread has 8 elements at a time, kSteps of them on their way. Eight threads have a window, and write it in fragment
+// order: 16 bytes have one pair of each block.
+template <class Source, int kSteps>
+__device__ __forceinline__ void prepare_rows(const Source& source, uint4* out, int64_t rows, int64_t depth,
+                                             int64_t block) {
+  const int64_t here = depth / 8, padded = (depth + kWindow - 1) / kWindow * 8;  // eights of a row
+  const int64_t first = block * kThreads * kSteps + threadIdx.x;
+  typename Source::Raw raw[kSteps];
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const int64_t at = first + i * kThreads, row = here == padded ? 0 : quotient(at, padded), eight = at - row * padded;
+    raw[i] = {};
+    if (at < rows * padded && (here == padded || eight < here)) raw[i] = source.load(row * here + eight);
+  }
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const int64_t at = first + i * kThreads;
+    uint32_t p[4];
+    Source::pairs(raw[i], p);
+    transpose_words(p, threadIdx.x / 2 % 4);  // all threads: a shuffle is of whole warps
+    const int lane = threadIdx.x % 8;
+    if (at < rows * padded) out[at - lane + lane % 2 * 4 + lane / 2] = make_uint4(p[0], p[1], p[2], p[3]);
+  }
+}
+
+template <class Source, int kSteps>
+__global__ void __launch_bounds__(kThreads)
+    sm90_prepare_kernel(Source source, uint4* out, int64_t rows, int64_t depth, uint32_t* flags, int64_t flag_count) {
+#if __CUDA_ARCH__ >= 900
+  wait_for_kernel_ahead();  // which may make a, or read what `out` was before
+  let_next_kernel_start();  // it waits before it reads `out`
+#endif
+  for (int64_t i = thread_index(); i < flag_count; i += thread_count()) flags[i] = 0;
+  prepare_rows<Source, kSteps>(source, out, rows, depth, blockIdx.x);
+}
+
+// ---------------------------------------------------------------- the same of a grouped product
+// The first thread blocks make the lists of tiles, the others have rows.
+template <class Source, int kSteps>
+__global__ void __launch_bounds__(kThreads)
+    sm90_prepare_grouped_kernel(Source source, uint4* out, int64_t rows, int64_t depth,
+                                const __grid_constant__ GroupedListings lists) {
+#if __CUDA_ARCH__ >= 900
+  wait_for_kernel_ahead();
+  let_next_kernel_start();
+#endif
+  constexpr int kLists = 2;
+  if (blockIdx.x >= kLists)
+    prepare_rows<Source, kSteps>(source, out, rows, depth, int64_t{blockIdx.x} - kLists);
+  else if (blockIdx.x == 0)
+    list_tiles(lists.rows);
+  else if (lists.tails.header)
+    list_tiles(lists.tails);
+}
+
+// ---------------------------------------------------------------- operands with windows
+// decode_scale of the rule.
+__device__ __forceinline__ float decode_factor(float amax, const MatmulOperand& x) {
+  return div_rn(amax, 6.0f * x.e4m3_max);
+}
+
+// A factor as eight bfloat16, so that those of a column and of a token have their product as their dot product. Three
+// bfloat16 have all bits of a float; of their nine products the least one is left out. No piece of a factor is 0 unless
+// the factor is, and all have its sign, so that an infinity gives infinities of one sign.
+__device__ __forceinline__ uint4 pieces_of(float factor, bool column) {
+  uint32_t p[3] = {bits_of(factor) >> 16, 0, 0};
+  if (isnan(factor)) p[0] = 0x7fc0u;
+  if (isfinite(factor)) {
+    const float rest = sub_rn(factor, float_of(p[0] << 16));
+    p[1] = bits_of(rest) >> 16, p[2] = bits_of(sub_rn(rest, float_of(p[1] << 16))) >> 16;
+  }
+  const uint32_t least = (p[0] & 0x8000u) | 1u;
+  if (factor != 0)
+#pragma unroll
+    for (uint32_t& piece : p) piece = max(piece, least);
+  const auto two = [&](int i, int j) { return p[i] | p[j] << 16; };
+  return column ? make_uint4(two(0, 0), two(1, 0), two(2, 1), two(1, 2))
+                : make_uint4(two(0, 1), two(0, 2), two(0, 1), two(2, 1));
+}
+
+// The factors of eight windows of a row, which are a sector of its amaxes, or the one of a row.
+__device__ __forceinline__ void make_factors(const WindowsOperand& x, int64_t thread) {
+  const bool windows = x.factors_of != FactorsOf::kRows;
+  const int64_t count = windows ? x.source.map.windows_per_row : 1, eights = (count + 7) / 8;
+  const int64_t piece = quotient(thread, x.tile_rows), tile = quotient(piece, eights), matrix = quotient(tile, x.tiles);
+  if (tile >= x.matrices * x.tiles) return;
+  const int place = static_cast<int>(thread - piece * x.tile_rows);
+  const int64_t row = (tile - matrix * x.tiles) * x.tile_rows + place, row_of_all = matrix * x.rows + row;
+  const int64_t first = (piece - tile * eights) * 8;
+  for (int64_t w = first; w < min(first + 8, count); ++w) {
+    float amax = 0;
+    if (row < x.rows) amax = windows ? __ldg(x.source.amax + row_of_all * count + w) : amax_of(x.source, row_of_all);
+    const float factor = decode_factor(amax, x.source) * x.unscale;
+    const int64_t at = (tile * count + w) * x.tile_rows + place;
+    if (x.factors_of == FactorsOf::kColumnPieces || x.factors_of == FactorsOf::kTokenPieces)
+      static_cast<uint4*>(x.factors)[at] = pieces_of(factor, x.factors_of == FactorsOf::kColumnPieces);
+    else
+      static_cast<float*>(x.factors)[at] = factor;
+  }
+}
+
+// A thread has 8 elements at a time, kSteps of them on their way.
+template <int kSteps>
+__device__ __forceinline__ void decode_rows(const WindowsOperand& x, int64_t eights, int64_t block) {
+  const Codes source{static_cast<const uint32_t*>(x.source.data), x.source.scale};
+  const int64_t first = block * kThreads * kSteps + threadIdx.x;
+  Codes::Raw raw[kSteps];
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i)
+    if (first + i * kThreads < eights) raw[i] = source.load(first + i * kThreads);
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    uint32_t p[4];
+    Codes::pairs(raw[i], p);
+    if (first + i * kThreads < eights)
+      static_cast<uint4*>(x.numbers)[first + i * kThreads] = make_uint4(p[0], p[1], p[2], p[3]);
+  }
+}
+
+// Thread blocks for an operand: those of its factors, then those of its numbers.
+struct WindowsBlocks {
+  int64_t factors, numbers;
+};
+WindowsBlocks windows_blocks(const WindowsOperand& x, int64_t depth, int steps) {
+  const auto blocks = [](int64_t items, int64_t per) { return (items + per - 1) / per; };
+  const int64_t pieces = x.factors_of == FactorsOf::kRows ? 1 : (x.source.map.windows_per_row + 7) / 8;
+  return {blocks(x.matrices * x.tiles * x.tile_rows * pieces, kThreads),
+          blocks(x.matrices * x.rows * (depth / 8), int64_t{kThreads} * steps)};
+}
+
+template <int kSteps>
+__global__ void __launch_bounds__(kThreads)
+    sm90_prepare_windows_kernel(const __grid_constant__ WindowsPreparation p, WindowsBlocks a, WindowsBlocks b) {
+#if __CUDA_ARCH__ >= 900
+  wait_for_kernel_ahead();
+  let_next_kernel_start();
+#endif
+  for (int64_t i = thread_index(); i < p.flag_count; i += thread_count()) p.flags[i] = 0;
+  int64_t block = blockIdx.x;
+  const bool second = block >= a.factors + a.numbers;
+  if (second) block -= a.factors + a.numbers;
+  const WindowsOperand& x = second ? p.columns : p.tokens;
+  const int64_t factors = second ? b.factors : a.factors;
+  if (block < factors)
+    make_factors(x, block * kThreads + threadIdx.x);
+  else
+    decode_rows<kSteps>(x, x.matrices * x.rows * (p.depth / 8), block - factors);
+}
+
+// ---------------------------------------------------------------- rows whose pitch no tensor map takes
+template <class Word>
+__global__ void __launch_bounds__(kThreads)
+    sm90_pitch_kernel(const Word* from, Word* to, int64_t rows, int64_t words, int64_t pitch) {
+  for (int64_t i = thread_index(); i < rows * words; i += thread_count()) {
+    const int64_t row = quotient(i, words);
+    to[row * pitch + i - row * words] = __ldg(from + i);
+  }
+}
+
+template <class Word>
+void launch_pitch(const void* from, void* to, int64_t rows, int64_t bytes, int64_t pitch, cudaStream_t stream) {
+  constexpr int64_t kSize = sizeof(Word);
+  sm90_pitch_kernel<<<grid_for(rows * bytes / kSize, kThreads), kThreads, 0, stream>>>(
+      static_cast<const Word*>(from), static_cast<Word*>(to), rows, bytes / kSize, pitch / kSize);
+}
+
+}  // namespace
+
+cudaError_t launch_sm90_prepare(const MatmulOperand& a, void* out, int64_t rows, int64_t depth, uint32_t* flags,
+                                int64_t flag_count, cudaStream_t stream) {
+  const int64_t eights = rows * ((depth + kWindow - 1) / kWindow) * 8;
+  const bool many = eights > int64_t{multiprocessors()} * 8 * kThreads * 8;  // all resident threads have work at once
+  const auto launch = [&](auto source, auto kernel, int64_t steps) {
+    const int64_t per = kThreads * steps;
+    return launch_early(kernel, static_cast<unsigned>((eights + per - 1) / per), kThreads, 1, 0, stream, source,
+                        static_cast<uint4*>(out), rows, depth, flags, flag_count);
+  };
+  const auto launch_source = [&](auto source) {
+    using Source = decltype(source);
+    return many ? launch(source, sm90_prepare_kernel<Source, 8>, 8) : launch(source, sm90_prepare_kernel<Source, 2>, 2);
+  };
+  return a.quantized() ? launch_source(Codes{static_cast<const uint32_t*>(a.data), a.scale})
+                       : launch_source(Halves{static_cast<const uint4*>(a.data)});
+}
+
+cudaError_t launch_sm90_prepare_grouped(const MatmulOperand& a, void* out, int64_t rows, int64_t depth,
+                                        const GroupedListings& lists, cudaStream_t stream) {
+  const int64_t eights = rows * ((depth + kWindow - 1) / kWindow) * 8;
+  const bool many = eights > int64_t{multiprocessors()} * 8 * kThreads * 8;
+  const auto launch = [&](auto source, auto kernel, int64_t steps) {
+    const int64_t per = kThreads * steps;
+    return launch_early(kernel, static_cast<unsigned>(2 + (eights + per - 1) / per), kThreads, 1, 0, stream, source,
+                        static_cast<uint4*>(out), rows, depth, lists);
+  };
+  const auto launch_source = [&](auto source) {
+    using Source = decltype(source);
+    return many ? launch(source, sm90_prepare_grouped_kernel<Source, 8>, 8)
+                : launch(source, sm90_prepare_grouped_kernel<Source, 2>, 2);
+  };
+  return a.quantized() ? launch_source(Codes{static_cast<const uint32_t*>(a.data), a.scale})
+                       : launch_source(Halves{static_cast<const uint4*>(a.data)});
+}
+
+cudaError_t launch_sm90_prepare_windows(const WindowsPreparation& p, cudaStream_t stream) {
+  const int64_t eights = (p.tokens.matrices * p.tokens.rows + p.columns.matrices * p.columns.rows) * (p.depth / 8);
+  const bool many = eights > int64_t{multiprocessors()} * 8 * kThreads * 8;
+  const int steps = many ? 8 : 2;
+  const WindowsBlocks a = windows_blocks(p.tokens, p.depth, steps), b = windows_blocks(p.columns, p.depth, steps);
+  const int64_t blocks = a.factors + a.numbers + b.factors + b.numbers;
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;  // more than any memory holds
+  const auto kernel = many ? sm90_prepare_windows_kernel<8> : sm90_prepare_windows_kernel<2>;
+  return launch_early(kernel, static_cast<unsigned>(blocks), kThreads, 1, 0, stream, p, a, b);
+}
+
+cudaError_t launch_sm90_pitch(const void* from, void* to, int64_t rows, int64_t bytes, int64_t pitch,
+                              cudaStream_t stream) {
+  if (bytes % 8 == 0)
+    launch_pitch<uint2>(from, to, rows, bytes, pitch, stream);
+  else if (bytes % 4 == 0)
+    launch_pitch<uint32_t>(from, to, rows, bytes, pitch, stream);
+  else
+    launch_pitch<uint8_t>(from, to, rows, bytes, pitch, stream);
+  return cudaGetLastError();
+}
+
+}  // namespace jnvfp4

@@ -1,0 +1,36 @@
+// The kernel of Hopper for operands with an amax for each window: what its launch and what runs before it share.
+#pragma once
+
+#include "../../kernels.h"
+
+namespace jnvfp4 {
+
+// What an operand's factors are, which are made of its amaxes.
+enum class FactorsOf {
+  kRows,          // [matrix][tile][row]: without windows
+  kWindows,       // [matrix][tile][window][row]
+  kColumnPieces,  // the same in 16 bytes each, for the tensor cores (sm90/prepare.cu)
+  kTokenPieces,   // those of the other side
+};
+
+// An operand, and what is made of it in scratch.
+struct WindowsOperand {
+  MatmulOperand source;
+  int64_t matrices, rows, tiles;  // rows and tiles: of one matrix
+  int tile_rows;
+  FactorsOf factors_of;
+  float unscale;  // factors are multiplied by it
+  void* numbers;  // rows of float16: decoded, times 2^-14, each eight in the order of Decode
+  void* factors;
+};
+
+// `tokens` are rows of a, `columns` rows of b, unless operands are exchanged.
+struct WindowsPreparation {
+  WindowsOperand tokens, columns;
+  int64_t depth;    // a multiple of 64
+  uint32_t* flags;  // to lower
+  int64_t flag_count;
+};
+cudaError_t launch_sm90_prepare_windows(const WindowsPreparation& preparation, cudaStream_t stream);
+
+}  // namespace jnvfp4
