@@ -12,12 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from . import recipes
 from ._core.patterns import check_path_pattern, layer_path, matches_path, part_in
 from ._layers.gather import Placement, as_pair
-from ._layers.linear import units
 from .recipes import Recipe
-from .spec import name_of
 
 KEEP = (
     "embed",
@@ -96,7 +93,9 @@ class Explanation(tuple[Decision, ...]):
 
     def __str__(self) -> str:
         cells = [("path", "shape", "recipe", "why")]
-        cells += [(d.path, "x".join(map(str, d.shape)), recipe_name(d.recipe), d.why) for d in self]
+        cells += [
+            (d.path, "x".join(map(str, d.shape)), "-" if d.recipe is None else d.recipe.name, d.why) for d in self
+        ]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
         return "\n".join(line.rstrip() for line in lines)
@@ -322,7 +321,7 @@ def depths_of(layers: Iterable[Layer]) -> dict[str, int]:
 
 def _padding(sizes: tuple[int, int], recipe: Recipe) -> str:
     """Says which zeros ``DotGeneral`` adds."""
-    padded = [(axis, size, size + -size % unit) for axis, size, unit in zip("NK", sizes, units(recipe), strict=True)]
+    padded = [(axis, size, size + -size % unit) for axis, size, unit in zip("NK", sizes, recipe.units, strict=True)]
     added = [f"{axis} padded from {size} to {to}" for axis, size, to in padded if to != size]
     return f"; {', '.join(added)}" if added else ""
 
@@ -379,35 +378,7 @@ def _path_of_weight(keys: Any) -> str | None:
     return "/".join(path[:-1]) if path and path[-1] in WEIGHT_NAMES else None
 
 
-# ---------------------------------------------------------------- names and checks
-def recipe_name(recipe: Recipe | None) -> str:
-    """Returns the call that makes a recipe, or the specs of its forward GEMM."""
-    if recipe is None:
-        return "-"
-    named = {
-        "pretrain()": recipes.pretrain(),
-        "DEFAULT": recipes.DEFAULT,
-        "row_scaled()": recipes.row_scaled(),
-        "four_over_six()": recipes.four_over_six(),
-        "pretrain_4over6()": recipes.pretrain_4over6(),
-        "rl()": recipes.rl(),
-        "window64()": recipes.window64(),
-        "inference()": recipes.inference(),
-        "inference(weight_only=True)": recipes.inference(weight_only=True),
-        "Recipe()": Recipe(),
-    }
-    for name, value in named.items():
-        if value == recipe:
-            return name
-    return f"Recipe({', '.join(_pair_name(getattr(recipe, gemm)) for gemm in ('fprop', 'dgrad', 'wgrad'))})"
-
-
-def _pair_name(pair: Any) -> str:
-    if not isinstance(pair, tuple):
-        return str(pair)
-    return " x ".join("16-bit" if spec is None else name_of(spec) for spec in pair)
-
-
+# ---------------------------------------------------------------- checks
 def _check_recipe(op: str, name: str, recipe: Any) -> None:
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"{op}: {name} must be a Recipe or None, got {recipe!r}")

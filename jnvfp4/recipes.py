@@ -1,9 +1,12 @@
 """``Recipe``, which says how each GEMM of a linear layer quantizes its operands, and the named recipes."""
 
+import functools
+import inspect
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeGuard, get_args
 
 from .spec import (
+    BLOCK,
     NVFP4,
     NVFP4_2D,
     NVFP4_RHT,
@@ -14,6 +17,7 @@ from .spec import (
     ROW_SCALED,
     WINDOW64,
     QuantSpec,
+    name_of,
 )
 from .spec import four_over_six as _four_over_six_spec
 
@@ -100,6 +104,89 @@ class Recipe:
         """Says whether any spec rounds stochastically, so that a key is needed."""
         pairs = (self.fprop or (), self.dgrad_specs or (), self.wgrad_specs or ())
         return any(spec is not None and spec.rounding == "stochastic" for pair in pairs for spec in pair)
+
+    @property
+    def takes_weight_amax(self) -> bool:
+        """Says whether any spec of w reads the amax of the whole, unrotated w, which ``linear`` takes as ``w_amax``."""
+        return any(specs is not None and specs.w.plain_amax for specs in (self.fprop, self.dgrad_specs))
+
+    @property
+    def one_weight(self) -> bool:
+        """Says whether dgrad can read the w that fprop read, transposed, with the bytes that the quantizer would give.
+
+        So it is for nearest values in 16x16 tiles by one spec; 4over6 may choose another scale for a transposed tile.
+        """
+        fprop, dgrad = self.fprop, self.dgrad_specs
+        if fprop is None or dgrad is None or fprop.w != dgrad.w:
+            return False
+        return (fprop.w.block_rows, fprop.w.select) == (BLOCK, "max6")
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """Returns the numbers that N and K must be multiples of."""
+        dgrad, wgrad = self.dgrad_specs, self.wgrad_specs
+        of_k = _unit(self.fprop, dgrad and dgrad.w, wgrad and wgrad.x)
+        return max(unit for _, unit in self.needs_of_n), of_k
+
+    @property
+    def needs_of_n(self) -> list[tuple[str, int]]:
+        """Lists why N must be a multiple of a number, and of which."""
+        needs = [("recipe.dgrad contracts over it", _unit(self.dgrad_specs))]
+        if self.fprop is not None and self.fprop.w.block_rows == BLOCK:
+            needs.append(("recipe.fprop quantizes w in 16x16 tiles", BLOCK))
+        if self.wgrad_specs and self.wgrad_specs.dy.block_rows == BLOCK:
+            needs.append(("recipe.wgrad quantizes dy in 16x16 tiles", BLOCK))
+        return needs
+
+    @property
+    def unit_of_wgrad(self) -> int:
+        """Returns the number of tokens that a block of wgrad's operands has, to which zeros fill the last one."""
+        return _unit(self.wgrad_specs)
+
+    @property
+    def unit_of_tokens(self) -> int:
+        """Returns the number of tokens that a block of any operand has."""
+        fprop, dgrad = self.fprop, self.dgrad_specs
+        return _unit(self.wgrad_specs, fprop and fprop.x, dgrad and dgrad.dy)
+
+    @property
+    def weight_blocks(self) -> tuple[int, int]:
+        """Returns how many elements a block of w has along N and K, at most."""
+        fprop, dgrad = self.fprop, self.dgrad_specs
+        along_k = (fprop.w.block_rows, fprop.w.unit) if fprop else (1, 1)
+        along_n = (dgrad.w.unit, dgrad.w.block_rows) if dgrad else (1, 1)
+        return max(along_k[0], along_n[0]), max(along_k[1], along_n[1])
+
+    @property
+    def name(self) -> str:
+        """Returns the call of ``jnvfp4.recipes`` that makes this recipe, or else the specs of its GEMMs."""
+        made = _named().get(self)
+        return made or f"Recipe({', '.join(map(_pair_name, (self.fprop, self.dgrad, self.wgrad)))})"
+
+
+def _unit(contracted: tuple[QuantSpec | None, QuantSpec] | None, *tiled: QuantSpec | None) -> int:
+    """Returns what an axis must be a multiple of: GEMM operands contract over it, others have tiles along it."""
+    units = [spec.unit for spec in contracted or () if spec is not None]
+    return max([1, *units, *(spec.block_rows for spec in tiled if spec is not None)])
+
+
+@functools.cache
+def _named() -> dict[Recipe, str]:
+    """Returns the names of the recipes that the functions of this module make; of two names the first."""
+    makers = [f for name, f in globals().items() if not name.startswith("_") and inspect.isfunction(f)]
+    names = [(f"{make.__name__}()", make()) for make in makers if make.__module__ == __name__]
+    names += [
+        ("DEFAULT", DEFAULT),
+        ("inference(weight_only=True)", inference(weight_only=True)),
+        ("Recipe()", Recipe()),
+    ]
+    return {recipe: name for name, recipe in reversed(names)}
+
+
+def _pair_name(pair: tuple[QuantSpec | None, QuantSpec] | Literal["dequantized"] | None) -> str:
+    if not isinstance(pair, tuple):
+        return str(pair)
+    return " x ".join("16-bit" if spec is None else name_of(spec) for spec in pair)
 
 
 def _fprop(pair: object) -> Fprop | None:

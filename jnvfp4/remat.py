@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._layers.linear import BACKWARD_NAME as BACKWARD_NAME
-from ._layers.linear import RESIDUAL_NAME as RESIDUAL_NAME
+from ._layers.quantizer import BACKWARD_NAME as BACKWARD_NAME
+from ._layers.quantizer import RESIDUAL_NAME as RESIDUAL_NAME
 
 _QUANTIZERS = frozenset({"nvfp4_quantize", "nvfp4_quantize_pair"})
 _PACKED = (jnp.uint8, jnp.float8_e4m3fn)

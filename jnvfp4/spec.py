@@ -151,6 +151,11 @@ class QuantSpec:
         """Says whether the amax belongs to a row or a part of one, so that the quantizer itself can find it."""
         return self.format.amax_scope != "tensor"
 
+    @property
+    def plain_amax(self) -> bool:
+        """Says whether the amax is the largest magnitude of the whole array as it is, not rotated."""
+        return self.format.amax_scope == "tensor" and not self.format.rht
+
     def ffi_attrs(self) -> dict[str, Any]:
         """Returns the attributes of the FFI call, as ``SpecAttr`` in ffi/calls/spec_attr.h reads them."""
         return {

@@ -326,11 +326,15 @@ def products(monkeypatch):
     """The options of every product, in order; each runs by the best kernel."""
     calls = []
 
-    def record(*operands, accumulation, implementation, **options):
-        calls.append((accumulation, implementation))
-        return matmul_nt(*operands, **options)
+    def recorded(product):
+        def record(*operands, accumulation, implementation, **options):
+            calls.append((accumulation, implementation))
+            return product(*operands, accumulation="fast", implementation=None, **options)
 
-    monkeypatch.setattr(linear_module, "matmul_nt", record)
+        return record
+
+    for name in ("matmul_nt", "contract_rows"):
+        monkeypatch.setattr(linear_module, name, recorded(getattr(linear_module, name)))
     monkeypatch.setattr(plans, "matmul_kernels", lambda: ("a_kernel",))
     return calls
 
@@ -502,7 +506,7 @@ def test_raw_keys_are_accepted(cpu):
 def test_a_quantizer_takes_an_amax_whatever_the_axes_of_x(cpu, specs):
     x, amax = normal((2, 32, 64), 1), (jnp.float32(7), jnp.float32(9))
     quantizer = Quantizer(None, None)
-    kept, flat = (quantizer.both(v, *specs, 16, 0, amax) for v in (x, x.reshape(64, 64)))
+    kept, flat = (quantizer.pair(v, specs, None, amax, 16) for v in (x, x.reshape(64, 64)))
     assert_same_tensor(jax.tree.map(lambda v, of_flat: v.reshape(of_flat.shape), kept, flat), flat)
 
 

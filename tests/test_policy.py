@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jnvfp4
 from jnvfp4 import Policy, Recipe, Rule, recipes
-from jnvfp4.policy import KEEP, Layer, recipe_name
+from jnvfp4.policy import KEEP, Layer
 
 SR, ROWS = recipes.pretrain(), recipes.row_scaled()
 
@@ -76,9 +76,9 @@ def test_a_rule_is_matched_whole():
         ValueError, match="every rule must match a layer, got 'block_0', which matches none of block_0/"
     ):
         Policy([Rule("block_0", SR)]).explain(MODEL)
-    assert jnvfp4._patterns.matches("re:block_0", "block_0.mlp.up")
-    assert jnvfp4._patterns.matches_path("block_0.*", "block_0/mlp/up")
-    assert not jnvfp4._patterns.matches_path("lock_0.*", "block_0/mlp/up")
+    assert jnvfp4._core.patterns.matches("re:block_0", "block_0.mlp.up")
+    assert jnvfp4._core.patterns.matches_path("block_0.*", "block_0/mlp/up")
+    assert not jnvfp4._core.patterns.matches_path("lock_0.*", "block_0/mlp/up")
 
 
 def test_a_function_may_select():
@@ -216,16 +216,12 @@ def test_a_layer_with_two_weights_is_refused():
 
 
 def test_recipes_have_names():
-    assert [recipe_name(recipe) for recipe in (None, SR, recipes.DEFAULT, Recipe())] == [
-        "-",
-        "pretrain()",
-        "DEFAULT",
-        "Recipe()",
-    ]
-    assert recipe_name(recipes.pretrain(rht=False)) == (
-        "Recipe(NVFP4 x NVFP4_2D, NVFP4_SR x NVFP4_2D, NVFP4_SR x NVFP4)"
-    )
-    assert recipe_name(recipes.row_scaled(backward="dequantized")) == (
+    makers = ["pretrain", "row_scaled", "four_over_six", "window64", "pretrain_4over6", "rl", "inference"]
+    assert [getattr(recipes, maker)().name for maker in makers] == [f"{maker}()" for maker in makers]
+    assert [recipe.name for recipe in (recipes.DEFAULT, Recipe())] == ["DEFAULT", "Recipe()"]
+    assert recipes.inference(weight_only=True).name == "inference(weight_only=True)"
+    assert recipes.pretrain(rht=False).name == ("Recipe(NVFP4 x NVFP4_2D, NVFP4_SR x NVFP4_2D, NVFP4_SR x NVFP4)")
+    assert recipes.row_scaled(backward="dequantized").name == (
         "Recipe(ROW_SCALED x NVFP4_2D, dequantized, dequantized)"
     )
 
@@ -316,5 +312,5 @@ def test_arguments_are_checked(make, error, match):
 def test_patterns_of_the_converter_keep_their_meaning():
     """A name or a prefix, ``*``, and ``re:`` for the beginning of a name (tests/test_patterns.py has all)."""
     for pattern, module in (("a.mlp", "a.mlp.down"), ("*.down", "a.mlp.down"), ("re:a\\.m", "a.mlp.down")):
-        assert jnvfp4._patterns.matches(pattern, module)
-        assert re.sub("re:", "", pattern) == pattern or not jnvfp4._patterns.matches_path(pattern[3:], module)
+        assert jnvfp4._core.patterns.matches(pattern, module)
+        assert re.sub("re:", "", pattern) == pattern or not jnvfp4._core.patterns.matches_path(pattern[3:], module)

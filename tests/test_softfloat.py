@@ -1,4 +1,4 @@
-"""``jnvfp4.softfloat`` against NumPy's float32: IEEE, subnormals kept, bit for bit on every XLA backend."""
+"""``jnvfp4._core.softfloat`` against NumPy's float32: IEEE, subnormals kept, bit for bit on every XLA backend."""
 
 import functools
 

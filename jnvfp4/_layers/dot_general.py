@@ -16,7 +16,9 @@ from .._primitives._base import axes_of_dims
 from ..recipes import DEFAULT, Recipe
 from .gather import Placement, as_pair
 from .keys import layer_key, needs_key
-from .linear import Call, WeightAxes, call_linear, check_recipe, recipe_key, units
+from .layer import Call, check_recipe, recipe_key
+from .linear import Dense, call_linear
+from .weights import WeightAxes, Weights
 
 
 @operation
@@ -117,14 +119,14 @@ def contract(
             )
     in_flax_order = right.batch + right.contracting + right.free == tuple(range(b.ndim))
     w_axes: WeightAxes = "kn" if in_flax_order and not _draws_for_w(recipe) else "nk"
-    call = Call(op, recipe, out_dtype, w_axes=w_axes)
+    call = Call(op, Dense, recipe, out_dtype, weights=Weights(w_axes))
     x = _flattened(op, a, left.batch, *((i,) for i in left.free), left.contracting)
     groups = right[1:] if w_axes == "kn" else right[:0:-1]
     w = _flattened(op, b, right.batch, *groups)
     of_w = OfWeights(_of_matrix(op, of_w.gather, right.batch, groups), _of_examples(op, of_w.amax, b, right.batch))
     n = math.prod(b.shape[i] for i in right.free)
     if pad:
-        x, w = _padded(x, w, w_axes, *units(recipe))
+        x, w = _padded(x, w, w_axes, *recipe.units)
     if lb:
         out = _batched(call, x, w, key, of_w)
     else:

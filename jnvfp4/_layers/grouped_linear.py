@@ -1,8 +1,8 @@
 """``grouped_linear``, the differentiable product of groups of rows with weights of their own, and ``RaggedDot``."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,67 +10,19 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core.tensor import NVFP4Tensor
 from .._native import plans
-from .._ops.arguments import (
-    Implementation,
-    as_float_array,
-    as_group_sizes,
-    check_implementation,
-    float_dtype,
-    operation,
-)
+from .._ops.arguments import as_float_array, as_group_sizes, check_implementation, float_dtype, operation
 from .._ops.matmul import grouped_matmul_nt
-from .._ops.quantize import dequantize, quantize, quantize_pair, transpose
 from .._primitives._base import axes_of_dims, bind, match_varying, resharded
-from .._primitives._checks import check_parts
 from .._primitives._groups import Rows, check_sizes, rows_of
 from .._primitives.grouped_contract import grouped_contract_p
 from .._primitives.grouped_dot import grouped_dot_p
 from ..recipes import DEFAULT, Recipe
-from ..spec import BLOCK, QuantSpec
+from ..spec import QuantSpec
 from .dot_general import check_options, dtype_of_lax
 from .keys import layer_key, needs_key
-from .linear import (
-    DY,
-    Pair,
-    Quantizer,
-    W,
-    WeightAxes,
-    X,
-    check_contractions,
-    check_recipe,
-    pack,
-    recipe_key,
-    save,
-    save_for_backward,
-    units,
-    unpack,
-)
-
-Weight = jax.Array | NVFP4Tensor  # an NVFP4Tensor is frozen, and packed within this module
-
-
-class Call(NamedTuple):
-    """Holds the static arguments of one grouped linear layer."""
-
-    op: str
-    recipe: Recipe
-    out_dtype: Any
-    implementation: str | None = None
-    w_axes: WeightAxes = "nk"
-    axes: tuple[Any, Any] = (None, None)  # mesh axes of x and w by dimension, for their gradients
-    dtypes: tuple[Any, Any] = (None, None)  # of the same; None has no gradient
-
-    @property
-    def common(self) -> Implementation:
-        """Returns the implementation of quantizers and gradients: a kernel is named for the forward product alone."""
-        if self.implementation == "native":
-            return "native"
-        return "reference" if self.implementation == "reference" else None
-
-    @property
-    def k_axis(self) -> int:
-        """Returns the axis of w that the forward product contracts."""
-        return 2 if self.w_axes == "nk" else 1
+from .layer import Call, check_dtype_of_x, check_recipe, dense, layer, recipe_key
+from .quantizer import Operand, Pair, Quantizer, W, pack
+from .weights import WeightAxes, Weights, as_weights, check_contractions, check_order, frozen_recipe
 
 
 @operation
@@ -114,8 +66,7 @@ def grouped_linear(
     """
     op = "grouped_linear"
     check_implementation(op, implementation, plans.grouped_kernels())
-    if w_axes not in ("nk", "kn"):
-        raise ValueError(f"{op}: w_axes must be 'nk' or 'kn', got {w_axes!r}")
+    check_order(op, w_axes)
     dtype = None if out_dtype is None else float_dtype(op, "out_dtype", out_dtype)
     check_recipe(op, recipe)
     if recipe.fprop is None and implementation in plans.grouped_kernels():
@@ -123,7 +74,8 @@ def grouped_linear(
             f"{op}: implementation must be None, 'native' or 'reference' where recipe.fprop is None, got "
             f"{implementation!r}; no kernel of grouped_matmul_nt computes a product in high precision"
         )
-    call = Call(op, _without_wgrad(recipe), dtype, implementation, w_axes)
+    weights = Weights(w_axes)
+    call = Call(op, Grouped, _without_wgrad(recipe), dtype, implementation=implementation, weights=weights)
     return _call_grouped(call, x, w, group_sizes, key)
 
 
@@ -133,52 +85,25 @@ def _without_wgrad(recipe: Recipe) -> Recipe:
 
 def _call_grouped(call: Call, x: Any, w: Any, group_sizes: Any, key: Any) -> jax.Array:
     """Checks the arguments."""
-    op = call.op
+    op, recipe = call.op, call.recipe
+    w = as_weights(op, w)
     if isinstance(w, NVFP4Tensor):
-        call, w = _frozen(call, w)
-    else:
-        w = as_float_array(op, "w", w)
-    _check_scopes(op, call.recipe)
-    key = recipe_key(op, call.recipe, key)
+        remedy = "w [G, K, N] by jax.vmap of quantize(w, transpose=True)"
+        recipe = frozen_recipe(op, recipe, w, call.weights.order, remedy)
+    _check_scopes(op, recipe)
+    key = recipe_key(op, recipe, key)
     x, sizes = as_float_array(op, "x", x), as_group_sizes(op, group_sizes)
-    if call.recipe.fprop is not None and call.recipe.fprop.x is None and x.dtype == jnp.float32:
-        raise TypeError(f"{op}: x must be bfloat16 or float16 for a weight-only recipe, got {x.dtype}")
+    check_dtype_of_x(op, recipe, x)
     n, k = _weight_sizes(call, x, w)
     check_sizes(op, sizes, w.shape[0])
-    check_contractions(op, w.shape, n, k, call.recipe)
-    operands, structure = jax.tree.flatten((x, w, sizes))
+    check_contractions(op, w.shape, n, k, recipe)
+    operands, structure = jax.tree.flatten((x, pack(w), sizes))
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
     x, w, sizes = jax.tree.unflatten(structure, match_varying(*operands, like=key))
     sizes = resharded(sizes, [None])  # where a group begins depends on all sizes before it
-    frozen = isinstance(w, NVFP4Tensor)
-    call = call._replace(
-        out_dtype=call.out_dtype or x.dtype,
-        axes=(tuple(axes_of_dims(jax.typeof(x))), None if frozen else tuple(axes_of_dims(jax.typeof(w)))),
-        dtypes=(x.dtype, None if frozen else w.dtype),
-    )
-    return _grouped(x, w, sizes, key, call)
-
-
-def _frozen(call: Call, w: NVFP4Tensor) -> tuple[Call, NVFP4Tensor]:
-    """Checks weights that are quantized already; returns them packed, and the call by which they have no gradient."""
-    op, given = call.op, call.recipe.fprop
-    if given is None:
-        raise ValueError(
-            f"{op}: recipe.fprop must be a pair for an NVFP4Tensor w, got None; jnvfp4.dequantize gives its values"
-        )
-    if call.w_axes != "nk":
-        raise ValueError(
-            f"{op}: w_axes must be 'nk' for an NVFP4Tensor w, whose blocks run along its last axis, K, got "
-            f"{call.w_axes!r}; make it of w [G, K, N] by jax.vmap of quantize(w, transpose=True)"
-        )
-    if w.format != given.w.format:
-        raise ValueError(
-            f"{op}: w must have the format of recipe.fprop.w, {given.w.format.name}, got {w.format.name}; choose a "
-            "recipe whose spec of w has that format"
-        )
-    check_parts(op, "w", (w.data, w.scale, w.amax), w.format)
-    fprop = (given.x, replace(given.w, block_rows=1, rounding="nearest"))
-    return call._replace(recipe=Recipe(fprop, "dequantized", None)), pack(w)
+    weights = call.weights._replace(frozen=isinstance(w, NVFP4Tensor), one=recipe.one_weight)
+    call = call._replace(recipe=recipe, weights=weights, out_dtype=call.out_dtype or x.dtype).with_types(x, w, None)
+    return layer(x, w, None, key, None, sizes, call)
 
 
 def _check_scopes(op: str, recipe: Recipe) -> None:
@@ -192,140 +117,78 @@ def _check_scopes(op: str, recipe: Recipe) -> None:
                 )
 
 
-def _weight_sizes(call: Call, x: jax.Array, w: Weight) -> tuple[int, int]:
+def _weight_sizes(call: Call, x: jax.Array, w: Operand) -> tuple[int, int]:
     """Returns N and K."""
     if w.ndim != 3:
-        names = "[G, N, K]" if call.w_axes == "nk" else "[G, K, N]"
-        raise ValueError(f"{call.op}: w must have rank 3, {names}, got w.shape={w.shape}")
+        names = ", ".join(("G", *call.weights.ordered("N", "K")))
+        raise ValueError(f"{call.op}: w must have rank 3, [{names}], got w.shape={w.shape}")
     if not w.shape[0]:
         raise ValueError(f"{call.op}: w must have one expert or more, got w.shape={w.shape}")
     if x.ndim != 2:
         raise ValueError(f"{call.op}: x must have rank 2, [M, K], got x.shape={x.shape}; flatten tokens first, or vmap")
-    n, k = w.shape[1:] if call.w_axes == "nk" else w.shape[:0:-1]
+    n, k = call.weights.ordered(*w.shape[1:])
     if x.shape[1] != k:
         raise ValueError(
-            f"{call.op}: the last axis of x and axis {call.k_axis} of w must have the same size K, "
+            f"{call.op}: the last axis of x and axis {3 + call.weights.k_axis} of w must have the same size K, "
             f"got x.shape={x.shape}, w.shape={w.shape}"
         )
     return n, k
 
 
-# ---------------------------------------------------------------- operands
+# ---------------------------------------------------------------- the GEMMs
 @partial(jax.jit, inline=True)  # an eager call transfers no constants
 def _masked(x: jax.Array, rows: Rows) -> jax.Array:
-    """Returns x with zeros in the rows that no group holds, so that what they have is in no amax and in no sum."""
     return jnp.where(rows.held(x.shape[0]), x, jnp.zeros((), x.dtype))
 
 
-def _weights(
-    call: Call, w: jax.Array, key: jax.Array | None, along_k: QuantSpec | None, along_n: QuantSpec | None
-) -> Pair:
-    """Quantizes each expert along K, [G, N, K], and along N, [G, K, N], by the specs that are wanted."""
-    specs = (along_k, along_n) if call.w_axes == "nk" else (along_n, along_k)
-    quantizer = Quantizer(key, call.common)
-    base = quantizer.operand_key(W, *(spec for spec in specs if spec is not None))
-    experts = resharded(jnp.arange(w.shape[0], dtype=jnp.uint32), axes_of_dims(jax.typeof(w)))
-    keys = None if base is None else jax.vmap(lambda g: jax.random.fold_in(base, g))(experts)
+class Grouped:
+    """The GEMMs of groups of rows of x [M, K] with experts of their own, w [G, N, K]; wgrad is in high precision."""
 
-    def of_expert(w: jax.Array, key: jax.Array | None) -> Pair:
-        first, second = specs
-        if first is not None and second is not None:
-            return quantize_pair(w, first, second, key=key, implementation=call.common)
-        if first is not None:
-            return quantize(w, first, key=key, implementation=call.common), None
-        if second is not None:
-            return None, quantize(w, second, key=key, transpose=True, implementation=call.common)
-        return None, None
+    def __init__(self, call: Call, group_sizes: Any, tokens: int) -> None:
+        self.call, self.weights, self.sizes = call, call.weights, group_sizes
+        self.rows = rows_of(group_sizes, tokens)
 
-    if specs == (None, None):
-        return None, None
-    first, second = jax.vmap(of_expert)(w, keys)
-    return (first, second) if call.w_axes == "nk" else (second, first)
+    def masked(self, x: jax.Array) -> jax.Array:
+        """Returns x with zeros in the rows that no group holds, so that what they have is in no amax and in no sum."""
+        return _masked(x, self.rows)
 
+    def quantized_weights(
+        self, quantizer: Quantizer, w: jax.Array, specs: tuple[QuantSpec | None, QuantSpec | None], amax: Any
+    ) -> Pair:
+        """Quantizes each expert with a key of its own."""
+        if specs == (None, None):
+            return None, None
+        base = quantizer.operand_key(W, *specs)
+        experts = resharded(jnp.arange(w.shape[0], dtype=jnp.uint32), axes_of_dims(jax.typeof(w)))
+        keys = None if base is None else jax.vmap(lambda g: jax.random.fold_in(base, g))(experts)
+        return jax.vmap(lambda w, key: quantizer.pair(w, specs, key))(w, keys)
 
-def _reads_one_weight(recipe: Recipe) -> bool:
-    """Says whether dx reads the weights of the forward product, transposed: that has the quantizer's bytes."""
-    fprop, dgrad = recipe.fprop, recipe.dgrad_specs
-    if fprop is None or dgrad is None or fprop.w != dgrad.w:
-        return False
-    spec = fprop.w
-    return (spec.block_rows, spec.select) == (BLOCK, "max6")
+    def fprop(self, x: Operand, w: NVFP4Tensor, bias: jax.Array | None) -> jax.Array:
+        call = self.call
+        return grouped_matmul_nt(x, w, self.sizes, out_dtype=call.out_dtype, implementation=call.implementation)
 
+    def fprop_in_high_precision(self, x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
+        return self._dot(x, w, 3 + self.weights.k_axis, self.call.out_dtype)
 
-# ---------------------------------------------------------------- the products
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _grouped(x: jax.Array, w: Weight, sizes: jax.Array, key: Any, call: Call) -> jax.Array:
-    forward_alone = Recipe(call.recipe.fprop, None, None)
-    return _forward(x, w, sizes, key, call._replace(recipe=forward_alone))[0]
+    def dgrad(self, dy: NVFP4Tensor, w: NVFP4Tensor) -> jax.Array:
+        return grouped_matmul_nt(dy, w, self.sizes, out_dtype=self.call.dtypes[0], implementation=self.call.common)
 
+    def dgrad_in_high_precision(self, dy: jax.Array, w: Operand) -> jax.Array:
+        axis = 1 if isinstance(w, NVFP4Tensor) else -self.weights.k_axis
+        return self._dot(dy, dense(w, dy.dtype, self.call.common), axis, self.call.dtypes[0])
 
-def _forward(x: jax.Array, w: Weight, sizes: jax.Array, key: Any, call: Call) -> tuple[jax.Array, Any]:
-    recipe, rows = call.recipe, rows_of(sizes, x.shape[0])
-    x = _masked(x, rows)
-    quantizer = Quantizer(key, call.common)
-    of_x, of_w = recipe.fprop or (None, None)
-    dgrad = recipe.dgrad_specs
-    qx = save(x if of_x is None else quantizer.rows(x, of_x, X))
-    if isinstance(w, NVFP4Tensor):
-        return _product(call, qx, unpack(w), sizes), (None, w, sizes, key)
-    one = _reads_one_weight(recipe)
-    w_row, w_t = _weights(call, w, key, of_w, None if one else dgrad and dgrad.w)
-    qw = w_row and save(w_row)
-    kept_w = w_t if w_t is not None else w if recipe.dgrad is None else None
-    w_saved = save_for_backward(qw if kept_w is None else save(kept_w))
-    x_saved = save_for_backward(save(x) if recipe.wgrad is None else qx)
-    if qw is None:
-        y = _dot(x, w, rows, call.k_axis, call.out_dtype)
-    else:
-        y = _product(call, qx, qw, sizes)
-    return y, (pack(x_saved), pack(w_saved), sizes, key)
+    def wgrad(self, dy: NVFP4Tensor, x: NVFP4Tensor) -> jax.Array:
+        raise AssertionError("blocks of 16 rows would cross experts")
 
+    def wgrad_in_high_precision(self, dy: jax.Array, x: jax.Array) -> jax.Array:
+        """Sums the products of rows of dy and x over the rows of each group, in float32."""
+        operands = self.weights.ordered(dy, x)
+        dw = bind(grouped_contract_p, *operands, *self.rows, implementation=None)[0]
+        return dw.astype(self.call.dtypes[1])
 
-def _product(call: Call, qx: Any, qw: NVFP4Tensor, sizes: jax.Array) -> jax.Array:
-    return grouped_matmul_nt(qx, qw, sizes, out_dtype=call.out_dtype, implementation=call.implementation)
-
-
-def _dot(a: jax.Array, b: jax.Array, rows: Rows, b_axis: int, dtype: Any) -> jax.Array:
-    """Multiplies in high precision."""
-    return bind(grouped_dot_p, a, b, *rows, b_axis=b_axis, out_dtype=jnp.dtype(dtype), implementation=None)[0]
-
-
-def _backward(call: Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
-    *saved, sizes, key = residuals
-    x_saved, w_saved = map(unpack, saved)
-    rows = rows_of(sizes, dy.shape[0])
-    dy = _masked(dy, rows)
-    dgrad = call.recipe.dgrad_specs
-    dx = _dgrad(call, dy if dgrad is None else Quantizer(key, call.common).rows(dy, dgrad.dy, DY), w_saved, sizes, rows)
-    dx = resharded(dx, call.axes[0])
-    if call.dtypes[1] is None:
-        return dx, None, None, None
-    dw = _wgrad(call, dy, x_saved, rows).astype(call.dtypes[1])
-    return dx, resharded(dw, call.axes[1]), None, None
-
-
-def _dgrad(call: Call, dy: Any, w: Any, sizes: jax.Array, rows: Rows) -> jax.Array:
-    """Computes dx [M, K] from dy [M, N] and w: quantized along N, quantized along K, or as the caller passed it."""
-    dtype = call.dtypes[0]
-    if isinstance(dy, NVFP4Tensor):
-        if _reads_one_weight(call.recipe):
-            assert call.recipe.fprop is not None
-            w = transpose(w, call.recipe.fprop.w, implementation=call.common)
-        return grouped_matmul_nt(dy, w, sizes, out_dtype=dtype, implementation=call.common)
-    if isinstance(w, NVFP4Tensor):
-        return _dot(dy, dequantize(w, dy.dtype, implementation=call.common), rows, 1, dtype)
-    return _dot(dy, w, rows, 3 - call.k_axis, dtype)
-
-
-def _wgrad(call: Call, dy: jax.Array, x: Any, rows: Rows) -> jax.Array:
-    """Computes dw in the axes of w, float32: the products of rows of dy and x, summed over the rows of each group."""
-    if isinstance(x, NVFP4Tensor):
-        x = dequantize(x, dy.dtype, implementation=call.common)
-    a, b = (dy, x) if call.w_axes == "nk" else (x, dy)
-    return bind(grouped_contract_p, a, b, *rows, implementation=None)[0]
-
-
-_grouped.defvjp(_forward, _backward)
+    def _dot(self, a: jax.Array, b: jax.Array, b_axis: int, dtype: Any) -> jax.Array:
+        options: Any = {"b_axis": b_axis, "out_dtype": jnp.dtype(dtype), "implementation": None}
+        return bind(grouped_dot_p, a, b, *self.rows, **options)[0]
 
 
 # ---------------------------------------------------------------- the sibling of DotGeneral
@@ -389,14 +252,14 @@ class RaggedDot:
         x = as_float_array(op, "lhs", lhs)
         if isinstance(rhs, NVFP4Tensor):
             dtype = float_dtype(op, "preferred_element_type", preferred_element_type or x.dtype)
-            return _call_grouped(Call(op, recipe, dtype), x, rhs, group_sizes, key)
+            return _call_grouped(Call(op, Grouped, recipe, dtype), x, rhs, group_sizes, key)
         w = as_float_array(op, "rhs", rhs)
         dtype = float_dtype(op, "preferred_element_type", preferred_element_type or dtype_of_lax(x, w))
-        call = Call(op, recipe, dtype, w_axes="kn")
+        call = Call(op, Grouped, recipe, dtype, weights=Weights("kn"))
         if w.ndim != 3 or x.ndim != 2:
             return _call_grouped(call, x, w, group_sizes, key)  # raises
         n = w.shape[2]
-        unit_n, unit_k = units(recipe)
+        unit_n, unit_k = recipe.units
         more_n, more_k = -n % unit_n, -x.shape[1] % unit_k
         if more_n or more_k:
             x, w = jnp.pad(x, ((0, 0), (0, more_k))), jnp.pad(w, ((0, 0), (0, more_k), (0, more_n)))

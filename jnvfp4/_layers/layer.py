@@ -1,0 +1,189 @@
+"""The derivative of a layer, dense or grouped: what its GEMMs read, and what the backward pass keeps."""
+
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from .._core.tensor import NVFP4Tensor
+from .._ops.arguments import Accumulation, Implementation, as_key
+from .._ops.quantize import dequantize
+from .._primitives._base import axes_of_dims, resharded
+from ..recipes import Recipe
+from ..spec import QuantSpec
+from .quantizer import DY, Operand, Pair, Quantizer, X, named, pack, unpack
+from .weights import Weights
+
+Form = Literal["forward", "transposed", "original"] | None
+
+
+class Products(Protocol):
+    """The GEMMs of one call of a layer, of quantized operands and in high precision.
+
+    ``group_sizes`` is None for a dense layer. Gradients have the dtypes of ``call.dtypes``.
+    """
+
+    def __init__(self, call: "Call", group_sizes: Any, tokens: int) -> None: ...
+
+    def masked(self, x: jax.Array) -> jax.Array:
+        """Returns x [*rows, K] without what rows hold that no GEMM reads."""
+
+    def quantized_weights(
+        self, quantizer: Quantizer, w: jax.Array, specs: tuple[QuantSpec | None, QuantSpec | None], amax: Any
+    ) -> Pair:
+        """Quantizes w along its last axis and along the one before, by the specs that are given."""
+
+    def fprop(self, x: Operand, w: NVFP4Tensor, bias: jax.Array | None) -> jax.Array:
+        """Computes y of w [..., N, K]."""
+
+    def fprop_in_high_precision(self, x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array: ...
+
+    def dgrad(self, dy: NVFP4Tensor, w: NVFP4Tensor) -> jax.Array:
+        """Computes dx of w [..., K, N]."""
+
+    def dgrad_in_high_precision(self, dy: jax.Array, w: Operand) -> jax.Array:
+        """Computes dx of the original w, or of the one that fprop read."""
+
+    def wgrad(self, dy: NVFP4Tensor, x: NVFP4Tensor) -> jax.Array:
+        """Computes dw, in the axes of w, of dy and x quantized along their rows."""
+
+    def wgrad_in_high_precision(self, dy: jax.Array, x: jax.Array) -> jax.Array: ...
+
+
+class Call(NamedTuple):
+    """Holds the static arguments of one call of a layer."""
+
+    op: str
+    products: type[Products]
+    recipe: Recipe
+    out_dtype: Any
+    accumulation: Accumulation = "fast"
+    implementation: str | None = None
+    weights: Weights = Weights()
+    axes: tuple[Any, ...] = (None, None, None)  # mesh axes of x, w and bias by dimension, for their gradients
+    dtypes: tuple[Any, ...] = (None, None, None)  # of the same; None has no gradient
+    differentiated: bool = True
+
+    @property
+    def common(self) -> Implementation:
+        """Returns the implementation of quantizers and gradient GEMMs: a kernel is named for the forward GEMM alone."""
+        if self.implementation == "native":
+            return "native"
+        return "reference" if self.implementation == "reference" else None
+
+    def with_types(self, *operands: Operand | None) -> "Call":
+        """Returns the call with mesh axes and dtypes of x, w and bias; those of a tensor have no gradient."""
+        arrays = [v if isinstance(v, jax.Array) else None for v in operands]
+        axes = tuple(None if v is None else tuple(axes_of_dims(jax.typeof(v))) for v in arrays)
+        return self._replace(axes=axes, dtypes=tuple(None if v is None else v.dtype for v in arrays))
+
+    @property
+    def kept(self) -> tuple[Form, Form]:
+        """Returns the forms of x and of w that the backward pass reads; None where it reads none."""
+        if self.weights.frozen or not self.differentiated:
+            return None, None
+        return _form(self.recipe.wgrad, False), _form(self.recipe.dgrad, self.weights.one)
+
+
+def _form(gradient: tuple | Literal["dequantized"] | None, one: bool) -> Form:
+    if gradient is None:
+        return "original"
+    return "forward" if gradient == "dequantized" or one else "transposed"
+
+
+def check_recipe(op: str, recipe: object) -> None:
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"{op}: recipe must be a Recipe, got {recipe!r}")
+
+
+def check_dtype_of_x(op: str, recipe: Recipe, x: jax.Array) -> None:
+    if recipe.fprop is not None and recipe.fprop.x is None and x.dtype == jnp.float32:
+        raise TypeError(f"{op}: x must be bfloat16 or float16 for a weight-only recipe, got {x.dtype}")
+
+
+def recipe_key(op: str, recipe: Recipe, key: Any) -> jax.Array | None:
+    """Returns the key if the recipe needs one, else None."""
+    if not recipe.stochastic:
+        return None
+    if key is None:
+        raise ValueError(f"{op}: key must be a JAX PRNG key, since the recipe rounds stochastically, got None")
+    return as_key(op, key)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def layer(
+    x: jax.Array, w: Operand, bias: jax.Array | None, key: Any, w_amax: Any, group_sizes: Any, call: Call
+) -> jax.Array:
+    """Computes y [*rows, N] of x [*rows, K]; ``call`` says of which w."""
+    return _forward(x, w, bias, key, w_amax, group_sizes, call._replace(differentiated=False))[0]
+
+
+def _forward(
+    x: jax.Array, w: Operand, bias: jax.Array | None, key: Any, w_amax: Any, group_sizes: Any, call: Call
+) -> tuple[jax.Array, Any]:
+    recipe, weights, (kept_x, kept_w) = call.recipe, call.weights, call.kept
+    products, quantizer = call.products(call, group_sizes, x.shape[0]), Quantizer(key, call.common)
+    x = products.masked(x)
+    of_x, of_w = recipe.fprop or (None, None)
+    of_x_t = recipe.wgrad_specs.x if recipe.wgrad_specs and kept_x == "transposed" else None
+    x_row, x_t = quantizer.both(x, of_x, of_x_t, X, recipe.unit_of_wgrad)
+    qx, saved_x = _saved(kept_x, x if x_row is None else x_row, x_t, x)
+    if isinstance(w, NVFP4Tensor):
+        # w is an argument, which a policy that saves residuals by their name need not copy.
+        y = products.fprop(qx, weights.for_fprop(unpack(w)), bias)
+        return y, (None, w, key, group_sizes)
+    of_w_t = recipe.dgrad_specs.w if recipe.dgrad_specs and kept_w == "transposed" else None
+    pair = products.quantized_weights(quantizer, w, weights.ordered(of_w, of_w_t), w_amax)
+    w_row, w_t = weights.ordered(*pair)
+    # Named before they are gathered, so that a checkpoint policy saves the quantizers' work, and the part of a device.
+    qw, saved_w = _saved(kept_w, w_row, w_t, w)
+    if qw is None:
+        y = products.fprop_in_high_precision(x, w, bias)
+    else:
+        qw = weights.for_fprop(qw)
+        y = products.fprop(qx, qw, bias)
+    return y, (pack(saved_x), pack(qw if kept_w == "forward" else saved_w), key, group_sizes)
+
+
+def _saved(form: Form, forward: Any, transposed: Any, original: jax.Array) -> tuple[Any, Any]:
+    """Names the operand of the forward GEMM and what the backward pass reads, which may be the same; returns both."""
+    forward = forward if forward is None else named(forward, form == "forward")
+    if form == "transposed":
+        return forward, named(transposed, True)
+    return forward, named(original, True) if form == "original" else forward
+
+
+def _backward(call: Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
+    x, w, key, group_sizes = residuals
+    x, w, recipe, weights = unpack(x), unpack(w), call.recipe, call.weights
+    products, quantizer = call.products(call, group_sizes, dy.shape[0]), Quantizer(key, call.common)
+    dy = products.masked(dy)
+    dgrad, wgrad = recipe.dgrad_specs, recipe.wgrad_specs
+    dy_row, dy_t = quantizer.both(dy, dgrad and dgrad.dy, wgrad and wgrad.dy, DY, recipe.unit_of_wgrad)
+    if dy_row is None:
+        w = weights.for_fprop(w) if weights.frozen else w
+        dx = products.dgrad_in_high_precision(dy, w)
+    else:
+        dx = products.dgrad(dy_row, weights.for_dgrad(w, recipe, call.common))
+    if weights.frozen:
+        dw = None
+    elif dy_t is None:
+        dw = products.wgrad_in_high_precision(dy, dense(x, dy.dtype, call.common))
+    else:
+        dw = products.wgrad(dy_t, x)
+    db = None if call.dtypes[2] is None else _sum_of_rows(dy).astype(call.dtypes[2])
+    gradients = zip((dx, dw, db), call.axes, strict=True)
+    return *(g if g is None else resharded(g, axes) for g, axes in gradients), None, None, None
+
+
+def _sum_of_rows(dy: jax.Array) -> jax.Array:
+    return jnp.sum(dy.astype(jnp.float32), tuple(range(dy.ndim - 1)))
+
+
+def dense(t: Operand, dtype: Any, implementation: Implementation) -> jax.Array:
+    """Returns the values of a tensor, or an array as it is."""
+    return dequantize(t, dtype, implementation=implementation) if isinstance(t, NVFP4Tensor) else t
+
+
+layer.defvjp(_forward, _backward)

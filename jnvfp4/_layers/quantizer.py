@@ -1,0 +1,113 @@
+"""How the operands of a layer are quantized, and the names by which its gradients' operands are saved."""
+
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from .._core.tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
+from .._ops.arguments import AmaxPair, Implementation
+from .._ops.quantize import quantize_pair_rows, quantize_rows
+from ..spec import QuantSpec
+
+RESIDUAL_NAME = "nvfp4_residual"
+"""The name of what ``linear`` keeps for its gradients, for ``jax.checkpoint_policies.save_only_these_names``."""
+BACKWARD_NAME = "nvfp4_backward"
+"""The name of that part of it which the gradient GEMMs read; the rest are operands of the forward GEMM."""
+
+Operand = jax.Array | NVFP4Tensor
+Pair = tuple[NVFP4Tensor | None, NVFP4Tensor | None]  # of x, and of x transposed
+T = TypeVar("T")
+X, W, DY = range(3)  # operands, for their keys
+
+
+@partial(jax.jit, static_argnums=1, inline=True)  # an eager call transfers no constants
+def _pad_rows(x: jax.Array, unit: int) -> jax.Array:
+    """Adds zero rows up to a multiple of ``unit``: zeros add nothing to a sum."""
+    return jnp.pad(x, ((0, -x.shape[0] % unit), (0, 0))) if x.shape[-2] % unit else x
+
+
+def _crop_rows(t: NVFP4Tensor, rows: int) -> NVFP4Tensor:
+    if t.data.shape[0] == rows:
+        return t
+    return jax.tree.map(lambda part: lax.slice_in_dim(part, 0, rows) if part.ndim else part, t)
+
+
+@partial(jax.jit, static_argnums=1, inline=True)
+def _fold_in(key: jax.Array, operand: int) -> jax.Array:
+    return jax.random.fold_in(key, operand)
+
+
+class Quantizer(NamedTuple):
+    """Quantizes the operands of one call.
+
+    They are x [M, K] of any M, or x [*rows, K] whose last axis of rows is a multiple of what a block has of them.
+    """
+
+    key: jax.Array | None
+    implementation: Implementation
+
+    def operand_key(self, operand: int, *specs: QuantSpec | None) -> jax.Array | None:
+        if self.key is None or all(spec is None or spec.rounding == "nearest" for spec in specs):
+            return None
+        return _fold_in(self.key, operand)
+
+    def both(
+        self, x: jax.Array, row_spec: QuantSpec | None, col_spec: QuantSpec | None, operand: int, unit: int = 1
+    ) -> Pair:
+        """Quantizes x along K and, with zero rows up to a multiple of ``unit``, along its rows, by the specs given."""
+        return self.pair(x, (row_spec, col_spec), self.operand_key(operand, row_spec, col_spec), unit=unit)
+
+    def pair(
+        self,
+        x: jax.Array,
+        specs: tuple[QuantSpec | None, QuantSpec | None],
+        key: jax.Array | None,
+        amax: AmaxPair = (None, None),
+        unit: int = 1,
+    ) -> Pair:
+        row_spec, col_spec = specs
+        if row_spec is not None and col_spec is not None:
+            options: Any = {"amax": amax, "key": key, "implementation": self.implementation}
+            row, col = quantize_pair_rows(_pad_rows(x, unit), row_spec, col_spec, x.ndim - 1, **options)
+            return _crop_rows(row, x.shape[0]), col
+        if col_spec is not None:
+            return None, self._one(_pad_rows(x, unit), col_spec, key, amax[1], transpose=True)
+        return None if row_spec is None else self._one(x, row_spec, key, amax[0]), None
+
+    def _one(
+        self,
+        x: jax.Array,
+        spec: QuantSpec,
+        key: jax.Array | None,
+        amax: jax.Array | None = None,
+        transpose: bool = False,
+    ) -> NVFP4Tensor:
+        whole = x if transpose else _pad_rows(x, spec.block_rows)
+        options: Any = {"amax": amax, "key": key, "transpose": transpose, "implementation": self.implementation}
+        t = quantize_rows(whole, spec, x.ndim - 1, **options)
+        return t if transpose else _crop_rows(t, x.shape[0])
+
+
+def named(t: T, for_backward: bool) -> T:
+    """Names an operand of the forward GEMM, or what is saved for the gradient GEMMs: an array or a tensor's parts.
+
+    What is saved has both names, so that a policy can save it alone or together with the operands of the forward GEMM.
+    """
+    names = (RESIDUAL_NAME, BACKWARD_NAME) if for_backward else (RESIDUAL_NAME,)
+    packed = pack(t)
+    for name in names:
+        packed = jax.tree.map(partial(checkpoint_name, name=name), packed)
+    return unpack(packed)
+
+
+def pack(t: Any) -> Any:
+    """Views scales as bytes: jax.checkpoint rounds the floats it saves by IEEE rules, where E4M3 256 is infinite."""
+    return with_scale_bytes(t) if isinstance(t, NVFP4Tensor) else t
+
+
+def unpack(t: Any) -> Any:
+    return with_float_scale(t) if isinstance(t, NVFP4Tensor) else t

@@ -1,0 +1,103 @@
+"""What the weights of a layer are: trained or frozen, in which axis order, and where they are kept and read."""
+
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from .._core.tensor import NVFP4Tensor
+from .._ops.arguments import Implementation, as_float_array
+from .._ops.quantize import transpose
+from .._primitives._checks import check_parts
+from ..recipes import Recipe
+from .gather import Gather
+from .quantizer import Operand
+
+WeightAxes = Literal["nk", "kn"]
+
+
+class Weights(NamedTuple):
+    """Says what w is; the array itself is passed beside it, since it is traced.
+
+    Attributes:
+      order: "nk" for w [..., N, K], "kn" for [..., K, N].
+      frozen: w is an NVFP4Tensor [..., N, K] (its scales as bytes), which has no gradient.
+      gather: where w [N, K] is kept and where GEMMs read it; None if it is not gathered.
+      one: dgrad reads the tensor that fprop read, transposed, so that w is quantized and gathered once.
+    """
+
+    order: WeightAxes = "nk"
+    frozen: bool = False
+    gather: Gather | None = None
+    one: bool = False
+
+    @property
+    def k_axis(self) -> int:
+        """Returns the axis of w, from the end, that fprop contracts."""
+        return -1 if self.order == "nk" else -2
+
+    def ordered(self, first: Any, second: Any) -> tuple[Any, Any]:
+        """Returns a pair for w [..., N, K] in the order of the axes that w has; it is its own inverse."""
+        return (first, second) if self.order == "nk" else (second, first)
+
+    def for_fprop(self, w: NVFP4Tensor) -> NVFP4Tensor:
+        """Moves w, quantized along K, to where GEMMs read it."""
+        return w if self.gather is None else self.gather.gather(w)
+
+    def for_dgrad(self, w: NVFP4Tensor, recipe: Recipe, implementation: Implementation) -> NVFP4Tensor:
+        """Returns w [..., K, N], quantized along N, of what was saved for it."""
+        if self.one:
+            assert recipe.fprop is not None
+            return transpose(w, recipe.fprop.w, implementation=implementation)
+        return w if self.gather is None else self.gather.reversed.gather(w)
+
+    def in_high_precision(self, w: jax.Array) -> jax.Array:
+        """Moves the original w to where fprop reads it."""
+        if self.gather is None:
+            return w
+        return (self.gather if self.order == "nk" else self.gather.reversed).read(w)
+
+
+def as_weights(op: str, w: Any) -> Operand:
+    return w if isinstance(w, NVFP4Tensor) else as_float_array(op, "w", w)
+
+
+def check_order(op: str, order: object) -> None:
+    if order not in ("nk", "kn"):
+        raise ValueError(f"{op}: w_axes must be 'nk' or 'kn', got {order!r}")
+
+
+def frozen_recipe(op: str, recipe: Recipe, w: NVFP4Tensor, order: WeightAxes, remedy: str) -> Recipe:
+    """Checks weights that are quantized already, and returns the recipe by which they have no gradient."""
+    if recipe.fprop is None:
+        raise ValueError(
+            f"{op}: recipe.fprop must be a pair for an NVFP4Tensor w, got None; jnvfp4.dequantize gives its values"
+        )
+    x_spec, w_spec = recipe.fprop
+    if order != "nk":
+        raise ValueError(
+            f"{op}: w_axes must be 'nk' for an NVFP4Tensor w, whose blocks run along its last axis, K, got "
+            f"{order!r}; make it of {remedy}"
+        )
+    if w.format != w_spec.format:
+        raise ValueError(
+            f"{op}: w must have the format of recipe.fprop.w, {w_spec.format.name}, got {w.format.name}; choose a "
+            "recipe whose spec of w has that format"
+        )
+    check_parts(op, "w", (w.data, w.scale, w.amax), w.format)
+    # How w was quantized does not matter any more: neither its blocks nor its rounding.
+    return Recipe((x_spec, replace(w_spec, block_rows=1, rounding="nearest")), "dequantized", None)
+
+
+def check_contractions(op: str, w_shape: tuple[int, ...], n: int, k: int, recipe: Recipe) -> None:
+    _, unit = recipe.units
+    if k % unit:
+        raise ValueError(
+            f"{op}: K must be a multiple of {unit}, got K={k} in w.shape={w_shape}; pad K of x and w to {k + -k % unit}"
+        )
+    for reason, unit in recipe.needs_of_n:
+        if n % unit:
+            raise ValueError(
+                f"{op}: N must be a multiple of {unit}, since {reason}, got N={n} in w.shape={w_shape}; "
+                f"pad N to {n + -n % unit} or choose another recipe"
+            )
