@@ -31,7 +31,7 @@ def einsum(
     *,
     recipe: Recipe = DEFAULT,
     key: jax.Array | None = None,
-    precision: Any = None,
+    precision: object = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
     w_gather: tuple[Placement, Placement] | None = None,
@@ -61,9 +61,8 @@ def einsum(
     Raises:
       ValueError, TypeError: the einsum is no product of two operands, or an argument does not fit.
     """
-    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    of_w = OfWeights(as_pair("einsum", w_gather), w_amax)
-    return einsum_of("einsum", subscripts, x, w, recipe, key, of_w, **options)
+    of_w, dtype = OfWeights(as_pair("einsum", w_gather), w_amax), preferred_element_type
+    return einsum_of("einsum", subscripts, x, w, recipe, key, of_w, precision, dtype, out_sharding)
 
 
 def einsum_of_layer(
@@ -88,11 +87,10 @@ def einsum_of(
     recipe: Recipe,
     key: jax.Array | None,
     of_w: OfWeights,
-    *,
-    precision: Any = None,
+    precision: object = None,
     preferred_element_type: DTypeLike | None = None,
-    out_sharding: Any = None,
-    **unsupported: Any,
+    out_sharding: Placement | None = None,
+    **unsupported: object,
 ) -> jax.Array:
     """Computes ``einsum``; ``op`` is what errors call it."""
     x, w = as_float_array(op, "x", x), as_float_array(op, "w", w)
