@@ -41,14 +41,14 @@ def dot_general(
     """Computes ``jax.lax.dot_general`` through ``linear``: for model code that takes a ``dot_general`` argument.
 
     Args:
-      lhs: the activations (x of the recipe), of any rank. Several contracting axes count as one of the size K.
-        Each example of the batch axes has its own amax.
-      rhs: the weights (w of the recipe), of any rank. If its axes are in the order of Flax (batch, contracting, free),
-        it is read as it is (``linear(..., w_axes="kn")``). Otherwise, or if the recipe rounds w stochastically, it is
-        transposed to [N, K] first.
+      lhs: the activations (x of the recipe), float32, bfloat16 or float16, of any rank. Several contracting axes count
+        as one of the size K. Each example of the batch axes has its own amax.
+      rhs: the weights (w of the recipe), of the same dtypes and any rank. If its axes are in the order of Flax (batch,
+        contracting, free), it is read as it is (``linear(..., w_axes="kn")``). Otherwise, or if the recipe rounds w
+        stochastically, it is transposed to [N, K] first.
       dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
       precision: only None or the default, because the operands are quantized.
-      preferred_element_type: the dtype of the result; that of ``lax.dot_general`` if None.
+      preferred_element_type: float32, bfloat16 or float16; the dtype of ``lax.dot_general`` if None.
       out_sharding: how the result is sharded over an Explicit mesh. If it is None, the rows have the sharding of lhs
         and the columns that of rhs.
       recipe: as in ``linear``.
@@ -59,7 +59,7 @@ def dot_general(
       **unsupported: newer arguments of ``lax.dot_general``; each must be None.
 
     Returns:
-      An array with the axes batch, lhs free, rhs free, as that of ``lax.dot_general``. It is differentiable.
+      An array [*batch, *lhs free, *rhs free] of that dtype, as ``lax.dot_general`` returns it. It is differentiable.
 
     Raises:
       ValueError, TypeError: operands or arguments do not fit; the message names them.

@@ -44,9 +44,10 @@ def einsum(
         least one letter is in both operands and not in the result, and a letter that the result leaves out is in both.
         A letter in all three is a batch axis, for each example of which there is an amax. The result may have any order
         of axes. An ellipsis stands for the same axes everywhere, and without "->" the result is as in ``jnp.einsum``.
-      x: the activations (x of the recipe). They come first in ``subscripts``, too: where the weights do, swap both.
-      w: the weights (w of the recipe). They are transposed in memory unless their axes have the order batch,
-        contracting, free, or batch, free, contracting.
+      x: the activations (x of the recipe), float32, bfloat16 or float16. They come first in ``subscripts``, too: where
+        the weights do, swap both.
+      w: the weights (w of the recipe), of the same dtypes. They are transposed in memory unless their axes have the
+        order batch, contracting, free, or batch, free, contracting.
       recipe: as in ``linear``.
       key: as in ``dot_general``.
       precision: as in ``dot_general``.

@@ -28,8 +28,8 @@ def save_checkpoint(
     """Saves tensors as a checkpoint of one file.
 
     Args:
-      tensors: the tensors by their Hugging Face names. Weights that are NVFP4Tensors are stored quantized; without any
-        the checkpoint is an ordinary one.
+      tensors: the tensors by their Hugging Face names. Weights that are NVFP4Tensors, [N, K] or stacks of experts
+        [E, N, K], are stored quantized; without any the checkpoint is an ordinary one.
       output: a new or empty directory.
       layout: the layout of the quantized weights.
       config: the content of ``config.json``, without a quantization_config.
