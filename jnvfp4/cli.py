@@ -30,6 +30,7 @@ from .checkpoints.verify import VerificationError, as_json, verify_checkpoint
 from .spec import NVFP4, NVFP4_2D, ROW_SCALED, QuantSpec, four_over_six
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+Add = Callable[..., argparse.Action]  # ``add_argument`` of a group of arguments
 _BROKEN_PIPE = 141  # the exit code that a shell shows for a process that SIGPIPE ended
 # The flag of each field of ConvertOptions and of each argument of the other functions, for errors.
 _FLAGS = {
@@ -168,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positional(p: Any, **arguments: str) -> None:
+def _positional(p: argparse.ArgumentParser, **arguments: str) -> None:
     for name, text in arguments.items():
         p.add_argument(name, type=Path, metavar=name.upper(), help=text)
 
@@ -189,16 +190,16 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
     _output_arguments(_group(p, "what is shown", "MODEL OUTPUT --dry-run"))
 
 
-def _group(p: argparse.ArgumentParser, title: str, example: str) -> Callable[..., Any]:
+def _group(p: argparse.ArgumentParser, title: str, example: str) -> Add:
     return p.add_argument_group(title, f"example: jnvfp4 convert {example}").add_argument
 
 
-def _switches(add: Callable[..., Any], **switches: str) -> None:
+def _switches(add: Add, **switches: str) -> None:
     for name, text in switches.items():
         add(f"--{name.replace('_', '-')}", action="store_true", help=text)
 
 
-def _file_arguments(add: Callable[..., Any]) -> None:
+def _file_arguments(add: Add) -> None:
     text = "input: a directory of safetensors files, or one such file"
     add("source", type=Path, metavar="SOURCE", help=text)
     add("output", type=Path, metavar="OUTPUT", help=_OUTPUT)
@@ -209,7 +210,7 @@ def _file_arguments(add: Callable[..., Any]) -> None:
     _switches(add, resume="continue an interrupted conversion", overwrite="accept an output that has files")
 
 
-def _recipe_arguments(add: Callable[..., Any]) -> None:
+def _recipe_arguments(add: Add) -> None:
     recipes = ("nvfp4", "4over6", "row-scaled")
     add("--format", choices=LAYOUTS, default="modelopt", help="layout of the output (default modelopt)")
     add("--recipe", choices=recipes, default="nvfp4", help="how weights are quantized (default nvfp4)")
@@ -222,7 +223,7 @@ def _recipe_arguments(add: Callable[..., Any]) -> None:
     add("--zero-amax", choices=("one", "te-reference"), default="one", help="S_enc of a weight of zeros")
 
 
-def _rule_arguments(add: Callable[..., Any]) -> None:
+def _rule_arguments(add: Add) -> None:
     pattern = "a module and all below it, re: and an expression, or a name with *"
     text = "quantize all projections or those of experts"
     add("--preset", choices=("linear", "moe-experts"), default="linear", help=text)
@@ -250,7 +251,7 @@ def _rule_arguments(add: Callable[..., Any]) -> None:
     )
 
 
-def _activation_arguments(add: Callable[..., Any]) -> None:
+def _activation_arguments(add: Add) -> None:
     _switches(add, weight_only="keep activations in high precision")
     text = (
         "amax of all activations, or a JSON file with the amax of each module (without it scales are 1.0, uncalibrated)"
@@ -259,14 +260,14 @@ def _activation_arguments(add: Callable[..., Any]) -> None:
     add("--kv-cache", choices=("none", "fp8"), default="none", help="KV cache that the config asks for (default none)")
 
 
-def _model_arguments(add: Callable[..., Any]) -> None:
+def _model_arguments(add: Add) -> None:
     text = "leave experts as they are, give each its own tensors, or put all in one"
     add("--experts", choices=("keep", "per-expert", "stacked"), default="keep", help=text)
     add("--expert-layout", choices=("auto", "nk", "kn"), default="auto", help=_EXPERT_LAYOUT)
     add("--dequantize-input", choices=("none", "fp8-block"), default="none", help="decode FP8 with 128x128 blocks")
 
 
-def _machine_arguments(add: Callable[..., Any]) -> None:
+def _machine_arguments(add: Add) -> None:
     add("--device", default="auto", metavar="auto|cpu|cuda:N", help="device that quantizes; auto is cpu")
     add("--backend", choices=("auto", "cuda", "cpu", "jnp"), default="auto", help="which kernels to use")
     text = "bytes of a weight processed at once (default 64MiB)"
@@ -274,7 +275,7 @@ def _machine_arguments(add: Callable[..., Any]) -> None:
     add("--workers", type=_count, default=2, metavar="N", help="tensors processed at once (default 2)")
 
 
-def _output_arguments(add: Callable[..., Any]) -> None:
+def _output_arguments(add: Add) -> None:
     add("--report", type=Path, metavar="DIR", help="verify, and write report.json, .csv and .png into DIR")
     _switches(
         add,

@@ -2,15 +2,20 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import equinox as eqx
+import haliax as hax
 import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from ._core.tensor import PyTree
 from ._layers.dot_general import DotGeneral as _DotGeneral
+from ._layers.gather import Placement
 from ._layers.grouped_linear import RaggedDot as _RaggedDot
 from ._layers.keys import layer_index
 from .policy import Layer, Policy, layers_of
@@ -33,15 +38,15 @@ class DotGeneral(eqx.Module):
     recipe: Recipe = eqx.field(static=True, default=DEFAULT)
     path: str | None = eqx.field(static=True, default=None)
     index: jax.Array | None = None
-    w_gather: Any = eqx.field(static=True, default=None)
+    w_gather: tuple[Placement, Placement] | None = eqx.field(static=True, default=None)
 
     def __call__(
         self,
-        lhs: Any,
-        rhs: Any,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: jax.lax.DotDimensionNumbers,
+        precision: object = None,
+        preferred_element_type: DTypeLike | None = None,
         **options: Any,
     ) -> jax.Array:
         """Computes ``jax.lax.dot_general`` of activations and weights."""
@@ -63,7 +68,7 @@ class RaggedDot(eqx.Module):
     path: str | None = eqx.field(static=True, default=None)
     index: jax.Array | None = None
 
-    def __call__(self, lhs: Any, rhs: Any, group_sizes: Any, **options: Any) -> jax.Array:
+    def __call__(self, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **options: Any) -> jax.Array:
         """Computes ``jax.lax.ragged_dot`` of activations [M, K] and the weights [G, K, N] of experts."""
         product = _RaggedDot(self.recipe, self.path)
         with nullcontext() if self.index is None else layer_index(self.index):
@@ -86,7 +91,7 @@ def apply(model: Model, policy: Policy) -> Model:
     """
     plan = policy.plan(_layers_of_tree(model))
 
-    def replaced(keys: Any, node: Any) -> Any:
+    def replaced(keys: tuple, node: PyTree) -> PyTree:
         path = _path(keys)
         recipe = plan[path].recipe if isinstance(node, hnn.Linear) else None
         if recipe is None:
@@ -99,7 +104,7 @@ def apply(model: Model, policy: Policy) -> Model:
 
 
 @layers_of.register(eqx.Module)
-def _layers_of_tree(model: Any) -> list[Layer]:
+def _layers_of_tree(model: PyTree) -> list[Layer]:
     nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, hnn.Linear))
     return [_layer(_path(keys), node) for keys, node in nodes if isinstance(node, hnn.Linear)]
 
@@ -116,10 +121,10 @@ def _stacked(linear: hnn.Linear) -> tuple[int, ...]:
     return tuple(axis.size for axis in linear.weight.axes if axis.name not in own)
 
 
-def _axes(axes: Any) -> tuple[Any, ...]:
+def _axes(axes: hax.Axis | Sequence[hax.Axis]) -> tuple[hax.Axis, ...]:
     return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
 
 
-def _path(keys: Any) -> str:
+def _path(keys: tuple) -> str:
     parts = (str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in keys)
     return "/".join(part for part in parts if part != "stacked")

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import singledispatch
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from ._core.patterns import check_path_pattern, layer_path, matches_path, part_in
+from ._core.tensor import PyTree
 from ._layers.gather import Placement, as_pair
 from .recipes import Recipe
 
@@ -160,7 +161,7 @@ class Policy:
         for field, value in fields.items():
             object.__setattr__(self, field, value)
 
-    def explain(self, model: Any, *inputs: Any, **keywords: Any) -> Explanation:
+    def explain(self, model: PyTree, *inputs: PyTree, **keywords: object) -> Explanation:
         """Lists every layer of a model with its recipe and the reason.
 
         Args:
@@ -331,7 +332,7 @@ _MODULES = {"flax": "flax", "equinox": "haliax"}  # of jnvfp4, by the library th
 
 
 @singledispatch
-def layers_of(model: Any, *inputs: Any, **keywords: Any) -> list[Layer]:
+def layers_of(model: PyTree, *inputs: PyTree, **keywords: object) -> list[Layer]:
     """Lists the layers of a model; the module of jnvfp4 for its library registers how, and is imported here."""
     bases = {base.__module__.partition(".")[0] for base in type(model).__mro__}
     for base in bases & _MODULES.keys():
@@ -342,7 +343,7 @@ def layers_of(model: Any, *inputs: Any, **keywords: Any) -> list[Layer]:
     return _layers_of_tree(model)
 
 
-def _layers_of_tree(tree: Any) -> list[Layer]:
+def _layers_of_tree(tree: PyTree) -> list[Layer]:
     """Lists the arrays of two or more axes named kernel, weight or w in a tree of parameters."""
     found: dict[str, Layer] = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -365,7 +366,7 @@ def _layers_of_tree(tree: Any) -> list[Layer]:
 WEIGHT_NAMES = ("kernel", "weight", "w")
 
 
-def _path_of_weight(keys: Any) -> str | None:
+def _path_of_weight(keys: tuple) -> str | None:
     """Returns the path of the layer that a leaf of a tree of parameters has the weights of, or None for other leaves.
 
     The last key is the name of the weights; a box around them, such as ``nnx.Param``, has one more.
@@ -379,23 +380,23 @@ def _path_of_weight(keys: Any) -> str | None:
 
 
 # ---------------------------------------------------------------- checks
-def _check_recipe(op: str, name: str, recipe: Any) -> None:
+def _check_recipe(op: str, name: str, recipe: object) -> None:
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"{op}: {name} must be a Recipe or None, got {recipe!r}")
 
 
-def _checked(name: str, values: tuple, fits: Callable[[Any], bool], what: str) -> tuple:
+def _checked(name: str, values: tuple, fits: Callable[[object], bool], what: str) -> tuple:
     for value in values:
         if not fits(value):
             raise TypeError(f"Policy: each of {name} must be {what}, got {value!r}")
     return values
 
 
-def _is_part(value: Any) -> bool:
+def _is_part(value: object) -> bool:
     return isinstance(value, str) and value != "" and "/" not in value
 
 
-def _count(name: str, value: Any) -> int:
+def _count(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"Policy: {name} must be an integer of at least 0, got {value!r}")
     return value

@@ -10,12 +10,16 @@ from flax import linen as nn
 from flax import nnx as flax_nnx
 from qwix._src.utils import flax_util
 
+from ._core.tensor import PyTree
 from ._layers.dot_general import DotGeneral
 from ._layers.einsum import contraction, einsum_of_layer
+from ._layers.gather import Placement
 from ._layers.keys import layer_key
 from .flax import linen, nnx
 from .policy import WEIGHT_NAMES, Layer, Policy, depths_of
 from .recipes import Recipe
+
+Found = tuple[Recipe, str, tuple[Placement, Placement] | None, int]  # what _layer returns
 
 
 class Provider(qwix.QuantizationProvider):
@@ -46,8 +50,8 @@ class Provider(qwix.QuantizationProvider):
         return super().get_intercept_map() | ours
 
     def process_model_inputs(
-        self, model: Any, model_args: Sequence[Any], model_kwargs: dict[str, Any]
-    ) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+        self, model: nn.Module | flax_nnx.Module, model_args: Sequence[PyTree], model_kwargs: dict[str, PyTree]
+    ) -> tuple[nn.Module | flax_nnx.Module, Sequence[PyTree], dict[str, PyTree]]:
         """Checks the policy against the model before a call of it."""
         if isinstance(model, flax_nnx.Module):
             layers = [layer._replace(reason=None) for _, layer in nnx.layers_in(model)]
@@ -58,7 +62,9 @@ class Provider(qwix.QuantizationProvider):
         self.depths = depths_of(layers)
         return super().process_model_inputs(model, model_args, model_kwargs)
 
-    def dot_general(self, lhs: Any, rhs: Any, dimension_numbers: Any, *args: Any, **options: Any) -> jax.Array:
+    def dot_general(
+        self, lhs: jax.Array, rhs: jax.Array, dimension_numbers: jax.lax.DotDimensionNumbers, *args: Any, **options: Any
+    ) -> jax.Array:
         """Computes ``jax.lax.dot_general``, quantized if an operand is a parameter."""
         found = self._layer(lhs, rhs)
         if found is None:
@@ -67,14 +73,14 @@ class Provider(qwix.QuantizationProvider):
         product, key = DotGeneral(recipe, path, w_gather), self._key(recipe, path)
         if side == 1:
             return product(lhs, rhs, dimension_numbers, *args, key=key, **options)
-        (contracted, batch) = (tuple(reversed(axes)) for axes in dimension_numbers)
+        contracted, batch = ((of_rhs, of_lhs) for of_lhs, of_rhs in dimension_numbers)
         sharding = options.pop("out_sharding", None)
         flipped = product(rhs, lhs, (contracted, batch), *args, key=key, **options)
         batches, free = len(batch[0]), lhs.ndim - len(contracted[1]) - len(batch[1])  # of the weights, which come last
         result = jnp.moveaxis(flipped, range(flipped.ndim - free, flipped.ndim), range(batches, batches + free))
         return result if sharding is None else jax.sharding.reshard(result, sharding)
 
-    def einsum(self, subscripts: Any, *operands: Any, **options: Any) -> jax.Array:
+    def einsum(self, subscripts: str, *operands: jax.Array, **options: Any) -> jax.Array:
         """Computes ``jnp.einsum``, quantized if it is a product and an operand is a parameter."""
         known = {"precision", "preferred_element_type", "out_sharding"}
         simple = isinstance(subscripts, str) and len(operands) == 2
@@ -90,7 +96,7 @@ class Provider(qwix.QuantizationProvider):
             return jnp.einsum(subscripts, *operands, **options)
         return einsum_of_layer(path, subscripts, x, w, recipe, self._key(recipe, path), w_gather, **options)
 
-    def _layer(self, lhs: Any, rhs: Any) -> tuple[Recipe, str, Any, int] | None:
+    def _layer(self, lhs: jax.Array, rhs: jax.Array) -> Found | None:
         """Returns the recipe, path and ``w_gather``, and which operand holds the weights; None for other products."""
         module = flax_util.get_current_module()
         if isinstance(module, nn.Module) and (module.scope is None or module.is_initializing()):

@@ -6,12 +6,12 @@ kernels on every XLA backend, eager and under jit. The rules in words: docs/nume
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from ._core.softfloat import (
     ABS,
@@ -492,7 +492,7 @@ def sum_elements(a: jax.Array, b_data: jax.Array, b_scale: jax.Array) -> Bits:
     return lax.scan(step, zero, (jnp.moveaxis(to_bits(a), -1, 0), jnp.moveaxis(elements, -1, 0)))[0]
 
 
-def _row_amax(amax: jax.Array, ndim: int, scope: str, window: Any) -> Bits:
+def _row_amax(amax: jax.Array, ndim: int, scope: str, window: ArrayLike) -> Bits:
     """Returns the amax of each row in a window, [..., M, 1]."""
     bits = to_bits(amax)
     if scope == "window64":
@@ -500,7 +500,7 @@ def _row_amax(amax: jax.Array, ndim: int, scope: str, window: Any) -> Bits:
     return per_row(bits, ndim)
 
 
-def _col_amax(amax: jax.Array, ndim: int, scope: str, window: Any) -> Bits:
+def _col_amax(amax: jax.Array, ndim: int, scope: str, window: ArrayLike) -> Bits:
     rows = _row_amax(amax, ndim, scope, window)
     return jnp.swapaxes(rows, -1, -2) if rows.ndim else rows
 

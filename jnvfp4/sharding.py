@@ -4,7 +4,7 @@ docs/sharding.md says which layouts of ``linear`` need which collectives.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import NoReturn
 
 import jax
 from jax import lax
@@ -66,7 +66,7 @@ def all_gather(q: NVFP4Tensor, axis_name: str | tuple[str, ...], *, axis: int = 
     return with_float_scale(replace(t, data=gather(t.data), scale=gather(t.scale), amax=amax))
 
 
-def _axis_names(op: str, axis_name: Any) -> tuple[str, ...]:
+def _axis_names(op: str, axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{op}: axis_name must be a string or a tuple of strings, got {axis_name!r}")
@@ -128,7 +128,7 @@ def _without_derivative(w: jax.Array) -> jax.Array:
 
 
 @_without_derivative.defjvp
-def _no_derivative(*_: Any) -> Any:
+def _no_derivative(*_: object) -> NoReturn:
     raise NotImplementedError(
         "gather_quantized has no derivative, because packed bytes have none; training uses "
         "jnvfp4.linear(x, w, w_gather=(sharded, gathered)), and jax.lax.stop_gradient(w) says that w has no gradient"

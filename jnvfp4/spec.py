@@ -6,7 +6,7 @@
 
 import itertools
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -156,7 +156,7 @@ class QuantSpec:
         """Says whether the amax is the largest magnitude of the whole array as it is, not rotated."""
         return self.format.amax_scope == "tensor" and not self.format.rht
 
-    def ffi_attrs(self) -> dict[str, Any]:
+    def ffi_attrs(self) -> dict[str, str | np.int32 | bool]:
         """Returns the attributes of the FFI call, as ``SpecAttr`` in ffi/calls/spec_attr.h reads them."""
         return {
             "amax_scope": self.format.amax_scope,

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from ..spec import SUPPORTED_SPECS, Format
-from .tensor import PARTS, NVFP4Tensor, part_names
+from .tensor import PARTS, NVFP4Tensor, PyTree, part_names
 
 _FORMATS = {spec.format.name: spec.format for spec in SUPPORTED_SPECS}
 _SCOPES = ("tensor", "row", "window64")  # a record has the place of one: add new ones at the end
@@ -18,7 +19,7 @@ _RECORD = "format"
 _STARTS = tuple(f"{part}_nvfp4_" for part in PARTS)
 
 
-def to_state(tree: Any) -> Any:
+def to_state(tree: PyTree) -> PyTree:
     """Replaces every NVFP4Tensor of a tree by a dictionary of plain arrays that says its format.
 
     For stores that keep leaves by their order or know only NumPy's dtypes (``numpy.savez``, msgpack). A store that
@@ -35,7 +36,7 @@ def to_state(tree: Any) -> Any:
     return jax.tree.map(_state_of, tree, is_leaf=lambda node: isinstance(node, NVFP4Tensor))
 
 
-def from_state(state: Any) -> Any:
+def from_state(state: PyTree) -> PyTree:
     """Makes the NVFP4Tensors again that ``to_state`` has replaced.
 
     Args:
@@ -56,7 +57,7 @@ def from_state(state: Any) -> Any:
     )
 
 
-def _state_of(leaf: Any) -> Any:
+def _state_of(leaf: object) -> object:
     if not isinstance(leaf, NVFP4Tensor):
         return leaf
     parts = (leaf.data, _with_dtype(leaf.scale, jnp.uint8), leaf.amax)
@@ -67,7 +68,7 @@ def _record(fmt: Format) -> list[int]:
     return [_SCOPES.index(fmt.amax_scope), fmt.e4m3_max, int(fmt.rht)]
 
 
-def _with_dtype(scale: Any, dtype: Any) -> Any:
+def _with_dtype(scale: jax.Array | np.ndarray | jax.ShapeDtypeStruct, dtype: DTypeLike) -> Any:
     """Views the bytes of a scale by another dtype: of a JAX or NumPy array, or the description of one."""
     if scale.dtype == dtype:
         return scale
@@ -76,16 +77,16 @@ def _with_dtype(scale: Any, dtype: Any) -> Any:
     return scale.view(dtype) if isinstance(scale, np.ndarray) else lax.bitcast_convert_type(scale, dtype)
 
 
-def _is_state(node: Any) -> bool:
+def _is_state(node: object) -> bool:
     """Says whether a dictionary has a part of a tensor."""
     return isinstance(node, Mapping) and any(map(_is_name, node))
 
 
-def _is_name(key: Any) -> bool:
+def _is_name(key: object) -> bool:
     return isinstance(key, str) and key.startswith(_STARTS)
 
 
-def _tensor_of(path: tuple, state: Mapping[str, Any]) -> NVFP4Tensor:
+def _tensor_of(path: tuple, state: Mapping[str, PyTree]) -> NVFP4Tensor:
     place = jax.tree_util.keystr(path) or "the state"
     name = next(filter(_is_name, state)).split("_", 1)[1]
     if name not in _FORMATS:
@@ -106,7 +107,7 @@ def _tensor_of(path: tuple, state: Mapping[str, Any]) -> NVFP4Tensor:
     return NVFP4Tensor(data, _with_dtype(scale, jnp.float8_e4m3fn), amax, fmt)
 
 
-def _check_record(place: str, fmt: Format, record: Any) -> None:
+def _check_record(place: str, fmt: Format, record: object) -> None:
     if isinstance(record, jax.ShapeDtypeStruct):
         return
     if isinstance(record, jax.core.Tracer):

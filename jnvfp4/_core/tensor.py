@@ -2,10 +2,10 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.export
@@ -18,6 +18,8 @@ from jax.tree_util import GetAttrKey, register_pytree_with_keys
 from ..spec import Format
 
 PARTS = ("data", "scale", "amax")
+PyTree = Any  # what jax.tree walks: containers of arrays and of NVFP4Tensors, or one of these
+Entry = str | tuple[str, ...] | None  # of a PartitionSpec, for one dimension; UNCONSTRAINED has no public type
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -76,7 +78,7 @@ class NVFP4Tensor:
         """Returns the element type, float4_e2m1fn, as a NumPy dtype."""
         return jnp.dtype(jnp.float4_e2m1fn)
 
-    def __getitem__(self, index: Any) -> "NVFP4Tensor":
+    def __getitem__(self, index: object) -> "NVFP4Tensor":
         """Indexes the leading axes; the matrices [M, K] stay whole.
 
         Args:
@@ -160,7 +162,7 @@ class NVFP4Tensor:
             "its values, and t.data, t.scale and t.amax are its parts"
         )
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> NoReturn:
         """Refuses the conversion to a NumPy array."""
         self._no_array()
 
@@ -182,7 +184,7 @@ def _is_index(entries: tuple, lead: tuple[int, ...]) -> bool:
     return True
 
 
-def check_partition(op: str, spec: Any, shape: tuple[int, ...]) -> None:
+def check_partition(op: str, spec: object, shape: tuple[int, ...]) -> None:
     """Refuses what is no PartitionSpec for values of ``shape``."""
     if not isinstance(spec, PartitionSpec):
         raise TypeError(f"{op}: spec must be a PartitionSpec, got {spec!r}")
@@ -190,7 +192,7 @@ def check_partition(op: str, spec: Any, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{op}: spec must have at most {len(shape)} entries for shape {shape}, got {spec}")
 
 
-def ways_of(mesh: Mesh | AbstractMesh, entry: Any) -> int:
+def ways_of(mesh: Mesh | AbstractMesh, entry: Entry) -> int:
     """Returns into how many parts an axis with this entry of a PartitionSpec is split."""
     axes = () if entry in (None, PartitionSpec.UNCONSTRAINED) else entry if isinstance(entry, tuple) else (entry,)
     return math.prod(mesh.shape[axis] for axis in axes)
@@ -206,13 +208,13 @@ def part_names(fmt: Format) -> tuple[str, ...]:
     return tuple(f"{part}_{fmt.name}" for part in PARTS)
 
 
-def _unflatten(fmt: Format, parts: Any) -> NVFP4Tensor:
+def _unflatten(fmt: Format, parts: Iterable) -> NVFP4Tensor:
     data, scale, amax = parts
     return NVFP4Tensor(data, scale, amax, fmt)
 
 
 def register_parts(
-    cls: Any, parts: Callable[[Any], tuple], names: Callable[[Format], tuple[str, ...]], unflatten: Callable
+    cls: type, parts: Callable[..., tuple], names: Callable[[Format], tuple[str, ...]], unflatten: Callable
 ) -> None:
     """Registers a class of three arrays and a format as a pytree, which ``jax.export`` can store too.
 
@@ -237,6 +239,7 @@ def register_parts(
 
 
 register_parts(NVFP4Tensor, _parts, part_names, _unflatten)
+Tensor = TypeVar("Tensor", bound=NVFP4Tensor)
 
 
 @partial(jax.jit, inline=True)  # an eager call transfers no constants
@@ -251,12 +254,12 @@ def take_tensor(results: Iterator[jax.Array], fmt: Format, amax: jax.Array | Non
     return with_float_scale(NVFP4Tensor(data, scale, next(results) if amax is None else amax, fmt))
 
 
-def with_float_scale(t: NVFP4Tensor) -> NVFP4Tensor:
+def with_float_scale(t: Tensor) -> Tensor:
     """Views the scale bytes of ``t`` as float8_e4m3fn."""
     return replace(t, scale=lax.bitcast_convert_type(t.scale, jnp.float8_e4m3fn))
 
 
-def with_scale_bytes(t: NVFP4Tensor) -> NVFP4Tensor:
+def with_scale_bytes(t: Tensor) -> Tensor:
     """Views the float8_e4m3fn scale of ``t`` as bytes."""
     return replace(t, scale=lax.bitcast_convert_type(t.scale, jnp.uint8))
 

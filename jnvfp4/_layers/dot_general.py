@@ -1,18 +1,20 @@
 """``dot_general`` and ``DotGeneral``: products in the notation of ``jax.lax``, through ``linear``."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core.tensor import NVFP4Tensor
 from .._ops.arguments import as_amax, as_float_array, float_dtype, operation
-from .._primitives._base import axes_of_dims
+from .._primitives._base import Axes, axes_of_dims
 from ..recipes import DEFAULT, Recipe
 from .gather import Placement, as_pair
 from .keys import layer_key, needs_key
@@ -25,8 +27,8 @@ from .weights import WeightAxes, Weights
 def dot_general(
     lhs: ArrayLike,
     rhs: ArrayLike,
-    dimension_numbers: Any,
-    precision: Any = None,
+    dimension_numbers: lax.DotDimensionNumbers,
+    precision: object = None,
     preferred_element_type: DTypeLike | None = None,
     *,
     out_sharding: NamedSharding | PartitionSpec | None = None,
@@ -34,19 +36,19 @@ def dot_general(
     key: jax.Array | None = None,
     w_gather: tuple[Placement, Placement] | None = None,
     w_amax: ArrayLike | None = None,
-    **unsupported: Any,
+    **unsupported: object,
 ) -> jax.Array:
     """Computes ``jax.lax.dot_general`` through ``linear``: for model code that takes a ``dot_general`` argument.
 
     Args:
-      lhs: the activations (x of the recipe), of any rank. Several contracting axes count as one of the size K.
-        Each example of the batch axes has its own amax.
-      rhs: the weights (w of the recipe), of any rank. If its axes are in the order of Flax (batch, contracting, free),
-        it is read as it is (``linear(..., w_axes="kn")``). Otherwise, or if the recipe rounds w stochastically, it is
-        transposed to [N, K] first.
+      lhs: the activations (x of the recipe), float32, bfloat16 or float16, of any rank. Several contracting axes count
+        as one of the size K. Each example of the batch axes has its own amax.
+      rhs: the weights (w of the recipe), of the same dtypes and any rank. If its axes are in the order of Flax (batch,
+        contracting, free), it is read as it is (``linear(..., w_axes="kn")``). Otherwise, or if the recipe rounds w
+        stochastically, it is transposed to [N, K] first.
       dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
       precision: only None or the default, because the operands are quantized.
-      preferred_element_type: the dtype of the result; that of ``lax.dot_general`` if None.
+      preferred_element_type: float32, bfloat16 or float16; the dtype of ``lax.dot_general`` if None.
       out_sharding: how the result is sharded over an Explicit mesh. If it is None, the rows have the sharding of lhs
         and the columns that of rhs.
       recipe: as in ``linear``.
@@ -57,7 +59,7 @@ def dot_general(
       **unsupported: newer arguments of ``lax.dot_general``; each must be None.
 
     Returns:
-      An array with the axes batch, lhs free, rhs free, as that of ``lax.dot_general``. It is differentiable.
+      An array [*batch, *lhs free, *rhs free] of that dtype, as ``lax.dot_general`` returns it. It is differentiable.
 
     Raises:
       ValueError, TypeError: operands or arguments do not fit; the message names them.
@@ -72,10 +74,12 @@ class OfWeights(NamedTuple):
     """Holds what a product is told of its weights: where they are, by their axes, and their amax."""
 
     gather: tuple[Placement, Placement] | None = None
-    amax: Any = None
+    amax: ArrayLike | None = None
 
 
-def check_options(op: str, recipe: Any, precision: Any, out_sharding: Any, unsupported: dict[str, Any]) -> None:
+def check_options(
+    op: str, recipe: object, precision: object, out_sharding: object, unsupported: Mapping[str, object]
+) -> None:
     """Checks the arguments that ``lax.dot_general`` has too, and refuses those that mean nothing here."""
     check_recipe(op, recipe)
     precisions = precision if isinstance(precision, tuple) else (precision,)
@@ -95,11 +99,11 @@ def contract(
     op: str,
     lhs: ArrayLike,
     rhs: ArrayLike,
-    dimension_numbers: Any,
+    dimension_numbers: lax.DotDimensionNumbers,
     recipe: Recipe,
     key: jax.Array | None,
     dtype: DTypeLike | None,
-    out_sharding: Any,
+    out_sharding: Placement | None,
     of_w: OfWeights,
     *,
     pad: bool,
@@ -173,7 +177,7 @@ def _of_matrix(
     return placed[0], placed[1]
 
 
-def _of_examples(op: str, amax: Any, w: jax.Array, batch: tuple[int, ...]) -> jax.Array | None:
+def _of_examples(op: str, amax: ArrayLike | None, w: jax.Array, batch: tuple[int, ...]) -> jax.Array | None:
     """Flattens the batch axes of an amax."""
     if amax is None:
         return None
@@ -224,14 +228,14 @@ class DotGeneral:
         self,
         lhs: ArrayLike,
         rhs: ArrayLike,
-        dimension_numbers: Any,
-        precision: Any = None,
+        dimension_numbers: lax.DotDimensionNumbers,
+        precision: object = None,
         preferred_element_type: DTypeLike | None = None,
         *,
         out_sharding: NamedSharding | PartitionSpec | None = None,
         key: jax.Array | None = None,
         w_amax: ArrayLike | None = None,
-        **unsupported: Any,
+        **unsupported: object,
     ) -> jax.Array:
         """Computes ``jnvfp4.dot_general``, with zeros added where K or N is no multiple of what the recipe needs.
 
@@ -267,7 +271,7 @@ class DotGeneral:
         return layer_key(self.path)
 
 
-def dtype_of_lax(a: jax.Array, b: jax.Array) -> Any:
+def dtype_of_lax(a: jax.Array, b: jax.Array) -> np.dtype:
     """Returns the dtype of lax.dot_general, which promotes also where jax.numpy_dtype_promotion is strict."""
     vectors = (jax.ShapeDtypeStruct((1,), v.dtype) for v in (a, b))
     return jax.eval_shape(lambda a, b: lax.dot_general(a, b, (((0,), (0,)), ((), ()))), *vectors).dtype
@@ -311,7 +315,7 @@ def _split(array: jax.Array, *sizes: tuple[int, ...]) -> jax.Array:
     return _reshaped(array, [n for parts in sizes for n in parts], [entry for parts in split for entry in parts])
 
 
-def _reshaped(array: jax.Array, sizes: list[int], axes: list[Any]) -> jax.Array:
+def _reshaped(array: jax.Array, sizes: list[int], axes: Axes) -> jax.Array:
     """Reshapes to ``sizes``; on an Explicit mesh JAX must be told the sharding of merged and split axes."""
     if not any(entry is not None for entry in axes):
         return array.reshape(sizes)

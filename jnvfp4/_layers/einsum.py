@@ -31,7 +31,7 @@ def einsum(
     *,
     recipe: Recipe = DEFAULT,
     key: jax.Array | None = None,
-    precision: Any = None,
+    precision: object = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
     w_gather: tuple[Placement, Placement] | None = None,
@@ -44,9 +44,10 @@ def einsum(
         least one letter is in both operands and not in the result, and a letter that the result leaves out is in both.
         A letter in all three is a batch axis, for each example of which there is an amax. The result may have any order
         of axes. An ellipsis stands for the same axes everywhere, and without "->" the result is as in ``jnp.einsum``.
-      x: the activations (x of the recipe). They come first in ``subscripts``, too: where the weights do, swap both.
-      w: the weights (w of the recipe). They are transposed in memory unless their axes have the order batch,
-        contracting, free, or batch, free, contracting.
+      x: the activations (x of the recipe), float32, bfloat16 or float16. They come first in ``subscripts``, too: where
+        the weights do, swap both.
+      w: the weights (w of the recipe), of the same dtypes. They are transposed in memory unless their axes have the
+        order batch, contracting, free, or batch, free, contracting.
       recipe: as in ``linear``.
       key: as in ``dot_general``.
       precision: as in ``dot_general``.
@@ -61,9 +62,8 @@ def einsum(
     Raises:
       ValueError, TypeError: the einsum is no product of two operands, or an argument does not fit.
     """
-    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    of_w = OfWeights(as_pair("einsum", w_gather), w_amax)
-    return einsum_of("einsum", subscripts, x, w, recipe, key, of_w, **options)
+    of_w, dtype = OfWeights(as_pair("einsum", w_gather), w_amax), preferred_element_type
+    return einsum_of("einsum", subscripts, x, w, recipe, key, of_w, precision, dtype, out_sharding)
 
 
 def einsum_of_layer(
@@ -88,11 +88,10 @@ def einsum_of(
     recipe: Recipe,
     key: jax.Array | None,
     of_w: OfWeights,
-    *,
-    precision: Any = None,
+    precision: object = None,
     preferred_element_type: DTypeLike | None = None,
-    out_sharding: Any = None,
-    **unsupported: Any,
+    out_sharding: Placement | None = None,
+    **unsupported: object,
 ) -> jax.Array:
     """Computes ``einsum``; ``op`` is what errors call it."""
     x, w = as_float_array(op, "x", x), as_float_array(op, "w", w)

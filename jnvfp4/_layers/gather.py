@@ -3,13 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._core.tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
+from .._core.tensor import Entry, NVFP4Tensor, with_float_scale, with_scale_bytes
 from .._primitives._base import Axes, axes_of, ways, without_axes
 
 Placement = NamedSharding | PartitionSpec
@@ -18,9 +18,9 @@ Placement = NamedSharding | PartitionSpec
 class Gather(NamedTuple):
     """Holds two shardings of a weight matrix by its axes: as each device keeps it, and as products read it."""
 
-    mesh: Any
-    sharded: tuple[Any, ...]
-    gathered: tuple[Any, ...]
+    mesh: Mesh | AbstractMesh
+    sharded: tuple[Entry, ...]
+    gathered: tuple[Entry, ...]
 
     @property
     def reversed(self) -> "Gather":
@@ -51,7 +51,7 @@ class Gather(NamedTuple):
         return with_float_scale(replace(t, data=move(t.data), scale=move(t.scale), amax=amax))
 
 
-def as_pair(op: str, w_gather: Any) -> tuple[Placement, Placement] | None:
+def as_pair(op: str, w_gather: tuple[Placement, Placement] | None) -> tuple[Placement, Placement] | None:
     """Refuses what is neither None nor a pair of shardings."""
     if w_gather is None:
         return None
@@ -102,7 +102,7 @@ def as_gather(
 
 def _check_order(op: str, names: Sequence[str], gather: Gather) -> None:
     """Refuses a pair the wrong way round, by which each device keeps more than products read."""
-    if PartitionSpec.UNCONSTRAINED in gather.sharded:  # XLA decides how much a device keeps
+    if any(entry is PartitionSpec.UNCONSTRAINED for entry in gather.sharded):  # XLA decides how much a device keeps
         return
     kept, read = (
         math.prod(ways(gather.mesh, _axes(entry)) for entry in entries) for entries in (gather.sharded, gather.gathered)
@@ -116,8 +116,8 @@ def _check_order(op: str, names: Sequence[str], gather: Gather) -> None:
 
 
 def _entries(
-    op: str, what: str, sharding: Placement, mesh: Any, shape: tuple[int, ...], units: Sequence[int]
-) -> tuple[Any, ...]:
+    op: str, what: str, sharding: Placement, mesh: Mesh | AbstractMesh, shape: tuple[int, ...], units: Sequence[int]
+) -> tuple[Entry, ...]:
     """Returns the entries of a sharding, one for each dimension, or says why it does not fit."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if len(spec) > len(shape):
@@ -141,11 +141,11 @@ def _entries(
     return entries
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
+def _axes(entry: Entry) -> tuple[str, ...]:
     return () if entry is PartitionSpec.UNCONSTRAINED else axes_of(entry)
 
 
-def place(x: jax.Array, mesh: Any, entries: Sequence[Any]) -> jax.Array:
+def place(x: jax.Array, mesh: Mesh | AbstractMesh, entries: Sequence[Entry]) -> jax.Array:
     """Gives ``x`` a sharding: on an Explicit mesh its type changes, on an Auto mesh XLA is told of it."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = {axis for axis, kind in types.items() if kind == AxisType.Explicit}
@@ -158,5 +158,5 @@ def place(x: jax.Array, mesh: Any, entries: Sequence[Any]) -> jax.Array:
     return x
 
 
-def _without(entry: Any, axes: set[str]) -> Any:
+def _without(entry: Entry, axes: set[str]) -> Entry:
     return entry if entry is PartitionSpec.UNCONSTRAINED else without_axes(entry, axes)

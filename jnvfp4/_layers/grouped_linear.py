@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core.tensor import NVFP4Tensor
@@ -17,11 +17,10 @@ from .._primitives._groups import Rows, check_sizes, rows_of
 from .._primitives.grouped_contract import grouped_contract_p
 from .._primitives.grouped_dot import grouped_dot_p
 from ..recipes import DEFAULT, Recipe
-from ..spec import QuantSpec
 from .dot_general import check_options, dtype_of_lax
 from .keys import layer_key, needs_key
-from .layer import Call, check_dtype_of_x, check_recipe, dense, layer, recipe_key
-from .quantizer import Operand, Pair, Quantizer, W, pack
+from .layer import Call, Given, check_dtype_of_x, check_recipe, dense, layer, recipe_key
+from .quantizer import Operand, Pair, Quantizer, SpecPair, W, pack
 from .weights import WeightAxes, Weights, as_weights, check_contractions, check_order, frozen_recipe
 
 
@@ -83,7 +82,7 @@ def _without_wgrad(recipe: Recipe) -> Recipe:
     return Recipe(recipe.fprop, recipe.dgrad, None) if recipe.wgrad_specs else recipe
 
 
-def _call_grouped(call: Call, x: Any, w: Any, group_sizes: Any, key: Any) -> jax.Array:
+def _call_grouped(call: Call, x: object, w: object, group_sizes: object, key: Given) -> jax.Array:
     """Checks the arguments."""
     op, recipe = call.op, call.recipe
     w = as_weights(op, w)
@@ -99,11 +98,11 @@ def _call_grouped(call: Call, x: Any, w: Any, group_sizes: Any, key: Any) -> jax
     check_contractions(op, w.shape, n, k, recipe)
     operands, structure = jax.tree.flatten((x, pack(w), sizes))
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
-    x, w, sizes = jax.tree.unflatten(structure, match_varying(*operands, like=key))
+    tokens, experts, sizes = jax.tree.unflatten(structure, match_varying(*operands, like=key))
     sizes = resharded(sizes, [None])  # where a group begins depends on all sizes before it
-    weights = call.weights._replace(frozen=isinstance(w, NVFP4Tensor), one=recipe.one_weight)
-    call = call._replace(recipe=recipe, weights=weights, out_dtype=call.out_dtype or x.dtype).with_types(x, w, None)
-    return layer(x, w, None, key, None, sizes, call)
+    weights = call.weights._replace(frozen=isinstance(experts, NVFP4Tensor), one=recipe.one_weight)
+    call = call._replace(recipe=recipe, weights=weights, out_dtype=call.out_dtype or x.dtype)
+    return layer(tokens, experts, None, key, None, sizes, call.with_types(tokens, experts, None))
 
 
 def _check_scopes(op: str, recipe: Recipe) -> None:
@@ -144,7 +143,7 @@ def _masked(x: jax.Array, rows: Rows) -> jax.Array:
 class Grouped:
     """The GEMMs of groups of rows of x [M, K] with experts of their own, w [G, N, K]; wgrad is in high precision."""
 
-    def __init__(self, call: Call, group_sizes: Any, tokens: int) -> None:
+    def __init__(self, call: Call, group_sizes: jax.Array, tokens: int) -> None:
         self.call, self.weights, self.sizes = call, call.weights, group_sizes
         self.rows = rows_of(group_sizes, tokens)
 
@@ -152,9 +151,7 @@ class Grouped:
         """Returns x with zeros in the rows that no group holds, so that what they have is in no amax and in no sum."""
         return _masked(x, self.rows)
 
-    def quantized_weights(
-        self, quantizer: Quantizer, w: jax.Array, specs: tuple[QuantSpec | None, QuantSpec | None], amax: Any
-    ) -> Pair:
+    def quantized_weights(self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given) -> Pair:
         """Quantizes each expert with a key of its own."""
         if specs == (None, None):
             return None, None
@@ -186,9 +183,8 @@ class Grouped:
         dw = bind(grouped_contract_p, *operands, *self.rows, implementation=None)[0]
         return dw.astype(self.call.dtypes[1])
 
-    def _dot(self, a: jax.Array, b: jax.Array, b_axis: int, dtype: Any) -> jax.Array:
-        options: Any = {"b_axis": b_axis, "out_dtype": jnp.dtype(dtype), "implementation": None}
-        return bind(grouped_dot_p, a, b, *self.rows, **options)[0]
+    def _dot(self, a: jax.Array, b: jax.Array, b_axis: int, dtype: np.dtype | None) -> jax.Array:
+        return bind(grouped_dot_p, a, b, *self.rows, b_axis=b_axis, out_dtype=jnp.dtype(dtype), implementation=None)[0]
 
 
 # ---------------------------------------------------------------- the sibling of DotGeneral
@@ -217,12 +213,12 @@ class RaggedDot:
         lhs: ArrayLike,
         rhs: ArrayLike | NVFP4Tensor,
         group_sizes: ArrayLike,
-        precision: Any = None,
+        precision: object = None,
         preferred_element_type: DTypeLike | None = None,
-        group_offset: Any = None,
+        group_offset: object = None,
         *,
         key: jax.Array | None = None,
-        **unsupported: Any,
+        **unsupported: object,
     ) -> jax.Array:
         """Computes ``jax.lax.ragged_dot`` by ``grouped_linear``, with zeros added where K or N needs them.
 

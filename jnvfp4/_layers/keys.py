@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +145,7 @@ def needs_key(what: str, fourth: str = "") -> ValueError:
     return ValueError(f"{what}: key must be given, since the recipe rounds stochastically, got none; {ways}")
 
 
-def check_step(what: str, key: Any, of: str = "the key of step_key", hint: str = _ENTER_INSIDE) -> None:
+def check_step(what: str, key: object, of: str = "the key of step_key", hint: str = _ENTER_INSIDE) -> None:
     """Refuses a key that would become a constant of a traced function."""
     functions = traced_functions()
     if functions and not isinstance(key, jax.core.Tracer):
@@ -155,12 +155,12 @@ def check_step(what: str, key: Any, of: str = "the key of step_key", hint: str =
         )
 
 
-def varies(*values: Any) -> bool:
+def varies(*values: object) -> bool:
     """Says whether every loop being traced computes one of the values, so that its iterations may differ in it."""
     return max(map(_depth, values)) >= _count_loops(traced_functions())
 
 
-def is_within(value: Any, other: Any) -> bool:
+def is_within(value: object, other: object) -> bool:
     """Says whether a value belongs to a function that is traced within that of another value."""
     return len(_functions_of(value)) > len(_functions_of(other))
 
@@ -196,12 +196,12 @@ def _check_varies(what: str, step: _Step) -> None:
         )
 
 
-def _depth(value: Any) -> int:
+def _depth(value: object) -> int:
     """Returns within how many loops a value is computed; 0 for a constant."""
     return _count_loops(_functions_of(value))
 
 
-def _functions_of(value: Any) -> tuple[str, ...]:
+def _functions_of(value: object) -> tuple[str, ...]:
     return traced_functions(value) if isinstance(value, jax.core.Tracer) else ()
 
 

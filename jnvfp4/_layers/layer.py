@@ -5,17 +5,19 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .._core.tensor import NVFP4Tensor
 from .._ops.arguments import Accumulation, Implementation, as_key
 from .._ops.quantize import dequantize
 from .._primitives._base import axes_of_dims, resharded
 from ..recipes import Recipe
-from ..spec import QuantSpec
-from .quantizer import DY, Operand, Pair, Quantizer, X, named, pack, unpack
+from .quantizer import DY, Operand, Pair, Quantizer, SpecPair, X, named, pack, unpack
 from .weights import Weights
 
 Form = Literal["forward", "transposed", "original"] | None
+Given = jax.Array | None  # an argument that a call may lack
+Residuals = tuple[Any, Any, Given, Given]  # x and w as the backward pass reads them, key, group_sizes
 
 
 class Products(Protocol):
@@ -24,14 +26,12 @@ class Products(Protocol):
     ``group_sizes`` is None for a dense layer. Gradients have the dtypes of ``call.dtypes``.
     """
 
-    def __init__(self, call: "Call", group_sizes: Any, tokens: int) -> None: ...
+    def __init__(self, call: "Call", group_sizes: Given, tokens: int) -> None: ...
 
     def masked(self, x: jax.Array) -> jax.Array:
         """Returns x [*rows, K] without what rows hold that no GEMM reads."""
 
-    def quantized_weights(
-        self, quantizer: Quantizer, w: jax.Array, specs: tuple[QuantSpec | None, QuantSpec | None], amax: Any
-    ) -> Pair:
+    def quantized_weights(self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given) -> Pair:
         """Quantizes w along its last axis and along the one before, by the specs that are given."""
 
     def fprop(self, x: Operand, w: NVFP4Tensor, bias: jax.Array | None) -> jax.Array:
@@ -102,7 +102,7 @@ def check_dtype_of_x(op: str, recipe: Recipe, x: jax.Array) -> None:
         raise TypeError(f"{op}: x must be bfloat16 or float16 for a weight-only recipe, got {x.dtype}")
 
 
-def recipe_key(op: str, recipe: Recipe, key: Any) -> jax.Array | None:
+def recipe_key(op: str, recipe: Recipe, key: Given) -> Given:
     """Returns the key if the recipe needs one, else None."""
     if not recipe.stochastic:
         return None
@@ -113,15 +113,15 @@ def recipe_key(op: str, recipe: Recipe, key: Any) -> jax.Array | None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(6,))
 def layer(
-    x: jax.Array, w: Operand, bias: jax.Array | None, key: Any, w_amax: Any, group_sizes: Any, call: Call
+    x: jax.Array, w: Operand, bias: Given, key: Given, w_amax: Given, group_sizes: Given, call: Call
 ) -> jax.Array:
     """Computes y [*rows, N] of x [*rows, K]; ``call`` says of which w."""
     return _forward(x, w, bias, key, w_amax, group_sizes, call._replace(differentiated=False))[0]
 
 
 def _forward(
-    x: jax.Array, w: Operand, bias: jax.Array | None, key: Any, w_amax: Any, group_sizes: Any, call: Call
-) -> tuple[jax.Array, Any]:
+    x: jax.Array, w: Operand, bias: Given, key: Given, w_amax: Given, group_sizes: Given, call: Call
+) -> tuple[jax.Array, Residuals]:
     recipe, weights, (kept_x, kept_w) = call.recipe, call.weights, call.kept
     products, quantizer = call.products(call, group_sizes, x.shape[0]), Quantizer(key, call.common)
     x = products.masked(x)
@@ -146,7 +146,7 @@ def _forward(
     return y, (pack(saved_x), pack(qw if kept_w == "forward" else saved_w), key, group_sizes)
 
 
-def _saved(form: Form, forward: Any, transposed: Any, original: jax.Array) -> tuple[Any, Any]:
+def _saved(form: Form, forward: Operand | None, transposed: NVFP4Tensor | None, original: jax.Array) -> tuple[Any, Any]:
     """Names the operand of the forward GEMM and what the backward pass reads, which may be the same; returns both."""
     forward = forward if forward is None else named(forward, form == "forward")
     if form == "transposed":
@@ -154,7 +154,7 @@ def _saved(form: Form, forward: Any, transposed: Any, original: jax.Array) -> tu
     return forward, named(original, True) if form == "original" else forward
 
 
-def _backward(call: Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
+def _backward(call: Call, residuals: Residuals, dy: jax.Array) -> tuple[Given, ...]:
     x, w, key, group_sizes = residuals
     x, w, recipe, weights = unpack(x), unpack(w), call.recipe, call.weights
     products, quantizer = call.products(call, group_sizes, dy.shape[0]), Quantizer(key, call.common)
@@ -181,7 +181,7 @@ def _sum_of_rows(dy: jax.Array) -> jax.Array:
     return jnp.sum(dy.astype(jnp.float32), tuple(range(dy.ndim - 1)))
 
 
-def dense(t: Operand, dtype: Any, implementation: Implementation) -> jax.Array:
+def dense(t: Operand, dtype: DTypeLike, implementation: Implementation) -> jax.Array:
     """Returns the values of a tensor, or an array as it is."""
     return dequantize(t, dtype, implementation=implementation) if isinstance(t, NVFP4Tensor) else t
 

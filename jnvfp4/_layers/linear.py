@@ -1,7 +1,6 @@
 """``linear``, the differentiable product of an array with weights."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core.tensor import NVFP4Tensor
+from .._core.tensor import Entry, NVFP4Tensor
 from .._native import plans
 from .._ops.arguments import (
     Accumulation,
@@ -23,10 +22,9 @@ from .._ops.arguments import (
 from .._ops.matmul import contract_rows, matmul_nt
 from .._primitives._base import Axes, axes_of, axes_of_dims, match_varying, resharded, without_axes
 from ..recipes import DEFAULT, Recipe
-from ..spec import QuantSpec
 from .gather import Placement, as_gather, as_pair
-from .layer import Call, check_dtype_of_x, check_recipe, dense, layer, recipe_key
-from .quantizer import Operand, Pair, Quantizer, W, pack
+from .layer import Call, Given, check_dtype_of_x, check_recipe, dense, layer, recipe_key
+from .quantizer import Operand, Pair, Quantizer, SpecPair, T, W, pack
 from .weights import WeightAxes, Weights, as_weights, check_contractions, check_order, frozen_recipe
 
 
@@ -105,12 +103,12 @@ def linear(
 
 def call_linear(
     call: Call,
-    x: Any,
-    w: Any,
-    bias: Any,
-    key: Any,
+    x: ArrayLike,
+    w: ArrayLike | NVFP4Tensor,
+    bias: ArrayLike | None,
+    key: jax.Array | None,
     w_gather: tuple[Placement, Placement] | None = None,
-    w_amax: Any = None,
+    w_amax: ArrayLike | None = None,
 ) -> jax.Array:
     """Checks the arguments and flattens the leading axes of x."""
     op, recipe = call.op, call.recipe
@@ -130,13 +128,12 @@ def call_linear(
     check_contractions(op, w.shape, n, k, recipe)
     weights, w = _placed(op, recipe, call.weights, w, w_gather)
     tokens = x if _keeps_axes(op, x, recipe) else x.reshape(math.prod(x.shape[:-1]), k)
-    operands, structure = jax.tree.flatten((tokens, w, bias))
+    leaves, structure = jax.tree.flatten((tokens, w, bias))
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
-    tokens, w, bias = jax.tree.unflatten(structure, match_varying(*operands, like=(key, w_amax)))
-    call = call._replace(recipe=recipe, weights=weights, out_dtype=call.out_dtype or x.dtype)
-    call = call.with_types(tokens, w, bias)
-    _check_axes_of_result(call, tokens, w)
-    y = layer(tokens, w, bias, key, w_amax, None, call)
+    operands = jax.tree.unflatten(structure, match_varying(*leaves, like=(key, w_amax)))
+    call = call._replace(recipe=recipe, weights=weights, out_dtype=call.out_dtype or x.dtype).with_types(*operands)
+    _check_axes_of_result(call, *operands[:2])
+    y = layer(*operands, key, w_amax, None, call)
     return y.reshape(*x.shape[:-1], n)
 
 
@@ -157,7 +154,7 @@ def _placed(
 
 
 # ---------------------------------------------------------------- checks
-def _checked_amax(op: str, recipe: Recipe, w: Any, w_amax: Any) -> jax.Array | None:
+def _checked_amax(op: str, recipe: Recipe, w: Operand, w_amax: ArrayLike | None) -> Given:
     if w_amax is None:
         return None
     if isinstance(w, NVFP4Tensor):
@@ -227,21 +224,22 @@ def _check_axes_of_result(call: Call, x: jax.Array, w: Operand) -> None:
 class Dense:
     """The GEMMs of x [*rows, K] and one matrix w, split over devices as their operands and gradients are."""
 
-    def __init__(self, call: Call, group_sizes: Any, tokens: int) -> None:
+    def __init__(self, call: Call, group_sizes: Given, tokens: int) -> None:
         self.call, self.weights = call, call.weights
 
     def masked(self, x: jax.Array) -> jax.Array:
         return x
 
-    def quantized_weights(
-        self, quantizer: Quantizer, w: jax.Array, specs: tuple[QuantSpec | None, QuantSpec | None], amax: Any
-    ) -> Pair:
+    def quantized_weights(self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given) -> Pair:
         first, second = (amax if spec is not None and spec.plain_amax else None for spec in specs)
         return quantizer.pair(w, specs, quantizer.operand_key(W, *specs), (first, second))
 
     def fprop(self, x: Operand, w: NVFP4Tensor, bias: jax.Array | None) -> jax.Array:
-        options: Any = {"accumulation": self.call.accumulation, "implementation": self.call.implementation}
-        return matmul_nt(x, w, out_dtype=self.call.out_dtype, bias=bias, **options)
+        call = self.call
+        accumulation, implementation = call.accumulation, call.implementation
+        return matmul_nt(
+            x, w, out_dtype=call.out_dtype, bias=bias, accumulation=accumulation, implementation=implementation
+        )
 
     def fprop_in_high_precision(self, x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
         contracted = ([x.ndim - 1], [2 + self.weights.k_axis])
@@ -272,13 +270,13 @@ class Dense:
         of_a, of_b = (axes_of_dims(jax.typeof(t.data)) for t in (a, b))
         summed = of_a[-contracted:] + of_b[1:]
         of_a[:-contracted], of_b[0] = _as_gradient(of_a[:-contracted], of_b[0], summed, self.call.axes[of])
-        options: Any = {"accumulation": self.call.accumulation, "implementation": self.call.common}
+        a, b, call = resharded(a, of_a), resharded(b, of_b), self.call
         return contract_rows(
-            resharded(a, of_a), resharded(b, of_b), contracted, out_dtype=self.call.dtypes[of], **options
+            a, b, contracted, out_dtype=call.dtypes[of], accumulation=call.accumulation, implementation=call.common
         )
 
 
-def _gathered_as(of_dx: Any, w: Any, axis: int) -> Any:
+def _gathered_as(of_dx: Entry, w: T, axis: int) -> T:
     """Gathers K of w over the mesh axes that K of dx is not split over: w, and packed, instead of all tokens' dx."""
     axes = axes_of_dims(jax.typeof(w.data if isinstance(w, NVFP4Tensor) else w))
     axes[axis] = without_axes(axes[axis], set(axes_of(axes[axis])) - set(axes_of(of_dx)))
@@ -286,7 +284,7 @@ def _gathered_as(of_dx: Any, w: Any, axis: int) -> Any:
 
 
 def _high_precision(
-    a: jax.Array, b: jax.Array, contracted: tuple[list[int], list[int]], dtype: Any, axes: Axes
+    a: jax.Array, b: jax.Array, contracted: tuple[list[int], list[int]], dtype: DTypeLike, axes: Axes
 ) -> jax.Array:
     """Multiplies original or dequantized operands over axes that leave b one, accumulated in float32."""
     common = a.dtype if a.dtype == b.dtype else jnp.float32  # also where jax.numpy_dtype_promotion is strict
@@ -315,7 +313,7 @@ def _high_precision(
     return product.astype(dtype)
 
 
-def _as_gradient(of_a: Axes, of_b: Any, summed: Axes, axes: Axes) -> tuple[Axes, Any]:
+def _as_gradient(of_a: Axes, of_b: Entry, summed: Axes, axes: Axes) -> tuple[Axes, Entry]:
     """Returns the mesh axes for rows of a and of b in a product that will have ``axes``; ``summed`` are those of sums.
 
     An axis that both have is removed from a where the gradient has it on b's, else from b. Rows that are whole are

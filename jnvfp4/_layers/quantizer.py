@@ -1,7 +1,7 @@
 """How the operands of a layer are quantized, and the names by which its gradients' operands are saved."""
 
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ BACKWARD_NAME = "nvfp4_backward"
 
 Operand = jax.Array | NVFP4Tensor
 Pair = tuple[NVFP4Tensor | None, NVFP4Tensor | None]  # of x, and of x transposed
+SpecPair = tuple[QuantSpec | None, QuantSpec | None]  # by which they are quantized
 T = TypeVar("T")
 X, W, DY = range(3)  # operands, for their keys
 
@@ -64,15 +65,17 @@ class Quantizer(NamedTuple):
     def pair(
         self,
         x: jax.Array,
-        specs: tuple[QuantSpec | None, QuantSpec | None],
+        specs: SpecPair,
         key: jax.Array | None,
         amax: AmaxPair = (None, None),
         unit: int = 1,
     ) -> Pair:
         row_spec, col_spec = specs
         if row_spec is not None and col_spec is not None:
-            options: Any = {"amax": amax, "key": key, "implementation": self.implementation}
-            row, col = quantize_pair_rows(_pad_rows(x, unit), row_spec, col_spec, x.ndim - 1, **options)
+            whole, implementation = _pad_rows(x, unit), self.implementation
+            row, col = quantize_pair_rows(
+                whole, row_spec, col_spec, x.ndim - 1, amax=amax, key=key, implementation=implementation
+            )
             return _crop_rows(row, x.shape[0]), col
         if col_spec is not None:
             return None, self._one(_pad_rows(x, unit), col_spec, key, amax[1], transpose=True)
@@ -87,8 +90,9 @@ class Quantizer(NamedTuple):
         transpose: bool = False,
     ) -> NVFP4Tensor:
         whole = x if transpose else _pad_rows(x, spec.block_rows)
-        options: Any = {"amax": amax, "key": key, "transpose": transpose, "implementation": self.implementation}
-        t = quantize_rows(whole, spec, x.ndim - 1, **options)
+        t = quantize_rows(
+            whole, spec, x.ndim - 1, amax=amax, key=key, transpose=transpose, implementation=self.implementation
+        )
         return t if transpose else _crop_rows(t, x.shape[0])
 
 
@@ -104,10 +108,10 @@ def named(t: T, for_backward: bool) -> T:
     return unpack(packed)
 
 
-def pack(t: Any) -> Any:
+def pack(t: T) -> T:
     """Views scales as bytes: jax.checkpoint rounds the floats it saves by IEEE rules, where E4M3 256 is infinite."""
     return with_scale_bytes(t) if isinstance(t, NVFP4Tensor) else t
 
 
-def unpack(t: Any) -> Any:
+def unpack(t: T) -> T:
     return with_float_scale(t) if isinstance(t, NVFP4Tensor) else t

@@ -1,7 +1,7 @@
 """What the weights of a layer are: trained or frozen, in which axis order, and where they are kept and read."""
 
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 
@@ -11,7 +11,7 @@ from .._ops.quantize import transpose
 from .._primitives._checks import check_parts
 from ..recipes import Recipe
 from .gather import Gather
-from .quantizer import Operand
+from .quantizer import Operand, T
 
 WeightAxes = Literal["nk", "kn"]
 
@@ -36,7 +36,7 @@ class Weights(NamedTuple):
         """Returns the axis of w, from the end, that fprop contracts."""
         return -1 if self.order == "nk" else -2
 
-    def ordered(self, first: Any, second: Any) -> tuple[Any, Any]:
+    def ordered(self, first: T, second: T) -> tuple[T, T]:
         """Returns a pair for w [..., N, K] in the order of the axes that w has; it is its own inverse."""
         return (first, second) if self.order == "nk" else (second, first)
 
@@ -58,7 +58,7 @@ class Weights(NamedTuple):
         return (self.gather if self.order == "nk" else self.gather.reversed).read(w)
 
 
-def as_weights(op: str, w: Any) -> Operand:
+def as_weights(op: str, w: object) -> Operand:
     return w if isinstance(w, NVFP4Tensor) else as_float_array(op, "w", w)
 
 

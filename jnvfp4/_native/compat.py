@@ -1,6 +1,7 @@
 """The private corner of JAX that jnvfp4 touches, in one place. tests/test_compat.py watches it."""
 
 import dataclasses
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,7 +21,7 @@ def needs_devices_in_lowering(primitive: Primitive) -> None:
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
-def without_constant_folding() -> AbstractContextManager[Any]:
+def without_constant_folding() -> AbstractContextManager:
     """Leaves ``jax.ensure_compile_time_eval`` for what is traced inside.
 
     custom_partitioning stops with an AssertionError at a constant that was evaluated in its function (0.10.2, 0.11.2),
@@ -29,19 +30,20 @@ def without_constant_folding() -> AbstractContextManager[Any]:
     return config.eager_constant_folding(False)
 
 
-def with_mesh(ctx: Any) -> Any:
+def with_mesh(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleContext:
     """Tells custom_partitioning of the mesh of ``jax.set_mesh``, where no sharding of the jit arguments names it.
 
     Without it custom_partitioning meets a sharding without a spec and raises (0.10.2 to 0.12).
     """
-    axes, mesh = ctx.module_context.axis_context, jax.sharding.get_abstract_mesh()
+    axes: Any = ctx.module_context.axis_context
+    mesh = jax.sharding.get_abstract_mesh()
     if getattr(axes, "abstract_mesh", mesh) is not None or mesh.empty or mesh.size != axes.num_devices:
         return ctx
     axes = dataclasses.replace(axes, abstract_mesh=mesh)
     return ctx.replace(module_context=ctx.module_context.replace(axis_context=axes))
 
 
-def with_explicit_shardings(ctx: Any, results: Any) -> list[Any]:
+def with_explicit_shardings(ctx: mlir.LoweringRuleContext, results: Iterable[mlir.ir.Value]) -> list[mlir.ir.Value]:
     """Tells XLA that the results have the shardings of their types on an Explicit mesh, as JAX's own primitives do.
 
     The types are not enough: Shardy would choose the shardings of what a custom call returns.
@@ -49,7 +51,7 @@ def with_explicit_shardings(ctx: Any, results: Any) -> list[Any]:
     return [mlir.lower_with_sharding_in_types(ctx, v, aval) for v, aval in zip(results, ctx.avals_out, strict=True)]
 
 
-def partly_manual(ctx: Any) -> tuple[Any, Any]:
+def partly_manual(ctx: mlir.LoweringRuleContext) -> tuple[Mesh | None, mlir.LoweringRuleContext | None]:
     """Returns the mesh of a shard_map with ``axis_names``, and ``ctx`` for what is partitioned over its other axes.
 
     Both are None if shard_map has made every axis manual, if no device is known, or if Shardy is switched off, without
@@ -59,7 +61,8 @@ def partly_manual(ctx: Any) -> tuple[Any, Any]:
     """
     axes = ctx.module_context.axis_context
     mesh, manual = getattr(axes, "mesh", None), set(getattr(axes, "manual_axes", ()))
-    for aval in ctx.avals_in:
+    avals: Any = ctx.avals_in
+    for aval in avals:
         manual.update(aval.sharding.mesh.manual_axes)
     if not isinstance(mesh, Mesh) or not config.use_shardy_partitioner.value:
         return None, None
@@ -72,7 +75,7 @@ def partly_manual(ctx: Any) -> tuple[Any, Any]:
     return mesh, ctx.replace(module_context=ctx.module_context.replace(axis_context=axes))
 
 
-def devices(ctx: Any) -> list[jax.Device]:
+def devices(ctx: mlir.LoweringRuleContext) -> list[jax.Device]:
     """Returns the devices that a program is lowered for; none if it is exported or they are not known."""
     module = ctx.module_context
     axes = module.axis_context
@@ -81,7 +84,7 @@ def devices(ctx: Any) -> list[jax.Device]:
     return [] if module.lowering_parameters.for_export or found is None else list(np.asarray(found).flat)
 
 
-def local_devices(ctx: Any) -> list[jax.Device]:
+def local_devices(ctx: mlir.LoweringRuleContext) -> list[jax.Device]:
     """Returns those of ``devices`` that this process can run programs on: they are present, and its own."""
     local: dict[str, list[jax.Device]] = {}
     for platform in {device.platform for device in devices(ctx)}:
@@ -114,7 +117,7 @@ def dotted(capability: int) -> str:
     return f"{capability // 10}.{capability % 10}"
 
 
-def gpu_capability(ctx: Any) -> int | None:
+def gpu_capability(ctx: mlir.LoweringRuleContext) -> int | None:
     """Returns 10 * major + minor of the least of the GPUs that a program is lowered for.
 
     None if the program is exported or no device is known: it may then run on any GPU.
@@ -135,7 +138,7 @@ def cuda_versions() -> tuple[int | None, int | None]:
         return None, None
 
 
-def traced_functions(tracer: Any = None) -> tuple[str, ...]:
+def traced_functions(tracer: core.Tracer | None = None) -> tuple[str, ...]:
     """Lists what JAX traces a function for, outermost first: "jit", "scan", "while_body", "checkpoint / remat" ...
 
     Without a tracer these are the functions that are being traced; with one, those within which it has its value.

@@ -7,7 +7,7 @@ import math
 import reprlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +36,12 @@ def operation(function: F) -> F:
 
 
 # ---------------------------------------------------------------- arrays
-def no_tensor(op: str, name: str, value: Any) -> TypeError:
+def no_tensor(op: str, name: str, value: object) -> TypeError:
     """Returns the error for what must be an NVFP4Tensor and is none."""
     return TypeError(f"{op}: {name} must be an NVFP4Tensor, got {type(value).__name__}")
 
 
-def as_array(op: str, name: str, value: Any) -> jax.Array:
+def as_array(op: str, name: str, value: object) -> jax.Array:
     """Converts what ``jnp.asarray`` takes; refuses quantized tensors and a masked array."""
     if isinstance(value, NVFP4Tensor):
         raise TypeError(f"{op}: {name} must be an array, got an NVFP4Tensor; jnvfp4.dequantize gives its values")
@@ -66,7 +66,7 @@ def as_array(op: str, name: str, value: Any) -> jax.Array:
         raise TypeError(f"{op}: {name} must be an array, got {reprlib.repr(value)}") from error
 
 
-def as_float_array(op: str, name: str, value: Any) -> jax.Array:
+def as_float_array(op: str, name: str, value: object) -> jax.Array:
     """Converts like ``as_array``; refuses types other than float32, bfloat16 and float16."""
     array = as_array(op, name, value)
     if array.dtype not in FLOAT_DTYPES:
@@ -74,7 +74,7 @@ def as_float_array(op: str, name: str, value: Any) -> jax.Array:
     return array
 
 
-def as_group_sizes(op: str, sizes: Any) -> jax.Array:
+def as_group_sizes(op: str, sizes: object) -> jax.Array:
     """Converts like ``as_array``; refuses integers of the host that JAX would cut to 32 bits. Primitives check more."""
     if isinstance(sizes, np.ndarray | np.generic) and sizes.dtype != np.int32:
         raise TypeError(
@@ -105,7 +105,7 @@ def _as_float32(op: str, amax: float) -> np.float32:
     return value
 
 
-def as_amax_pair(op: str, amax: Any) -> AmaxPair:
+def as_amax_pair(op: str, amax: object) -> AmaxPair:
     """Converts None or the pair (amax of the rows, amax of the columns), either of which may be None."""
     if amax is None:
         return None, None
@@ -144,7 +144,7 @@ def check_spec(op: str, name: str, spec: object) -> None:
         raise TypeError(f"{op}: {name} must be a QuantSpec, got {spec!r}")
 
 
-def float_dtype(op: str, name: str, dtype: DTypeLike | None) -> Any:
+def float_dtype(op: str, name: str, dtype: DTypeLike | None) -> np.dtype:
     """Converts a dtype; refuses types other than float32, bfloat16 and float16."""
     try:
         result = None if dtype is None else jnp.dtype(dtype)
@@ -156,7 +156,7 @@ def float_dtype(op: str, name: str, dtype: DTypeLike | None) -> Any:
 
 
 # ---------------------------------------------------------------- keys
-def stochastic_key(op: str, key: Any, *specs: QuantSpec) -> jax.Array | None:
+def stochastic_key(op: str, key: jax.Array | None, *specs: QuantSpec) -> jax.Array | None:
     """Returns the key where one of ``specs`` rounds stochastically, and None, whatever the key, where none does."""
     if all(spec.rounding == "nearest" for spec in specs):
         return None
@@ -165,7 +165,7 @@ def stochastic_key(op: str, key: Any, *specs: QuantSpec) -> jax.Array | None:
     return as_key(op, key)
 
 
-def as_key(op: str, key: Any) -> jax.Array:
+def as_key(op: str, key: jax.Array) -> jax.Array:
     """Refuses what is not one PRNG key, typed or of raw uint32 words."""
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)

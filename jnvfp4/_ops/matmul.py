@@ -1,9 +1,8 @@
 """Products of quantized tensors: argument checks, and one primitive for each."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core.tensor import NVFP4Tensor, parts_of
@@ -131,7 +130,7 @@ def grouped_matmul_nt(
 
 
 def contract_rows(
-    a: NVFP4Tensor, b: NVFP4Tensor, row_axes: int, *, out_dtype: Any, accumulation: str, implementation: str | None
+    a: NVFP4Tensor, b: NVFP4Tensor, row_axes: int, *, out_dtype: np.dtype, accumulation: str, implementation: str | None
 ) -> jax.Array:
     """Computes ``matmul_nt`` of tensors [M, *rows] and [N, *rows] that ``quantize_rows`` has transposed."""
     return bind(

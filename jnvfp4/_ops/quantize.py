@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,17 +104,14 @@ def quantize_rows(
     The bytes are those of x [..., M, K]. The parts keep the axes apart: [..., *rows, K], or [..., K, *rows] transposed.
     The size of the last of these axes must be a multiple of what a block has of rows.
     """
-    params: dict[str, Any] = {
-        "spec": spec,
-        "transpose": transpose,
-        "row_axes": row_axes,
-        "implementation": implementation,
-    }
+    quantized = partial(
+        bind, quantize_p, x, spec=spec, transpose=transpose, row_axes=row_axes, implementation=implementation
+    )
     if amax is None and spec.finds_amax:
-        return take_tensor(iter(bind(quantize_p, x, has_amax=False, **params)), spec.format)
+        return take_tensor(iter(quantized(has_amax=False)), spec.format)
     operand = _tensor_amax(x, spec, transpose, implementation) if amax is None else amax
     stream = [] if key is None else [random_stream(key, _merged_rows(x.shape, row_axes))]
-    results = bind(quantize_p, x, operand, *stream, has_amax=True, **params)
+    results = quantized(operand, *stream, has_amax=True)
     return take_tensor(iter(results), spec.format, operand if amax is None else magnitude(operand))
 
 
@@ -271,13 +268,17 @@ def _fused_pair(
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 4))
-def _fake_quant(x: jax.Array, spec: QuantSpec, amax: Any, key: Any, implementation: Implementation) -> jax.Array:
+def _fake_quant(
+    x: jax.Array, spec: QuantSpec, amax: jax.Array | None, key: jax.Array | None, implementation: Implementation
+) -> jax.Array:
     quantized = quantize(x, spec, amax=amax, key=key, implementation=implementation)
     return dequantize(quantized, x.dtype, implementation=implementation)
 
 
 @_fake_quant.defjvp
-def _fake_quant_jvp(spec: QuantSpec, implementation: Implementation, primals: Any, tangents: Any) -> Any:
+def _fake_quant_jvp(
+    spec: QuantSpec, implementation: Implementation, primals: tuple, tangents: tuple
+) -> tuple[jax.Array, jax.Array]:
     x, amax, key = primals
     return _fake_quant(x, spec, amax, key, implementation), tangents[0]
 

@@ -4,7 +4,6 @@ import pathlib
 import platform
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +75,7 @@ def targets() -> dict[str, str | None]:
     return {"cpu": load.extensions()["cpu"].isa(), "cuda": cuda.built_for if cuda else None}
 
 
-def describe_device(device: jax.Device) -> dict[str, Any]:
+def describe_device(device: jax.Device) -> dict[str, object]:
     """Returns what a device is, and what its kernels and FP4 tensor cores are used for."""
     capability = compat.capability(device) if device.platform == "gpu" else None
     return {
@@ -135,7 +134,7 @@ def examine(device: jax.Device) -> Iterator[dict[str, str]]:
 PLANNED = [(rows, 4096, 4096) for rows in (1, 16, 64, 256, 8192)]
 
 
-def planned(device: jax.Device) -> Iterator[dict[str, Any]]:
+def planned(device: jax.Device) -> Iterator[dict[str, str | list[int]]]:
     """Says which kernel multiplies on a device, for some numbers of rows, unless the self-check refuses it."""
     if support.no_kernels(device):
         return
@@ -156,7 +155,7 @@ def devices() -> list[jax.Device]:
     return list({(d.platform, d.device_kind): d for d in reversed(every)}.values())[::-1]
 
 
-def report() -> dict[str, Any]:
+def report() -> dict[str, object]:
     """Returns all that ``jnvfp4 doctor --json`` prints.
 
     Its keys: ``ok`` (no check has failed), ``versions``, ``targets`` (what kernels were compiled for), ``cublaslt``
@@ -206,7 +205,7 @@ def _cuda_text(v: dict[str, str | None]) -> str:
     return f"; runtime {v['cuda_runtime']}, driver {v['driver']} for {v['cuda_of_driver']}" if v["cuda_runtime"] else ""
 
 
-def _print_device(d: dict[str, Any]) -> None:
+def _print_device(d: dict[str, object]) -> None:
     capability = f", compute capability {d['compute_capability']}" if d["compute_capability"] else ""
     run = "" if d["kernels_have_run"] else "; kernels are compiled for it, but have not run on one before this"
     print(f"device   {d['device']}: {d['kind']}{capability}{run}")

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +75,9 @@ def quantization_report(
 
 
 @partial(jax.jit, static_argnums=(3, 4))  # step by step, its operations would be compiled one by one
-def _report(array: jax.Array, amax: Any, key: Any, spec: QuantSpec, transpose: bool) -> QuantizationReport:
+def _report(
+    array: jax.Array, amax: jax.Array | None, key: jax.Array | None, spec: QuantSpec, transpose: bool
+) -> QuantizationReport:
     t = quantize(array, spec, amax=amax, key=key, transpose=transpose)
     array = jnp.swapaxes(array, -1, -2) if transpose else array
     blocks = to_bits(array).reshape(*t.scale.shape, BLOCK)

@@ -9,8 +9,9 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from .._core.tensor import NVFP4Tensor
+from .._core.tensor import NVFP4Tensor, PyTree
 from .._native import compat, load, plans
 from .._ops.arguments import OPERATIONS
 from .._ops.quantize import quantize
@@ -24,6 +25,7 @@ from .._primitives.matmul import matmul_p
 from ..spec import FUSED_PAIRS, SUPPORTED_SPECS, QuantSpec, name_of
 
 FP4_KERNEL = "sm100_cublaslt_nvfp4"
+Options = dict[str, Any]  # keyword arguments of an operation
 
 
 class Support(NamedTuple):
@@ -43,7 +45,9 @@ class Support(NamedTuple):
         return self.native
 
 
-def supports(op_or_spec: str | QuantSpec, *operands: Any, device: jax.Device | None = None, **options: Any) -> Support:
+def supports(
+    op_or_spec: str | QuantSpec, *operands: object, device: jax.Device | None = None, **options: object
+) -> Support:
     """Says which kernel runs an operation on a device.
 
     Args:
@@ -89,12 +93,12 @@ def _operation(op_or_spec: str | QuantSpec) -> tuple[str, Callable]:
     return op_or_spec, OPERATIONS[op_or_spec]
 
 
-def _check_call(function: Callable, operands: tuple, options: dict[str, Any]) -> None:
+def _check_call(function: Callable, operands: tuple, options: Options) -> None:
     """Traces a call, so that the operation raises for what it refuses; nothing is computed."""
     leaves, structure = jax.tree.flatten((operands, options))
     arrays = [leaf for leaf in leaves if _is_array(leaf)]
 
-    def call(*traced: jax.Array) -> Any:
+    def call(*traced: jax.Array) -> PyTree:
         rest = iter(traced)
         args, keywords = jax.tree.unflatten(structure, [next(rest) if _is_array(leaf) else leaf for leaf in leaves])
         return function(*args, **keywords)
@@ -102,7 +106,7 @@ def _check_call(function: Callable, operands: tuple, options: dict[str, Any]) ->
     jax.eval_shape(call, *arrays)
 
 
-def _arguments(name: str, function: Callable, operands: tuple, options: dict[str, Any]) -> dict[str, Any] | None:
+def _arguments(name: str, function: Callable, operands: tuple, options: Options) -> Options | None:
     """Returns the arguments of the call by name; None for a call without operands."""
     signature = inspect.signature(function)
     try:
@@ -113,11 +117,11 @@ def _arguments(name: str, function: Callable, operands: tuple, options: dict[str
         raise TypeError(f"{name}: {error}") from None
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return not isinstance(leaf, type) and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def _matmul_kernel(operands: tuple, options: dict[str, Any], device: jax.Device) -> Support:
+def _matmul_kernel(operands: tuple, options: Options, device: jax.Device) -> Support:
     """Asks for the kernel of ``matmul_nt`` for the operands (a, b) on a device that has native kernels."""
     (left, a_format), (right, b_format) = map(_parts_of, operands)
     accumulation = options.get("accumulation", "fast")
@@ -132,7 +136,7 @@ def _matmul_kernel(operands: tuple, options: dict[str, Any], device: jax.Device)
     return answer._replace(native=answer.kernel != "reference" and answer.native, reason=reason)
 
 
-def _grouped_kernel(operands: tuple, options: dict[str, Any], device: jax.Device) -> Support:
+def _grouped_kernel(operands: tuple, options: Options, device: jax.Device) -> Support:
     """Asks for the kernel of ``grouped_matmul_nt``."""
     (left, a_format), (right, _) = map(_parts_of, operands)
     product = GroupedOperands(left, right, options["group_sizes"])
@@ -142,18 +146,18 @@ def _grouped_kernel(operands: tuple, options: dict[str, Any], device: jax.Device
 _KERNELS = {"matmul_nt": _matmul_kernel, "grouped_matmul_nt": _grouped_kernel}
 
 
-def _parts_of(operand: Any) -> tuple[tuple, Any]:
+def _parts_of(operand: object) -> tuple[tuple, Any]:
     """Returns data, scale and amax and their format, or an array and None."""
     if isinstance(operand, NVFP4Tensor):
         return (operand.data, operand.scale, operand.amax), operand.format
     return (operand,), None
 
 
-def _out_dtype(options: dict[str, Any]) -> Any:
+def _out_dtype(options: Options) -> DTypeLike:
     return options.get("out_dtype", jnp.bfloat16)
 
 
-def _where(options: dict[str, Any], device: jax.Device) -> tuple[int, str | None]:
+def _where(options: Options, device: jax.Device) -> tuple[int, str | None]:
     """Returns the capability of a device and the kernel that is asked for by name."""
     implementation = options.get("implementation")
     capability = compat.capability(device) or 0

@@ -3,11 +3,11 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ._files.files import CHUNK_BYTES, slices
+from ._files.safetensors import JSON
 from ._files.source import CONFIG, HF_QUANT, Source, open_source, read_hf_quant
 from ._layouts.layouts import decode_scale_of
 from ._layouts.names import groups_of
@@ -15,11 +15,11 @@ from ._layouts.stored import Stored, layout_of, open_stored, stored_of
 from ._layouts.unsupported import config_refusal, tensor_refusal
 
 
-def inspect(source: Path | str) -> dict[str, Any]:
+def inspect(source: Path | str) -> JSON:
     """Describes a checkpoint: its layout, groups, kept tensors and sizes, as JSON values. Only headers are read."""
     opened = open_source(Path(source))
     layout = layout_of(opened)
-    out: dict[str, Any] = {
+    out: JSON = {
         "layout": layout.name if layout else None,
         "files": {name: sum(e.nbytes for e in f.entries.values()) for name, f in opened.files.items()},
         "tensors": len(opened.places),
@@ -145,7 +145,7 @@ def _different_configs(a: Stored, b: Stored) -> list[str]:
     return sorted(k for k in of_a.keys() | of_b.keys() if text_a.get(k) != text_b.get(k))
 
 
-def _entries(name: str, section: Any) -> dict[str, Any]:
+def _entries(name: str, section: object) -> JSON:
     return {f"{name}.{k}": v for k, v in section.items()} if isinstance(section, dict) else {name: section}
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, TextIO
 
 from ._convert.plan import Plan
 from ._convert.shards import OnProgress
+from ._files.safetensors import JSON
 from ._layouts.names import module_of
 from .verify import SUSPICIOUS, Record
 
@@ -115,7 +116,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(map(line, cells))
 
 
-def plan_as_json(plan: Plan) -> dict[str, Any]:
+def plan_as_json(plan: Plan) -> JSON:
     """Describes what a conversion would do, as JSON values."""
     groups = {plan.weights[m].name: list(g.members) for g in plan.groups for m in g.members}
     return {
@@ -136,7 +137,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def plan_table(plan: dict[str, Any]) -> str:
+def plan_table(plan: JSON) -> str:
     """Formats the result of ``plan_as_json``, one line per tensor."""
     rows = ((t["name"], t["action"], t["reason"] or "", t["bytes"], ", ".join(_others(t))) for t in plan["tensors"])
     text = table(("tensor", "action", "reason", "bytes", "shares its global with"), rows)
@@ -144,11 +145,11 @@ def plan_table(plan: dict[str, Any]) -> str:
     return "\n".join([text, total, *_warnings(plan)])
 
 
-def _warnings(description: dict[str, Any]) -> list[str]:
+def _warnings(description: JSON) -> list[str]:
     return [f"warning    {w}" for w in description["warnings"]]
 
 
-def _others(tensor: dict[str, Any]) -> list[str]:
+def _others(tensor: JSON) -> list[str]:
     module = module_of(tensor["name"])
     return [m.rpartition(".")[2] for m in tensor["group"] or () if m != module]
 
@@ -180,7 +181,7 @@ def verdict(records: Sequence[Record], failures: Sequence[str]) -> str:
     return f"verified: {len(errors)} weights have a relative error of {measured}{suspicious}; {kept}"
 
 
-def inspect_table(checkpoint: dict[str, Any]) -> str:
+def inspect_table(checkpoint: JSON) -> str:
     """Formats the result of ``inspect``."""
     c = checkpoint
     lines = [

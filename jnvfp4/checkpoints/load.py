@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import ml_dtypes
@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from .._core.tensor import NVFP4Tensor
 from ..spec import BLOCK, Format
 from ._files.errors import CheckpointError
+from ._files.safetensors import JSON
 from ._layouts.layouts import TE
 from ._layouts.names import module_of
 from ._layouts.stored import Stored, Weight, open_stored
@@ -32,7 +33,7 @@ class Checkpoint(Mapping[str, Tensor]):
         self._quantized = set(stored.modules)
 
     @property
-    def config(self) -> dict[str, Any] | None:
+    def config(self) -> JSON | None:
         """The content of config.json, or None if there is no such file."""
         return self.stored.source.config
 

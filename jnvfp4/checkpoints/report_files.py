@@ -8,13 +8,13 @@ import platform
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 from .._version import __version__
 from ._files.files import checked_path, json_bytes
+from ._files.safetensors import JSON
 from ._layouts.names import module_of
 from .convert import Result
 from .plot import plot_errors
@@ -23,13 +23,13 @@ from .verify import SUSPICIOUS, Record, as_json
 NAMES = ("report.json", "report.csv", "report.png")
 
 
-def summary(records: list[Record], result: Result | None = None) -> dict[str, Any]:
+def summary(records: list[Record], result: Result | None = None) -> JSON:
     """Gives totals, the worst tensors, versions and options as JSON values."""
     # NaN counts as infinite, which JSON cannot express: both become null.
     named = [(r.error.relative_error, r.name) for r in records if r.error]
     errors = sorted(((e if math.isfinite(e) else math.inf, name) for e, name in named), reverse=True)
     finite = [e for e, _ in errors if e < math.inf]
-    out: dict[str, Any] = {
+    out: JSON = {
         "quantized": len(errors),
         "kept": len(records) - len(errors),
         "mean_rel_err": float(np.mean(finite)) if finite else None,
@@ -78,7 +78,7 @@ def write_report(directory: Path | str, records: list[Record], result: Result | 
     return paths if plot_errors(paths[2], records, result) else paths[:2]
 
 
-def _from_conversion(name: str, result: Result | None, groups: Mapping[str, list[str]]) -> dict[str, Any]:
+def _from_conversion(name: str, result: Result | None, groups: Mapping[str, list[str]]) -> JSON:
     """Gives the group, amax and time of a tensor, which only the conversion knows."""
     if result is None or (amax := result.amaxes.get(module_of(name))) is None:
         return {}

@@ -24,9 +24,9 @@ from ._files.files import (
     slices,
     write_file,
 )
-from ._files.safetensors import DTYPES, VERSION, Entry, Planned, Writer
+from ._files.safetensors import DTYPES, JSON, VERSION, Entry, Planned, Writer
 from ._files.source import CONFIG, HF_QUANT, INDEX
-from ._layouts.configs import JSON, hf_quant_config, quantization_config
+from ._layouts.configs import hf_quant_config, quantization_config
 from ._layouts.layouts import LAYOUTS, MODELOPT, TE, Layout, LayoutName, Parts, decode_scale, global_scale_of
 from ._layouts.loaders import check_ignore_list, ignore_list, linear_modules
 from ._layouts.stored import Stored, Weight, open_stored

@@ -2,35 +2,34 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
 
 from .._core.tensor import NVFP4Tensor
 from .._version import __version__
 from ._files.errors import CheckpointError, Exit, OptionError
 from ._files.files import check_finite, checked_path, json_bytes, new_output, write_file
-from ._files.safetensors import DTYPES, TAGS, VERSION, Planned, Writer
+from ._files.safetensors import DTYPES, JSON, TAGS, VERSION, Planned, Writer
 from ._files.source import CONFIG, HF_QUANT
 from ._layouts.configs import hf_quant_config, quantization_config
 from ._layouts.layouts import LAYOUTS, TE, Layout, LayoutName, global_scale_of
 from ._layouts.loaders import check_ignore_list, ignore_list
 from ._layouts.names import WEIGHT, groups_of, is_stack, module_of
+from .trees import Tensor
 
 
 def save_checkpoint(
-    tensors: Mapping[str, NVFP4Tensor | jax.Array | np.ndarray],
+    tensors: Mapping[str, Tensor],
     output: Path | str,
     layout: LayoutName = "modelopt",
     *,
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, object] | None = None,
 ) -> None:
     """Saves tensors as a checkpoint of one file.
 
     Args:
-      tensors: the tensors by their Hugging Face names. Weights that are NVFP4Tensors are stored quantized; without any
-        the checkpoint is an ordinary one.
+      tensors: the tensors by their Hugging Face names. Weights that are NVFP4Tensors, [N, K] or stacks of experts
+        [E, N, K], are stored quantized; without any the checkpoint is an ordinary one.
       output: a new or empty directory.
       layout: the layout of the quantized weights.
       config: the content of ``config.json``, without a quantization_config.
@@ -78,8 +77,8 @@ def _check_groups(weights: Mapping[str, NVFP4Tensor], layout: Layout) -> None:
 
 
 def _configs(
-    tensors: Mapping[str, Any], weights: Mapping[str, NVFP4Tensor], layout: LayoutName, config: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
+    tensors: Mapping[str, Tensor], weights: Mapping[str, NVFP4Tensor], layout: LayoutName, config: JSON
+) -> dict[str, JSON]:
     """Makes the JSON files; without a quantized weight that is only the config, unchanged."""
     if not weights:
         return {CONFIG: config}

@@ -19,13 +19,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.tensor import NVFP4Tensor
+from .._core.tensor import NVFP4Tensor, PyTree
 from ._files.errors import CheckpointError, Exit
 
 Tensor = NVFP4Tensor | jax.Array | np.ndarray
@@ -109,7 +108,7 @@ def _wrong(
 
 
 # ---------------------------------------------------------------- both directions
-def from_hf(tensors: Mapping[str, Tensor], rules: Sequence[NameRule]) -> dict[str, Any]:
+def from_hf(tensors: Mapping[str, Tensor], rules: Sequence[NameRule]) -> dict[str, PyTree]:
     """Builds the tree of a JAX model from tensors with Hugging Face names.
 
     Args:
@@ -136,13 +135,13 @@ def from_hf(tensors: Mapping[str, Tensor], rules: Sequence[NameRule]) -> dict[st
                 rule, f"and the rule of {other!r} lead to one place, {path!r}", "one name for each", tensor=name
             )
         others[index] = name
-    tree: dict[str, Any] = {}
+    tree: dict[str, PyTree] = {}
     for path, names in places.items():
         _put(tree, path, _stacked(rule_of[path], path, {i: (n, tensors[n]) for i, n in names.items()}))
     return tree
 
 
-def to_hf(tree: Mapping[str, Any], rules: Sequence[NameRule]) -> dict[str, Tensor]:
+def to_hf(tree: Mapping[str, PyTree], rules: Sequence[NameRule]) -> dict[str, Tensor]:
     """Gives the tensors of a tree their Hugging Face names: the inverse of ``from_hf``, for ``save_checkpoint``.
 
     Args:
@@ -193,7 +192,7 @@ def _assigned(
 
 
 # ---------------------------------------------------------------- trees
-def _put(tree: dict[str, Any], path: str, leaf: Tensor) -> None:
+def _put(tree: dict[str, PyTree], path: str, leaf: Tensor) -> None:
     *parents, last = path.split("/")
     for key in parents:
         tree = tree.setdefault(key, {})
@@ -204,7 +203,7 @@ def _put(tree: dict[str, Any], path: str, leaf: Tensor) -> None:
     tree[last] = leaf
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+def _leaves(tree: Mapping[str, PyTree], prefix: str = "") -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for key, value in tree.items():
         out |= _leaves(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -243,8 +242,8 @@ def _stacked(rule: NameRule, path: str, parts: dict[tuple[int, ...], tuple[str, 
     ordered = [_with_amaxes(_forward(rule, *parts[i])) for i in indices]
     axis = _axis(rule, first, ordered[0], 1)
 
-    def stack(*leaves: Any) -> Any:
-        xp: Any = jnp if isinstance(leaves[0], jax.Array) else np
+    def stack(*leaves: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+        xp = jnp if isinstance(leaves[0], jax.Array) else np
         return xp.stack(leaves, axis).reshape(*leaves[0].shape[:axis], *sizes, *leaves[0].shape[axis:])
 
     return jax.tree.map(stack, *ordered)

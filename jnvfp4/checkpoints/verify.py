@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +15,7 @@ from ._convert.options import ExpertLayout
 from ._convert.views import FP8_SCALE, converted_view
 from ._files.errors import CheckpointError, Exit, OptionError
 from ._files.files import CHUNK_BYTES, slices
-from ._files.safetensors import FLOATS
+from ._files.safetensors import FLOATS, JSON
 from ._files.source import Source, open_source
 from ._layouts.layouts import COMPRESSED_TENSORS
 from ._layouts.names import groups_of
@@ -323,7 +322,7 @@ _KEYS = {
 }
 
 
-def as_json(records: list[Record]) -> list[dict[str, Any]]:
+def as_json(records: list[Record]) -> list[JSON]:
     """Gives records as JSON values, with null for infinity and NaN."""
     out = []
     for r in records:

@@ -9,8 +9,10 @@ import jax
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
+from .._core.tensor import PyTree
 from ..checkpoints import write_input_amaxes
 from ..policy import Policy
+from ..recipes import Recipe
 from . import linen, nnx
 
 Seen = list[tuple[str, jax.Array]]
@@ -19,7 +21,7 @@ Seen = list[tuple[str, jax.Array]]
 def calibrate(
     model: nn.Module | flax_nnx.Module,
     policy: Policy,
-    batches: Iterable[Any],
+    batches: Iterable[PyTree],
     output: Path | str,
     *,
     name: Callable[[str], str] | None = None,
@@ -70,7 +72,7 @@ def calibrate(
     return write_input_amaxes(activations(), output, percentile=percentile)
 
 
-def _call(model: Any, batch: Any) -> None:
+def _call(model: Callable, batch: PyTree) -> None:
     if isinstance(batch, dict):
         model(**batch)
     else:
@@ -90,7 +92,9 @@ def _recording_linen(policy: Policy) -> Iterator[Seen]:
     seen: Seen = []
 
     class Recorder(linen.Interceptor):
-        def run(self, module: nn.Module, path: str, recipe: Any, call: Callable, args: tuple, options: dict) -> Any:
+        def run(
+            self, module: nn.Module, path: str, recipe: Recipe, call: Callable, args: tuple, options: dict
+        ) -> PyTree:
             (x, *_) = module.promote_dtype(args[0], module.variables["params"]["kernel"], dtype=module.dtype)
             _see(seen, path, x)
             return call(*args, **options)

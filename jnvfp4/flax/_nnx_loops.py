@@ -7,6 +7,7 @@ the functions that NNX gives to JAX tell them apart.
 
 import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from flax import nnx
 from flax.nnx.extract import NodeStates
 from flax.nnx.transforms import iteration
 
+from .._core.tensor import PyTree
 from .._layers.keys import is_within
 
 
@@ -31,10 +33,10 @@ def loop_that_shares(layer: Any) -> str | None:
     return None
 
 
-def _loops() -> Iterator[tuple[str, Any, list[Any]]]:
+def _loops() -> Iterator[tuple[str, PyTree, list[nnx.State]]]:
     """Yields the loops being traced: the kind, the arguments of the body, and the states that are broadcast."""
-    frame: Any = sys._getframe()
-    while (frame := frame.f_back) is not None:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and (frame := frame.f_back) is not None:
         body = BODIES.get(frame.f_code)
         if body is None:
             continue
@@ -53,7 +55,7 @@ if "in_axes" in getattr(_simple, "__dataclass_fields__", ()):  # which it has in
     BODIES[_simple.__call__.__code__] = "SimpleVmapFn"
 
 
-def _unmapped(arguments: Any) -> list[Any]:
+def _unmapped(arguments: PyTree) -> list[nnx.State]:
     """Returns the states with axis None of the arguments of ``nnx.vmap``."""
     nodes = jax.tree.leaves(arguments, is_leaf=lambda v: isinstance(v, NodeStates))
     found = []
@@ -63,9 +65,9 @@ def _unmapped(arguments: Any) -> list[Any]:
     return found
 
 
-def _broadcast(axes: Any, arguments: Any) -> nnx.State:
+def _broadcast(axes: PyTree, arguments: PyTree) -> nnx.State:
     """Returns the random state of arguments whose axis is None; ``axes`` is a prefix of their tree."""
-    parts: list[Any] = []
+    parts: list[jax.Array] = []
     jax.tree.map(
         lambda axis, part: parts.extend(jax.tree.leaves(part) if axis is None else ()),
         axes,
@@ -75,7 +77,7 @@ def _broadcast(axes: Any, arguments: Any) -> nnx.State:
     return nnx.state(arguments, lambda _, v: isinstance(v, nnx.RngState) and _is_in(v[...], parts))
 
 
-def _keys_in(states: list[Any]) -> list[jax.Array]:
+def _keys_in(states: list[nnx.State]) -> list[jax.Array]:
     """Returns the keys of the streams that are in states with their counts: with a count of its own a key may recur."""
     flat = [dict(nnx.to_flat_state(state)) for state in states]
     paths = {path for variables in flat for path in variables}
@@ -91,5 +93,5 @@ def _is_in(key: jax.Array, keys: list[jax.Array]) -> bool:
     return any(key is other for other in keys)
 
 
-def _is_layer(node: Any, layer: Any) -> bool:
+def _is_layer(node: object, layer: Any) -> bool:
     return isinstance(node, type(layer)) and node.product.path == layer.product.path

@@ -1,7 +1,7 @@
 """Flax Linen: ``intercept`` quantizes the layers of a model as it is; ``dot_general_cls`` is for its arguments."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, partial
@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 
+from .._core.tensor import PyTree
 from .._layers.dot_general import DotGeneral
 from .._layers.einsum import contraction, einsum_of_layer
 from .._layers.keys import check_step, fold_path, layer_key, must_vary, varies
@@ -75,7 +76,9 @@ class NVFP4DotGeneral(nn.Module):
     recipe: Recipe
 
     @nn.compact
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, *args: Any, **options: Any) -> jax.Array:
+    def __call__(
+        self, lhs: jax.Array, rhs: jax.Array, dimension_numbers: jax.lax.DotDimensionNumbers, *args: Any, **options: Any
+    ) -> jax.Array:
         """Computes ``jax.lax.dot_general`` of activations and weights."""
         if self.is_initializing():  # parameters alone matter, and there may be no key
             return jax.lax.dot_general(lhs, rhs, dimension_numbers, *args, **options)
@@ -125,7 +128,7 @@ class Interceptor:
         self.depth_of_calls = 0  # of models that call models
         self.shared = False  # whether a module that is being called shares its stream, which nn.remat hides within
 
-    def __call__(self, call: Callable, args: tuple, options: dict[str, Any], context: Any) -> Any:
+    def __call__(self, call: Callable, args: tuple, options: dict, context: nn.module.InterceptorContext) -> PyTree:
         module = context.module
         if module.scope is None or module.is_initializing():
             return call(*args, **options)
@@ -159,7 +162,7 @@ class Interceptor:
         finally:
             self.shared = before
 
-    def _layer(self, module: nn.Module, call: Callable, args: tuple, options: dict[str, Any]) -> Any:
+    def _layer(self, module: nn.Module, call: Callable, args: tuple, options: dict) -> PyTree:
         if "kernel" not in module.variables.get("params", {}):
             return call(*args, **options)  # Flax says what is missing
         layer = describe(module, args, options, self.shapes)
@@ -168,9 +171,7 @@ class Interceptor:
             return call(*args, **options)
         return self.run(module, layer.path, recipe, call, args, options)
 
-    def run(
-        self, module: nn.Module, path: str, recipe: Recipe, call: Callable, args: tuple, options: dict[str, Any]
-    ) -> Any:
+    def run(self, module: nn.Module, path: str, recipe: Recipe, call: Callable, args: tuple, options: dict) -> PyTree:
         """Runs a layer that the policy quantizes."""
         if recipe.stochastic and self.shared and module.has_rng("sr"):
             raise must_vary(f"layer {path!r}", _SPLIT_RNGS)
@@ -187,7 +188,7 @@ class Interceptor:
 LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum)
 
 
-def _with_dot_general(module: nn.Module, dot: DotGeneral, call: Callable[[], Any]) -> Any:
+def _with_dot_general(module: nn.Module, dot: DotGeneral, call: Callable[[], PyTree]) -> PyTree:
     """Calls a layer with another dot_general. Modules are frozen, but this one is a copy that the call has made."""
     before = module.dot_general
     object.__setattr__(module, "dot_general", dot)
@@ -207,9 +208,9 @@ def _einsum(module: nn.Einsum, dot: _LinenDot, inputs: jax.Array, einsum_str: st
         bias = module.param("bias", module.bias_init, shape, module.param_dtype)
     operands: Any = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
     key = dot._layer_key("einsum") if dot.recipe.stochastic else None
-    options: dict[str, Any] = {"precision": module.precision, "preferred_element_type": module.preferred_element_type}
     x, w = operands[:2]
-    y = einsum_of_layer(str(dot.path), subscripts, x, w, dot.recipe, key, dot.w_gather, **options)
+    of_layer = partial(einsum_of_layer, str(dot.path), subscripts, x, w, dot.recipe, key, dot.w_gather)
+    y = of_layer(precision=module.precision, preferred_element_type=module.preferred_element_type)
     return y if bias is None else y + operands[2].reshape(broadcast_shape)
 
 
@@ -223,9 +224,7 @@ def path_of(module: nn.Module) -> str:
     return "/".join(module.path) or module.name or ""
 
 
-def describe(
-    module: nn.Module, args: tuple, options: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-) -> Layer:
+def describe(module: nn.Module, args: tuple, options: dict, shapes: Mapping[str, tuple[int, ...]]) -> Layer:
     """Describes a layer that is being called; ``shapes`` are those of all weights of the model by path."""
     path = path_of(module)
     kernel = nn.unbox(module.variables["params"]["kernel"]).shape
@@ -242,7 +241,7 @@ def _unknown(module: nn.Module) -> Layer | None:
     return Layer(path_of(module), kernel.shape, reason=unknown(module, "intercept"))
 
 
-def unknown(module: Any, op: str) -> str:
+def unknown(module: object, op: str) -> str:
     """Says why a module that has a kernel is no layer for ``op``."""
     of_flax = type(module).__module__.startswith("flax.")
     which = "jnvfp4 does not quantize" if of_flax else f"jnvfp4.qwix.Provider reaches and {op} does not"
@@ -250,7 +249,7 @@ def unknown(module: Any, op: str) -> str:
 
 
 def _sizes(
-    module: nn.Module, kernel: tuple[int, ...], args: tuple, options: Mapping[str, Any]
+    module: nn.Module, kernel: tuple[int, ...], args: tuple, options: dict
 ) -> tuple[tuple[int, int] | None, str | None]:
     """Returns N and K, or why the layer cannot be quantized."""
     if isinstance(module, nn.Einsum):
@@ -275,11 +274,11 @@ def _einsum_sizes(
     return (free, math.prod(kernel[axis] for axis in contracted)), None
 
 
-def _tuple(axes: Any) -> tuple[int, ...]:
+def _tuple(axes: int | Iterable[int]) -> tuple[int, ...]:
     return (axes,) if isinstance(axes, int) else tuple(axes)
 
 
-def layers_of_params(model: nn.Module, params: Any = None) -> list[Layer]:
+def layers_of_params(model: nn.Module, params: PyTree = None) -> list[Layer]:
     """Lists what may be layers of a model: its parameters of two or more axes that are named kernel."""
     tree = model.variables.get("params", {}) if params is None else params
     leaves = jax.tree_util.tree_leaves_with_path(nn.unbox(tree))
@@ -289,11 +288,11 @@ def layers_of_params(model: nn.Module, params: Any = None) -> list[Layer]:
 
 
 @layers_of.register(nn.Module)
-def _layers_of_module(module: nn.Module, *inputs: Any, **keywords: Any) -> list[Layer]:
+def _layers_of_module(module: nn.Module, *inputs: PyTree, **keywords: Any) -> list[Layer]:
     """Lists the layers that ``init`` calls, without computing anything."""
     called: dict[str, Layer] = {}
 
-    def see(call: Callable, args: tuple, options: dict[str, Any], context: Any) -> Any:
+    def see(call: Callable, args: tuple, options: dict, context: nn.module.InterceptorContext) -> PyTree:
         result = call(*args, **options)
         if context.method_name == "__call__":
             known = isinstance(context.module, LAYERS)
@@ -316,6 +315,6 @@ def _layers_of_module(module: nn.Module, *inputs: Any, **keywords: Any) -> list[
     ]
 
 
-def _check_policy(op: str, policy: Any) -> None:
+def _check_policy(op: str, policy: object) -> None:
     if not isinstance(policy, Policy):
         raise TypeError(f"{op}: policy must be a jnvfp4.Policy, got {policy!r}")

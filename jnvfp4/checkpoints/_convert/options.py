@@ -104,7 +104,7 @@ class ConvertOptions:
         return "4over6" if self.spec.select != "max6" else "row-scaled" if self.row_scaled else "nvfp4"
 
 
-def is_number(v: Any) -> bool:
+def is_number(v: object) -> bool:
     """Tells whether a value is a real number, of Python or NumPy; True and False are none."""
     return isinstance(v, Real) and not isinstance(v, bool)
 

@@ -3,13 +3,12 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..._version import __version__
 from ...spec import BLOCK
 from .._files.errors import CheckpointError
 from .._files.files import check_finite
-from .._files.safetensors import FLOATS, Planned
+from .._files.safetensors import FLOATS, JSON, Planned
 from .._files.source import CONFIG, HF_QUANT, INDEX, Source, read_json
 from .._layouts.configs import hf_quant_config, quantization_config
 from .._layouts.layouts import LAYOUTS, Layout, Parts, names_global_scale
@@ -19,8 +18,6 @@ from .._layouts.unsupported import factors
 from .options import ConvertOptions, is_amax
 from .policy import Decision, Decisions, decide, keep_groups
 from .views import converted_view
-
-JSON = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -229,7 +226,7 @@ def _scale(amax: float) -> float:
     return float(amax) / 2688.0
 
 
-def _largest_amax(amaxes: Mapping[str, Any], group: Group, path: Path) -> float:
+def _largest_amax(amaxes: JSON, group: Group, path: Path) -> float:
     named = [m for m in group.members if m in amaxes]
     if not named:
         expected = "one for each module that is quantized, or for another one of its group"

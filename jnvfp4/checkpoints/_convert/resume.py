@@ -4,11 +4,11 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 from ..._version import __version__
 from .._files.errors import CheckpointError, Exit
 from .._files.files import RECORD, is_temporary, json_bytes, write_file
+from .._files.safetensors import JSON
 from .._files.source import CONFIG, Source, read_json
 from .options import ConvertOptions
 
@@ -19,7 +19,7 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _state_of_options(options: ConvertOptions) -> dict[str, Any]:
+def _state_of_options(options: ConvertOptions) -> JSON:
     """Describes everything beside the source that changes bytes, as JSON values."""
     values = {**dataclasses.asdict(options), "version": __version__}
     del values["chunk_bytes"]
@@ -28,9 +28,9 @@ def _state_of_options(options: ConvertOptions) -> dict[str, Any]:
     return json.loads(json.dumps(values))
 
 
-def _state_of_source(source: Source) -> dict[str, Any]:
+def _state_of_source(source: Source) -> JSON:
     """Describes the source: a digest of the config; size, time and a digest of the header of each file."""
-    state: dict[str, Any] = {CONFIG: hashlib.sha256(json.dumps(source.config, sort_keys=True).encode()).hexdigest()}
+    state: JSON = {CONFIG: hashlib.sha256(json.dumps(source.config, sort_keys=True).encode()).hexdigest()}
     for name, file in source.files.items():
         state[name] = list(file.state)
     return state
@@ -44,7 +44,7 @@ class ResumeRecord:
 
     def __init__(self, output: Path, source: Source, options: ConvertOptions):
         self._path = output / RECORD
-        self._state: dict[str, Any] = {
+        self._state: JSON = {
             "options": _state_of_options(options),
             "source": _state_of_source(source),
             "shards": {},

@@ -15,7 +15,7 @@ import numpy as np
 from ...spec import BLOCK
 from .._files.errors import CheckpointError
 from .._files.files import Rows
-from .._files.safetensors import DTYPES, Entry
+from .._files.safetensors import DTYPES, JSON, Entry
 from .._files.source import CONFIG, Source
 from .._layouts.loaders import is_expert_stack
 from .._layouts.names import WEIGHT
@@ -100,7 +100,7 @@ def _with_views(
     views: Mapping[str, View],
     replaced: set[str],
     *,
-    config: dict[str, Any] | None,
+    config: JSON | None,
     warnings: tuple[str, ...] = (),
 ) -> Source:
     """Shows ``source`` with ``views`` in place of the tensors ``replaced``; ``warnings`` are added to its own."""
@@ -245,7 +245,7 @@ def fp8_decoded(source: Source) -> Source:
     return _with_views(source, views, replaced, config=_without_quantization(source.config))
 
 
-def _without_quantization(config: dict[str, Any] | None) -> dict[str, Any] | None:
+def _without_quantization(config: JSON | None) -> JSON | None:
     return None if config is None else {k: v for k, v in config.items() if k != "quantization_config"}
 
 

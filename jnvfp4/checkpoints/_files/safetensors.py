@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -28,6 +28,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
 MAX_AXES = 32  # the limit of numpy 1
 MAX_BYTES = 1 << 62  # of an array, whose size numpy keeps as a signed number of 64 bits
 MAX_NESTING = 64  # of JSON values: Python's parser accepts deeper ones than its writer
+JSON = dict[str, Any]  # an object of JSON: values are None, bool, int, float, str, and lists and dicts of these
 METADATA = "__metadata__"
 VERSION = "jnvfp4_version"  # in the metadata of every file that this library writes
 
@@ -107,7 +108,7 @@ def _cannot_be_read(e: OSError, path: Path) -> CheckpointError:
     return CheckpointError(f"cannot be read ({e.strerror})", file=path, code=Exit.IO)
 
 
-def _read_header_text(prefix: bytes, size: int, path: Path, file: Any) -> bytes:
+def _read_header_text(prefix: bytes, size: int, path: Path, file: BinaryIO) -> bytes:
     if len(prefix) < 8:
         raise CheckpointError(f"is {size} bytes long", "a header length of 8 bytes", file=path)
     length = int.from_bytes(prefix, "little")
@@ -120,9 +121,9 @@ def _read_header_text(prefix: bytes, size: int, path: Path, file: Any) -> bytes:
     return file.read(length)
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, object]]) -> JSON:
     """Builds an object for ``json.loads(object_pairs_hook=)``, and raises ValueError if a key appears twice."""
-    out: dict[str, Any] = {}
+    out: JSON = {}
     for key, value in pairs:
         if key in out:
             raise ValueError(f"key {key!r:.200} appears twice")
@@ -130,7 +131,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _check_writable(value: Any, levels: int = MAX_NESTING) -> None:
+def _check_writable(value: object, levels: int = MAX_NESTING) -> None:
     """Raises ValueError for JSON that Python can read but not write again: lone surrogates, very deep nesting."""
     if isinstance(value, str):
         value.encode()
@@ -144,7 +145,7 @@ def _check_writable(value: Any, levels: int = MAX_NESTING) -> None:
                 _check_writable(v, levels - 1)
 
 
-def json_object(text: bytes, path: Path, what: str = "") -> dict[str, Any]:
+def json_object(text: bytes, path: Path, what: str = "") -> JSON:
     """Parses a JSON object in which no key appears twice.
 
     Args:
@@ -165,7 +166,7 @@ def json_object(text: bytes, path: Path, what: str = "") -> dict[str, Any]:
     return value
 
 
-def _parse_header(header: dict[str, Any], start: int, size: int, path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+def _parse_header(header: JSON, start: int, size: int, path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     metadata = header.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"{METADATA} is {metadata!r:.80}", "strings by name", file=path)
@@ -183,11 +184,11 @@ def _parse_header(header: dict[str, Any], start: int, size: int, path: Path) -> 
     return entries, metadata
 
 
-def _is_count(v: Any) -> bool:
+def _is_count(v: object) -> bool:
     return isinstance(v, int) and not isinstance(v, bool) and 0 <= v < MAX_BYTES
 
 
-def _entry(name: str, value: Any, start: int, size: int, path: Path) -> Entry:
+def _entry(name: str, value: object, start: int, size: int, path: Path) -> Entry:
     def wrong(observed: str, expected: str) -> CheckpointError:
         return CheckpointError(observed, expected, file=path, tensor=name)
 
@@ -306,7 +307,7 @@ class Planned:
 
 def header_bytes(tensors: Iterable[Planned], metadata: Mapping[str, str]) -> bytes:
     """Formats the length and the header of a file with these tensors in this order, padded to a multiple of 8."""
-    header: dict[str, Any] = {METADATA: dict(sorted(metadata.items()))}
+    header: JSON = {METADATA: dict(sorted(metadata.items()))}
     offset = 0
     for t in tensors:
         header[t.name] = {"dtype": t.tag, "shape": list(t.shape), "data_offsets": [offset, offset + t.nbytes]}

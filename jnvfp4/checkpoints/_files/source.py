@@ -5,13 +5,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import numpy as np
 
 from .errors import CheckpointError, Exit
 from .files import RECORD, Rows, checked_path
-from .safetensors import Entry, File, json_object
+from .safetensors import JSON, Entry, File, json_object
 
 CONFIG = "config.json"
 HF_QUANT = "hf_quant_config.json"
@@ -22,7 +21,7 @@ SHARD = ".safetensors"  # what the names of files with tensors end in
 _PICKLES = (".bin", ".pt", ".pth")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JSON:
     """Reads a file that holds a JSON object in which no key appears twice."""
     try:
         text = path.read_bytes()
@@ -54,7 +53,7 @@ class Source:
     directory: Path
     files: Mapping[str, File]
     places: Mapping[str, str]
-    config: dict[str, Any] | None
+    config: JSON | None
     warnings: tuple[str, ...] = ()
     single_file: bool = False
 
@@ -94,7 +93,7 @@ class Source:
         return sum(e.nbytes for e in self.entries())
 
     @property
-    def configs(self) -> list[dict[str, Any]]:
+    def configs(self) -> list[JSON]:
         """The config, and the part of a multimodal config that describes the language model."""
         config = self.config or {}
         text = config.get("text_config")
@@ -183,12 +182,12 @@ def _is_there(path: Path) -> bool:
     return os.path.isfile(path)
 
 
-def _read_config(directory: Path) -> dict[str, Any] | None:
+def _read_config(directory: Path) -> JSON | None:
     path = directory / CONFIG
     return read_json(_check_inside(path)) if _is_there(path) else None
 
 
-def read_hf_quant(source: Source) -> dict[str, Any]:
+def read_hf_quant(source: Source) -> JSON:
     """Reads ``hf_quant_config.json``, which is empty if there is no such file."""
     path = source.directory / HF_QUANT
     return read_json(_check_inside(path)) if _is_there(path) else {}

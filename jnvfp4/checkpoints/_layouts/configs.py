@@ -1,11 +1,9 @@
 """Makes the configs beside the shards, which tell loaders the layout and what is quantized."""
 
-from typing import Any
-
 from ...spec import BLOCK
+from .._files.safetensors import JSON
 from .layouts import LayoutName
 
-JSON = dict[str, Any]
 PACKED = "nvfp4-pack-quantized"  # the format of compressed-tensors
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4")  # of Model Optimizer: with activations in FP4, or in high precision
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -147,7 +147,7 @@ def layout_of(source: Source) -> Layout | None:
     return _layout_of_config(config, source) if isinstance(config, dict) else None
 
 
-def _layout_of_config(config: Mapping[str, Any], source: Source) -> Layout | None:
+def _layout_of_config(config: Mapping[str, object], source: Source) -> Layout | None:
     """Finds the layout of a checkpoint without global scales, as a conversion writes if it quantizes nothing."""
     method = config.get("quant_method")
     if method == "jnvfp4":

@@ -9,12 +9,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from .._files.errors import CheckpointError
+from .._files.safetensors import JSON
 from .._files.source import CONFIG, HF_QUANT, Source, read_hf_quant
-from .configs import ALGORITHMS, FP8_KV_CACHE, JSON, PACKED
+from .configs import ALGORITHMS, FP8_KV_CACHE, PACKED
 
 _HINT = "export the model again with NVFP4 alone, or read it with the software that wrote it"
 # The values of entries that say how tensors are stored, wherever they are in a config. null is known too.
-_KNOWN: Mapping[str, tuple[Any, ...]] = {
+_KNOWN: Mapping[str, tuple[object, ...]] = {
     "quant_algo": ALGORITHMS,
     "num_bits": (4,),
     "type": ("float",),
@@ -52,7 +53,7 @@ def has_fp8_kv_cache(source: Source) -> bool:
     return any(key in _KV_CACHE and value for _, key, value in entries)
 
 
-def _refusal(source: Source, file: str, name: str, value: Any, expected: str) -> CheckpointError:
+def _refusal(source: Source, file: str, name: str, value: object, expected: str) -> CheckpointError:
     return CheckpointError(f"{name} is {value!r:.200}", expected, file=source.directory / file, hint=_HINT)
 
 
@@ -65,7 +66,7 @@ def _sections(source: Source) -> Iterator[tuple[str, str, Any]]:
         yield HF_QUANT, "quantization", section
 
 
-def _entries(section: JSON, path: str) -> Iterator[tuple[str, str, Any]]:
+def _entries(section: JSON, path: str) -> Iterator[tuple[str, str, object]]:
     """Gives path, key and value of every entry; those of modules and groups come first, since they say more."""
     for key, value in section.items():
         if isinstance(value, dict) and key not in (*_KNOWN, *_KV_CACHE):
@@ -73,7 +74,7 @@ def _entries(section: JSON, path: str) -> Iterator[tuple[str, str, Any]]:
     yield from ((f"{path}.{key}", key, value) for key, value in section.items())
 
 
-def _is_known_cache(claim: Any) -> bool:
+def _is_known_cache(claim: object) -> bool:
     """Tells whether an entry asks for no KV cache, or for one that both layouts can describe."""
     if not isinstance(claim, dict) or not claim:
         return not claim or claim == "FP8"
