@@ -36,6 +36,7 @@ from jnvfp4._primitives import _base, _known_answers, _matmul_routes, _self_chec
 from jnvfp4._primitives import dequantize as dequantize_module
 from jnvfp4._primitives import transpose as transpose_module
 from jnvfp4._primitives._sides import Side
+from jnvfp4._primitives.dequantize import DequantizeParams
 from jnvfp4._primitives.matmul import matmul_p
 
 FP4 = "sm100_cublaslt_nvfp4"
@@ -419,7 +420,7 @@ def test_a_spec_whose_kernel_is_right_is_used(never_run, monkeypatch):
 
 CHECKS = {
     "quantize": lambda: quantize.check_of(Side(NVFP4, False, True), jnp.bfloat16),
-    "dequantize": lambda: dequantize_module.check_of(jnvfp4.Format(), jnp.dtype(jnp.float32), False),
+    "dequantize": lambda: dequantize_module.check_of(DequantizeParams(jnvfp4.Format(), jnp.dtype(jnp.float32), False)),
     "transpose": transpose_module.check_of,
 }
 
@@ -462,7 +463,7 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 import jnvfp4
-from jnvfp4._native import load
+from jnvfp4._native import plans
 from jnvfp4._primitives import transpose
 from jnvfp4.spec import NVFP4_2D
 import jax.numpy as jnp
@@ -517,9 +518,10 @@ def library(process, monkeypatch):
 
 def through(library, call) -> list[np.ndarray]:
     """A call of nvfp4_matmul as the kernel with the stand-in computes it."""
-    p = _known_answers.product_of(call)
-    a, b = (NVFP4Tensor(*map(jnp.asarray, parts), fmt) for parts, fmt in ((p.a, p.a_format), (p.b, p.b_format)))
-    result, ran, error = run_stand_in(library, a, b, p.bias, p.out_dtype, kernel=FP4)
+    product, params = call.params.product(call.operands), call.params
+    sides = (product.a, params.a), (product.b, params.b)
+    a, b = (NVFP4Tensor(*map(jnp.asarray, parts), fmt) for parts, fmt in sides)
+    result, ran, error = run_stand_in(library, a, b, product.bias, params.out_dtype, kernel=FP4)
     assert ran == FP4
     if error:
         raise RuntimeError(error)
@@ -564,16 +566,15 @@ def test_a_product_on_blackwell_with_a_faulty_library(library, monkeypatch, faul
 
     def call_kernel(product, chosen):
         assert chosen.kernel == FP4
-        params = {"a_format": product.a_format, "b_format": product.b_format, "out_dtype": product.out_dtype}
-        params |= {"has_bias": product.bias is not None, "accumulation": "fast"}
         bias = () if product.bias is None else (product.bias,)
         operands = (*product.a, *product.b, *bias)
-        run = lambda *arrays: through(library, _self_check.Call(tuple(map(np.asarray, arrays)), params))[0]  # noqa: E731
+        call = lambda *arrays: _self_check.Call(tuple(map(np.asarray, arrays)), product.params)  # noqa: E731
+        run = lambda *arrays: through(library, call(*arrays))[0]  # noqa: E731
         return jax.pure_callback(run, product.result, *operands)
 
     def decode_then_dot(p):
         used.append("decode_then_dot")
-        return _matmul_routes.reference.matmul(p.a, p.b, p.bias, p.a_format, p.b_format, p.out_dtype)
+        return _matmul_routes.by_reference(p)
 
     right = _base._backend
     monkeypatch.setattr(_base, "_backend", lambda *args: right(*args)._replace(capability=100))

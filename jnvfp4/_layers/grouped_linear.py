@@ -24,7 +24,7 @@ from .._primitives._base import axes_of_dims, bind, match_varying, resharded
 from .._primitives._checks import check_parts
 from .._primitives._groups import Rows, check_sizes, rows_of
 from .._primitives.grouped_contract import grouped_contract_p
-from .._primitives.grouped_dot import grouped_dot_p
+from .._primitives.grouped_dot import GroupedDotParams, grouped_dot_p
 from ..recipes import DEFAULT, Recipe
 from ..spec import BLOCK, QuantSpec
 from .dot_general import check_options, dtype_of_lax
@@ -287,7 +287,7 @@ def _product(call: Call, qx: Any, qw: NVFP4Tensor, sizes: jax.Array) -> jax.Arra
 
 def _dot(a: jax.Array, b: jax.Array, rows: Rows, b_axis: int, dtype: Any) -> jax.Array:
     """Multiplies in high precision."""
-    return bind(grouped_dot_p, a, b, *rows, b_axis=b_axis, out_dtype=jnp.dtype(dtype), implementation=None)[0]
+    return bind(grouped_dot_p, a, b, *rows, params=GroupedDotParams(b_axis, jnp.dtype(dtype)), implementation=None)[0]
 
 
 def _backward(call: Call, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
@@ -322,7 +322,7 @@ def _wgrad(call: Call, dy: jax.Array, x: Any, rows: Rows) -> jax.Array:
     if isinstance(x, NVFP4Tensor):
         x = dequantize(x, dy.dtype, implementation=call.common)
     a, b = (dy, x) if call.w_axes == "nk" else (x, dy)
-    return bind(grouped_contract_p, a, b, *rows, implementation=None)[0]
+    return bind(grouped_contract_p, a, b, *rows, params=None, implementation=None)[0]
 
 
 _grouped.defvjp(_forward, _backward)

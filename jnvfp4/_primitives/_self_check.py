@@ -25,7 +25,7 @@ class Call(NamedTuple):
     """One call of a primitive whose results are known."""
 
     operands: tuple[np.ndarray, ...]
-    params: dict[str, Any]
+    params: Any
 
 
 class Check(NamedTuple):
@@ -96,7 +96,7 @@ def on(device: jax.Device, name: str) -> Run:
 
 def _run(device: jax.Device, primitive: Primitive, call: Call, implementation: Any) -> Sequence[np.ndarray]:
     """Compiles a program of the call alone, which no other call can find compiled."""
-    bind = jax.jit(lambda *operands: primitive.bind(*operands, **call.params, implementation=implementation))
+    bind = jax.jit(lambda *operands: primitive.bind(*operands, params=call.params, implementation=implementation))
     return [np.asarray(v) for v in bind(*jax.device_put(call.operands, device))]
 
 

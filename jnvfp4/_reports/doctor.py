@@ -108,7 +108,7 @@ def checks(capability: int) -> Iterator[tuple[Check, str]]:
         yield _quantize_pair.check_of(pair, BF16), ""
     yield _rht_amax.check_of(False, BF16), ""
     for fmt in (Format(), Format("row"), Format("window64"), Format(rht=True)):
-        yield _dequantize.check_of(fmt, F32, fmt.rht), ""
+        yield _dequantize.check_of(_dequantize.DequantizeParams(fmt, F32, fmt.rht)), ""
     yield _transpose.check_of(), ""
     for kernel in plans.matmul_kernels():
         check = _known_answers.product_check(matmul_p, kernel, capability)

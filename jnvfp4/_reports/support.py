@@ -16,9 +16,9 @@ from .._ops.arguments import OPERATIONS
 from .._ops.quantize import quantize
 from .._primitives._base import Backend
 from .._primitives._known_answers import product_check
-from .._primitives._matmul_routes import Product, choose, plan
+from .._primitives._matmul_routes import MatmulParams, Product, choose, plan
+from .._primitives._products import Operands, ProductParams
 from .._primitives._self_check import Refusal, refusals
-from .._primitives.grouped_matmul import Operands as GroupedOperands
 from .._primitives.grouped_matmul import plan as plan_grouped
 from .._primitives.matmul import matmul_p
 from ..spec import FUSED_PAIRS, SUPPORTED_SPECS, QuantSpec, name_of
@@ -121,7 +121,8 @@ def _matmul_kernel(operands: tuple, options: dict[str, Any], device: jax.Device)
     """Asks for the kernel of ``matmul_nt`` for the operands (a, b) on a device that has native kernels."""
     (left, a_format), (right, b_format) = map(_parts_of, operands)
     accumulation = options.get("accumulation", "fast")
-    product = Product(left, right, options.get("bias"), a_format, b_format, _out_dtype(options), accumulation)
+    params = MatmulParams(a_format, b_format, _out_dtype(options), accumulation)
+    product = Product(left, right, options.get("bias"), params)
     capability, kernel = _where(options, device)
     backend = Backend("native", capability, kernel, _refused(device, capability))
     answer = _answer(choose(product, backend))
@@ -134,9 +135,9 @@ def _matmul_kernel(operands: tuple, options: dict[str, Any], device: jax.Device)
 
 def _grouped_kernel(operands: tuple, options: dict[str, Any], device: jax.Device) -> Support:
     """Asks for the kernel of ``grouped_matmul_nt``."""
-    (left, a_format), (right, _) = map(_parts_of, operands)
-    product = GroupedOperands(left, right, options["group_sizes"])
-    return _answer(plan_grouped(product, a_format, _out_dtype(options), *_where(options, device)))
+    (left, a_format), (right, b_format) = map(_parts_of, operands)
+    params = ProductParams(a_format, b_format, _out_dtype(options))
+    return _answer(plan_grouped(params, Operands(left, right, ()), *_where(options, device)))
 
 
 _KERNELS = {"matmul_nt": _matmul_kernel, "grouped_matmul_nt": _grouped_kernel}
@@ -149,8 +150,8 @@ def _parts_of(operand: Any) -> tuple[tuple, Any]:
     return (operand,), None
 
 
-def _out_dtype(options: dict[str, Any]) -> Any:
-    return options.get("out_dtype", jnp.bfloat16)
+def _out_dtype(options: dict[str, Any]) -> np.dtype:
+    return jnp.dtype(options.get("out_dtype", jnp.bfloat16))
 
 
 def _where(options: dict[str, Any], device: jax.Device) -> tuple[int, str | None]:
