@@ -21,8 +21,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .._native import compat, load
-from . import _self_check
-from ._self_check import Check, Refusal, Unchecked
+from .self_check import checks
+from .self_check.checks import CASES, Refusal, Unchecked
 
 
 class Backend(NamedTuple):
@@ -32,7 +32,7 @@ class Backend(NamedTuple):
     capability: int | None = 0  # of a GPU: 10 * major + minor; None if no device is known
     kernel: str | None = None  # the kernel of a product, if ``implementation`` names one
     refused: tuple[Refusal, ...] = ()  # what the self-check has found wrong
-    split: bool = False  # whether a device may have a part of the operands; only ``Known`` is told
+    split: bool = False  # whether a device may have a part of the operands; only ``CASES`` are told
 
     def refusal(self, kernel: str) -> str:
         """Says why a kernel is not used; empty if it may be."""
@@ -57,9 +57,6 @@ class Proposal(NamedTuple):
 # proposal. `wrap` adds collectives to the computation of one device, which takes the operands, and by the keyword
 # `params` other parameters.
 Partition = tuple[list[Axes], list[Axes], Callable[[Body], Body]]
-
-# (params, backend, operand avals) -> checks of the paths that a program takes where ``backend.refused`` is not used.
-Known = Callable[..., Sequence[Check]]
 
 PRIMITIVES: list[Primitive] = []  # all that make_primitive has made
 
@@ -157,7 +154,6 @@ def make_primitive(
     rule: Callable[..., tuple[list[list], list[list]]],
     empty: Callable[..., Sequence[jax.Array]] | None = None,
     sums: bool = False,
-    known: Known | None = None,
 ) -> Primitive:
     """Builds and registers a primitive with several results.
 
@@ -172,7 +168,6 @@ def make_primitive(
       empty: ``(params, *arrays)`` -> results where an operand has no elements; zeros if None.
       sums: whether results can be sums over devices. What takes them decides then how they are sharded, also on an
         Explicit mesh: a sum that is split at once is a reduce-scatter, and half of the bytes of an all-reduce.
-      known: see ``Known``; None for a primitive without kernels. A check of ``"native"`` is one of the whole primitive.
 
     The primitive has two parameters: ``params``, one value that the hooks see, and ``implementation``, the lowering's.
     """
@@ -197,7 +192,7 @@ def make_primitive(
     primitive.def_abstract_eval(lambda *avals, params, implementation: list(abstract(params, *avals)))
     batching.primitive_batchers[primitive] = batcher
     ad.primitive_jvps[primitive] = functools.partial(_no_derivative, name)
-    lower = _lowering_rule(name, _device_bodies(local, partition, rule), empty, sums, known)
+    lower = _lowering_rule(name, _device_bodies(local, partition, rule), empty, sums)
     mlir.register_lowering(primitive, functools.partial(lower, None))
     for platform in load.extensions():
         mlir.register_lowering(primitive, functools.partial(lower, platform), platform=platform)
@@ -206,13 +201,13 @@ def make_primitive(
     return primitive
 
 
-def _lowering_rule(name: str, bodies: Callable, empty: Callable | None, sums: bool, known: Known | None) -> Callable:
+def _lowering_rule(name: str, bodies: Callable, empty: Callable | None, sums: bool) -> Callable:
     """Returns the lowering of a primitive for a platform, or for all without kernels (None)."""
 
     def lower(platform: str | None, ctx, *operands, params, implementation):
         backend = _backend(name, platform, implementation, ctx)
-        if known is not None and backend.name != "reference" and not isinstance(implementation, Unchecked):
-            backend = _without_refused(name, backend, functools.partial(known, params), ctx, implementation)
+        if name in CASES and backend.name != "reference" and not isinstance(implementation, Unchecked):
+            backend = _without_refused(name, backend, ctx, params, implementation)
         # Where shard_map has made all axes manual, the block is that of one device.
         manual = any(AxisType.Manual in aval.sharding.mesh.axis_types for aval in ctx.avals_in)
         whole, rest = compat.partly_manual(ctx) if manual else (None, None)
@@ -246,11 +241,11 @@ def _backend(name: str, platform: str | None, implementation: str | Unchecked | 
     return Backend(platform, capability, kernel)
 
 
-def _without_refused(name: str, backend: Backend, known: Known, ctx: Any, asked: str | None) -> Backend:
+def _without_refused(name: str, backend: Backend, ctx: Any, params: Hashable, asked: str | None) -> Backend:
     """Checks the paths of a program on devices like which none has run them, and leaves out what is wrong."""
     split = len(compat.devices(ctx)) > 1
-    checks = lambda wrong: known(backend._replace(refused=wrong, split=split), ctx.avals_in)  # noqa: E731
-    backend = backend._replace(refused=_self_check.refused(checks, compat.local_devices(ctx)))
+    of_program = lambda wrong: CASES[name](params, backend._replace(refused=wrong, split=split), ctx.avals_in)  # noqa: E731
+    backend = backend._replace(refused=checks.refused(of_program, compat.local_devices(ctx)))
     if not (reason := backend.refusal("native")):
         return backend
     if asked is not None:

@@ -1,6 +1,6 @@
 """nvfp4_dequantize: (data, scale, amax) -> values."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +12,6 @@ from ..spec import Format
 from ._base import Backend, Partition, Proposal, Shape, axes_of_dims, check_explicit, make_primitive, typed
 from ._batching import batch_size, batched_parts
 from ._checks import check_parts
-from ._known_answers import EVERY_SCALE, tensor
-from ._self_check import Call, Check
 from ._shardings import keep_blocks, names_of_dims, part_shardings
 
 
@@ -61,20 +59,6 @@ def _rule(_: DequantizeParams, data: Shape, _scale: Shape, amax: Shape) -> tuple
     return part_shardings(dims, amax), [dims]
 
 
-def _known(p: DequantizeParams, _: Backend, _avals: Sequence[ShapedArray]) -> list[Check]:
-    return [check_of(p)]
-
-
-def check_of(p: DequantizeParams) -> Check:
-    """Returns the check of a format and a dtype."""
-
-    def calls() -> Iterator[Call]:
-        yield Call(tensor(np.random.default_rng(0), (77, 320), p.format, EVERY_SCALE), p)
-
-    rotated = " rotated" * (p.format.rht and not p.rotate_back)
-    return Check(f"dequantize {p.format.name}{rotated} to {p.dtype.name}", dequantize_p, "native", calls)
-
-
 dequantize_p = make_primitive(
-    "nvfp4_dequantize", abstract=_abstract, local=_local, batch=_batch, partition=_partition, rule=_rule, known=_known
+    "nvfp4_dequantize", abstract=_abstract, local=_local, batch=_batch, partition=_partition, rule=_rule
 )

@@ -20,7 +20,6 @@ from .._native import plans
 from ..spec import Format
 from ._base import Backend, Body, Partition, Proposal, Shape, axes_of, axes_of_dims, make_primitive, typed
 from ._groups import check_sizes, map_examples, rows_of, rows_of_device
-from ._known_answers import grouped_check
 from ._matmul_routes import decode
 from ._products import (
     Operands,
@@ -31,7 +30,6 @@ from ._products import (
     check_operands,
     operand_shardings,
 )
-from ._self_check import Check
 
 OP = "grouped_matmul_nt"
 
@@ -192,13 +190,6 @@ def _rule(params: ProductParams, *shapes: Shape) -> tuple[list[list], list[list]
     return _shardings("m", "g", "n", "k", params.split(shapes)), [["m", "n"]]
 
 
-def _known(params: ProductParams, backend: Backend, flat: Sequence[ShapedArray]) -> list[Check]:
-    chosen = plan(params, params.split(flat), backend.capability, backend.kernel)
-    if chosen.reason or backend.refusal(chosen.kernel):
-        return []
-    return [grouped_check(grouped_matmul_p, chosen.kernel, backend.capability)]
-
-
 grouped_matmul_p = make_primitive(
     "nvfp4_grouped_matmul",
     abstract=_abstract,
@@ -207,5 +198,4 @@ grouped_matmul_p = make_primitive(
     partition=_partition,
     rule=_rule,
     sums=True,
-    known=_known,
 )

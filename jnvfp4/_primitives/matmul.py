@@ -17,10 +17,8 @@ from .._core import softfloat
 from ._base import Backend, Body, Partition, Proposal, Shape, axes_of, axes_of_dims, make_primitive, typed
 from ._batching import batch_size, batched, batched_parts
 from ._checks import check_float
-from ._known_answers import product_check
-from ._matmul_routes import MatmulParams, by_reference, choose, multiply
+from ._matmul_routes import MatmulParams, by_reference, multiply
 from ._products import Operands, ProductAxes, check_axes_once, check_depth, check_operands, operand_shardings
-from ._self_check import Check
 
 OP = "matmul_nt"
 F32 = jnp.dtype(jnp.float32)
@@ -198,18 +196,6 @@ def _rule(params: MatmulParams, *shapes: Shape) -> tuple[list[list], list[list]]
     return _shardings(lead, "m", "n", depth, "n", n), [[*lead, "m", "n"]]
 
 
-def _known(params: MatmulParams, backend: Backend, flat: Sequence[ShapedArray]) -> list[Check]:
-    """Returns the check of the kernel for these sizes, and of the one for few rows if a device may have a part."""
-    product = params.product(flat)
-    kernels = [choose(product, backend)]
-    if backend.split and backend.kernel is None:
-        *lead, _, depth = product.a[0].shape
-        few = jax.ShapeDtypeStruct((*lead, 1, depth), product.a[0].dtype)
-        kernels.append(choose(product._replace(a=(few, *product.a[1:])), backend))
-    names = dict.fromkeys(chosen.kernel for chosen in kernels if not chosen.reason and chosen.kernel != "reference")
-    return [product_check(matmul_p, name, backend.capability) for name in names]
-
-
 matmul_p = make_primitive(
     "nvfp4_matmul",
     abstract=_abstract,
@@ -219,5 +205,4 @@ matmul_p = make_primitive(
     rule=_rule,
     empty=_empty,
     sums=True,
-    known=_known,
 )

@@ -1,18 +1,12 @@
 """nvfp4_quantize: (x, amax?, stream?) -> (data, scale, amax where it was not given). See _sides.py."""
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
 
 from . import _sides
-from ._base import Backend, Body, Partition, Proposal, axes_of, make_primitive
-from ._known_answers import describe, quantizer_calls
-from ._self_check import Check
+from ._base import Body, Partition, Proposal, axes_of, make_primitive
 from ._shardings import max_over_devices
 from ._sides import Operands, Side, Sides, call_ffi, find_row_amax
 
@@ -49,18 +43,6 @@ def _with_row_amax(local: Body, axes: tuple[str, ...], side: Side) -> Body:
     return body
 
 
-def _known(sides: Sides, _: Backend, avals: Sequence[ShapedArray]) -> list[Check]:
-    (side,) = sides
-    return [check_of(side, avals[0].dtype)]
-
-
-def check_of(side: Side, dtype: Any) -> Check:
-    """Returns the check of one side, for arrays of a dtype."""
-    sides = (side._replace(row_axes=1),)
-    path = f"quantize {describe(sides)} of {jnp.dtype(dtype).name}"
-    return Check(path, quantize_p, "native", partial(quantizer_calls, sides, dtype))
-
-
 quantize_p = make_primitive(
     "nvfp4_quantize",
     abstract=partial(_sides.abstract, "quantize"),
@@ -68,5 +50,4 @@ quantize_p = make_primitive(
     batch=_sides.batch,
     partition=_partition,
     rule=_sides.rule,
-    known=_known,
 )

@@ -3,20 +3,14 @@
 An amax is an operand but for scope window64, where the kernel finds it.
 """
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
 
 from ..spec import QuantSpec
 from . import _sides
-from ._base import Backend, make_primitive
-from ._known_answers import describe, quantizer_calls
-from ._self_check import Check
+from ._base import make_primitive
 from ._sides import Operands, Side, Sides, call_ffi
 
 Specs = tuple[QuantSpec, QuantSpec]
@@ -41,18 +35,6 @@ def _call_kernel(ops: Operands, sides: Sides) -> list[jax.Array]:
     )
 
 
-def _known(sides: Sides, _: Backend, avals: Sequence[ShapedArray]) -> list[Check]:
-    row, col = sides
-    return [check_of((row.spec, col.spec), avals[0].dtype)]
-
-
-def check_of(specs: Specs, dtype: Any) -> Check:
-    """Returns the check of a pair of specs, for arrays of a dtype."""
-    sides = sides_of(specs)
-    path = f"quantize_pair {describe(sides)} of {jnp.dtype(dtype).name}"
-    return Check(path, quantize_pair_p, "native", partial(quantizer_calls, sides, dtype))
-
-
 quantize_pair_p = make_primitive(
     "nvfp4_quantize_pair",
     abstract=partial(_sides.abstract, "quantize_pair"),
@@ -60,5 +42,4 @@ quantize_pair_p = make_primitive(
     batch=_sides.batch,
     partition=_sides.partition,
     rule=_sides.rule,
-    known=_known,
 )

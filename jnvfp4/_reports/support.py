@@ -15,12 +15,11 @@ from .._native import compat, load, plans
 from .._ops.arguments import OPERATIONS
 from .._ops.quantize import quantize
 from .._primitives._base import Backend
-from .._primitives._known_answers import product_check
 from .._primitives._matmul_routes import MatmulParams, Product, choose, plan
 from .._primitives._products import Operands, ProductParams
-from .._primitives._self_check import Refusal, refusals
 from .._primitives.grouped_matmul import plan as plan_grouped
-from .._primitives.matmul import matmul_p
+from .._primitives.self_check.cases import product_check
+from .._primitives.self_check.checks import Refusal, refusals
 from ..spec import FUSED_PAIRS, SUPPORTED_SPECS, QuantSpec, name_of
 
 FP4_KERNEL = "sm100_cublaslt_nvfp4"
@@ -174,7 +173,7 @@ def _refused(device: jax.Device, capability: int) -> tuple[Refusal, ...]:
     """Returns the kernels that this process has found wrong on a device; most devices are never asked."""
     if plans.has_run_on(capability):
         return ()
-    return refusals([product_check(matmul_p, name, capability) for name in plans.matmul_kernels()], device)
+    return refusals([product_check(name, capability) for name in plans.matmul_kernels()], device)
 
 
 def _without_fp4(product: Product, capability: int, answer: Support) -> str:

@@ -5,21 +5,19 @@ scales are all that there are, and no factor of a product is a power of two. Sum
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.extend.core import Primitive
 
-from .._native import plans
-from ..spec import BLOCK, WINDOW, Format, QuantSpec, name_of
-from ._checks import amax_shapes
-from ._matmul_routes import MatmulParams, plan
-from ._products import ProductParams
-from ._self_check import Call, Check
-from ._sides import Sides
+from ..._native import plans
+from ...spec import BLOCK, WINDOW, Format, QuantSpec, name_of
+from .._checks import amax_shapes
+from .._matmul_routes import MatmulParams, plan
+from .._products import ProductParams
+from .._sides import Sides
+from .checks import Call
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
@@ -156,11 +154,6 @@ def why_no_product(kernel: str, capability: int | None) -> str:
     return "" if "" in reasons else next((reason for reason in reasons if " cannot: " not in reason), reasons[0])
 
 
-def product_check(primitive: Primitive, kernel: str, capability: int | None) -> Check:
-    """Returns the check of a kernel of ``nvfp4_matmul``."""
-    return Check(f"matmul_nt {kernel}", primitive, kernel, partial(product_calls, kernel, capability))
-
-
 # ---------------------------------------------------------------- grouped products
 _GROUPED = (77, 4, 45, 208)  # rows, groups, N, K
 _LEFTS = ((_ROW, "nvfp4"), (Format(), "nvfp4"), (None, "bfloat16"), (None, "float16"))
@@ -188,8 +181,3 @@ def why_no_grouped(kernel: str, capability: int | None) -> str:
     """Says why a kernel can run none of the calls on a device; empty if it can run one."""
     reasons = [_why_not_grouped(left, kernel, capability) for _, left in _LEFTS]
     return "" if "" in reasons else reasons[0]
-
-
-def grouped_check(primitive: Primitive, kernel: str, capability: int | None) -> Check:
-    """Returns the check of a kernel of ``nvfp4_grouped_matmul``."""
-    return Check(f"grouped_matmul_nt {kernel}", primitive, kernel, partial(grouped_calls, kernel, capability))

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend.core import Primitive
 
-from .._native import compat, plans
+from ..._native import compat, plans
 
 
 class Unchecked(NamedTuple):
@@ -35,6 +35,11 @@ class Check(NamedTuple):
     primitive: Primitive
     name: str  # what ``implementation`` names
     calls: Callable[[], Iterable[Call]]
+
+
+# For a primitive by its name: (params, backend, operand avals) -> checks of the paths that a program takes where what
+# ``backend`` refuses is not used. A check of ``"native"`` is one of the whole primitive.
+CASES: dict[str, Callable[[Any, Any, Any], Sequence[Check]]] = {}
 
 
 class Refusal(NamedTuple):
