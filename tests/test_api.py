@@ -139,7 +139,7 @@ def test_both_orientations_share_the_amax_of_the_tensor(pair):
 
 def test_two_calls_find_the_amax_of_rows_themselves():
     first, second = ours(lambda x: jnvfp4.quantize_pair(x, ROW_SCALED, NVFP4), normal((64, 128)))
-    assert (first.params["has_amax"], second.params["has_amax"]) == (False, True)
+    assert [eqn.params["params"][0].has_amax for eqn in (first, second)] == [False, True]
 
 
 # ---------------------------------------------------------------- jax_numpy_rank_promotion="raise"

@@ -269,15 +269,13 @@ def calls(library, monkeypatch):
     def call_kernel(product, chosen):
         found.append(chosen.kernel)
         if chosen.kernel != KERNEL:
-            return _matmul_routes.reference.matmul(
-                product.a, product.b, product.bias, product.a_format, product.b_format, product.out_dtype
-            )
+            return _matmul_routes.by_reference(product)
 
         def multiply(a, b, *bias):
-            a = NVFP4Tensor(*a, product.a_format)
-            b = NVFP4Tensor(*b, product.b_format)
+            a = NVFP4Tensor(*a, product.params.a)
+            b = NVFP4Tensor(*b, product.params.b)
             a, b = jax.tree.map(np.asarray, (a, b))
-            got, ran, error = run(library, a, b, *bias, out=product.out_dtype, kernel=KERNEL)
+            got, ran, error = run(library, a, b, *bias, out=product.params.out_dtype, kernel=KERNEL)
             assert (ran, error) == (KERNEL, "")
             return got
 

@@ -25,6 +25,7 @@ from jnvfp4 import (
     transpose,
 )
 from jnvfp4._primitives._base import bind
+from jnvfp4._primitives._sides import Side
 from jnvfp4._primitives.quantize import quantize_p
 from jnvfp4.spec import name_of
 
@@ -59,8 +60,8 @@ def test_random_bits_at_the_end_of_a_huge_tensor(huge):
     key, first = jax.random.key(1), (ROWS - PIECE) * (COLS // 16)
     t = quantize(huge, NVFP4_SR, key=key)
     stream = jnp.concatenate([jax.random.bits(key, (2,), jnp.uint32), jnp.asarray([first, 0], jnp.uint32)])
-    params = {"spec": NVFP4_SR, "transpose": False, "has_amax": True, "implementation": None}
-    end = bind(quantize_p, huge[-PIECE:], t.amax, stream, **params)
+    sides = (Side(NVFP4_SR, transpose=False, has_amax=True),)
+    end = bind(quantize_p, huge[-PIECE:], t.amax, stream, params=sides, implementation=None)
     assert_same_tensor((t.data[-PIECE:], t.scale[-PIECE:].view(jnp.uint8)), tuple(end))
 
 

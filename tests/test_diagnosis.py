@@ -11,7 +11,8 @@ from operands import normal
 
 import jnvfp4
 from jnvfp4._native import load, plans
-from jnvfp4._primitives import _self_check, transpose
+from jnvfp4._primitives import transpose
+from jnvfp4._primitives.self_check import cases, checks
 from jnvfp4._reports import doctor, support
 from jnvfp4.checkpoints._files.errors import Exit
 from jnvfp4.cli import main
@@ -23,7 +24,7 @@ OLD = f"{FP4} needs cuBLASLt 13.2 or newer on compute capability 10.3, got 13.1.
 @pytest.fixture
 def few_checks(monkeypatch):
     """One check that is quick, and one that applies nowhere."""
-    few = [(transpose.check_of(), ""), (transpose.check_of()._replace(path="other"), "it runs elsewhere")]
+    few = [(cases.transpose_check(), ""), (cases.transpose_check()._replace(path="other"), "it runs elsewhere")]
     monkeypatch.setattr(doctor, "checks", lambda capability: iter(few))
 
 
@@ -92,10 +93,10 @@ def test_a_wrong_byte(few_checks, capsys, monkeypatch):
 
 def test_it_leaves_no_record(few_checks, monkeypatch):
     """What it finds is printed; programs find out for themselves."""
-    monkeypatch.setattr(_self_check, "_FOUND", {})
+    monkeypatch.setattr(checks, "_FOUND", {})
     wrong_transpose(monkeypatch)
     assert not doctor.doctor()
-    assert _self_check._FOUND == {}
+    assert checks._FOUND == {}
 
 
 @pytest.mark.parametrize(
@@ -223,10 +224,10 @@ def test_supports_says_what_was_refused(monkeypatch):
     ask = lambda **options: jnvfp4.supports("matmul_nt", a, b, device=device, **options)  # noqa: E731
     assert ask() == (True, FP4, "")
     found = {}
-    monkeypatch.setattr(_self_check, "_FOUND", found)
-    found[_self_check._key(f"matmul_nt {FP4}", device)] = "the difference"
+    monkeypatch.setattr(checks, "_FOUND", found)
+    found[checks._key(f"matmul_nt {FP4}", device)] = "the difference"
     reason = f"the self-check of matmul_nt {FP4} on {device} (B200) failed: the difference"
     assert ask() == (True, "decode_then_dot", reason)
     assert ask(implementation=FP4) == (False, FP4, reason)
-    found[_self_check._key("matmul_nt decode_then_dot", device)] = "another"
+    found[checks._key("matmul_nt decode_then_dot", device)] = "another"
     assert ask() == (False, "reference", reason)

@@ -33,6 +33,7 @@ from jnvfp4 import (
 from jnvfp4._native import load, plans
 from jnvfp4._primitives import grouped_matmul
 from jnvfp4._primitives._groups import Rows, chunks_of, rows_of
+from jnvfp4._primitives._products import ProductParams
 from jnvfp4.checkpoints import NameRule, from_hf, open_checkpoint
 
 M, N, K, G = 80, 40, 64, 5
@@ -194,8 +195,8 @@ def test_decode_then_ragged_dot(cpu, monkeypatch, left, sizes):
     if left == "row":
         a = NVFP4Tensor(a.data, a.scale, 6 * 448.0 * 2.0 ** (jnp.arange(M) % 3), jnvfp4.Format("row"))
     flat = [*((a,) if left == "dense" else (a.data, a.scale, a.amax)), b.data, b.scale, b.amax, int32(sizes)]
-    fmt = None if left == "dense" else a.format
-    got = grouped_matmul._decode_then_ragged_dot(grouped_matmul._split(flat, fmt), fmt, b.format, jnp.float32)
+    params = ProductParams(None if left == "dense" else a.format, b.format, jnp.dtype(jnp.float32))
+    got = grouped_matmul._decode_then_ragged_dot(params, params.split(flat))
     assert_bitwise(got, by_group(a, b, sizes, out_dtype=jnp.float32))
 
 

@@ -307,7 +307,7 @@ def test_sharded_equals_unsharded(cpu, recipe, layout, kind):
 def test_the_gradient_of_weights_is_made_where_it_is_wanted(cpu, kind, of_operands, of_y, collectives):
     a, b = jnp.round(normal((64, 16)) * 4), jnp.round(normal((64, 20 if kind == "auto" else 24), 1) * 4)  # exact sums
     rows = rows_of(int32((20, 0, 12, 8, 0, 1, 2, 16)), len(a))
-    contract = lambda a, b: grouped_contract_p.bind(a, b, *rows, implementation=None)[0]  # noqa: E731
+    contract = lambda a, b: grouped_contract_p.bind(a, b, *rows, params=None, implementation=None)[0]  # noqa: E731
     want, mesh = contract(a, b), make_mesh(jax.devices("cpu")[:8], "x", kind)
     with jax.set_mesh(mesh):
         contract = jax.jit(contract, out_shardings=NamedSharding(mesh, of_y))

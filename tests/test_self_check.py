@@ -5,7 +5,6 @@ kernels: the CPU, and any GPU. A stand-in for cuBLASLt makes its own faults (cpp
 """
 
 import contextlib
-import pathlib
 import re
 import subprocess
 import sys
@@ -32,11 +31,12 @@ from test_block_scaled import run as run_stand_in
 import jnvfp4
 from jnvfp4 import NVFP4, NVFP4_2D, NVFP4Tensor
 from jnvfp4._native import load, plans
-from jnvfp4._primitives import _base, _known_answers, _matmul_routes, _self_check, quantize
-from jnvfp4._primitives import dequantize as dequantize_module
-from jnvfp4._primitives import transpose as transpose_module
+from jnvfp4._primitives import _base, _matmul_routes, quantize
 from jnvfp4._primitives._sides import Side
+from jnvfp4._primitives.dequantize import DequantizeParams
 from jnvfp4._primitives.matmul import matmul_p
+from jnvfp4._primitives.quantize import quantize_p
+from jnvfp4._primitives.self_check import cases, checks, known_answers
 
 FP4 = "sm100_cublaslt_nvfp4"
 
@@ -46,9 +46,9 @@ FP4 = "sm100_cublaslt_nvfp4"
 def never_run(native, monkeypatch):
     """The device of the test, of which nothing is known; two samples make a check of products."""
     monkeypatch.setattr(plans, "has_run_on", lambda capability: False)
-    monkeypatch.setattr(_self_check, "_FOUND", {})
-    monkeypatch.setattr(_self_check, "known_for", by_reference_on_the_cpu)
-    monkeypatch.setattr(_known_answers, "SAMPLES", [SAMPLE, SAMPLE._replace(shape=(70, 45, 48))])
+    monkeypatch.setattr(checks, "_FOUND", {})
+    monkeypatch.setattr(checks, "known_for", by_reference_on_the_cpu)
+    monkeypatch.setattr(known_answers, "SAMPLES", [SAMPLE, SAMPLE._replace(shape=(70, 45, 48))])
     return native.device
 
 
@@ -60,7 +60,7 @@ def no_trace_with_a_fault():
     jax.clear_caches()
 
 
-SAMPLE = next(s for s in _known_answers.SAMPLES if s.shape == (129, 144, 80))
+SAMPLE = next(s for s in known_answers.SAMPLES if s.shape == (129, 144, 80))
 
 
 def by_reference_on_the_cpu(_device):
@@ -69,7 +69,7 @@ def by_reference_on_the_cpu(_device):
     def run(primitive, call):
         key = primitive.name, repr(call.params), *(v.tobytes() for v in call.operands)
         if key not in KNOWN:
-            KNOWN[key] = _self_check._run(jax.devices("cpu")[0], primitive, call, "reference")
+            KNOWN[key] = checks._run(jax.devices("cpu")[0], primitive, call, "reference")
         return KNOWN[key]
 
     return run
@@ -161,7 +161,7 @@ def test_a_right_product_is_used_without_a_word(never_run):
         warnings.simplefilter("error")
         text = multiply().lower(*on(never_run, A, B)).as_text()
     assert f'kernel = "{kernel}"' in text
-    assert {key[0]: reason for key, reason in _self_check._FOUND.items()}[f"matmul_nt {kernel}"] == ""
+    assert {key[0]: reason for key, reason in checks._FOUND.items()}[f"matmul_nt {kernel}"] == ""
 
 
 def test_a_kernel_that_stops_is_refused(never_run, monkeypatch):
@@ -196,8 +196,8 @@ def test_the_exact_decode_path_is_checked_before_it_is_used(never_run, faulty, m
 
 def test_each_path_is_checked_once(never_run, monkeypatch):
     asked = []
-    right = _self_check.outcome
-    monkeypatch.setattr(_self_check, "outcome", lambda check, device: asked.append(check.path) or right(check, device))
+    right = checks.outcome
+    monkeypatch.setattr(checks, "outcome", lambda check, device: asked.append(check.path) or right(check, device))
     for _ in range(3):
         multiply()(*on(never_run, A, B))
     assert asked
@@ -209,8 +209,8 @@ def test_memory_that_a_gpu_may_give_to_a_call_holds_nan(monkeypatch):
     found = []
     left = SimpleNamespace(block_until_ready=lambda: SimpleNamespace(delete=lambda: found.append("freed")))
     monkeypatch.setattr(jax, "device_put", lambda v, device: found.append((v == 0xFF).all()) or left)
-    monkeypatch.setattr(_self_check, "_run", lambda *_: found.append("call"))
-    run = _self_check.on(SimpleNamespace(platform="gpu"), "native")
+    monkeypatch.setattr(checks, "_run", lambda *_: found.append("call"))
+    run = checks.on(SimpleNamespace(platform="gpu"), "native")
     for _ in range(2):
         run(matmul_p, None)
     assert found == 2 * (3 * [True, "freed"] + ["call"])
@@ -225,13 +225,9 @@ def test_threads_find_it_once(never_run, faulty):
 
 
 # ---------------------------------------------------------------- where a program may be traced
-PRIMITIVE_FILES = sorted((pathlib.Path(jnvfp4.__file__).parent / "_primitives").glob("[a-z]*.py"))
-
-
-@pytest.mark.parametrize("file", PRIMITIVE_FILES, ids=lambda file: file.stem)
-def test_every_primitive_with_a_kernel_has_known_answers(file):
+def test_every_primitive_with_a_kernel_has_known_answers():
     targets = {name for module in load.extensions().values() for name in module.targets}
-    assert (f"nvfp4_{file.stem}" in targets) == ("known=_known" in file.read_text())
+    assert {primitive.name for primitive in _base.PRIMITIVES} & targets == set(checks.CASES)
 
 
 def traced_calls(device) -> dict:
@@ -298,7 +294,7 @@ def test_gradients(never_run, faulty):
     with jax.default_device(jax.devices("cpu")[0]):
         loss = lambda x, w: jnvfp4.linear(x, w).astype(jnp.float32).sum()  # noqa: E731
         expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(x, w)
-    _self_check._FOUND.clear()
+    checks._FOUND.clear()
     faulty("alpha")
     x, w = on(never_run, x, w)
     with one_warning("matmul_nt"):
@@ -331,7 +327,7 @@ def no_check(monkeypatch):
     def fail(*_):
         raise AssertionError("a check ran")
 
-    monkeypatch.setattr(_self_check, "outcome", fail)
+    monkeypatch.setattr(checks, "outcome", fail)
 
 
 def test_an_export_checks_nothing(never_run, no_check):
@@ -418,9 +414,9 @@ def test_a_spec_whose_kernel_is_right_is_used(never_run, monkeypatch):
 
 
 CHECKS = {
-    "quantize": lambda: quantize.check_of(Side(NVFP4, False, True), jnp.bfloat16),
-    "dequantize": lambda: dequantize_module.check_of(jnvfp4.Format(), jnp.dtype(jnp.float32), False),
-    "transpose": transpose_module.check_of,
+    "quantize": lambda: cases.quantizer_check(quantize_p, (Side(NVFP4, False, True),), jnp.bfloat16),
+    "dequantize": lambda: cases.dequantize_check(DequantizeParams(jnvfp4.Format(), jnp.dtype(jnp.float32), False)),
+    "transpose": cases.transpose_check,
 }
 
 
@@ -430,15 +426,15 @@ def test_one_wrong_byte_is_found_anywhere(name, result):
     """Of each result of each call, in the last byte."""
     check = CHECKS[name]()
     cpu = jax.devices("cpu")[0]
-    known = _self_check.on(cpu, "native")
+    known = checks.on(cpu, "native")
 
     def wrong(primitive, call):
         results = [v.copy() for v in known(primitive, call)]
         results[result].reshape(-1).view(np.uint8)[-1] ^= 1
         return results
 
-    assert _self_check.mismatch(check, known, known) == ""
-    assert "1 of" in _self_check.mismatch(check, wrong, known)
+    assert checks.mismatch(check, known, known) == ""
+    assert "1 of" in checks.mismatch(check, wrong, known)
 
 
 # ---------------------------------------------------------------- several processes
@@ -462,7 +458,7 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 import jnvfp4
-from jnvfp4._native import load
+from jnvfp4._native import plans
 from jnvfp4._primitives import transpose
 from jnvfp4.spec import NVFP4_2D
 import jax.numpy as jnp
@@ -517,31 +513,32 @@ def library(process, monkeypatch):
 
 def through(library, call) -> list[np.ndarray]:
     """A call of nvfp4_matmul as the kernel with the stand-in computes it."""
-    p = _known_answers.product_of(call)
-    a, b = (NVFP4Tensor(*map(jnp.asarray, parts), fmt) for parts, fmt in ((p.a, p.a_format), (p.b, p.b_format)))
-    result, ran, error = run_stand_in(library, a, b, p.bias, p.out_dtype, kernel=FP4)
+    product, params = call.params.product(call.operands), call.params
+    sides = (product.a, params.a), (product.b, params.b)
+    a, b = (NVFP4Tensor(*map(jnp.asarray, parts), fmt) for parts, fmt in sides)
+    result, ran, error = run_stand_in(library, a, b, product.bias, params.out_dtype, kernel=FP4)
     assert ran == FP4
     if error:
         raise RuntimeError(error)
     return [result]
 
 
-CHECK_OF_FP4 = _known_answers.product_check(matmul_p, FP4, 100)
-by_cpu = _self_check.on(jax.devices("cpu")[0], "native")
+CHECK_OF_FP4 = cases.product_check(FP4, 100)
+by_cpu = checks.on(jax.devices("cpu")[0], "native")
 
 
 def test_known_answers_of_the_library(library):
     with jax.default_device(jax.devices("cpu")[0]):
         calls = list(CHECK_OF_FP4.calls())
         assert len(calls) > 5
-        assert _self_check.mismatch(CHECK_OF_FP4, lambda _, call: through(library, call), by_cpu) == ""
+        assert checks.mismatch(CHECK_OF_FP4, lambda _, call: through(library, call), by_cpu) == ""
 
 
 @pytest.mark.parametrize("fault", LIBRARY_FAULTS)
 def test_known_answers_find_every_fault_of_the_library(library, fault):
     library("go_wrong", fault)
     with jax.default_device(jax.devices("cpu")[0]):
-        found = _self_check.mismatch(CHECK_OF_FP4, lambda _, call: through(library, call), by_cpu)
+        found = checks.mismatch(CHECK_OF_FP4, lambda _, call: through(library, call), by_cpu)
     assert re.search(r"elements differ, first at \[\d+, \d+\]", found)
 
 
@@ -551,7 +548,7 @@ def test_each_fault_is_seen_by_several_calls(library, fault):
     library("go_wrong", fault)
     with jax.default_device(jax.devices("cpu")[0]):
         each = [CHECK_OF_FP4._replace(calls=partial(list, [call])) for call in CHECK_OF_FP4.calls()]
-        seen = [bool(_self_check.mismatch(one, lambda _, call: through(library, call), by_cpu)) for one in each]
+        seen = [bool(checks.mismatch(one, lambda _, call: through(library, call), by_cpu)) for one in each]
     assert sum(seen) >= len(seen) // 2
 
 
@@ -564,24 +561,23 @@ def test_a_product_on_blackwell_with_a_faulty_library(library, monkeypatch, faul
 
     def call_kernel(product, chosen):
         assert chosen.kernel == FP4
-        params = {"a_format": product.a_format, "b_format": product.b_format, "out_dtype": product.out_dtype}
-        params |= {"has_bias": product.bias is not None, "accumulation": "fast"}
         bias = () if product.bias is None else (product.bias,)
         operands = (*product.a, *product.b, *bias)
-        run = lambda *arrays: through(library, _self_check.Call(tuple(map(np.asarray, arrays)), params))[0]  # noqa: E731
+        call = lambda *arrays: checks.Call(tuple(map(np.asarray, arrays)), product.params)  # noqa: E731
+        run = lambda *arrays: through(library, call(*arrays))[0]  # noqa: E731
         return jax.pure_callback(run, product.result, *operands)
 
     def decode_then_dot(p):
         used.append("decode_then_dot")
-        return _matmul_routes.reference.matmul(p.a, p.b, p.bias, p.a_format, p.b_format, p.out_dtype)
+        return _matmul_routes.by_reference(p)
 
     right = _base._backend
     monkeypatch.setattr(_base, "_backend", lambda *args: right(*args)._replace(capability=100))
     monkeypatch.setattr(_matmul_routes, "_call_kernel", call_kernel)
     monkeypatch.setattr(_matmul_routes, "_decode_then_dot", decode_then_dot)
     monkeypatch.setattr(plans, "has_run_on", lambda capability: False)
-    monkeypatch.setattr(_self_check, "_FOUND", {})
-    monkeypatch.setattr(_known_answers, "SAMPLES", [SAMPLE, SAMPLE._replace(shape=(70, 45, 48))])
+    monkeypatch.setattr(checks, "_FOUND", {})
+    monkeypatch.setattr(known_answers, "SAMPLES", [SAMPLE, SAMPLE._replace(shape=(70, 45, 48))])
     library("go_wrong", fault or "")
     with jax.default_device(cpu):
         a, b = order_free_operands(None, (66, 47, 80))

@@ -53,6 +53,8 @@ from jnvfp4 import (
     recipes,
 )
 from jnvfp4._primitives import matmul
+from jnvfp4._primitives._base import Proposal
+from jnvfp4._primitives._matmul_routes import MatmulParams
 
 # ---------------------------------------------------------------- matmul_nt
 # a [M, K], b [N, K] -> result, on mesh (x, y); and the collectives.
@@ -189,16 +191,10 @@ def test_a_sum_is_scattered_only_where_it_divides(axes, m, row, result, want):
     """jit asks for no uneven result, XLA may: what the callback answers decides."""
     mesh = make_mesh(jax.devices("cpu")[:8], axes)
     dense, data, scale, amax = (m, K), (N, K // 2), (N, K // 16), ()
-    params = {
-        "a_format": None,
-        "b_format": Format(),
-        "has_bias": False,
-        "out_dtype": jnp.float32,
-        "accumulation": "fast",
-        "k_axes": 1,
-    }
-    proposed = [[row, "x"], [None, "x"], [None, "x"], []]
-    _, (y,), _ = matmul._partition(mesh, proposed, [dense, data, scale, amax], [[result, None]], **params)
+    params = MatmulParams(None, Format(), jnp.dtype(jnp.float32))
+    operands = [[row, "x"], [None, "x"], [None, "x"], []]
+    proposed = Proposal(mesh, operands, [dense, data, scale, amax], [[result, None]])
+    _, (y,), _ = matmul._partition(params, proposed)
     assert y == [want, None]
 
 

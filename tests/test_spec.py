@@ -16,7 +16,7 @@ from operands import normal
 
 import jnvfp4
 from jnvfp4 import NVFP4, NVFP4_2D, ROW_SCALED, WINDOW64, Format, QuantSpec, Recipe, four_over_six, quantize, supports
-from jnvfp4._primitives.quantize_pair import quantize_pair_p
+from jnvfp4._primitives.quantize_pair import quantize_pair_p, sides_of
 from jnvfp4.spec import FUSED_PAIRS, SUPPORTED_SPECS, name_of
 
 FFI = pathlib.Path(__file__).parents[1] / "ffi"
@@ -261,7 +261,7 @@ def test_a_pair_without_a_kernel(native):
     assert specs not in FUSED_PAIRS
     operands = (x, np.float32(3), np.full(64, 3, np.float32))
     with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT: quantize_pair: row_spec and col_spec must"):
-        jax.block_until_ready(quantize_pair_p.bind(*operands, specs=specs, row_axes=1, implementation="native"))
+        jax.block_until_ready(quantize_pair_p.bind(*operands, params=sides_of(specs), implementation="native"))
 
 
 # ---------------------------------------------------------------- ffi/core/spec.h

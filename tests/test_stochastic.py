@@ -31,6 +31,8 @@ from jnvfp4 import (
 from jnvfp4._ops.arguments import random_stream
 from jnvfp4._primitives import quantize as primitive
 from jnvfp4._primitives._base import Backend, bind
+from jnvfp4._primitives._sides import Side
+from jnvfp4._primitives._sides import quantize as quantize_one_device
 
 KEY = jax.random.key(11)
 UNIT_AMAX = np.float32(6 * 448)  # with it, a block whose amax is 6 has scale 1: values are codes as they are
@@ -152,8 +154,8 @@ def test_a_64_bit_block_index(backend, first, row_blocks):
     amax = jnp.max(jnp.abs(x))
     stream = jnp.asarray([*words, first & 0xFFFFFFFF, first >> 32], jnp.uint32)
     code = Backend("reference" if backend.implementation == "reference" else backend.platform)
-    params = {"spec": NVFP4_SR, "transpose": False, "has_amax": True, "row_blocks": (row_blocks, 0)}
-    data, scale = _local(code, tuple(sorted(params.items())))(x, amax, stream)
+    sides = (Side(NVFP4_SR, transpose=False, has_amax=True, row_blocks=row_blocks),)
+    data, scale = _local(sides, code)(x, amax, stream)
     index = first + np.arange(32, dtype=object)[:, None] * row_blocks + np.arange(4, dtype=object)
     random = random_bytes(words, (index % 2**64).astype(np.uint64), 0).reshape(32, 64)
     v = np.asarray(x) * np.repeat(encode_scales(scale, amax, 2), 16, -1)
@@ -163,15 +165,15 @@ def test_a_64_bit_block_index(backend, first, row_blocks):
 _JITTED = {}
 
 
-def _local(code, params):
+def _local(sides, code):
     """The computation of one device, compiled once for each backend and ``row_blocks``."""
-    return _JITTED.setdefault((code, params), jax.jit(partial(primitive._local, code, **dict(params))))
+    return _JITTED.setdefault((sides, code), jax.jit(partial(quantize_one_device, primitive._call_kernel, sides, code)))
 
 
 def test_the_primitive_takes_the_first_block_of_every_matrix(native):
     x, first = normal((2, 16, 32), 6, "fp32"), [2**32 - 3, 9]
     stream = jnp.asarray([[7, 8, f & 0xFFFFFFFF, f >> 32] for f in first], jnp.uint32)
-    params = {"spec": NVFP4_SR, "transpose": True, "has_amax": True, "implementation": None}
+    params = {"params": (Side(NVFP4_SR, transpose=True, has_amax=True),), "implementation": None}
     data, _ = bind(primitive.quantize_p, x, jnp.float32(4), stream, **params)
     for i in range(2):
         alone, _ = bind(primitive.quantize_p, x[i], jnp.float32(4), stream[i], **params)

@@ -24,7 +24,7 @@ from jnvfp4 import (
 )
 from jnvfp4._native import load, plans
 from jnvfp4._ops.arguments import OPERATIONS
-from jnvfp4._primitives import _self_check
+from jnvfp4._primitives.self_check import checks
 
 KEY = jax.random.key(0)
 NT = (((1,), (1,)), ((), ()))
@@ -226,10 +226,10 @@ def test_why_fp4_tensor_cores_are_not_used(any_gpu, monkeypatch, version, why, r
 def test_what_the_self_check_refused_is_of_one_compute_capability(any_gpu, monkeypatch):
     """A kernel, then the exact decode path, then the reference; a GPU of the same name may compute otherwise."""
     ask = lambda capability: supports("matmul_nt", t(65, 64), B, device=any_gpu(capability))  # noqa: E731
-    monkeypatch.setattr(_self_check, "_FOUND", {})
+    monkeypatch.setattr(checks, "_FOUND", {})
     for kernel in (FP4, DOT):
         assert ask("10.0")[:2] == (True, kernel)
-        _self_check._FOUND[_self_check._key(f"matmul_nt {kernel}", gpu("10.0"))] = "wrong"
+        checks._FOUND[checks._key(f"matmul_nt {kernel}", gpu("10.0"))] = "wrong"
     assert ask("10.0")[:2] == (False, "reference")
     assert f"self-check of matmul_nt {FP4}" in ask("10.0").reason
     assert ask("10.3") == (True, FP4, "")

@@ -15,7 +15,7 @@ from .._ops.matmul import grouped_matmul_nt
 from .._primitives._base import axes_of_dims, bind, match_varying, resharded
 from .._primitives._groups import Rows, check_sizes, rows_of
 from .._primitives.grouped_contract import grouped_contract_p
-from .._primitives.grouped_dot import grouped_dot_p
+from .._primitives.grouped_dot import GroupedDotParams, grouped_dot_p
 from ..recipes import DEFAULT, Recipe
 from .dot_general import check_options, dtype_of_lax
 from .keys import layer_key, needs_key
@@ -180,11 +180,12 @@ class Grouped:
     def wgrad_in_high_precision(self, dy: jax.Array, x: jax.Array) -> jax.Array:
         """Sums the products of rows of dy and x over the rows of each group, in float32."""
         operands = self.weights.ordered(dy, x)
-        dw = bind(grouped_contract_p, *operands, *self.rows, implementation=None)[0]
+        dw = bind(grouped_contract_p, *operands, *self.rows, params=None, implementation=None)[0]
         return dw.astype(self.call.dtypes[1])
 
     def _dot(self, a: jax.Array, b: jax.Array, b_axis: int, dtype: np.dtype | None) -> jax.Array:
-        return bind(grouped_dot_p, a, b, *self.rows, b_axis=b_axis, out_dtype=jnp.dtype(dtype), implementation=None)[0]
+        params = GroupedDotParams(b_axis, jnp.dtype(dtype))
+        return bind(grouped_dot_p, a, b, *self.rows, params=params, implementation=None)[0]
 
 
 # ---------------------------------------------------------------- the sibling of DotGeneral

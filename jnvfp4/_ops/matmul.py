@@ -8,6 +8,8 @@ from jax.typing import ArrayLike, DTypeLike
 from .._core.tensor import NVFP4Tensor, parts_of
 from .._native import plans
 from .._primitives._base import bind
+from .._primitives._matmul_routes import MatmulParams
+from .._primitives._products import ProductParams
 from .._primitives.grouped_matmul import grouped_matmul_p
 from .._primitives.matmul import matmul_p
 from .arguments import (
@@ -62,17 +64,9 @@ def matmul_nt(
     operands = [*(parts_of(a) if isinstance(a, NVFP4Tensor) else [as_array(op, "a", a)]), *parts_of(b)]
     if bias is not None:
         operands.append(as_array(op, "bias", bias))
-    return bind(
-        matmul_p,
-        *operands,
-        a_format=a.format if isinstance(a, NVFP4Tensor) else None,
-        b_format=b.format,
-        has_bias=bias is not None,
-        out_dtype=float_dtype(op, "out_dtype", out_dtype),
-        accumulation=accumulation,
-        implementation=implementation,
-        k_axes=1,
-    )[0]
+    a_format = a.format if isinstance(a, NVFP4Tensor) else None
+    params = MatmulParams(a_format, b.format, float_dtype(op, "out_dtype", out_dtype), accumulation)
+    return bind(matmul_p, *operands, params=params, implementation=implementation)[0]
 
 
 @operation
@@ -115,33 +109,15 @@ def grouped_matmul_nt(
     data, scale, amax = parts_of(b)
     if amax.ndim == 0 and data.ndim == 3:
         amax = jnp.broadcast_to(amax, data.shape[:1])
-    return bind(
-        grouped_matmul_p,
-        *left,
-        data,
-        scale,
-        amax,
-        as_group_sizes(op, group_sizes),
-        a_format=a.format if isinstance(a, NVFP4Tensor) else None,
-        b_format=b.format,
-        out_dtype=float_dtype(op, "out_dtype", out_dtype),
-        implementation=implementation,
-    )[0]
+    operands = [*left, data, scale, amax, as_group_sizes(op, group_sizes)]
+    a_format = a.format if isinstance(a, NVFP4Tensor) else None
+    params = ProductParams(a_format, b.format, float_dtype(op, "out_dtype", out_dtype))
+    return bind(grouped_matmul_p, *operands, params=params, implementation=implementation)[0]
 
 
 def contract_rows(
     a: NVFP4Tensor, b: NVFP4Tensor, row_axes: int, *, out_dtype: np.dtype, accumulation: str, implementation: str | None
 ) -> jax.Array:
     """Computes ``matmul_nt`` of tensors [M, *rows] and [N, *rows] that ``quantize_rows`` has transposed."""
-    return bind(
-        matmul_p,
-        *parts_of(a),
-        *parts_of(b),
-        a_format=a.format,
-        b_format=b.format,
-        has_bias=False,
-        out_dtype=jnp.dtype(out_dtype),
-        accumulation=accumulation,
-        implementation=implementation,
-        k_axes=row_axes,
-    )[0]
+    params = MatmulParams(a.format, b.format, jnp.dtype(out_dtype), accumulation, row_axes)
+    return bind(matmul_p, *parts_of(a), *parts_of(b), params=params, implementation=implementation)[0]

@@ -13,11 +13,11 @@ from .. import reference
 from .._core.tensor import NVFP4Tensor, parts_of, take_tensor, with_scale_bytes
 from .._primitives._base import bind, match_varying
 from .._primitives._checks import check_array, check_operand
-from .._primitives._sides import find_row_amax
-from .._primitives.dequantize import dequantize_p
+from .._primitives._sides import Side, find_row_amax
+from .._primitives.dequantize import DequantizeParams, dequantize_p
 from .._primitives.quantize import quantize_p
-from .._primitives.quantize_pair import quantize_pair_p
-from .._primitives.rht_amax import rht_amax_p
+from .._primitives.quantize_pair import quantize_pair_p, sides_of
+from .._primitives.rht_amax import RhtAmaxParams, rht_amax_p
 from .._primitives.transpose import check_tiles, transpose_p
 from ..spec import BLOCK, FUSED_PAIRS, NVFP4, NVFP4_2D, WINDOW64, QuantSpec
 from .arguments import (
@@ -104,14 +104,13 @@ def quantize_rows(
     The bytes are those of x [..., M, K]. The parts keep the axes apart: [..., *rows, K], or [..., K, *rows] transposed.
     The size of the last of these axes must be a multiple of what a block has of rows.
     """
-    quantized = partial(
-        bind, quantize_p, x, spec=spec, transpose=transpose, row_axes=row_axes, implementation=implementation
-    )
     if amax is None and spec.finds_amax:
-        return take_tensor(iter(quantized(has_amax=False)), spec.format)
+        sides = (Side(spec, transpose, False, row_axes),)
+        return take_tensor(iter(bind(quantize_p, x, params=sides, implementation=implementation)), spec.format)
     operand = _tensor_amax(x, spec, transpose, implementation) if amax is None else amax
     stream = [] if key is None else [random_stream(key, _merged_rows(x.shape, row_axes))]
-    results = quantized(operand, *stream, has_amax=True)
+    sides = (Side(spec, transpose, True, row_axes),)
+    results = bind(quantize_p, x, operand, *stream, params=sides, implementation=implementation)
     return take_tensor(iter(results), spec.format, operand if amax is None else magnitude(operand))
 
 
@@ -128,7 +127,7 @@ def _tensor_amax(x: jax.Array, spec: QuantSpec, transpose: bool, implementation:
 
 
 def _rotated_and_plain_amax(x: jax.Array, transpose: bool, implementation: Implementation) -> list[jax.Array]:
-    return bind(rht_amax_p, x, transpose=transpose, keep=0, implementation=implementation)
+    return bind(rht_amax_p, x, params=RhtAmaxParams(transpose), implementation=implementation)
 
 
 class _Side(NamedTuple):
@@ -258,8 +257,8 @@ def _fused_pair(
     if key is not None:
         stream = random_stream(key, _merged_rows(x.shape, row_axes))
         operands += [stream for side in sides if side.spec.rounding == "stochastic"]
-    specs = tuple(side.spec for side in sides)
-    results = iter(bind(quantize_pair_p, x, *operands, specs=specs, row_axes=row_axes, implementation=implementation))
+    params = sides_of((sides[0].spec, sides[1].spec), row_axes)
+    results = iter(bind(quantize_pair_p, x, *operands, params=params, implementation=implementation))
     row, col = (
         take_tensor(results, side.spec.format, amax if side.amax is None else magnitude(side.amax))
         for side, amax in zip(sides, known, strict=True)
@@ -334,14 +333,8 @@ def dequantize(
     if not isinstance(t, NVFP4Tensor):
         raise no_tensor("dequantize", "t", t)
     check_switch("dequantize", "rotate_back", rotate_back)
-    return bind(
-        dequantize_p,
-        *parts_of(t),
-        format=t.format,
-        dtype=float_dtype("dequantize", "dtype", dtype),
-        rotate_back=rotate_back,
-        implementation=implementation,
-    )[0]
+    params = DequantizeParams(t.format, float_dtype("dequantize", "dtype", dtype), rotate_back)
+    return bind(dequantize_p, *parts_of(t), params=params, implementation=implementation)[0]
 
 
 @operation
@@ -373,7 +366,7 @@ def transpose(q: NVFP4Tensor, spec: QuantSpec = NVFP4_2D, *, implementation: Imp
     if implementation == "reference":
         _check_scales_of_tiles(op, q)
     stored = with_scale_bytes(q)
-    results = bind(transpose_p, stored.data, stored.scale, implementation=implementation)
+    results = bind(transpose_p, stored.data, stored.scale, params=None, implementation=implementation)
     return take_tensor(iter(results), q.format, q.amax)
 
 

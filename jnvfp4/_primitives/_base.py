@@ -7,7 +7,7 @@ call of the platform, or the reference. docs/ffi.md says why each part is needed
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
@@ -21,8 +21,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .._native import compat, load
-from . import _self_check
-from ._self_check import Check, Refusal, Unchecked
+from .self_check import checks
+from .self_check.checks import CASES, Refusal, Unchecked
 
 
 class Backend(NamedTuple):
@@ -32,7 +32,7 @@ class Backend(NamedTuple):
     capability: int | None = 0  # of a GPU: 10 * major + minor; None if no device is known
     kernel: str | None = None  # the kernel of a product, if ``implementation`` names one
     refused: tuple[Refusal, ...] = ()  # what the self-check has found wrong
-    split: bool = False  # whether a device may have a part of the operands; only ``Known`` is told
+    split: bool = False  # whether a device may have a part of the operands; only ``CASES`` are told
 
     def refusal(self, kernel: str) -> str:
         """Says why a kernel is not used; empty if it may be."""
@@ -43,14 +43,20 @@ Shape = tuple[int, ...]
 Axes = list  # how an array is sharded: for each dimension None, a mesh axis name, or a tuple of them
 Body = Callable[..., Sequence[jax.Array]]
 
-# (mesh, operand axes, operand shapes, result axes, **params) -> (operand axes, result axes, wrap): how one device
-# computes its block, from the shardings XLA proposes. XLA moves the data if the answer differs from the proposal.
-# `wrap` adds collectives to the computation of one device, which takes the operands, and parameters to change by
-# keyword.
-Partition = Callable[..., tuple[list[Axes], list[Axes], Callable[[Body], Body]]]
 
-# (backend, operand avals, **params) -> checks of the paths that a program takes where ``backend.refused`` is not used.
-Known = Callable[..., Sequence[Check]]
+class Proposal(NamedTuple):
+    """Holds the shardings that XLA proposes for a call."""
+
+    mesh: Any
+    operands: list[Axes]
+    shapes: list[Shape]  # of the operands
+    results: list[Axes]
+
+
+# (operand axes, result axes, wrap): how one device computes its block. XLA moves the data if it differs from the
+# proposal. `wrap` adds collectives to the computation of one device, which takes the operands, and by the keyword
+# `params` other parameters.
+Partition = tuple[list[Axes], list[Axes], Callable[[Body], Body]]
 
 PRIMITIVES: list[Primitive] = []  # all that make_primitive has made
 
@@ -133,9 +139,9 @@ def match_varying(*operands: jax.Array, like: Any = ()) -> tuple[jax.Array, ...]
     return tuple(lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(operands, missing, strict=True))
 
 
-def bind(primitive: Primitive, *operands: jax.Array, **params: Any) -> Any:
+def bind(primitive: Primitive, *operands: jax.Array, params: Hashable, implementation: str | None) -> Any:
     """Calls ``primitive``; inside shard_map some operands may vary over devices that others are equal on."""
-    return primitive.bind(*match_varying(*operands), **params)
+    return primitive.bind(*match_varying(*operands), params=params, implementation=implementation)
 
 
 def make_primitive(
@@ -144,45 +150,49 @@ def make_primitive(
     abstract: Callable[..., Sequence[ShapedArray]],
     local: Callable[..., Sequence[jax.Array]],
     batch: Callable[..., tuple[Sequence[jax.Array], Sequence[int]]],
-    partition: Partition,
+    partition: Callable[..., Partition],
     rule: Callable[..., tuple[list[list], list[list]]],
     empty: Callable[..., Sequence[jax.Array]] | None = None,
     sums: bool = False,
-    known: Known | None = None,
 ) -> Primitive:
     """Builds and registers a primitive with several results.
 
     Args:
       name: of the primitive, also of its FFI target.
-      abstract: ``(*avals, **params)`` -> result avals; all validation of shapes and dtypes.
-      local: ``(backend, *arrays, **params)`` -> results, on one device.
-      batch: the vmap rule, ``(args, dims, **params)``.
-      partition: see ``Partition``.
-      rule: ``(*operand shapes, **params)`` -> for each operand, then for each result, a name for every dimension.
+      abstract: ``(params, *avals)`` -> result avals; all validation of shapes and dtypes.
+      local: ``(params, backend, *arrays)`` -> results, on one device.
+      batch: the vmap rule, ``(params, bind, args, dims)``; ``bind(params, *arrays)`` calls the primitive.
+      partition: ``(params, Proposal)`` -> ``Partition``.
+      rule: ``(params, *operand shapes)`` -> for each operand, then for each result, a name for every dimension.
         Dimensions of one name are sharded alike; a dimension named None is never sharded.
-      empty: ``(*arrays, **params)`` -> results where an operand has no elements; zeros if None.
+      empty: ``(params, *arrays)`` -> results where an operand has no elements; zeros if None.
       sums: whether results can be sums over devices. What takes them decides then how they are sharded, also on an
         Explicit mesh: a sum that is split at once is a reduce-scatter, and half of the bytes of an all-reduce.
-      known: see ``Known``; None for a primitive without kernels. A check of ``"native"`` is one of the whole primitive.
 
-    The hooks see every parameter but ``implementation``, which only ``batch`` passes on.
+    The primitive has two parameters: ``params``, one value that the hooks see, and ``implementation``, the lowering's.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
 
     @functools.cache
-    def eager(params: tuple) -> Callable:
-        return jax.jit(lambda *operands: primitive.bind(*operands, **dict(params)))
+    def eager(params: Hashable, implementation: Any) -> Callable:
+        return jax.jit(lambda *operands: primitive.bind(*operands, params=params, implementation=implementation))
 
-    def impl(*operands, **params):
+    def impl(*operands, params, implementation):
         with jax.disable_jit(False):  # there is nothing below jit: an eager call is a compiled one
-            return eager(_key(params))(*operands)
+            return eager(params, implementation)(*operands)
+
+    def batcher(args, dims, *, params, implementation):
+        def bind(params, *operands):
+            return primitive.bind(*operands, params=params, implementation=implementation)
+
+        return batch(params, bind, args, dims)
 
     primitive.def_impl(impl)
-    primitive.def_abstract_eval(lambda *avals, **params: list(abstract(*avals, **_static(params))))
-    batching.primitive_batchers[primitive] = lambda args, dims, **params: batch(args, dims, **params)
+    primitive.def_abstract_eval(lambda *avals, params, implementation: list(abstract(params, *avals)))
+    batching.primitive_batchers[primitive] = batcher
     ad.primitive_jvps[primitive] = functools.partial(_no_derivative, name)
-    lower = _lowering_rule(name, _device_bodies(local, partition, rule), empty, sums, known)
+    lower = _lowering_rule(name, _device_bodies(local, partition, rule), empty, sums)
     mlir.register_lowering(primitive, functools.partial(lower, None))
     for platform in load.extensions():
         mlir.register_lowering(primitive, functools.partial(lower, platform), platform=platform)
@@ -191,20 +201,21 @@ def make_primitive(
     return primitive
 
 
-def _lowering_rule(name: str, bodies: Callable, empty: Callable | None, sums: bool, known: Known | None) -> Callable:
+def _lowering_rule(name: str, bodies: Callable, empty: Callable | None, sums: bool) -> Callable:
     """Returns the lowering of a primitive for a platform, or for all without kernels (None)."""
 
-    def lower(platform: str | None, ctx, *operands, **params):
-        backend = _backend(name, platform, params["implementation"], ctx)
-        backend = _without_refused(name, backend, known, ctx, params)
+    def lower(platform: str | None, ctx, *operands, params, implementation):
+        backend = _backend(name, platform, implementation, ctx)
+        if name in CASES and backend.name != "reference" and not isinstance(implementation, Unchecked):
+            backend = _without_refused(name, backend, ctx, params, implementation)
         # Where shard_map has made all axes manual, the block is that of one device.
         manual = any(AxisType.Manual in aval.sharding.mesh.axis_types for aval in ctx.avals_in)
         whole, rest = compat.partly_manual(ctx) if manual else (None, None)
-        one_device, partitioned = bodies(backend, _key(params), whole)
+        one_device, partitioned = bodies(backend, params, whole)
         body = one_device if manual and rest is None else partitioned
         if any(0 in aval.shape for aval in ctx.avals_in):  # kernels need not take arrays without elements
             zeros = lambda *_, **__: [jnp.zeros(aval.shape, aval.dtype) for aval in ctx.avals_out]  # noqa: E731
-            body = functools.partial(empty or zeros, **_static(params))
+            body = functools.partial(empty or zeros, params)
         inner = compat.with_mesh(ctx) if rest is None else rest
         # Without the axes of shard_map that operands vary over: a loop of the body begins with zeros that do not vary.
         inner = inner.replace(avals_in=[_off_mesh_aval(aval) for aval in ctx.avals_in])
@@ -230,15 +241,11 @@ def _backend(name: str, platform: str | None, implementation: str | Unchecked | 
     return Backend(platform, capability, kernel)
 
 
-def _without_refused(name: str, backend: Backend, known: Known | None, ctx: Any, params: dict[str, Any]) -> Backend:
+def _without_refused(name: str, backend: Backend, ctx: Any, params: Hashable, asked: str | None) -> Backend:
     """Checks the paths of a program on devices like which none has run them, and leaves out what is wrong."""
-    asked = params["implementation"]
-    if known is None or backend.name == "reference" or isinstance(asked, Unchecked):
-        return backend
-    avals, static = ctx.avals_in, _static(params)
     split = len(compat.devices(ctx)) > 1
-    checks = lambda wrong: known(backend._replace(refused=wrong, split=split), avals, **static)  # noqa: E731
-    backend = backend._replace(refused=_self_check.refused(checks, compat.local_devices(ctx)))
+    of_program = lambda wrong: CASES[name](params, backend._replace(refused=wrong, split=split), ctx.avals_in)  # noqa: E731
+    backend = backend._replace(refused=checks.refused(of_program, compat.local_devices(ctx)))
     if not (reason := backend.refusal("native")):
         return backend
     if asked is not None:
@@ -246,22 +253,20 @@ def _without_refused(name: str, backend: Backend, known: Known | None, ctx: Any,
     return Backend("reference")
 
 
-def _device_bodies(local: Callable, partition: Partition, rule: Callable) -> Callable:
+def _device_bodies(local: Callable, partition: Callable[..., Partition], rule: Callable) -> Callable:
     """Returns the function from backend and parameters to the computation of one device, and the one XLA partitions."""
 
     @functools.cache  # one custom_partitioning for each: a new one would be traced and compiled again
-    def bodies(backend: Backend, key: tuple, whole: Any = None) -> tuple[Body, Body]:
-        params = _static(dict(key))
-
-        def one_device(*operands, **changed):
-            return tuple(local(backend, *operands, **{**params, **changed}))
+    def bodies(backend: Backend, params: Hashable, whole: Any = None) -> tuple[Body, Body]:
+        def one_device(*operands, params=params):
+            return tuple(local(params, backend, *operands))
 
         def shardings(mesh, arrays):
             return tuple(NamedSharding(mesh, PartitionSpec(*axes)) for axes in arrays)
 
         def plan(mesh, operands, result_axes):
             shapes = [tuple(v.shape) for v in operands]
-            return partition(mesh, [axes_of_dims(v) for v in operands], shapes, result_axes, **params)
+            return partition(params, Proposal(mesh, [axes_of_dims(v) for v in operands], shapes, result_axes))
 
         def partition_callback(mesh, operands, results):
             operand_axes, result_axes, wrap = plan(mesh, operands, [axes_of_dims(v) for v in results])
@@ -273,7 +278,7 @@ def _device_bodies(local: Callable, partition: Partition, rule: Callable) -> Cal
             return shardings(mesh, plan(mesh, operands, [[None] * len(v.shape) for v in results])[1])
 
         def rule_callback(_mesh, operands, _results):
-            return _shardy_rule(*rule(*(tuple(v.shape) for v in operands), **params))
+            return _shardy_rule(*rule(params, *(tuple(v.shape) for v in operands)))
 
         partitioned = custom_partitioning(lambda *operands: one_device(*operands))
         partitioned.def_partition(
@@ -316,15 +321,6 @@ def _off_mesh_aval(aval: ShapedArray) -> ShapedArray:
     """Returns ``aval`` without manual axes and without an explicit sharding, of which jnp functions would ask more."""
     sharding = NamedSharding(AbstractMesh((), ()), PartitionSpec(*[None] * aval.ndim))
     return ShapedArray(aval.shape, aval.dtype, aval.weak_type, sharding=sharding)
-
-
-def _key(params: dict[str, Any]) -> tuple:
-    return tuple(sorted(params.items(), key=lambda item: item[0]))
-
-
-def _static(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns what the hooks see: every parameter but the choice of implementation, which is the lowering's."""
-    return {k: v for k, v in params.items() if k != "implementation"}
 
 
 def _no_derivative(name: str, *_args: Any, **_params: Any) -> None:

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
 
-from ._base import axes_if_divisible, axes_of, axes_of_dims, match_varying, resharded, without_axes
+from ._base import axes_of, axes_of_dims, match_varying, resharded, without_axes
 from ._batching import batch_size
 from ._shardings import shard_index
 
@@ -125,7 +124,7 @@ def product(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Arra
 
 
 # ---------------------------------------------------------------- vmap
-def map_examples(primitive: Primitive, args: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]) -> tuple:
+def map_examples(params: Any, bind: Callable, args: Sequence[Any], dims: Sequence[Any]) -> tuple:
     """Computes the examples of a vmap one after another: each has its own groups of rows.
 
     Examples that an Explicit mesh splits are gathered, because no loop goes through a split axis; results are split
@@ -140,7 +139,7 @@ def map_examples(primitive: Primitive, args: Sequence[Any], dims: Sequence[Any],
     def one(mine: Sequence[jax.Array]) -> jax.Array:
         rest = iter(mine)
         operands = [v if d is None else next(rest) for v, d in zip(moved, dims, strict=True)]
-        return primitive.bind(*match_varying(*operands), **params)[0]
+        return bind(params, *match_varying(*operands))[0]
 
     y = one([v[0] for v in of_example])[None] if size == 1 else lax.map(one, of_example)
     return [resharded(y, [over, *(without_axes(entry, set(axes_of(over))) for entry in _axes(y)[1:])])], [0]
@@ -151,18 +150,6 @@ def _axes(x: jax.Array) -> list[Any]:
 
 
 # ---------------------------------------------------------------- sharding
-def claims(mesh: Any) -> Callable[[Any, int], Any]:
-    """Returns the function that takes mesh axes for a dimension of a size, if no dimension before it has them."""
-    used: set[str] = set()
-
-    def claim(entry: Any, size: int) -> Any:
-        entry = axes_if_divisible(mesh, without_axes(entry, used), size)
-        used.update(axes_of(entry))
-        return entry
-
-    return claim
-
-
 def without_shared(first: Any, second: Any) -> list[Any]:
     """Returns two entries of a sharding, without axes in the second that the first has."""
     return [first, without_axes(second, set(axes_of(first)))]
@@ -181,30 +168,3 @@ def rows_of_device(mesh: Any, of: Rows, rows: tuple[Any, int], groups: tuple[Any
         begin = shard_index(mesh, over_rows).astype(jnp.int32) * np.int32(count)
         of = Rows(*(jnp.clip(v - begin, np.int32(0), np.int32(count)) for v in of))
     return of
-
-
-def sum_over_devices(
-    y: jax.Array, apart: tuple[str, ...], summed: tuple[str, ...], scattered: Sequence[tuple[str, ...]]
-) -> jax.Array:
-    """Sums over mesh axes; each dimension of y is split over those of ``scattered``.
-
-    Over the axes ``apart`` each row is zero on all devices but one: the sum of its bits is exact, and keeps -0.
-    """
-    for dim, over in enumerate(scattered):
-        for axis in over:
-            y = _sum(y, (axis,), dim, axis in apart)
-    for axes in (apart, summed):
-        left = tuple(axis for axis in axes if not any(axis in over for over in scattered))
-        y = _sum(y, left, None, axes is apart) if left else y
-    return y
-
-
-def _sum(y: jax.Array, axes: tuple[str, ...], dim: int | None, apart: bool) -> jax.Array:
-    if apart:
-        # XLA may widen sums of uint16, which doubles the bytes between devices: two values are one word.
-        pairs = y.dtype.itemsize == 2 and y.shape[-1] % 2 == 0 and dim != y.ndim - 1
-        v = y.reshape(*y.shape[:-1], -1, 2) if pairs else y
-        words = lax.bitcast_convert_type(v, jnp.uint32 if pairs or y.dtype.itemsize == 4 else jnp.uint16)
-        total = lax.bitcast_convert_type(_sum(words, axes, dim, False), y.dtype)
-        return total.reshape(*total.shape[:-2], -1) if pairs else total
-    return lax.psum(y, axes) if dim is None else lax.psum_scatter(y, axes, scatter_dimension=dim, tiled=True)

@@ -4,17 +4,47 @@ ffi/plan/matmul.h decides. It is asked with what the lowering knows of the devic
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 
 from .. import reference
 from .._native import plans
 from ..spec import Format
 from ._base import Backend
+from ._products import ProductParams
+
+
+@dataclass(frozen=True)
+class MatmulParams(ProductParams):
+    """Holds the static parameters of ``nvfp4_matmul``."""
+
+    accumulation: str = "fast"
+    k_axes: int = 1  # how many axes, the last ones of a and b, are contracted as one
+
+    def product(self, flat: Sequence[Any]) -> "Product":
+        """Returns the operands by role, with one axis K."""
+        a, b, bias = self.split(flat)
+        return Product(self._merged(a, self.a), self._merged(b, self.b), bias[0] if bias else None, self)
+
+    def _merged(self, parts: tuple, fmt: Format | None) -> tuple:
+        """Merges the axes that are contracted: those of data and scale, and of an amax for each window."""
+        if self.k_axes == 1:
+            return parts
+        amax = parts[2:] if fmt is None or fmt.amax_scope != "window64" else ()
+        return *(_with_last_axes_merged(part, self.k_axes) for part in parts[: len(parts) - len(amax)]), *amax
+
+
+def _with_last_axes_merged(part: Any, count: int) -> Any:
+    first = part.ndim - count
+    shape = (*part.shape[:first], math.prod(part.shape[first:]))
+    return jax.ShapeDtypeStruct(shape, part.dtype) if isinstance(part, ShapedArray) else part.reshape(shape)
 
 
 class Product(NamedTuple):
@@ -23,18 +53,16 @@ class Product(NamedTuple):
     a: tuple  # data, scale and amax, or one 16-bit array
     b: tuple  # data, scale and amax
     bias: Any  # None without
-    a_format: Format | None
-    b_format: Format
-    out_dtype: Any
-    accumulation: str
+    params: MatmulParams
 
     @property
     def windows(self) -> bool:
-        return any(fmt is not None and fmt.amax_scope == "window64" for fmt in (self.a_format, self.b_format))
+        formats = self.params.a, self.params.b
+        return any(fmt is not None and fmt.amax_scope == "window64" for fmt in formats)
 
     @property
     def result(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*self.a[0].shape[:-1], self.b[0].shape[-2]), self.out_dtype)
+        return jax.ShapeDtypeStruct((*self.a[0].shape[:-1], self.b[0].shape[-2]), self.params.out_dtype)
 
 
 def plan(product: Product, capability: int | None, kernel: str | None) -> plans.MatmulPlan:
@@ -55,10 +83,10 @@ def plan(product: Product, capability: int | None, kernel: str | None) -> plans.
     elements = math.prod(product.a[0].shape[:-1])
     return plans.plan_matmul(
         shape=(batch, elements // max(batch, 1), cols, 2 * half),
-        a="nvfp4" if product.a_format else jnp.dtype(product.a[0].dtype).name,
+        a="nvfp4" if product.params.a else jnp.dtype(product.a[0].dtype).name,
         windows=product.windows,
-        out=jnp.dtype(product.out_dtype).name,
-        pinned=product.accumulation == "pinned",
+        out=product.params.out_dtype.name,
+        pinned=product.params.accumulation == "pinned",
         capability=capability,
         kernel=kernel,
     )
@@ -82,7 +110,8 @@ def multiply(product: Product, backend: Backend) -> jax.Array:
 
 def by_reference(p: Product) -> jax.Array:
     """Computes a b^T by the reference."""
-    return reference.matmul(p.a if p.a_format else p.a[0], p.b, p.bias, p.a_format, p.b_format, p.out_dtype)
+    params = p.params
+    return reference.matmul(p.a if params.a else p.a[0], p.b, p.bias, params.a, params.b, params.out_dtype)
 
 
 def choose(product: Product, backend: Backend) -> plans.MatmulPlan:
@@ -100,19 +129,19 @@ def choose(product: Product, backend: Backend) -> plans.MatmulPlan:
 
 
 def _call_kernel(product: Product, chosen: plans.MatmulPlan) -> jax.Array:
-    a_format, b_format = product.a_format or Format(), product.b_format
+    params, a_format = product.params, product.params.a or Format()
     absent = (jnp.zeros((0,), jnp.uint8), jnp.zeros((0,), jnp.float32))
     call = jax.ffi.ffi_call("nvfp4_matmul", [product.result, jax.ShapeDtypeStruct((chosen.scratch_bytes,), jnp.uint8)])
     return call(
-        *(product.a if product.a_format else (*product.a, *absent)),
+        *(product.a if params.a else (*product.a, *absent)),
         *product.b,
         _bias(product),
         kernel=chosen.kernel,
-        pinned=product.accumulation == "pinned",
+        pinned=params.accumulation == "pinned",
         a_e4m3_max=np.int32(a_format.e4m3_max),
-        b_e4m3_max=np.int32(b_format.e4m3_max),
+        b_e4m3_max=np.int32(params.b.e4m3_max),
         a_windows=a_format.amax_scope == "window64",
-        b_windows=b_format.amax_scope == "window64",
+        b_windows=params.b.amax_scope == "window64",
     )[0]
 
 
@@ -122,7 +151,7 @@ def _bias(product: Product) -> jax.Array:
 
 def _decode_then_dot(product: Product) -> jax.Array:
     """Decodes both operands exactly, and leaves the GEMM to XLA, which shares decoded weights between GEMMs."""
-    quantized = product.a_format is not None
+    params, quantized = product.params, product.params.a is not None
     dense = decode(product.a, jnp.bfloat16) if quantized else product.a[0]
     weight = decode(product.b, dense.dtype)
     batch = tuple(range(weight.ndim - 2))
@@ -136,8 +165,8 @@ def _decode_then_dot(product: Product) -> jax.Array:
         product.a[2] if quantized else jnp.zeros((0,), jnp.float32),
         product.b[2],
         _bias(product),
-        a_e4m3_max=np.int32((product.a_format or Format()).e4m3_max),
-        b_e4m3_max=np.int32(product.b_format.e4m3_max),
+        a_e4m3_max=np.int32((params.a or Format()).e4m3_max),
+        b_e4m3_max=np.int32(params.b.e4m3_max),
         b_batched=bool(batch),
     )
 

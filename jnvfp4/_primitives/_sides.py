@@ -1,4 +1,4 @@
-"""Arrays that a primitive quantizes: their orientations (sides), their operands and results by role, and FFI calls.
+"""Arrays that a primitive quantizes: their orientations (sides), operands and results by role, and the hooks.
 
 Primitives that quantize have flat lists of operands: x, then the amax of every side that is given one, then
 the stream of every side that rounds stochastically. Their results: data, scale and, unless given, amax of every side.
@@ -22,10 +22,10 @@ from jax.core import ShapedArray
 from .. import reference
 from .._core import softfloat
 from ..spec import BLOCK, QuantSpec
-from ._base import Axes, Body, Shape, axes_of, axes_of_dims, typed, ways
+from ._base import Axes, Backend, Body, Partition, Proposal, Shape, axes_of, axes_of_dims, typed, ways
 from ._batching import batch_size, batched, batched_amax
-from ._checks import amax_shapes, turn
-from ._shardings import first_rows, shard_index
+from ._checks import amax_shapes, check_operand, turn
+from ._shardings import first_rows, keep_blocks, names_of_dims, shard_index
 
 
 class Side(NamedTuple):
@@ -39,6 +39,7 @@ class Side(NamedTuple):
     transpose: bool
     has_amax: bool  # the amax is an operand; otherwise it is found, and a result
     row_axes: int = 1
+    row_blocks: int | None = None  # how many blocks a row of the whole x has, where a device has a part of x
 
     @property
     def units(self) -> list[int]:
@@ -74,7 +75,7 @@ class Side(NamedTuple):
         """
         rows = first_rows(mesh, axes[-1 - self.row_axes : -1], shape[-1 - self.row_axes : -1])
         cols = shard_index(mesh, axes[-1]) * jnp.uint32(shape[-1] // ways(mesh, axes[-1]))
-        blocks = blocks_in_rows(shape, self.row_axes)[self.transpose]
+        blocks = self.blocks_in_row(shape)
         first_row, first_col = (cols, rows) if self.transpose else (rows, cols)
         # 64 bits in two words: jax has no wider integers unless told to, and an array may have more than 2^32 blocks.
         key, key2, low, high = (stream[(..., *(None,) * rows.ndim, i)] for i in range(4))
@@ -83,14 +84,21 @@ class Side(NamedTuple):
         low, high = softfloat.add_wide(low, high, first_col // jnp.uint32(BLOCK))
         return jnp.stack(jnp.broadcast_arrays(key, key2, low, high), axis=-1)
 
-    def quantize_by_reference(self, x: jax.Array, amax: Any, stream: Any, row_blocks: Any) -> list[jax.Array]:
-        """Returns the results of this side; ``row_blocks`` is ``blocks_in_rows`` of the whole array."""
-        data, scale, amax = reference.quantize(x, self.spec, amax, self.transpose, stream, row_blocks[self.transpose])
+    def blocks_in_row(self, shape: Sequence[int]) -> int:
+        """Returns how many blocks a row has that is quantized."""
+        if self.row_blocks is not None:
+            return self.row_blocks
+        return (math.prod(shape[-1 - self.row_axes : -1]) if self.transpose else shape[-1]) // BLOCK
+
+    def quantize_by_reference(self, x: jax.Array, amax: Any, stream: Any) -> list[jax.Array]:
+        """Returns the results of this side."""
+        row_blocks = self.blocks_in_row(x.shape)
+        data, scale, amax = reference.quantize(x, self.spec, amax, self.transpose, stream, row_blocks)
         parts = [data, lax.bitcast_convert_type(scale, jnp.uint8)]
         return parts if self.has_amax else [*parts, amax]
 
 
-Sides = Sequence[Side]
+Sides = tuple[Side, ...]  # the static parameters of a primitive that quantizes
 
 
 def _row_axes(sides: Sides) -> int:
@@ -118,8 +126,12 @@ def split_operands(flat: Sequence[Any], sides: Sides) -> Operands:
     return Operands(flat[0], amax, stream)
 
 
-def typed_results(x: ShapedArray, sides: Sides) -> list[ShapedArray]:
+# ---------------------------------------------------------------- types
+def abstract(op: str, sides: Sides, *flat: ShapedArray) -> list[ShapedArray]:
     """Returns the avals of the results, sharded like x on an Explicit mesh."""
+    x, amaxes, _ = split_operands(flat, sides)
+    for side, amax in zip(sides, amaxes, strict=True):
+        check_operand(op, x, amax, side.spec, side.transpose, side.row_axes)
     return [
         typed(x, shape, dtype, axes[: len(shape)])
         for side in sides
@@ -127,25 +139,23 @@ def typed_results(x: ShapedArray, sides: Sides) -> list[ShapedArray]:
     ]
 
 
-def blocks_in_rows(shape: Sequence[int], row_axes: int = 1) -> tuple[int, int]:
-    """Returns how many blocks a row of x has, and a row of x transposed."""
-    return shape[-1] // BLOCK, math.prod(shape[-1 - row_axes : -1]) // BLOCK
-
-
-def with_merged_rows(compute: Callable, flat: Sequence[jax.Array], sides: Sides, row_blocks: Any) -> list[jax.Array]:
-    """Calls ``compute(operands, sides, row_blocks)`` with x [..., M, K], and splits M in what it returns."""
+# ---------------------------------------------------------------- on one device
+def quantize(
+    call_kernel: Callable[[Operands, Sides], list[jax.Array]], sides: Sides, backend: Backend, *flat: jax.Array
+) -> list[jax.Array]:
+    """Quantizes x [..., M, K] of which M is one axis for the kernel, and several in ``flat`` and the results."""
+    compute = _by_reference if backend.name == "reference" else call_kernel
     ops, row_axes = split_operands(flat, sides), _row_axes(sides)
     x = ops.x
-    row_blocks = row_blocks or blocks_in_rows(x.shape, row_axes)
     if row_axes == 1:
-        return list(compute(ops, sides, row_blocks))
+        return compute(ops, sides)
     # The local streams have an axis more for each axis of rows whose indices are not neighbours in the whole x.
     apart = max((s.ndim for s in ops.stream if s is not None), default=1) - 1
     lead = x.shape[: max(apart, x.ndim - 1 - row_axes)]
     merged = x.reshape(*lead, math.prod(x.shape[len(lead) : -1]), x.shape[-1])
-    flat_sides = [side._replace(row_axes=1) for side in sides]
+    flat_sides = tuple(side._replace(row_axes=1, row_blocks=side.blocks_in_row(x.shape)) for side in sides)
     amax = tuple(_merged_amax(a, side, merged.shape) for a, side in zip(ops.amax, flat_sides, strict=True))
-    parts = iter(compute(Operands(merged, amax, ops.stream), flat_sides, row_blocks))
+    parts = iter(compute(Operands(merged, amax, ops.stream), flat_sides))
     first = x.ndim - 1 - row_axes
     return [
         # [..., rows apart, K, other rows] -> [..., K, *rows]
@@ -153,6 +163,11 @@ def with_merged_rows(compute: Callable, flat: Sequence[jax.Array], sides: Sides,
         for side in sides
         for (shape, _), part in zip(side.results(x.shape), parts, strict=False)
     ]
+
+
+def _by_reference(ops: Operands, sides: Sides) -> list[jax.Array]:
+    operands = zip(sides, ops.amax, ops.stream, strict=True)
+    return [part for side, amax, stream in operands for part in side.quantize_by_reference(ops.x, amax, stream)]
 
 
 def _merged_amax(amax: Any, side: Side, shape: Shape) -> Any:
@@ -165,33 +180,21 @@ def _merged_amax(amax: Any, side: Side, shape: Shape) -> Any:
     return amax.reshape(wanted)
 
 
-_ABSENT: list[tuple[Shape, Any]] = [((0,), jnp.uint8), ((0,), jnp.uint8), ((0,), jnp.float32)]
+_ABSENT: tuple[tuple[Shape, Any], ...] = (((0,), jnp.uint8), ((0,), jnp.uint8), ((0,), jnp.float32))
 
 
-def ffi_operands(ops: Operands, sides: int = 1) -> list[jax.Array]:
-    """Returns the operands of an FFI call for ``sides`` sides, whose number is fixed: an absent one is empty."""
-    absent = (None,) * (sides - len(ops.amax))
-    amax = (jnp.zeros((0,), jnp.float32) if v is None else v for v in ops.amax + absent)
-    stream = (jnp.zeros((0, 4), jnp.uint32) if v is None else v for v in ops.stream + absent)
-    return [ops.x, *amax, *stream]
-
-
-def ffi_results(shape: Sequence[int], sides: Sides, count: int = 1) -> list[tuple[Shape, Any]]:
-    """Returns shape and dtype of the results of an FFI call for ``count`` sides: an absent one is empty."""
-    results = []
-    for side in sides:
-        parts = side.results(shape)
-        results += [*parts, *_ABSENT[len(parts) :]]
-    return results + _ABSENT * (count - len(sides))
-
-
-def call_ffi(target: str, operands: Sequence[jax.Array], results: Sequence[tuple], **attrs: Any) -> list[jax.Array]:
-    """Calls an FFI target and leaves out the results that are empty."""
-    out = jax.ffi.ffi_call(target, [jax.ShapeDtypeStruct(*r) for r in results])(*operands, **attrs)
+def call_ffi(target: str, ops: Operands, sides: Sides, **attrs: Any) -> list[jax.Array]:
+    """Calls an FFI target. The number of its operands and results is fixed: one that is absent is empty."""
+    amax = (jnp.zeros((0,), jnp.float32) if v is None else v for v in ops.amax)
+    stream = (jnp.zeros((0, 4), jnp.uint32) if v is None else v for v in ops.stream)
+    parts = [side.results(ops.x.shape) for side in sides]
+    results = [jax.ShapeDtypeStruct(*part) for of_side in parts for part in (*of_side, *_ABSENT[len(of_side) :])]
+    out = jax.ffi.ffi_call(target, results)(ops.x, *amax, *stream, **attrs)
     return [value for value in out if value.shape != (0,)]
 
 
-def batched_operands(args: Sequence[Any], dims: Sequence[Any], sides: Sides) -> Operands:
+# ---------------------------------------------------------------- vmap
+def batch(sides: Sides, bind: Callable, args: Sequence[Any], dims: Sequence[Any]) -> tuple[list, list]:
     """Moves the batch axis of all operands to the front."""
     ops, at = split_operands(args, sides), split_operands(dims, sides)
     size = batch_size(args, dims)
@@ -201,10 +204,25 @@ def batched_operands(args: Sequence[Any], dims: Sequence[Any], sides: Sides) -> 
     amax = tuple(None if v is None else batched_amax(size, v, d, lead) for v, d in pairs)
     # With a stream for each example, every one counts from the start of an array of its own.
     streams = zip(ops.stream, at.stream, strict=True)
-    return Operands(x, amax, tuple(None if v is None else batched(size, v, d) for v, d in streams))
+    stream = tuple(None if v is None else batched(size, v, d) for v, d in streams)
+    out = bind(sides, *Operands(x, amax, stream).flat())
+    return out, [0] * len(out)
 
 
-def shardings(dims: Sequence[Any], shapes: Sequence[Shape], sides: Sides) -> tuple[list[list], list[list]]:
+# ---------------------------------------------------------------- sharding
+def partition(sides: Sides, proposed: Proposal) -> Partition:
+    """Follows the sharding of x, but for axes that would split a block; it needs no collective."""
+    mesh, (axes, *_), (shape, *_), _ = proposed
+    axes = keep_blocks(mesh, axes, shape, *(side.units for side in sides))
+    return *_shardings(axes, proposed.shapes, sides), lambda local: _with_local_streams(local, mesh, axes, shape, sides)
+
+
+def rule(sides: Sides, *shapes: Shape) -> tuple[list[list], list[list]]:
+    """Names the dimensions of all operands and results."""
+    return _shardings(names_of_dims(shapes[0]), shapes, sides)
+
+
+def _shardings(dims: Sequence[Any], shapes: Sequence[Shape], sides: Sides) -> tuple[list[list], list[list]]:
     """Returns the shardings of all operands and results for that of x."""
     ops, parts = split_operands(shapes, sides), [side.sharding(dims) for side in sides]
     amax = tuple(None if s is None else p[2][: len(s)] for s, p in zip(ops.amax, parts, strict=True))
@@ -213,7 +231,7 @@ def shardings(dims: Sequence[Any], shapes: Sequence[Shape], sides: Sides) -> tup
     return Operands(list(dims), amax, stream).flat(), results
 
 
-def with_local_streams(local: Body, mesh: Any, axes: Axes, shape: Shape, sides: Sides) -> Body:
+def _with_local_streams(local: Body, mesh: Any, axes: Axes, shape: Shape, sides: Sides) -> Body:
     """Gives ``local`` the random bits of the device's place in the whole x, of this sharding and shape."""
     stochastic, row_axes = any(side.spec.rounding == "stochastic" for side in sides), _row_axes(sides)
     if not stochastic or not any(axes_of(entry) for entry in axes[-1 - row_axes :]):
@@ -223,7 +241,8 @@ def with_local_streams(local: Body, mesh: Any, axes: Axes, shape: Shape, sides: 
         ops = split_operands(flat, sides)
         streams = zip(sides, ops.stream, strict=True)
         moved = tuple(None if s is None else side.local_stream(mesh, s, axes, shape) for side, s in streams)
-        return local(*ops._replace(stream=moved).flat(), row_blocks=blocks_in_rows(shape, row_axes))
+        placed = tuple(side._replace(row_blocks=side.blocks_in_row(shape)) for side in sides)
+        return local(*ops._replace(stream=moved).flat(), params=placed)
 
     return body
 

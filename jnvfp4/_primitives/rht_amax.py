@@ -5,8 +5,8 @@ reorders. The second is for the other orientation of x, which is not rotated, so
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +15,27 @@ from jax.core import ShapedArray
 
 from .. import reference
 from ..spec import NVFP4_RHT
-from ._base import Axes, Backend, Body, Shape, axes_of, axes_of_dims, make_primitive, typed
+from ._base import Backend, Partition, Proposal, Shape, axes_of, axes_of_dims, make_primitive, typed
 from ._batching import batched
 from ._checks import check_operand
-from ._known_answers import values
-from ._self_check import Call, Check
 from ._shardings import keep_blocks, max_over_devices, names_of_dims
 from ._sides import Side
 
 
-def _abstract(x: ShapedArray, *, transpose: bool, keep: int) -> list[ShapedArray]:
-    check_operand("quantize", x, None, NVFP4_RHT, transpose)
-    return 2 * [typed(x, x.shape[:keep], jnp.float32, axes_of_dims(x)[:keep])]
+class RhtAmaxParams(NamedTuple):
+    """Holds the static parameters of ``nvfp4_rht_amax``."""
+
+    transpose: bool
+    keep: int = 0
 
 
-def _local(backend: Backend, x: jax.Array, *, transpose: bool, keep: int) -> Sequence[jax.Array]:
+def _abstract(p: RhtAmaxParams, x: ShapedArray) -> list[ShapedArray]:
+    check_operand("quantize", x, None, NVFP4_RHT, p.transpose)
+    return 2 * [typed(x, x.shape[: p.keep], jnp.float32, axes_of_dims(x)[: p.keep])]
+
+
+def _local(p: RhtAmaxParams, backend: Backend, x: jax.Array) -> Sequence[jax.Array]:
+    transpose, keep = p
     x = x.reshape(*x.shape[:keep], math.prod(x.shape[keep:-1]), x.shape[-1])  # no block is in two matrices
     if backend.name == "reference":
         rotated = reference.find_rht_amax(jnp.swapaxes(x, -1, -2) if transpose else x, keep)
@@ -38,41 +44,24 @@ def _local(backend: Backend, x: jax.Array, *, transpose: bool, keep: int) -> Seq
     return jax.ffi.ffi_call("nvfp4_rht_amax", [result, result])(x, transpose=transpose, keep=np.int32(keep))
 
 
-def _batch(args, dims, *, transpose: bool, keep: int, implementation: str | None):
+def _batch(p: RhtAmaxParams, bind: Callable, args, dims):
     x = batched(args[0].shape[dims[0]], args[0], dims[0])
-    return rht_amax_p.bind(x, transpose=transpose, keep=keep + 1, implementation=implementation), [0, 0]
+    return bind(p._replace(keep=p.keep + 1), x), [0, 0]
 
 
-def _partition(
-    mesh: Any, operands: list[Axes], shapes: list[Shape], _results: list[Axes], *, transpose: bool, keep: int
-) -> tuple[list[Axes], list[Axes], Callable[[Body], Body]]:
-    axes = keep_blocks(mesh, operands[0], shapes[0], Side(NVFP4_RHT, transpose, has_amax=False).units)
-    over = tuple(axis for entry in axes[keep:] for axis in axes_of(entry))
-    amaxes = 2 * [axes[:keep]]
+def _partition(p: RhtAmaxParams, proposed: Proposal) -> Partition:
+    units = Side(NVFP4_RHT, p.transpose, has_amax=False).units
+    axes = keep_blocks(proposed.mesh, proposed.operands[0], proposed.shapes[0], units)
+    over = tuple(axis for entry in axes[p.keep :] for axis in axes_of(entry))
+    amaxes = 2 * [axes[: p.keep]]
     return [axes], amaxes, lambda local: lambda x: tuple(max_over_devices(amax, over) for amax in local(x))
 
 
-def _rule(x: Shape, *, keep: int, **_: Any) -> tuple[list[list], list[list]]:
+def _rule(p: RhtAmaxParams, x: Shape) -> tuple[list[list], list[list]]:
     dims = names_of_dims(x)
-    return [dims], 2 * [dims[:keep]]
-
-
-def _known(_backend: Backend, avals: Sequence[ShapedArray], *, transpose: bool, keep: int) -> list[Check]:
-    return [check_of(transpose, avals[0].dtype)]
-
-
-def check_of(transpose: bool, dtype: Any) -> Check:
-    """Returns the check of an orientation, for arrays of a dtype."""
-
-    def calls() -> Iterator[Call]:
-        x = np.stack([values(80, 336, dtype), values(80, 336, dtype, seed=1) / 3]).astype(dtype)
-        for keep in (0, 1):
-            yield Call((x,), {"transpose": transpose, "keep": keep})
-
-    path = f"rht_amax{' transposed' * transpose} of {jnp.dtype(dtype).name}"
-    return Check(path, rht_amax_p, "native", calls)
+    return [dims], 2 * [dims[: p.keep]]
 
 
 rht_amax_p = make_primitive(
-    "nvfp4_rht_amax", abstract=_abstract, local=_local, batch=_batch, partition=_partition, rule=_rule, known=_known
+    "nvfp4_rht_amax", abstract=_abstract, local=_local, batch=_batch, partition=_partition, rule=_rule
 )

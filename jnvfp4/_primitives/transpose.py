@@ -1,20 +1,17 @@
 """nvfp4_transpose: (data, scale) of 16x16 tiles -> (data, scale) of the transposed values; scales are bytes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import ShapedArray
 
 from .. import reference
 from ..spec import BLOCK, Format
-from ._base import Axes, Backend, Body, Shape, axes_of_dims, check_explicit, make_primitive, typed
+from ._base import Backend, Partition, Proposal, Shape, axes_of_dims, check_explicit, make_primitive, typed
 from ._batching import batch_size, batched
 from ._checks import check_parts, turn
-from ._known_answers import EVERY_SCALE, tensor
-from ._self_check import Call, Check
 from ._shardings import keep_blocks, names_of_dims
 
 _UNITS = (BLOCK, BLOCK // 2)  # rows and bytes of a row of data that must stay on one device
@@ -39,51 +36,35 @@ def _results(data: Any) -> list[Shape]:
     return [(*lead, 2 * half, rows // 2), (*lead, 2 * half, rows // BLOCK)]
 
 
-def _abstract(data: ShapedArray, scale: ShapedArray) -> list[ShapedArray]:
+def _abstract(_: None, data: ShapedArray, scale: ShapedArray) -> list[ShapedArray]:
     for axis, unit in zip((-2, -1), _UNITS, strict=True):
         check_explicit("transpose", data, data.ndim + axis, unit)
     axes = turn(axes_of_dims(data), True)
     return [typed(data, shape, jnp.uint8, axes) for shape in _results(data)]
 
 
-def _local(backend: Backend, data: jax.Array, scale: jax.Array) -> Sequence[jax.Array]:
+def _local(_: None, backend: Backend, data: jax.Array, scale: jax.Array) -> Sequence[jax.Array]:
     if backend.name == "reference":
         return reference.transpose(data, scale)
     results = [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in _results(data)]
     return jax.ffi.ffi_call("nvfp4_transpose", results)(data, scale)
 
 
-def _batch(args, dims, **params):
+def _batch(_: None, bind: Callable, args, dims):
     size = batch_size(args, dims)
-    return transpose_p.bind(*(batched(size, v, d) for v, d in zip(args, dims, strict=True)), **params), [0, 0]
+    return bind(None, *(batched(size, v, d) for v, d in zip(args, dims, strict=True))), [0, 0]
 
 
-def _partition(
-    mesh: Any, operands: list[Axes], shapes: list[Shape], _results: list[Axes]
-) -> tuple[list[Axes], list[Axes], Callable[[Body], Body]]:
-    axes = keep_blocks(mesh, operands[0], shapes[0], _UNITS)
+def _partition(_: None, proposed: Proposal) -> Partition:
+    axes = keep_blocks(proposed.mesh, proposed.operands[0], proposed.shapes[0], _UNITS)
     return [axes, axes], 2 * [turn(axes, True)], lambda local: local
 
 
-def _rule(data: Shape, _scale: Shape) -> tuple[list[list], list[list]]:
+def _rule(_: None, data: Shape, _scale: Shape) -> tuple[list[list], list[list]]:
     dims = names_of_dims(data)
     return [dims, dims], 2 * [turn(dims, True)]
 
 
-def _known(_backend: Backend, _avals: Sequence[ShapedArray]) -> list[Check]:
-    return [check_of()]
-
-
-def check_of() -> Check:
-    """Returns the check."""
-
-    def calls() -> Iterator[Call]:
-        data, scale, _ = tensor(np.random.default_rng(0), (80, 336), Format(), EVERY_SCALE)
-        yield Call((data, np.repeat(scale[::BLOCK], BLOCK, axis=0).view(np.uint8)), {})
-
-    return Check("transpose", transpose_p, "native", calls)
-
-
 transpose_p = make_primitive(
-    "nvfp4_transpose", abstract=_abstract, local=_local, batch=_batch, partition=_partition, rule=_rule, known=_known
+    "nvfp4_transpose", abstract=_abstract, local=_local, batch=_batch, partition=_partition, rule=_rule
 )

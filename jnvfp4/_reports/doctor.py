@@ -10,16 +10,13 @@ import jax.numpy as jnp
 import jaxlib
 
 from .._native import compat, load, plans
-from .._primitives import _known_answers, _self_check
-from .._primitives import dequantize as _dequantize
-from .._primitives import quantize as _quantize
-from .._primitives import quantize_pair as _quantize_pair
-from .._primitives import rht_amax as _rht_amax
-from .._primitives import transpose as _transpose
-from .._primitives._self_check import Check
 from .._primitives._sides import Side
-from .._primitives.grouped_matmul import grouped_matmul_p
-from .._primitives.matmul import matmul_p
+from .._primitives.dequantize import DequantizeParams
+from .._primitives.quantize import quantize_p
+from .._primitives.quantize_pair import quantize_pair_p, sides_of
+from .._primitives.self_check import cases
+from .._primitives.self_check.checks import Check, outcome
+from .._primitives.self_check.known_answers import why_no_grouped, why_no_product
 from .._version import __version__
 from ..spec import NVFP4, NVFP4_2D, NVFP4_RHT_SR, NVFP4_SR, ROW_SCALED, WINDOW64, Format, four_over_six
 from . import support
@@ -102,19 +99,18 @@ def checks(capability: int) -> Iterator[tuple[Check, str]]:
     """Lists the checks of every kernel, with the reason why one does not apply to a device."""
     for spec in CHECKED_SPECS:
         for transpose in (False, True):
-            yield _quantize.check_of(Side(spec, transpose, spec.format.amax_scope == "tensor"), BF16), ""
+            side = Side(spec, transpose, spec.format.amax_scope == "tensor")
+            yield cases.quantizer_check(quantize_p, (side,), BF16), ""
     for pair in CHECKED_PAIRS:
-        yield _quantize_pair.check_of(pair, BF16), ""
-    yield _rht_amax.check_of(False, BF16), ""
+        yield cases.quantizer_check(quantize_pair_p, sides_of(pair), BF16), ""
+    yield cases.rht_amax_check(False, BF16), ""
     for fmt in (Format(), Format("row"), Format("window64"), Format(rht=True)):
-        yield _dequantize.check_of(fmt, F32, fmt.rht), ""
-    yield _transpose.check_of(), ""
+        yield cases.dequantize_check(DequantizeParams(fmt, F32, fmt.rht)), ""
+    yield cases.transpose_check(), ""
     for kernel in plans.matmul_kernels():
-        check = _known_answers.product_check(matmul_p, kernel, capability)
-        yield check, _known_answers.why_no_product(kernel, capability)
+        yield cases.product_check(kernel, capability), why_no_product(kernel, capability)
     for kernel in plans.grouped_kernels():
-        check = _known_answers.grouped_check(grouped_matmul_p, kernel, capability)
-        yield check, _known_answers.why_no_grouped(kernel, capability)
+        yield cases.grouped_check(kernel, capability), why_no_grouped(kernel, capability)
 
 
 def examine(device: jax.Device) -> Iterator[dict[str, str]]:
@@ -126,7 +122,7 @@ def examine(device: jax.Device) -> Iterator[dict[str, str]]:
         if not_run := f"reference only: {reason}" if reason else inapplicable:
             yield {**found, "outcome": NOT_APPLICABLE, "reason": not_run}
             continue
-        wrong = _self_check.outcome(check, device)
+        wrong = outcome(check, device)
         yield {**found, "outcome": FAILED if wrong else OK, "reason": wrong}
 
 
@@ -164,9 +160,9 @@ def report() -> dict[str, object]:
     """
     found = devices()  # JAX's CUDA plugin, if there is one, has loaded cuBLASLt then
     library = plans.cublaslt()
-    outcomes = [outcome for device in found for outcome in examine(device)]
+    outcomes = [one for device in found for one in examine(device)]
     return {
-        "ok": all(outcome["outcome"] != FAILED for outcome in outcomes),
+        "ok": all(one["outcome"] != FAILED for one in outcomes),
         "versions": versions(),
         "targets": targets(),
         "cublaslt": {"path": library.path, "reason": library.reason},

@@ -9,19 +9,17 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from .._core.tensor import NVFP4Tensor, PyTree
 from .._native import compat, load, plans
 from .._ops.arguments import OPERATIONS
 from .._ops.quantize import quantize
 from .._primitives._base import Backend
-from .._primitives._known_answers import product_check
-from .._primitives._matmul_routes import Product, choose, plan
-from .._primitives._self_check import Refusal, refusals
-from .._primitives.grouped_matmul import Operands as GroupedOperands
+from .._primitives._matmul_routes import MatmulParams, Product, choose, plan
+from .._primitives._products import Operands, ProductParams
 from .._primitives.grouped_matmul import plan as plan_grouped
-from .._primitives.matmul import matmul_p
+from .._primitives.self_check.cases import product_check
+from .._primitives.self_check.checks import Refusal, refusals
 from ..spec import FUSED_PAIRS, SUPPORTED_SPECS, QuantSpec, name_of
 
 FP4_KERNEL = "sm100_cublaslt_nvfp4"
@@ -125,7 +123,8 @@ def _matmul_kernel(operands: tuple, options: Options, device: jax.Device) -> Sup
     """Asks for the kernel of ``matmul_nt`` for the operands (a, b) on a device that has native kernels."""
     (left, a_format), (right, b_format) = map(_parts_of, operands)
     accumulation = options.get("accumulation", "fast")
-    product = Product(left, right, options.get("bias"), a_format, b_format, _out_dtype(options), accumulation)
+    params = MatmulParams(a_format, b_format, _out_dtype(options), accumulation)
+    product = Product(left, right, options.get("bias"), params)
     capability, kernel = _where(options, device)
     backend = Backend("native", capability, kernel, _refused(device, capability))
     answer = _answer(choose(product, backend))
@@ -138,9 +137,9 @@ def _matmul_kernel(operands: tuple, options: Options, device: jax.Device) -> Sup
 
 def _grouped_kernel(operands: tuple, options: Options, device: jax.Device) -> Support:
     """Asks for the kernel of ``grouped_matmul_nt``."""
-    (left, a_format), (right, _) = map(_parts_of, operands)
-    product = GroupedOperands(left, right, options["group_sizes"])
-    return _answer(plan_grouped(product, a_format, _out_dtype(options), *_where(options, device)))
+    (left, a_format), (right, b_format) = map(_parts_of, operands)
+    params = ProductParams(a_format, b_format, _out_dtype(options))
+    return _answer(plan_grouped(params, Operands(left, right, ()), *_where(options, device)))
 
 
 _KERNELS = {"matmul_nt": _matmul_kernel, "grouped_matmul_nt": _grouped_kernel}
@@ -153,8 +152,8 @@ def _parts_of(operand: object) -> tuple[tuple, Any]:
     return (operand,), None
 
 
-def _out_dtype(options: Options) -> DTypeLike:
-    return options.get("out_dtype", jnp.bfloat16)
+def _out_dtype(options: Options) -> np.dtype:
+    return jnp.dtype(options.get("out_dtype", jnp.bfloat16))
 
 
 def _where(options: Options, device: jax.Device) -> tuple[int, str | None]:
@@ -177,7 +176,7 @@ def _refused(device: jax.Device, capability: int) -> tuple[Refusal, ...]:
     """Returns the kernels that this process has found wrong on a device; most devices are never asked."""
     if plans.has_run_on(capability):
         return ()
-    return refusals([product_check(matmul_p, name, capability) for name in plans.matmul_kernels()], device)
+    return refusals([product_check(name, capability) for name in plans.matmul_kernels()], device)
 
 
 def _without_fp4(product: Product, capability: int, answer: Support) -> str:

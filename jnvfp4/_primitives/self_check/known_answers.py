@@ -5,20 +5,19 @@ scales are all that there are, and no factor of a product is a power of two. Sum
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.extend.core import Primitive
 
-from .._native import plans
-from ..spec import BLOCK, WINDOW, Format, QuantSpec, name_of
-from ._checks import amax_shapes
-from ._matmul_routes import Product, plan
-from ._self_check import Call, Check
-from ._sides import Sides
+from ..._native import plans
+from ...spec import BLOCK, WINDOW, Format, QuantSpec, name_of
+from .._checks import amax_shapes
+from .._matmul_routes import MatmulParams, plan
+from .._products import ProductParams
+from .._sides import Sides
+from .checks import Call
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
@@ -41,14 +40,14 @@ def values(rows: int, cols: int, dtype: Any, seed: int = 0) -> np.ndarray:
     return x.astype(dtype)
 
 
-def quantizer_calls(sides: Sides, dtype: Any, params: dict[str, Any], turned: bool = False) -> Iterator[Call]:
+def quantizer_calls(sides: Sides, dtype: Any) -> Iterator[Call]:
     """Makes the call of a primitive that quantizes x."""
     rows, cols = (192, 320) if len(sides) != 1 else _sizes(sides[0].spec)
     x = values(rows, cols, dtype)
-    x = np.ascontiguousarray(x.T) if turned else x
+    x = np.ascontiguousarray(x.T) if len(sides) == 1 and sides[0].transpose else x
     given = [_amax(x, side.spec, side.transpose) for side in sides if side.has_amax]
     streams = [_STREAM + np.uint32(i) for i, side in enumerate(sides) if side.spec.rounding == "stochastic"]
-    yield Call((x, *given, *streams), params)
+    yield Call((x, *given, *streams), sides)
 
 
 def _sizes(spec: QuantSpec) -> tuple[int, int]:
@@ -132,43 +131,27 @@ def call_of(sample: Sample) -> Call:
     if sample.unit:
         a, b = (_ones(k, a), b) if sample.unit == "a" else (a, _ones(k, b))
     bias = () if sample.bias is None else (rng.standard_normal(n).astype(sample.bias),)
-    params = {
-        "a_format": sample.a if quantized else None,
-        "b_format": sample.b,
-        "has_bias": bool(bias),
-        "out_dtype": jnp.dtype(sample.out),
-        "accumulation": "fast",
-        "k_axes": 1,
-    }
+    params = MatmulParams(sample.a if quantized else None, sample.b, jnp.dtype(sample.out))
     return Call((*a, *b, *bias), params)
 
 
-def product_of(call: Call) -> Product:
-    """Returns the operands of a call by role."""
-    p, ops = call.params, call.operands
-    na = 3 if p["a_format"] else 1
-    bias = ops[-1] if p["has_bias"] else None
-    return Product(ops[:na], ops[na : na + 3], bias, p["a_format"], p["b_format"], p["out_dtype"], p["accumulation"])
+def _plan(call: Call, capability: int | None, kernel: str) -> plans.MatmulPlan:
+    return plan(call.params.product(call.operands), capability, kernel)
 
 
 def product_calls(kernel: str, capability: int | None) -> Iterator[Call]:
     """Makes the calls that a kernel can run on a device."""
     for sample in SAMPLES:
         call = call_of(sample)
-        if not plan(product_of(call), capability, kernel).reason:
+        if not _plan(call, capability, kernel).reason:
             yield call
 
 
 def why_no_product(kernel: str, capability: int | None) -> str:
     """Says why a kernel can run none of the calls on a device; empty if it can run one."""
-    reasons = [plan(product_of(call_of(sample)), capability, kernel).reason for sample in SAMPLES]
+    reasons = [_plan(call_of(sample), capability, kernel).reason for sample in SAMPLES]
     # What the device lacks, rather than what is wrong with an operand.
     return "" if "" in reasons else next((reason for reason in reasons if " cannot: " not in reason), reasons[0])
-
-
-def product_check(primitive: Primitive, kernel: str, capability: int | None) -> Check:
-    """Returns the check of a kernel of ``nvfp4_matmul``."""
-    return Check(f"matmul_nt {kernel}", primitive, kernel, partial(product_calls, kernel, capability))
 
 
 # ---------------------------------------------------------------- grouped products
@@ -191,16 +174,10 @@ def grouped_calls(kernel: str, capability: int | None) -> Iterator[Call]:
             continue
         numbers = rng.integers(-8, 9, (rows, depth))
         a = tensor(rng, (rows, depth), a_format, _FEW_SCALES) if a_format else (numbers.astype(jnp.dtype(left)),)
-        params = {"a_format": a_format, "b_format": Format(), "out_dtype": jnp.dtype(BF16)}
-        yield Call((*a, *b, sizes), params)
+        yield Call((*a, *b, sizes), ProductParams(a_format, Format(), jnp.dtype(BF16)))
 
 
 def why_no_grouped(kernel: str, capability: int | None) -> str:
     """Says why a kernel can run none of the calls on a device; empty if it can run one."""
     reasons = [_why_not_grouped(left, kernel, capability) for _, left in _LEFTS]
     return "" if "" in reasons else reasons[0]
-
-
-def grouped_check(primitive: Primitive, kernel: str, capability: int | None) -> Check:
-    """Returns the check of a kernel of ``nvfp4_grouped_matmul``."""
-    return Check(f"grouped_matmul_nt {kernel}", primitive, kernel, partial(grouped_calls, kernel, capability))

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend.core import Primitive
 
-from .._native import compat, plans
+from ..._native import compat, plans
 
 
 class Unchecked(NamedTuple):
@@ -25,7 +25,7 @@ class Call(NamedTuple):
     """One call of a primitive whose results are known."""
 
     operands: tuple[np.ndarray, ...]
-    params: dict[str, Any]
+    params: Any
 
 
 class Check(NamedTuple):
@@ -35,6 +35,11 @@ class Check(NamedTuple):
     primitive: Primitive
     name: str  # what ``implementation`` names
     calls: Callable[[], Iterable[Call]]
+
+
+# For a primitive by its name: (params, backend, operand avals) -> checks of the paths that a program takes where what
+# ``backend`` refuses is not used. A check of ``"native"`` is one of the whole primitive.
+CASES: dict[str, Callable[[Any, Any, Any], Sequence[Check]]] = {}
 
 
 class Refusal(NamedTuple):
@@ -96,7 +101,7 @@ def on(device: jax.Device, name: str) -> Run:
 
 def _run(device: jax.Device, primitive: Primitive, call: Call, implementation: Any) -> Sequence[np.ndarray]:
     """Compiles a program of the call alone, which no other call can find compiled."""
-    bind = jax.jit(lambda *operands: primitive.bind(*operands, **call.params, implementation=implementation))
+    bind = jax.jit(lambda *operands: primitive.bind(*operands, params=call.params, implementation=implementation))
     return [np.asarray(v) for v in bind(*jax.device_put(call.operands, device))]
 
 

@@ -1,0 +1,1 @@
+"""Known-answer tests of kernels on devices like which none has run them."""
