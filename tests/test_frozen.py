@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_same_tensor
+from helpers import assert_bitwise, assert_same_tensor, refused
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from meshes import home, make_mesh, put, shard
@@ -347,43 +347,38 @@ def shaped(**parts):
 INVALID = {
     "format": (
         lambda: linear(X, quantize(W, ROW_SCALED)),
-        ValueError,
         r"linear: w must have the format of recipe.fprop.w, nvfp4_tensor_448, got nvfp4_row_448; choose a recipe",
     ),
-    "rotated": (lambda: linear(X, quantize(W, NVFP4_RHT)), ValueError, "nvfp4_tensor_448, got nvfp4_tensor_448_rht"),
-    "e4m3_max": (lambda: linear(X, quantize(W), recipes.four_over_six()), ValueError, "_256, got nvfp4_tensor_448"),
+    "rotated": (lambda: linear(X, quantize(W, NVFP4_RHT)), "nvfp4_tensor_448, got nvfp4_tensor_448_rht"),
+    "e4m3_max": (lambda: linear(X, quantize(W), recipes.four_over_six()), "_256, got nvfp4_tensor_448"),
     "kn": (
         lambda: linear(X, quantize(W), w_axes="kn"),
-        ValueError,
         r"linear: w_axes must be 'nk' for an NVFP4Tensor w, .*got 'kn'; .*quantize\(w, transpose=True\)",
     ),
     "rank": (
         lambda: linear(X, quantize(normal((2, 48, 64)))),
-        ValueError,
         r"linear: w must have rank 2, \[N, K\], got w.shape=\(2, 48, 64\)",
     ),
-    "k": (lambda: linear(X[:, :32], quantize(W)), ValueError, r"must have the same size K, got x.shape=\(32, 32\), w"),
+    "k": (lambda: linear(X[:, :32], quantize(W)), r"must have the same size K, got x.shape=\(32, 32\), w"),
     "k_of_windows": (
         lambda: linear(normal((32, 48)), quantize(normal((48, 48)), NVFP4_2D), recipes.window64()),
-        ValueError,
         "linear: K must be a multiple of 64, got K=48",
     ),
-    "amax": (lambda: linear(X, shaped(amax=jnp.ones(3))), ValueError, r"linear: w.amax must have shape \(\)"),
-    "scale": (lambda: linear(X, shaped(scale=jnp.zeros((48, 4)))), TypeError, "linear: w.scale must be float8_e4m3fn"),
-    "bias": (lambda: linear(X, quantize(W), bias=jnp.ones(3)), ValueError, r"bias must have shape \(N,\)=\(48,\), got"),
-    "x": (lambda: linear(quantize(X), quantize(W)), TypeError, "linear: x must be an array, got an NVFP4Tensor"),
+    "amax": (lambda: linear(X, shaped(amax=jnp.ones(3))), r"linear: w.amax must have shape \(\)"),
+    "scale": (lambda: linear(X, shaped(scale=jnp.zeros((48, 4)))), "TypeError: linear: w.scale must be float8_e4m3fn"),
+    "bias": (lambda: linear(X, quantize(W), bias=jnp.ones(3)), r"bias must have shape \(N,\)=\(48,\), got"),
+    "x": (lambda: linear(quantize(X), quantize(W)), "TypeError: linear: x must be an array, got an NVFP4Tensor"),
     "fp32": (
         lambda: linear(X.astype(jnp.float32), quantize(W), recipes.inference(weight_only=True)),
-        TypeError,
-        "x must be bfloat16 or float16 for a weight-only recipe",
+        "TypeError: x must be bfloat16 or float16 for a weight-only recipe",
     ),
-    "recipe": (lambda: linear(X, quantize(W), NVFP4), TypeError, "linear: recipe must be a Recipe"),
+    "recipe": (lambda: linear(X, quantize(W), NVFP4), "TypeError: linear: recipe must be a Recipe"),
 }
 
 
-@pytest.mark.parametrize(("call", "error", "text"), INVALID.values(), ids=INVALID)
-def test_what_does_not_fit_is_refused(call, error, text):
-    with pytest.raises(error, match=text):
+@pytest.mark.parametrize(("call", "text"), INVALID.values(), ids=INVALID)
+def test_invalid_arguments_raise(call, text):
+    with refused(text):
         call()
 
 
