@@ -75,24 +75,33 @@ def dense(dy, w):
 
 
 # ---------------------------------------------------------------- the composition
-@every_recipe
-def test_it_is_its_composition(cpu, recipe):
-    w = frozen(recipe)
-    qx = X if recipe.fprop.x is None else quantize(X, recipe.fprop.x)
-    y, dx = jax.jit(partial(run, recipe=recipe))(X, w, DY)
-    assert_bitwise(y, matmul_nt(qx, w), "y")
-    assert_bitwise(dx, dense(DY, dequantize(w, jnp.bfloat16)), "dx")
+def by_every_recipe(f, weights):
+    """f(x, w, dy, recipe) by each recipe with its weight, in one program."""
+    every = jax.jit(lambda x, weights, dy: {name: f(x, weights[name], dy, RECIPES[name]) for name in RECIPES})
+    return every(X, weights, DY)
 
 
-@every_recipe
-def test_it_is_the_layer_that_quantizes_w(native, recipe):
-    """With dgrad from the dequantized w."""
-    y, dx = jax.jit(partial(run, recipe=recipe))(X, frozen(recipe), DY)
-    want = jax.jit(partial(run, recipe=replace(recipe, dgrad="dequantized", wgrad=None)))(X, W, DY)
-    if native.platform == "cpu":
-        assert_same_tensor((y, dx), want)
-    for g, w in zip((y, dx), want, strict=True):
-        np.testing.assert_allclose(*(np.asarray(v, np.float32) for v in (g, w)), rtol=0.02, atol=0.05)
+def composed(x, w, dy, recipe):
+    qx = x if recipe.fprop.x is None else quantize(x, recipe.fprop.x)
+    return matmul_nt(qx, w), dense(dy, dequantize(w, jnp.bfloat16))
+
+
+def quantizing(x, w, dy, recipe):
+    """The layer that quantizes w, with dgrad from the dequantized w."""
+    recipe = replace(recipe, dgrad="dequantized", wgrad=None)
+    y, pull = jax.vjp(lambda x: linear(x, w, recipe), x)
+    return y, pull(dy)[0]
+
+
+def test_every_recipe_is_its_composition(native):
+    """And the layer that quantizes w."""
+    weights = {name: frozen(recipe) for name, recipe in RECIPES.items()}
+    got = by_every_recipe(run, weights)
+    for want in (by_every_recipe(composed, weights), by_every_recipe(quantizing, dict.fromkeys(RECIPES, W))):
+        if native.platform == "cpu":
+            assert_same_tensor(got, want)
+        for g, w in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+            np.testing.assert_allclose(*(np.asarray(v, np.float32) for v in (g, w)), rtol=0.02, atol=0.05)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
