@@ -145,12 +145,14 @@ def test_native_finds_the_tensor_amax(native, case, spec, transpose):
 
 
 # The arithmetic of a tile is compared above; these differ in the search for the amax, rotation, random bits and layout.
-WHOLE = [(NVFP4_2D, False), (NVFP4_RHT_SR, False), (NVFP4_SR, True), (ROW_SCALED, False), (WINDOW64, True)]
+WHOLE = [(NVFP4_2D, False), (NVFP4_RHT_SR, False), (NVFP4_SR, True), (ROW_SCALED, False), (WINDOW64, False)]
+
+OTHERS = [case for case in [*((spec, False) for spec in FAMILIES), (WINDOW64, True)] if case not in WHOLE]
 
 
 @pytest.mark.parametrize(
     ("spec", "transpose"),
-    [*WHOLE, *(pytest.param(s, False, marks=pytest.mark.long) for s in FAMILIES if (s, False) not in WHOLE)],
+    [*WHOLE, *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERS)],
     ids=lambda v: name_of(v) if isinstance(v, QuantSpec) else ["rows", "columns"][v],
 )
 def test_every_backend_in_its_own_shape(backend, spec, transpose):
