@@ -82,6 +82,16 @@ def devices(request) -> list:
     return found[:count]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """Gives each worker neighbouring tests, which share what they compile, until it has none and takes another's."""
+    if config.getvalue("dist") != "load":  # another one was asked for
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as ``product`` what the default run leaves out of tests with several lists of parameters.

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 from conftest import skip_or_fail
 
 from jnvfp4 import ROW_SCALED, Format, NVFP4Tensor, QuantSpec, reference
@@ -50,6 +51,12 @@ def assert_same_tensor(got, want, what: str = "tensor") -> None:
     paths = jax.tree_util.tree_leaves_with_path(want)
     for leaf, (path, other) in zip(jax.tree.leaves(got), paths, strict=True):
         assert_bitwise(leaf, other, what + jax.tree_util.keystr(path))
+
+
+def refused(text: str):
+    """Expects a ValueError that matches ``text``, or the TypeError of "TypeError: text"."""
+    error = TypeError if text.startswith("TypeError: ") else ValueError
+    return pytest.raises(error, match=text.removeprefix("TypeError: "))
 
 
 def unpack_codes(data) -> np.ndarray:
@@ -304,7 +311,9 @@ def _tile_quantizer(spec: QuantSpec):
         with mock.patch.object(reference, "block_bits", return_value=random):  # given, not from a stream
             return reference.quantize(x, spec, amax, stream=random)[:2]
 
-    return jax.jit(run)
+    return jax.jit(
+        run, compiler_options={"xla_backend_optimization_level": 0}
+    )  # integers only, so the bits are the same
 
 
 def quantize_by_reference(

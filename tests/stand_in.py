@@ -20,11 +20,8 @@ SOURCES = [
     *(FFI / f"cuda/matmul/{name}.cc" for name in ("launch", "cublaslt/library", "cublaslt/gemm", "cublaslt/nvfp4")),
 ]
 FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", f"-I{FFI}"]
-FLOATS = {
-    "float32": (0, np.uint32),
-    "bfloat16": (1, np.uint16),
-    "float16": (2, np.uint16),
-}  # Float of core/arrays.h
+# Float of ffi/core/arrays.h
+FLOATS = {"float32": (0, np.uint32), "bfloat16": (1, np.uint16), "float16": (2, np.uint16)}
 
 
 def compiler() -> str | None:

@@ -4,6 +4,7 @@ The lists of docs/ffi.md and docs/kernels.md are those of the code.
 """
 
 import ast
+import functools
 import pathlib
 import re
 from typing import NamedTuple
@@ -71,10 +72,12 @@ def rooms_of(file: pathlib.PurePath) -> list[Room]:
     return [room for room in ROOMS if any(file in paths_of(pattern) for pattern in room.patterns)]
 
 
+@functools.cache
 def paths_of(pattern: str) -> list[pathlib.Path]:
     return [path.relative_to(ROOT) for path in ROOT.glob(pattern)]
 
 
+@functools.cache
 def room_of(file: pathlib.PurePath) -> Room:
     (room,) = rooms_of(file)
     return room
@@ -119,6 +122,7 @@ def cpp_uses(file: pathlib.Path) -> set[pathlib.Path | str]:
     return uses
 
 
+@functools.cache
 def uses_of(file: pathlib.Path) -> set[pathlib.Path | str]:
     return python_uses(file) if file.suffix == ".py" else cpp_uses(file)
 

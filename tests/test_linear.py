@@ -86,7 +86,6 @@ NAMED = {
 ALL_RECIPES = {**RECIPES, **{f"recipes_{name}": recipe for name, recipe in NAMED.items()}}
 STOCHASTIC = {name: recipe for name, recipe in ALL_RECIPES.items() if recipe.stochastic}
 NEAREST = {name: recipe for name, recipe in ALL_RECIPES.items() if not recipe.stochastic}
-every_recipe = pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 
 
 @pytest.fixture
@@ -152,9 +151,10 @@ def run(x, w, dy, recipe, bias=None, key=KEY, **options):
     return y, *pull(dy)
 
 
-def assert_same(native, got, want):
+def assert_same(native, got, want, what=""):
     """Bit for bit on the CPU; on a GPU the GEMM library chooses an order for each program."""
     for name, g, w in zip(("y", "dx", "dw"), got, want, strict=True):
+        name = f"{name} {what}"
         if native.platform == "cpu":
             assert_bitwise(g, w, name)
         assert (g.shape, g.dtype) == (w.shape, w.dtype), name
@@ -163,32 +163,35 @@ def assert_same(native, got, want):
         np.testing.assert_allclose(*(np.asarray(v, np.float32) for v in (g, w)), atol=tolerance * scale, err_msg=name)
 
 
+def assert_composed(native, operands, names, **options):
+    """That linear is its composition, by all recipes in two programs: one costs little more than that of one recipe."""
+    got, want = (
+        jax.jit(lambda *v, f=f: {name: f(*v, ALL_RECIPES[name], **options) for name in names})(*operands)
+        for f in (run, composition)
+    )
+    for name in names:
+        assert_same(native, got[name], want[name], name)
+
+
 # ---------------------------------------------------------------- linear
-@every_recipe
-def test_linear_is_its_composition(native, recipe):
+@pytest.mark.parametrize("w_axes", ["nk", "kn"])
+def test_every_recipe_is_its_composition(native, w_axes):
     x, w, dy = normal((32, 64), 1), normal((48, 64), 2), normal((32, 48), 3)
-    assert_same(native, jax.jit(partial(run, recipe=recipe))(x, w, dy), composition(x, w, dy, recipe))
+    assert_composed(native, (x, w if w_axes == "nk" else w.T, dy), ALL_RECIPES, w_axes=w_axes)
 
 
-def test_linear_is_the_composition_of_the_reference(cpu):
-    x, w = normal((16, 32), 1), normal((16, 32), 2)
-    qx, qw = (quantize(v, spec, implementation="reference") for v, spec in ((x, NVFP4), (w, NVFP4_2D)))
-    assert_bitwise(linear(x, w), matmul_nt(qx, qw, implementation="reference"))
+TOKENS_OF = {
+    1: ["plain"],
+    7: ["plain", "dequantized_backward", "mixed", "rotated", "windows"]
+    + [f"recipes_{name}" for name in ("row_scaled", "4over6_all", "window64")],
+    70: ["plain", "stochastic", "windows", "recipes_pretrain", "recipes_window64"],
+}
 
 
-@pytest.mark.parametrize(
-    ("recipe", "tokens"),
-    [
-        *(("plain", tokens) for tokens in (1, 7, 70)),
-        *((recipe, 7) for recipe in ("dequantized_backward", "mixed", "rotated", "windows")),
-        *((f"recipes_{recipe}", 7) for recipe in ("row_scaled", "4over6_all", "window64")),
-        *((recipe, 70) for recipe in ("stochastic", "windows", "recipes_pretrain", "recipes_window64")),
-    ],
-)
-def test_any_number_of_tokens(native, recipe, tokens):
-    x, w, dy = normal((tokens, 64), 1), normal((48, 64), 2), normal((tokens, 48), 3)
-    recipe = ALL_RECIPES[recipe]
-    assert_same(native, jax.jit(partial(run, recipe=recipe))(x, w, dy), composition(x, w, dy, recipe))
+@pytest.mark.parametrize("tokens", TOKENS_OF)
+def test_any_number_of_tokens(native, tokens):
+    operands = normal((tokens, 64), 1), normal((48, 64), 2), normal((tokens, 48), 3)
+    assert_composed(native, operands, TOKENS_OF[tokens])
 
 
 @pytest.mark.parametrize("w_dtype", ["fp32", "bf16", "fp16"])
@@ -202,8 +205,8 @@ def test_results_and_gradients_have_the_dtypes_of_their_operands(x_dtype, w_dtyp
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_other_float_types(native, dtype):
-    x, w, dy = normal((20, 64), 1, dtype), normal((48, 64), 2, dtype), normal((20, 48), 3, dtype)
-    assert_same(native, jax.jit(partial(run, recipe=Recipe()))(x, w, dy), composition(x, w, dy, Recipe()))
+    operands = normal((20, 64), 1, dtype), normal((48, 64), 2, dtype), normal((20, 48), 3, dtype)
+    assert_composed(native, operands, ["plain"])
 
 
 @pytest.mark.parametrize("bias_dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -230,13 +233,12 @@ def test_a_vector_is_one_token(cpu):
     assert_bitwise(linear(x, w), linear(x[None], w)[0])
 
 
-@pytest.mark.parametrize("name", [*RECIPES, "recipes_pretrain", "recipes_4over6_all", "recipes_window64"])
-def test_no_tokens(name):
-    recipe = ALL_RECIPES[name]
+def test_no_tokens():
     x, w, dy = jnp.zeros((0, 64), jnp.bfloat16), normal((48, 64), 2), jnp.zeros((0, 48), jnp.bfloat16)
-    y, dx, dw = run(x, w, dy, recipe)
-    assert (y.shape, dx.shape) == ((0, 48), (0, 64))
-    assert_bitwise(dw, jnp.zeros_like(w))
+    results = jax.jit(lambda *v: {name: run(*v, recipe) for name, recipe in ALL_RECIPES.items()})(x, w, dy)
+    for name, (y, dx, dw) in results.items():
+        assert (y.shape, dx.shape) == ((0, 48), (0, 64)), name
+        assert_bitwise(dw, jnp.zeros_like(w), name)
 
 
 def test_n_is_free_where_no_gemm_contracts_over_it(cpu):
@@ -313,10 +315,8 @@ def test_the_implementation_is_that_of_every_quantizer_and_gemm(recipe, implemen
 
 
 def test_the_reference_gives_the_same_bits(cpu):
-    x, w, dy = normal((16, 32), 1), normal((16, 32), 2), normal((16, 16), 3)
-    reference, native = (
-        jax.jit(partial(run, recipe=Recipe(), implementation=i))(x, w, dy) for i in ("reference", "native")
-    )
+    x, w, dy = (normal((16, 16), seed) for seed in (1, 2, 3))  # of one shape, for which each operation is compiled once
+    reference, native = (run(x, w, dy, Recipe(), implementation=i) for i in ("reference", "native"))
     for name, got, want in zip(("y", "dx", "dw"), reference, native, strict=True):
         assert_bitwise(got, want, name)
 
@@ -369,33 +369,26 @@ def test_gradients_in_high_precision_are_no_tf32(cpu):
 
 
 # ---------------------------------------------------------------- w [K, N]
-@every_recipe
-def test_w_of_flax_order_is_its_composition(native, recipe):
-    x, w, dy = normal((32, 64), 1), normal((64, 48), 2), normal((32, 48), 3)
-    got = jax.jit(partial(run, recipe=recipe, w_axes="kn"))(x, w, dy)
-    assert_same(native, got, composition(x, w, dy, recipe, w_axes="kn"))
+FLAX_AND_TRANSPOSED = ["plain", "weight_only", "row_scaled", "mixed", "rotated", "windows", "other_w_of_dgrad"]
+FLAX_AND_TRANSPOSED += [
+    f"recipes_{name}" for name in ("pretrain", "pretrain_no_tiles", "4over6_all", "window64", "inference")
+]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("plain", "weight_only", "row_scaled", "mixed", "rotated", "windows", "other_w_of_dgrad"),
-        *(f"recipes_{name}" for name in ("pretrain", "pretrain_no_tiles", "4over6_all", "window64", "inference")),
-    ],
-)
-@pytest.mark.parametrize("tokens", [32, 7])
-def test_w_of_flax_order_has_the_bits_of_its_transpose(cpu, name, tokens):
+def test_w_of_flax_order_has_the_bits_of_its_transpose(cpu):
     """The result and dx, and dw transposed where a quantized GEMM makes it."""
-    x, w, dy = normal((tokens, 64), 1), normal((64, 48), 2), normal((tokens, 48), 3)
-    recipe = ALL_RECIPES[name]
-    (y, dx, dw), (want_y, want_dx, want_dw) = (
-        jax.jit(partial(run, recipe=recipe, w_axes=axes))(x, v, dy) for axes, v in (("kn", w), ("nk", w.T))
-    )
-    assert_bitwise(y, want_y, "y")
-    if isinstance(recipe.dgrad, tuple):
-        assert_bitwise(dx, want_dx, "dx")
-    if isinstance(recipe.wgrad, tuple):
-        assert_bitwise(dw, want_dw.T, "dw")
+    x, w, dy = normal((7, 64), 1), normal((64, 48), 2), normal((7, 48), 3)
+    results = [
+        jax.jit(lambda *v, axes=axes: [run(*v, ALL_RECIPES[name], w_axes=axes) for name in FLAX_AND_TRANSPOSED])
+        for axes in ("kn", "nk")
+    ]
+    results = results[0](x, w, dy), results[1](x, w.T, dy)
+    for name, (y, dx, dw), (want_y, want_dx, want_dw) in zip(FLAX_AND_TRANSPOSED, *results, strict=True):
+        assert_bitwise(y, want_y, f"y {name}")
+        if isinstance(ALL_RECIPES[name].dgrad, tuple):
+            assert_bitwise(dx, want_dx, f"dx {name}")
+        if isinstance(ALL_RECIPES[name].wgrad, tuple):
+            assert_bitwise(dw, want_dw.T, f"dw {name}")
 
 
 def test_random_bits_of_w_are_those_of_the_array_as_it_is_passed(cpu):
@@ -521,9 +514,13 @@ PACKED = {
 
 
 def residuals(recipe):
-    x, w = normal((TOKENS, DEPTH), 1), normal((ROWS, DEPTH), 2)
-    pull = jax.vjp(partial(linear, recipe=recipe, key=KEY), x, w)[1]
-    return [v for v in jax.tree.leaves(pull) if not jax.dtypes.issubdtype(v.dtype, jax.dtypes.prng_key)]
+    kept = lambda x, w: jax.tree.leaves(jax.vjp(partial(linear, recipe=recipe, key=KEY), x, w)[1])  # noqa: E731
+    leaves = jax.eval_shape(kept, normal((TOKENS, DEPTH), 1), normal((ROWS, DEPTH), 2))
+    return [v for v in leaves if not jax.dtypes.issubdtype(v.dtype, jax.dtypes.prng_key)]
+
+
+def nbytes(leaves) -> int:
+    return sum(v.size * v.dtype.itemsize for v in leaves)
 
 
 QUANTIZED_BACKWARD = {n: r for n, r in ALL_RECIPES.items() if isinstance(r.dgrad, tuple) and isinstance(r.wgrad, tuple)}
@@ -537,7 +534,7 @@ def test_residuals_are_packed_tensors(recipe):
         DEPTH, tokens
     )
     kept = residuals(recipe)
-    assert sum(v.nbytes for v in kept) == want
+    assert nbytes(kept) == want
     assert {v.dtype for v in kept if v.size} == {jnp.dtype(jnp.uint8), jnp.dtype(jnp.float32)}
 
 
@@ -546,17 +543,17 @@ def test_dequantized_gradients_keep_the_packed_operands_of_the_forward_pass(name
     recipe = ALL_RECIPES[name]
     transposed = isinstance(recipe.dgrad, tuple)
     want = PACKED["tensor"](TOKENS, DEPTH) + PACKED["tensor"](*((DEPTH, ROWS) if transposed else (ROWS, DEPTH)))
-    assert sum(v.nbytes for v in residuals(recipe)) == want
+    assert nbytes(residuals(recipe)) == want
 
 
 def test_dequantized_gradients_keep_windows(cpu):
     kept = residuals(NAMED["window64_dequantized"])
-    assert sum(v.nbytes for v in kept) == PACKED["window64"](TOKENS, DEPTH) + PACKED["tensor"](ROWS, DEPTH)
+    assert nbytes(kept) == PACKED["window64"](TOKENS, DEPTH) + PACKED["tensor"](ROWS, DEPTH)
 
 
 @pytest.mark.parametrize("name", [n for n, r in NAMED.items() if r.dgrad is None and r.wgrad is None])
 def test_high_precision_gradients_keep_the_original_operands(name):
-    assert sum(v.nbytes for v in residuals(NAMED[name])) == 2 * (TOKENS + ROWS) * DEPTH
+    assert nbytes(residuals(NAMED[name])) == 2 * (TOKENS + ROWS) * DEPTH
 
 
 # ---------------------------------------------------------------- how good the gradients are
@@ -565,13 +562,14 @@ def cosine(a, b):
     return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("name", ["pretrain", "row_scaled", "4over6_weights", "4over6_all", "window64"])
-def test_gradients_point_in_the_direction_of_the_exact_ones(native, name):
+def test_gradients_point_in_the_direction_of_the_exact_ones(native):
     x, w, dy = normal((128, 192), 1), normal((64, 192), 2), normal((128, 64), 3)
-    _, dx, dw = jax.jit(partial(run, recipe=NAMED[name]))(x, w, dy)
+    names = "pretrain", "row_scaled", "4over6_weights", "4over6_all", "window64"
+    results = jax.jit(lambda *v: {name: run(*v, NAMED[name]) for name in names})(x, w, dy)
     x, w, dy = (np.asarray(v, np.float64) for v in (x, w, dy))
-    assert cosine(dx, dy @ w) > 0.98
-    assert cosine(dw, dy.T @ x) > 0.98
+    for name, (_, dx, dw) in results.items():
+        assert cosine(dx, dy @ w) > 0.98, name
+        assert cosine(dw, dy.T @ x) > 0.98, name
 
 
 def test_stochastic_gradients_are_right_on_average(cpu):
@@ -616,7 +614,6 @@ PRODUCTS = {
     "two_batch": ((2, 3, 16, 32), (3, 2, 16, 32), (((3,), (3,)), ((0, 1), (1, 0)))),
     "vector": ((48,), (48, 16), (((0,), (0,)), ((), ()))),
 }
-every_product = pytest.mark.parametrize(("left", "right", "dims"), PRODUCTS.values(), ids=PRODUCTS)
 
 
 def representable(shape, seed):
@@ -625,24 +622,34 @@ def representable(shape, seed):
     return jnp.asarray(values, jnp.float32)
 
 
-@every_product
-def test_dot_general_is_lax_dot_general_on_representable_numbers(native, left, right, dims):
-    lhs, rhs = representable(left, 1), representable(right, 2)
-    got, want = dot_general(lhs, rhs, dims), lax.dot_general(lhs, rhs, dims, precision="highest")
-    assert (got.shape, got.dtype) == (want.shape, want.dtype)
-    np.testing.assert_allclose(got, want, rtol=1e-5)
+def by_product(f, *operands):
+    """f of both operands and the dimension numbers of each product, all in one program."""
+    return jax.jit(lambda *v: {name: f(*(a[name] for a in v), PRODUCTS[name][2]) for name in PRODUCTS})(*operands)
 
 
-@every_product
-def test_dot_general_has_gradients_of_the_operands_shapes(left, right, dims):
-    lhs, rhs = normal(left, 1), normal(right, 2)
+def operands_of_products(make):
+    return [{name: make(product[i], i + 1) for name, product in PRODUCTS.items()} for i in range(2)]
 
+
+def test_dot_general_is_lax_dot_general_on_representable_numbers(native):
+    operands = operands_of_products(representable)
+    want = by_product(partial(lax.dot_general, precision="highest"), *operands)
+    for name, got in by_product(dot_general, *operands).items():
+        assert (got.shape, got.dtype) == (want[name].shape, want[name].dtype), name
+        np.testing.assert_allclose(got, want[name], rtol=1e-5, err_msg=name)
+
+
+def test_dot_general_has_gradients_of_the_operands_shapes():
     def gradients(product):
-        return jax.jit(jax.grad(lambda a, b: jnp.sum(product(a, b, dims).astype(jnp.float32)), (0, 1)))(lhs, rhs)
+        def both(a, b, dims):
+            return jax.grad(lambda a, b: jnp.sum(product(a, b, dims).astype(jnp.float32)), (0, 1))(a, b)
+
+        return by_product(both, *operands_of_products(normal))
 
     grads, want = gradients(dot_general), gradients(lax.dot_general)
-    assert [g.shape for g in grads] == [left, right]
-    assert all(cosine(g, w) > 0.98 for g, w in zip(grads, want, strict=True))
+    for name, product in PRODUCTS.items():
+        assert [g.shape for g in grads[name]] == [*product[:2]], name
+        assert all(cosine(g, w) > 0.98 for g, w in zip(grads[name], want[name], strict=True)), name
 
 
 @pytest.mark.parametrize("preferred", [None, jnp.float32, jnp.bfloat16, jnp.float16])

@@ -73,45 +73,79 @@ def turn(spec, transpose):
     return P(*reversed(spec)) if transpose else spec
 
 
-def check_quantize_with_amax(devices, kind, axes, spec, transpose, specs):
-    mesh, x, turned = make_mesh(devices, axes, kind), jnp.asarray(X.make()), turn(spec, transpose)
-    amaxes = {scope: given_amax(x.shape, scope, transpose) for scope in ("tensor", "row", "window64")}
-    placed = {scope: put(a, mesh, P(*turned[: a.ndim])) for scope, a in amaxes.items()}
-    got, found = run(lambda x, a: quantize_by(x, a, transpose, specs), put(x, mesh, spec), placed)
-    assert_same_tensor(got, quantize_by(*home(devices, (x, amaxes)), transpose, specs))
-    assert_split_like(got.values(), mesh, turned)
-    assert found == []
+@partial(jax.jit, static_argnums=2)
+def fake_quants(x, amaxes, specs):
+    return {name_of(s): fake_quant(x, s, amax=amaxes.get(s.format.amax_scope), key=key_for(s)) for s in specs}
 
 
-def check_quantize_with_found_amax(devices, kind, axes, spec, transpose, specs):
-    mesh, x, turned = make_mesh(devices, axes, kind), jnp.asarray(X.make()), turn(spec, transpose)
-    got, found = run(lambda x: quantize_by(x, {}, transpose, specs), put(x, mesh, spec))
-    assert_same_tensor(got, quantize_by(home(devices, x), {}, transpose, specs))
-    assert_split_like(got.values(), mesh, turned)
-    assert {op for op, _ in found} <= {"all-reduce"}
+EVERY_PAIR = tuple(sorted(FUSED_PAIRS, key=lambda pair: tuple(map(name_of, pair))))
+VARIED_PAIRS = (
+    (NVFP4, NVFP4_RHT),
+    (NVFP4_SR, NVFP4_RHT_SR),
+    (NVFP4_SR_UNBIASED, NVFP4_RHT_SR_UNBIASED),
+    (NVFP4_2D, NVFP4_2D),
+    (ROW_SCALED, ROW_SCALED),
+    (WINDOW64, WINDOW64),
+)
 
 
-@transposed_or_not
+def fused(x, amaxes, pair):
+    key = next((KEY for s in pair if s.rounding == "stochastic"), None)
+    given = tuple(a.get(s.format.amax_scope) for a, s in zip(amaxes, pair, strict=True))
+    return quantize_pair(x, *pair, amax=given, key=key)
+
+
+def single_calls(x, amaxes, pair):
+    return tuple(
+        quantize(x, s, amax=a.get(s.format.amax_scope), key=key_for(s), transpose=t)
+        for t, a, s in zip((False, True), amaxes, pair, strict=True)
+    )
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def by_quantizers(x, amaxes, specs, pairs, quantize_both):
+    """Either orientation, both at once, and dequantized. ``amaxes``: of rows and of columns by scope, or empty."""
+    of_pairs = {"/".join(map(name_of, pair)): quantize_both(x, amaxes, pair) for pair in pairs}
+    return (
+        [quantize_by(x, amaxes[t], bool(t), specs) for t in (0, 1)],
+        of_pairs,
+        fake_quants(x, amaxes[0], VARIED_SPECS),
+    )
+
+
+def check_quantizers(devices, kind, axes, spec, given, specs=VARIED_SPECS, pairs=VARIED_PAIRS):
+    mesh, x, amaxes = make_mesh(devices, axes, kind), jnp.asarray(X.make()), ({}, {})
+    if given:
+        scopes = ("tensor", "row", "window64")
+        amaxes = tuple({scope: given_amax(x.shape, scope, t) for scope in scopes} for t in (False, True))
+    placed = tuple(
+        {scope: put(a, mesh, P(*turn(spec, t)[: a.ndim])) for scope, a in of_side.items()}
+        for t, of_side in enumerate(amaxes)
+    )
+    got, found = run(lambda x, a: by_quantizers(x, a, specs, pairs, fused), put(x, mesh, spec), placed)
+    assert_same_tensor(got, by_quantizers(*home(devices, (x, amaxes)), specs, pairs, single_calls))
+    alone, of_pairs, fake = got
+    for t, tensors in enumerate(zip(*of_pairs.values(), strict=True)):
+        assert_split_like([*alone[t].values(), *tensors], mesh, turn(spec, t))
+    for y in fake.values():
+        assert_sharded(y, mesh, spec)
+    assert {op for op, _ in found} <= (set() if given else {"all-reduce"})
+
+
 @every_layout
 @every_kind
-def test_quantize_with_amax_needs_no_collective(devices, kind, axes, spec, transpose):
-    check_quantize_with_amax(devices, kind, axes, spec, transpose, VARIED_SPECS)
+def test_quantizers_with_amax_need_no_collective(devices, kind, axes, spec):
+    check_quantizers(devices, kind, axes, spec, given=True)
 
 
-@transposed_or_not
 @every_layout
-def test_quantize_finds_the_amax_of_the_whole(devices, axes, spec, transpose):
-    check_quantize_with_found_amax(devices, "auto", axes, spec, transpose, VARIED_SPECS)
+def test_quantizers_find_the_amax_of_the_whole(devices, axes, spec):
+    check_quantizers(devices, "auto", axes, spec, given=False)
 
 
-@transposed_or_not
-def test_every_spec_with_amax(devices, transpose):
-    check_quantize_with_amax(devices, "auto", "xy", P("y", "x"), transpose, SUPPORTED_SPECS)
-
-
-@transposed_or_not
-def test_every_spec_with_a_found_amax(devices, transpose):
-    check_quantize_with_found_amax(devices, "explicit", "x", P(None, "x"), transpose, SUPPORTED_SPECS)
+@pytest.mark.parametrize("given", [False, True], ids=["found", "given"])
+def test_every_spec_and_fused_pair(devices, given):
+    check_quantizers(devices, "explicit", "xy", P("y", "x"), given, SUPPORTED_SPECS, EVERY_PAIR)
 
 
 COUNTED = {name: SPECS[name] for name in ("nvfp4", "rht", "row", "window64")}
@@ -278,72 +312,7 @@ def test_the_first_block_of_a_shard(devices, row, col, transpose):
     assert first.tolist() == want
 
 
-# ---------------------------------------------------------------- quantize_pair
-EVERY_PAIR = tuple(sorted(FUSED_PAIRS, key=lambda pair: tuple(map(name_of, pair))))
-VARIED_PAIRS = (
-    (NVFP4, NVFP4_RHT),
-    (NVFP4_SR, NVFP4_RHT_SR),
-    (NVFP4_SR_UNBIASED, NVFP4_RHT_SR_UNBIASED),
-    (NVFP4_2D, NVFP4_2D),
-    (ROW_SCALED, ROW_SCALED),
-    (WINDOW64, WINDOW64),
-)
-
-
-def quantize_pairs(x, amaxes, pairs):
-    """``amaxes``: those of rows and of columns by scope, or None."""
-    return {
-        "/".join(map(name_of, pair)): quantize_pair(
-            x,
-            *pair,
-            amax=amaxes and tuple(a.get(s.format.amax_scope) for a, s in zip(amaxes, pair, strict=True)),
-            key=next((KEY for s in pair if s.rounding == "stochastic"), None),
-        )
-        for pair in pairs
-    }
-
-
-@partial(jax.jit, static_argnums=2)
-def pairs_of_single_calls(x, amaxes, pairs):
-    return {
-        "/".join(map(name_of, pair)): tuple(
-            quantize(x, s, amax=(amaxes or ({}, {}))[t].get(s.format.amax_scope), key=key_for(s), transpose=bool(t))
-            for t, s in enumerate(pair)
-        )
-        for pair in pairs
-    }
-
-
-def check_pairs(devices, kind, axes, spec, pairs, given):
-    mesh, x, amaxes, placed = make_mesh(devices, axes, kind), jnp.asarray(X.make()), None, None
-    if given:
-        amaxes = tuple({scope: given_amax(x.shape, scope, t) for scope in ("tensor", "row")} for t in (False, True))
-        placed = tuple(
-            {scope: put(a, mesh, P(*turn(spec, t)[: a.ndim])) for scope, a in both.items()}
-            for t, both in enumerate(amaxes)
-        )
-    got, found = run(lambda x, a: quantize_pairs(x, a, pairs), put(x, mesh, spec), placed)
-    assert_same_tensor(got, pairs_of_single_calls(*home(devices, (x, amaxes)), pairs))
-    for t, tensors in enumerate(zip(*got.values(), strict=True)):
-        assert_split_like(tensors, mesh, turn(spec, t))
-    assert {op for op, _ in found} <= ({"all-reduce"} if not given else set())
-
-
-@every_layout
-def test_quantize_pair_finds_both_amax(devices, axes, spec):
-    check_pairs(devices, "auto", axes, spec, VARIED_PAIRS, given=False)
-
-
-@every_layout
-def test_quantize_pair_with_amax_needs_no_collective(devices, axes, spec):
-    check_pairs(devices, "explicit", axes, spec, VARIED_PAIRS, given=True)
-
-
-@pytest.mark.parametrize("given", [False, True], ids=["found", "given"])
-def test_every_fused_pair(devices, given):
-    check_pairs(devices, "explicit", "xy", P("y", "x"), EVERY_PAIR, given)
-
-
+# ---------------------------------------------------------------- quantize_pair and fake_quant
 def test_quantize_pair_reduces_only_the_two_amax(devices):
     mesh, x = make_mesh(devices), jnp.asarray(X.make())
     _, found = run(partial(quantize_pair, col_spec=NVFP4_RHT), put(x, mesh, P("x", "y")))
@@ -361,33 +330,6 @@ def test_fake_quant(devices, axes, spec):
     assert_scalar_maxima(found, mesh, spec)
 
 
-@partial(jax.jit, static_argnums=(2,))
-def fake_quants(x, amaxes, specs):
-    return {name_of(s): fake_quant(x, s, amax=amaxes.get(s.format.amax_scope), key=key_for(s)) for s in specs}
-
-
-@every_layout
-def test_fake_quant_with_amax_needs_no_collective(devices, axes, spec):
-    mesh, x = make_mesh(devices, axes, "explicit"), normal((128, 512))
-    amaxes = {scope: given_amax(x.shape, scope, False) for scope in ("tensor", "row", "window64")}
-    placed = {scope: put(a, mesh, P(*spec[: a.ndim])) for scope, a in amaxes.items()}
-    got, found = run(lambda x, a: fake_quants(x, a, VARIED_SPECS), put(x, mesh, spec), placed)
-    assert_same_tensor(got, fake_quants(*home(devices, (x, amaxes)), VARIED_SPECS))
-    for y in got.values():
-        assert_sharded(y, mesh, spec)
-    assert found == []
-
-
-@every_layout
-def test_fake_quant_finds_the_amax_of_the_whole(devices, axes, spec):
-    mesh, x = make_mesh(devices, axes), normal((128, 512))
-    got, found = run(lambda x: fake_quants(x, {}, VARIED_SPECS), put(x, mesh, spec))
-    assert_same_tensor(got, fake_quants(home(devices, x), {}, VARIED_SPECS))
-    for y in got.values():
-        assert_sharded(y, mesh, spec)
-    assert {op for op, _ in found} <= {"all-reduce"}
-
-
 # ---------------------------------------------------------------- blocks that would straddle devices
 STRADDLES = {
     "8_elements_each": ((32, 64), P(None, ("x", "y"))),
@@ -401,29 +343,20 @@ STRADDLES = {
 }
 
 
-@pytest.mark.parametrize("transpose", [False, pytest.param(True, marks=pytest.mark.long)], ids=["plain", "transpose"])
 @pytest.mark.parametrize(("shape", "spec"), STRADDLES.values(), ids=STRADDLES)
-def test_blocks_that_would_straddle_devices(devices, shape, spec, transpose):
+def test_blocks_that_would_straddle_devices(devices, shape, spec):
+    mesh, x = make_mesh(devices), normal(shape)
+    if any(n % ways(mesh, entry) for n, entry in zip(shape, spec, strict=True)):
+        pytest.skip("JAX splits only evenly")
     specs = tuple(s for s in VARIED_SPECS if shape[1] % s.unit == 0 and shape[0] % s.block_rows == 0)
-    if transpose:
-        shape, spec = shape[::-1], P(*reversed(spec))
-    mesh, x = make_mesh(devices), normal(shape)
-    if any(n % ways(mesh, entry) for n, entry in zip(shape, spec, strict=True)):
-        pytest.skip("JAX splits only evenly")
-    got = quantize_by(put(x, mesh, spec), {}, transpose, specs)
-    assert_same_tensor(got, quantize_by(home(devices, x), {}, transpose, specs))
-    if not transpose:
-        assert_same_tensor(fake_quants(put(x, mesh, spec), {}, specs), fake_quants(home(devices, x), {}, specs))
-
-
-@pytest.mark.parametrize(("shape", "spec"), STRADDLES.values(), ids=STRADDLES)
-def test_pairs_of_blocks_that_would_straddle_devices(devices, shape, spec):
-    mesh, x = make_mesh(devices), normal(shape)
     pairs = tuple(p for p in VARIED_PAIRS if shape[0] % p[1].unit == 0 and shape[1] % p[0].unit == 0)
-    if any(n % ways(mesh, entry) for n, entry in zip(shape, spec, strict=True)):
-        pytest.skip("JAX splits only evenly")
-    got = jax.jit(partial(quantize_pairs, amaxes=None, pairs=pairs))(put(x, mesh, spec))
-    assert_same_tensor(got, pairs_of_single_calls(home(devices, x), None, pairs))
+
+    @partial(jax.jit, static_argnums=1)
+    def f(x, quantize_both):
+        of_pairs = [quantize_both(x, ({}, {}), pair) for pair in pairs]
+        return quantize_by(x, {}, False, specs), fake_quants(x, {}, specs), of_pairs
+
+    assert_same_tensor(f(put(x, mesh, spec), fused), f(home(devices, x), single_calls))
 
 
 @pytest.mark.parametrize("k", [64, 96, 256, 320])

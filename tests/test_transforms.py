@@ -413,18 +413,24 @@ VMAPS_OF_LINEAR = {
 }
 
 
-@pytest.mark.parametrize(("recipe", "axes"), VMAPS_OF_LINEAR.values(), ids=VMAPS_OF_LINEAR)
-def test_vmap_of_linear_and_its_gradients(cpu, recipe, axes):
-    x = normal((SIZE, 30, 64) if axes[0] == 0 else (30, 64), 1)
-    w = normal((SIZE, 16, 64) if axes[1] == 0 else (16, 64), 2)
-    key, dy = KEY if axes[2] is None else jax.random.split(KEY, SIZE), normal((30, 16), 3)
+def test_vmap_of_linear_and_its_gradients(cpu):
+    """All cases in one program."""
+    x, w, keys, dy = normal((SIZE, 30, 64), 1), normal((SIZE, 16, 64), 2), jax.random.split(KEY, SIZE), normal((30, 16))
 
-    @jax.jit
-    def f(x, w, key):
+    def one(recipe, x, w, key):
         y, pull = jax.vjp(partial(linear, recipe=recipe, key=key), x, w)
         return y, pull(dy)
 
-    assert_vmap_is_a_loop(f, (x, w, key), axes)
+    @jax.jit
+    def f(operands):
+        return {name: one(recipe, *operands[name]) for name, (recipe, _) in VMAPS_OF_LINEAR.items()}
+
+    axes = {name: axes for name, (_, axes) in VMAPS_OF_LINEAR.items()}
+    operands = {
+        name: tuple(v if axis == 0 else v[0] for v, axis in zip((x, w, keys), of_case, strict=True))
+        for name, of_case in axes.items()
+    }
+    assert_vmap_is_a_loop(f, (operands,), (axes,))
 
 
 def test_gradient_of_vmap_sums_over_a_shared_weight(cpu):
@@ -469,10 +475,13 @@ def test_jit_equals_eager_for_every_spec(native, transpose):
     assert_same_tensor(quantize_by(x, {}, KEY, SUPPORTED_SPECS, transpose), want)
 
 
-@every_operation
-def test_jit_equals_eager(native, f):
+def by_every_operation(x):
+    return {name: f(x) for name, f in OPERATIONS.items()}
+
+
+def test_jit_equals_eager(native):
     x = normal((64, 64))
-    assert_same_tensor(jax.jit(f)(x), f(x))
+    assert_same_tensor(jax.jit(by_every_operation)(x), by_every_operation(x))
 
 
 @every_operation
@@ -490,11 +499,10 @@ def test_a_python_amax_in_64_bit_mode(native):
         assert_same_tensor((quantize(x, amax=2.0), jnvfp4.fake_quant(x, amax=2.0)), want)
 
 
-@every_operation
-def test_scan_equals_a_loop(native, f):
+def test_scan_equals_a_loop(native):
     xs = normal((SIZE, 64, 64))
-    got = jax.lax.scan(lambda carry, x: (carry, f(x)), 0, xs)[1]
-    assert_same_tensor(got, jax.tree.map(lambda *parts: jnp.stack(parts), *(f(x) for x in xs)))
+    got = jax.lax.scan(lambda carry, x: (carry, by_every_operation(x)), 0, xs)[1]
+    assert_same_tensor(got, jax.tree.map(lambda *parts: jnp.stack(parts), *(by_every_operation(x) for x in xs)))
 
 
 @every_operation
@@ -506,15 +514,16 @@ def test_eval_shape_predicts_the_result(f):
         assert (shape.shape, shape.dtype, shape.weak_type) == (leaf.shape, leaf.dtype, leaf.weak_type)
 
 
-EVALUATED = {
-    **OPERATIONS,
-    "reference": lambda x: quantize(x, NVFP4_RHT_SR, key=KEY, implementation="reference"),
-    "gradient": jax.grad(lambda x: jnp.sum(linear(x, x, recipes.pretrain(), key=KEY).astype(jnp.float32))),
-}
+def gradient_of_linear(x):
+    return jax.grad(lambda x: jnp.sum(linear(x, x, recipes.pretrain(), key=KEY).astype(jnp.float32)))(x)
+
+
+def by_the_reference(x):
+    return quantize(x, NVFP4_RHT_SR, key=KEY, implementation="reference")
 
 
 @pytest.mark.parametrize(
-    "f", [pytest.param(f, id=k, marks=[pytest.mark.long] if k == "reference" else []) for k, f in EVALUATED.items()]
+    "f", [by_every_operation, gradient_of_linear, pytest.param(by_the_reference, marks=pytest.mark.long)]
 )
 def test_compile_time_evaluation(native, f):
     """In a shape that nothing else compiles, so that the operations are lowered under it."""
