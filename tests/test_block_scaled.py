@@ -490,12 +490,12 @@ def header() -> list[str]:
 
 
 def wheel_headers(name: str) -> list[pathlib.Path]:
-    found = load._installed_file(name, ("cublasLt.h",))
+    found = load.installed_file(name, ("cublasLt.h",))
     return [] if found is None else [found.parent]
 
 
 def wheel_folders() -> list[pathlib.Path]:
-    found = load._installed_file("nvidia-cuda-runtime", ("library_types.h",))
+    found = load.installed_file("nvidia-cuda-runtime", ("library_types.h",))
     return [] if found is None else [found.parent]
 
 
