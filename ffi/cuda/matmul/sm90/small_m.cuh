@@ -13,6 +13,7 @@
 // No atomics, no scratch.
 #pragma once
 
+#include "../../../plan/matmul.h"
 #include "../decode.cuh"
 #include "../launchers.h"
 #include "launch.cuh"
