@@ -42,9 +42,10 @@ struct Decode {
   }
   // The pairs of eight codes, times the scale.
   static __device__ __forceinline__ void eight(uint32_t codes, uint32_t scale, uint32_t (&pair)[4]) {
-    halves_of_codes(codes, pair);
+    uint32_t raw[4];
+    halves_of_codes(codes, raw);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) pair[i] = multiply_halves(pair[i], scale);
+    for (int i = 0; i < 4; ++i) pair[i] = multiply_halves(raw[i], scale);
   }
 };
 
