@@ -53,7 +53,7 @@ message(STATUS "jnvfp4: building CUDA kernels for ${built_for}")
 nanobind_add_module(_cuda NB_STATIC NOMINSIZE
   ffi/cuda/module.cc ffi/cuda/handlers.cc ffi/cuda/matmul/launch.cc ffi/cuda/matmul/cublaslt/library.cc
   ffi/cuda/matmul/cublaslt/gemm.cc ffi/cuda/matmul/cublaslt/nvfp4.cc
-  ffi/cuda/matmul/sm90/maps.cc ffi/plan/matmul.cc ffi/plan/grouped.cc ffi/plan/tiles.cc)
+  ffi/cuda/matmul/sm90/maps.cc ${JNVFP4_PLAN})
 set_source_files_properties(ffi/cuda/handlers.cc PROPERTIES COMPILE_OPTIONS -O1)  # it checks and launches
 jnvfp4_configure(_cuda)
 target_include_directories(_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
@@ -80,5 +80,5 @@ if("90a" IN_LIST targets)
     ffi/cuda/matmul/sm90/windows.cu ffi/cuda/matmul/sm90/f16_grouped.cu ffi/cuda/matmul/sm90/bf16_grouped.cu
     ffi/cuda/matmul/sm90/grouped_small_m.cu ffi/cuda/matmul/sm90/grouped.cu
     ffi/cuda/matmul/sm90/prepare.cu ffi/cuda/matmul/sm90/fused.cu)
-  target_compile_definitions(_cuda PRIVATE JNVFP4_SM90A)
+  set_source_files_properties(ffi/cuda/matmul/launch.cc PROPERTIES COMPILE_DEFINITIONS JNVFP4_SM90A)
 endif()

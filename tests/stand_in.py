@@ -16,7 +16,7 @@ CPP = pathlib.Path(__file__).parent / "cpp"
 FFI = CPP.parent.parent / "ffi"
 SOURCES = [
     CPP / "block_scaled.cc",
-    FFI / "plan/matmul.cc",
+    *sorted(FFI.glob("plan/*.cc")),
     *(FFI / f"cuda/matmul/{name}.cc" for name in ("launch", "cublaslt/library", "cublaslt/gemm", "cublaslt/nvfp4")),
 ]
 FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", f"-I{FFI}"]

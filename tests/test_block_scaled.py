@@ -444,6 +444,7 @@ def program_for_the_gpu(folder: pathlib.Path, name: str, *sources: str) -> pathl
 
 
 LIBRARY = ("cuda/matmul/cublaslt/prepare.cu", "cuda/matmul/cublaslt/library.cc", "cuda/matmul/cublaslt/gemm.cc")
+PLAN = ("plan/table.cc", "plan/matmul.cc", "plan/sm90_fused.cc")
 
 
 @pytest.fixture(scope="module")
@@ -464,7 +465,7 @@ def test_parts_that_any_gpu_can_run(parts, part):
 
 def test_products_in_device_memory(built, tmp_path):
     """The whole call with its kernels, compared on the GPU; the stand-in copies what it is given from device memory."""
-    sources = ("cuda/matmul/cublaslt/nvfp4.cc", "cuda/matmul/epilogue.cu", "plan/matmul.cc")
+    sources = ("cuda/matmul/cublaslt/nvfp4.cc", "cuda/matmul/epilogue.cu", *PLAN)
     program = program_for_the_gpu(tmp_path, "block_scaled_on_device", *LIBRARY, *sources)
     done = subprocess.run([str(program), "all", str(built[1])], text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -487,12 +488,12 @@ def header() -> list[str]:
 
 
 def wheel_headers(name: str) -> list[pathlib.Path]:
-    found = load._installed_file(name, ("cublasLt.h",))
+    found = load.installed_file(name, ("cublasLt.h",))
     return [] if found is None else [found.parent]
 
 
 def wheel_folders() -> list[pathlib.Path]:
-    found = load._installed_file("nvidia-cuda-runtime", ("library_types.h",))
+    found = load.installed_file("nvidia-cuda-runtime", ("library_types.h",))
     return [] if found is None else [found.parent]
 
 

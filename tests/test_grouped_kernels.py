@@ -30,7 +30,7 @@ class Groups(NamedTuple):
         return sum(self.sizes) + self.beyond
 
 
-# How kernels of Hopper divide them, by all rows M and their number for each of G groups (ffi/plan/tiles.cc).
+# How kernels of Hopper divide them, by all rows M and their number for each of G groups (ffi/plan/sm90_grouped.cc).
 PRODUCTS = {
     "few rows": Groups((3, 0, 12), 1, 100, 272),  # M <= 16
     "few rows of many groups": Groups((1, 0, 9, 2) * 8, 4, 72, 528),  # M <= 128 and 4 G
@@ -62,10 +62,7 @@ def on_host(tmp_path_factory) -> pathlib.Path:
     program, here = tmp_path_factory.mktemp("grouped") / "grouped_on_host", pathlib.Path(__file__).parent
     ffi, cpp = here.parent / "ffi", here / "cpp"
     flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ffi}", f"-I{cpp / 'host_cuda'}"]
-    sources = [
-        cpp / "grouped_on_host.cc",
-        *(ffi / f"{name}.cc" for name in ("plan/grouped", "plan/tiles", "plan/matmul")),
-    ]
+    sources = [cpp / "grouped_on_host.cc", *sorted(ffi.glob("plan/*.cc"))]
     subprocess.run(["g++", *flags, *map(str, sources), "-o", str(program)], check=True)
     return program
 

@@ -1,6 +1,8 @@
 """Which kernel multiplies: ffi/plan/matmul.h, asked as the lowering asks it. Needs no GPU, and no CUDA build."""
 
 import itertools
+import pathlib
+import re
 from types import SimpleNamespace
 
 import jax
@@ -161,6 +163,13 @@ WHY_NOT = {
 @pytest.mark.parametrize(("kernel", "problem", "reason"), WHY_NOT.values(), ids=WHY_NOT)
 def test_why_a_kernel_cannot(kernel, problem, reason):
     assert reason in plan(**problem, kernel=kernel).reason
+
+
+def test_every_kernel_of_a_gpu_is_launched():
+    """Names alone connect the table of the plan with that of the launchers, which needs CUDA."""
+    launchers = (pathlib.Path(__file__).parent.parent / "ffi/cuda/matmul/launch.cc").read_text()
+    kernels = [name for name in (*plans.matmul_kernels(), *plans.grouped_kernels()) if name.startswith("sm")]
+    assert sorted(re.findall(r'\{"(\w+)", \w+\}', launchers)) == sorted(kernels)
 
 
 def test_every_kernel_has_a_problem():

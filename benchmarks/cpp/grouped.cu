@@ -4,16 +4,17 @@
 //
 //   grouped w4a4:128:8x14336x4096:64
 //
-// LEFT:M:GxNxK:TOKENS, with TOKENS as in ffi/plan/tiles.h, or -1 for what the plan takes; -256 is 256 with tails.
-// LEFT is w4a4, bf16 or fp16. The time of one product follows, and its share of 797 TFLOP/s, what bfloat16 8192^3 takes
-// on an H200.
+// LEFT:M:GxNxK:TOKENS, with TOKENS as in ffi/plan/sm90_grouped.h, or -1 for what the plan takes; -256 is 256 with
+// tails. LEFT is w4a4, bf16 or fp16. The time of one product follows, and its share of 797 TFLOP/s, what bfloat16
+// 8192^3 takes on an H200.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
 #include <vector>
 
-#include "cuda/kernels.h"
+#include "cuda/matmul/launchers.h"
+#include "plan/sm90_grouped.h"
 #include "timing.h"
 
 namespace {

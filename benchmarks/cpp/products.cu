@@ -14,7 +14,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/kernels.h"
+#include "cuda/matmul/launchers.h"
+#include "plan/sm90_windows.h"
 #include "timing.h"
 
 namespace {

@@ -25,7 +25,7 @@ inline auto grouped_matmul_binding() {
 }
 
 // `kDevice` and kRun as in matmul_call.
-template <class Context, ffi::Error (*kRun)(Context, const GroupedArgs&, const GroupedPlan&, void* scratch),
+template <class Context, ffi::Error (*kRun)(Context, const GroupedArgs&, std::string_view kernel, void* scratch),
           Device (*kDevice)()>
 ffi::Error grouped_matmul_call(ffi::AnyBuffer a, ffi::AnyBuffer a_scale, ffi::AnyBuffer a_amax, ffi::AnyBuffer b,
                                ffi::AnyBuffer b_scale, ffi::AnyBuffer b_amax, ffi::AnyBuffer sizes,
@@ -72,10 +72,10 @@ ffi::Error grouped_matmul_call(ffi::AnyBuffer a, ffi::AnyBuffer a_scale, ffi::An
   args.sizes = static_cast<const int32_t*>(sizes.untyped_data());
   args.out = out->untyped_data(), args.kind = float_kind(out->element_type());
   args.shape = {left.rows, right.batch, right.rows, left.cols};
-  GroupedPlan plan;
-  const std::string error = adapt_plan(kernel, {args.shape, kind, args.kind}, kDevice(), count_of(*scratch), &plan);
+  const std::string error =
+      kGroupedKernels.adapt(kernel, {args.shape, kind, args.kind}, kDevice(), count_of(*scratch), &kernel);
   check.that(error.empty(), [&] { return error; });
-  return check.ok() ? kRun(context, args, plan, scratch->untyped_data()) : check.error();
+  return check.ok() ? kRun(context, args, kernel, scratch->untyped_data()) : check.error();
 }
 
 }  // namespace jnvfp4

@@ -60,8 +60,8 @@ inline MatmulOperand tensor_operand(const Tensor& t, const ffi::AnyBuffer& data,
           static_cast<float>(e4m3_max)};
 }
 
-// `kDevice` says what the device is; kRun gets the plan that it can run.
-template <class Context, ffi::Error (*kRun)(Context, const MatmulArgs&, const MatmulPlan&, void* scratch),
+// `kDevice` says what the device is; kRun gets a kernel that it can run.
+template <class Context, ffi::Error (*kRun)(Context, const MatmulArgs&, std::string_view kernel, void* scratch),
           Device (*kDevice)()>
 ffi::Error matmul_call(ffi::AnyBuffer a, ffi::AnyBuffer a_scale, ffi::AnyBuffer a_amax, ffi::AnyBuffer b,
                        ffi::AnyBuffer b_scale, ffi::AnyBuffer b_amax, ffi::AnyBuffer bias,
@@ -93,10 +93,9 @@ ffi::Error matmul_call(ffi::AnyBuffer a, ffi::AnyBuffer a_scale, ffi::AnyBuffer 
   if (!check.ok()) return check.error();
   if (!present(*out)) return ffi::Error::Success();
   problem.shape = args.shape, problem.out = args.result.kind;
-  MatmulPlan plan;
-  const std::string error = adapt_plan(kernel, problem, kDevice(), count_of(*scratch), &plan);
+  const std::string error = kMatmulKernels.adapt(kernel, problem, kDevice(), count_of(*scratch), &kernel);
   check.that(error.empty(), [&] { return error; });
-  return check.ok() ? kRun(context, args, plan, scratch->untyped_data()) : check.error();
+  return check.ok() ? kRun(context, args, kernel, scratch->untyped_data()) : check.error();
 }
 
 // ---------------------------------------------------------------- nvfp4_decode

@@ -403,7 +403,7 @@ void multiply(ffi::ThreadPool& pool, const MatmulArgs& g, const std::vector<Part
   });
 }
 
-ffi::Error run(ffi::ThreadPool pool, const MatmulArgs& g, const MatmulPlan&, void* /* scratch */) try {
+ffi::Error run(ffi::ThreadPool pool, const MatmulArgs& g, std::string_view /* kernel */, void* /* scratch */) try {
   std::vector<Part> parts;
   for (int64_t i = 0; i < g.shape.batch; ++i) parts.push_back({i * g.shape.rows, (i + 1) * g.shape.rows, i});
   multiply(pool, g, parts, g.shape.batch * g.shape.rows);
@@ -412,7 +412,8 @@ ffi::Error run(ffi::ThreadPool pool, const MatmulArgs& g, const MatmulPlan&, voi
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, "matmul_nt: no memory for the unpacked operands");
 }
 
-ffi::Error run_grouped(ffi::ThreadPool pool, const GroupedArgs& args, const GroupedPlan&, void* /* scratch */) try {
+ffi::Error run_grouped(ffi::ThreadPool pool, const GroupedArgs& args, std::string_view /* kernel */,
+                       void* /* scratch */) try {
   const GroupedShape& s = args.shape;
   std::vector<Part> parts;
   int64_t end = 0;

@@ -12,6 +12,8 @@
 
 #include "../plan/grouped.h"
 #include "../plan/matmul.h"
+#include "../plan/sm90_fused.h"
+#include "../plan/sm90_windows.h"
 #include "parallel.h"
 
 extern "C" {
@@ -36,37 +38,33 @@ MatmulProblem::Left left_named(std::string_view a) {
 
 using Answer = std::tuple<std::string, int64_t, std::string>;  // kernel, bytes of scratch, reason why there is none
 
-// `wanted` names a kernel, or is empty for the best, which `find` looks for.
-template <class Kernel, class Plan, class Problem>
-Answer answer(const Problem& problem, const Device& device, std::string_view wanted,
-              bool (*find)(const Problem&, const Device&, Plan*)) {
-  Plan best{};
-  if (wanted.empty()) {
-    if (find(problem, device, &best)) return {std::string(name_of(best.kernel)), best.scratch_bytes, ""};
-    return {"", 0, "no kernel multiplies these operands there"};
-  }
-  Kernel kernel;
-  if (!find_kernel(wanted, &kernel)) return {"", 0, "no kernel has the name " + std::string(wanted)};
-  return {std::string(wanted), scratch_bytes(kernel, problem), why_not(kernel, problem, device)};
+// `wanted` names a kernel, or is empty for the best.
+template <class Problem>
+Answer answer(const KernelTable<Problem>& kernels, const Problem& problem, const Device& device,
+              std::string_view wanted) {
+  const KernelRow<Problem>* row = wanted.empty() ? kernels.plan(problem, device) : kernels.find(wanted);
+  if (row) return {std::string(row->name), row->scratch_bytes(problem), row->why_not(problem, device)};
+  if (wanted.empty()) return {"", 0, "no kernel multiplies these operands there"};
+  return {"", 0, "no kernel has the name " + std::string(wanted)};
 }
 
 Answer plan(int64_t batch, int64_t rows, int64_t cols, int64_t depth, std::string_view a, bool windows,
             std::string_view out, bool pinned, int capability, bool sm90a, std::string_view no_cublaslt,
             int64_t cublaslt_version, std::string_view wanted) {
   const MatmulProblem problem{{batch, rows, cols, depth}, left_named(a), windows, float_named(out), pinned};
-  return answer<MatmulKernel>(problem, {capability, sm90a, no_cublaslt, cublaslt_version}, wanted, plan_matmul);
+  return answer(kMatmulKernels, problem, {capability, sm90a, no_cublaslt, cublaslt_version}, wanted);
 }
 
 Answer plan_groups(int64_t rows, int64_t groups, int64_t cols, int64_t depth, std::string_view a, std::string_view out,
                    int capability, bool sm90a, std::string_view wanted) {
   const GroupedProblem problem{{rows, groups, cols, depth}, left_named(a), float_named(out)};
-  return answer<GroupedKernel>(problem, {capability, sm90a}, wanted, plan_grouped);
+  return answer(kGroupedKernels, problem, {capability, sm90a}, wanted);
 }
 
-template <class Kernel>
-nb::tuple names_of(int count) {
+template <class Problem>
+nb::tuple names_of(const KernelTable<Problem>& kernels) {
   nb::list names;
-  for (int i = 0; i < count; ++i) names.append(std::string(name_of(static_cast<Kernel>(i))));
+  for (const KernelRow<Problem>& row : kernels) names.append(std::string(row.name));
   return nb::tuple(names);
 }
 
@@ -106,8 +104,8 @@ NB_MODULE(_cpu, m) {
   });
   m.def("plan_grouped", plan_groups, nb::arg("rows"), nb::arg("groups"), nb::arg("cols"), nb::arg("depth"),
         nb::arg("a"), nb::arg("out"), nb::arg("capability"), nb::arg("sm90a"), nb::arg("wanted"));
-  m.attr("matmul_kernels") = names_of<MatmulKernel>(kMatmulKernels);
-  m.attr("grouped_kernels") = names_of<GroupedKernel>(kGroupedKernels);
+  m.attr("matmul_kernels") = names_of(kMatmulKernels);
+  m.attr("grouped_kernels") = names_of(kGroupedKernels);
   m.attr("any_gpu") = jnvfp4::kAnyGpu;
   m.attr("newest_cublaslt") = jnvfp4::kNewestCublasLt;
 }

@@ -54,16 +54,11 @@ ffi::Error transpose(cudaStream_t stream, const TransposeArgs& args) {
   return launched("transpose", launch_transpose(args, stream));
 }
 
-ffi::Error matmul(cudaStream_t stream, const MatmulArgs& args, const MatmulPlan& plan, void* scratch) {
-  return launched("matmul_nt", launch_matmul(args, plan, scratch, stream));
+ffi::Error matmul(cudaStream_t stream, const MatmulArgs& args, std::string_view kernel, void* scratch) {
+  return launched("matmul_nt", launch_matmul(args, kernel, scratch, stream));
 }
-ffi::Error grouped_matmul(cudaStream_t stream, const GroupedArgs& args, const GroupedPlan&, void* scratch) {
-#if defined(JNVFP4_SM90A)
-  return launched("grouped_matmul_nt", launch_sm90_grouped(args, plan_grouped_tiles(args.shape), scratch, stream));
-#else
-  static_cast<void>(stream), static_cast<void>(args), static_cast<void>(scratch);
-  return launched("grouped_matmul_nt", cudaErrorInvalidValue);  // no plan names a kernel of this platform
-#endif
+ffi::Error grouped_matmul(cudaStream_t stream, const GroupedArgs& args, std::string_view kernel, void* scratch) {
+  return launched("grouped_matmul_nt", launch_grouped(args, kernel, scratch, stream));
 }
 ffi::Error decode(cudaStream_t stream, const DecodeArgs& args) {
   return launched("matmul_nt", launch_decode(args, stream));

@@ -5,10 +5,9 @@
 #include <cuda_runtime_api.h>
 
 #include <string>
+#include <string_view>
 
 #include "../core/args.h"
-#include "../plan/matmul.h"
-#include "../plan/tiles.h"
 
 namespace jnvfp4 {
 
@@ -23,24 +22,10 @@ cudaError_t launch_dequantize(const DequantizeArgs& args, cudaStream_t stream);
 cudaError_t launch_transpose(const TransposeArgs& args, cudaStream_t stream);
 
 // Whether this build has the kernels of 90a: the target was asked for, and the compiler knows it.
-#if defined(JNVFP4_SM90A)
-inline constexpr bool kSm90a = true;
-#else
-inline constexpr bool kSm90a = false;
-#endif
-// Runs a plan whose kernel is not decode_then_dot.
-cudaError_t launch_matmul(const MatmulArgs& args, const MatmulPlan& plan, void* scratch, cudaStream_t stream);
-cudaError_t launch_sm80_nvfp4_blocks(const MatmulArgs& args, cudaStream_t stream);
-// A thread block has 8, 16, 32 or 64 rows of a: `tokens`, or what suits the shape and the device for 0.
-cudaError_t launch_sm80_nvfp4_blocks_small_m(const MatmulArgs& args, cudaStream_t stream, int tokens = 0);
-cudaError_t launch_sm80_dense_elements(const MatmulArgs& args, cudaStream_t stream);
-// In builds for 90a alone.
-cudaError_t launch_sm90_fused(const MatmulArgs& args, const FusedPlan& plan, void* scratch, cudaStream_t stream);
-cudaError_t launch_sm90_windows(const MatmulArgs& args, const FusedPlan& plan, void* scratch, cudaStream_t stream);
-cudaError_t launch_sm90_small_m(const MatmulArgs& args, cudaStream_t stream);
-cudaError_t launch_sm90_grouped(const GroupedArgs& args, const GroupedTiles& tiles, void* scratch, cudaStream_t stream);
-// Where find_cublaslt has found the library.
-cudaError_t launch_sm100_cublaslt_nvfp4(const MatmulArgs& args, void* scratch, cudaStream_t stream);
+extern const bool kSm90a;
+// Run the kernel that a plan names, which is of no XLA operations, with the scratch that the plan asks for.
+cudaError_t launch_matmul(const MatmulArgs& args, std::string_view kernel, void* scratch, cudaStream_t stream);
+cudaError_t launch_grouped(const GroupedArgs& args, std::string_view kernel, void* scratch, cudaStream_t stream);
 // What surrounds XLA's 16-bit GEMM; the epilogue also follows cuBLASLt's.
 cudaError_t launch_decode(const DecodeArgs& args, cudaStream_t stream);
 cudaError_t launch_epilogue(const EpilogueArgs& args, cudaStream_t stream);

@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "cuda/kernels.h"
 #include "cuda/matmul/cublaslt/gemm.h"
 #include "device_memory.h"
+#include "plan/sm100_cublaslt.h"
 #include "prepare_on_cpu.h"
 
 using namespace jnvfp4;

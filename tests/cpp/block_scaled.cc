@@ -7,8 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/kernels.h"
 #include "cuda/matmul/cublaslt/gemm.h"
+#include "cuda/matmul/launchers.h"
+#include "plan/matmul.h"
 #include "prepare_on_cpu.h"
 
 using namespace jnvfp4;
@@ -143,19 +144,15 @@ const char* multiply(const Operand* a, const Operand* b, const void* bias, int32
                   {batch, rows, cols, depth}};
   const MatmulProblem problem{args.shape, MatmulProblem::Left::kNvfp4, false, args.result.kind, false};
   const Device device{capability, false, {}, cublaslt_version()};
-  MatmulPlan plan{};
-  if (*wanted) {
-    if (!find_kernel(wanted, &plan.kernel)) return keep("no such kernel");
-    if (std::string reason = why_not(plan.kernel, problem, device); !reason.empty()) return keep(std::move(reason));
-    plan.scratch_bytes = scratch_bytes(plan.kernel, problem);
-  } else if (!plan_matmul(problem, device, &plan)) {
-    return keep("no plan");
-  }
-  std::strcpy(kernel, std::string(name_of(plan.kernel)).c_str());
-  std::vector<uint8_t> memory(static_cast<size_t>(plan.scratch_bytes) + 512, 0xff);
+  const KernelRow<MatmulProblem>* row = *wanted ? kMatmulKernels.find(wanted) : kMatmulKernels.plan(problem, device);
+  if (!row) return keep(*wanted ? "no such kernel" : "no plan");
+  if (std::string reason = row->why_not(problem, device); !reason.empty()) return keep(std::move(reason));
+  std::strcpy(kernel, std::string(row->name).c_str());
+  const int64_t bytes = row->scratch_bytes(problem);
+  std::vector<uint8_t> memory(static_cast<size_t>(bytes) + 512, 0xff);
   auto* const scratch = memory.data() + 256 - reinterpret_cast<uintptr_t>(memory.data()) % 256;
-  const cudaError_t status = launch_matmul(args, plan, scratch, nullptr);
-  for (uint8_t* p = scratch + plan.scratch_bytes; p < memory.data() + memory.size(); ++p)
+  const cudaError_t status = launch_matmul(args, row->name, scratch, nullptr);
+  for (uint8_t* p = scratch + bytes; p < memory.data() + memory.size(); ++p)
     if (*p != 0xff) return keep("something is written behind the scratch");
   return keep(status == cudaSuccess ? "" : "status " + std::to_string(status));
 }

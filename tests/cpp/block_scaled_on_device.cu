@@ -13,8 +13,10 @@
 #include <vector>
 
 #include "cuda/device.cuh"
-#include "cuda/kernels.h"
+#include "cuda/matmul/launchers.h"
 #include "device_memory.h"
+#include "plan/matmul.h"
+#include "plan/sm100_cublaslt.h"
 
 using namespace jnvfp4;
 
@@ -295,13 +297,13 @@ void versions(const StandIn& lt) {
     for (size_t version : {120700, 120800, 120904, 130101, 130200, 131000}) {
       lt.use_version(version);
       const MatmulProblem problem{kFinished.shape, MatmulProblem::Left::kNvfp4, false, Float::kBf16, false};
-      MatmulPlan plan{};
-      const bool planned = plan_matmul(problem, {capability, false, {}, cublaslt_version()}, &plan);
+      const auto* row = kMatmulKernels.plan(problem, {capability, false, {}, cublaslt_version()});
       const bool fits = version >= (capability < 120 ? 130200u : 120800u);
-      expect(planned && plan.kernel == (fits ? MatmulKernel::kSm100CublasLtNvfp4 : MatmulKernel::kDecodeThenDot),
+      expect(row && row->name == (fits ? "sm100_cublaslt_nvfp4" : "decode_then_dot"),
              "the plan of " + std::to_string(capability) + " with " + std::to_string(version));
       if (fits) {
-        expect(plan.scratch_bytes == block_scaled_scratch(problem.shape, problem.out).bytes, "the size of scratch");
+        expect(row->scratch_bytes(problem) == block_scaled_scratch(problem.shape, problem.out).bytes,
+               "the size of scratch");
         expect_right(lt, kFinished);
       }
     }

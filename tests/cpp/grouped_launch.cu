@@ -10,8 +10,9 @@
 #include <vector>
 
 #include "cuda/device.cuh"
-#include "cuda/kernels.h"
+#include "cuda/matmul/launchers.h"
 #include "device_memory.h"
+#include "plan/sm90_grouped.h"
 
 using namespace jnvfp4;
 

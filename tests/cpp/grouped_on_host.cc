@@ -101,10 +101,10 @@ bool check_scratch() {
 // ---------------------------------------------------------------- plans: what a handler does with one of another
 // device
 bool check_plan(int capability, int64_t scratch, std::string_view planned, std::string_view want) {
-  GroupedPlan plan{};
+  std::string_view kernel;
   const GroupedProblem problem{{128, 4, 128, 256}, MatmulProblem::Left::kNvfp4, Float::kBf16};
-  std::string text = adapt_plan(planned, problem, {capability, true}, scratch, &plan);
-  if (text.empty()) text = name_of(plan.kernel);
+  std::string text = kGroupedKernels.adapt(planned, problem, {capability, true}, scratch, &kernel);
+  if (text.empty()) text = kernel;
   if (text.find(want) != std::string::npos) return true;
   std::printf("on %d: %s\n", capability, text.c_str());
   return false;

@@ -10,8 +10,11 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/kernels.h"
 #include "cuda/matmul/cublaslt/prepare.h"
+#include "cuda/matmul/launchers.h"
+#include "plan/matmul.h"
+#include "plan/sm100_cublaslt.h"
+#include "plan/sm90_windows.h"
 
 using namespace jnvfp4;
 
@@ -142,24 +145,40 @@ struct Tensor {
             448.0f} {}
 };
 
+// Without cuBLASLt, for whose kernel block_scaled_on_device.cu has a stand-in.
+Device this_device() {
+  int major = 0, minor = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), "cudaDeviceGetAttribute");
+  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0), "cudaDeviceGetAttribute");
+  return {10 * major + minor, kSm90a, "none"};
+}
+
+// Every kernel of the plan that takes the operands.
+void planned(const MatmulArgs& args) {
+  using Left = MatmulProblem::Left;
+  const Left left = args.a.quantized() ? Left::kNvfp4 : args.a.kind == Float::kBf16 ? Left::kBf16 : Left::kF16;
+  const MatmulProblem problem{args.shape, left, args.windows(), args.result.kind, false};
+  for (const KernelRow<MatmulProblem>& row : kMatmulKernels) {
+    if (row.of_xla || !row.why_not(problem, this_device()).empty()) continue;
+    const std::string name(row.name);
+    Buffer scratch(row.scratch_bytes(problem));
+    check(launch_matmul(args, row.name, scratch.as<void>(), nullptr), name.c_str());
+    check(cudaDeviceSynchronize(), name.c_str());
+  }
+}
+
 void matmul(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool a_windows, bool b_windows, bool each) {
   const Tensor a(batch * m, k, each ? 1 : batch * m, a_windows), b(batch * n, k, each ? 1 : batch * n, b_windows);
-  Buffer bias(n * 2), out(batch * m * n * size_of(kind));
+  Buffer x(batch * m * k * 2), bias(n * 2), out(batch * m * n * size_of(kind));
   const MatmulResult result{bias.as<void>(), Float::kBf16, out.as<void>(), kind};
-  check(launch_sm80_nvfp4_blocks({a.operand, b.operand, result, {batch, m, n, k}}, nullptr), "sm80_nvfp4_blocks");
+  const MatmulArgs args{a.operand, b.operand, result, {batch, m, n, k}};
+  planned(args);
   for (int tokens : {8, 16, 32, 64}) {
-    check(launch_sm80_nvfp4_blocks_small_m({a.operand, b.operand, result, {batch, m, n, k}}, nullptr, tokens),
-          "sm80_nvfp4_blocks_small_m");
+    check(launch_sm80_nvfp4_blocks_small_m(args, nullptr, tokens), "sm80_nvfp4_blocks_small_m");
     check(cudaDeviceSynchronize(), "sm80_nvfp4_blocks_small_m");
   }
-  if (!b_windows)
-    for (Float dense : {Float::kBf16, Float::kF16}) {
-      Buffer x(batch * m * k * 2);
-      const MatmulOperand left{x.as<void>(), nullptr, nullptr, dense, {}, 448.0f};
-      check(launch_sm80_dense_elements({left, b.operand, result, {batch, m, n, k}}, nullptr), "sm80_dense_elements");
-      check(cudaDeviceSynchronize(), "sm80_dense_elements");
-    }
-  check(cudaDeviceSynchronize(), "sm80_nvfp4_blocks");
+  for (Float dense : {Float::kBf16, Float::kF16})
+    planned({{x.as<void>(), nullptr, nullptr, dense, {}, 448.0f}, b.operand, result, args.shape});
 }
 
 #if defined(JNVFP4_SM90A)

@@ -1,35 +1,73 @@
-// Runs a plan: the only place that chooses among the kernels of nvfp4_matmul.
-#include "../kernels.h"
+// Runs a plan: the only place that chooses among the kernels of products, and knows which are in this build.
+#include <cstddef>
+
+#include "../../plan/sm90_fused.h"
+#include "../../plan/sm90_grouped.h"
+#include "../../plan/sm90_windows.h"
+#include "launchers.h"
 
 namespace jnvfp4 {
+namespace {
 
-cudaError_t launch_matmul(const MatmulArgs& args, const MatmulPlan& plan, void* scratch, cudaStream_t stream) {
-  switch (plan.kernel) {
-    case MatmulKernel::kSm80Nvfp4BlocksSmallM: return launch_sm80_nvfp4_blocks_small_m(args, stream);
-    case MatmulKernel::kSm80Nvfp4Blocks: return launch_sm80_nvfp4_blocks(args, stream);
-    case MatmulKernel::kSm80DenseElements: return launch_sm80_dense_elements(args, stream);
-    case MatmulKernel::kSm100CublasLtNvfp4: return launch_sm100_cublaslt_nvfp4(args, scratch, stream);
+template <class Args>
+struct Launcher {
+  std::string_view kernel;
+  cudaError_t (*launch)(const Args&, void* scratch, cudaStream_t);  // null where it is not built
+};
+
+cudaError_t blocks(const MatmulArgs& g, void*, cudaStream_t stream) { return launch_sm80_nvfp4_blocks(g, stream); }
+cudaError_t blocks_small_m(const MatmulArgs& g, void*, cudaStream_t stream) {
+  return launch_sm80_nvfp4_blocks_small_m(g, stream);
+}
+cudaError_t elements(const MatmulArgs& g, void*, cudaStream_t stream) { return launch_sm80_dense_elements(g, stream); }
+
 #if defined(JNVFP4_SM90A)
-    case MatmulKernel::kSm90Nvfp4SmallM:
-    case MatmulKernel::kSm90DenseSmallM: return launch_sm90_small_m(args, stream);
-    case MatmulKernel::kSm90Nvfp4Fused:
-    case MatmulKernel::kSm90DenseFused:
-      return launch_sm90_fused(args, plan_fused(args.shape, args.a.quantized()), scratch, stream);
-    case MatmulKernel::kSm90Nvfp4Windows:
-      return launch_sm90_windows(args, plan_windows(args.shape, args.a.map.windows(), args.b.map.windows()), scratch,
-                                 stream);
+constexpr bool kBuilt = true;
+cudaError_t small_m(const MatmulArgs& g, void*, cudaStream_t stream) { return launch_sm90_small_m(g, stream); }
+cudaError_t fused(const MatmulArgs& g, void* scratch, cudaStream_t stream) {
+  return launch_sm90_fused(g, plan_fused(g.shape, g.a.quantized()), scratch, stream);
+}
+cudaError_t windows(const MatmulArgs& g, void* scratch, cudaStream_t stream) {
+  return launch_sm90_windows(g, plan_windows(g.shape, g.a.map.windows(), g.b.map.windows()), scratch, stream);
+}
+cudaError_t grouped(const GroupedArgs& g, void* scratch, cudaStream_t stream) {
+  return launch_sm90_grouped(g, plan_grouped_tiles(g.shape), scratch, stream);
+}
 #else
-    case MatmulKernel::kSm90Nvfp4SmallM:
-    case MatmulKernel::kSm90DenseSmallM:
-    case MatmulKernel::kSm90Nvfp4Fused:
-    case MatmulKernel::kSm90DenseFused:
-    case MatmulKernel::kSm90Nvfp4Windows:
+constexpr bool kBuilt = false;
+constexpr std::nullptr_t small_m{}, fused{}, windows{}, grouped{};
 #endif
-    case MatmulKernel::kDecodeThenDot:  // XLA operations
-    case MatmulKernel::kCpuNvfp4Blocks:
-    case MatmulKernel::kCpuDenseElements: break;
-  }
+
+constexpr Launcher<MatmulArgs> kMatmul[] = {
+    {"sm90_nvfp4_small_m", small_m},
+    {"sm90_dense_small_m", small_m},
+    {"sm90_nvfp4_fused", fused},
+    {"sm90_dense_fused", fused},
+    {"sm90_nvfp4_windows", windows},
+    {"sm80_nvfp4_blocks_small_m", blocks_small_m},
+    {"sm80_nvfp4_blocks", blocks},
+    {"sm80_dense_elements", elements},
+    {"sm100_cublaslt_nvfp4", launch_sm100_cublaslt_nvfp4},
+};
+constexpr Launcher<GroupedArgs> kGrouped[] = {{"sm90_nvfp4_grouped", grouped}, {"sm90_dense_grouped", grouped}};
+
+template <class Args, size_t kCount>
+cudaError_t launch(const Launcher<Args> (&launchers)[kCount], std::string_view kernel, const Args& args, void* scratch,
+                   cudaStream_t stream) {
+  for (const Launcher<Args>& launcher : launchers)
+    if (launcher.kernel == kernel && launcher.launch) return launcher.launch(args, scratch, stream);
   return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+const bool kSm90a = kBuilt;
+
+cudaError_t launch_matmul(const MatmulArgs& args, std::string_view kernel, void* scratch, cudaStream_t stream) {
+  return launch(kMatmul, kernel, args, scratch, stream);
+}
+cudaError_t launch_grouped(const GroupedArgs& args, std::string_view kernel, void* scratch, cudaStream_t stream) {
+  return launch(kGrouped, kernel, args, scratch, stream);
 }
 
 }  // namespace jnvfp4

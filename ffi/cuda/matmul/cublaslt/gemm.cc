@@ -1,6 +1,8 @@
 #include "gemm.h"
 
-#include "../../kernels.h"
+#include <initializer_list>
+
+#include "../../../plan/sm100_cublaslt.h"
 
 namespace jnvfp4 {
 

@@ -3,7 +3,8 @@
 //
 // If every matrix has one factor, the library applies it, and the bias too if that has the type of the result.
 // Otherwise it makes float32 sums, and the epilogue kernel does the rest.
-#include "../../kernels.h"
+#include "../../../plan/sm100_cublaslt.h"
+#include "../launchers.h"
 #include "gemm.h"
 #include "prepare.h"
 

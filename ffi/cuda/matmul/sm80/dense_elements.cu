@@ -3,7 +3,7 @@
 // serve. A plain kernel: a thread block has 64 x 64 outputs, a thread 4 x 4 of them.
 #include "../../../core/numerics_fast.h"
 #include "../../device.cuh"
-#include "../../kernels.h"
+#include "../launchers.h"
 
 namespace jnvfp4 {
 namespace {

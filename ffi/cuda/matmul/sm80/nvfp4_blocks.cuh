@@ -3,7 +3,7 @@
 
 #include "../../../core/numerics_fast.h"
 #include "../../device.cuh"
-#include "../../kernels.h"
+#include "../launchers.h"
 
 namespace jnvfp4 {
 

@@ -17,7 +17,7 @@
 //
 // What is copied goes through a ring of stages, what is decoded through a shorter one; a stage is some windows of K.
 // The order of k in a block is free: lane t of four has the t-th quarter of the block in both operands.
-#include "../halves.cuh"
+#include "../decode.cuh"
 #include "nvfp4_blocks.cuh"
 
 namespace jnvfp4 {

@@ -1,6 +1,7 @@
 // Launches the fused kernels of Hopper: tensor maps, and what runs before.
 #include <algorithm>
 
+#include "../../../plan/scratch.h"
 #include "../../device.cuh"
 #include "fused.h"
 #include "maps.h"
@@ -28,7 +29,7 @@ cudaError_t prepare(const MatmulOperand& a, const MatmulOperand& b, const GemmSh
     status = launch_sm90_prepare(a, scratch + at.rows, a_rows, s.depth, reinterpret_cast<uint32_t*>(scratch + at.flags),
                                  at.flag_count, stream);
   constexpr auto kBytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  const int64_t a_cols = fused_depth(s);
+  const int64_t a_cols = fused_depth(s.depth);
   const MapSource of_a{scratch + at.rows, CU_TENSOR_MAP_DATA_TYPE_UINT16,        2, a_cols, at.padded_rows, a_cols * 2,
                        kWindow,           static_cast<uint32_t>(plan.tokens) / 2};
   const MapSource of_data{data.data, kBytes, 1, data.bytes, b_rows, data.pitch, 128, kFusedCols / 2};

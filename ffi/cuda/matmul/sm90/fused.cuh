@@ -11,7 +11,7 @@
 // Fixed by the shape, so runs have the same bits.
 #pragma once
 
-#include "decode.cuh"
+#include "../decode.cuh"
 #include "fused.h"
 #include "fused_results.cuh"
 #include "launch.cuh"

@@ -3,7 +3,8 @@
 
 #include <cuda.h>
 
-#include "../../kernels.h"
+#include "../../../plan/sm90_fused.h"
+#include "../launchers.h"
 
 namespace jnvfp4 {
 

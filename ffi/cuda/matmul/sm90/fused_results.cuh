@@ -1,7 +1,7 @@
 // The end of a tile of the fused kernels: amaxes to factors, and sums times factors.
 #pragma once
 
-#include "decode.cuh"
+#include "../decode.cuh"
 #include "fused.h"
 #include "ptx.cuh"
 #include "results.cuh"

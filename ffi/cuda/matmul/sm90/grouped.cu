@@ -64,7 +64,7 @@ cudaError_t copy_pitched(Product* p) {
 
 cudaError_t maps_of(const Product& p, int tokens, GroupedMaps* maps) {
   const GroupedShape& s = p.g.shape;
-  const int64_t b_rows = s.groups * s.cols, a_cols = (s.depth + kWindow - 1) / kWindow * kWindow;
+  const int64_t b_rows = s.groups * s.cols, a_cols = fused_depth(s.depth);
   const auto of_a = [&](int rows) {
     return MapSource{
         p.scratch + p.at.rows,      CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, a_cols, p.at.padded_rows, a_cols * 2, kWindow,

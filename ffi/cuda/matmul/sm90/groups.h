@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "../../../core/numerics.h"
-#include "../../kernels.h"
+#include "../../../plan/sm90_grouped.h"
 
 namespace jnvfp4 {
 

@@ -1,5 +1,5 @@
 // What runs before the fused kernels of Hopper, and before that of windows: it prepares their operands.
-#include "decode.cuh"
+#include "../decode.cuh"
 #include "fused.h"
 #include "grouped.h"
 #include "groups.cuh"

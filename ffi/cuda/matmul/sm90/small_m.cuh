@@ -3,7 +3,7 @@
 // b, which is nearly all of the bytes, is on the side of the MMA that has 16 rows, and is decoded in registers from the
 // layout in which it is stored. The order of k inside an MMA is free as long as both operands agree: lane t of each
 // four owns 32 neighbouring k, so that one load of 16 bytes feeds eight k16 steps and needs two scales. Decoding emits
-// pairs (sm90/decode.cuh), and the rows of a are permuted likewise.
+// pairs (decode.cuh), and the rows of a are permuted likewise.
 //
 // Each warp works alone until the end. Its K is divided into units; it keeps the rows of a of one unit in registers,
 // while the columns of its thread block stream past through a private ring of cp.async stages.
@@ -13,8 +13,9 @@
 // No atomics, no scratch.
 #pragma once
 
-#include "../../kernels.h"
-#include "decode.cuh"
+#include "../../../plan/matmul.h"
+#include "../decode.cuh"
+#include "../launchers.h"
 #include "launch.cuh"
 #include "ptx.cuh"
 

@@ -1,7 +1,8 @@
 // The kernel of Hopper for operands with an amax for each window: what its launch and what runs before it share.
 #pragma once
 
-#include "../../kernels.h"
+#include "../../../plan/sm90_windows.h"
+#include "../launchers.h"
 
 namespace jnvfp4 {
 

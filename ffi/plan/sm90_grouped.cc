@@ -1,8 +1,9 @@
-#include "tiles.h"
+#include "sm90_grouped.h"
 
 #include <algorithm>
 
-#include "matmul.h"
+#include "scratch.h"
+#include "sm90_fused.h"
 
 namespace jnvfp4 {
 
@@ -27,7 +28,7 @@ GroupedScratch grouped_scratch(const GroupedShape& shape, const GroupedTiles& ti
   const auto copy = [&](int64_t bytes) {
     return take(row_pitch(bytes) == bytes ? 0 : shape.groups * shape.cols * row_pitch(bytes));
   };
-  const int64_t tokens = tiles.tokens, depth = (shape.depth + kWindow - 1) / kWindow * kWindow;
+  const int64_t tokens = tiles.tokens, depth = fused_depth(shape.depth);
   s.padded_rows = shape.rows + tokens;
   s.rows = take(s.padded_rows * depth * 2);
   s.data = copy(shape.depth / 2);

@@ -1,5 +1,5 @@
 // How the kernels of Hopper divide a grouped product, as far as the host knows it: rows of all groups together, not of
-// each. Plain C++, as plan/matmul.h.
+// each.
 #pragma once
 
 #include <cstdint>

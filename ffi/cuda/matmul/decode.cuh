@@ -1,4 +1,4 @@
-// Exact decode of NVFP4 codes and scales to what the tensor cores of Hopper take, as pairs of 16-bit floats.
+// Exact decode of NVFP4 codes and scales to what tensor cores take, as pairs of 16-bit floats. `Decode` needs Hopper.
 //
 // float16:  a value is q * s * 2^-14, because the bits of a code are those of q * 2^-14.
 // bfloat16: a value is q * s * 2^-8: the bits of a code are those of q * 2^-126, and a scale is made times 2^118.
@@ -9,11 +9,26 @@
 // promised, so the other operand gets the same order.
 #pragma once
 
-#include "../../device.cuh"
-#include "../../kernels.h"
-#include "../halves.cuh"
+#include "../device.cuh"
+#include "../kernels.h"
 
 namespace jnvfp4 {
+
+// Eight codes, the first in the lowest bits, to the pairs (0, 4) (1, 5) (2, 6) (3, 7) times 2^-14.
+__device__ __forceinline__ void halves_of_codes(uint32_t codes, uint32_t (&pair)[4]) {
+  // The high bytes, of odd and of even places.
+  const uint32_t odd = (codes & 0x80808080u) | (codes >> 3 & 0x0e0e0e0eu);
+  const uint32_t even = (codes << 4 & 0x80808080u) | (codes << 1 & 0x0e0e0e0eu);
+  pair[0] = __byte_perm(even, 0, 0x2404), pair[1] = __byte_perm(odd, 0, 0x2404);
+  pair[2] = even & 0xff00ff00u, pair[3] = odd & 0xff00ff00u;
+}
+
+// The product of two pairs. Subnormals are kept.
+__device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
 
 // T is F16 or Bf16.
 template <class T>
@@ -25,7 +40,7 @@ struct Decode {
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(h) : "h"(static_cast<uint16_t>(two)));
     s0 = __byte_perm(h, 0, 0x1010), s1 = __byte_perm(h, 0, 0x3232);
   }
-  // Eight codes to the pairs (k0,k4) (k1,k5) (k2,k6) (k3,k7), times the scale. Subnormals are kept.
+  // The pairs of eight codes, times the scale.
   static __device__ __forceinline__ void eight(uint32_t codes, uint32_t scale, uint32_t (&pair)[4]) {
     uint32_t raw[4];
     halves_of_codes(codes, raw);
