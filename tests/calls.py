@@ -77,15 +77,15 @@ def side(
     return amax, stream, (data, Array(f"{name}scale", (*lead, rows, cols // 16), U8), found)
 
 
-def quantize_call(spec: QuantSpec, given: bool, transpose: bool = False) -> Call:
-    lead, rows, cols = (2,), 64, 128
+def quantize_call(spec: QuantSpec, given: bool, transpose: bool = False, cols: int = 128) -> Call:
+    lead, rows = (2,), 64
     amax, stream, results = side(lead, *((cols, rows) if transpose else (rows, cols)), spec, given)
     attrs = {"transpose": transpose, "spec": spec.ffi_attrs(), "row_blocks": np.int32(16)}
     return Call("quantize", (Array("x", (*lead, rows, cols), BF16, also=FLOATS), amax, stream), results, attrs)
 
 
-def pair_call(spec: QuantSpec, given: bool) -> Call:
-    rows, cols = 64, 128
+def pair_call(spec: QuantSpec, given: bool, rows: int = 64) -> Call:
+    cols = 128
     row_amax, row_stream, row = side((), rows, cols, spec, given, "row ")
     col_amax, col_stream, col = side((), cols, rows, spec, given, "col ")
     attrs = {"row_spec": spec.ffi_attrs(), "col_spec": spec.ffi_attrs()}
@@ -99,8 +99,8 @@ def tensor(name: str, rows: int, cols: int, windows: bool) -> tuple[Array, Array
     return Array(f"{name}data", (rows, cols // 2), U8), Array(f"{name}scale", (rows, cols // 16), U8), amax
 
 
-def matmul_call(kernel: str, dense: bool, windows: bool) -> Call:
-    m, n, k = 24, 32, 128  # more rows than a kernel of Hopper takes that needs no scratch
+def matmul_call(kernel: str, dense: bool = False, windows: bool = False, k: int = 128) -> Call:
+    m, n = 24, 32  # more rows than a kernel of Hopper takes that needs no scratch
     a = (Array("a", (m, k), BF16, also=(jnp.float16,)), absent("a scale", U8), absent("a amax"))
     bias = Array("bias", (n,), BF16, ((0,),), FLOATS)
     results = (Array("out", (m, n), F32, also=FLOATS), absent("scratch", U8))
@@ -125,25 +125,24 @@ def grouped_call(kernel: str, dense: bool, m: int = 24) -> Call:
     return Call("grouped_matmul", operands, (Array("out", (m, n), F32, also=FLOATS), of_scratch), attrs)
 
 
-def dequantize_call(windows: bool) -> Call:
+def dequantize_call(windows: bool, cols: int = 128) -> Call:
     attrs = {"e4m3_max": np.int32(448), "windows": windows, "rotate_back": False}
-    return Call("dequantize", tensor("", 16, 128, windows), (Array("out", (16, 128), BF16, also=FLOATS),), attrs)
+    return Call("dequantize", tensor("", 16, cols, windows), (Array("out", (16, cols), BF16, also=FLOATS),), attrs)
 
 
-def transpose_call() -> Call:
-    rows, cols = 48, 80
+def transpose_call(rows: int = 48, cols: int = 80) -> Call:
     data, scale, _ = tensor("", rows, cols, False)
     scales = (jnp.float8_e4m3fn,)
     results = (Array("out data", (cols, rows // 2), U8), Array("out scale", (cols, rows // 16), U8, also=scales))
     return Call("transpose", (data, replace(scale, also=scales)), results)
 
 
-def rht_amax_call() -> Call:
+def rht_amax_call(rows: int = 16, cols: int = 32) -> Call:
     attrs = {"transpose": False, "keep": np.int32(1)}
     other_sizes = ((2, 17, 32), (2, 8, 32), (2, 32, 32), (2, 16, 16), (2, 16, 64))
     return Call(
         "rht_amax",
-        (Array("x", (2, 16, 32), BF16, other_sizes, FLOATS),),
+        (Array("x", (2, rows, cols), BF16, other_sizes, FLOATS),),
         (Array("amax", (2,), F32), Array("plain_amax", (2,), F32)),
         attrs,
     )
@@ -189,9 +188,9 @@ def valid_calls(platform: str, hopper: bool = True) -> dict[str, Call]:
         "dequantize windows": dequantize_call(True),
         "transpose": transpose_call(),
         "rht_amax": rht_amax_call(),
-        "matmul": matmul_call(blocks, False, False),
-        "matmul windows": matmul_call(blocks, False, True),
-        "matmul dense": matmul_call(elements, True, False),
+        "matmul": matmul_call(blocks),
+        "matmul windows": matmul_call(blocks, windows=True),
+        "matmul dense": matmul_call(elements, dense=True),
     }
     if not cpu:
         calls |= {"decode": decode_call(), "epilogue": epilogue_call()}
@@ -228,8 +227,9 @@ def wrong_arrays(array: Array) -> Iterator[Array]:
             yield replace(array, dtype=dtype)
 
 
-def with_shapes(call: Call, shapes: dict[str, tuple[int, ...]]) -> Call:
-    """The call with other shapes of the arrays of some names."""
+def with_shapes(call: Call, **shapes: tuple[int, ...]) -> Call:
+    """The call with other shapes of the arrays of some names, in which "_" stands for a space."""
+    shapes = {name.replace("_", " "): shape for name, shape in shapes.items()}
 
     def changed(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         return tuple(replace(a, shape=shapes.get(a.name, a.shape)) for a in arrays)
@@ -237,95 +237,6 @@ def with_shapes(call: Call, shapes: dict[str, tuple[int, ...]]) -> Call:
     assert shapes.keys() <= {a.name for a in call.operands + call.results}
     return replace(call, operands=changed(call.operands), results=changed(call.results))
 
-
-# Name -> a call, shapes that fit each other, so that one check alone can see what is wrong, and words of its error.
-WRONG_TOGETHER: dict[str, tuple[str, dict[str, tuple[int, ...]], str]] = {
-    "a part of a block": (
-        "quantize",
-        {"x": (2, 64, 120), "data": (2, 64, 60), "scale": (2, 64, 7)},
-        "quantized axis that is a multiple of 16",
-    ),
-    "a part of a window": (
-        "quantize windows",
-        {"x": (2, 64, 96), "amax": (2, 64, 1), "data": (2, 64, 48), "scale": (2, 64, 6)},
-        "multiple of 64",
-    ),
-    "no column": (
-        "quantize rows found",
-        {"x": (2, 64, 0), "data": (2, 64, 0), "scale": (2, 64, 0)},
-        "multiple of 16 and not 0",
-    ),
-    "a part of a tile": (
-        "quantize tiles",
-        {"x": (2, 64, 120), "data": (2, 120, 32), "scale": (2, 120, 4)},
-        "multiples of 16 for block_rows=16",
-    ),
-    "a part of a window of a pair's columns": (
-        "pair windows",
-        {
-            **{"x": (96, 128), "row data": (96, 64), "row scale": (96, 8), "row found amax": (96, 2)},
-            **{"col data": (128, 48), "col scale": (128, 6), "col found amax": (128, 1)},
-        },
-        "multiple of 64",
-    ),
-    "a part of a block, decoded": (
-        "dequantize",
-        {"data": (16, 60), "scale": (16, 7), "out": (16, 120)},
-        "multiple of 16 codes",
-    ),
-    "a part of a window, decoded": (
-        "dequantize windows",
-        {"data": (16, 48), "scale": (16, 6), "amax": (16, 1), "out": (16, 96)},
-        "multiple of 64 codes",
-    ),
-    "a part of a tile's rows": (
-        "transpose",
-        {"data": (40, 40), "scale": (40, 5), "out data": (80, 20), "out scale": (80, 2)},
-        "16x16 tiles",
-    ),
-    "a part of a tile's columns": (
-        "transpose",
-        {"data": (48, 36), "scale": (48, 4), "out data": (72, 24), "out scale": (72, 3)},
-        "16x16 tiles",
-    ),
-    "a part of a rotated block": ("rht_amax", {"x": (2, 16, 24)}, "multiple of 16"),
-    "no largest magnitude": ("rht_amax", {"x": (2, 0, 32)}, "x must have elements"),
-    "blocks of two numbers of columns": ("matmul", {"b data": (32, 32), "b scale": (32, 4)}, "must have the same K"),
-    "a product of part of a block": (
-        "matmul",
-        {"a data": (24, 60), "a scale": (24, 7), "b data": (32, 60), "b scale": (32, 7)},
-        "multiple of 16 codes",
-    ),
-    "no depth": (
-        "matmul",
-        {"a data": (24, 0), "a scale": (24, 0), "b data": (32, 0), "b scale": (32, 0)},
-        "the same K, not 0",
-    ),
-    "other matrices on the right": (
-        "matmul",
-        {
-            **{"a data": (2, 24, 64), "a scale": (2, 24, 8), "out": (2, 24, 32)},
-            **{"b data": (3, 32, 64), "b scale": (3, 32, 8)},
-        },
-        "b must have rank 2 or the leading axes (2)",
-    ),
-    "matrices of rows in groups": (
-        "grouped",
-        {"a data": (2, 24, 64), "a scale": (2, 24, 8)},
-        "a data must have rank 2",
-    ),
-    "one expert without its axis": (
-        "grouped",
-        {"b data": (32, 64), "b scale": (32, 8), "b amax": (32,), "group sizes": (1,)},
-        "b data must have rank 3",
-    ),
-    "one amax of all experts": ("grouped", {"b amax": ()}, "b amax must have shape (G,) or (G, N)"),
-    "groups without depth": (
-        "grouped dense",
-        {"a": (24, 0), "b data": (3, 32, 0), "b scale": (3, 32, 0)},
-        "the same K, not 0",
-    ),
-}
 
 WRONG_SPECS = [
     {"amax_scope": "column"},

@@ -20,9 +20,7 @@ from operands import exact_tensor, normal
 import jnvfp4
 from jnvfp4 import (
     NVFP4,
-    NVFP4_RHT,
     ROW_SCALED,
-    WINDOW64,
     NVFP4Tensor,
     export_checks,
     grouped_matmul_nt,
@@ -168,13 +166,8 @@ def test_one_amax_is_that_of_all_groups(native):
     assert_bitwise(grouped_matmul_nt(a, b, sizes), grouped_matmul_nt(a, each, sizes))
 
 
-def test_sizes_of_the_host_must_be_int32():
-    """JAX would keep the low 32 bits of wider ones, without a word."""
+def test_sizes_may_be_of_the_host(cpu):
     a, b = operands("nvfp4")
-    for wrong in (np.array([2**40 + 3, 0, 1, 2, 3]), np.ones(G, np.int64), np.uint64(3)):
-        message = f"^grouped_matmul_nt: group_sizes must be int32, got {wrong.dtype}; .*astype"
-        with pytest.raises(TypeError, match=message):
-            grouped_matmul_nt(a, b, wrong)
     assert_bitwise(grouped_matmul_nt(a, b, [1, 2, 3, 4, 5]), grouped_matmul_nt(a, b, np.arange(1, 6, dtype=np.int32)))
 
 
@@ -280,45 +273,13 @@ def test_a_program_for_any_gpu(left):
     assert "nvfp4_grouped_matmul" not in text.replace("nvfp4_grouped_matmul.", "")
 
 
-# ---------------------------------------------------------------- errors
-def bad(**changes):
-    a, b = quantize(jnp.ones((32, 64))), quantize(jnp.ones((3, 16, 64)), amax=jnp.ones(3))
-    return {"a": a, "b": b, "group_sizes": int32((1, 2, 3))} | changes
-
-
-ERRORS = {
-    "an array b": (bad(b=jnp.ones((3, 16, 64))), TypeError, "b must be an NVFP4Tensor"),
-    "a float32 a": (bad(a=jnp.ones((32, 64))), TypeError, "an unquantized a must be bfloat16 or float16, got float32"),
-    "another K": (bad(a=quantize(jnp.ones((32, 32)))), ValueError, "the same K, got K=32 and K=64"),
-    "float sizes": (bad(group_sizes=jnp.ones(3)), TypeError, "group_sizes must be int32, got float32"),
-    "too many sizes": (bad(group_sizes=int32((1, 2))), ValueError, r"group_sizes must have shape \(G,\)=\(3,\)"),
-    "a batch": (bad(a=quantize(jnp.ones((2, 32, 64)))), ValueError, "a must have rank 2, .M, K., got shape .*vmap"),
-    "a matrix b": (bad(b=quantize(jnp.ones((16, 64)))), ValueError, "b must have rank 3, .G, N, K."),
-    "windows of a": (
-        bad(a=quantize(jnp.ones((32, 64)), WINDOW64)),
-        ValueError,
-        "a must have amax_scope .*window64.*sum",
-    ),
-    "windows of b": (bad(b=quantize(jnp.ones((3, 16, 64)), WINDOW64)), ValueError, "b must have amax_scope"),
-    "a rotation": (bad(a=quantize(jnp.ones((32, 64)), NVFP4_RHT)), ValueError, "both be rotated"),
-    "a name": (bad(implementation="sm90_nvfp4_fused"), ValueError, "implementation must be None, 'native', 'sm90_nvf"),
-    "a dtype": (bad(out_dtype=jnp.int8), TypeError, "out_dtype must be float32, bfloat16 or float16"),
-}
-
-
-@pytest.mark.parametrize(("arguments", "error", "text"), ERRORS.values(), ids=ERRORS)
-def test_wrong_arguments(arguments, error, text):
-    with pytest.raises(error, match=f"^grouped_matmul_nt: .*{text}"):
-        grouped_matmul_nt(**arguments)
-
-
+# ---------------------------------------------------------------- transformations
 def test_there_is_no_derivative():
     a, b = operands("dense")
     with pytest.raises(NotImplementedError, match="no derivative"):
         jax.grad(lambda a: grouped_matmul_nt(a, b, int32([1] * G)).sum().astype(jnp.float32))(a)
 
 
-# ---------------------------------------------------------------- jit and vmap
 def test_sizes_stay_on_the_device(cpu):
     """One program for all sizes, whose values no host reads."""
     a, b = operands("nvfp4")

@@ -1,0 +1,388 @@
+"""What is refused, and with which words: a rule stands here once, for every layer that checks it.
+
+``rule(words, operation, *operands, **options)`` is a wrong call of a public function, or of each function of a tuple.
+``test_errors.py`` makes it with arrays, and with abstract ones. ``handler`` is an FFI call that breaks the same rule,
+with words of its handler; ``test_ffi.py`` makes it. A rule without an operation is one that only handlers have.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from calls import (
+    Call,
+    dequantize_call,
+    grouped_call,
+    matmul_call,
+    pair_call,
+    quantize_call,
+    rht_amax_call,
+    transpose_call,
+    with_shapes,
+)
+
+from jnvfp4 import (
+    NVFP4,
+    NVFP4_2D,
+    NVFP4_RHT,
+    NVFP4_SR,
+    ROW_SCALED,
+    WINDOW64,
+    Format,
+    NVFP4Tensor,
+    Recipe,
+    dequantize,
+    dot_general,
+    fake_quant,
+    four_over_six,
+    grouped_matmul_nt,
+    linear,
+    matmul_nt,
+    quantization_report,
+    quantize,
+    quantize_pair,
+    recipes,
+    transpose,
+)
+
+F32, BF16, U8, I8, I32, E4M3 = jnp.float32, jnp.bfloat16, jnp.uint8, jnp.int8, jnp.int32, jnp.float8_e4m3fn
+RHT, ROW, WINDOW = Format(rht=True), Format("row"), Format("window64")
+SR_RECIPE = Recipe(dgrad=(NVFP4_SR, NVFP4_2D))
+FLOATS = "float32, bfloat16 or float16"
+QUANTIZERS = (quantize, quantize_pair, fake_quant, quantization_report)
+LAST = (((1,), (1,)), ((), ()))  # of dot_general: both last axes
+X = np.ones((16, 32), np.float32)
+CPU_BLOCKS, CPU_ELEMENTS = "cpu_nvfp4_blocks", "cpu_dense_elements"  # shapes are checked before the kernel is chosen
+
+
+@dataclass(frozen=True)
+class Rule:
+    operation: Callable | None
+    words: str
+    operands: tuple
+    options: dict[str, Any]
+    handler: tuple[Call, str] | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.operation.__name__}: {self.words}" if self.operation else self.handler[1]
+
+    @property
+    def pattern(self) -> str:
+        """A regular expression for the error; "..." stands for anything."""
+        name = self.name.replace("TypeError: ", "")
+        return f"{'TypeError: ' * ('TypeError: ' in self.words)}^{'.*'.join(map(re.escape, name.split('...')))}"
+
+    def bind(self) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
+        """The wrong call as a function of its abstract arrays, and these."""
+        leaves, tree = jax.tree.flatten((self.operands, self.options))
+        abstract = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
+
+        def call(*arrays):
+            given = iter(arrays)
+            filled = [next(given) if is_array else leaf for is_array, leaf in zip(abstract, leaves, strict=True)]
+            operands, options = jax.tree.unflatten(tree, filled)
+            return self.operation(*operands, **options)
+
+        return call, [leaf for is_array, leaf in zip(abstract, leaves, strict=True) if is_array]
+
+
+RULES: list[Rule] = []
+
+
+def rule(words: str, operation: Callable | tuple[Callable, ...] | None, *operands, handler=None, **options) -> None:
+    for function in operation if isinstance(operation, tuple) else (operation,):
+        RULES.append(Rule(function, words, operands, options, handler))
+        handler = None  # once
+
+
+def a(*shape, dtype=F32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def t(rows, k, fmt=NVFP4.format, *, lead=(), data=U8, scale=E4M3, amax=(), amax_dtype=F32, scale_k=None):
+    """The shape of an NVFP4Tensor, as wrong as the arguments say."""
+    blocks = k // 16 if scale_k is None else scale_k
+    return NVFP4Tensor(
+        a(*lead, rows, k // 2, dtype=data), a(*lead, rows, blocks, dtype=scale), a(*amax, dtype=amax_dtype), fmt
+    )
+
+
+LINE = NVFP4Tensor(a(16, dtype=U8), a(2, dtype=E4M3), a())  # a tensor of rank 1
+
+
+# ---------------------------------------------------------------- quantizers: shapes
+part_of_block = (quantize_call(NVFP4, True, cols=120), "quantized axis that is a multiple of 16")
+rule("K must be a multiple of 16, got x.shape=(16, 100); pad it to 112", QUANTIZERS, a(16, 100), handler=part_of_block)
+rule("K must be a multiple of 16, got x.shape=(4, 20); pad it to 32", quantize, a(4, 20), spec=NVFP4_RHT)
+rule("K must be a multiple of 16", fake_quant, a(16, 20), spec=NVFP4_RHT, handler=(rht_amax_call(cols=24), "of 16"))
+rule("K must be a multiple of 16, got x.shape=(16, 20)", quantize_pair, a(16, 20), col_spec=ROW_SCALED)
+part_of_window = (quantize_call(WINDOW64, True, cols=96), "multiple of 64")
+text = 'K must be a multiple of 64 for amax_scope="window64", got x.shape=(8, 80); pad it to 128'
+rule(text, (quantize, fake_quant), a(8, 80), spec=WINDOW64, handler=part_of_window)
+text = "M (the quantized axis, since it is transposed) must be a multiple of 16, got x.shape=(20, 64); pad it to 32"
+rule(text, quantize, a(20, 64), transpose=True)
+rule(text, quantize_pair, a(20, 64))
+rule("M ... must be a multiple of 16, got x.shape=(20, 16)", quantize_pair, a(20, 16), col_spec=NVFP4_RHT)
+text = "M (... transposed) must be a multiple of 64 for ..., got x.shape=(80, 64); pad it to 128"
+rule(text, quantize, a(80, 64), spec=WINDOW64, transpose=True)
+part_of_window = (pair_call(WINDOW64, False, rows=96), "multiple of 64")
+rule(text, quantize_pair, a(80, 64), col_spec=WINDOW64, handler=part_of_window)
+part_of_tile = (quantize_call(NVFP4_2D, True, transpose=True, cols=120), "multiples of 16 for block_rows=16")
+text = "block_rows=16 needs both M and K to be multiples of 16, got x.shape=(20, 64)"
+rule(text, (quantize, fake_quant), a(20, 64), spec=NVFP4_2D, handler=part_of_tile)
+rule(text, quantize_pair, a(20, 64), row_spec=NVFP4_2D, col_spec=ROW_SCALED)
+rule("x must have rank 2 or more, [..., M, K], got x.shape=(64,)", QUANTIZERS, a(64))
+rule("x must have rank 2 or more", quantize, a())
+rule("", None, handler=(quantize_call(ROW_SCALED, False, cols=0), "multiple of 16 and not 0"))
+rule("", None, handler=(rht_amax_call(rows=0), "x must have elements"))
+
+# ---------------------------------------------------------------- quantizers: arrays and their types
+rule(f"TypeError: x must be {FLOATS}, got int32", QUANTIZERS, a(16, 16, dtype=I32))
+rule(f"TypeError: x must be {FLOATS}, got float8_e4m3fn", quantize, a(16, 16, dtype=E4M3))
+rule(f"TypeError: x must be {FLOATS}, got int8", quantize, a(16, 16, dtype=I8), spec=ROW_SCALED)
+rule(f"TypeError: x must be {FLOATS}, got int32", quantize_pair, a(16, 16, dtype=I32), col_spec=NVFP4_RHT)
+rule("TypeError: x must be an array, got an NVFP4Tensor", QUANTIZERS, t(16, 32))
+rule("TypeError: x must be an array, got [[1000...]]", quantize, [[10**400] * 16])
+rule("TypeError: x must be an array, got None", (quantize, quantization_report), None)
+text = ' must be of native byte order, got dtype >f{}; convert it with .astype({}.dtype.newbyteorder("="))'
+rule("TypeError: x" + text.format(4, "x"), quantize, X.astype(">f4"))
+rule("TypeError: x" + text.format(2, "x"), quantize_pair, X.astype(">f2"))
+rule("TypeError: w" + text.format(4, "w"), linear, X, X.astype(">f4"))
+rule("TypeError: a" + text.format(2, "a"), matmul_nt, X.astype(">f2"), t(16, 32))
+rule("TypeError: amax" + text.format(4, "amax"), quantize, X, amax=np.array(3, ">f4"))
+for dtype in map(np.dtype, ("M8[s]", object, np.longdouble)):
+    text = f"TypeError: x must be of a dtype that JAX has ({FLOATS} for floats), got {dtype}"
+    rule(text, quantize, X.astype(dtype))
+text = "TypeError: x must have no mask, got a NumPy masked array; x.filled(0) is ..., x.data is "
+rule(text, quantize, np.ma.masked_array(X, X > 0))
+
+# ---------------------------------------------------------------- quantizers: the amax
+text = 'amax must have shape () or (4,) for amax_scope="tensor" and x.shape=(4, 16, 32), got (16,)'
+rule(text, quantize, a(4, 16, 32), amax=a(16))
+rule("amax must have shape", (quantize, fake_quant, quantization_report), a(16, 32), amax=a(3))
+rule('amax must have shape (8,) for amax_scope="row"', quantize, a(8, 32), ROW_SCALED, amax=a(32))
+rule("amax must have shape (32,)", quantize, a(16, 32), ROW_SCALED, amax=a(16), transpose=True)
+rule("amax must have shape (8,)", quantize, a(8, 32), ROW_SCALED, amax=a())
+text = 'amax must have shape (8, 2) for amax_scope="window64" and x.shape=(8, 128), got (8,)'
+rule(text, quantize, a(8, 128), WINDOW64, amax=a(8))
+text = "amax must have shape (8, 2) for ..., got (128, 1)"
+rule(text, quantize, a(128, 8), WINDOW64, amax=a(128, 1), transpose=True)
+rule("amax must have shape (8, 1) for ..., got ()", quantize, a(8, 64), WINDOW64, amax=1.0)
+text = 'amax must have shape () for amax_scope="tensor" and x.shape=(16, 32), got (32,)'
+rule(text, quantize_pair, a(16, 32), amax=(None, a(32)))
+text = "amax must have shape (128, 1) for ..., got (128,)"
+rule(text, quantize_pair, a(64, 128), WINDOW64, WINDOW64, amax=(None, a(128)))
+rule("amax must be None or a pair (row_amax, col_amax)", quantize_pair, a(16, 32), amax=a())
+text = "TypeError: amax must be float32, got bfloat16"
+rule(text, (quantize, fake_quant), a(8, 32), amax=a(dtype=BF16))
+rule(text, quantize_pair, a(16, 32), NVFP4, ROW_SCALED, amax=(a(dtype=BF16), None))
+rule("TypeError: amax must be float32, got int", quantize, a(8, 32), amax=np.array(3))
+rule("TypeError: amax must be an array, got 'large'", quantize, a(16, 16), amax="large")
+for amax in (1e39, -1e39, 2**128, 10**400, -(10**5000)):
+    text = "amax must be within float32, whose largest number is 3.4...e+38, got "
+    rule(text, (quantize, fake_quant, quantization_report), X, amax=amax)
+
+# ---------------------------------------------------------------- quantizers: settings
+text = "implementation must be None, 'native' or 'reference', got 'cuda'"
+rule(text, (quantize, quantize_pair, fake_quant), a(16, 32), implementation="cuda")
+rule(text, (dequantize, transpose), t(16, 32), implementation="cuda")
+rule("implementation must be", dequantize, t(16, 32), implementation=1)
+rule("transpose must be True or False, got 'no'", quantize, a(16, 64), transpose="no")
+rule("transpose must be True or False", quantization_report, X, transpose=1)
+rule("TypeError: spec must be a QuantSpec, got Format(", (quantize, fake_quant), a(8, 32), spec=Format())
+rule("TypeError: spec must be a QuantSpec", quantization_report, X, spec=None)
+rule("TypeError: row_spec must be a QuantSpec, got 'nvfp4'", quantize_pair, a(16, 16), row_spec="nvfp4")
+rule("TypeError: col_spec must be a QuantSpec, got None", quantize_pair, a(16, 16), col_spec=None)
+text = 'key must be a JAX PRNG key for rounding="stochastic", got None'
+rule(text, (quantize, fake_quant, quantization_report), a(8, 32), spec=NVFP4_SR)
+rule(text, quantize_pair, a(16, 16), col_spec=NVFP4_SR)
+text = "TypeError: key must be one JAX PRNG key, as jax.random.key gives, got "
+rule(text + "3", (quantize, quantize_pair), a(16, 32), NVFP4_SR, key=3)
+rule(text, quantize, a(8, 32), NVFP4_SR, key=jax.random.split(jax.random.key(0)))
+
+# ---------------------------------------------------------------- dequantize
+part_of_block = (dequantize_call(False, cols=120), "multiple of 16 codes")
+part_of_window = (dequantize_call(True, cols=96), "multiple of 64 codes")
+rule("K of t must be a multiple of 16, got K=40", dequantize, t(16, 40, scale_k=2), handler=part_of_block)
+text = 'K of t must be a multiple of 64 for "window64", got K=96'
+rule(text, dequantize, t(16, 96, WINDOW, amax=(16, 1)), handler=part_of_window)
+rule("t must have rank 2 or more", dequantize, LINE)
+rule("TypeError: t must be an NVFP4Tensor, got ...", dequantize, a(16, 16))
+rule(f"TypeError: dtype must be {FLOATS}, got int8", dequantize, t(16, 32), dtype=I8)
+rule(f"TypeError: dtype must be {FLOATS}, got None", dequantize, t(16, 32), dtype=None)
+rule(f"TypeError: dtype must be {FLOATS}, got fp4", dequantize, t(16, 32), dtype="fp4")
+rule("rotate_back must be True or False, got 1", dequantize, t(16, 32), rotate_back=1)
+rule("TypeError: t.data must be uint8, got int8", dequantize, t(16, 32, data=I8))
+rule("TypeError: t.scale must be float8_e4m3fn, got uint8", dequantize, t(16, 32, scale=U8))
+rule("TypeError: t.amax must be float32, got bfloat16", dequantize, t(16, 32, amax_dtype=BF16))
+rule("t.scale must have shape (16, 2) for data (16, 16), got (16, 3)", dequantize, t(16, 32, scale_k=3))
+rule("t.amax must have shape () or (16,)", dequantize, t(16, 32, amax=(4,)))
+rule('t.amax must have shape (16,) ...amax_scope="row"', dequantize, t(16, 32, ROW))
+text = 't.amax must have shape (16, 2) for data (16, 64) and amax_scope="window64", got (16,)'
+rule(text, dequantize, t(16, 128, WINDOW, amax=(16,)))
+rule("t.amax must have shape (16, 1) for", dequantize, t(16, 64, WINDOW))
+text = 't.amax must have shape () or (16,) for data (16, 32) and amax_scope="tensor", got (16, 1)'
+rule(text, dequantize, t(16, 64, amax=(16, 1)))
+
+# ---------------------------------------------------------------- transpose
+part_of_tile = (transpose_call(rows=40), "16x16 tiles"), (transpose_call(cols=72), "16x16 tiles")
+text = "M and K of q must be multiples of 16, got q.shape=(24, 32)"
+rule(text, transpose, t(24, 32), handler=part_of_tile[0])
+rule("K of q must be a multiple of 16, got K=40", transpose, t(16, 40, scale_k=2), handler=part_of_tile[1])
+rule("q must have rank 2 or more, [..., M, K], got data (16,)", transpose, LINE)
+rule("TypeError: q must be an NVFP4Tensor, got ...", transpose, a(16, 16))
+rule("TypeError: spec must be a QuantSpec, got '2d'", transpose, t(16, 16), spec="2d")
+text = "spec must have block_rows=16, got NVFP4 with block_rows=1; make ... quantize(..., "
+rule(text, transpose, t(16, 32), spec=NVFP4)
+text = "spec must have the format of q, Format(...256, ...), got NVFP4_2D with Format(...448, ...)"
+rule(text, transpose, t(16, 32, Format(e4m3_max=256)))
+text = "spec must have the format of q, ...448, ..., got FOUR_OVER_SIX_2D_MAE_256 with"
+rule(text, transpose, t(16, 32), spec=four_over_six(block_rows=16))
+rule("spec must have the format of q", transpose, t(16, 32, ROW, amax=(16,)))
+text = "...format of q, ...rht=True..., got NVFP4_2D with ...; pass the spec that made q, or make the transpose from"
+rule(text, transpose, t(16, 32, RHT))
+rule("TypeError: q.data must be uint8, got int8", transpose, t(16, 32, data=I8))
+rule("TypeError: q.scale must be float8_e4m3fn, got uint8", transpose, t(16, 32, scale=U8))
+rule("q.scale must have shape (16, 2) for data", transpose, t(16, 32, scale_k=3))
+text = "q.amax must have shape () or (2,) for data ..., got (2, 16); the rows of a tile share one"
+rule(text, transpose, t(16, 32, lead=(2,), amax=(2, 16)))
+
+# ---------------------------------------------------------------- products
+part_of_block = (matmul_call(CPU_BLOCKS, k=120), "multiple of 16 codes")
+two_depths = (with_shapes(matmul_call(CPU_BLOCKS), b_data=(32, 32), b_scale=(32, 4)), "must have the same K")
+two_batches = (
+    with_shapes(
+        matmul_call(CPU_BLOCKS),
+        **{"a_data": (2, 24, 64), "a_scale": (2, 24, 8), "out": (2, 24, 32)},
+        **{"b_data": (3, 32, 64), "b_scale": (3, 32, 8)},
+    ),
+    "b must have rank 2 or the leading axes (2)",
+)
+rule("K of a must be a multiple of 16", matmul_nt, t(8, 40), t(8, 40), handler=part_of_block)
+rule("a and b must have the same K, got K=32 and K=48", matmul_nt, t(8, 32), t(8, 48), handler=two_depths)
+rule("a and b must have the same K, got K=48 and K=32", matmul_nt, a(8, 48, dtype=BF16), t(8, 32))
+rule("", None, handler=(matmul_call(CPU_BLOCKS, k=0), "the same K, not 0"))
+text = "b must be [N, K] or have the leading axes of a, got a [(2,), M, K] and b [(3,), N, K]"
+rule(text, matmul_nt, t(8, 32, lead=(2,)), t(8, 32, lead=(3,)), handler=two_batches)
+rule("b must be [N, K] or have the leading axes of a", matmul_nt, t(8, 32), t(8, 32, lead=(3,)))
+rule("a must have rank 2 or more", matmul_nt, a(32, dtype=BF16), t(8, 32))
+text = "TypeError: an unquantized a must be bfloat16 or float16, got float32"
+rule(text, matmul_nt, a(8, 32), t(8, 32))
+rule("TypeError: b must be an NVFP4Tensor, got ...", matmul_nt, t(8, 32), a(8, 32, dtype=BF16))
+text = "a and b must both be rotated (format.rht) or neither, got a.rht={}, b.rht={}"
+rule(text.format(True, False), matmul_nt, t(8, 32, RHT), t(8, 32))
+rule(text.format(False, True), matmul_nt, a(8, 32, dtype=BF16), t(8, 32, RHT))
+rule(text.format(False, True), matmul_nt, t(8, 32), t(8, 32, RHT))
+rule("a and b must both be rotated", matmul_nt, t(8, 64, RHT), t(8, 64, WINDOW, amax=(8, 1)))
+text = 'b must have amax_scope "tensor" or "row" where a is not quantized, got "window64"; quantize a'
+rule(text, matmul_nt, a(8, 64, dtype=BF16), t(8, 64, WINDOW, amax=(8, 1)))
+text = 'K of b must be a multiple of 64 for "window64", got K=96'
+rule(text, matmul_nt, t(8, 96), t(8, 96, WINDOW, amax=(8, 1)))
+text = 'a.amax must have shape (8, 2) for data (8, 64) and amax_scope="window64", got (8, 1)'
+rule(text, matmul_nt, t(8, 128, WINDOW, amax=(8, 1)), t(8, 128))
+rule("b.amax must have shape (4, 2) for ..., got (4,)", matmul_nt, t(8, 128), t(4, 128, WINDOW, amax=(4,)))
+rule("a.scale must have shape (8, 2)", matmul_nt, t(8, 32, scale_k=1), t(8, 32))
+rule("b.amax must have shape () or (8,)", matmul_nt, t(8, 32), t(8, 32, amax=(2,)))
+rule("b.amax must have shape (8,)", matmul_nt, t(8, 32), t(8, 32, ROW))
+rule("TypeError: b.data must be uint8", matmul_nt, t(8, 32), t(8, 32, data=I8))
+rule("bias must have shape (N,)=(4,), got (8,)", matmul_nt, t(8, 32), t(4, 32), bias=a(8))
+rule(f"TypeError: bias must be {FLOATS}, got int32", matmul_nt, t(8, 32), t(4, 32), bias=a(4, dtype=I32))
+rule(f"TypeError: out_dtype must be {FLOATS}, got float64", matmul_nt, t(8, 32), t(4, 32), out_dtype=jnp.float64)
+text = "implementation must be None, 'native'... or 'reference', got 'cuda'"
+rule(text, matmul_nt, t(8, 32), t(8, 32), implementation="cuda")
+rule("accumulation must be 'fast' or 'pinned', got 'exact'", matmul_nt, t(8, 32), t(8, 32), accumulation="exact")
+
+# ---------------------------------------------------------------- grouped products
+left, experts, sizes = t(32, 64), t(16, 64, lead=(3,), amax=(3,)), a(3, dtype=I32)
+grouped, dense = grouped_call(CPU_BLOCKS, False), grouped_call(CPU_ELEMENTS, True)
+matrices = (with_shapes(grouped, a_data=(2, 24, 64), a_scale=(2, 24, 8)), "a data must have rank 2")
+one_matrix = with_shapes(grouped, b_data=(32, 64), b_scale=(32, 8), b_amax=(32,), group_sizes=(1,))
+no_depth = (with_shapes(dense, a=(24, 0), b_data=(3, 32, 0), b_scale=(3, 32, 0)), "the same K, not 0")
+text = "a must have rank 2, [M, K], got shape ...vmap"
+rule(text, grouped_matmul_nt, t(32, 64, lead=(2,)), experts, sizes, handler=matrices)
+text = "b must have rank 3, [G, N, K]"
+rule(text, grouped_matmul_nt, left, t(16, 64), sizes, handler=(one_matrix, "b data must have rank 3"))
+rule("a and b must have the same K, got K=32 and K=64", grouped_matmul_nt, t(32, 32), experts, sizes, handler=no_depth)
+rule("", None, handler=(with_shapes(grouped, b_amax=()), "b amax must have shape (G,) or (G, N)"))
+rule("TypeError: b must be an NVFP4Tensor", grouped_matmul_nt, left, a(3, 16, 64), sizes)
+text = "TypeError: an unquantized a must be bfloat16 or float16, got float32"
+rule(text, grouped_matmul_nt, a(32, 64), experts, sizes)
+rule("TypeError: group_sizes must be int32, got float32", grouped_matmul_nt, left, experts, a(3))
+for wrong in (np.array([2**40 + 3, 0, 1]), np.ones(3, np.int64), np.uint64(3)):  # of which JAX keeps the low 32 bits
+    text = f"TypeError: group_sizes must be int32, got {wrong.dtype}; ...astype"
+    rule(text, grouped_matmul_nt, left, experts, wrong)
+rule("group_sizes must have shape (G,)=(3,)", grouped_matmul_nt, left, experts, a(2, dtype=I32))
+text = "a must have amax_scope ...window64...sum"
+rule(text, grouped_matmul_nt, t(32, 64, WINDOW, amax=(32, 1)), experts, sizes)
+rule("b must have amax_scope", grouped_matmul_nt, left, t(16, 64, WINDOW, lead=(3,), amax=(3, 16, 1)), sizes)
+rule("a and b must both be rotated", grouped_matmul_nt, t(32, 64, RHT), experts, sizes)
+text = "implementation must be None, 'native', 'sm90_nvf"
+rule(text, grouped_matmul_nt, left, experts, sizes, implementation="sm90_nvfp4_fused")
+rule(f"TypeError: out_dtype must be {FLOATS}", grouped_matmul_nt, left, experts, sizes, out_dtype=I8)
+
+# ---------------------------------------------------------------- linear
+rule("w must have rank 2, [N, K], got w.shape=(2, 16, 32)", linear, a(8, 32), a(2, 16, 32))
+rule("w must have rank 2, [K, N], got w.shape=(32,)", linear, a(8, 32), a(32), w_axes="kn")
+text = "the last axis of x and the {} axis of w must have the same size K, got x.shape=(8, 32), w.shape=(48, 32)"
+rule(text.format("first"), linear, a(8, 32), a(48, 32), w_axes="kn")
+rule(text.format("last").replace("48, 32", "16, 48"), linear, a(8, 32), a(16, 48))
+rule("the last axis of x and the last axis of w must have the same size K", linear, a(), a(16, 48))
+rule("K must be a multiple of 16, got K=40 in w.shape=(16, 40); pad K of x and w to 48", linear, a(8, 40), a(16, 40))
+text = "K must be a multiple of 64, got K=80 in w.shape=(16, 80); pad K of x and w to 128"
+rule(text, linear, a(8, 80), a(16, 80), recipes.window64(stochastic_rounding=False))
+text = "N must be a multiple of 16, since recipe.dgrad contracts over it, got N=20 in w.shape=(32, 20); pad N to 32 or"
+rule(text, linear, a(8, 32), a(32, 20), w_axes="kn")
+rule(text.replace("32, 20", "20, 32"), linear, a(8, 32), a(20, 32), Recipe(fprop=(NVFP4, NVFP4)))
+text = "N must be a multiple of 16, since recipe.fprop quantizes w in 16x16 tiles"
+rule(text, linear, a(8, 32), a(20, 32), Recipe(dgrad=None))
+text = "N must be a multiple of 16, since recipe.wgrad quantizes dy in 16x16 tiles"
+rule(text, linear, a(16, 32), a(20, 32), Recipe(fprop=(NVFP4, NVFP4), dgrad=None, wgrad=(NVFP4_2D, NVFP4)))
+text = "N must be a multiple of 64, since recipe.dgrad contracts over it, ... pad N to 64"
+rule(text, linear, a(8, 32), a(16, 32), Recipe(dgrad=(WINDOW64, NVFP4)))
+rule("bias must have shape (N,)=(16,), got (32,)", linear, a(8, 32), a(32, 16), bias=a(32), w_axes="kn")
+rule("bias must have shape (N,)=(16,), got (8,)", linear, a(8, 32), a(16, 32), bias=a(8))
+rule("w_axes must be 'nk' or 'kn', got 'NK'", linear, a(8, 32), a(16, 32), w_axes="NK")
+rule("accumulation must be 'fast' or 'pinned', got None", linear, a(8, 32), a(16, 32), accumulation=None)
+text = "implementation must be None, 'native'... or 'reference', got 'cuda'"
+rule(text, linear, a(8, 32), a(16, 32), implementation="cuda")
+rule(f"TypeError: out_dtype must be {FLOATS}, got int8", linear, a(8, 32), a(16, 32), out_dtype=I8)
+rule("TypeError: recipe must be a Recipe, got NVFP4", linear, a(8, 32), a(16, 32), NVFP4)
+text = "key must be a JAX PRNG key, since the recipe rounds stochastically, got None"
+rule(text, linear, a(8, 32), a(16, 32), SR_RECIPE)
+keys = jax.random.split(jax.random.key(0))
+text = "TypeError: key must be one JAX PRNG key, as jax.random.key gives, got "
+rule(text, linear, a(8, 32), a(16, 32), SR_RECIPE, key=keys)
+rule(f"TypeError: x must be {FLOATS}, got int32", linear, a(8, 32, dtype=I32), a(16, 32))
+rule(f"TypeError: w must be {FLOATS}, got int8", linear, a(8, 32), a(16, 32, dtype=I8))
+rule("TypeError: x must be an array, got an NVFP4Tensor", linear, t(8, 32), a(16, 32))
+for recipe in (Recipe(fprop=(None, NVFP4_2D)), recipes.inference(weight_only=True)):
+    text = "TypeError: x must be bfloat16 or float16 for a weight-only recipe, got float32"
+    rule(text, linear, a(8, 32), a(16, 32), recipe)
+
+# ---------------------------------------------------------------- dot_general
+two, batch = (a(16, 32), a(16, 32)), (((2,), (2,)), ((0,), (0,)))
+rule("TypeError: recipe must be a Recipe, got None", dot_general, *two, LAST, recipe=None)
+text = "key must be a JAX PRNG key, since the recipe rounds stochastically, got None"
+rule(text, dot_general, *two, LAST, recipe=SR_RECIPE)
+rule("key must be a JAX PRNG key", dot_general, a(2, 8, 32), a(2, 16, 32), batch, recipe=SR_RECIPE)
+rule("precision must be None or 'default', got 'highest'", dot_general, *two, LAST, precision="highest")
+rule("precision must be None or 'default'", dot_general, *two, LAST, precision=("default", "high"))
+text = "TypeError: out_sharding must be a NamedSharding, a PartitionSpec or None, got 'x'"
+rule(text, dot_general, *two, LAST, out_sharding="x")
+text = "contracting axes must have the same sizes, got axes (1,) of lhs.shape=(16, 32)"
+rule(text, dot_general, a(16, 32), a(16, 48), LAST)
+rule("K must be a multiple of 16", dot_general, a(16, 20), a(16, 20), LAST)
+text = "contracting (1,) and batch (1,) axes must be distinct axes of lhs"
+rule(text, dot_general, *two, (((1,), (1,)), ((1,), (1,))))
+text = "batch axes must have the same sizes, got axes (0,) of lhs.shape=(2, 16, 32) and axes (0,) of rhs"
+rule(text, dot_general, a(2, 16, 32), a(3, 16, 32), batch)
+text = f"TypeError: preferred_element_type must be {FLOATS}, got int32"
+rule(text, dot_general, *two, LAST, preferred_element_type=I32)
+rule(f"TypeError: lhs must be {FLOATS}, got int32", dot_general, a(16, 32, dtype=I32), a(16, 32), LAST)
+text = "TypeError: rhs must be an array, got an NVFP4Tensor; ....linear takes"
+rule(text, dot_general, a(16, 32), t(16, 32), LAST)
