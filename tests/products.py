@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import itertools
 import sys
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import stand_in
 from helpers import bits, decoded, random_tensor
 
 import jnvfp4
@@ -45,6 +47,43 @@ def multiply_on(device, kernel: str, a, b, bias=None, out=np.float32) -> np.ndar
     a, b, bias = jax.device_put((a, b, bias), device)
     with jax.default_device(device):
         return np.asarray(jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out, implementation=kernel))
+
+
+_devices = itertools.count()
+
+
+@contextlib.contextmanager
+def library_on_cpu() -> Iterator[stand_in.Process]:
+    """The stand-in for cuBLASLt, on a device that no test has used; operands are made on the CPU."""
+    if not stand_in.compiler():
+        pytest.skip("no g++")
+    process = stand_in.started()
+    process("reset", next(_devices))
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield process
+
+
+def ask_stand_in(library, a, b, bias=None, out=np.float32, capability=100, kernel="") -> tuple[np.ndarray, str, str]:
+    """The result of a product as ``matmul_nt`` would lower it, the kernel that ran and the error."""
+
+    def operand(t) -> dict:
+        amax = np.asarray(t.amax)
+        rows = t.data.size // t.data.shape[-1]
+        parts = {"data": np.asarray(t.data), "scale": bits(t.scale), "amax": amax.reshape(-1)}
+        return {**parts, "rows_per_amax": rows // amax.size, "e4m3_max": t.format.e4m3_max}
+
+    *lead, cols, half = b.data.shape
+    out, rows, batch = np.dtype(out), a.data.shape[:-1], int(np.prod(lead))
+    shape = (batch, int(np.prod(rows)) // batch, cols, 2 * half)
+    bias = None if bias is None else (bias.dtype.name, bits(bias))
+    result, ran, error = library("multiply", operand(a), operand(b), bias, out.name, shape, capability, kernel)
+    return result.view(out).reshape(*rows, cols), ran, error
+
+
+def multiply_by_stand_in(library, kernel: str, a, b, bias=None, out=np.float32, **options) -> np.ndarray:
+    result, ran, error = ask_stand_in(library, a, b, bias, out, kernel=kernel, **options)
+    assert (ran, error, library("complaint")) == (kernel, "", "")
+    return result
 
 
 def quantized(shape, a_format=TENSOR, b_format=TENSOR, seed=0, **kwargs) -> tuple[NVFP4Tensor, NVFP4Tensor]:

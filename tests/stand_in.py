@@ -3,12 +3,15 @@
 They run in a process of their own: one with JAX's CUDA plugin has the real library, which would be found first.
 """
 
+import atexit
 import ctypes
+import functools
 import pathlib
 import pickle
 import shutil
 import subprocess
 import sys
+import tempfile
 
 import numpy as np
 
@@ -28,8 +31,12 @@ def compiler() -> str | None:
     return shutil.which("g++")
 
 
-def build(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    """Builds the products and the stand-in; returns their paths."""
+@functools.cache
+def built() -> tuple[pathlib.Path, pathlib.Path]:
+    """Builds the products and the stand-in, once; returns their paths."""
+    kept = tempfile.TemporaryDirectory(prefix="jnvfp4-stand-in-")
+    atexit.register(kept.cleanup)
+    folder = pathlib.Path(kept.name)
     products, library = folder / "products.so", folder / "libcublasLt.so.13"
     commands = [
         [*FLAGS, f"-I{CPP / 'host_cuda'}", *map(str, SOURCES), "-ldl", "-o", str(products)],
@@ -60,6 +67,14 @@ class Process:
         self._process.stdin.close()
         self._process.wait(timeout=60)
         self._process.stdout.close()
+
+
+@functools.cache
+def started() -> Process:
+    """The process that all tests share."""
+    process = Process(*built())
+    atexit.register(process.close)
+    return process
 
 
 # ---------------------------------------------------------------- in that process

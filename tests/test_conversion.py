@@ -51,6 +51,7 @@ def test_codes_are_those_of_the_rule(tmp_path, flags):
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.long
 def test_the_model_is_that_of_nvidia(tmp_path):
     """cuda_fp4.h has what the instruction computes also for CPUs, NaN and the sign of zero included."""
     if not cuda_headers():
@@ -139,7 +140,7 @@ WITHOUT = ["90a", "100", "120"]
 
 
 @pytest.mark.parametrize(
-    "target", [t if t in ("90a", "100f", "120f") else pytest.param(t, marks=pytest.mark.long) for t in WITH + WITHOUT]
+    "target", [t if t in ("90a", "100f") else pytest.param(t, marks=pytest.mark.long) for t in WITH + WITHOUT]
 )
 def test_targets_with_the_instruction_use_it(tmp_path, target):
     """Eight codes take four instructions, each of which adds its pair of codes to the word of the one before."""

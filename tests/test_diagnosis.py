@@ -4,10 +4,8 @@ import json
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import pytest
 from conftest import gpus, skip_or_fail
-from operands import normal
 
 import jnvfp4
 from jnvfp4._native import load, plans
@@ -53,11 +51,7 @@ def test_every_kernel_is_checked(capsys):
     lines = [line for line in out.splitlines() if line.partition(": ")[0] in {str(d) for d in doctor.devices()}]
     for kernel in (*plans.matmul_kernels(), *plans.grouped_kernels()):
         assert any(f"matmul_nt {kernel}: " in line for line in lines)
-    for operation in (
-        "quantize",
-        "quantize_pair",
-        "dequantize",
-    ):
+    for operation in ("quantize", "quantize_pair", "dequantize"):
         assert any(line.split(": ")[1].split()[0] == operation and line.endswith(": ok") for line in lines), operation
     assert "failed" not in out
     assert "cpu:0: matmul_nt cpu_nvfp4_blocks: ok" in out
@@ -210,24 +204,3 @@ def test_versions_of_a_gpu():
 @pytest.mark.parametrize(("number", "text"), [(13020, "13.2"), (12090, "12.9"), (0, None), (None, None)])
 def test_cuda_versions(number, text):
     assert doctor._cuda_version(number) == text
-
-
-# ---------------------------------------------------------------- supports
-def test_supports_says_what_was_refused(monkeypatch):
-    """After a program found it out; before, the answer is the plan."""
-    monkeypatch.setattr(load, "available", lambda name: name == "cuda")
-    monkeypatch.setattr(plans, "cublaslt", lambda: plans.CublasLt("/lib/libcublasLt.so.13", "13.2.0", ""))
-    monkeypatch.setattr(support.jax, "Device", SimpleNamespace)
-    device = SimpleNamespace(platform="gpu", device_kind="B200", compute_capability="10.0")
-    with jax.default_device(jax.devices("cpu")[0]):
-        a, b = (jnvfp4.quantize(jnp.asarray(normal((n, 64)))) for n in (65, 48))
-    ask = lambda **options: jnvfp4.supports("matmul_nt", a, b, device=device, **options)  # noqa: E731
-    assert ask() == (True, FP4, "")
-    found = {}
-    monkeypatch.setattr(checks, "_FOUND", found)
-    found[checks._key(f"matmul_nt {FP4}", device)] = "the difference"
-    reason = f"the self-check of matmul_nt {FP4} on {device} (B200) failed: the difference"
-    assert ask() == (True, "decode_then_dot", reason)
-    assert ask(implementation=FP4) == (False, FP4, reason)
-    found[checks._key("matmul_nt decode_then_dot", device)] = "another"
-    assert ask() == (False, "reference", reason)

@@ -105,22 +105,14 @@ def check_training(folder: pathlib.Path, names: list[str], steps: int, falls_by:
 
 
 @pytest.mark.long
-def test_train_lm_compares_recipes(tmp_path):
+def test_train_lm_compares_recipes_with_another_backward_pass(tmp_path):
     needs_plots()
-    arguments = ("--steps", "12", "--recipe", "pretrain,weight_only", "--out", "curves")
+    arguments = ("--steps", "12", "--recipe", "pretrain,window64", "--backward", "dequantized", "--out", "curves")
     out = run("train_lm.py", *arguments, cwd=tmp_path)
-    check_training(tmp_path / "curves", ["pretrain", "weight_only"], 12, falls_by=1)
-    table = re.findall(r"^(\w+) +[\d.]+ +[\d.]+ +([-+][\d.]+%)? ", out, flags=re.M)
-    assert [name for name, _ in table] == ["bf16", "pretrain", "weight_only"]
-
-
-@pytest.mark.long
-def test_train_lm_trains_with_another_backward_pass(tmp_path):
-    needs_plots()
-    arguments = ("--steps", "4", "--recipe", "window64", "--backward", "dequantized", "--out", "curves")
-    run("train_lm.py", *arguments, cwd=tmp_path)
-    metrics = check_training(tmp_path / "curves", ["window64"], 4, falls_by=0.3)
+    metrics = check_training(tmp_path / "curves", ["pretrain", "window64"], 12, falls_by=1)
     assert metrics["backward"] == "dequantized"
+    table = re.findall(r"^(\w+) +[\d.]+ +[\d.]+ +([-+][\d.]+%)? ", out, flags=re.M)
+    assert [name for name, _ in table] == ["bf16", "pretrain", "window64"]
 
 
 @pytest.mark.long
@@ -186,7 +178,7 @@ def test_experts_on_several_devices_compute_what_one_does(moe):
 
 def test_compare_recipes_writes_table_and_picture(tmp_path):
     needs_plots()
-    arguments = ("--size", "128", "--only", "row_scaled,2d_mse", "--out", "compared")
+    arguments = ("--size", "64", "--only", "row_scaled,2d_mse", "--out", "compared")
     out = run("compare_recipes.py", *arguments, cwd=tmp_path)
     assert out.count("FOUR_OVER_SIX_2D_MSE_256") == 3  # kinds of data
     assert (tmp_path / "compared" / "compare_recipes.png").read_bytes().startswith(PNG)
@@ -283,18 +275,11 @@ def test_llama_computes_what_its_hugging_face_tensors_mean(hugging_face):
 
     config, params = small_llama()
     tokens = np.random.default_rng(1).integers(0, 256, (3, config.seq))
-    got = logits(params, jnp.asarray(tokens), config, bf16_linear, jax.random.key(0))
+    got = jax.jit(logits, static_argnums=(2, 3))(params, jnp.asarray(tokens), config, bf16_linear, jax.random.key(0))
     tensors, declared = hugging_face.to_hugging_face(params, config), hugging_face.llama_config(config)
     want = np.stack([llama_logits(tensors, row, declared) for row in tokens])
     assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)
-
-
-def test_hugging_face_names_go_both_ways(hugging_face):
-    config, params = small_llama()
-    again = hugging_face.from_hugging_face(hugging_face.to_hugging_face(params, config))
-    assert jax.tree.structure(again) == jax.tree.structure(params)
-    for got, want in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True):
-        np.testing.assert_array_equal(got, want)
+    jax.tree.map(np.testing.assert_array_equal, hugging_face.from_hugging_face(tensors), params)
 
 
 @pytest.mark.parametrize("spec", [jnvfp4.NVFP4, jnvfp4.ROW_SCALED], ids=name_of)
@@ -405,9 +390,8 @@ def test_appended_cache_is_quantizing_all_at_once(decode):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
-@pytest.mark.parametrize("name", ["bf16", "W4A4 KV4"])
-def test_cache_is_written_in_place(decode, name):
-    config, params, linear, quantized_cache = served_llama(decode, name)
+def test_cache_is_written_in_place(decode):
+    config, params, linear, quantized_cache = served_llama(decode, "W4A4 KV4")
     served = decode.unstack(params)
     token, caches = decode.prefill(served, jnp.zeros((3, 5), jnp.int32), 23, config, linear, quantized_cache)
     program = decode.generate.lower(served, token, caches, jnp.int32(5), 4, config, linear).compile()
@@ -415,7 +399,7 @@ def test_cache_is_written_in_place(decode, name):
     assert program.memory_analysis().alias_size_in_bytes == sum(part.nbytes for part in parts)
     copies = re.findall(r"= u8(\[[\d,]*\])\S* copy\(", program.as_text())  # it may copy bfloat16, to multiply
     codes = [part for part in parts if part.dtype == jnp.uint8]
-    assert len(codes) == (4 if quantized_cache else 0)
+    assert len(codes) == 4
     assert not {str(list(part.shape)).replace(" ", "") for part in codes}.intersection(copies)
 
 

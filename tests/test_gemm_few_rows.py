@@ -4,14 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import gpus, skip_or_fail
-from helpers import assert_bitwise, bits, e2m1_values, random_tensor, scale_values
+from helpers import assert_bitwise, e2m1_values, random_tensor, scale_values
 from products import (
-    DTYPES,
     ROW,
     TENSOR,
     WINDOW,
     dense,
-    every_out_dtype,
     hang_guard,
     multiply_on,
     quantized,
@@ -82,14 +80,6 @@ def test_every_code_and_scale(device, fmt):
     check(device, *quantized((64, 128, 2048), fmt, fmt, scales=range(0x7F)))
 
 
-@every_tile
-@every_out_dtype
-@pytest.mark.parametrize("bias_dtype", [None, *DTYPES.values()], ids=["none", *DTYPES])
-def test_bias(device, shape, out, bias_dtype):
-    bias = None if bias_dtype is None else dense(shape[1:2], bias_dtype)
-    check(device, *quantized(shape), bias, out)
-
-
 @pytest.mark.parametrize("fmt", [ROW, WINDOW], ids=["row", "window64"])
 @pytest.mark.parametrize("shared", [False, True], ids=["batched b", "shared b"])
 @pytest.mark.parametrize("lead", [(2, 3), (300,)], ids=["6", "300"])
@@ -103,28 +93,16 @@ def test_leading_axes(device, fmt, shared, lead, m):
     check(device, a, random_tensor(1, (7, 320) if shared else (*lead, 7, 320), fmt), dense((7,), np.float32))
 
 
-def test_an_amax_of_each_matrix(device):
-    rng = np.random.default_rng(5)
-    a, b = (random_tensor(i, (2, 3, 5 + i, 144), amax=rng.uniform(0.5, 2, (2, 3))) for i in range(2))
-    check(device, a, b)
-
-
 @every_tile
-@pytest.mark.parametrize("fmt", [TENSOR, WINDOW], ids=["tensor", "window64"])
-def test_nan_scales_reach_their_row_and_column(device, shape, fmt):
-    a, b = quantized((*shape[:2], 320), fmt, fmt)
-    got = multiply(device, with_nan_scale(a, -1), with_nan_scale(with_nan_scale(b, 4), -1))
-    want = np.zeros(shape[:2], bool)
-    want[-1], want[:, [4, -1]] = True, True
-    assert np.array_equal(np.isnan(got), want)
-    assert (bits(got)[want] == 0x7FC00000).all()
+def test_nan_scales_of_windows_reach_their_row_and_column(device, shape):
+    a, b = quantized((*shape[:2], 320), WINDOW, WINDOW)
+    check(device, with_nan_scale(a, -1), with_nan_scale(with_nan_scale(b, 4), -1))
 
 
 @every_tile
 @pytest.mark.parametrize("amax", [0.0, np.inf, np.nan, 1e25, 1e-25, 1e-38], ids=str)
-def test_amax_that_is_no_ordinary_number(device, shape, amax):
-    """Of all, and of one window of either operand: alpha of 0, Inf, NaN and subnormal numbers."""
-    check(device, *quantized(shape, amax=amax), out=DTYPES["bf16"])
+def test_amax_of_a_window_that_is_no_ordinary_number(device, shape, amax):
+    """In one window of either operand: alpha of 0, Inf, NaN and subnormal numbers."""
     a, b = quantized((*shape[:2], 320), WINDOW, WINDOW)
     a = NVFP4Tensor(a.data, a.scale, a.amax.at[2, 1].set(amax), WINDOW)
     b = NVFP4Tensor(b.data, b.scale, b.amax.at[4, 3].set(amax), WINDOW)

@@ -75,13 +75,14 @@ def taken(a, begin: int, end: int):
 
 
 def by_group(a, b, sizes, **options) -> np.ndarray:
-    """matmul_nt of the rows of each group, and zeros."""
+    """matmul_nt of the rows of each group, and zeros. Of few rows all are multiplied, by one program."""
     rows = (a.data if isinstance(a, NVFP4Tensor) else a).shape[0]
-    dtype = options.get("out_dtype", jnp.bfloat16)
-    y = np.zeros((rows, b.shape[-2]), dtype)
+    y = np.zeros((rows, b.shape[-2]), options.get("out_dtype", jnp.bfloat16))
     for g, (begin, end) in enumerate(ends_of(sizes, rows)):
         if end > begin:
-            y[begin:end] = matmul_nt(taken(a, begin, end), b[g], **options)
+            first, last = (0, rows) if rows <= 128 else (begin, end)
+            of_group = np.asarray(matmul_nt(taken(a, first, last), b[g], **options))
+            y[begin:end] = of_group[begin - first : end - first]
     return y
 
 

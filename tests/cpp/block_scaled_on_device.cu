@@ -12,11 +12,10 @@
 #include <string>
 #include <vector>
 
-#include "cuda/device.cuh"
-#include "cuda/matmul/launchers.h"
 #include "device_memory.h"
 #include "plan/matmul.h"
 #include "plan/sm100_cublaslt.h"
+#include "rule.cuh"
 
 using namespace jnvfp4;
 
@@ -121,28 +120,15 @@ std::vector<uint8_t> bias_of(int64_t count, Float kind) {
 }
 
 // ---------------------------------------------------------------- the rule
-__device__ float value_of(const MatmulOperand& t, int64_t i) {
-  const float magnitudes[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-  const int code = static_cast<const uint8_t*>(t.data)[i / 2] >> (i % 2 ? 4 : 0) & 15;
-  return (code & 8 ? -magnitudes[code & 7] : magnitudes[code & 7]) * e4m3_decode(t.scale[i / kBlock]);
-}
-
 // A thread for each result.
 __global__ void rule_kernel(MatmulArgs g) {
   const GemmShape& s = g.shape;
   for (int64_t i = thread_index(); i < s.batch * s.rows * s.cols; i += thread_count()) {
     const int64_t a_row = i / s.cols, col = i % s.cols, b_row = a_row / s.rows * s.cols + col;
-    float y = 0;  // exact
-    for (int64_t k = 0; k < s.depth; ++k) y += value_of(g.a, a_row * s.depth + k) * value_of(g.b, b_row * s.depth + k);
-    const float alpha = alpha_w4a4(g.a.amax[a_row / g.a.map.rows_per_amax], g.b.amax[b_row / g.b.map.rows_per_amax],
-                                   g.a.e4m3_max, g.b.e4m3_max);
     const MatmulResult& r = g.result;
     const float bias = r.bias ? load_float(r.bias, r.bias_kind, col) : 0.0f;
-    const float value = gemm_epilogue(y, alpha, bias, r.bias != nullptr);
-    if (r.kind == Float::kF32)
-      static_cast<uint32_t*>(r.out)[i] = F32::store(value);
-    else
-      static_cast<uint16_t*>(r.out)[i] = r.kind == Float::kBf16 ? Bf16::store(value) : F16::store(value);
+    const float y = dot_by_rule(g.a, g.b, a_row, b_row, s.depth);
+    store_result(r.kind, r.out, i, gemm_epilogue(y, alpha_by_rule(g.a, g.b, a_row, b_row), bias, r.bias != nullptr));
   }
 }
 
@@ -153,9 +139,7 @@ __global__ void delay_kernel(int64_t cycles) {
 }
 
 // ---------------------------------------------------------------- a product
-constexpr Float kFloats[] = {Float::kF32, Float::kBf16, Float::kF16};
 constexpr int kNoBias = 3;  // or an index of kFloats
-int64_t size_of(Float kind) { return kind == Float::kF32 ? 4 : 2; }
 
 struct Case {
   GemmShape shape;

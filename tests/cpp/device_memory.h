@@ -8,10 +8,21 @@
 #include <cstdlib>
 #include <vector>
 
+#include "core/arrays.h"
+
+constexpr jnvfp4::Float kFloats[] = {jnvfp4::Float::kF32, jnvfp4::Float::kBf16, jnvfp4::Float::kF16};
+inline int64_t size_of(jnvfp4::Float kind) { return kind == jnvfp4::Float::kF32 ? 4 : 2; }
+
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(status));
   std::exit(1);
+}
+
+// What a launch returns, and what the kernel that it launched does.
+inline void check_run(cudaError_t status, const char* what) {
+  check(status, what);
+  check(cudaDeviceSynchronize(), what);
 }
 
 class Buffer {

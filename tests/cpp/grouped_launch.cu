@@ -9,10 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "cuda/device.cuh"
-#include "cuda/matmul/launchers.h"
 #include "device_memory.h"
 #include "plan/sm90_grouped.h"
+#include "rule.cuh"
 
 using namespace jnvfp4;
 
@@ -52,14 +51,6 @@ std::vector<uint8_t> random_dense(int64_t count, Float kind) {
 }
 
 // ---------------------------------------------------------------- the reference
-__device__ float value_of(const MatmulOperand& x, int64_t row, int64_t depth, int64_t k) {
-  if (!x.quantized()) return load_float(x.data, x.kind, row * depth + k);
-  const uint8_t byte = static_cast<const uint8_t*>(x.data)[(row * depth + k) / 2];
-  const uint32_t code = k % 2 ? byte >> 4 : byte & 15;
-  constexpr float kMagnitudes[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
-  const float scale = x.scale[(row * depth + k) / 16] == 0x38 ? 1.0f : 2.0f;
-  return (code & 8 ? -kMagnitudes[code & 7] : kMagnitudes[code & 7]) * scale;
-}
 __global__ void reference(GroupedArgs g) {
   const int64_t col = blockIdx.x * int64_t{blockDim.x} + threadIdx.x, row = blockIdx.y;
   if (col >= g.shape.cols) return;
@@ -70,20 +61,10 @@ __global__ void reference(GroupedArgs g) {
   }
   float y = 0;
   if (group >= 0) {
-    const int64_t b_row = group * g.shape.cols + col, depth = g.shape.depth;
-    float sum = 0;
-    for (int64_t k = 0; k < depth; ++k) sum += value_of(g.a, row, depth, k) * value_of(g.b, b_row, depth, k);
-    const float b_amax = g.b.amax[b_row / g.b.map.rows_per_amax];
-    const float alpha = g.a.quantized()
-                            ? alpha_w4a4(g.a.amax[row / g.a.map.rows_per_amax], b_amax, g.a.e4m3_max, g.b.e4m3_max)
-                            : alpha_w4a16(b_amax, g.b.e4m3_max);
-    y = gemm_epilogue(sum == 0 ? 0.0f : sum, alpha, 0, false);
+    const int64_t b_row = group * g.shape.cols + col;
+    y = gemm_epilogue(dot_by_rule(g.a, g.b, row, b_row, g.shape.depth), alpha_by_rule(g.a, g.b, row, b_row), 0, false);
   }
-  const int64_t at = row * g.shape.cols + col;
-  if (g.kind == Float::kF32)
-    static_cast<float*>(g.out)[at] = y;
-  else
-    static_cast<uint16_t*>(g.out)[at] = g.kind == Float::kBf16 ? Bf16::store(y) : F16::store(y);
+  store_result(g.kind, g.out, row * g.shape.cols + col, y);
 }
 
 // ---------------------------------------------------------------- cases
@@ -105,7 +86,7 @@ void compare(const GroupedArgs& args, const std::vector<uint8_t>& got, const std
              const std::string& what) {
   ++products;
   if (got == expected) return;
-  const int64_t bytes = args.kind == Float::kF32 ? 4 : 2;
+  const int64_t bytes = size_of(args.kind);
   int64_t wrong = 0, first = -1;
   for (int64_t i = 0; i < static_cast<int64_t>(got.size()) / bytes; ++i)
     if (std::memcmp(got.data() + i * bytes, expected.data() + i * bytes, static_cast<size_t>(bytes)) != 0) {
@@ -171,7 +152,7 @@ void run(const Case& c, int kind, Float out_kind, bool each, const std::vector<i
   const Float dense = kind == 2 ? Float::kF16 : Float::kBf16;
   const Buffer a(kind ? random_dense(s.rows * s.depth, dense) : random_codes(s.rows * s.depth));
   const Buffer a_scale(random_scales(kind ? 0 : s.rows * s.depth / 16));
-  const int64_t bytes = s.rows * s.cols * (out_kind == Float::kF32 ? 4 : 2);
+  const int64_t bytes = s.rows * s.cols * size_of(out_kind);
   const Buffer out(bytes), expected(bytes);
   GroupedArgs args{};
   args.a = {a.as<void>(),
@@ -228,7 +209,6 @@ void boundaries(bool quick) {
 
 void fuzz(int count, int64_t most_rows, int64_t most_cols, bool few) {
   constexpr int64_t kDepths[] = {16, 48, 64, 128, 256, 320, 512, 1040, 2048, 4352};
-  constexpr Float kFloats[] = {Float::kF32, Float::kBf16, Float::kF16};
   for (int i = 0; i < count; ++i) {
     const int64_t groups = i % 7 == 6 ? 300 + random_below(900) : 1 + random_below(12);
     const GroupedShape s{1 + random_below(static_cast<int>(most_rows)), groups,

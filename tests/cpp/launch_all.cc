@@ -1,17 +1,14 @@
 // Launches every CUDA kernel on small, odd shapes, each buffer an allocation of exactly its size: the program that
 // compute-sanitizer watches (.ci/run_gpu). An access outside a buffer, which a framework's memory pool would hide,
 // is an error here. Built by .ci/run_gpu, which knows the architecture of each source.
-#include <cuda_runtime.h>
-
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "cuda/matmul/cublaslt/prepare.h"
 #include "cuda/matmul/launchers.h"
+#include "device_memory.h"
 #include "plan/matmul.h"
 #include "plan/sm100_cublaslt.h"
 #include "plan/sm90_windows.h"
@@ -20,35 +17,15 @@ using namespace jnvfp4;
 
 namespace {
 
-void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) {
-    std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(status));
-    std::exit(1);
-  }
-}
-
-class Buffer {
+// Small, varied bytes that are no NaN in any of the types read from them.
+class Varied : public Buffer {
  public:
-  // Filled with small, varied bytes that are no NaN in any of the types read from it.
-  explicit Buffer(int64_t bytes) {
+  explicit Varied(int64_t bytes) : Buffer(bytes) {
     std::vector<uint8_t> host(bytes);
     for (int64_t i = 0; i < bytes; ++i) host[i] = static_cast<uint8_t>((i * 37 + i / 7) % 59);
-    check(cudaMalloc(&data_, bytes), "cudaMalloc");
-    check(cudaMemcpy(data_, host.data(), bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
+    set(host);
   }
-  ~Buffer() { cudaFree(data_); }
-  Buffer(const Buffer&) = delete;
-  template <class T>
-  T* as() const {
-    return static_cast<T*>(data_);
-  }
-
- private:
-  void* data_ = nullptr;
 };
-
-constexpr Float kFloats[] = {Float::kF32, Float::kBf16, Float::kF16};
-int64_t size_of(Float kind) { return kind == Float::kF32 ? 4 : 2; }
 
 struct Shape {
   int64_t batch, rows, cols;
@@ -68,7 +45,7 @@ enum class Amax { kOne, kEach, kFound };  // for everything; per matrix, row or 
 
 // The buffers of one orientation. `s` is oriented like the result.
 struct Result {
-  Buffer amax, data, scale, stream;
+  Varied amax, data, scale, stream;
   QuantizeArgs args;
 
   static int64_t count(const Shape& s, const KernelSpec& spec, Amax amax) {
@@ -76,7 +53,7 @@ struct Result {
     if (spec.amax_scope == AmaxScope::kRow) return s.batch * s.rows;
     return amax == Amax::kOne ? 1 : s.batch;
   }
-  Result(const Shape& s, const KernelSpec& spec, Amax how, const Buffer& x, Float kind, bool transposed)
+  Result(const Shape& s, const KernelSpec& spec, Amax how, const Varied& x, Float kind, bool transposed)
       : amax(count(s, spec, how) * 4),
         data(s.batch * s.rows * s.cols / 2),
         scale(s.batch * s.rows * s.cols / 16),
@@ -104,36 +81,33 @@ Shape turned(const Shape& s) { return {s.batch, s.cols, s.rows}; }
 
 void quantize(const Shape& s, const KernelSpec& spec, Float kind, bool transposed, Amax how) {
   if (!fits(s, spec) || (how == Amax::kFound && spec.amax_scope == AmaxScope::kTensor)) return;
-  Buffer x(s.batch * s.rows * s.cols * size_of(kind));
+  Varied x(s.batch * s.rows * s.cols * size_of(kind));
   Result r(s, spec, how, x, kind, transposed);
-  check(launch_quantize(r.args, spec, nullptr), "quantize");
-  check(cudaDeviceSynchronize(), "quantize");
+  check_run(launch_quantize(r.args, spec, nullptr), "quantize");
 }
 
 void quantize_pair(const Shape& s, const KernelSpec& row, const KernelSpec& col, Float kind) {
   if (!fits(s, row) || !fits(turned(s), col)) return;
   const Amax how = row.amax_scope == AmaxScope::kWindow64 ? Amax::kFound : Amax::kEach;
-  Buffer x(s.batch * s.rows * s.cols * size_of(kind));
+  Varied x(s.batch * s.rows * s.cols * size_of(kind));
   Result r(s, row, how, x, kind, false), c(turned(s), col, how, x, kind, true);
-  check(launch_quantize_pair({r.args, c.args}, row, col, nullptr), "quantize_pair");
-  check(cudaDeviceSynchronize(), "quantize_pair");
+  check_run(launch_quantize_pair({r.args, c.args}, row, col, nullptr), "quantize_pair");
 }
 
 void rht_amax(const Shape& s, Float kind, bool transposed, int64_t count) {
-  Buffer x(s.batch * s.rows * s.cols * size_of(kind)), amax(count * 4), plain(count * 4);
-  check(launch_rht_amax({x.as<void>(),
-                         kind,
-                         amax.as<float>(),
-                         plain.as<float>(),
-                         {s.batch, s.rows, s.cols, {s.batch * s.rows / count, 0}, transposed}},
-                        nullptr),
-        "rht_amax");
-  check(cudaDeviceSynchronize(), "rht_amax");
+  Varied x(s.batch * s.rows * s.cols * size_of(kind)), amax(count * 4), plain(count * 4);
+  check_run(launch_rht_amax({x.as<void>(),
+                             kind,
+                             amax.as<float>(),
+                             plain.as<float>(),
+                             {s.batch, s.rows, s.cols, {s.batch * s.rows / count, 0}, transposed}},
+                            nullptr),
+            "rht_amax");
 }
 
 // An operand of `rows` rows: an NVFP4 tensor with one amax for each `rows_per_amax` rows or for each window.
 struct Tensor {
-  Buffer data, scale, amax;
+  Varied data, scale, amax;
   MatmulOperand operand;
 
   Tensor(int64_t rows, int64_t k, int64_t rows_per_amax, bool windows)
@@ -161,21 +135,19 @@ void planned(const MatmulArgs& args) {
   for (const KernelRow<MatmulProblem>& row : kMatmulKernels) {
     if (row.of_xla || !row.why_not(problem, this_device()).empty()) continue;
     const std::string name(row.name);
-    Buffer scratch(row.scratch_bytes(problem));
-    check(launch_matmul(args, row.name, scratch.as<void>(), nullptr), name.c_str());
-    check(cudaDeviceSynchronize(), name.c_str());
+    Varied scratch(row.scratch_bytes(problem));
+    check_run(launch_matmul(args, row.name, scratch.as<void>(), nullptr), name.c_str());
   }
 }
 
 void matmul(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool a_windows, bool b_windows, bool each) {
   const Tensor a(batch * m, k, each ? 1 : batch * m, a_windows), b(batch * n, k, each ? 1 : batch * n, b_windows);
-  Buffer x(batch * m * k * 2), bias(n * 2), out(batch * m * n * size_of(kind));
+  Varied x(batch * m * k * 2), bias(n * 2), out(batch * m * n * size_of(kind));
   const MatmulResult result{bias.as<void>(), Float::kBf16, out.as<void>(), kind};
   const MatmulArgs args{a.operand, b.operand, result, {batch, m, n, k}};
   planned(args);
   for (int tokens : {8, 16, 32, 64}) {
-    check(launch_sm80_nvfp4_blocks_small_m(args, nullptr, tokens), "sm80_nvfp4_blocks_small_m");
-    check(cudaDeviceSynchronize(), "sm80_nvfp4_blocks_small_m");
+    check_run(launch_sm80_nvfp4_blocks_small_m(args, nullptr, tokens), "sm80_nvfp4_blocks_small_m");
   }
   for (Float dense : {Float::kBf16, Float::kF16})
     planned({{x.as<void>(), nullptr, nullptr, dense, {}, 448.0f}, b.operand, result, args.shape});
@@ -184,13 +156,12 @@ void matmul(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool a_w
 #if defined(JNVFP4_SM90A)
 void small_m(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool each) {
   const Tensor a(batch * m, k, each ? 1 : m, false), b(batch * n, k, each ? 1 : batch * n, false);
-  Buffer x(batch * m * k * 2), bias(n * 2), out(batch * m * n * size_of(kind));
+  Varied x(batch * m * k * 2), bias(n * 2), out(batch * m * n * size_of(kind));
   const MatmulResult result{each ? bias.as<void>() : nullptr, Float::kBf16, out.as<void>(), kind};
   const MatmulOperand bf16{x.as<void>(), nullptr, nullptr, Float::kBf16, {}, 448.0f};
   const MatmulOperand f16{x.as<void>(), nullptr, nullptr, Float::kF16, {}, 448.0f};
   for (const MatmulOperand& left : {a.operand, bf16, f16}) {
-    check(launch_sm90_small_m({left, b.operand, result, {batch, m, n, k}}, nullptr), "sm90_small_m");
-    check(cudaDeviceSynchronize(), "sm90_small_m");
+    check_run(launch_sm90_small_m({left, b.operand, result, {batch, m, n, k}}, nullptr), "sm90_small_m");
   }
 }
 
@@ -203,9 +174,8 @@ void fused(const MatmulOperand& a, const MatmulOperand& b, const MatmulResult& r
         for (int64_t whole : {0, 1}) {  // one whole tile fills no wave: the parts of the others are launched after it
           const FusedPlan plan{tokens, splits, exchanged, whole};
           if (whole && (splits == 1 || fused_tiles(fused_shape(s, plan), plan) == 1)) continue;
-          Buffer scratch(fused_scratch(fused_shape(s, plan), plan).bytes);
-          check(launch_sm90_fused({a, b, result, s}, plan, scratch.as<void>(), nullptr), "sm90_fused");
-          check(cudaDeviceSynchronize(), "sm90_fused");
+          Varied scratch(fused_scratch(fused_shape(s, plan), plan).bytes);
+          check_run(launch_sm90_fused({a, b, result, s}, plan, scratch.as<void>(), nullptr), "sm90_fused");
         }
       }
     }
@@ -213,23 +183,22 @@ void fused(const MatmulOperand& a, const MatmulOperand& b, const MatmulResult& r
 
 void fused_windows(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool a_windows, bool b_windows) {
   const Tensor a(batch * m, k, m, a_windows), b(batch * n, k, n, b_windows);
-  Buffer bias(n * 2), out(batch * m * n * size_of(kind));
+  Varied bias(n * 2), out(batch * m * n * size_of(kind));
   const GemmShape shape{batch, m, n, k};
   for (int splits : {1, 2}) {
     if (splits > 1 && k < 4 * kFusedDepth) continue;
     const FusedPlan plan{a_windows && b_windows ? kBothWindowsTokens : kWindowsTokens, splits, !b_windows};
-    Buffer scratch(windows_scratch(fused_shape(shape, plan), plan).bytes);
-    check(launch_sm90_windows({a.operand, b.operand, {bias.as<void>(), Float::kBf16, out.as<void>(), kind}, shape},
-                              plan, scratch.as<void>(), nullptr),
-          "sm90_windows");
-    check(cudaDeviceSynchronize(), "sm90_windows");
+    Varied scratch(windows_scratch(fused_shape(shape, plan), plan).bytes);
+    check_run(launch_sm90_windows({a.operand, b.operand, {bias.as<void>(), Float::kBf16, out.as<void>(), kind}, shape},
+                                  plan, scratch.as<void>(), nullptr),
+              "sm90_windows");
   }
 }
 
 // Every tile, whatever the shape; `each` row or column with its own amax, or each matrix.
 void fused_matmul(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool each) {
   const Tensor a(batch * m, k, each ? 1 : m, false), b(batch * n, k, each ? 1 : n, false);
-  Buffer bias(n * 2), out(batch * m * n * size_of(kind)), x(batch * m * k * 2);
+  Varied bias(n * 2), out(batch * m * n * size_of(kind)), x(batch * m * k * 2);
   const MatmulResult result{each ? bias.as<void>() : nullptr, Float::kBf16, out.as<void>(), kind};
   fused(a.operand, b.operand, result, {batch, m, n, k});
   for (Float dense : {Float::kBf16, Float::kF16})
@@ -243,56 +212,54 @@ void blackwell(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind) {
   const GemmShape shape{batch, m, n, k};
   const BlockScaledScratch at = block_scaled_scratch(shape, kind);
   const int64_t blocks = k / 16, out_pieces = at.depth / 16;
-  Buffer a_tiles(batch * tiled_scale_bytes(m, blocks)), b_tiles(batch * tiled_scale_bytes(n, blocks));
-  Buffer a_codes(batch * m * at.depth / 2), b_codes(batch * at.cols * at.depth / 2), factors((batch + 1) * 4);
-  check(launch_sm100_prepare(
-            {{a.operand.scale, a_tiles.as<uint8_t>(), batch, m, blocks},
-             {b.operand.scale, b_tiles.as<uint8_t>(), batch, n, blocks},
-             {a.operand.data, at.depth == k ? nullptr : a_codes.as<void>(), batch, m, blocks, m, out_pieces},
-             {b.operand.data, b_codes.as<void>(), batch, n, blocks, at.cols, out_pieces},
-             {a.operand, b.operand, shape, false, factors.as<float>()}},
-            nullptr),
-        "sm100_prepare");
-  Buffer sums(batch * m * at.cols * 4), bias(n * 2), out(batch * m * n * size_of(kind));
+  Varied a_tiles(batch * tiled_scale_bytes(m, blocks)), b_tiles(batch * tiled_scale_bytes(n, blocks));
+  Varied a_codes(batch * m * at.depth / 2), b_codes(batch * at.cols * at.depth / 2), factors((batch + 1) * 4);
+  check_run(launch_sm100_prepare(
+                {{a.operand.scale, a_tiles.as<uint8_t>(), batch, m, blocks},
+                 {b.operand.scale, b_tiles.as<uint8_t>(), batch, n, blocks},
+                 {a.operand.data, at.depth == k ? nullptr : a_codes.as<void>(), batch, m, blocks, m, out_pieces},
+                 {b.operand.data, b_codes.as<void>(), batch, n, blocks, at.cols, out_pieces},
+                 {a.operand, b.operand, shape, false, factors.as<float>()}},
+                nullptr),
+            "sm100_prepare");
+  Varied sums(batch * m * at.cols * 4), bias(n * 2), out(batch * m * n * size_of(kind));
   const MatmulResult result{bias.as<void>(), Float::kBf16, out.as<void>(), kind};
-  check(launch_epilogue({sums.as<float>(), at.cols, true, a.operand, b.operand, result, shape}, nullptr), "epilogue");
-  check(cudaDeviceSynchronize(), "sm100_prepare");
+  check_run(launch_epilogue({sums.as<float>(), at.cols, true, a.operand, b.operand, result, shape}, nullptr),
+            "epilogue");
 }
 
 void dequantize(const Shape& s, Float kind, int64_t amax_count, bool rotate_back) {
   const int64_t blocks = s.batch * s.rows * s.cols / 16;
-  Buffer data(blocks * 8), scale(blocks), amax(amax_count * 4), out(blocks * 16 * size_of(kind));
-  check(launch_dequantize({data.as<uint8_t>(), scale.as<uint8_t>(), amax.as<float>(), out.as<void>(), kind, blocks,
-                           blocks / amax_count, 448.0f, rotate_back},
-                          nullptr),
-        "dequantize");
+  Varied data(blocks * 8), scale(blocks), amax(amax_count * 4), out(blocks * 16 * size_of(kind));
+  check_run(launch_dequantize({data.as<uint8_t>(), scale.as<uint8_t>(), amax.as<float>(), out.as<void>(), kind, blocks,
+                               blocks / amax_count, 448.0f, rotate_back},
+                              nullptr),
+            "dequantize");
   if (kind != Float::kF32)
-    check(launch_decode({data.as<uint8_t>(), scale.as<uint8_t>(), out.as<void>(), kind, blocks}, nullptr), "decode");
-  check(cudaDeviceSynchronize(), "dequantize");
+    check_run(launch_decode({data.as<uint8_t>(), scale.as<uint8_t>(), out.as<void>(), kind, blocks}, nullptr),
+              "decode");
 }
 
 void transpose(const Shape& s) {
   const int64_t blocks = s.batch * s.rows * s.cols / 16;
-  Buffer data(blocks * 8), scale(blocks), out_data(blocks * 8), out_scale(blocks);
-  check(launch_transpose({data.as<uint8_t>(), scale.as<uint8_t>(), out_data.as<uint8_t>(), out_scale.as<uint8_t>(),
-                          s.batch, s.rows, s.cols},
-                         nullptr),
-        "transpose");
-  check(cudaDeviceSynchronize(), "transpose");
+  Varied data(blocks * 8), scale(blocks), out_data(blocks * 8), out_scale(blocks);
+  check_run(launch_transpose({data.as<uint8_t>(), scale.as<uint8_t>(), out_data.as<uint8_t>(), out_scale.as<uint8_t>(),
+                              s.batch, s.rows, s.cols},
+                             nullptr),
+            "transpose");
 }
 
 void epilogue(const Shape& s, Float out_kind, bool per_row, bool with_bias, bool quantized_a) {
   const int64_t elements = s.batch * s.rows * s.cols;
   const int64_t a_count = per_row ? s.batch * s.rows : 1, b_count = per_row ? s.batch * s.cols : s.batch;
-  Buffer y(elements * 4), a_amax(a_count * 4), b_amax(b_count * 4), bias(s.cols * 2), out(elements * size_of(out_kind));
+  Varied y(elements * 4), a_amax(a_count * 4), b_amax(b_count * 4), bias(s.cols * 2), out(elements * size_of(out_kind));
   EpilogueArgs args{};
   args.y = y.as<float>(), args.pitch = s.cols, args.quantized_a = quantized_a;
   args.a = {nullptr, nullptr, a_amax.as<float>(), {}, {s.batch * s.rows / a_count, 0}, 448.0f};
   args.b = {nullptr, nullptr, b_amax.as<float>(), {}, {s.batch * s.cols / b_count, 0}, 448.0f};
   args.result = {with_bias ? bias.as<void>() : nullptr, Float::kBf16, out.as<void>(), out_kind};
   args.shape = {s.batch, s.rows, s.cols, 0};
-  check(launch_epilogue(args, nullptr), "epilogue");
-  check(cudaDeviceSynchronize(), "epilogue");
+  check_run(launch_epilogue(args, nullptr), "epilogue");
 }
 
 const std::vector<Shape> kWhole{{1, 16, 16}, {2, 80, 144}, {1, 64, 64}, {2, 64, 192}, {3, 48, 272}};
