@@ -62,30 +62,14 @@ def test_cases_name_operations_and_inputs():
         assert any(BY_NAME[op].fits(shape) for op in ops or BY_NAME)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "fits"),
-    [
-        ("nvfp4", (17, 48), True),
-        ("nvfp4", (16, 40), False),
-        ("nvfp4 transposed", (48, 17), True),
-        ("nvfp4 pair", (17, 48), False),
-        ("nvfp4_2d", (24, 48), False),
-        ("window64 pair", (64, 48), False),
-        ("window64 pair", (128, 64), True),
-    ],
-)
-def test_an_operation_knows_which_shapes_it_takes(name, shape, fits):
-    assert BY_NAME[name].fits(shape) is fits
-
-
-def test_floor_bytes():
-    bytes_of = {name: op.bytes_per_element(2) for name, op in BY_NAME.items()}
-    assert bytes_of["nvfp4"] == bytes_of["4over6 mse fast"] == bytes_of["row_scaled amax found"] == 2.5625
-    assert bytes_of["nvfp4 amax included"] == 4.5625
-    assert bytes_of["nvfp4 pair"] == 3.125
-    assert bytes_of["window64 pair"] == 3.25
-    assert bytes_of["dequantize to bf16"] == 2.5625
-    assert bytes_of["transpose nvfp4_2d"] == 1.125
+def test_what_an_operation_reads_and_writes_and_takes():
+    fits = {"nvfp4": (17, 48), "nvfp4 transposed": (48, 17), "window64 pair": (128, 64)}
+    misfits = {"nvfp4": (16, 40), "nvfp4 pair": (17, 48), "nvfp4_2d": (24, 48), "window64 pair": (64, 48)}
+    assert all(BY_NAME[name].fits(shape) for name, shape in fits.items())
+    assert not any(BY_NAME[name].fits(shape) for name, shape in misfits.items())
+    floors = {"nvfp4": 2.5625, "row_scaled amax found": 2.5625, "nvfp4 amax included": 4.5625, "nvfp4 pair": 3.125}
+    floors |= {"window64 pair": 3.25, "dequantize to bf16": 2.5625, "transpose nvfp4_2d": 1.125}
+    assert {name: BY_NAME[name].bytes_per_element(2) for name in floors} == floors
 
 
 ROUNDED = [jnvfp4.NVFP4_2D, jnvfp4.WINDOW64, jnvfp4.four_over_six("mae"), jnvfp4.four_over_six("mse", block_rows=16)]
@@ -114,17 +98,10 @@ def test_naive_code_that_draws_or_rotates_keeps_the_values(spec):
     assert abs(jnp.mean(error)) < 0.01
 
 
-@pytest.mark.parametrize("name", ["same46", "even46"])
-@pytest.mark.parametrize("error", ["mae", "mse"])
+@pytest.mark.parametrize(("name", "error"), [("same46", "mae"), ("even46", "mse")])
 def test_adversarial_blocks_are_ties(name, error):
     """Both candidates err alike, so that every block takes the scale of map-to-6: 1, as the encode scale is."""
     x = Case("ties", (32, 64), "fp32", name).make()
-    first = np.abs(x.reshape(-1, 16)[1:])
-    grid = np.array(naive.TIES)
-    errors = [np.abs(naive._value(np.searchsorted(grid, first / s)) * s - first) for s in (1.0, 1.5)]
-    power = 1 if error == "mae" else 2
-    np.testing.assert_array_equal(*(np.sum(e**power, -1) for e in errors))
-    assert (errors[0].sum() > 0) == (name == "even46")
     scale = jnvfp4.quantize(x, jnvfp4.four_over_six(error)).scale.reshape(-1)[1:]
     np.testing.assert_array_equal(np.asarray(scale, np.float32), 1)
 
@@ -426,15 +403,10 @@ def test_chains_of_products():
 
 def test_sizes_of_groups():
     """Proportional to 1 / (i + 1), rounded down; the rest in group 0, and the last eighth empty."""
-    for name in bench_grouped.CASES:
-        case = bench_grouped.parse(name)
-        sizes, used = case.sizes, case.groups * 7 // 8
-        assert sizes.sum() == case.tokens
-        assert not sizes[used:].any()
-        share = 1 / np.arange(1, used + 1)
-        assert (sizes[1:used] == np.floor(case.tokens * share / share.sum())[1:]).all()
-        assert 1 <= case.length <= bench_grouped.MOST
     assert bench_grouped.parse("4096:8x14336x4096").sizes.tolist() == [1584, 789, 526, 394, 315, 263, 225, 0]
+    for case in map(bench_grouped.parse, bench_grouped.CASES):
+        assert case.sizes.sum() == case.tokens
+        assert 1 <= case.length <= bench_grouped.MOST
     assert set(bench_grouped.TARGETS) == set(bench_grouped.TOKENS)
 
 
@@ -526,20 +498,11 @@ def test_a_wrong_argument_is_named(command, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    ("share", "changes", "below"),
-    [
-        (0.878, {}, False),
-        (0.874, {}, True),
-        (0.9, {"met": True}, False),
-        (0.878, {"target us": 9}, True),
-        (0.878, {"times naive": 0.9}, True),
-    ],
-    ids=["rounds_up", "rounds_down", "met", "slow", "slower_than_naive"],
-)
-def test_a_bar_that_reaches_its_target_as_shown_is_not_below(share, changes, below):
-    row = {"share of copy": share, "target share": 0.88, "median_us": 10, "met": False, **changes}
-    assert _below(row) == below
+def test_a_bar_that_reaches_its_target_as_shown_is_not_below():
+    row = {"target share": 0.88, "median_us": 10, "met": False}
+    rows = [{"share of copy": 0.878}, {"share of copy": 0.9, "met": True}, {"share of copy": 0.874}]
+    rows += [{"share of copy": 0.878, "target us": 9}, {"share of copy": 0.878, "times naive": 0.9}]
+    assert [_below(row | changes) for changes in rows] == [False, False, True, True, True]
 
 
 def test_the_picture_names_operations_of_the_suite():

@@ -502,19 +502,15 @@ CHECK_OF_FP4 = cases.product_check(FP4, 100)
 by_cpu = checks.on(jax.devices("cpu")[0], "native")
 
 
-def test_known_answers_of_the_library(library):
-    assert len(list(CHECK_OF_FP4.calls())) > 5
-    assert checks.mismatch(CHECK_OF_FP4, lambda _, call: through(library, call), by_cpu) == ""
-
-
-@pytest.mark.parametrize("fault", LIBRARY_FAULTS)
-def test_each_fault_of_the_library_is_seen_by_several_calls(library, fault):
+@pytest.mark.parametrize("fault", ["", *LIBRARY_FAULTS])
+def test_known_answers_of_the_library_see_each_fault_in_several_calls(library, fault):
     """No fault is found by luck; the padding needs a number of scales that is no multiple of 4."""
     library("go_wrong", fault)
     each = [CHECK_OF_FP4._replace(calls=partial(list, [call])) for call in CHECK_OF_FP4.calls()]
+    assert len(each) > 5
     found = [checks.mismatch(one, lambda _, call: through(library, call), by_cpu) for one in each]
     seen = [text for text in found if text]
-    assert len(seen) >= len(found) // 2
+    assert (len(seen) >= len(found) // 2) if fault else not seen
     assert all("elements differ, first at [" in text for text in seen)
 
 
