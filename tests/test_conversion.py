@@ -91,11 +91,8 @@ def nvdisasm() -> str:
     """nvdisasm of a toolkit, or of the wheel nvidia-cuda-nvdisasm."""
     found = shutil.which("nvdisasm")
     spec = importlib.util.find_spec("nvidia")
-    wheels = (
-        [file for folder in spec.submodule_search_locations or [] for file in Path(folder).glob("*/bin/nvdisasm")]
-        if spec
-        else []
-    )
+    folders = (spec.submodule_search_locations or []) if spec else []
+    wheels = [file for folder in folders for file in Path(folder).glob("*/bin/nvdisasm")]
     if not found and not wheels:
         pytest.skip("no nvdisasm (pip install nvidia-cuda-nvdisasm)")
     return found or str(wheels[0])
@@ -106,15 +103,8 @@ def compiled(source, target, folder) -> tuple[dict[str, list[str]], dict[str, tu
     if not shutil.which("nvcc"):
         pytest.skip("no nvcc")
     disassembler, cubin = nvdisasm(), folder / "x.cubin"
-    command = [
-        "nvcc",
-        *FLAGS,
-        f"-gencode=arch=compute_{target},code=sm_{target}",
-        "-cubin",
-        str(source),
-        "-o",
-        str(cubin),
-    ]
+    target_flag = f"-gencode=arch=compute_{target},code=sm_{target}"
+    command = ["nvcc", *FLAGS, target_flag, "-cubin", str(source), "-o", str(cubin)]
     done = subprocess.run(command, capture_output=True, text=True)
     if "Unsupported gpu architecture" in done.stderr:
         pytest.skip(f"this nvcc does not know {target}")

@@ -51,18 +51,15 @@ def check(device, a, b, bias=None, out=np.float32, kernel=KERNEL) -> None:
     assert_bitwise(multiply(device, a, b, bias, out, kernel), jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out))
 
 
-@every_kernel
-@pytest.mark.parametrize("m", ROWS)
-@pytest.mark.parametrize(("n", "k"), WIDTHS)
-def test_shapes(device, m, n, k, kernel):
-    check(device, *quantized((m, n, k), ROW, ROW), kernel=kernel)
+WIDTHS_OF_WINDOWS = [(1, 64), (40, 192), (64, 4096), (130, 1600), (1000, 4160), (9024, 256)]
+SHAPES = [(ROW, *shape) for shape in WIDTHS] + [(WINDOW, *shape) for shape in WIDTHS_OF_WINDOWS]
 
 
 @every_kernel
 @pytest.mark.parametrize("m", ROWS)
-@pytest.mark.parametrize(("n", "k"), [(1, 64), (40, 192), (64, 4096), (130, 1600), (1000, 4160), (9024, 256)])
-def test_shapes_of_windows(device, m, n, k, kernel):
-    check(device, *quantized((m, n, k), WINDOW, WINDOW), kernel=kernel)
+@pytest.mark.parametrize(("fmt", "n", "k"), SHAPES, ids=lambda v: getattr(v, "amax_scope", v))
+def test_shapes(device, fmt, m, n, k, kernel):
+    check(device, *quantized((m, n, k), fmt, fmt), kernel=kernel)
 
 
 @every_a
