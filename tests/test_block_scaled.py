@@ -4,6 +4,7 @@ The stand-in (cpp/cublaslt_stand_in.cc) computes from the pointers and attribute
 compared in test_gemm_kernels.py.
 """
 
+import contextlib
 import itertools
 import json
 import pathlib
@@ -25,6 +26,7 @@ import jnvfp4
 from jnvfp4 import NVFP4Tensor
 from jnvfp4._native import load, plans
 from jnvfp4._primitives import _base, _matmul_routes
+from jnvfp4._primitives.self_check import checks, known_answers
 
 KERNEL = "sm100_cublaslt_nvfp4"
 B200, B300, THOR, RTX, SPARK = 100, 103, 110, 120, 121
@@ -101,14 +103,15 @@ def calls(library, monkeypatch):
     def call_kernel(product, chosen):
         found.append(chosen.kernel)
 
-        def multiply(a, b):
+        def multiply(a, b, *bias):
             a, b = NVFP4Tensor(*a, product.params.a), NVFP4Tensor(*b, product.params.b)
             a, b = jax.tree.map(np.asarray, (a, b))
             if chosen.kernel != KERNEL:
-                return matmul_by_formula(a, b, dtype=product.params.out_dtype)
-            return multiply_by_stand_in(library, KERNEL, a, b, out=product.params.out_dtype)
+                return matmul_by_formula(a, b, *bias, dtype=product.params.out_dtype)
+            return multiply_by_stand_in(library, KERNEL, a, b, *bias, out=product.params.out_dtype)
 
-        return jax.pure_callback(multiply, product.result, product.a, product.b)
+        bias = () if product.bias is None else (product.bias,)
+        return jax.pure_callback(multiply, product.result, product.a, product.b, *bias)
 
     right = _base._backend
     monkeypatch.setattr(_base, "_backend", lambda *args: right(*args)._replace(capability=B200))
@@ -163,6 +166,24 @@ def test_vmap_of_a_lowered_product(calls, in_axes):
     for i in range(3):
         one = [t if axis is None else t[i] for t, axis in zip((a, b), in_axes, strict=True)]
         assert_bitwise(y[i], matmul_by_formula(*one, dtype=jnp.bfloat16))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["", "layout", "alpha", "padding", "nan"])
+def test_a_library_that_gives_wrong_bits_is_not_used(calls, library, monkeypatch, fault):
+    """Lowering plans its product, the self-check refuses it, the decode path computes."""
+    samples = [s._replace(shape=shape) for s in known_answers.SAMPLES[:1] for shape in ((129, 144, 80), (70, 45, 48))]
+    monkeypatch.setattr(known_answers, "SAMPLES", samples)
+    monkeypatch.setattr(plans, "has_run_on", lambda capability: False)
+    monkeypatch.setattr(checks, "_FOUND", {})
+    library("go_wrong", fault)
+    a, b = order_free_operands(None, (66, 47, 80))
+    warned = pytest.warns(RuntimeWarning, match=f"self-check of matmul_nt {KERNEL} on")
+    with warned if fault else contextlib.nullcontext():
+        for _ in range(2):
+            y = lowered_for_b200(lambda a, b: jnvfp4.matmul_nt(a, b, out_dtype=np.float32))(a, b)
+            assert_bitwise(y, matmul_by_formula(a, b))
+    assert ("decode_then_dot" in calls) == bool(fault)
 
 
 # ---------------------------------------------------------------- versions

@@ -48,12 +48,26 @@ def huge(gpu):
         return x.at[-PIECE:].multiply(2)
 
 
-@pytest.mark.parametrize("spec", [NVFP4, NVFP4_2D, NVFP4_RHT, ROW_SCALED, WINDOW64, four_over_six()], ids=name_of)
-def test_the_end_of_a_huge_tensor(huge, spec):
-    t = quantize(huge, spec)
+def end_of(t, transposed: bool) -> tuple[jax.Array, jax.Array]:
+    """The codes and scales of the last rows of what was quantized."""
+    if transposed:
+        return t.data[:, -PIECE // 2 :], t.scale[:, -PIECE // 16 :]
+    return t.data[-PIECE:], t.scale[-PIECE:]
+
+
+SPECS = [NVFP4, NVFP4_2D, NVFP4_RHT, ROW_SCALED, WINDOW64, four_over_six()]
+
+
+@pytest.mark.parametrize(
+    ("spec", "transposed"),
+    [*((spec, False) for spec in SPECS), *((spec, True) for spec in SPECS[:3])],
+    ids=lambda v: str(v) if isinstance(v, bool) else name_of(v),
+)
+def test_the_end_of_a_huge_tensor(huge, spec, transposed):
+    t = quantize(huge, spec, transpose=transposed)
     amax = t.amax[-PIECE:] if t.amax.ndim else t.amax
-    end = quantize(huge[-PIECE:], spec, amax=amax)
-    assert_same_tensor((t.data[-PIECE:], t.scale[-PIECE:]), (end.data, end.scale))
+    end = quantize(huge[-PIECE:], spec, amax=amax, transpose=transposed)
+    assert_same_tensor(end_of(t, transposed), (end.data, end.scale))
 
 
 def test_random_bits_at_the_end_of_a_huge_tensor(huge):
@@ -67,29 +81,18 @@ def test_random_bits_at_the_end_of_a_huge_tensor(huge):
 
 @pytest.mark.parametrize("pair", [(NVFP4, NVFP4), (NVFP4, NVFP4_RHT), (NVFP4_2D, NVFP4_2D)], ids=str)
 def test_the_end_of_a_huge_pair(huge, pair):
-    row, col = quantize_pair(huge, *pair)
-    end_row, end_col = quantize_pair(huge[-PIECE:], *pair, amax=(row.amax, col.amax))
-    assert_same_tensor((row.data[-PIECE:], row.scale[-PIECE:]), (end_row.data, end_row.scale))
-    assert_same_tensor((col.data[:, -PIECE // 2 :], col.scale[:, -PIECE // 16 :]), (end_col.data, end_col.scale))
+    pair_of_all = quantize_pair(huge, *pair)
+    ends = quantize_pair(huge[-PIECE:], *pair, amax=tuple(t.amax for t in pair_of_all))
+    for transposed, (t, end) in enumerate(zip(pair_of_all, ends, strict=True)):
+        assert_same_tensor(end_of(t, bool(transposed)), (end.data, end.scale))
 
 
-@pytest.mark.parametrize("spec", [NVFP4, NVFP4_2D, NVFP4_RHT], ids=name_of)
-def test_the_end_of_a_huge_transposed_tensor(huge, spec):
-    t = quantize(huge, spec, transpose=True)
-    end = quantize(huge[-PIECE:], spec, amax=t.amax, transpose=True)
-    assert_same_tensor((t.data[:, -PIECE // 2 :], t.scale[:, -PIECE // 16 :]), (end.data, end.scale))
-
-
-def test_dequantize_the_end_of_a_huge_tensor(huge):
-    t = quantize(huge)
-    end = quantize(huge[-PIECE:], amax=t.amax)
-    assert_same_tensor(dequantize(t, jnp.bfloat16)[-PIECE:], dequantize(end, jnp.bfloat16))
-
-
-def test_transpose_the_end_of_a_huge_tensor(huge):
+def test_what_reads_a_huge_tensor(huge):
     t = quantize(huge, NVFP4_2D)
-    moved, end = transpose(t), transpose(quantize(huge[-PIECE:], NVFP4_2D, amax=t.amax))
-    assert_same_tensor((moved.data[:, -PIECE // 2 :], moved.scale[:, -PIECE // 16 :]), (end.data, end.scale))
+    end = quantize(huge[-PIECE:], NVFP4_2D, amax=t.amax)
+    assert_same_tensor(dequantize(t, jnp.bfloat16)[-PIECE:], dequantize(end, jnp.bfloat16))
+    moved = transpose(end)
+    assert_same_tensor(end_of(transpose(t), True), (moved.data, moved.scale))
 
 
 GRAPH_SCRIPT = """

@@ -46,20 +46,9 @@ def small_config(**changes):
     from lm.config import Config
 
     config = Config(
-        layers=3,
-        width=32,
-        heads=2,
-        kv_heads=2,
-        mlp_width=64,
-        seq=16,
-        batch=4,
-        steps=10,
-        peak_lr=3e-3,
-        val_batches=2,
-        architecture="llama",
-        vocabulary=64,
-        last_lr=0.0,
-    )
+        layers=3, width=32, heads=2, kv_heads=2, mlp_width=64, seq=16, batch=4, steps=10, peak_lr=3e-3,
+        val_batches=2, architecture="llama", vocabulary=64, last_lr=0.0,
+    )  # fmt: skip
     return dataclasses.replace(config, **changes)
 
 
@@ -129,21 +118,17 @@ def test_corpus_has_every_text_once(corpus, tmp_path):
 
 
 def test_corpus_is_kept_in_a_file(corpus, tmp_path):
-    write_files(tmp_path / "text", 400)
-    path = tmp_path / "kept/tokens.npz"
-    made = corpus.load(path, [tmp_path / "text"], 300)
+    text, path = tmp_path / "text", tmp_path / "kept/tokens.npz"
+    write_files(text, 400)
+    made = corpus.load(path, [text], 300)
     assert [file.name for file in path.parent.iterdir()] == ["tokens.npz"]
-    (tmp_path / "text/more.py").write_text("more = 1")
-    found = corpus.load(path, [tmp_path / "text"], 300)  # is not built again
+    (text / "more.py").write_text("more = 1")
+    found = corpus.load(path, [text], 300)  # is not built again
     assert found.source == made.source
     np.testing.assert_array_equal(found.train, made.train)
-    for folders, vocabulary, limit in (
-        ([tmp_path], 300, None),
-        ([tmp_path / "text"], 400, None),
-        ([tmp_path / "text"], 300, 9),
-    ):
+    for folder, vocabulary, limit in ((tmp_path, 300, None), (text, 400, None), (text, 300, 9)):
         with pytest.raises(ValueError, match=r"tokens\.npz must be made from"):
-            corpus.load(path, folders, vocabulary, limit)
+            corpus.load(path, [folder], vocabulary, limit)
     with pytest.raises(ValueError, match="must have hundreds of files, a part of them for validation, got 0 files"):
         corpus.build([], 300)
 

@@ -514,47 +514,6 @@ def test_known_answers_of_the_library_see_each_fault_in_several_calls(library, f
     assert all("elements differ, first at [" in text for text in seen)
 
 
-@pytest.mark.parametrize("fault", [None, *LIBRARY_FAULTS])
-@pytest.mark.long
-def test_a_product_on_blackwell_with_a_faulty_library(library, monkeypatch, fault):
-    """The whole way: lowering plans the library's product, its check refuses it, the decode path computes."""
-    cpu = jax.devices("cpu")[0]
-    used = []
-
-    def call_kernel(product, chosen):
-        assert chosen.kernel == FP4
-        bias = () if product.bias is None else (product.bias,)
-        operands = (*product.a, *product.b, *bias)
-        call = lambda *arrays: checks.Call(tuple(map(np.asarray, arrays)), product.params)  # noqa: E731
-        run = lambda *arrays: through(library, call(*arrays))[0]  # noqa: E731
-        return jax.pure_callback(run, product.result, *operands)
-
-    def decode_then_dot(p):
-        used.append("decode_then_dot")
-        return _matmul_routes.by_reference(p)
-
-    right = _base._backend
-    monkeypatch.setattr(_base, "_backend", lambda *args: right(*args)._replace(capability=100))
-    monkeypatch.setattr(_matmul_routes, "_call_kernel", call_kernel)
-    monkeypatch.setattr(_matmul_routes, "_decode_then_dot", decode_then_dot)
-    monkeypatch.setattr(plans, "has_run_on", lambda capability: False)
-    monkeypatch.setattr(checks, "_FOUND", {})
-    monkeypatch.setattr(known_answers, "SAMPLES", [SAMPLE, SAMPLE._replace(shape=(70, 45, 48))])
-    library("go_wrong", fault or "")
-    with jax.default_device(cpu):
-        a, b = order_free_operands(None, (66, 47, 80))
-        expected = want(a, b, out_dtype=np.float32)
-        with one_warning(f"self-check of matmul_nt {FP4} on") if fault else contextlib.nullcontext():
-            for _ in range(2):
-                y = jax.jit(lambda a, b: matmul_of(a, b))(a, b)
-                assert_bitwise(y, expected)
-    assert bool(used) == bool(fault)
-
-
-def matmul_of(a, b):
-    return jnvfp4.matmul_nt(a, b, out_dtype=np.float32)
-
-
 def test_no_thread_is_left(never_run):
     multiply(out_dtype=np.float16)(*on(never_run, A, B))
     assert not [thread for thread in threading.enumerate() if thread.name == "jnvfp4 self-check"]
