@@ -2,7 +2,7 @@
 
 ``rule(words, operation, *operands, **options)`` is a wrong call of a public function, or of each function of a tuple.
 ``test_errors.py`` makes it with arrays, and with abstract ones. ``handler`` is an FFI call that breaks the same rule,
-with words of its handler; ``test_ffi.py`` makes it. A rule without an operation is one that only handlers have.
+with words of its handler; ``test_ffi.py`` makes it. What handlers alone refuse is appended to ``OF_HANDLERS``.
 """
 
 import re
@@ -61,21 +61,20 @@ CPU_BLOCKS, CPU_ELEMENTS = "cpu_nvfp4_blocks", "cpu_dense_elements"  # shapes ar
 
 @dataclass(frozen=True)
 class Rule:
-    operation: Callable | None
-    words: str
+    operation: Callable
+    error: type[Exception]
+    words: str  # after "<operation>: "; "..." stands for anything
     operands: tuple
     options: dict[str, Any]
-    handler: tuple[Call, str] | None
 
     @property
     def name(self) -> str:
-        return f"{self.operation.__name__}: {self.words}" if self.operation else self.handler[1]
+        return f"{self.operation.__name__}: {self.words}"
 
     @property
     def pattern(self) -> str:
-        """A regular expression for the error; "..." stands for anything."""
-        name = self.name.replace("TypeError: ", "")
-        return f"{'TypeError: ' * ('TypeError: ' in self.words)}^{'.*'.join(map(re.escape, name.split('...')))}"
+        """A regular expression for the error."""
+        return "^" + ".*".join(map(re.escape, self.name.split("...")))
 
     def bind(self) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
         """The wrong call as a function of its abstract arrays, and these."""
@@ -92,12 +91,14 @@ class Rule:
 
 
 RULES: list[Rule] = []
+OF_HANDLERS: list[tuple[Call, str]] = []  # wrong calls of FFI targets, and words of their errors
 
 
-def rule(words: str, operation: Callable | tuple[Callable, ...] | None, *operands, handler=None, **options) -> None:
-    for function in operation if isinstance(operation, tuple) else (operation,):
-        RULES.append(Rule(function, words, operands, options, handler))
-        handler = None  # once
+def rule(words: str, operations: Callable | tuple[Callable, ...], *operands, handler=None, **options) -> None:
+    error = TypeError if words.startswith("TypeError: ") else ValueError
+    for operation in operations if isinstance(operations, tuple) else (operations,):
+        RULES.append(Rule(operation, error, words.removeprefix("TypeError: "), operands, options))
+    OF_HANDLERS.extend([] if handler is None else [handler])
 
 
 def a(*shape, dtype=F32):
@@ -138,8 +139,8 @@ rule(text, (quantize, fake_quant), a(20, 64), spec=NVFP4_2D, handler=part_of_til
 rule(text, quantize_pair, a(20, 64), row_spec=NVFP4_2D, col_spec=ROW_SCALED)
 rule("x must have rank 2 or more, [..., M, K], got x.shape=(64,)", QUANTIZERS, a(64))
 rule("x must have rank 2 or more", quantize, a())
-rule("", None, handler=(quantize_call(ROW_SCALED, False, cols=0), "multiple of 16 and not 0"))
-rule("", None, handler=(rht_amax_call(rows=0), "x must have elements"))
+OF_HANDLERS.append((quantize_call(ROW_SCALED, False, cols=0), "multiple of 16 and not 0"))
+OF_HANDLERS.append((rht_amax_call(rows=0), "x must have elements"))
 
 # ---------------------------------------------------------------- quantizers: arrays and their types
 rule(f"TypeError: x must be {FLOATS}, got int32", QUANTIZERS, a(16, 16, dtype=I32))
@@ -266,7 +267,7 @@ two_batches = (
 rule("K of a must be a multiple of 16", matmul_nt, t(8, 40), t(8, 40), handler=part_of_block)
 rule("a and b must have the same K, got K=32 and K=48", matmul_nt, t(8, 32), t(8, 48), handler=two_depths)
 rule("a and b must have the same K, got K=48 and K=32", matmul_nt, a(8, 48, dtype=BF16), t(8, 32))
-rule("", None, handler=(matmul_call(CPU_BLOCKS, k=0), "the same K, not 0"))
+OF_HANDLERS.append((matmul_call(CPU_BLOCKS, k=0), "the same K, not 0"))
 text = "b must be [N, K] or have the leading axes of a, got a [(2,), M, K] and b [(3,), N, K]"
 rule(text, matmul_nt, t(8, 32, lead=(2,)), t(8, 32, lead=(3,)), handler=two_batches)
 rule("b must be [N, K] or have the leading axes of a", matmul_nt, t(8, 32), t(8, 32, lead=(3,)))
@@ -308,7 +309,7 @@ rule(text, grouped_matmul_nt, t(32, 64, lead=(2,)), experts, sizes, handler=matr
 text = "b must have rank 3, [G, N, K]"
 rule(text, grouped_matmul_nt, left, t(16, 64), sizes, handler=(one_matrix, "b data must have rank 3"))
 rule("a and b must have the same K, got K=32 and K=64", grouped_matmul_nt, t(32, 32), experts, sizes, handler=no_depth)
-rule("", None, handler=(with_shapes(grouped, b_amax=()), "b amax must have shape (G,) or (G, N)"))
+OF_HANDLERS.append((with_shapes(grouped, b_amax=()), "b amax must have shape (G,) or (G, N)"))
 rule("TypeError: b must be an NVFP4Tensor", grouped_matmul_nt, left, a(3, 16, 64), sizes)
 text = "TypeError: an unquantized a must be bfloat16 or float16, got float32"
 rule(text, grouped_matmul_nt, a(32, 64), experts, sizes)

@@ -7,19 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import FLOAT_MAX, refused
+from helpers import FLOAT_MAX
 from rules import RULES, X
 
 from jnvfp4 import quantize
 
-every_rule = pytest.mark.parametrize("rule", [r for r in RULES if r.operation], ids=lambda rule: rule.name)
+every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 
 
 @every_rule
 def test_abstract_arrays_are_refused(rule):
     """`<op>: <what> must <rule>, got <value>`: no message prints braces of a forgotten f-string."""
     call, abstract = rule.bind()
-    with refused(rule.pattern) as raised:
+    with pytest.raises(rule.error, match=rule.pattern) as raised:
         jax.eval_shape(call, *abstract)
     assert not re.search(r"\{\w+[.!:}]", str(raised.value))
     assert len(str(raised.value)) < 500
@@ -29,7 +29,7 @@ def test_abstract_arrays_are_refused(rule):
 def test_arrays_are_refused(rule):
     call, abstract = rule.bind()
     arrays = [jnp.zeros(s.shape, s.dtype) for s in abstract]
-    with refused(rule.pattern):
+    with pytest.raises(rule.error, match=rule.pattern):
         call(*arrays)
 
 
