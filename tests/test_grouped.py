@@ -331,7 +331,7 @@ SHARDINGS = {
     "K and experts": (P(None, "y"), P("x", None, "y")),
     "K of one": (P("x", "y"), P()),
 }
-CROSSED = ("tokens over both", "experts and tokens", "experts, tokens and columns", "K and experts")
+CROSSED = ("tokens over both", "experts and tokens", "experts, tokens and columns", "K", "K and experts")
 
 
 @pytest.mark.parametrize("kind", KINDS)
