@@ -268,6 +268,7 @@ rule("K of a must be a multiple of 16", matmul_nt, t(8, 40), t(8, 40), handler=p
 rule("a and b must have the same K, got K=32 and K=48", matmul_nt, t(8, 32), t(8, 48), handler=two_depths)
 rule("a and b must have the same K, got K=48 and K=32", matmul_nt, a(8, 48, dtype=BF16), t(8, 32))
 OF_HANDLERS.append((matmul_call(CPU_BLOCKS, k=0), "the same K, not 0"))
+OF_HANDLERS.append((matmul_call(CPU_ELEMENTS, dense=True, windows=True), "a_windows must be false with a 16-bit a"))
 text = "b must be [N, K] or have the leading axes of a, got a [(2,), M, K] and b [(3,), N, K]"
 rule(text, matmul_nt, t(8, 32, lead=(2,)), t(8, 32, lead=(3,)), handler=two_batches)
 rule("b must be [N, K] or have the leading axes of a", matmul_nt, t(8, 32), t(8, 32, lead=(3,)))
