@@ -43,7 +43,7 @@ class Kernel:
     shapes: list[Shape]  # sizes that divide its work in every way
     ordinary: list[Shape]  # for data whose sums depend on the order; none if the order is pinned
     lefts: tuple[str, ...] = tuple(LEFT)
-    few_rows: bool = False  # 16 at most, leading axes of a included
+    most_rows: int = 1 << 30  # that it takes, leading axes of a included
 
 
 # Rows of a that kernels of Hopper put into a tile, and parts of K: test_gemm_hopper.py. 132 multiprocessors.
@@ -109,13 +109,14 @@ KERNELS = [
         shapes=[],
         ordinary=[],
         lefts=("nvfp4",),
+        most_rows=64,
     ),
     Kernel(
         "sm90_{}_small_m",
         paths=[(5, 35, 48), (16, 36, 512)],  # with a mask, and without
         shapes=SMALL_M,
         ordinary=deep(SMALL_M),
-        few_rows=True,
+        most_rows=16,
     ),
     Kernel(
         "sm90_{}_fused",
@@ -230,7 +231,7 @@ def test_formats(run, of):
 @pytest.mark.parametrize("shared", [False, True], ids=["batched b", "shared b"])
 def test_leading_axes(run, of, scope, shared):
     m, n, k = of.shape
-    if shared and (of.kernel.few_rows or "small_m" in of.name):
+    if shared and 6 * m > of.kernel.most_rows:
         m = max(1, m // 6)  # leading axes of a are rows
     lead, b_lead = (2, 3), () if shared else (2, 3)
     rng = np.random.default_rng(5)
@@ -248,7 +249,7 @@ def test_leading_axes(run, of, scope, shared):
 @every_kernel
 def test_every_code_and_scale(run, of):
     """Each result is one decoded value of either operand."""
-    rows = 16 if of.kernel.few_rows else 64 if "small_m" in of.name else 512
+    rows = min(512, of.kernel.most_rows)
     values = {"scales": range(0x7F), "amax": 6 * 448.0}
     b = random_tensor(1, (300, 512), **values)
     for first in range(0, 512, rows):
