@@ -11,7 +11,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jnvfp4.checkpoints._files.safetensors import TAGS, Planned, Writer
+from jnvfp4.checkpoints._files.safetensors import TAGS, Planned, writing
 from jnvfp4.cli import main
 
 GOLDEN = Path(__file__).parent / "data" / "checkpoints"
@@ -29,7 +29,7 @@ def environment() -> dict[str, str]:
 def write(path, tensors, metadata=None):
     """One file; tensors are (safetensors dtype, array) by name."""
     plan = [Planned(n, t, np.shape(a)) for n, (t, a) in tensors.items()]
-    with Writer(path, plan, metadata or {"format": "pt"}) as out:
+    with writing(path, plan, metadata or {"format": "pt"}) as out:
         for name, (_, a) in tensors.items():
             out.put(name, np.asarray(a))
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import weight, write_model
+from checkpoints import model_of, weight
 
 import jnvfp4
 from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, verify_checkpoint, write_report
@@ -24,7 +24,7 @@ def drawn(tmp_path, monkeypatch):
     experts = {f"model.layers.1.mlp.experts.{e}.down_proj.weight": weight(64, 64, 50 + e) for e in range(4)}
     config = {"model_type": "llama", "num_hidden_layers": LAYERS}
     shard = {**layers, **experts, "odd.weight": weight(64, 64)}
-    model = write_model(tmp_path / "Tiny-1B", {"model.safetensors": shard}, config)
+    model = model_of(tmp_path / "Tiny-1B", shard, config)
 
     def draw(with_result=True, **options):
         result = convert_checkpoint(model, tmp_path / "out", ConvertOptions(**options), overwrite=True)
