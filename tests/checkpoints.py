@@ -26,6 +26,11 @@ def environment() -> dict[str, str]:
     return {name: v for name, v in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
 
 
+def draw_nothing(monkeypatch) -> None:
+    """Reports have no picture from now on, which takes long."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+
 def write(path, tensors, metadata=None):
     """One file; tensors are (safetensors dtype, array) by name."""
     plan = [Planned(n, t, np.shape(a)) for n, (t, a) in tensors.items()]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import DOWN, GATE, UP, files_of, model_of, weight
+from checkpoints import DOWN, GATE, UP, draw_nothing, files_of, model_of, weight
 
 from jnvfp4.checkpoints import (
     CheckpointError,
@@ -32,8 +32,9 @@ def model(tmp_path):
 
 # ---------------------------------------------------------------- nothing is measured
 @pytest.mark.parametrize("layout", ["modelopt", CT])
-def test_scales_that_nobody_measured_are_called_uncalibrated(model, tmp_path, capsys, layout):
+def test_scales_that_nobody_measured_are_called_uncalibrated(model, tmp_path, capsys, monkeypatch, layout):
     """In the output, in the plan and in the report; --quiet does not take it out of the result."""
+    draw_nothing(monkeypatch)
     convert = ["convert", "--format", layout, str(model)]
     assert main([*convert, str(tmp_path / "a"), "--report", str(tmp_path / "report")]) == 0
     out, err = capsys.readouterr()

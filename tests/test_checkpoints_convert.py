@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import GOLDEN, TE_MODELOPT, files_of, model_of, refused, weight
+from checkpoints import GOLDEN, TE_MODELOPT, draw_nothing, files_of, model_of, refused, weight
 from conftest import gpus, skip_or_fail
 
 import jnvfp4
@@ -317,7 +317,8 @@ def changed(directory, name, value):
         ("weight_scale_2", np.float32(3e38).tobytes(), "relative error is (inf|nan)"),
     ],
 )
-def test_verify_finds_what_is_no_number(tmp_path, part, value, text):
+def test_verify_finds_what_is_no_number(tmp_path, monkeypatch, part, value, text):
+    draw_nothing(monkeypatch)
     model_of(tmp_path / "in", {"a.down_proj.weight": weight(16, 32), "b.o_proj.weight": weight(16, 32)})
     convert_checkpoint(tmp_path / "in", tmp_path / "out")
     changed(tmp_path / "out", f"a.down_proj.{part}", value)

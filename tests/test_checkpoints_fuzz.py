@@ -265,7 +265,7 @@ valid = st.dictionaries(
     st.tuples(st.sampled_from(list(DTYPES)), small), min_size=1, max_size=5,
 )  # fmt: skip
 
-short = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
+short = hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
 
 
 @short

@@ -6,20 +6,19 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from checkpoints import (
-    COMMAND,
     DOWN,
     GATE,
     INDEX,
     TE_MODELOPT,
     UP,
-    environment,
+    draw_nothing,
     files_of,
     model_of,
     refused,
@@ -223,17 +222,44 @@ EVERY_FLAG = [(flags.split(" "), values) for flags, values in FLAGS.items()]
 EVERY_FLAG += [(arguments, {"spec": spec}) for arguments, spec in SPECS]
 
 
+@pytest.fixture
+def called(model, tmp_path, monkeypatch):
+    """Runs the command, and gives what the converter is called with."""
+
+    def run(*arguments):
+        found = []
+
+        def convert(source, output, options, **others):
+            found.append((options, others))
+            raise CheckpointError("called")
+
+        monkeypatch.setattr(cli, "convert_checkpoint", convert)
+        assert main(["convert", str(model), str(tmp_path / "out"), *arguments]) == 3
+        return found[0]
+
+    return run
+
+
 @pytest.mark.parametrize(("arguments", "values"), EVERY_FLAG, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
-def test_flags_are_options(model, tmp_path, monkeypatch, arguments, values):
-    found = []
+def test_flags_are_options(called, arguments, values):
+    options, _ = called(*arguments)
+    assert options == ConvertOptions(layout="te" if "te" in arguments else "modelopt", **values)
 
-    def called(source, output, options, **others):
-        found.append(options)
-        raise CheckpointError("called")
 
-    monkeypatch.setattr(cli, "convert_checkpoint", called)
-    assert main(["convert", str(model), str(tmp_path / "out"), *arguments]) == 3
-    assert found == [ConvertOptions(layout="te" if "te" in arguments else "modelopt", **values)]
+@pytest.mark.parametrize(
+    ("arguments", "device", "implementation"),
+    [
+        ([], None, None),
+        (["--backend", "cpu"], "cpu", "native"),
+        (["--backend", "jnp"], None, "reference"),
+        (["--backend", "jnp", "--device", "cpu:0"], "cpu", "reference"),
+        (["--device", "cpu"], "cpu", None),
+    ],
+)
+def test_backends_choose_device_and_kernels(called, arguments, device, implementation):
+    _, others = called(*arguments)
+    assert others["device"] == (None if device is None else jax.devices(device)[0])
+    assert others["implementation"] == implementation
 
 
 def test_every_option_has_a_flag():
@@ -241,7 +267,8 @@ def test_every_option_has_a_flag():
     assert named == {f.name for f in dataclasses.fields(ConvertOptions)}
 
 
-def test_a_subfolder_is_the_whole_input(model, tmp_path, capsys):
+def test_a_subfolder_is_the_whole_input(model, tmp_path, capsys, monkeypatch):
+    draw_nothing(monkeypatch)
     (tmp_path / "top").mkdir()
     (tmp_path / "top" / "config.json").write_text("of the parent")
     model.rename(tmp_path / "top" / "text")
@@ -263,7 +290,7 @@ def test_warnings_and_notes(tmp_path, capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert re.search(r"bytes in all; .*\nwarning    \S*config.json: missing", out)
     assert not err
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    draw_nothing(monkeypatch)
     report = ["--report", str(tmp_path / "report")]
     assert main([*convert, str(tmp_path / "a"), "--json-progress", *report]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
@@ -282,6 +309,7 @@ def test_warnings_and_notes(tmp_path, capsys, monkeypatch):
 
 
 def test_a_report_that_cannot_be_written(model, tmp_path, capsys, monkeypatch):
+    draw_nothing(monkeypatch)
     (tmp_path / "file").write_text("")
     for path in ("file", "file/report"):
         refused(model, tmp_path, "file: is a file; expected a directory", 2, "--report", str(tmp_path / path),
@@ -292,14 +320,14 @@ def test_a_report_that_cannot_be_written(model, tmp_path, capsys, monkeypatch):
     assert "report.json" in files_of(out / "report")
 
 
-def test_who_reads_has_enough(model):
+def test_who_reads_has_enough(model, monkeypatch, capsys):
     """No word of it; 141 as of a process that SIGPIPE ended."""
     read, write_end = os.pipe()
     os.close(read)
-    command = [*COMMAND, "inspect", str(model)]
-    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, env=environment(), text=True, timeout=120)
-    os.close(write_end)
-    assert (done.returncode, done.stderr) == (141, "")
+    with open(write_end, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(["inspect", str(model)]) == 141
+    assert not capsys.readouterr().err
 
 
 def help_of(capsys, *arguments) -> str:
@@ -460,12 +488,11 @@ def test_stdout_may_be_text_in_memory(monkeypatch):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_behind_stdout(tmp_path):
+def test_a_full_disk_behind_stdout(monkeypatch, capsys):
     with open("/dev/full", "w") as full:
-        found = subprocess.run(
-            [*COMMAND, "inspect", str(TE_MODELOPT)], stdout=full, stderr=subprocess.PIPE, text=True, env=environment()
-        )
-    assert (found.returncode, found.stderr) == (6, "error: stdout: cannot be written (No space left on device)\n")
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["inspect", str(TE_MODELOPT)]) == 6
+    assert capsys.readouterr().err == "error: stdout: cannot be written (No space left on device)\n"
 
 
 def test_one_long_name_does_not_widen_all_lines():

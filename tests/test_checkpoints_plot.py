@@ -62,18 +62,15 @@ def test_a_picture_says_what_it_is_of(drawn, options, title):
         assert low < data.min() <= data.max() < high
 
 
-def test_layers_are_whole_numbers(drawn):
+def test_a_line_has_one_point_for_each_layer(drawn):
+    """Layers are whole numbers. The four experts of a layer are its mean, and their span is shaded."""
     figure = drawn()
     axes = figure.axes[-1]
     low, high = axes.get_xlim()
     ticks = dict(zip(axes.get_xticks(), (t.get_text() for t in axes.get_xticklabels()), strict=True))
     assert {x: t for x, t in ticks.items() if low <= x <= high} == {-1: "none", 0: "0", 1: "1", 2: "2"}
     assert axes.get_xlabel().startswith("layer")
-
-
-def test_a_line_has_one_point_for_each_layer(drawn):
-    """The four experts of a layer are its mean, and their span is shaded."""
-    error = drawn().axes[0]
+    error = figure.axes[0]
     lines = {line.get_label(): line for line in error.lines}
     assert set(lines) >= {"gate_proj", "up_proj", "down_proj", "odd"}
     assert list(lines["down_proj"].get_xdata()) == list(range(LAYERS))

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from checkpoints import DOWN, GATE, UP, model_of, weight, write
+from checkpoints import DOWN, GATE, UP, draw_nothing, model_of, weight, write
 
 import jnvfp4
 from jnvfp4.checkpoints import CheckpointError, ConvertOptions, VerificationError, convert_checkpoint, verify_checkpoint
@@ -137,7 +137,8 @@ def test_an_output_names_its_recipe(tmp_path, recipe, spec):
 
 # ---------------------------------------------------------------- nothing is quantized
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors", "te"])
-def test_an_output_without_nvfp4_weights_is_verified(tmp_path, capsys, layout):
+def test_an_output_without_nvfp4_weights_is_verified(tmp_path, capsys, monkeypatch, layout):
+    draw_nothing(monkeypatch)
     model = model_of(tmp_path / "in", {DOWN: weight(16, 32)})
     out, report = str(tmp_path / "out"), tmp_path / "report"
     flags = ["--num-layers-at-start-in-bf16", "99", "--allow-empty", "--format", layout, "--report", str(report)]

@@ -247,6 +247,7 @@ def test_te_becomes_the_others(tmp_path, spec):
 
 
 # ---------------------------------------------------------------- options
+@pytest.mark.long
 def test_the_reference_writes_the_same_files(tmp_path):
     model_of(tmp_path / "in", {"a.down_proj.weight": array(32, 64), "b.norm.weight": array(64)})
     for backend in ("cpu", "jnp"):
