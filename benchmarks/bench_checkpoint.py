@@ -18,7 +18,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jnvfp4.checkpoints._files.safetensors import Planned, Writer
+from jnvfp4.checkpoints._files.safetensors import Planned, writing
 
 HIDDEN, MLP = 4096, 14336  # of an 8 B Llama
 SHARD_BYTES = 5_000_000_000
@@ -104,7 +104,7 @@ def make(directory: pathlib.Path, gigabytes: float) -> int:
     places: dict[str, str] = {}
     for n, names in enumerate(shards):
         file = f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors"
-        with Writer(directory / file, [Planned(k, "BF16", tensors[k]) for k in names], {"format": "pt"}) as out:
+        with writing(directory / file, [Planned(k, "BF16", tensors[k]) for k in names], {"format": "pt"}) as out:
             for name in names:
                 first = int(rng.integers(1 << 20))
                 out.put(name, np.resize(noise[first:], tensors[name]))

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import tempfile
+import typing
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from ._reports import doctor, support
 from .checkpoints._convert.options import ConvertOptions
 from .checkpoints._convert.plan import make_plan
 from .checkpoints._files.errors import CheckpointError, CommandError, Exit, OptionError
-from .checkpoints._files.files import CHUNK_BYTES, checked_path, existing_parent
+from .checkpoints._files.files import checked_path, existing_parent
 from .checkpoints._files.source import open_source
 from .checkpoints._layouts.layouts import LAYOUTS
 from .checkpoints.compare import diff, inspect
@@ -32,38 +33,23 @@ from .spec import NVFP4, NVFP4_2D, ROW_SCALED, QuantSpec, four_over_six
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 Add = Callable[..., argparse.Action]  # ``add_argument`` of a group of arguments
 _BROKEN_PIPE = 141  # the exit code that a shell shows for a process that SIGPIPE ended
-# The flag of each field of ConvertOptions and of each argument of the other functions, for errors.
+# The flags that are not called like the field of ConvertOptions, or the argument of another function, that they set.
 _FLAGS = {
     "layout": "--format",
     "spec": "--recipe",
-    "preset": "--preset",
-    "targets": "--targets",
-    "ignore": "--ignore",
     "start_layers": "--num-layers-at-start-in-bf16",
     "end_layers": "--num-layers-at-end-in-bf16",
     "keep_containing": "--extra-high-precision-layers-hf",
     "keep_containing_megatron": "--extra-high-precision-layers-megatron",
-    "weight_only": "--weight-only",
-    "input_amax": "--input-amax",
-    "kv_cache": "--kv-cache",
-    "experts": "--experts",
-    "expert_layout": "--expert-layout",
-    "dequantize_input": "--dequantize-input",
-    "share": "--share",
     "share_qkv": "--no-share-qkv",
     "max_shard_bytes": "--max-shard-size",
-    "on_nonfinite": "--on-nonfinite",
-    "on_bad_shape": "--on-bad-shape",
-    "allow_empty": "--allow-empty",
-    "allow_unmatched": "--allow-unmatched",
-    "strict": "--strict",
-    "cast_f64": "--cast-f64",
-    "high_precision_dtype": "--high-precision-dtype",
-    "zero_amax": "--zero-amax",
     "chunk_bytes": "--device-chunk",
-    "dtype": "--dtype",
     "max_relative_error": "--max-rel-error",
 }
+
+
+def _flag(name: str) -> str:
+    return _FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
 # ---------------------------------------------------------------- values of flags
@@ -135,22 +121,22 @@ def _parser() -> argparse.ArgumentParser:
     more = " SOURCE and OUTPUT come first, since some options take\nseveral values."
     _convert_arguments(command("convert", "quantize a checkpoint", more))
     p = command("inspect", "describe a checkpoint: layout, kept tensors, groups, sizes", example="MODEL-NVFP4")
-    _positional(p, source="the checkpoint")
+    _positional(p.add_argument, source="the checkpoint")
     _json(p)
     more = " The last\nline says whether all is well. Exit code 5 says that it is not."
     p = command("verify", "compare a converted checkpoint with its source", more, "MODEL MODEL-NVFP4")
-    _positional(p, source="the checkpoint that was converted", output="the converted checkpoint")
+    _positional(p.add_argument, source="the checkpoint that was converted", output="the converted checkpoint")
     text = "largest relative error of a weight (default 0.2)"
     p.add_argument("--max-rel-error", type=float, default=0.2, metavar="X", help=text)
-    p.add_argument("--expert-layout", choices=("auto", "nk", "kn"), default="auto", help=_EXPERT_LAYOUT)
+    _option(p.add_argument, "expert_layout", _EXPERT_LAYOUT)
     _json(p)
     text = "write a checkpoint in another layout, with the same codes and block scales"
     p = command("repack", text, example="MODEL-NVFP4 OUTPUT --format compressed-tensors")
-    _positional(p, source="the checkpoint", output=_OUTPUT)
+    _positional(p.add_argument, source="the checkpoint", output=_OUTPUT)
     p.add_argument("--format", choices=LAYOUTS, required=True, help="layout of the output")
     _json(p)
     p = command("dequantize", "decode a checkpoint to an ordinary one", example="MODEL-NVFP4 OUTPUT --dtype bf16")
-    _positional(p, source="the checkpoint", output=_OUTPUT)
+    _positional(p.add_argument, source="the checkpoint", output=_OUTPUT)
     p.add_argument("--dtype", choices=("bf16", "f16", "f32"), default="bf16", help="dtype of the decoded weights")
     _json(p)
     more = (
@@ -159,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
         "\nsomething differs. The result is JSON."
     )
     p = command("diff", "count where two checkpoints differ, in tensors and in configs", more, "MODEL-A MODEL-B")
-    _positional(p, first="a checkpoint", second="another checkpoint, of any layout")
+    _positional(p.add_argument, first="a checkpoint", second="another checkpoint, of any layout")
     more = (
         " Every\nkernel computes what is known beforehand; exit code 5 says that one is wrong. Paste what --json prints"
         "\ninto a report of a bug."
@@ -169,9 +155,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positional(p: argparse.ArgumentParser, **arguments: str) -> None:
+def _positional(add: Add, **arguments: str) -> None:
     for name, text in arguments.items():
-        p.add_argument(name, type=Path, metavar=name.upper(), help=text)
+        add(name, type=Path, metavar=name.upper(), help=text)
 
 
 def _json(p: argparse.ArgumentParser) -> None:
@@ -179,7 +165,6 @@ def _json(p: argparse.ArgumentParser) -> None:
 
 
 def _convert_arguments(p: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``convert`` in groups."""
     _file_arguments(_group(p, "files", "MODEL MODEL-NVFP4 --max-shard-size 5GB"))
     _recipe_arguments(_group(p, "how weights are quantized", "MODEL OUTPUT --format te --recipe row-scaled"))
     example = 'MODEL OUTPUT --ignore "*.o_proj" --num-layers-at-end-in-bf16 2'
@@ -196,82 +181,83 @@ def _group(p: argparse.ArgumentParser, title: str, example: str) -> Add:
 
 def _switches(add: Add, **switches: str) -> None:
     for name, text in switches.items():
-        add(f"--{name.replace('_', '-')}", action="store_true", help=text)
+        add(_flag(name), action="store_true", help=text)
+
+
+_TYPES = typing.get_type_hints(ConvertOptions)
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ConvertOptions)}
+
+
+def _option(add: Add, name: str, text: str, **more: Any) -> None:
+    """Adds the flag of a field of ConvertOptions, whose type says whether it is a switch, a choice or a list."""
+    hint, default = _TYPES[name], _DEFAULTS[name]
+    if hint is bool:
+        more["action"] = "store_false" if default else "store_true"
+    elif typing.get_origin(hint) is Literal:
+        more["choices"] = typing.get_args(hint)
+    elif typing.get_origin(hint) is tuple:
+        more["nargs"] = "+"
+    add(_flag(name), dest=name, default=default, help=text, **more)
 
 
 def _file_arguments(add: Add) -> None:
-    text = "input: a directory of safetensors files, or one such file"
-    add("source", type=Path, metavar="SOURCE", help=text)
-    add("output", type=Path, metavar="OUTPUT", help=_OUTPUT)
-    text = "convert this folder of the input instead, with its config"
-    add("--subfolder", type=Path, metavar="NAME", help=text)
+    _positional(add, source="input: a directory of safetensors files, or one such file", output=_OUTPUT)
+    add("--subfolder", type=Path, metavar="NAME", help="convert this folder of the input instead, with its config")
     text = "size of output files, such as 5GB, instead of the input's"
-    add("--max-shard-size", type=_size, metavar="SIZE", help=text)
+    _option(add, "max_shard_bytes", text, type=_size, metavar="SIZE")
     _switches(add, resume="continue an interrupted conversion", overwrite="accept an output that has files")
 
 
 def _recipe_arguments(add: Add) -> None:
+    _option(add, "layout", "layout of the output (default modelopt)")
     recipes = ("nvfp4", "4over6", "row-scaled")
-    add("--format", choices=LAYOUTS, default="modelopt", help="layout of the output (default modelopt)")
     add("--recipe", choices=recipes, default="nvfp4", help="how weights are quantized (default nvfp4)")
     add("--4over6-err-mode", dest="error", choices=("mae", "mse"), help="error that 4over6 minimizes (default mae)")
     add("--e4m3-max", type=int, choices=(448, 256), help="largest block scale of 4over6 (default 256)")
     add("--2d", dest="two_d", action="store_true", help="use 16x16 blocks instead of 1x16")
-    text = r"share a global scale in further groups: (PARENT)\.ROLE"
-    add("--share", nargs="+", default=(), metavar="EXPRESSION", help=text)
-    add("--no-share-qkv", dest="share_qkv", action="store_false", help="give q, k and v global scales of their own")
-    add("--zero-amax", choices=("one", "te-reference"), default="one", help="S_enc of a weight of zeros")
+    _option(add, "share", r"share a global scale in further groups: (PARENT)\.ROLE", metavar="EXPRESSION")
+    _option(add, "share_qkv", "give q, k and v global scales of their own")
+    _option(add, "zero_amax", "S_enc of a weight of zeros")
 
 
 def _rule_arguments(add: Add) -> None:
     pattern = "a module and all below it, re: and an expression, or a name with *"
-    text = "quantize all projections or those of experts"
-    add("--preset", choices=("linear", "moe-experts"), default="linear", help=text)
-    add("--targets", nargs="+", default=(), metavar="PATTERN", help=f"quantize only these weights: {pattern}")
-    add("--ignore", nargs="+", default=(), metavar="PATTERN", help=f"keep these weights: {pattern}")
-    for end, name in (("start", "first"), ("end", "last")):
-        flag, text = f"--num-layers-at-{end}-in-bf16", f"keep the {name} N decoder layers"
-        add(flag, dest=f"{end}_layers", type=int, default=0, metavar="N", help=text)
-    text = "keep tensors that have TEXT in their name"
-    add("--extra-high-precision-layers-hf", dest="keep_containing", nargs="+", default=(), metavar="TEXT", help=text)
-    flag, text = "--extra-high-precision-layers-megatron", "the same for a model with Megatron's names"
-    add(flag, dest="keep_containing_megatron", nargs="+", default=(), metavar="TEXT", help=text)
-    text = "cast kept floating-point tensors"
-    add("--high-precision-dtype", choices=("keep", "bf16"), default="keep", help=text)
-    text = "skip: keep a group with NaN or infinity"
-    add("--on-nonfinite", choices=("error", "skip"), default="error", help=text)
-    text = "keep: keep a weight whose K is no multiple of 16"
-    add("--on-bad-shape", choices=("error", "keep"), default="error", help=text)
-    _switches(
-        add,
-        allow_empty="accept a conversion that quantizes nothing",
-        allow_unmatched="accept a rule that matches nothing",
-        strict="refuse a rule that splits a group",
-        cast_f64="quantize F64 weights too, after a cast to float32",
-    )
+    _option(add, "preset", "quantize all projections or those of experts")
+    _option(add, "targets", f"quantize only these weights: {pattern}", metavar="PATTERN")
+    _option(add, "ignore", f"keep these weights: {pattern}", metavar="PATTERN")
+    _option(add, "start_layers", "keep the first N decoder layers", type=int, metavar="N")
+    _option(add, "end_layers", "keep the last N decoder layers", type=int, metavar="N")
+    _option(add, "keep_containing", "keep tensors that have TEXT in their name", metavar="TEXT")
+    _option(add, "keep_containing_megatron", "the same for a model with Megatron's names", metavar="TEXT")
+    _option(add, "high_precision_dtype", "cast kept floating-point tensors")
+    _option(add, "on_nonfinite", "skip: keep a group with NaN or infinity")
+    _option(add, "on_bad_shape", "keep: keep a weight whose K is no multiple of 16")
+    _option(add, "allow_empty", "accept a conversion that quantizes nothing")
+    _option(add, "allow_unmatched", "accept a rule that matches nothing")
+    _option(add, "strict", "refuse a rule that splits a group")
+    _option(add, "cast_f64", "quantize F64 weights too, after a cast to float32")
 
 
 def _activation_arguments(add: Add) -> None:
-    _switches(add, weight_only="keep activations in high precision")
+    _option(add, "weight_only", "keep activations in high precision")
     text = (
         "amax of all activations, or a JSON file with the amax of each module (without it scales are 1.0, uncalibrated)"
     )
-    add("--input-amax", type=_input_amax, metavar="NUMBER|FILE", help=text)
-    add("--kv-cache", choices=("none", "fp8"), default="none", help="KV cache that the config asks for (default none)")
+    _option(add, "input_amax", text, type=_input_amax, metavar="NUMBER|FILE")
+    _option(add, "kv_cache", "KV cache that the config asks for (default none)")
 
 
 def _model_arguments(add: Add) -> None:
-    text = "leave experts as they are, give each its own tensors, or put all in one"
-    add("--experts", choices=("keep", "per-expert", "stacked"), default="keep", help=text)
-    add("--expert-layout", choices=("auto", "nk", "kn"), default="auto", help=_EXPERT_LAYOUT)
-    add("--dequantize-input", choices=("none", "fp8-block"), default="none", help="decode FP8 with 128x128 blocks")
+    _option(add, "experts", "leave experts as they are, give each its own tensors, or put all in one")
+    _option(add, "expert_layout", _EXPERT_LAYOUT)
+    _option(add, "dequantize_input", "decode FP8 with 128x128 blocks")
 
 
 def _machine_arguments(add: Add) -> None:
     add("--device", default="auto", metavar="auto|cpu|cuda:N", help="device that quantizes; auto is cpu")
     add("--backend", choices=("auto", "cuda", "cpu", "jnp"), default="auto", help="which kernels to use")
     text = "bytes of a weight processed at once (default 64MiB)"
-    add("--device-chunk", dest="chunk_bytes", type=_size, default=CHUNK_BYTES, metavar="SIZE", help=text)
+    _option(add, "chunk_bytes", text, type=_size, metavar="SIZE")
     add("--workers", type=_count, default=2, metavar="N", help="tensors processed at once (default 2)")
 
 
@@ -288,17 +274,17 @@ def _output_arguments(add: Add) -> None:
 
 # ---------------------------------------------------------------- convert
 def _options(a: argparse.Namespace) -> ConvertOptions:
-    """Makes the options. Flags have the names of the fields, except those that choose layout, spec and shard size."""
-    others: dict[str, Any] = {"layout": a.format, "spec": _spec(a), "max_shard_bytes": a.max_shard_size}
-    if a.kv_cache == "fp8" and a.format != "modelopt":
-        raise CommandError(f"--kv-cache is fp8 and --format is {a.format}", "--format modelopt")
-    names = [f.name for f in dataclasses.fields(ConvertOptions) if f.name not in others]
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v := getattr(a, name), list) else v for name in names}
-    return ConvertOptions(**others, **values)
+    """Makes the options: flags have the names of the fields, but for those that choose the spec."""
+    spec = _spec(a)
+    if a.kv_cache == "fp8" and a.layout != "modelopt":
+        raise CommandError(f"--kv-cache is fp8 and --format is {a.layout}", "--format modelopt")
+    values: dict[str, Any] = {
+        name: tuple(v) if isinstance(v := getattr(a, name), list) else v for name in _TYPES if name != "spec"
+    }
+    return ConvertOptions(spec=spec, **values)
 
 
 def _spec(a: argparse.Namespace) -> QuantSpec:
-    """Translates --recipe, --4over6-err-mode, --e4m3-max and --2d."""
     if a.recipe == "4over6":
         return four_over_six(a.error or "mae", e4m3_max=a.e4m3_max or 256, block_rows=16 if a.two_d else 1)
     for flag, value in (("--4over6-err-mode", a.error), ("--e4m3-max", a.e4m3_max)):
@@ -307,16 +293,15 @@ def _spec(a: argparse.Namespace) -> QuantSpec:
     if a.recipe == "row-scaled":
         if a.two_d:
             raise CommandError("--2d is used and --recipe is row-scaled", "1x16 blocks, without --2d")
-        if a.format != "te":
+        if a.layout != "te":
             raise CommandError(
-                f"--recipe is row-scaled and --format is {a.format}", "--format te, which has an amax for each row"
+                f"--recipe is row-scaled and --format is {a.layout}", "--format te, which has an amax for each row"
             )
         return ROW_SCALED
     return NVFP4_2D if a.two_d else NVFP4
 
 
 def _model(a: argparse.Namespace) -> Path:
-    """Finds the directory or file that is converted."""
     if a.subfolder is None:
         return a.source
     if a.subfolder.is_absolute() or ".." in a.subfolder.parts:
@@ -371,7 +356,7 @@ def _convert(a: argparse.Namespace) -> Exit:
     return _show(
         {
             "quantized": len(result.amaxes),
-            "kept": sum(not item.decision.quantizes for item in result.plan.items.values()),
+            "kept": sum(not item.choice.quantizes for item in result.plan.items.values()),
             "bytes_before": result.bytes_before,
             "bytes_after": result.bytes_after,
             "warnings": list(result.warnings),
@@ -393,10 +378,8 @@ def _verify(a: argparse.Namespace) -> Exit:
         records, failure = e.records, e
     failures = [str(f) for f in failure.failures] if failure else []
     last = verdict(records, failures)
-    if a.json:
-        _show({"verdict": last, "failures": failures, **summary(records), "tensors": as_json(records)})
-    else:
-        _show("\n".join([records_table(records), last]))
+    as_values = {"verdict": last, "failures": failures, **summary(records), "tensors": as_json(records)}
+    _show(as_values if a.json else f"{records_table(records)}\n{last}")
     if failure:
         raise failure
     return Exit.OK
@@ -409,11 +392,11 @@ def _warn(text: str) -> None:
 def _repack(a: argparse.Namespace) -> Exit:
     changed = repack_checkpoint(a.source, a.output, a.format, warn=_warn)
     source = inspect(a.source)
-    before, count = source["layout"], len(source["quantized"])
-    did = {"from": before, "to": a.format, "weights": count, "copied": len(source["kept"])}
+    before, count, copied = source["layout"], len(source["quantized"]), len(source["kept"])
+    did = {"from": before, "to": a.format, "weights": count, "copied": copied}
     text = (
         f"repacked {count} weights from {before} to {a.format}, with the same codes and block scales, and copied "
-        f"{len(source['kept'])} other tensors\n{changed} global scales would change in the last bit on the way back"
+        f"{copied} other tensors\n{changed} global scales would change in the last bit on the way back"
     )
     return _show({**did, "globals_that_do_not_come_back": changed} if a.json else text)
 
@@ -421,14 +404,9 @@ def _repack(a: argparse.Namespace) -> Exit:
 def _dequantize(a: argparse.Namespace) -> Exit:
     dequantize_checkpoint(a.source, a.output, a.dtype.upper(), warn=_warn)
     source = inspect(a.source)
-    did = {
-        "from": source["layout"],
-        "dtype": a.dtype,
-        "weights": len(source["quantized"]),
-        "copied": len(source["kept"]),
-    }
-    text = f"decoded {did['weights']} weights to {a.dtype}, and copied {did['copied']} other tensors"
-    return _show(did if a.json else text)
+    count, copied = len(source["quantized"]), len(source["kept"])
+    did = {"from": source["layout"], "dtype": a.dtype, "weights": count, "copied": copied}
+    return _show(did if a.json else f"decoded {count} weights to {a.dtype}, and copied {copied} other tensors")
 
 
 def _diff(a: argparse.Namespace) -> Exit:
@@ -499,7 +477,7 @@ def _main(arguments: list[str]) -> int:
     except CommandError as e:
         if debug:
             raise
-        shown = e.renamed(_FLAGS) if isinstance(e, OptionError) else e
+        shown = e.renamed(_flag) if isinstance(e, OptionError) else e
         say(f"error: {shown}", sys.stderr)
         return int(e.code)
     except BrokenPipeError:

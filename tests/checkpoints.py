@@ -11,7 +11,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jnvfp4.checkpoints._files.safetensors import Planned, Writer
+from jnvfp4.checkpoints._files.safetensors import TAGS, Planned, writing
 from jnvfp4.cli import main
 
 GOLDEN = Path(__file__).parent / "data" / "checkpoints"
@@ -26,24 +26,36 @@ def environment() -> dict[str, str]:
     return {name: v for name, v in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
 
 
+def draw_nothing(monkeypatch) -> None:
+    """Reports have no picture from now on, which takes long."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+
 def write(path, tensors, metadata=None):
     """One file; tensors are (safetensors dtype, array) by name."""
     plan = [Planned(n, t, np.shape(a)) for n, (t, a) in tensors.items()]
-    with Writer(path, plan, metadata or {"format": "pt"}) as out:
+    with writing(path, plan, metadata or {"format": "pt"}) as out:
         for name, (_, a) in tensors.items():
             out.put(name, np.asarray(a))
 
 
 def write_model(directory, shards, config=None) -> Path:
     """A directory of files, of which each is tensors by name; an index where they are several."""
-    directory.mkdir()
+    directory.mkdir(parents=True)
     for name, tensors in shards.items():
         write(directory / name, tensors)
-    (directory / "config.json").write_text(json.dumps(config or {"model_type": "llama", "num_hidden_layers": 1}))
+    config = {"model_type": "llama", "num_hidden_layers": 1} if config is None else config
+    (directory / "config.json").write_text(json.dumps(config))
     if len(shards) > 1:
         places = {tensor: name for name, tensors in shards.items() for tensor in tensors}
         (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return directory
+
+
+def model_of(directory, tensors, config=None) -> Path:
+    """A model in one file; tensors are arrays, or (safetensors dtype, array), by name."""
+    pairs = {name: t if isinstance(t, tuple) else (TAGS[t.dtype], t) for name, t in tensors.items()}
+    return write_model(directory, {"model.safetensors": pairs}, config)
 
 
 def weight(rows, k, seed=0):

@@ -2,16 +2,22 @@
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import DOWN, files_of, weight, write, write_model
+from checkpoints import DOWN, files_of, model_of, weight, write, write_model
 
-from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint
-from jnvfp4.checkpoints._files.companions import copy_companions
+from jnvfp4.checkpoints import (
+    CheckpointError,
+    ConvertOptions,
+    convert_checkpoint,
+    dequantize_checkpoint,
+    repack_checkpoint,
+)
 from jnvfp4.checkpoints._files.files import remove_temporaries, slices, temporary_of
-from jnvfp4.checkpoints._files.safetensors import File, Planned, Writer, header_bytes
+from jnvfp4.checkpoints._files.safetensors import File, Planned, header_bytes, writing
 
 
 # ---------------------------------------------------------------- writing
@@ -59,7 +65,7 @@ def test_shards_come_first_and_the_index_last(tmp_path, monkeypatch):
 
 def test_a_header_is_sorted(tmp_path):
     planned = [Planned(name, "U8", (2,)) for name in "cab"]
-    with Writer(tmp_path / "a", planned, {}) as file:
+    with writing(tmp_path / "a", planned, {}) as file:
         for i, name in enumerate("cab"):
             file.put(name, np.full(2, i, np.uint8))
     read = File(tmp_path / "a")
@@ -103,7 +109,7 @@ def test_a_file_that_was_truncated_before_it_is_mapped(tmp_path):
 
 
 def test_a_file_that_cannot_be_read_is_not_called_the_output(tmp_path, monkeypatch):
-    model = write_model(tmp_path / "in", {"model.safetensors": {DOWN: weight(16, 32)}})
+    model = model_of(tmp_path / "in", {DOWN: weight(16, 32)})
 
     def stale(*arguments):
         raise OSError(116, "Stale file handle")
@@ -148,17 +154,6 @@ def test_released_tensors_are_not_in_memory(tmp_path):
 
 
 # ---------------------------------------------------------------- other files
-@pytest.mark.parametrize("single_file", [False, True])
-def test_hidden_files_are_not_copied(tmp_path, single_file):
-    model = write_model(tmp_path / "in", {"model.safetensors": {DOWN: weight(16, 32)}})
-    for name in (".gitattributes", ".cache.json", "tokenizer.json"):
-        (model / name).write_text("{}")
-    (tmp_path / "out").mkdir()
-    assert copy_companions(model, tmp_path / "out", single_file) == ()
-    assert files_of(tmp_path / "out") == {"tokenizer.json": b"{}"}
-
-
-# ---------------------------------------------------------------- folders, and what is no file
 def with_a_template(directory) -> None:
     (directory / "additional_chat_templates" / "more").mkdir(parents=True)
     for name in ("tool.jinja", "more/rag.jinja"):
@@ -168,7 +163,7 @@ def with_a_template(directory) -> None:
 @pytest.mark.parametrize("inside", [False, True])
 def test_folders_of_text_are_copied(tmp_path, inside):
     """Also if the output is in the model, whose other folders are copied and not the output into itself."""
-    model = write_model(tmp_path / "in", {"model.safetensors": {DOWN: weight(16, 32)}})
+    model = model_of(tmp_path / "in", {DOWN: weight(16, 32)})
     with_a_template(model)
     out = model / "out" if inside else tmp_path / "out"
     result = convert_checkpoint(model, out, ConvertOptions(weight_only=True))
@@ -183,43 +178,63 @@ def test_folders_of_text_are_copied(tmp_path, inside):
     assert (out / "additional_chat_templates" / "tool.jinja").read_text() == "tool.jinja"
 
 
-def test_everything_that_is_left_out_has_a_warning(tmp_path):
-    model = write_model(tmp_path / "in", {"model.safetensors": {DOWN: weight(16, 32)}})
+WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "a.pt", "b.pth", "c.gguf", ".hidden", ".cache.json")
+KNOWN = ("tokenizer.json", "tokenizer.model", "merges.txt", "chat.jinja", "modeling.py", "README.md", "LICENSE-MODEL")
+MADE = ("config.json", "hf_quant_config.json", "model.safetensors", "additional_chat_templates")
+WRITERS = {"convert": partial(convert_checkpoint, options=ConvertOptions(weight_only=True)),
+           "dequantize": dequantize_checkpoint, "repack": partial(repack_checkpoint, layout="modelopt")}  # fmt: skip
+
+
+@pytest.mark.parametrize("single_file", [False, True], ids=["folder", "file"])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_other_files_are_copied_or_have_a_warning(tmp_path, writer, single_file):
+    """Links are copied as files. What is beside a single file may be of something else."""
+    model = model_of(tmp_path / "in", {DOWN: weight(16, 32)})
+    if writer != "convert":
+        convert_checkpoint(model, model := tmp_path / "nvfp4", ConvertOptions(weight_only=True))
     with_a_template(model)
+    for name in (*WEIGHTS, *KNOWN, "notes.tar"):
+        (model / name).write_text(name)
     for name in ("onnx", "empty", "linked", "old.bin"):
         (model / name).mkdir()
     (model / "onnx" / "model.onnx").write_bytes(b"x")
     (model / "onnx" / "config.json").write_text("{}")
     (tmp_path / "secret.txt").write_text("x")
-    (model / "linked" / "secret.txt").symlink_to(tmp_path / "secret.txt")
-    (model / "there").symlink_to(model / "additional_chat_templates")
-    (model / "null.txt").symlink_to("/dev/null")
+    inside = {"there": "onnx", "null.txt": "/dev/null", "inner.json": "tokenizer.json", "dangling.json": "no.json"}
+    for link, target in {**inside, **dict.fromkeys(("linked/x.txt", "outer.json"), tmp_path / "secret.txt")}.items():
+        (model / link).symlink_to(target)
     os.mkfifo(model / "pipe")
-    result = convert_checkpoint(model, tmp_path / "out", ConvertOptions(weight_only=True))
-    assert [w.removeprefix(f"{model}/") for w in result.warnings] == [
-        "empty: an empty folder, not copied",
-        "linked: a folder with linked/secret.txt, a link out of the directory, not copied",
-        "null.txt: a link to something that is no file, not copied",
-        "old.bin: an empty folder, not copied",
-        "onnx: a folder with onnx/model.onnx, which has not the name of a text file, not copied",
-        "pipe: no regular file, not copied",
-        "there: a link to a folder, not copied",
-    ]
-    copied = {p.name for p in (tmp_path / "out").iterdir()}
-    assert copied == {"additional_chat_templates", "config.json", "hf_quant_config.json", "model.safetensors"}
-
-
-def test_folders_beside_a_single_file_are_of_something_else(tmp_path):
-    model = write_model(tmp_path / "in", {"model.safetensors": {DOWN: weight(16, 32)}})
-    with_a_template(model)
-    (tmp_path / "out").mkdir()
-    assert copy_companions(model, tmp_path / "out", single_file=True) == ()
-    assert not list((tmp_path / "out").iterdir())
+    found = []
+    arguments = (model / "model.safetensors" if single_file else model, tmp_path / "out")
+    if writer == "convert":
+        found += WRITERS[writer](*arguments).warnings
+    else:
+        WRITERS[writer](*arguments, warn=found.append)
+    of_folders = {
+        "empty": "an empty folder",
+        "linked": "a folder with linked/x.txt, a link out of the directory",
+        "old.bin": "an empty folder",
+        "onnx": "a folder with onnx/model.onnx, which has not the name of a text file",
+        "pipe": "no regular file",
+        "there": "a link to a folder",
+    }
+    reasons = {
+        "dangling.json": "a link to nothing",
+        "null.txt": "a link to something that is no file",
+        "outer.json": "a link out of the directory",
+        **({} if single_file else of_folders),
+    }
+    assert found == [f"{model / name}: {reason}, not copied" for name, reason in sorted(reasons.items())]
+    copied = {p.name: p.read_text() for p in (tmp_path / "out").iterdir() if p.name not in MADE}
+    assert copied.pop("inner.json") == "tokenizer.json"
+    assert copied == {name: name for name in (KNOWN if single_file else (*KNOWN, "notes.tar"))}
+    assert (tmp_path / "out" / "additional_chat_templates").exists() != single_file
+    assert not (tmp_path / "out" / "inner.json").is_symlink()
 
 
 def test_parts_of_copies_in_folders_are_removed(tmp_path):
     """A killed run leaves them."""
-    model = write_model(tmp_path / "in", {"model.safetensors": {DOWN: weight(16, 32)}})
+    model = model_of(tmp_path / "in", {DOWN: weight(16, 32)})
     with_a_template(model)
     folder = tmp_path / "out" / "additional_chat_templates"
     folder.mkdir(parents=True)
@@ -230,7 +245,7 @@ def test_parts_of_copies_in_folders_are_removed(tmp_path):
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
 def test_a_folder_with_the_name_of_a_config_is_not_called_missing(tmp_path, name):
-    model = write_model(tmp_path / "in", {"model.safetensors": {DOWN: weight(16, 32)}})
+    model = model_of(tmp_path / "in", {DOWN: weight(16, 32)})
     (model / name).unlink(missing_ok=True)
     (model / name).mkdir()
     with pytest.raises(CheckpointError, match=f"{name}: is no regular file; expected a JSON file"):

@@ -1,21 +1,12 @@
-"""Damaged headers and index files by the thousand: a result or one of our errors, in time, and nothing left behind.
+"""Damaged headers and index files by the thousand: a result or one of our errors, in time, and nothing left behind."""
 
-`python tests/test_checkpoints_fuzz.py --seconds 600` goes on for as long as it is told, and prints what came out.
-"""
-
-import argparse
 import collections
 import json
-import os
 import random
-import resource
 import shutil
 import signal
-import sys
 import tempfile
-import time
 import tracemalloc
-import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,10 +24,8 @@ from jnvfp4.checkpoints.compare import inspect
 from jnvfp4.checkpoints.rewrite import dequantize_checkpoint
 from jnvfp4.checkpoints.verify import verify_checkpoint
 
-SECONDS = 60  # of the long test
 ROUNDS = 150  # of the short ones
 SLOWEST = 20  # seconds of one case, on a machine that does something else too
-MEMORY = 2 << 30  # bytes of addresses beyond those of the imported library
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 EXPERTS = "model.layers.0.mlp.experts.down_proj"
 Files = dict[str, bytes]
@@ -218,20 +207,6 @@ def fuzz(found: list[Files], seed: int) -> str:
     return f"{run.__name__}: {got}"
 
 
-def campaign(found: list[Files], seconds: float, first: int = 0) -> collections.Counter:
-    """As many cases as fit in the time, and how often what came out."""
-    counts: collections.Counter = collections.Counter()
-    end, seed = time.monotonic() + seconds, first
-    while time.monotonic() < end:
-        try:
-            counts[fuzz(found, seed)] += 1
-        except BaseException:
-            print(f"seed {seed}, after {dict(counts)}", file=sys.stderr)
-            raise
-        seed += 1
-    return counts
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[Files]:
     return sources(tmp_path_factory.mktemp("fuzz"))
@@ -250,7 +225,8 @@ def test_damaged_files(found):
 
 @pytest.mark.long
 def test_damaged_files_for_long(found):
-    assert sum(campaign(found, SECONDS, ROUNDS).values()) > 10 * SECONDS
+    for seed in range(ROUNDS, 20 * ROUNDS):
+        fuzz(found, seed)
 
 
 # ---------------------------------------------------------------- headers of any kind
@@ -289,7 +265,7 @@ valid = st.dictionaries(
     st.tuples(st.sampled_from(list(DTYPES)), small), min_size=1, max_size=5,
 )  # fmt: skip
 
-short = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
+short = hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
 
 
 @short
@@ -337,18 +313,3 @@ def test_absurd_headers_take_little_memory(case):
         tracemalloc.stop()
     assert got == ("success" if case == "empty shape" else "BAD_INPUT")
     assert peak < 40e6
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=SECONDS)
-    parser.add_argument("--first", type=int, default=0, help="seed of the first case")
-    a = parser.parse_args()
-    warnings.simplefilter("error")
-    with tempfile.TemporaryDirectory() as folder:
-        files = sources(Path(folder))
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + MEMORY, resource.RLIM_INFINITY))
-    for what, count in sorted(campaign(files, a.seconds, a.first).items()):
-        print(f"{what}: {count}")
-    print(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB")

@@ -173,6 +173,7 @@ OTHER_CONFIGS = {
     "scheme of the KV cache": (
         ("modelopt", *CT), entries(kv_cache_scheme=FP8_ARGUMENTS | {"num_bits": 4}),
         "kv_cache_scheme is {.*; expected FP8 or none\n"),
+    "dynamic scheme": (CT, entries(kv_cache_scheme=FP8_ARGUMENTS | {"dynamic": True}), "kv_cache_scheme is {"),
     "scheme without bits": (CT, entries(kv_cache_scheme={"dynamic": False}), "kv_cache_scheme is {'dynamic': False};"),
 }  # fmt: skip
 

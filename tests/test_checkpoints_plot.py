@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import weight, write_model
+from checkpoints import model_of, weight
 
 import jnvfp4
 from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, verify_checkpoint, write_report
@@ -24,7 +24,7 @@ def drawn(tmp_path, monkeypatch):
     experts = {f"model.layers.1.mlp.experts.{e}.down_proj.weight": weight(64, 64, 50 + e) for e in range(4)}
     config = {"model_type": "llama", "num_hidden_layers": LAYERS}
     shard = {**layers, **experts, "odd.weight": weight(64, 64)}
-    model = write_model(tmp_path / "Tiny-1B", {"model.safetensors": shard}, config)
+    model = model_of(tmp_path / "Tiny-1B", shard, config)
 
     def draw(with_result=True, **options):
         result = convert_checkpoint(model, tmp_path / "out", ConvertOptions(**options), overwrite=True)
@@ -62,18 +62,15 @@ def test_a_picture_says_what_it_is_of(drawn, options, title):
         assert low < data.min() <= data.max() < high
 
 
-def test_layers_are_whole_numbers(drawn):
+def test_a_line_has_one_point_for_each_layer(drawn):
+    """Layers are whole numbers. The four experts of a layer are its mean, and their span is shaded."""
     figure = drawn()
     axes = figure.axes[-1]
     low, high = axes.get_xlim()
     ticks = dict(zip(axes.get_xticks(), (t.get_text() for t in axes.get_xticklabels()), strict=True))
     assert {x: t for x, t in ticks.items() if low <= x <= high} == {-1: "none", 0: "0", 1: "1", 2: "2"}
     assert axes.get_xlabel().startswith("layer")
-
-
-def test_a_line_has_one_point_for_each_layer(drawn):
-    """The four experts of a layer are its mean, and their span is shaded."""
-    error = drawn().axes[0]
+    error = figure.axes[0]
     lines = {line.get_label(): line for line in error.lines}
     assert set(lines) >= {"gate_proj", "up_proj", "down_proj", "odd"}
     assert list(lines["down_proj"].get_xdata()) == list(range(LAYERS))

@@ -9,13 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import GOLDEN, environment, files_of, header_of, weight, with_header, write, write_model
+from checkpoints import GOLDEN, environment, files_of, header_of, model_of, weight, with_header, write_model
 
 import jnvfp4
 from jnvfp4 import cli
@@ -46,8 +47,16 @@ def model(tmp_path):
     return tmp_path / "in"
 
 
-def interrupt_after(count):
-    """A report that interrupts when so many tensors are done."""
+@pytest.fixture(scope="module")
+def whole() -> dict[str, bytes]:
+    """The files of a conversion without interruption."""
+    with tempfile.TemporaryDirectory() as folder:
+        convert_checkpoint(GOLDEN / "llama" / "input", Path(folder) / "whole")
+        return files_of(Path(folder) / "whole")
+
+
+def interrupted_after(count, model, out, options=None, **arguments):
+    """Begins a conversion, and interrupts it when so many tensors are done. There are 21 in two shards."""
     seen = []
 
     def interrupt(name, done):
@@ -55,116 +64,77 @@ def interrupt_after(count):
         if len(seen) > count:
             raise KeyboardInterrupt
 
-    return interrupt
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(model, out, options, on_progress=interrupt, **arguments)
+
+
+@pytest.fixture
+def begun(model, tmp_path) -> Path:
+    """An output in which the first of two shards is finished."""
+    interrupted_after(20, model, tmp_path / "out")
+    return tmp_path / "out"
 
 
 # ---------------------------------------------------------------- in this process
 @pytest.mark.parametrize("after", [0, 1, 12, 20])
-def test_an_interrupted_conversion_goes_on(model, tmp_path, after):
-    convert_checkpoint(model, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(after))
-    left = files_of(tmp_path / "out")
-    assert not any(".tmp-" in name or name.endswith(("index.json", "config.json")) for name in left)
-    assert (PROGRESS in left) == any(name.endswith(".safetensors") for name in left)
-    convert_checkpoint(model, tmp_path / "out", resume=True)
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+def test_an_interrupted_conversion_goes_on(model, tmp_path, whole, after):
+    """What is left never looks complete, also where it replaces an older output."""
+    out = tmp_path / "out"
+    for overwrite in (False, True):
+        interrupted_after(after, model, out, overwrite=overwrite)
+        left = files_of(out)
+        assert not any(".tmp-" in name or name.endswith(("index.json", "config.json")) for name in left)
+        assert (PROGRESS in left) == any(name.endswith(".safetensors") for name in left)
+        convert_checkpoint(model, out, resume=True)
+        assert files_of(out) == whole
+    with pytest.raises(CheckpointError, match="no record of an interrupted conversion"):
+        convert_checkpoint(model, out, resume=True)
+    assert files_of(out) == whole
 
 
-def test_resuming_with_other_options_or_source_is_refused(model, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
-    assert (tmp_path / "out" / PROGRESS).is_file()
-    with pytest.raises(CheckpointError, match="other options: weight_only"):
-        convert_checkpoint(model, tmp_path / "out", ConvertOptions(weight_only=True), resume=True)
-    (model / "model-00001-of-00002.safetensors").touch()
-    with pytest.raises(CheckpointError, match="other source: model-00001"):
-        convert_checkpoint(model, tmp_path / "out", resume=True)
-    with pytest.raises(CheckpointError, match="not empty"):
-        convert_checkpoint(model, tmp_path / "out")
+def test_what_is_finished_is_recorded_and_not_written_again(model, begun, whole, tmp_path, monkeypatch):
+    """It is told as one step of the progress, and asks for no room on the disk."""
+    (done,) = begun.glob("*.safetensors")
+    record = json.loads((begun / PROGRESS).read_text())
+    assert record["shards"] == {done.name: hashlib.sha256(done.read_bytes()).hexdigest()}
+    assert sorted(record["source"]) == ["config.json", *sorted(p.name for p in model.glob("*.safetensors"))]
+    assert record["options"]["version"] == jnvfp4.__version__
+    assert "chunk_bytes" not in record["options"]
+    for name in ("model-00002-of-00002.safetensors.tmp-1", f"{PROGRESS}.tmp-23", "config.json.tmp-456"):
+        (begun / name).write_bytes(b"part")  # of killed runs
+    (begun / "notes.tmp-old").write_text("mine")
+    before, usage = done.stat(), shutil.disk_usage(begun)
+    # two shards of about 250,000 bytes, and once more the largest
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=600_000))
+    with pytest.raises(CheckpointError, match=r"has 600000 bytes free; expected 7\d\d\d\d\d"):
+        convert_checkpoint(model, tmp_path / "new")
+    told, source, slices = [], open_source(model), ConvertOptions(chunk_bytes=1 << 13)
+    convert_checkpoint(model, begun, slices, resume=True, on_progress=lambda *a: told.append(a))
+    assert (done.stat().st_ino, done.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert files_of(begun) == {**whole, "notes.tmp-old": b"mine"}
+    want = {n: source.entry(n).nbytes for n, shard in source.places.items() if shard != done.name}
+    want[done.name] = sum(e.nbytes for e in source.files[done.name].entries.values())
+    assert dict(told) == want
+    assert sum(want.values()) == source.nbytes
 
 
 @pytest.mark.parametrize("kept", [-1, 5])
-def test_a_shard_that_was_changed_is_written_again(model, tmp_path, kept):
-    convert_checkpoint(model, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
-    (done,) = (tmp_path / "out").glob("*.safetensors")
+def test_a_shard_that_was_changed_is_written_again(model, begun, whole, kept):
+    (done,) = begun.glob("*.safetensors")
     data = done.read_bytes()
     done.write_bytes(data[:kept] + bytes([data[-1] ^ 1]))
-    convert_checkpoint(model, tmp_path / "out", resume=True)
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
-
-
-def test_a_finished_shard_is_not_written_again(model, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
-    (done,) = (tmp_path / "out").glob("*.safetensors")
-    before = done.stat().st_ino, done.stat().st_mtime_ns
-    convert_checkpoint(model, tmp_path / "out", resume=True)
-    assert (done.stat().st_ino, done.stat().st_mtime_ns) == before
+    convert_checkpoint(model, begun, resume=True)
+    assert files_of(begun) == whole
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "{", '{"options": 1, "source": {}, "shards": {}}'])
-def test_a_record_that_is_damaged(model, tmp_path, text):
+def test_a_record_that_is_damaged(model, tmp_path, whole, text):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / PROGRESS).write_text(text)
     with pytest.raises(CheckpointError, match=re.escape(PROGRESS)):
         convert_checkpoint(model, tmp_path / "out", resume=True)
     convert_checkpoint(model, tmp_path / "out", overwrite=True)
-    convert_checkpoint(model, tmp_path / "whole")
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
-
-
-def test_temporary_files_of_killed_runs_are_removed(model, tmp_path):
-    convert_checkpoint(model, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
-    for name in ("model-00002-of-00002.safetensors.tmp-1", f"{PROGRESS}.tmp-23", "config.json.tmp-456"):
-        (tmp_path / "out" / name).write_bytes(b"part")
-    (tmp_path / "out" / "notes.tmp-old").write_text("mine")
-    convert_checkpoint(model, tmp_path / "out", resume=True)
-    assert files_of(tmp_path / "out") == {**files_of(tmp_path / "whole"), "notes.tmp-old": b"mine"}
-
-
-def test_an_older_output_never_looks_complete_while_it_is_replaced(model, tmp_path):
-    convert_checkpoint(model, tmp_path / "out")
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(0), overwrite=True)
-    assert not any(name.endswith("config.json") or "index" in name for name in files_of(tmp_path / "out"))
-
-
-def test_only_what_was_begun_is_gone_on_with(model, tmp_path):
-    convert_checkpoint(model, tmp_path / "out")
-    before = files_of(tmp_path / "out")
-    with pytest.raises(CheckpointError, match="no record of an interrupted conversion"):
-        convert_checkpoint(model, tmp_path / "out", resume=True)
-    assert files_of(tmp_path / "out") == before
-
-
-@pytest.mark.parametrize("what", ["config", "scales"])
-def test_resuming_with_other_inputs_is_refused(model, tmp_path, what):
-    scales = tmp_path / "scales.json"
-    config = json.loads((model / "config.json").read_text())
-    modules = [n.removesuffix(".weight") for n in open_source(model).places if "_proj" in n]
-    scales.write_text(json.dumps(dict.fromkeys(modules, 3.0)))
-    options = ConvertOptions(input_amax=scales)
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, tmp_path / "out", options, on_progress=interrupt_after(20))
-    if what == "config":
-        (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1}))
-    else:
-        scales.write_text(json.dumps(dict.fromkeys(modules, 4.0)))
-    with pytest.raises(CheckpointError, match="other source: config" if what == "config" else "options: input_amax"):
-        convert_checkpoint(model, tmp_path / "out", options, resume=True)
-
-
-def test_resuming_with_another_version_is_refused(model, tmp_path, monkeypatch):
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
-    monkeypatch.setattr(resume, "__version__", "99.0")
-    with pytest.raises(CheckpointError, match="other options: version"):
-        convert_checkpoint(model, tmp_path / "out", resume=True)
+    assert files_of(tmp_path / "out") == whole
 
 
 def other_header(header):
@@ -188,26 +158,40 @@ def with_another_header(path, change):
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
-@pytest.mark.parametrize("change", [other_header, other_order])
-def test_resuming_with_another_header_is_refused(model, tmp_path, change):
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
-    with_another_header(model / "model-00002-of-00002.safetensors", change)
-    with pytest.raises(CheckpointError, match="other source: model-00002"):
-        convert_checkpoint(model, tmp_path / "out", resume=True)
+def other_config(model, scales):
+    (model / "config.json").write_text(json.dumps({**json.loads((model / "config.json").read_text()), "eps": 1}))
 
 
-def test_the_record_names_what_is_finished(model, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
-    record = json.loads((tmp_path / "out" / PROGRESS).read_text())
-    (done,) = (tmp_path / "out").glob("*.safetensors")
-    assert record["shards"] == {done.name: hashlib.sha256(done.read_bytes()).hexdigest()}
-    assert sorted(record["source"]) == ["config.json", *sorted(p.name for p in model.glob("*.safetensors"))]
-    assert record["options"]["version"] == jnvfp4.__version__
-    assert "chunk_bytes" not in record["options"]
-    slices = ConvertOptions(chunk_bytes=1 << 13)
-    convert_checkpoint(model, tmp_path / "out", slices, resume=True)
+SECOND = "model-00002-of-00002.safetensors"
+# By what is another one when the conversion goes on: the change of the model or of the file of amaxes, and the error.
+OTHERS = {
+    "option": (None, "other options: kv_cache;"),
+    "amaxes": (lambda _, scales: scales.write_text(scales.read_text().replace("3.0", "4.0")), "options: input_amax"),
+    "version": (None, "other options: version"),
+    "time": (lambda model, _: (model / SECOND).touch(), "other source: model-00002"),
+    "config": (other_config, "other source: config"),
+    "shape": (lambda model, _: with_another_header(model / SECOND, other_header), "other source: model-00002"),
+    "order": (lambda model, _: with_another_header(model / SECOND, other_order), "other source: model-00002"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_resuming_with_another_input_is_refused(model, tmp_path, monkeypatch, case):
+    change, text = OTHERS[case]
+    scales, out = tmp_path / "scales.json", tmp_path / "out"
+    scales.write_text(json.dumps({n.removesuffix(".weight"): 3.0 for n in open_source(model).places if "_proj" in n}))
+    options = ConvertOptions(input_amax=scales)
+    interrupted_after(20, model, out, options)
+    if case == "option":
+        options = ConvertOptions(input_amax=scales, kv_cache="fp8")
+    elif case == "version":
+        monkeypatch.setattr(resume, "__version__", "99.0")
+    else:
+        change(model, scales)
+    with pytest.raises(CheckpointError, match=text):
+        convert_checkpoint(model, out, options, resume=True)
+    with pytest.raises(CheckpointError, match="not empty"):
+        convert_checkpoint(model, out)
 
 
 @pytest.mark.parametrize("command", ["convert", "verify"])
@@ -220,22 +204,6 @@ def test_an_interrupt_has_its_exit_code(tmp_path, monkeypatch, capsys, command):
     assert main([command, str(tmp_path / "in"), str(tmp_path / "out"), "--expert-layout=auto"]) == 130
     hint = "; finished shards are kept\nhint: --resume goes on" if command == "convert" else ""
     assert capsys.readouterr().err == f"error: interrupted{hint}\n"
-
-
-def test_progress_is_of_all_bytes_of_the_source(model, tmp_path):
-    """The first shard, which is finished, is told as one."""
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
-    (done,) = (tmp_path / "out").glob("*.safetensors")
-    source = open_source(model)
-    for output, shards in (("whole", []), ("out", [done.name])):
-        told = []
-        arguments = {"resume": bool(shards), "on_progress": lambda *a, told=told: told.append(a)}
-        convert_checkpoint(model, tmp_path / output, **arguments)
-        want = {n: source.entry(n).nbytes for n, shard in source.places.items() if shard not in shards}
-        want |= {s: sum(e.nbytes for e in source.files[s].entries.values()) for s in shards}
-        assert dict(told) == want
-        assert sum(want.values()) == source.nbytes
 
 
 # ---------------------------------------------------------------- two writers
@@ -273,14 +241,6 @@ def test_what_another_has_written_meanwhile_stays(writer, tmp_path, monkeypatch,
     assert files_of(tmp_path / "out") == {"config.json": b"of another"}
 
 
-def test_an_output_that_is_a_file_stays(writer, tmp_path):
-    (tmp_path / "out").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"is a file|is not empty; expected an empty or new directory") as found:
-        writer(tmp_path / "out")
-    assert found.value.code == 2
-    assert (tmp_path / "out").read_text() == "mine"
-
-
 def test_two_writers_do_not_share_a_directory(writer, tmp_path):
     (tmp_path / "out").mkdir()
     with files.locked(tmp_path / "out"):
@@ -290,6 +250,18 @@ def test_two_writers_do_not_share_a_directory(writer, tmp_path):
             writer(tmp_path / "out")
         assert files_of(tmp_path / "out") == {}
     writer(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["out", "out/mine"])
+def test_an_output_that_is_there_stays(writer, tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(
+        CheckpointError, match=r"out: is (a file|not empty); expected (a|an empty or new) direc"
+    ) as found:
+        writer(tmp_path / "out")
+    assert found.value.code == 2
+    assert (tmp_path / name).read_text() == "mine"
 
 
 def test_a_directory_is_locked_while_it_is_written(writer, tmp_path, monkeypatch):
@@ -373,28 +345,6 @@ def test_a_source_that_changes_before_the_codes_is_an_error(model, tmp_path, mon
     with pytest.raises(CheckpointError, match=rf"{path.name}: has changed while it was read .*{how}"):
         convert_checkpoint(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_an_empty_tensor_at_the_end_of_a_page(tmp_path):
-    (tmp_path / "in").mkdir()
-    tensors = {"a.down_proj.weight": weight(16, 32), "z.empty": ("F32", np.zeros((0, 4), np.float32))}
-    path = tmp_path / "in" / "model.safetensors"
-    write(path, tensors)
-    write(path, tensors, {"format": "pt", "pad": "x" * (-(path.stat().st_size + len(',"pad":""')) % 4096)})
-    assert path.stat().st_size % 4096 == 0
-    convert_checkpoint(tmp_path / "in", tmp_path / "out")
-
-
-def test_room_is_asked_for_what_is_left(model, tmp_path, monkeypatch):
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, tmp_path / "out", on_progress=interrupt_after(20))
-    free = []
-    usage = shutil.disk_usage
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=free[0]))
-    free.append(600_000)  # two shards of about 250,000 bytes, and once more the largest
-    with pytest.raises(CheckpointError, match=r"has 600000 bytes free; expected 7\d\d\d\d\d"):
-        convert_checkpoint(model, tmp_path / "new")
-    convert_checkpoint(model, tmp_path / "out", resume=True)
 
 
 # ---------------------------------------------------------------- an unfinished output is no checkpoint
@@ -537,19 +487,9 @@ def check_killed(layers, out, seed) -> None:
     assert files_of(out) == want
 
 
-@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.long] if s > 2 else []) for s in range(20)])
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.long] if s else []) for s in range(20)])
 def test_a_killed_conversion_goes_on(layers, tmp_path, seed):
     check_killed(layers, tmp_path / "out", seed)
-
-
-@pytest.mark.long
-def test_a_conversion_that_is_killed_again_and_again(layers, tmp_path):
-    model, want = layers
-    arguments = ["convert", str(model), str(tmp_path / "out")]
-    stopped(arguments, signal.SIGKILL, 20, 0.002)
-    stopped([*arguments, "--resume"], signal.SIGKILL, 12, 0.002)
-    assert main([*arguments, "--resume", "--quiet"]) == 0
-    assert files_of(tmp_path / "out") == want
 
 
 # The command, which sends itself Ctrl-C at the 20th write of a tensor, in the third shard. The thread that writes
@@ -574,7 +514,7 @@ sys.exit(cli.main())
 """
 
 
-@pytest.mark.parametrize("workers", ["1", "2", "5"])
+@pytest.mark.parametrize("workers", ["1", "3"])
 def test_an_interrupted_command_says_how_to_go_on(layers, tmp_path, workers):
     model, want = layers
     arguments = ["convert", str(model), str(tmp_path / "out"), "--workers", workers]
@@ -597,22 +537,18 @@ jax.devices("cpu")  # what a platform loads when it begins is no part of a conve
 def peak():
     (line,) = (l for l in open("/proc/self/status") if l.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
-before = peak()
-convert_checkpoint(sys.argv[1], sys.argv[2])
-print(before, peak())
+print(peak())
+for model in sys.argv[1:]:
+    convert_checkpoint(model, model + "-out")
+    print(peak())
 """
 
 
-def peak_of(folder, layers, rows, k) -> tuple[int, int]:
-    """Peak resident bytes of a process that converts an MLP of so many layers: before, and at the end."""
-    (folder / "in").mkdir(parents=True)
+def mlps(directory, layers, rows, k) -> str:
+    """An MLP of so many layers."""
     w = weight(rows, k)
-    tensors = {f"model.layers.{i}.mlp.{role}_proj.weight": w for i in range(layers) for role in ("gate", "up")}
-    write(folder / "in" / "model.safetensors", tensors)
-    arguments = [sys.executable, "-c", MEMORY, str(folder / "in"), str(folder / "out")]
-    done = subprocess.run(arguments, env=environment(), check=True, capture_output=True, text=True)
-    before, peak = map(int, done.stdout.split())
-    return before, peak
+    names = [f"model.layers.{i}.mlp.{role}_proj.weight" for i in range(layers) for role in ("gate", "up")]
+    return str(model_of(directory, dict.fromkeys(names, w)))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads VmHWM of /proc")
@@ -622,6 +558,9 @@ def peak_of(folder, layers, rows, k) -> tuple[int, int]:
 def test_memory_does_not_grow_with_layers(tmp_path, few, many, rows):
     """Beyond the imported library it is the largest group, its output and 300 MB; the files are several times that."""
     group = 2 * rows * 1024 * 2
-    (_, a), (before, b) = (peak_of(tmp_path / str(n), n, rows, 1024) for n in (few, many))
+    models = [mlps(tmp_path / str(n), n, rows, 1024) for n in (few, many)]
+    arguments = [sys.executable, "-c", MEMORY, *models]
+    done = subprocess.run(arguments, env=environment(), check=True, capture_output=True, text=True)
+    before, a, b = map(int, done.stdout.split())
     assert b - before < group + group * 9 // 32 + 300e6
     assert b - a < many * group / 4

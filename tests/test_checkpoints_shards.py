@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
-from checkpoints import DOWN, weight, write_model
+from checkpoints import DOWN, model_of, weight
 
 import jnvfp4
 from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, open_checkpoint, verify_checkpoint
@@ -28,7 +28,7 @@ SPECS = {
 def test_codes_are_those_of_quantize(tmp_path, spec, rows):
     """Slices of 16 rows, the last of which is no whole tile."""
     tag, w = weight(rows, 64)
-    model = write_model(tmp_path / "in", {"model.safetensors": {DOWN: (tag, w)}})
+    model = model_of(tmp_path / "in", {DOWN: (tag, w)})
     options = ConvertOptions(layout="te", spec=spec, chunk_bytes=1)
     convert_checkpoint(model, tmp_path / "out", options)
     got = open_checkpoint(tmp_path / "out")[DOWN]

@@ -105,7 +105,6 @@ def _check_call(function: Callable, operands: tuple, options: Options) -> None:
 
 
 def _arguments(name: str, function: Callable, operands: tuple, options: Options) -> Options | None:
-    """Returns the arguments of the call by name; None for a call without operands."""
     signature = inspect.signature(function)
     try:
         partly = signature.bind_partial(*operands, **options).arguments
@@ -136,7 +135,6 @@ def _matmul_kernel(operands: tuple, options: Options, device: jax.Device) -> Sup
 
 
 def _grouped_kernel(operands: tuple, options: Options, device: jax.Device) -> Support:
-    """Asks for the kernel of ``grouped_matmul_nt``."""
     (left, a_format), (right, b_format) = map(_parts_of, operands)
     params = ProductParams(a_format, b_format, _out_dtype(options))
     return _answer(plan_grouped(params, Operands(left, right, ()), *_where(options, device)))
@@ -146,7 +144,6 @@ _KERNELS = {"matmul_nt": _matmul_kernel, "grouped_matmul_nt": _grouped_kernel}
 
 
 def _parts_of(operand: object) -> tuple[tuple, Any]:
-    """Returns data, scale and amax and their format, or an array and None."""
     if isinstance(operand, NVFP4Tensor):
         return (operand.data, operand.scale, operand.amax), operand.format
     return (operand,), None

@@ -101,7 +101,6 @@ def diff(first: Path | str, second: Path | str) -> Difference:
 
 
 def _compare_weights(a: Stored, b: Stored, module: str, out: Difference) -> None:
-    """Adds to ``out`` where a quantized weight differs."""
     v, w, name = a.weight(module), b.weight(module), a.name(module)
     if v.shape != w.shape:
         out.others.append(name)
@@ -162,6 +161,5 @@ def _bytes(source: Source, name: str) -> np.ndarray:
 
 
 def _count_different(x: np.ndarray, y: np.ndarray) -> int:
-    """Counts the elements that differ, a slice at a time."""
     parts = slices(x.shape, x.dtype.itemsize, CHUNK_BYTES)
     return sum(int(np.count_nonzero(x[rows] != y[rows])) for rows in parts)

@@ -19,27 +19,16 @@ _WIDEST = 100  # characters of a column
 
 def say(value: object, stream: TextIO, indent: int | None = None) -> None:
     """Prints text, or another value as JSON. Characters that the stream cannot encode are escaped."""
-    if isinstance(value, str):
-        encoding = _encoding(stream)
-        text = value.encode(encoding, "backslashreplace").decode(encoding)
-    else:
-        text = json.dumps(
-            value, indent=indent, ensure_ascii=not _encodes(stream, json.dumps(value, ensure_ascii=False))
-        )
-    print(text, file=stream, flush=True)
-
-
-def _encoding(stream: TextIO) -> str:
-    """Gives the encoding of a stream; text in memory has none."""
-    return getattr(stream, "encoding", None) or "utf-8"
-
-
-def _encodes(stream: TextIO, text: str) -> bool:
+    encoding = getattr(stream, "encoding", None) or "utf-8"  # text in memory has none
+    text = value if isinstance(value, str) else json.dumps(value, indent=indent, ensure_ascii=False)
     try:
-        text.encode(_encoding(stream))
+        text.encode(encoding)
     except UnicodeEncodeError:
-        return False
-    return True
+        if isinstance(value, str):
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
+        else:
+            text = json.dumps(value, indent=indent)
+    print(text, file=stream, flush=True)
 
 
 @contextmanager
@@ -51,7 +40,7 @@ def progress(total: int, *, quiet: bool = False, as_json: bool = False) -> Itera
     if quiet:
         yield lambda name, done: None
     elif as_json:
-        yield _JsonLines(total)
+        yield _json_lines(total)
     elif sys.stderr.isatty() and (bar := _bar(total)) is not None:
         with bar:
 
@@ -61,7 +50,7 @@ def progress(total: int, *, quiet: bool = False, as_json: bool = False) -> Itera
 
             yield show
     else:
-        yield _Lines(total)
+        yield _lines(total)
 
 
 def _bar(total: int) -> Any:
@@ -72,30 +61,34 @@ def _bar(total: int) -> Any:
     return tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr)
 
 
-class _JsonLines:
-    def __init__(self, total: int):
-        self._total, self._done = total, 0
+def _json_lines(total: int) -> OnProgress:
+    done = 0
 
-    def __call__(self, name: str, done: int) -> None:
-        self._done += done
-        say({"tensor": name, "bytes": self._done, "total": self._total}, sys.stderr)
+    def show(name: str, nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        say({"tensor": name, "bytes": done, "total": total}, sys.stderr)
+
+    return show
 
 
-class _Lines:
-    def __init__(self, total: int):
-        self._total, self._done = total, 0
-        self._begun = self._last = time.monotonic()
+def _lines(total: int) -> OnProgress:
+    done, begun = 0, time.monotonic()
+    last = begun
 
-    def __call__(self, name: str, done: int) -> None:
-        self._done += done
+    def show(name: str, nbytes: int) -> None:
+        nonlocal done, last
+        done += nbytes
         now = time.monotonic()
-        if now - self._last < SECONDS:
+        if now - last < SECONDS:
             return
-        self._last = now
-        rate = self._done / max(now - self._begun, 1e-9)
-        left = (self._total - self._done) / rate if rate else float("inf")
-        text = f"{self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left"
+        last = now
+        rate = done / max(now - begun, 1e-9)
+        left = (total - done) / rate if rate else float("inf")
+        text = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left"
         say(f"{text}: {name}", sys.stderr)
+
+    return show
 
 
 def tell(kind: Literal["warning", "note"], text: str, *, as_json: bool = False) -> None:
@@ -125,8 +118,8 @@ def plan_as_json(plan: Plan) -> JSON:
         "tensors": [
             {
                 "name": name,
-                "action": "quantize" if item.decision.quantizes else "keep",
-                "reason": item.decision.reason or None,
+                "action": "quantize" if item.choice.quantizes else "keep",
+                "reason": item.choice.reason or None,
                 "group": groups.get(name),
                 "bytes": item.nbytes,
             }

@@ -89,13 +89,13 @@ def convert_checkpoint(
         record.resume()
     _check_space(plan, output, record)
     check_companions(plan.source.directory, plan.source.single_file)
-    amaxes = find_amaxes(plan, workers)
+    amaxes, not_finite = find_amaxes(plan, workers)
     plan.source.check_unchanged()
-    if amaxes.not_finite:
-        plan = plan_without(plan, amaxes.not_finite, "not finite")
+    if not_finite:
+        plan = plan_without(plan, not_finite, "not finite")
         _check_space(plan, output, record)
     target = Target(jax.local_devices(backend="cpu")[0] if device is None else device, implementation)
-    writer = ShardWriter(plan, amaxes.by_module, _metadata(plan), target, workers, on_progress)
+    writer = ShardWriter(plan, amaxes, _metadata(plan), target, workers, on_progress)
     try:
         output.mkdir(parents=True, exist_ok=True)
         with locked(output):
@@ -109,8 +109,8 @@ def convert_checkpoint(
                     write_file(output / name, json_bytes(value))
     except OSError as e:
         raise io_error(e, output, "finished shards are kept; --resume goes on" if record.is_kept else "") from e
-    warnings = plan.warnings + _tiny_amaxes(amaxes.by_module) + removed + not_copied
-    return Result(plan, amaxes.by_module, target.device, seconds, plan.source.nbytes, plan.nbytes, warnings)
+    warnings = plan.warnings + _tiny_amaxes(amaxes) + removed + not_copied
+    return Result(plan, amaxes, target.device, seconds, plan.source.nbytes, plan.nbytes, warnings)
 
 
 # ---------------------------------------------------------------- checks
@@ -179,12 +179,11 @@ def _remove_leftovers(plan: Plan, output: Path, resume: bool) -> tuple[str, ...]
 
 
 def _write_shards(writer: ShardWriter, output: Path, record: ResumeRecord) -> dict[str, float]:
-    """Writes the shards that are not finished, and gives the seconds that each tensor took."""
     seconds: dict[str, float] = {}
     for name, items in writer.plan.shards.items():
         path = output / name
         if record.is_finished(path):
-            writer.on_progress(name, sum(item.decision.entry.nbytes for item in items))
+            writer.on_progress(name, sum(item.choice.entry.nbytes for item in items))
             continue
         seconds |= writer.write(path, items)
         record.add(path)
@@ -192,7 +191,6 @@ def _write_shards(writer: ShardWriter, output: Path, record: ResumeRecord) -> di
 
 
 def _metadata(plan: Plan) -> dict[str, str]:
-    """Makes the metadata of every shard."""
     metadata = {
         "format": "pt",
         VERSION: __version__,
@@ -205,7 +203,6 @@ def _metadata(plan: Plan) -> dict[str, str]:
 
 
 def _digest(source: Source) -> str:
-    """Computes a digest of the names, dtypes and shapes of all tensors."""
     digest = hashlib.sha256()
     for e in source.entries():
         digest.update(f"{e.name} {e.tag} {e.shape}\n".encode())

@@ -99,7 +99,6 @@ def limits(values: list[float]) -> tuple[float, float]:
 
 
 def _by_kind(errors: list[tuple[str, ErrorStats]], value: Value) -> Mapping[str, Mapping[int, list[float]]]:
-    """Gives the numbers by the last part of the module's name and by layer."""
     out: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for name, error in errors:
         out[module_of(name).rpartition(".")[2]][_layer(name)].append(value(error))
@@ -122,7 +121,6 @@ def _number_layers(axes: Any, names: list[str]) -> None:
 
 
 def _title(errors: list[float], result: Result | None) -> str:
-    """Says which model it is, how it was quantized, and how large the errors are."""
     measured = f"{len(errors)} weights"
     if errors:
         measured += f", relative error {np.mean(errors):.4f} on average, {max(errors):.4f} at most"

@@ -40,7 +40,7 @@ def summary(records: list[Record], result: Result | None = None) -> JSON:
     if result is not None:
         reasons: dict[str, int] = defaultdict(int)
         for item in result.plan.items.values():
-            reasons[item.decision.reason or "quantized"] += 1
+            reasons[item.choice.reason or "quantized"] += 1
         out |= {
             "bytes_before": result.bytes_before,
             "bytes_after": result.bytes_after,

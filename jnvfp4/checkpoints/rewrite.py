@@ -2,10 +2,10 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -24,37 +24,16 @@ from ._files.files import (
     slices,
     write_file,
 )
-from ._files.safetensors import DTYPES, JSON, VERSION, Entry, Planned, Writer
-from ._files.source import CONFIG, HF_QUANT, INDEX
-from ._layouts.configs import hf_quant_config, quantization_config
-from ._layouts.layouts import LAYOUTS, MODELOPT, TE, Layout, LayoutName, Parts, decode_scale, global_scale_of
-from ._layouts.loaders import check_ignore_list, ignore_list, linear_modules
+from ._files.safetensors import DTYPES, JSON, VERSION, Planned, writing
+from ._files.source import CONFIG, Source
+from ._layouts.configs import config_files, index_file
+from ._layouts.layouts import LAYOUTS, TE, Layout, LayoutName, Parts, decode_scale, global_scale_of
+from ._layouts.loaders import checked_ignore_list, linear_modules
 from ._layouts.stored import Stored, Weight, open_stored
 from ._layouts.unsupported import has_fp8_kv_cache
 
 Pieces = Iterator[tuple[str, int, np.ndarray]]  # a tensor's name, the index of the first element, elements
 Warn = Callable[[str], object]
-
-
-class Rewriting(Protocol):
-    """Says what every quantized weight of a checkpoint becomes; other tensors are copied."""
-
-    @property
-    def stored(self) -> Stored:
-        """The checkpoint."""
-        ...
-
-    def outputs(self, module: str) -> list[Planned]:
-        """Lists the tensors that a module's weight becomes."""
-        ...
-
-    def pieces(self, module: str) -> Pieces:
-        """Gives these tensors, a slice at a time."""
-        ...
-
-    def files(self) -> Mapping[str, JSON]:
-        """Makes the JSON files beside the shards, by name."""
-        ...
 
 
 # ---------------------------------------------------------------- another layout
@@ -93,6 +72,8 @@ def repack_checkpoint(source: Path | str, output: Path | str, layout: LayoutName
 
 @dataclass(frozen=True)
 class _Repacking:
+    """Says what every quantized weight becomes; other tensors are copied."""
+
     stored: Stored
     to: Layout
 
@@ -130,19 +111,12 @@ class _Repacking:
         return int((decode_scale(self._rescaled(scale)).reshape(-1) != scale.reshape(-1)).sum())
 
     def files(self) -> dict[str, JSON]:
-        stored, to = self.stored, self.to
-        kept = linear_modules(map(stored.source.entry, stored.others))
-        ignore = ignore_list(kept, stored.modules, to.name)
-        check_ignore_list(ignore, kept, stored.modules, to.name)
-        weight_only = not any(stored.activation(m) is not None for m in stored.modules)
-        fp8 = has_fp8_kv_cache(stored.source)
-        files: dict[str, JSON] = {}
-        if to is MODELOPT:
-            files[HF_QUANT] = hf_quant_config(ignore, __version__, weight_only=weight_only, fp8_kv_cache=fp8)
-        if stored.source.config is not None:
-            config = quantization_config(to.name, ignore, weight_only=weight_only, fp8_kv_cache=fp8)
-            files[CONFIG] = {**stored.source.config, "quantization_config": config}
-        return files
+        stored, source = self.stored, self.stored.source
+        kept = linear_modules(map(source.entry, stored.others))
+        ignore = checked_ignore_list(kept, stored.modules, self.to.name)
+        weight_only = all(stored.activation(m) is None for m in stored.modules)
+        fp8 = has_fp8_kv_cache(source)
+        return config_files(self.to.name, source.config, ignore, weight_only=weight_only, fp8_kv_cache=fp8)
 
     def _parts(self, module: str) -> Parts:
         return self.to.parts(module, module in self.stored.stacks)
@@ -221,7 +195,6 @@ def _check_range(stored: Stored, module: str, dtype: str) -> None:
 
 
 def _ordinary_config(config: JSON, dtype: str) -> JSON:
-    """Makes the config of a model that is not quantized, with this dtype, also in the part of its language model."""
     out = {**config, "torch_dtype": dtype}
     out.pop("quantization_config", None)
     if "dtype" in config:
@@ -233,59 +206,44 @@ def _ordinary_config(config: JSON, dtype: str) -> JSON:
 
 
 # ---------------------------------------------------------------- writing
-@dataclass(frozen=True)
-class _Shard:
-    """Lists what one output file holds: the weights whose codes are in the input file of that name, and its others."""
-
-    modules: list[str]
-    kept: list[Entry]
-    outputs: list[Planned]
+Rewriting = _Repacking | _Decoding
+Task = tuple[list[Planned], Callable[[], Pieces]]  # tensors of a shard, and what gives them
 
 
 def _write(rewriting: Rewriting, output: Path, warn: Warn) -> None:
-    """Writes shard by shard, then the files beside them; config and index are last."""
+    """Writes shard by shard, then the files beside them; the index is last."""
     checked_path(output)
     stored, files = rewriting.stored, rewriting.files()
     check_finite(stored.source.config, stored.source.directory / CONFIG)
     shards = _shards(rewriting)
-    sizes = [sum(p.nbytes for p in shard.outputs) for shard in shards.values()]
-    check_free_space(output, sizes)
+    tensors = {name: [p for planned, _ in tasks for p in planned] for name, tasks in shards.items()}
+    check_free_space(output, [sum(p.nbytes for p in planned) for planned in tensors.values()])
     check_companions(stored.source.directory, stored.source.single_file)
-    if len(shards) > 1:
-        names = {p.name: name for name, shard in shards.items() for p in shard.outputs}
-        files = {**files, INDEX: {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(names.items()))}}
     with new_output(output):
-        for name, shard in shards.items():
-            _write_shard(rewriting, output / name, shard)
+        for name, tasks in shards.items():
+            with writing(output / name, tensors[name], {"format": "pt", VERSION: __version__}) as file:
+                for tensor, first, data in (piece for _, work in tasks for piece in work()):
+                    file.put(tensor, data, first)
         not_copied = copy_companions(stored.source.directory, output, stored.source.single_file)
         stored.source.check_unchanged()
-        for name, value in files.items():
+        for name, value in {**files, **index_file(tensors)}.items():
             write_file(output / name, json_bytes(value))
     for text in not_copied:
         warn(text)
 
 
-def _shards(rewriting: Rewriting) -> dict[str, _Shard]:
-    stored = rewriting.stored
-    shards = {name: _Shard([], [], []) for name in sorted(stored.source.files)}
+def _shards(rewriting: Rewriting) -> dict[str, list[Task]]:
+    """Lists what each file holds: the weights whose codes are in the input file of that name, and its other tensors."""
+    stored, source = rewriting.stored, rewriting.stored.source
+    shards: dict[str, list[Task]] = {name: [] for name in sorted(source.files)}
     for module in stored.modules:
-        shard = shards[stored.source.places[stored.parts(module).codes]]
-        shard.modules.append(module)
-        shard.outputs.extend(rewriting.outputs(module))
-    for name in stored.others:
-        shard, entry = shards[stored.source.places[name]], stored.source.entry(name)
-        shard.kept.append(entry)
-        shard.outputs.append(Planned(entry.name, entry.tag, entry.shape))
-    return {name: shard for name, shard in shards.items() if shard.outputs}
+        tasks = shards[source.places[stored.parts(module).codes]]
+        tasks.append((rewriting.outputs(module), partial(rewriting.pieces, module)))
+    for entry in map(source.entry, stored.others):
+        copied = partial(_copied, source, entry.name)
+        shards[source.places[entry.name]].append(([Planned(entry.name, entry.tag, entry.shape)], copied))
+    return {name: tasks for name, tasks in shards.items() if tasks}
 
 
-def _write_shard(rewriting: Rewriting, path: Path, shard: _Shard) -> None:
-    """Writes one file."""
-    source = rewriting.stored.source
-    with Writer(path, shard.outputs, {"format": "pt", VERSION: __version__}) as file:
-        for entry in shard.kept:
-            for first, data in pieces(source.rows(entry.name), CHUNK_BYTES):
-                file.put(entry.name, data, first)
-        for module in shard.modules:
-            for name, first, data in rewriting.pieces(module):
-                file.put(name, data, first)
+def _copied(source: Source, name: str) -> Pieces:
+    return ((name, first, data) for first, data in pieces(source.rows(name), CHUNK_BYTES))

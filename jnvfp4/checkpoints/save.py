@@ -9,11 +9,11 @@ from .._core.tensor import NVFP4Tensor
 from .._version import __version__
 from ._files.errors import CheckpointError, Exit, OptionError
 from ._files.files import check_finite, checked_path, json_bytes, new_output, write_file
-from ._files.safetensors import DTYPES, JSON, TAGS, VERSION, Planned, Writer
-from ._files.source import CONFIG, HF_QUANT
-from ._layouts.configs import hf_quant_config, quantization_config
+from ._files.safetensors import DTYPES, JSON, TAGS, VERSION, Planned, writing
+from ._files.source import CONFIG
+from ._layouts.configs import config_files
 from ._layouts.layouts import LAYOUTS, TE, Layout, LayoutName, global_scale_of
-from ._layouts.loaders import check_ignore_list, ignore_list
+from ._layouts.loaders import checked_ignore_list
 from ._layouts.names import WEIGHT, groups_of, is_stack, module_of
 from .trees import Tensor
 
@@ -51,7 +51,7 @@ def save_checkpoint(
     planned = [Planned(name, TAGS[a.dtype], a.shape) for name, a in arrays.items()]
     metadata = {"format": "pt", VERSION: __version__}
     with new_output(output):
-        with Writer(output / "model.safetensors", planned, metadata) as file:
+        with writing(output / "model.safetensors", planned, metadata) as file:
             for name, a in sorted(arrays.items()):
                 file.put(name, a)
         for name, data in files.items():
@@ -87,17 +87,11 @@ def _configs(
         raise CheckpointError(f"tensors have e4m3_max {sorted(maxima)}", "one, in layout te", code=Exit.USAGE)
     quantized = [module_of(n) for n in weights]
     kept = [module_of(n) for n, t in tensors.items() if n.endswith(WEIGHT) and n not in weights and np.ndim(t) == 2]
-    ignore = ignore_list(kept, quantized, layout)
-    check_ignore_list(ignore, kept, quantized, layout)
-    te = {"e4m3_max": max(maxima)}
-    files = {CONFIG: {**config, "quantization_config": quantization_config(layout, ignore, weight_only=True, te=te)}}
-    if layout == "modelopt":
-        files[HF_QUANT] = hf_quant_config(ignore, __version__, weight_only=True)
-    return files
+    ignore = checked_ignore_list(kept, quantized, layout)
+    return config_files(layout, config, ignore, weight_only=True, te={"e4m3_max": max(maxima)})
 
 
 def _arrays_of(name: str, t: NVFP4Tensor, layout: Layout) -> dict[str, np.ndarray]:
-    """Gives the arrays that store a quantized weight, by name."""
     stacked = t.ndim == 3 and is_stack(name)
     by_row = t.format.amax_scope == "row"
     if t.format.rht or t.format.amax_scope == "window64" or (by_row and (layout.name != "te" or stacked)):

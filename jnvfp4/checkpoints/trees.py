@@ -176,7 +176,6 @@ def to_hf(tree: Mapping[str, PyTree], rules: Sequence[NameRule]) -> dict[str, Te
 def _assigned(
     names: Iterable[str], rules: Sequence[NameRule], match: Callable[[NameRule, str], Fields | None], what: str
 ) -> dict[str, tuple[NameRule, Fields]]:
-    """Finds the one rule of every name, and the values of its fields."""
     out: dict[str, tuple[NameRule, Fields]] = {}
     for name in names:
         matching = [(rule, fields) for rule in rules if (fields := match(rule, name)) is not None]
@@ -219,7 +218,6 @@ def _index(rule: NameRule, fields: Fields, name: str) -> tuple[int, ...]:
 
 
 def _stacked(rule: NameRule, path: str, parts: dict[tuple[int, ...], tuple[str, Tensor]]) -> Tensor:
-    """Makes one tensor of the tensors at all indices."""
     if not rule.stack:
         ((name, t),) = parts.values()
         return _forward(rule, name, t)
@@ -250,7 +248,6 @@ def _stacked(rule: NameRule, path: str, parts: dict[tuple[int, ...], tuple[str, 
 
 
 def _unstacked(rule: NameRule, path: str, t: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
-    """Takes a tensor apart into the tensors at all indices."""
     if not rule.stack:
         return [((), t)]
     axis = _axis(rule, path, t, 1 - len(rule.stack))
@@ -284,7 +281,6 @@ def _kind(t: Tensor) -> str:
 
 
 def _forward(rule: NameRule, name: str, t: Tensor) -> Tensor:
-    """Transposes and splits a tensor."""
     if isinstance(t, NVFP4Tensor):
         return _unchanged(rule, name, t)
     if rule.transpose:
@@ -298,7 +294,6 @@ def _forward(rule: NameRule, name: str, t: Tensor) -> Tensor:
 
 
 def _backward(rule: NameRule, name: str, t: Tensor) -> Tensor:
-    """Merges and transposes a tensor."""
     if isinstance(t, NVFP4Tensor):
         return _unchanged(rule, name, t)
     if rule.split:

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from ._convert.options import ExpertLayout
-from ._convert.views import FP8_SCALE, converted_view
+from ._convert.views import FP8_SCALE, fp8_decoded, per_expert, stacked
 from ._files.errors import CheckpointError, Exit, OptionError
 from ._files.files import CHUNK_BYTES, slices
 from ._files.safetensors import FLOATS, JSON
@@ -174,11 +174,11 @@ def _as_converted(source: Source, stored: Stored, expert_layout: ExpertLayout) -
     """Shows the source in the form that was converted, which follows from the names in the output."""
     names = set(stored.names)
     if any(n.endswith(FP8_SCALE) for n in source.places):
-        source = converted_view(source, dequantize_input="fp8-block")
+        source = fp8_decoded(source)
     if not names <= set(source.places):
-        source = converted_view(source, experts="per-expert", expert_layout=expert_layout)
+        source = per_expert(source, expert_layout)
     if not names <= set(source.places):
-        source = converted_view(source, experts="stacked")
+        source = stacked(source)
     return source
 
 

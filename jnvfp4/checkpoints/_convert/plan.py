@@ -4,19 +4,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..._version import __version__
 from ...spec import BLOCK
 from .._files.errors import CheckpointError
 from .._files.files import check_finite
 from .._files.safetensors import FLOATS, JSON, Planned
-from .._files.source import CONFIG, HF_QUANT, INDEX, Source, read_json
-from .._layouts.configs import hf_quant_config, quantization_config
+from .._files.source import CONFIG, Source, read_json
+from .._layouts.configs import config_files, index_file
 from .._layouts.layouts import LAYOUTS, Layout, Parts, names_global_scale
-from .._layouts.loaders import check_ignore_list, ignore_list, linear_modules
+from .._layouts.loaders import checked_ignore_list, linear_modules
 from .._layouts.names import Group, module_of
 from .._layouts.unsupported import factors
+from .choices import Choice, Choices, choose, keep_groups
 from .options import ConvertOptions, is_amax
-from .policy import Decision, Decisions, decide, keep_groups
 from .views import converted_view
 
 
@@ -25,13 +24,13 @@ class Item:
     """Says what one tensor of the source becomes.
 
     Attributes:
-      decision: whether it is quantized, or why it is kept.
+      choice: whether it is quantized, or why it is kept.
       module: the module of a weight.
       parts: the names of the tensors of a quantized weight; None for a kept tensor.
       outputs: the tensors that are written.
     """
 
-    decision: Decision
+    choice: Choice
     module: str
     parts: Parts | None
     outputs: tuple[Planned, ...]
@@ -39,7 +38,7 @@ class Item:
     @property
     def name(self) -> str:
         """The tensor's name in the source."""
-        return self.decision.entry.name
+        return self.choice.entry.name
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +53,7 @@ class Plan:
     Attributes:
       source: the tensors in the form that is converted.
       options: the options of the conversion.
-      decisions: what happens to every tensor, and the groups that are quantized.
+      choices: what happens to every tensor, and the groups that are quantized.
       items: what every tensor becomes, by its name in the source.
       weights: those of the items that are quantized, by module.
       shards: the items of each output file, by file name.
@@ -66,7 +65,7 @@ class Plan:
 
     source: Source
     options: ConvertOptions
-    decisions: Decisions
+    choices: Choices
     items: Mapping[str, Item]
     weights: Mapping[str, Item]
     shards: Mapping[str, tuple[Item, ...]]
@@ -78,7 +77,7 @@ class Plan:
     @property
     def groups(self) -> tuple[Group, ...]:
         """The groups of modules that are quantized."""
-        return self.decisions.groups
+        return self.choices.groups
 
     @property
     def layout(self) -> Layout:
@@ -98,41 +97,36 @@ def make_plan(source: Source, options: ConvertOptions) -> Plan:
       CheckpointError: the source is quantized already, its config has NaN or infinity, a rule matches nothing, a weight
         cannot be quantized, or a loader would read the ignore list differently.
     """
-    view = converted_view(
-        source,
-        dequantize_input=options.dequantize_input,
-        experts=options.experts,
-        expert_layout=options.expert_layout,
-    )
+    view = converted_view(source, options)
     _refuse_quantized(view)
     check_finite(view.config, source.directory / CONFIG)
-    decisions = decide(view, options)
-    return _plan_of(view, options, decisions, _input_scales(options, decisions.groups))
+    choices = choose(view, options)
+    return _plan_of(view, options, choices, _input_scales(options, choices.groups))
 
 
 def plan_without(plan: Plan, groups: Collection[Group], reason: str) -> Plan:
     """Plans the same conversion with some groups kept for a reason."""
-    decisions = keep_groups(plan.decisions, groups, reason, allow_empty=plan.options.allow_empty)
-    scales = {m: plan.input_scales[m] for g in decisions.groups for m in g.members if m in plan.input_scales}
-    return _plan_of(plan.source, plan.options, decisions, scales)
+    choices = keep_groups(plan.choices, groups, reason, allow_empty=plan.options.allow_empty)
+    scales = {m: plan.input_scales[m] for g in choices.groups for m in g.members if m in plan.input_scales}
+    return _plan_of(plan.source, plan.options, choices, scales)
 
 
-def _plan_of(source: Source, options: ConvertOptions, decisions: Decisions, input_scales: Mapping[str, float]) -> Plan:
-    ignore = _ignore_list(decisions, options)
-    items = {name: _item(d, options, input_scales) for name, d in decisions.by_name.items()}
+def _plan_of(source: Source, options: ConvertOptions, choices: Choices, input_scales: Mapping[str, float]) -> Plan:
+    ignore = _ignore_list(choices, options)
+    items = {name: _item(d, options, input_scales) for name, d in choices.by_name.items()}
     _check_names(items)
     shards = _shards(source, items, options.max_shard_bytes)
     return Plan(
         source,
         options,
-        decisions,
+        choices,
         items,
-        {item.module: item for item in items.values() if item.decision.quantizes},
+        {item.module: item for item in items.values() if item.choice.quantizes},
         shards,
         tuple(ignore),
         input_scales,
         _files(source, options, ignore, shards),
-        source.warnings + decisions.warnings + _uncalibrated(options, input_scales),
+        source.warnings + choices.warnings + _uncalibrated(options, input_scales),
     )
 
 
@@ -153,26 +147,22 @@ def _refuse_quantized(source: Source) -> None:
         raise CheckpointError("is a scale of quantized weights or of a KV cache", expected, tensor=scales[0], hint=hint)
 
 
-def _ignore_list(decisions: Decisions, options: ConvertOptions) -> list[str]:
-    """Makes the ignore list and checks that every loader reads it right."""
-    kept = linear_modules(d.entry for d in decisions.by_name.values() if not d.quantizes)
-    quantized = [m for g in decisions.groups for m in g.members]
-    ignore = ignore_list(kept, quantized, options.layout)
-    check_ignore_list(ignore, kept, quantized, options.layout)
-    return ignore
+def _ignore_list(choices: Choices, options: ConvertOptions) -> list[str]:
+    kept = linear_modules(d.entry for d in choices.by_name.values() if not d.quantizes)
+    return checked_ignore_list(kept, [m for g in choices.groups for m in g.members], options.layout)
 
 
 # ---------------------------------------------------------------- what a tensor becomes
-def _item(decision: Decision, options: ConvertOptions, input_scales: Mapping[str, float]) -> Item:
-    entry = decision.entry
+def _item(choice: Choice, options: ConvertOptions, input_scales: Mapping[str, float]) -> Item:
+    entry = choice.entry
     module = module_of(entry.name)
-    if not decision.quantizes:
+    if not choice.quantizes:
         narrow = options.high_precision_dtype == "bf16" and entry.tag in FLOATS
-        return Item(decision, module, None, (Planned(entry.name, "BF16" if narrow else entry.tag, entry.shape),))
-    layout, (n, k) = LAYOUTS[options.layout], decision.matrix
-    parts = layout.parts(module, decision.stacked)
-    experts = entry.shape[:1] if decision.stacked else ()
-    codes, scales = ((*experts, k // m, n) if decision.kn else (*experts, n, k // m) for m in (2, BLOCK))
+        return Item(choice, module, None, (Planned(entry.name, "BF16" if narrow else entry.tag, entry.shape),))
+    layout, (n, k) = LAYOUTS[options.layout], choice.matrix
+    parts = layout.parts(module, choice.stacked)
+    experts = entry.shape[:1] if choice.stacked else ()
+    codes, scales = ((*experts, k // m, n) if choice.kn else (*experts, n, k // m) for m in (2, BLOCK))
     outputs = [
         Planned(parts.codes, "U8", codes),
         Planned(parts.scales, layout.scales_tag, scales),
@@ -180,7 +170,7 @@ def _item(decision: Decision, options: ConvertOptions, input_scales: Mapping[str
     ]
     if parts.activation is not None and module in input_scales:
         outputs.append(Planned(parts.activation, "F32", experts or layout.global_shape))
-    return Item(decision, module, parts, tuple(outputs))
+    return Item(choice, module, parts, tuple(outputs))
 
 
 def _check_names(items: Mapping[str, Item]) -> None:
@@ -239,7 +229,6 @@ def _largest_amax(amaxes: JSON, group: Group, path: Path) -> float:
 
 
 def _uncalibrated(options: ConvertOptions, input_scales: Mapping[str, float]) -> tuple[str, ...]:
-    """Warns of activation scales that nobody measured."""
     if not input_scales or options.input_amax is not None:
         return ()
     return (
@@ -282,15 +271,13 @@ def _files(
     source: Source, options: ConvertOptions, ignore: list[str], shards: Mapping[str, tuple[Item, ...]]
 ) -> dict[str, JSON]:
     """Makes the JSON files beside the shards; the index is last, so that an interrupted output looks incomplete."""
-    fp8 = options.kv_cache == "fp8"
     format_ = options.spec.format
-    te = {"recipe": options.recipe, "amax_scope": format_.amax_scope, "e4m3_max": format_.e4m3_max}
-    quantization = quantization_config(options.layout, ignore, weight_only=options.weight_only, fp8_kv_cache=fp8, te=te)
-    files: dict[str, JSON] = {CONFIG: {**(source.config or {}), "quantization_config": quantization}}
-    if options.layout == "modelopt":
-        files[HF_QUANT] = hf_quant_config(ignore, __version__, weight_only=options.weight_only, fp8_kv_cache=fp8)
-    if len(shards) > 1:
-        names = {p.name: shard for shard, items in shards.items() for item in items for p in item.outputs}
-        size = sum(item.nbytes for items in shards.values() for item in items)
-        files[INDEX] = {"metadata": {"total_size": size}, "weight_map": dict(sorted(names.items()))}
-    return files
+    configs = config_files(
+        options.layout,
+        source.config or {},
+        ignore,
+        weight_only=options.weight_only,
+        fp8_kv_cache=options.kv_cache == "fp8",
+        te={"recipe": options.recipe, "amax_scope": format_.amax_scope, "e4m3_max": format_.e4m3_max},
+    )
+    return configs | index_file({name: [p for item in items for p in item.outputs] for name, items in shards.items()})

@@ -12,7 +12,7 @@ import numpy as np
 from ...spec import BLOCK
 from .._files.errors import CheckpointError
 from .._files.files import Rows, pieces
-from .._files.safetensors import DTYPES, Writer
+from .._files.safetensors import DTYPES, writing
 from .._layouts.layouts import FLOAT_MAX, global_scale_of
 from .._layouts.names import Group
 from .encode import Amax, Target, encode, find_amax
@@ -38,21 +38,12 @@ def in_order(work: Callable[[Task], Outcome], tasks: Iterable[Task], workers: in
 
 
 # ---------------------------------------------------------------- amaxes
-@dataclass(frozen=True)
-class Amaxes:
-    """Holds the amaxes of a plan's weights.
-
-    Attributes:
-      by_module: the amax of each module, which its group shares: [], [N] of rows, or [E] of experts.
-      not_finite: the groups with NaN or infinity, which have no amax.
-    """
-
-    by_module: Mapping[str, np.ndarray]
-    not_finite: tuple[Group, ...]
-
-
-def find_amaxes(plan: Plan, workers: int) -> Amaxes:
+def find_amaxes(plan: Plan, workers: int) -> tuple[dict[str, np.ndarray], list[Group]]:
     """Finds the amax of every group.
+
+    Returns:
+      the amax of each module, which its group shares: [], [N] of rows, or [E] of experts; and the groups with NaN or
+      infinity, which have no amax.
 
     Raises:
       CheckpointError: a weight has NaN or infinity, and the options do not keep its group.
@@ -77,13 +68,13 @@ def find_amaxes(plan: Plan, workers: int) -> Amaxes:
         else:
             shared = np.asarray(np.max([own[m].value for m in group.members], axis=0))
             by_module |= dict.fromkeys(group.members, shared)
-    return Amaxes(by_module, tuple(not_finite))
+    return by_module, not_finite
 
 
 def _amax_of(plan: Plan, item: Item) -> Amax:
     """Finds the amax of a weight [], of each row [N], or of each expert of a stack [E]."""
     x = plan.source.rows(item.name)
-    if not item.decision.stacked:
+    if not item.choice.stacked:
         return find_amax(x, plan.options.row_scaled)
     experts = [find_amax(expert, False) for expert in x]
     first = next(((e, *a.first) for e, a in enumerate(experts) if a.first is not None), None)
@@ -114,7 +105,7 @@ class ShardWriter:
     def write(self, path: Path, items: Iterable[Item]) -> dict[str, float]:
         """Writes one file, and gives the seconds that each tensor took, by name."""
         seconds = {}
-        with Writer(path, [p for item in items for p in item.outputs], self.metadata) as file:
+        with writing(path, [p for item in items for p in item.outputs], self.metadata) as file:
 
             def write_item(item: Item) -> tuple[Item, float]:
                 begun = time.monotonic()
@@ -124,19 +115,18 @@ class ShardWriter:
 
             for item, took in in_order(write_item, items, self.workers):
                 seconds[item.name] = took
-                self.on_progress(item.name, item.decision.entry.nbytes)
+                self.on_progress(item.name, item.choice.entry.nbytes)
         return seconds
 
     def _pieces(self, item: Item) -> Pieces:
-        """Gives the output of one tensor, a slice at a time."""
         x, options = self.plan.source.rows(item.name), self.plan.options
-        if not item.decision.quantizes:
+        if not item.choice.quantizes:
             (kept,) = item.outputs
             for first, data in pieces(x, options.chunk_bytes):
                 yield kept.name, first, data.astype(DTYPES[kept.tag], copy=False)
             return
         yield from self._scales_of_tensor(item)
-        amax, stacked, kn = self._amax(item), item.decision.stacked, item.decision.kn
+        amax, stacked, kn = self._amax(item), item.choice.stacked, item.choice.kn
         for e, expert in enumerate(x if stacked else [x]):
             yield from self._encoded(item, expert.T if kn else expert, amax[e] if stacked else amax, e)
 
@@ -144,7 +134,6 @@ class ShardWriter:
         return np.asarray(self.amaxes[item.module], np.float32)
 
     def _scales_of_tensor(self, item: Item) -> Pieces:
-        """Gives the global scale, and the activation scale if there is one."""
         plan, options, parts = self.plan, self.plan.options, item.parts
         assert parts is not None
         shapes = {p.name: p.shape for p in item.outputs}
@@ -158,11 +147,11 @@ class ShardWriter:
 
     def _encoded(self, item: Item, x: np.ndarray | Rows, amax: np.ndarray, expert: int) -> Pieces:
         """Gives codes and block scales of a weight or of one expert; in one piece if its axes are swapped."""
-        parts, (n, k), options = item.parts, item.decision.matrix, self.plan.options
+        parts, (n, k), options = item.parts, item.choice.matrix, self.plan.options
         assert parts is not None
         dtype = DTYPES[self.plan.layout.scales_tag]
         encoded = encode(x, amax, options.spec, self.target, options.chunk_bytes)
-        if item.decision.kn:
+        if item.choice.kn:
             _, all_codes, all_scales = zip(*encoded, strict=True)
             encoded = iter([(0, np.concatenate(all_codes).T, np.ascontiguousarray(np.concatenate(all_scales).T))])
         for first, codes, scales in encoded:

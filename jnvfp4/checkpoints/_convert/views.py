@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -19,7 +19,7 @@ from .._files.safetensors import DTYPES, JSON, Entry
 from .._files.source import CONFIG, Source
 from .._layouts.loaders import is_expert_stack
 from .._layouts.names import WEIGHT
-from .options import ExpertLayout
+from .options import ConvertOptions, ExpertLayout
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 _FUSED = "gate_up_proj"
@@ -80,32 +80,22 @@ class ViewedSource(Source):
             self.origin.release(part)
 
 
-def converted_view(
-    source: Source,
-    *,
-    dequantize_input: Literal["none", "fp8-block"] = "none",
-    experts: Literal["keep", "per-expert", "stacked"] = "keep",
-    expert_layout: ExpertLayout = "auto",
-) -> Source:
-    """Shows a source in the form that is converted. The arguments are those of ``ConvertOptions``."""
-    if dequantize_input == "fp8-block":
+def converted_view(source: Source, options: ConvertOptions) -> Source:
+    """Shows a source in the form that is converted."""
+    if options.dequantize_input == "fp8-block":
         source = fp8_decoded(source)
-    if experts == "per-expert":
-        return per_expert(source, expert_layout)
-    return stacked(source) if experts == "stacked" else source
+    if options.experts == "per-expert":
+        return per_expert(source, options.expert_layout)
+    return stacked(source) if options.experts == "stacked" else source
 
 
 def _with_views(
-    source: Source,
-    views: Mapping[str, View],
-    replaced: set[str],
-    *,
-    config: JSON | None,
-    warnings: tuple[str, ...] = (),
+    source: Source, views: Mapping[str, View], *, config: JSON | None, warnings: tuple[str, ...] = ()
 ) -> Source:
-    """Shows ``source`` with ``views`` in place of the tensors ``replaced``; ``warnings`` are added to its own."""
+    """Shows ``source`` with views in place of the tensors that they are made of; warnings are added to its own."""
     if not views:
         return source
+    replaced = {part for view in views.values() for part in view.parts}
     places = {n: f for n, f in source.places.items() if n not in replaced}
     for name, view in views.items():
         if name in places:
@@ -154,12 +144,10 @@ def per_expert(source: Source, expert_layout: ExpertLayout) -> Source:
     """Shows every stack [E, N, K] or [E, K, N] as weights [N, K] of its experts, with gate and up apart."""
     model = (source.config or {}).get("model_type")
     views: dict[str, View] = {}
-    replaced = set()
     warnings = []
     for entry in source.entries():
         if not is_expert_stack(entry):
             continue
-        replaced.add(entry.name)
         if f"{entry.name}_bias" in source.places:
             warnings.append(f"{entry.name}_bias stays one tensor for all experts")
         parent, _, role = entry.name.rpartition(".")
@@ -168,7 +156,7 @@ def per_expert(source: Source, expert_layout: ExpertLayout) -> Source:
             for name, rows in _roles(role, entry.shape[1 + kn], model in _INTERLEAVED_MODELS):
                 view = _expert_of(source, entry, expert, kn, rows, f"{parent}.{expert}.{name}{WEIGHT}")
                 views[view.entry.name] = view
-    return _with_views(source, views, replaced, config=source.config, warnings=tuple(warnings))
+    return _with_views(source, views, config=source.config, warnings=tuple(warnings))
 
 
 def _roles(role: str, n: int, interleaved: bool) -> list[tuple[str, slice]]:
@@ -196,15 +184,13 @@ def stacked(source: Source) -> Source:
         if match := _EXPERT.fullmatch(name):
             experts[match[1]][match[3]][int(match[2])] = name
     views: dict[str, View] = {}
-    replaced = set()
     for parent, roles in experts.items():
         halves = next((h for h in _HALVES if set(h) <= set(roles)), ())
         others = [(_STACK_NAMES.get(r, r), (r,)) for r in sorted(set(roles) - set(halves))]
         for role, parts in [(_FUSED, halves), *others] if halves else others:
             view = _stack_of(source, f"{parent}.{role}", [roles[p] for p in parts])
             views[view.entry.name] = view
-            replaced |= set(view.parts)
-    return _with_views(source, views, replaced, config=source.config)
+    return _with_views(source, views, config=source.config)
 
 
 def _stack_of(source: Source, name: str, parts: list[dict[int, str]]) -> View:
@@ -235,18 +221,12 @@ def _stack_of(source: Source, name: str, parts: list[dict[int, str]]) -> View:
 def fp8_decoded(source: Source) -> Source:
     """Shows FP8 weights as bfloat16. They have a scale for every 128x128 block, as in DeepSeek-V3."""
     views: dict[str, View] = {}
-    replaced = set()
     for entry in source.entries():
         scale = f"{entry.name}{FP8_SCALE}"
-        if entry.tag != "F8_E4M3" or scale not in source.places:
-            continue
-        replaced |= {entry.name, scale}
-        views[entry.name] = _decoded(source, entry, source.entry(scale))
-    return _with_views(source, views, replaced, config=_without_quantization(source.config))
-
-
-def _without_quantization(config: JSON | None) -> JSON | None:
-    return None if config is None else {k: v for k, v in config.items() if k != "quantization_config"}
+        if entry.tag == "F8_E4M3" and scale in source.places:
+            views[entry.name] = _decoded(source, entry, source.entry(scale))
+    config = None if source.config is None else {k: v for k, v in source.config.items() if k != "quantization_config"}
+    return _with_views(source, views, config=config)
 
 
 def _decoded(source: Source, entry: Entry, scale: Entry) -> View:

@@ -1,6 +1,6 @@
 """Errors that a command prints as one line with a hint, and the exit code of each."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from pathlib import Path
 
@@ -83,22 +83,26 @@ class OptionError(CheckpointError):
       clauses: what is wrong with each option, by its name: "is 0", "is fp8".
       expected: what would be accepted.
       hint: what the user can do about it.
-      names: what the user calls an option, by its name; without it the name itself.
+      name_of: what the user calls an option.
     """
 
     def __init__(
-        self, clauses: Mapping[str, str], expected: str = "", *, hint: str = "", names: Mapping[str, str] | None = None
+        self, clauses: Mapping[str, str], expected: str = "", *, hint: str = "", name_of: Callable[[str], str] = str
     ):
-        observed = " and ".join(f"{(names or {}).get(option, option)} {clause}" for option, clause in clauses.items())
+        observed = " and ".join(f"{name_of(option)} {clause}" for option, clause in clauses.items())
         super().__init__(observed, expected, hint=hint, code=Exit.USAGE)
         self._clauses, self._expected, self._hint = clauses, expected, hint
 
-    def renamed(self, names: Mapping[str, str]) -> "OptionError":
+    def renamed(self, name_of: Callable[[str], str]) -> "OptionError":
         """Makes the error in which options have the names that a user of the command knows: its flags."""
-        return OptionError(self._clauses, self._expected, hint=self._hint, names=names)
+        return OptionError(self._clauses, self._expected, hint=self._hint, name_of=name_of)
 
 
 def io_error(e: OSError, output: Path, hint: str = "") -> CheckpointError:
     """Says which file could not be read or written."""
     verb = "read" if isinstance(e, ReadError) else "written"
     return CheckpointError(f"cannot be {verb} ({e.strerror})", file=e.filename or output, hint=hint, code=Exit.IO)
+
+
+def cannot_be_read(e: OSError, path: Path) -> CheckpointError:
+    return CheckpointError(f"cannot be read ({e.strerror})", file=path, code=Exit.IO)

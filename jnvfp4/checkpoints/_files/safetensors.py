@@ -10,19 +10,20 @@ import math
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from io import FileIO
+from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from .errors import CheckpointError, Exit
-from .files import temporary_of
+from .errors import CheckpointError, Exit, cannot_be_read
+from .files import replacing
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
 MAX_AXES = 32  # the limit of numpy 1
@@ -72,8 +73,7 @@ class Entry:
         return self.end - self.begin
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """Holds what the header of a file says.
 
     Attributes:
@@ -99,13 +99,9 @@ def read_header(path: Path) -> Header:
             stat = os.fstat(file.fileno())
             text = _read_header_text(file.read(8), stat.st_size, path, file)
     except OSError as e:
-        raise _cannot_be_read(e, path) from e
+        raise cannot_be_read(e, path) from e
     entries, metadata = _parse_header(json_object(text, path, "header "), 8 + len(text), stat.st_size, path)
     return Header(entries, metadata, (stat.st_size, stat.st_mtime_ns, hashlib.sha256(text).hexdigest()))
-
-
-def _cannot_be_read(e: OSError, path: Path) -> CheckpointError:
-    return CheckpointError(f"cannot be read ({e.strerror})", file=path, code=Exit.IO)
 
 
 def _read_header_text(prefix: bytes, size: int, path: Path, file: BinaryIO) -> bytes:
@@ -222,12 +218,11 @@ class File:
 
     def __init__(self, path: Path):
         self.path = path
-        header = read_header(path)
-        self.entries, self.metadata, self.state = header.entries, header.metadata, header.state
+        self.entries, self.metadata, self.state = read_header(path)
         try:
             self._descriptor = os.open(path, os.O_RDONLY)
         except OSError as e:
-            raise _cannot_be_read(e, path) from e
+            raise cannot_be_read(e, path) from e
         weakref.finalize(self, os.close, self._descriptor)
 
     @cached_property
@@ -235,7 +230,7 @@ class File:
         try:
             return mmap.mmap(self._descriptor, self.state[0], access=mmap.ACCESS_READ)
         except OSError as e:
-            raise _cannot_be_read(e, self.path) from e
+            raise cannot_be_read(e, self.path) from e
         except ValueError as e:
             raise self._changed("truncated") from e
 
@@ -271,7 +266,7 @@ class File:
             try:
                 n = os.preadv(self._descriptor, [left], offset)
             except OSError as e:
-                raise _cannot_be_read(e, self.path) from e
+                raise cannot_be_read(e, self.path) from e
             if n == 0:
                 raise self._changed("truncated")
             left, offset = left[n:], offset + n
@@ -318,67 +313,42 @@ def header_bytes(tensors: Iterable[Planned], metadata: Mapping[str, str]) -> byt
 
 
 class Writer:
-    """Writes tensors in any order to a file that appears under its name when all of them are written.
+    """Writes the tensors of an open file, in any order; threads may write different ones."""
 
-    Threads may write different tensors. It is used in a ``with`` statement: an exception or Ctrl-C removes the file.
-    """
-
-    def __init__(self, path: Path, tensors: Iterable[Planned], metadata: Mapping[str, str]):
-        self.path = path
-        self._temporary = temporary_of(path)
-        tensors = sorted(tensors, key=lambda t: t.name)
-        head = header_bytes(tensors, metadata)
-        self._places: dict[str, tuple[Planned, int]] = {}
-        offset = len(head)
-        for t in tensors:
-            self._places[t.name] = (t, offset)
-            offset += t.nbytes
-        self._written = dict.fromkeys(self._places, 0)  # bytes
-        self._file = open(self._temporary, "wb", buffering=0)  # noqa: SIM115
-        try:
-            self._write(memoryview(head), 0)
-            self._file.truncate(offset)
-        except BaseException:
-            self._discard()
-            raise
+    def __init__(self, path: Path, file: FileIO, places: Mapping[str, tuple[Planned, int]]):
+        self.path, self._file, self._places = path, file, places
+        self._written = dict.fromkeys(places, 0)  # bytes
 
     def put(self, name: str, data: np.ndarray, at: int = 0) -> None:
         """Writes a tensor, or some of its elements, the first of which is element ``at``."""
         planned, offset = self._places[name]
         assert TAGS[data.dtype] == planned.tag, (name, data.dtype, planned)
         raw = np.ascontiguousarray(data).view(np.uint8).reshape(-1).data
-        self._write(raw, offset + at * data.dtype.itemsize)
+        _write(self._file, raw, offset + at * data.dtype.itemsize)
         self._written[name] += data.nbytes
 
-    def _write(self, left: memoryview, offset: int) -> None:
-        while left:
-            written = os.pwrite(self._file.fileno(), left, offset)
-            left, offset = left[written:], offset + written
-
-    def __enter__(self) -> "Writer":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self._discard()
-            return
-        try:
-            self._finish()
-        except BaseException:
-            self._discard()
-            raise
-
-    def _finish(self) -> None:
+    def check_complete(self) -> None:
         for name, (planned, _) in self._places.items():
             assert self._written[name] == planned.nbytes, (name, self._written[name], planned)
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._temporary.replace(self.path)
 
-    def _discard(self) -> None:
-        with suppress(OSError):
-            self._file.close()  # raises if an earlier write failed
-        with suppress(OSError):
-            self._temporary.unlink()
+
+@contextmanager
+def writing(path: Path, tensors: Iterable[Planned], metadata: Mapping[str, str]) -> Iterator[Writer]:
+    """Opens a file that appears under its name when all tensors are written; an exception or Ctrl-C removes it."""
+    tensors = sorted(tensors, key=lambda t: t.name)
+    head = header_bytes(tensors, metadata)
+    ends = accumulate((t.nbytes for t in tensors), initial=len(head))
+    places = {t.name: (t, begin) for t, begin in zip(tensors, ends, strict=False)}
+    with replacing(path) as temporary, open(temporary, "wb", buffering=0) as file:
+        _write(file, memoryview(head), 0)
+        file.truncate(len(head) + sum(t.nbytes for t in tensors))
+        writer = Writer(path, file, places)
+        yield writer
+        writer.check_complete()
+        os.fsync(file.fileno())
+
+
+def _write(file: FileIO, left: memoryview, offset: int) -> None:
+    while left:
+        written = os.pwrite(file.fileno(), left, offset)
+        left, offset = left[written:], offset + written

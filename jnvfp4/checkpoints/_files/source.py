@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from .errors import CheckpointError, Exit
+from .errors import CheckpointError, cannot_be_read
 from .files import RECORD, Rows, checked_path
 from .safetensors import JSON, Entry, File, json_object
 
@@ -26,7 +26,7 @@ def read_json(path: Path) -> JSON:
     try:
         text = path.read_bytes()
     except OSError as e:
-        raise CheckpointError(f"cannot be read ({e.strerror})", file=path, code=Exit.IO) from e
+        raise cannot_be_read(e, path) from e
     return json_object(text, path)
 
 

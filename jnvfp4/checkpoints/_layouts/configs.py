@@ -1,7 +1,11 @@
 """Makes the configs beside the shards, which tell loaders the layout and what is quantized."""
 
+from collections.abc import Iterable, Mapping
+
+from ..._version import __version__
 from ...spec import BLOCK
-from .._files.safetensors import JSON
+from .._files.safetensors import JSON, Planned
+from .._files.source import CONFIG, HF_QUANT, INDEX
 from .layouts import LayoutName
 
 PACKED = "nvfp4-pack-quantized"  # the format of compressed-tensors
@@ -34,7 +38,7 @@ def _modelopt(ignore: list[str], weight_only: bool, fp8_kv_cache: bool) -> JSON:
         group["input_activations"] = numbers
     config: JSON = {
         "quant_method": "modelopt",
-        "quant_algo": _algorithm(weight_only),
+        "quant_algo": ALGORITHMS[weight_only],
         "group_size": BLOCK,
         "ignore": ignore,
         "config_groups": {"group_0": group},
@@ -71,18 +75,42 @@ def _compressed_tensors(ignore: list[str], weight_only: bool, fp8_kv_cache: bool
     }
 
 
-def _algorithm(weight_only: bool) -> str:
-    return ALGORITHMS[weight_only]
-
-
 def hf_quant_config(ignore: list[str], version: str, *, weight_only: bool, fp8_kv_cache: bool = False) -> JSON:
     """Makes the ``hf_quant_config.json`` of layout modelopt, of which loaders need every key."""
     return {
         "producer": {"name": "jnvfp4", "version": version},
         "quantization": {
-            "quant_algo": _algorithm(weight_only),
+            "quant_algo": ALGORITHMS[weight_only],
             "kv_cache_quant_algo": "FP8" if fp8_kv_cache else None,
             "group_size": BLOCK,
             "exclude_modules": ignore,
         },
     }
+
+
+def config_files(
+    layout: LayoutName,
+    config: JSON | None,
+    ignore: list[str],
+    *,
+    weight_only: bool,
+    fp8_kv_cache: bool = False,
+    te: JSON | None = None,
+) -> dict[str, JSON]:
+    """Makes the configs of a quantized model by file name; one without a ``config.json`` stays without."""
+    files: dict[str, JSON] = {}
+    if config is not None:
+        quantization = quantization_config(layout, ignore, weight_only=weight_only, fp8_kv_cache=fp8_kv_cache, te=te)
+        files[CONFIG] = {**config, "quantization_config": quantization}
+    if layout == "modelopt":
+        files[HF_QUANT] = hf_quant_config(ignore, __version__, weight_only=weight_only, fp8_kv_cache=fp8_kv_cache)
+    return files
+
+
+def index_file(shards: Mapping[str, Iterable[Planned]]) -> dict[str, JSON]:
+    """Makes the index of the tensors in several shards, by file name; one shard has none."""
+    if len(shards) == 1:
+        return {}
+    places = {p.name: (shard, p.nbytes) for shard, tensors in shards.items() for p in tensors}
+    size = sum(nbytes for _, nbytes in places.values())
+    return {INDEX: {"metadata": {"total_size": size}, "weight_map": {n: places[n][0] for n in sorted(places)}}}

@@ -7,7 +7,7 @@ simulated before anything is written.
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 
 from ..._core.patterns import layer_of
@@ -84,6 +84,13 @@ def ignore_list(kept: Iterable[str], quantized: Iterable[str], layout: LayoutNam
     return sorted(entries)
 
 
+def checked_ignore_list(kept: Collection[str], quantized: Collection[str], layout: LayoutName) -> list[str]:
+    """Lists what is kept, and raises if a loader reads the list differently."""
+    entries = ignore_list(kept, quantized, layout)
+    check_ignore_list(entries, kept, quantized, layout)
+    return entries
+
+
 def _kept_layers(kept: Iterable[str], quantized: Iterable[str]) -> set[str]:
     """Names the decoder layers, such as ``model.layers.3``, in which nothing is quantized."""
 
@@ -94,11 +101,8 @@ def _kept_layers(kept: Iterable[str], quantized: Iterable[str]) -> set[str]:
     return layers(kept) - layers(quantized)
 
 
-def check_ignore_list(
-    entries: Iterable[str], kept: Iterable[str], quantized: Iterable[str], layout: LayoutName
-) -> None:
+def check_ignore_list(entries: list[str], kept: Iterable[str], quantized: Iterable[str], layout: LayoutName) -> None:
     """Raises if a loader of the layout would keep a module that is quantized, or quantize one that is kept."""
-    entries = list(entries)
     for loader, (reads, asks_fused) in READINGS[layout].items():
         for modules, wanted in ((kept, True), (quantized, False)):
             for module in modules:

@@ -28,7 +28,7 @@ from .views import is_kn
 
 
 @dataclass(frozen=True)
-class Decision:
+class Choice:
     """Says what happens to one tensor: it is quantized, or kept for a reason.
 
     Attributes:
@@ -59,16 +59,16 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Decisions:
-    """Holds the decisions about all tensors of a source.
+class Choices:
+    """Holds the choices for all tensors of a source.
 
     Attributes:
-      by_name: the decision about each tensor, by its name.
+      by_name: the choice for each tensor, by its name.
       groups: the groups of modules that are quantized.
       warnings: sentences about groups that are kept or incomplete.
     """
 
-    by_name: Mapping[str, Decision]
+    by_name: Mapping[str, Choice]
     groups: tuple[Group, ...]
     warnings: tuple[str, ...] = ()
 
@@ -78,7 +78,7 @@ def tensor_of(names: Container[str], module: str) -> str:
     return name if (name := module + WEIGHT) in names else module
 
 
-class Policy:
+class Rules:
     """Applies the rules of a conversion to one tensor after the other, and remembers which rules matched."""
 
     def __init__(self, options: ConvertOptions, layers: int | None):
@@ -95,11 +95,11 @@ class Policy:
                 hint="--allow-empty converts all the same",
             )
 
-    def decision(self, entry: Entry, source: Source) -> Decision:
+    def choice(self, entry: Entry, source: Source) -> Choice:
         """Decides about one tensor, without regard to its group."""
         options = self.options
-        decision = Decision(entry, self.reason_to_keep(entry))
-        if decision.quantizes and decision.stacked:
+        choice = Choice(entry, self.reason_to_keep(entry))
+        if choice.quantizes and choice.stacked:
             if not LAYOUTS[options.layout].stacks or options.row_scaled:
                 raise CheckpointError(
                     f"is a stack of experts, recipe {options.recipe}, layout {options.layout}",
@@ -108,8 +108,8 @@ class Policy:
                     code=Exit.USAGE,
                     hint=f"--experts per-expert, or --ignore {module_of(entry.name)}",
                 )
-            decision = replace(decision, kn=is_kn(entry, source, options.expert_layout))
-        return replace(decision, reason=self._shape(decision)) if decision.quantizes else decision
+            choice = replace(choice, kn=is_kn(entry, source, options.expert_layout))
+        return replace(choice, reason=self._shape(choice)) if choice.quantizes else choice
 
     def reason_to_keep(self, entry: Entry) -> str:
         """Says why a tensor is kept because of its name or dtype; empty if it is quantized."""
@@ -156,13 +156,13 @@ class Policy:
             return self._unfit(entry, wanted, f"shape {list(entry.shape)}", "no empty axis")
         return ""
 
-    def _shape(self, decision: Decision) -> str:
-        _, k = decision.matrix
+    def _shape(self, choice: Choice) -> str:
+        _, k = choice.matrix
         if k % BLOCK == 0:
             return ""
         if self.options.on_bad_shape == "keep":
             return f"K = {k} is no multiple of {BLOCK}"
-        name = decision.entry.name
+        name = choice.entry.name
         hint = f"--ignore {module_of(name)}, or --on-bad-shape keep"
         raise CheckpointError(f"K is {k}", f"a multiple of {BLOCK}", tensor=name, hint=hint)
 
@@ -186,7 +186,7 @@ class Policy:
                     raise OptionError({option: f"has {pattern!r}, which matches no tensor"}, hint=hint)
 
 
-def decide(source: Source, options: ConvertOptions) -> Decisions:
+def choose(source: Source, options: ConvertOptions) -> Choices:
     """Decides about every tensor. A group is quantized or kept as a whole.
 
     Raises:
@@ -194,42 +194,42 @@ def decide(source: Source, options: ConvertOptions) -> Decisions:
         differ in K, or nothing is left to quantize.
     """
     _check_megatron(source, options)
-    policy = Policy(options, source.layers)
-    decisions = {e.name: policy.decision(e, source) for e in source.entries()}
-    policy.check_use()
-    modules = [module_of(n) for n, d in decisions.items() if n.endswith(WEIGHT) or is_expert_stack(d.entry)]
-    _check_modules(decisions)
+    rules = Rules(options, source.layers)
+    choices = {e.name: rules.choice(e, source) for e in source.entries()}
+    rules.check_use()
+    modules = [module_of(n) for n, d in choices.items() if n.endswith(WEIGHT) or is_expert_stack(d.entry)]
+    _check_modules(choices)
     groups = groups_of(modules, options.share, options.share_qkv)
     _check_share(modules, options)
     warnings: list[str] = []
     for group in groups:
-        members = [decisions[tensor_of(decisions, m)] for m in group.members]
+        members = [choices[tensor_of(choices, m)] for m in group.members]
         changed, odd = _as_a_whole(group, members, options.strict)
-        decisions |= {d.entry.name: d for d in changed}
+        choices |= {d.entry.name: d for d in changed}
         warnings += odd
-    quantized = tuple(g for g in groups if decisions[tensor_of(decisions, g.members[0])].quantizes)
+    quantized = tuple(g for g in groups if choices[tensor_of(choices, g.members[0])].quantizes)
     if not quantized and not options.allow_empty:
         raise CheckpointError("no tensor is quantized", hint="--allow-empty converts all the same", code=Exit.USAGE)
-    return Decisions(decisions, quantized, tuple(warnings))
+    return Choices(choices, quantized, tuple(warnings))
 
 
-def _check_modules(decisions: Mapping[str, Decision]) -> None:
+def _check_modules(choices: Mapping[str, Choice]) -> None:
     """Raises if a stack of experts and another weight are of one module."""
-    for name, decision in decisions.items():
-        if is_expert_stack(decision.entry) and name + WEIGHT in decisions:
+    for name, choice in choices.items():
+        if is_expert_stack(choice.entry) and name + WEIGHT in choices:
             raise CheckpointError(f"is the weight of a module, as {name!r} is", "one of them", tensor=name + WEIGHT)
 
 
-def keep_groups(decisions: Decisions, groups: Container[Group], reason: str, *, allow_empty: bool) -> Decisions:
+def keep_groups(choices: Choices, groups: Container[Group], reason: str, *, allow_empty: bool) -> Choices:
     """Keeps some groups for a reason instead of quantizing them."""
-    left = tuple(g for g in decisions.groups if g not in groups)
+    left = tuple(g for g in choices.groups if g not in groups)
     if not left and not allow_empty:
         raise CheckpointError(f"no tensor is quantized: all are {reason}", hint="--allow-empty converts all the same")
-    by_name = dict(decisions.by_name)
-    for group in decisions.groups:
+    by_name = dict(choices.by_name)
+    for group in choices.groups:
         for name in (tensor_of(by_name, m) for m in group.members if group in groups):
             by_name[name] = replace(by_name[name], reason=reason)
-    return replace(decisions, by_name=by_name, groups=left)
+    return replace(choices, by_name=by_name, groups=left)
 
 
 def _check_megatron(source: Source, options: ConvertOptions) -> None:
@@ -251,8 +251,8 @@ def _check_share(modules: list[str], options: ConvertOptions) -> None:
             raise OptionError({"share": f"has {pattern!r}, which puts no two modules together"}, hint=hint)
 
 
-def _as_a_whole(group: Group, members: list[Decision], strict: bool) -> tuple[list[Decision], list[str]]:
-    """Makes one decision for a group: gives the decisions that change, and warnings."""
+def _as_a_whole(group: Group, members: list[Choice], strict: bool) -> tuple[list[Choice], list[str]]:
+    """Makes one choice for a group: gives the choices that change, and warnings."""
     quantized = [d for d in members if d.quantizes]
     if not quantized:
         return [], []
