@@ -16,7 +16,7 @@ from ._layers.einsum import contraction, einsum_of_layer
 from ._layers.gather import Placement
 from ._layers.keys import layer_key
 from .flax import linen, nnx
-from .policy import WEIGHT_NAMES, Layer, Policy, depths_of
+from .policy import WEIGHT_NAMES, Layer, Policy, check_policy, depths_of
 from .recipes import Recipe
 
 Found = tuple[Recipe, str, tuple[Placement, Placement] | None, int]  # what _layer returns
@@ -38,8 +38,7 @@ class Provider(qwix.QuantizationProvider):
     """
 
     def __init__(self, policy: Policy) -> None:
-        if not isinstance(policy, Policy):
-            raise TypeError(f"Provider: policy must be a jnvfp4.Policy, got {policy!r}")
+        check_policy("Provider", policy)
         super().__init__(rules=[])
         self.policy = policy
         self.depths: Mapping[str, int] = {}
