@@ -119,12 +119,12 @@ def test_a_jitted_function_follows_the_policy():
 
 
 def test_a_model_of_one_layer():
-    model = nn.Dense(48)
-    variables = init(model)
+    """Bound to its variables: a policy that has ended leaves nothing in it."""
+    variables = init(nn.Dense(48))
+    model, params = nn.Dense(48).bind(variables), variables["params"]
     with intercept(Policy(default=NEAREST)):
-        got = model.apply(variables, X)
-    want = linear(X, variables["params"]["kernel"], NEAREST, w_axes="kn") + variables["params"]["bias"]
-    assert_bitwise(got, want)
+        assert_bitwise(model(X), linear(X, params["kernel"], NEAREST, w_axes="kn") + params["bias"])
+    assert_bitwise(model(X), nn.Dense(48).apply(variables, X))
 
 
 def test_missing_parameters_are_an_error_of_flax():
@@ -132,8 +132,12 @@ def test_missing_parameters_are_an_error_of_flax():
         nn.Dense(48).apply({}, X)
 
 
-def test_a_layer_of_ten_features_is_padded():
-    model, policy = nn.Dense(10, name="classes"), Policy(default=NEAREST)
+LAYERS_OF_TEN = {"dense": nn.Dense(10), "einsum": nn.Einsum((32, 10), "bsd,de->bse", use_bias=False)}
+
+
+@pytest.mark.parametrize("model", LAYERS_OF_TEN.values(), ids=LAYERS_OF_TEN)
+def test_a_layer_of_ten_features_is_padded(model):
+    policy = Policy(default=NEAREST)
     assert policy.explain(model, X)[0].why == "default; N padded from 10 to 16"
     assert jax.eval_shape(quantized(model, policy), shapes(model)).shape == (2, 16, 10)
 

@@ -39,11 +39,9 @@ report = jax.jit(quantization_report, static_argnames=("spec", "transpose"))
 ONE_OF_EACH_KIND = [
     NVFP4,
     NVFP4_SR_UNBIASED,
-    NVFP4_2D,
     NVFP4_RHT,
     ROW_SCALED,
     WINDOW64,
-    four_over_six("mae"),
     four_over_six("mse", e4m3_max=448, fast=True, block_rows=16),
     four_over_six("mae", amax_scope="row"),
 ]
@@ -109,8 +107,8 @@ def test_counts_of_lone_values(native, spec):
     assert shares(got) == (clipped / 8 / per_block, ZERO / 8, SATURATED / 8, 0)
 
 
-@pytest.mark.parametrize("amax", [0, 1e-45, 1e-38, 8e-36, 1, 3e38, FLOAT_MAX, np.inf])
-@pytest.mark.parametrize("spec", [NVFP4, ROW_SCALED, four_over_six("mae")], ids=name_of)
+@pytest.mark.parametrize("amax", [0, 1e-45, 8e-36, 1, FLOAT_MAX, np.inf])
+@pytest.mark.parametrize("spec", [NVFP4, ROW_SCALED, four_over_six("mae", amax_scope="row")], ids=name_of)
 def test_clipped_elements_are_those_that_the_quantizer_scales_beyond_6(native, spec, amax):
     """The report divides nowhere; the oracle does as the quantizer."""
     with np.errstate(over="ignore", under="ignore"):
@@ -166,6 +164,8 @@ def test_relative_error_is_zero_on_the_grid_and_without_normal_numbers(native):
 @every_kind
 def test_zero_tensor(native, spec):
     got = make_report(np.zeros(SHAPE, np.float32), spec)
+    assert isinstance(got, QuantizationReport)
+    assert [(v.shape, v.dtype) for v in jax.tree.leaves(got)] == [((), jnp.float32)] * 5
     assert (*shares(got), float(got.relative_error)) == (0, 1, 0, 0, 0)
 
 
@@ -197,12 +197,6 @@ def test_infinity_is_clipped_under_a_given_amax(native):
 
 
 # ---------------------------------------------------------------- arguments and transforms
-def test_leaves_are_float32_scalars():
-    got = make_report(normal(), NVFP4)
-    assert isinstance(got, QuantizationReport)
-    assert [(v.shape, v.dtype) for v in jax.tree.leaves(got)] == [((), jnp.float32)] * 5
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "fp16"])
 def test_sixteen_bit_input_counts_as_its_float32_values(native, dtype):
     x = jnp.asarray(normal()).astype(dtype)
@@ -254,7 +248,6 @@ def test_random_rounding_changes_only_the_error(native):
 BAD = {
     "shape": (np.ones((4, 24), np.float32), NVFP4, "K must be a multiple of 16"),
     "key": (np.ones(SHAPE, np.float32), NVFP4_SR, "key must be a JAX PRNG key"),
-    "spec": (np.ones(SHAPE, np.float32), "NVFP4", "TypeError: spec must be a QuantSpec"),
     "dtype": (np.ones(SHAPE, np.int32), NVFP4, "TypeError: x must be float32, bfloat16 or float16"),
 }
 

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_bitwise, assert_same_tensor
+from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, put
 from operands import exact_tensor, normal
 
 import jnvfp4
@@ -370,19 +372,13 @@ def test_gradient_of_vmap_sums_over_a_shared_weight(cpu):
     np.testing.assert_allclose(got, sum(one(w, x[i]) for i in range(SIZE)), rtol=1e-5, atol=1e-4)
 
 
-def test_nested_vmap_of_linear_with_leading_axes(cpu):
-    """Where blocks of random bits keep the axes of tokens apart, and each example has an amax."""
-    x, dy, w = normal((2, SIZE, 2, 16, 64), 1), normal((2, SIZE, 2, 16, 16), 2), normal((16, 64), 3)
-    recipe = Recipe((NVFP4_SR, NVFP4), (NVFP4_SR, NVFP4), (NVFP4_SR, NVFP4_SR))
-
-    @jax.jit
-    def f(x, dy):
-        y, pull = jax.vjp(lambda x: linear(x, w, recipe, key=KEY), x)
-        return y, pull(dy)
-
-    want = [f(x[i, j], dy[i, j]) for i in range(2) for j in range(SIZE)]
-    want = jax.tree.map(lambda *p: jnp.stack(p).reshape(2, SIZE, *p[0].shape), *want)
-    assert_same_tensor(jax.vmap(jax.vmap(f))(x, dy), want)
+def test_nested_vmap_of_linear_with_split_rows(cpu):
+    """Each example has an amax, and the random bits of a device's rows are not neighbours."""
+    mesh = make_mesh(jax.devices("cpu")[:2], "x")
+    x, w = normal((2, SIZE, 2, 32, 64), 1), normal((16, 64), 3)
+    f = jax.jit(lambda x: linear(x, w, Recipe((NVFP4_SR, NVFP4), None, None), key=KEY))
+    got = jax.jit(jax.vmap(jax.vmap(f)))(put(x, mesh, P(None, None, None, "x")))
+    assert_bitwise(got, jnp.stack([jnp.stack([f(v) for v in of_row]) for of_row in x]))
 
 
 # ---------------------------------------------------------------- jit, scan, eval_shape, make_jaxpr
