@@ -380,6 +380,11 @@ def _path_of_weight(keys: tuple) -> str | None:
 
 
 # ---------------------------------------------------------------- checks
+def check_policy(op: str, policy: object) -> None:
+    if not isinstance(policy, Policy):
+        raise TypeError(f"{op}: policy must be a jnvfp4.Policy, got {policy!r}")
+
+
 def _check_recipe(op: str, name: str, recipe: object) -> None:
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"{op}: {name} must be a Recipe or None, got {recipe!r}")

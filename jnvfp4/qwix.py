@@ -12,11 +12,11 @@ from qwix._src.utils import flax_util
 
 from ._core.tensor import PyTree
 from ._layers.dot_general import DotGeneral
-from ._layers.einsum import contraction, einsum_of_layer
+from ._layers.einsum import einsum_of_layer, sizes_of
 from ._layers.gather import Placement
 from ._layers.keys import layer_key
 from .flax import linen, nnx
-from .policy import WEIGHT_NAMES, Layer, Policy, depths_of
+from .policy import WEIGHT_NAMES, Layer, Policy, check_policy, depths_of
 from .recipes import Recipe
 
 Found = tuple[Recipe, str, tuple[Placement, Placement] | None, int]  # what _layer returns
@@ -38,8 +38,7 @@ class Provider(qwix.QuantizationProvider):
     """
 
     def __init__(self, policy: Policy) -> None:
-        if not isinstance(policy, Policy):
-            raise TypeError(f"Provider: policy must be a jnvfp4.Policy, got {policy!r}")
+        check_policy("Provider", policy)
         super().__init__(rules=[])
         self.policy = policy
         self.depths: Mapping[str, int] = {}
@@ -88,13 +87,11 @@ class Provider(qwix.QuantizationProvider):
         if found is None:
             return jnp.einsum(subscripts, *operands, **options)
         recipe, path, w_gather, side = found
-        try:
-            subscripts = _explicit(subscripts) if side == 1 else _flipped(subscripts)
-            x, w = operands if side == 1 else operands[::-1]
-            contraction("einsum", subscripts, jnp.ndim(x), jnp.ndim(w))
-        except ValueError:  # no product of two operands
+        x, w = operands if side == 1 else operands[::-1]
+        of_x_and_w = subscripts if side == 1 else _flipped(subscripts)
+        if sizes_of(of_x_and_w, jnp.ndim(x), jnp.shape(w))[0] is None:  # no product of two operands
             return jnp.einsum(subscripts, *operands, **options)
-        return einsum_of_layer(path, subscripts, x, w, recipe, self._key(recipe, path), w_gather, **options)
+        return einsum_of_layer(path, of_x_and_w, x, w, recipe, self._key(recipe, path), w_gather, **options)
 
     def _layer(self, lhs: jax.Array, rhs: jax.Array) -> Found | None:
         """Returns the recipe, path and ``w_gather``, and which operand holds the weights; None for other products."""
@@ -124,11 +121,7 @@ class Provider(qwix.QuantizationProvider):
         return layer_key(path)
 
 
-def _explicit(subscripts: str) -> str:
-    return subscripts.replace(" ", "")
-
-
 def _flipped(subscripts: str) -> str:
     """Exchanges the operands of an einsum; without an arrow the order of its result does not depend on theirs."""
-    operands, arrow, result = _explicit(subscripts).partition("->")
+    operands, arrow, result = subscripts.partition("->")
     return ",".join(reversed(operands.split(","))) + arrow + result

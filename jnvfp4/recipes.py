@@ -172,15 +172,11 @@ def _unit(contracted: tuple[QuantSpec | None, QuantSpec] | None, *tiled: QuantSp
 
 @functools.cache
 def _named() -> dict[Recipe, str]:
-    """Returns the names of the recipes that the functions of this module make; of two names the first."""
+    """Returns the names of the recipes that the functions of this module make, which are all different."""
     makers = [f for name, f in globals().items() if not name.startswith("_") and inspect.isfunction(f)]
-    names = [(f"{make.__name__}()", make()) for make in makers if make.__module__ == __name__]
-    names += [
-        ("DEFAULT", DEFAULT),
-        ("inference(weight_only=True)", inference(weight_only=True)),
-        ("Recipe()", Recipe()),
-    ]
-    return {recipe: name for name, recipe in reversed(names)}
+    names = {make(): f"{make.__name__}()" for make in makers if make.__module__ == __name__}
+    weight_only = inference(weight_only=True)
+    return names | {DEFAULT: "DEFAULT", weight_only: "inference(weight_only=True)", Recipe(): "Recipe()"}
 
 
 def _pair_name(pair: tuple[QuantSpec | None, QuantSpec] | Literal["dequantized"] | None) -> str:

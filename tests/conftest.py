@@ -70,6 +70,13 @@ def native(request):
         yield chosen
 
 
+@pytest.fixture
+def cpu():
+    """Where the pinned order along K makes every product bitwise."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 @pytest.fixture(params=["cpu", "cuda"])
 def devices(request) -> list:
     """Devices for a mesh: eight of the CPU, or two to eight real GPUs."""

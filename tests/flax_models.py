@@ -128,6 +128,11 @@ def cross_entropy(logits, tokens=TOKENS):
     return -jnp.take_along_axis(likely, tokens[:, 1:, None], -1).mean()
 
 
+def products(f, *args) -> int:
+    """How many products of quantized operands a function has; the arguments may be shapes."""
+    return str(jax.make_jaxpr(f)(*args)).count("nvfp4_matmul[")
+
+
 def record_keys(monkeypatch) -> list[tuple[int, ...]]:
     """Lists the keys of all products that run from now on, also within loops."""
     drawn: list[tuple[int, ...]] = []

@@ -391,16 +391,19 @@ properties = hypothesis.settings(
 )
 
 
-def primitives(jaxpr) -> list[str]:
-    """The names of all primitives, of inner jaxprs too."""
-    names = []
+def equations(jaxpr):
+    """All equations, of inner jaxprs too."""
     for eqn in jaxpr.eqns:
-        names.append(eqn.primitive.name)
+        yield eqn
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                names += primitives(inner)
-    return names
+                yield from equations(inner)
+
+
+def primitives(jaxpr) -> list[str]:
+    """The names of all primitives, of inner jaxprs too."""
+    return [eqn.primitive.name for eqn in equations(jaxpr)]
 
 
 def skip_unless_haliax_runs() -> None:

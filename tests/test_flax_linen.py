@@ -12,9 +12,8 @@ from helpers import assert_bitwise, assert_same_tensor
 pytest.importorskip("flax", "0.12")
 
 from flax import linen as nn
-from flax_models import TOKENS, Mlp, Stack, Transformer, cross_entropy, record_keys, stacked
+from flax_models import TOKENS, Mlp, Stack, Transformer, products, record_keys, stacked
 
-import jnvfp4
 from jnvfp4 import Policy, Rule, layer_key, linear, recipes, step_key
 from jnvfp4._layers import dot_general
 from jnvfp4.checkpoints import ConvertOptions
@@ -28,21 +27,28 @@ KEY = jax.random.key(5)
 X = jnp.asarray(np.random.default_rng(1).normal(size=(2, 16, 32)), jnp.float32)
 
 
-@pytest.fixture(autouse=True)
-def cpu():
-    """Where the pinned order along K makes every product bitwise."""
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
+pytestmark = pytest.mark.usefixtures("cpu")
+
+
+def shapes(model, x=X):
+    """Of the variables, without computing them."""
+    return jax.eval_shape(model.init, jax.random.key(0), x)
 
 
 def init(model, x=X):
-    return model.init(jax.random.key(0), x)
+    """Variables without a run of the model, since any values will do."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda v: jnp.asarray(rng.normal(0, 0.2, v.shape), v.dtype), shapes(model, x))
 
 
-def at(tree, names):
-    for name in names:
-        tree = tree[name]
-    return tree
+def quantized(model, policy, x=X, **options):
+    """A function of the variables, by a policy."""
+
+    def apply(variables):
+        with intercept(policy):
+            return model.apply(variables, x, **options)
+
+    return apply
 
 
 def run(model, variables, x=X, policy=ALL, key=KEY, rngs=None):
@@ -78,60 +84,47 @@ def test_explain_lists_the_layers_of_a_model():
     assert decisions["block_0/up"] == ((32, 64), SR, "rule 'block_.*'")
 
 
-@pytest.mark.long
 def test_parameters_do_not_change():
     model = Transformer()
-    plain = model.init(jax.random.key(0), TOKENS)
+    plain = shapes(model, TOKENS)
     with intercept(POLICY):
-        assert_same_tensor(model.init(jax.random.key(0), TOKENS), plain)
-        _, changed = model.apply(plain, TOKENS, rngs={"sr": KEY}, mutable=True)
+        assert shapes(model, TOKENS) == plain
+    nearest = Policy([Rule("block_.*", NEAREST)])
+    _, changed = jax.eval_shape(quantized(model, nearest, TOKENS, mutable=True), plain)
     assert jax.tree.structure(changed) == jax.tree.structure(plain)
 
 
 def test_only_products_with_weights_are_quantized():
     """Of ten products of a block, those of queries with keys and of scores with values stay as they are."""
-    model = Transformer(layers=1)
-    variables = model.init(jax.random.key(0), TOKENS)
-
-    def apply(variables, key):
-        with intercept(POLICY):
-            return model.apply(variables, TOKENS, rngs={"sr": key})
-
-    program = str(jax.make_jaxpr(apply)(variables, KEY))
-    assert program.count("nvfp4_matmul[") == 7
-    plain = str(jax.make_jaxpr(lambda v: model.apply(v, TOKENS))(variables))
+    model, policy = Transformer(layers=1), Policy([Rule("block_.*", NEAREST)])
+    variables = shapes(model, TOKENS)
+    assert products(quantized(model, policy, TOKENS), variables) == 7
+    plain, program = (str(jax.make_jaxpr(quantized(model, p, TOKENS))(variables)) for p in (Policy(), policy))
     assert len(re.findall(r"= dot_general\[", plain)) - len(re.findall(r"= dot_general\[", program)) == 7
 
 
-def test_without_the_context_nothing_is_quantized():
-    model = Mlp()
-    variables = init(model)
-    with intercept(Policy(default=NEAREST)):
-        quantized = model.apply(variables, X)
-    assert (quantized != model.apply(variables, X)).any()
-
-
 def test_a_jitted_function_follows_the_policy():
-    """Also one that was traced before, under another policy or none."""
-    model = Mlp()
-    variables = init(model)
-    apply = jax.jit(model.apply)
-    plain = apply(variables, X)
+    """Also one that was traced before, under another policy or none; of two the inner one decides."""
+    variables, apply = init(Mlp()), jax.jit(Mlp().apply)
+    plain, by_rows = apply(variables, X), Policy(default=recipes.row_scaled(stochastic_rounding=False))
     with intercept(Policy(default=NEAREST)):
-        quantized = apply(variables, X)
-    with intercept(Policy(default=recipes.row_scaled(stochastic_rounding=False))):
-        rows = apply(variables, X)
-    assert len({np.asarray(y).tobytes() for y in (plain, quantized, rows)}) == 3
+        tensors = apply(variables, X)
+        with intercept(by_rows):
+            inner = apply(variables, X)
+    with intercept(by_rows):
+        assert_bitwise(apply(variables, X), inner)
+    assert len({np.asarray(y).tobytes() for y in (plain, tensors, inner)}) == 3
     assert_bitwise(apply(variables, X), plain)
+    assert apply._cache_size() == 3
 
 
 def test_a_model_of_one_layer():
-    model = nn.Dense(48)
-    variables = init(model)
+    """Bound to its variables: a policy that has ended leaves nothing in it."""
+    variables = init(nn.Dense(48))
+    model, params = nn.Dense(48).bind(variables), variables["params"]
     with intercept(Policy(default=NEAREST)):
-        got = model.apply(variables, X)
-    want = linear(X, variables["params"]["kernel"], NEAREST, w_axes="kn") + variables["params"]["bias"]
-    assert_bitwise(got, want)
+        assert_bitwise(model(X), linear(X, params["kernel"], NEAREST, w_axes="kn") + params["bias"])
+    assert_bitwise(model(X), nn.Dense(48).apply(variables, X))
 
 
 def test_missing_parameters_are_an_error_of_flax():
@@ -139,21 +132,14 @@ def test_missing_parameters_are_an_error_of_flax():
         nn.Dense(48).apply({}, X)
 
 
-def test_the_inner_policy_decides():
-    variables = init(Mlp())
-    with intercept(Policy(default=NEAREST)), intercept(Policy(default=recipes.inference())):
-        got = Mlp().apply(variables, X)
-    with intercept(Policy(default=recipes.inference())):
-        assert_bitwise(got, Mlp().apply(variables, X))
+LAYERS_OF_TEN = {"dense": nn.Dense(10), "einsum": nn.Einsum((32, 10), "bsd,de->bse", use_bias=False)}
 
 
-def test_a_layer_of_ten_features_is_padded():
-    model = nn.Dense(10, name="classes")
+@pytest.mark.parametrize("model", LAYERS_OF_TEN.values(), ids=LAYERS_OF_TEN)
+def test_a_layer_of_ten_features_is_padded(model):
     policy = Policy(default=NEAREST)
     assert policy.explain(model, X)[0].why == "default; N padded from 10 to 16"
-    variables = init(model)
-    with intercept(policy):
-        assert model.apply(variables, X).shape == (2, 16, 10)
+    assert jax.eval_shape(quantized(model, policy), shapes(model)).shape == (2, 16, 10)
 
 
 def test_a_model_within_a_model_has_its_own_layers():
@@ -169,17 +155,11 @@ def test_a_model_within_a_model_has_its_own_layers():
             return nn.Dense(32, name="block_3")(x)
 
     model = Student(init(Mlp()))
-    variables = init(model)
-
-    def apply(variables, policy):
-        with intercept(policy):
-            return model.apply(variables, X)
-
-    for rule, products in (("block_3", 1), ("block_.*", 2), ("up|block_0", 2)):
-        program = str(jax.make_jaxpr(lambda v, r=rule: apply(v, Policy([Rule(r, NEAREST)])))(variables))
-        assert program.count("nvfp4_matmul[") == products
+    variables = shapes(model)
+    for rule, count in (("block_3", 1), ("block_.*", 2), ("up|block_0", 2)):
+        assert products(quantized(model, Policy([Rule(rule, NEAREST)])), variables) == count
     with pytest.raises(ValueError, match="got 'up', which matches none of block_0, block_3"):
-        apply(variables, Policy([Rule("up", NEAREST)]))
+        products(quantized(model, Policy([Rule("up", NEAREST)])), variables)
 
 
 @pytest.mark.parametrize("attribute", ["dot_general", "dot_general_cls"])
@@ -207,15 +187,9 @@ def test_a_head_with_tied_weights_has_its_name():
             x = self.up(self.embed(tokens))
             return self.lm_head.apply({"params": {"kernel": self.embed.embedding.T}}, x)
 
-    variables = Tied().init(jax.random.key(0), TOKENS)
-
-    def apply(variables, policy):
-        with intercept(policy):
-            return Tied().apply(variables, TOKENS)
-
-    for keep, products in (("lm_head",), 1), ((), 2):
-        program = str(jax.make_jaxpr(lambda v, k=keep: apply(v, Policy(default=NEAREST, keep=k)))(variables))
-        assert program.count("nvfp4_matmul[") == products
+    variables = shapes(Tied(), TOKENS)
+    for keep, count in (("lm_head",), 1), ((), 2):
+        assert products(quantized(Tied(), Policy(default=NEAREST, keep=keep), TOKENS), variables) == count
 
 
 class Own(nn.Module):
@@ -226,28 +200,22 @@ class Own(nn.Module):
         return x @ self.param("kernel", nn.initializers.lecun_normal(), (32, 48))
 
 
-def test_a_module_that_multiplies_by_itself_is_named():
-    model = nn.Sequential([Own(), nn.Dense(32)])
-    variables = init(model)
+OTHERS = {
+    "own": (Own(), "of type Own, which jnvfp4.qwix.Provider reaches and intercept does not"),
+    "convolution": (nn.Conv(32, (3,)), "of type Conv, which jnvfp4 does not quantize"),
+}
+
+
+@pytest.mark.parametrize(("module", "why"), OTHERS.values(), ids=OTHERS)
+def test_a_module_without_a_hook_is_named(module, why):
+    model = nn.Sequential([module, nn.Dense(32)])
     decision = Policy(default=NEAREST).explain(model, X)[0]
-    assert (decision.path, decision.recipe) == ("layers_0", None)
-    assert decision.why == "of type Own, which jnvfp4.qwix.Provider reaches and intercept does not"
-    message = "intercept: layer 'layers_0' is of type Own, which .* intercept does not"
-    with pytest.warns(UserWarning, match=message), intercept(Policy(default=NEAREST)):
-        model.apply(variables, X)
-    with intercept(Policy([Rule("layers_0", None)], default=NEAREST)):
-        model.apply(variables, X)
-
-
-def test_a_convolution_is_named():
-    model = nn.Sequential([nn.Conv(32, (3,)), nn.Dense(32)])
-    variables = init(model)
-    why = "of type Conv, which jnvfp4 does not quantize"
-    assert Policy(default=NEAREST).explain(model, X)[0] == ("layers_0", (3, 32, 32), None, why)
+    assert (decision.path, decision.recipe, decision.why) == ("layers_0", None, why)
+    with pytest.warns(UserWarning, match=f"intercept: layer 'layers_0' is {why}"):
+        jax.eval_shape(quantized(model, Policy(default=NEAREST)), shapes(model))
+    jax.eval_shape(quantized(model, Policy([Rule("layers_0", None)], default=NEAREST)), shapes(model))
     with pytest.raises(ValueError, match="every rule with a recipe must match a layer that can be quantized"):
         Policy([Rule("layers_0", NEAREST)]).explain(model, X)
-    with pytest.warns(UserWarning, match=f"intercept: layer 'layers_0' is {why}"), intercept(Policy(default=NEAREST)):
-        model.apply(variables, X)
 
 
 def test_explain_needs_what_the_model_is_called_with():
@@ -255,21 +223,14 @@ def test_explain_needs_what_the_model_is_called_with():
         Policy(default=NEAREST).explain(Mlp())
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (nn.Dense(32, precision="highest", name="up"), "DotGeneral of layer 'up': precision must be None or 'default'"),
-        (
-            nn.Einsum((32, 32), "bsd,de->bse", precision="highest", name="up"),
-            "einsum of layer 'up': precision must be None or 'default', got 'highest'; .* Rule with recipe None",
-        ),
-    ],
-    ids=["dense", "einsum"],
-)
-def test_an_error_names_the_layer(model, message):
-    variables = init(model)
-    with pytest.raises(ValueError, match=message), intercept(Policy(default=NEAREST)):
-        model.apply(variables, X)
+def test_an_error_names_the_layer():
+    for model, op in (
+        (nn.Dense(32, precision="highest", name="up"), "DotGeneral"),
+        (nn.Einsum((32, 32), "bsd,de->bse", precision="highest", name="up"), "einsum"),
+    ):
+        message = f"{op} of layer 'up': precision must be None or 'default', got 'highest'; .* Rule with recipe None"
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(quantized(model, Policy(default=NEAREST)), shapes(model))
 
 
 def test_an_einsum_that_is_no_product_stays_as_it_is():
@@ -281,38 +242,26 @@ def test_an_einsum_that_is_no_product_stays_as_it_is():
 
 def test_first_and_last_layers_stay_in_high_precision():
     model = Stack(layers=4)
-    variables = init(model)
-
-    def apply(variables):
-        with intercept(Policy(default=NEAREST, first_bf16=1, last_bf16=2)):
-            return model.apply(variables, X)
-
-    assert str(jax.make_jaxpr(apply)(variables)).count("nvfp4_matmul[") == 2  # those of one Mlp
+    policy = Policy(default=NEAREST, first_bf16=1, last_bf16=2)
+    assert products(quantized(model, policy), shapes(model)) == 2  # those of one Mlp
 
 
 def test_scanned_layers_have_no_ends():
-    model = Stack(scan=True)
-    variables = init(model)
-    policy = Policy(default=NEAREST, last_bf16=1)
+    model, policy = Stack(scan=True), Policy(default=NEAREST, last_bf16=1)
     message = r"layers must not be scanned for last_bf16=1, .* got block/up with weights \(3, 32, 64\)"
     with pytest.raises(ValueError, match=message):
         policy.explain(model, X)
     message = r"must have numbers in their paths for last_bf16=1 \(scanned layers have none\), got block/down, block/up"
-    with pytest.raises(ValueError, match=message), intercept(policy):
-        model.apply(variables, X)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(quantized(model, policy), shapes(model))
 
 
-def test_a_rule_that_matches_nothing_raises():
-    model, policy = Mlp(), Policy([Rule("gate", SR)])
-    variables = init(model)
+def test_the_policy_is_checked():
     message = "every rule must match a layer, got 'gate', which matches none of down, up"
-    with pytest.raises(ValueError, match=message), intercept(policy):
-        model.apply(variables, X)
-    with (
-        pytest.raises(TypeError, match=r"intercept: policy must be a jnvfp4.Policy, got 'pretrain'"),
-        intercept("pretrain"),
-    ):
-        pass
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(quantized(Mlp(), Policy([Rule("gate", SR)])), shapes(Mlp()))
+    with pytest.raises(TypeError, match=r"intercept: policy must be a jnvfp4.Policy, got 'pretrain'"):
+        intercept("pretrain").__enter__()
 
 
 # ---------------------------------------------------------------- bits
@@ -333,55 +282,34 @@ def test_loss_and_gradients_have_the_bits_of_linear():
     assert_same_tensor(run(Mlp(), variables), want)
 
 
-def test_remat_changes_no_bit():
-    """Of a product; XLA may sum a norm in another order."""
+def test_loops_and_remat_change_no_bit():
+    """Of one layer, and of its products: XLA may sum a norm in another order."""
     variables = init(Stack(layers=1))
-    (loss, grads), (want, wanted) = (run(Stack(layers=1, remat=remat), variables) for remat in (True, False))
-    assert_bitwise(loss, want)
+    want_loss, want = run(Stack(layers=1), variables)
+    loss, got = run(Stack(layers=1, scan=True, indexed=True), stacked(variables))
+    assert_bitwise(loss, want_loss)
+    assert_same_tensor(got, stacked(want))
+    loss, got = run(Stack(layers=1, remat=True), variables)
+    assert_bitwise(loss, want_loss)
     for layer in ("up", "down"):
-        name = ("params", "block_0", layer, "kernel")
-        assert_bitwise(at(grads, name), at(wanted, name), layer)
-
-
-def test_scanned_layers_have_the_bits_of_unrolled_ones():
-    """Of equal inputs: those of one layer, as XLA sums norms in another order in a loop."""
-    variables = init(Stack(layers=1))
-    loss, grads = run(Stack(layers=1), variables)
-    got_loss, got = run(Stack(layers=1, scan=True, indexed=True), stacked(variables))
-    assert_bitwise(got_loss, loss)
-    assert_same_tensor(got, stacked(grads))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("remat", [False, True])
-def test_losses_of_scanned_and_unrolled_models_are_as_close_as_those_of_bfloat16(remat):
-    variables = init(Stack(layers=3))
-    plain = [
-        run(*form, policy=Policy(), key=None)[0]
-        for form in ((Stack(), variables), (Stack(scan=True), stacked(variables)))
-    ]
-    ours = [
-        run(*form)[0]
-        for form in ((Stack(), variables), (Stack(scan=True, indexed=True, remat=remat), stacked(variables)))
-    ]
-    assert abs(float(ours[0] - ours[1])) <= max(4 * abs(float(plain[0] - plain[1])), 1e-4 * abs(float(ours[0])))
+        assert_bitwise(*(tree["params"]["block_0"][layer]["kernel"] for tree in (got, want)), layer)
 
 
 # ---------------------------------------------------------------- keys
 def test_a_layer_without_a_key_raises():
-    with pytest.raises(ValueError, match="layer 'up': key must be given") as error, intercept(ALL):
-        Mlp().apply(init(Mlp()), X)
+    with pytest.raises(ValueError, match="layer 'up': key must be given") as error:
+        jax.eval_shape(quantized(Mlp(), ALL), shapes(Mlp()))
     assert "rngs={'sr': key}" in str(error.value)
 
 
+SPLIT = (("params", True), ("sr", True))
 STACKS = {
-    "a, unrolled": (Stack(), False),
-    "a, scanned": (Stack(scan=True, indexed=True), False),
-    "a, remat": (Stack(remat=True), False),
-    "b, unrolled": (Stack(), True),
-    "b, scanned": (Stack(scan=True, split_rngs=(("params", True), ("sr", True))), True),
-    "b, remat": (Stack(remat=True), True),
-    "b, scanned remat": (Stack(scan=True, remat=True, split_rngs=(("params", True), ("sr", True))), True),
+    "a, unrolled": (Stack(2), False),
+    "a, scanned": (Stack(2, scan=True, indexed=True), False),
+    "b, unrolled": (Stack(2), True),
+    "b, remat": (Stack(2, remat=True), True),
+    "b, scanned": (Stack(2, scan=True, split_rngs=SPLIT), True),
+    "b, scanned remat": (Stack(2, scan=True, remat=True, split_rngs=SPLIT), True),
 }
 
 
@@ -398,7 +326,7 @@ def sow_keys(monkeypatch):
 
 @pytest.mark.parametrize(("model", "rngs"), STACKS.values(), ids=STACKS)
 def test_every_layer_of_every_step_draws_its_own_bits(monkeypatch, model, rngs):
-    variables = init(Stack()) if not model.scan else stacked(init(Stack()))
+    variables = init(model)
     sow_keys(monkeypatch)
 
     @jax.jit
@@ -410,12 +338,12 @@ def test_every_layer_of_every_step_draws_its_own_bits(monkeypatch, model, rngs):
                 return model.apply(variables, X, mutable=["keys"])[1]
 
     drawn = [leaf.reshape(-1, 2) for key in (KEY, jax.random.key(6)) for leaf in jax.tree.leaves(step(variables, key))]
-    assert len(np.unique(np.concatenate(drawn), axis=0)) == 12  # two steps, three blocks, two layers
+    assert len(np.unique(np.concatenate(drawn), axis=0)) == 8  # two steps, two blocks, two layers
 
 
 def test_scanned_layers_without_an_index_raise():
     with pytest.raises(ValueError, match=r"layer 'block/up': in a loop that JAX traces once.*layer_index\(i\)"):
-        run(Stack(scan=True), stacked(init(Stack())))
+        run(Stack(scan=True), init(Stack(scan=True)))
 
 
 @pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
@@ -424,7 +352,7 @@ def test_scanned_layers_that_share_a_stream_raise(remat):
     with pytest.raises(
         ValueError, match=r"layer 'block/up': key must differ .* pass split_rngs={'sr': True} to nn.scan"
     ):
-        run(model, stacked(init(Stack())), rngs=True)
+        run(model, init(Stack(scan=True)), rngs=True)
 
 
 class Caller(nn.Module):
@@ -460,7 +388,7 @@ def test_microbatches_that_share_a_stream_raise(remat):
 
 def test_scanned_layers_without_the_stream_raise():
     with pytest.raises(ValueError, match="layer 'block/up': key must be given"):
-        run(Stack(scan=True), stacked(init(Stack())), rngs=True)
+        run(Stack(scan=True), init(Stack(scan=True)), rngs=True)
 
 
 @pytest.mark.long
@@ -475,20 +403,6 @@ def test_a_constant_key_inside_jit_raises():
         assert_bitwise(Mlp().apply(variables, X, rngs={"sr": KEY}), step(variables, KEY))
         jax.grad(lambda variables: Mlp().apply(variables, X, rngs={"sr": KEY}).sum())(variables)
         nn.remat(Mlp)().apply(variables, X, rngs={"sr": KEY})  # which gives the key to what it traces
-
-
-def test_a_new_key_is_no_new_trace():
-    variables, traces = init(Mlp()), []
-
-    @jax.jit
-    def step(variables, key):
-        traces.append(1)
-        with intercept(ALL), step_key(key):
-            return Mlp().apply(variables, X)
-
-    step(variables, KEY)
-    step(variables, jax.random.key(7))
-    assert len(traces) == 1
 
 
 # ---------------------------------------------------------------- dot_general_cls
@@ -526,15 +440,13 @@ def test_the_class_draws_by_the_path_of_its_layer(monkeypatch):
 def test_attention_takes_the_class():
     dot = dot_general_cls(NEAREST)
     model = nn.MultiHeadDotProductAttention(2, qkv_dot_general_cls=dot, out_dot_general_cls=dot)
-    variables = model.init(jax.random.key(0), X)
-    program = str(jax.make_jaxpr(lambda v: model.apply(v, X))(variables))
-    assert program.count("nvfp4_matmul[") == 4
+    assert products(lambda v: model.apply(v, X), shapes(model)) == 4
 
 
 # ---------------------------------------------------------------- calibrate
 def test_calibrate_writes_the_scales_of_a_conversion(tmp_path):
-    model = Transformer()
-    variables = model.init(jax.random.key(0), TOKENS)
+    model = Transformer(layers=1)
+    variables = init(model, TOKENS)
     path = tmp_path / "amax.json"
     found = calibrate(model.bind(variables), POLICY, [TOKENS, (TOKENS + 1,), {"tokens": TOKENS}], path)
     assert json.loads(path.read_text()) == found
@@ -543,12 +455,8 @@ def test_calibrate_writes_the_scales_of_a_conversion(tmp_path):
     norm = seen["intermediates"]["block_0_norm"]["__call__"][0].astype(jnp.bfloat16)
     assert found["block_0_attention.query"] >= float(jnp.abs(norm).max())
     ConvertOptions(input_amax=path)
-
-
-def test_calibrate_names_layers_as_the_checkpoint_does(tmp_path):
-    name = lambda path: f"model.layers.0.mlp.{path}_proj"  # noqa: E731
-    found = calibrate(Mlp().bind(init(Mlp())), ALL, [X], tmp_path / "amax.json", name=name, percentile=99.0)
-    assert set(found) == {"model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"}
+    renamed = calibrate(model.bind(variables), POLICY, [TOKENS], path, name=lambda of: f"model.{of}", percentile=99.0)
+    assert "model.block_0/up" in renamed
 
 
 def test_calibrate_refuses_what_it_cannot_measure(tmp_path):
@@ -561,34 +469,3 @@ def test_calibrate_refuses_what_it_cannot_measure(tmp_path):
     with pytest.raises(ValueError, match="calibrate: the policy must quantize a layer that the model calls, got none"):
         calibrate(Mlp().bind(init(Mlp())), Policy(), [X], path)
     assert not path.exists()
-
-
-@pytest.mark.long
-def test_training_follows_bfloat16():
-    """The loss of twenty steps of gradient descent."""
-    model = Transformer(layers=1)
-    variables = model.init(jax.random.key(0), TOKENS)
-
-    def train(policy):
-        @jax.jit
-        def step(variables, key):
-            def loss(variables):
-                with intercept(policy):
-                    return cross_entropy(model.apply(variables, TOKENS, rngs={"sr": key}))
-
-            value, grads = jax.value_and_grad(loss)(variables)
-            return jax.tree.map(lambda v, g: v - 0.3 * g, variables, grads), value
-
-        current, losses = variables, []
-        for i in range(20):
-            current, value = step(current, jax.random.key(i))
-            losses.append(float(value))
-        return losses
-
-    plain, ours = train(Policy()), train(POLICY)
-    assert ours[-1] < 0.2 * ours[0]
-    assert abs(ours[-1] - plain[-1]) < 0.1 * plain[0]
-
-
-def test_the_package_imports_flax_when_it_is_used():
-    assert jnvfp4.flax.linen.intercept is intercept

@@ -21,16 +21,12 @@ from jnvfp4.haliax import DotGeneral, RaggedDot, apply
 
 SR, NEAREST = recipes.pretrain(), recipes.DEFAULT
 KEY = jax.random.key(5)
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of haliax, about JAX
+pytestmark = [
+    pytest.mark.usefixtures("cpu"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]  # of haliax, about JAX
 Batch, In, Hidden, Layers = hax.Axis("batch", 16), hax.Axis("in", 32), hax.Axis("hidden", 64), hax.Axis("layers", 3)
 X = hax.named(jnp.asarray(np.random.default_rng(1).normal(size=(16, 32)), jnp.float32), (Batch, In))
-
-
-@pytest.fixture(autouse=True)
-def cpu():
-    """Where the pinned order along K makes every product bitwise."""
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 class Block(eqx.Module):
@@ -124,18 +120,6 @@ def test_a_layer_without_a_key_raises():
     with step_key(KEY), pytest.raises(ValueError, match=r"DotGeneral: key must be given.*path=\.\.\."):
         layer(X)
     hnn.Linear.init(In, Hidden, key=jax.random.key(0), dot_general=DotGeneral(NEAREST))(X)
-
-
-def test_the_optimizer_has_the_same_arrays():
-    """Its state is made after ``apply``; that of the plain model has the same leaves, in another tree."""
-    optax = pytest.importorskip("optax")
-    states = [optax.adamw(1e-3).init(eqx.filter(m, eqx.is_inexact_array)) for m in (apply(MODEL, POLICY), MODEL)]
-    shapes = [[(a.shape, a.dtype) for a in jax.tree.leaves(state)] for state in states]
-    assert shapes[0] == shapes[1]
-    assert jax.tree.structure(states[0]) != jax.tree.structure(states[1])
-    taken_over = jax.tree.unflatten(jax.tree.structure(states[0]), jax.tree.leaves(states[1]))
-    grads = eqx.filter(run(apply(MODEL, POLICY), KEY)[1], eqx.is_inexact_array)
-    optax.adamw(1e-3).update(grads, taken_over, eqx.filter(apply(MODEL, POLICY), eqx.is_inexact_array))
 
 
 def test_ragged_dot_is_that_of_the_package():

@@ -9,11 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import Case
-from helpers import FLOAT_MAX, find_amax, scale_values
+from helpers import FLOAT_MAX, find_amax, key_for, refused, scale_values
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jnvfp4
 from jnvfp4 import (
     NVFP4,
     NVFP4_2D,
@@ -39,21 +38,14 @@ report = jax.jit(quantization_report, static_argnames=("spec", "transpose"))
 
 ONE_OF_EACH_KIND = [
     NVFP4,
-    NVFP4_SR,
     NVFP4_SR_UNBIASED,
-    NVFP4_2D,
     NVFP4_RHT,
     ROW_SCALED,
     WINDOW64,
-    four_over_six("mae"),
     four_over_six("mse", e4m3_max=448, fast=True, block_rows=16),
     four_over_six("mae", amax_scope="row"),
 ]
 every_kind = pytest.mark.parametrize("spec", ONE_OF_EACH_KIND, ids=name_of)
-
-
-def key_for(spec):
-    return jax.random.key(3) if spec.rounding == "stochastic" else None
 
 
 def unit_amax(spec):
@@ -68,6 +60,12 @@ def make_report(x, spec, **arguments):
 
 def shares(r) -> tuple[float, ...]:
     return tuple(float(getattr(r, f.name)) for f in fields(r)[:4])
+
+
+def assert_same_report(got, want):
+    """Equal counts; an error is a sum of floats."""
+    assert shares(got) == shares(want)
+    np.testing.assert_allclose(got.relative_error, want.relative_error, rtol=1e-5)
 
 
 def normal(seed=0, shape=SHAPE, scale=1.0) -> np.ndarray:
@@ -109,8 +107,8 @@ def test_counts_of_lone_values(native, spec):
     assert shares(got) == (clipped / 8 / per_block, ZERO / 8, SATURATED / 8, 0)
 
 
-@pytest.mark.parametrize("amax", [0, 1e-45, 1e-38, 8e-36, 1, 3e38, FLOAT_MAX, np.inf])
-@pytest.mark.parametrize("spec", [NVFP4, ROW_SCALED, four_over_six("mae")], ids=name_of)
+@pytest.mark.parametrize("amax", [0, 1e-45, 8e-36, 1, FLOAT_MAX, np.inf])
+@pytest.mark.parametrize("spec", [NVFP4, ROW_SCALED, four_over_six("mae", amax_scope="row")], ids=name_of)
 def test_clipped_elements_are_those_that_the_quantizer_scales_beyond_6(native, spec, amax):
     """The report divides nowhere; the oracle does as the quantizer."""
     with np.errstate(over="ignore", under="ignore"):
@@ -122,17 +120,6 @@ def test_clipped_elements_are_those_that_the_quantizer_scales_beyond_6(native, s
     scaled = np.abs(x.reshape(*scale.shape, 16)) * encode[..., None]
     count = int(((scaled > 6 * (1 + 2**-20)) & (scale != 0)[..., None]).sum())
     assert float(make_report(x, spec, amax=t.amax).clip_share) == count / x.size
-
-
-@pytest.mark.parametrize("spec", [s for s in ONE_OF_EACH_KIND if s.select != "max6"], ids=name_of)
-def test_map_to_4_counts_blocks(native, spec):
-    """[6, 5] is [6, 4] by map-to-6 and [6, 4.5] by map-to-4, with scale 1.5. [6] is exact either way: a tie."""
-    x = np.zeros(SHAPE, np.float32)
-    x[:, ::16] = 6
-    rows = slice(16, 32) if spec.block_rows == 16 else slice(0, 3)
-    x[rows, 17] = 5
-    got = make_report(x, spec, amax=unit_amax(spec))
-    assert shares(got) == (0, 0, 0, len(x[rows]) / NUM_BLOCKS)
 
 
 @pytest.mark.parametrize("spec", [s for s in ONE_OF_EACH_KIND if s.select != "max6"], ids=name_of)
@@ -167,20 +154,18 @@ def test_relative_error_does_not_depend_on_the_magnitude(native, scale):
     np.testing.assert_allclose(got.relative_error, want.relative_error, rtol=1e-5)
 
 
-def test_relative_error_is_zero_on_the_grid(native):
-    x = np.resize(np.array([6, 4, 3, -2, 1.5, 1, -0.5, 0], np.float32), SHAPE)
-    assert float(make_report(x, NVFP4, amax=unit_amax(NVFP4)).relative_error) == 0
-
-
-@pytest.mark.parametrize("value", [0.0, 1e-40], ids=["zero", "subnormal"])
-def test_relative_error_is_zero_without_normal_numbers(native, value):
-    assert float(make_report(np.full(SHAPE, value, np.float32), NVFP4).relative_error) == 0
+def test_relative_error_is_zero_on_the_grid_and_without_normal_numbers(native):
+    grid = np.resize(np.array([6, 4, 3, -2, 1.5, 1, -0.5, 0], np.float32), SHAPE)
+    for x in (grid, np.zeros_like(grid), np.full_like(grid, 1e-40)):
+        assert float(make_report(x, NVFP4, amax=unit_amax(NVFP4)).relative_error) == 0
 
 
 # ---------------------------------------------------------------- special values
 @every_kind
 def test_zero_tensor(native, spec):
     got = make_report(np.zeros(SHAPE, np.float32), spec)
+    assert isinstance(got, QuantizationReport)
+    assert [(v.shape, v.dtype) for v in jax.tree.leaves(got)] == [((), jnp.float32)] * 5
     assert (*shares(got), float(got.relative_error)) == (0, 1, 0, 0, 0)
 
 
@@ -212,40 +197,24 @@ def test_infinity_is_clipped_under_a_given_amax(native):
 
 
 # ---------------------------------------------------------------- arguments and transforms
-def test_leaves_are_float32_scalars():
-    got = make_report(normal(), NVFP4)
-    assert isinstance(got, QuantizationReport)
-    assert [(v.shape, v.dtype) for v in jax.tree.leaves(got)] == [((), jnp.float32)] * 5
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "fp16"])
 def test_sixteen_bit_input_counts_as_its_float32_values(native, dtype):
     x = jnp.asarray(normal()).astype(dtype)
-    got, want = make_report(x, NVFP4), make_report(x.astype(jnp.float32), NVFP4)
-    assert shares(got) == shares(want)
-    np.testing.assert_allclose(got.relative_error, want.relative_error, rtol=1e-5)
+    assert_same_report(make_report(x, NVFP4), make_report(x.astype(jnp.float32), NVFP4))
 
 
 @pytest.mark.parametrize("spec", [NVFP4_2D, WINDOW64], ids=name_of)
 def test_transpose_reports_on_the_swapped_array(native, spec):
     x = normal(shape=(64, 64))
     x[:16] *= 3
-    got, want = make_report(x, spec, transpose=True), make_report(x.T, spec)
-    assert shares(got) == shares(want)
-    np.testing.assert_allclose(got.relative_error, want.relative_error, rtol=1e-5)
+    assert_same_report(make_report(x, spec, transpose=True), make_report(x.T, spec))
 
 
-def test_eager_counts_as_under_jit(native):
-    x = normal()
-    assert shares(quantization_report(x)) == shares(make_report(x, NVFP4))
-
-
-@every_kind
-@pytest.mark.long
+@pytest.mark.parametrize("spec", [NVFP4, ROW_SCALED], ids=name_of)
 def test_an_eager_call_compiles_one_program(native, spec, caplog):
-    x, key = jnp.asarray(normal(shape=(48, 192))), key_for(spec)  # a shape that nothing else compiles
+    x = jnp.asarray(normal(shape=(48, 192)))  # a shape that nothing else compiles
     with jax.log_compiles():
-        quantization_report(x, spec, key=key, amax=1 if spec.format.amax_scope == "tensor" else None)
+        quantization_report(x, spec, amax=1 if spec.format.amax_scope == "tensor" else None)
     assert len(re.findall("Finished XLA compilation", caplog.text)) == 1
 
 
@@ -254,9 +223,7 @@ def test_vmap_gives_each_matrix_its_report(native):
     x[1] = 0
     got = jax.jit(jax.vmap(quantization_report))(x)
     for i, matrix in enumerate(x):
-        one, want = jax.tree.map(lambda v, i=i: v[i], got), make_report(matrix, NVFP4)
-        assert shares(one) == shares(want)
-        np.testing.assert_allclose(one.relative_error, want.relative_error, rtol=1e-5)
+        assert_same_report(jax.tree.map(lambda v, i=i: v[i], got), make_report(matrix, NVFP4))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda k: k.name)
@@ -268,8 +235,7 @@ def test_sharded_counts_equal_those_of_one_device(devices, spec, kind):
         want = make_report(x, spec)
     with jax.set_mesh(mesh):
         got = make_report(jax.device_put(x, NamedSharding(mesh, P("x", "y"))), spec)
-    assert shares(got) == shares(want)
-    np.testing.assert_allclose(got.relative_error, want.relative_error, rtol=1e-5)
+    assert_same_report(got, want)
 
 
 def test_random_rounding_changes_only_the_error(native):
@@ -279,19 +245,17 @@ def test_random_rounding_changes_only_the_error(native):
     assert float(random.relative_error) > 1.2 * float(rounded.relative_error)
 
 
-@pytest.mark.parametrize(
-    ("x", "arguments", "error", "message"),
-    [
-        (np.ones((4, 24), np.float32), {}, ValueError, "K must be a multiple of 16"),
-        (np.ones(SHAPE, np.float32), {"spec": NVFP4_SR}, ValueError, "key must be a JAX PRNG key"),
-        (np.ones(SHAPE, np.float32), {"spec": "NVFP4"}, TypeError, "spec must be a QuantSpec"),
-        (np.ones(SHAPE, np.int32), {}, TypeError, "x must be float32, bfloat16 or float16"),
-    ],
-    ids=["shape", "key", "spec", "dtype"],
-)
-def test_bad_arguments_raise_as_quantize_does(x, arguments, error, message):
-    with pytest.raises(error, match=message):
-        jnvfp4.quantization_report(x, **arguments)
+BAD = {
+    "shape": (np.ones((4, 24), np.float32), NVFP4, "K must be a multiple of 16"),
+    "key": (np.ones(SHAPE, np.float32), NVFP4_SR, "key must be a JAX PRNG key"),
+    "dtype": (np.ones(SHAPE, np.int32), NVFP4, "TypeError: x must be float32, bfloat16 or float16"),
+}
+
+
+@pytest.mark.parametrize(("x", "spec", "text"), BAD.values(), ids=BAD)
+def test_bad_arguments_raise_as_quantize_does(x, spec, text):
+    with refused(text):
+        quantization_report(x, spec)
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 16, 64)])

@@ -2,12 +2,15 @@
 
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_same_tensor, primitives
+from helpers import assert_bitwise, assert_same_tensor
+from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, put
 from operands import exact_tensor, normal
 
 import jnvfp4
@@ -33,7 +36,7 @@ from jnvfp4 import (
     recipes,
 )
 from jnvfp4.recipes import DEFAULT
-from jnvfp4.spec import SUPPORTED_SPECS, name_of
+from jnvfp4.spec import name_of
 
 SIZE = 3
 KEY = jax.random.key(5)
@@ -41,13 +44,6 @@ SIZES = jnp.array([9, 30], jnp.int32)  # of groups
 # Specs with different operands; the rest differ from them inside a block only.
 SPECS = (NVFP4, NVFP4_2D, NVFP4_RHT, NVFP4_SR, NVFP4_RHT_SR, ROW_SCALED, WINDOW64, four_over_six(amax_scope="row"))
 transposed_or_not = pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transpose"])
-
-
-@pytest.fixture
-def cpu():
-    """Where the pinned order along K makes every composition bitwise."""
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 # ---------------------------------------------------------------- helpers
@@ -67,12 +63,6 @@ def assert_vmap_is_a_loop(f, args, axes, out_axes=0):
 
 def _leaves(tree):
     return jax.tree.leaves(tree, is_leaf=lambda v: v is None)
-
-
-def quantizations(f, *args) -> int:
-    """How many orientations are quantized: two by each fused pair."""
-    names = primitives(jax.make_jaxpr(f)(*args).jaxpr)
-    return names.count("nvfp4_quantize") + 2 * names.count("nvfp4_quantize_pair")
 
 
 # ---------------------------------------------------------------- vmap of quantize and dequantize
@@ -98,37 +88,18 @@ def _quantize(x, spec, amax, key, transpose):
     return quantize(x, spec, amax=amax, key=key if spec.rounding == "stochastic" else None, transpose=transpose)
 
 
-AMAX_AXES = {
-    "found": ((0, {}), {}),
-    "shared": ((0, dict.fromkeys(SCOPES)), ()),
-    "own": ((0, dict.fromkeys(SCOPES, 0)), (SIZE,)),
-    "own_of_one_x": ((None, dict.fromkeys(SCOPES, 0)), (SIZE,)),
-}
+# The batch axes of x, of the amaxes (None: one for all, "found": none is given) and of the key.
+BATCHED = [(0, "found", 0), (0, None, None), (0, 0, None), (None, 0, 0), (None, None, 0)]
 
 
 @transposed_or_not
-@pytest.mark.parametrize("key_axis", [None, 0], ids=["one_key", "own_key"])
-@pytest.mark.parametrize(("axes", "batch"), AMAX_AXES.values(), ids=AMAX_AXES)
-def test_vmap_of_quantize(native, transpose, axes, batch, key_axis):
-    x = normal((ROWS, COLS) if axes[0] is None else (SIZE, ROWS, COLS))
-    amaxes = amax_for(transpose, batch) if axes[1] else {}
+@pytest.mark.parametrize(("x_axis", "amax_axis", "key_axis"), BATCHED, ids=str)
+def test_vmap_of_quantize(native, transpose, x_axis, amax_axis, key_axis):
+    x = normal((ROWS, COLS) if x_axis is None else (SIZE, ROWS, COLS))
+    amaxes = {} if amax_axis == "found" else amax_for(transpose, () if amax_axis is None else (SIZE,))
     key = KEY if key_axis is None else jax.random.split(KEY, SIZE)
     f = lambda x, amaxes, key: quantize_by(x, amaxes, key, SPECS, transpose)  # noqa: E731
-    assert_vmap_is_a_loop(f, (x, amaxes, key), (*axes, key_axis))
-
-
-@transposed_or_not
-def test_vmap_by_every_spec(native, transpose):
-    args = normal((SIZE, ROWS, COLS)), {}, jax.random.split(KEY, SIZE)
-    assert_vmap_is_a_loop(lambda *args: quantize_by(*args, SUPPORTED_SPECS, transpose), args, (0, {}, 0))
-
-
-def test_vmap_of_the_key_alone(native):
-    x = normal((ROWS, COLS))
-    got = jax.vmap(lambda key: quantize(x, NVFP4_SR, key=key))(jax.random.split(KEY, SIZE))
-    calls = [quantize(x, NVFP4_SR, key=key) for key in jax.random.split(KEY, SIZE)]
-    assert_same_tensor(got, jax.tree.map(lambda *parts: jnp.stack(parts), *calls))
-    assert not np.array_equal(got.data[0], got.data[1])
+    assert_vmap_is_a_loop(f, (x, amaxes, key), (x_axis, dict.fromkeys(amaxes, amax_axis), key_axis))
 
 
 def test_one_key_rounds_equal_examples_alike(native):
@@ -171,26 +142,13 @@ def test_vmap_of_the_amax_after_rotation(native, shape, in_axis):
         assert_vmap_is_a_loop(f, (x,), (in_axis,))
 
 
-def test_nested_vmap_with_amax_batched_once(native):
-    x, amax = normal((2, SIZE, 32, 48)), jnp.asarray([1.0, 2.0, 3.0])
-    inner = jax.vmap(lambda x, a: quantize(x, amax=a))
-    assert_vmap_is_a_loop(inner, (x, amax), (0, None))
-    outer = jax.vmap(lambda x, a: quantize(x, amax=a), (0, None))
-    assert_vmap_is_a_loop(outer, (jnp.swapaxes(x, 0, 1), amax), (0, 0))
-
-
 def test_vmap_of_an_amax_per_matrix(native):
     x, amax = normal((SIZE, 2, 32, 48)), jnp.asarray(np.random.default_rng(0).uniform(1, 3, (SIZE, 2)), jnp.float32)
     f = lambda x, a: quantize(x, amax=a)  # noqa: E731
-    assert_vmap_is_a_loop(f, (x, amax), (0, 0))
-    assert_vmap_is_a_loop(f, (x, amax[0]), (0, None))
-    assert_vmap_is_a_loop(f, (x, amax[:, 0]), (0, 0))
-
-
-@pytest.mark.long
-def test_vmap_of_the_reference():
-    x, amax = normal((SIZE, 16, 32)), jnp.asarray([1.0, 2.0, 3.0])
-    assert_vmap_is_a_loop(lambda x, a: quantize(x, amax=a, implementation="reference"), (x, amax), (0, 0))
+    for given, axes in ((amax, (0, 0)), (amax[0], (0, None)), (amax[:, 0], (0, 0))):
+        assert_vmap_is_a_loop(f, (x, given), axes)
+    assert_vmap_is_a_loop(jax.vmap(f), (x, amax[0]), (0, None))
+    assert_vmap_is_a_loop(jax.vmap(f, (0, None)), (jnp.swapaxes(x, 0, 1), amax[0]), (0, 0))
 
 
 # ---------------------------------------------------------------- vmap of quantize_pair
@@ -201,6 +159,7 @@ PAIRS = (
     (NVFP4_2D, NVFP4_2D),
     (ROW_SCALED, ROW_SCALED),
     (four_over_six(), four_over_six()),
+    (WINDOW64, WINDOW64),
 )
 
 
@@ -218,7 +177,10 @@ def quantize_pairs(x, row_amaxes, col_amaxes, key):
     ]
 
 
-@pytest.mark.parametrize("batched", list(product([0, None], repeat=4))[:-1], ids=str)
+ONE_OF_FOUR = [tuple(0 if i == j else None for i in range(4)) for j in range(4)]
+
+
+@pytest.mark.parametrize("batched", [(0, 0, 0, 0), *ONE_OF_FOUR], ids=str)
 def test_vmap_of_quantize_pair(native, batched):
     """Any of x, the two amax and the key may be shared."""
     x_axis, row_axis, col_axis, key_axis = batched
@@ -234,12 +196,6 @@ def test_vmap_of_quantize_pair_that_finds_the_amax(native):
     assert_vmap_is_a_loop(quantize_pairs, args, (0, {}, {}, 0))
 
 
-@pytest.mark.parametrize("in_axis", [0, 1, -1])
-def test_vmap_of_a_pair_of_windows(native, in_axis):
-    x = jnp.moveaxis(normal((SIZE, ROWS, COLS)), 0, in_axis)
-    assert_vmap_is_a_loop(partial(quantize_pair, row_spec=WINDOW64, col_spec=WINDOW64), (x,), (in_axis,))
-
-
 # ---------------------------------------------------------------- vmap of dequantize
 AMAX_FORMATS = {
     "tensor": ((), Format()),
@@ -247,20 +203,15 @@ AMAX_FORMATS = {
     "window64": ((32, 2), Format("window64")),
     "rht": ((), Format(rht=True)),
 }
+SOME_OF_THREE = list(product([0, None], repeat=3))[:-1]
 
 
-@pytest.mark.parametrize("batched", list(product([0, None], repeat=3))[:-1], ids=str)
-@pytest.mark.parametrize(("amax_shape", "fmt"), AMAX_FORMATS.values(), ids=AMAX_FORMATS)
-def test_vmap_of_dequantize(native, batched, amax_shape, fmt):
-    leaves = _batched_leaves(exact_tensor((SIZE, 32, 128)), amax_shape, batched)
-    assert_vmap_is_a_loop(lambda *parts: dequantize(NVFP4Tensor(*parts, fmt)), leaves, batched)
-
-
-def test_vmap_of_dequantize_with_leading_axes(native):
-    t = quantize(normal((SIZE, 2, 32, 48)), amax=jnp.full((SIZE, 2), 3.0))
-    for amax, axis in ((t.amax, 0), (t.amax[0], None), (t.amax[:, 0], 0), (t.amax[0, 0], None)):
-        f = lambda d, s, a: dequantize(NVFP4Tensor(d, s, a))  # noqa: E731
-        assert_vmap_is_a_loop(f, (t.data, t.scale, amax), (0, 0, axis))
+@pytest.mark.parametrize("batched", SOME_OF_THREE, ids=str)
+def test_vmap_of_dequantize(native, batched):
+    t = exact_tensor((SIZE, 32, 128))
+    leaves = {name: _batched_leaves(t, amax, batched) for name, (amax, _) in AMAX_FORMATS.items()}
+    f = jax.jit(lambda leaves: {n: dequantize(NVFP4Tensor(*of, AMAX_FORMATS[n][1])) for n, of in leaves.items()})
+    assert_vmap_is_a_loop(f, (leaves,), (dict.fromkeys(leaves, batched),))
 
 
 def test_an_amax_for_each_example_of_vmap_needs_vmap_to_decode(native):
@@ -280,13 +231,15 @@ def amax_operands(f, *args) -> list[tuple[int, ...]]:
 
 def test_vmap_gives_each_matrix_an_amax_and_not_each_row(native):
     t = quantize(normal((SIZE, 2, 32, 48)), amax=jnp.full((SIZE, 2), 3.0))
-    f = jax.vmap(lambda d, s, a: dequantize(NVFP4Tensor(d, s, a)))
-    assert amax_operands(f, t.data, t.scale, jnp.asarray([1.0, 2.0, 3.0])) == [(SIZE, 2)]
-    assert amax_operands(f, t.data, t.scale, t.amax) == [(SIZE, 2)]
+    f = lambda d, s, a: dequantize(NVFP4Tensor(d, s, a))  # noqa: E731
+    for amax, axis in ((t.amax, 0), (t.amax[0], None), (t.amax[:, 0], 0), (t.amax[0, 0], None)):
+        assert_vmap_is_a_loop(f, (t.data, t.scale, amax), (0, 0, axis))
+        if axis == 0:
+            assert amax_operands(jax.vmap(f), t.data, t.scale, amax) == [(SIZE, 2)]
 
 
 # ---------------------------------------------------------------- vmap of matmul_nt
-M, N, K = 16, 8, 48
+M, N, K = 16, 8, 128
 
 
 def _batched_leaves(t, amax_shape, axes):
@@ -297,79 +250,63 @@ def _batched_leaves(t, amax_shape, axes):
     return tuple(p if axis == 0 else p[0] for p, axis in zip(parts, axes, strict=True))
 
 
-def _matmul(a, b, bias, scope="tensor"):
-    return matmul_nt(NVFP4Tensor(*a, Format(scope)), NVFP4Tensor(*b), bias=bias, out_dtype=jnp.float32)
+class Product(NamedTuple):
+    """Operands of ``matmul_nt``: which of data, scale and amax have a batch axis, and which axes they have besides."""
+
+    a: tuple = (0, 0, 0)
+    b: tuple = (0, 0, 0)
+    scopes: tuple[str, str] = ("tensor", "tensor")
+    leads: tuple = ((), ())
+    amax_per_matrix: bool = False
+    bias: int | str | None = "none"
+    dtype: str | None = None  # of an a that is no tensor
+
+    def operands(self):
+        """The operands, and the axes for vmap."""
+        sides = zip((M, N), (self.a, self.b), self.scopes, self.leads, strict=True)
+        (a, a_axes), (b, b_axes) = (self._tensor(*side) for side in sides)
+        if self.dtype is not None:
+            a = jnp.round(4 * normal((*(SIZE,) * (self.a[0] == 0), M, K), 1, self.dtype))
+            a_axes = self.a[0]
+        bias = {"none": None, None: normal((N,), 3), 0: normal((SIZE, N), 3)}[self.bias]
+        return (a, b, bias), (a_axes, b_axes, None if bias is None else self.bias)
+
+    def _tensor(self, rows, axes, scope, lead):
+        t = exact_tensor((SIZE, *lead, rows, K), rows)
+        amax = {"tensor": lead if self.amax_per_matrix else (), "row": (rows,), "window64": (rows, K // 64)}[scope]
+        return _batched_leaves(t, amax, axes), axes
+
+    def multiply(self, a, b, bias):
+        a = a if self.dtype else NVFP4Tensor(*a, Format(self.scopes[0]))
+        dtype = a.dtype if self.dtype else jnp.float32
+        accumulation = "pinned" if "window64" in self.scopes else "fast"
+        b = NVFP4Tensor(*b, Format(self.scopes[1]))
+        return matmul_nt(a, b, bias=bias, out_dtype=dtype, accumulation=accumulation)
 
 
-@pytest.mark.parametrize("bias_axis", ["no", None, 0], ids=["no_bias", "shared_bias", "own_bias"])
-@pytest.mark.parametrize("a_axes", list(product([0, None], repeat=3)), ids=str)
-def test_vmap_of_matmul_over_every_set_of_operands(native, a_axes, bias_axis):
-    """All 2^6 choices of batched data, scale and amax of a and b."""
-    a_t, b_t = exact_tensor((SIZE, M, K), 1), exact_tensor((SIZE, N, K), 2)
-    a, bias = _batched_leaves(a_t, (), a_axes), normal((SIZE, N), 3)
-    bias, bias_axis = {"no": (None, None), None: (bias[0], None), 0: (bias, 0)}[bias_axis]
-    for b_axes in product([0, None], repeat=3):
-        axes = (a_axes, b_axes, bias_axis)
-        if any(axis == 0 for axis in _leaves(axes)):
-            assert_vmap_is_a_loop(_matmul, (a, _batched_leaves(b_t, (), b_axes), bias), axes)
+ALL, DATA, AMAX, NONE = (0, 0, 0), (0, 0, None), (None, None, 0), (None, None, None)
+SOME = [*product((ALL, DATA, AMAX, NONE), (ALL, DATA, AMAX))]
+LEADS = [((2,), ()), ((2,), (2,)), ((2, 2), ()), ((2, 2), (2, 2))]
+PRODUCTS = [
+    *(Product(NONE, NONE, bias=0), Product((0, None, None), NONE), Product((None, 0, None), NONE)),
+    *(Product(NONE, (0, None, None)), Product(NONE, (None, 0, None)), Product(NONE, ALL), Product(ALL, NONE)),
+    *(Product(a, b, bias=bias) for (a, b), bias in zip(SOME, ["none", None, 0] * 4, strict=True)),
+    *(Product(a, b, scopes) for (a, b), scopes in product(SOME[::2], [("row", "row"), ("window64", "tensor")])),
+    *(Product(a, b, scopes) for a, b in SOME[::5] for scopes in [("row", "window64"), ("window64", "window64")]),
+    *(
+        Product(a, b, leads=leads, amax_per_matrix=own)
+        for (a, b), own in (((ALL, ALL), False), ((ALL, ALL), True), ((ALL, NONE), True), ((NONE, ALL), True))
+        for leads in LEADS
+    ),
+    *(Product(a, b, dtype=d) for a, b in ((ALL, ALL), (ALL, NONE), (NONE, ALL)) for d in ("bf16", "fp16")),
+]
 
 
-@pytest.mark.parametrize("a_axes", [(0, 0, 0), (0, 0, None), (None, None, 0), (None, None, None)], ids=str)
-@pytest.mark.parametrize("b_axes", [(0, 0, 0), (0, 0, None), (None, None, 0)], ids=str)
-def test_vmap_of_matmul_with_an_amax_per_row(native, a_axes, b_axes):
-    a = _batched_leaves(exact_tensor((SIZE, M, K), 1), (M,), a_axes)
-    b = _batched_leaves(exact_tensor((SIZE, N, K), 2), (N,), b_axes)
-    assert_vmap_is_a_loop(partial(_matmul, bias=None, scope="row"), (a, b), (a_axes, b_axes))
-
-
-@pytest.mark.parametrize("a_axes", [(0, 0, 0), (0, 0, None), (None, None, 0), (None, None, None)], ids=str)
-@pytest.mark.parametrize("b_axes", [(0, 0, 0), (0, 0, None), (None, None, 0)], ids=str)
-@pytest.mark.parametrize("scopes", [("window64", "tensor"), ("row", "window64"), ("window64", "window64")], ids=str)
-def test_vmap_of_matmul_with_an_amax_per_window(native, a_axes, b_axes, scopes):
-    a, b = (
-        _batched_leaves(
-            exact_tensor((SIZE, rows, 128), rows), {"tensor": (), "row": (rows,), "window64": (rows, 2)}[s], axes
-        )
-        for rows, s, axes in ((M, scopes[0], a_axes), (N, scopes[1], b_axes))
-    )
-
-    def f(a, b):
-        a, b = (NVFP4Tensor(*parts, Format(scope)) for parts, scope in zip((a, b), scopes, strict=True))
-        return matmul_nt(a, b, out_dtype=jnp.float32, accumulation="pinned")
-
-    assert_vmap_is_a_loop(f, (a, b), (a_axes, b_axes))
-
-
-@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)], ids=str)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_vmap_of_weight_only_matmul(native, axes, dtype):
-    a = jnp.round(4 * normal((SIZE, M, K) if axes[0] == 0 else (M, K), 1, dtype))
-    b_axes = (axes[1],) * 3
-    b = _batched_leaves(exact_tensor((SIZE, N, K), 2), (), b_axes)
-    assert_vmap_is_a_loop(lambda a, b: matmul_nt(a, NVFP4Tensor(*b)), (a, b), (axes[0], b_axes))
-
-
-# Leading axes of a and b (without the batch axis), and which of the two have the batch axis.
-LEADING = {
-    "a": ((2,), ()),
-    "both": ((2,), (2,)),
-    "a_twice": ((2, 2), ()),
-    "both_twice": ((2, 2), (2, 2)),
-}
-
-
-@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)], ids=str)
-@pytest.mark.parametrize("leads", LEADING.values(), ids=LEADING)
-@pytest.mark.parametrize("amax", ["one", "per_matrix"])
-def test_vmap_of_matmul_with_leading_axes(native, leads, axes, amax):
-    operands = []
-    for lead, rows, axis in zip(leads, (M, N), axes, strict=True):
-        batch = (SIZE,) if axis == 0 else ()
-        t = exact_tensor((*batch, *lead, rows, K), rows)
-        shape = (*batch, *(lead if amax == "per_matrix" else ()))
-        powers = np.random.default_rng(rows).integers(-2, 3, shape)
-        operands.append((t.data, t.scale, jnp.asarray(2688.0 * 2.0**powers, jnp.float32)))
-    assert_vmap_is_a_loop(partial(_matmul, bias=None), tuple(operands), tuple((axis,) * 3 for axis in axes))
+def test_vmap_of_matmul(native):
+    """Whichever parts of operands are batched: all cases in one program."""
+    operands, axes = zip(*(case.operands() for case in PRODUCTS), strict=True)
+    f = jax.jit(lambda all: {str(c): c.multiply(*of) for c, of in zip(PRODUCTS, all, strict=True)})
+    assert_vmap_is_a_loop(f, (operands,), (axes,))
 
 
 def test_nested_vmap_of_matmul(native):
@@ -388,28 +325,22 @@ def _at(t, i):
 
 @pytest.mark.parametrize(("in_axis", "out_axis"), [(1, 0), (2, 1), (0, 2)])
 def test_vmap_of_matmul_over_other_axes(native, in_axis, out_axis):
-    a, b = exact_tensor((SIZE, M, K), 1), exact_tensor((SIZE, N, K), 2)
-
     def parts(t):
         return jnp.moveaxis(t.data, 0, in_axis), jnp.moveaxis(t.scale, 0, in_axis), t.amax
 
+    operands = tuple(parts(exact_tensor((SIZE, rows, K), rows)) for rows in (M, N))
     axes = ((in_axis, in_axis, None),) * 2
-    assert_vmap_is_a_loop(partial(_matmul, bias=None), (parts(a), parts(b)), axes, out_axis)
-
-
-def test_matmul_without_leading_axes_of_b_shares_it(native):
-    a, b = exact_tensor((2, SIZE, M, K), 1), exact_tensor((N, K), 2)
-    want = [[matmul_nt(_at(_at(a, i), j), b) for j in range(SIZE)] for i in range(2)]
-    assert_bitwise(matmul_nt(a, b), jnp.stack([jnp.stack(row) for row in want]))
+    assert_vmap_is_a_loop(lambda a, b: matmul_nt(NVFP4Tensor(*a), NVFP4Tensor(*b)), operands, axes, out_axis)
 
 
 # ---------------------------------------------------------------- vmap of linear and dot_general
 VMAPS_OF_LINEAR = {
-    **{f"default-{axes}": (DEFAULT, axes) for axes in [(0, 0, None), (0, None, None), (None, 0, None)]},
-    **{f"pretrain-{axes}": (recipes.pretrain(), axes) for axes in [(0, 0, None), (0, None, 0), (None, 0, 0)]},
+    "default, shared w": (DEFAULT, (0, None, None)),
+    "default, own w": (DEFAULT, (0, 0, None)),
+    "pretrain, shared w": (recipes.pretrain(), (0, None, 0)),
+    "pretrain, shared x": (recipes.pretrain(), (None, 0, 0)),
     "window64": (recipes.window64(), (0, None, 0)),
     "row_scaled": (recipes.row_scaled(), (None, None, 0)),
-    "4over6": (recipes.four_over_six("all"), (0, 0, 0)),
 }
 
 
@@ -436,13 +367,24 @@ def test_vmap_of_linear_and_its_gradients(cpu):
 def test_gradient_of_vmap_sums_over_a_shared_weight(cpu):
     x, w = normal((SIZE, 32, 48), 1, "fp32"), normal((16, 48), 2, "fp32")
     loss = lambda w, x: jnp.sum(linear(x, w) ** 2)  # noqa: E731
-    got = jax.grad(lambda w: jnp.sum(jax.vmap(loss, (None, 0))(w, x)))(w)
-    np.testing.assert_allclose(got, sum(jax.grad(loss)(w, x[i]) for i in range(SIZE)), rtol=1e-5, atol=1e-4)
+    got = jax.jit(jax.grad(lambda w: jnp.sum(jax.vmap(loss, (None, 0))(w, x))))(w)
+    one = jax.jit(jax.grad(loss))
+    np.testing.assert_allclose(got, sum(one(w, x[i]) for i in range(SIZE)), rtol=1e-5, atol=1e-4)
+
+
+def test_nested_vmap_of_linear_with_split_rows(cpu):
+    """Each example has an amax, and the random bits of a device's rows are not neighbours."""
+    mesh = make_mesh(jax.devices("cpu")[:2], "x")
+    x, w = normal((2, SIZE, 2, 32, 64), 1), normal((16, 64), 3)
+    f = jax.jit(lambda x: linear(x, w, Recipe((NVFP4_SR, NVFP4), None, None), key=KEY))
+    got = jax.jit(jax.vmap(jax.vmap(f)))(put(x, mesh, P(None, None, None, "x")))
+    assert_bitwise(got, jnp.stack([jnp.stack([f(v) for v in of_row]) for of_row in x]))
 
 
 # ---------------------------------------------------------------- jit, scan, eval_shape, make_jaxpr
 OPERATIONS = {
     "quantize": quantize,
+    "quantize_amax": partial(quantize, amax=2.0),
     "quantize_row": partial(quantize, spec=ROW_SCALED),
     "quantize_transposed": partial(quantize, spec=NVFP4_2D, transpose=True),
     "quantize_rht_sr": lambda x: quantize(x, NVFP4_RHT_SR, key=KEY, transpose=True),
@@ -463,90 +405,68 @@ OPERATIONS = {
     "linear_pretrain": lambda x: linear(x, x, recipes.pretrain(), key=KEY),
     "linear_unbiased": lambda x: linear(x, x, recipes.pretrain(unbiased=True), key=KEY),
     "fake_quant": jnvfp4.fake_quant,
+    "fake_quant_amax": partial(jnvfp4.fake_quant, amax=2.0),
     "fake_quant_sr": lambda x: jnvfp4.fake_quant(x, NVFP4_SR, key=KEY),
 }
-every_operation = pytest.mark.parametrize("f", OPERATIONS.values(), ids=OPERATIONS)
-
-
-@transposed_or_not
-def test_jit_equals_eager_for_every_spec(native, transpose):
-    x = normal((ROWS, COLS))
-    want = {name_of(s): _quantize(x, s, None, KEY, transpose) for s in SUPPORTED_SPECS}
-    assert_same_tensor(quantize_by(x, {}, KEY, SUPPORTED_SPECS, transpose), want)
 
 
 def by_every_operation(x):
     return {name: f(x) for name, f in OPERATIONS.items()}
 
 
+jitted = jax.jit(by_every_operation)
+
+
 def test_jit_equals_eager(native):
     x = normal((64, 64))
-    assert_same_tensor(jax.jit(by_every_operation)(x), by_every_operation(x))
+    assert_same_tensor(jitted(x), by_every_operation(x))
 
 
-@every_operation
-def test_64_bit_mode_changes_no_bit(native, f):
+def test_64_bit_mode_changes_no_bit(native):
     x = normal((64, 64))
-    want = f(x)
+    want = jitted(x)
     with jax.enable_x64(True):
-        assert_same_tensor(f(x), want)
-
-
-def test_a_python_amax_in_64_bit_mode(native):
-    x = normal((64, 64))
-    want = quantize(x, amax=2.0), jnvfp4.fake_quant(x, amax=2.0)
-    with jax.enable_x64(True):
-        assert_same_tensor((quantize(x, amax=2.0), jnvfp4.fake_quant(x, amax=2.0)), want)
+        assert_same_tensor(jitted(x), want)
 
 
 def test_scan_equals_a_loop(native):
     xs = normal((SIZE, 64, 64))
-    got = jax.lax.scan(lambda carry, x: (carry, by_every_operation(x)), 0, xs)[1]
-    assert_same_tensor(got, jax.tree.map(lambda *parts: jnp.stack(parts), *(by_every_operation(x) for x in xs)))
+    got = jax.jit(lambda xs: jax.lax.scan(lambda carry, x: (carry, by_every_operation(x)), 0, xs)[1])(xs)
+    assert_same_tensor(got, jax.tree.map(lambda *parts: jnp.stack(parts), *map(jitted, xs)))
 
 
-@every_operation
-def test_eval_shape_predicts_the_result(f):
+def test_eval_shape_predicts_the_result():
+    """Also of weakly typed arrays, of which no result is."""
     x = normal((64, 64))
-    shapes, result = jax.eval_shape(f, x), f(x)
-    assert jax.tree.structure(shapes) == jax.tree.structure(result)
-    for shape, leaf in zip(jax.tree.leaves(shapes), jax.tree.leaves(result), strict=True):
-        assert (shape.shape, shape.dtype, shape.weak_type) == (leaf.shape, leaf.dtype, leaf.weak_type)
+    weak = jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=True)
+    result = jitted(x)
+    for shapes in (jax.eval_shape(by_every_operation, x), jax.eval_shape(by_every_operation, weak)):
+        assert jax.tree.structure(shapes) == jax.tree.structure(result)
+        for shape, leaf in zip(jax.tree.leaves(shapes), jax.tree.leaves(result), strict=True):
+            assert (shape.shape, shape.dtype, shape.weak_type) == (leaf.shape, leaf.dtype, False)
 
 
-def gradient_of_linear(x):
-    return jax.grad(lambda x: jnp.sum(linear(x, x, recipes.pretrain(), key=KEY).astype(jnp.float32)))(x)
-
-
-def by_the_reference(x):
-    return quantize(x, NVFP4_RHT_SR, key=KEY, implementation="reference")
-
-
-@pytest.mark.parametrize(
-    "f", [by_every_operation, gradient_of_linear, pytest.param(by_the_reference, marks=pytest.mark.long)]
-)
-def test_compile_time_evaluation(native, f):
+def test_compile_time_evaluation(native):
     """In a shape that nothing else compiles, so that the operations are lowered under it."""
     x = normal((64, 192))
 
     def evaluated(x):
         with jax.ensure_compile_time_eval():
-            return f(x)
+            return by_every_operation(x)
 
     def constant(_):
         result = evaluated(x)
         assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(result))
         return result
 
-    eager, folded, traced = evaluated(x), jax.jit(constant)(x), jax.jit(evaluated)(x)
-    for got in (eager, folded, traced):
-        assert_same_tensor(got, f(x))
+    want = jitted(x)
+    for got in (evaluated(x), jax.jit(constant)(x), jax.jit(evaluated)(x)):
+        assert_same_tensor(got, want)
 
 
 # Of x [64, 64], the same as two matrices, and its first row.
 GUARDED = {
     **{name: lambda x, *_, f=f: f(x) for name, f in OPERATIONS.items()},
-    "quantize_amax": lambda x, *_: quantize(x, amax=2.0),
     "quantize_pair_amax": lambda x, *_: quantize_pair(x, amax=(2, 3.0)),
     "quantize_matrices": lambda x, matrices, _: quantize(matrices, NVFP4_SR, key=KEY),
     "quantize_vmap": lambda x, matrices, _: jax.vmap(partial(quantize, spec=NVFP4_SR, key=KEY))(matrices),
@@ -588,34 +508,6 @@ def test_the_transfer_of_an_operand_is_guarded(native):
         quantize(np.ones((64, 64), np.float32))
 
 
-@pytest.mark.parametrize("amax", [1.0, 1, np.float32(1)], ids=["float", "int", "float32"])
-def test_results_are_not_weakly_typed(amax):
-    t = quantize(np.ones((16, 16), np.float32), amax=amax)
-    assert not any(jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(t))
-
-
-@every_operation
-def test_results_of_weakly_typed_arrays_are_not(f):
-    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, weak_type=True)
-    assert not any(leaf.weak_type for leaf in jax.tree.leaves(jax.eval_shape(f, x)))
-
-
-@pytest.mark.parametrize(
-    ("f", "name"),
-    [
-        (quantize, "nvfp4_quantize"),
-        (partial(quantize, spec=ROW_SCALED), "nvfp4_quantize"),
-        (partial(quantize, spec=NVFP4_RHT), "nvfp4_rht_amax"),
-        (quantize_pair, "nvfp4_quantize_pair"),
-        (lambda x: dequantize(quantize(x)), "nvfp4_dequantize"),
-        (lambda x: matmul_nt(x.astype(jnp.bfloat16), quantize(x)), "nvfp4_matmul"),
-    ],
-    ids=["quantize", "quantize_row", "quantize_rht", "quantize_pair", "dequantize", "matmul_nt"],
-)
-def test_jaxprs_show_the_primitive(f, name):
-    assert primitives(jax.make_jaxpr(f)(jnp.ones((16, 32))).jaxpr).count(name) == 1
-
-
 def test_a_tensor_crosses_cond_and_while():
     t = quantize(normal((16, 32)))
     chosen = jax.jit(lambda p, t: jax.lax.cond(p, lambda t: t, lambda t: quantize(dequantize(t)), t))(True, t)
@@ -647,160 +539,14 @@ def test_primitives_have_no_derivative(f, mode):
         mode(total)(jnp.ones((16, 16)))
 
 
-def test_stop_gradient_makes_a_constant():
-    x = normal((16, 16), dtype="fp32")
-    grad = jax.grad(lambda x: jnp.sum(x * dequantize(quantize(jax.lax.stop_gradient(x)))))(x)
-    assert_bitwise(grad, dequantize(quantize(x)))
+def test_what_is_quantized_is_a_constant():
+    """A captured tensor, and what ``stop_gradient`` says is one."""
+    x, t = normal((16, 16), dtype="fp32"), quantize(normal((16, 16)))
+    f = lambda x: jnp.sum(x * dequantize(quantize(jax.lax.stop_gradient(x))) + x * dequantize(t))  # noqa: E731
+    assert_bitwise(jax.grad(f)(x), dequantize(quantize(x)) + dequantize(t))
 
 
-def test_a_captured_tensor_is_a_constant():
-    t = quantize(normal((16, 32)))
-    with jax.default_matmul_precision("highest"):
-        grad = jax.grad(lambda x: jnp.sum(x @ dequantize(t).T))(jnp.ones((4, 32)))
-    np.testing.assert_allclose(grad, np.broadcast_to(dequantize(t).sum(0), (4, 32)), rtol=1e-6)
-
-
-# ---------------------------------------------------------------- remat
-SAVE = jax.checkpoint_policies.save_only_these_names("nvfp4_residual")
-
-
-def _loss(x, w, recipe=DEFAULT):
-    key = KEY if recipe.stochastic else None
-    return jnp.sum(jnp.sin(linear(x, w, recipe, key=key).astype(jnp.float32)))
-
-
-PRETRAIN_LOSS = partial(_loss, recipe=recipes.pretrain())
-both_losses = pytest.mark.parametrize("loss", [_loss, PRETRAIN_LOSS], ids=["default", "pretrain"])
-
-
-@pytest.fixture
-def operands():
-    return normal((32, 48), 1), normal((16, 48), 2)
-
-
-@both_losses
-def test_named_residuals_spare_the_second_quantization(operands, loss):
-    """x and w for the forward pass and for the gradients, dy twice: six with jax.checkpoint too."""
-    plain = quantizations(jax.grad(loss, (0, 1)), *operands)
-    saved = quantizations(jax.grad(jax.checkpoint(loss, policy=SAVE), (0, 1)), *operands)
-    assert (plain, saved) == (6, 6)
-    assert quantizations(jax.grad(jax.checkpoint(loss), (0, 1)), *operands) > 6
-
-
-DOTS = [jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.dots_with_no_batch_dims_saveable]
-
-
-@pytest.mark.parametrize("policy", DOTS, ids=["dots", "no_batch_dims"])
-def test_policies_of_dots_do_not_see_the_products(operands, policy):
-    """As docs/recipes.md says: they save nothing of linear, as no policy does."""
-
-    def counts(**options):
-        names = primitives(jax.make_jaxpr(jax.grad(jax.checkpoint(_loss, **options), (0, 1)))(*operands).jaxpr)
-        return [names.count(f"nvfp4_{name}") for name in ("quantize_pair", "matmul")]
-
-    assert counts(policy=policy) == counts() == [5, 4]
-    assert counts(policy=SAVE) == [3, 4]
-
-
-def test_a_step_of_the_pretraining_recipe_reads_each_operand_once(operands):
-    """x, w and dy by one fused kernel each; what is rotated, x and dy, by another for both amaxes."""
-    names = primitives(jax.make_jaxpr(jax.grad(PRETRAIN_LOSS, (0, 1)))(*operands).jaxpr)
-    count = lambda name: names.count(f"nvfp4_{name}")  # noqa: E731
-    assert [count(name) for name in ("quantize_pair", "quantize", "rht_amax", "matmul")] == [3, 0, 2, 3]
-    assert names.count("reduce_max") == 1  # of w: rht_amax finds those of x and dy too
-
-
-def test_a_forward_pass_alone_quantizes_twice(operands):
-    """Eager calls too: nothing is prepared for a gradient that nobody takes."""
-    assert quantizations(linear, *operands) == 2
-
-
-def test_the_compiled_gradient_quantizes_in_three_pairs(native, operands):
-    f = jax.jit(jax.grad(jax.checkpoint(_loss, policy=SAVE), (0, 1)))
-    text = f.lower(*operands).compile().as_text()
-    assert text.count('custom_call_target="nvfp4_quantize') == text.count('nvfp4_quantize_pair"') == 3
-
-
-@both_losses
-def test_saved_residuals_are_packed(operands, loss):
-    """Nothing of x's or w's own dtype is kept from the forward to the backward pass."""
-    f = partial(linear, **({"recipe": recipes.pretrain(), "key": KEY} if loss is PRETRAIN_LOSS else {}))
-    kept = [leaf for leaf in jax.tree.leaves(jax.vjp(f, *operands)[1]) if leaf.size > 1]
-    assert {leaf.dtype for leaf in kept} == {jnp.dtype(jnp.uint8)}
-
-
-def save_quantized(primitive, *_, **__):
-    return primitive.name in ("nvfp4_quantize", "nvfp4_quantize_pair")
-
-
-POLICIES = {
-    "default": None,
-    "names": SAVE,
-    "dots": jax.checkpoint_policies.dots_saveable,
-    "everything": jax.checkpoint_policies.everything_saveable,
-    "primitive": save_quantized,
-}
-
-
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@both_losses
-def test_remat_changes_no_bit(native, operands, policy, loss):
-    got = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy), (0, 1)))(*operands)
-    assert_same_tensor(got, jax.jit(jax.grad(loss, (0, 1)))(*operands))
-
-
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_remat_keeps_large_scales(policy):
-    """JAX rounds the floats that it saves as if E4M3 had infinities; 448 must survive."""
-    x = normal((32, 48), dtype="fp32")
-
-    def loss(x):
-        return jnp.sum(jnp.sin(x * dequantize(quantize(jax.lax.stop_gradient(x)))))
-
-    got = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy)))(x)
-    np.testing.assert_allclose(got, jax.jit(jax.grad(loss))(x), rtol=1e-6)
-
-
-def test_remat_of_a_function_of_a_tensor():
-    x, t = normal((32, 48), dtype="fp32"), quantize(normal((32, 48)))
-    loss = lambda x, t: jnp.sum(jnp.sin(x * dequantize(t)))  # noqa: E731
-    got = jax.jit(jax.grad(jax.checkpoint(loss)))(x, t)
-    np.testing.assert_allclose(got, jax.jit(jax.grad(loss))(x, t), rtol=1e-6)
-
-
-def test_scan_over_layers_with_remat(native):
-    """The usual shape of a deep model: weights stacked, one checkpointed layer scanned."""
-    x, ws = normal((32, 48), 1), normal((SIZE, 48, 48), 2)
-
-    def loss(ws, layer):
-        return jnp.sum(jax.lax.scan(lambda h, w: (layer(h, w), None), x, ws)[0].astype(jnp.float32))
-
-    layer = lambda h, w: jnp.tanh(linear(h, w, Recipe()))  # noqa: E731
-    got = jax.jit(jax.grad(lambda ws: loss(ws, jax.checkpoint(layer, policy=SAVE))))(ws)
-    assert_bitwise(got, jax.jit(jax.grad(lambda ws: loss(ws, layer)))(ws))
-
-
-def test_scan_over_layers_with_a_key_each(native):
-    """Each step folds its index into the key: the gradients are those of the layers written out."""
-    x, ws = normal((32, 64), 1), normal((SIZE, 64, 64), 2)
-    recipe = recipes.pretrain()
-
-    def layer(h, w, i):
-        return jnp.tanh(linear(h, w, recipe, key=jax.random.fold_in(KEY, i)))
-
-    def scanned(ws):
-        step = jax.checkpoint(lambda h, wi: (layer(h, *wi), None), policy=SAVE)
-        return jnp.sum(jax.lax.scan(step, x, (ws, jnp.arange(SIZE)))[0].astype(jnp.float32))
-
-    def written_out(ws):
-        h = x
-        for i in range(SIZE):
-            h = layer(h, ws[i], i)
-        return jnp.sum(h.astype(jnp.float32))
-
-    assert_bitwise(jax.jit(jax.grad(scanned))(ws), jax.jit(jax.grad(written_out))(ws))
-
-
+# ---------------------------------------------------------------- settings of JAX
 def test_without_jit():
     x = normal((16, 32))
     f = lambda: (quantize(x), linear(x, x), quantize_pair(x, NVFP4_SR, NVFP4_RHT_SR, key=KEY))  # noqa: E731
@@ -823,7 +569,6 @@ def test_vmap_of_zero_sizes(f, shapes, out):
     assert not np.any(np.asarray(y))
 
 
-# ---------------------------------------------------------------- settings of JAX
 @pytest.mark.long
 @pytest.mark.parametrize("spec", [NVFP4_RHT_SR, four_over_six(block_rows=16), WINDOW64], ids=name_of)
 def test_the_reference_needs_no_rank_promotion(spec):

@@ -17,7 +17,7 @@ from .._ops.arguments import as_amax, as_float_array, float_dtype, operation
 from .._primitives._base import Axes, axes_of_dims
 from ..recipes import DEFAULT, Recipe
 from .gather import Placement, as_pair
-from .keys import layer_key, needs_key
+from .keys import check_path, key_of_product
 from .layer import Call, check_recipe, recipe_key
 from .linear import Dense, call_linear
 from .weights import WeightAxes, Weights
@@ -130,7 +130,7 @@ def contract(
     of_w = OfWeights(_of_matrix(op, of_w.gather, right.batch, groups), _of_examples(op, of_w.amax, b, right.batch))
     n = math.prod(b.shape[i] for i in right.free)
     if pad:
-        x, w = _padded(x, w, w_axes, *recipe.units)
+        x, w = padded(x, w, w_axes, *recipe.units)
     if lb:
         out = _batched(call, x, w, key, of_w)
     else:
@@ -187,7 +187,7 @@ def _of_examples(op: str, amax: ArrayLike | None, w: jax.Array, batch: tuple[int
     return array.reshape(-1) if batch else array
 
 
-def _padded(x: jax.Array, w: jax.Array, w_axes: WeightAxes, unit_n: int, unit_k: int) -> tuple[jax.Array, jax.Array]:
+def padded(x: jax.Array, w: jax.Array, w_axes: WeightAxes, unit_n: int, unit_k: int) -> tuple[jax.Array, jax.Array]:
     """Adds zeros to x [..., K] and w up to multiples of the units: they add nothing to a sum or to an amax."""
     k, n = x.shape[-1], w.shape[-1 if w_axes == "kn" else -2]
     more_k, more_n = -k % unit_k, -n % unit_n
@@ -221,8 +221,7 @@ class DotGeneral:
     def __post_init__(self) -> None:
         check_recipe("DotGeneral", self.recipe)
         as_pair("DotGeneral", self.w_gather)
-        if self.path is not None and not isinstance(self.path, str):
-            raise TypeError(f"DotGeneral: path must be a string or None, got {self.path!r}")
+        check_path("DotGeneral", self.path)
 
     def __call__(
         self,
@@ -266,9 +265,7 @@ class DotGeneral:
         return contract(op, lhs, rhs, dimension_numbers, self.recipe, key, dtype, out_sharding, of_w, pad=True)
 
     def _layer_key(self, op: str) -> jax.Array:
-        if self.path is None:
-            raise needs_key(op, "DotGeneral(recipe, path=...) has a path that no other layer has")
-        return layer_key(self.path)
+        return key_of_product(op, "DotGeneral", self.path)
 
 
 def dtype_of_lax(a: jax.Array, b: jax.Array) -> np.dtype:

@@ -1,5 +1,6 @@
 """``einsum`` of activations and weights: the einsums that are a ``dot_general`` and a transposition of its result."""
 
+import math
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -126,6 +127,17 @@ def contraction(op: str, subscripts: str, x_ndim: int, w_ndim: int) -> Contracti
         (tuple(map(x.index, letters)), tuple(map(w.index, letters))) for letters in (contracting, batch)
     )
     return Contraction((contracted, batched), tuple(map(made.index, out)))
+
+
+def sizes_of(subscripts: str, x_ndim: int, w_shape: tuple[int, ...]) -> tuple[tuple[int, int] | None, str | None]:
+    """Returns N and K of an einsum, or why it is no product."""
+    try:
+        found = contraction("einsum", subscripts, x_ndim, len(w_shape))
+    except ValueError as error:
+        return None, str(error)
+    (_, contracted), (_, batch) = found.dimension_numbers
+    free = math.prod(size for axis, size in enumerate(w_shape) if axis not in (*contracted, *batch))
+    return (free, math.prod(w_shape[axis] for axis in contracted)), None
 
 
 def _refusal(op: str, what: str, subscripts: str) -> ValueError:

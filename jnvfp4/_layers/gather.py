@@ -64,11 +64,6 @@ def as_pair(op: str, w_gather: tuple[Placement, Placement] | None) -> tuple[Plac
     return w_gather
 
 
-def gathered(t: NVFP4Tensor, gather: Gather | None) -> NVFP4Tensor:
-    """Places quantized weights as products read them, if they are gathered at all."""
-    return t if gather is None else gather.gather(t)
-
-
 def as_gather(
     op: str, name: str, pair: tuple[Placement, Placement], w: jax.Array, shape: tuple[int, ...], units: Sequence[int]
 ) -> Gather:

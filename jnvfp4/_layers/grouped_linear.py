@@ -17,8 +17,8 @@ from .._primitives._groups import Rows, check_sizes, rows_of
 from .._primitives.grouped_contract import grouped_contract_p
 from .._primitives.grouped_dot import GroupedDotParams, grouped_dot_p
 from ..recipes import DEFAULT, Recipe
-from .dot_general import check_options, dtype_of_lax
-from .keys import layer_key, needs_key
+from .dot_general import check_options, dtype_of_lax, padded
+from .keys import check_path, key_of_product
 from .layer import Call, Given, check_dtype_of_x, check_recipe, dense, layer, recipe_key
 from .quantizer import Operand, Pair, Quantizer, SpecPair, W, pack
 from .weights import WeightAxes, Weights, as_weights, check_contractions, check_order, frozen_recipe
@@ -206,8 +206,7 @@ class RaggedDot:
 
     def __post_init__(self) -> None:
         check_recipe("RaggedDot", self.recipe)
-        if self.path is not None and not isinstance(self.path, str):
-            raise TypeError(f"RaggedDot: path must be a string or None, got {self.path!r}")
+        check_path("RaggedDot", self.path)
 
     def __call__(
         self,
@@ -243,9 +242,7 @@ class RaggedDot:
         check_options(op, self.recipe, precision, None, {"group_offset": group_offset, **unsupported})
         recipe = _without_wgrad(self.recipe)
         if key is None and recipe.stochastic:
-            if self.path is None:
-                raise needs_key(op, "RaggedDot(recipe, path=...) has a path that no other layer has")
-            key = layer_key(self.path)
+            key = key_of_product(op, "RaggedDot", self.path)
         x = as_float_array(op, "lhs", lhs)
         if isinstance(rhs, NVFP4Tensor):
             dtype = float_dtype(op, "preferred_element_type", preferred_element_type or x.dtype)
@@ -256,9 +253,5 @@ class RaggedDot:
         if w.ndim != 3 or x.ndim != 2:
             return _call_grouped(call, x, w, group_sizes, key)  # raises
         n = w.shape[2]
-        unit_n, unit_k = recipe.units
-        more_n, more_k = -n % unit_n, -x.shape[1] % unit_k
-        if more_n or more_k:
-            x, w = jnp.pad(x, ((0, 0), (0, more_k))), jnp.pad(w, ((0, 0), (0, more_k), (0, more_n)))
-        y = _call_grouped(call, x, w, group_sizes, key)
-        return y[:, :n] if more_n else y
+        y = _call_grouped(call, *padded(x, w, "kn", *recipe.units), group_sizes, key)
+        return y[:, :n] if y.shape[1] != n else y

@@ -125,6 +125,18 @@ def layer_key(path: str) -> jax.Array:
     return fold_path(step.key, path, *indices)
 
 
+def key_of_product(op: str, kind: str, path: str | None) -> jax.Array:
+    """Returns the key of the layer that a ``kind`` of product is part of."""
+    if path is None:
+        raise needs_key(op, f"{kind}(recipe, path=...) has a path that no other layer has")
+    return layer_key(path)
+
+
+def check_path(kind: str, path: object) -> None:
+    if path is not None and not isinstance(path, str):
+        raise TypeError(f"{kind}: path must be a string or None, got {path!r}")
+
+
 def in_step() -> bool:
     """Says whether ``step_key`` is entered."""
     return _step.get() is not None

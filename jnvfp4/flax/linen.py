@@ -12,9 +12,9 @@ from flax import linen as nn
 
 from .._core.tensor import PyTree
 from .._layers.dot_general import DotGeneral
-from .._layers.einsum import contraction, einsum_of_layer
+from .._layers.einsum import einsum_of_layer, sizes_of
 from .._layers.keys import check_step, fold_path, layer_key, must_vary, varies
-from ..policy import Layer, Policy, depths_of, layers_of
+from ..policy import Layer, Policy, check_policy, depths_of, layers_of
 from ..recipes import Recipe
 
 _KEY_ARGUMENT = "pass the key to the jitted step as an argument"
@@ -46,7 +46,7 @@ def intercept(policy: Policy) -> Iterator[None]:
         function that is being traced, which would round alike in every step.
       TypeError: policy is not a Policy.
     """
-    _check_policy("intercept", policy)
+    check_policy("intercept", policy)
     with _policy_of_trace(policy), nn.intercept_methods(Interceptor(policy)):
         yield
 
@@ -265,13 +265,7 @@ def _sizes(
 def _einsum_sizes(
     module: nn.Einsum, kernel: tuple[int, ...], inputs: jax.Array, einsum_str: str | None = None
 ) -> tuple[tuple[int, int] | None, str | None]:
-    try:
-        found = contraction("einsum", _subscripts(module, einsum_str), inputs.ndim, len(kernel))
-    except ValueError as error:
-        return None, str(error)
-    (_, contracted), (_, batch) = found.dimension_numbers
-    free = math.prod(size for axis, size in enumerate(kernel) if axis not in (*contracted, *batch))
-    return (free, math.prod(kernel[axis] for axis in contracted)), None
+    return sizes_of(_subscripts(module, einsum_str), inputs.ndim, kernel)
 
 
 def _tuple(axes: int | Iterable[int]) -> tuple[int, ...]:
@@ -313,8 +307,3 @@ def _layers_of_module(module: nn.Module, *inputs: PyTree, **keywords: Any) -> li
         layer._replace(shape=shapes[path], stacked=len(shapes[path]) > len(layer.shape))
         for path, layer in called.items()
     ]
-
-
-def _check_policy(op: str, policy: object) -> None:
-    if not isinstance(policy, Policy):
-        raise TypeError(f"{op}: policy must be a jnvfp4.Policy, got {policy!r}")

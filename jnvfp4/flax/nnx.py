@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .._layers.dot_general import DotGeneral
-from .._layers.einsum import contraction, einsum_of_layer
+from .._layers.einsum import einsum_of_layer, sizes_of
 from .._layers.gather import Placement
 from .._layers.keys import fold_path, in_step, layer_key, must_vary, varies
-from ..policy import Decision, Layer, Policy, layers_of
+from ..policy import Decision, Layer, Policy, check_policy, layers_of
 from ..recipes import Recipe
 from ._nnx_loops import loop_that_shares
 from .linen import unknown
@@ -54,8 +54,7 @@ def apply(model: Model, policy: Policy, *, rngs: nnx.Rngs | None = None) -> Mode
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"apply: model must be an nnx.Module, got {type(model).__name__}")
-    if not isinstance(policy, Policy):
-        raise TypeError(f"apply: policy must be a jnvfp4.Policy, got {policy!r}")
+    check_policy("apply", policy)
     if rngs is not None and not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"apply: rngs must be nnx.Rngs or None, got {rngs!r}")
     layers = {layer.path: (module, layer) for module, layer in layers_in(model)}
@@ -216,13 +215,7 @@ def _einsum_sizes(module: nnx.Einsum) -> tuple[tuple[int, int] | None, str | Non
         return None, "has an einsum_op of its own"
     x, w = module.einsum_str.partition("->")[0].split(",")
     shape = tuple(module.kernel_shape)
-    try:
-        found = contraction("einsum", module.einsum_str, len(x.replace("...", "")) + _ellipsis(w, shape), len(shape))
-    except ValueError as error:
-        return None, str(error)
-    (_, contracted), (_, batch) = found.dimension_numbers
-    free = math.prod(size for axis, size in enumerate(shape) if axis not in (*contracted, *batch))
-    return (free, math.prod(shape[axis] for axis in contracted)), None
+    return sizes_of(module.einsum_str, len(x.replace("...", "")) + _ellipsis(w, shape), shape)
 
 
 def _ellipsis(term: str, shape: tuple[int, ...]) -> int:
