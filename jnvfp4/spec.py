@@ -5,6 +5,7 @@
 """
 
 import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -15,9 +16,22 @@ BLOCK = 16  # elements that share one E4M3 scale
 WINDOW = 64  # elements that share one amax under scope "window64"
 
 
-def _check_choice(owner: str, field: str, value: object, choices: tuple) -> None:
-    if not any(value is c or (value == c and type(value) is type(c)) for c in choices):
-        raise ValueError(f"{owner}: {field} must be one of {choices}, got {value!r}")
+# What the fields of Format and of QuantSpec may be.
+_OF_FORMAT = {"amax_scope": ("tensor", "row", "window64"), "e4m3_max": (448, 256), "rht": (False, True)}
+_OF_SPEC = {
+    "block_rows": (1, 16),
+    "select": ("max6", "mae", "mse"),
+    "error_math": ("fp32", "fp16"),
+    "rounding": ("nearest", "stochastic"),
+    "scale_headroom": (False, True),
+}
+
+
+def _check_choices(owner: object, choices_of: Mapping[str, tuple[object, ...]]) -> None:
+    for field, choices in choices_of.items():
+        value = getattr(owner, field)
+        if not any(value is c or (value == c and type(value) is type(c)) for c in choices):
+            raise ValueError(f"{type(owner).__name__}: {field} must be one of {choices}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -39,9 +53,7 @@ class Format:
     rht: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("Format", "amax_scope", self.amax_scope, ("tensor", "row", "window64"))
-        _check_choice("Format", "e4m3_max", self.e4m3_max, (448, 256))
-        _check_choice("Format", "rht", self.rht, (False, True))
+        _check_choices(self, _OF_FORMAT)
         if self.amax_scope == "window64" and (self.rht or self.e4m3_max == 256):
             raise ValueError(f"Format: window64 goes with neither rht nor e4m3_max=256, got {self!r}")
         if self.rht and (self.amax_scope == "row" or self.e4m3_max == 256):
@@ -90,11 +102,7 @@ class QuantSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.format, Format):
             raise ValueError(f"QuantSpec: format must be a Format, got {self.format!r}")
-        _check_choice("QuantSpec", "block_rows", self.block_rows, (1, 16))
-        _check_choice("QuantSpec", "select", self.select, ("max6", "mae", "mse"))
-        _check_choice("QuantSpec", "error_math", self.error_math, ("fp32", "fp16"))
-        _check_choice("QuantSpec", "rounding", self.rounding, ("nearest", "stochastic"))
-        _check_choice("QuantSpec", "scale_headroom", self.scale_headroom, (False, True))
+        _check_choices(self, _OF_SPEC)
         if reason := self._contradiction():
             values = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
             raise ValueError(f"QuantSpec: {reason}, got {values}")
@@ -220,19 +228,11 @@ def four_over_six(
 def _every_spec() -> tuple[QuantSpec, ...]:
     """Lists every combination of fields that does not contradict itself."""
     specs = []
-    for scope, rht, rows, select, math, rounding, e4m3_max, headroom in itertools.product(
-        ("tensor", "row", "window64"),
-        (False, True),
-        (1, 16),
-        ("max6", "mae", "mse"),
-        ("fp32", "fp16"),
-        ("nearest", "stochastic"),
-        (448, 256),
-        (False, True),
-    ):
+    (scopes, maxima, rhts), (*others, headrooms) = _OF_FORMAT.values(), _OF_SPEC.values()
+    values: Iterable = itertools.product(scopes, rhts, *others, maxima, headrooms)
+    for scope, rht, rows, select, math, rounding, e4m3_max, headroom in values:
         try:
-            fmt = Format(scope, e4m3_max, rht)  # type: ignore[arg-type]
-            specs.append(QuantSpec(fmt, rows, select, math, rounding, headroom))  # type: ignore[arg-type]
+            specs.append(QuantSpec(Format(scope, e4m3_max, rht), rows, select, math, rounding, headroom))
         except ValueError:
             continue
     return tuple(specs)

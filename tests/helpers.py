@@ -153,14 +153,16 @@ def philox(counter, key) -> list[np.ndarray]:
     return [word.astype(np.uint32) for word in (c0, c1, c2, c3)]
 
 
+def block_bytes(words, blocks: np.ndarray, transposed: bool) -> np.ndarray:
+    """The 16 random bytes of blocks by their 64-bit index, for two words of a key -> uint8 [..., 16]."""
+    counter = blocks & np.uint64(0xFFFFFFFF), blocks >> np.uint64(32), int(transposed), 0
+    return np.stack(np.broadcast_arrays(*philox(counter, words)), axis=-1).astype("<u4").view(np.uint8)
+
+
 def random_bytes(key, shape: tuple[int, ...], transposed: bool = False) -> np.ndarray:
     """The random byte of every element of a quantized array [..., M, K]: element i of a block is byte i of 16."""
     blocks = np.arange(np.prod(shape, dtype=np.int64) // BLOCK, dtype=np.uint64)
-    words = philox(
-        (blocks & np.uint64(0xFFFFFFFF), blocks >> np.uint64(32), int(transposed), 0),
-        np.asarray(jax.random.bits(key, (2,), jnp.uint32)),
-    )
-    return np.stack(words, axis=-1).astype("<u4").view(np.uint8).reshape(shape)
+    return block_bytes(np.asarray(jax.random.bits(key, (2,), jnp.uint32)), blocks, transposed).reshape(shape)
 
 
 def e2m1_values(codes) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Weights gathered as bytes: ``jnvfp4.sharding``, ``w_gather`` and ``w_amax``."""
 
+import functools
 import re
 from functools import partial
 
@@ -10,14 +11,27 @@ import pytest
 from helpers import assert_bitwise, assert_same_tensor
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import KEY, assert_sharded, every_kind, every_spec, home, is_maximum, make_mesh, put, run, shard
+from meshes import (
+    KEY,
+    SPECS,
+    assert_sharded,
+    collectives,
+    every_kind,
+    home,
+    is_maximum,
+    make_mesh,
+    put,
+    run,
+    shard,
+    ways,
+)
 from operands import normal
-from step_bytes import EVERY_RECIPE
 
 import jnvfp4
 from jnvfp4 import (
     NVFP4,
     NVFP4_2D,
+    NVFP4_RHT,
     NVFP4_SR,
     ROW_SCALED,
     DotGeneral,
@@ -49,38 +63,26 @@ def dtypes_of(shapes) -> set[str]:
 
 
 # ---------------------------------------------------------------- all_gather
-def gathered_in_shard_map(mesh, t, spec, axis, check_vma=False):
-    parts = NVFP4Tensor(spec, spec, P(*spec[: t.amax.ndim]), t.format)
-    f = lambda t: all_gather(t, "x", axis=axis)  # noqa: E731
-    return jax.shard_map(f, mesh=mesh, in_specs=(parts,), out_specs=P(), check_vma=check_vma)
-
-
-@pytest.mark.parametrize("axis", [0, 1, -1])
-@every_spec
-def test_all_gather_moves_bytes(devices, qspec, axis):
-    mesh, t = make_mesh(devices, "x"), quantize(normal((128, 512)), qspec)
-    spec = ROWS if axis == 0 else COLUMNS
-    got, found = run(gathered_in_shard_map(mesh, t, spec, axis), shard(t, mesh, spec))
-    assert_same_tensor(got, t)
-    with_amax = t.amax.ndim > (axis % 2)
+@pytest.mark.parametrize("axis", [0, -1])
+def test_all_gather_moves_bytes(devices, axis):
+    """Of every spec in one program; and the float amaxes that are split, of rows or of windows."""
+    mesh, x, spec = make_mesh(devices, "x"), normal((128, 512)), COLUMNS if axis else ROWS
+    tensors = {name: quantize(x, s) for name, s in SPECS.items()}
+    parts = {name: NVFP4Tensor(spec, spec, P(*spec[: t.amax.ndim]), t.format) for name, t in tensors.items()}
+    f = lambda tensors: {name: all_gather(t, "x", axis=axis) for name, t in tensors.items()}  # noqa: E731
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=(parts,), out_specs=P(), check_vma=False)
+    got, found = run(mapped, {name: shard(t, mesh, spec) for name, t in tensors.items()})
+    assert_same_tensor(got, tensors)
     assert {op for op, _ in found} == {"all-gather"}
-    assert dtypes_of(gathers(found)) == ({"u8", "f32"} if with_amax else {"u8"})
+    floats = [shape for shape in gathers(found) if not shape.startswith("u8")]
+    assert len(floats) == sum(t.amax.ndim > axis % 2 for t in tensors.values())
 
 
-def test_all_gather_of_matrices_with_an_amax_each(devices):
-    mesh, x = make_mesh(devices, "x"), normal((8, 32, 64))
-    t = jax.vmap(quantize)(x)
-    parts = NVFP4Tensor(P("x"), P("x"), P("x"), t.format)
-    f = jax.shard_map(lambda t: all_gather(t, "x"), mesh=mesh, in_specs=(parts,), out_specs=P(), check_vma=False)
-    assert_same_tensor(jax.jit(f)(t), t)
-
-
-def test_all_gather_over_two_axes(devices):
-    mesh, t = make_mesh(devices), quantize(normal((128, 64)), ROW_SCALED)
-    rows = P(("x", "y"))
-    f = lambda t: all_gather(t, ("x", "y"))  # noqa: E731
-    got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(rows,), out_specs=P(), check_vma=False))(t)
-    assert_same_tensor(got, t)
+def test_all_gather_of_leading_axes_and_over_two(devices):
+    mesh, rows = make_mesh(devices), P(("x", "y"))
+    for t in (quantize(normal((128, 64)), ROW_SCALED), jax.vmap(quantize)(normal((8, 32, 64)))):
+        f = lambda t: all_gather(t, ("x", "y"))  # noqa: E731
+        assert_same_tensor(jax.jit(jax.shard_map(f, mesh=mesh, in_specs=rows, out_specs=P(), check_vma=False))(t), t)
 
 
 def test_all_gather_after_a_quantizer_of_the_part(devices):
@@ -100,43 +102,20 @@ def test_all_gather_after_a_quantizer_of_the_part(devices):
         jax.eval_shape(mapped(False), x)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda t: all_gather(t, "y"),
-            r"axis_name must be manual axes of a shard_map around the call, \['x'\], got 'y'",
-        ),
-        (lambda t: all_gather(t, "x", axis=2), r"axis must be an integer from -2 to 1 for shape \(16, 64\), got 2"),
-        (lambda t: all_gather(t, "x", axis=True), "axis must be an integer .* got True"),
-        (lambda t: all_gather(t.data, "x"), "q must be an NVFP4Tensor"),
-    ],
-)
-def test_all_gather_refuses(call, message):
-    mesh = make_mesh(CPUS, "x")
-    f = jax.shard_map(call, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
-    with pytest.raises((ValueError, TypeError), match="all_gather: " + message):
-        jax.eval_shape(f, quantize(normal((128, 64)), ROW_SCALED))
-
-
-def test_all_gather_outside_of_shard_map():
-    with pytest.raises(ValueError, match=r"manual axes of a shard_map around the call, \[\], got 'x'"):
-        all_gather(quantize(normal((32, 64))), "x")
-
-
 # ---------------------------------------------------------------- gather_quantized
 @every_layout
 @every_kind
-@every_spec
-def test_gather_quantized_gathers_bytes(devices, qspec, kind, layout):
+def test_gather_quantized_gathers_bytes(devices, kind, layout):
+    """The amax of a row is found for the whole row."""
     mesh, w = make_mesh(devices, "x", kind), normal((512, 512))
-    f = lambda w: gather_quantized(w, qspec, sharded=layout, gathered=WHOLE)  # noqa: E731
+    f = lambda w: {n: gather_quantized(w, s, sharded=layout, gathered=WHOLE) for n, s in SPECS.items()}  # noqa: E731
     got, found = run(f, put(w, mesh, layout))
-    assert_same_tensor(got, quantize(home(devices, w), qspec))
-    for part in (got.data, got.scale, got.amax):
-        assert_sharded(part, mesh, P())
-    with_amax = got.amax.ndim > (layout == COLUMNS)  # that of a row is found for the whole row
-    assert dtypes_of(gathers(found)) == ({"u8", "f32"} if with_amax else {"u8"})
+    assert_same_tensor(got, {name: quantize(home(devices, w), s) for name, s in SPECS.items()})
+    for t in got.values():
+        for part in (t.data, t.scale, t.amax):
+            assert_sharded(part, mesh, P())
+    floats = [shape for shape in gathers(found) if not shape.startswith("u8")]
+    assert len(floats) == sum(t.amax.ndim > (layout == COLUMNS) for t in got.values())
     assert {op for op, shape in found if not is_maximum(shape)} <= {"all-gather", "all-reduce"}
 
 
@@ -181,64 +160,10 @@ def test_gather_quantized_has_no_derivative():
     assert jax.grad(held)(1.0, put(w, mesh, ROWS)) == pytest.approx(float(dequantize(quantize(w)).sum()), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("sharded", "gathered", "message"),
-    [
-        (P("x", None, None), WHOLE, r"sharded must have at most 2 entries for shape \(128, 64\)"),
-        (P("z"), WHOLE, r"sharded must have axes of the mesh that shard_map leaves alone, \['x'\], got 'z'"),
-        (P(None, "x"), WHOLE, r"sharded must split axis 1 of shape \(128, 64\) into multiples of 16, got .* 8 ways"),
-        (P("x"), P(None, "x"), "gathered must split axis 1"),
-        ("x", WHOLE, "sharded must be a PartitionSpec or a NamedSharding, got 'x'"),
-        (ROWS, None, "gathered must be a PartitionSpec or a NamedSharding, got None"),
-        (ROWS, NamedSharding(jax.make_mesh((4, 2), ("x", "y"), devices=CPUS), P()), "gathered must be of the mesh"),
-    ],
-)
-def test_gather_quantized_refuses(sharded, gathered, message):
-    mesh = make_mesh(CPUS, "x")
-    with pytest.raises((ValueError, TypeError), match="gather_quantized: .*" + message):
-        gather_quantized(put(normal((128, 64)), mesh, P()), NVFP4_2D, sharded=sharded, gathered=gathered)
-
-
-def test_gather_quantized_refuses_tiles_on_two_devices():
-    mesh = make_mesh(CPUS, "x")
-    with pytest.raises(ValueError, match=r"sharded must split axis 0 of shape \(64, 64\) into multiples of 16"):
-        gather_quantized(put(normal((64, 64)), mesh, P()), NVFP4_2D, sharded=ROWS, gathered=WHOLE)
-
-
-def test_gather_quantized_refuses_manual_axes():
-    mesh = make_mesh(CPUS, "x")
-    f = lambda w: gather_quantized(w, NVFP4, sharded=ROWS, gathered=WHOLE)  # noqa: E731
-    with pytest.raises(ValueError, match=r"leaves alone, \[\], got 'x' .* there is jnvfp4.sharding.all_gather"):
-        jax.eval_shape(jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x")), normal((512, 64)))
-
-
 # ---------------------------------------------------------------- linear(w_gather=)
 def vjp_of(x, w, dy, **options):
     y, pull = jax.vjp(partial(linear, **options), x, w)
     return {"y": y, **dict(zip(("dx", "dw"), pull(dy.astype(y.dtype)), strict=True))}
-
-
-@every_layout
-@pytest.mark.parametrize("w_axes", ["nk", "kn"])
-@every_kind
-def test_linear_with_gathered_weights(devices, kind, w_axes, layout):
-    mesh = make_mesh(devices, "x", kind)
-    x, w, dy = normal((256, 256), 1, "fp32"), normal((256, 256), 2, "fp32"), normal((256, 256), 3, "fp32")
-    f = partial(vjp_of, recipe=Recipe(), w_axes=w_axes)
-    want = jax.jit(f)(*home(devices, (x, w, dy)))
-    got, found = run(
-        partial(f, w_gather=(layout, WHOLE)), put(x, mesh, ROWS), put(w, mesh, layout), put(dy, mesh, ROWS)
-    )
-    if devices[0].platform == "cpu":
-        assert_bitwise(got["y"], want["y"])
-        assert_bitwise(got["dx"], want["dx"])
-    np.testing.assert_allclose(got["dw"], want["dw"], rtol=1e-5, atol=1e-3)
-    for name, spec in (("y", ROWS), ("dx", ROWS), ("dw", layout)):
-        assert_sharded(got[name], mesh, spec)
-    assert gathers(found) == ["u8[256,128]", "u8[256,16]"]  # once: they are tiles
-    others = {(op, shape) for op, shape in found if op != "all-gather" and not is_maximum(shape)}
-    part = 256 // len(devices)
-    assert others == {("reduce-scatter", f"f32[{part},256]" if layout == ROWS else f"f32[256,{part}]")}
 
 
 def test_a_gradient_in_16_bits_is_scattered_in_float32(devices):
@@ -250,41 +175,80 @@ def test_a_gradient_in_16_bits_is_scattered_in_float32(devices):
     assert [shape for op, shape in found if op == "reduce-scatter"] == [f"f32[{256 // len(devices)},256]"]
 
 
+TWICE = recipes.pretrain(weight_tiles=False, stochastic_rounding=False)
+# One of each way to read w.
+RECIPES = {
+    "one tensor for both GEMMs": recipes.DEFAULT,
+    "quantized twice": TWICE,
+    "dequantized": recipes.pretrain(backward="dequantized"),
+    "high precision": recipes.inference(),
+    "windows": recipes.window64(),
+    "an amax per row": Recipe(fprop=(NVFP4, ROW_SCALED), dgrad=(NVFP4, ROW_SCALED)),
+    "backward alone": Recipe(fprop=None),
+}
+
+
 def by_every_recipe(f):
     """f by each recipe, in one program: it costs little more than that of one recipe."""
-    return jax.jit(lambda *operands: {name: f(*operands, recipe=recipe) for name, recipe in EVERY_RECIPE.items()})
+    return jax.jit(lambda *operands: {name: f(*operands, recipe=recipe) for name, recipe in RECIPES.items()})
 
 
 GATHERED = normal((512, 256), 1, "fp32"), normal((512, 256), 2, "fp32"), normal((512, 512), 3, "fp32")
 
 
-@pytest.fixture(scope="module")
-def ungathered():
-    """The results and gradients of one device by each recipe."""
-    return by_every_recipe(partial(vjp_of, key=KEY))(*home(CPUS, GATHERED))
+@functools.cache
+def ungathered(name, w_axes):
+    """The results and gradients of one device."""
+    x, w, dy = home(CPUS, GATHERED)
+    return jax.jit(partial(vjp_of, recipe=RECIPES[name], key=KEY, w_axes=w_axes))(x, w if w_axes == "nk" else w.T, dy)
 
 
-@pytest.mark.parametrize("name", EVERY_RECIPE)
-def test_every_recipe_with_gathered_weights(name, ungathered):
+FSDP_OF_ROWS, FSDP_OF_COLUMNS = (ROWS, WHOLE), (COLUMNS, WHOLE)
+TENSOR_PARALLEL = {"nk": (P("y", "x"), P("y", None)), "kn": (P("x", "y"), P(None, "y"))}  # over y for good
+STEPS = [
+    *(("auto", "x", "nk", FSDP_OF_ROWS, name) for name in RECIPES),
+    ("auto", "x", "kn", FSDP_OF_COLUMNS, "one tensor for both GEMMs"),
+    ("explicit", "x", "nk", FSDP_OF_COLUMNS, "one tensor for both GEMMs"),
+    ("explicit", "x", "kn", FSDP_OF_ROWS, "one tensor for both GEMMs"),
+    ("explicit", "x", "nk", FSDP_OF_ROWS, "backward alone"),
+    ("auto", "xy", "nk", TENSOR_PARALLEL["nk"], "one tensor for both GEMMs"),
+    ("auto", "xy", "kn", TENSOR_PARALLEL["kn"], "one tensor for both GEMMs"),
+    ("auto", "xy", "kn", TENSOR_PARALLEL["kn"], "backward alone"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "w_axes", "gather", "name"), STEPS, ids=[f"{s[0]} {s[4]} {s[2]}" for s in STEPS]
+)
+def test_linear_with_gathered_weights(devices, kind, axes, w_axes, gather, name):
     """A quantized weight is gathered as bytes; what computes in high precision from w gathers w.
 
     A weight in tiles is gathered once, since its transpose has the bytes of the other orientation; others are gathered
     for either product.
     """
-    mesh, recipe, want = make_mesh(CPUS, "x"), EVERY_RECIPE[name], ungathered[name]
-    f = partial(vjp_of, recipe=recipe, key=KEY, w_gather=(ROWS, WHOLE))
-    got, found = run(f, *(put(v, mesh, ROWS) for v in GATHERED))
-    for result, gemm in (("y", recipe.fprop), ("dx", recipe.dgrad)):
-        if isinstance(gemm, tuple):
-            assert_bitwise(got[result], want[result], result)
+    mesh, recipe, want = make_mesh(devices, axes, kind), RECIPES[name], ungathered(name, w_axes)
+    x, w, dy = (v.T if v is GATHERED[1] and w_axes == "kn" else v for v in GATHERED)
+    along_n = gather[1][w_axes.index("n")]
+    placed = put(x, mesh, P("x")), put(w, mesh, gather[0]), put(dy, mesh, P("x", along_n))
+    got, found = run(partial(vjp_of, recipe=recipe, key=KEY, w_axes=w_axes, w_gather=gather), *placed)
+    for result, gemm, summed in (("y", recipe.fprop, False), ("dx", recipe.dgrad, along_n), ("dw", None, True)):
         np.testing.assert_allclose(got[result], want[result], rtol=1e-5, atol=1e-3, err_msg=result)
-    np.testing.assert_allclose(got["dw"], want["dw"], rtol=1e-5, atol=1e-3)
-    assert_sharded(got["dw"], mesh, ROWS)
-    whole = [shape for shape in gathers(found) if "f32[512,256]" in shape]
-    assert bool(whole) == (recipe.fprop is None or recipe.dgrad is None)
-    one = recipe.fprop and recipe.dgrad_specs and recipe.fprop.w == recipe.dgrad_specs.w and recipe.fprop.w == NVFP4_2D
-    assert gathers(found).count("u8[256,256]") == bool(recipe.dgrad_specs and not one)
-    assert gathers(found).count("u8[512,128]") == bool(recipe.fprop)
+        if isinstance(gemm, tuple) and not summed and devices[0].platform == "cpu":
+            assert_bitwise(got[result], want[result], result)
+    assert_sharded(got["y"], mesh, P("x", along_n))
+    assert_sharded(got["dx"], mesh, P("x"))
+    assert_sharded(got["dw"], mesh, gather[0])
+    # Nothing else moves: w is gathered from where it is, for dgrad too, and scales as bytes.
+    assert {op for op, _ in found} <= {"all-gather", "all-reduce", "reduce-scatter"}
+    part_of_w = ",".join(str(n // ways(mesh, entry)) for n, entry in zip(w.shape, gather[0], strict=True))
+    if recipe.wgrad_specs:
+        assert ("reduce-scatter", f"f32[{part_of_w}]") in found
+    n, k = dy.shape[1] // ways(mesh, along_n), x.shape[1]
+    assert gathers(found).count(f"u8[{n},{k // 2}]") == bool(recipe.fprop)
+    assert gathers(found).count(f"u8[{k},{n // 2}]") == bool(recipe.dgrad_specs and not recipe.one_weight)
+    floats = [shape for shape in gathers(found) if not shape.startswith("u8") and elements(shape) >= n * k]
+    assert bool(floats) == (recipe.fprop is None or recipe.dgrad is None)
+    assert dtypes_of(gathers(found)) <= {"u8", "f32"}
 
 
 def test_quantized_weights_have_the_same_bytes_on_any_number_of_devices():
@@ -303,26 +267,10 @@ def test_quantized_weights_have_the_same_bytes_on_any_number_of_devices():
     want = on(1, ROWS)
     quantized = by_every_recipe(lambda w, recipe: recipe.fprop and quantize(w, recipe.fprop.w))(*home(CPUS, (w,)))
     assert_same_tensor({name: fprop for name, (fprop, _) in want.items()}, quantized)
-    for name, recipe in EVERY_RECIPE.items():
+    for name, recipe in RECIPES.items():
         assert sum(leaf.dtype == jnp.uint8 for leaf in want[name][1]) >= 2 * isinstance(recipe.wgrad, tuple), name
-    for count, layout in ((2, COLUMNS), (4, ROWS), (8, ROWS), (8, COLUMNS)):
+    for count, layout in ((4, COLUMNS), (8, ROWS)):
         assert_same_tensor(on(count, layout), want, f"{count} devices, {layout}: ")
-
-
-def test_an_explicit_mesh_gathers_what_high_precision_reads():
-    """Also where w is split over the axis of the tokens; and an error names the sharding that does not fit."""
-    mesh = make_mesh(CPUS, "x", "explicit")
-    x, w = normal((256, 256), 1, "fp32"), normal((256, 256), 2, "fp32")
-    f = partial(vjp_of, recipe=Recipe(fprop=None))
-    want = jax.jit(f)(*home(CPUS, (x, w, x)))
-    placed = put(x, mesh, ROWS), put(w, mesh, ROWS), put(x, mesh, ROWS)
-    got = jax.jit(partial(f, w_gather=(ROWS, WHOLE)))(*placed)
-    for name in want:
-        np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-3, err_msg=name)
-    with pytest.raises(
-        ValueError, match=r"over different axes of an Explicit mesh, got 'x' for both, .* w_gather.gath"
-    ):
-        linear(*placed[:2], w_gather=(ROWS, ROWS))
 
 
 def test_high_precision_where_n_has_an_axis_of_k():
@@ -340,45 +288,6 @@ def test_frozen_weights_are_gathered_as_bytes(devices):
     got, found = run(partial(f, pair=(ROWS, WHOLE)), put(x, mesh, ROWS), shard(q, mesh, ROWS))
     np.testing.assert_allclose(got[0], f(*home(devices, (x, q)), None)[0], rtol=1e-5, atol=1e-3)
     assert dtypes_of(gathers(found)) == {"u8"}
-
-
-def test_fsdp_beside_tensor_parallel_weights(devices):
-    """Gathered over one axis of the mesh, and split over the other for good."""
-    mesh = make_mesh(devices)
-    x, w, dy = normal((256, 256), 1, "fp32"), normal((256, 256), 2, "fp32"), normal((256, 256), 3, "fp32")
-    f = partial(vjp_of, recipe=Recipe())
-    want = jax.jit(f)(*home(devices, (x, w, dy)))
-    gather = (P("y", "x"), P("y", None))
-    got, found = run(
-        partial(f, w_gather=gather), put(x, mesh, ROWS), put(w, mesh, gather[0]), put(dy, mesh, P("x", "y"))
-    )
-    for name in want:
-        np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-3, err_msg=name)
-    if devices[0].platform == "cpu":
-        assert_bitwise(got["y"], want["y"])  # no sum over devices
-    assert_sharded(got["y"], mesh, P("x", "y"))
-    assert_sharded(got["dw"], mesh, gather[0])
-    assert dtypes_of(gathers(found)) == {"u8"}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"w_gather": ROWS}, "w_gather must be None or a pair"),
-        ({"w_gather": (ROWS, None)}, "w_gather must be None or a pair"),
-        ({"w_gather": (P("y"), WHOLE)}, r"w_gather.sharded must have axes of the mesh .* got 'y'"),
-        ({"w_gather": (P("x", None, None), WHOLE)}, r"w_gather.sharded must have at most 2 entries"),
-        ({"w_gather": (ROWS, WHOLE)}, r"w_gather.sharded must split axis 0 of shape \(64, 256\) into multiples of 16"),
-        ({"w_amax": jnp.ones(2)}, r"w_amax must be float32 of shape \(\), got float32 of shape \(2,\)"),
-        ({"w_amax": jnp.float16(1)}, r"w_amax must be float32 of shape \(\), got float16"),
-        ({"w_amax": 1.0, "recipe": Recipe((NVFP4, ROW_SCALED), None, None)}, "w_amax must be None, since no spec of w"),
-    ],
-)
-def test_linear_refuses(options, message):
-    mesh = make_mesh(CPUS, "x")
-    x, w = put(normal((64, 256), 1), mesh, P()), put(normal((64, 256), 2), mesh, P())
-    with pytest.raises((ValueError, TypeError), match="linear: " + message):
-        linear(x, w, **options)
 
 
 @every_kind
@@ -417,61 +326,30 @@ def test_blocks_of_weights_are_whole_along_k_alone(w_axes):
         f(*placed, w_gather=(along_k, WHOLE))
 
 
-SWAPPED = {
-    "linear": linear,
-    "kn": partial(linear, w_axes="kn"),
-    "high precision": partial(linear, recipe=Recipe(None, None, None)),
-    "NVFP4Tensor": lambda x, w, w_gather: linear(x, quantize(w), w_gather=w_gather),
-    "dot_general": partial(dot_general, dimension_numbers=(((1,), (0,)), ((), ()))),
-    "DotGeneral": lambda x, w, w_gather: DotGeneral(recipes.DEFAULT, "up", w_gather)(x, w, (((1,), (0,)), ((), ()))),
-    "einsum": lambda x, w, w_gather: einsum("bk,kn->bn", x, w, w_gather=w_gather),
-    "policy": lambda x, w, w_gather: by_policy(Policy(default=recipes.DEFAULT, w_gather=w_gather))("up", x, w, None),
-    "gather_quantized": lambda _, w, w_gather: gather_quantized(w, NVFP4, sharded=w_gather[0], gathered=w_gather[1]),
-}
-
-
-@pytest.mark.parametrize("call", SWAPPED.values(), ids=SWAPPED)
-def test_a_pair_the_wrong_way_round_is_refused(call):
-    """Each device would keep all of w, and products would read a part."""
-    text = r"gathered must not split w into more parts than .*sharded, got 8 by .*'x'.* and [12] by .*; swap them"
-    for axes, swapped in (("xy", (ROWS, P("x", "y"))), ("x", (WHOLE, ROWS))):
-        mesh = make_mesh(CPUS, axes)
-        x, w = put(normal((64, 256), 1), mesh, P()), put(normal((256, 256), 2), mesh, P())
-        with pytest.raises(ValueError, match=text):
-            call(x, w, w_gather=swapped)
-    constraint = (P(P.UNCONSTRAINED), ROWS)  # what this splits is not known
-    jax.eval_shape(lambda x, w: call(x, w, w_gather=constraint), x, w)
-
-
-def test_an_amax_of_frozen_weights_is_refused():
-    with pytest.raises(ValueError, match="linear: w_amax must be None for an NVFP4Tensor w"):
-        linear(normal((16, 64)), quantize(normal((32, 64))), w_amax=1.0)
-
-
 # ---------------------------------------------------------------- w_amax
 def test_a_given_amax_changes_no_bit():
     x, w, dy = normal((128, 128), 1, "fp32"), normal((64, 128), 2, "fp32"), normal((128, 64), 3, "fp32")
 
     def results(**options):
-        chosen = {name: recipe for name, recipe in EVERY_RECIPE.items() if name != "rows_of_w"}
+        chosen = {name: recipe for name, recipe in RECIPES.items() if name != "an amax per row"}
         f = partial(vjp_of, key=KEY, **options)
         return jax.jit(lambda *v: {name: f(*v, recipe=recipe) for name, recipe in chosen.items()})(x, w, dy)
 
     assert_same_tensor(results(w_amax=-jnp.max(jnp.abs(w))), results())
-    with pytest.raises(ValueError, match="w_amax must be None"):
-        linear(x, w, EVERY_RECIPE["rows_of_w"], key=KEY, w_amax=1.0)
+    with pytest.raises(ValueError, match="linear: w_amax must be None for an NVFP4Tensor w"):
+        linear(x, quantize(w), w_amax=1.0)
 
 
 @pytest.mark.parametrize(
     "recipe",
-    [recipes.DEFAULT, recipes.pretrain_4over6(), Recipe(fprop=None)],
-    ids=["one pass", "two", "backward alone"],
+    [recipes.DEFAULT, recipes.pretrain_4over6(), Recipe(fprop=None), Recipe(dgrad=(NVFP4, ROW_SCALED))],
+    ids=["one pass", "two", "backward alone", "forward alone"],
 )
 def test_a_given_amax_is_used(recipe):
     """A larger one gives other codes, and no search for one is left."""
     x, w = normal((64, 64), 1), normal((64, 64), 2)
-    saved = lambda amax: jax.tree.leaves(jax.vjp(lambda w: linear(x, w, recipe, key=KEY, w_amax=amax), w)[1])  # noqa: E731
-    assert any((a != b).any() for a, b in zip(saved(None), saved(100.0), strict=True))
+    made = lambda amax: jax.tree.leaves(jax.vjp(lambda w: linear(x, w, recipe, key=KEY, w_amax=amax), w))  # noqa: E731
+    assert any((a != b).any() for a, b in zip(made(None), made(100.0), strict=True))
     text = str(jax.make_jaxpr(lambda w: linear(x, w, recipe, key=KEY, w_amax=1.0))(w))
     assert text.count("reduce_max") == (recipe.fprop is not None)  # of x
 
@@ -534,12 +412,19 @@ def bytes_of(shape: str) -> int:
 GATHERING = Policy(default=recipes.DEFAULT, w_gather=(ROWS, WHOLE))
 
 
+@functools.cache
+def compiled_step(devices: tuple, at_once: bool) -> tuple:
+    """The new weights, the collectives and the program of a step that gathers its weights."""
+    args = model_operands(make_mesh(devices, "x"))
+    compiled = jax.jit(partial(step, product=by_policy(GATHERING), at_once=at_once)).lower(*args).compile()
+    return compiled(*args), collectives(compiled.as_text()), compiled.as_text()
+
+
 def test_an_fsdp_step_moves_nine_of_thirty_two_bits(devices):
     """Of each weight in the forward and in the backward loop, as with bf16, whose bytes count as two an element."""
     mesh = make_mesh(devices, "x")
-    args = model_operands(mesh)
-    _, plain = run(partial(step, product=lambda _, x, w, amax: x @ w), *args)
-    got, found = run(partial(step, product=by_policy(GATHERING), at_once=False), *args)
+    _, plain = run(partial(step, product=lambda _, x, w, amax: x @ w), *model_operands(mesh))
+    got, found, _ = compiled_step(tuple(devices), at_once=False)
     of_bf16 = 2 * sum(map(elements, gathers(plain)))
     assert of_bf16 == 2 * 4 * WIDTH * WIDTH  # two weights, in two loops
     assert sum(map(bytes_of, gathers(found))) <= 0.29 * of_bf16
@@ -554,10 +439,7 @@ def test_an_fsdp_step_moves_nine_of_thirty_two_bits(devices):
 
 def test_given_amaxes_leave_no_all_reduce_for_weights_in_the_loop(devices):
     """No bit differs."""
-    mesh = make_mesh(devices, "x")
-    args = model_operands(mesh)
-    alone, each = run(partial(step, product=by_policy(GATHERING), at_once=False), *args)
-    together, once = run(partial(step, product=by_policy(GATHERING)), *args)
+    (alone, each, _), (together, once, _) = (compiled_step(tuple(devices), at_once) for at_once in (False, True))
     assert_same_tensor(together, alone)
     assert maxima(once) > 0  # of x and dy; those of the stacks are maxima of floats
     on_cpu = devices[0].platform == "cpu"
@@ -565,23 +447,10 @@ def test_given_amaxes_leave_no_all_reduce_for_weights_in_the_loop(devices):
 
 
 def test_no_quantizer_reads_a_gathered_weight(devices):
-    mesh = make_mesh(devices, "x")
-    f = jax.jit(partial(step, product=by_policy(GATHERING)))
-    text = f.lower(*model_operands(mesh)).compile().as_text()
+    _, _, text = compiled_step(tuple(devices), at_once=True)
     calls = re.findall(r"custom_call_target=\"nvfp4_quantize\w*\", operand_layout_constraints=\{(\w+\[[\d,]*\])", text)
     part = TOKENS // len(devices)
     assert set(calls) == {f"bf16[{part},{WIDTH}]", f"bf16[{WIDTH // len(devices)},{WIDTH}]"}
-
-
-def test_a_step_of_a_model_on_any_number_of_devices():
-    """Sums over tokens have another order, by which updated weights of 8 bits may round another way."""
-    f = partial(step, product=by_policy(GATHERING))
-    one = Policy(default=recipes.DEFAULT)
-    want = jax.jit(partial(step, product=by_policy(one)))(*model_operands(devices=CPUS))
-    for count in (1, 2, 8):
-        got = jax.jit(f)(*model_operands(make_mesh(CPUS[:count], "x")))
-        for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-            np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-6, atol=1e-2)
 
 
 def test_xla_gathers_codes_unasked(devices):
@@ -632,25 +501,6 @@ def test_einsum_with_gathered_experts():
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"w_gather": (P(None, None, "x"), P())},
-            "of axes that count as one, only the first may be sharded by w_gather",
-        ),
-        ({"w_gather": (P("x"), P())}, r"w_gather must not gather the batch axes \(0,\)"),
-        ({"w_amax": 1.0}, r"w_amax must have the batch axes of rhs, \(2,\), got shape \(\)"),
-        ({"w_gather": "x"}, "w_gather must be None or a pair"),
-        ({"w_gather": (P(None, None, None, None, "z"), P())}, "w_gather must have at most 4 entries"),
-    ],
-)
-def test_einsum_refuses(options, message):
-    x, w = normal((2, 16, 2, 32)), normal((2, 2, 32, 16))
-    with pytest.raises((ValueError, TypeError), match="einsum: " + message):
-        einsum("ebcd,ecdn->ebn", x, jnp.asarray(w), recipe=Recipe(), **options)
-
-
 # ---------------------------------------------------------------- policies
 def test_a_rule_has_its_own_gather():
     other = (COLUMNS, WHOLE)
@@ -661,3 +511,105 @@ def test_a_rule_has_its_own_gather():
     for make in (partial(Rule, "up", None), Policy, partial(DotGeneral, recipes.DEFAULT, "up")):
         with pytest.raises(TypeError, match="w_gather must be None or a pair"):
             make(w_gather=ROWS)
+
+
+# ---------------------------------------------------------------- what is refused
+def on_x(shape, seed=0, kind="auto", spec=WHOLE):
+    return put(normal(shape, seed), make_mesh(CPUS, "x", kind), spec)
+
+
+def in_shard_map(f):
+    """Called with a part of a tensor or array, of 16 rows."""
+    mapped = jax.shard_map(f, mesh=make_mesh(CPUS, "x"), in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    return lambda: jax.eval_shape(mapped, quantize(normal((128, 64)), ROW_SCALED))
+
+
+def gather_of(sharded, gathered, shape=(128, 64)):
+    return lambda: gather_quantized(on_x(shape), NVFP4_2D, sharded=sharded, gathered=gathered)
+
+
+def linear_with(**options):
+    return lambda: linear(on_x((64, 256), 1), on_x((64, 256), 2), **options)
+
+
+def einsum_with(**options):
+    return lambda: einsum("ebcd,ecdn->ebn", normal((2, 16, 2, 32)), normal((2, 2, 32, 16)), recipe=Recipe(), **options)
+
+
+OTHER_MESH = NamedSharding(jax.make_mesh((4, 2), ("x", "y"), devices=CPUS), P())
+REFUSED = [
+    (r"all_gather: axis_name must be manual axes .*, \['x'\], got 'y'", in_shard_map(lambda t: all_gather(t, "y"))),
+    (
+        r"all_gather: axis_name must be manual axes .*, \[\], got 'x'",
+        lambda: all_gather(quantize(normal((32, 64))), "x"),
+    ),
+    (r"axis must be an integer from -2 to 1 for .*, got 2", in_shard_map(lambda t: all_gather(t, "x", axis=2))),
+    ("axis must be an integer .* got True", in_shard_map(lambda t: all_gather(t, "x", axis=True))),
+    ("all_gather: q must be an NVFP4Tensor", in_shard_map(lambda t: all_gather(t.data, "x"))),
+    (r"sharded must have at most 2 entries for shape \(128, 64\)", gather_of(P("x", None, None), WHOLE)),
+    (r"sharded must have axes .* that shard_map leaves alone, \['x'\], got 'z'", gather_of(P("z"), WHOLE)),
+    (r"sharded must split axis 1 of shape .* into multiples of 16, got .* 8 ways", gather_of(P(None, "x"), WHOLE)),
+    ("gathered must split axis 1", gather_of(P("x"), P(None, "x"))),
+    (r"sharded must split axis 0 of shape \(64, 64\) into multiples of 16", gather_of(ROWS, WHOLE, (64, 64))),
+    ("gather_quantized: sharded must be a PartitionSpec or a NamedSharding, got 'x'", gather_of("x", WHOLE)),
+    ("gather_quantized: gathered must be a PartitionSpec or a NamedSharding, got None", gather_of(ROWS, None)),
+    ("gather_quantized: gathered must be of the mesh", gather_of(ROWS, OTHER_MESH)),
+    (
+        r"leaves alone, \[\], got 'x' .* there is jnvfp4.sharding.all_gather",
+        in_shard_map(lambda t: gather_quantized(dequantize(t), NVFP4, sharded=ROWS, gathered=WHOLE)),
+    ),
+    ("linear: w_gather must be None or a pair", linear_with(w_gather=ROWS)),
+    ("linear: w_gather must be None or a pair", linear_with(w_gather=(ROWS, None))),
+    ("linear: w_gather.sharded must have axes of the mesh .* got 'y'", linear_with(w_gather=(P("y"), WHOLE))),
+    ("linear: w_gather.sharded must have at most 2 entries", linear_with(w_gather=(P("x", None, None), WHOLE))),
+    (r"w_gather.sharded must split axis 0 of .* multiples of 16", linear_with(w_gather=(ROWS, WHOLE))),
+    (r"w_gather.sharded must split axis 0 of .* multiples of 16", linear_with(w_gather=(ROWS, WHOLE), recipe=TWICE)),
+    ("w_amax must be None, since no spec of w", linear_with(w_amax=1.0, recipe=Recipe(2 * (NVFP4_RHT,), None, None))),
+    (
+        "w_amax must be None, since no spec of w",
+        linear_with(w_amax=1.0, recipe=Recipe((NVFP4, ROW_SCALED), None, None)),
+    ),
+    (r"linear: w_amax must be float32 of shape \(\), got .* \(2,\)", linear_with(w_amax=jnp.ones(2))),
+    (r"linear: w_amax must be float32 of shape \(\), got float16", linear_with(w_amax=jnp.float16(1))),
+    (
+        r"over different axes of an Explicit mesh, got 'x' for both, .* w_gather.gath",
+        lambda: linear(*(on_x((256, 256), i, "explicit", ROWS) for i in (1, 2)), w_gather=(ROWS, ROWS)),
+    ),
+    ("of axes that count as one, only the first may be sharded", einsum_with(w_gather=(P(None, None, "x"), P()))),
+    (r"einsum: w_gather must not gather the batch axes \(0,\)", einsum_with(w_gather=(P("x"), P()))),
+    (r"einsum: w_amax must have the batch axes of rhs, \(2,\), got shape \(\)", einsum_with(w_amax=1.0)),
+    ("einsum: w_gather must be None or a pair", einsum_with(w_gather="x")),
+    ("einsum: w_gather must have at most 4 entries", einsum_with(w_gather=(P(None, None, None, None, "z"), P()))),
+]
+
+
+@pytest.mark.parametrize(("message", "call"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_refused(message, call):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
+
+
+SWAPPED = {
+    "linear": linear,
+    "kn": partial(linear, w_axes="kn"),
+    "high precision": partial(linear, recipe=Recipe(None, None, None)),
+    "NVFP4Tensor": lambda x, w, w_gather: linear(x, quantize(w), w_gather=w_gather),
+    "dot_general": partial(dot_general, dimension_numbers=(((1,), (0,)), ((), ()))),
+    "DotGeneral": lambda x, w, w_gather: DotGeneral(recipes.DEFAULT, "up", w_gather)(x, w, (((1,), (0,)), ((), ()))),
+    "einsum": lambda x, w, w_gather: einsum("bk,kn->bn", x, w, w_gather=w_gather),
+    "policy": lambda x, w, w_gather: by_policy(Policy(default=recipes.DEFAULT, w_gather=w_gather))("up", x, w, None),
+    "gather_quantized": lambda _, w, w_gather: gather_quantized(w, NVFP4, sharded=w_gather[0], gathered=w_gather[1]),
+}
+
+
+@pytest.mark.parametrize("call", SWAPPED.values(), ids=SWAPPED)
+def test_a_pair_the_wrong_way_round_is_refused(call):
+    """Each device would keep all of w, and products would read a part."""
+    text = r"gathered must not split w into more parts than .*sharded, got 8 by .*'x'.* and [12] by .*; swap them"
+    for axes, swapped in (("xy", (ROWS, P("x", "y"))), ("x", (WHOLE, ROWS))):
+        mesh = make_mesh(CPUS, axes)
+        x, w = put(normal((64, 256), 1), mesh, P()), put(normal((256, 256), 2), mesh, P())
+        with pytest.raises(ValueError, match=text):
+            call(x, w, w_gather=swapped)
+    constraint = (P(P.UNCONSTRAINED), ROWS)  # what this splits is not known
+    jax.eval_shape(lambda x, w: call(x, w, w_gather=constraint), x, w)

@@ -17,6 +17,7 @@ from jnvfp4 import (
     ROW_SCALED,
     WINDOW64,
     dequantize,
+    fake_quant,
     four_over_six,
     linear,
     matmul_nt,
@@ -27,22 +28,44 @@ from jnvfp4 import (
 from jnvfp4.spec import name_of
 
 BF16 = jnp.bfloat16
+SPECS = [NVFP4, NVFP4_2D, ROW_SCALED, NVFP4_RHT, NVFP4_SR, WINDOW64, four_over_six()]
 
 
-@pytest.mark.parametrize("shape", [(0, 32), (16, 0), (0, 0), (2, 0, 32), (0, 16, 32)], ids=str)
-@pytest.mark.parametrize("spec", [NVFP4, NVFP4_2D, ROW_SCALED, NVFP4_RHT, NVFP4_SR, four_over_six()], ids=name_of)
-@pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transpose"])
-def test_quantize_of_nothing(backend, shape, spec, transpose):
-    f = partial(quantize, spec=spec, key=key_for(spec), transpose=transpose, implementation=backend.implementation)
-    got = jax.jit(f)(jnp.zeros(shape))
-    turned = (*shape[:-2], shape[-1], shape[-2]) if transpose else shape
-    assert got.shape == turned
-    assert got.scale.shape == (*turned[:-1], turned[-1] // 16)
-    assert_bitwise(got.amax, jnp.zeros(turned[:-1] if spec is ROW_SCALED else ()))
-    assert dequantize(got).shape == turned
+every_shape = pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0), (2, 0, 64), (0, 64, 64)], ids=str)
 
 
-@pytest.mark.parametrize("shape", [(0, 32), (16, 0), (0, 0), (2, 0, 32), (0, 16, 32)], ids=str)
+@every_shape
+def test_quantizers_of_nothing(backend, shape):
+    """All in one program: either orientation, dequantized again or at once, and a pair."""
+
+    def f(x):
+        options = {"implementation": backend.implementation}
+        found = {}
+        for spec in SPECS:
+            ways = {t: quantize(x, spec, key=key_for(spec), transpose=t, **options) for t in (False, True)}
+            values = {t: dequantize(q, BF16, **options) for t, q in ways.items()}
+            found[name_of(spec)] = ways, values, fake_quant(x, spec, key=key_for(spec), **options)
+        return found, quantize_pair(x, WINDOW64, WINDOW64, **options)
+
+    found, pair = jax.jit(f)(jnp.zeros(shape, BF16))
+    turned = (*shape[:-2], shape[-1], shape[-2])
+    for spec in SPECS:
+        tensors, values, fake = found[name_of(spec)]
+        assert_bitwise(fake, np.zeros(shape, BF16))
+        for t, q in tensors.items():
+            *lead, rows, k = turned if t else shape
+            assert (q.shape, q.data.shape, q.scale.shape) == (
+                (*lead, rows, k),
+                (*lead, rows, k // 2),
+                (*lead, rows, k // 16),
+            )
+            assert_bitwise(values[t], np.zeros(q.shape, BF16))
+            of_scope = {"tensor": (), "row": (*lead, rows), "window64": (*lead, rows, k // 64)}
+            assert_bitwise(q.amax, np.zeros(of_scope[spec.format.amax_scope], np.float32))
+    assert_same_tensor(pair, tuple(found["WINDOW64"][0].values()))
+
+
+@every_shape
 def test_transpose_of_nothing(backend, shape):
     x, implementation = jnp.zeros(shape), backend.implementation
     got = jax.jit(partial(transpose, implementation=implementation))(quantize(x, NVFP4_2D))
@@ -50,37 +73,17 @@ def test_transpose_of_nothing(backend, shape):
     assert_same_tensor(got, transpose(quantize(x, NVFP4_2D), implementation=implementation))
 
 
-@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (2, 0, 64)], ids=str)
-def test_windows_of_nothing(backend, shape):
-    row, col = jax.jit(
-        partial(quantize_pair, row_spec=WINDOW64, col_spec=WINDOW64, implementation=backend.implementation)
-    )(jnp.zeros(shape))
-    *lead, rows, k = shape
-    assert_bitwise(row.amax, jnp.zeros((*lead, rows, k // 64)))
-    assert_bitwise(col.amax, jnp.zeros((*lead, k, rows // 64)))
-    assert (dequantize(row).shape, dequantize(col).shape) == (shape, (*lead, k, rows))
-
-
-@pytest.mark.parametrize(("m", "n"), [(0, 8), (8, 0), (0, 0)])
 @pytest.mark.parametrize("quantized", [True, False], ids=["tensor", "dense"])
-def test_matmul_with_no_rows(backend, m, n, quantized):
-    x = exact_tensor((m, 32)) if quantized else jnp.zeros((m, 32), BF16)
-    f = partial(matmul_nt, implementation=backend.implementation)
-    assert jax.jit(f)(x, exact_tensor((n, 32))).shape == (m, n)
-
-
-@pytest.mark.parametrize("quantized", [True, False], ids=["tensor", "dense"])
-def test_matmul_over_nothing_is_the_bias(backend, quantized):
-    x = exact_tensor((4, 0)) if quantized else jnp.zeros((4, 0), BF16)
+def test_matmul_of_nothing(backend, quantized):
+    """Without rows, or over nothing, which leaves the bias."""
+    make = exact_tensor if quantized else partial(jnp.zeros, dtype=BF16)
     f = jax.jit(partial(matmul_nt, implementation=backend.implementation))
-    w, bias = exact_tensor((8, 0)), normal((8,))
+    for m, n in ((0, 8), (8, 0), (0, 0)):
+        assert f(make((m, 32)), exact_tensor((n, 32))).shape == (m, n)
+    x, w, bias = make((4, 0)), exact_tensor((8, 0)), normal((8,))
     assert_bitwise(f(x, w), jnp.zeros((4, 8), BF16))
     assert_bitwise(f(x, w, bias=bias), jnp.broadcast_to(bias, (4, 8)))
-
-
-def test_matmul_with_an_empty_leading_axis(backend):
-    f = partial(matmul_nt, implementation=backend.implementation)
-    assert f(exact_tensor((0, 4, 32)), exact_tensor((8, 32))).shape == (0, 4, 8)
+    assert f(make((0, 4, 32)), exact_tensor((8, 32))).shape == (0, 4, 8)
 
 
 def test_vmap_over_no_rows(native):

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -19,6 +19,7 @@ from ..spec import Format
 
 PARTS = ("data", "scale", "amax")
 PyTree = Any  # what jax.tree walks: containers of arrays and of NVFP4Tensors, or one of these
+Tensor = TypeVar("Tensor", bound="NVFP4Tensor")
 Entry = str | tuple[str, ...] | None  # of a PartitionSpec, for one dimension; UNCONSTRAINED has no public type
 
 
@@ -66,7 +67,7 @@ class NVFP4Tensor:
     @property
     def nbytes(self) -> int:
         """Returns the bytes of codes, scales and amax, over all devices."""
-        return sum(math.prod(part.shape) * np.dtype(part.dtype).itemsize for part in _parts(self))
+        return sum(math.prod(part.shape) * np.dtype(part.dtype).itemsize for part in parts_of(self))
 
     @property
     def tensor_amax(self) -> jax.Array:
@@ -90,8 +91,7 @@ class NVFP4Tensor:
         """
         entries = index if isinstance(index, tuple) else (index,)
         self._check_index(entries)
-        parts = (part[(*entries, ...)] if part.ndim else part for part in _parts(self))
-        return _unflatten(self.format, parts)
+        return _unflatten(self.format, (part[(*entries, ...)] if part.ndim else part for part in parts_of(self)))
 
     def _check_index(self, entries: tuple) -> None:
         lead = self.shape[:-2]
@@ -135,16 +135,19 @@ class NVFP4Tensor:
         Raises:
           TypeError, ValueError: ``spec`` is no PartitionSpec, has more entries than axes, or splits a block.
         """
-        check_partition("NVFP4Tensor.shardings", spec, self.shape)
+        op = "NVFP4Tensor.shardings"
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(f"{op}: spec must be a PartitionSpec, got {spec!r}")
+        if len(spec) > self.ndim:
+            raise ValueError(f"{op}: spec must have at most {self.ndim} entries for shape {self.shape}, got {spec}")
         whole = NamedSharding(mesh, spec)
-        depth, ways = self.shape[-1], ways_of(mesh, spec[self.ndim - 1]) if len(spec) == self.ndim else 1
+        depth, ways = self.shape[-1], _ways(mesh, spec[self.ndim - 1]) if len(spec) == self.ndim else 1
         if depth % (self.format.unit * ways):
             raise ValueError(
-                f"NVFP4Tensor.shardings: spec must split K into multiples of {self.format.unit}, got {spec} for "
-                f"K={depth}, {ways} ways"
+                f"{op}: spec must split K into multiples of {self.format.unit}, got {spec} for K={depth}, {ways} ways"
             )
         of_amax = NamedSharding(mesh, PartitionSpec(*spec[: self.amax.ndim]))
-        return _unflatten(self.format, (whole, whole, of_amax))
+        return NVFP4Tensor(whole, whole, of_amax, self.format)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------ what an array has and a quantized tensor has not
     def _no_transpose(self) -> NoReturn:
@@ -184,62 +187,40 @@ def _is_index(entries: tuple, lead: tuple[int, ...]) -> bool:
     return True
 
 
-def check_partition(op: str, spec: object, shape: tuple[int, ...]) -> None:
-    """Refuses what is no PartitionSpec for values of ``shape``."""
-    if not isinstance(spec, PartitionSpec):
-        raise TypeError(f"{op}: spec must be a PartitionSpec, got {spec!r}")
-    if len(spec) > len(shape):
-        raise ValueError(f"{op}: spec must have at most {len(shape)} entries for shape {shape}, got {spec}")
-
-
-def ways_of(mesh: Mesh | AbstractMesh, entry: Entry) -> int:
+def _ways(mesh: Mesh | AbstractMesh, entry: Entry) -> int:
     """Returns into how many parts an axis with this entry of a PartitionSpec is split."""
     axes = () if entry in (None, PartitionSpec.UNCONSTRAINED) else entry if isinstance(entry, tuple) else (entry,)
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
+def parts_of(t: NVFP4Tensor) -> list[jax.Array]:
+    """Lists the operands of the primitives that read a tensor."""
+    return [t.data, t.scale, t.amax]
+
+
 # ---------------------------------------------------------------- the pytree
-def _parts(t: NVFP4Tensor) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return t.data, t.scale, t.amax
-
-
 def part_names(fmt: Format) -> tuple[str, ...]:
     """Returns the names of data, scale and amax in key paths and states."""
     return tuple(f"{part}_{fmt.name}" for part in PARTS)
 
 
-def _unflatten(fmt: Format, parts: Iterable) -> NVFP4Tensor:
+def _unflatten(fmt: Format, parts: Iterable[jax.Array]) -> NVFP4Tensor:
     data, scale, amax = parts
     return NVFP4Tensor(data, scale, amax, fmt)
 
 
-def register_parts(
-    cls: type, parts: Callable[..., tuple], names: Callable[[Format], tuple[str, ...]], unflatten: Callable
-) -> None:
-    """Registers a class of three arrays and a format as a pytree, which ``jax.export`` can store too.
-
-    Args:
-      cls: the class.
-      parts: of an instance, its arrays.
-      names: of a format, the names of the arrays in key paths.
-      unflatten: of a format and arrays, the instance.
-    """
-    register_pytree_with_keys(
-        cls,
-        lambda t: (tuple(zip(map(GetAttrKey, names(t.format)), parts(t), strict=True)), t.format),
-        unflatten,
-        lambda t: (parts(t), t.format),
-    )
-    jax.export.register_pytree_node_serialization(
-        cls,
-        serialized_name=f"jnvfp4.{cls.__name__}",
-        serialize_auxdata=lambda fmt: json.dumps(asdict(fmt)).encode(),
-        deserialize_auxdata=lambda text: Format(**json.loads(text)),
-    )
-
-
-register_parts(NVFP4Tensor, _parts, part_names, _unflatten)
-Tensor = TypeVar("Tensor", bound=NVFP4Tensor)
+register_pytree_with_keys(
+    NVFP4Tensor,
+    lambda t: (tuple(zip(map(GetAttrKey, part_names(t.format)), parts_of(t), strict=True)), t.format),
+    _unflatten,
+    lambda t: (parts_of(t), t.format),
+)
+jax.export.register_pytree_node_serialization(
+    NVFP4Tensor,
+    serialized_name="jnvfp4.NVFP4Tensor",
+    serialize_auxdata=lambda fmt: json.dumps(asdict(fmt)).encode(),
+    deserialize_auxdata=lambda text: Format(**json.loads(text)),
+)
 
 
 @partial(jax.jit, inline=True)  # an eager call transfers no constants
@@ -262,8 +243,3 @@ def with_float_scale(t: Tensor) -> Tensor:
 def with_scale_bytes(t: Tensor) -> Tensor:
     """Views the float8_e4m3fn scale of ``t`` as bytes."""
     return replace(t, scale=lax.bitcast_convert_type(t.scale, jnp.uint8))
-
-
-def parts_of(t: NVFP4Tensor) -> list[jax.Array]:
-    """Lists the operands of the primitives that read a tensor."""
-    return [t.data, t.scale, t.amax]

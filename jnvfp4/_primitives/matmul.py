@@ -78,25 +78,15 @@ def _finish(y: jax.Array, *bias: jax.Array, out_dtype: Any) -> jax.Array:
 
 
 # ---------------------------------------------------------------- vmap
-def _amax_per_row(amax: jax.Array, data_shape: tuple[int, ...]) -> jax.Array:
-    """Gives each row its amax, so that leading axes can be merged with rows; one amax a window is that already."""
-    rows = data_shape[:-1]
-    if amax.ndim > len(rows):
-        return amax
-    return jnp.broadcast_to(amax.reshape(*amax.shape, *(1,) * (len(rows) - amax.ndim)), rows)
-
-
 def _merge_rows(parts: Sequence[jax.Array], keep: int) -> list[jax.Array]:
     """Reshapes [keep..., others..., M, K] to [keep..., others * M, K], for one dense array or three NVFP4 parts."""
     shape = parts[0].shape
     rows = math.prod(shape[keep:-1])
     merged = [p.reshape(*shape[:keep], rows, p.shape[-1]) for p in parts[:2]]
-    if len(parts) == 3:
-        amax = parts[2]
-        if amax.ndim:
-            per_row = _amax_per_row(amax, shape)
-            amax = per_row.reshape(*shape[:keep], rows, *per_row.shape[len(shape) - 1 :])
-        merged.append(amax)
+    for amax in parts[2:]:
+        if 0 < amax.ndim < len(shape):  # each row gets its amax; one amax a window is that already
+            amax = jnp.broadcast_to(amax.reshape(*amax.shape, *(1,) * (len(shape) - 1 - amax.ndim)), shape[:-1])
+        merged.append(amax.reshape(*shape[:keep], rows, *amax.shape[len(shape) - 1 :]) if amax.ndim else amax)
     return merged
 
 
