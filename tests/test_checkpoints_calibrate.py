@@ -139,8 +139,8 @@ def test_a_percentile_is_the_largest_of_the_batches(tmp_path, percentile, on_dev
 def test_what_was_measured_is_what_a_conversion_takes(model, tmp_path):
     """Names of modules or of their weights; gate and up share the larger one."""
     x = np.linspace(-4, 3, 32, dtype=np.float32)
-    amaxes = write_input_amaxes([(GATE, x), (MODULES[UP], x / 2), (DOWN, x[16:]), (DOWN, x[:0])], tmp_path / "f.json")
-    assert amaxes == {MODULES[GATE]: 4.0, MODULES[UP]: 2.0, MODULES[DOWN]: 3.0}
+    amaxes = write_input_amaxes([(GATE, x / 2), (MODULES[UP], x), (DOWN, x[16:]), (DOWN, x[:0])], tmp_path / "f.json")
+    assert amaxes == {MODULES[GATE]: 2.0, MODULES[UP]: 4.0, MODULES[DOWN]: 3.0}
     result = convert_checkpoint(model, tmp_path / "out", ConvertOptions(input_amax=tmp_path / "f.json"))
     assert not result.warnings
     assert scales_of(tmp_path / "out") == [np.float32(a / 2688) for a in (3.0, 4.0, 4.0)]

@@ -138,7 +138,7 @@ def _open_files(
     warnings: tuple[str, ...] = (),
     single_file: bool = False,
 ) -> Source:
-    files, config = _open_shards(directory, names), _read_config(directory)
+    files, config = _open_shards(directory, names), _read_if_there(directory / CONFIG)
     places = _places_of(directory, files)
     if index is not None:
         _check_index(directory / INDEX, index, places)
@@ -175,29 +175,24 @@ def _check_inside(path: Path) -> Path:
     return path
 
 
-def _is_there(path: Path) -> bool:
-    """Tells whether there is a JSON file, and raises if something else has its name."""
+def _read_if_there(path: Path) -> JSON | None:
+    """Reads a JSON file of a checkpoint; None if nothing has its name."""
     if os.path.lexists(path) and not os.path.isfile(path):
         raise CheckpointError("is no regular file", "a JSON file", file=path)
-    return os.path.isfile(path)
-
-
-def _read_config(directory: Path) -> JSON | None:
-    path = directory / CONFIG
-    return read_json(_check_inside(path)) if _is_there(path) else None
+    return read_json(_check_inside(path)) if os.path.isfile(path) else None
 
 
 def read_hf_quant(source: Source) -> JSON:
     """Reads ``hf_quant_config.json``, which is empty if there is no such file."""
-    path = source.directory / HF_QUANT
-    return read_json(_check_inside(path)) if _is_there(path) else {}
+    return _read_if_there(source.directory / HF_QUANT) or {}
 
 
 def _read_index(directory: Path) -> Mapping[str, str] | None:
     path = directory / INDEX
-    if not _is_there(path):
+    content = _read_if_there(path)
+    if content is None:
         return None
-    index = read_json(_check_inside(path)).get("weight_map")
+    index = content.get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
         raise CheckpointError("has no weight_map", "file names by tensor name", file=path)
     for tensor, name in index.items():
