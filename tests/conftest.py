@@ -5,6 +5,7 @@ failures.
 """
 
 import os
+import shutil
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -14,6 +15,13 @@ from dataclasses import dataclass
 import jax
 import pytest
 from _pytest.mark.structures import ParameterSet
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiles a selection of tests without LLVM's optimizations, a quarter faster; `-m ""` compiles as users do."""
+    if config.option.markexpr and shutil.which("nvidia-smi") is None:
+        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+
 
 REQUIRED = frozenset(filter(None, os.environ.get("JNVFP4_REQUIRE", "").split(",")))
 
