@@ -16,13 +16,6 @@ import jax
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Compiles a selection of tests without LLVM's optimizations, a quarter faster; `-m ""` compiles as users do."""
-    if config.option.markexpr and shutil.which("nvidia-smi") is None:
-        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
-
-
 REQUIRED = frozenset(filter(None, os.environ.get("JNVFP4_REQUIRE", "").split(",")))
 
 
@@ -95,6 +88,12 @@ def devices(request) -> list:
     if not count:
         skip_or_fail("sharding", "fewer than two CUDA devices")
     return found[:count]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiles a selection of tests without LLVM's optimizations, a quarter faster; `-m ""` compiles as users do."""
+    if config.option.markexpr and shutil.which("nvidia-smi") is None:
+        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 
 
 @pytest.hookimpl(optionalhook=True)
