@@ -11,7 +11,7 @@ enum class Select : uint8_t { kMax6, kMae, kMse };
 enum class ErrorMath : uint8_t { kFp32, kFp16 };
 enum class Rounding : uint8_t { kNearest, kStochastic };
 
-// e4m3_max and the headroom of a scale are kernel arguments, not part of the type: they change no instruction.
+// Numbers of a spec that change no instruction are kernel arguments (QuantizeArgs), not part of the type.
 struct KernelSpec {
   AmaxScope amax_scope = AmaxScope::kTensor;
   bool rht = false;
