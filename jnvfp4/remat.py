@@ -1,7 +1,5 @@
 """Policies and names for ``jax.checkpoint``: what ``linear`` keeps for its gradients, and what it quantizes again."""
 
-from collections.abc import Iterable
-
 import jax
 import jax.numpy as jnp
 from jax.core import AbstractValue
@@ -44,11 +42,5 @@ def recompute_quantize(primitive: Primitive, *avals: AbstractValue, **params: ob
       *avals: the types of its operands.
       **params: its parameters.
     """
-    called = params.get("call_jaxpr") or params.get("jaxpr")  # such as a norm that quantizes, with its own derivative
-    if primitive.name in _QUANTIZERS or _has_packed(getattr(called, "out_avals", ())):
-        return False
-    return primitive.name == "nvfp4_matmul" or not _has_packed(avals)
-
-
-def _has_packed(avals: Iterable[AbstractValue]) -> bool:
-    return any(getattr(aval, "dtype", None) in _PACKED for aval in avals)
+    takes_packed = any(getattr(aval, "dtype", None) in _PACKED for aval in avals)
+    return primitive.name == "nvfp4_matmul" or not (takes_packed or primitive.name in _QUANTIZERS)
