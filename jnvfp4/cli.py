@@ -23,7 +23,7 @@ from .checkpoints._files.files import checked_path, existing_parent
 from .checkpoints._files.source import open_source
 from .checkpoints._layouts.layouts import LAYOUTS
 from .checkpoints.compare import diff, inspect
-from .checkpoints.console import inspect_table, plan_as_json, plan_table, progress, records_table, say, tell, verdict
+from .checkpoints.console import inspect_table, plan_as_json, plan_table, progress, records_table, say, verdict
 from .checkpoints.convert import convert_checkpoint
 from .checkpoints.report_files import summary, write_report
 from .checkpoints.rewrite import dequantize_checkpoint, repack_checkpoint
@@ -40,7 +40,6 @@ _FLAGS = {
     "start_layers": "--num-layers-at-start-in-bf16",
     "end_layers": "--num-layers-at-end-in-bf16",
     "keep_containing": "--extra-high-precision-layers-hf",
-    "keep_containing_megatron": "--extra-high-precision-layers-megatron",
     "share_qkv": "--no-share-qkv",
     "max_shard_bytes": "--max-shard-size",
     "chunk_bytes": "--device-chunk",
@@ -217,7 +216,6 @@ def _recipe_arguments(add: Add) -> None:
     add("--2d", dest="two_d", action="store_true", help="use 16x16 blocks instead of 1x16")
     _option(add, "share", r"share a global scale in further groups: (PARENT)\.ROLE", metavar="EXPRESSION")
     _option(add, "share_qkv", "give q, k and v global scales of their own")
-    _option(add, "zero_amax", "S_enc of a weight of zeros")
 
 
 def _rule_arguments(add: Add) -> None:
@@ -228,14 +226,12 @@ def _rule_arguments(add: Add) -> None:
     _option(add, "start_layers", "keep the first N decoder layers", type=int, metavar="N")
     _option(add, "end_layers", "keep the last N decoder layers", type=int, metavar="N")
     _option(add, "keep_containing", "keep tensors that have TEXT in their name", metavar="TEXT")
-    _option(add, "keep_containing_megatron", "the same for a model with Megatron's names", metavar="TEXT")
     _option(add, "high_precision_dtype", "cast kept floating-point tensors")
     _option(add, "on_nonfinite", "skip: keep a group with NaN or infinity")
     _option(add, "on_bad_shape", "keep: keep a weight whose K is no multiple of 16")
     _option(add, "allow_empty", "accept a conversion that quantizes nothing")
     _option(add, "allow_unmatched", "accept a rule that matches nothing")
     _option(add, "strict", "refuse a rule that splits a group")
-    _option(add, "cast_f64", "quantize F64 weights too, after a cast to float32")
 
 
 def _activation_arguments(add: Add) -> None:
@@ -267,7 +263,6 @@ def _output_arguments(add: Add) -> None:
         add,
         dry_run="show what would be done, write nothing",
         json="print JSON instead of the table of --dry-run",
-        json_progress="print progress and warnings as JSON, one object per line",
         quiet="print no progress and no warnings",
     )
 
@@ -328,7 +323,7 @@ def _convert(a: argparse.Namespace) -> Exit:
         return _show(plan if a.json else plan_table(plan))
     if a.report is not None:
         _check_directory(a.report)
-    with progress(source.nbytes, quiet=a.quiet, as_json=a.json_progress) as on_progress:
+    with progress(source.nbytes, quiet=a.quiet) as on_progress:
         result = convert_checkpoint(
             model,
             a.output,
@@ -342,7 +337,7 @@ def _convert(a: argparse.Namespace) -> Exit:
         )
     if not a.quiet:
         for warning in result.warnings:
-            tell("warning", warning, as_json=a.json_progress)
+            _warn(warning)
     if a.report is not None:
         try:
             records = verify_checkpoint(model, a.output, expert_layout=a.expert_layout)
@@ -351,7 +346,7 @@ def _convert(a: argparse.Namespace) -> Exit:
             raise
         written = write_report(a.report, records, result)
         if not a.quiet and not any(path.suffix == ".png" for path in written):
-            tell("note", "no report.png, as matplotlib is not installed", as_json=a.json_progress)
+            say("note: no report.png, as matplotlib is not installed", sys.stderr)
         return _show(summary(records, result))
     return _show(
         {
@@ -386,7 +381,7 @@ def _verify(a: argparse.Namespace) -> Exit:
 
 
 def _warn(text: str) -> None:
-    tell("warning", text)
+    say(f"warning: {text}", sys.stderr)
 
 
 def _repack(a: argparse.Namespace) -> Exit:

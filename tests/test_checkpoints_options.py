@@ -182,7 +182,6 @@ FLAGS = {
     "--num-layers-at-start-in-bf16 2": {"start_layers": 2},
     "--num-layers-at-end-in-bf16 3": {"end_layers": 3},
     "--extra-high-precision-layers-hf a b": {"keep_containing": ("a", "b")},
-    "--extra-high-precision-layers-megatron a b": {"keep_containing_megatron": ("a", "b")},
     "--weight-only": {"weight_only": True},
     "--input-amax 0.5": {"input_amax": 0.5},
     "--kv-cache fp8": {"kv_cache": "fp8"},
@@ -190,7 +189,6 @@ FLAGS = {
     "--expert-layout kn": {"expert_layout": "kn"},
     "--dequantize-input fp8-block": {"dequantize_input": "fp8-block"},
     "--high-precision-dtype bf16": {"high_precision_dtype": "bf16"},
-    "--zero-amax te-reference": {"zero_amax": "te-reference"},
     "--share (a)b (c)d": {"share": ("(a)b", "(c)d")},
     "--no-share-qkv": {"share_qkv": False},
     "--max-shard-size 5GB": {"max_shard_bytes": 5_000_000_000},
@@ -199,7 +197,6 @@ FLAGS = {
     "--allow-empty": {"allow_empty": True},
     "--allow-unmatched": {"allow_unmatched": True},
     "--strict": {"strict": True},
-    "--cast-f64": {"cast_f64": True},
     "--device-chunk 1MiB": {"chunk_bytes": 1 << 20},
 }
 EVERY_FLAG = [(flags.split(" "), values) for flags, values in FLAGS.items()]
@@ -276,19 +273,14 @@ def test_warnings_and_notes(tmp_path, capsys, monkeypatch):
     assert not err
     draw_nothing(monkeypatch)
     report = ["--report", str(tmp_path / "report")]
-    assert main([*convert, str(tmp_path / "a"), "--json-progress", *report]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    assert [key for line in lines for key in ("tensor", "warning", "note") if key in line] == [
-        "tensor", "warning", "note",
-    ]  # fmt: skip
-    assert lines[1]["warning"].endswith("config.json: missing, so the number of layers and the model type are unknown")
-    assert "matplotlib" in lines[2]["note"]
-    assert sorted(files_of(tmp_path / "report")) == ["report.csv", "report.json"]
-    assert main([*convert, str(tmp_path / "b"), *report]) == 0
+    assert main([*convert, str(tmp_path / "a"), *report]) == 0
     warning, note = capsys.readouterr().err.splitlines()
-    assert warning.startswith("warning: ")
-    assert note.startswith("note: no report.png")
-    assert main([*convert, str(tmp_path / "c"), "--quiet", *report]) == 0
+    assert re.fullmatch(
+        "warning: .*config.json: missing, so the number of layers and the model type are unknown", warning
+    )
+    assert note == "note: no report.png, as matplotlib is not installed"
+    assert sorted(files_of(tmp_path / "report")) == ["report.csv", "report.json"]
+    assert main([*convert, str(tmp_path / "b"), "--quiet", *report]) == 0
     assert not capsys.readouterr().err
 
 

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 from ._convert.plan import Plan
 from ._convert.shards import OnProgress
@@ -32,15 +32,10 @@ def say(value: object, stream: TextIO, indent: int | None = None) -> None:
 
 
 @contextmanager
-def progress(total: int, *, quiet: bool = False, as_json: bool = False) -> Iterator[OnProgress]:
-    """Shows how many of ``total`` bytes are done.
-
-    On a terminal it is a bar, else a line every ten seconds; with ``as_json`` an object for every tensor.
-    """
+def progress(total: int, *, quiet: bool = False) -> Iterator[OnProgress]:
+    """Shows how many of ``total`` bytes are done: on a terminal by a bar, else by a line every ten seconds."""
     if quiet:
         yield lambda name, done: None
-    elif as_json:
-        yield _json_lines(total)
     elif sys.stderr.isatty() and (bar := _bar(total)) is not None:
         with bar:
 
@@ -61,17 +56,6 @@ def _bar(total: int) -> Any:
     return tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr)
 
 
-def _json_lines(total: int) -> OnProgress:
-    done = 0
-
-    def show(name: str, nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        say({"tensor": name, "bytes": done, "total": total}, sys.stderr)
-
-    return show
-
-
 def _lines(total: int) -> OnProgress:
     done, begun = 0, time.monotonic()
     last = begun
@@ -89,11 +73,6 @@ def _lines(total: int) -> OnProgress:
         say(f"{text}: {name}", sys.stderr)
 
     return show
-
-
-def tell(kind: Literal["warning", "note"], text: str, *, as_json: bool = False) -> None:
-    """Prints a line on stderr."""
-    say({kind: text} if as_json else f"{kind}: {text}", sys.stderr)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

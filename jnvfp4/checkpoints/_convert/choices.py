@@ -12,7 +12,6 @@ from .._layouts.layouts import LAYOUTS
 from .._layouts.loaders import is_expert_stack
 from .._layouts.names import (
     INSEPARABLE,
-    MEGATRON,
     WEIGHT,
     Group,
     groups_of,
@@ -125,7 +124,7 @@ class Rules:
     def _rule(self, name: str, module: str) -> str:
         o, layer = self.options, layer_of(name)
         reasons = [self._use(f"ignore {p}") for p in o.ignore if matches(p, module)]
-        reasons += [self._use(f"contains {s}") for s in (*o.keep_containing, *o.keep_containing_megatron) if s in name]
+        reasons += [self._use(f"contains {s}") for s in o.keep_containing if s in name]
         if layer is not None and layer < o.start_layers:
             reasons.append("layer at the start")
         if layer is not None and self.layers is not None and self.layers - o.end_layers <= layer < self.layers:
@@ -139,7 +138,7 @@ class Rules:
         wanted = any(names_exactly(p, module) for p in self.options.targets)
         if len(entry.shape) != 2 and not is_expert_stack(entry):
             return self._unfit(entry, wanted, f"rank {len(entry.shape)}", "rank 2")
-        if entry.tag not in (*FLOATS, *(("F64",) if self.options.cast_f64 else ())):
+        if entry.tag not in FLOATS:
             return self._unfit(entry, wanted, f"dtype {entry.tag}", "a float dtype")
         if is_router(module):
             return self._unfit(entry, wanted, "a router", "a projection: routers are never quantized")
@@ -178,8 +177,7 @@ class Rules:
         """Raises if a rule matched no tensor."""
         if self.options.allow_unmatched:
             return
-        words = {"ignore": "ignore", "keep_containing": "contains", "keep_containing_megatron": "contains"}
-        for option, word in {**words, "targets": "targets"}.items():
+        for option, word in {"ignore": "ignore", "keep_containing": "contains", "targets": "targets"}.items():
             for pattern in getattr(self.options, option):
                 if f"{word} {pattern}" not in self._used:
                     hint = "--allow-unmatched accepts it"
@@ -193,7 +191,6 @@ def choose(source: Source, options: ConvertOptions) -> Choices:
       CheckpointError: a rule matches nothing, a weight cannot be quantized, gate or up is missing, members of a group
         differ in K, or nothing is left to quantize.
     """
-    _check_megatron(source, options)
     rules = Rules(options, source.layers)
     choices = {e.name: rules.choice(e, source) for e in source.entries()}
     rules.check_use()
@@ -230,16 +227,6 @@ def keep_groups(choices: Choices, groups: Container[Group], reason: str, *, allo
         for name in (tensor_of(by_name, m) for m in group.members if group in groups):
             by_name[name] = replace(by_name[name], reason=reason)
     return replace(choices, by_name=by_name, groups=left)
-
-
-def _check_megatron(source: Source, options: ConvertOptions) -> None:
-    if options.keep_containing_megatron and not any(MEGATRON.match(name) for name in source.places):
-        raise CheckpointError(
-            f"no name is Megatron's, but {options.keep_containing_megatron[0]!r} is searched for in Megatron's names",
-            "names that begin with decoder.layers.N. or mtp.layers.N.",
-            code=Exit.USAGE,
-            hint="--extra-high-precision-layers-hf searches Hugging Face names",
-        )
 
 
 def _check_share(modules: list[str], options: ConvertOptions) -> None:

@@ -34,11 +34,6 @@ class Target:
         return jax.device_put(x, self.device)
 
 
-def _float32_or_16(x: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # an overflow becomes infinity, which find_amax counts
-        return x.astype(np.float32) if x.dtype == np.float64 else x
-
-
 @dataclass(frozen=True)
 class Amax:
     """Holds the largest magnitude of a weight, of each row, or of each expert.
@@ -64,7 +59,7 @@ def find_amax(x: np.ndarray | Rows, by_row: bool) -> Amax:
     """
     amax, not_finite, first = np.zeros(x.shape[0], np.float32), 0, None
     for rows in slices(x.shape, x.dtype.itemsize, _AMAX_BYTES):
-        part = np.ascontiguousarray(_float32_or_16(x[rows]))
+        part = np.ascontiguousarray(x[rows])
         bits = part.view(f"u{part.dtype.itemsize}")
         largest = (bits & (np.iinfo(bits.dtype).max >> 1)).max(axis=1, initial=0)
         amax[rows] = largest.view(part.dtype).astype(np.float32)
@@ -90,7 +85,7 @@ def encode(
     if not np.all(np.isfinite(amax)):
         raise CheckpointError(f"amax is {amax}", "a finite amax")
     for rows in slices(x.shape, x.dtype.itemsize, max_bytes):
-        part = np.ascontiguousarray(_float32_or_16(x[rows]))
+        part = np.ascontiguousarray(x[rows])
         missing = -part.shape[0] % spec.block_rows
         if missing:  # rows of zeros complete a 16x16 tile and change no scale in it
             part = np.concatenate([part, np.zeros((missing, part.shape[1]), part.dtype)])

@@ -28,8 +28,6 @@ class ConvertOptions:
       ignore: patterns; modules that match one are kept.
       start_layers, end_layers: the numbers of decoder layers that are kept at either end.
       keep_containing: texts; tensors that have one in their name are kept.
-      keep_containing_megatron: the same for a source with Megatron's names, such as
-        ``decoder.layers.0.mlp.linear_fc1.weight``.
       weight_only: whether the output has no activation scales and its config keeps activations in high precision.
       input_amax: the amax of the activations, from which their scale follows: one number for all modules, or a JSON
         file with the amax of each (``write_input_amaxes`` writes it). None writes scales of 1.0, with a warning.
@@ -45,9 +43,7 @@ class ConvertOptions:
       allow_empty: whether a conversion may quantize nothing.
       allow_unmatched: whether a rule may match nothing.
       strict: whether a rule that selects only a part of a group is an error; otherwise the whole group is kept.
-      cast_f64: whether F64 weights are quantized, after a cast to float32.
       high_precision_dtype: "bf16" casts kept floating-point tensors.
-      zero_amax: S_enc of a weight of zeros: 1, or the largest float32 as in Transformer Engine's Python reference.
       chunk_bytes: the bytes of a weight that are quantized at once.
     """
 
@@ -59,7 +55,6 @@ class ConvertOptions:
     start_layers: int = 0
     end_layers: int = 0
     keep_containing: tuple[str, ...] = ()
-    keep_containing_megatron: tuple[str, ...] = ()
     weight_only: bool = False
     input_amax: float | Path | None = None
     kv_cache: Literal["none", "fp8"] = "none"
@@ -74,9 +69,7 @@ class ConvertOptions:
     allow_empty: bool = False
     allow_unmatched: bool = False
     strict: bool = False
-    cast_f64: bool = False
     high_precision_dtype: Literal["keep", "bf16"] = "keep"
-    zero_amax: Literal["one", "te-reference"] = "one"
     chunk_bytes: int = CHUNK_BYTES
 
     def __post_init__(self) -> None:

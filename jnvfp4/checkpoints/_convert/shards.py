@@ -13,7 +13,7 @@ from ...spec import BLOCK
 from .._files.errors import CheckpointError
 from .._files.files import Rows, pieces
 from .._files.safetensors import DTYPES, writing
-from .._layouts.layouts import FLOAT_MAX, global_scale_of
+from .._layouts.layouts import global_scale_of
 from .._layouts.names import Group
 from .encode import Amax, Target, encode, find_amax
 from .plan import Item, Plan
@@ -134,11 +134,10 @@ class ShardWriter:
         return np.asarray(self.amaxes[item.module], np.float32)
 
     def _scales_of_tensor(self, item: Item) -> Pieces:
-        plan, options, parts = self.plan, self.plan.options, item.parts
+        plan, parts = self.plan, item.parts
         assert parts is not None
         shapes = {p.name: p.shape for p in item.outputs}
-        zero = FLOAT_MAX if options.zero_amax == "te-reference" else 1.0
-        scale = global_scale_of(plan.layout, self._amax(item), options.spec.format.e4m3_max, zero)
+        scale = global_scale_of(plan.layout, self._amax(item), plan.options.spec.format.e4m3_max)
         yield parts.global_scale, 0, scale.reshape(shapes[parts.global_scale])
         if parts.activation is not None and parts.activation in shapes:
             decode = np.float32(plan.input_scales[item.module])

@@ -107,16 +107,13 @@ def decode_scale(encode: np.ndarray | float) -> np.ndarray:
         return np.minimum(np.float32(1) / np.asarray(encode, np.float32), FLOAT_MAX).astype(np.float32)
 
 
-def global_scale_of(
-    layout: Layout, amax: np.ndarray | float, e4m3_max: int = 448, zero: np.floating | float = 1.0
-) -> np.ndarray:
+def global_scale_of(layout: Layout, amax: np.ndarray | float, e4m3_max: int = 448) -> np.ndarray:
     """Computes the global scale that a layout stores for an amax.
 
     Args:
       layout: the layout.
       amax: one number, or one for each row or expert.
       e4m3_max: the largest block scale that the weight was quantized for.
-      zero: S_enc for an amax of 0.
 
     Returns:
       float32, of the layout's shape if it is one number.
@@ -125,7 +122,7 @@ def global_scale_of(
     if layout.meaning == "amax":
         value = amax
     else:
-        encode = np.where(amax == 0, np.float32(zero), encode_scale(amax, e4m3_max))
+        encode = encode_scale(amax, e4m3_max)
         value = encode if layout.meaning == "encode" else decode_scale(encode)
     return value.reshape(layout.global_shape) if value.size == 1 else value
 

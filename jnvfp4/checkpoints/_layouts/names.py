@@ -11,7 +11,6 @@ WEIGHT = ".weight"
 _STACK = re.compile(r"(?:^|\.)experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)$")
 _EXPERT = re.compile(r"(?:^|\.)experts(?:\.(\d+))?(?:\.|$)")
 
-MEGATRON = re.compile(r"(?:decoder|mtp)\.layers\.\d+\.")
 # Projections that loaders fuse, by the last part of the module's name.
 FUSED: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
