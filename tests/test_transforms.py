@@ -50,15 +50,24 @@ transposed_or_not = pytest.mark.parametrize("transpose", [False, True], ids=["pl
 def take(args, axes, i):
     """Example i of every leaf that has a batch axis."""
     return jax.tree.map(
-        lambda axis, x: x if axis is None else jnp.take(x, i, axis), axes, args, is_leaf=lambda v: v is None
+        lambda axis, x: x if axis is None else _example(x, axis, i), axes, args, is_leaf=lambda v: v is None
     )
+
+
+def _example(x, axis, i):
+    """By NumPy, since XLA compiles a program for each shape; it has no keys."""
+    return x[i] if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.asarray(np.take(np.asarray(x), i, axis))
+
+
+def stack(*parts, axis=0):
+    return np.stack([np.asarray(part) for part in parts], axis)
 
 
 def assert_vmap_is_a_loop(f, args, axes, out_axes=0):
     size = next(x.shape[a] for x, a in zip(*map(_leaves, (args, axes)), strict=True) if a is not None)
-    got = jax.vmap(f, axes, out_axes)(*args)
+    got = jax.jit(jax.vmap(f, axes, out_axes))(*args)
     calls = [f(*take(args, axes, i)) for i in range(size)]
-    assert_same_tensor(got, jax.tree.map(lambda *parts: jnp.stack(parts, out_axes), *calls))
+    assert_same_tensor(got, jax.tree.map(partial(stack, axis=out_axes), *calls))
 
 
 def _leaves(tree):
@@ -126,7 +135,7 @@ def test_nested_vmap_of_quantize(native, transpose):
     f = lambda x, key: quantize_by(x, {}, key, SPECS, transpose)  # noqa: E731
     got = jax.vmap(jax.vmap(f, (0, None)))(x, keys)
     want = [f(x[i, j], keys[i]) for i in range(2) for j in range(SIZE)]
-    assert_same_tensor(got, jax.tree.map(lambda *p: jnp.stack(p).reshape(2, SIZE, *p[0].shape), *want))
+    assert_same_tensor(got, jax.tree.map(lambda *p: stack(*p).reshape(2, SIZE, *p[0].shape), *want))
 
 
 @pytest.mark.parametrize("shape", [(ROWS, COLS), (2, ROWS, COLS)], ids=str)
@@ -314,9 +323,8 @@ def test_nested_vmap_of_matmul(native):
     a, b = exact_tensor((SIZE, M, K), 1), exact_tensor((2, N, K), 2)
     a_axes, b_axes = NVFP4Tensor(0, 0, None), NVFP4Tensor(0, 0, None)
     f = jax.vmap(jax.vmap(matmul_nt, (None, b_axes)), (a_axes, None))
-    assert_bitwise(
-        f(a, b), jnp.stack([jnp.stack([matmul_nt(_at(a, i), _at(b, j)) for j in range(2)]) for i in range(SIZE)])
-    )
+    want = [[np.asarray(matmul_nt(_at(a, i), _at(b, j))) for j in range(2)] for i in range(SIZE)]
+    assert_bitwise(f(a, b), np.stack(want))
 
 
 def _at(t, i):
@@ -378,7 +386,7 @@ def test_nested_vmap_of_linear_with_split_rows(cpu):
     x, w = normal((2, SIZE, 2, 32, 64), 1), normal((16, 64), 3)
     f = jax.jit(lambda x: linear(x, w, Recipe((NVFP4_SR, NVFP4), None, None), key=KEY))
     got = jax.jit(jax.vmap(jax.vmap(f)))(put(x, mesh, P(None, None, None, "x")))
-    assert_bitwise(got, jnp.stack([jnp.stack([f(v) for v in of_row]) for of_row in x]))
+    assert_bitwise(got, np.stack([[np.asarray(f(v)) for v in of_row] for of_row in x]))
 
 
 # ---------------------------------------------------------------- jit, scan, eval_shape, make_jaxpr
@@ -432,7 +440,7 @@ def test_64_bit_mode_changes_no_bit(native):
 def test_scan_equals_a_loop(native):
     xs = normal((SIZE, 64, 64))
     got = jax.jit(lambda xs: jax.lax.scan(lambda carry, x: (carry, by_every_operation(x)), 0, xs)[1])(xs)
-    assert_same_tensor(got, jax.tree.map(lambda *parts: jnp.stack(parts), *map(jitted, xs)))
+    assert_same_tensor(got, jax.tree.map(stack, *map(jitted, xs)))
 
 
 def test_eval_shape_predicts_the_result():
