@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import Case
 from jax.sharding import AxisType, NamedSharding
@@ -63,7 +64,8 @@ def ways(mesh, entry) -> int:
 
 
 def put(x, mesh, spec):
-    return jax.device_put(x, NamedSharding(mesh, spec))
+    """From NumPy, since JAX compiles a program to split the array of a device."""
+    return jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
 
 
 def shard(tensor, mesh, spec):

@@ -11,7 +11,7 @@ import pytest
 from helpers import assert_bitwise, assert_same_tensor, primitives, refused
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import KINDS, make_mesh, run
+from meshes import KINDS, make_mesh, put, run
 from operands import near_tie, normal
 from test_grouped import BOUNDARIES, ends_of, int32
 
@@ -266,7 +266,7 @@ def test_sharded_equals_unsharded(cpu, recipe, layout, kind):
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(KINDS[kind],) * 2, devices=jax.devices("cpu")[:8])
     of_dy = P(layout.x[0] if len(layout.x) else None, layout.w[1])
     specs = (layout.x, layout.w, layout.sizes, of_dy)
-    placed = [jax.device_put(v, NamedSharding(mesh, s)) for v, s in zip((x, w, sizes, dy), specs, strict=True)]
+    placed = [put(v, mesh, s) for v, s in zip((x, w, sizes, dy), specs, strict=True)]
     with jax.set_mesh(mesh):
         got = step(*placed, recipe)
     for value, reference in zip(got, want, strict=True):
@@ -293,7 +293,7 @@ def test_the_gradient_of_weights_is_made_where_it_is_wanted(cpu, kind, of_operan
     want, mesh = contract(a, b), make_mesh(jax.devices("cpu")[:8], "x", kind)
     with jax.set_mesh(mesh):
         contract = jax.jit(contract, out_shardings=NamedSharding(mesh, of_y))
-        got, found = run(contract, *(jax.device_put(v, NamedSharding(mesh, of_operands)) for v in (a, b)))
+        got, found = run(contract, *(put(v, mesh, of_operands) for v in (a, b)))
     assert {op for op, _ in found} == collectives
     assert_bitwise(got, want)
 

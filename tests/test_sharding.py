@@ -253,7 +253,7 @@ def test_stochastic_rounding_on_any_number_of_devices(devices, count):
 def test_vmap_of_keys_over_a_sharded_axis(devices):
     mesh, x, keys = make_mesh(devices, "x"), normal((8, 32, 64)), jax.random.split(KEY, 8)
     f = jax.vmap(lambda x, key: quantize(x, NVFP4_SR, amax=jnp.float32(4), key=key))
-    got, found = run(f, put(x, mesh, P("x")), put(keys, mesh, P("x")))
+    got, found = run(f, put(x, mesh, P("x")), jax.device_put(keys, NamedSharding(mesh, P("x"))))
     assert_same_tensor(got, f(*home(devices, (x, keys))))
     assert found == []
 
