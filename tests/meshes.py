@@ -65,7 +65,7 @@ def ways(mesh, entry) -> int:
 
 def put(x, mesh, spec):
     """From NumPy, since JAX compiles a program to split the array of a device."""
-    return jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
+    return jax.device_put(jax.tree.map(np.asarray, x), NamedSharding(mesh, spec))
 
 
 def shard(tensor, mesh, spec):
