@@ -387,7 +387,8 @@ def check_policy(op: str, policy: object) -> None:
 
 def _check_recipe(op: str, name: str, recipe: object) -> None:
     if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(f"{op}: {name} must be a Recipe or None, got {recipe!r}")
+        called = f"; call it, recipes.{recipe.__name__}()" if callable(recipe) and hasattr(recipe, "__name__") else ""
+        raise TypeError(f"{op}: {name} must be a Recipe or None, got {recipe!r}{called}")
 
 
 def _checked(name: str, values: tuple, fits: Callable[[object], bool], what: str) -> tuple:

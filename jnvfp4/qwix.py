@@ -14,7 +14,7 @@ from ._core.tensor import PyTree
 from ._layers.dot_general import DotGeneral
 from ._layers.einsum import einsum_of_layer, sizes_of
 from ._layers.gather import Placement
-from ._layers.keys import layer_key
+from ._layers.keys import key_of_layer
 from .flax import linen, nnx
 from .policy import WEIGHT_NAMES, Layer, Policy, check_policy, depths_of
 from .recipes import Recipe
@@ -113,12 +113,10 @@ class Provider(qwix.QuantizationProvider):
         return recipe, named, self.policy.gather_of(path), side
 
     def _key(self, recipe: Recipe, path: str) -> jax.Array | None:
-        if not recipe.stochastic:
-            return None
         module = flax_util.get_current_module()
         if isinstance(module, nn.Module):
-            return linen.key_in(module, path)
-        return layer_key(path)
+            return linen.key_in(module, path, recipe)
+        return key_of_layer(path, recipe)
 
 
 def _flipped(subscripts: str) -> str:

@@ -101,9 +101,13 @@ class Recipe:
 
     @property
     def stochastic(self) -> bool:
-        """Says whether any spec rounds stochastically, so that a key is needed."""
-        pairs = (self.fprop or (), self.dgrad_specs or (), self.wgrad_specs or ())
-        return any(spec is not None and spec.rounding == "stochastic" for pair in pairs for spec in pair)
+        """Says whether any spec rounds stochastically, so that training needs a key."""
+        return _draws(self.fprop, self.dgrad_specs, self.wgrad_specs)
+
+    @property
+    def stochastic_forward(self) -> bool:
+        """Says whether the forward GEMM rounds stochastically, so that a call without gradients needs a key too."""
+        return _draws(self.fprop)
 
     @property
     def takes_weight_amax(self) -> bool:
@@ -162,6 +166,10 @@ class Recipe:
         """Returns the call of ``jnvfp4.recipes`` that makes this recipe, or else the specs of its GEMMs."""
         made = _named().get(self)
         return made or f"Recipe({', '.join(map(_pair_name, (self.fprop, self.dgrad, self.wgrad)))})"
+
+
+def _draws(*pairs: tuple[QuantSpec | None, QuantSpec] | None) -> bool:
+    return any(spec is not None and spec.rounding == "stochastic" for pair in pairs for spec in pair or ())
 
 
 def _unit(contracted: tuple[QuantSpec | None, QuantSpec] | None, *tiled: QuantSpec | None) -> int:

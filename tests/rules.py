@@ -51,7 +51,7 @@ from jnvfp4 import (
 
 F32, BF16, U8, I8, I32, E4M3 = jnp.float32, jnp.bfloat16, jnp.uint8, jnp.int8, jnp.int32, jnp.float8_e4m3fn
 RHT, ROW, WINDOW = Format(rht=True), Format("row"), Format("window64")
-SR_RECIPE = Recipe(dgrad=(NVFP4_SR, NVFP4_2D))
+SR_RECIPE = Recipe(fprop=(NVFP4_SR, NVFP4_2D))
 FLOATS = "float32, bfloat16 or float16"
 QUANTIZERS = (quantize, quantize_pair, fake_quant, quantization_report)
 LAST = (((1,), (1,)), ((), ()))  # of dot_general: both last axes
@@ -354,7 +354,7 @@ text = "implementation must be None, 'native'... or 'reference', got 'cuda'"
 rule(text, linear, a(8, 32), a(16, 32), implementation="cuda")
 rule(f"TypeError: out_dtype must be {FLOATS}, got int8", linear, a(8, 32), a(16, 32), out_dtype=I8)
 rule("TypeError: recipe must be a Recipe, got NVFP4", linear, a(8, 32), a(16, 32), NVFP4)
-text = "key must be a JAX PRNG key, since the recipe rounds stochastically, got None"
+text = "key must be given, since the recipe rounds stochastically, got none; (a) with jnvfp4.step_key(key)...(d) the argument key"
 rule(text, linear, a(8, 32), a(16, 32), SR_RECIPE)
 keys = jax.random.split(jax.random.key(0))
 text = "TypeError: key must be one JAX PRNG key, as jax.random.key gives, got "
@@ -369,9 +369,9 @@ for recipe in (Recipe(fprop=(None, NVFP4_2D)), recipes.inference(weight_only=Tru
 # ---------------------------------------------------------------- dot_general
 two, batch = (a(16, 32), a(16, 32)), (((2,), (2,)), ((0,), (0,)))
 rule("TypeError: recipe must be a Recipe, got None", dot_general, *two, LAST, recipe=None)
-text = "key must be a JAX PRNG key, since the recipe rounds stochastically, got None"
+text = "key must be given, since the recipe rounds stochastically, got none; (a) with jnvfp4.step_key(key)...(d) the argument key"
 rule(text, dot_general, *two, LAST, recipe=SR_RECIPE)
-rule("key must be a JAX PRNG key", dot_general, a(2, 8, 32), a(2, 16, 32), batch, recipe=SR_RECIPE)
+rule("key must be given", dot_general, a(2, 8, 32), a(2, 16, 32), batch, recipe=SR_RECIPE)
 rule("precision must be None or 'default', got 'highest'", dot_general, *two, LAST, precision="highest")
 rule("precision must be None or 'default'", dot_general, *two, LAST, precision=("default", "high"))
 text = "TypeError: out_sharding must be a NamedSharding, a PartitionSpec or None, got 'x'"

@@ -327,10 +327,10 @@ def test_help_says_what_every_option_is_for(capsys, monkeypatch):
 
 
 def test_a_doctor_that_finds_something(monkeypatch, capsys):
-    monkeypatch.setattr(cli.doctor, "doctor", lambda: False)
+    monkeypatch.setattr(cli.doctor, "doctor", lambda full: False)
     assert main(["doctor"]) == 5
     assert capsys.readouterr().err == "error: a kernel gives other bits than the reference\n"
-    monkeypatch.setattr(cli.doctor, "doctor", lambda: True)
+    monkeypatch.setattr(cli.doctor, "doctor", lambda full: True)
     assert main(["doctor"]) == 0
 
 

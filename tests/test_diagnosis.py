@@ -23,7 +23,7 @@ OLD = f"{FP4} needs cuBLASLt 13.2 or newer on compute capability 10.3, got 13.1.
 def few_checks(monkeypatch):
     """One check that is quick, and one that applies nowhere."""
     few = [(cases.transpose_check(), ""), (cases.transpose_check()._replace(path="other"), "it runs elsewhere")]
-    monkeypatch.setattr(doctor, "checks", lambda capability: iter(few))
+    monkeypatch.setattr(doctor, "checks", lambda capability, full: iter(few))
 
 
 @pytest.fixture(autouse=True)
@@ -63,12 +63,42 @@ def test_every_kernel_of_the_plan_that_a_gpu_has_is_checked_there(monkeypatch):
     """Without a GPU the list at least: all kernels for Blackwell apply where the library is new enough."""
     monkeypatch.setattr(load, "available", lambda name: name == "cuda")
     monkeypatch.setattr(plans, "cublaslt", lambda: plans.CublasLt("/lib/libcublasLt.so.13", "13.2.0", ""))
-    applies = {check.path for check, reason in doctor.checks(100) if not reason}
+    applies = {check.path for check, reason in doctor.checks(100, True) if not reason}
     products = {"sm80_nvfp4_blocks_small_m", FP4, "decode_then_dot", "sm80_nvfp4_blocks", "sm80_dense_elements"}
     assert {path.split()[1] for path in applies if path.startswith("matmul_nt")} == products
     monkeypatch.setattr(plans, "cublaslt", lambda: plans.CublasLt("/lib/libcublasLt.so.13", "13.1.2", ""))
-    reasons = {check.path: reason for check, reason in doctor.checks(103)}
+    reasons = {check.path: reason for check, reason in doctor.checks(103, True)}
     assert reasons[f"matmul_nt {FP4}"] == OLD
+
+
+def test_quick_checks_are_some_of_all():
+    quick, every = (dict((check.path, check) for check, _ in doctor.checks(90, full)) for full in (False, True))
+    assert quick.keys() < every.keys()
+    assert {path for path in every if "matmul_nt" in path} <= quick.keys()
+    on_cpu = quick["matmul_nt cpu_nvfp4_blocks"]
+    assert (len(list(on_cpu.calls())), len(list(every[on_cpu.path].calls())) > 1) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("full", "capability", "last"),
+    [
+        (False, None, "ok: 1 quick checks ran; jnvfp4 doctor --full runs all"),
+        (True, None, "ok: all 1 checks ran"),
+        (False, "9.0", "ok: 1 quick checks ran; jnvfp4 doctor --full runs all"),
+        (False, "10.0", "ok: all 1 checks ran"),  # no kernel has run on one
+    ],
+)
+def test_the_last_line_says_which_checks_ran(few_checks, monkeypatch, capsys, full, capability, last):
+    if capability is not None:
+        device = SimpleNamespace(platform="gpu", device_kind="GPU", compute_capability=capability)
+        outcomes = [{"device": "gpu", "check": "a", "outcome": "ok", "reason": ""}]
+        monkeypatch.setattr(load, "available", lambda name: name == "cuda")
+        monkeypatch.setattr(doctor, "devices", lambda: [device])
+        monkeypatch.setattr(doctor, "examine", lambda device, full: iter(outcomes))
+    else:
+        monkeypatch.setattr(doctor, "devices", lambda: [jax.devices("cpu")[0]])
+    assert doctor.doctor(full)
+    assert capsys.readouterr().out.splitlines()[-1] == last
 
 
 def test_a_platform_without_kernels(few_checks, capsys, monkeypatch):
@@ -81,6 +111,7 @@ def test_a_wrong_byte(few_checks, capsys, monkeypatch):
     wrong_transpose(monkeypatch)
     assert not doctor.doctor()
     out = capsys.readouterr().out
+    assert "NOT OK: 1 failed; " in out.splitlines()[-1]
     assert "cpu:0: transpose: failed: call 1, result 0: 13440 of 13440 elements differ, first at [0, 0]: got" in out
     assert "cpu:0: other: not applicable: it runs elsewhere" in out
 
@@ -121,7 +152,7 @@ def test_whether_fp4_tensor_cores_are_used(monkeypatch, capsys, capability, vers
     monkeypatch.setattr(plans, "cublaslt", lambda: plans.CublasLt("/lib/libcublasLt.so.13", version, ""))
     device = SimpleNamespace(platform="gpu", device_kind="GPU", compute_capability=capability)
     monkeypatch.setattr(doctor, "devices", lambda: [device])
-    monkeypatch.setattr(doctor, "examine", lambda device: iter([]))
+    monkeypatch.setattr(doctor, "examine", lambda device, full: iter([]))
     assert doctor.doctor()
     out = capsys.readouterr().out.splitlines()
     assert [text for text in out if text.startswith("fp4 ")] == ([] if line is None else [f"fp4      {device}: {line}"])
@@ -135,6 +166,7 @@ def test_whether_fp4_tensor_cores_are_used(monkeypatch, capsys, capability, vers
 TEXT, MAYBE = str, (str, type(None))
 SCHEMA = {
     "ok": bool,
+    "full": bool,
     "versions": {
         **dict.fromkeys(("jnvfp4", "sources", "python", "machine", "jax", "jaxlib", "ffi_built", "ffi_running"), TEXT),
         **dict.fromkeys(("cuda_runtime", "cuda_of_driver", "driver", "cublaslt"), MAYBE),

@@ -297,8 +297,10 @@ def test_loops_and_remat_change_no_bit():
 
 # ---------------------------------------------------------------- keys
 def test_a_layer_without_a_key_raises():
+    model = quantized(Mlp(), ALL)
+    jax.eval_shape(model, shapes(Mlp()))  # without a gradient
     with pytest.raises(ValueError, match="layer 'up': key must be given") as error:
-        jax.eval_shape(quantized(Mlp(), ALL), shapes(Mlp()))
+        jax.eval_shape(jax.grad(lambda variables: jnp.sum(model(variables))), shapes(Mlp()))
     assert "rngs={'sr': key}" in str(error.value)
 
 
@@ -415,7 +417,7 @@ def test_a_class_for_the_arguments_of_a_model():
     assert got.shape == (2, 16, 48)
     assert dot_general_cls(SR) is dot_general_cls(recipes.pretrain())
     with pytest.raises(ValueError, match="key must be given"):
-        model.apply(variables, X)
+        jax.grad(lambda x: jnp.sum(model.apply(variables, x)))(X)
     shared = lambda key: jax.lax.map(lambda x: model.apply(variables, x, rngs={"sr": key}), X)  # noqa: E731
     with pytest.raises(ValueError, match="key must differ between the iterations"):
         jax.eval_shape(shared, KEY)

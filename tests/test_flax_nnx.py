@@ -16,7 +16,7 @@ from flax_models import TOKENS, WIDTH, NnxMlp, NnxTransformer, products, record_
 from jax.sharding import PartitionSpec as P
 from meshes import assert_sharded, make_mesh, put
 
-from jnvfp4 import DotGeneral, Policy, Rule, layer_key, linear, recipes, step_key
+from jnvfp4 import NVFP4, NVFP4_SR, DotGeneral, Policy, Recipe, Rule, layer_key, linear, recipes, step_key
 from jnvfp4._layers.keys import fold_path
 from jnvfp4.flax import _nnx_loops, calibrate
 from jnvfp4.flax.nnx import apply
@@ -440,6 +440,21 @@ def test_microbatches_share_what_draws_no_bits(loop):
         nnx.eval_shape(loop(forward), model)
 
 
+@pytest.mark.parametrize("recipe", [SR, Recipe(fprop=(NVFP4_SR, NVFP4))], ids=["gradients", "forward"])
+def test_an_evaluation_advances_no_stream(recipe):
+    model = apply(mlp(), Policy(default=recipe, keep=()), rngs=nnx.Rngs(sr=3))
+    model.eval()
+    counts = lambda: jax.tree.leaves(nnx.state(model, nnx.RngCount))  # noqa: E731
+    before = counts()
+    first, second = (nnx.jit(lambda model, x: model(x))(model, X) for _ in range(2))
+    assert_bitwise(first, second)
+    assert before
+    assert counts() == before
+    model.train()
+    model(X)
+    assert counts() == [count + 1 for count in before]
+
+
 def test_a_broadcast_model_beside_one_whose_state_is_carried():
     """As a teacher and a student, whose layers have the same paths."""
     axes = {"in_axes": (None, CARRY, 0), "out_axes": 0}
@@ -506,8 +521,10 @@ def test_a_stream_folds_the_path(monkeypatch):
 
 
 def test_a_layer_without_a_key_raises():
+    model = apply(mlp(), ALL)
+    model(X)  # without a gradient
     with pytest.raises(ValueError, match="layer 'up': key must be given") as error:
-        apply(mlp(), ALL)(X)
+        jax.grad(lambda x: jnp.sum(model(x)))(X)
     assert "rngs=nnx.Rngs(sr=seed)" in str(error.value)
 
 

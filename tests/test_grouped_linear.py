@@ -330,7 +330,7 @@ ERRORS = {
     "float sizes": ({"group_sizes": jnp.ones(G)}, "TypeError: group_sizes must be int32"),
     "too few sizes": ({"group_sizes": int32((1, 2))}, r"group_sizes must have shape \(G,\)=\(5,\)"),
     "no recipe": ({"recipe": None}, "TypeError: recipe must be a Recipe"),
-    "no key": ({"recipe": recipes.pretrain()}, "key must be a JAX PRNG key"),
+    "no key": ({"recipe": Recipe((NVFP4_SR, NVFP4))}, "key must be given"),
     "windows": ({"recipe": recipes.window64(), "key": KEY}, "recipe.fprop must have amax_scope.*window64"),
     "windows of dgrad": ({"recipe": Recipe(None, WINDOWS, None)}, "recipe.dgrad must have amax_scope.*window64"),
     "sizes that JAX would cut": ({"group_sizes": np.array(SIZES)}, "TypeError: must be int32, got int64; .*astype"),

@@ -11,7 +11,7 @@ import pytest
 from helpers import assert_bitwise, assert_same_tensor
 from operands import normal
 
-from jnvfp4 import DotGeneral, layer_index, layer_key, linear, recipes, step_key
+from jnvfp4 import NVFP4, NVFP4_SR, DotGeneral, Recipe, layer_index, layer_key, linear, recipes, step_key
 from jnvfp4._core.patterns import layer_path
 
 SR = recipes.pretrain()
@@ -110,9 +110,28 @@ def test_a_step_ends():
 # ---------------------------------------------------------------- errors
 def test_a_layer_without_a_key_names_the_three_ways():
     with pytest.raises(ValueError, match="layer 'up': key must be given") as error:
-        DotGeneral(SR, "up")(X, W, DENSE)
+        gradient_bits()
     for way in ("jnvfp4.step_key(key)", "rngs={'sr': key}", "rngs=nnx.Rngs(sr=seed)"):
         assert way in str(error.value)
+
+
+@pytest.mark.parametrize("recipe", [SR, Recipe(fprop=(NVFP4_SR, NVFP4))], ids=["gradients", "forward"])
+def test_an_evaluation_needs_a_key_only_for_the_forward_gemm(recipe):
+    layer = jax.jit(lambda x: DotGeneral(recipe, "up")(x, W, DENSE))
+    if recipe.stochastic_forward:
+        with pytest.raises(ValueError, match="layer 'up': key must be given"):
+            layer(X)
+        return
+    y = layer(X)
+
+    @jax.jit
+    def with_key(x, key):
+        with step_key(key):
+            return DotGeneral(recipe, "up")(x, W, DENSE)
+
+    assert_bitwise(y, with_key(X, A))
+    with pytest.raises(ValueError, match="layer 'up': key must be given"):  # also of the function that JAX has traced
+        jax.grad(lambda x: jnp.sum(layer(x)))(X)
 
 
 def test_a_layer_without_a_path_cannot_have_a_key():

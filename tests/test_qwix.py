@@ -156,7 +156,7 @@ def test_the_policy_is_checked():
     with pytest.raises(ValueError, match="every rule must match a layer, got 'gate'"):
         qwix.quantize_model(Mlp(), Provider(Policy([Rule("gate", SR)]))).apply(variables, X)
     with pytest.raises(ValueError, match="layer 'up': key must be given"):
-        qwix.quantize_model(Mlp(), Provider(Policy(default=SR))).apply(variables, X)
+        jax.grad(lambda x: jnp.sum(qwix.quantize_model(Mlp(), Provider(Policy(default=SR))).apply(variables, x)))(X)
     with pytest.raises(TypeError, match=r"Provider: policy must be a jnvfp4\.Policy, got \[\]"):
         Provider([])
 

@@ -116,7 +116,7 @@ class NVFP4Tensor:
     def __repr__(self) -> str:
         try:
             values = f"shape={self.shape}, format={self.format.name}, nbytes={self.nbytes}"
-        except (AttributeError, TypeError):  # placeholders in the fields
+        except (AttributeError, TypeError, IndexError):  # placeholders in the fields
             values = f"data={self.data!r}, scale={self.scale!r}, amax={self.amax!r}, format={self.format!r}"
         return f"NVFP4Tensor({values})"
 
@@ -172,6 +172,15 @@ class NVFP4Tensor:
     def __jax_array__(self) -> NoReturn:
         """Refuses the conversion to a JAX array."""
         self._no_array()
+
+    def _no_arithmetic(self, *_: object) -> NoReturn:
+        self._no_array()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _no_arithmetic
+    __matmul__ = __rmatmul__ = __pow__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = _no_arithmetic
+    __eq__ = __ne__ = _no_arithmetic  # type: ignore[assignment]
+    __hash__ = object.__hash__
+    astype = reshape = property(_no_array)
 
 
 def _is_index(entries: tuple, lead: tuple[int, ...]) -> bool:

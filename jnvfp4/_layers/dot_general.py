@@ -259,13 +259,13 @@ class DotGeneral:
         """
         op = "DotGeneral" if self.path is None else f"DotGeneral of layer {self.path!r}"
         check_options(op, self.recipe, precision, out_sharding, unsupported)
-        if key is None and self.recipe.stochastic:
+        if key is None:
             key = self._layer_key(op)
         of_w, dtype = OfWeights(self.w_gather, w_amax), preferred_element_type
         return contract(op, lhs, rhs, dimension_numbers, self.recipe, key, dtype, out_sharding, of_w, pad=True)
 
-    def _layer_key(self, op: str) -> jax.Array:
-        return key_of_product(op, "DotGeneral", self.path)
+    def _layer_key(self, op: str) -> jax.Array | None:
+        return key_of_product(op, "DotGeneral", self.path, self.recipe)
 
 
 def dtype_of_lax(a: jax.Array, b: jax.Array) -> np.dtype:

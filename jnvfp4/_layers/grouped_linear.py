@@ -241,8 +241,8 @@ class RaggedDot:
         op = "RaggedDot" if self.path is None else f"RaggedDot of layer {self.path!r}"
         check_options(op, self.recipe, precision, None, {"group_offset": group_offset, **unsupported})
         recipe = _without_wgrad(self.recipe)
-        if key is None and recipe.stochastic:
-            key = key_of_product(op, "RaggedDot", self.path)
+        if key is None:
+            key = key_of_product(op, "RaggedDot", self.path, recipe)
         x = as_float_array(op, "lhs", lhs)
         if isinstance(rhs, NVFP4Tensor):
             dtype = float_dtype(op, "preferred_element_type", preferred_element_type or x.dtype)

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from .._core.patterns import layer_path
 from .._native.compat import traced_functions
 from .._ops.arguments import as_key
+from ..recipes import Recipe
 
 LOOPS = frozenset({"scan", "fori_loop", "while_body", "while_cond"})
 """What JAX calls a function that it traces once and runs many times."""
@@ -29,6 +30,7 @@ THREE_WAYS = (
 )
 
 
+PASS_KEY = "(d) the argument key of the function, where it has one"
 _ENTER_INSIDE = "pass the key to the jitted step as an argument and enter step_key inside"
 
 
@@ -125,11 +127,21 @@ def layer_key(path: str) -> jax.Array:
     return fold_path(step.key, path, *indices)
 
 
-def key_of_product(op: str, kind: str, path: str | None) -> jax.Array:
-    """Returns the key of the layer that a ``kind`` of product is part of."""
-    if path is None:
-        raise needs_key(op, f"{kind}(recipe, path=...) has a path that no other layer has")
-    return layer_key(path)
+def key_of_product(op: str, kind: str, path: str | None, recipe: Recipe) -> jax.Array | None:
+    """Returns the key of the layer that a ``kind`` of product is part of, if it needs one."""
+    if path is not None or _needs_none(recipe):
+        return key_of_layer(path or "", recipe)
+    raise needs_key(op, f"{kind}(recipe, path=...) has a path that no other layer has")
+
+
+def key_of_layer(path: str, recipe: Recipe) -> jax.Array | None:
+    """Returns the key of a layer of a model, if it needs one."""
+    return None if _needs_none(recipe) else layer_key(path)
+
+
+def _needs_none(recipe: Recipe) -> bool:
+    """Says whether a layer needs no key: without ``step_key`` a model is evaluated, or its gradient raises."""
+    return not recipe.stochastic or not (recipe.stochastic_forward or in_step())
 
 
 def check_path(kind: str, path: object) -> None:

@@ -12,6 +12,7 @@ from .._ops.arguments import Accumulation, Implementation, as_key
 from .._ops.quantize import dequantize
 from .._primitives._base import axes_of_dims, resharded
 from ..recipes import Recipe
+from .keys import PASS_KEY, needs_key
 from .quantizer import DY, Operand, Pair, Quantizer, SpecPair, X, named, pack, unpack
 from .weights import Weights
 
@@ -94,7 +95,8 @@ def _form(gradient: tuple | Literal["dequantized"] | None, one: bool) -> Form:
 
 def check_recipe(op: str, recipe: object) -> None:
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"{op}: recipe must be a Recipe, got {recipe!r}")
+        called = f"; call it, recipes.{recipe.__name__}()" if callable(recipe) and hasattr(recipe, "__name__") else ""
+        raise TypeError(f"{op}: recipe must be a Recipe, got {recipe!r}{called}")
 
 
 def check_dtype_of_x(op: str, recipe: Recipe, x: jax.Array) -> None:
@@ -103,11 +105,13 @@ def check_dtype_of_x(op: str, recipe: Recipe, x: jax.Array) -> None:
 
 
 def recipe_key(op: str, recipe: Recipe, key: Given) -> Given:
-    """Returns the key if the recipe needs one, else None."""
+    """Returns the key if the recipe needs one, else None. Only a call with gradients needs one for them."""
     if not recipe.stochastic:
         return None
     if key is None:
-        raise ValueError(f"{op}: key must be a JAX PRNG key, since the recipe rounds stochastically, got None")
+        if recipe.stochastic_forward:
+            raise needs_key(op, PASS_KEY)
+        return None
     return as_key(op, key)
 
 
@@ -123,6 +127,8 @@ def _forward(
     x: jax.Array, w: Operand, bias: Given, key: Given, w_amax: Given, group_sizes: Given, call: Call
 ) -> tuple[jax.Array, Residuals]:
     recipe, weights, (kept_x, kept_w) = call.recipe, call.weights, call.kept
+    if call.differentiated and recipe.stochastic and key is None:
+        raise needs_key(call.op, PASS_KEY)
     products, quantizer = call.products(call, group_sizes, x.shape[0]), Quantizer(key, call.common)
     x = products.masked(x)
     of_x, of_w = recipe.fprop or (None, None)

@@ -38,7 +38,8 @@ def operation(function: F) -> F:
 # ---------------------------------------------------------------- arrays
 def no_tensor(op: str, name: str, value: object) -> TypeError:
     """Returns the error for what must be an NVFP4Tensor and is none."""
-    return TypeError(f"{op}: {name} must be an NVFP4Tensor, got {type(value).__name__}")
+    made = "; jnvfp4.quantize makes one of an array" if isinstance(value, jax.Array | np.ndarray) else ""
+    return TypeError(f"{op}: {name} must be an NVFP4Tensor, got {type(value).__name__}{made}")
 
 
 def as_array(op: str, name: str, value: object) -> jax.Array:

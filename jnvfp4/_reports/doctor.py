@@ -3,7 +3,9 @@
 import pathlib
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +17,14 @@ from .._primitives.dequantize import DequantizeParams
 from .._primitives.quantize import quantize_p
 from .._primitives.quantize_pair import quantize_pair_p, sides_of
 from .._primitives.self_check import cases
-from .._primitives.self_check.checks import Check, outcome
+from .._primitives.self_check.checks import Call, Check, outcome
 from .._primitives.self_check.known_answers import why_no_grouped, why_no_product
 from .._version import __version__
-from ..spec import NVFP4, NVFP4_2D, NVFP4_RHT_SR, NVFP4_SR, ROW_SCALED, WINDOW64, Format, four_over_six
+from ..spec import NVFP4, NVFP4_2D, NVFP4_RHT_SR, NVFP4_SR, ROW_SCALED, WINDOW64, Format, QuantSpec, four_over_six
 from . import support
 
-# Every field that changes the arithmetic. The tests go through all specs.
+# The quick checks, for an installation; then every field that changes the arithmetic. The tests go through all specs.
+QUICK_SPECS = (NVFP4, ROW_SCALED)
 CHECKED_SPECS = (NVFP4, NVFP4_2D, NVFP4_RHT_SR, ROW_SCALED, WINDOW64, four_over_six())
 CHECKED_PAIRS = ((NVFP4_SR, NVFP4_RHT_SR), (WINDOW64, WINDOW64))
 OK, FAILED, NOT_APPLICABLE = "ok", "failed", "not applicable"
@@ -95,29 +98,57 @@ def _fp4(capability: int) -> str:
 
 
 # ---------------------------------------------------------------- checks
-def checks(capability: int) -> Iterator[tuple[Check, str]]:
-    """Lists the checks of every kernel, with the reason why one does not apply to a device."""
+def checks(capability: int, full: bool) -> Iterator[tuple[Check, str]]:
+    """Lists the checks of kernels, with the reason why one does not apply to a device.
+
+    The quick ones make one call of each GEMM kernel, and leave out most recipes.
+    """
+    return _every_check(capability) if full else _quick_checks(capability)
+
+
+def _quick_checks(capability: int) -> Iterator[tuple[Check, str]]:
+    for spec in QUICK_SPECS:
+        yield _quantizer_check(spec, False), ""
+        yield cases.dequantize_check(DequantizeParams(spec.format, F32, False)), ""
+    yield cases.transpose_check(), ""
+    for check, reason in _gemm_checks(capability):
+        yield check._replace(calls=partial(_first, check.calls)), reason
+
+
+def _first(calls: Callable[[], Iterable[Call]]) -> Iterator[Call]:
+    return islice(calls(), 1)
+
+
+def _every_check(capability: int) -> Iterator[tuple[Check, str]]:
     for spec in CHECKED_SPECS:
         for transpose in (False, True):
-            side = Side(spec, transpose, spec.format.amax_scope == "tensor")
-            yield cases.quantizer_check(quantize_p, (side,), BF16), ""
+            yield _quantizer_check(spec, transpose), ""
     for pair in CHECKED_PAIRS:
         yield cases.quantizer_check(quantize_pair_p, sides_of(pair), BF16), ""
     yield cases.rht_amax_check(False, BF16), ""
     for fmt in (Format(), Format("row"), Format("window64"), Format(rht=True)):
         yield cases.dequantize_check(DequantizeParams(fmt, F32, fmt.rht)), ""
     yield cases.transpose_check(), ""
+    yield from _gemm_checks(capability)
+
+
+def _quantizer_check(spec: QuantSpec, transpose: bool) -> Check:
+    side = Side(spec, transpose, spec.format.amax_scope == "tensor")
+    return cases.quantizer_check(quantize_p, (side,), BF16)
+
+
+def _gemm_checks(capability: int) -> Iterator[tuple[Check, str]]:
     for kernel in plans.matmul_kernels():
         yield cases.product_check(kernel, capability), why_no_product(kernel, capability)
     for kernel in plans.grouped_kernels():
         yield cases.grouped_check(kernel, capability), why_no_grouped(kernel, capability)
 
 
-def examine(device: jax.Device) -> Iterator[dict[str, str]]:
-    """Runs every check on a device, one after another."""
+def examine(device: jax.Device, full: bool) -> Iterator[dict[str, str]]:
+    """Runs the checks on a device, one after another."""
     reason = support.no_kernels(device)
     capability = 0 if reason or device.platform != "gpu" else compat.capability(device)
-    for check, inapplicable in checks(capability or 0):
+    for check, inapplicable in checks(capability or 0, full):
         found = {"check": check.path, "device": str(device)}
         if not_run := f"reference only: {reason}" if reason else inapplicable:
             yield {**found, "outcome": NOT_APPLICABLE, "reason": not_run}
@@ -151,18 +182,24 @@ def devices() -> list[jax.Device]:
     return list({(d.platform, d.device_kind): d for d in reversed(every)}.values())[::-1]
 
 
-def report() -> dict[str, object]:
+def runs_all(devices: list[jax.Device], full: bool) -> bool:
+    """Says whether all checks run: where it is asked, and on a GPU of a kind that no kernel has run on."""
+    return full or not all(plans.has_run_on(compat.capability(d) or 0) for d in devices if d.platform == "gpu")
+
+
+def report(full: bool = True) -> dict[str, object]:
     """Returns all that ``jnvfp4 doctor --json`` prints.
 
-    Its keys: ``ok`` (no check has failed), ``versions``, ``targets`` (what kernels were compiled for), ``cublaslt``
+    Its keys: ``ok`` (no check has failed), ``full`` (all checks have run, not the quick ones alone), ``versions``, ``targets`` (what kernels were compiled for), ``cublaslt``
     (path, or the reason why there is none), ``devices``, ``checks`` (outcome "ok", "failed" or "not applicable", and
     the reason) and ``plan`` (the kernels of some products).
     """
     found = devices()  # JAX's CUDA plugin, if there is one, has loaded cuBLASLt then
-    library = plans.cublaslt()
-    outcomes = [one for device in found for one in examine(device)]
+    library, full = plans.cublaslt(), runs_all(found, full)
+    outcomes = [one for device in found for one in examine(device, full)]
     return {
         "ok": all(one["outcome"] != FAILED for one in outcomes),
+        "full": full,
         "versions": versions(),
         "targets": targets(),
         "cublaslt": {"path": library.path, "reason": library.reason},
@@ -172,9 +209,10 @@ def report() -> dict[str, object]:
     }
 
 
-def doctor() -> bool:
-    """Prints the same for people, each check when it is done; returns whether none has failed."""
+def doctor(full: bool = True) -> bool:
+    """Prints the same for people, each check when it is done, and a verdict; returns whether none has failed."""
     found = devices()
+    full = runs_all(found, full)
     v, built, library = versions(), targets(), plans.cublaslt()
     print(f"jnvfp4   {v['jnvfp4']}  (sources {v['sources']})")
     print(f"python   {v['python']}  jax {v['jax']}  jaxlib {v['jaxlib']}  on {v['machine']}")
@@ -185,16 +223,19 @@ def doctor() -> bool:
     for device in found:
         _print_device(describe_device(device))
     print()
-    ok = True
+    count, failed = 0, 0
     for device in found:
-        for o in examine(device):
-            ok &= o["outcome"] != FAILED
+        for o in examine(device, full):
+            count += o["outcome"] != NOT_APPLICABLE
+            failed += o["outcome"] == FAILED
             print(f"{o['device']}: {o['check']}: {o['outcome']}{': ' * bool(o['reason'])}{o['reason']}", flush=True)
     print()
     for device in found:
         for p in planned(device):
             print(f"{p['device']}: matmul_nt of {p['a']} {'x'.join(map(str, p['shape']))}: {p['kernel']}")
-    return ok
+    which = f"all {count} checks ran" if full else f"{count} quick checks ran; jnvfp4 doctor --full runs all"
+    print(f"\nNOT OK: {failed} failed; {which}" if failed else f"\nok: {which}")
+    return not failed
 
 
 def _cuda_text(v: dict[str, str | None]) -> str:

@@ -13,7 +13,7 @@ from flax import linen as nn
 from .._core.tensor import PyTree
 from .._layers.dot_general import DotGeneral
 from .._layers.einsum import einsum_of_layer, sizes_of
-from .._layers.keys import check_step, fold_path, layer_key, must_vary, varies
+from .._layers.keys import check_step, fold_path, key_of_layer, must_vary, varies
 from ..policy import Layer, Policy, check_policy, depths_of, layers_of
 from ..recipes import Recipe
 
@@ -82,24 +82,27 @@ class NVFP4DotGeneral(nn.Module):
         """Computes ``jax.lax.dot_general`` of activations and weights."""
         if self.is_initializing():  # parameters alone matter, and there may be no key
             return jax.lax.dot_general(lhs, rhs, dimension_numbers, *args, **options)
-        if self.recipe.stochastic and options.get("key") is None:
-            options["key"] = key_in(self, "/".join(self.path[:-1]))
-        return DotGeneral(self.recipe, "/".join(self.path[:-1]))(lhs, rhs, dimension_numbers, *args, **options)
+        path = "/".join(self.path[:-1])
+        if options.get("key") is None:
+            options["key"] = key_in(self, path, self.recipe)
+        return DotGeneral(self.recipe, path)(lhs, rhs, dimension_numbers, *args, **options)
 
 
 class _LinenDot(DotGeneral):
     """Draws the key of a layer from the module that is being called."""
 
-    def _layer_key(self, op: str) -> jax.Array:
+    def _layer_key(self, op: str) -> jax.Array | None:
         module = _module.get()
         assert module is not None
-        return key_in(module, str(self.path))
+        return key_in(module, str(self.path), self.recipe)
 
 
-def key_in(module: nn.Module, path: str) -> jax.Array:
-    """Returns the key for a layer: from the stream "sr" if the model has one, else that of ``step_key``."""
+def key_in(module: nn.Module, path: str, recipe: Recipe) -> jax.Array | None:
+    """Returns the key for a layer, if it needs one: from the stream "sr" if the model has one, or of ``step_key``."""
+    if not recipe.stochastic:
+        return None
     if not module.has_rng("sr"):
-        return layer_key(path)
+        return key_of_layer(path, recipe)
     key = _stream_of(module)
     if _shares_stream(module):
         raise must_vary(f"layer {path!r}", _SPLIT_RNGS)
@@ -207,7 +210,7 @@ def _einsum(module: nn.Einsum, dot: _LinenDot, inputs: jax.Array, einsum_str: st
         shape, broadcast_shape = module._get_bias_shape(subscripts, inputs, kernel)
         bias = module.param("bias", module.bias_init, shape, module.param_dtype)
     operands: Any = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
-    key = dot._layer_key("einsum") if dot.recipe.stochastic else None
+    key = dot._layer_key("einsum")
     x, w = operands[:2]
     of_layer = partial(einsum_of_layer, str(dot.path), subscripts, x, w, dot.recipe, key, dot.w_gather)
     y = of_layer(precision=module.precision, preferred_element_type=module.preferred_element_type)

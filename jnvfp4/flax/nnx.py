@@ -12,7 +12,7 @@ from flax import nnx
 from .._layers.dot_general import DotGeneral
 from .._layers.einsum import einsum_of_layer, sizes_of
 from .._layers.gather import Placement
-from .._layers.keys import fold_path, in_step, layer_key, must_vary, varies
+from .._layers.keys import fold_path, in_step, key_of_layer, layer_key, must_vary, varies
 from ..policy import Decision, Layer, Policy, check_policy, layers_of
 from ..recipes import Recipe
 from ._nnx_loops import loop_that_shares
@@ -83,9 +83,9 @@ class EinsumOp:
 
     def __call__(self, subscripts: str, x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
         """Computes ``jnvfp4.einsum``, with the key of the layer if none is passed."""
-        if self.recipe.stochastic and options.get("key") is None:
-            options["key"] = layer_key(self.path)
         key = options.pop("key", None)
+        if key is None:
+            key = key_of_layer(self.path, self.recipe)
         return einsum_of_layer(self.path, subscripts, x, w, self.recipe, key, self.w_gather, **options)
 
 
@@ -95,7 +95,7 @@ class Keyed(nnx.Module):
     Attributes:
       product: a ``DotGeneral`` or an ``EinsumOp``.
       stream: the keys.
-      deterministic: whether the model evaluates, so that a loop may use one key: ``model.eval()`` sets it.
+      deterministic: whether the model evaluates, which leaves the stream as it is: ``model.eval()`` sets it.
     """
 
     def __init__(self, product: DotGeneral | EinsumOp, stream: nnx.RngStream) -> None:
@@ -111,16 +111,18 @@ class Keyed(nnx.Module):
         """Computes the product."""
         return self.product(*args, key=self._key(), **options)
 
-    def _key(self) -> jax.Array:
-        """Draws a key; a loop that shares the stream takes that of ``step_key``."""
-        path = str(self.product.path)
+    def _key(self) -> jax.Array | None:
+        """Draws a key; a loop that shares the stream takes that of ``step_key``. An evaluation draws none."""
+        path, recipe = str(self.product.path), self.product.recipe
         stored = self.stream.key[...]
         if stored.ndim:
             raise ValueError(
                 f"layer {path!r}: key must be one of those of the scanned layers, got {stored.shape}; scan the "
                 "nnx.RngState of the model along axis 0, as its parameters"
             )
-        if not self.deterministic and (loop := self._loop_that_shares()) is not None:
+        if self.deterministic:
+            return fold_path(stored, path) if recipe.stochastic_forward else key_of_layer(path, recipe)
+        if (loop := self._loop_that_shares()) is not None:
             if not in_step():
                 raise must_vary(f"layer {path!r}", _REMEDIES[loop])
             return layer_key(path)

@@ -196,7 +196,7 @@ def _report(check: Check, device: jax.Device, reason: str) -> None:
     if jax.process_count() == 1:
         warnings.warn(
             f"jnvfp4: {_sentence(check, device, reason)}. This process does not use it, and computes the same by a "
-            "slower path. Please report it with what `jnvfp4 doctor --json` prints",
+            "slower path. Please report it with what `jnvfp4 doctor --full --json` prints",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -206,5 +206,5 @@ def _refusal_of_one_process(check: Check, device: jax.Device, reason: str) -> st
     return (
         f"jnvfp4: {_sentence(check, device, reason)}. This is process {jax.process_index()} of {jax.process_count()}, "
         "which must compile the same program, so no other path is chosen here; choose one in all of them by "
-        "implementation=, and report it with what `jnvfp4 doctor --json` prints"
+        "implementation=, and report it with what `jnvfp4 doctor --full --json` prints"
     )
