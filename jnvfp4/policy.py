@@ -1,8 +1,8 @@
 """``Policy``, which says by the paths of layers how each is quantized, and ``explain``, which shows it for a model."""
 
 import importlib
-import importlib.util
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ import jax
 from ._core.patterns import check_path_pattern, layer_path, matches_path, part_in
 from ._core.tensor import PyTree
 from ._layers.gather import Placement, as_pair
+from ._layers.layer import to_call
 from .recipes import Recipe
 
 KEEP = (
@@ -167,7 +168,8 @@ class Policy:
         Args:
           model: a Flax NNX model; a Flax Linen module; or a tree of parameters, such as that of Linen's ``init``, whose
             layers are the arrays of two or more axes named kernel, weight or w.
-          *inputs: what a Linen module is called with: arrays or ``jax.ShapeDtypeStruct``. Nothing is computed.
+          *inputs: what a Linen module is called with: arrays or ``jax.ShapeDtypeStruct``. Nothing is computed. Other
+            models need none.
           **keywords: its keywords, such as ``train=False``.
 
         Returns:
@@ -328,19 +330,17 @@ def _padding(sizes: tuple[int, int], recipe: Recipe) -> str:
 
 
 # ---------------------------------------------------------------- models
-_MODULES = {"flax": "flax", "equinox": "haliax"}  # of jnvfp4, by the library that the class of a model comes from
+_MODULES = ("flax", "haliax")  # of jnvfp4, by the name of the library whose models they know
 
 
 @singledispatch
 def layers_of(model: PyTree, *inputs: PyTree, **keywords: object) -> list[Layer]:
     """Lists the layers of a model; the module of jnvfp4 for its library registers how, and is imported here."""
-    bases = {base.__module__.partition(".")[0] for base in type(model).__mro__}
-    for base in bases & _MODULES.keys():
-        if importlib.util.find_spec(_MODULES[base]) is not None:
-            importlib.import_module(f"{__package__}.{_MODULES[base]}")
-            if (known := layers_of.dispatch(type(model))) is not layers_of.dispatch(object):
-                return known(model, *inputs, **keywords)
-    return _layers_of_tree(model)
+    for library in _MODULES:
+        if library in sys.modules:  # or the model has none of its layers
+            importlib.import_module(f"{__package__}.{library}")
+    known = layers_of.dispatch(type(model))
+    return _layers_of_tree(model) if known is layers_of.dispatch(object) else known(model, *inputs, **keywords)
 
 
 def _layers_of_tree(tree: PyTree) -> list[Layer]:
@@ -387,8 +387,7 @@ def check_policy(op: str, policy: object) -> None:
 
 def _check_recipe(op: str, name: str, recipe: object) -> None:
     if recipe is not None and not isinstance(recipe, Recipe):
-        called = f"; call it, recipes.{recipe.__name__}()" if callable(recipe) and hasattr(recipe, "__name__") else ""
-        raise TypeError(f"{op}: {name} must be a Recipe or None, got {recipe!r}{called}")
+        raise TypeError(f"{op}: {name} must be a Recipe or None, got {recipe!r}{to_call(recipe)}")
 
 
 def _checked(name: str, values: tuple, fits: Callable[[object], bool], what: str) -> tuple:

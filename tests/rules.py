@@ -275,7 +275,12 @@ rule("b must be [N, K] or have the leading axes of a", matmul_nt, t(8, 32), t(8,
 rule("a must have rank 2 or more", matmul_nt, a(32, dtype=BF16), t(8, 32))
 text = "TypeError: an unquantized a must be bfloat16 or float16, got float32"
 rule(text, matmul_nt, a(8, 32), t(8, 32))
-rule("TypeError: b must be an NVFP4Tensor, got ...", matmul_nt, t(8, 32), a(8, 32, dtype=BF16))
+rule(
+    "TypeError: b must be an NVFP4Tensor, got ...; jnvfp4.quantize makes one of an array",
+    matmul_nt,
+    t(8, 32),
+    a(8, 32, dtype=BF16),
+)
 text = "a and b must both be rotated (format.rht) or neither, got a.rht={}, b.rht={}"
 rule(text.format(True, False), matmul_nt, t(8, 32, RHT), t(8, 32))
 rule(text.format(False, True), matmul_nt, a(8, 32, dtype=BF16), t(8, 32, RHT))
@@ -318,6 +323,10 @@ rule("TypeError: group_sizes must be int32, got float32", grouped_matmul_nt, lef
 for wrong in (np.array([2**40 + 3, 0, 1]), np.ones(3, np.int64), np.uint64(3)):  # of which JAX keeps the low 32 bits
     text = f"TypeError: group_sizes must be int32, got {wrong.dtype}; ...astype"
     rule(text, grouped_matmul_nt, left, experts, wrong)
+text = "TypeError: group_sizes must be int32, got int8; ...astype(jnp.int32)"
+rule(text, grouped_matmul_nt, left, experts, a(3, dtype=I8))
+for known in (np.array([20, 9, 4], np.int32), [-3, 20, 13]):
+    rule("group_sizes must have a sum of at most M=32, got 33", grouped_matmul_nt, left, experts, known)
 rule("group_sizes must have shape (G,)=(3,)", grouped_matmul_nt, left, experts, a(2, dtype=I32))
 text = "a must have amax_scope ...window64...sum"
 rule(text, grouped_matmul_nt, t(32, 64, WINDOW, amax=(32, 1)), experts, sizes)
@@ -354,7 +363,11 @@ text = "implementation must be None, 'native'... or 'reference', got 'cuda'"
 rule(text, linear, a(8, 32), a(16, 32), implementation="cuda")
 rule(f"TypeError: out_dtype must be {FLOATS}, got int8", linear, a(8, 32), a(16, 32), out_dtype=I8)
 rule("TypeError: recipe must be a Recipe, got NVFP4", linear, a(8, 32), a(16, 32), NVFP4)
-text = "key must be given, since the recipe rounds stochastically, got none; (a) with jnvfp4.step_key(key)...(d) the argument key"
+uncalled = "TypeError: recipe must be a Recipe, got <function pretrain...>; call it: recipes.pretrain()"
+rule(uncalled, linear, a(8, 32), a(16, 32), recipes.pretrain)
+rule("...w.shape=(32, 16); pass w_axes='kn' for w [K, N]", linear, a(8, 32), a(32, 16))
+rule("...w.shape=(16, 32); pass w_axes='nk' for w [N, K]", linear, a(8, 32), a(16, 32), w_axes="kn")
+text = "key must be given, since the recipe rounds stochastically, got none; (a) with jnvfp4...(d) the argument key"
 rule(text, linear, a(8, 32), a(16, 32), SR_RECIPE)
 keys = jax.random.split(jax.random.key(0))
 text = "TypeError: key must be one JAX PRNG key, as jax.random.key gives, got "
@@ -369,7 +382,7 @@ for recipe in (Recipe(fprop=(None, NVFP4_2D)), recipes.inference(weight_only=Tru
 # ---------------------------------------------------------------- dot_general
 two, batch = (a(16, 32), a(16, 32)), (((2,), (2,)), ((0,), (0,)))
 rule("TypeError: recipe must be a Recipe, got None", dot_general, *two, LAST, recipe=None)
-text = "key must be given, since the recipe rounds stochastically, got none; (a) with jnvfp4.step_key(key)...(d) the argument key"
+text = "key must be given, since the recipe rounds stochastically, got none; (a) with jnvfp4...(d) the argument key"
 rule(text, dot_general, *two, LAST, recipe=SR_RECIPE)
 rule("key must be given", dot_general, a(2, 8, 32), a(2, 16, 32), batch, recipe=SR_RECIPE)
 rule("precision must be None or 'default', got 'highest'", dot_general, *two, LAST, precision="highest")

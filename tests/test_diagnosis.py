@@ -72,7 +72,7 @@ def test_every_kernel_of_the_plan_that_a_gpu_has_is_checked_there(monkeypatch):
 
 
 def test_quick_checks_are_some_of_all():
-    quick, every = (dict((check.path, check) for check, _ in doctor.checks(90, full)) for full in (False, True))
+    quick, every = (dict((check.path, check) for check, _ in doctor.checks(0, full)) for full in (False, True))
     assert quick.keys() < every.keys()
     assert {path for path in every if "matmul_nt" in path} <= quick.keys()
     on_cpu = quick["matmul_nt cpu_nvfp4_blocks"]

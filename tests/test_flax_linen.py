@@ -218,6 +218,20 @@ def test_a_module_without_a_hook_is_named(module, why):
         Policy([Rule("layers_0", NEAREST)]).explain(model, X)
 
 
+class TiedHead(nn.Module):
+    """As Flax models of transformers have it: a layer that is applied to the embedding's parameters."""
+
+    @nn.compact
+    def __call__(self, x):
+        table = self.param("embedding", nn.initializers.normal(), (64, 32))
+        return nn.Dense(64, use_bias=False, name="decoder").apply({"params": {"kernel": table.T}}, x)
+
+
+def test_a_head_with_tied_weights_is_explained():
+    (decision,) = Policy(default=NEAREST).explain(TiedHead(), X)
+    assert (decision.path, decision.shape, decision.recipe) == ("decoder", (32, 64), NEAREST)
+
+
 def test_explain_needs_what_the_model_is_called_with():
     with pytest.raises(TypeError, match=r"Policy.explain: a Linen module must come with .* explain\(model, tokens\)"):
         Policy(default=NEAREST).explain(Mlp())

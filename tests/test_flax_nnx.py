@@ -62,7 +62,7 @@ def leaves(tree):
 
 # ---------------------------------------------------------------- which layers, and nothing else
 def test_explain_lists_the_layers_of_a_model():
-    decisions = {d.path: (d.shape, d.recipe, d.why) for d in POLICY.explain(transformer(2))}
+    decisions = {d.path: (d.shape, d.recipe, d.why) for d in POLICY.explain(transformer(2), X)}  # inputs tell nothing
     parts = ("gate", "mlp/up", "mlp/down", *(f"attention/{p}" for p in ("query", "key", "value", "out")))
     assert set(decisions) == {"lm_head", *(f"blocks/{i}/{part}" for i in range(2) for part in parts)}
     assert decisions["lm_head"] == ((32, 48), None, "keep 'lm_head'")

@@ -1,5 +1,8 @@
 """``Policy``: which layer of a model is quantized, by which recipe, and the reason that ``explain`` gives."""
 
+import dataclasses
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -189,6 +192,20 @@ def test_a_tree_of_linen_variables():
     assert decided(Policy(default=SR), {"params": tree("up")}) == {"up": SR}
     scale = {"norm": {"scale": jnp.ones(4)}, "up": {"w": jnp.ones((4, 4))}, "v": {"weight": jnp.ones((4, 4))}}
     assert decided(Policy(default=SR), scale) == {"up": SR, "v": SR}
+
+
+def test_a_model_of_a_library_without_an_adapter_is_a_tree(monkeypatch):
+    """As an Equinox model, which haliax knows more of, but only where it runs and is imported."""
+    monkeypatch.delitem(sys.modules, "haliax", raising=False)
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Linear:
+        weight: jax.Array
+
+    Linear.__module__ = "equinox.nn._linear"
+    assert decided(Policy(default=SR), {"up": Linear(jnp.ones((16, 16)))}) == {"up": SR}
+    assert decided(Policy(default=SR, keep=()), Linear(jnp.ones((16, 16)))) == {"": SR}
 
 
 @pytest.mark.parametrize("model", [None, {}, 3, {"a": jnp.ones((4, 4))}], ids=str)

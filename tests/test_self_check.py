@@ -146,7 +146,9 @@ def on(device, *values):
 def test_a_wrong_product_is_refused_and_the_result_is_right(never_run, faulty, fault):
     kernel = kernel_of(never_run)
     faulty(fault)
-    with one_warning(rf"self-check of matmul_nt {kernel} on .* failed: call \d, result 0: .* differ.*doctor --full --json"):
+    with one_warning(
+        rf"self-check of matmul_nt {kernel} on .* failed: call \d, result 0: .* differ.*doctor --full --json"
+    ):
         for _ in range(2):  # the second program asks again
             assert_bitwise(multiply()(*on(never_run, A, B)), want())
         assert_bitwise(jnvfp4.matmul_nt(*on(never_run, A, B), out_dtype=np.float32), want(out_dtype=np.float32))

@@ -1,6 +1,7 @@
 """NVFP4Tensor: shapes, pytree behaviour, and placeholders in its fields."""
 
 import copy
+import operator
 import pickle
 from functools import partial
 
@@ -103,7 +104,8 @@ def test_the_repr_is_short(tensor):
     assert texts == [repr(tensor)]
 
 
-def test_the_repr_of_placeholders():
+def test_the_repr_of_placeholders(tensor):
+    assert repr(jax.tree.map(lambda a: a.dtype, tensor)).startswith("NVFP4Tensor(data=dtype('uint8'), scale=")
     assert repr(NVFP4Tensor(1, None, "c")) == f"NVFP4Tensor(data=1, scale=None, amax='c', format={Format()!r})"
 
 
@@ -199,6 +201,7 @@ def test_there_is_no_transpose(tensor, name):
         getattr(tensor, name)
 
 
+OPERATORS = "add sub mul truediv matmul lt le gt ge eq ne".split()
 CONVERSIONS = {
     "np.asarray": np.asarray,
     "np.array": lambda t: np.array(t, np.float32),
@@ -209,6 +212,11 @@ CONVERSIONS = {
     "jnp.dot": lambda t: jnp.dot(t, t),
     "times": lambda t: jnp.ones(48) * t,
     "jit": jax.jit(lambda t: jnp.sum(t)),
+    **{name: getattr(operator, name) for name in ("neg", "abs")},
+    **{f"{name} 2": lambda t, name=name: getattr(operator, name)(t, 2) for name in OPERATORS},
+    **{f"2 {name}": lambda t, name=name: getattr(operator, name)(2, t) for name in OPERATORS},
+    "astype": lambda t: t.astype(jnp.float32),
+    "reshape": lambda t: t.reshape(-1),
 }
 
 

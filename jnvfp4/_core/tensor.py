@@ -178,7 +178,7 @@ class NVFP4Tensor:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _no_arithmetic
     __matmul__ = __rmatmul__ = __pow__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = _no_arithmetic
-    __eq__ = __ne__ = _no_arithmetic  # type: ignore[assignment]
+    __eq__ = __ne__ = _no_arithmetic
     __hash__ = object.__hash__
     astype = reshape = property(_no_array)
 

@@ -121,10 +121,11 @@ def _entries(
     for axis in (axis for entry in spec for axis in _axes(entry)):
         if types.get(axis, AxisType.Manual) == AxisType.Manual:
             free = [name for name, kind in types.items() if kind != AxisType.Manual]
-            raise ValueError(
-                f"{op}: {what} must have axes of the mesh that shard_map leaves alone, {free}, got {axis!r} in {spec}; "
-                "inside shard_map there is jnvfp4.sharding.all_gather"
-            )
+            which, remedy = "the mesh", ""
+            if len(free) < len(types):
+                which = "the mesh that shard_map leaves alone"
+                remedy = "; inside shard_map there is jnvfp4.sharding.all_gather"
+            raise ValueError(f"{op}: {what} must have axes of {which}, {free}, got {axis!r} in {spec}{remedy}")
     entries = (*spec, *(None,) * (len(shape) - len(spec)))
     for dimension, (entry, size, unit) in enumerate(zip(entries, shape, units, strict=True)):
         count = ways(mesh, _axes(entry))

@@ -1,5 +1,6 @@
 """``grouped_linear``, the differentiable product of groups of rows with weights of their own, and ``RaggedDot``."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -91,7 +92,8 @@ def _call_grouped(call: Call, x: object, w: object, group_sizes: object, key: Gi
         recipe = frozen_recipe(op, recipe, w, call.weights.order, remedy)
     _check_scopes(op, recipe)
     key = recipe_key(op, recipe, key)
-    x, sizes = as_float_array(op, "x", x), as_group_sizes(op, group_sizes)
+    x = as_float_array(op, "x", x)
+    sizes = as_group_sizes(op, group_sizes, math.prod(x.shape[:1]))
     check_dtype_of_x(op, recipe, x)
     n, k = _weight_sizes(call, x, w)
     check_sizes(op, sizes, w.shape[0])

@@ -1,6 +1,7 @@
 """The derivative of a layer, dense or grouped: what its GEMMs read, and what the backward pass keeps."""
 
 from functools import partial
+from types import FunctionType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
@@ -93,10 +94,16 @@ def _form(gradient: tuple | Literal["dequantized"] | None, one: bool) -> Form:
     return "forward" if gradient == "dequantized" or one else "transposed"
 
 
+def to_call(value: object) -> str:
+    """Returns the end of an error for a function that makes recipes and was not called."""
+    if isinstance(value, FunctionType) and value.__module__ == Recipe.__module__:
+        return f"; call it: recipes.{value.__name__}()"
+    return ""
+
+
 def check_recipe(op: str, recipe: object) -> None:
     if not isinstance(recipe, Recipe):
-        called = f"; call it, recipes.{recipe.__name__}()" if callable(recipe) and hasattr(recipe, "__name__") else ""
-        raise TypeError(f"{op}: recipe must be a Recipe, got {recipe!r}{called}")
+        raise TypeError(f"{op}: recipe must be a Recipe, got {recipe!r}{to_call(recipe)}")
 
 
 def check_dtype_of_x(op: str, recipe: Recipe, x: jax.Array) -> None:

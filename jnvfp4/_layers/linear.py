@@ -177,10 +177,12 @@ def _weight_sizes(call: Call, x: jax.Array, w: Operand) -> tuple[int, int]:
         raise ValueError(f"{call.op}: w must have rank 2, [{names}], got w.shape={w.shape}")
     n, k = call.weights.ordered(*w.shape)
     if x.ndim < 1 or x.shape[-1] != k:
-        which = "last" if call.weights.order == "nk" else "first"
+        which, other = ("last", "kn") if call.weights.order == "nk" else ("first", "nk")
+        turned = x.ndim > 0 and x.shape[-1] == n and not isinstance(w, NVFP4Tensor) and call.op == "linear"
+        remedy = f"; pass w_axes={other!r} for w [{', '.join(other.upper())}]" if turned else ""
         raise ValueError(
             f"{call.op}: the last axis of x and the {which} axis of w must have the same size K, "
-            f"got x.shape={x.shape}, w.shape={w.shape}"
+            f"got x.shape={x.shape}, w.shape={w.shape}{remedy}"
         )
     return n, k
 

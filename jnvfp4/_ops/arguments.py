@@ -75,12 +75,17 @@ def as_float_array(op: str, name: str, value: object) -> jax.Array:
     return array
 
 
-def as_group_sizes(op: str, sizes: object) -> jax.Array:
-    """Converts like ``as_array``; refuses integers of the host that JAX would cut to 32 bits. Primitives check more."""
+def as_group_sizes(op: str, sizes: object, rows: int) -> jax.Array:
+    """Converts like ``as_array``; refuses integers of the host that JAX would cut to 32 bits, or at the last of M rows.
+
+    Primitives check more.
+    """
     if isinstance(sizes, np.ndarray | np.generic) and sizes.dtype != np.int32:
         raise TypeError(
             f"{op}: group_sizes must be int32, got {sizes.dtype}; if all of them fit, pass group_sizes.astype(np.int32)"
         )
+    if isinstance(sizes, np.ndarray | list | tuple) and (total := int(np.maximum(sizes, 0).sum(dtype=np.int64))) > rows:
+        raise ValueError(f"{op}: group_sizes must have a sum of at most M={rows}, got {total}")
     return as_array(op, "group_sizes", sizes)
 
 

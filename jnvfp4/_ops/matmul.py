@@ -1,5 +1,7 @@
 """Products of quantized tensors: argument checks, and one primitive for each."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,8 +88,8 @@ def grouped_matmul_nt(
       b: an NVFP4Tensor [G, N, K] of the same scopes: a matrix for each group, whose amax has the shape [G] or [G, N].
         One amax () is that of all groups.
       group_sizes: int32 [G], how many rows each group has. It stays on the device: no size is read by the host. A
-        negative size counts as 0. If the sum is less than M, the rows beyond it belong to no group; if it is more, the
-        groups are cut at row M.
+        negative size counts as 0. If the sum is less than M, the rows beyond it belong to no group. If it is more, the
+        groups are cut at row M; of a NumPy array or a list, whose numbers are known, that is an error.
       out_dtype: float32, bfloat16 or float16.
       implementation: as in ``quantize``, or the name of a kernel (``jnvfp4.supports("grouped_matmul_nt", a, b,
         group_sizes).kernel``). If that kernel cannot run these operands, compilation raises.
@@ -109,7 +111,7 @@ def grouped_matmul_nt(
     data, scale, amax = parts_of(b)
     if amax.ndim == 0 and data.ndim == 3:
         amax = jnp.broadcast_to(amax, data.shape[:1])
-    operands = [*left, data, scale, amax, as_group_sizes(op, group_sizes)]
+    operands = [*left, data, scale, amax, as_group_sizes(op, group_sizes, math.prod(left[0].shape[:1]))]
     a_format = a.format if isinstance(a, NVFP4Tensor) else None
     params = ProductParams(a_format, b.format, float_dtype(op, "out_dtype", out_dtype))
     return bind(grouped_matmul_p, *operands, params=params, implementation=implementation)[0]

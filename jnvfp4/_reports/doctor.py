@@ -190,9 +190,9 @@ def runs_all(devices: list[jax.Device], full: bool) -> bool:
 def report(full: bool = True) -> dict[str, object]:
     """Returns all that ``jnvfp4 doctor --json`` prints.
 
-    Its keys: ``ok`` (no check has failed), ``full`` (all checks have run, not the quick ones alone), ``versions``, ``targets`` (what kernels were compiled for), ``cublaslt``
-    (path, or the reason why there is none), ``devices``, ``checks`` (outcome "ok", "failed" or "not applicable", and
-    the reason) and ``plan`` (the kernels of some products).
+    Its keys: ``ok`` (no check has failed), ``full`` (all checks have run, not the quick ones alone), ``versions``,
+    ``targets`` (what kernels were compiled for), ``cublaslt`` (path, or the reason why there is none), ``devices``,
+    ``checks`` (outcome "ok", "failed" or "not applicable", and the reason) and ``plan`` (the kernels of some products).
     """
     found = devices()  # JAX's CUDA plugin, if there is one, has loaded cuBLASLt then
     library, full = plans.cublaslt(), runs_all(found, full)

@@ -306,7 +306,8 @@ def _layers_of_module(module: nn.Module, *inputs: PyTree, **keywords: Any) -> li
     with nn.intercept_methods(see):
         variables = jax.eval_shape(partial(module.init, **keywords), jax.random.key(0), *inputs)
     shapes = {layer.path: layer.shape for layer in layers_of_params(module, variables["params"])}
+    # A layer that is applied as a model of its own, such as a head with tied weights, has no parameters of this one.
+    whole = {path: shapes.get(path, layer.shape) for path, layer in called.items()}
     return [
-        layer._replace(shape=shapes[path], stacked=len(shapes[path]) > len(layer.shape))
-        for path, layer in called.items()
+        layer._replace(shape=whole[path], stacked=len(whole[path]) > len(layer.shape)) for path, layer in called.items()
     ]

@@ -229,5 +229,6 @@ _OURS = (DotGeneral, EinsumOp, Keyed)
 
 
 @layers_of.register(nnx.Module)
-def _layers_of_module(model: nnx.Module) -> list[Layer]:
+def _layers_of_module(model: nnx.Module, *_: object, **__: object) -> list[Layer]:
+    """Lists the layers of a model, whose inputs tell nothing more."""
     return [layer for _, layer in layers_in(model)]
