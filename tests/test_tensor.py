@@ -201,7 +201,7 @@ def test_there_is_no_transpose(tensor, name):
         getattr(tensor, name)
 
 
-OPERATORS = "add sub mul truediv matmul lt le gt ge eq ne".split()
+OPERATORS = ["add", "sub", "mul", "truediv", "matmul", "lt", "le", "gt", "ge", "eq", "ne"]
 CONVERSIONS = {
     "np.asarray": np.asarray,
     "np.array": lambda t: np.array(t, np.float32),

@@ -23,6 +23,8 @@ def write_input_amaxes(
 ) -> dict[str, float]:
     """Finds the amax of each module's activations and writes the file that ``ConvertOptions.input_amax`` takes.
 
+    ``jnvfp4.flax.calibrate`` makes the pairs from a Flax model.
+
     Args:
       batches: pairs of a module's name, such as ``model.layers.0.mlp.down_proj`` (or that of its weight), and what is
         multiplied by its weight: an array of floats, of any shape. A module may have any number of batches.
