@@ -19,7 +19,7 @@ from ._convert.shards import OnProgress, ShardWriter, find_amaxes
 from ._files.companions import check_companions, copy_companions, remove_partial_copies
 from ._files.errors import CheckpointError, Exit, io_error
 from ._files.files import RECORD, check_free_space, checked_path, json_bytes, locked, remove_temporaries, write_file
-from ._files.safetensors import VERSION, read_header
+from ._files.safetensors import VERSION, File
 from ._files.source import CONFIG, HF_QUANT, INDEX, SHARD, Source, open_source
 
 _RECIPE = "recipe"  # in the metadata of converted shards alone
@@ -88,7 +88,7 @@ def convert_checkpoint(
     if resume:
         record.resume()
     _check_space(plan, output, record)
-    check_companions(plan.source.directory, plan.source.single_file)
+    check_companions(plan.source)
     amaxes, not_finite = find_amaxes(plan, workers)
     plan.source.check_unchanged()
     if not_finite:
@@ -103,7 +103,7 @@ def convert_checkpoint(
             removed = _remove_leftovers(plan, output, resume)
             with record:
                 seconds = _write_shards(writer, output, record)
-                not_copied = copy_companions(plan.source.directory, output, plan.source.single_file)
+                not_copied = copy_companions(plan.source, output)
                 plan.source.check_unchanged()
                 for name, value in plan.files.items():
                     write_file(output / name, json_bytes(value))
@@ -147,7 +147,7 @@ def _shards_in(output: Path) -> list[Path]:
 def _is_converted(path: Path) -> bool:
     """Tells whether a conversion wrote a shard, which its metadata says."""
     try:
-        return {VERSION, _RECIPE} <= read_header(path).metadata.keys()
+        return {VERSION, _RECIPE} <= File(path).metadata.keys()
     except CheckpointError:
         return False
 
@@ -169,7 +169,7 @@ def _tiny_amaxes(amaxes: Mapping[str, np.ndarray]) -> tuple[str, ...]:
 # ---------------------------------------------------------------- files
 def _remove_leftovers(plan: Plan, output: Path, resume: bool) -> tuple[str, ...]:
     """Removes an older output, and the temporary files of killed runs; gives a warning of what an output has lost."""
-    remove_partial_copies(plan.source.directory, output, plan.source.single_file)
+    remove_partial_copies(plan.source, output)
     remove_temporaries(output, {*plan.shards, CONFIG, INDEX, HF_QUANT, RECORD})
     shards = [] if resume else _shards_in(output)
     older = [path for path in (output / CONFIG, output / INDEX, output / HF_QUANT, *shards) if os.path.lexists(path)]

@@ -218,13 +218,13 @@ def _write(rewriting: Rewriting, output: Path, warn: Warn) -> None:
     shards = _shards(rewriting)
     tensors = {name: [p for planned, _ in tasks for p in planned] for name, tasks in shards.items()}
     check_free_space(output, [sum(p.nbytes for p in planned) for planned in tensors.values()])
-    check_companions(stored.source.directory, stored.source.single_file)
+    check_companions(stored.source)
     with new_output(output):
         for name, tasks in shards.items():
             with writing(output / name, tensors[name], {"format": "pt", VERSION: __version__}) as file:
                 for tensor, first, data in (piece for _, work in tasks for piece in work()):
                     file.put(tensor, data, first)
-        not_copied = copy_companions(stored.source.directory, output, stored.source.single_file)
+        not_copied = copy_companions(stored.source, output)
         stored.source.check_unchanged()
         for name, value in {**files, **index_file(tensors)}.items():
             write_file(output / name, json_bytes(value))

@@ -71,8 +71,8 @@ def error_stats(w: np.ndarray, weight: Weight, max_bytes: int = CHUNK_BYTES) -> 
         snr_db=-20 * math.log10(relative) if relative else None,
         max_abs_error=worst,
         cosine=product / norms if norms else None,
-        largest_code_share=float(codes[7] + codes[15]) / w.size,
-        zero_code_share=float(codes[0] + codes[8]) / w.size,
+        largest_code_share=float(codes[7] + codes[15]) / math.prod(w.shape),
+        zero_code_share=float(codes[0] + codes[8]) / math.prod(w.shape),
         zero_scale_share=float(scales[0]) / weight.scales.size,
         saturated_scale_share=float(scales[LARGEST_SCALE]) / weight.scales.size,
     )

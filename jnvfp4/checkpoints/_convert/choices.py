@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from ..._core.patterns import layer_of, matches, names_exactly
 from ...spec import BLOCK
 from .._files.errors import CheckpointError, Exit, OptionError
-from .._files.safetensors import FLOATS, Entry
+from .._files.safetensors import FLOATS, Planned
 from .._files.source import Source
 from .._layouts.layouts import LAYOUTS
 from .._layouts.loaders import is_expert_stack
@@ -36,7 +36,7 @@ class Choice:
       kn: whether it is a stack of experts [E, K, N].
     """
 
-    entry: Entry
+    entry: Planned
     reason: str
     kn: bool = False
 
@@ -94,7 +94,7 @@ class Rules:
                 hint="--allow-empty converts all the same",
             )
 
-    def choice(self, entry: Entry, source: Source) -> Choice:
+    def choice(self, entry: Planned, source: Source) -> Choice:
         """Decides about one tensor, without regard to its group."""
         options = self.options
         choice = Choice(entry, self.reason_to_keep(entry))
@@ -110,7 +110,7 @@ class Rules:
             choice = replace(choice, kn=is_kn(entry, source, options.expert_layout))
         return replace(choice, reason=self._shape(choice)) if choice.quantizes else choice
 
-    def reason_to_keep(self, entry: Entry) -> str:
+    def reason_to_keep(self, entry: Planned) -> str:
         """Says why a tensor is kept because of its name or dtype; empty if it is quantized."""
         if not entry.name.endswith(WEIGHT) and not is_expert_stack(entry):
             return "no weight"
@@ -134,7 +134,7 @@ class Rules:
             return reasons[0]
         return "not among the targets" if o.targets and not targeted else ""
 
-    def _kind(self, entry: Entry, module: str) -> str:
+    def _kind(self, entry: Planned, module: str) -> str:
         wanted = any(names_exactly(p, module) for p in self.options.targets)
         if len(entry.shape) != 2 and not is_expert_stack(entry):
             return self._unfit(entry, wanted, f"rank {len(entry.shape)}", "rank 2")
@@ -166,7 +166,7 @@ class Rules:
         raise CheckpointError(f"K is {k}", f"a multiple of {BLOCK}", tensor=name, hint=hint)
 
     @staticmethod
-    def _unfit(entry: Entry, wanted: bool, observed: str, expected: str) -> str:
+    def _unfit(entry: Planned, wanted: bool, observed: str, expected: str) -> str:
         """Keeps a tensor that cannot be quantized, unless the user asked for it by name."""
         if wanted:
             verb = "is" if observed.startswith("a ") else "has"

@@ -194,15 +194,10 @@ class Rows:
     def __iter__(self) -> Iterator[np.ndarray]:
         return (self.compute(slice(i, i + 1))[0] for i in range(self.shape[0]))
 
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
-
 
 def slices(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> Iterator[slice]:
     """Cuts the first axis into slices of about ``max_bytes``; a matrix at multiples of 16, the rows of a tile."""
-    row_bytes = max(1, int(np.prod(shape[1:], dtype=np.int64)) * itemsize)
+    row_bytes = max(1, math.prod(shape[1:]) * itemsize)
     step = BLOCK if len(shape) == 2 else 1
     rows = max(step, max_bytes // row_bytes // step * step)
     for first in range(0, shape[0], rows):
@@ -214,6 +209,5 @@ def pieces(x: np.ndarray | Rows, max_bytes: int) -> Iterator[tuple[int, np.ndarr
     if not x.shape:
         yield 0, x[:]
         return
-    row = x.size // x.shape[0] if x.shape[0] else 0
     for rows in slices(x.shape, x.dtype.itemsize, max_bytes):
-        yield rows.start * row, x[rows]
+        yield rows.start * math.prod(x.shape[1:]), x[rows]

@@ -17,7 +17,7 @@ from functools import cached_property
 from io import FileIO
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -55,14 +55,12 @@ FLOATS = ("BF16", "F16", "F32")  # the dtypes of weights that are quantized with
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Describes a tensor of a file, whose bytes are [begin, end) of the file."""
+class Planned:
+    """Describes a tensor that is in a file or will be written."""
 
     name: str
     tag: str
     shape: tuple[int, ...]
-    begin: int
-    end: int
 
     @property
     def dtype(self) -> np.dtype:
@@ -70,41 +68,23 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        return self.end - self.begin
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Header(NamedTuple):
-    """Holds what the header of a file says.
+@dataclass(frozen=True)
+class Entry(Planned):
+    """Describes a tensor of a file, whose bytes are [begin, end) of the file."""
 
-    Attributes:
-      entries: the tensors, by name.
-      metadata: the metadata.
-      state: size, time and a digest of the header, by which a file that has changed is known.
-    """
+    begin: int
 
-    entries: Mapping[str, Entry]
-    metadata: Mapping[str, str]
-    state: tuple[int, int, str]
+    @property
+    def end(self) -> int:
+        return self.begin + self.nbytes
 
 
 # ---------------------------------------------------------------- reading
-def read_header(path: Path) -> Header:
-    """Reads and checks the header of ``path`` without reading the data.
-
-    Raises:
-      CheckpointError: the file is truncated or its header is wrong; the message names file and tensor.
-    """
-    try:
-        with open(path, "rb") as file:
-            stat = os.fstat(file.fileno())
-            text = _read_header_text(file.read(8), stat.st_size, path, file)
-    except OSError as e:
-        raise cannot_be_read(e, path) from e
-    entries, metadata = _parse_header(json_object(text, path, "header "), 8 + len(text), stat.st_size, path)
-    return Header(entries, metadata, (stat.st_size, stat.st_mtime_ns, hashlib.sha256(text).hexdigest()))
-
-
-def _read_header_text(prefix: bytes, size: int, path: Path, file: BinaryIO) -> bytes:
+def _header_text(file: BinaryIO, size: int, path: Path) -> bytes:
+    prefix = file.read(8)
     if len(prefix) < 8:
         raise CheckpointError(f"is {size} bytes long", "a header length of 8 bytes", file=path)
     length = int.from_bytes(prefix, "little")
@@ -134,11 +114,8 @@ def _check_writable(value: object, levels: int = MAX_NESTING) -> None:
     elif isinstance(value, dict | list):
         if not levels:
             raise ValueError(f"is nested deeper than {MAX_NESTING}")
-        for v in value:
+        for v in (*value, *value.values()) if isinstance(value, dict) else value:
             _check_writable(v, levels - 1)
-        if isinstance(value, dict):
-            for v in value.values():
-                _check_writable(v, levels - 1)
 
 
 def json_object(text: bytes, path: Path, what: str = "") -> JSON:
@@ -207,28 +184,41 @@ def _entry(name: str, value: object, start: int, size: int, path: Path) -> Entry
     nbytes = math.prod(shape) * DTYPES[tag].itemsize
     if end - begin != nbytes:
         raise wrong(f"has {end - begin} bytes", f"{nbytes}, as {tag} {shape} needs")
-    return Entry(name, tag, tuple(shape), begin, end)
+    return Entry(name, tag, tuple(shape), begin)
 
 
 class File:
     """Opens a safetensors file, and gives its tensors as views of the mapped file or as copies.
 
     If the file is truncated, the system kills a process that uses a view (SIGBUS); a copy is an error.
+
+    Attributes:
+      path: the file.
+      entries: the tensors, by name.
+      metadata: the metadata.
+      state: size, time and a digest of the header, by which a file that has changed is known.
+
+    Raises:
+      CheckpointError: the file is truncated or its header is wrong; the message names file and tensor.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self.entries, self.metadata, self.state = read_header(path)
         try:
-            self._descriptor = os.open(path, os.O_RDONLY)
+            self._file = open(path, "rb")  # noqa: SIM115 (closed with this object)
+            weakref.finalize(self, self._file.close)
+            stat = os.fstat(self._file.fileno())
+            text = _header_text(self._file, stat.st_size, path)
         except OSError as e:
             raise cannot_be_read(e, path) from e
-        weakref.finalize(self, os.close, self._descriptor)
+        header = json_object(text, path, "header ")
+        self.entries, self.metadata = _parse_header(header, 8 + len(text), stat.st_size, path)
+        self.state = (stat.st_size, stat.st_mtime_ns, hashlib.sha256(text).hexdigest())
 
     @cached_property
     def _map(self) -> mmap.mmap:
         try:
-            return mmap.mmap(self._descriptor, self.state[0], access=mmap.ACCESS_READ)
+            return mmap.mmap(self._file.fileno(), self.state[0], access=mmap.ACCESS_READ)
         except OSError as e:
             raise cannot_be_read(e, self.path) from e
         except ValueError as e:
@@ -237,7 +227,7 @@ class File:
     def check_unchanged(self) -> None:
         """Raises if size, time or header are others than when the file was opened."""
         try:
-            state = read_header(self.path).state
+            state = File(self.path).state
         except CheckpointError as e:
             raise self._changed(str(e)) from e
         if state != self.state:
@@ -264,7 +254,7 @@ class File:
         offset = entry.begin + first * entry.nbytes // max(count, 1)
         while left:
             try:
-                n = os.preadv(self._descriptor, [left], offset)
+                n = os.preadv(self._file.fileno(), [left], offset)
             except OSError as e:
                 raise cannot_be_read(e, self.path) from e
             if n == 0:
@@ -287,19 +277,6 @@ class File:
 
 
 # ---------------------------------------------------------------- writing
-@dataclass(frozen=True)
-class Planned:
-    """Describes a tensor that will be written."""
-
-    name: str
-    tag: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.tag].itemsize
-
-
 def header_bytes(tensors: Iterable[Planned], metadata: Mapping[str, str]) -> bytes:
     """Formats the length and the header of a file with these tensors in this order, padded to a multiple of 8."""
     header: JSON = {METADATA: dict(sorted(metadata.items()))}

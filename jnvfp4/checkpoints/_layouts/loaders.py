@@ -12,7 +12,7 @@ from functools import cache
 
 from ..._core.patterns import layer_of
 from .._files.errors import CheckpointError, Exit
-from .._files.safetensors import Entry
+from .._files.safetensors import Planned
 from .layouts import LayoutName
 from .names import FUSED, FUSED_NAMES, WEIGHT, is_embedding, is_stack, module_of, split_role
 
@@ -119,12 +119,12 @@ def check_ignore_list(entries: list[str], kept: Iterable[str], quantized: Iterab
                 )
 
 
-def linear_modules(entries: Iterable[Entry]) -> list[str]:
+def linear_modules(entries: Iterable[Planned]) -> list[str]:
     """Names the modules of the weights that a linear layer may have, which loaders look up in the ignore list."""
     weights = (e.name for e in entries if (e.name.endswith(WEIGHT) and len(e.shape) == 2) or is_expert_stack(e))
     return [m for m in map(module_of, weights) if not is_embedding(m)]
 
 
-def is_expert_stack(entry: Entry) -> bool:
+def is_expert_stack(entry: Planned) -> bool:
     """Tells whether a tensor is a stack: one projection of all experts."""
     return len(entry.shape) == 3 and is_stack(entry.name)
