@@ -169,7 +169,7 @@ def to_hf(tree: Mapping[str, PyTree], rules: Sequence[NameRule]) -> dict[str, Te
                     "a name that it matches",
                     tensor=path,
                 )
-            out[name] = _backward(rule, name, t)
+            out[name] = _rearranged(rule, name, t, back=True)
     return out
 
 
@@ -220,7 +220,7 @@ def _index(rule: NameRule, fields: Fields, name: str) -> tuple[int, ...]:
 def _stacked(rule: NameRule, path: str, parts: dict[tuple[int, ...], tuple[str, Tensor]]) -> Tensor:
     if not rule.stack:
         ((name, t),) = parts.values()
-        return _forward(rule, name, t)
+        return _rearranged(rule, name, t)
     sizes = tuple(max(column) + 1 for column in zip(*parts, strict=True))
     indices = list(itertools.product(*map(range, sizes)))
     missing = [i for i in indices if i not in parts]
@@ -237,7 +237,7 @@ def _stacked(rule: NameRule, path: str, parts: dict[tuple[int, ...], tuple[str, 
                 tensor=name,
                 hint="quantize all layers or none, or give them a rule that does not stack",
             )
-    ordered = [_with_amaxes(_forward(rule, *parts[i])) for i in indices]
+    ordered = [_with_amaxes(_rearranged(rule, *parts[i])) for i in indices]
     axis = _axis(rule, first, ordered[0], 1)
 
     def stack(*leaves: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
@@ -280,43 +280,30 @@ def _kind(t: Tensor) -> str:
     return f"{t.dtype} {list(t.shape)}"
 
 
-def _forward(rule: NameRule, name: str, t: Tensor) -> Tensor:
+def _rearranged(rule: NameRule, name: str, t: Tensor, back: bool = False) -> Tensor:
+    """Transposes and splits a tensor, or merges and transposes it back."""
     if isinstance(t, NVFP4Tensor):
-        return _unchanged(rule, name, t)
-    if rule.transpose:
-        t = _transposed(rule, name, t)
-    if rule.split:
-        axis, parts = rule.split
-        if not 0 <= axis < t.ndim or t.shape[axis] % parts:
-            raise _wrong(rule, f"splits {list(t.shape)}", f"a multiple of {parts} at axis {axis}", tensor=name)
-        t = t.reshape(*t.shape[:axis], parts, t.shape[axis] // parts, *t.shape[axis + 1 :])
-    return t
-
-
-def _backward(rule: NameRule, name: str, t: Tensor) -> Tensor:
-    if isinstance(t, NVFP4Tensor):
-        return _unchanged(rule, name, t)
-    if rule.split:
+        if rule.transpose or rule.split:
+            raise _wrong(
+                rule,
+                f"{'transposes' if rule.transpose else 'splits'} it, which is quantized in blocks of 16 along K",
+                "an array",
+                tensor=name,
+                hint="transpose or split before quantizing, or leave the quantized weight [N, K]",
+            )
+        return t
+    if rule.split and back:
         axis, parts = rule.split
         if not 0 <= axis < t.ndim - 1 or t.shape[axis] != parts:
             raise _wrong(rule, f"merges {list(t.shape)}", f"{parts} at axis {axis} and one more axis", tensor=name)
         t = t.reshape(*t.shape[:axis], -1, *t.shape[axis + 2 :])
-    return _transposed(rule, name, t) if rule.transpose else t
-
-
-def _transposed(rule: NameRule, name: str, t: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    if t.ndim < 2:
-        raise _wrong(rule, f"transposes {list(t.shape)}", "two axes or more", tensor=name)
-    return t.swapaxes(-1, -2)
-
-
-def _unchanged(rule: NameRule, name: str, t: NVFP4Tensor) -> NVFP4Tensor:
-    if rule.transpose or rule.split:
-        raise _wrong(
-            rule,
-            f"{'transposes' if rule.transpose else 'splits'} it, which is quantized in blocks of 16 along K",
-            "an array",
-            tensor=name,
-            hint="transpose or split before quantizing, or leave the quantized weight [N, K]",
-        )
+    if rule.transpose:
+        if t.ndim < 2:
+            raise _wrong(rule, f"transposes {list(t.shape)}", "two axes or more", tensor=name)
+        t = t.swapaxes(-1, -2)
+    if rule.split and not back:
+        axis, parts = rule.split
+        if not 0 <= axis < t.ndim or t.shape[axis] % parts:
+            raise _wrong(rule, f"splits {list(t.shape)}", f"a multiple of {parts} at axis {axis}", tensor=name)
+        t = t.reshape(*t.shape[:axis], parts, t.shape[axis] // parts, *t.shape[axis + 1 :])
     return t
