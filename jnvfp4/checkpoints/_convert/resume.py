@@ -30,10 +30,8 @@ def _state_of_options(options: ConvertOptions) -> JSON:
 
 def _state_of_source(source: Source) -> JSON:
     """Describes the source: a digest of the config; size, time and a digest of the header of each file."""
-    state: JSON = {CONFIG: hashlib.sha256(json.dumps(source.config, sort_keys=True).encode()).hexdigest()}
-    for name, file in source.files.items():
-        state[name] = list(file.state)
-    return state
+    config = hashlib.sha256(json.dumps(source.config, sort_keys=True).encode()).hexdigest()
+    return {CONFIG: config, **{name: list(file.state) for name, file in source.files.items()}}
 
 
 class ResumeRecord:
@@ -44,11 +42,7 @@ class ResumeRecord:
 
     def __init__(self, output: Path, source: Source, options: ConvertOptions):
         self._path = output / RECORD
-        self._state: JSON = {
-            "options": _state_of_options(options),
-            "source": _state_of_source(source),
-            "shards": {},
-        }
+        self._state: JSON = {"options": _state_of_options(options), "source": _state_of_source(source), "shards": {}}
 
     @property
     def shards(self) -> dict[str, str]:
