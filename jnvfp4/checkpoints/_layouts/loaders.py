@@ -84,13 +84,6 @@ def ignore_list(kept: Iterable[str], quantized: Iterable[str], layout: LayoutNam
     return sorted(entries)
 
 
-def checked_ignore_list(kept: Collection[str], quantized: Collection[str], layout: LayoutName) -> list[str]:
-    """Lists what is kept, and raises if a loader reads the list differently."""
-    entries = ignore_list(kept, quantized, layout)
-    check_ignore_list(entries, kept, quantized, layout)
-    return entries
-
-
 def _kept_layers(kept: Iterable[str], quantized: Iterable[str]) -> set[str]:
     """Names the decoder layers, such as ``model.layers.3``, in which nothing is quantized."""
 
@@ -101,8 +94,9 @@ def _kept_layers(kept: Iterable[str], quantized: Iterable[str]) -> set[str]:
     return layers(kept) - layers(quantized)
 
 
-def check_ignore_list(entries: list[str], kept: Iterable[str], quantized: Iterable[str], layout: LayoutName) -> None:
-    """Raises if a loader of the layout would keep a module that is quantized, or quantize one that is kept."""
+def checked_ignore_list(kept: Collection[str], quantized: Collection[str], layout: LayoutName) -> list[str]:
+    """Makes the ignore list, and raises if a loader would keep a module that is quantized, or quantize a kept one."""
+    entries = ignore_list(kept, quantized, layout)
     for loader, (reads, asks_fused) in READINGS[layout].items():
         for modules, wanted in ((kept, True), (quantized, False)):
             for module in modules:
@@ -117,6 +111,7 @@ def check_ignore_list(entries: list[str], kept: Iterable[str], quantized: Iterab
                     code=Exit.CONFLICT,
                     hint="keep or quantize both, or choose another --format",
                 )
+    return entries
 
 
 def linear_modules(entries: Iterable[Planned]) -> list[str]:
