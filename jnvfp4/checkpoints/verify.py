@@ -144,20 +144,16 @@ def verify_checkpoint(
     original = _as_converted(open_source(Path(source)), stored, expert_layout)
     failures: list[CheckpointError] = []
     records: list[Record] = []
-
-    def run(check: Callable[[], Record | None]) -> None:
+    peer = peer_decoder(stored)
+    checks: list[Callable[[], Record | None]] = [partial(_check_groups, stored)]
+    checks += [partial(_check_kept, original, stored, name) for name in stored.others]
+    checks += [partial(_check_quantized, original, stored, module, peer) for module in stored.modules]
+    for check in checks:
         try:
             if record := check():
                 records.append(record)
         except CheckpointError as e:
             failures.append(e)
-
-    run(partial(_check_groups, stored))
-    peer = peer_decoder(stored)
-    for name in stored.others:
-        run(partial(_check_kept, original, stored, name))
-    for module in stored.modules:
-        run(partial(_check_quantized, original, stored, module, peer))
     if missing := set(original.places) - set(stored.names):
         failures.append(_failure(min(missing), "is missing", "", stored))
     records.sort(key=lambda r: r.name)

@@ -135,37 +135,26 @@ def open_source(path: Path) -> Source:
         disagree, or a file is damaged.
     """
     path = checked_path(path)
-    _refuse_unfinished(path.parent if os.path.isfile(path) else path)
-    if os.path.isfile(path):
-        if not path.name.endswith(SHARD):
-            hint = _pickle_hint(path.parent) if path.suffix in _PICKLES else ""
-            raise CheckpointError("is no checkpoint", f"a file whose name ends in {SHARD}", file=path, hint=hint)
-        return _open_files(path.parent, [path.name], None, single_file=True)
-    if not path.is_dir():
+    single_file = os.path.isfile(path)
+    directory = path.parent if single_file else path
+    _refuse_unfinished(directory)
+    if single_file and not path.name.endswith(SHARD):
+        hint = _pickle_hint(directory) if path.suffix in _PICKLES else ""
+        raise CheckpointError("is no checkpoint", f"a file whose name ends in {SHARD}", file=path, hint=hint)
+    if not directory.is_dir():
         raise CheckpointError("does not exist", "a directory or a file", file=path)
-    index = _read_index(path)
-    present = sorted(p.name for p in path.glob(f"*{SHARD}"))
+    index = None if single_file else _read_index(path)
+    present = [path.name] if single_file else sorted(p.name for p in path.glob(f"*{SHARD}"))
     names = present if index is None else sorted(set(index.values()))
     if not names:
         raise CheckpointError(f"has no *{SHARD} file", file=path, hint=_pickle_hint(path))
-    ignored = tuple(f"{name}: not in the index, ignored" for name in present if name not in names)
-    return _open_files(path, names, index, warnings=ignored)
-
-
-def _open_files(
-    directory: Path,
-    names: list[str],
-    index: Mapping[str, str] | None,
-    *,
-    warnings: tuple[str, ...] = (),
-    single_file: bool = False,
-) -> Source:
+    warnings = tuple(f"{name}: not in the index, ignored" for name in present if name not in names)
     files, config = _open_shards(directory, names), _read_if_there(directory / CONFIG)
     places = _places_of(directory, files)
     if index is not None:
         _check_index(directory / INDEX, index, places)
     if not places:
-        raise CheckpointError("has no tensor", "a model", file=directory / names[0] if single_file else directory)
+        raise CheckpointError("has no tensor", "a model", file=path)
     if config is None:
         warnings += (f"{directory / CONFIG}: missing, so the number of layers and the model type are unknown",)
     return Source(directory, files, places, config, warnings, single_file)
