@@ -17,7 +17,7 @@ from ._convert.resume import ResumeRecord
 from ._convert.shards import OnProgress, ShardWriter, find_amaxes
 from ._files.companions import check_companions, copy_companions, remove_partial_copies
 from ._files.errors import CheckpointError, Exit, io_error
-from ._files.files import RECORD, check_free_space, checked_path, json_bytes, locked, remove_temporaries, write_file
+from ._files.files import RECORD, check_free_space, checked_path, locked, remove_temporaries, unfinished, write_json
 from ._files.safetensors import VERSION, File
 from ._files.source import CONFIG, HF_QUANT, INDEX, SHARD, open_source
 
@@ -100,12 +100,12 @@ def convert_checkpoint(
         with locked(output):
             _check_output(plan, output, overwrite, resume)  # again: another conversion may have finished
             removed = _remove_leftovers(plan, output, resume)
-            with record:
+            with unfinished(output, record.state, lambda: record.shards):
                 seconds = _write_shards(writer, output, record)
                 not_copied = copy_companions(plan.source, output)
                 plan.source.check_unchanged()
                 for name, value in plan.files.items():
-                    write_file(output / name, json_bytes(value))
+                    write_json(output / name, value)
     except OSError as e:
         raise io_error(e, output, "finished shards are kept; --resume goes on" if record.is_kept else "") from e
     warnings = plan.warnings + _tiny_amaxes(amaxes) + removed + not_copied
@@ -114,29 +114,21 @@ def convert_checkpoint(
 
 # ---------------------------------------------------------------- checks
 def _check_output(plan: Plan, output: Path, overwrite: bool, resume: bool) -> None:
+    def wrong(observed: str, expected: str, hint: str = "", file: Path = output) -> CheckpointError:
+        return CheckpointError(observed, expected, file=file, code=Exit.USAGE, hint=hint)
+
     if not output.exists():
         return
     if output.resolve() == plan.source.directory.resolve():
-        raise CheckpointError("is the source", "another directory", file=output, code=Exit.USAGE)
+        raise wrong("is the source", "another directory")
     if not output.is_dir():
-        raise CheckpointError("is a file", "a directory", file=output, code=Exit.USAGE)
+        raise wrong("is a file", "a directory")
     if any(output.iterdir()) and not (overwrite or resume):
-        raise CheckpointError(
-            "is not empty",
-            "an empty or new directory",
-            file=output,
-            code=Exit.USAGE,
-            hint="--resume goes on, --overwrite starts again",
-        )
+        raise wrong("is not empty", "an empty or new directory", "--resume goes on, --overwrite starts again")
     foreign = next((path for path in sorted(output.glob(f"*{SHARD}")) if not _is_converted(path)), None)
     if foreign is not None and not resume:
-        raise CheckpointError(
-            "was not written by a conversion",
-            "only shards that were",
-            file=foreign,
-            code=Exit.USAGE,
-            hint="--overwrite removes no other: move it away, or use another directory",
-        )
+        hint = "--overwrite removes no other: move it away, or use another directory"
+        raise wrong("was not written by a conversion", "only shards that were", hint, foreign)
 
 
 def _is_converted(path: Path) -> bool:

@@ -18,11 +18,10 @@ from ._files.files import (
     check_finite,
     check_free_space,
     checked_path,
-    json_bytes,
     new_output,
     pieces,
     slices,
-    write_file,
+    write_json,
 )
 from ._files.safetensors import DTYPES, JSON, VERSION, Planned, writing
 from ._files.source import CONFIG, Source
@@ -227,7 +226,7 @@ def _write(rewriting: Rewriting, output: Path, warn: Warn) -> None:
         not_copied = copy_companions(stored.source, output)
         stored.source.check_unchanged()
         for name, value in {**files, **index_file(tensors)}.items():
-            write_file(output / name, json_bytes(value))
+            write_json(output / name, value)
     for text in not_copied:
         warn(text)
 

@@ -63,11 +63,8 @@ class NameRule:
                 raise _wrong(self, f"has a brace outside of a field in {template!r}", "{name} or {name:expression}")
         in_name, in_path = ([f for f, _ in _FIELD.findall(t)] for t in (self.name, self.path))
         if sorted(in_name) != sorted([*in_path, *self.stack]):
-            raise _wrong(
-                self,
-                f"has the fields {in_name} in its name, {in_path} in its path and stacks {list(self.stack)}",
-                "each field once in the name, and once in the path or in stack",
-            )
+            observed = f"has the fields {in_name} in its name, {in_path} in its path and stacks {list(self.stack)}"
+            raise _wrong(self, observed, "each field once in the name, and once in the path or in stack")
         try:
             _ = self.patterns
         except re.error as e:
@@ -101,9 +98,7 @@ def _filled(template: str, fields: Fields) -> str:
     return _FIELD.sub(lambda m: fields[m[1]], template)
 
 
-def _wrong(
-    rule: NameRule, observed: str, expected: str, *, tensor: str | None = None, hint: str = ""
-) -> CheckpointError:
+def _wrong(rule: NameRule, observed: str, expected: str, tensor: str | None = None, hint: str = "") -> CheckpointError:
     return CheckpointError(f"rule {rule.name!r} {observed}", expected, tensor=tensor, hint=hint, code=Exit.USAGE)
 
 
@@ -131,9 +126,7 @@ def from_hf(tensors: Mapping[str, Tensor], rules: Sequence[NameRule]) -> dict[st
         index = _index(rule, fields, name)
         if index in others or rule_of.setdefault(path, rule) is not rule:
             other = next(iter(others.values()))
-            raise _wrong(
-                rule, f"and the rule of {other!r} lead to one place, {path!r}", "one name for each", tensor=name
-            )
+            raise _wrong(rule, f"and the rule of {other!r} lead to one place, {path!r}", "one name for each", name)
         others[index] = name
     tree: dict[str, PyTree] = {}
     for path, names in places.items():
@@ -163,12 +156,8 @@ def to_hf(tree: Mapping[str, PyTree], rules: Sequence[NameRule]) -> dict[str, Te
             if name in out:
                 raise _wrong(rule, f"and another rule lead to one name, {name!r}", "one leaf for each", tensor=path)
             if rule.fields_of_name(name) is None:
-                raise _wrong(
-                    rule,
-                    f"gives it the name {name!r}, which the rule does not match",
-                    "a name that it matches",
-                    tensor=path,
-                )
+                observed = f"gives it the name {name!r}, which the rule does not match"
+                raise _wrong(rule, observed, "a name that it matches", path)
             out[name] = _rearranged(rule, name, t, back=True)
     return out
 
@@ -230,13 +219,8 @@ def _stacked(rule: NameRule, path: str, parts: dict[tuple[int, ...], tuple[str, 
     first, one = parts[indices[0]]
     for name, t in parts.values():
         if _kind(t) != _kind(one):
-            raise _wrong(
-                rule,
-                f"stacks {_kind(t)} on {_kind(one)} ({first!r})",
-                "the same",
-                tensor=name,
-                hint="quantize all layers or none, or give them a rule that does not stack",
-            )
+            hint = "quantize all layers or none, or give them a rule that does not stack"
+            raise _wrong(rule, f"stacks {_kind(t)} on {_kind(one)} ({first!r})", "the same", name, hint)
     ordered = [_with_amaxes(_rearranged(rule, *parts[i])) for i in indices]
     axis = _axis(rule, first, ordered[0], 1)
 
@@ -284,13 +268,9 @@ def _rearranged(rule: NameRule, name: str, t: Tensor, back: bool = False) -> Ten
     """Transposes and splits a tensor, or merges and transposes it back."""
     if isinstance(t, NVFP4Tensor):
         if rule.transpose or rule.split:
-            raise _wrong(
-                rule,
-                f"{'transposes' if rule.transpose else 'splits'} it, which is quantized in blocks of 16 along K",
-                "an array",
-                tensor=name,
-                hint="transpose or split before quantizing, or leave the quantized weight [N, K]",
-            )
+            verb = "transposes" if rule.transpose else "splits"
+            hint = "transpose or split before quantizing, or leave the quantized weight [N, K]"
+            raise _wrong(rule, f"{verb} it, which is quantized in blocks of 16 along K", "an array", name, hint)
         return t
     if rule.split and back:
         axis, parts = rule.split

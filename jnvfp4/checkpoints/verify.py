@@ -238,10 +238,8 @@ def _check_groups(stored: Stored) -> None:
         # Loaders keep one number for a group; amaxes of rows, which only layout te has, are no such number.
         other = next((m for m in group.members if scales[m] != scales[first] and len(scales[m]) == 4), None)
         if other is not None:
-            observed = f"has another global scale than {stored.name(first)!r}"
-            raise CheckpointError(
-                observed, "one in a group that loaders fuse", tensor=stored.name(other), code=Exit.VERIFICATION
-            )
+            observed, name = f"has another global scale than {stored.name(first)!r}", stored.name(other)
+            raise CheckpointError(observed, "one in a group that loaders fuse", tensor=name, code=Exit.VERIFICATION)
 
 
 def _sha256(*arrays: np.ndarray, dtype: np.dtype | None = None) -> str:
@@ -305,34 +303,22 @@ def compare_with_peer(theirs: np.ndarray, weight: Weight, stored: Stored) -> int
 
 
 # ---------------------------------------------------------------- JSON
-# The keys of records in JSON files, by the attribute of ErrorStats.
-_KEYS = {
-    "relative_error": "rel_err",
-    "snr_db": "snr_db",
-    "max_abs_error": "max_abs_err",
-    "cosine": "cosine",
-    "largest_code_share": "saturated",
-    "zero_code_share": "zero_codes",
-    "zero_scale_share": "zero_scales",
-    "saturated_scale_share": "largest_scales",
-}
+# The keys in JSON files of what ErrorStats has, in the same order.
+_KEYS = ("rel_err", "snr_db", "max_abs_err", "cosine", "saturated", "zero_codes", "zero_scales", "largest_scales")
 
 
 def as_json(records: list[Record]) -> list[JSON]:
     """Gives records as JSON values, with null for infinity and NaN."""
     out = []
     for r in records:
-        errors = {
-            _KEYS[k]: (v if v is None or math.isfinite(v) else None)
-            for k, v in (vars(r.error) if r.error else {}).items()
-        }
+        errors = dict(zip(_KEYS, vars(r.error).values(), strict=True)) if r.error else {}
         out.append(
             {
                 "name": r.name,
                 "shape": list(r.shape),
                 "dtype": r.dtype,
                 "global": r.global_scale,
-                **errors,
+                **{k: v if v is None or math.isfinite(v) else None for k, v in errors.items()},
                 "sha256": r.sha256,
                 **({} if r.peer_differs is None else {"differs_in_compressed_tensors": r.peer_differs}),
             }

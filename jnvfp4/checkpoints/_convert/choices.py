@@ -87,12 +87,8 @@ class Rules:
         if (start or end) and layers is None:
             raise CheckpointError("config.json has no num_hidden_layers", "it, to count layers from either end")
         if layers is not None and start + end >= layers and (start or end) and not options.allow_empty:
-            raise CheckpointError(
-                f"{start} layers at the start and {end} at the end are kept, of {layers}",
-                "fewer",
-                code=Exit.USAGE,
-                hint="--allow-empty converts all the same",
-            )
+            observed = f"{start} layers at the start and {end} at the end are kept, of {layers}"
+            raise CheckpointError(observed, "fewer", code=Exit.USAGE, hint="--allow-empty converts all the same")
 
     def choice(self, entry: Planned, source: Source) -> Choice:
         """Decides about one tensor, without regard to its group."""
@@ -100,13 +96,10 @@ class Rules:
         choice = Choice(entry, self.reason_to_keep(entry))
         if choice.quantizes and choice.stacked:
             if not LAYOUTS[options.layout].stacks or options.row_scaled:
-                raise CheckpointError(
-                    f"is a stack of experts, recipe {options.recipe}, layout {options.layout}",
-                    "layout modelopt or te, one amax for an expert",
-                    tensor=entry.name,
-                    code=Exit.USAGE,
-                    hint=f"--experts per-expert, or --ignore {module_of(entry.name)}",
-                )
+                observed = f"is a stack of experts, recipe {options.recipe}, layout {options.layout}"
+                expected = "layout modelopt or te, one amax for an expert"
+                hint = f"--experts per-expert, or --ignore {module_of(entry.name)}"
+                raise CheckpointError(observed, expected, tensor=entry.name, code=Exit.USAGE, hint=hint)
             choice = replace(choice, kn=is_kn(entry, source, options.expert_layout))
         return replace(choice, reason=self._shape(choice)) if choice.quantizes else choice
 
@@ -254,11 +247,8 @@ def _as_a_whole(group: Group, members: list[Choice], strict: bool) -> tuple[list
     first = members[0]
     other = next((d for d in members if (d.matrix[1], d.stacked) != (first.matrix[1], first.stacked)), None)
     if other is not None:
-        raise CheckpointError(
-            f"K is {first.matrix[1]}, and that of {other.entry.name!r} {other.matrix[1]}",
-            "one K in a group",
-            tensor=first.entry.name,
-        )
+        observed = f"K is {first.matrix[1]}, and that of {other.entry.name!r} {other.matrix[1]}"
+        raise CheckpointError(observed, "one K in a group", tensor=first.entry.name)
     return [], warnings
 
 

@@ -57,12 +57,9 @@ def find_amaxes(plan: Plan, workers: int) -> tuple[dict[str, np.ndarray], list[G
         wrong = next((m for m in group.members if own[m].not_finite), None)
         if wrong is not None:
             if plan.options.on_nonfinite == "error":
-                raise CheckpointError(
-                    f"has {own[wrong].not_finite} values that are not finite, the first at {own[wrong].first}",
-                    "finite values",
-                    tensor=plan.weights[wrong].name,
-                    hint="--on-nonfinite skip keeps its group",
-                )
+                observed = f"has {own[wrong].not_finite} values that are not finite, the first at {own[wrong].first}"
+                name, hint = plan.weights[wrong].name, "--on-nonfinite skip keeps its group"
+                raise CheckpointError(observed, "finite values", tensor=name, hint=hint)
             not_finite.append(group)
         elif plan.options.row_scaled:
             by_module |= {m: own[m].value for m in group.members}

@@ -46,9 +46,8 @@ def _with_views(source: Source, views: Iterable[View]) -> Source:
     places = {n: f for n, f in source.places.items() if n not in replaced}
     for name, view in by_name.items():
         if name in places:
-            raise CheckpointError(
-                f"is in the source, and would be made of {view.parts[0]!r}", "one of them", tensor=name
-            )
+            observed = f"is in the source, and would be made of {view.parts[0]!r}"
+            raise CheckpointError(observed, "one of them", tensor=name)
         places[name] = source.places[view.parts[0]]
     return replace(source, places=places, views={**source.views, **by_name})
 
@@ -65,12 +64,8 @@ def is_kn(entry: Planned, source: Source, expert_layout: ExpertLayout) -> bool:
         return model in _KN_MODELS
     fits = [entry.shape[axis] % BLOCK == 0 for axis in (2, 1)]
     if all(fits):
-        raise CheckpointError(
-            f"may be [E, N, K] or [E, K, N], and {CONFIG} has no model_type",
-            "a model_type",
-            tensor=entry.name,
-            hint="--expert-layout nk or kn",
-        )
+        observed = f"may be [E, N, K] or [E, K, N], and {CONFIG} has no model_type"
+        raise CheckpointError(observed, "a model_type", tensor=entry.name, hint="--expert-layout nk or kn")
     return not fits[0]
 
 
@@ -130,12 +125,10 @@ def _stack_of(source: Source, name: str, parts: list[dict[int, str]]) -> View:
             raise CheckpointError(f"experts are {sorted(part)}", f"0 to {count - 1}", tensor=name)
     experts = [[source.entry(part[e]) for part in parts] for e in range(count)]
     first = experts[0]
-    for entries in experts:
-        for a, b in zip(entries, first, strict=True):
-            if (a.tag, a.shape) != (b.tag, b.shape):
-                raise CheckpointError(
-                    f"is {a.tag} {list(a.shape)}", f"{b.tag} {list(b.shape)}, as expert 0", tensor=a.name
-                )
+    for a, b in ((a, b) for entries in experts for a, b in zip(entries, first, strict=True)):
+        if (a.tag, a.shape) != (b.tag, b.shape):
+            expected = f"{b.tag} {list(b.shape)}, as expert 0"
+            raise CheckpointError(f"is {a.tag} {list(a.shape)}", expected, tensor=a.name)
     if len({(e.tag, e.shape[1:]) for e in first}) > 1:
         raise CheckpointError(f"has {[list(e.shape) for e in first]} for gate and up", "one K", tensor=name)
     shape = (count, sum(e.shape[0] for e in first), *first[0].shape[1:])
@@ -164,9 +157,8 @@ def fp8_decoded(source: Source) -> Source:
 def _decoded(source: Source, entry: Planned, scale: Planned) -> View:
     blocks = tuple(-(-n // FP8_BLOCK) for n in entry.shape)
     if len(entry.shape) != 2 or scale.shape != blocks:
-        raise CheckpointError(
-            f"has shape {list(scale.shape)}", f"{list(blocks)}, one for {FP8_BLOCK}x{FP8_BLOCK}", tensor=scale.name
-        )
+        expected = f"{list(blocks)}, one for {FP8_BLOCK}x{FP8_BLOCK}"
+        raise CheckpointError(f"has shape {list(scale.shape)}", expected, tensor=scale.name)
 
     def compute(rows: slice) -> np.ndarray:
         block_rows = np.arange(entry.shape[0])[rows] // FP8_BLOCK

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from .errors import CheckpointError, Exit, cannot_be_read
+from .errors import CheckpointError, Exit, reading
 from .files import replacing
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
@@ -91,9 +91,8 @@ def _header_text(file: BinaryIO, size: int, path: Path) -> bytes:
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(f"header length is {length}", f"at most {MAX_HEADER_BYTES}", file=path)
     if 8 + length > size:
-        raise CheckpointError(
-            f"header length is {length}, but the file is {size} bytes long", "a complete file", file=path
-        )
+        observed = f"header length is {length}, but the file is {size} bytes long"
+        raise CheckpointError(observed, "a complete file", file=path)
     return file.read(length)
 
 
@@ -204,13 +203,11 @@ class File:
 
     def __init__(self, path: Path):
         self.path = path
-        try:
+        with reading(path):
             self._file = open(path, "rb")  # noqa: SIM115 (closed with this object)
             weakref.finalize(self, self._file.close)
             stat = os.fstat(self._file.fileno())
             text = _header_text(self._file, stat.st_size, path)
-        except OSError as e:
-            raise cannot_be_read(e, path) from e
         header = json_object(text, path, "header ")
         self.entries, self.metadata = _parse_header(header, 8 + len(text), stat.st_size, path)
         self.state = (stat.st_size, stat.st_mtime_ns, hashlib.sha256(text).hexdigest())
@@ -218,9 +215,8 @@ class File:
     @cached_property
     def _map(self) -> mmap.mmap:
         try:
-            return mmap.mmap(self._file.fileno(), self.state[0], access=mmap.ACCESS_READ)
-        except OSError as e:
-            raise cannot_be_read(e, self.path) from e
+            with reading(self.path):
+                return mmap.mmap(self._file.fileno(), self.state[0], access=mmap.ACCESS_READ)
         except ValueError as e:
             raise self._changed("truncated") from e
 
@@ -235,13 +231,9 @@ class File:
             raise self._changed(f"another {next(w for w, a, b in zip(what, state, self.state, strict=True) if a != b)}")
 
     def _changed(self, how: str) -> CheckpointError:
-        return CheckpointError(
-            f"has changed while it was read ({how})",
-            "the same file until the end",
-            file=self.path,
-            hint="run the command again when no other program writes to it",
-            code=Exit.IO,
-        )
+        observed, expected = f"has changed while it was read ({how})", "the same file until the end"
+        hint = "run the command again when no other program writes to it"
+        return CheckpointError(observed, expected, file=self.path, hint=hint, code=Exit.IO)
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Reads a tensor, or some rows of it."""
@@ -253,10 +245,8 @@ class File:
         left = out.reshape(-1).view(np.uint8).data
         offset = entry.begin + first * entry.nbytes // max(count, 1)
         while left:
-            try:
+            with reading(self.path):
                 n = os.preadv(self._file.fileno(), [left], offset)
-            except OSError as e:
-                raise cannot_be_read(e, self.path) from e
             if n == 0:
                 raise self._changed("truncated")
             left, offset = left[n:], offset + n
@@ -294,7 +284,7 @@ class Writer:
 
     def __init__(self, path: Path, file: FileIO, places: Mapping[str, tuple[Planned, int]]):
         self.path, self._file, self._places = path, file, places
-        self._written = dict.fromkeys(places, 0)  # bytes
+        self.written = dict.fromkeys(places, 0)  # bytes
 
     def put(self, name: str, data: np.ndarray, at: int = 0) -> None:
         """Writes a tensor, or some of its elements, the first of which is element ``at``."""
@@ -302,11 +292,7 @@ class Writer:
         assert TAGS[data.dtype] == planned.tag, (name, data.dtype, planned)
         raw = np.ascontiguousarray(data).view(np.uint8).reshape(-1).data
         _write(self._file, raw, offset + at * data.dtype.itemsize)
-        self._written[name] += data.nbytes
-
-    def check_complete(self) -> None:
-        for name, (planned, _) in self._places.items():
-            assert self._written[name] == planned.nbytes, (name, self._written[name], planned)
+        self.written[name] += data.nbytes
 
 
 @contextmanager
@@ -321,7 +307,7 @@ def writing(path: Path, tensors: Iterable[Planned], metadata: Mapping[str, str])
         file.truncate(len(head) + sum(t.nbytes for t in tensors))
         writer = Writer(path, file, places)
         yield writer
-        writer.check_complete()
+        assert writer.written == {t.name: t.nbytes for t in tensors}
         os.fsync(file.fileno())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import CheckpointError, cannot_be_read
+from .errors import CheckpointError, reading
 from .files import RECORD, Rows, checked_path
 from .safetensors import JSON, File, Planned, json_object
 
@@ -22,10 +22,8 @@ _PICKLES = (".bin", ".pt", ".pth")
 
 def read_json(path: Path) -> JSON:
     """Reads a file that holds a JSON object in which no key appears twice."""
-    try:
+    with reading(path):
         text = path.read_bytes()
-    except OSError as e:
-        raise cannot_be_read(e, path) from e
     return json_object(text, path)
 
 
