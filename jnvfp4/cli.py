@@ -270,9 +270,8 @@ def _spec(a: argparse.Namespace) -> QuantSpec:
         if a.two_d:
             raise CommandError("--2d is used and --recipe is row-scaled", "1x16 blocks, without --2d")
         if a.layout != "te":
-            raise CommandError(
-                f"--recipe is row-scaled and --format is {a.layout}", "--format te, which has an amax for each row"
-            )
+            observed = f"--recipe is row-scaled and --format is {a.layout}"
+            raise CommandError(observed, "--format te, which has an amax for each row")
         return ROW_SCALED
     return NVFP4_2D if a.two_d else NVFP4
 
@@ -329,15 +328,14 @@ def _convert(a: argparse.Namespace) -> Exit:
         if not a.quiet and not any(path.suffix == ".png" for path in written):
             say("note: no report.png, as matplotlib is not installed", sys.stderr)
         return _show(summary(records, result))
-    return _show(
-        {
-            "quantized": len(result.amaxes),
-            "kept": sum(not item.choice.quantizes for item in result.plan.items.values()),
-            "bytes_before": result.bytes_before,
-            "bytes_after": result.bytes_after,
-            "warnings": list(result.warnings),
-        }
-    )
+    did = {
+        "quantized": len(result.amaxes),
+        "kept": sum(not item.choice.quantizes for item in result.plan.items.values()),
+        "bytes_before": result.bytes_before,
+        "bytes_after": result.bytes_after,
+        "warnings": list(result.warnings),
+    }
+    return _show(did)
 
 
 # ---------------------------------------------------------------- the other commands

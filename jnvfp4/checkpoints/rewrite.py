@@ -60,9 +60,8 @@ def repack_checkpoint(source: Path | str, output: Path | str, layout: LayoutName
         clause = "is te, which stores an amax, and an amax does not follow from a scale"
         raise OptionError({"layout": clause}, "modelopt or compressed-tensors")
     if stored.stacks and not to.stacks:
-        raise CheckpointError(
-            "is a stack of experts", f"one weight for each, in {to.name}", tensor=min(stored.stacks), code=Exit.USAGE
-        )
+        expected, stack = f"one weight for each, in {to.name}", min(stored.stacks)
+        raise CheckpointError("is a stack of experts", expected, tensor=stack, code=Exit.USAGE)
     repacking = _Repacking(stored, to)
     changed = sum(map(repacking.changed_scales, stored.modules))
     _write(repacking, Path(output), warn)

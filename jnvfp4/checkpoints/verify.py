@@ -116,10 +116,7 @@ class VerificationError(CheckpointError):
 
 
 def verify_checkpoint(
-    source: Path | str,
-    output: Path | str,
-    max_relative_error: float = 0.2,
-    expert_layout: ExpertLayout = "auto",
+    source: Path | str, output: Path | str, max_relative_error: float = 0.2, expert_layout: ExpertLayout = "auto"
 ) -> list[Record]:
     """Decodes every weight of a converted checkpoint and compares it with the source; kept tensors must be unchanged.
 

@@ -154,9 +154,8 @@ class Rules:
             return ""
         if self.options.on_bad_shape == "keep":
             return f"K = {k} is no multiple of {BLOCK}"
-        name = choice.entry.name
-        hint = f"--ignore {module_of(name)}, or --on-bad-shape keep"
-        raise CheckpointError(f"K is {k}", f"a multiple of {BLOCK}", tensor=name, hint=hint)
+        hint = f"--ignore {module_of(choice.entry.name)}, or --on-bad-shape keep"
+        raise CheckpointError(f"K is {k}", f"a multiple of {BLOCK}", tensor=choice.entry.name, hint=hint)
 
     @staticmethod
     def _unfit(entry: Planned, wanted: bool, observed: str, expected: str) -> str:
@@ -188,7 +187,9 @@ def choose(source: Source, options: ConvertOptions) -> Choices:
     choices = {e.name: rules.choice(e, source) for e in source.entries()}
     rules.check_use()
     modules = [module_of(n) for n, d in choices.items() if n.endswith(WEIGHT) or is_expert_stack(d.entry)]
-    _check_modules(choices)
+    for name, choice in choices.items():
+        if is_expert_stack(choice.entry) and name + WEIGHT in choices:  # both are the weight of one module
+            raise CheckpointError(f"is the weight of a module, as {name!r} is", "one of them", tensor=name + WEIGHT)
     groups = groups_of(modules, options.share, options.share_qkv)
     _check_share(modules, options)
     warnings: list[str] = []
@@ -201,13 +202,6 @@ def choose(source: Source, options: ConvertOptions) -> Choices:
     if not quantized and not options.allow_empty:
         raise CheckpointError("no tensor is quantized", hint="--allow-empty converts all the same", code=Exit.USAGE)
     return Choices(choices, quantized, tuple(warnings))
-
-
-def _check_modules(choices: Mapping[str, Choice]) -> None:
-    """Raises if a stack of experts and another weight are of one module."""
-    for name, choice in choices.items():
-        if is_expert_stack(choice.entry) and name + WEIGHT in choices:
-            raise CheckpointError(f"is the weight of a module, as {name!r} is", "one of them", tensor=name + WEIGHT)
 
 
 def keep_groups(choices: Choices, groups: Container[Group], reason: str, *, allow_empty: bool) -> Choices:

@@ -157,6 +157,5 @@ def _check_pattern(name: str, pattern: str) -> None:
     except re.error as e:
         raise OptionError({name: f"has {pattern!r}, which is no regular expression ({e})"}) from e
     if name == "share" and groups < 1:
-        raise OptionError(
-            {"share": f"has {pattern!r} without a group"}, r"one for the parent's name, as in (.*)\.(a|b)_proj"
-        )
+        expected = r"one for the parent's name, as in (.*)\.(a|b)_proj"
+        raise OptionError({"share": f"has {pattern!r} without a group"}, expected)

@@ -147,9 +147,8 @@ def _parse_header(header: JSON, start: int, size: int, path: Path) -> tuple[dict
     for entry in sorted(entries.values(), key=lambda e: (e.begin, e.end)):
         if entry.begin != end:
             kind = "overlaps the tensor before it" if entry.begin < end else "leaves a gap before it"
-            raise CheckpointError(
-                f"begins at byte {entry.begin} and {kind}", f"byte {end}", file=path, tensor=entry.name
-            )
+            observed = f"begins at byte {entry.begin} and {kind}"
+            raise CheckpointError(observed, f"byte {end}", file=path, tensor=entry.name)
         end = entry.end
     if end != size:
         raise CheckpointError(f"is {size} bytes long, but its tensors end at byte {end}", "the same byte", file=path)

@@ -104,13 +104,10 @@ def checked_ignore_list(kept: Collection[str], quantized: Collection[str], layou
                 entry = next((e for e in entries if reads(e, asked)), None)
                 if (entry is not None) == wanted:
                     continue
-                raise CheckpointError(
-                    f"module {module!r} is {'kept' if wanted else 'quantized'}, but {loader} "
-                    + ("would quantize it" if wanted else f"would keep it because of {entry!r}"),
-                    "the same reading by every loader",
-                    code=Exit.CONFLICT,
-                    hint="keep or quantize both, or choose another --format",
-                )
+                does = "would quantize it" if wanted else f"would keep it because of {entry!r}"
+                observed = f"module {module!r} is {'kept' if wanted else 'quantized'}, but {loader} {does}"
+                hint = "keep or quantize both, or choose another --format"
+                raise CheckpointError(observed, "the same reading by every loader", code=Exit.CONFLICT, hint=hint)
     return entries
 
 
