@@ -9,6 +9,7 @@ import tempfile
 import typing
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -32,6 +33,7 @@ from .spec import NVFP4, NVFP4_2D, ROW_SCALED, QuantSpec, four_over_six
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 Add = Callable[..., argparse.Action]  # ``add_argument`` of a group of arguments
+Run = Callable[[argparse.Namespace], Exit]  # runs the command that it is called like
 _BROKEN_PIPE = 141  # the exit code that a shell shows for a process that SIGPIPE ended
 # The flags that are not called like the field of ConvertOptions, or the argument of another function, that they set.
 _FLAGS = {
@@ -110,31 +112,34 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jnvfp4 {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
 
-    def command(name: str, text: str, more: str = "", example: str = "") -> argparse.ArgumentParser:
-        description = f"{text[0].upper()}{text[1:]}.{more}" + (
-            f"\n\nexample: jnvfp4 {name} {example}" if example else ""
-        )
+    def command(run: Run, text: str, more: str = "", example: str = "") -> argparse.ArgumentParser:
+        name = run.__name__.removeprefix("_")
+        description = f"{text[0].upper()}{text[1:]}.{more}"
+        if example:
+            description += f"\n\nexample: jnvfp4 {name} {example}"
         raw = argparse.RawDescriptionHelpFormatter
-        return commands.add_parser(name, help=text, description=description, parents=[common], formatter_class=raw)
+        p = commands.add_parser(name, help=text, description=description, parents=[common], formatter_class=raw)
+        p.set_defaults(run=run)
+        return p
 
     more = " SOURCE and OUTPUT come first, since some options take\nseveral values."
-    _convert_arguments(command("convert", "quantize a checkpoint", more))
-    p = command("inspect", "describe a checkpoint: layout, kept tensors, groups, sizes", example="MODEL-NVFP4")
+    _convert_arguments(command(_convert, "quantize a checkpoint", more))
+    p = command(_inspect, "describe a checkpoint: layout, kept tensors, groups, sizes", example="MODEL-NVFP4")
     _positional(p.add_argument, source="the checkpoint")
     _json(p)
     more = " The last\nline says whether all is well. Exit code 5 says that it is not."
-    p = command("verify", "compare a converted checkpoint with its source", more, "MODEL MODEL-NVFP4")
+    p = command(_verify, "compare a converted checkpoint with its source", more, "MODEL MODEL-NVFP4")
     _positional(p.add_argument, source="the checkpoint that was converted", output="the converted checkpoint")
     text = "largest relative error of a weight (default 0.2)"
     p.add_argument("--max-rel-error", type=float, default=0.2, metavar="X", help=text)
     _option(p.add_argument, "expert_layout", _EXPERT_LAYOUT)
     _json(p)
     text = "write a checkpoint in another layout, with the same codes and block scales"
-    p = command("repack", text, example="MODEL-NVFP4 OUTPUT --format compressed-tensors")
+    p = command(_repack, text, example="MODEL-NVFP4 OUTPUT --format compressed-tensors")
     _positional(p.add_argument, source="the checkpoint", output=_OUTPUT)
     p.add_argument("--format", choices=LAYOUTS, required=True, help="layout of the output")
     _json(p)
-    p = command("dequantize", "decode a checkpoint to an ordinary one", example="MODEL-NVFP4 OUTPUT --dtype bf16")
+    p = command(_dequantize, "decode a checkpoint to an ordinary one", example="MODEL-NVFP4 OUTPUT --dtype bf16")
     _positional(p.add_argument, source="the checkpoint", output=_OUTPUT)
     p.add_argument("--dtype", choices=("bf16", "f16", "f32"), default="bf16", help="dtype of the decoded weights")
     _json(p)
@@ -143,16 +148,16 @@ def _parser() -> argparse.ArgumentParser:
         "\nthat describe the quantization). Tokenizers and other files are not compared. Exit code 1 says that"
         "\nsomething differs. The result is JSON."
     )
-    p = command("diff", "count where two checkpoints differ, in tensors and in configs", more, "MODEL-A MODEL-B")
+    p = command(_diff, "count where two checkpoints differ, in tensors and in configs", more, "MODEL-A MODEL-B")
     _positional(p.add_argument, first="a checkpoint", second="another checkpoint, of any layout")
     more = (
         " Every\nGEMM kernel and the plain quantizers compute what is known beforehand; --full checks all recipes, with"
         "\nmore operands. GPUs newer than Hopper always get all checks. Exit code 5 says that a kernel is wrong."
     )
-    p = command("doctor", "show what was built and what runs here, and check its bits", more)
+    p = command(_doctor, "show what was built and what runs here, and check its bits", more)
     p.add_argument("--full", action="store_true", help="run all checks (under a minute), as for a report of a bug")
     _json(p)
-    command("support", "show which operation has which kernels")
+    command(_support, "show which operation has which kernels")
     return parser
 
 
@@ -163,26 +168,6 @@ def _positional(add: Add, **arguments: str) -> None:
 
 def _json(p: argparse.ArgumentParser) -> None:
     p.add_argument("--json", action="store_true", help="print JSON instead of text")
-
-
-def _convert_arguments(p: argparse.ArgumentParser) -> None:
-    _file_arguments(_group(p, "files", "MODEL MODEL-NVFP4 --max-shard-size 5GB"))
-    _recipe_arguments(_group(p, "how weights are quantized", "MODEL OUTPUT --format te --recipe row-scaled"))
-    example = 'MODEL OUTPUT --ignore "*.o_proj" --num-layers-at-end-in-bf16 2'
-    _rule_arguments(_group(p, "which weights are quantized", example))
-    _activation_arguments(_group(p, "activations", "MODEL OUTPUT --input-amax amaxes.json"))
-    _model_arguments(_group(p, "models of other kinds", "MODEL OUTPUT --experts per-expert"))
-    _machine_arguments(_group(p, "speed (the output is the same with any)", "MODEL OUTPUT --device cuda:0 --workers 4"))
-    _output_arguments(_group(p, "what is shown", "MODEL OUTPUT --dry-run"))
-
-
-def _group(p: argparse.ArgumentParser, title: str, example: str) -> Add:
-    return p.add_argument_group(title, f"example: jnvfp4 convert {example}").add_argument
-
-
-def _switches(add: Add, **switches: str) -> None:
-    for name, text in switches.items():
-        add(_flag(name), action="store_true", help=text)
 
 
 _TYPES = typing.get_type_hints(ConvertOptions)
@@ -201,72 +186,68 @@ def _option(add: Add, name: str, text: str, **more: Any) -> None:
     add(_flag(name), dest=name, default=default, help=text, **more)
 
 
-def _file_arguments(add: Add) -> None:
+def _convert_arguments(p: argparse.ArgumentParser) -> None:
+    def group(title: str, example: str) -> tuple[Add, Callable[..., None]]:
+        add = p.add_argument_group(title, f"example: jnvfp4 convert {example}").add_argument
+        return add, partial(_option, add)
+
+    add, option = group("files", "MODEL MODEL-NVFP4 --max-shard-size 5GB")
     _positional(add, source="input: a directory of safetensors files, or one such file", output=_OUTPUT)
     add("--subfolder", type=Path, metavar="NAME", help="convert this folder of the input instead, with its config")
-    text = "size of output files, such as 5GB, instead of the input's"
-    _option(add, "max_shard_bytes", text, type=_size, metavar="SIZE")
-    _switches(add, resume="continue an interrupted conversion", overwrite="accept an output that has files")
+    option("max_shard_bytes", "size of output files, such as 5GB, instead of the input's", type=_size, metavar="SIZE")
+    add("--resume", action="store_true", help="continue an interrupted conversion")
+    add("--overwrite", action="store_true", help="accept an output that has files")
 
-
-def _recipe_arguments(add: Add) -> None:
-    _option(add, "layout", "layout of the output (default modelopt)")
+    add, option = group("how weights are quantized", "MODEL OUTPUT --format te --recipe row-scaled")
+    option("layout", "layout of the output (default modelopt)")
     recipes = ("nvfp4", "4over6", "row-scaled")
     add("--recipe", choices=recipes, default="nvfp4", help="how weights are quantized (default nvfp4)")
     add("--4over6-err-mode", dest="error", choices=("mae", "mse"), help="error that 4over6 minimizes (default mae)")
     add("--e4m3-max", type=int, choices=(448, 256), help="largest block scale of 4over6 (default 256)")
     add("--2d", dest="two_d", action="store_true", help="use 16x16 blocks instead of 1x16")
-    _option(add, "share", r"share a global scale in further groups: (PARENT)\.ROLE", metavar="EXPRESSION")
-    _option(add, "share_qkv", "give q, k and v global scales of their own")
+    option("share", r"share a global scale in further groups: (PARENT)\.ROLE", metavar="EXPRESSION")
+    option("share_qkv", "give q, k and v global scales of their own")
 
-
-def _rule_arguments(add: Add) -> None:
+    example = 'MODEL OUTPUT --ignore "*.o_proj" --num-layers-at-end-in-bf16 2'
+    add, option = group("which weights are quantized", example)
     pattern = "a module and all below it, re: and an expression, or a name with *"
-    _option(add, "preset", "quantize all projections or those of experts")
-    _option(add, "targets", f"quantize only these weights: {pattern}", metavar="PATTERN")
-    _option(add, "ignore", f"keep these weights: {pattern}", metavar="PATTERN")
-    _option(add, "start_layers", "keep the first N decoder layers", type=int, metavar="N")
-    _option(add, "end_layers", "keep the last N decoder layers", type=int, metavar="N")
-    _option(add, "keep_containing", "keep tensors that have TEXT in their name", metavar="TEXT")
-    _option(add, "high_precision_dtype", "cast kept floating-point tensors")
-    _option(add, "on_nonfinite", "skip: keep a group with NaN or infinity")
-    _option(add, "on_bad_shape", "keep: keep a weight whose K is no multiple of 16")
-    _option(add, "allow_empty", "accept a conversion that quantizes nothing")
-    _option(add, "allow_unmatched", "accept a rule that matches nothing")
-    _option(add, "strict", "refuse a rule that splits a group")
+    option("preset", "quantize all projections or those of experts")
+    option("targets", f"quantize only these weights: {pattern}", metavar="PATTERN")
+    option("ignore", f"keep these weights: {pattern}", metavar="PATTERN")
+    option("start_layers", "keep the first N decoder layers", type=int, metavar="N")
+    option("end_layers", "keep the last N decoder layers", type=int, metavar="N")
+    option("keep_containing", "keep tensors that have TEXT in their name", metavar="TEXT")
+    option("high_precision_dtype", "cast kept floating-point tensors")
+    option("on_nonfinite", "skip: keep a group with NaN or infinity")
+    option("on_bad_shape", "keep: keep a weight whose K is no multiple of 16")
+    option("allow_empty", "accept a conversion that quantizes nothing")
+    option("allow_unmatched", "accept a rule that matches nothing")
+    option("strict", "refuse a rule that splits a group")
 
-
-def _activation_arguments(add: Add) -> None:
-    _option(add, "weight_only", "keep activations in high precision")
+    add, option = group("activations", "MODEL OUTPUT --input-amax amaxes.json")
+    option("weight_only", "keep activations in high precision")
     text = (
         "amax of all activations, or a JSON file with the amax of each module (without it scales are 1.0, uncalibrated)"
     )
-    _option(add, "input_amax", text, type=_input_amax, metavar="NUMBER|FILE")
-    _option(add, "kv_cache", "KV cache that the config asks for (default none)")
+    option("input_amax", text, type=_input_amax, metavar="NUMBER|FILE")
+    option("kv_cache", "KV cache that the config asks for (default none)")
 
+    add, option = group("models of other kinds", "MODEL OUTPUT --experts per-expert")
+    option("experts", "leave experts as they are, give each its own tensors, or put all in one")
+    option("expert_layout", _EXPERT_LAYOUT)
+    option("dequantize_input", "decode FP8 with 128x128 blocks")
 
-def _model_arguments(add: Add) -> None:
-    _option(add, "experts", "leave experts as they are, give each its own tensors, or put all in one")
-    _option(add, "expert_layout", _EXPERT_LAYOUT)
-    _option(add, "dequantize_input", "decode FP8 with 128x128 blocks")
-
-
-def _machine_arguments(add: Add) -> None:
+    add, option = group("speed (the output is the same with any)", "MODEL OUTPUT --device cuda:0 --workers 4")
     add("--device", default="auto", metavar="auto|cpu|cuda:N", help="device that quantizes; auto is cpu")
     add("--backend", choices=("auto", "cuda", "cpu", "jnp"), default="auto", help="which kernels to use")
-    text = "bytes of a weight processed at once (default 64MiB)"
-    _option(add, "chunk_bytes", text, type=_size, metavar="SIZE")
+    option("chunk_bytes", "bytes of a weight processed at once (default 64MiB)", type=_size, metavar="SIZE")
     add("--workers", type=_count, default=2, metavar="N", help="tensors processed at once (default 2)")
 
-
-def _output_arguments(add: Add) -> None:
+    add, _ = group("what is shown", "MODEL OUTPUT --dry-run")
     add("--report", type=Path, metavar="DIR", help="verify, and write report.json, .csv and .png into DIR")
-    _switches(
-        add,
-        dry_run="show what would be done, write nothing",
-        json="print JSON instead of the table of --dry-run",
-        quiet="print no progress and no warnings",
-    )
+    add("--dry-run", action="store_true", help="show what would be done, write nothing")
+    add("--json", action="store_true", help="print JSON instead of the table of --dry-run")
+    add("--quiet", action="store_true", help="print no progress and no warnings")
 
 
 # ---------------------------------------------------------------- convert
@@ -291,9 +272,8 @@ def _spec(a: argparse.Namespace) -> QuantSpec:
         if a.two_d:
             raise CommandError("--2d is used and --recipe is row-scaled", "1x16 blocks, without --2d")
         if a.layout != "te":
-            raise CommandError(
-                f"--recipe is row-scaled and --format is {a.layout}", "--format te, which has an amax for each row"
-            )
+            observed = f"--recipe is row-scaled and --format is {a.layout}"
+            raise CommandError(observed, "--format te, which has an amax for each row")
         return ROW_SCALED
     return NVFP4_2D if a.two_d else NVFP4
 
@@ -350,15 +330,14 @@ def _convert(a: argparse.Namespace) -> Exit:
         if not a.quiet and not any(path.suffix == ".png" for path in written):
             say("note: no report.png, as matplotlib is not installed", sys.stderr)
         return _show(summary(records, result))
-    return _show(
-        {
-            "quantized": len(result.amaxes),
-            "kept": sum(not item.choice.quantizes for item in result.plan.items.values()),
-            "bytes_before": result.bytes_before,
-            "bytes_after": result.bytes_after,
-            "warnings": list(result.warnings),
-        }
-    )
+    did = {
+        "quantized": len(result.amaxes),
+        "kept": sum(not item.choice.quantizes for item in result.plan.items.values()),
+        "bytes_before": result.bytes_before,
+        "bytes_after": result.bytes_after,
+        "warnings": list(result.warnings),
+    }
+    return _show(did)
 
 
 # ---------------------------------------------------------------- the other commands
@@ -442,18 +421,6 @@ def _drop_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-_RUN: dict[str, Callable[[argparse.Namespace], Exit]] = {
-    "convert": _convert,
-    "inspect": _inspect,
-    "verify": _verify,
-    "repack": _repack,
-    "dequantize": _dequantize,
-    "diff": _diff,
-    "doctor": _doctor,
-    "support": _support,
-}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code. Results go to stdout as JSON or a table, errors to stderr."""
     try:
@@ -470,7 +437,7 @@ def _main(arguments: list[str]) -> int:
     debug = "--debug" in arguments
     try:
         a = _parser().parse_args(arguments)
-        return int(_RUN[a.command](a))
+        return int(a.run(a))
     except CommandError as e:
         if debug:
             raise

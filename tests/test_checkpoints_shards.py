@@ -43,8 +43,8 @@ def test_codes_are_those_of_quantize(tmp_path, spec, rows):
 
 
 def test_codes_of_a_slice_have_no_row_of_padding():
-    target = encode.Target(jax.local_devices(backend="cpu")[0])
-    parts = list(encode.encode(np.ones((20, 32), np.float32), np.float32(1), jnvfp4.NVFP4_2D, target, 1))
+    device = jax.local_devices(backend="cpu")[0]
+    parts = list(encode.encode(np.ones((20, 32), np.float32), np.float32(1), jnvfp4.NVFP4_2D, device, 1))
     assert [(first, codes.shape, scales.shape) for first, codes, scales in parts] == [
         (0, (16, 16), (16, 2)),
         (16, (4, 16), (4, 2)),

@@ -11,7 +11,7 @@ import numpy as np
 
 from ._convert.options import is_amax, is_number
 from ._files.errors import CheckpointError, Exit
-from ._files.files import checked_path, json_bytes, write_file
+from ._files.files import checked_path, write_json
 from ._layouts.names import module_of
 
 Activations = jax.Array | np.ndarray
@@ -62,7 +62,7 @@ def write_input_amaxes(
             raise CheckpointError(f"activations of {module!r:.200} have the amax {amax:.3g}", _ACCEPTED)
     for module in sorted(amaxes.keys() - found.keys()):
         warnings.warn(f"{module}: no activation other than 0, so {path.name} has no amax for it", stacklevel=2)
-    write_file(path, json_bytes(found))
+    write_json(path, found)
     return found
 
 

@@ -5,22 +5,21 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import jax
 import numpy as np
 
 from .._version import __version__
-from ._convert.encode import Target
+from ._convert.encode import Implementation
 from ._convert.options import ConvertOptions
 from ._convert.plan import Plan, make_plan, plan_without
 from ._convert.resume import ResumeRecord
 from ._convert.shards import OnProgress, ShardWriter, find_amaxes
 from ._files.companions import check_companions, copy_companions, remove_partial_copies
 from ._files.errors import CheckpointError, Exit, io_error
-from ._files.files import RECORD, check_free_space, checked_path, json_bytes, locked, remove_temporaries, write_file
-from ._files.safetensors import VERSION, read_header
-from ._files.source import CONFIG, HF_QUANT, INDEX, SHARD, Source, open_source
+from ._files.files import RECORD, check_free_space, checked_path, locked, remove_temporaries, unfinished, write_json
+from ._files.safetensors import VERSION, File
+from ._files.source import CONFIG, HF_QUANT, INDEX, SHARD, open_source
 
 _RECIPE = "recipe"  # in the metadata of converted shards alone
 TINY_AMAX = 7.9e-36  # below it 2688 / amax overflows float32
@@ -54,7 +53,7 @@ def convert_checkpoint(
     options: ConvertOptions | None = None,
     *,
     device: jax.Device | None = None,
-    implementation: Literal["native", "reference"] | None = None,
+    implementation: Implementation = None,
     workers: int = 2,
     overwrite: bool = False,
     resume: bool = False,
@@ -88,66 +87,54 @@ def convert_checkpoint(
     if resume:
         record.resume()
     _check_space(plan, output, record)
-    check_companions(plan.source.directory, plan.source.single_file)
+    check_companions(plan.source)
     amaxes, not_finite = find_amaxes(plan, workers)
     plan.source.check_unchanged()
     if not_finite:
         plan = plan_without(plan, not_finite, "not finite")
         _check_space(plan, output, record)
-    target = Target(jax.local_devices(backend="cpu")[0] if device is None else device, implementation)
-    writer = ShardWriter(plan, amaxes, _metadata(plan), target, workers, on_progress)
+    device = jax.local_devices(backend="cpu")[0] if device is None else device
+    writer = ShardWriter(plan, amaxes, _metadata(plan), device, implementation, workers, on_progress)
     try:
         output.mkdir(parents=True, exist_ok=True)
         with locked(output):
             _check_output(plan, output, overwrite, resume)  # again: another conversion may have finished
             removed = _remove_leftovers(plan, output, resume)
-            with record:
+            with unfinished(output, record.state, lambda: record.shards):
                 seconds = _write_shards(writer, output, record)
-                not_copied = copy_companions(plan.source.directory, output, plan.source.single_file)
+                not_copied = copy_companions(plan.source, output)
                 plan.source.check_unchanged()
                 for name, value in plan.files.items():
-                    write_file(output / name, json_bytes(value))
+                    write_json(output / name, value)
     except OSError as e:
         raise io_error(e, output, "finished shards are kept; --resume goes on" if record.is_kept else "") from e
     warnings = plan.warnings + _tiny_amaxes(amaxes) + removed + not_copied
-    return Result(plan, amaxes, target.device, seconds, plan.source.nbytes, plan.nbytes, warnings)
+    return Result(plan, amaxes, device, seconds, plan.source.nbytes, plan.nbytes, warnings)
 
 
 # ---------------------------------------------------------------- checks
 def _check_output(plan: Plan, output: Path, overwrite: bool, resume: bool) -> None:
+    def wrong(observed: str, expected: str, hint: str = "", file: Path = output) -> CheckpointError:
+        return CheckpointError(observed, expected, file=file, code=Exit.USAGE, hint=hint)
+
     if not output.exists():
         return
     if output.resolve() == plan.source.directory.resolve():
-        raise CheckpointError("is the source", "another directory", file=output, code=Exit.USAGE)
+        raise wrong("is the source", "another directory")
     if not output.is_dir():
-        raise CheckpointError("is a file", "a directory", file=output, code=Exit.USAGE)
+        raise wrong("is a file", "a directory")
     if any(output.iterdir()) and not (overwrite or resume):
-        raise CheckpointError(
-            "is not empty",
-            "an empty or new directory",
-            file=output,
-            code=Exit.USAGE,
-            hint="--resume goes on, --overwrite starts again",
-        )
-    foreign = next((path for path in _shards_in(output) if not _is_converted(path)), None)
+        raise wrong("is not empty", "an empty or new directory", "--resume goes on, --overwrite starts again")
+    foreign = next((path for path in sorted(output.glob(f"*{SHARD}")) if not _is_converted(path)), None)
     if foreign is not None and not resume:
-        raise CheckpointError(
-            "was not written by a conversion",
-            "only shards that were",
-            file=foreign,
-            code=Exit.USAGE,
-            hint="--overwrite removes no other: move it away, or use another directory",
-        )
-
-
-def _shards_in(output: Path) -> list[Path]:
-    return sorted(output.glob(f"*{SHARD}"))
+        hint = "--overwrite removes no other: move it away, or use another directory"
+        raise wrong("was not written by a conversion", "only shards that were", hint, foreign)
 
 
 def _is_converted(path: Path) -> bool:
     """Tells whether a conversion wrote a shard, which its metadata says."""
     try:
-        return {VERSION, _RECIPE} <= read_header(path).metadata.keys()
+        return {VERSION, _RECIPE} <= File(path).metadata.keys()
     except CheckpointError:
         return False
 
@@ -169,9 +156,9 @@ def _tiny_amaxes(amaxes: Mapping[str, np.ndarray]) -> tuple[str, ...]:
 # ---------------------------------------------------------------- files
 def _remove_leftovers(plan: Plan, output: Path, resume: bool) -> tuple[str, ...]:
     """Removes an older output, and the temporary files of killed runs; gives a warning of what an output has lost."""
-    remove_partial_copies(plan.source.directory, output, plan.source.single_file)
+    remove_partial_copies(plan.source, output)
     remove_temporaries(output, {*plan.shards, CONFIG, INDEX, HF_QUANT, RECORD})
-    shards = [] if resume else _shards_in(output)
+    shards = [] if resume else sorted(output.glob(f"*{SHARD}"))
     older = [path for path in (output / CONFIG, output / INDEX, output / HF_QUANT, *shards) if os.path.lexists(path)]
     for path in older:
         path.unlink()
@@ -191,19 +178,7 @@ def _write_shards(writer: ShardWriter, output: Path, record: ResumeRecord) -> di
 
 
 def _metadata(plan: Plan) -> dict[str, str]:
-    metadata = {
-        "format": "pt",
-        VERSION: __version__,
-        "source": _digest(plan.source),
-        _RECIPE: plan.options.recipe,
-    }
-    if not plan.options.share_qkv:
-        metadata["share_qkv"] = "false"
-    return metadata
-
-
-def _digest(source: Source) -> str:
-    digest = hashlib.sha256()
-    for e in source.entries():
-        digest.update(f"{e.name} {e.tag} {e.shape}\n".encode())
-    return digest.hexdigest()
+    tensors = "".join(f"{e.name} {e.tag} {e.shape}\n" for e in plan.source.entries())
+    source = hashlib.sha256(tensors.encode()).hexdigest()
+    metadata = {"format": "pt", VERSION: __version__, "source": source, _RECIPE: plan.options.recipe}
+    return metadata if plan.options.share_qkv else {**metadata, "share_qkv": "false"}

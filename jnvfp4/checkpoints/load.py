@@ -124,9 +124,8 @@ def _put(x: np.ndarray, place: Place) -> jax.Array:
 def _check_blocks(name: str, shape: tuple[int, ...], sharding: Sharding) -> None:
     k = sharding.shard_shape(shape)[-1]
     if k % BLOCK:
-        raise CheckpointError(
-            f"K = {shape[-1]} is cut into pieces of {k} by {sharding}", f"whole blocks of {BLOCK}", tensor=name
-        )
+        observed = f"K = {shape[-1]} is cut into pieces of {k} by {sharding}"
+        raise CheckpointError(observed, f"whole blocks of {BLOCK}", tensor=name)
 
 
 def open_checkpoint(source: Path | str) -> Checkpoint:

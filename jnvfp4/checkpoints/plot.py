@@ -11,7 +11,7 @@ import numpy as np
 
 from .._core.patterns import layer_of
 from ..spec import QuantSpec
-from ._convert.encode import Target, encode, find_amax
+from ._convert.encode import encode, find_amax
 from ._layouts.layouts import TE
 from ._layouts.names import module_of
 from ._layouts.stored import Weight
@@ -60,8 +60,7 @@ def errors_of_normal(spec: QuantSpec) -> ErrorStats:
     """Measures the errors of normal random weights, which those of most models come close to."""
     x = np.random.default_rng(0).normal(size=_NORMAL_SHAPE).astype(np.float32)
     amax = find_amax(x, spec.format.amax_scope == "row").value
-    target = Target(jax.local_devices(backend="cpu")[0])
-    ((_, codes, scales),) = encode(x, amax, spec, target, x.nbytes)
+    ((_, codes, scales),) = encode(x, amax, spec, jax.local_devices(backend="cpu")[0], x.nbytes)
     return error_stats(x, Weight("", TE, codes, scales, amax.reshape(-1), e4m3_max=spec.format.e4m3_max))
 
 

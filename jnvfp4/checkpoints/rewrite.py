@@ -18,11 +18,10 @@ from ._files.files import (
     check_finite,
     check_free_space,
     checked_path,
-    json_bytes,
     new_output,
     pieces,
     slices,
-    write_file,
+    write_json,
 )
 from ._files.safetensors import DTYPES, JSON, VERSION, Planned, writing
 from ._files.source import CONFIG, Source
@@ -61,9 +60,8 @@ def repack_checkpoint(source: Path | str, output: Path | str, layout: LayoutName
         clause = "is te, which stores an amax, and an amax does not follow from a scale"
         raise OptionError({"layout": clause}, "modelopt or compressed-tensors")
     if stored.stacks and not to.stacks:
-        raise CheckpointError(
-            "is a stack of experts", f"one weight for each, in {to.name}", tensor=min(stored.stacks), code=Exit.USAGE
-        )
+        expected, stack = f"one weight for each, in {to.name}", min(stored.stacks)
+        raise CheckpointError("is a stack of experts", expected, tensor=stack, code=Exit.USAGE)
     repacking = _Repacking(stored, to)
     changed = sum(map(repacking.changed_scales, stored.modules))
     _write(repacking, Path(output), warn)
@@ -218,16 +216,16 @@ def _write(rewriting: Rewriting, output: Path, warn: Warn) -> None:
     shards = _shards(rewriting)
     tensors = {name: [p for planned, _ in tasks for p in planned] for name, tasks in shards.items()}
     check_free_space(output, [sum(p.nbytes for p in planned) for planned in tensors.values()])
-    check_companions(stored.source.directory, stored.source.single_file)
+    check_companions(stored.source)
     with new_output(output):
         for name, tasks in shards.items():
             with writing(output / name, tensors[name], {"format": "pt", VERSION: __version__}) as file:
                 for tensor, first, data in (piece for _, work in tasks for piece in work()):
                     file.put(tensor, data, first)
-        not_copied = copy_companions(stored.source.directory, output, stored.source.single_file)
+        not_copied = copy_companions(stored.source, output)
         stored.source.check_unchanged()
         for name, value in {**files, **index_file(tensors)}.items():
-            write_file(output / name, json_bytes(value))
+            write_json(output / name, value)
     for text in not_copied:
         warn(text)
 

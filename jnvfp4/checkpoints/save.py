@@ -67,13 +67,9 @@ def _check_groups(weights: Mapping[str, NVFP4Tensor], layout: Layout) -> None:
         first, *others = group.members
         other = next((m for m in others if amaxes[m].tobytes() != amaxes[first].tobytes()), None)
         if other is not None:
-            raise CheckpointError(
-                f"has another amax than {first!r}, with which loaders fuse it",
-                "one amax for both",
-                tensor=other,
-                code=Exit.CONFLICT,
-                hint="quantize both with amax= the larger one",
-            )
+            observed = f"has another amax than {first!r}, with which loaders fuse it"
+            hint = "quantize both with amax= the larger one"
+            raise CheckpointError(observed, "one amax for both", tensor=other, code=Exit.CONFLICT, hint=hint)
 
 
 def _configs(

@@ -63,11 +63,8 @@ class NameRule:
                 raise _wrong(self, f"has a brace outside of a field in {template!r}", "{name} or {name:expression}")
         in_name, in_path = ([f for f, _ in _FIELD.findall(t)] for t in (self.name, self.path))
         if sorted(in_name) != sorted([*in_path, *self.stack]):
-            raise _wrong(
-                self,
-                f"has the fields {in_name} in its name, {in_path} in its path and stacks {list(self.stack)}",
-                "each field once in the name, and once in the path or in stack",
-            )
+            observed = f"has the fields {in_name} in its name, {in_path} in its path and stacks {list(self.stack)}"
+            raise _wrong(self, observed, "each field once in the name, and once in the path or in stack")
         try:
             _ = self.patterns
         except re.error as e:
@@ -101,9 +98,7 @@ def _filled(template: str, fields: Fields) -> str:
     return _FIELD.sub(lambda m: fields[m[1]], template)
 
 
-def _wrong(
-    rule: NameRule, observed: str, expected: str, *, tensor: str | None = None, hint: str = ""
-) -> CheckpointError:
+def _wrong(rule: NameRule, observed: str, expected: str, tensor: str | None = None, hint: str = "") -> CheckpointError:
     return CheckpointError(f"rule {rule.name!r} {observed}", expected, tensor=tensor, hint=hint, code=Exit.USAGE)
 
 
@@ -131,9 +126,7 @@ def from_hf(tensors: Mapping[str, Tensor], rules: Sequence[NameRule]) -> dict[st
         index = _index(rule, fields, name)
         if index in others or rule_of.setdefault(path, rule) is not rule:
             other = next(iter(others.values()))
-            raise _wrong(
-                rule, f"and the rule of {other!r} lead to one place, {path!r}", "one name for each", tensor=name
-            )
+            raise _wrong(rule, f"and the rule of {other!r} lead to one place, {path!r}", "one name for each", name)
         others[index] = name
     tree: dict[str, PyTree] = {}
     for path, names in places.items():
@@ -163,13 +156,9 @@ def to_hf(tree: Mapping[str, PyTree], rules: Sequence[NameRule]) -> dict[str, Te
             if name in out:
                 raise _wrong(rule, f"and another rule lead to one name, {name!r}", "one leaf for each", tensor=path)
             if rule.fields_of_name(name) is None:
-                raise _wrong(
-                    rule,
-                    f"gives it the name {name!r}, which the rule does not match",
-                    "a name that it matches",
-                    tensor=path,
-                )
-            out[name] = _backward(rule, name, t)
+                observed = f"gives it the name {name!r}, which the rule does not match"
+                raise _wrong(rule, observed, "a name that it matches", path)
+            out[name] = _rearranged(rule, name, t, back=True)
     return out
 
 
@@ -220,7 +209,7 @@ def _index(rule: NameRule, fields: Fields, name: str) -> tuple[int, ...]:
 def _stacked(rule: NameRule, path: str, parts: dict[tuple[int, ...], tuple[str, Tensor]]) -> Tensor:
     if not rule.stack:
         ((name, t),) = parts.values()
-        return _forward(rule, name, t)
+        return _rearranged(rule, name, t)
     sizes = tuple(max(column) + 1 for column in zip(*parts, strict=True))
     indices = list(itertools.product(*map(range, sizes)))
     missing = [i for i in indices if i not in parts]
@@ -230,14 +219,9 @@ def _stacked(rule: NameRule, path: str, parts: dict[tuple[int, ...], tuple[str, 
     first, one = parts[indices[0]]
     for name, t in parts.values():
         if _kind(t) != _kind(one):
-            raise _wrong(
-                rule,
-                f"stacks {_kind(t)} on {_kind(one)} ({first!r})",
-                "the same",
-                tensor=name,
-                hint="quantize all layers or none, or give them a rule that does not stack",
-            )
-    ordered = [_with_amaxes(_forward(rule, *parts[i])) for i in indices]
+            hint = "quantize all layers or none, or give them a rule that does not stack"
+            raise _wrong(rule, f"stacks {_kind(t)} on {_kind(one)} ({first!r})", "the same", name, hint)
+    ordered = [_with_amaxes(_rearranged(rule, *parts[i])) for i in indices]
     axis = _axis(rule, first, ordered[0], 1)
 
     def stack(*leaves: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
@@ -280,43 +264,26 @@ def _kind(t: Tensor) -> str:
     return f"{t.dtype} {list(t.shape)}"
 
 
-def _forward(rule: NameRule, name: str, t: Tensor) -> Tensor:
+def _rearranged(rule: NameRule, name: str, t: Tensor, back: bool = False) -> Tensor:
+    """Transposes and splits a tensor, or merges and transposes it back."""
     if isinstance(t, NVFP4Tensor):
-        return _unchanged(rule, name, t)
-    if rule.transpose:
-        t = _transposed(rule, name, t)
-    if rule.split:
-        axis, parts = rule.split
-        if not 0 <= axis < t.ndim or t.shape[axis] % parts:
-            raise _wrong(rule, f"splits {list(t.shape)}", f"a multiple of {parts} at axis {axis}", tensor=name)
-        t = t.reshape(*t.shape[:axis], parts, t.shape[axis] // parts, *t.shape[axis + 1 :])
-    return t
-
-
-def _backward(rule: NameRule, name: str, t: Tensor) -> Tensor:
-    if isinstance(t, NVFP4Tensor):
-        return _unchanged(rule, name, t)
-    if rule.split:
+        if rule.transpose or rule.split:
+            verb = "transposes" if rule.transpose else "splits"
+            hint = "transpose or split before quantizing, or leave the quantized weight [N, K]"
+            raise _wrong(rule, f"{verb} it, which is quantized in blocks of 16 along K", "an array", name, hint)
+        return t
+    if rule.split and back:
         axis, parts = rule.split
         if not 0 <= axis < t.ndim - 1 or t.shape[axis] != parts:
             raise _wrong(rule, f"merges {list(t.shape)}", f"{parts} at axis {axis} and one more axis", tensor=name)
         t = t.reshape(*t.shape[:axis], -1, *t.shape[axis + 2 :])
-    return _transposed(rule, name, t) if rule.transpose else t
-
-
-def _transposed(rule: NameRule, name: str, t: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    if t.ndim < 2:
-        raise _wrong(rule, f"transposes {list(t.shape)}", "two axes or more", tensor=name)
-    return t.swapaxes(-1, -2)
-
-
-def _unchanged(rule: NameRule, name: str, t: NVFP4Tensor) -> NVFP4Tensor:
-    if rule.transpose or rule.split:
-        raise _wrong(
-            rule,
-            f"{'transposes' if rule.transpose else 'splits'} it, which is quantized in blocks of 16 along K",
-            "an array",
-            tensor=name,
-            hint="transpose or split before quantizing, or leave the quantized weight [N, K]",
-        )
+    if rule.transpose:
+        if t.ndim < 2:
+            raise _wrong(rule, f"transposes {list(t.shape)}", "two axes or more", tensor=name)
+        t = t.swapaxes(-1, -2)
+    if rule.split and not back:
+        axis, parts = rule.split
+        if not 0 <= axis < t.ndim or t.shape[axis] % parts:
+            raise _wrong(rule, f"splits {list(t.shape)}", f"a multiple of {parts} at axis {axis}", tensor=name)
+        t = t.reshape(*t.shape[:axis], parts, t.shape[axis] // parts, *t.shape[axis + 1 :])
     return t

@@ -71,8 +71,8 @@ def error_stats(w: np.ndarray, weight: Weight, max_bytes: int = CHUNK_BYTES) -> 
         snr_db=-20 * math.log10(relative) if relative else None,
         max_abs_error=worst,
         cosine=product / norms if norms else None,
-        largest_code_share=float(codes[7] + codes[15]) / w.size,
-        zero_code_share=float(codes[0] + codes[8]) / w.size,
+        largest_code_share=float(codes[7] + codes[15]) / math.prod(w.shape),
+        zero_code_share=float(codes[0] + codes[8]) / math.prod(w.shape),
         zero_scale_share=float(scales[0]) / weight.scales.size,
         saturated_scale_share=float(scales[LARGEST_SCALE]) / weight.scales.size,
     )
@@ -116,10 +116,7 @@ class VerificationError(CheckpointError):
 
 
 def verify_checkpoint(
-    source: Path | str,
-    output: Path | str,
-    max_relative_error: float = 0.2,
-    expert_layout: ExpertLayout = "auto",
+    source: Path | str, output: Path | str, max_relative_error: float = 0.2, expert_layout: ExpertLayout = "auto"
 ) -> list[Record]:
     """Decodes every weight of a converted checkpoint and compares it with the source; kept tensors must be unchanged.
 
@@ -144,20 +141,16 @@ def verify_checkpoint(
     original = _as_converted(open_source(Path(source)), stored, expert_layout)
     failures: list[CheckpointError] = []
     records: list[Record] = []
-
-    def run(check: Callable[[], Record | None]) -> None:
+    peer = peer_decoder(stored)
+    checks: list[Callable[[], Record | None]] = [partial(_check_groups, stored)]
+    checks += [partial(_check_kept, original, stored, name) for name in stored.others]
+    checks += [partial(_check_quantized, original, stored, module, peer) for module in stored.modules]
+    for check in checks:
         try:
             if record := check():
                 records.append(record)
         except CheckpointError as e:
             failures.append(e)
-
-    run(partial(_check_groups, stored))
-    peer = peer_decoder(stored)
-    for name in stored.others:
-        run(partial(_check_kept, original, stored, name))
-    for module in stored.modules:
-        run(partial(_check_quantized, original, stored, module, peer))
     if missing := set(original.places) - set(stored.names):
         failures.append(_failure(min(missing), "is missing", "", stored))
     records.sort(key=lambda r: r.name)
@@ -242,10 +235,8 @@ def _check_groups(stored: Stored) -> None:
         # Loaders keep one number for a group; amaxes of rows, which only layout te has, are no such number.
         other = next((m for m in group.members if scales[m] != scales[first] and len(scales[m]) == 4), None)
         if other is not None:
-            observed = f"has another global scale than {stored.name(first)!r}"
-            raise CheckpointError(
-                observed, "one in a group that loaders fuse", tensor=stored.name(other), code=Exit.VERIFICATION
-            )
+            observed, name = f"has another global scale than {stored.name(first)!r}", stored.name(other)
+            raise CheckpointError(observed, "one in a group that loaders fuse", tensor=name, code=Exit.VERIFICATION)
 
 
 def _sha256(*arrays: np.ndarray, dtype: np.dtype | None = None) -> str:
@@ -309,34 +300,22 @@ def compare_with_peer(theirs: np.ndarray, weight: Weight, stored: Stored) -> int
 
 
 # ---------------------------------------------------------------- JSON
-# The keys of records in JSON files, by the attribute of ErrorStats.
-_KEYS = {
-    "relative_error": "rel_err",
-    "snr_db": "snr_db",
-    "max_abs_error": "max_abs_err",
-    "cosine": "cosine",
-    "largest_code_share": "saturated",
-    "zero_code_share": "zero_codes",
-    "zero_scale_share": "zero_scales",
-    "saturated_scale_share": "largest_scales",
-}
+# The keys in JSON files of what ErrorStats has, in the same order.
+_KEYS = ("rel_err", "snr_db", "max_abs_err", "cosine", "saturated", "zero_codes", "zero_scales", "largest_scales")
 
 
 def as_json(records: list[Record]) -> list[JSON]:
     """Gives records as JSON values, with null for infinity and NaN."""
     out = []
     for r in records:
-        errors = {
-            _KEYS[k]: (v if v is None or math.isfinite(v) else None)
-            for k, v in (vars(r.error) if r.error else {}).items()
-        }
+        errors = dict(zip(_KEYS, vars(r.error).values(), strict=True)) if r.error else {}
         out.append(
             {
                 "name": r.name,
                 "shape": list(r.shape),
                 "dtype": r.dtype,
                 "global": r.global_scale,
-                **errors,
+                **{k: v if v is None or math.isfinite(v) else None for k, v in errors.items()},
                 "sha256": r.sha256,
                 **({} if r.peer_differs is None else {"differs_in_compressed_tensors": r.peer_differs}),
             }

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from ..._core.patterns import layer_of, matches, names_exactly
 from ...spec import BLOCK
 from .._files.errors import CheckpointError, Exit, OptionError
-from .._files.safetensors import FLOATS, Entry
+from .._files.safetensors import FLOATS, Planned
 from .._files.source import Source
 from .._layouts.layouts import LAYOUTS
 from .._layouts.loaders import is_expert_stack
@@ -36,7 +36,7 @@ class Choice:
       kn: whether it is a stack of experts [E, K, N].
     """
 
-    entry: Entry
+    entry: Planned
     reason: str
     kn: bool = False
 
@@ -87,30 +87,23 @@ class Rules:
         if (start or end) and layers is None:
             raise CheckpointError("config.json has no num_hidden_layers", "it, to count layers from either end")
         if layers is not None and start + end >= layers and (start or end) and not options.allow_empty:
-            raise CheckpointError(
-                f"{start} layers at the start and {end} at the end are kept, of {layers}",
-                "fewer",
-                code=Exit.USAGE,
-                hint="--allow-empty converts all the same",
-            )
+            observed = f"{start} layers at the start and {end} at the end are kept, of {layers}"
+            raise CheckpointError(observed, "fewer", code=Exit.USAGE, hint="--allow-empty converts all the same")
 
-    def choice(self, entry: Entry, source: Source) -> Choice:
+    def choice(self, entry: Planned, source: Source) -> Choice:
         """Decides about one tensor, without regard to its group."""
         options = self.options
         choice = Choice(entry, self.reason_to_keep(entry))
         if choice.quantizes and choice.stacked:
             if not LAYOUTS[options.layout].stacks or options.row_scaled:
-                raise CheckpointError(
-                    f"is a stack of experts, recipe {options.recipe}, layout {options.layout}",
-                    "layout modelopt or te, one amax for an expert",
-                    tensor=entry.name,
-                    code=Exit.USAGE,
-                    hint=f"--experts per-expert, or --ignore {module_of(entry.name)}",
-                )
+                observed = f"is a stack of experts, recipe {options.recipe}, layout {options.layout}"
+                expected = "layout modelopt or te, one amax for an expert"
+                hint = f"--experts per-expert, or --ignore {module_of(entry.name)}"
+                raise CheckpointError(observed, expected, tensor=entry.name, code=Exit.USAGE, hint=hint)
             choice = replace(choice, kn=is_kn(entry, source, options.expert_layout))
         return replace(choice, reason=self._shape(choice)) if choice.quantizes else choice
 
-    def reason_to_keep(self, entry: Entry) -> str:
+    def reason_to_keep(self, entry: Planned) -> str:
         """Says why a tensor is kept because of its name or dtype; empty if it is quantized."""
         if not entry.name.endswith(WEIGHT) and not is_expert_stack(entry):
             return "no weight"
@@ -134,7 +127,7 @@ class Rules:
             return reasons[0]
         return "not among the targets" if o.targets and not targeted else ""
 
-    def _kind(self, entry: Entry, module: str) -> str:
+    def _kind(self, entry: Planned, module: str) -> str:
         wanted = any(names_exactly(p, module) for p in self.options.targets)
         if len(entry.shape) != 2 and not is_expert_stack(entry):
             return self._unfit(entry, wanted, f"rank {len(entry.shape)}", "rank 2")
@@ -161,12 +154,11 @@ class Rules:
             return ""
         if self.options.on_bad_shape == "keep":
             return f"K = {k} is no multiple of {BLOCK}"
-        name = choice.entry.name
-        hint = f"--ignore {module_of(name)}, or --on-bad-shape keep"
-        raise CheckpointError(f"K is {k}", f"a multiple of {BLOCK}", tensor=name, hint=hint)
+        hint = f"--ignore {module_of(choice.entry.name)}, or --on-bad-shape keep"
+        raise CheckpointError(f"K is {k}", f"a multiple of {BLOCK}", tensor=choice.entry.name, hint=hint)
 
     @staticmethod
-    def _unfit(entry: Entry, wanted: bool, observed: str, expected: str) -> str:
+    def _unfit(entry: Planned, wanted: bool, observed: str, expected: str) -> str:
         """Keeps a tensor that cannot be quantized, unless the user asked for it by name."""
         if wanted:
             verb = "is" if observed.startswith("a ") else "has"
@@ -195,7 +187,9 @@ def choose(source: Source, options: ConvertOptions) -> Choices:
     choices = {e.name: rules.choice(e, source) for e in source.entries()}
     rules.check_use()
     modules = [module_of(n) for n, d in choices.items() if n.endswith(WEIGHT) or is_expert_stack(d.entry)]
-    _check_modules(choices)
+    for name, choice in choices.items():
+        if is_expert_stack(choice.entry) and name + WEIGHT in choices:  # both are the weight of one module
+            raise CheckpointError(f"is the weight of a module, as {name!r} is", "one of them", tensor=name + WEIGHT)
     groups = groups_of(modules, options.share, options.share_qkv)
     _check_share(modules, options)
     warnings: list[str] = []
@@ -208,13 +202,6 @@ def choose(source: Source, options: ConvertOptions) -> Choices:
     if not quantized and not options.allow_empty:
         raise CheckpointError("no tensor is quantized", hint="--allow-empty converts all the same", code=Exit.USAGE)
     return Choices(choices, quantized, tuple(warnings))
-
-
-def _check_modules(choices: Mapping[str, Choice]) -> None:
-    """Raises if a stack of experts and another weight are of one module."""
-    for name, choice in choices.items():
-        if is_expert_stack(choice.entry) and name + WEIGHT in choices:
-            raise CheckpointError(f"is the weight of a module, as {name!r} is", "one of them", tensor=name + WEIGHT)
 
 
 def keep_groups(choices: Choices, groups: Container[Group], reason: str, *, allow_empty: bool) -> Choices:
@@ -254,11 +241,8 @@ def _as_a_whole(group: Group, members: list[Choice], strict: bool) -> tuple[list
     first = members[0]
     other = next((d for d in members if (d.matrix[1], d.stacked) != (first.matrix[1], first.stacked)), None)
     if other is not None:
-        raise CheckpointError(
-            f"K is {first.matrix[1]}, and that of {other.entry.name!r} {other.matrix[1]}",
-            "one K in a group",
-            tensor=first.entry.name,
-        )
+        observed = f"K is {first.matrix[1]}, and that of {other.entry.name!r} {other.matrix[1]}"
+        raise CheckpointError(observed, "one K in a group", tensor=first.entry.name)
     return [], warnings
 
 

@@ -6,32 +6,15 @@ Once the amax is known the rows are independent, so the size of the slices chang
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import jax
 import numpy as np
 
+from ..._ops.arguments import Implementation
 from ..._ops.quantize import quantize
 from ...spec import QuantSpec
 from .._files.errors import CheckpointError
 from .._files.files import Rows, slices
-
-
-@dataclass(frozen=True)
-class Target:
-    """Names the device and the kernels that quantize; the bytes are the same with any.
-
-    Attributes:
-      device: the device.
-      implementation: as for ``jnvfp4.quantize``.
-    """
-
-    device: jax.Device
-    implementation: Literal["native", "reference"] | None = None
-
-    def put(self, x: np.ndarray) -> jax.Array:
-        """Copies an array to the device."""
-        return jax.device_put(x, self.device)
 
 
 @dataclass(frozen=True)
@@ -71,7 +54,12 @@ def find_amax(x: np.ndarray | Rows, by_row: bool) -> Amax:
 
 
 def encode(
-    x: np.ndarray | Rows, amax: np.ndarray, spec: QuantSpec, target: Target, max_bytes: int
+    x: np.ndarray | Rows,
+    amax: np.ndarray,
+    spec: QuantSpec,
+    device: jax.Device,
+    max_bytes: int,
+    implementation: Implementation = None,
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Quantizes a weight, and gives for each slice its first row, codes uint8 [n, K/2] and scales uint8 [n, K/16].
 
@@ -79,8 +67,9 @@ def encode(
       x: a finite weight [N, K].
       amax: float32, [] or [N] by the spec's scope.
       spec: how the weight is quantized.
-      target: device and implementation that quantize.
+      device: the device that quantizes; the bytes are the same on any.
       max_bytes: the size of a slice of x.
+      implementation: as for ``jnvfp4.quantize``; the bytes are the same with any.
     """
     if not np.all(np.isfinite(amax)):
         raise CheckpointError(f"amax is {amax}", "a finite amax")
@@ -90,6 +79,7 @@ def encode(
         if missing:  # rows of zeros complete a 16x16 tile and change no scale in it
             part = np.concatenate([part, np.zeros((missing, part.shape[1]), part.dtype)])
         part_amax = np.asarray(amax[rows] if amax.ndim else amax, np.float32)
-        t = quantize(target.put(part), spec, amax=target.put(part_amax), implementation=target.implementation)
+        on_device, amax_on_device = jax.device_put((part, part_amax), device)
+        t = quantize(on_device, spec, amax=amax_on_device, implementation=implementation)
         n = rows.stop - rows.start
         yield rows.start, np.asarray(t.data)[:n], np.asarray(t.scale)[:n].view(np.uint8)

@@ -79,11 +79,9 @@ class ConvertOptions:
             _check_count(name, getattr(self, name), least)
         _check_input_amax(self.input_amax)
         _check_spec(self.spec, self.layout)
-        for name in ("targets", "ignore"):
-            for pattern in (p for p in getattr(self, name) if p.startswith("re:")):
-                _expression(name, pattern)
-        for pattern in self.share:
-            _check_share(pattern)
+        for name in ("targets", "ignore", "share"):
+            for pattern in getattr(self, name):
+                _check_pattern(name, pattern)
         _check_clashes(self)
 
     @property
@@ -129,19 +127,15 @@ def _check_type(name: str, value: object, hint: object) -> None:
 
 
 def _check_count(name: str, value: object, least: int) -> None:
-    if value is None and name == "max_shard_bytes":
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if not is_count and not (value is None and name == "max_shard_bytes"):
         raise OptionError({name: f"is {value!r}"}, f"an integer, {least} or more")
 
 
 def _check_input_amax(amax: object) -> None:
-    if amax is None or isinstance(amax, Path):
-        return
-    if not is_number(amax):
-        raise OptionError({"input_amax": f"is {amax!r}"}, "a number or the Path of a JSON file")
-    if not is_amax(amax):
-        raise OptionError({"input_amax": f"is {amax!r}"}, "a number above 1e-30 and below 1e30")
+    if not (amax is None or isinstance(amax, Path) or is_amax(amax)):
+        expected = "a number above 1e-30 and below 1e30" if is_number(amax) else "a number or the Path of a JSON file"
+        raise OptionError({"input_amax": f"is {amax!r}"}, expected)
 
 
 def _check_spec(spec: QuantSpec, layout: LayoutName) -> None:
@@ -154,15 +148,14 @@ def _check_spec(spec: QuantSpec, layout: LayoutName) -> None:
         raise OptionError(clauses, "layout te, which can store them")
 
 
-def _expression(name: str, pattern: str) -> re.Pattern[str]:
+def _check_pattern(name: str, pattern: str) -> None:
+    """Checks regular expressions, which patterns of ``share`` always are."""
+    if name != "share" and not pattern.startswith("re:"):
+        return
     try:
-        return re.compile(pattern.removeprefix("re:"))
+        groups = re.compile(pattern.removeprefix("re:")).groups
     except re.error as e:
         raise OptionError({name: f"has {pattern!r}, which is no regular expression ({e})"}) from e
-
-
-def _check_share(pattern: str) -> None:
-    if _expression("share", pattern).groups < 1:
-        raise OptionError(
-            {"share": f"has {pattern!r} without a group"}, r"one for the parent's name, as in (.*)\.(a|b)_proj"
-        )
+    if name == "share" and groups < 1:
+        expected = r"one for the parent's name, as in (.*)\.(a|b)_proj"
+        raise OptionError({"share": f"has {pattern!r} without a group"}, expected)

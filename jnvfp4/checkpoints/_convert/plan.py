@@ -131,19 +131,14 @@ def _plan_of(source: Source, options: ConvertOptions, choices: Choices, input_sc
 
 
 def _refuse_quantized(source: Source) -> None:
-    config = (source.config or {}).get("quantization_config")
+    config, expected = (source.config or {}).get("quantization_config"), "a model in high precision"
     if config:
         method = config.get("quant_method") if isinstance(config, dict) else config
-        raise CheckpointError(
-            f"is quantized already ({method})",
-            "a model in high precision",
-            file=source.directory / CONFIG,
-            hint="repack changes the layout of NVFP4, dequantize undoes it; --dequantize-input fp8-block decodes FP8",
-        )
+        hint = "repack changes the layout of NVFP4, dequantize undoes it; --dequantize-input fp8-block decodes FP8"
+        raise CheckpointError(f"is quantized already ({method})", expected, file=source.directory / CONFIG, hint=hint)
     scales = [*filter(names_global_scale, source.places), *(name for name, _ in factors(source, source.places))]
     if scales:
         hint = "--dequantize-input fp8-block decodes it" if scales[0].endswith("weight_scale_inv") else ""
-        expected = "a model in high precision"
         raise CheckpointError("is a scale of quantized weights or of a KV cache", expected, tensor=scales[0], hint=hint)
 
 
@@ -200,12 +195,8 @@ def _input_scales(options: ConvertOptions, groups: Collection[Group]) -> dict[st
     amaxes = read_json(options.input_amax)
     unknown = sorted(amaxes.keys() - modules)
     if unknown and not options.allow_unmatched:
-        raise CheckpointError(
-            f"names {unknown[0]!r}",
-            "modules that are quantized",
-            file=options.input_amax,
-            hint="--allow-unmatched accepts it",
-        )
+        observed, hint = f"names {unknown[0]!r}", "--allow-unmatched accepts it"
+        raise CheckpointError(observed, "modules that are quantized", file=options.input_amax, hint=hint)
     scales: dict[str, float] = {}
     for group in groups:
         scales |= dict.fromkeys(group.members, _scale(_largest_amax(amaxes, group, options.input_amax)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..._version import __version__
 from .._files.errors import CheckpointError, Exit
-from .._files.files import RECORD, is_temporary, json_bytes, write_file
+from .._files.files import RECORD, is_temporary, write_json
 from .._files.safetensors import JSON
 from .._files.source import CONFIG, Source, read_json
 from .options import ConvertOptions
@@ -30,30 +30,25 @@ def _state_of_options(options: ConvertOptions) -> JSON:
 
 def _state_of_source(source: Source) -> JSON:
     """Describes the source: a digest of the config; size, time and a digest of the header of each file."""
-    state: JSON = {CONFIG: hashlib.sha256(json.dumps(source.config, sort_keys=True).encode()).hexdigest()}
-    for name, file in source.files.items():
-        state[name] = list(file.state)
-    return state
+    config = hashlib.sha256(json.dumps(source.config, sort_keys=True).encode()).hexdigest()
+    return {CONFIG: config, **{name: list(file.state) for name, file in source.files.items()}}
 
 
 class ResumeRecord:
-    """Keeps a file in the output that names the finished shards, until all of them are.
+    """Names the finished shards of a conversion, for the record that is in the output until all of them are.
 
-    In a ``with`` statement: the file is removed at the end, or on an exception if no shard is finished.
+    Attributes:
+      state: the content of the record, which ``add`` writes.
     """
 
     def __init__(self, output: Path, source: Source, options: ConvertOptions):
         self._path = output / RECORD
-        self._state: JSON = {
-            "options": _state_of_options(options),
-            "source": _state_of_source(source),
-            "shards": {},
-        }
+        self.state: JSON = {"options": _state_of_options(options), "source": _state_of_source(source), "shards": {}}
 
     @property
     def shards(self) -> dict[str, str]:
         """The digests of the shards that the record calls finished, by file name."""
-        return self._state["shards"]
+        return self.state["shards"]
 
     def resume(self) -> None:
         """Takes over the finished shards of an earlier run with the same options and source.
@@ -64,23 +59,20 @@ class ResumeRecord:
         if not self._path.is_file():
             directory = self._path.parent
             if directory.is_dir() and any(not is_temporary(path) for path in directory.iterdir()):
-                raise CheckpointError(
-                    "is not empty and has no record of an interrupted conversion",
-                    "a record to resume from",
-                    file=directory,
-                    code=Exit.USAGE,
-                    hint="the conversion is finished, or the files are of something else; --overwrite starts again",
-                )
+                observed = "is not empty and has no record of an interrupted conversion"
+                hint = "the conversion is finished, or the files are of something else; --overwrite starts again"
+                expected = "a record to resume from"
+                raise CheckpointError(observed, expected, file=directory, code=Exit.USAGE, hint=hint)
             return
         old = read_json(self._path)
-        if not all(isinstance(old.get(key), dict) for key in self._state):
-            raise self._refusal(f"has {', '.join(old) or 'nothing'}", f"objects {', '.join(self._state)}")
+        if not all(isinstance(old.get(key), dict) for key in self.state):
+            raise self._refusal(f"has {', '.join(old) or 'nothing'}", f"objects {', '.join(self.state)}")
         for key in ("options", "source"):
-            now, then = self._state[key], old[key]
+            now, then = self.state[key], old[key]
             changed = sorted(k for k in {*now, *then} if now.get(k) != then.get(k))
             if changed:
                 raise self._refusal(f"was begun with other {key}: {', '.join(changed)}", "the same")
-        self._state["shards"] = old["shards"]
+        self.state["shards"] = old["shards"]
 
     def _refusal(self, observed: str, expected: str) -> CheckpointError:
         return CheckpointError(observed, expected, file=self._path, code=Exit.USAGE, hint="--overwrite starts again")
@@ -92,20 +84,9 @@ class ResumeRecord:
     def add(self, path: Path) -> None:
         """Records a finished shard."""
         self.shards[path.name] = file_digest(path)
-        self._write()
+        write_json(self._path, self.state)
 
     @property
     def is_kept(self) -> bool:
         """Whether the record is in the output, so that the conversion can be resumed."""
         return self._path.is_file()
-
-    def _write(self) -> None:
-        write_file(self._path, json_bytes(self._state))
-
-    def __enter__(self) -> "ResumeRecord":
-        self._write()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or not self.shards:
-            self._path.unlink(missing_ok=True)

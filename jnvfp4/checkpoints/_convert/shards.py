@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import jax
 import numpy as np
 
 from ...spec import BLOCK
 from .._files.errors import CheckpointError
 from .._files.files import Rows, pieces
 from .._files.safetensors import DTYPES, writing
-from .._layouts.layouts import global_scale_of
+from .._layouts.layouts import Parts, global_scale_of
 from .._layouts.names import Group
-from .encode import Amax, Target, encode, find_amax
+from .encode import Amax, Implementation, encode, find_amax
 from .plan import Item, Plan
 
 OnProgress = Callable[[str, int], None]  # a tensor's name, and how many bytes of the source are done with it
@@ -56,12 +57,9 @@ def find_amaxes(plan: Plan, workers: int) -> tuple[dict[str, np.ndarray], list[G
         wrong = next((m for m in group.members if own[m].not_finite), None)
         if wrong is not None:
             if plan.options.on_nonfinite == "error":
-                raise CheckpointError(
-                    f"has {own[wrong].not_finite} values that are not finite, the first at {own[wrong].first}",
-                    "finite values",
-                    tensor=plan.weights[wrong].name,
-                    hint="--on-nonfinite skip keeps its group",
-                )
+                observed = f"has {own[wrong].not_finite} values that are not finite, the first at {own[wrong].first}"
+                name, hint = plan.weights[wrong].name, "--on-nonfinite skip keeps its group"
+                raise CheckpointError(observed, "finite values", tensor=name, hint=hint)
             not_finite.append(group)
         elif plan.options.row_scaled:
             by_module |= {m: own[m].value for m in group.members}
@@ -90,7 +88,8 @@ class ShardWriter:
       plan: what every tensor becomes.
       amaxes: the amax of each module.
       metadata: the metadata of every file.
-      target: device and implementation that quantize.
+      device: the device that quantizes.
+      implementation: as for ``jnvfp4.quantize``.
       workers: how many tensors are worked on at once.
       on_progress: called with every tensor that is written.
     """
@@ -98,7 +97,8 @@ class ShardWriter:
     plan: Plan
     amaxes: Mapping[str, np.ndarray]
     metadata: Mapping[str, str]
-    target: Target
+    device: jax.Device
+    implementation: Implementation
     workers: int
     on_progress: OnProgress
 
@@ -119,37 +119,29 @@ class ShardWriter:
         return seconds
 
     def _pieces(self, item: Item) -> Pieces:
-        x, options = self.plan.source.rows(item.name), self.plan.options
-        if not item.choice.quantizes:
+        plan, parts, options = self.plan, item.parts, self.plan.options
+        x = plan.source.rows(item.name)
+        if parts is None:
             (kept,) = item.outputs
             for first, data in pieces(x, options.chunk_bytes):
-                yield kept.name, first, data.astype(DTYPES[kept.tag], copy=False)
+                yield kept.name, first, data.astype(kept.dtype, copy=False)
             return
-        yield from self._scales_of_tensor(item)
-        amax, stacked, kn = self._amax(item), item.choice.stacked, item.choice.kn
-        for e, expert in enumerate(x if stacked else [x]):
-            yield from self._encoded(item, expert.T if kn else expert, amax[e] if stacked else amax, e)
-
-    def _amax(self, item: Item) -> np.ndarray:
-        return np.asarray(self.amaxes[item.module], np.float32)
-
-    def _scales_of_tensor(self, item: Item) -> Pieces:
-        plan, parts = self.plan, item.parts
-        assert parts is not None
-        shapes = {p.name: p.shape for p in item.outputs}
-        scale = global_scale_of(plan.layout, self._amax(item), plan.options.spec.format.e4m3_max)
+        amax, shapes = self.amaxes[item.module], {p.name: p.shape for p in item.outputs}
+        scale = global_scale_of(plan.layout, amax, options.spec.format.e4m3_max)
         yield parts.global_scale, 0, scale.reshape(shapes[parts.global_scale])
         if parts.activation is not None and parts.activation in shapes:
             decode = np.float32(plan.input_scales[item.module])
             value = decode if plan.layout.meaning == "decode" else np.float32(1) / decode
             yield parts.activation, 0, np.full(shapes[parts.activation], value, np.float32)
+        stacked, kn = item.choice.stacked, item.choice.kn
+        for e, expert in enumerate(x if stacked else [x]):
+            yield from self._encoded(item, parts, expert.T if kn else expert, amax[e] if stacked else amax, e)
 
-    def _encoded(self, item: Item, x: np.ndarray | Rows, amax: np.ndarray, expert: int) -> Pieces:
+    def _encoded(self, item: Item, parts: Parts, x: np.ndarray | Rows, amax: np.ndarray, expert: int) -> Pieces:
         """Gives codes and block scales of a weight or of one expert; in one piece if its axes are swapped."""
-        parts, (n, k), options = item.parts, item.choice.matrix, self.plan.options
-        assert parts is not None
+        (n, k), options = item.choice.matrix, self.plan.options
         dtype = DTYPES[self.plan.layout.scales_tag]
-        encoded = encode(x, amax, options.spec, self.target, options.chunk_bytes)
+        encoded = encode(x, amax, options.spec, self.device, options.chunk_bytes, self.implementation)
         if item.choice.kn:
             _, all_codes, all_scales = zip(*encoded, strict=True)
             encoded = iter([(0, np.concatenate(all_codes).T, np.ascontiguousarray(np.concatenate(all_scales).T))])

@@ -1,45 +1,41 @@
 """Copies the files beside the weights, such as a tokenizer."""
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import ReadError, io_error
 from .files import remove_temporaries, replacing
-from .source import CONFIG, HF_QUANT, links_outside
+from .source import CONFIG, HF_QUANT, Source, links_outside
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 # The names that files of a model have. Beside a single input file there may be files of anything else.
 _KNOWN = re.compile(r".*\.(?:json|model|txt|jinja|py|md)|(?:LICEN[CS]E|NOTICE|COPYING|README)(?:[-_.].*)?", re.DOTALL)
-
-
 _CHUNK_BYTES = 1 << 20  # read and written at once
 
 
-def check_companions(directory: Path, single_file: bool = False) -> None:
+def check_companions(source: Source) -> None:
     """Raises if a file that ``copy_companions`` would copy cannot be read.
 
     Raises:
       CheckpointError: names the file.
     """
     try:
-        for path, warning in _companions(directory, single_file):
+        for path, warning in _companions(source):
             if not warning:
                 next(_chunks(path), b"")
     except ReadError as e:
-        raise io_error(e, directory) from e
+        raise io_error(e, source.directory) from e
 
 
-def copy_companions(directory: Path, output: Path, single_file: bool = False) -> tuple[str, ...]:
+def copy_companions(source: Source, output: Path) -> tuple[str, ...]:
     """Copies the files that are neither weights, nor hidden, nor configs that the output has its own of.
 
     Folders of text files, such as templates or code, are copied whole.
 
     Args:
-      directory: the directory of the model.
+      source: the model. Of one that is a single file, only files with names of a model's files are copied.
       output: an existing directory.
-      single_file: whether the user named one file, so that only files with names of a model's files are copied.
 
     Returns:
       a warning for each other folder, link out of the directory, and thing that is no file: they are not copied.
@@ -49,41 +45,38 @@ def copy_companions(directory: Path, output: Path, single_file: bool = False) ->
       OSError: a copy cannot be written.
     """
     warnings = []
-    for path, warning in _companions(directory, single_file, output):
+    for path, warning in _companions(source, output):
         if warning:
             warnings.append(f"{path}: {warning}, not copied")
         else:
-            copy = output / path.relative_to(directory)
+            copy = output / path.relative_to(source.directory)
             copy.parent.mkdir(parents=True, exist_ok=True)
             _copy(path, copy)
     return tuple(warnings)
 
 
-def remove_partial_copies(directory: Path, output: Path, single_file: bool = False) -> None:
+def remove_partial_copies(source: Source, output: Path) -> None:
     """Removes the temporary files that killed processes left of copies."""
-    names = defaultdict(set)
-    for path, warning in _companions(directory, single_file, output):
-        if not warning:
-            names[output / path.parent.relative_to(directory)].add(path.name)
-    for folder, of_folder in names.items():
-        if folder.is_dir():
-            remove_temporaries(folder, of_folder)
+    for path, warning in _companions(source, output):
+        folder = output / path.parent.relative_to(source.directory)
+        if not warning and folder.is_dir():
+            remove_temporaries(folder, {path.name})
 
 
-def _companions(directory: Path, single_file: bool, output: Path | None = None) -> Iterator[tuple[Path, str]]:
+def _companions(source: Source, output: Path | None = None) -> Iterator[tuple[Path, str]]:
     """Gives the files that belong to a model, each with the reason for not copying it, if there is one.
 
     A folder that is not copied is given in place of its files. ``output`` belongs to no model.
     """
-    for path in _listed(directory):
+    for path in _listed(source.directory):
         if output is not None and path.resolve() == output.resolve():
             continue
         if path.is_dir() and not path.is_symlink():
-            yield from () if single_file else _of_folder(path, directory, output)
+            yield from () if source.single_file else _of_folder(path, source.directory, output)
         elif path.name.endswith(_WEIGHTS) or path.name in (CONFIG, HF_QUANT):
             continue
-        elif not single_file or _KNOWN.fullmatch(path.name):
-            yield path, _reason(path, directory)
+        elif not source.single_file or _KNOWN.fullmatch(path.name):
+            yield path, _reason(path, source.directory)
 
 
 def _of_folder(folder: Path, directory: Path, output: Path | None) -> Iterator[tuple[Path, str]]:

@@ -1,6 +1,7 @@
 """Errors that a command prints as one line with a hint, and the exit code of each."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
@@ -104,5 +105,10 @@ def io_error(e: OSError, output: Path, hint: str = "") -> CheckpointError:
     return CheckpointError(f"cannot be {verb} ({e.strerror})", file=e.filename or output, hint=hint, code=Exit.IO)
 
 
-def cannot_be_read(e: OSError, path: Path) -> CheckpointError:
-    return CheckpointError(f"cannot be read ({e.strerror})", file=path, code=Exit.IO)
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Says that a file could not be read."""
+    try:
+        yield
+    except OSError as e:
+        raise CheckpointError(f"cannot be read ({e.strerror})", file=path, code=Exit.IO) from e

@@ -52,6 +52,11 @@ def json_bytes(value: object) -> bytes:
     return (text + "\n").encode("utf-8", "backslashreplace")
 
 
+def write_json(path: Path, value: object) -> None:
+    """Writes a JSON file that appears under its name only when it is complete."""
+    write_file(path, json_bytes(value))
+
+
 def check_finite(value: object, file: Path | str, key: str = "") -> None:
     """Raises if a value that will be written as JSON has NaN or infinity in it, which only some parsers read.
 
@@ -61,12 +66,9 @@ def check_finite(value: object, file: Path | str, key: str = "") -> None:
       key: where in the file it is, for the message.
     """
     if isinstance(value, float) and not math.isfinite(value):
-        raise CheckpointError(
-            f"{key} is {json.dumps(value)}",
-            "a finite number, since JSON has no other",
-            file=file,
-            hint="write a large number, such as 1e30, where infinity means that there is no limit",
-        )
+        expected = "a finite number, since JSON has no other"
+        hint = "write a large number, such as 1e30, where infinity means that there is no limit"
+        raise CheckpointError(f"{key} is {json.dumps(value)}", expected, file=file, hint=hint)
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
     for k, v in items:
         check_finite(v, file, f"{key}.{k}" if key else str(k))
@@ -104,7 +106,8 @@ def new_output(directory: Path) -> Iterator[None]:
         with locked(directory):
             _check_new(directory)  # again: another writer may have finished
             try:
-                with _unfinished(directory):
+                state = {"unfinished": "an output of jnvfp4"}
+                with unfinished(directory, state, lambda: any(directory.glob("*.safetensors"))):
                     yield
             except OSError as e:  # while it is locked, so that the hint is about our own files
                 hint = "the output is not complete: remove it and run the command again"
@@ -114,20 +117,20 @@ def new_output(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _unfinished(directory: Path) -> Iterator[None]:
+def unfinished(directory: Path, state: object, has_shards: Callable[[], object]) -> Iterator[None]:
     """Keeps a record in a directory while files are written into it, since a part of them would open as if whole.
 
     After an exception or Ctrl-C the record stays if there is a shard.
     """
     record = directory / RECORD
-    write_file(record, json_bytes({"unfinished": "an output of jnvfp4"}))
+    write_json(record, state)
     try:
         yield
     except BaseException:
-        if not any(directory.glob("*.safetensors")):
+        if not has_shards():
             record.unlink(missing_ok=True)
         raise
-    record.unlink()
+    record.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -143,12 +146,8 @@ def locked(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
-            raise CheckpointError(
-                "is being written by another command",
-                "a directory of its own",
-                file=directory,
-                code=Exit.USAGE,
-            ) from e
+            observed = "is being written by another command"
+            raise CheckpointError(observed, "a directory of its own", file=directory, code=Exit.USAGE) from e
         yield
     finally:
         os.close(descriptor)
@@ -194,15 +193,10 @@ class Rows:
     def __iter__(self) -> Iterator[np.ndarray]:
         return (self.compute(slice(i, i + 1))[0] for i in range(self.shape[0]))
 
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
-
 
 def slices(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> Iterator[slice]:
     """Cuts the first axis into slices of about ``max_bytes``; a matrix at multiples of 16, the rows of a tile."""
-    row_bytes = max(1, int(np.prod(shape[1:], dtype=np.int64)) * itemsize)
+    row_bytes = max(1, math.prod(shape[1:]) * itemsize)
     step = BLOCK if len(shape) == 2 else 1
     rows = max(step, max_bytes // row_bytes // step * step)
     for first in range(0, shape[0], rows):
@@ -214,6 +208,5 @@ def pieces(x: np.ndarray | Rows, max_bytes: int) -> Iterator[tuple[int, np.ndarr
     if not x.shape:
         yield 0, x[:]
         return
-    row = x.size // x.shape[0] if x.shape[0] else 0
     for rows in slices(x.shape, x.dtype.itemsize, max_bytes):
-        yield rows.start * row, x[rows]
+        yield rows.start * math.prod(x.shape[1:]), x[rows]

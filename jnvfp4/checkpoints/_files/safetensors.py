@@ -17,12 +17,12 @@ from functools import cached_property
 from io import FileIO
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
 
-from .errors import CheckpointError, Exit, cannot_be_read
+from .errors import CheckpointError, Exit, reading
 from .files import replacing
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
@@ -55,14 +55,12 @@ FLOATS = ("BF16", "F16", "F32")  # the dtypes of weights that are quantized with
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Describes a tensor of a file, whose bytes are [begin, end) of the file."""
+class Planned:
+    """Describes a tensor that is in a file or will be written."""
 
     name: str
     tag: str
     shape: tuple[int, ...]
-    begin: int
-    end: int
 
     @property
     def dtype(self) -> np.dtype:
@@ -70,50 +68,31 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        return self.end - self.begin
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Header(NamedTuple):
-    """Holds what the header of a file says.
+@dataclass(frozen=True)
+class Entry(Planned):
+    """Describes a tensor of a file, whose bytes are [begin, end) of the file."""
 
-    Attributes:
-      entries: the tensors, by name.
-      metadata: the metadata.
-      state: size, time and a digest of the header, by which a file that has changed is known.
-    """
+    begin: int
 
-    entries: Mapping[str, Entry]
-    metadata: Mapping[str, str]
-    state: tuple[int, int, str]
+    @property
+    def end(self) -> int:
+        return self.begin + self.nbytes
 
 
 # ---------------------------------------------------------------- reading
-def read_header(path: Path) -> Header:
-    """Reads and checks the header of ``path`` without reading the data.
-
-    Raises:
-      CheckpointError: the file is truncated or its header is wrong; the message names file and tensor.
-    """
-    try:
-        with open(path, "rb") as file:
-            stat = os.fstat(file.fileno())
-            text = _read_header_text(file.read(8), stat.st_size, path, file)
-    except OSError as e:
-        raise cannot_be_read(e, path) from e
-    entries, metadata = _parse_header(json_object(text, path, "header "), 8 + len(text), stat.st_size, path)
-    return Header(entries, metadata, (stat.st_size, stat.st_mtime_ns, hashlib.sha256(text).hexdigest()))
-
-
-def _read_header_text(prefix: bytes, size: int, path: Path, file: BinaryIO) -> bytes:
+def _header_text(file: BinaryIO, size: int, path: Path) -> bytes:
+    prefix = file.read(8)
     if len(prefix) < 8:
         raise CheckpointError(f"is {size} bytes long", "a header length of 8 bytes", file=path)
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(f"header length is {length}", f"at most {MAX_HEADER_BYTES}", file=path)
     if 8 + length > size:
-        raise CheckpointError(
-            f"header length is {length}, but the file is {size} bytes long", "a complete file", file=path
-        )
+        observed = f"header length is {length}, but the file is {size} bytes long"
+        raise CheckpointError(observed, "a complete file", file=path)
     return file.read(length)
 
 
@@ -134,11 +113,8 @@ def _check_writable(value: object, levels: int = MAX_NESTING) -> None:
     elif isinstance(value, dict | list):
         if not levels:
             raise ValueError(f"is nested deeper than {MAX_NESTING}")
-        for v in value:
+        for v in (*value, *value.values()) if isinstance(value, dict) else value:
             _check_writable(v, levels - 1)
-        if isinstance(value, dict):
-            for v in value.values():
-                _check_writable(v, levels - 1)
 
 
 def json_object(text: bytes, path: Path, what: str = "") -> JSON:
@@ -171,9 +147,8 @@ def _parse_header(header: JSON, start: int, size: int, path: Path) -> tuple[dict
     for entry in sorted(entries.values(), key=lambda e: (e.begin, e.end)):
         if entry.begin != end:
             kind = "overlaps the tensor before it" if entry.begin < end else "leaves a gap before it"
-            raise CheckpointError(
-                f"begins at byte {entry.begin} and {kind}", f"byte {end}", file=path, tensor=entry.name
-            )
+            observed = f"begins at byte {entry.begin} and {kind}"
+            raise CheckpointError(observed, f"byte {end}", file=path, tensor=entry.name)
         end = entry.end
     if end != size:
         raise CheckpointError(f"is {size} bytes long, but its tensors end at byte {end}", "the same byte", file=path)
@@ -207,37 +182,47 @@ def _entry(name: str, value: object, start: int, size: int, path: Path) -> Entry
     nbytes = math.prod(shape) * DTYPES[tag].itemsize
     if end - begin != nbytes:
         raise wrong(f"has {end - begin} bytes", f"{nbytes}, as {tag} {shape} needs")
-    return Entry(name, tag, tuple(shape), begin, end)
+    return Entry(name, tag, tuple(shape), begin)
 
 
 class File:
     """Opens a safetensors file, and gives its tensors as views of the mapped file or as copies.
 
     If the file is truncated, the system kills a process that uses a view (SIGBUS); a copy is an error.
+
+    Attributes:
+      path: the file.
+      entries: the tensors, by name.
+      metadata: the metadata.
+      state: size, time and a digest of the header, by which a file that has changed is known.
+
+    Raises:
+      CheckpointError: the file is truncated or its header is wrong; the message names file and tensor.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self.entries, self.metadata, self.state = read_header(path)
-        try:
-            self._descriptor = os.open(path, os.O_RDONLY)
-        except OSError as e:
-            raise cannot_be_read(e, path) from e
-        weakref.finalize(self, os.close, self._descriptor)
+        with reading(path):
+            self._file = open(path, "rb")  # noqa: SIM115 (closed with this object)
+            weakref.finalize(self, self._file.close)
+            stat = os.fstat(self._file.fileno())
+            text = _header_text(self._file, stat.st_size, path)
+        header = json_object(text, path, "header ")
+        self.entries, self.metadata = _parse_header(header, 8 + len(text), stat.st_size, path)
+        self.state = (stat.st_size, stat.st_mtime_ns, hashlib.sha256(text).hexdigest())
 
     @cached_property
     def _map(self) -> mmap.mmap:
         try:
-            return mmap.mmap(self._descriptor, self.state[0], access=mmap.ACCESS_READ)
-        except OSError as e:
-            raise cannot_be_read(e, self.path) from e
+            with reading(self.path):
+                return mmap.mmap(self._file.fileno(), self.state[0], access=mmap.ACCESS_READ)
         except ValueError as e:
             raise self._changed("truncated") from e
 
     def check_unchanged(self) -> None:
         """Raises if size, time or header are others than when the file was opened."""
         try:
-            state = read_header(self.path).state
+            state = File(self.path).state
         except CheckpointError as e:
             raise self._changed(str(e)) from e
         if state != self.state:
@@ -245,13 +230,9 @@ class File:
             raise self._changed(f"another {next(w for w, a, b in zip(what, state, self.state, strict=True) if a != b)}")
 
     def _changed(self, how: str) -> CheckpointError:
-        return CheckpointError(
-            f"has changed while it was read ({how})",
-            "the same file until the end",
-            file=self.path,
-            hint="run the command again when no other program writes to it",
-            code=Exit.IO,
-        )
+        observed, expected = f"has changed while it was read ({how})", "the same file until the end"
+        hint = "run the command again when no other program writes to it"
+        return CheckpointError(observed, expected, file=self.path, hint=hint, code=Exit.IO)
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Reads a tensor, or some rows of it."""
@@ -263,10 +244,8 @@ class File:
         left = out.reshape(-1).view(np.uint8).data
         offset = entry.begin + first * entry.nbytes // max(count, 1)
         while left:
-            try:
-                n = os.preadv(self._descriptor, [left], offset)
-            except OSError as e:
-                raise cannot_be_read(e, self.path) from e
+            with reading(self.path):
+                n = os.preadv(self._file.fileno(), [left], offset)
             if n == 0:
                 raise self._changed("truncated")
             left, offset = left[n:], offset + n
@@ -287,19 +266,6 @@ class File:
 
 
 # ---------------------------------------------------------------- writing
-@dataclass(frozen=True)
-class Planned:
-    """Describes a tensor that will be written."""
-
-    name: str
-    tag: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.tag].itemsize
-
-
 def header_bytes(tensors: Iterable[Planned], metadata: Mapping[str, str]) -> bytes:
     """Formats the length and the header of a file with these tensors in this order, padded to a multiple of 8."""
     header: JSON = {METADATA: dict(sorted(metadata.items()))}
@@ -317,7 +283,7 @@ class Writer:
 
     def __init__(self, path: Path, file: FileIO, places: Mapping[str, tuple[Planned, int]]):
         self.path, self._file, self._places = path, file, places
-        self._written = dict.fromkeys(places, 0)  # bytes
+        self.written = dict.fromkeys(places, 0)  # bytes
 
     def put(self, name: str, data: np.ndarray, at: int = 0) -> None:
         """Writes a tensor, or some of its elements, the first of which is element ``at``."""
@@ -325,11 +291,7 @@ class Writer:
         assert TAGS[data.dtype] == planned.tag, (name, data.dtype, planned)
         raw = np.ascontiguousarray(data).view(np.uint8).reshape(-1).data
         _write(self._file, raw, offset + at * data.dtype.itemsize)
-        self._written[name] += data.nbytes
-
-    def check_complete(self) -> None:
-        for name, (planned, _) in self._places.items():
-            assert self._written[name] == planned.nbytes, (name, self._written[name], planned)
+        self.written[name] += data.nbytes
 
 
 @contextmanager
@@ -344,7 +306,7 @@ def writing(path: Path, tensors: Iterable[Planned], metadata: Mapping[str, str])
         file.truncate(len(head) + sum(t.nbytes for t in tensors))
         writer = Writer(path, file, places)
         yield writer
-        writer.check_complete()
+        assert writer.written == {t.name: t.nbytes for t in tensors}
         os.fsync(file.fileno())
 
 

@@ -1,32 +1,29 @@
 """Opens the files of a checkpoint: which tensor is in which file, checked against every header and the index."""
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 
-from .errors import CheckpointError, cannot_be_read
+from .errors import CheckpointError, reading
 from .files import RECORD, Rows, checked_path
-from .safetensors import JSON, Entry, File, json_object
+from .safetensors import JSON, File, Planned, json_object
 
 CONFIG = "config.json"
 HF_QUANT = "hf_quant_config.json"
 INDEX = "model.safetensors.index.json"
 SHARD = ".safetensors"  # what the names of files with tensors end in
-
-
 _PICKLES = (".bin", ".pt", ".pth")
 
 
 def read_json(path: Path) -> JSON:
     """Reads a file that holds a JSON object in which no key appears twice."""
-    try:
+    with reading(path):
         text = path.read_bytes()
-    except OSError as e:
-        raise cannot_be_read(e, path) from e
     return json_object(text, path)
 
 
@@ -38,16 +35,34 @@ def links_outside(path: Path, directory: Path) -> bool:
 
 
 @dataclass(frozen=True)
+class View:
+    """Describes a tensor that is computed from tensors of a source.
+
+    Attributes:
+      tensor: its name, dtype and shape.
+      source: the source.
+      parts: the names of the tensors that are read for it.
+      array: computes it, or gives ``Rows`` that are computed when they are used.
+    """
+
+    tensor: Planned
+    source: "Source"
+    parts: tuple[str, ...]
+    array: Callable[[], np.ndarray | Rows]
+
+
+@dataclass(frozen=True)
 class Source:
     """Holds the tensors of a checkpoint by name. Headers are read, data only where ``array`` is used.
 
     Attributes:
       directory: the directory of the files.
       files: the shards, by file name.
-      places: the file name of each tensor's shard.
+      places: the file name of each tensor's shard; of a view that of its first part.
       config: the content of ``config.json``, or None if there is no such file.
       warnings: sentences about oddities that are no errors.
       single_file: whether the user named one file, so that its directory may have files of other models.
+      views: those of the tensors that are computed, by name.
     """
 
     directory: Path
@@ -56,27 +71,28 @@ class Source:
     config: JSON | None
     warnings: tuple[str, ...] = ()
     single_file: bool = False
+    views: Mapping[str, View] = field(default_factory=dict)
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> Planned:
         """Describes a tensor."""
-        return self.files[self.places[name]].entries[name]
+        return self.views[name].tensor if name in self.views else self.files[self.places[name]].entries[name]
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[Planned]:
         """Describes all tensors, in the order of their names."""
         return (self.entry(name) for name in sorted(self.places))
 
-    def array(self, name: str) -> np.ndarray:
-        """Gives a tensor as a read-only view of its file, which must not be truncated meanwhile."""
-        return self.files[self.places[name]].array(name)
+    def array(self, name: str) -> Any:
+        """Gives a view of a tensor in its file, which must not be truncated meanwhile, or what is computed."""
+        return self.views[name].array() if name in self.views else self.files[self.places[name]].array(name)
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """Reads a tensor, or some rows of it."""
-        return self.files[self.places[name]].read(name, rows)
+        """Reads or computes a tensor, or some rows of it."""
+        return self.views[name].array()[rows] if name in self.views else self.files[self.places[name]].read(name, rows)
 
     def rows(self, name: str) -> np.ndarray | Rows:
-        """Gives a tensor whose rows are read when they are used."""
+        """Gives a tensor whose rows are read when they are used, or what is computed."""
         entry = self.entry(name)
-        return Rows(entry.shape, entry.dtype, partial(self.read, name))
+        return self.array(name) if name in self.views else Rows(entry.shape, entry.dtype, partial(self.read, name))
 
     def check_unchanged(self) -> None:
         """Raises if a file is another one than when it was opened."""
@@ -84,8 +100,12 @@ class Source:
             file.check_unchanged()
 
     def release(self, name: str) -> None:
-        """Drops a tensor's pages from memory."""
-        self.files[self.places[name]].release(name)
+        """Drops the pages of everything that is read for a tensor."""
+        if name not in self.views:
+            self.files[self.places[name]].release(name)
+            return
+        for part in self.views[name].parts:
+            self.views[name].source.release(part)
 
     @property
     def nbytes(self) -> int:
@@ -113,37 +133,26 @@ def open_source(path: Path) -> Source:
         disagree, or a file is damaged.
     """
     path = checked_path(path)
-    _refuse_unfinished(path.parent if os.path.isfile(path) else path)
-    if os.path.isfile(path):
-        if not path.name.endswith(SHARD):
-            hint = _pickle_hint(path.parent) if path.suffix in _PICKLES else ""
-            raise CheckpointError("is no checkpoint", f"a file whose name ends in {SHARD}", file=path, hint=hint)
-        return _open_files(path.parent, [path.name], None, single_file=True)
-    if not path.is_dir():
+    single_file = os.path.isfile(path)
+    directory = path.parent if single_file else path
+    _refuse_unfinished(directory)
+    if single_file and not path.name.endswith(SHARD):
+        hint = _pickle_hint(directory) if path.suffix in _PICKLES else ""
+        raise CheckpointError("is no checkpoint", f"a file whose name ends in {SHARD}", file=path, hint=hint)
+    if not directory.is_dir():
         raise CheckpointError("does not exist", "a directory or a file", file=path)
-    index = _read_index(path)
-    present = sorted(p.name for p in path.glob(f"*{SHARD}"))
+    index = None if single_file else _read_index(path)
+    present = [path.name] if single_file else sorted(p.name for p in path.glob(f"*{SHARD}"))
     names = present if index is None else sorted(set(index.values()))
     if not names:
         raise CheckpointError(f"has no *{SHARD} file", file=path, hint=_pickle_hint(path))
-    ignored = tuple(f"{name}: not in the index, ignored" for name in present if name not in names)
-    return _open_files(path, names, index, warnings=ignored)
-
-
-def _open_files(
-    directory: Path,
-    names: list[str],
-    index: Mapping[str, str] | None,
-    *,
-    warnings: tuple[str, ...] = (),
-    single_file: bool = False,
-) -> Source:
+    warnings = tuple(f"{name}: not in the index, ignored" for name in present if name not in names)
     files, config = _open_shards(directory, names), _read_if_there(directory / CONFIG)
     places = _places_of(directory, files)
     if index is not None:
         _check_index(directory / INDEX, index, places)
     if not places:
-        raise CheckpointError("has no tensor", "a model", file=directory / names[0] if single_file else directory)
+        raise CheckpointError("has no tensor", "a model", file=path)
     if config is None:
         warnings += (f"{directory / CONFIG}: missing, so the number of layers and the model type are unknown",)
     return Source(directory, files, places, config, warnings, single_file)
@@ -196,11 +205,10 @@ def _read_index(directory: Path) -> Mapping[str, str] | None:
     if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
         raise CheckpointError("has no weight_map", "file names by tensor name", file=path)
     for tensor, name in index.items():
-        if PurePosixPath(name).name != name or "\\" in name or name in ("", "..", "."):
-            raise CheckpointError(f"names the file {name!r:.200}", "a name without a folder", file=path, tensor=tensor)
-        if not name.endswith(SHARD):
-            # Under another name it could be a file that the converter writes, or no reader finds it.
-            expected = f"a name that ends in {SHARD}"
+        has_folder = PurePosixPath(name).name != name or "\\" in name or name in ("", "..", ".")
+        # Under another name it could be a file that the converter writes, or no reader finds it.
+        if has_folder or not name.endswith(SHARD):
+            expected = "a name without a folder" if has_folder else f"a name that ends in {SHARD}"
             raise CheckpointError(f"names the file {name!r:.200}", expected, file=path, tensor=tensor)
     return index
 
@@ -208,21 +216,13 @@ def _read_index(directory: Path) -> Mapping[str, str] | None:
 def _open_shards(directory: Path, names: list[str]) -> dict[str, File]:
     files = {}
     for name in names:
-        if not _is_utf8(name):
+        if name != name.encode(errors="ignore").decode():
             raise CheckpointError(f"has a file {name!r}", "names in UTF-8", file=directory)
         path = directory / name
         if not os.path.isfile(path):
             raise CheckpointError("is missing", "a file", file=path)
         files[name] = File(_check_inside(path))
     return files
-
-
-def _is_utf8(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _places_of(directory: Path, files: Mapping[str, File]) -> dict[str, str]:

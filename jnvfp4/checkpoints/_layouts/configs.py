@@ -10,6 +10,8 @@ from .layouts import LayoutName
 
 PACKED = "nvfp4-pack-quantized"  # the format of compressed-tensors
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4")  # of Model Optimizer: with activations in FP4, or in high precision
+# The only KV cache besides none that a compressed-tensors checkpoint is written with or taken over from.
+FP8_KV_CACHE: JSON = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 
 
 def quantization_config(
@@ -27,33 +29,18 @@ def quantization_config(
     if layout == "te":
         return {"quant_method": "jnvfp4", "group_size": BLOCK, "ignore": ignore, **(te or {})}
     if layout == "modelopt":
-        return _modelopt(ignore, weight_only, fp8_kv_cache)
-    return _compressed_tensors(ignore, weight_only, fp8_kv_cache)
-
-
-def _modelopt(ignore: list[str], weight_only: bool, fp8_kv_cache: bool) -> JSON:
-    numbers: JSON = {"num_bits": 4, "type": "float", "group_size": BLOCK, "dynamic": False}
-    group: JSON = {"targets": ["Linear"], "weights": numbers}
-    if not weight_only:
-        group["input_activations"] = numbers
-    config: JSON = {
-        "quant_method": "modelopt",
-        "quant_algo": ALGORITHMS[weight_only],
-        "group_size": BLOCK,
-        "ignore": ignore,
-        "config_groups": {"group_0": group},
-    }
-    if fp8_kv_cache:
-        config["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
-    return config
-
-
-# The only KV cache besides none that a compressed-tensors checkpoint is written with or taken over from.
-FP8_KV_CACHE: JSON = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
-
-
-def _compressed_tensors(ignore: list[str], weight_only: bool, fp8_kv_cache: bool) -> JSON:
-    weights: JSON = {
+        numbers = {"num_bits": 4, "type": "float", "group_size": BLOCK, "dynamic": False}
+        inputs = {} if weight_only else {"input_activations": numbers}
+        cache = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}} if fp8_kv_cache else {}
+        return {
+            "quant_method": "modelopt",
+            "quant_algo": ALGORITHMS[weight_only],
+            "group_size": BLOCK,
+            "ignore": ignore,
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": numbers, **inputs}},
+            **cache,
+        }
+    weights = {
         "num_bits": 4,
         "type": "float",
         "symmetric": True,
@@ -62,14 +49,13 @@ def _compressed_tensors(ignore: list[str], weight_only: bool, fp8_kv_cache: bool
         "dynamic": False,
         "scale_dtype": "torch.float8_e4m3fn",
     }
-    inputs = None if weight_only else {**weights, "dynamic": "local", "observer": "static_minmax"}
+    activations = None if weight_only else {**weights, "dynamic": "local", "observer": "static_minmax"}
+    group = {"targets": ["Linear"], "format": PACKED, "weights": weights, "input_activations": activations}
     return {
         "quant_method": "compressed-tensors",
         "format": PACKED,
         "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {"targets": ["Linear"], "format": PACKED, "weights": weights, "input_activations": inputs}
-        },
+        "config_groups": {"group_0": group},
         "ignore": ignore,
         "kv_cache_scheme": FP8_KV_CACHE if fp8_kv_cache else None,
     }

@@ -12,7 +12,7 @@ from functools import cache
 
 from ..._core.patterns import layer_of
 from .._files.errors import CheckpointError, Exit
-from .._files.safetensors import Entry
+from .._files.safetensors import Planned
 from .layouts import LayoutName
 from .names import FUSED, FUSED_NAMES, WEIGHT, is_embedding, is_stack, module_of, split_role
 
@@ -84,13 +84,6 @@ def ignore_list(kept: Iterable[str], quantized: Iterable[str], layout: LayoutNam
     return sorted(entries)
 
 
-def checked_ignore_list(kept: Collection[str], quantized: Collection[str], layout: LayoutName) -> list[str]:
-    """Lists what is kept, and raises if a loader reads the list differently."""
-    entries = ignore_list(kept, quantized, layout)
-    check_ignore_list(entries, kept, quantized, layout)
-    return entries
-
-
 def _kept_layers(kept: Iterable[str], quantized: Iterable[str]) -> set[str]:
     """Names the decoder layers, such as ``model.layers.3``, in which nothing is quantized."""
 
@@ -101,8 +94,9 @@ def _kept_layers(kept: Iterable[str], quantized: Iterable[str]) -> set[str]:
     return layers(kept) - layers(quantized)
 
 
-def check_ignore_list(entries: list[str], kept: Iterable[str], quantized: Iterable[str], layout: LayoutName) -> None:
-    """Raises if a loader of the layout would keep a module that is quantized, or quantize one that is kept."""
+def checked_ignore_list(kept: Collection[str], quantized: Collection[str], layout: LayoutName) -> list[str]:
+    """Makes the ignore list, and raises if a loader would keep a module that is quantized, or quantize a kept one."""
+    entries = ignore_list(kept, quantized, layout)
     for loader, (reads, asks_fused) in READINGS[layout].items():
         for modules, wanted in ((kept, True), (quantized, False)):
             for module in modules:
@@ -110,21 +104,19 @@ def check_ignore_list(entries: list[str], kept: Iterable[str], quantized: Iterab
                 entry = next((e for e in entries if reads(e, asked)), None)
                 if (entry is not None) == wanted:
                     continue
-                raise CheckpointError(
-                    f"module {module!r} is {'kept' if wanted else 'quantized'}, but {loader} "
-                    + ("would quantize it" if wanted else f"would keep it because of {entry!r}"),
-                    "the same reading by every loader",
-                    code=Exit.CONFLICT,
-                    hint="keep or quantize both, or choose another --format",
-                )
+                does = "would quantize it" if wanted else f"would keep it because of {entry!r}"
+                observed = f"module {module!r} is {'kept' if wanted else 'quantized'}, but {loader} {does}"
+                hint = "keep or quantize both, or choose another --format"
+                raise CheckpointError(observed, "the same reading by every loader", code=Exit.CONFLICT, hint=hint)
+    return entries
 
 
-def linear_modules(entries: Iterable[Entry]) -> list[str]:
+def linear_modules(entries: Iterable[Planned]) -> list[str]:
     """Names the modules of the weights that a linear layer may have, which loaders look up in the ignore list."""
     weights = (e.name for e in entries if (e.name.endswith(WEIGHT) and len(e.shape) == 2) or is_expert_stack(e))
     return [m for m in map(module_of, weights) if not is_embedding(m)]
 
 
-def is_expert_stack(entry: Entry) -> bool:
+def is_expert_stack(entry: Planned) -> bool:
     """Tells whether a tensor is a stack: one projection of all experts."""
     return len(entry.shape) == 3 and is_stack(entry.name)

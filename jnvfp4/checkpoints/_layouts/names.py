@@ -24,19 +24,7 @@ INSEPARABLE = (FUSED[1], FUSED[2])
 # Parts of a module's name that a projection of the language model does not have.
 _HEADS = ("lm_head", "embed_out", "output_layer", "score", "classifier", "head")
 _TABLES = ("wte", "wpe", "word_embeddings", "shared")
-_OTHERS = (
-    "norm",
-    "rotary",
-    "vision",
-    "visual",
-    "image",
-    "audio",
-    "conv",
-    "lora",
-    "adapter",
-    "patch_embed",
-    "projector",
-)
+_OTHER = ("norm", "rotary", "vision", "visual", "image", "audio", "conv", "lora", "adapter", "patch_embed", "projector")
 
 
 def module_of(name: str) -> str:
@@ -82,7 +70,7 @@ def is_embedding(module: str) -> bool:
 def is_other(module: str) -> bool:
     """Tells whether a module is no projection of the language model: a norm, a vision tower, an adapter."""
     parts = module.split(".")
-    return "vit" in parts or any(o in part for part in parts for o in _OTHERS)
+    return "vit" in parts or any(o in part for part in parts for o in _OTHER)
 
 
 @dataclass(frozen=True)

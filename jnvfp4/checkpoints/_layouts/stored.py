@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -104,9 +105,8 @@ class Stored:
     def weight(self, module: str, rows: slice | None = None) -> Weight:
         """Gives a quantized weight as views of the file, or a copy of some rows or experts of it."""
         parts, source = self.parts(module), self.source
-        codes, scales = (
-            source.array(name) if rows is None else source.read(name, rows) for name in (parts.codes, parts.scales)
-        )
+        read = source.array if rows is None else partial(source.read, rows=rows)
+        codes, scales = read(parts.codes), read(parts.scales)
         scales, global_scale = scales.view(np.uint8), source.read(parts.global_scale)
         if rows is not None and global_scale.size > 1:
             global_scale = global_scale[rows]
@@ -182,10 +182,8 @@ def stored_of(source: Source) -> Stored:
     layout = layout_of(source)
     if layout is None:
         raise CheckpointError("has no NVFP4 weight", "a checkpoint of NVFP4 weights", file=source.directory / CONFIG)
-    modules = {n.removesuffix(layout.global_scale) for n in source.places if n.endswith(layout.global_scale)}
-    suffix = layout.global_scale.replace(".", "_", 1)
-    stacks = {n.removesuffix(suffix) for n in source.places if n.endswith(suffix)} if layout.stacks else set()
-    stored = Stored(source, layout, sorted(modules | stacks), frozenset(stacks))
+    modules, *stacks = ({n.removesuffix(s) for n in source.places if n.endswith(s)} for s in layout.global_suffixes)
+    stored = Stored(source, layout, sorted(modules.union(*stacks)), frozenset().union(*stacks))
     for module in stored.modules:
         _check_weight(stored, module)
     return stored
@@ -200,9 +198,8 @@ def _check_weight(stored: Stored, module: str) -> None:
     rank = 3 if module in stored.stacks else 2
     possible = [] if len(codes.shape) != rank or 0 in codes.shape else _scale_shapes(codes.shape)
     if codes.tag != "U8" or not possible:
-        raise CheckpointError(
-            f"is {codes.tag} {list(codes.shape)}", f"U8, {rank} axes, whole blocks, not empty", tensor=codes.name
-        )
+        expected = f"U8, {rank} axes, whole blocks, not empty"
+        raise CheckpointError(f"is {codes.tag} {list(codes.shape)}", expected, tensor=codes.name)
     if scales.tag != layout.scales_tag or scales.shape not in possible:
         expected = f"{layout.scales_tag} {' or '.join(str(list(p)) for p in possible)}"
         raise CheckpointError(f"is {scales.tag} {list(scales.shape)}", expected, tensor=scales.name)

@@ -88,13 +88,9 @@ def tensor_refusal(source: Source, others: Iterable[str]) -> CheckpointError | N
     if found is None:
         return None
     name, module = found
-    return CheckpointError(
-        f"belongs to module {module!r:.200}, and readers would ignore it",
-        "NVFP4 weights, and others in high precision",
-        file=source.directory / source.places[name],
-        tensor=name,
-        hint=_HINT,
-    )
+    observed = f"belongs to module {module!r:.200}, and readers would ignore it"
+    expected, file = "NVFP4 weights, and others in high precision", source.directory / source.places[name]
+    return CheckpointError(observed, expected, file=file, tensor=name, hint=_HINT)
 
 
 def factors(source: Source, names: Collection[str]) -> Iterator[tuple[str, str]]:
