@@ -24,7 +24,18 @@ from .checkpoints._files.files import checked_path, existing_parent
 from .checkpoints._files.source import open_source
 from .checkpoints._layouts.layouts import LAYOUTS
 from .checkpoints.compare import diff, inspect
-from .checkpoints.console import inspect_table, plan_as_json, plan_table, progress, records_table, say, verdict
+from .checkpoints.console import (
+    conversion_table,
+    difference_table,
+    inspect_table,
+    plan_as_json,
+    plan_table,
+    progress,
+    records_table,
+    result_as_json,
+    say,
+    verdict,
+)
 from .checkpoints.convert import convert_checkpoint
 from .checkpoints.report_files import summary, write_report
 from .checkpoints.rewrite import dequantize_checkpoint, repack_checkpoint
@@ -146,10 +157,11 @@ def _parser() -> argparse.ArgumentParser:
     more = (
         " Tensors\nare compared, and every entry of config.json and hf_quant_config.json (of two layouts, not those"
         "\nthat describe the quantization). Tokenizers and other files are not compared. Exit code 1 says that"
-        "\nsomething differs. The result is JSON."
+        "\nsomething differs."
     )
     p = command(_diff, "count where two checkpoints differ, in tensors and in configs", more, "MODEL-A MODEL-B")
     _positional(p.add_argument, first="a checkpoint", second="another checkpoint, of any layout")
+    _json(p)
     more = (
         " Every\nGEMM kernel and the plain quantizers compute what is known beforehand; --full checks all recipes, with"
         "\nmore operands. GPUs newer than Hopper always get all checks. Exit code 5 says that a kernel is wrong."
@@ -246,7 +258,7 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
     add, _ = group("what is shown", "MODEL OUTPUT --dry-run")
     add("--report", type=Path, metavar="DIR", help="verify, and write report.json, .csv and .png into DIR")
     add("--dry-run", action="store_true", help="show what would be done, write nothing")
-    add("--json", action="store_true", help="print JSON instead of the table of --dry-run")
+    add("--json", action="store_true", help="print JSON instead of text")
     add("--quiet", action="store_true", help="print no progress and no warnings")
 
 
@@ -329,15 +341,9 @@ def _convert(a: argparse.Namespace) -> Exit:
         written = write_report(a.report, records, result)
         if not a.quiet and not any(path.suffix == ".png" for path in written):
             say("note: no report.png, as matplotlib is not installed", sys.stderr)
-        return _show(summary(records, result))
-    did = {
-        "quantized": len(result.amaxes),
-        "kept": sum(not item.choice.quantizes for item in result.plan.items.values()),
-        "bytes_before": result.bytes_before,
-        "bytes_after": result.bytes_after,
-        "warnings": list(result.warnings),
-    }
-    return _show(did)
+        tables = f"{records_table(records)}\n{verdict(records, [])}\n{conversion_table(result)}"
+        return _show(summary(records, result) if a.json else tables)
+    return _show(result_as_json(result) if a.json else conversion_table(result))
 
 
 # ---------------------------------------------------------------- the other commands
@@ -387,7 +393,7 @@ def _dequantize(a: argparse.Namespace) -> Exit:
 
 def _diff(a: argparse.Namespace) -> Exit:
     found = diff(a.first, a.second)
-    _show(vars(found))
+    _show(vars(found) if a.json else difference_table(found))
     return Exit.OK if found.same else Exit.DIFFERENT
 
 

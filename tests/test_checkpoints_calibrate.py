@@ -36,7 +36,7 @@ def test_scales_that_nobody_measured_are_called_uncalibrated(model, tmp_path, ca
     """In the output, in the plan and in the report; --quiet does not take it out of the result."""
     draw_nothing(monkeypatch)
     convert = ["convert", "--format", layout, str(model)]
-    assert main([*convert, str(tmp_path / "a"), "--report", str(tmp_path / "report")]) == 0
+    assert main([*convert, str(tmp_path / "a"), "--report", str(tmp_path / "report"), "--json"]) == 0
     out, err = capsys.readouterr()
     (line,) = (line for line in err.splitlines() if line.startswith("warning: "))
     assert UNCALIBRATED in line
@@ -46,7 +46,7 @@ def test_scales_that_nobody_measured_are_called_uncalibrated(model, tmp_path, ca
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert line == f"warning: {report['warnings'][0]}"
     assert json.loads(out)["warnings"] == report["warnings"]
-    assert main([*convert, str(tmp_path / "b"), "--quiet"]) == 0
+    assert main([*convert, str(tmp_path / "b"), "--quiet", "--json"]) == 0
     out, err = capsys.readouterr()
     assert (json.loads(out)["warnings"], err) == (report["warnings"], "")
     assert main([*convert, str(tmp_path / "c"), "--dry-run"]) == 0

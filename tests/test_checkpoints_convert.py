@@ -180,7 +180,7 @@ def test_shards_name_the_tensors_they_were_made_of(tmp_path):
 def test_report(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     model, report = GOLDEN / "llama" / "input", tmp_path / "report"
-    assert main(["convert", str(model), str(tmp_path / "out"), "--report", str(report)]) == 0
+    assert main(["convert", str(model), str(tmp_path / "out"), "--report", str(report), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert (printed["quantized"], printed["kept"]) == (14, 7)
     assert 0.094 < printed["mean_rel_err"] < 0.095

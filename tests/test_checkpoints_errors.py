@@ -93,7 +93,10 @@ def name_not_utf8(model):
 
 FILES = {
     "missing shard": (lambda m: (m / B).unlink(), rf"{B}: is missing; expected a file"),
-    "missing shard, link": (lambda m: ((m / B).unlink(), (m / B).symlink_to("no")), rf"{B}: is missing"),
+    "missing shard, link": (lambda m: ((m / B).unlink(), (m / B).symlink_to("no")), rf"{B}: is a link that leads"),
+    "loop of links": (lambda m: ((m / B).unlink(), (m / B).symlink_to(B)), rf"{B}: is a link that leads to no file"),
+    "shard that is a folder": (lambda m: ((m / B).unlink(), (m / B).mkdir()), rf"{B}: is no regular file"),
+    "shard that is a FIFO": (lambda m: ((m / B).unlink(), os.mkfifo(m / B)), rf"{B}: is no regular file"),
     "named shard missing": (edit_map(lambda w: w.update({NORM: "model-9.safetensors"})), "model-9.*is missing"),
     "key absent in shard": (edit_map(lambda w: w.update(nothing=A)), rf"{INDEX}: .*'nothing'.*{A}, .*no such tensor"),
     "key absent in index": (edit_map(lambda w: w.pop(NORM)), rf"{INDEX}: tensor '{NORM}'.*in {B}, .*not in the index"),
@@ -107,7 +110,7 @@ FILES = {
     "dots": (edit_map(lambda w: w.update({NORM: ".."})), "'..'; expected a name without a folder"),
     "absolute path": (edit_map(lambda w: w.update({NORM: "/etc/passwd"})), "'/etc/passwd'; expected a name without"),
     "backslash": (edit_map(lambda w: w.update({NORM: "..\\x"})), "expected a name without a folder"),
-    "zero byte": (edit_map(lambda w: w.update({NORM: "a\0b.safetensors"})), "is missing"),
+    "zero byte": (edit_map(lambda w: w.update({NORM: "a\0b.safetensors"})), "expected a name without a folder or NUL"),
     "long name": (edit_map(lambda w: w.update({NORM: "x" * 5000 + ".safetensors"})), "is missing"),
     "surrogate": (edit_map(lambda w: w.update({NORM: "\ud800"})), rf"{INDEX}: is not valid JSON .*surrogates"),
     "number": (edit_map(lambda w: w.update({NORM: 1})), rf"{INDEX}: has no weight_map"),

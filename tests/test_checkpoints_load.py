@@ -316,6 +316,23 @@ def test_a_mapping_reads_what_is_asked_for(records):
     assert set(records) == {f"{Q_PROJ}.{part}" for part in ("weight", "weight_scale")}
 
 
+def test_an_ordinary_checkpoint_is_read(tmp_path):
+    w = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
+    save_checkpoint({"a.weight": w}, tmp_path / "a", config={})
+    opened = open_checkpoint(tmp_path / "a")
+    np.testing.assert_array_equal(opened["a.weight"], w)
+    assert repr(opened) == f"Checkpoint('{tmp_path / 'a'}', layout=None, 1 tensors, 0 in NVFP4)"
+    with pytest.raises(KeyError, match=r"'a.weigth' is no tensor of Checkpoint\(.*; it has a.weight"):
+        opened["a.weigth"]
+    with pytest.raises(CheckpointError, match=r"has no NVFP4 weight(.|\n)*hint: `jnvfp4 convert` makes one of it"):
+        repack_checkpoint(tmp_path / "a", tmp_path / "b", "te")
+    (tmp_path / "a" / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    with pytest.raises(
+        CheckpointError, match=r"has no NVFP4 weight(.|\n)*hint: read it with the software that wrote it"
+    ):
+        open_checkpoint(tmp_path / "a")
+
+
 @pytest.mark.parametrize("experts_amax", [(), (4,)], ids=["amax of all", "amax of each"])
 def test_row_scaled_weights_and_stacks_of_experts_are_placed(tmp_path, experts_amax):
     rows = jnvfp4.quantize(jnp.asarray(array(32, 64)), jnvfp4.ROW_SCALED)

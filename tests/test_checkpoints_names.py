@@ -284,7 +284,7 @@ def test_odd_names_are_reported(tmp_path, monkeypatch, capsys):
     tensors = {n: ("F32", np.ones((16, 32), np.float32)) for n in names}
     model = model_of(Path(folder), tensors)
     (model / "config.json").unlink()
-    assert main(["convert", folder, "out", "--report", "report"]) == 0
+    assert main(["convert", folder, "out", "--report", "report", "--json"]) == 0
     out, err = capsys.readouterr()
     warning = json.loads(out)["warnings"][0]
     assert json.loads(Path("report/report.json").read_text())["warnings"][0] == warning

@@ -254,7 +254,7 @@ def test_a_subfolder_is_the_whole_input(model, tmp_path, capsys, monkeypatch):
     (tmp_path / "top" / "config.json").write_text("of the parent")
     model.rename(tmp_path / "top" / "text")
     (tmp_path / "top" / "text" / "tokenizer.json").write_text("{}")
-    convert = ["convert", str(tmp_path / "top"), str(tmp_path / "out"), "--report"]
+    convert = ["convert", "--json", str(tmp_path / "top"), str(tmp_path / "out"), "--report"]
     assert main([*convert, str(tmp_path / "report"), "--subfolder", "text"]) == 0
     assert json.loads(capsys.readouterr().out)["quantized"] == 3
     convert_checkpoint(tmp_path / "top" / "text", tmp_path / "want")
@@ -407,6 +407,34 @@ def test_a_verification_prints_a_table_and_ends_with_a_verdict(model, tmp_path, 
     assert main(["verify", str(model), str(out), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert (values["verdict"], values["failures"], len(values["tensors"])) == (last, [], 3)
+
+
+def test_convert_and_diff_print_text_for_people(model, tmp_path, capsys, monkeypatch):
+    draw_nothing(monkeypatch)
+    a, b = tmp_path / "a", tmp_path / "b"
+    convert = ["convert", str(model), "--weight-only", "--quiet"]
+    assert main([*convert, str(a)]) == 0
+    did = capsys.readouterr().out
+    assert re.fullmatch(r"quantized  3 weights\nkept       0 tensors\nbytes      \d+, 0.\d{3} of the source\n", did)
+    assert main([*convert, str(b), "--report", str(tmp_path / "report")]) == 0
+    header, *rows, last = capsys.readouterr().out.removesuffix(did).splitlines()
+    assert (header.split()[0], len(rows), last.partition(":")[0]) == ("weight", 3, "verified")
+    assert main(["diff", str(a), str(b)]) == 0
+    assert capsys.readouterr().out == "no difference\n"
+    assert main([*convert, str(b), "--overwrite", "--ignore", DOWN.removesuffix(".weight")]) == 0
+    capsys.readouterr()
+    assert main(["diff", str(a), str(b)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[:2]] == [["difference", "tensor"], ["others", DOWN]]
+
+
+def test_a_source_and_its_conversion_are_not_exchanged(model, tmp_path, capsys):
+    out = tmp_path / "out"
+    convert_checkpoint(model, out)
+    assert main(["verify", str(out), str(model)]) == 3
+    error = capsys.readouterr().err
+    assert f"{model}: is not quantized, but '{out}' is; expected the source first" in error
+    assert "hint: swap both" in error
 
 
 def test_a_verification_that_fails_says_so_at_the_end(model, tmp_path, capsys):

@@ -335,7 +335,7 @@ def test_diff_finds_what_differs(tmp_path, capsys, case):
         assert got == expected
     assert found.same == (expected == {})
     for first, second in ((a, b), (b, a)):
-        assert main(["diff", str(first), str(second)]) == (0 if found.same else 1)
+        assert main(["diff", str(first), str(second), "--json"]) == (0 if found.same else 1)
         assert json.loads(capsys.readouterr().out) == vars(diff(first, second))
 
 

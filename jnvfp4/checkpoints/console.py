@@ -11,6 +11,8 @@ from ._convert.plan import Plan
 from ._convert.shards import OnProgress
 from ._files.safetensors import JSON
 from ._layouts.names import module_of
+from .compare import Difference
+from .convert import Result
 from .verify import SUSPICIOUS, Record
 
 SECONDS = 10.0  # between two lines, if stderr is no terminal
@@ -151,6 +153,35 @@ def verdict(records: Sequence[Record], failures: Sequence[str]) -> str:
     mean = sum(errors.values()) / len(errors)
     measured = f"{mean:.4f} on average and {errors[worst]:.4f} at most ({worst})"
     return f"verified: {len(errors)} weights have a relative error of {measured}{suspicious}; {kept}"
+
+
+def result_as_json(result: Result) -> JSON:
+    """Describes what a conversion has done, as JSON values."""
+    return {
+        "quantized": len(result.amaxes),
+        "kept": sum(not item.choice.quantizes for item in result.plan.items.values()),
+        "bytes_before": result.bytes_before,
+        "bytes_after": result.bytes_after,
+        "warnings": list(result.warnings),
+    }
+
+
+def conversion_table(result: Result) -> str:
+    """Formats what a conversion has done."""
+    r = result_as_json(result)
+    ratio = f", {r['bytes_after'] / r['bytes_before']:.3f} of the source" if r["bytes_before"] else ""
+    return f"quantized  {r['quantized']} weights\nkept       {r['kept']} tensors\nbytes      {r['bytes_after']}{ratio}"
+
+
+def difference_table(found: Difference) -> str:
+    """Formats the result of ``diff``, one line per tensor or entry that differs."""
+    if found.same:
+        return "no difference"
+    rows = []
+    for kind, values in vars(found).items():
+        counts = values if isinstance(values, dict) else dict.fromkeys(values, "")
+        rows += [(kind.replace("_", " "), name, count) for name, count in counts.items()]
+    return table(("difference", "tensor or entry", "count"), rows)
 
 
 def inspect_table(checkpoint: JSON) -> str:

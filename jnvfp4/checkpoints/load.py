@@ -1,6 +1,7 @@
 """Opens NVFP4 checkpoints in JAX: tensors by name, read when they are used and placed on any devices."""
 
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeAlias
 
@@ -51,10 +52,19 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Gives the shape of a tensor from the header: [N, K] or [E, N, K] for a quantized weight."""
-        if name not in self:
-            raise KeyError(name)
-        module = module_of(name)
+        module = module_of(self._known(name))
         return self.stored.weight(module).shape if module in self._quantized else self.stored.source.entry(name).shape
+
+    def __repr__(self) -> str:
+        layout = self.stored.layout.name if self._quantized else None
+        directory = str(self.stored.source.directory)
+        return f"Checkpoint({directory!r}, layout={layout!r}, {len(self)} tensors, {len(self._quantized)} in NVFP4)"
+
+    def _known(self, name: str) -> str:
+        if name in self:
+            return name
+        close = ", ".join(get_close_matches(str(name), self._names)) or "none that is alike"
+        raise KeyError(f"{name!r:.200} is no tensor of {self!r}; it has {close}")
 
     def to_device(self, places: Mapping[str, Place]) -> dict[str, Tensor]:
         """Places many tensors on devices; only the parts that this process holds are read.
@@ -83,9 +93,7 @@ class Checkpoint(Mapping[str, Tensor]):
           CheckpointError: the sharding cuts through blocks.
           ValueError: the sharding does not divide the shape evenly.
         """
-        if name not in self:
-            raise KeyError(name)
-        module = module_of(name)
+        module = module_of(self._known(name))
         if module not in self._quantized:
             return _put(self.stored.source.array(name), place)
         return _placed(self.stored.weight(module), place)
@@ -129,12 +137,12 @@ def _check_blocks(name: str, shape: tuple[int, ...], sharding: Sharding) -> None
 
 
 def open_checkpoint(source: Path | str) -> Checkpoint:
-    """Opens an NVFP4 checkpoint of any layout: modelopt, compressed-tensors or te.
+    """Opens an NVFP4 checkpoint of any layout (modelopt, compressed-tensors or te), or one without quantized tensors.
 
     Args:
       source: a directory of safetensors files, or one such file.
 
     Raises:
-      CheckpointError: the checkpoint is damaged, has no NVFP4 weight, or is NVFP4 only in part.
+      CheckpointError: the checkpoint is damaged, quantized in another format, or NVFP4 only in part.
     """
-    return Checkpoint(open_stored(Path(source)))
+    return Checkpoint(open_stored(Path(source), ordinary=True))

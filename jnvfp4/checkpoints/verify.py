@@ -19,7 +19,7 @@ from ._files.safetensors import FLOATS, JSON
 from ._files.source import Source, open_source
 from ._layouts.layouts import COMPRESSED_TENSORS
 from ._layouts.names import groups_of
-from ._layouts.stored import Stored, Weight, open_stored
+from ._layouts.stored import Stored, Weight, layout_of, open_stored
 
 LARGEST_SCALE = 0x7E  # the E4M3 bits of 448
 SUSPICIOUS = 0.15  # a relative error; Gaussian weights have about 0.094
@@ -137,8 +137,14 @@ def verify_checkpoint(
     """
     if not max_relative_error >= 0:
         raise OptionError({"max_relative_error": f"is {max_relative_error}"}, "a number, 0 or more")
+    opened = open_source(Path(source))
+    if layout_of(opened) is not None and layout_of(open_source(Path(output))) is None:
+        expected = "the source first, then the converted checkpoint"
+        raise CheckpointError(
+            f"is not quantized, but {str(source)!r} is", expected, file=Path(output), hint="swap both"
+        )
     stored = open_stored(Path(output))
-    original = _as_converted(open_source(Path(source)), stored, expert_layout)
+    original = _as_converted(opened, stored, expert_layout)
     failures: list[CheckpointError] = []
     records: list[Record] = []
     peer = peer_decoder(stored)

@@ -205,10 +205,10 @@ def _read_index(directory: Path) -> Mapping[str, str] | None:
     if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
         raise CheckpointError("has no weight_map", "file names by tensor name", file=path)
     for tensor, name in index.items():
-        has_folder = PurePosixPath(name).name != name or "\\" in name or name in ("", "..", ".")
+        has_folder = PurePosixPath(name).name != name or "\\" in name or name in ("", "..", ".") or "\0" in name
         # Under another name it could be a file that the converter writes, or no reader finds it.
         if has_folder or not name.endswith(SHARD):
-            expected = "a name without a folder" if has_folder else f"a name that ends in {SHARD}"
+            expected = "a name without a folder or NUL" if has_folder else f"a name that ends in {SHARD}"
             raise CheckpointError(f"names the file {name!r:.200}", expected, file=path, tensor=tensor)
     return index
 
@@ -220,7 +220,10 @@ def _open_shards(directory: Path, names: list[str]) -> dict[str, File]:
             raise CheckpointError(f"has a file {name!r}", "names in UTF-8", file=directory)
         path = directory / name
         if not os.path.isfile(path):
-            raise CheckpointError("is missing", "a file", file=path)
+            observed = "is missing"
+            if os.path.lexists(path):
+                observed = "is no regular file" if os.path.exists(path) else "is a link that leads to no file"
+            raise CheckpointError(observed, "a file", file=path)
         files[name] = File(_check_inside(path))
     return files
 

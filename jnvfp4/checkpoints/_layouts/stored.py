@@ -11,7 +11,7 @@ import numpy as np
 
 from ...spec import BLOCK
 from .._files.errors import CheckpointError
-from .._files.source import CONFIG, Source, open_source
+from .._files.source import CONFIG, Source, open_source, read_hf_quant
 from .configs import ALGORITHMS, PACKED
 from .layouts import COMPRESSED_TENSORS, MODELOPT, TE, Layout, Parts, decode_scale_of
 from .names import WEIGHT
@@ -161,8 +161,12 @@ def _layout_of_config(config: Mapping[str, object], source: Source) -> Layout | 
     return None
 
 
-def open_stored(path: Path) -> Stored:
+def open_stored(path: Path, *, ordinary: bool = False) -> Stored:
     """Opens an NVFP4 checkpoint of any layout and checks that its weights are complete, and the only quantized ones.
+
+    Args:
+      path: a directory of safetensors files, or one such file.
+      ordinary: accept a checkpoint without quantized tensors, which has no modules and counts as one of layout te.
 
     Raises:
       CheckpointError: it is no NVFP4 checkpoint, or a part of one is missing or has another shape or dtype; or it has
@@ -171,17 +175,27 @@ def open_stored(path: Path) -> Stored:
     source = open_source(path)
     if refusal := config_refusal(source):
         raise refusal
-    stored = stored_of(source)
+    stored = Stored(source, TE, []) if ordinary and _is_ordinary(source) else stored_of(source)
     if refusal := tensor_refusal(source, stored.others):
         raise refusal
     return stored
+
+
+def _is_ordinary(source: Source) -> bool:
+    """Tells whether nothing of a checkpoint is quantized, by its config and by the names in it."""
+    described = any(config.get("quantization_config") is not None for config in source.configs)
+    codes = any(name.endswith((".weight_packed", ".weight_scale")) for name in source.places)
+    return layout_of(source) is None and not (described or codes or read_hf_quant(source).get("quantization"))
 
 
 def stored_of(source: Source) -> Stored:
     """Finds the NVFP4 weights of an open checkpoint and checks that they are complete; see ``open_stored``."""
     layout = layout_of(source)
     if layout is None:
-        raise CheckpointError("has no NVFP4 weight", "a checkpoint of NVFP4 weights", file=source.directory / CONFIG)
+        other = any(config.get("quantization_config") is not None for config in source.configs)
+        hint = "read it with the software that wrote it" if other else "`jnvfp4 convert` makes one of it"
+        file = source.directory / CONFIG
+        raise CheckpointError("has no NVFP4 weight", "a checkpoint of NVFP4 weights", file=file, hint=hint)
     modules, *stacks = ({n.removesuffix(s) for n in source.places if n.endswith(s)} for s in layout.global_suffixes)
     stored = Stored(source, layout, sorted(modules.union(*stacks)), frozenset().union(*stacks))
     for module in stored.modules:
