@@ -448,6 +448,7 @@ def test_an_evaluation_advances_no_stream(recipe):
     before = counts()
     first, second = (nnx.jit(lambda model, x: model(x))(model, X) for _ in range(2))
     assert_bitwise(first, second)
+    jax.grad(lambda x: jnp.sum(model(x)))(X)
     assert before
     assert counts() == before
     model.train()

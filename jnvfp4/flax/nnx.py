@@ -111,9 +111,9 @@ class Keyed(nnx.Module):
         """Computes the product."""
         return self.product(*args, key=self._key(), **options)
 
-    def _key(self) -> jax.Array | None:
-        """Draws a key; a loop that shares the stream takes that of ``step_key``. An evaluation draws none."""
-        path, recipe = str(self.product.path), self.product.recipe
+    def _key(self) -> jax.Array:
+        """Draws a key; a loop that shares the stream takes that of ``step_key``. An evaluation leaves the stream."""
+        path = str(self.product.path)
         stored = self.stream.key[...]
         if stored.ndim:
             raise ValueError(
@@ -121,7 +121,7 @@ class Keyed(nnx.Module):
                 "nnx.RngState of the model along axis 0, as its parameters"
             )
         if self.deterministic:
-            return fold_path(stored, path) if recipe.stochastic_forward else key_of_layer(path, recipe)
+            return fold_path(stored, path)
         if (loop := self._loop_that_shares()) is not None:
             if not in_step():
                 raise must_vary(f"layer {path!r}", _REMEDIES[loop])
