@@ -52,12 +52,6 @@ LEFT = {"nvfp4": NVFP4, "row": ROW_SCALED, "dense": None}
 every_left = pytest.mark.parametrize("left", LEFT)
 
 
-@pytest.fixture
-def cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
-
-
 def ends_of(sizes, rows: int) -> list[tuple[int, int]]:
     """The rows of each group, in plain Python."""
     found, end = [], 0

@@ -115,7 +115,8 @@ def test_every_layer_of_every_step_draws_its_own_bits(monkeypatch):
 
 def test_a_layer_without_a_key_raises():
     with pytest.raises(ValueError, match="layer 'layers/up': key must be given"):
-        apply(MODEL, POLICY)(X)
+        jax.grad(lambda x: jnp.sum(apply(MODEL, POLICY)(hax.named(x, X.axes)).array))(X.array)
+    apply(MODEL, POLICY)(X)  # without a gradient
     layer = hnn.Linear.init(In, Hidden, key=jax.random.key(0), dot_general=DotGeneral(SR))
     with step_key(KEY), pytest.raises(ValueError, match=r"DotGeneral: key must be given.*path=\.\.\."):
         layer(X)

@@ -82,12 +82,6 @@ def test_the_default_device(cpu):
     assert supports("quantize") == supports("quantize", device=jax.devices("cpu")[0])
 
 
-@pytest.fixture
-def cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
-
-
 # ---------------------------------------------------------------- the kernel of matmul_nt
 MATMULS = {
     "nvfp4": ((A, B), {}, "cpu_nvfp4_blocks"),
