@@ -328,6 +328,8 @@ rule(text, grouped_matmul_nt, left, experts, a(3, dtype=I8))
 for known in (np.array([20, 9, 4], np.int32), [-3, 20, 13]):
     rule("group_sizes must have a sum of at most M=32, got 33", grouped_matmul_nt, left, experts, known)
 rule("group_sizes must have shape (G,)=(3,)", grouped_matmul_nt, left, experts, a(2, dtype=I32))
+rule("group_sizes must have shape (G,)=(3,)", grouped_matmul_nt, left, experts, np.full((2, 3), 9, np.int32))
+rule("TypeError: group_sizes must be int32, got float32", grouped_matmul_nt, left, experts, [30.0, 9.0, 1.0])
 text = "a must have amax_scope ...window64...sum"
 rule(text, grouped_matmul_nt, t(32, 64, WINDOW, amax=(32, 1)), experts, sizes)
 rule("b must have amax_scope", grouped_matmul_nt, left, t(16, 64, WINDOW, lead=(3,), amax=(3, 16, 1)), sizes)

@@ -326,11 +326,16 @@ def test_an_ordinary_checkpoint_is_read(tmp_path):
         opened["a.weigth"]
     with pytest.raises(CheckpointError, match=r"has no NVFP4 weight(.|\n)*hint: `jnvfp4 convert` makes one of it"):
         repack_checkpoint(tmp_path / "a", tmp_path / "b", "te")
-    (tmp_path / "a" / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
-    with pytest.raises(
-        CheckpointError, match=r"has no NVFP4 weight(.|\n)*hint: read it with the software that wrote it"
+    for file, text in (
+        ("hf_quant_config.json", '{"quantization": {"producer": "other"}}'),
+        ("config.json", '{"quantization_config": {"quant_method": "gptq"}}'),
     ):
-        open_checkpoint(tmp_path / "a")
+        (tmp_path / "a" / file).write_text(text)
+        with pytest.raises(
+            CheckpointError, match=r"has no NVFP4 weight(.|\n)*hint: read it with the software that wrote it"
+        ):
+            open_checkpoint(tmp_path / "a")
+        (tmp_path / "a" / file).unlink()
 
 
 @pytest.mark.parametrize("experts_amax", [(), (4,)], ids=["amax of all", "amax of each"])

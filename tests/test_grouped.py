@@ -110,6 +110,12 @@ def test_a_sum_of_negative_zeros_is_positive(cpu, implementation):
     assert_bitwise(got, np.zeros((3, 5), np.float32))
 
 
+def test_sizes_are_a_list_of_traced_numbers(cpu):
+    a, b = exact("nvfp4", 40, 3)
+    multiply = jax.jit(lambda first, second: grouped_matmul_nt(a, b, [first, second, 7]))
+    assert_bitwise(multiply(20, 13), grouped_matmul_nt(a, b, int32((20, 13, 7))))
+
+
 def test_boundaries_that_are_drawn(cpu):
     rng = np.random.default_rng(0)
     a, b = operands("nvfp4")

@@ -84,8 +84,11 @@ def as_group_sizes(op: str, sizes: object, rows: int) -> jax.Array:
         raise TypeError(
             f"{op}: group_sizes must be int32, got {sizes.dtype}; if all of them fit, pass group_sizes.astype(np.int32)"
         )
-    if isinstance(sizes, np.ndarray | list | tuple) and (total := int(np.maximum(sizes, 0).sum(dtype=np.int64))) > rows:
-        raise ValueError(f"{op}: group_sizes must have a sum of at most M={rows}, got {total}")
+    known = sizes if isinstance(sizes, list | tuple) or (isinstance(sizes, np.ndarray) and sizes.ndim == 1) else ()
+    if all(isinstance(size, int | np.integer) for size in known):
+        total = sum(max(0, int(size)) for size in known)
+        if total > rows:
+            raise ValueError(f"{op}: group_sizes must have a sum of at most M={rows}, got {total}")
     return as_array(op, "group_sizes", sizes)
 
 

@@ -36,7 +36,7 @@ def intercept(policy: Policy) -> Iterator[None]:
     other modules with a kernel that the policy would quantize and this function cannot.
 
     A recipe that rounds stochastically needs ``rngs={'sr': key}`` of ``apply``, or ``jnvfp4.step_key``. Without both
-    the layer raises.
+    the gradient of a layer raises; an evaluation needs neither, unless the forward GEMM rounds stochastically.
 
     Args:
       policy: which layers are quantized, and how. Paths are as in ``params``: "block_3/mlp/up".

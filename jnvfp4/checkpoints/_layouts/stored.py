@@ -183,16 +183,20 @@ def open_stored(path: Path, *, ordinary: bool = False) -> Stored:
 
 def _is_ordinary(source: Source) -> bool:
     """Tells whether nothing of a checkpoint is quantized, by its config and by the names in it."""
-    described = any(config.get("quantization_config") is not None for config in source.configs)
     codes = any(name.endswith((".weight_packed", ".weight_scale")) for name in source.places)
-    return layout_of(source) is None and not (described or codes or read_hf_quant(source).get("quantization"))
+    return layout_of(source) is None and not (codes or _names_quantization(source))
+
+
+def _names_quantization(source: Source) -> bool:
+    in_config = any(config.get("quantization_config") is not None for config in source.configs)
+    return in_config or bool(read_hf_quant(source).get("quantization"))
 
 
 def stored_of(source: Source) -> Stored:
     """Finds the NVFP4 weights of an open checkpoint and checks that they are complete; see ``open_stored``."""
     layout = layout_of(source)
     if layout is None:
-        other = any(config.get("quantization_config") is not None for config in source.configs)
+        other = _names_quantization(source)
         hint = "read it with the software that wrote it" if other else "`jnvfp4 convert` makes one of it"
         file = source.directory / CONFIG
         raise CheckpointError("has no NVFP4 weight", "a checkpoint of NVFP4 weights", file=file, hint=hint)
