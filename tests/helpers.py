@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import skip_or_fail
 
-from jnvfp4 import ROW_SCALED, Format, NVFP4Tensor, QuantSpec, reference
+from jnvfp4 import ROW_SCALED, Format, NVFP4Tensor, QuantSpec, quantize, quantize_pair, reference
 from jnvfp4.spec import BLOCK, WINDOW
 
 TENSOR = Format()
@@ -22,12 +22,8 @@ _WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 def bits(a) -> np.ndarray:
     """The array's bit patterns, as unsigned integers."""
-    a = np.asarray(a)
-    return (
-        np.ascontiguousarray(a).view(_WIDTH[a.dtype.itemsize])
-        if a.ndim
-        else a.reshape(1).view(_WIDTH[a.dtype.itemsize])
-    )
+    a = np.ascontiguousarray(a)  # a number becomes an array of one
+    return a.view(_WIDTH[a.dtype.itemsize])
 
 
 def assert_bitwise(got, want, what: str = "array") -> None:
@@ -381,6 +377,39 @@ def random_tensor(
         of_scope = {"tensor": (), "row": (*lead, rows), "window64": (*lead, rows, cols // WINDOW)}
         amax = rng.uniform(0.5, 2, of_scope[fmt.amax_scope]).astype(np.float32)
     return NVFP4Tensor(jnp.asarray(data), jnp.asarray(scale), jnp.asarray(amax, jnp.float32), fmt)
+
+
+def quantize_as(spec: QuantSpec, x, amaxes: dict, key, transpose: bool = False) -> NVFP4Tensor:
+    """By a spec with what it takes: the amax of its scope, if there is one, and the key."""
+    key = key if spec.rounding == "stochastic" else None
+    return quantize(x, spec, amax=amaxes.get(spec.format.amax_scope), key=key, transpose=transpose)
+
+
+def quantize_pair_as(pair, x, amaxes: tuple[dict, dict], key) -> tuple[NVFP4Tensor, NVFP4Tensor]:
+    amax = tuple(a.get(spec.format.amax_scope) for a, spec in zip(amaxes, pair, strict=True))
+    return quantize_pair(x, *pair, amax=amax, key=key if "stochastic" in [s.rounding for s in pair] else None)
+
+
+# ---------------------------------------------------------------- vmap
+def assert_vmap_is_a_loop(f, args, axes, out_axes=0) -> None:
+    """``axes`` has an axis, or None, for each leaf of ``args``."""
+    args, axes, is_none = tuple(args), tuple(axes), lambda v: v is None
+    leaves = (jax.tree.leaves(tree, is_leaf=is_none) for tree in (args, axes))
+    size = next(x.shape[axis] for x, axis in zip(*leaves, strict=True) if axis is not None)
+    got = jax.jit(jax.vmap(f, axes, out_axes))(*args)
+    calls = [f(*jax.tree.map(functools.partial(_example, i), axes, args, is_leaf=is_none)) for i in range(size)]
+    assert_same_tensor(got, jax.tree.map(functools.partial(stack, axis=out_axes), *calls))
+
+
+def _example(i, axis, x):
+    """By NumPy, since XLA compiles a program for each shape; it has no keys."""
+    if axis is None or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x if axis is None else x[i]
+    return jnp.asarray(np.take(np.asarray(x), i, axis))
+
+
+def stack(*parts, axis=0) -> np.ndarray:
+    return np.stack([np.asarray(part) for part in parts], axis)
 
 
 # Property tests: few and the same examples in every run; fixtures only choose the device.

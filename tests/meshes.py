@@ -74,6 +74,11 @@ def shard(tensor, mesh, spec):
     return NVFP4Tensor(put(tensor.data, mesh, spec), put(tensor.scale, mesh, spec), amax, tensor.format)
 
 
+def shard_data(t, mesh, spec):
+    """An NVFP4Tensor with data alone sharded."""
+    return NVFP4Tensor(put(t.data, mesh, spec), put(t.scale, mesh, P()), put(t.amax, mesh, P()), t.format)
+
+
 def home(devices, x):
     """x on the first device: the unsharded run."""
     return jax.tree.map(lambda v: jax.device_put(v, devices[0]), x)

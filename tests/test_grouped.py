@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from checkpoints import GOLDEN
 from conftest import gpus, skip_or_fail
-from helpers import assert_bitwise, decoded, primitives, random_tensor
+from helpers import assert_bitwise, assert_vmap_is_a_loop, decoded, primitives, random_tensor
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import KINDS, make_mesh, run
@@ -306,16 +306,12 @@ def test_vmap_is_a_loop(cpu, left, axes):
     examples = [operands(left, seed=i) for i in range(3)]
     sizes = [int32(s) for s in itertools.islice(BOUNDARIES.values(), 3)]
     stacked = [jax.tree.map(lambda *v: jnp.stack(v), *parts) for parts in zip(*examples, strict=True)]
-    batched = [*stacked, jnp.stack(sizes)]
+    of_leaves = [jax.tree.map(lambda _, axis=axis: axis, v) for v, axis in zip([*stacked, sizes[0]], axes, strict=True)]
     arguments = [
         jax.tree.map(lambda v, axis=axis: v[0] if axis is None else jnp.moveaxis(v, 0, axis), v)
-        for v, axis in zip(batched, axes, strict=True)
+        for v, axis in zip([*stacked, jnp.stack(sizes)], axes, strict=True)
     ]
-    got = jax.vmap(grouped_matmul_nt, axes)(*arguments)
-    for i in range(3):
-        chosen = [0 if axis is None else i for axis in axes]
-        one = [jax.tree.map(lambda v, at=at: v[at], tree) for tree, at in zip(batched, chosen, strict=True)]
-        assert_bitwise(got[i], grouped_matmul_nt(*one))
+    assert_vmap_is_a_loop(grouped_matmul_nt, arguments, of_leaves)
 
 
 # ---------------------------------------------------------------- sharding

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_tensor, key_for
+from helpers import assert_same_tensor, key_for, quantize_as, quantize_pair_as
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import (
@@ -24,6 +24,7 @@ from meshes import (
     put,
     run,
     shard,
+    shard_data,
     ways,
 )
 from operands import exact_tensor, exact_with_scope, normal
@@ -36,7 +37,6 @@ from jnvfp4 import (
     NVFP4_SR,
     ROW_SCALED,
     WINDOW64,
-    NVFP4Tensor,
     dequantize,
     matmul_nt,
     quantize,
@@ -50,10 +50,7 @@ from jnvfp4.spec import FUSED_PAIRS, SUPPORTED_SPECS, name_of
 @partial(jax.jit, static_argnums=(2, 3))
 def quantize_by(x, amaxes, transpose, specs):
     """All in one program, since 34 cost less than two alone. ``amaxes``: by scope, or empty."""
-    return {
-        name_of(s): quantize(x, s, amax=amaxes.get(s.format.amax_scope), key=key_for(s), transpose=transpose)
-        for s in specs
-    }
+    return {name_of(s): quantize_as(s, x, amaxes, KEY, transpose) for s in specs}
 
 
 def assert_split_like(tensors, mesh, spec):
@@ -71,23 +68,15 @@ EVERY_PAIR = tuple(sorted(FUSED_PAIRS, key=lambda pair: tuple(map(name_of, pair)
 VARIED_PAIRS = ((NVFP4_SR, NVFP4_RHT_SR), (ROW_SCALED, ROW_SCALED), (WINDOW64, WINDOW64))
 
 
-def fused(x, amaxes, pair):
-    key = next((KEY for s in pair if s.rounding == "stochastic"), None)
-    given = tuple(a.get(s.format.amax_scope) for a, s in zip(amaxes, pair, strict=True))
-    return quantize_pair(x, *pair, amax=given, key=key)
-
-
-def single_calls(x, amaxes, pair):
-    return tuple(
-        quantize(x, s, amax=a.get(s.format.amax_scope), key=key_for(s), transpose=t)
-        for t, a, s in zip((False, True), amaxes, pair, strict=True)
-    )
+def single_calls(pair, x, amaxes, key):
+    sides = zip(pair, amaxes, (False, True), strict=True)
+    return tuple(quantize_as(spec, x, of_side, key, transpose) for spec, of_side, transpose in sides)
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
 def by_quantizers(x, amaxes, specs, pairs, quantize_both):
     """Either orientation, and both at once. ``amaxes``: of rows and of columns by scope, or empty."""
-    of_pairs = {"/".join(map(name_of, pair)): quantize_both(x, amaxes, pair) for pair in pairs}
+    of_pairs = {"/".join(map(name_of, pair)): quantize_both(pair, x, amaxes, KEY) for pair in pairs}
     return [quantize_by(x, amaxes[t], bool(t), specs) for t in (0, 1)], of_pairs
 
 
@@ -100,7 +89,7 @@ def check_quantizers(devices, kind, axes, spec, given, specs=VARIED_SPECS, pairs
         {scope: put(a, mesh, P(*turn(spec, t)[: a.ndim])) for scope, a in of_side.items()}
         for t, of_side in enumerate(amaxes)
     )
-    got, found = run(lambda x, a: by_quantizers(x, a, specs, pairs, fused), put(x, mesh, spec), placed)
+    got, found = run(lambda x, a: by_quantizers(x, a, specs, pairs, quantize_pair_as), put(x, mesh, spec), placed)
     assert_same_tensor(got, by_quantizers(*home(devices, (x, amaxes)), specs, pairs, single_calls))
     alone, of_pairs = got
     for t, tensors in enumerate(zip(*of_pairs.values(), strict=True)):
@@ -217,10 +206,13 @@ def test_vmap_over_a_sharded_axis_has_no_collective(devices, kind):
 
 
 # ---------------------------------------------------------------- random bits do not depend on the devices
-STREAMS = {
-    "leading_columns": ("xy", P("x", None, "y")),
-    "columns_rows": ("xy", P(None, "y", "x")),
-    "columns_over_both": ("xy", P(None, None, ("y", "x"))),
+STREAMS = {  # on all devices, or on so many
+    "leading_columns": (None, "xy", P("x", None, "y")),
+    "columns_rows": (None, "xy", P(None, "y", "x")),
+    "columns_over_both": (None, "xy", P(None, None, ("y", "x"))),
+    "1": (1, "x", P(None, "x")),
+    "2": (2, "xy", P(None, "y", "x")),
+    "4": (4, "xy", P(None, "y", "x")),
 }
 
 
@@ -231,23 +223,14 @@ def round_stochastically(x, key):
     return alone, quantize_pair(x, NVFP4_SR, NVFP4_RHT_SR, key=key), quantize_pair(x, NVFP4_SR, NVFP4_SR, key=key)
 
 
-def check_streams(devices, axes, spec):
-    mesh, x = make_mesh(devices, axes), normal((8, 128, 256))
+@pytest.mark.parametrize(("count", "axes", "spec"), STREAMS.values(), ids=STREAMS)
+def test_stochastic_rounding_in_any_layout(devices, count, axes, spec):
+    if count and count > len(devices):
+        pytest.skip(f"needs {count} devices, found {len(devices)}")
+    mesh, x = make_mesh(devices[:count], axes), normal((8, 128, 256))
     got = round_stochastically(put(x, mesh, spec), KEY)
     assert_split_like(got[0][::2], mesh, spec)
     assert_same_tensor(got, round_stochastically(*home(devices, (x, KEY))))
-
-
-@pytest.mark.parametrize(("axes", "spec"), STREAMS.values(), ids=STREAMS)
-def test_stochastic_rounding_in_any_layout(devices, axes, spec):
-    check_streams(devices, axes, spec)
-
-
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_stochastic_rounding_on_any_number_of_devices(devices, count):
-    if count > len(devices):
-        pytest.skip(f"needs {count} devices, found {len(devices)}")
-    check_streams(devices[:count], *(("x", P(None, "x")) if count == 1 else STREAMS["columns_rows"]))
 
 
 def test_vmap_of_keys_over_a_sharded_axis(devices):
@@ -277,7 +260,6 @@ def test_the_first_block_of_a_shard(devices, row, col, transpose):
     assert first.tolist() == want
 
 
-# ---------------------------------------------------------------- quantize_pair
 def test_quantize_pair_reduces_only_the_two_amax(devices):
     mesh, x = make_mesh(devices), jnp.asarray(X.make())
     _, found = run(partial(quantize_pair, col_spec=NVFP4_RHT), put(x, mesh, P("x", "y")))
@@ -308,10 +290,10 @@ def test_blocks_that_would_straddle_devices(devices, shape, spec):
 
     @partial(jax.jit, static_argnums=1)
     def f(x, quantize_both):
-        of_pairs = [quantize_both(x, ({}, {}), pair) for pair in pairs]
+        of_pairs = [quantize_both(pair, x, ({}, {}), KEY) for pair in pairs]
         return quantize_by(x, {}, False, specs), of_pairs
 
-    assert_same_tensor(f(put(x, mesh, spec), fused), f(home(devices, x), single_calls))
+    assert_same_tensor(f(put(x, mesh, spec), quantize_pair_as), f(home(devices, x), single_calls))
 
 
 @pytest.mark.parametrize("k", [64, 96, 256, 320])
@@ -321,13 +303,10 @@ def test_dequantize_and_matmul_of_an_indivisible_k(devices, k):
     scopes = ("tensor", "window64") if k % 64 == 0 else ("tensor",)
     operands = {scope: (exact_with_scope(scope, (32, k), 1), exact_tensor((16, k), 2)) for scope in scopes}
 
-    def sharded(t):
-        return NVFP4Tensor(put(t.data, mesh, spec), put(t.scale, mesh, P()), put(t.amax, mesh, P()), t.format)
-
     def f(operands):
         return {scope: (dequantize(a), matmul_nt(a, b), matmul_nt(b, a)) for scope, (a, b) in operands.items()}
 
-    placed = {scope: tuple(map(sharded, pair)) for scope, pair in operands.items()}
+    placed = {scope: tuple(shard_data(t, mesh, spec) for t in pair) for scope, pair in operands.items()}
     assert_same_tensor(jax.jit(f)(placed), f(home(devices, operands)))
 
 

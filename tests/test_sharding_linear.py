@@ -36,7 +36,6 @@ from jnvfp4 import (
     WINDOW64,
     Recipe,
     linear,
-    matmul_nt,
     quantize,
     recipes,
 )
@@ -347,28 +346,23 @@ def test_rows_of_several_axes_have_the_bytes_of_one(devices, axes, spec):
         assert_bitwise(np.asarray(value).reshape(exact.shape), exact)
 
 
-# ---------------------------------------------------------------- vmap
-@pytest.mark.parametrize("in_axes", [(0, None), (0, 0)], ids=str)
-def test_vmap_of_linear_with_leading_axes(in_axes):
-    x, w = normal((3, 2, 32, 64), 1, "fp32"), normal((3, 32, 64), 2, "fp32")
-    x, w = (v if axis == 0 else v[0] for v, axis in zip((x, w), in_axes, strict=True))
-
-    def f(x, w):
-        return vjp_of(partial(linear, recipe=Recipe()), x, w, jnp.ones((2, 32, 32), jnp.float32))
-
-    got = jax.jit(jax.vmap(f, in_axes))(x, w)
-    for i in range(3):
-        one = jax.jit(f)(*(v[i] if axis == 0 else v for v, axis in zip((x, w), in_axes, strict=True)))
-        for value, exact in zip(got, one, strict=True):
-            assert_bitwise(value[i], exact)
-
-
 # ---------------------------------------------------------------- partly manual shard_map
+def check_manual_shards(got, mesh, layout, operands, batches, sequences=1):
+    """Each, of so many of either leading axis, has the bits of its own run on one device; dw is their sum."""
+    f, (x, w, dy) = jax.jit(partial(vjp_of, PRETRAIN)), home(jax.devices("cpu"), operands)
+    parts = [[jnp.split(v, sequences, 1) for v in jnp.split(whole, batches)] for whole in (x, dy)]
+    wants = [[f(part, w, of_dy) for part, of_dy in zip(*rows, strict=True)] for rows in zip(*parts, strict=True)]
+    for i in range(2):  # y and dx
+        assert_bitwise(got[i], np.concatenate([np.concatenate([want[i] for want in row], 1) for row in wants]))
+        assert_sharded(got[i], mesh, layout)
+    total = sum(np.asarray(want[2]) for row in wants for want in row)
+    np.testing.assert_allclose(got[2], total, rtol=1e-5, atol=1e-3)
+
+
 @pytest.mark.parametrize("layout", [P(("a", "c"), "b"), P("a", ("b", "c"))], ids=str)
 def test_a_partly_manual_shard_map_within_another(layout):
     """The last axis is automatic: tokens stay split over it, and the collectives are those of a plain product."""
     mesh, (x, w, dy) = three_axes(), operands()
-    f = partial(vjp_of, PRETRAIN)
 
     def nested(f):
         of_b = P(None, "b")
@@ -379,80 +373,35 @@ def test_a_partly_manual_shard_map_within_another(layout):
 
     args = put(x, mesh, layout), put(w, mesh, P()), put(dy, mesh, layout)
     with jax.set_mesh(mesh):
-        (y, dx, dw), found = run(nested(f), *args)
+        got, found = run(nested(partial(vjp_of, PRETRAIN)), *args)
         _, of_plain = run(nested(partial(vjp_of, plain)), *args)
     assert moved(found) == moved(of_plain)
     assert set(moved(found)) == {"all-reduce"}
-    devices = jax.devices("cpu")
-    quarters = [[jnp.split(half, 2, 1) for half in jnp.split(home(devices, v), 2)] for v in (x, dy)]
-    pairs = [list(zip(*rows, strict=True)) for rows in zip(*quarters, strict=True)]
-    wants = [[jax.jit(f)(part, home(devices, w), of_dy) for part, of_dy in row] for row in pairs]
-    for value, i in ((y, 0), (dx, 1)):
-        assert_bitwise(value, np.concatenate([np.concatenate([want[i] for want in row], 1) for row in wants]))
-        assert_sharded(value, mesh, layout)
-    np.testing.assert_allclose(dw, sum(np.asarray(want[2]) for row in wants for want in row), rtol=1e-5, atol=1e-3)
+    check_manual_shards(got, mesh, layout, (x, w, dy), 2, 2)
 
 
 @pytest.mark.parametrize(("manual", "order"), [(("c",), range(8)), (("a", "c"), PERMUTED)], ids=["c", "ac"])
 def test_linear_in_a_partly_manual_shard_map(manual, order):
-    """Tokens stay split over the automatic axes; each manual shard has the bits of its own run on one device."""
+    """Tokens stay split over the automatic axes."""
     mesh, (x, w, dy) = three_axes(order), operands()
-    rest = tuple(name for name in mesh.axis_names if name not in manual)
-    f = partial(vjp_of, PRETRAIN)
-    mapped = jax.shard_map(
-        f,
-        mesh=mesh,
-        in_specs=(P(manual), P(), P(manual)),
-        out_specs=(P(manual), P(manual), P()),
-        axis_names=set(manual),
-    )
-    layout = P(manual, rest)
-    (y, dx, dw), found = run(mapped, put(x, mesh, layout), put(w, mesh, P()), put(dy, mesh, layout))
+    layout = P(manual, tuple(name for name in mesh.axis_names if name not in manual))
+    specs = {"in_specs": (P(manual), P(), P(manual)), "out_specs": (P(manual), P(manual), P())}
+    mapped = jax.shard_map(partial(vjp_of, PRETRAIN), mesh=mesh, axis_names=set(manual), **specs)
+    got, found = run(mapped, put(x, mesh, layout), put(w, mesh, P()), put(dy, mesh, layout))
     assert set(moved(found)) == {"all-reduce"}
     assert {shape for _, shape in found if not is_maximum(shape)} == {f"f32[{N},{K}]"}
-    devices, count = jax.devices("cpu"), 2 ** len(manual)
-    parts = zip(*(jnp.split(home(devices, v), count) for v in (x, dy)), strict=True)
-    wants = [jax.jit(f)(part, home(devices, w), of_dy) for part, of_dy in parts]
-    for value, i in ((y, 0), (dx, 1)):
-        assert_bitwise(value, np.concatenate([want[i] for want in wants]))
-        assert_sharded(value, mesh, layout)
-    np.testing.assert_allclose(dw, sum(np.asarray(want[2]) for want in wants), rtol=1e-5, atol=1e-3)
-
-
-@pytest.mark.parametrize("manual", ["x", "y"])
-def test_collectives_of_a_partly_manual_shard_map_stay_in_their_group(manual):
-    """Where K is split over the automatic axis: amaxes of rows and the sum are those of each manual shard."""
-    devices = jax.devices("cpu")[:8]
-    mesh, x, w = make_mesh(devices), normal((64, 512), 1), normal((128, 512), 2)
-    other = "y" if manual == "x" else "x"
-
-    def f(x, w):
-        q = quantize(x, ROW_SCALED)
-        return q.data, q.amax, matmul_nt(q, quantize(w, ROW_SCALED), out_dtype=jnp.float32)
-
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=(P(manual), P()), out_specs=P(manual), axis_names={manual})
-    got, found = run(mapped, put(x, mesh, P(manual, other)), put(w, mesh, P(None, other)))
-    want = f(*home(devices, (x, w)))
-    assert_bitwise(got[0], want[0])
-    assert_bitwise(got[1], want[1])
-    np.testing.assert_allclose(got[2], want[2], rtol=1e-5, atol=1e-3)
-    assert {op for op, _ in found} == {"all-reduce"}
-    assert_sharded(got[0], mesh, P(manual, other))
+    check_manual_shards(got, mesh, layout, (x, w, dy), 2 ** len(manual))
 
 
 # ---------------------------------------------------------------- shard_map
-def gradients(devices, product, x, w):
-    """dx and dw of sum(product^2) with the batch in a shard_map and w replicated."""
-    f = jax.shard_map(product, mesh=make_mesh(devices, "x"), in_specs=(P("x"), P()), out_specs=P("x"))
-    return jax.jit(jax.grad(lambda x, w: jnp.sum(f(x, w).astype(jnp.float32) ** 2), (0, 1)))(x, w)
-
-
 @pytest.mark.parametrize("recipe", [Recipe(dgrad=None, wgrad=None), Recipe()], ids=["high precision", "quantized"])
 def test_gradient_of_a_replicated_weight_is_summed_over_devices(devices, recipe):
     """As for x @ w.T, by the transpose of shard_map; each device quantizes its tokens by their own amax."""
     x, w = normal((32 * len(devices), 64), 1, "fp32"), normal((32, 64), 2, "fp32")
-    dx, dw = gradients(devices, partial(linear, recipe=recipe), x, w)
-    one = jax.jit(jax.grad(lambda x, w: jnp.sum(linear(x, w, recipe) ** 2), (0, 1)))
+    product = partial(linear, recipe=recipe)
+    mapped = jax.shard_map(product, mesh=make_mesh(devices, "x"), in_specs=(P("x"), P()), out_specs=P("x"))
+    dx, dw = jax.jit(jax.grad(lambda x, w: jnp.sum(mapped(x, w) ** 2), (0, 1)))(x, w)
+    one = jax.jit(jax.grad(lambda x, w: jnp.sum(product(x, w) ** 2), (0, 1)))
     parts = [one(*home(devices, (part, w))) for part in jnp.split(x, len(devices))]
     np.testing.assert_allclose(dx, jnp.concatenate([p[0] for p in parts]), rtol=1e-5, atol=1e-3)
     np.testing.assert_allclose(dw, sum(np.asarray(p[1]) for p in parts), rtol=1e-4, atol=1e-2)

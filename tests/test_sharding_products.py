@@ -29,6 +29,7 @@ from meshes import (
     put,
     run,
     shard,
+    shard_data,
     ways,
 )
 from operands import exact_tensor, exact_with_scope, normal
@@ -228,17 +229,13 @@ def test_matmul_with_m_and_n_on_one_axis(devices):
         jax.eval_shape(matmul_nt, *explicit)
 
 
-def in_bytes(t, mesh):
-    """Data alone split along K."""
-    return NVFP4Tensor(put(t.data, mesh, P(None, "x")), put(t.scale, mesh, P()), put(t.amax, mesh, P()), t.format)
-
-
+in_bytes = partial(shard_data, spec=P(None, "x"))
 SPLIT_BLOCKS = [  # the axis that would be split, the least part of it, and the call
     (1, 16, "quantize", lambda mesh: quantize(put(normal((32, 48)), mesh, P(None, "x")))),
     (0, 16, "quantize", lambda mesh: quantize(put(normal((48, 32)), mesh, P("x", None)), NVFP4_2D)),
     (1, 16, "fake_quant", lambda mesh: fake_quant(put(normal((32, 48)), mesh, P(None, "x")))),
     (1, 8, "dequantize", lambda mesh: dequantize(in_bytes(exact_tensor((32, 48)), mesh))),
-    (1, 8, "matmul_nt", lambda mesh: matmul_nt(in_bytes(exact_tensor((32, 48)), mesh), exact_tensor((N, 48)))),
+    (1, 8, "matmul_nt", lambda mesh: matmul_nt(in_bytes(exact_tensor((M, 48)), mesh), exact_tensor((N, 48)))),
     (1, 8, "matmul_nt", lambda mesh: matmul_nt(exact_tensor((M, 48)), in_bytes(exact_tensor((N, 48)), mesh))),
     (1, 16, "matmul_nt", lambda mesh: matmul_nt(put(normal((M, 48)), mesh, P(None, "x")), exact_tensor((N, 48)))),
 ]
@@ -380,22 +377,27 @@ def test_random_bits_in_shard_map_are_those_of_the_block(devices):
         assert (len({part.tobytes() for part in map(np.asarray, got)}) > 1) == fold
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_some_manual_axes(devices, kind):
-    """The rest of the mesh stays automatic: right, though JAX may gather over it."""
-    mesh, x = make_mesh(devices, kind=kind), normal((32, 512))
+@every_kind
+@pytest.mark.parametrize("manual", ["x", "y"])
+def test_a_manual_axis(devices, kind, manual):
+    """Amaxes of rows and sums are those of each manual shard. JAX may gather over the rest of an Explicit mesh."""
+    mesh, other = make_mesh(devices, kind=kind), "y" if manual == "x" else "x"
+    of_b = P(None, other) if kind == "auto" else P(other)  # along K without a gather, and along N
+    x, w, b = normal((64, 512), 1), normal((128, 512), 2), exact_tensor((N, 512))
 
-    b = exact_tensor((N, 512))
-
-    def f(x, b):
+    def f(x, w, b):
         t = quantize(x, ROW_SCALED)
-        return t, dequantize(t), matmul_nt(x, b)
+        return t, dequantize(t), matmul_nt(t, quantize(w, ROW_SCALED), out_dtype=jnp.float32), matmul_nt(x, b)
 
-    manual = jax.shard_map(f, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"})
-    got = jax.jit(manual)(put(x, mesh, P("x", "y")), shard(b, mesh, P("y")))
-    want = f(*home(devices, (x, b)))
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=(P(manual), P(), P()), out_specs=P(manual), axis_names={manual})
+    got, found = run(mapped, put(x, mesh, P(manual, other)), put(w, mesh, P(None, other)), shard(b, mesh, of_b))
+    want = f(*home(devices, (x, w, b)))
     assert_same_tensor(got[:2], want[:2])
-    np.testing.assert_allclose(*(np.asarray(y[2], np.float32) for y in (got, want)), rtol=2**-7)
+    np.testing.assert_allclose(got[2], want[2], rtol=1e-5, atol=1e-3)
+    np.testing.assert_allclose(*(np.asarray(y[3], np.float32) for y in (got, want)), rtol=2**-7)
+    if kind == "auto":
+        assert {op for op, _ in found} == {"all-reduce"}
+        assert_sharded(got[0].data, mesh, P(manual, other))
 
 
 def test_wrong_out_specs_are_refused(devices):
@@ -406,19 +408,13 @@ def test_wrong_out_specs_are_refused(devices):
         jax.eval_shape(f, x)
 
 
+@pytest.mark.parametrize("implementation", ["native", "reference"])
 @pytest.mark.parametrize("left", ["nvfp4", "dense"])
-def test_the_reference_where_axes_are_checked(devices, left):
-    """Its loops begin with zeros, which vary over no axis."""
+def test_matmul_in_shard_map_with_a_replicated_side(devices, left, implementation):
+    """The loops of the reference begin with zeros, which vary over no axis."""
     mesh = make_mesh(devices, "x")
     x, b = normal((64, 64)), quantize(normal((32, 64), 1))
-    product = partial(matmul_nt, implementation="reference")
+    product = partial(matmul_nt, accumulation="pinned", implementation=implementation)
     multiply = (lambda x, b: product(quantize(x, ROW_SCALED), b)) if left == "nvfp4" else product
     got = jax.jit(jax.shard_map(multiply, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x")))(x, b)
     assert_bitwise(got, multiply(x, b))
-
-
-def test_matmul_in_shard_map_with_a_replicated_side(devices):
-    mesh, (a, b) = make_mesh(devices, "x"), (exact_tensor((M, K), 1), exact_tensor((N, K), 2))
-    sharded = NVFP4Tensor(P("x"), P("x"), P(), a.format)
-    f = jax.shard_map(matmul_nt, mesh=mesh, in_specs=(sharded, P()), out_specs=P("x"))
-    assert_bitwise(jax.jit(f)(a, b), matmul_nt(*home(devices, (a, b))))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_same_tensor
+from helpers import assert_bitwise, assert_same_tensor, assert_vmap_is_a_loop, quantize_as, quantize_pair_as, stack
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, put
 from operands import exact_tensor, normal
@@ -46,41 +46,15 @@ SPECS = (NVFP4, NVFP4_2D, NVFP4_RHT, NVFP4_SR, NVFP4_RHT_SR, ROW_SCALED, WINDOW6
 transposed_or_not = pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transpose"])
 
 
-# ---------------------------------------------------------------- helpers
-def take(args, axes, i):
-    """Example i of every leaf that has a batch axis."""
-    return jax.tree.map(
-        lambda axis, x: x if axis is None else _example(x, axis, i), axes, args, is_leaf=lambda v: v is None
-    )
-
-
-def _example(x, axis, i):
-    """By NumPy, since XLA compiles a program for each shape; it has no keys."""
-    return x[i] if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.asarray(np.take(np.asarray(x), i, axis))
-
-
-def stack(*parts, axis=0):
-    return np.stack([np.asarray(part) for part in parts], axis)
-
-
-def assert_vmap_is_a_loop(f, args, axes, out_axes=0):
-    size = next(x.shape[a] for x, a in zip(*map(_leaves, (args, axes)), strict=True) if a is not None)
-    got = jax.jit(jax.vmap(f, axes, out_axes))(*args)
-    calls = [f(*take(args, axes, i)) for i in range(size)]
-    assert_same_tensor(got, jax.tree.map(partial(stack, axis=out_axes), *calls))
-
-
-def _leaves(tree):
-    return jax.tree.leaves(tree, is_leaf=lambda v: v is None)
-
-
 # ---------------------------------------------------------------- vmap of quantize and dequantize
 ROWS, COLS = 64, 128  # either is a multiple of 64
-SCOPES = ("tensor", "row", "window64")
 
 
-def amax_for(transpose, batch=()):
-    """An amax for every scope."""
+def amaxes_of(transpose, axis):
+    """An amax for every scope, for each example unless ``axis`` is None; nothing if it is "found"."""
+    if axis == "found":
+        return {}
+    batch = () if axis is None else (SIZE,)
     rows, cols = (COLS, ROWS) if transpose else (ROWS, COLS)
     shapes = {"tensor": batch, "row": (*batch, rows), "window64": (*batch, rows, cols // 64)}
     rng = np.random.default_rng(1)
@@ -90,11 +64,7 @@ def amax_for(transpose, batch=()):
 @partial(jax.jit, static_argnums=(3, 4))
 def quantize_by(x, amaxes, key, specs, transpose):
     """``x`` by all specs in one program, since that costs little more than one. ``amaxes``: by scope, or empty."""
-    return {name_of(s): _quantize(x, s, amaxes.get(s.format.amax_scope), key, transpose) for s in specs}
-
-
-def _quantize(x, spec, amax, key, transpose):
-    return quantize(x, spec, amax=amax, key=key if spec.rounding == "stochastic" else None, transpose=transpose)
+    return {name_of(s): quantize_as(s, x, amaxes, key, transpose) for s in specs}
 
 
 # The batch axes of x, of the amaxes (None: one for all, "found": none is given) and of the key.
@@ -105,7 +75,7 @@ BATCHED = [(0, "found", 0), (0, None, None), (0, 0, None), (None, 0, 0), (None, 
 @pytest.mark.parametrize(("x_axis", "amax_axis", "key_axis"), BATCHED, ids=str)
 def test_vmap_of_quantize(native, transpose, x_axis, amax_axis, key_axis):
     x = normal((ROWS, COLS) if x_axis is None else (SIZE, ROWS, COLS))
-    amaxes = {} if amax_axis == "found" else amax_for(transpose, () if amax_axis is None else (SIZE,))
+    amaxes = amaxes_of(transpose, amax_axis)
     key = KEY if key_axis is None else jax.random.split(KEY, SIZE)
     f = lambda x, amaxes, key: quantize_by(x, amaxes, key, SPECS, transpose)  # noqa: E731
     assert_vmap_is_a_loop(f, (x, amaxes, key), (x_axis, dict.fromkeys(amaxes, amax_axis), key_axis))
@@ -175,34 +145,21 @@ PAIRS = (
 @jax.jit
 def quantize_pairs(x, row_amaxes, col_amaxes, key):
     """The amaxes by scope, or empty."""
-    return [
-        quantize_pair(
-            x,
-            *pair,
-            amax=tuple(a.get(s.format.amax_scope) for a, s in zip((row_amaxes, col_amaxes), pair, strict=True)),
-            key=key if pair[0].rounding == "stochastic" else None,
-        )
-        for pair in PAIRS
-    ]
+    return [quantize_pair_as(pair, x, (row_amaxes, col_amaxes), key) for pair in PAIRS]
 
 
 ONE_OF_FOUR = [tuple(0 if i == j else None for i in range(4)) for j in range(4)]
 
 
-@pytest.mark.parametrize("batched", [(0, 0, 0, 0), *ONE_OF_FOUR], ids=str)
+@pytest.mark.parametrize("batched", [(0, 0, 0, 0), (0, "found", "found", 0), *ONE_OF_FOUR], ids=str)
 def test_vmap_of_quantize_pair(native, batched):
     """Any of x, the two amax and the key may be shared."""
-    x_axis, row_axis, col_axis, key_axis = batched
+    x_axis, *amax_axes, key_axis = batched
     x = normal((ROWS, COLS) if x_axis is None else (SIZE, ROWS, COLS))
-    amaxes = [amax_for(t, () if axis is None else (SIZE,)) for t, axis in ((False, row_axis), (True, col_axis))]
+    amaxes = [amaxes_of(transpose, axis) for transpose, axis in zip((False, True), amax_axes, strict=True)]
     key = KEY if key_axis is None else jax.random.split(KEY, SIZE)
-    axes = (x_axis, dict.fromkeys(SCOPES, row_axis), dict.fromkeys(SCOPES, col_axis), key_axis)
+    axes = (x_axis, *map(dict.fromkeys, amaxes, amax_axes), key_axis)
     assert_vmap_is_a_loop(quantize_pairs, (x, *amaxes, key), axes)
-
-
-def test_vmap_of_quantize_pair_that_finds_the_amax(native):
-    args = normal((SIZE, ROWS, COLS)), {}, {}, jax.random.split(KEY, SIZE)
-    assert_vmap_is_a_loop(quantize_pairs, args, (0, {}, {}, 0))
 
 
 # ---------------------------------------------------------------- vmap of dequantize
@@ -232,19 +189,15 @@ def test_an_amax_for_each_example_of_vmap_needs_vmap_to_decode(native):
     assert jax.vmap(jax.vmap(dequantize))(t).shape == t.shape
 
 
-def amax_operands(f, *args) -> list[tuple[int, ...]]:
-    """The shapes of the third operand of each of jnvfp4's primitives."""
-    eqns = jax.make_jaxpr(f)(*args).jaxpr.eqns
-    return [eqn.invars[2].aval.shape for eqn in eqns if eqn.primitive.name == "nvfp4_dequantize"]
-
-
 def test_vmap_gives_each_matrix_an_amax_and_not_each_row(native):
     t = quantize(normal((SIZE, 2, 32, 48)), amax=jnp.full((SIZE, 2), 3.0))
     f = lambda d, s, a: dequantize(NVFP4Tensor(d, s, a))  # noqa: E731
     for amax, axis in ((t.amax, 0), (t.amax[0], None), (t.amax[:, 0], 0), (t.amax[0, 0], None)):
         assert_vmap_is_a_loop(f, (t.data, t.scale, amax), (0, 0, axis))
         if axis == 0:
-            assert amax_operands(jax.vmap(f), t.data, t.scale, amax) == [(SIZE, 2)]
+            eqns = jax.make_jaxpr(jax.vmap(f))(t.data, t.scale, amax).jaxpr.eqns
+            found = [eqn.invars[2].aval.shape for eqn in eqns if eqn.primitive.name == "nvfp4_dequantize"]
+            assert found == [(SIZE, 2)]
 
 
 # ---------------------------------------------------------------- vmap of matmul_nt
@@ -323,12 +276,8 @@ def test_nested_vmap_of_matmul(native):
     a, b = exact_tensor((SIZE, M, K), 1), exact_tensor((2, N, K), 2)
     a_axes, b_axes = NVFP4Tensor(0, 0, None), NVFP4Tensor(0, 0, None)
     f = jax.vmap(jax.vmap(matmul_nt, (None, b_axes)), (a_axes, None))
-    want = [[np.asarray(matmul_nt(_at(a, i), _at(b, j))) for j in range(2)] for i in range(SIZE)]
+    want = [[np.asarray(matmul_nt(a[i], b[j])) for j in range(2)] for i in range(SIZE)]
     assert_bitwise(f(a, b), np.stack(want))
-
-
-def _at(t, i):
-    return NVFP4Tensor(t.data[i], t.scale[i], t.amax, t.format)
 
 
 @pytest.mark.parametrize(("in_axis", "out_axis"), [(1, 0), (2, 1), (0, 2)])
@@ -342,33 +291,33 @@ def test_vmap_of_matmul_over_other_axes(native, in_axis, out_axis):
 
 
 # ---------------------------------------------------------------- vmap of linear and dot_general
-VMAPS_OF_LINEAR = {
-    "default, shared w": (DEFAULT, (0, None, None)),
-    "default, own w": (DEFAULT, (0, 0, None)),
-    "pretrain, shared w": (recipes.pretrain(), (0, None, 0)),
-    "pretrain, shared x": (recipes.pretrain(), (None, 0, 0)),
-    "window64": (recipes.window64(), (0, None, 0)),
-    "row_scaled": (recipes.row_scaled(), (None, None, 0)),
+VMAPS_OF_LINEAR = {  # the recipe, what is batched of x, w and the key, and the tokens
+    "default, shared w": (DEFAULT, (0, None, None), (30,)),
+    "default, own w": (DEFAULT, (0, 0, None), (30,)),
+    "leading axes, shared w": (DEFAULT, (0, None, None), (2, 32)),
+    "leading axes, own w": (DEFAULT, (0, 0, None), (2, 32)),
+    "pretrain, shared w": (recipes.pretrain(), (0, None, 0), (30,)),
+    "pretrain, shared x": (recipes.pretrain(), (None, 0, 0), (30,)),
+    "window64": (recipes.window64(), (0, None, 0), (30,)),
+    "row_scaled": (recipes.row_scaled(), (None, None, 0), (30,)),
 }
 
 
 def test_vmap_of_linear_and_its_gradients(cpu):
     """All cases in one program."""
-    x, w, keys, dy = normal((SIZE, 30, 64), 1), normal((SIZE, 16, 64), 2), jax.random.split(KEY, SIZE), normal((30, 16))
 
     def one(recipe, x, w, key):
         y, pull = jax.vjp(partial(linear, recipe=recipe, key=key), x, w)
-        return y, pull(dy)
+        return y, pull(normal(y.shape))
 
     @jax.jit
     def f(operands):
-        return {name: one(recipe, *operands[name]) for name, (recipe, _) in VMAPS_OF_LINEAR.items()}
+        return {name: one(recipe, *operands[name]) for name, (recipe, _, _) in VMAPS_OF_LINEAR.items()}
 
-    axes = {name: axes for name, (_, axes) in VMAPS_OF_LINEAR.items()}
-    operands = {
-        name: tuple(v if axis == 0 else v[0] for v, axis in zip((x, w, keys), of_case, strict=True))
-        for name, of_case in axes.items()
-    }
+    axes, operands, w, keys = {}, {}, normal((SIZE, 16, 64), 2), jax.random.split(KEY, SIZE)
+    for name, (_, of_case, tokens) in VMAPS_OF_LINEAR.items():
+        parts = zip((normal((SIZE, *tokens, 64), 1), w, keys), of_case, strict=True)
+        axes[name], operands[name] = of_case, tuple(v if axis == 0 else v[0] for v, axis in parts)
     assert_vmap_is_a_loop(f, (operands,), (axes,))
 
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_same_tensor, bits, unpack_codes
+from helpers import assert_bitwise, assert_same_tensor, assert_vmap_is_a_loop, bits, unpack_codes
 from jax.sharding import PartitionSpec as P
-from meshes import LAYOUTS, X, assert_sharded, every_kind, home, make_mesh, put, run, shard
+from meshes import LAYOUTS, X, assert_sharded, every_kind, home, make_mesh, put, run, shard, shard_data
 from operands import near_tie, normal
 
 import jnvfp4
@@ -130,12 +130,8 @@ def test_vmap_is_a_loop(native, axes):
     parts = (q.data, q.scale, jnp.arange(4.0))
     parts = [v[0] if axis is None else jnp.moveaxis(v, 0, axis) for v, axis in zip(parts, axes, strict=True)]
     f = lambda *v: jnvfp4.transpose(NVFP4Tensor(*v))  # noqa: E731
-    take = lambda i: [v if axis is None else jnp.take(v, i, axis) for v, axis in zip(parts, axes, strict=True)]  # noqa: E731
-    got = jax.vmap(f, axes, NVFP4Tensor(0, 0, axes[2]))(*parts)
-    loop = [f(*take(i)) for i in range(4)]
-    assert_bitwise(got.data, jnp.stack([t.data for t in loop]))
-    assert_bitwise(got.scale, jnp.stack([t.scale for t in loop]))
-    assert_bitwise(got.amax, parts[2])
+    assert_vmap_is_a_loop(f, parts, axes)
+    assert_bitwise(jax.vmap(f, axes, NVFP4Tensor(0, 0, axes[2]))(*parts).amax, parts[2])
 
 
 # ---------------------------------------------------------------- devices
@@ -179,17 +175,13 @@ def test_leading_axes_over_devices(devices, kind):
 def test_tiles_that_would_straddle_devices(devices, shape, spec):
     """Whole rows and bytes on each device, but no whole tiles: gathered on an Auto mesh, refused on an Explicit one."""
     q = quantize(normal(shape), NVFP4_2D)
-
-    def placed(mesh):
-        return NVFP4Tensor(put(q.data, mesh, spec), put(q.scale, mesh, P()), put(q.amax, mesh, P()), q.format)
-
-    got = jax.jit(jnvfp4.transpose)(placed(make_mesh(devices, "x")))
+    got = jax.jit(jnvfp4.transpose)(shard_data(q, make_mesh(devices, "x"), spec))
     assert_same_tensor(got, jnvfp4.transpose(home(devices, q)))
     if any(n // 16 % len(devices) for n, entry in zip(shape, spec, strict=True) if entry):
         with pytest.raises(
             ValueError, match=r"transpose: axis \d of .* must split it into multiples of (16|8); reshard"
         ):
-            jax.eval_shape(jnvfp4.transpose, placed(make_mesh(devices, "x", "explicit")))
+            jax.eval_shape(jnvfp4.transpose, shard_data(q, make_mesh(devices, "x", "explicit"), spec))
 
 
 @pytest.mark.parametrize("implementation", [None, "reference"])
