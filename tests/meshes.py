@@ -110,6 +110,15 @@ def collectives(hlo: str) -> list[tuple[str, str]]:
     return found
 
 
+def dtypes_of(shapes) -> set[str]:
+    return {name for shape in shapes for name in re.findall(r"(\w+)\[", shape)}
+
+
+def elements(shape: str) -> int:
+    """Of a result, or of all that are combined in one."""
+    return sum(math.prod(int(n) for n in dims.split(",") if n) for dims in re.findall(r"\w+\[([\d,]*)\]", shape))
+
+
 def is_maximum(shape: str) -> bool:
     """Whether a collective of this type can only be that of amax bits: a few integers, combined or not."""
     return re.sub(r"u(16|32)\[\d?\]|[(), ]", "", shape) == ""

@@ -1,7 +1,6 @@
 """Sharded products equal unsharded ones, as does every primitive on any kind of mesh and inside shard_map."""
 
 import contextlib
-import math
 import os
 import pathlib
 import re
@@ -22,6 +21,8 @@ from meshes import (
     SPECS,
     assert_sharded,
     axes_of,
+    dtypes_of,
+    elements,
     every_kind,
     given_amax,
     home,
@@ -118,11 +119,10 @@ def test_matmul(devices, kind, of_a, of_b, of_y, operands):
     for y in got.values():
         assert_sharded(y, mesh, of_y)
     assert {op for op, _ in found} <= {"all-reduce"}
-    sums = [part for _, shape in found for part in re.findall(r"(\w+)\[([\d,]*)\]", shape)]  # combined or not
-    assert all(dtype == "f32" for dtype, _ in sums)
+    sums = [shape for _, shape in found]  # combined or not
+    assert dtypes_of(sums) <= {"f32"}
     local = M // ways(mesh, of_y[0]) * (N // ways(mesh, of_y[1]))
-    elements = sum(math.prod(map(int, dims.split(","))) for _, dims in sums)
-    assert elements == local * len(operands) * (ways(mesh, of_a[1]) > 1)
+    assert sum(map(elements, sums)) == local * len(operands) * (ways(mesh, of_a[1]) > 1)
 
 
 # a, b, the result asked for, and the axes of K that a reduce-scatter splits each dimension of it over.
@@ -153,13 +153,11 @@ def test_matmul_over_k_scatters_its_sum_where_the_result_is_split(devices, name,
     for y in got.values():
         assert_sharded(y, mesh, so)
     summed = M // ways(mesh, sa[0]) * N
-    sizes = {"reduce-scatter": [], "all-reduce": [], "collective-permute": []}
-    for op, shape in found:
-        sizes[op] += [math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]*)\]", shape)]
+    assert {op for op, _ in found} <= {"reduce-scatter", "all-reduce", "collective-permute"}
     scatters = ways(mesh, [*axes_of(over[0]), *axes_of(over[1])][0]) > 1  # on two devices the axis y has one
-    assert (len(sizes["reduce-scatter"]) > 0) == scatters
-    if scatters:
-        assert max(sizes["reduce-scatter"] + sizes["all-reduce"], default=0) < summed
+    assert ("reduce-scatter" in {op for op, _ in found}) == scatters
+    sums = [part for op, shape in found if "reduce" in op for part in re.findall(r"f32\[[\d,]*\]", shape)]
+    assert not scatters or max(map(elements, sums)) < summed
 
 
 @pytest.mark.parametrize(

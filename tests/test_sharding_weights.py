@@ -16,6 +16,8 @@ from meshes import (
     SPECS,
     assert_sharded,
     collectives,
+    dtypes_of,
+    elements,
     every_kind,
     home,
     is_maximum,
@@ -56,10 +58,6 @@ every_layout = pytest.mark.parametrize("layout", FSDP.values(), ids=FSDP)
 
 def gathers(found) -> list[str]:
     return sorted(shape for op, shape in found if op == "all-gather")
-
-
-def dtypes_of(shapes) -> set[str]:
-    return {name for shape in shapes for name in re.findall(r"(\w+)\[", shape)}
 
 
 # ---------------------------------------------------------------- all_gather
@@ -387,26 +385,14 @@ def step(params, x, product, at_once=True):
     return jax.tree.map(lambda w, g: (w - 0.01 * g).astype(w.dtype), params, gradients)
 
 
-def model_operands(mesh=None, devices=None):
+def model_operands(mesh):
     params = {name: normal((LAYERS, WIDTH, WIDTH), i) * 0.1 for i, name in enumerate(("up", "down"))}
-    x = normal((TOKENS, WIDTH), 3)
-    if mesh is None:
-        return home(devices, (params, x))
-    return jax.tree.map(lambda w: put(w, mesh, STACK), params), put(x, mesh, ROWS)
-
-
-def elements(shape: str) -> int:
-    return sum(int(np.prod([int(n) for n in dims.split(",") if n])) for dims in re.findall(r"\w+\[([\d,]*)\]", shape))
+    return put(params, mesh, STACK), put(normal((TOKENS, WIDTH), 3), mesh, ROWS)
 
 
 def maxima(found) -> int:
     """How many amaxes the all-reduces of a program find; XLA may combine those of an iteration."""
     return sum(elements(shape) for op, shape in found if op == "all-reduce" and re.search(r"\bu(16|32)\[", shape))
-
-
-def bytes_of(shape: str) -> int:
-    widths = {"u8": 1, "u16": 2, "u32": 4, "f32": 4, "bf16": 2, "f16": 2, "f8e4m3fn": 1}
-    return sum(widths[dtype] * elements(f"{dtype}[{dims}]") for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shape))
 
 
 GATHERING = Policy(default=recipes.DEFAULT, w_gather=(ROWS, WHOLE))
@@ -427,8 +413,8 @@ def test_an_fsdp_step_moves_nine_of_thirty_two_bits(devices):
     got, found, _ = compiled_step(tuple(devices), at_once=False)
     of_bf16 = 2 * sum(map(elements, gathers(plain)))
     assert of_bf16 == 2 * 4 * WIDTH * WIDTH  # two weights, in two loops
-    assert sum(map(bytes_of, gathers(found))) <= 0.29 * of_bf16
-    assert dtypes_of(gathers(found)) == {"u8"}
+    assert sum(map(elements, gathers(found))) <= 0.29 * of_bf16
+    assert dtypes_of(gathers(found)) == {"u8"}  # of a byte each
     moved = {(op, shape) for op, shape in found if op != "all-gather" and not is_maximum(shape)}
     part = f"f32[{WIDTH // len(devices)},{WIDTH}]"
     assert {op for op, _ in moved} == {"reduce-scatter"}

@@ -48,8 +48,9 @@ class Buffer {
   T* as() const {
     return static_cast<T*>(data_);
   }
-  std::vector<uint8_t> host() const {
-    std::vector<uint8_t> out(size_);
+  template <class T = uint8_t>
+  std::vector<T> host() const {
+    std::vector<T> out(size_ / sizeof(T));
     check(cudaMemcpy(out.data(), data_, size_, cudaMemcpyDeviceToHost), "cudaMemcpy");
     return out;
   }

@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/numerics_fast.h"
@@ -11,13 +12,22 @@
 
 namespace jnvfp4::tables {
 
-// Entry `i` of a table of `size` uint32 called `name`.
+// Fills a table: on the host in tables.cc, on the device in tables.cu.
+template <class Table>
+std::vector<uint32_t> filled();
+inline std::vector<std::pair<std::string, std::vector<uint32_t> (*)()>> every_table;
+
+// Entry `i` of a table of `size` uint32 called Name. JNVFP4_TABLES: that of a rule, and Name_fast of its `fast` form.
 #define JNVFP4_TABLE(Name, count, expression)                          \
   struct Name {                                                        \
-    static constexpr const char* name = #Name;                         \
     static constexpr uint32_t size = count;                            \
     static JNVFP4_HD uint32_t entry(uint32_t i) { return expression; } \
-  };
+  };                                                                   \
+  inline const bool Name##_is_listed = (every_table.emplace_back(#Name, filled<Name>), true);
+#define JNVFP4_TABLES(Name, count, expression)                                     \
+  JNVFP4_HD uint32_t entry_of_##Name(uint32_t i, bool fast) { return expression; } \
+  JNVFP4_TABLE(Name, count, entry_of_##Name(i, false))                             \
+  JNVFP4_TABLE(Name##_fast, count, entry_of_##Name(i, true))
 
 // E4M3 scales are never negative; entries of negative numbers are 0 here.
 JNVFP4_HD uint32_t scale_of(float v) {
@@ -54,7 +64,9 @@ JNVFP4_HD uint32_t golden_value(uint32_t i) {
 JNVFP4_HD uint32_t signed_code(uint32_t b, uint32_t magnitude) {
   return (b & kMagnitude) > kInf ? 0u : magnitude | (b & kSign) >> 28;
 }
-JNVFP4_HD uint32_t nearest_fast(float v) { return signed_code(bits_of(v), e2m1_magnitude(bits_of(v) & kMagnitude)); }
+JNVFP4_HD uint32_t nearest(float v, bool fast) {
+  return fast ? signed_code(bits_of(v), e2m1_magnitude(bits_of(v) & kMagnitude)) : e2m1_encode(v);
+}
 JNVFP4_HD uint32_t stochastic(uint32_t b, uint32_t r, bool fast) {
   if (fast) return signed_code(b, e2m1_magnitude_stochastic(b & kMagnitude, r));
   return e2m1_encode_stochastic(float_of(b), r);
@@ -109,22 +121,13 @@ JNVFP4_HD void rht16_by_sums(float* v) {
   for (int j = 0; j < kBlock; ++j) v[j] = bf16_round(v[j]);
 }
 
-template <class Rotate>
-JNVFP4_HD uint32_t rotated(uint32_t i, Rotate rotate) {
+template <void (*rotate)(float*)>
+JNVFP4_HD uint32_t rotated(uint32_t i) {
   float v[kBlock];
   for (uint32_t j = 0; j < kBlock; ++j) v[j] = float_of(block_element(i / 16u * 16u + j));
   rotate(v);
   return bits_of(v[i % 16u]);
 }
-struct ByRule {
-  JNVFP4_HD void operator()(float* v) const { jnvfp4::rht16(v); }
-};
-struct BySums {
-  JNVFP4_HD void operator()(float* v) const { rht16_by_sums(v); }
-};
-struct Inverse {
-  JNVFP4_HD void operator()(float* v) const { jnvfp4::rht16_inverse(v); }
-};
 
 // The errors of a row of 16 near the values that random codes decode to, in one of four ways.
 constexpr uint32_t kRows = 8192;
@@ -196,15 +199,12 @@ JNVFP4_TABLE(bf16_decode, 65536, bits_of(jnvfp4::bf16_decode(static_cast<uint16_
 JNVFP4_TABLE(f16_decode, 65536, bits_of(jnvfp4::f16_decode(static_cast<uint16_t>(i))))
 JNVFP4_TABLE(bf16_encode, kDense, jnvfp4::bf16_encode(dense(i)))
 JNVFP4_TABLE(f16_encode, kDense, jnvfp4::f16_encode(dense(i)))
-JNVFP4_TABLE(e2m1_of_bf16, 65536, e2m1_encode(jnvfp4::bf16_decode(static_cast<uint16_t>(i))))
-JNVFP4_TABLE(e2m1_of_f16, 65536, e2m1_encode(jnvfp4::f16_decode(static_cast<uint16_t>(i))))
-JNVFP4_TABLE(e2m1_of_bf16_fast, 65536, nearest_fast(jnvfp4::bf16_decode(static_cast<uint16_t>(i))))
-JNVFP4_TABLE(e2m1_of_f16_fast, 65536, nearest_fast(jnvfp4::f16_decode(static_cast<uint16_t>(i))))
+JNVFP4_TABLES(e2m1_of_bf16, 65536, nearest(jnvfp4::bf16_decode(static_cast<uint16_t>(i)), fast))
+JNVFP4_TABLES(e2m1_of_f16, 65536, nearest(jnvfp4::f16_decode(static_cast<uint16_t>(i)), fast))
 JNVFP4_TABLE(e4m3_of_bf16, 65536, scale_of(jnvfp4::bf16_decode(static_cast<uint16_t>(i))))
 JNVFP4_TABLE(e4m3_of_f16, 65536, scale_of(jnvfp4::f16_decode(static_cast<uint16_t>(i))))
 JNVFP4_TABLE(e4m3_decode, 256, bits_of(jnvfp4::e4m3_decode(static_cast<uint8_t>(i))))
-JNVFP4_TABLE(e2m1_decode, 16, bits_of(jnvfp4::e2m1_decode(i)))
-JNVFP4_TABLE(e2m1_decode_fast, 16, bits_of(e2m1_decode_subnormal(i)))
+JNVFP4_TABLES(e2m1_decode, 16, bits_of(fast ? e2m1_decode_subnormal(i) : jnvfp4::e2m1_decode(i)))
 JNVFP4_TABLE(e2m1_twice, 16, static_cast<uint32_t>(jnvfp4::e2m1_twice(i)))
 JNVFP4_TABLE(products, 127 * 16,
              bits_of(mul_rn(jnvfp4::e4m3_decode(static_cast<uint8_t>(i / 16u)), jnvfp4::e2m1_decode(i % 16u))))
@@ -212,21 +212,16 @@ JNVFP4_TABLE(encode_scale_448, kMagnitudes, bits_of(encode_scale(magnitude(i), 4
 JNVFP4_TABLE(encode_scale_256, kMagnitudes, bits_of(encode_scale(magnitude(i), 256.0f)))
 JNVFP4_TABLE(decode_of_global_scale, kMagnitudes, bits_of(global_scale(magnitude(i), 448.0f).decode))
 JNVFP4_TABLE(mult_of_global_scale, kMagnitudes, bits_of(global_scale(magnitude(i), 448.0f).block_mult))
-JNVFP4_TABLE(block_scale, kMagnitudes, plain_scale(i, false, 1.0f))
-JNVFP4_TABLE(block_scale_fast, kMagnitudes, plain_scale(i, true, 1.0f))
-JNVFP4_TABLE(block_scale_headroom, kMagnitudes, plain_scale(i, false, kHeadroom))
-JNVFP4_TABLE(block_scale_headroom_fast, kMagnitudes, plain_scale(i, true, kHeadroom))
+JNVFP4_TABLES(block_scale, kMagnitudes, plain_scale(i, fast, 1.0f))
+JNVFP4_TABLES(block_scale_headroom, kMagnitudes, plain_scale(i, fast, kHeadroom))
 JNVFP4_TABLE(block_encode_scale, kScalesTimesAmaxes,
              bits_of(jnvfp4::block_encode_scale(static_cast<uint8_t>(i % 127u), spread(i, 448.0f))))
 JNVFP4_TABLE(dequantize_factor_448, kScalesTimesAmaxes,
              bits_of(dequantize_factor(static_cast<uint8_t>(i % 127u), magnitude(i / 127u * 127u), 448.0f)))
 JNVFP4_TABLE(dequantize_factor_256, kScalesTimesAmaxes,
              bits_of(dequantize_factor(static_cast<uint8_t>(i % 127u), magnitude(i / 127u * 127u), 256.0f)))
-JNVFP4_TABLE(stochastic_of_golden, JNVFP4_STOCHASTIC_COUNT * 256u, stochastic(golden_value(i / 256u), i % 256u, false))
-JNVFP4_TABLE(stochastic_of_golden_fast, JNVFP4_STOCHASTIC_COUNT * 256u,
-             stochastic(golden_value(i / 256u), i % 256u, true))
-JNVFP4_TABLE(stochastic_of_bf16, 65536 * 32, eight_stochastic(i, false))
-JNVFP4_TABLE(stochastic_of_bf16_fast, 65536 * 32, eight_stochastic(i, true))
+JNVFP4_TABLES(stochastic_of_golden, JNVFP4_STOCHASTIC_COUNT * 256u, stochastic(golden_value(i / 256u), i % 256u, fast))
+JNVFP4_TABLES(stochastic_of_bf16, 65536 * 32, eight_stochastic(i, fast))
 JNVFP4_TABLE(random_words, 4096 * 4, random_word(i))
 JNVFP4_TABLE(divided_by_6, kDense, bits_of(div_constant(dense(i), 6.0f, 1.0f / 6.0f)))
 JNVFP4_TABLE(divided_by_1536, kDense, bits_of(div_constant(dense(i), 1536.0f, reciprocal_max6(256.0f))))
@@ -235,15 +230,12 @@ JNVFP4_TABLE(candidates_448, kMagnitudes, candidates(i, 448.0f))
 JNVFP4_TABLE(candidates_256, kMagnitudes, candidates(i, 256.0f))
 JNVFP4_TABLE(candidate_base_448, kMagnitudes, bits_of(base_of_candidates(i, 448.0f)))
 JNVFP4_TABLE(candidate_base_256, kMagnitudes, bits_of(base_of_candidates(i, 256.0f)))
-JNVFP4_TABLE(row_error, 4u * kRows, row_errors(i, false))
-JNVFP4_TABLE(row_error_fast, 4u * kRows, row_errors(i, true))
+JNVFP4_TABLES(row_error, 4u * kRows, row_errors(i, fast))
 JNVFP4_TABLE(tile_error, 4096, tile_errors(i))
 JNVFP4_TABLE(block_elements, 4096 * 16, block_element(i))
-JNVFP4_TABLE(rht16, 4096 * 16, rotated(i, ByRule{}))
-JNVFP4_TABLE(rht16_fast, 4096 * 16, rotated(i, BySums{}))
-JNVFP4_TABLE(rht16_inverse, 4096 * 16, rotated(i, Inverse{}))
-JNVFP4_TABLE(alpha_w4a4, 4 * kMagnitudes, alphas(i, false))
-JNVFP4_TABLE(alpha_w4a4_fast, 4 * kMagnitudes, alphas(i, true))
+JNVFP4_TABLES(rht16, 4096 * 16, fast ? rotated<rht16_by_sums>(i) : rotated<jnvfp4::rht16>(i))
+JNVFP4_TABLE(rht16_inverse, 4096 * 16, rotated<jnvfp4::rht16_inverse>(i))
+JNVFP4_TABLES(alpha_w4a4, 4 * kMagnitudes, alphas(i, fast))
 JNVFP4_TABLE(fused_multiply_add, kMagnitudes, fused(i))
 JNVFP4_TABLE(add_max, kMagnitudes, larger_sum(i))
 JNVFP4_TABLE(add_block, kMagnitudes, block_added(i))
@@ -251,34 +243,16 @@ JNVFP4_TABLE(add_element, kMagnitudes,
              bits_of(jnvfp4::add_element(magnitude(i), float_of(hash(i)), float_of(hash(~i)))))
 JNVFP4_TABLE(add_window, kMagnitudes, bits_of(jnvfp4::add_window(magnitude(i), float_of(hash(i)), float_of(hash(~i)))))
 
-// Writes every table to <folder>/<name>.bin. Fill is `template <class Table> vector<uint32_t> operator()()`.
-template <class Fill, class... Tables>
-bool write_these(const std::string& folder, Fill fill) {
-  bool good = true;
-  auto write = [&](const char* name, const std::vector<uint32_t>& entries) {
-    std::FILE* f = std::fopen((folder + "/" + name + ".bin").c_str(), "wb");
-    good = f && std::fwrite(entries.data(), 4, entries.size(), f) == entries.size() && good;
-    if (f) good = std::fclose(f) == 0 && good;
-  };
-  (write(Tables::name, fill.template operator()<Tables>()), ...);
-  return good;
-}
-
-template <class Fill>
-int write_all(int argc, char** argv, Fill fill) {
-  if (argc != 2) return 2;
-  return write_these<Fill, bf16_decode, f16_decode, bf16_encode, f16_encode, e2m1_of_bf16, e2m1_of_f16,
-                     e2m1_of_bf16_fast, e2m1_of_f16_fast, e4m3_of_bf16, e4m3_of_f16, e4m3_decode, e2m1_decode,
-                     e2m1_decode_fast, e2m1_twice, products, encode_scale_448, encode_scale_256, decode_of_global_scale,
-                     mult_of_global_scale, block_scale, block_scale_fast, block_scale_headroom,
-                     block_scale_headroom_fast, block_encode_scale, dequantize_factor_448, dequantize_factor_256,
-                     stochastic_of_golden, stochastic_of_golden_fast, stochastic_of_bf16, stochastic_of_bf16_fast,
-                     random_words, divided_by_6, divided_by_1536, divided_by_2688, candidates_448, candidates_256,
-                     candidate_base_448, candidate_base_256, row_error, row_error_fast, tile_error, block_elements,
-                     rht16, rht16_fast, rht16_inverse, alpha_w4a4, alpha_w4a4_fast, fused_multiply_add, add_max,
-                     add_block, add_element, add_window>(argv[1], fill)
-             ? 0
-             : 1;
+// Writes every table to <folder>/<name>.bin.
+inline int write_all(int argc, char** argv) {
+  bool good = argc == 2;
+  for (const auto& [name, fill] : every_table) {
+    std::FILE* f = good ? std::fopen((std::string(argv[1]) + "/" + name + ".bin").c_str(), "wb") : nullptr;
+    const std::vector<uint32_t> entries = fill();
+    good = f && std::fwrite(entries.data(), 4, entries.size(), f) == entries.size();
+    good = f && std::fclose(f) == 0 && good;
+  }
+  return good ? 0 : 1;
 }
 
 }  // namespace jnvfp4::tables
