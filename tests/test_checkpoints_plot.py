@@ -8,7 +8,7 @@ from checkpoints import model_of, weight
 
 import jnvfp4
 from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, verify_checkpoint, write_report
-from jnvfp4.checkpoints.plot import limits
+from jnvfp4.checkpoints.report_files import limits
 
 figures = pytest.importorskip("matplotlib.figure")
 LAYERS = 3
