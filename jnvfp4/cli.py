@@ -17,6 +17,7 @@ import jax
 
 from . import __version__
 from ._reports import doctor, support
+from .checkpoints import console
 from .checkpoints._convert.options import ConvertOptions
 from .checkpoints._convert.plan import make_plan
 from .checkpoints._files.errors import CheckpointError, CommandError, Exit, OptionError
@@ -24,18 +25,6 @@ from .checkpoints._files.files import checked_path, existing_parent
 from .checkpoints._files.source import open_source
 from .checkpoints._layouts.layouts import LAYOUTS
 from .checkpoints.compare import diff, inspect
-from .checkpoints.console import (
-    conversion_table,
-    difference_table,
-    inspect_table,
-    plan_as_json,
-    plan_table,
-    progress,
-    records_table,
-    result_as_json,
-    say,
-    verdict,
-)
 from .checkpoints.convert import convert_checkpoint
 from .checkpoints.report_files import summary, write_report
 from .checkpoints.rewrite import dequantize_checkpoint, repack_checkpoint
@@ -116,59 +105,55 @@ _OUTPUT = "output: a new or empty directory"
 
 
 def _parser() -> argparse.ArgumentParser:
-    common = _Parser(add_help=False)
+    common, json = _Parser(add_help=False), _Parser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    json.add_argument("--json", action="store_true", help="print JSON instead of text")
     text = "NVFP4 for JAX: Hugging Face checkpoints, and what runs here."
     parser = _Parser(prog="jnvfp4", description=text, parents=[common])
     parser.add_argument("--version", action="version", version=f"jnvfp4 {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
 
-    def command(run: Run, text: str, more: str = "", example: str = "") -> argparse.ArgumentParser:
+    def command(run: Run, text: str, more: str = "", example: str = "", **paths: str) -> argparse.ArgumentParser:
         name = run.__name__.removeprefix("_")
         description = f"{text[0].upper()}{text[1:]}.{more}"
         if example:
             description += f"\n\nexample: jnvfp4 {name} {example}"
-        raw = argparse.RawDescriptionHelpFormatter
-        p = commands.add_parser(name, help=text, description=description, parents=[common], formatter_class=raw)
+        raw, parents = argparse.RawDescriptionHelpFormatter, [common] if run in (_convert, _support) else [common, json]
+        p = commands.add_parser(name, help=text, description=description, parents=parents, formatter_class=raw)
+        _positional(p.add_argument, **paths)
         p.set_defaults(run=run)
         return p
 
     more = " SOURCE and OUTPUT come first, since some options take\nseveral values."
     _convert_arguments(command(_convert, "quantize a checkpoint", more))
-    p = command(_inspect, "describe a checkpoint: layout, kept tensors, groups, sizes", example="MODEL-NVFP4")
-    _positional(p.add_argument, source="the checkpoint")
-    _json(p)
-    more = " The last\nline says whether all is well. Exit code 5 says that it is not."
-    p = command(_verify, "compare a converted checkpoint with its source", more, "MODEL MODEL-NVFP4")
-    _positional(p.add_argument, source="the checkpoint that was converted", output="the converted checkpoint")
+    text = "describe a checkpoint: layout, unquantized tensors, groups, sizes"
+    command(_inspect, text, example="MODEL-NVFP4", source="the checkpoint")
+    more = " The last\nline gives the verdict. Exit code 5: the checkpoint is not verified."
+    paths = {"source": "the checkpoint that was converted", "output": "the converted checkpoint"}
+    p = command(_verify, "compare a converted checkpoint with its source", more, "MODEL MODEL-NVFP4", **paths)
     text = "largest relative error of a weight (default 0.2)"
     p.add_argument("--max-rel-error", type=float, default=0.2, metavar="X", help=text)
     _option(p.add_argument, "expert_layout", _EXPERT_LAYOUT)
-    _json(p)
     text = "write a checkpoint in another layout, with the same codes and block scales"
-    p = command(_repack, text, example="MODEL-NVFP4 OUTPUT --format compressed-tensors")
-    _positional(p.add_argument, source="the checkpoint", output=_OUTPUT)
+    paths = {"source": "the checkpoint", "output": _OUTPUT}
+    p = command(_repack, text, example="MODEL-NVFP4 OUTPUT --format compressed-tensors", **paths)
     p.add_argument("--format", choices=LAYOUTS, required=True, help="layout of the output")
-    _json(p)
-    p = command(_dequantize, "decode a checkpoint to an ordinary one", example="MODEL-NVFP4 OUTPUT --dtype bf16")
-    _positional(p.add_argument, source="the checkpoint", output=_OUTPUT)
+    p = command(_dequantize, "decode a checkpoint to 16 or 32 bits", example="MODEL-NVFP4 OUTPUT --dtype bf16", **paths)
     p.add_argument("--dtype", choices=("bf16", "f16", "f32"), default="bf16", help="dtype of the decoded weights")
-    _json(p)
     more = (
         " Tensors\nare compared, and every entry of config.json and hf_quant_config.json (of two layouts, not those"
         "\nthat describe the quantization). Tokenizers and other files are not compared. Exit code 1 says that"
         "\nsomething differs."
     )
-    p = command(_diff, "count where two checkpoints differ, in tensors and in configs", more, "MODEL-A MODEL-B")
-    _positional(p.add_argument, first="a checkpoint", second="another checkpoint, of any layout")
-    _json(p)
+    text = "count where two checkpoints differ, in tensors and in configs"
+    paths = {"first": "a checkpoint", "second": "another checkpoint, of any layout"}
+    command(_diff, text, more, "MODEL-A MODEL-B", **paths)
     more = (
         " Every\nGEMM kernel and the plain quantizers compute what is known beforehand; --full checks all recipes, with"
         "\nmore operands. GPUs newer than Hopper always get all checks. Exit code 5 says that a kernel is wrong."
     )
     p = command(_doctor, "show what was built and what runs here, and check its bits", more)
     p.add_argument("--full", action="store_true", help="run all checks (under a minute), as for a report of a bug")
-    _json(p)
     command(_support, "show which operation has which kernels")
     return parser
 
@@ -176,10 +161,6 @@ def _parser() -> argparse.ArgumentParser:
 def _positional(add: Add, **arguments: str) -> None:
     for name, text in arguments.items():
         add(name, type=Path, metavar=name.upper(), help=text)
-
-
-def _json(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 _TYPES = typing.get_type_hints(ConvertOptions)
@@ -265,13 +246,10 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
 # ---------------------------------------------------------------- convert
 def _options(a: argparse.Namespace) -> ConvertOptions:
     """Makes the options: flags have the names of the fields, but for those that choose the spec."""
-    spec = _spec(a)
-    if a.kv_cache == "fp8" and a.layout != "modelopt":
-        raise CommandError(f"--kv-cache is fp8 and --format is {a.layout}", "--format modelopt")
     values: dict[str, Any] = {
         name: tuple(v) if isinstance(v := getattr(a, name), list) else v for name in _TYPES if name != "spec"
     }
-    return ConvertOptions(spec=spec, **values)
+    return ConvertOptions(spec=_spec(a), **values)
 
 
 def _spec(a: argparse.Namespace) -> QuantSpec:
@@ -283,9 +261,6 @@ def _spec(a: argparse.Namespace) -> QuantSpec:
     if a.recipe == "row-scaled":
         if a.two_d:
             raise CommandError("--2d is used and --recipe is row-scaled", "1x16 blocks, without --2d")
-        if a.layout != "te":
-            observed = f"--recipe is row-scaled and --format is {a.layout}"
-            raise CommandError(observed, "--format te, which has an amax for each row")
         return ROW_SCALED
     return NVFP4_2D if a.two_d else NVFP4
 
@@ -313,11 +288,11 @@ def _convert(a: argparse.Namespace) -> Exit:
     options, model = _options(a), _model(a)
     source = open_source(model)
     if a.dry_run:
-        plan = plan_as_json(make_plan(source, options))
-        return _show(plan if a.json else plan_table(plan))
+        plan = console.plan_as_json(make_plan(source, options))
+        return _show(plan if a.json else console.plan_table(plan))
     if a.report is not None:
         _check_directory(a.report)
-    with progress(source.nbytes, quiet=a.quiet) as on_progress:
+    with console.progress(source.nbytes, quiet=a.quiet) as on_progress:
         result = convert_checkpoint(
             model,
             a.output,
@@ -340,16 +315,16 @@ def _convert(a: argparse.Namespace) -> Exit:
             raise
         written = write_report(a.report, records, result)
         if not a.quiet and not any(path.suffix == ".png" for path in written):
-            say("note: no report.png, as matplotlib is not installed", sys.stderr)
-        tables = f"{records_table(records)}\n{verdict(records, [])}\n{conversion_table(result)}"
+            console.say("note: no report.png, as matplotlib is not installed", sys.stderr)
+        tables = f"{console.records_table(records)}\n{console.verdict(records, [])}\n{console.conversion_table(result)}"
         return _show(summary(records, result) if a.json else tables)
-    return _show(result_as_json(result) if a.json else conversion_table(result))
+    return _show(console.result_as_json(result) if a.json else console.conversion_table(result))
 
 
 # ---------------------------------------------------------------- the other commands
 def _inspect(a: argparse.Namespace) -> Exit:
     description = inspect(a.source)
-    return _show(description if a.json else inspect_table(description))
+    return _show(description if a.json else console.inspect_table(description))
 
 
 def _verify(a: argparse.Namespace) -> Exit:
@@ -359,49 +334,51 @@ def _verify(a: argparse.Namespace) -> Exit:
     except VerificationError as e:
         records, failure = e.records, e
     failures = [str(f) for f in failure.failures] if failure else []
-    last = verdict(records, failures)
+    last = console.verdict(records, failures)
     as_values = {"verdict": last, "failures": failures, **summary(records), "tensors": as_json(records)}
-    _show(as_values if a.json else f"{records_table(records)}\n{last}")
+    _show(as_values if a.json else f"{console.records_table(records)}\n{last}")
     if failure:
         raise failure
     return Exit.OK
 
 
 def _warn(text: str) -> None:
-    say(f"warning: {text}", sys.stderr)
+    console.say(f"warning: {text}", sys.stderr)
 
 
 def _repack(a: argparse.Namespace) -> Exit:
     changed = repack_checkpoint(a.source, a.output, a.format, warn=_warn)
-    source = inspect(a.source)
-    before, count, copied = source["layout"], len(source["quantized"]), len(source["kept"])
-    did = {"from": before, "to": a.format, "weights": count, "copied": copied}
+    did = _rewritten(a, to=a.format) | {"globals_that_do_not_come_back": changed}
     text = (
-        f"repacked {count} weights from {before} to {a.format}, with the same codes and block scales, and copied "
-        f"{copied} other tensors\n{changed} global scales would change in the last bit on the way back"
+        "repacked {weights} weights from {from} to {to}, with the same codes and block scales, and copied {copied} "
+        "other tensors\n{globals_that_do_not_come_back} global scales would change in the last bit on the way back"
     )
-    return _show({**did, "globals_that_do_not_come_back": changed} if a.json else text)
+    return _show(did if a.json else text.format_map(did))
 
 
 def _dequantize(a: argparse.Namespace) -> Exit:
     dequantize_checkpoint(a.source, a.output, a.dtype.upper(), warn=_warn)
+    did = _rewritten(a, dtype=a.dtype)
+    text = "decoded {weights} weights to {dtype}, and copied {copied} other tensors"
+    return _show(did if a.json else text.format_map(did))
+
+
+def _rewritten(a: argparse.Namespace, **to: str) -> dict[str, object]:
     source = inspect(a.source)
-    count, copied = len(source["quantized"]), len(source["kept"])
-    did = {"from": source["layout"], "dtype": a.dtype, "weights": count, "copied": copied}
-    return _show(did if a.json else f"decoded {count} weights to {a.dtype}, and copied {copied} other tensors")
+    return {"from": source["layout"], **to, "weights": len(source["quantized"]), "copied": len(source["kept"])}
 
 
 def _diff(a: argparse.Namespace) -> Exit:
     found = diff(a.first, a.second)
-    _show(vars(found) if a.json else difference_table(found))
+    _show(vars(found) if a.json else console.difference_table(found))
     return Exit.OK if found.same else Exit.DIFFERENT
 
 
 def _doctor(a: argparse.Namespace) -> Exit:
+    found = doctor.report(a.full) if a.json else {"ok": doctor.doctor(a.full)}
     if a.json:
-        found = doctor.report(a.full)
         _show(found)
-    if not (found["ok"] if a.json else doctor.doctor(a.full)):
+    if not found["ok"]:
         raise CommandError("a kernel gives other bits than the reference", code=Exit.VERIFICATION)
     return Exit.OK
 
@@ -412,7 +389,7 @@ def _support(a: argparse.Namespace) -> Exit:
 
 def _show(result: object) -> Exit:
     try:
-        say(result, sys.stdout, indent=2)
+        console.say(result, sys.stdout, indent=2)
     except BrokenPipeError:
         raise
     except OSError as e:
@@ -440,23 +417,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    debug = "--debug" in arguments
     try:
         a = _parser().parse_args(arguments)
         return int(a.run(a))
-    except CommandError as e:
-        if debug:
+    except (CommandError, OSError) as e:
+        if isinstance(e, BrokenPipeError) or "--debug" in arguments:
             raise
-        shown = e.renamed(_flag) if isinstance(e, OptionError) else e
-        say(f"error: {shown}", sys.stderr)
+        if isinstance(e, OSError):
+            e = CommandError(f"{e.filename or 'a file'}: {e.strerror}", code=Exit.IO)
+        console.say(f"error: {e.renamed(_flag) if isinstance(e, OptionError) else e}", sys.stderr)
         return int(e.code)
-    except BrokenPipeError:
-        raise
-    except OSError as e:
-        if debug:
-            raise
-        say(f"error: {e.filename or 'a file'}: {e.strerror}", sys.stderr)
-        return int(Exit.IO)
     except KeyboardInterrupt:
         hint = "; finished shards are kept\nhint: --resume goes on" if "convert" in arguments else ""
         print(f"error: interrupted{hint}", file=sys.stderr)

@@ -74,7 +74,7 @@ def model(tmp_path) -> Path:
             ({"input_amax": x}, f"input_amax is {x!r}; expected a number above 1e-30 and below 1e30")
             for x in (0, -1.0, float("nan"), float("inf"), 1e-50, 1e39, 10**400)
         ),
-        ({"spec": jnvfp4.ROW_SCALED}, "spec has an amax for each row and layout is modelopt; expected layout te"),
+        ({"spec": jnvfp4.ROW_SCALED}, "spec has an amax per row and layout is modelopt; expected layout te"),
         ({"ignore": ("re:(",)}, "ignore has 're:(', which is no regular expression"),
         ({"share": ("re:(",)}, "share has 're:(', which is no regular expression"),
         ({"share": (".*_proj",)}, "share has '.*_proj' without a group; expected one for the parent's name"),
@@ -97,7 +97,7 @@ WRONG_USAGE = [
     ("--workers two", "invalid number 'two'"),
     ("--format gguf", "argument --format: invalid choice: 'gguf'"),
     ("--recipe row-scaled --format te --2d", "--2d is used and --recipe is row-scaled; expected 1x16"),
-    ("--recipe row-scaled", "--recipe is row-scaled and --format is modelopt; expected --format te"),
+    ("--recipe row-scaled", "--recipe has an amax per row and --format is modelopt; expected layout te"),
     ("--share (a)?.*_project", "--share has '(a)?.*_project', which puts no two modules together"),
     ("--share .*_proj", "--share has '.*_proj' without a group"),
     ("--ignore re:(", "--ignore has 're:(', which is no regular expression"),
@@ -108,7 +108,7 @@ WRONG_USAGE = [
     ("--num-layers-at-start-in-bf16 -1", "--num-layers-at-start-in-bf16 is -1; expected an integer, 0 or more"),
     ("--num-layers-at-end-in-bf16 -1", "--num-layers-at-end-in-bf16 is -1; expected an integer, 0 or more"),
     ("--num-layers-at-end-in-bf16 1", "0 layers at the start and 1 at the end are kept, of 1; expected fewer"),
-    ("--kv-cache fp8 --format te", "error: --kv-cache is fp8 and --format is te; expected --format modelopt"),
+    ("--kv-cache fp8 --format te", "error: --kv-cache is fp8 and --format is te; expected layout modelopt"),
     ("--device tpu", "--device is 'tpu'; expected auto, cpu, or cuda:N"),
     ("--device cpu:99", "--device is 'cpu:99'; expected auto, cpu, or cuda:N"),
     ("--device cpu --backend cuda", "--backend is cuda and --device is cpu; expected a device of the"),

@@ -234,7 +234,7 @@ def test_a_large_global_alone_is_no_error(tmp_path):
 # ---------------------------------------------------------------- refused before the output is made
 def test_rows_are_refused_before_the_output_is_made(tmp_path):
     out = quantized(tmp_path, layout="te", spec=jnvfp4.ROW_SCALED)
-    with pytest.raises(CheckpointError, match="has an amax for each row") as found:
+    with pytest.raises(CheckpointError, match="has an amax per row") as found:
         repack_checkpoint(out, tmp_path / "back", "modelopt")
     assert found.value.code == Exit.USAGE
     assert not (tmp_path / "back").exists()

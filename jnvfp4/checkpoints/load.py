@@ -116,7 +116,7 @@ def _placed(weight: Weight, place: Place) -> NVFP4Tensor:
 
 
 def _place_of_amax(place: Place, vector: bool) -> Place:
-    """Shards an amax for each row or expert like the rows or experts, and replicates a single amax."""
+    """Shards an amax per row or expert like the rows or experts, and replicates a single amax."""
     if not isinstance(place, NamedSharding):
         return place
     spec = PartitionSpec(*place.spec[:1]) if vector else PartitionSpec()

@@ -51,7 +51,7 @@ def repack_checkpoint(source: Path | str, output: Path | str, layout: LayoutName
       how many global scales change in their last bit if the output is repacked back (1 / (1 / S) is not always S).
 
     Raises:
-      CheckpointError: the checkpoint is damaged; it has an amax for each row, or experts in one tensor, and the layout
+      CheckpointError: the checkpoint is damaged; it has an amax per row, or experts in one tensor, and the layout
         cannot store that; the layout is te, whose amax does not follow from a scale; loaders would disagree about what
         is quantized; or the disk is full.
     """
@@ -78,7 +78,7 @@ class _Repacking:
     def outputs(self, module: str) -> list[Planned]:
         weight, old, new = self.stored.weight(module), self.stored.parts(module), self._parts(module)
         if weight.global_scale.size > 1 and not weight.stacked:
-            raise CheckpointError("has an amax for each row", "layout te", tensor=weight.name, code=Exit.USAGE)
+            raise CheckpointError("has an amax per row", "layout te", tensor=weight.name, code=Exit.USAGE)
         entry = self.stored.source.entry
         scale_shape = weight.global_scale.shape if weight.stacked else self.to.global_shape
         planned = [

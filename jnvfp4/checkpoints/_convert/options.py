@@ -144,7 +144,7 @@ def _check_spec(spec: QuantSpec, layout: LayoutName) -> None:
     if spec.rounding != "nearest" or spec.format.rht or spec.format.amax_scope == "window64":
         raise OptionError({"spec": f"is {spec}"}, "rounding to nearest, no rht, and an amax for each tensor or row")
     if spec.format.amax_scope == "row" and layout != "te":
-        clauses = {"spec": "has an amax for each row", "layout": f"is {layout}"}
+        clauses = {"spec": "has an amax per row", "layout": f"is {layout}"}
         raise OptionError(clauses, "layout te, which can store them")
 
 

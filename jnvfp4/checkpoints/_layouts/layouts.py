@@ -1,7 +1,7 @@
 """Describes the layouts: the names, shapes and meaning of the tensors that store a quantized weight.
 
 modelopt: of Model Optimizer, read by vLLM, SGLang and TensorRT-LLM. compressed-tensors: of llm-compressor, read by
-transformers too. te: of this library alone, where a weight may have an amax for each row. Codes and block scales are
+transformers too. te: of this library alone, where a weight may have an amax per row. Codes and block scales are
 the same bytes in all three; the global scale is stored as S_dec, S_enc or the amax.
 """
 
