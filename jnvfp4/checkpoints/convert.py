@@ -91,7 +91,7 @@ def convert_checkpoint(
     amaxes, not_finite = find_amaxes(plan, workers)
     plan.source.check_unchanged()
     if not_finite:
-        plan = plan_without(plan, not_finite, "not finite")
+        plan = plan_without(plan, not_finite)
         _check_space(plan, output, record)
     device = jax.local_devices(backend="cpu")[0] if device is None else device
     writer = ShardWriter(plan, amaxes, _metadata(plan), device, implementation, workers, on_progress)

@@ -90,8 +90,8 @@ def write_report(directory: Path | str, records: list[Record], result: Result | 
 def plot_errors(path: Path, records: list[Record], result: Result | None) -> bool:
     """Plots the relative error and the share of the largest codes by layer, one line per kind of module.
 
-    Weights of one kind in one layer, such as experts, are a mean and a band. A conversion adds a title and the errors of
-    normal random weights.
+    Weights of one kind in one layer, such as experts, are a mean and a band. ``result`` adds a title and the errors
+    of normal random weights.
 
     Returns:
       False if matplotlib is not installed; then nothing is written.

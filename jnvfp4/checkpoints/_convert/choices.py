@@ -1,6 +1,6 @@
 """Decides which weights are quantized, and why the others are kept."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from ..._core.patterns import layer_of, matches, names_exactly
@@ -55,21 +55,6 @@ class Choice:
         """N and K of the weight, or of one expert of a stack."""
         n, k = self.entry.shape[-2:]
         return (k, n) if self.kn else (n, k)
-
-
-@dataclass(frozen=True)
-class Choices:
-    """Holds the choices for all tensors of a source.
-
-    Attributes:
-      by_name: the choice for each tensor, by its name.
-      groups: the groups of modules that are quantized.
-      warnings: sentences about groups that are kept or incomplete.
-    """
-
-    by_name: Mapping[str, Choice]
-    groups: tuple[Group, ...]
-    warnings: tuple[str, ...] = ()
 
 
 def tensor_of(names: Container[str], module: str) -> str:
@@ -128,24 +113,23 @@ class Rules:
         return "not among the targets" if o.targets and not targeted else ""
 
     def _kind(self, entry: Planned, module: str) -> str:
+        """Says why a tensor is kept because of what it is; an error if the user asked for it by name."""
         wanted = any(names_exactly(p, module) for p in self.options.targets)
-        if len(entry.shape) != 2 and not is_expert_stack(entry):
-            return self._unfit(entry, wanted, f"rank {len(entry.shape)}", "rank 2")
-        if entry.tag not in FLOATS:
-            return self._unfit(entry, wanted, f"dtype {entry.tag}", "a float dtype")
-        if is_router(module):
-            return self._unfit(entry, wanted, "a router", "a projection: routers are never quantized")
-        if is_head(module):
-            return self._unfit(entry, wanted, "a head", "a projection: loaders keep heads")
-        if not wanted:
-            if is_embedding(module):
-                return "embedding"
-            if is_other(module):
-                return "no projection of the language model"
-            if self.options.preset == "moe-experts" and not is_expert(entry.name):
-                return "no expert"
-        if 0 in entry.shape:
-            return self._unfit(entry, wanted, f"shape {list(entry.shape)}", "no empty axis")
+        only_experts = self.options.preset == "moe-experts"
+        for applies, verb, observed, expected in (
+            (len(entry.shape) != 2 and not is_expert_stack(entry), "has", f"rank {len(entry.shape)}", "rank 2"),
+            (entry.tag not in FLOATS, "has", f"dtype {entry.tag}", "a float dtype"),
+            (is_router(module), "is", "a router", "a projection: routers are never quantized"),
+            (is_head(module), "is", "a head", "a projection: loaders keep heads in high precision"),
+            (is_embedding(module) and not wanted, "is", "embedding", ""),
+            (is_other(module) and not wanted, "is", "no projection of the language model", ""),
+            (only_experts and not is_expert(entry.name) and not wanted, "is", "no expert", ""),
+            (0 in entry.shape, "has", f"shape {list(entry.shape)}", "no empty axis"),
+        ):
+            if applies and wanted:
+                raise CheckpointError(f"{verb} {observed}", expected, tensor=entry.name, hint="--targets names it")
+            if applies:
+                return observed
         return ""
 
     def _shape(self, choice: Choice) -> str:
@@ -156,14 +140,6 @@ class Rules:
             return f"K = {k} is no multiple of {BLOCK}"
         hint = f"--ignore {module_of(choice.entry.name)}, or --on-bad-shape keep"
         raise CheckpointError(f"K is {k}", f"a multiple of {BLOCK}", tensor=choice.entry.name, hint=hint)
-
-    @staticmethod
-    def _unfit(entry: Planned, wanted: bool, observed: str, expected: str) -> str:
-        """Keeps a tensor that cannot be quantized, unless the user asked for it by name."""
-        if wanted:
-            verb = "is" if observed.startswith("a ") else "has"
-            raise CheckpointError(f"{verb} {observed}", expected, tensor=entry.name, hint="--targets names it")
-        return observed
 
     def check_use(self) -> None:
         """Raises if a rule matched no tensor."""
@@ -176,8 +152,11 @@ class Rules:
                     raise OptionError({option: f"has {pattern!r}, which matches no tensor"}, hint=hint)
 
 
-def choose(source: Source, options: ConvertOptions) -> Choices:
+def choose(source: Source, options: ConvertOptions) -> tuple[dict[str, Choice], tuple[Group, ...], tuple[str, ...]]:
     """Decides about every tensor. A group is quantized or kept as a whole.
+
+    Returns:
+      the choice for each tensor by name, the groups that are quantized, and warnings about kept or incomplete groups.
 
     Raises:
       CheckpointError: a rule matches nothing, a weight cannot be quantized, gate or up is missing, members of a group
@@ -201,19 +180,7 @@ def choose(source: Source, options: ConvertOptions) -> Choices:
     quantized = tuple(g for g in groups if choices[tensor_of(choices, g.members[0])].quantizes)
     if not quantized and not options.allow_empty:
         raise CheckpointError("no tensor is quantized", hint="--allow-empty converts all the same", code=Exit.USAGE)
-    return Choices(choices, quantized, tuple(warnings))
-
-
-def keep_groups(choices: Choices, groups: Container[Group], reason: str, *, allow_empty: bool) -> Choices:
-    """Keeps some groups for a reason instead of quantizing them."""
-    left = tuple(g for g in choices.groups if g not in groups)
-    if not left and not allow_empty:
-        raise CheckpointError(f"no tensor is quantized: all are {reason}", hint="--allow-empty converts all the same")
-    by_name = dict(choices.by_name)
-    for group in choices.groups:
-        for name in (tensor_of(by_name, m) for m in group.members if group in groups):
-            by_name[name] = replace(by_name[name], reason=reason)
-    return replace(choices, by_name=by_name, groups=left)
+    return choices, quantized, tuple(warnings)
 
 
 def _check_share(modules: list[str], options: ConvertOptions) -> None:

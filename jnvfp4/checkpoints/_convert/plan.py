@@ -1,7 +1,7 @@
 """Plans a conversion from headers alone: what every tensor becomes, the shards, and the files beside them."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...spec import BLOCK
@@ -14,7 +14,7 @@ from .._layouts.layouts import LAYOUTS, Layout, Parts, names_global_scale
 from .._layouts.loaders import checked_ignore_list, linear_modules
 from .._layouts.names import Group, module_of
 from .._layouts.unsupported import factors
-from .choices import Choice, Choices, choose, keep_groups
+from .choices import Choice, choose
 from .options import ConvertOptions, is_amax
 from .views import converted_view
 
@@ -53,31 +53,38 @@ class Plan:
     Attributes:
       source: the tensors in the form that is converted.
       options: the options of the conversion.
-      choices: what happens to every tensor, and the groups that are quantized.
+      groups: the groups of modules that are quantized.
       items: what every tensor becomes, by its name in the source.
       weights: those of the items that are quantized, by module.
       shards: the items of each output file, by file name.
       ignore: the ignore list, which tells loaders what is kept.
       input_scales: the activation scales, by module.
       files: the JSON files beside the shards by name, in the order in which they are written.
-      warnings: sentences about oddities that are no errors.
+      oddities: warnings about the source and the groups.
     """
 
     source: Source
     options: ConvertOptions
-    choices: Choices
+    groups: tuple[Group, ...]
     items: Mapping[str, Item]
     weights: Mapping[str, Item]
     shards: Mapping[str, tuple[Item, ...]]
     ignore: tuple[str, ...]
     input_scales: Mapping[str, float]
     files: Mapping[str, JSON]
-    warnings: tuple[str, ...]
+    oddities: tuple[str, ...]
 
     @property
-    def groups(self) -> tuple[Group, ...]:
-        """The groups of modules that are quantized."""
-        return self.choices.groups
+    def warnings(self) -> tuple[str, ...]:
+        """Sentences about oddities that are no errors."""
+        if not self.input_scales or self.options.input_amax is not None:
+            return self.oddities
+        return (
+            *self.oddities,
+            f"the activation scales are uncalibrated: all {len(self.input_scales)} are {_UNMEASURED}, so that "
+            "activations with a standard deviation below 0.1 lose accuracy; --weight-only writes none, "
+            "--input-amax FILE those that jnvfp4.checkpoints.write_input_amaxes has measured",
+        )
 
     @property
     def layout(self) -> Layout:
@@ -100,34 +107,49 @@ def make_plan(source: Source, options: ConvertOptions) -> Plan:
     view = converted_view(source, options)
     _refuse_quantized(view)
     check_finite(view.config, source.directory / CONFIG)
-    choices = choose(view, options)
-    return _plan_of(view, options, choices, _input_scales(options, choices.groups))
+    choices, groups, warnings = choose(view, options)
+    return _plan_of(view, options, choices, groups, _input_scales(options, groups), source.warnings + warnings)
 
 
-def plan_without(plan: Plan, groups: Collection[Group], reason: str) -> Plan:
-    """Plans the same conversion with some groups kept for a reason."""
-    choices = keep_groups(plan.choices, groups, reason, allow_empty=plan.options.allow_empty)
-    scales = {m: plan.input_scales[m] for g in choices.groups for m in g.members if m in plan.input_scales}
-    return _plan_of(plan.source, plan.options, choices, scales)
+def plan_without(plan: Plan, not_finite: Collection[Group]) -> Plan:
+    """Plans the same conversion without the groups that have NaN or infinity."""
+    groups = tuple(g for g in plan.groups if g not in not_finite)
+    if not groups and not plan.options.allow_empty:
+        hint = "--allow-empty converts all the same"
+        raise CheckpointError("no tensor is quantized: all are not finite", hint=hint)
+    choices = {name: item.choice for name, item in plan.items.items()}
+    for item in (plan.weights[m] for g in not_finite for m in g.members):
+        choices[item.name] = replace(item.choice, reason="not finite")
+    scales = {m: plan.input_scales[m] for g in groups for m in g.members if m in plan.input_scales}
+    return _plan_of(plan.source, plan.options, choices, groups, scales, plan.oddities)
 
 
-def _plan_of(source: Source, options: ConvertOptions, choices: Choices, input_scales: Mapping[str, float]) -> Plan:
-    ignore = _ignore_list(choices, options)
-    items = {name: _item(d, options, input_scales) for name, d in choices.by_name.items()}
+def _plan_of(
+    source: Source,
+    options: ConvertOptions,
+    choices: Mapping[str, Choice],
+    groups: tuple[Group, ...],
+    input_scales: Mapping[str, float],
+    oddities: tuple[str, ...],
+) -> Plan:
+    kept = linear_modules(d.entry for d in choices.values() if not d.quantizes)
+    ignore = checked_ignore_list(kept, [m for g in groups for m in g.members], options.layout)
+    items = {name: _item(d, options, input_scales) for name, d in choices.items()}
     _check_names(items)
+    weights = {item.module: item for item in items.values() if item.choice.quantizes}
     shards = _shards(source, items, options.max_shard_bytes)
-    return Plan(
-        source,
-        options,
-        choices,
-        items,
-        {item.module: item for item in items.values() if item.choice.quantizes},
-        shards,
-        tuple(ignore),
-        input_scales,
-        _files(source, options, ignore, shards),
-        source.warnings + choices.warnings + _uncalibrated(options, input_scales),
+    format_ = options.spec.format
+    configs = config_files(
+        options.layout,
+        source.config or {},
+        ignore,
+        weight_only=options.weight_only,
+        fp8_kv_cache=options.kv_cache == "fp8",
+        te={"recipe": options.recipe, "amax_scope": format_.amax_scope, "e4m3_max": format_.e4m3_max},
     )
+    index = index_file({name: [p for item in items for p in item.outputs] for name, items in shards.items()})
+    files = configs | index  # the index is last, so that an interrupted output looks incomplete
+    return Plan(source, options, groups, items, weights, shards, tuple(ignore), input_scales, files, oddities)
 
 
 def _refuse_quantized(source: Source) -> None:
@@ -140,11 +162,6 @@ def _refuse_quantized(source: Source) -> None:
     if scales:
         hint = "--dequantize-input fp8-block decodes it" if scales[0].endswith("weight_scale_inv") else ""
         raise CheckpointError("is a scale of quantized weights or of a KV cache", expected, tensor=scales[0], hint=hint)
-
-
-def _ignore_list(choices: Choices, options: ConvertOptions) -> list[str]:
-    kept = linear_modules(d.entry for d in choices.by_name.values() if not d.quantizes)
-    return checked_ignore_list(kept, [m for g in choices.groups for m in g.members], options.layout)
 
 
 # ---------------------------------------------------------------- what a tensor becomes
@@ -219,16 +236,6 @@ def _largest_amax(amaxes: JSON, group: Group, path: Path) -> float:
     return max(amaxes[m] for m in named)
 
 
-def _uncalibrated(options: ConvertOptions, input_scales: Mapping[str, float]) -> tuple[str, ...]:
-    if not input_scales or options.input_amax is not None:
-        return ()
-    return (
-        f"the activation scales are uncalibrated: all {len(input_scales)} are {_UNMEASURED}, so that "
-        "activations with a standard deviation below 0.1 lose accuracy; --weight-only writes none, "
-        "--input-amax FILE those that jnvfp4.checkpoints.write_input_amaxes has measured",
-    )
-
-
 # ---------------------------------------------------------------- files
 def _shards(source: Source, items: Mapping[str, Item], max_bytes: int | None) -> dict[str, tuple[Item, ...]]:
     """Puts the items into output files: those of the source, or files of at most ``max_bytes``."""
@@ -256,19 +263,3 @@ def _cut(items: list[Item], max_bytes: int) -> list[list[Item]]:
         parts[-1].append(item)
         size += item.nbytes
     return parts
-
-
-def _files(
-    source: Source, options: ConvertOptions, ignore: list[str], shards: Mapping[str, tuple[Item, ...]]
-) -> dict[str, JSON]:
-    """Makes the JSON files beside the shards; the index is last, so that an interrupted output looks incomplete."""
-    format_ = options.spec.format
-    configs = config_files(
-        options.layout,
-        source.config or {},
-        ignore,
-        weight_only=options.weight_only,
-        fp8_kv_cache=options.kv_cache == "fp8",
-        te={"recipe": options.recipe, "amax_scope": format_.amax_scope, "e4m3_max": format_.e4m3_max},
-    )
-    return configs | index_file({name: [p for item in items for p in item.outputs] for name, items in shards.items()})
