@@ -62,94 +62,84 @@ def tensor_of(names: Container[str], module: str) -> str:
     return name if (name := module + WEIGHT) in names else module
 
 
-class Rules:
-    """Applies the rules of a conversion to one tensor after the other, and remembers which rules matched."""
+def _choice(entry: Planned, source: Source, options: ConvertOptions) -> Choice:
+    """Decides about one tensor, without regard to its group."""
+    if not entry.name.endswith(WEIGHT) and not is_expert_stack(entry):
+        return Choice(entry, "no weight")
+    module = module_of(entry.name)
+    choice = Choice(entry, _rule(entry.name, source.layers, options) or _kind(entry, module, options))
+    if choice.quantizes and choice.stacked:
+        if not LAYOUTS[options.layout].stacks or options.row_scaled:
+            observed = f"is a stack of experts, recipe {options.recipe}, layout {options.layout}"
+            expected, hint = "layout modelopt or te, one amax per expert", f"--experts per-expert, or --ignore {module}"
+            raise CheckpointError(observed, expected, tensor=entry.name, code=Exit.USAGE, hint=hint)
+        choice = replace(choice, kn=is_kn(entry, source, options.expert_layout))
+    if not choice.quantizes or choice.matrix[1] % BLOCK == 0:
+        return choice
+    if options.on_bad_shape == "keep":
+        return replace(choice, reason=f"K = {choice.matrix[1]} is no multiple of {BLOCK}")
+    hint = f"--ignore {module}, or --on-bad-shape keep"
+    raise CheckpointError(f"K is {choice.matrix[1]}", f"a multiple of {BLOCK}", tensor=entry.name, hint=hint)
 
-    def __init__(self, options: ConvertOptions, layers: int | None):
-        self.options, self.layers = options, layers
-        self._used: set[str] = set()
-        start, end = options.start_layers, options.end_layers
-        if (start or end) and layers is None:
-            raise CheckpointError("config.json has no num_hidden_layers", "it, to count layers from either end")
-        if layers is not None and start + end >= layers and (start or end) and not options.allow_empty:
-            observed = f"{start} layers at the start and {end} at the end are kept, of {layers}"
-            raise CheckpointError(observed, "fewer", code=Exit.USAGE, hint="--allow-empty converts all the same")
 
-    def choice(self, entry: Planned, source: Source) -> Choice:
-        """Decides about one tensor, without regard to its group."""
-        options = self.options
-        choice = Choice(entry, self.reason_to_keep(entry))
-        if choice.quantizes and choice.stacked:
-            if not LAYOUTS[options.layout].stacks or options.row_scaled:
-                observed = f"is a stack of experts, recipe {options.recipe}, layout {options.layout}"
-                expected = "layout modelopt or te, one amax for an expert"
-                hint = f"--experts per-expert, or --ignore {module_of(entry.name)}"
-                raise CheckpointError(observed, expected, tensor=entry.name, code=Exit.USAGE, hint=hint)
-            choice = replace(choice, kn=is_kn(entry, source, options.expert_layout))
-        return replace(choice, reason=self._shape(choice)) if choice.quantizes else choice
+def _rule(name: str, layers: int | None, o: ConvertOptions) -> str:
+    """Names the option that keeps a weight; empty if none does."""
+    module, layer = module_of(name), layer_of(name)
+    reasons = [f"ignore {p}" for p in o.ignore if matches(p, module)]
+    reasons += [f"contains {s}" for s in o.keep_containing if s in name]
+    if layer is not None and layer < o.start_layers:
+        reasons.append("layer at the start")
+    if layer is not None and layers is not None and layers - o.end_layers <= layer < layers:
+        reasons.append("layer at the end")
+    if o.targets and not any(matches(p, module) for p in o.targets):
+        reasons.append("not among the targets")
+    return next(iter(reasons), "")
 
-    def reason_to_keep(self, entry: Planned) -> str:
-        """Says why a tensor is kept because of its name or dtype; empty if it is quantized."""
-        if not entry.name.endswith(WEIGHT) and not is_expert_stack(entry):
-            return "no weight"
-        module = module_of(entry.name)
-        return self._rule(entry.name, module) or self._kind(entry, module)
 
-    def _use(self, rule: str) -> str:
-        self._used.add(rule)
-        return rule
+def _kind(entry: Planned, module: str, options: ConvertOptions) -> str:
+    """Gives the property of a tensor that keeps it; raises if the user asked for it by name, unless that decides."""
+    wanted = any(names_exactly(p, module) for p in options.targets)
+    only_experts = options.preset == "moe-experts"
+    for applies, verb, observed, expected in (
+        (len(entry.shape) != 2 and not is_expert_stack(entry), "has", f"rank {len(entry.shape)}", "rank 2"),
+        (entry.tag not in FLOATS, "has", f"dtype {entry.tag}", "a float dtype"),
+        (is_router(module), "is", "a router", "a projection: routers are never quantized"),
+        (is_head(module), "is", "a head", "a projection: loaders keep heads"),
+        (is_embedding(module) and not wanted, "", "embedding", ""),
+        (is_other(module) and not wanted, "", "no projection of the language model", ""),
+        (only_experts and not is_expert(entry.name) and not wanted, "", "no expert", ""),
+        (0 in entry.shape, "has", f"shape {list(entry.shape)}", "no empty axis"),
+    ):
+        if applies and wanted:
+            raise CheckpointError(f"{verb} {observed}", expected, tensor=entry.name, hint="--targets names it")
+        if applies:
+            return observed
+    return ""
 
-    def _rule(self, name: str, module: str) -> str:
-        o, layer = self.options, layer_of(name)
-        reasons = [self._use(f"ignore {p}") for p in o.ignore if matches(p, module)]
-        reasons += [self._use(f"contains {s}") for s in o.keep_containing if s in name]
-        if layer is not None and layer < o.start_layers:
-            reasons.append("layer at the start")
-        if layer is not None and self.layers is not None and self.layers - o.end_layers <= layer < self.layers:
-            reasons.append("layer at the end")
-        targeted = [self._use(f"targets {p}") for p in o.targets if matches(p, module)]
-        if reasons:
-            return reasons[0]
-        return "not among the targets" if o.targets and not targeted else ""
 
-    def _kind(self, entry: Planned, module: str) -> str:
-        """Says why a tensor is kept because of what it is; an error if the user asked for it by name."""
-        wanted = any(names_exactly(p, module) for p in self.options.targets)
-        only_experts = self.options.preset == "moe-experts"
-        for applies, verb, observed, expected in (
-            (len(entry.shape) != 2 and not is_expert_stack(entry), "has", f"rank {len(entry.shape)}", "rank 2"),
-            (entry.tag not in FLOATS, "has", f"dtype {entry.tag}", "a float dtype"),
-            (is_router(module), "is", "a router", "a projection: routers are never quantized"),
-            (is_head(module), "is", "a head", "a projection: loaders keep heads in high precision"),
-            (is_embedding(module) and not wanted, "is", "embedding", ""),
-            (is_other(module) and not wanted, "is", "no projection of the language model", ""),
-            (only_experts and not is_expert(entry.name) and not wanted, "is", "no expert", ""),
-            (0 in entry.shape, "has", f"shape {list(entry.shape)}", "no empty axis"),
-        ):
-            if applies and wanted:
-                raise CheckpointError(f"{verb} {observed}", expected, tensor=entry.name, hint="--targets names it")
-            if applies:
-                return observed
-        return ""
+def _check_layers(layers: int | None, o: ConvertOptions) -> None:
+    """Raises if the layers at either end cannot be counted, or are all layers."""
+    if not o.start_layers and not o.end_layers:
+        return
+    if layers is None:
+        raise CheckpointError("config.json has no num_hidden_layers", "it, to count layers from either end")
+    if o.start_layers + o.end_layers >= layers and not o.allow_empty:
+        observed = f"{o.start_layers} layers at the start and {o.end_layers} at the end are kept, of {layers}"
+        raise CheckpointError(observed, "fewer", code=Exit.USAGE, hint="--allow-empty converts all the same")
 
-    def _shape(self, choice: Choice) -> str:
-        _, k = choice.matrix
-        if k % BLOCK == 0:
-            return ""
-        if self.options.on_bad_shape == "keep":
-            return f"K = {k} is no multiple of {BLOCK}"
-        hint = f"--ignore {module_of(choice.entry.name)}, or --on-bad-shape keep"
-        raise CheckpointError(f"K is {k}", f"a multiple of {BLOCK}", tensor=choice.entry.name, hint=hint)
 
-    def check_use(self) -> None:
-        """Raises if a rule matched no tensor."""
-        if self.options.allow_unmatched:
-            return
-        for option, word in {"ignore": "ignore", "keep_containing": "contains", "targets": "targets"}.items():
-            for pattern in getattr(self.options, option):
-                if f"{word} {pattern}" not in self._used:
-                    hint = "--allow-unmatched accepts it"
-                    raise OptionError({option: f"has {pattern!r}, which matches no tensor"}, hint=hint)
+def _check_matches(names: list[str], modules: list[str], options: ConvertOptions) -> None:
+    """Raises if an option matches no weight, or an expression of ``share`` puts no modules into one group."""
+    alone = len(groups_of(modules, (), options.share_qkv))
+    for option, wrong, applies in (
+        ("ignore", "matches no tensor", lambda p: any(matches(p, m) for m in modules)),
+        ("keep_containing", "matches no tensor", lambda p: any(p in n for n in names)),
+        ("targets", "matches no tensor", lambda p: any(matches(p, m) for m in modules)),
+        ("share", "puts no two modules together", lambda p: len(groups_of(modules, [p], options.share_qkv)) < alone),
+    ):
+        for pattern in getattr(options, option):
+            if not options.allow_unmatched and not applies(pattern):
+                raise OptionError({option: f"has {pattern!r}, which {wrong}"}, hint="--allow-unmatched accepts it")
 
 
 def choose(source: Source, options: ConvertOptions) -> tuple[dict[str, Choice], tuple[Group, ...], tuple[str, ...]]:
@@ -162,15 +152,15 @@ def choose(source: Source, options: ConvertOptions) -> tuple[dict[str, Choice], 
       CheckpointError: a rule matches nothing, a weight cannot be quantized, gate or up is missing, members of a group
         differ in K, or nothing is left to quantize.
     """
-    rules = Rules(options, source.layers)
-    choices = {e.name: rules.choice(e, source) for e in source.entries()}
-    rules.check_use()
-    modules = [module_of(n) for n, d in choices.items() if n.endswith(WEIGHT) or is_expert_stack(d.entry)]
+    _check_layers(source.layers, options)
+    choices = {e.name: _choice(e, source, options) for e in source.entries()}
+    names = [n for n, d in choices.items() if n.endswith(WEIGHT) or is_expert_stack(d.entry)]
+    modules = [*map(module_of, names)]
+    _check_matches(names, modules, options)
     for name, choice in choices.items():
         if is_expert_stack(choice.entry) and name + WEIGHT in choices:  # both are the weight of one module
             raise CheckpointError(f"is the weight of a module, as {name!r} is", "one of them", tensor=name + WEIGHT)
     groups = groups_of(modules, options.share, options.share_qkv)
-    _check_share(modules, options)
     warnings: list[str] = []
     for group in groups:
         members = [choices[tensor_of(choices, m)] for m in group.members]
@@ -181,15 +171,6 @@ def choose(source: Source, options: ConvertOptions) -> tuple[dict[str, Choice], 
     if not quantized and not options.allow_empty:
         raise CheckpointError("no tensor is quantized", hint="--allow-empty converts all the same", code=Exit.USAGE)
     return choices, quantized, tuple(warnings)
-
-
-def _check_share(modules: list[str], options: ConvertOptions) -> None:
-    """Raises if an expression of ``share`` puts no modules into one group."""
-    without = len(groups_of(modules, (), options.share_qkv))
-    for pattern in () if options.allow_unmatched else options.share:
-        if len(groups_of(modules, [pattern], options.share_qkv)) == without:
-            hint = "--allow-unmatched accepts it"
-            raise OptionError({"share": f"has {pattern!r}, which puts no two modules together"}, hint=hint)
 
 
 def _as_a_whole(group: Group, members: list[Choice], strict: bool) -> tuple[list[Choice], list[str]]:

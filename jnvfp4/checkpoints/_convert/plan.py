@@ -108,7 +108,7 @@ def make_plan(source: Source, options: ConvertOptions) -> Plan:
     _refuse_quantized(view)
     check_finite(view.config, source.directory / CONFIG)
     choices, groups, warnings = choose(view, options)
-    return _plan_of(view, options, choices, groups, _input_scales(options, groups), source.warnings + warnings)
+    return _plan_of(view, options, choices, groups, _input_scales(options, groups), view.warnings + warnings)
 
 
 def plan_without(plan: Plan, not_finite: Collection[Group]) -> Plan:
