@@ -1,6 +1,7 @@
 """Describes a checkpoint from its headers, and finds where two checkpoints differ."""
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,13 +19,15 @@ from ._layouts.unsupported import config_refusal, tensor_refusal
 def inspect(source: Path | str) -> JSON:
     """Describes a checkpoint: its layout, groups, kept tensors and sizes, as JSON values. Only headers are read."""
     opened = open_source(Path(source))
-    layout = layout_of(opened)
+    layout, dtypes = layout_of(opened), Counter[str]()
+    for entry in opened.entries():
+        dtypes[entry.tag] += entry.nbytes
     out: JSON = {
         "layout": layout.name if layout else None,
         "files": {name: sum(e.nbytes for e in f.entries.values()) for name, f in opened.files.items()},
         "tensors": len(opened.places),
         "bytes": opened.nbytes,
-        "dtypes": _bytes_by_dtype(opened),
+        "dtypes": dict(sorted(dtypes.items())),
         "warnings": list(opened.warnings),
     }
     if layout is not None:
@@ -39,13 +42,6 @@ def inspect(source: Path | str) -> JSON:
             "ratio_to_16_bits": out["bytes"] / (2 * elements + sum(opened.entry(n).nbytes for n in stored.others)),
         }
     return out
-
-
-def _bytes_by_dtype(source: Source) -> dict[str, int]:
-    out: dict[str, int] = {}
-    for e in source.entries():
-        out[e.tag] = out.get(e.tag, 0) + e.nbytes
-    return dict(sorted(out.items()))
 
 
 @dataclass
@@ -94,9 +90,7 @@ def diff(first: Path | str, second: Path | str) -> Difference:
     )
     for module in sorted(set(a.modules) & set(b.modules)):
         _compare_weights(a, b, module, out)
-    for name in sorted(set(a.others) & set(b.others)):
-        if not _same_tensor(a.source, b.source, name):
-            out.others.append(name)
+    out.others += [n for n in sorted({*a.others} & {*b.others}) if not _same_tensor(a.source, b.source, n)]
     return out
 
 
@@ -150,14 +144,11 @@ def _entries(name: str, section: object) -> JSON:
 
 def _same_tensor(a: Source, b: Source, name: str) -> bool:
     e, f = a.entry(name), b.entry(name)
-    same = (e.tag, e.shape) == (f.tag, f.shape) and not _count_different(_bytes(a, name), _bytes(b, name))
+    x, y = (source.array(name).reshape(-1).view(np.uint8) for source in (a, b))
+    same = (e.tag, e.shape) == (f.tag, f.shape) and not _count_different(x, y)
     a.release(name)
     b.release(name)
     return same
-
-
-def _bytes(source: Source, name: str) -> np.ndarray:
-    return source.array(name).reshape(-1).view(np.uint8)
 
 
 def _count_different(x: np.ndarray, y: np.ndarray) -> int:

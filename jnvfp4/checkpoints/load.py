@@ -100,8 +100,9 @@ class Checkpoint(Mapping[str, Tensor]):
 
 
 def _placed(weight: Weight, place: Place) -> NVFP4Tensor:
-    if isinstance(place, Sharding):
-        _check_blocks(weight.name, weight.shape, place)
+    if isinstance(place, Sharding) and (k := place.shard_shape(weight.shape)[-1]) % BLOCK:
+        observed = f"K = {weight.shape[-1]} is cut into pieces of {k} by {place}"
+        raise CheckpointError(observed, f"whole blocks of {BLOCK}", tensor=weight.name)
     # S_dec * 2688 is an amax with the stored decode scale, whatever E4M3 maximum the weight was quantized for.
     amax = weight.global_scale.reshape(-1) if weight.layout is TE else weight.decode * np.float32(2688)
     amax = np.asarray(amax, np.float32)
@@ -127,13 +128,6 @@ def _put(x: np.ndarray, place: Place) -> jax.Array:
     if isinstance(place, Sharding):
         return jax.make_array_from_callback(x.shape, place, lambda index: np.asarray(x[index], order="C"))
     return jax.device_put(np.asarray(x, order="C"), place)
-
-
-def _check_blocks(name: str, shape: tuple[int, ...], sharding: Sharding) -> None:
-    k = sharding.shard_shape(shape)[-1]
-    if k % BLOCK:
-        observed = f"K = {shape[-1]} is cut into pieces of {k} by {sharding}"
-        raise CheckpointError(observed, f"whole blocks of {BLOCK}", tensor=name)
 
 
 def open_checkpoint(source: Path | str) -> Checkpoint:

@@ -23,7 +23,7 @@ from ._files.files import (
     slices,
     write_json,
 )
-from ._files.safetensors import DTYPES, JSON, VERSION, Planned, writing
+from ._files.safetensors import DTYPES, FLOATS, JSON, VERSION, Planned, writing
 from ._files.source import CONFIG, Source
 from ._layouts.configs import config_files, index_file
 from ._layouts.layouts import LAYOUTS, TE, Layout, LayoutName, Parts, decode_scale, global_scale_of
@@ -92,10 +92,9 @@ class _Repacking:
 
     def pieces(self, module: str) -> Pieces:
         old, new, source = self.stored.parts(module), self._parts(module), self.stored.source
-        for first, data in pieces(source.rows(old.codes), CHUNK_BYTES):
-            yield new.codes, first, data
-        for first, data in pieces(source.rows(old.scales), CHUNK_BYTES):
-            yield new.scales, first, data.view(DTYPES[self.to.scales_tag])
+        yield from _copied(source, old.codes, new.codes)
+        for name, first, data in _copied(source, old.scales, new.scales):
+            yield name, first, data.view(DTYPES[self.to.scales_tag])
         yield new.global_scale, 0, self._rescaled(source.read(old.global_scale))
         activation = self.stored.activation(module)
         if new.activation is not None and activation is not None:
@@ -128,9 +127,6 @@ class _Repacking:
 
 
 # ---------------------------------------------------------------- an ordinary checkpoint
-_DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-
-
 def dequantize_checkpoint(
     source: Path | str, output: Path | str, dtype: str = "BF16", *, warn: Warn = warnings.warn
 ) -> None:
@@ -146,7 +142,7 @@ def dequantize_checkpoint(
       CheckpointError: the checkpoint is damaged, a value is too large for ``dtype``, or the disk is full.
     """
     stored = open_stored(Path(source))
-    if dtype not in _DTYPE_NAMES:
+    if dtype not in FLOATS:
         raise OptionError({"dtype": f"is {dtype!r}"}, "BF16, F16 or F32")
     for module in stored.modules:
         _check_range(stored, module, dtype)
@@ -172,7 +168,7 @@ class _Decoding:
 
     def files(self) -> dict[str, JSON]:
         config = self.stored.source.config
-        return {} if config is None else {CONFIG: _ordinary_config(config, _DTYPE_NAMES[self.dtype])}
+        return {} if config is None else {CONFIG: _ordinary_config(config, DTYPES[self.dtype].name)}
 
 
 def _slices(w: Weight) -> Iterator[slice]:
@@ -238,10 +234,11 @@ def _shards(rewriting: Rewriting) -> dict[str, list[Task]]:
         tasks = shards[source.places[stored.parts(module).codes]]
         tasks.append((rewriting.outputs(module), partial(rewriting.pieces, module)))
     for entry in map(source.entry, stored.others):
-        copied = partial(_copied, source, entry.name)
+        copied = partial(_copied, source, entry.name, entry.name)
         shards[source.places[entry.name]].append(([Planned(entry.name, entry.tag, entry.shape)], copied))
     return {name: tasks for name, tasks in shards.items() if tasks}
 
 
-def _copied(source: Source, name: str) -> Pieces:
-    return ((name, first, data) for first, data in pieces(source.rows(name), CHUNK_BYTES))
+def _copied(source: Source, name: str, to: str) -> Pieces:
+    """Gives a tensor under another name."""
+    return ((to, first, data) for first, data in pieces(source.rows(name), CHUNK_BYTES))

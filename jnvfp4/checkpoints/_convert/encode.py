@@ -61,15 +61,12 @@ def encode(
     max_bytes: int,
     implementation: Implementation = None,
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Quantizes a weight, and gives for each slice its first row, codes uint8 [n, K/2] and scales uint8 [n, K/16].
+    """Quantizes a finite weight [N, K] by its amax, float32 [] or [N], in slices of ``max_bytes``.
 
-    Args:
-      x: a finite weight [N, K].
-      amax: float32, [] or [N] by the spec's scope.
-      spec: how the weight is quantized.
-      device: the device that quantizes; the bytes are the same on any.
-      max_bytes: the size of a slice of x.
-      implementation: as for ``jnvfp4.quantize``; the bytes are the same with any.
+    The bytes are the same on every device and with every implementation.
+
+    Yields:
+      the first row of a slice, its codes uint8 [n, K/2] and its block scales uint8 [n, K/16].
     """
     if not np.all(np.isfinite(amax)):
         raise CheckpointError(f"amax is {amax}", "a finite amax")

@@ -35,11 +35,7 @@ def _state_of_source(source: Source) -> JSON:
 
 
 class ResumeRecord:
-    """Names the finished shards of a conversion, for the record that is in the output until all of them are.
-
-    Attributes:
-      state: the content of the record, which ``add`` writes.
-    """
+    """Keeps the record that is in an output until all shards are finished; ``state`` is its content."""
 
     def __init__(self, output: Path, source: Source, options: ConvertOptions):
         self._path = output / RECORD

@@ -82,17 +82,7 @@ def _amax_of(plan: Plan, item: Item) -> Amax:
 # ---------------------------------------------------------------- shards
 @dataclass(frozen=True)
 class ShardWriter:
-    """Quantizes the tensors of a plan and writes them.
-
-    Attributes:
-      plan: what every tensor becomes.
-      amaxes: the amax of each module.
-      metadata: the metadata of every file.
-      device: the device that quantizes.
-      implementation: as for ``jnvfp4.quantize``.
-      workers: how many tensors are worked on at once.
-      on_progress: called with every tensor that is written.
-    """
+    """Quantizes the tensors of a plan by the amaxes of their modules, and writes them, ``workers`` at once."""
 
     plan: Plan
     amaxes: Mapping[str, np.ndarray]

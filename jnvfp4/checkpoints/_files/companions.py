@@ -15,11 +15,7 @@ _CHUNK_BYTES = 1 << 20  # read and written at once
 
 
 def check_companions(source: Source) -> None:
-    """Raises if a file that ``copy_companions`` would copy cannot be read.
-
-    Raises:
-      CheckpointError: names the file.
-    """
+    """Raises CheckpointError if a file that ``copy_companions`` would copy cannot be read."""
     try:
         for path, warning in _companions(source):
             if not warning:
@@ -29,16 +25,13 @@ def check_companions(source: Source) -> None:
 
 
 def copy_companions(source: Source, output: Path) -> tuple[str, ...]:
-    """Copies the files that are neither weights, nor hidden, nor configs that the output has its own of.
+    """Copies tokenizers and the like, and whole folders of text files, such as templates or code, into ``output``.
 
-    Folders of text files, such as templates or code, are copied whole.
-
-    Args:
-      source: the model. Of one that is a single file, only files with names of a model's files are copied.
-      output: an existing directory.
+    Weights, hidden files and the configs that the output has itself are left out. Beside a source that is a single
+    file, only files with names of a model's files are copied.
 
     Returns:
-      a warning for each other folder, link out of the directory, and thing that is no file: they are not copied.
+      warnings for skipped folders, external links and special files.
 
     Raises:
       ReadError: a file cannot be read.

@@ -45,7 +45,7 @@ class CommandError(Exception):
 
 
 class ReadError(OSError):
-    """Reports a file that cannot be read, while another one is written."""
+    """Reports that a file cannot be read while another one is written."""
 
 
 class CheckpointError(CommandError):
@@ -78,25 +78,17 @@ class CheckpointError(CommandError):
 
 
 class OptionError(CheckpointError):
-    """Reports what is wrong with options.
+    """Reports what is wrong with options: ``clauses`` has a clause for each option, such as "is 0"."""
 
-    Args:
-      clauses: what is wrong with each option, by its name: "is 0", "is fp8".
-      expected: what would be accepted.
-      hint: what the user can do about it.
-      name_of: what the user calls an option.
-    """
-
-    def __init__(
-        self, clauses: Mapping[str, str], expected: str = "", *, hint: str = "", name_of: Callable[[str], str] = str
-    ):
-        observed = " and ".join(f"{name_of(option)} {clause}" for option, clause in clauses.items())
+    def __init__(self, clauses: Mapping[str, str], expected: str = "", *, hint: str = ""):
+        observed = " and ".join(f"{option} {clause}" for option, clause in clauses.items())
         super().__init__(observed, expected, hint=hint, code=Exit.USAGE)
         self._clauses, self._expected, self._hint = clauses, expected, hint
 
     def renamed(self, name_of: Callable[[str], str]) -> "OptionError":
         """Makes the error in which options have the names that a user of the command knows: its flags."""
-        return OptionError(self._clauses, self._expected, hint=self._hint, name_of=name_of)
+        clauses = {name_of(option): clause for option, clause in self._clauses.items()}
+        return OptionError(clauses, self._expected, hint=self._hint)
 
 
 def io_error(e: OSError, output: Path, hint: str = "") -> CheckpointError:

@@ -58,12 +58,9 @@ def write_json(path: Path, value: object) -> None:
 
 
 def check_finite(value: object, file: Path | str, key: str = "") -> None:
-    """Raises if a value that will be written as JSON has NaN or infinity in it, which only some parsers read.
+    """Raises if a value of a JSON file has NaN or infinity in it, which only some parsers read.
 
-    Args:
-      value: the value.
-      file: where it is from, for the message.
-      key: where in the file it is, for the message.
+    The message names ``file`` and ``key``, the path of the value in the file.
     """
     if isinstance(value, float) and not math.isfinite(value):
         expected = "a finite number, since JSON has no other"

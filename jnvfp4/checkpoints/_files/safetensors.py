@@ -118,15 +118,10 @@ def _check_writable(value: object, levels: int = MAX_NESTING) -> None:
 
 
 def json_object(text: bytes, path: Path, what: str = "") -> JSON:
-    """Parses a JSON object in which no key appears twice.
-
-    Args:
-      text: the JSON, in UTF-8.
-      path: the file that the text is from, for the message.
-      what: the part of the file that the text is, for the message.
+    """Parses a JSON object in UTF-8, or raises an error about ``what``, a part of the file ``path``.
 
     Raises:
-      CheckpointError: the text is not such an object.
+      CheckpointError: the text is no JSON object, a key appears twice, or Python could not write it again.
     """
     try:
         value = json.loads(text.decode(), object_pairs_hook=_unique_keys)

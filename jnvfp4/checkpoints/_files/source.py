@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -163,13 +164,10 @@ def _refuse_unfinished(directory: Path) -> None:
     record = directory / RECORD
     if not os.path.isfile(record):
         return
-    try:
-        resumable = "options" in read_json(record)
-    except CheckpointError:
-        resumable = False
     hint = "run the command that wrote it again, into a new directory"
-    if resumable:
-        hint = "run the same `jnvfp4 convert` again with --resume"
+    with suppress(CheckpointError):
+        if "options" in read_json(record):
+            hint = "run the same `jnvfp4 convert` again with --resume"
     raise CheckpointError("is an unfinished output", "one that is complete", file=directory, hint=hint)
 
 
@@ -239,12 +237,9 @@ def _places_of(directory: Path, files: Mapping[str, File]) -> dict[str, str]:
 
 
 def _check_index(path: Path, index: Mapping[str, str], places: Mapping[str, str]) -> None:
-    for tensor, name in index.items():
-        actual = places.get(tensor)
-        if actual is None:
-            raise CheckpointError(f"should be in {name}, which has no such tensor", file=path, tensor=tensor)
-        if actual != name:
-            raise CheckpointError(f"should be in {name}, but is in {actual}", file=path, tensor=tensor)
-    for tensor, name in places.items():
-        if tensor not in index:
-            raise CheckpointError(f"is in {name}, but not in the index", file=path, tensor=tensor)
+    for tensor in {**index, **places}:
+        named, actual = index.get(tensor), places.get(tensor)
+        if named != actual:
+            found = f"but is in {actual}" if actual else "which has no such tensor"
+            observed = f"should be in {named}, {found}" if named else f"is in {actual}, but not in the index"
+            raise CheckpointError(observed, file=path, tensor=tensor)

@@ -17,15 +17,7 @@ FP8_KV_CACHE: JSON = {"num_bits": 8, "type": "float", "symmetric": True, "strate
 def quantization_config(
     layout: LayoutName, ignore: list[str], *, weight_only: bool, fp8_kv_cache: bool = False, te: JSON | None = None
 ) -> JSON:
-    """Makes the ``quantization_config`` of config.json.
-
-    Args:
-      layout: the layout of the checkpoint.
-      ignore: the entries of the ignore list.
-      weight_only: whether activations stay in high precision.
-      fp8_kv_cache: whether the config asks for an FP8 KV cache.
-      te: the further entries that layout te has.
-    """
+    """Makes the ``quantization_config`` of config.json; ``te`` has the entries that only layout te has."""
     if layout == "te":
         return {"quant_method": "jnvfp4", "group_size": BLOCK, "ignore": ignore, **(te or {})}
     if layout == "modelopt":

@@ -49,16 +49,10 @@ class Layout:
 
     def parts(self, module: str, stacked: bool = False) -> "Parts":
         """Names the tensors that store a module's weight. A stack of experts has no ``.weight`` in its name."""
-
-        def name(suffix: str) -> str:
-            return module + (suffix.replace(".", "_", 1) if stacked else suffix)
-
-        return Parts(
-            module if stacked else name(self.codes),
-            name(self.scales),
-            name(self.global_scale),
-            name(self.activation) if self.activation else None,
-        )
+        prefix = f"{module}_" if stacked else f"{module}."
+        activation = self.activation and prefix + self.activation[1:]
+        codes = module if stacked else module + self.codes
+        return Parts(codes, prefix + self.scales[1:], prefix + self.global_scale[1:], activation)
 
 
 @dataclass(frozen=True)
