@@ -18,6 +18,7 @@ import jax
 from . import __version__
 from ._reports import doctor, support
 from .checkpoints import console
+from .checkpoints._convert.encode import Implementation
 from .checkpoints._convert.options import ConvertOptions
 from .checkpoints._convert.plan import make_plan
 from .checkpoints._files.errors import CheckpointError, CommandError, Exit, OptionError
@@ -35,6 +36,7 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "m
 Add = Callable[..., argparse.Action]  # ``add_argument`` of a group of arguments
 Run = Callable[[argparse.Namespace], Exit]  # runs the command that it is called like
 _BROKEN_PIPE = 141  # the exit code that a shell shows for a process that SIGPIPE ended
+_IMPLEMENTATIONS: dict[str, Implementation] = {"auto": None, "cuda": "native", "cpu": "native", "jnp": "reference"}
 # The flags that are not called like the field of ConvertOptions, or the argument of another function, that they set.
 _FLAGS = {
     "layout": "--format",
@@ -77,21 +79,18 @@ def _input_amax(text: str) -> float | Path:
         return Path(text)
 
 
-def _device(text: str) -> jax.Device | None:
-    """Finds the device ``cpu`` or ``cuda:N``; None for ``auto``, where the converter chooses."""
-    if text == "auto":
+def _device(name: str, backend: str) -> jax.Device | None:
+    """Finds the device ``cpu`` or ``cuda:N``; ``auto`` is that of the backend, or None, where the converter chooses."""
+    if name != "auto" and backend in ("cuda", "cpu") and not name.startswith(backend):
+        raise CommandError(f"--backend is {backend} and --device is {name}", "a device of the backend")
+    if name == "auto" and backend in ("auto", "jnp"):
         return None
-    platform, _, number = text.partition(":")
+    name = backend if name == "auto" else name
+    platform, _, number = name.partition(":")
     try:
         return jax.devices(platform)[int(number or 0)]
     except (RuntimeError, IndexError, ValueError) as e:
-        raise CommandError(f"--device is {text!r}", "auto, cpu, or cuda:N of a GPU that JAX has") from e
-
-
-def _implementation(backend: str, device: str) -> Literal["native", "reference"] | None:
-    if device != "auto" and backend in ("cuda", "cpu") and not device.startswith(backend):
-        raise CommandError(f"--backend is {backend} and --device is {device}", "a device of the backend")
-    return {"auto": None, "jnp": "reference"}.get(backend, "native")
+        raise CommandError(f"--device is {name!r}", "auto, cpu, or cuda:N of a GPU that JAX has") from e
 
 
 # ---------------------------------------------------------------- flags
@@ -232,7 +231,7 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
 
     add, option = group("speed (the output is the same with any)", "MODEL OUTPUT --device cuda:0 --workers 4")
     add("--device", default="auto", metavar="auto|cpu|cuda:N", help="device that quantizes; auto is cpu")
-    add("--backend", choices=("auto", "cuda", "cpu", "jnp"), default="auto", help="which kernels to use")
+    add("--backend", choices=_IMPLEMENTATIONS, default="auto", help="which kernels to use")
     option("chunk_bytes", "bytes of a weight processed at once (default 64MiB)", type=_size, metavar="SIZE")
     add("--workers", type=_count, default=2, metavar="N", help="tensors processed at once (default 2)")
 
@@ -297,8 +296,8 @@ def _convert(a: argparse.Namespace) -> Exit:
             model,
             a.output,
             options,
-            device=_device(a.device if a.device != "auto" or a.backend == "jnp" else a.backend),
-            implementation=_implementation(a.backend, a.device),
+            device=_device(a.device, a.backend),
+            implementation=_IMPLEMENTATIONS[a.backend],
             workers=a.workers,
             overwrite=a.overwrite,
             resume=a.resume,

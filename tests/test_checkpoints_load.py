@@ -29,8 +29,8 @@ from jnvfp4.checkpoints import (
     save_checkpoint,
     verify_checkpoint,
 )
-from jnvfp4.checkpoints._files.source import HF_QUANT, Source
-from jnvfp4.checkpoints._layouts.configs import hf_quant_config, quantization_config
+from jnvfp4.checkpoints._files.source import CONFIG, HF_QUANT, Source
+from jnvfp4.checkpoints._layouts.configs import config_files
 from jnvfp4.checkpoints._layouts.layouts import LAYOUTS
 
 # ---------------------------------------------------------------- checkpoints that are NVFP4 in part
@@ -57,8 +57,8 @@ def nvfp4_with(directory, layout="modelopt", tensors=(), change=lambda config, h
         parts.global_scale: ("F32", np.ones(1, np.float32)),
         **({parts.activation: ONE} if parts.activation else {}),
     }
-    config = {"quantization_config": quantization_config(layout, ["lm_head"], weight_only=False)}
-    hf_quant = hf_quant_config(["lm_head"], "1", weight_only=False)
+    files = config_files(layout, {}, ["lm_head"], weight_only=False)
+    config, hf_quant = files[CONFIG], files.get(HF_QUANT)
     change(config, hf_quant)
     out = write_model(directory / "nvfp4", {"model.safetensors": stored | dict(tensors)}, config)
     if layout == "modelopt":

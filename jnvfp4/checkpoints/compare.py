@@ -99,11 +99,12 @@ def _compare_weights(a: Stored, b: Stored, module: str, out: Difference) -> None
     if v.shape != w.shape:
         out.others.append(name)
         return
+    x, y = (_activations(s, module) for s in (a, b))
     counts = (
         (out.codes, _count_different(v.codes, w.codes)),
         (out.scales, _count_different(v.scales, w.scales)),
         (out.globals, int((v.decode.reshape(-1) != w.decode.reshape(-1)).sum())),
-        (out.activations, _count_activations(*(_activations(s, module) for s in (a, b)))),
+        (out.activations, int((x != y).sum()) if x.size == y.size else max(x.size, y.size)),
     )
     for by_name, count in counts:
         if count:
@@ -116,11 +117,6 @@ def _activations(stored: Stored, module: str) -> np.ndarray:
     """Gives the decode scales of a module's activations, an empty array if there are none."""
     scale = stored.activation(module)
     return np.empty(0) if scale is None else decode_scale_of(stored.layout, scale).reshape(-1)
-
-
-def _count_activations(x: np.ndarray, y: np.ndarray) -> int:
-    """Counts the activation scales that differ; all of them if their numbers differ."""
-    return int((x != y).sum()) if x.size == y.size else max(x.size, y.size)
 
 
 def _different_configs(a: Stored, b: Stored) -> list[str]:

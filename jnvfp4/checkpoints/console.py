@@ -5,7 +5,8 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO
+from importlib.util import find_spec
+from typing import TextIO
 
 from ._convert.plan import Plan
 from ._convert.shards import OnProgress
@@ -26,10 +27,8 @@ def say(value: object, stream: TextIO, indent: int | None = None) -> None:
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
-        if isinstance(value, str):
-            text = text.encode(encoding, "backslashreplace").decode(encoding)
-        else:
-            text = json.dumps(value, indent=indent)
+        escaped = text.encode(encoding, "backslashreplace").decode(encoding)
+        text = escaped if isinstance(value, str) else json.dumps(value, indent=indent)
     print(text, file=stream, flush=True)
 
 
@@ -38,8 +37,10 @@ def progress(total: int, *, quiet: bool = False) -> Iterator[OnProgress]:
     """Shows how many of ``total`` bytes are done: on a terminal by a bar, else by a line every ten seconds."""
     if quiet:
         yield lambda name, done: None
-    elif sys.stderr.isatty() and (bar := _bar(total)) is not None:
-        with bar:
+    elif sys.stderr.isatty() and find_spec("tqdm"):
+        from tqdm import tqdm  # type: ignore[import-untyped]
+
+        with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr) as bar:
 
             def show(name: str, done: int) -> None:
                 bar.set_postfix_str(name, refresh=False)
@@ -50,14 +51,6 @@ def progress(total: int, *, quiet: bool = False) -> Iterator[OnProgress]:
         yield _lines(total)
 
 
-def _bar(total: int) -> Any:
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped]
-    except ImportError:
-        return None
-    return tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr)
-
-
 def _lines(total: int) -> OnProgress:
     done, begun = 0, time.monotonic()
     last = begun
@@ -65,11 +58,9 @@ def _lines(total: int) -> OnProgress:
     def show(name: str, nbytes: int) -> None:
         nonlocal done, last
         done += nbytes
-        now = time.monotonic()
-        if now - last < SECONDS:
+        if (now := time.monotonic()) - last < SECONDS:
             return
-        last = now
-        rate = done / max(now - begun, 1e-9)
+        last, rate = now, done / max(now - begun, 1e-9)
         left = (total - done) / rate if rate else float("inf")
         text = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left"
         say(f"{text}: {name}", sys.stderr)
@@ -113,7 +104,10 @@ def plan_as_json(plan: Plan) -> JSON:
 
 def plan_table(plan: JSON) -> str:
     """Formats the result of ``plan_as_json``, one line per tensor."""
-    rows = ((t["name"], t["action"], t["reason"] or "", t["bytes"], ", ".join(_others(t))) for t in plan["tensors"])
+    rows = []
+    for t in plan["tensors"]:
+        others = (m.rpartition(".")[2] for m in t["group"] or () if m != module_of(t["name"]))
+        rows.append((t["name"], t["action"], t["reason"] or "", t["bytes"], ", ".join(others)))
     text = table(("tensor", "action", "reason", "bytes", "shares its global with"), rows)
     total = f"{plan['bytes']} bytes in all; ignore list: {', '.join(plan['ignore'])}"
     return "\n".join([text, total, *_warnings(plan)])
@@ -121,11 +115,6 @@ def plan_table(plan: JSON) -> str:
 
 def _warnings(description: JSON) -> list[str]:
     return [f"warning    {w}" for w in description["warnings"]]
-
-
-def _others(tensor: JSON) -> list[str]:
-    module = module_of(tensor["name"])
-    return [m.rpartition(".")[2] for m in tensor["group"] or () if m != module]
 
 
 def records_table(records: Sequence[Record]) -> str:

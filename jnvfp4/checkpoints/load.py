@@ -107,21 +107,16 @@ def _placed(weight: Weight, place: Place) -> NVFP4Tensor:
     amax = weight.global_scale.reshape(-1) if weight.layout is TE else weight.decode * np.float32(2688)
     amax = np.asarray(amax, np.float32)
     by_row = not weight.stacked and amax.size == weight.shape[0] and weight.global_scale.size > 1
-    vector = weight.stacked or by_row
+    vector, amax_place = weight.stacked or by_row, place
+    if isinstance(place, NamedSharding):  # amaxes are sharded like the rows or experts, a single one is replicated
+        spec = PartitionSpec(*place.spec[:1]) if vector else PartitionSpec()
+        amax_place = NamedSharding(place.mesh, spec, memory_kind=place.memory_kind)
     return NVFP4Tensor(
         _put(weight.codes, place),
         _put(weight.scales.view(ml_dtypes.float8_e4m3fn), place),
-        _put(amax if vector else amax.reshape(()), _place_of_amax(place, vector)),
+        _put(amax if vector else amax.reshape(()), amax_place),
         Format("row" if by_row else "tensor", weight.e4m3_max),
     )
-
-
-def _place_of_amax(place: Place, vector: bool) -> Place:
-    """Shards an amax per row or expert like the rows or experts, and replicates a single amax."""
-    if not isinstance(place, NamedSharding):
-        return place
-    spec = PartitionSpec(*place.spec[:1]) if vector else PartitionSpec()
-    return NamedSharding(place.mesh, spec, memory_kind=place.memory_kind)
 
 
 def _put(x: np.ndarray, place: Place) -> jax.Array:

@@ -193,8 +193,7 @@ def _ordinary_config(config: JSON, dtype: str) -> JSON:
     out.pop("quantization_config", None)
     if "dtype" in config:
         out["dtype"] = dtype
-    text = config.get("text_config")
-    if isinstance(text, dict):
+    if isinstance(text := config.get("text_config"), dict):
         out["text_config"] = {**text, **{k: dtype for k in ("torch_dtype", "dtype") if k in text}}
     return out
 

@@ -314,16 +314,12 @@ def as_json(records: list[Record]) -> list[JSON]:
     """Gives records as JSON values, with null for infinity and NaN."""
     out = []
     for r in records:
-        errors = dict(zip(_KEYS, vars(r.error).values(), strict=True)) if r.error else {}
-        out.append(
-            {
-                "name": r.name,
-                "shape": list(r.shape),
-                "dtype": r.dtype,
-                "global": r.global_scale,
-                **{k: v if v is None or math.isfinite(v) else None for k, v in errors.items()},
-                "sha256": r.sha256,
-                **({} if r.peer_differs is None else {"differs_in_compressed_tensors": r.peer_differs}),
-            }
-        )
+        t: JSON = {"name": r.name, "shape": list(r.shape), "dtype": r.dtype, "global": r.global_scale}
+        if r.error:
+            values = (v if v is None or math.isfinite(v) else None for v in vars(r.error).values())
+            t |= dict(zip(_KEYS, values, strict=True))
+        t["sha256"] = r.sha256
+        if r.peer_differs is not None:
+            t["differs_in_compressed_tensors"] = r.peer_differs
+        out.append(t)
     return out

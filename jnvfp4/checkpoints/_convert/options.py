@@ -75,14 +75,11 @@ class ConvertOptions:
     def __post_init__(self) -> None:
         for name, hint in typing.get_type_hints(ConvertOptions).items():
             _check_type(name, getattr(self, name), hint)
-        for name, least in (("start_layers", 0), ("end_layers", 0), ("chunk_bytes", 1), ("max_shard_bytes", 1)):
-            _check_count(name, getattr(self, name), least)
-        _check_input_amax(self.input_amax)
         _check_spec(self.spec, self.layout)
         for name in ("targets", "ignore", "share"):
             for pattern in getattr(self, name):
                 _check_pattern(name, pattern)
-        _check_clashes(self)
+        _check_activations(self)
 
     @property
     def row_scaled(self) -> bool:
@@ -105,8 +102,12 @@ def is_amax(v: Any) -> bool:
     return is_number(v) and 1e-30 < v < 1e30
 
 
-def _check_clashes(o: ConvertOptions) -> None:
-    """Raises if an option has no effect because of another one."""
+def _check_activations(o: ConvertOptions) -> None:
+    """Raises if an option of activations has a wrong value, or no effect because of another option."""
+    if not (o.input_amax is None or isinstance(o.input_amax, Path) or is_amax(o.input_amax)):
+        is_path = not is_number(o.input_amax)
+        expected = "a number or the Path of a JSON file" if is_path else "a number above 1e-30 and below 1e30"
+        raise OptionError({"input_amax": f"is {o.input_amax!r}"}, expected)
     if o.input_amax is not None and (o.weight_only or LAYOUTS[o.layout].activation is None):
         other = {"weight_only": "is used"} if o.weight_only else {"layout": f"is {o.layout}"}
         expected = "one of them, as no activation scale is written then"
@@ -118,24 +119,16 @@ def _check_clashes(o: ConvertOptions) -> None:
 
 # ---------------------------------------------------------------- checks of one option
 def _check_type(name: str, value: object, hint: object) -> None:
-    """Checks options that are bool, a Literal or a tuple of texts."""
+    """Checks options that are bool, a Literal, a tuple of texts or an integer."""
     choices = (False, True) if hint is bool else typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
     if choices and not any(type(value) is type(c) and value == c for c in choices):
         raise OptionError({name: f"is {value!r}"}, f"one of {', '.join(map(str, choices))}")
     if typing.get_origin(hint) is tuple and not (isinstance(value, tuple) and all(isinstance(v, str) for v in value)):
         raise OptionError({name: f"is {value!r}"}, "a tuple of texts")
-
-
-def _check_count(name: str, value: object, least: int) -> None:
+    least = 0 if name in ("start_layers", "end_layers") else 1
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    if not is_count and not (value is None and name == "max_shard_bytes"):
+    if hint in (int, int | None) and not is_count and (value is not None or hint is int):
         raise OptionError({name: f"is {value!r}"}, f"an integer, {least} or more")
-
-
-def _check_input_amax(amax: object) -> None:
-    if not (amax is None or isinstance(amax, Path) or is_amax(amax)):
-        expected = "a number above 1e-30 and below 1e30" if is_number(amax) else "a number or the Path of a JSON file"
-        raise OptionError({"input_amax": f"is {amax!r}"}, expected)
 
 
 def _check_spec(spec: QuantSpec, layout: LayoutName) -> None:

@@ -197,6 +197,7 @@ def _check_names(items: Mapping[str, Item]) -> None:
 
 
 # ---------------------------------------------------------------- activation scales
+_UNIT_SCALE_AMAX = 2688.0  # 6 * 448
 _UNMEASURED = 1.0  # the scale that is written for activations that nobody measured; loaders need one
 
 
@@ -208,7 +209,7 @@ def _input_scales(options: ConvertOptions, groups: Collection[Group]) -> dict[st
     if options.input_amax is None:
         return dict.fromkeys(modules, _UNMEASURED)
     if not isinstance(options.input_amax, Path):
-        return dict.fromkeys(modules, _scale(options.input_amax))
+        return dict.fromkeys(modules, float(options.input_amax) / _UNIT_SCALE_AMAX)
     amaxes = read_json(options.input_amax)
     unknown = sorted(amaxes.keys() - modules)
     if unknown and not options.allow_unmatched:
@@ -216,24 +217,16 @@ def _input_scales(options: ConvertOptions, groups: Collection[Group]) -> dict[st
         raise CheckpointError(observed, "modules that are quantized", file=options.input_amax, hint=hint)
     scales: dict[str, float] = {}
     for group in groups:
-        scales |= dict.fromkeys(group.members, _scale(_largest_amax(amaxes, group, options.input_amax)))
+        named = [m for m in group.members if m in amaxes]
+        if not named:
+            observed, hint = f"has no amax for {group.members[0]!r}", "--ignore keeps it"
+            expected = "one for each module that is quantized, or for another one of its group"
+            raise CheckpointError(observed, expected, file=options.input_amax, hint=hint)
+        if (wrong := next((m for m in named if not is_amax(amaxes[m])), None)) is not None:
+            observed = f"has the amax {amaxes[wrong]!r:.100} for {wrong!r}"
+            raise CheckpointError(observed, "a number above 1e-30 and below 1e30", file=options.input_amax)
+        scales |= dict.fromkeys(group.members, float(max(amaxes[m] for m in named)) / _UNIT_SCALE_AMAX)
     return scales
-
-
-def _scale(amax: float) -> float:
-    return float(amax) / 2688.0
-
-
-def _largest_amax(amaxes: JSON, group: Group, path: Path) -> float:
-    named = [m for m in group.members if m in amaxes]
-    if not named:
-        expected = "one for each module that is quantized, or for another one of its group"
-        raise CheckpointError(f"has no amax for {group.members[0]!r}", expected, file=path, hint="--ignore keeps it")
-    wrong = next((m for m in named if not is_amax(amaxes[m])), None)
-    if wrong is not None:
-        observed = f"has the amax {amaxes[wrong]!r:.100} for {wrong!r}"
-        raise CheckpointError(observed, "a number above 1e-30 and below 1e30", file=path)
-    return max(amaxes[m] for m in named)
 
 
 # ---------------------------------------------------------------- files

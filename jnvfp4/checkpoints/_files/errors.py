@@ -29,14 +29,7 @@ def _one_line(text: str) -> str:
 
 
 class CommandError(Exception):
-    """Ends a command with one line, a hint and an exit code.
-
-    Args:
-      observed: what is wrong, as a clause.
-      expected: what would be accepted.
-      hint: what the user can do about it.
-      code: exit code of the command.
-    """
+    """Ends a command with an exit code and a line: what was ``observed`` and ``expected``, and a hint what to do."""
 
     def __init__(self, observed: str, expected: str = "", *, hint: str = "", code: Exit = Exit.USAGE):
         text = f"{observed}; expected {expected}" if expected else observed

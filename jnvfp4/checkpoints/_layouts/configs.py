@@ -53,19 +53,6 @@ def quantization_config(
     }
 
 
-def hf_quant_config(ignore: list[str], version: str, *, weight_only: bool, fp8_kv_cache: bool = False) -> JSON:
-    """Makes the ``hf_quant_config.json`` of layout modelopt, of which loaders need every key."""
-    return {
-        "producer": {"name": "jnvfp4", "version": version},
-        "quantization": {
-            "quant_algo": ALGORITHMS[weight_only],
-            "kv_cache_quant_algo": "FP8" if fp8_kv_cache else None,
-            "group_size": BLOCK,
-            "exclude_modules": ignore,
-        },
-    }
-
-
 def config_files(
     layout: LayoutName,
     config: JSON | None,
@@ -81,7 +68,15 @@ def config_files(
         quantization = quantization_config(layout, ignore, weight_only=weight_only, fp8_kv_cache=fp8_kv_cache, te=te)
         files[CONFIG] = {**config, "quantization_config": quantization}
     if layout == "modelopt":
-        files[HF_QUANT] = hf_quant_config(ignore, __version__, weight_only=weight_only, fp8_kv_cache=fp8_kv_cache)
+        files[HF_QUANT] = {  # loaders need every key
+            "producer": {"name": "jnvfp4", "version": __version__},
+            "quantization": {
+                "quant_algo": ALGORITHMS[weight_only],
+                "kv_cache_quant_algo": "FP8" if fp8_kv_cache else None,
+                "group_size": BLOCK,
+                "exclude_modules": ignore,
+            },
+        }
     return files
 
 

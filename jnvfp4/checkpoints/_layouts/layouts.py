@@ -102,21 +102,14 @@ def decode_scale(encode: np.ndarray | float) -> np.ndarray:
 
 
 def global_scale_of(layout: Layout, amax: np.ndarray | float, e4m3_max: int = 448) -> np.ndarray:
-    """Computes the global scale that a layout stores for an amax.
-
-    Args:
-      layout: the layout.
-      amax: one number, or one for each row or expert.
-      e4m3_max: the largest block scale that the weight was quantized for.
+    """Computes the global scale that a layout stores for an amax of a weight with block scales up to ``e4m3_max``.
 
     Returns:
-      float32, of the layout's shape if it is one number.
+      float32: the layout's shape for one number, otherwise the shape of ``amax``, [N] of rows or [E] of experts.
     """
-    amax = np.asarray(amax, np.float32)
-    if layout.meaning == "amax":
-        value = amax
-    else:
-        encode = encode_scale(amax, e4m3_max)
+    value = np.asarray(amax, np.float32)
+    if layout.meaning != "amax":
+        encode = encode_scale(value, e4m3_max)
         value = encode if layout.meaning == "encode" else decode_scale(encode)
     return value.reshape(layout.global_shape) if value.size == 1 else value
 

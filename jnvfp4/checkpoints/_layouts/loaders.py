@@ -80,18 +80,14 @@ def ignore_list(kept: Iterable[str], quantized: Iterable[str], layout: LayoutNam
         if fused in fused_quantized or not _EXPERTS.match(module):
             entries.add(module)
     if layout == "modelopt":
-        entries |= {f"{layer}.*" for layer in _kept_layers(kept, quantized)}
+        entries |= {f"{layer}.*" for layer in _layers(kept) - _layers(quantized)}
     return sorted(entries)
 
 
-def _kept_layers(kept: Iterable[str], quantized: Iterable[str]) -> set[str]:
-    """Names the decoder layers, such as ``model.layers.3``, in which nothing is quantized."""
-
-    def layers(modules: Iterable[str]) -> set[str]:
-        found = (re.match(r"^(.*?layers\.\d+)\.", m + ".") for m in modules if layer_of(m + ".") is not None)
-        return {match[1] for match in found if match}
-
-    return layers(kept) - layers(quantized)
+def _layers(modules: Iterable[str]) -> set[str]:
+    """Names the decoder layers of modules, such as ``model.layers.3``."""
+    found = (re.match(r"^(.*?layers\.\d+)\.", m + ".") for m in modules if layer_of(m + ".") is not None)
+    return {match[1] for match in found if match}
 
 
 def checked_ignore_list(kept: Collection[str], quantized: Collection[str], layout: LayoutName) -> list[str]:

@@ -1,6 +1,6 @@
 """Opens NVFP4 checkpoints of any layout, and gives their quantized weights."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -144,12 +144,9 @@ def layout_of(source: Source) -> Layout | None:
         if any(name.endswith(layout.global_suffixes) for name in source.places):
             return layout
     config = (source.config or {}).get("quantization_config")
-    return _layout_of_config(config, source) if isinstance(config, dict) else None
-
-
-def _layout_of_config(config: Mapping[str, object], source: Source) -> Layout | None:
-    """Finds the layout of a checkpoint without global scales, as a conversion writes if it quantizes nothing."""
-    method = config.get("quant_method")
+    if not isinstance(config, dict):
+        return None
+    method = config.get("quant_method")  # decides without global scales: a conversion may quantize nothing
     if method == "jnvfp4":
         return TE
     if any(name.endswith((".weight_packed", ".weight_scale")) for name in source.places):
@@ -164,9 +161,7 @@ def _layout_of_config(config: Mapping[str, object], source: Source) -> Layout | 
 def open_stored(path: Path, *, ordinary: bool = False) -> Stored:
     """Opens an NVFP4 checkpoint of any layout and checks that its weights are complete, and the only quantized ones.
 
-    Args:
-      path: a directory of safetensors files, or one such file.
-      ordinary: accept a checkpoint without quantized tensors, which has no modules and counts as one of layout te.
+    ``ordinary`` accepts a checkpoint without quantized tensors, which has no modules and counts as one of layout te.
 
     Raises:
       CheckpointError: it is no NVFP4 checkpoint, or a part of one is missing or has another shape or dtype; or it has
@@ -175,16 +170,12 @@ def open_stored(path: Path, *, ordinary: bool = False) -> Stored:
     source = open_source(path)
     if refusal := config_refusal(source):
         raise refusal
-    stored = Stored(source, TE, []) if ordinary and _is_ordinary(source) else stored_of(source)
+    codes = any(name.endswith((".weight_packed", ".weight_scale")) for name in source.places)
+    ordinary = ordinary and layout_of(source) is None and not codes and not _names_quantization(source)
+    stored = Stored(source, TE, []) if ordinary else stored_of(source)
     if refusal := tensor_refusal(source, stored.others):
         raise refusal
     return stored
-
-
-def _is_ordinary(source: Source) -> bool:
-    """Tells whether nothing of a checkpoint is quantized, by its config and by the names in it."""
-    codes = any(name.endswith((".weight_packed", ".weight_scale")) for name in source.places)
-    return layout_of(source) is None and not (codes or _names_quantization(source))
 
 
 def _names_quantization(source: Source) -> bool:
