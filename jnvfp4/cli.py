@@ -80,7 +80,7 @@ def _input_amax(text: str) -> float | Path:
 
 
 def _device(name: str, backend: str) -> jax.Device | None:
-    """Finds the device ``cpu`` or ``cuda:N``; ``auto`` is that of the backend, or None, where the converter chooses."""
+    """Finds the device ``cpu`` or ``cuda:N``; ``auto`` takes the backend's, or None: the converter chooses."""
     if name != "auto" and backend in ("cuda", "cpu") and not name.startswith(backend):
         raise CommandError(f"--backend is {backend} and --device is {name}", "a device of the backend")
     if name == "auto" and backend in ("auto", "jnp"):
@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     paths = {"first": "a checkpoint", "second": "another checkpoint, of any layout"}
     command(_diff, text, more, "MODEL-A MODEL-B", **paths)
     more = (
-        " Every\nGEMM kernel and the plain quantizers compute what is known beforehand; --full checks all recipes, with"
+        " Every\nGEMM kernel and the plain quantizers compute known answers; --full checks all recipes, with"
         "\nmore operands. GPUs newer than Hopper always get all checks. Exit code 5 says that a kernel is wrong."
     )
     p = command(_doctor, "show what was built and what runs here, and check its bits", more)
@@ -203,15 +203,15 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
     example = 'MODEL OUTPUT --ignore "*.o_proj" --num-layers-at-end-in-bf16 2'
     add, option = group("which weights are quantized", example)
     pattern = "a module and all below it, re: and an expression, or a name with *"
-    option("preset", "quantize all projections or those of experts")
+    option("preset", "quantize all projections, or only experts")
     option("targets", f"quantize only these weights: {pattern}", metavar="PATTERN")
-    option("ignore", f"keep these weights: {pattern}", metavar="PATTERN")
-    option("start_layers", "keep the first N decoder layers", type=int, metavar="N")
-    option("end_layers", "keep the last N decoder layers", type=int, metavar="N")
-    option("keep_containing", "keep tensors that have TEXT in their name", metavar="TEXT")
-    option("high_precision_dtype", "cast kept floating-point tensors")
-    option("on_nonfinite", "skip: keep a group with NaN or infinity")
-    option("on_bad_shape", "keep: keep a weight whose K is no multiple of 16")
+    option("ignore", f"leave these weights unquantized: {pattern}", metavar="PATTERN")
+    option("start_layers", "leave the first N decoder layers unquantized", type=int, metavar="N")
+    option("end_layers", "leave the last N decoder layers unquantized", type=int, metavar="N")
+    option("keep_containing", "leave tensors with TEXT in their name unquantized", metavar="TEXT")
+    option("high_precision_dtype", "cast unquantized floating-point tensors")
+    option("on_nonfinite", "skip: leave a group with NaN or infinity unquantized")
+    option("on_bad_shape", "keep: leave a weight unquantized if its K is no multiple of 16")
     option("allow_empty", "accept a conversion that quantizes nothing")
     option("allow_unmatched", "accept a rule that matches nothing")
     option("strict", "refuse a rule that splits a group")
@@ -398,7 +398,7 @@ def _show(result: object) -> Exit:
 
 
 def _drop_stdout() -> None:
-    """Sends what stdout still holds to nowhere, since nothing could write it and Python tries again at the end."""
+    """Discards the buffered output, since nobody reads it and Python would write it again at the end."""
     with suppress(OSError):  # text in memory has no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -396,7 +396,7 @@ GROUPS = {
     "no up": ({GATE: weight(16, 32)}, "module 'model.layers.0.mlp' has gate_proj but no up_proj"),
     "no gate": ({UP: weight(16, 32)}, "module 'model.layers.0.mlp' has up_proj but no gate_proj"),
     "no w3": ({"model.layers.0.mlp.experts.0.w1.weight": weight(16, 32)}, "has w1 but no w3; expected both"),
-    "K": ({GATE: weight(16, 32), UP: weight(16, 48)}, f"'{GATE}': K is 32, and that of '{UP}' 48; expected one K"),
+    "K": ({GATE: weight(16, 32), UP: weight(16, 48)}, f"'{GATE}': K is 32, but '{UP}' has K = 48; expected one K"),
 }
 
 

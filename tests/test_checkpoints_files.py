@@ -214,7 +214,7 @@ def test_other_files_are_copied_or_have_a_warning(tmp_path, writer, single_file)
         "empty": "an empty folder",
         "linked": "a folder with linked/x.txt, a link out of the directory",
         "old.bin": "an empty folder",
-        "onnx": "a folder with onnx/model.onnx, which has not the name of a text file",
+        "onnx": "a folder with onnx/model.onnx, whose name is not a text file's",
         "pipe": "no regular file",
         "there": "a link to a folder",
     }

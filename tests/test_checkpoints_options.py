@@ -55,7 +55,7 @@ def model(tmp_path) -> Path:
         ({"layout": "x"}, "layout is 'x'; expected one of modelopt, compressed-tensors, te"),
         ({"spec": "nvfp4"}, "spec is 'nvfp4'; expected a QuantSpec"),
         *(
-            ({"spec": spec}, "expected rounding to nearest, no rht, and an amax for each tensor or row")
+            ({"spec": spec}, "expected rounding to nearest, no rht, and an amax per tensor or row")
             for spec in (jnvfp4.NVFP4_SR, jnvfp4.NVFP4_RHT, jnvfp4.WINDOW64)
         ),
         ({"experts": None}, "experts is None; expected one of keep"),

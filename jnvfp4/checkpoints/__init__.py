@@ -1,6 +1,6 @@
 """Converts, opens, saves and checks NVFP4 checkpoints with Hugging Face names.
 
-The layouts are those of Model Optimizer (vLLM, SGLang, TensorRT-LLM), compressed-tensors, and one for JAX alone.
+Layouts: Model Optimizer (vLLM, SGLang, TensorRT-LLM), compressed-tensors, and one for JAX alone.
 """
 
 from ._convert.options import ConvertOptions

@@ -26,8 +26,8 @@ def write_input_amaxes(
     ``jnvfp4.flax.calibrate`` makes the pairs from a Flax model.
 
     Args:
-      batches: pairs of a module's name, such as ``model.layers.0.mlp.down_proj`` (or that of its weight), and what is
-        multiplied by its weight: an array of floats, of any shape. A module may have any number of batches.
+      batches: pairs of the name of a module or of its weight, such as ``model.layers.0.mlp.down_proj``, and the
+        activations that its weight multiplies: a float array of any shape. A module may have any number of batches.
       output: the JSON file. An older file of this name is replaced.
       percentile: above 0, at most 100. If it is given, the amax of a batch is this percentile of the magnitudes, so
         that a few outliers do not enlarge the scale. Magnitudes above it are clipped where the model runs.
@@ -99,7 +99,7 @@ def _subject(name: str, i: int) -> str:
 
 
 def _amax(x: Activations, percentile: float | None) -> float:
-    """Gives the largest magnitude, or the smallest one that a percentile of them does not exceed. NaN stays NaN."""
+    """Returns the largest magnitude, or a percentile of the magnitudes, rounded up to one of them. NaN stays NaN."""
     if percentile is None:
         xp = jnp if isinstance(x, jax.Array) else np
         return float(xp.abs(x).max())

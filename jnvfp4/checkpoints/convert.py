@@ -33,9 +33,9 @@ class Result:
       plan: what was decided.
       amaxes: the amax of every quantized module, which its group shares.
       device: the device that quantized.
-      seconds: the time for each tensor that was written; resumed shards have none.
+      seconds: the time per written tensor; resumed shards have none.
       bytes_before, bytes_after: the bytes of all tensors in source and output.
-      warnings: sentences about oddities that are no errors.
+      warnings: sentences about findings that are no errors.
     """
 
     plan: Plan

@@ -133,7 +133,7 @@ def plot_errors(path: Path, records: list[Record], result: Result | None) -> boo
 
 
 def errors_of_normal(spec: QuantSpec) -> ErrorStats:
-    """Measures the errors of normal random weights, which those of most models come close to."""
+    """Measures the errors of normal random weights; the weights of most models have similar errors."""
     x = np.random.default_rng(0).normal(size=(256, 1024)).astype(np.float32)
     amax = find_amax(x, spec.format.amax_scope == "row").value
     ((_, codes, scales),) = encode(x, amax, spec, jax.local_devices(backend="cpu")[0], x.nbytes)

@@ -45,7 +45,7 @@ def repack_checkpoint(source: Path | str, output: Path | str, layout: LayoutName
       source: an NVFP4 checkpoint of any layout.
       output: a new or empty directory.
       layout: modelopt or compressed-tensors.
-      warn: called with a sentence about each oddity that is no error.
+      warn: called with a sentence about each finding that is no error.
 
     Returns:
       how many global scales change in their last bit if the output is repacked back (1 / (1 / S) is not always S).
@@ -60,7 +60,7 @@ def repack_checkpoint(source: Path | str, output: Path | str, layout: LayoutName
         clause = "is te, which stores an amax, and an amax does not follow from a scale"
         raise OptionError({"layout": clause}, "modelopt or compressed-tensors")
     if stored.stacks and not to.stacks:
-        expected, stack = f"one weight for each, in {to.name}", min(stored.stacks)
+        expected, stack = f"one weight per expert, in {to.name}", min(stored.stacks)
         raise CheckpointError("is a stack of experts", expected, tensor=stack, code=Exit.USAGE)
     repacking = _Repacking(stored, to)
     changed = sum(map(repacking.changed_scales, stored.modules))
@@ -136,7 +136,7 @@ def dequantize_checkpoint(
       source: an NVFP4 checkpoint of any layout.
       output: a new or empty directory.
       dtype: the dtype of the decoded weights: BF16, F16 or F32; kept tensors are copied.
-      warn: called with a sentence about each oddity that is no error.
+      warn: called with a sentence about each finding that is no error.
 
     Raises:
       CheckpointError: the checkpoint is damaged, a value is too large for ``dtype``, or the disk is full.

@@ -96,7 +96,7 @@ def _arrays_of(name: str, t: NVFP4Tensor, layout: Layout) -> dict[str, np.ndarra
         raise CheckpointError(f"has shape {list(t.shape)}", "[N, K]", tensor=name, code=Exit.USAGE)
     parts, amax = layout.parts(module_of(name), stacked), np.asarray(t.amax)
     if stacked:
-        amax = np.broadcast_to(amax, t.shape[:1])  # one for each expert, also if all have the same
+        amax = np.broadcast_to(amax, t.shape[:1])  # one per expert, also if all are equal
     scale = global_scale_of(layout, amax, t.format.e4m3_max)
     return {
         parts.codes: np.asarray(t.data),

@@ -88,7 +88,7 @@ class Record:
       dtype: its safetensors dtype in the source; of a kept tensor in the output.
       global_scale: the stored global scale, if it is one number.
       error: how far a quantized weight is from its source; None for a kept tensor.
-      sha256: digest of what is stored.
+      sha256: digest of the stored tensors.
       peer_differs: how many elements compressed-tensors decodes to the next bfloat16 number; None if it was not asked.
     """
 
@@ -170,7 +170,7 @@ def verify_checkpoint(
 
 
 def _as_converted(source: Source, stored: Stored, expert_layout: ExpertLayout) -> Source:
-    """Shows the source in the form that was converted, which follows from the names in the output."""
+    """Infers the form in which the source was converted from the names in the output, and shows the source so."""
     names = set(stored.names)
     if any(n.endswith(FP8_SCALE) for n in source.places):
         source = fp8_decoded(source)
@@ -260,9 +260,9 @@ PeerDecoder = Callable[[str], np.ndarray]  # decodes the weight of a module to b
 
 
 def peer_decoder(stored: Stored) -> PeerDecoder | None:
-    """Gives a function that decodes weights with compressed-tensors.
+    """Returns a function that decodes weights with compressed-tensors.
 
-    It is None if the layout or the config is not that of compressed-tensors, or the package is not installed.
+    Returns None for another layout, for a config with several schemes, or if the package is not installed.
     """
     config = (stored.source.config or {}).get("quantization_config")
     if stored.layout is not COMPRESSED_TENSORS or not config:

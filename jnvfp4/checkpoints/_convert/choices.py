@@ -28,13 +28,7 @@ from .views import is_kn
 
 @dataclass(frozen=True)
 class Choice:
-    """Says what happens to one tensor: it is quantized, or kept for a reason.
-
-    Attributes:
-      entry: the tensor.
-      reason: why it is kept; empty if it is quantized.
-      kn: whether it is a stack of experts [E, K, N].
-    """
+    """Quantizes a tensor, or leaves it unquantized for a ``reason``; ``kn`` marks a stack of experts [E, K, N]."""
 
     entry: Planned
     reason: str
@@ -189,7 +183,7 @@ def _as_a_whole(group: Group, members: list[Choice], strict: bool) -> tuple[list
     first = members[0]
     other = next((d for d in members if (d.matrix[1], d.stacked) != (first.matrix[1], first.stacked)), None)
     if other is not None:
-        observed = f"K is {first.matrix[1]}, and that of {other.entry.name!r} {other.matrix[1]}"
+        observed = f"K is {first.matrix[1]}, but {other.entry.name!r} has K = {other.matrix[1]}"
         raise CheckpointError(observed, "one K in a group", tensor=first.entry.name)
     return [], warnings
 

@@ -1,7 +1,7 @@
 """Finds the amax of a weight and quantizes it, a slice of its rows at a time.
 
-Once the amax is known the rows are independent, so the size of the slices changes no byte. The kernels are those of
-``jnvfp4.quantize``.
+Once the amax is known the rows are independent, so the size of the slices changes no byte. The kernels are the same as
+in ``jnvfp4.quantize``.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,9 @@ from .._files.files import Rows, slices
 
 @dataclass(frozen=True)
 class Amax:
-    """Holds the largest magnitude of a weight, of each row, or of each expert.
+    """Holds the amax of a weight [], per row [N] or per expert [E], in float32.
 
-    Attributes:
-      value: float32.
-      not_finite: the number of elements that are NaN or infinite.
-      first: the index of the first of them.
+    ``not_finite`` elements are NaN or infinite; ``first`` is the index of the first of them.
     """
 
     value: np.ndarray
@@ -38,7 +35,7 @@ _AMAX_BYTES = 1 << 20  # of a weight whose magnitudes are compared at once, so t
 def find_amax(x: np.ndarray | Rows, by_row: bool) -> Amax:
     """Finds the amax of a weight [N, K] exactly.
 
-    Magnitudes are compared as integers: their bits have the same order, and those of NaN and infinity are the largest.
+    Magnitudes are compared as integers: their bits have the same order, with NaN and infinity above all numbers.
     """
     amax, not_finite, first = np.zeros(x.shape[0], np.float32), 0, None
     for rows in slices(x.shape, x.dtype.itemsize, _AMAX_BYTES):

@@ -23,27 +23,27 @@ class ConvertOptions:
     Attributes:
       layout: the layout of the output.
       spec: how weights are quantized: rounded to nearest, not rotated, with an amax per tensor or (layout te) per row.
-      preset: which weights are quantized, before the rules below: every projection, or those of experts.
+      preset: which weights are quantized, before the rules below: every projection, or only the experts.
       targets: patterns (``jnvfp4._patterns.matches``); only modules that match one are quantized.
-      ignore: patterns; modules that match one are kept.
-      start_layers, end_layers: the numbers of decoder layers that are kept at either end.
-      keep_containing: texts; tensors that have one in their name are kept.
+      ignore: patterns; modules that match one are left unquantized.
+      start_layers, end_layers: the numbers of decoder layers at either end that are left unquantized.
+      keep_containing: texts; tensors with one of them in their name are left unquantized.
       weight_only: whether the output has no activation scales and its config keeps activations in high precision.
       input_amax: the amax of the activations, from which their scale follows: one number for all modules, or a JSON
         file with the amax of each (``write_input_amaxes`` writes it). None writes scales of 1.0, with a warning.
       kv_cache: the KV cache that the config asks for.
       experts: "keep" leaves experts as they are; "per-expert" gives each its own tensors; "stacked" puts all in one.
       expert_layout: axes of a stack of experts, [E, N, K] or [E, K, N]; "auto" decides by the model type.
-      dequantize_input: "fp8-block" decodes FP8 weights with a scale for every 128x128 block, as in DeepSeek-V3.
+      dequantize_input: "fp8-block" decodes FP8 weights with a scale per 128x128 block, as in DeepSeek-V3.
       share: expressions for further groups of modules that share a global scale.
       share_qkv: whether q, k and v share one.
       max_shard_bytes: the size of output shards; None keeps the shards of the source.
-      on_nonfinite: what a NaN or infinity in a weight does: raise an error, or keep the weight's group.
-      on_bad_shape: what a K that is no multiple of 16 does: raise an error, or keep the weight.
+      on_nonfinite: how to treat a NaN or infinity in a weight: an error, or leave the weight's group unquantized.
+      on_bad_shape: how to treat a K that is no multiple of 16: an error, or leave the weight unquantized.
       allow_empty: whether a conversion may quantize nothing.
       allow_unmatched: whether a rule may match nothing.
-      strict: whether a rule that selects only a part of a group is an error; otherwise the whole group is kept.
-      high_precision_dtype: "bf16" casts kept floating-point tensors.
+      strict: whether a rule that selects a part of a group is an error; otherwise the group is left unquantized.
+      high_precision_dtype: "bf16" casts unquantized floating-point tensors.
       chunk_bytes: the bytes of a weight that are quantized at once.
     """
 
@@ -135,7 +135,7 @@ def _check_spec(spec: QuantSpec, layout: LayoutName) -> None:
     if not isinstance(spec, QuantSpec):
         raise OptionError({"spec": f"is {spec!r}"}, "a QuantSpec")
     if spec.rounding != "nearest" or spec.format.rht or spec.format.amax_scope == "window64":
-        raise OptionError({"spec": f"is {spec}"}, "rounding to nearest, no rht, and an amax for each tensor or row")
+        raise OptionError({"spec": f"is {spec}"}, "rounding to nearest, no rht, and an amax per tensor or row")
     if spec.format.amax_scope == "row" and layout != "te":
         clauses = {"spec": "has an amax per row", "layout": f"is {layout}"}
         raise OptionError(clauses, "layout te, which can store them")

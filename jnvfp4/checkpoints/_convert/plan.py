@@ -21,14 +21,7 @@ from .views import converted_view
 
 @dataclass(frozen=True)
 class Item:
-    """Says what one tensor of the source becomes.
-
-    Attributes:
-      choice: whether it is quantized, or why it is kept.
-      module: the module of a weight.
-      parts: the names of the tensors of a quantized weight; None for a kept tensor.
-      outputs: the tensors that are written.
-    """
+    """Describes the outputs of one tensor of the source; ``parts`` is None if the tensor is left unquantized."""
 
     choice: Choice
     module: str
@@ -55,12 +48,12 @@ class Plan:
       options: the options of the conversion.
       groups: the groups of modules that are quantized.
       items: what every tensor becomes, by its name in the source.
-      weights: those of the items that are quantized, by module.
+      weights: the quantized items, by module.
       shards: the items of each output file, by file name.
-      ignore: the ignore list, which tells loaders what is kept.
+      ignore: the ignore list, which names the unquantized modules to loaders.
       input_scales: the activation scales, by module.
       files: the JSON files beside the shards by name, in the order in which they are written.
-      oddities: warnings about the source and the groups.
+      other_warnings: warnings, except of uncalibrated activations.
     """
 
     source: Source
@@ -72,15 +65,15 @@ class Plan:
     ignore: tuple[str, ...]
     input_scales: Mapping[str, float]
     files: Mapping[str, JSON]
-    oddities: tuple[str, ...]
+    other_warnings: tuple[str, ...]
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Sentences about oddities that are no errors."""
+        """Sentences about findings that are no errors."""
         if not self.input_scales or self.options.input_amax is not None:
-            return self.oddities
+            return self.other_warnings
         return (
-            *self.oddities,
+            *self.other_warnings,
             f"the activation scales are uncalibrated: all {len(self.input_scales)} are {_UNMEASURED}, so that "
             "activations with a standard deviation below 0.1 lose accuracy; --weight-only writes none, "
             "--input-amax FILE those that jnvfp4.checkpoints.write_input_amaxes has measured",
@@ -121,7 +114,7 @@ def plan_without(plan: Plan, not_finite: Collection[Group]) -> Plan:
     for item in (plan.weights[m] for g in not_finite for m in g.members):
         choices[item.name] = replace(item.choice, reason="not finite")
     scales = {m: plan.input_scales[m] for g in groups for m in g.members if m in plan.input_scales}
-    return _plan_of(plan.source, plan.options, choices, groups, scales, plan.oddities)
+    return _plan_of(plan.source, plan.options, choices, groups, scales, plan.other_warnings)
 
 
 def _plan_of(
@@ -130,7 +123,7 @@ def _plan_of(
     choices: Mapping[str, Choice],
     groups: tuple[Group, ...],
     input_scales: Mapping[str, float],
-    oddities: tuple[str, ...],
+    other_warnings: tuple[str, ...],
 ) -> Plan:
     kept = linear_modules(d.entry for d in choices.values() if not d.quantizes)
     ignore = checked_ignore_list(kept, [m for g in groups for m in g.members], options.layout)
@@ -149,7 +142,7 @@ def _plan_of(
     )
     index = index_file({name: [p for item in items for p in item.outputs] for name, items in shards.items()})
     files = configs | index  # the index is last, so that an interrupted output looks incomplete
-    return Plan(source, options, groups, items, weights, shards, tuple(ignore), input_scales, files, oddities)
+    return Plan(source, options, groups, items, weights, shards, tuple(ignore), input_scales, files, other_warnings)
 
 
 def _refuse_quantized(source: Source) -> None:
@@ -231,7 +224,7 @@ def _input_scales(options: ConvertOptions, groups: Collection[Group]) -> dict[st
 
 # ---------------------------------------------------------------- files
 def _shards(source: Source, items: Mapping[str, Item], max_bytes: int | None) -> dict[str, tuple[Item, ...]]:
-    """Puts the items into output files: those of the source, or files of at most ``max_bytes``."""
+    """Puts the items into output files: one per file of the source, or files of at most ``max_bytes``."""
     by_file: dict[str, list[Item]] = {name: [] for name in sorted(source.files)}
     for name, item in items.items():
         by_file[source.places[name]].append(item)

@@ -25,7 +25,7 @@ _FUSED = "gate_up_proj"
 _HALVES = (("gate_proj", "up_proj"), ("w1", "w3"))  # gate and up, in either convention of names
 _STACK_NAMES = {"w2": "down_proj"}  # the name in a stack, where gate and up are gate_up_proj
 _INTERLEAVED_MODELS = ("gpt_oss",)  # model types with gate and up in the even and the odd columns
-_KN_MODELS = ("llama4", "llama4_text", "gpt_oss")  # model types with stacks [E, K, N]; those of others are [E, N, K]
+_KN_MODELS = ("llama4", "llama4_text", "gpt_oss")  # model types with stacks [E, K, N]; others have [E, N, K]
 FP8_SCALE = "_scale_inv"
 FP8_BLOCK = 128
 
@@ -54,7 +54,7 @@ def _with_views(source: Source, views: Iterable[View]) -> Source:
 
 # ---------------------------------------------------------------- experts
 def is_kn(entry: Planned, source: Source, expert_layout: ExpertLayout) -> bool:
-    """Tells whether a stack of experts is [E, K, N]."""
+    """Returns whether a stack of experts is [E, K, N]."""
     if entry.name in source.views:
         return False
     if expert_layout != "auto":
@@ -142,7 +142,7 @@ def _stack_of(source: Source, name: str, parts: list[dict[int, str]]) -> View:
 
 # ---------------------------------------------------------------- FP8 blocks
 def fp8_decoded(source: Source) -> Source:
-    """Shows FP8 weights as bfloat16. They have a scale for every 128x128 block, as in DeepSeek-V3."""
+    """Shows FP8 weights as bfloat16. They have a scale per 128x128 block, as in DeepSeek-V3."""
     views = [
         _decoded(source, entry, source.entry(scale))
         for entry in source.entries()

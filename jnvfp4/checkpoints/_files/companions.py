@@ -57,9 +57,9 @@ def remove_partial_copies(source: Source, output: Path) -> None:
 
 
 def _companions(source: Source, output: Path | None = None) -> Iterator[tuple[Path, str]]:
-    """Gives the files that belong to a model, each with the reason for not copying it, if there is one.
+    """Yields the files of a model, each with the reason for not copying it, or an empty text.
 
-    A folder that is not copied is given in place of its files. ``output`` belongs to no model.
+    A folder that is not copied stands for its files. ``output`` belongs to no model.
     """
     for path in _listed(source.directory):
         if output is not None and path.resolve() == output.resolve():
@@ -81,7 +81,7 @@ def _of_folder(folder: Path, directory: Path, output: Path | None) -> Iterator[t
     for path in files:
         reason = _reason(path, directory)
         if not reason and (path.name.endswith(_WEIGHTS) or not _KNOWN.fullmatch(path.name)):
-            reason = "which has not the name of a text file"
+            reason = "whose name is not a text file's"
         if reason:
             yield folder, f"a folder with {path.relative_to(directory)}, {reason}"
             return
@@ -99,7 +99,7 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def _listed(folder: Path) -> list[Path]:
-    """Lists what is in a folder and not hidden."""
+    """Lists the paths in a folder that are not hidden."""
     try:
         return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as e:
@@ -107,7 +107,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _reason(path: Path, directory: Path) -> str:
-    """Says why something that is no folder is not copied; empty if it is."""
+    """Returns why a path that is no folder is not copied; empty if it is copied."""
     if not path.is_symlink():
         return "" if path.is_file() else "no regular file"
     if not path.exists():
@@ -132,7 +132,7 @@ def _copy(path: Path, copy: Path) -> None:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    """Reads a file, and raises another error than for one that cannot be written."""
+    """Reads a file; raises ReadError, since the caller takes other errors for failed writes."""
     try:
         with open(path, "rb") as file:
             while data := file.read(_CHUNK_BYTES):

@@ -59,11 +59,11 @@ class Source:
     Attributes:
       directory: the directory of the files.
       files: the shards, by file name.
-      places: the file name of each tensor's shard; of a view that of its first part.
+      places: the file name of each tensor's shard; a view has the shard of its first part.
       config: the content of ``config.json``, or None if there is no such file.
-      warnings: sentences about oddities that are no errors.
+      warnings: sentences about findings that are no errors.
       single_file: whether the user named one file, so that its directory may have files of other models.
-      views: those of the tensors that are computed, by name.
+      views: the tensors that are computed, by name.
     """
 
     directory: Path
@@ -83,7 +83,7 @@ class Source:
         return (self.entry(name) for name in sorted(self.places))
 
     def array(self, name: str) -> Any:
-        """Gives a view of a tensor in its file, which must not be truncated meanwhile, or what is computed."""
+        """Returns a tensor as a view of its file, which must not be truncated meanwhile, or computes it."""
         return self.views[name].array() if name in self.views else self.files[self.places[name]].array(name)
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
@@ -91,7 +91,7 @@ class Source:
         return self.views[name].array()[rows] if name in self.views else self.files[self.places[name]].read(name, rows)
 
     def rows(self, name: str) -> np.ndarray | Rows:
-        """Gives a tensor whose rows are read when they are used, or what is computed."""
+        """Returns a tensor whose rows are read or computed when they are used."""
         entry = self.entry(name)
         return self.array(name) if name in self.views else Rows(entry.shape, entry.dtype, partial(self.read, name))
 

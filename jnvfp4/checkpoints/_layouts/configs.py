@@ -1,4 +1,4 @@
-"""Makes the configs beside the shards, which tell loaders the layout and what is quantized."""
+"""Makes the configs beside the shards, which describe the layout and the quantized modules to loaders."""
 
 from collections.abc import Iterable, Mapping
 

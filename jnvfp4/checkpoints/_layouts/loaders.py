@@ -1,4 +1,4 @@
-"""Makes the ignore list, which tells loaders what is not quantized, and checks how each loader reads it.
+"""Makes the ignore list, which names the unquantized modules to loaders, and checks how each loader reads it.
 
 Loaders read the entries differently: as prefixes, substrings, patterns or expressions. A list that one of them reads in
 another way loads without an error and gives wrong numbers. So the entries are full names, and all readings are

@@ -72,14 +72,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Stored:
-    """Holds an NVFP4 checkpoint.
-
-    Attributes:
-      source: the files.
-      layout: the layout.
-      modules: the modules with a quantized weight, sorted.
-      stacks: those of the modules that are stacks of experts.
-    """
+    """Holds an NVFP4 checkpoint: ``modules``, sorted, have a quantized weight, and ``stacks`` are stacks of experts."""
 
     source: Source
     layout: Layout
@@ -212,7 +205,7 @@ def _check_weight(stored: Stored, module: str) -> None:
     if scales.tag != layout.scales_tag or scales.shape not in possible:
         expected = f"{layout.scales_tag} {' or '.join(str(list(p)) for p in possible)}"
         raise CheckpointError(f"is {scales.tag} {list(scales.shape)}", expected, tensor=scales.name)
-    vector = codes.shape[:1]  # a global scale for each expert, or for each row
+    vector = codes.shape[:1]  # a global scale per expert or per row
     shapes = [vector] if rank == 3 else [(), (1,), *([vector] if layout is TE else [])]
     if scale.tag != "F32" or scale.shape not in shapes:
         expected = f"F32 {' or '.join(str(list(p)) for p in shapes)}"

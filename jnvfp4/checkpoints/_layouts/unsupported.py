@@ -67,7 +67,7 @@ def _sections(source: Source) -> Iterator[tuple[str, str, Any]]:
 
 
 def _entries(section: JSON, path: str) -> Iterator[tuple[str, str, object]]:
-    """Gives path, key and value of every entry; those of modules and groups come first, since they say more."""
+    """Gives path, key and value of every entry, nested entries first, since they name a module or group."""
     for key, value in section.items():
         if isinstance(value, dict) and key not in (*_KNOWN, *_KV_CACHE):
             yield from _entries(value, f"{path}.{key}")
