@@ -17,7 +17,7 @@ from ._layouts.unsupported import config_refusal, tensor_refusal
 
 
 def inspect(source: Path | str) -> JSON:
-    """Describes a checkpoint: its layout, groups, kept tensors and sizes, as JSON values. Only headers are read."""
+    """Describes a checkpoint: its layout, groups, unquantized tensors and sizes, as JSON values. Only headers are read."""
     opened = open_source(Path(source))
     layout, dtypes = layout_of(opened), Counter[str]()
     for entry in opened.entries():
@@ -53,7 +53,7 @@ class Difference:
       codes, scales, globals: how many bytes of codes, block scales and global scales differ, by weight.
       activations: how many activation scales differ, or are only in one of them, by weight.
       others: the names of tensors that differ in dtype or shape, among them weights that only one checkpoint quantizes,
-        and of kept tensors that differ in bytes.
+        and of unquantized tensors that differ in bytes.
       configs: the entries of config.json and hf_quant_config.json that differ. Two layouts describe the quantization in
         different words, so those entries are compared only within one layout.
     """
@@ -76,7 +76,7 @@ class Difference:
 def diff(first: Path | str, second: Path | str) -> Difference:
     """Compares two NVFP4 checkpoints of any layouts.
 
-    Codes, block scales and kept tensors are compared as bytes; global and activation scales as decode scales; configs
+    Codes, block scales and other tensors are compared as bytes; global and activation scales as decode scales; configs
     by their entries. Other files, such as tokenizers, are not compared.
     """
     a, b = open_stored(Path(first)), open_stored(Path(second))

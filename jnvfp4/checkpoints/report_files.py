@@ -24,7 +24,6 @@ from ._layouts.stored import Weight
 from .convert import Result
 from .verify import SUSPICIOUS, ErrorStats, Record, as_json, error_stats
 
-NAMES = ("report.json", "report.csv", "report.png")
 NO_LAYER = -1  # the position in the plot of weights that are in no layer
 
 
@@ -76,7 +75,7 @@ def write_report(directory: Path | str, records: list[Record], result: Result | 
             if (amax := result.amaxes.get(module := module_of(t["name"]))) is not None:
                 value = float(amax) if amax.size == 1 else amax.tolist()
                 t |= {"group": groups[module], "amax": value, "seconds": result.seconds.get(t["name"])}
-    paths = [directory / name for name in NAMES]
+    paths = [directory / f"report.{kind}" for kind in ("json", "csv", "png")]
     paths[0].write_bytes(json_bytes({**summary(records, result), "tensors": tensors}))
     columns = list(dict.fromkeys(key for t in tensors for key in t))
     with open(paths[1], "w", newline="", encoding="utf-8") as file:

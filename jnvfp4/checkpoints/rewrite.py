@@ -135,7 +135,7 @@ def dequantize_checkpoint(
     Args:
       source: an NVFP4 checkpoint of any layout.
       output: a new or empty directory.
-      dtype: the dtype of the decoded weights: BF16, F16 or F32; kept tensors are copied.
+      dtype: the dtype of the decoded weights: BF16, F16 or F32; other tensors are copied.
       warn: called with a sentence about each finding that is no error.
 
     Raises:

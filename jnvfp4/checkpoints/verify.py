@@ -85,9 +85,9 @@ class Record:
     Attributes:
       name: the tensor's name in the source.
       shape: its shape in the source.
-      dtype: its safetensors dtype in the source; of a kept tensor in the output.
+      dtype: its safetensors dtype in the source; of an unquantized tensor in the output.
       global_scale: the stored global scale, if it is one number.
-      error: how far a quantized weight is from its source; None for a kept tensor.
+      error: errors of a quantized weight; None for an unquantized tensor.
       sha256: digest of the stored tensors.
       peer_differs: how many elements compressed-tensors decodes to the next bfloat16 number; None if it was not asked.
     """
@@ -118,7 +118,7 @@ class VerificationError(CheckpointError):
 def verify_checkpoint(
     source: Path | str, output: Path | str, max_relative_error: float = 0.2, expert_layout: ExpertLayout = "auto"
 ) -> list[Record]:
-    """Decodes every weight of a converted checkpoint and compares it with the source; kept tensors must be unchanged.
+    """Decodes every weight of a converted checkpoint and compares it with the source; other tensors must be unchanged.
 
     Args:
       source: the checkpoint that was converted.
@@ -139,10 +139,11 @@ def verify_checkpoint(
         raise OptionError({"max_relative_error": f"is {max_relative_error}"}, "a number, 0 or more")
     opened = open_source(Path(source))
     if layout_of(opened) is not None and layout_of(open_source(Path(output))) is None:
-        expected = "the source first, then the converted checkpoint"
-        raise CheckpointError(
-            f"is not quantized, but {str(source)!r} is", expected, file=Path(output), hint="swap both"
+        observed, expected = (
+            f"is not quantized, but {str(source)!r} is",
+            "the source first, then the converted checkpoint",
         )
+        raise CheckpointError(observed, expected, file=Path(output), hint="swap both")
     stored = open_stored(Path(output))
     original = _as_converted(opened, stored, expert_layout)
     failures: list[CheckpointError] = []

@@ -1,4 +1,4 @@
-"""Decides which weights are quantized, and why the others are kept."""
+"""Decides which weights are quantized, and why the others are left in high precision."""
 
 from collections.abc import Container
 from dataclasses import dataclass, replace
@@ -137,10 +137,10 @@ def _check_matches(names: list[str], modules: list[str], options: ConvertOptions
 
 
 def choose(source: Source, options: ConvertOptions) -> tuple[dict[str, Choice], tuple[Group, ...], tuple[str, ...]]:
-    """Decides about every tensor. A group is quantized or kept as a whole.
+    """Decides about every tensor. A group is quantized as a whole or not at all.
 
     Returns:
-      the choice for each tensor by name, the groups that are quantized, and warnings about kept or incomplete groups.
+      the choice for each tensor by name, the groups that are quantized, and warnings about unquantized or incomplete groups.
 
     Raises:
       CheckpointError: a rule matches nothing, a weight cannot be quantized, gate or up is missing, members of a group

@@ -202,14 +202,12 @@ def _check_weight(stored: Stored, module: str) -> None:
     if codes.tag != "U8" or not possible:
         expected = f"U8, {rank} axes, whole blocks, not empty"
         raise CheckpointError(f"is {codes.tag} {list(codes.shape)}", expected, tensor=codes.name)
-    if scales.tag != layout.scales_tag or scales.shape not in possible:
-        expected = f"{layout.scales_tag} {' or '.join(str(list(p)) for p in possible)}"
-        raise CheckpointError(f"is {scales.tag} {list(scales.shape)}", expected, tensor=scales.name)
     vector = codes.shape[:1]  # a global scale per expert or per row
     shapes = [vector] if rank == 3 else [(), (1,), *([vector] if layout is TE else [])]
-    if scale.tag != "F32" or scale.shape not in shapes:
-        expected = f"F32 {' or '.join(str(list(p)) for p in shapes)}"
-        raise CheckpointError(f"is {scale.tag} {list(scale.shape)}", expected, tensor=scale.name)
+    for entry, tag, fitting in ((scales, layout.scales_tag, possible), (scale, "F32", shapes)):
+        if entry.tag != tag or entry.shape not in fitting:
+            expected = f"{tag} {' or '.join(str(list(p)) for p in fitting)}"
+            raise CheckpointError(f"is {entry.tag} {list(entry.shape)}", expected, tensor=entry.name)
 
 
 def _scale_shapes(codes: tuple[int, ...]) -> list[tuple[int, ...]]:
