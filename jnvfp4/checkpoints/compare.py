@@ -17,7 +17,7 @@ from ._layouts.unsupported import config_refusal, tensor_refusal
 
 
 def inspect(source: Path | str) -> JSON:
-    """Describes a checkpoint: its layout, groups, unquantized tensors and sizes, as JSON values. Only headers are read."""
+    """Describes a checkpoint: its layout, groups, other tensors and sizes, as JSON values. Only headers are read."""
     opened = open_source(Path(source))
     layout, dtypes = layout_of(opened), Counter[str]()
     for entry in opened.entries():

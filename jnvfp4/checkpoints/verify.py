@@ -139,10 +139,8 @@ def verify_checkpoint(
         raise OptionError({"max_relative_error": f"is {max_relative_error}"}, "a number, 0 or more")
     opened = open_source(Path(source))
     if layout_of(opened) is not None and layout_of(open_source(Path(output))) is None:
-        observed, expected = (
-            f"is not quantized, but {str(source)!r} is",
-            "the source first, then the converted checkpoint",
-        )
+        observed = f"is not quantized, but {str(source)!r} is"
+        expected = "the source first, then the converted checkpoint"
         raise CheckpointError(observed, expected, file=Path(output), hint="swap both")
     stored = open_stored(Path(output))
     original = _as_converted(opened, stored, expert_layout)

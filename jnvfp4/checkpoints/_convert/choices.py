@@ -140,7 +140,7 @@ def choose(source: Source, options: ConvertOptions) -> tuple[dict[str, Choice], 
     """Decides about every tensor. A group is quantized as a whole or not at all.
 
     Returns:
-      the choice for each tensor by name, the groups that are quantized, and warnings about unquantized or incomplete groups.
+      the choice for each tensor by name, the groups that are quantized, and warnings about other or incomplete groups.
 
     Raises:
       CheckpointError: a rule matches nothing, a weight cannot be quantized, gate or up is missing, members of a group
