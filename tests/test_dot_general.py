@@ -369,35 +369,6 @@ def test_the_axes_of_a_kernel_stay_in_their_order():
         assert list(contracted) == sorted(contracted)
 
 
-@pytest.mark.parametrize(
-    ("subscripts", "match"),
-    [
-        ("bsd->bs", "subscripts must have two operands, got 1 in 'bsd->bs'"),
-        ("bsd,df,fg->bsg", "subscripts must have two operands, got 3"),
-        ("bdd,df->bf", "x must have each letter once, got 'd' twice in 'bdd,df->bf'"),
-        ("bsd,dd->bs", "w must have each letter once"),
-        ("bsd,df->bbf", "the result must have each letter once"),
-        ("bsd,df->bf", "a letter of one operand alone must be in the result, got 's'; sum it first"),
-        ("bsd,df->bs", "a letter of one operand alone must be in the result, got 'f'"),
-        ("bsd,df->bsfq", "the result must have letters of x or w, got 'q'"),
-        ("bsd,ef->bsdef", "x and w must share a letter that the result leaves out, got none"),
-        ("bd,df->bf", "x must have one axis a letter of 'bd', got 3 axes"),
-        ("...sd,...df->...sf", "an ellipsis must stand for the same axes of x and w"),
-        ("bs1,1f->bsf", "subscripts must consist of letters, got '1'"),
-    ],
-)
-def test_other_einsums_are_refused(subscripts, match):
-    with pytest.raises(ValueError, match=f"^einsum: {match}"):
-        einsum(subscripts, normal((2, 16, 64)), normal((64, 48)))
-
-
-def test_arguments_of_einsum_are_checked():
-    x, w = normal((2, 16, 64)), normal((64, 48))
-    with pytest.raises(TypeError, match="einsum: subscripts must be a string such as"):
-        einsum([0, 1], x, w)
-    with pytest.raises(TypeError, match="einsum: w must be an array, got an NVFP4Tensor"):
-        einsum("bsd,df->bsf", x, quantize(w))
-    with pytest.raises(ValueError, match="einsum: precision must be None or 'default', got 'highest'"):
-        einsum("bsd,df->bsf", x, w, precision="highest")
+def test_gradients_of_an_einsum_need_a_key():
     with pytest.raises(ValueError, match="einsum: key must be given, since the recipe rounds stochastically"):
-        jax.vjp(partial(einsum, "bsd,df->bsf", recipe=SR), x, w)
+        jax.vjp(partial(einsum, "bsd,df->bsf", recipe=SR), normal((2, 16, 64)), normal((64, 48)))

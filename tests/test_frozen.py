@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_same_tensor, equations, refused
+from helpers import assert_bitwise, assert_same_tensor, equations
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from meshes import home, make_mesh, put, shard
@@ -256,49 +256,3 @@ def test_shard_map(devices, parallel):
     if devices[0].platform == "cpu":
         assert_bitwise(y, want_y)
     np.testing.assert_allclose(*(np.asarray(v, np.float32) for v in (dx, want_dx)), rtol=0.02, atol=0.5)
-
-
-# ---------------------------------------------------------------- refused
-def shaped(**parts):
-    t = quantize(W)
-    return replace(t, **parts)
-
-
-INVALID = {
-    "format": (
-        lambda: linear(X, quantize(W, ROW_SCALED)),
-        r"linear: w must have the format of recipe.fprop.w, nvfp4_tensor_448, got nvfp4_row_448; choose a recipe",
-    ),
-    "no format": (
-        lambda: linear(X, quantize(W), Recipe(None)),
-        r"linear: recipe\.fprop must be a pair for an NVFP4Tensor w, got None",
-    ),
-    "kn": (
-        lambda: linear(X, quantize(W), w_axes="kn"),
-        r"linear: w_axes must be 'nk' for an NVFP4Tensor w, .*got 'kn'; .*quantize\(w, transpose=True\)",
-    ),
-    "rank": (
-        lambda: linear(X, quantize(normal((2, 48, 64)))),
-        r"linear: w must have rank 2, \[N, K\], got w.shape=\(2, 48, 64\)",
-    ),
-    "k": (lambda: linear(X[:, :32], quantize(W)), r"must have the same size K, got x.shape=\(32, 32\), w"),
-    "k_of_windows": (
-        lambda: linear(normal((32, 48)), quantize(normal((48, 48)), NVFP4_2D), recipes.window64()),
-        "linear: K must be a multiple of 64, got K=48",
-    ),
-    "amax": (lambda: linear(X, shaped(amax=jnp.ones(3))), r"linear: w.amax must have shape \(\)"),
-    "scale": (lambda: linear(X, shaped(scale=jnp.zeros((48, 4)))), "TypeError: linear: w.scale must be float8_e4m3fn"),
-    "bias": (lambda: linear(X, quantize(W), bias=jnp.ones(3)), r"bias must have shape \(N,\)=\(48,\), got"),
-    "x": (lambda: linear(quantize(X), quantize(W)), "TypeError: linear: x must be an array, got an NVFP4Tensor"),
-    "fp32": (
-        lambda: linear(X.astype(jnp.float32), quantize(W), recipes.inference(weight_only=True)),
-        "TypeError: x must be bfloat16 or float16 for a weight-only recipe",
-    ),
-    "recipe": (lambda: linear(X, quantize(W), NVFP4), "TypeError: linear: recipe must be a Recipe"),
-}
-
-
-@pytest.mark.parametrize(("call", "text"), INVALID.values(), ids=INVALID)
-def test_invalid_arguments_raise(call, text):
-    with refused(text):
-        call()

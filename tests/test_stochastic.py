@@ -27,10 +27,8 @@ from jnvfp4 import (
     NVFP4_RHT_SR_UNBIASED,
     NVFP4_SR,
     NVFP4_SR_UNBIASED,
-    Recipe,
     dequantize,
     fake_quant,
-    linear,
     quantize,
     quantize_pair,
     reference,
@@ -223,27 +221,7 @@ def test_the_mean_over_keys_of_normal_data(native, spec):
         assert not (biased & (v <= 6)).any()
 
 
-# ---------------------------------------------------------------- one key, or none
-WRONG_KEYS = {
-    "none": (None, ValueError),
-    "three_keys": (jax.random.split(KEY, 3), TypeError),
-    "three_legacy_keys": (jax.random.split(jax.random.PRNGKey(0), 3), TypeError),
-    "int": (7, TypeError),
-    "floats": (np.zeros(2, np.float32), TypeError),
-}
-OPERATIONS = {
-    "quantize": partial(quantize, spec=NVFP4_SR),
-    "quantize_pair": partial(quantize_pair, col_spec=NVFP4_SR),
-    "fake_quant": partial(fake_quant, spec=NVFP4_SR),
-    "linear": partial(linear, w=np.ones((16, 16), np.float32), recipe=Recipe((NVFP4_SR, NVFP4_SR))),
-}
-
-
-@pytest.mark.parametrize(("key", "error"), WRONG_KEYS.values(), ids=WRONG_KEYS)
-def test_what_is_not_one_key_is_refused(key, error):
-    for op, call in OPERATIONS.items():
-        with pytest.raises(error, match=f"{op}: key must be (given|(a|one) JAX PRNG key)"):
-            call(np.ones((16, 16), np.float32), key=key)
+# ---------------------------------------------------------------- a key without a use
 
 
 @pytest.mark.parametrize("op", [quantize, quantize_pair, fake_quant])
