@@ -57,12 +57,6 @@ def test_the_names_of_formats():
     assert {spec.format.name for spec in SUPPORTED_SPECS} == tensors | others
 
 
-def test_recipe_needs_a_key_only_for_stochastic_rounding():
-    assert not Recipe().stochastic
-    assert not Recipe(dgrad=None, wgrad="dequantized").stochastic
-    assert Recipe(dgrad=(SR, NVFP4)).stochastic
-
-
 # ---------------------------------------------------------------- Python and C++ agree
 def test_ffi_attributes_are_those_of_c_plus_plus():
     """Names, order and types of the nested attribute, from the struct that decodes it; all are registered."""
