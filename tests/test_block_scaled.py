@@ -192,7 +192,7 @@ def versions(capability: int) -> dict[int, bool]:
 
 
 @pytest.mark.parametrize("capability", [B200, B300, THOR, RTX, SPARK])
-def test_versions(library, capability):
+def test_versions_of_cublaslt_that_multiply_fp4(library, capability):
     a, b = order_free_operands(None, (70, 32, 64))
     for version, fits in versions(capability).items():
         library("use_version", version)

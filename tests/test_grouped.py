@@ -202,7 +202,7 @@ def plan(a="nvfp4", capability=90, shape=(128, 4, 128, 256), kernel=None):
     return plans.plan_grouped(shape=shape, a=a, out="bfloat16", capability=capability, kernel=kernel)
 
 
-def test_the_kernels():
+def test_the_kernel_of_each_device():
     assert plan(capability=0).kernel == "cpu_nvfp4_blocks"
     assert plan("float16", capability=0).kernel == "cpu_dense_elements"
     for capability in (80, 89, 100, 120):

@@ -47,7 +47,7 @@ def plan(*first, **changes):
 
 
 @pytest.mark.parametrize("capability", GPUS)
-def test_a_gpu(capability):
+def test_the_kernels_of_a_gpu(capability):
     for left in LEFT:
         fast = FUSED[left] if capability == HOPPER else "decode_then_dot"
         fast = FP4 if capability >= BLACKWELL and left == "nvfp4" else fast

@@ -159,7 +159,7 @@ def test_padding_is_explained():
     assert [plan[path].why for path in "abc"] == [f"default; {n}, K padded from 50 to 64", "default", f"default; {n}"]
 
 
-def test_the_table():
+def test_explain_prints_a_table():
     policy = Policy([Rule(".*/(up|down)", SR)], last_bf16=3)
     assert str(
         policy.explain(tree("block_0/mlp/up", "block_0/query", "lm_head", *(f"block_{i}/up" for i in (1, 2, 3))))
@@ -196,7 +196,7 @@ def test_a_model_of_a_library_without_an_adapter_is_a_tree(monkeypatch):
 
 
 @pytest.mark.parametrize("model", [None, {}, 3, {"a": jnp.ones((4, 4))}], ids=str)
-def test_what_is_no_model(model):
+def test_explain_refuses_other_models(model):
     with pytest.raises(TypeError, match=r"Policy.explain: model must be a Flax model, or a tree of parameters"):
         Policy(default=SR).explain(model)
 

@@ -198,7 +198,7 @@ CONVERSIONS = {
 
 
 @pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
-def test_it_is_no_array(tensor, convert):
+def test_array_operations_raise(tensor, convert):
     with pytest.raises(TypeError, match=r"not an array, got shape \(2, 32, 48\) .* jnvfp4.dequantize\(t\) .* t.data"):
         convert(tensor)
 
