@@ -342,7 +342,7 @@ def test_k_must_be_a_multiple_of_16(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
-def test_values_that_are_not_finite(tmp_path, dtype, capsys):
+def test_values_that_are_not_finite_are_refused(tmp_path, dtype, capsys):
     x = np.ones((40, 32), DTYPES[dtype])
     x[17, 5], x[17, 6], x[39, 0] = np.inf, np.nan, -np.inf
     if dtype == "BF16":
@@ -394,7 +394,7 @@ def test_without_a_config(model, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text_config", ["text", [], 3, None])
-def test_configs_of_another_kind(model, tmp_path, text_config):
+def test_text_configs_that_are_no_object_are_ignored(model, tmp_path, text_config):
     (model / "config.json").write_text(json.dumps({"text_config": text_config}))
     converted(model, tmp_path)
 
@@ -421,14 +421,14 @@ def test_numbers_that_json_has_not_are_not_copied(model, tmp_path, capsys, numbe
 
 
 @pytest.mark.parametrize("config", [{"quant_method": "modelopt"}, {"quant_method": "fp8"}, "awq"])
-def test_what_is_quantized_already(model, tmp_path, config, capsys):
+def test_a_model_that_is_quantized_already_is_refused(model, tmp_path, config, capsys):
     (model / "config.json").write_text(json.dumps({"quantization_config": config}))
     method = config if isinstance(config, str) else config["quant_method"]
     refused(model, tmp_path, rf"config.json: is quantized already \({method}\)", 3, capsys=capsys)
 
 
 @pytest.mark.parametrize("suffix", ["_scale_inv", "_scale", "_scale_2", "_global_scale"])
-def test_scales_of_quantized_weights(model, tmp_path, suffix, capsys):
+def test_scales_of_quantized_weights_are_refused(model, tmp_path, suffix, capsys):
     """Also where no config says that weights are quantized."""
     scale = f"{GATE}{suffix}"
     write(model / A, {**SHARDS[A], scale: ("F32", np.ones((1, 1), np.float32))})
