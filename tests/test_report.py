@@ -9,27 +9,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import Case
-from helpers import FLOAT_MAX, amax_for, find_amax, key_for, scale_values
+from helpers import FLOAT_MAX, amax_for, amax_shape, find_amax, key_for, scale_values
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jnvfp4 import (
-    NVFP4,
-    NVFP4_2D,
-    NVFP4_RHT,
-    NVFP4_SR,
-    NVFP4_SR_UNBIASED,
-    ROW_SCALED,
-    WINDOW64,
-    QuantizationReport,
-    dequantize,
-    four_over_six,
-    quantization_report,
-    quantize,
-    reference,
-)
+from jnvfp4 import NVFP4, QuantizationReport, dequantize, quantization_report, quantize, reference
 from jnvfp4._core.softfloat import from_bits, to_bits
-from jnvfp4.spec import name_of
+from jnvfp4.spec import NVFP4_2D, NVFP4_RHT, NVFP4_SR, NVFP4_SR_UNBIASED, ROW_SCALED, WINDOW64, four_over_six, name_of
 
 # One shape almost everywhere, so that each spec compiles once.
 SHAPE = (32, 64)
@@ -50,8 +36,7 @@ every_kind = pytest.mark.parametrize("spec", ONE_OF_EACH_KIND, ids=name_of)
 
 def unit_amax(spec):
     """The amax that makes the encode scale of the tensor 1, in the shape of the spec's scope."""
-    shape = {"tensor": (), "row": SHAPE[:1], "window64": (SHAPE[0], 1)}[spec.format.amax_scope]
-    return jnp.full(shape, 6.0 * spec.format.e4m3_max, jnp.float32)
+    return jnp.full(amax_shape(spec.format.amax_scope, SHAPE), 6.0 * spec.format.e4m3_max, jnp.float32)
 
 
 def make_report(x, spec, **arguments):
