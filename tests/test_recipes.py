@@ -5,46 +5,24 @@ import inspect
 
 import pytest
 
-from jnvfp4 import (
-    NVFP4,
-    NVFP4_2D,
-    NVFP4_RHT,
-    NVFP4_RHT_SR,
-    NVFP4_RHT_SR_UNBIASED,
-    NVFP4_SR,
-    NVFP4_SR_UNBIASED,
-    ROW_SCALED,
-    WINDOW64,
-    Format,
-    QuantSpec,
-    Recipe,
-    dot_general,
-    four_over_six,
-    linear,
-    recipes,
-)
+from jnvfp4 import NVFP4, NVFP4_2D, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_RHT_SR_UNBIASED, Recipe, dot_general, linear, recipes
+from jnvfp4.spec import NVFP4_SR, NVFP4_SR_UNBIASED, ROW_SCALED, WINDOW64, Format, QuantSpec, four_over_six
 
 ONE, TILE = four_over_six(), four_over_six(block_rows=16)
 PLAIN, TILES, SR, SR_TILES = (NVFP4, NVFP4), (NVFP4, NVFP4_2D), (NVFP4_SR, NVFP4), (NVFP4_SR, NVFP4_2D)
 ROTATED, ROTATED_SR, UNBIASED = (NVFP4_RHT, NVFP4_RHT), (NVFP4_RHT_SR, NVFP4_RHT), (NVFP4_SR_UNBIASED, NVFP4)
 ROWS, WINDOWS = (ROW_SCALED, NVFP4_2D), (WINDOW64, NVFP4_2D)
+UNBIASED_TILES, ROTATED_UNBIASED = (NVFP4_SR_UNBIASED, NVFP4_2D), (NVFP4_RHT_SR_UNBIASED, NVFP4_RHT)
 # Each recipe with the specs of its three GEMMs.
 TABLE = {
     "pretrain": (recipes.pretrain(), TILES, SR_TILES, ROTATED_SR),
     "pretrain, no rht": (recipes.pretrain(rht=False), TILES, SR_TILES, SR),
     "pretrain, nearest": (recipes.pretrain(stochastic_rounding=False), TILES, TILES, ROTATED),
     "pretrain, plain": (recipes.pretrain(rht=False, stochastic_rounding=False), TILES, TILES, PLAIN),
-    "pretrain, unbiased": (
-        recipes.pretrain(unbiased=True),
-        TILES,
-        (NVFP4_SR_UNBIASED, NVFP4_2D),
-        (NVFP4_RHT_SR_UNBIASED, NVFP4_RHT),
-    ),
+    "pretrain, unbiased": (recipes.pretrain(unbiased=True), TILES, UNBIASED_TILES, ROTATED_UNBIASED),
     "pretrain, unbiased, no rht": (
         recipes.pretrain(unbiased=True, rht=False, stochastic_rounding=True, weight_tiles=False),
-        PLAIN,
-        UNBIASED,
-        UNBIASED,
+        *(PLAIN, UNBIASED, UNBIASED),
     ),
     "pretrain, no tiles": (recipes.pretrain(weight_tiles=False), PLAIN, SR, ROTATED_SR),
     "row_scaled": (recipes.row_scaled(), ROWS, SR_TILES, (NVFP4_SR, ROW_SCALED)),
@@ -55,9 +33,7 @@ TABLE = {
     "4over6 all": (recipes.four_over_six("all"), (ONE, TILE), (NVFP4_SR, TILE), (NVFP4_SR, ONE)),
     "4over6 all, nearest": (
         recipes.four_over_six("all", stochastic_rounding=False),
-        (ONE, TILE),
-        (NVFP4, TILE),
-        (NVFP4, ONE),
+        *((ONE, TILE), (NVFP4, TILE), (NVFP4, ONE)),
     ),
     "window64": (recipes.window64(), WINDOWS, SR_TILES, (NVFP4_SR, WINDOW64)),
     "window64, nearest": (recipes.window64(stochastic_rounding=False), WINDOWS, TILES, (NVFP4, WINDOW64)),
@@ -67,20 +43,14 @@ TABLE = {
     "rl, high precision": (recipes.rl(backward="high_precision"), (ROW_SCALED, NVFP4), None, None),
     "rl, 4over6": (
         recipes.rl(four_over_six=True),
-        (four_over_six(amax_scope="row"), ONE),
-        "dequantized",
-        "dequantized",
+        *((four_over_six(amax_scope="row"), ONE), "dequantized", "dequantized"),
     ),
     "no fprop": (Recipe(None), None, TILES, PLAIN),
     "inference": (recipes.inference(), PLAIN, None, None),
     "inference, weight-only": (recipes.inference(weight_only=True), (None, NVFP4), None, None),
 }
-TRAINING = {
-    "pretrain": recipes.pretrain,
-    "row_scaled": recipes.row_scaled,
-    "four_over_six": recipes.four_over_six,
-    "window64": recipes.window64,
-}
+MAKERS = (recipes.pretrain, recipes.row_scaled, recipes.four_over_six, recipes.window64)
+TRAINING = {maker.__name__: maker for maker in MAKERS}
 every_training_recipe = pytest.mark.parametrize("make", TRAINING.values(), ids=TRAINING)
 
 
@@ -130,19 +100,12 @@ def test_other_gradients_leave_the_forward_pass(make, backward, how):
     assert (make(backward="nvfp4"), make().stochastic) == (make(), True)
 
 
-@pytest.mark.parametrize(
-    ("field", "pair"),
-    [
-        ("fprop", (NVFP4, NVFP4_SR)),
-        ("fprop", (None, NVFP4_SR)),
-        ("dgrad", (NVFP4_SR, NVFP4)),
-        ("wgrad", (NVFP4, NVFP4_SR)),
-    ],
-    ids=["fprop", "weight_only", "dgrad", "wgrad"],
-)
-def test_one_stochastic_operand_is_enough(field, pair):
-    assert Recipe(**{field: pair}).stochastic
-    assert not Recipe().stochastic
+def test_one_stochastic_operand_is_enough():
+    first, second = (NVFP4_SR, NVFP4), (NVFP4, NVFP4_SR)
+    for recipe in (Recipe(second), Recipe((None, NVFP4_SR)), Recipe(dgrad=first), Recipe(wgrad=second)):
+        assert recipe.stochastic
+    for recipe in (Recipe(), Recipe(dgrad=None, wgrad="dequantized")):
+        assert not recipe.stochastic
 
 
 def test_the_default_of_linear_is_the_pretraining_recipe_that_needs_no_key():

@@ -7,17 +7,8 @@ import pytest
 from helpers import assert_same_tensor, key_for
 from operands import normal
 
-from jnvfp4 import (
-    NVFP4,
-    NVFP4_RHT,
-    ROW_SCALED,
-    WINDOW64,
-    four_over_six,
-    from_state,
-    quantize,
-    to_state,
-)
-from jnvfp4.spec import SUPPORTED_SPECS, name_of
+from jnvfp4 import from_state, quantize, to_state
+from jnvfp4.spec import NVFP4, NVFP4_RHT, ROW_SCALED, SUPPORTED_SPECS, WINDOW64, four_over_six, name_of
 
 # One spec for each format.
 SPECS = {
