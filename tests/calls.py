@@ -57,14 +57,7 @@ def absent(name: str, dtype: Any = F32) -> Array:
     return Array(name, (0,), dtype, ((0, 1), (1, 0), *more))
 
 
-def side(
-    lead: tuple[int, ...],
-    rows: int,
-    cols: int,
-    spec: QuantSpec,
-    given: bool,
-    name: str = "",
-) -> tuple[Array, Array, tuple[Array, ...]]:
+def side(lead: tuple[int, ...], rows: int, cols: int, spec: QuantSpec, given: bool, name: str = "") -> tuple:
     """The amax, the stream, and the results data, scale and found amax of one orientation."""
     scope = spec.format.amax_scope
     shape = {"tensor": (), "row": (*lead, rows), "window64": (*lead, rows, cols // 64)}[scope]
@@ -140,23 +133,15 @@ def transpose_call(rows: int = 48, cols: int = 80) -> Call:
 def rht_amax_call(rows: int = 16, cols: int = 32) -> Call:
     attrs = {"transpose": False, "keep": np.int32(1)}
     other_sizes = ((2, 17, 32), (2, 8, 32), (2, 32, 32), (2, 16, 16), (2, 16, 64))
-    return Call(
-        "rht_amax",
-        (Array("x", (2, rows, cols), BF16, other_sizes, FLOATS),),
-        (Array("amax", (2,), F32), Array("plain_amax", (2,), F32)),
-        attrs,
-    )
+    x = Array("x", (2, rows, cols), BF16, other_sizes, FLOATS)
+    return Call("rht_amax", (x,), (Array("amax", (2,), F32), Array("plain_amax", (2,), F32)), attrs)
 
 
 def epilogue_call() -> Call:
     operands = (Array("y", (16, 32), F32), Array("a amax", (), F32, ((16,), (0,))), Array("b amax", (), F32, ((32,),)))
+    operands, out = (*operands, Array("bias", (32,), BF16, ((0,),), FLOATS)), Array("out", (16, 32), BF16, also=FLOATS)
     attrs = {"a_e4m3_max": np.int32(448), "b_e4m3_max": np.int32(448), "b_batched": False}
-    return Call(
-        "epilogue",
-        (*operands, Array("bias", (32,), BF16, ((0,),), FLOATS)),
-        (Array("out", (16, 32), BF16, also=FLOATS),),
-        attrs,
-    )
+    return Call("epilogue", operands, (out,), attrs)
 
 
 def decode_call() -> Call:
@@ -167,9 +152,7 @@ def decode_call() -> Call:
 def valid_calls(platform: str, hopper: bool = True) -> dict[str, Call]:
     """Name -> a call that runs on "cpu" or "cuda"; on GPUs, whether those for Hopper are among them."""
     cpu = platform == "cpu"
-    blocks, elements = (
-        ("cpu_nvfp4_blocks", "cpu_dense_elements") if cpu else ("sm80_nvfp4_blocks", "sm80_dense_elements")
-    )
+    blocks, elements = (f"{'cpu' if cpu else 'sm80'}_{kernel}" for kernel in ("nvfp4_blocks", "dense_elements"))
     calls = {
         "quantize": quantize_call(NVFP4, True),
         "quantize tiles": quantize_call(NVFP4_2D, True, transpose=True),

@@ -30,35 +30,11 @@ class Case:
             return values.astype(np.float32).astype(DTYPES[self.dtype])
 
 
-def _normal(rng, shape):
-    return rng.standard_normal(shape)
-
-
-def _heavy(rng, shape):
-    return rng.standard_normal(shape) ** 3
-
-
-def _zeros(rng, shape):
-    return np.zeros(shape)
-
-
-def _signed_zeros(rng, shape):
-    return np.where(rng.random(shape) < 0.5, 0.0, -0.0)
-
-
 def _one_hot(rng, shape):
     """One large element: every other block has a tiny or zero scale."""
     x = rng.standard_normal(shape) * 1e-3
     x.reshape(-1)[rng.integers(x.size)] = 3e4
     return x
-
-
-def _subnormal(rng, shape):
-    return rng.standard_normal(shape) * 1e-39
-
-
-def _powers(rng, shape):
-    return np.ldexp(rng.choice([-1.0, 1.0], shape), rng.integers(-12, 12, shape))
 
 
 def _ties(rng, shape):
@@ -77,13 +53,13 @@ def _outlier_rows(rng, shape):
 
 
 DISTRIBUTIONS = {
-    "normal": _normal,
-    "heavy": _heavy,
-    "zeros": _zeros,
-    "signed_zeros": _signed_zeros,
+    "normal": lambda rng, shape: rng.standard_normal(shape),
+    "heavy": lambda rng, shape: rng.standard_normal(shape) ** 3,
+    "zeros": lambda rng, shape: np.zeros(shape),
+    "signed_zeros": lambda rng, shape: np.where(rng.random(shape) < 0.5, 0.0, -0.0),
     "one_hot": _one_hot,
-    "subnormal": _subnormal,
-    "powers": _powers,
+    "subnormal": lambda rng, shape: rng.standard_normal(shape) * 1e-39,
+    "powers": lambda rng, shape: np.ldexp(rng.choice([-1.0, 1.0], shape), rng.integers(-12, 12, shape)),
     "ties": _ties,
     "outlier_rows": _outlier_rows,
 }
@@ -107,12 +83,12 @@ def _even46(rng, shape):
     return _shuffled_blocks(rng, shape, [6.0, 0.0] + [0.5] * 7 + [0.75] * 7)
 
 
-def _sparse(rng, shape):
-    return rng.standard_normal(shape) * (rng.random(shape) < 0.1)
-
-
 # What is slow for 4over6 kernels that decide most blocks by an estimate.
-ADVERSARIAL = {"same46": _same46, "even46": _even46, "sparse": _sparse}
+ADVERSARIAL = {
+    "same46": _same46,
+    "even46": _even46,
+    "sparse": lambda rng, shape: rng.standard_normal(shape) * (rng.random(shape) < 0.1),
+}
 
 # For specs by the dozen: no axis a power of two, a leading axis, each dtype once.
 ODD = [Case("odd_blocks", (48, 80), "fp32"), Case("half", (32, 112), "fp16"), Case("batched", (2, 3, 16, 48))]

@@ -44,31 +44,25 @@ class Backend:
         return jax.devices(self.platform)[0]
 
 
-def _backend(request) -> Backend:
-    implementation, platform = request.param.split("-")
-    if platform == "cuda" and not gpus():
-        skip_or_fail("cuda", "no CUDA device")
-    return Backend(platform, implementation)
-
-
 ALL_BACKENDS = ["native-cpu", "reference-cpu", "native-cuda", "reference-cuda"]
 NATIVE_BACKENDS = ["native-cpu", "native-cuda"]
 
 
-@pytest.fixture(params=ALL_BACKENDS)
-def backend(request):
-    """Every implementation on every platform, as the default device of the test."""
-    chosen = _backend(request)
-    with jax.default_device(chosen.device):
-        yield chosen
+def one_of(params: list[str]):
+    @pytest.fixture(params=params)
+    def chosen(request):
+        """A backend as the default device of the test."""
+        implementation, platform = request.param.split("-")
+        if platform == "cuda" and not gpus():
+            skip_or_fail("cuda", "no CUDA device")
+        with jax.default_device(jax.devices(platform)[0]):
+            yield Backend(platform, implementation)
+
+    return chosen
 
 
-@pytest.fixture(params=NATIVE_BACKENDS)
-def native(request):
-    """The native kernels of every platform, as the default device of the test."""
-    chosen = _backend(request)
-    with jax.default_device(chosen.device):
-        yield chosen
+backend = one_of(ALL_BACKENDS)  # every implementation on every platform
+native = one_of(NATIVE_BACKENDS)  # the native kernels of every platform
 
 
 @pytest.fixture
@@ -106,6 +100,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
     return WorkStealingScheduling(config, log)
 
 
+# Modules that run beside another one, whose programs they compile too: specs of the reference, and a stand-in.
+BESIDE = {"golden": "quantize", "block_scaled": "gemm_kernels", "self_check": "gemm_kernels"}
+BESIDE = {f"test_{name}.py": f"test_{other}.py" for name, other in BESIDE.items()}
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as ``product`` what the default run leaves out of tests with several lists of parameters.
@@ -113,6 +112,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Of lists of 24, 5 and 2 values there are 240 cases. 24 of them remain: case i takes value i of each list, and starts
     a list again where it ends. So each value is in at least one case. Fixtures, such as backends, are not counted.
     """
+    items.sort(key=lambda item: BESIDE.get(item.path.name, item.path.name))
     for item in items:
         if not _on_diagonal([_chosen(item, mark) for mark in item.iter_markers("parametrize")]):
             item.add_marker(pytest.mark.product)

@@ -36,9 +36,8 @@ class Transformer(nn.Module):
         for i in range(self.layers):
             attention = nn.MultiHeadDotProductAttention(2, dtype=jnp.bfloat16, name=f"block_{i}_attention")
             x = x + attention(nn.LayerNorm(name=f"block_{i}_norm")(x)).astype(x.dtype)
-            x = x * nn.Einsum((WIDTH, WIDTH), "bsd,de->bse", dtype=jnp.bfloat16, name=f"block_{i}_gate")(x).astype(
-                x.dtype
-            )
+            gate = nn.Einsum((WIDTH, WIDTH), "bsd,de->bse", dtype=jnp.bfloat16, name=f"block_{i}_gate")
+            x = x * gate(x).astype(x.dtype)
             x = self.block(name=f"block_{i}")(x)
         return nn.Dense(VOCABULARY, name="lm_head")(x)
 
@@ -66,12 +65,8 @@ class Stack(nn.Module):
                     return block(x), None
             return block(x), None
 
-        loop = nn.scan(
-            body,
-            variable_axes={"params": 0, "keys": 0},
-            split_rngs=dict(self.split_rngs),
-            length=self.layers,
-        )
+        axes, split = {"params": 0, "keys": 0}, dict(self.split_rngs)
+        loop = nn.scan(body, variable_axes=axes, split_rngs=split, length=self.layers)
         return loop(block(name="block"), x, jnp.arange(self.layers))[0]
 
 

@@ -105,6 +105,11 @@ def find_amax(x: np.ndarray, scope: str = "tensor") -> np.ndarray:
     return canonical_nans(np.asarray(found, np.uint32).view(np.float32))
 
 
+def amax_shape(scope: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the amax of an array of ``shape``, oriented like the result."""
+    return {"tensor": (), "row": shape[:-1], "window64": (*shape[:-1], shape[-1] // WINDOW)}[scope]
+
+
 def amax_for(x: np.ndarray, spec: QuantSpec) -> np.ndarray:
     """The amax that ``quantize`` finds for x, which is oriented like the result."""
     return find_amax(rotate(x) if spec.format.rht else x, spec.format.amax_scope)
@@ -309,9 +314,7 @@ def _tile_quantizer(spec: QuantSpec):
         with mock.patch.object(reference, "block_bits", return_value=random):  # given, not from a stream
             return reference.quantize(x, spec, amax, stream=random)[:2]
 
-    return jax.jit(
-        run, compiler_options={"xla_backend_optimization_level": 0}
-    )  # integers only, so the bits are the same
+    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})  # integers only: the same bits
 
 
 def quantize_by_reference(
@@ -374,8 +377,7 @@ def random_tensor(
     data = rng.integers(0, 256, (*lead, rows, cols // 2), np.uint8)
     scale = rng.choice(np.array(scales, np.uint8), (*lead, rows, cols // 16)).view(ml_dtypes.float8_e4m3fn)
     if amax is None:
-        of_scope = {"tensor": (), "row": (*lead, rows), "window64": (*lead, rows, cols // WINDOW)}
-        amax = rng.uniform(0.5, 2, of_scope[fmt.amax_scope]).astype(np.float32)
+        amax = rng.uniform(0.5, 2, amax_shape(fmt.amax_scope, shape)).astype(np.float32)
     return NVFP4Tensor(jnp.asarray(data), jnp.asarray(scale), jnp.asarray(amax, jnp.float32), fmt)
 
 

@@ -8,19 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Case
+from helpers import amax_shape
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jnvfp4 import (
-    NVFP4,
-    NVFP4_2D,
-    NVFP4_RHT,
-    NVFP4_RHT_SR_UNBIASED,
-    ROW_SCALED,
-    WINDOW64,
-    NVFP4Tensor,
-    four_over_six,
-)
+from jnvfp4 import NVFP4Tensor
+from jnvfp4.spec import NVFP4, NVFP4_2D, NVFP4_RHT, NVFP4_RHT_SR_UNBIASED, ROW_SCALED, WINDOW64, four_over_six
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 # Specs that shard in different ways; the rest differ from them inside a block only.
@@ -137,8 +130,7 @@ def assert_sharded(x, mesh, spec):
 
 def given_amax(shape, scope, transpose):
     """An amax of its own for whatever has one, below and above the largest magnitudes."""
-    rows, cols = shape[::-1] if transpose else shape
     if scope == "tensor":
         return jnp.float32(3.5)
-    parts = (rows,) if scope == "row" else (rows, cols // 64)
+    parts = amax_shape(scope, shape[::-1] if transpose else shape)
     return jnp.linspace(1.0, 4.0, math.prod(parts), dtype=jnp.float32).reshape(parts)

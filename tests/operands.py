@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 from cases import Case
+from helpers import amax_shape
 
 from jnvfp4 import Format, NVFP4Tensor
 
@@ -31,6 +32,5 @@ def exact_with_scope(scope, shape, seed) -> NVFP4Tensor:
     t, rng = exact_tensor(shape, seed), np.random.default_rng(seed)
     if scope == "tensor":
         return t
-    parts = shape[:-1] if scope == "row" else (*shape[:-1], shape[-1] // 64)
-    amax = 6 * 448.0 * 2.0 ** rng.integers(-1, 2, parts)
+    amax = 6 * 448.0 * 2.0 ** rng.integers(-1, 2, amax_shape(scope, shape))
     return NVFP4Tensor(t.data, t.scale, jnp.asarray(amax, jnp.float32), Format(scope))

@@ -104,9 +104,9 @@ def order_free(a, b) -> bool:
     return multiples and np.max(np.abs(values[0]) @ np.abs(values[1]).T) < 2.0**24 * unit
 
 
-def with_nan_scale(t: NVFP4Tensor, row: int) -> NVFP4Tensor:
+def with_nan_scale(t: NVFP4Tensor, *row: int) -> NVFP4Tensor:
     scale = bits(t.scale).copy()
-    scale[row, 1] = 0x7F
+    scale[(*row, 1)] = 0x7F
     return NVFP4Tensor(t.data, jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn)), t.amax, t.format)
 
 

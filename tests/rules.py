@@ -29,16 +29,23 @@ from jnvfp4 import (
     NVFP4,
     NVFP4_2D,
     NVFP4_RHT,
+    NVFP4_RHT_SR,
     NVFP4_SR,
     ROW_SCALED,
     WINDOW64,
     Format,
     NVFP4Tensor,
+    Policy,
+    QuantSpec,
+    RaggedDot,
     Recipe,
     dequantize,
     dot_general,
+    einsum,
     fake_quant,
     four_over_six,
+    from_state,
+    grouped_linear,
     grouped_matmul_nt,
     linear,
     matmul_nt,
@@ -46,8 +53,10 @@ from jnvfp4 import (
     quantize,
     quantize_pair,
     recipes,
+    to_state,
     transpose,
 )
+from jnvfp4 import Rule as PolicyRule
 
 F32, BF16, U8, I8, I32, E4M3 = jnp.float32, jnp.bfloat16, jnp.uint8, jnp.int8, jnp.int32, jnp.float8_e4m3fn
 RHT, ROW, WINDOW = Format(rht=True), Format("row"), Format("window64")
@@ -204,7 +213,10 @@ rule(text, (quantize, fake_quant, quantization_report), a(8, 32), spec=NVFP4_SR)
 rule(text, quantize_pair, a(16, 16), col_spec=NVFP4_SR)
 text = "TypeError: key must be one JAX PRNG key, as jax.random.key gives, got "
 rule(text + "3", (quantize, quantize_pair), a(16, 32), NVFP4_SR, key=3)
-rule(text, quantize, a(8, 32), NVFP4_SR, key=jax.random.split(jax.random.key(0)))
+for wrong in (*(jax.random.split(make(0), 3) for make in (jax.random.key, jax.random.PRNGKey)), 7, np.zeros(2)):
+    rule(text, (quantize, fake_quant), X, NVFP4_SR, key=wrong)
+    rule(text, quantize_pair, X, col_spec=NVFP4_SR, key=wrong)
+    rule(text, linear, X, X, SR_RECIPE, key=wrong)
 
 # ---------------------------------------------------------------- dequantize
 part_of_block = (dequantize_call(False, cols=120), "multiple of 16 codes")
@@ -275,12 +287,8 @@ rule("b must be [N, K] or have the leading axes of a", matmul_nt, t(8, 32), t(8,
 rule("a must have rank 2 or more", matmul_nt, a(32, dtype=BF16), t(8, 32))
 text = "TypeError: an unquantized a must be bfloat16 or float16, got float32"
 rule(text, matmul_nt, a(8, 32), t(8, 32))
-rule(
-    "TypeError: b must be an NVFP4Tensor, got ...; jnvfp4.quantize makes one of an array",
-    matmul_nt,
-    t(8, 32),
-    a(8, 32, dtype=BF16),
-)
+text = "TypeError: b must be an NVFP4Tensor, got ...; jnvfp4.quantize makes one of an array"
+rule(text, matmul_nt, t(8, 32), a(8, 32, dtype=BF16))
 text = "a and b must both be rotated (format.rht) or neither, got a.rht={}, b.rht={}"
 rule(text.format(True, False), matmul_nt, t(8, 32, RHT), t(8, 32))
 rule(text.format(False, True), matmul_nt, a(8, 32, dtype=BF16), t(8, 32, RHT))
@@ -371,15 +379,53 @@ rule("...w.shape=(32, 16); pass w_axes='kn' for w [K, N]", linear, a(8, 32), a(3
 rule("...w.shape=(16, 32); pass w_axes='nk' for w [N, K]", linear, a(8, 32), a(16, 32), w_axes="kn")
 text = "key must be given, since the recipe rounds stochastically, got none; (a) with jnvfp4...(d) the argument key"
 rule(text, linear, a(8, 32), a(16, 32), SR_RECIPE)
-keys = jax.random.split(jax.random.key(0))
-text = "TypeError: key must be one JAX PRNG key, as jax.random.key gives, got "
-rule(text, linear, a(8, 32), a(16, 32), SR_RECIPE, key=keys)
 rule(f"TypeError: x must be {FLOATS}, got int32", linear, a(8, 32, dtype=I32), a(16, 32))
 rule(f"TypeError: w must be {FLOATS}, got int8", linear, a(8, 32), a(16, 32, dtype=I8))
 rule("TypeError: x must be an array, got an NVFP4Tensor", linear, t(8, 32), a(16, 32))
 for recipe in (Recipe(fprop=(None, NVFP4_2D)), recipes.inference(weight_only=True)):
     text = "TypeError: x must be bfloat16 or float16 for a weight-only recipe, got float32"
     rule(text, linear, a(8, 32), a(16, 32), recipe)
+
+# ---------------------------------------------------------------- linear with a quantized w
+x, frozen = a(32, 64), t(48, 64)
+text = "w must have the format of recipe.fprop.w, nvfp4_tensor_448, got nvfp4_row_448; choose a recipe"
+rule(text, linear, x, t(48, 64, ROW, amax=(48,)))
+rule("recipe.fprop must be a pair for an NVFP4Tensor w, got None", linear, x, frozen, Recipe(None))
+text = "w_axes must be 'nk' for an NVFP4Tensor w, ...got 'kn'; ...quantize(w, transpose=True)"
+rule(text, linear, x, frozen, w_axes="kn")
+rule("w must have rank 2, [N, K], got w.shape=(2, 48, 64)", linear, x, t(48, 64, lead=(2,)))
+rule("...must have the same size K, got x.shape=(32, 32), w", linear, a(32, 32), frozen)
+rule("K must be a multiple of 64, got K=48", linear, a(32, 48), t(48, 48), recipes.window64())
+rule("w.amax must have shape ()", linear, x, t(48, 64, amax=(3,)))
+rule("TypeError: w.scale must be float8_e4m3fn", linear, x, t(48, 64, scale=F32))
+rule("bias must have shape (N,)=(48,), got", linear, x, frozen, bias=a(3))
+rule("TypeError: x must be an array, got an NVFP4Tensor", linear, t(32, 64), frozen)
+weight_only = "TypeError: x must be bfloat16 or float16 for a weight-only recipe"
+rule(weight_only, linear, x, frozen, recipes.inference(weight_only=True))
+rule("TypeError: recipe must be a Recipe", linear, x, frozen, NVFP4)
+
+# ---------------------------------------------------------------- grouped_linear
+w, sizes = a(3, 48, 64), a(3, dtype=I32)
+rule("w must have rank 3, [G, N, K]", grouped_linear, x, a(48, 64), sizes)
+rule("w must have one expert or more", grouped_linear, x, a(0, 48, 64), a(0, dtype=I32))
+rule("x must have rank 2, [M, K]...vmap", grouped_linear, a(1, 32, 64), w, sizes)
+rule("the last axis of x and axis 2 of w must have the same size K", grouped_linear, a(32, 32), w, sizes)
+rule("K must be a multiple of 16, got K=40", grouped_linear, a(32, 40), a(3, 48, 40), sizes)
+rule("TypeError: group_sizes must be int32", grouped_linear, x, w, a(3))
+rule("group_sizes must have shape (G,)=(3,)", grouped_linear, x, w, a(2, dtype=I32))
+rule("TypeError: group_sizes must be int32, got int64; ...astype", grouped_linear, x, w, np.array((0, 1, 15)))
+rule("TypeError: recipe must be a Recipe", grouped_linear, x, w, sizes, recipe=None)
+rule("key must be given", grouped_linear, x, w, sizes, recipe=SR_RECIPE)
+windows, key = Recipe(None, (WINDOW64, WINDOW64), None), jax.random.key(0)
+rule("recipe.fprop must have amax_scope...window64", grouped_linear, x, w, sizes, recipe=recipes.window64(), key=key)
+rule("recipe.dgrad must have amax_scope...window64", grouped_linear, x, w, sizes, recipe=windows)
+text = "implementation must be None, 'native' or 'reference' where recipe.fprop is None, got 'cpu_nvfp4_blocks'"
+rule(text, grouped_linear, x, w, sizes, recipe=Recipe(None, None, None), implementation="cpu_nvfp4_blocks")
+rule("w_axes must be 'nk' or 'kn'", grouped_linear, x, w, sizes, w_axes="gnk")
+rule("w must have the format of", grouped_linear, x, t(48, 64, ROW, lead=(3,), amax=(3, 48)), sizes)
+rule(weight_only, grouped_linear, x, w, sizes, recipe=recipes.inference(weight_only=True))
+rule("TypeError: recipe must be a Recipe", RaggedDot, "pretrain")
+rule("TypeError: path must be a string or None", RaggedDot, path=3)
 
 # ---------------------------------------------------------------- dot_general
 two, batch = (a(16, 32), a(16, 32)), (((2,), (2,)), ((0,), (0,)))
@@ -403,3 +449,129 @@ rule(text, dot_general, *two, LAST, preferred_element_type=I32)
 rule(f"TypeError: lhs must be {FLOATS}, got int32", dot_general, a(16, 32, dtype=I32), a(16, 32), LAST)
 text = "TypeError: rhs must be an array, got an NVFP4Tensor; ....linear takes"
 rule(text, dot_general, a(16, 32), t(16, 32), LAST)
+
+# ---------------------------------------------------------------- einsum
+x, w = a(2, 16, 64), a(64, 48)
+for subscripts, text in {
+    "bsd->bs": "subscripts must have two operands, got 1 in 'bsd->bs'",
+    "bsd,df,fg->bsg": "subscripts must have two operands, got 3",
+    "bdd,df->bf": "x must have each letter once, got 'd' twice in 'bdd,df->bf'",
+    "bsd,dd->bs": "w must have each letter once",
+    "bsd,df->bbf": "the result must have each letter once",
+    "bsd,df->bf": "a letter of one operand alone must be in the result, got 's'; sum it first",
+    "bsd,df->bs": "a letter of one operand alone must be in the result, got 'f'",
+    "bsd,df->bsfq": "the result must have letters of x or w, got 'q'",
+    "bsd,ef->bsdef": "x and w must share a letter that the result leaves out, got none",
+    "bd,df->bf": "x must have one axis a letter of 'bd', got 3 axes",
+    "...sd,...df->...sf": "an ellipsis must stand for the same axes of x and w",
+    "bs1,1f->bsf": "subscripts must consist of letters, got '1'",
+}.items():
+    rule(text, einsum, subscripts, x, w)
+rule("TypeError: subscripts must be a string such as", einsum, [0, 1], x, w)
+rule("TypeError: w must be an array, got an NVFP4Tensor", einsum, "bsd,df->bsf", x, t(64, 48))
+rule("precision must be None or 'default', got 'highest'", einsum, "bsd,df->bsf", x, w, precision="highest")
+
+# ---------------------------------------------------------------- specs
+rule("amax_scope must be one of ..., got 'column'", Format, "column")
+rule("e4m3_max must be one of (448, 256), got 240", Format, e4m3_max=240)
+rule("rht must be one of (False, True), got 1", Format, rht=1)
+rule("...window64 goes with neither rht nor e4m3_max=256", Format, "window64", rht=True)
+rule('...rht needs amax_scope="tensor" and e4m3_max=448', Format, "row", rht=True)
+rule("format must be a Format, got 'tensor'", QuantSpec, "tensor")
+rule("block_rows must be one of (1, 16), got 2", QuantSpec, block_rows=2)
+rule("select must be one of ..., got 'max4'", QuantSpec, select="max4")
+rule("error_math must be one of", QuantSpec, select="mse", error_math="bf16")
+rule("rounding must be one of ..., got 'up'", QuantSpec, rounding="up")
+text = """...e4m3_max=256 needs select="mae" or "mse"...got format=Format(...e4m3_max=256..., select='max6'"""
+rule(text, QuantSpec, Format(e4m3_max=256))  # which has no name
+rule('...error_math="fp16" needs select="mae" or "mse"', QuantSpec, error_math="fp16")
+rule('...rounding="stochastic" needs select', QuantSpec, select="mse", rounding="stochastic")
+rule('...rht=True needs select="max6", not "mae"', QuantSpec, RHT, select="mae")
+for scope in (ROW, WINDOW):
+    text = f'...amax_scope="{scope.amax_scope}" needs block_rows=1...and rounding="nearest"'
+    rule(text, QuantSpec, scope, block_rows=16)
+    rule(text, QuantSpec, scope, rounding="stochastic")
+text = '...block_rows=16 needs rounding="nearest" and rht=False..., got format=...block_rows=16'
+rule(text, QuantSpec, block_rows=16, rounding="stochastic")
+rule(text, QuantSpec, RHT, 16)
+rule("scale_headroom must be ..., got 1", QuantSpec, rounding="stochastic", scale_headroom=1)
+text = 'scale_headroom=True needs rounding="stochastic" and block_rows=1..., got ...scale_headroom=True'
+rule(text, QuantSpec, scale_headroom=True)
+rule("error must be 'mae' or 'mse', got 'max'", four_over_six, "max")
+rule("...window64", four_over_six, amax_scope="window64")
+
+# ---------------------------------------------------------------- recipes
+text = "backward must be one of ('nvfp4', 'high_precision', 'dequantized'), got 'fp8'"
+rule(text, (recipes.pretrain, recipes.row_scaled, recipes.four_over_six, recipes.window64), backward="fp8")
+text = "scope must be one of ('weights', 'activations', 'all'), got 'gradients'"
+rule(text, recipes.four_over_six, "gradients")
+text = 'rht must be False for scope="activations", since wgrad reads 4over6 activations, got True'
+rule(text, recipes.four_over_six, "activations", rht=True)
+rule("backward must be one of ('dequantized', 'high_precision'), got 'nvfp4'", recipes.rl, backward="nvfp4")
+text = "{} must be True or False, got {!r}"
+for maker, option, value in (
+    (recipes.rl, "four_over_six", 1),
+    (recipes.pretrain_4over6, "stochastic_rounding", None),
+    (recipes.pretrain, "unbiased", 1),
+    (recipes.pretrain, "rht", "no"),
+    (recipes.inference, "weight_only", 1),
+    (recipes.four_over_six, "fast", "no"),
+):
+    rule(text.format(option, value), maker, **{option: value})
+text = 'rht must be left out for backward="dequantized", which quantizes no gradient, got False'
+rule(text, recipes.pretrain, backward="dequantized", rht=False)
+text = 'stochastic_rounding must be left out for backward="high_precision"'
+rule(text, recipes.row_scaled, backward="high_precision", stochastic_rounding=True)
+text = "unbiased must be False for {}, which rounds nothing stochastically, got True"
+rule(text.format("stochastic_rounding=False"), recipes.pretrain, unbiased=True, stochastic_rounding=False)
+rule(text.format('backward="dequantized"'), recipes.pretrain, unbiased=True, backward="dequantized")
+text = "{} operands must both be rotated (format.rht) or neither, got"
+rule(text.format("fprop"), Recipe, (NVFP4_RHT, NVFP4))
+rule(text.format("fprop"), Recipe, (None, NVFP4_RHT))
+rule(text.format("dgrad"), Recipe, dgrad=(NVFP4, NVFP4_RHT))
+rule(text.format("wgrad"), Recipe, wgrad=(NVFP4_RHT_SR, WINDOW64))
+rule('fprop weight-only needs a w spec with amax_scope "tensor" or "row", got', Recipe, (None, WINDOW64))
+for pair in ([NVFP4, NVFP4], NVFP4, (NVFP4, None)):
+    rule("fprop must be a pair (x spec or None, w spec) or None, got ", Recipe, pair)
+rule("dgrad must be a pair (dy spec, w spec), got", Recipe, dgrad=(None, NVFP4))
+for pair in ((NVFP4,) * 3, (NVFP4,)):
+    rule("wgrad must be a pair (dy spec, x spec), got (", Recipe, wgrad=pair)
+rule("wgrad must be a pair of specs, None or \"dequantized\", got 'bf16'", Recipe, wgrad="bf16")
+for field in ("dgrad", "wgrad"):
+    rule("...must not be... for fprop=None", Recipe, None, **{field: "dequantized"})
+
+# ---------------------------------------------------------------- policies
+rule("path must be a regular expression, got 'a(': missing )", PolicyRule, "a(", Recipe())
+rule("path must be a regular expression, got 're:a.*'; leave out 're:'", PolicyRule, "re:a.*", Recipe())
+rule("TypeError: path must be a regular expression or a function of the path, got 3", PolicyRule, 3, Recipe())
+rule("TypeError: recipe must be a Recipe or None, got 'pretrain'", PolicyRule, "a", "pretrain")
+rule("TypeError: default must be a Recipe or None, got 'x'", Policy, default="x")
+text = "TypeError: ...a list of Rule, got Rule(...Policy(default=recipe)"
+rule(text, Policy, PolicyRule("a", Recipe()))
+rule("TypeError: rules must be a list of Rule, got Recipe(...Policy(def", Policy, Recipe())
+rule("TypeError: rules must be a list of Rule, got 'block_", Policy, "block_.*")
+rule("TypeError: each of rules must be a Rule, got 'a'", Policy, ["a"])
+rule("TypeError: keep must be names in a tuple, got 'head'", Policy, keep="head")
+rule("TypeError: each of keep must be the name of a part ..., got 'a/b'", Policy, keep=("a/b",))
+rule("TypeError: each of keep must be the name of a part ..., got ''", Policy, keep=("",))
+rule("first_bf16 must be an integer of at least 0, got -1", Policy, first_bf16=-1)
+rule("last_bf16 must be an integer of at least 0, got True", Policy, last_bf16=True)
+
+# ---------------------------------------------------------------- states of tensors
+tensors = to_state(t(32, 64))
+data, scale, amax = (f"{part}_nvfp4_tensor_448" for part in ("data", "scale", "amax"))
+for text, state in {
+    f"must have ...{scale}...got ['amax_": {name: v for name, v in tensors.items() if name != scale},
+    "must have ..., got ...'other'": {**tensors, "other": 1},
+    "must have ..., got ...'data_nvfp4_row_448'": {**tensors, "data_nvfp4_row_448": tensors[data]},
+    "the names in ['w'] must be ...nvfp4_tensor_448..., got nvfp4_tensor_240": {
+        name.replace("448", "240"): v for name, v in tensors.items()
+    },
+    "must be nvfp4_tensor_448, ... got [3, 448, 0]": {**tensors, "format": np.array([3, 448, 0])},
+    "must be nvfp4_tensor_448, ... got [0]": {**tensors, "format": np.array([0])},
+    f"{data} in ['w'] must be an array, got [[": {**tensors, data: [[1]]},
+    f"{amax} in ['w'] must be an array, got None": {**tensors, amax: None},
+    f"{scale} in ['w'] must be an array, got None": {**tensors, scale: None},
+    "scale ... must be uint8 or float8_e4m3fn, got": {**tensors, scale: np.zeros((32, 4), "V1")},
+}.items():
+    rule(f"...{text}", from_state, {"w": state})

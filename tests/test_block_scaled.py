@@ -130,16 +130,15 @@ def lowered_for_b200(f):
     return jax.jit(lambda *args: f(*args))
 
 
-@pytest.mark.parametrize(
-    ("rows", "options", "kernel"),
-    [
-        (70, {}, KERNEL),
-        (5, {}, "sm80_nvfp4_blocks_small_m"),
-        (70, {"accumulation": "pinned"}, "sm80_nvfp4_blocks"),
-        (70, {"implementation": "decode_then_dot"}, "decode_then_dot"),
-    ],
-    ids=["many rows", "few rows", "pinned", "decode"],
-)
+LOWERED = {  # rows of a, options, and the kernel
+    "many rows": (70, {}, KERNEL),
+    "few rows": (5, {}, "sm80_nvfp4_blocks_small_m"),
+    "pinned": (70, {"accumulation": "pinned"}, "sm80_nvfp4_blocks"),
+    "decode": (70, {"implementation": "decode_then_dot"}, "decode_then_dot"),
+}
+
+
+@pytest.mark.parametrize(("rows", "options", "kernel"), LOWERED.values(), ids=LOWERED)
 def test_the_kernel_of_a_lowered_product(calls, rows, options, kernel):
     a, b = order_free_operands(None, (rows, 131, 48))
     y = lowered_for_b200(lambda a, b: jnvfp4.matmul_nt(a, b, **options))(a, b)
@@ -193,7 +192,7 @@ def versions(capability: int) -> dict[int, bool]:
 
 
 @pytest.mark.parametrize("capability", [B200, B300, THOR, RTX, SPARK])
-def test_versions(library, capability):
+def test_versions_of_cublaslt_that_multiply_fp4(library, capability):
     a, b = order_free_operands(None, (70, 32, 64))
     for version, fits in versions(capability).items():
         library("use_version", version)
@@ -211,7 +210,7 @@ def test_versions(library, capability):
 
 
 @pytest.mark.parametrize("capability", [80, 90, 99, 122, 130])
-def test_other_gpus(library, capability):
+def test_unsupported_architectures(library, capability):
     a, b = order_free_operands(None, (70, 32, 64))
     reason = ask_stand_in(library, a, b, capability=capability, kernel=KERNEL)[2]
     text = f"{capability // 10}.{capability % 10}"
@@ -235,6 +234,12 @@ def test_a_status_is_passed_on(library, format, function, status):
     assert ask_stand_in(library, a, b, kernel=KERNEL)[2] == f"status {STATUS[status]}"
 
 
+@pytest.mark.parametrize(("what", "status", "found"), [("found", 15, 801), ("state", 15, 801), ("launch", 0, 719)])
+def test_no_algorithm_or_no_launch(library, what, status, found):
+    library("fail", what, status)
+    assert ask_stand_in(library, *order_free_operands(None, (5, 16, 64)), kernel=KERNEL)[2] == f"status {found}"
+
+
 def test_a_handle_that_could_not_be_made_is_made_later(library):
     a, b = order_free_operands(None, (70, 16, 64))
     library("reset", 1_000_000)  # a device that no test has used
@@ -242,16 +247,6 @@ def test_a_handle_that_could_not_be_made_is_made_later(library):
     assert ask_stand_in(library, a, b)[2] == "status 2"
     library("reset", 1_000_000)
     check(library, a, b)
-
-
-@pytest.mark.parametrize(
-    ("what", "status", "found"),
-    [("found", 15, 801), ("state", 15, 801), ("launch", 0, 719)],
-    ids=["found", "state", "launch"],
-)
-def test_no_algorithm_or_no_launch(library, what, status, found):
-    library("fail", what, status)
-    assert ask_stand_in(library, *order_free_operands(None, (5, 16, 64)), kernel=KERNEL)[2] == f"status {found}"
 
 
 @pytest.mark.parametrize("refusal", [7, 15])
@@ -323,27 +318,15 @@ def test_products_in_device_memory(tmp_path):
 # ---------------------------------------------------------------- the real library
 def header() -> list[str]:
     """Folders of the headers of CUDA and cuBLAS on this machine."""
-    wheels = [path for name in ("nvidia-cublas", "nvidia-cublas-cu12") for path in wheel_headers(name)]
-    toolkits = [
-        *pathlib.Path("/usr/local").glob("cuda*/include"),
-        *pathlib.Path("/usr/local").glob("cuda*/targets/*/include"),
-    ]
-    folders = [*wheels, *toolkits, *wheel_folders()]
+    wheels = [load.installed_file(name, ("cublasLt.h",)) for name in ("nvidia-cublas", "nvidia-cublas-cu12")]
+    toolkits = [p for way in ("include", "targets/*/include") for p in pathlib.Path("/usr/local").glob(f"cuda*/{way}")]
+    runtime = load.installed_file("nvidia-cuda-runtime", ("library_types.h",))
+    folders = [*(p.parent for p in wheels if p), *toolkits, *([runtime.parent] if runtime else [])]
     if not any((folder / "cublasLt.h").is_file() for folder in folders):
         pytest.skip("no cublasLt.h: neither a wheel of nvidia-cublas nor a toolkit that has it is installed")
     if not any((folder / "library_types.h").is_file() for folder in folders):
         pytest.skip("no library_types.h of a CUDA toolkit")
     return [f"-I{folder}" for folder in folders]
-
-
-def wheel_headers(name: str) -> list[pathlib.Path]:
-    found = load.installed_file(name, ("cublasLt.h",))
-    return [] if found is None else [found.parent]
-
-
-def wheel_folders() -> list[pathlib.Path]:
-    found = load.installed_file("nvidia-cuda-runtime", ("library_types.h",))
-    return [] if found is None else [found.parent]
 
 
 def test_numbers_are_those_of_the_header(library):

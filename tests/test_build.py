@@ -34,16 +34,13 @@ def test_the_package_is_typed():
     assert (pathlib.Path(jnvfp4.__file__).parent / "py.typed").is_file()
 
 
-@pytest.mark.parametrize("built", [(0, 3), (0, 1)])
-def test_older_headers_are_accepted(built):
-    load.check_ffi_api(built, (0, 3))
-
-
-@pytest.mark.parametrize("built", [(0, 5), (1, 0), (1, 9)])
-def test_newer_headers_are_refused_before_anything_is_registered(built):
-    text = re.escape(f"built with XLA FFI {built[0]}.{built[1]}, but the installed jaxlib provides 0.4; upgrade jax")
-    with pytest.raises(ImportError, match=text):
-        load.check_ffi_api(built, (0, 4))
+def test_older_headers_are_accepted_and_newer_ones_refused_before_anything_is_registered():
+    for built in ((0, 3), (0, 1)):
+        load.check_ffi_api(built, (0, 3))
+    for major, minor in ((0, 5), (1, 0), (1, 9)):
+        text = f"built with XLA FFI {major}.{minor}, but the installed jaxlib provides 0.4; upgrade jax"
+        with pytest.raises(ImportError, match=re.escape(text)):
+            load.check_ffi_api((major, minor), (0, 4))
 
 
 def test_this_build_fits_this_jaxlib():

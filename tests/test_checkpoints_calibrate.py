@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 from checkpoints import DOWN, GATE, UP, draw_nothing, files_of, model_of, weight
 
-from jnvfp4.checkpoints import (
-    CheckpointError,
-    ConvertOptions,
-    convert_checkpoint,
-    write_input_amaxes,
-)
+from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint, write_input_amaxes
 from jnvfp4.checkpoints._files.source import open_source
 from jnvfp4.cli import main
 
@@ -191,12 +186,9 @@ def test_batches_that_are_refused(tmp_path, given, options, text):
 def test_the_output_is_checked_before_the_first_batch(tmp_path, path, text):
     (tmp_path / "file").write_text("")
 
-    def measured():
-        raise AssertionError("a batch was asked for")
-        yield
-
+    measured = (pytest.fail("a batch was asked for") for _ in range(1))
     with pytest.raises(CheckpointError, match=re.escape(text)):
-        write_input_amaxes(measured(), tmp_path / path)
+        write_input_amaxes(measured, tmp_path / path)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 

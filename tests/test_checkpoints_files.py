@@ -4,6 +4,7 @@ import os
 import re
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -31,29 +32,14 @@ def test_writers_have_temporary_files_of_their_own(tmp_path):
     assert files_of(tmp_path) == {}
 
 
-def recorded(monkeypatch) -> list[str]:
-    """Notes what is synchronized and what is renamed, in order."""
-    calls, fsync, replace = [], os.fsync, Path.replace
-
-    def sync(descriptor):
-        calls.append("fsync")
-        fsync(descriptor)
-
-    def rename(path, target):
-        calls.append(Path(target).name)
-        return replace(path, target)
-
-    monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(Path, "replace", rename)
-    return calls
-
-
 def test_shards_come_first_and_the_index_last(tmp_path, monkeypatch):
     """A shard is on the disk before it gets its name, and has its name before it is recorded."""
     shards = {f"model-0000{i}-of-00002.safetensors": {f"a.{i}.down_proj.weight": weight(16, 32)} for i in (1, 2)}
     model = write_model(tmp_path / "in", shards)
     (model / "tokenizer.json").write_text("{}")
-    calls = recorded(monkeypatch)
+    calls, fsync, replace = [], os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("fsync") or fsync(descriptor))
+    monkeypatch.setattr(Path, "replace", lambda path, to: calls.append(Path(to).name) or replace(path, to))
     convert_checkpoint(model, tmp_path / "out")
     record = ".jnvfp4-progress.json"
     assert calls == [
@@ -111,10 +97,7 @@ def test_a_file_that_was_truncated_before_it_is_mapped(tmp_path):
 def test_a_file_that_cannot_be_read_is_not_called_the_output(tmp_path, monkeypatch):
     model = model_of(tmp_path / "in", {DOWN: weight(16, 32)})
 
-    def stale(*arguments):
-        raise OSError(116, "Stale file handle")
-
-    monkeypatch.setattr(os, "preadv", stale)
+    monkeypatch.setattr(os, "preadv", mock.Mock(side_effect=OSError(116, "Stale file handle")))
     with pytest.raises(CheckpointError, match=r"in/model.safetensors: cannot be read \(Stale file handle\)$") as error:
         convert_checkpoint(model, tmp_path / "out")
     assert error.value.code == 6

@@ -1,7 +1,6 @@
 """Checkpoints in JAX: formats that are refused, sharded reading, orbax."""
 
 import json
-import os
 import re
 import socket
 import subprocess
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import TE_MODELOPT, array, same, write_model
+from checkpoints import TE_MODELOPT, array, environment, same, write_model
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -331,9 +330,7 @@ def test_an_ordinary_checkpoint_is_read(tmp_path):
         ("config.json", '{"quantization_config": {"quant_method": "gptq"}}'),
     ):
         (tmp_path / "a" / file).write_text(text)
-        with pytest.raises(
-            CheckpointError, match=r"has no NVFP4 weight(.|\n)*hint: read it with the software that wrote it"
-        ):
+        with pytest.raises(CheckpointError, match=r"has no NVFP4 weight(.|\n)*hint: read it with the software that"):
             open_checkpoint(tmp_path / "a")
         (tmp_path / "a" / file).unlink()
 
@@ -393,11 +390,10 @@ def test_processes_read_what_is_theirs(tmp_path):
     with socket.socket() as s:
         s.bind(("localhost", 0))
         address = f"localhost:{s.getsockname()[1]}"
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     out = [tmp_path / f"{i}.npz" for i in range(2)]
     here = str(Path(__file__).parent)
     both = [
-        subprocess.Popen([sys.executable, "-c", OF_TWO, address, str(i), here, str(path)], env=environment)
+        subprocess.Popen([sys.executable, "-c", OF_TWO, address, str(i), here, str(path)], env=environment())
         for i, path in enumerate(out)
     ]
     assert [process.wait(timeout=120) for process in both] == [0, 0]

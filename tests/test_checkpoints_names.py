@@ -14,7 +14,7 @@ import hypothesis.strategies as st
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import GOLDEN, model_of, write_model
+from checkpoints import GOLDEN, model_of
 
 from jnvfp4._core.patterns import layer_of
 from jnvfp4.checkpoints import (
@@ -257,17 +257,11 @@ def test_names_of_any_kind_for_long(shapes, options):
 def test_paths_that_no_file_can_have(tmp_path, monkeypatch, capsys, path):
     monkeypatch.chdir(tmp_path)
     model, stored = str(GOLDEN / "llama" / "input"), str(GOLDEN / "llama" / "te_modelopt")
-    works = (
-        lambda: convert_checkpoint(model, path),
-        lambda: convert_checkpoint(path, "out"),
-        lambda: open_checkpoint(path),
-        lambda: save_checkpoint({"x": np.ones(3)}, path),
-        lambda: dequantize_checkpoint(stored, path),
-        lambda: write_report(path, []),
-    )
-    for work in works:
+    works = (convert_checkpoint, model, path), (convert_checkpoint, path, "out"), (open_checkpoint, path)
+    works += (save_checkpoint, {"x": np.ones(3)}, path), (dequantize_checkpoint, stored, path), (write_report, path, [])
+    for work, *arguments in works:
         with pytest.raises(CheckpointError, match=r"'a\\.*' has a character that no path can have"):
-            work()
+            work(*arguments)
     convert = ["convert", model]
     for arguments in ([*convert, path], [*convert, "out", "--report", path], ["dequantize", stored, path]):
         assert main(arguments) == 2
@@ -295,9 +289,7 @@ def test_odd_names_are_reported(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8", "latin-1"])
 def test_names_are_printed_in_any_encoding(tmp_path, monkeypatch, encoding):
-    model = write_model(
-        tmp_path / "in", {"model.safetensors": {"\u0967.weight": ("F32", np.ones((16, 32), np.float32))}}
-    )
+    model = model_of(tmp_path / "in", {"\u0967.weight": np.ones((16, 32), np.float32)})
     for json_ in (True, False):
         printed = io.TextIOWrapper(io.BytesIO(), encoding)
         monkeypatch.setattr(sys, "stdout", printed)

@@ -13,6 +13,7 @@ import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -55,17 +56,15 @@ def whole() -> dict[str, bytes]:
         return files_of(Path(folder) / "whole")
 
 
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
 def interrupted_after(count, model, out, options=None, **arguments):
     """Begins a conversion, and interrupts it when so many tensors are done. There are 21 in two shards."""
-    seen = []
-
-    def interrupt(name, done):
-        seen.append(name)
-        if len(seen) > count:
-            raise KeyboardInterrupt
-
+    told = mock.Mock(side_effect=[None] * count + [KeyboardInterrupt])
     with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(model, out, options, on_progress=interrupt, **arguments)
+        convert_checkpoint(model, out, options, on_progress=told, **arguments)
 
 
 @pytest.fixture
@@ -158,10 +157,6 @@ def with_another_header(path, change):
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
-def other_config(model, scales):
-    (model / "config.json").write_text(json.dumps({**json.loads((model / "config.json").read_text()), "eps": 1}))
-
-
 SECOND = "model-00002-of-00002.safetensors"
 # By what is another one when the conversion goes on: the change of the model or of the file of amaxes, and the error.
 OTHERS = {
@@ -169,7 +164,7 @@ OTHERS = {
     "amaxes": (lambda _, scales: scales.write_text(scales.read_text().replace("3.0", "4.0")), "options: input_amax"),
     "version": (None, "other options: version"),
     "time": (lambda model, _: (model / SECOND).touch(), "other source: model-00002"),
-    "config": (other_config, "other source: config"),
+    "config": (lambda model, _: (model / "config.json").write_text('{"model_type": "llama"}'), "other source: config"),
     "shape": (lambda model, _: with_another_header(model / SECOND, other_header), "other source: model-00002"),
     "order": (lambda model, _: with_another_header(model / SECOND, other_order), "other source: model-00002"),
 }
@@ -196,9 +191,6 @@ def test_resuming_with_another_input_is_refused(model, tmp_path, monkeypatch, ca
 
 @pytest.mark.parametrize("command", ["convert", "verify"])
 def test_an_interrupt_has_its_exit_code(tmp_path, monkeypatch, capsys, command):
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(cli, "open_source", interrupt)
     monkeypatch.setattr(cli, "verify_checkpoint", interrupt)
     assert main([command, str(tmp_path / "in"), str(tmp_path / "out"), "--expert-layout=auto"]) == 130
@@ -244,9 +236,8 @@ def test_what_another_has_written_meanwhile_stays(writer, tmp_path, monkeypatch,
 def test_two_writers_do_not_share_a_directory(writer, tmp_path):
     (tmp_path / "out").mkdir()
     with files.locked(tmp_path / "out"):
-        with pytest.raises(
-            CheckpointError, match=r"is being written by another command; expected a directory of its own$"
-        ):
+        text = r"is being written by another command; expected a directory of its own$"
+        with pytest.raises(CheckpointError, match=text):
             writer(tmp_path / "out")
         assert files_of(tmp_path / "out") == {}
     writer(tmp_path / "out")
@@ -256,9 +247,8 @@ def test_two_writers_do_not_share_a_directory(writer, tmp_path):
 def test_an_output_that_is_there_stays(writer, tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
-    with pytest.raises(
-        CheckpointError, match=r"out: is (a file|not empty); expected (a|an empty or new) direc"
-    ) as found:
+    text = r"out: is (a file|not empty); expected (a|an empty or new) direc"
+    with pytest.raises(CheckpointError, match=text) as found:
         writer(tmp_path / "out")
     assert found.value.code == 2
     assert (tmp_path / name).read_text() == "mine"
@@ -280,30 +270,20 @@ def test_a_directory_is_locked_while_it_is_written(writer, tmp_path, monkeypatch
 
 
 # ---------------------------------------------------------------- a source that changes
-def other_content(path):
-    data = path.read_bytes()
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-
-
-def replaced(path):
-    other = path.with_suffix(".new")
-    shutil.copyfile(path, other)
-    other.replace(path)
 
 
 CHANGES = {
-    "content": (other_content, "another time of change"),
-    "replaced": (replaced, "another time of change"),
+    "content": (
+        lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])), "another time of"),
+    "replaced": (lambda path: Path(shutil.copyfile(path, path.with_suffix(".new"))).replace(path), "another time of"),
     "header": (lambda path: with_another_header(path, other_header), "another header"),
     "shorter": (lambda path: os.truncate(path, 100_000), "truncated"),
     "only its header": (
-        lambda path: os.truncate(path, 8 + int.from_bytes(path.read_bytes()[:8], "little")),
-        "truncated",
-    ),
+        lambda path: os.truncate(path, 8 + int.from_bytes(path.read_bytes()[:8], "little")), "truncated"),
     "empty": (lambda path: os.truncate(path, 0), "truncated"),
     "longer": (lambda path: path.write_bytes(path.read_bytes() + b"more"), "bytes long, but its tensors end"),
     "gone": (Path.unlink, "cannot be read"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -407,10 +387,6 @@ def test_another_interrupted_output_is_no_checkpoint(model, tmp_path, capsys):
 def test_saving_that_is_interrupted_leaves_no_checkpoint(model, tmp_path, monkeypatch):
     """Without its config a weight of 4over6 in layout te would decode to other numbers."""
     tensors = {"a.weight": jnvfp4.quantize(np.ones((16, 32), np.float32), jnvfp4.four_over_six())}
-
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         patch.setattr(save, "write_file", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -471,9 +447,9 @@ def stopped(arguments, how, writes, moment) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def check_killed(layers, out, seed) -> None:
-    model, want = layers
-    rng = random.Random(seed)
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.long] if s else []) for s in range(20)])
+def test_a_killed_conversion_goes_on(layers, tmp_path, seed):
+    (model, want), out, rng = layers, tmp_path / "out", random.Random(seed)
     arguments = ["convert", str(model), str(out)]
     stop = stopped(arguments, signal.SIGKILL, rng.randint(1, WRITES), rng.uniform(0, 0.012))
     left = files_of(out)
@@ -485,11 +461,6 @@ def check_killed(layers, out, seed) -> None:
         assert whole.items() <= want.items()
     assert main([*arguments, "--resume", "--quiet"]) == 0
     assert files_of(out) == want
-
-
-@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.long] if s else []) for s in range(20)])
-def test_a_killed_conversion_goes_on(layers, tmp_path, seed):
-    check_killed(layers, tmp_path / "out", seed)
 
 
 # The command, which sends itself Ctrl-C at the 20th write of a tensor, in the third shard. The thread that writes
@@ -544,22 +515,16 @@ for model in sys.argv[1:]:
 """
 
 
-def mlps(directory, layers, rows, k) -> str:
-    """An MLP of so many layers."""
-    w = weight(rows, k)
-    names = [f"model.layers.{i}.mlp.{role}_proj.weight" for i in range(layers) for role in ("gate", "up")]
-    return str(model_of(directory, dict.fromkeys(names, w)))
-
-
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads VmHWM of /proc")
 @pytest.mark.parametrize(
     ("few", "many", "rows"), [(2, 40, 1024), pytest.param(4, 24, 4096, marks=pytest.mark.long)], ids=["small", "large"]
 )
 def test_memory_does_not_grow_with_layers(tmp_path, few, many, rows):
     """Beyond the imported library it is the largest group, its output and 300 MB; the files are several times that."""
-    group = 2 * rows * 1024 * 2
-    models = [mlps(tmp_path / str(n), n, rows, 1024) for n in (few, many)]
-    arguments = [sys.executable, "-c", MEMORY, *models]
+    group, roles, w = 2 * rows * 1024 * 2, ("gate", "up"), weight(rows, 1024)
+    layers = {n: [f"model.layers.{i}.mlp.{role}_proj.weight" for i in range(n) for role in roles] for n in (few, many)}
+    models = [model_of(tmp_path / str(n), dict.fromkeys(names, w)) for n, names in layers.items()]
+    arguments = [sys.executable, "-c", MEMORY, *map(str, models)]
     done = subprocess.run(arguments, env=environment(), check=True, capture_output=True, text=True)
     before, a, b = map(int, done.stdout.split())
     assert b - before < group + group * 9 // 32 + 300e6

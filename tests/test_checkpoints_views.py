@@ -63,9 +63,8 @@ NAMES = {"llama": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3",
 @pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
 def test_experts_put_together(tmp_path, names):
     shapes = zip(names, ((32, 64), (32, 64), (64, 32)), strict=True)
-    each = {
-        f"{EXPERTS}.{e}.{r}.weight": array(*s, seed=10 * e + i) for i, (r, s) in enumerate(shapes) for e in range(3)
-    }
+    parts = [(f"{EXPERTS}.{e}.{r}.weight", s, 10 * e + i) for i, (r, s) in enumerate(shapes) for e in range(3)]
+    each = {name: array(*shape, seed=seed) for name, shape, seed in parts}
     model_of(tmp_path / "in", each)
     convert_checkpoint(tmp_path / "in", tmp_path / "each")
     convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(experts="stacked", chunk_bytes=1 << 12))
@@ -89,9 +88,8 @@ def test_experts_put_together(tmp_path, names):
 def test_a_bias_of_a_stack_is_kept_with_a_warning(tmp_path):
     model_of(tmp_path / "in", {f"{EXPERTS}.down_proj": array(2, 32, 64), f"{EXPERTS}.down_proj_bias": array(2, 32)},
          {"model_type": "qwen3_moe"})  # fmt: skip
-    result = convert_checkpoint(
-        tmp_path / "in", tmp_path / "out", ConvertOptions(experts="per-expert", weight_only=True)
-    )
+    options = ConvertOptions(experts="per-expert", weight_only=True)
+    result = convert_checkpoint(tmp_path / "in", tmp_path / "out", options)
     assert result.warnings == (f"{EXPERTS}.down_proj_bias stays one tensor for all experts",)
     assert f"{EXPERTS}.down_proj_bias" in open_source(tmp_path / "out").places
 
@@ -120,37 +118,32 @@ def test_axes_of_a_stack(tmp_path, capsys, shape, config, kn):
 
 
 GATE, UP, UP_OF_1 = (f"{EXPERTS}.{r}_proj.weight" for r in ("0.gate", "0.up", "1.up"))
+
+
+STACK, CODES = {f"{EXPERTS}.down_proj": array(2, 32, 64)}, array(200, 144).astype(ml_dtypes.float8_e4m3fn)
 UNFIT = {
-    "a name twice": ({f"{EXPERTS}.up_proj": array(1, 32, 64), UP: array(32, 64)}, "per-expert",
+    "a name twice": ({f"{EXPERTS}.up_proj": array(1, 32, 64), UP: array(32, 64)}, {"experts": "per-expert"},
                      rf"'{UP}': is in the source, and would be made of '{EXPERTS}.up_proj'"),
     "a dtype": ({UP: array(32, 64), UP_OF_1: array(32, 64).astype(np.float16)},
-                "stacked", r"is F16 \[32, 64\]; expected BF16 \[32, 64\], as expert 0"),
+                {"experts": "stacked"}, r"is F16 \[32, 64\]; expected BF16 \[32, 64\], as expert 0"),
     "a shape": ({UP: array(32, 64), UP_OF_1: array(16, 64)},
-                "stacked", r"is BF16 \[16, 64\]; expected BF16 \[32, 64\], as expert 0"),
-    "K": ({GATE: array(32, 64), UP: array(32, 32)}, "stacked", r"has \[\[32, 64\], \[32, 32\]\] for gate and up"),
+                {"experts": "stacked"}, r"is BF16 \[16, 64\]; expected BF16 \[32, 64\], as expert 0"),
+    "K": ({GATE: array(32, 64), UP: array(32, 32)}, {"experts": "stacked"},
+          r"has \[\[32, 64\], \[32, 32\]\] for gate and up"),
+    "rows of a stack": (STACK, {"layout": "te", "spec": jnvfp4.ROW_SCALED},
+                        "is a stack of experts, recipe row-scaled, layout te"),
+    "scales of FP8": ({DOWN: CODES, f"{DOWN}_scale_inv": np.ones((1, 2), np.float32)},
+                      {"dequantize_input": "fp8-block"}, r"has shape \[1, 2\]; expected \[2, 2\], one for 128x128"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", UNFIT)
-def test_experts_that_do_not_fit(tmp_path, case):
-    tensors, experts, text = UNFIT[case]
-    model_of(tmp_path / "in", tensors, {"model_type": "qwen3_moe"})
-    with pytest.raises(CheckpointError, match=text):
-        convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(experts=experts))
-
-
-def test_a_stack_has_no_amax_for_each_row(tmp_path):
-    model_of(tmp_path / "in", {f"{EXPERTS}.down_proj": array(2, 32, 64)}, {"model_type": "qwen3_moe"})
-    with pytest.raises(CheckpointError, match="is a stack of experts, recipe row-scaled, layout te") as e:
-        convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(layout="te", spec=jnvfp4.ROW_SCALED))
-    assert e.value.code == 2
-
-
-def test_fp8_scales_of_another_shape(tmp_path):
-    codes, scales = array(200, 144).astype(ml_dtypes.float8_e4m3fn), np.ones((1, 2), np.float32)
-    model_of(tmp_path / "in", {DOWN: codes, f"{DOWN}_scale_inv": scales}, {"model_type": "deepseek_v3"})
-    with pytest.raises(CheckpointError, match=r"has shape \[1, 2\]; expected \[2, 2\], one for 128x128"):
-        convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(dequantize_input="fp8-block"))
+def test_tensors_that_do_not_fit(tmp_path, case):
+    tensors, options, text = UNFIT[case]
+    model_of(tmp_path / "in", tensors, {"model_type": "deepseek_v3" if "FP8" in case else "qwen3_moe"})
+    with pytest.raises(CheckpointError, match=text) as error:
+        convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(**options))
+    assert error.value.code == (2 if "rows" in case else 3)
 
 
 # ---------------------------------------------------------------- FP8
@@ -200,9 +193,8 @@ def test_kept_tensors_in_bfloat16(tmp_path):
     model_of(tmp_path / "in", tensors)
     convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(high_precision_dtype="bf16"))
     out = open_source(tmp_path / "out")
-    np.testing.assert_array_equal(
-        out.array("model.norm.weight"), tensors["model.norm.weight"].astype(ml_dtypes.bfloat16)
-    )
+    norm = tensors["model.norm.weight"].astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(out.array("model.norm.weight"), norm)
     assert out.entry("ids").tag == "I64"
     assert len(verify_checkpoint(tmp_path / "in", tmp_path / "out")) == 4
 

@@ -57,24 +57,14 @@ def library(folder: pathlib.Path, version: int = 130102, without: str = "") -> p
     return path
 
 
-def test_nothing_is_loaded():
+def test_nothing_is_found(tmp_path):
     assert search("find('')") == str(("", 0, NONE))
-
-
-def test_a_path_that_is_no_file():
     assert search("find('/nowhere/libcublasLt.so.13')[2]").startswith(f"{NONE}, and /nowhere/libcublasLt.so.13: ")
-
-
-def test_a_path_that_is_not_absolute(tmp_path):
-    library(tmp_path)
+    library(tmp_path)  # neither by its name nor by a path that is not absolute
+    assert search("find('')[2]", cwd=tmp_path, env={"LD_LIBRARY_PATH": f"{tmp_path}:."}) == NONE
     for path in ("libcublasLt.so.13", "./libcublasLt.so.13"):
         found = search(f"find('{path}')[2]", cwd=tmp_path, env={"LD_LIBRARY_PATH": str(tmp_path)})
         assert found == f"{NONE}, and the path of another copy must be absolute, got {path}"
-
-
-def test_a_file_that_is_not_loaded_is_not_taken_by_its_name(tmp_path):
-    library(tmp_path)
-    assert search("find('')[2]", cwd=tmp_path, env={"LD_LIBRARY_PATH": f"{tmp_path}:."}) == NONE
 
 
 def test_a_file_by_its_path_which_stays(tmp_path):
@@ -108,11 +98,8 @@ def test_a_library_that_is_too_old(tmp_path):
 def searched(monkeypatch):
     """The paths that are searched for; none is found."""
     paths = []
-    monkeypatch.setitem(
-        load.extensions(),
-        "cuda",
-        SimpleNamespace(find_cublaslt=lambda path: paths.append(path) or ("", 0, "not loaded")),
-    )
+    module = SimpleNamespace(find_cublaslt=lambda path: paths.append(path) or ("", 0, "not loaded"))
+    monkeypatch.setitem(load.extensions(), "cuda", module)
     plans._cublaslt_wheel.cache_clear()
     yield paths
     plans._cublaslt_wheel.cache_clear()

@@ -36,9 +36,8 @@ def no_trace_with_a_fault():
 def wrong_transpose(monkeypatch) -> None:
     jax.clear_caches()
     right = jax.ffi.ffi_call
-    monkeypatch.setattr(
-        transpose.jax.ffi, "ffi_call", lambda *call: lambda *ops, **attrs: [v ^ 1 for v in right(*call)(*ops, **attrs)]
-    )
+    wrong = lambda *call: lambda *ops, **attrs: [v ^ 1 for v in right(*call)(*ops, **attrs)]  # noqa: E731
+    monkeypatch.setattr(transpose.jax.ffi, "ffi_call", wrong)
 
 
 # ---------------------------------------------------------------- for people
@@ -80,15 +79,10 @@ def test_quick_checks_are_some_of_all():
 
 
 @pytest.mark.parametrize(
-    ("full", "capability", "last"),
-    [
-        (False, None, "ok: 1 quick checks ran; jnvfp4 doctor --full runs all"),
-        (True, None, "ok: all 1 checks ran"),
-        (False, "9.0", "ok: 1 quick checks ran; jnvfp4 doctor --full runs all"),
-        (False, "10.0", "ok: all 1 checks ran"),  # no kernel has run on one
-    ],
+    ("full", "capability", "runs_all"),
+    [(False, None, False), (True, None, True), (False, "9.0", False), (False, "10.0", True)],  # none has run on 10.0
 )
-def test_the_last_line_says_which_checks_ran(few_checks, monkeypatch, capsys, full, capability, last):
+def test_the_last_line_says_which_checks_ran(few_checks, monkeypatch, capsys, full, capability, runs_all):
     if capability is not None:
         device = SimpleNamespace(platform="gpu", device_kind="GPU", compute_capability=capability)
         outcomes = [{"device": "gpu", "check": "a", "outcome": "ok", "reason": ""}]
@@ -98,7 +92,8 @@ def test_the_last_line_says_which_checks_ran(few_checks, monkeypatch, capsys, fu
     else:
         monkeypatch.setattr(doctor, "devices", lambda: [jax.devices("cpu")[0]])
     assert doctor.doctor(full)
-    assert capsys.readouterr().out.splitlines()[-1] == last
+    last = "all 1 checks ran" if runs_all else "1 quick checks ran; jnvfp4 doctor --full runs all"
+    assert capsys.readouterr().out.splitlines()[-1] == f"ok: {last}"
 
 
 def test_a_platform_without_kernels(few_checks, capsys, monkeypatch):
@@ -108,20 +103,15 @@ def test_a_platform_without_kernels(few_checks, capsys, monkeypatch):
 
 
 def test_a_wrong_byte(few_checks, capsys, monkeypatch):
-    wrong_transpose(monkeypatch)
-    assert not doctor.doctor()
-    out = capsys.readouterr().out
-    assert "NOT OK: 1 failed; " in out.splitlines()[-1]
-    assert "cpu:0: transpose: failed: call 1, result 0: 13440 of 13440 elements differ, first at [0, 0]: got" in out
-    assert "cpu:0: other: not applicable: it runs elsewhere" in out
-
-
-def test_it_leaves_no_record(few_checks, monkeypatch):
-    """What it finds is printed; programs find out for themselves."""
+    """It is printed, and no record is left: programs find out for themselves."""
     monkeypatch.setattr(checks, "_FOUND", {})
     wrong_transpose(monkeypatch)
     assert not doctor.doctor()
     assert checks._FOUND == {}
+    out = capsys.readouterr().out
+    assert "NOT OK: 1 failed; " in out.splitlines()[-1]
+    assert "cpu:0: transpose: failed: call 1, result 0: 13440 of 13440 elements differ, first at [0, 0]: got" in out
+    assert "cpu:0: other: not applicable: it runs elsewhere" in out
 
 
 @pytest.mark.parametrize(
@@ -174,11 +164,8 @@ SCHEMA = {
     "targets": {"cpu": TEXT, "cuda": MAYBE},
     "cublaslt": {"path": TEXT, "reason": TEXT},
     "devices": [
-        {
-            **dict.fromkeys(("device", "platform", "kind", "fp4"), TEXT),
-            "compute_capability": MAYBE,
-            "kernels_have_run": bool,
-        }
+        dict.fromkeys(("device", "platform", "kind", "fp4"), TEXT)
+        | {"compute_capability": MAYBE, "kernels_have_run": bool}
     ],
     "checks": [dict.fromkeys(("check", "device", "outcome", "reason"), TEXT)],
     "plan": [{"device": TEXT, "a": TEXT, "shape": [int], "kernel": TEXT}],

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_same_tensor
 from scripts import EXAMPLES, PNG, ROOT, run
 
 import jnvfp4
@@ -291,9 +292,7 @@ def test_join_rows_of_quantized_weights_is_quantizing_the_joined_ones(hugging_fa
     amax = None if spec is jnvfp4.ROW_SCALED else whole.amax
     parts = [jnvfp4.quantize(part, spec, amax=amax) for part in jnp.split(w, [4, 6], axis=1)]
     joined = hugging_face.join_rows(*parts)
-    assert joined.format == whole.format
-    for got, want in zip(jax.tree.leaves(joined), jax.tree.leaves(whole), strict=True):
-        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    assert_same_tensor(joined, whole)
 
 
 def test_join_rows_refuses_what_no_tensor_can_hold(hugging_face):
@@ -376,8 +375,7 @@ def test_appended_cache_is_quantizing_all_at_once(decode):
     kept = decode.empty_cache(config, 2, 8, True).keys
     for begin, end in ((0, 5), (5, 6), (6, 7), (7, 8)):
         kept = jax.jit(decode.append)(kept, x[:, :, begin:end], begin)
-    for got, want in zip(jax.tree.leaves(kept), jax.tree.leaves(jnvfp4.quantize(x, jnvfp4.ROW_SCALED)), strict=True):
-        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    assert_same_tensor(kept, jnvfp4.quantize(x, jnvfp4.ROW_SCALED))
 
 
 def test_cache_is_written_in_place(decode):
@@ -391,13 +389,6 @@ def test_cache_is_written_in_place(decode):
     codes = [part for part in parts if part.dtype == jnp.uint8]
     assert len(codes) == 4
     assert not {str(list(part.shape)).replace(" ", "") for part in codes}.intersection(copies)
-
-
-@pytest.fixture
-def serve(decode):
-    """The script as a module."""
-    pytest.importorskip("tqdm")
-    return importlib.import_module("serve")
 
 
 @pytest.mark.long
@@ -434,7 +425,9 @@ def test_serve_serves_its_checkpoint(tmp_path):
 
 
 @pytest.mark.long
-def test_serve_measures_random_weights(serve, monkeypatch, capsys, tmp_path):
+def test_serve_measures_random_weights(decode, monkeypatch, capsys, tmp_path):
+    pytest.importorskip("tqdm")
+    serve = importlib.import_module("serve")
     tiny = dataclasses.replace(serve.LLAMA_8B, width=64, heads=4, kv_heads=2, mlp_width=160, vocabulary=300)
     monkeypatch.setattr(serve, "LLAMA_8B", tiny)
     arguments = "--preset llama-8b --layers 1 --batch 2 --prompt 3 --new 2 --kv nvfp4 --out"
@@ -449,28 +442,6 @@ def test_serve_measures_random_weights(serve, monkeypatch, capsys, tmp_path):
         "linear": linear * 9 // 16 + 4 * 4,
         "all": linear * 9 // 16 + 4 * 4 + 2 * (3 * 64 + 2 * 300 * 64),
     }
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--batch 0", "argument --batch: must be a whole number, 1 or more, got 0"),
-        ("--new -1", "argument --new: must be a whole number, 1 or more, got -1"),
-        ("--memory 0", "--memory must be positive, got 0"),
-        ("--kv fp8", "argument --kv: invalid choice: 'fp8'"),
-        ("--preset llama-8b --steps 3", "--steps is for --preset small without --checkpoint"),
-        ("--preset small --checkpoint FOLDER --layers 2", "--layers is for presets: a checkpoint has its own"),
-        ("--checkpoint FOLDER", "cannot be served: [Errno 2] No such file or directory"),
-        ("--preset small --out FOLDER", "nvfp4 exists already: remove it, name another --out, or pass --checkpoint"),
-    ],
-)
-def test_serve_refuses(serve, arguments, message, monkeypatch, capsys, tmp_path):
-    (tmp_path / "nvfp4").mkdir()
-    monkeypatch.setattr(sys, "argv", ["serve.py", *arguments.replace("FOLDER", str(tmp_path)).split()])
-    with pytest.raises(SystemExit) as stopped:
-        serve.parse_args()
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.long
@@ -543,24 +514,30 @@ def test_train_lm_reads_recipe_names(train_lm):
         train_lm.named_recipes("pretrain,nothing")
 
 
-WHOLE = "argument --steps: must be a whole number, 1 or more, got"
+WHOLE = "must be a whole number, 1 or more, got"
+WRONG_ARGUMENTS = {
+    "serve --batch 0": f"argument --batch: {WHOLE} 0",
+    "serve --new -1": f"argument --new: {WHOLE} -1",
+    "serve --memory 0": "--memory must be positive, got 0",
+    "serve --kv fp8": "argument --kv: invalid choice: 'fp8'",
+    "serve --preset llama-8b --steps 3": "--steps is for --preset small without --checkpoint",
+    "serve --preset small --checkpoint FOLDER --layers 2": "--layers is for presets: a checkpoint has its own",
+    "serve --checkpoint FOLDER": "cannot be served: [Errno 2] No such file or directory",
+    "serve --preset small --out FOLDER": "nvfp4 exists already: remove it, name another --out, or pass --checkpoint",
+    "train_lm --steps 0": f"argument --steps: {WHOLE} 0",
+    "serve_converted --steps 1.5": f"argument --steps: {WHOLE} 1.5",
+    "serve_converted --steps many": f"argument --steps: {WHOLE} many",
+    "serve_converted --out FOLDER": "nvfp4 exists already: remove it, or name another --out",
+    "train_lm --recipe pretrain,inference --backward nvfp4": "--backward is for training recipes, not for inf",
+}
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("train_lm --steps 0", f"{WHOLE} 0"),
-        ("serve_converted --steps 1.5", f"{WHOLE} 1.5"),
-        ("serve_converted --steps many", f"{WHOLE} many"),
-        ("serve_converted --out FOLDER", "nvfp4 exists already: remove it, or name another --out"),
-        ("train_lm --recipe pretrain,inference --backward nvfp4", "--backward is for training recipes, not for inf"),
-    ],
-)
-def test_scripts_refuse(train_lm, command, message, monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize("command", WRONG_ARGUMENTS)
+def test_scripts_refuse_wrong_arguments(train_lm, command, monkeypatch, capsys, tmp_path):
     (tmp_path / "nvfp4").mkdir()
     script, *arguments = command.replace("FOLDER", str(tmp_path)).split()
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
     with pytest.raises(SystemExit) as stopped:
         importlib.import_module(script).main()
     assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    assert WRONG_ARGUMENTS[command] in capsys.readouterr().err

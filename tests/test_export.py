@@ -57,9 +57,8 @@ def gradients(x, w):
 
 
 def stochastic_gradients(x, w):
-    return jax.grad(lambda x, w, key: jnp.sum(linear(x, w, recipes.pretrain(), key=key).astype(jnp.float32)), (0, 1))(
-        x, w, KEY
-    )
+    loss = lambda x, w: jnp.sum(linear(x, w, recipes.pretrain(), key=KEY).astype(jnp.float32))  # noqa: E731
+    return jax.grad(loss, (0, 1))(x, w)
 
 
 every_function = pytest.mark.parametrize("f", [forward, gradients, stochastic_gradients])
@@ -146,9 +145,8 @@ def test_a_loop_over_a_symbolic_number_of_rows_is_refused():
     def f(x, w, sizes):
         return jax.grad(lambda w: grouped_linear(x, w, sizes, implementation="reference").astype(jnp.float32).sum())(w)
 
-    with pytest.raises(
-        NotImplementedError, match=r"^grouped_linear: the numbers of rows and groups must be known .* m rows"
-    ):
+    text = r"^grouped_linear: the numbers of rows and groups must be known .* m rows"
+    with pytest.raises(NotImplementedError, match=text):
         round_trip(f, *SYMBOLIC_GROUPS)
 
 
@@ -181,14 +179,10 @@ def test_export_of_a_fully_manual_shard_map(devices):
     x = jax.device_put(normal((32 * len(devices), 64), 1), NamedSharding(mesh, P("x")))
     w = jax.device_put(normal((48, 64), 2), NamedSharding(mesh, P()))
     f = manual_linear(mesh)
-    restored = round_trip(f, x, w, platforms=[_platform(devices)])
+    restored = round_trip(f, x, w, platforms=["cuda" if devices[0].platform == "gpu" else "cpu"])
     assert restored.nr_devices == len(devices)
     for got, want in zip(jax.jit(restored.call)(x, w), jax.jit(f)(x, w), strict=True):
         assert_bitwise(got, want)
-
-
-def _platform(devices):
-    return "cuda" if devices[0].platform == "gpu" else "cpu"
 
 
 def test_ahead_of_time_compilation_of_sharded_arguments(devices):
@@ -206,10 +200,7 @@ TARGETS = {
     "quantize_row": (partial(quantize, spec=ROW_SCALED), "nvfp4_quantize"),
     "quantize_rht": (partial(quantize, spec=NVFP4_RHT), "nvfp4_rht_amax"),
     "quantize_pair": (quantize_pair, "nvfp4_quantize_pair"),
-    "quantize_pair_windows": (
-        partial(quantize_pair, row_spec=WINDOW64, col_spec=WINDOW64),
-        "nvfp4_quantize_pair",
-    ),
+    "quantize_pair_windows": (partial(quantize_pair, row_spec=WINDOW64, col_spec=WINDOW64), "nvfp4_quantize_pair"),
     "dequantize": (lambda x: dequantize(quantize(x)), "nvfp4_dequantize"),
     "transpose": (lambda x: transpose(quantize(x, NVFP4_2D)), "nvfp4_transpose"),
 }

@@ -73,12 +73,8 @@ def run(model, variables, x=X, policy=ALL, key=KEY, rngs=None):
 def test_explain_lists_the_layers_of_a_model():
     model = Transformer()
     decisions = {d.path: (d.shape, d.recipe, d.why) for d in POLICY.explain(model, TOKENS)}
-    layers = [
-        f"block_{i}_{layer}"
-        for i in range(2)
-        for layer in ("gate", *(f"attention/{p}" for p in ("query", "key", "value", "out")))
-    ]
-    assert set(decisions) == {"lm_head", *layers, *(f"block_{i}/{layer}" for i in range(2) for layer in ("up", "down"))}
+    parts = ["/up", "/down", "_gate", *(f"_attention/{p}" for p in ("query", "key", "value", "out"))]
+    assert set(decisions) == {"lm_head", *(f"block_{i}{part}" for i in range(2) for part in parts)}
     assert decisions["lm_head"] == ((32, 48), None, "keep 'lm_head'")
     assert decisions["block_1_attention/out"] == ((2, 16, 32), SR, "rule 'block_.*'")
     assert decisions["block_0/up"] == ((32, 64), SR, "rule 'block_.*'")
@@ -189,7 +185,10 @@ def test_a_head_with_tied_weights_has_its_name():
 
     variables = shapes(Tied(), TOKENS)
     for keep, count in (("lm_head",), 1), ((), 2):
-        assert products(quantized(Tied(), Policy(default=NEAREST, keep=keep), TOKENS), variables) == count
+        policy = Policy(default=NEAREST, keep=keep)
+        assert products(quantized(Tied(), policy, TOKENS), variables) == count
+    _, head = policy.explain(Tied(), TOKENS)
+    assert (head.path, head.shape, head.recipe) == ("lm_head", (32, 48), NEAREST)
 
 
 class Own(nn.Module):
@@ -216,25 +215,6 @@ def test_a_module_without_a_hook_is_named(module, why):
     jax.eval_shape(quantized(model, Policy([Rule("layers_0", None)], default=NEAREST)), shapes(model))
     with pytest.raises(ValueError, match="every rule with a recipe must match a layer that can be quantized"):
         Policy([Rule("layers_0", NEAREST)]).explain(model, X)
-
-
-class TiedHead(nn.Module):
-    """As Flax models of transformers have it: a layer that is applied to the embedding's parameters."""
-
-    @nn.compact
-    def __call__(self, x):
-        table = self.param("embedding", nn.initializers.normal(), (64, 32))
-        return nn.Dense(64, use_bias=False, name="decoder").apply({"params": {"kernel": table.T}}, x)
-
-
-def test_a_head_with_tied_weights_is_explained():
-    (decision,) = Policy(default=NEAREST).explain(TiedHead(), X)
-    assert (decision.path, decision.shape, decision.recipe) == ("decoder", (32, 64), NEAREST)
-
-
-def test_explain_needs_what_the_model_is_called_with():
-    with pytest.raises(TypeError, match=r"Policy.explain: a Linen module must come with .* explain\(model, tokens\)"):
-        Policy(default=NEAREST).explain(Mlp())
 
 
 def test_an_error_names_the_layer():
@@ -276,24 +256,25 @@ def test_the_policy_is_checked():
         jax.eval_shape(quantized(Mlp(), Policy([Rule("gate", SR)])), shapes(Mlp()))
     with pytest.raises(TypeError, match=r"intercept: policy must be a jnvfp4.Policy, got 'pretrain'"):
         intercept("pretrain").__enter__()
+    with pytest.raises(TypeError, match=r"Policy.explain: a Linen module must come with .* explain\(model, tokens\)"):
+        Policy(default=NEAREST).explain(Mlp())
 
 
 # ---------------------------------------------------------------- bits
-def by_hand(variables, key, x=X):
-    """``Mlp`` with its layers written by ``jnvfp4.linear``."""
-    p = variables["params"]
-    h = nn.LayerNorm().apply({"params": p["norm"]}, x).astype(jnp.bfloat16)
-    with step_key(key):
-        h = linear(h, p["up"]["kernel"].astype(jnp.bfloat16), SR, key=layer_key("up"), w_axes="kn")
-        h = nn.gelu(h + p["up"]["bias"].astype(jnp.bfloat16))
-        y = linear(h, p["down"]["kernel"].astype(jnp.bfloat16), SR, key=layer_key("down"), w_axes="kn")
-    return jnp.sum(jnp.sin((x + y.astype(x.dtype)).astype(jnp.float32)))
 
 
 def test_loss_and_gradients_have_the_bits_of_linear():
+    def by_hand(variables, key):
+        p = variables["params"]
+        h = nn.LayerNorm().apply({"params": p["norm"]}, X).astype(jnp.bfloat16)
+        with step_key(key):
+            h = linear(h, p["up"]["kernel"].astype(jnp.bfloat16), SR, key=layer_key("up"), w_axes="kn")
+            h = nn.gelu(h + p["up"]["bias"].astype(jnp.bfloat16))
+            y = linear(h, p["down"]["kernel"].astype(jnp.bfloat16), SR, key=layer_key("down"), w_axes="kn")
+        return jnp.sum(jnp.sin((X + y.astype(X.dtype)).astype(jnp.float32)))
+
     variables = init(Mlp())
-    want = jax.jit(jax.value_and_grad(by_hand))(variables, KEY)
-    assert_same_tensor(run(Mlp(), variables), want)
+    assert_same_tensor(run(Mlp(), variables), jax.jit(jax.value_and_grad(by_hand))(variables, KEY))
 
 
 def test_loops_and_remat_change_no_bit():
@@ -357,18 +338,20 @@ def test_every_layer_of_every_step_draws_its_own_bits(monkeypatch, model, rngs):
     assert len(np.unique(np.concatenate(drawn), axis=0)) == 8  # two steps, two blocks, two layers
 
 
-def test_scanned_layers_without_an_index_raise():
-    with pytest.raises(ValueError, match=r"layer 'block/up': in a loop that JAX traces once.*layer_index\(i\)"):
-        run(Stack(scan=True), init(Stack(scan=True)))
+OF_EACH, OF_ALL = (("params", True),), (("params", True), ("sr", False))
+DIFFER = "key must differ .* pass split_rngs={'sr': True} to nn.scan"
+ALIKE = {
+    "step_key without an index": (Stack(scan=True), False, r"in a loop that JAX traces once.*layer_index\(i\)"),
+    "one stream": (Stack(scan=True, split_rngs=OF_ALL), True, DIFFER),
+    "one stream, remat": (Stack(scan=True, remat=True, split_rngs=OF_ALL), True, DIFFER),
+    "no stream": (Stack(scan=True, split_rngs=OF_EACH), True, "key must be given"),
+}
 
 
-@pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
-def test_scanned_layers_that_share_a_stream_raise(remat):
-    model = Stack(scan=True, remat=remat, split_rngs=(("params", True), ("sr", False)))
-    with pytest.raises(
-        ValueError, match=r"layer 'block/up': key must differ .* pass split_rngs={'sr': True} to nn.scan"
-    ):
-        run(model, init(Stack(scan=True)), rngs=True)
+@pytest.mark.parametrize(("model", "rngs", "text"), ALIKE.values(), ids=ALIKE)
+def test_scanned_layers_that_would_draw_the_same_bits_raise(model, rngs, text):
+    with pytest.raises(ValueError, match=f"layer 'block/up': {text}"):
+        run(model, init(Stack(scan=True)), rngs=rngs)
 
 
 class Caller(nn.Module):
@@ -400,11 +383,6 @@ def test_microbatches_that_share_a_stream_raise(remat):
     losses(lambda key: model.apply(of_model, X, rngs={"sr": key}))
     losses(lambda key: Caller().apply({}, X, variables, {"sr": key}, rngs={"sr": KEY}))
     losses(lambda key: scanned.apply(stacked(of_model), X, rngs={"sr": KEY}))
-
-
-def test_scanned_layers_without_the_stream_raise():
-    with pytest.raises(ValueError, match="layer 'block/up': key must be given"):
-        run(Stack(scan=True), init(Stack(scan=True)), rngs=True)
 
 
 @pytest.mark.long

@@ -202,20 +202,21 @@ def test_windows(native, shape, out, bias_dtype):
     check(native, *quantized(shape, WINDOW, WINDOW), bias, out)
 
 
+def reorder_blocks(t: NVFP4Tensor, order: np.ndarray) -> NVFP4Tensor:
+    data = np.asarray(t.data).reshape(t.shape[0], -1, 8)[:, order].reshape(t.data.shape)
+    return NVFP4Tensor(data, np.asarray(t.scale)[:, order], np.asarray(t.amax)[:, order[::4] // 4], t.format)
+
+
 def test_the_order_of_windows_and_of_their_blocks_shows():
     """Neither another order of windows, nor of the blocks in one, gives the bits that the tests above demand."""
     with jax.default_device(jax.devices("cpu")[0]):
         a, b = quantized((17, 33, 192), WINDOW, WINDOW)
         right = matmul_by_formula(a, b)
-        for order in (np.arange(12).reshape(3, 4)[::-1].ravel(), np.arange(12).reshape(3, 4)[:, ::-1].ravel()):
-            turned = [reorder_blocks(t, order) for t in (a, b)]
-            np.testing.assert_allclose(matmul_by_formula(*turned), right, rtol=1e-3, atol=1e-3)
-            assert np.any(matmul_by_formula(*turned) != right)
-
-
-def reorder_blocks(t: NVFP4Tensor, order: np.ndarray) -> NVFP4Tensor:
-    data = np.asarray(t.data).reshape(t.shape[0], -1, 8)[:, order].reshape(t.data.shape)
-    return NVFP4Tensor(data, np.asarray(t.scale)[:, order], np.asarray(t.amax)[:, order[::4] // 4], t.format)
+        blocks = np.arange(12).reshape(3, 4)
+        for order in (blocks[::-1].ravel(), blocks[:, ::-1].ravel()):
+            got = matmul_by_formula(*(reorder_blocks(t, order) for t in (a, b)))
+            np.testing.assert_allclose(got, right, rtol=1e-3, atol=1e-3)
+            assert np.any(got != right)
 
 
 @pytest.mark.parametrize("amax", [0.0, np.inf, np.nan, 1e25, 1e-25], ids=str)
@@ -279,17 +280,15 @@ def batched(seed: int, amaxes: str, lead: tuple[int, ...], rows: int) -> NVFP4Te
     return random_tensor(seed, (*lead, rows, 128), AMAXES[amaxes], amax=amax)
 
 
+MIXED = [*[(x, x) for x in AMAXES], ("window64", "per matrix"), ("row", "window64"), ("per matrix", "window64")]
+
+
 @every_accumulation
-@pytest.mark.parametrize(
-    "amaxes",
-    [*[(x, x) for x in AMAXES], ("window64", "per matrix"), ("row", "window64"), ("per matrix", "window64")],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("amaxes", MIXED, ids=" ".join)
 @pytest.mark.parametrize("shared", [False, True], ids=["batched b", "shared b"])
 def test_leading_axes(native, amaxes, shared, accumulation):
-    check_each_matrix(
-        native, batched(0, amaxes[0], (2, 3), 5), batched(1, amaxes[1], () if shared else (2, 3), 7), accumulation
-    )
+    a, b = batched(0, amaxes[0], (2, 3), 5), batched(1, amaxes[1], () if shared else (2, 3), 7)
+    check_each_matrix(native, a, b, accumulation)
 
 
 @every_accumulation

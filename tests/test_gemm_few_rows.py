@@ -5,16 +5,7 @@ import numpy as np
 import pytest
 from conftest import gpus, skip_or_fail
 from helpers import assert_bitwise, e2m1_values, random_tensor, scale_values
-from products import (
-    ROW,
-    TENSOR,
-    WINDOW,
-    dense,
-    hang_guard,
-    multiply_on,
-    quantized,
-    with_nan_scale,
-)
+from products import ROW, TENSOR, WINDOW, dense, hang_guard, multiply_on, quantized, with_nan_scale
 
 import jnvfp4
 from jnvfp4 import Format, NVFP4Tensor

@@ -159,18 +159,13 @@ def test_windows(hopper, a_format, b_format, shape, out):
     check(hopper, "windows", a, b, dense((n,), np.float32), out)
 
 
-def plan_windows(*shape: int, sides: tuple[bool, bool]) -> int:
-    """Parts of K."""
-    return load.extensions()["cpu"].plan_windows(*shape, *sides)
-
-
 @every_side
 @pytest.mark.parametrize("shared", [False, True], ids=["batched b", "shared b"])
 @pytest.mark.parametrize(("matrices", "parts", "k"), [(67, 1, 1024), (40, 3, 5120)], ids=["tiles", "parts"])
 def test_windows_of_many_matrices(hopper, a_format, b_format, shared, matrices, parts, k):
     """More tiles, or more parts of tiles, than thread blocks."""
     sides = a_format is WINDOW, b_format is WINDOW
-    assert plan_windows(matrices, 5, 6, k, sides=sides) == parts
+    assert load.extensions()["cpu"].plan_windows(matrices, 5, 6, k, *sides) == parts
     lead = (matrices,)
     a, b = windowed(0, (5, k), a_format, lead), windowed(1, (6, k), b_format, () if shared else lead)
     check(hopper, "windows", a, b)

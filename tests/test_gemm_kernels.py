@@ -48,39 +48,29 @@ class Kernel:
 
 # Rows of a that kernels of Hopper put into a tile, and parts of K: test_gemm_hopper.py. 132 multiprocessors.
 SMALL_M = [
-    (1, 1, 16),  # masked where 256 does not divide K
-    (8, 40, 48),
-    (3, 100, 272),  # clusters of two thread blocks divide K
-    (13, 1000, 2320),
-    (16, 2200, 4112),  # three units of columns a warp
-    (1, 24, 256),
-    (7, 100, 4096),  # clusters of eight
-    (8, 2128, 8192),
-    (3, 43000, 256),  # more thread blocks than multiprocessors
-    (9, 77, 512),
-    (16, 2200, 4096),
-    (16, 2200, 8448),  # the last warps have fewer units
-    (12, 40, 8192),
+    *[(1, 1, 16), (8, 40, 48)],  # masked where 256 does not divide K
+    *[(3, 100, 272), (13, 1000, 2320)],  # clusters of two thread blocks divide K
+    *[(16, 2200, 4112), (1, 24, 256)],  # three units of columns a warp
+    *[(7, 100, 4096), (8, 2128, 8192)],  # clusters of eight
+    *[(3, 43000, 256), (9, 77, 512), (16, 2200, 4096)],  # more thread blocks than multiprocessors
+    *[(16, 2200, 8448), (12, 40, 8192)],  # the last warps have fewer units
 ]
 FUSED = [
-    (20, 101, 272),  # tiles of 32 rows of a, then the same with parts of K
-    (20, 101, 1040),
-    (31, 101, 2064),
-    (200, 3001, 272),  # of 64
-    (700, 261, 2064),
-    (400, 3001, 272),  # of 128
-    (200, 3001, 4352),
-    (700, 4001, 272),  # of 256
-    (400, 3001, 14336),
-    (60, 17001, 2064),  # tiles of 64, of 128 and of 256 rows: parts of K for those that fill no wave
-    (100, 17001, 2064),
-    (1024, 14337, 4096),
+    *[(20, 101, 272), (20, 101, 1040), (31, 101, 2064)],  # tiles of 32 rows of a, then the same with parts of K
+    *[(200, 3001, 272), (700, 261, 2064)],  # of 64
+    *[(400, 3001, 272), (200, 3001, 4352)],  # of 128
+    *[(700, 4001, 272), (400, 3001, 14336)],  # of 256
+    # Tiles of 64, of 128 and of 256 rows: parts of K for those that fill no wave.
+    *[(60, 17001, 2064), (100, 17001, 2064), (1024, 14337, 4096)],
     *[(m, n, 336) for m, n in ((1, 1), (1, 257), (129, 3), (64, 64), (65, 130), (300, 600), (257, 256))],
     # What is past the end of K is zero, also where rows of codes or scales are copied for the tensor maps.
     *[(70, 131, k) for k in (16, 32, 48, 64, 80, 112, 128, 240, 256, 272, 512, 528, 1280, 4096)],
 ]
 # Two NVFP4 operands, the right one of fewer rows: it is decoded to scratch instead of the left one.
 EXCHANGED = [(5668, 130, 48), (3594, 521, 272), (2862, 130, 4352), (1581, 261, 4352), (6000, 2601, 80)]
+
+
+TALL_AND_WIDE = [(70000, 5, 32), (5, 70000, 32)]
 
 
 def deep(shapes: list[Shape]) -> list[Shape]:
@@ -91,15 +81,7 @@ KERNELS = [
     Kernel(
         "decode_then_dot",
         paths=[(1, 36, 48), (130, 141, 48)],  # the epilogue takes four columns at a time, or one
-        shapes=[
-            (1, 1, 16),
-            (5, 7, 48),
-            (8, 40, 4096),
-            (31, 101, 2064),
-            (257, 256, 8192),
-            (70000, 5, 32),
-            (5, 70000, 32),
-        ],
+        shapes=[(1, 1, 16), (5, 7, 48), (8, 40, 4096), (31, 101, 2064), (257, 256, 8192), *TALL_AND_WIDE],
         ordinary=[(5, 7, 48), (200, 301, 4352)],
     ),
     Kernel(
@@ -155,11 +137,7 @@ def every(shapes: Callable[[Kernel], list[Shape]], lefts: tuple[str, ...] = tupl
     return pytest.mark.parametrize("of", problems, ids=ids)
 
 
-every_path, every_shape, every_kernel = (
-    every(lambda k: k.paths),
-    every(lambda k: k.shapes),
-    every(lambda k: k.paths[:1]),
-)
+every_path, every_shape, every_kernel = map(every, (lambda k: k.paths, lambda k: k.shapes, lambda k: k.paths[:1]))
 
 
 @pytest.fixture
@@ -237,10 +215,8 @@ def test_leading_axes(run, of, scope, shared):
     rng = np.random.default_rng(5)
     fmt = ROW if scope == "row" else TENSOR
     of_scope = {"tensor": lambda *_: (), "per matrix": lambda axes, _: axes, "row": lambda axes, rows: (*axes, rows)}
-    amax = {
-        "a_amax": rng.uniform(0.5, 2, of_scope[scope](lead, m)),
-        "b_amax": rng.uniform(0.5, 2, of_scope[scope](b_lead, n)),
-    }
+    sides = ("a", (lead, m)), ("b", (b_lead, n))
+    amax = {f"{name}_amax": rng.uniform(0.5, 2, of_scope[scope](*axes)) for name, axes in sides}
     a, b = order_free_operands(LEFT[of.left], (m, n, k), a_format=fmt, b_format=fmt, lead=lead, b_lead=b_lead, **amax)
     for out in (F32, BF16):  # of which Blackwell's library finishes the second alone
         check(run, of, a, b, dense((n,), out), out)

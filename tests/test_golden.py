@@ -192,10 +192,6 @@ def test_native_quantize_4over6(native, kind):
         check_each(found, t.data, t.scale, t.amax)
 
 
-def of_dtype(kind: str, dtype: str) -> list[Golden]:
-    return [g for g in goldens(kind) if g.x.dtype == OUT_DTYPES[dtype]]
-
-
 # The types in turn: a type is only how an element becomes a float32.
 OTHERS = [("1d", "bfloat16"), ("2d", "float32"), ("1x64", "float32")]
 IN_TURN = [("1d_rht", "bfloat16"), ("rowscaled", "float16")]
@@ -205,7 +201,7 @@ IN_TURN = [("1d_rht", "bfloat16"), ("rowscaled", "float16")]
 @pytest.mark.parametrize(("kind", "dtype"), [*IN_TURN, *(pytest.param(*of, marks=pytest.mark.long) for of in OTHERS)])
 def test_reference_quantize(backend, kind, dtype):
     """All inputs at once (one compilation)."""
-    found = of_dtype(kind, dtype)
+    found = [g for g in goldens(kind) if g.x.dtype == OUT_DTYPES[dtype]]
     x, amax = stacked(found)
     t = jnvfp4.quantize(x, SPECS[kind], amax=amax, implementation="reference")
     check_each(found, t.data, t.scale, t.amax)
@@ -300,19 +296,8 @@ def operand(case: str, side: str) -> NVFP4Tensor:
     scope = "row" if made.get("row_scaled_nvfp4") else "tensor"
     fmt = Format(amax_scope=scope, e4m3_max=settings[f"max_{side}"], rht=made.get("with_rht", False))
     amax = arrays[f"{case}__amax_{side}"]
-    return tensor(
-        arrays[f"{case}__{side}"],
-        arrays[f"{case}__s{side}"],
-        amax if scope == "row" else amax.reshape(()),
-        fmt,
-    )
-
-
-def golden_product(case: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """The result, and what was added to the float32 product before the cast."""
-    arrays, dtype = load("gemm"), GEMM_CASES[case]["out_dtype"]
-    added = from_storage(arrays[f"{case}__acc"], dtype) if GEMM_CASES[case]["accumulate"] else None
-    return from_storage(arrays[f"{case}__out"], dtype), added
+    amax = amax if scope == "row" else amax.reshape(())
+    return tensor(arrays[f"{case}__{side}"], arrays[f"{case}__s{side}"], amax, fmt)
 
 
 MATMULS = [  # the reference, which compiles for seconds, multiplies every fifth by default
@@ -324,8 +309,9 @@ MATMULS = [  # the reference, which compiles for seconds, multiplies every fifth
 
 @pytest.mark.parametrize(("case", "backend"), MATMULS, indirect=["backend"])
 def test_matmul(backend, case):
-    a, b, dtype = operand(case, "a"), operand(case, "b"), OUT_DTYPES[GEMM_CASES[case]["out_dtype"]]
-    want, added = golden_product(case)
+    arrays, name, dtype = load("gemm"), GEMM_CASES[case]["out_dtype"], OUT_DTYPES[GEMM_CASES[case]["out_dtype"]]
+    a, b, want = operand(case, "a"), operand(case, "b"), from_storage(arrays[f"{case}__out"], name)
+    added = from_storage(arrays[f"{case}__acc"], name) if GEMM_CASES[case]["accumulate"] else None  # before the cast
     out_dtype = dtype if added is None else np.float32
     got = np.asarray(jnvfp4.matmul_nt(a, b, out_dtype=out_dtype, implementation=backend.implementation))
     if (backend.platform, backend.implementation) == ("cuda", "native"):

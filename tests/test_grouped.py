@@ -18,21 +18,13 @@ from meshes import KINDS, make_mesh, run
 from operands import exact_tensor, normal
 
 import jnvfp4
-from jnvfp4 import (
-    NVFP4,
-    ROW_SCALED,
-    NVFP4Tensor,
-    export_checks,
-    grouped_matmul_nt,
-    matmul_nt,
-    quantize,
-    supports,
-)
+from jnvfp4 import NVFP4Tensor, export_checks, grouped_matmul_nt, matmul_nt, quantize, supports
 from jnvfp4._native import load, plans
 from jnvfp4._primitives import grouped_matmul
 from jnvfp4._primitives._groups import Rows, chunks_of, rows_of
 from jnvfp4._primitives._products import ProductParams
 from jnvfp4.checkpoints import NameRule, from_hf, open_checkpoint
+from jnvfp4.spec import NVFP4, ROW_SCALED
 
 M, N, K, G = 80, 40, 64, 5
 BOUNDARIES = {
@@ -110,10 +102,12 @@ def test_a_sum_of_negative_zeros_is_positive(cpu, implementation):
     assert_bitwise(got, np.zeros((3, 5), np.float32))
 
 
-def test_sizes_are_a_list_of_traced_numbers(cpu):
+def test_sizes_may_be_of_the_host_or_a_list_of_traced_numbers(cpu):
     a, b = exact("nvfp4", 40, 3)
+    want = grouped_matmul_nt(a, b, int32((20, 13, 7)))
     multiply = jax.jit(lambda first, second: grouped_matmul_nt(a, b, [first, second, 7]))
-    assert_bitwise(multiply(20, 13), grouped_matmul_nt(a, b, int32((20, 13, 7))))
+    for got in (grouped_matmul_nt(a, b, [20, 13, 7]), multiply(20, 13)):
+        assert_bitwise(got, want)
 
 
 def test_boundaries_that_are_drawn(cpu):
@@ -167,11 +161,6 @@ def test_one_amax_is_that_of_all_groups(native):
     assert_bitwise(grouped_matmul_nt(a, b, sizes), grouped_matmul_nt(a, each, sizes))
 
 
-def test_sizes_may_be_of_the_host(cpu):
-    a, b = operands("nvfp4")
-    assert_bitwise(grouped_matmul_nt(a, b, [1, 2, 3, 4, 5]), grouped_matmul_nt(a, b, np.arange(1, 6, dtype=np.int32)))
-
-
 @pytest.mark.parametrize(("rows", "groups"), [(0, 3), (16, 0), (0, 0)])
 def test_nothing_to_multiply(native, rows, groups):
     b = quantize(jnp.ones((groups, N, K)), amax=jnp.ones((groups,)))
@@ -184,7 +173,8 @@ def test_nothing_to_multiply(native, rows, groups):
 @every_left
 def test_decode_then_ragged_dot(cpu, monkeypatch, left, sizes):
     """The operations that XLA gets on a GPU without kernels; nvfp4_decode is a kernel of GPUs."""
-    monkeypatch.setattr(grouped_matmul, "decode", lambda parts, dtype: jnp.asarray(decoded_parts(parts), dtype))
+    decode = lambda parts, dtype: jnp.asarray(decoded(NVFP4Tensor(*parts[:2], jnp.float32(1))), dtype)  # noqa: E731
+    monkeypatch.setattr(grouped_matmul, "decode", decode)
     a, b = exact("dense" if left == "dense" else "nvfp4", M, G)
     if left == "row":
         a = NVFP4Tensor(a.data, a.scale, 6 * 448.0 * 2.0 ** (jnp.arange(M) % 3), jnvfp4.Format("row"))
@@ -207,17 +197,12 @@ def test_decode_then_ragged_dot_on_a_gpu(left, sizes):
         assert_bitwise(grouped_matmul_nt(a, b, int32(sizes), **options), want)
 
 
-def decoded_parts(parts):
-    data, scale, _ = parts
-    return decoded(NVFP4Tensor(data, scale, jnp.float32(1)))
-
-
 # ---------------------------------------------------------------- the plan
 def plan(a="nvfp4", capability=90, shape=(128, 4, 128, 256), kernel=None):
     return plans.plan_grouped(shape=shape, a=a, out="bfloat16", capability=capability, kernel=kernel)
 
 
-def test_the_kernels():
+def test_the_kernel_of_each_device():
     assert plan(capability=0).kernel == "cpu_nvfp4_blocks"
     assert plan("float16", capability=0).kernel == "cpu_dense_elements"
     for capability in (80, 89, 100, 120):
@@ -358,10 +343,8 @@ def test_sharded_equals_unsharded(devices, layout, left, kind):
 def test_vmap_over_split_examples(devices, layout, kind):
     """No loop goes through a split axis, which an Explicit mesh would refuse."""
     examples, b = [exact("dense", 64, 8)[0] * 2.0**i for i in range(8)], exact("dense", 64, 8)[1]
-    a, sizes = (
-        jnp.stack(examples).astype(jnp.bfloat16),
-        jnp.stack([jnp.roll(int32((9, 0, 20, 5, 3, 0, 11, 4)), i) for i in range(8)]),
-    )
+    a = jnp.stack(examples).astype(jnp.bfloat16)
+    sizes = jnp.stack([jnp.roll(int32((9, 0, 20, 5, 3, 0, 11, 4)), i) for i in range(8)])
     product = jax.vmap(grouped_matmul_nt, (0, None, 0))
     want = product(a, b, sizes)
     mesh = make_mesh(devices, "xy", kind)
@@ -438,13 +421,6 @@ def test_chunks_cover_each_row_of_a_group_once(rows, sizes):
     assert (groups == want).all()
 
 
-@pytest.mark.parametrize("rows", [4095, 4096, 4097, 10000, 32768, 2**18])
-@pytest.mark.parametrize("groups", [1, 7, 8, 64])
-def test_a_loop_over_chunks_computes_half_as_many_rows_again(rows, groups):
-    chunks = jax.eval_shape(lambda sizes: chunks_of(rows_of(sizes, rows), rows).group, int32([0] * groups))
-    assert rows <= chunks.shape[0] * size_of_chunks(rows, groups) <= 1.5 * rows
-
-
 def size_of_chunks(rows: int, groups: int) -> int:
     of = [jax.ShapeDtypeStruct((groups,), jnp.int32)] * 2
     found = []
@@ -452,8 +428,12 @@ def size_of_chunks(rows: int, groups: int) -> int:
     return found[0]
 
 
-def test_small_groups_cost_a_chunk_each():
-    assert size_of_chunks(64, 256) == 16
+@pytest.mark.parametrize("rows", [4095, 4096, 4097, 10000, 32768, 2**18])
+@pytest.mark.parametrize("groups", [1, 7, 8, 64])
+def test_a_loop_over_chunks_computes_half_as_many_rows_again(rows, groups):
+    chunks = jax.eval_shape(lambda sizes: chunks_of(rows_of(sizes, rows), rows).group, int32([0] * groups))
+    assert rows <= chunks.shape[0] * size_of_chunks(rows, groups) <= 1.5 * rows
+    assert size_of_chunks(64, 256) == 16  # small groups cost a chunk each
 
 
 # ---------------------------------------------------------------- experts of a checkpoint
@@ -462,11 +442,11 @@ def test_experts_of_a_checkpoint_load_straight_into_it(native):
     expert = r"model.layers.0.mlp.experts.{expert:\d+}."
     rule = NameRule(expert + "{which:gate|up|down}_proj.weight", "experts/{which}", stack=("expert",))
     experts = from_hf({name: v for name, v in checkpoint.items() if ".experts." in name}, [rule])["experts"]
-    assert {name: (v.shape, v.amax.shape) for name, v in experts.items()} == {
-        "gate": ((4, 64, 128), (4,)),
-        "up": ((4, 64, 128), (4,)),
-        "down": ((4, 128, 64), (4,)),
+    assert {name: v.shape for name, v in experts.items()} == {
+        **dict.fromkeys(("gate", "up"), (4, 64, 128)),
+        "down": (4, 128, 64),
     }
+    assert {v.amax.shape for v in experts.values()} == {(4,)}
     sizes = (3, 0, 17, 10)
     x = normal((32, 128))
     got = grouped_matmul_nt(x, experts["gate"], int32(sizes), out_dtype=jnp.float32)

@@ -6,12 +6,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from helpers import assert_bitwise, assert_gemm_close, bits, random_tensor
 from operands import exact_tensor, normal
-from products import ROW, TENSOR
+from products import ROW, TENSOR, with_nan_scale
 from test_grouped import by_group, ends_of, int32, taken
 
 from jnvfp4 import NVFP4Tensor, grouped_matmul_nt, supports
@@ -125,12 +124,6 @@ def test_ordinary_data_is_close_and_the_same_in_every_run(native, left, of):
         assert_bitwise(multiply(a, b, of), first)
 
 
-def with_nan_scale(t: NVFP4Tensor, at) -> NVFP4Tensor:
-    scale = bits(t.scale).copy()
-    scale[(*at, 1)] = 0x7F
-    return NVFP4Tensor(t.data, jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn)), t.amax, t.format)
-
-
 @every_product
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
 @every_left
@@ -143,7 +136,7 @@ def test_what_is_not_finite_stays_in_its_group(native, left, value, of):
     want, group = multiply(a, b, of), int(np.argmax(of.sizes))
     begin, end = ends_of(of.sizes, of.rows)[group]
     for row in (begin, end - 1, *range(sum(of.sizes), of.rows)):
-        a = with_nan_scale(a, (row,)) if isinstance(a, NVFP4Tensor) else a.at[row, 17].set(value)
+        a = with_nan_scale(a, row) if isinstance(a, NVFP4Tensor) else a.at[row, 17].set(value)
     got, others = multiply(a, b, of), np.ones(of.rows, bool)
     others[[begin, end - 1]] = False
     assert_bitwise(got[others], want[others])
@@ -158,7 +151,7 @@ def test_an_expert_that_is_not_finite_reaches_its_rows_alone(native, left, of):
     want, group = multiply(a, b, of), int(np.argmax(of.sizes))
     empty = [g for g, size in enumerate(of.sizes) if not size]
     for g in (group, *empty):
-        b = with_nan_scale(b, (g, of.cols - 1))
+        b = with_nan_scale(b, g, of.cols - 1)
     got, (begin, end) = multiply(a, b, of), ends_of(of.sizes, of.rows)[group]
     others = np.ones((of.rows, of.cols), bool)
     others[begin:end, -1] = False

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_same_tensor
+from helpers import assert_bitwise, assert_same_tensor, refused
 from operands import normal
 
 from jnvfp4 import NVFP4, NVFP4_SR, DotGeneral, Recipe, layer_index, layer_key, linear, recipes, step_key
@@ -135,10 +135,8 @@ def test_an_evaluation_needs_a_key_only_for_the_forward_gemm(recipe):
 
 
 def test_a_layer_without_a_path_cannot_have_a_key():
-    with (
-        step_key(A),
-        pytest.raises(ValueError, match=r"DotGeneral: key must be given.*DotGeneral\(recipe, path=\.\.\."),
-    ):
+    text = r"DotGeneral: key must be given.*DotGeneral\(recipe, path=\.\.\."
+    with step_key(A), pytest.raises(ValueError, match=text):
         DotGeneral(SR)(X, W, DENSE)
     with pytest.raises(TypeError, match="DotGeneral: path must be a string or None, got 3"):
         DotGeneral(SR, 3)
@@ -150,21 +148,39 @@ def test_a_recipe_without_random_bits_needs_no_key():
     assert_bitwise(jax.jit(lambda: DotGeneral(recipes.DEFAULT, "up")(X, W, DENSE))(), want)
 
 
-@pytest.mark.parametrize(
-    "enclose",
-    [
-        jax.jit,
-        jax.checkpoint,
-        lambda f: lambda: jax.lax.scan(lambda c, _: (c, f()), 0, None, length=2),
-        lambda f: lambda: jax.lax.cond(True, f, f),
-        lambda f: jax.jit(lambda: jax.jit(f)()),
-    ],
-    ids=["jit", "remat", "scan", "cond", "nested jit"],
-)
+ENCLOSED = {
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "scan": lambda f: lambda: jax.lax.scan(lambda c, _: (c, f()), 0, None, length=2),
+    "cond": lambda f: lambda: jax.lax.cond(True, f, f),
+    "nested jit": lambda f: jax.jit(lambda: jax.jit(f)()),
+}
+
+
+@pytest.mark.parametrize("enclose", ENCLOSED.values(), ids=ENCLOSED)
 def test_a_step_entered_outside_the_traced_function_raises(enclose):
     """It would be a constant there, and stale in the next step."""
     with step_key(A), pytest.raises(ValueError, match="layer 'up': the key of step_key must be traced"):
         enclose(gradient_bits)()
+
+
+NO_KEY, NO_INDEX = (
+    "TypeError: step_key: key must be one JAX PRNG key",
+    "TypeError: layer_index: index must be one integer",
+)
+REFUSED = [
+    *((step_key, key, NO_KEY) for key in (None, 3, jax.random.split(A))),
+    (layer_index, -1, "layer_index: index must be at least 0, got -1"),
+    (layer_index, 1.0, f"{NO_INDEX}, got 1.0"),
+    (layer_index, True, f"{NO_INDEX}, got True"),
+    *((layer_index, index, NO_INDEX) for index in (jnp.arange(2), "1")),
+]
+
+
+@pytest.mark.parametrize(("enter", "value", "text"), REFUSED)
+def test_other_keys_and_indices_are_refused(enter, value, text):
+    with refused(text), enter(value):
+        pass
 
 
 def test_a_constant_key_inside_jit_raises():
@@ -175,27 +191,6 @@ def test_a_constant_key_inside_jit_raises():
 
     with pytest.raises(ValueError, match=r"step_key: the key of step_key must be traced .* for 'jit', got a constant"):
         step()
-
-
-@pytest.mark.parametrize("key", [None, 3, jax.random.split(A)], ids=["none", "int", "two"])
-def test_what_is_no_key_is_refused(key):
-    with pytest.raises(TypeError, match="step_key: key must be one JAX PRNG key"), step_key(key):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("index", "error", "match"),
-    [
-        (-1, ValueError, "layer_index: index must be at least 0, got -1"),
-        (1.0, TypeError, "layer_index: index must be one integer, got 1.0"),
-        (True, TypeError, "layer_index: index must be one integer, got True"),
-        (jnp.arange(2), TypeError, "layer_index: index must be one integer"),
-        ("1", TypeError, "layer_index: index must be one integer"),
-    ],
-)
-def test_what_is_no_index_is_refused(index, error, match):
-    with pytest.raises(error, match=match), layer_index(index):
-        pass
 
 
 # ---------------------------------------------------------------- transforms

@@ -14,23 +14,10 @@ from meshes import assert_sharded, home, make_mesh, put
 from operands import normal
 from test_recipes import TABLE
 
-from jnvfp4 import (
-    NVFP4,
-    NVFP4_2D,
-    NVFP4_RHT,
-    NVFP4_RHT_SR,
-    NVFP4_SR,
-    ROW_SCALED,
-    WINDOW64,
-    Recipe,
-    dequantize,
-    linear,
-    matmul_nt,
-    quantize,
-    recipes,
-)
+from jnvfp4 import Recipe, dequantize, linear, matmul_nt, quantize, recipes
 from jnvfp4._layers.linear import Quantizer
 from jnvfp4._native import plans
+from jnvfp4.spec import NVFP4, NVFP4_2D, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_SR, ROW_SCALED, WINDOW64
 
 ROW = (ROW_SCALED, ROW_SCALED)
 SR = (NVFP4_SR, NVFP4_SR)
@@ -147,10 +134,7 @@ def test_every_recipe_is_its_composition(native, w_axes):
         assert_composed(native, (x, w.T, dy), RECIPES, w_axes="kn")
 
 
-TOKENS_OF = {
-    1: ["plain"],
-    7: ["plain", "dequantized_backward", "mixed", "rotated", "windows", "recipes_pretrain"],
-}
+TOKENS_OF = {1: ["plain"], 7: ["plain", "dequantized_backward", "mixed", "rotated", "windows", "recipes_pretrain"]}
 
 
 @pytest.mark.parametrize("tokens", TOKENS_OF)
@@ -188,9 +172,11 @@ def test_leading_axes_are_tokens(native, recipe):
     assert_same(native, (y.reshape(30, 48), dx.reshape(30, 64), dw), flat)
 
 
-def test_a_vector_is_one_token(cpu):
-    x, w = normal((64,), 1), normal((48, 64), 2)
-    assert_bitwise(linear(x, w), linear(x[None], w)[0])
+def test_numpy_operands_closed_over_weights_and_a_vector(cpu):
+    """A vector is one token."""
+    x, w = np.asarray(normal((32, 64), 1)), np.asarray(normal((48, 64), 2))
+    assert_bitwise(jax.jit(lambda x: linear(x, w))(x), linear(jnp.asarray(x), jnp.asarray(w)))
+    assert_bitwise(linear(x[0], w), linear(x[:1], w)[0])
 
 
 def test_no_tokens():
@@ -209,11 +195,6 @@ def test_sizes_fit_the_gemms_that_are_quantized(cpu):
     assert run(normal((16, 50)), normal((10, 50)), normal((16, 10)), free)[2].shape == (10, 50)
     with pytest.raises(ValueError, match="linear: K must be a multiple of 16, got K=50"):
         linear(normal((16, 50)), normal((16, 50)), Recipe(None, wgrad=None))
-
-
-def test_numpy_operands_and_closed_over_weights(cpu):
-    x, w = np.asarray(normal((32, 64), 1)), np.asarray(normal((48, 64), 2))
-    assert_bitwise(jax.jit(lambda x: linear(x, w))(x), linear(jnp.asarray(x), jnp.asarray(w)))
 
 
 @pytest.mark.parametrize("w_axes", ["nk", "kn"])
@@ -264,11 +245,9 @@ def matmuls_of(f, *args):
 def test_accumulation_is_that_of_all_three_gemms(accumulation, w_axes):
     x, w, dy = SMALL
     w = w if w_axes == "nk" else w.T
-    assert (
-        matmuls_of(partial(run, recipe=Recipe(), accumulation=accumulation, w_axes=w_axes), x, w, dy)
-        == [(accumulation, None)] * 3
-    )
-    assert matmuls_of(partial(linear, accumulation=accumulation, w_axes=w_axes), x, w) == [(accumulation, None)]
+    options, of_each = {"accumulation": accumulation, "w_axes": w_axes}, [(accumulation, None)]
+    assert matmuls_of(partial(run, recipe=Recipe(), **options), x, w, dy) == 3 * of_each
+    assert matmuls_of(partial(linear, **options), x, w) == of_each
     assert matmuls_of(partial(linear, w_axes=w_axes), x, w) == [("fast", None)]
 
 

@@ -37,29 +37,17 @@ def use_version(monkeypatch, version: str) -> None:
     monkeypatch.setattr(plans, "cublaslt", lambda: found)
 
 
-@pytest.fixture
-def no_cublaslt(monkeypatch):
-    if not load.available("cuda"):
-        skip_or_fail("cuda", "no CUDA kernels in this build")
-    monkeypatch.setattr(plans, "cublaslt", lambda: plans.CublasLt("", "", "there is none"))
+PROBLEM = {"a": "nvfp4", "windows": False, "pinned": False, "capability": HOPPER, "shape": (1, 128, 128, 256)}
+PROBLEM |= {"kernel": None, "out": "bfloat16"}
 
 
-def plan(
-    a="nvfp4",
-    windows=False,
-    pinned=False,
-    capability=HOPPER,
-    shape=(1, 128, 128, 256),
-    kernel=None,
-    out="bfloat16",
-):
-    return plans.plan_matmul(
-        shape=shape, a=a, windows=windows, out=out, pinned=pinned, capability=capability, kernel=kernel
-    )
+def plan(*first, **changes):
+    """Of PROBLEM, but for its first values and for changes by name."""
+    return plans.plan_matmul(**PROBLEM | dict(zip(PROBLEM, first, strict=False)) | changes)
 
 
 @pytest.mark.parametrize("capability", GPUS)
-def test_a_gpu(capability):
+def test_the_kernels_of_a_gpu(capability):
     for left in LEFT:
         fast = FUSED[left] if capability == HOPPER else "decode_then_dot"
         fast = FP4 if capability >= BLACKWELL and left == "nvfp4" else fast
@@ -202,15 +190,11 @@ def test_the_smaller_of_two_nvfp4_operands_is_copied(a, copied):
     assert plan(a, shape=(1, 16384, 4096, 14336)) == (FUSED[a], copied * 14336 * 2, "")
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        *[(1, 128, 384, 512), (1, 5, 7, 256), (3, 5, 7, 64), (2, 300, 129, 48), (1, 1, 1, 16)],
-        (1, 20, 101, 2064),
-        (2, 700, 261, 4352),
-        (1, 700, 6001, 2064),
-    ],
-)
+FUSED_SHAPES = [(1, 128, 384, 512), (1, 5, 7, 256), (3, 5, 7, 64), (2, 300, 129, 48), (1, 1, 1, 16)]
+FUSED_SHAPES += [(1, 20, 101, 2064), (2, 700, 261, 4352), (1, 700, 6001, 2064)]
+
+
+@pytest.mark.parametrize("shape", FUSED_SHAPES)
 def test_scratch_of_fused_kernels(shape):
     """Prepared rows to the end of a tile; copies of codes unless K % 32 == 0, and of scales unless K % 256 == 0."""
     batch, m, n, k = shape
@@ -308,11 +292,6 @@ def test_scratch_of_fp4_products(shape):
         assert plan(shape=shape, out=out, capability=capability) == (FP4, want, "")
 
 
-def test_a_plan_without_cublaslt(no_cublaslt):
-    assert plan(kernel=FP4, capability=BLACKWELL).reason == f"{FP4} needs cuBLASLt: there is none"
-    assert plan(capability=BLACKWELL) == ("decode_then_dot", 0, "")
-
-
 def lowered(monkeypatch, a, b, **options) -> str:
     """What is lowered for a GPU of Blackwell, which need not be there."""
     if not load.available("cuda"):
@@ -333,7 +312,12 @@ def test_an_fp4_product_is_one_call(monkeypatch):
     assert "dot_general" in lowered(monkeypatch, a, b)
 
 
-def test_a_product_without_cublaslt_gives_the_reason(monkeypatch, no_cublaslt):
+def test_a_plan_without_cublaslt_gives_the_reason(monkeypatch):
+    if not load.available("cuda"):
+        skip_or_fail("cuda", "no CUDA kernels in this build")
+    monkeypatch.setattr(plans, "cublaslt", lambda: plans.CublasLt("", "", "there is none"))
+    assert plan(kernel=FP4, capability=BLACKWELL).reason == f"{FP4} needs cuBLASLt: there is none"
+    assert plan(capability=BLACKWELL) == ("decode_then_dot", 0, "")
     a = random_tensor(0, (16, 64))
     with pytest.raises(NotImplementedError, match=f"implementation='{FP4}' cannot run here: .*: there is none"):
         lowered(monkeypatch, a, a, implementation=FP4)
@@ -351,16 +335,11 @@ def test_shape_and_types_reach_the_plan(monkeypatch):
         matmul_nt(random_tensor(3, (2, 3, 64)), w, implementation="native")
         matmul_nt(jnp.ones((6, 48), jnp.bfloat16), b := random_tensor(4, (5, 48)), implementation="cpu_dense_elements")
     common = {"capability": CPU, "kernel": None}
-    first, second, third = (dict(asked[i]) for i in _first_of_each(asked))
+    first, second, third = (problem for i, problem in enumerate(asked) if problem not in asked[:i])  # it may ask twice
     assert first == {**common, "shape": (2, 3, 5, 48), "a": "nvfp4", "windows": False, "out": "float16", "pinned": True}
     assert second == {**first, "shape": (1, 6, 7, 64), "windows": True, "out": "bfloat16", "pinned": False}
     assert (third["a"], third["kernel"], third["shape"]) == ("bfloat16", "cpu_dense_elements", (1, 6, 5, 48))
     assert isinstance(b, NVFP4Tensor)
-
-
-def _first_of_each(asked: list[dict]) -> list[int]:
-    """A lowering may ask more than once."""
-    return [i for i, problem in enumerate(asked) if problem not in asked[:i]]
 
 
 @pytest.mark.parametrize("accumulation", ["fast", "pinned"])

@@ -17,15 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import gpus, skip_or_fail
-from helpers import (
-    FLOAT_MAX,
-    assert_bitwise,
-    bits,
-    canonical_nans,
-    philox,
-    rotate,
-    rotate_back,
-)
+from helpers import FLOAT_MAX, assert_bitwise, bits, canonical_nans, philox, rotate, rotate_back
 
 from jnvfp4 import reference
 from jnvfp4._core import softfloat
@@ -83,10 +75,6 @@ def on_cpu():
         yield
 
 
-def halves(name: str) -> np.ndarray:
-    return PATTERNS.view(HALF_DTYPES[name])
-
-
 def by_reference(function, *operands) -> np.ndarray:
     return np.asarray(jax.jit(function)(*(jnp.asarray(x) for x in operands)))
 
@@ -101,10 +89,6 @@ MAGNITUDES = np.arange(65536, dtype=np.uint32) << 15  # non-negative, Inf and Na
 SCALE_INDEX = np.arange(127 * 512, dtype=np.uint32)
 SCALES = (SCALE_INDEX % 127).astype(np.uint8)
 AMAXES = MAGNITUDES[SCALE_INDEX // 127 * 127]
-
-
-def never_negative(values: np.ndarray) -> np.ndarray:
-    return ~np.signbit(values) | np.isnan(values)
 
 
 def e4m3_values(scales: np.ndarray) -> np.ndarray:
@@ -133,37 +117,24 @@ def check(tables, name: str, by_rule, by_numpy, part=lambda table: table, fast: 
 
 
 # ---------------------------------------------------------------- 16-bit inputs
-@pytest.mark.parametrize("half", list(HALF_DTYPES))
-def test_decode_16_bits(tables, half):
-    x = halves(half)
-    check(tables, f"{half}_decode", by_reference(softfloat.to_bits, x), bits(x.astype(np.float32)))
-
-
-@pytest.mark.parametrize("half", list(HALF_DTYPES))
-def test_encode_16_bits(tables, half):
-    dtype = HALF_DTYPES[half]
-    by_rule = bits(by_reference(lambda b: softfloat.from_bits(b, dtype), dense()))
-    check(tables, f"{half}_encode", by_rule, bits(canonical_nans(dense().view(np.float32).astype(dtype))))
-
-
-@pytest.mark.parametrize("half", list(HALF_DTYPES))
-def test_e2m1_of_every_16_bit_number(tables, half):
-    """NaN has code 0."""
-    x = halves(half)
-    by_rule = by_reference(lambda x: reference.e2m1_encode(softfloat.to_bits(x)), x)
-    codes = x.astype(np.float32).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
-    check(tables, f"e2m1_of_{half}", by_rule, np.where(np.isnan(x), 0, codes).astype(np.uint8), fast=True)
-
-
-@pytest.mark.parametrize("half", list(HALF_DTYPES))
-def test_e4m3_of_every_16_bit_number(tables, half):
-    x = halves(half)
-    valid = never_negative(x)
-    by_rule = by_reference(lambda x: reference.e4m3_encode(softfloat.to_bits(x)), x)[valid]
-    check(tables, f"e4m3_of_{half}", by_rule, to_e4m3(x.astype(np.float32))[valid], lambda table: table[valid])
 
 
 # ---------------------------------------------------------------- codes and scales
+@pytest.mark.parametrize(("half", "dtype"), HALF_DTYPES.items(), ids=HALF_DTYPES)
+def test_every_16_bit_number(tables, half, dtype):
+    """Decoded, and encoded from float32, as E2M1, where NaN has code 0, and those that are not negative as E4M3."""
+    x, bits_of = PATTERNS.view(dtype), softfloat.to_bits
+    check(tables, f"{half}_decode", by_reference(bits_of, x), bits(x.astype(np.float32)))
+    by_rule = bits(by_reference(lambda b: softfloat.from_bits(b, dtype), dense()))
+    check(tables, f"{half}_encode", by_rule, bits(canonical_nans(dense().view(np.float32).astype(dtype))))
+    codes = np.where(np.isnan(x), 0, x.astype(np.float32).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15)
+    by_rule = by_reference(lambda x: reference.e2m1_encode(bits_of(x)), x)
+    check(tables, f"e2m1_of_{half}", by_rule, codes.astype(np.uint8), fast=True)
+    valid = ~np.signbit(x) | np.isnan(x)
+    by_rule = by_reference(lambda x: reference.e4m3_encode(bits_of(x)), x)[valid]
+    check(tables, f"e4m3_of_{half}", by_rule, to_e4m3(x.astype(np.float32))[valid], lambda table: table[valid])
+
+
 def test_decode_e4m3(tables):
     scales = np.arange(256, dtype=np.uint8)
     check(tables, "e4m3_decode", by_reference(reference.e4m3_decode, scales), bits(e4m3_values(scales)))
@@ -293,12 +264,8 @@ def test_random_bits(tables):
     assert_bitwise(got, np.stack(philox((case, high, transposed, 0), key), axis=-1), "NumPy")
     for way in (False, True):
         own = tuple(k[transposed == way] for k in key)
-        words = by_reference(
-            lambda *v, way=way: reference.random_bits(v[:2], *v[2:], way),
-            *own,
-            case[transposed == way],
-            high[transposed == way],
-        )
+        block = case[transposed == way], high[transposed == way]
+        words = by_reference(lambda *v, way=way: reference.random_bits(v[:2], *v[2:], way), *own, *block)
         want = got[transposed == way].astype("<u4").view(np.uint8).reshape(-1, 16)
         assert_bitwise(words.astype(np.uint8), want, "reference")
 
@@ -440,7 +407,7 @@ def test_encoders_over_float32(exhaustive, patterns):
 
 
 # ---------------------------------------------------------------- the lists of functions
-ROOT = INCLUDE.parent
+ROOT, RULES = INCLUDE.parent, "ffi/core/numerics.h"
 TITLE = re.compile(r"^(?://|#) -{64} (.*)\n", flags=re.M)
 FUNCTION = {
     ".h": re.compile(r"^(?:JNVFP4_HD|inline|constexpr|static)\b[^(=\n]*?(\w+)\(", flags=re.M),
@@ -469,13 +436,9 @@ def sections(*files: str) -> dict[str, list[str]]:
     return {title: [name.removesuffix("_rn") for name in names] for title, names in found.items()}
 
 
-def rules() -> dict[str, list[str]]:
-    return sections("ffi/core/numerics.h")
-
-
 def test_the_reference_mirrors_the_header():
     """The same sections with the same functions in the same order; the reference's whole operations follow."""
-    kernels, oracle = rules(), sections("jnvfp4/_core/softfloat.py", "jnvfp4/reference.py")
+    kernels, oracle = sections(RULES), sections("jnvfp4/_core/softfloat.py", "jnvfp4/reference.py")
     assert kernels.pop("representation") == REPRESENTATION["C++"]
     assert oracle.pop("representation") == REPRESENTATION["reference"]
     assert "quantize" in oracle.pop("whole operations")
@@ -506,7 +469,7 @@ def test_a_fast_form_names_its_rule_and_its_proof(form):
     rule, file, test = proof.groups()
     names = {name.removesuffix("_rn") for name in re.findall(r"(\w+)\(", rule)}
     assert names
-    assert names <= {"max"}.union(*rules().values()), f"{form} names no rule"
+    assert names <= {"max"}.union(*sections(RULES).values()), f"{form} names no rule"
     text = (ROOT / file).read_text()
     assert (f"def {test}(" if file.endswith(".py") else f'"{test}"') in text, f"{file} has no {test}"
     programs = [(CPP / program).read_text() for program in ("tables.h", "exhaustive.cc")]
@@ -517,7 +480,7 @@ def test_the_rules_in_words_name_their_functions():
     """The table of docs/numerics.md has every function of the headers, and of the reference's whole operations some."""
     page = (ROOT / "docs" / "numerics.md").read_text()
     named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|[^|]*\|([^|]*)\|[^|]*\|$", page, flags=re.M))))
-    every = {name for title, names in rules().items() if title != "representation" for name in names}
+    every = {name for title, names in sections(RULES).items() if title != "representation" for name in names}
     whole = set(sections("jnvfp4/reference.py")["whole operations"])
     assert every <= named, f"not in docs/numerics.md: {every - named}"
     assert named <= every | whole, f"no functions: {named - every - whole}"

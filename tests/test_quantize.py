@@ -11,6 +11,7 @@ import pytest
 from helpers import (
     FLOAT_MAX,
     amax_for,
+    amax_shape,
     assert_bitwise,
     assert_same_tensor,
     bits,
@@ -24,20 +25,8 @@ from helpers import (
 )
 
 import jnvfp4
-from jnvfp4 import (
-    NVFP4,
-    NVFP4_2D,
-    NVFP4_RHT,
-    NVFP4_RHT_SR,
-    NVFP4_RHT_SR_UNBIASED,
-    NVFP4_SR,
-    NVFP4_SR_UNBIASED,
-    ROW_SCALED,
-    WINDOW64,
-    QuantSpec,
-    four_over_six,
-)
-from jnvfp4.spec import FUSED_PAIRS, SUPPORTED_SPECS, name_of
+from jnvfp4 import NVFP4, NVFP4_2D, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_RHT_SR_UNBIASED, NVFP4_SR, NVFP4_SR_UNBIASED
+from jnvfp4.spec import FUSED_PAIRS, ROW_SCALED, SUPPORTED_SPECS, WINDOW64, QuantSpec, four_over_six, name_of
 
 # One spec of each kind of arithmetic; others differ from these in one setting or two.
 FAMILIES = [
@@ -104,9 +93,7 @@ def check(t, x: np.ndarray, spec, amax=None, transposed=False, what="") -> None:
 
 def full(spec, shape: tuple[int, ...], value) -> np.ndarray:
     """One value as the amax of an array of ``shape``, oriented like the result."""
-    *lead, rows, cols = shape
-    of_scope = {"tensor": (), "row": (*lead, rows), "window64": (*lead, rows, cols // 64)}
-    return np.full(of_scope[spec.format.amax_scope], value, np.float32)
+    return np.full(amax_shape(spec.format.amax_scope, shape), value, np.float32)
 
 
 def amax_each(stack: np.ndarray, spec) -> np.ndarray:
@@ -302,11 +289,8 @@ def candidates(x: np.ndarray, amax, e4m3_max: int) -> tuple[np.ndarray, np.ndarr
     """The block scales that map the largest of 16 to 6 and to 4, as bytes."""
     s_enc = np.float32(6 * e4m3_max) / np.asarray(amax, np.float32)
     base = np.abs(x.astype(np.float32)).reshape(*x.shape[:-1], -1, 16).max(axis=-1) / np.float32(6) * s_enc
-    six, four = (
-        np.minimum(v, np.float32(448)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-        for v in (base, base * np.float32(1.5))
-    )
-    return six, four
+    both = np.minimum(np.stack([base, base * np.float32(1.5)]), np.float32(448))
+    return tuple(both.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
 
 
 @pytest.mark.parametrize("error", ["mae", pytest.param("mse", marks=pytest.mark.long)])
@@ -353,15 +337,12 @@ def test_4over6_over_all_exponents(native, spec, transpose):
 
 
 # ---------------------------------------------------------------- pairs
-def native_pair(x, row_spec, col_spec, amax=None):
-    return jnvfp4.quantize_pair(
-        x, row_spec, col_spec, amax=amax, key=key_for(row_spec, col_spec), implementation="native"
-    )
 
 
 def check_pair(x, row_spec, col_spec, amax=(None, None)) -> None:
     """One call is two, bit for bit."""
-    row, col = native_pair(x, row_spec, col_spec, amax)
+    options = {"amax": amax, "key": key_for(row_spec, col_spec), "implementation": "native"}
+    row, col = jnvfp4.quantize_pair(x, row_spec, col_spec, **options)
     assert_same_tensor(row, native_quantize(x, row_spec, amax[0]), "row")
     assert_same_tensor(col, native_quantize(x, col_spec, amax[1], transpose=True), "col")
 
@@ -390,9 +371,10 @@ def test_any_pair_is_two_calls(native, pair):
     check_pair(cases.Case("x", (64, 128), "bf16", "heavy").make(), *pair)
 
 
-@pytest.mark.parametrize(
-    "pair", [(NVFP4, ROW_SCALED), (NVFP4, NVFP4_RHT), (ROW_SCALED, ROW_SCALED), (WINDOW64, WINDOW64)], ids=pair_id
-)
+GIVEN = [(NVFP4, ROW_SCALED), (NVFP4, NVFP4_RHT), (ROW_SCALED, ROW_SCALED), (WINDOW64, WINDOW64)]
+
+
+@pytest.mark.parametrize("pair", GIVEN, ids=pair_id)
 def test_pair_with_given_amax(native, pair):
     x = cases.Case("x", (64, 128)).make()
     row, col = full(pair[0], (64, 128), 2), full(pair[1], (128, 64), -3)
@@ -400,10 +382,11 @@ def test_pair_with_given_amax(native, pair):
         check_pair(x, *pair, amax)
 
 
+STREAMED = [(NVFP4_SR, NVFP4_RHT_SR), (NVFP4_SR_UNBIASED, NVFP4_RHT_SR_UNBIASED)]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "specs", [(NVFP4_SR, NVFP4_RHT_SR), (NVFP4_SR_UNBIASED, NVFP4_RHT_SR_UNBIASED)], ids=["plain", "unbiased"]
-)
+@pytest.mark.parametrize("specs", STREAMED, ids=pair_id)
 def test_pair_by_the_reference(backend, specs):
     """The fused pairs that hold every operand: two amaxes and two streams."""
     x = cases.Case("x", (32, 48)).make()

@@ -146,9 +146,8 @@ def on(device, *values):
 def test_a_wrong_product_is_refused_and_the_result_is_right(never_run, faulty, fault):
     kernel = kernel_of(never_run)
     faulty(fault)
-    with one_warning(
-        rf"self-check of matmul_nt {kernel} on .* failed: call \d, result 0: .* differ.*doctor --full --json"
-    ):
+    text = rf"self-check of matmul_nt {kernel} on .* failed: call \d, result 0: .* differ.*doctor --full --json"
+    with one_warning(text):
         for _ in range(2):  # the second program asks again
             assert_bitwise(multiply()(*on(never_run, A, B)), want())
         assert_bitwise(jnvfp4.matmul_nt(*on(never_run, A, B), out_dtype=np.float32), want(out_dtype=np.float32))
@@ -160,6 +159,7 @@ def test_a_right_product_is_used_without_a_word(never_run):
         warnings.simplefilter("error")
         text = multiply().lower(*on(never_run, A, B)).as_text()
     assert f'kernel = "{kernel}"' in text
+    assert not [thread for thread in threading.enumerate() if thread.name == "jnvfp4 self-check"]
     assert {key[0]: reason for key, reason in checks._FOUND.items()}[f"matmul_nt {kernel}"] == ""
 
 
@@ -230,6 +230,7 @@ def test_every_primitive_with_a_kernel_has_known_answers():
 
 
 def traced_calls(device) -> dict:
+    """Ways to trace the product of a and b."""
     mesh = jax.sharding.Mesh(np.array([device]), ("x",))
     y = lambda a, b: jnvfp4.matmul_nt(a, b)  # noqa: E731
 
@@ -238,44 +239,41 @@ def traced_calls(device) -> dict:
         return jax.shard_map(y, mesh=mesh, in_specs=(specs, P()), out_specs=P("x"))(a, b)
 
     def of_vmap(a, b):
-        stacked = jax.tree.map(lambda leaf: leaf[None], a)
-        return jax.vmap(y, in_axes=(0, None))(stacked, b)[0]
+        return jax.vmap(y, in_axes=(0, None))(jax.tree.map(lambda leaf: leaf[None], a), b)[0]
 
     def of_scan(a, b):
         return jax.lax.scan(lambda _, __: (None, y(a, b)), None, length=1)[1][0]
 
-    def of_a_mesh(a, b):
-        with jax.set_mesh(mesh):
-            return jax.jit(y)(a, b)
+    def within(make, call):
+        def run(a, b):
+            with contextlib.ExitStack() as stack:
+                for context in make():
+                    stack.enter_context(context)
+                return call(a, b)
 
-    def of_constants(a, b):
-        with jax.ensure_compile_time_eval():
-            return y(a, b)
+        return run
 
-    def of_no_jit(a, b):
-        with jax.disable_jit():
-            return y(a, b)
-
+    constant = within(lambda: [jax.ensure_compile_time_eval()], y)
+    strict = (
+        (jax.numpy_dtype_promotion, "strict"),
+        (jax.numpy_rank_promotion, "raise"),
+        (jax.transfer_guard, "disallow"),
+    )
     return {
         "shard_map": lambda a, b: jax.jit(of_shard_map)(a, b),
         "vmap": lambda a, b: jax.jit(of_vmap)(a, b),
         "scan": lambda a, b: jax.jit(of_scan)(a, b),
-        "set_mesh": of_a_mesh,
+        "set_mesh": within(lambda: [jax.set_mesh(mesh)], lambda a, b: jax.jit(y)(a, b)),
         "remat": lambda a, b: jax.jit(jax.checkpoint(y))(a, b),
-        "compile-time evaluation": lambda a, b: jax.jit(lambda: of_constants(a, b))(),
-        "disable_jit": of_no_jit,
-        "strict promotion": lambda a, b: with_strict(lambda: jax.jit(y)(a, b)),
+        "compile-time evaluation": lambda a, b: jax.jit(lambda: constant(a, b))(),
+        "disable_jit": within(lambda: [jax.disable_jit()], y),
+        "strict promotion": within(lambda: [f(mode) for f, mode in strict], lambda a, b: jax.jit(y)(a, b)),
     }
-
-
-def with_strict(compute):
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"), jax.transfer_guard("disallow"):
-        return compute()
 
 
 @pytest.mark.parametrize("where", traced_calls(None))
 @pytest.mark.parametrize("fault", [None, "scale layout"])
-def test_in_other_programs(never_run, faulty, where, fault):
+def test_a_wrong_product_in_every_transformation(never_run, faulty, where, fault):
     if fault:
         faulty(fault)
     m = 131 + 2 * list(traced_calls(None)).index(where) + bool(fault)  # a shape that nothing else compiles
@@ -287,7 +285,7 @@ def test_in_other_programs(never_run, faulty, where, fault):
 
 
 @pytest.mark.long
-def test_gradients(never_run, faulty):
+def test_gradients_are_right_with_a_wrong_product(never_run, faulty):
     """All three products of a layer, and its quantizers."""
     x, w = (jnp.asarray(normal(shape, seed=s)) for s, shape in enumerate([(96, 64), (80, 64)]))
     with jax.default_device(jax.devices("cpu")[0]):
@@ -302,7 +300,7 @@ def test_gradients(never_run, faulty):
         assert_same_tensor(got, expected)
 
 
-def test_several_devices(never_run, devices, faulty):
+def test_a_wrong_product_split_over_devices(never_run, devices, faulty):
     """A product that is split over rows: XLA asks for the kernels of its parts when it compiles."""
     if devices[0].platform != never_run.platform:
         pytest.skip("of another platform")
@@ -321,12 +319,11 @@ def test_several_devices(never_run, devices, faulty):
 
 
 # ---------------------------------------------------------------- where nothing is checked
+
+
 @pytest.fixture
 def no_check(monkeypatch):
-    def fail(*_):
-        raise AssertionError("a check ran")
-
-    monkeypatch.setattr(checks, "outcome", fail)
+    monkeypatch.setattr(checks, "outcome", lambda *_: pytest.fail("a check ran"))
 
 
 def test_an_export_checks_nothing(never_run, no_check):
@@ -357,21 +354,14 @@ def test_devices_of_other_processes_are_not_asked(native):
 
 
 def test_devices_on_which_kernels_have_run_are_not_checked(native, no_check):
-    if not plans.has_run_on(0 if native.platform == "cpu" else capability(native.device)):
+    capability = "0.0" if native.platform == "cpu" else native.device.compute_capability
+    if not plans.has_run_on(int(capability.replace(".", ""))):
         pytest.skip("no kernel has run on a GPU like this")
     multiply(out_dtype=np.float16)(*on(native.device, A, B))
 
 
-def capability(device) -> int:
-    major, minor = device.compute_capability.split(".")
-    return 10 * int(major) + int(minor)
-
-
-@pytest.mark.parametrize(
-    ("number", "run"), [(0, True), (80, True), (89, True), (90, True), (100, False), (103, False), (121, False)]
-)
-def test_where_kernels_have_run(number, run):
-    assert plans.has_run_on(number) is run
+def test_where_kernels_have_run():
+    assert [plans.has_run_on(number) for number in (0, 80, 89, 90, 100, 103, 121)] == 4 * [True] + 3 * [False]
 
 
 def test_a_call_of_the_reference_is_not_checked(never_run, no_check):
@@ -460,7 +450,7 @@ except RuntimeError as error:
 """
 
 
-def test_two_processes():
+def test_a_wrong_kernel_in_one_of_two_processes_raises():
     import socket
 
     with socket.socket() as free:
@@ -476,7 +466,6 @@ def test_two_processes():
 
 
 # ---------------------------------------------------------------- cuBLASLt's product, with a stand-in for the library
-LIBRARY_FAULTS = ["layout", "alpha", "padding", "nan"]
 
 
 @pytest.fixture
@@ -503,7 +492,7 @@ CHECK_OF_FP4 = cases.product_check(FP4, 100)
 by_cpu = checks.on(jax.devices("cpu")[0], "native")
 
 
-@pytest.mark.parametrize("fault", ["", *LIBRARY_FAULTS])
+@pytest.mark.parametrize("fault", ["", "layout", "alpha", "padding", "nan"])
 def test_known_answers_of_the_library_see_each_fault_in_several_calls(library, fault):
     """No fault is found by luck; the padding needs a number of scales that is no multiple of 4."""
     library("go_wrong", fault)
@@ -513,8 +502,3 @@ def test_known_answers_of_the_library_see_each_fault_in_several_calls(library, f
     seen = [text for text in found if text]
     assert (len(seen) >= len(found) // 2) if fault else not seen
     assert all("elements differ, first at [" in text for text in seen)
-
-
-def test_no_thread_is_left(never_run):
-    multiply(out_dtype=np.float16)(*on(never_run, A, B))
-    assert not [thread for thread in threading.enumerate() if thread.name == "jnvfp4 self-check"]

@@ -29,21 +29,9 @@ from meshes import (
 )
 from operands import exact_tensor, exact_with_scope, normal
 
-from jnvfp4 import (
-    NVFP4,
-    NVFP4_2D,
-    NVFP4_RHT,
-    NVFP4_RHT_SR,
-    NVFP4_SR,
-    ROW_SCALED,
-    WINDOW64,
-    dequantize,
-    matmul_nt,
-    quantize,
-    quantize_pair,
-)
+from jnvfp4 import NVFP4, NVFP4_2D, dequantize, matmul_nt, quantize, quantize_pair
 from jnvfp4._primitives._sides import Side
-from jnvfp4.spec import FUSED_PAIRS, SUPPORTED_SPECS, name_of
+from jnvfp4.spec import FUSED_PAIRS, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_SR, ROW_SCALED, SUPPORTED_SPECS, WINDOW64, name_of
 
 
 # ---------------------------------------------------------------- quantize
@@ -312,11 +300,8 @@ def test_dequantize_and_matmul_of_an_indivisible_k(devices, k):
 
 # ---------------------------------------------------------------- dequantize
 def dequantize_all(tensors):
-    return {
-        (name, back): dequantize(t, jnp.bfloat16, rotate_back=back)
-        for name, t in tensors.items()
-        for back in (True, False)
-    }
+    ways = [(name, back) for name in tensors for back in (True, False)]
+    return {(name, back): dequantize(tensors[name], jnp.bfloat16, rotate_back=back) for name, back in ways}
 
 
 @few_layouts

@@ -27,20 +27,9 @@ from meshes import (
 )
 from operands import normal
 
-from jnvfp4 import (
-    NVFP4,
-    NVFP4_RHT,
-    NVFP4_RHT_SR,
-    NVFP4_SR,
-    ROW_SCALED,
-    WINDOW64,
-    Recipe,
-    linear,
-    quantize,
-    recipes,
-)
+from jnvfp4 import Recipe, linear, quantize, recipes
 from jnvfp4._ops.quantize import quantize_pair_rows, quantize_rows
-from jnvfp4.spec import SUPPORTED_SPECS
+from jnvfp4.spec import NVFP4, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_SR, ROW_SCALED, SUPPORTED_SPECS, WINDOW64
 
 B, S, K, N = 8, 256, 256, 128
 RECIPES = {
@@ -228,22 +217,12 @@ def test_blocks_of_tokens_that_no_device_has(devices, sequence):
 
 # ---------------------------------------------------------------- Explicit meshes
 # x [B, S, K] and w [N, K], each axis of the mesh (a, b, c) in any place: data, context, tensor and fully sharded.
-EXPLICIT_LAYOUTS = [
-    (P("a", "b"), P(), "nk"),
-    (P("a"), P("b", "a"), "kn"),
-    (P("a", None, "b"), P(), "nk"),
-    *(
-        pytest.param(*layout, marks=pytest.mark.long)
-        for layout in [
-            (P("a", None, "b"), P("b"), "kn"),
-            (P("a"), P(None, "a"), "kn"),
-            (P("a"), P("b", "c"), "nk"),
-            (P("a", "b"), P(None, "b"), "kn"),
-            (P("a", "b"), P("c", "a"), "nk"),
-            (P("a", "b", "c"), P("c"), "nk"),
-        ]
-    ),
+QUICK_LAYOUTS = [(P("a", "b"), P(), "nk"), (P("a"), P("b", "a"), "kn"), (P("a", None, "b"), P(), "nk")]
+LONG_LAYOUTS = [
+    *((P("a", None, "b"), P("b"), "kn"), (P("a"), P(None, "a"), "kn"), (P("a"), P("b", "c"), "nk")),
+    *((P("a", "b"), P(None, "b"), "kn"), (P("a", "b"), P("c", "a"), "nk"), (P("a", "b", "c"), P("c"), "nk")),
 ]
+EXPLICIT_LAYOUTS = [*QUICK_LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.long) for layout in LONG_LAYOUTS)]
 
 
 def sizes_of(found, sums: bool) -> Counter:
@@ -294,9 +273,10 @@ def test_devices_compute_parts_of_a_gradient_that_is_split(recipe):
     assert not re.search(rf"f32\[({B // 2},{S}|{B * S // 2}),{K}\]", text)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "w_axes"), [("pretrain", "nk"), ("pretrain", "kn"), ("inference", "nk"), ("frozen", "nk")]
-)
+TWICE = [("pretrain", "nk"), ("pretrain", "kn"), ("inference", "nk"), ("frozen", "nk")]
+
+
+@pytest.mark.parametrize(("recipe", "w_axes"), TWICE)
 def test_an_axis_that_the_result_would_have_twice(recipe, w_axes):
     """lax.dot_general refuses it too; w is gathered first, or lies along K."""
     mesh, (x, w, _) = three_axes(kind="explicit"), operands()
@@ -313,13 +293,7 @@ def test_an_axis_that_the_result_would_have_twice(recipe, w_axes):
 
 
 # ---------------------------------------------------------------- quantizers
-PAIRS = [
-    (NVFP4, NVFP4_RHT),
-    (NVFP4_SR, NVFP4_RHT_SR),
-    (WINDOW64, WINDOW64),
-    (ROW_SCALED, ROW_SCALED),
-    (NVFP4, WINDOW64),
-]
+PAIRS = [(NVFP4, NVFP4_RHT), (NVFP4_SR, NVFP4_RHT_SR), *((s, s) for s in (WINDOW64, ROW_SCALED)), (NVFP4, WINDOW64)]
 ROWS_LAYOUTS = {
     "none": (None, None),
     "three": ("xy", P(None, "x", "y")),

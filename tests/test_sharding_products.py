@@ -36,24 +36,11 @@ from meshes import (
 from operands import exact_tensor, exact_with_scope, normal
 
 import jnvfp4
-from jnvfp4 import (
-    NVFP4,
-    NVFP4_2D,
-    NVFP4_RHT_SR,
-    NVFP4_SR,
-    ROW_SCALED,
-    WINDOW64,
-    Format,
-    NVFP4Tensor,
-    dequantize,
-    fake_quant,
-    matmul_nt,
-    quantize,
-    quantize_pair,
-)
+from jnvfp4 import NVFP4Tensor, dequantize, fake_quant, matmul_nt, quantize, quantize_pair
 from jnvfp4._primitives import matmul
 from jnvfp4._primitives._base import Proposal
 from jnvfp4._primitives._matmul_routes import MatmulParams
+from jnvfp4.spec import NVFP4, NVFP4_2D, NVFP4_RHT_SR, NVFP4_SR, ROW_SCALED, WINDOW64, Format
 
 # ---------------------------------------------------------------- matmul_nt
 # a [M, K], b [N, K] -> result, on mesh (x, y).

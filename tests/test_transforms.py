@@ -112,9 +112,8 @@ def test_nested_vmap_of_quantize(native, transpose):
 @pytest.mark.parametrize("in_axis", [0, 1, -1])
 def test_vmap_of_the_amax_after_rotation(native, shape, in_axis):
     """One for each example, over all of its leading axes."""
-    x = jnp.moveaxis(
-        normal((SIZE, *shape), dtype="fp32") * 2.0 ** jnp.arange(SIZE).reshape(-1, *[1] * len(shape)), 0, in_axis
-    )
+    sizes = 2.0 ** jnp.arange(SIZE).reshape(-1, *[1] * len(shape))
+    x = jnp.moveaxis(normal((SIZE, *shape), dtype="fp32") * sizes, 0, in_axis)
     for transpose in (False, True):
         f = lambda x, t=transpose: quantize(x, NVFP4_RHT, transpose=t).amax  # noqa: E731
         assert jax.vmap(f, in_axis)(x).shape == (SIZE,)
@@ -248,6 +247,7 @@ class Product(NamedTuple):
 
 ALL, DATA, AMAX, NONE = (0, 0, 0), (0, 0, None), (None, None, 0), (None, None, None)
 SOME = [*product((ALL, DATA, AMAX, NONE), (ALL, DATA, AMAX))]
+OWN = ((ALL, ALL, False), (ALL, ALL, True), (ALL, NONE, True), (NONE, ALL, True))  # each matrix with an amax
 LEADS = [((2,), ()), ((2,), (2,)), ((2, 2), ()), ((2, 2), (2, 2))]
 PRODUCTS = [
     *(Product(NONE, NONE, bias=0), Product((0, None, None), NONE), Product((None, 0, None), NONE)),
@@ -255,11 +255,7 @@ PRODUCTS = [
     *(Product(a, b, bias=bias) for (a, b), bias in zip(SOME, ["none", None, 0] * 4, strict=True)),
     *(Product(a, b, scopes) for (a, b), scopes in product(SOME[::2], [("row", "row"), ("window64", "tensor")])),
     *(Product(a, b, scopes) for a, b in SOME[::5] for scopes in [("row", "window64"), ("window64", "window64")]),
-    *(
-        Product(a, b, leads=leads, amax_per_matrix=own)
-        for (a, b), own in (((ALL, ALL), False), ((ALL, ALL), True), ((ALL, NONE), True), ((NONE, ALL), True))
-        for leads in LEADS
-    ),
+    *(Product(a, b, leads=leads, amax_per_matrix=own) for a, b, own in OWN for leads in LEADS),
     *(Product(a, b, dtype=d) for a, b in ((ALL, ALL), (ALL, NONE), (NONE, ALL)) for d in ("bf16", "fp16")),
 ]
 
@@ -374,14 +370,10 @@ def by_every_operation(x):
 jitted = jax.jit(by_every_operation)
 
 
-def test_jit_equals_eager(native):
-    x = normal((64, 64))
-    assert_same_tensor(jitted(x), by_every_operation(x))
-
-
-def test_64_bit_mode_changes_no_bit(native):
+def test_neither_jit_nor_64_bit_mode_changes_a_bit(native):
     x = normal((64, 64))
     want = jitted(x)
+    assert_same_tensor(by_every_operation(x), want)
     with jax.enable_x64(True):
         assert_same_tensor(jitted(x), want)
 
@@ -512,14 +504,14 @@ def test_without_jit():
     assert_same_tensor(got, f())
 
 
-@pytest.mark.parametrize(
-    ("f", "shapes", "out"),
-    [
-        (lambda w: linear(jnp.ones((0, 16)), w), [(3, 16, 16)], (3, 0, 16)),
-        (linear, [(3, 4, 0), (3, 16, 0)], (3, 4, 16)),
-        (linear, [(0, 4, 16), (0, 16, 16)], (0, 4, 16)),
-    ],
-)
+NOTHING = [
+    (lambda w: linear(jnp.ones((0, 16)), w), [(3, 16, 16)], (3, 0, 16)),
+    (linear, [(3, 4, 0), (3, 16, 0)], (3, 4, 16)),
+    (linear, [(0, 4, 16), (0, 16, 16)], (0, 4, 16)),
+]
+
+
+@pytest.mark.parametrize(("f", "shapes", "out"), NOTHING)
 def test_vmap_of_zero_sizes(f, shapes, out):
     y = jax.vmap(f)(*(jnp.ones(shape) for shape in shapes))
     assert y.shape == out

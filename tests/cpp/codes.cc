@@ -46,12 +46,6 @@ using namespace jnvfp4;
 
 namespace {
 
-uint32_t hash(uint32_t v) {
-  v = (v ^ v >> 16) * 0x7feb352du;
-  v = (v ^ v >> 15) * 0x846ca68bu;
-  return v ^ v >> 16;
-}
-
 struct Count {
   std::atomic<uint64_t> compared{0}, wrong{0};
   bool print(const char* name) const {

@@ -42,12 +42,6 @@ uint32_t e4m3_by_grid(float v) {
   return static_cast<uint32_t>(8 * (exponent + 6) + static_cast<int>(steps));
 }
 
-uint32_t hash(uint32_t v) {
-  v = (v ^ v >> 16) * 0x7feb352du;
-  v = (v ^ v >> 15) * 0x846ca68bu;
-  return v ^ v >> 16;
-}
-
 // One random byte for each pattern: all 256 meet every binade many times over.
 uint32_t random_byte(float v) { return hash(jnvfp4::bits_of(v) & jnvfp4::kMagnitude) & 0xff; }
 uint32_t stochastic(float v) { return jnvfp4::e2m1_encode_stochastic(v, random_byte(v)); }

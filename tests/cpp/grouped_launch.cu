@@ -31,12 +31,9 @@ std::vector<uint8_t> random_scales(int64_t count) {
   for (uint8_t& byte : v) byte = random_below(2) ? 0x38 : 0x40;
   return v;
 }
-std::vector<uint8_t> random_amaxes(int64_t count) {
-  std::vector<uint8_t> v(static_cast<size_t>(count) * 4);
-  for (int64_t i = 0; i < count; ++i) {
-    const float amax = 0.5f + static_cast<float>(random_below(1 << 20)) / 65536.0f;
-    std::memcpy(v.data() + i * 4, &amax, 4);
-  }
+std::vector<float> random_amaxes(int64_t count) {
+  std::vector<float> v(static_cast<size_t>(count));
+  for (float& amax : v) amax = 0.5f + static_cast<float>(random_below(1 << 20)) / 65536.0f;
   return v;
 }
 // Integers up to 8.
@@ -77,9 +74,10 @@ int failures = 0, products = 0;
 
 const char* name_of_kind(Float kind) { return kind == Float::kF32 ? "f32" : kind == Float::kBf16 ? "bf16" : "f16"; }
 
-// Sizes of groups as bytes, and the results that they must have.
+// Sizes of groups, and the bytes of the results that they must have.
 struct Round {
-  std::vector<uint8_t> sizes, expected;
+  std::vector<int32_t> sizes;
+  std::vector<uint8_t> expected;
 };
 
 void compare(const GroupedArgs& args, const std::vector<uint8_t>& got, const std::vector<uint8_t>& expected,
@@ -128,11 +126,6 @@ void run_one(const GroupedArgs& args, const GroupedTiles& tiles, const Buffer& s
   check(cudaStreamDestroy(stream), "cudaStreamDestroy");
 }
 
-std::vector<uint8_t> bytes_of(const std::vector<int32_t>& v) {
-  std::vector<uint8_t> raw(v.size() * 4);
-  std::memcpy(raw.data(), v.data(), raw.size());
-  return raw;
-}
 // Those of the case, and for graphs others of the same groups: all rows in the last one, none, and those of the case in
 // the other order.
 std::vector<std::vector<int32_t>> sizes_of_rounds(const Case& c, How how) {
@@ -145,7 +138,7 @@ std::vector<std::vector<int32_t>> sizes_of_rounds(const Case& c, How how) {
 // kinds: 0 NVFP4, 1 bfloat16, 2 float16 as a.
 void run(const Case& c, int kind, Float out_kind, bool each, const std::vector<int>& tokens, How how) {
   const GroupedShape& s = c.shape;
-  const Buffer sizes(bytes_of(c.sizes));
+  const Buffer sizes(c.sizes);
   const int64_t b_rows = s.groups * s.cols;
   const Buffer b(random_codes(b_rows * s.depth)), b_scale(random_scales(b_rows * s.depth / 16));
   const Buffer b_amax(random_amaxes(each ? b_rows : s.groups)), a_amax(random_amaxes(each ? s.rows : 1));
@@ -166,7 +159,7 @@ void run(const Case& c, int kind, Float out_kind, bool each, const std::vector<i
   args.out = expected.as<void>();
   std::vector<Round> rounds;
   for (const auto& v : sizes_of_rounds(c, how)) {
-    rounds.push_back({bytes_of(v), {}});
+    rounds.push_back({v, {}});
     sizes.set(rounds.back().sizes);
     reference<<<dim3(static_cast<unsigned>((s.cols + 127) / 128), static_cast<unsigned>(s.rows)), 128>>>(args);
     check(cudaDeviceSynchronize(), "reference");

@@ -23,3 +23,10 @@ inline std::vector<uint32_t> low_bits_of(const std::string& which) {
   for (uint32_t i = 0; i < 256; ++i) all[i] = i;
   return all;
 }
+
+// Pseudo-random bits.
+inline uint32_t hash(uint32_t v) {
+  v = (v ^ v >> 16) * 0x7feb352du;
+  v = (v ^ v >> 15) * 0x846ca68bu;
+  return v ^ v >> 16;
+}
