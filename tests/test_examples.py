@@ -20,12 +20,14 @@ from jnvfp4 import Recipe, recipes
 from jnvfp4.spec import name_of
 
 
+@pytest.mark.long
 def test_quantize_prints_the_tour(tmp_path):
     out = run("quantize.py", cwd=tmp_path)
     assert "0.5625 bytes per element, against 4 in float32" in out
     assert "dx float32 (512, 1024): relative error" in out
 
 
+@pytest.mark.long
 def test_sharded_linear_checks_every_case(tmp_path):
     out = run("sharded_linear.py", cwd=tmp_path)
     assert "8 devices (cpu), mesh {'data': 4, 'model': 2}" in out
@@ -177,6 +179,7 @@ def test_experts_on_several_devices_compute_what_one_does(moe):
         np.testing.assert_allclose(got, want, rtol=0.05, atol=0.02 * np.abs(want).max())
 
 
+@pytest.mark.long
 def test_compare_recipes_writes_table_and_picture(tmp_path):
     needs_plots()
     arguments = ("--size", "64", "--only", "row_scaled,2d_mse", "--out", "compared")

@@ -460,6 +460,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.long
 def test_two_processes():
     import socket
 
