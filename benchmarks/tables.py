@@ -117,9 +117,9 @@ def rates(file: str, group: str, names: Cells) -> Iterable[Cells]:
 
 
 def training_steps() -> Iterable[Cells]:
-    seconds = {name: run["seconds_per_step"] for name, run in load("h200_train_lm")["runs"].items()}
-    for name, time in seconds.items():
-        yield name, f"{time:.4f}", f"{time / seconds['bf16']:.2f}"
+    seconds = [run["seconds_per_step"] for run in load("h200_train_lm")["runs"].values()]
+    yield "seconds per step", *(f"{time:.4f}" for time in seconds)
+    yield "slowdown", *(f"{time / seconds[0]:.2f}" for time in seconds)
 
 
 ARMS = (
@@ -181,8 +181,9 @@ def quantized_models() -> Iterable[Cells]:
         yield [row["quantized"], row["recipe"], f"{row['perplexity']:.4f}", above, closed]
 
 
-def perplexities() -> Iterable[Cells]:
-    yield [f"{of['perplexity']:.3f}" for of in load("cpu_serve_small")["text"].values()]
+def serving() -> Iterable[Cells]:
+    yield from rates("h200_serve", "batch", ("W4A16", "W4A4", "W4A16 KV4", "W4A4 KV4"))
+    yield "perplexity", *(f"{of['perplexity']:.3f}" for of in load("cpu_serve_small")["text"].values())
 
 
 def summary() -> Iterable[Cells]:
@@ -195,7 +196,7 @@ def summary() -> Iterable[Cells]:
 
     quantizer = float(cell("h200_quantize", "large", "nvfp4", "times naive"))
     decoding = load("h200_serve")["batch"]["1"]["W4A16"]["times_bf16"]
-    slower = {name: ratio for name, _, ratio in training_steps()}["pretrain"]
+    _, (_, _, slower, *_) = training_steps()  # of pretrain
     gemm = f"{faster(1, 8)}; {faster(16, 64)}; {faster(128, 8192)} as fast"
     yield "memory of weights", f"{2 / 0.5625:.1f}x smaller: 0.5625 bytes per value"
     yield "GEMM with 4-bit weights, M up to 8; 16 to 64; 128 and more", gemm
@@ -205,7 +206,6 @@ def summary() -> Iterable[Cells]:
 
 
 # ---------------------------------------------------------------- all tables
-SERVED = ("W4A16", "W4A4", "W4A16 KV4", "W4A4 KV4")
 TABLES = {
     "summary": Table(" | ", summary, "README.md"),
     "quantize": Table(
@@ -237,11 +237,8 @@ TABLES = {
     ),
     "published": Table(" | theirs, % (30 to 200 M) | nats | ours, % (4.8 M) | nats", published),
     "quantized": Table("quantized | recipe | perplexity | loss above bf16, % | closed, %", quantized_models),
-    "serving": Table(
-        "sequences | bfloat16 | W4A16 | W4A4 | W4A16 KV4 | W4A4 KV4", lambda: rates("h200_serve", "batch", SERVED)
-    ),
-    "cache": Table("bfloat16 | W4A16 | W4A4 | W4A16 KV4 | W4A4 KV4", perplexities),
-    "step": Table("recipe | seconds per step | slowdown", training_steps, "docs/training.md"),
+    "serving": Table("sequences | bfloat16 | W4A16 | W4A4 | W4A16 KV4 | W4A4 KV4", serving),
+    "step": Table(" | bf16 | pretrain | pretrain_unbiased | pretrain_4over6 | rl", training_steps, "docs/training.md"),
 }
 
 
