@@ -6,16 +6,18 @@ import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from jnvfp4._reports.support import support_table
 from jnvfp4.cli import _parser
 
+log = get_plugin_logger("hooks")
 ROOT = Path(__file__).parents[2]
 OUTSIDE = {"README.md": "index.md", "benchmarks/README.md": "benchmarks.md", "CONTRIBUTING.md": "contributing.md"}
 LANGUAGES = {".py": "python", ".h": "cpp", ".cc": "cpp", ".cu": "cuda", ".cuh": "cuda", "": "bash", ".txt": "text"}
-LINK = re.compile(r"(\[[^\]]*\])\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"(!?)(\[[^\]]*\])\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
 # ---------------------------------------------------------------- files
@@ -24,7 +26,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, uri in OUTSIDE.items():
         files.append(File.generated(config, uri, content=(ROOT / source).read_text()))
     for page in files.documentation_pages():
-        for _, link, _ in LINK.findall(page.content_string):
+        for _, _, link, _ in LINK.findall(page.content_string):
             path = _repository_path(page.src_uri, link)
             uri = _uri(path)
             if uri is not None and uri.startswith("source/") and uri not in files.src_uris:
@@ -53,8 +55,8 @@ def _source_file(config: MkDocsConfig, path: str, uri: str) -> File:
     if not uri.endswith(".md"):
         return File.generated(config, uri, abs_src_path=str(ROOT / path))
     language = LANGUAGES[Path(path).suffix]
-    code = f"---\nsearch: {{exclude: true}}\nhide: [toc]\n---\n# {path}\n\n~~~~~~{language}\n{(ROOT / path).read_text()}\n~~~~~~\n"
-    return File.generated(config, uri, content=code)
+    head = f"---\nsearch: {{exclude: true}}\nhide: [toc]\n---\n# {path}"
+    return File.generated(config, uri, content=f"{head}\n\n~~~~~~{language}\n{(ROOT / path).read_text()}\n~~~~~~\n")
 
 
 # ---------------------------------------------------------------- text
@@ -63,17 +65,37 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     uri = page.file.src_uri
 
     def rewritten(match: re.Match) -> str:
-        text, link, anchor = match.groups(default="")
+        picture, text, link, anchor = match.groups(default="")
         path = _repository_path(uri, link)
         target = _uri(path)
         if target is not None:
-            return f"{text}({posixpath.relpath(target, posixpath.dirname(uri))}{anchor})"
+            if text.strip("[]`").endswith(".md"):  # a reader of the site knows pages by their titles
+                text = f"[{_title(files, target) or text[1:-1]}]"
+            link = f"({posixpath.relpath(target, posixpath.dirname(uri))}{anchor})"
+            return f"[!{text}{link}]{link}" if picture else text + link  # a picture opens in full size
         return text[1:-1] if (ROOT / path).is_dir() else match[0]  # MkDocs warns of a file that is nowhere
 
     for marker, generate in (("<!-- specs -->", support_table), ("<!-- commands -->", _commands)):
         if marker in markdown:
             markdown = markdown.replace(marker, generate())
     return markdown if uri.startswith("source/") else LINK.sub(rewritten, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Makes links of the pages that docstrings name."""
+
+    def link(match: re.Match) -> str:
+        title = _title(files, match[1])
+        if title is None:
+            log.warning("%s names docs/%s, which does not exist", page.file.src_uri, match[1])
+        return f'<a href="../../{match[1].removesuffix(".md")}/">{title}</a>'
+
+    return re.sub(r"\bdocs/(\w+\.md)\b", link, html) if page.file.src_uri.startswith("api/") else html
+
+
+def _title(files: Files, uri: str) -> str | None:
+    file = files.get_file_from_path(uri)
+    return str(file.page.title) if file is not None and file.page is not None else None
 
 
 # ---------------------------------------------------------------- the command line
@@ -103,4 +125,5 @@ def _action(action: argparse.Action) -> str:
     value = action.metavar or ("|".join(map(str, action.choices)) if action.choices else action.dest.upper())
     several = " ..." if action.nargs == "+" else ""
     name = ", ".join(action.option_strings) + ("" if action.nargs == 0 else f" {value}{several}")
-    return f"`{name.strip()}`\n:   {action.help}"
+    text = re.sub(r"([\\*_<[])", r"\\\1", action.help or "")
+    return f"`{name.strip()}`\n:   {text}"
