@@ -501,10 +501,10 @@ def test_existing_models(tmp_path):
     assert "GPT-2: 8 layers in NVFP4" in out
 
 
-# ---------------------------------------------------------------- docs/recipes.md
+# ---------------------------------------------------------------- docs/training.md
 def documented_recipes() -> list[list[str]]:
     """The rows of the table of recipes: name, call, fprop, dgrad, wgrad."""
-    text = (ROOT / "docs" / "recipes.md").read_text()
+    text = (ROOT / "docs" / "training.md").read_text()
     table = text.split("## The named recipes")[1].split("\n- ")[0]
     return [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in re.findall(r"^\| `.*$", table, flags=re.M)]
 
