@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+import jnvfp4
 from jnvfp4._reports.support import support_table
-from jnvfp4.spec import SUPPORTED_SPECS
+from jnvfp4.spec import SUPPORTED_SPECS, name_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 NEEDS = {"models.md": ("flax", "optax", "qwix")}  # libraries that jnvfp4 does not depend on, by page
@@ -48,11 +49,15 @@ def test_ten_lines_are_added_to_a_model():
     assert len(driven.splitlines()) <= 10
 
 
-def test_the_support_table_is_the_list_of_specs():
-    """docs/support.md holds what `python -m jnvfp4 support` prints."""
+def test_the_specs_in_the_documents_are_the_list_of_specs():
+    """docs/support.md counts the specs that `python -m jnvfp4 support` prints, and names those with a name."""
+    names = {name_of(spec) for spec in SUPPORTED_SPECS}
+    assert len(names) == len(SUPPORTED_SPECS)
+    assert all(f"| `{name}` |" in support_table() for name in names)
+    named = {name for name in names if hasattr(jnvfp4, name)}
     page = (ROOT / "docs" / "support.md").read_text()
-    assert support_table() in page
-    assert f"{len(SUPPORTED_SPECS)} specs" in page
+    assert f"{len(names)} specs: {len(named)} below and the {len(names - named)} of `four_over_six" in page
+    assert named <= set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|.*?\|", page, flags=re.M))))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
