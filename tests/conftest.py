@@ -1,7 +1,7 @@
 """Devices for the tests. Eight CPU devices always; GPUs where there are any.
 
-JNVFP4_REQUIRE=cuda,sharding,haliax turns "no GPU", "fewer than two GPUs" and "no haliax that runs" from skips into
-failures.
+JNVFP4_REQUIRE=cuda,sharding,haliax,docs turns "no GPU", "fewer than two GPUs", "no haliax that runs" and "no MkDocs"
+from skips into failures.
 """
 
 import os
