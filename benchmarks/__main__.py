@@ -1,4 +1,4 @@
-"""``python -m benchmarks`` and a suite, ``plot`` or ``compare``; see benchmarks/README.md."""
+"""``python -m benchmarks`` and a suite, ``plot``, ``compare`` or ``tables``; see benchmarks/README.md."""
 
 import argparse
 import pathlib
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from . import results
+from . import results, tables
 from .compare import compare, regressions
 
 
@@ -37,6 +37,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("new", type=pathlib.Path)
     command.add_argument("old", type=pathlib.Path, nargs="?", help="default: the committed one of the same hardware")
     command.add_argument("--tolerance", type=float, default=0.05, help="of the median, 0.05 by default")
+    command = commands.add_parser("tables", help="write the tables of the pages from benchmarks/results")
+    command.add_argument("--check", action="store_true", help="write nothing, exit with 1 if a page differs")
     return parser
 
 
@@ -46,7 +48,7 @@ def _names(text: str) -> list[str]:
 
 def _run(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     """Yields rows when they are measured."""
-    # Not for plot and compare, which need no JAX.
+    # Not for plot, compare and tables, which need no JAX.
     from . import (
         bench_checkpoint,
         bench_gemm,
@@ -102,11 +104,19 @@ def _compare(args: argparse.Namespace) -> int:
     return 1 if slower else 0
 
 
+def _tables(args: argparse.Namespace) -> int:
+    found = tables.stale(write=not args.check)
+    print(*(f"{page}: tables {'differ from the results' if args.check else 'written'}" for page in found), sep="\n")
+    return 1 if found and args.check else 0
+
+
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         if args.command == "compare":
             return _compare(args)
+        if args.command == "tables":
+            return _tables(args)
         if args.command == "plot":
             from .plot import plot
 

@@ -16,7 +16,7 @@ operations. What is printed is the difference within pairs, averaged over seeds,
 
 Each run is kept in a folder of ``--out``, with checkpoints of where it ended, where ``--minutes`` stopped it, and where
 another run branches off; a process that is killed loses the run in progress. ``--out`` also receives the losses as
-``metrics.json`` and ``loss.png``. On a GPU a run takes about a minute on an H200 (docs/quality.md). On a CPU the preset
+``metrics.json`` and ``loss.png``. On a GPU a run takes about a minute on an H200 (docs/results.md). On a CPU the preset
 is a toy, which shows that everything works and measures nothing.
 """
 
@@ -109,7 +109,7 @@ def finals(runs: Sequence[Run], config: Config) -> dict[str, dict[int, float]]:
 
 
 def table(runs: Sequence[Run], config: Config) -> str:
-    """Makes the table of docs/quality.md: losses, gaps to bfloat16 and to ``pretrain``, time of a step."""
+    """Makes the table of docs/results.md: losses, gaps to bfloat16 and to ``pretrain``, time of a step."""
     losses = finals(runs, config)
     heads = ["arm", "seeds", "validation loss", f"above {BASELINE}, %", "in nats", "above pretrain, %", "ms a step"]
     rows = [heads, ["---"] * len(heads)]

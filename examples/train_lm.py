@@ -9,7 +9,7 @@
 The text is the source code of the running Python's standard library, so nothing is downloaded. All runs start
 from the same weights and see the same batches. They differ in one function, the product of
 the linear layers: ``x @ w.T`` in bfloat16, or ``jnvfp4.linear``, which quantizes the operands of the GEMMs as the
-recipe says (docs/recipes.md). In every run the attention scores, norms, embeddings and the output head stay in bfloat16
+recipe says (docs/training.md). In every run the attention scores, norms, embeddings and the output head are bfloat16
 or float32, the residual stream is bfloat16, and the weights and the optimizer are float32. The model is in ``lm/``.
 
 Expect one to two minutes for the default, bfloat16 and the pretraining recipe, on two CPU cores. The loss (nats per
@@ -76,7 +76,7 @@ def gap_percent(runs: dict[str, Curves], name: str) -> float:
     return 100 * (runs[name].val[-1] / runs[BASELINE].val[-1] - 1)
 
 
-EXPECTED = "The gap still grows in a run as short as this; that is no divergence. Gaps of longer runs: docs/quality.md"
+EXPECTED = "The gap still grows in a run as short as this; that is no divergence. Gaps of longer runs: docs/results.md"
 
 
 def print_table(runs: dict[str, Curves]) -> None:

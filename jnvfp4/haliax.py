@@ -21,6 +21,8 @@ from ._layers.keys import layer_index
 from .policy import Layer, Policy, layers_of
 from .recipes import DEFAULT, Recipe
 
+__all__ = ["DotGeneral", "RaggedDot", "apply"]
+
 Model = TypeVar("Model")
 
 

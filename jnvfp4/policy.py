@@ -18,6 +18,8 @@ from ._layers.gather import Placement, as_pair
 from ._layers.layer import to_call
 from .recipes import Recipe
 
+__all__ = ["KEEP", "Decision", "Explanation", "Layer", "Policy", "Rule"]
+
 KEEP = (
     "embed",
     "embedding",

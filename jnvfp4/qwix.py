@@ -19,6 +19,8 @@ from .flax import linen, nnx
 from .policy import WEIGHT_NAMES, Layer, Policy, check_policy, depths_of
 from .recipes import Recipe
 
+__all__ = ["Provider"]
+
 Found = tuple[Recipe, str, tuple[Placement, Placement] | None, int]  # what _layer returns
 
 

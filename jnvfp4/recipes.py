@@ -433,4 +433,5 @@ def inference(*, weight_only: bool = False) -> Recipe:
 
 
 DEFAULT = pretrain(stochastic_rounding=False)
+"""The recipe of ``linear`` and other layers if none is given: ``pretrain`` without stochastic rounding, so no keys."""
 """The recipe of ``linear`` and ``dot_general`` where none is given: ``pretrain`` as far as it needs no key."""

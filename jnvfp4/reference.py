@@ -53,6 +53,7 @@ def e4m3_encode(b: Bits) -> jax.Array:
 
 
 def e4m3_decode(s: jax.Array) -> Bits:
+    """Decodes E4M3 bytes exactly, with their sign; 0x7f and 0xff give NaN."""
     k = (s & 0x7F).astype(jnp.uint32)
     shift = lax.clz(k | 1) - 28  # brings the leading one of a subnormal to bit 3
     subnormal = jnp.where(k == 0, 0, ((k << shift) << 20) - np.uint32(1 << 23) + ((121 - shift) << 23))
@@ -73,6 +74,7 @@ def e2m1_encode(b: Bits) -> jax.Array:
 
 
 def e2m1_decode(code: jax.Array) -> Bits:
+    """Decodes 4-bit codes exactly; 8 gives -0.0."""
     k = (code & 7).astype(jnp.uint32)
     magnitude = jnp.where(k == 0, 0, jnp.where(k == 1, constant(0.5), ONE + ((k - 2) << 22)))
     return magnitude | (code.astype(jnp.uint32) & 8) << 28
@@ -241,14 +243,17 @@ def choose_four(error_six: Bits, error_four: Bits) -> jax.Array:
 
 # ---------------------------------------------------------------- decoding and products
 def dequantize_factor(scale: jax.Array, amax: Bits, e4m3_max: int) -> Bits:
+    """Computes what the decoded values of a block are multiplied by."""
     return mul(mul(e4m3_decode(scale), amax), reciprocal_max6(e4m3_max))
 
 
 def alpha_w4a4(amax_a: Bits, amax_b: Bits, e4m3_max_a: int, e4m3_max_b: int) -> Bits:
+    """Computes the factor of a product of two NVFP4 operands."""
     return div(mul(amax_a, amax_b), constant(36.0 * e4m3_max_a * e4m3_max_b))
 
 
 def alpha_w4a16(amax_b: Bits, e4m3_max_b: int) -> Bits:
+    """Computes the factor of a product of a 16-bit and an NVFP4 operand."""
     return div(amax_b, constant(6.0 * e4m3_max_b))
 
 
@@ -273,6 +278,7 @@ def add_element(y: Bits, a: Bits, b: Bits) -> Bits:
 
 
 def gemm_epilogue(y: Bits, alpha: Bits, bias: Bits | None) -> Bits:
+    """Multiplies accumulators by alpha, then adds the bias, in float32."""
     scaled = mul(alpha, y)
     return scaled if bias is None else add(scaled, bias)
 
@@ -284,6 +290,7 @@ def pack_codes(codes: jax.Array) -> jax.Array:
 
 
 def unpack_codes(data: jax.Array) -> jax.Array:
+    """Unpacks bytes [..., K/2] into codes [..., K], the low nibble first."""
     pairs = jnp.stack([data & 15, data >> 4], axis=-1)
     return pairs.reshape(*data.shape[:-1], 2 * data.shape[-1])
 

@@ -179,14 +179,23 @@ class QuantSpec:
 
 
 NVFP4 = QuantSpec()
+"""1x16 blocks, rounded to nearest, one amax per tensor."""
 NVFP4_2D = QuantSpec(block_rows=16)
+"""16x16 tiles, for weights: the transpose has the same values."""
 NVFP4_SR = QuantSpec(rounding="stochastic")
+"""Stochastic rounding, for gradients."""
 NVFP4_RHT = QuantSpec(Format(rht=True))
+"""Values rotated by the 16-point random Hadamard transform, for the operands of wgrad."""
 NVFP4_RHT_SR = QuantSpec(Format(rht=True), rounding="stochastic")
+"""Rotation and stochastic rounding, for dy in wgrad."""
 NVFP4_SR_UNBIASED = QuantSpec(rounding="stochastic", scale_headroom=True)
+"""``NVFP4_SR`` with block scales large enough that no value is clipped."""
 NVFP4_RHT_SR_UNBIASED = QuantSpec(Format(rht=True), rounding="stochastic", scale_headroom=True)
+"""``NVFP4_RHT_SR`` with block scales large enough that no value is clipped."""
 ROW_SCALED = QuantSpec(Format(amax_scope="row"))
+"""One amax per row (per-token scaling)."""
 WINDOW64 = QuantSpec(Format(amax_scope="window64"))
+"""One amax per 64 elements along a row."""
 
 
 def four_over_six(

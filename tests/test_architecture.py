@@ -1,6 +1,6 @@
-"""docs/architecture.md is true: its rooms hold every file, imports go only where it says, and its paths exist.
+"""docs/internals.md is true: its rooms hold every file, imports go only where it says, and its paths exist.
 
-The lists of docs/ffi.md and docs/kernels.md are those of the code.
+Its list of operations and the lists of docs/kernels.md are those of the code.
 """
 
 import ast
@@ -17,7 +17,7 @@ from jnvfp4._primitives._base import PRIMITIVES
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGE = (DOCS / "architecture.md").read_text()
+PAGE = (DOCS / "internals.md").read_text()
 SUFFIXES = (".py", ".typed", ".h", ".cc", ".cu", ".cuh")
 # Libraries that the page says which rooms may use: the first part of a Python module, or the start of a C++ header.
 PYTHON_LIBRARIES = {"jax": "JAX", "flax": "Flax", "qwix": "Qwix", "haliax": "haliax", "equinox": "haliax"}
@@ -219,8 +219,7 @@ def test_the_targets_in_the_source_are_those_of_the_extensions():
 
 
 def test_the_operations_primitives_and_targets_of_the_documents():
-    page = (DOCS / "ffi.md").read_text()
-    table = rows(page, "operation", "primitives", "FFI targets")
+    table = rows(PAGE, "operation", "primitives", "FFI targets")
     operations, primitives, targets = (
         {name for row in table for name in re.findall(pattern, row[column])}
         for column, pattern in enumerate((r"`(\w+)`", r"`(nvfp4_\w+)`", r"`(nvfp4_\w+)`"))

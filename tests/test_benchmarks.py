@@ -31,6 +31,7 @@ from benchmarks import (  # noqa: E402
     device_time,
     naive,
     results,
+    tables,
     timing,
 )
 from benchmarks.__main__ import _parser, main  # noqa: E402
@@ -459,6 +460,27 @@ def test_the_picture_names_operations_of_the_suite():
     assert set(SHOWN) <= set(BY_NAME)
     measured = {row["op"] for row in results.load(results.RESULTS / "h200_quantize.json")["rows"]}
     assert {*SHOWN, *(op for _, ops in SIZES.values() for op in ops)} <= measured
+
+
+def test_the_pages_hold_the_tables_of_the_results():
+    """README.md, docs/results.md and docs/training.md have exactly what ``python -m benchmarks tables`` writes."""
+    assert tables.stale() == []
+
+
+def test_a_table_with_another_figure_is_written_anew(tmp_path, monkeypatch, capsys):
+    pages = {table.page: (ROOT / table.page).read_text() for table in tables.TABLES.values()}
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    for page, text in pages.items():
+        (tmp_path / page).write_text(text.replace("1.15", "1.14"))
+    assert main(["tables", "--check"]) == 1
+    assert "docs/training.md: tables differ" in capsys.readouterr().out
+    assert main(["tables"]) == 0
+    assert main(["tables", "--check"]) == 0
+    assert (tmp_path / "docs/training.md").read_text() == pages["docs/training.md"]
+    (tmp_path / "README.md").write_text("no table")
+    assert main(["tables"]) == 2
+    assert "README.md must have the tables ['summary'], each once, got []" in capsys.readouterr().err
 
 
 def test_peers_that_are_not_installed_are_named(capsys, monkeypatch):

@@ -21,12 +21,14 @@ from jnvfp4 import Recipe, recipes
 from jnvfp4.spec import name_of
 
 
+@pytest.mark.long
 def test_quantize_prints_the_tour(tmp_path):
     out = run("quantize.py", cwd=tmp_path)
     assert "0.5625 bytes per element, against 4 in float32" in out
     assert "dx float32 (512, 1024): relative error" in out
 
 
+@pytest.mark.long
 def test_sharded_linear_checks_every_case(tmp_path):
     out = run("sharded_linear.py", cwd=tmp_path)
     assert "8 devices (cpu), mesh {'data': 4, 'model': 2}" in out
@@ -178,6 +180,7 @@ def test_experts_on_several_devices_compute_what_one_does(moe):
         np.testing.assert_allclose(got, want, rtol=0.05, atol=0.02 * np.abs(want).max())
 
 
+@pytest.mark.long
 def test_compare_recipes_writes_table_and_picture(tmp_path):
     needs_plots()
     arguments = ("--size", "64", "--only", "row_scaled,2d_mse", "--out", "compared")
@@ -469,10 +472,10 @@ def test_existing_models(tmp_path):
     assert "GPT-2: 8 layers in NVFP4" in out
 
 
-# ---------------------------------------------------------------- docs/recipes.md
+# ---------------------------------------------------------------- docs/training.md
 def documented_recipes() -> list[list[str]]:
     """The rows of the table of recipes: name, call, fprop, dgrad, wgrad."""
-    text = (ROOT / "docs" / "recipes.md").read_text()
+    text = (ROOT / "docs" / "training.md").read_text()
     table = text.split("## The named recipes")[1].split("\n- ")[0]
     return [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in re.findall(r"^\| `.*$", table, flags=re.M)]
 

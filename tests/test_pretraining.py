@@ -247,11 +247,11 @@ def test_pretrained_models_are_quantized(pretrain, corpus, tmp_path):
 
 
 def documented() -> list[str]:
-    return (ROOT / "docs/quality.md").read_text().splitlines()
+    return (ROOT / "docs/results.md").read_text().splitlines()
 
 
 def test_documented_runs_are_the_measured_ones(pretrain, tmp_path):
-    """The rows of docs/quality.md are what the command beside them prints."""
+    """The rows of docs/results.md are what the command beside them prints."""
     pytest.importorskip("matplotlib", reason="needs the extra [pretrain]")
     arguments = ("--report", str(MEASURED / "metrics.json"), "--out", ".")
     rows = [line for line in run("pretrain_lm.py", *arguments, cwd=tmp_path).splitlines() if line.startswith("|")]
@@ -264,10 +264,3 @@ def test_documented_quantized_models_are_the_measured_ones(pretrain):
     rows = quantize_trained.table(json.loads((MEASURED / "quantized.json").read_text())["rows"]).splitlines()
     assert len(rows) == 14
     assert [row for row in rows if row not in documented()] == []
-
-
-def test_documented_speed_of_serving_is_the_measured_one():
-    measured = json.loads((MEASURED.parent / "h200_serve.json").read_text())
-    for batch, found in measured["batch"].items():
-        rates = [f"{of['tokens_per_second']:.0f} ({of['times_bf16']:.2f})" for of in found.values()]
-        assert f"| {batch} | {rates[0].removesuffix(' (1.00)')} | {' | '.join(rates[1:])} |" in documented()

@@ -109,7 +109,7 @@ def test_one_stochastic_operand_is_enough():
 
 
 def test_the_default_of_linear_is_the_pretraining_recipe_that_needs_no_key():
-    """Not ``Recipe()``, whose loss was further from bfloat16's in docs/recipes.md."""
+    """Not ``Recipe()``, whose loss was further from bfloat16's in docs/results.md."""
     assert recipes.pretrain(stochastic_rounding=False) == recipes.DEFAULT
     assert not recipes.DEFAULT.stochastic
     for function in (linear, dot_general):

@@ -102,7 +102,7 @@ RUNS = {
     "recompute_quantize": (remat.recompute_quantize, ONCE | {"quantize_pair": 5}),
     "save_packed": (remat.save_packed, AGAIN),
     "no policy": (None, AGAIN),
-    "dots": (policies.dots_saveable, AGAIN),  # they do not see the products, as docs/recipes.md says
+    "dots": (policies.dots_saveable, AGAIN),  # they do not see the products, as docs/training.md says
     "no_batch_dims": (policies.dots_with_no_batch_dims_saveable, AGAIN),
 }
 

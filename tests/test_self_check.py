@@ -450,6 +450,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.long
 def test_a_wrong_kernel_in_one_of_two_processes_raises():
     import socket
 

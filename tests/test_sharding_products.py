@@ -319,6 +319,7 @@ for f, *operands in calls:
 """
 
 
+@pytest.mark.long
 def test_constant_operands_without_shardy():
     """In a process of its own, which XLA would abort at an exception in the callback."""
     paths = [str(pathlib.Path(jnvfp4.__file__).parent.parent), str(pathlib.Path(__file__).parent)]

@@ -1,4 +1,4 @@
-"""The named recipes of docs/recipes.md, by the names that command lines take."""
+"""The named recipes of docs/training.md, by the names that command lines take."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,7 @@
 """Matches patterns that a user writes against the names of modules, and finds the layer in a name.
 
 A checkpoint names modules with dots ('model.layers.3.mlp.up_proj'), a model with slashes ('block_3/mlp/up').
-docs/flax.md explains the patterns of both.
+docs/models.md explains the patterns of both.
 """
 
 import fnmatch

@@ -1,7 +1,7 @@
 """How every primitive of jnvfp4 is put together.
 
 A primitive's lowering is a ``custom_partitioning`` function whose body runs on one device's block: the FFI
-call of the platform, or the reference. docs/ffi.md says why each part is needed.
+call of the platform, or the reference. docs/internals.md says why each part is needed.
 """
 
 import functools

@@ -17,6 +17,8 @@ from .._layers.keys import check_step, fold_path, key_of_layer, must_vary, varie
 from ..policy import Layer, Policy, check_policy, depths_of, layers_of
 from ..recipes import Recipe
 
+__all__ = ["NVFP4DotGeneral", "dot_general_cls", "intercept"]
+
 _KEY_ARGUMENT = "pass the key to the jitted step as an argument"
 _SPLIT_RNGS = (
     "pass split_rngs={'sr': True} to nn.scan over layers, or rngs={'sr': jax.random.fold_in(key, i)} to apply in a "

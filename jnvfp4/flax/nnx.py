@@ -18,6 +18,8 @@ from ..recipes import Recipe
 from ._nnx_loops import loop_that_shares
 from .linen import unknown
 
+__all__ = ["apply"]
+
 _OWN_KEY = "or enter jnvfp4.step_key(jax.random.fold_in(key, i)) in its body"
 _REMEDIES = {
     "scan": f"carry the nnx.RngState of the model (nnx.StateAxes({{nnx.RngState: nnx.Carry, ...: None}})), {_OWN_KEY}",

@@ -1,6 +1,6 @@
 """Known-answer tests of kernels on devices like which none has run them: a path is used there once its bits are right.
 
-A check is found out at lowering, and in ``jnvfp4 doctor``. docs/architecture.md says when, and what a mismatch does.
+A check is found out at lowering, and in ``jnvfp4 doctor``. docs/internals.md says when, and what a mismatch does.
 """
 
 import threading

@@ -1,0 +1,267 @@
+"""Writes the tables of figures in docs/ and README.md from the files in results/.
+
+A table follows the comment ``<!-- table: NAME -->`` and ends before the first line that is no row. The text around it
+is written by hand.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, stdev
+from typing import Any
+
+from .results import RESULTS
+
+ROOT = RESULTS.parent.parent
+MARKED = re.compile(r"(<!-- table: (\w+) -->\n)((?:\|.*\n)*)")
+Cells = Sequence[str]
+Rows = Callable[[], Iterable[Cells]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: the line of headings, a function that makes the rows, and its page."""
+
+    heads: str
+    rows: Rows
+    page: str = "docs/results.md"
+
+    def text(self) -> str:
+        rule = "| --- " * (self.heads.count("|") + 1)
+        return f"| {self.heads} |\n{rule}|\n" + "".join(f"| {' | '.join(cells)} |\n" for cells in self.rows())
+
+
+@functools.cache
+def load(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+# ---------------------------------------------------------------- suites of benchmarks
+FORMATS: dict[str, Callable[[float], str]] = {
+    "median_us": lambda us: f"{us:.1f}" if us < 100 else f"{us:.0f}",
+    "milliseconds": "{:.1f}".format,
+    "GB/s": "{:.0f}".format,
+}
+
+
+def cell(file: str, case: str, op: str, *fields: str) -> str:
+    """Returns the fields of a row of a suite, all but the first in parentheses; of ratios, two decimals."""
+    (row,) = (row for row in load(file)["rows"] if (row["case"], row["op"]) == (case, op))
+    row = {**row, "milliseconds": row["median_us"] / 1e3}
+    first, *rest = (FORMATS.get(field, "{:.2f}".format)(row[field]) if field in row else "" for field in fields)
+    return first + (f" ({', '.join(rest)})" if rest else "")
+
+
+def operations(file: str, case: str, names: dict[str, str], *fields: str) -> Rows:
+    """A row for each operation, a column for each field."""
+    return lambda: [[name, *(cell(file, case, op, field) for field in fields)] for op, name in names.items()]
+
+
+def cases(file: str, names: Cells, *columns: tuple[str, ...]) -> Rows:
+    """A row for each case, and a column for each operation with its fields."""
+    return lambda: [[*shape(case).split(":"), *(cell(file, case, *column) for column in columns)] for case in names]
+
+
+def shape(case: str) -> str:
+    return case.replace("x", " x ")
+
+
+QUANTIZERS = {
+    "copy by memcpy": "copy by memcpy (4 bytes per element)",
+    "nvfp4": "`quantize`, `NVFP4`",
+    "nvfp4 amax included": "`quantize`, `NVFP4`, amax included",
+    "nvfp4 transposed": "`quantize`, `NVFP4`, transposed",
+    "nvfp4_2d": "`quantize`, `NVFP4_2D`",
+    "row_scaled amax found": "`quantize`, `ROW_SCALED`, amax found",
+    "window64": "`quantize`, `WINDOW64`, amax found",
+    "nvfp4_sr": "`quantize`, `NVFP4_SR`",
+    "nvfp4_rht transposed": "`quantize`, `NVFP4_RHT`, transposed",
+    "4over6 mae": '`quantize`, `four_over_six("mae")`',
+    "4over6 mae fast": '`quantize`, `four_over_six("mae", fast=True)`',
+    "nvfp4 pair": "`quantize_pair`, `NVFP4` both ways",
+    "pretrain x pair": "`quantize_pair`, x of `recipes.pretrain()`",
+    "pretrain dy pair": "`quantize_pair`, dy of `recipes.pretrain()`",
+    "dequantize to bf16": "`dequantize` to bfloat16",
+}
+ON_CPU = {op: QUANTIZERS[op] for op in ("nvfp4", "nvfp4 transposed", "nvfp4_sr", "4over6 mae", "4over6 mae fast")}
+LAYERS = ("14336x4096", "4096x14336", "8192x8192")
+PINNED = ("256x14336x4096", "4096x14336x4096", "8192x8192x8192")
+EXPERTS = [f"{tokens}:{of}" for of in ("8x14336x4096", "64x2048x7168") for tokens in (16, 128, 1024, 32768)]
+GROUPED = (
+    *((f"bf16 {of}", "median_us") for of in ("loop", "ragged_dot")),
+    *((op, "median_us", "speed of loop") for op in ("w4a4", "w4a16")),
+)
+LAYER_STEPS = ("8192x8192x8192", "16384x14336x4096", "4096x4096x4096")
+LAYER_RECIPES = [
+    (f"linear {of}", "median_us", "time of bf16", "heated time of bf16")
+    for of in ("pretrain", "row_scaled", "four_over_six", "window64")
+]
+
+
+def products() -> Iterable[Cells]:
+    ops = (("bf16", "median_us"), *((op, "median_us", "speed of bf16") for op in ("w4a4", "w4a16")))
+    for m in (1, 8, 16, 32, 64, 128, 512, 2048):
+        yield [str(m), *(cell("h200_products", f"{m}x{layer}", *op) for layer in LAYERS for op in ops)]
+    yield ["8192", *[""] * 6, *(cell("h200_products", "8192x8192x8192", *op) for op in ops)]
+
+
+# ---------------------------------------------------------------- results of examples
+def rates(file: str, group: str, names: Cells) -> Iterable[Cells]:
+    """Tokens per second, and the speedup over bfloat16."""
+    for batch in ("1", "4", "16", "64"):
+        rate = {name: of["tokens_per_second"] for name, of in load(file)[group][batch].items()}
+        faster = [f"{rate[name]:.0f} ({rate[name] / rate['bf16']:.2f})" for name in names]
+        yield [batch, f"{rate['bf16']:.0f}", *faster]
+
+
+def training_steps() -> Iterable[Cells]:
+    seconds = [run["seconds_per_step"] for run in load("h200_train_lm")["runs"].values()]
+    yield "seconds per step", *(f"{time:.4f}" for time in seconds)
+    yield "slowdown", *(f"{time / seconds[0]:.2f}" for time in seconds)
+
+
+ARMS = (
+    "bf16", "plain", "pretrain", "pretrain_unbiased", "pretrain_4over6", "4over6_ends_bf16", "4over6_ends_bf16_ending",
+    "rl", "backward_only", "pretrain_no_rht", "pretrain_no_sr", "row_scaled", "pretrain_ends_bf16",
+)  # fmt: skip
+PUBLISHED = (  # by Quartet II: what, loss above bfloat16 in percent and in nats, and the arm to compare
+    ("NVIDIA's recipe; ours `pretrain`", "1.60 to 1.91", "0.054 to 0.058", "pretrain"),
+    ("the same with 4over6 forward; ours `pretrain_4over6`", "1.65 to 1.86", "0.052 to 0.056", "pretrain_4over6"),
+    ("forward pass alone, 1x16; ours `rl`", "1.39 (100 M)", "0.042", "rl"),
+    ("backward pass alone, stochastic rounding; ours `backward_only`", "0.44 (100 M)", "0.013", "backward_only"),
+)  # fmt: skip
+
+
+def runs(arm: str) -> list[dict[str, Any]]:
+    return [run for run in load("pretrain_lm/metrics")["runs"] if run["arm"] == arm]
+
+
+def losses(arm: str) -> dict[int, float]:
+    return {run["seed"]: run["val"][-1] for run in runs(arm)}
+
+
+def percent(arm: str, other: str = "bf16") -> list[float]:
+    """How far the loss of an arm lies above that of another, by pair."""
+    ours, theirs = losses(arm), losses(other)
+    return [100 * (ours[seed] / theirs[seed] - 1) for seed in ours if seed in theirs]
+
+
+def spread(values: list[float]) -> str:
+    return f"± {stdev(values) / len(values) ** 0.5:.2f}" if values[1:] else "one seed"
+
+
+def nats(arm: str) -> float:
+    return fmean(loss - losses("bf16")[seed] for seed, loss in losses(arm).items())
+
+
+def above(arm: str, other: str) -> str:
+    values = percent(arm, other)
+    return "" if arm == other else f"{fmean(values):+.2f} {spread(values)}"
+
+
+def pretraining() -> Iterable[Cells]:
+    for arm in ARMS:
+        loss = list(losses(arm).values())
+        in_nats = "" if arm == "bf16" else f"{nats(arm):+.4f}"
+        step = f"{median(1e3 * run['seconds'] / run['timed_steps'] for run in runs(arm)):.1f}"
+        yield arm, str(len(loss)), f"{fmean(loss):.4f}", above(arm, "bf16"), in_nats, above(arm, "pretrain"), step
+
+
+def published() -> Iterable[Cells]:
+    for *of, arm in PUBLISHED:
+        yield *of, f"{fmean(percent(arm)):.2f}", f"{nats(arm):.3f}"
+
+
+def quantized_models() -> Iterable[Cells]:
+    for row in load("pretrain_lm/quantized")["rows"]:
+        above = f"{row['gap_percent']:+.3f} ± {row['standard_error']:.3f}" if "gap_percent" in row else ""
+        closed = "" if row.get("closed_percent") is None else f"{row['closed_percent']:.1f}"
+        yield [row["quantized"], row["recipe"], f"{row['perplexity']:.4f}", above, closed]
+
+
+def serving() -> Iterable[Cells]:
+    yield from rates("h200_serve", "batch", ("W4A16", "W4A4", "W4A16 KV4", "W4A4 KV4"))
+    yield "perplexity", *(f"{of['perplexity']:.3f}" for of in load("cpu_serve_small")["text"].values())
+
+
+def summary() -> Iterable[Cells]:
+    """The first figures that a reader of README.md sees."""
+    of_gemm = [row for row in load("h200_products")["rows"] if row["op"] in ("w4a4", "w4a16")]
+
+    def faster(least: int, most: int) -> str:
+        speeds = [row["speed of bf16"] for row in of_gemm if least <= int(row["case"].split("x")[0]) <= most]
+        return f"{min(speeds):.1f} to {max(speeds):.1f}x"
+
+    quantizer = float(cell("h200_quantize", "large", "nvfp4", "times naive"))
+    decoding = load("h200_serve")["batch"]["1"]["W4A16"]["times_bf16"]
+    _, (_, _, slower, *_) = training_steps()  # of pretrain
+    gemm = f"{faster(1, 8)}; {faster(16, 64)}; {faster(128, 8192)} as fast"
+    yield "memory of weights", f"{2 / 0.5625:.1f}x smaller: 0.5625 bytes per value"
+    yield "GEMM with 4-bit weights, M up to 8; 16 to 64; 128 and more", gemm
+    yield "`quantize`, 16384 x 6144", f"{quantizer:.1f}x as fast as the same in jitted `jax.numpy`"
+    yield "decoding with 4-bit weights, Llama 3 8B sizes, batch 1", f"{decoding:.1f}x the tokens per second"
+    yield "training step, 86M parameters", f"{slower}x slower: Hopper has no FP4 tensor cores"
+
+
+# ---------------------------------------------------------------- all tables
+TABLES = {
+    "summary": Table(" | ", summary, "README.md"),
+    "quantize": Table(
+        "16384 x 6144 bfloat16, amax given unless said otherwise | microseconds | GB/s | speedup over jitted jnp",
+        operations("h200_quantize", "large", QUANTIZERS, "median_us", "GB/s", "times naive"),
+    ),
+    "gemm": Table("M | " + " | ".join(f"{shape(of)}: bfloat16 | W4A4 | W4A16" for of in LAYERS), products),
+    "pinned": Table(
+        "M x N x K, bfloat16 result | pinned, us | pinned with `WINDOW64`, us",
+        cases("h200_gemm", PINNED, *((f"matmul_nt w4a4 {of}", "median_us") for of in ("pinned", "window64"))),
+    ),
+    "decode": Table(
+        "tokens at a time | bfloat16 | W4A16 | W4A4, which also quantizes each token",
+        lambda: rates("h200_decode_mlp", "tokens", ("W4A16", "W4A4")),
+    ),
+    "grouped": Table(
+        "tokens | experts G x N x K | loop | `ragged_dot` | W4A4 | W4A16", cases("h200_grouped", EXPERTS, *GROUPED)
+    ),
+    "layers": Table(
+        "M x N x K | bfloat16 | `pretrain` | `row_scaled` | `four_over_six` | `window64`",
+        cases("h200_steps", LAYER_STEPS, ("linear bf16", "median_us"), *LAYER_RECIPES),
+    ),
+    "cpu": Table(
+        "2048 x 4096 bfloat16, amax given | milliseconds | speedup over jitted jnp",
+        operations("cpu_epyc_2cores_quantize", "cpu", ON_CPU, "milliseconds", "times naive"),
+    ),
+    "pretraining": Table(
+        "arm | seeds | validation loss | above bf16, % | in nats | above pretrain, % | ms a step", pretraining
+    ),
+    "published": Table(" | theirs, % (30 to 200 M) | nats | ours, % (4.8 M) | nats", published),
+    "quantized": Table("quantized | recipe | perplexity | loss above bf16, % | closed, %", quantized_models),
+    "serving": Table("sequences | bfloat16 | W4A16 | W4A4 | W4A16 KV4 | W4A4 KV4", serving),
+    "step": Table(" | bf16 | pretrain | pretrain_unbiased | pretrain_4over6 | rl", training_steps, "docs/training.md"),
+}
+
+
+def written(page: str, text: str) -> str:
+    """Returns the text of a page with its tables written anew.
+
+    Raises:
+      ValueError: the comments of the page are not those of ``TABLES``, each once.
+    """
+    names = [name for _, name, _ in MARKED.findall(text)]
+    wanted = [name for name, table in TABLES.items() if table.page == page]
+    if sorted(names) != sorted(wanted):
+        raise ValueError(f"{page} must have the tables {wanted}, each once, got {names}")
+    return MARKED.sub(lambda found: found[1] + TABLES[found[2]].text(), text)
+
+
+def stale(write: bool = False) -> list[str]:
+    """Returns the pages whose tables differ from the results, after writing them anew if asked to."""
+    found = []
+    for page in sorted({table.page for table in TABLES.values()}):
+        old = (ROOT / page).read_text()
+        if (new := written(page, old)) != old:
+            found.append(page)
+            if write:
+                (ROOT / page).write_text(new)
+    return found
