@@ -7,8 +7,8 @@
 Prints the ``quantization_report`` of each spec, and the error of x w^T when the forward GEMM of each recipe computes it
 (x of all three kinds of data, w normal). ``--out`` receives the same as ``compare_recipes.png`` and
 ``compare_recipes.json``. A relative error is ||result - exact|| / ||exact||. Outlier rows dominate that of a tensor, so
-the tables also have the mean over rows of the relative error of a row. Takes about a minute on two CPU cores, most of
-it compilation.
+the tables also have the mean of the relative errors of rows. Takes about a minute on two CPU cores, most of it
+compilation.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Times the MLP of a language model where text is generated: few tokens at a time, so its weights decide the time.
+"""Times the MLP of a language model during decoding: few tokens at a time, so reading the weights takes the time.
 
     pip install ".[examples]"
     python examples/decode_mlp.py
 
 A layer is y = x + silu(x w1^T) w2^T, w1 [hidden, width] and w2 [width, hidden]. Its weights are bfloat16, or NVFP4,
-which takes 0.28 times the memory; then the tokens stay bfloat16 ("W4A16"), or are quantized too, with an amax for each
+which takes 0.28 times the memory; then the tokens stay bfloat16 ("W4A16"), or are quantized too, with per-token scaling
 ("W4A4").
 
 Prints tokens per second through all layers, the memory of the weights, and the error of what NVFP4 computes. Writes

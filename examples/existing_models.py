@@ -1,9 +1,10 @@
 """Quantizes Flax models that others wrote: BERT of Hugging Face by ``intercept``, GPT-2 by Qwix, with random weights.
 
-Needs the last Flax models of transformers:
-
     pip install ".[flax,qwix]" "transformers<5"
     python examples/existing_models.py
+
+Prints how many layers are in NVFP4 and how far the outputs move. transformers 4 has the last Flax models; nothing is
+downloaded.
 """
 
 import warnings

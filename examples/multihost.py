@@ -1,4 +1,4 @@
-"""Trains the language model in several processes, as on several hosts, with weights that are gathered packed.
+"""Trains the language model in several processes, as on several hosts, with quantized all-gathers of the weights.
 
     pip install ".[examples]"
     python examples/multihost.py

@@ -1,4 +1,4 @@
-"""Quantizes models that pretrain_lm.py trained in bfloat16, and measures what every recipe for inference costs.
+"""Quantizes models that pretrain_lm.py trained in bfloat16, and measures what each inference recipe costs.
 
     pip install ".[pretrain]"
     python examples/pretrain_lm.py --arms bf16 --seeds 0 1 2

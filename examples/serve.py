@@ -7,8 +7,8 @@
 
 Prints tokens per second of a jitted program that generates ``--new`` tokens for each sequence, and what weights and
 cache take. The weights are bfloat16, or NVFP4; then the tokens that they multiply stay bfloat16 ("W4A16"), or are
-quantized too, with an amax for each ("W4A4"). With ``--kv nvfp4`` the keys and values of each token are in NVFP4, with
-an amax for each head ("KV4"), which makes room for 3.4 times the tokens where a head has 128 elements, but takes
+quantized too, with per-token scaling ("W4A4"). With ``--kv nvfp4`` the keys and values are in NVFP4, with an amax per
+token and head ("KV4"), which makes room for 3.4 times the tokens where a head has 128 elements, but takes
 longer to read: they are decoded to bfloat16 in memory. The programs differ in nothing else.
 
 ``--preset small``, the default on a CPU, trains the model of ``serve_converted.py`` for a moment, converts it and

@@ -6,7 +6,7 @@
 Uses the accelerators if there are two or more, else eight virtual CPU devices. Every case prints how its results are
 sharded and which collectives XLA compiled, and compares them with the same call on one device: quantized tensors have
 the same bytes, and GEMMs are close, as sums have another order. A u32[] all-reduce finds the amax of a tensor; there is
-one for each mesh axis that the tensor is sharded over.
+one per mesh axis that the tensor is sharded over.
 """
 
 import os

@@ -8,11 +8,11 @@
 Uses the accelerators if there are two or more, else eight virtual CPU devices. A mesh has the sizes of "data" (every
 device has all weights), "fsdp" (weights are split, and gathered for each layer) and "tensor" (each device multiplies by
 its part of the weights). The NVFP4 step quantizes a weight where it is kept and gathers the packed bytes, so it moves
-0.28 of the bytes of bfloat16; one all-reduce a step finds the amaxes of all weights. ``lm/sharded.py`` has the
+0.28 of the bytes of bfloat16; one all-reduce per step finds the amaxes of all weights. ``lm/sharded.py`` has the
 layout of each weight, docs/sharding.md says which layouts cost which collective.
 
-For every mesh two tables show the collectives of a step (those in the loop over layers count once a layer), the losses,
-the time of a step and the memory of the compiled step. The last column compares the bytes of the first step's quantized
+For every mesh two tables show the collectives of a step (those in the loop over layers count once per layer), the
+losses, the time of a step and the memory of the compiled step. The last column compares the bytes of the first step's quantized
 weights with those of the first mesh: they are the same on every mesh.
 """
 

@@ -3,7 +3,7 @@
     pip install ".[examples]" qwix==0.1.8
     python examples/small_weights.py
 
-NVFP4 has one E4M3 scale for 16 values. E4M3 numbers go from 2^-9 to 448, so the format has a second scale, a float32
+NVFP4 has one E4M3 scale per 16 values. E4M3 numbers go from 2^-9 to 448, so the format has a second scale, a float32
 number for the tensor, which moves the block scales into that range. Qwix 0.1.8 leaves it out: the block scales of small
 weights are rounded to 0, and with them the weights.
 

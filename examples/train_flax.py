@@ -1,10 +1,10 @@
 """Trains a small transformer of plain Flax, in bfloat16 and in NVFP4, from the same weights and batches.
 
-The models know nothing of jnvfp4. What a user adds to a training script is in ``train_linen`` and ``train_nnx``, in the
-lines that name it. Needs flax and optax:
-
-    pip install ".[flax]" optax
+    pip install ".[flax]"
     python examples/train_flax.py --api linen,nnx --out out
+
+The models know nothing of jnvfp4. What a user adds to a training script is in ``train_linen`` and ``train_nnx``, in the
+lines that name it; train_minimal.py is shorter. Prints first and last losses, and writes all to ``--out``.
 """
 
 import argparse

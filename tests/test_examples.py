@@ -448,6 +448,16 @@ def test_serve_measures_random_weights(decode, monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.long
+def test_train_minimal_learns_in_sixty_lines(tmp_path):
+    for library in ("flax", "optax"):
+        pytest.importorskip(library)
+    assert len((EXAMPLES / "train_minimal.py").read_text().splitlines()) <= 60
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run("train_minimal.py", cwd=tmp_path, timeout=600))]
+    assert losses[0] > 5
+    assert losses[-1] < 3
+
+
+@pytest.mark.long
 def test_train_flax(tmp_path):
     for library in ("flax", "optax"):
         pytest.importorskip(library)
