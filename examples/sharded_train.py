@@ -12,8 +12,8 @@ its part of the weights). The NVFP4 step quantizes a weight where it is kept and
 layout of each weight, docs/sharding.md says which layouts cost which collective.
 
 For every mesh two tables show the collectives of a step (those in the loop over layers count once per layer), the
-losses, the time of a step and the memory of the compiled step. The last column compares the bytes of the first step's quantized
-weights with those of the first mesh: they are the same on every mesh.
+losses, the time of a step and the memory of the compiled step. The last column compares the bytes of the first step's
+quantized weights with those of the first mesh: they are the same on every mesh.
 """
 
 import argparse
