@@ -417,9 +417,8 @@ def test_serve_serves_its_checkpoint(tmp_path):
         assert found["perplexity"] == pytest.approx(exact, rel=0.05)
         assert len(found["text"]) <= 8
 
-    again = run(
-        "serve.py", "--checkpoint", "served/nvfp4", "--batch", "1", "--new", "8", "--out", "again", cwd=tmp_path
-    )
+    options = ("--checkpoint", "served/nvfp4", "--batch", "1", "--new", "8", "--out", "again")
+    again = run("serve.py", *options, cwd=tmp_path)
     assert "2 layers, width 128, vocabulary 256" in again
     loaded = json.loads((tmp_path / "again/serve.json").read_text())
     for name in names[1:]:

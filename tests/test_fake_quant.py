@@ -23,7 +23,7 @@ def given(spec):
 
 
 @pytest.mark.parametrize("spec", KINDS, ids=name_of)
-def test_it_is_the_composition(native, spec):
+def test_fake_quant_is_dequantize_of_quantize(native, spec):
     """With the amax of x, and with one that is passed."""
     x, key = normal((32, 64)), key_for(spec)
     for amax in (None, given(spec)):
@@ -45,7 +45,7 @@ def test_gradient_is_the_identity(spec):
     assert_bitwise(jax.grad(lambda a: jnp.sum(f(x, amax=a)).astype(jnp.float32))(amax), jnp.zeros_like(amax))
 
 
-def test_it_trains_through():
+def test_second_derivatives_are_those_of_the_identity():
     """Second-order and mixed derivatives pass too: the derivative is the identity everywhere."""
     x = normal((16, 16), dtype="fp32")
     hessian = jax.jacfwd(jax.grad(lambda x: jnp.sum(fake_quant(x) ** 2)))(x).reshape(256, 256)

@@ -28,7 +28,7 @@ KEY = jax.random.key(5)
 X = jnp.asarray(np.random.default_rng(1).normal(size=(2, 16, WIDTH)), jnp.float32)
 
 
-pytestmark = pytest.mark.usefixtures("cpu")
+pytestmark = [pytest.mark.usefixtures("cpu"), pytest.mark.filterwarnings("ignore:The 'split' argument of 'fork'")]
 
 
 def transformer(layers=1):
@@ -132,8 +132,7 @@ def test_adapters_of_lora_stay_as_they_are():
     policy = Policy(default=NEAREST)
     assert [d.path for d in policy.explain(model)] == [""]
     apply(model, policy)
-    base = linear(X, model.kernel[...], NEAREST, w_axes="kn")
-    base = base + model.bias[...]
+    base = linear(X, model.kernel[...], NEAREST, w_axes="kn") + model.bias[...]
     assert_bitwise(model(X), base + X @ model.lora.lora_a[...] @ model.lora.lora_b[...])
 
 
@@ -239,16 +238,6 @@ def test_loss_and_gradients_have_the_bits_of_linear():
     assert_same_tensor({k: got[k] for k in want}, want)
 
 
-class Remat(nnx.Module):
-    """A model whose call is computed again for the gradient."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __call__(self, x):
-        return nnx.remat(lambda m, x: m(x))(self.inner, x)
-
-
 # ---------------------------------------------------------------- loops over layers
 class Stack(nnx.Module):
     """Three ``NnxMlp`` in a loop over their stacked parameters, or one after the other."""
@@ -269,17 +258,12 @@ class Stack(nnx.Module):
         return nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.block)
 
 
-@pytest.mark.filterwarnings("ignore:The 'split' argument of 'fork'")
-def test_scanned_layers_without_an_index_raise():
-    model = apply(Stack(scan=True), ALL)
-    with pytest.raises(ValueError, match=r"layer 'block/up': in a loop that JAX traces once.*layer_index\(i\)"):
-        nnx.eval_shape(run, model, X, KEY)
-
-
-@pytest.mark.filterwarnings("ignore:The 'split' argument of 'fork'")
-def test_scanned_layers_have_no_ends():
+def test_scanned_layers_need_an_index_and_have_no_ends():
+    model = Stack(scan=True)
     with pytest.raises(ValueError, match=r"layers must not be scanned for first_bf16=1, .* weights \(3, "):
-        Policy(default=SR, keep=(), first_bf16=1).explain(Stack(scan=True))
+        Policy(default=SR, keep=(), first_bf16=1).explain(model)
+    with pytest.raises(ValueError, match=r"layer 'block/up': in a loop that JAX traces once.*layer_index\(i\)"):
+        nnx.eval_shape(run, apply(model, ALL), X, KEY)
 
 
 # ---------------------------------------------------------------- loops over microbatches
@@ -292,11 +276,6 @@ MICROBATCHES = (X, jnp.arange(len(X)))
 def looped(loop, axes, **options):
     """Calls a function of the model and of a microbatch for all of them."""
     return lambda f: lambda model: loop(f, in_axes=(axes, 0), out_axes=0, **options)(model, MICROBATCHES)
-
-
-def split_mapped(f):
-    mapped = nnx.split_rngs(splits=len(X), only="sr")(nnx.vmap(f, in_axes=(MAPPED, 0), out_axes=0))
-    return lambda model: mapped(model, MICROBATCHES)
 
 
 def prefix_vmapped(axis):
@@ -393,7 +372,6 @@ if "SimpleVmapFn" not in _nnx_loops.BODIES.values():  # Flax before 0.12.8 hides
     SHARING = {name: case for name, case in SHARING.items() if "simple" not in name}
 
 
-@pytest.mark.filterwarnings("ignore:The 'split' argument of 'fork'")
 @pytest.mark.parametrize(("make", "loop", "f", "remedy"), SHARING.values(), ids=SHARING)
 def test_microbatches_that_share_a_stream_raise(make, loop, f, remedy):
     """They would draw the same bits, in ``nnx.scan`` in every step, too."""
@@ -407,7 +385,7 @@ APART = {
     "carry, remat": (looped(nnx.scan, CARRY), rematted),
     "counts carried": (looped(nnx.scan, COUNTS), rematted),
     "simple scan": (looped(nnx.scan, None, graph_updates=False), forward),
-    "mapped": (split_mapped, rematted),
+    "mapped": (lambda f: nnx.split_rngs(splits=len(X), only="sr")(looped(nnx.vmap, MAPPED)(f)), rematted),
     "mapped by variable": (prefix_vmapped(0), forward),
     "scan, step_key": (SCAN, keyed),
     "vmap, step_key": (VMAP, keyed),
@@ -446,8 +424,8 @@ def test_an_evaluation_advances_no_stream(recipe):
     model.eval()
     counts = lambda: jax.tree.leaves(nnx.state(model, nnx.RngCount))  # noqa: E731
     before = counts()
-    first, second = (nnx.jit(lambda model, x: model(x))(model, X) for _ in range(2))
-    assert_bitwise(first, second)
+    call = nnx.jit(lambda model, x: model(x))
+    assert_bitwise(call(model, X), call(model, X))
     jax.grad(lambda x: jnp.sum(model(x)))(X)
     assert before
     assert counts() == before
@@ -479,7 +457,6 @@ def test_a_step_key_for_all_microbatches_raises():
 
 
 # ---------------------------------------------------------------- keys
-@pytest.mark.filterwarnings("ignore:The 'split' argument of 'fork'")
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
 def test_streams_give_every_layer_of_every_step_its_own_bits(monkeypatch, scan):
     model = apply(Stack(scan=scan), ALL, rngs=nnx.Rngs(sr=3))
@@ -501,14 +478,13 @@ def test_layers_that_are_stacked_twice_have_a_key_each():
 
 def test_streams_under_remat():
     """The recomputed layer draws the bits of the first time, and the next step draws others."""
-    model = apply(Remat(mlp()), ALL, rngs=nnx.Rngs(sr=3))
-    plain = apply(Remat(mlp()), ALL, rngs=nnx.Rngs(sr=3))
-    plain_call = nnx.jit(lambda m, x: nnx.value_and_grad(lambda m: value(m.inner(x)))(m))
+    model, plain = (apply(mlp(), ALL, rngs=nnx.Rngs(sr=3)) for _ in range(2))
+    again = nnx.jit(lambda m: nnx.value_and_grad(lambda m: value(rematted(m, (X,))))(m))
     for _ in range(2):
-        (loss, grads), (want, wanted) = run(model, X), plain_call(plain, X)
+        (loss, grads), (want, wanted) = again(model), run(plain, X)
         assert_bitwise(loss, want)
         for layer in ("up", "down"):
-            assert_bitwise(*(leaves(g)["inner"][layer]["kernel"] for g in (grads, wanted)))
+            assert_bitwise(*(leaves(g)[layer]["kernel"] for g in (grads, wanted)))
 
 
 def test_a_stream_folds_the_path(monkeypatch):

@@ -16,20 +16,10 @@ from operands import near_tie, normal
 from test_grouped import BOUNDARIES, ends_of, int32
 
 import jnvfp4
-from jnvfp4 import (
-    NVFP4,
-    NVFP4_2D,
-    NVFP4_SR,
-    NVFP4Tensor,
-    RaggedDot,
-    Recipe,
-    four_over_six,
-    grouped_linear,
-    quantize,
-    recipes,
-)
+from jnvfp4 import NVFP4Tensor, RaggedDot, Recipe, grouped_linear, quantize, recipes
 from jnvfp4._primitives._groups import rows_of
 from jnvfp4._primitives.grouped_contract import grouped_contract_p
+from jnvfp4.spec import NVFP4, NVFP4_2D, NVFP4_SR, four_over_six
 
 M, N, K, G = 80, 48, 64, 5
 SIZES = (0, 1, 15, 16, 17)
@@ -309,9 +299,8 @@ def test_vmap_over_split_examples(cpu, recipe, kind):
 
     want = jax.jit(step)(x, W, sizes, dy)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(KINDS[kind],), devices=jax.devices("cpu")[:2])
-    placed = [
-        jax.device_put(v, NamedSharding(mesh, s)) for v, s in ((x, P("x")), (W, P()), (sizes, P("x")), (dy, P("x")))
-    ]
+    of = (x, P("x")), (W, P()), (sizes, P("x")), (dy, P("x"))
+    placed = [jax.device_put(v, NamedSharding(mesh, s)) for v, s in of]
     with jax.set_mesh(mesh):
         got = jax.jit(step)(*placed)
     assert_same_tensor(got[:2], want[:2])

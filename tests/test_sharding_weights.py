@@ -299,9 +299,8 @@ def test_gathered_weights_in_a_partly_manual_shard_map(kind):
     grad = jax.grad(lambda x, w: jnp.sum(manual(f)(x, w) ** 2), (0, 1))
     got, found = run(grad, put(x, mesh, P("x")), put(w, mesh, P("y")))
     plain = lambda x, w: linear(x, w, Recipe())  # noqa: E731
-    want = jax.jit(jax.grad(lambda x, w: jnp.sum(manual(plain)(x, w) ** 2), (0, 1)))(
-        put(x, mesh, P("x")), put(w, mesh, P())
-    )
+    placed = put(x, mesh, P("x")), put(w, mesh, P())
+    want = jax.jit(jax.grad(lambda x, w: jnp.sum(manual(plain)(x, w) ** 2), (0, 1)))(*placed)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-2)
     assert {"u8[128,128]", "u8[128,16]"} <= set(gathers(found))
@@ -517,10 +516,8 @@ def einsum_with(**options):
 OTHER_MESH = NamedSharding(jax.make_mesh((4, 2), ("x", "y"), devices=CPUS), P())
 REFUSED = [
     (r"all_gather: axis_name must be manual axes .*, \['x'\], got 'y'", in_shard_map(lambda t: all_gather(t, "y"))),
-    (
-        r"all_gather: axis_name must be manual axes .*, \[\], got 'x'",
-        lambda: all_gather(quantize(normal((32, 64))), "x"),
-    ),
+    (r"all_gather: axis_name must be manual axes .*, \[\], got 'x'",
+     lambda: all_gather(quantize(normal((32, 64))), "x")),
     (r"axis must be an integer from -2 to 1 for .*, got 2", in_shard_map(lambda t: all_gather(t, "x", axis=2))),
     ("axis must be an integer .* got True", in_shard_map(lambda t: all_gather(t, "x", axis=True))),
     ("all_gather: q must be an NVFP4Tensor", in_shard_map(lambda t: all_gather(t.data, "x"))),
@@ -532,10 +529,8 @@ REFUSED = [
     ("gather_quantized: sharded must be a PartitionSpec or a NamedSharding, got 'x'", gather_of("x", WHOLE)),
     ("gather_quantized: gathered must be a PartitionSpec or a NamedSharding, got None", gather_of(ROWS, None)),
     ("gather_quantized: gathered must be of the mesh", gather_of(ROWS, OTHER_MESH)),
-    (
-        r"leaves alone, \[\], got 'x' .* there is jnvfp4.sharding.all_gather",
-        in_shard_map(lambda t: gather_quantized(dequantize(t), NVFP4, sharded=ROWS, gathered=WHOLE)),
-    ),
+    (r"leaves alone, \[\], got 'x' .* there is jnvfp4.sharding.all_gather",
+     in_shard_map(lambda t: gather_quantized(dequantize(t), NVFP4, sharded=ROWS, gathered=WHOLE))),
     ("linear: w_gather must be None or a pair", linear_with(w_gather=ROWS)),
     ("linear: w_gather must be None or a pair", linear_with(w_gather=(ROWS, None))),
     (r"linear: w_gather.sharded must have axes of the mesh, \['x'\], got 'y'", linear_with(w_gather=(P("y"), WHOLE))),
@@ -543,22 +538,17 @@ REFUSED = [
     (r"w_gather.sharded must split axis 0 of .* multiples of 16", linear_with(w_gather=(ROWS, WHOLE))),
     (r"w_gather.sharded must split axis 0 of .* multiples of 16", linear_with(w_gather=(ROWS, WHOLE), recipe=TWICE)),
     ("w_amax must be None, since no spec of w", linear_with(w_amax=1.0, recipe=Recipe(2 * (NVFP4_RHT,), None, None))),
-    (
-        "w_amax must be None, since no spec of w",
-        linear_with(w_amax=1.0, recipe=Recipe((NVFP4, ROW_SCALED), None, None)),
-    ),
+    ("w_amax must be None, since no spec", linear_with(w_amax=1.0, recipe=Recipe((NVFP4, ROW_SCALED), None, None))),
     (r"linear: w_amax must be float32 of shape \(\), got .* \(2,\)", linear_with(w_amax=jnp.ones(2))),
     (r"linear: w_amax must be float32 of shape \(\), got float16", linear_with(w_amax=jnp.float16(1))),
-    (
-        r"over different axes of an Explicit mesh, got 'x' for both, .* w_gather.gath",
-        lambda: linear(*(on_x((256, 256), i, "explicit", ROWS) for i in (1, 2)), w_gather=(ROWS, ROWS)),
-    ),
+    (r"over different axes of an Explicit mesh, got 'x' for both, .* w_gather.gath",
+     lambda: linear(*(on_x((256, 256), i, "explicit", ROWS) for i in (1, 2)), w_gather=(ROWS, ROWS))),
     ("of axes that count as one, only the first may be sharded", einsum_with(w_gather=(P(None, None, "x"), P()))),
     (r"einsum: w_gather must not gather the batch axes \(0,\)", einsum_with(w_gather=(P("x"), P()))),
     (r"einsum: w_amax must have the batch axes of rhs, \(2,\), got shape \(\)", einsum_with(w_amax=1.0)),
     ("einsum: w_gather must be None or a pair", einsum_with(w_gather="x")),
     ("einsum: w_gather must have at most 4 entries", einsum_with(w_gather=(P(None, None, None, None, "z"), P()))),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("message", "call"), REFUSED, ids=range(len(REFUSED)))
