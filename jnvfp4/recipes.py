@@ -10,13 +10,12 @@ from .spec import (
     NVFP4,
     NVFP4_2D,
     NVFP4_RHT,
-    NVFP4_RHT_SR,
-    NVFP4_RHT_SR_UNBIASED,
-    NVFP4_SR,
-    NVFP4_SR_UNBIASED,
     ROW_SCALED,
     WINDOW64,
+    Format,
     QuantSpec,
+    check_choice,
+    check_switch,
     name_of,
 )
 from .spec import four_over_six as _four_over_six_spec
@@ -233,20 +232,9 @@ def _check_rotation(field: str, specs: tuple[QuantSpec | None, QuantSpec]) -> No
         raise ValueError(f"Recipe: {field} operands must both be rotated (format.rht) or neither, got {specs!r}")
 
 
-def _check(function: str, name: str, value: object, choices: tuple) -> None:
-    if value not in choices:
-        raise ValueError(f"{function}: {name} must be one of {choices}, got {value!r}")
-
-
-def _check_switches(function: str, **switches: object) -> None:
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{function}: {name} must be True or False, got {value!r}")
-
-
 def _gradient_switches(function: str, backward: Backward, **switches: bool | None) -> list[bool]:
     """Checks the switches of quantized gradients: None means True; others are refused where none is quantized."""
-    _check(function, "backward", backward, get_args(Backward))
+    check_choice(function, "backward", backward, get_args(Backward))
     for name, value in switches.items():
         if value is not None and backward != "nvfp4":
             raise ValueError(
@@ -254,7 +242,8 @@ def _gradient_switches(function: str, backward: Backward, **switches: bool | Non
                 f"got {value!r}"
             )
     chosen = {name: True if value is None else value for name, value in switches.items()}
-    _check_switches(function, **chosen)
+    for name, value in chosen.items():
+        check_switch(function, name, value)
     return list(chosen.values())
 
 
@@ -266,12 +255,8 @@ def _with_backward(recipe: Recipe, backward: Backward) -> Recipe:
     return replace(recipe, dgrad=how, wgrad=how)
 
 
-def _dy_spec(stochastic_rounding: bool, rht: bool = False, unbiased: bool = False) -> QuantSpec:
-    if unbiased:
-        return NVFP4_RHT_SR_UNBIASED if rht else NVFP4_SR_UNBIASED
-    if rht:
-        return NVFP4_RHT_SR if stochastic_rounding else NVFP4_RHT
-    return NVFP4_SR if stochastic_rounding else NVFP4
+def _dy_spec(stochastic: bool, rht: bool = False, unbiased: bool = False) -> QuantSpec:
+    return QuantSpec(Format(rht=rht), rounding="stochastic" if stochastic else "nearest", scale_headroom=unbiased)
 
 
 def pretrain(
@@ -303,7 +288,8 @@ def pretrain(
     Source: arXiv:2509.25149; the default of NVIDIA TransformerEngine at d0067d0da.
     """
     rotate, stochastic = _gradient_switches("pretrain", backward, rht=rht, stochastic_rounding=stochastic_rounding)
-    _check_switches("pretrain", weight_tiles=weight_tiles, unbiased=unbiased)
+    check_switch("pretrain", "weight_tiles", weight_tiles)
+    check_switch("pretrain", "unbiased", unbiased)
     if unbiased and (backward != "nvfp4" or not stochastic):
         cause = "stochastic_rounding=False" if backward == "nvfp4" else f'backward="{backward}"'
         raise ValueError(f"pretrain: unbiased must be False for {cause}, which rounds nothing stochastically, got True")
@@ -353,10 +339,10 @@ def four_over_six(
       rht: rotate the operands of wgrad. None means True for scope "weights" and False otherwise, because 4over6
         activations cannot be rotated.
     """
-    _check("four_over_six", "scope", scope, get_args(Scope))
+    check_choice("four_over_six", "scope", scope, get_args(Scope))
     on_x, on_w = scope != "weights", scope != "activations"
     rotate, stochastic = _gradient_switches("four_over_six", backward, rht=rht, stochastic_rounding=stochastic_rounding)
-    _check_switches("four_over_six", fast=fast)
+    check_switch("four_over_six", "fast", fast)
     if rht and on_x:
         raise ValueError(
             f'four_over_six: rht must be False for scope="{scope}", since wgrad reads 4over6 activations, got {rht!r}'
@@ -396,7 +382,7 @@ def pretrain_4over6(*, stochastic_rounding: bool = True) -> Recipe:
     Source: the ablations of Quartet II (IST-DASLab), where the forward pass causes most of the loss, 4over6 lessens it
     and 16x16 tiles add to it.
     """
-    _check_switches("pretrain_4over6", stochastic_rounding=stochastic_rounding)
+    check_switch("pretrain_4over6", "stochastic_rounding", stochastic_rounding)
     spec = _four_over_six_spec()
     return replace(pretrain(stochastic_rounding=stochastic_rounding), fprop=Fprop(spec, spec))
 
@@ -414,8 +400,8 @@ def rl(*, backward: Literal["dequantized", "high_precision"] = "dequantized", fo
 
     Source: the NVFP4 recipes of the RL trainers miles, SkyRL, verl and NeMo-RL.
     """
-    _check("rl", "backward", backward, ("dequantized", "high_precision"))
-    _check_switches("rl", four_over_six=four_over_six)
+    check_choice("rl", "backward", backward, ("dequantized", "high_precision"))
+    check_switch("rl", "four_over_six", four_over_six)
     x, w = (_four_over_six_spec(amax_scope="row"), _four_over_six_spec()) if four_over_six else (ROW_SCALED, NVFP4)
     return _with_backward(Recipe(Fprop(x, w)), backward)
 
@@ -428,7 +414,7 @@ def inference(*, weight_only: bool = False) -> Recipe:
     Args:
       weight_only: quantize only w, and leave x in bfloat16 or float16.
     """
-    _check_switches("inference", weight_only=weight_only)
+    check_switch("inference", "weight_only", weight_only)
     return Recipe(Fprop(None if weight_only else NVFP4, NVFP4), None, None)
 
 

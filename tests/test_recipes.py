@@ -196,13 +196,13 @@ INVALID = {
     **{
         f"backward of {name}": (
             lambda make=make: make(backward="fp8"),
-            rf"{name}: backward must be one of \('nvfp4', 'high_precision', 'dequantized'\), got 'fp8'",
+            rf"{name}: backward must be 'nvfp4', 'high_precision' or 'dequantized', got 'fp8'",
         )
         for name, make in TRAINING.items()
     },
     "scope": (
         lambda: recipes.four_over_six("gradients"),
-        r"four_over_six: scope must be one of \('weights', 'activations', 'all'\), got 'gradients'",
+        r"four_over_six: scope must be 'weights', 'activations' or 'all', got 'gradients'",
     ),
     "rht on activations": (
         lambda: recipes.four_over_six("activations", rht=True),
@@ -210,7 +210,7 @@ INVALID = {
     ),
     "backward of rl": (
         lambda: recipes.rl(backward="nvfp4"),
-        r"rl: backward must be one of \('dequantized', 'high_precision'\), got 'nvfp4'",
+        r"rl: backward must be 'dequantized' or 'high_precision', got 'nvfp4'",
     ),
     "4over6 of rl": (lambda: recipes.rl(four_over_six=1), "rl: four_over_six must be True or False, got 1"),
     "rounding of pretrain_4over6": (

@@ -23,15 +23,15 @@ SPEC_ATTR_H = FFI / "calls" / "spec_attr.h"
 SR, RHT, MSE = QuantSpec(rounding="stochastic"), QuantSpec(Format(rht=True)), QuantSpec(select="mse")
 
 INVALID = {
-    "amax_scope": (lambda: Format("column"), "Format: amax_scope must be one of .*, got 'column'"),
-    "e4m3_max": (lambda: Format(e4m3_max=240), r"Format: e4m3_max must be one of \(448, 256\), got 240"),
-    "rht": (lambda: Format(rht=1), r"Format: rht must be one of \(False, True\), got 1"),
+    "amax_scope": (lambda: Format("column"), "Format: amax_scope must be 'tensor', 'row' or 'window64', got 'column'"),
+    "e4m3_max": (lambda: Format(e4m3_max=240), r"Format: e4m3_max must be 448 or 256, got 240"),
+    "rht": (lambda: Format(rht=1), r"Format: rht must be False or True, got 1"),
     "window_rht": (lambda: Format("window64", rht=True), "window64 goes with neither rht nor e4m3_max=256"),
     "format": (lambda: QuantSpec("tensor"), "QuantSpec: format must be a Format, got 'tensor'"),
-    "block_rows": (lambda: QuantSpec(block_rows=2), r"block_rows must be one of \(1, 16\), got 2"),
-    "select": (lambda: QuantSpec(select="max4"), "select must be one of .*, got 'max4'"),
-    "error_math": (lambda: QuantSpec(select="mse", error_math="bf16"), "error_math must be one of"),
-    "rounding": (lambda: QuantSpec(rounding="up"), "rounding must be one of .*, got 'up'"),
+    "block_rows": (lambda: QuantSpec(block_rows=2), r"block_rows must be 1 or 16, got 2"),
+    "select": (lambda: QuantSpec(select="max4"), "select must be 'max6', 'mae' or 'mse', got 'max4'"),
+    "error_math": (lambda: QuantSpec(select="mse", error_math="bf16"), "error_math must be 'fp32' or 'fp16'"),
+    "rounding": (lambda: QuantSpec(rounding="up"), "rounding must be 'nearest' or 'stochastic', got 'up'"),
     "256_max6": (lambda: QuantSpec(Format(e4m3_max=256)), 'e4m3_max=256 needs select="mae" or "mse"'),
     "fp16_max6": (lambda: QuantSpec(error_math="fp16"), 'error_math="fp16" needs select="mae" or "mse"'),
     "mse_stochastic": (lambda: QuantSpec(select="mse", rounding="stochastic"), 'rounding="stochastic" needs select'),

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,12 @@ from .._primitives._groups import Rows, check_sizes, rows_of
 from .._primitives.grouped_contract import grouped_contract_p
 from .._primitives.grouped_dot import GroupedDotParams, grouped_dot_p
 from ..recipes import DEFAULT, Recipe
+from ..spec import check_choice
 from .dot_general import check_options, dtype_of_lax, padded
 from .keys import check_path, key_of_product
 from .layer import Call, Given, check_dtype_of_x, check_recipe, dense, layer, recipe_key
 from .quantizer import Operand, Pair, Quantizer, SpecPair, W, pack
-from .weights import WeightAxes, Weights, as_weights, check_contractions, check_order, frozen_recipe
+from .weights import WeightAxes, Weights, as_weights, check_contractions, frozen_recipe
 
 
 @operation
@@ -66,7 +68,7 @@ def grouped_linear(
     """
     op = "grouped_linear"
     check_implementation(op, implementation, plans.grouped_kernels())
-    check_order(op, w_axes)
+    check_choice(op, "w_axes", w_axes, get_args(WeightAxes))
     dtype = None if out_dtype is None else float_dtype(op, "out_dtype", out_dtype)
     check_recipe(op, recipe)
     if recipe.fprop is None and implementation in plans.grouped_kernels():

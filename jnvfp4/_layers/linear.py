@@ -1,6 +1,7 @@
 """``linear``, the differentiable product of an array with weights."""
 
 import math
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,11 @@ from .._ops.arguments import (
 from .._ops.matmul import contract_rows, matmul_nt
 from .._primitives._base import Axes, axes_of, axes_of_dims, match_varying, resharded, without_axes
 from ..recipes import DEFAULT, Recipe
+from ..spec import check_choice
 from .gather import Placement, as_gather, as_pair
 from .layer import Call, Given, check_dtype_of_x, check_recipe, dense, layer, recipe_key
 from .quantizer import Operand, Pair, Quantizer, SpecPair, T, W, pack
-from .weights import WeightAxes, Weights, as_weights, check_contractions, check_order, frozen_recipe
+from .weights import WeightAxes, Weights, as_weights, check_contractions, frozen_recipe
 
 
 @operation
@@ -95,7 +97,7 @@ def linear(
     op = "linear"
     check_implementation(op, implementation, plans.matmul_kernels())
     check_accumulation(op, accumulation)
-    check_order(op, w_axes)
+    check_choice(op, "w_axes", w_axes, get_args(WeightAxes))
     dtype = None if out_dtype is None else float_dtype(op, "out_dtype", out_dtype)
     call = Call(op, Dense, recipe, dtype, accumulation, implementation, Weights(w_axes))
     return call_linear(call, x, w, bias, key, as_pair(op, w_gather), w_amax)

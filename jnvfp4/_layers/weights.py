@@ -62,11 +62,6 @@ def as_weights(op: str, w: object) -> Operand:
     return w if isinstance(w, NVFP4Tensor) else as_float_array(op, "w", w)
 
 
-def check_order(op: str, order: object) -> None:
-    if order not in ("nk", "kn"):
-        raise ValueError(f"{op}: w_axes must be 'nk' or 'kn', got {order!r}")
-
-
 def frozen_recipe(op: str, recipe: Recipe, w: NVFP4Tensor, order: WeightAxes, remedy: str) -> Recipe:
     """Checks weights that are quantized already, and returns the recipe by which they have no gradient."""
     if recipe.fprop is None:

@@ -7,7 +7,7 @@ import math
 import reprlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .._core import softfloat
 from .._core.tensor import NVFP4Tensor
 from .._primitives._checks import FLOAT_DTYPES
-from ..spec import BLOCK, QuantSpec
+from ..spec import BLOCK, QuantSpec, check_choice
 
 Implementation = Literal["native", "reference"] | None
 Accumulation = Literal["fast", "pinned"]
@@ -133,19 +133,11 @@ def magnitude(amax: jax.Array) -> jax.Array:
 # ---------------------------------------------------------------- settings
 def check_implementation(op: str, implementation: str | None, kernels: Sequence[str] = ()) -> None:
     """Refuses what is neither None, "native", "reference" nor the name of one of ``kernels``."""
-    if implementation not in (None, "native", "reference", *kernels):
-        named = "".join(f", {kernel!r}" for kernel in kernels)
-        raise ValueError(f"{op}: implementation must be None, 'native'{named} or 'reference', got {implementation!r}")
+    check_choice(op, "implementation", implementation, (None, "native", *kernels, "reference"))
 
 
 def check_accumulation(op: str, accumulation: str) -> None:
-    if accumulation not in ("fast", "pinned"):
-        raise ValueError(f"{op}: accumulation must be 'fast' or 'pinned', got {accumulation!r}")
-
-
-def check_switch(op: str, name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{op}: {name} must be True or False, got {value!r}")
+    check_choice(op, "accumulation", accumulation, get_args(Accumulation))
 
 
 def check_spec(op: str, name: str, spec: object) -> None:

@@ -19,7 +19,7 @@ from .._primitives.quantize import quantize_p
 from .._primitives.quantize_pair import quantize_pair_p, sides_of
 from .._primitives.rht_amax import RhtAmaxParams, rht_amax_p
 from .._primitives.transpose import check_tiles, transpose_p
-from ..spec import BLOCK, FUSED_PAIRS, NVFP4, NVFP4_2D, WINDOW64, QuantSpec
+from ..spec import BLOCK, FUSED_PAIRS, NVFP4, NVFP4_2D, WINDOW64, QuantSpec, check_switch
 from .arguments import (
     AmaxPair,
     Implementation,
@@ -28,7 +28,6 @@ from .arguments import (
     as_array,
     check_implementation,
     check_spec,
-    check_switch,
     float_dtype,
     magnitude,
     no_tensor,
