@@ -159,7 +159,7 @@ class Grouped:
         """Quantizes each expert with a key of its own."""
         if specs == (None, None):
             return None, None
-        base = quantizer.operand_key(W, *specs)
+        base = quantizer.key_of(W, *specs)
         experts = resharded(jnp.arange(w.shape[0], dtype=jnp.uint32), axes_of_dims(jax.typeof(w)))
         keys = None if base is None else jax.vmap(lambda g: jax.random.fold_in(base, g))(experts)
         return jax.vmap(lambda w, key: quantizer.pair(w, specs, key))(w, keys)

@@ -140,7 +140,7 @@ def _forward(
     x = products.masked(x)
     of_x, of_w = recipe.fprop or (None, None)
     of_x_t = recipe.wgrad_specs.x if recipe.wgrad_specs and kept_x == "transposed" else None
-    x_row, x_t = quantizer.both(x, of_x, of_x_t, X, recipe.unit_of_wgrad)
+    x_row, x_t = quantizer.pair(x, (of_x, of_x_t), quantizer.key_of(X, of_x, of_x_t), unit=recipe.unit_of_wgrad)
     qx, saved_x = _saved(kept_x, x if x_row is None else x_row, x_t, x)
     if isinstance(w, NVFP4Tensor):
         # w is an argument, which a policy that saves residuals by their name need not copy.
@@ -173,7 +173,8 @@ def _backward(call: Call, residuals: Residuals, dy: jax.Array) -> tuple[Given, .
     products, quantizer = call.products(call, group_sizes, dy.shape[0]), Quantizer(key, call.common)
     dy = products.masked(dy)
     dgrad, wgrad = recipe.dgrad_specs, recipe.wgrad_specs
-    dy_row, dy_t = quantizer.both(dy, dgrad and dgrad.dy, wgrad and wgrad.dy, DY, recipe.unit_of_wgrad)
+    of_dy = dgrad and dgrad.dy, wgrad and wgrad.dy
+    dy_row, dy_t = quantizer.pair(dy, of_dy, quantizer.key_of(DY, *of_dy), unit=recipe.unit_of_wgrad)
     if dy_row is None:
         w = weights.for_fprop(w) if weights.frozen else w
         dx = products.dgrad_in_high_precision(dy, w)

@@ -236,7 +236,7 @@ class Dense:
 
     def quantized_weights(self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given) -> Pair:
         first, second = (amax if spec is not None and spec.plain_amax else None for spec in specs)
-        return quantizer.pair(w, specs, quantizer.operand_key(W, *specs), (first, second))
+        return quantizer.pair(w, specs, quantizer.key_of(W, *specs), (first, second))
 
     def fprop(self, x: Operand, w: NVFP4Tensor, bias: jax.Array | None) -> jax.Array:
         call = self.call

@@ -120,6 +120,6 @@ def grouped_matmul_nt(
 def contract_rows(
     a: NVFP4Tensor, b: NVFP4Tensor, row_axes: int, *, out_dtype: np.dtype, accumulation: str, implementation: str | None
 ) -> jax.Array:
-    """Computes ``matmul_nt`` of tensors [M, *rows] and [N, *rows] that ``quantize_rows`` has transposed."""
+    """Computes ``matmul_nt`` of tensors [M, *rows] and [N, *rows] that ``quantize_sides`` has transposed."""
     params = MatmulParams(a.format, b.format, jnp.dtype(out_dtype), accumulation, row_axes)
     return bind(matmul_p, *parts_of(a), *parts_of(b), params=params, implementation=implementation)[0]
