@@ -3,14 +3,13 @@
 docs/sharding.md says which layouts of ``linear`` need which collectives.
 """
 
-from dataclasses import replace
 from typing import NoReturn
 
 import jax
 from jax import lax
 from jax.typing import ArrayLike
 
-from ._core.tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
+from ._core.tensor import NVFP4Tensor, moved_as_bytes
 from ._layers.gather import Placement, as_gather
 from ._ops.arguments import Implementation, as_array, check_spec, no_tensor
 from ._ops.quantize import quantize
@@ -61,9 +60,7 @@ def all_gather(q: NVFP4Tensor, axis_name: str | tuple[str, ...], *, axis: int = 
     def gather(part: jax.Array) -> jax.Array:
         return lax.all_gather(part, axis_name, axis=axis, tiled=True)
 
-    t = with_scale_bytes(q)
-    amax = gather(t.amax) if whole_amax else t.amax
-    return with_float_scale(replace(t, data=gather(t.data), scale=gather(t.scale), amax=amax))
+    return moved_as_bytes(q, gather, whole_amax)
 
 
 def _axis_names(op: str, axis_name: str | tuple[str, ...]) -> tuple[str, ...]:

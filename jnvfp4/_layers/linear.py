@@ -213,7 +213,6 @@ def _check_axes_of_result(call: Call, x: jax.Array, w: Operand) -> None:
     of_n, which = call.weights.ordered(*axes_of_dims(of_w))[0], f"w {of_w}"
     if (gather := call.weights.gather) is not None:
         of_n, which = gather.gathered[0], f"w_gather.gathered, {PartitionSpec(*gather.gathered)} of [N, K]"
-        of_n = () if of_n is PartitionSpec.UNCONSTRAINED else of_n
     rows = {axis for entry in axes_of_dims(jax.typeof(x))[:-1] for axis in axes_of(entry)}
     shared = [axis for axis in axes_of(of_n) if axis in rows]
     if shared:
