@@ -277,12 +277,8 @@ def pretrain(
 def row_scaled(*, backward: Backward = "nvfp4", stochastic_rounding: bool | None = None) -> Recipe:
     """Makes a recipe for x whose rows (tokens) differ in magnitude by orders.
 
-    x has one amax for each row (for wgrad, for each column). w has 16x16 tiles and one amax, and so has dy, without
-    tiles.
-
-    Args:
-      backward: as in ``pretrain``.
-      stochastic_rounding: as in ``pretrain``.
+    x has one amax per row (for wgrad, per column). w has 16x16 tiles and one amax, and so has dy, without tiles.
+    ``backward`` and ``stochastic_rounding`` are those of ``pretrain``.
     """
     (stochastic,) = _gradient_switches("row_scaled", backward, stochastic_rounding=stochastic_rounding)
     return _trained(ROW_SCALED, NVFP4_2D, backward, stochastic)
@@ -329,24 +325,19 @@ def window64(*, backward: Backward = "nvfp4", stochastic_rounding: bool | None =
     """Makes a recipe for x that differs in magnitude by orders along its rows, too.
 
     x has one amax for every 64 elements. w has 16x16 tiles and one amax, and so has dy, without tiles. K must be a
-    multiple of 64; for wgrad ``linear`` pads the number of tokens to one.
-
-    Args:
-      backward: as in ``pretrain``.
-      stochastic_rounding: as in ``pretrain``.
+    multiple of 64; for wgrad ``linear`` pads the number of tokens to one. ``backward`` and ``stochastic_rounding`` are
+    those of ``pretrain``.
     """
     (stochastic,) = _gradient_switches("window64", backward, stochastic_rounding=stochastic_rounding)
     return _trained(WINDOW64, NVFP4_2D, backward, stochastic)
 
 
 def pretrain_4over6(*, stochastic_rounding: bool = True) -> Recipe:
-    """Makes ``pretrain`` with a forward pass that errs less: x and w have 1x16 blocks with 4over6 scales.
+    """Makes ``pretrain`` with a forward pass of lower error: x and w have 1x16 blocks with 4over6 scales.
 
     The gradients are those of ``pretrain``: w in 16x16 tiles, dy rounded stochastically, the operands of wgrad rotated.
     So w has other values in the backward pass than in the forward pass, and is quantized twice.
-
-    Args:
-      stochastic_rounding: as in ``pretrain``.
+    ``stochastic_rounding`` is that of ``pretrain``.
 
     Source: the ablations of Quartet II (IST-DASLab), where the forward pass causes most of the loss, 4over6 lessens it
     and 16x16 tiles add to it.
