@@ -331,13 +331,14 @@ STACKS = {
 
 def sow_keys(monkeypatch):
     """Makes each product store its key in the collection "keys" of its layer."""
-    original = dot_general.call_linear
+    original = linen.key_in
 
-    def sowing(call, x, w, bias, key, *rest):
-        linen._module.get().sow("keys", "drawn", jax.random.key_data(key))
-        return original(call, x, w, bias, key, *rest)
+    def sowing(module, path, recipe):
+        key = original(module, path, recipe)
+        module.sow("keys", "drawn", jax.random.key_data(key))
+        return key
 
-    monkeypatch.setattr(dot_general, "call_linear", sowing)
+    monkeypatch.setattr(linen, "key_in", sowing)
 
 
 @pytest.mark.parametrize(("model", "rngs"), STACKS.values(), ids=STACKS)

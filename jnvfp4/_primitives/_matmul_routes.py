@@ -92,30 +92,30 @@ def plan(product: Product, capability: int | None, kernel: str | None) -> plans.
     )
 
 
+REFERENCE = plans.MatmulPlan("reference", 0, "")
+
+
 def multiply(product: Product, backend: Backend) -> jax.Array:
     """Computes a b^T on one device.
 
     Raises:
       NotImplementedError: the kernel that ``implementation`` names cannot; the message says why.
     """
-    chosen = choose(product, backend)
+    params, chosen = product.params, choose(product, backend)
     if chosen.reason:
         raise NotImplementedError(f"matmul_nt: implementation={backend.kernel!r} cannot run here: {chosen.reason}")
     if chosen.kernel == "reference":
-        return by_reference(product)
+        a = product.a if params.a else product.a[0]
+        return reference.matmul(a, product.b, product.bias, params.a, params.b, params.out_dtype)
     if chosen.kernel == "decode_then_dot":
         return _decode_then_dot(product)
     return _call_kernel(product, chosen)
 
 
-def by_reference(p: Product) -> jax.Array:
-    """Computes a b^T by the reference."""
-    params = p.params
-    return reference.matmul(p.a if params.a else p.a[0], p.b, p.bias, params.a, params.b, params.out_dtype)
-
-
 def choose(product: Product, backend: Backend) -> plans.MatmulPlan:
     """Returns the plan; where the self-check has refused its kernel, the exact decode path, or else the reference."""
+    if backend.name == "reference":
+        return REFERENCE
     chosen = plan(product, backend.capability, backend.kernel)
     refusal = backend.refusal(chosen.kernel)
     if chosen.reason or not refusal:
@@ -124,7 +124,7 @@ def choose(product: Product, backend: Backend) -> plans.MatmulPlan:
         return chosen._replace(reason=refusal)
     decode = plan(product, backend.capability, "decode_then_dot")
     if decode.reason or backend.refusal(decode.kernel):
-        return plans.MatmulPlan("reference", 0, "")
+        return REFERENCE
     return decode
 
 
