@@ -15,7 +15,6 @@ from flax import linen as nn
 from flax_models import TOKENS, Mlp, Stack, Transformer, products, record_keys, stacked
 
 from jnvfp4 import Policy, Rule, layer_key, linear, recipes, step_key
-from jnvfp4._layers import dot_general
 from jnvfp4.checkpoints import ConvertOptions
 from jnvfp4.flax import calibrate, linen
 from jnvfp4.flax.linen import dot_general_cls, intercept

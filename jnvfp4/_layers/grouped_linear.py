@@ -22,9 +22,9 @@ from ..recipes import DEFAULT, Recipe
 from ..spec import check_choice
 from .dot_general import check_options, dtype_of_lax, padded
 from .keys import check_path, key_of_product
-from .layer import Call, Given, check_dtype_of_x, check_recipe, dense, layer, recipe_key
+from .layer import Call, Given, Products, check_dtype_of_x, check_recipe, dense, layer, recipe_key
 from .quantizer import Operand, Pair, Quantizer, SpecPair, W, pack
-from .weights import WeightAxes, Weights, as_weights, check_contractions, frozen_recipe
+from .weights import WeightAxes, Weights, check_contractions, weights_and_recipe
 
 
 @operation
@@ -88,10 +88,8 @@ def _without_wgrad(recipe: Recipe) -> Recipe:
 def _call_grouped(call: Call, x: object, w: object, group_sizes: object, key: Given) -> jax.Array:
     """Checks the arguments."""
     op, recipe = call.op, call.recipe
-    w = as_weights(op, w)
-    if isinstance(w, NVFP4Tensor):
-        remedy = "w [G, K, N] by jax.vmap of quantize(w, transpose=True)"
-        recipe = frozen_recipe(op, recipe, w, call.weights.order, remedy)
+    remedy = "w [G, K, N] by jax.vmap of quantize(w, transpose=True)"
+    w, recipe = weights_and_recipe(op, recipe, w, call.weights.order, remedy)
     _check_scopes(op, recipe)
     key = recipe_key(op, recipe, key)
     x = as_float_array(op, "x", x)
@@ -144,12 +142,12 @@ def _masked(x: jax.Array, rows: Rows) -> jax.Array:
     return jnp.where(rows.held(x.shape[0]), x, jnp.zeros((), x.dtype))
 
 
-class Grouped:
+class Grouped(Products):
     """The GEMMs of groups of rows of x [M, K] with experts of their own, w [G, N, K]; wgrad is in high precision."""
 
     def __init__(self, call: Call, group_sizes: jax.Array, tokens: int) -> None:
-        self.call, self.weights, self.sizes = call, call.weights, group_sizes
-        self.rows = rows_of(group_sizes, tokens)
+        super().__init__(call, group_sizes, tokens)
+        self.sizes, self.rows = group_sizes, rows_of(group_sizes, tokens)
 
     def masked(self, x: jax.Array) -> jax.Array:
         """Returns x with zeros in the rows that no group holds, so that what they have is in no amax and in no sum."""

@@ -28,10 +28,15 @@ class Products(Protocol):
     ``group_sizes`` is None for a dense layer. Gradients have the dtypes of ``call.dtypes``.
     """
 
-    def __init__(self, call: "Call", group_sizes: Given, tokens: int) -> None: ...
+    call: "Call"
+    weights: Weights
+
+    def __init__(self, call: "Call", group_sizes: Given, tokens: int) -> None:
+        self.call, self.weights = call, call.weights
 
     def masked(self, x: jax.Array) -> jax.Array:
         """Returns x [*rows, K] without what rows hold that no GEMM reads."""
+        return x
 
     def quantized_weights(self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given) -> Pair:
         """Quantizes w along its last axis and along the one before, by the specs that are given."""
@@ -186,13 +191,10 @@ def _backward(call: Call, residuals: Residuals, dy: jax.Array) -> tuple[Given, .
         dw = products.wgrad_in_high_precision(dy, dense(x, dy.dtype, call.common))
     else:
         dw = products.wgrad(dy_t, x)
-    db = None if call.dtypes[2] is None else _sum_of_rows(dy).astype(call.dtypes[2])
+    rows = tuple(range(dy.ndim - 1))
+    db = None if call.dtypes[2] is None else jnp.sum(dy.astype(jnp.float32), rows).astype(call.dtypes[2])
     gradients = zip((dx, dw, db), call.axes, strict=True)
     return *(g if g is None else resharded(g, axes) for g, axes in gradients), None, None, None
-
-
-def _sum_of_rows(dy: jax.Array) -> jax.Array:
-    return jnp.sum(dy.astype(jnp.float32), tuple(range(dy.ndim - 1)))
 
 
 def dense(t: Operand, dtype: DTypeLike, implementation: Implementation) -> jax.Array:

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import softfloat
 from .._core.tensor import NVFP4Tensor
-from .._primitives._checks import FLOAT_DTYPES
+from .._primitives._checks import FLOAT_DTYPES, check_float
 from ..spec import BLOCK, QuantSpec, check_choice
 
 Implementation = Literal["native", "reference"] | None
@@ -36,10 +36,12 @@ def operation(function: F) -> F:
 
 
 # ---------------------------------------------------------------- arrays
-def no_tensor(op: str, name: str, value: object) -> TypeError:
-    """Returns the error for what must be an NVFP4Tensor and is none."""
+def as_tensor(op: str, name: str, value: object) -> NVFP4Tensor:
+    """Returns an NVFP4Tensor; refuses anything else."""
+    if isinstance(value, NVFP4Tensor):
+        return value
     made = "; jnvfp4.quantize makes one of an array" if isinstance(value, jax.Array | np.ndarray) else ""
-    return TypeError(f"{op}: {name} must be an NVFP4Tensor, got {type(value).__name__}{made}")
+    raise TypeError(f"{op}: {name} must be an NVFP4Tensor, got {type(value).__name__}{made}")
 
 
 def as_array(op: str, name: str, value: object) -> jax.Array:
@@ -70,8 +72,7 @@ def as_array(op: str, name: str, value: object) -> jax.Array:
 def as_float_array(op: str, name: str, value: object) -> jax.Array:
     """Converts like ``as_array``; refuses types other than float32, bfloat16 and float16."""
     array = as_array(op, name, value)
-    if array.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{op}: {name} must be {FLOATS}, got {array.dtype}")
+    check_float(op, name, array.dtype)
     return array
 
 

@@ -18,10 +18,10 @@ from .arguments import (
     Accumulation,
     as_array,
     as_group_sizes,
+    as_tensor,
     check_accumulation,
     check_implementation,
     float_dtype,
-    no_tensor,
     operation,
 )
 
@@ -61,8 +61,7 @@ def matmul_nt(
     op = "matmul_nt"
     check_implementation(op, implementation, plans.matmul_kernels())
     check_accumulation(op, accumulation)
-    if not isinstance(b, NVFP4Tensor):
-        raise no_tensor(op, "b", b)
+    b = as_tensor(op, "b", b)
     operands = [*(parts_of(a) if isinstance(a, NVFP4Tensor) else [as_array(op, "a", a)]), *parts_of(b)]
     if bias is not None:
         operands.append(as_array(op, "bias", bias))
@@ -105,8 +104,7 @@ def grouped_matmul_nt(
     """
     op = "grouped_matmul_nt"
     check_implementation(op, implementation, plans.grouped_kernels())
-    if not isinstance(b, NVFP4Tensor):
-        raise no_tensor(op, "b", b)
+    b = as_tensor(op, "b", b)
     left = parts_of(a) if isinstance(a, NVFP4Tensor) else [as_array(op, "a", a)]
     data, scale, amax = parts_of(b)
     if amax.ndim == 0 and data.ndim == 3:

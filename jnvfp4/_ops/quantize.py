@@ -26,11 +26,11 @@ from .arguments import (
     as_amax,
     as_amax_pair,
     as_array,
+    as_tensor,
     check_implementation,
     check_spec,
     float_dtype,
     magnitude,
-    no_tensor,
     operation,
     random_stream,
     stochastic_key,
@@ -268,8 +268,7 @@ def dequantize(
       ValueError, TypeError: a tensor or argument does not fit; the message names it.
     """
     check_implementation("dequantize", implementation)
-    if not isinstance(t, NVFP4Tensor):
-        raise no_tensor("dequantize", "t", t)
+    t = as_tensor("dequantize", "t", t)
     check_switch("dequantize", "rotate_back", rotate_back)
     params = DequantizeParams(t.format, float_dtype("dequantize", "dtype", dtype), rotate_back)
     return bind(dequantize_p, *parts_of(t), params=params, implementation=implementation)[0]
@@ -297,8 +296,7 @@ def transpose(q: NVFP4Tensor, spec: QuantSpec = NVFP4_2D, *, implementation: Imp
     """
     op = "transpose"
     check_implementation(op, implementation)
-    if not isinstance(q, NVFP4Tensor):
-        raise no_tensor(op, "q", q)
+    q = as_tensor(op, "q", q)
     _check_tile_spec(op, q, spec)
     check_tiles(tuple(parts_of(q)), q.format)
     if implementation == "reference":

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray
+from jax.sharding import NamedSharding
 
 from ..spec import Format
 from ._base import Axes, Proposal, axes_if_divisible, axes_of, check_explicit, without_axes
@@ -78,6 +79,25 @@ def check_axes_once(op: str, axes: Axes) -> None:
         raise ValueError(
             f"{op}: M of a and N of b are sharded over a common mesh axis (result would be {axes}); reshard one of them"
         )
+
+
+# ---------------------------------------------------------------- products in high precision
+def product(
+    a: jax.Array,
+    b: jax.Array,
+    contracted: tuple[Sequence[int], Sequence[int]],
+    out_sharding: NamedSharding | None = None,
+) -> jax.Array:
+    """Multiplies two arrays over these axes. -> float32"""
+    common = a.dtype if a.dtype == b.dtype else jnp.float32  # also where jax.numpy_dtype_promotion is strict
+    return lax.dot_general(
+        a.astype(common),
+        b.astype(common),
+        (contracted, ((), ())),
+        precision=lax.Precision.HIGHEST,  # float32 operands stay float32, never TF32
+        preferred_element_type=jnp.float32,
+        out_sharding=out_sharding,
+    )
 
 
 # ---------------------------------------------------------------- sharding
