@@ -196,7 +196,9 @@ class Policy:
 
     def decide(self, layer: Layer, depths: Mapping[str, int]) -> Decision:
         """Decides for one layer; ``depths`` is the number of layers by what stands before their number."""
-        recipe, why = self._by_rules(layer.path)
+        recipe, why = self.default, "no rule matches" if self.default is None else "default"
+        if (rule := self._rule_of(layer.path)) is not None:
+            recipe, why = rule.recipe, f"rule {rule.name}"
         if layer.reason is not None:
             recipe, why = None, layer.reason
         elif (part := part_in(self.keep, layer.path)) is not None:
@@ -218,12 +220,6 @@ class Policy:
             warnings.warn(
                 f"{op}: layer {layer.path!r} is {layer.reason}; a rule with recipe None ends this warning", stacklevel=3
             )
-
-    def _by_rules(self, path: str) -> tuple[Recipe | None, str]:
-        rule = self._rule_of(path)
-        if rule is not None:
-            return rule.recipe, f"rule {rule.name}"
-        return self.default, "no rule matches" if self.default is None else "default"
 
     def gather_of(self, path: str) -> tuple[Placement, Placement] | None:
         """Returns ``w_gather`` for a layer that is quantized: that of the rule that decides, or else of the policy."""

@@ -309,7 +309,7 @@ def test_a_merged_axis_must_not_be_sharded():
     x, w = normal((24, 4, 16), 1), normal((4, 16, 48), 2)
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match="of axes that count as one, only the first may be sharded on"),
+        pytest.raises(ValueError, match="an Explicit mesh may shard only the first of several axes"),
     ):
         DotGeneral()(put(x, mesh, P(None, None, "x")), put(w, mesh, P()), (((1, 2), (0, 1)), ((), ())))
 

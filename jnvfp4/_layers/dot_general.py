@@ -53,8 +53,8 @@ def dot_general(
         and the columns that of rhs.
       recipe: as in ``linear``.
       key: as in ``linear``; it is split over the batch axes.
-      w_gather: as in ``linear``, by the axes of rhs. Of axes that count as one only the first may be sharded. A batch
-        axis has the same sharding in both.
+      w_gather: as in ``linear``, by the axes of rhs. Only the first of several axes that are flattened into one may be
+        sharded. A batch axis has the same sharding in both.
       w_amax: as in ``linear``, with the batch axes of rhs: one for each example.
       **unsupported: newer arguments of ``lax.dot_general``; each must be None.
 
@@ -164,8 +164,8 @@ def _of_matrix(
     late = [i for group in (batch, *groups) for i in group[1:]]
     if any(found.get(i) is not None for found in entries for i in late):
         raise ValueError(
-            f"{op}: of axes that count as one, only the first may be sharded by w_gather, got {pair} with the groups "
-            f"of axes {groups}"
+            f"{op}: w_gather may shard only the first of several axes that are flattened into one, got {pair} with the "
+            f"groups of axes {groups}"
         )
     if any(entries[0].get(i) != entries[1].get(i) for i in batch):
         raise ValueError(f"{op}: w_gather must not gather the batch axes {batch}, got {pair}")
@@ -279,7 +279,7 @@ def _flattened(op: str, array: jax.Array, *groups: tuple[int, ...]) -> jax.Array
     axes = axes_of_dims(jax.typeof(array))
     if any(axes[i] is not None for group in groups for i in group[1:]):
         raise ValueError(
-            f"{op}: of axes that count as one, only the first may be sharded on an Explicit mesh, got "
+            f"{op}: an Explicit mesh may shard only the first of several axes that are flattened into one, got "
             f"{jax.typeof(array)} with the groups of axes {groups}; reshard it first"
         )
     sizes = [math.prod(array.shape[i] for i in group) for group in groups]

@@ -43,7 +43,7 @@ def grouped_linear(
 
     Args:
       x: [M, K], float32, bfloat16 or float16: the tokens of all experts, those of expert 0 first, then those of
-        expert 1, and so on. What rows beyond the groups hold changes nothing, not even an amax.
+        expert 1, and so on. Rows past the last group are ignored, including for the amax.
       w: [G, N, K], or [G, K, N] for ``w_axes="kn"``, float32, bfloat16 or float16: the weights of each expert, which
         is quantized alone. K and N must be multiples of 16. Or an NVFP4Tensor [G, N, K] with any N, in the format of
         ``recipe.fprop.w``: weights that stay as they are, as in ``linear``.

@@ -14,7 +14,6 @@ from .._ops.arguments import (
     Accumulation,
     as_amax,
     as_float_array,
-    check_accumulation,
     check_implementation,
     float_dtype,
     operation,
@@ -96,7 +95,7 @@ def linear(
     """
     op = "linear"
     check_implementation(op, implementation, plans.matmul_kernels())
-    check_accumulation(op, accumulation)
+    check_choice(op, "accumulation", accumulation, get_args(Accumulation))
     check_choice(op, "w_axes", w_axes, get_args(WeightAxes))
     dtype = None if out_dtype is None else float_dtype(op, "out_dtype", out_dtype)
     call = Call(op, Dense, recipe, dtype, accumulation, implementation, Weights(w_axes))

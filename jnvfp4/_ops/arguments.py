@@ -7,7 +7,7 @@ import math
 import reprlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -137,10 +137,6 @@ def check_implementation(op: str, implementation: str | None, kernels: Sequence[
     check_choice(op, "implementation", implementation, (None, "native", *kernels, "reference"))
 
 
-def check_accumulation(op: str, accumulation: str) -> None:
-    check_choice(op, "accumulation", accumulation, get_args(Accumulation))
-
-
 def check_spec(op: str, name: str, spec: object) -> None:
     if not isinstance(spec, QuantSpec):
         raise TypeError(f"{op}: {name} must be a QuantSpec, got {spec!r}")
@@ -168,7 +164,7 @@ def stochastic_key(op: str, key: jax.Array | None, *specs: QuantSpec) -> jax.Arr
 
 
 def as_key(op: str, key: jax.Array) -> jax.Array:
-    """Refuses what is not one PRNG key, typed or of raw uint32 words."""
+    """Raises unless ``key`` is one PRNG key, typed or of raw uint32 words."""
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
     if not (typed and shape == ()) and not (dtype == jnp.uint32 and len(shape or ()) == 1):

@@ -1,6 +1,7 @@
 """Products of quantized tensors: argument checks, and one primitive for each."""
 
 import math
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,12 @@ from .._primitives._matmul_routes import MatmulParams
 from .._primitives._products import ProductParams
 from .._primitives.grouped_matmul import grouped_matmul_p
 from .._primitives.matmul import matmul_p
+from ..spec import check_choice
 from .arguments import (
     Accumulation,
     as_array,
     as_group_sizes,
     as_tensor,
-    check_accumulation,
     check_implementation,
     float_dtype,
     operation,
@@ -60,7 +61,7 @@ def matmul_nt(
     """
     op = "matmul_nt"
     check_implementation(op, implementation, plans.matmul_kernels())
-    check_accumulation(op, accumulation)
+    check_choice(op, "accumulation", accumulation, get_args(Accumulation))
     b = as_tensor(op, "b", b)
     operands = [*(parts_of(a) if isinstance(a, NVFP4Tensor) else [as_array(op, "a", a)]), *parts_of(b)]
     if bias is not None:

@@ -227,7 +227,7 @@ def _backend(name: str, platform: str | None, implementation: str | Unchecked | 
 
 
 def _without_refused(name: str, backend: Backend, ctx: Any, params: Hashable, asked: str | None) -> Backend:
-    """Checks the paths of a program on devices like which none has run them, and leaves out what is wrong."""
+    """Checks the paths of a program on devices whose kind they never ran on, and leaves out those that fail."""
     split = len(compat.devices(ctx)) > 1
     of_program = lambda wrong: CASES[name](params, backend._replace(refused=wrong, split=split), ctx.avals_in)  # noqa: E731
     backend = backend._replace(refused=checks.refused(of_program, compat.local_devices(ctx)))

@@ -109,7 +109,13 @@ def multiply(product: Product, backend: Backend) -> jax.Array:
         return reference.matmul(a, product.b, product.bias, params.a, params.b, params.out_dtype)
     if chosen.kernel == "decode_then_dot":
         return _decode_then_dot(product)
-    return _call_kernel(product, chosen)
+    attrs = {
+        "pinned": params.accumulation == "pinned",
+        "a_windows": params.a is not None and params.a.amax_scope == "window64",
+        "b_windows": params.b.amax_scope == "window64",
+    }
+    rest = (*product.b, _bias(product))
+    return call_kernel("nvfp4_matmul", params, product.a, rest, product.result, chosen, **attrs)
 
 
 def choose(product: Product, backend: Backend) -> plans.MatmulPlan:
@@ -128,20 +134,19 @@ def choose(product: Product, backend: Backend) -> plans.MatmulPlan:
     return decode
 
 
-def _call_kernel(product: Product, chosen: plans.MatmulPlan) -> jax.Array:
-    params, a_format = product.params, product.params.a or Format()
+def call_kernel(
+    target: str, params: ProductParams, a: tuple, rest: tuple, like: Any, chosen: plans.MatmulPlan, **attrs
+) -> jax.Array:
+    """Calls the FFI target of a product with the kernel and the scratch memory of a plan; the result is ``like``."""
     absent = (jnp.zeros((0,), jnp.uint8), jnp.zeros((0,), jnp.float32))
-    call = jax.ffi.ffi_call("nvfp4_matmul", [product.result, jax.ShapeDtypeStruct((chosen.scratch_bytes,), jnp.uint8)])
+    call = jax.ffi.ffi_call(target, [like, jax.ShapeDtypeStruct((chosen.scratch_bytes,), jnp.uint8)])
     return call(
-        *(product.a if params.a else (*product.a, *absent)),
-        *product.b,
-        _bias(product),
+        *(a if params.a else (*a, *absent)),
+        *rest,
         kernel=chosen.kernel,
-        pinned=params.accumulation == "pinned",
-        a_e4m3_max=np.int32(a_format.e4m3_max),
+        a_e4m3_max=np.int32((params.a or Format()).e4m3_max),
         b_e4m3_max=np.int32(params.b.e4m3_max),
-        a_windows=a_format.amax_scope == "window64",
-        b_windows=params.b.amax_scope == "window64",
+        **attrs,
     )[0]
 
 

@@ -1,4 +1,4 @@
-"""What primitives of products share: parameters, operands by role, what they refuse, and how they are sharded."""
+"""Shared by the primitives of products: parameters, operands by role, checks, and shardings."""
 
 import itertools
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class ProductParams:
 
 # ---------------------------------------------------------------- what products refuse
 def check_operands(op: str, params: ProductParams, a: tuple, b: tuple) -> None:
-    """Refuses dtypes that no kernel reads, parts that are no NVFP4 tensor, and one rotated operand."""
+    """Raises unless kernels read both operands, and both are rotated or neither."""
     if params.a is not None:
         check_parts(op, "a", a, params.a)
     elif a[0].dtype not in DENSE_DTYPES:

@@ -34,7 +34,7 @@ BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 # ---------------------------------------------------------------- versions and devices
 def versions() -> dict[str, str | None]:
-    """Returns the versions of what takes part; None for what is not there."""
+    """Returns the versions of the libraries and of the driver; None for one that is missing."""
     runtime, driver = compat.cuda_versions()
     return {
         "jnvfp4": __version__,

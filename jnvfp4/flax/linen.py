@@ -185,20 +185,15 @@ class Interceptor:
         dot = _LinenDot(module, DotGeneral(recipe, path, self.policy.gather_of(path)))
         if isinstance(module, nn.Einsum):
             return _einsum(module, dot, *args, **options)
-        return _with_dot_general(module, dot, partial(call, *args, **options))
+        before = module.dot_general
+        object.__setattr__(module, "dot_general", dot)  # modules are frozen, but the call has made this copy
+        try:
+            return call(*args, **options)
+        finally:
+            object.__setattr__(module, "dot_general", before)
 
 
 LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum)
-
-
-def _with_dot_general(module: nn.Module, dot: _LinenDot, call: Callable[[], PyTree]) -> PyTree:
-    """Calls a layer with another dot_general. Modules are frozen, but this one is a copy that the call has made."""
-    before = module.dot_general
-    object.__setattr__(module, "dot_general", dot)
-    try:
-        return call()
-    finally:
-        object.__setattr__(module, "dot_general", before)
 
 
 def _einsum(module: nn.Einsum, dot: _LinenDot, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
