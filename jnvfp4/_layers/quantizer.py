@@ -66,7 +66,11 @@ class Quantizer(NamedTuple):
     ) -> Pair:
         """Quantizes x along K and, with zero rows up to a multiple of ``unit``, along its rows, by the specs given."""
         row_spec, col_spec = specs
-        whole = _pad_rows(x, row_spec.block_rows if col_spec is None and row_spec is not None else unit)
+        if col_spec is None:
+            if row_spec is None:
+                return None, None
+            unit = row_spec.block_rows
+        whole = _pad_rows(x, unit)
         sides = zip(specs, (False, True), amax, strict=True)
         wanted = [Orientation(spec, transpose, given) for spec, transpose, given in sides if spec is not None]
         made = iter(quantize_sides(whole, wanted, x.ndim - 1, key, self.implementation))
