@@ -183,7 +183,7 @@ def _known_amaxes(
     x: jax.Array, sides: Sequence[Orientation], row_axes: int, fused: bool, implementation: Implementation
 ) -> list[jax.Array | None]:
     """Finds the amaxes that no kernel finds itself; those of the whole tensor in one pass over x."""
-    wanted = [side for side in sides if side.amax is None and side.spec.format.amax_scope == "tensor"]
+    wanted = [side for side in sides if side.amax is None and not side.spec.finds_amax]
     rotated: dict[bool, jax.Array] = {}  # by whether it is that of the transposed x
     plain = None
     for side in wanted:
@@ -194,12 +194,12 @@ def _known_amaxes(
         plain = reference.find_amax(x, "tensor")
 
     def amax_of(side: Orientation) -> jax.Array | None:
-        scope = side.spec.format.amax_scope
         if side.amax is not None:
             return side.amax
-        if scope == "tensor":
+        if not side.spec.finds_amax:
             return rotated.get(side.transpose, plain)
-        return find_row_amax(x, side.transpose, row_axes) if fused and scope == "row" else None
+        in_pair = fused and side.spec.format.amax_scope == "row"
+        return find_row_amax(x, side.transpose, row_axes) if in_pair else None
 
     return [amax_of(side) for side in sides]
 

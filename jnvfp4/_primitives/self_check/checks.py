@@ -158,7 +158,12 @@ def refused(
             done.add(check.path)
             reasons = [(device, reason) for device in kinds.values() if (reason := find(check, device))]
             if reasons and jax.process_count() > 1:
-                raise RuntimeError(_refusal_of_one_process(check, *reasons[0]))
+                raise RuntimeError(
+                    f"jnvfp4: {_sentence(check, *reasons[0])}. This is process {jax.process_index()} of "
+                    f"{jax.process_count()}, which must compile the same program, so no other path is chosen here; "
+                    "choose one in all of them by implementation=, and report it with the output of "
+                    "`jnvfp4 doctor --full --json`"
+                )
             wrong += tuple(Refusal(check.name, _sentence(check, *of)) for of in reasons[:1])
     return wrong
 
@@ -200,11 +205,3 @@ def _report(check: Check, device: jax.Device, reason: str) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
-
-
-def _refusal_of_one_process(check: Check, device: jax.Device, reason: str) -> str:
-    return (
-        f"jnvfp4: {_sentence(check, device, reason)}. This is process {jax.process_index()} of {jax.process_count()}, "
-        "which must compile the same program, so no other path is chosen here; choose one in all of them by "
-        "implementation=, and report it with the output of `jnvfp4 doctor --full --json`"
-    )
