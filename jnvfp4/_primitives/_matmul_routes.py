@@ -109,13 +109,7 @@ def multiply(product: Product, backend: Backend) -> jax.Array:
         return reference.matmul(a, product.b, product.bias, params.a, params.b, params.out_dtype)
     if chosen.kernel == "decode_then_dot":
         return _decode_then_dot(product)
-    attrs = {
-        "pinned": params.accumulation == "pinned",
-        "a_windows": params.a is not None and params.a.amax_scope == "window64",
-        "b_windows": params.b.amax_scope == "window64",
-    }
-    rest = (*product.b, _bias(product))
-    return call_kernel("nvfp4_matmul", params, product.a, rest, product.result, chosen, **attrs)
+    return _call_kernel(product, chosen)
 
 
 def choose(product: Product, backend: Backend) -> plans.MatmulPlan:
@@ -132,6 +126,16 @@ def choose(product: Product, backend: Backend) -> plans.MatmulPlan:
     if decode.reason or backend.refusal(decode.kernel):
         return REFERENCE
     return decode
+
+
+def _call_kernel(product: Product, chosen: plans.MatmulPlan) -> jax.Array:
+    params, rest = product.params, (*product.b, _bias(product))
+    attrs = {
+        "pinned": params.accumulation == "pinned",
+        "a_windows": params.a is not None and params.a.amax_scope == "window64",
+        "b_windows": params.b.amax_scope == "window64",
+    }
+    return call_kernel("nvfp4_matmul", params, product.a, rest, product.result, chosen, **attrs)
 
 
 def call_kernel(
