@@ -143,7 +143,7 @@ def _masked(x: jax.Array, rows: Rows) -> jax.Array:
 
 
 class Grouped(Products):
-    """The GEMMs of groups of rows of x [M, K] with experts of their own, w [G, N, K]; wgrad is in high precision."""
+    """Computes the GEMMs of groups of rows of x [M, K] and experts w [G, N, K]; wgrad is in high precision."""
 
     def __init__(self, call: Call, group_sizes: jax.Array, tokens: int) -> None:
         super().__init__(call, group_sizes, tokens)

@@ -1,4 +1,4 @@
-"""The derivative of a layer, dense or grouped: what its GEMMs read, and what the backward pass keeps."""
+"""The derivative of a layer, dense or grouped: the operands of its GEMMs, and the residuals of the backward pass."""
 
 from functools import partial
 from types import FunctionType
@@ -23,7 +23,7 @@ Residuals = tuple[Any, Any, Given, Given]  # x and w as the backward pass reads 
 
 
 class Products(Protocol):
-    """The GEMMs of one call of a layer, of quantized operands and in high precision.
+    """Computes the GEMMs of one call of a layer, of quantized operands and in high precision.
 
     ``group_sizes`` is None for a dense layer. Gradients have the dtypes of ``call.dtypes``.
     """

@@ -222,7 +222,7 @@ def _check_axes_of_result(call: Call, x: jax.Array, w: Operand) -> None:
 
 # ---------------------------------------------------------------- the GEMMs
 class Dense(Products):
-    """The GEMMs of x [*rows, K] and one matrix w, split over devices as their operands and gradients are."""
+    """Computes the GEMMs of x [*rows, K] and one matrix w, split over devices as their operands and gradients are."""
 
     def quantized_weights(self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given) -> Pair:
         first, second = (amax if spec is not None and spec.plain_amax else None for spec in specs)

@@ -1,4 +1,4 @@
-"""How the operands of a layer are quantized, and the names by which its gradients' operands are saved."""
+"""Quantizes the operands of a layer, and names those that its gradients read, for ``jax.checkpoint``."""
 
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -14,9 +14,9 @@ from .._ops.quantize import Orientation, quantize_sides
 from ..spec import QuantSpec
 
 RESIDUAL_NAME = "nvfp4_residual"
-"""The name of what ``linear`` keeps for its gradients, for ``jax.checkpoint_policies.save_only_these_names``."""
+"""The name of the residuals of ``linear``, for ``jax.checkpoint_policies.save_only_these_names``."""
 BACKWARD_NAME = "nvfp4_backward"
-"""The name of that part of it which the gradient GEMMs read; the rest are operands of the forward GEMM."""
+"""The name of the residuals that the gradient GEMMs read; the others are operands of the forward GEMM."""
 
 Operand = jax.Array | NVFP4Tensor
 Pair = tuple[NVFP4Tensor | None, NVFP4Tensor | None]  # of x, and of x transposed

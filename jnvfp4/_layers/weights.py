@@ -1,4 +1,4 @@
-"""What the weights of a layer are: trained or frozen, in which axis order, and where they are kept and read."""
+"""The weights of a layer: trained or frozen, their axis order, and their shardings at rest and as GEMMs read them."""
 
 from dataclasses import replace
 from typing import Literal, NamedTuple

@@ -1,4 +1,4 @@
-"""What grouped products share: which rows a group has, on one device and on many, and loops over parts of groups."""
+"""Shared by grouped products: the rows of a group, on one device and on many, and loops over parts of groups."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -43,7 +43,7 @@ class ProductParams:
 
     @property
     def unit(self) -> int:
-        """What a device's part of K must be a multiple of."""
+        """Returns the number that the part of K on a device must be a multiple of."""
         return max(fmt.unit for fmt in (self.a, self.b) if fmt is not None)
 
 

@@ -43,7 +43,7 @@ class Side(NamedTuple):
 
     @property
     def units(self) -> list[int]:
-        """How many rows and how many columns of x must stay on one device."""
+        """Returns how many rows and how many columns of x must stay on one device."""
         return turn([self.spec.block_rows, self.spec.unit], self.transpose)
 
     def results(self, shape: Sequence[int]) -> list[tuple[Shape, Any]]:

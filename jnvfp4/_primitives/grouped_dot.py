@@ -26,7 +26,7 @@ class GroupedDotParams(NamedTuple):
 
     @property
     def col(self) -> int:
-        """The axis of b that is N."""
+        """Returns the axis of b that is N."""
         return 3 - self.b_axis
 
 

@@ -1,4 +1,4 @@
-"""What ``jnvfp4 doctor`` finds out: versions, devices, whether each kernel gives known bits, and what is planned."""
+"""Reports on an installation for ``jnvfp4 doctor``: versions, devices, known-answer tests of kernels, and plans."""
 
 import pathlib
 import platform
