@@ -4,8 +4,8 @@ import importlib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import singledispatch
 from types import MappingProxyType
 from typing import NamedTuple
@@ -107,7 +107,7 @@ class Explanation(tuple[Decision, ...]):
     __repr__ = __str__
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class Policy:
     """Says how each layer of a model is quantized, by its path. It is static, hashable data.
 
@@ -129,40 +129,34 @@ class Policy:
       ValueError, TypeError: an argument does not fit; the message names it.
     """
 
-    rules: tuple[Rule, ...]
-    default: Recipe | None
-    first_bf16: int
-    last_bf16: int
-    keep: tuple[str, ...]
-    w_gather: tuple[Placement, Placement] | None
+    rules: Sequence[Rule] = ()
+    _: KW_ONLY
+    default: Recipe | None = None
+    first_bf16: int = 0
+    last_bf16: int = 0
+    keep: Sequence[str] = KEEP
+    w_gather: tuple[Placement, Placement] | None = None
 
-    def __init__(
-        self,
-        rules: Iterable[Rule] = (),
-        *,
-        default: Recipe | None = None,
-        first_bf16: int = 0,
-        last_bf16: int = 0,
-        keep: Iterable[str] = KEEP,
-        w_gather: tuple[Placement, Placement] | None = None,
-    ) -> None:
-        _check_recipe("Policy", "default", default)
-        if isinstance(keep, str):
-            raise TypeError(f"Policy: keep must be names in a tuple, got {keep!r}")
-        if isinstance(rules, Rule | Recipe | str):
+    def __post_init__(self) -> None:
+        _check_recipe("Policy", "default", self.default)
+        if isinstance(self.keep, str):
+            raise TypeError(f"Policy: keep must be names in a tuple, got {self.keep!r}")
+        if isinstance(self.rules, Rule | Recipe | str):
             raise TypeError(
-                f"Policy: rules must be a list of Rule, got {rules!r}; Policy(default=recipe) is for every layer"
+                f"Policy: rules must be a list of Rule, got {self.rules!r}; Policy(default=recipe) is for every layer"
             )
-        fields = {
-            "rules": _checked("rules", tuple(rules), lambda rule: isinstance(rule, Rule), "a Rule"),
-            "default": default,
-            "first_bf16": _count("first_bf16", first_bf16),
-            "last_bf16": _count("last_bf16", last_bf16),
-            "keep": _checked("keep", tuple(keep), _is_part, "the name of a part of a path, without a slash"),
-            "w_gather": as_pair("Policy", w_gather),
-        }
-        for field, value in fields.items():
-            object.__setattr__(self, field, value)
+        for field, fits, what in (
+            ("rules", lambda rule: isinstance(rule, Rule), "a Rule"),
+            ("keep", _is_part, "the name of a part of a path, without a slash"),
+        ):
+            values = tuple(getattr(self, field))
+            object.__setattr__(self, field, values)
+            for value in values:
+                if not fits(value):
+                    raise TypeError(f"Policy: each of {field} must be {what}, got {value!r}")
+        _check_count("first_bf16", self.first_bf16)
+        _check_count("last_bf16", self.last_bf16)
+        as_pair("Policy", self.w_gather)
 
     def explain(self, model: PyTree, *inputs: PyTree, **keywords: object) -> Explanation:
         """Lists every layer of a model with its recipe and the reason.
@@ -204,7 +198,9 @@ class Policy:
 
     def decide(self, layer: Layer, depths: Mapping[str, int]) -> Decision:
         """Decides for one layer; ``depths`` is the number of layers by what stands before their number."""
-        recipe, why = self._by_rules(layer.path)
+        recipe, why = self.default, "no rule matches" if self.default is None else "default"
+        if (rule := self._rule_of(layer.path)) is not None:
+            recipe, why = rule.recipe, f"rule {rule.name}"
         if layer.reason is not None:
             recipe, why = None, layer.reason
         elif (part := part_in(self.keep, layer.path)) is not None:
@@ -226,12 +222,6 @@ class Policy:
             warnings.warn(
                 f"{op}: layer {layer.path!r} is {layer.reason}; a rule with recipe None ends this warning", stacklevel=3
             )
-
-    def _by_rules(self, path: str) -> tuple[Recipe | None, str]:
-        rule = self._rule_of(path)
-        if rule is not None:
-            return rule.recipe, f"rule {rule.name}"
-        return self.default, "no rule matches" if self.default is None else "default"
 
     def gather_of(self, path: str) -> tuple[Placement, Placement] | None:
         """Returns ``w_gather`` for a layer that is quantized: that of the rule that decides, or else of the policy."""
@@ -392,18 +382,10 @@ def _check_recipe(op: str, name: str, recipe: object) -> None:
         raise TypeError(f"{op}: {name} must be a Recipe or None, got {recipe!r}{to_call(recipe)}")
 
 
-def _checked(name: str, values: tuple, fits: Callable[[object], bool], what: str) -> tuple:
-    for value in values:
-        if not fits(value):
-            raise TypeError(f"Policy: each of {name} must be {what}, got {value!r}")
-    return values
-
-
 def _is_part(value: object) -> bool:
     return isinstance(value, str) and value != "" and "/" not in value
 
 
-def _count(name: str, value: object) -> int:
+def _check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"Policy: {name} must be an integer of at least 0, got {value!r}")
-    return value

@@ -3,20 +3,19 @@
 import functools
 import inspect
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeGuard, get_args
+from typing import Literal, NamedTuple, get_args
 
 from .spec import (
     BLOCK,
     NVFP4,
     NVFP4_2D,
     NVFP4_RHT,
-    NVFP4_RHT_SR,
-    NVFP4_RHT_SR_UNBIASED,
-    NVFP4_SR,
-    NVFP4_SR_UNBIASED,
     ROW_SCALED,
     WINDOW64,
+    Format,
     QuantSpec,
+    check_choice,
+    check_switch,
     name_of,
 )
 from .spec import four_over_six as _four_over_six_spec
@@ -81,9 +80,9 @@ class Recipe:
         wgrad: Gradient = (NVFP4, NVFP4),
     ) -> None:
         for field, value in (
-            ("fprop", _fprop(fprop)),
-            ("dgrad", _gradient(Dgrad, dgrad)),
-            ("wgrad", _gradient(Wgrad, wgrad)),
+            ("fprop", _specs(Fprop, fprop)),
+            ("dgrad", _specs(Dgrad, dgrad)),
+            ("wgrad", _specs(Wgrad, wgrad)),
         ):
             object.__setattr__(self, field, value)
             if fprop is None and value == "dequantized":
@@ -193,60 +192,27 @@ def _pair_name(pair: tuple[QuantSpec | None, QuantSpec] | Literal["dequantized"]
     return " x ".join("16-bit" if spec is None else name_of(spec) for spec in pair)
 
 
-def _fprop(pair: object) -> Fprop | None:
-    if pair is None:
-        return None
-    if not _is_pair(pair, first_optional=True):
-        raise ValueError(f"Recipe: fprop must be a pair (x spec or None, w spec) or None, got {pair!r}")
-    specs = Fprop(*pair)
-    if specs.x is None and specs.w.format.amax_scope == "window64":
-        raise ValueError(f'Recipe: fprop weight-only needs a w spec with amax_scope "tensor" or "row", got {pair!r}')
-    _check_rotation("fprop", specs)
-    return specs
-
-
-def _gradient(kind: type[Dgrad] | type[Wgrad], value: object) -> Dgrad | Wgrad | Literal["dequantized"] | None:
-    field = kind.__name__.lower()
-    if value is None:
-        return None
-    if isinstance(value, str):
-        if value != "dequantized":
-            raise ValueError(f'Recipe: {field} must be a pair of specs, None or "dequantized", got {value!r}')
-        return "dequantized"
-    if not _is_pair(value):
-        names = ", ".join(f"{name} spec" for name in kind._fields)
-        raise ValueError(f"Recipe: {field} must be a pair ({names}), got {value!r}")
-    specs = kind(*value)
-    _check_rotation(field, specs)
-    return specs
-
-
-def _is_pair(value: object, first_optional: bool = False) -> TypeGuard[tuple[QuantSpec, QuantSpec]]:
-    if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], QuantSpec)):
-        return False
-    return isinstance(value[0], QuantSpec) or (first_optional and value[0] is None)
-
-
-def _check_rotation(field: str, specs: tuple[QuantSpec | None, QuantSpec]) -> None:
-    rotated = [spec is not None and spec.format.rht for spec in specs]
-    if rotated[0] != rotated[1]:
-        raise ValueError(f"Recipe: {field} operands must both be rotated (format.rht) or neither, got {specs!r}")
-
-
-def _check(function: str, name: str, value: object, choices: tuple) -> None:
-    if value not in choices:
-        raise ValueError(f"{function}: {name} must be one of {choices}, got {value!r}")
-
-
-def _check_switches(function: str, **switches: object) -> None:
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{function}: {name} must be True or False, got {value!r}")
+def _specs(kind: type[Fprop] | type[Dgrad] | type[Wgrad], value: object) -> object:
+    """Checks the specs of a GEMM, or what stands for them."""
+    field, forward = kind.__name__.lower(), kind is Fprop
+    if value is None or (value == "dequantized" and not forward):
+        return value
+    types = QuantSpec | None if forward else QuantSpec, QuantSpec
+    if not (isinstance(value, tuple) and len(value) == 2 and all(map(isinstance, value, types))):
+        pair = "(x spec or None, w spec)" if forward else f"({', '.join(f'{name} spec' for name in kind._fields)})"
+        other = "" if forward else ', "dequantized"'
+        raise ValueError(f"Recipe: {field} must be a pair {pair}{other} or None, got {value!r}")
+    first, second = value
+    if first is None and second.format.amax_scope == "window64":
+        raise ValueError(f'Recipe: fprop weight-only needs a w spec with amax_scope "tensor" or "row", got {value!r}')
+    if (first is not None and first.format.rht) != second.format.rht:
+        raise ValueError(f"Recipe: {field} operands must both be rotated (format.rht) or neither, got {value!r}")
+    return kind(*value)
 
 
 def _gradient_switches(function: str, backward: Backward, **switches: bool | None) -> list[bool]:
     """Checks the switches of quantized gradients: None means True; others are refused where none is quantized."""
-    _check(function, "backward", backward, get_args(Backward))
+    check_choice(function, "backward", backward, get_args(Backward))
     for name, value in switches.items():
         if value is not None and backward != "nvfp4":
             raise ValueError(
@@ -254,24 +220,21 @@ def _gradient_switches(function: str, backward: Backward, **switches: bool | Non
                 f"got {value!r}"
             )
     chosen = {name: True if value is None else value for name, value in switches.items()}
-    _check_switches(function, **chosen)
+    for name, value in chosen.items():
+        check_switch(function, name, value)
     return list(chosen.values())
 
 
-def _with_backward(recipe: Recipe, backward: Backward) -> Recipe:
-    """Replaces the gradients of ``recipe`` unless ``backward`` is "nvfp4"."""
-    if backward == "nvfp4":
-        return recipe
-    how: Literal["dequantized"] | None = "dequantized" if backward == "dequantized" else None
-    return replace(recipe, dgrad=how, wgrad=how)
-
-
-def _dy_spec(stochastic_rounding: bool, rht: bool = False, unbiased: bool = False) -> QuantSpec:
-    if unbiased:
-        return NVFP4_RHT_SR_UNBIASED if rht else NVFP4_SR_UNBIASED
-    if rht:
-        return NVFP4_RHT_SR if stochastic_rounding else NVFP4_RHT
-    return NVFP4_SR if stochastic_rounding else NVFP4
+def _trained(
+    x: QuantSpec, w: QuantSpec, backward: Backward, stochastic: bool, rht: bool = False, unbiased: bool = False
+) -> Recipe:
+    """Makes a recipe whose gradients quantize x and w by the specs of fprop, with wgrad rotated if ``rht``."""
+    if backward != "nvfp4":
+        how: Literal["dequantized"] | None = "dequantized" if backward == "dequantized" else None
+        return Recipe(Fprop(x, w), how, how)
+    rounding: Literal["stochastic", "nearest"] = "stochastic" if stochastic else "nearest"
+    dy, rotated = (QuantSpec(Format(rht=r), rounding=rounding, scale_headroom=unbiased) for r in (False, rht))
+    return Recipe(Fprop(x, w), Dgrad(dy, w), Wgrad(rotated, NVFP4_RHT if rht else x))
 
 
 def pretrain(
@@ -303,30 +266,22 @@ def pretrain(
     Source: arXiv:2509.25149; the default of NVIDIA TransformerEngine at d0067d0da.
     """
     rotate, stochastic = _gradient_switches("pretrain", backward, rht=rht, stochastic_rounding=stochastic_rounding)
-    _check_switches("pretrain", weight_tiles=weight_tiles, unbiased=unbiased)
+    check_switch("pretrain", "weight_tiles", weight_tiles)
+    check_switch("pretrain", "unbiased", unbiased)
     if unbiased and (backward != "nvfp4" or not stochastic):
         cause = "stochastic_rounding=False" if backward == "nvfp4" else f'backward="{backward}"'
         raise ValueError(f"pretrain: unbiased must be False for {cause}, which rounds nothing stochastically, got True")
-    w = NVFP4_2D if weight_tiles else NVFP4
-    wgrad = Wgrad(_dy_spec(stochastic, rotate, unbiased), NVFP4_RHT if rotate else NVFP4)
-    dgrad = Dgrad(_dy_spec(stochastic, unbiased=unbiased), w)
-    return _with_backward(Recipe(Fprop(NVFP4, w), dgrad, wgrad), backward)
+    return _trained(NVFP4, NVFP4_2D if weight_tiles else NVFP4, backward, stochastic, rotate, unbiased)
 
 
 def row_scaled(*, backward: Backward = "nvfp4", stochastic_rounding: bool | None = None) -> Recipe:
     """Makes a recipe for x whose rows (tokens) differ in magnitude by orders.
 
-    x has one amax for each row (for wgrad, for each column). w has 16x16 tiles and one amax, and so has dy, without
-    tiles.
-
-    Args:
-      backward: as in ``pretrain``.
-      stochastic_rounding: as in ``pretrain``.
+    x has one amax per row (for wgrad, per column). w has 16x16 tiles and one amax, and so has dy, without tiles.
+    ``backward`` and ``stochastic_rounding`` are those of ``pretrain``.
     """
     (stochastic,) = _gradient_switches("row_scaled", backward, stochastic_rounding=stochastic_rounding)
-    dy = _dy_spec(stochastic)
-    recipe = Recipe(Fprop(ROW_SCALED, NVFP4_2D), Dgrad(dy, NVFP4_2D), Wgrad(dy, ROW_SCALED))
-    return _with_backward(recipe, backward)
+    return _trained(ROW_SCALED, NVFP4_2D, backward, stochastic)
 
 
 def four_over_six(
@@ -353,50 +308,41 @@ def four_over_six(
       rht: rotate the operands of wgrad. None means True for scope "weights" and False otherwise, because 4over6
         activations cannot be rotated.
     """
-    _check("four_over_six", "scope", scope, get_args(Scope))
+    check_choice("four_over_six", "scope", scope, get_args(Scope))
     on_x, on_w = scope != "weights", scope != "activations"
     rotate, stochastic = _gradient_switches("four_over_six", backward, rht=rht, stochastic_rounding=stochastic_rounding)
-    _check_switches("four_over_six", fast=fast)
+    check_switch("four_over_six", "fast", fast)
     if rht and on_x:
         raise ValueError(
             f'four_over_six: rht must be False for scope="{scope}", since wgrad reads 4over6 activations, got {rht!r}'
         )
     one, tile = (_four_over_six_spec(error, e4m3_max=e4m3_max, fast=fast, block_rows=rows) for rows in (1, 16))
-    rotate = rotate and not on_x
     x, w = one if on_x else NVFP4, tile if on_w else NVFP4_2D
-    wgrad = Wgrad(_dy_spec(stochastic, rotate), one if on_x else NVFP4_RHT if rotate else NVFP4)
-    return _with_backward(Recipe(Fprop(x, w), Dgrad(_dy_spec(stochastic), w), wgrad), backward)
+    return _trained(x, w, backward, stochastic, rotate and not on_x)
 
 
 def window64(*, backward: Backward = "nvfp4", stochastic_rounding: bool | None = None) -> Recipe:
     """Makes a recipe for x that differs in magnitude by orders along its rows, too.
 
     x has one amax for every 64 elements. w has 16x16 tiles and one amax, and so has dy, without tiles. K must be a
-    multiple of 64; for wgrad ``linear`` pads the number of tokens to one.
-
-    Args:
-      backward: as in ``pretrain``.
-      stochastic_rounding: as in ``pretrain``.
+    multiple of 64; for wgrad ``linear`` pads the number of tokens to one. ``backward`` and ``stochastic_rounding`` are
+    those of ``pretrain``.
     """
     (stochastic,) = _gradient_switches("window64", backward, stochastic_rounding=stochastic_rounding)
-    dy = _dy_spec(stochastic)
-    recipe = Recipe(Fprop(WINDOW64, NVFP4_2D), Dgrad(dy, NVFP4_2D), Wgrad(dy, WINDOW64))
-    return _with_backward(recipe, backward)
+    return _trained(WINDOW64, NVFP4_2D, backward, stochastic)
 
 
 def pretrain_4over6(*, stochastic_rounding: bool = True) -> Recipe:
-    """Makes ``pretrain`` with a forward pass that errs less: x and w have 1x16 blocks with 4over6 scales.
+    """Makes ``pretrain`` with a forward pass of lower error: x and w have 1x16 blocks with 4over6 scales.
 
     The gradients are those of ``pretrain``: w in 16x16 tiles, dy rounded stochastically, the operands of wgrad rotated.
     So w has other values in the backward pass than in the forward pass, and is quantized twice.
-
-    Args:
-      stochastic_rounding: as in ``pretrain``.
+    ``stochastic_rounding`` is that of ``pretrain``.
 
     Source: the ablations of Quartet II (IST-DASLab), where the forward pass causes most of the loss, 4over6 lessens it
     and 16x16 tiles add to it.
     """
-    _check_switches("pretrain_4over6", stochastic_rounding=stochastic_rounding)
+    check_switch("pretrain_4over6", "stochastic_rounding", stochastic_rounding)
     spec = _four_over_six_spec()
     return replace(pretrain(stochastic_rounding=stochastic_rounding), fprop=Fprop(spec, spec))
 
@@ -414,10 +360,10 @@ def rl(*, backward: Literal["dequantized", "high_precision"] = "dequantized", fo
 
     Source: the NVFP4 recipes of the RL trainers miles, SkyRL, verl and NeMo-RL.
     """
-    _check("rl", "backward", backward, ("dequantized", "high_precision"))
-    _check_switches("rl", four_over_six=four_over_six)
+    check_choice("rl", "backward", backward, ("dequantized", "high_precision"))
+    check_switch("rl", "four_over_six", four_over_six)
     x, w = (_four_over_six_spec(amax_scope="row"), _four_over_six_spec()) if four_over_six else (ROW_SCALED, NVFP4)
-    return _with_backward(Recipe(Fprop(x, w)), backward)
+    return _trained(x, w, backward, stochastic=False)
 
 
 def inference(*, weight_only: bool = False) -> Recipe:
@@ -428,7 +374,7 @@ def inference(*, weight_only: bool = False) -> Recipe:
     Args:
       weight_only: quantize only w, and leave x in bfloat16 or float16.
     """
-    _check_switches("inference", weight_only=weight_only)
+    check_switch("inference", "weight_only", weight_only)
     return Recipe(Fprop(None if weight_only else NVFP4, NVFP4), None, None)
 
 

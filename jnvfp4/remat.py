@@ -19,11 +19,6 @@ def save_packed(primitive: Primitive, *avals: AbstractValue, **params: object) -
     GEMMs are quantized. All else is computed again from the arguments of ``block``, as far as the backward pass needs
     it. It is ``save_only_these_names(BACKWARD_NAME)``. With ``RESIDUAL_NAME`` the operands of the forward GEMM are
     saved, too, so that it can run again without quantizers.
-
-    Args:
-      primitive: as JAX passes them, and so are the others.
-      *avals: the types of its operands.
-      **params: its parameters.
     """
     return _by_name(primitive, *avals, **params)
 
@@ -36,11 +31,6 @@ def recompute_quantize(primitive: Primitive, *avals: AbstractValue, **params: ob
 
     It is for a block that keeps x in any case, for a norm or a gate: then the packed x is one array more. Saved amaxes
     spare the quantizers the search for them.
-
-    Args:
-      primitive: as JAX passes them, and so are the others.
-      *avals: the types of its operands.
-      **params: its parameters.
     """
     takes_packed = any(getattr(aval, "dtype", None) in _PACKED for aval in avals)
     return primitive.name == "nvfp4_matmul" or not (takes_packed or primitive.name in _QUANTIZERS)

@@ -3,16 +3,15 @@
 docs/sharding.md says which layouts of ``linear`` need which collectives.
 """
 
-from dataclasses import replace
 from typing import NoReturn
 
 import jax
 from jax import lax
 from jax.typing import ArrayLike
 
-from ._core.tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
+from ._core.tensor import NVFP4Tensor, moved_as_bytes
 from ._layers.gather import Placement, as_gather
-from ._ops.arguments import Implementation, as_array, check_spec, no_tensor
+from ._ops.arguments import Implementation, as_array, as_tensor, check_spec
 from ._ops.quantize import quantize
 from .spec import QuantSpec
 
@@ -38,8 +37,7 @@ def all_gather(q: NVFP4Tensor, axis_name: str | tuple[str, ...], *, axis: int = 
       TypeError: ``q`` is not an NVFP4Tensor.
     """
     op = "all_gather"
-    if not isinstance(q, NVFP4Tensor):
-        raise no_tensor(op, "q", q)
+    q = as_tensor(op, "q", q)
     if isinstance(axis, bool) or not isinstance(axis, int) or not -q.ndim <= axis < q.ndim:
         raise ValueError(
             f"{op}: axis must be an integer from {-q.ndim} to {q.ndim - 1} for shape {q.shape}, got {axis!r}"
@@ -53,17 +51,16 @@ def all_gather(q: NVFP4Tensor, axis_name: str | tuple[str, ...], *, axis: int = 
         )
     whole_amax = axis < q.amax.ndim
     if not whole_amax and (varying := names & jax.typeof(q.amax).manual_axis_type.varying):
+        amax = "jnp.max(jnp.abs(x), -1)" if q.format.amax_scope == "row" else "jnp.max(jnp.abs(x))"
         raise ValueError(
             f"{op}: the amax of q, of shape {q.amax.shape}, must be the same on all devices, got one that varies over "
-            f"{sorted(varying)}; quantize with amax=jax.lax.pmax({_amax_text(q)}, {axis_name!r})"
+            f"{sorted(varying)}; quantize with amax=jax.lax.pmax({amax}, {axis_name!r})"
         )
 
     def gather(part: jax.Array) -> jax.Array:
         return lax.all_gather(part, axis_name, axis=axis, tiled=True)
 
-    t = with_scale_bytes(q)
-    amax = gather(t.amax) if whole_amax else t.amax
-    return with_float_scale(replace(t, data=gather(t.data), scale=gather(t.scale), amax=amax))
+    return moved_as_bytes(q, gather, whole_amax)
 
 
 def _axis_names(op: str, axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -71,10 +68,6 @@ def _axis_names(op: str, axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{op}: axis_name must be a string or a tuple of strings, got {axis_name!r}")
     return names
-
-
-def _amax_text(q: NVFP4Tensor) -> str:
-    return "jnp.max(jnp.abs(x), -1)" if q.format.amax_scope == "row" else "jnp.max(jnp.abs(x))"
 
 
 def gather_quantized(

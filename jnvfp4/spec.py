@@ -5,7 +5,7 @@
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -27,11 +27,15 @@ _OF_SPEC = {
 }
 
 
-def _check_choices(owner: object, choices_of: Mapping[str, tuple[object, ...]]) -> None:
-    for field, choices in choices_of.items():
-        value = getattr(owner, field)
-        if not any(value is c or (value == c and type(value) is type(c)) for c in choices):
-            raise ValueError(f"{type(owner).__name__}: {field} must be one of {choices}, got {value!r}")
+def check_choice(op: str, name: str, value: object, choices: Sequence[object]) -> None:
+    """Refuses an argument that is none of the choices; 1 is not True."""
+    if not any(value is c or (type(value) is type(c) and value == c) for c in choices):
+        *first, last = map(repr, choices)
+        raise ValueError(f"{op}: {name} must be {', '.join(first)} or {last}, got {value!r}")
+
+
+def check_switch(op: str, name: str, value: object) -> None:
+    check_choice(op, name, value, (True, False))
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ class Format:
     rht: bool = False
 
     def __post_init__(self) -> None:
-        _check_choices(self, _OF_FORMAT)
+        for field, choices in _OF_FORMAT.items():
+            check_choice("Format", field, getattr(self, field), choices)
         if self.amax_scope == "window64" and (self.rht or self.e4m3_max == 256):
             raise ValueError(f"Format: window64 goes with neither rht nor e4m3_max=256, got {self!r}")
         if self.rht and (self.amax_scope == "row" or self.e4m3_max == 256):
@@ -102,7 +107,8 @@ class QuantSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.format, Format):
             raise ValueError(f"QuantSpec: format must be a Format, got {self.format!r}")
-        _check_choices(self, _OF_SPEC)
+        for field, choices in _OF_SPEC.items():
+            check_choice("QuantSpec", field, getattr(self, field), choices)
         if reason := self._contradiction():
             values = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
             raise ValueError(f"QuantSpec: {reason}, got {values}")
@@ -224,12 +230,9 @@ def four_over_six(
 
     Source: arXiv:2512.02010; arithmetic as in NVIDIA TransformerEngine at d0067d0da.
     """
-    if error not in ("mae", "mse"):
-        raise ValueError(f"four_over_six: error must be 'mae' or 'mse', got {error!r}")
-    if amax_scope not in ("tensor", "row"):
-        raise ValueError(f"four_over_six: amax_scope must be 'tensor' or 'row', got {amax_scope!r}")
-    if not isinstance(fast, bool):
-        raise ValueError(f"four_over_six: fast must be True or False, got {fast!r}")
+    check_choice("four_over_six", "error", error, ("mae", "mse"))
+    check_choice("four_over_six", "amax_scope", amax_scope, ("tensor", "row"))
+    check_switch("four_over_six", "fast", fast)
     math: Literal["fp32", "fp16"] = "fp16" if fast else "fp32"
     return QuantSpec(Format(amax_scope, e4m3_max), block_rows, error, math)
 

@@ -472,16 +472,16 @@ rule("TypeError: w must be an array, got an NVFP4Tensor", einsum, "bsd,df->bsf",
 rule("precision must be None or 'default', got 'highest'", einsum, "bsd,df->bsf", x, w, precision="highest")
 
 # ---------------------------------------------------------------- specs
-rule("amax_scope must be one of ..., got 'column'", Format, "column")
-rule("e4m3_max must be one of (448, 256), got 240", Format, e4m3_max=240)
-rule("rht must be one of (False, True), got 1", Format, rht=1)
+rule("amax_scope must be 'tensor', 'row' or 'window64', got 'column'", Format, "column")
+rule("e4m3_max must be 448 or 256, got 240", Format, e4m3_max=240)
+rule("rht must be False or True, got 1", Format, rht=1)
 rule("...window64 goes with neither rht nor e4m3_max=256", Format, "window64", rht=True)
 rule('...rht needs amax_scope="tensor" and e4m3_max=448', Format, "row", rht=True)
 rule("format must be a Format, got 'tensor'", QuantSpec, "tensor")
-rule("block_rows must be one of (1, 16), got 2", QuantSpec, block_rows=2)
-rule("select must be one of ..., got 'max4'", QuantSpec, select="max4")
-rule("error_math must be one of", QuantSpec, select="mse", error_math="bf16")
-rule("rounding must be one of ..., got 'up'", QuantSpec, rounding="up")
+rule("block_rows must be 1 or 16, got 2", QuantSpec, block_rows=2)
+rule("select must be 'max6', 'mae' or 'mse', got 'max4'", QuantSpec, select="max4")
+rule("error_math must be 'fp32' or 'fp16', got 'bf16'", QuantSpec, select="mse", error_math="bf16")
+rule("rounding must be 'nearest' or 'stochastic', got 'up'", QuantSpec, rounding="up")
 text = """...e4m3_max=256 needs select="mae" or "mse"...got format=Format(...e4m3_max=256..., select='max6'"""
 rule(text, QuantSpec, Format(e4m3_max=256))  # which has no name
 rule('...error_math="fp16" needs select="mae" or "mse"', QuantSpec, error_math="fp16")
@@ -501,13 +501,13 @@ rule("error must be 'mae' or 'mse', got 'max'", four_over_six, "max")
 rule("...window64", four_over_six, amax_scope="window64")
 
 # ---------------------------------------------------------------- recipes
-text = "backward must be one of ('nvfp4', 'high_precision', 'dequantized'), got 'fp8'"
+text = "backward must be 'nvfp4', 'high_precision' or 'dequantized', got 'fp8'"
 rule(text, (recipes.pretrain, recipes.row_scaled, recipes.four_over_six, recipes.window64), backward="fp8")
-text = "scope must be one of ('weights', 'activations', 'all'), got 'gradients'"
+text = "scope must be 'weights', 'activations' or 'all', got 'gradients'"
 rule(text, recipes.four_over_six, "gradients")
 text = 'rht must be False for scope="activations", since wgrad reads 4over6 activations, got True'
 rule(text, recipes.four_over_six, "activations", rht=True)
-rule("backward must be one of ('dequantized', 'high_precision'), got 'nvfp4'", recipes.rl, backward="nvfp4")
+rule("backward must be 'dequantized' or 'high_precision', got 'nvfp4'", recipes.rl, backward="nvfp4")
 text = "{} must be True or False, got {!r}"
 for maker, option, value in (
     (recipes.rl, "four_over_six", 1),
@@ -533,10 +533,10 @@ rule(text.format("wgrad"), Recipe, wgrad=(NVFP4_RHT_SR, WINDOW64))
 rule('fprop weight-only needs a w spec with amax_scope "tensor" or "row", got', Recipe, (None, WINDOW64))
 for pair in ([NVFP4, NVFP4], NVFP4, (NVFP4, None)):
     rule("fprop must be a pair (x spec or None, w spec) or None, got ", Recipe, pair)
-rule("dgrad must be a pair (dy spec, w spec), got", Recipe, dgrad=(None, NVFP4))
+rule("dgrad must be a pair (dy spec, w spec)...or None, got", Recipe, dgrad=(None, NVFP4))
 for pair in ((NVFP4,) * 3, (NVFP4,)):
-    rule("wgrad must be a pair (dy spec, x spec), got (", Recipe, wgrad=pair)
-rule("wgrad must be a pair of specs, None or \"dequantized\", got 'bf16'", Recipe, wgrad="bf16")
+    rule("wgrad must be a pair (dy spec, x spec)...or None, got (", Recipe, wgrad=pair)
+rule('wgrad must be a pair (dy spec, x spec), "dequantized" or None, got', Recipe, wgrad="bf16")
 for field in ("dgrad", "wgrad"):
     rule("...must not be... for fprop=None", Recipe, None, **{field: "dequantized"})
 

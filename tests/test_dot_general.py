@@ -285,7 +285,7 @@ def test_a_merged_axis_must_not_be_sharded():
     """But for the first of those that count as one: the array would not be split in its order."""
     mesh = make_mesh(jax.devices("cpu")[:8], kind="explicit")
     x, w = normal((24, 4, 16), 1), normal((4, 16, 48), 2)
-    text = "of axes that count as one, only the first may be sharded on"
+    text = "an Explicit mesh may shard only the first of several axes"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=text):
         DotGeneral()(put(x, mesh, P(None, None, "x")), put(w, mesh, P()), (((1, 2), (0, 1)), ((), ())))
 

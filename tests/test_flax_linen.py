@@ -15,7 +15,6 @@ from flax import linen as nn
 from flax_models import TOKENS, Mlp, Stack, Transformer, products, record_keys, stacked
 
 from jnvfp4 import Policy, Rule, layer_key, linear, recipes, step_key
-from jnvfp4._layers import dot_general
 from jnvfp4.checkpoints import ConvertOptions
 from jnvfp4.flax import calibrate, linen
 from jnvfp4.flax.linen import dot_general_cls, intercept
@@ -312,13 +311,14 @@ STACKS = {
 
 def sow_keys(monkeypatch):
     """Makes each product store its key in the collection "keys" of its layer."""
-    original = dot_general.call_linear
+    original = linen.key_in
 
-    def sowing(call, x, w, bias, key, *rest):
-        linen._module.get().sow("keys", "drawn", jax.random.key_data(key))
-        return original(call, x, w, bias, key, *rest)
+    def sowing(module, path, recipe):
+        key = original(module, path, recipe)
+        module.sow("keys", "drawn", jax.random.key_data(key))
+        return key
 
-    monkeypatch.setattr(dot_general, "call_linear", sowing)
+    monkeypatch.setattr(linen, "key_in", sowing)
 
 
 @pytest.mark.parametrize(("model", "rngs"), STACKS.values(), ids=STACKS)

@@ -28,7 +28,7 @@ from meshes import (
 from operands import normal
 
 from jnvfp4 import Recipe, linear, quantize, recipes
-from jnvfp4._ops.quantize import quantize_pair_rows, quantize_rows
+from jnvfp4._ops.quantize import Orientation, quantize_sides
 from jnvfp4.spec import NVFP4, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_SR, ROW_SCALED, SUPPORTED_SPECS, WINDOW64
 
 B, S, K, N = 8, 256, 256, 128
@@ -305,8 +305,9 @@ ROWS_LAYOUTS = {
 
 @partial(jax.jit, static_argnums=1)
 def quantize_by_every_spec(x, row_axes):
-    alone = [quantize_rows(x, s, row_axes, key=key_for(s), transpose=t) for s in SUPPORTED_SPECS for t in (False, True)]
-    return alone, [quantize_pair_rows(x, a, b, row_axes, key=key_for(a)) for a, b in PAIRS]
+    alone = [[Orientation(spec, turned)] for spec in SUPPORTED_SPECS for turned in (False, True)]
+    pairs = [[Orientation(a), Orientation(b, True)] for a, b in PAIRS]
+    return [quantize_sides(x, sides, row_axes, key_for(sides[0].spec)) for sides in (*alone, *pairs)]
 
 
 @pytest.mark.long

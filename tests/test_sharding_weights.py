@@ -543,7 +543,7 @@ REFUSED = [
     (r"linear: w_amax must be float32 of shape \(\), got float16", linear_with(w_amax=jnp.float16(1))),
     (r"over different axes of an Explicit mesh, got 'x' for both, .* w_gather.gath",
      lambda: linear(*(on_x((256, 256), i, "explicit", ROWS) for i in (1, 2)), w_gather=(ROWS, ROWS))),
-    ("of axes that count as one, only the first may be sharded", einsum_with(w_gather=(P(None, None, "x"), P()))),
+    ("w_gather may shard only the first of several axes", einsum_with(w_gather=(P(None, None, "x"), P()))),
     (r"einsum: w_gather must not gather the batch axes \(0,\)", einsum_with(w_gather=(P("x"), P()))),
     (r"einsum: w_amax must have the batch axes of rhs, \(2,\), got shape \(\)", einsum_with(w_amax=1.0)),
     ("einsum: w_gather must be None or a pair", einsum_with(w_gather="x")),

@@ -6,7 +6,7 @@ docs/models.md explains the patterns of both.
 
 import fnmatch
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
@@ -53,7 +53,7 @@ def check_path_pattern(op: str, name: str, pattern: object) -> None:
         raise ValueError(f"{op}: {name} must be a regular expression, got {pattern!r}: {error}") from None
 
 
-def part_in(parts: tuple[str, ...], path: str) -> str | None:
+def part_in(parts: Sequence[str], path: str) -> str | None:
     """Returns the first of ``parts`` that is a whole part of a path."""
     return next((part for part in parts if part in path.split("/")), None)
 

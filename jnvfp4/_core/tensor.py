@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -141,10 +142,10 @@ class NVFP4Tensor:
         if len(spec) > self.ndim:
             raise ValueError(f"{op}: spec must have at most {self.ndim} entries for shape {self.shape}, got {spec}")
         whole = NamedSharding(mesh, spec)
-        depth, ways = self.shape[-1], _ways(mesh, spec[self.ndim - 1]) if len(spec) == self.ndim else 1
-        if depth % (self.format.unit * ways):
+        depth, parts = self.shape[-1], ways(mesh, spec[self.ndim - 1]) if len(spec) == self.ndim else 1
+        if depth % (self.format.unit * parts):
             raise ValueError(
-                f"{op}: spec must split K into multiples of {self.format.unit}, got {spec} for K={depth}, {ways} ways"
+                f"{op}: spec must split K into multiples of {self.format.unit}, got {spec} for K={depth}, {parts} ways"
             )
         of_amax = NamedSharding(mesh, PartitionSpec(*spec[: self.amax.ndim]))
         return NVFP4Tensor(whole, whole, of_amax, self.format)  # type: ignore[arg-type]
@@ -196,10 +197,25 @@ def _is_index(entries: tuple, lead: tuple[int, ...]) -> bool:
     return True
 
 
-def _ways(mesh: Mesh | AbstractMesh, entry: Entry) -> int:
-    """Returns into how many parts an axis with this entry of a PartitionSpec is split."""
-    axes = () if entry in (None, PartitionSpec.UNCONSTRAINED) else entry if isinstance(entry, tuple) else (entry,)
-    return math.prod(mesh.shape[axis] for axis in axes)
+# ---------------------------------------------------------------- entries of a PartitionSpec
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """Returns the mesh axes of one dimension of a sharding."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def ways(mesh: Any, entry: Any) -> int:
+    """Returns into how many parts a dimension sharded over ``entry`` is split."""
+    return math.prod(mesh.shape[axis] for axis in axes_of(entry))
+
+
+def without_axes(entry: Any, removed: AbstractSet[str]) -> Any:
+    """Returns the sharding of one dimension without some mesh axes."""
+    if entry is PartitionSpec.UNCONSTRAINED:
+        return entry
+    left = tuple(axis for axis in axes_of(entry) if axis not in removed)
+    return left[0] if len(left) == 1 else left or None
 
 
 def parts_of(t: NVFP4Tensor) -> list[jax.Array]:
@@ -252,3 +268,10 @@ def with_float_scale(t: Tensor) -> Tensor:
 def with_scale_bytes(t: Tensor) -> Tensor:
     """Views the float8_e4m3fn scale of ``t`` as bytes."""
     return replace(t, scale=lax.bitcast_convert_type(t.scale, jnp.uint8))
+
+
+def moved_as_bytes(t: NVFP4Tensor, move: Callable[[jax.Array], jax.Array], amax: bool) -> NVFP4Tensor:
+    """Moves data, scale bytes and, if ``amax``, the amax of a tensor between devices."""
+    stored = with_scale_bytes(t)
+    moved = replace(stored, data=move(stored.data), scale=move(stored.scale))
+    return with_float_scale(replace(moved, amax=move(t.amax)) if amax else moved)

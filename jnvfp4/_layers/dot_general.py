@@ -53,8 +53,8 @@ def dot_general(
         and the columns that of rhs.
       recipe: as in ``linear``.
       key: as in ``linear``; it is split over the batch axes.
-      w_gather: as in ``linear``, by the axes of rhs. Of axes that count as one only the first may be sharded. A batch
-        axis has the same sharding in both.
+      w_gather: as in ``linear``, by the axes of rhs. Only the first of several axes that are flattened into one may be
+        sharded. A batch axis has the same sharding in both.
       w_amax: as in ``linear``, with the batch axes of rhs: one for each example.
       **unsupported: newer arguments of ``lax.dot_general``; each must be None.
 
@@ -71,7 +71,7 @@ def dot_general(
 
 
 class OfWeights(NamedTuple):
-    """Holds what a product is told of its weights: where they are, by their axes, and their amax."""
+    """Holds the options of the weights of a product: shardings by their axes, and their amax."""
 
     gather: tuple[Placement, Placement] | None = None
     amax: ArrayLike | None = None
@@ -164,8 +164,8 @@ def _of_matrix(
     late = [i for group in (batch, *groups) for i in group[1:]]
     if any(found.get(i) is not None for found in entries for i in late):
         raise ValueError(
-            f"{op}: of axes that count as one, only the first may be sharded by w_gather, got {pair} with the groups "
-            f"of axes {groups}"
+            f"{op}: w_gather may shard only the first of several axes that are flattened into one, got {pair} with the "
+            f"groups of axes {groups}"
         )
     if any(entries[0].get(i) != entries[1].get(i) for i in batch):
         raise ValueError(f"{op}: w_gather must not gather the batch axes {batch}, got {pair}")
@@ -239,33 +239,15 @@ class DotGeneral:
         """Computes ``jnvfp4.dot_general``, with zeros added where K or N is no multiple of what the recipe needs.
 
         The zeros change no value that the operands hold: they are never an amax, and they add nothing to a sum.
-
-        Args:
-          lhs: the activations, as in ``jnvfp4.dot_general``.
-          rhs: the weights, as in ``jnvfp4.dot_general``.
-          dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
-          precision: only None or the default, because the operands are quantized.
-          preferred_element_type: the dtype of the result; that of ``lax.dot_general`` if None.
-          out_sharding: how the result is sharded over an Explicit mesh.
-          key: as in ``linear``. If it is None and the recipe rounds stochastically, ``layer_key(path)``.
-          w_amax: as in ``jnvfp4.dot_general``.
-          **unsupported: newer arguments of ``lax.dot_general``; each must be None.
-
-        Returns:
-          The array of ``jnvfp4.dot_general``.
-
-        Raises:
-          ValueError, TypeError: operands or arguments do not fit; the message names them.
+        Arguments, result and errors are those of ``jnvfp4.dot_general``, but where ``key`` is None and the recipe
+        rounds stochastically, the key is ``layer_key(path)``.
         """
         op = "DotGeneral" if self.path is None else f"DotGeneral of layer {self.path!r}"
         check_options(op, self.recipe, precision, out_sharding, unsupported)
         if key is None:
-            key = self._layer_key(op)
+            key = key_of_product(op, "DotGeneral", self.path, self.recipe)
         of_w, dtype = OfWeights(self.w_gather, w_amax), preferred_element_type
         return contract(op, lhs, rhs, dimension_numbers, self.recipe, key, dtype, out_sharding, of_w, pad=True)
-
-    def _layer_key(self, op: str) -> jax.Array | None:
-        return key_of_product(op, "DotGeneral", self.path, self.recipe)
 
 
 def dtype_of_lax(a: jax.Array, b: jax.Array) -> np.dtype:
@@ -297,7 +279,7 @@ def _flattened(op: str, array: jax.Array, *groups: tuple[int, ...]) -> jax.Array
     axes = axes_of_dims(jax.typeof(array))
     if any(axes[i] is not None for group in groups for i in group[1:]):
         raise ValueError(
-            f"{op}: of axes that count as one, only the first may be sharded on an Explicit mesh, got "
+            f"{op}: an Explicit mesh may shard only the first of several axes that are flattened into one, got "
             f"{jax.typeof(array)} with the groups of axes {groups}; reshard it first"
         )
     sizes = [math.prod(array.shape[i] for i in group) for group in groups]

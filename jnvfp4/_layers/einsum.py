@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -63,42 +63,30 @@ def einsum(
     Raises:
       ValueError, TypeError: the einsum is no product of two operands, or an argument does not fit.
     """
-    of_w, dtype = OfWeights(as_pair("einsum", w_gather), w_amax), preferred_element_type
-    return einsum_of("einsum", subscripts, x, w, recipe, key, of_w, precision, dtype, out_sharding)
+    w_gather, dtype = as_pair("einsum", w_gather), preferred_element_type
+    return einsum_of_layer(None, subscripts, x, w, recipe, key, w_gather, w_amax, precision, dtype, out_sharding)
 
 
 def einsum_of_layer(
-    path: str,
+    path: str | None,
     subscripts: str,
     x: ArrayLike,
     w: ArrayLike,
     recipe: Recipe,
     key: jax.Array | None,
     w_gather: tuple[Placement, Placement] | None,
-    **options: Any,
-) -> jax.Array:
-    """Computes ``einsum`` for a layer of a model."""
-    return einsum_of(f"einsum of layer {path!r}", subscripts, x, w, recipe, key, OfWeights(w_gather), **options)
-
-
-def einsum_of(
-    op: str,
-    subscripts: str,
-    x: ArrayLike,
-    w: ArrayLike,
-    recipe: Recipe,
-    key: jax.Array | None,
-    of_w: OfWeights,
+    w_amax: ArrayLike | None = None,
     precision: object = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Placement | None = None,
     **unsupported: object,
 ) -> jax.Array:
-    """Computes ``einsum``; ``op`` is what errors call it."""
+    """Computes ``einsum``, for the layer of a model that errors name if it has a path."""
+    op = "einsum" if path is None else f"einsum of layer {path!r}"
     x, w = as_float_array(op, "x", x), as_float_array(op, "w", w)
     check_options(op, recipe, precision, out_sharding, unsupported)
     found = contraction(op, subscripts, x.ndim, w.ndim)
-    dtype = preferred_element_type
+    of_w, dtype = OfWeights(w_gather, w_amax), preferred_element_type
     product = contract(op, x, w, found.dimension_numbers, recipe, key, dtype, None, of_w, pad=True)
     result = product.transpose(found.order)
     return result if out_sharding is None else jax.sharding.reshard(result, out_sharding)

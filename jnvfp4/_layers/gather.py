@@ -1,16 +1,14 @@
-"""Where weights are before and after they are gathered packed."""
+"""Shardings of a weight at rest and as GEMMs read it, and the gather of its bytes between both."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._core.tensor import Entry, NVFP4Tensor, with_float_scale, with_scale_bytes
-from .._primitives._base import Axes, axes_of, ways, without_axes
+from .._core.tensor import Entry, NVFP4Tensor, axes_of, moved_as_bytes, ways, without_axes
 
 Placement = NamedSharding | PartitionSpec
 
@@ -46,9 +44,7 @@ class Gather(NamedTuple):
             kept = place(part, self.mesh, self.sharded[: part.ndim])
             return place(kept, self.mesh, self.gathered[: part.ndim])
 
-        t = with_scale_bytes(t)
-        amax = move(t.amax) if t.amax.ndim else t.amax
-        return with_float_scale(replace(t, data=move(t.data), scale=move(t.scale), amax=amax))
+        return moved_as_bytes(t, move, t.amax.ndim > 0)
 
 
 def as_pair(op: str, w_gather: tuple[Placement, Placement] | None) -> tuple[Placement, Placement] | None:
@@ -99,9 +95,7 @@ def _check_order(op: str, names: Sequence[str], gather: Gather) -> None:
     """Refuses a pair the wrong way round, by which each device keeps more than products read."""
     if any(entry is PartitionSpec.UNCONSTRAINED for entry in gather.sharded):  # XLA decides how much a device keeps
         return
-    kept, read = (
-        math.prod(ways(gather.mesh, _axes(entry)) for entry in entries) for entries in (gather.sharded, gather.gathered)
-    )
+    kept, read = (math.prod(ways(gather.mesh, entry) for entry in entries) for entries in gather[1:])
     if read > kept:
         raise ValueError(
             f"{op}: {names[1]} must not split w into more parts than {names[0]}, got {read} by "
@@ -118,7 +112,7 @@ def _entries(
     if len(spec) > len(shape):
         raise ValueError(f"{op}: {what} must have at most {len(shape)} entries for shape {shape}, got {spec}")
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    for axis in (axis for entry in spec for axis in _axes(entry)):
+    for axis in (axis for entry in spec for axis in axes_of(entry)):
         if types.get(axis, AxisType.Manual) == AxisType.Manual:
             free = [name for name, kind in types.items() if kind != AxisType.Manual]
             which, remedy = "the mesh", ""
@@ -128,17 +122,13 @@ def _entries(
             raise ValueError(f"{op}: {what} must have axes of {which}, {free}, got {axis!r} in {spec}{remedy}")
     entries = (*spec, *(None,) * (len(shape) - len(spec)))
     for dimension, (entry, size, unit) in enumerate(zip(entries, shape, units, strict=True)):
-        count = ways(mesh, _axes(entry))
+        count = ways(mesh, entry)
         if size % (unit * count):
             raise ValueError(
                 f"{op}: {what} must split axis {dimension} of shape {shape} into multiples of {unit}, got {spec}, "
                 f"{count} ways"
             )
     return entries
-
-
-def _axes(entry: Entry) -> tuple[str, ...]:
-    return () if entry is PartitionSpec.UNCONSTRAINED else axes_of(entry)
 
 
 def place(x: jax.Array, mesh: Mesh | AbstractMesh, entries: Sequence[Entry]) -> jax.Array:
@@ -149,10 +139,6 @@ def place(x: jax.Array, mesh: Mesh | AbstractMesh, entries: Sequence[Entry]) -> 
         wanted = PartitionSpec(*(without_axes(entry, types.keys() - explicit) for entry in entries))
         x = jax.sharding.reshard(x, NamedSharding(mesh, wanted))
     if AxisType.Auto in types.values():
-        others: Axes = [_without(entry, explicit) for entry in entries]
-        x = lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*others)))
+        others = PartitionSpec(*(without_axes(entry, explicit) for entry in entries))
+        x = lax.with_sharding_constraint(x, NamedSharding(mesh, others))
     return x
-
-
-def _without(entry: Entry, axes: set[str]) -> Entry:
-    return entry if entry is PartitionSpec.UNCONSTRAINED else without_axes(entry, axes)

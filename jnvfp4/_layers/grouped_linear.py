@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,12 @@ from .._primitives._groups import Rows, check_sizes, rows_of
 from .._primitives.grouped_contract import grouped_contract_p
 from .._primitives.grouped_dot import GroupedDotParams, grouped_dot_p
 from ..recipes import DEFAULT, Recipe
+from ..spec import check_choice
 from .dot_general import check_options, dtype_of_lax, padded
 from .keys import check_path, key_of_product
-from .layer import Call, Given, check_dtype_of_x, check_recipe, dense, layer, recipe_key
+from .layer import Call, Given, Products, check_dtype_of_x, check_recipe, dense, layer, recipe_key
 from .quantizer import Operand, Pair, Quantizer, SpecPair, W, pack
-from .weights import WeightAxes, Weights, as_weights, check_contractions, check_order, frozen_recipe
+from .weights import WeightAxes, Weights, check_contractions, weights_and_recipe
 
 
 @operation
@@ -41,7 +43,7 @@ def grouped_linear(
 
     Args:
       x: [M, K], float32, bfloat16 or float16: the tokens of all experts, those of expert 0 first, then those of
-        expert 1, and so on. What rows beyond the groups hold changes nothing, not even an amax.
+        expert 1, and so on. Rows past the last group are ignored, including for the amax.
       w: [G, N, K], or [G, K, N] for ``w_axes="kn"``, float32, bfloat16 or float16: the weights of each expert, which
         is quantized alone. K and N must be multiples of 16. Or an NVFP4Tensor [G, N, K] with any N, in the format of
         ``recipe.fprop.w``: weights that stay as they are, as in ``linear``.
@@ -66,7 +68,7 @@ def grouped_linear(
     """
     op = "grouped_linear"
     check_implementation(op, implementation, plans.grouped_kernels())
-    check_order(op, w_axes)
+    check_choice(op, "w_axes", w_axes, get_args(WeightAxes))
     dtype = None if out_dtype is None else float_dtype(op, "out_dtype", out_dtype)
     check_recipe(op, recipe)
     if recipe.fprop is None and implementation in plans.grouped_kernels():
@@ -86,10 +88,8 @@ def _without_wgrad(recipe: Recipe) -> Recipe:
 def _call_grouped(call: Call, x: object, w: object, group_sizes: object, key: Given) -> jax.Array:
     """Checks the arguments."""
     op, recipe = call.op, call.recipe
-    w = as_weights(op, w)
-    if isinstance(w, NVFP4Tensor):
-        remedy = "w [G, K, N] by jax.vmap of quantize(w, transpose=True)"
-        recipe = frozen_recipe(op, recipe, w, call.weights.order, remedy)
+    remedy = "w [G, K, N] by jax.vmap of quantize(w, transpose=True)"
+    w, recipe = weights_and_recipe(op, recipe, w, call.weights.order, remedy)
     _check_scopes(op, recipe)
     key = recipe_key(op, recipe, key)
     x = as_float_array(op, "x", x)
@@ -142,12 +142,12 @@ def _masked(x: jax.Array, rows: Rows) -> jax.Array:
     return jnp.where(rows.held(x.shape[0]), x, jnp.zeros((), x.dtype))
 
 
-class Grouped:
-    """The GEMMs of groups of rows of x [M, K] with experts of their own, w [G, N, K]; wgrad is in high precision."""
+class Grouped(Products):
+    """Computes the GEMMs of groups of rows of x [M, K] and experts w [G, N, K]; wgrad is in high precision."""
 
     def __init__(self, call: Call, group_sizes: jax.Array, tokens: int) -> None:
-        self.call, self.weights, self.sizes = call, call.weights, group_sizes
-        self.rows = rows_of(group_sizes, tokens)
+        super().__init__(call, group_sizes, tokens)
+        self.sizes, self.rows = group_sizes, rows_of(group_sizes, tokens)
 
     def masked(self, x: jax.Array) -> jax.Array:
         """Returns x with zeros in the rows that no group holds, so that what they have is in no amax and in no sum."""
@@ -157,7 +157,7 @@ class Grouped:
         """Quantizes each expert with a key of its own."""
         if specs == (None, None):
             return None, None
-        base = quantizer.operand_key(W, *specs)
+        base = quantizer.key_of(W, *specs)
         experts = resharded(jnp.arange(w.shape[0], dtype=jnp.uint32), axes_of_dims(jax.typeof(w)))
         keys = None if base is None else jax.vmap(lambda g: jax.random.fold_in(base, g))(experts)
         return jax.vmap(lambda w, key: quantizer.pair(w, specs, key))(w, keys)

@@ -1,4 +1,4 @@
-"""The derivative of a layer, dense or grouped: what its GEMMs read, and what the backward pass keeps."""
+"""The derivative of a layer, dense or grouped: the operands of its GEMMs, and the residuals of the backward pass."""
 
 from functools import partial
 from types import FunctionType
@@ -23,15 +23,20 @@ Residuals = tuple[Any, Any, Given, Given]  # x and w as the backward pass reads 
 
 
 class Products(Protocol):
-    """The GEMMs of one call of a layer, of quantized operands and in high precision.
+    """Computes the GEMMs of one call of a layer, of quantized operands and in high precision.
 
     ``group_sizes`` is None for a dense layer. Gradients have the dtypes of ``call.dtypes``.
     """
 
-    def __init__(self, call: "Call", group_sizes: Given, tokens: int) -> None: ...
+    call: "Call"
+    weights: Weights
+
+    def __init__(self, call: "Call", group_sizes: Given, tokens: int) -> None:
+        self.call, self.weights = call, call.weights
 
     def masked(self, x: jax.Array) -> jax.Array:
         """Returns x [*rows, K] without what rows hold that no GEMM reads."""
+        return x
 
     def quantized_weights(self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given) -> Pair:
         """Quantizes w along its last axis and along the one before, by the specs that are given."""
@@ -140,7 +145,7 @@ def _forward(
     x = products.masked(x)
     of_x, of_w = recipe.fprop or (None, None)
     of_x_t = recipe.wgrad_specs.x if recipe.wgrad_specs and kept_x == "transposed" else None
-    x_row, x_t = quantizer.both(x, of_x, of_x_t, X, recipe.unit_of_wgrad)
+    x_row, x_t = quantizer.pair(x, (of_x, of_x_t), quantizer.key_of(X, of_x, of_x_t), unit=recipe.unit_of_wgrad)
     qx, saved_x = _saved(kept_x, x if x_row is None else x_row, x_t, x)
     if isinstance(w, NVFP4Tensor):
         # w is an argument, which a policy that saves residuals by their name need not copy.
@@ -173,7 +178,8 @@ def _backward(call: Call, residuals: Residuals, dy: jax.Array) -> tuple[Given, .
     products, quantizer = call.products(call, group_sizes, dy.shape[0]), Quantizer(key, call.common)
     dy = products.masked(dy)
     dgrad, wgrad = recipe.dgrad_specs, recipe.wgrad_specs
-    dy_row, dy_t = quantizer.both(dy, dgrad and dgrad.dy, wgrad and wgrad.dy, DY, recipe.unit_of_wgrad)
+    of_dy = dgrad and dgrad.dy, wgrad and wgrad.dy
+    dy_row, dy_t = quantizer.pair(dy, of_dy, quantizer.key_of(DY, *of_dy), unit=recipe.unit_of_wgrad)
     if dy_row is None:
         w = weights.for_fprop(w) if weights.frozen else w
         dx = products.dgrad_in_high_precision(dy, w)
@@ -185,13 +191,10 @@ def _backward(call: Call, residuals: Residuals, dy: jax.Array) -> tuple[Given, .
         dw = products.wgrad_in_high_precision(dy, dense(x, dy.dtype, call.common))
     else:
         dw = products.wgrad(dy_t, x)
-    db = None if call.dtypes[2] is None else _sum_of_rows(dy).astype(call.dtypes[2])
+    rows = tuple(range(dy.ndim - 1))
+    db = None if call.dtypes[2] is None else jnp.sum(dy.astype(jnp.float32), rows).astype(call.dtypes[2])
     gradients = zip((dx, dw, db), call.axes, strict=True)
     return *(g if g is None else resharded(g, axes) for g, axes in gradients), None, None, None
-
-
-def _sum_of_rows(dy: jax.Array) -> jax.Array:
-    return jnp.sum(dy.astype(jnp.float32), tuple(range(dy.ndim - 1)))
 
 
 def dense(t: Operand, dtype: DTypeLike, implementation: Implementation) -> jax.Array:

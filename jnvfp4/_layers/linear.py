@@ -1,10 +1,10 @@
 """``linear``, the differentiable product of an array with weights."""
 
 import math
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
@@ -14,18 +14,19 @@ from .._ops.arguments import (
     Accumulation,
     as_amax,
     as_float_array,
-    check_accumulation,
     check_implementation,
     float_dtype,
     operation,
 )
 from .._ops.matmul import contract_rows, matmul_nt
 from .._primitives._base import Axes, axes_of, axes_of_dims, match_varying, resharded, without_axes
+from .._primitives._products import product
 from ..recipes import DEFAULT, Recipe
+from ..spec import check_choice
 from .gather import Placement, as_gather, as_pair
-from .layer import Call, Given, check_dtype_of_x, check_recipe, dense, layer, recipe_key
+from .layer import Call, Given, Products, check_dtype_of_x, check_recipe, dense, layer, recipe_key
 from .quantizer import Operand, Pair, Quantizer, SpecPair, T, W, pack
-from .weights import WeightAxes, Weights, as_weights, check_contractions, check_order, frozen_recipe
+from .weights import WeightAxes, Weights, check_contractions, weights_and_recipe
 
 
 @operation
@@ -94,8 +95,8 @@ def linear(
     """
     op = "linear"
     check_implementation(op, implementation, plans.matmul_kernels())
-    check_accumulation(op, accumulation)
-    check_order(op, w_axes)
+    check_choice(op, "accumulation", accumulation, get_args(Accumulation))
+    check_choice(op, "w_axes", w_axes, get_args(WeightAxes))
     dtype = None if out_dtype is None else float_dtype(op, "out_dtype", out_dtype)
     call = Call(op, Dense, recipe, dtype, accumulation, implementation, Weights(w_axes))
     return call_linear(call, x, w, bias, key, as_pair(op, w_gather), w_amax)
@@ -113,10 +114,8 @@ def call_linear(
     """Checks the arguments and flattens the leading axes of x."""
     op, recipe = call.op, call.recipe
     check_recipe(op, recipe)
-    w = as_weights(op, w)
-    if isinstance(w, NVFP4Tensor):
-        remedy = "w [K, N] by quantize(w, transpose=True)"
-        recipe = frozen_recipe(op, recipe, w, call.weights.order, remedy)
+    remedy = "w [K, N] by quantize(w, transpose=True)"
+    w, recipe = weights_and_recipe(op, recipe, w, call.weights.order, remedy)
     w_amax = _checked_amax(op, call.recipe, w, w_amax)
     key = recipe_key(op, recipe, key)
     x = as_float_array(op, "x", x)
@@ -211,7 +210,6 @@ def _check_axes_of_result(call: Call, x: jax.Array, w: Operand) -> None:
     of_n, which = call.weights.ordered(*axes_of_dims(of_w))[0], f"w {of_w}"
     if (gather := call.weights.gather) is not None:
         of_n, which = gather.gathered[0], f"w_gather.gathered, {PartitionSpec(*gather.gathered)} of [N, K]"
-        of_n = () if of_n is PartitionSpec.UNCONSTRAINED else of_n
     rows = {axis for entry in axes_of_dims(jax.typeof(x))[:-1] for axis in axes_of(entry)}
     shared = [axis for axis in axes_of(of_n) if axis in rows]
     if shared:
@@ -223,18 +221,12 @@ def _check_axes_of_result(call: Call, x: jax.Array, w: Operand) -> None:
 
 
 # ---------------------------------------------------------------- the GEMMs
-class Dense:
-    """The GEMMs of x [*rows, K] and one matrix w, split over devices as their operands and gradients are."""
-
-    def __init__(self, call: Call, group_sizes: Given, tokens: int) -> None:
-        self.call, self.weights = call, call.weights
-
-    def masked(self, x: jax.Array) -> jax.Array:
-        return x
+class Dense(Products):
+    """Computes the GEMMs of x [*rows, K] and one matrix w, split over devices as their operands and gradients are."""
 
     def quantized_weights(self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given) -> Pair:
         first, second = (amax if spec is not None and spec.plain_amax else None for spec in specs)
-        return quantizer.pair(w, specs, quantizer.operand_key(W, *specs), (first, second))
+        return quantizer.pair(w, specs, quantizer.key_of(W, *specs), (first, second))
 
     def fprop(self, x: Operand, w: NVFP4Tensor, bias: jax.Array | None) -> jax.Array:
         call = self.call
@@ -289,7 +281,6 @@ def _high_precision(
     a: jax.Array, b: jax.Array, contracted: tuple[list[int], list[int]], dtype: DTypeLike, axes: Axes
 ) -> jax.Array:
     """Multiplies original or dequantized operands over axes that leave b one, accumulated in float32."""
-    common = a.dtype if a.dtype == b.dtype else jnp.float32  # also where jax.numpy_dtype_promotion is strict
     of_a, of_b = (axes_of_dims(jax.typeof(operand)) for operand in (a, b))
     rows = [i for i in range(a.ndim) if i not in contracted[0]]
     (col,) = (j for j in range(b.ndim) if j not in contracted[1])
@@ -304,15 +295,7 @@ def _high_precision(
     a, b = resharded(a, of_a), resharded(b, of_b)
     # JAX asks for the sharding of a result where it is a sum over an axis of an Explicit mesh.
     sharding = NamedSharding(jax.typeof(a).sharding.mesh, PartitionSpec(*of_rows, of_b[col])) if summed else None
-    product = lax.dot_general(
-        a.astype(common),
-        b.astype(common),
-        (contracted, ((), ())),
-        precision=lax.Precision.HIGHEST,  # float32 operands stay float32, never TF32
-        preferred_element_type=jnp.float32,
-        out_sharding=sharding,
-    )
-    return product.astype(dtype)
+    return product(a, b, contracted, sharding).astype(dtype)
 
 
 def _as_gradient(of_a: Axes, of_b: Entry, summed: Axes, axes: Axes) -> tuple[Axes, Entry]:

@@ -1,4 +1,4 @@
-"""How the operands of a layer are quantized, and the names by which its gradients' operands are saved."""
+"""Quantizes the operands of a layer, and names those that its gradients read, for ``jax.checkpoint``."""
 
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -10,13 +10,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._core.tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
 from .._ops.arguments import AmaxPair, Implementation
-from .._ops.quantize import quantize_pair_rows, quantize_rows
+from .._ops.quantize import Orientation, quantize_sides
 from ..spec import QuantSpec
 
 RESIDUAL_NAME = "nvfp4_residual"
-"""The name of what ``linear`` keeps for its gradients, for ``jax.checkpoint_policies.save_only_these_names``."""
+"""The name of the residuals of ``linear``, for ``jax.checkpoint_policies.save_only_these_names``."""
 BACKWARD_NAME = "nvfp4_backward"
-"""The name of that part of it which the gradient GEMMs read; the rest are operands of the forward GEMM."""
+"""The name of the residuals that the gradient GEMMs read; the others are operands of the forward GEMM."""
 
 Operand = jax.Array | NVFP4Tensor
 Pair = tuple[NVFP4Tensor | None, NVFP4Tensor | None]  # of x, and of x transposed
@@ -51,16 +51,10 @@ class Quantizer(NamedTuple):
     key: jax.Array | None
     implementation: Implementation
 
-    def operand_key(self, operand: int, *specs: QuantSpec | None) -> jax.Array | None:
+    def key_of(self, operand: int, *specs: QuantSpec | None) -> jax.Array | None:
         if self.key is None or all(spec is None or spec.rounding == "nearest" for spec in specs):
             return None
         return _fold_in(self.key, operand)
-
-    def both(
-        self, x: jax.Array, row_spec: QuantSpec | None, col_spec: QuantSpec | None, operand: int, unit: int = 1
-    ) -> Pair:
-        """Quantizes x along K and, with zero rows up to a multiple of ``unit``, along its rows, by the specs given."""
-        return self.pair(x, (row_spec, col_spec), self.operand_key(operand, row_spec, col_spec), unit=unit)
 
     def pair(
         self,
@@ -70,30 +64,18 @@ class Quantizer(NamedTuple):
         amax: AmaxPair = (None, None),
         unit: int = 1,
     ) -> Pair:
+        """Quantizes x along K and, with zero rows up to a multiple of ``unit``, along its rows, by the specs given."""
         row_spec, col_spec = specs
-        if row_spec is not None and col_spec is not None:
-            whole, implementation = _pad_rows(x, unit), self.implementation
-            row, col = quantize_pair_rows(
-                whole, row_spec, col_spec, x.ndim - 1, amax=amax, key=key, implementation=implementation
-            )
-            return _crop_rows(row, x.shape[0]), col
-        if col_spec is not None:
-            return None, self._one(_pad_rows(x, unit), col_spec, key, amax[1], transpose=True)
-        return None if row_spec is None else self._one(x, row_spec, key, amax[0]), None
-
-    def _one(
-        self,
-        x: jax.Array,
-        spec: QuantSpec,
-        key: jax.Array | None,
-        amax: jax.Array | None = None,
-        transpose: bool = False,
-    ) -> NVFP4Tensor:
-        whole = x if transpose else _pad_rows(x, spec.block_rows)
-        t = quantize_rows(
-            whole, spec, x.ndim - 1, amax=amax, key=key, transpose=transpose, implementation=self.implementation
-        )
-        return t if transpose else _crop_rows(t, x.shape[0])
+        if col_spec is None:
+            if row_spec is None:
+                return None, None
+            unit = row_spec.block_rows
+        whole = _pad_rows(x, unit)
+        sides = zip(specs, (False, True), amax, strict=True)
+        wanted = [Orientation(spec, transpose, given) for spec, transpose, given in sides if spec is not None]
+        made = iter(quantize_sides(whole, wanted, x.ndim - 1, key, self.implementation))
+        row, col = (None if spec is None else next(made) for spec in specs)
+        return row if row is None else _crop_rows(row, x.shape[0]), col
 
 
 def named(t: T, for_backward: bool) -> T:

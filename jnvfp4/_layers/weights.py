@@ -1,4 +1,4 @@
-"""What the weights of a layer are: trained or frozen, in which axis order, and where they are kept and read."""
+"""The weights of a layer: trained or frozen, their axis order, and their shardings at rest and as GEMMs read them."""
 
 from dataclasses import replace
 from typing import Literal, NamedTuple
@@ -17,19 +17,12 @@ WeightAxes = Literal["nk", "kn"]
 
 
 class Weights(NamedTuple):
-    """Says what w is; the array itself is passed beside it, since it is traced.
+    """Says what w is; the array itself is passed beside it, since it is traced."""
 
-    Attributes:
-      order: "nk" for w [..., N, K], "kn" for [..., K, N].
-      frozen: w is an NVFP4Tensor [..., N, K] (its scales as bytes), which has no gradient.
-      gather: where w [N, K] is kept and where GEMMs read it; None if it is not gathered.
-      one: dgrad reads the tensor that fprop read, transposed, so that w is quantized and gathered once.
-    """
-
-    order: WeightAxes = "nk"
-    frozen: bool = False
-    gather: Gather | None = None
-    one: bool = False
+    order: WeightAxes = "nk"  # for w [..., N, K]; "kn" for [..., K, N]
+    frozen: bool = False  # w is an NVFP4Tensor [..., N, K] (its scales as bytes), which has no gradient
+    gather: Gather | None = None  # where w [N, K] is kept and where GEMMs read it; None if it is not gathered
+    one: bool = False  # dgrad reads the tensor that fprop read, transposed: w is quantized and gathered once
 
     @property
     def k_axis(self) -> int:
@@ -58,17 +51,10 @@ class Weights(NamedTuple):
         return (self.gather if self.order == "nk" else self.gather.reversed).read(w)
 
 
-def as_weights(op: str, w: object) -> Operand:
-    return w if isinstance(w, NVFP4Tensor) else as_float_array(op, "w", w)
-
-
-def check_order(op: str, order: object) -> None:
-    if order not in ("nk", "kn"):
-        raise ValueError(f"{op}: w_axes must be 'nk' or 'kn', got {order!r}")
-
-
-def frozen_recipe(op: str, recipe: Recipe, w: NVFP4Tensor, order: WeightAxes, remedy: str) -> Recipe:
-    """Checks weights that are quantized already, and returns the recipe by which they have no gradient."""
+def weights_and_recipe(op: str, recipe: Recipe, w: object, order: WeightAxes, remedy: str) -> tuple[Operand, Recipe]:
+    """Checks w, and returns it with its recipe, by which weights that are quantized already have no gradient."""
+    if not isinstance(w, NVFP4Tensor):
+        return as_float_array(op, "w", w), recipe
     if recipe.fprop is None:
         raise ValueError(
             f"{op}: recipe.fprop must be a pair for an NVFP4Tensor w, got None; jnvfp4.dequantize gives its values"
@@ -86,7 +72,7 @@ def frozen_recipe(op: str, recipe: Recipe, w: NVFP4Tensor, order: WeightAxes, re
         )
     check_parts(op, "w", (w.data, w.scale, w.amax), w.format)
     # How w was quantized does not matter any more: neither its blocks nor its rounding.
-    return Recipe((x_spec, replace(w_spec, block_rows=1, rounding="nearest")), "dequantized", None)
+    return w, Recipe((x_spec, replace(w_spec, block_rows=1, rounding="nearest")), "dequantized", None)
 
 
 def check_contractions(op: str, w_shape: tuple[int, ...], n: int, k: int, recipe: Recipe) -> None:

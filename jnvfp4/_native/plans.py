@@ -32,17 +32,11 @@ _CUBLAS_WHEELS = {"nvidia-cublas": "libcublasLt.so.13", "nvidia-cublas-cu12": "l
 
 
 class CublasLt(NamedTuple):
-    """Says which copy of cuBLASLt the kernel "sm100_cublaslt_nvfp4" calls.
+    """Says which copy of cuBLASLt the kernel "sm100_cublaslt_nvfp4" calls."""
 
-    Attributes:
-      path: its file; empty if none was found.
-      version: such as "13.1.0"; empty if none was found.
-      reason: why none was found; empty if one was.
-    """
-
-    path: str
-    version: str
-    reason: str
+    path: str  # its file; empty if none was found
+    version: str  # such as "13.1.0"; empty if none was found
+    reason: str  # why none was found; empty if one was
 
 
 @functools.cache
@@ -93,17 +87,11 @@ def no_block_scaled(capability: int) -> str:
 
 
 class MatmulPlan(NamedTuple):
-    """Says which kernel multiplies.
+    """Says which kernel multiplies."""
 
-    Attributes:
-      kernel: one of ``matmul_kernels()``, or of ``grouped_kernels()``.
-      scratch_bytes: the memory that it needs beside its result.
-      reason: why it cannot; empty if it can.
-    """
-
-    kernel: str
-    scratch_bytes: int
-    reason: str
+    kernel: str  # one of ``matmul_kernels()``, or of ``grouped_kernels()``
+    scratch_bytes: int  # the memory that it needs beside its result
+    reason: str  # why it cannot; empty if it can
 
 
 def plan_matmul(

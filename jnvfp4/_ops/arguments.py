@@ -16,8 +16,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import softfloat
 from .._core.tensor import NVFP4Tensor
-from .._primitives._checks import FLOAT_DTYPES
-from ..spec import BLOCK, QuantSpec
+from .._primitives._checks import FLOAT_DTYPES, check_float
+from ..spec import BLOCK, QuantSpec, check_choice
 
 Implementation = Literal["native", "reference"] | None
 Accumulation = Literal["fast", "pinned"]
@@ -36,10 +36,12 @@ def operation(function: F) -> F:
 
 
 # ---------------------------------------------------------------- arrays
-def no_tensor(op: str, name: str, value: object) -> TypeError:
-    """Returns the error for what must be an NVFP4Tensor and is none."""
+def as_tensor(op: str, name: str, value: object) -> NVFP4Tensor:
+    """Returns an NVFP4Tensor; refuses anything else."""
+    if isinstance(value, NVFP4Tensor):
+        return value
     made = "; jnvfp4.quantize makes one of an array" if isinstance(value, jax.Array | np.ndarray) else ""
-    return TypeError(f"{op}: {name} must be an NVFP4Tensor, got {type(value).__name__}{made}")
+    raise TypeError(f"{op}: {name} must be an NVFP4Tensor, got {type(value).__name__}{made}")
 
 
 def as_array(op: str, name: str, value: object) -> jax.Array:
@@ -70,8 +72,7 @@ def as_array(op: str, name: str, value: object) -> jax.Array:
 def as_float_array(op: str, name: str, value: object) -> jax.Array:
     """Converts like ``as_array``; refuses types other than float32, bfloat16 and float16."""
     array = as_array(op, name, value)
-    if array.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{op}: {name} must be {FLOATS}, got {array.dtype}")
+    check_float(op, name, array.dtype)
     return array
 
 
@@ -133,19 +134,7 @@ def magnitude(amax: jax.Array) -> jax.Array:
 # ---------------------------------------------------------------- settings
 def check_implementation(op: str, implementation: str | None, kernels: Sequence[str] = ()) -> None:
     """Refuses what is neither None, "native", "reference" nor the name of one of ``kernels``."""
-    if implementation not in (None, "native", "reference", *kernels):
-        named = "".join(f", {kernel!r}" for kernel in kernels)
-        raise ValueError(f"{op}: implementation must be None, 'native'{named} or 'reference', got {implementation!r}")
-
-
-def check_accumulation(op: str, accumulation: str) -> None:
-    if accumulation not in ("fast", "pinned"):
-        raise ValueError(f"{op}: accumulation must be 'fast' or 'pinned', got {accumulation!r}")
-
-
-def check_switch(op: str, name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{op}: {name} must be True or False, got {value!r}")
+    check_choice(op, "implementation", implementation, (None, "native", *kernels, "reference"))
 
 
 def check_spec(op: str, name: str, spec: object) -> None:
@@ -175,7 +164,7 @@ def stochastic_key(op: str, key: jax.Array | None, *specs: QuantSpec) -> jax.Arr
 
 
 def as_key(op: str, key: jax.Array) -> jax.Array:
-    """Refuses what is not one PRNG key, typed or of raw uint32 words."""
+    """Raises unless ``key`` is one PRNG key, typed or of raw uint32 words."""
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
     if not (typed and shape == ()) and not (dtype == jnp.uint32 and len(shape or ()) == 1):

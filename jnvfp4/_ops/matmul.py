@@ -1,6 +1,7 @@
 """Products of quantized tensors: argument checks, and one primitive for each."""
 
 import math
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +15,14 @@ from .._primitives._matmul_routes import MatmulParams
 from .._primitives._products import ProductParams
 from .._primitives.grouped_matmul import grouped_matmul_p
 from .._primitives.matmul import matmul_p
+from ..spec import check_choice
 from .arguments import (
     Accumulation,
     as_array,
     as_group_sizes,
-    check_accumulation,
+    as_tensor,
     check_implementation,
     float_dtype,
-    no_tensor,
     operation,
 )
 
@@ -60,9 +61,8 @@ def matmul_nt(
     """
     op = "matmul_nt"
     check_implementation(op, implementation, plans.matmul_kernels())
-    check_accumulation(op, accumulation)
-    if not isinstance(b, NVFP4Tensor):
-        raise no_tensor(op, "b", b)
+    check_choice(op, "accumulation", accumulation, get_args(Accumulation))
+    b = as_tensor(op, "b", b)
     operands = [*(parts_of(a) if isinstance(a, NVFP4Tensor) else [as_array(op, "a", a)]), *parts_of(b)]
     if bias is not None:
         operands.append(as_array(op, "bias", bias))
@@ -105,8 +105,7 @@ def grouped_matmul_nt(
     """
     op = "grouped_matmul_nt"
     check_implementation(op, implementation, plans.grouped_kernels())
-    if not isinstance(b, NVFP4Tensor):
-        raise no_tensor(op, "b", b)
+    b = as_tensor(op, "b", b)
     left = parts_of(a) if isinstance(a, NVFP4Tensor) else [as_array(op, "a", a)]
     data, scale, amax = parts_of(b)
     if amax.ndim == 0 and data.ndim == 3:
@@ -120,6 +119,6 @@ def grouped_matmul_nt(
 def contract_rows(
     a: NVFP4Tensor, b: NVFP4Tensor, row_axes: int, *, out_dtype: np.dtype, accumulation: str, implementation: str | None
 ) -> jax.Array:
-    """Computes ``matmul_nt`` of tensors [M, *rows] and [N, *rows] that ``quantize_rows`` has transposed."""
+    """Computes ``matmul_nt`` of tensors [M, *rows] and [N, *rows] that ``quantize_sides`` has transposed."""
     params = MatmulParams(a.format, b.format, jnp.dtype(out_dtype), accumulation, row_axes)
     return bind(matmul_p, *parts_of(a), *parts_of(b), params=params, implementation=implementation)[0]

@@ -1,6 +1,7 @@
 """Quantizers, ``dequantize`` and ``transpose``: argument checks, the amax of a tensor, and one primitive for each."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,22 +17,20 @@ from .._primitives._checks import check_array, check_operand
 from .._primitives._sides import Side, find_row_amax
 from .._primitives.dequantize import DequantizeParams, dequantize_p
 from .._primitives.quantize import quantize_p
-from .._primitives.quantize_pair import quantize_pair_p, sides_of
+from .._primitives.quantize_pair import quantize_pair_p
 from .._primitives.rht_amax import RhtAmaxParams, rht_amax_p
 from .._primitives.transpose import check_tiles, transpose_p
-from ..spec import BLOCK, FUSED_PAIRS, NVFP4, NVFP4_2D, WINDOW64, QuantSpec
+from ..spec import BLOCK, FUSED_PAIRS, NVFP4, NVFP4_2D, WINDOW64, QuantSpec, check_switch
 from .arguments import (
-    AmaxPair,
     Implementation,
     as_amax,
     as_amax_pair,
     as_array,
+    as_tensor,
     check_implementation,
     check_spec,
-    check_switch,
     float_dtype,
     magnitude,
-    no_tensor,
     operation,
     random_stream,
     stochastic_key,
@@ -86,56 +85,15 @@ def quantize(
     check_array("quantize", array)
     check_switch("quantize", "transpose", transpose)
     given = None if amax is None else as_amax("quantize", amax)
-    return quantize_rows(array, spec, 1, amax=given, key=key, transpose=transpose, implementation=implementation)
+    return quantize_sides(array, [Orientation(spec, transpose, given)], 1, key, implementation)[0]
 
 
-def quantize_rows(
-    x: jax.Array,
-    spec: QuantSpec,
-    row_axes: int,
-    *,
-    amax: jax.Array | None = None,
-    key: jax.Array | None = None,
-    transpose: bool = False,
-    implementation: Implementation = None,
-) -> NVFP4Tensor:
-    """Computes ``quantize`` of x [..., *rows, K], of which ``row_axes`` axes count as one axis of rows.
-
-    The bytes are those of x [..., M, K]. The parts keep the axes apart: [..., *rows, K], or [..., K, *rows] transposed.
-    The size of the last of these axes must be a multiple of what a block has of rows.
-    """
-    if amax is None and spec.finds_amax:
-        sides = (Side(spec, transpose, False, row_axes),)
-        return take_tensor(iter(bind(quantize_p, x, params=sides, implementation=implementation)), spec.format)
-    operand = _tensor_amax(x, spec, transpose, implementation) if amax is None else amax
-    stream = [] if key is None else [random_stream(key, _merged_rows(x.shape, row_axes))]
-    sides = (Side(spec, transpose, True, row_axes),)
-    results = bind(quantize_p, x, operand, *stream, params=sides, implementation=implementation)
-    return take_tensor(iter(results), spec.format, operand if amax is None else magnitude(operand))
-
-
-def _merged_rows(shape: tuple[int, ...], row_axes: int) -> tuple[int, ...]:
-    first = len(shape) - 1 - row_axes
-    return (*shape[:first], math.prod(shape[first:-1]), shape[-1])
-
-
-def _tensor_amax(x: jax.Array, spec: QuantSpec, transpose: bool, implementation: Implementation) -> jax.Array:
-    """Finds the amax of scope "tensor": of the rotated values for a spec with ``rht``."""
-    if spec.format.rht:
-        return _rotated_and_plain_amax(x, transpose, implementation)[0]
-    return reference.find_amax(x, "tensor")
-
-
-def _rotated_and_plain_amax(x: jax.Array, transpose: bool, implementation: Implementation) -> list[jax.Array]:
-    return bind(rht_amax_p, x, params=RhtAmaxParams(transpose), implementation=implementation)
-
-
-class _Side(NamedTuple):
-    """Holds one of the two orientations that ``quantize_pair`` quantizes. ``amax`` is the caller's or None."""
+class Orientation(NamedTuple):
+    """Says how to quantize x, or x transposed."""
 
     spec: QuantSpec
-    transpose: bool
-    amax: jax.Array | None
+    transpose: bool = False
+    amax: jax.Array | None = None  # the caller's; None finds it
 
 
 @operation
@@ -175,95 +133,75 @@ def quantize_pair(
     check_implementation(op, implementation)
     row_amax, col_amax = as_amax_pair(op, amax)
     array = as_array(op, "x", x)
-    sides = (_Side(row_spec, False, row_amax), _Side(col_spec, True, col_amax))
+    sides = Orientation(row_spec, False, row_amax), Orientation(col_spec, True, col_amax)
     for side in sides:
         aval = None if side.amax is None else jax.typeof(side.amax)
         check_operand(op, jax.typeof(array), aval, side.spec, side.transpose)
-    return _pair(array, sides, 1, key, implementation)
-
-
-def quantize_pair_rows(
-    x: jax.Array,
-    row_spec: QuantSpec,
-    col_spec: QuantSpec,
-    row_axes: int,
-    *,
-    amax: AmaxPair = (None, None),
-    key: jax.Array | None = None,
-    implementation: Implementation = None,
-) -> tuple[NVFP4Tensor, NVFP4Tensor]:
-    """Computes ``quantize_pair`` of x [..., *rows, K], as ``quantize_rows`` computes ``quantize``."""
-    sides = (_Side(row_spec, False, amax[0]), _Side(col_spec, True, amax[1]))
-    return _pair(x, sides, row_axes, key, implementation)
-
-
-def _pair(
-    x: jax.Array, sides: "_Sides", row_axes: int, key: jax.Array | None, implementation: Implementation
-) -> tuple[NVFP4Tensor, NVFP4Tensor]:
-    if _is_fused(sides):
-        return _fused_pair(x, sides, row_axes, key, implementation)
-    row, col = (
-        quantize_rows(
-            x,
-            side.spec,
-            row_axes,
-            amax=known,
-            key=key if side.spec.rounding == "stochastic" else None,
-            transpose=side.transpose,
-            implementation=implementation,
-        )
-        for side, known in zip(sides, _known_amaxes(x, sides, row_axes, implementation), strict=True)
-    )
+    row, col = quantize_sides(array, sides, 1, key, implementation)
     return row, col
 
 
-_Sides = tuple[_Side, _Side]
+def quantize_sides(
+    x: jax.Array,
+    sides: Sequence[Orientation],
+    row_axes: int,
+    key: jax.Array | None = None,
+    implementation: Implementation = None,
+) -> list[NVFP4Tensor]:
+    """Quantizes x [..., *rows, K], of which ``row_axes`` axes count as one axis of rows, in some orientations.
+
+    The bytes are those of x [..., M, K]. The parts keep the axes apart: [..., *rows, K], or [..., K, *rows] transposed.
+    The size of the last of these axes must be a multiple of what a block has of rows.
+    """
+    fused = _is_fused(sides)
+    known = list(zip(sides, _known_amaxes(x, sides, row_axes, fused, implementation), strict=True))
+    stream = None if key is None else random_stream(key, _merged_rows(x.shape, row_axes))
+    tensors: list[NVFP4Tensor] = []
+    for made in [known] if fused else [[one] for one in known]:
+        params = tuple(Side(side.spec, side.transpose, amax is not None, row_axes) for side, amax in made)
+        streams = [stream if side.spec.rounding == "stochastic" else None for side, _ in made]
+        operands = [v for v in (*(amax for _, amax in made), *streams) if v is not None]
+        primitive = quantize_pair_p if fused else quantize_p
+        results = iter(bind(primitive, x, *operands, params=params, implementation=implementation))
+        for side, amax in made:
+            tensors.append(take_tensor(results, side.spec.format, amax if side.amax is None else magnitude(side.amax)))
+    return tensors
 
 
-def _is_fused(sides: _Sides) -> bool:
+def _merged_rows(shape: tuple[int, ...], row_axes: int) -> tuple[int, ...]:
+    first = len(shape) - 1 - row_axes
+    return (*shape[:first], math.prod(shape[first:-1]), shape[-1])
+
+
+def _is_fused(sides: Sequence[Orientation]) -> bool:
     """Says whether one kernel makes both; that of window64 finds each amax itself and takes none."""
-    row, col = sides
-    if (row.spec, col.spec) not in FUSED_PAIRS:
-        return False
-    return row.spec != WINDOW64 or (row.amax is None and col.amax is None)
+    specs = tuple(side.spec for side in sides)
+    return specs in FUSED_PAIRS and (specs[0] != WINDOW64 or all(side.amax is None for side in sides))
 
 
-def _known_amaxes(x: jax.Array, sides: _Sides, row_axes: int, implementation: Implementation) -> AmaxPair:
+def _known_amaxes(
+    x: jax.Array, sides: Sequence[Orientation], row_axes: int, fused: bool, implementation: Implementation
+) -> list[jax.Array | None]:
     """Finds the amaxes that no kernel finds itself; those of the whole tensor in one pass over x."""
-    wanted = [s for s in sides if s.amax is None and s.spec.format.amax_scope == "tensor"]
+    wanted = [side for side in sides if side.amax is None and not side.spec.finds_amax]
     rotated: dict[bool, jax.Array] = {}  # by whether it is that of the transposed x
     plain = None
     for side in wanted:
         if side.spec.format.rht:
-            rotated[side.transpose], plain = _rotated_and_plain_amax(x, side.transpose, implementation)
+            params = RhtAmaxParams(side.transpose)
+            rotated[side.transpose], plain = bind(rht_amax_p, x, params=params, implementation=implementation)
     if plain is None and wanted:
         plain = reference.find_amax(x, "tensor")
-    amaxes: list[jax.Array | None] = []
-    for side in sides:
-        amax, fmt = side.amax, side.spec.format
-        if amax is None and fmt.amax_scope == "tensor":
-            amax = rotated.get(side.transpose, plain)
-        elif amax is None and fmt.amax_scope == "row" and _is_fused(sides):
-            amax = find_row_amax(x, side.transpose, row_axes)
-        amaxes.append(amax)
-    return amaxes[0], amaxes[1]
 
+    def amax_of(side: Orientation) -> jax.Array | None:
+        if side.amax is not None:
+            return side.amax
+        if not side.spec.finds_amax:
+            return rotated.get(side.transpose, plain)
+        in_pair = fused and side.spec.format.amax_scope == "row"
+        return find_row_amax(x, side.transpose, row_axes) if in_pair else None
 
-def _fused_pair(
-    x: jax.Array, sides: _Sides, row_axes: int, key: jax.Array | None, implementation: Implementation
-) -> tuple[NVFP4Tensor, NVFP4Tensor]:
-    known = _known_amaxes(x, sides, row_axes, implementation)
-    operands = [amax for amax in known if amax is not None]
-    if key is not None:
-        stream = random_stream(key, _merged_rows(x.shape, row_axes))
-        operands += [stream for side in sides if side.spec.rounding == "stochastic"]
-    params = sides_of((sides[0].spec, sides[1].spec), row_axes)
-    results = iter(bind(quantize_pair_p, x, *operands, params=params, implementation=implementation))
-    row, col = (
-        take_tensor(results, side.spec.format, amax if side.amax is None else magnitude(side.amax))
-        for side, amax in zip(sides, known, strict=True)
-    )
-    return row, col
+    return [amax_of(side) for side in sides]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 4))
@@ -330,8 +268,7 @@ def dequantize(
       ValueError, TypeError: a tensor or argument does not fit; the message names it.
     """
     check_implementation("dequantize", implementation)
-    if not isinstance(t, NVFP4Tensor):
-        raise no_tensor("dequantize", "t", t)
+    t = as_tensor("dequantize", "t", t)
     check_switch("dequantize", "rotate_back", rotate_back)
     params = DequantizeParams(t.format, float_dtype("dequantize", "dtype", dtype), rotate_back)
     return bind(dequantize_p, *parts_of(t), params=params, implementation=implementation)[0]
@@ -359,8 +296,7 @@ def transpose(q: NVFP4Tensor, spec: QuantSpec = NVFP4_2D, *, implementation: Imp
     """
     op = "transpose"
     check_implementation(op, implementation)
-    if not isinstance(q, NVFP4Tensor):
-        raise no_tensor(op, "q", q)
+    q = as_tensor(op, "q", q)
     _check_tile_spec(op, q, spec)
     check_tiles(tuple(parts_of(q)), q.format)
     if implementation == "reference":

@@ -6,9 +6,7 @@ call of the platform, or the reference. docs/internals.md says why each part is 
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Hashable, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +18,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from .._core.tensor import axes_of as axes_of
+from .._core.tensor import ways as ways
+from .._core.tensor import without_axes as without_axes
 from .._native import compat, load
 from .self_check import checks
 from .self_check.checks import CASES, Refusal, Unchecked
@@ -61,16 +62,6 @@ Partition = tuple[list[Axes], list[Axes], Callable[[Body], Body]]
 PRIMITIVES: list[Primitive] = []  # all that make_primitive has made
 
 
-def axes_of(entry: Any) -> tuple[str, ...]:
-    """Returns the mesh axes of one dimension of a sharding."""
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-
-
-def ways(mesh: Any, entry: Any) -> int:
-    """Returns into how many parts a dimension sharded over ``entry`` is split."""
-    return math.prod(mesh.shape[axis] for axis in axes_of(entry))
-
-
 def axes_if_divisible(mesh: Any, entry: Any, size: int, unit: int = 1) -> Any:
     """Returns ``entry`` if it splits ``size`` elements into whole multiples of ``unit``, else None."""
     return entry if (size // unit) % ways(mesh, entry) == 0 else None
@@ -80,12 +71,6 @@ def axes_of_dims(aval: Any) -> Axes:
     """Returns the sharding of a traced value, or of an operand or result of a partitioning callback."""
     axes = [] if aval.sharding is None else list(aval.sharding.spec)  # None: GSPMD does not know it yet
     return axes + [None] * (len(aval.shape) - len(axes))
-
-
-def without_axes(entry: Any, removed: AbstractSet[str]) -> Any:
-    """Returns the sharding of one dimension without some mesh axes."""
-    left = tuple(axis for axis in axes_of(entry) if axis not in removed)
-    return left[0] if len(left) == 1 else left or None
 
 
 def resharded(tree: Any, axes: Sequence[Any]) -> Any:
@@ -242,7 +227,7 @@ def _backend(name: str, platform: str | None, implementation: str | Unchecked | 
 
 
 def _without_refused(name: str, backend: Backend, ctx: Any, params: Hashable, asked: str | None) -> Backend:
-    """Checks the paths of a program on devices like which none has run them, and leaves out what is wrong."""
+    """Checks the paths of a program on devices whose kind they never ran on, and leaves out those that fail."""
     split = len(compat.devices(ctx)) > 1
     of_program = lambda wrong: CASES[name](params, backend._replace(refused=wrong, split=split), ctx.avals_in)  # noqa: E731
     backend = backend._replace(refused=checks.refused(of_program, compat.local_devices(ctx)))

@@ -1,4 +1,4 @@
-"""How vmap moves batch axes of arrays and of the parts of a tensor."""
+"""Moves the batch axes of vmap, of arrays and of the parts of a tensor."""
 
 from collections.abc import Sequence
 

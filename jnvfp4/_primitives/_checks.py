@@ -1,4 +1,4 @@
-"""What primitives refuse: arrays that no kernel reads, and parts that are no NVFP4 tensor."""
+"""Checks of the operands of primitives: arrays that kernels read, and the parts of an NVFP4 tensor."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,13 +13,13 @@ FLOAT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def check_float(op: str, name: str, dtype: Any) -> None:
-    """Refuses any dtype but the three that kernels read and write."""
+    """Raises unless ``dtype`` is one of the three that kernels read and write."""
     if dtype not in FLOAT_DTYPES:
         raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16, got {dtype}")
 
 
 def check_array(op: str, x: Any) -> None:
-    """Refuses what is no matrix of floats, or more of them."""
+    """Raises unless x is a float32, bfloat16 or float16 array of rank 2 or more."""
     check_float(op, "x", x.dtype)
     if x.ndim < 2:
         raise ValueError(f"{op}: x must have rank 2 or more, [..., M, K], got x.shape={x.shape}")
@@ -72,7 +72,7 @@ def amax_shapes(shape: Sequence[int], spec: QuantSpec, transpose: bool, row_axes
 
 
 def check_parts(op: str, name: str, parts: tuple, fmt: Format) -> None:
-    """Refuses parts that are no NVFP4 tensor: shapes and dtypes that do not belong together."""
+    """Raises unless data, scale and amax have the shapes and dtypes of one NVFP4 tensor."""
     data, scale, amax = parts
     for field, value, dtype in (
         ("data", data, jnp.uint8),

@@ -1,4 +1,4 @@
-"""What grouped products share: which rows a group has, on one device and on many, and loops over parts of groups."""
+"""Shared by grouped products: the rows of a group, on one device and on many, and loops over parts of groups."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -113,16 +113,6 @@ def chunks_of(of: Rows, rows: int) -> Chunks:
     none = turn >= lasts[-1]
     begin = jnp.where(none, 0, begin)
     return Chunks(size, group, begin, jnp.where(none, 0, jnp.minimum(begin + np.int32(size), of.ends[group])))
-
-
-def product(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
-    """Multiplies two matrices in high precision, over these axes. -> float32"""
-    common = a.dtype if a.dtype == b.dtype else jnp.float32  # also where jax.numpy_dtype_promotion is strict
-    dims = (((contracted[0],), (contracted[1],)), ((), ()))
-    # HIGHEST: float32 operands stay float32, never TF32.
-    return lax.dot_general(
-        a.astype(common), b.astype(common), dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
 
 
 # ---------------------------------------------------------------- vmap

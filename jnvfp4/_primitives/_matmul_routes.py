@@ -92,30 +92,30 @@ def plan(product: Product, capability: int | None, kernel: str | None) -> plans.
     )
 
 
+REFERENCE = plans.MatmulPlan("reference", 0, "")
+
+
 def multiply(product: Product, backend: Backend) -> jax.Array:
     """Computes a b^T on one device.
 
     Raises:
       NotImplementedError: the kernel that ``implementation`` names cannot; the message says why.
     """
-    chosen = choose(product, backend)
+    params, chosen = product.params, choose(product, backend)
     if chosen.reason:
         raise NotImplementedError(f"matmul_nt: implementation={backend.kernel!r} cannot run here: {chosen.reason}")
     if chosen.kernel == "reference":
-        return by_reference(product)
+        a = product.a if params.a else product.a[0]
+        return reference.matmul(a, product.b, product.bias, params.a, params.b, params.out_dtype)
     if chosen.kernel == "decode_then_dot":
         return _decode_then_dot(product)
     return _call_kernel(product, chosen)
 
 
-def by_reference(p: Product) -> jax.Array:
-    """Computes a b^T by the reference."""
-    params = p.params
-    return reference.matmul(p.a if params.a else p.a[0], p.b, p.bias, params.a, params.b, params.out_dtype)
-
-
 def choose(product: Product, backend: Backend) -> plans.MatmulPlan:
     """Returns the plan; where the self-check has refused its kernel, the exact decode path, or else the reference."""
+    if backend.name == "reference":
+        return REFERENCE
     chosen = plan(product, backend.capability, backend.kernel)
     refusal = backend.refusal(chosen.kernel)
     if chosen.reason or not refusal:
@@ -124,24 +124,33 @@ def choose(product: Product, backend: Backend) -> plans.MatmulPlan:
         return chosen._replace(reason=refusal)
     decode = plan(product, backend.capability, "decode_then_dot")
     if decode.reason or backend.refusal(decode.kernel):
-        return plans.MatmulPlan("reference", 0, "")
+        return REFERENCE
     return decode
 
 
 def _call_kernel(product: Product, chosen: plans.MatmulPlan) -> jax.Array:
-    params, a_format = product.params, product.params.a or Format()
+    params, rest = product.params, (*product.b, _bias(product))
+    attrs = {
+        "pinned": params.accumulation == "pinned",
+        "a_windows": params.a is not None and params.a.amax_scope == "window64",
+        "b_windows": params.b.amax_scope == "window64",
+    }
+    return call_kernel("nvfp4_matmul", params, product.a, rest, product.result, chosen, **attrs)
+
+
+def call_kernel(
+    target: str, params: ProductParams, a: tuple, rest: tuple, like: Any, chosen: plans.MatmulPlan, **attrs
+) -> jax.Array:
+    """Calls the FFI target of a product with the kernel and the scratch memory of a plan; the result is ``like``."""
     absent = (jnp.zeros((0,), jnp.uint8), jnp.zeros((0,), jnp.float32))
-    call = jax.ffi.ffi_call("nvfp4_matmul", [product.result, jax.ShapeDtypeStruct((chosen.scratch_bytes,), jnp.uint8)])
+    call = jax.ffi.ffi_call(target, [like, jax.ShapeDtypeStruct((chosen.scratch_bytes,), jnp.uint8)])
     return call(
-        *(product.a if params.a else (*product.a, *absent)),
-        *product.b,
-        _bias(product),
+        *(a if params.a else (*a, *absent)),
+        *rest,
         kernel=chosen.kernel,
-        pinned=params.accumulation == "pinned",
-        a_e4m3_max=np.int32(a_format.e4m3_max),
+        a_e4m3_max=np.int32((params.a or Format()).e4m3_max),
         b_e4m3_max=np.int32(params.b.e4m3_max),
-        a_windows=a_format.amax_scope == "window64",
-        b_windows=params.b.amax_scope == "window64",
+        **attrs,
     )[0]
 
 

@@ -1,4 +1,4 @@
-"""What primitives of products share: parameters, operands by role, what they refuse, and how they are sharded."""
+"""Shared by the primitives of products: parameters, operands by role, checks, and shardings."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray
+from jax.sharding import NamedSharding
 
 from ..spec import Format
 from ._base import Axes, Proposal, axes_if_divisible, axes_of, check_explicit, without_axes
@@ -42,13 +43,13 @@ class ProductParams:
 
     @property
     def unit(self) -> int:
-        """What a device's part of K must be a multiple of."""
+        """Returns the number that the part of K on a device must be a multiple of."""
         return max(fmt.unit for fmt in (self.a, self.b) if fmt is not None)
 
 
 # ---------------------------------------------------------------- what products refuse
 def check_operands(op: str, params: ProductParams, a: tuple, b: tuple) -> None:
-    """Refuses dtypes that no kernel reads, parts that are no NVFP4 tensor, and one rotated operand."""
+    """Raises unless kernels read both operands, and both are rotated or neither."""
     if params.a is not None:
         check_parts(op, "a", a, params.a)
     elif a[0].dtype not in DENSE_DTYPES:
@@ -78,6 +79,25 @@ def check_axes_once(op: str, axes: Axes) -> None:
         raise ValueError(
             f"{op}: M of a and N of b are sharded over a common mesh axis (result would be {axes}); reshard one of them"
         )
+
+
+# ---------------------------------------------------------------- products in high precision
+def product(
+    a: jax.Array,
+    b: jax.Array,
+    contracted: tuple[Sequence[int], Sequence[int]],
+    out_sharding: NamedSharding | None = None,
+) -> jax.Array:
+    """Multiplies two arrays over these axes. -> float32"""
+    common = a.dtype if a.dtype == b.dtype else jnp.float32  # also where jax.numpy_dtype_promotion is strict
+    return lax.dot_general(
+        a.astype(common),
+        b.astype(common),
+        (contracted, ((), ())),
+        precision=lax.Precision.HIGHEST,  # float32 operands stay float32, never TF32
+        preferred_element_type=jnp.float32,
+        out_sharding=out_sharding,
+    )
 
 
 # ---------------------------------------------------------------- sharding

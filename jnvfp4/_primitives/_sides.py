@@ -43,7 +43,7 @@ class Side(NamedTuple):
 
     @property
     def units(self) -> list[int]:
-        """How many rows and how many columns of x must stay on one device."""
+        """Returns how many rows and how many columns of x must stay on one device."""
         return turn([self.spec.block_rows, self.spec.unit], self.transpose)
 
     def results(self, shape: Sequence[int]) -> list[tuple[Shape, Any]]:
@@ -90,20 +90,8 @@ class Side(NamedTuple):
             return self.row_blocks
         return (math.prod(shape[-1 - self.row_axes : -1]) if self.transpose else shape[-1]) // BLOCK
 
-    def quantize_by_reference(self, x: jax.Array, amax: Any, stream: Any) -> list[jax.Array]:
-        """Returns the results of this side."""
-        row_blocks = self.blocks_in_row(x.shape)
-        data, scale, amax = reference.quantize(x, self.spec, amax, self.transpose, stream, row_blocks)
-        parts = [data, lax.bitcast_convert_type(scale, jnp.uint8)]
-        return parts if self.has_amax else [*parts, amax]
 
-
-Sides = tuple[Side, ...]  # the static parameters of a primitive that quantizes
-
-
-def _row_axes(sides: Sides) -> int:
-    """Returns ``row_axes``, of which all sides have the same."""
-    return sides[0].row_axes
+Sides = tuple[Side, ...]  # the static parameters of a primitive that quantizes; all have the same row_axes
 
 
 class Operands(NamedTuple):
@@ -145,7 +133,7 @@ def quantize(
 ) -> list[jax.Array]:
     """Quantizes x [..., M, K] of which M is one axis for the kernel, and several in ``flat`` and the results."""
     compute = _by_reference if backend.name == "reference" else call_kernel
-    ops, row_axes = split_operands(flat, sides), _row_axes(sides)
+    ops, row_axes = split_operands(flat, sides), sides[0].row_axes
     x = ops.x
     if row_axes == 1:
         return compute(ops, sides)
@@ -166,8 +154,12 @@ def quantize(
 
 
 def _by_reference(ops: Operands, sides: Sides) -> list[jax.Array]:
-    operands = zip(sides, ops.amax, ops.stream, strict=True)
-    return [part for side, amax, stream in operands for part in side.quantize_by_reference(ops.x, amax, stream)]
+    results = []
+    for side, amax, stream in zip(sides, ops.amax, ops.stream, strict=True):
+        row_blocks = side.blocks_in_row(ops.x.shape)
+        data, scale, found = reference.quantize(ops.x, side.spec, amax, side.transpose, stream, row_blocks)
+        results += [data, lax.bitcast_convert_type(scale, jnp.uint8), *([] if side.has_amax else [found])]
+    return results
 
 
 def _merged_amax(amax: Any, side: Side, shape: Shape) -> Any:
@@ -200,7 +192,7 @@ def batch(sides: Sides, bind: Callable, args: Sequence[Any], dims: Sequence[Any]
     size = batch_size(args, dims)
     x = batched(size, ops.x, at.x)
     pairs = zip(ops.amax, at.amax, strict=True)
-    lead = x.shape[: -1 - _row_axes(sides)]
+    lead = x.shape[: -1 - sides[0].row_axes]
     amax = tuple(None if v is None else batched_amax(size, v, d, lead) for v, d in pairs)
     # With a stream for each example, every one counts from the start of an array of its own.
     streams = zip(ops.stream, at.stream, strict=True)
@@ -226,14 +218,14 @@ def _shardings(dims: Sequence[Any], shapes: Sequence[Shape], sides: Sides) -> tu
     """Returns the shardings of all operands and results for that of x."""
     ops, parts = split_operands(shapes, sides), [side.sharding(dims) for side in sides]
     amax = tuple(None if s is None else p[2][: len(s)] for s, p in zip(ops.amax, parts, strict=True))
-    stream = tuple(None if s is None else [*dims[: -1 - _row_axes(sides)], None] for s in ops.stream)
+    stream = tuple(None if s is None else [*dims[: -1 - sides[0].row_axes], None] for s in ops.stream)
     results = [v for side, p in zip(sides, parts, strict=True) for v in (p[:2] if side.has_amax else p)]
     return Operands(list(dims), amax, stream).flat(), results
 
 
 def _with_local_streams(local: Body, mesh: Any, axes: Axes, shape: Shape, sides: Sides) -> Body:
     """Gives ``local`` the random bits of the device's place in the whole x, of this sharding and shape."""
-    stochastic, row_axes = any(side.spec.rounding == "stochastic" for side in sides), _row_axes(sides)
+    stochastic, row_axes = any(side.spec.rounding == "stochastic" for side in sides), sides[0].row_axes
     if not stochastic or not any(axes_of(entry) for entry in axes[-1 - row_axes :]):
         return local
 

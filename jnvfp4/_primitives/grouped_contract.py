@@ -12,8 +12,8 @@ from jax import lax
 from jax.core import ShapedArray
 
 from ._base import Backend, Body, Partition, Proposal, Shape, axes_of, axes_of_dims, make_primitive, typed, ways
-from ._groups import Rows, chunks_of, map_examples, product, rows_of_device, without_shared
-from ._products import ProductAxes
+from ._groups import Rows, chunks_of, map_examples, rows_of_device, without_shared
+from ._products import ProductAxes, product
 
 
 def _abstract(_: None, a: ShapedArray, b: ShapedArray, *of: ShapedArray) -> list[ShapedArray]:
@@ -30,7 +30,7 @@ def _local(_: None, _backend: Backend, a: jax.Array, b: jax.Array, *of: jax.Arra
         group, begin, end = turn
         left, right = (chunks.take(v, begin, end)[0] for v in (a, b))
         before = lax.dynamic_index_in_dim(sums, group, keepdims=False)
-        after = before + product(left, right, (0, 0))
+        after = before + product(left, right, ((0,), (0,)))
         return lax.dynamic_update_index_in_dim(sums, after, group, 0), None
 
     zeros = jnp.zeros((*of[0].shape, a.shape[1], b.shape[1]), jnp.float32)

@@ -14,8 +14,8 @@ from jax import lax
 from jax.core import ShapedArray
 
 from ._base import Backend, Body, Partition, Proposal, Shape, axes_of, axes_of_dims, make_primitive, typed
-from ._groups import Rows, chunks_of, map_examples, product, rows_of_device, without_shared
-from ._products import ProductAxes
+from ._groups import Rows, chunks_of, map_examples, rows_of_device, without_shared
+from ._products import ProductAxes, product
 
 
 class GroupedDotParams(NamedTuple):
@@ -26,7 +26,7 @@ class GroupedDotParams(NamedTuple):
 
     @property
     def col(self) -> int:
-        """The axis of b that is N."""
+        """Returns the axis of b that is N."""
         return 3 - self.b_axis
 
 
@@ -44,7 +44,7 @@ def _local(p: GroupedDotParams, _: Backend, a: jax.Array, b: jax.Array, *of: jax
         group, begin, end = turn
         rows, at = chunks.take(a, begin, end)
         w = lax.dynamic_index_in_dim(b, group, keepdims=False)
-        computed = product(rows, w, (1, p.b_axis - 1)).astype(p.out_dtype)
+        computed = product(rows, w, ((1,), (p.b_axis - 1,))).astype(p.out_dtype)
         others = lax.dynamic_slice_in_dim(y, at, chunks.size)
         part = jnp.where(chunks.within(at, begin, end), computed, others)
         return lax.dynamic_update_slice_in_dim(y, part, at, 0), None

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 
@@ -20,7 +19,7 @@ from .._native import plans
 from ..spec import Format
 from ._base import Backend, Body, Partition, Proposal, Shape, axes_of, axes_of_dims, make_primitive, typed
 from ._groups import check_sizes, map_examples, rows_of, rows_of_device
-from ._matmul_routes import decode
+from ._matmul_routes import call_kernel, decode
 from ._products import (
     Operands,
     ProductAxes,
@@ -75,7 +74,8 @@ def _local(params: ProductParams, backend: Backend, *flat: jax.Array) -> Sequenc
         return [_by_reference(params, ops)]
     if chosen.kernel == "decode_then_ragged_dot":
         return [_decode_then_ragged_dot(params, ops)]
-    return [_call_kernel(params, ops, chosen)]
+    like = jax.ShapeDtypeStruct((ops.a[0].shape[0], ops.b[0].shape[1]), params.out_dtype)
+    return [call_kernel("nvfp4_grouped_matmul", params, ops.a, (*ops.b, *ops.rest), like, chosen)]
 
 
 def plan(params: ProductParams, ops: Operands, capability: int | None, kernel: str | None) -> plans.MatmulPlan:
@@ -94,20 +94,6 @@ def plan(params: ProductParams, ops: Operands, capability: int | None, kernel: s
         capability=capability,
         kernel=kernel,
     )
-
-
-def _call_kernel(params: ProductParams, ops: Operands, chosen: plans.MatmulPlan) -> jax.Array:
-    absent = (jnp.zeros((0,), jnp.uint8), jnp.zeros((0,), jnp.float32))
-    result = jax.ShapeDtypeStruct((ops.a[0].shape[0], ops.b[0].shape[1]), params.out_dtype)
-    call = jax.ffi.ffi_call("nvfp4_grouped_matmul", [result, jax.ShapeDtypeStruct((chosen.scratch_bytes,), jnp.uint8)])
-    return call(
-        *(ops.a if params.a else (*ops.a, *absent)),
-        *ops.b,
-        *ops.rest,
-        kernel=chosen.kernel,
-        a_e4m3_max=np.int32((params.a or Format()).e4m3_max),
-        b_e4m3_max=np.int32(params.b.e4m3_max),
-    )[0]
 
 
 def _by_reference(params: ProductParams, ops: Operands) -> jax.Array:

@@ -17,7 +17,7 @@ from .._core import softfloat
 from ._base import Backend, Body, Partition, Proposal, Shape, axes_of, axes_of_dims, make_primitive, typed
 from ._batching import batch_size, batched, batched_parts
 from ._checks import check_float
-from ._matmul_routes import MatmulParams, by_reference, multiply
+from ._matmul_routes import MatmulParams, multiply
 from ._products import Operands, ProductAxes, check_axes_once, check_depth, check_operands, operand_shardings
 
 OP = "matmul_nt"
@@ -60,8 +60,7 @@ def _empty(params: MatmulParams, *flat: jax.Array) -> Sequence[jax.Array]:
 
 # ---------------------------------------------------------------- on one device
 def _local(params: MatmulParams, backend: Backend, *flat: jax.Array) -> Sequence[jax.Array]:
-    product = params.product(flat)
-    return [by_reference(product) if backend.name == "reference" else multiply(product, backend)]
+    return [multiply(params.product(flat), backend)]
 
 
 @partial(jax.jit, static_argnames="out_dtype", inline=True)  # an eager call transfers no constants

@@ -16,10 +16,11 @@ from ._sides import Operands, Side, Sides, call_ffi
 Specs = tuple[QuantSpec, QuantSpec]
 
 
-def sides_of(specs: Specs, row_axes: int = 1) -> Sides:
+def sides_of(specs: Specs) -> Sides:
     """Returns the static parameters for a pair of specs."""
-    turned = zip(specs, (False, True), strict=True)
-    return tuple(Side(spec, t, spec.format.amax_scope != "window64", row_axes) for spec, t in turned)
+    return tuple(
+        Side(spec, t, spec.format.amax_scope != "window64") for spec, t in zip(specs, (False, True), strict=True)
+    )
 
 
 def _call_kernel(ops: Operands, sides: Sides) -> list[jax.Array]:

@@ -18,7 +18,7 @@ _UNITS = (BLOCK, BLOCK // 2)  # rows and bytes of a row of data that must stay o
 
 
 def check_tiles(parts: tuple, fmt: Format) -> None:
-    """Refuses the parts of what is no NVFP4 tensor, or of one that cannot consist of 16x16 tiles."""
+    """Raises unless the parts are those of an NVFP4 tensor that can consist of 16x16 tiles."""
     check_parts("transpose", "q", parts, fmt)
     data, _, amax = parts
     *lead, rows, half = data.shape

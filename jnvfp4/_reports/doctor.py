@@ -1,4 +1,4 @@
-"""What ``jnvfp4 doctor`` finds out: versions, devices, whether each kernel gives known bits, and what is planned."""
+"""Reports on an installation for ``jnvfp4 doctor``: versions, devices, known-answer tests of kernels, and plans."""
 
 import pathlib
 import platform
@@ -26,6 +26,7 @@ from . import support
 # The quick checks, for an installation; then every field that changes the arithmetic. The tests go through all specs.
 QUICK_SPECS = (NVFP4, ROW_SCALED)
 CHECKED_SPECS = (NVFP4, NVFP4_2D, NVFP4_RHT_SR, ROW_SCALED, WINDOW64, four_over_six())
+CHECKED_FORMATS = (Format(), Format("row"), Format("window64"), Format(rht=True))
 CHECKED_PAIRS = ((NVFP4_SR, NVFP4_RHT_SR), (WINDOW64, WINDOW64))
 OK, FAILED, NOT_APPLICABLE = "ok", "failed", "not applicable"
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -33,7 +34,7 @@ BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 # ---------------------------------------------------------------- versions and devices
 def versions() -> dict[str, str | None]:
-    """Returns the versions of what takes part; None for what is not there."""
+    """Returns the versions of the libraries and of the driver; None for one that is missing."""
     runtime, driver = compat.cuda_versions()
     return {
         "jnvfp4": __version__,
@@ -103,33 +104,22 @@ def checks(capability: int, full: bool) -> Iterator[tuple[Check, str]]:
 
     The quick ones make one call of each GEMM kernel, and leave out most recipes.
     """
-    return _every_check(capability) if full else _quick_checks(capability)
-
-
-def _quick_checks(capability: int) -> Iterator[tuple[Check, str]]:
-    for spec in QUICK_SPECS:
-        yield _quantizer_check(spec, False), ""
-        yield cases.dequantize_check(DequantizeParams(spec.format, F32, False)), ""
+    for spec in CHECKED_SPECS if full else QUICK_SPECS:
+        for transpose in (False, True) if full else (False,):
+            yield _quantizer_check(spec, transpose), ""
+    if full:
+        for pair in CHECKED_PAIRS:
+            yield cases.quantizer_check(quantize_pair_p, sides_of(pair), BF16), ""
+        yield cases.rht_amax_check(False, BF16), ""
+    for fmt in CHECKED_FORMATS if full else [spec.format for spec in QUICK_SPECS]:
+        yield cases.dequantize_check(DequantizeParams(fmt, F32, fmt.rht)), ""
     yield cases.transpose_check(), ""
     for check, reason in _gemm_checks(capability):
-        yield check._replace(calls=partial(_first, check.calls)), reason
+        yield check if full else check._replace(calls=partial(_first, check.calls)), reason
 
 
 def _first(calls: Callable[[], Iterable[Call]]) -> Iterator[Call]:
     return islice(calls(), 1)
-
-
-def _every_check(capability: int) -> Iterator[tuple[Check, str]]:
-    for spec in CHECKED_SPECS:
-        for transpose in (False, True):
-            yield _quantizer_check(spec, transpose), ""
-    for pair in CHECKED_PAIRS:
-        yield cases.quantizer_check(quantize_pair_p, sides_of(pair), BF16), ""
-    yield cases.rht_amax_check(False, BF16), ""
-    for fmt in (Format(), Format("row"), Format("window64"), Format(rht=True)):
-        yield cases.dequantize_check(DequantizeParams(fmt, F32, fmt.rht)), ""
-    yield cases.transpose_check(), ""
-    yield from _gemm_checks(capability)
 
 
 def _quantizer_check(spec: QuantSpec, transpose: bool) -> Check:

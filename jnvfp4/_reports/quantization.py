@@ -12,18 +12,17 @@ from jax.typing import ArrayLike
 from .. import reference
 from .._core.softfloat import ABS, INF, Bits, clamp_max, constant, from_bits, is_nan, mul, to_bits
 from .._core.tensor import NVFP4Tensor
-from .._ops.arguments import as_amax, as_array, check_spec, check_switch, stochastic_key
+from .._ops.arguments import as_amax, as_array, check_spec, stochastic_key
 from .._ops.quantize import dequantize, quantize
 from .._primitives._checks import check_operand
-from ..spec import BLOCK, NVFP4, QuantSpec
+from ..spec import BLOCK, NVFP4, QuantSpec, check_switch
 
-SHARES = ("clip_share", "zero_scale_share", "saturated_scale_share", "map_to_4_share")
 LARGEST_SCALE = np.uint8(0x7E)  # 448
 CLIP = constant(6 * (1 + 2**-20))  # 6, and room for the roundings of the quantizer and of _clipped
 INVERSE_MAX = np.uint32(1 << 21)  # 2^-128, the inverse of FLT_MAX
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=(*SHARES, "relative_error"), meta_fields=())
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class QuantizationReport:
     """Holds the result of ``quantization_report``: a pytree of float32 scalars; shares are from 0 to 1.

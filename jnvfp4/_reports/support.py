@@ -67,7 +67,7 @@ def supports(
     name, function = _operation(op_or_spec)
     if device is not None and not isinstance(device, jax.Device):
         raise TypeError(f"supports: device must be a jax.Device, got {device!r}")
-    device = device or _default_device()
+    device = device or next(iter(jax.device_put(np.float32(0)).devices()))  # the default device
     arguments = _arguments(name, function, operands, options)
     if arguments is not None:
         _check_call(function, operands, options)
@@ -181,10 +181,6 @@ def _without_fp4(product: Product, capability: int, answer: Support) -> str:
     missing = plans.no_block_scaled(capability)
     decoded = answer.kernel == "decode_then_dot"
     return missing if missing and decoded and plan(product, capability, FP4_KERNEL).reason == missing else ""
-
-
-def _default_device() -> jax.Device:
-    return next(iter(jax.device_put(np.float32(0)).devices()))
 
 
 def _platform_support(device: jax.Device) -> Support:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -25,7 +25,6 @@ _SPLIT_RNGS = (
     "loop over microbatches"
 )
 _policy_of_trace = jax.make_user_context(None)  # so that a jitted function is traced again for another policy
-_module: ContextVar[nn.Module | None] = ContextVar("jnvfp4_linen_module", default=None)
 
 
 @contextmanager
@@ -90,13 +89,18 @@ class NVFP4DotGeneral(nn.Module):
         return DotGeneral(self.recipe, path)(lhs, rhs, dimension_numbers, *args, **options)
 
 
-class _LinenDot(DotGeneral):
-    """Draws the key of a layer from the module that is being called."""
+@dataclass(frozen=True, eq=False)
+class _LinenDot:
+    """Multiplies by a recipe, with the key of the layer that is being called."""
 
-    def _layer_key(self, op: str) -> jax.Array | None:
-        module = _module.get()
-        assert module is not None
-        return key_in(module, str(self.path), self.recipe)
+    module: nn.Module
+    product: DotGeneral
+
+    def key(self) -> jax.Array | None:
+        return key_in(self.module, str(self.product.path), self.product.recipe)
+
+    def __call__(self, *operands: Any, **options: Any) -> jax.Array:
+        return self.product(*operands, key=self.key(), **options)
 
 
 def key_in(module: nn.Module, path: str, recipe: Recipe) -> jax.Array | None:
@@ -180,27 +184,18 @@ class Interceptor:
         """Runs a layer that the policy quantizes."""
         if recipe.stochastic and self.shared and module.has_rng("sr"):
             raise must_vary(f"layer {path!r}", _SPLIT_RNGS)
-        dot = _LinenDot(recipe, path, self.policy.gather_of(path))
-        token = _module.set(module)
+        dot = _LinenDot(module, DotGeneral(recipe, path, self.policy.gather_of(path)))
+        if isinstance(module, nn.Einsum):
+            return _einsum(module, dot, *args, **options)
+        before = module.dot_general
+        object.__setattr__(module, "dot_general", dot)  # modules are frozen, but the call has made this copy
         try:
-            if isinstance(module, nn.Einsum):
-                return _einsum(module, dot, *args, **options)
-            return _with_dot_general(module, dot, partial(call, *args, **options))
+            return call(*args, **options)
         finally:
-            _module.reset(token)
+            object.__setattr__(module, "dot_general", before)
 
 
 LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum)
-
-
-def _with_dot_general(module: nn.Module, dot: DotGeneral, call: Callable[[], PyTree]) -> PyTree:
-    """Calls a layer with another dot_general. Modules are frozen, but this one is a copy that the call has made."""
-    before = module.dot_general
-    object.__setattr__(module, "dot_general", dot)
-    try:
-        return call()
-    finally:
-        object.__setattr__(module, "dot_general", before)
 
 
 def _einsum(module: nn.Einsum, dot: _LinenDot, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
@@ -212,9 +207,8 @@ def _einsum(module: nn.Einsum, dot: _LinenDot, inputs: jax.Array, einsum_str: st
         shape, broadcast_shape = module._get_bias_shape(subscripts, inputs, kernel)
         bias = module.param("bias", module.bias_init, shape, module.param_dtype)
     operands: Any = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
-    key = dot._layer_key("einsum")
-    x, w = operands[:2]
-    of_layer = partial(einsum_of_layer, str(dot.path), subscripts, x, w, dot.recipe, key, dot.w_gather)
+    product, (x, w) = dot.product, operands[:2]
+    of_layer = partial(einsum_of_layer, product.path, subscripts, x, w, product.recipe, dot.key(), product.w_gather)
     y = of_layer(precision=module.precision, preferred_element_type=module.preferred_element_type)
     return y if bias is None else y + operands[2].reshape(broadcast_shape)
 

@@ -219,12 +219,8 @@ def _einsum_sizes(module: nnx.Einsum) -> tuple[tuple[int, int] | None, str | Non
         return None, "has an einsum_op of its own"
     x, w = module.einsum_str.partition("->")[0].split(",")
     shape = tuple(module.kernel_shape)
-    return sizes_of(module.einsum_str, len(x.replace("...", "")) + _ellipsis(w, shape), shape)
-
-
-def _ellipsis(term: str, shape: tuple[int, ...]) -> int:
-    """Returns for how many axes an ellipsis stands."""
-    return len(shape) - len(term.replace("...", "")) if "..." in term else 0
+    hidden = len(shape) - len(w.replace("...", "")) if "..." in w else 0  # axes for which an ellipsis stands
+    return sizes_of(module.einsum_str, len(x.replace("...", "")) + hidden, shape)
 
 
 _OURS = (DotGeneral, EinsumOp, Keyed)

@@ -1,1 +1,1 @@
-"""Known-answer tests of kernels on devices like which none has run them."""
+"""Known-answer tests of kernels on GPU architectures that they never ran on."""

@@ -1,6 +1,6 @@
-"""Known-answer tests of kernels on devices like which none has run them: a path is used there once its bits are right.
+"""Known-answer tests of kernels on GPU architectures that they never ran on: a path is used once its bits are right.
 
-A check is found out at lowering, and in ``jnvfp4 doctor``. docs/internals.md says when, and what a mismatch does.
+Checks run at lowering, and in ``jnvfp4 doctor``. docs/internals.md says when, and what a mismatch does.
 """
 
 import threading
@@ -54,7 +54,7 @@ Run = Callable[[Primitive, Call], Sequence[np.ndarray]]
 
 
 def mismatch(check: Check, run: Run, known: Run) -> str:
-    """Says in what the results of ``run`` differ from the known ones; empty if in no bit."""
+    """Returns a description of the first result of ``run`` that differs from the known one; empty if none does."""
     for number, call in enumerate(check.calls(), 1):
         got, want = run(check.primitive, call), known(check.primitive, call)
         for result, (g, w) in enumerate(zip(got, want, strict=True)):
@@ -158,7 +158,12 @@ def refused(
             done.add(check.path)
             reasons = [(device, reason) for device in kinds.values() if (reason := find(check, device))]
             if reasons and jax.process_count() > 1:
-                raise RuntimeError(_refusal_of_one_process(check, *reasons[0]))
+                raise RuntimeError(
+                    f"jnvfp4: {_sentence(check, *reasons[0])}. This is process {jax.process_index()} of "
+                    f"{jax.process_count()}, which must compile the same program, so no other path is chosen here; "
+                    "choose one in all of them by implementation=, and report it with the output of "
+                    "`jnvfp4 doctor --full --json`"
+                )
             wrong += tuple(Refusal(check.name, _sentence(check, *of)) for of in reasons[:1])
     return wrong
 
@@ -195,16 +200,8 @@ def _sentence(check: Check, device: jax.Device, reason: str) -> str:
 def _report(check: Check, device: jax.Device, reason: str) -> None:
     if jax.process_count() == 1:
         warnings.warn(
-            f"jnvfp4: {_sentence(check, device, reason)}. This process does not use it, and computes the same by a "
-            "slower path. Please report it with what `jnvfp4 doctor --full --json` prints",
+            f"jnvfp4: {_sentence(check, device, reason)}. This process falls back to a slower exact path. Please "
+            "report it with the output of `jnvfp4 doctor --full --json`",
             RuntimeWarning,
             stacklevel=2,
         )
-
-
-def _refusal_of_one_process(check: Check, device: jax.Device, reason: str) -> str:
-    return (
-        f"jnvfp4: {_sentence(check, device, reason)}. This is process {jax.process_index()} of {jax.process_count()}, "
-        "which must compile the same program, so no other path is chosen here; choose one in all of them by "
-        "implementation=, and report it with what `jnvfp4 doctor --full --json` prints"
-    )
