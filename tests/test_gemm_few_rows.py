@@ -13,10 +13,10 @@ from jnvfp4 import Format, NVFP4Tensor
 KERNEL = "sm80_nvfp4_blocks_small_m"
 every_kernel = pytest.mark.parametrize("kernel", [KERNEL, "sm80_nvfp4_blocks"])
 ROWS = (1, 7, 8, 9, 16, 17, 33, 64)
-# N, K. Thread blocks have 16 to 112 columns and 8 to 64 rows: what lets all multiprocessors end soonest. They go along
+# N, K. CTAs have 16 to 112 columns and 8 to 64 rows: what lets all SMs end soonest. They go along
 # K by 128 or 256, through seven stages. A K of 1600 or more uses some of these again.
 WIDTHS = [(1, 16), (8, 48), (40, 272), (64, 4096), (130, 1600), (1000, 4112), (9001, 272), (9024, 1280)]
-# M, N, K with 8, 16, 16, 32 and 64 rows a thread block on an H200; columns that do not fill the last one, and that do.
+# M, N, K with 8, 16, 16, 32 and 64 rows per CTA on an H200; columns that do not fill the last one, and that do.
 TILES = [(5, 70, 336), (16, 9001, 320), (33, 9024, 320), (31, 9001, 320), (63, 9024, 336)]
 FORMATS = {"tensor": TENSOR, "row": ROW, "256": Format(e4m3_max=256), "window64": WINDOW}
 every_a = pytest.mark.parametrize("a_format", FORMATS.values(), ids=FORMATS)
@@ -73,7 +73,7 @@ def test_every_code_and_scale(device, fmt):
 @pytest.mark.parametrize("lead", [(2, 3), (300,)], ids=["6", "300"])
 @pytest.mark.parametrize("m", [5, 13, 40])
 def test_leading_axes(device, fmt, shared, lead, m):
-    """300 matrices keep every multiprocessor busy with any tile."""
+    """300 matrices keep every SM busy with any tile."""
     m = max(1, m // int(np.prod(lead))) if shared else m  # leading axes of a are rows
     if shared and m * np.prod(lead) > 64:
         lead = (2, 3)

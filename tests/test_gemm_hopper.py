@@ -101,7 +101,7 @@ PARTS_OF_MANY = {(5, 6, 5120): (32, 3), (64, 6, 7936): (64, 3), (100, 6, 5120): 
 @every_left
 @over("shape", PARTS_OF_MANY)
 def test_parts_of_k_of_many_matrices(hopper, left, shape):
-    """More parts than thread blocks: each goes on after it has kept its sums for another."""
+    """More parts than CTAs: each goes on after it has kept its sums for another."""
     assert plan_fused(40, *shape, nvfp4=True) == (*PARTS_OF_MANY[shape], False, 0)
     a, b = order_free_operands(left, shape, a_format=ROW, b_format=ROW, lead=(40,), b_lead=(40,))
     check(hopper, "fused", a, b)
@@ -163,7 +163,7 @@ def test_windows(hopper, a_format, b_format, shape, out):
 @pytest.mark.parametrize("shared", [False, True], ids=["batched b", "shared b"])
 @pytest.mark.parametrize(("matrices", "parts", "k"), [(67, 1, 1024), (40, 3, 5120)], ids=["tiles", "parts"])
 def test_windows_of_many_matrices(hopper, a_format, b_format, shared, matrices, parts, k):
-    """More tiles, or more parts of tiles, than thread blocks."""
+    """More tiles, or more parts of tiles, than CTAs."""
     sides = a_format is WINDOW, b_format is WINDOW
     assert load.extensions()["cpu"].plan_windows(matrices, 5, 6, k, *sides) == parts
     lead = (matrices,)

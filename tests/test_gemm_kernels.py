@@ -46,13 +46,13 @@ class Kernel:
     most_rows: int = 1 << 30  # that it takes, leading axes of a included
 
 
-# Rows of a that kernels of Hopper put into a tile, and parts of K: test_gemm_hopper.py. 132 multiprocessors.
+# Rows of a that kernels of Hopper put into a tile, and parts of K: test_gemm_hopper.py. 132 SMs.
 SMALL_M = [
     *[(1, 1, 16), (8, 40, 48)],  # masked where 256 does not divide K
-    *[(3, 100, 272), (13, 1000, 2320)],  # clusters of two thread blocks divide K
+    *[(3, 100, 272), (13, 1000, 2320)],  # clusters of two CTAs divide K
     *[(16, 2200, 4112), (1, 24, 256)],  # three units of columns a warp
     *[(7, 100, 4096), (8, 2128, 8192)],  # clusters of eight
-    *[(3, 43000, 256), (9, 77, 512), (16, 2200, 4096)],  # more thread blocks than multiprocessors
+    *[(3, 43000, 256), (9, 77, 512), (16, 2200, 4096)],  # more CTAs than SMs
     *[(16, 2200, 8448), (12, 40, 8192)],  # the last warps have fewer units
 ]
 FUSED = [
@@ -86,7 +86,7 @@ KERNELS = [
     ),
     Kernel(
         "sm80_nvfp4_blocks_small_m",  # more of it: test_gemm_few_rows.py
-        # With 8, 16, 16, 32 and 64 rows a thread block on an H200; columns that do not fill the last one, and that do.
+        # With 8, 16, 16, 32 and 64 rows per CTA on an H200; columns that do not fill the last one, and that do.
         paths=[(5, 70, 336), (16, 9001, 320), (33, 9024, 320), (31, 9001, 320), (63, 9024, 336)],
         shapes=[],
         ordinary=[],
@@ -262,6 +262,6 @@ MANY = {"decode_then_dot": (2, 3, 32), "sm90_{}_fused": (5, 6, 528), "sm90_{}_sm
 
 @every(lambda k: [MANY[k.name], (5, 6, 80)] if k.name in MANY else [])
 def test_more_matrices_than_a_dimension_of_the_grid(run, of):
-    """Or than thread blocks, which go on to the next with their barriers as they are."""
+    """Or than CTAs, which go on to the next with their barriers as they are."""
     count = 65537 if of.name == "decode_then_dot" else 300
     check(run, of, *of.operands(a_format=ROW, b_format=ROW, lead=(count,), b_lead=(count,)))

@@ -39,7 +39,7 @@ PRODUCTS = {
     "tiles of 256": Groups((256, 512, 0, 256), 0, 261, 272),
     "tiles of 256 and tails": Groups((300, 1, 0, 513, 129), 50, 300, 528),
     "tiles of 256 and tails, parts of K": Groups((257, 40, 129), 3, 257, 4352),
-    "more tiles than thread blocks": Groups((400, 0, 33, 511), 0, 5000, 48),
+    "more tiles than CTAs": Groups((400, 0, 33, 511), 0, 5000, 48),
     "a K that tensor maps cannot read": Groups((100, 200, 7), 3, 70, 48),
 }
 every_product = pytest.mark.parametrize("of", PRODUCTS.values(), ids=PRODUCTS)
@@ -68,7 +68,7 @@ def on_host(tmp_path_factory) -> pathlib.Path:
 
 @pytest.mark.parametrize("what", ["items", "scratch", "plans"])
 def test_decisions_on_the_host(on_host, what):
-    """Each part of K is computed once by 1 to 66 pairs of thread blocks; lists fit their scratch; plans are adapted."""
+    """Each part of K is computed once by 1 to 66 2-CTA clusters; lists fit their scratch; plans are adapted."""
     done = subprocess.run([on_host, what], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 

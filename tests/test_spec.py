@@ -91,7 +91,7 @@ NUMBERED = [("tensor", "row", "window64"), ("max6", "mae", "mse"), ("fp32", "fp1
 
 
 def _kernel(spec: QuantSpec) -> tuple:
-    """What spec.h's KernelSpec holds: every setting but e4m3_max and scale_headroom, as its enumerators' numbers."""
+    """What spec.h's KernelSpec holds: every setting that is a template argument, as its enumerators' numbers."""
     named = spec.format.amax_scope, spec.select, spec.error_math, spec.rounding
     scope, *others = (names.index(name) for names, name in zip(NUMBERED, named, strict=True))
     return scope, int(spec.format.rht), spec.block_rows, *others

@@ -5,7 +5,7 @@
 //
 // LEFT:MxNxK:TOKENS:SPLITS, and :WHOLE for tiles whose K has no parts. LEFT is w4a4, bf16 or fp16; TOKENS is a tile of
 // the fused kernel, or 0 for that of few rows. LEFT is pinned, or windows with window64 on both sides, for the pinned
-// order: TOKENS is then 8, 16, 32 or 64 rows a thread block, 0 for what the launcher takes, or 128 for the kernel of
+// order: TOKENS is then 8, 16, 32 or 64 rows per CTA, 0 for what the launcher takes, or 128 for the kernel of
 // any number of rows. LEFT is fast-a, fast-b or fast-ab for sm90_nvfp4_windows with windows on these sides: TOKENS is
 // then 192, or 128 for both. benchmarks/README.md has the commands that build it.
 #include <algorithm>

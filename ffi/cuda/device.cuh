@@ -271,16 +271,16 @@ inline int attribute_or(cudaDeviceAttr attribute, int otherwise) {
 inline int multiprocessors() { return attribute_or(cudaDevAttrMultiProcessorCount, 1); }
 // Before the point: 9 of 9.0.
 inline int major_capability() { return attribute_or(cudaDevAttrComputeCapabilityMajor, 0); }
-// The most that a thread block may have, in bytes.
+// The most that a CTA may have, in bytes.
 inline int shared_memory() { return attribute_or(cudaDevAttrMaxSharedMemoryPerBlockOptin, 0); }
 
-// Grid for a grid-stride loop over `items`, `per_block` a thread block.
+// Grid for a grid-stride loop over `items`, `per_block` a CTA.
 inline unsigned grid_for(int64_t items, int64_t per_block) {
   constexpr int64_t kMost = 1 << 20;  // below the 2^31 - 1 that a grid allows; the loop does the rest
   return static_cast<unsigned>(std::max<int64_t>(1, std::min((items + per_block - 1) / per_block, kMost)));
 }
 
-// Grid of as many thread blocks as are resident at once.
+// Grid of as many CTAs as are resident at once.
 inline unsigned resident_grid(int64_t items, int64_t per_block, int blocks_per_multiprocessor) {
   const int64_t most = static_cast<int64_t>(multiprocessors()) * blocks_per_multiprocessor;
   return static_cast<unsigned>(std::max<int64_t>(1, std::min((items + per_block - 1) / per_block, most)));

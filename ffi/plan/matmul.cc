@@ -97,8 +97,8 @@ int64_t of_windows(const MatmulProblem& p) {
 }
 int64_t of_block_scaled(const MatmulProblem& p) { return block_scaled_scratch(p.shape, p.out).bytes; }
 
-// In order of preference. One H200, microseconds of a product (commit fca8c26, decode_... d8f2dea;
-// docs/performance.md, docs/kernels.md):
+// In order of preference. One H200, microseconds per GEMM (commit fca8c26, decode_... d8f2dea;
+// docs/results.md):
 // - M x N x K = 16 x 14336 x 4096: sm90_nvfp4_small_m 15.7, sm80_nvfp4_blocks_small_m 22.6.
 // - 32 x 14336 x 4096: sm90_nvfp4_fused 21.7, sm80_nvfp4_blocks_small_m 30.1, decode_then_dot 88.
 // - 8192^3: sm90_nvfp4_fused 1295, decode_then_dot 1451. sm80_nvfp4_blocks, 13 times as long, runs only where the

@@ -6,8 +6,8 @@
 
 namespace jnvfp4 {
 
-// The least time by a model: microseconds on an H200, whose 132 multiprocessors hold 66 pairs of thread blocks.
-// Measured with N x K of 14336 x 4096, 4096 x 14336, 8192 x 8192 and 4096 x 4096 (docs/kernels.md).
+// The least time by a model: microseconds on an H200, whose 132 SMs hold 66 2-CTA clusters.
+// Measured with N x K of 14336 x 4096, 4096 x 14336, 8192 x 8192 and 4096 x 4096.
 FusedPlan plan_tiles(const GemmShape& s, std::initializer_list<TileTime> tiles, bool mixed) {
   constexpr int64_t kPairs = 66, kMostSums = int64_t{16} << 20, kMostSplits = 8;
   constexpr int64_t kMostParted = 64 * kPairs;

@@ -9,11 +9,11 @@
 
 namespace jnvfp4 {
 
-// Rows of a in a tile, and parts of K for tiles that are too few for all multiprocessors.
+// Rows of a in a tile, and parts of K for tiles that are too few for all SMs.
 struct FusedPlan {
   int tokens, splits;
   bool exchanged;     // b is decoded to scratch instead of a, because it is smaller: its rows are then those of a tile
-  int64_t whole = 0;  // the first tiles, whose K has no parts: as many as keep all multiprocessors of an H200 at work
+  int64_t whole = 0;  // the first tiles, whose K has no parts: as many as keep all SMs of an H200 at work
 };
 FusedPlan plan_fused(const GemmShape& shape, bool nvfp4_a);
 
@@ -25,7 +25,7 @@ struct TileTime {
 // The fastest of these tiles. `mixed`: tiles that fill waves have no parts, only the others may.
 FusedPlan plan_tiles(const GemmShape& shape, std::initializer_list<TileTime> tiles, bool mixed);
 
-// Groups of warps of a thread block that share K.
+// Groups of warps of a CTA that share K.
 JNVFP4_HD constexpr int fused_teams(int tokens) { return tokens <= 64 ? 2 : 1; }
 
 // Columns of the result that a tile has, and what comes along K at a time.

@@ -9,13 +9,13 @@ namespace jnvfp4 {
 
 // Groups have different sizes, so the mean says little about one. What counts is how many tiles are not full, and for
 // few rows how often a matrix is decoded. One H200, W4A4, microseconds, for 8 groups of 14336 x 4096 and 64 of 2048 x
-// 7168 (docs/kernels.md):
+// 7168:
 // - 32 rows in all: few rows 79 and 23, tiles of 32 rows 101 and 35.
 // - 128 rows: few rows 160 and 82, tiles of 64 rows 110 and 110.
 // - 1024 rows: tiles of 64 rows 318 and 226, of 256 with tails 251 and 239.
 // - 4096 rows: tiles of 256 rows 694 and 401, with tails 670 and 343, tiles of 64 356 for the second.
 GroupedTiles plan_grouped_tiles(const GroupedShape& s) {
-  constexpr int64_t kAlwaysFew = 16, kManyRows = 48;  // rows of all groups; of one in the mean
+  constexpr int64_t kAlwaysFew = 16, kManyRows = 48;  // rows of all groups; of one on average
   if (s.rows <= kAlwaysFew || (s.rows <= kGroupedFewRows && s.rows <= 4 * s.groups)) return {0};
   if (s.rows >= kManyRows * s.groups) return {kGroupedManyTokens, true};
   return {kGroupedTailTokens};

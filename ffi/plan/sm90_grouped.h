@@ -8,7 +8,7 @@
 
 namespace jnvfp4 {
 
-// Pairs of thread blocks of an H200. A last wave of tiles that leaves more than half of them idle has parts of K.
+// Pairs of CTAs of an H200. A last wave of tiles that leaves more than half of them idle has parts of K.
 inline constexpr int kGroupedPairs = 66, kGroupedMostParts = 8;
 
 // Rows of a for which there is a kernel of few rows.

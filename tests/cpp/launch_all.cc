@@ -269,7 +269,7 @@ void transpositions() {
   for (const Shape& s : kWhole) transpose(s);
   transpose({2, 272, 544});  // whole squares and parts of them
   transpose({1, 1024, 512});
-  for (const Shape& s : {Shape{140, 80, 144}, Shape{140, 272, 544}}) transpose(s);  // squares for every multiprocessor
+  for (const Shape& s : {Shape{140, 80, 144}, Shape{140, 272, 544}}) transpose(s);  // squares for every SM
 }
 
 void quantizers(Float kind) {
@@ -284,7 +284,7 @@ void quantizers(Float kind) {
         rht_amax(s, kind, transposed, s.batch);
       }
     }
-  for (const Shape& s : {Shape{1, 2, 8208}, Shape{1, 3, 16464}})  // more than a thread block holds of a row
+  for (const Shape& s : {Shape{1, 2, 8208}, Shape{1, 3, 16464}})  // more than a CTA holds of a row
     for (const KernelSpec& spec : specs_of(SupportedSpecs{})) quantize(s, spec, kind, false, Amax::kFound);
   for (const Shape& s : kRagged) {
     dequantize(s, kind, 1, false);

@@ -8,7 +8,7 @@ namespace {
 template <class P>
 inline constexpr bool kTransposes = kTiles<typename P::Row> && std::is_same_v<typename P::Row, typename P::Col>;
 
-// The codes of a team's rows, on their way to columns.
+// The codes of a team's rows, in flight to columns.
 struct TeamCodes {
   alignas(16) uint8_t codes[kBlock][kTileCols / 2 + 32];  // what is more keeps writes out of one bank
   alignas(2) uint8_t scales[kTileCols / kBlock];

@@ -44,7 +44,7 @@ __device__ __forceinline__ int block_of_thread() {
   return kInTiles ? threadIdx.x / 32 % 2 * 4 + threadIdx.x % 2 * 2 : threadIdx.x % 4 * 2;
 }
 
-// Quantizes the tiles of a run along their rows. All threads of a thread block take part. Which blocks a thread writes
+// Quantizes the tiles of a run along their rows. All threads of a CTA take part. Which blocks a thread writes
 // is said by kOutInTiles.
 template <class S, class T, bool kOutInTiles = kTiles<S>>
 class RowsPass {
@@ -262,7 +262,7 @@ struct NoWindows {};
 template <class S>
 struct ColumnsShared : Held, std::conditional_t<kWindows<S>, Windows, NoWindows> {};
 
-// Quantizes the tiles of a run along their columns. All threads of a thread block take part.
+// Quantizes the tiles of a run along their columns. All threads of a CTA take part.
 template <class S, class T>
 class ColumnsPass {
  public:

@@ -1,5 +1,5 @@
 // Blocks along contiguous memory: one thread a block of 16, any number of rows. What is done with a block is an `Op`:
-// Op::run<S>(args, scales, elements, at). Op::kBlocks<S, kE2M1>: thread blocks a multiprocessor holds, which bounds
+// Op::run<S>(args, scales, elements, at). Op::kBlocks<S, kE2M1>: CTAs an SM holds, which bounds
 // registers, in code with the conversion to E2M1 or without.
 #pragma once
 
@@ -11,7 +11,7 @@ template <class Op, class S, bool kConverts = kE2M1>
 inline constexpr int kRowBlocks = Op::template kBlocks<S, kConverts>;
 
 // The same of what is launched on the current device. (GPUs from 10.0 on may have code without the conversion, from an
-// older compiler. Then some thread blocks fewer are launched than would fit.)
+// older compiler. Then some CTAs fewer are launched than would fit.)
 template <class Op, class S>
 int row_blocks_here() {
   constexpr int kWith = kRowBlocks<Op, S, true>, kWithout = kRowBlocks<Op, S, false>;
@@ -33,12 +33,12 @@ __device__ __forceinline__ void random_of(const SharedScales<S>& scales, const Q
 struct Matrices {
   int64_t count, blocks;
 
-  // `x` thread blocks for each matrix.
+  // `x` CTAs for each matrix.
   dim3 grid(unsigned x) const {
     constexpr int64_t kMost = 65535;  // of grid dimensions y and z
     return dim3(x, static_cast<unsigned>(std::min(count, kMost)), static_cast<unsigned>((count + kMost - 1) / kMost));
   }
-  // That of this thread block; not below `count`: none. Without a branch, so that it stays in uniform registers.
+  // That of this CTA; not below `count`: none. Without a branch, so that it stays in uniform registers.
   __device__ __forceinline__ int64_t own() const { return blockIdx.y + static_cast<int64_t>(blockIdx.z) * gridDim.y; }
 };
 template <class S>
@@ -48,7 +48,7 @@ Matrices matrices_of(const QuantShape& shape) {
   return one || !kOneAmax<S> ? Matrices{1, shape.batch * blocks} : Matrices{shape.batch, blocks};
 }
 
-// As fill_scales, but with fewer instructions for the first matrix, which small launches feel. The thread block then
+// As fill_scales, but with fewer instructions for the first matrix, which small launches feel. The CTA then
 // synchronises.
 template <class S, class Args>
 __device__ __forceinline__ void fill_scales_of_matrix(SharedScales<S>& scales, const Args& a, int64_t matrix) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void fill_scales_of_matrix(SharedScales<S>& scales, c
   }
 }
 
-// A block: the `i`-th from `first`, which a thread block has in common, so that addresses are 32-bit numbers on top.
+// A block: the `i`-th from `first`, which a CTA has in common, so that addresses are 32-bit numbers on top.
 struct At {
   int64_t first;
   int i;
@@ -69,7 +69,7 @@ struct At {
 };
 
 // Calls f(at, elements, here) for those of the blocks from `first` to before `end` that this thread has, the next one's
-// elements on their way. Every lane calls it, for the exchanges within f, and those past the end with here = false.
+// elements in flight. Every lane calls it, for the exchanges within f, and those past the end with here = false.
 template <class T, class F>
 __device__ __forceinline__ void for_each_block(const void* x, Float kind, int64_t first, int64_t end, const F& f) {
   const auto load = [&](Block<T>& b, int64_t first) {
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks<Op, S>)
   });
 }
 
-// The maximum over a thread block, in every thread.
+// The maximum over a CTA, in every thread.
 __device__ __forceinline__ uint32_t block_wide_max(uint32_t m) {
   __shared__ uint32_t partial[32];
   m = __reduce_max_sync(0xffffffffu, m);
@@ -145,7 +145,7 @@ __device__ __forceinline__ uint32_t block_wide_max(uint32_t m) {
 template <class S>
 inline constexpr int kRowThreads = kChooses<S> ? 512 : 1024;  // of a row, at most: bounds registers
 
-// One thread block per row: its amax, then its blocks. What registers cannot hold is read again, from cache.
+// One CTA per row: its amax, then its blocks. What registers cannot hold is read again, from cache.
 template <class Op, class S, class T>
 __global__ void __launch_bounds__(kRowThreads<S>) find_amax_and_quantize_kernel(typename Op::Args a) {
   const int blocks = static_cast<int>(a.shape.cols / kBlock), threads = blockDim.x;

@@ -1,4 +1,4 @@
-// Tiles of 64 x 128 elements of x in shared memory: which of them a thread block has, and how they come there.
+// Tiles of 64 x 128 elements of x in shared memory: which of them a CTA has, and how they come there.
 //
 // A team of two warps loads 16 rows and works on them by itself, along rows with two neighbouring blocks a thread,
 // along columns with a block in each of two neighbouring columns. So a team has all of what shares an amax or a
@@ -21,7 +21,7 @@ __device__ __forceinline__ void sync_team() {
   asm volatile("bar.sync %0, %1;" ::"r"(team() + 1), "n"(kTeam) : "memory");
 }
 
-// Thread blocks a multiprocessor holds, which bounds registers.
+// CTAs an SM holds, which bounds registers.
 template <class S>
 inline constexpr int kTileBlocks = kChooses<S> || kStochastic<S> ? 2
                                    : kWindows<S>                 ? 3
@@ -78,12 +78,12 @@ struct TilePlace {
 };
 
 // A run is some tiles down a strip of columns of a matrix: down, so that the codes of a column are neighbours, and
-// those of several tiles can be written together. A thread block has a few runs, one below the other; the grid is
-// strips, such groups and matrices. The hardware gives out thread blocks as others end: with equal shares for all that
-// are resident the slowest multiprocessor takes a tenth longer.
+// those of several tiles can be written together. A CTA has a few runs, one below the other; the grid is
+// strips, such groups and matrices. The hardware gives out CTAs as others end: with equal shares for all that
+// are resident the slowest SM takes a tenth longer.
 struct Runs {
   dim3 grid;
-  int64_t rows;  // of a thread block
+  int64_t rows;  // of a CTA
   int tiles;     // in a run
 
   Runs(const StoredShape& x, int resident) {
@@ -91,12 +91,12 @@ struct Runs {
     const int64_t multis = multiprocessors(), down = (x.rows + kTileRows - 1) / kTileRows;
     const int64_t strips = (x.cols + kTileCols - 1) / kTileCols;
     const auto count = [&](int64_t t) { return strips * ((down + t - 1) / t) * x.batch; };
-    // Quarters of tiles that the busiest multiprocessor works on; a run costs about one more.
+    // Quarters of tiles that the busiest SM works on; a run costs about one more.
     const auto cost = [&](int64_t t) { return (count(t) + multis - 1) / multis * (4 * t + 1); };
     tiles = 1;
     for (int more = 2; more <= kTilesHeld; ++more)
       if (cost(more) < cost(tiles)) tiles = more;
-    // What a thread block does first is done less often where there is enough work for all to the end.
+    // What a CTA does first is done less often where there is enough work for all to the end.
     const int64_t wanted = std::clamp<int64_t>(count(tiles) / (5 * multis * resident), 1, 16);
     const int64_t each = tiles * std::max(wanted, (down + kMost * tiles - 1) / (kMost * tiles));
     rows = each * kTileRows;
@@ -106,7 +106,7 @@ struct Runs {
 };
 
 // ---------------------------------------------------------------- loading
-constexpr int kStages = 2;  // tiles on their way
+constexpr int kStages = 2;  // tiles in flight
 
 template <class T>
 struct Stages {
@@ -183,7 +183,7 @@ class Loader {
                                             bool aligned) {
     const int here = cols_left - col();
     const auto* x = reinterpret_cast<const uint16_t*>(from);
-    uint2 word[kBlock / kRowsAtOnce];  // of all rows at once on their way
+    uint2 word[kBlock / kRowsAtOnce];  // of all rows at once in flight
 #pragma unroll
     for (int i = 0; i < kBlock / kRowsAtOnce; ++i, x += kRowsAtOnce * cols) {
       word[i] = make_uint2(0, 0);
@@ -211,8 +211,8 @@ class Loader {
   bool aligned_, whole_;
 };
 
-// For each matrix of this thread block `prepare(matrix)`, and for each run `begin(first)` with its first place; then
-// what that returned is called with each tile in turn, the next one on its way from what `make_loader(first)` returned,
+// For each matrix of this CTA `prepare(matrix)`, and for each run `begin(first)` with its first place; then
+// what that returned is called with each tile in turn, the next one in flight from what `make_loader(first)` returned,
 // and last to finish them.
 template <class T, class MakeLoader, class Prepare, class Begin>
 __device__ __forceinline__ void for_each_tile(Stages<T>& stages, const StoredShape& source, const Runs& runs,

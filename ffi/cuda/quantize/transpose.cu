@@ -1,9 +1,9 @@
-// transpose on CUDA: some thread blocks transpose codes, others scales.
+// transpose on CUDA: some CTAs transpose codes, others scales.
 //
-// For codes a thread block has a square of 16 x 16 tiles, a thread one of them. 16 threads read 128 bytes of one row, a
+// For codes a CTA has a square of 16 x 16 tiles, a thread one of them. 16 threads read 128 bytes of one row, a
 // word of each of their tiles. A tile is transposed in registers. Shared memory holds the square's result, which is
 // written in rows of 128 bytes again. Scales of such a square would be rows of 16 bytes, and the L2 cache works on as
-// many requests for those as for the codes. So they have squares of 32 x 32 or 64 x 64 tiles, in thread blocks of their
+// many requests for those as for the codes. So they have squares of 32 x 32 or 64 x 64 tiles, in CTAs of their
 // own.
 #include "../device.cuh"
 #include "../kernels.h"

@@ -5,7 +5,7 @@
 namespace jnvfp4 {
 namespace {
 
-constexpr int kTilesAtOnce = 8;  // side by side: a thread block reads 32 neighbouring bytes of each row
+constexpr int kTilesAtOnce = 8;  // side by side: a CTA reads 32 neighbouring bytes of each row
 static_assert(kThreads == 32 * kTilesAtOnce, "a thread has 16 bytes of a tile");
 
 __host__ __device__ int64_t tile_groups(const ScaleTiles& t) {
@@ -27,7 +27,7 @@ __device__ __forceinline__ PaddedCodes of_block(const PaddedCodes& a, const Padd
           y ? b.pieces : a.pieces, y ? b.out_rows : a.out_rows, y ? b.out_pieces : a.out_pieces};
 }
 
-// Grid: tiles, which are strided over, and the two operands. The first thread block also makes the factors.
+// Grid: tiles, which are strided over, and the two operands. The first CTA also makes the factors.
 __global__ void __launch_bounds__(kThreads) tile_scales_kernel(ScaleTiles a, ScaleTiles b, ProductFactors factors) {
   const ScaleTiles t = of_block(a, b);
   const int64_t groups = tile_groups(t), tile_rows = scale_tile_rows(t.rows), count = tile_blocks(t);

@@ -1,6 +1,6 @@
 // a b^T of a 16-bit array and an NVFP4 tensor in the pinned order of docs/numerics.md: the same bits as the CPU. Each
 // output adds one product at a time, k ascending, two roundings each, so no tensor core and no fused multiply-add can
-// serve. A plain kernel: a thread block has 64 x 64 outputs, a thread 4 x 4 of them.
+// serve. A plain kernel: a CTA has 64 x 64 outputs, a thread 4 x 4 of them.
 #include "../../../core/numerics_fast.h"
 #include "../../device.cuh"
 #include "../launchers.h"

@@ -2,7 +2,7 @@
 // of doubled codes is exact in the integer tensor cores, its product with the two scales is exact in float32, and each
 // sum is one rounding.
 //
-// A thread block has 64 x 64 outputs and goes along K by slabs of 64, which are the windows of window64: codes to bytes
+// A CTA has 64 x 64 outputs and goes along K by slabs of 64, which are the windows of window64: codes to bytes
 // in shared memory, then for each of the four blocks one mma m16n8k16 per 16 x 8 outputs.
 #include "nvfp4_blocks.cuh"
 

@@ -3,7 +3,7 @@
 // No split of K is allowed, so a warp has 16 rows of b and up to 64 tokens for all of K, and does as little as it can
 // for a block of 16: one mma m16n8k16 of float16 for each 8 tokens, and one fused multiply-add for each output. b is on
 // the side of 16 rows, as it is stored, and is decoded in registers, once for all tokens of the warp. Other warps of
-// the thread block do all else: some copy, some decode tokens, times their scales, into fragments in shared memory, and
+// the CTA do all else: some copy, some decode tokens, times their scales, into fragments in shared memory, and
 // widen the scales of b.
 //
 // These are the rule's bits. A decoded token is q s 2^-14, and that of b q 2^-14: multiples of 2^-24 and 2^-15 with at
@@ -32,7 +32,7 @@ constexpr int kMostThreads = 32 * kAllWarps;
 constexpr int kWindowCodes = kWindow / 2;
 constexpr float kUnit = 0x1p28f;
 
-// What a thread block has at a time, given its columns. Tokens are in tiles of 8.
+// What a CTA has at a time, given its columns. Tokens are in tiles of 8.
 template <int kTiles_, bool kWindows_>
 struct Config {
   static constexpr int kTiles = kTiles_, kTokens = 8 * kTiles;
@@ -40,7 +40,7 @@ struct Config {
   static constexpr int kTeams = kWindows ? 1 : 2, kTeamThreads = 32 * kDecoders / kTeams;
   static constexpr bool kShort = kTiles == 8 || (kTiles == 4 && kWindows);
   static constexpr int kDepth = kShort ? 2 : 4;                                     // windows of K in a stage
-  static constexpr int kStages = kTiles == 4 && !kWindows ? 5 : 7;                  // that are copied, or on their way
+  static constexpr int kStages = kTiles == 4 && !kWindows ? 5 : 7;                  // that are copied, or in flight
   static constexpr int kDecoded = kTiles < 4 || (kTiles == 4 && kWindows) ? 4 : 3;  // stages that are decoded
   // Barriers tell odd turns of a ring from even ones: a warp must not be more than one turn ahead.
   static_assert(kTeams <= kDecoded && kMostCopiers <= kStages);
@@ -218,7 +218,7 @@ struct Source {
   const uint8_t *token, *col, *token_scale, *col_scale;  // of the first stage and of the lane's first row
   const float *token_amax[kTokenPasses], *col_amax[kColPasses];
   int lane, part, first, code_bytes, scale_bytes;
-  int cols, columns, last;  // of the thread block: with and without columns that do not exist; the last token
+  int cols, columns, last;  // of the CTA: with and without columns that do not exist; the last token
   bool whole, aligned, token_windows, col_windows;
 
   __device__ __forceinline__ Source(const Operand& a, const Operand& b, int64_t a_row, int64_t b_row, int64_t tokens,
@@ -623,7 +623,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) sm80_nvfp4_blocks_small_m_ker
       init_barrier(memory.decoded(i), C::kTeamThreads), init_barrier(memory.to_decode(i), warps);
   }
   __syncthreads();
-  // Neighbouring thread blocks have the same rows of b.
+  // Neighbouring CTAs have the same rows of b.
   const auto token_tiles = static_cast<unsigned>((s.rows + C::kTokens - 1) / C::kTokens);
   const int64_t token0 = static_cast<int64_t>(blockIdx.x % token_tiles) * C::kTokens;
   const int64_t col0 = static_cast<int64_t>(blockIdx.x / token_tiles) * cols;
@@ -677,7 +677,7 @@ int bytes_of(const Tile& t) {
   }
 }
 
-// About the clocks of a multiprocessor for a block of 16 and all outputs, counted in instructions.
+// About the clocks of an SM for a block of 16 and all outputs, counted in instructions.
 double clocks(const GemmShape& s, const Tile& t, bool windows, int processors) {
   const double multiplying = (windows ? 14.0 : 5.5) * t.tiles + 15.0, helping = 2.2 * t.tiles + 0.5 * t.warps;
   const auto rounds = (s.batch * thread_blocks(s, t) + processors - 1) / processors;

@@ -3,8 +3,8 @@
 //
 // The sides of wgmma change places: rows of b are its 64 rows, from registers, and rows of a ("tokens") its columns,
 // from shared memory. A warpgroup decodes its own 64 rows of b, one window (64 along K) at a time, while its last four
-// wgmmas run. Two thread blocks of a cluster have the same tokens and neighbouring rows of b; each loads half of the
-// tokens for both. Thread blocks are persistent: one thread loads, two or four warpgroups compute.
+// wgmmas run. Two CTAs of a cluster have the same tokens and neighbouring rows of b; each loads half of the
+// tokens for both. CTAs are persistent: one thread loads, two or four warpgroups compute.
 //
 // The sum along K: the tensor core's, windows ascending, in one accumulator, or in two that are then added if four
 // warpgroups compute; and for each of `splits` parts of K, to the last of which the others are added in their order.
@@ -60,9 +60,9 @@ struct FusedConfig {
   static_assert(kStages % kPerSlot == 0 && kShared <= 232448);
 };
 
-// ---------------------------------------------------------------- what a thread block computes
+// ---------------------------------------------------------------- what a CTA computes
 struct FusedItem {
-  int matrix, row, col;  // the first row, and the first column of the pair of thread blocks
+  int matrix, row, col;  // the first row, and the first column of the 2-CTA cluster
   int split, splits;     // of a tile that has parts
   int first, end;        // of 256 along K
   int tile;              // of those that have parts, or -1
@@ -93,13 +93,13 @@ __device__ __forceinline__ FusedItem item_of(const FusedArgs& a, int i) {
           parts > 1 ? divided : -1,
           a.tokens};
 }
-// The items of a pair of thread blocks, one after the other.
+// The items of a 2-CTA cluster, one after the other.
 __device__ __forceinline__ int first_item(const FusedArgs& a) { return a.begin + blockIdx.x / 2; }
 __device__ __forceinline__ int next_item(const FusedArgs&, int i) { return i + gridDim.x / 2; }
 __device__ __forceinline__ int end_of_items(const FusedArgs& a) { return a.items; }
 __device__ __forceinline__ void wait_for_lists(const FusedArgs&) {}
 __device__ __forceinline__ void wait_for_kernel_beside(const FusedArgs&) {}
-// The row of all tokens that a thread block loads first.
+// The row of all tokens that a CTA loads first.
 __device__ __forceinline__ int row_of_a(const FusedArgs& a, const FusedItem& item, int half) {
   return item.matrix * a.tokens + item.row + cluster_rank() * half;
 }
@@ -122,7 +122,7 @@ __device__ __forceinline__ void load_slot(const FusedMaps& maps, uint32_t smem, 
   load_box(smem + C::kAtData + slot * C::kData, maps.data, bar, w * 32, b_row);
   load_box(smem + C::kAtScale + slot * C::kScale, maps.scale, bar, w * 4, b_row);
 }
-// The first slot of each team is asked for before the thread blocks of the cluster know of each other. Returns how many
+// The first slot of each team is asked for before the CTAs of the cluster know of each other. Returns how many
 // there are.
 template <class C>
 __device__ __forceinline__ int load_early(const typename C::Args& a, const typename C::Maps& maps, uint32_t smem) {
@@ -478,7 +478,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 // ---------------------------------------------------------------- launch
 template <class C>
 cudaError_t launch_fused_config(const FusedArgs& args, const FusedMaps& maps, cudaStream_t stream) {
-  // Where the whole tiles do not fill waves, as with fewer multiprocessors than the plan is for, the parts have a
+  // Where the whole tiles do not fill waves, as with fewer SMs than the plan is for, the parts have a
   // launch of their own.
   const int most = pairs_at_once(args.splits);
   const auto launch = [&](int begin, int items) {

@@ -1,7 +1,7 @@
 // The fused kernel of Hopper for grouped products: rows of a belong to groups, each of which has a matrix of b.
 //
 // How many rows a group has is known on the device alone. The kernel that prepares a also makes a list of tiles
-// (sm90/groups.cuh), over which pairs of thread blocks go as over the tiles of one product. A tile begins where a group
+// (sm90/groups.cuh), over which 2-CTA clusters go as over the tiles of one product. A tile begins where a group
 // or the tile before does, at any row: what it reads beyond the group's end is not written.
 #pragma once
 
@@ -58,7 +58,7 @@ __device__ __forceinline__ FusedItem item_of(const GroupedFusedArgs& a, int i) {
           tile.z};
 }
 // The kernel ahead makes the lists and prepares a. The launch beside it starts when all blocks of the first one have
-// waited for that, so it fences instead: a multiprocessor may hold the lists of the product before in L1.
+// waited for that, so it fences instead: an SM may hold the lists of the product before in L1.
 __device__ __forceinline__ void wait_for_lists(const GroupedFusedArgs& a) {
   if (a.beside)
     fence_acquire();

@@ -1,8 +1,8 @@
 // Grouped products of few rows on Hopper: the kernel of sm90/small_m.cuh over tiles of 8 rows of a group.
 //
-// As many thread blocks as multiprocessors divide the columns of all tiles evenly, in groups of 16. What one has of a
-// tile it computes in pieces whose sums fit into shared memory; the first loads of a piece are on their way while the
-// sums of the piece before are added up. Every thread block makes the list of tiles itself, from the sizes of groups.
+// As many CTAs as SMs divide the columns of all tiles evenly, in groups of 16. What one has of a
+// tile it computes in pieces whose sums fit into shared memory; the first loads of a piece are in flight while the
+// sums of the piece before are added up. Every CTA makes the list of tiles itself, from the sizes of groups.
 #include "grouped.h"
 #include "groups.cuh"
 #include "launch.cuh"
@@ -63,7 +63,7 @@ __device__ __forceinline__ int list_small_tiles(const GroupedSmallArgs& a, uint4
 }
 
 // ---------------------------------------------------------------- pieces
-// The pieces of a thread block, one after the other.
+// The pieces of a CTA, one after the other.
 struct Pieces {
   const GroupedSmallArgs& a;
   const uint4* list;

@@ -17,7 +17,7 @@ struct GroupedTile {
 // In front of the tiles. Those with few rows come last: the n-th is the n-th from the end of the list's memory.
 struct GroupedHeader {
   int full, tiles;   // tiles of many rows, and all
-  int whole, items;  // what a pair of thread blocks computes at a time: whole tiles, then parts of the others
+  int whole, items;  // what a 2-CTA cluster computes at a time: whole tiles, then parts of the others
   int splits, rows;  // parts of each of the last tiles; rows of all groups
   int unused[2];
 };
@@ -31,7 +31,7 @@ struct GroupedListing {
   bool of_tails;
   int tokens, few;        // of a tile; tiles with at most `few` come last
   int pairs, slots;       // tiles along the columns; steps along K
-  int grid;               // pairs of thread blocks
+  int grid;               // 2-CTA clusters
   float slot, split;      // what a step takes, and what each part of K costs
   GroupedHeader* header;  // and the tiles
   int most_tiles;
@@ -63,7 +63,7 @@ JNVFP4_HD GroupedHeader make_header(const GroupedListing& a, int full, int few, 
   return {full, full + few, whole, whole + (count - whole) * splits, splits, rows, {}};
 }
 
-// ---------------------------------------------------------------- what a pair of thread blocks computes
+// ---------------------------------------------------------------- what a 2-CTA cluster computes
 // Whole tiles go to pairs in turns, and then their parts: to as many pairs as take all parts of a tile at a time, so
 // that a part waits only for blocks that have started before.
 JNVFP4_HD int item_from(const GroupedHeader& header, int i, bool parts_begin, int pair, int pairs) {

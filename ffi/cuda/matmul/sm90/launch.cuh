@@ -5,7 +5,7 @@
 
 namespace jnvfp4 {
 
-// `cluster`: thread blocks of one. `shared`: bytes of shared memory.
+// `cluster`: CTAs of one. `shared`: bytes of shared memory.
 template <class... Args>
 cudaError_t launch_early(void (*kernel)(Args...), dim3 grid, unsigned threads, unsigned cluster, int shared,
                          cudaStream_t stream, Args... args) {

@@ -1,4 +1,4 @@
-// What the GEMMs of Hopper share whose thread blocks work in pairs, clusters of two: the sums of parts of K.
+// What the GEMMs of Hopper share whose CTAs work in pairs, clusters of two: the sums of parts of K.
 #pragma once
 
 #include <algorithm>

@@ -54,7 +54,7 @@ struct Halves {
   static __device__ __forceinline__ void pairs(const Raw& raw, uint32_t (&p)[4]) { permute8(raw, p); }
 };
 
-// A thread has 8 elements at a time, kSteps of them on their way. Eight threads have a window, and write it in fragment
+// A thread has 8 elements at a time, kSteps of them in flight. Eight threads have a window, and write it in fragment
 // order: 16 bytes have one pair of each block.
 template <class Source, int kSteps>
 __device__ __forceinline__ void prepare_rows(const Source& source, uint4* out, int64_t rows, int64_t depth,
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // ---------------------------------------------------------------- the same of a grouped product
-// The first thread blocks make the lists of tiles, the others have rows.
+// The first CTAs make the lists of tiles, the others have rows.
 template <class Source, int kSteps>
 __global__ void __launch_bounds__(kThreads)
     sm90_prepare_grouped_kernel(Source source, uint4* out, int64_t rows, int64_t depth,
@@ -155,7 +155,7 @@ __device__ __forceinline__ void make_factors(const WindowsOperand& x, int64_t th
   }
 }
 
-// A thread has 8 elements at a time, kSteps of them on their way.
+// A thread has 8 elements at a time, kSteps of them in flight.
 template <int kSteps>
 __device__ __forceinline__ void decode_rows(const WindowsOperand& x, int64_t eights, int64_t block) {
   const Codes source{static_cast<const uint32_t*>(x.source.data), x.source.scale};
@@ -173,7 +173,7 @@ __device__ __forceinline__ void decode_rows(const WindowsOperand& x, int64_t eig
   }
 }
 
-// Thread blocks for an operand: those of its factors, then those of its numbers.
+// CTAs for an operand: those of its factors, then those of its numbers.
 struct WindowsBlocks {
   int64_t factors, numbers;
 };

@@ -1,5 +1,5 @@
 // Instructions of Hopper alone: mbarriers, tensor maps, clusters, wgmma. A file that uses them is compiled for 90a.
-// Addresses of shared memory are 32 bits, of this thread block unless a function says otherwise.
+// Addresses of shared memory are 32 bits, of this CTA unless a function says otherwise.
 #pragma once
 
 #include <cuda.h>
@@ -64,7 +64,7 @@ __device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t* m) 
                  "r"(m[2]), "r"(m[3])
                  : "memory");
 }
-// The address of the same place in thread block `rank` of the cluster.
+// The address of the same place in CTA `rank` of the cluster.
 __device__ __forceinline__ uint32_t address_in(uint32_t a, uint32_t rank) {
   uint32_t r;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(rank));
@@ -82,7 +82,7 @@ __device__ __forceinline__ void fence_barrier_init() {
 __device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
-// Arrives at the barrier of the same place in thread block `rank` of the cluster.
+// Arrives at the barrier of the same place in CTA `rank` of the cluster.
 __device__ __forceinline__ void barrier_arrive_in(uint32_t bar, uint32_t rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(bar, rank)) : "memory");
 }
@@ -127,7 +127,7 @@ __device__ __forceinline__ int cluster_rank() {
   return r;
 }
 // Orders nothing but the initialisation of barriers, after a fence_barrier_init, or the end of reads whose values have
-// been used. A thread with loads on their way would wait for them in cluster_sync.
+// been used. A thread with loads in flight would wait for them in cluster_sync.
 __device__ __forceinline__ void cluster_meet() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -144,7 +144,7 @@ __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap& map, ui
       "l"(&map), "r"(bar), "r"(x), "r"(y)
       : "memory");
 }
-// The same to each thread block of the cluster whose bit is in `mask`.
+// The same to each CTA of the cluster whose bit is in `mask`.
 __device__ __forceinline__ void load_box_to(uint16_t mask, uint32_t to, const CUtensorMap& map, uint32_t bar, int x,
                                             int y) {
   asm volatile(

@@ -6,10 +6,10 @@
 // pairs (decode.cuh), and the rows of a are permuted likewise.
 //
 // Each warp works alone until the end. Its K is divided into units; it keeps the rows of a of one unit in registers,
-// while the columns of its thread block stream past through a private ring of cp.async stages.
+// while the columns of its CTA stream past through a private ring of cp.async stages.
 //
 // The factors of decoded numbers are taken back at the end. Sums are float32 in an order that depends only on the shape
-// and the device: K is split over warps and over the thread blocks of a cluster, whose sums are added in their order.
+// and the device: K is split over warps and over the CTAs of a cluster, whose sums are added in their order.
 // No atomics, no scratch.
 #pragma once
 
@@ -23,12 +23,12 @@ namespace jnvfp4::small_m {
 
 using Left = MatmulProblem::Left;
 
-// What all thread blocks have in common is computed on the host: a division takes a thread about as long as a load.
+// What all CTAs have in common is computed on the host: a division takes a thread about as long as a load.
 struct Args {
   MatmulArgs g;
   int64_t first;            // the matrix of blockIdx.y == 0
   int units;                // of K
-  int rank_bits;            // the thread blocks of a cluster: a power of two
+  int rank_bits;            // the CTAs of a cluster: a power of two
   int few, more;            // groups of 16 columns of every tile; the tiles that have one more
   bool each_row, each_col;  // whether rows of a matrix of a, or columns of the result, have an amax each
 };
@@ -50,7 +50,7 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// From the shared memory of the thread block `rank` of the cluster.
+// From the shared memory of the CTA `rank` of the cluster.
 __device__ __forceinline__ float4 load_from_rank(uint32_t address, int rank) {
   float4 v;
   asm volatile("{.reg .b32 a; mapa.shared::cluster.u32 a, %4, %5; ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [a];}"
@@ -81,8 +81,8 @@ __device__ __forceinline__ uint4 load_global16(const void* p) {
 template <Left left>
 using DecodeFor = Decode<std::conditional_t<left == Left::kBf16, Bf16, F16>>;
 
-// ---------------------------------------------------------------- the share of a thread block
-// Thread blocks go along the columns of the result, which are the rows of b, in groups of 16. The thread blocks of a
+// ---------------------------------------------------------------- the share of a CTA
+// CTAs go along the columns of the result, which are the rows of b, in groups of 16. The CTAs of a
 // cluster have the same columns and share K.
 struct Share {
   int rank_bits, ranks, rank, units, most, groups, group0;
@@ -108,7 +108,7 @@ struct Share {
 };
 
 // ---------------------------------------------------------------- launches
-constexpr int kMostShared = 227 << 10;  // bytes that a thread block of Hopper may have
+constexpr int kMostShared = 227 << 10;  // bytes that a CTA of Hopper may have
 
 // Clusters for each of tiles x batch. The grid's second axis may have 65535.
 inline cudaError_t launch_clusters(void (*kernel)(Args), Args a, int tiles, int threads, int bytes,
@@ -316,7 +316,7 @@ struct Rows {
 // a row of b; those that do not exist are read as the last one, and not written.
 template <class S>
 struct Ring {
-  const uint8_t *data, *scale;       // of the first column of the thread block
+  const uint8_t *data, *scale;       // of the first column of the CTA
   const uint8_t *low, *high, *thin;  // of this lane in the next stage: codes of columns g and g + 8; scales
   int wide, narrow;                  // bytes of a row of codes and of scales
   int last, depth;
@@ -525,7 +525,7 @@ struct SlotRange {
         step(S::kWarps * 32 << share.rank_bits) {}
 };
 
-// What the first slot of a thread needs is looked up while the first columns are on their way, which is when there is
+// What the first slot of a thread needs is looked up while the first columns are in flight, which is when there is
 // time.
 template <Left left, class S, class Share>
 __device__ __forceinline__ void prepare_slots(const Args& a, const Share& share, uint32_t kept) {
@@ -572,7 +572,7 @@ __device__ __forceinline__ void finish_slots(const Args& a, const Share& share, 
       for (int r = 0; r < share.ranks; ++r) add(s, load_from_rank(sums + slot * 16, r));
     }
 #pragma unroll
-    for (float sum : s) asm volatile("" ::"f"(sum));  // used, before this thread block meets the others
+    for (float sum : s) asm volatile("" ::"f"(sum));  // used, before this CTA meets the others
     Slot<left, S, typename Share::Of> of{a, share.of()};
     of.place(share, slot);
     if (slot == range.first)
@@ -581,13 +581,13 @@ __device__ __forceinline__ void finish_slots(const Args& a, const Share& share, 
       of.load();
     of.store(s);
   }
-  if (share.ranks > 1) {  // no thread block ends while another reads its sums
+  if (share.ranks > 1) {  // no CTA ends while another reads its sums
     __syncwarp();
     cluster_meet();
   }
 }
 
-// Grid: clusters along the columns; matrices. All rows of a, at most 8 * kRowTiles, are in one thread block.
+// Grid: clusters along the columns; matrices. All rows of a, at most 8 * kRowTiles, are in one CTA.
 template <Left left, class S>
 __global__ void __launch_bounds__(S::kWarps * 32, 1) sm90_small_m_kernel(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) uint8_t shared[];
@@ -601,7 +601,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) sm90_small_m_kernel(const _
   const uint32_t own = sums + warp * pitch, own_sums = own + lane * 16;
   const uint32_t buffer = own + (S::kOneUnit ? 0 : share.groups * S::kRowTiles * 512);
 
-  // The first loads are on their way before anything else is computed.
+  // The first loads are in flight before anything else is computed.
   wait_for_kernel_ahead();
   let_next_kernel_start();  // it waits for the end of this one
   Rows<left, S> rows(g, share.matrix * g.shape.rows, static_cast<int>(g.shape.rows));
@@ -658,7 +658,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) sm90_small_m_kernel(const _
 }
 
 // ---------------------------------------------------------------- launch
-// Into how many tiles of columns to divide a product, where clusters of 2^bits thread blocks divide K.
+// Into how many tiles of columns to divide a product, where clusters of 2^bits CTAs divide K.
 struct Division {
   int bits, groups, tiles, units;
   int64_t cost;  // in steps of a warp
@@ -666,7 +666,7 @@ struct Division {
   int most() const { return (groups + tiles - 1) / tiles; }  // groups of a tile
 };
 
-// The clusters that a device has room for. Those of four and eight do not find room on every multiprocessor.
+// The clusters that a device has room for. Those of four and eight do not find room on every SM.
 inline int64_t clusters_at_once(int bits) {
   const int processors = multiprocessors();
   return std::max((bits > 1 ? processors - processors / 8 : processors) >> bits, 1);
@@ -676,7 +676,7 @@ template <Left left, class S>
 Division divide(const GemmShape& shape, int bits) {
   const int groups = static_cast<int>((shape.cols + 15) / 16), most = S::most_groups(left);
   const int units = static_cast<int>((shape.depth + S::kUnit - 1) / S::kUnit);
-  // As few tiles as fill every multiprocessor equally often.
+  // As few tiles as fill every SM equally often.
   const int64_t at_once = clusters_at_once(bits), least = (groups + most - 1) / most;
   const int64_t waves = (least * shape.batch + at_once - 1) / at_once;
   const auto tiles = std::min<int64_t>(groups, std::max(least, waves * at_once / shape.batch));
@@ -684,7 +684,7 @@ Division divide(const GemmShape& shape, int bits) {
   const int mine = (units + (1 << bits) - 1) >> bits, turns = mine / S::kWarps, rest = mine % S::kWarps;
   const int shared = turns && rest ? Walk<S>::sharing(rest) : 0;
   const int steps = d.most() * turns + (rest ? (d.most() + (1 << shared) - 1) >> shared : 0);
-  constexpr int kStart = 3;  // what the start and the end of a thread block take; rows of a take one step
+  constexpr int kStart = 3;  // what the start and the end of a CTA take; rows of a take one step
   d.cost = (tiles * shape.batch + at_once - 1) / at_once * (steps + turns + (rest != 0) + kStart);
   return d;
 }
@@ -702,8 +702,8 @@ cudaError_t launch_shape(const MatmulArgs& g, const Division& d, cudaStream_t st
   return launch_clusters(sm90_small_m_kernel<left, S>, args, d.tiles, S::kWarps * 32, S::bytes(left, d.most()), stream);
 }
 
-// Clusters of two where they take no more steps, since each of their thread blocks reads half of a. Few columns leave
-// multiprocessors free, so clusters of four or eight may divide K too. One: for the K of which a warp has one unit.
+// Clusters of two where they take no more steps, since each of their CTAs reads half of a. Few columns leave
+// SMs free, so clusters of four or eight may divide K too. One: for the K of which a warp has one unit.
 template <Left left, class One, class Any>
 cudaError_t launch_best(const MatmulArgs& g, cudaStream_t stream) {
   const auto one = [&](int bits) { return g.shape.depth <= int64_t{One::kUnit} * One::kWarps << bits; };

@@ -6,8 +6,8 @@
 // the factors of that window, to another. Meanwhile another warpgroup multiplies: they take turns on the tensor cores.
 // If both operands have windows, every sum of a window has a factor of its own, the product of two. The tensor cores
 // make these too, in a third set of registers: to a warp that adds they cost less than its own multiplications.
-// Two thread blocks of a cluster have the same tokens and neighbouring columns; each loads half of the tokens for both.
-// Thread blocks are persistent: one thread loads, two warpgroups compute.
+// Two CTAs of a cluster have the same tokens and neighbouring columns; each loads half of the tokens for both.
+// CTAs are persistent: one thread loads, two warpgroups compute.
 //
 // Columns have windows. Tokens may have too; if not, their factors come last. If only a has windows, operands are
 // exchanged: tokens are then rows of b.
@@ -39,7 +39,7 @@ struct WindowsArgs {
   uint32_t* flags;                                // one for each warpgroup that writes sums: 0 until it has
 };
 
-// 64 along K of the rows of half a tile of tokens, and of a thread block's columns.
+// 64 along K of the rows of half a tile of tokens, and of a CTA's columns.
 struct WindowsMaps {
   CUtensorMap tokens, columns;
 };
@@ -70,9 +70,9 @@ struct WindowsConfig {
   static_assert(kShared <= 232448);
 };
 
-// ---------------------------------------------------------------- what a thread block computes
+// ---------------------------------------------------------------- what a CTA computes
 struct WindowsItem {
-  int matrix, token, column;  // the first token, and the first column of the pair of thread blocks
+  int matrix, token, column;  // the first token, and the first column of the 2-CTA cluster
   int split, first, end;      // windows
   int64_t tile;
 };
