@@ -8,10 +8,13 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from jnvfp4 import layer_index
-from jnvfp4._layers import dot_general
+from jnvfp4 import Policy, layer_index, recipes
 
 WIDTH, HIDDEN, VOCABULARY = 32, 64, 48
+SR, NEAREST = recipes.pretrain(), recipes.DEFAULT
+ALL = Policy(default=SR, keep=())
+KEY = jax.random.key(5)
+X = jnp.asarray(np.random.default_rng(1).normal(size=(2, 16, WIDTH)), jnp.float32)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, VOCABULARY, (2, 16)))
 
 
@@ -65,9 +68,27 @@ class Stack(nn.Module):
                     return block(x), None
             return block(x), None
 
-        axes, split = {"params": 0, "keys": 0}, dict(self.split_rngs)
-        loop = nn.scan(body, variable_axes=axes, split_rngs=split, length=self.layers)
+        loop = nn.scan(body, variable_axes={"params": 0}, split_rngs=dict(self.split_rngs), length=self.layers)
         return loop(block(name="block"), x, jnp.arange(self.layers))[0]
+
+
+class LinenOwn(nn.Module):
+    """Multiplies by itself, as some models do."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.param("kernel", nn.initializers.lecun_normal(), (WIDTH, WIDTH))
+
+
+def shapes(model: nn.Module, x=X):
+    """Of the variables, without computing them."""
+    return jax.eval_shape(model.init, jax.random.key(0), x)
+
+
+def init(model: nn.Module, x=X):
+    """Variables without a run of the model, since any values will do."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda v: jnp.asarray(rng.normal(0, 0.2, v.shape), v.dtype), shapes(model, x))
 
 
 def stacked(params: Any) -> Any:
@@ -117,26 +138,36 @@ class NnxTransformer(nnx.Module):
         return self.lm_head(x)
 
 
+class NnxStack(nnx.Module):
+    """Three ``NnxMlp`` in a loop over their stacked parameters, or one after the other."""
+
+    def __init__(self, scan):
+        self.scan = scan
+        if scan:
+            self.block = nnx.vmap(lambda rngs: NnxMlp(rngs), in_axes=0, out_axes=0)(nnx.Rngs(0).split(3))
+        else:
+            self.block = nnx.List([NnxMlp(nnx.Rngs(i)) for i in range(3)])
+
+    def __call__(self, x):
+        if not self.scan:
+            for block in self.block:
+                x = block(x)
+            return x
+
+        return nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.block)
+
+
+class NnxOwn(nnx.Module):
+    """Multiplies by itself, as some models do."""
+
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.ones((WIDTH, WIDTH)))
+
+    def __call__(self, x):
+        return jax.lax.dot_general(x, self.kernel[...], (((x.ndim - 1,), (0,)), ((), ())))
+
+
 def cross_entropy(logits, tokens=TOKENS):
     """Of the next token."""
     likely = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32))
     return -jnp.take_along_axis(likely, tokens[:, 1:, None], -1).mean()
-
-
-def products(f, *args) -> int:
-    """How many products of quantized operands a function has; the arguments may be shapes."""
-    return str(jax.make_jaxpr(f)(*args)).count("nvfp4_matmul[")
-
-
-def record_keys(monkeypatch) -> list[tuple[int, ...]]:
-    """Lists the keys of all products that run from now on, also within loops."""
-    drawn: list[tuple[int, ...]] = []
-    original = dot_general.call_linear
-
-    def recorded(call, x, w, bias, key, *rest):
-        if call.recipe.stochastic:
-            jax.debug.callback(lambda data: drawn.append(tuple(np.asarray(data).tolist())), jax.random.key_data(key))
-        return original(call, x, w, bias, key, *rest)
-
-    monkeypatch.setattr(dot_general, "call_linear", recorded)
-    return drawn

@@ -2,6 +2,8 @@
 
 import functools
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import hypothesis
@@ -13,6 +15,7 @@ import pytest
 from conftest import skip_or_fail
 
 from jnvfp4 import ROW_SCALED, Format, NVFP4Tensor, QuantSpec, quantize, quantize_pair, reference
+from jnvfp4._layers import dot_general
 from jnvfp4.spec import BLOCK, WINDOW
 
 TENSOR = Format()
@@ -437,6 +440,31 @@ def equations(jaxpr):
 def primitives(jaxpr) -> list[str]:
     """The names of all primitives, of inner jaxprs too."""
     return [eqn.primitive.name for eqn in equations(jaxpr)]
+
+
+def products(f, *args) -> int:
+    """How many products of quantized operands a function has; the arguments may be shapes."""
+    return str(jax.make_jaxpr(f)(*args)).count("nvfp4_matmul[")
+
+
+def words(key) -> tuple[int, ...]:
+    return tuple(np.asarray(jax.random.key_data(key)).tolist())
+
+
+@contextmanager
+def recorded_keys() -> Iterator[list[tuple[int, ...]]]:
+    """Lists the words of the keys of all products that run within, also in loops."""
+    drawn: list[tuple[int, ...]] = []
+    original = dot_general.call_linear
+
+    def recorded(call, x, w, bias, key, *rest):
+        if call.recipe.stochastic:
+            jax.debug.callback(lambda key: drawn.append(words(key)), key)
+        return original(call, x, w, bias, key, *rest)
+
+    with mock.patch.object(dot_general, "call_linear", recorded):
+        yield drawn
+        jax.effects_barrier()
 
 
 def skip_unless_haliax_runs() -> None:

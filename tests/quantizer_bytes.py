@@ -1,8 +1,8 @@
 """Digests of what quantizers write, from the same operand on any mesh.
 
-As a script it is one of several processes and prints them as JSON:
+As a script it is one of two processes and prints them as JSON:
 
-    python quantizer_bytes.py PROCESS PROCESSES COORDINATOR
+    python quantizer_bytes.py COORDINATOR PROCESS
 """
 
 import hashlib
@@ -50,6 +50,6 @@ def digests(devices: list) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    process, processes, coordinator = sys.argv[1:]
-    jax.distributed.initialize(coordinator, int(processes), int(process))
+    coordinator, process = sys.argv[1:]
+    jax.distributed.initialize(coordinator, 2, int(process))
     print(json.dumps(digests(jax.devices())))

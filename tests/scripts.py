@@ -1,7 +1,8 @@
-"""Runs the scripts in examples/ as a user would."""
+"""Runs the scripts in examples/ as a user would, and programs in two processes."""
 
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -23,3 +24,27 @@ def run(script: str, *arguments: str, cwd: pathlib.Path, timeout: float = 300) -
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def in_two_processes(*program: str, environments=(None, None), arguments=((), ())) -> list[str]:
+    """What two processes print. Each gets the address for ``jax.distributed``, its number and its own arguments."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    started = [
+        subprocess.Popen(
+            [sys.executable, *program, address, str(i), *own],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i, (environment, own) in enumerate(zip(environments, arguments, strict=True))
+    ]
+    try:
+        printed = [process.communicate(timeout=240) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert not any(process.returncode for process in started), [err[-2000:] for _, err in printed]
+    return [out for out, _ in printed]

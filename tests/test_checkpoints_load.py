@@ -2,9 +2,6 @@
 
 import json
 import re
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +13,7 @@ import pytest
 from checkpoints import TE_MODELOPT, array, environment, same, write_model
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from scripts import in_two_processes
 
 import jnvfp4
 from jnvfp4.checkpoints import (
@@ -387,16 +385,9 @@ np.savez(sys.argv[4], **{n: r.seen for n, r in records.items() if r.seen.ndim ==
 @pytest.mark.long
 def test_processes_read_what_is_theirs(tmp_path):
     """Two processes with two devices each: halves that do not overlap, and are the whole together."""
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        address = f"localhost:{s.getsockname()[1]}"
-    out = [tmp_path / f"{i}.npz" for i in range(2)]
-    here = str(Path(__file__).parent)
-    both = [
-        subprocess.Popen([sys.executable, "-c", OF_TWO, address, str(i), here, str(path)], env=environment())
-        for i, path in enumerate(out)
-    ]
-    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    out, here = [tmp_path / f"{i}.npz" for i in range(2)], str(Path(__file__).parent)
+    arguments = [(here, str(path)) for path in out]
+    in_two_processes("-c", OF_TWO, environments=2 * [environment()], arguments=arguments)
     one, two = (np.load(path) for path in out)
     assert len(one.files) == 5
     for name in one.files:

@@ -1,43 +1,23 @@
 """Linen models as they are: which layers are quantized, with which bits and keys, and that nothing else changes."""
 
-import json
-import re
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_same_tensor
+from helpers import assert_bitwise, assert_same_tensor, products, recorded_keys, words
 
 pytest.importorskip("flax", "0.12")
 
 from flax import linen as nn
-from flax_models import TOKENS, Mlp, Stack, Transformer, products, record_keys, stacked
+from flax_models import ALL, KEY, NEAREST, SR, TOKENS, Mlp, Stack, Transformer, X, init, shapes, stacked
 
 from jnvfp4 import Policy, Rule, layer_key, linear, recipes, step_key
-from jnvfp4.checkpoints import ConvertOptions
-from jnvfp4.flax import calibrate, linen
 from jnvfp4.flax.linen import dot_general_cls, intercept
 
-SR, NEAREST = recipes.pretrain(), recipes.DEFAULT
 POLICY = Policy([Rule("block_.*", SR)])
-ALL = Policy(default=SR, keep=())
-KEY = jax.random.key(5)
-X = jnp.asarray(np.random.default_rng(1).normal(size=(2, 16, 32)), jnp.float32)
-
-
 pytestmark = pytest.mark.usefixtures("cpu")
-
-
-def shapes(model, x=X):
-    """Of the variables, without computing them."""
-    return jax.eval_shape(model.init, jax.random.key(0), x)
-
-
-def init(model, x=X):
-    """Variables without a run of the model, since any values will do."""
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda v: jnp.asarray(rng.normal(0, 0.2, v.shape), v.dtype), shapes(model, x))
 
 
 def quantized(model, policy, x=X, **options):
@@ -50,33 +30,23 @@ def quantized(model, policy, x=X, **options):
     return apply
 
 
-def run(model, variables, x=X, policy=ALL, key=KEY, rngs=None):
+def run(model, variables, rngs=False):
     """Loss and gradients, jitted, by way (a), or by (b) if there are ``rngs``."""
 
     @jax.jit
     def step(variables, key):
         def loss(variables):
-            keys = {"sr": key} if rngs else None
-            with intercept(policy):
-                return jnp.sum(jnp.sin(model.apply(variables, x, rngs=keys).astype(jnp.float32)))
+            with intercept(ALL):
+                y = model.apply(variables, X, rngs={"sr": key} if rngs else None)
+            return jnp.sum(jnp.sin(y.astype(jnp.float32)))
 
-        if rngs or key is None:
-            return jax.value_and_grad(loss)(variables)
-        with step_key(key):
+        with nullcontext() if rngs else step_key(key):
             return jax.value_and_grad(loss)(variables)
 
-    return step(variables, key)
+    return step(variables, KEY)
 
 
 # ---------------------------------------------------------------- which layers, and nothing else
-def test_explain_lists_the_layers_of_a_model():
-    model = Transformer()
-    decisions = {d.path: (d.shape, d.recipe, d.why) for d in POLICY.explain(model, TOKENS)}
-    parts = ["/up", "/down", "_gate", *(f"_attention/{p}" for p in ("query", "key", "value", "out"))]
-    assert set(decisions) == {"lm_head", *(f"block_{i}{part}" for i in range(2) for part in parts)}
-    assert decisions["lm_head"] == ((32, 48), None, "keep 'lm_head'")
-    assert decisions["block_1_attention/out"] == ((2, 16, 32), SR, "rule 'block_.*'")
-    assert decisions["block_0/up"] == ((32, 64), SR, "rule 'block_.*'")
 
 
 def test_parameters_do_not_change():
@@ -87,15 +57,6 @@ def test_parameters_do_not_change():
     nearest = Policy([Rule("block_.*", NEAREST)])
     _, changed = jax.eval_shape(quantized(model, nearest, TOKENS, mutable=True), plain)
     assert jax.tree.structure(changed) == jax.tree.structure(plain)
-
-
-def test_only_products_with_weights_are_quantized():
-    """Of ten products of a block, those of queries with keys and of scores with values stay as they are."""
-    model, policy = Transformer(layers=1), Policy([Rule("block_.*", NEAREST)])
-    variables = shapes(model, TOKENS)
-    assert products(quantized(model, policy, TOKENS), variables) == 7
-    plain, program = (str(jax.make_jaxpr(quantized(model, p, TOKENS))(variables)) for p in (Policy(), policy))
-    assert len(re.findall(r"= dot_general\[", plain)) - len(re.findall(r"= dot_general\[", program)) == 7
 
 
 def test_a_jitted_function_follows_the_policy():
@@ -127,16 +88,6 @@ def test_missing_parameters_are_an_error_of_flax():
         nn.Dense(48).apply({}, X)
 
 
-LAYERS_OF_TEN = {"dense": nn.Dense(10), "einsum": nn.Einsum((32, 10), "bsd,de->bse", use_bias=False)}
-
-
-@pytest.mark.parametrize("model", LAYERS_OF_TEN.values(), ids=LAYERS_OF_TEN)
-def test_a_layer_of_ten_features_is_padded(model):
-    policy = Policy(default=NEAREST)
-    assert policy.explain(model, X)[0].why == "default; N padded from 10 to 16"
-    assert jax.eval_shape(quantized(model, policy), shapes(model)).shape == (2, 16, 10)
-
-
 def test_a_model_within_a_model_has_its_own_layers():
     """A teacher that is applied within the student."""
 
@@ -155,18 +106,6 @@ def test_a_model_within_a_model_has_its_own_layers():
         assert products(quantized(model, Policy([Rule(rule, NEAREST)])), variables) == count
     with pytest.raises(ValueError, match="got 'up', which matches none of block_0, block_3"):
         products(quantized(model, Policy([Rule("up", NEAREST)])), variables)
-
-
-@pytest.mark.parametrize("attribute", ["dot_general", "dot_general_cls"])
-def test_a_layer_with_a_product_of_its_own_keeps_it(attribute):
-    own = {"dot_general": jax.lax.dot_general, "dot_general_cls": lambda: jax.lax.dot_general}[attribute]
-    model = nn.Dense(48, **{attribute: own})
-    variables = init(model)
-    policy = Policy(default=NEAREST)
-    assert policy.explain(model, X)[0].why == "has a dot_general of its own"
-    with intercept(policy):
-        got = model.apply(variables, X)
-    assert_bitwise(got, nn.Dense(48).apply(variables, X))
 
 
 def test_a_head_with_tied_weights_has_its_name():
@@ -190,42 +129,6 @@ def test_a_head_with_tied_weights_has_its_name():
     assert (head.path, head.shape, head.recipe) == ("lm_head", (32, 48), NEAREST)
 
 
-class Own(nn.Module):
-    """Multiplies by itself, as some models do."""
-
-    @nn.compact
-    def __call__(self, x):
-        return x @ self.param("kernel", nn.initializers.lecun_normal(), (32, 48))
-
-
-OTHERS = {
-    "own": (Own(), "of type Own, which jnvfp4.qwix.Provider reaches and intercept does not"),
-    "convolution": (nn.Conv(32, (3,)), "of type Conv, which jnvfp4 does not quantize"),
-}
-
-
-@pytest.mark.parametrize(("module", "why"), OTHERS.values(), ids=OTHERS)
-def test_a_module_without_a_hook_is_named(module, why):
-    model = nn.Sequential([module, nn.Dense(32)])
-    decision = Policy(default=NEAREST).explain(model, X)[0]
-    assert (decision.path, decision.recipe, decision.why) == ("layers_0", None, why)
-    with pytest.warns(UserWarning, match=f"intercept: layer 'layers_0' is {why}"):
-        jax.eval_shape(quantized(model, Policy(default=NEAREST)), shapes(model))
-    jax.eval_shape(quantized(model, Policy([Rule("layers_0", None)], default=NEAREST)), shapes(model))
-    with pytest.raises(ValueError, match="every rule with a recipe must match a layer that can be quantized"):
-        Policy([Rule("layers_0", NEAREST)]).explain(model, X)
-
-
-def test_an_error_names_the_layer():
-    for model, op in (
-        (nn.Dense(32, precision="highest", name="up"), "DotGeneral"),
-        (nn.Einsum((32, 32), "bsd,de->bse", precision="highest", name="up"), "einsum"),
-    ):
-        message = f"{op} of layer 'up': precision must be None or 'default', got 'highest'; .* Rule with recipe None"
-        with pytest.raises(ValueError, match=message):
-            jax.eval_shape(quantized(model, Policy(default=NEAREST)), shapes(model))
-
-
 def test_an_einsum_that_is_no_product_stays_as_it_is():
     model = nn.Einsum((32, 8), "bsd,de->bsde", use_bias=False)
     decision = Policy(default=NEAREST).explain(nn.Sequential([model]), X)[0]
@@ -239,41 +142,19 @@ def test_first_and_last_layers_stay_in_high_precision():
     assert products(quantized(model, policy), shapes(model)) == 2  # those of one Mlp
 
 
-def test_scanned_layers_have_no_ends():
+def test_scanned_layers_have_no_numbers():
     model, policy = Stack(scan=True), Policy(default=NEAREST, last_bf16=1)
-    message = r"layers must not be scanned for last_bf16=1, .* got block/up with weights \(3, 32, 64\)"
-    with pytest.raises(ValueError, match=message):
-        policy.explain(model, X)
     message = r"must have numbers in their paths for last_bf16=1 \(scanned layers have none\), got block/down, block/up"
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(quantized(model, policy), shapes(model))
 
 
-def test_the_policy_is_checked():
-    message = "every rule must match a layer, got 'gate', which matches none of down, up"
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(quantized(Mlp(), Policy([Rule("gate", SR)])), shapes(Mlp()))
-    with pytest.raises(TypeError, match=r"intercept: policy must be a jnvfp4.Policy, got 'pretrain'"):
-        intercept("pretrain").__enter__()
+def test_explain_of_a_module_needs_its_inputs():
     with pytest.raises(TypeError, match=r"Policy.explain: a Linen module must come with .* explain\(model, tokens\)"):
         Policy(default=NEAREST).explain(Mlp())
 
 
 # ---------------------------------------------------------------- bits
-
-
-def test_loss_and_gradients_have_the_bits_of_linear():
-    def by_hand(variables, key):
-        p = variables["params"]
-        h = nn.LayerNorm().apply({"params": p["norm"]}, X).astype(jnp.bfloat16)
-        with step_key(key):
-            h = linear(h, p["up"]["kernel"].astype(jnp.bfloat16), SR, key=layer_key("up"), w_axes="kn")
-            h = nn.gelu(h + p["up"]["bias"].astype(jnp.bfloat16))
-            y = linear(h, p["down"]["kernel"].astype(jnp.bfloat16), SR, key=layer_key("down"), w_axes="kn")
-        return jnp.sum(jnp.sin((X + y.astype(X.dtype)).astype(jnp.float32)))
-
-    variables = init(Mlp())
-    assert_same_tensor(run(Mlp(), variables), jax.jit(jax.value_and_grad(by_hand))(variables, KEY))
 
 
 def test_loops_and_remat_change_no_bit():
@@ -290,12 +171,6 @@ def test_loops_and_remat_change_no_bit():
 
 
 # ---------------------------------------------------------------- keys
-def test_a_layer_without_a_key_raises():
-    model = quantized(Mlp(), ALL)
-    jax.eval_shape(model, shapes(Mlp()))  # without a gradient
-    with pytest.raises(ValueError, match="layer 'up': key must be given") as error:
-        jax.eval_shape(jax.grad(lambda variables: jnp.sum(model(variables))), shapes(Mlp()))
-    assert "rngs={'sr': key}" in str(error.value)
 
 
 SPLIT = (("params", True), ("sr", True))
@@ -309,49 +184,32 @@ STACKS = {
 }
 
 
-def sow_keys(monkeypatch):
-    """Makes each product store its key in the collection "keys" of its layer."""
-    original = linen.key_in
-
-    def sowing(module, path, recipe):
-        key = original(module, path, recipe)
-        module.sow("keys", "drawn", jax.random.key_data(key))
-        return key
-
-    monkeypatch.setattr(linen, "key_in", sowing)
-
-
 @pytest.mark.parametrize(("model", "rngs"), STACKS.values(), ids=STACKS)
-def test_every_layer_of_every_step_draws_its_own_bits(monkeypatch, model, rngs):
-    variables = init(model)
-    sow_keys(monkeypatch)
-
+def test_every_layer_of_every_step_draws_its_own_bits(model, rngs):
     @jax.jit
     def step(variables, key):
-        with intercept(ALL):
-            if rngs:
-                return model.apply(variables, X, rngs={"sr": key}, mutable=["keys"])[1]
-            with step_key(key):
-                return model.apply(variables, X, mutable=["keys"])[1]
+        with intercept(ALL), nullcontext() if rngs else step_key(key):
+            return model.apply(variables, X, rngs={"sr": key} if rngs else None)
 
-    drawn = [leaf.reshape(-1, 2) for key in (KEY, jax.random.key(6)) for leaf in jax.tree.leaves(step(variables, key))]
-    assert len(np.unique(np.concatenate(drawn), axis=0)) == 8  # two steps, two blocks, two layers
+    with recorded_keys() as drawn:
+        for key in (KEY, jax.random.key(6)):
+            step(init(model), key)
+    assert len(set(drawn)) == 8  # two steps, two blocks, two layers
 
 
 OF_EACH, OF_ALL = (("params", True),), (("params", True), ("sr", False))
 DIFFER = "key must differ .* pass split_rngs={'sr': True} to nn.scan"
 ALIKE = {
-    "step_key without an index": (Stack(scan=True), False, r"in a loop that JAX traces once.*layer_index\(i\)"),
-    "one stream": (Stack(scan=True, split_rngs=OF_ALL), True, DIFFER),
-    "one stream, remat": (Stack(scan=True, remat=True, split_rngs=OF_ALL), True, DIFFER),
-    "no stream": (Stack(scan=True, split_rngs=OF_EACH), True, "key must be given"),
+    "one stream": (Stack(scan=True, split_rngs=OF_ALL), DIFFER),
+    "one stream, remat": (Stack(scan=True, remat=True, split_rngs=OF_ALL), DIFFER),
+    "no stream": (Stack(scan=True, split_rngs=OF_EACH), "key must be given"),
 }
 
 
-@pytest.mark.parametrize(("model", "rngs", "text"), ALIKE.values(), ids=ALIKE)
-def test_scanned_layers_that_would_draw_the_same_bits_raise(model, rngs, text):
+@pytest.mark.parametrize(("model", "text"), ALIKE.values(), ids=ALIKE)
+def test_scanned_layers_that_would_draw_the_same_bits_raise(model, text):
     with pytest.raises(ValueError, match=f"layer 'block/up': {text}"):
-        run(model, init(Stack(scan=True)), rngs=rngs)
+        run(model, init(model), rngs=True)
 
 
 class Caller(nn.Module):
@@ -415,7 +273,7 @@ def test_a_class_for_the_arguments_of_a_model():
         jax.eval_shape(shared, KEY)
 
 
-def test_the_class_draws_by_the_path_of_its_layer(monkeypatch):
+def test_the_class_draws_by_the_path_of_its_layer():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -423,11 +281,9 @@ def test_the_class_draws_by_the_path_of_its_layer(monkeypatch):
                 x = nn.Dense(32, dot_general_cls=dot_general_cls(SR), name=f"layer_{i}")(x)
             return x
 
-    variables, drawn = init(Model()), record_keys(monkeypatch)
-    with step_key(KEY):
-        Model().apply(variables, X)
-        jax.effects_barrier()
-        want = [tuple(np.asarray(jax.random.key_data(layer_key(f"layer_{i}"))).tolist()) for i in range(2)]
+    with recorded_keys() as drawn, step_key(KEY):
+        Model().apply(init(Model()), X)
+        want = [words(layer_key(f"layer_{i}")) for i in range(2)]
     assert drawn == want
 
 
@@ -435,31 +291,3 @@ def test_attention_takes_the_class():
     dot = dot_general_cls(NEAREST)
     model = nn.MultiHeadDotProductAttention(2, qkv_dot_general_cls=dot, out_dot_general_cls=dot)
     assert products(lambda v: model.apply(v, X), shapes(model)) == 4
-
-
-# ---------------------------------------------------------------- calibrate
-def test_calibrate_writes_the_scales_of_a_conversion(tmp_path):
-    model = Transformer(layers=1)
-    variables = init(model, TOKENS)
-    path = tmp_path / "amax.json"
-    found = calibrate(model.bind(variables), POLICY, [TOKENS, (TOKENS + 1,), {"tokens": TOKENS}], path)
-    assert json.loads(path.read_text()) == found
-    assert set(found) == {d.path.replace("/", ".") for d in POLICY.explain(model, TOKENS) if d.recipe}
-    _, seen = model.apply(variables, TOKENS, capture_intermediates=True)
-    norm = seen["intermediates"]["block_0_norm"]["__call__"][0].astype(jnp.bfloat16)
-    assert found["block_0_attention.query"] >= float(jnp.abs(norm).max())
-    ConvertOptions(input_amax=path)
-    renamed = calibrate(model.bind(variables), POLICY, [TOKENS], path, name=lambda of: f"model.{of}", percentile=99.0)
-    assert "model.block_0/up" in renamed
-
-
-def test_calibrate_refuses_what_it_cannot_measure(tmp_path):
-    path = tmp_path / "amax.json"
-    with pytest.raises(TypeError, match=r"calibrate: model must be .*, got Mlp; model.bind\(variables\) binds it"):
-        calibrate(Mlp(), ALL, [X], path)
-    scanned = Stack(scan=True)
-    with pytest.raises(TypeError, match="calibrate: layer 'block/up' must run by itself, got traced activations"):
-        calibrate(scanned.bind(init(scanned)), ALL, [X], path)
-    with pytest.raises(ValueError, match="calibrate: the policy must quantize a layer that the model calls, got none"):
-        calibrate(Mlp().bind(init(Mlp())), Policy(), [X], path)
-    assert not path.exists()

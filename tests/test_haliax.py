@@ -6,21 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, skip_unless_haliax_runs
+from helpers import assert_bitwise, recorded_keys, skip_unless_haliax_runs, words
 
 skip_unless_haliax_runs()
 
 import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
-from flax_models import record_keys
+from flax_models import KEY, NEAREST, SR
 
 import jnvfp4
-from jnvfp4 import Policy, Rule, layer_key, linear, recipes, step_key
+from jnvfp4 import Policy, Rule, layer_key, linear, step_key
 from jnvfp4.haliax import DotGeneral, RaggedDot, apply
 
-SR, NEAREST = recipes.pretrain(), recipes.DEFAULT
-KEY = jax.random.key(5)
 pytestmark = [
     pytest.mark.usefixtures("cpu"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -103,14 +101,13 @@ def test_the_weights_do_not_change():
     assert trained[0] == trained[1]
 
 
-def test_every_layer_of_every_step_draws_its_own_bits(monkeypatch):
-    model, drawn = apply(MODEL, POLICY), record_keys(monkeypatch)
-    for key in (KEY, jax.random.key(6)):
-        run(model, key)
-    jax.effects_barrier()
+def test_every_layer_of_every_step_draws_its_own_bits():
+    with recorded_keys() as drawn:
+        for key in (KEY, jax.random.key(6)):
+            run(apply(MODEL, POLICY), key)
     assert len(set(drawn)) == 12  # two steps, three blocks, two layers
     with step_key(KEY):
-        assert tuple(np.asarray(jax.random.key_data(layer_key("layers_2/up"))).tolist()) in drawn
+        assert words(layer_key("layers_2/up")) in drawn
 
 
 def test_a_layer_without_a_key_raises():

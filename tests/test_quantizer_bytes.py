@@ -4,14 +4,12 @@ import functools
 import json
 import os
 import pathlib
-import socket
-import subprocess
-import sys
 
 import jax
 import pytest
 from conftest import gpus, skip_or_fail
 from quantizer_bytes import digests
+from scripts import in_two_processes
 
 import jnvfp4
 from jnvfp4.spec import SUPPORTED_SPECS
@@ -39,28 +37,11 @@ def test_on_gpus(count):
     assert digests(gpus()[:count]) == on_one_cpu()
 
 
-def in_processes(platform: str, each: list[dict[str, str]]) -> list[dict[str, str]]:
-    """What each of these processes prints, which have these additional environment variables."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(i), str(len(each)), coordinator],
-            env=os.environ | {"JAX_PLATFORMS": platform, "PYTHONPATH": PACKAGE} | own,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i, own in enumerate(each)
-    ]
-    try:
-        printed = [process.communicate(timeout=240) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert not any(process.returncode for process in started), [err[-2000:] for _, err in printed]
-    return [json.loads(out.splitlines()[-1]) for out, _ in printed]
+def in_processes(platform: str, *each: dict[str, str]) -> list[dict[str, str]]:
+    """What each of two processes finds, which have these additional environment variables."""
+    common = os.environ | {"JAX_PLATFORMS": platform, "PYTHONPATH": PACKAGE}
+    printed = in_two_processes(str(SCRIPT), environments=[common | own for own in each])
+    return [json.loads(out.splitlines()[-1]) for out in printed]
 
 
 @pytest.mark.long
@@ -69,10 +50,10 @@ def test_in_two_processes_of_four_cpus():
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
     }
-    assert in_processes("cpu", 2 * [flags]) == 2 * [on_one_cpu()]
+    assert in_processes("cpu", flags, flags) == 2 * [on_one_cpu()]
 
 
 def test_in_two_processes_of_a_gpu():
     if len(gpus()) < 2:
         skip_or_fail("sharding", "fewer than two CUDA devices")
-    assert in_processes("cuda", [{"CUDA_VISIBLE_DEVICES": str(i)} for i in range(2)]) == 2 * [on_one_cpu()]
+    assert in_processes("cuda", *({"CUDA_VISIBLE_DEVICES": str(i)} for i in range(2))) == 2 * [on_one_cpu()]

@@ -4,9 +4,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_same_tensor
+from helpers import assert_bitwise, assert_same_tensor, products, recorded_keys
 
 pytest.importorskip("flax", "0.12")
 pytest.importorskip("qwix")
@@ -14,22 +13,19 @@ pytest.importorskip("qwix")
 import qwix
 from flax import linen as nn
 from flax import nnx
-from flax_models import TOKENS, Mlp, NnxMlp, NnxTransformer, Stack, Transformer, products, record_keys
+from flax_models import KEY, NEAREST, SR, TOKENS, Mlp, NnxMlp, NnxOwn, NnxTransformer, Stack, Transformer, X, shapes
 from jax.sharding import PartitionSpec as P
 from meshes import assert_sharded, make_mesh, put
 
-from jnvfp4 import Policy, Rule, einsum, recipes, step_key
+from jnvfp4 import Policy, Rule, einsum, step_key
 from jnvfp4.flax.linen import intercept
 from jnvfp4.flax.nnx import apply
 from jnvfp4.qwix import Provider
 
-SR, NEAREST = recipes.pretrain(), recipes.DEFAULT
-KEY = jax.random.key(5)
 pytestmark = [
     pytest.mark.usefixtures("cpu"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]  # of Qwix, about Flax
-X = jnp.asarray(np.random.default_rng(1).normal(size=(2, 16, 32)), jnp.float32)
 
 
 def loss(logits):
@@ -70,7 +66,7 @@ def test_all_layers_of_a_model_are_reached():
     """Attention, an einsum and dense layers, in Linen and in NNX."""
     model, provider = Transformer(layers=1), Provider(Policy([Rule("blocks?[_/].*", NEAREST)]))
     driven = qwix.quantize_model(model, provider)
-    variables = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
+    variables = shapes(model, TOKENS)
     assert products(lambda v: driven.apply(v, TOKENS), variables) == 7
     driven = qwix.quantize_model(NnxTransformer(nnx.Rngs(0), layers=1), provider, TOKENS)
     assert products(driven, TOKENS) == 7
@@ -134,19 +130,17 @@ def test_weights_with_a_batch_axis_may_be_the_left_operand():
     assert_bitwise(got, want)
 
 
-def test_every_parameter_of_a_module_is_a_layer(monkeypatch):
+def test_every_parameter_of_a_module_is_a_layer():
     variables = Flipped().init(jax.random.key(0), X)
-    drawn = record_keys(monkeypatch)
-    qwix.quantize_model(Flipped(), Provider(Policy(default=SR))).apply(variables, X, rngs={"sr": KEY})
-    with step_key(KEY):
-        qwix.quantize_model(Flipped(), Provider(Policy(default=SR))).apply(variables, X)
-    jax.effects_barrier()
+    with recorded_keys() as drawn, step_key(KEY):
+        for rngs in (None, {"sr": KEY}):
+            qwix.quantize_model(Flipped(), Provider(Policy(default=SR))).apply(variables, X, rngs=rngs)
     assert len(set(drawn)) == 4
 
 
 def test_first_and_last_layers_stay_in_high_precision():
     model = Stack(layers=4)
-    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    variables = shapes(model)
     driven = qwix.quantize_model(model, Provider(Policy(default=NEAREST, first_bf16=1, last_bf16=2)))
     assert products(lambda v: driven.apply(v, X), variables) == 2
 
@@ -159,16 +153,6 @@ def test_the_policy_is_checked():
         jax.grad(lambda x: jnp.sum(qwix.quantize_model(Mlp(), Provider(Policy(default=SR))).apply(variables, x)))(X)
     with pytest.raises(TypeError, match=r"Provider: policy must be a jnvfp4\.Policy, got \[\]"):
         Provider([])
-
-
-class NnxOwn(nnx.Module):
-    """Multiplies by itself."""
-
-    def __init__(self):
-        self.kernel = nnx.Param(jnp.ones((32, 32)))
-
-    def __call__(self, x):
-        return jax.lax.dot_general(x, self.kernel[...], (((1,), (0,)), ((), ())))
 
 
 def test_a_module_of_nnx_that_multiplies_by_itself_is_reached():

@@ -6,8 +6,6 @@ kernels: the CPU, and any GPU. A stand-in for cuBLASLt makes its own faults (cpp
 
 import contextlib
 import re
-import subprocess
-import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from operands import normal
 from products import ask_stand_in, library_on_cpu, order_free_operands
+from scripts import in_two_processes
 
 import jnvfp4
 from jnvfp4 import NVFP4, NVFP4_2D, NVFP4Tensor
@@ -452,16 +451,7 @@ except RuntimeError as error:
 
 @pytest.mark.long
 def test_a_wrong_kernel_in_one_of_two_processes_raises():
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    started = [
-        subprocess.Popen([sys.executable, "-c", TWO_PROCESSES, address, str(i)], stdout=subprocess.PIPE, text=True)
-        for i in range(2)
-    ]
-    right, wrong = (process.communicate(timeout=120)[0] for process in started)
+    right, wrong = in_two_processes("-c", TWO_PROCESSES)
     assert right.strip() == "done"
     assert re.match(r"jnvfp4: the self-check of transpose on cpu:\d+ \(cpu\) failed: .*process 1 of 2", wrong)
 
