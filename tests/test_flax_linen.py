@@ -255,8 +255,10 @@ def test_the_policy_is_checked():
         jax.eval_shape(quantized(Mlp(), Policy([Rule("gate", SR)])), shapes(Mlp()))
     with pytest.raises(TypeError, match=r"intercept: policy must be a jnvfp4.Policy, got 'pretrain'"):
         intercept("pretrain").__enter__()
-    with pytest.raises(TypeError, match=r"Policy.explain: a Linen module must come with .* explain\(model, tokens\)"):
+    with pytest.raises(TypeError, match=r"Policy.explain: a Linen module must come with .* explain\(model, \*inputs\)"):
         Policy(default=NEAREST).explain(Mlp())
+    with pytest.raises(TypeError, match=r"got its parameters too; write .*, without the parameters"):
+        Policy(default=NEAREST).explain(Mlp(), {"params": {}}, jnp.ones((16, 16)))
 
 
 # ---------------------------------------------------------------- bits
