@@ -15,7 +15,8 @@ import jax
 from ._core.patterns import check_path_pattern, layer_path, matches_path, part_in
 from ._core.tensor import PyTree
 from ._layers.gather import Placement, as_pair
-from ._layers.layer import to_call
+from ._layers.layer import to_recipe
+from ._ops.arguments import describe
 from .recipes import Recipe
 
 __all__ = ["KEEP", "Decision", "Explanation", "Layer", "Policy", "Rule"]
@@ -164,8 +165,8 @@ class Policy:
         Args:
           model: a Flax NNX model; a Flax Linen module; or a tree of parameters, such as that of Linen's ``init``, whose
             layers are the arrays of two or more axes named kernel, weight or w.
-          *inputs: what a Linen module is called with: arrays or ``jax.ShapeDtypeStruct``. Nothing is computed. Other
-            models need none.
+          *inputs: what a Linen module is called with, without its parameters: arrays or ``jax.ShapeDtypeStruct``.
+            Nothing is computed. Other models need none.
           **keywords: its keywords, such as ``train=False``.
 
         Returns:
@@ -348,9 +349,11 @@ def _layers_of_tree(tree: PyTree) -> list[Layer]:
             )
         found[path] = Layer(path, tuple(leaf.shape))
     if not found:
+        got = describe(tree) if isinstance(tree, jax.Array) else f"a {type(tree).__name__} without any"
+        got = "a class; make an instance" if isinstance(tree, type) else got
         raise TypeError(
             "Policy.explain: model must be a Flax model, or a tree of parameters with arrays of two or more axes named "
-            f"kernel, weight or w, got a {type(tree).__name__} without any"
+            f"kernel, weight or w, got {got}"
         )
     return list(found.values())
 
@@ -379,7 +382,7 @@ def check_policy(op: str, policy: object) -> None:
 
 def _check_recipe(op: str, name: str, recipe: object) -> None:
     if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(f"{op}: {name} must be a Recipe or None, got {recipe!r}{to_call(recipe)}")
+        raise TypeError(f"{op}: {name} must be a Recipe or None, got {describe(recipe)}{to_recipe(recipe)}")
 
 
 def _is_part(value: object) -> bool:

@@ -143,7 +143,7 @@ rule(text, quantize, a(80, 64), spec=WINDOW64, transpose=True)
 part_of_window = (pair_call(WINDOW64, False, rows=96), "multiple of 64")
 rule(text, quantize_pair, a(80, 64), col_spec=WINDOW64, handler=part_of_window)
 part_of_tile = (quantize_call(NVFP4_2D, True, transpose=True, cols=120), "multiples of 16 for block_rows=16")
-text = "block_rows=16 needs both M and K to be multiples of 16, got x.shape=(20, 64)"
+text = "block_rows=16 needs both M and K to be multiples of 16, got x.shape=(20, 64); pad M to 32, or take a spec of"
 rule(text, (quantize, fake_quant), a(20, 64), spec=NVFP4_2D, handler=part_of_tile)
 rule(text, quantize_pair, a(20, 64), row_spec=NVFP4_2D, col_spec=ROW_SCALED)
 rule("x must have rank 2 or more, [..., M, K], got x.shape=(64,)", QUANTIZERS, a(64))
@@ -153,7 +153,7 @@ OF_HANDLERS.append((rht_amax_call(rows=0), "x must have elements"))
 
 # ---------------------------------------------------------------- quantizers: arrays and their types
 rule(f"TypeError: x must be {FLOATS}, got int32", QUANTIZERS, a(16, 16, dtype=I32))
-rule(f"TypeError: x must be {FLOATS}, got float8_e4m3fn", quantize, a(16, 16, dtype=E4M3))
+rule(f"TypeError: x must be {FLOATS}, got float8_e4m3fn; cast it", quantize, a(16, 16, dtype=E4M3))
 rule(f"TypeError: x must be {FLOATS}, got int8", quantize, a(16, 16, dtype=I8), spec=ROW_SCALED)
 rule(f"TypeError: x must be {FLOATS}, got int32", quantize_pair, a(16, 16, dtype=I32), col_spec=NVFP4_RHT)
 rule("TypeError: x must be an array, got an NVFP4Tensor", QUANTIZERS, t(16, 32))
@@ -206,6 +206,9 @@ rule("transpose must be True or False, got 'no'", quantize, a(16, 64), transpose
 rule("transpose must be True or False", quantization_report, X, transpose=1)
 rule("TypeError: spec must be a QuantSpec, got Format(", (quantize, fake_quant), a(8, 32), spec=Format())
 rule("TypeError: spec must be a QuantSpec", quantization_report, X, spec=None)
+rule("TypeError: spec must be a QuantSpec, got <...; call it: four_over_six()", quantize, X, four_over_six)
+rule("TypeError: spec must be a QuantSpec, got ...; a recipe ... recipe.fprop.x", quantize, X, Recipe())
+rule("TypeError: spec must be a QuantSpec, got an array float32 (16, 32)", quantize, a(16, 32), a(16, 32))
 rule("TypeError: row_spec must be a QuantSpec, got 'nvfp4'", quantize_pair, a(16, 16), row_spec="nvfp4")
 rule("TypeError: col_spec must be a QuantSpec, got None", quantize_pair, a(16, 16), col_spec=None)
 text = 'key must be a JAX PRNG key for rounding="stochastic", got None'
@@ -225,7 +228,7 @@ rule("K of t must be a multiple of 16, got K=40", dequantize, t(16, 40, scale_k=
 text = 'K of t must be a multiple of 64 for "window64", got K=96'
 rule(text, dequantize, t(16, 96, WINDOW, amax=(16, 1)), handler=part_of_window)
 rule("t must have rank 2 or more", dequantize, LINE)
-rule("TypeError: t must be an NVFP4Tensor, got ...", dequantize, a(16, 16))
+rule("TypeError: t must be an NVFP4Tensor, got an array float32 (16, 16); jnv", dequantize, a(16, 16))
 rule(f"TypeError: dtype must be {FLOATS}, got int8", dequantize, t(16, 32), dtype=I8)
 rule(f"TypeError: dtype must be {FLOATS}, got None", dequantize, t(16, 32), dtype=None)
 rule(f"TypeError: dtype must be {FLOATS}, got fp4", dequantize, t(16, 32), dtype="fp4")
@@ -285,9 +288,9 @@ text = "b must be [N, K] or have the leading axes of a, got a [(2,), M, K] and b
 rule(text, matmul_nt, t(8, 32, lead=(2,)), t(8, 32, lead=(3,)), handler=two_batches)
 rule("b must be [N, K] or have the leading axes of a", matmul_nt, t(8, 32), t(8, 32, lead=(3,)))
 rule("a must have rank 2 or more", matmul_nt, a(32, dtype=BF16), t(8, 32))
-text = "TypeError: an unquantized a must be bfloat16 or float16, got float32"
+text = "TypeError: an unquantized a must be bfloat16 or float16, got float32; cast it to bfloat16, or quantize it"
 rule(text, matmul_nt, a(8, 32), t(8, 32))
-text = "TypeError: b must be an NVFP4Tensor, got ...; jnvfp4.quantize makes one of an array"
+text = "TypeError: b must be an NVFP4Tensor, got an array bfloat16 (8, 32); jnvfp4.quantize makes one of an array"
 rule(text, matmul_nt, t(8, 32), a(8, 32, dtype=BF16))
 text = "a and b must both be rotated (format.rht) or neither, got a.rht={}, b.rht={}"
 rule(text.format(True, False), matmul_nt, t(8, 32, RHT), t(8, 32))
@@ -327,7 +330,7 @@ OF_HANDLERS.append((with_shapes(grouped, b_amax=()), "b amax must have shape (G,
 rule("TypeError: b must be an NVFP4Tensor", grouped_matmul_nt, left, a(3, 16, 64), sizes)
 text = "TypeError: an unquantized a must be bfloat16 or float16, got float32"
 rule(text, grouped_matmul_nt, a(32, 64), experts, sizes)
-rule("TypeError: group_sizes must be int32, got float32", grouped_matmul_nt, left, experts, a(3))
+rule("TypeError: group_sizes must be int32, got float32; ...astype", grouped_matmul_nt, left, experts, a(3))
 for wrong in (np.array([2**40 + 3, 0, 1]), np.ones(3, np.int64), np.uint64(3)):  # of which JAX keeps the low 32 bits
     text = f"TypeError: group_sizes must be int32, got {wrong.dtype}; ...astype"
     rule(text, grouped_matmul_nt, left, experts, wrong)
@@ -372,12 +375,17 @@ rule("accumulation must be 'fast' or 'pinned', got None", linear, a(8, 32), a(16
 text = "implementation must be None, 'native'... or 'reference', got 'cuda'"
 rule(text, linear, a(8, 32), a(16, 32), implementation="cuda")
 rule(f"TypeError: out_dtype must be {FLOATS}, got int8", linear, a(8, 32), a(16, 32), out_dtype=I8)
-rule("TypeError: recipe must be a Recipe, got NVFP4", linear, a(8, 32), a(16, 32), NVFP4)
-uncalled = "TypeError: recipe must be a Recipe, got <function pretrain...>; call it: recipes.pretrain()"
+text = "TypeError: recipe must be a Recipe, got "
+rule(text + "NVFP4; make one: jnvfp4.Recipe(fprop=(x spec, w spec)", linear, a(8, 32), a(16, 32), NVFP4)
+rule(text + "'pretrain'; pass jnvfp4.recipes.pretrain()", linear, a(8, 32), a(16, 32), "pretrain")
+rule(text + "an array float32 (16,); pass bias=", linear, a(8, 32), a(16, 32), a(16))
+rule(text + "an array key<fry> (); pass key=", linear, a(8, 32), a(16, 32), jax.random.key(0))
+uncalled = text + "<function pretrain...>; call it: jnvfp4.recipes.pretrain()"
 rule(uncalled, linear, a(8, 32), a(16, 32), recipes.pretrain)
+rule("...(8, 32), w.shape=(32, 48); make it of w [K, N] by quantize(w, transpose=True)", linear, a(8, 32), t(32, 48))
 rule("...w.shape=(32, 16); pass w_axes='kn' for w [K, N]", linear, a(8, 32), a(32, 16))
 rule("...w.shape=(16, 32); pass w_axes='nk' for w [N, K]", linear, a(8, 32), a(16, 32), w_axes="kn")
-text = "key must be given, since the recipe rounds stochastically, got none; (a) with jnvfp4...(d) the argument key"
+text = "key must be given, since the recipe rounds stochastically, got none; pass the argument key, or in a model (a)"
 rule(text, linear, a(8, 32), a(16, 32), SR_RECIPE)
 rule(f"TypeError: x must be {FLOATS}, got int32", linear, a(8, 32, dtype=I32), a(16, 32))
 rule(f"TypeError: w must be {FLOATS}, got int8", linear, a(8, 32), a(16, 32, dtype=I8))
@@ -388,8 +396,9 @@ for recipe in (Recipe(fprop=(None, NVFP4_2D)), recipes.inference(weight_only=Tru
 
 # ---------------------------------------------------------------- linear with a quantized w
 x, frozen = a(32, 64), t(48, 64)
-text = "w must have the format of recipe.fprop.w, nvfp4_tensor_448, got nvfp4_row_448; choose a recipe"
+text = "w must have the format of recipe.fprop.w, nvfp4_tensor_448, got nvfp4_row_448; ...: Recipe(fprop=(None, ROW_"
 rule(text, linear, x, t(48, 64, ROW, amax=(48,)))
+rule("...got nvfp4_tensor_256; ...: recipes.four_over_six()", linear, x, t(48, 64, Format(e4m3_max=256)))
 rule("recipe.fprop must be a pair for an NVFP4Tensor w, got None", linear, x, frozen, Recipe(None))
 text = "w_axes must be 'nk' for an NVFP4Tensor w, ...got 'kn'; ...quantize(w, transpose=True)"
 rule(text, linear, x, frozen, w_axes="kn")
@@ -410,12 +419,13 @@ rule("w must have rank 3, [G, N, K]", grouped_linear, x, a(48, 64), sizes)
 rule("w must have one expert or more", grouped_linear, x, a(0, 48, 64), a(0, dtype=I32))
 rule("x must have rank 2, [M, K]...vmap", grouped_linear, a(1, 32, 64), w, sizes)
 rule("the last axis of x and axis 2 of w must have the same size K", grouped_linear, a(32, 32), w, sizes)
+rule("...w.shape=(3, 64, 48); pass w_axes='kn' for w [G, K, N]", grouped_linear, x, a(3, 64, 48), sizes)
 rule("K must be a multiple of 16, got K=40", grouped_linear, a(32, 40), a(3, 48, 40), sizes)
 rule("TypeError: group_sizes must be int32", grouped_linear, x, w, a(3))
 rule("group_sizes must have shape (G,)=(3,)", grouped_linear, x, w, a(2, dtype=I32))
 rule("TypeError: group_sizes must be int32, got int64; ...astype", grouped_linear, x, w, np.array((0, 1, 15)))
 rule("TypeError: recipe must be a Recipe", grouped_linear, x, w, sizes, recipe=None)
-rule("key must be given", grouped_linear, x, w, sizes, recipe=SR_RECIPE)
+rule("key must be given, ...; pass the argument key, or", grouped_linear, x, w, sizes, recipe=SR_RECIPE)
 windows, key = Recipe(None, (WINDOW64, WINDOW64), None), jax.random.key(0)
 rule("recipe.fprop must have amax_scope...window64", grouped_linear, x, w, sizes, recipe=recipes.window64(), key=key)
 rule("recipe.dgrad must have amax_scope...window64", grouped_linear, x, w, sizes, recipe=windows)
@@ -430,7 +440,7 @@ rule("TypeError: path must be a string or None", RaggedDot, path=3)
 # ---------------------------------------------------------------- dot_general
 two, batch = (a(16, 32), a(16, 32)), (((2,), (2,)), ((0,), (0,)))
 rule("TypeError: recipe must be a Recipe, got None", dot_general, *two, LAST, recipe=None)
-text = "key must be given, since the recipe rounds stochastically, got none; (a) with jnvfp4...(d) the argument key"
+text = "key must be given, since the recipe rounds stochastically, got none; pass the argument key, or in a model (a)"
 rule(text, dot_general, *two, LAST, recipe=SR_RECIPE)
 rule("key must be given", dot_general, a(2, 8, 32), a(2, 16, 32), batch, recipe=SR_RECIPE)
 rule("precision must be None or 'default', got 'highest'", dot_general, *two, LAST, precision="highest")

@@ -22,7 +22,7 @@ OLD = f"{FP4} needs cuBLASLt 13.2 or newer on compute capability 10.3, got 13.1.
 @pytest.fixture
 def few_checks(monkeypatch):
     """One check that is quick, and one that applies nowhere."""
-    few = [(cases.transpose_check(), ""), (cases.transpose_check()._replace(path="other"), "it runs elsewhere")]
+    few = [(cases.transpose_check(), ""), (cases.transpose_check()._replace(path="other"), "it runs on GPUs alone")]
     monkeypatch.setattr(doctor, "checks", lambda capability, full: iter(few))
 
 
@@ -93,7 +93,9 @@ def test_the_last_line_says_which_checks_ran(few_checks, monkeypatch, capsys, fu
         monkeypatch.setattr(doctor, "devices", lambda: [jax.devices("cpu")[0]])
     assert doctor.doctor(full)
     last = "all 1 checks ran" if runs_all else "1 quick checks ran; jnvfp4 doctor --full runs all"
-    assert capsys.readouterr().out.splitlines()[-1] == f"ok: {last}"
+    out = capsys.readouterr().out.splitlines()
+    assert out[-1] == f"ok: {last}"
+    assert ("cpu:0: 1 GPU kernel: not applicable here" in out) == (capability is None and not full)
 
 
 def test_a_platform_without_kernels(few_checks, capsys, monkeypatch):
@@ -111,7 +113,7 @@ def test_a_wrong_byte(few_checks, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "NOT OK: 1 failed; " in out.splitlines()[-1]
     assert "cpu:0: transpose: failed: call 1, result 0: 13440 of 13440 elements differ, first at [0, 0]: got" in out
-    assert "cpu:0: other: not applicable: it runs elsewhere" in out
+    assert "cpu:0: other: not applicable: it runs on GPUs alone" in out
 
 
 @pytest.mark.parametrize(
@@ -196,7 +198,7 @@ def test_json(few_checks, capsys):
     cpu = [check for check in report["checks"] if check["device"] == "cpu:0"]
     assert cpu == [
         {"check": "transpose", "device": "cpu:0", "outcome": "ok", "reason": ""},
-        {"check": "other", "device": "cpu:0", "outcome": "not applicable", "reason": "it runs elsewhere"},
+        {"check": "other", "device": "cpu:0", "outcome": "not applicable", "reason": "it runs on GPUs alone"},
     ]
     assert {"device": "cpu:0", "a": "nvfp4", "shape": [1, 4096, 4096], "kernel": "cpu_nvfp4_blocks"} in report["plan"]
 

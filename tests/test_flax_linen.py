@@ -150,8 +150,10 @@ def test_scanned_layers_have_no_numbers():
 
 
 def test_explain_of_a_module_needs_its_inputs():
-    with pytest.raises(TypeError, match=r"Policy.explain: a Linen module must come with .* explain\(model, tokens\)"):
+    with pytest.raises(TypeError, match=r"Policy.explain: a Linen module must come with .* explain\(model, \*inputs\)"):
         Policy(default=NEAREST).explain(Mlp())
+    with pytest.raises(TypeError, match=r"got its parameters too; write .*, without the parameters"):
+        Policy(default=NEAREST).explain(Mlp(), {"params": {}}, jnp.ones((16, 16)))
 
 
 # ---------------------------------------------------------------- bits

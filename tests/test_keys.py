@@ -332,7 +332,7 @@ def test_a_loop_needs_an_index(loop):
 
     with pytest.raises(ValueError, match=r"layer 'up': in a loop that JAX traces once.*enter jnvfp4.layer_index\(i\)"):
         jax.jit(lambda k: step(k, None))(A)
-    with pytest.raises(ValueError, match="must have an index that the loop passes"):
+    with pytest.raises(ValueError, match="that JAX traces once, layers must have an index that the loop passes"):
         jax.jit(lambda k: step(k, lambda i: 3))(A)  # the same in every iteration
     jax.jit(lambda k: step(k, lambda i: i))(A)
 

@@ -201,6 +201,12 @@ def test_explain_refuses_other_models(model):
         Policy(default=SR).explain(model)
 
 
+def test_explain_says_what_it_got():
+    for model, got in ((jnp.ones((4, 4)), r"an array float32 \(4, 4\)"), (Policy, "a class; make an instance")):
+        with pytest.raises(TypeError, match=f"kernel, weight or w, got {got}$"):
+            Policy(default=SR).explain(model)
+
+
 def test_a_layer_with_two_weights_is_refused():
     with pytest.raises(ValueError, match="one array named kernel, weight or w, got two in 'up'"):
         Policy(default=SR).explain({"up": {"kernel": jnp.ones((4, 4)), "w": jnp.ones((4, 4))}})

@@ -24,7 +24,7 @@ from .dot_general import check_options, dtype_of_lax, padded
 from .keys import check_path, key_of_product
 from .layer import Call, Given, Products, check_dtype_of_x, check_recipe, dense, layer, recipe_key
 from .quantizer import Operand, Pair, Quantizer, SpecPair, W, pack
-from .weights import WeightAxes, Weights, check_contractions, weights_and_recipe
+from .weights import WeightAxes, Weights, check_contractions, turned, weights_and_recipe
 
 
 @operation
@@ -88,8 +88,7 @@ def _without_wgrad(recipe: Recipe) -> Recipe:
 def _call_grouped(call: Call, x: object, w: object, group_sizes: object, key: Given) -> jax.Array:
     """Checks the arguments."""
     op, recipe = call.op, call.recipe
-    remedy = "w [G, K, N] by jax.vmap of quantize(w, transpose=True)"
-    w, recipe = weights_and_recipe(op, recipe, w, call.weights.order, remedy)
+    w, recipe = weights_and_recipe(op, recipe, w, call.weights.order)
     _check_scopes(op, recipe)
     key = recipe_key(op, recipe, key)
     x = as_float_array(op, "x", x)
@@ -131,7 +130,7 @@ def _weight_sizes(call: Call, x: jax.Array, w: Operand) -> tuple[int, int]:
     if x.shape[1] != k:
         raise ValueError(
             f"{call.op}: the last axis of x and axis {3 + call.weights.k_axis} of w must have the same size K, "
-            f"got x.shape={x.shape}, w.shape={w.shape}"
+            f"got x.shape={x.shape}, w.shape={w.shape}{turned(call.op, call.weights, x, w)}"
         )
     return n, k
 

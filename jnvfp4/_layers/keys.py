@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from .._core.patterns import layer_path
 from .._native.compat import traced_functions
-from .._ops.arguments import as_key
+from .._ops.arguments import OPERATIONS, as_key
 from ..recipes import Recipe
 
 LOOPS = frozenset({"scan", "fori_loop", "while_body", "while_cond"})
@@ -28,8 +28,6 @@ THREE_WAYS = (
     "(b) in Flax Linen model.apply(..., rngs={'sr': key}); "
     "(c) in Flax NNX jnvfp4.flax.nnx.apply(model, policy, rngs=nnx.Rngs(sr=seed))"
 )
-
-
 PASS_KEY = "(d) the argument key of the function, where it has one"
 _ENTER_INSIDE = "pass the key to the jitted step as an argument and enter step_key inside"
 
@@ -166,6 +164,7 @@ def fold_path(key: jax.Array, path: str, *indices: ArrayLike) -> jax.Array:
 def needs_key(what: str, fourth: str = "") -> ValueError:
     """Makes the error of a layer that rounds stochastically and has no key."""
     ways = f"{THREE_WAYS}; {fourth}" if fourth else THREE_WAYS
+    ways = f"pass the argument key, or in a model {THREE_WAYS}" if what in OPERATIONS else ways
     return ValueError(f"{what}: key must be given, since the recipe rounds stochastically, got none; {ways}")
 
 
@@ -213,10 +212,11 @@ def _check_varies(what: str, step: _Step) -> None:
     loops = _count_loops(traced_functions())
     varied = {*range(1, _depth(step.key) + 1), *map(_depth, step.indices)}
     if missing := [loop for loop in range(1, loops + 1) if loop not in varied]:
+        which = f", here number {missing[0]} of {loops} from the outside" if loops > 1 else ""
         raise ValueError(
-            f"{what}: in a loop that JAX traces once, here number {missing[0]} of {loops} from the outside, layers "
-            "must have an index that the loop passes, got none; enter jnvfp4.layer_index(i) in the body of the loop "
-            "over layers, or jnvfp4.step_key(jax.random.fold_in(key, i)) in that of a loop over microbatches"
+            f"{what}: in a loop that JAX traces once{which}, layers must have an index that the loop passes, got none; "
+            "enter jnvfp4.layer_index(i) in the body of the loop over layers, or "
+            "jnvfp4.step_key(jax.random.fold_in(key, i)) in that of a loop over microbatches"
         )
 
 

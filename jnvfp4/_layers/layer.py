@@ -6,13 +6,16 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
+from .. import recipes
 from .._core.tensor import NVFP4Tensor
-from .._ops.arguments import Accumulation, Implementation, as_key
+from .._ops.arguments import Accumulation, Implementation, as_key, describe
 from .._ops.quantize import dequantize
 from .._primitives._base import axes_of_dims, resharded
 from ..recipes import Recipe
+from ..spec import QuantSpec
 from .keys import PASS_KEY, needs_key
 from .quantizer import DY, Operand, Pair, Quantizer, SpecPair, X, named, pack, unpack
 from .weights import Weights
@@ -99,16 +102,21 @@ def _form(gradient: tuple | Literal["dequantized"] | None, one: bool) -> Form:
     return "forward" if gradient == "dequantized" or one else "transposed"
 
 
-def to_call(value: object) -> str:
-    """Returns the end of an error for a function that makes recipes and was not called."""
-    if isinstance(value, FunctionType) and value.__module__ == Recipe.__module__:
-        return f"; call it: recipes.{value.__name__}()"
-    return ""
+def to_recipe(value: object) -> str:
+    """Returns the end of an error for a spec, or for a function that makes recipes and was not called, or its name."""
+    maker = getattr(recipes, value, None) if isinstance(value, str) else value
+    if isinstance(maker, FunctionType) and maker.__module__ == recipes.__name__:
+        return f"; {'call it:' if maker is value else 'pass'} jnvfp4.recipes.{maker.__name__}()"
+    return "; make one: jnvfp4.Recipe(fprop=(x spec, w spec), ...)" if isinstance(value, QuantSpec) else ""
 
 
 def check_recipe(op: str, recipe: object) -> None:
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"{op}: recipe must be a Recipe, got {recipe!r}{to_call(recipe)}")
+        remedy = to_recipe(recipe)
+        if isinstance(recipe, jax.Array | np.ndarray) and op in ("linear", "grouped_linear"):
+            is_float = jnp.issubdtype(recipe.dtype, jnp.floating)
+            remedy = "" if is_float and op != "linear" else f"; pass {'bias' if is_float else 'key'}="
+        raise TypeError(f"{op}: recipe must be a Recipe, got {describe(recipe)}{remedy}")
 
 
 def check_dtype_of_x(op: str, recipe: Recipe, x: jax.Array) -> None:

@@ -26,7 +26,7 @@ from ..spec import check_choice
 from .gather import Placement, as_gather, as_pair
 from .layer import Call, Given, Products, check_dtype_of_x, check_recipe, dense, layer, recipe_key
 from .quantizer import Operand, Pair, Quantizer, SpecPair, T, W, pack
-from .weights import WeightAxes, Weights, check_contractions, weights_and_recipe
+from .weights import WeightAxes, Weights, check_contractions, turned, weights_and_recipe
 
 
 @operation
@@ -114,8 +114,7 @@ def call_linear(
     """Checks the arguments and flattens the leading axes of x."""
     op, recipe = call.op, call.recipe
     check_recipe(op, recipe)
-    remedy = "w [K, N] by quantize(w, transpose=True)"
-    w, recipe = weights_and_recipe(op, recipe, w, call.weights.order, remedy)
+    w, recipe = weights_and_recipe(op, recipe, w, call.weights.order)
     w_amax = _checked_amax(op, call.recipe, w, w_amax)
     key = recipe_key(op, recipe, key)
     x = as_float_array(op, "x", x)
@@ -176,12 +175,10 @@ def _weight_sizes(call: Call, x: jax.Array, w: Operand) -> tuple[int, int]:
         raise ValueError(f"{call.op}: w must have rank 2, [{names}], got w.shape={w.shape}")
     n, k = call.weights.ordered(*w.shape)
     if x.ndim < 1 or x.shape[-1] != k:
-        which, other = ("last", "kn") if call.weights.order == "nk" else ("first", "nk")
-        turned = x.ndim > 0 and x.shape[-1] == n and not isinstance(w, NVFP4Tensor) and call.op == "linear"
-        remedy = f"; pass w_axes={other!r} for w [{', '.join(other.upper())}]" if turned else ""
+        which = "last" if call.weights.order == "nk" else "first"
         raise ValueError(
             f"{call.op}: the last axis of x and the {which} axis of w must have the same size K, "
-            f"got x.shape={x.shape}, w.shape={w.shape}{remedy}"
+            f"got x.shape={x.shape}, w.shape={w.shape}{turned(call.op, call.weights, x, w)}"
         )
     return n, k
 

@@ -10,10 +10,12 @@ from .._ops.arguments import Implementation, as_float_array
 from .._ops.quantize import transpose
 from .._primitives._checks import check_parts
 from ..recipes import Recipe
+from ..spec import Format
 from .gather import Gather
 from .quantizer import Operand, T
 
 WeightAxes = Literal["nk", "kn"]
+_FITTING = {Format("row"): ": Recipe(fprop=(None, ROW_SCALED))", Format(e4m3_max=256): ": recipes.four_over_six()"}
 
 
 class Weights(NamedTuple):
@@ -51,7 +53,7 @@ class Weights(NamedTuple):
         return (self.gather if self.order == "nk" else self.gather.reversed).read(w)
 
 
-def weights_and_recipe(op: str, recipe: Recipe, w: object, order: WeightAxes, remedy: str) -> tuple[Operand, Recipe]:
+def weights_and_recipe(op: str, recipe: Recipe, w: object, order: WeightAxes) -> tuple[Operand, Recipe]:
     """Checks w, and returns it with its recipe, by which weights that are quantized already have no gradient."""
     if not isinstance(w, NVFP4Tensor):
         return as_float_array(op, "w", w), recipe
@@ -63,16 +65,33 @@ def weights_and_recipe(op: str, recipe: Recipe, w: object, order: WeightAxes, re
     if order != "nk":
         raise ValueError(
             f"{op}: w_axes must be 'nk' for an NVFP4Tensor w, whose blocks run along its last axis, K, got "
-            f"{order!r}; make it of {remedy}"
+            f"{order!r}; {made_of(w)}"
         )
     if w.format != w_spec.format:
         raise ValueError(
             f"{op}: w must have the format of recipe.fprop.w, {w_spec.format.name}, got {w.format.name}; choose a "
-            "recipe whose spec of w has that format"
+            f"recipe whose spec of w has that format{_FITTING.get(w.format, '')}"
         )
     check_parts(op, "w", (w.data, w.scale, w.amax), w.format)
     # How w was quantized does not matter any more: neither its blocks nor its rounding.
     return w, Recipe((x_spec, replace(w_spec, block_rows=1, rounding="nearest")), "dequantized", None)
+
+
+def made_of(w: NVFP4Tensor) -> str:
+    lead, function = ("", "quantize") if w.ndim == 2 else ("G, ", "jax.vmap of quantize")
+    return f"make it of w [{lead}K, N] by {function}(w, transpose=True)"
+
+
+def turned(op: str, weights: Weights, x: jax.Array, w: Operand) -> str:
+    """Returns the end of an error for w whose other axis has the size of K of x."""
+    if x.ndim < 1 or x.shape[-1] != w.shape[-3 - weights.k_axis]:
+        return ""
+    if isinstance(w, NVFP4Tensor):
+        return f"; {made_of(w)}"
+    if op not in ("linear", "grouped_linear"):
+        return "; weights are [G, K, N]" if op.startswith("RaggedDot") else ""
+    other = "kn" if weights.order == "nk" else "nk"
+    return f"; pass w_axes={other!r} for w [{'G, ' * (w.ndim - 2)}{', '.join(other.upper())}]"
 
 
 def check_contractions(op: str, w_shape: tuple[int, ...], n: int, k: int, recipe: Recipe) -> None:

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .._core import softfloat
 from .._core.tensor import NVFP4Tensor
 from .._primitives._checks import FLOAT_DTYPES, check_float
-from ..spec import BLOCK, QuantSpec, check_choice
+from ..spec import BLOCK, QuantSpec, check_choice, four_over_six
 
 Implementation = Literal["native", "reference"] | None
 Accumulation = Literal["fast", "pinned"]
@@ -36,12 +36,17 @@ def operation(function: F) -> F:
 
 
 # ---------------------------------------------------------------- arrays
+def describe(value: object) -> str:
+    """Returns what an error says it got: of an array its dtype and shape, never its contents."""
+    return f"an array {value.dtype} {value.shape}" if isinstance(value, jax.Array | np.ndarray) else repr(value)
+
+
 def as_tensor(op: str, name: str, value: object) -> NVFP4Tensor:
     """Returns an NVFP4Tensor; refuses anything else."""
     if isinstance(value, NVFP4Tensor):
         return value
-    made = "; jnvfp4.quantize makes one of an array" if isinstance(value, jax.Array | np.ndarray) else ""
-    raise TypeError(f"{op}: {name} must be an NVFP4Tensor, got {type(value).__name__}{made}")
+    got = describe(value) if isinstance(value, jax.Array | np.ndarray) else type(value).__name__
+    raise TypeError(f"{op}: {name} must be an NVFP4Tensor, got {got}; jnvfp4.quantize makes one of an array")
 
 
 def as_array(op: str, name: str, value: object) -> jax.Array:
@@ -120,7 +125,7 @@ def as_amax_pair(op: str, amax: object) -> AmaxPair:
     if amax is None:
         return None, None
     if not (isinstance(amax, tuple) and len(amax) == 2):
-        raise ValueError(f"{op}: amax must be None or a pair (row_amax, col_amax), got {amax!r}")
+        raise ValueError(f"{op}: amax must be None or a pair (row_amax, col_amax), got {describe(amax)}")
     row, col = (None if value is None else as_amax(op, value) for value in amax)
     return row, col
 
@@ -139,7 +144,9 @@ def check_implementation(op: str, implementation: str | None, kernels: Sequence[
 
 def check_spec(op: str, name: str, spec: object) -> None:
     if not isinstance(spec, QuantSpec):
-        raise TypeError(f"{op}: {name} must be a QuantSpec, got {spec!r}")
+        remedy = "; a recipe holds specs, such as recipe.fprop.x" if hasattr(spec, "fprop") else ""
+        remedy = "; call it: four_over_six()" if spec is four_over_six else remedy
+        raise TypeError(f"{op}: {name} must be a QuantSpec, got {describe(spec)}{remedy}")
 
 
 def float_dtype(op: str, name: str, dtype: DTypeLike | None) -> np.dtype:
@@ -168,7 +175,7 @@ def as_key(op: str, key: jax.Array) -> jax.Array:
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
     if not (typed and shape == ()) and not (dtype == jnp.uint32 and len(shape or ()) == 1):
-        raise TypeError(f"{op}: key must be one JAX PRNG key, as jax.random.key gives, got {key!r}")
+        raise TypeError(f"{op}: key must be one JAX PRNG key, as jax.random.key gives, got {describe(key)}")
     return key
 
 

@@ -15,7 +15,8 @@ FLOAT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 def check_float(op: str, name: str, dtype: Any) -> None:
     """Raises unless ``dtype`` is one of the three that kernels read and write."""
     if dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16, got {dtype}")
+        remedy = "; cast it" if jnp.issubdtype(dtype, jnp.floating) else ""
+        raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16, got {dtype}{remedy}")
 
 
 def check_array(op: str, x: Any) -> None:
@@ -45,7 +46,8 @@ def check_operand(
         )
     if spec.block_rows == BLOCK and rows % BLOCK:
         raise ValueError(
-            f"{op}: block_rows={BLOCK} needs both M and K to be multiples of {BLOCK}, got x.shape={x.shape}"
+            f"{op}: block_rows={BLOCK} needs both M and K to be multiples of {BLOCK}, got x.shape={x.shape}; "
+            f"pad {'K' if transpose else 'M'} to {rows + -rows % BLOCK}, or take a spec of 1x16 blocks"
         )
     if amax is not None:
         accepted = amax_shapes(x.shape, spec, transpose, row_axes)

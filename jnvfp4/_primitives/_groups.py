@@ -17,9 +17,8 @@ from ._shardings import shard_index
 def check_sizes(op: str, sizes: Any, groups: int) -> None:
     """Refuses group sizes that are not int32 [G]."""
     if sizes.dtype != jnp.int32:
-        integers = jnp.issubdtype(sizes.dtype, jnp.integer)
-        remedy = "; if all of them fit, pass group_sizes.astype(jnp.int32)" if integers else ""
-        raise TypeError(f"{op}: group_sizes must be int32, got {sizes.dtype}{remedy}")
+        remedy = "if all of them fit, pass group_sizes.astype(jnp.int32)"
+        raise TypeError(f"{op}: group_sizes must be int32, got {sizes.dtype}; {remedy}")
     if sizes.shape != (groups,):
         raise ValueError(f"{op}: group_sizes must have shape (G,)=({groups},), got {sizes.shape}")
 

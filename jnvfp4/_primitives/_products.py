@@ -53,7 +53,8 @@ def check_operands(op: str, params: ProductParams, a: tuple, b: tuple) -> None:
     if params.a is not None:
         check_parts(op, "a", a, params.a)
     elif a[0].dtype not in DENSE_DTYPES:
-        raise TypeError(f"{op}: an unquantized a must be bfloat16 or float16, got {a[0].dtype}")
+        remedy = "cast it to bfloat16, or quantize it"
+        raise TypeError(f"{op}: an unquantized a must be bfloat16 or float16, got {a[0].dtype}; {remedy}")
     check_parts(op, "b", b, params.b)
     a_rht = params.a is not None and params.a.rht
     if a_rht != params.b.rht:

@@ -215,10 +215,16 @@ def doctor(full: bool = True) -> bool:
     print()
     count, failed = 0, 0
     for device in found:
+        unlisted = 0
         for o in examine(device, full):
             count += o["outcome"] != NOT_APPLICABLE
             failed += o["outcome"] == FAILED
+            if not full and o["outcome"] == NOT_APPLICABLE and " runs on GPUs " in o["reason"]:
+                unlisted += 1
+                continue
             print(f"{o['device']}: {o['check']}: {o['outcome']}{': ' * bool(o['reason'])}{o['reason']}", flush=True)
+        if unlisted:
+            print(f"{device}: {unlisted} GPU kernel{'s' * (unlisted > 1)}: not applicable here")
     print()
     for device in found:
         for p in planned(device):

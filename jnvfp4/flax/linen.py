@@ -294,10 +294,12 @@ def _layers_of_module(module: nn.Module, *inputs: PyTree, **keywords: Any) -> li
                 called[layer.path] = layer
         return result
 
-    if not inputs and not keywords:
+    with_params = any("params" in value for value in inputs if isinstance(value, Mapping))
+    if with_params or not (inputs or keywords):
+        got = "its parameters too" if with_params else "no inputs"
         raise TypeError(
-            "Policy.explain: a Linen module must come with what it is called with, got no inputs; "
-            "write explain(model, tokens), or pass the parameters instead of the model"
+            f"Policy.explain: a Linen module must come with what it is called with, got {got}; "
+            "write explain(model, *inputs), without the parameters, or pass these instead of the model"
         )
     with nn.intercept_methods(see):
         variables = jax.eval_shape(partial(module.init, **keywords), jax.random.key(0), *inputs)
