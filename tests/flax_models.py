@@ -68,7 +68,8 @@ class Stack(nn.Module):
                     return block(x), None
             return block(x), None
 
-        loop = nn.scan(body, variable_axes={"params": 0}, split_rngs=dict(self.split_rngs), length=self.layers)
+        axes = {"params": 0, "keys": 0}
+        loop = nn.scan(body, variable_axes=axes, split_rngs=dict(self.split_rngs), length=self.layers)
         return loop(block(name="block"), x, jnp.arange(self.layers))[0]
 
 
