@@ -282,6 +282,8 @@ def test_saved_groups_have_one_amax(tmp_path):
     with pytest.raises(CheckpointError, match=r"another amax than 'a\.gate_proj'") as found:
         save_checkpoint(tensors, tmp_path / "no")
     assert found.value.code == Exit.CONFLICT
+    rows = {name: jnvfp4.quantize(i * w, jnvfp4.ROW_SCALED) for i, name in enumerate(tensors, 1)}
+    save_checkpoint(rows, tmp_path / "rows", "te")  # which only jnvfp4 reads
     tensors["a.gate_proj.weight"] = jnvfp4.quantize(w, amax=up.amax)
     save_checkpoint(tensors, tmp_path / "out")
     save_checkpoint({"a.down_proj.weight": w}, tmp_path / "plain")

@@ -23,13 +23,15 @@ from jnvfp4.checkpoints._files.safetensors import File, Planned, header_bytes, w
 
 # ---------------------------------------------------------------- writing
 def test_writers_have_temporary_files_of_their_own(tmp_path):
-    """Also two threads of one process."""
+    """Also two threads of one process. Those of other files, which another command may write, stay."""
     paths = {temporary_of(tmp_path / "a.json") for _ in range(20)}
     assert len(paths) == 20
     for path in paths:
         path.write_text("part")
+    other = temporary_of(tmp_path / "b.json")
+    other.write_text("part")
     remove_temporaries(tmp_path, {"a.json"})
-    assert files_of(tmp_path) == {}
+    assert files_of(tmp_path) == {other.name: b"part"}
 
 
 def test_shards_come_first_and_the_index_last(tmp_path, monkeypatch):

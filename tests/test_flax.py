@@ -100,7 +100,7 @@ def test_only_products_with_weights_are_quantized(api):
 
 
 def test_a_layer_of_ten_features_is_padded(api):
-    for model in (api.linear(10), api.einsum("bsd,de->bse", (32, 10))):
+    for model in (api.linear(10), api.einsum("bsd,de->bse", (32, 10)), api.einsum("bsd,bde->bse", (2, 32, 10))):
         assert EVERY.explain(model, X)[0].why == "default; N padded from 10 to 16"
         call = lambda params: api.call(model, EVERY, params)  # noqa: B023, E731
         assert jax.eval_shape(call, api.params(model)).shape == (2, 16, 10)

@@ -97,15 +97,16 @@ def test_a_model_within_a_model_has_its_own_layers():
 
         @nn.compact
         def __call__(self, x):
-            x = nn.Dense(32, name="block_0")(x)
+            x = Mlp(name="block_0")(x)
             x = x - Mlp().apply(self.teacher, x)
-            return nn.Dense(32, name="block_3")(x)
+            return Mlp(name="block_3")(x)
 
     model = Student(init(Mlp()))
     variables = shapes(model)
-    for rule, count in (("block_3", 1), ("block_.*", 2), ("up|block_0", 2)):
+    for rule, count in (("block_3/up", 1), ("block_.*", 4), ("up|block_0/up", 2)):
         assert products(quantized(model, Policy([Rule(rule, NEAREST)])), variables) == count
-    with pytest.raises(ValueError, match="got 'up', which matches none of block_0, block_3"):
+    assert products(quantized(model, Policy(default=NEAREST, last_bf16=1)), variables) == 4  # all but block_3
+    with pytest.raises(ValueError, match="got 'up', which matches none of block_0/down, block_0/up, block_3/down"):
         products(quantized(model, Policy([Rule("up", NEAREST)])), variables)
 
 

@@ -85,6 +85,12 @@ def test_another_policy_replaces_the_first():
     assert_bitwise(model(TOKENS), plain(TOKENS))
 
 
+def test_a_layer_gathers_as_its_rule_says():
+    of_policy, of_rule = (P("x"), P()), (P(None, "x"), P())
+    model = apply(mlp(), Policy([Rule("up", NEAREST, of_rule)], default=NEAREST, w_gather=of_policy))
+    assert [layer.dot_general.w_gather for layer in (model.up, model.down)] == [of_rule, of_policy]
+
+
 def test_split_and_merge_change_no_bit():
     graph, state = nnx.split(apply(mlp(), ALL))
 

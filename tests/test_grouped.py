@@ -383,6 +383,13 @@ def test_a_sum_over_experts_keeps_negative_zeros(devices):
         assert_bitwise(got, want)
 
 
+def test_an_odd_number_of_columns_is_summed_over_experts(devices):
+    a, b = exact("nvfp4", 64, 8)
+    b, sizes = NVFP4Tensor(b.data[:, :39], b.scale[:, :39], b.amax, b.format), int32([8] * 8)
+    placed = jax.device_put(b, b.shardings(make_mesh(devices, "x"), P("x", None, None)))
+    assert_bitwise(jax.jit(grouped_matmul_nt)(a, placed, sizes), grouped_matmul_nt(a, b, sizes))
+
+
 def test_no_weight_is_gathered_where_experts_are_split(devices):
     """Each device multiplies by its own experts; only rows of the result are summed."""
     a, b = exact("nvfp4", 64, 8)

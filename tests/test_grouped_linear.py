@@ -192,6 +192,15 @@ def test_weights_that_are_quantized_already(cpu):
     assert relative_error(dx, dense(DY[:, :40], jnvfp4.dequantize(experts).mT, SIZES)) < 0.01
 
 
+def test_dw_where_every_group_has_a_part_that_is_not_whole(cpu):
+    """There are as many parts as shapes allow."""
+    sizes, rows = (17, 17), 34
+    f = lambda x, w: grouped_linear(x, w, int32(sizes), Recipe(None, None, None))  # noqa: E731
+    dw = with_gradients(f, X[:rows], W[:2], dy=DY[:rows])[2]
+    x, dy = (np.asarray(v[:rows], np.float64) for v in (X, DY))
+    assert relative_error(dw, np.stack([dy[i:j].T @ x[i:j] for i, j in ends_of(sizes, rows)])) < 0.005
+
+
 def test_no_rows(cpu):
     f = lambda x, w: grouped_linear(x, w, int32(SIZES))  # noqa: E731
     y, dx, dw = with_gradients(f, X[:0], W, dy=DY[:0])

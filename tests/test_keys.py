@@ -356,10 +356,15 @@ def test_a_loop_over_microbatches_needs_a_key_or_an_index_too():
 
         return jax.lax.map(microbatch, jnp.arange(3))
 
+    def of_each(key):
+        folded = lambda m, i: jax.random.fold_in(jax.random.fold_in(key, m), i)  # noqa: E731
+        return jax.lax.map(lambda m: layers(lambda i: step_key(folded(m, i))), jnp.arange(3))
+
     for enter in (layer_index, nullcontext):
         with pytest.raises(ValueError, match="here number 1 of 2 from the outside"):
             jax.jit(partial(outside, enter=enter))(A)
-    assert len(np.unique(np.asarray(jax.jit(inside)(A)).reshape(6, 2), axis=0)) == 6
+    for step in (inside, of_each):
+        assert len(np.unique(np.asarray(jax.jit(step)(A)).reshape(6, 2), axis=0)) == 6
 
 
 def test_vmap_shares_the_bits_unless_an_index_differs(leaks):

@@ -193,6 +193,10 @@ def test_sizes_fit_the_gemms_that_are_quantized(cpu):
     assert_same_tensor(*(jax.jit(partial(f, recipe=recipe))(x, w, dy) for f in (run, composition)))
     free = Recipe(None, None, (NVFP4, NVFP4))
     assert run(normal((16, 50)), normal((10, 50)), normal((16, 10)), free)[2].shape == (10, 50)
+    with pytest.raises(
+        ValueError, match=r"N must be a multiple of 16, since recipe\.wgrad quantizes dy in 16x16 tiles"
+    ):
+        linear(x, w, Recipe((NVFP4, NVFP4), None, (NVFP4_2D, NVFP4)))
     with pytest.raises(ValueError, match="linear: K must be a multiple of 16, got K=50"):
         linear(normal((16, 50)), normal((16, 50)), Recipe(None, wgrad=None))
 
@@ -328,6 +332,11 @@ def test_products_in_high_precision_on_an_explicit_mesh(devices, name, w_axes):
 def test_a_stochastic_recipe_needs_a_key(name):
     with pytest.raises(ValueError, match="linear: key must be given, since the recipe rounds stochastically"):
         jax.eval_shape(partial(run, recipe=ALL_RECIPES[name], key=None), *SMALL)
+
+
+def test_a_stochastic_forward_pass_needs_a_key_without_gradients():
+    with pytest.raises(ValueError, match="linear: key must be given, since the recipe rounds stochastically"):
+        linear(*SMALL[:2], RECIPES["stochastic"])
 
 
 @pytest.mark.parametrize("name", ["plain", "dequantized_backward", "recipes_window64, nearest", "recipes_inference"])

@@ -144,6 +144,8 @@ def test_scanned_layers_have_no_ends():
     with pytest.raises(ValueError, match="must not be scanned for first_bf16=1, last_bf16=2"):
         Policy(default=SR, first_bf16=1, last_bf16=2).plan(layers)
     assert Policy(default=SR).plan(layers)["block/mlp/up"].recipe == SR
+    beside = [*layers, *(Layer(f"layer_{i}/up", (32, 64)) for i in range(2))]  # in high precision they may be scanned
+    assert Policy([Rule("block/.*", None)], default=SR, first_bf16=1).plan(beside)["layer_1/up"].recipe == SR
 
 
 def test_layers_without_numbers_have_no_ends():

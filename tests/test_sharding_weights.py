@@ -544,6 +544,8 @@ REFUSED = [
     (r"over different axes of an Explicit mesh, got 'x' for both, .* w_gather.gath",
      lambda: linear(*(on_x((256, 256), i, "explicit", ROWS) for i in (1, 2)), w_gather=(ROWS, ROWS))),
     ("w_gather may shard only the first of several axes", einsum_with(w_gather=(P(None, None, "x"), P()))),
+    ("w_gather may shard only the first of several axes", lambda: einsum(
+        "abmk,abkn->abmn", normal((2, 8, 16, 32)), normal((2, 8, 32, 16)), w_gather=(P(None, "x"), P(None, "x")))),
     (r"einsum: w_gather must not gather the batch axes \(0,\)", einsum_with(w_gather=(P("x"), P()))),
     (r"einsum: w_amax must have the batch axes of rhs, \(2,\), got shape \(\)", einsum_with(w_amax=1.0)),
     ("einsum: w_gather must be None or a pair", einsum_with(w_gather="x")),

@@ -190,7 +190,7 @@ def _keeps_axes(op: str, x: jax.Array, recipe: Recipe) -> bool:
     alone is sharded.
     """
     unit = recipe.unit_of_tokens
-    if x.ndim > 2 and x.size and x.shape[-2] % unit == 0:
+    if x.ndim > 2 and x.shape[-2] % unit == 0:
         return True
     if any(entry is not None for entry in axes_of_dims(jax.typeof(x))[1:-1]):
         raise ValueError(
