@@ -40,10 +40,11 @@ struct FusedConfig {
   static constexpr int kLaunched = kTeams == 1 ? 168 : 96, kLoading = kTeams == 1 ? 40 : 32;
   static constexpr int kComputing = kTeams == 1 ? 232 : 112;
 
-  // A slot has codes and scales of 256 along K, a stage the tokens of kStageDepth windows.
-  static constexpr int kStageDepth = kTokens <= 64 ? 4 : 1, kPerSlot = 4 / kStageDepth;
+  // A slot has codes and scales of 256 along K, a stage the tokens of kStageDepth windows: several, since the loading
+  // thread waits once per stage, and limits tiles of 128 tokens.
+  static constexpr int kStageDepth = kTokens <= 64 ? 4 : kTokens == 128 ? 2 : 1, kPerSlot = 4 / kStageDepth;
   static constexpr int kFewDepth = kStageDepth == 1 ? 2 : kStageDepth;  // of tiles with few
-  static constexpr int kRing = kTokens <= 64 ? 4 : 3, kStages = kTokens == 128 ? 8 : 4;
+  static constexpr int kRing = kTokens <= 64 ? 4 : 3, kStages = 4;
   static constexpr int kWindow = kTokens * 128, kData = kRows * 128, kScale = kRows * 16;
   static constexpr bool kExchanges = kTokens >= 128 && std::is_same_v<T, F16>;
   template <bool kExchanged>
