@@ -68,7 +68,6 @@ cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* 
                        static_cast<int>(s.cols),
                        static_cast<int>(pairs),
                        static_cast<int>(matrix_tiles),
-                       0,
                        static_cast<int>(items),
                        static_cast<int>(plan.whole),
                        plan.splits,
@@ -81,7 +80,8 @@ cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* 
                        : quantized ? 0x1p28f
                                    : 0x1p14f,
                        reinterpret_cast<float*>(bytes + at.sums),
-                       reinterpret_cast<uint32_t*>(bytes + at.flags)};
+                       reinterpret_cast<uint32_t*>(bytes + at.flags),
+                       reinterpret_cast<uint32_t*>(bytes + at.flags) + at.flag_count - 1};
   return bf16 ? launch_sm90_bf16_fused(args, maps, plan.tokens, stream)
               : launch_sm90_f16_fused(args, maps, plan.tokens, stream);
 }

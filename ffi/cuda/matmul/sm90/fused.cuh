@@ -4,7 +4,7 @@
 // The sides of wgmma change places: rows of b are its 64 rows, from registers, and rows of a ("tokens") its columns,
 // from shared memory. A warpgroup decodes its own 64 rows of b, one window (64 along K) at a time, while its last four
 // wgmmas run. Two CTAs of a cluster have the same tokens and neighbouring rows of b; each loads half of the
-// tokens for both. CTAs are persistent: one thread loads, two or four warpgroups compute.
+// tokens for both. CTAs are persistent (scheduler.cuh): one thread loads, two or four warpgroups compute.
 //
 // The sum along K: the tensor core's, windows ascending, in one accumulator, or in two that are then added if four
 // warpgroups compute; and for each of `splits` parts of K, to the last of which the others are added in their order.
@@ -17,8 +17,19 @@
 #include "launch.cuh"
 #include "pairs.cuh"
 #include "ptx.cuh"
+#include "scheduler.cuh"
 
 namespace jnvfp4 {
+
+// The items of one product, which has no fewer than the launch has clusters.
+struct DenseTiles {
+  const FusedArgs& a;
+
+  __device__ __forceinline__ int own() const { return gridDim.x / 2; }
+  __device__ __forceinline__ bool has_own() const { return true; }
+  __device__ __forceinline__ int end() const { return a.items; }
+  __device__ __forceinline__ uint32_t* counter() const { return a.counter; }
+};
 
 // T: the type of the decoded numbers, F16 or Bf16.
 //
@@ -55,7 +66,12 @@ struct FusedConfig {
   static constexpr int kAtOut = kAtScale + kRing * kScale;
   static constexpr int kAtFull = kAtOut + 2 * Writer::kShared;
   static constexpr int kAtEmpty = kAtFull + 8 * kStages, kAtSlot = kAtEmpty + 8 * kStages;
-  static constexpr int kShared = kAtSlot + 8 * kRing + 1024;  // to align the start
+  using Ring = TileRing<kStages * kFewDepth / 4>;  // an item has one slot at least
+  using Tiles = DenseTiles;
+  template <bool kLoads>
+  using Scheduler = TileScheduler<Tiles, Ring, kLoads>;
+  static constexpr int kAtTiles = kAtSlot + 8 * kRing;
+  static constexpr int kShared = kAtTiles + Ring::kShared + 1024;  // to align the start
   static_assert(kLoading + 2 * kTeams * kComputing <= (1 + 2 * kTeams) * kLaunched);
   static_assert(kStages * kStageDepth <= 4 * kRing - 3 || kStageDepth == 4, "a slot is read before it is filled again");
   static_assert(kStages % kPerSlot == 0 && kShared <= 232448);
@@ -94,10 +110,6 @@ __device__ __forceinline__ FusedItem item_of(const FusedArgs& a, int i) {
           parts > 1 ? divided : -1,
           a.tokens};
 }
-// The items of a 2-CTA cluster, one after the other.
-__device__ __forceinline__ int first_item(const FusedArgs& a) { return a.begin + blockIdx.x / 2; }
-__device__ __forceinline__ int next_item(const FusedArgs&, int i) { return i + gridDim.x / 2; }
-__device__ __forceinline__ int end_of_items(const FusedArgs& a) { return a.items; }
 __device__ __forceinline__ void wait_for_lists(const FusedArgs&) {}
 __device__ __forceinline__ void wait_for_kernel_beside(const FusedArgs&) {}
 // The row of all tokens that a CTA loads first.
@@ -128,7 +140,7 @@ __device__ __forceinline__ void load_slot(const FusedMaps& maps, uint32_t smem, 
 template <class C>
 __device__ __forceinline__ int load_early(const typename C::Args& a, const typename C::Maps& maps, uint32_t smem) {
   if (C::kTeams == 1 || C::kGrouped) return 0;
-  const FusedItem item = item_of<C>(a, first_item(a));
+  const FusedItem item = item_of<C>(a, blockIdx.x / 2);
   const int count = min(C::kTeams, item.end - item.first), b_row = row_of_b<C>(a, item);
   for (int i = 0; i < count; ++i) load_slot<C>(maps, smem, i, b_row, (item.first + i) * 4);
   return count;
@@ -140,7 +152,9 @@ __device__ __forceinline__ void load_tiles(const typename C::Args& a, const type
   constexpr int kHalf = C::kTokens / 2;
   int stage = 0, phase = 0, slot = 0;
   bool first_load = !C::kGrouped;
-  for (int i = first_item(a); i < end_of_items(a); i = next_item(a, i)) {
+  const typename C::Tiles tiles{a};
+  typename C::template Scheduler<true> scheduler(tiles, {smem + C::kAtTiles});
+  for (int i = scheduler.first(); i < tiles.end(); i = scheduler.next()) {
     const FusedItem item = item_of<C>(a, i);
     const int b_row = row_of_b<C>(a, item);
     const bool few = has_few_tokens<C>(item);
@@ -423,15 +437,17 @@ struct FusedConsumer {
   }
   __device__ __forceinline__ void run() {
     if (wg == 1) pass_turn();  // the first turn is that of warpgroup 0
-    int i = first_item(a);
-    for (; i < end_of_items(a); i = next_item(a, i)) {
+    const typename C::Tiles tiles{a};
+    typename C::template Scheduler<false> scheduler(tiles, {smem + C::kAtTiles});
+    int i = scheduler.first();
+    for (; i < tiles.end(); i = scheduler.next()) {
       const FusedItem item = item_of<C>(a, i);
       if (has_few_tokens<C>(item)) break;  // and so have all that follow
       compute<C::kTokens>(i, item);
     }
     if constexpr (C::kFew) {
       few_from = begun;
-      for (; i < end_of_items(a); i = next_item(a, i)) compute<C::kTokens / 2>(i, item_of<C>(a, i));
+      for (; i < tiles.end(); i = scheduler.next()) compute<C::kTokens / 2>(i, item_of<C>(a, i));
     }
     if (wg == 0) wait_turn();  // no barrier is left half full
     if constexpr (C::kGrouped) clear_other_rows(a, C::kThreads - 128);
@@ -451,6 +467,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       barrier_init(smem + C::kAtEmpty + 8 * i, 4 * 2 * 2);  // a lane of each warp of a team, in both blocks
     }
     for (int i = 0; i < C::kRing; ++i) barrier_init(smem + C::kAtSlot + 8 * i, 1);
+    typename C::Ring{smem + C::kAtTiles}.init_barriers();
     fence_barrier_init();
     prefetch_map(maps.data), prefetch_map(maps.scale), prefetch_map(maps.a);
     if constexpr (C::kFew) prefetch_map(maps.few);
@@ -463,6 +480,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     let_next_kernel_start();  // it waits for the end of this one
     give_registers<C::kLoading>();
     if (threadIdx.x == 0) load_tiles<C>(a, maps, smem, early);
+    if constexpr (!C::kGrouped)
+      if (threadIdx.x == 32 && cluster_rank() == 0) {
+        wait_for_kernel_ahead();  // it clears the counter
+        const typename C::Tiles tiles{a};
+        typename C::template Scheduler<false>(tiles, {smem + C::kAtTiles}).hand_out();
+      }
     __syncwarp();
   } else {
     take_registers<C::kComputing>();
@@ -479,18 +502,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 // ---------------------------------------------------------------- launch
 template <class C>
 cudaError_t launch_fused_config(const FusedArgs& args, const FusedMaps& maps, cudaStream_t stream) {
-  // Where the whole tiles do not fill waves, as with fewer SMs than the plan is for, the parts have a
-  // launch of their own.
-  const int most = pairs_at_once(args.splits);
-  const auto launch = [&](int begin, int items) {
-    FusedArgs some = args;
-    some.begin = begin, some.items = items;
-    return launch_early(sm90_fused_kernel<C>, 2 * std::min(items - begin, most), C::kThreads, 2, C::kShared, stream,
-                        some, maps);
-  };
-  if (args.whole % most == 0) return launch(0, args.items);
-  const cudaError_t status = launch(0, args.whole);
-  return status == cudaSuccess ? launch(args.whole, args.items) : status;
+  const int clusters = clusters_of(args.items, args.whole, args.splits);
+  return launch_early(sm90_fused_kernel<C>, 2 * clusters, C::kThreads, 2, C::kShared, stream, args, maps);
 }
 
 template <class T>

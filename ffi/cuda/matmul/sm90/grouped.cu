@@ -45,7 +45,7 @@ GroupedListing listing_of(const Product& p, int tokens, bool of_tails) {
           tokens / 2,
           p.pairs(),
           of_tails ? 1 : p.slots(),
-          pairs_at_once(1),
+          std::max(multiprocessors() / 2, 1),
           times.slot,
           times.split,
           p.list(of_tails),

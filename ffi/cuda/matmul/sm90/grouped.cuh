@@ -10,11 +10,17 @@
 
 namespace jnvfp4 {
 
+struct ListedTiles;
+struct FixedShares;
+
 template <class T, int kTokens>
 struct GroupedConfig : FusedConfig<T, kTokens> {
   using Args = GroupedFusedArgs;
   using Maps = GroupedMaps;
   static constexpr bool kGrouped = true, kFew = true, kExchanges = false;
+  using Tiles = ListedTiles;
+  template <bool kLoads>
+  using Scheduler = FixedShares;
   template <int kCount>
   using Result = FusedResult<kCount, false, std::is_same_v<T, F16>, true>;
 };
@@ -26,13 +32,23 @@ __device__ __forceinline__ GroupedHeader header_of(const GroupedFusedArgs& a) {
   const int4 low = words[0], high = words[1];
   return {low.x, low.y, low.z, low.w, high.x, high.y, {}};
 }
-__device__ __forceinline__ int first_item(const GroupedFusedArgs& a) {
-  return item_from(header_of(a), blockIdx.x / 2, false, blockIdx.x / 2, gridDim.x / 2);
-}
-__device__ __forceinline__ int next_item(const GroupedFusedArgs& a, int i) {
-  return item_after(header_of(a), i, blockIdx.x / 2, gridDim.x / 2);
-}
-__device__ __forceinline__ int end_of_items(const GroupedFusedArgs& a) { return header_of(a).items; }
+struct ListedTiles {
+  const GroupedFusedArgs& a;
+
+  __device__ __forceinline__ int end() const { return header_of(a).items; }
+};
+struct FixedShares {
+  const ListedTiles& tiles;
+  int item = 0;
+
+  __device__ __forceinline__ FixedShares(const ListedTiles& of, uint32_t) : tiles(of) {}
+  __device__ __forceinline__ int first() {
+    return item = item_from(header_of(tiles.a), blockIdx.x / 2, false, blockIdx.x / 2, gridDim.x / 2);
+  }
+  __device__ __forceinline__ int next() {
+    return item = item_after(header_of(tiles.a), item, blockIdx.x / 2, gridDim.x / 2);
+  }
+};
 
 template <class C>
 __device__ __forceinline__ FusedItem item_of(const GroupedFusedArgs& a, int i) {
@@ -90,7 +106,7 @@ __device__ __forceinline__ void clear_other_rows(const GroupedFusedArgs& a, int 
 template <class C>
 cudaError_t launch_grouped_config(const GroupedFusedArgs& args, const GroupedMaps& maps, cudaStream_t stream) {
   const auto most = static_cast<int64_t>(args.most_tiles) * args.pairs * kGroupedMostParts;
-  const auto pairs = static_cast<unsigned>(std::min<int64_t>(pairs_at_once(1), std::max<int64_t>(most, 1)));
+  const auto pairs = static_cast<unsigned>(std::clamp<int64_t>(most, 1, std::max(multiprocessors() / 2, 1)));
   return launch_early(sm90_fused_kernel<C>, 2 * pairs, C::kThreads, 2, C::kShared, stream, args, maps);
 }
 

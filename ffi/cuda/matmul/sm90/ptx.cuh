@@ -82,6 +82,9 @@ __device__ __forceinline__ void fence_barrier_init() {
 __device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
+__device__ __forceinline__ void barrier_arrive(uint32_t bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
 // Arrives at the barrier of the same place in CTA `rank` of the cluster.
 __device__ __forceinline__ void barrier_arrive_in(uint32_t bar, uint32_t rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(bar, rank)) : "memory");
@@ -96,6 +99,25 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
                  : "r"(bar), "r"(parity)
                  : "memory");
   } while (!done);
+}
+// The same for a word of store_async_in. It fences, so it is not for waits in a main loop.
+__device__ __forceinline__ void barrier_wait_cluster(uint32_t bar, uint32_t parity) {
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(bar), "r"(parity)
+        : "memory");
+  } while (!done);
+}
+// Stores a word in CTA `rank` of the cluster, and brings its 4 bytes to a barrier there: both at the addresses that the
+// places have here.
+__device__ __forceinline__ void store_async_in(uint32_t to, uint32_t v, uint32_t bar, uint32_t rank) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address_in(to, rank)),
+               "r"(v), "r"(address_in(bar, rank))
+               : "memory");
 }
 
 // ---------------------------------------------------------------- flags in global memory

@@ -305,8 +305,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 // ---------------------------------------------------------------- launch
 template <class C>
 cudaError_t launch_config(const WindowsArgs& args, const WindowsMaps& maps, cudaStream_t stream) {
-  const int pairs = std::min(args.items, pairs_at_once(args.splits));
-  return launch_early(sm90_windows_kernel<C>, 2 * pairs, C::kThreads, 2, C::kShared, stream, args, maps);
+  const int clusters = clusters_of(args.items, 0, args.splits);
+  return launch_early(sm90_windows_kernel<C>, 2 * clusters, C::kThreads, 2, C::kShared, stream, args, maps);
 }
 
 cudaError_t make_windows_maps(const WindowsPreparation& p, const WindowsScratch& at, WindowsMaps* maps) {
