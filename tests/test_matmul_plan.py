@@ -197,8 +197,8 @@ FUSED_SHAPES += [(1, 20, 101, 2064), (2, 700, 261, 4352), (1, 700, 6001, 2064)]
 
 @pytest.mark.parametrize("shape", FUSED_SHAPES)
 def test_scratch_of_fused_kernels(shape):
-    """Prepared rows to the end of a tile; copies of codes unless K % 32 == 0, and of scales unless K % 256 == 0; parts of
-    K with flags, and a counter of tiles."""
+    """Prepared rows to the end of a tile; copies of codes unless K % 32 == 0, and of scales unless K % 256 == 0; parts
+    of K with flags, and a counter of tiles."""
     batch, m, n, k = shape
     tokens, splits, _, whole = load.extensions()["cpu"].plan_fused(*shape, False)
     rows = up(((batch - 1) * m + up(m, tokens)) * up(k, 64) * 2, 256)
@@ -217,7 +217,7 @@ def test_scratch_of_fused_kernels(shape):
     [(1, 128, 384, 512), (1, 5, 7, 256), (3, 5, 7, 64), (2, 300, 129, 192), (1, 70, 131, 1088), (1, 300, 700, 64)],
 )
 def test_scratch_of_windows(shape):
-    """Both operands and their factors to the end of a tile, whichever of them has windows."""
+    """Both operands and their factors to the end of a tile, whichever of them has windows; as above, flags of parts."""
     batch, m, n, k = shape
 
     def scratch(tokens, columns, a_windows, b_windows):
@@ -229,7 +229,7 @@ def test_scratch_of_windows(shape):
         factors = sum(up(batch * p * count * factor, 256) for p, count in zip(padded, counts, strict=True))
         parts = load.extensions()["cpu"].plan_windows(*shape, a_windows, b_windows)
         parts_of_tiles = batch * (padded[0] // tile) * (padded[1] // 256) * (parts - 1)
-        return numbers + factors + parts_of_tiles * tile * 256 * 4 + up(parts_of_tiles * 4 * 4, 256)
+        return numbers + factors + parts_of_tiles * tile * 256 * 4 + up((parts_of_tiles * 4 + 1) * 4, 256)
 
     expected = max(scratch(m, n, False, True), scratch(n, m, True, False), scratch(m, n, True, True))
     kernel = "sm90_nvfp4_windows"

@@ -54,7 +54,7 @@ inline GemmShape fused_shape(const GemmShape& s, const FusedPlan& plan) {
 struct FusedScratch {
   int64_t rows;         // the left operand as 16-bit floats; tiles may read past its last row
   int64_t data, scale;  // copies of the right operand's, if the distance of its rows is no multiple of 16 bytes
-  int64_t sums, flags;  // of the parts of K but the last; the last flag is the counter of items (sm90/scheduler.cuh)
+  int64_t sums, flags;  // of the parts of K but the last; the last flag is the counter of sm90/scheduler.cuh
   int64_t bytes;        // in all
   int64_t padded_rows, flag_count;
 };

@@ -21,16 +21,6 @@
 
 namespace jnvfp4 {
 
-// The items of one product, which has no fewer than the launch has clusters.
-struct DenseTiles {
-  const FusedArgs& a;
-
-  __device__ __forceinline__ int own() const { return gridDim.x / 2; }
-  __device__ __forceinline__ bool has_own() const { return true; }
-  __device__ __forceinline__ int end() const { return a.items; }
-  __device__ __forceinline__ uint32_t* counter() const { return a.counter; }
-};
-
 // T: the type of the decoded numbers, F16 or Bf16.
 //
 // To decode a window takes longer than the tensor cores need for up to 64 tokens. So there are two teams of two
@@ -66,10 +56,8 @@ struct FusedConfig {
   static constexpr int kAtOut = kAtScale + kRing * kScale;
   static constexpr int kAtFull = kAtOut + 2 * Writer::kShared;
   static constexpr int kAtEmpty = kAtFull + 8 * kStages, kAtSlot = kAtEmpty + 8 * kStages;
-  using Ring = TileRing<kStages * kFewDepth / 4>;  // an item has one slot at least
-  using Tiles = DenseTiles;
-  template <bool kLoads>
-  using Scheduler = TileScheduler<Tiles, Ring, kLoads>;
+  using Ring = TileRing<kStages * kFewDepth / 4>;  // a work tile has one slot at least
+  using Tiles = DenseTiles<FusedArgs, kTokens>;
   static constexpr int kAtTiles = kAtSlot + 8 * kRing;
   static constexpr int kShared = kAtTiles + Ring::kShared + 1024;  // to align the start
   static_assert(kLoading + 2 * kTeams * kComputing <= (1 + 2 * kTeams) * kLaunched);
@@ -77,55 +65,24 @@ struct FusedConfig {
   static_assert(kStages % kPerSlot == 0 && kShared <= 232448);
 };
 
-// ---------------------------------------------------------------- what a CTA computes
-struct FusedItem {
-  int matrix, row, col;  // the first row, and the first column of the 2-CTA cluster
-  int split, splits;     // of a tile that has parts
-  int first, end;        // of 256 along K
-  int tile;              // of those that have parts, or -1
-  int end_row;           // of the tokens
-};
-
-// a / b. The first loads wait for several of them, a division takes about a hundred clocks, and few are needed.
-__device__ __forceinline__ int quick_quotient(int a, int b) { return b == 1 ? a : a < b ? 0 : a == b ? 1 : a / b; }
-
-// Splits of a tile follow each other, so that the last one waits only for blocks that have started before. Groups of 4
-// tiles of rows go along all columns, so that blocks that run together share both operands in L2.
-template <class C>
-__device__ __forceinline__ FusedItem item_of(const FusedArgs& a, int i) {
-  constexpr int kGroup = 4;
-  const int parts = i < a.whole ? 1 : a.splits, divided = i < a.whole ? 0 : quick_quotient(i - a.whole, a.splits);
-  const int split = i < a.whole ? 0 : i - a.whole - divided * a.splits, all = i < a.whole ? i : a.whole + divided;
-  const int matrix = quick_quotient(all, a.matrix_tiles), tile = all - matrix * a.matrix_tiles;
-  const int per = a.pairs * kGroup, first = quick_quotient(tile, per) * kGroup;
-  const int width = min(kGroup, quick_quotient(a.matrix_tiles, a.pairs) - first), rest = tile - first * a.pairs;
-  const int column = quick_quotient(rest, width), row = first + rest - column * width;
-  return {matrix,
-          row * C::kTokens,
-          column * static_cast<int>(kFusedCols),
-          split,
-          a.splits,
-          quick_quotient(a.slots * split, parts),
-          quick_quotient(a.slots * (split + 1), parts),
-          parts > 1 ? divided : -1,
-          a.tokens};
-}
+// ---------------------------------------------------------------- one product, unlike groups
 __device__ __forceinline__ void wait_for_lists(const FusedArgs&) {}
+__device__ __forceinline__ void wait_for_counter(const FusedArgs&) { wait_for_kernel_ahead(); }  // which clears it
 __device__ __forceinline__ void wait_for_kernel_beside(const FusedArgs&) {}
 // The row of all tokens that a CTA loads first.
-__device__ __forceinline__ int row_of_a(const FusedArgs& a, const FusedItem& item, int half) {
-  return item.matrix * a.tokens + item.row + cluster_rank() * half;
+__device__ __forceinline__ int row_of_a(const FusedArgs& a, const WorkTile& tile, int half) {
+  return tile.matrix * a.tokens + tile.token + cluster_rank() * half;
 }
 
 template <class C>
-__device__ __forceinline__ bool has_few_tokens(const FusedItem& item) {
-  return C::kFew && item.end_row - item.row <= C::kTokens / 2;
+__device__ __forceinline__ bool has_few_tokens(const WorkTile& tile) {
+  return C::kFew && tile.token_end - tile.token <= C::kTokens / 2;
 }
 
 // ---------------------------------------------------------------- the thread that loads
 template <class C>
-__device__ __forceinline__ int row_of_b(const typename C::Args& a, const FusedItem& item) {
-  return item.matrix * a.columns + item.col + cluster_rank() * C::kRows;
+__device__ __forceinline__ int row_of_b(const typename C::Args& a, const WorkTile& tile) {
+  return tile.matrix * a.columns + tile.column + cluster_rank() * C::kRows;
 }
 // From window w on.
 template <class C>
@@ -140,9 +97,9 @@ __device__ __forceinline__ void load_slot(const FusedMaps& maps, uint32_t smem, 
 template <class C>
 __device__ __forceinline__ int load_early(const typename C::Args& a, const typename C::Maps& maps, uint32_t smem) {
   if (C::kTeams == 1 || C::kGrouped) return 0;
-  const FusedItem item = item_of<C>(a, blockIdx.x / 2);
-  const int count = min(C::kTeams, item.end - item.first), b_row = row_of_b<C>(a, item);
-  for (int i = 0; i < count; ++i) load_slot<C>(maps, smem, i, b_row, (item.first + i) * 4);
+  const WorkTile tile = typename C::Tiles{a}[blockIdx.x / 2];
+  const int count = min(C::kTeams, tile.k_end - tile.k_begin), b_row = row_of_b<C>(a, tile);
+  for (int i = 0; i < count; ++i) load_slot<C>(maps, smem, i, b_row, (tile.k_begin + i) * 4);
   return count;
 }
 template <class C>
@@ -153,13 +110,13 @@ __device__ __forceinline__ void load_tiles(const typename C::Args& a, const type
   int stage = 0, phase = 0, slot = 0;
   bool first_load = !C::kGrouped;
   const typename C::Tiles tiles{a};
-  typename C::template Scheduler<true> scheduler(tiles, {smem + C::kAtTiles});
+  TileScheduler<C, true> scheduler(tiles, smem);
   for (int i = scheduler.first(); i < tiles.end(); i = scheduler.next()) {
-    const FusedItem item = item_of<C>(a, i);
-    const int b_row = row_of_b<C>(a, item);
-    const bool few = has_few_tokens<C>(item);
-    const int half = few ? kHalf / 2 : kHalf, a_row = row_of_a(a, item, half);
-    for (int w = item.first * 4; w < item.end * 4; w += C::kFew && few ? C::kFewDepth : C::kStageDepth) {
+    const WorkTile tile = tiles[i];
+    const int b_row = row_of_b<C>(a, tile);
+    const bool few = has_few_tokens<C>(tile);
+    const int half = few ? kHalf / 2 : kHalf, a_row = row_of_a(a, tile, half);
+    for (int w = tile.k_begin * 4; w < tile.k_end * 4; w += C::kFew && few ? C::kFewDepth : C::kStageDepth) {
       barrier_wait(smem + C::kAtEmpty + 8 * stage, phase ^ 1);
       const uint32_t bar = smem + C::kAtFull + 8 * stage;
       if (w % 4 == 0) {
@@ -234,8 +191,8 @@ struct FusedConsumer {
   uint32_t smem;
   int rank, team, wg;     // wg of its team. Both by a shuffle, so that they are in uniform registers
   uint32_t data, scale;   // where its codes and scales are in the first slot
-  uint32_t begun = 0;     // slots of all items before
-  uint32_t few_from = 0;  // those before the items with few tokens
+  uint32_t begun = 0;     // slots of all work tiles before
+  uint32_t few_from = 0;  // those before the work tiles with few tokens
 
   __device__ __forceinline__ FusedConsumer(const typename C::Args& args, uint32_t shared)
       : a(args), smem(shared), rank(cluster_rank()) {
@@ -347,8 +304,8 @@ struct FusedConsumer {
   // ---- parts of K
   // Of this warpgroup, in the order in which threads have the sums. Few tokens have one of two places.
   template <int kTokens>
-  __device__ __forceinline__ int64_t place_of(const FusedItem& item, int split) const {
-    const int64_t parts = int64_t{item.tile} * (item.splits - 1) + split;
+  __device__ __forceinline__ int64_t place_of(const WorkTile& tile, int split) const {
+    const int64_t parts = int64_t{tile.partial} * (tile.splits - 1) + split;
     return ((parts * 2 + rank) * 2 * C::kTeams + team * 2 + wg) * (C::kTokens / kTokens);
   }
   // With the warpgroup of the other team that has the same rows.
@@ -364,21 +321,21 @@ struct FusedConsumer {
   // ---- the result
   // Of both teams' warpgroups with the same rows.
   __device__ __forceinline__ uint32_t out() const { return smem + C::kAtOut + wg * C::Writer::kShared; }
-  // Calls f with what writes the result of the item.
+  // Calls f with what writes the result of the tile.
   template <int kTokens, class F>
-  __device__ __forceinline__ void with_writer(const FusedItem& item, const F& f) const {
-    const int column = item.col + rank * C::kRows + wg * 64;
+  __device__ __forceinline__ void with_writer(const WorkTile& tile, const F& f) const {
+    const int column = tile.column + rank * C::kRows + wg * 64;
     if constexpr (C::kGrouped) {
-      f(typename C::template Result<kTokens>{a, item.matrix, item.row, item.end_row, column, out(), 1 + wg});
+      f(typename C::template Result<kTokens>{a, tile.matrix, tile.token, tile.token_end, column, out(), 1 + wg});
     } else {
       if constexpr (C::kExchanges)
-        if (a.exchanged) return f(typename C::template Result<true>{a, item.matrix, item.row, column, out(), 1 + wg});
-      f(typename C::template Result<false>{a, item.matrix, item.row, column, out(), 1 + wg});
+        if (a.exchanged) return f(typename C::template Result<true>{a, tile.matrix, tile.token, column, out(), 1 + wg});
+      f(typename C::template Result<false>{a, tile.matrix, tile.token, column, out(), 1 + wg});
     }
   }
   template <int kTokens>
-  __device__ __forceinline__ void load_factors(const FusedItem& item, ResultFactors& factors) const {
-    with_writer<kTokens>(item, [&](const auto& writer) { writer.load(factors); });
+  __device__ __forceinline__ void load_factors(const WorkTile& tile, ResultFactors& factors) const {
+    with_writer<kTokens>(tile, [&](const auto& writer) { writer.load(factors); });
   }
   // To the sums of team 0 those of team 1 are added, which come in the order in which threads have them.
   template <int kTokens>
@@ -405,49 +362,49 @@ struct FusedConsumer {
   }
   // Named barriers 1 and 2, 8 and 9: a warpgroup of team 0 or 1. 6 and 7: two with the same rows.
   template <int kTokens>
-  __device__ __forceinline__ void finish(Sums<kTokens>& sums, const FusedItem& item, ResultFactors& factors) {
-    if (item.tile >= 0) {
+  __device__ __forceinline__ void finish(Sums<kTokens>& sums, const WorkTile& tile, ResultFactors& factors) {
+    if (tile.partial >= 0) {
       wait_for_kernel_ahead();  // it has lowered the flags
-      if (item.split < item.splits - 1) {
+      if (tile.split < tile.splits - 1) {
         meet_other_team();  // so that neither is ahead by a whole ring, whose phases it could not tell apart
-        return parts<kTokens>().keep(sums, place_of<kTokens>(item, item.split));
+        return parts<kTokens>().keep(sums, place_of<kTokens>(tile, tile.split));
       }
-      parts<kTokens>().add(sums, item.split, [&](int split) { return place_of<kTokens>(item, split); });
+      parts<kTokens>().add(sums, tile.split, [&](int split) { return place_of<kTokens>(tile, split); });
     }
     if constexpr (C::kTeams == 2) {
       add_other_team<kTokens>(sums);
       if (team == 1) return;
-      load_factors<kTokens>(item, factors);
+      load_factors<kTokens>(tile, factors);
     }
-    with_writer<kTokens>(item, [&](const auto& writer) { writer.write(sums, factors); });
+    with_writer<kTokens>(tile, [&](const auto& writer) { writer.write(sums, factors); });
     __syncwarp();  // instructions for whole warps follow
   }
 
   template <int kTokens>
-  __device__ __forceinline__ void compute(int i, FusedItem item) {
+  __device__ __forceinline__ void compute(int i, WorkTile tile) {
     Sums<kTokens> sums;
     ResultFactors factors;
-    // There may be no registers to keep the item.
-    sum<kTokens>(sums, item.end - item.first, [&] {
-      if constexpr (C::kFew) item = item_of<C>(a, pin_register(i));
-      if constexpr (C::kTeams == 1) load_factors<kTokens>(item, factors);
+    // There may be no registers to keep the tile.
+    sum<kTokens>(sums, tile.k_end - tile.k_begin, [&] {
+      if constexpr (C::kFew) tile = typename C::Tiles{a}[pin_register(i)];
+      if constexpr (C::kTeams == 1) load_factors<kTokens>(tile, factors);
     });
-    if constexpr (C::kTeams == 2) item = item_of<C>(a, pin_register(i));
-    finish<kTokens>(sums, item, factors);
+    if constexpr (C::kTeams == 2) tile = typename C::Tiles{a}[pin_register(i)];
+    finish<kTokens>(sums, tile, factors);
   }
   __device__ __forceinline__ void run() {
     if (wg == 1) pass_turn();  // the first turn is that of warpgroup 0
     const typename C::Tiles tiles{a};
-    typename C::template Scheduler<false> scheduler(tiles, {smem + C::kAtTiles});
+    TileScheduler<C, false> scheduler(tiles, smem);
     int i = scheduler.first();
     for (; i < tiles.end(); i = scheduler.next()) {
-      const FusedItem item = item_of<C>(a, i);
-      if (has_few_tokens<C>(item)) break;  // and so have all that follow
-      compute<C::kTokens>(i, item);
+      const WorkTile tile = tiles[i];
+      if (has_few_tokens<C>(tile)) break;  // and so have all that follow
+      compute<C::kTokens>(i, tile);
     }
     if constexpr (C::kFew) {
       few_from = begun;
-      for (; i < tiles.end(); i = scheduler.next()) compute<C::kTokens / 2>(i, item_of<C>(a, i));
+      for (; i < tiles.end(); i = scheduler.next()) compute<C::kTokens / 2>(i, tiles[i]);
     }
     if (wg == 0) wait_turn();  // no barrier is left half full
     if constexpr (C::kGrouped) clear_other_rows(a, C::kThreads - 128);
@@ -480,12 +437,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     let_next_kernel_start();  // it waits for the end of this one
     give_registers<C::kLoading>();
     if (threadIdx.x == 0) load_tiles<C>(a, maps, smem, early);
-    if constexpr (!C::kGrouped)
-      if (threadIdx.x == 32 && cluster_rank() == 0) {
-        wait_for_kernel_ahead();  // it clears the counter
-        const typename C::Tiles tiles{a};
-        typename C::template Scheduler<false>(tiles, {smem + C::kAtTiles}).hand_out();
-      }
+    if (threadIdx.x == 32 && cluster_rank() == 0) {
+      wait_for_counter(a);
+      const typename C::Tiles tiles{a};
+      TileScheduler<C, false>(tiles, smem).hand_out();
+    }
     __syncwarp();
   } else {
     take_registers<C::kComputing>();
@@ -502,7 +458,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 // ---------------------------------------------------------------- launch
 template <class C>
 cudaError_t launch_fused_config(const FusedArgs& args, const FusedMaps& maps, cudaStream_t stream) {
-  const int clusters = clusters_of(args.items, args.whole, args.splits);
+  const int clusters = clusters_of(args.work_tiles, args.whole, args.splits);
   return launch_early(sm90_fused_kernel<C>, 2 * clusters, C::kThreads, 2, C::kShared, stream, args, maps);
 }
 

@@ -13,16 +13,16 @@ struct FusedArgs {
   bool exchanged;              // which of the operands is which: not, then tokens are rows of a, columns rows of b
   int tokens, columns;         // of one matrix
   int pairs, matrix_tiles;     // tiles along columns, and of one matrix
-  int items;                   // parts of K of all tiles
+  int work_tiles;              // parts of K of all tiles
   int whole, splits;           // the first tiles, which have one, and the parts of the others
-  int slots;                   // of 256 along K; past the end of K they hold zeros
+  int steps;                   // slots of 256 along K; past its end they hold zeros
   bool each_row;               // whether rows of a matrix of a have an amax each
   bool each_col;               // the same of columns of the result, rows of b
   int a_matrices, b_matrices;  // that share an amax, if rows of one have no several
   float unscale;               // undoes the factors of decoded numbers
   float* sums;                 // of all splits but the last
   uint32_t* flags;             // one for each warpgroup that writes sums: 0 until it has
-  uint32_t* counter;           // of items that clusters have taken after their first
+  uint32_t* counter;           // of work tiles that clusters have taken after their first
 };
 
 // Rows of a x 64 along K, rows of b x codes of 256 along K, rows of b x scales of 256 along K.

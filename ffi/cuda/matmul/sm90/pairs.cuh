@@ -50,9 +50,9 @@ struct PartSums {
 
 // Clusters of a launch, which all begin with the work tile of their number. With fewer SMs than a tile has parts, they
 // start one after the other.
-inline int clusters_of(int items, int whole, int splits) {
+inline int clusters_of(int work_tiles, int whole, int splits) {
   const int own = own_tiles(multiprocessors() / 2, whole, splits);
-  return std::min(items, own ? own : splits);
+  return std::min(work_tiles, own ? own : splits);
 }
 
 }  // namespace jnvfp4

@@ -10,10 +10,64 @@
 // The loading thread does not count itself: its loop would no longer be in uniform registers.
 #pragma once
 
+#include "../../../plan/sm90_fused.h"
 #include "ptx.cuh"
 
 namespace jnvfp4 {
 
+// ---------------------------------------------------------------- what a cluster computes at a time
+// A tile of the result, or one of the parts of K that it is divided into.
+struct WorkTile {
+  int matrix;            // of the right operand
+  int token, token_end;  // the first row of the left operand, and the end of those that are its own
+  int column;            // the first column of the cluster
+  int split, splits;     // which part of K, of how many
+  int k_begin, k_end;    // in steps of the kernel along K
+  int partial;           // its number among the tiles that have parts, or -1
+};
+
+// a / b. The first loads wait for several of them, a division takes about a hundred clocks, and few are needed.
+__device__ __forceinline__ int quick_quotient(int a, int b) { return b == 1 ? a : a < b ? 0 : a == b ? 1 : a / b; }
+
+// Where a tile is in a matrix of so many tiles of tokens and of columns. Groups of 4 tiles of tokens go along all
+// columns, so that clusters that run together share both operands in L2.
+struct TilePlace {
+  int tokens, columns;
+
+  __device__ __forceinline__ TilePlace(int tile, int token_tiles, int column_tiles) {
+    constexpr int kGroup = 4;
+    const int first = quick_quotient(tile, column_tiles * kGroup) * kGroup, width = min(kGroup, token_tiles - first);
+    const int rest = tile - first * column_tiles;
+    columns = quick_quotient(rest, width), tokens = first + rest - columns * width;
+  }
+};
+
+// The work tiles of a product: whole tiles, then the parts of each other one, so that a part waits only for work tiles
+// before it. A launch has as many clusters as begin with the work tile of their number (clusters_of).
+template <class Args, int kTokens>
+struct DenseTiles {
+  const Args& a;
+
+  __device__ __forceinline__ int own() const { return gridDim.x / 2; }
+  __device__ __forceinline__ bool has_own() const { return true; }
+  __device__ __forceinline__ int end() const { return a.work_tiles; }
+  __device__ __forceinline__ uint32_t* counter() const { return a.counter; }
+  __device__ __forceinline__ WorkTile operator[](int i) const {
+    const int parts = i < a.whole ? 1 : a.splits, divided = i < a.whole ? 0 : quick_quotient(i - a.whole, a.splits);
+    const int split = i < a.whole ? 0 : i - a.whole - divided * a.splits, all = i < a.whole ? i : a.whole + divided;
+    const int matrix = quick_quotient(all, a.matrix_tiles);
+    const TilePlace place(all - matrix * a.matrix_tiles, quick_quotient(a.matrix_tiles, a.pairs), a.pairs);
+    WorkTile tile;
+    tile.matrix = matrix;
+    tile.token = place.tokens * kTokens, tile.token_end = a.tokens;
+    tile.column = place.columns * static_cast<int>(kFusedCols);
+    tile.split = split, tile.splits = a.splits, tile.partial = parts > 1 ? divided : -1;
+    tile.k_begin = quick_quotient(a.steps * split, parts), tile.k_end = quick_quotient(a.steps * (split + 1), parts);
+    return tile;
+  }
+};
+
+// ---------------------------------------------------------------- who computes it
 // A ring of tile numbers in the shared memory of each CTA: words that st.async writes, a barrier for each, and a
 // barrier of those who ask. That a word has been read is known without one. When number n + 1 is asked for, tile n
 // begins to be loaded; at most kInFlight tiles before it have stages that are not released, and who has released a
@@ -35,16 +89,22 @@ struct TileRing {
   }
 };
 
-// Tiles says what a launch has:
-//   bool has_own()        whether this cluster begins with the tile of its number,
-//   int own()             how many do: own_tiles(),
-//   int end()             how many tiles there are,
-//   uint32_t* counter()   of those taken, 0 when the launch begins.
-// kLoads: for the loading thread; else for all threads of a warp.
-template <class Tiles, class Ring, bool kLoads>
+// Tiles says what a launch has, as DenseTiles and ListedTiles do:
+//   int own()             how many clusters begin with the work tile of their number: own_tiles(),
+//   bool has_own()        whether this one does,
+//   int end()             how many work tiles there are,
+//   uint32_t* counter()   of those taken, 0 when the launch begins,
+//   WorkTile [number].
+// C has Tiles, Ring, and where in shared memory that is. kLoads: for the loading thread; else for all threads of a
+// warp.
+template <class C, bool kLoads>
 class TileScheduler {
+  using Tiles = typename C::Tiles;
+  using Ring = typename C::Ring;
+
  public:
-  __device__ __forceinline__ TileScheduler(const Tiles& tiles, Ring ring) : tiles_(tiles), ring_(ring) {}
+  __device__ __forceinline__ TileScheduler(const Tiles& tiles, uint32_t shared)
+      : tiles_(tiles), ring_{shared + C::kAtTiles} {}
 
   // The number of the first tile, and of the next one: end() or more if there is none.
   __device__ __forceinline__ int first() {
