@@ -75,8 +75,9 @@ __device__ __forceinline__ uint32_t address_in(uint32_t a, uint32_t rank) {
 __device__ __forceinline__ void barrier_init(uint32_t bar, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
+// For the other CTA of a cluster, and for tensor maps that this thread loads through next.
 __device__ __forceinline__ void fence_barrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }
 // Arrives, and lets the phase wait for `bytes` that tensor maps bring.
 __device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes) {
@@ -148,8 +149,8 @@ __device__ __forceinline__ int cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
   return r;
 }
-// Orders nothing but the initialisation of barriers, after a fence_barrier_init, or the end of reads whose values have
-// been used. A thread with loads in flight would wait for them in cluster_sync.
+// Orders nothing but the initialisation of barriers, after a fence_barrier_init, or the end of reads whose values an
+// instruction before has used. A thread with loads in flight would wait for them in cluster_sync.
 __device__ __forceinline__ void cluster_meet() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
