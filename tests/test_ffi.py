@@ -4,8 +4,10 @@
 `.ci/run_gpu` with the CUDA module under compute-sanitizer.
 """
 
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +160,15 @@ def test_no_rows_are_no_work(native, name):
 
     operands, results = tuple(map(without_rows, call.operands)), tuple(map(without_rows, call.results))
     assert refusal(replace(call, operands=operands, results=results)) is None
+
+
+def test_an_array_that_kernels_cannot_read_in_words_of_16_bytes_is_refused(tmp_path):
+    """In C++, since JAX copies such arrays on a CPU; on a GPU it imports them from other libraries."""
+    root, program = Path(__file__).parents[1], tmp_path / "alignment"
+    flags = ["-std=c++17", f"-I{root / 'ffi'}", "-isystem", jax.ffi.include_dir()]
+    subprocess.run(["g++", *flags, root / "tests/cpp/alignment.cc", "-o", program], check=True)
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 # ---------------------------------------------------------------- the plan of a product

@@ -187,7 +187,8 @@ def up(n: int, unit: int) -> int:
 
 @pytest.mark.parametrize(("a", "copied"), [("nvfp4", 4096), ("bfloat16", 16384)])
 def test_the_smaller_of_two_nvfp4_operands_is_copied(a, copied):
-    assert plan(a, shape=(1, 16384, 4096, 14336)) == (FUSED[a], copied * 14336 * 2, "")
+    counter = 256  # with nothing behind it
+    assert plan(a, shape=(1, 16384, 4096, 14336)) == (FUSED[a], copied * 14336 * 2 + counter, "")
 
 
 FUSED_SHAPES = [(1, 128, 384, 512), (1, 5, 7, 256), (3, 5, 7, 64), (2, 300, 129, 48), (1, 1, 1, 16)]
@@ -196,7 +197,8 @@ FUSED_SHAPES += [(1, 20, 101, 2064), (2, 700, 261, 4352), (1, 700, 6001, 2064)]
 
 @pytest.mark.parametrize("shape", FUSED_SHAPES)
 def test_scratch_of_fused_kernels(shape):
-    """Prepared rows to the end of a tile; copies of codes unless K % 32 == 0, and of scales unless K % 256 == 0."""
+    """Prepared rows to the end of a tile; copies of codes unless K % 32 == 0, and of scales unless K % 256 == 0; parts
+    of K with flags, and a counter of tiles."""
     batch, m, n, k = shape
     tokens, splits, _, whole = load.extensions()["cpu"].plan_fused(*shape, False)
     rows = up(((batch - 1) * m + up(m, tokens)) * up(k, 64) * 2, 256)
@@ -205,7 +207,7 @@ def test_scratch_of_fused_kernels(shape):
     tiles = batch * up(m, tokens) // tokens * (up(n, 256) // 256) - whole
     teams = 2 if tokens <= 64 else 1
     sums = tiles * (splits - 1) * teams * tokens * 256 * 4
-    flags = up(tiles * (splits - 1) * teams * 4 * 4, 256)
+    flags = up((tiles * (splits - 1) * teams * 4 + 1) * 4, 256)
     for a in LEFT:
         assert plan(a, shape=shape, kernel=FUSED[a]) == (FUSED[a], rows + data + scale + sums + flags, "")
 
@@ -215,7 +217,7 @@ def test_scratch_of_fused_kernels(shape):
     [(1, 128, 384, 512), (1, 5, 7, 256), (3, 5, 7, 64), (2, 300, 129, 192), (1, 70, 131, 1088), (1, 300, 700, 64)],
 )
 def test_scratch_of_windows(shape):
-    """Both operands and their factors to the end of a tile, whichever of them has windows."""
+    """Both operands and their factors to the end of a tile, whichever of them has windows; as above, flags of parts."""
     batch, m, n, k = shape
 
     def scratch(tokens, columns, a_windows, b_windows):
@@ -227,7 +229,7 @@ def test_scratch_of_windows(shape):
         factors = sum(up(batch * p * count * factor, 256) for p, count in zip(padded, counts, strict=True))
         parts = load.extensions()["cpu"].plan_windows(*shape, a_windows, b_windows)
         parts_of_tiles = batch * (padded[0] // tile) * (padded[1] // 256) * (parts - 1)
-        return numbers + factors + parts_of_tiles * tile * 256 * 4 + up(parts_of_tiles * 4 * 4, 256)
+        return numbers + factors + parts_of_tiles * tile * 256 * 4 + up((parts_of_tiles * 4 + 1) * 4, 256)
 
     expected = max(scratch(m, n, False, True), scratch(n, m, True, False), scratch(m, n, True, True))
     kernel = "sm90_nvfp4_windows"

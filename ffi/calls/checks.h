@@ -109,7 +109,15 @@ class Checks {
     return ok();
   }
 
+  // Also that the array is where XLA puts arrays, since kernels move 16 bytes at a time: one that comes from elsewhere,
+  // such as a slice in another library, may not be.
   bool type(std::string_view name, const ffi::AnyBuffer& buffer, std::initializer_list<Type> types) {
+    constexpr int64_t kAligned = 16;
+    const auto past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(buffer.untyped_data()) % kAligned);
+    that(count_of(buffer) < kAligned || past == 0, [&] {
+      return std::string(name) + " must begin at a multiple of 16 bytes, is " + std::to_string(past) +
+             " past one: copy it first";
+    });
     for (Type t : types)
       if (buffer.element_type() == t) return ok();
     return that(false, [&] {

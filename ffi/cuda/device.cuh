@@ -7,6 +7,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
+#include <mutex>
+#include <utility>
 
 #include "../core/arrays.h"
 
@@ -267,6 +270,20 @@ inline int attribute_or(cudaDeviceAttr attribute, int otherwise) {
   const bool found =
       cudaGetDevice(&device) == cudaSuccess && cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess;
   return found ? value : otherwise;
+}
+// Lets CTAs of a kernel have so many bytes of shared memory: the runtime is told once on each device.
+inline cudaError_t allow_shared(const void* kernel, int bytes) {
+  static auto& mutex = *new std::mutex;
+  static auto& allowed = *new std::map<std::pair<int, const void*>, int>;
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  const std::lock_guard<std::mutex> lock(mutex);
+  int& most = allowed[{device, kernel}];
+  if (bytes <= most) return cudaSuccess;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status == cudaSuccess) most = bytes;
+  return status;
 }
 inline int multiprocessors() { return attribute_or(cudaDevAttrMultiProcessorCount, 1); }
 // Before the point: 9 of 9.0.

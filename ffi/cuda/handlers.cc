@@ -2,6 +2,8 @@
 // device memory, so XLA may record them in command buffers (CUDA graphs).
 #include <cuda_runtime_api.h>
 
+#include <atomic>
+
 #include "../calls/dequantize.h"
 #include "../calls/grouped_matmul.h"
 #include "../calls/matmul.h"
@@ -28,15 +30,20 @@ std::string_view no_cublaslt() {
   return has_cublaslt() ? std::string_view() : loaded.reason;
 }
 
-// The current device, which XLA has set to that of the stream.
-Device current_device() {
+// Of the current device, which XLA has set to that of the stream; looked up once.
+int current_capability() {
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices];
   int device = 0, major = 0, minor = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
+  if (cudaGetDevice(&device) != cudaSuccess) return kAnyGpu;  // the launch that follows reports what is wrong
+  if (device < kDevices && known[device]) return known[device];
+  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess)
-    return {kAnyGpu, kSm90a, no_cublaslt(), cublaslt_version()};  // the launch that follows reports what is wrong
-  return {10 * major + minor, kSm90a, no_cublaslt(), cublaslt_version()};
+    return kAnyGpu;
+  if (device < kDevices) known[device] = 10 * major + minor;
+  return 10 * major + minor;
 }
+Device current_device() { return {current_capability(), kSm90a, no_cublaslt(), cublaslt_version()}; }
 
 ffi::Error quantize(cudaStream_t stream, const QuantizeArgs& args, const KernelSpec& spec) {
   return launched("quantize", launch_quantize(args, spec, stream));

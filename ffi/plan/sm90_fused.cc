@@ -62,7 +62,7 @@ FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan) {
   s.data = copy(shape.depth / 2);
   s.scale = copy(shape.depth / kBlock);
   s.sums = take(fused_sums(tiles, plan) * 4);
-  s.flag_count = (tiles - plan.whole) * (plan.splits - 1) * 4 * fused_teams(plan.tokens);
+  s.flag_count = (tiles - plan.whole) * (plan.splits - 1) * 4 * fused_teams(plan.tokens) + 1;
   s.flags = take(s.flag_count * 4);
   return s;
 }

@@ -39,6 +39,12 @@ inline int64_t fused_depth(int64_t depth) { return (depth + kWindow - 1) / kWind
 inline int64_t fused_sums(int64_t tiles, const FusedPlan& plan) {
   return (tiles - plan.whole) * (plan.splits - 1) * plan.tokens * kFusedCols * fused_teams(plan.tokens);
 }
+// Of so many 2-CTA clusters, those that begin with the work tile of their number, and take others then: `whole` tiles
+// come first, then `splits` parts of each other one. A part waits for those before it, which running clusters must
+// have: clusters start in order, and take tiles in order, so all parts of a tile are one or the other.
+JNVFP4_HD constexpr int own_tiles(int clusters, int whole, int splits) {
+  return clusters <= whole ? clusters : whole + (clusters - whole) / splits * splits;
+}
 // As the kernels see it: the operand that is decoded to scratch is the left one.
 inline GemmShape fused_shape(const GemmShape& s, const FusedPlan& plan) {
   return plan.exchanged ? GemmShape{s.batch, s.cols, s.rows, s.depth} : s;
@@ -48,7 +54,7 @@ inline GemmShape fused_shape(const GemmShape& s, const FusedPlan& plan) {
 struct FusedScratch {
   int64_t rows;         // the left operand as 16-bit floats; tiles may read past its last row
   int64_t data, scale;  // copies of the right operand's, if the distance of its rows is no multiple of 16 bytes
-  int64_t sums, flags;  // of the parts of K but the last
+  int64_t sums, flags;  // of the parts of K but the last; the last flag is the counter of sm90/scheduler.cuh
   int64_t bytes;        // in all
   int64_t padded_rows, flag_count;
 };

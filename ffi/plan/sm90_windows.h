@@ -41,7 +41,7 @@ inline WindowsScratch windows_scratch(const GemmShape& shape, const FusedPlan& p
   s.token_factors = take(shape.batch * tokens * (both ? windows : 1) * factor);
   s.column_factors = take(shape.batch * columns * windows * factor);
   s.sums = take(fused_sums(tiles, plan) * 4);
-  s.flag_count = tiles * (plan.splits - 1) * 4;
+  s.flag_count = tiles * (plan.splits - 1) * 4 + 1;
   s.flags = take(s.flag_count * 4);
   return s;
 }

@@ -1,5 +1,5 @@
 // What the host decides for grouped products, and what ffi/cuda/matmul/sm90/groups.h decides on the device, on the CPU.
-// The argument selects: items, scratch or plans. Prints the first fault.
+// The argument selects: tiles, scratch or plans. Prints the first fault.
 #include <algorithm>
 #include <cstdio>
 #include <string>
@@ -12,51 +12,65 @@ using namespace jnvfp4;
 
 namespace {
 
-// ---------------------------------------------------------------- items: every part is computed once
+// ---------------------------------------------------------------- tiles: every work tile is computed once
 int splits_of(const GroupedListing& a, int tiles) {
   uint32_t least = ~0u;
   for (int splits = 1; splits <= 32; ++splits) least = std::min(least, key_of_parts(a, tiles, splits));
   return parts_of_key(least);
 }
 
-// The pair of each item; -1 where none computes it, -2 where several do.
-std::vector<int> pairs_of(const GroupedHeader& header, int pairs) {
-  std::vector<int> found(static_cast<size_t>(header.items), -1);
-  for (int pair = 0; pair < pairs; ++pair)
-    for (int i = item_from(header, pair, false, pair, pairs); i < header.items; i = item_after(header, i, pair, pairs))
-      found[static_cast<size_t>(i)] = found[static_cast<size_t>(i)] == -1 ? pair : -2;
-  return found;
-}
-
-const char* fault_of(const GroupedHeader& header, int pairs) {
-  const std::vector<int> found = pairs_of(header, pairs);
-  for (int i = 0, before = 0; i < header.items; before = found[static_cast<size_t>(i++)]) {
-    const int pair = found[static_cast<size_t>(i)];
-    if (pair == -1) return "no pair computes an item";
-    if (pair == -2) return "two pairs compute an item";
-    const bool waits = i >= header.whole && (i - header.whole) % header.splits;
-    if (waits && pair != before + 1) return "a part waits for a pair that may not have started";
+// Clusters as sm90/scheduler.cuh runs them, of which a GPU has room for some at a time: they start in order, begin with
+// the work tile of their number if they have one, and then take the next one that nobody has. A part ends after those
+// before it; of what may end, the last work tile does, so that the others wait longest.
+const char* fault_of(const GroupedHeader& header, int clusters, int room) {
+  std::vector<bool> done(static_cast<size_t>(header.work_tiles));
+  std::vector<int> running;  // what each cluster computes
+  int started = 0, taken = header.own, count = 0;
+  const auto begin = [&](int tile) {
+    if (tile < header.work_tiles) running.push_back(tile);
+  };
+  const auto waits = [&](int tile) {
+    const int split = tile < header.whole ? 0 : (tile - header.whole) % header.splits;
+    for (int before = tile - split; before < tile; ++before)
+      if (!done[static_cast<size_t>(before)]) return true;
+    return false;
+  };
+  for (; count < header.work_tiles; ++count) {
+    for (; started < clusters && static_cast<int>(running.size()) < room; ++started)
+      begin(started < header.own ? started : taken++);
+    if (running.empty()) return "no cluster computes a work tile";
+    int last = -1;
+    for (size_t i = 0; i < running.size(); ++i)
+      if (!waits(running[i]) && (last < 0 || running[i] > running[static_cast<size_t>(last)]))
+        last = static_cast<int>(i);
+    if (last < 0) return "parts wait for one that may not have started";
+    const int tile = running[static_cast<size_t>(last)];
+    if (done[static_cast<size_t>(tile)]) return "two clusters compute a work tile";
+    done[static_cast<size_t>(tile)] = true;
+    running.erase(running.begin() + last);
+    begin(taken++);
   }
-  return nullptr;
+  return running.empty() ? nullptr : "clusters compute what there is not";
 }
 
-bool check_items() {
+bool check_work_tiles() {
   bool parted = false;
   for (const int slots : {1, 2, 3, 4, 7, 8, 16, 17, 64, 200})
     for (const float split : {2.1f, 6.4f})
       for (int tiles = 0; tiles <= 2 * kGroupedPairs + 1; ++tiles)
-        for (int pairs = 1; pairs <= kGroupedPairs; pairs += pairs < 20 ? 1 : 7) {
+        for (int clusters = 1; clusters <= kGroupedPairs; clusters += clusters < 20 ? 1 : 7) {
           GroupedListing a{};
-          a.pairs = 1, a.grid = pairs, a.slots = slots, a.slot = split < 3 ? 1.02f : 2.42f, a.split = split;
+          a.pairs = 1, a.clusters = clusters, a.slots = slots, a.slot = split < 3 ? 1.02f : 2.42f, a.split = split;
           const int splits = splits_of(a, tiles_in_parts(tiles));
           parted |= splits > 1;
-          const char* fault = fault_of(make_header(a, tiles, 0, splits, 0), pairs);
-          a.grid = kGroupedPairs;
-          if (pairs >= kGroupedMostParts && splits != splits_of(a, tiles_in_parts(tiles)))
-            fault = "not the parts of an H200";
-          if (!fault) continue;
-          std::printf("%d pairs, %d tiles, %d along K in %d parts: %s\n", pairs, tiles, slots, splits, fault);
-          return false;
+          const GroupedHeader header = make_header(a, tiles, 0, splits, 0);
+          for (const int room : {clusters, (clusters + 1) / 2, 1}) {
+            const char* const fault = fault_of(header, clusters, room);
+            if (!fault) continue;
+            std::printf("%d clusters, %d at a time, %d tiles, %d along K in %d parts: %s\n", clusters, room, tiles,
+                        slots, splits, fault);
+            return false;
+          }
         }
   if (!parted) std::printf("no tile had parts\n");
   return parted;
@@ -124,5 +138,5 @@ bool check_plans() {
 
 int main(int, char** arguments) {
   const std::string what = arguments[1];
-  return (what == "items" ? check_items() : what == "scratch" ? check_scratch() : check_plans()) ? 0 : 1;
+  return (what == "tiles" ? check_work_tiles() : what == "scratch" ? check_scratch() : check_plans()) ? 0 : 1;
 }

@@ -171,7 +171,7 @@ void fused(const MatmulOperand& a, const MatmulOperand& b, const MatmulResult& r
       if (splits > 1 && 2 * splits > (s.depth + kFusedDepth - 1) / kFusedDepth) continue;
       for (bool exchanged : {false, true}) {
         if (exchanged && (tokens < 128 || !a.quantized())) continue;
-        for (int64_t whole : {0, 1}) {  // one whole tile fills no wave: the parts of the others are launched after it
+        for (int64_t whole : {0, 1}) {  // clusters begin with whole tiles and with parts
           const FusedPlan plan{tokens, splits, exchanged, whole};
           if (whole && (splits == 1 || fused_tiles(fused_shape(s, plan), plan) == 1)) continue;
           Varied scratch(fused_scratch(fused_shape(s, plan), plan).bytes);

@@ -272,7 +272,7 @@ __device__ __forceinline__ Shared& shared_memory() {
 template <class Args>
 cudaError_t launch_tiles(void (*kernel)(Args, Runs), const Runs& runs, cudaStream_t stream, const Args& args,
                          int bytes) {
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess)
+  if (allow_shared(reinterpret_cast<const void*>(kernel), bytes) == cudaSuccess)
     kernel<<<runs.grid, kThreads, bytes, stream>>>(args, runs);
   return cudaGetLastError();  // of either, and not to be found by the next launch
 }

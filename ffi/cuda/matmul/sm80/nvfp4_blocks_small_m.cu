@@ -710,7 +710,7 @@ cudaError_t launch(const MatmulArgs& g, const Tile& tile, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(thread_blocks(g.shape, tile)),
                   static_cast<unsigned>(std::min(g.shape.batch, kMost)));
   const int copiers = std::min(kMostCopiers, kAllWarps - kDecoders - tile.warps);
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess)
+  if (allow_shared(reinterpret_cast<const void*>(kernel), bytes) == cudaSuccess)
     kernel<<<grid, 32 * (kDecoders + copiers + tile.warps), bytes, stream>>>(g, tile.warps);
   return cudaGetLastError();  // of either, and not to be found by the next launch
 }

@@ -50,9 +50,9 @@ cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* 
   const GemmShape s = fused_shape(g.shape, plan);
   const int64_t pairs = (s.cols + kFusedCols - 1) / kFusedCols;
   const int64_t matrix_tiles = pairs * ((s.rows + plan.tokens - 1) / plan.tokens);
-  const int64_t items = plan.whole + (s.batch * matrix_tiles - plan.whole) * plan.splits;
+  const int64_t work_tiles = plan.whole + (s.batch * matrix_tiles - plan.whole) * plan.splits;
   const int64_t slots = (s.depth + kFusedDepth - 1) / kFusedDepth;
-  if (items > INT32_MAX) return cudaErrorInvalidConfiguration;                   // more results than any memory holds
+  if (work_tiles > INT32_MAX) return cudaErrorInvalidConfiguration;              // more results than any memory holds
   if (plan.splits > 1 && slots < 2 * plan.splits) return cudaErrorInvalidValue;  // plan_fused makes no such parts
   if (plan.exchanged && (plan.tokens < 128 || !g.a.quantized())) return cudaErrorInvalidValue;  // nor exchanges these
   auto* const bytes = static_cast<uint8_t*>(scratch);
@@ -68,8 +68,7 @@ cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* 
                        static_cast<int>(s.cols),
                        static_cast<int>(pairs),
                        static_cast<int>(matrix_tiles),
-                       0,
-                       static_cast<int>(items),
+                       static_cast<int>(work_tiles),
                        static_cast<int>(plan.whole),
                        plan.splits,
                        static_cast<int>(slots),
@@ -81,7 +80,8 @@ cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* 
                        : quantized ? 0x1p28f
                                    : 0x1p14f,
                        reinterpret_cast<float*>(bytes + at.sums),
-                       reinterpret_cast<uint32_t*>(bytes + at.flags)};
+                       reinterpret_cast<uint32_t*>(bytes + at.flags),
+                       reinterpret_cast<uint32_t*>(bytes + at.flags) + at.flag_count - 1};
   return bf16 ? launch_sm90_bf16_fused(args, maps, plan.tokens, stream)
               : launch_sm90_f16_fused(args, maps, plan.tokens, stream);
 }

@@ -4,7 +4,7 @@
 // The sides of wgmma change places: rows of b are its 64 rows, from registers, and rows of a ("tokens") its columns,
 // from shared memory. A warpgroup decodes its own 64 rows of b, one window (64 along K) at a time, while its last four
 // wgmmas run. Two CTAs of a cluster have the same tokens and neighbouring rows of b; each loads half of the
-// tokens for both. CTAs are persistent: one thread loads, two or four warpgroups compute.
+// tokens for both. CTAs are persistent (scheduler.cuh): one thread loads, two or four warpgroups compute.
 //
 // The sum along K: the tensor core's, windows ascending, in one accumulator, or in two that are then added if four
 // warpgroups compute; and for each of `splits` parts of K, to the last of which the others are added in their order.
@@ -17,6 +17,7 @@
 #include "launch.cuh"
 #include "pairs.cuh"
 #include "ptx.cuh"
+#include "scheduler.cuh"
 
 namespace jnvfp4 {
 
@@ -40,10 +41,11 @@ struct FusedConfig {
   static constexpr int kLaunched = kTeams == 1 ? 168 : 96, kLoading = kTeams == 1 ? 40 : 32;
   static constexpr int kComputing = kTeams == 1 ? 232 : 112;
 
-  // A slot has codes and scales of 256 along K, a stage the tokens of kStageDepth windows.
-  static constexpr int kStageDepth = kTokens <= 64 ? 4 : 1, kPerSlot = 4 / kStageDepth;
+  // A slot has codes and scales of 256 along K, a stage the tokens of kStageDepth windows: several, since the loading
+  // thread waits once per stage, and limits tiles of 128 tokens.
+  static constexpr int kStageDepth = kTokens <= 64 ? 4 : kTokens == 128 ? 2 : 1, kPerSlot = 4 / kStageDepth;
   static constexpr int kFewDepth = kStageDepth == 1 ? 2 : kStageDepth;  // of tiles with few
-  static constexpr int kRing = kTokens <= 64 ? 4 : 3, kStages = kTokens == 128 ? 8 : 4;
+  static constexpr int kRing = kTokens <= 64 ? 4 : 3, kStages = 4;
   static constexpr int kWindow = kTokens * 128, kData = kRows * 128, kScale = kRows * 16;
   static constexpr bool kExchanges = kTokens >= 128 && std::is_same_v<T, F16>;
   template <bool kExchanged>
@@ -54,65 +56,33 @@ struct FusedConfig {
   static constexpr int kAtOut = kAtScale + kRing * kScale;
   static constexpr int kAtFull = kAtOut + 2 * Writer::kShared;
   static constexpr int kAtEmpty = kAtFull + 8 * kStages, kAtSlot = kAtEmpty + 8 * kStages;
-  static constexpr int kShared = kAtSlot + 8 * kRing + 1024;  // to align the start
+  using Ring = TileRing<kStages * kFewDepth / 4>;  // a work tile has one slot at least
+  using Tiles = DenseTiles<FusedArgs, kTokens>;
+  static constexpr int kAtTiles = kAtSlot + 8 * kRing;
+  static constexpr int kShared = kAtTiles + Ring::kShared + 1024;  // to align the start
   static_assert(kLoading + 2 * kTeams * kComputing <= (1 + 2 * kTeams) * kLaunched);
   static_assert(kStages * kStageDepth <= 4 * kRing - 3 || kStageDepth == 4, "a slot is read before it is filled again");
   static_assert(kStages % kPerSlot == 0 && kShared <= 232448);
 };
 
-// ---------------------------------------------------------------- what a CTA computes
-struct FusedItem {
-  int matrix, row, col;  // the first row, and the first column of the 2-CTA cluster
-  int split, splits;     // of a tile that has parts
-  int first, end;        // of 256 along K
-  int tile;              // of those that have parts, or -1
-  int end_row;           // of the tokens
-};
-
-// a / b. The first loads wait for several of them, a division takes about a hundred clocks, and few are needed.
-__device__ __forceinline__ int quick_quotient(int a, int b) { return b == 1 ? a : a < b ? 0 : a == b ? 1 : a / b; }
-
-// Splits of a tile follow each other, so that the last one waits only for blocks that have started before. Groups of 4
-// tiles of rows go along all columns, so that blocks that run together share both operands in L2.
-template <class C>
-__device__ __forceinline__ FusedItem item_of(const FusedArgs& a, int i) {
-  constexpr int kGroup = 4;
-  const int parts = i < a.whole ? 1 : a.splits, divided = i < a.whole ? 0 : quick_quotient(i - a.whole, a.splits);
-  const int split = i < a.whole ? 0 : i - a.whole - divided * a.splits, all = i < a.whole ? i : a.whole + divided;
-  const int matrix = quick_quotient(all, a.matrix_tiles), tile = all - matrix * a.matrix_tiles;
-  const int per = a.pairs * kGroup, first = quick_quotient(tile, per) * kGroup;
-  const int width = min(kGroup, quick_quotient(a.matrix_tiles, a.pairs) - first), rest = tile - first * a.pairs;
-  const int column = quick_quotient(rest, width), row = first + rest - column * width;
-  return {matrix,
-          row * C::kTokens,
-          column * static_cast<int>(kFusedCols),
-          split,
-          a.splits,
-          quick_quotient(a.slots * split, parts),
-          quick_quotient(a.slots * (split + 1), parts),
-          parts > 1 ? divided : -1,
-          a.tokens};
-}
-// The items of a 2-CTA cluster, one after the other.
-__device__ __forceinline__ int first_item(const FusedArgs& a) { return a.begin + blockIdx.x / 2; }
-__device__ __forceinline__ int next_item(const FusedArgs&, int i) { return i + gridDim.x / 2; }
-__device__ __forceinline__ int end_of_items(const FusedArgs& a) { return a.items; }
+// ---------------------------------------------------------------- one product, unlike groups
 __device__ __forceinline__ void wait_for_lists(const FusedArgs&) {}
+__device__ __forceinline__ void wait_for_counter(const FusedArgs&) { wait_for_kernel_ahead(); }  // which clears it
 __device__ __forceinline__ void wait_for_kernel_beside(const FusedArgs&) {}
 // The row of all tokens that a CTA loads first.
-__device__ __forceinline__ int row_of_a(const FusedArgs& a, const FusedItem& item, int half) {
-  return item.matrix * a.tokens + item.row + cluster_rank() * half;
+__device__ __forceinline__ int row_of_a(const FusedArgs& a, const WorkTile& tile, int half) {
+  return tile.matrix * a.tokens + tile.token + cluster_rank() * half;
 }
 
 template <class C>
-__device__ __forceinline__ bool has_few_tokens(const FusedItem& item) {
-  return C::kFew && item.end_row - item.row <= C::kTokens / 2;
+__device__ __forceinline__ bool has_few_tokens(const WorkTile& tile) {
+  return C::kFew && tile.token_end - tile.token <= C::kTokens / 2;
 }
 
 // ---------------------------------------------------------------- the thread that loads
 template <class C>
-__device__ __forceinline__ int row_of_b(const typename C::Args& a, const FusedItem& item) {
-  return item.matrix * a.columns + item.col + cluster_rank() * C::kRows;
+__device__ __forceinline__ int row_of_b(const typename C::Args& a, const WorkTile& tile) {
+  return tile.matrix * a.columns + tile.column + cluster_rank() * C::kRows;
 }
 // From window w on.
 template <class C>
@@ -127,9 +97,9 @@ __device__ __forceinline__ void load_slot(const FusedMaps& maps, uint32_t smem, 
 template <class C>
 __device__ __forceinline__ int load_early(const typename C::Args& a, const typename C::Maps& maps, uint32_t smem) {
   if (C::kTeams == 1 || C::kGrouped) return 0;
-  const FusedItem item = item_of<C>(a, first_item(a));
-  const int count = min(C::kTeams, item.end - item.first), b_row = row_of_b<C>(a, item);
-  for (int i = 0; i < count; ++i) load_slot<C>(maps, smem, i, b_row, (item.first + i) * 4);
+  const WorkTile tile = typename C::Tiles{a}[blockIdx.x / 2];
+  const int count = min(C::kTeams, tile.k_end - tile.k_begin), b_row = row_of_b<C>(a, tile);
+  for (int i = 0; i < count; ++i) load_slot<C>(maps, smem, i, b_row, (tile.k_begin + i) * 4);
   return count;
 }
 template <class C>
@@ -139,12 +109,14 @@ __device__ __forceinline__ void load_tiles(const typename C::Args& a, const type
   constexpr int kHalf = C::kTokens / 2;
   int stage = 0, phase = 0, slot = 0;
   bool first_load = !C::kGrouped;
-  for (int i = first_item(a); i < end_of_items(a); i = next_item(a, i)) {
-    const FusedItem item = item_of<C>(a, i);
-    const int b_row = row_of_b<C>(a, item);
-    const bool few = has_few_tokens<C>(item);
-    const int half = few ? kHalf / 2 : kHalf, a_row = row_of_a(a, item, half);
-    for (int w = item.first * 4; w < item.end * 4; w += C::kFew && few ? C::kFewDepth : C::kStageDepth) {
+  const typename C::Tiles tiles{a};
+  TileScheduler<C, true> scheduler(tiles, smem);
+  for (int i = scheduler.first(); i < tiles.end(); i = scheduler.next()) {
+    const WorkTile tile = tiles[i];
+    const int b_row = row_of_b<C>(a, tile);
+    const bool few = has_few_tokens<C>(tile);
+    const int half = few ? kHalf / 2 : kHalf, a_row = row_of_a(a, tile, half);
+    for (int w = tile.k_begin * 4; w < tile.k_end * 4; w += C::kFew && few ? C::kFewDepth : C::kStageDepth) {
       barrier_wait(smem + C::kAtEmpty + 8 * stage, phase ^ 1);
       const uint32_t bar = smem + C::kAtFull + 8 * stage;
       if (w % 4 == 0) {
@@ -219,8 +191,8 @@ struct FusedConsumer {
   uint32_t smem;
   int rank, team, wg;     // wg of its team. Both by a shuffle, so that they are in uniform registers
   uint32_t data, scale;   // where its codes and scales are in the first slot
-  uint32_t begun = 0;     // slots of all items before
-  uint32_t few_from = 0;  // those before the items with few tokens
+  uint32_t begun = 0;     // slots of all work tiles before
+  uint32_t few_from = 0;  // those before the work tiles with few tokens
 
   __device__ __forceinline__ FusedConsumer(const typename C::Args& args, uint32_t shared)
       : a(args), smem(shared), rank(cluster_rank()) {
@@ -332,8 +304,8 @@ struct FusedConsumer {
   // ---- parts of K
   // Of this warpgroup, in the order in which threads have the sums. Few tokens have one of two places.
   template <int kTokens>
-  __device__ __forceinline__ int64_t place_of(const FusedItem& item, int split) const {
-    const int64_t parts = int64_t{item.tile} * (item.splits - 1) + split;
+  __device__ __forceinline__ int64_t place_of(const WorkTile& tile, int split) const {
+    const int64_t parts = int64_t{tile.partial} * (tile.splits - 1) + split;
     return ((parts * 2 + rank) * 2 * C::kTeams + team * 2 + wg) * (C::kTokens / kTokens);
   }
   // With the warpgroup of the other team that has the same rows.
@@ -349,21 +321,21 @@ struct FusedConsumer {
   // ---- the result
   // Of both teams' warpgroups with the same rows.
   __device__ __forceinline__ uint32_t out() const { return smem + C::kAtOut + wg * C::Writer::kShared; }
-  // Calls f with what writes the result of the item.
+  // Calls f with what writes the result of the tile.
   template <int kTokens, class F>
-  __device__ __forceinline__ void with_writer(const FusedItem& item, const F& f) const {
-    const int column = item.col + rank * C::kRows + wg * 64;
+  __device__ __forceinline__ void with_writer(const WorkTile& tile, const F& f) const {
+    const int column = tile.column + rank * C::kRows + wg * 64;
     if constexpr (C::kGrouped) {
-      f(typename C::template Result<kTokens>{a, item.matrix, item.row, item.end_row, column, out(), 1 + wg});
+      f(typename C::template Result<kTokens>{a, tile.matrix, tile.token, tile.token_end, column, out(), 1 + wg});
     } else {
       if constexpr (C::kExchanges)
-        if (a.exchanged) return f(typename C::template Result<true>{a, item.matrix, item.row, column, out(), 1 + wg});
-      f(typename C::template Result<false>{a, item.matrix, item.row, column, out(), 1 + wg});
+        if (a.exchanged) return f(typename C::template Result<true>{a, tile.matrix, tile.token, column, out(), 1 + wg});
+      f(typename C::template Result<false>{a, tile.matrix, tile.token, column, out(), 1 + wg});
     }
   }
   template <int kTokens>
-  __device__ __forceinline__ void load_factors(const FusedItem& item, ResultFactors& factors) const {
-    with_writer<kTokens>(item, [&](const auto& writer) { writer.load(factors); });
+  __device__ __forceinline__ void load_factors(const WorkTile& tile, ResultFactors& factors) const {
+    with_writer<kTokens>(tile, [&](const auto& writer) { writer.load(factors); });
   }
   // To the sums of team 0 those of team 1 are added, which come in the order in which threads have them.
   template <int kTokens>
@@ -390,47 +362,49 @@ struct FusedConsumer {
   }
   // Named barriers 1 and 2, 8 and 9: a warpgroup of team 0 or 1. 6 and 7: two with the same rows.
   template <int kTokens>
-  __device__ __forceinline__ void finish(Sums<kTokens>& sums, const FusedItem& item, ResultFactors& factors) {
-    if (item.tile >= 0) {
+  __device__ __forceinline__ void finish(Sums<kTokens>& sums, const WorkTile& tile, ResultFactors& factors) {
+    if (tile.partial >= 0) {
       wait_for_kernel_ahead();  // it has lowered the flags
-      if (item.split < item.splits - 1) {
+      if (tile.split < tile.splits - 1) {
         meet_other_team();  // so that neither is ahead by a whole ring, whose phases it could not tell apart
-        return parts<kTokens>().keep(sums, place_of<kTokens>(item, item.split));
+        return parts<kTokens>().keep(sums, place_of<kTokens>(tile, tile.split));
       }
-      parts<kTokens>().add(sums, item.split, [&](int split) { return place_of<kTokens>(item, split); });
+      parts<kTokens>().add(sums, tile.split, [&](int split) { return place_of<kTokens>(tile, split); });
     }
     if constexpr (C::kTeams == 2) {
       add_other_team<kTokens>(sums);
       if (team == 1) return;
-      load_factors<kTokens>(item, factors);
+      load_factors<kTokens>(tile, factors);
     }
-    with_writer<kTokens>(item, [&](const auto& writer) { writer.write(sums, factors); });
+    with_writer<kTokens>(tile, [&](const auto& writer) { writer.write(sums, factors); });
     __syncwarp();  // instructions for whole warps follow
   }
 
   template <int kTokens>
-  __device__ __forceinline__ void compute(int i, FusedItem item) {
+  __device__ __forceinline__ void compute(int i, WorkTile tile) {
     Sums<kTokens> sums;
     ResultFactors factors;
-    // There may be no registers to keep the item.
-    sum<kTokens>(sums, item.end - item.first, [&] {
-      if constexpr (C::kFew) item = item_of<C>(a, pin_register(i));
-      if constexpr (C::kTeams == 1) load_factors<kTokens>(item, factors);
+    // There may be no registers to keep the tile.
+    sum<kTokens>(sums, tile.k_end - tile.k_begin, [&] {
+      if constexpr (C::kFew) tile = typename C::Tiles{a}[pin_register(i)];
+      if constexpr (C::kTeams == 1) load_factors<kTokens>(tile, factors);
     });
-    if constexpr (C::kTeams == 2) item = item_of<C>(a, pin_register(i));
-    finish<kTokens>(sums, item, factors);
+    if constexpr (C::kTeams == 2) tile = typename C::Tiles{a}[pin_register(i)];
+    finish<kTokens>(sums, tile, factors);
   }
   __device__ __forceinline__ void run() {
     if (wg == 1) pass_turn();  // the first turn is that of warpgroup 0
-    int i = first_item(a);
-    for (; i < end_of_items(a); i = next_item(a, i)) {
-      const FusedItem item = item_of<C>(a, i);
-      if (has_few_tokens<C>(item)) break;  // and so have all that follow
-      compute<C::kTokens>(i, item);
+    const typename C::Tiles tiles{a};
+    TileScheduler<C, false> scheduler(tiles, smem);
+    int i = scheduler.first();
+    for (; i < tiles.end(); i = scheduler.next()) {
+      const WorkTile tile = tiles[i];
+      if (has_few_tokens<C>(tile)) break;  // and so have all that follow
+      compute<C::kTokens>(i, tile);
     }
     if constexpr (C::kFew) {
       few_from = begun;
-      for (; i < end_of_items(a); i = next_item(a, i)) compute<C::kTokens / 2>(i, item_of<C>(a, i));
+      for (; i < tiles.end(); i = scheduler.next()) compute<C::kTokens / 2>(i, tiles[i]);
     }
     if (wg == 0) wait_turn();  // no barrier is left half full
     if constexpr (C::kGrouped) clear_other_rows(a, C::kThreads - 128);
@@ -450,6 +424,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       barrier_init(smem + C::kAtEmpty + 8 * i, 4 * 2 * 2);  // a lane of each warp of a team, in both blocks
     }
     for (int i = 0; i < C::kRing; ++i) barrier_init(smem + C::kAtSlot + 8 * i, 1);
+    typename C::Ring{smem + C::kAtTiles}.init_barriers();
     fence_barrier_init();
     prefetch_map(maps.data), prefetch_map(maps.scale), prefetch_map(maps.a);
     if constexpr (C::kFew) prefetch_map(maps.few);
@@ -462,6 +437,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     let_next_kernel_start();  // it waits for the end of this one
     give_registers<C::kLoading>();
     if (threadIdx.x == 0) load_tiles<C>(a, maps, smem, early);
+    if (threadIdx.x == 32 && cluster_rank() == 0) {
+      wait_for_counter(a);
+      const typename C::Tiles tiles{a};
+      TileScheduler<C, false>(tiles, smem).hand_out();
+    }
     __syncwarp();
   } else {
     take_registers<C::kComputing>();
@@ -478,18 +458,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 // ---------------------------------------------------------------- launch
 template <class C>
 cudaError_t launch_fused_config(const FusedArgs& args, const FusedMaps& maps, cudaStream_t stream) {
-  // Where the whole tiles do not fill waves, as with fewer SMs than the plan is for, the parts have a
-  // launch of their own.
-  const int most = pairs_at_once(args.splits);
-  const auto launch = [&](int begin, int items) {
-    FusedArgs some = args;
-    some.begin = begin, some.items = items;
-    return launch_early(sm90_fused_kernel<C>, 2 * std::min(items - begin, most), C::kThreads, 2, C::kShared, stream,
-                        some, maps);
-  };
-  if (args.whole % most == 0) return launch(0, args.items);
-  const cudaError_t status = launch(0, args.whole);
-  return status == cudaSuccess ? launch(args.whole, args.items) : status;
+  const int clusters = clusters_of(args.work_tiles, args.whole, args.splits);
+  return launch_early(sm90_fused_kernel<C>, 2 * clusters, C::kThreads, 2, C::kShared, stream, args, maps);
 }
 
 template <class T>

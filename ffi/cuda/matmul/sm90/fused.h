@@ -13,15 +13,16 @@ struct FusedArgs {
   bool exchanged;              // which of the operands is which: not, then tokens are rows of a, columns rows of b
   int tokens, columns;         // of one matrix
   int pairs, matrix_tiles;     // tiles along columns, and of one matrix
-  int begin, items;            // of this launch; parts of K of all tiles
+  int work_tiles;              // parts of K of all tiles
   int whole, splits;           // the first tiles, which have one, and the parts of the others
-  int slots;                   // of 256 along K; past the end of K they hold zeros
+  int steps;                   // slots of 256 along K; past its end they hold zeros
   bool each_row;               // whether rows of a matrix of a have an amax each
   bool each_col;               // the same of columns of the result, rows of b
   int a_matrices, b_matrices;  // that share an amax, if rows of one have no several
   float unscale;               // undoes the factors of decoded numbers
   float* sums;                 // of all splits but the last
   uint32_t* flags;             // one for each warpgroup that writes sums: 0 until it has
+  uint32_t* counter;           // of work tiles that clusters have taken after their first
 };
 
 // Rows of a x 64 along K, rows of b x codes of 256 along K, rows of b x scales of 256 along K.
@@ -34,7 +35,7 @@ cudaError_t launch_sm90_f16_fused(const FusedArgs& args, const FusedMaps& maps, 
 cudaError_t launch_sm90_bf16_fused(const FusedArgs& args, const FusedMaps& maps, int tokens, cudaStream_t stream);
 
 // The rows of a, decoded, in fragment order (sm90/prepare.cu), each of `depth` rounded up to 64, with zeros. Lowers the
-// flags.
+// flags, the counter among them.
 cudaError_t launch_sm90_prepare(const MatmulOperand& a, void* out, int64_t rows, int64_t depth, uint32_t* flags,
                                 int64_t flag_count, cudaStream_t stream);
 // Copies rows of `bytes` to rows `pitch` apart.

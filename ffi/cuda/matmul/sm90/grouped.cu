@@ -45,7 +45,7 @@ GroupedListing listing_of(const Product& p, int tokens, bool of_tails) {
           tokens / 2,
           p.pairs(),
           of_tails ? 1 : p.slots(),
-          pairs_at_once(1),
+          clusters_of_list(multiprocessors() / 2, p.most_tiles(of_tails), p.pairs()),
           times.slot,
           times.split,
           p.list(of_tails),
@@ -89,7 +89,7 @@ cudaError_t launch_list(const Product& p, int tokens, bool of_tails) {
   GroupedFusedArgs args{};
   args.g = {g.a, g.b, {nullptr, Float::kBf16, g.out, g.kind}, {1, s.rows, s.cols, s.depth}};
   args.tokens = static_cast<int>(s.rows), args.columns = static_cast<int>(s.cols);
-  args.pairs = p.pairs(), args.slots = p.slots();
+  args.pairs = p.pairs(), args.steps = p.slots();
   args.each_row = quantized && g.a.map.rows_per_amax < s.rows, args.each_col = g.b.map.rows_per_amax < s.cols;
   args.a_matrices = args.b_matrices = 1;
   args.unscale = bf16 ? 0x1p8f : quantized ? 0x1p28f : 0x1p14f;

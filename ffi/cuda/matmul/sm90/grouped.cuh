@@ -10,53 +10,50 @@
 
 namespace jnvfp4 {
 
+// ---------------------------------------------------------------- work tiles
+// The header and the tiles are in L1 after the first look, but for the counter.
+__device__ __forceinline__ GroupedHeader header_of(const GroupedFusedArgs& a) {
+  const auto* const words = reinterpret_cast<const int4*>(a.header);
+  const int4 low = words[0], high = words[1];
+  return {low.x, low.y, low.z, low.w, high.x, high.y, high.z, 0};
+}
+template <int kTokens>
+struct ListedTiles {
+  const GroupedFusedArgs& a;
+
+  __device__ __forceinline__ int own() const { return header_of(a).own; }
+  __device__ __forceinline__ bool has_own() const { return static_cast<int>(blockIdx.x / 2) < own(); }
+  __device__ __forceinline__ int end() const { return header_of(a).work_tiles; }
+  __device__ __forceinline__ uint32_t* counter() const { return &a.header->counter; }
+  __device__ __forceinline__ WorkTile operator[](int i) const {
+    const GroupedHeader header = header_of(a);
+    const bool parted = i >= header.whole;
+    const int parts = parted ? header.splits : 1, divided = parted ? quick_quotient(i - header.whole, parts) : 0;
+    const int split = parted ? i - header.whole - divided * parts : 0, all = parted ? header.whole + divided : i;
+    const bool full = all < header.full * a.pairs;
+    const TilePlace place(full ? all : all - header.full * a.pairs, full ? header.full : header.tiles - header.full,
+                          a.pairs);
+    const int4 listed =
+        reinterpret_cast<const int4*>(a.header + 1)[full ? place.tokens : a.most_tiles - 1 - place.tokens];
+    WorkTile tile;
+    tile.matrix = listed.x, tile.token = listed.y, tile.token_end = listed.z;
+    tile.column = place.columns * static_cast<int>(kFusedCols);
+    tile.split = split, tile.splits = parts, tile.partial = parts > 1 ? divided : -1;
+    tile.k_begin = quick_quotient(a.steps * split, parts), tile.k_end = quick_quotient(a.steps * (split + 1), parts);
+    return tile;
+  }
+};
+
 template <class T, int kTokens>
 struct GroupedConfig : FusedConfig<T, kTokens> {
   using Args = GroupedFusedArgs;
   using Maps = GroupedMaps;
   static constexpr bool kGrouped = true, kFew = true, kExchanges = false;
+  using Tiles = ListedTiles<kTokens>;
   template <int kCount>
   using Result = FusedResult<kCount, false, std::is_same_v<T, F16>, true>;
 };
 
-// ---------------------------------------------------------------- items
-// The header and the tiles are in L1 after the first look.
-__device__ __forceinline__ GroupedHeader header_of(const GroupedFusedArgs& a) {
-  const auto* const words = reinterpret_cast<const int4*>(a.header);
-  const int4 low = words[0], high = words[1];
-  return {low.x, low.y, low.z, low.w, high.x, high.y, {}};
-}
-__device__ __forceinline__ int first_item(const GroupedFusedArgs& a) {
-  return item_from(header_of(a), blockIdx.x / 2, false, blockIdx.x / 2, gridDim.x / 2);
-}
-__device__ __forceinline__ int next_item(const GroupedFusedArgs& a, int i) {
-  return item_after(header_of(a), i, blockIdx.x / 2, gridDim.x / 2);
-}
-__device__ __forceinline__ int end_of_items(const GroupedFusedArgs& a) { return header_of(a).items; }
-
-template <class C>
-__device__ __forceinline__ FusedItem item_of(const GroupedFusedArgs& a, int i) {
-  constexpr int kGroup = 4;
-  const GroupedHeader header = header_of(a);
-  const bool parted = i >= header.whole;
-  const int parts = parted ? header.splits : 1, divided = parted ? quick_quotient(i - header.whole, parts) : 0;
-  const int split = parted ? i - header.whole - divided * parts : 0, all = parted ? header.whole + divided : i;
-  const bool full = all < header.full * a.pairs;
-  const int of_kind = full ? all : all - header.full * a.pairs, tiles = full ? header.full : header.tiles - header.full;
-  const int first = quick_quotient(of_kind, a.pairs * kGroup) * kGroup, width = min(kGroup, tiles - first);
-  const int rest = of_kind - first * a.pairs, column = quick_quotient(rest, width), n = first + rest - column * width;
-  const int at = full ? n : a.most_tiles - 1 - n;
-  const int4 tile = reinterpret_cast<const int4*>(a.header + 1)[at];
-  return {tile.x,
-          tile.y,
-          column * static_cast<int>(kFusedCols),
-          split,
-          parts,
-          quick_quotient(a.slots * split, parts),
-          quick_quotient(a.slots * (split + 1), parts),
-          parts > 1 ? divided : -1,
-          tile.z};
-}
 // The kernel ahead makes the lists and prepares a. The launch beside it starts when all blocks of the first one have
 // waited for that, so it fences instead: an SM may hold the lists of the product before in L1.
 __device__ __forceinline__ void wait_for_lists(const GroupedFusedArgs& a) {
@@ -65,11 +62,12 @@ __device__ __forceinline__ void wait_for_lists(const GroupedFusedArgs& a) {
   else
     wait_for_kernel_ahead();
 }
+__device__ __forceinline__ void wait_for_counter(const GroupedFusedArgs&) {}  // it is beside the list
 __device__ __forceinline__ void wait_for_kernel_beside(const GroupedFusedArgs& a) {
   if (a.beside) wait_for_kernel_ahead();
 }
-__device__ __forceinline__ int row_of_a(const GroupedFusedArgs&, const FusedItem& item, int half) {
-  return item.row + cluster_rank() * half;
+__device__ __forceinline__ int row_of_a(const GroupedFusedArgs&, const WorkTile& tile, int half) {
+  return tile.token + cluster_rank() * half;
 }
 
 // ---------------------------------------------------------------- rows of no group
@@ -89,9 +87,8 @@ __device__ __forceinline__ void clear_other_rows(const GroupedFusedArgs& a, int 
 // ---------------------------------------------------------------- launch
 template <class C>
 cudaError_t launch_grouped_config(const GroupedFusedArgs& args, const GroupedMaps& maps, cudaStream_t stream) {
-  const auto most = static_cast<int64_t>(args.most_tiles) * args.pairs * kGroupedMostParts;
-  const auto pairs = static_cast<unsigned>(std::min<int64_t>(pairs_at_once(1), std::max<int64_t>(most, 1)));
-  return launch_early(sm90_fused_kernel<C>, 2 * pairs, C::kThreads, 2, C::kShared, stream, args, maps);
+  const int clusters = clusters_of_list(multiprocessors() / 2, args.most_tiles, args.pairs);
+  return launch_early(sm90_fused_kernel<C>, 2 * clusters, C::kThreads, 2, C::kShared, stream, args, maps);
 }
 
 template <class T>

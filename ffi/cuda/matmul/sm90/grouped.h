@@ -8,7 +8,7 @@ namespace jnvfp4 {
 
 // The matrices of b are the groups; `tokens` are all rows.
 struct GroupedFusedArgs : FusedArgs {
-  const GroupedHeader* header;  // and the tiles
+  GroupedHeader* header;  // and the tiles
   int most_tiles;
   // Whether the kernel ahead has the same operands: this one starts when there is room, and only its end waits.
   bool beside;

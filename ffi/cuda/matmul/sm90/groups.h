@@ -3,9 +3,11 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "../../../core/numerics.h"
+#include "../../../plan/sm90_fused.h"
 #include "../../../plan/sm90_grouped.h"
 
 namespace jnvfp4 {
@@ -16,10 +18,11 @@ struct GroupedTile {
 };
 // In front of the tiles. Those with few rows come last: the n-th is the n-th from the end of the list's memory.
 struct GroupedHeader {
-  int full, tiles;   // tiles of many rows, and all
-  int whole, items;  // what a 2-CTA cluster computes at a time: whole tiles, then parts of the others
-  int splits, rows;  // parts of each of the last tiles; rows of all groups
-  int unused[2];
+  int full, tiles;        // tiles of many rows, and all
+  int whole, work_tiles;  // what a 2-CTA cluster computes at a time: whole tiles, then parts of the others
+  int splits, rows;       // parts of each of the last tiles; rows of all groups
+  int own;                // clusters that begin with the work tile of their number
+  uint32_t counter;       // of work tiles that clusters have taken after these
 };
 
 // What the list is made from, and where.
@@ -31,7 +34,7 @@ struct GroupedListing {
   bool of_tails;
   int tokens, few;        // of a tile; tiles with at most `few` come last
   int pairs, slots;       // tiles along the columns; steps along K
-  int grid;               // 2-CTA clusters
+  int clusters;           // of the launch
   float slot, split;      // what a step takes, and what each part of K costs
   GroupedHeader* header;  // and the tiles
   int most_tiles;
@@ -45,11 +48,11 @@ struct GroupedListings {
 };
 
 // ---------------------------------------------------------------- parts of K
-// Of the tiles that fill no wave of pairs, those of an H200 on every GPU, so that sums are the same: but no more parts
-// than there are pairs. The least time has the least key, which is ~0 where K cannot have the parts.
+// Of the tiles that fill no wave of pairs, those of an H200 on every GPU, so that sums are the same. The least time has
+// the least key, which is ~0 where K cannot have the parts.
 JNVFP4_HD uint32_t key_of_parts(const GroupedListing& a, int tiles, int splits) {
   const int slots = (a.slots + splits - 1) / splits;
-  const bool can = splits == 1 || (splits <= kGroupedMostParts && splits <= a.grid && 2 * splits <= a.slots &&
+  const bool can = splits == 1 || (splits <= kGroupedMostParts && 2 * splits <= a.slots &&
                                    tiles * splits <= kGroupedPairs / splits * splits);
   const float time = static_cast<float>(slots) * a.slot + static_cast<float>(splits - 1) * a.split;
   // Times are positive, so their bits have their order; the last bits say which one it is.
@@ -57,22 +60,16 @@ JNVFP4_HD uint32_t key_of_parts(const GroupedListing& a, int tiles, int splits) 
 }
 JNVFP4_HD int parts_of_key(uint32_t key) { return static_cast<int>(key & 31u) + 1; }
 
+// Clusters of a launch, of those that a GPU has room for: no more than there may be work tiles.
+inline int clusters_of_list(int room, int64_t most_tiles, int pairs) {
+  return static_cast<int>(std::clamp<int64_t>(most_tiles * pairs * kGroupedMostParts, 1, std::max(room, 1)));
+}
+
 JNVFP4_HD int tiles_in_parts(int tiles) { return tiles % kGroupedPairs; }
 JNVFP4_HD GroupedHeader make_header(const GroupedListing& a, int full, int few, int splits, int rows) {
   const int count = (full + few) * a.pairs, whole = splits == 1 ? count : count - tiles_in_parts(count);
-  return {full, full + few, whole, whole + (count - whole) * splits, splits, rows, {}};
-}
-
-// ---------------------------------------------------------------- what a 2-CTA cluster computes
-// Whole tiles go to pairs in turns, and then their parts: to as many pairs as take all parts of a tile at a time, so
-// that a part waits only for blocks that have started before.
-JNVFP4_HD int item_from(const GroupedHeader& header, int i, bool parts_begin, int pair, int pairs) {
-  if (i < header.whole && !parts_begin) return i;
-  return pair < pairs / header.splits * header.splits ? header.whole + pair : header.items;
-}
-JNVFP4_HD int item_after(const GroupedHeader& header, int i, int pair, int pairs) {
-  if (i < header.whole) return item_from(header, i + pairs, i + pairs >= header.whole, pair, pairs);
-  return i + pairs / header.splits * header.splits;
+  const int own = own_tiles(a.clusters, whole, splits);
+  return {full, full + few, whole, whole + (count - whole) * splits, splits, rows, own, 0};
 }
 
 }  // namespace jnvfp4

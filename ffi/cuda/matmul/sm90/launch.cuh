@@ -10,7 +10,7 @@ template <class... Args>
 cudaError_t launch_early(void (*kernel)(Args...), dim3 grid, unsigned threads, unsigned cluster, int shared,
                          cudaStream_t stream, Args... args) {
   cudaError_t status = cudaSuccess;
-  if (shared > 0) status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (shared > 0) status = allow_shared(reinterpret_cast<const void*>(kernel), shared);
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;

@@ -35,8 +35,9 @@ cudaError_t make_map(EncodeTiled encode, const MapSource& s, CUtensorMap* map) {
 }  // namespace
 
 cudaError_t make_maps(std::initializer_list<MapWanted> wanted) {
-  EncodeTiled encode;
-  cudaError_t status = find_encoder(&encode);
+  static EncodeTiled encode;
+  static const cudaError_t found = find_encoder(&encode);
+  cudaError_t status = found;
   for (const MapWanted& w : wanted)
     if (status == cudaSuccess) status = make_map(encode, w.source, w.map);
   return status;

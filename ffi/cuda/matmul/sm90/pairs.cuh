@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "../../../plan/sm90_fused.h"
 #include "../../device.cuh"
 #include "ptx.cuh"
 
@@ -47,7 +48,11 @@ struct PartSums {
   }
 };
 
-// All parts of a tile at a time: then a part waits only for blocks that have started before.
-inline int pairs_at_once(int parts) { return std::max(multiprocessors() / 2 / parts, 1) * parts; }
+// Clusters of a launch, which all begin with the work tile of their number. With fewer SMs than a tile has parts, they
+// start one after the other.
+inline int clusters_of(int work_tiles, int whole, int splits) {
+  const int own = own_tiles(multiprocessors() / 2, whole, splits);
+  return std::min(work_tiles, own ? own : splits);
+}
 
 }  // namespace jnvfp4

@@ -116,22 +116,24 @@ __device__ __forceinline__ float decode_factor(float amax, const MatmulOperand& 
 }
 
 // A factor as eight bfloat16, so that those of a column and of a token have their product as their dot product. Three
-// bfloat16 have all bits of a float; of their nine products the least one is left out. No piece of a factor is 0 unless
-// the factor is, and all have its sign, so that an infinity gives infinities of one sign.
+// bfloat16 have all bits of a float; of their nine products the least one is left out. A small piece is taken times a
+// power of two, which the piece that it meets is divided by: so those of factors from 2^-118 on are not subnormal. No
+// piece of a factor is 0 unless the factor is, and all have its sign, so that an infinity gives infinities of one sign.
 __device__ __forceinline__ uint4 pieces_of(float factor, bool column) {
-  uint32_t p[3] = {bits_of(factor) >> 16, 0, 0};
-  if (isnan(factor)) p[0] = 0x7fc0u;
+  const auto high = [](float v) { return float_of(bits_of(v) & 0xffff0000u); };
+  float p[3] = {isnan(factor) ? float_of(kNan) : high(factor), 0, 0};
   if (isfinite(factor)) {
-    const float rest = sub_rn(factor, float_of(p[0] << 16));
-    p[1] = bits_of(rest) >> 16, p[2] = bits_of(sub_rn(rest, float_of(p[1] << 16))) >> 16;
+    const float rest = sub_rn(factor, p[0]);
+    p[1] = high(rest), p[2] = sub_rn(rest, p[1]);
   }
-  const uint32_t least = (p[0] & 0x8000u) | 1u;
-  if (factor != 0)
-#pragma unroll
-    for (uint32_t& piece : p) piece = max(piece, least);
-  const auto two = [&](int i, int j) { return p[i] | p[j] << 16; };
-  return column ? make_uint4(two(0, 0), two(1, 0), two(2, 1), two(1, 2))
-                : make_uint4(two(0, 1), two(0, 2), two(0, 1), two(2, 1));
+  const uint32_t least = factor == 0 ? 0u : (bits_of(factor) >> 16 & 0x8000u) | 1u;
+  const auto piece = [&](int i, float power) { return max(bits_of(mul_rn(p[i], power)) >> 16, least); };
+  const auto two = [&](int i, float of_i, int j, float of_j) { return piece(i, of_i) | piece(j, of_j) << 16; };
+  constexpr float kMore = 0x1p8f, kLess = 0x1p-8f;
+  return column
+             ? make_uint4(two(0, 1, 0, kLess), two(1, kMore, 0, kLess), two(2, kMore, 1, 1), two(1, 0x1p-4f, 2, 0x1p4f))
+             : make_uint4(two(0, 1, 1, kMore), two(0, kLess, 2, kMore), two(0, kLess, 1, 1),
+                          two(2, 0x1p4f, 1, 0x1p-4f));
 }
 
 // The factors of eight windows of a row, which are a sector of its amaxes, or the one of a row.

@@ -75,12 +75,16 @@ __device__ __forceinline__ uint32_t address_in(uint32_t a, uint32_t rank) {
 __device__ __forceinline__ void barrier_init(uint32_t bar, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
+// For the other CTA of a cluster, and for tensor maps that this thread loads through next.
 __device__ __forceinline__ void fence_barrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }
 // Arrives, and lets the phase wait for `bytes` that tensor maps bring.
 __device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 // Arrives at the barrier of the same place in CTA `rank` of the cluster.
 __device__ __forceinline__ void barrier_arrive_in(uint32_t bar, uint32_t rank) {
@@ -96,6 +100,25 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
                  : "r"(bar), "r"(parity)
                  : "memory");
   } while (!done);
+}
+// The same for a word of store_async_in. It fences, so it is not for waits in a main loop.
+__device__ __forceinline__ void barrier_wait_cluster(uint32_t bar, uint32_t parity) {
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(bar), "r"(parity)
+        : "memory");
+  } while (!done);
+}
+// Stores a word in CTA `rank` of the cluster, and brings its 4 bytes to a barrier there: both at the addresses that the
+// places have here.
+__device__ __forceinline__ void store_async_in(uint32_t to, uint32_t v, uint32_t bar, uint32_t rank) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address_in(to, rank)),
+               "r"(v), "r"(address_in(bar, rank))
+               : "memory");
 }
 
 // ---------------------------------------------------------------- flags in global memory
@@ -126,8 +149,8 @@ __device__ __forceinline__ int cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
   return r;
 }
-// Orders nothing but the initialisation of barriers, after a fence_barrier_init, or the end of reads whose values have
-// been used. A thread with loads in flight would wait for them in cluster_sync.
+// Orders nothing but the initialisation of barriers, after a fence_barrier_init, or the end of reads whose values an
+// instruction before has used. A thread with loads in flight would wait for them in cluster_sync.
 __device__ __forceinline__ void cluster_meet() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

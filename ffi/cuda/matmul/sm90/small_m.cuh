@@ -562,6 +562,7 @@ __device__ __forceinline__ void finish_slots(const Args& a, const Share& share, 
     __syncwarp();
     cluster_sync();
   }
+  uint32_t read = 0;  // of other CTAs
 #pragma unroll 1
   for (int slot = range.first; slot < range.end; slot += range.step) {
     float s[4] = {};
@@ -572,7 +573,7 @@ __device__ __forceinline__ void finish_slots(const Args& a, const Share& share, 
       for (int r = 0; r < share.ranks; ++r) add(s, load_from_rank(sums + slot * 16, r));
     }
 #pragma unroll
-    for (float sum : s) asm volatile("" ::"f"(sum));  // used, before this CTA meets the others
+    for (float sum : s) read |= bits_of(sum);
     Slot<left, S, typename Share::Of> of{a, share.of()};
     of.place(share, slot);
     if (slot == range.first)
@@ -582,6 +583,9 @@ __device__ __forceinline__ void finish_slots(const Args& a, const Share& share, 
     of.store(s);
   }
   if (share.ranks > 1) {  // no CTA ends while another reads its sums
+    // Of slots without a result too: the loads are over when an instruction uses them, here a store to the thread's
+    // own place, which nobody reads any more.
+    if (read == ~0u) store_shared4(kept + threadIdx.x * 4, read);
     __syncwarp();
     cluster_meet();
   }

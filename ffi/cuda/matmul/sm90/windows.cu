@@ -7,7 +7,7 @@
 // If both operands have windows, every sum of a window has a factor of its own, the product of two. The tensor cores
 // make these too, in a third set of registers: to a warp that adds they cost less than its own multiplications.
 // Two CTAs of a cluster have the same tokens and neighbouring columns; each loads half of the tokens for both.
-// CTAs are persistent: one thread loads, two warpgroups compute.
+// CTAs are persistent (scheduler.cuh): one thread loads, two warpgroups compute.
 //
 // Columns have windows. Tokens may have too; if not, their factors come last. If only a has windows, operands are
 // exchanged: tokens are then rows of b.
@@ -22,6 +22,7 @@
 #include "pairs.cuh"
 #include "ptx.cuh"
 #include "results.cuh"
+#include "scheduler.cuh"
 #include "windows.h"
 
 namespace jnvfp4 {
@@ -30,13 +31,15 @@ namespace {
 struct WindowsArgs {
   MatmulResult result;
   bool exchanged;
-  int tokens, columns;      // of one matrix
-  int pairs, matrix_tiles;  // tiles along columns, and of one matrix
-  int items, splits;        // parts of K of all tiles, and of one
-  int windows;
+  int tokens, columns;                            // of one matrix
+  int pairs, matrix_tiles;                        // tiles along columns, and of one matrix
+  int work_tiles;                                 // parts of K of all tiles
+  int whole, splits;                              // 0 tiles that have one, and the parts of the others
+  int steps;                                      // windows
   const uint8_t *token_factors, *column_factors;  // WindowsOperand::factors
   float* sums;                                    // of all splits but the last
   uint32_t* flags;                                // one for each warpgroup that writes sums: 0 until it has
+  uint32_t* counter;                              // of work tiles that clusters have taken after their first
 };
 
 // 64 along K of the rows of half a tile of tokens, and of a CTA's columns.
@@ -66,31 +69,12 @@ struct WindowsConfig {
 
   static constexpr int kAtColumns = kStages * kTokenBytes, kAtFactors = kAtColumns + kStages * kColumnBytes;
   static constexpr int kAtOut = kAtFactors + kSlots * kFactors, kAtFull = kAtOut + 2 * Writer::kShared;
-  static constexpr int kAtEmpty = kAtFull + 8 * kStages, kShared = kAtEmpty + 8 * kStages + 1024;  // to align the start
+  static constexpr int kAtEmpty = kAtFull + 8 * kStages, kAtTiles = kAtEmpty + 8 * kStages;
+  using Ring = TileRing<kStages>;  // a work tile has one window at least
+  using Tiles = DenseTiles<WindowsArgs, kTokens>;
+  static constexpr int kShared = kAtTiles + Ring::kShared + 1024;  // to align the start
   static_assert(kShared <= 232448);
 };
-
-// ---------------------------------------------------------------- what a CTA computes
-struct WindowsItem {
-  int matrix, token, column;  // the first token, and the first column of the 2-CTA cluster
-  int split, first, end;      // windows
-  int64_t tile;
-};
-
-// Splits of a tile follow each other, so that the last one waits only for blocks that have started before. Groups of 4
-// tiles of tokens go along all columns, so that blocks that run together share both operands in L2.
-template <class C>
-__device__ __forceinline__ WindowsItem item_of(const WindowsArgs& a, int i) {
-  constexpr int kGroup = 4;
-  const int all = i / a.splits, split = i - all * a.splits, matrix = all / a.matrix_tiles;
-  const int tile = all - matrix * a.matrix_tiles;
-  const int per = a.pairs * kGroup, first = tile / per * kGroup;
-  const int width = min(kGroup, a.matrix_tiles / a.pairs - first), rest = tile - first * a.pairs;
-  const auto part = [&](int s) { return static_cast<int>(int64_t{a.windows} * s / a.splits); };
-  return {
-      matrix, (first + rest % width) * C::kTokens, rest / width * 2 * C::kColumns, split, part(split), part(split + 1),
-      all};
-}
 
 // ---------------------------------------------------------------- the thread that loads
 template <class C>
@@ -98,17 +82,19 @@ __device__ __forceinline__ void load_tiles(const WindowsArgs& a, const WindowsMa
   const int rank = cluster_rank(), token_tiles = a.matrix_tiles / a.pairs;
   constexpr int kHalf = C::kTokens / 2;
   int stage = 0, phase = 0, slot = 0;
-  for (int i = blockIdx.x / 2; i < a.items; i += gridDim.x / 2) {
-    const WindowsItem item = item_of<C>(a, i);
-    const int token = item.matrix * a.tokens + item.token + rank * kHalf;
-    const int column = item.matrix * a.columns + item.column + rank * C::kColumns;
-    const int64_t token_tile = int64_t{item.matrix} * token_tiles + item.token / C::kTokens;
-    const int64_t column_tile = int64_t{item.matrix} * a.pairs * 2 + item.column / C::kColumns + rank;
+  const typename C::Tiles tiles{a};
+  TileScheduler<C, true> scheduler(tiles, smem);
+  for (int i = scheduler.first(); i < tiles.end(); i = scheduler.next()) {
+    const WorkTile tile = tiles[i];
+    const int token = tile.matrix * a.tokens + tile.token + rank * kHalf;
+    const int column = tile.matrix * a.columns + tile.column + rank * C::kColumns;
+    const int64_t token_tile = int64_t{tile.matrix} * token_tiles + tile.token / C::kTokens;
+    const int64_t column_tile = int64_t{tile.matrix} * a.pairs * 2 + tile.column / C::kColumns + rank;
     const auto* of_tokens =
-        a.token_factors + (C::kBoth ? token_tile * a.windows + item.first : token_tile) * C::kTokenFactors;
-    const auto* of_columns = a.column_factors + (column_tile * a.windows + item.first) * C::kColumnFactors;
-    for (int w = item.first; w < item.end; ++w, of_columns += C::kColumnFactors) {
-      const bool with_tokens = C::kBoth || w == item.end - 1;
+        a.token_factors + (C::kBoth ? token_tile * a.steps + tile.k_begin : token_tile) * C::kTokenFactors;
+    const auto* of_columns = a.column_factors + (column_tile * a.steps + tile.k_begin) * C::kColumnFactors;
+    for (int w = tile.k_begin; w < tile.k_end; ++w, of_columns += C::kColumnFactors) {
+      const bool with_tokens = C::kBoth || w == tile.k_end - 1;
       barrier_wait(smem + C::kAtEmpty + 8 * stage, phase ^ 1);
       const uint32_t bar = smem + C::kAtFull + 8 * stage, factors = smem + C::kAtFactors + slot * C::kFactors;
       barrier_expect(bar, C::kTokenBytes + C::kColumnBytes + C::kColumnFactors + (with_tokens ? C::kTokenFactors : 0));
@@ -212,8 +198,8 @@ struct WindowsConsumer {
 
   // ---- parts of K
   // Of this warpgroup, in the order in which threads have the sums.
-  __device__ __forceinline__ int64_t place_of(const WindowsItem& item, int split) const {
-    return ((item.tile * (a.splits - 1) + split) * 2 + rank) * 2 + wg;
+  __device__ __forceinline__ int64_t place_of(const WorkTile& tile, int split) const {
+    return ((int64_t{tile.partial} * (a.splits - 1) + split) * 2 + rank) * 2 + wg;
   }
   __device__ __forceinline__ PartSums<C::kSums> parts() const { return {a.sums, a.flags, 1 + wg}; }
 
@@ -232,13 +218,13 @@ struct WindowsConsumer {
     }
   }
   template <bool kExchanged>
-  __device__ __forceinline__ void write(Sums& sums, const WindowsItem& item) const {
+  __device__ __forceinline__ void write(Sums& sums, const WorkTile& tile) const {
     const TileWriter<C::kTokens, kExchanged> writer{a.result,
                                                     a.tokens,
                                                     a.columns,
-                                                    item.matrix,
-                                                    item.token,
-                                                    item.column + rank * C::kColumns + wg * 64,
+                                                    tile.matrix,
+                                                    tile.token,
+                                                    tile.column + rank * C::kColumns + wg * 64,
                                                     smem + C::kAtOut + wg * C::Writer::kShared,
                                                     1 + wg};
     float biases[2];
@@ -250,21 +236,23 @@ struct WindowsConsumer {
     writer.write(sums);
     __syncwarp();  // instructions for whole warps follow
   }
-  __device__ __forceinline__ void finish(Sums& sums, const WindowsItem& item) const {
-    if (item.split < a.splits - 1) return parts().keep(sums, place_of(item, item.split));
-    if (a.splits > 1) parts().add(sums, item.split, [&](int split) { return place_of(item, split); });
+  __device__ __forceinline__ void finish(Sums& sums, const WorkTile& tile) const {
+    if (tile.split < tile.splits - 1) return parts().keep(sums, place_of(tile, tile.split));
+    if (tile.partial >= 0) parts().add(sums, tile.split, [&](int split) { return place_of(tile, split); });
     if constexpr (!C::kBoth)
-      if (a.exchanged) return write<true>(sums, item);
-    write<false>(sums, item);
+      if (a.exchanged) return write<true>(sums, tile);
+    write<false>(sums, tile);
   }
 
   __device__ __forceinline__ void run() {
     if (wg == 1) pass_turn();  // the first turn is that of warpgroup 0
-    for (int i = blockIdx.x / 2; i < a.items; i += gridDim.x / 2) {
-      const WindowsItem item = item_of<C>(a, i);
+    const typename C::Tiles tiles{a};
+    TileScheduler<C, false> scheduler(tiles, smem);
+    for (int i = scheduler.first(); i < tiles.end(); i = scheduler.next()) {
+      const WorkTile tile = tiles[i];
       Sums sums;
-      sum(sums, item.end - item.first);
-      finish(sums, item);
+      sum(sums, tile.k_end - tile.k_begin);
+      finish(sums, tile);
     }
     if (wg == 0) wait_turn();  // no barrier is left half full
   }
@@ -281,6 +269,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       barrier_init(smem + C::kAtFull + 8 * i, 1);
       barrier_init(smem + C::kAtEmpty + 8 * i, 4 * 2 * 2);  // a lane of each warp that computes, in both blocks
     }
+    typename C::Ring{smem + C::kAtTiles}.init_barriers();
     fence_barrier_init();
     prefetch_map(maps.tokens), prefetch_map(maps.columns);
   }
@@ -291,6 +280,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     let_next_kernel_start();  // it waits for the end of this one
     give_registers<C::kLoading>();
     if (threadIdx.x == 0) load_tiles<C>(a, maps, smem);
+    if (threadIdx.x == 32 && cluster_rank() == 0) {
+      const typename C::Tiles tiles{a};
+      TileScheduler<C, false>(tiles, smem).hand_out();
+    }
     __syncwarp();
   } else {
     take_registers<C::kComputing>();
@@ -305,8 +298,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 // ---------------------------------------------------------------- launch
 template <class C>
 cudaError_t launch_config(const WindowsArgs& args, const WindowsMaps& maps, cudaStream_t stream) {
-  const int pairs = std::min(args.items, pairs_at_once(args.splits));
-  return launch_early(sm90_windows_kernel<C>, 2 * pairs, C::kThreads, 2, C::kShared, stream, args, maps);
+  const int clusters = clusters_of(args.work_tiles, args.whole, args.splits);
+  return launch_early(sm90_windows_kernel<C>, 2 * clusters, C::kThreads, 2, C::kShared, stream, args, maps);
 }
 
 cudaError_t make_windows_maps(const WindowsPreparation& p, const WindowsScratch& at, WindowsMaps* maps) {
@@ -324,9 +317,9 @@ cudaError_t launch_sm90_windows(const MatmulArgs& g, const FusedPlan& plan, void
   const GemmShape s = fused_shape(g.shape, plan);
   const MatmulOperand &tokens = plan.exchanged ? g.b : g.a, &columns = plan.exchanged ? g.a : g.b;
   const int64_t pairs = (s.cols + kFusedCols - 1) / kFusedCols, token_tiles = (s.rows + plan.tokens - 1) / plan.tokens;
-  const int64_t items = fused_tiles(s, plan) * plan.splits, windows = s.depth / kWindow;
+  const int64_t work_tiles = fused_tiles(s, plan) * plan.splits, windows = s.depth / kWindow;
   const bool both = tokens.map.windows();
-  if (items > INT32_MAX) return cudaErrorInvalidConfiguration;  // more results than any memory holds
+  if (work_tiles > INT32_MAX) return cudaErrorInvalidConfiguration;  // more results than any memory holds
   if (!columns.map.windows() || s.depth % kWindow || plan.tokens != (both ? kBothWindowsTokens : kWindowsTokens) ||
       plan.splits > windows)
     return cudaErrorInvalidValue;  // plan_windows makes no such plans
@@ -351,13 +344,15 @@ cudaError_t launch_sm90_windows(const MatmulArgs& g, const FusedPlan& plan, void
                          static_cast<int>(s.cols),
                          static_cast<int>(pairs),
                          static_cast<int>(pairs * token_tiles),
-                         static_cast<int>(items),
+                         static_cast<int>(work_tiles),
+                         0,
                          plan.splits,
                          static_cast<int>(windows),
                          bytes + at.token_factors,
                          bytes + at.column_factors,
                          reinterpret_cast<float*>(bytes + at.sums),
-                         p.flags};
+                         p.flags,
+                         p.flags + at.flag_count - 1};
   return both ? launch_config<WindowsConfig<true>>(args, maps, stream)
               : launch_config<WindowsConfig<false>>(args, maps, stream);
 }
