@@ -6,14 +6,17 @@ import importlib.metadata
 import importlib.util
 import pathlib
 import re
+import warnings
 from types import ModuleType
 
 import jax
 
+from . import compat
 from .source_hash import source_hash
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _INSTALL_HINT = "run `pip install .` in the checkout"
+refused: dict[str, str] = {}  # platform -> why its kernels were built and are not used
 
 
 def installed_file(distribution: str, names: tuple[str, ...]) -> pathlib.Path | None:
@@ -68,6 +71,14 @@ def check_source_hash(name: str, built: str, checkout: pathlib.Path) -> None:
             )
 
 
+def old_driver(built: int, driver: int | None) -> str:
+    """Says why a driver runs no kernel of a build, from the versions of CUDA that both are for; empty if it does."""
+    if not driver or (found := driver // 1000) >= built // 1000:
+        return ""
+    reason = f"its CUDA kernels were built with CUDA {built // 1000}, and the driver is for CUDA {found}"
+    return f"{reason}; install a newer driver, or build jnvfp4 with nvcc {found}"
+
+
 @functools.cache
 def extensions() -> dict[str, ModuleType]:
     """Loads, checks and registers what was built: platform ("cpu", "cuda") -> extension module."""
@@ -80,6 +91,10 @@ def extensions() -> dict[str, ModuleType]:
             continue
         check_ffi_api(module.ffi_api, runtime_ffi_api())
         check_source_hash(name, module.source_hash, _PACKAGE.parent)
+        if platform == "cuda" and (reason := old_driver(module.cuda_version, compat.cuda_versions()[1])):
+            refused[platform] = reason
+            warnings.warn(f"jnvfp4: {reason}; the reference is used on GPUs", RuntimeWarning, stacklevel=2)
+            continue
         for target, handler in module.targets.items():
             jax.ffi.register_ffi_target(target, handler, platform="CUDA" if platform == "cuda" else platform)
         modules[platform] = module

@@ -52,7 +52,7 @@ def cublaslt() -> CublasLt:
     """
     cuda = load.extensions().get("cuda")
     if cuda is None:
-        return CublasLt("", "", "jnvfp4 was built without CUDA")
+        return CublasLt("", "", load.refused.get("cuda", "jnvfp4 was built without CUDA"))
     wheel = _cublaslt_wheel()
     path, version, reason = cuda.find_cublaslt(str(wheel or ""))
     if reason:

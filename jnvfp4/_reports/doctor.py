@@ -43,21 +43,13 @@ def versions() -> dict[str, str | None]:
         "machine": platform.machine(),
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
-        "ffi_built": _dotted(load.extensions()["cpu"].ffi_api),
-        "ffi_running": _dotted(load.runtime_ffi_api()),
-        "cuda_runtime": _cuda_version(runtime),
-        "cuda_of_driver": _cuda_version(driver),
+        "ffi_built": "{}.{}".format(*load.extensions()["cpu"].ffi_api),
+        "ffi_running": "{}.{}".format(*load.runtime_ffi_api()),
+        "cuda_runtime": "{}.{}".format(*divmod(runtime // 10, 100)) if runtime else None,
+        "cuda_of_driver": "{}.{}".format(*divmod(driver // 10, 100)) if driver else None,
         "driver": _driver(),
         "cublaslt": plans.cublaslt().version or None,
     }
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
-
-
-def _cuda_version(number: int | None) -> str | None:
-    return None if not number else f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _driver() -> str | None:
@@ -66,14 +58,13 @@ def _driver() -> str | None:
         text = pathlib.Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         return None
-    found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
-    return found.group() if found else None
+    return next(iter(re.findall(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)), None)
 
 
 def targets() -> dict[str, str | None]:
     """Returns what the kernels of each platform were compiled for."""
-    cuda = load.extensions().get("cuda")
-    return {"cpu": load.extensions()["cpu"].isa(), "cuda": cuda.built_for if cuda else None}
+    cuda = getattr(load.extensions().get("cuda"), "built_for", None)
+    return {"cpu": load.extensions()["cpu"].isa(), "cuda": cuda}
 
 
 def describe_device(device: jax.Device) -> dict[str, object]:
@@ -208,7 +199,8 @@ def doctor(full: bool = True) -> bool:
     print(f"python   {v['python']}  jax {v['jax']}  jaxlib {v['jaxlib']}  on {v['machine']}")
     print(f"ffi      built with {v['ffi_built']}, running {v['ffi_running']}")
     print(f"cpu      kernels for {built['cpu']}")
-    print(f"cuda     {'built for ' + built['cuda'] if built['cuda'] else 'not built'}{_cuda_text(v)}")
+    cuda = f"built for {built['cuda']}" if built["cuda"] else load.refused.get("cuda", "not built")
+    print(f"cuda     {cuda}{_cuda_text(v)}")
     print("cublaslt " + (f"none: {library.reason}" if library.reason else f"{library.version}  {library.path}"))
     for device in found:
         _print_device(describe_device(device))
