@@ -63,8 +63,7 @@ def _driver() -> str | None:
 
 def targets() -> dict[str, str | None]:
     """Returns what the kernels of each platform were compiled for."""
-    cuda = getattr(load.extensions().get("cuda"), "built_for", None)
-    return {"cpu": load.extensions()["cpu"].isa(), "cuda": cuda}
+    return {"cpu": load.extensions()["cpu"].isa(), "cuda": getattr(load.extensions().get("cuda"), "built_for", None)}
 
 
 def describe_device(device: jax.Device) -> dict[str, object]:
