@@ -11,6 +11,7 @@ import sysconfig
 import tomllib
 from types import SimpleNamespace
 
+import jax
 import pytest
 from conftest import skip_or_fail
 
@@ -44,6 +45,21 @@ def test_older_headers_are_accepted_and_newer_ones_refused_before_anything_is_re
         text = f"built with XLA FFI {major}.{minor}, but the installed jaxlib provides 0.4; upgrade jax"
         with pytest.raises(ImportError, match=re.escape(text)):
             load.check_ffi_api((major, minor), (0, 4))
+    with pytest.raises(
+        ImportError, match=re.escape("XLA FFI 0.3, but the installed jaxlib provides 1.0; upgrade jnvfp4, ")
+    ):
+        load.check_ffi_api((0, 3), (1, 0))
+
+
+def test_a_jax_that_is_too_old_is_refused(monkeypatch):
+    """Installers refuse it too; without them import would succeed, and ``linear`` fail with jax 0.9.2."""
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    oldest = next(d for d in dependencies if d.startswith("jax>=")).removeprefix("jax>=")
+    monkeypatch.setattr(jax, "__version__", "0.9.2")
+    monkeypatch.setattr(jax, "__version_info__", (0, 9, 2))
+    text = f"jnvfp4: jax must be {oldest} or newer, got 0.9.2; upgrade jax and jaxlib"
+    with pytest.raises(ImportError, match=re.escape(text)):
+        load.extensions.__wrapped__()
 
 
 def test_this_build_fits_this_jaxlib():
@@ -303,7 +319,7 @@ def test_kernels_are_refused_before_a_driver_that_is_too_old_fails(monkeypatch):
     monkeypatch.setattr(load, "check_source_hash", lambda *_: None)
     monkeypatch.setattr(load, "refused", {})
     monkeypatch.setattr(load.compat, "cuda_versions", lambda: (12080, 12080))
-    text = "its CUDA kernels were built with CUDA 13, and the driver is for CUDA 12; install a newer driver, or build "
+    text = "the CUDA kernels must have a driver for CUDA 13, got one for CUDA 12; install a newer driver, or build "
     with pytest.warns(RuntimeWarning, match=re.escape(text) + "jnvfp4 with nvcc 12; the reference is used on GPUs"):
         found = load.extensions.__wrapped__()
     assert found == {"cpu": cpu}

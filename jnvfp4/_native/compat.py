@@ -106,8 +106,7 @@ def capability(device: jax.Device) -> int | None:
     text = getattr(device, "compute_capability", None)
     if text is None:
         return None
-    major, minor = str(text).split(".")
-    return 10 * int(major) + int(minor)
+    return int(str(text).replace(".", ""))
 
 
 def dotted(capability: int) -> str:

@@ -55,8 +55,8 @@ def check_ffi_api(built: tuple[int, int], running: tuple[int, int]) -> None:
     if built[0] != running[0] or built[1] > running[1]:
         raise ImportError(
             f"jnvfp4: its extension was built with XLA FFI {built[0]}.{built[1]}, but the installed jaxlib "
-            f"provides {running[0]}.{running[1]}; upgrade jax and jaxlib, or rebuild jnvfp4 with `pip install "
-            "--force-reinstall --no-cache-dir .`, which uses the oldest supported headers"
+            f"provides {running[0]}.{running[1]}; upgrade {'jnvfp4' if running[0] > built[0] else 'jax and jaxlib'}, "
+            "or rebuild jnvfp4 with `pip install --force-reinstall --no-cache-dir .`, which takes the oldest headers"
         )
 
 
@@ -75,13 +75,15 @@ def old_driver(built: int, driver: int | None) -> str:
     """Says why a driver runs no kernel of a build, from the versions of CUDA that both are for; empty if it does."""
     if not driver or (found := driver // 1000) >= built // 1000:
         return ""
-    reason = f"its CUDA kernels were built with CUDA {built // 1000}, and the driver is for CUDA {found}"
+    reason = f"the CUDA kernels must have a driver for CUDA {built // 1000}, got one for CUDA {found}"
     return f"{reason}; install a newer driver, or build jnvfp4 with nvcc {found}"
 
 
 @functools.cache
 def extensions() -> dict[str, ModuleType]:
     """Loads, checks and registers what was built: platform ("cpu", "cuda") -> extension module."""
+    if jax.__version_info__ < (0, 10, 2):
+        raise ImportError(f"jnvfp4: jax must be 0.10.2 or newer, got {jax.__version__}; upgrade jax and jaxlib")
     modules = {}
     for platform, name in (("cpu", "_cpu"), ("cuda", "_cuda")):
         module = _load(name)

@@ -133,8 +133,7 @@ def examine(device: jax.Device, full: bool) -> Iterator[dict[str, str]]:
         if not_run := f"reference only: {reason}" if reason else inapplicable:
             yield {**found, "outcome": NOT_APPLICABLE, "reason": not_run}
             continue
-        wrong = outcome(check, device)
-        yield {**found, "outcome": FAILED if wrong else OK, "reason": wrong}
+        yield {**found, "outcome": FAILED if (wrong := outcome(check, device)) else OK, "reason": wrong}
 
 
 # ---------------------------------------------------------------- the plan
@@ -226,7 +225,8 @@ def doctor(full: bool = True) -> bool:
 
 
 def _cuda_text(v: dict[str, str | None]) -> str:
-    return f"; runtime {v['cuda_runtime']}, driver {v['driver']} for {v['cuda_of_driver']}" if v["cuda_runtime"] else ""
+    driver = f"driver {v['driver']} for {v['cuda_of_driver']}" if v["cuda_of_driver"] else "no driver"
+    return f"; runtime {v['cuda_runtime']}, {driver}" if v["cuda_runtime"] else ""
 
 
 def _print_device(d: dict[str, object]) -> None:
