@@ -17,7 +17,7 @@ from jnvfp4.checkpoints._files.errors import CheckpointError, Exit
 from jnvfp4.checkpoints._files.safetensors import File
 from jnvfp4.checkpoints._files.source import CONFIG, open_source
 from jnvfp4.checkpoints._layouts.layouts import FLOAT_MAX, LayoutName, decode_scale, encode_scale
-from jnvfp4.checkpoints._layouts.loaders import ignore_list
+from jnvfp4.checkpoints._layouts.loaders import checked_ignore_list, ignore_list
 from jnvfp4.checkpoints._layouts.stored import open_stored
 from jnvfp4.checkpoints.compare import diff
 from jnvfp4.checkpoints.convert import convert_checkpoint
@@ -84,6 +84,8 @@ def test_fused_modules_are_in_the_ignore_list_if_every_part_is_kept():
     kept = ["m.experts.0.up_proj", "n.experts.0.up_proj", "m.q_proj", "n.q_proj", "n.k_proj"]
     entries = ignore_list(kept, ["m.experts.1.up_proj", "m.k_proj"], "modelopt")
     assert entries == ["lm_head", "m.experts.0.up_proj", "m.q_proj", "n.experts", "n.k_proj", "n.q_proj", "n.qkv_proj"]
+    with pytest.raises(CheckpointError, match="is kept, but vLLM would quantize it"):
+        checked_ignore_list(["m.q_proj"], ["m.k_proj"], "modelopt")
 
 
 def test_kept_experts_in_one_tensor_are_in_the_ignore_list(tmp_path):
@@ -179,6 +181,7 @@ def test_reciprocals_of_globals():
     np.testing.assert_array_equal(decode_scale(some), np.float32([FLOAT_MAX, 2, 1 / 3, 2.938736e-39, FLOAT_MAX]))
     assert decode_scale(decode_scale(encode_scale(1e-40))) == FLOAT_MAX
     assert np.isnan(decode_scale(np.nan))
+    assert encode_scale(np.inf) == encode_scale(0) == 1
 
 
 # ---------------------------------------------------------------- dequantize
@@ -331,6 +334,8 @@ def test_diff_names_what_only_one_has(tmp_path):
     for found, only in ((diff(a, b), ([NORM], [GATE, UP])), (diff(b, a), ([GATE, UP], [NORM]))):
         assert (found.only_first, found.only_second, found.others, found.same) == (*only, [], False)
     assert main(["diff", str(a), str(tmp_path / "a" / "in")]) == 3
+    turned = quantized(tmp_path / "c", {DOWN: weight(32, 64), NORM: weight(4, 1)})  # of the same bytes
+    assert diff(a, turned).others == [NORM]
 
 
 def without(*keys):

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import DOWN, array, files_of, model_of, refused
+from checkpoints import DOWN, array, draw_nothing, files_of, model_of, refused
 
 import jnvfp4
 from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint
@@ -115,6 +115,14 @@ def test_axes_of_a_stack(tmp_path, capsys, shape, config, kn):
     (w,) = weights_of(tmp_path / "out").values()
     assert w.kn == kn
     assert w.shape == ((shape[0], shape[2], shape[1]) if kn else shape)
+
+
+def test_the_axes_of_a_stack_are_an_argument_of_reports_and_verify(tmp_path, monkeypatch):
+    draw_nothing(monkeypatch)
+    model_of(tmp_path / "in", {f"{EXPERTS}.down_proj": array(2, 32, 64)}, {})
+    arguments = [str(tmp_path / "in"), str(tmp_path / "out"), "--expert-layout=kn"]
+    assert main(["convert", *arguments, "--experts=per-expert", "--report", str(tmp_path / "report")]) == 0
+    assert main(["verify", *arguments]) == 0
 
 
 GATE, UP, UP_OF_1 = (f"{EXPERTS}.{r}_proj.weight" for r in ("0.gate", "0.up", "1.up"))

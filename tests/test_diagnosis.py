@@ -114,6 +114,7 @@ def test_a_wrong_byte(few_checks, capsys, monkeypatch):
     assert "NOT OK: 1 failed; " in out.splitlines()[-1]
     assert "cpu:0: transpose: failed: call 1, result 0: 13440 of 13440 elements differ, first at [0, 0]: got" in out
     assert "cpu:0: other: not applicable: it runs on GPUs alone" in out
+    assert not doctor.doctor(full=False)
 
 
 @pytest.mark.parametrize(

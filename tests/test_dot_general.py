@@ -101,6 +101,7 @@ def test_preferred_element_type(dtypes, preferred):
     got = dot_general(lhs, rhs, dims, preferred_element_type=preferred)
     assert got.dtype == (preferred or jax.lax.dot_general(lhs, rhs, dims).dtype)
     assert_bitwise(got, matmul_nt(quantize(lhs), quantize(rhs, NVFP4_2D), out_dtype=got.dtype))
+    assert_bitwise(einsum("mk,nk->mn", lhs, rhs, preferred_element_type=preferred), got)
 
 
 NN = (((1,), (0,)), ((), ()))

@@ -35,7 +35,6 @@ class Linen:
     conv = staticmethod(lambda: nn.Conv(32, (3,)))
     einsum = staticmethod(lambda subscripts, shape, **options: nn.Einsum(shape, subscripts, use_bias=False, **options))
     sequential = staticmethod(lambda *modules: nn.Sequential(modules))
-    options_for = staticmethod(lambda product: ({"dot_general": product}, {"dot_general_cls": lambda: product}))
     params = staticmethod(lambda model, x=X: init(model, x)["params"])
     bind = staticmethod(lambda model, params: model.bind({"params": params}))
     attention_norm = staticmethod(lambda params: params["block_0_norm"])
@@ -51,14 +50,18 @@ class Nnx:
 
     op, first, block = "apply", "layers/0", "blocks/{}"
     parts = tuple(part.replace("_", "/") for part in ("/mlp/up", "/mlp/down", *Linen.parts[2:]))
-    linear = staticmethod(lambda features, **options: nnx.Linear(32, features, rngs=nnx.Rngs(0), **options))
+
+    @staticmethod
+    def linear(features, **options):
+        kind = nnx.LinearGeneral if "dot_general_cls" in options else nnx.Linear  # which has no such argument
+        return kind(32, features, rngs=nnx.Rngs(0), **options)
+
     mlp = staticmethod(lambda: models.NnxMlp(nnx.Rngs(0)))
     transformer = staticmethod(lambda layers: models.NnxTransformer(nnx.Rngs(0), layers))
     own, sequential = models.NnxOwn, nnx.Sequential
     scanned = staticmethod(lambda: models.NnxStack(scan=True))
     conv = staticmethod(lambda: nnx.Conv(32, 32, (3,), rngs=nnx.Rngs(0)))
     einsum = staticmethod(lambda *args, **options: nnx.Einsum(*args, rngs=nnx.Rngs(0), **options))
-    options_for = staticmethod(lambda product: ({"dot_general": product},))
     params = staticmethod(lambda model, x=X: nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     attention_norm = staticmethod(lambda params: params["blocks"][0]["norm"])
 
@@ -106,8 +109,14 @@ def test_a_layer_of_ten_features_is_padded(api):
         assert jax.eval_shape(call, api.params(model)).shape == (2, 16, 10)
 
 
+def test_the_dtype_that_an_einsum_prefers_is_that_of_its_product(api):
+    model = api.einsum("bsd,de->bse", (32, 32), dtype=jnp.bfloat16, preferred_element_type=jnp.float32)
+    assert jax.eval_shape(lambda params: api.call(model, EVERY, params), api.params(model)).dtype == jnp.float32
+
+
 def test_a_layer_with_a_product_of_its_own_keeps_it(api):
-    for options in api.options_for(lambda *args, **others: 2 * jax.lax.dot_general(*args, **others)):
+    product = lambda *args, **others: 2 * jax.lax.dot_general(*args, **others)  # noqa: E731
+    for options in {"dot_general": product}, {"dot_general_cls": lambda: product}:
         model = api.linear(48, use_bias=False, **options)
         params = api.params(model)
         assert EVERY.explain(model, X)[0].why == "has a dot_general of its own"

@@ -134,7 +134,8 @@ def test_every_recipe_is_its_composition(native, w_axes):
         assert_composed(native, (x, w.T, dy), RECIPES, w_axes="kn")
 
 
-TOKENS_OF = {1: ["plain"], 7: ["plain", "dequantized_backward", "mixed", "rotated", "windows", "recipes_pretrain"]}
+SOME = ["plain", "dequantized_backward", "mixed", "rotated", "row_scaled", "windows", "recipes_pretrain"]
+TOKENS_OF = {1: ["plain"], 7: SOME}
 
 
 @pytest.mark.parametrize("tokens", TOKENS_OF)
@@ -147,6 +148,12 @@ def test_any_number_of_tokens(native, tokens):
 def test_other_float_types(native, dtype):
     operands = normal((20, 64), 1, dtype), normal((48, 64), 2, dtype), normal((20, 48), 3, dtype)
     assert_composed(native, operands, ["plain", "forward_in_high_precision"])
+
+
+def test_gemms_in_high_precision_round_neither_operand_to_the_dtype_of_the_other(cpu):
+    f, operands = partial(run, recipe=Recipe(None, None, None)), (SMALL[0], normal((48, 64), 2, "fp32"), SMALL[2])
+    got, want = f(*operands), f(*(v.astype(jnp.float32) for v in operands))
+    assert_same_tensor(got, jax.tree.map(lambda g, w: w.astype(g.dtype), got, want))
 
 
 def test_bias(native):
@@ -363,9 +370,10 @@ def test_another_key_gives_other_gradients_and_the_same_value(native):
     assert np.mean(np.asarray(dw != dw2)) > 0.5
 
 
-@pytest.mark.parametrize("specs", [(NVFP4, NVFP4_RHT), (NVFP4_RHT, NVFP4), (NVFP4, None), (None, NVFP4)], ids=str)
+@pytest.mark.parametrize("specs", [(NVFP4, NVFP4_RHT), (NVFP4_RHT, NVFP4), (NVFP4, None), (None, NVFP4), ROW], ids=str)
 def test_a_quantizer_takes_an_amax_whatever_the_axes_of_x(cpu, specs):
-    x, amax = normal((2, 32, 64), 1), (jnp.float32(7), jnp.float32(9))
+    """And finds those of rows."""
+    x, amax = normal((2, 32, 64), 1), (None, None) if specs == ROW else (jnp.float32(7), jnp.float32(9))
     kept, flat = (Quantizer(None, None).pair(v, specs, None, amax, 16) for v in (x, x.reshape(64, 64)))
     of = zip(specs, amax, (False, True), strict=True)
     want = tuple(None if s is None else quantize(x.reshape(64, 64), s, amax=a, transpose=t) for s, a, t in of)

@@ -396,7 +396,8 @@ def test_add_to_an_accumulator(tables, name):
 # ---------------------------------------------------------------- float32 inputs
 @pytest.fixture(scope="module")
 def exhaustive(tmp_path_factory) -> Path:
-    return build("g++", HOST_FLAGS, "exhaustive.cc", tmp_path_factory.mktemp("exhaustive"))
+    flags = [*HOST_FLAGS, "-O3", "-march=native", "-fno-trapping-math", "-fno-math-errno"]  # vectorized: ten times as fast
+    return build("g++", flags, "exhaustive.cc", tmp_path_factory.mktemp("exhaustive"))
 
 
 @pytest.mark.parametrize("patterns", ["quick", pytest.param("full", marks=pytest.mark.long)])

@@ -242,6 +242,7 @@ def test_a_rule_that_decides_for_no_layer_raises(rules, text):
 def test_a_rule_may_leave_kept_layers_or_keep_less():
     Policy([Rule("lm_head", None)]).explain(MODEL)
     assert decided(Policy([Rule("lm_head", SR)], keep=("embed",)))["lm_head"] == SR
+    assert decided(Policy([Rule("lm_head|.*/up", SR)]))["lm_head"] is None
 
 
 def test_a_rule_for_layers_that_cannot_be_quantized_raises():

@@ -382,19 +382,21 @@ def test_gradient_of_a_replicated_weight_is_summed_over_devices(devices, recipe)
     np.testing.assert_allclose(dw, sum(np.asarray(p[1]) for p in parts), rtol=1e-4, atol=1e-2)
 
 
-def test_gradient_of_shared_operands_where_only_the_key_differs(devices):
-    """Every device draws its own random bits for the same x and w; the gradients are the sums of theirs."""
+@pytest.mark.parametrize("amaxes", [False, True], ids=["key", "w_amax"])
+def test_gradient_of_shared_operands_where_only_the_key_or_the_amax_differs(devices, amaxes):
+    """Every device has its own random bits or amax for the same x and w; the gradients are the sums of theirs."""
     mesh, (x, w) = make_mesh(devices, "x"), (normal((32, 64), 1, "fp32"), normal((32, 64), 2, "fp32"))
 
-    def loss(x, w, key):
-        return jnp.sum(linear(x, w, recipes.pretrain(), key=key) ** 2)
+    def loss(x, w, i):
+        options = {"key": KEY, "w_amax": jnp.float32(2) + i} if amaxes else {"key": jax.random.fold_in(KEY, i)}
+        return jnp.sum(linear(x, w, recipes.pretrain(), **options) ** 2)
 
     def local(x, w):
-        return jax.grad(loss, (0, 1))(x, w, jax.random.fold_in(KEY, jax.lax.axis_index("x")))
+        return jax.grad(loss, (0, 1))(x, w, jax.lax.axis_index("x"))
 
     got = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P()))(x, w)
     one = jax.jit(jax.grad(loss, (0, 1)))
-    parts = [one(*home(devices, (x, w, jax.random.fold_in(KEY, i)))) for i in range(len(devices))]
+    parts = [one(*home(devices, (x, w, i))) for i in range(len(devices))]
     for i in range(2):
         np.testing.assert_allclose(got[i], sum(np.asarray(p[i]) for p in parts), rtol=1e-5, atol=1e-3)
 

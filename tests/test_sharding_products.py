@@ -233,6 +233,12 @@ def test_explicit_meshes_refuse_to_split_a_block(devices, axis, unit, op, call):
         call(make_mesh(devices, kind="explicit"))
 
 
+def test_an_auto_mesh_splits_no_window(devices):
+    mesh, k = make_mesh(devices, "x"), 32 * len(devices)
+    a, b = exact_with_scope("window64", (M, k), 1), exact_tensor((N, k), 2)
+    assert_bitwise(jax.jit(matmul_nt)(in_bytes(a, mesh), in_bytes(b, mesh)), matmul_nt(*home(devices, (a, b))))
+
+
 @pytest.mark.parametrize("k_axis", [None, "x"])
 def test_a_subnormal_bias_survives_a_sum_over_devices(k_axis):
     """XLA's float addition would flush it."""

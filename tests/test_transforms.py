@@ -257,6 +257,7 @@ PRODUCTS = [
     *(Product(a, b, scopes) for a, b in SOME[::5] for scopes in [("row", "window64"), ("window64", "window64")]),
     *(Product(a, b, leads=leads, amax_per_matrix=own) for a, b, own in OWN for leads in LEADS),
     *(Product(a, b, dtype=d) for a, b in ((ALL, ALL), (ALL, NONE), (NONE, ALL)) for d in ("bf16", "fp16")),
+    Product(bias=0, dtype="bf16"),
 ]
 
 

@@ -20,26 +20,23 @@ namespace {
 
 // The tie table: a tie goes to the code whose last bit is 0; values above 5 saturate.
 uint32_t e2m1_by_table(float v) {
-  if (std::isnan(v)) return 0;
   const float m = std::fabs(v);
-  const uint32_t code = m <= 0.25f   ? 0
-                        : m < 0.75f  ? 1
-                        : m <= 1.25f ? 2
-                        : m < 1.75f  ? 3
-                        : m <= 2.5f  ? 4
-                        : m < 3.5f   ? 5
-                        : m <= 5.0f  ? 6
-                                     : 7;
-  return std::signbit(v) ? code + 8 : code;
+  const uint32_t code = (m > 0.25f) + (m >= 0.75f) + (m > 1.25f) + (m >= 1.75f) + (m > 2.5f) + (m >= 3.5f) + (m > 5.0f);
+  return std::isnan(v) ? 0 : code + 8 * (jnvfp4::bits_of(v) >> 31);
 }
 
 // In double: the grid step of v's binade (2^-9 below 2^-6), and the integer nearest to v / step.
 uint32_t e4m3_by_grid(float v) {
-  if (std::isnan(v)) return 0x7f;
-  const double clamped = std::min<double>(v, 448.0);
-  const int exponent = clamped < 0x1p-6 ? -6 : std::ilogb(clamped);
-  const double steps = std::nearbyint(std::ldexp(clamped, 3 - exponent));  // exact but for nearbyint, ties to even
-  return static_cast<uint32_t>(8 * (exponent + 6) + static_cast<int>(steps));
+  const double clamped = v < 448.0f ? v : 448.0f;
+  uint64_t bits;
+  std::memcpy(&bits, &clamped, sizeof bits);
+  const int exponent = std::max(static_cast<int>(bits >> 52) - 1023, -6);
+  const uint64_t step_bits = static_cast<uint64_t>(exponent - 3 + 1023) << 52;
+  double step;
+  std::memcpy(&step, &step_bits, sizeof step);
+  const double steps = std::nearbyint(clamped / step);  // exact but for nearbyint, ties to even
+  const uint32_t code = static_cast<uint32_t>(8 * (exponent + 6) + static_cast<int>(steps));
+  return std::isnan(v) ? 0x7f : code;
 }
 
 // One random byte for each pattern: all 256 meet every binade many times over.
@@ -47,13 +44,11 @@ uint32_t random_byte(float v) { return hash(jnvfp4::bits_of(v) & jnvfp4::kMagnit
 uint32_t stochastic(float v) { return jnvfp4::e2m1_encode_stochastic(v, random_byte(v)); }
 
 // In double: adds r / 256 of a grid step, rounds that sum to float32, and truncates it to the grid.
-double grid_step(double v) { return v >= 4 ? 2 : v >= 2 ? 1 : 0.5; }
 uint32_t stochastic_by_grid(float v) {
-  if (std::isnan(v)) return 0;
-  const double a = std::fabs(v);
-  const float t = static_cast<float>(a + random_byte(v) * (grid_step(a) / 256));
-  const double truncated = std::min(std::floor(t / grid_step(t)) * grid_step(t), 6.0);
-  return e2m1_by_table(std::copysign(static_cast<float>(truncated), v));
+  const double a = std::fabs(v), step = a >= 4 ? 2 : a >= 2 ? 1 : 0.5;
+  const float t = static_cast<float>(a + static_cast<int>(random_byte(v)) * (step / 256));
+  const uint32_t code = (t >= 0.5f) + (t >= 1) + (t >= 1.5f) + (t >= 2) + (t >= 3) + (t >= 4) + (t >= 6);
+  return std::isnan(v) ? 0 : code + 8 * (jnvfp4::bits_of(v) >> 31);
 }
 
 // The fast forms, and the rules they equal with what their comments except.
@@ -92,47 +87,69 @@ uint32_t scale_with_headroom_fits(float exact) {
   return s < 0x1p-6f || (s >= exact && s <= 1.133334 * exact);
 }
 
+struct Wrong {
+  uint64_t count;
+  uint32_t first;
+};
+
+// Both rules are template parameters: inlined, and in the loop over all lower bytes vectorized.
+template <uint32_t (*kGot)(float), uint32_t (*kWant)(float)>
+Wrong count_wrong(uint64_t begin, uint64_t end, const std::vector<uint32_t>& low_bits) {
+  const auto differs = [](uint32_t b) -> uint32_t { return kGot(jnvfp4::float_of(b)) != kWant(jnvfp4::float_of(b)); };
+  Wrong found{0, UINT32_MAX};
+  for (uint64_t high = begin; high < end; ++high) {
+    const uint32_t b = static_cast<uint32_t>(high << 8);
+    uint32_t count = 0;
+    if (low_bits.size() == 256) {
+      for (uint32_t low = 0; low < 256; ++low) count += differs(b | low);
+    } else {
+      for (const uint32_t low : low_bits) count += differs(b | low);
+    }
+    found.count += count;
+    for (uint32_t low = 0; count != 0 && low < 256; ++low)
+      if (differs(b | low)) found.first = std::min(found.first, b | low);
+  }
+  return found;
+}
+
 struct Encoder {
   const char* name;
   uint64_t patterns;  // from 0 on
+  Wrong (*count)(uint64_t, uint64_t, const std::vector<uint32_t>&);
   uint32_t (*got)(float);
   uint32_t (*want)(float);
 };
 
-constexpr Encoder kEncoders[] = {
-    {"e2m1_encode", uint64_t{1} << 32, [](float v) -> uint32_t { return jnvfp4::e2m1_encode(v); }, e2m1_by_table},
-    {"e2m1_encode_stochastic", uint64_t{1} << 32, stochastic, stochastic_by_grid},
-    {"e4m3_encode", uint64_t{1} << 31, [](float v) -> uint32_t { return jnvfp4::e4m3_encode(v); }, e4m3_by_grid},
-    {"e2m1_magnitude", uint64_t{1} << 31, magnitude_fast, magnitude_by_rule},
-    {"e2m1_magnitude_plus_magic", uint64_t{1} << 31, magnitude_less_magic, magnitude_by_rule},
-    {"e2m1_round_below_7", 0x40e00000, round_below_7_fast<1>, round_below_7_by_rule<1>},
-    {"e2m1_round_below_7", 0x3de00000, round_below_7_fast<64>, round_below_7_by_rule<64>},
-    {"e2m1_round", uint64_t{1} << 32, round_fast, round_by_rule},
-    {"e2m1_magnitude_stochastic", uint64_t{1} << 31, magnitude_stochastic_fast, magnitude_stochastic_by_rule},
-    {"block_scale", 0x43e00000, scale_with_headroom_fits, [](float) -> uint32_t { return 1; }},  // below 448
-};
-
-uint32_t first_wrong(const Encoder& e, uint64_t begin, uint64_t end, const std::vector<uint32_t>& low_bits,
-                     std::atomic<uint64_t>& wrong) {
-  uint32_t first = UINT32_MAX;
-  for (uint64_t high = begin; high < end; ++high)
-    for (const uint32_t low : low_bits) {
-      const uint32_t b = static_cast<uint32_t>(high << 8) | low;
-      const float v = jnvfp4::float_of(b);
-      if (e.got(v) == e.want(v)) continue;
-      first = std::min(first, b);
-      ++wrong;
-    }
-  return first;
+template <uint32_t (*kGot)(float), uint32_t (*kWant)(float)>
+constexpr Encoder encoder(const char* name, uint64_t patterns) {
+  return {name, patterns, count_wrong<kGot, kWant>, kGot, kWant};
 }
+
+uint32_t e2m1(float v) { return jnvfp4::e2m1_encode(v); }
+uint32_t e4m3(float v) { return jnvfp4::e4m3_encode(v); }
+uint32_t one(float) { return 1; }
+
+constexpr Encoder kEncoders[] = {
+    encoder<e2m1, e2m1_by_table>("e2m1_encode", uint64_t{1} << 32),
+    encoder<stochastic, stochastic_by_grid>("e2m1_encode_stochastic", uint64_t{1} << 32),
+    encoder<e4m3, e4m3_by_grid>("e4m3_encode", uint64_t{1} << 31),
+    encoder<magnitude_fast, magnitude_by_rule>("e2m1_magnitude", uint64_t{1} << 31),
+    encoder<magnitude_less_magic, magnitude_by_rule>("e2m1_magnitude_plus_magic", uint64_t{1} << 31),
+    encoder<round_below_7_fast<1>, round_below_7_by_rule<1>>("e2m1_round_below_7", 0x40e00000),
+    encoder<round_below_7_fast<64>, round_below_7_by_rule<64>>("e2m1_round_below_7", 0x3de00000),
+    encoder<round_fast, round_by_rule>("e2m1_round", uint64_t{1} << 32),
+    encoder<magnitude_stochastic_fast, magnitude_stochastic_by_rule>("e2m1_magnitude_stochastic", uint64_t{1} << 31),
+    encoder<scale_with_headroom_fits, one>("block_scale", 0x43e00000),  // below 448
+};
 
 bool holds(const Encoder& e, const std::vector<uint32_t>& low_bits) {
   const uint64_t highs = e.patterns >> 8;
   std::atomic<uint32_t> first{UINT32_MAX};
   std::atomic<uint64_t> wrong{0};
   in_pieces(highs, [&](uint64_t begin, uint64_t end) {
-    const uint32_t own = first_wrong(e, begin, end, low_bits, wrong);
-    for (uint32_t seen = first; own < seen && !first.compare_exchange_weak(seen, own);) {
+    const Wrong own = e.count(begin, end, low_bits);
+    wrong += own.count;
+    for (uint32_t seen = first; own.first < seen && !first.compare_exchange_weak(seen, own.first);) {
     }
   });
   const uint64_t tried = highs * low_bits.size();
