@@ -8,14 +8,18 @@ import shutil
 import struct
 import subprocess
 import sys
+import sysconfig
 import tomllib
+from types import SimpleNamespace
 
+import jax
 import pytest
 from conftest import skip_or_fail
 
 import jnvfp4
-from jnvfp4._native import load
+from jnvfp4._native import load, plans
 from jnvfp4._native.source_hash import source_hash
+from jnvfp4._reports.support import no_kernels
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -42,6 +46,21 @@ def test_older_headers_are_accepted_and_newer_ones_refused_before_anything_is_re
         text = f"built with XLA FFI {major}.{minor}, but the installed jaxlib provides 0.4; upgrade jax"
         with pytest.raises(ImportError, match=re.escape(text)):
             load.check_ffi_api((major, minor), (0, 4))
+    with pytest.raises(
+        ImportError, match=re.escape("XLA FFI 0.3, but the installed jaxlib provides 1.0; upgrade jnvfp4, ")
+    ):
+        load.check_ffi_api((0, 3), (1, 0))
+
+
+def test_a_jax_that_is_too_old_is_refused(monkeypatch):
+    """Installers refuse it too; without them import would succeed, and ``linear`` fail with jax 0.9.2."""
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    oldest = next(d for d in dependencies if d.startswith("jax>=")).removeprefix("jax>=")
+    monkeypatch.setattr(jax, "__version__", "0.9.2")
+    monkeypatch.setattr(jax, "__version_info__", (0, 9, 2))
+    text = f"jnvfp4: jax must be {oldest} or newer, got 0.9.2; upgrade jax and jaxlib"
+    with pytest.raises(ImportError, match=re.escape(text)):
+        load.extensions.__wrapped__()
 
 
 def test_this_build_fits_this_jaxlib():
@@ -295,9 +314,64 @@ def test_a_compiler_of_fewer_targets_builds_what_it_can(tmp_path):
 
 
 # ---------------------------------------------------------------- what a module needs
-@pytest.mark.skipif(sys.platform != "linux", reason="the modules are linked so on Linux")
-def test_the_modules_bring_their_c_plus_plus_library():
+# Of glibc, and libgcc, which jaxlib needs too; older glibc has functions of libc.so in further libraries.
+LIBRARIES = ["libc.so.6", "libm.so.6", "libgcc_s.so.1", "libdl.so.2", "librt.so.1", "libpthread.so.0"]
+LIBRARIES += ["ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the modules are linked so on Linux")
+
+
+def needed(module: pathlib.Path) -> set[str]:
+    readelf = shutil.which("readelf")
+    if readelf is None:
+        skip_or_fail("readelf", "no readelf on PATH")
+    done = subprocess.run([readelf, "-dW", module], capture_output=True, text=True, check=True)
+    return set(re.findall(r"\(NEEDED\).*\[(.*)\]", done.stdout))
+
+
+@linux
+def test_the_modules_bring_their_libraries():
+    """Their C++ library and the CUDA runtime; cuBLASLt is looked up when it is called."""
     for module in load.extensions().values():
-        binary = pathlib.Path(module.__file__).read_bytes()
-        assert b"libstdc++.so" not in binary
-        assert b"libgcc_s.so" not in binary
+        assert "libc.so.6" in needed(pathlib.Path(module.__file__)) <= set(LIBRARIES)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="nanobind has a stable ABI from Python 3.12 on")
+@pytest.mark.skipif(bool(sysconfig.get_config_var("Py_GIL_DISABLED")), reason="it has none without a GIL")
+def test_the_modules_keep_to_the_stable_abi():
+    """One wheel is then for every Python from 3.12 on."""
+    for module in load.extensions().values():
+        assert module.__file__.endswith((".abi3.so", ".pyd"))
+        pytest.importorskip("abi3audit", reason="no abi3audit")
+        command = [sys.executable, "-m", "abi3audit", "--strict", "--assume-minimum-abi3", "3.12", module.__file__]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_cuda_module_is_small():
+    """Its machine code for all targets is compressed."""
+    if "cuda" not in load.extensions():
+        skip_or_fail("cuda", "no CUDA kernels in this build")
+    assert pathlib.Path(load.extensions()["cuda"].__file__).stat().st_size <= 45e6
+
+
+# ---------------------------------------------------------------- a driver that is too old
+@pytest.mark.parametrize("driver", [None, 0, 13000, 13020, 14000])
+def test_a_driver_of_the_same_or_a_newer_cuda_runs_the_kernels(driver):
+    assert load.old_driver(13000, driver) == ""
+
+
+def test_kernels_are_refused_before_a_driver_that_is_too_old_fails(monkeypatch):
+    module = SimpleNamespace(ffi_api=load.runtime_ffi_api(), source_hash="", cuda_version=13000, targets={"x": None})
+    cpu = SimpleNamespace(ffi_api=load.runtime_ffi_api(), source_hash="", targets={})
+    monkeypatch.setattr(load, "_load", lambda name: {"_cuda": module, "_cpu": cpu}[name])
+    monkeypatch.setattr(load, "check_source_hash", lambda *_: None)
+    monkeypatch.setattr(load, "refused", {})
+    monkeypatch.setattr(load.compat, "cuda_versions", lambda: (12080, 12080))
+    text = "the CUDA kernels must have a driver for CUDA 13, got one for CUDA 12; install a newer driver, or build "
+    with pytest.warns(RuntimeWarning, match=re.escape(text) + "jnvfp4 with nvcc 12; the reference is used on GPUs"):
+        found = load.extensions.__wrapped__()
+    assert found == {"cpu": cpu}
+    monkeypatch.setattr(load, "extensions", lambda: found)
+    gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    assert no_kernels(gpu).startswith(text)
+    assert plans.cublaslt().reason.startswith(text)

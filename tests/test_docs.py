@@ -5,6 +5,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -14,7 +15,7 @@ from jnvfp4.spec import SUPPORTED_SPECS, name_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 NEEDS = {"models.md": ("flax", "optax", "qwix")}  # libraries that jnvfp4 does not depend on, by page
-NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")
+NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md")
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [*(ROOT / name for name in NAMES), *DOCS]
 
@@ -109,6 +110,38 @@ def test_the_pages_are_short():
     assert len(readme.split()) <= 1100
     assert len(DOCS) <= 10
     assert sum(len(page.read_text().splitlines()) for page in DOCS) <= 2000
+
+
+# ---------------------------------------------------------------- files that people and hosts look for
+def required(form: dict) -> str:
+    """What a form does not do without."""
+    fields = [f["attributes"] for f in form["body"] if f.get("validations", {}).get("required")]
+    return "\n".join(f"{field['label']}: {field['description']}" for field in fields if "description" in field)
+
+
+def test_forms_ask_for_what_the_commands_print():
+    yaml = pytest.importorskip("yaml", reason="no PyYAML")
+    forms = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")}
+    assert "`jnvfp4 doctor --json`" in required(forms["bug"])
+    assert "`out/blackwell.tar.gz`" in required(forms["blackwell"])
+    assert all(form["name"] and form["description"] for name, form in forms.items() if name != "config")
+
+
+def test_the_workflow_runs_what_everybody_runs():
+    yaml = pytest.importorskip("yaml", reason="no PyYAML")
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert commands == [".ci/run"]
+    assert all(os.access(ROOT / command, os.X_OK) for command in commands)
+
+
+def test_the_citation_is_of_this_version():
+    yaml = pytest.importorskip("yaml", reason="no PyYAML")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == jnvfp4.__version__
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert citation["authors"] == project["authors"] == [{"name": "The jnvfp4 authors"}]
+    assert citation["license"] == project["license"]
 
 
 def test_the_readme_lists_all_pages():

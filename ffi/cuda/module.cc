@@ -1,6 +1,7 @@
 // The extension module jnvfp4._cuda. Importing it needs neither a GPU nor a driver.
 #include "../calls/module.h"
 
+#include <cuda_runtime_api.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
@@ -26,6 +27,7 @@ NB_MODULE(_cuda, m) {
                             {"nvfp4_decode", Decode},
                             {"nvfp4_epilogue", Epilogue}});
   m.attr("built_for") = JNVFP4_CUDA_BUILT_FOR;
+  m.attr("cuda_version") = CUDART_VERSION;  // of the runtime that is linked: 1000 * major + 10 * minor
   m.attr("sm90a") = jnvfp4::kSm90a;
   // (path, version, reason why there is none); `path` is of the copy to load if the process has loaded none.
   m.def(

@@ -131,10 +131,7 @@ def contract(
     n = math.prod(b.shape[i] for i in right.free)
     if pad:
         x, w = padded(x, w, w_axes, *recipe.units)
-    if lb:
-        out = _batched(call, x, w, key, of_w)
-    else:
-        out = call_linear(call, x[0], w[0], None, key, *of_w)
+    out = _batched(call, x, w, key, of_w) if lb else call_linear(call, x[0], w[0], None, key, *of_w)
     if out.shape[-1] != n:
         out = lax.slice_in_dim(out, 0, n, axis=-1)
     of_x = [(a.shape[i],) for i in left.free]

@@ -64,9 +64,7 @@ def partly_manual(ctx: mlir.LoweringRuleContext) -> tuple[Mesh | None, mlir.Lowe
     avals: Any = ctx.avals_in
     for aval in avals:
         manual.update(aval.sharding.mesh.manual_axes)
-    if not isinstance(mesh, Mesh) or not config.use_shardy_partitioner.value:
-        return None, None
-    if not set(mesh.axis_names) - manual:
+    if not (isinstance(mesh, Mesh) and config.use_shardy_partitioner.value and set(mesh.axis_names) - manual):
         return None, None
     left = [i for i, name in enumerate(mesh.axis_names) if name not in manual]
     one_group = mesh.devices[tuple(slice(None) if i in left else 0 for i in range(mesh.devices.ndim))]
@@ -108,8 +106,7 @@ def capability(device: jax.Device) -> int | None:
     text = getattr(device, "compute_capability", None)
     if text is None:
         return None
-    major, minor = str(text).split(".")
-    return 10 * int(major) + int(minor)
+    return int(str(text).replace(".", ""))
 
 
 def dotted(capability: int) -> str:

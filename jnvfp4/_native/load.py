@@ -6,14 +6,17 @@ import importlib.metadata
 import importlib.util
 import pathlib
 import re
+import warnings
 from types import ModuleType
 
 import jax
 
+from . import compat
 from .source_hash import source_hash
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _INSTALL_HINT = "run `pip install .` in the checkout"
+refused: dict[str, str] = {}  # platform -> why its kernels were built and are not used
 
 
 def installed_file(distribution: str, names: tuple[str, ...]) -> pathlib.Path | None:
@@ -52,8 +55,8 @@ def check_ffi_api(built: tuple[int, int], running: tuple[int, int]) -> None:
     if built[0] != running[0] or built[1] > running[1]:
         raise ImportError(
             f"jnvfp4: its extension was built with XLA FFI {built[0]}.{built[1]}, but the installed jaxlib "
-            f"provides {running[0]}.{running[1]}; upgrade jax and jaxlib, or rebuild jnvfp4 with `pip install "
-            "--force-reinstall --no-cache-dir .`, which uses the oldest supported headers"
+            f"provides {running[0]}.{running[1]}; upgrade {'jnvfp4' if running[0] > built[0] else 'jax and jaxlib'}, "
+            "or rebuild jnvfp4 with `pip install --force-reinstall --no-cache-dir .`, which takes the oldest headers"
         )
 
 
@@ -68,9 +71,19 @@ def check_source_hash(name: str, built: str, checkout: pathlib.Path) -> None:
             )
 
 
+def old_driver(built: int, driver: int | None) -> str:
+    """Says why a driver runs no kernel of a build, from the versions of CUDA that both are for; empty if it does."""
+    if not driver or (found := driver // 1000) >= built // 1000:
+        return ""
+    reason = f"the CUDA kernels must have a driver for CUDA {built // 1000}, got one for CUDA {found}"
+    return f"{reason}; install a newer driver, or build jnvfp4 with nvcc {found}"
+
+
 @functools.cache
 def extensions() -> dict[str, ModuleType]:
     """Loads, checks and registers what was built: platform ("cpu", "cuda") -> extension module."""
+    if jax.__version_info__ < (0, 10, 2):
+        raise ImportError(f"jnvfp4: jax must be 0.10.2 or newer, got {jax.__version__}; upgrade jax and jaxlib")
     modules = {}
     for platform, name in (("cpu", "_cpu"), ("cuda", "_cuda")):
         module = _load(name)
@@ -80,6 +93,10 @@ def extensions() -> dict[str, ModuleType]:
             continue
         check_ffi_api(module.ffi_api, runtime_ffi_api())
         check_source_hash(name, module.source_hash, _PACKAGE.parent)
+        if platform == "cuda" and (reason := old_driver(module.cuda_version, compat.cuda_versions()[1])):
+            refused[platform] = reason
+            warnings.warn(f"jnvfp4: {reason}; the reference is used on GPUs", RuntimeWarning, stacklevel=2)
+            continue
         for target, handler in module.targets.items():
             jax.ffi.register_ffi_target(target, handler, platform="CUDA" if platform == "cuda" else platform)
         modules[platform] = module

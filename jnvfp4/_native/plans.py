@@ -52,7 +52,7 @@ def cublaslt() -> CublasLt:
     """
     cuda = load.extensions().get("cuda")
     if cuda is None:
-        return CublasLt("", "", "jnvfp4 was built without CUDA")
+        return CublasLt("", "", load.refused.get("cuda", "jnvfp4 was built without CUDA"))
     wheel = _cublaslt_wheel()
     path, version, reason = cuda.find_cublaslt(str(wheel or ""))
     if reason:
@@ -115,11 +115,10 @@ def plan_matmul(
       capability: 10 * major + minor of a GPU; 0 for the CPU; None for a GPU that is not known.
       kernel: the kernel to ask for; the best one if None.
     """
-    batch, rows, cols, depth = shape
     asked = has_block_scaled(capability) and kernel in (None, "sm100_cublaslt_nvfp4")
     library = _library() if asked else ("", 0)
     answer = load.extensions()["cpu"].plan_matmul(
-        batch, rows, cols, depth, a, windows, out, pinned, *_device(capability), *library, kernel or ""
+        *shape, a, windows, out, pinned, *_device(capability), *library, kernel or ""
     )
     return MatmulPlan(*answer)
 

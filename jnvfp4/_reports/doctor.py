@@ -43,21 +43,13 @@ def versions() -> dict[str, str | None]:
         "machine": platform.machine(),
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
-        "ffi_built": _dotted(load.extensions()["cpu"].ffi_api),
-        "ffi_running": _dotted(load.runtime_ffi_api()),
-        "cuda_runtime": _cuda_version(runtime),
-        "cuda_of_driver": _cuda_version(driver),
+        "ffi_built": "{}.{}".format(*load.extensions()["cpu"].ffi_api),
+        "ffi_running": "{}.{}".format(*load.runtime_ffi_api()),
+        "cuda_runtime": "{}.{}".format(*divmod(runtime // 10, 100)) if runtime else None,
+        "cuda_of_driver": "{}.{}".format(*divmod(driver // 10, 100)) if driver else None,
         "driver": _driver(),
         "cublaslt": plans.cublaslt().version or None,
     }
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
-
-
-def _cuda_version(number: int | None) -> str | None:
-    return None if not number else f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _driver() -> str | None:
@@ -66,14 +58,12 @@ def _driver() -> str | None:
         text = pathlib.Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         return None
-    found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
-    return found.group() if found else None
+    return next(iter(re.findall(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)), None)
 
 
 def targets() -> dict[str, str | None]:
     """Returns what the kernels of each platform were compiled for."""
-    cuda = load.extensions().get("cuda")
-    return {"cpu": load.extensions()["cpu"].isa(), "cuda": cuda.built_for if cuda else None}
+    return {"cpu": load.extensions()["cpu"].isa(), "cuda": getattr(load.extensions().get("cuda"), "built_for", None)}
 
 
 def describe_device(device: jax.Device) -> dict[str, object]:
@@ -143,8 +133,7 @@ def examine(device: jax.Device, full: bool) -> Iterator[dict[str, str]]:
         if not_run := f"reference only: {reason}" if reason else inapplicable:
             yield {**found, "outcome": NOT_APPLICABLE, "reason": not_run}
             continue
-        wrong = outcome(check, device)
-        yield {**found, "outcome": FAILED if wrong else OK, "reason": wrong}
+        yield {**found, "outcome": FAILED if (wrong := outcome(check, device)) else OK, "reason": wrong}
 
 
 # ---------------------------------------------------------------- the plan
@@ -208,7 +197,8 @@ def doctor(full: bool = True) -> bool:
     print(f"python   {v['python']}  jax {v['jax']}  jaxlib {v['jaxlib']}  on {v['machine']}")
     print(f"ffi      built with {v['ffi_built']}, running {v['ffi_running']}")
     print(f"cpu      kernels for {built['cpu']}")
-    print(f"cuda     {'built for ' + built['cuda'] if built['cuda'] else 'not built'}{_cuda_text(v)}")
+    cuda = f"built for {built['cuda']}" if built["cuda"] else load.refused.get("cuda", "not built")
+    print(f"cuda     {cuda}{_cuda_text(v)}")
     print("cublaslt " + (f"none: {library.reason}" if library.reason else f"{library.version}  {library.path}"))
     for device in found:
         _print_device(describe_device(device))
@@ -235,7 +225,8 @@ def doctor(full: bool = True) -> bool:
 
 
 def _cuda_text(v: dict[str, str | None]) -> str:
-    return f"; runtime {v['cuda_runtime']}, driver {v['driver']} for {v['cuda_of_driver']}" if v["cuda_runtime"] else ""
+    driver = f"driver {v['driver']} for {v['cuda_of_driver']}" if v["cuda_of_driver"] else "no driver"
+    return f"; runtime {v['cuda_runtime']}, {driver}" if v["cuda_runtime"] else ""
 
 
 def _print_device(d: dict[str, object]) -> None:

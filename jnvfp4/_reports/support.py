@@ -186,9 +186,8 @@ def _without_fp4(product: Product, capability: int, answer: Support) -> str:
 def _platform_support(device: jax.Device) -> Support:
     name = "cuda" if device.platform == "gpu" else device.platform
     if not load.available(name):
-        built = ", ".join(sorted(load.extensions()))
-        reason = f'no native kernels for platform "{name}" in this build (built: {built}); the reference is used'
-        return Support(False, "reference", reason)
+        none = f'no native kernels for platform "{name}" in this build (built: {", ".join(sorted(load.extensions()))})'
+        return Support(False, "reference", f"{load.refused.get(name, none)}; the reference is used")
     if name == "cuda" and (capability := compat.capability(device) or 0) < plans.any_gpu():
         found, least = compat.dotted(capability), compat.dotted(plans.any_gpu())
         return Support(False, "reference", f"compute capability {found} is below the supported {least}")
