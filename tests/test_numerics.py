@@ -396,7 +396,7 @@ def test_add_to_an_accumulator(tables, name):
 # ---------------------------------------------------------------- float32 inputs
 @pytest.fixture(scope="module")
 def exhaustive(tmp_path_factory) -> Path:
-    flags = [*HOST_FLAGS, "-O3", "-march=native", "-fno-trapping-math", "-fno-math-errno"]  # vectorized: ten times as fast
+    flags = [*HOST_FLAGS, "-O3", "-march=native", "-fno-trapping-math", "-fno-math-errno"]  # vectorized
     return build("g++", flags, "exhaustive.cc", tmp_path_factory.mktemp("exhaustive"))
 
 
