@@ -85,7 +85,7 @@ CASES = [
     Case("4over6", out="float16"),
     Case("tiles of 4over6"),
     Case("two e4m3_max"),
-    Case("dequantized", x="float32"),
+    Case("dequantized", x="float32", out="bfloat16"),
     Case("dequantized", out="float32", w_axes="kn"),
     Case("high precision", out="float32"),
     Case("weight only", x="float16"),
@@ -326,6 +326,7 @@ def test_ragged_dot_is_grouped_linear(cpu, dtype, frozen):
     got = with_gradients(f, *operands)
     assert_same_tensor(got, with_gradients(g, *operands))
     assert got[0].dtype == (dtype or X.dtype)
+    assert jax.eval_shape(f, X, W.mT.astype(jnp.float32)).dtype == jnp.float32  # as of lax.ragged_dot
 
 
 def test_ragged_dot_in_high_precision_is_that_of_lax(cpu):

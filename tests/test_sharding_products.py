@@ -218,6 +218,7 @@ in_bytes = partial(shard_data, spec=P(None, "x"))
 SPLIT_BLOCKS = [  # the axis that would be split, the least part of it, and the call
     (1, 16, "quantize", lambda mesh: quantize(put(normal((32, 48)), mesh, P(None, "x")))),
     (0, 16, "quantize", lambda mesh: quantize(put(normal((48, 32)), mesh, P("x", None)), NVFP4_2D)),
+    (1, 64, "quantize", lambda mesh: quantize(put(normal((32, 192)), mesh, P(None, "x")), WINDOW64)),
     (1, 16, "fake_quant", lambda mesh: fake_quant(put(normal((32, 48)), mesh, P(None, "x")))),
     (1, 8, "dequantize", lambda mesh: dequantize(in_bytes(exact_tensor((32, 48)), mesh))),
     (1, 8, "matmul_nt", lambda mesh: matmul_nt(in_bytes(exact_tensor((M, 48)), mesh), exact_tensor((N, 48)))),
