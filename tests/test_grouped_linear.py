@@ -274,6 +274,13 @@ def test_sharded_equals_unsharded(cpu, recipe, layout, kind):
         assert_bitwise(got[0], want[0])
 
 
+def test_products_in_high_precision_over_k_are_rounded_once(cpu):
+    x, w = (jnp.round(32 * v) for v in (normal((M, 128), 1), normal((G, 16, 128), 2)))  # exact sums
+    f, mesh = jax.jit(partial(grouped_linear, recipe=RECIPES["nothing"])), make_mesh(jax.devices("cpu")[:8], "x")
+    got = f(put(x, mesh, P(None, "x")), put(w, mesh, P(None, None, "x")), int32(SIZES))
+    assert_bitwise(got, f(x, w, int32(SIZES)))
+
+
 @pytest.mark.parametrize(
     ("kind", "of_operands", "of_y", "collectives"),
     [
