@@ -337,7 +337,7 @@ for wrong in (np.array([2**40 + 3, 0, 1]), np.ones(3, np.int64), np.uint64(3)): 
     rule(text, grouped_matmul_nt, left, experts, wrong)
 text = "TypeError: group_sizes must be int32, got int8; ...astype(jnp.int32)"
 rule(text, grouped_matmul_nt, left, experts, a(3, dtype=I8))
-for known in (np.array([20, 9, 4], np.int32), [-3, 20, 13]):
+for known in (np.array([20, 9, 4], np.int32), [-3, 20, 13], (20, 9, 4)):
     rule("group_sizes must have a sum of at most M=32, got 33", grouped_matmul_nt, left, experts, known)
 rule("group_sizes must have shape (G,)=(3,)", grouped_matmul_nt, left, experts, a(2, dtype=I32))
 rule("group_sizes must have shape (G,)=(3,)", grouped_matmul_nt, left, experts, np.full((2, 3), 9, np.int32))

@@ -260,6 +260,10 @@ def test_te_stores_what_amaxes_were_found_for(tmp_path, e4m3_max):
     assert got["a.down_proj.weight"].format.e4m3_max == e4m3_max
     np.testing.assert_array_equal(jnvfp4.dequantize(got["a.down_proj.weight"]), jnvfp4.dequantize(t))
     assert got.config["quantization_config"]["ignore"] == ["b.down_proj", "lm_head"]
+    save_checkpoint({"a.down_proj.weight": t}, tmp_path / "modelopt")  # which stores scales
+    config = tmp_path / "modelopt" / "config.json"
+    config.write_text(config.read_text().replace('"quant_method"', f'"e4m3_max": {e4m3_max}, "quant_method"'))
+    assert open_checkpoint(config.parent)["a.down_proj.weight"].format.e4m3_max == 448
     other = jnvfp4.quantize(w, jnvfp4.four_over_six(e4m3_max=704 - e4m3_max))
     both = {"a.down_proj.weight": t, "b.down_proj.weight": other}
     with pytest.raises(CheckpointError, match=r"tensors have e4m3_max \[256, 448\]; expected one, in layout te"):

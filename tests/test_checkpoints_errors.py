@@ -354,9 +354,9 @@ def test_values_that_are_not_finite_are_refused(tmp_path, dtype, capsys):
 
 def test_the_first_value_of_a_stack_that_is_not_finite_is_named(tmp_path, capsys):
     x = np.ones((3, 16, 32), np.float32)
-    x[1, 7, 5] = np.nan
+    x[1, 7, 5] = x[2, 0, 0] = np.nan
     directory = model_of(tmp_path / "in", {"mlp.experts.down_proj": x}, {"model_type": "qwen3_moe"})
-    refused(directory, tmp_path, r"has 1 values that are not finite, the first at \(1, 7, 5\)", 3, capsys=capsys)
+    refused(directory, tmp_path, r"has 2 values that are not finite, the first at \(1, 7, 5\)", 3, capsys=capsys)
 
 
 def test_what_is_not_finite_keeps_its_group(tmp_path):

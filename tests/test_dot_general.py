@@ -94,7 +94,7 @@ def test_dot_general_has_gradients_of_the_operands_shapes():
 
 
 @pytest.mark.parametrize("preferred", [None, jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("dtypes", [("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "bf16")])
+@pytest.mark.parametrize("dtypes", [("bf16", "fp32"), ("fp16", "bf16"), ("bf16", "bf16")])
 def test_preferred_element_type(dtypes, preferred):
     lhs, rhs = (normal((16, 32), i, d) for i, d in enumerate(dtypes))
     dims = (((1,), (1,)), ((), ()))

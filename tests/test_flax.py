@@ -138,6 +138,8 @@ def test_a_module_without_a_hook_is_named(api, name, why):
     with pytest.warns(UserWarning, match=f"{api.op}: layer '{api.first}' is {why}; a rule with recipe None ends this"):
         program(api, model, EVERY)
     program(api, model, Policy([Rule(api.first, None)], default=NEAREST))
+    blocks = api.sequential(api.sequential(module), api.sequential(api.linear(32)))
+    program(api, blocks, Policy(default=NEAREST, first_bf16=1))
     with pytest.raises(ValueError, match="every rule with a recipe must match a layer that can be quantized"):
         Policy([Rule(api.first, NEAREST)]).explain(model, X)
 

@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_same_tensor, products, recorded_keys, words
+from helpers import assert_bitwise, assert_same_tensor, equations, products, recorded_keys, words
 
 pytest.importorskip("flax", "0.12")
 
 from flax import linen as nn
 from flax_models import ALL, KEY, NEAREST, SR, TOKENS, Mlp, Stack, Transformer, X, init, shapes, stacked
+from jax.sharding import PartitionSpec as P
+from meshes import make_mesh
 
 from jnvfp4 import Policy, Rule, layer_key, linear, recipes, step_key
 from jnvfp4.flax import linen
@@ -131,11 +133,29 @@ def test_a_head_with_tied_weights_has_its_name():
     assert (head.path, head.shape, head.recipe) == ("lm_head", (32, 48), NEAREST)
 
 
+def test_the_bias_of_an_einsum_is_along_its_letters():
+    plain, model = (nn.Einsum((32, 48), "bsd,de->bes", use_bias=bias) for bias in (False, True))
+    y, variables = quantized(plain, Policy(default=NEAREST))(init(plain)), init(model)
+    variables["params"]["kernel"] = init(plain)["params"]["kernel"]
+    got = quantized(model, Policy(default=NEAREST))(variables)
+    assert_bitwise(got, y + variables["params"]["bias"][:, None])
+
+
 def test_an_einsum_that_is_no_product_stays_as_it_is():
     model = nn.Einsum((32, 8), "bsd,de->bsde", use_bias=False)
     decision = Policy(default=NEAREST).explain(nn.Sequential([model]), X)[0]
     assert decision.recipe is None
     assert "must share a letter that the result leaves out" in decision.why
+
+
+def test_a_layer_gathers_as_its_rule_says():
+    of_policy, of_rule = (P("x"), P()), (P(None, "x"), P())
+    policy = Policy([Rule("up", NEAREST, of_rule)], default=NEAREST, w_gather=of_policy)
+    with jax.set_mesh(make_mesh(jax.devices("cpu")[:2], "x")):
+        found = equations(jax.make_jaxpr(quantized(Mlp(), policy))(shapes(Mlp())).jaxpr)
+        placed = [eqn for eqn in found if eqn.primitive.name == "sharding_constraint"]
+    weights = [eqn.params["sharding"].spec for eqn in placed if eqn.invars[0].aval.dtype == jnp.bfloat16]
+    assert weights == [P(None, "x"), P("x", None)]
 
 
 def test_first_and_last_layers_stay_in_high_precision():

@@ -85,7 +85,7 @@ CASES = [
     Case("4over6", out="float16"),
     Case("tiles of 4over6"),
     Case("two e4m3_max"),
-    Case("dequantized", x="float32"),
+    Case("dequantized", x="float32", out="bfloat16"),
     Case("dequantized", out="float32", w_axes="kn"),
     Case("high precision", out="float32"),
     Case("weight only", x="float16"),
@@ -274,6 +274,13 @@ def test_sharded_equals_unsharded(cpu, recipe, layout, kind):
         assert_bitwise(got[0], want[0])
 
 
+def test_products_in_high_precision_over_k_are_rounded_once(cpu):
+    x, w = (jnp.round(32 * v) for v in (normal((M, 128), 1), normal((G, 16, 128), 2)))  # exact sums
+    f, mesh = jax.jit(partial(grouped_linear, recipe=RECIPES["nothing"])), make_mesh(jax.devices("cpu")[:8], "x")
+    got = f(put(x, mesh, P(None, "x")), put(w, mesh, P(None, None, "x")), int32(SIZES))
+    assert_bitwise(got, f(x, w, int32(SIZES)))
+
+
 @pytest.mark.parametrize(
     ("kind", "of_operands", "of_y", "collectives"),
     [
@@ -326,6 +333,7 @@ def test_ragged_dot_is_grouped_linear(cpu, dtype, frozen):
     got = with_gradients(f, *operands)
     assert_same_tensor(got, with_gradients(g, *operands))
     assert got[0].dtype == (dtype or X.dtype)
+    assert jax.eval_shape(f, X, W.mT.astype(jnp.float32)).dtype == jnp.float32  # as of lax.ragged_dot
 
 
 def test_ragged_dot_in_high_precision_is_that_of_lax(cpu):

@@ -138,6 +138,8 @@ def test_a_layer_without_a_path_cannot_have_a_key():
     text = r"DotGeneral: key must be given.*DotGeneral\(recipe, path=\.\.\."
     with step_key(A), pytest.raises(ValueError, match=text):
         DotGeneral(SR)(X, W, DENSE)
+    with pytest.raises(ValueError, match=text):
+        DotGeneral(Recipe(fprop=(NVFP4_SR, NVFP4)))(X, W, DENSE)
     with pytest.raises(TypeError, match="DotGeneral: path must be a string or None, got 3"):
         DotGeneral(SR, 3)
 

@@ -234,6 +234,8 @@ def test_out_dtype(native, recipe, out_dtype):
     qx, qw = by_tokens(x, recipe.fprop.x, 0, KEY), operand(w, recipe.fprop.w, 1, KEY)
     if native.platform == "cpu":
         assert_bitwise(y, matmul_nt(qx, qw, out_dtype=out_dtype))
+        if recipe.dgrad == "dequantized":
+            assert_bitwise(dx, dense(dy, dequantize(qw, dy.dtype), ((1,), (0,)), dx.dtype))
 
 
 @pytest.mark.parametrize("implementation", [None, "native", "reference"])

@@ -27,7 +27,7 @@ from meshes import (
 )
 from operands import normal
 
-from jnvfp4 import Recipe, linear, quantize, recipes
+from jnvfp4 import Recipe, grouped_linear, linear, quantize, recipes
 from jnvfp4._ops.quantize import Orientation, quantize_sides
 from jnvfp4.spec import NVFP4, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_SR, ROW_SCALED, SUPPORTED_SPECS, WINDOW64
 
@@ -382,13 +382,17 @@ def test_gradient_of_a_replicated_weight_is_summed_over_devices(devices, recipe)
     np.testing.assert_allclose(dw, sum(np.asarray(p[1]) for p in parts), rtol=1e-4, atol=1e-2)
 
 
-@pytest.mark.parametrize("amaxes", [False, True], ids=["key", "w_amax"])
-def test_gradient_of_shared_operands_where_only_the_key_or_the_amax_differs(devices, amaxes):
+@pytest.mark.parametrize("differs", ["key", "w_amax", "key of experts"])
+def test_gradient_of_shared_operands_where_only_the_key_or_the_amax_differs(devices, differs):
     """Every device has its own random bits or amax for the same x and w; the gradients are the sums of theirs."""
     mesh, (x, w) = make_mesh(devices, "x"), (normal((32, 64), 1, "fp32"), normal((32, 64), 2, "fp32"))
 
     def loss(x, w, i):
-        options = {"key": KEY, "w_amax": jnp.float32(2) + i} if amaxes else {"key": jax.random.fold_in(KEY, i)}
+        options = {"key": jax.random.fold_in(KEY, i)}
+        if differs == "w_amax":
+            options = {"key": KEY, "w_amax": jnp.float32(2) + i}
+        if differs == "key of experts":
+            return jnp.sum(grouped_linear(x, w[None], np.int32([32]), recipes.pretrain(), **options) ** 2)
         return jnp.sum(linear(x, w, recipes.pretrain(), **options) ** 2)
 
     def local(x, w):

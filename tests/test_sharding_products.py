@@ -209,7 +209,10 @@ def test_matmul_with_m_and_n_on_one_axis(devices):
     """XLA moves one of them on an Auto mesh; an Explicit one is told."""
     a, b = exact_tensor((M, K), 1), exact_tensor((N, K), 2)
     auto, explicit = ([shard(t, make_mesh(devices, "x", kind), P("x")) for t in (a, b)] for kind in KINDS)
-    assert_bitwise(jax.jit(matmul_nt)(*auto), matmul_nt(*home(devices, (a, b))))
+    for of_y, part in (P("x"), f"u8[{N},{K // 2}]"), (P(None, "x"), f"u8[{M},{K // 2}]"):  # and only that is gathered
+        got, found = run(jax.jit(matmul_nt, out_shardings=NamedSharding(auto[0].data.sharding.mesh, of_y)), *auto)
+        assert_bitwise(got, matmul_nt(*home(devices, (a, b))))
+        assert [shape for _, shape in found if "u8" in shape] == [part]
     with pytest.raises(ValueError, match="sharded over a common mesh axis"):
         jax.eval_shape(matmul_nt, *explicit)
 
@@ -218,6 +221,7 @@ in_bytes = partial(shard_data, spec=P(None, "x"))
 SPLIT_BLOCKS = [  # the axis that would be split, the least part of it, and the call
     (1, 16, "quantize", lambda mesh: quantize(put(normal((32, 48)), mesh, P(None, "x")))),
     (0, 16, "quantize", lambda mesh: quantize(put(normal((48, 32)), mesh, P("x", None)), NVFP4_2D)),
+    (1, 64, "quantize", lambda mesh: quantize(put(normal((32, 192)), mesh, P(None, "x")), WINDOW64)),
     (1, 16, "fake_quant", lambda mesh: fake_quant(put(normal((32, 48)), mesh, P(None, "x")))),
     (1, 8, "dequantize", lambda mesh: dequantize(in_bytes(exact_tensor((32, 48)), mesh))),
     (1, 8, "matmul_nt", lambda mesh: matmul_nt(in_bytes(exact_tensor((M, 48)), mesh), exact_tensor((N, 48)))),

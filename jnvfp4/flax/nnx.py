@@ -13,7 +13,7 @@ from .._layers.dot_general import DotGeneral
 from .._layers.einsum import einsum_of_layer, sizes_of
 from .._layers.gather import Placement
 from .._layers.keys import fold_path, in_step, key_of_layer, layer_key, must_vary, varies
-from ..policy import Decision, Layer, Policy, check_policy, layers_of
+from ..policy import Decision, Layer, Policy, check_policy, depths_of, layers_of
 from ..recipes import Recipe
 from ._nnx_loops import loop_that_shares
 from .linen import unknown
@@ -65,7 +65,7 @@ def apply(model: Model, policy: Policy, *, rngs: nnx.Rngs | None = None) -> Mode
         if layer.reason is None:
             set_product(module, _product(module, plan[path], policy.gather_of(path), rngs))
         elif not isinstance(module, LAYERS):
-            policy.warn("apply", layer)
+            policy.warn("apply", layer, depths_of(layer for _, layer in layers.values()))
     return model
 
 
