@@ -88,12 +88,13 @@ def test_a_file_is_closed_with_its_object(tmp_path):
     assert len(os.listdir("/dev/fd")) == before
 
 
-def test_a_file_that_was_truncated_before_it_is_mapped(tmp_path):
+@pytest.mark.parametrize("how", ["array", "read"])
+def test_a_file_that_was_truncated_before_it_is_used(tmp_path, how):
     write(tmp_path / "a.safetensors", {"a": weight(16, 32)})
     file = File(tmp_path / "a.safetensors")
     os.truncate(file.path, 300)
     with pytest.raises(CheckpointError, match=r"a.safetensors: has changed while it was read \(truncated\)"):
-        file.array("a")
+        getattr(file, how)("a")
 
 
 def test_a_file_that_cannot_be_read_is_not_called_the_output(tmp_path, monkeypatch):

@@ -283,6 +283,7 @@ CHANGES = {
     "empty": (lambda path: os.truncate(path, 0), "truncated"),
     "longer": (lambda path: path.write_bytes(path.read_bytes() + b"more"), "bytes long, but its tensors end"),
     "gone": (Path.unlink, "cannot be read"),
+    "a moment": (lambda path: os.utime(path, ns=(0, path.stat().st_mtime_ns ^ 1 << 20)), "another time of"),
 }  # fmt: skip
 
 
@@ -377,7 +378,7 @@ def test_another_interrupted_output_is_no_checkpoint(model, tmp_path, capsys):
         out = tmp_path / f"out{i}"
         interrupted(lambda rewrite=rewrite, out=out: rewrite(tmp_path / "nvfp4", out))
         assert len(list(out.glob("*.safetensors"))) == 1
-        check_refused(out, r"out\d: is an unfinished output", capsys)
+        check_refused(out, r"out\d: is an unfinished output.*\nhint: run the command that wrote it again, into", capsys)
         with pytest.raises(CheckpointError, match="is not empty"):
             rewrite(tmp_path / "nvfp4", out)
         rewrite(tmp_path / "nvfp4", tmp_path / f"again{i}")
@@ -387,10 +388,11 @@ def test_another_interrupted_output_is_no_checkpoint(model, tmp_path, capsys):
 def test_saving_that_is_interrupted_leaves_no_checkpoint(model, tmp_path, monkeypatch):
     """Without its config a weight of 4over6 in layout te would decode to other numbers."""
     tensors = {"a.weight": jnvfp4.quantize(np.ones((16, 32), np.float32), jnvfp4.four_over_six())}
-    with monkeypatch.context() as patch:
-        patch.setattr(save, "write_file", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            save_checkpoint(tensors, tmp_path / "out", "te")
+    for where, name in ((Writer, "put"), (save, "write_file")):  # after the first no shard is there, and no record
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                save_checkpoint(tensors, tmp_path / "out", "te")
     with pytest.raises(CheckpointError, match="unfinished output"):
         open_checkpoint(tmp_path / "out")
     save_checkpoint(tensors, tmp_path / "whole", "te")

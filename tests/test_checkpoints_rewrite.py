@@ -120,11 +120,17 @@ def test_a_kv_cache_of_fp8_is_taken_over(tmp_path, layout, claimed):
     assert ("kv_cache_scheme" in json_of(tmp_path / "back" / CONFIG)["quantization_config"]) == claimed
 
 
-@pytest.mark.parametrize("where", [HF_QUANT, CONFIG])
-def test_one_claim_of_a_kv_cache_is_enough(tmp_path, where):
+FP8_SCHEME = {"num_bits": 8, "type": "float"}
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "claim"),
+    [(file, "kv_cache_quant_algo", "FP8") for file in (HF_QUANT, CONFIG)] + [(CONFIG, "kv_cache_scheme", FP8_SCHEME)],
+)
+def test_one_claim_of_a_kv_cache_is_enough(tmp_path, where, name, claim):
     out = quantized(tmp_path)
     section = "quantization" if where == HF_QUANT else "quantization_config"
-    changed_json(out / where, lambda c: c[section].update(kv_cache_quant_algo="FP8"))
+    changed_json(out / where, lambda c: c[section].update({name: claim}))
     repack_checkpoint(out, tmp_path / "a", CT)
     assert json_of(tmp_path / "a" / CONFIG)["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
 

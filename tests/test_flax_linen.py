@@ -271,6 +271,9 @@ def test_microbatches_that_share_a_stream_raise(remat):
     losses(lambda key: model.apply(of_model, X, rngs={"sr": key}))
     losses(lambda key: Caller().apply({}, X, variables, {"sr": key}, rngs={"sr": KEY}))
     losses(lambda key: scanned.apply(stacked(of_model), X, rngs={"sr": KEY}))
+    alike = Stack(layers=1, remat=remat, scan=True, split_rngs=OF_ALL)  # a key of each microbatch, for all its layers
+    with pytest.raises(ValueError, match=f"layer 'block/up': {DIFFER}"):
+        losses(lambda key: alike.apply(stacked(of_model), X, rngs={"sr": key}))
 
 
 @pytest.mark.long
@@ -301,6 +304,8 @@ def test_a_class_for_the_arguments_of_a_model():
     shared = lambda key: jax.lax.map(lambda x: model.apply(variables, x, rngs={"sr": key}), X)  # noqa: E731
     with pytest.raises(ValueError, match="key must differ between the iterations"):
         jax.eval_shape(shared, KEY)
+    with pytest.raises(ValueError, match=r"the key of rngs={'sr': key} must be traced .* pass the key to the jitted"):
+        jax.eval_shape(lambda x: model.apply(variables, x, rngs={"sr": KEY}), X)
 
 
 def test_the_class_draws_by_the_path_of_its_layer():

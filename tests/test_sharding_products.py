@@ -209,6 +209,7 @@ def test_matmul_with_m_and_n_on_one_axis(devices):
     """XLA moves one of them on an Auto mesh; an Explicit one is told."""
     a, b = exact_tensor((M, K), 1), exact_tensor((N, K), 2)
     auto, explicit = ([shard(t, make_mesh(devices, "x", kind), P("x")) for t in (a, b)] for kind in KINDS)
+    assert_bitwise(jax.jit(matmul_nt)(*auto), matmul_nt(*home(devices, (a, b))))
     for of_y, part in (P("x"), f"u8[{N},{K // 2}]"), (P(None, "x"), f"u8[{M},{K // 2}]"):  # and only that is gathered
         got, found = run(jax.jit(matmul_nt, out_shardings=NamedSharding(auto[0].data.sharding.mesh, of_y)), *auto)
         assert_bitwise(got, matmul_nt(*home(devices, (a, b))))

@@ -64,6 +64,11 @@ bool check_work_tiles() {
           const int splits = splits_of(a, tiles_in_parts(tiles));
           parted |= splits > 1;
           const GroupedHeader header = make_header(a, tiles, 0, splits, 0);
+          if (header.work_tiles != header.whole + (tiles - header.whole) * splits) {
+            std::printf("%d tiles, %d of them whole, in %d parts: %d work tiles\n", tiles, header.whole, splits,
+                        header.work_tiles);
+            return false;
+          }
           for (const int room : {clusters, (clusters + 1) / 2, 1}) {
             const char* const fault = fault_of(header, clusters, room);
             if (!fault) continue;
