@@ -224,5 +224,7 @@ def test_versions_of_a_gpu():
 
 
 @pytest.mark.parametrize(("number", "text"), [(13020, "13.2"), (12090, "12.9"), (0, None), (None, None)])
-def test_cuda_versions(number, text):
-    assert doctor._cuda_version(number) == text
+def test_cuda_versions(monkeypatch, number, text):
+    monkeypatch.setattr(doctor.compat, "cuda_versions", lambda: (number, number))
+    versions = doctor.versions()
+    assert (versions["cuda_runtime"], versions["cuda_of_driver"]) == (text, text)
