@@ -90,6 +90,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Compiles a selection of tests without LLVM's optimizations, a quarter faster; `-m ""` compiles as users do."""
     if config.option.markexpr and shutil.which("nvidia-smi") is None:
         os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+        if jax.__version_info__ < (0, 11):  # its default emitters compile for longer; newer versions have no such flag
+            os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 
 @pytest.hookimpl(optionalhook=True)
