@@ -106,7 +106,8 @@ def capability(device: jax.Device) -> int | None:
     text = getattr(device, "compute_capability", None)
     if text is None:
         return None
-    return int(str(text).replace(".", ""))
+    major, minor = str(text).split(".")
+    return 10 * int(major) + int(minor)
 
 
 def dotted(capability: int) -> str:

@@ -117,10 +117,8 @@ def plan_matmul(
     """
     asked = has_block_scaled(capability) and kernel in (None, "sm100_cublaslt_nvfp4")
     library = _library() if asked else ("", 0)
-    answer = load.extensions()["cpu"].plan_matmul(
-        *shape, a, windows, out, pinned, *_device(capability), *library, kernel or ""
-    )
-    return MatmulPlan(*answer)
+    plan = load.extensions()["cpu"].plan_matmul
+    return MatmulPlan(*plan(*shape, a, windows, out, pinned, *_device(capability), *library, kernel or ""))
 
 
 def plan_grouped(

@@ -60,12 +60,13 @@ def apply(model: Model, policy: Policy, *, rngs: nnx.Rngs | None = None) -> Mode
     if rngs is not None and not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"apply: rngs must be nnx.Rngs or None, got {rngs!r}")
     layers = {layer.path: (module, layer) for module, layer in layers_in(model)}
-    plan = policy.plan(layer for _, layer in layers.values())
+    listed = [layer for _, layer in layers.values()]
+    plan, depths = policy.plan(listed), depths_of(listed)
     for path, (module, layer) in layers.items():
         if layer.reason is None:
             set_product(module, _product(module, plan[path], policy.gather_of(path), rngs))
         elif not isinstance(module, LAYERS):
-            policy.warn("apply", layer, depths_of(layer for _, layer in layers.values()))
+            policy.warn("apply", layer, depths)
     return model
 
 
