@@ -6,8 +6,7 @@
 //
 //   copiers (at most 4 warps)          decoders (4 warps)                       multipliers (at most 7 warps)
 //   global --cp.async--> Stage --q s of tokens to float16, s of b to float--> Decoded --decode b, mma--> --FMA--> y
-//                   copied / to_copy                                   decoded / to_decode        barriers, full /
-//                   empty
+//                   copied / to_copy                                   decoded / to_decode        full / empty barriers
 //
 //   Stage      rows of tokens, then of b: codes, scales, and amaxes of windows; kDepth windows of 64 along K
 //   Decoded    per pair of blocks and 8 tokens, fragments of 32 lanes; per window and row of b, four float scales
