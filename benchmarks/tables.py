@@ -95,7 +95,7 @@ GROUPED = (
 )
 LAYER_STEPS = ("8192x8192x8192", "16384x14336x4096", "4096x4096x4096")
 LAYER_RECIPES = [
-    (f"linear {of}", "median_us", "time of bf16", "steady time of bf16")
+    (f"linear {of}", "median_us", "time of bf16", "heated time of bf16")
     for of in ("pretrain", "row_scaled", "four_over_six", "window64")
 ]
 
