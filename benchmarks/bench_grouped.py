@@ -154,16 +154,7 @@ def _times(programs: Sequence[Job]) -> list[dict[str, Any]]:
     if jax.default_backend() != "gpu":
         return [timing.json() for timing in time_jobs(programs)]
     compiled = [partial(jax.jit(job.f).lower(*job.inputs[0]).compile(), *job.inputs[0]) for job in programs]
-    return [
-        {
-            "median_us": speed.burst_us,
-            "steady_us": speed.steady_us,
-            "burst_mhz": speed.burst_mhz,
-            "steady_mhz": speed.steady_mhz,
-            "clock": "cupti",
-        }
-        for speed in burst_and_steady(compiled)
-    ]
+    return [{**speed._asdict(), "clock": "cupti"} for speed in burst_and_steady(compiled)]
 
 
 def dot_row(size: int = DOT) -> dict[str, Any]:

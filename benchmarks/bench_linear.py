@@ -21,7 +21,6 @@ RECIPES: dict[str, Recipe] = {
     "window64": recipes.window64(),
     "inference": recipes.inference(),
 }
-CUBLAS = {"xla_gpu_enable_triton_gemm": False}  # options of the compiler: no product by Triton
 FORWARD, BOTH = "forward", "forward+backward"
 
 

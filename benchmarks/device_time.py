@@ -3,12 +3,13 @@
 import bisect
 import itertools
 import pathlib
+import shutil
 import statistics
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,23 +33,26 @@ class Call:
 
 
 class ClockLog:
-    """The SM clock of the first GPU in MHz, every 20 ms while the context lasts, by nvidia-smi."""
+    """The SM clock of the first GPU in MHz, every 20 ms while the context lasts, by nvidia-smi where there is one."""
 
     def __enter__(self) -> "ClockLog":
         self._samples: list[tuple[float, float]] = []
         query = ["nvidia-smi", "-i", "0", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "-lms", "20"]
-        self._process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self._process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True) if shutil.which(query[0]) else None
+        if self._process:
+            self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+            self._reader.start()
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._reader.join()
+        if not self._process:
+            return
+        with self._process:  # which closes its output
+            self._process.kill()
+            self._reader.join()
 
-    def _read(self) -> None:
-        for line in self._process.stdout or ():
+    def _read(self, lines: Iterable[str]) -> None:
+        for line in lines:
             if line.strip().isdigit():
                 self._samples.append((time.time(), float(line)))
 

@@ -8,7 +8,7 @@
 //             K ------------------------------------------------------------------->
 //   group 0   | warp 0: unit 0 | warp 1: unit 1 | ... | warp 15 | warp 0: unit 16 | ...
 //   group 1   | warp 0: unit 0 | warp 1: unit 1 | ... | warp 15 | warp 0: unit 16 | ...
-//   ...         a group is 16 columns of the result, a unit 128 or 256 along K
+//   ...         a group is 16 columns of the result, a unit 128 or 256 along K; there are 16 warps, or 12
 //
 //   CTA        some groups; rank r of a cluster of R = 1, 2, 4 or 8 has units [U r / R, U (r + 1) / R)   (Share)
 //   warp       all groups of a unit, then of its next one, alone until the end                           (Walk)
