@@ -19,7 +19,7 @@ from .bench_products import burst_and_steady
 
 # M, N, K: the most time of recipes.pretrain(), in times that of bfloat16.
 TARGETS = {"8192x8192x8192": 1.08, "16384x14336x4096": 1.10, "4096x4096x4096": 1.35}
-CUBLAS = {"xla_gpu_enable_triton_gemm": False}  # options of the compiler: no product by Triton
+CUBLAS: dict[str, bool | str] = {"xla_gpu_enable_triton_gemm": False}  # options of the compiler: no product by Triton
 CHAIN = 2  # layers of a program, each with weights, inputs and gradients of its own
 
 
