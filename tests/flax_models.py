@@ -73,6 +73,23 @@ class Stack(nn.Module):
         return loop(block(name="block"), x, jnp.arange(self.layers))[0]
 
 
+class ScannedBlock(nn.Module):
+    """One class that is lifted twice: no module is called between the loop and ``nn.remat``."""
+
+    split_sr: bool
+
+    @nn.compact
+    def __call__(self, x):
+        class Block(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return Mlp(name="mlp")(x), None
+
+        axes, rngs = {"params": 0, "keys": 0}, {"params": True, "sr": self.split_sr}
+        loop = nn.scan(nn.remat(Block), variable_axes=axes, split_rngs=rngs, length=2)
+        return loop(name="block")(x, None)[0]
+
+
 class LinenOwn(nn.Module):
     """Multiplies by itself, as some models do."""
 

@@ -11,7 +11,7 @@ from helpers import assert_bitwise, assert_same_tensor, equations, products, rec
 pytest.importorskip("flax", "0.12")
 
 from flax import linen as nn
-from flax_models import ALL, KEY, NEAREST, SR, TOKENS, Mlp, Stack, Transformer, X, init, shapes, stacked
+from flax_models import ALL, KEY, NEAREST, SR, TOKENS, Mlp, ScannedBlock, Stack, Transformer, X, init, shapes, stacked
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
@@ -112,6 +112,37 @@ def test_a_model_within_a_model_has_its_own_layers():
         products(quantized(model, Policy([Rule("up", NEAREST)])), variables)
 
 
+def test_models_that_are_called_in_turn_are_each_known():
+    """A second model within one ``intercept`` has its own layers, numbers and checks."""
+    one, two = Stack(layers=2), Stack(layers=4)
+
+    def both(variables):
+        with intercept(Policy(default=NEAREST, last_bf16=1)):
+            return [model.apply(v, X) for model, v in zip((one, two), variables, strict=True)]
+
+    assert products(both, (shapes(one), shapes(two))) == 2 + 6  # all blocks but the last of each
+    with pytest.raises(ValueError, match="got 'block_0/.*', which matches none of down, up"):
+        with intercept(Policy([Rule("block_0/.*", NEAREST)])):
+            one.apply(init(one), X)
+            Mlp().apply(init(Mlp()), X)
+
+
+def test_k_of_a_general_layer_is_without_its_batch():
+    """Together with its batch it would be a multiple of 16."""
+    (layer,) = Policy(default=NEAREST).explain(nn.DenseGeneral(48, axis=-1, batch_dims=(0,)), jnp.ones((4, 8, 40)))
+    assert layer.why == "default; K padded from 40 to 48"
+
+
+def test_an_einsum_has_the_dtype_of_its_attribute():
+    """Though parameters are float32."""
+    model = nn.Einsum((32, 48), "bsd,de->bse", dtype=jnp.bfloat16)
+    variables = jax.tree.map(lambda v: v.astype(jnp.float32), init(model))
+    got = quantized(model, Policy(default=NEAREST))(variables)
+    assert got.dtype == jnp.bfloat16
+    kernel, bias = (variables["params"][name].astype(jnp.bfloat16) for name in ("kernel", "bias"))
+    assert_bitwise(got, linear(X.astype(jnp.bfloat16), kernel, NEAREST, w_axes="kn") + bias)
+
+
 def test_a_head_with_tied_weights_has_its_name():
     """Some models apply it as a model by itself."""
 
@@ -203,6 +234,7 @@ STACKS = {
     "b, remat": (Stack(2, remat=True), True),
     "b, scanned": (Stack(2, scan=True, split_rngs=SPLIT), True),
     "b, scanned remat": (Stack(2, scan=True, remat=True, split_rngs=SPLIT), True),
+    "b, scanned block": (ScannedBlock(split_sr=True), True),
 }
 
 
@@ -232,13 +264,14 @@ DIFFER = "key must differ .* pass split_rngs={'sr': True} to nn.scan"
 ALIKE = {
     "one stream": (Stack(scan=True, split_rngs=OF_ALL), DIFFER),
     "one stream, remat": (Stack(scan=True, remat=True, split_rngs=OF_ALL), DIFFER),
+    "one stream, block": (ScannedBlock(split_sr=False), DIFFER),
     "no stream": (Stack(scan=True, split_rngs=OF_EACH), "key must be given"),
 }
 
 
 @pytest.mark.parametrize(("model", "text"), ALIKE.values(), ids=ALIKE)
 def test_scanned_layers_that_would_draw_the_same_bits_raise(model, text):
-    with pytest.raises(ValueError, match=f"layer 'block/up': {text}"):
+    with pytest.raises(ValueError, match=f"layer 'block/(mlp/)?up': {text}"):
         run(model, init(model), rngs=True)
 
 
@@ -301,9 +334,10 @@ def test_a_class_for_the_arguments_of_a_model():
     assert dot_general_cls(SR) is dot_general_cls(recipes.pretrain())
     with pytest.raises(ValueError, match="key must be given"):
         jax.grad(lambda x: jnp.sum(model.apply(variables, x)))(X)
-    shared = lambda key: jax.lax.map(lambda x: model.apply(variables, x, rngs={"sr": key}), X)  # noqa: E731
-    with pytest.raises(ValueError, match="key must differ between the iterations"):
-        jax.eval_shape(shared, KEY)
+    for layer, of in (model, variables), (nn.remat(nn.Dense)(48, dot_general_cls=dot_general_cls(SR)), variables):
+        shared = lambda key: jax.lax.map(lambda x: layer.apply(of, x, rngs={"sr": key}), X)  # noqa: B023, E731
+        with pytest.raises(ValueError, match="key must differ between the iterations"):
+            jax.eval_shape(shared, KEY)
     with pytest.raises(ValueError, match=r"the key of rngs={'sr': key} must be traced .* pass the key to the jitted"):
         jax.eval_shape(lambda x: model.apply(variables, x, rngs={"sr": KEY}), X)
 

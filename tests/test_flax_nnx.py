@@ -112,6 +112,16 @@ def test_out_sharding_reaches_the_product():
     assert_bitwise(got, want)
 
 
+def test_a_batch_axis_counts_no_layers():
+    """``LinearGeneral`` with weights for each member of the batch is one layer, not a stack of them."""
+    layer = nnx.LinearGeneral(WIDTH, 48, axis=-1, batch_axis={0: 2}, rngs=nnx.Rngs(0))
+    model = apply(layer, ALL, rngs=nnx.Rngs(sr=3))
+    assert model.dot_general.stream.key[...].shape == ()
+    assert model(X).shape == (2, 16, 48)
+    (decision,) = ALL.explain(layer)
+    assert decision.recipe == SR
+
+
 def test_adapters_of_lora_stay_as_they_are():
     model = nnx.LoRALinear(32, 48, lora_rank=4, rngs=nnx.Rngs(0))
     model.lora.lora_b[...] = jnp.ones((4, 48))
@@ -295,9 +305,11 @@ def test_microbatches_share_what_draws_no_bits(loop):
     model.eval()
     for quiet in (nearest, model, view, nnx.view(view)):
         assert nnx.eval_shape(loop(forward), quiet).shape == X.shape
+    training = nnx.view(model, deterministic=False)
     model.train()
-    with pytest.raises(ValueError, match="key must differ"):
-        nnx.eval_shape(loop(forward), model)
+    for loud in (model, training):
+        with pytest.raises(ValueError, match="key must differ"):
+            nnx.eval_shape(loop(forward), loud)
 
 
 @pytest.mark.parametrize("recipe", [SR, Recipe(fprop=(NVFP4_SR, NVFP4))], ids=["gradients", "forward"])

@@ -188,6 +188,11 @@ def is_within(value: object, other: object) -> bool:
     return len(_functions_of(value)) > len(_functions_of(other))
 
 
+def is_in_more_loops(value: object, other: object) -> bool:
+    """Says whether a value belongs to more loops than another one."""
+    return _depth(value) > _depth(other)
+
+
 def must_vary(what: str, hint: str) -> ValueError:
     """Makes the error of a layer in a loop that gives all its iterations one key."""
     return ValueError(

@@ -13,9 +13,10 @@ from flax import linen as nn
 from .._core.tensor import PyTree
 from .._layers.dot_general import DotGeneral
 from .._layers.einsum import einsum_of_layer, sizes_of
-from .._layers.keys import check_step, fold_path, key_of_layer, must_vary, varies
+from .._layers.keys import check_step, fold_path, key_of_layer, must_vary
 from ..policy import Layer, Policy, check_policy, depths_of, layers_of
 from ..recipes import Recipe
+from ._linen_loops import shares_stream
 
 __all__ = ["NVFP4DotGeneral", "dot_general_cls", "intercept"]
 
@@ -62,7 +63,7 @@ def dot_general_cls(recipe: Recipe) -> Callable[[], nn.Module]:
     Returns:
       A class of modules without parameters that are called like ``jax.lax.dot_general``. The same recipe gives the same
       class. The random bits of a layer come from ``rngs={'sr': key}`` or ``jnvfp4.step_key``. A loop that gives all
-      iterations the same stream "sr" is an error, but not within ``nn.remat``, where only ``intercept`` sees it.
+      iterations the same stream "sr" is an error; if a loop within it splits the stream, only ``intercept`` sees that.
     """
     return partial(NVFP4DotGeneral, recipe=recipe)
 
@@ -124,7 +125,7 @@ def _stream_of(module: nn.Module) -> jax.Array:
 
 def _shares_stream(module: nn.Module) -> bool:
     """Says whether a loop being traced gives a module the same stream "sr" in all iterations."""
-    return module.has_rng("sr") and not varies(_stream_of(module))
+    return module.has_rng("sr") and shares_stream("sr", _stream_of(module))
 
 
 class Interceptor:
@@ -135,7 +136,7 @@ class Interceptor:
         self.shapes: Mapping[str, tuple[int, ...]] = {}
         self.depths: Mapping[str, int] = {}
         self.depth_of_calls = 0  # of models that call models
-        self.shared = False  # whether a module that is being called shares its stream, which nn.remat hides within
+        self.shared = False  # whether a module that is being called shares its stream, which a loop within may split
 
     def __call__(self, call: Callable, args: tuple, options: dict, context: nn.module.InterceptorContext) -> PyTree:
         module = context.module
