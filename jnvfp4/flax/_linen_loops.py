@@ -1,0 +1,47 @@
+"""Finds loops of Linen that give all their iterations the same stream of keys.
+
+Within ``nn.remat`` a stream is an argument of the function that JAX traces, which hides in which loops its key is
+computed. Only the frames of the functions that Flax gives to JAX have the key that was passed.
+"""
+
+import sys
+from collections.abc import Iterator
+from types import CodeType, FrameType
+
+import jax
+from flax.core import lift, scope
+
+from .._core.tensor import PyTree
+from .._layers.keys import is_in_more_loops, varies
+
+
+def shares_stream(name: str, key: jax.Array) -> bool:
+    """Says whether a loop being traced gives a module the same key of a stream in all iterations."""
+    return not varies(key) or any(is_in_more_loops(own, passed) for own, passed in _keys_of_remats(name))
+
+
+def _keys_of_remats(name: str) -> Iterator[tuple[jax.Array, jax.Array]]:
+    """Yields each key of a stream within an ``nn.remat`` of the model, with the key that was passed to it."""
+    frame: FrameType | None = sys._getframe()
+    within: list[jax.Array] = []
+    while frame is not None and frame.f_code is not _APPLY:
+        if frame.f_code is _TRACED:
+            within = _keys_in(name, frame.f_locals["rng_groups"])
+        elif frame.f_code is _CALL:
+            yield from zip(within, _keys_in(name, frame.f_locals["rng_groups"]), strict=True)
+        frame = frame.f_back
+
+
+def _keys_in(name: str, groups: PyTree) -> list[jax.Array]:
+    streams = jax.tree_util.tree_leaves_with_path(groups, is_leaf=lambda v: isinstance(v, scope.LazyRng))
+    return [getattr(rng, "rng", rng) for path, rng in streams if getattr(path[-1], "key", None) == name]
+
+
+def _code_in(code: CodeType, name: str) -> CodeType:
+    """Returns the code of a function that another one defines."""
+    return next(const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name)
+
+
+_APPLY = _code_in(scope.apply.__code__, "wrapper")  # where a model begins, with streams of its own
+_CALL = _code_in(lift.checkpoint.__code__, "inner")
+_TRACED = _code_in(_CALL, "rematted")
