@@ -331,6 +331,9 @@ def test_an_ordinary_checkpoint_is_read(tmp_path):
         with pytest.raises(CheckpointError, match=r"has no NVFP4 weight(.|\n)*hint: read it with the software that"):
             open_checkpoint(tmp_path / "a")
         (tmp_path / "a" / file).unlink()
+    scaled = {"a.weight": FP8, "a.weight_scale_inv": ("F32", np.ones((1, 1), np.float32))}
+    with pytest.raises(CheckpointError, match=r"'a.weight_scale_inv': belongs to module 'a', and readers would"):
+        open_checkpoint(write_model(tmp_path / "fp8", {"model.safetensors": scaled}, {}))
 
 
 @pytest.mark.parametrize("experts_amax", [(), (4,)], ids=["amax of all", "amax of each"])

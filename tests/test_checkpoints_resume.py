@@ -158,6 +158,7 @@ def with_another_header(path, change):
 
 
 SECOND = "model-00002-of-00002.safetensors"
+
 # By what is another one when the conversion goes on: the change of the model or of the file of amaxes, and the error.
 OTHERS = {
     "option": (None, "other options: kv_cache;"),
@@ -187,6 +188,15 @@ def test_resuming_with_another_input_is_refused(model, tmp_path, monkeypatch, ca
         convert_checkpoint(model, out, options, resume=True)
     with pytest.raises(CheckpointError, match="not empty"):
         convert_checkpoint(model, out)
+
+
+def test_resuming_without_a_file_of_the_source_is_refused(model, tmp_path):
+    """Shards need no index, so the rest of them looks like a whole model."""
+    interrupted_after(20, model, tmp_path / "out")
+    for path in (*model.glob("model-00001*"), *model.glob("*.index.json")):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="other source: model-00001"):
+        convert_checkpoint(model, tmp_path / "out", resume=True)
 
 
 @pytest.mark.parametrize("command", ["convert", "verify"])

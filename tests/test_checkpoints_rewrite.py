@@ -203,6 +203,17 @@ def test_the_config_says_what_dtype_was_written(tmp_path, dtype, name):
     assert {k: v for k, v in json_of(tmp_path / "again" / CONFIG).items() if "dtype" in k} == {"torch_dtype": name}
 
 
+def test_a_multimodal_config_says_nothing_of_the_old_quantization(tmp_path):
+    """Its language model may name it instead of the model."""
+    out = quantized(tmp_path, config={"text_config": {"x": 1}})
+    changed_json(out / CONFIG, lambda c: c["text_config"].update(quantization_config=c.pop("quantization_config")))
+    for name, writer in (("back", dequantize_checkpoint), ("again", partial(repack_checkpoint, layout=CT))):
+        writer(out, tmp_path / name)
+        assert json_of(tmp_path / name / CONFIG)["text_config"] == {"x": 1}
+        assert open_checkpoint(tmp_path / name)[NORM].shape == (5,)
+    assert sorted(p.name for p in (tmp_path / "back").iterdir()) == [CONFIG, "model.safetensors"]
+
+
 def test_values_that_f16_cannot_hold_are_an_error(tmp_path, capsys):
     large = np.zeros((32, 64), np.float32)
     large[3, :2], large[20, 5], large[21, 5] = 7e4, -1e5, 6e4

@@ -39,8 +39,8 @@ def check_same_tensors(directory, other):
 @pytest.mark.parametrize("model", ["qwen3_moe", "llama4", "gpt_oss"])
 def test_experts_taken_apart(tmp_path, model):
     turned, interleaved = model != "qwen3_moe", model == "gpt_oss"
-    gate, up, down = array(3, 32, 64), 2 * array(3, 32, 64, seed=1), array(3, 64, 32, seed=2)
-    both = np.stack([gate, up], axis=2).reshape(3, 64, 64) if interleaved else np.concatenate([gate, up], axis=1)
+    gate, up, down = array(3, 48, 64), 2 * array(3, 48, 64, seed=1), array(3, 64, 48, seed=2)
+    both = np.stack([gate, up], axis=2).reshape(3, 96, 64) if interleaved else np.concatenate([gate, up], axis=1)
     stacks = {f"{EXPERTS}.gate_up_proj": both, f"{EXPERTS}.down_proj": down}
     stored = {n: np.ascontiguousarray(x.transpose(0, 2, 1)) if turned else x for n, x in stacks.items()}
     model_of(tmp_path / "in", stored, {"model_type": model})

@@ -25,7 +25,7 @@ from ._files.files import (
 )
 from ._files.safetensors import DTYPES, FLOATS, JSON, VERSION, Planned, writing
 from ._files.source import CONFIG, Source
-from ._layouts.configs import config_files, index_file
+from ._layouts.configs import config_files, index_file, without_quantization
 from ._layouts.layouts import LAYOUTS, TE, Layout, LayoutName, Parts, decode_scale, global_scale_of
 from ._layouts.loaders import checked_ignore_list, linear_modules
 from ._layouts.stored import Stored, Weight, open_stored
@@ -189,11 +189,10 @@ def _check_range(stored: Stored, module: str, dtype: str) -> None:
 
 
 def _ordinary_config(config: JSON, dtype: str) -> JSON:
-    out = {**config, "torch_dtype": dtype}
-    out.pop("quantization_config", None)
+    out = {**without_quantization(config), "torch_dtype": dtype}
     if "dtype" in config:
         out["dtype"] = dtype
-    if isinstance(text := config.get("text_config"), dict):
+    if isinstance(text := out.get("text_config"), dict):
         out["text_config"] = {**text, **{k: dtype for k in ("torch_dtype", "dtype") if k in text}}
     return out
 

@@ -16,6 +16,7 @@ from .._files.errors import CheckpointError
 from .._files.files import Rows
 from .._files.safetensors import Planned
 from .._files.source import CONFIG, Source, View
+from .._layouts.configs import without_quantization
 from .._layouts.loaders import is_expert_stack
 from .._layouts.names import WEIGHT
 from .options import ConvertOptions, ExpertLayout
@@ -150,7 +151,7 @@ def fp8_decoded(source: Source) -> Source:
     ]
     if not views:
         return source
-    config = None if source.config is None else {k: v for k, v in source.config.items() if k != "quantization_config"}
+    config = None if source.config is None else without_quantization(source.config)
     return replace(_with_views(source, views), config=config)
 
 

@@ -53,6 +53,14 @@ def quantization_config(
     }
 
 
+def without_quantization(config: JSON) -> JSON:
+    """Leaves out how a source was quantized, of a multimodal model also where it describes the language model."""
+    out = {key: value for key, value in config.items() if key != "quantization_config"}
+    if isinstance(text := out.get("text_config"), dict):
+        out["text_config"] = {key: value for key, value in text.items() if key != "quantization_config"}
+    return out
+
+
 def config_files(
     layout: LayoutName,
     config: JSON | None,
@@ -66,7 +74,7 @@ def config_files(
     files: dict[str, JSON] = {}
     if config is not None:
         quantization = quantization_config(layout, ignore, weight_only=weight_only, fp8_kv_cache=fp8_kv_cache, te=te)
-        files[CONFIG] = {**config, "quantization_config": quantization}
+        files[CONFIG] = {**without_quantization(config), "quantization_config": quantization}
     if layout == "modelopt":
         files[HF_QUANT] = {  # loaders need every key
             "producer": {"name": "jnvfp4", "version": __version__},
