@@ -311,7 +311,7 @@ def changed(directory, name, value):
         ("weight_scale", b"\x80", "block scales that are negative or NaN"),
         ("weight_scale_2", np.float32(np.nan).tobytes(), "has a global scale of nan"),
         ("weight_scale_2", np.float32(1e3).tobytes(), "relative error is"),
-        ("weight_scale_2", np.float32(3e38).tobytes(), "relative error is (inf|nan)"),
+        ("weight_scale_2", np.float32(3e38).tobytes(), "relative error is nan"),
     ],
 )
 def test_verify_finds_what_is_no_number(tmp_path, monkeypatch, part, value, text):

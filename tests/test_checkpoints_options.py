@@ -31,6 +31,9 @@ from jnvfp4 import cli
 from jnvfp4.checkpoints import (
     CheckpointError,
     ConvertOptions,
+    Exit,
+    Record,
+    VerificationError,
     convert_checkpoint,
     repack_checkpoint,
     verify_checkpoint,
@@ -281,6 +284,18 @@ def test_warnings_and_notes(tmp_path, capsys, monkeypatch):
     assert sorted(files_of(tmp_path / "report")) == ["report.csv", "report.json"]
     assert main([*convert, str(tmp_path / "b"), "--quiet", *report]) == 0
     assert not capsys.readouterr().err
+
+
+def test_a_report_of_what_verification_found(model, tmp_path, capsys, monkeypatch):
+    def failing(*_, **__):
+        record = Record("b", (1,), "BF16", None, None, sha256="")
+        raise VerificationError([CheckpointError("is another", tensor="a")], [record])
+
+    monkeypatch.setattr(cli, "verify_checkpoint", failing)
+    arguments = ["convert", str(model), str(tmp_path / "out"), "--report", str(tmp_path / "report")]
+    assert main(arguments) == Exit.VERIFICATION
+    assert "error: tensor 'a': is another" in capsys.readouterr().err
+    assert [t["name"] for t in json.loads((tmp_path / "report" / "report.json").read_text())["tensors"]] == ["b"]
 
 
 def test_a_report_that_cannot_be_written(model, tmp_path, capsys, monkeypatch):

@@ -302,7 +302,8 @@ def test_microbatches_that_share_a_stream_raise(remat):
         losses(shared)
     losses(shared, Policy(default=NEAREST))
     losses(lambda key: model.apply(of_model, X, rngs={"sr": key}))
-    losses(lambda key: Caller().apply({}, X, variables, {"sr": key}, rngs={"sr": KEY}))
+    caller = (nn.remat(Caller) if remat else Caller)()
+    losses(lambda key: caller.apply({}, X, variables, {"sr": key}, rngs={"sr": KEY}))
     losses(lambda key: scanned.apply(stacked(of_model), X, rngs={"sr": KEY}))
     alike = Stack(layers=1, remat=remat, scan=True, split_rngs=OF_ALL)  # a key of each microbatch, for all its layers
     with pytest.raises(ValueError, match=f"layer 'block/up': {DIFFER}"):
@@ -321,6 +322,18 @@ def test_a_constant_key_inside_jit_raises():
         assert_bitwise(Mlp().apply(variables, X, rngs={"sr": KEY}), step(variables, KEY))
         jax.grad(lambda variables: Mlp().apply(variables, X, rngs={"sr": KEY}).sum())(variables)
         nn.remat(Mlp)().apply(variables, X, rngs={"sr": KEY})  # which gives the key to what it traces
+
+
+def test_a_layer_that_is_called_twice_draws_twice():
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.Dense(32, name="up")
+            return layer(layer(x))
+
+    with recorded_keys() as drawn, intercept(ALL):
+        Twice().apply(init(Twice()), X, rngs={"sr": KEY})
+    assert len(set(drawn)) == 2
 
 
 # ---------------------------------------------------------------- dot_general_cls
