@@ -14,6 +14,7 @@ import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 from flax_models import KEY, NEAREST, SR
+from jax.sharding import PartitionSpec as P
 
 import jnvfp4
 from jnvfp4 import Policy, Rule, layer_key, linear, step_key
@@ -96,6 +97,9 @@ def test_the_weights_do_not_change():
     adapted = apply(MODEL, POLICY)
     assert adapted.layers.stacked.up.weight is MODEL.layers.stacked.up.weight
     assert isinstance(adapted.layers.stacked.up.dot_general, DotGeneral)
+    placed = (P("x"), P())
+    gathered = apply(MODEL, Policy([Rule("layers/.*", SR, placed)]))
+    assert gathered.layers.stacked.up.dot_general.w_gather == placed
     assert adapted.head.dot_general is MODEL.head.dot_general
     trained = [[a.shape for a in jax.tree.leaves(eqx.filter(m, eqx.is_inexact_array))] for m in (adapted, MODEL)]
     assert trained[0] == trained[1]
