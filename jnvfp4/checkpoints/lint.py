@@ -6,7 +6,7 @@ Sources, as issues and pull requests: vLLM 29980, 42601, 45102, 45212, 49949, 52
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ._files.source import CONFIG, HF_QUANT, open_source
 from ._layouts.configs import PACKED
 from ._layouts.layouts import COMPRESSED_TENSORS, MODELOPT, TE
 from ._layouts.loaders import READINGS, Reading, checked_ignore_list, fused_module
-from ._layouts.names import groups_of, is_embedding, is_head, is_other, is_router, split_role
+from ._layouts.names import groups_of, is_embedding, is_head, is_other, is_router, is_stack, split_role
 from ._layouts.stored import scale_shapes
 from ._layouts.survey import Item, Survey, module_entries, survey
 from ._layouts.unsupported import has_fp8_kv_cache
@@ -131,11 +131,10 @@ def _activation_one(s: Survey) -> Iterator[Found]:
 
 
 # ---------------------------------------------------------------- scales of weights
-def shared_decode(s: Survey, members: Iterable[str]) -> np.ndarray | None:
+def shared_decode(s: Survey, members: Sequence[str]) -> np.ndarray | None:
     """Finds the scale, as S_dec, that fused weights with different ones should share; None if theirs are the same."""
     decode = [d for m in members if (d := s.items[m].decode) is not None and not s.items[m].bad_globals]
-    shapes = {d.size for d in decode}
-    if len(decode) < 2 or len(shapes) > 1:
+    if len(decode) < 2 or len({d.size for d in decode}) > 1 or (decode[0].size > 1 and not is_stack(members[0])):
         return None
     flat = np.stack([d.reshape(-1) for d in decode])
     same = np.isclose(flat, flat[0], rtol=1e-5, atol=0).all()
