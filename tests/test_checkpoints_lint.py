@@ -440,8 +440,11 @@ def test_mixed_formats_are_checked_but_for_their_config(tmp_path, sound):
     b.tensors[f"{ATTENTION}.x_proj.weight_scale"] = ("F32", np.float32(1))
     b.quantization["quant_algo"] = b.hf_quant["quantization"]["quant_algo"] = "MIXED_PRECISION"
     assert lint(b.write(tmp_path / "mixed")) == []
-    without("activation")(b)
-    assert [f.rule for f in lint(b.write(tmp_path / "broken"))] == ["input-scale-missing"]
+    both(without("activation"), kv, entry("ignore", ["lm_head"]))(b)
+    found = [(f.rule, f.fixable) for f in lint(b.write(tmp_path / "broken"))]
+    assert found == [("input-scale-missing", True), ("kv-scales", False)]
+    b.hf_quant["quantization"]["quantized_layers"] = {f"{MOE}.experts.*": {"quant_algo": "W4A16_NVFP4"}}
+    assert [f.rule for f in lint(b.write(tmp_path / "weight-only"))] == ["kv-scales"]
 
 
 # ---------------------------------------------------------------- the command
@@ -507,6 +510,6 @@ def test_block_scales_are_read_by_slices(tmp_path, sound, monkeypatch):
 
 def test_the_page_has_all_rules():
     page = (Path(__file__).parent.parent / "docs" / "checkpoints.md").read_text()
-    rows = re.findall(r"^\| `([\w-]+)` \| (.*?) \| (.*?) \| (.*?) \|$", page, re.M)
-    listed = {name: (finds, breaks) for name, finds, breaks, _ in rows if name in RULES}
-    assert list(listed) == list(RULES)
+    table = re.search(r"^\| rules \|.*\n((?:\|.*\n)+)", page, re.M)[1]
+    rows = [line.split("|")[1] for line in table.splitlines()]
+    assert sorted(re.findall(r"`([\w-]+)`", "".join(rows))) == sorted(RULES)

@@ -18,7 +18,15 @@ from ._layouts.layouts import decode_scale
 from ._layouts.names import groups_of
 from ._layouts.survey import Item, Survey, survey
 from ._layouts.unsupported import has_fp8_kv_cache
-from .lint import findings, ignore_list_of, is_calibrated, needs_activations, shared_decode, usable_activations
+from .lint import (
+    findings,
+    ignore_list_of,
+    is_calibrated,
+    lacks_activation,
+    needs_activations,
+    shared_decode,
+    usable_activations,
+)
 from .rewrite import Pieces, Task, Warn, write_output
 
 _NAN, _MOST = 0x7F, 0x7E  # E4M3: NaN, 448
@@ -71,9 +79,10 @@ def _fix_activations(s: Survey, fixes: _Fixes) -> None:
             continue
         old = item.activation_decode
         if old is None:
-            if not needed or item.activation is not None or item.module in s.stored.stacks:
+            if not needed or not lacks_activation(s, item):
                 continue
-            new = np.full(s.layout.global_shape, value, np.float32)
+            like = item.global_scale if item.module in s.stored.stacks else None
+            new = np.full(s.layout.global_shape if like is None else like.shape, value, np.float32)
         else:
             new = np.where(np.isnan(old) | (calibrated & (old == 1)), value, old)
             if np.array_equal(new, old):

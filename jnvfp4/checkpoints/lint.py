@@ -104,10 +104,15 @@ def needs_activations(s: Survey) -> bool:
     return s.layout.activation is not None and s.weight_only is not True and some
 
 
+def lacks_activation(s: Survey, item: Item) -> bool:
+    """Tells whether a loader looks for a scale of a weight's activations, and there is none."""
+    return item.activation is None and not s.leaves_activations(item.module)
+
+
 def _activation_missing(s: Survey) -> Iterator[Found]:
     known = usable_activations(s)
     for item in s.items.values() if needs_activations(s) else ():
-        if item.activation is None and item.module not in s.stored.stacks:
+        if lacks_activation(s, item):
             yield item.module, f"has no {s.layout.activation}", item.family in known
 
 
@@ -324,7 +329,8 @@ def _misread(s: Survey, entries: list[str], section: Mapping[str, Any]) -> Itera
 
 
 def _listed(reads: Reading, entries: Iterable[str], module: str) -> str | None:
-    return next((e for e in entries if reads(e, module) or reads(e, fused_module(module))), None)
+    fused = fused_module(module)
+    return next((e for e in entries if reads(e, module) or reads(e, fused)), None)
 
 
 def _targeted(reads: Reading, targets: list[str], module: str) -> bool:

@@ -71,7 +71,7 @@ class Item:
         """How many global scales are zero, negative, infinite or NaN. An amax may be zero."""
         return 0 if self.global_scale is None else _count_bad(self.global_scale, zero=self.layout.meaning == "amax")
 
-    @property
+    @cached_property
     def activation_decode(self) -> np.ndarray | None:
         """S_dec of the activations; NaN where it is zero, negative, not finite, or too small to be inverted."""
         if self.activation is None:
@@ -153,6 +153,19 @@ class Survey:
             return None
         inputs = [g.get("input_activations") for g in groups.values() if isinstance(g, dict)]
         return all(i is None or (isinstance(i, dict) and i.get("dynamic") is True) for i in inputs)
+
+    @cached_property
+    def _algorithm_of(self) -> dict[str, object]:
+        """The algorithms that a config of mixed formats gives to modules and all below them."""
+        layers = [(c or {}).get("quantized_layers") for c in (self.config, self.hf_quant)]
+        given = [item for found in layers if isinstance(found, dict) for item in found.items()]
+        return {name.rstrip("*").rstrip("."): v.get("quant_algo") for name, v in given if isinstance(v, dict)}
+
+    def leaves_activations(self, module: str) -> bool:
+        """Tells whether a config of mixed formats leaves the activations of a module in high precision."""
+        parts = module.split(".")
+        above = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+        return next((self._algorithm_of[p] for p in above if p in self._algorithm_of), None) == ALGORITHMS[1]
 
     def block_scales(self, item: Item) -> Iterator[np.ndarray]:
         """Gives the block scales as uint8, some rows at a time; nothing if they do not lie as the layout says."""
