@@ -275,7 +275,7 @@ def _formats(s: Survey) -> Iterator[tuple[str, str]]:
     if s.layout is COMPRESSED_TENSORS and s.config is not None and s.config.get("format") is None:
         yield CONFIG, f"has no format; expected {PACKED!r}"
     if len(s.algorithms) > 1:
-        yield HF_QUANT, f"and {CONFIG} name different algorithms: {', '.join(sorted(map(str, s.algorithms)))}"
+        yield HF_QUANT, f"and {CONFIG} name different algorithms: {', '.join(sorted(s.algorithms))}"
     for file, section in ((CONFIG, s.config), (HF_QUANT, s.hf_quant)):
         for size in _values(section, "group_size"):
             if size not in (None, BLOCK):
@@ -317,7 +317,9 @@ def _lists(s: Survey) -> Iterator[tuple[str, str]]:
 def _misread(s: Survey, entries: list[str], section: Mapping[str, Any]) -> Iterator[str]:
     readings = {name: reads for name, (reads, _) in READINGS[s.layout.name].items() if name != "miles"}
     loader, reads = next(iter(readings.items()))
-    targets = [t for found in _values(section, "targets") if isinstance(found, list) for t in found]
+    targets = [
+        t for found in _values(section, "targets") if isinstance(found, list) for t in found if isinstance(t, str)
+    ]
     for module in s.unquantized:
         if not is_other(module) and _targeted(reads, targets, module) and not _listed(reads, entries, module):
             yield f"does not list {module}, which is not quantized: {loader} would quantize it"

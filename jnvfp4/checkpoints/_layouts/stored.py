@@ -82,7 +82,8 @@ class Stored:
     @property
     def e4m3_max(self) -> Literal[448, 256]:
         """The largest block scale that amaxes in layout te were found for. The other layouts store scales: 448."""
-        e4m3_max = ((self.source.config or {}).get("quantization_config") or {}).get("e4m3_max", 448)
+        section = (self.source.config or {}).get("quantization_config")
+        e4m3_max = section.get("e4m3_max", 448) if isinstance(section, dict) else 448
         if e4m3_max not in (448, 256):
             raise CheckpointError(f"e4m3_max is {e4m3_max!r}", "448 or 256", file=self.source.directory / CONFIG)
         return 256 if e4m3_max == 256 and self.layout is TE else 448

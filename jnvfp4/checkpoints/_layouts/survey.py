@@ -130,9 +130,10 @@ class Survey:
         return section if isinstance(section, dict) else None
 
     @cached_property
-    def algorithms(self) -> set[object]:
+    def algorithms(self) -> set[str]:
         """What the configs of Model Optimizer name as the algorithm."""
-        return {c["quant_algo"] for c in (self.config, self.hf_quant) if c and c.get("quant_algo") is not None}
+        named = (c.get("quant_algo") for c in (self.config, self.hf_quant) if c)
+        return {str(name) for name in named if name is not None}
 
     @cached_property
     def mixed(self) -> bool:
