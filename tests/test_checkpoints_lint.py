@@ -204,6 +204,7 @@ BROKEN = [
     ("input-scale-one", "o_proj", value("activation", 1, f"{ATTENTION}.o_proj"), ANY, False),
     ("fused-globals", "up", scaled(1.5), ANY, True),
     ("fused-globals", "up, smaller", scaled(0.4), ANY, True),
+    ("fused-globals", "q", scaled(1.5, f"{ATTENTION}.q_proj"), ANY, True),
     ("fused-globals", "k", scaled(1.01, f"{ATTENTION}.k_proj"), ANY, True),
     *(("bad-globals", str(x), value("global_scale", x, DOWN), ANY, False) for x in (0, np.nan, np.inf, -1)),
     ("bad-globals", "KV", both(kv, entry("kv_cache_scheme", {"num_bits": 8, "type": "float"}),
@@ -352,6 +353,8 @@ def test_faults_of_one_weight_are_mended_together(tmp_path, sound):
     assert len({f.rule for f in lint(path)}) == 5  # NaN is not looked for before scales lie as they should
     fix_checkpoint(path, tmp_path / "fixed")
     assert [f.rule for f in lint(tmp_path / "fixed")] == ["bad-globals"]
+    value("global_scale", 0, f"{ATTENTION}.v_proj")(b)
+    assert [f.where for f in lint(b.write(tmp_path / "more")) if f.rule == "fused-globals"] == [f"{ATTENTION}.q_proj"]
     _, scales = Broken(tmp_path / "fixed").tensors[b.part(k, "scales")]
     assert scales.shape == (64, 8)
     assert scales[3, 5].astype(np.float32) == 224
@@ -466,7 +469,7 @@ def test_long_lists_are_cut_in_text_alone(tmp_path, sound, capsys):
     assert main(["lint", str(path)]) == 1
     out = capsys.readouterr().out
     assert "and 26 more" in out
-    assert out.endswith("36 findings, of which --fix mends 0\n")
+    assert out.endswith("findings: 36, of which --fix mends 0\n")
     assert main(["lint", str(path), "--json"]) == 1
     assert len(json.loads(capsys.readouterr().out)["findings"]) == 36
 

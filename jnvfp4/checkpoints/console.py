@@ -194,7 +194,7 @@ def findings_table(found: Sequence[Finding], done: Mapping[str, str], output: Pa
         lines += _some([f"  {f.where} {f.found}{' (--fix)' if f.fixable else ''}" for f in of_rule])
         lines += [f"  breaks: {rule.breaks}", f"  do: {rule.do}"]
     count, fixable = sum(not f.note for f in found), sum(f.fixable for f in found)
-    what = f"{count} findings, of which --fix mends {fixable}" if count else "no finding"
+    what = f"findings: {count}, of which --fix mends {fixable}" if count else "no finding"
     return "\n".join([*lines, "", what]).lstrip("\n")
 
 

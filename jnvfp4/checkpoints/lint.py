@@ -113,7 +113,7 @@ def _activation_missing(s: Survey) -> Iterator[Found]:
     known = usable_activations(s)
     for item in s.items.values() if needs_activations(s) else ():
         if lacks_activation(s, item):
-            yield item.module, f"has no {s.layout.activation}", item.family in known
+            yield str(item.parts.activation), "is missing", item.family in known
 
 
 def _activation_unusable(s: Survey) -> Iterator[Found]:
@@ -138,27 +138,26 @@ def _activation_one(s: Survey) -> Iterator[Found]:
 # ---------------------------------------------------------------- scales of weights
 def shared_decode(s: Survey, members: Sequence[str]) -> np.ndarray | None:
     """Finds the scale, as S_dec, that fused weights with different ones should share; None if theirs are the same."""
-    decode = [d for m in members if (d := s.items[m].decode) is not None and not s.items[m].bad_globals]
-    if len(decode) < 2 or len({d.size for d in decode}) > 1 or (decode[0].size > 1 and not is_stack(members[0])):
-        return None
-    flat = np.stack([d.reshape(-1) for d in decode])
-    same = np.isclose(flat, flat[0], rtol=1e-5, atol=0).all()
-    return None if same else flat.max(axis=0)
+    decode = _decode(s, members)
+    return None if np.isclose(decode, decode[:1], rtol=1e-5, atol=0).all() else decode.max(axis=0)
+
+
+def _decode(s: Survey, members: Sequence[str]) -> np.ndarray:
+    """Gives the S_dec of fused weights that can be compared, [weights] or [weights, E]; no scales of rows."""
+    usable = [d.reshape(-1) for m in members if not s.items[m].bad_globals and (d := s.items[m].decode) is not None]
+    same_size = len({d.size for d in usable}) == 1 and (usable[0].size == 1 or is_stack(members[0]))
+    return np.stack(usable) if same_size else np.empty((0, 1), np.float32)
 
 
 def _fused(s: Survey) -> Iterator[Found]:
     for group in groups_of(s.items):
-        if (shared := shared_decode(s, group.members)) is None:
-            continue
-        smallest = min(float(d.min()) for m in group.members if (d := s.items[m].decode) is not None)
-        roles = ", ".join(split_role(m)[1] for m in group.members)
-        whole = all(s.items[m].lie == "plain" or _can_unpad(s, s.items[m]) for m in group.members)
-        ratio = float(shared.max()) / smallest
-        yield (
-            group.members[0],
-            f"{roles} have different global scales, up to {ratio:.4g}x",
-            whole and s.layout is not TE,
-        )
+        if shared_decode(s, group.members) is not None:
+            decode = _decode(s, group.members)
+            ratio = (decode.max(axis=0) / decode.min(axis=0)).max()
+            roles = ", ".join(split_role(m)[1] for m in group.members[1:])
+            whole = all(s.items[m].lie == "plain" or _can_unpad(s, s.items[m]) for m in group.members)
+            text = f"and {roles} have different global scales, up to {ratio:.4g}x"
+            yield group.members[0], text, whole and s.layout is not TE
 
 
 def _globals(s: Survey) -> Iterator[Found]:
@@ -241,7 +240,7 @@ def _split(s: Survey, ranks: int | None = None) -> Iterator[Found]:
     for (_, k), modules in sizes.items():
         if bad := [str(n) for n in (RANKS if ranks is None else (ranks,)) if k % (BLOCK * n)]:
             more = f", as {len(modules) - 1} more" if len(modules) > 1 else ""
-            text = f"has K = {k}, which {' or '.join(bad)} ranks cut within blocks of {BLOCK}{more}"
+            text = f"has K = {k}, which {', '.join(bad)} ranks cut within blocks of {BLOCK}{more}"
             yield modules[0], text, False, ranks is None
 
 
@@ -299,9 +298,9 @@ def _activations(s: Survey) -> Iterator[tuple[str, str]]:
     count = sum(item.activation is not None for item in s.items.values())
     file = HF_QUANT if s.config is None else CONFIG
     if s.layout.activation is not None and s.weight_only is False and not count:
-        yield file, f"asks for activations in 4 bits, but no weight has {s.layout.activation}"
+        yield file, "asks for activations in 4 bits, but no weight has a scale for them"
     if s.layout is COMPRESSED_TENSORS and s.weight_only and count:
-        yield file, f"leaves activations in 16 bits, but {count} weights have {s.layout.activation}"
+        yield file, f"leaves activations in 16 bits, but {count} weights have a scale for them"
 
 
 def _lists(s: Survey) -> Iterator[tuple[str, str]]:
@@ -373,7 +372,7 @@ RULES: Mapping[str, Rule] = {
     "fused-globals": Rule(
         "different global scales of q, k, v or of gate, up (w1, w3)",
         "vLLM, SGLang, TensorRT-LLM (Cutlass): one scale is used for all",
-        "--fix takes the largest, and rounds block scales of the others again (up to 6 % per block)",
+        "--fix takes the largest, and rounds block scales of the others again (by up to 6 %, more if subnormal)",
         _fused,
     ),
     "bad-globals": Rule(
