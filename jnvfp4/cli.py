@@ -28,9 +28,9 @@ from .checkpoints._layouts.layouts import LAYOUTS
 from .checkpoints.compare import diff, inspect
 from .checkpoints.convert import convert_checkpoint
 from .checkpoints.fix import fix_checkpoint
-from .checkpoints.lint import lint
 from .checkpoints.report_files import summary, write_report
 from .checkpoints.rewrite import dequantize_checkpoint, repack_checkpoint
+from .checkpoints.rules import lint
 from .checkpoints.verify import VerificationError, as_json, verify_checkpoint
 from .spec import NVFP4, NVFP4_2D, ROW_SCALED, QuantSpec, four_over_six
 

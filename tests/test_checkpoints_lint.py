@@ -15,7 +15,7 @@ from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, fix_checkpoin
 from jnvfp4.checkpoints._files.errors import CheckpointError
 from jnvfp4.checkpoints._files.source import CONFIG, HF_QUANT, open_source
 from jnvfp4.checkpoints._layouts.stored import layout_of, open_stored
-from jnvfp4.checkpoints.lint import RULES
+from jnvfp4.checkpoints.rules import RULES
 from jnvfp4.cli import main
 
 MODELOPT, CT = "modelopt", "compressed-tensors"

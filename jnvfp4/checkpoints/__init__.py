@@ -9,10 +9,10 @@ from .calibrate import write_input_amaxes
 from .compare import Difference, diff, inspect
 from .convert import Result, convert_checkpoint
 from .fix import fix_checkpoint
-from .lint import Finding, lint
 from .load import Checkpoint, open_checkpoint
 from .report_files import write_report
 from .rewrite import dequantize_checkpoint, repack_checkpoint
+from .rules import Finding, lint
 from .save import save_checkpoint
 from .trees import NameRule, from_hf, to_hf
 from .verify import Record, VerificationError, verify_checkpoint

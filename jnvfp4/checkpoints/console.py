@@ -15,7 +15,7 @@ from ._files.safetensors import JSON
 from ._layouts.names import module_of
 from .compare import Difference
 from .convert import Result
-from .lint import RULES, Finding
+from .rules import RULES, Finding
 from .verify import SUSPICIOUS, Record
 
 SECONDS = 10.0  # between two lines, if stderr is no terminal

@@ -18,7 +18,8 @@ from ._layouts.layouts import decode_scale
 from ._layouts.names import groups_of
 from ._layouts.survey import Item, Survey, survey
 from ._layouts.unsupported import has_fp8_kv_cache
-from .lint import (
+from .rewrite import Pieces, Task, Warn, write_output
+from .rules import (
     findings,
     ignore_list_of,
     is_calibrated,
@@ -27,7 +28,6 @@ from .lint import (
     shared_decode,
     usable_activations,
 )
-from .rewrite import Pieces, Task, Warn, write_output
 
 _NAN, _MOST = 0x7F, 0x7E  # E4M3: NaN, 448
 
