@@ -1,4 +1,4 @@
-"""Runs the command ``jnvfp4``: convert, inspect, verify, repack, dequantize, diff, doctor, support."""
+"""Runs the command ``jnvfp4``: convert, inspect, lint, verify, repack, dequantize, diff, doctor, support."""
 
 import argparse
 import dataclasses
@@ -27,8 +27,10 @@ from .checkpoints._files.source import open_source
 from .checkpoints._layouts.layouts import LAYOUTS
 from .checkpoints.compare import diff, inspect
 from .checkpoints.convert import convert_checkpoint
+from .checkpoints.fix import fix_checkpoint
 from .checkpoints.report_files import summary, write_report
 from .checkpoints.rewrite import dequantize_checkpoint, repack_checkpoint
+from .checkpoints.rules import lint
 from .checkpoints.verify import VerificationError, as_json, verify_checkpoint
 from .spec import NVFP4, NVFP4_2D, ROW_SCALED, QuantSpec, four_over_six
 
@@ -127,6 +129,16 @@ def _parser() -> argparse.ArgumentParser:
     _convert_arguments(command(_convert, "quantize a checkpoint", more))
     text = "describe a checkpoint: layout, unquantized tensors, groups, sizes"
     command(_inspect, text, example="MODEL-NVFP4", source="the checkpoint")
+    more = (
+        " Codes\nare not read, only headers, scales and configs. Each rule says which loaders break and what to do."
+        "\nExit code 1 says that something is found, or left after --fix; notes do not count."
+    )
+    text = "find what breaks loaders of an NVFP4 checkpoint, of any software"
+    p = command(_lint, text, more, "MODEL-NVFP4 --fix OUTPUT", source="the checkpoint")
+    text = "write a checkpoint with scales and configs mended, and the same codes, into a new or empty directory"
+    p.add_argument("--fix", type=Path, metavar="OUTPUT", help=text)
+    text = "ranks of tensor parallelism that must not cut blocks (without it: a note about 2, 4 and 8)"
+    p.add_argument("--ranks", type=_count, metavar="N", help=text)
     more = " The last\nline gives the verdict. Exit code 5: the checkpoint is not verified."
     paths = {"source": "the checkpoint that was converted", "output": "the converted checkpoint"}
     p = command(_verify, "compare a converted checkpoint with its source", more, "MODEL MODEL-NVFP4", **paths)
@@ -343,6 +355,13 @@ def _verify(a: argparse.Namespace) -> Exit:
 
 def _warn(text: str) -> None:
     console.say(f"warning: {text}", sys.stderr)
+
+
+def _lint(a: argparse.Namespace) -> Exit:
+    done = fix_checkpoint(a.source, a.fix, warn=_warn) if a.fix is not None else {}
+    found = lint(a.fix if done else a.source, a.ranks)
+    _show(console.findings_as_json(found, done) if a.json else console.findings_table(found, done, a.fix))
+    return Exit.OK if all(f.note for f in found) else Exit.DIFFERENT
 
 
 def _repack(a: argparse.Namespace) -> Exit:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from checkpoints import DOWN, GATE, INDEX, UP, files_of, header_of, weight, with_header, write_model
 
-from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint
+from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint, fix_checkpoint, lint
 from jnvfp4.checkpoints._files.safetensors import DTYPES
 from jnvfp4.checkpoints.compare import inspect
 from jnvfp4.checkpoints.rewrite import dequantize_checkpoint
@@ -165,6 +165,12 @@ def read(src: Path, out: Path) -> None:
     dequantize_checkpoint(src, out)
 
 
+def mend(src: Path, out: Path) -> None:
+    """A checkpoint that is mended opens for `lint`; one that needs nothing is not written."""
+    lint(out if fix_checkpoint(src, out, warn=lambda text: None) else src)
+    out.mkdir(exist_ok=True)
+
+
 def error_of(run: Callable[[Path, Path], None], src: Path, out: Path) -> CheckpointError | None:
     try:
         run(src, out)
@@ -221,6 +227,21 @@ def test_damaged_files(found):
     counts = collections.Counter(fuzz(found, seed) for seed in range(ROUNDS))
     for run in ("convert", "read"):
         assert counts[f"{run}: BAD_INPUT"] > counts[f"{run}: success"] > 0, counts
+
+
+def test_damaged_files_are_linted(found):
+    """Configs in turn with other files."""
+    counts = collections.Counter[str]()
+    for seed in range(2 * ROUNDS):
+        rng = random.Random(seed)
+        files = dict(rng.choice(found[1:]))
+        name = rng.choice([n for n in files if n.endswith("config.json")])
+        config = json.loads(files[name])
+        damage_json(config, rng)
+        files = {**files, name: json.dumps(config).encode()} if seed % 2 else damage(files, rng)
+        counts[outcome(files, mend)] += 1
+    assert counts.keys() <= EXPECTED
+    assert min(counts["success"], counts["BAD_INPUT"]) > ROUNDS / 3
 
 
 @pytest.mark.long

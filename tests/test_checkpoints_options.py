@@ -166,7 +166,7 @@ def test_shards_have_the_names_of_the_input(tmp_path):
         assert list(plan.shards) == [f"{name}.safetensors" for name in names]
 
 
-COMMANDS = ("convert", "inspect", "verify", "repack", "dequantize", "diff")
+COMMANDS = ("convert", "inspect", "lint", "verify", "repack", "dequantize", "diff")
 FOUR_OVER_SIX = ["--recipe", "4over6"]
 SPECS = [
     ([], jnvfp4.NVFP4),
@@ -357,7 +357,8 @@ def test_options_of_the_page_exist(capsys):
     assert "`jnvfp4 convert --help`" in page
     documented = set(re.findall(r"(?<![\w-])--\w[\w-]+", page))
     assert len(documented) > 15
-    assert documented <= set(re.findall(r"(?<![\w-])--\w[\w-]+", help_of(capsys, "convert")))
+    offered = help_of(capsys, "convert") + help_of(capsys, "lint")
+    assert documented <= set(re.findall(r"(?<![\w-])--\w[\w-]+", offered))
 
 
 # ---------------------------------------------------------------- how the commands are used

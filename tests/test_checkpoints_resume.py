@@ -361,7 +361,8 @@ def check_refused(out, text, capsys):
     for work in (open_checkpoint, inspect, open_source):
         with pytest.raises(CheckpointError, match=text):
             work(out)
-    arguments = [["inspect", str(out)], ["inspect", file], ["verify", str(out), str(out)], ["diff", str(out), str(out)],
+    arguments = [["inspect", str(out)], ["inspect", file], ["lint", str(out)],
+                 ["verify", str(out), str(out)], ["diff", str(out), str(out)],
                  ["dequantize", str(out), "back"], ["repack", str(out), "back", "--format", "modelopt"]]  # fmt: skip
     for command in arguments:
         assert main(command) == 3

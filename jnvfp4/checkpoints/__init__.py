@@ -8,9 +8,11 @@ from ._files.errors import CheckpointError, Exit
 from .calibrate import write_input_amaxes
 from .compare import Difference, diff, inspect
 from .convert import Result, convert_checkpoint
+from .fix import fix_checkpoint
 from .load import Checkpoint, open_checkpoint
 from .report_files import write_report
 from .rewrite import dequantize_checkpoint, repack_checkpoint
+from .rules import Finding, lint
 from .save import save_checkpoint
 from .trees import NameRule, from_hf, to_hf
 from .verify import Record, VerificationError, verify_checkpoint
@@ -21,6 +23,7 @@ __all__ = [
     "ConvertOptions",
     "Difference",
     "Exit",
+    "Finding",
     "NameRule",
     "Record",
     "Result",
@@ -28,8 +31,10 @@ __all__ = [
     "convert_checkpoint",
     "dequantize_checkpoint",
     "diff",
+    "fix_checkpoint",
     "from_hf",
     "inspect",
+    "lint",
     "open_checkpoint",
     "repack_checkpoint",
     "save_checkpoint",

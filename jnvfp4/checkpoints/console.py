@@ -3,9 +3,10 @@
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TextIO
 
 from ._convert.plan import Plan
@@ -14,10 +15,12 @@ from ._files.safetensors import JSON
 from ._layouts.names import module_of
 from .compare import Difference
 from .convert import Result
+from .rules import RULES, Finding
 from .verify import SUSPICIOUS, Record
 
 SECONDS = 10.0  # between two lines, if stderr is no terminal
 _WIDEST = 100  # characters of a column
+_MOST_LINES = 10  # about what one rule found
 
 
 def say(value: object, stream: TextIO, indent: int | None = None) -> None:
@@ -171,6 +174,32 @@ def difference_table(found: Difference) -> str:
         counts = values if isinstance(values, dict) else dict.fromkeys(values, "")
         rows += [(kind.replace("_", " "), name, count) for name, count in counts.items()]
     return table(("difference", "tensor or entry", "count"), rows)
+
+
+def findings_as_json(found: Sequence[Finding], done: Mapping[str, str]) -> JSON:
+    """Describes what ``lint`` found and what ``fix_checkpoint`` did before, as JSON values."""
+    rules = {f.rule: RULES[f.rule] for f in found}
+    about = {name: {"finds": r.finds, "breaks": r.breaks, "do": r.do} for name, r in rules.items()}
+    return {"fixed": dict(done), "findings": [vars(f) for f in found], "rules": about}
+
+
+def findings_table(found: Sequence[Finding], done: Mapping[str, str], output: Path | None) -> str:
+    """Formats what ``lint`` found by rule, and what ``fix_checkpoint`` did before; of a rule at most ten lines."""
+    lines = _some([f"fixed  {where}: {what}" for where, what in done.items()])
+    if output and not done:
+        lines.append(f"nothing to fix without other codes: {output} is not written")
+    for name in dict.fromkeys(f.rule for f in found):
+        rule, of_rule = RULES[name], [f for f in found if f.rule == name]
+        lines += ["", f"{'note: ' if all(f.note for f in of_rule) else ''}{name}: {rule.finds}"]
+        lines += _some([f"  {f.where} {f.found}{' (--fix)' if f.fixable else ''}" for f in of_rule])
+        lines += [f"  breaks: {rule.breaks}", f"  do: {rule.do}"]
+    count, fixable = sum(not f.note for f in found), sum(f.fixable for f in found)
+    what = f"findings: {count}, of which --fix mends {fixable}" if count else "no finding"
+    return "\n".join([*lines, "", what]).lstrip("\n")
+
+
+def _some(lines: list[str]) -> list[str]:
+    return lines if len(lines) <= _MOST_LINES else [*lines[:_MOST_LINES], f"  and {len(lines) - _MOST_LINES} more"]
 
 
 def inspect_table(checkpoint: JSON) -> str:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,11 @@ from ._files.files import (
     check_finite,
     check_free_space,
     checked_path,
+    json_bytes,
     new_output,
     pieces,
     slices,
-    write_json,
+    write_file,
 )
 from ._files.safetensors import DTYPES, FLOATS, JSON, VERSION, Planned, writing
 from ._files.source import CONFIG, Source
@@ -203,23 +204,28 @@ Task = tuple[list[Planned], Callable[[], Pieces]]  # tensors of a shard, and wha
 
 
 def _write(rewriting: Rewriting, output: Path, warn: Warn) -> None:
-    """Writes shard by shard, then the files beside them; the index is last."""
+    files = rewriting.files()
+    write_output(rewriting.stored.source, output, _shards(rewriting), files, warn)
+
+
+def write_output(
+    source: Source, output: Path, shards: Mapping[str, list[Task]], files: Mapping[str, JSON | bytes], warn: Warn
+) -> None:
+    """Writes shard by shard, then the files beside them, as values of JSON or as bytes; the index is last."""
     checked_path(output)
-    stored, files = rewriting.stored, rewriting.files()
-    check_finite(stored.source.config, stored.source.directory / CONFIG)
-    shards = _shards(rewriting)
+    check_finite(source.config, source.directory / CONFIG)
     tensors = {name: [p for planned, _ in tasks for p in planned] for name, tasks in shards.items()}
     check_free_space(output, [sum(p.nbytes for p in planned) for planned in tensors.values()])
-    check_companions(stored.source)
+    check_companions(source)
     with new_output(output):
         for name, tasks in shards.items():
             with writing(output / name, tensors[name], {"format": "pt", VERSION: __version__}) as file:
                 for tensor, first, data in (piece for _, work in tasks for piece in work()):
                     file.put(tensor, data, first)
-        not_copied = copy_companions(stored.source, output)
-        stored.source.check_unchanged()
+        not_copied = copy_companions(source, output)
+        source.check_unchanged()
         for name, value in {**files, **index_file(tensors)}.items():
-            write_json(output / name, value)
+            write_file(output / name, value if isinstance(value, bytes) else json_bytes(value))
     for text in not_copied:
         warn(text)
 

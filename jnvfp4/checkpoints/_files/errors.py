@@ -10,7 +10,7 @@ class Exit(IntEnum):
     """The exit codes of the command ``jnvfp4``."""
 
     OK = 0
-    DIFFERENT = 1  # two checkpoints differ
+    DIFFERENT = 1  # two checkpoints differ, or lint found something
     USAGE = 2
     BAD_INPUT = 3
     CONFLICT = 4  # a loader would read the plan differently

@@ -82,7 +82,8 @@ class Stored:
     @property
     def e4m3_max(self) -> Literal[448, 256]:
         """The largest block scale that amaxes in layout te were found for. The other layouts store scales: 448."""
-        e4m3_max = ((self.source.config or {}).get("quantization_config") or {}).get("e4m3_max", 448)
+        section = (self.source.config or {}).get("quantization_config")
+        e4m3_max = section.get("e4m3_max", 448) if isinstance(section, dict) else 448
         if e4m3_max not in (448, 256):
             raise CheckpointError(f"e4m3_max is {e4m3_max!r}", "448 or 256", file=self.source.directory / CONFIG)
         return 256 if e4m3_max == 256 and self.layout is TE else 448
@@ -198,7 +199,7 @@ def _check_weight(stored: Stored, module: str) -> None:
             raise CheckpointError("is missing", f"it beside {parts.global_scale!r}", tensor=part)
     codes, scales, scale = (source.entry(name) for name in (parts.codes, parts.scales, parts.global_scale))
     rank = 3 if module in stored.stacks else 2
-    possible = [] if len(codes.shape) != rank or 0 in codes.shape else _scale_shapes(codes.shape)
+    possible = [] if len(codes.shape) != rank or 0 in codes.shape else scale_shapes(codes.shape)
     if codes.tag != "U8" or not possible:
         expected = f"U8, {rank} axes, whole blocks, not empty"
         raise CheckpointError(f"is {codes.tag} {list(codes.shape)}", expected, tensor=codes.name)
@@ -210,7 +211,7 @@ def _check_weight(stored: Stored, module: str) -> None:
             raise CheckpointError(f"is {entry.tag} {list(entry.shape)}", expected, tensor=entry.name)
 
 
-def _scale_shapes(codes: tuple[int, ...]) -> list[tuple[int, ...]]:
+def scale_shapes(codes: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Lists the shapes that the block scales of such codes may have: blocks lie along the last axis of a matrix, and
     along either of the last two axes of a stack.
     """

@@ -49,7 +49,8 @@ def config_refusal(source: Source) -> CheckpointError | None:
 
 def has_fp8_kv_cache(source: Source) -> bool:
     """Tells whether the configs ask for an FP8 KV cache; ``config_refusal`` is about those that ask for another."""
-    entries = (e for _, path, section in _sections(source) for e in _entries(section, path))
+    sections = ((path, section) for _, path, section in _sections(source) if isinstance(section, dict))
+    entries = (e for path, section in sections for e in _entries(section, path))
     return any(key in _KV_CACHE and value for _, key, value in entries)
 
 

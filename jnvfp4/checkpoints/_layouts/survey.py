@@ -1,0 +1,256 @@
+"""Surveys the NVFP4 weights of a checkpoint, of any software, without refusing those that are damaged."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from .._files.errors import CheckpointError
+from .._files.files import CHUNK_BYTES, pieces
+from .._files.safetensors import FLOATS, JSON, Planned
+from .._files.source import CONFIG, Source, read_hf_quant
+from .configs import ALGORITHMS, PACKED
+from .layouts import COMPRESSED_TENSORS, MODELOPT, Layout, Parts, decode_scale_of
+from .loaders import linear_modules
+from .names import FUSED, WEIGHT, split_role
+from .stored import Stored, layout_of, scale_shapes
+
+TINY = np.finfo(np.float32).tiny
+_TILE = (128, 4)  # rows and columns of block scales that GEMMs read as one piece
+_KV_SCALE = re.compile(r"(?:^|\.)(?:[kv]|kv)_scale$")
+_EXPERT = re.compile(r"^(.*\.experts)\.\d+\.(?:.*\.)?([^.]+)$")
+Lie = Literal["plain", "padded", "missing", "wrong"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """Describes one NVFP4 weight as it is stored.
+
+    Attributes:
+      module: the name of its module, or of a stack of experts.
+      layout: the layout of the checkpoint.
+      parts: the names of its tensors.
+      codes, scales: its codes and block scales; None if there are none.
+      lie: how the block scales are stored: as the layout says, with padding (and maybe swizzled), or in another way.
+      global_scale: float32 as stored, of any shape; None if there is none, or no float.
+      activation: the scale of its activations, likewise.
+      e4m3_max: the largest block scale, where the layout stores an amax.
+    """
+
+    module: str
+    layout: Layout
+    parts: Parts
+    codes: Planned | None
+    scales: Planned | None
+    lie: Lie
+    global_scale: np.ndarray | None
+    activation: np.ndarray | None
+    e4m3_max: Literal[448, 256]
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """[N, K], or [E, N, K] of a stack; None if codes or block scales have no such shape."""
+        if self.codes is None or self.scales is None or self.lie in ("missing", "wrong"):
+            return None
+        *rows, packed = self.codes.shape
+        if len(rows) == 2 and self.scales.shape[2] == packed:  # stored [E, K, N]
+            return rows[0], packed, 2 * rows[1]
+        return *rows, 2 * packed
+
+    @property
+    def decode(self) -> np.ndarray | None:
+        """S_dec of the weight."""
+        return None if self.global_scale is None else decode_scale_of(self.layout, self.global_scale, self.e4m3_max)
+
+    @property
+    def bad_globals(self) -> int:
+        """How many global scales are zero, negative, infinite or NaN. An amax may be zero."""
+        return 0 if self.global_scale is None else _count_bad(self.global_scale, zero=self.layout.meaning == "amax")
+
+    @cached_property
+    def activation_decode(self) -> np.ndarray | None:
+        """S_dec of the activations; NaN where it is zero, negative, not finite, or too small to be inverted."""
+        if self.activation is None:
+            return None
+        value = decode_scale_of(self.layout, self.activation)
+        usable = np.isfinite(self.activation) & (self.activation > 0) & (value >= TINY)
+        return np.where(usable, value, np.float32(np.nan))
+
+    @property
+    def family(self) -> tuple[str, object]:
+        """What it shares with weights that multiply the same or similar activations: fused ones, and other experts."""
+        match = _EXPERT.match(self.module)
+        parent, role = (match[1], match[2]) if match else split_role(self.module)
+        return parent, next((f for f in FUSED if role in f), role)
+
+
+def _count_bad(x: np.ndarray, *, zero: bool = False) -> int:
+    return int((~np.isfinite(x) | (x < 0) | ((x == 0) & (not zero))).sum())
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Holds what was found in a checkpoint: ``items`` are its NVFP4 weights by module, in the order of their names."""
+
+    stored: Stored
+    items: dict[str, Item]
+
+    @property
+    def source(self) -> Source:
+        return self.stored.source
+
+    @property
+    def layout(self) -> Layout:
+        return self.stored.layout
+
+    @cached_property
+    def unquantized(self) -> list[str]:
+        """The modules in 16 or 32 bits that loaders look up in the list of unquantized ones."""
+        return linear_modules(e for n in self.stored.others if (e := self.source.entry(n)).tag in FLOATS)
+
+    @cached_property
+    def kv_scales(self) -> list[str]:
+        """The names of scales of keys and values."""
+        return [name for name in self.stored.others if _KV_SCALE.search(name)]
+
+    @cached_property
+    def config(self) -> JSON | None:
+        """The ``quantization_config`` of config.json, if there is one."""
+        found = (c.get("quantization_config") for c in self.source.configs)
+        return next((c for c in found if isinstance(c, dict)), None)
+
+    @cached_property
+    def hf_quant(self) -> JSON | None:
+        """The part ``quantization`` of hf_quant_config.json, if there is one."""
+        section = read_hf_quant(self.source).get("quantization")
+        return section if isinstance(section, dict) else None
+
+    @cached_property
+    def algorithms(self) -> set[str]:
+        """What the configs of Model Optimizer name as the algorithm."""
+        named = (c.get("quant_algo") for c in (self.config, self.hf_quant) if c)
+        return {str(name) for name in named if name is not None}
+
+    @cached_property
+    def mixed(self) -> bool:
+        """Whether other formats stand beside NVFP4: then no config can be made from the tensors alone."""
+        form = (self.config or {}).get("format")
+        packed = ("F8_E4M3", "F8_E5M2", "I8", "U8")
+        others = (self.source.entry(n) for n in self.stored.others)
+        coded = any(e.tag in packed and len(e.shape) >= 2 and not e.name.endswith("scale") for e in others)
+        return coded or bool(self.algorithms - set(ALGORITHMS)) or form not in (None, PACKED)
+
+    @cached_property
+    def weight_only(self) -> bool | None:
+        """Whether the config leaves activations in high precision; None if it does not say."""
+        if self.layout is MODELOPT and self.algorithms:
+            return self.algorithms == {ALGORITHMS[1]}
+        groups = (self.config or {}).get("config_groups")
+        if self.layout is not COMPRESSED_TENSORS or not isinstance(groups, dict):
+            return None
+        inputs = [g.get("input_activations") for g in groups.values() if isinstance(g, dict)]
+        return all(i is None or (isinstance(i, dict) and i.get("dynamic") is True) for i in inputs)
+
+    @cached_property
+    def _algorithm_of(self) -> dict[str, object]:
+        """The algorithms that a config of mixed formats gives to modules and all below them."""
+        layers = [(c or {}).get("quantized_layers") for c in (self.config, self.hf_quant)]
+        given = [item for found in layers if isinstance(found, dict) for item in found.items()]
+        return {name.rstrip("*").rstrip("."): v.get("quant_algo") for name, v in given if isinstance(v, dict)}
+
+    def leaves_activations(self, module: str) -> bool:
+        """Tells whether a config of mixed formats leaves the activations of a module in high precision."""
+        parts = module.split(".")
+        above = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+        return next((self._algorithm_of[p] for p in above if p in self._algorithm_of), None) == ALGORITHMS[1]
+
+    def block_scales(self, item: Item) -> Iterator[np.ndarray]:
+        """Gives the block scales as uint8, some rows at a time; nothing if they do not lie as the layout says."""
+        if item.lie == "plain":
+            parts = pieces(self.source.rows(item.parts.scales), CHUNK_BYTES)
+            yield from (data.view(np.uint8) for _, data in parts)
+
+    def unpadded(self, item: Item) -> np.ndarray | None:
+        """Computes the block scales [N, K/16] of padded ones, as uint8; None if they may lie in two ways.
+
+        GEMMs read scales in tiles of 128x4, so some software stores them padded to whole tiles, or also in the order
+        of the tiles (swizzled). Where the zeros of the padding are tells the order; uint8 in one axis is swizzled.
+        """
+        assert item.codes is not None
+        ((n, k),) = scale_shapes(item.codes.shape)
+        raw = self.source.read(item.parts.scales).view(np.uint8)
+        tiles = math.ceil(n / _TILE[0]), math.ceil(k / _TILE[1])
+        padded = tiles[0] * _TILE[0], tiles[1] * _TILE[1]
+        orders = [] if raw.ndim == 1 else [raw]
+        if raw.shape in (padded, (math.prod(padded),)):
+            swizzled = raw.reshape(*tiles, 32, 4, 4).transpose(0, 3, 2, 1, 4).reshape(padded)
+            swizzled_only = raw.ndim == 1 and item.scales is not None and item.scales.tag == "U8"
+            orders = [swizzled] if swizzled_only else [raw.reshape(padded), swizzled]
+        possible = [x[:n, :k] for x in orders if not x[n:].any() and not x[:, k:].any()]
+        if not possible or any((x != possible[0]).any() for x in possible):
+            return None
+        return np.ascontiguousarray(possible[0])
+
+
+def survey(source: Source) -> Survey:
+    """Finds the NVFP4 weights of an open checkpoint, complete or not.
+
+    Raises:
+      CheckpointError: it has none.
+    """
+    layout = layout_of(source)
+    if layout is None:
+        raise CheckpointError("has no NVFP4 weight", "a checkpoint of NVFP4 weights", file=source.directory / CONFIG)
+    modules, *stacks = ({n.removesuffix(s) for n in source.places if n.endswith(s)} for s in layout.global_suffixes)
+    modules |= {m for n in source.places if (m := _coded_module(source, layout, n))}
+    stored = Stored(source, layout, sorted(modules.union(*stacks)), frozenset().union(*stacks))
+    return Survey(stored, {module: _item(stored, module) for module in stored.modules})
+
+
+def _coded_module(source: Source, layout: Layout, name: str) -> str:
+    """Gives the module of a tensor of codes that has block scales, with or without a global scale."""
+    module = name.removesuffix(layout.codes) if name.endswith(layout.codes) else ""
+    scales = module + layout.scales
+    coded = bool(module) and source.entry(name).tag == "U8" and scales in source.places
+    return module if coded and source.entry(scales).tag == layout.scales_tag == "F8_E4M3" else ""
+
+
+def _item(stored: Stored, module: str) -> Item:
+    source, layout, parts = stored.source, stored.layout, stored.parts(module)
+    codes, scales = (source.entry(n) if n in source.places else None for n in (parts.codes, parts.scales))
+    lie: Lie = "missing" if codes is None or scales is None else _lie(codes, scales, layout, module in stored.stacks)
+    global_scale, activation = (_numbers(source, name) for name in (parts.global_scale, parts.activation))
+    return Item(module, layout, parts, codes, scales, lie, global_scale, activation, stored.e4m3_max)
+
+
+def _numbers(source: Source, name: str | None) -> np.ndarray | None:
+    if name is None or name not in source.places or source.entry(name).tag not in FLOATS:
+        return None
+    return np.asarray(source.read(name), np.float32)
+
+
+def _lie(codes: Planned, scales: Planned, layout: Layout, stacked: bool) -> Lie:
+    if codes.tag != "U8" or len(codes.shape) != (3 if stacked else 2) or 0 in codes.shape:
+        return "wrong"
+    fitting = scale_shapes(codes.shape)
+    if scales.tag == layout.scales_tag and scales.shape in fitting:
+        return "plain"
+    if stacked or not fitting or scales.tag not in ("F8_E4M3", "U8"):
+        return "wrong"
+    n, k = fitting[0]
+    tiles = math.ceil(n / _TILE[0]) * math.ceil(k / _TILE[1])
+    one_axis = scales.shape == (tiles * math.prod(_TILE),)
+    larger = len(scales.shape) == 2 and scales.shape != (n, k) and scales.shape[0] >= n and scales.shape[1] >= k
+    return "padded" if one_axis or larger else "wrong"
+
+
+def module_entries(source: Source) -> Iterator[tuple[str, Planned]]:
+    """Gives the weights of all modules, quantized or not, by module: one tensor each, in the order of their names."""
+    for entry in source.entries():
+        for suffix in (WEIGHT, COMPRESSED_TENSORS.codes):
+            if entry.name.endswith(suffix):
+                yield entry.name.removesuffix(suffix), entry

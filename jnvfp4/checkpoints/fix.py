@@ -1,0 +1,179 @@
+"""Writes an NVFP4 checkpoint again with scales and configs mended, and codes and everything else unchanged."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from ..spec import BLOCK
+from ._files.errors import reading
+from ._files.files import CHUNK_BYTES, pieces
+from ._files.safetensors import DTYPES, JSON, Planned
+from ._files.source import CONFIG, HF_QUANT, Source, open_source
+from ._layouts.configs import config_files
+from ._layouts.layouts import decode_scale
+from ._layouts.names import groups_of
+from ._layouts.survey import Item, Survey, survey
+from ._layouts.unsupported import has_fp8_kv_cache
+from .rewrite import Pieces, Task, Warn, write_output
+from .rules import (
+    findings,
+    ignore_list_of,
+    is_calibrated,
+    lacks_activation,
+    needs_activations,
+    shared_decode,
+    usable_activations,
+)
+
+_NAN, _MOST = 0x7F, 0x7E  # E4M3: NaN, 448
+
+
+@dataclass
+class _Fixes:
+    """Collects what changes: tensors by name, configs by file name, and in words what was done to each."""
+
+    tensors: dict[str, tuple[Planned, Callable[[], np.ndarray]]] = field(default_factory=dict)
+    files: dict[str, JSON | bytes] = field(default_factory=dict)
+    done: dict[str, str] = field(default_factory=dict)
+    beside: dict[str, str] = field(default_factory=dict)  # for a tensor that is new: one in whose file it goes
+
+
+def fix_checkpoint(source: Path | str, output: Path | str, *, warn: Warn = warnings.warn) -> dict[str, str]:
+    """Writes a checkpoint in which the findings of ``lint`` are mended that need no other codes.
+
+    Scales and configs change; codes and all other tensors and files stay the same bytes.
+
+    Args:
+      source: an NVFP4 checkpoint in layout modelopt or compressed-tensors.
+      output: a new or empty directory. If nothing can be mended, it is not written.
+      warn: called with a sentence about each file that is not copied.
+
+    Returns:
+      what was done, by tensor or file.
+
+    Raises:
+      CheckpointError: a file is damaged, there is no NVFP4 weight, or the disk is full.
+    """
+    s, fixes = survey(open_source(Path(source))), _Fixes()
+    fixable = [f for f in findings(s) if f.fixable]
+    if fixable:
+        _fix_activations(s, fixes)
+        _fix_weights(s, {f.where for f in fixable if f.rule == "bad-block-scales"}, fixes)
+        if any(f.rule in ("config", "kv-scales") for f in fixable):
+            _fix_configs(s, fixes)
+    if fixes.done:
+        _write(s, fixes, Path(output), warn)
+    return fixes.done
+
+
+# ---------------------------------------------------------------- scales of activations
+def _fix_activations(s: Survey, fixes: _Fixes) -> None:
+    known, calibrated, needed = usable_activations(s), is_calibrated(s), needs_activations(s)
+    for item in s.items.values():
+        name, value = item.parts.activation, known.get(item.family)
+        if name is None or value is None or item.codes is None:
+            continue
+        old = item.activation_decode
+        if old is None:
+            if not needed or not lacks_activation(s, item):
+                continue
+            like = item.global_scale if item.module in s.stored.stacks else None
+            new = np.full(s.layout.global_shape if like is None else like.shape, value, np.float32)
+        else:
+            new = np.where(np.isnan(old) | (calibrated & (old == 1)), value, old)
+            if np.array_equal(new, old):
+                continue
+        stored = decode_scale(new) if s.layout.meaning == "encode" else new.astype(np.float32)
+        planned = Planned(name, "F32", stored.shape)
+        fixes.tensors[name] = planned, partial(np.asarray, stored)
+        fixes.beside[name] = item.parts.codes
+        fixes.done[name] = f"{value:.4g} as S_dec, the largest of its siblings"
+
+
+# ---------------------------------------------------------------- scales of weights
+def _fix_weights(s: Survey, nan: set[str], fixes: _Fixes) -> None:
+    """Mends block scales, among them those whose names are in ``nan``, and global scales of fused weights."""
+    for group in groups_of(s.items):
+        items = [s.items[m] for m in group.members]
+        mended = [item.lie == "plain" or (item.lie == "padded" and s.unpadded(item) is not None) for item in items]
+        shared = shared_decode(s, group.members) if all(mended) else None
+        for item, whole in zip(items, mended, strict=True):
+            if whole:
+                _fix_weight(s, item, None if item.bad_globals else shared, item.parts.scales in nan, fixes)
+
+
+def _fix_weight(s: Survey, item: Item, shared: np.ndarray | None, nan: bool, fixes: _Fixes) -> None:
+    assert item.scales is not None
+    assert item.codes is not None
+    done = ["stored as [N, K/16]"] if item.lie == "padded" else []
+    done += ["448 for NaN"] if nan else []
+    ratio = None
+    if shared is not None and item.decode is not None and item.global_scale is not None:
+        ratio = (item.decode.reshape(-1) / shared).astype(np.float32)
+        if (ratio != 1).any():
+            stored = (decode_scale(shared) if s.layout.meaning == "encode" else shared).reshape(item.global_scale.shape)
+            name = item.parts.global_scale
+            fixes.tensors[name] = Planned(name, "F32", stored.shape), partial(np.asarray, stored)
+            fixes.done[name] = "the largest of the fused weights"
+            done.append(f"rounded again after a factor of {float(ratio.min()):.4g}")
+        else:
+            ratio = None
+    if done:
+        name, rows = item.parts.scales, item.codes.shape[:-1]
+        shape = item.scales.shape if item.lie == "plain" else (*rows, item.codes.shape[-1] // (BLOCK // 2))
+        planned = Planned(name, s.layout.scales_tag, shape)
+        fixes.tensors[name] = planned, partial(_block_scales, s, item, ratio)
+        fixes.done[name] = ", ".join(done)
+
+
+def _block_scales(s: Survey, item: Item, ratio: np.ndarray | None) -> np.ndarray:
+    """Computes the mended block scales of a weight, as the layout stores them."""
+    x = s.unpadded(item) if item.lie == "padded" else s.source.read(item.parts.scales).view(np.uint8)
+    assert x is not None
+    x = np.where((x & _NAN) == _NAN, np.uint8(_MOST), x)
+    e4m3 = DTYPES["F8_E4M3"]
+    if ratio is not None:
+        factor = ratio.reshape(-1, *[1] * (x.ndim - 1))
+        x = (x.view(e4m3).astype(np.float32) * factor).astype(e4m3).view(np.uint8)
+    return x.view(DTYPES[s.layout.scales_tag])
+
+
+# ---------------------------------------------------------------- configs and files
+def _fix_configs(s: Survey, fixes: _Fixes) -> None:
+    ignore = ignore_list_of(s)
+    assert ignore is not None
+    names = {*s.source.places, *fixes.tensors}
+    weight_only = not any(item.parts.activation in names for item in s.items.values())
+    fp8 = bool(s.kv_scales) or has_fp8_kv_cache(s.source)
+    fixes.files = {**config_files(s.layout.name, s.source.config, ignore, weight_only=weight_only, fp8_kv_cache=fp8)}
+    fixes.done |= dict.fromkeys(fixes.files, "made anew from the tensors")
+
+
+def _write(s: Survey, fixes: _Fixes, output: Path, warn: Warn) -> None:
+    source = s.source
+    shards: dict[str, list[Task]] = {name: [] for name in sorted(source.files)}
+    for entry in source.entries():
+        if entry.name not in fixes.tensors:
+            planned = Planned(entry.name, entry.tag, entry.shape)
+            shards[source.places[entry.name]].append(([planned], partial(_same, source, entry.name)))
+    for name, (planned, compute) in fixes.tensors.items():
+        file = source.places.get(name, source.places[fixes.beside.get(name, name)])
+        shards[file].append(([planned], partial(_computed, name, compute)))
+    for name in (CONFIG, HF_QUANT):
+        path = source.directory / name
+        if name not in fixes.files and path.is_file():
+            with reading(path):
+                fixes.files[name] = path.read_bytes()
+    write_output(source, output, {name: tasks for name, tasks in shards.items() if tasks}, fixes.files, warn)
+
+
+def _same(source: Source, name: str) -> Pieces:
+    return ((name, first, data) for first, data in pieces(source.rows(name), CHUNK_BYTES))
+
+
+def _computed(name: str, compute: Callable[[], np.ndarray]) -> Pieces:
+    yield name, 0, compute()

@@ -1,0 +1,438 @@
+"""Finds what breaks loaders of an NVFP4 checkpoint, of any software, from its headers, scales and configs.
+
+Sources, as issues and pull requests: vLLM 29980, 42601, 45102, 45212, 49949, 52501, 54189, 54444 and 54974; SGLang
+23625; TensorRT-LLM 18772; compressed-tensors 595; Model Optimizer 1397, 1633, 1858 and 2038.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..spec import BLOCK
+from ._files.errors import CheckpointError
+from ._files.source import CONFIG, HF_QUANT, open_source
+from ._layouts.configs import PACKED
+from ._layouts.layouts import COMPRESSED_TENSORS, MODELOPT, TE
+from ._layouts.loaders import READINGS, Reading, checked_ignore_list, fused_module
+from ._layouts.names import groups_of, is_embedding, is_head, is_other, is_router, is_stack, split_role
+from ._layouts.stored import scale_shapes
+from ._layouts.survey import Item, Survey, module_entries, survey
+from ._layouts.unsupported import has_fp8_kv_cache
+
+RANKS = (2, 4, 8)  # of tensor parallelism, about which there is a note
+_SPLIT_ALONG_K = ("o_proj", "out_proj", "down_proj", "w2")  # what tensor parallelism splits between blocks of 16
+_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(.+)$")
+_NAN, _MINUS_ZERO = 0x7F, 0x80  # as E4M3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Reports what is wrong with a tensor, a module or a file of a checkpoint.
+
+    Attributes:
+      rule: the name of the rule in ``RULES``.
+      where: the tensor, module or file.
+      found: what is wrong, as a clause about it.
+      fixable: whether ``fix_checkpoint`` mends it.
+      note: whether it breaks no loader by itself.
+    """
+
+    rule: str
+    where: str
+    found: str
+    fixable: bool = False
+    note: bool = False
+
+
+Found = tuple[str, str, bool] | tuple[str, str, bool, bool]  # the fields of a finding after its rule
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Describes a rule: what it finds, which loaders break and how, and what to do."""
+
+    finds: str
+    breaks: str
+    do: str
+    find: Callable[..., Iterable[Found]]
+
+
+def lint(source: Path | str, ranks: int | None = None) -> list[Finding]:
+    """Finds what breaks loaders of an NVFP4 checkpoint. Codes are not read, only headers, scales and configs.
+
+    Args:
+      source: an NVFP4 checkpoint of any layout, complete or not; beside other formats its NVFP4 weights are checked.
+      ranks: ranks of tensor parallelism that the model is to be split over. Without it, there are notes about 2, 4, 8.
+
+    Raises:
+      CheckpointError: a file is damaged, or there is no NVFP4 weight.
+    """
+    return findings(survey(open_source(Path(source))), ranks)
+
+
+def findings(s: Survey, ranks: int | None = None) -> list[Finding]:
+    """Applies all rules."""
+    found = {name: _split(s, ranks) if name == "ranks" else rule.find(s) for name, rule in RULES.items()}
+    return [Finding(name, *fields) for name, all_fields in found.items() for fields in all_fields]
+
+
+# ---------------------------------------------------------------- scales of activations
+def usable_activations(s: Survey) -> dict[tuple[str, object], np.float32]:
+    """Finds the largest scale of activations, as S_dec, by family. 1.0 counts only in a checkpoint of 1.0 alone."""
+    out: dict[tuple[str, object], np.float32] = {}
+    ones = not is_calibrated(s)
+    for item in s.items.values():
+        if (a := item.activation_decode) is not None and (a := a[np.isfinite(a) & (ones | (a != 1))]).size:
+            out[item.family] = max(out.get(item.family, np.float32(0)), a.max())
+    return out
+
+
+def is_calibrated(s: Survey) -> bool:
+    """Tells whether any scale of activations comes from data, so that others should."""
+    scales = (a for item in s.items.values() if (a := item.activation_decode) is not None)
+    return any((np.isfinite(a) & (a != 1)).any() for a in scales)
+
+
+def needs_activations(s: Survey) -> bool:
+    """Tells whether loaders look for scales of activations. Where no weight has one, the config is wrong instead."""
+    some = any(item.activation is not None for item in s.items.values())
+    return s.layout.activation is not None and s.weight_only is not True and some
+
+
+def lacks_activation(s: Survey, item: Item) -> bool:
+    """Tells whether a loader looks for a scale of a weight's activations, and there is none."""
+    return item.activation is None and not s.leaves_activations(item.module)
+
+
+def _activation_missing(s: Survey) -> Iterator[Found]:
+    known = usable_activations(s)
+    for item in s.items.values() if needs_activations(s) else ():
+        if lacks_activation(s, item):
+            yield str(item.parts.activation), "is missing", item.family in known
+
+
+def _activation_unusable(s: Survey) -> Iterator[Found]:
+    known = usable_activations(s)
+    for item in s.items.values():
+        if (a := item.activation_decode) is not None and item.activation is not None and np.isnan(a).any():
+            value = item.activation[np.isnan(a)].flat[0]
+            yield str(item.parts.activation), f"is {value:.4g}", item.family in known
+
+
+def _activation_one(s: Survey) -> Iterator[Found]:
+    known = usable_activations(s)
+    for item in s.items.values() if is_calibrated(s) else ():
+        if (a := item.activation_decode) is not None and (a == 1).any():
+            yield str(item.parts.activation), "is 1.0, while others are calibrated", item.family in known
+    scales = [a for item in s.items.values() if (a := item.activation_decode) is not None]
+    if scales and all((a == 1).all() for a in scales):
+        text = f"is 1.0 in all {len(scales)} weights: activations are not calibrated"
+        yield str(s.layout.activation), text, False, True
+
+
+# ---------------------------------------------------------------- scales of weights
+def shared_decode(s: Survey, members: Sequence[str]) -> np.ndarray | None:
+    """Finds the scale, as S_dec, that fused weights with different ones should share; None if theirs are the same."""
+    decode = _decode(s, members)
+    return None if np.isclose(decode, decode[:1], rtol=1e-5, atol=0).all() else decode.max(axis=0)
+
+
+def _decode(s: Survey, members: Sequence[str]) -> np.ndarray:
+    """Gives the S_dec of fused weights that can be compared, [weights] or [weights, E]; no scales of rows."""
+    usable = [d.reshape(-1) for m in members if not s.items[m].bad_globals and (d := s.items[m].decode) is not None]
+    same_size = len({d.size for d in usable}) == 1 and (usable[0].size == 1 or is_stack(members[0]))
+    return np.stack(usable) if same_size else np.empty((0, 1), np.float32)
+
+
+def _fused(s: Survey) -> Iterator[Found]:
+    for group in groups_of(s.items):
+        if shared_decode(s, group.members) is not None:
+            decode = _decode(s, group.members)
+            ratio = (decode.max(axis=0) / decode.min(axis=0)).max()
+            roles = ", ".join(split_role(m)[1] for m in group.members[1:])
+            whole = all(s.items[m].lie == "plain" or _can_unpad(s, s.items[m]) for m in group.members)
+            text = f"and {roles} have different global scales, up to {ratio:.4g}x"
+            yield group.members[0], text, whole and s.layout is not TE
+
+
+def _globals(s: Survey) -> Iterator[Found]:
+    for item in s.items.values():
+        if item.bad_globals and item.global_scale is not None:
+            bad = next(v for v in item.global_scale.flat if not np.isfinite(v) or v <= 0)
+            yield item.parts.global_scale, f"is {bad:.4g}", False
+    for name in s.kv_scales:
+        values = np.asarray(s.source.read(name), np.float32)
+        if not (np.isfinite(values) & (values > 0)).all():
+            yield name, f"is {values.flat[0]:.4g}" if values.size == 1 else "has values that are no scale", False
+
+
+def _block_scales(s: Survey) -> Iterator[Found]:
+    for item in s.items.values():
+        nan = negative = total = 0
+        for x in s.block_scales(item):
+            total += x.size
+            if x.max() >= _NAN:
+                is_nan = (x & _NAN) == _NAN
+                nan += int(is_nan.sum())
+                negative += int(((x > _MINUS_ZERO) & ~is_nan).sum())
+        if nan:
+            yield item.parts.scales, f"has {nan} NaN of {total}", s.layout is not TE
+        if negative:
+            yield item.parts.scales, f"has {negative} negative values of {total}", False
+
+
+def _can_unpad(s: Survey, item: Item) -> bool:
+    return item.lie == "padded" and s.unpadded(item) is not None
+
+
+def _padded(s: Survey) -> Iterator[Found]:
+    for item in s.items.values():
+        if item.lie == "padded" and item.codes and item.scales:
+            (shape,) = scale_shapes(item.codes.shape)
+            text = f"is {item.scales.tag} {list(item.scales.shape)}; expected {s.layout.scales_tag} {list(shape)}"
+            yield item.parts.scales, text, _can_unpad(s, item)
+
+
+def _parts(s: Survey) -> Iterator[Found]:
+    for item in s.items.values():
+        for name, what in ((item.parts.codes, item.codes), (item.parts.scales, item.scales)):
+            if what is None:
+                yield name, "is missing", False
+        if item.lie == "wrong" and item.codes and item.scales:
+            shapes = " and ".join(f"{e.tag} {list(e.shape)}" for e in (item.codes, item.scales))
+            yield item.parts.codes, f"and its block scales are {shapes}", False
+        if item.global_scale is None:
+            there = item.parts.global_scale in s.source.places
+            yield item.parts.global_scale, "is no float" if there else "is missing", False
+
+
+# ---------------------------------------------------------------- modules
+def _experts(s: Survey) -> Iterator[Found]:
+    """Compares the tensors of each expert with those of most others beside it."""
+    layers: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+    for module, entry in module_entries(s.source):
+        if match := _EXPERT.match(module):
+            layers[match[1]][match[2]][match[3]] = f"{entry.tag} {list(entry.shape)}"
+    for parent, experts in layers.items():
+        for role in sorted({role for e in experts.values() for role in e}):
+            kinds = Counter(e.get(role, "missing") for e in experts.values())
+            usual = kinds.most_common(1)[0][0]
+            for number, expert in experts.items():
+                if (kind := expert.get(role, "missing")) != usual:
+                    yield f"{parent}.{number}.{role}", f"is {kind}, in other experts {usual}", False
+
+
+def _by_mistake(is_wrong: Callable[[str], bool], s: Survey) -> Iterator[Found]:
+    yield from ((module, "is quantized", False) for module in s.items if is_wrong(module))
+
+
+def _split(s: Survey, ranks: int | None = None) -> Iterator[Found]:
+    """Finds the ranks between which blocks of 16 would be cut, once for all weights of the same role and K."""
+    sizes: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for item in s.items.values():
+        if (shape := item.shape) and (role := split_role(item.module)[1]) in _SPLIT_ALONG_K:
+            sizes[role, shape[-1]].append(item.module)
+    for (_, k), modules in sizes.items():
+        if bad := [str(n) for n in (RANKS if ranks is None else (ranks,)) if k % (BLOCK * n)]:
+            more = f", as {len(modules) - 1} more" if len(modules) > 1 else ""
+            text = f"has K = {k}, which {', '.join(bad)} ranks cut within blocks of {BLOCK}{more}"
+            yield modules[0], text, False, ranks is None
+
+
+# ---------------------------------------------------------------- configs
+def ignore_list_of(s: Survey) -> list[str] | None:
+    """Makes the list of unquantized modules anew; None if configs cannot be made from the tensors."""
+    if s.layout is TE or s.mixed or s.source.config is None:
+        return None
+    try:
+        return checked_ignore_list(s.unquantized, list(s.items), s.layout.name)
+    except CheckpointError:  # loaders would read any list in different ways
+        return None
+
+
+def _config(s: Survey) -> Iterator[Found]:
+    """Compares what the configs say with the tensors. Configs of mixed formats are not judged."""
+    if s.mixed or (s.source.config is None and s.hf_quant is None):
+        return
+    found = [*_formats(s), *_activations(s), *_lists(s)]
+    fixable = bool(found) and ignore_list_of(s) is not None
+    yield from ((file, text, fixable) for file, text in found)
+
+
+def _formats(s: Survey) -> Iterator[tuple[str, str]]:
+    method = (s.config or {}).get("quant_method")
+    expected = {MODELOPT: "modelopt", COMPRESSED_TENSORS: "compressed-tensors", TE: "jnvfp4"}[s.layout]
+    if s.config is None and (s.hf_quant is None or s.layout is not MODELOPT):
+        yield CONFIG, f"does not say that weights are {s.layout.name}"
+    elif s.config is not None and not str(method).startswith(expected):
+        yield CONFIG, f"quant_method is {method!r}; the tensors are those of {expected}"
+    if s.layout is COMPRESSED_TENSORS and s.config is not None and s.config.get("format") is None:
+        yield CONFIG, f"has no format; expected {PACKED!r}"
+    if len(s.algorithms) > 1:
+        yield HF_QUANT, f"and {CONFIG} name different algorithms: {', '.join(sorted(s.algorithms))}"
+    for file, section in ((CONFIG, s.config), (HF_QUANT, s.hf_quant)):
+        for size in _values(section, "group_size"):
+            if size not in (None, BLOCK):
+                yield file, f"group_size is {size!r}; expected {BLOCK}"
+    if s.layout is MODELOPT and s.hf_quant is not None:
+        needed = ("quant_algo", "group_size", "kv_cache_quant_algo", "exclude_modules")
+        if absent := [key for key in needed if key not in s.hf_quant]:
+            yield HF_QUANT, f"has no {', '.join(absent)}"
+        elif not s.hf_quant["exclude_modules"]:
+            yield HF_QUANT, "exclude_modules is empty"
+
+
+def _values(section: object, key: str) -> Iterator[object]:
+    for k, v in section.items() if isinstance(section, dict) else ():
+        if k == key:
+            yield v
+        yield from _values(v, key)
+
+
+def _activations(s: Survey) -> Iterator[tuple[str, str]]:
+    count = sum(item.activation is not None for item in s.items.values())
+    file = HF_QUANT if s.config is None else CONFIG
+    if s.layout.activation is not None and s.weight_only is False and not count:
+        yield file, "asks for activations in 4 bits, but no weight has a scale for them"
+    if s.layout is COMPRESSED_TENSORS and s.weight_only and count:
+        yield file, f"leaves activations in 16 bits, but {count} weights have a scale for them"
+
+
+def _lists(s: Survey) -> Iterator[tuple[str, str]]:
+    """Reads each list of unquantized modules as the layout's loaders do."""
+    for file, section, key in ((CONFIG, s.config, "ignore"), (HF_QUANT, s.hf_quant, "exclude_modules")):
+        if section is None or (key not in section and "exclude_modules" not in section):
+            continue
+        listed = section.get(key, section.get("exclude_modules"))
+        entries = [e for e in listed if isinstance(e, str)] if isinstance(listed, list) else []
+        yield from ((file, found) for found in _misread(s, entries, section))
+
+
+def _misread(s: Survey, entries: list[str], section: Mapping[str, Any]) -> Iterator[str]:
+    readings = {name: reads for name, (reads, _) in READINGS[s.layout.name].items() if name != "miles"}
+    loader, reads = next(iter(readings.items()))
+    targets = [
+        t for found in _values(section, "targets") if isinstance(found, list) for t in found if isinstance(t, str)
+    ]
+    for module in s.unquantized:
+        if not is_other(module) and _targeted(reads, targets, module) and not _listed(reads, entries, module):
+            yield f"does not list {module}, which is not quantized: {loader} would quantize it"
+    for module in s.items:
+        for loader, reads in readings.items():
+            if entry := _listed(reads, entries, module):
+                yield f"lists {entry!r}, but {module} is quantized: {loader} would leave it as it is"
+                break
+
+
+def _listed(reads: Reading, entries: Iterable[str], module: str) -> str | None:
+    fused = fused_module(module)
+    return next((e for e in entries if reads(e, module) or reads(e, fused)), None)
+
+
+def _targeted(reads: Reading, targets: list[str], module: str) -> bool:
+    return not targets or "Linear" in targets or _listed(reads, targets, module) is not None
+
+
+def _kv(s: Survey) -> Iterator[Found]:
+    if s.kv_scales and not has_fp8_kv_cache(s.source):
+        yield (
+            s.kv_scales[0],
+            f"is a KV scale, of {len(s.kv_scales)}, but no config asks for a KV cache in FP8",
+            ignore_list_of(s) is not None,
+        )
+
+
+# ---------------------------------------------------------------- the rules
+_FROM_SIBLINGS = "--fix takes the largest of fused weights and of other experts; otherwise calibrate, or use W4A16"
+_AGAIN = "quantize the weight again"
+RULES: Mapping[str, Rule] = {
+    "input-scale-missing": Rule(
+        "some weights have no scale of activations",
+        "vLLM, SGLang: memory that is not initialized is read as the scale (NaN, or output 0)",
+        _FROM_SIBLINGS,
+        _activation_missing,
+    ),
+    "input-scale-zero": Rule(
+        "scale of activations that is 0, negative, infinite, NaN or subnormal",
+        "vLLM, SGLang: 1 / scale is infinite, and tokens become NaN",
+        _FROM_SIBLINGS,
+        _activation_unusable,
+    ),
+    "input-scale-one": Rule(
+        "scale of activations 1.0 beside calibrated ones (in all weights: a note)",
+        "vLLM, SGLang, TensorRT-LLM: small activations become 0",
+        _FROM_SIBLINGS,
+        _activation_one,
+    ),
+    "fused-globals": Rule(
+        "different global scales of q, k, v or of gate, up (w1, w3)",
+        "vLLM, SGLang, TensorRT-LLM (Cutlass): one scale is used for all",
+        "--fix takes the largest, and rounds block scales of the others again (by up to 6 %, more if subnormal)",
+        _fused,
+    ),
+    "bad-globals": Rule(
+        "global scale, or KV scale, that is 0, negative, infinite or NaN",
+        "all: the weight is NaN or 0",
+        _AGAIN,
+        _globals,
+    ),
+    "bad-block-scales": Rule(
+        "block scales that are NaN or negative",
+        "all: NaN; for negative ones GEMMs read E4M3 without a sign",
+        f"--fix writes 448 for NaN, as casts that saturate do; if negative, {_AGAIN}",
+        _block_scales,
+    ),
+    "padded-scales": Rule(
+        "block scales in tiles of 128x4, padded or swizzled",
+        "vLLM, SGLang: the shape is refused, or scales would be swizzled twice",
+        "--fix stores [N, K/16], if the padding shows the order",
+        _padded,
+    ),
+    "parts": Rule(
+        "codes, block scales or global scale missing, or of another shape or dtype",
+        "vLLM: memory that is not initialized is read; others refuse",
+        _AGAIN,
+        _parts,
+    ),
+    "experts-differ": Rule(
+        "experts of one layer differ in dtype or shape, or lack a weight",
+        "vLLM, SGLang: a fused MoE layer has one format",
+        "quantize all experts of the layer, or none",
+        _experts,
+    ),
+    "quantized-router": Rule(
+        "a router is quantized",
+        "vLLM, SGLang: most models load gates in 16 bits",
+        "take it from the original model",
+        lambda s: _by_mistake(is_router, s),
+    ),
+    "quantized-head": Rule(
+        "lm_head or an embedding is quantized",
+        "vLLM 0.22: there is no parameter lm_head.input_scale",
+        "take it from the original model",
+        lambda s: _by_mistake(lambda m: is_head(m) or is_embedding(m), s),
+    ),
+    "ranks": Rule(
+        "K of o_proj, down_proj or w2 that 2, 4 or 8 ranks cut within a block (a note, unless --ranks N)",
+        "vLLM, SGLang: shapes are refused, or scales belong to other weights",
+        "use fewer ranks, or expert parallelism",
+        _split,
+    ),
+    "config": Rule(
+        "the configs and the tensors disagree: layout, algorithm, keys, list of unquantized modules",
+        "the loader that is named, or all",
+        "--fix makes the configs anew from the tensors, unless formats are mixed",
+        _config,
+    ),
+    "kv-scales": Rule(
+        "scales of keys and values, but no config asks for a KV cache in FP8",
+        "vLLM: the scales are not used, and the cache stays in 16 bits",
+        "--fix asks for the cache; otherwise remove the scales",
+        _kv,
+    ),
+}

@@ -1,0 +1,518 @@
+"""lint: a broken checkpoint for each rule, what --fix makes of it, and no alarm on checkpoints that are right."""
+
+import copy
+import json
+import re
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import GOLDEN, files_of, model_of, weight
+
+import jnvfp4
+from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, fix_checkpoint, lint, open_checkpoint
+from jnvfp4.checkpoints._files.errors import CheckpointError
+from jnvfp4.checkpoints._files.source import CONFIG, HF_QUANT, open_source
+from jnvfp4.checkpoints._layouts.stored import layout_of, open_stored
+from jnvfp4.checkpoints.rules import RULES
+from jnvfp4.cli import main
+
+MODELOPT, CT = "modelopt", "compressed-tensors"
+ATTENTION, MOE = "model.layers.0.self_attn", "model.layers.0.mlp"
+UP, DOWN = f"{MOE}.experts.1.up_proj", f"{MOE}.experts.1.down_proj"
+ROUTER, HEAD = f"{MOE}.gate", "lm_head"
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def source_model(directory) -> Path:
+    """A layer with attention, a router and three experts; its shapes divide by 8 ranks."""
+    shapes = {"q": (128, 128), "k": (64, 128), "v": (64, 128), "o": (128, 128)}
+    tensors = {f"{ATTENTION}.{role}_proj.weight": weight(*shape) for role, shape in shapes.items()}
+    for e in range(3):
+        tensors |= {f"{MOE}.experts.{e}.{role}_proj.weight": weight(128, 128, e) for role in ("gate", "up", "down")}
+    tensors |= {f"{ROUTER}.weight": weight(4, 128), f"{HEAD}.weight": weight(64, 128)}
+    tensors |= {"model.embed_tokens.weight": weight(64, 128), "model.norm.weight": weight(1, 128)}
+    model = model_of(directory / "model", tensors, {"model_type": "qwen3_moe", "num_hidden_layers": 1})
+    modules = [name.removesuffix(".weight") for name, (_, a) in tensors.items() if a.shape[0] > 1]
+    (directory / "amaxes.json").write_text(json.dumps({m: 100 + i for i, m in enumerate(modules)}))
+    return model
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """Checkpoints without any finding, by layout."""
+    directory = tmp_path_factory.mktemp("sound")
+    model = source_model(directory)
+    for layout in (MODELOPT, CT):
+        options = ConvertOptions(layout=layout, input_amax=directory / "amaxes.json", allow_unmatched=True)
+        convert_checkpoint(model, directory / layout, options)
+    return {layout: directory / layout for layout in (MODELOPT, CT)}
+
+
+class Broken:
+    """The tensors and configs of a checkpoint, to be changed and written."""
+
+    def __init__(self, directory: Path):
+        source = open_source(directory)
+        self.layout = layout_of(source)
+        self.tensors = {e.name: (e.tag, source.read(e.name)) for e in source.entries()}
+        self.config = copy.deepcopy(source.config)
+        path = directory / HF_QUANT
+        self.hf_quant = json.loads(path.read_text()) if path.exists() else None
+
+    def write(self, directory: Path) -> Path:
+        model_of(directory, self.tensors, self.config)
+        (directory / "tokenizer.json").write_text("{}")
+        if self.hf_quant is not None:
+            (directory / HF_QUANT).write_text(json.dumps(self.hf_quant))
+        return directory
+
+    def part(self, module: str, which: str) -> str:
+        """The name of one of a module's tensors."""
+        return getattr(self.layout.parts(module), which)
+
+    @property
+    def quantization(self) -> dict:
+        return self.config["quantization_config"]
+
+
+def put(part, change, module):
+    """Replaces one tensor of a module by what `change` makes of it, in its dtype or another one."""
+
+    def broken(b: Broken) -> None:
+        name = b.part(module, part)
+        tag, x = b.tensors[name]
+        new = change(x)
+        b.tensors[name] = new if isinstance(new, tuple) else (tag, np.asarray(new, x.dtype).reshape(new.shape))
+
+    return broken
+
+
+def value(part, number, module=UP):
+    return put(part, lambda x: np.full(x.shape, number, x.dtype), module)
+
+
+def scaled(factor, module=UP):
+    """Another global scale: S_dec is so many times as large."""
+
+    def broken(b: Broken) -> None:
+        put("global_scale", lambda x: x * np.float32(factor if b.layout.meaning == "decode" else 1 / factor), module)(b)
+
+    return broken
+
+
+def without(part, module=UP):
+    return lambda b: b.tensors.pop(b.part(module, part))
+
+
+def block_scale(byte, module=UP):
+    def change(x):
+        x = x.copy()
+        x.view(np.uint8)[3, 5] = byte
+        return x
+
+    return put("scales", change, module)
+
+
+def tiled(x, swizzle):
+    """Block scales in whole tiles of 128x4, row by row or in the order in which GEMMs read them: entry by entry."""
+    n, k = x.shape
+    rows, columns = -(-n // 128) * 128, -(-k // 4) * 4
+    out = np.zeros(rows * columns, np.uint8)
+    for r in range(n):
+        for c in range(k):
+            tile = (r // 128) * (columns // 4) + c // 4
+            place = tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
+            out[place if swizzle else r * columns + c] = x.view(np.uint8)[r, c]
+    return out.reshape(rows, columns)
+
+
+def padded(module=f"{ATTENTION}.k_proj", swizzle=False, as_bytes=False, flat=False):
+    def change(x):
+        out = tiled(x, swizzle)
+        out = out.reshape(-1) if flat else out
+        return ("U8", out) if as_bytes else ("F8_E4M3", out.view(E4M3))
+
+    return put("scales", change, module)
+
+
+def moved(module, to):
+    """The parts of a quantized weight, as those of another module, whose 16-bit weight they replace."""
+
+    def broken(b: Broken) -> None:
+        b.tensors.pop(f"{to}.weight")
+        b.tensors |= {n.replace(module, to): t for n, t in list(b.tensors.items()) if n.startswith(f"{module}.")}
+        for listed in [
+            b.quantization["ignore"],
+            *([b.hf_quant["quantization"]["exclude_modules"]] if b.hf_quant else []),
+        ]:
+            listed.remove(to)
+
+    return broken
+
+
+def in_16_bits(b: Broken, module=DOWN) -> None:
+    for name in vars(b.layout.parts(module)).values():
+        b.tensors.pop(name)
+    b.tensors[f"{module}.weight"] = weight(128, 128)
+    for key, section in (("ignore", b.quantization), ("exclude_modules", (b.hf_quant or {}).get("quantization"))):
+        if section is not None:
+            section[key].append(module)
+
+
+def short_k(b: Broken) -> None:
+    put("codes", lambda x: x[:, :56], f"{ATTENTION}.o_proj")(b)
+    put("scales", lambda x: x[:, :7], f"{ATTENTION}.o_proj")(b)
+
+
+def no_activations(b: Broken) -> None:
+    b.tensors = {n: t for n, t in b.tensors.items() if not n.endswith(str(b.layout.activation))}
+
+
+def weight_only_config(b: Broken) -> None:
+    for group in b.quantization["config_groups"].values():
+        group["input_activations"] = None
+
+
+def entry(key, new, file=CONFIG):
+    def broken(b: Broken) -> None:
+        section = b.quantization if file == CONFIG else b.hf_quant["quantization"]
+        section[key] = new(section[key]) if callable(new) else new
+
+    return broken
+
+
+def both(*changes):
+    return lambda b: [change(b) for change in changes]
+
+
+def kv(b: Broken) -> None:
+    b.tensors[f"{ATTENTION}.k_proj.k_scale"] = b.tensors[f"{ATTENTION}.v_proj.v_scale"] = ("F32", np.float32(0.5))
+
+
+ANY = (MODELOPT, CT)
+# By rule: a name, what is broken, the layouts, and whether --fix mends it.
+BROKEN = [
+    ("input-scale-missing", "an expert", without("activation"), ANY, True),
+    ("input-scale-missing", "two experts", both(without("activation"), without("activation", DOWN)), ANY, True),
+    ("input-scale-missing", "o_proj", without("activation", f"{ATTENTION}.o_proj"), ANY, False),
+    *(("input-scale-zero", str(x), value("activation", x), ANY, True) for x in (0, np.nan, np.inf, -1)),
+    ("input-scale-zero", "subnormal", value("activation", 1e-39), (MODELOPT,), True),
+    ("input-scale-zero", "o_proj", value("activation", 0, f"{ATTENTION}.o_proj"), ANY, False),
+    ("input-scale-one", "an expert", value("activation", 1), ANY, True),
+    ("input-scale-one", "o_proj", value("activation", 1, f"{ATTENTION}.o_proj"), ANY, False),
+    ("fused-globals", "up", scaled(1.5), ANY, True),
+    ("fused-globals", "up, smaller", scaled(0.4), ANY, True),
+    ("fused-globals", "q", scaled(1.5, f"{ATTENTION}.q_proj"), ANY, True),
+    ("fused-globals", "k", scaled(1.01, f"{ATTENTION}.k_proj"), ANY, True),
+    *(("bad-globals", str(x), value("global_scale", x, DOWN), ANY, False) for x in (0, np.nan, np.inf, -1)),
+    ("bad-globals", "KV", both(kv, entry("kv_cache_scheme", {"num_bits": 8, "type": "float"}),
+                               lambda b: b.tensors.update({f"{ATTENTION}.k_proj.k_scale": ("F32", np.float32(0))})),
+     ANY, False),
+    *(("bad-block-scales", hex(x), block_scale(x), ANY, True) for x in (0x7F, 0xFF)),
+    ("bad-block-scales", "negative", block_scale(0x81), ANY, False),
+    ("padded-scales", "plain", padded(), ANY, True),
+    ("padded-scales", "swizzled", padded(swizzle=True), ANY, True),
+    ("padded-scales", "swizzled bytes", padded(swizzle=True, as_bytes=True, flat=True), ANY, True),
+    ("padded-scales", "swizzled bytes of whole tiles", padded(UP, swizzle=True, as_bytes=True, flat=True), ANY, True),
+    ("padded-scales", "one axis of whole tiles", padded(UP, flat=True), ANY, False),
+    ("parts", "no scales", without("scales"), ANY, False),
+    ("parts", "no global", without("global_scale"), ANY, False),
+    ("parts", "half", put("scales", lambda x: x[:, :4], UP), ANY, False),
+    ("parts", "dtype", put("global_scale", lambda x: ("I32", np.ones((), np.int32)), UP), ANY, False),
+    ("experts-differ", "dtype", in_16_bits, (CT,), False),
+    ("experts-differ", "missing", lambda b: [without(p, DOWN)(b) for p in vars(b.layout.parts(DOWN))], ANY, False),
+    ("quantized-router", "", moved(UP, ROUTER), ANY, False),
+    ("quantized-head", "", moved(UP, HEAD), ANY, False),
+    ("ranks", "", short_k, ANY, False),
+    ("kv-scales", "", kv, ANY, True),
+    ("config", "router not listed", entry("ignore", ["lm_head"]), ANY, True),
+    ("config", "head not listed", entry("exclude_modules", [ROUTER], HF_QUANT), (MODELOPT,), True),
+    ("config", "nothing listed", entry("exclude_modules", [], HF_QUANT), (MODELOPT,), True),
+    ("config", "quantized listed", entry("ignore", lambda x: [*x, DOWN]), ANY, True),
+    ("config", "listed by *", entry("exclude_modules", lambda x: [*x, "*o_proj"], HF_QUANT), (MODELOPT,), True),
+    ("config", "method", entry("quant_method", "fp8"), ANY, True),
+    ("config", "group size", entry("group_size", 32, HF_QUANT), (MODELOPT,), True),
+    ("config", "key", lambda b: b.hf_quant["quantization"].pop("kv_cache_quant_algo"), (MODELOPT,), True),
+    ("config", "two algorithms", entry("quant_algo", "W4A16_NVFP4", HF_QUANT), (MODELOPT,), True),
+    ("config", "no section", lambda b: b.config.pop("quantization_config"), (CT,), True),
+    ("config", "format", lambda b: b.quantization.pop("format"), (CT,), True),
+    ("config", "W4A4 without scales", no_activations, ANY, True),
+    ("config", "W4A16 with scales", weight_only_config, (CT,), True),
+]  # fmt: skip
+CASES = [pytest.param(layout, *case, id=f"{case[0]}, {case[1]}, {layout}") for case in BROKEN for layout in case[3]]
+
+
+def test_every_rule_has_a_broken_checkpoint():
+    assert {case[0] for case in BROKEN} == set(RULES)
+
+
+@pytest.mark.parametrize(("layout", "rule", "name", "breaks", "_", "fixable"), CASES)
+def test_a_broken_checkpoint_is_found_and_fixed(tmp_path, sound, capsys, layout, rule, name, breaks, _, fixable):
+    b = Broken(sound[layout])
+    breaks(b)
+    path, out = b.write(tmp_path / "broken"), tmp_path / "fixed"
+    found = lint(path)
+    assert {f.rule for f in found} == {rule}
+    assert {f.fixable for f in found} == {fixable}
+    assert {f.note for f in found} == {rule == "ranks"}
+    code = 0 if rule == "ranks" else 1
+    assert main(["lint", str(path)]) == code
+    text = capsys.readouterr().out
+    assert all(words in text for words in (rule, RULES[rule].breaks, RULES[rule].do, found[0].where))
+    assert main(["lint", str(path), "--fix", str(out), "--json"]) == (0 if fixable else code)
+    told = json.loads(capsys.readouterr().out)
+    assert out.exists() == bool(told["fixed"]) == fixable
+    if not fixable:
+        assert told["findings"] == [vars(f) for f in found]
+        return
+    assert told["findings"] == lint(out) == []
+    before, after = open_source(path), open_source(out)
+    touched = {n for n in after.places if n not in before.places or not _same(before, after, n)}
+    assert touched <= set(told["fixed"])
+    parts = [vars(open_stored(out).parts(m)) for m in open_stored(out).modules] if rule != "kv-scales" else []
+    assert not touched & {p["codes"] for p in parts}
+    assert touched <= {p[w] for p in parts for w in ("scales", "global_scale", "activation")}
+    kept = {n: d for n, d in files_of(path).items() if n not in told["fixed"] and not n.endswith(".safetensors")}
+    assert kept.items() <= files_of(out).items()
+
+
+def _same(a, b, name) -> bool:
+    e, f = a.entry(name), b.entry(name)
+    return (e.tag, e.shape) == (f.tag, f.shape) and a.read(name).tobytes() == b.read(name).tobytes()
+
+
+# ---------------------------------------------------------------- what --fix writes
+def fixed(tmp_path, sound, breaks, layout=MODELOPT) -> tuple[Broken, Broken]:
+    """A checkpoint as it was before it was broken, and after it was fixed."""
+    b = Broken(sound[layout])
+    breaks(b)
+    fix_checkpoint(b.write(tmp_path / "broken"), tmp_path / "fixed")
+    return Broken(sound[layout]), Broken(tmp_path / "fixed")
+
+
+@pytest.mark.parametrize("layout", ANY)
+@pytest.mark.parametrize("breaks", [without("activation"), value("activation", 0), value("activation", 1)])
+def test_activations_get_the_largest_scale_of_siblings(tmp_path, sound, layout, breaks):
+    """Gate of the same expert, gate and up of the others; not down."""
+    before, after = fixed(tmp_path, sound, breaks, layout)
+    siblings = [f"{MOE}.experts.{e}.{role}_proj" for e in range(3) for role in ("gate", "up")]
+    scales = [before.tensors[before.part(m, "activation")][1].item() for m in siblings if m != UP]
+    tag, got = after.tensors[after.part(UP, "activation")]
+    assert (tag, got.shape) == ("F32", after.layout.global_shape)
+    assert len(set(scales)) > 1
+    assert got.item() == pytest.approx(max(scales) if layout == MODELOPT else min(scales), rel=1e-6)
+
+
+def test_scales_are_found_in_any_order(tmp_path, sound):
+    for name, breaks in (("a", padded()), ("b", padded(swizzle=True)), ("c", padded(UP, True, True, True))):
+        before, after = fixed(tmp_path / name, sound, breaks)
+        assert after.tensors.keys() == before.tensors.keys()
+        assert all(a[0] == b[0] and a[1].tobytes() == b[1].tobytes() for a, b in zip(
+            after.tensors.values(), before.tensors.values(), strict=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ANY)
+@pytest.mark.parametrize("factor", [1.5, 0.4])
+def test_fused_weights_get_the_largest_scale_and_nearly_the_same_values(tmp_path, sound, layout, factor):
+    b = Broken(sound[layout])
+    scaled(factor)(b)
+    path, out = b.write(tmp_path / "broken"), tmp_path / "fixed"
+    fix_checkpoint(path, out)
+    old, new = open_stored(path), open_stored(out)
+    gate = f"{MOE}.experts.1.gate_proj"
+    for module in (UP, gate):
+        v, w = old.weight(module), new.weight(module)
+        assert w.decode == max(old.weight(m).decode for m in (UP, gate))
+        assert v.codes.tobytes() == w.codes.tobytes()
+        if v.decode == w.decode:
+            assert v.scales.tobytes() == w.scales.tobytes()
+        else:
+            exact = v.scales.view(E4M3).astype(np.float32) * (v.decode / w.decode)
+            assert w.scales.view(E4M3).tobytes() == exact.astype(E4M3).tobytes()
+            x, y = v.values(), w.values()
+            assert 0 < np.linalg.norm(x - y) < 0.04 * np.linalg.norm(x)
+
+
+def test_nan_becomes_the_largest_scale(tmp_path, sound):
+    before, after = fixed(tmp_path, sound, block_scale(0xFF))
+    x, y = (b.tensors[b.part(UP, "scales")][1].view(np.uint8) for b in (before, after))
+    assert y[3, 5] == 0x7E
+    y[3, 5] = x[3, 5]
+    assert x.tobytes() == y.tobytes()
+
+
+def test_faults_of_one_weight_are_mended_together(tmp_path, sound):
+    """Scales that are padded, with NaN, of fused weights with different global scales; and what cannot be fixed."""
+    k = f"{ATTENTION}.k_proj"
+    breaks = both(block_scale(0x7F, k), padded(k, swizzle=True), scaled(0.5, k), without("activation", k), kv)
+    b = Broken(sound[MODELOPT])
+    both(breaks, value("global_scale", np.nan, DOWN))(b)
+    path = b.write(tmp_path / "broken")
+    assert len({f.rule for f in lint(path)}) == 5  # NaN is not looked for before scales lie as they should
+    fix_checkpoint(path, tmp_path / "fixed")
+    assert [f.rule for f in lint(tmp_path / "fixed")] == ["bad-globals"]
+    value("global_scale", 0, f"{ATTENTION}.v_proj")(b)
+    assert [f.where for f in lint(b.write(tmp_path / "more")) if f.rule == "fused-globals"] == [f"{ATTENTION}.q_proj"]
+    _, scales = Broken(tmp_path / "fixed").tensors[b.part(k, "scales")]
+    assert scales.shape == (64, 8)
+    assert scales[3, 5].astype(np.float32) == 224
+
+
+def test_the_config_made_anew_is_that_of_the_converter(tmp_path, sound):
+    for layout in ANY:
+        before, after = fixed(tmp_path / layout, sound, entry("ignore", ["lm_head"]), layout)
+        assert (before.config, before.hf_quant) == (after.config, after.hf_quant)
+    _, after = fixed(tmp_path / "kv", sound, kv)
+    assert after.hf_quant["quantization"]["kv_cache_quant_algo"] == "FP8"
+    _, after = fixed(tmp_path / "w", sound, no_activations)
+    assert after.quantization["quant_algo"] == "W4A16_NVFP4"
+
+
+def test_shards_stay_shards(tmp_path):
+    convert_checkpoint(GOLDEN / "llama" / "input", tmp_path / "two")
+    (tmp_path / "two" / HF_QUANT).unlink()
+    config = json.loads((tmp_path / "two" / CONFIG).read_text())
+    config["quantization_config"]["ignore"] = ["x"]
+    (tmp_path / "two" / CONFIG).write_text(json.dumps(config))
+    fix_checkpoint(tmp_path / "two", tmp_path / "out")
+    before, after = open_source(tmp_path / "two"), open_source(tmp_path / "out")
+    assert (len(after.files), after.places) == (2, before.places)
+    assert open_checkpoint(tmp_path / "out").keys() == open_checkpoint(tmp_path / "two").keys()
+
+
+def test_a_list_that_loaders_would_read_differently_is_not_made(tmp_path, sound):
+    """With a dense MLP beside the router, whose name is a part of gate_proj's."""
+    b = Broken(sound[MODELOPT])
+    b.tensors |= {n.replace("experts.0.", ""): t for n, t in b.tensors.items() if "experts.0." in n}
+    path = b.write(tmp_path / "broken")
+    assert {(f.rule, f.fixable) for f in lint(path)} == {("config", False)}
+    assert fix_checkpoint(path, tmp_path / "fixed") == {}
+    assert not (tmp_path / "fixed").exists()
+
+
+# ---------------------------------------------------------------- no alarm
+GOLDENS = sorted(p.parent for p in GOLDEN.rglob("model.safetensors") if p.parent.name != "input")
+
+
+@pytest.mark.parametrize("path", GOLDENS, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_golden_checkpoints_have_no_finding(path, capsys):
+    """Notes say that activations are not calibrated, and that eight ranks are too many."""
+    assert len(GOLDENS) == 5
+    assert all(f.note for f in lint(path))
+    assert main(["lint", str(path)]) == 0
+    assert capsys.readouterr().out.endswith("\nno finding\n")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"layout": CT}, {"layout": "te"}, {"weight_only": True}, {"layout": CT, "weight_only": True},
+     {"kv_cache": "fp8"}, {"preset": "moe-experts"}, {"experts": "stacked"}, {"input_amax": 3.0},
+     {"layout": "te", "spec": jnvfp4.ROW_SCALED}, {"spec": jnvfp4.four_over_six()}, {"ignore": ("*.o_proj",)},
+     {"layout": "te", "spec": jnvfp4.four_over_six()}, {"layout": CT, "ignore": ("*.o_proj",)}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("model", ["llama", "moe"])
+def test_what_the_converter_writes_has_no_finding(tmp_path, model, options):
+    if model == "llama" and {"preset", "experts"} & options.keys():
+        pytest.skip("has no experts")
+    convert_checkpoint(GOLDEN / model / "input", tmp_path / "out", ConvertOptions(**options))
+    assert [f for f in lint(tmp_path / "out") if not f.note] == []
+
+
+@pytest.mark.parametrize("layout", ANY)
+def test_lists_of_other_software_are_read_as_loaders_do(tmp_path, sound, layout):
+    """Wildcards of Model Optimizer, expressions of compressed-tensors, targets; vision towers are not asked for."""
+    b = Broken(sound[layout])
+    b.tensors["model.visual.blocks.0.attn.qkv.weight"] = weight(16, 32)
+    listed = ["lm_head*", "model.layers.0.mlp.gat*"] if layout == MODELOPT else ["re:.*lm_head", r"re:.*mlp\.gate$"]
+    b.quantization["ignore"] = listed
+    if layout == MODELOPT:
+        b.hf_quant["quantization"]["exclude_modules"] = listed
+    assert lint(b.write(tmp_path / "listed")) == []
+    if layout == CT:
+        b.quantization["ignore"] = []
+        b.quantization["config_groups"]["group_0"]["targets"] = ["re:.*self_attn.*", "re:.*experts.*"]
+        assert lint(b.write(tmp_path / "targets")) == []
+
+
+def test_mixed_formats_are_checked_but_for_their_config(tmp_path, sound):
+    b = Broken(sound[MODELOPT])
+    b.tensors[f"{ATTENTION}.x_proj.weight"] = ("F8_E4M3", np.ones((16, 32), E4M3))
+    b.tensors[f"{ATTENTION}.x_proj.weight_scale"] = ("F32", np.float32(1))
+    b.quantization["quant_algo"] = b.hf_quant["quantization"]["quant_algo"] = "MIXED_PRECISION"
+    assert lint(b.write(tmp_path / "mixed")) == []
+    both(without("activation"), kv, entry("ignore", ["lm_head"]))(b)
+    found = [(f.rule, f.fixable) for f in lint(b.write(tmp_path / "broken"))]
+    assert found == [("input-scale-missing", True), ("kv-scales", False)]
+    b.hf_quant["quantization"]["quantized_layers"] = {f"{MOE}.experts.*": {"quant_algo": "W4A16_NVFP4"}}
+    assert [f.rule for f in lint(b.write(tmp_path / "weight-only"))] == ["kv-scales"]
+
+
+# ---------------------------------------------------------------- the command
+def test_ranks_that_are_asked_for_are_findings(tmp_path, sound, capsys):
+    path = str(sound[MODELOPT])
+    assert lint(path, ranks=8) == []
+    assert [(f.rule, f.note) for f in lint(path, ranks=16)] == [("ranks", False)] * 2
+    assert main(["lint", path, "--ranks", "16"]) == 1
+    assert "as 2 more" in capsys.readouterr().out
+    assert main(["lint", path, "--ranks", "0"]) == 2
+
+
+def test_long_lists_are_cut_in_text_alone(tmp_path, sound, capsys):
+    b = Broken(sound[MODELOPT])
+    b.tensors = {n: t for n, t in b.tensors.items() if not n.endswith(".input_scale") or ATTENTION in n}
+    for e in range(3, 12):
+        b.tensors |= {n.replace("experts.2", f"experts.{e}"): t for n, t in b.tensors.items() if "experts.2" in n}
+    path = b.write(tmp_path / "broken")
+    assert main(["lint", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "and 26 more" in out
+    assert out.endswith("findings: 36, of which --fix mends 0\n")
+    assert main(["lint", str(path), "--json"]) == 1
+    assert len(json.loads(capsys.readouterr().out)["findings"]) == 36
+
+
+def test_what_is_no_checkpoint_is_an_error(tmp_path, capsys):
+    with pytest.raises(CheckpointError, match="has no NVFP4 weight"):
+        lint(GOLDEN / "moe" / "input")
+    assert main(["lint", str(GOLDEN / "moe" / "input"), "--fix", str(tmp_path / "out")]) == 3
+    assert main(["lint", str(GOLDEN / "moe" / "te_modelopt"), "--fix", str(tmp_path / "out")]) == 0
+    assert "nothing to fix" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_has_files_is_refused(tmp_path, sound):
+    b = Broken(sound[MODELOPT])
+    without("activation")(b)
+    path = b.write(tmp_path / "broken")
+    before = files_of(path)
+    for out in (path, sound[MODELOPT]):
+        with pytest.raises(CheckpointError, match="is not empty"):
+            fix_checkpoint(path, out)
+    assert files_of(path) == before
+
+
+def test_block_scales_are_read_by_slices(tmp_path, sound, monkeypatch):
+    """And nothing else that is large."""
+    from jnvfp4.checkpoints._files.safetensors import File
+    from jnvfp4.checkpoints._layouts import survey
+
+    read, names = File.read, []
+    monkeypatch.setattr(survey, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(File, "read", lambda f, name, rows=slice(None): (names.append(name), read(f, name, rows))[1])
+    monkeypatch.setattr(File, "array", None)
+    b = Broken(sound[CT])
+    block_scale(0x7F)(b)
+    names.clear()
+    assert [f.found for f in lint(b.write(tmp_path / "broken"))] == ["has 1 NaN of 1024"]
+    assert names.count(b.part(UP, "scales")) == 8
+    assert not [n for n in names if not re.search("scale", n)]
+
+
+def test_the_page_has_all_rules():
+    page = (Path(__file__).parent.parent / "docs" / "checkpoints.md").read_text()
+    table = re.search(r"^\| rules \|.*\n((?:\|.*\n)+)", page, re.M)[1]
+    rows = [line.split("|")[1] for line in table.splitlines()]
+    assert sorted(re.findall(r"`([\w-]+)`", "".join(rows))) == sorted(RULES)
