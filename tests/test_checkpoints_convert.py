@@ -240,6 +240,8 @@ def test_saved_tensors_come_back(tmp_path, layout):
     save_checkpoint(tensors, tmp_path / "out", layout, config={"model_type": "llama"})
     c = open_checkpoint(tmp_path / "out")
     assert sorted(c) == sorted(tensors)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["lm_head"]  # without the norm
     t, got = tensors["model.layers.0.mlp.down_proj.weight"], c["model.layers.0.mlp.down_proj.weight"]
     np.testing.assert_array_equal(got.data, t.data)
     np.testing.assert_array_equal(np.asarray(got.scale).view(np.uint8), np.asarray(t.scale).view(np.uint8))

@@ -350,6 +350,9 @@ def test_row_scaled_weights_and_stacks_of_experts_are_placed(tmp_path, experts_a
     for t in got.values():
         assert t.data.sharding.is_equivalent_to(sharding, t.ndim)
         assert t.amax.sharding.is_equivalent_to(of_amax, 1)
+    save_checkpoint({"a.down_proj.weight": jnvfp4.quantize(jnp.asarray(array(32, 64)))}, tmp_path / "one", "te")
+    (one,) = open_checkpoint(tmp_path / "one").to_device({"a.down_proj.weight": sharding}).values()
+    assert (one.amax.shape, one.amax.sharding.spec) == ((), P())
 
 
 @pytest.mark.parametrize("layout", ["modelopt", "te"])

@@ -162,6 +162,7 @@ SECOND = "model-00002-of-00002.safetensors"
 # By what is another one when the conversion goes on: the change of the model or of the file of amaxes, and the error.
 OTHERS = {
     "option": (None, "other options: kv_cache;"),
+    "shard size": (None, "other options: max_shard_bytes;"),
     "amaxes": (lambda _, scales: scales.write_text(scales.read_text().replace("3.0", "4.0")), "options: input_amax"),
     "version": (None, "other options: version"),
     "time": (lambda model, _: (model / SECOND).touch(), "other source: model-00002"),
@@ -180,6 +181,8 @@ def test_resuming_with_another_input_is_refused(model, tmp_path, monkeypatch, ca
     interrupted_after(20, model, out, options)
     if case == "option":
         options = ConvertOptions(input_amax=scales, kv_cache="fp8")
+    elif case == "shard size":
+        options = ConvertOptions(input_amax=scales, max_shard_bytes=1 << 20)
     elif case == "version":
         monkeypatch.setattr(resume, "__version__", "99.0")
     else:

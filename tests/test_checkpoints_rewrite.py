@@ -69,6 +69,18 @@ def test_the_ignore_list_is_that_of_the_new_layout(tmp_path):
     assert ignore == ["lm_head", *(f"model.layers.1.self_attn.{n}_proj" for n in sorted(names))]
 
 
+@pytest.mark.parametrize("layout", ["modelopt", CT])
+def test_an_amax_becomes_the_scale_of_its_block_scales(tmp_path, layout):
+    """4over6 leaves block scales at most 256, and the amax of layout te is without its divisor."""
+    spec = jnvfp4.four_over_six()
+    of_te = quantized(tmp_path / "te", layout="te", spec=spec)
+    repack_checkpoint(of_te, tmp_path / "repacked", layout)
+    converted = quantized(tmp_path / "converted", layout=layout, spec=spec)
+    got, want = (open_stored(path).weight(DOWN.removesuffix(".weight")) for path in (tmp_path / "repacked", converted))
+    assert got.global_scale.tobytes() == want.global_scale.tobytes()
+    np.testing.assert_array_equal(got.values(), want.values())
+
+
 def test_layers_that_are_kept_completely_are_in_the_ignore_list_of_modelopt():
     kept = ["model.layers.1.mlp.down_proj", "model.layers.2.mlp.down_proj", "model.layers.10.mlp.up_proj"]
     quantized = ["model.layers.2.mlp.up_proj", "model.layers.3.mlp.down_proj"]
@@ -353,6 +365,11 @@ def test_diff_names_what_only_one_has(tmp_path):
     assert main(["diff", str(a), str(tmp_path / "a" / "in")]) == 3
     turned = quantized(tmp_path / "c", {DOWN: weight(64, 32), NORM: weight(4, 1)})  # as many bytes
     assert diff(a, turned).others == [DOWN, NORM]
+    half, brain = (
+        quantized(tmp_path / tag, {DOWN: weight(32, 64), NORM: (tag, np.zeros(4, dtype))})
+        for tag, dtype in (("F16", np.float16), ("BF16", ml_dtypes.bfloat16))
+    )
+    assert diff(half, brain).others == [NORM]  # the same bytes
 
 
 def without(*keys):

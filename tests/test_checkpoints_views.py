@@ -60,12 +60,15 @@ def test_experts_taken_apart(tmp_path, model):
 NAMES = {"llama": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
 
 
-@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
-def test_experts_put_together(tmp_path, names):
+@pytest.mark.parametrize(
+    ("names", "model"), [*((of, None) for of in NAMES.values()), (NAMES["llama"], "llama4")], ids=[*NAMES, "llama4"]
+)
+def test_experts_put_together(tmp_path, names, model):
+    """A model whose own stacks are [E, K, N] has matrices [N, K] like all others."""
     shapes = zip(names, ((32, 64), (32, 64), (64, 32)), strict=True)
     parts = [(f"{EXPERTS}.{e}.{r}.weight", s, 10 * e + i) for i, (r, s) in enumerate(shapes) for e in range(3)]
     each = {name: array(*shape, seed=seed) for name, shape, seed in parts}
-    model_of(tmp_path / "in", each)
+    model_of(tmp_path / "in", each, {"model_type": model} if model else None)
     convert_checkpoint(tmp_path / "in", tmp_path / "each")
     convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(experts="stacked", chunk_bytes=1 << 12))
     got, want = weights_of(tmp_path / "out"), weights_of(tmp_path / "each")

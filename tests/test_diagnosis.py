@@ -127,6 +127,9 @@ def test_the_copy_of_cublaslt_or_the_reason(few_checks, capsys, monkeypatch, fou
     assert doctor.doctor()
     assert f"cublaslt {shown}" in capsys.readouterr().out.splitlines()
     report = doctor.report()
+    assert report["full"]
+    assert main(["doctor", "--json"]) == 0
+    assert not json.loads(capsys.readouterr().out)["full"]
     assert (report["cublaslt"]["path"], report["versions"]["cublaslt"] or "", report["cublaslt"]["reason"]) == found
 
 

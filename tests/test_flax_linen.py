@@ -305,6 +305,10 @@ def test_microbatches_that_share_a_stream_raise(remat):
     caller = (nn.remat(Caller) if remat else Caller)()
     losses(lambda key: caller.apply({}, X, variables, {"sr": key}, rngs={"sr": KEY}))
     losses(lambda key: scanned.apply(stacked(of_model), X, rngs={"sr": KEY}))
+    split = Stack(layers=1, remat=remat, scan=True, split_rngs=SPLIT)  # within a loop that does not
+    with pytest.raises(ValueError, match=f"layer 'block/up': {DIFFER}"):
+        losses(lambda _: split.apply(stacked(of_model), X, rngs={"sr": KEY}))
+    losses(lambda key: split.apply(stacked(of_model), X, rngs={"sr": key}))
     alike = Stack(layers=1, remat=remat, scan=True, split_rngs=OF_ALL)  # a key of each microbatch, for all its layers
     with pytest.raises(ValueError, match=f"layer 'block/up': {DIFFER}"):
         losses(lambda key: alike.apply(stacked(of_model), X, rngs={"sr": key}))

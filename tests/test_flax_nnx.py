@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_same_tensor, recorded_keys, refused, words
+from helpers import assert_bitwise, assert_same_tensor, equations, recorded_keys, refused, words
 
 pytest.importorskip("flax", "0.12")
 
@@ -89,6 +89,12 @@ def test_a_layer_gathers_as_its_rule_says():
     of_policy, of_rule = (P("x"), P()), (P(None, "x"), P())
     model = apply(mlp(), Policy([Rule("up", NEAREST, of_rule)], default=NEAREST, w_gather=of_policy))
     assert [layer.dot_general.w_gather for layer in (model.up, model.down)] == [of_rule, of_policy]
+    einsum = nnx.Einsum("bsd,de->bse", (WIDTH, WIDTH), rngs=nnx.Rngs(0))
+    einsum = apply(einsum, Policy(default=NEAREST, w_gather=of_policy))
+    with jax.set_mesh(make_mesh(jax.devices("cpu")[:2], "x")):
+        found = equations(jax.make_jaxpr(einsum)(X).jaxpr)
+    placed = [eqn.params["sharding"].spec for eqn in found if eqn.primitive.name == "sharding_constraint"]
+    assert P("x", None) in placed
 
 
 def test_split_and_merge_change_no_bit():

@@ -109,6 +109,12 @@ def test_native(native, spec, transpose):
         check(native_quantize(x, spec, transpose=transpose), turned(x, transpose), spec, None, transpose, case.name)
 
 
+def test_rows_that_end_within_a_group_of_blocks(native):
+    """A CPU encodes 16 blocks at a time."""
+    x = cases.Case("x", (5, 384), "fp32", "normal").make(0) * 2.0 ** np.arange(5)[:, None].astype(np.float32)
+    check(native_quantize(x, ROW_SCALED), x, ROW_SCALED)
+
+
 @other_way
 def test_native_over_distributions(native, spec, transpose):
     """All distributions as one stack, each with its own amax; 4over6, which compiles long, in one type."""

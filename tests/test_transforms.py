@@ -229,7 +229,7 @@ class Product(NamedTuple):
         if self.dtype is not None:
             a = jnp.round(4 * normal((*(SIZE,) * (self.a[0] == 0), M, K), 1, self.dtype))
             a_axes = self.a[0]
-        bias = {"none": None, None: normal((N,), 3), 0: normal((SIZE, N), 3)}[self.bias]
+        bias = {"none": None, None: normal((N,), 3), 0: normal((SIZE, N), 3), 1: normal((N, SIZE), 3)}[self.bias]
         return (a, b, bias), (a_axes, b_axes, None if bias is None else self.bias)
 
     def _tensor(self, rows, axes, scope, lead):
@@ -257,7 +257,7 @@ PRODUCTS = [
     *(Product(a, b, scopes) for a, b in SOME[::5] for scopes in [("row", "window64"), ("window64", "window64")]),
     *(Product(a, b, leads=leads, amax_per_matrix=own) for a, b, own in OWN for leads in LEADS),
     *(Product(a, b, dtype=d) for a, b in ((ALL, ALL), (ALL, NONE), (NONE, ALL)) for d in ("bf16", "fp16")),
-    Product(bias=0, dtype="bf16"),
+    *(Product(bias=axis, dtype="bf16") for axis in (0, 1)),
 ]
 
 
