@@ -184,6 +184,9 @@ def inspect_table(checkpoint: JSON) -> str:
     if c["layout"]:
         lines += [
             f"quantized  {len(c['quantized'])} weights, {c['ratio_to_16_bits']:.3f} of the bytes at 16 bits",
+            *(f"FP8        {module}, {granularity}" for module, granularity in c["fp8"].items()),
+            *(f"AWQ        {name}, multiplies the activations" for name in c["pre_quant_scales"]),
+            *(f"KV scale   {name}" for name in c["kv_scales"]),
             *(f"kept       {name}" for name in c["kept"]),
             *(f"group      {', '.join(group)}" for group in c["groups"]),
         ]

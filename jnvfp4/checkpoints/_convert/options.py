@@ -34,7 +34,7 @@ class ConvertOptions:
       kv_cache: the KV cache that the config asks for.
       experts: "keep" leaves experts as they are; "per-expert" gives each its own tensors; "stacked" puts all in one.
       expert_layout: axes of a stack of experts, [E, N, K] or [E, K, N]; "auto" decides by the model type.
-      dequantize_input: "fp8-block" decodes FP8 weights with a scale per 128x128 block, as in DeepSeek-V3.
+      dequantize_input: "fp8" decodes FP8 weights with one scale, a scale per row or one per 128x128 block.
       share: expressions for further groups of modules that share a global scale.
       share_qkv: whether q, k and v share one.
       max_shard_bytes: the size of output shards; None keeps the shards of the source.
@@ -60,7 +60,7 @@ class ConvertOptions:
     kv_cache: Literal["none", "fp8"] = "none"
     experts: Literal["keep", "per-expert", "stacked"] = "keep"
     expert_layout: ExpertLayout = "auto"
-    dequantize_input: Literal["none", "fp8-block"] = "none"
+    dequantize_input: Literal["none", "fp8"] = "none"
     share: tuple[str, ...] = ()
     share_qkv: bool = True
     max_shard_bytes: int | None = None

@@ -10,6 +10,7 @@ from .._files.files import check_finite
 from .._files.safetensors import FLOATS, JSON, Planned
 from .._files.source import CONFIG, Source, read_json
 from .._layouts.configs import config_files, index_file
+from .._layouts.fp8 import fp8_weights
 from .._layouts.layouts import LAYOUTS, Layout, Parts, names_global_scale
 from .._layouts.loaders import checked_ignore_list, linear_modules
 from .._layouts.names import Group, module_of
@@ -149,11 +150,11 @@ def _refuse_quantized(source: Source) -> None:
     config, expected = (source.config or {}).get("quantization_config"), "a model in high precision"
     if config:
         method = config.get("quant_method") if isinstance(config, dict) else config
-        hint = "repack changes the layout of NVFP4, dequantize undoes it; --dequantize-input fp8-block decodes FP8"
+        hint = "repack changes the layout of NVFP4, dequantize undoes it; --dequantize-input fp8 decodes FP8"
         raise CheckpointError(f"is quantized already ({method})", expected, file=source.directory / CONFIG, hint=hint)
     scales = [*filter(names_global_scale, source.places), *(name for name, _ in factors(source, source.places))]
     if scales:
-        hint = "--dequantize-input fp8-block decodes it" if scales[0].endswith("weight_scale_inv") else ""
+        hint = "--dequantize-input fp8 decodes FP8 weights" if any(fp8_weights(source)) else ""
         raise CheckpointError("is a scale of quantized weights or of a KV cache", expected, tensor=scales[0], hint=hint)
 
 
