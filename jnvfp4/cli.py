@@ -222,6 +222,7 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
         "amax of all activations, or a JSON file with the amax of each module (without it scales are 1.0, uncalibrated)"
     )
     option("input_amax", text, type=_input_amax, metavar="NUMBER|FILE")
+    option("on_missing_amax", "siblings: an expert that the file does not name has the largest amax of its siblings")
     option("kv_cache", "KV cache that the config asks for (default none)")
 
     add, option = group("models of other kinds", "MODEL OUTPUT --experts per-expert")

@@ -80,6 +80,7 @@ def model(tmp_path) -> Path:
         ({"share": (".*_proj",)}, "share has '.*_proj' without a group; expected one for the parent's name"),
         ({"input_amax": 0.5, "weight_only": True}, "input_amax is 0.5 and weight_only is used; expected one of them"),
         ({"input_amax": Path("s.json"), "layout": "te"}, "input_amax is s.json and layout is te; expected one of them"),
+        ({"on_missing_amax": "siblings"}, "on_missing_amax is siblings and input_amax is None; expected a JSON file"),
         ({"kv_cache": "fp8", "layout": "te"}, "kv_cache is fp8 and layout is te"),
         ({"kv_cache": "fp8", "layout": "compressed-tensors"}, "kv_cache is fp8 and layout is compressed-tensors"),
     ],
@@ -184,6 +185,10 @@ FLAGS = {
     "--extra-high-precision-layers-hf a b": {"keep_containing": ("a", "b")},
     "--weight-only": {"weight_only": True},
     "--input-amax 0.5": {"input_amax": 0.5},
+    f"--input-amax {__file__} --on-missing-amax siblings": {
+        "input_amax": Path(__file__),
+        "on_missing_amax": "siblings",
+    },
     "--kv-cache fp8": {"kv_cache": "fp8"},
     "--experts stacked": {"experts": "stacked"},
     "--expert-layout kn": {"expert_layout": "kn"},

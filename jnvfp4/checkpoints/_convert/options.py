@@ -31,6 +31,8 @@ class ConvertOptions:
       weight_only: whether the output has no activation scales and its config keeps activations in high precision.
       input_amax: the amax of the activations, from which their scale follows: one number for all modules, or a JSON
         file with the amax of each (``write_input_amaxes`` writes it). None writes scales of 1.0, with a warning.
+      on_missing_amax: how to treat a module that the file of amaxes does not name: an error, or, for an expert, which
+        calibration may never reach, the largest amax of the same projection of its sibling experts.
       kv_cache: the KV cache that the config asks for.
       experts: "keep" leaves experts as they are; "per-expert" gives each its own tensors; "stacked" puts all in one.
       expert_layout: axes of a stack of experts, [E, N, K] or [E, K, N]; "auto" decides by the model type.
@@ -57,6 +59,7 @@ class ConvertOptions:
     keep_containing: tuple[str, ...] = ()
     weight_only: bool = False
     input_amax: float | Path | None = None
+    on_missing_amax: Literal["error", "siblings"] = "error"
     kv_cache: Literal["none", "fp8"] = "none"
     experts: Literal["keep", "per-expert", "stacked"] = "keep"
     expert_layout: ExpertLayout = "auto"
@@ -112,6 +115,9 @@ def _check_activations(o: ConvertOptions) -> None:
         other = {"weight_only": "is used"} if o.weight_only else {"layout": f"is {o.layout}"}
         expected = "one of them, as no activation scale is written then"
         raise OptionError({"input_amax": f"is {o.input_amax}", **other}, expected)
+    if o.on_missing_amax != "error" and not isinstance(o.input_amax, Path):
+        clauses = {"on_missing_amax": f"is {o.on_missing_amax}", "input_amax": f"is {o.input_amax}"}
+        raise OptionError(clauses, "a JSON file of amaxes, in which a module may be missing")
     if o.kv_cache == "fp8" and o.layout != "modelopt":
         expected = "layout modelopt for an FP8 KV cache"
         raise OptionError({"kv_cache": f"is {o.kv_cache}", "layout": f"is {o.layout}"}, expected)
