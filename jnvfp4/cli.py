@@ -228,7 +228,7 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
     add, option = group("models of other kinds", "MODEL OUTPUT --experts per-expert")
     option("experts", "leave experts as they are, give each its own tensors, or put all in one")
     option("expert_layout", _EXPERT_LAYOUT)
-    option("dequantize_input", "decode FP8 weights: one scale, a scale per row, or 128x128 blocks")
+    option("dequantize_input", "decode weights in FP8 (per tensor, per channel, 128x128 blocks) or MXFP4 (gpt-oss)")
 
     add, option = group("speed (the output is the same with any)", "MODEL OUTPUT --device cuda:0 --workers 4")
     add("--device", default="auto", metavar="auto|cpu|cuda:N", help="device that quantizes; auto is cpu")

@@ -1,20 +1,23 @@
-"""Checkpoints as they are published: NVFP4 beside FP8, AWQ's factors, scales of a KV cache.
+"""Checkpoints as they are published: NVFP4 beside FP8, AWQ's factors, scales of a KV cache; FP8 and MXFP4 as sources.
 
-The fixtures have the names, dtypes and shapes that vLLM reads and Model Optimizer and llm-compressor write: see
-``jnvfp4/checkpoints/_layouts/fp8.py``, ``Stored`` and ``kv_scale_in``. The values are those of a plain NumPy model.
+The fixtures have the names, dtypes and shapes that vLLM and transformers read and Model Optimizer and llm-compressor
+write: see ``jnvfp4/checkpoints/_layouts/fp8.py``, ``Stored``, ``kv_scale_in`` and ``_convert/mxfp4.py``. The values are
+those of a plain NumPy model.
 """
 
 import json
 import re
+from dataclasses import replace
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import array, files_of, model_of
+from checkpoints import array, draw_nothing, files_of, model_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jnvfp4
 from jnvfp4 import NVFP4Tensor
 from jnvfp4.checkpoints import (
     CheckpointError,
@@ -38,7 +41,7 @@ N, K = 200, 144  # of FP8 weights: no multiple of a block
 
 
 # ---------------------------------------------------------------- a plain model of both formats
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 def nvfp4_values(codes, scales, decode) -> np.ndarray:
@@ -326,3 +329,175 @@ def test_fp8_is_a_source_of_conversions(tmp_path, layout, granularity):
     for read in (convert_checkpoint, dequantize_checkpoint):
         with pytest.raises(CheckpointError, match="--dequantize-input fp8"):
             read(tmp_path / "fp8", tmp_path / "no")
+
+
+# ---------------------------------------------------------------- MXFP4, as the source of a conversion
+STACKS = {"gate_up_proj": (3, 64, 96), "down_proj": (3, 32, 64)}  # E, N, K
+
+
+def mxfp4_values(blocks, scales) -> np.ndarray:
+    """q * 2^(s - 127), [E, N, K]; the even element of a byte in its low half."""
+    q = E2M1[np.stack([blocks & 15, blocks >> 4], -1)].reshape(*scales.shape, 32)
+    return np.ldexp(q, scales.astype(int)[..., None] - 127).reshape(*scales.shape[:2], -1)
+
+
+def mxfp4(directory, span=18, change=lambda tensors: None):
+    """gpt-oss's experts; the exponents of scales of each expert are in ``span`` of its own.
+
+    Returns:
+      the directory, and the values by name [E, N, K].
+    """
+    rng, tensors, values = np.random.default_rng(7), {}, {}
+    for i, (role, (e, n, k)) in enumerate(STACKS.items()):
+        name = f"{LAYER}.mlp.experts.{role}"
+        blocks = rng.integers(0, 256, (e, n, k // 32, 16), np.uint8)
+        scales = rng.integers(0, span, (e, n, k // 32)) + np.array([90, 120, 7 * i + 60])[:, None, None]
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales.astype(np.uint8), f"{name}_bias": array(e, n)}
+        values[name] = mxfp4_values(blocks, scales)
+    change(tensors)
+    config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    return model_of(directory / "mxfp4", tensors | {"model.norm.weight": array(16)}, config), values
+
+
+def decoded(path, transposed=True) -> dict[str, np.ndarray]:
+    """The values of a converted checkpoint; stacks [E, N, K]."""
+    dequantize_checkpoint(path, path.parent / "decoded", "F32")
+    out = open_source(path.parent / "decoded")
+    arrays = {n: out.array(n) for n in out.places if "experts" in n and "bias" not in n}
+    return {n: a.transpose(0, 2, 1) if transposed else a for n, a in arrays.items()}
+
+
+MXFP4 = ConvertOptions(dequantize_input="mxfp4", weight_only=True)
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "te"])
+def test_mxfp4_is_converted_without_a_loss(tmp_path, layout):
+    path, values = mxfp4(tmp_path)
+    result = convert_checkpoint(path, tmp_path / "out", replace(MXFP4, layout=layout, chunk_bytes=1 << 12))
+    assert result.inexact_blocks == {name: 0 for name in values}
+    got = decoded(tmp_path / "out")
+    for name, want in values.items():
+        assert got[name].astype(np.float32).tobytes() == want.astype(np.float32).tobytes(), name
+    errors = {r.name: r.error for r in verify_checkpoint(path, tmp_path / "out")}
+    assert all(errors[name].relative_error == 0 for name in values)
+    out = open_source(tmp_path / "out")
+    assert "quantization_config" in out.config
+    assert out.entry(f"{LAYER}.mlp.experts.gate_up_proj").shape == (3, 48, 64)  # [E, K/2, N], as of gpt-oss in bfloat16
+
+
+def test_experts_in_mxfp4_are_taken_apart(tmp_path):
+    """Gate and up are the even and the odd rows, and share the larger global scale."""
+    path, values = mxfp4(tmp_path, span=8)
+    options = replace(MXFP4, layout="compressed-tensors", experts="per-expert")
+    assert set(convert_checkpoint(path, tmp_path / "out", options).inexact_blocks.values()) == {0}
+    both, down = (values[f"{LAYER}.mlp.experts.{role}"] for role in STACKS)
+    got = decoded(tmp_path / "out", transposed=False)
+    for e in range(3):
+        for role, want in (("gate", both[e, 0::2]), ("up", both[e, 1::2]), ("down", down[e])):
+            np.testing.assert_array_equal(got[f"{LAYER}.mlp.experts.{e}.{role}_proj.weight"], want)
+
+
+def test_codes_of_mxfp4_are_kept(tmp_path):
+    """Where every block has a 6 or a 4, as quantizers to MXFP4 make them, NVFP4 has the same codes and exponents."""
+
+    def with_six(tensors):
+        for name in tensors:
+            if name.endswith("_blocks"):
+                tensors[name][..., 0] = tensors[name][..., 8] = 0x7E  # -4 and 6
+
+    path, _ = mxfp4(tmp_path, change=with_six)
+    convert_checkpoint(path, tmp_path / "out", MXFP4)
+    source, out = open_source(path), open_source(tmp_path / "out")
+    for name in (f"{LAYER}.mlp.experts.{role}" for role in STACKS):
+        blocks, scales = source.array(f"{name}_blocks"), source.array(f"{name}_scales")
+        np.testing.assert_array_equal(out.array(name).transpose(0, 2, 1), blocks.reshape(*blocks.shape[:2], -1))
+        powers = np.ldexp(1.0, scales.astype(int) - 127)
+        exact = out.array(f"{name}_weight_scale").astype(float) * out.array(f"{name}_weight_scale_2")[:, None, None]
+        np.testing.assert_array_equal(exact.transpose(0, 2, 1), np.repeat(powers, 2, axis=-1))
+
+
+@pytest.mark.parametrize("span", [19, 20, 24, 40])
+def test_inexact_blocks_of_mxfp4_are_counted(tmp_path, capsys, monkeypatch, span):
+    """Of 16 elements each; the others are exact. Blocks of zeros are, whatever their exponent."""
+    draw_nothing(monkeypatch)
+
+    def with_zeros(tensors):
+        name = f"{LAYER}.mlp.experts.down_proj"
+        tensors[f"{name}_blocks"][:, 0], tensors[f"{name}_scales"][:, 0] = 0x80, 0
+
+    path, values = mxfp4(tmp_path, span, with_zeros)
+    values[f"{LAYER}.mlp.experts.down_proj"][:, 0] = 0
+    result = convert_checkpoint(path, tmp_path / "out", MXFP4)
+    got = decoded(tmp_path / "out")
+    wrong = {n: int((got[n] != want).reshape(*want.shape[:2], -1, 16).any(-1).sum()) for n, want in values.items()}
+    assert result.inexact_blocks == wrong
+    assert sum(wrong.values()) > 0
+    arguments = ["--dequantize-input", "mxfp4", "--weight-only", "--report", str(tmp_path / "report")]
+    assert main(["convert", str(path), str(tmp_path / "again"), *arguments]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert f"MXFP4      {sum(wrong.values())} blocks of 16 in 2 weights have other values" in shown
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert {t["name"]: t["inexact_blocks"] for t in report["tensors"] if "inexact_blocks" in t} == wrong
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 126, 251])
+def test_all_exponents_of_mxfp4(tmp_path, exponent):
+    """The smallest are subnormal in bfloat16; the largest are finite."""
+
+    def change(tensors):
+        for name in tensors:
+            if name.endswith("_scales"):
+                tensors[name][:] = exponent
+
+    path, _ = mxfp4(tmp_path, change=change)
+    result = convert_checkpoint(path, tmp_path / "out", MXFP4)
+    got, source = decoded(tmp_path / "out"), open_source(path)
+    for name in got:
+        want = mxfp4_values(source.array(f"{name}_blocks"), source.array(f"{name}_scales"))
+        differ = (got[name] != want).reshape(*want.shape[:2], -1, 16).any(-1).sum()
+        assert result.inexact_blocks[name] == differ
+        assert exponent < 2 or differ == 0
+
+
+BAD_MXFP4 = {
+    "large": ("scales", lambda x: np.full_like(x, 252), r"down_proj': has a scale of 2\^125; expected at most 2\^124"),
+    "scales": ("scales", lambda x: x[..., :-1], r"down_proj_scales': is U8 \[3, 32, 1\]; expected U8 \[3, 32, 2\]"),
+    "blocks": ("blocks", lambda x: x[..., :8], r"down_proj_blocks': is U8 \[3, 32, 2, 8\]; expected U8 \[E, N, K/"),
+    "NaN": ("scales", lambda x: np.where(np.arange(x.size).reshape(x.shape) == 70, 255, x).astype(np.uint8),
+            r"down_proj': has 32 values that are not finite, the first at \(1, 3, 0\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_MXFP4)
+def test_mxfp4_that_is_damaged(tmp_path, case):
+    part, change, text = BAD_MXFP4[case]
+    name = f"{LAYER}.mlp.experts.down_proj_{part}"
+    path, _ = mxfp4(
+        tmp_path, change=lambda tensors: tensors.update({name: np.ascontiguousarray(change(tensors[name]))})
+    )
+    with pytest.raises(CheckpointError, match=text) as found:
+        convert_checkpoint(path, tmp_path / "out", MXFP4)
+    assert found.value.code == 3
+
+
+def test_formats_of_sources_are_chosen(tmp_path):
+    path, _ = mxfp4(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"is quantized already \(mxfp4\).*\n.*--dequantize-input fp8 .*mxfp4 MXFP4"
+    ):
+        convert_checkpoint(path, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="dequantize_input is fp8, and the source has none; expected a weight in"):
+        convert_checkpoint(path, tmp_path / "out", ConvertOptions(dequantize_input="fp8"))
+    with pytest.raises(
+        CheckpointError, match="dequantize_input is mxfp4 and spec is 4over6, 1x16; expected nvfp4 with"
+    ):
+        ConvertOptions(dequantize_input="mxfp4", spec=jnvfp4.four_over_six())
+
+
+def test_a_group_in_mxfp4_in_part_is_refused(tmp_path):
+    experts = f"{LAYER}.mlp.experts"
+    tensors = {f"{experts}.gate_proj_blocks": np.zeros((2, 16, 1, 16), np.uint8), f"{experts}.up_proj": array(2, 32, 16),
+               f"{experts}.gate_proj_scales": np.zeros((2, 16, 1), np.uint8)}  # fmt: skip
+    path = model_of(tmp_path / "in", tensors, {"model_type": "gpt_oss"})
+    with pytest.raises(CheckpointError, match="up_proj': is in MXFP4, or shares .*; expected all of a group in MXFP4"):
+        convert_checkpoint(path, tmp_path / "out", MXFP4)

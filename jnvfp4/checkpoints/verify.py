@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from ._convert.options import ExpertLayout
-from ._convert.views import decoded_fp8, per_expert, stacked
+from ._convert.views import decoded_fp8, decoded_mxfp4, per_expert, stacked
 from ._files.errors import CheckpointError, Exit, OptionError
 from ._files.files import CHUNK_BYTES, Rows, slices
 from ._files.safetensors import FLOATS, JSON
@@ -75,7 +75,7 @@ class _Sums:
         return ErrorStats(relative, snr, self.worst, self.product / norms if norms else None, *shares)
 
 
-def error_stats(w: np.ndarray, weight: Weight, max_bytes: int = CHUNK_BYTES) -> ErrorStats:
+def error_stats(w: np.ndarray | Rows, weight: Weight, max_bytes: int = CHUNK_BYTES) -> ErrorStats:
     """Compares a weight with its quantized form, over a slice of rows at a time."""
     sums = _Sums()
     pairs, scales = np.zeros(256, np.int64), np.zeros(256, np.int64)  # how often each byte occurs
@@ -198,7 +198,7 @@ def verify_checkpoint(
 def _as_converted(source: Source, stored: Stored, expert_layout: ExpertLayout) -> Source:
     """Infers the form in which the source was converted from the names in the output, and shows the source so."""
     names = {*map(stored.name, [*stored.modules, *stored.fp8]), *(n for n in stored.kept if not is_kv_scale(n))}
-    source = decoded_fp8(source)
+    source = decoded_mxfp4(decoded_fp8(source))
     if not names <= set(source.places):
         source = per_expert(source, expert_layout)
     if not names <= set(source.places):
@@ -217,7 +217,7 @@ def _check_quantized(source: Source, stored: Stored, module: str, peer: "PeerDec
         raise _failure(name, "is not in the source", "", stored)
     entry, weight = source.entry(name), stored.weight(module)
     try:
-        w = source.array(name).transpose(0, 2, 1) if weight.kn else source.array(name)
+        w = _swapped(source.array(name)) if weight.kn else source.array(name)
         if w.shape != weight.shape:
             raise _failure(name, f"has shape {list(weight.shape)}", f"{list(w.shape)}", stored)
         if not np.isfinite(weight.decode).all() or not (weight.decode > 0).all():
@@ -239,6 +239,12 @@ def _check_quantized(source: Source, stored: Stored, module: str, peer: "PeerDec
     finally:
         source.release(name)
         stored.release(module)
+
+
+def _swapped(x: np.ndarray | Rows) -> Rows:
+    """Shows a stack with its last two axes swapped."""
+    e, k, n = x.shape
+    return Rows((e, n, k), x.dtype, lambda experts: x[experts].transpose(0, 2, 1))
 
 
 def _check_fp8(source: Source, stored: Stored, module: str) -> Record:

@@ -36,7 +36,8 @@ class ConvertOptions:
       kv_cache: the KV cache that the config asks for.
       experts: "keep" leaves experts as they are; "per-expert" gives each its own tensors; "stacked" puts all in one.
       expert_layout: axes of a stack of experts, [E, N, K] or [E, K, N]; "auto" decides by the model type.
-      dequantize_input: "fp8" decodes FP8 weights with one scale, a scale per row or one per 128x128 block.
+      dequantize_input: "fp8" decodes FP8 weights with one scale, a scale per row or one per 128x128 block; "mxfp4"
+        decodes stacks of experts in MXFP4, as in gpt-oss, and gives them NVFP4 scales that are powers of 2.
       share: expressions for further groups of modules that share a global scale.
       share_qkv: whether q, k and v share one.
       max_shard_bytes: the size of output shards; None keeps the shards of the source.
@@ -60,10 +61,10 @@ class ConvertOptions:
     weight_only: bool = False
     input_amax: float | Path | None = None
     on_missing_amax: Literal["error", "siblings"] = "error"
-    kv_cache: Literal["none", "fp8"] = "none"
+    kv_cache: Literal["none", "fp8", "mxfp4"] = "none"
     experts: Literal["keep", "per-expert", "stacked"] = "keep"
     expert_layout: ExpertLayout = "auto"
-    dequantize_input: Literal["none", "fp8"] = "none"
+    dequantize_input: Literal["none", "fp8", "mxfp4"] = "none"
     share: tuple[str, ...] = ()
     share_qkv: bool = True
     max_shard_bytes: int | None = None
@@ -79,6 +80,9 @@ class ConvertOptions:
         for name, hint in typing.get_type_hints(ConvertOptions).items():
             _check_type(name, getattr(self, name), hint)
         _check_spec(self.spec, self.layout)
+        if self.dequantize_input == "mxfp4" and self.spec != NVFP4:
+            clauses = {"dequantize_input": "is mxfp4", "spec": f"is {self.recipe}, {self.spec.block_rows}x16"}
+            raise OptionError(clauses, "nvfp4 with 1x16 blocks, which can have the scales of MXFP4")
         for name in ("targets", "ignore", "share"):
             for pattern in getattr(self, name):
                 _check_pattern(name, pattern)

@@ -151,7 +151,9 @@ def _refuse_quantized(source: Source) -> None:
     config, expected = (source.config or {}).get("quantization_config"), "a model in high precision"
     if config:
         method = config.get("quant_method") if isinstance(config, dict) else config
-        hint = "repack changes the layout of NVFP4, dequantize undoes it; --dequantize-input fp8 decodes FP8"
+        hint = (
+            "repack changes the layout of NVFP4, dequantize undoes it; --dequantize-input fp8 decodes FP8, mxfp4 MXFP4"
+        )
         raise CheckpointError(f"is quantized already ({method})", expected, file=source.directory / CONFIG, hint=hint)
     scales = [*filter(names_global_scale, source.places), *(name for name, _ in factors(source, source.places))]
     if scales:

@@ -1,4 +1,4 @@
-"""Shows a source in the form that is converted: experts apart or in one tensor, FP8 decoded.
+"""Shows a source in the form that is converted: experts apart or in one tensor, FP8 and MXFP4 decoded.
 
 Nothing is read or copied before a slice is used.
 """
@@ -10,13 +10,14 @@ from dataclasses import replace
 import numpy as np
 
 from ...spec import BLOCK
-from .._files.errors import CheckpointError
+from .._files.errors import CheckpointError, OptionError
 from .._files.files import Rows
 from .._files.safetensors import Planned
 from .._files.source import CONFIG, Source, View
 from .._layouts.fp8 import fp8_decoded, fp8_weights
 from .._layouts.loaders import is_expert_stack
 from .._layouts.names import WEIGHT
+from .mxfp4 import mxfp4_views
 from .options import ConvertOptions, ExpertLayout
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
@@ -29,8 +30,12 @@ _KN_MODELS = ("llama4", "llama4_text", "gpt_oss")  # model types with stacks [E,
 
 def converted_view(source: Source, options: ConvertOptions) -> Source:
     """Shows a source in the form that is converted."""
-    if options.dequantize_input == "fp8":
-        source = decoded_fp8(source)
+    if options.dequantize_input != "none":
+        decode = {"fp8": decoded_fp8, "mxfp4": decoded_mxfp4}[options.dequantize_input]
+        source, encoded = decode(source), source
+        if source is encoded:
+            expected = "a weight in this format, with its scales"
+            raise OptionError({"dequantize_input": f"is {options.dequantize_input}, and the source has none"}, expected)
     if options.experts == "per-expert":
         return per_expert(source, options.expert_layout)
     return stacked(source) if options.experts == "stacked" else source
@@ -40,7 +45,7 @@ def converted_view(source: Source, options: ConvertOptions) -> Source:
 def is_kn(entry: Planned, source: Source, expert_layout: ExpertLayout) -> bool:
     """Returns whether a stack of experts is [E, K, N]."""
     if entry.name in source.views:
-        return False
+        return source.views[entry.name].kn
     if expert_layout != "auto":
         return expert_layout == "kn"
     model = next((m for c in source.configs if (m := c.get("model_type"))), None)
@@ -84,7 +89,8 @@ def _expert_of(source: Source, entry: Planned, expert: int, kn: bool, rows: slic
         return (x.T if kn else x)[rows]
 
     n, k = entry.shape[2 if kn else 1], entry.shape[1 if kn else 2]
-    return View(Planned(name, entry.tag, (len(range(n)[rows]), k)), source, (entry.name,), array)
+    tensor = Planned(name, entry.tag, (len(range(n)[rows]), k))
+    return View(tensor, source, (entry.name,), array, mxfp4=source.is_mxfp4(entry.name))
 
 
 def stacked(source: Source) -> Source:
@@ -129,6 +135,12 @@ def decoded_fp8(source: Source) -> Source:
     """Shows FP8 weights in their dtype of origin, in a model that is not quantized."""
     weights = list(fp8_weights(source))
     return _ordinary(fp8_decoded(source, weights)) if weights else source
+
+
+def decoded_mxfp4(source: Source) -> Source:
+    """Shows MXFP4 stacks of experts in bfloat16, in a model that is not quantized."""
+    views = list(mxfp4_views(source))
+    return _ordinary(source.with_views(views)) if views else source
 
 
 def _ordinary(source: Source) -> Source:
