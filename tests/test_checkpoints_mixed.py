@@ -496,8 +496,9 @@ def test_formats_of_sources_are_chosen(tmp_path):
 
 def test_a_group_in_mxfp4_in_part_is_refused(tmp_path):
     experts = f"{LAYER}.mlp.experts"
-    tensors = {f"{experts}.gate_proj_blocks": np.zeros((2, 16, 1, 16), np.uint8), f"{experts}.up_proj": array(2, 32, 16),
-               f"{experts}.gate_proj_scales": np.zeros((2, 16, 1), np.uint8)}  # fmt: skip
+    tensors = {f"{experts}.gate_proj_{part}": np.zeros(shape, np.uint8)
+               for part, shape in (("blocks", (2, 16, 1, 16)), ("scales", (2, 16, 1)))}  # fmt: skip
+    tensors[f"{experts}.up_proj"] = array(2, 32, 16)
     path = model_of(tmp_path / "in", tensors, {"model_type": "gpt_oss"})
-    with pytest.raises(CheckpointError, match="up_proj': is in MXFP4, or shares .*; expected all of a group in MXFP4"):
+    with pytest.raises(CheckpointError, match=r"up_proj': is in MXFP4, or shares .*; expected all of a group in MXFP4"):
         convert_checkpoint(path, tmp_path / "out", MXFP4)

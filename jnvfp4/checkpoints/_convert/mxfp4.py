@@ -27,9 +27,21 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 _NAN = 255  # of E8M0
 _LARGEST, _SMALLEST = 8, -9  # exponents of E4M3's powers of 2
 _LARGEST_SCALE = 124  # as an exponent of 2
+_INFINITE = 0x7F80  # the bits of bfloat16, and above them NaN
 _EXPONENTS = 512  # more than float32 has
 _PAIRS = np.stack([VALUES[np.arange(256) & 15], VALUES[np.arange(256) >> 4]], axis=1)  # the values of each byte
 _UNIT_AMAX = 2688.0  # with S_dec = 1
+
+
+def _lowest_bits() -> np.ndarray:
+    """Gives the exponent of the lower of the two bits that MXFP4 has, by the bits of a bfloat16 magnitude."""
+    mantissa, exponent = np.frexp(np.arange(1 << 15).astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float32))
+    lowest = np.where(mantissa == 0.5, exponent - 1, exponent - 2)  # 0.75 has two bits
+    lowest[0] = _EXPONENTS // 2 - 1  # zero has none
+    return (lowest + _EXPONENTS // 2).astype(np.int16)
+
+
+_LOWEST_BITS = _lowest_bits()
 
 
 # ---------------------------------------------------------------- decoding
@@ -69,39 +81,37 @@ def _view(source: Source, name: str, blocks: Planned, scales: Planned) -> View:
 
 
 # ---------------------------------------------------------------- encoding
-def _scale_exponents(x: np.ndarray) -> np.ndarray:
-    """Gives the smallest j, [N, K/16], for which E2M1 covers a block of x [N, K] with the scale 2^j: |x| <= 6 * 2^j."""
-    mantissa, exponent = np.frexp(np.abs(x).reshape(x.shape[0], -1, BLOCK).max(axis=-1))
+def _scale_exponents(largest: np.ndarray) -> np.ndarray:
+    """Gives the smallest j for which E2M1 covers the ``largest`` magnitude of a block with the scale 2^j: 6 * 2^j."""
+    mantissa, exponent = np.frexp(largest)
     return np.where(mantissa > 0.75, exponent - 2, exponent - 3)  # 6 is 0.75 * 2^3
 
 
 def find_power_amax(x: np.ndarray | Rows, name: str) -> Amax:
-    """Finds the amax of a weight [N, K] by which S_dec is a power of 2, and the exponents of the lowest bits.
+    """Finds the amax of a bfloat16 weight [N, K] by which S_dec is a power of 2, and the exponents of lowest bits.
 
     Raises:
       CheckpointError: the amax, 10.5 times the largest scale, is above the largest float32.
     """
-    largest, not_finite, first = None, 0, None
+    largest, not_finite, first = np.uint16(0), 0, None
     lowest = np.zeros(_EXPONENTS, np.int64)
-    for rows in slices(x.shape, 4, 1 << 24):
-        part = np.ascontiguousarray(x[rows], np.float32)
-        if not np.isfinite(part).all():
-            wrong = np.argwhere(~np.isfinite(part))
+    for rows in slices(x.shape, 2, 1 << 22):
+        part = np.ascontiguousarray(x[rows])
+        magnitudes = part.view(np.uint16) & 0x7FFF  # their bits have the same order
+        largest = max(largest, magnitudes.max(initial=0))
+        if largest >= _INFINITE:
+            wrong = np.argwhere(magnitudes >= _INFINITE)
             not_finite += len(wrong)
             first = first or (rows.start + int(wrong[0][0]), int(wrong[0][1]))
-            continue
-        if part.any():
-            j = int(_scale_exponents(part)[np.abs(part).reshape(part.shape[0], -1, BLOCK).any(axis=-1)].max())
-            largest = j if largest is None else max(j, largest)
-        mantissa, exponent = np.frexp(np.abs(part))
-        bits = np.where(part == 0, _EXPONENTS // 2 - 1, np.where(mantissa == 0.5, exponent - 1, exponent - 2))
-        blocks = bits.reshape(part.shape[0], -1, BLOCK).min(axis=-1) + _EXPONENTS // 2
+        blocks = _LOWEST_BITS[magnitudes].reshape(part.shape[0], -1, BLOCK).min(axis=-1)
         lowest += np.bincount(blocks.reshape(-1), minlength=_EXPONENTS)
-    if largest is not None and largest > _LARGEST_SCALE:
-        raise CheckpointError(f"has a scale of 2^{largest}", f"at most 2^{_LARGEST_SCALE}", tensor=name)
-    # The reciprocal of S_dec is finite, too.
-    amax = 0.0 if largest is None else np.ldexp(_UNIT_AMAX, max(largest - _LARGEST, -126))
-    return Amax(np.asarray(amax, np.float32), not_finite, first, lowest)
+    if not largest or not_finite:
+        return Amax(np.float32(0), not_finite, first, lowest)
+    j = int(_scale_exponents(np.asarray(largest).view(ml_dtypes.bfloat16).astype(np.float32)))
+    if j > _LARGEST_SCALE:
+        raise CheckpointError(f"has a scale of 2^{j}", f"at most 2^{_LARGEST_SCALE}", tensor=name)
+    amax = np.ldexp(_UNIT_AMAX, max(j - _LARGEST, -126))  # the reciprocal of S_dec is finite, too
+    return Amax(np.asarray(amax, np.float32), lowest=lowest)
 
 
 def count_inexact(lowest: np.ndarray, amax: np.ndarray) -> int:
@@ -129,7 +139,7 @@ def encode_powers(
     for rows in slices(x.shape, 4, max_bytes):
         part = np.ascontiguousarray(x[rows], np.float32)
         blocks = part.reshape(part.shape[0], -1, BLOCK)
-        exponents = np.clip(_scale_exponents(part) - decode, _SMALLEST, _LARGEST)
+        exponents = np.clip(_scale_exponents(np.abs(blocks).max(axis=-1)) - decode, _SMALLEST, _LARGEST)
         scales = np.where(blocks.any(axis=-1), np.ldexp(np.float32(1), exponents), np.float32(0))
         codes = np.ldexp(blocks, -(exponents + decode)[..., None]).astype(ml_dtypes.float4_e2m1fn)
         nibbles = codes.view(np.uint8).reshape(part.shape) & 15
