@@ -93,12 +93,12 @@ def find_power_amax(x: np.ndarray | Rows, name: str) -> Amax:
     Raises:
       CheckpointError: the amax, 10.5 times the largest scale, is above the largest float32.
     """
-    largest, not_finite, first = np.uint16(0), 0, None
+    largest, not_finite, first = 0, 0, None
     lowest = np.zeros(_EXPONENTS, np.int64)
     for rows in slices(x.shape, 2, 1 << 22):
         part = np.ascontiguousarray(x[rows])
         magnitudes = part.view(np.uint16) & 0x7FFF  # their bits have the same order
-        largest = max(largest, magnitudes.max(initial=0))
+        largest = max(largest, int(magnitudes.max()))
         if largest >= _INFINITE:
             wrong = np.argwhere(magnitudes >= _INFINITE)
             not_finite += len(wrong)
@@ -106,8 +106,8 @@ def find_power_amax(x: np.ndarray | Rows, name: str) -> Amax:
         blocks = _LOWEST_BITS[magnitudes].reshape(part.shape[0], -1, BLOCK).min(axis=-1)
         lowest += np.bincount(blocks.reshape(-1), minlength=_EXPONENTS)
     if not largest or not_finite:
-        return Amax(np.float32(0), not_finite, first, lowest)
-    j = int(_scale_exponents(np.asarray(largest).view(ml_dtypes.bfloat16).astype(np.float32)))
+        return Amax(np.zeros((), np.float32), not_finite, first, lowest)
+    j = int(_scale_exponents(np.uint16(largest).view(ml_dtypes.bfloat16).astype(np.float32)))
     if j > _LARGEST_SCALE:
         raise CheckpointError(f"has a scale of 2^{j}", f"at most 2^{_LARGEST_SCALE}", tensor=name)
     amax = np.ldexp(_UNIT_AMAX, max(j - _LARGEST, -126))  # the reciprocal of S_dec is finite, too
