@@ -97,7 +97,7 @@ def find_power_amax(x: np.ndarray | Rows, name: str) -> Amax:
     lowest = np.zeros(_EXPONENTS, np.int64)
     for rows in slices(x.shape, 2, 1 << 22):
         part = np.ascontiguousarray(x[rows])
-        magnitudes = part.view(np.uint16) & 0x7FFF  # their bits have the same order
+        magnitudes: np.ndarray = part.view(np.uint16) & 0x7FFF  # their bits have the same order
         largest = max(largest, int(magnitudes.max()))
         if largest >= _INFINITE:
             wrong = np.argwhere(magnitudes >= _INFINITE)
