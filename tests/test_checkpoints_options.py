@@ -81,6 +81,7 @@ def model(tmp_path) -> Path:
         ({"input_amax": 0.5, "weight_only": True}, "input_amax is 0.5 and weight_only is used; expected one of them"),
         ({"input_amax": Path("s.json"), "layout": "te"}, "input_amax is s.json and layout is te; expected one of them"),
         ({"on_missing_amax": "siblings"}, "on_missing_amax is siblings and input_amax is None; expected a JSON file"),
+        ({"kv_cache": "mxfp4"}, "kv_cache is 'mxfp4'; expected one of none, fp8"),
         ({"kv_cache": "fp8", "layout": "te"}, "kv_cache is fp8 and layout is te"),
         ({"kv_cache": "fp8", "layout": "compressed-tensors"}, "kv_cache is fp8 and layout is compressed-tensors"),
     ],

@@ -61,7 +61,7 @@ class ConvertOptions:
     weight_only: bool = False
     input_amax: float | Path | None = None
     on_missing_amax: Literal["error", "siblings"] = "error"
-    kv_cache: Literal["none", "fp8", "mxfp4"] = "none"
+    kv_cache: Literal["none", "fp8"] = "none"
     experts: Literal["keep", "per-expert", "stacked"] = "keep"
     expert_layout: ExpertLayout = "auto"
     dequantize_input: Literal["none", "fp8", "mxfp4"] = "none"
