@@ -7,9 +7,10 @@
 
 Prints tokens per second of a jitted program that generates ``--new`` tokens for each sequence, and what weights and
 cache take. The weights are bfloat16, or NVFP4; then the tokens that they multiply stay bfloat16 ("W4A16"), or are
-quantized too, with per-token scaling ("W4A4"). With ``--kv nvfp4`` the keys and values are in NVFP4, with an amax per
-token and head ("KV4"), which makes room for 3.4 times the tokens where a head has 128 elements, but takes
-longer to read: they are decoded to bfloat16 in memory. The programs differ in nothing else.
+quantized too, with per-token scaling ("W4A4"). With ``--activations stored`` W4A4 scales them by the checkpoint's
+``input_scale`` instead, as vLLM and SGLang do. With ``--kv nvfp4`` the keys and values are in NVFP4, with an amax per
+token and head ("KV4"), which makes room for 3.4 times the tokens where a head has 128 elements, but takes longer to
+read: they are decoded to bfloat16 in memory. The programs differ in nothing else.
 
 ``--preset small``, the default on a CPU, trains the model of ``serve_converted.py`` for a moment, converts it and
 serves the converted checkpoint. It also prints the text that each model writes, and perplexities per byte, measured
@@ -40,8 +41,18 @@ from jnvfp4.checkpoints import CheckpointError, ConvertOptions, open_checkpoint
 from jnvfp4.spec import BLOCK
 from lm.config import Config, step_count
 from lm.data import stdlib_text, val_batches
-from lm.decode import empty_cache, forced_loss, generate, is_quantized, prefill, row_scaled_linear, unstack
-from lm.hugging_face import from_hugging_face, read_config
+from lm.decode import (
+    Calibrated,
+    calibrated_linear,
+    empty_cache,
+    forced_loss,
+    generate,
+    is_quantized,
+    prefill,
+    row_scaled_linear,
+    unstack,
+)
+from lm.hugging_face import from_hugging_face, input_amaxes, read_config
 from lm.model import Linear, Tree, converted_linear
 from serve_converted import CONFIG, make_checkpoints
 
@@ -72,7 +83,7 @@ class Variant:
     """Says how a model is served.
 
     Attributes:
-      weights: which weights it has: "bf16" or "NVFP4".
+      weights: which weights it has: "bf16", "NVFP4", or "NVFP4, calibrated": with the stored amaxes of activations.
       linear: product of the linear layers.
       quantized_cache: whether its KV cache is in NVFP4.
     """
@@ -82,13 +93,15 @@ class Variant:
     quantized_cache: bool = False
 
 
-def variants(caches: Iterable[str]) -> dict[str, Variant]:
+def variants(caches: Iterable[str], activations: str) -> dict[str, Variant]:
     """Returns what is compared: bfloat16, and NVFP4 weights with each of the caches."""
+    stored = activations == "stored"
+    weights, linear = ("NVFP4, calibrated", calibrated_linear) if stored else ("NVFP4", row_scaled_linear)
     found = {"bf16": Variant("bf16", converted_linear)}
     for cache in caches:
         quantized, suffix = cache == "nvfp4", " KV4" if cache == "nvfp4" else ""
         found["W4A16" + suffix] = Variant("NVFP4", converted_linear, quantized)
-        found["W4A4" + suffix] = Variant("NVFP4", row_scaled_linear, quantized)
+        found["W4A4" + suffix] = Variant(weights, linear, quantized)
     return found
 
 
@@ -131,6 +144,16 @@ def decoded_models(quantized: Tree) -> Models:
     """Decodes the weights of a checkpoint, to serve the same values in bfloat16."""
     decode = jax.jit(lambda t: jnvfp4.dequantize(t, jnp.bfloat16))
     return {"bf16": with_linears(quantized, lambda w: decode(w) if is_quantized(w) else w), "NVFP4": quantized}
+
+
+def calibrated(quantized: Tree, folder: Path, layers: int) -> Tree:
+    """Puts the amaxes of activations that a checkpoint stores beside its weights."""
+    amaxes = input_amaxes(open_checkpoint(folder), layers)
+    with_amaxes = [
+        {name: Calibrated(w, amax[name]) if name in amax else w for name, w in layer.items()}
+        for layer, amax in zip(quantized["layers"], amaxes, strict=True)
+    ]
+    return {**quantized, "layers": with_amaxes}
 
 
 def load(folder: Path) -> Tree:
@@ -311,6 +334,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompt", type=step_count, default=32, help="tokens of a prompt (default: %(default)s)")
     parser.add_argument("--new", type=step_count, default=64, help="tokens to generate (default: %(default)s)")
     parser.add_argument("--kv", choices=("bf16", "nvfp4"), nargs="+", help="KV caches (default: by the preset)")
+    text = "how W4A4 scales activations: per token, or by the checkpoint's input_scale (default: %(default)s)"
+    parser.add_argument("--activations", choices=("tokens", "stored"), default="tokens", help=text)
     parser.add_argument("--memory", type=float, default=80.0, help="GiB for weights and cache (default: %(default)g)")
     parser.add_argument("--layers", type=step_count, help="number of layers, where no checkpoint has it")
     parser.add_argument("--steps", type=step_count, help=f"of training the small model (default: {CONFIG.steps})")
@@ -322,6 +347,8 @@ def parse_args() -> argparse.Namespace:
     trains = args.preset == "small" and not args.checkpoint
     if args.steps and not trains:
         parser.error("--steps is for --preset small without --checkpoint, which alone trains")
+    if args.activations == "stored" and not args.checkpoint:
+        parser.error("--activations stored is for --checkpoint, which has the scales")
     if args.layers and args.checkpoint:
         parser.error("--layers is for presets: a checkpoint has its own")
     if not args.memory > 0:
@@ -346,18 +373,22 @@ def main() -> None:
     begin = time.perf_counter()
     try:
         config, models = make_models(args)
-    except CheckpointError as error:
+        served = dict(models)
+        if args.activations == "stored":
+            served["NVFP4, calibrated"] = calibrated(models["NVFP4"], args.checkpoint, config.layers)
+    except (CheckpointError, ValueError) as error:
         raise SystemExit(f"serve.py: --checkpoint {args.checkpoint} cannot be served: {error}") from None
-    jax.block_until_ready(models)
+    jax.block_until_ready(served)
     device = jax.devices()[0].device_kind
     print(f"{config.layers} layers, width {config.width}, vocabulary {config.vocabulary}, on {device}")
     print(f"weights were made in {time.perf_counter() - begin:.1f} s")
-    compared = variants(args.kv)
+    compared = variants(args.kv, args.activations)
     results: dict[str, Any] = {
         "model": str(args.checkpoint or args.preset),
         "layers": config.layers,
         "width": config.width,
         "vocabulary": config.vocabulary,
+        "activations": args.activations,
         "prompt": args.prompt,
         "new": args.new,
         "device": device,
@@ -366,8 +397,8 @@ def main() -> None:
     }
     print_memory(results["memory"])
     if config.vocabulary == BYTES:
-        results["text"] = compare_text(models, compared, config, args)
-    results["batch"] = compare_speed(models, compared, config, args)
+        results["text"] = compare_text(served, compared, config, args)
+    results["batch"] = compare_speed(served, compared, config, args)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "serve.json").write_text(json.dumps(results, indent=2) + "\n")
     print(f"\nwrote {args.out}/serve.json in {time.perf_counter() - begin:.0f} s")

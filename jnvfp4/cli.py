@@ -234,12 +234,13 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
         "amax of all activations, or a JSON file with the amax of each module (without it scales are 1.0, uncalibrated)"
     )
     option("input_amax", text, type=_input_amax, metavar="NUMBER|FILE")
+    option("on_missing_amax", "siblings: an expert that the file does not name has the largest amax of its siblings")
     option("kv_cache", "KV cache that the config asks for (default none)")
 
     add, option = group("models of other kinds", "MODEL OUTPUT --experts per-expert")
     option("experts", "leave experts as they are, give each its own tensors, or put all in one")
     option("expert_layout", _EXPERT_LAYOUT)
-    option("dequantize_input", "decode FP8 with 128x128 blocks")
+    option("dequantize_input", "decode weights in FP8 (per tensor, per channel, 128x128 blocks) or MXFP4 (gpt-oss)")
 
     add, option = group("speed (the output is the same with any)", "MODEL OUTPUT --device cuda:0 --workers 4")
     add("--device", default="auto", metavar="auto|cpu|cuda:N", help="device that quantizes; auto is cpu")
@@ -377,13 +378,14 @@ def _repack(a: argparse.Namespace) -> Exit:
 def _dequantize(a: argparse.Namespace) -> Exit:
     dequantize_checkpoint(a.source, a.output, a.dtype.upper(), warn=_warn)
     did = _rewritten(a, dtype=a.dtype)
-    text = "decoded {weights} weights to {dtype}, and copied {copied} other tensors"
+    text = "decoded {weights} NVFP4 weights and {fp8} FP8 weights to {dtype}, and copied {copied} other tensors"
     return _show(did if a.json else text.format_map(did))
 
 
 def _rewritten(a: argparse.Namespace, **to: str) -> dict[str, object]:
     source = inspect(a.source)
-    return {"from": source["layout"], **to, "weights": len(source["quantized"]), "copied": len(source["kept"])}
+    weights, fp8, kept, kv_scales = (len(source[k]) for k in ("quantized", "fp8", "kept", "kv_scales"))
+    return {"from": source["layout"], **to, "weights": weights, "fp8": fp8, "copied": kept + kv_scales}
 
 
 def _diff(a: argparse.Namespace) -> Exit:

@@ -22,15 +22,18 @@ def decompress(directory: Path, out: Path) -> None:
     from compressed_tensors.quantization import QuantizationConfig
 
     config = json.loads((directory / "config.json").read_text())["quantization_config"]
-    (scheme,) = QuantizationConfig.model_validate(config).config_groups.values()
-    compressor = BaseCompressor.get_value_from_registry(scheme.format)
     tensors, decoded = tensors_of(directory), {}
-    for module in [n.removesuffix(".weight_packed") for n in tensors if n.endswith(".weight_packed")]:
-        names = compressor.compression_param_names(scheme)
-        state = {p: tensors[f"{module}.{p}"] for p in names}
-        # [1], as in their modules. Their converter leaves [], which torch divides bfloat16 by in bfloat16.
-        state["weight_global_scale"] = state["weight_global_scale"].reshape(1)
-        decoded[f"{module}.weight"] = compressor.decompress(state, scheme)["weight"].to(torch.bfloat16)
+    for scheme in QuantizationConfig.model_validate(config).config_groups.values():
+        compressor = BaseCompressor.get_value_from_registry(scheme.format)
+        suffix = ".weight" if scheme.format == "float-quantized" else ".weight_packed"
+        coded = (n for n, t in tensors.items() if suffix == ".weight_packed" or t.dtype == torch.float8_e4m3fn)
+        for module in [n.removesuffix(suffix) for n in coded if n.endswith(suffix)]:
+            names = {n.rpartition(".")[2]: n for n in tensors if n.startswith(f"{module}.")}
+            state = {p: tensors[names[p]] for p in compressor.compression_param_names(scheme) if p in names}
+            # [1], as in their modules. Their converter leaves [], which torch divides bfloat16 by in bfloat16.
+            if "weight_global_scale" in state:
+                state["weight_global_scale"] = state["weight_global_scale"].reshape(1)
+            decoded[f"{module}.weight"] = compressor.decompress(state, scheme)["weight"].to(torch.bfloat16).contiguous()
     out.mkdir()
     save_file(decoded, out / "model.safetensors")
 

@@ -1,7 +1,9 @@
 """Scales of activations: a warning where nothing was measured, one unit, and the file of what was measured."""
 
 import json
+import math
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,13 @@ import numpy as np
 import pytest
 from checkpoints import DOWN, GATE, UP, draw_nothing, files_of, model_of, weight
 
-from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint, write_input_amaxes
+from jnvfp4.checkpoints import (
+    CheckpointError,
+    ConvertOptions,
+    convert_checkpoint,
+    open_checkpoint,
+    write_input_amaxes,
+)
 from jnvfp4.checkpoints._files.source import open_source
 from jnvfp4.cli import main
 
@@ -96,6 +104,59 @@ def test_files_that_are_wrong(model, tmp_path, amaxes, text):
     assert not (tmp_path / "out").exists()
 
 
+# ---------------------------------------------------------------- experts that calibration never reached
+EXPERTS = "model.layers.0.mlp.experts"
+ROLES = {"gate_proj": (16, 32), "up_proj": (16, 32), "down_proj": (32, 16)}
+
+
+@pytest.fixture
+def experts(tmp_path):
+    """A layer of four experts, and a layer of one."""
+    layers = {EXPERTS: 4, EXPERTS.replace("0", "1"): 1}
+    return model_of(tmp_path / "in", {f"{layer}.{e}.{role}.weight": weight(*shape) for layer, count in layers.items()
+                                      for e in range(count) for role, shape in ROLES.items()})  # fmt: skip
+
+
+def amaxes_of(tmp_path, more=(), without=()) -> ConvertOptions:
+    """Amaxes of all experts but 1 and 3, whose siblings have 2 to 5 for gate, 6 and 7 for down."""
+    amaxes = {f"{EXPERTS}.0.gate_proj": 2, f"{EXPERTS}.2.gate_proj": 5, f"{EXPERTS}.0.down_proj": 7,
+              f"{EXPERTS}.2.down_proj": 6, f"{EXPERTS.replace('0', '1')}.0.up_proj": 90,
+              f"{EXPERTS.replace('0', '1')}.0.down_proj": 91, **dict(more)}  # fmt: skip
+    file = tmp_path / "amaxes.json"
+    file.write_text(json.dumps({m: a for m, a in amaxes.items() if m not in without}))
+    return ConvertOptions(input_amax=file, on_missing_amax="siblings")
+
+
+@pytest.mark.parametrize("layout", ["modelopt", CT])
+def test_an_expert_without_an_amax_has_that_of_its_siblings(experts, tmp_path, layout):
+    """The largest of the same projections in the same layer; gate and up are one group. All of them are named."""
+    result = convert_checkpoint(experts, tmp_path / "out", replace(amaxes_of(tmp_path), layout=layout))
+    (warning,) = result.warnings
+    assert "amaxes.json: 6 modules have no amax, and take the largest of their sibling experts: " in warning
+    named = [f"{EXPERTS}.{e}.{role}" for e in (1, 3) for role in ROLES]
+    assert sorted(warning.rpartition(": ")[2].split(", ")) == sorted(named)
+    checkpoint = open_checkpoint(tmp_path / "out")
+    got = {name: float(checkpoint.input_amax(name)) for name in checkpoint}
+    want = {f"{EXPERTS}.{e}.{role}_proj.weight": amax for e, down, up in ((0, 7, 2), (1, 7, 5), (2, 6, 5), (3, 7, 5))
+            for role, amax in (("gate", up), ("up", up), ("down", down))}  # fmt: skip
+    assert {n: got[n] for n in want} == pytest.approx(want)
+
+
+def test_experts_without_siblings_or_the_option_are_refused(experts, tmp_path):
+    options = amaxes_of(tmp_path)
+    text = re.escape(f"has no amax for '{EXPERTS}.1.down_proj'; expected one for each module")
+    with pytest.raises(CheckpointError, match=f"{text}.*\nhint: --on-missing-amax siblings takes that of its sib"):
+        convert_checkpoint(experts, tmp_path / "out", replace(options, on_missing_amax="error"))
+    alone = f"{EXPERTS.replace('0', '1')}.0.down_proj"
+    options = amaxes_of(tmp_path, without=(alone,))
+    with pytest.raises(CheckpointError, match=f"has no amax for '{alone}'.*\nhint: --ignore keeps it"):
+        convert_checkpoint(experts, tmp_path / "out", options)
+    options = amaxes_of(tmp_path, more={f"{EXPERTS}.0.up_proj": 0})
+    with pytest.raises(CheckpointError, match=f"has the amax 0 for '{EXPERTS}.0.up_proj'"):
+        convert_checkpoint(experts, tmp_path / "out", options)
+    assert not (tmp_path / "out").exists()
+
+
 # ---------------------------------------------------------------- measuring
 def batches(seed=0, dtype=np.float32, count=3):
     rng = np.random.default_rng(seed)
@@ -116,6 +177,7 @@ def test_the_amax_of_each_module_is_measured_and_written(tmp_path, dtype, on_dev
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("percentile", [99.0, 50, 100, 1e-3])
+@pytest.mark.filterwarnings("ignore:percentile is")
 def test_a_percentile_is_the_largest_of_the_batches(tmp_path, percentile, on_device):
     """So at least so many magnitudes of all batches are not above it."""
     given = batches()
@@ -129,6 +191,21 @@ def test_a_percentile_is_the_largest_of_the_batches(tmp_path, percentile, on_dev
         assert (np.concatenate(magnitudes) <= want).mean() >= percentile / 100
     if percentile == 100:
         assert got == write_input_amaxes(given, tmp_path / "g.json")
+
+
+@pytest.mark.parametrize(
+    ("percentile", "warns"), [(None, False), (99.999, False), (100, False), (99.99, True), (1, True)]
+)
+def test_a_percentile_that_clips_is_warned_of(tmp_path, recwarn, percentile, warns):
+    write_input_amaxes(batches(), tmp_path / "f.json", percentile=percentile)
+    texts = [f"percentile is {percentile}: below 99.999 clipped activations lose up to 25 dB; the default is the amax"]
+    assert [str(w.message) for w in recwarn] == texts * warns
+
+
+def test_headroom_enlarges_the_amax(tmp_path):
+    amaxes = write_input_amaxes(batches(), tmp_path / "f.json")
+    got = write_input_amaxes(batches(), tmp_path / "f.json", headroom=1.25)
+    assert got == {m: 1.25 * amax for m, amax in amaxes.items()} == json.loads((tmp_path / "f.json").read_text())
 
 
 def test_what_was_measured_is_what_a_conversion_takes(model, tmp_path):
@@ -166,6 +243,9 @@ BAD_BATCHES = [
     ([("a", np.float32([1e-31])), ("b", np.ones(3))], {}, "activations of 'a' have the amax 1e-31; expected a number"),
     *(([("a", np.ones(3))], {"percentile": p}, f"percentile is {p!r}; expected a number above 0, at most 100")
       for p in (0, 101.0, float("nan"), "99")),
+    *(([("a", np.ones(3))], {"headroom": h}, f"headroom is {h!r}; expected a finite number, 1 or more")
+      for h in (0.5, math.inf, float("nan"), "2", True)),
+    ([("a", np.ones(3))], {"headroom": 1e30}, "activations of 'a' have the amax 1e+30; expected a number above 1e-30"),
 ]  # fmt: skip
 
 

@@ -65,12 +65,6 @@ def nvfp4_with(directory, layout="modelopt", tensors=(), change=lambda config, h
 
 # By what else is stored: the tensors, and the tensor and the module that the error names.
 OTHER_FORMATS = {
-    "FP8": ({"q_proj.weight": FP8, "q_proj.weight_scale": ONE}, "q_proj.weight_scale", "q_proj"),
-    "FP8, a scale per row": (
-        {"q_proj.weight": FP8, "q_proj.weight_scale": ("BF16", array(16, 1))}, "q_proj.weight_scale", "q_proj"),
-    "FP8, a scale per block": (
-        {"q_proj.weight": FP8, "q_proj.weight_scale_inv": ("F32", np.ones((1, 1), np.float32))},
-        "q_proj.weight_scale_inv", "q_proj"),
     "FP8, a scale of another name": ({"q_proj.weight": FP8, "q_proj.scale": ONE}, "q_proj.scale", "q_proj"),
     "FP8 activations": ({"q_proj.weight": ("BF16", array(16, 32)), "q_proj.input_scale": ONE},
                         "q_proj.input_scale", "q_proj"),
@@ -79,11 +73,15 @@ OTHER_FORMATS = {
     "INT8": ({"q_proj.weight": ("I8", np.ones((16, 32), np.int8)), "q_proj.scale": ONE}, "q_proj.scale", "q_proj"),
     "E5M2": ({"q_proj.weight": ("F8_E5M2", FP8[1].astype(ml_dtypes.float8_e5m2)), "q_proj.scale": ONE},
              "q_proj.scale", "q_proj"),
-    "AWQ": ({"o_proj.pre_quant_scale": ("BF16", array(32))}, "o_proj.pre_quant_scale", "o_proj"),
+    "AWQ, of another size": ({"o_proj.pre_quant_scale": ("BF16", array(16))}, "o_proj.pre_quant_scale", "o_proj"),
+    "AWQ of FP8": (
+        {"q_proj.weight": FP8, "q_proj.weight_scale": ONE, "q_proj.pre_quant_scale": ("BF16", array(32))},
+        "q_proj.pre_quant_scale", "q_proj"),
+    "two scales of FP8": (
+        {"q_proj.weight": FP8, "q_proj.weight_scale": ONE, "q_proj.weight_scale_inv": ONE},
+        "q_proj.weight_scale_inv", "q_proj"),
     "SVDQuant": ({"o_proj.svdquant_lora_a": ("BF16", array(4, 32))}, "o_proj.svdquant_lora_a", "o_proj"),
     "order of columns": ({"o_proj.weight_g_idx": ("I32", np.zeros(32, np.int32))}, "o_proj.weight_g_idx", "o_proj"),
-    "KV cache, modelopt": ({"k_proj.k_scale": ONE, "v_proj.v_scale": ONE}, "k_proj.k_scale", "k_proj"),
-    "KV cache, compressed-tensors": ({"v_scale": ("BF16", array(1))}, "v_scale", ""),
     "FP8 experts in one tensor": (
         {"experts.down_proj": ("F8_E4M3", np.ones((2, 16, 32), ml_dtypes.float8_e4m3fn)),
          "experts.down_proj_weight_scale": ("F32", np.ones(2, np.float32))},
@@ -110,7 +108,9 @@ def test_other_formats_beside_nvfp4_are_refused(tmp_path, case, layout):
     tensors, tensor, module = OTHER_FORMATS[case]
     path = nvfp4_with(tmp_path, layout, {f"{ATTENTION}.{name}": t for name, t in tensors.items()})
     name, of = (re.escape(f"{ATTENTION}.{x}".rstrip(".")) for x in (tensor, module))
-    refused_by_all(path, f"model.safetensors: tensor '{name}': belongs to module '{of}'.*; expected NVFP4 weights")
+    refused_by_all(
+        path, f"model.safetensors: tensor '{name}': belongs to module '{of}'.*; expected NVFP4 and FP8 weights"
+    )
 
 
 def entries(**values):
@@ -131,19 +131,18 @@ def of_hf_quant(**values):
 
 QUANTIZED_LAYERS = {
     f"{ATTENTION}.o_proj": {"quant_algo": "NVFP4", "group_size": 16},
-    f"{ATTENTION}.q_proj": {"quant_algo": "FP8"},
+    f"{ATTENTION}.q_proj": {"quant_algo": "W8A16"},
 }
 MIXED = {"quant_algo": "MIXED_PRECISION", "quantized_layers": QUANTIZED_LAYERS}
-LAYER = rf"quantized_layers\.{re.escape(ATTENTION)}\.q_proj\.quant_algo is 'FP8'; expected 'NVFP4' or 'W4A16_NVFP4'\n"
+LAYER = rf"quantized_layers\.{re.escape(ATTENTION)}\.q_proj\.quant_algo is 'W8A16'; expected 'NVFP4' or .* or 'FP8' or "
 GROUP = r"config\.json: quantization_config\.config_groups\.group_0"
 CT = ("compressed-tensors",)
 # By entry: the layouts that have it, the change of the configs, and the text of the error after the directory.
 OTHER_CONFIGS = {
     "a layer": (("modelopt",), entries(**MIXED), rf"config\.json: quantization_config\.{LAYER}"),
     "a layer, hf": (("modelopt",), of_hf_quant(**MIXED), rf"hf_quant_config\.json: quantization\.{LAYER}"),
-    "mixed": (("modelopt",), of_hf_quant(quant_algo="MIXED_PRECISION"), "tion.quant_algo is 'MIXED_PRECISION';"),
-    "AWQ": (("modelopt",), entries(quant_algo="NVFP4_AWQ"), "quantization_config.quant_algo is 'NVFP4_AWQ';"),
-    "AWQ, factor": (("modelopt",), of_hf_quant(pre_quant_scale=True), "tion.pre_quant_scale is True; expected False\n"),
+    "all in FP8": (("modelopt",), of_hf_quant(quant_algo="FP8"), "tion.quant_algo is 'FP8'; expected 'NVFP4' or "),
+    "SVDQuant": (("modelopt",), entries(quant_algo="NVFP4_SVD"), "quantization_config.quant_algo is 'NVFP4_SVD';"),
     "nested": (("modelopt",), entries(quantization={"quant_algo": "FP8"}), "config.quantization.quant_algo is 'FP8';"),
     "not text": (("modelopt",), entries(quant_algo=["NVFP4"]), r"config.quant_algo is \['NVFP4'\];"),
     "text model": (
@@ -155,12 +154,13 @@ OTHER_CONFIGS = {
     "a config of another kind, hf": (
         ("modelopt",), lambda _, hf_quant: hf_quant.update(quantization="FP8"),
         r"hf_quant_config\.json: quantization is 'FP8'; expected an object"),
-    "bits": (("modelopt", *CT), of_weights(num_bits=8), rf"{GROUP}\.weights\.num_bits is 8; expected 4\n"),
+    "bits": (CT, of_weights(num_bits=8), rf"{GROUP}\.(format|input_activations\.num_bits) is "),
+    "three bits": (("modelopt", *CT), of_weights(num_bits=3), rf"{GROUP}\.weights\.num_bits is 3; expected 4 or 8\n"),
     "integers": (("modelopt", *CT), of_weights(type="int"), rf"{GROUP}\.weights\.type is 'int'; expected 'float'\n"),
     "strategy": (CT, of_weights(strategy="channel"), rf"{GROUP}\.weights\.strategy is 'channel'; expected 'tensor_gr"),
     "activations": (
         ("modelopt", *CT), of_group(input_activations=FP8_ARGUMENTS), rf"{GROUP}\.input_activations\.num_bits is 8;"),
-    "format": (CT, entries(format="mixed-precision"), "config.format is 'mixed-precision'; expected 'nvfp4-pack-q"),
+    "format": (CT, entries(format="pack-quantized"), "config.format is 'pack-quantized'; expected 'nvfp4-pack-q"),
     "format of a group": (CT, of_group(format="float-quantized"), rf"{GROUP}\.format is 'float-quantized';"),
     "rotation": (
         CT, entries(transform_config={"config_groups": {"R1": {"type": "hadamard"}}}),

@@ -83,6 +83,8 @@ def model(tmp_path) -> Path:
         ({"share": (".*_proj",)}, "share has '.*_proj' without a group; expected one for the parent's name"),
         ({"input_amax": 0.5, "weight_only": True}, "input_amax is 0.5 and weight_only is used; expected one of them"),
         ({"input_amax": Path("s.json"), "layout": "te"}, "input_amax is s.json and layout is te; expected one of them"),
+        ({"on_missing_amax": "siblings"}, "on_missing_amax is siblings and input_amax is None; expected a JSON file"),
+        ({"kv_cache": "mxfp4"}, "kv_cache is 'mxfp4'; expected one of none, fp8"),
         ({"kv_cache": "fp8", "layout": "te"}, "kv_cache is fp8 and layout is te"),
         ({"kv_cache": "fp8", "layout": "compressed-tensors"}, "kv_cache is fp8 and layout is compressed-tensors"),
     ],
@@ -187,10 +189,14 @@ FLAGS = {
     "--extra-high-precision-layers-hf a b": {"keep_containing": ("a", "b")},
     "--weight-only": {"weight_only": True},
     "--input-amax 0.5": {"input_amax": 0.5},
+    f"--input-amax {__file__} --on-missing-amax siblings": {
+        "input_amax": Path(__file__),
+        "on_missing_amax": "siblings",
+    },
     "--kv-cache fp8": {"kv_cache": "fp8"},
     "--experts stacked": {"experts": "stacked"},
     "--expert-layout kn": {"expert_layout": "kn"},
-    "--dequantize-input fp8-block": {"dequantize_input": "fp8-block"},
+    "--dequantize-input fp8": {"dequantize_input": "fp8"},
     "--high-precision-dtype bf16": {"high_precision_dtype": "bf16"},
     "--share (a)b (c)d": {"share": ("(a)b", "(c)d")},
     "--no-share-qkv": {"share_qkv": False},
@@ -470,7 +476,7 @@ def test_repack_and_dequantize_say_what_they_did(model, tmp_path, capsys):
     write(model / "model.safetensors", {**weights, "norm": weight(1, 4)})
     convert_checkpoint(model, out)
     changed = repack_checkpoint(out, tmp_path / "x", "compressed-tensors")
-    repack, did = ["repack", str(out), "--format", "compressed-tensors"], {"weights": 3, "copied": 1}
+    repack, did = ["repack", str(out), "--format", "compressed-tensors"], {"weights": 3, "fp8": 0, "copied": 1}
     assert main([*repack, str(tmp_path / "a")]) == 0
     assert capsys.readouterr().out == (
         "repacked 3 weights from modelopt to compressed-tensors, with the same codes and block scales, and copied 1 "
@@ -480,7 +486,7 @@ def test_repack_and_dequantize_say_what_they_did(model, tmp_path, capsys):
     layouts = {"from": "modelopt", "to": "compressed-tensors"}
     assert json.loads(capsys.readouterr().out) == {**layouts, **did, "globals_that_do_not_come_back": changed}
     assert main(["dequantize", str(out), str(tmp_path / "c")]) == 0
-    assert capsys.readouterr().out == "decoded 3 weights to bf16, and copied 1 other tensors\n"
+    assert capsys.readouterr().out == "decoded 3 NVFP4 weights and 0 FP8 weights to bf16, and copied 1 other tensors\n"
     assert main(["dequantize", str(out), str(tmp_path / "d"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"from": "modelopt", "dtype": "bf16", **did}
     assert main(["repack", str(out), str(tmp_path / "e"), "--format", "te"]) == 2

@@ -14,6 +14,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from test_checkpoints_mixed import mixed
 
 import jnvfp4
 from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint, verify_checkpoint
@@ -79,6 +80,19 @@ def test_what_they_have_written_is_read_alike(tmp_path, stored):
     apart = ulps(open_stored(GOLDEN / stored), open_source(tmp_path / "decoded"))
     assert apart.size == ELEMENTS[stored.partition("/")[0]]
     assert not apart.any()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("granularity", ["per tensor", "per channel", "128x128"])
+def test_mixed_checkpoints_are_decoded_alike(tmp_path, granularity):
+    """Their models of configs take the fixtures, and their decoders give the same bfloat16 values, of FP8 too."""
+    path, values = mixed(tmp_path, "compressed-tensors", granularity)
+    peer("decompress", path, tmp_path / "decoded", needs=("torch", "compressed_tensors"))
+    dequantize_checkpoint(path, tmp_path / "ours")
+    ours, theirs = open_source(tmp_path / "ours"), open_source(tmp_path / "decoded")
+    assert set(theirs.places) == set(values)
+    for name in values:
+        np.testing.assert_array_equal(ours.array(name), theirs.array(name))
 
 
 @pytest.mark.long

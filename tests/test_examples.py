@@ -18,6 +18,7 @@ from scripts import EXAMPLES, PNG, ROOT, run
 
 import jnvfp4
 from jnvfp4 import Recipe, recipes
+from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, open_checkpoint, save_checkpoint
 from jnvfp4.spec import name_of
 
 
@@ -424,6 +425,34 @@ def test_serve_serves_its_checkpoint(tmp_path):
     for name in names[1:]:
         assert loaded["text"][name] == results["text"][name]
     assert loaded["text"]["bf16"]["perplexity"] == pytest.approx(loaded["text"]["W4A16"]["perplexity"], rel=1e-3)
+
+    # The stored scale of activations is used: one that is too small clips them.
+    convert_checkpoint(tmp_path / "served/bf16", tmp_path / "clipped", ConvertOptions(input_amax=0.01))
+    options = ("--checkpoint", "clipped", "--activations", "stored", "--kv", "bf16", "--batch", "1", "--new", "2")
+    run("serve.py", *options, "--out", "stored", cwd=tmp_path)
+    text = json.loads((tmp_path / "stored/serve.json").read_text())["text"]
+    assert text["W4A16"]["perplexity"] == loaded["text"]["W4A16"]["perplexity"]
+    assert text["W4A4"]["perplexity"] > 1.1 * exact
+
+
+def test_calibrated_activations(decode, hugging_face, tmp_path):
+    """They are quantized by the largest stored amax of the weights that are joined, not by their own."""
+    x, w = (jax.random.normal(jax.random.key(i), (16, 32), jnp.bfloat16) for i in range(2))
+    got = decode.calibrated_linear(x, decode.Calibrated(jnvfp4.quantize(w), jnp.float32(3)), None, "")
+    clipped = jnvfp4.dequantize(jnvfp4.quantize(x, amax=jnp.float32(3)))
+    np.testing.assert_allclose(got, clipped @ jnvfp4.dequantize(jnvfp4.quantize(w)).T, rtol=1e-2, atol=1e-2)
+    modules = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
+    names = [f"model.layers.0.{module}" for module in modules]
+    save_checkpoint({f"{name}.weight": w for name in names}, tmp_path / "bf16", config={"model_type": "llama"})
+    (tmp_path / "f.json").write_text(json.dumps({name: i + 1.0 for i, name in enumerate(names)}))
+    for layout in ("modelopt", "compressed-tensors"):
+        options = ConvertOptions(layout=layout, input_amax=tmp_path / "f.json")
+        convert_checkpoint(tmp_path / "bf16", tmp_path / layout, options)
+        (amaxes,) = hugging_face.input_amaxes(open_checkpoint(tmp_path / layout), 1)
+        assert {k: round(float(a), 4) for k, a in amaxes.items()} == dict(qkv=3, attention_out=4, mlp_up=6, mlp_down=7)
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "w4a16", ConvertOptions(weight_only=True))
+    with pytest.raises(ValueError, match=r"model.layers.0.self_attn.q_proj.weight has no stored scale of activations"):
+        hugging_face.input_amaxes(open_checkpoint(tmp_path / "w4a16"), 1)
 
 
 @pytest.mark.long

@@ -215,8 +215,10 @@ def test_calibrate_writes_the_scales_of_a_conversion(api, tmp_path):
     query = api.block.format(0) + api.parts[3]
     assert found[query.replace("/", ".")] >= float(jnp.abs(x.astype(jnp.bfloat16)).max())
     ConvertOptions(input_amax=path)
-    renamed = calibrate(bound, policy, [TOKENS], path, name=lambda path: f"model.{path}", percentile=99.0)
-    assert f"model.{query}" in renamed
+    options = {"name": lambda path: f"model.{path}", "percentile": 100}
+    once, twice = (calibrate(bound, policy, [TOKENS], path, headroom=h, **options) for h in (1, 2))
+    assert f"model.{query}" in once
+    assert twice == {name: 2 * amax for name, amax in once.items()}
 
 
 def test_calibrate_refuses_what_it_cannot_measure(api, tmp_path):

@@ -29,6 +29,18 @@ def row_scaled_linear(x: Array, w: NVFP4Tensor, key: Array, name: str) -> Array:
     return jnvfp4.matmul_nt(jnvfp4.quantize(x, ROW_SCALED), w, out_dtype=x.dtype)
 
 
+class Calibrated(NamedTuple):
+    """Holds a quantized weight and the amax [] that its activations are scaled by, whatever they are."""
+
+    weight: NVFP4Tensor
+    amax: Array
+
+
+def calibrated_linear(x: Array, w: Calibrated, key: Array, name: str) -> Array:
+    """Quantizes x by the stored amax, as engines do, and multiplies it by w^T; key and name are unused."""
+    return jnvfp4.matmul_nt(jnvfp4.quantize(x, amax=w.amax), w.weight, out_dtype=x.dtype)
+
+
 def on_rows(linear: Linear) -> Linear:
     """Returns the layer for x [batch, tokens, K], which multiplies all tokens of the batch by one GEMM."""
 
@@ -153,7 +165,7 @@ def forward(
       caches: one for each layer.
       position: of the first of the tokens, int32 ().
       config: sizes of the model.
-      linear: product of the linear layers: ``converted_linear`` or ``row_scaled_linear``.
+      linear: product of the linear layers: ``converted_linear``, ``row_scaled_linear`` or ``calibrated_linear``.
 
     Returns:
       the logits of what follows the last token, float32 [batch, vocabulary], and the caches with the tokens.

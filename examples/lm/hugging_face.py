@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from jnvfp4 import NVFP4Tensor
-from jnvfp4.checkpoints import NameRule, from_hf, to_hf
+from jnvfp4.checkpoints import Checkpoint, NameRule, from_hf, to_hf
 from lm.config import Config
 from lm.model import Tree
 
@@ -26,6 +26,13 @@ RULES = [
     NameRule(f"{LAYER}.mlp.{{part:gate|up}}_proj.weight", "layers/{part}", stack=("layer",)),
     NameRule(f"{LAYER}.mlp.down_proj.weight", "layers/mlp_down", stack=("layer",)),
 ]
+# The projections that are joined here, by the weight in a layer that they become.
+JOINED = {
+    "qkv": ("self_attn.q", "self_attn.k", "self_attn.v"),
+    "attention_out": ("self_attn.o",),
+    "mlp_up": ("mlp.gate", "mlp.up"),
+    "mlp_down": ("mlp.down",),
+}
 
 
 def llama_config(config: Config) -> dict[str, Any]:
@@ -104,6 +111,28 @@ def from_hugging_face(tensors: Mapping[str, NVFP4Tensor | Array | np.ndarray]) -
     layers["qkv"] = join_rows(*(layers.pop(part) for part in "qkv"))
     layers["mlp_up"] = join_rows(layers.pop("gate"), layers.pop("up"))
     return tree
+
+
+def input_amaxes(checkpoint: Checkpoint, layers: int) -> list[dict[str, Array]]:
+    """Reads the amaxes that a checkpoint stores for activations, the largest of the weights that are joined here.
+
+    Returns:
+      for each layer float32 [], by the name of the weight in the layer.
+
+    Raises:
+      ValueError: one is missing.
+    """
+    found = []
+    for layer in range(layers):
+        amaxes = {}
+        for joined, modules in JOINED.items():
+            names = [f"model.layers.{layer}.{module}_proj.weight" for module in modules]
+            parts = [amax for name in names if (amax := checkpoint.input_amax(name)) is not None]
+            if len(parts) < len(names):
+                raise ValueError(f"{names[0]} has no stored scale of activations")
+            amaxes[joined] = jnp.asarray(np.max(parts))
+        found.append(amaxes)
+    return found
 
 
 def join_rows(*parts: Any) -> NVFP4Tensor | Array:

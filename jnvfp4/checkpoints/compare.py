@@ -7,17 +7,17 @@ from pathlib import Path
 
 import numpy as np
 
-from ._files.files import CHUNK_BYTES, slices
+from ._files.files import CHUNK_BYTES, pieces, slices
 from ._files.safetensors import JSON
 from ._files.source import CONFIG, HF_QUANT, Source, open_source, read_hf_quant
-from ._layouts.layouts import decode_scale_of
+from ._layouts.layouts import decode_scale_of, is_kv_scale
 from ._layouts.names import groups_of
 from ._layouts.stored import Stored, layout_of, open_stored, stored_of
 from ._layouts.unsupported import config_refusal, tensor_refusal
 
 
 def inspect(source: Path | str) -> JSON:
-    """Describes a checkpoint: its layout, groups, other tensors and sizes, as JSON values. Only headers are read."""
+    """Describes a checkpoint as JSON values: layout, groups, formats of modules and sizes. Only headers are read."""
     opened = open_source(Path(source))
     layout, dtypes = layout_of(opened), Counter[str]()
     for entry in opened.entries():
@@ -32,14 +32,19 @@ def inspect(source: Path | str) -> JSON:
     }
     if layout is not None:
         stored = stored_of(opened)
-        refusals = filter(None, (config_refusal(opened), tensor_refusal(opened, stored.others)))
+        refusals = filter(None, (config_refusal(opened), tensor_refusal(stored.source, stored.kept)))
         out["warnings"] += [str(r).partition("\n")[0] for r in refusals]
         elements = sum(2 * opened.entry(stored.parts(m).codes).nbytes for m in stored.modules)
+        elements += sum(w.entry.nbytes for w in stored.fp8.values())
+        at_16_bits = 2 * elements + sum(stored.source.entry(n).nbytes for n in stored.kept)
         out |= {
             "quantized": stored.modules,
-            "kept": list(stored.others),
+            "fp8": {m: w.granularity for m, w in stored.fp8.items()},
+            "pre_quant_scales": [name for m in stored.modules if (name := stored.pre_quant_scale(m))],
+            "kv_scales": [n for n in stored.kept if is_kv_scale(n)],
+            "kept": [n for n in stored.kept if not is_kv_scale(n)],
             "groups": [list(g.members) for g in groups_of(stored.modules) if len(g.members) > 1],
-            "ratio_to_16_bits": out["bytes"] / (2 * elements + sum(opened.entry(n).nbytes for n in stored.others)),
+            "ratio_to_16_bits": out["bytes"] / at_16_bits,
         }
     return out
 
@@ -140,8 +145,11 @@ def _entries(name: str, section: object) -> JSON:
 
 def _same_tensor(a: Source, b: Source, name: str) -> bool:
     e, f = a.entry(name), b.entry(name)
-    x, y = (source.array(name).reshape(-1).view(np.uint8) for source in (a, b))
-    same = (e.tag, e.shape) == (f.tag, f.shape) and not _count_different(x, y)
+    if (e.tag, e.shape) != (f.tag, f.shape):
+        return False
+    arrays = (source.array(name) for source in (a, b))
+    pairs = zip(*(pieces(x if x.shape else x.reshape(1), CHUNK_BYTES) for x in arrays), strict=True)
+    same = all(x.tobytes() == y.tobytes() for (_, x), (_, y) in pairs)
     a.release(name)
     b.release(name)
     return same

@@ -154,6 +154,7 @@ def result_as_json(result: Result) -> JSON:
         "kept": sum(not item.choice.quantizes for item in result.plan.items.values()),
         "bytes_before": result.bytes_before,
         "bytes_after": result.bytes_after,
+        "inexact_blocks": dict(result.inexact_blocks),
         "warnings": list(result.warnings),
     }
 
@@ -162,7 +163,14 @@ def conversion_table(result: Result) -> str:
     """Formats what a conversion has done."""
     r = result_as_json(result)
     ratio = f", {r['bytes_after'] / r['bytes_before']:.3f} of the source" if r["bytes_before"] else ""
-    return f"quantized  {r['quantized']} weights\nkept       {r['kept']} tensors\nbytes      {r['bytes_after']}{ratio}"
+    lines = [
+        f"quantized  {r['quantized']} weights",
+        f"kept       {r['kept']} tensors",
+        f"bytes      {r['bytes_after']}{ratio}",
+    ]
+    if inexact := result.inexact_blocks:
+        lines.append(f"MXFP4      {sum(inexact.values())} blocks of 16 in {len(inexact)} weights have other values")
+    return "\n".join(lines)
 
 
 def difference_table(found: Difference) -> str:
@@ -213,6 +221,9 @@ def inspect_table(checkpoint: JSON) -> str:
     if c["layout"]:
         lines += [
             f"quantized  {len(c['quantized'])} weights, {c['ratio_to_16_bits']:.3f} of the bytes at 16 bits",
+            *(f"FP8        {module}, {granularity}" for module, granularity in c["fp8"].items()),
+            *(f"AWQ        {name}, multiplies the activations" for name in c["pre_quant_scales"]),
+            *(f"KV scale   {name}" for name in c["kv_scales"]),
             *(f"kept       {name}" for name in c["kept"]),
             *(f"group      {', '.join(group)}" for group in c["groups"]),
         ]

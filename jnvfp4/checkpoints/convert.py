@@ -35,6 +35,7 @@ class Result:
       device: the device that quantized.
       seconds: the time per written tensor; resumed shards have none.
       bytes_before, bytes_after: the bytes of all tensors in source and output.
+      inexact_blocks: for each module from MXFP4, how many blocks of 16 have other values than in the source.
       warnings: sentences about findings that are no errors.
     """
 
@@ -44,6 +45,7 @@ class Result:
     seconds: Mapping[str, float] = field(default_factory=dict)
     bytes_before: int = 0
     bytes_after: int = 0
+    inexact_blocks: Mapping[str, int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
 
@@ -88,7 +90,7 @@ def convert_checkpoint(
         record.resume()
     _check_space(plan, output, record)
     check_companions(plan.source)
-    amaxes, not_finite = find_amaxes(plan, workers)
+    amaxes, not_finite, inexact = find_amaxes(plan, workers)
     plan.source.check_unchanged()
     if not_finite:
         plan = plan_without(plan, not_finite)
@@ -109,7 +111,7 @@ def convert_checkpoint(
     except OSError as e:
         raise io_error(e, output, "finished shards are kept; --resume goes on" if record.is_kept else "") from e
     warnings = plan.warnings + _tiny_amaxes(amaxes) + removed + not_copied
-    return Result(plan, amaxes, device, seconds, plan.source.nbytes, plan.nbytes, warnings)
+    return Result(plan, amaxes, device, seconds, plan.source.nbytes, plan.nbytes, inexact, warnings)
 
 
 # ---------------------------------------------------------------- checks

@@ -1,5 +1,6 @@
 """Opens NVFP4 checkpoints in JAX: tensors by name, read when they are used and placed on any devices."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,8 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from .._core.tensor import NVFP4Tensor
 from ..spec import BLOCK, Format
 from ._files.errors import CheckpointError
+from ._files.files import Rows
 from ._files.safetensors import JSON
-from ._layouts.layouts import TE
+from ._layouts.layouts import TE, decode_scale_of
 from ._layouts.names import module_of
 from ._layouts.stored import Stored, Weight, open_stored
 
@@ -25,7 +27,9 @@ Place: TypeAlias = Sharding | jax.Device | None
 class Checkpoint(Mapping[str, Tensor]):
     """Maps the names that tensors had before quantization to the tensors.
 
-    ``checkpoint[name]`` is an NVFP4Tensor if the weight is quantized, else an array. It is read at that moment.
+    ``checkpoint[name]`` is an NVFP4Tensor if the weight is quantized, else an array. It is read at that moment. FP8
+    weights are decoded to the dtype of origin. A module with ``M.pre_quant_scale`` [K] computes
+    (x * pre_quant_scale) @ W^T. Scales of a KV cache have the names that the file has.
     """
 
     def __init__(self, stored: Stored):
@@ -65,6 +69,25 @@ class Checkpoint(Mapping[str, Tensor]):
             return name
         close = ", ".join(get_close_matches(str(name), self._names)) or "none that is alike"
         raise KeyError(f"{name!r:.200} is no tensor of {self!r}; it has {close}")
+
+    def input_amax(self, name: str) -> np.ndarray | None:
+        """Gives the amax that a weight's activations are quantized by in engines: 2688 * input_scale.
+
+        Args:
+          name: a weight's name, as in ``keys()``.
+
+        Returns:
+          float32 [], of a stack of experts [E]; None if none is stored, as for weights alone and for layout te.
+
+        Raises:
+          KeyError: there is no such tensor.
+        """
+        module = module_of(self._known(name))
+        scale = self.stored.activation(module) if module in self._quantized else None
+        if scale is None:
+            return None
+        amax = decode_scale_of(self.stored.layout, scale) * np.float32(2688)
+        return amax if module in self.stored.stacks else amax.reshape(())
 
     def to_device(self, places: Mapping[str, Place]) -> dict[str, Tensor]:
         """Places many tensors on devices; only the parts that this process holds are read.
@@ -119,10 +142,14 @@ def _placed(weight: Weight, place: Place) -> NVFP4Tensor:
     )
 
 
-def _put(x: np.ndarray, place: Place) -> jax.Array:
+def _put(x: np.ndarray | Rows, place: Place) -> jax.Array:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        index = (slice(None),) * len(x.shape) if index is None else index
+        return np.asarray(x[index[0]][:, *index[1:]] if isinstance(x, Rows) else x[index], order="C")
+
     if isinstance(place, Sharding):
-        return jax.make_array_from_callback(x.shape, place, lambda index: np.asarray(x[index], order="C"))
-    return jax.device_put(np.asarray(x, order="C"), place)
+        return jax.make_array_from_callback(x.shape, place, part)
+    return jax.device_put(part(None), place)
 
 
 def open_checkpoint(source: Path | str) -> Checkpoint:
@@ -132,6 +159,12 @@ def open_checkpoint(source: Path | str) -> Checkpoint:
       source: a directory of safetensors files, or one such file.
 
     Raises:
-      CheckpointError: the checkpoint is damaged, quantized in another format, or NVFP4 only in part.
+      CheckpointError: the checkpoint is damaged, or has weights in formats other than NVFP4 and FP8.
+
+    Warns of factors of AWQ, which the caller multiplies the activations by.
     """
-    return Checkpoint(open_stored(Path(source), ordinary=True))
+    stored = open_stored(Path(source), ordinary=True)
+    if awq := [name for m in stored.modules if (name := stored.pre_quant_scale(m))]:
+        text = f"multiply the activations of {len(awq)} modules by their factors, such as checkpoint[{awq[0]!r}]"
+        warnings.warn(f"{stored.source.directory}: {text}", stacklevel=2)
+    return Checkpoint(stored)

@@ -75,6 +75,8 @@ def write_report(directory: Path | str, records: list[Record], result: Result | 
             if (amax := result.amaxes.get(module := module_of(t["name"]))) is not None:
                 value = float(amax) if amax.size == 1 else amax.tolist()
                 t |= {"group": groups[module], "amax": value, "seconds": result.seconds.get(t["name"])}
+                if module in result.inexact_blocks:
+                    t["inexact_blocks"] = result.inexact_blocks[module]
     paths = [directory / f"report.{kind}" for kind in ("json", "csv", "png")]
     paths[0].write_bytes(json_bytes({**summary(records, result), "tensors": tensors}))
     columns = list(dict.fromkeys(key for t in tensors for key in t))

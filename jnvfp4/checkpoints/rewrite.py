@@ -27,7 +27,7 @@ from ._files.files import (
 from ._files.safetensors import DTYPES, FLOATS, JSON, VERSION, Planned, writing
 from ._files.source import CONFIG, Source
 from ._layouts.configs import config_files, index_file, without_quantization
-from ._layouts.layouts import LAYOUTS, TE, Layout, LayoutName, Parts, decode_scale, global_scale_of
+from ._layouts.layouts import LAYOUTS, TE, Layout, LayoutName, Parts, decode_scale, global_scale_of, kv_scale_in
 from ._layouts.loaders import checked_ignore_list, linear_modules
 from ._layouts.stored import Stored, Weight, open_stored
 from ._layouts.unsupported import has_fp8_kv_cache
@@ -40,7 +40,8 @@ Warn = Callable[[str], object]
 def repack_checkpoint(source: Path | str, output: Path | str, layout: LayoutName, *, warn: Warn = warnings.warn) -> int:
     """Writes an NVFP4 checkpoint in another layout. Codes and block scales stay the same bytes.
 
-    The ignore list is made anew, since the loaders of each layout read it differently. An FP8 KV cache is taken over.
+    The ignore list is made anew, since the loaders of each layout read it differently. An FP8 KV cache and its scales
+    are taken over. FP8 weights are decoded to their dtype of origin, with a warning: the output has NVFP4 alone.
 
     Args:
       source: an NVFP4 checkpoint of any layout.
@@ -53,8 +54,8 @@ def repack_checkpoint(source: Path | str, output: Path | str, layout: LayoutName
 
     Raises:
       CheckpointError: the checkpoint is damaged; it has an amax per row, or experts in one tensor, and the layout
-        cannot store that; the layout is te, whose amax does not follow from a scale; loaders would disagree about what
-        is quantized; or the disk is full.
+        cannot store that; the layout is te, whose amax does not follow from a scale; it has factors of AWQ; loaders
+        would disagree about what is quantized; or the disk is full.
     """
     stored, to = open_stored(Path(source)), LAYOUTS[layout]
     if to is TE:
@@ -63,6 +64,12 @@ def repack_checkpoint(source: Path | str, output: Path | str, layout: LayoutName
     if stored.stacks and not to.stacks:
         expected, stack = f"one weight per expert, in {to.name}", min(stored.stacks)
         raise CheckpointError("is a stack of experts", expected, tensor=stack, code=Exit.USAGE)
+    if factors := next(filter(None, map(stored.pre_quant_scale, stored.modules)), None):
+        hint = "`jnvfp4 dequantize` multiplies the weights by the factors, and `jnvfp4 convert` quantizes them again"
+        raise CheckpointError("multiplies activations", "no factors of AWQ", tensor=factors, hint=hint)
+    if stored.fp8:
+        tag = stored.source.entry(stored.name(min(stored.fp8))).tag
+        warn(f"{len(stored.fp8)} FP8 weights are decoded to {tag}")
     repacking = _Repacking(stored, to)
     changed = sum(map(repacking.changed_scales, stored.modules))
     _write(repacking, Path(output), warn)
@@ -75,6 +82,9 @@ class _Repacking:
 
     stored: Stored
     to: Layout
+
+    def renamed(self, name: str) -> str:
+        return kv_scale_in(self.to, name)
 
     def outputs(self, module: str) -> list[Planned]:
         weight, old, new = self.stored.weight(module), self.stored.parts(module), self._parts(module)
@@ -133,6 +143,8 @@ def dequantize_checkpoint(
 ) -> None:
     """Decodes an NVFP4 checkpoint to an ordinary one: values q * (s * S_dec), rounded to ``dtype``.
 
+    FP8 weights are decoded too, and weights are multiplied by the factors of AWQ that their modules have.
+
     Args:
       source: an NVFP4 checkpoint of any layout.
       output: a new or empty directory.
@@ -142,11 +154,17 @@ def dequantize_checkpoint(
     Raises:
       CheckpointError: the checkpoint is damaged, a value is too large for ``dtype``, or the disk is full.
     """
-    stored = open_stored(Path(source))
     if dtype not in FLOATS:
         raise OptionError({"dtype": f"is {dtype!r}"}, "BF16, F16 or F32")
+    stored = open_stored(Path(source), fp8_tag=dtype)
     for module in stored.modules:
-        _check_range(stored, module, dtype)
+        w = stored.weight(module)
+        factor = 1.0 if w.pre_quant_scale is None else float(np.abs(w.pre_quant_scale).max(initial=0))
+        parts = (stored.weight(module, rows).values() for rows in _slices(w))
+        _check_range(w.name, 6 * 448 * float(np.abs(w.decode).max()) * factor, parts, dtype)
+    for fp8 in stored.fp8.values():
+        parts = (fp8.values(rows) for rows in slices(fp8.entry.shape, 4, CHUNK_BYTES))
+        _check_range(fp8.entry.name, 448 * float(np.abs(fp8.scales).max()), parts, dtype)
     _write(_Decoding(stored, dtype), Path(output), warn)
 
 
@@ -154,6 +172,9 @@ def dequantize_checkpoint(
 class _Decoding:
     stored: Stored
     dtype: str
+
+    def renamed(self, name: str) -> str:
+        return name
 
     def outputs(self, module: str) -> list[Planned]:
         w = self.stored.weight(module)
@@ -176,17 +197,16 @@ def _slices(w: Weight) -> Iterator[slice]:
     return (slice(e, e + 1) for e in range(w.shape[0])) if w.stacked else slices(w.shape, 4, CHUNK_BYTES)
 
 
-def _check_range(stored: Stored, module: str, dtype: str) -> None:
-    """Raises if values overflow in ``dtype``. The weight is read only if its global scale makes that possible."""
-    w, largest = stored.weight(module), float(ml_dtypes.finfo(DTYPES[dtype]).max)
-    if 6 * 448 * float(np.abs(w.decode).max()) <= largest:
+def _check_range(name: str, bound: float, parts: Iterator[np.ndarray], dtype: str) -> None:
+    """Raises if values overflow in ``dtype``. They are decoded only if their ``bound`` makes that possible."""
+    largest = float(ml_dtypes.finfo(DTYPES[dtype]).max)
+    if bound <= largest:
         return
     with np.errstate(over="ignore", invalid="ignore"):
-        parts = (stored.weight(module, rows).values().astype(DTYPES[dtype]) for rows in _slices(w))
-        count = sum(int((~np.isfinite(part)).sum()) for part in parts)
+        count = sum(int((~np.isfinite(part.astype(DTYPES[dtype]))).sum()) for part in parts)
     if count:
         observed = f"has {count} values that are not finite in {dtype}"
-        raise CheckpointError(observed, f"at most {largest:g}", tensor=w.name, hint="--dtype bf16 or f32")
+        raise CheckpointError(observed, f"at most {largest:g}", tensor=name, hint="--dtype bf16 or f32")
 
 
 def _ordinary_config(config: JSON, dtype: str) -> JSON:
@@ -237,9 +257,10 @@ def _shards(rewriting: Rewriting) -> dict[str, list[Task]]:
     for module in stored.modules:
         tasks = shards[source.places[stored.parts(module).codes]]
         tasks.append((rewriting.outputs(module), partial(rewriting.pieces, module)))
-    for entry in map(source.entry, stored.others):
-        copied = partial(_copied, source, entry.name, entry.name)
-        shards[source.places[entry.name]].append(([Planned(entry.name, entry.tag, entry.shape)], copied))
+    for entry in map(source.entry, [*stored.kept, *map(stored.name, stored.fp8)]):
+        name = rewriting.renamed(entry.name)
+        copied = partial(_copied, source, entry.name, name)
+        shards[source.places[entry.name]].append(([Planned(name, entry.tag, entry.shape)], copied))
     return {name: tasks for name, tasks in shards.items() if tasks}
 
 

@@ -12,12 +12,13 @@ import ml_dtypes
 import numpy as np
 
 from ._convert.options import ExpertLayout
-from ._convert.views import FP8_SCALE, fp8_decoded, per_expert, stacked
+from ._convert.views import decoded_fp8, decoded_mxfp4, per_expert, stacked
 from ._files.errors import CheckpointError, Exit, OptionError
-from ._files.files import CHUNK_BYTES, slices
+from ._files.files import CHUNK_BYTES, Rows, slices
 from ._files.safetensors import FLOATS, JSON
 from ._files.source import Source, open_source
-from ._layouts.layouts import COMPRESSED_TENSORS
+from ._layouts.fp8 import Fp8Weight
+from ._layouts.layouts import COMPRESSED_TENSORS, is_kv_scale
 from ._layouts.names import groups_of
 from ._layouts.stored import Stored, Weight, layout_of, open_stored
 
@@ -34,9 +35,9 @@ class ErrorStats:
       snr_db: -20 log10(relative_error), or None if it is infinite.
       max_abs_error: the largest |w - d|.
       cosine: the cosine of the angle between them, or None for a zero weight.
-      largest_code_share: the share of codes 6 and -6.
+      largest_code_share: the share of codes 6 and -6, of FP8 448 and -448.
       zero_code_share: the share of codes 0 and -0.
-      zero_scale_share, saturated_scale_share: the shares of block scales 0 and 448.
+      zero_scale_share, saturated_scale_share: the shares of block scales 0 and 448; 0 for FP8, which has none.
     """
 
     relative_error: float
@@ -49,33 +50,57 @@ class ErrorStats:
     saturated_scale_share: float
 
 
-def error_stats(w: np.ndarray, weight: Weight, max_bytes: int = CHUNK_BYTES) -> ErrorStats:
-    """Compares a weight with its quantized form; sums are in float64, over a slice of rows at a time."""
-    difference = square = decoded = product = worst = 0.0
+@dataclass
+class _Sums:
+    """Adds up, in float64, what measures the difference between a weight and its decoded values."""
+
+    difference: float = 0.0
+    square: float = 0.0
+    decoded: float = 0.0
+    product: float = 0.0
+    worst: float = 0.0
+
+    def add(self, weight: np.ndarray, values: np.ndarray) -> None:
+        a, b = weight.astype(np.float64), values.astype(np.float64)
+        self.difference += float(np.square(a - b).sum())
+        self.square += float(np.square(a).sum())
+        self.decoded += float(np.square(b).sum())
+        self.product += float((a * b).sum())
+        self.worst = max(self.worst, float(np.abs(a - b).max(initial=0)))
+
+    def stats(self, *shares: float) -> ErrorStats:
+        relative = math.sqrt(self.difference / self.square) if self.square else 0.0
+        norms = math.sqrt(self.square) * math.sqrt(self.decoded)
+        snr = -20 * math.log10(relative) if relative else None
+        return ErrorStats(relative, snr, self.worst, self.product / norms if norms else None, *shares)
+
+
+def error_stats(w: np.ndarray | Rows, weight: Weight, max_bytes: int = CHUNK_BYTES) -> ErrorStats:
+    """Compares a weight with its quantized form, over a slice of rows at a time."""
+    sums = _Sums()
     pairs, scales = np.zeros(256, np.int64), np.zeros(256, np.int64)  # how often each byte occurs
     for rows in slices(w.shape, 8, max_bytes):
-        a, b = w[rows].astype(np.float64), weight.values(rows).astype(np.float64)
-        difference += float(np.square(a - b).sum())
-        square += float(np.square(a).sum())
-        decoded += float(np.square(b).sum())
-        product += float((a * b).sum())
-        worst = max(worst, float(np.abs(a - b).max(initial=0)))
+        sums.add(w[rows], weight.values(rows))
         pairs += np.bincount(weight.codes[rows].reshape(-1), minlength=256)
         scales += np.bincount(weight.scales[rows].reshape(-1), minlength=256)
     by_code = pairs.reshape(16, 16)  # high and low code of a byte
     codes = by_code.sum(0) + by_code.sum(1)
-    relative = math.sqrt(difference / square) if square else 0.0
-    norms = math.sqrt(square) * math.sqrt(decoded)
-    return ErrorStats(
-        relative_error=relative,
-        snr_db=-20 * math.log10(relative) if relative else None,
-        max_abs_error=worst,
-        cosine=product / norms if norms else None,
-        largest_code_share=float(codes[7] + codes[15]) / math.prod(w.shape),
-        zero_code_share=float(codes[0] + codes[8]) / math.prod(w.shape),
-        zero_scale_share=float(scales[0]) / weight.scales.size,
-        saturated_scale_share=float(scales[LARGEST_SCALE]) / weight.scales.size,
+    return sums.stats(
+        float(codes[7] + codes[15]) / math.prod(w.shape),
+        float(codes[0] + codes[8]) / math.prod(w.shape),
+        float(scales[0]) / weight.scales.size,
+        float(scales[LARGEST_SCALE]) / weight.scales.size,
     )
+
+
+def fp8_error_stats(w: np.ndarray | Rows, weight: Fp8Weight) -> ErrorStats:
+    """Compares a weight with its FP8 form, over a slice of rows at a time."""
+    sums, codes = _Sums(), np.zeros(256, np.int64)
+    for rows in slices(w.shape, 8, CHUNK_BYTES):
+        sums.add(w[rows], weight.values(rows))
+        codes += np.bincount(weight.source.read(weight.entry.name, rows).view(np.uint8).reshape(-1), minlength=256)
+    largest, zero = (float(codes[c] + codes[c | 0x80]) / math.prod(w.shape) for c in (LARGEST_SCALE, 0))
+    return sums.stats(largest, zero, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -87,7 +112,7 @@ class Record:
       shape: its shape in the source.
       dtype: its safetensors dtype in the source; of an unquantized tensor in the output.
       global_scale: the stored global scale, if it is one number.
-      error: errors of a quantized weight; None for an unquantized tensor.
+      error: errors of a quantized weight, also of FP8; None for an unquantized tensor.
       sha256: digest of the stored tensors.
       peer_differs: how many elements compressed-tensors decodes to the next bfloat16 number; None if it was not asked.
     """
@@ -148,7 +173,9 @@ def verify_checkpoint(
     records: list[Record] = []
     peer = peer_decoder(stored)
     checks: list[Callable[[], Record | None]] = [partial(_check_groups, stored)]
-    checks += [partial(_check_kept, original, stored, name) for name in stored.others]
+    kept = [n for n in stored.kept if n in original.places or not is_kv_scale(n)]  # a source has no scales of a cache
+    checks += [partial(_check_kept, original, stored, name) for name in kept]
+    checks += [partial(_check_fp8, original, stored, module) for module in stored.fp8]
     checks += [partial(_check_quantized, original, stored, module, peer) for module in stored.modules]
     for check in checks:
         try:
@@ -170,9 +197,8 @@ def verify_checkpoint(
 
 def _as_converted(source: Source, stored: Stored, expert_layout: ExpertLayout) -> Source:
     """Infers the form in which the source was converted from the names in the output, and shows the source so."""
-    names = set(stored.names)
-    if any(n.endswith(FP8_SCALE) for n in source.places):
-        source = fp8_decoded(source)
+    names = {*map(stored.name, [*stored.modules, *stored.fp8]), *(n for n in stored.kept if not is_kv_scale(n))}
+    source = decoded_mxfp4(decoded_fp8(source))
     if not names <= set(source.places):
         source = per_expert(source, expert_layout)
     if not names <= set(source.places):
@@ -191,7 +217,7 @@ def _check_quantized(source: Source, stored: Stored, module: str, peer: "PeerDec
         raise _failure(name, "is not in the source", "", stored)
     entry, weight = source.entry(name), stored.weight(module)
     try:
-        w = source.array(name).transpose(0, 2, 1) if weight.kn else source.array(name)
+        w = _swapped(source.array(name)) if weight.kn else source.array(name)
         if w.shape != weight.shape:
             raise _failure(name, f"has shape {list(weight.shape)}", f"{list(w.shape)}", stored)
         if not np.isfinite(weight.decode).all() or not (weight.decode > 0).all():
@@ -213,6 +239,23 @@ def _check_quantized(source: Source, stored: Stored, module: str, peer: "PeerDec
     finally:
         source.release(name)
         stored.release(module)
+
+
+def _swapped(x: np.ndarray | Rows) -> Rows:
+    """Shows a stack with its last two axes swapped."""
+    e, k, n = x.shape
+    return Rows((e, n, k), x.dtype, lambda experts: x[experts].transpose(0, 2, 1))
+
+
+def _check_fp8(source: Source, stored: Stored, module: str) -> Record:
+    name, weight = stored.name(module), stored.fp8[module]
+    if name not in source.places:
+        raise _failure(name, "is not in the source", "", stored)
+    entry, w = source.entry(name), source.rows(name)
+    if w.shape != weight.entry.shape:
+        raise _failure(name, f"has shape {list(weight.entry.shape)}", f"{list(w.shape)}", stored)
+    digest = _sha256(*(weight.source.array(e.name) for e in (weight.entry, weight.scale)))
+    return Record(name, entry.shape, entry.tag, None, fp8_error_stats(w, weight), digest)
 
 
 def _check_kept(source: Source, stored: Stored, name: str) -> Record:

@@ -25,6 +25,7 @@ def calibrate(
     output: Path | str,
     *,
     name: Callable[[str], str] | None = None,
+    headroom: float = 1.0,
     percentile: float | None = None,
 ) -> dict[str, float]:
     """Runs a model in high precision and writes the amax of what each layer of a policy multiplies by its weights.
@@ -39,6 +40,7 @@ def calibrate(
       batches: the arguments of a call of the model: a tuple for several, a dict for keywords, else one.
       output: the JSON file. An older file of this name is replaced.
       name: gives the name of a layer in the checkpoint from its path in the model. Without it, "a/b/c" is "a.b.c".
+      headroom: as in ``write_input_amaxes``.
       percentile: as in ``write_input_amaxes``.
 
     Returns:
@@ -69,7 +71,7 @@ def calibrate(
                 yield from ((named(path), x) for path, x in seen)
                 seen.clear()
 
-    return write_input_amaxes(activations(), output, percentile=percentile)
+    return write_input_amaxes(activations(), output, headroom=headroom, percentile=percentile)
 
 
 def _call(model: Callable, batch: PyTree) -> None:

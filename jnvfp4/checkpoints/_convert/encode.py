@@ -21,12 +21,14 @@ from .._files.files import Rows, slices
 class Amax:
     """Holds the amax of a weight [], per row [N] or per expert [E], in float32.
 
-    ``not_finite`` elements are NaN or infinite; ``first`` is the index of the first of them.
+    ``not_finite`` elements are NaN or infinite; ``first`` is the index of the first of them. Of a weight from MXFP4,
+    ``lowest`` counts blocks of 16 by the exponent of their lowest bit, [512] or [E, 512].
     """
 
     value: np.ndarray
     not_finite: int = 0
     first: tuple[int, ...] | None = None
+    lowest: np.ndarray | None = None
 
 
 _AMAX_BYTES = 1 << 20  # of a weight whose magnitudes are compared at once, so that they stay in a cache

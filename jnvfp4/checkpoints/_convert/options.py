@@ -31,10 +31,13 @@ class ConvertOptions:
       weight_only: whether the output has no activation scales and its config keeps activations in high precision.
       input_amax: the amax of the activations, from which their scale follows: one number for all modules, or a JSON
         file with the amax of each (``write_input_amaxes`` writes it). None writes scales of 1.0, with a warning.
+      on_missing_amax: how to treat a module that the file of amaxes does not name: an error, or, for an expert, which
+        calibration may never reach, the largest amax of the same projection of its sibling experts.
       kv_cache: the KV cache that the config asks for.
       experts: "keep" leaves experts as they are; "per-expert" gives each its own tensors; "stacked" puts all in one.
       expert_layout: axes of a stack of experts, [E, N, K] or [E, K, N]; "auto" decides by the model type.
-      dequantize_input: "fp8-block" decodes FP8 weights with a scale per 128x128 block, as in DeepSeek-V3.
+      dequantize_input: "fp8" decodes FP8 weights with one scale, a scale per row or one per 128x128 block; "mxfp4"
+        decodes stacks of experts in MXFP4, as in gpt-oss, and gives them NVFP4 scales that are powers of 2.
       share: expressions for further groups of modules that share a global scale.
       share_qkv: whether q, k and v share one.
       max_shard_bytes: the size of output shards; None keeps the shards of the source.
@@ -57,10 +60,11 @@ class ConvertOptions:
     keep_containing: tuple[str, ...] = ()
     weight_only: bool = False
     input_amax: float | Path | None = None
+    on_missing_amax: Literal["error", "siblings"] = "error"
     kv_cache: Literal["none", "fp8"] = "none"
     experts: Literal["keep", "per-expert", "stacked"] = "keep"
     expert_layout: ExpertLayout = "auto"
-    dequantize_input: Literal["none", "fp8-block"] = "none"
+    dequantize_input: Literal["none", "fp8", "mxfp4"] = "none"
     share: tuple[str, ...] = ()
     share_qkv: bool = True
     max_shard_bytes: int | None = None
@@ -76,6 +80,9 @@ class ConvertOptions:
         for name, hint in typing.get_type_hints(ConvertOptions).items():
             _check_type(name, getattr(self, name), hint)
         _check_spec(self.spec, self.layout)
+        if self.dequantize_input == "mxfp4" and self.spec != NVFP4:
+            clauses = {"dequantize_input": "is mxfp4", "spec": f"is {self.recipe}, {self.spec.block_rows}x16"}
+            raise OptionError(clauses, "nvfp4 with 1x16 blocks, which can have the scales of MXFP4")
         for name in ("targets", "ignore", "share"):
             for pattern in getattr(self, name):
                 _check_pattern(name, pattern)
@@ -112,6 +119,9 @@ def _check_activations(o: ConvertOptions) -> None:
         other = {"weight_only": "is used"} if o.weight_only else {"layout": f"is {o.layout}"}
         expected = "one of them, as no activation scale is written then"
         raise OptionError({"input_amax": f"is {o.input_amax}", **other}, expected)
+    if o.on_missing_amax != "error" and not isinstance(o.input_amax, Path):
+        clauses = {"on_missing_amax": f"is {o.on_missing_amax}", "input_amax": f"is {o.input_amax}"}
+        raise OptionError(clauses, "a JSON file of amaxes, in which a module may be missing")
     if o.kv_cache == "fp8" and o.layout != "modelopt":
         expected = "layout modelopt for an FP8 KV cache"
         raise OptionError({"kv_cache": f"is {o.kv_cache}", "layout": f"is {o.layout}"}, expected)

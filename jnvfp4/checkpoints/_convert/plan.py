@@ -10,9 +10,10 @@ from .._files.files import check_finite
 from .._files.safetensors import FLOATS, JSON, Planned
 from .._files.source import CONFIG, Source, read_json
 from .._layouts.configs import config_files, index_file
+from .._layouts.fp8 import fp8_weights
 from .._layouts.layouts import LAYOUTS, Layout, Parts, names_global_scale
 from .._layouts.loaders import checked_ignore_list, linear_modules
-from .._layouts.names import Group, module_of
+from .._layouts.names import Group, module_of, sibling_experts
 from .._layouts.unsupported import factors
 from .choices import Choice, choose
 from .options import ConvertOptions, is_amax
@@ -101,7 +102,8 @@ def make_plan(source: Source, options: ConvertOptions) -> Plan:
     _refuse_quantized(view)
     check_finite(view.config, source.directory / CONFIG)
     choices, groups, warnings = choose(view, options)
-    return _plan_of(view, options, choices, groups, _input_scales(options, groups), view.warnings + warnings)
+    scales, uncalibrated = _input_scales(options, groups)
+    return _plan_of(view, options, choices, groups, scales, view.warnings + warnings + uncalibrated)
 
 
 def plan_without(plan: Plan, not_finite: Collection[Group]) -> Plan:
@@ -149,11 +151,13 @@ def _refuse_quantized(source: Source) -> None:
     config, expected = (source.config or {}).get("quantization_config"), "a model in high precision"
     if config:
         method = config.get("quant_method") if isinstance(config, dict) else config
-        hint = "repack changes the layout of NVFP4, dequantize undoes it; --dequantize-input fp8-block decodes FP8"
+        hint = (
+            "repack changes the layout of NVFP4, dequantize undoes it; --dequantize-input fp8 decodes FP8, mxfp4 MXFP4"
+        )
         raise CheckpointError(f"is quantized already ({method})", expected, file=source.directory / CONFIG, hint=hint)
     scales = [*filter(names_global_scale, source.places), *(name for name, _ in factors(source, source.places))]
     if scales:
-        hint = "--dequantize-input fp8-block decodes it" if scales[0].endswith("weight_scale_inv") else ""
+        hint = "--dequantize-input fp8 decodes FP8 weights" if any(fp8_weights(source)) else ""
         raise CheckpointError("is a scale of quantized weights or of a KV cache", expected, tensor=scales[0], hint=hint)
 
 
@@ -194,32 +198,61 @@ _UNIT_SCALE_AMAX = 2688.0  # 6 * 448
 _UNMEASURED = 1.0  # the scale that is written for activations that nobody measured; loaders need one
 
 
-def _input_scales(options: ConvertOptions, groups: Collection[Group]) -> dict[str, float]:
-    """Finds the activation scale of every quantized module; a group has the largest of its members."""
+def _input_scales(options: ConvertOptions, groups: Collection[Group]) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Finds the activation scale of every quantized module, and warns of those taken from sibling experts.
+
+    A group has the largest of its members.
+    """
     if options.weight_only or LAYOUTS[options.layout].activation is None:
-        return {}
+        return {}, ()
     modules = [m for g in groups for m in g.members]
     if options.input_amax is None:
-        return dict.fromkeys(modules, _UNMEASURED)
+        return dict.fromkeys(modules, _UNMEASURED), ()
     if not isinstance(options.input_amax, Path):
-        return dict.fromkeys(modules, float(options.input_amax) / _UNIT_SCALE_AMAX)
-    amaxes = read_json(options.input_amax)
-    unknown = sorted(amaxes.keys() - modules)
-    if unknown and not options.allow_unmatched:
-        observed, hint = f"names {unknown[0]!r}", "--allow-unmatched accepts it"
-        raise CheckpointError(observed, "modules that are quantized", file=options.input_amax, hint=hint)
+        return dict.fromkeys(modules, float(options.input_amax) / _UNIT_SCALE_AMAX), ()
+    amaxes = _read_amaxes(options.input_amax, modules, options.allow_unmatched)
+    of_siblings: dict[str | None, float] = {}
+    for module, amax in amaxes.items() if options.on_missing_amax == "siblings" else ():
+        if siblings := sibling_experts(module):
+            of_siblings[siblings] = max(amax, of_siblings.get(siblings, 0.0))
     scales: dict[str, float] = {}
+    uncalibrated: list[str] = []
     for group in groups:
-        named = [m for m in group.members if m in amaxes]
+        named = [amaxes[m] for m in group.members if m in amaxes]
+        if not named and of_siblings:
+            named = [of_siblings[s] for s in map(sibling_experts, group.members) if s in of_siblings]
+            uncalibrated += group.members
         if not named:
-            observed, hint = f"has no amax for {group.members[0]!r}", "--ignore keeps it"
+            observed = f"has no amax for {group.members[0]!r}"
+            has_siblings = options.on_missing_amax == "error" and sibling_experts(group.members[0])
+            hint = (
+                "--on-missing-amax siblings takes that of its sibling experts" if has_siblings else "--ignore keeps it"
+            )
             expected = "one for each module that is quantized, or for another one of its group"
             raise CheckpointError(observed, expected, file=options.input_amax, hint=hint)
-        if (wrong := next((m for m in named if not is_amax(amaxes[m])), None)) is not None:
-            observed = f"has the amax {amaxes[wrong]!r:.100} for {wrong!r}"
-            raise CheckpointError(observed, "a number above 1e-30 and below 1e30", file=options.input_amax)
-        scales |= dict.fromkeys(group.members, float(max(amaxes[m] for m in named)) / _UNIT_SCALE_AMAX)
-    return scales
+        scales |= dict.fromkeys(group.members, max(named) / _UNIT_SCALE_AMAX)
+    if not uncalibrated:
+        return scales, ()
+    text = f"{len(uncalibrated)} modules have no amax, and take the largest of their sibling experts"
+    return scales, (f"{options.input_amax}: {text}: {', '.join(uncalibrated)}",)
+
+
+def _read_amaxes(path: Path, modules: Collection[str], allow_unmatched: bool) -> dict[str, float]:
+    """Reads a file of amaxes by module.
+
+    Raises:
+      CheckpointError: it names another module, or has no amax for one that it names.
+    """
+    amaxes = read_json(path)
+    unknown = sorted(amaxes.keys() - modules)
+    if unknown and not allow_unmatched:
+        observed, hint = f"names {unknown[0]!r}", "--allow-unmatched accepts it"
+        raise CheckpointError(observed, "modules that are quantized", file=path, hint=hint)
+    known = {m: amaxes[m] for m in modules if m in amaxes}
+    if (wrong := next((m for m, amax in known.items() if not is_amax(amax)), None)) is not None:
+        observed = f"has the amax {known[wrong]!r:.100} for {wrong!r}"
+        raise CheckpointError(observed, "a number above 1e-30 and below 1e30", file=path)
+    return {m: float(amax) for m, amax in known.items()}
 
 
 # ---------------------------------------------------------------- files

@@ -17,6 +17,7 @@ from .._files.safetensors import DTYPES, writing
 from .._layouts.layouts import Parts, global_scale_of
 from .._layouts.names import Group
 from .encode import Amax, Implementation, encode, find_amax
+from .mxfp4 import count_inexact, encode_powers, find_power_amax
 from .plan import Item, Plan
 
 OnProgress = Callable[[str, int], None]  # a tensor's name, and how many bytes of the source are done with it
@@ -39,21 +40,28 @@ def in_order(work: Callable[[Task], Outcome], tasks: Iterable[Task], workers: in
 
 
 # ---------------------------------------------------------------- amaxes
-def find_amaxes(plan: Plan, workers: int) -> tuple[dict[str, np.ndarray], list[Group]]:
+def find_amaxes(plan: Plan, workers: int) -> tuple[dict[str, np.ndarray], list[Group], dict[str, int]]:
     """Finds the amax of every group.
 
     Returns:
-      the amax of each module, which its group shares: [], [N] of rows, or [E] of experts; and the groups with NaN or
-      infinity, which have no amax.
+      the amax of each module, which its group shares: [], [N] of rows, or [E] of experts; the groups with NaN or
+      infinity, which have no amax; and for each module in MXFP4 how many blocks of 16 will have other values.
 
     Raises:
-      CheckpointError: a weight has NaN or infinity, and the options do not keep its group.
+      CheckpointError: a weight has NaN or infinity, and the options do not keep its group; or a group is in MXFP4 only
+        in part.
     """
     modules = [m for group in plan.groups for m in group.members]
     own = dict(zip(modules, in_order(lambda m: _amax_of(plan, plan.weights[m]), modules, workers), strict=True))
     by_module: dict[str, np.ndarray] = {}
     not_finite = []
     for group in plan.groups:
+        other = next(
+            (m for m in group.members if (own[m].lowest is None) != (own[group.members[0]].lowest is None)), None
+        )
+        if other is not None:
+            observed = f"is in MXFP4, or shares its global scale with {group.members[0]!r}, which is"
+            raise CheckpointError(observed, "all of a group in MXFP4", tensor=plan.weights[other].name)
         wrong = next((m for m in group.members if own[m].not_finite), None)
         if wrong is not None:
             if plan.options.on_nonfinite == "error":
@@ -66,17 +74,28 @@ def find_amaxes(plan: Plan, workers: int) -> tuple[dict[str, np.ndarray], list[G
         else:
             shared = np.asarray(np.max([own[m].value for m in group.members], axis=0))
             by_module |= dict.fromkeys(group.members, shared)
-    return by_module, not_finite
+    return by_module, not_finite, {m: _inexact(own[m], by_module[m]) for m in by_module if own[m].lowest is not None}
+
+
+def _inexact(own: Amax, shared: np.ndarray) -> int:
+    assert own.lowest is not None
+    experts = zip(own.lowest.reshape(shared.size, -1), shared.reshape(-1), strict=True)
+    return sum(count_inexact(lowest, amax) for lowest, amax in experts)
 
 
 def _amax_of(plan: Plan, item: Item) -> Amax:
     """Finds the amax of a weight [], of each row [N], or of each expert of a stack [E]."""
-    x = plan.source.rows(item.name)
+    x, mxfp4 = plan.source.rows(item.name), plan.source.is_mxfp4(item.name)
+
+    def find(x: np.ndarray | Rows) -> Amax:
+        return find_power_amax(x, item.name) if mxfp4 else find_amax(x, plan.options.row_scaled)
+
     if not item.choice.stacked:
-        return find_amax(x, plan.options.row_scaled)
-    experts = [find_amax(expert, False) for expert in x]
+        return find(x)
+    experts = [find(expert.T if item.choice.kn and mxfp4 else expert) for expert in x]
     first = next(((e, *a.first) for e, a in enumerate(experts) if a.first is not None), None)
-    return Amax(np.array([a.value for a in experts], np.float32), sum(a.not_finite for a in experts), first)
+    lowest = np.stack([a.lowest for a in experts]) if mxfp4 else None
+    return Amax(np.array([a.value for a in experts], np.float32), sum(a.not_finite for a in experts), first, lowest)
 
 
 # ---------------------------------------------------------------- shards
@@ -131,7 +150,10 @@ class ShardWriter:
         """Gives codes and block scales of a weight or of one expert; in one piece if its axes are swapped."""
         (n, k), options = item.choice.matrix, self.plan.options
         dtype = DTYPES[self.plan.layout.scales_tag]
-        encoded = encode(x, amax, options.spec, self.device, options.chunk_bytes, self.implementation)
+        if self.plan.source.is_mxfp4(item.name):
+            encoded = encode_powers(x, amax, options.chunk_bytes)
+        else:
+            encoded = encode(x, amax, options.spec, self.device, options.chunk_bytes, self.implementation)
         if item.choice.kn:
             _, all_codes, all_scales = zip(*encoded, strict=True)
             encoded = iter([(0, np.concatenate(all_codes).T, np.ascontiguousarray(np.concatenate(all_scales).T))])

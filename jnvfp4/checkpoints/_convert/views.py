@@ -1,24 +1,24 @@
-"""Shows a source in the form that is converted: experts apart or in one tensor, FP8 blocks decoded.
+"""Shows a source in the form that is converted: experts apart or in one tensor, FP8 and MXFP4 decoded.
 
 Nothing is read or copied before a slice is used.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import replace
 
-import ml_dtypes
 import numpy as np
 
 from ...spec import BLOCK
-from .._files.errors import CheckpointError
+from .._files.errors import CheckpointError, OptionError
 from .._files.files import Rows
 from .._files.safetensors import Planned
 from .._files.source import CONFIG, Source, View
 from .._layouts.configs import without_quantization
+from .._layouts.fp8 import fp8_decoded, fp8_weights
 from .._layouts.loaders import is_expert_stack
 from .._layouts.names import WEIGHT
+from .mxfp4 import mxfp4_views
 from .options import ConvertOptions, ExpertLayout
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
@@ -27,37 +27,26 @@ _HALVES = (("gate_proj", "up_proj"), ("w1", "w3"))  # gate and up, in either con
 _STACK_NAMES = {"w2": "down_proj"}  # the name in a stack, where gate and up are gate_up_proj
 _INTERLEAVED_MODELS = ("gpt_oss",)  # model types with gate and up in the even and the odd columns
 _KN_MODELS = ("llama4", "llama4_text", "gpt_oss")  # model types with stacks [E, K, N]; others have [E, N, K]
-FP8_SCALE = "_scale_inv"
-FP8_BLOCK = 128
 
 
 def converted_view(source: Source, options: ConvertOptions) -> Source:
     """Shows a source in the form that is converted."""
-    if options.dequantize_input == "fp8-block":
-        source = fp8_decoded(source)
+    if options.dequantize_input != "none":
+        decode = {"fp8": decoded_fp8, "mxfp4": decoded_mxfp4}[options.dequantize_input]
+        source, encoded = decode(source), source
+        if source is encoded:
+            expected = "a weight in this format, with its scales"
+            raise OptionError({"dequantize_input": f"is {options.dequantize_input}, and the source has none"}, expected)
     if options.experts == "per-expert":
         return per_expert(source, options.expert_layout)
     return stacked(source) if options.experts == "stacked" else source
-
-
-def _with_views(source: Source, views: Iterable[View]) -> Source:
-    """Shows ``source`` with views in place of the tensors that they are made of."""
-    by_name = {view.tensor.name: view for view in views}
-    replaced = {part for view in by_name.values() for part in view.parts}
-    places = {n: f for n, f in source.places.items() if n not in replaced}
-    for name, view in by_name.items():
-        if name in places:
-            observed = f"is in the source, and would be made of {view.parts[0]!r}"
-            raise CheckpointError(observed, "one of them", tensor=name)
-        places[name] = source.places[view.parts[0]]
-    return replace(source, places=places, views={**source.views, **by_name})
 
 
 # ---------------------------------------------------------------- experts
 def is_kn(entry: Planned, source: Source, expert_layout: ExpertLayout) -> bool:
     """Returns whether a stack of experts is [E, K, N]."""
     if entry.name in source.views:
-        return False
+        return source.views[entry.name].kn
     if expert_layout != "auto":
         return expert_layout == "kn"
     model = next((m for c in source.configs if (m := c.get("model_type"))), None)
@@ -83,7 +72,7 @@ def per_expert(source: Source, expert_layout: ExpertLayout) -> Source:
         for expert in range(entry.shape[0]):
             for name, rows in _roles(role, entry.shape[1 + kn], model in _INTERLEAVED_MODELS):
                 views.append(_expert_of(source, entry, expert, kn, rows, f"{parent}.{expert}.{name}{WEIGHT}"))
-    return replace(_with_views(source, views), warnings=(*source.warnings, *warnings)) if views else source
+    return replace(source.with_views(views), warnings=(*source.warnings, *warnings)) if views else source
 
 
 def _roles(role: str, n: int, interleaved: bool) -> list[tuple[str, slice]]:
@@ -101,7 +90,8 @@ def _expert_of(source: Source, entry: Planned, expert: int, kn: bool, rows: slic
         return (x.T if kn else x)[rows]
 
     n, k = entry.shape[2 if kn else 1], entry.shape[1 if kn else 2]
-    return View(Planned(name, entry.tag, (len(range(n)[rows]), k)), source, (entry.name,), array)
+    tensor = Planned(name, entry.tag, (len(range(n)[rows]), k))
+    return View(tensor, source, (entry.name,), array, mxfp4=source.is_mxfp4(entry.name))
 
 
 def stacked(source: Source) -> Source:
@@ -116,7 +106,7 @@ def stacked(source: Source) -> Source:
         others = [(_STACK_NAMES.get(r, r), (r,)) for r in sorted(set(roles) - set(halves))]
         for role, parts in [(_FUSED, halves), *others] if halves else others:
             views.append(_stack_of(source, f"{parent}.{role}", [roles[p] for p in parts]))
-    return _with_views(source, views)
+    return source.with_views(views)
 
 
 def _stack_of(source: Source, name: str, parts: list[dict[int, str]]) -> View:
@@ -141,31 +131,20 @@ def _stack_of(source: Source, name: str, parts: list[dict[int, str]]) -> View:
     return View(Planned(name, first[0].tag, shape), source, names, lambda: Rows(shape, first[0].dtype, compute))
 
 
-# ---------------------------------------------------------------- FP8 blocks
-def fp8_decoded(source: Source) -> Source:
-    """Shows FP8 weights as bfloat16. They have a scale per 128x128 block, as in DeepSeek-V3."""
-    views = [
-        _decoded(source, entry, source.entry(scale))
-        for entry in source.entries()
-        if entry.tag == "F8_E4M3" and (scale := f"{entry.name}{FP8_SCALE}") in source.places
-    ]
-    if not views:
-        return source
+# ---------------------------------------------------------------- quantized sources
+def decoded_fp8(source: Source) -> Source:
+    """Shows FP8 weights in their dtype of origin, in a model that is not quantized."""
+    weights = list(fp8_weights(source))
+    return _ordinary(fp8_decoded(source, weights)) if weights else source
+
+
+def decoded_mxfp4(source: Source) -> Source:
+    """Shows MXFP4 stacks of experts in bfloat16, in a model that is not quantized."""
+    views = list(mxfp4_views(source))
+    return _ordinary(source.with_views(views)) if views else source
+
+
+def _ordinary(source: Source) -> Source:
+    """Shows a source without the config of the quantization that a view has undone."""
     config = None if source.config is None else without_quantization(source.config)
-    return replace(_with_views(source, views), config=config)
-
-
-def _decoded(source: Source, entry: Planned, scale: Planned) -> View:
-    blocks = tuple(-(-n // FP8_BLOCK) for n in entry.shape)
-    if len(entry.shape) != 2 or scale.shape != blocks:
-        expected = f"{list(blocks)}, one for {FP8_BLOCK}x{FP8_BLOCK}"
-        raise CheckpointError(f"has shape {list(scale.shape)}", expected, tensor=scale.name)
-
-    def compute(rows: slice) -> np.ndarray:
-        block_rows = np.arange(entry.shape[0])[rows] // FP8_BLOCK
-        factors = source.read(scale.name).astype(np.float32)[block_rows]
-        factors = np.repeat(factors, FP8_BLOCK, axis=1)[:, : entry.shape[1]]
-        return (source.read(entry.name, rows).astype(np.float32) * factors).astype(ml_dtypes.bfloat16)
-
-    decoded = Planned(entry.name, "BF16", entry.shape)
-    return View(decoded, source, (entry.name, scale.name), lambda: Rows(entry.shape, decoded.dtype, compute))
+    return replace(source, config=config)

@@ -1,9 +1,9 @@
 """Opens the files of a checkpoint: which tensor is in which file, checked against every header and the index."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -44,12 +44,16 @@ class View:
       source: the source.
       parts: the names of the tensors that are read for it.
       array: computes it, or gives ``Rows`` that are computed when they are used.
+      kn: whether it is a stack of experts [E, K, N].
+      mxfp4: whether it is decoded from MXFP4.
     """
 
     tensor: Planned
     source: "Source"
     parts: tuple[str, ...]
     array: Callable[[], np.ndarray | Rows]
+    kn: bool = False
+    mxfp4: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,22 @@ class Source:
         """Returns a tensor whose rows are read or computed when they are used."""
         entry = self.entry(name)
         return self.array(name) if name in self.views else Rows(entry.shape, entry.dtype, partial(self.read, name))
+
+    def is_mxfp4(self, name: str) -> bool:
+        """Tells whether a tensor is decoded from MXFP4."""
+        return name in self.views and self.views[name].mxfp4
+
+    def with_views(self, views: Iterable[View]) -> "Source":
+        """Shows views in place of the tensors that they are made of."""
+        by_name = {view.tensor.name: view for view in views}
+        replaced = {part for view in by_name.values() for part in view.parts}
+        places = {n: f for n, f in self.places.items() if n not in replaced}
+        for name, view in by_name.items():
+            if name in places:
+                observed = f"is in the source, and would be made of {view.parts[0]!r}"
+                raise CheckpointError(observed, "one of them", tensor=name)
+            places[name] = self.places[view.parts[0]]
+        return replace(self, places=places, views={**self.views, **by_name})
 
     def check_unchanged(self) -> None:
         """Raises if a file is another one than when it was opened."""

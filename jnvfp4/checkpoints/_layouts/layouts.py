@@ -5,6 +5,7 @@ transformers too. te: of this library alone, where a weight may have an amax per
 the same bytes in all three; the global scale is stored as S_dec, S_enc or the amax.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,6 +84,25 @@ LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (MODELOPT, COMPR
 def names_global_scale(name: str) -> bool:
     """Tells whether a reader takes a tensor with this name for a global scale, in any layout."""
     return any(name.endswith(layout.global_suffixes) for layout in LAYOUTS.values())
+
+
+_KV_SCALE = re.compile(r"((?:.*?\.)?)(?:[kv]_proj\.)?([kv])_scale")
+
+
+def is_kv_scale(name: str) -> bool:
+    """Tells whether a tensor is a scale of the KV cache."""
+    return _KV_SCALE.fullmatch(name) is not None
+
+
+def kv_scale_in(layout: Layout, name: str) -> str:
+    """Names a scale of the KV cache as a layout does; another name is unchanged.
+
+    Model Optimizer has ``self_attn.k_proj.k_scale`` (``postprocess_state_dict`` in its export/quant_utils.py),
+    compressed-tensors ``self_attn.k_scale``; in both it is a decode scale.
+    """
+    if (match := _KV_SCALE.fullmatch(name)) is None:
+        return name
+    return f"{match[1]}{match[2]}_proj.{match[2]}_scale" if layout is MODELOPT else f"{match[1]}{match[2]}_scale"
 
 
 # ---------------------------------------------------------------- global scales

@@ -48,6 +48,12 @@ def is_expert(name: str) -> bool:
     return _EXPERT.search(name) is not None or ".shared_experts." in name or ".shared_expert." in name
 
 
+def sibling_experts(module: str) -> str | None:
+    """Gives the name that a module has in common with the same projection of its sibling experts; None if no expert."""
+    match = _EXPERT.search(module)
+    return f"{module[: match.start(1)]}*{module[match.end(1) :]}" if match and match[1] else None
+
+
 def is_router(module: str) -> bool:
     """Tells whether a module chooses experts, such as ``mlp.gate``, ``router.layer`` or ``shared_expert_gate``."""
     parts = module.split(".")

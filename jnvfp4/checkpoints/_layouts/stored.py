@@ -1,7 +1,7 @@
 """Opens NVFP4 checkpoints of any layout, and gives their quantized weights."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -11,10 +11,12 @@ import numpy as np
 
 from ...spec import BLOCK
 from .._files.errors import CheckpointError
+from .._files.safetensors import FLOATS
 from .._files.source import CONFIG, Source, open_source, read_hf_quant
 from .configs import ALGORITHMS, PACKED
+from .fp8 import Fp8Weight, fp8_decoded, fp8_weights
 from .layouts import COMPRESSED_TENSORS, MODELOPT, TE, Layout, Parts, decode_scale_of
-from .names import WEIGHT
+from .names import WEIGHT, module_of
 from .unsupported import config_refusal, tensor_refusal
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -33,6 +35,7 @@ class Weight:
       global_scale: float32 as stored: S_dec, S_enc or the amax, by layout.
       kn: whether a stack is stored [E, K, N]; ``codes`` and ``scales`` are views with K last.
       e4m3_max: the largest block scale that an amax in layout te was found for.
+      pre_quant_scale: AWQ's factors [K] of the activations, float32, or None; see ``Stored``.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Weight:
     global_scale: np.ndarray
     kn: bool = False
     e4m3_max: Literal[448, 256] = 448
+    pre_quant_scale: np.ndarray | None = None
 
     @property
     def stacked(self) -> bool:
@@ -60,24 +64,40 @@ class Weight:
         return d.reshape(()) if d.size == 1 and not self.stacked else d
 
     def values(self, rows: slice = slice(None)) -> np.ndarray:
-        """Decodes some rows, or some experts of a stack: q * (s * S_dec) in float32."""
+        """Decodes some rows, or some experts of a stack: q * (s * S_dec) in float32, times AWQ's factors if any."""
         codes, decode = self.codes[rows], self.decode
         q = np.empty((*codes.shape[:-1], 2 * codes.shape[-1]), np.float32)
         q[..., 0::2], q[..., 1::2] = VALUES[codes & 15], VALUES[codes >> 4]
         s = self.scales[rows].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         with np.errstate(over="ignore", invalid="ignore"):  # a damaged global scale may have any size
             factor = s * (decode[rows].reshape(-1, *[1] * (codes.ndim - 1)) if decode.ndim else decode)
-            return q * np.repeat(factor, BLOCK, axis=-1)
+            w = q * np.repeat(factor, BLOCK, axis=-1)
+        return w if self.pre_quant_scale is None else w * self.pre_quant_scale
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Holds an NVFP4 checkpoint: ``modules``, sorted, have a quantized weight, and ``stacks`` are stacks of experts."""
+    """Holds an NVFP4 checkpoint.
+
+    A module with ``M.pre_quant_scale`` [K] (AWQ) computes (x * pre_quant_scale) @ W^T: Model Optimizer divides the
+    weight by the factors before it is quantized, and leaves them to the activations (``_update_pre_quant_scale`` and
+    ``postprocess_state_dict`` in modelopt/torch/export/quant_utils.py). Those that it folds into the layer before have
+    no such tensor. So the factors belong to the activations where the weight stays quantized; a weight that is decoded
+    is multiplied by them.
+
+    Attributes:
+      source: the tensors, in which FP8 weights are decoded.
+      layout: the layout of the NVFP4 weights.
+      modules: the modules with an NVFP4 weight, sorted.
+      stacks: those among them that are stacks of experts.
+      fp8: the FP8 weights, by module.
+    """
 
     source: Source
     layout: Layout
     modules: list[str]
     stacks: frozenset[str] = frozenset()
+    fp8: Mapping[str, Fp8Weight] = field(default_factory=dict)
 
     @property
     def e4m3_max(self) -> Literal[448, 256]:
@@ -107,7 +127,17 @@ class Stored:
         kn = codes.ndim == 3 and codes.shape[2] == scales.shape[2]
         if kn:
             codes, scales = codes.transpose(0, 2, 1), scales.transpose(0, 2, 1)
-        return Weight(self.name(module), self.layout, codes, scales, global_scale, kn, self.e4m3_max)
+        factors = self.pre_quant_scale(module)
+        pre = None if factors is None else source.read(factors).astype(np.float32)
+        return Weight(self.name(module), self.layout, codes, scales, global_scale, kn, self.e4m3_max, pre)
+
+    def pre_quant_scale(self, module: str) -> str | None:
+        """Names the factors [K] by which a module multiplies its activations; None if it has none."""
+        name = f"{module}.pre_quant_scale"
+        if name not in self.source.places or module in self.stacks:
+            return None
+        entry, k = self.source.entry(name), 2 * self.source.entry(self.parts(module).codes).shape[1]
+        return name if entry.tag in FLOATS and entry.shape == (k,) else None
 
     def activation(self, module: str) -> np.ndarray | None:
         """Gives the scale of a module's activations as it is stored; None if there is none."""
@@ -125,6 +155,12 @@ class Stored:
         """The names of the tensors that are no part of a quantized weight, sorted."""
         parts = {name for m in self.modules for name in vars(self.parts(m)).values()}
         return (name for name in sorted(self.source.places) if name not in parts)
+
+    @property
+    def kept(self) -> list[str]:
+        """The names of the tensors that are no part of a decoded weight, and no FP8 weight; sorted."""
+        names = {self.pre_quant_scale(m) for m in self.modules} | {self.name(m) for m in self.fp8}
+        return [name for name in self.others if name not in names]
 
     @property
     def names(self) -> list[str]:
@@ -152,10 +188,11 @@ def layout_of(source: Source) -> Layout | None:
     return None
 
 
-def open_stored(path: Path, *, ordinary: bool = False) -> Stored:
-    """Opens an NVFP4 checkpoint of any layout and checks that its weights are complete, and the only quantized ones.
+def open_stored(path: Path, *, ordinary: bool = False, fp8_tag: str | None = None) -> Stored:
+    """Opens an NVFP4 checkpoint of any layout and checks that its weights are complete, and that no others are coded.
 
     ``ordinary`` accepts a checkpoint without quantized tensors, which has no modules and counts as one of layout te.
+    FP8 weights are decoded to the dtype ``fp8_tag``, by default that of origin.
 
     Raises:
       CheckpointError: it is no NVFP4 checkpoint, or a part of one is missing or has another shape or dtype; or it has
@@ -166,8 +203,8 @@ def open_stored(path: Path, *, ordinary: bool = False) -> Stored:
         raise refusal
     codes = any(name.endswith((".weight_packed", ".weight_scale")) for name in source.places)
     ordinary = ordinary and layout_of(source) is None and not codes and not _names_quantization(source)
-    stored = Stored(source, TE, []) if ordinary else stored_of(source)
-    if refusal := tensor_refusal(source, stored.others):
+    stored = Stored(source, TE, []) if ordinary else stored_of(source, fp8_tag)
+    if refusal := tensor_refusal(stored.source, stored.kept):
         raise refusal
     return stored
 
@@ -177,16 +214,19 @@ def _names_quantization(source: Source) -> bool:
     return in_config or bool(read_hf_quant(source).get("quantization"))
 
 
-def stored_of(source: Source) -> Stored:
-    """Finds the NVFP4 weights of an open checkpoint and checks that they are complete; see ``open_stored``."""
+def stored_of(source: Source, fp8_tag: str | None = None) -> Stored:
+    """Finds the weights of an open checkpoint and checks that they are complete; see ``open_stored``."""
     layout = layout_of(source)
     if layout is None:
         other = _names_quantization(source)
         hint = "read it with the software that wrote it" if other else "`jnvfp4 convert` makes one of it"
+        hint = "`jnvfp4 convert --dequantize-input fp8` makes one of it" if any(fp8_weights(source)) else hint
         file = source.directory / CONFIG
         raise CheckpointError("has no NVFP4 weight", "a checkpoint of NVFP4 weights", file=file, hint=hint)
     modules, *stacks = ({n.removesuffix(s) for n in source.places if n.endswith(s)} for s in layout.global_suffixes)
-    stored = Stored(source, layout, sorted(modules.union(*stacks)), frozenset().union(*stacks))
+    fp8 = {module_of(w.entry.name): w for w in fp8_weights(source)}
+    viewed = fp8_decoded(source, fp8.values(), fp8_tag)
+    stored = Stored(viewed, layout, sorted(modules.union(*stacks)), frozenset().union(*stacks), fp8)
     for module in stored.modules:
         _check_weight(stored, module)
     return stored

@@ -1,7 +1,7 @@
-"""Finds what a checkpoint holds besides NVFP4 weights and tensors in high precision, which no reader here applies.
+"""Finds what a checkpoint holds that no reader here applies, besides NVFP4 and FP8 weights and high precision.
 
-Software that mixes formats stores FP8 weights with a scale beside each, factors of AWQ, or scales of a KV cache. To
-ignore them gives wrong values without an error.
+Software that mixes formats stores scales, factors and orders of columns beside weights. To ignore them gives wrong
+values without an error.
 """
 
 import re
@@ -13,38 +13,79 @@ from .._files.safetensors import JSON
 from .._files.source import CONFIG, HF_QUANT, Source, read_hf_quant
 from .configs import ALGORITHMS, FP8_KV_CACHE, PACKED
 
-_HINT = "export the model again with NVFP4 alone, or read it with the software that wrote it"
+_HINT = "export the model again with NVFP4 and FP8 alone, or read it with the software that wrote it"
+# By the bits of a group's weights: the values of its entries, in compressed-tensors and in what Model Optimizer makes
+# alike. The activations of a group have as many bits as its weights, or are in high precision.
+_GROUPS: Mapping[int, Mapping[str, tuple[object, ...]]] = {
+    4: {"strategy": ("tensor_group",), "format": (PACKED,), "input_strategy": ("tensor_group",)},
+    8: {
+        "strategy": ("tensor", "channel", "block"),
+        "format": ("float-quantized", "naive-quantized"),
+        "input_strategy": ("tensor", "token", "group"),
+        "block_structure": ([128, 128], "128x128"),
+    },
+}
 # The values of entries that say how tensors are stored, wherever they are in a config. null is known too.
 _KNOWN: Mapping[str, tuple[object, ...]] = {
-    "quant_algo": ALGORITHMS,
-    "num_bits": (4,),
+    "quant_algo": (*ALGORITHMS, "NVFP4_AWQ", "MIXED_PRECISION"),
+    "num_bits": (4, 8),
     "type": ("float",),
-    "strategy": ("tensor_group",),
-    "format": (PACKED, "dense"),  # dense: of sparsity_config
-    "pre_quant_scale": (False,),
+    "strategy": tuple(s for known in _GROUPS.values() for s in (*known["strategy"], *known["input_strategy"])),
+    # dense: of sparsity_config; mixed-precision: of groups with different formats
+    "format": (*(f for known in _GROUPS.values() for f in known["format"]), "dense", "mixed-precision"),
+    "pre_quant_scale": (False, True),
     "transform_config": ({}, {"config_groups": {}}),
 }
+# What Model Optimizer calls the formats of FP8 weights, which only ``quantized_layers`` of mixed precision names.
+_FP8_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "fp8_pb_wo")
+_LAYERS = "quantized_layers"
 _KV_CACHE = ("kv_cache_quant_algo", "kv_cache_scheme")
 # Ends of names. Shorter ones would match parameters of models, such as ``layer_scale`` or ``v_bias``.
 _FACTOR = re.compile(
     r"(?:^|[._])(?:weight_scale(?:_inv)?|input_scale|pre_quant_scale|weight_zero_point|weight_g_idx)$"
-    r"|(?:^|\.)(?:output_scale|[qkv]_scale|kv_scale|svdquant_lora_[ab])$"
+    r"|(?:^|\.)(?:output_scale|q_scale|kv_scale|svdquant_lora_[ab])$"
 )
 _CODES = ("U8", "I8", "F8_E4M3", "F8_E5M2")  # dtypes of numbers that a tensor beside them may scale
 
 
 # ---------------------------------------------------------------- configs
 def config_refusal(source: Source) -> CheckpointError | None:
-    """Makes the error about the first entry of the configs that says another format than NVFP4; None without one."""
+    """Makes the error about the first entry of the configs that says a format that is not read; None without one."""
     for file, path, section in _sections(source):
         if not isinstance(section, dict):
             return _refusal(source, file, path, section, "an object")
         for name, key, value in _entries(section, path):
             if key in _KV_CACHE and not _is_known_cache(value):
                 return _refusal(source, file, name, value, "FP8 or none")
-            if value is not None and key in _KNOWN and value not in _KNOWN[key]:
-                return _refusal(source, file, name, value, " or ".join(map(repr, _KNOWN[key])))
+            known = _KNOWN.get(key, (value,))
+            if key == "quant_algo" and f".{_LAYERS}." in name:
+                known += _FP8_ALGORITHMS
+            if value is not None and value not in known:
+                return _refusal(source, file, name, value, " or ".join(map(repr, known)))
+        # Where layers are named one by one, Model Optimizer makes the groups of them, with 8 bits for AWQ's 4.
+        for name, value, known in () if section.get(_LAYERS) else _group_entries(section, path):
+            if value is not None and value not in known:
+                return _refusal(source, file, name, value, " or ".join(map(repr, known)))
     return None
+
+
+def _object(value: object) -> JSON:
+    return value if isinstance(value, dict) else {}
+
+
+def _group_entries(section: JSON, path: str) -> Iterator[tuple[str, object, tuple[object, ...]]]:
+    """Gives path, value and known values of the entries of groups that depend on the bits of the weights."""
+    for group_name, group in _object(section.get("config_groups")).items():
+        weights, inputs = (_object(_object(group).get(key)) for key in ("weights", "input_activations"))
+        bits = weights.get("num_bits")
+        if bits not in (4, 8):
+            continue
+        name, known = f"{path}.config_groups.{group_name}", _GROUPS[bits]
+        yield f"{name}.format", group.get("format"), known["format"]
+        yield f"{name}.input_activations.num_bits", inputs.get("num_bits"), (bits,)
+        yield f"{name}.input_activations.strategy", inputs.get("strategy"), known["input_strategy"]
+        for key in ("strategy", "block_structure"):
+            yield f"{name}.weights.{key}", weights.get(key), known.get(key, (None,))
 
 
 def has_fp8_kv_cache(source: Source) -> bool:
@@ -84,13 +125,13 @@ def _is_known_cache(claim: object) -> bool:
 
 # ---------------------------------------------------------------- tensors
 def tensor_refusal(source: Source, others: Iterable[str]) -> CheckpointError | None:
-    """Makes the error about the first tensor that decodes another, among those that are no part of NVFP4 weights."""
+    """Makes the error about the first tensor that decodes another, among those that are no part of known weights."""
     found = next(factors(source, list(others)), None)
     if found is None:
         return None
     name, module = found
     observed = f"belongs to module {module!r:.200}, and readers would ignore it"
-    expected, file = "NVFP4 weights, and others in high precision", source.directory / source.places[name]
+    expected, file = "NVFP4 and FP8 weights, and others in high precision", source.directory / source.places[name]
     return CheckpointError(observed, expected, file=file, tensor=name, hint=_HINT)
 
 

@@ -1,0 +1,504 @@
+"""Checkpoints as they are published: NVFP4 beside FP8, AWQ's factors, scales of a KV cache; FP8 and MXFP4 as sources.
+
+The fixtures have the names, dtypes and shapes that vLLM and transformers read and Model Optimizer and llm-compressor
+write: see ``jnvfp4/checkpoints/_layouts/fp8.py``, ``Stored``, ``kv_scale_in`` and ``_convert/mxfp4.py``. The values are
+those of a plain NumPy model.
+"""
+
+import json
+import re
+from dataclasses import replace
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import array, draw_nothing, files_of, model_of
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jnvfp4
+from jnvfp4 import NVFP4Tensor
+from jnvfp4.checkpoints import (
+    CheckpointError,
+    ConvertOptions,
+    VerificationError,
+    convert_checkpoint,
+    dequantize_checkpoint,
+    diff,
+    inspect,
+    open_checkpoint,
+    repack_checkpoint,
+    verify_checkpoint,
+)
+from jnvfp4.checkpoints._files.source import CONFIG, HF_QUANT, open_source
+from jnvfp4.cli import main
+
+LAYER = "model.layers.0"
+ATTENTION, EXPERT = f"{LAYER}.self_attn", f"{LAYER}.mlp.experts.0.down_proj"
+E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
+N, K = 200, 144  # of FP8 weights: no multiple of a block
+
+
+# ---------------------------------------------------------------- a plain model of both formats
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def nvfp4_values(codes, scales, decode) -> np.ndarray:
+    """q * (s * S_dec), the even element of a byte in its low half."""
+    q = E2M1[np.stack([codes & 15, codes >> 4], -1)].reshape(*codes.shape[:-1], -1)
+    return q * np.repeat(scales.astype(np.float32) * np.float32(decode), 16, axis=-1)
+
+
+def fp8_values(codes, scale) -> np.ndarray:
+    scale = np.asarray(scale, np.float32)
+    if scale.ndim == 4:
+        scale = scale[:, 0, :, 0]
+    if scale.shape == (2, 2):  # blocks
+        scale = np.repeat(np.repeat(scale, 128, 0), 128, 1)[:N, :K]
+    elif scale.shape == (N,):
+        scale = scale[:, None]
+    return codes.astype(np.float32) * scale
+
+
+# ---------------------------------------------------------------- fixtures
+def nvfp4(layout: str, seed=0, n=32, k=64) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The tensors of an NVFP4 weight by suffix, and its values."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 256, (n, k // 2), np.uint8)
+    scales = rng.uniform(1, 448, (n, k // 16)).astype(E4M3)
+    decode = np.float32(2.0**-9)
+    if layout == "modelopt":
+        parts = {"weight": codes, "weight_scale": scales, "weight_scale_2": decode, "input_scale": np.float32(0.25)}
+    else:
+        parts = {"weight_packed": codes, "weight_scale": scales, "weight_global_scale": 1 / decode[None],
+                 "input_global_scale": np.float32([4])}  # fmt: skip
+    return {name: np.asarray(x) for name, x in parts.items()}, nvfp4_values(codes, scales, decode)
+
+
+POSITIVE = np.random.default_rng(5).uniform(0.001, 0.02, (N, 4)).astype(np.float32)
+# By layout and granularity: the name, dtype and shape of the scale of an FP8 weight.
+SCALES = {
+    ("modelopt", "per tensor"): ("weight_scale", POSITIVE[0, 0]),
+    ("modelopt", "per channel"): ("weight_scale", POSITIVE[:, 0]),
+    ("modelopt", "128x128"): ("weight_scale", POSITIVE[:2, None, :2, None]),
+    ("compressed-tensors", "per tensor"): ("weight_scale", POSITIVE[0, :1]),
+    ("compressed-tensors", "per channel"): ("weight_scale", POSITIVE[:, :1].astype(BF16)),
+    ("compressed-tensors", "128x128"): ("weight_scale", POSITIVE[:2, :2].astype(BF16)),
+    ("modelopt", "128x128, as DeepSeek-V3"): ("weight_scale_inv", POSITIVE[:2, :2]),
+}
+ALGORITHMS = {"per tensor": "FP8", "per channel": "FP8_PER_CHANNEL_PER_TOKEN"}
+STRATEGIES = {"per tensor": "tensor", "per channel": "channel"}
+
+
+def configs(layout: str, granularity: str, dtype: str) -> tuple[dict, dict | None]:
+    """config.json, and hf_quant_config.json of Model Optimizer (``convert_hf_quant_config_format``)."""
+    config = {"model_type": "llama", "torch_dtype": dtype}
+    if layout == "modelopt":
+        layers = {f"{ATTENTION}.q_proj": {"quant_algo": ALGORITHMS.get(granularity, "FP8_PB_WO")},
+                  EXPERT: {"quant_algo": "NVFP4", "group_size": 16}}  # fmt: skip
+        mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+        numbers = {"num_bits": 8, "type": "float", "dynamic": False}
+        groups = {"group_0": {"weights": numbers, "input_activations": numbers, "targets": [f"{ATTENTION}.q_proj"]}}
+        config["quantization_config"] = {"quant_method": "modelopt", "config_groups": groups, "ignore": [], **mixed,
+                                         "kv_cache_scheme": numbers}  # fmt: skip
+        return config, {"producer": {"name": "modelopt"}, "quantization": {**mixed, "kv_cache_quant_algo": "FP8"}}
+    four = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": False}
+    eight = {"num_bits": 8, "type": "float", "dynamic": False, "symmetric": True, "group_size": None}
+    eight["strategy"] = STRATEGIES.get(granularity, "block")
+    eight["block_structure"] = [128, 128] if granularity == "128x128" else None
+    groups = {
+        "group_0": {"targets": ["re:.*experts.*"], "format": "nvfp4-pack-quantized", "weights": four,
+                    "input_activations": {**four, "dynamic": "local"}},
+        "group_1": {"targets": ["re:.*self_attn.*"], "format": "float-quantized", "weights": eight,
+                    "input_activations": {**eight, "strategy": "token", "dynamic": True, "block_structure": None}},
+    }  # fmt: skip
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    names = {"quant_method": "compressed-tensors", "format": "mixed-precision", "ignore": ["lm_head"]}
+    config["quantization_config"] = {**names, "config_groups": groups, "kv_cache_scheme": cache}
+    return config, None
+
+
+def mixed(directory, layout="modelopt", granularity="per tensor", dtype="bfloat16", more=()):
+    """An NVFP4 expert, an FP8 projection with a static scale of activations, scales of a KV cache, a norm.
+
+    Returns:
+      the directory, and the values of the weights by name.
+    """
+    expert, values = nvfp4(layout)
+    codes = array(N, K).astype(E4M3)
+    name, scale = SCALES[layout, granularity]
+    prefix = ATTENTION if layout != "modelopt" else ""
+    kv = {f"{prefix or f'{ATTENTION}.{p}_proj'}.{p}_scale": np.float32(s).reshape(() if layout == "modelopt" else 1)
+          for p, s in zip("kv", (0.5, 2), strict=True)}  # fmt: skip
+    tensors = {
+        **{f"{EXPERT}.{part}": x for part, x in expert.items()},
+        f"{ATTENTION}.q_proj.weight": codes,
+        f"{ATTENTION}.q_proj.{name}": np.asarray(scale),
+        **({f"{ATTENTION}.q_proj.input_scale": np.float32([0.1])} if granularity == "per tensor" else {}),
+        **kv,
+        "model.norm.weight": array(16),
+        **dict(more),
+    }
+    config, hf_quant = configs(layout, granularity, dtype)
+    path = model_of(directory / "mixed", tensors, config)
+    if hf_quant:
+        (path / HF_QUANT).write_text(json.dumps(hf_quant))
+    return path, {f"{EXPERT}.weight": values, f"{ATTENTION}.q_proj.weight": fp8_values(codes, scale)}
+
+
+KV_NAMES = {
+    "modelopt": [f"{ATTENTION}.{p}_proj.{p}_scale" for p in "kv"],
+    "compressed-tensors": [f"{ATTENTION}.{p}_scale" for p in "kv"],
+}
+every_granularity = pytest.mark.parametrize(("layout", "granularity"), SCALES, ids=" ".join)
+
+
+# ---------------------------------------------------------------- FP8 beside NVFP4
+@every_granularity
+def test_fp8_weights_are_decoded(tmp_path, layout, granularity):
+    path, values = mixed(tmp_path, layout, granularity)
+    q = f"{ATTENTION}.q_proj.weight"
+    checkpoint = open_checkpoint(path)
+    assert sorted(checkpoint) == sorted([*values, *KV_NAMES[layout], "model.norm.weight"])
+    assert isinstance(checkpoint[f"{EXPERT}.weight"], NVFP4Tensor)
+    assert checkpoint.input_amax(f"{EXPERT}.weight") == 2688 * 0.25
+    assert checkpoint.input_amax(q) is None
+    assert checkpoint.shape(q) == (N, K)
+    assert checkpoint[q].dtype == BF16
+    np.testing.assert_array_equal(checkpoint[q], values[q].astype(BF16))
+    assert [float(checkpoint[n].reshape(())) for n in KV_NAMES[layout]] == [0.5, 2]
+    dequantize_checkpoint(path, tmp_path / "out", "F32")
+    out = open_source(tmp_path / "out")
+    for name, want in values.items():
+        np.testing.assert_array_equal(out.array(name), want)
+    assert set(out.places) == set(checkpoint)
+    assert "quantization_config" not in out.config
+    described = inspect(path)
+    assert not described["warnings"]
+    assert described["quantized"] == [EXPERT]
+    assert described["fp8"] == {f"{ATTENTION}.q_proj": granularity.partition(",")[0]}
+    assert described["kv_scales"] == KV_NAMES[layout]
+    assert described["kept"] == ["model.norm.weight"]
+    assert diff(path, path).same
+
+
+@pytest.mark.parametrize(("dtype", "want"), [("float16", np.float16), ("float32", np.float32), ("int8", BF16)])
+def test_fp8_weights_have_their_dtype_of_origin(tmp_path, dtype, want):
+    path, values = mixed(tmp_path, dtype=dtype)
+    q = f"{ATTENTION}.q_proj.weight"
+    got = open_checkpoint(path)[q]
+    assert got.dtype == want
+    np.testing.assert_array_equal(got, values[q].astype(want))
+
+
+@pytest.mark.parametrize("granularity", ["per tensor", "per channel", "128x128"])
+def test_fp8_weights_are_sharded(tmp_path, granularity):
+    path, values = mixed(tmp_path, granularity=granularity)
+    q = f"{ATTENTION}.q_proj.weight"
+    mesh = jax.make_mesh((2, 4), ("n", "k"))
+    got = open_checkpoint(path).place(q, NamedSharding(mesh, P("n", "k")))
+    np.testing.assert_array_equal(got, values[q].astype(BF16))
+
+
+@every_granularity
+def test_fp8_weights_are_verified(tmp_path, layout, granularity):
+    path, values = mixed(tmp_path, layout, granularity)
+    source = {"model.norm.weight": array(16), **values}
+    model_of(tmp_path / "source", source)
+    errors = {r.name: r.error for r in verify_checkpoint(tmp_path / "source", path)}
+    assert [errors[name].relative_error for name in values] == [0, 0]
+    source[f"{ATTENTION}.q_proj.weight"] = values[f"{ATTENTION}.q_proj.weight"] * 1.5
+    model_of(tmp_path / "other", source)
+    with pytest.raises(VerificationError, match=r"q_proj.weight': relative error is 0.3333; expected at most 0.2"):
+        verify_checkpoint(tmp_path / "other", path)
+
+
+@pytest.mark.parametrize("to", KV_NAMES)
+@pytest.mark.parametrize("layout", KV_NAMES)
+def test_mixed_checkpoints_are_repacked(tmp_path, layout, to):
+    """FP8 weights become 16 bits in the list of unquantized modules; scales of the cache get the layout's names."""
+    path, values = mixed(tmp_path, layout)
+    with pytest.warns(UserWarning, match="1 FP8 weights are decoded to BF16"):
+        repack_checkpoint(path, tmp_path / "out", to)
+    out, q = open_checkpoint(tmp_path / "out"), f"{ATTENTION}.q_proj"
+    np.testing.assert_array_equal(out[f"{q}.weight"], values[f"{q}.weight"].astype(BF16))
+    assert [float(out[n].reshape(())) for n in KV_NAMES[to]] == [0.5, 2]
+    assert set(out) == {*values, *KV_NAMES[to], "model.norm.weight"}
+    described = json.loads((tmp_path / "out" / CONFIG).read_text())["quantization_config"]
+    assert q in described["ignore"]
+    assert described["kv_cache_scheme"]["num_bits"] == 8
+    assert not inspect(tmp_path / "out")["fp8"]
+    assert not diff(path, tmp_path / "out").codes
+
+
+def test_the_command_shows_what_modules_are(tmp_path, capsys):
+    path, _ = mixed(tmp_path, granularity="per channel")
+    assert main(["inspect", str(path)]) == 0
+    shown = capsys.readouterr().out
+    for line in (f"FP8        {ATTENTION}.q_proj, per channel", f"KV scale   {ATTENTION}.k_proj.k_scale"):
+        assert line in shown.splitlines()
+    assert main(["dequantize", str(path), str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out == "decoded 1 NVFP4 weights and 1 FP8 weights to bf16, and copied 3 other tensors\n"
+
+
+BAD_SCALES = {
+    "shape": (
+        np.ones((3, 2), np.float32),
+        r"is F32, has shape \[3, 2\]; expected .* 200 for rows, or \[2, 2\], one for",
+    ),
+    "dtype": (np.ones((), np.int32), r"is I32, has shape \[\]; expected a float"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SCALES)
+def test_scales_of_fp8_that_do_not_fit(tmp_path, case):
+    scale, text = BAD_SCALES[case]
+    path, _ = mixed(tmp_path, more={f"{ATTENTION}.q_proj.weight_scale": scale})
+    for read in (open_checkpoint, inspect):
+        with pytest.raises(CheckpointError, match=f"q_proj.weight_scale': {text}") as found:
+            read(path)
+        assert found.value.code == 3
+
+
+def test_fp8_that_overflows_is_refused(tmp_path):
+    path, _ = mixed(tmp_path, more={f"{ATTENTION}.q_proj.weight_scale": np.float32(1e5)})
+    with pytest.raises(CheckpointError, match=r"q_proj.weight': has \d+ values that are not finite in F16"):
+        dequantize_checkpoint(path, tmp_path / "out", "F16")
+    assert not (tmp_path / "out").exists()
+    dequantize_checkpoint(path, tmp_path / "out", "F32")
+
+
+# ---------------------------------------------------------------- factors of AWQ
+def awq(directory):
+    """A checkpoint of NVFP4_AWQ, its weight's values, and the factors of its activations."""
+    factors = np.random.default_rng(3).uniform(0.5, 2, 64).astype(BF16)
+    expert, values = nvfp4("modelopt")
+    tensors = {f"{EXPERT}.{part}": x for part, x in expert.items()} | {f"{EXPERT}.pre_quant_scale": factors}
+    numbers = {"quant_algo": "NVFP4_AWQ", "group_size": 16, "has_zero_point": False, "pre_quant_scale": True}
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "modelopt", "ignore": [], **numbers}}
+    path = model_of(directory / "awq", tensors, config)
+    (path / HF_QUANT).write_text(json.dumps({"quantization": {**numbers, "kv_cache_quant_algo": None}}))
+    return path, values, factors
+
+
+def test_factors_of_awq(tmp_path, capsys):
+    """They multiply the activations of a quantized weight, and the columns of a decoded one: the products are equal."""
+    path, values, factors = awq(tmp_path)
+    with pytest.warns(
+        UserWarning, match=re.escape(f"1 modules by their factors, such as checkpoint['{EXPERT}.pre_qua")
+    ):
+        checkpoint = open_checkpoint(path)
+    np.testing.assert_array_equal(checkpoint[f"{EXPERT}.pre_quant_scale"], factors)
+    got = checkpoint[f"{EXPERT}.weight"]
+    np.testing.assert_array_equal(nvfp4_values(np.asarray(got.data), np.asarray(got.scale), got.amax / 2688), values)
+    dequantize_checkpoint(path, tmp_path / "out", "F32")
+    out = open_source(tmp_path / "out")
+    assert sorted(out.places) == [f"{EXPERT}.weight"]
+    folded = values * factors.astype(np.float32)
+    np.testing.assert_array_equal(out.array(f"{EXPERT}.weight"), folded)
+    x = np.random.default_rng(4).normal(size=(3, 64))
+    np.testing.assert_allclose((x * factors.astype(float)) @ values.T, x @ folded.T, rtol=1e-5)
+    (record,) = verify_checkpoint(tmp_path / "out", path)
+    assert record.error.relative_error == 0
+    assert inspect(path)["pre_quant_scales"] == [f"{EXPERT}.pre_quant_scale"]
+    assert main(["inspect", str(path)]) == 0
+    assert f"AWQ        {EXPERT}.pre_quant_scale, multiplies the activations" in capsys.readouterr().out.splitlines()
+    assert diff(path, path).same
+    with pytest.raises(
+        CheckpointError, match=r"pre_quant_scale': multiplies activations; .*\nhint: `jnvfp4 dequantize"
+    ):
+        repack_checkpoint(path, tmp_path / "back", "compressed-tensors")
+
+
+# ---------------------------------------------------------------- FP8 alone, as the source of a conversion
+@every_granularity
+def test_fp8_is_a_source_of_conversions(tmp_path, layout, granularity):
+    name, scale = SCALES[layout, granularity]
+    codes, down = array(N, K).astype(E4M3), f"{LAYER}.mlp.down_proj"
+    tensors = {f"{down}.weight": codes, f"{down}.{name}": np.asarray(scale), f"{down}.input_scale": np.float32(1)}
+    config = {"model_type": "llama", "quantization_config": {"quant_method": layout}}
+    model_of(tmp_path / "fp8", tensors, config)
+    model_of(tmp_path / "bf16", {f"{down}.weight": fp8_values(codes, scale).astype(BF16)}, {"model_type": "llama"})
+    convert_checkpoint(tmp_path / "fp8", tmp_path / "out", ConvertOptions(dequantize_input="fp8"))
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "want")
+    (got, want) = (open_source(tmp_path / n) for n in ("out", "want"))
+    assert {n: got.array(n).tobytes() for n in got.places} == {n: want.array(n).tobytes() for n in want.places}
+    assert files_of(tmp_path / "out")[CONFIG] == files_of(tmp_path / "want")[CONFIG]
+    verify_checkpoint(tmp_path / "fp8", tmp_path / "out")
+    for read in (convert_checkpoint, dequantize_checkpoint):
+        with pytest.raises(CheckpointError, match="--dequantize-input fp8"):
+            read(tmp_path / "fp8", tmp_path / "no")
+
+
+# ---------------------------------------------------------------- MXFP4, as the source of a conversion
+STACKS = {"gate_up_proj": (3, 64, 96), "down_proj": (3, 32, 64)}  # E, N, K
+
+
+def mxfp4_values(blocks, scales) -> np.ndarray:
+    """q * 2^(s - 127), [E, N, K]; the even element of a byte in its low half."""
+    q = E2M1[np.stack([blocks & 15, blocks >> 4], -1)].reshape(*scales.shape, 32)
+    return np.ldexp(q, scales.astype(int)[..., None] - 127).reshape(*scales.shape[:2], -1)
+
+
+def mxfp4(directory, span=18, change=lambda tensors: None):
+    """gpt-oss's experts; the exponents of scales of each expert are in ``span`` of its own.
+
+    Returns:
+      the directory, and the values by name [E, N, K].
+    """
+    rng, tensors, values = np.random.default_rng(7), {}, {}
+    for i, (role, (e, n, k)) in enumerate(STACKS.items()):
+        name = f"{LAYER}.mlp.experts.{role}"
+        blocks = rng.integers(0, 256, (e, n, k // 32, 16), np.uint8)
+        scales = rng.integers(0, span, (e, n, k // 32)) + np.array([90, 120, 7 * i + 60])[:, None, None]
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales.astype(np.uint8), f"{name}_bias": array(e, n)}
+        values[name] = mxfp4_values(blocks, scales)
+    change(tensors)
+    config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    return model_of(directory / "mxfp4", tensors | {"model.norm.weight": array(16)}, config), values
+
+
+def decoded(path, transposed=True) -> dict[str, np.ndarray]:
+    """The values of a converted checkpoint; stacks [E, N, K]."""
+    dequantize_checkpoint(path, path.parent / "decoded", "F32")
+    out = open_source(path.parent / "decoded")
+    arrays = {n: out.array(n) for n in out.places if "experts" in n and "bias" not in n}
+    return {n: a.transpose(0, 2, 1) if transposed else a for n, a in arrays.items()}
+
+
+MXFP4 = ConvertOptions(dequantize_input="mxfp4", weight_only=True)
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "te"])
+def test_mxfp4_is_converted_without_a_loss(tmp_path, layout):
+    path, values = mxfp4(tmp_path)
+    result = convert_checkpoint(path, tmp_path / "out", replace(MXFP4, layout=layout, chunk_bytes=1 << 12))
+    assert result.inexact_blocks == {name: 0 for name in values}
+    got = decoded(tmp_path / "out")
+    for name, want in values.items():
+        assert got[name].astype(np.float32).tobytes() == want.astype(np.float32).tobytes(), name
+    errors = {r.name: r.error for r in verify_checkpoint(path, tmp_path / "out")}
+    assert all(errors[name].relative_error == 0 for name in values)
+    out = open_source(tmp_path / "out")
+    assert "quantization_config" in out.config
+    assert out.entry(f"{LAYER}.mlp.experts.gate_up_proj").shape == (3, 48, 64)  # [E, K/2, N], as of gpt-oss in bfloat16
+
+
+def test_experts_in_mxfp4_are_taken_apart(tmp_path):
+    """Gate and up are the even and the odd rows, and share the larger global scale."""
+    path, values = mxfp4(tmp_path, span=8)
+    options = replace(MXFP4, layout="compressed-tensors", experts="per-expert")
+    assert set(convert_checkpoint(path, tmp_path / "out", options).inexact_blocks.values()) == {0}
+    both, down = (values[f"{LAYER}.mlp.experts.{role}"] for role in STACKS)
+    got = decoded(tmp_path / "out", transposed=False)
+    for e in range(3):
+        for role, want in (("gate", both[e, 0::2]), ("up", both[e, 1::2]), ("down", down[e])):
+            np.testing.assert_array_equal(got[f"{LAYER}.mlp.experts.{e}.{role}_proj.weight"], want)
+
+
+def test_codes_of_mxfp4_are_kept(tmp_path):
+    """Where every block has a 6 or a 4, as quantizers to MXFP4 make them, NVFP4 has the same codes and exponents."""
+
+    def with_six(tensors):
+        for name in tensors:
+            if name.endswith("_blocks"):
+                tensors[name][..., 0] = tensors[name][..., 8] = 0x7E  # -4 and 6
+
+    path, _ = mxfp4(tmp_path, change=with_six)
+    convert_checkpoint(path, tmp_path / "out", MXFP4)
+    source, out = open_source(path), open_source(tmp_path / "out")
+    for name in (f"{LAYER}.mlp.experts.{role}" for role in STACKS):
+        blocks, scales = source.array(f"{name}_blocks"), source.array(f"{name}_scales")
+        np.testing.assert_array_equal(out.array(name).transpose(0, 2, 1), blocks.reshape(*blocks.shape[:2], -1))
+        powers = np.ldexp(1.0, scales.astype(int) - 127)
+        exact = out.array(f"{name}_weight_scale").astype(float) * out.array(f"{name}_weight_scale_2")[:, None, None]
+        np.testing.assert_array_equal(exact.transpose(0, 2, 1), np.repeat(powers, 2, axis=-1))
+
+
+@pytest.mark.parametrize("span", [19, 20, 24, 40])
+def test_inexact_blocks_of_mxfp4_are_counted(tmp_path, capsys, monkeypatch, span):
+    """Of 16 elements each; the others are exact. Blocks of zeros are, whatever their exponent."""
+    draw_nothing(monkeypatch)
+
+    def with_zeros(tensors):
+        name = f"{LAYER}.mlp.experts.down_proj"
+        tensors[f"{name}_blocks"][:, 0], tensors[f"{name}_scales"][:, 0] = 0x80, 0
+
+    path, values = mxfp4(tmp_path, span, with_zeros)
+    values[f"{LAYER}.mlp.experts.down_proj"][:, 0] = 0
+    result = convert_checkpoint(path, tmp_path / "out", MXFP4)
+    got = decoded(tmp_path / "out")
+    wrong = {n: int((got[n] != want).reshape(*want.shape[:2], -1, 16).any(-1).sum()) for n, want in values.items()}
+    assert result.inexact_blocks == wrong
+    assert sum(wrong.values()) > 0
+    arguments = ["--dequantize-input", "mxfp4", "--weight-only", "--report", str(tmp_path / "report")]
+    assert main(["convert", str(path), str(tmp_path / "again"), *arguments]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert f"MXFP4      {sum(wrong.values())} blocks of 16 in 2 weights have other values" in shown
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert {t["name"]: t["inexact_blocks"] for t in report["tensors"] if "inexact_blocks" in t} == wrong
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 126, 251])
+def test_all_exponents_of_mxfp4(tmp_path, exponent):
+    """The smallest are subnormal in bfloat16; the largest are finite."""
+
+    def change(tensors):
+        for name in tensors:
+            if name.endswith("_scales"):
+                tensors[name][:] = exponent
+
+    path, _ = mxfp4(tmp_path, change=change)
+    result = convert_checkpoint(path, tmp_path / "out", MXFP4)
+    got, source = decoded(tmp_path / "out"), open_source(path)
+    for name in got:
+        want = mxfp4_values(source.array(f"{name}_blocks"), source.array(f"{name}_scales"))
+        differ = (got[name] != want).reshape(*want.shape[:2], -1, 16).any(-1).sum()
+        assert result.inexact_blocks[name] == differ
+        assert exponent < 2 or differ == 0
+
+
+BAD_MXFP4 = {
+    "large": ("scales", lambda x: np.full_like(x, 252), r"down_proj': has a scale of 2\^125; expected at most 2\^124"),
+    "scales": ("scales", lambda x: x[..., :-1], r"down_proj_scales': is U8 \[3, 32, 1\]; expected U8 \[3, 32, 2\]"),
+    "blocks": ("blocks", lambda x: x[..., :8], r"down_proj_blocks': is U8 \[3, 32, 2, 8\]; expected U8 \[E, N, K/"),
+    "NaN": ("scales", lambda x: np.where(np.arange(x.size).reshape(x.shape) == 70, 255, x).astype(np.uint8),
+            r"down_proj': has 32 values that are not finite, the first at \(1, 3, 0\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_MXFP4)
+def test_mxfp4_that_is_damaged(tmp_path, case):
+    part, change, text = BAD_MXFP4[case]
+    name = f"{LAYER}.mlp.experts.down_proj_{part}"
+    path, _ = mxfp4(
+        tmp_path, change=lambda tensors: tensors.update({name: np.ascontiguousarray(change(tensors[name]))})
+    )
+    with pytest.raises(CheckpointError, match=text) as found:
+        convert_checkpoint(path, tmp_path / "out", MXFP4)
+    assert found.value.code == 3
+
+
+def test_formats_of_sources_are_chosen(tmp_path):
+    path, _ = mxfp4(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"is quantized already \(mxfp4\).*\n.*--dequantize-input fp8 .*mxfp4 MXFP4"
+    ):
+        convert_checkpoint(path, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="dequantize_input is fp8, and the source has none; expected a weight in"):
+        convert_checkpoint(path, tmp_path / "out", ConvertOptions(dequantize_input="fp8"))
+    with pytest.raises(
+        CheckpointError, match="dequantize_input is mxfp4 and spec is 4over6, 1x16; expected nvfp4 with"
+    ):
+        ConvertOptions(dequantize_input="mxfp4", spec=jnvfp4.four_over_six())
+
+
+def test_a_group_in_mxfp4_in_part_is_refused(tmp_path):
+    experts = f"{LAYER}.mlp.experts"
+    tensors = {f"{experts}.gate_proj_{part}": np.zeros(shape, np.uint8)
+               for part, shape in (("blocks", (2, 16, 1, 16)), ("scales", (2, 16, 1)))}  # fmt: skip
+    tensors[f"{experts}.up_proj"] = array(2, 32, 16)
+    path = model_of(tmp_path / "in", tensors, {"model_type": "gpt_oss"})
+    with pytest.raises(CheckpointError, match=r"up_proj': is in MXFP4, or shares .*; expected all of a group in MXFP4"):
+        convert_checkpoint(path, tmp_path / "out", MXFP4)
