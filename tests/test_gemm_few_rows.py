@@ -10,8 +10,8 @@ from products import ROW, TENSOR, WINDOW, dense, hang_guard, multiply_on, quanti
 import jnvfp4
 from jnvfp4 import Format, NVFP4Tensor
 
-KERNEL = "sm80_nvfp4_blocks_small_m"
-every_kernel = pytest.mark.parametrize("kernel", [KERNEL, "sm80_nvfp4_blocks"])
+KERNEL, PINNED = "sm80_nvfp4_blocks_small_m", "sm90_nvfp4_pinned"
+every_kernel = pytest.mark.parametrize("kernel", [KERNEL, "sm80_nvfp4_blocks", PINNED])
 ROWS = (1, 7, 8, 9, 16, 17, 33, 64)
 # N, K. CTAs have 16 to 112 columns and 8 to 64 rows: what lets all SMs end soonest. They go along
 # K by 128 or 256, through seven stages. A K of 1600 or more uses some of these again.
@@ -50,7 +50,29 @@ SHAPES = [(ROW, *shape) for shape in WIDTHS] + [(WINDOW, *shape) for shape in WI
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize(("fmt", "n", "k"), SHAPES, ids=lambda v: getattr(v, "amax_scope", v))
 def test_shapes(device, fmt, m, n, k, kernel):
+    if kernel == PINNED:
+        kernel = pinned_kernel(device, fmt)
     check(device, *quantized((m, n, k), fmt, fmt), kernel=kernel)
+
+
+def pinned_kernel(device, fmt) -> str:
+    if device.compute_capability != "9.0":
+        pytest.skip(f"{PINNED} runs on Hopper")
+    return f"{PINNED}_prepared" if fmt is WINDOW else PINNED
+
+
+@pytest.mark.parametrize("out", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(300, 520, 272), (4097, 70, 336), (1000, 4200, 80), (129, 8192, 64)])
+@every_a
+@every_b
+def test_many_rows(device, a_format, b_format, shape, out):
+    """By each tile, and with b decoded in the kernel and before it."""
+    if WINDOW in (a_format, b_format):
+        shape = (*shape[:2], 320)
+    pinned_kernel(device, a_format)
+    a, b = quantized(shape, a_format, b_format)
+    kernel = jnvfp4.supports("matmul_nt", a, b, accumulation="pinned", device=device).kernel
+    check(device, a, b, dense((shape[1],), np.float32), out, kernel)
 
 
 @every_a

@@ -39,6 +39,20 @@ JNVFP4_HD float div_by_steps(float a, float d, float reciprocal, Fma fma) {
   return fma(fma(-d, q, a), reciprocal, q);
 }
 
+// = div_rn(a, d), proven by tests/cpp/exhaustive.cc::div_by_pieces
+// for the divisors d of alpha_w4a4 and the exponents of div_by_steps, given the reciprocal as the sum of two floats.
+template <class Fma>
+JNVFP4_HD float div_by_pieces(float a, float large, float small, Fma fma) {
+  return fma(a, large, mul_rn(a, small));
+}
+
+// = div_rn(a, d), proven by tests/cpp/exhaustive.cc::div_by_float64
+// for the divisors d of alpha_w4a4 and every a, given the reciprocal in float64: a quotient by an odd number below 2^9
+// is far from the middle between two floats, or is it exactly.
+JNVFP4_HD float div_by_float64(float a, double reciprocal) {
+  return static_cast<float>(static_cast<double>(a) * reciprocal);
+}
+
 // = div_rn(a, d), proven by tests/test_numerics.py::test_division_by_a_constant
 // for the constants d of the rules, given fl(1 / d).
 JNVFP4_HD float div_constant(float a, float d, float reciprocal) {

@@ -75,6 +75,9 @@ __device__ __forceinline__ void permute8(uint4 v, uint32_t (&pair)[4]) {
   pair[2] = __byte_perm(v.y, v.w, 0x5410), pair[3] = __byte_perm(v.y, v.w, 0x7632);
 }
 
+// amaxes from 2^-30 to 2^30, and 0, have products that div_by_pieces takes.
+__device__ __forceinline__ bool is_usual(uint32_t amax) { return amax == 0 || amax - 0x30800000u <= 0x1e000000u; }
+
 // The amax of a row of an operand without windows, rows of all matrices counted.
 __device__ __forceinline__ float amax_of(const MatmulOperand& x, int64_t row) {
   return __ldg(x.amax + (x.map.rows_per_amax == 1 ? row : quotient(row, x.map.rows_per_amax)));
