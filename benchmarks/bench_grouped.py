@@ -16,7 +16,7 @@ import numpy as np
 
 import jnvfp4
 
-from .bench_products import CHAIN_S, burst_and_heated
+from .bench_products import CHAIN_S, burst_and_steady
 from .timing import Job, time_jobs
 
 EXPERTS = ("8x14336x4096", "64x2048x7168")  # groups, N and K
@@ -154,8 +154,7 @@ def _times(programs: Sequence[Job]) -> list[dict[str, Any]]:
     if jax.default_backend() != "gpu":
         return [timing.json() for timing in time_jobs(programs)]
     compiled = [partial(jax.jit(job.f).lower(*job.inputs[0]).compile(), *job.inputs[0]) for job in programs]
-    burst, heated = burst_and_heated(compiled)
-    return [{"median_us": cool, "heated_us": hot, "clock": "cupti"} for cool, hot in zip(burst, heated, strict=True)]
+    return [{**speed._asdict(), "clock": "cupti"} for speed in burst_and_steady(compiled)]
 
 
 def dot_row(size: int = DOT) -> dict[str, Any]:
@@ -206,8 +205,8 @@ def _judged(case: Case, op: str, times: dict[str, Any], count: int, dot: dict[st
     for baseline, column in SPEEDS.items():
         if baseline in times and op != baseline:
             columns[column] = round(times[baseline]["median_us"] / own["median_us"], 3)
-            if "heated_us" in own:
-                columns[f"heated {column}"] = round(times[baseline]["heated_us"] / own["heated_us"], 3)
+            if "steady_us" in own:
+                columns[f"steady {column}"] = round(times[baseline]["steady_us"] / own["steady_us"], 3)
     columns["share of dot"] = round(case.flops * count / own["median_us"] / 1e6 / dot["TFLOP/s"], 3)
     targets = TARGETS.get(case.tokens, {}) if op in ("w4a4", "w4a16") else {}
     targets = {column: value for column, value in targets.items() if column in columns}

@@ -1,12 +1,14 @@
 """Chains of products, as the layers of a model run them: ``matmul_nt`` against ``lax.dot_general`` in bfloat16.
 
 One jitted program multiplies by many weights, each of them once and more than a cache holds in all, so dispatch does
-not count, but gaps between kernels do. "Burst" is one program after a rest, "heated" programs one after another for
-a while: the power limit of a GPU makes long kernels slower when it is hot. In both, the programs of a case alternate.
+not count, but gaps between kernels do. "Burst" is one program after a rest, and the programs of a case alternate.
+"Steady" is the last half second of 2.5 in which one program runs again and again: the power limit of a GPU lowers its
+clock then, which is logged.
 """
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +20,7 @@ import jnvfp4
 from jnvfp4._native import plans
 
 from .bench_gemm import parse
-from .device_time import profile_calls
+from .device_time import ClockLog, profile_calls
 from .timing import CACHE_BYTES
 
 WEIGHTS = ((14336, 4096), (4096, 14336), (8192, 8192))
@@ -35,7 +37,7 @@ TARGETS = {
 }
 WINDOW_TARGETS = {"w4a4 window64 b": 0.94, "w4a4 window64": 0.70}
 CASES = (*(f"{m}x{n}x{k}" for m in TARGETS if m < 8192 for n, k in WEIGHTS), "8192x8192x8192")
-BURSTS, REST_S, HEAT_S, MOST_ROUNDS = 11, 12e-3, 0.3, 200
+BURSTS, REST_S, LOAD_S, STEADY_S, IN_FLIGHT = 11, 12e-3, 2.0, 0.5, 4
 CHAIN_S, MOST = 3e-3, 48  # the length of a program, and its products at most
 
 
@@ -93,46 +95,86 @@ def kernels(a: Any, b: Any) -> list[str]:
     return [planned, *(name for name in others if jnvfp4.supports("matmul_nt", a, b, implementation=name))]
 
 
-def spans(programs: Sequence[Callable], rounds: int, rest: float) -> list[float]:
-    """Medians of the microseconds from a program's first kernel to its last, over rounds of all programs."""
+class Speed(NamedTuple):
+    """Microseconds of a program in a burst and steady, and the mean SM clock meanwhile; None if it is not known."""
+
+    median_us: float
+    steady_us: float
+    burst_mhz: int | None
+    steady_mhz: int | None
+
+    def columns(self, count: int, baseline: "Speed") -> dict[str, Any]:
+        """Those of a row: of one of ``count`` products, and against a baseline of as many."""
+        return {
+            "median_us": round(self.median_us / count, 2),
+            "speed of bf16": round(baseline.median_us / self.median_us, 3),
+            "steady_us": round(self.steady_us / count, 2),
+            "steady speed of bf16": round(baseline.steady_us / self.steady_us, 3),
+            "burst_mhz": self.burst_mhz,
+            "steady_mhz": self.steady_mhz,
+            "clock": "cupti",
+        }
+
+
+def bursts(programs: Sequence[Callable]) -> list[float]:
+    """Medians of the microseconds from a program's first kernel to its last, after a rest each."""
 
     def call(program: Callable) -> Any:
-        time.sleep(rest)
+        time.sleep(REST_S)
         return program()
 
-    found = profile_calls([partial(call, program) for _ in range(rounds) for program in programs])
-    own = [found[i :: len(programs)] for i in range(len(programs))]
-    return [statistics.median(c.span_us for c in calls[rounds // 2 if not rest else 0 :] if c) for calls in own]
+    found = profile_calls([partial(call, program) for _ in range(BURSTS) for program in programs])
+    return [statistics.median(c.span_us for c in found[i :: len(programs)] if c) for i in range(len(programs))]
 
 
-def burst_and_heated(programs: Sequence[Callable]) -> tuple[list[float], list[float]]:
-    """Microseconds of each program, after a rest and in a row."""
+def steady(program: Callable) -> tuple[float, float]:
+    """Microseconds of a program among others of its kind, by the wall clock, and when their count began.
+
+    A few are in flight, so that the device never waits for the host.
+    """
+    running: deque[Any] = deque()
+
+    def run(seconds: float) -> tuple[float, float]:
+        begin, done = time.time(), 0
+        while not done or time.time() - begin < seconds:
+            running.append(program())
+            if len(running) > IN_FLIGHT:
+                jax.block_until_ready(running.popleft())
+                done += 1
+        return (time.time() - begin) / done * 1e6, begin
+
+    run(LOAD_S)
+    found = run(STEADY_S)
+    jax.block_until_ready(list(running))
+    return found
+
+
+def burst_and_steady(programs: Sequence[Callable]) -> list[Speed]:
     for program in 2 * list(programs):
         jax.block_until_ready(program())
-    burst = spans(programs, BURSTS, REST_S)
-    return burst, spans(programs, min(MOST_ROUNDS, max(9, round(HEAT_S * 1e6 / sum(burst)))), 0)
+    with ClockLog() as log:
+        begin = time.time()
+        burst = bursts(programs)
+        burst_mhz = log.mean(begin, time.time())
+        found = []
+        for program, cool in zip(programs, burst, strict=True):
+            hot, begin = steady(program)
+            found.append(Speed(cool, hot, burst_mhz, log.mean(begin, time.time())))
+    return found
 
 
 def measure(case: str, every: bool) -> list[dict[str, Any]]:
     m, _, _ = parse(case)
     found = chains(case, every)
     programs = [chain.compiled() for chain in found.values()]
-    burst, heated = burst_and_heated(programs)
+    speeds = burst_and_steady(programs)
     targets = {**dict(zip(("w4a4", "w4a16"), TARGETS.get(m, ()), strict=False)), **WINDOW_TARGETS}
     rows = []
-    for (name, chain), cool, hot in zip(found.items(), burst, heated, strict=True):
-        row = {
-            "case": case,
-            "op": name,
-            "kernel": chain.kernel or "XLA",
-            "median_us": round(cool / len(chain.weights), 2),
-            "speed of bf16": round(burst[0] / cool, 3),
-            "heated_us": round(hot / len(chain.weights), 2),
-            "heated speed of bf16": round(heated[0] / hot, 3),
-            "clock": "cupti",
-        }
+    for (name, chain), speed in zip(found.items(), speeds, strict=True):
+        row: dict[str, Any] = {"case": case, "op": name, "kernel": chain.kernel or "XLA"}
+        row |= speed.columns(len(chain.weights), speeds[0])
         if name in targets:
-            row |= {"target": targets[name], "met": burst[0] / cool >= 0.98 * targets[name]}
+            row |= {"target": targets[name], "met": speeds[0].median_us / speed.median_us >= 0.98 * targets[name]}
         rows.append(row)
     return rows
 

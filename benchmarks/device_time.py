@@ -3,9 +3,13 @@
 import bisect
 import itertools
 import pathlib
+import shutil
+import statistics
+import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +30,35 @@ class Call:
     busy_us: float  # kernel time, overlap counted once
     span_us: float  # from the start of the first kernel to the end of the last
     kernels: int
+
+
+class ClockLog:
+    """The SM clock of the first GPU in MHz, every 20 ms while the context lasts, by nvidia-smi where there is one."""
+
+    def __enter__(self) -> "ClockLog":
+        self._samples: list[tuple[float, float]] = []
+        query = ["nvidia-smi", "-i", "0", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "-lms", "20"]
+        self._process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True) if shutil.which(query[0]) else None
+        if self._process:
+            self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+            self._reader.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if not self._process:
+            return
+        with self._process:  # which closes its output
+            self._process.kill()
+            self._reader.join()
+
+    def _read(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            if line.strip().isdigit():
+                self._samples.append((time.time(), float(line)))
+
+    def mean(self, begin: float, end: float) -> int | None:
+        found = [mhz for at, mhz in list(self._samples) if begin <= at <= end]
+        return round(statistics.fmean(found)) if found else None
 
 
 def profile_calls(calls: Sequence[Callable[[], Any]]) -> list[Call | None]:

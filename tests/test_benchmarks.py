@@ -5,6 +5,7 @@ import pathlib
 import re
 import shlex
 import sys
+import time
 from types import SimpleNamespace
 
 import jax
@@ -369,6 +370,31 @@ def test_chains_of_products():
     want, *others = (np.asarray(chain.multiply(chain.weights[0]), np.float32) for chain in chains.values())
     assert all(np.abs(got - want).max() < 0.3 * np.abs(want).max() for got in others)
     assert all(len(chain.weights) == bench_products.MOST for chain in chains.values())
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_steady_time_and_clocks(monkeypatch, tmp_path, there):
+    """Of programs that take 5 ms, after a load that is not counted; clocks are those of their time, or None."""
+    tool = tmp_path / "nvidia-smi"
+    if there:
+        tool.write_text("#!/bin/sh\necho '[N/A]'\nwhile :; do echo 1980; sleep 0.01; done\n")
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if there else str(tmp_path))
+    monkeypatch.setattr(bench_products, "LOAD_S", 0.1)
+    monkeypatch.setattr(bench_products, "STEADY_S", 0.2)
+    monkeypatch.setattr(bench_products, "bursts", lambda programs: [time.sleep(0.1) or 7.0 for _ in programs])
+    made = []
+
+    def program():
+        time.sleep(0.005 if len(made) > 6 else 0.1)
+        made.append(time.time())
+
+    (speed,) = bench_products.burst_and_steady([program])
+    assert 5000 <= speed.steady_us < 50000
+    clock = 1980 if there else None
+    assert speed._replace(steady_us=0) == (7.0, 0, clock, clock)
+    assert speed.columns(2, speed)["median_us"] == 3.5
+    assert made[-1] - made[0] >= 0.3
 
 
 def test_sizes_of_groups():

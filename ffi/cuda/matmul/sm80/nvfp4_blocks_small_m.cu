@@ -1,10 +1,16 @@
 // a b^T of two NVFP4 operands in the pinned order of docs/numerics.md, for few rows of a ("tokens").
 //
 // No split of K is allowed, so a warp has 16 rows of b and up to 64 tokens for all of K, and does as little as it can
-// for a block of 16: one mma m16n8k16 of float16 for each 8 tokens, and one fused multiply-add for each output. b is on
-// the side of 16 rows, as it is stored, and is decoded in registers, once for all tokens of the warp. Other warps of
-// the CTA do all else: some copy, some decode tokens, times their scales, into fragments in shared memory, and
-// widen the scales of b.
+// for a block of 16: one mma m16n8k16 of float16 per 8 tokens, and one fused multiply-add per output. b is on the side
+// of 16 rows, as it is stored, and is decoded in registers, once for all tokens of the warp. Other warps do the rest:
+//
+//   copiers (at most 4 warps)          decoders (4 warps)                       multipliers (at most 7 warps)
+//   global --cp.async--> Stage --q s of tokens to float16, s of b to float--> Decoded --decode b, mma--> --FMA--> y
+//                   copied / to_copy                                   decoded / to_decode        full / empty barriers
+//
+//   Stage      rows of tokens, then of b: codes, scales, and amaxes of windows; kDepth windows of 64 along K
+//   Decoded    per pair of blocks and 8 tokens, fragments of 32 lanes; per window and row of b, four float scales
+//   y          the mma of one tile of 8 tokens is added kLag tiles later, so that nothing waits; K stays in order
 //
 // These are the rule's bits. A decoded token is q s 2^-14, and that of b q 2^-14: multiples of 2^-24 and 2^-15 with at
 // most 6 and 2 significant bits, so float16 holds them exactly. With s_a = c 2^e, c below 16, the 16 products of a

@@ -9,6 +9,13 @@
 // The sum along K: the tensor core's, windows ascending, in one accumulator, or in two that are then added if four
 // warpgroups compute; and for each of `splits` parts of K, to the last of which the others are added in their order.
 // Fixed by the shape, so runs have the same bits.
+//
+//   cluster of 2 CTAs     CTA 0: 128 rows of b (two warpgroups of 64) | the next 128: CTA 1    x kTokens tokens of a
+//   rings                 slot: codes and scales of b, 256 along K (kRing, barriers at kAtSlot)
+//                         stage: tokens, kStageDepth windows (kStages, barriers at kAtFull and kAtEmpty)
+//   warpgroup 0           one thread loads by TMA, one takes tiles          others: decode | wgmma | decode | wgmma ...
+//   kTokens <= 64         two teams of two warpgroups, which take slots in turn
+//   kTokens = 256         the two warpgroups take turns on the tensor cores: one decodes, one multiplies
 #pragma once
 
 #include "../decode.cuh"

@@ -5,8 +5,16 @@
 // four owns 32 neighbouring k, so that one load of 16 bytes feeds eight k16 steps and needs two scales. Decoding emits
 // pairs (decode.cuh), and the rows of a are permuted likewise.
 //
-// Each warp works alone until the end. Its K is divided into units; it keeps the rows of a of one unit in registers,
-// while the columns of its CTA stream past through a private ring of cp.async stages.
+//             K ------------------------------------------------------------------->
+//   group 0   | warp 0: unit 0 | warp 1: unit 1 | ... | warp 15 | warp 0: unit 16 | ...
+//   group 1   | warp 0: unit 0 | warp 1: unit 1 | ... | warp 15 | warp 0: unit 16 | ...
+//   ...         a group is 16 columns of the result, a unit 128 or 256 along K; there are 16 warps, or 12
+//
+//   CTA        some groups; rank r of a cluster of R = 1, 2, 4 or 8 has units [U r / R, U (r + 1) / R)   (Share)
+//   warp       all groups of a unit, then of its next one, alone until the end                           (Walk)
+//   prologue   the first stages of b by cp.async; after the kernel ahead, rows of a to registers         (Ring, Rows)
+//   mainloop   private ring of 2 stages: cp.async | decode | mma, without __syncthreads
+//   epilogue   sums over the warps in shared memory, over the ranks by DSMEM, alpha, bias, cast
 //
 // The factors of decoded numbers are taken back at the end. Sums are float32 in an order that depends only on the shape
 // and the device: K is split over warps and over the CTAs of a cluster, whose sums are added in their order.
