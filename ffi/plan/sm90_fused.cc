@@ -67,8 +67,8 @@ FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan) {
   const bool numbers = plan.pinned == Pinned::kNumbers || plan.pinned == Pinned::kWindows;
   s.columns = take(numbers ? shape.batch * shape.cols * fused_depth(shape.depth) * 2 : 0);
   const auto amaxes = [&](int64_t rows, int64_t tile) {
-    const int64_t windows = round_up(shape.depth, kFusedDepth) / kWindow;
-    return take(plan.pinned == Pinned::kWindows ? shape.batch * round_up(rows, tile) * windows * 4 : 0);
+    const int64_t windows = round_up(shape.depth, kFusedDepth) / kWindow, tiles = round_up(rows, tile) / 128;
+    return take(plan.pinned == Pinned::kWindows ? shape.batch * tiles * windows * kFusedAmaxes * 4 : 0);
   };
   s.token_amaxes = amaxes(shape.rows, plan.tokens), s.column_amaxes = amaxes(shape.cols, kFusedCols);
   return s;

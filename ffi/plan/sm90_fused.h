@@ -37,6 +37,8 @@ inline constexpr int64_t kFusedCols = 256, kFusedDepth = 256;
 inline int64_t fused_tiles(const GemmShape& s, const FusedPlan& plan) {
   return s.batch * ((s.rows + plan.tokens - 1) / plan.tokens) * ((s.cols + kFusedCols - 1) / kFusedCols);
 }
+// Words for the amaxes that 128 rows have in a window, and what is to be known of each 32 of them.
+inline constexpr int kFusedAmaxes = 128 + 4;
 // K of the prepared left operand.
 inline int64_t fused_depth(int64_t depth) { return (depth + kWindow - 1) / kWindow * kWindow; }
 // Floats that the parts of K but the last have.

@@ -42,17 +42,17 @@ cudaError_t launch_sm90_pinned(const FusedArgs& args, const FusedMaps& maps, con
 cudaError_t launch_sm90_f16_fused(const FusedArgs& args, const FusedMaps& maps, int tokens, cudaStream_t stream);
 cudaError_t launch_sm90_bf16_fused(const FusedArgs& args, const FusedMaps& maps, int tokens, cudaStream_t stream);
 
-// How elements are ordered along K (sm90/prepare.cu), and whether they are times the scales of their blocks.
-enum class Order : uint8_t { kWindows, kBlocks, kBlocksUnscaled };
+// How elements are ordered along K (sm90/prepare.cu).
+enum class Order : uint8_t { kWindows, kBlocks };
 
 // The rows of an operand, decoded, each of `depth` rounded up to 64, with zeros. Lowers the flags, the counter among
 // them.
 cudaError_t launch_sm90_prepare(const MatmulOperand& x, Order order, void* out, int64_t rows, int64_t depth,
                                 uint32_t* flags, int64_t flag_count, cudaStream_t stream);
-// amaxes of `batch` x `rows` rows for each window that steps of 256 along K have, as [tile][window][row]; 0 beyond the
-// ends.
+// amaxes of `batch` x `rows` rows for each window that steps of 256 along K have, as [tile][window][row], and after
+// them, for each 32 rows, their kinds (decode.cuh); 0 beyond the ends.
 cudaError_t launch_sm90_amaxes(const MatmulOperand& x, float* out, int64_t batch, int64_t rows, int tile_rows,
-                               int64_t depth, cudaStream_t stream);
+                               int64_t depth, bool of_tokens, cudaStream_t stream);
 // Copies rows of `bytes` to rows `pitch` apart.
 cudaError_t launch_sm90_pitch(const void* from, void* to, int64_t rows, int64_t bytes, int64_t pitch,
                               cudaStream_t stream);

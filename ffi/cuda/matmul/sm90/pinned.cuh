@@ -2,18 +2,17 @@
 //
 // As in the fused kernels rows of b are the 64 rows of wgmma, from registers, rows of a ("tokens") its columns, two
 // CTAs of a cluster share tokens, one thread loads, and two warpgroups compute. But each block of 16 along K has a
-// wgmma of its own, which does not add to another (scale-d is 0): its sums D are s_a times the dot products of the
-// block. A token's float16 numbers are q s_a 2^-14, exact; those of b are q 2^-14, without the scale. All products of a
-// block are multiples of one unit and sum up to less than 2^17 of it, and wgmma keeps 24 bits below the largest
-// exponent, so D is exact in any order inside. Then y = fma(D, s_b, y) is the one rounding of the rule, with everything
-// times 2^-28: D s_b has at most 20 bits, and no end of float32 is near. Zeros beyond the end of K change nothing,
-// since y is never -0.
+// wgmma of its own, which does not add to another (scale-d is 0). float16 numbers are q s 2^-14, exact; those of b that
+// are decoded in registers are q 2^-14, without the scale. All products of a block are multiples of one unit, 2^-20 of
+// the largest exponent or more, and wgmma keeps 24 bits below that, so its sums D are exact in any order inside. Then
+// y = D + y, or fma(D, s_b, y), is the one rounding of the rule, with everything times 2^-28: s_a s_b dot16 has at most
+// 20 bits, and no end of float32 is near. Zeros beyond the end of K change nothing, since y is never -0.
 //
 // A part of a tile is what one wgmma has. While the tensor cores compute a part, the one before is added to y. What
-// limits the kernel is issue: an FFMA for each output and block. One that reads three registers takes 1.5 clocks; of a
-// part all of one row come first, then all of the other, so that s_b stays in the operand cache. ptxas keeps this order
-// since the instructions are volatile, two sets of D since their registers are operands of the waits, and no wgmma runs
-// from one turn of the loop to the next, where it would put waits between all of them.
+// limits the kernel is issue: an instruction for each output and block. One that reads three registers takes 1.5
+// clocks; of a part all of one row come first, then all of the other, so that s_b stays in the operand cache. ptxas
+// keeps this order since the instructions are volatile, the sets of D since their registers are operands of the waits,
+// and no wgmma runs from one turn of the loop to the next, where it would put waits between all of them.
 #pragma once
 
 #include "../../../core/numerics_fast.h"
@@ -23,7 +22,7 @@ namespace jnvfp4 {
 
 template <int kTokens_, Pinned kPinned, bool kGrouped_ = false>
 struct PinnedConfig {
-  // Whether b is decoded to float16 in scratch, and whether operands have an amax for each window.
+  // Whether b is decoded to float16 in scratch, with its scales, and whether operands have an amax for each window.
   static constexpr bool kNumbers = kPinned != Pinned::kCodes, kWindows = kPinned == Pinned::kWindows;
   static constexpr bool kGrouped = kGrouped_;
   using Args = std::conditional_t<kGrouped, GroupedFusedArgs, FusedArgs>;
@@ -32,11 +31,12 @@ struct PinnedConfig {
   static constexpr int kLoading = 40, kComputing = 232;  // registers, of 168 in a launch
   static constexpr int kPart = kTokens == 128 && !kWindows ? 128 : 64, kParts = kTokens / kPart;
 
-  // A stage has a window (64 along K) of tokens and of rows of b; a slot, scales of four windows, which are a turn of
+  // A stage has a window (64 along K) of tokens and of rows of b; a slot, scales of the four windows that are a turn of
   // the loop. So stages are known when this is compiled, and the turn's number says the rest.
   static constexpr int kStages = 4, kSlots = 2;
   static constexpr int kTokenBytes = kTokens * 128, kLeftPitch = kNumbers ? 128 : 32, kLeftBytes = kRows * kLeftPitch;
-  static constexpr int kAmaxBytes = kWindows ? (kTokens + kRows) * 4 : 0, kScaleBytes = kRows * 16;
+  static constexpr int kAmaxes = kFusedAmaxes * 4, kAmaxBytes = kWindows ? 2 * kAmaxes : 0;  // of tokens, then rows
+  static constexpr int kScaleBytes = kNumbers ? 0 : kRows * 16;
   static constexpr int kBuffer = 8192;
   using Result = FusedResult<kTokens, false, true, kGrouped, kBuffer>;
   using Writer = typename Result::Writer;
@@ -65,9 +65,9 @@ __device__ __forceinline__ void load_windows(const typename C::Args& a, const Fu
     const float *of_tokens = nullptr, *of_columns = nullptr;
     if constexpr (C::kWindows) {
       const int64_t windows = 4 * int64_t{tile.k_end}, token_tiles = a.matrix_tiles / a.pairs;
-      of_tokens = a.token_amaxes + (tile.matrix * token_tiles + tile.token / C::kTokens) * windows * C::kTokens;
+      of_tokens = a.token_amaxes + (tile.matrix * token_tiles + tile.token / C::kTokens) * windows * kFusedAmaxes;
       of_columns =
-          a.column_amaxes + (int64_t{tile.matrix} * a.pairs * 2 + tile.column / C::kRows + rank) * windows * C::kRows;
+          a.column_amaxes + (int64_t{tile.matrix} * a.pairs * 2 + tile.column / C::kRows + rank) * windows * kFusedAmaxes;
     }
     for (int step = 0; step < tile.k_end; ++step, ++turn) {
 #pragma unroll
@@ -76,13 +76,14 @@ __device__ __forceinline__ void load_windows(const typename C::Args& a, const Fu
         const uint32_t bar = smem + C::kAtFull + 8 * of;
         barrier_wait(smem + C::kAtEmpty + 8 * of, ~turn & 1);
         barrier_expect(bar, C::kTokenBytes + C::kLeftBytes + C::kAmaxBytes + (of == 0 ? C::kScaleBytes : 0));
-        if (of == 0) load_box(smem + C::kAtScales + (turn & 1) * C::kScaleBytes, maps.scale, bar, w * 4, b_row);
+        if (of == 0 && !C::kNumbers)
+          load_box(smem + C::kAtScales + (turn & 1) * C::kScaleBytes, maps.scale, bar, w * 4, b_row);
         load_box(smem + C::kAtLeft + of * C::kLeftBytes, maps.data, bar, w * (C::kNumbers ? 64 : 32), b_row);
         load_box_to(3, smem + of * C::kTokenBytes + rank * kHalf * 128, maps.a, bar, w * 64, a_row);
         if constexpr (C::kWindows) {
           const uint32_t to = smem + C::kAtAmaxes + of * C::kAmaxBytes;
-          load_bytes(to, of_tokens + int64_t{w} * C::kTokens, C::kTokens * 4, bar);
-          load_bytes(to + C::kTokens * 4, of_columns + int64_t{w} * C::kRows, C::kRows * 4, bar);
+          load_bytes(to, of_tokens + int64_t{w} * kFusedAmaxes, C::kAmaxes, bar);
+          load_bytes(to + C::kAmaxes, of_columns + int64_t{w} * kFusedAmaxes, C::kAmaxes, bar);
         }
       }
     }
@@ -170,81 +171,38 @@ struct PinnedConsumer {
           asm volatile("fma.rn.f32 %0, %1, %2, %0;" : "+f"(sums[e]) : "f"(d[e]), "f"(h ? high : low));
     make_here(sums);
   }
-
-  // ---- a window that has amaxes
-  // Whether the warp's amaxes of the window are usual.
-  __device__ __forceinline__ bool usual(int of) const {
-    const uint32_t at = smem + C::kAtAmaxes + of * C::kAmaxBytes;
-    bool here = true;
+  static __device__ __forceinline__ void add(Part& sums, const Part& d) {
 #pragma unroll
-    for (int i = 0; i < (C::kTokens + C::kRows) / 128; ++i) {
-      const uint4 four = load_shared128(at + (i * 32 + threadIdx.x % 32) * 16);
-      here = here && is_usual(four.x) && is_usual(four.y) && is_usual(four.z) && is_usual(four.w);
-    }
-    return __all_sync(~0u, here);
-  }
-  // y = fl(y + fl(alpha * window)), alpha = fl(fl(amax_a amax_b) / divisor). The quotient by a constant is that of two
-  // products, a large and a small piece of the reciprocal, where nothing is subnormal; else that of one in float64
-  // (numerics_fast.h). 2^28 is in the pieces.
-  __device__ __forceinline__ void add_window(Part& y, Part& window, int of, int part, bool is_usual) const {
-    const uint32_t at = smem + C::kAtAmaxes + of * C::kAmaxBytes,
-                   row = at + (C::kTokens + wg() * 64 + fragment_row()) * 4;
-    const float rows[2] = {float_of(load_shared32(row)), float_of(load_shared32(row + 32))};
-    const auto each = [&](const auto& term) {
-#pragma unroll
-      for (int e = 0; e < kPart; e += 4) {
-        const uint2 two = load_shared64(at + (part * C::kPart + 2 * e + threadIdx.x % 4 * 2) * 4);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          y[e + i] = add_rn(y[e + i], term(mul_rn(float_of(i % 2 ? two.y : two.x), rows[i / 2]), window[e + i]));
-      }
-    };
-    const auto fma = [](float x, float y, float z) { return __fmaf_rn(x, y, z); };
-    if (is_usual)
-      each([&](float product, float sum) {
-        return mul_rn(div_by_pieces(product, a.reciprocal, a.reciprocal_rest, fma), sum);
-      });
-    else
-      each([&](float product, float sum) {
-        return mul_rn(div_by_float64(product, a.reciprocal64), mul_rn(sum, 0x1p28f));
-      });
-#pragma unroll
-    for (float& w : window) w = 0;
-    make_here(window), make_here(y);
+    for (int i = 0; i < kPart; ++i) asm volatile("add.rn.f32 %0, %0, %1;" : "+f"(sums[i]) : "f"(d[i]));
+    make_here(sums);
   }
 
   // ---- the sum along K
   static constexpr int kOfWindow = 4 * C::kParts, kOfTurn = kOfWindow * C::kStages;  // parts
-  // Scales of the window and of the next one, and whether amaxes are usual.
-  struct Factors {
-    Scales scales[2];
-    bool usual;
-  };
   using Tile = float[C::kParts][kPart];
-  // Adds the part that is the q-th of its turn, which wgmma has made.
-  __device__ __forceinline__ void add_part(int q, Tile& y, Tile& sums, const Part& d, Factors& f) const {
-    const int window = q / kOfWindow, block = q % kOfWindow / C::kParts, part = q % C::kParts;
-    const Scales& s = f.scales[window % 2];
-    add(C::kWindows ? sums[part] : y[part], d, s[0][block], s[1][block]);
-    if (C::kWindows && block == 3) {
-      if (part == 0) f.usual = usual(window);
-      add_window(y[part], sums[part], window, part, f.usual);
-    }
-  }
   __device__ __forceinline__ void sum(Tile& y) {
-    Tile sums;
     float d[2][kPart];
 #pragma unroll
     for (int i = 0; i < kPart; ++i) {
       d[0][i] = d[1][i] = 0;
 #pragma unroll
-      for (int p = 0; p < C::kParts; ++p) y[p][i] = sums[p][i] = 0;
+      for (int p = 0; p < C::kParts; ++p) y[p][i] = 0;
     }
     Fragment left_of[2];
-    Factors f;
+    Scales scales[2];  // of the window and of the next one
     const auto load = [&](uint32_t in_turn, int window, bool there = true) {
       if (there) wait_for(window, in_turn);
-      load_left(left_of[0], window, 0), load_scales(f.scales[window % 2], in_turn, window);
+      load_left(left_of[0], window, 0);
+      if constexpr (!C::kNumbers) load_scales(scales[window % 2], in_turn, window);
+    };
+    // Adds the part that is the q-th of its turn.
+    const auto add_part = [&](int q) {
+      const int block = q % kOfWindow / C::kParts;
+      const Scales& s = scales[q / kOfWindow % 2];
+      if constexpr (C::kNumbers)
+        add(y[q % C::kParts], d[q % 2]);
+      else
+        add(y[q % C::kParts], d[q % 2], s[0][block], s[1][block]);
     };
     load(turn, 0);
     int turns = a.steps;
@@ -255,8 +213,7 @@ struct PinnedConsumer {
         const int window = p / kOfWindow, block = p % kOfWindow / C::kParts, part = p % C::kParts;
         multiply(d[p % 2], left_of[block % 2], window, block, part);
         if (p > 0) wgmma_wait_for<1>(d[(p + 1) % 2]);
-        const bool freed = p % kOfWindow == 0 && window > 0;
-        if (!C::kWindows && freed) release(window - 1);
+        if (p % kOfWindow == 0 && window > 0) release(window - 1);
         if (part == 0 && block < 3) load_left(left_of[(block + 1) % 2], window, block + 1);
         if (part == 0 && block == 3) {
           if (window < C::kStages - 1)
@@ -264,12 +221,108 @@ struct PinnedConsumer {
           else
             load(turn + 1, 0, turns > 1);
         }
-        if (p > 0) add_part(p - 1, y, sums, d[(p + 1) % 2], f);
-        if (C::kWindows && freed) release(window - 1);
+        if (p > 0) add_part(p - 1);
       }
       wgmma_wait_for<0>(d[(kOfTurn - 1) % 2]);
-      add_part(kOfTurn - 1, y, sums, d[(kOfTurn - 1) % 2], f);
+      add_part(kOfTurn - 1);
       release(C::kStages - 1);
+      ++turn;
+    } while (--turns > 0);
+  }
+
+  // ---- the sum along K of windows that have amaxes
+  // Both operands in shared memory.
+  __device__ __forceinline__ void multiply_window(Part& d, int of, int block, int part) const {
+    wgmma_fence();
+    wgmma_shared<F16>(d, shared_matrix(smem + C::kAtLeft + of * C::kLeftBytes + wg() * 64 * 128) + block * 2,
+                      shared_matrix(smem + of * C::kTokenBytes) + block * 2 + part * (C::kPart * 128 / 16), 0);
+    wgmma_commit();
+  }
+  // Of all amaxes of the tile in the window.
+  __device__ __forceinline__ uint32_t kinds_of_amaxes(int of) const {
+    const uint32_t at = smem + C::kAtAmaxes + of * C::kAmaxBytes + C::kRows * 4;
+    const uint4 x = load_shared128(at), y = load_shared128(at + C::kAmaxes);
+    return x.x | x.y | x.z | x.w | y.x | y.y | y.z | y.w;
+  }
+  // y = fl(y + fl(alpha * window)), alpha = fl(fl(amax_a amax_b) / divisor). The quotient is that of two products, with
+  // a large and a small piece of a reciprocal that has 2^28 in it, where nothing is subnormal; else that of one product
+  // in float64 (numerics_fast.h). Where products of amaxes are exact, the reciprocal is that of a row.
+  __device__ __forceinline__ void add_window(Part& y, const Part& window, int of, int part, uint32_t kinds) const {
+    const uint32_t at = smem + C::kAtAmaxes + of * C::kAmaxBytes;
+    const uint32_t row = at + C::kAmaxes + (wg() * 64 + fragment_row()) * 4;
+    const float rows[2] = {float_of(load_shared32(row)), float_of(load_shared32(row + 32))};
+    const auto fma = [](float x, float y, float z) { return __fmaf_rn(x, y, z); };
+    const auto each = [&](const auto& term) {
+#pragma unroll
+      for (int e = 0; e < kPart; e += 8) {
+        const uint4 four = load_shared128(at + part * C::kPart * 4 + e * 8 + threadIdx.x % 4 * 16);
+        const float tokens[4] = {float_of(four.x), float_of(four.y), float_of(four.z), float_of(four.w)};
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          y[e + i] = add_rn(y[e + i], term(tokens[i / 4 * 2 + i % 2], i / 2 % 2, window[e + i]));
+      }
+    };
+    if (__builtin_expect(kinds == 0, 1)) {
+      float large[2], small[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        large[r] = mul_rn(rows[r], a.reciprocal);
+        small[r] = fma(rows[r], a.reciprocal_rest, fma(rows[r], a.reciprocal, -large[r]));
+      }
+      each([&](float token, int r, float sum) {
+        return mul_rn(div_by_pieces(token, large[r], small[r], fma), sum);
+      });
+    } else if (kinds & kOddAmax) {
+      each([&](float token, int r, float sum) {
+        return mul_rn(div_by_float64(mul_rn(token, rows[r]), a.reciprocal64), mul_rn(sum, 0x1p28f));
+      });
+    } else {
+      each([&](float token, int r, float sum) {
+        return mul_rn(div_by_pieces(mul_rn(token, rows[r]), a.reciprocal, a.reciprocal_rest, fma), sum);
+      });
+    }
+    make_here(y);
+  }
+  // The sum of a part's window is D of the first block, to which the others are added. Two wgmma run while y is, one at
+  // other times. Three sets of D: the sum, the second and fourth block, and the third block, which is then the next sum.
+  __device__ __forceinline__ void sum_windows(Tile& y) {
+    float d[3][kPart];
+#pragma unroll
+    for (int i = 0; i < kPart; ++i) {
+      d[0][i] = d[1][i] = d[2][i] = 0;
+#pragma unroll
+      for (int p = 0; p < C::kParts; ++p) y[p][i] = 0;
+    }
+    constexpr int kAll = C::kStages * C::kParts;
+    int turns = a.steps;
+#pragma unroll 1
+    do {
+      uint32_t kinds = 0;
+      wait_for(0, turn);
+      multiply_window(d[0], 0, 0, 0), multiply_window(d[1], 0, 1, 0);
+#pragma unroll
+      for (int p = 0; p < kAll; ++p) {
+        const int window = p / C::kParts, part = p % C::kParts, next = (p + 1) / C::kParts;
+        Part &sums = d[p % 2 * 2], &second = d[1], &third = d[2 - p % 2 * 2];
+        multiply_window(third, window, 2, part);
+        if (part == 0) kinds = kinds_of_amaxes(window);
+        wgmma_wait_for<1>(second), make_here(sums);
+        add(sums, second);
+        multiply_window(second, window, 3, part);
+        wgmma_wait_for<1>(third);
+        add(sums, third);
+        if (p + 1 < kAll) {
+          if (next > window) wait_for(next, turn);
+          multiply_window(third, next, 0, (p + 1) % C::kParts);
+          wgmma_wait_for<1>(second);
+        } else {
+          wgmma_wait_for<0>(second);
+        }
+        add(sums, second);
+        if (p + 1 < kAll) multiply_window(second, next, 1, (p + 1) % C::kParts);
+        add_window(y[part], sums, window, part, kinds);
+        if (part == C::kParts - 1) release(window);
+      }
       ++turn;
     } while (--turns > 0);
   }
@@ -302,7 +355,10 @@ struct PinnedConsumer {
     TileScheduler<C, false> scheduler(tiles, smem);
     for (int i = scheduler.first(); i < tiles.end(); i = scheduler.next()) {
       float y[C::kParts][kPart];
-      sum(y);
+      if constexpr (C::kWindows)
+        sum_windows(y);
+      else
+        sum(y);
       finish(reinterpret_cast<Sums&>(y), tiles[pin_register(i)]);  // there are no registers to keep the tile
     }
     if constexpr (C::kGrouped) clear_other_rows(a, C::kThreads - 128);

@@ -57,17 +57,9 @@ struct Codes {
 };
 // In the order of the pinned kernel, which multiplies block by block: position 8 q + 2 t + b of a block holds element
 // 4 t + q + 2 b, so that lane t needs a quarter of a block.
-template <bool kScaled>
 struct BlockCodes : Codes {
-  __device__ __forceinline__ Raw load(int64_t i) const {
-    return {__ldcs(data + i), kScaled ? __ldg(scale + i / 2) : 0u};
-  }
   static __device__ __forceinline__ void pairs(const Raw& raw, uint32_t (&p)[4]) {
-    const Raw swapped{__byte_perm(raw.codes, 0, 0x3120), raw.scale};
-    if constexpr (kScaled)
-      Codes::pairs(swapped, p);
-    else
-      halves_of_codes(swapped.codes, p);
+    Codes::pairs({__byte_perm(raw.codes, 0, 0x3120), raw.scale}, p);
   }
   // Two threads have a block, and exchange words.
   static __device__ __forceinline__ int64_t arrange(uint32_t (&p)[4], int64_t at) {
@@ -238,9 +230,9 @@ __global__ void __launch_bounds__(kThreads)
     decode_rows<kSteps>(x, x.matrices * x.rows * (p.depth / 8), block - factors);
 }
 
-// A thread has eight windows of a row.
-__global__ void __launch_bounds__(kThreads)
-    sm90_amaxes_kernel(MatmulOperand x, float* out, int64_t batch, int64_t rows, int64_t padded_rows, int64_t depth) {
+// A thread has eight windows of a row. Of 16 rows those that one thread of pinned.cuh multiplies by lie together.
+__global__ void __launch_bounds__(kThreads) sm90_amaxes_kernel(MatmulOperand x, float* out, int64_t batch, int64_t rows,
+                                                               int64_t padded_rows, int64_t depth, bool of_tokens) {
 #if __CUDA_ARCH__ >= 900
   wait_for_kernel_ahead();
   let_next_kernel_start();
@@ -248,14 +240,19 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kTile = kFusedCols / 2;
   const int64_t count = depth / kWindow, windows = (depth + kFusedDepth - 1) / kFusedDepth * (kFusedDepth / kWindow);
   const int64_t pieces = (windows + 7) / 8;
+  const int place = threadIdx.x % kTile;
+  const int in = of_tokens ? place / 16 * 16 + place / 2 % 2 * 8 + place % 16 / 4 * 2 + place % 2 : place;
   for (int64_t i = thread_index(); i < batch * padded_rows * pieces; i += thread_count()) {
     const int64_t piece = quotient(i, kTile), tile = quotient(piece, pieces), first = (piece - tile * pieces) * 8;
-    const int64_t row_of_all = tile * kTile + i % kTile, matrix = quotient(row_of_all, padded_rows);
+    const int64_t row_of_all = tile * kTile + in, matrix = quotient(row_of_all, padded_rows);
     const int64_t row = row_of_all - matrix * padded_rows, from = matrix * rows + row;
     for (int64_t w = first; w < min(first + 8, windows); ++w) {
       float amax = 0;
       if (row < rows && w < count) amax = x.map.windows() ? __ldg(x.amax + from * count + w) : amax_of(x, from);
-      out[(tile * windows + w) * kTile + i % kTile] = amax;
+      float* const to = out + (tile * windows + w) * kFusedAmaxes;
+      to[place] = amax;
+      const uint32_t kinds = __reduce_or_sync(~0u, kinds_of(amax));
+      if (place % 32 == 0) reinterpret_cast<uint32_t*>(to)[kTile + place / 32] = kinds;
     }
   }
 }
@@ -282,8 +279,7 @@ template <class F>
 cudaError_t with_source(const MatmulOperand& x, Order order, const F& f) {
   if (!x.quantized()) return f(Halves{static_cast<const uint4*>(x.data)});
   const Codes codes{static_cast<const uint32_t*>(x.data), x.scale};
-  if (order == Order::kWindows) return f(codes);
-  return order == Order::kBlocks ? f(BlockCodes<true>{codes}) : f(BlockCodes<false>{codes});
+  return order == Order::kBlocks ? f(BlockCodes{codes}) : f(codes);
 }
 
 }  // namespace
@@ -305,10 +301,10 @@ cudaError_t launch_sm90_prepare(const MatmulOperand& a, Order order, void* out, 
 }
 
 cudaError_t launch_sm90_amaxes(const MatmulOperand& x, float* out, int64_t batch, int64_t rows, int tile_rows,
-                               int64_t depth, cudaStream_t stream) {
+                               int64_t depth, bool of_tokens, cudaStream_t stream) {
   const int64_t padded = round_up(rows, tile_rows);
   return launch_early(sm90_amaxes_kernel, grid_for(batch * padded * (depth / kWindow + 7) / 8, kThreads), kThreads, 1,
-                      0, stream, x, out, batch, rows, padded, depth);
+                      0, stream, x, out, batch, rows, padded, depth, of_tokens);
 }
 
 cudaError_t launch_sm90_prepare_grouped(const MatmulOperand& a, Order order, void* out, int64_t rows, int64_t depth,
