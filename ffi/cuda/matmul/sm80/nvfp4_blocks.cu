@@ -145,8 +145,8 @@ struct WindowSums {
         large(static_cast<float>(reciprocal)),
         small(static_cast<float>(reciprocal - double{large})) {}
   template <class Alpha>
-  static __device__ __forceinline__ void add_rows(Sums& y, const Sums& sums, const float* rows, const float (&cols)[4][2],
-                                                  const Alpha& alpha) {
+  static __device__ __forceinline__ void add_rows(Sums& y, const Sums& sums, const float* rows,
+                                                  const float (&cols)[4][2], const Alpha& alpha) {
 #pragma unroll
     for (int j = 0; j < 4; ++j)
 #pragma unroll
@@ -218,7 +218,8 @@ __device__ __forceinline__ void write(const MatmulArgs& g, const Sums (&y)[4], c
         if (g.result.kind == Float::kF32)
           static_cast<uint32_t*>(g.result.out)[to + col] = F32::store(v);
         else
-          static_cast<uint16_t*>(g.result.out)[to + col] = g.result.kind == Float::kBf16 ? Bf16::store(v) : F16::store(v);
+          static_cast<uint16_t*>(g.result.out)[to + col] =
+              g.result.kind == Float::kBf16 ? Bf16::store(v) : F16::store(v);
       }
   }
 }
@@ -241,9 +242,8 @@ __global__ void __launch_bounds__(kGemmThreads, kWindows ? 1 : 2)
     // A thread copies amaxes of a row or column.
     const int of = threadIdx.x % kTile;
     const Operand& operand = threadIdx.x < kTile ? left : right;
-    const float* const amaxes =
-        threadIdx.x < kTile ? left.amax_at(matrix * s.rows + min(at.row + of, s.rows - 1), 0)
-                            : right.amax_at(matrix * s.cols + min(at.col + of, s.cols - 1), 0);
+    const float* const amaxes = threadIdx.x < kTile ? left.amax_at(matrix * s.rows + min(at.row + of, s.rows - 1), 0)
+                                                    : right.amax_at(matrix * s.cols + min(at.col + of, s.cols - 1), 0);
     const auto load = [&](int64_t w) {
       const uint32_t stage = shared + static_cast<uint32_t>(w % kStages) * kStageBytes;
       if (w < windows) {
@@ -294,13 +294,16 @@ cudaError_t launch_sm80_nvfp4_blocks(const MatmulArgs& g, void* scratch, cudaStr
   const BlocksScratch at = blocks_scratch(g.shape);
   auto* const bytes = static_cast<uint8_t*>(scratch);
   const auto decode = [&](const MatmulOperand& x, void* out, int64_t rows) {
-    return launch_decode({static_cast<const uint8_t*>(x.data), x.scale, out, Float::kF16,
-                          g.shape.batch * rows * g.shape.depth / kBlock}, stream);
+    return launch_decode(
+        {static_cast<const uint8_t*>(x.data), x.scale, out, Float::kF16, g.shape.batch * rows * g.shape.depth / kBlock},
+        stream);
   };
   cudaError_t status = decode(g.a, bytes + at.a, g.shape.rows);
   if (status == cudaSuccess) status = decode(g.b, bytes + at.b, g.shape.cols);
   if (status != cudaSuccess) return status;
-  const auto run = [&](auto kernel) { return kernel(g, reinterpret_cast<__half*>(bytes + at.a), reinterpret_cast<__half*>(bytes + at.b), stream); };
+  const auto run = [&](auto kernel) {
+    return kernel(g, reinterpret_cast<__half*>(bytes + at.a), reinterpret_cast<__half*>(bytes + at.b), stream);
+  };
   const bool many = shared_memory() > 6 * kStageBytes;  // three stages of two CTAs
   if (g.windows()) return many ? run(launch<3, true>) : run(launch<2, true>);
   return many ? run(launch<3, false>) : run(launch<2, false>);

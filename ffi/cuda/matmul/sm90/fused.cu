@@ -27,9 +27,8 @@ cudaError_t prepare(const MatmulOperand& a, const MatmulOperand& b, const GemmSh
   PitchedRows data{}, scale{};
   cudaError_t status = pitched_rows(b.scale, b_rows, s.depth / kBlock, scratch + at.scale, stream, &scale);
   if (status == cudaSuccess)
-    status = numbers
-                 ? launch_sm90_prepare(b, Order::kBlocks, scratch + at.columns, b_rows, s.depth, nullptr, 0, stream)
-                 : pitched_rows(b.data, b_rows, s.depth / 2, scratch + at.data, stream, &data);
+    status = numbers ? launch_sm90_prepare(b, Order::kBlocks, scratch + at.columns, b_rows, s.depth, nullptr, 0, stream)
+                     : pitched_rows(b.data, b_rows, s.depth / 2, scratch + at.data, stream, &data);
   if (status == cudaSuccess && plan.pinned == Pinned::kWindows) {
     const auto amaxes = [&](const MatmulOperand& x, int64_t out, int64_t rows, int tiles_of) {
       return launch_sm90_amaxes(x, reinterpret_cast<float*>(scratch + out), s.batch, rows, tiles_of, s.depth,

@@ -66,8 +66,8 @@ __device__ __forceinline__ void load_windows(const typename C::Args& a, const Fu
     if constexpr (C::kWindows) {
       const int64_t windows = 4 * int64_t{tile.k_end}, token_tiles = a.matrix_tiles / a.pairs;
       of_tokens = a.token_amaxes + (tile.matrix * token_tiles + tile.token / C::kTokens) * windows * kFusedAmaxes;
-      of_columns =
-          a.column_amaxes + (int64_t{tile.matrix} * a.pairs * 2 + tile.column / C::kRows + rank) * windows * kFusedAmaxes;
+      of_columns = a.column_amaxes +
+                   (int64_t{tile.matrix} * a.pairs * 2 + tile.column / C::kRows + rank) * windows * kFusedAmaxes;
     }
     for (int step = 0; step < tile.k_end; ++step, ++turn) {
 #pragma unroll
@@ -263,15 +263,9 @@ struct PinnedConsumer {
       }
     };
     if (__builtin_expect(kinds == 0, 1)) {
-      float large[2], small[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        large[r] = mul_rn(rows[r], a.reciprocal);
-        small[r] = fma(rows[r], a.reciprocal_rest, fma(rows[r], a.reciprocal, -large[r]));
-      }
-      each([&](float token, int r, float sum) {
-        return mul_rn(div_by_pieces(token, large[r], small[r], fma), sum);
-      });
+      const AlphasOfRow alphas[2] = {{rows[0], a.reciprocal, a.reciprocal_rest, fma},
+                                     {rows[1], a.reciprocal, a.reciprocal_rest, fma}};
+      each([&](float token, int r, float sum) { return mul_rn(alphas[r](token, fma), sum); });
     } else if (kinds & kOddAmax) {
       each([&](float token, int r, float sum) {
         return mul_rn(div_by_float64(mul_rn(token, rows[r]), a.reciprocal64), mul_rn(sum, 0x1p28f));
@@ -284,7 +278,8 @@ struct PinnedConsumer {
     make_here(y);
   }
   // The sum of a part's window is D of the first block, to which the others are added. Two wgmma run while y is, one at
-  // other times. Three sets of D: the sum, the second and fourth block, and the third block, which is then the next sum.
+  // other times. Three sets of D: the sum, the second and fourth block, and the third block, which is then the next
+  // sum.
   __device__ __forceinline__ void sum_windows(Tile& y) {
     float d[3][kPart];
 #pragma unroll
