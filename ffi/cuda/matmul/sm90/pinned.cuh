@@ -35,7 +35,7 @@ struct PinnedConfig {
   // the loop. So stages are known when this is compiled, and the turn's number says the rest.
   static constexpr int kStages = 4, kSlots = 2;
   static constexpr int kTokenBytes = kTokens * 128, kLeftPitch = kNumbers ? 128 : 32, kLeftBytes = kRows * kLeftPitch;
-  static constexpr int kAmaxes = kFusedAmaxes * 4, kAmaxBytes = kWindows ? 2 * kAmaxes : 0;  // of tokens, then rows
+  static constexpr int kAmaxes = kRows * 4, kAmaxBytes = kWindows ? 2 * kAmaxes : 0;  // of tokens, then of rows
   static constexpr int kScaleBytes = kNumbers ? 0 : kRows * 16;
   static constexpr int kBuffer = 8192;
   using Result = FusedResult<kTokens, false, true, kGrouped, kBuffer>;
@@ -51,6 +51,18 @@ struct PinnedConfig {
   static_assert(kShared <= 232448);
 };
 
+// Of the windows of a tile.
+struct Amaxes {
+  const float *tokens, *columns;
+};
+template <class C>
+__device__ __forceinline__ Amaxes amaxes_of(const FusedArgs& a, const WorkTile& tile) {
+  const int64_t of_tile = 4 * int64_t{a.steps} * kFusedAmaxes, token_tiles = a.matrix_tiles / a.pairs;
+  const int64_t column_tile = tile.column / C::kRows + cluster_rank();
+  return {a.token_amaxes + (tile.matrix * token_tiles + tile.token / C::kTokens) * of_tile,
+          a.column_amaxes + (int64_t{tile.matrix} * a.pairs * 2 + column_tile) * of_tile};
+}
+
 // ---------------------------------------------------------------- the thread that loads
 template <class C>
 __device__ __forceinline__ void load_windows(const typename C::Args& a, const FusedMaps& maps, uint32_t smem) {
@@ -62,13 +74,8 @@ __device__ __forceinline__ void load_windows(const typename C::Args& a, const Fu
   for (int i = scheduler.first(); i < tiles.end(); i = scheduler.next()) {
     const WorkTile tile = tiles[i];
     const int b_row = row_of_b<C>(a, tile), a_row = row_of_a(a, tile, kHalf);
-    const float *of_tokens = nullptr, *of_columns = nullptr;
-    if constexpr (C::kWindows) {
-      const int64_t windows = 4 * int64_t{tile.k_end}, token_tiles = a.matrix_tiles / a.pairs;
-      of_tokens = a.token_amaxes + (tile.matrix * token_tiles + tile.token / C::kTokens) * windows * kFusedAmaxes;
-      of_columns = a.column_amaxes +
-                   (int64_t{tile.matrix} * a.pairs * 2 + tile.column / C::kRows + rank) * windows * kFusedAmaxes;
-    }
+    [[maybe_unused]] Amaxes amaxes{};
+    if constexpr (C::kWindows) amaxes = amaxes_of<C>(a, tile);
     for (int step = 0; step < tile.k_end; ++step, ++turn) {
 #pragma unroll
       for (int of = 0; of < C::kStages; ++of) {
@@ -82,8 +89,8 @@ __device__ __forceinline__ void load_windows(const typename C::Args& a, const Fu
         load_box_to(3, smem + of * C::kTokenBytes + rank * kHalf * 128, maps.a, bar, w * 64, a_row);
         if constexpr (C::kWindows) {
           const uint32_t to = smem + C::kAtAmaxes + of * C::kAmaxBytes;
-          load_bytes(to, of_tokens + int64_t{w} * kFusedAmaxes, C::kAmaxes, bar);
-          load_bytes(to + C::kAmaxes, of_columns + int64_t{w} * kFusedAmaxes, C::kAmaxes, bar);
+          load_bytes(to, amaxes.tokens + int64_t{w} * kFusedAmaxes, C::kAmaxes, bar);
+          load_bytes(to + C::kAmaxes, amaxes.columns + int64_t{w} * kFusedAmaxes, C::kAmaxes, bar);
         }
       }
     }
@@ -231,91 +238,97 @@ struct PinnedConsumer {
   }
 
   // ---- the sum along K of windows that have amaxes
-  // Both operands in shared memory.
-  __device__ __forceinline__ void multiply_window(Part& d, int of, int block, int part) const {
-    wgmma_fence();
-    wgmma_shared<F16>(d, shared_matrix(smem + C::kAtLeft + of * C::kLeftBytes + wg() * 64 * 128) + block * 2,
-                      shared_matrix(smem + of * C::kTokenBytes) + block * 2 + part * (C::kPart * 128 / 16), 0);
-    wgmma_commit();
-  }
-  // Of all amaxes of the tile in the window.
-  __device__ __forceinline__ uint32_t kinds_of_amaxes(int of) const {
-    const uint32_t at = smem + C::kAtAmaxes + of * C::kAmaxBytes + C::kRows * 4;
-    const uint4 x = load_shared128(at), y = load_shared128(at + C::kAmaxes);
-    return x.x | x.y | x.z | x.w | y.x | y.y | y.z | y.w;
+  // Of all amaxes of a tile.
+  __device__ __forceinline__ uint32_t kinds_of_amaxes(const WorkTile& tile) const {
+    const Amaxes amaxes = amaxes_of<C>(a, tile);
+    uint32_t kinds = 0;
+    for (int w = threadIdx.x % 32; w < 4 * a.steps; w += 32)
+      for (const float* of : {amaxes.tokens, amaxes.columns}) {
+        const uint4 x = *reinterpret_cast<const uint4*>(of + int64_t{w} * kFusedAmaxes + C::kRows);
+        kinds |= x.x | x.y | x.z | x.w;
+      }
+    return __reduce_or_sync(~0u, kinds);
   }
   // y = fl(y + fl(alpha * window)), alpha = fl(fl(amax_a amax_b) / divisor). The quotient is that of two products, with
   // a large and a small piece of a reciprocal that has 2^28 in it, where nothing is subnormal; else that of one product
   // in float64 (numerics_fast.h). Where products of amaxes are exact, the reciprocal is that of a row.
-  __device__ __forceinline__ void add_window(Part& y, const Part& window, int of, int part, uint32_t kinds) const {
+  template <uint32_t kKinds>
+  __device__ __forceinline__ void add_window(Part& y, const Part& window, int of, int part) const {
     const uint32_t at = smem + C::kAtAmaxes + of * C::kAmaxBytes;
     const uint32_t row = at + C::kAmaxes + (wg() * 64 + fragment_row()) * 4;
     const float rows[2] = {float_of(load_shared32(row)), float_of(load_shared32(row + 32))};
     const auto fma = [](float x, float y, float z) { return __fmaf_rn(x, y, z); };
-    const auto each = [&](const auto& term) {
-#pragma unroll
-      for (int e = 0; e < kPart; e += 8) {
-        const uint4 four = load_shared128(at + part * C::kPart * 4 + e * 8 + threadIdx.x % 4 * 16);
-        const float tokens[4] = {float_of(four.x), float_of(four.y), float_of(four.z), float_of(four.w)};
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-          y[e + i] = add_rn(y[e + i], term(tokens[i / 4 * 2 + i % 2], i / 2 % 2, window[e + i]));
-      }
+    const AlphasOfRow alphas[2] = {{rows[0], a.reciprocal, a.reciprocal_rest, fma},
+                                   {rows[1], a.reciprocal, a.reciprocal_rest, fma}};
+    const auto term = [&](float token, int r, float sum) {
+      if constexpr (kKinds == 0) return mul_rn(alphas[r](token, fma), sum);
+      const float product = mul_rn(token, rows[r]);
+      if constexpr (kKinds == kLongAmax)
+        return mul_rn(div_by_pieces(product, a.reciprocal, a.reciprocal_rest, fma), sum);
+      return mul_rn(div_by_float64(product, a.reciprocal64), mul_rn(sum, 0x1p28f));
     };
-    if (__builtin_expect(kinds == 0, 1)) {
-      const AlphasOfRow alphas[2] = {{rows[0], a.reciprocal, a.reciprocal_rest, fma},
-                                     {rows[1], a.reciprocal, a.reciprocal_rest, fma}};
-      each([&](float token, int r, float sum) { return mul_rn(alphas[r](token, fma), sum); });
-    } else if (kinds & kOddAmax) {
-      each([&](float token, int r, float sum) {
-        return mul_rn(div_by_float64(mul_rn(token, rows[r]), a.reciprocal64), mul_rn(sum, 0x1p28f));
-      });
-    } else {
-      each([&](float token, int r, float sum) {
-        return mul_rn(div_by_pieces(mul_rn(token, rows[r]), a.reciprocal, a.reciprocal_rest, fma), sum);
-      });
+#pragma unroll
+    for (int e = 0; e < kPart; e += 8) {
+      const uint4 four = load_shared128(at + part * C::kPart * 4 + e * 8 + threadIdx.x % 4 * 16);
+      const float tokens[4] = {float_of(four.x), float_of(four.y), float_of(four.z), float_of(four.w)};
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        y[e + i] = add_rn(y[e + i], term(tokens[i / 4 * 2 + i % 2], i / 2 % 2, window[e + i]));
     }
     make_here(y);
   }
-  // The sum of a part's window is D of the first block, to which the others are added. Two wgmma run while y is, one at
-  // other times. Three sets of D: the sum, the second and fourth block, and the third block, which is then the next
-  // sum.
+  // The sum of a part's window is D of its first block, to which those of the others are added. Of four sets of D the
+  // sum has one, and wgmma fill or have filled the others: with the next blocks of the part, then of the next part.
+  template <uint32_t kKinds>
   __device__ __forceinline__ void sum_windows(Tile& y) {
-    float d[3][kPart];
+    constexpr int kAll = C::kStages * C::kParts;
+    float d[4][kPart];
 #pragma unroll
     for (int i = 0; i < kPart; ++i) {
-      d[0][i] = d[1][i] = d[2][i] = 0;
+      d[0][i] = d[1][i] = d[2][i] = d[3][i] = 0;
 #pragma unroll
       for (int p = 0; p < C::kParts; ++p) y[p][i] = 0;
     }
-    constexpr int kAll = C::kStages * C::kParts;
+    Fragment left_of[4];
+    // wgmma have read the fragments that these replace.
+    const auto load = [&](int window, int from, int to) {
+#pragma unroll
+      for (int block = from; block < to; ++block) load_left(left_of[block], window, block);
+    };
+    const auto start = [&](int p, int block) {
+      multiply(d[(p + block) % 4], left_of[block], p / C::kParts, block, p % C::kParts);
+    };
+    // Waits for the wgmma that make these sums, where so many may run on.
+    const auto wait = [&](Part& sums, int left) {
+      if (left == 0) wgmma_wait_for<0>(sums);
+      if (left == 1) wgmma_wait_for<1>(sums);
+      if (left == 2) wgmma_wait_for<2>(sums);
+    };
+    wait_for(0, turn), load(0, 0, 4);
     int turns = a.steps;
 #pragma unroll 1
     do {
-      uint32_t kinds = 0;
-      wait_for(0, turn);
-      multiply_window(d[0], 0, 0, 0), multiply_window(d[1], 0, 1, 0);
+      start(0, 0), start(0, 1), start(0, 2);
 #pragma unroll
       for (int p = 0; p < kAll; ++p) {
-        const int window = p / C::kParts, part = p % C::kParts, next = (p + 1) / C::kParts;
-        Part &sums = d[p % 2 * 2], &second = d[1], &third = d[2 - p % 2 * 2];
-        multiply_window(third, window, 2, part);
-        if (part == 0) kinds = kinds_of_amaxes(window);
-        wgmma_wait_for<1>(second), make_here(sums);
-        add(sums, second);
-        multiply_window(second, window, 3, part);
-        wgmma_wait_for<1>(third);
-        add(sums, third);
-        if (p + 1 < kAll) {
-          if (next > window) wait_for(next, turn);
-          multiply_window(third, next, 0, (p + 1) % C::kParts);
-          wgmma_wait_for<1>(second);
-        } else {
-          wgmma_wait_for<0>(second);
-        }
-        add(sums, second);
-        if (p + 1 < kAll) multiply_window(second, next, 1, (p + 1) % C::kParts);
-        add_window(y[part], sums, window, part, kinds);
+        const int window = p / C::kParts, part = p % C::kParts;
+        const bool last = p == kAll - 1, last_part = !last && part == C::kParts - 1;
+        Part& sums = d[p % 4];
+        start(p, 3);
+        wait(d[(p + 1) % 4], 2), make_here(sums);
+        if (last_part) wait_for(window + 1, turn), load(window + 1, 0, 2);
+        add(sums, d[(p + 1) % 4]);
+        if (!last) start(p + 1, 0);
+        wait(d[(p + 2) % 4], last ? 1 : 2);
+        if (last_part) load(window + 1, 2, 3);
+        add(sums, d[(p + 2) % 4]);
+        if (!last) start(p + 1, 1);
+        wait(d[(p + 3) % 4], last ? 0 : 2);
+        if (last_part) load(window + 1, 3, 4);
+        if (last && turns > 1) wait_for(0, turn + 1), load(0, 0, 4);
+        add(sums, d[(p + 3) % 4]);
+        if (!last) start(p + 1, 2);
+        add_window<kKinds>(y[part], sums, window, part);
         if (part == C::kParts - 1) release(window);
       }
       ++turn;
@@ -350,10 +363,17 @@ struct PinnedConsumer {
     TileScheduler<C, false> scheduler(tiles, smem);
     for (int i = scheduler.first(); i < tiles.end(); i = scheduler.next()) {
       float y[C::kParts][kPart];
-      if constexpr (C::kWindows)
-        sum_windows(y);
-      else
+      if constexpr (C::kWindows) {
+        const uint32_t kinds = kinds_of_amaxes(tiles[i]);
+        if (kinds == 0)
+          sum_windows<0>(y);
+        else if (kinds == kLongAmax)
+          sum_windows<kLongAmax>(y);
+        else
+          sum_windows<kOddAmax>(y);
+      } else {
         sum(y);
+      }
       finish(reinterpret_cast<Sums&>(y), tiles[pin_register(i)]);  // there are no registers to keep the tile
     }
     if constexpr (C::kGrouped) clear_other_rows(a, C::kThreads - 128);

@@ -295,7 +295,6 @@ JNVFP4_DEFINE_WGMMA("256", 128, "%128", "%129", "%130", "%131", "%132", "%133")
       JNVFP4_WGMMA_SHARED("f16", n, sums, a_matrix, b_matrix, flag);                                 \
   }
 
-JNVFP4_DEFINE_WGMMA_SHARED("64", 32, "%32", "%33", "%34")
 JNVFP4_DEFINE_WGMMA_SHARED("128", 64, "%64", "%65", "%66")
 JNVFP4_DEFINE_WGMMA_SHARED("192", 96, "%96", "%97", "%98")
 
