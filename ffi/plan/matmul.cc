@@ -122,9 +122,10 @@ int64_t of_block_scaled(const MatmulProblem& p) { return block_scaled_scratch(p.
 // - 16 and 64 x 14336 x 4096 with windows on both sides: sm80_nvfp4_blocks_small_m 28 and 80, sm90_nvfp4_windows 98 and
 //   100 (with windows of b alone 88 and 89), most of which is decoding b to memory.
 // The pinned order, one H100, where bfloat16 takes 1355, 592, 299 and 151 by cuBLAS:
-// - 8192^3: sm90_nvfp4_pinned_prepared 2406, sm90_nvfp4_pinned 2492, sm80_nvfp4_blocks 5057; with windows on both sides
-//   sm90_nvfp4_pinned_prepared 6231.
-// - 4096, 2048 and 1024 x 14336 x 4096: sm90_nvfp4_pinned_prepared 1099, 577 and 352, sm90_nvfp4_pinned 1106, 547, 294.
+// - 8192^3: sm90_nvfp4_pinned_prepared 2360, sm90_nvfp4_pinned 2472, sm80_nvfp4_blocks 4250; with windows on both sides
+//   sm90_nvfp4_pinned_prepared 4480, sm80_nvfp4_blocks 7700.
+// - 4096, 2048 and 1024 x 14336 x 4096: sm90_nvfp4_pinned_prepared 1099, 577 and 352, sm90_nvfp4_pinned 1106, 547, 294
+//   (both a little slower than now).
 constexpr KernelRow<MatmulProblem> kRows[] = {
     // Few rows: b is decoded inside a GEMM for Hopper, and so is a if it is an NVFP4 tensor.
     {"sm90_nvfp4_small_m", kHopper, kHopper, all<needs_nvfp4, needs_free_order, needs_depth, needs_few_rows>},

@@ -1,7 +1,7 @@
 // a b^T of two NVFP4 operands in the pinned order of docs/numerics.md, for any GPU and any number of rows: the same
 // bits as the CPU. Both are decoded to float16 in scratch first, times the scales of their blocks. One mma of numbers
-// of a block is s_a s_b dot16, exactly: all products are multiples of one unit, 2^-20 of the largest exponent or more,
-// and tensor cores keep 23 bits below that. Its sum with those before is one rounding, as the rule has it.
+// of a block is s_a s_b dot16, exactly: all products are multiples of one unit and below 2^15 of it, and tensor cores
+// keep 24 bits. Its sum with those before is one rounding, as the rule has it.
 //
 // A CTA has 128 x 128 outputs, a warp 64 x 32, in stages of 64 along K, which are the windows of window64.
 #include "../../../plan/sm80_blocks.h"
