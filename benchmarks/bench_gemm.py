@@ -53,15 +53,16 @@ def _jobs(case: str) -> dict[str, Job]:
     def decode_dot(a, b):  # what one would write without the library's GEMM
         return dot(jnvfp4.dequantize(a, dtype), jnvfp4.dequantize(b, dtype))
 
-    w4a4 = quantized(jnvfp4.NVFP4)
+    w4a4, windows = quantized(jnvfp4.NVFP4), quantized(jnvfp4.WINDOW64)
     w4a16 = [(a.astype(jnp.bfloat16), q) for (a, _), (_, q) in zip(dense, w4a4, strict=True)]
     return {
         "dot": Job(dot, dense),
         "matmul_nt w4a4": Job(matmul, w4a4),
         "matmul_nt w4a4 row-scaled": Job(matmul, quantized(jnvfp4.ROW_SCALED)),
-        "matmul_nt w4a4 window64": Job(matmul, quantized(jnvfp4.WINDOW64)),
+        "matmul_nt w4a4 window64": Job(matmul, windows),
         "matmul_nt w4a16": Job(matmul, w4a16),
         "matmul_nt w4a4 pinned": Job(pinned, w4a4),
+        "matmul_nt w4a4 window64 pinned": Job(pinned, windows),
         "matmul_nt w4a16 pinned": Job(pinned, w4a16),
         "dequantize + dot": Job(decode_dot, w4a4),
         **{
@@ -75,7 +76,7 @@ def _jobs(case: str) -> dict[str, Job]:
 def _named_kernels(a: Any, b: Any) -> list[str]:
     """Lists the kernels of one architecture that can multiply here but are not planned."""
     planned = jnvfp4.supports("matmul_nt", a, b).kernel
-    kernels = [name for name in plans.matmul_kernels() if name.startswith("sm") and not name.startswith("sm80_")]
+    kernels = [name for name in plans.matmul_kernels() if re.match("sm(?!80_|.*pinned)", name)]
     return [name for name in kernels if name != planned and jnvfp4.supports("matmul_nt", a, b, implementation=name)]
 
 

@@ -28,8 +28,8 @@ def dense_layer(x: jax.Array, w: jax.Array, _key: Any) -> jax.Array:
     return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
 
 
-def quantized_layer(recipe: Recipe) -> Callable:
-    return lambda x, w, key: jnvfp4.linear(x, w, recipe, key=key)
+def quantized_layer(recipe: Recipe, **options: Any) -> Callable:
+    return lambda x, w, key: jnvfp4.linear(x, w, recipe, key=key, **options)
 
 
 def _with_gradients(layer: Callable) -> Callable:

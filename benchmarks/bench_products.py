@@ -6,6 +6,7 @@ not count, but gaps between kernels do. "Burst" is one program after a rest, and
 clock then, which is logged.
 """
 
+import re
 import statistics
 import time
 from collections import deque
@@ -90,7 +91,7 @@ def chains(case: str, every: bool) -> dict[str, Chain]:
 def kernels(a: Any, b: Any) -> list[str]:
     """Lists the planned kernel, then the others that can multiply here, but for those of the pinned order."""
     planned = jnvfp4.supports("matmul_nt", a, b).kernel
-    names = [name for name in plans.matmul_kernels() if not name.startswith(("sm80_", "cpu_"))]
+    names = [name for name in plans.matmul_kernels() if not re.match("sm80_|cpu_|.*pinned", name)]
     others = [name for name in names if name != planned]
     return [planned, *(name for name in others if jnvfp4.supports("matmul_nt", a, b, implementation=name))]
 

@@ -79,7 +79,7 @@ jnvfp4_cuda_objects(jnvfp4_matmul FLAGS ${generic} FILES
 if("90a" IN_LIST targets)
   jnvfp4_cuda_objects(jnvfp4_matmul_sm90a FLAGS "SHELL:-gencode arch=compute_90a,code=sm_90a" FILES
     ffi/cuda/matmul/sm90/f16_fused.cu ffi/cuda/matmul/sm90/bf16_fused.cu ffi/cuda/matmul/sm90/small_m.cu
-    ffi/cuda/matmul/sm90/windows.cu ffi/cuda/matmul/sm90/f16_grouped.cu ffi/cuda/matmul/sm90/bf16_grouped.cu
+    ffi/cuda/matmul/sm90/windows.cu ffi/cuda/matmul/sm90/pinned.cu ffi/cuda/matmul/sm90/f16_grouped.cu ffi/cuda/matmul/sm90/bf16_grouped.cu
     ffi/cuda/matmul/sm90/grouped_small_m.cu ffi/cuda/matmul/sm90/grouped.cu
     ffi/cuda/matmul/sm90/prepare.cu ffi/cuda/matmul/sm90/fused.cu)
   set_source_files_properties(ffi/cuda/matmul/launch.cc PROPERTIES COMPILE_DEFINITIONS JNVFP4_SM90A)

@@ -92,11 +92,19 @@ def tensor(name: str, rows: int, cols: int, windows: bool) -> tuple[Array, Array
     return Array(f"{name}data", (rows, cols // 2), U8), Array(f"{name}scale", (rows, cols // 16), U8), amax
 
 
+def scratch_of(needed: int) -> Array:
+    more = ((needed, 1), (1, needed), (needed + 1,), (2 * needed,))  # as in absent()
+    return Array("scratch", (needed,), U8, more) if needed else absent("scratch", U8)
+
+
 def matmul_call(kernel: str, dense: bool = False, windows: bool = False, k: int = 128) -> Call:
     m, n = 24, 32  # more rows than a kernel of Hopper takes that needs no scratch
     a = (Array("a", (m, k), BF16, also=(jnp.float16,)), absent("a scale", U8), absent("a amax"))
     bias = Array("bias", (n,), BF16, ((0,),), FLOATS)
-    results = (Array("out", (m, n), F32, also=FLOATS), absent("scratch", U8))
+    left, capability = "bfloat16" if dense else "nvfp4", 80 if kernel.startswith("sm80") else 0
+    problem = {"shape": (1, m, n, k), "a": left, "windows": windows, "out": "float32", "pinned": False}
+    needed = plans.plan_matmul(**problem, capability=capability, kernel=kernel).scratch_bytes
+    results = (Array("out", (m, n), F32, also=FLOATS), scratch_of(needed))
     operands = (*(a if dense else tensor("a ", m, k, windows)), *tensor("b ", n, k, False), bias)
     attrs = {"kernel": kernel, "pinned": False, "a_windows": windows, "b_windows": False}
     attrs |= {"a_e4m3_max": np.int32(448), "b_e4m3_max": np.int32(448)}
@@ -107,15 +115,15 @@ def grouped_call(kernel: str, dense: bool, m: int = 24) -> Call:
     g, n, k = 3, 32, 128
     left = "bfloat16" if dense else "nvfp4"
     capability = 90 if kernel.startswith("sm90") else 0
-    scratch = plans.plan_grouped(shape=(m, g, n, k), a=left, out="float32", capability=capability).scratch_bytes
+    scratch = plans.plan_grouped(
+        shape=(m, g, n, k), a=left, out="float32", pinned=False, capability=capability
+    ).scratch_bytes
     a = (Array("a", (m, k), BF16, also=(jnp.float16,)), absent("a scale", U8), absent("a amax"))
     data, scale = Array("b data", (g, n, k // 2), U8), Array("b scale", (g, n, k // 16), U8)
     b = (data, scale, Array("b amax", (g,), F32, ((g, n),)))
     operands = (*(a if dense else tensor("a ", m, k, False)), *b, Array("group sizes", (g,), jnp.int32))
-    attrs = {"kernel": kernel, "a_e4m3_max": np.int32(448), "b_e4m3_max": np.int32(448)}
-    more = ((scratch, 1), (1, scratch), (scratch + 1,), (2 * scratch,))  # as in absent()
-    of_scratch = Array("scratch", (scratch,), U8, more) if scratch else absent("scratch", U8)
-    return Call("grouped_matmul", operands, (Array("out", (m, n), F32, also=FLOATS), of_scratch), attrs)
+    attrs = {"kernel": kernel, "pinned": False, "a_e4m3_max": np.int32(448), "b_e4m3_max": np.int32(448)}
+    return Call("grouped_matmul", operands, (Array("out", (m, n), F32, also=FLOATS), scratch_of(scratch)), attrs)
 
 
 def dequantize_call(windows: bool, cols: int = 128) -> Call:

@@ -339,6 +339,14 @@ text = "TypeError: group_sizes must be int32, got int8; ...astype(jnp.int32)"
 rule(text, grouped_matmul_nt, left, experts, a(3, dtype=I8))
 for known in (np.array([20, 9, 4], np.int32), [-3, 20, 13], (20, 9, 4)):
     rule("group_sizes must have a sum of at most M=32, got 33", grouped_matmul_nt, left, experts, known)
+rule(
+    "accumulation must be 'fast' or 'pinned', got 'exact'",
+    grouped_matmul_nt,
+    left,
+    experts,
+    sizes,
+    accumulation="exact",
+)
 rule("group_sizes must have shape (G,)=(3,)", grouped_matmul_nt, left, experts, a(2, dtype=I32))
 rule("group_sizes must have shape (G,)=(3,)", grouped_matmul_nt, left, experts, np.full((2, 3), 9, np.int32))
 rule("TypeError: group_sizes must be int32, got float32", grouped_matmul_nt, left, experts, [30.0, 9.0, 1.0])
@@ -430,6 +438,7 @@ rule("key must be given, ...; pass the argument key, or", grouped_linear, x, w, 
 windows, key = Recipe(None, (WINDOW64, WINDOW64), None), jax.random.key(0)
 rule("recipe.fprop must have amax_scope...window64", grouped_linear, x, w, sizes, recipe=recipes.window64(), key=key)
 rule("recipe.dgrad must have amax_scope...window64", grouped_linear, x, w, sizes, recipe=windows)
+rule("accumulation must be 'fast' or 'pinned', got None", grouped_linear, x, w, sizes, accumulation=None)
 text = "implementation must be None, 'native' or 'reference' where recipe.fprop is None, got 'cpu_nvfp4_blocks'"
 rule(text, grouped_linear, x, w, sizes, recipe=Recipe(None, None, None), implementation="cpu_nvfp4_blocks")
 rule("w_axes must be 'nk' or 'kn'", grouped_linear, x, w, sizes, w_axes="gnk")

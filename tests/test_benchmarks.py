@@ -467,7 +467,7 @@ def test_steps_have_both_gradients(monkeypatch):
     some = {name: bench_steps.RECIPES[name] for name in ("pretrain", "inference")}
     monkeypatch.setattr(bench_steps, "RECIPES", some)
     programs = bench_steps.layers("16x32x64")
-    assert list(programs) == ["bf16", "pretrain"]
+    assert list(programs) == ["bf16", "pretrain", "rl pinned"]
     for program in programs.values():
         (y, (dx, dw)), *_ = chain = program()
         assert [a.shape for a in (y, dx, dw)] == [(16, 32), (16, 64), (32, 64)]

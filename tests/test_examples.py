@@ -182,6 +182,21 @@ def test_experts_on_several_devices_compute_what_one_does(moe):
 
 
 @pytest.mark.long
+def test_rl_trains_on_the_bits_of_its_rollouts(tmp_path):
+    needs_plots()
+    out = run("rl.py", "--runs", "pinned", "xla_sums", "--steps", "3", "--out", "learned", cwd=tmp_path)
+    assert (tmp_path / "learned" / "rl.png").read_bytes().startswith(PNG)
+    runs = json.loads((tmp_path / "learned" / "rl.json").read_text())["runs"]
+    assert list(runs) == ["pinned", "xla_sums"]
+    assert runs["pinned"]["difference"] == [0, 0, 0]
+    assert 0 < max(runs["xla_sums"]["difference"]) < 1e-2  # a difference would show
+    assert all(0 < reward < 0.2 for run in runs.values() for reward in run["reward"])
+    batches = [list(map(int, row.split(", "))) for row in re.findall(r"answers (.*)", out)]
+    assert len(batches) == 6
+    assert all(ran[0] == 256 and ran == sorted(ran, reverse=True) and ran[-1] < 256 for ran in batches)
+
+
+@pytest.mark.long
 def test_compare_recipes_writes_table_and_picture(tmp_path):
     needs_plots()
     arguments = ("--size", "64", "--only", "row_scaled,2d_mse", "--out", "compared")

@@ -1,4 +1,4 @@
-"""The kernels of the pinned order that take few rows, by name, on any GPU: the CPU's bits for all data."""
+"""The kernels of the pinned order, by name, on any GPU: the CPU's bits for all data."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +10,8 @@ from products import ROW, TENSOR, WINDOW, dense, hang_guard, multiply_on, quanti
 import jnvfp4
 from jnvfp4 import Format, NVFP4Tensor
 
-KERNEL = "sm80_nvfp4_blocks_small_m"
-every_kernel = pytest.mark.parametrize("kernel", [KERNEL, "sm80_nvfp4_blocks"])
+KERNEL, PINNED = "sm80_nvfp4_blocks_small_m", "sm90_nvfp4_pinned"
+every_kernel = pytest.mark.parametrize("kernel", [KERNEL, "sm80_nvfp4_blocks", PINNED])
 ROWS = (1, 7, 8, 9, 16, 17, 33, 64)
 # N, K. CTAs have 16 to 112 columns and 8 to 64 rows: what lets all SMs end soonest. They go along
 # K by 128 or 256, through seven stages. A K of 1600 or more uses some of these again.
@@ -50,7 +50,28 @@ SHAPES = [(ROW, *shape) for shape in WIDTHS] + [(WINDOW, *shape) for shape in WI
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize(("fmt", "n", "k"), SHAPES, ids=lambda v: getattr(v, "amax_scope", v))
 def test_shapes(device, fmt, m, n, k, kernel):
-    check(device, *quantized((m, n, k), fmt, fmt), kernel=kernel)
+    check(device, *quantized((m, n, k), fmt, fmt), kernel=named(device, kernel, fmt))
+
+
+def named(device, kernel, *formats) -> str:
+    """The kernel of Hopper for these formats; a skip elsewhere."""
+    if kernel == PINNED and device.compute_capability != "9.0":
+        pytest.skip(f"{PINNED} runs on Hopper")
+    return f"{PINNED}_prepared" if kernel == PINNED and WINDOW in formats else kernel
+
+
+@pytest.mark.parametrize("out", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(300, 520, 272), (4097, 70, 336), (1000, 4200, 80), (129, 8192, 64)])
+@every_a
+@every_b
+def test_many_rows(device, a_format, b_format, shape, out):
+    """By each tile, and with b decoded in the kernel and before it."""
+    if WINDOW in (a_format, b_format):
+        shape = (*shape[:2], 320)
+    named(device, PINNED)
+    a, b = quantized(shape, a_format, b_format)
+    kernel = jnvfp4.supports("matmul_nt", a, b, accumulation="pinned", device=device).kernel
+    check(device, a, b, dense((shape[1],), np.float32), out, kernel)
 
 
 @every_a
@@ -62,47 +83,68 @@ def test_formats(device, a_format, b_format, shape):
     check(device, *quantized(shape, a_format, b_format))
 
 
+@every_kernel
 @pytest.mark.parametrize("fmt", [TENSOR, WINDOW], ids=["tensor", "window64"])
-def test_every_code_and_scale(device, fmt):
+def test_every_code_and_scale(device, fmt, kernel):
     """Each pair of scales of the whole range of E4M3, and every product of codes."""
-    check(device, *quantized((64, 128, 2048), fmt, fmt, scales=range(0x7F)))
+    operands = quantized((64, 128, 2048), fmt, fmt, scales=range(0x7F))
+    check(device, *operands, kernel=named(device, kernel, fmt))
 
 
 @pytest.mark.parametrize("fmt", [ROW, WINDOW], ids=["row", "window64"])
 @pytest.mark.parametrize("shared", [False, True], ids=["batched b", "shared b"])
 @pytest.mark.parametrize("lead", [(2, 3), (300,)], ids=["6", "300"])
 @pytest.mark.parametrize("m", [5, 13, 40])
-def test_leading_axes(device, fmt, shared, lead, m):
+@every_kernel
+def test_leading_axes(device, fmt, shared, lead, m, kernel):
     """300 matrices keep every SM busy with any tile."""
     m = max(1, m // int(np.prod(lead))) if shared else m  # leading axes of a are rows
     if shared and m * np.prod(lead) > 64:
         lead = (2, 3)
     a = random_tensor(0, (*lead, m, 320), fmt)
-    check(device, a, random_tensor(1, (7, 320) if shared else (*lead, 7, 320), fmt), dense((7,), np.float32))
+    b = random_tensor(1, (7, 320) if shared else (*lead, 7, 320), fmt)
+    check(device, a, b, dense((7,), np.float32), kernel=named(device, kernel, fmt))
 
 
+@every_kernel
 @every_tile
-def test_nan_scales_of_windows_reach_their_row_and_column(device, shape):
-    a, b = quantized((*shape[:2], 320), WINDOW, WINDOW)
-    check(device, with_nan_scale(a, -1), with_nan_scale(with_nan_scale(b, 4), -1))
+@pytest.mark.parametrize("fmt", [ROW, WINDOW], ids=["row", "window64"])
+def test_nan_scales_reach_their_row_and_column(device, shape, fmt, kernel):
+    a, b = quantized((*shape[:2], 320), fmt, fmt)
+    a, b = with_nan_scale(a, -1), with_nan_scale(with_nan_scale(b, 4), -1)
+    check(device, a, b, kernel=named(device, kernel, fmt))
 
 
+@every_kernel
 @every_tile
 @pytest.mark.parametrize("amax", [0.0, np.inf, np.nan, 1e25, 1e-25, 1e-38], ids=str)
-def test_amax_of_a_window_that_is_no_ordinary_number(device, shape, amax):
+def test_amax_of_a_window_that_is_no_ordinary_number(device, shape, amax, kernel):
     """In one window of either operand: alpha of 0, Inf, NaN and subnormal numbers."""
     a, b = quantized((*shape[:2], 320), WINDOW, WINDOW)
     a = NVFP4Tensor(a.data, a.scale, a.amax.at[2, 1].set(amax), WINDOW)
     b = NVFP4Tensor(b.data, b.scale, b.amax.at[4, 3].set(amax), WINDOW)
-    check(device, a, b)
+    check(device, a, b, kernel=named(device, kernel, WINDOW))
 
 
+@every_kernel
 @every_tile
-def test_zeros_are_positive(device, shape):
+def test_amaxes_of_16_bit_arrays(device, shape, kernel):
+    """Their products are exact, which sm90_nvfp4_pinned_prepared makes use of."""
+    shorter = [
+        NVFP4Tensor(t.data, t.scale, t.amax.astype(jnp.bfloat16).astype(jnp.float32), WINDOW)
+        for t in quantized((*shape[:2], 320), WINDOW, WINDOW)
+    ]
+    check(device, *shorter, kernel=named(device, kernel, WINDOW))
+
+
+@every_kernel
+@every_tile
+def test_zeros_are_positive(device, shape, kernel):
     """Codes of -0 on a side: no sum is -0."""
     a, b = quantized(shape)
-    check(device, NVFP4Tensor(jnp.full_like(a.data, 0x88), a.scale, a.amax), b)
-    check(device, a, NVFP4Tensor(jnp.full_like(b.data, 0x88), b.scale, b.amax))
+    kernel = named(device, kernel)
+    check(device, NVFP4Tensor(jnp.full_like(a.data, 0x88), a.scale, a.amax), b, kernel=kernel)
+    check(device, a, NVFP4Tensor(jnp.full_like(b.data, 0x88), b.scale, b.amax), kernel=kernel)
 
 
 def test_runs_are_identical(device):
@@ -113,17 +155,15 @@ def test_runs_are_identical(device):
 
 
 def test_the_sums_of_a_block_are_exact_in_float32():
-    """What the kernel gives to tensor cores is exact in float16, and every partial sum has at most 24 bits."""
-    codes, scales = np.arange(16, dtype=np.uint8), np.arange(0x7F, dtype=np.uint8)
+    """What kernels give to tensor cores is exact in float16, and products have few bits below the largest exponent."""
+    codes, scales = np.arange(16, dtype=np.uint8), np.arange(1, 0x7F, dtype=np.uint8)
     q, s = e2m1_values(codes).astype(np.float64), scale_values(scales).astype(np.float64)
-    left, right = np.outer(s, q) * 2.0**-14, q * 2.0**-14
-    for values in (left, right):
-        assert np.array_equal(values.astype(np.float16).astype(np.float64), values)
-    for of_scale, scale in zip(left, s, strict=True):
-        if scale == 0:
-            continue
-        odd = scale / 2.0 ** np.floor(np.log2(scale)) * 8  # 8 to 15: the scale without its power of two
-        unit = scale / odd * 2.0**-30
-        products = np.abs(np.outer(of_scale, right)) / unit
-        assert np.array_equal(products, np.round(products))
-        assert 16 * products.max() < 2.0**16
+    numbers = np.outer(s, q) * 2.0**-14
+    assert np.array_equal(numbers.astype(np.float16).astype(np.float64), numbers)
+    steps = (s * 2.0**9).astype(np.int64)  # of 2^-9, the least scale
+    unit = (steps & -steps) * 2.0 ** (-9 - 1 - 14)  # of the numbers of a block
+    products = np.abs(numbers[:, None, :, None] * numbers[None, :, None, :]) / np.outer(unit, unit)[:, :, None, None]
+    assert np.array_equal(products, np.round(products))
+    assert 16 * products.max() < 2.0**20
+    exponent = np.maximum(np.floor(np.log2(np.abs(numbers).max(axis=1))), -14)  # tensor cores count subnormals so
+    assert np.max(np.add.outer(exponent, exponent) + 1 - np.log2(np.outer(unit, unit))) <= 21

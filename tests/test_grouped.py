@@ -93,6 +93,29 @@ def test_each_group_has_the_bits_of_matmul_nt(cpu, implementation, left, sizes):
     assert_bitwise(got, by_group(a, b, sizes))
 
 
+@every_boundary
+@every_left
+def test_the_pinned_order_has_the_bits_of_the_cpu(native, left, sizes):
+    """Whatever the group's place, and whatever other groups there are."""
+    a, b = operands(left)
+    if native.platform == "cuda" and not isinstance(a, NVFP4Tensor):
+        pytest.skip("no GPU has a kernel of a 16-bit left operand")
+    want = by_group(*jax.device_put((a, b), jax.devices("cpu")[0]), sizes, accumulation="pinned")
+    assert_bitwise(grouped_matmul_nt(a, b, int32(sizes), accumulation="pinned"), want)
+
+
+def test_a_device_without_a_kernel_of_the_pinned_order(cpu):
+    """It is an error where the program is lowered, as for a kernel by name."""
+    if not load.available("cuda"):
+        skip_or_fail("cuda", "no CUDA kernels in this build")
+    product = jax.jit(partial(grouped_matmul_nt, accumulation="pinned"))
+    x = jnp.ones((4, K), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match='accumulation="pinned" with a 16-bit a, which the CPU, GPUs of Hop'):
+        jax.export.export(product, platforms=["cuda"], disabled_checks=export_checks())(
+            x, operands("row")[1], int32([1] * G)
+        )
+
+
 @pytest.mark.parametrize("implementation", ["native", "reference"])
 def test_a_sum_of_negative_zeros_is_positive(cpu, implementation):
     """Of one block: XLA replaces 0 + x by x in a loop of one turn."""
@@ -207,8 +230,8 @@ def test_decode_then_ragged_dot_on_a_gpu(left, sizes):
 
 
 # ---------------------------------------------------------------- the plan
-def plan(a="nvfp4", capability=90, shape=(128, 4, 128, 256), kernel=None):
-    return plans.plan_grouped(shape=shape, a=a, out="bfloat16", capability=capability, kernel=kernel)
+def plan(a="nvfp4", capability=90, shape=(128, 4, 128, 256), kernel=None, pinned=False):
+    return plans.plan_grouped(shape=shape, a=a, out="bfloat16", pinned=pinned, capability=capability, kernel=kernel)
 
 
 def test_the_kernel_of_each_device():
@@ -218,6 +241,17 @@ def test_the_kernel_of_each_device():
         for left in ("nvfp4", "bfloat16"):
             assert plan(left, capability) == ("decode_then_ragged_dot", 0, "")
     assert plan(capability=90, kernel="decode_then_ragged_dot").reason == ""
+
+
+def test_the_kernels_of_the_pinned_order():
+    """The CPU's is the only one of a 16-bit left operand; without any, the text says what there is."""
+    for left in ("nvfp4", "bfloat16"):
+        assert plan(left, 0, pinned=True) == plan(left, 0)
+    assert plan(pinned=True)[::2] == ("sm90_nvfp4_pinned_grouped", "")
+    for left, capability in (("bfloat16", 90), ("nvfp4", 80), ("nvfp4", 120), ("float16", None)):
+        assert plan(left, capability, pinned=True) == ("", 0, "no kernel multiplies these operands there")
+    for kernel in ("sm90_nvfp4_grouped", "decode_then_ragged_dot"):
+        assert "its order of summation is not pinned" in plan(kernel=kernel, pinned=True).reason
 
 
 WHY_NOT = {

@@ -1,6 +1,7 @@
 """grouped_linear and RaggedDot: each expert is what linear is for its rows, and rows of no group change nothing."""
 
 import functools
+import re
 from functools import partial
 from typing import NamedTuple
 
@@ -172,6 +173,13 @@ def test_dx_reads_the_tiles_of_the_forward_product(cpu):
     names = primitives(jax.make_jaxpr(partial(with_gradients, f))(X, W).jaxpr)
     assert (names.count("nvfp4_transpose"), names.count("nvfp4_grouped_matmul")) == (1, 2)
     assert names.count("nvfp4_quantize_pair") == 0
+
+
+@pytest.mark.parametrize("accumulation", ["fast", "pinned"])
+def test_products_forward_and_backward_have_the_order_that_is_asked_for(accumulation):
+    f = partial(grouped_linear, group_sizes=int32(SIZES), recipe=recipes.DEFAULT, accumulation=accumulation)
+    text = str(jax.make_jaxpr(partial(with_gradients, f))(X, W))
+    assert re.findall(r"ProductParams\([^|]*?accumulation='(\w+)'", text) == [accumulation] * 2
 
 
 def test_nothing_is_given_to_ragged_dot():

@@ -10,7 +10,7 @@ import pytest
 from helpers import assert_bitwise, assert_same_tensor, equations
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from meshes import assert_sharded, home, make_mesh, put
+from meshes import KINDS, assert_sharded, home, make_mesh, put
 from operands import normal
 from test_recipes import TABLE
 
@@ -381,3 +381,65 @@ def test_a_quantizer_takes_an_amax_whatever_the_axes_of_x(cpu, specs):
     want = tuple(None if s is None else quantize(x.reshape(64, 64), s, amax=a, transpose=t) for s, a, t in of)
     assert_same_tensor(flat, want)
     assert_same_tensor(jax.tree.map(lambda v, of_flat: v.reshape(of_flat.shape), kept, flat), flat)
+
+
+# ---------------------------------------------------------------- rows in the pinned order
+ROWS, COLUMNS, DEPTH = 8192, 80, 256
+FEW_ROWS = (1, 2, 7, 16, 17, 33, 64, 65, 129, 512)
+
+
+def products_of_rows(x):
+    """Products of x [..., M, K], all in the pinned order, whose amaxes belong to rows, or are given."""
+    w = normal((COLUMNS, DEPTH), 2)
+    qw, pinned = quantize(w), {"accumulation": "pinned", "out_dtype": jnp.float32}
+    return {
+        "one amax": matmul_nt(quantize(x, amax=jnp.float32(4)), qw, **pinned),
+        "row": matmul_nt(quantize(x, ROW_SCALED), qw, bias=w[:, 0], **pinned),
+        "window64": matmul_nt(quantize(x, WINDOW64), qw, **pinned),
+        "16-bit": matmul_nt(x, qw, **pinned),
+        "rl": linear(x, w, recipes.rl(), accumulation="pinned"),
+        "rl with 4over6": linear(x, w, recipes.rl(four_over_six=True), accumulation="pinned"),
+        "frozen": linear(x, qw, recipes.rl(), accumulation="pinned"),
+    }
+
+
+@pytest.fixture(scope="module")
+def all_rows():
+    x = normal((ROWS, DEPTH), 1)
+    with jax.default_device(jax.devices("cpu")[0]):
+        return x, jax.jit(products_of_rows)(x)
+
+
+def assert_rows(all_rows, products, begin, end):
+    for name, want in all_rows[1].items():
+        assert_bitwise(products[name], want[begin:end], f"{name}, rows {begin} to {end}")
+
+
+@pytest.mark.parametrize(
+    "sizes", [FEW_ROWS, pytest.param(range(3, 513, 5), marks=pytest.mark.long)], ids=["few", "each fifth up to 512"]
+)
+def test_a_row_has_the_same_bits_in_any_number_of_rows_and_at_any_place(native, all_rows, sizes):
+    x, product = np.asarray(all_rows[0]), jax.jit(products_of_rows)
+    for m in sizes:
+        for begin in (0, 37 * m % (ROWS - m), ROWS - m):
+            assert_rows(all_rows, product(x[begin : begin + m]), begin, begin + m)
+    assert_rows(all_rows, product(x), 0, ROWS)
+
+
+@pytest.mark.parametrize("batch", [2, 24])
+def test_a_row_has_the_same_bits_in_a_batch_and_under_vmap(native, all_rows, batch):
+    x = np.asarray(all_rows[0][: 16 * batch]).reshape(batch, 16, DEPTH)
+    for product in (products_of_rows, jax.vmap(products_of_rows)):
+        of_rows = jax.tree.map(lambda y: np.asarray(y).reshape(-1, COLUMNS), jax.jit(product)(x))
+        assert_rows(all_rows, of_rows, 0, 16 * batch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", [P("x"), P(("x", "y"))], ids=str)
+def test_a_row_has_the_same_bits_where_tokens_are_split(devices, all_rows, spec, kind):
+    mesh = make_mesh(devices, kind=kind)
+    with jax.set_mesh(mesh):
+        products = jax.jit(products_of_rows)(put(all_rows[0][:64], mesh, spec))
+    assert_rows(all_rows, products, 0, 64)
+    for y in products.values():
+        assert_sharded(y, mesh, P(*spec, None))

@@ -53,9 +53,12 @@ def test_the_kernels_of_a_gpu(capability):
         fast = FP4 if capability >= BLACKWELL and left == "nvfp4" else fast
         assert plan(left, capability=capability)[::2] == (fast, "")
     for m, few in ((1, True), (64, True), (65, False)):
+        hopper = capability == HOPPER and not few
         kernel = "sm80_nvfp4_blocks_small_m" if few else "sm80_nvfp4_blocks"
-        for order in ({"pinned": True}, {"windows": True, "pinned": True}):
-            assert plan(**order, capability=capability, shape=(3, m, 128, 256)) == (kernel, 0, "")
+        for windows, name in ((False, "sm90_nvfp4_pinned"), (True, "sm90_nvfp4_pinned_prepared")):
+            got = plan(windows=windows, pinned=True, capability=capability, shape=(3, m, 128, 256))
+            assert got[::2] == (name if hopper else kernel, "")
+            assert bool(got.scratch_bytes) != few
         windows = "sm90_nvfp4_windows" if capability == HOPPER and not few else kernel
         assert plan(windows=True, capability=capability, shape=(3, m, 128, 256))[::2] == (windows, "")
     assert plan("bfloat16", pinned=True, capability=capability) == ("sm80_dense_elements", 0, "")

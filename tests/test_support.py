@@ -126,17 +126,18 @@ def test_a_gpu_that_is_too_old_runs_the_reference(any_device, monkeypatch):
 
 # ---------------------------------------------------------------- the kernel of matmul_nt on a GPU
 WINDOWS_A, WINDOWS_B = t(32, 64, spec=WINDOW64), t(48, 64, spec=WINDOW64)
+PREPARED = "sm90_nvfp4_pinned_prepared"
 # The kernel of any GPU, and that of Hopper where it has another one.
 GPU_MATMULS = {
     "nvfp4": ((t(65, 64), B), {}, "decode_then_dot sm90_nvfp4_fused"),
     "64 rows": ((t(64, 64), B), {}, "sm80_nvfp4_blocks_small_m sm90_nvfp4_fused"),
     "few rows": ((t(16, 64), B), {}, "sm80_nvfp4_blocks_small_m sm90_nvfp4_small_m"),
     "pinned": ((A, B), {"accumulation": "pinned"}, "sm80_nvfp4_blocks_small_m"),
-    "pinned of many rows": ((t(65, 64), B), {"accumulation": "pinned"}, "sm80_nvfp4_blocks"),
+    "pinned of many rows": ((t(65, 64), B), {"accumulation": "pinned"}, "sm80_nvfp4_blocks sm90_nvfp4_pinned"),
     "windows of a": ((WINDOWS_A, B), {}, "sm80_nvfp4_blocks_small_m"),
     "windows of b": ((A, WINDOWS_B), {}, "sm80_nvfp4_blocks_small_m"),
     "windows of many rows": ((t(65, 64), WINDOWS_B), {}, "sm80_nvfp4_blocks sm90_nvfp4_windows"),
-    "windows pinned": ((t(65, 64), WINDOWS_B), {"accumulation": "pinned"}, "sm80_nvfp4_blocks"),
+    "windows pinned": ((t(65, 64), WINDOWS_B), {"accumulation": "pinned"}, f"sm80_nvfp4_blocks {PREPARED}"),
     "weight-only": ((X, B), {}, "decode_then_dot sm90_dense_fused"),
     "weight-only of few rows": ((a(1, 64), B), {}, "decode_then_dot sm90_dense_small_m"),
     "weight-only pinned": ((X, B), {"accumulation": "pinned"}, "sm80_dense_elements"),

@@ -7,7 +7,9 @@
 // the fused kernel, or 0 for that of few rows. LEFT is pinned, or windows with window64 on both sides, for the pinned
 // order: TOKENS is then 8, 16, 32 or 64 rows per CTA, 0 for what the launcher takes, or 128 for the kernel of
 // any number of rows. LEFT is fast-a, fast-b or fast-ab for sm90_nvfp4_windows with windows on these sides: TOKENS is
-// then 192, or 128 for both. benchmarks/README.md has the commands that build it.
+// then 192, or 128 for both. LEFT is codes, numbers or amaxes for the kernel of the pinned order on Hopper with b as
+// codes, decoded to scratch, or with windows on both sides too: TOKENS is then 64, 128 or 256, 256, and 128.
+// benchmarks/README.md has the commands that build it.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +17,8 @@
 #include <vector>
 
 #include "cuda/matmul/launchers.h"
+#include "plan/sm80_blocks.h"
+#include "plan/sm90_pinned.h"
 #include "plan/sm90_windows.h"
 #include "timing.h"
 
@@ -30,13 +34,13 @@ struct Case {
   FusedPlan plan;
 
   bool fast() const { return left.rfind("fast-", 0) == 0; }
-  bool a_windows() const { return left == "windows" || left == "fast-a" || left == "fast-ab"; }
-  bool b_windows() const { return left == "windows" || left == "fast-b" || left == "fast-ab"; }
+  bool a_windows() const { return left == "windows" || left == "amaxes" || left == "fast-a" || left == "fast-ab"; }
+  bool b_windows() const { return left == "windows" || left == "amaxes" || left == "fast-b" || left == "fast-ab"; }
   bool pinned() const { return left == "pinned" || left == "windows"; }
   bool fused() const { return !pinned() && !fast() && plan.tokens; }
   int64_t scratch() const {
     const GemmShape s = fused_shape(shape, plan);
-    return fast() ? windows_scratch(s, plan).bytes : fused() ? fused_scratch(s, plan).bytes : 0;
+    return fast() ? windows_scratch(s, plan).bytes : fused() ? fused_scratch(s, plan).bytes : blocks_scratch(s).bytes;
   }
 };
 
@@ -44,7 +48,7 @@ void launch(const Case& c, const MatmulArgs& args, void* scratch, cudaStream_t s
   check(c.fast()               ? launch_sm90_windows(args, c.plan, scratch, stream)
         : c.fused()            ? launch_sm90_fused(args, c.plan, scratch, stream)
         : !c.pinned()          ? launch_sm90_small_m(args, stream)
-        : c.plan.tokens == 128 ? launch_sm80_nvfp4_blocks(args, stream)
+        : c.plan.tokens == 128 ? launch_sm80_nvfp4_blocks(args, scratch, stream)
                                : launch_sm80_nvfp4_blocks_small_m(args, stream, c.plan.tokens),
         "launch");
 }
@@ -56,8 +60,12 @@ Case parse(const char* text) {
   long whole = 0;
   const bool parsed =
       std::sscanf(text, "%7[^:]:%ldx%ldx%ld:%d:%d:%ld", left, &m, &n, &k, &tokens, &splits, &whole) >= 6;
-  const bool exchanged = std::string(left) == "fast-a";
-  const Case c{left, {1, m, n, k}, {tokens, splits, exchanged, whole}};
+  const std::string of(left);
+  const Pinned pinned = of == "codes"     ? Pinned::kCodes
+                        : of == "numbers" ? Pinned::kNumbers
+                        : of == "amaxes"  ? Pinned::kWindows
+                                          : Pinned::kNo;
+  const Case c{left, {1, m, n, k}, {tokens, splits, of == "fast-a", whole, pinned}};
   if (!parsed || ((c.fused() || c.fast()) && (splits < 1 || (splits > 1 && 2 * splits > (k + 255) / 256)))) {
     std::fprintf(stderr, "a case must be LEFT:MxNxK:TOKENS:SPLITS, got %s\n", text);
     std::exit(2);
@@ -68,7 +76,8 @@ Case parse(const char* text) {
 // The medians of 11, in microseconds of a product.
 float time(const Case& c) {
   const GemmShape& s = c.shape;
-  const bool quantized = c.left == "w4a4" || c.pinned() || c.fast(), bf16 = c.left == "bf16";
+  const bool quantized = c.left == "w4a4" || c.pinned() || c.fast() || c.plan.pinned != Pinned::kNo,
+             bf16 = c.left == "bf16";
   const int64_t windows = s.depth / kWindow;
   const int sets = static_cast<int>(std::clamp<int64_t>(kWeights / (s.cols * s.depth / 2), 2, 8));
   std::vector<uint8_t*> buffers;

@@ -33,7 +33,7 @@ def init_optimizer(params: Tree) -> Tree:
     return {"step": jnp.int32(0), "mean": zeros(params), "square": zeros(params)}
 
 
-def adamw(params: Tree, grads: Tree, state: Tree, lr: Array) -> tuple[Tree, Tree]:
+def adamw(params: Tree, grads: Tree, state: Tree, lr: Array | float) -> tuple[Tree, Tree]:
     """Takes one step of AdamW, with the gradient clipped to norm 1; returns the new weights and optimizer state."""
     beta1, beta2, decay = 0.9, 0.95, 0.1
     step = state["step"] + 1

@@ -20,6 +20,7 @@ inline auto grouped_matmul_binding() {
       .Ret<ffi::AnyBuffer>()  // out [M, N]
       .Ret<ffi::AnyBuffer>()  // scratch
       .Attr<std::string_view>("kernel")
+      .Attr<bool>("pinned")
       .Attr<int32_t>("a_e4m3_max")
       .Attr<int32_t>("b_e4m3_max");
 }
@@ -30,7 +31,7 @@ template <class Context, ffi::Error (*kRun)(Context, const GroupedArgs&, std::st
 ffi::Error grouped_matmul_call(ffi::AnyBuffer a, ffi::AnyBuffer a_scale, ffi::AnyBuffer a_amax, ffi::AnyBuffer b,
                                ffi::AnyBuffer b_scale, ffi::AnyBuffer b_amax, ffi::AnyBuffer sizes,
                                ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> scratch,
-                               std::string_view kernel, int32_t a_max, int32_t b_max, Context context) {
+                               std::string_view kernel, bool pinned, int32_t a_max, int32_t b_max, Context context) {
   Checks check("grouped_matmul_nt");
   check.e4m3_max("a_e4m3_max", a_max);
   check.e4m3_max("b_e4m3_max", b_max);
@@ -73,7 +74,7 @@ ffi::Error grouped_matmul_call(ffi::AnyBuffer a, ffi::AnyBuffer a_scale, ffi::An
   args.out = out->untyped_data(), args.kind = float_kind(out->element_type());
   args.shape = {left.rows, right.batch, right.rows, left.cols};
   const std::string error =
-      kGroupedKernels.adapt(kernel, {args.shape, kind, args.kind}, kDevice(), count_of(*scratch), &kernel);
+      kGroupedKernels.adapt(kernel, {args.shape, kind, args.kind, pinned}, kDevice(), count_of(*scratch), &kernel);
   check.that(error.empty(), [&] { return error; });
   return check.ok() ? kRun(context, args, kernel, scratch->untyped_data()) : check.error();
 }

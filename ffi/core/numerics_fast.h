@@ -39,6 +39,20 @@ JNVFP4_HD float div_by_steps(float a, float d, float reciprocal, Fma fma) {
   return fma(fma(-d, q, a), reciprocal, q);
 }
 
+// = div_rn(a, d), proven by tests/cpp/exhaustive.cc::div_by_pieces
+// for the divisors d of alpha_w4a4 and a from 2^-76 to 2^98, given the reciprocal as the sum of two floats.
+template <class Fma>
+JNVFP4_HD float div_by_pieces(float a, float large, float small, Fma fma) {
+  return fma(a, large, mul_rn(a, small));
+}
+
+// = div_rn(a, d), proven by tests/cpp/exhaustive.cc::div_by_float64
+// for the divisors d of alpha_w4a4 and every a, given the reciprocal in float64: a quotient by an odd number below 2^9
+// is far from the middle between two floats, or is it exactly.
+JNVFP4_HD float div_by_float64(float a, double reciprocal) {
+  return static_cast<float>(static_cast<double>(a) * reciprocal);
+}
+
 // = div_rn(a, d), proven by tests/test_numerics.py::test_division_by_a_constant
 // for the constants d of the rules, given fl(1 / d).
 JNVFP4_HD float div_constant(float a, float d, float reciprocal) {
@@ -136,6 +150,20 @@ JNVFP4_HD float candidate_base(uint32_t block_amax_bits, float encode_scale) {
 JNVFP4_HD float alpha_w4a4_by_steps(float amax_a, float amax_b, float divisor, float reciprocal) {
   return div_constant(mul_rn(amax_a, amax_b), divisor, reciprocal);
 }
+
+// = alpha_w4a4(amax_a, amax_b, e4m3_max_a, e4m3_max_b), proven by tests/cpp/exhaustive.cc::AlphasOfRow
+// for many amax_b, where both amaxes have at most 12 bits, so that their product is exact, and are from 2^-38 to 2^49.
+struct AlphasOfRow {
+  float large, small;  // amax_a / divisor
+
+  template <class Fma>
+  JNVFP4_HD AlphasOfRow(float amax_a, float reciprocal, float rest, Fma fma)
+      : large(mul_rn(amax_a, reciprocal)), small(fma(amax_a, rest, fma(amax_a, reciprocal, -large))) {}
+  template <class Fma>
+  JNVFP4_HD float operator()(float amax_b, Fma fma) const {
+    return fma(amax_b, large, mul_rn(amax_b, small));
+  }
+};
 
 // ---------------------------------------------------------------- the errors of 4over6
 // = scaled_difference(q, x, scale, encode), proven by tests/test_numerics.py::test_row_error

@@ -56,8 +56,8 @@ Answer plan(int64_t batch, int64_t rows, int64_t cols, int64_t depth, std::strin
 }
 
 Answer plan_groups(int64_t rows, int64_t groups, int64_t cols, int64_t depth, std::string_view a, std::string_view out,
-                   int capability, bool sm90a, std::string_view wanted) {
-  const GroupedProblem problem{{rows, groups, cols, depth}, left_named(a), float_named(out)};
+                   bool pinned, int capability, bool sm90a, std::string_view wanted) {
+  const GroupedProblem problem{{rows, groups, cols, depth}, left_named(a), float_named(out), pinned};
   return answer(kGroupedKernels, problem, {capability, sm90a}, wanted);
 }
 
@@ -103,7 +103,7 @@ NB_MODULE(_cpu, m) {
     return jnvfp4::plan_windows({batch, rows, cols, depth}, a_windows, b_windows).splits;
   });
   m.def("plan_grouped", plan_groups, nb::arg("rows"), nb::arg("groups"), nb::arg("cols"), nb::arg("depth"),
-        nb::arg("a"), nb::arg("out"), nb::arg("capability"), nb::arg("sm90a"), nb::arg("wanted"));
+        nb::arg("a"), nb::arg("out"), nb::arg("pinned"), nb::arg("capability"), nb::arg("sm90a"), nb::arg("wanted"));
   m.attr("matmul_kernels") = names_of(kMatmulKernels);
   m.attr("grouped_kernels") = names_of(kGroupedKernels);
   m.attr("any_gpu") = jnvfp4::kAnyGpu;

@@ -1,6 +1,7 @@
 #include "grouped.h"
 
 #include "sm90_grouped.h"
+#include "sm90_pinned.h"
 
 namespace jnvfp4 {
 namespace {
@@ -14,7 +15,9 @@ const char* needs_nvfp4(const GroupedProblem& p) {
 const char* needs_dense(const GroupedProblem& p) {
   return p.a == Left::kNvfp4 ? "its left operand must be a bfloat16 or float16 array" : nullptr;
 }
-const char* needs_nothing(const GroupedProblem&) { return nullptr; }
+const char* needs_free_order(const GroupedProblem& p) {
+  return p.pinned ? "its order of summation is not pinned" : nullptr;
+}
 // What kernels of Hopper count in 32 bits, with room for what they multiply it by.
 const char* needs_sizes(const GroupedProblem& p) {
   constexpr int64_t kMost = int64_t{1} << 30;
@@ -26,13 +29,16 @@ const char* needs_sizes(const GroupedProblem& p) {
 
 int64_t tiles_scratch(const GroupedProblem& p) { return grouped_scratch(p.shape, plan_grouped_tiles(p.shape)).bytes; }
 
+int64_t pinned_scratch(const GroupedProblem& p) { return grouped_scratch(p.shape, plan_pinned_groups(p.shape)).bytes; }
+
 constexpr KernelRow<GroupedProblem> kRows[] = {
     // Two NVFP4 operands, and a 16-bit left operand.
-    {"sm90_nvfp4_grouped", kHopper, kHopper, all<needs_nvfp4, needs_sizes>, tiles_scratch},
-    {"sm90_dense_grouped", kHopper, kHopper, all<needs_dense, needs_sizes>, tiles_scratch},
+    {"sm90_nvfp4_grouped", kHopper, kHopper, all<needs_nvfp4, needs_free_order, needs_sizes>, tiles_scratch},
+    {"sm90_dense_grouped", kHopper, kHopper, all<needs_dense, needs_free_order, needs_sizes>, tiles_scratch},
     // Decode both operands, XLA's ragged_dot, scale.
-    {"decode_then_ragged_dot", kAnyGpu, kNewest, needs_nothing, nullptr, nullptr, true},
-    // The pinned order on the CPU, group by group.
+    {"decode_then_ragged_dot", kAnyGpu, kNewest, needs_free_order, nullptr, nullptr, true},
+    // The pinned order: that of each group's dense product.
+    {"sm90_nvfp4_pinned_grouped", kHopper, kHopper, all<needs_nvfp4, needs_sizes>, pinned_scratch},
     {"cpu_nvfp4_blocks", kCpu, kCpu, needs_nvfp4},
     {"cpu_dense_elements", kCpu, kCpu, needs_dense},
 };

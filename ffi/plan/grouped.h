@@ -12,6 +12,7 @@ struct GroupedProblem {
   GroupedShape shape;
   MatmulProblem::Left a;
   Float out;
+  bool pinned;  // as in MatmulProblem
 };
 
 extern const KernelTable<GroupedProblem> kGroupedKernels;

@@ -3,7 +3,9 @@
 #include <algorithm>
 
 #include "sm100_cublaslt.h"
+#include "sm80_blocks.h"
 #include "sm90_fused.h"
+#include "sm90_pinned.h"
 #include "sm90_windows.h"
 
 namespace jnvfp4 {
@@ -64,6 +66,15 @@ const char* needs_at_most_64_rows(const MatmulProblem& p) {
   return p.shape.depth > kMost ? "K must be at most 2^30" : nullptr;
 }
 
+const char* needs_pinned_tiles(const MatmulProblem& p) {
+  return p.windows ? "it takes no operand with amax_scope=\"window64\"" : nullptr;
+}
+const char* needs_windows_or_many_rows(const MatmulProblem& p) {
+  return p.windows || p.shape.rows >= kPinnedManyRows
+             ? nullptr
+             : "an operand must have amax_scope=\"window64\", or M must be at least 4096";
+}
+
 std::string version_text(int64_t version) {
   return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
          std::to_string(version % 100);
@@ -95,17 +106,26 @@ int64_t of_windows(const MatmulProblem& p) {
   };
   return std::max({bytes(false, true), bytes(true, false), bytes(true, true)});
 }
+int64_t of_pinned(const MatmulProblem& p) { return fused_scratch(p.shape, plan_pinned(p.shape)).bytes; }
+int64_t of_pinned_prepared(const MatmulProblem& p) {
+  return fused_scratch(p.shape, plan_pinned_prepared(p.windows)).bytes;
+}
+int64_t of_blocks(const MatmulProblem& p) { return blocks_scratch(p.shape).bytes; }
 int64_t of_block_scaled(const MatmulProblem& p) { return block_scaled_scratch(p.shape, p.out).bytes; }
 
 // In order of preference. One H200, microseconds per GEMM (commit fca8c26, decode_... d8f2dea;
 // docs/results.md):
 // - M x N x K = 16 x 14336 x 4096: sm90_nvfp4_small_m 15.7, sm80_nvfp4_blocks_small_m 22.6.
 // - 32 x 14336 x 4096: sm90_nvfp4_fused 21.7, sm80_nvfp4_blocks_small_m 30.1, decode_then_dot 88.
-// - 8192^3: sm90_nvfp4_fused 1295, decode_then_dot 1451. sm80_nvfp4_blocks, 13 times as long, runs only where the
-//   order asks for it.
-// - 8192^3 with windows on both sides: sm90_nvfp4_windows 1836, sm80_nvfp4_blocks 21600.
+// - 8192^3: sm90_nvfp4_fused 1295, decode_then_dot 1451.
+// - 8192^3 with windows on both sides: sm90_nvfp4_windows 1836.
 // - 16 and 64 x 14336 x 4096 with windows on both sides: sm80_nvfp4_blocks_small_m 28 and 80, sm90_nvfp4_windows 98 and
 //   100 (with windows of b alone 88 and 89), most of which is decoding b to memory.
+// The pinned order, one H100, where bfloat16 takes 1355, 592, 299 and 151 by cuBLAS:
+// - 8192^3: sm90_nvfp4_pinned_prepared 2360, sm90_nvfp4_pinned 2472, sm80_nvfp4_blocks 4250; with windows on both sides
+//   sm90_nvfp4_pinned_prepared 4480, sm80_nvfp4_blocks 7700.
+// - 4096, 2048 and 1024 x 14336 x 4096: sm90_nvfp4_pinned_prepared 1099, 577 and 352, sm90_nvfp4_pinned 1106, 547, 294
+//   (both a little slower than now).
 constexpr KernelRow<MatmulProblem> kRows[] = {
     // Few rows: b is decoded inside a GEMM for Hopper, and so is a if it is an NVFP4 tensor.
     {"sm90_nvfp4_small_m", kHopper, kHopper, all<needs_nvfp4, needs_free_order, needs_depth, needs_few_rows>},
@@ -122,10 +142,14 @@ constexpr KernelRow<MatmulProblem> kRows[] = {
     {kBlockScaled, kBlackwell, kLastBlackwell,
      all<needs_nvfp4, needs_free_order, needs_depth, needs_few_matrices, needs_cublaslt_sizes>, of_block_scaled,
      needs_cublaslt},
+    // The pinned order, more rows: b is decoded to scratch, or in registers of the GEMM.
+    {"sm90_nvfp4_pinned_prepared", kHopper, kHopper,
+     all<needs_nvfp4, needs_depth, needs_windows_or_many_rows, needs_narrow>, of_pinned_prepared},
+    {"sm90_nvfp4_pinned", kHopper, kHopper, all<needs_nvfp4, needs_pinned_tiles, needs_depth, needs_narrow>, of_pinned},
     // Decode both operands, XLA's 16-bit GEMM, epilogue.
     {"decode_then_dot", kAnyGpu, kNewest, needs_free_order, nullptr, nullptr, true},
-    // The pinned order, any number of rows: integer tensor cores; a 16-bit left operand; and both on the CPU.
-    {"sm80_nvfp4_blocks", kAnyGpu, kNewest, needs_nvfp4},
+    // The pinned order, any number of rows and any GPU: tensor cores; a 16-bit left operand; and both on the CPU.
+    {"sm80_nvfp4_blocks", kAnyGpu, kNewest, needs_nvfp4, of_blocks},
     {"sm80_dense_elements", kAnyGpu, kNewest, needs_dense},
     {"cpu_nvfp4_blocks", kCpu, kCpu, needs_nvfp4},
     {"cpu_dense_elements", kCpu, kCpu, needs_dense},

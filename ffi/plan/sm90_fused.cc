@@ -64,6 +64,13 @@ FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan) {
   s.sums = take(fused_sums(tiles, plan) * 4);
   s.flag_count = (tiles - plan.whole) * (plan.splits - 1) * 4 * fused_teams(plan.tokens) + 1;
   s.flags = take(s.flag_count * 4);
+  const bool numbers = plan.pinned == Pinned::kNumbers || plan.pinned == Pinned::kWindows;
+  s.columns = take(numbers ? shape.batch * shape.cols * fused_depth(shape.depth) * 2 : 0);
+  const auto amaxes = [&](int64_t rows, int64_t tile) {
+    const int64_t windows = round_up(shape.depth, kFusedDepth) / kWindow, tiles = round_up(rows, tile) / 128;
+    return take(plan.pinned == Pinned::kWindows ? shape.batch * tiles * windows * kFusedAmaxes * 4 : 0);
+  };
+  s.token_amaxes = amaxes(shape.rows, plan.tokens), s.column_amaxes = amaxes(shape.cols, kFusedCols);
   return s;
 }
 

@@ -34,8 +34,8 @@ GroupedScratch grouped_scratch(const GroupedShape& shape, const GroupedTiles& ti
   s.data = copy(shape.depth / 2);
   s.scale = copy(shape.depth / kBlock);
   const int64_t teams = fused_teams(tiles.tokens);
-  s.sums = take(int64_t{kGroupedPairs} * tokens * kFusedCols * teams * 4);
-  s.flag_count = int64_t{kGroupedPairs} * 4 * teams * 2;
+  s.sums = take(tiles.pinned ? 0 : int64_t{kGroupedPairs} * tokens * kFusedCols * teams * 4);
+  s.flag_count = tiles.pinned ? 0 : int64_t{kGroupedPairs} * 4 * teams * 2;
   s.flags = take(s.flag_count * 4);
   s.most_tiles = shape.rows / tokens + std::min(shape.rows, shape.groups);
   s.list = take((s.most_tiles + 2) * 16);

@@ -20,7 +20,8 @@ inline constexpr int kGroupedManyTokens = 256, kGroupedTailTokens = 64;
 // `tokens`: rows of a in a tile; 0 for the kernel of few rows. With 256, tiles of up to 128 rows are done faster.
 struct GroupedTiles {
   int tokens;
-  bool tails = false;  // whether the last rows of a group, if they are few, have tiles of fewer rows in another kernel
+  bool tails = false;   // whether the last rows of a group, if they are few, have tiles of fewer rows in another kernel
+  bool pinned = false;  // the pinned order, in which K has no parts
 };
 GroupedTiles plan_grouped_tiles(const GroupedShape& shape);
 

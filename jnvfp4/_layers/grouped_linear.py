@@ -12,7 +12,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core.tensor import NVFP4Tensor
 from .._native import plans
-from .._ops.arguments import as_float_array, as_group_sizes, check_implementation, float_dtype, operation
+from .._ops.arguments import (
+    Accumulation,
+    as_float_array,
+    as_group_sizes,
+    check_implementation,
+    float_dtype,
+    operation,
+)
 from .._ops.matmul import grouped_matmul_nt
 from .._primitives._base import axes_of_dims, bind, match_varying, resharded
 from .._primitives._groups import Rows, check_sizes, rows_of
@@ -36,6 +43,7 @@ def grouped_linear(
     *,
     key: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
+    accumulation: Accumulation = "fast",
     implementation: str | None = None,
     w_axes: WeightAxes = "nk",
 ) -> jax.Array:
@@ -53,6 +61,7 @@ def grouped_linear(
       key: as in ``linear``. Expert g draws from ``jax.random.fold_in(k, g)``, where k is the key that ``linear`` would
         use for w. Inside ``jax.shard_map`` g counts the experts of one device: fold its index into the key.
       out_dtype: float32, bfloat16 or float16; the dtype of x if None.
+      accumulation: as in ``grouped_matmul_nt``, for the forward product and that of dx.
       implementation: as in ``quantize``; or the name of a kernel of ``grouped_matmul_nt``, for the forward product,
         which ``recipe.fprop`` must then quantize.
       w_axes: "nk" or "kn", as in ``linear``.
@@ -69,6 +78,7 @@ def grouped_linear(
     op = "grouped_linear"
     check_implementation(op, implementation, plans.grouped_kernels())
     check_choice(op, "w_axes", w_axes, get_args(WeightAxes))
+    check_choice(op, "accumulation", accumulation, get_args(Accumulation))
     dtype = None if out_dtype is None else float_dtype(op, "out_dtype", out_dtype)
     check_recipe(op, recipe)
     if recipe.fprop is None and implementation in plans.grouped_kernels():
@@ -77,7 +87,7 @@ def grouped_linear(
             f"{implementation!r}; no kernel of grouped_matmul_nt computes a product in high precision"
         )
     weights = Weights(w_axes)
-    call = Call(op, Grouped, _without_wgrad(recipe), dtype, implementation=implementation, weights=weights)
+    call = Call(op, Grouped, _without_wgrad(recipe), dtype, accumulation, implementation, weights)
     return _call_grouped(call, x, w, group_sizes, key)
 
 
@@ -163,13 +173,19 @@ class Grouped(Products):
 
     def fprop(self, x: Operand, w: NVFP4Tensor, bias: jax.Array | None) -> jax.Array:
         call = self.call
-        return grouped_matmul_nt(x, w, self.sizes, out_dtype=call.out_dtype, implementation=call.implementation)
+        accumulation, implementation = call.accumulation, call.implementation
+        return grouped_matmul_nt(
+            x, w, self.sizes, out_dtype=call.out_dtype, accumulation=accumulation, implementation=implementation
+        )
 
     def fprop_in_high_precision(self, x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
         return self._dot(x, w, 3 + self.weights.k_axis, self.call.out_dtype)
 
     def dgrad(self, dy: NVFP4Tensor, w: NVFP4Tensor) -> jax.Array:
-        return grouped_matmul_nt(dy, w, self.sizes, out_dtype=self.call.dtypes[0], implementation=self.call.common)
+        accumulation, implementation = self.call.accumulation, self.call.common
+        return grouped_matmul_nt(
+            dy, w, self.sizes, out_dtype=self.call.dtypes[0], accumulation=accumulation, implementation=implementation
+        )
 
     def dgrad_in_high_precision(self, dy: jax.Array, w: Operand) -> jax.Array:
         axis = 1 if isinstance(w, NVFP4Tensor) else -self.weights.k_axis

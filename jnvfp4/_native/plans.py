@@ -122,7 +122,13 @@ def plan_matmul(
 
 
 def plan_grouped(
-    *, shape: tuple[int, int, int, int], a: str, out: str, capability: int | None, kernel: str | None = None
+    *,
+    shape: tuple[int, int, int, int],
+    a: str,
+    out: str,
+    pinned: bool,
+    capability: int | None,
+    kernel: str | None = None,
 ) -> MatmulPlan:
     """Asks ffi/plan/grouped.h for a kernel of a grouped product.
 
@@ -130,10 +136,12 @@ def plan_grouped(
       shape: M of all groups together, the number of groups, N and K.
       a: as in ``plan_matmul``; so are the others.
       out: the dtype of the result.
+      pinned: whether sums must have the pinned order.
       capability: of the device.
       kernel: the kernel to ask for.
     """
-    return MatmulPlan(*load.extensions()["cpu"].plan_grouped(*shape, a, out, *_device(capability), kernel or ""))
+    plan = load.extensions()["cpu"].plan_grouped
+    return MatmulPlan(*plan(*shape, a, out, pinned, *_device(capability), kernel or ""))
 
 
 def _device(capability: int | None) -> tuple[int, bool]:

@@ -78,6 +78,7 @@ def grouped_matmul_nt(
     group_sizes: ArrayLike,
     *,
     out_dtype: DTypeLike = jnp.bfloat16,
+    accumulation: Accumulation = "fast",
     implementation: str | None = None,
 ) -> jax.Array:
     """Computes the product of each group of rows of ``a`` with a matrix of its own, as a mixture of experts needs it.
@@ -91,20 +92,23 @@ def grouped_matmul_nt(
         negative size counts as 0. If the sum is less than M, the rows beyond it belong to no group. If it is more, the
         groups are cut at row M; of a NumPy array or a list, whose numbers are known, that is an error.
       out_dtype: float32, bfloat16 or float16.
+      accumulation: as in ``matmul_nt``. On GPUs "pinned" needs one of Hopper and a quantized ``a``.
       implementation: as in ``quantize``, or the name of a kernel (``jnvfp4.supports("grouped_matmul_nt", a, b,
         group_sizes).kernel``). If that kernel cannot run these operands, compilation raises.
 
     Returns:
       [M, N] of ``out_dtype``. Row m is that of ``matmul_nt(a[m:m + 1], b[g])`` for the group g that holds it: the same
-      bits on the CPU and in the reference; on a GPU the sums along K are exact products in an order that is not
-      defined. Rows that no group holds are zero, whatever ``a`` has there. A group without rows costs nothing in the
-      kernels of CPUs and of Hopper.
+      bits on the CPU, in the reference and in the pinned order; else the sums along K on a GPU are exact products in
+      an order that is not defined. Rows that no group holds are zero, whatever ``a`` has there. A group without rows
+      costs nothing in the kernels of CPUs and of Hopper.
 
     Raises:
       ValueError, TypeError: shapes, dtypes or formats do not fit; the message names them.
+      NotImplementedError: where the program is compiled, if the device has no kernel of the pinned order.
     """
     op = "grouped_matmul_nt"
     check_implementation(op, implementation, plans.grouped_kernels())
+    check_choice(op, "accumulation", accumulation, get_args(Accumulation))
     b = as_tensor(op, "b", b)
     left = parts_of(a) if isinstance(a, NVFP4Tensor) else [as_array(op, "a", a)]
     data, scale, amax = parts_of(b)
@@ -112,7 +116,7 @@ def grouped_matmul_nt(
         amax = jnp.broadcast_to(amax, data.shape[:1])
     operands = [*left, data, scale, amax, as_group_sizes(op, group_sizes, math.prod(left[0].shape[:1]))]
     a_format = a.format if isinstance(a, NVFP4Tensor) else None
-    params = ProductParams(a_format, b.format, float_dtype(op, "out_dtype", out_dtype))
+    params = ProductParams(a_format, b.format, float_dtype(op, "out_dtype", out_dtype), accumulation)
     return bind(grouped_matmul_p, *operands, params=params, implementation=implementation)[0]
 
 

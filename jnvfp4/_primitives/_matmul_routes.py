@@ -25,7 +25,6 @@ from ._products import ProductParams
 class MatmulParams(ProductParams):
     """Holds the static parameters of ``nvfp4_matmul``."""
 
-    accumulation: str = "fast"
     k_axes: int = 1  # how many axes, the last ones of a and b, are contracted as one
 
     def product(self, flat: Sequence[Any]) -> "Product":
@@ -86,7 +85,7 @@ def plan(product: Product, capability: int | None, kernel: str | None) -> plans.
         a="nvfp4" if product.params.a else jnp.dtype(product.a[0].dtype).name,
         windows=product.windows,
         out=product.params.out_dtype.name,
-        pinned=product.params.accumulation == "pinned",
+        pinned=product.params.pinned,
         capability=capability,
         kernel=kernel,
     )
@@ -131,7 +130,7 @@ def choose(product: Product, backend: Backend) -> plans.MatmulPlan:
 def _call_kernel(product: Product, chosen: plans.MatmulPlan) -> jax.Array:
     params, rest = product.params, (*product.b, _bias(product))
     attrs = {
-        "pinned": params.accumulation == "pinned",
+        "pinned": params.pinned,
         "a_windows": params.a is not None and params.a.amax_scope == "window64",
         "b_windows": params.b.amax_scope == "window64",
     }

@@ -35,6 +35,12 @@ class ProductParams:
     a: Format | None  # None: one 16-bit array
     b: Format
     out_dtype: np.dtype
+    accumulation: str = "fast"
+
+    @property
+    def pinned(self) -> bool:
+        """Says whether sums along K must have the order of docs/numerics.md."""
+        return self.accumulation == "pinned"
 
     def split(self, flat: Sequence[Any]) -> Operands:
         """Returns the operands by role."""

@@ -69,13 +69,21 @@ def _local(params: ProductParams, backend: Backend, *flat: jax.Array) -> Sequenc
     chosen = plan(params, ops, backend.capability, backend.kernel)
     refusal = backend.refusal(chosen.kernel)
     if reason := chosen.reason or (refusal if backend.kernel else ""):
-        raise NotImplementedError(f"{OP}: implementation={backend.kernel!r} cannot run here: {reason}")
+        raise NotImplementedError(f"{OP}: {_what_cannot(params, backend)} cannot run here: {reason}")
     if refusal:
         return [_by_reference(params, ops)]
     if chosen.kernel == "decode_then_ragged_dot":
         return [_decode_then_ragged_dot(params, ops)]
     like = jax.ShapeDtypeStruct((ops.a[0].shape[0], ops.b[0].shape[1]), params.out_dtype)
-    return [call_kernel("nvfp4_grouped_matmul", params, ops.a, (*ops.b, *ops.rest), like, chosen)]
+    return [call_kernel("nvfp4_grouped_matmul", params, ops.a, (*ops.b, *ops.rest), like, chosen, pinned=params.pinned)]
+
+
+def _what_cannot(params: ProductParams, backend: Backend) -> str:
+    """Names what was asked for. Without a named kernel only the pinned order has none on some devices."""
+    if backend.kernel:
+        return f"implementation={backend.kernel!r}"
+    left = "an NVFP4 a" if params.a else "a 16-bit a"
+    return f'accumulation="pinned" with {left}, which the CPU, GPUs of Hopper (a quantized) and "reference" have,'
 
 
 def plan(params: ProductParams, ops: Operands, capability: int | None, kernel: str | None) -> plans.MatmulPlan:
@@ -91,6 +99,7 @@ def plan(params: ProductParams, ops: Operands, capability: int | None, kernel: s
         shape=(rows, groups, cols, 2 * half),
         a="nvfp4" if params.a else jnp.dtype(ops.a[0].dtype).name,
         out=params.out_dtype.name,
+        pinned=params.pinned,
         capability=capability,
         kernel=kernel,
     )

@@ -136,7 +136,7 @@ def _matmul_kernel(operands: tuple, options: Options, device: jax.Device) -> Sup
 
 def _grouped_kernel(operands: tuple, options: Options, device: jax.Device) -> Support:
     (left, a_format), (right, b_format) = map(_parts_of, operands)
-    params = ProductParams(a_format, b_format, _out_dtype(options))
+    params = ProductParams(a_format, b_format, _out_dtype(options), options.get("accumulation", "fast"))
     return _answer(plan_grouped(params, Operands(left, right, ()), *_where(options, device)))
 
 

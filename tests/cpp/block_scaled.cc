@@ -57,7 +57,7 @@ cudaError_t launch_epilogue(const EpilogueArgs& e, cudaStream_t) {
   return cudaSuccess;
 }
 
-cudaError_t launch_sm80_nvfp4_blocks(const MatmulArgs&, cudaStream_t) { return cudaErrorUnknown; }
+cudaError_t launch_sm80_nvfp4_blocks(const MatmulArgs&, void*, cudaStream_t) { return cudaErrorUnknown; }
 cudaError_t launch_sm80_nvfp4_blocks_small_m(const MatmulArgs&, cudaStream_t, int) { return cudaErrorUnknown; }
 cudaError_t launch_sm80_dense_elements(const MatmulArgs&, cudaStream_t) { return cudaErrorUnknown; }
 

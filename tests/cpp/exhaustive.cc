@@ -215,6 +215,78 @@ bool division_holds(bool ends) {
   return wrong == 0;
 }
 
+constexpr float kAlphaDivisors[] = {2359296.0f, 4128768.0f, 7225344.0f};
+
+// A reciprocal as the sum of two floats.
+struct Pieces {
+  float large, small;
+  explicit Pieces(float d) {
+    const double reciprocal = 1.0 / static_cast<double>(d);
+    large = static_cast<float>(reciprocal), small = static_cast<float>(reciprocal - static_cast<double>(large));
+  }
+};
+
+// div_by_pieces, as division_holds.
+bool pieces_hold(bool ends) {
+  std::atomic<uint64_t> wrong{0};
+  const auto fma = [](float a, float b, float c) { return std::fmaf(a, b, c); };
+  in_pieces(uint64_t{1} << 23, [&](uint64_t begin, uint64_t end) {
+    uint64_t own = 0;
+    for (uint64_t mantissa = begin; mantissa < end; ++mantissa)
+      for (const uint32_t exponent : {127u, 51u, 225u}) {
+        if (exponent != 127u && !ends) break;
+        const float a = jnvfp4::float_of(exponent << 23 | static_cast<uint32_t>(mantissa));
+        for (const float d : kAlphaDivisors) {
+          const Pieces pieces(d);
+          own += jnvfp4::div_by_pieces(a, pieces.large, pieces.small, fma) != a / d;
+        }
+      }
+    wrong += own;
+  });
+  std::printf("div_by_pieces: %llu patterns wrong\n", static_cast<unsigned long long>(wrong));
+  return wrong == 0;
+}
+
+// AlphasOfRow for all factors of 12 bits, in the binades of 1 and, with `ends`, in the first and the last ones.
+bool alphas_hold(bool ends) {
+  std::atomic<uint64_t> wrong{0};
+  const auto fma = [](float a, float b, float c) { return std::fmaf(a, b, c); };
+  in_pieces(uint64_t{1} << 11, [&](uint64_t begin, uint64_t end) {
+    uint64_t own = 0;
+    for (uint64_t mantissa = begin; mantissa < end; ++mantissa)
+      for (const uint32_t exponent : {127u, 89u, 175u}) {
+        if (exponent != 127u && !ends) break;
+        const float a = jnvfp4::float_of(exponent << 23 | static_cast<uint32_t>(mantissa) << 12);
+        for (const float d : kAlphaDivisors) {
+          const Pieces pieces(d);
+          const jnvfp4::AlphasOfRow alphas(a, pieces.large, pieces.small, fma);
+          for (uint32_t other = 0; other < 1u << 11; ++other) {
+            const float b = jnvfp4::float_of(exponent << 23 | other << 12);
+            own += alphas(b, fma) != a * b / d;
+          }
+        }
+      }
+    wrong += own;
+  });
+  std::printf("AlphasOfRow: %llu patterns wrong\n", static_cast<unsigned long long>(wrong));
+  return wrong == 0;
+}
+
+// div_by_float64 for every positive float or, without `all`, for one of 61.
+bool float64_holds(bool all) {
+  std::atomic<uint64_t> wrong{0};
+  in_pieces(uint64_t{0x7f800001}, [&](uint64_t begin, uint64_t end) {
+    uint64_t own = 0;
+    for (uint64_t bits = begin; bits < end; bits += all ? 1 : 61) {
+      const float a = jnvfp4::float_of(static_cast<uint32_t>(bits));
+      for (const float d : kAlphaDivisors) own += jnvfp4::div_by_float64(a, 1.0 / static_cast<double>(d)) != a / d;
+    }
+    wrong += own;
+  });
+  std::printf("div_by_float64: %llu patterns wrong\n", static_cast<unsigned long long>(wrong));
+  return wrong == 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -230,5 +302,8 @@ int main(int argc, char** argv) {
     if (asked(e.name)) good = holds(e, low_bits) && good;
   if (asked("row_error_by_values")) good = error_by_values_holds(which == "full" ? 64 : 1) && good;
   if (asked("div_by_steps")) good = division_holds(which == "full") && good;
+  if (asked("div_by_pieces")) good = pieces_hold(which == "full") && good;
+  if (asked("AlphasOfRow")) good = alphas_hold(which == "full") && good;
+  if (asked("div_by_float64")) good = float64_holds(which == "full") && good;
   return good ? 0 : 1;
 }

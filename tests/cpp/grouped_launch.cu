@@ -136,7 +136,7 @@ std::vector<std::vector<int32_t>> sizes_of_rounds(const Case& c, How how) {
 }
 
 // kinds: 0 NVFP4, 1 bfloat16, 2 float16 as a.
-void run(const Case& c, int kind, Float out_kind, bool each, const std::vector<int>& tokens, How how) {
+void run(const Case& c, int kind, Float out_kind, bool each, const std::vector<GroupedTiles>& every, How how) {
   const GroupedShape& s = c.shape;
   const Buffer sizes(c.sizes);
   const int64_t b_rows = s.groups * s.cols;
@@ -166,13 +166,14 @@ void run(const Case& c, int kind, Float out_kind, bool each, const std::vector<i
     rounds.back().expected = expected.host();
   }
   args.out = out.as<void>();
-  for (const int t : tokens) {
-    const GroupedTiles tiles{std::abs(t), t < 0};
+  for (const GroupedTiles& tiles : every) {
+    if (tiles.pinned && kind) continue;
     const Buffer scratch(grouped_scratch(s, tiles).bytes + 1);
     char what[160];
-    std::snprintf(what, sizeof what, "G%lld M%lld N%lld K%lld tokens %d a%d out %s each %d sizes %d %d %d how %d",
+    std::snprintf(what, sizeof what, "G%lld M%lld N%lld K%lld tokens %d%s%s a%d out %s each %d sizes %d %d %d how %d",
                   static_cast<long long>(s.groups), static_cast<long long>(s.rows), static_cast<long long>(s.cols),
-                  static_cast<long long>(s.depth), t, kind, name_of_kind(out_kind), each, c.sizes[0],
+                  static_cast<long long>(s.depth), tiles.tokens, tiles.tails ? " tails" : "",
+                  tiles.pinned ? " pinned" : "", kind, name_of_kind(out_kind), each, c.sizes[0],
                   c.sizes.size() > 1 ? c.sizes[1] : -9, c.sizes.size() > 2 ? c.sizes[2] : -9, static_cast<int>(how));
     run_one(args, tiles, scratch, out, sizes, how, rounds, what);
   }
@@ -188,15 +189,16 @@ std::vector<int32_t> fuzzed(int64_t groups, int64_t rows) {
   return v;
 }
 
-const std::vector<int> kTokens{256, -256, 64};  // negative: with tails
-const std::vector<int> kFewTokens{0};
+const std::vector<GroupedTiles> kTiles{
+    {256}, {256, true}, {64}, {256, false, true}, {128, false, true}, {64, false, true}};
+const std::vector<GroupedTiles> kFewRows{{0}};
 
 void boundaries(bool quick) {
   const std::vector<std::vector<int32_t>> sizes{{0, 0, 0, 0},   {1, 15, 16, 17},  {0, 0, 90, 0},    {90, 0, 0, 0},
                                                 {0, 0, 0, 300}, {20, 20, 20, 20}, {-5, 17, -1, 16}, {90, 1, 1, 1}};
   for (const auto& v : sizes)
     for (int64_t k : {16, 48, 272}) {
-      run({{90, 4, 130, k}, v}, quick ? 0 : random_below(3), Float::kBf16, k == 48, kTokens, How::kLaunch);
+      run({{90, 4, 130, k}, v}, quick ? 0 : random_below(3), Float::kBf16, k == 48, kTiles, How::kLaunch);
     }
 }
 
@@ -209,8 +211,8 @@ void fuzz(int count, int64_t most_rows, int64_t most_cols, bool few) {
                          groups > 100 ? 256 : kDepths[random_below(10)]};
     GroupedShape shape = s;
     if (random_below(2)) shape.cols = (s.cols + 7) / 8 * 8;
-    run({shape, fuzzed(groups, s.rows)}, i % 3, kFloats[random_below(3)], random_below(2) != 0,
-        few ? kFewTokens : kTokens, static_cast<How>(random_below(3)));
+    run({shape, fuzzed(groups, s.rows)}, i % 3, kFloats[random_below(3)], random_below(2) != 0, few ? kFewRows : kTiles,
+        static_cast<How>(random_below(3)));
   }
 }
 
@@ -224,15 +226,15 @@ int main(int argc, char** argv) {
     fuzz(quick ? 12 : 150, quick ? 300 : 700, 700, false);
     if (!quick)
       run({{2000, 16, 512, 7168}, {600, 500, 300, 200, 100, 50, 20, 0, 0, 9, 8, 7, 6, 5, 4, 3}}, 0, Float::kBf16, false,
-          kTokens, How::kTwice);
+          kTiles, How::kTwice);
   }
   if (which != "fused") fuzz(quick ? 12 : 200, 40, 700, true);
   if (which != "fused" && !quick)
     for (int kind : {0, 1, 2})
       for (int64_t k : {4096, 7168}) {
-        run({{16, 8, 1536, k}, {8, 3, 2, 1, 1, 1, 0, 0}}, kind, Float::kBf16, false, kFewTokens, How::kTwice);
-        run({{16, 3, 2048, k}, {14, 1, 1}}, kind, Float::kBf16, true, kFewTokens, How::kLaunch);
-        run({{100, 7, 1024, k}, {50, 20, 9, 8, 7, 0, 3}}, kind, Float::kF32, true, kFewTokens, How::kLaunch);
+        run({{16, 8, 1536, k}, {8, 3, 2, 1, 1, 1, 0, 0}}, kind, Float::kBf16, false, kFewRows, How::kTwice);
+        run({{16, 3, 2048, k}, {14, 1, 1}}, kind, Float::kBf16, true, kFewRows, How::kLaunch);
+        run({{100, 7, 1024, k}, {50, 20, 9, 8, 7, 0, 3}}, kind, Float::kF32, true, kFewRows, How::kLaunch);
       }
   std::printf("%d products, %d wrong\n", products, failures);
   return failures != 0;

@@ -7,6 +7,7 @@
 
 #include "cuda/matmul/sm90/groups.h"
 #include "plan/grouped.h"
+#include "plan/sm90_pinned.h"
 
 using namespace jnvfp4;
 
@@ -90,8 +91,7 @@ std::vector<int64_t> sizes_of(int64_t rows, int64_t groups, int64_t size) {
   return sizes;
 }
 
-bool check_lists(const GroupedShape& shape, int64_t size) {
-  const GroupedTiles tiles = plan_grouped_tiles(shape);
+bool check_lists(const GroupedShape& shape, const GroupedTiles& tiles, int64_t size) {
   const GroupedScratch at = grouped_scratch(shape, tiles);
   if (tiles.tokens == 0) return true;
   int64_t listed = 0, tails = 0;
@@ -113,15 +113,18 @@ bool check_scratch() {
   for (const int64_t groups : {1, 2, 3, 8, 17, 64, 257, 1000})
     for (const int64_t rows : {1, 17, 63, 129, 500, 1024, 4097, 48 * 64, 48 * 257 - 1, 48 * 1000, 100000})
       for (const int64_t size : {int64_t{1}, int64_t{63}, int64_t{65}, int64_t{256}, int64_t{257}, int64_t{321}, rows})
-        if (!check_lists({rows, groups, 300, 272}, size)) return false;
+        for (const bool pinned : {false, true}) {
+          const GroupedShape shape{rows, groups, 300, 272};
+          if (!check_lists(shape, pinned ? plan_pinned_groups(shape) : plan_grouped_tiles(shape), size)) return false;
+        }
   return true;
 }
 
 // ---------------------------------------------------------------- plans: what a handler does with one of another
 // device
-bool check_plan(int capability, int64_t scratch, std::string_view planned, std::string_view want) {
+bool check_plan(int capability, int64_t scratch, std::string_view planned, std::string_view want, bool pinned = false) {
   std::string_view kernel;
-  const GroupedProblem problem{{128, 4, 128, 256}, MatmulProblem::Left::kNvfp4, Float::kBf16};
+  const GroupedProblem problem{{128, 4, 128, 256}, MatmulProblem::Left::kNvfp4, Float::kBf16, pinned};
   std::string text = kGroupedKernels.adapt(planned, problem, {capability, true}, scratch, &kernel);
   if (text.empty()) text = kernel;
   if (text.find(want) != std::string::npos) return true;
@@ -131,12 +134,15 @@ bool check_plan(int capability, int64_t scratch, std::string_view planned, std::
 
 bool check_plans() {
   constexpr std::string_view kXla = "decode_then_ragged_dot", kHopper = "sm90_nvfp4_grouped";
+  constexpr std::string_view kPinned = "sm90_nvfp4_pinned_grouped";
   constexpr int64_t kMuch = int64_t{1} << 30;
   return check_plan(90, kMuch, kHopper, kHopper) && check_plan(90, 0, kHopper, "it needs more scratch") &&
          check_plan(90, kMuch, kXla, kHopper) && check_plan(90, 0, kXla, "is XLA operations, not a kernel") &&
          check_plan(80, kMuch, kXla, "is XLA operations, not a kernel") &&
          check_plan(80, kMuch, kHopper, "runs on GPUs of compute capability 9.0") &&
-         check_plan(0, 0, kHopper, "cpu_nvfp4_blocks") && check_plan(90, kMuch, "unheard_of", "this version has");
+         check_plan(90, kMuch, "cpu_nvfp4_blocks", kPinned, true) &&
+         check_plan(80, kMuch, kPinned, "runs on GPUs", true) && check_plan(0, 0, kHopper, "cpu_nvfp4_blocks") &&
+         check_plan(90, kMuch, "unheard_of", "this version has");
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include "device_memory.h"
 #include "plan/matmul.h"
 #include "plan/sm100_cublaslt.h"
+#include "plan/sm90_pinned.h"
 #include "plan/sm90_windows.h"
 
 using namespace jnvfp4;
@@ -195,6 +196,21 @@ void fused_windows(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, b
   }
 }
 
+// Every tile of the pinned order, and b in each form; `sides` that have windows: 1 for a, 2 for b.
+void pinned(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool each, int sides) {
+  const Tensor a(batch * m, k, each ? 1 : m, sides & 1), b(batch * n, k, each ? 1 : n, sides & 2);
+  Varied bias(n * 2), out(batch * m * n * size_of(kind));
+  const MatmulResult result{each ? bias.as<void>() : nullptr, Float::kBf16, out.as<void>(), kind};
+  std::vector<FusedPlan> plans{plan_pinned_prepared(sides)};
+  for (int tokens : {64, 128, 256})
+    if (!sides) plans.push_back({tokens, 1, false, 0, Pinned::kCodes});
+  for (const FusedPlan& plan : plans) {
+    Varied scratch(fused_scratch({batch, m, n, k}, plan).bytes);
+    check_run(launch_sm90_fused({a.operand, b.operand, result, {batch, m, n, k}}, plan, scratch.as<void>(), nullptr),
+              "sm90_pinned");
+  }
+}
+
 // Every tile, whatever the shape; `each` row or column with its own amax, or each matrix.
 void fused_matmul(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool each) {
   const Tensor a(batch * m, k, each ? 1 : m, false), b(batch * n, k, each ? 1 : n, false);
@@ -323,7 +339,10 @@ void hopper_products(Float kind) {
     fused_matmul(3, 5, 4, 272, kind, each);
     fused_matmul(1, 300, 600, 2816, kind, each);  // every stage is used again, and five parts of K
   }
+  for (int64_t k : {16, 64, 80, 272, 1040}) pinned(1, 70, 131, k, kind, k != 80, 0);
+  pinned(3, 300, 270, 576, kind, false, 0);
   for (int sides : {1, 2, 3}) {
+    for (int64_t k : {64, 320}) pinned(2, 150, 131, k, kind, k == 320, sides);
     for (int64_t k : {64, 320, 1088}) fused_windows(1, 70, 131, k, kind, sides & 1, sides & 2);
     fused_windows(3, 300, 270, 576, kind, sides & 1, sides & 2);
   }

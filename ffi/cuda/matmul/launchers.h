@@ -5,7 +5,7 @@
 
 namespace jnvfp4 {
 
-cudaError_t launch_sm80_nvfp4_blocks(const MatmulArgs& args, cudaStream_t stream);
+cudaError_t launch_sm80_nvfp4_blocks(const MatmulArgs& args, void* scratch, cudaStream_t stream);
 // A CTA has 8, 16, 32 or 64 rows of a: `tokens`, or what suits the shape and the device for 0.
 cudaError_t launch_sm80_nvfp4_blocks_small_m(const MatmulArgs& args, cudaStream_t stream, int tokens = 0);
 cudaError_t launch_sm80_dense_elements(const MatmulArgs& args, cudaStream_t stream);

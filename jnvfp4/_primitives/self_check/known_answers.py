@@ -160,7 +160,9 @@ _LEFTS = ((_ROW, "nvfp4"), (Format(), "nvfp4"), (None, "bfloat16"), (None, "floa
 
 
 def _why_not_grouped(left: str, kernel: str, capability: int | None) -> str:
-    return plans.plan_grouped(shape=_GROUPED, a=left, out="bfloat16", capability=capability, kernel=kernel).reason
+    return plans.plan_grouped(
+        shape=_GROUPED, a=left, out="bfloat16", pinned=False, capability=capability, kernel=kernel
+    ).reason
 
 
 def grouped_calls(kernel: str, capability: int | None) -> Iterator[Call]:

@@ -17,23 +17,39 @@ cudaError_t pitched_rows(const void* data, int64_t rows, int64_t bytes, void* co
 
 namespace {
 
+bool has_numbers(const FusedPlan& plan) { return plan.pinned == Pinned::kNumbers || plan.pinned == Pinned::kWindows; }
+
 // Copies what must be copied, prepares a last, since the kernel that follows may start early, and describes it all.
 cudaError_t prepare(const MatmulOperand& a, const MatmulOperand& b, const GemmShape& s, const FusedPlan& plan,
                     const FusedScratch& at, uint8_t* scratch, cudaStream_t stream, FusedMaps* maps) {
   const int64_t a_rows = s.batch * s.rows, b_rows = s.batch * s.cols;
+  const bool numbers = has_numbers(plan);
   PitchedRows data{}, scale{};
-  cudaError_t status = pitched_rows(b.data, b_rows, s.depth / 2, scratch + at.data, stream, &data);
+  cudaError_t status = pitched_rows(b.scale, b_rows, s.depth / kBlock, scratch + at.scale, stream, &scale);
   if (status == cudaSuccess)
-    status = pitched_rows(b.scale, b_rows, s.depth / kBlock, scratch + at.scale, stream, &scale);
+    status = numbers ? launch_sm90_prepare(b, Order::kBlocks, scratch + at.columns, b_rows, s.depth, nullptr, 0, stream)
+                     : pitched_rows(b.data, b_rows, s.depth / 2, scratch + at.data, stream, &data);
+  if (status == cudaSuccess && plan.pinned == Pinned::kWindows) {
+    const auto amaxes = [&](const MatmulOperand& x, int64_t out, int64_t rows, int tiles_of) {
+      return launch_sm90_amaxes(x, reinterpret_cast<float*>(scratch + out), s.batch, rows, tiles_of, s.depth,
+                                out == at.token_amaxes, stream);
+    };
+    status = amaxes(a, at.token_amaxes, s.rows, plan.tokens);
+    if (status == cudaSuccess) status = amaxes(b, at.column_amaxes, s.cols, static_cast<int>(kFusedCols));
+  }
   if (status == cudaSuccess)
-    status = launch_sm90_prepare(a, scratch + at.rows, a_rows, s.depth, reinterpret_cast<uint32_t*>(scratch + at.flags),
-                                 at.flag_count, stream);
-  constexpr auto kBytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  const int64_t a_cols = fused_depth(s.depth);
-  const MapSource of_a{scratch + at.rows, CU_TENSOR_MAP_DATA_TYPE_UINT16,        2, a_cols, at.padded_rows, a_cols * 2,
-                       kWindow,           static_cast<uint32_t>(plan.tokens) / 2};
-  const MapSource of_data{data.data, kBytes, 1, data.bytes, b_rows, data.pitch, 128, kFusedCols / 2};
-  const MapSource of_scale{scale.data, kBytes, 1, scale.bytes, b_rows, scale.pitch, 16, kFusedCols / 2};
+    status =
+        launch_sm90_prepare(a, plan.pinned == Pinned::kNo ? Order::kWindows : Order::kBlocks, scratch + at.rows, a_rows,
+                            s.depth, reinterpret_cast<uint32_t*>(scratch + at.flags), at.flag_count, stream);
+  constexpr auto kBytes = CU_TENSOR_MAP_DATA_TYPE_UINT8, kHalves = CU_TENSOR_MAP_DATA_TYPE_UINT16;
+  constexpr uint32_t kBox = kFusedCols / 2;
+  const int64_t cols = fused_depth(s.depth);  // of numbers
+  const MapSource of_a{scratch + at.rows, kHalves,  2,       cols,
+                       at.padded_rows,    cols * 2, kWindow, static_cast<uint32_t>(plan.tokens) / 2};
+  const uint32_t codes = plan.pinned == Pinned::kNo ? 128 : kWindow / 2;  // bytes along K at a time
+  const MapSource of_data = numbers ? MapSource{scratch + at.columns, kHalves, 2, cols, b_rows, cols * 2, kWindow, kBox}
+                                    : MapSource{data.data, kBytes, 1, data.bytes, b_rows, data.pitch, codes, kBox};
+  const MapSource of_scale{scale.data, kBytes, 1, scale.bytes, b_rows, scale.pitch, 16, kBox};
   return status == cudaSuccess ? make_maps({{of_a, &maps->a}, {of_data, &maps->data}, {of_scale, &maps->scale}})
                                : status;
 }
@@ -55,6 +71,7 @@ cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* 
   if (work_tiles > INT32_MAX) return cudaErrorInvalidConfiguration;              // more results than any memory holds
   if (plan.splits > 1 && slots < 2 * plan.splits) return cudaErrorInvalidValue;  // plan_fused makes no such parts
   if (plan.exchanged && (plan.tokens < 128 || !g.a.quantized())) return cudaErrorInvalidValue;  // nor exchanges these
+  if (g.windows() != (plan.pinned == Pinned::kWindows)) return cudaErrorInvalidValue;
   auto* const bytes = static_cast<uint8_t*>(scratch);
   const FusedScratch at = fused_scratch(s, plan);
   FusedMaps maps;
@@ -62,6 +79,8 @@ cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* 
       prepare(plan.exchanged ? g.b : g.a, plan.exchanged ? g.a : g.b, s, plan, at, bytes, stream, &maps);
   if (status != cudaSuccess) return status;
   const bool quantized = g.a.quantized(), bf16 = !quantized && g.a.kind == Float::kBf16;
+  const double reciprocal = 1.0 / (36.0 * double{g.a.e4m3_max} * double{g.b.e4m3_max});
+  const auto large = static_cast<float>(reciprocal), small = static_cast<float>(reciprocal - double{large});
   const FusedArgs args{g,
                        plan.exchanged,
                        static_cast<int>(s.rows),
@@ -81,7 +100,13 @@ cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* 
                                    : 0x1p14f,
                        reinterpret_cast<float*>(bytes + at.sums),
                        reinterpret_cast<uint32_t*>(bytes + at.flags),
-                       reinterpret_cast<uint32_t*>(bytes + at.flags) + at.flag_count - 1};
+                       reinterpret_cast<uint32_t*>(bytes + at.flags) + at.flag_count - 1,
+                       reinterpret_cast<float*>(bytes + at.token_amaxes),
+                       reinterpret_cast<float*>(bytes + at.column_amaxes),
+                       large * 0x1p28f,
+                       small * 0x1p28f,
+                       reciprocal};
+  if (plan.pinned != Pinned::kNo) return launch_sm90_pinned(args, maps, plan, stream);
   return bf16 ? launch_sm90_bf16_fused(args, maps, plan.tokens, stream)
               : launch_sm90_f16_fused(args, maps, plan.tokens, stream);
 }

@@ -16,9 +16,9 @@ struct ResultFactors {
 
 // kExact: whether the factors of decoded numbers times alpha are exact. kGrouped: whether rows of the result have
 // matrices of b of their own, which are not exchanged then.
-template <int kTokens, bool kExchanged, bool kExact, bool kGrouped = false>
+template <int kTokens, bool kExchanged, bool kExact, bool kGrouped = false, int kBuffer = result_buffer(kTokens)>
 struct FusedResult {
-  using Writer = TileWriter<kTokens, kExchanged>;
+  using Writer = TileWriter<kTokens, kExchanged, kBuffer>;
   using Sums = typename Writer::Sums;
   static constexpr int kSums = Writer::kSums;
 

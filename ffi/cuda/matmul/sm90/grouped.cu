@@ -20,6 +20,7 @@ struct Product {
   const GroupedArgs& g;
   GroupedScratch at;
   uint8_t* scratch;
+  bool pinned;
   PitchedRows data, scale;  // of b
   cudaStream_t stream;
 
@@ -32,7 +33,7 @@ struct Product {
   int slots() const { return static_cast<int>((g.shape.depth + kFusedDepth - 1) / kFusedDepth); }
 };
 
-// Tails have no parts of K, and lower no flags.
+// Tails and the pinned order have no parts of K, and lower no flags. The pinned order has no faster tiles of few rows.
 GroupedListing listing_of(const Product& p, int tokens, bool of_tails) {
   const GroupedShape& s = p.g.shape;
   const TileTimes times = times_of(tokens);
@@ -42,9 +43,9 @@ GroupedListing listing_of(const Product& p, int tokens, bool of_tails) {
           p.at.most_tails ? kGroupedTailTokens : 0,
           of_tails,
           tokens,
-          tokens / 2,
+          p.pinned ? 0 : tokens / 2,
           p.pairs(),
-          of_tails ? 1 : p.slots(),
+          of_tails || p.pinned ? 1 : p.slots(),
           clusters_of_list(multiprocessors() / 2, p.most_tiles(of_tails), p.pairs()),
           times.slot,
           times.split,
@@ -75,7 +76,7 @@ cudaError_t maps_of(const Product& p, int tokens, GroupedMaps* maps) {
   };
   return make_maps({{of_a(tokens / 2), &maps->a},
                     {of_a(tokens / 4), &maps->few},
-                    {of_b(p.data, 128), &maps->data},
+                    {of_b(p.data, p.pinned ? kWindow / 2 : 128), &maps->data},
                     {of_b(p.scale, 16), &maps->scale}});
 }
 
@@ -95,6 +96,7 @@ cudaError_t launch_list(const Product& p, int tokens, bool of_tails) {
   args.unscale = bf16 ? 0x1p8f : quantized ? 0x1p28f : 0x1p14f;
   args.sums = reinterpret_cast<float*>(p.scratch + p.at.sums), args.flags = p.flags();
   args.header = p.list(of_tails), args.most_tiles = p.most_tiles(of_tails), args.beside = of_tails;
+  if (p.pinned) return launch_sm90_pinned_grouped(args, maps, tokens, p.stream);
   return bf16 ? launch_sm90_bf16_grouped(args, maps, tokens, p.stream)
               : launch_sm90_f16_grouped(args, maps, tokens, p.stream);
 }
@@ -106,14 +108,15 @@ cudaError_t launch_sm90_grouped(const GroupedArgs& g, const GroupedTiles& tiles,
   if (s.groups == 0)
     return cudaMemsetAsync(g.out, 0, static_cast<size_t>(s.rows * s.cols * (g.kind == Float::kF32 ? 4 : 2)), stream);
   if (tiles.tokens == 0) return launch_sm90_grouped_small_m(g, stream);
-  Product p{g, grouped_scratch(s, tiles), static_cast<uint8_t*>(scratch), {}, {}, stream};
+  Product p{g, grouped_scratch(s, tiles), static_cast<uint8_t*>(scratch), tiles.pinned, {}, {}, stream};
   if (p.at.most_tiles * p.pairs() > INT32_MAX - kGroupedPairs * kGroupedMostParts) return cudaErrorInvalidConfiguration;
   cudaError_t status = copy_pitched(&p);
   if (status != cudaSuccess) return status;
   GroupedListings lists{listing_of(p, tiles.tokens, false), {}};
   if (p.at.most_tails) lists.tails = listing_of(p, kGroupedTailTokens, true);
   // Last of what runs ahead, since the kernel that follows may start early.
-  status = launch_sm90_prepare_grouped(g.a, p.scratch + p.at.rows, s.rows, s.depth, lists, stream);
+  status = launch_sm90_prepare_grouped(g.a, p.pinned ? Order::kBlocks : Order::kWindows, p.scratch + p.at.rows, s.rows,
+                                       s.depth, lists, stream);
   if (status == cudaSuccess) status = launch_list(p, tiles.tokens, false);
   return status == cudaSuccess && p.at.most_tails ? launch_list(p, kGroupedTailTokens, true) : status;
 }

@@ -24,8 +24,11 @@ cudaError_t launch_sm90_f16_grouped(const GroupedFusedArgs& args, const GroupedM
 cudaError_t launch_sm90_bf16_grouped(const GroupedFusedArgs& args, const GroupedMaps& maps, int tokens,
                                      cudaStream_t stream);
 // The rows of a as launch_sm90_prepare makes them, and the list of tiles.
-cudaError_t launch_sm90_prepare_grouped(const MatmulOperand& a, void* out, int64_t rows, int64_t depth,
+cudaError_t launch_sm90_prepare_grouped(const MatmulOperand& a, Order order, void* out, int64_t rows, int64_t depth,
                                         const GroupedListings& lists, cudaStream_t stream);
+// The pinned order.
+cudaError_t launch_sm90_pinned_grouped(const GroupedFusedArgs& args, const FusedMaps& maps, int tokens,
+                                       cudaStream_t stream);
 // Of few rows; needs no scratch.
 cudaError_t launch_sm90_grouped_small_m(const GroupedArgs& args, cudaStream_t stream);
 

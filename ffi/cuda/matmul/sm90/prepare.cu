@@ -31,6 +31,13 @@ __device__ __forceinline__ void transpose_words(uint32_t (&p)[4], int t) {
     p[2] = x, p[3] = y;
 }
 
+// Eight threads have a window, and write it in fragment order: 16 bytes have one pair of each block.
+__device__ __forceinline__ int64_t arrange_window(uint32_t (&p)[4], int64_t at) {
+  transpose_words(p, threadIdx.x / 2 % 4);
+  const int lane = threadIdx.x % 8;
+  return at - lane + lane % 2 * 4 + lane / 2;
+}
+
 // Eight elements as the pairs (k, k + 4) of fragment order.
 struct Codes {
   const uint32_t* data;
@@ -45,6 +52,25 @@ struct Codes {
     Decode<F16>::scales(raw.scale, scale, unused);
     Decode<F16>::eight(raw.codes, scale, p);
   }
+  // To fragment order; returns where it belongs.
+  static __device__ __forceinline__ int64_t arrange(uint32_t (&p)[4], int64_t at) { return arrange_window(p, at); }
+};
+// In the order of the pinned kernel, which multiplies block by block: position 8 q + 2 t + b of a block holds element
+// 4 t + q + 2 b, so that lane t needs a quarter of a block.
+struct BlockCodes : Codes {
+  static __device__ __forceinline__ void pairs(const Raw& raw, uint32_t (&p)[4]) {
+    Codes::pairs({__byte_perm(raw.codes, 0, 0x3120), raw.scale}, p);
+  }
+  // Two threads have a block, and exchange words.
+  static __device__ __forceinline__ int64_t arrange(uint32_t (&p)[4], int64_t at) {
+    const bool odd = threadIdx.x & 1;
+    const uint32_t x = __shfl_xor_sync(~0u, odd ? p[0] : p[1], 1), y = __shfl_xor_sync(~0u, odd ? p[2] : p[3], 1);
+    if (odd)
+      p[2] = p[1], p[0] = x, p[1] = y;
+    else
+      p[1] = p[2], p[2] = x, p[3] = y;
+    return at;
+  }
 };
 struct Halves {
   const uint4* data;
@@ -52,10 +78,10 @@ struct Halves {
   using Raw = uint4;
   __device__ __forceinline__ Raw load(int64_t i) const { return __ldcs(data + i); }
   static __device__ __forceinline__ void pairs(const Raw& raw, uint32_t (&p)[4]) { permute8(raw, p); }
+  static __device__ __forceinline__ int64_t arrange(uint32_t (&p)[4], int64_t at) { return arrange_window(p, at); }
 };
 
-// A thread has 8 elements at a time, kSteps of them in flight. Eight threads have a window, and write it in fragment
-// order: 16 bytes have one pair of each block.
+// A thread has 8 elements at a time, kSteps of them in flight.
 template <class Source, int kSteps>
 __device__ __forceinline__ void prepare_rows(const Source& source, uint4* out, int64_t rows, int64_t depth,
                                              int64_t block) {
@@ -73,9 +99,8 @@ __device__ __forceinline__ void prepare_rows(const Source& source, uint4* out, i
     const int64_t at = first + i * kThreads;
     uint32_t p[4];
     Source::pairs(raw[i], p);
-    transpose_words(p, threadIdx.x / 2 % 4);  // all threads: a shuffle is of whole warps
-    const int lane = threadIdx.x % 8;
-    if (at < rows * padded) out[at - lane + lane % 2 * 4 + lane / 2] = make_uint4(p[0], p[1], p[2], p[3]);
+    const int64_t to = Source::arrange(p, at);  // all threads: a shuffle is of whole warps
+    if (at < rows * padded) out[to] = make_uint4(p[0], p[1], p[2], p[3]);
   }
 }
 
@@ -205,6 +230,33 @@ __global__ void __launch_bounds__(kThreads)
     decode_rows<kSteps>(x, x.matrices * x.rows * (p.depth / 8), block - factors);
 }
 
+// A thread has eight windows of a row. Of 16 rows those that one thread of pinned.cuh multiplies by lie together.
+__global__ void __launch_bounds__(kThreads) sm90_amaxes_kernel(MatmulOperand x, float* out, int64_t batch, int64_t rows,
+                                                               int64_t padded_rows, int64_t depth, bool of_tokens) {
+#if __CUDA_ARCH__ >= 900
+  wait_for_kernel_ahead();
+  let_next_kernel_start();
+#endif
+  constexpr int kTile = kFusedCols / 2;
+  const int64_t count = depth / kWindow, windows = (depth + kFusedDepth - 1) / kFusedDepth * (kFusedDepth / kWindow);
+  const int64_t pieces = (windows + 7) / 8;
+  const int place = threadIdx.x % kTile;
+  const int in = of_tokens ? place / 16 * 16 + place / 2 % 2 * 8 + place % 16 / 4 * 2 + place % 2 : place;
+  for (int64_t i = thread_index(); i < batch * padded_rows * pieces; i += thread_count()) {
+    const int64_t piece = quotient(i, kTile), tile = quotient(piece, pieces), first = (piece - tile * pieces) * 8;
+    const int64_t row_of_all = tile * kTile + in, matrix = quotient(row_of_all, padded_rows);
+    const int64_t row = row_of_all - matrix * padded_rows, from = matrix * rows + row;
+    for (int64_t w = first; w < min(first + 8, windows); ++w) {
+      float amax = 0;
+      if (row < rows && w < count) amax = x.map.windows() ? __ldg(x.amax + from * count + w) : amax_of(x, from);
+      float* const to = out + (tile * windows + w) * kFusedAmaxes;
+      to[place] = amax;
+      const uint32_t kinds = __reduce_or_sync(~0u, kinds_of(amax));
+      if (place % 32 == 0) reinterpret_cast<uint32_t*>(to)[kTile + place / 32] = kinds;
+    }
+  }
+}
+
 // ---------------------------------------------------------------- rows whose pitch no tensor map takes
 template <class Word>
 __global__ void __launch_bounds__(kThreads)
@@ -222,10 +274,18 @@ void launch_pitch(const void* from, void* to, int64_t rows, int64_t bytes, int64
       static_cast<const Word*>(from), static_cast<Word*>(to), rows, bytes / kSize, pitch / kSize);
 }
 
+// Calls f with what reads an operand.
+template <class F>
+cudaError_t with_source(const MatmulOperand& x, Order order, const F& f) {
+  if (!x.quantized()) return f(Halves{static_cast<const uint4*>(x.data)});
+  const Codes codes{static_cast<const uint32_t*>(x.data), x.scale};
+  return order == Order::kBlocks ? f(BlockCodes{codes}) : f(codes);
+}
+
 }  // namespace
 
-cudaError_t launch_sm90_prepare(const MatmulOperand& a, void* out, int64_t rows, int64_t depth, uint32_t* flags,
-                                int64_t flag_count, cudaStream_t stream) {
+cudaError_t launch_sm90_prepare(const MatmulOperand& a, Order order, void* out, int64_t rows, int64_t depth,
+                                uint32_t* flags, int64_t flag_count, cudaStream_t stream) {
   const int64_t eights = rows * ((depth + kWindow - 1) / kWindow) * 8;
   const bool many = eights > int64_t{multiprocessors()} * 8 * kThreads * 8;  // all resident threads have work at once
   const auto launch = [&](auto source, auto kernel, int64_t steps) {
@@ -237,11 +297,17 @@ cudaError_t launch_sm90_prepare(const MatmulOperand& a, void* out, int64_t rows,
     using Source = decltype(source);
     return many ? launch(source, sm90_prepare_kernel<Source, 8>, 8) : launch(source, sm90_prepare_kernel<Source, 2>, 2);
   };
-  return a.quantized() ? launch_source(Codes{static_cast<const uint32_t*>(a.data), a.scale})
-                       : launch_source(Halves{static_cast<const uint4*>(a.data)});
+  return with_source(a, order, launch_source);
 }
 
-cudaError_t launch_sm90_prepare_grouped(const MatmulOperand& a, void* out, int64_t rows, int64_t depth,
+cudaError_t launch_sm90_amaxes(const MatmulOperand& x, float* out, int64_t batch, int64_t rows, int tile_rows,
+                               int64_t depth, bool of_tokens, cudaStream_t stream) {
+  const int64_t padded = round_up(rows, tile_rows);
+  return launch_early(sm90_amaxes_kernel, grid_for(batch * padded * (depth / kWindow + 7) / 8, kThreads), kThreads, 1,
+                      0, stream, x, out, batch, rows, padded, depth, of_tokens);
+}
+
+cudaError_t launch_sm90_prepare_grouped(const MatmulOperand& a, Order order, void* out, int64_t rows, int64_t depth,
                                         const GroupedListings& lists, cudaStream_t stream) {
   const int64_t eights = rows * ((depth + kWindow - 1) / kWindow) * 8;
   const bool many = eights > int64_t{multiprocessors()} * 8 * kThreads * 8;
@@ -255,8 +321,7 @@ cudaError_t launch_sm90_prepare_grouped(const MatmulOperand& a, void* out, int64
     return many ? launch(source, sm90_prepare_grouped_kernel<Source, 8>, 8)
                 : launch(source, sm90_prepare_grouped_kernel<Source, 2>, 2);
   };
-  return a.quantized() ? launch_source(Codes{static_cast<const uint32_t*>(a.data), a.scale})
-                       : launch_source(Halves{static_cast<const uint4*>(a.data)});
+  return with_source(a, order, launch_source);
 }
 
 cudaError_t launch_sm90_prepare_windows(const WindowsPreparation& p, cudaStream_t stream) {

@@ -64,6 +64,13 @@ __device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t* m) 
                  "r"(m[2]), "r"(m[3])
                  : "memory");
 }
+// Four 8 x 8 matrices, as mma has its left operand of 16 rows.
+__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(row)
+               : "memory");
+}
 // The address of the same place in CTA `rank` of the cluster.
 __device__ __forceinline__ uint32_t address_in(uint32_t a, uint32_t rank) {
   uint32_t r;
@@ -291,6 +298,19 @@ JNVFP4_DEFINE_WGMMA("256", 128, "%128", "%129", "%130", "%131", "%132", "%133")
 JNVFP4_DEFINE_WGMMA_SHARED("128", 64, "%64", "%65", "%66")
 JNVFP4_DEFINE_WGMMA_SHARED("192", 96, "%96", "%97", "%98")
 
+// wgmma_wait for the group that makes these sums, which nothing that reads them goes before; and for sums that other
+// instructions make, which are made where this stands.
+#define JNVFP4_DEFINE_ORDER(sums)                                                                                 \
+  template <int kLeft>                                                                                            \
+  __device__ __forceinline__ void wgmma_wait_for(float (&d)[sums]) {                                              \
+    asm volatile("wgmma.wait_group.sync.aligned %" #sums ";" : JNVFP4_SUMS_##sums(d, 0) : "n"(kLeft) : "memory"); \
+  }                                                                                                               \
+  __device__ __forceinline__ void make_here(float (&d)[sums]) { asm volatile("" : JNVFP4_SUMS_##sums(d, 0)); }
+
+JNVFP4_DEFINE_ORDER(32)
+JNVFP4_DEFINE_ORDER(64)
+
+#undef JNVFP4_DEFINE_ORDER
 #undef JNVFP4_DEFINE_WGMMA_SHARED
 #undef JNVFP4_WGMMA_SHARED
 #undef JNVFP4_DEFINE_WGMMA

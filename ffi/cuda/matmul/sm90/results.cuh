@@ -15,13 +15,15 @@ namespace jnvfp4 {
 // Of a warpgroup's 64 columns, that of a thread's first sum.
 __device__ __forceinline__ int fragment_row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 
+// Bytes for all 16-bit results of a tile, but of one of 256 tokens.
+constexpr int result_buffer(int tokens) { return tokens <= 64 ? 8192 : tokens == 192 ? 24576 : 16384; }
+
 // kTokens: of the tile. kExchanged: whether operands are exchanged.
-template <int kTokens_, bool kExchanged>
+template <int kTokens_, bool kExchanged, int kBuffer_ = result_buffer(kTokens_)>
 struct TileWriter {
   static constexpr int kTokens = kTokens_, kSums = kTokens / 2;
-  // In shared memory of a warpgroup: the buffer, for all 16-bit results but those of 256 tokens, then factors and
-  // biases of the tokens.
-  static constexpr int kBuffer = kTokens <= 64 ? 8192 : kTokens == 192 ? 24576 : 16384;
+  // In shared memory of a warpgroup: the buffer, then factors and biases of the tokens.
+  static constexpr int kBuffer = kBuffer_;
   static constexpr int kShared = kBuffer + 2 * kTokens * 4;
   using Sums = float[kSums];
 

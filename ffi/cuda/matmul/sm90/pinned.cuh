@@ -1,0 +1,420 @@
+// out = a b^T on Hopper in the pinned order of docs/numerics.md: the same bits as the CPU, for any number of rows.
+//
+// As in the fused kernels rows of b are the 64 rows of wgmma, from registers, rows of a ("tokens") its columns, two
+// CTAs of a cluster share tokens, one thread loads, and two warpgroups compute. But each block of 16 along K has a
+// wgmma of its own, which does not add to another (scale-d is 0). float16 numbers are q s 2^-14, exact; those of b that
+// are decoded in registers are q 2^-14, without the scale. All products of a block are multiples of one unit, 2^-20 of
+// the largest exponent or more, and wgmma keeps 24 bits below that, so its sums D are exact in any order inside. Then
+// y = D + y, or fma(D, s_b, y), is the one rounding of the rule, with everything times 2^-28: s_a s_b dot16 has at most
+// 20 bits, and no end of float32 is near. Zeros beyond the end of K change nothing, since y is never -0.
+//
+// A part of a tile is what one wgmma has. While the tensor cores compute a part, the one before is added to y. What
+// limits the kernel is issue: an instruction for each output and block. One that reads three registers takes 1.5
+// clocks; of a part all of one row come first, then all of the other, so that s_b stays in the operand cache. ptxas
+// keeps this order since the instructions are volatile, the sets of D since their registers are operands of the waits,
+// and no wgmma runs from one turn of the loop to the next, where it would put waits between all of them.
+#pragma once
+
+#include "../../../core/numerics_fast.h"
+#include "grouped.cuh"
+
+namespace jnvfp4 {
+
+template <int kTokens_, Pinned kPinned, bool kGrouped_ = false>
+struct PinnedConfig {
+  // Whether b is decoded to float16 in scratch, with its scales, and whether operands have an amax for each window.
+  static constexpr bool kNumbers = kPinned != Pinned::kCodes, kWindows = kPinned == Pinned::kWindows;
+  static constexpr bool kGrouped = kGrouped_;
+  using Args = std::conditional_t<kGrouped, GroupedFusedArgs, FusedArgs>;
+  using Tiles = std::conditional_t<kGrouped, ListedTiles<kTokens_>, DenseTiles<FusedArgs, kTokens_>>;
+  static constexpr int kTokens = kTokens_, kRows = 128, kThreads = 128 * 3, kSums = kTokens / 2;
+  static constexpr int kLoading = 40, kComputing = 232;  // registers, of 168 in a launch
+  static constexpr int kPart = kTokens == 128 && !kWindows ? 128 : 64, kParts = kTokens / kPart;
+
+  // A stage has a window (64 along K) of tokens and of rows of b; a slot, scales of the four windows that are a turn of
+  // the loop. So stages are known when this is compiled, and the turn's number says the rest.
+  static constexpr int kStages = 4, kSlots = 2;
+  static constexpr int kTokenBytes = kTokens * 128, kLeftPitch = kNumbers ? 128 : 32, kLeftBytes = kRows * kLeftPitch;
+  static constexpr int kAmaxes = kRows * 4, kAmaxBytes = kWindows ? 2 * kAmaxes : 0;  // of tokens, then of rows
+  static constexpr int kScaleBytes = kNumbers ? 0 : kRows * 16;
+  static constexpr int kBuffer = 8192;
+  using Result = FusedResult<kTokens, false, true, kGrouped, kBuffer>;
+  using Writer = typename Result::Writer;
+
+  static constexpr int kAtLeft = kStages * kTokenBytes, kAtScales = kAtLeft + kStages * kLeftBytes;
+  static constexpr int kAtAmaxes = kAtScales + kSlots * kScaleBytes, kAtOut = kAtAmaxes + kStages * kAmaxBytes;
+  static constexpr int kAtFull = kAtOut + 2 * Writer::kShared, kAtEmpty = kAtFull + 8 * kStages;
+  static constexpr int kAtTiles = kAtEmpty + 8 * kStages;
+  using Ring = TileRing<kStages>;
+  static constexpr int kShared = kAtTiles + Ring::kShared + 1024;  // to align the start
+  static_assert(kLoading + 2 * kComputing <= 3 * (65536 / kThreads / 8 * 8));
+  static_assert(kShared <= 232448);
+};
+
+// Of the windows of a tile.
+struct Amaxes {
+  const float *tokens, *columns;
+};
+template <class C>
+__device__ __forceinline__ Amaxes amaxes_of(const FusedArgs& a, const WorkTile& tile) {
+  const int64_t of_tile = 4 * int64_t{a.steps} * kFusedAmaxes, token_tiles = a.matrix_tiles / a.pairs;
+  const int64_t column_tile = tile.column / C::kRows + cluster_rank();
+  return {a.token_amaxes + (tile.matrix * token_tiles + tile.token / C::kTokens) * of_tile,
+          a.column_amaxes + (int64_t{tile.matrix} * a.pairs * 2 + column_tile) * of_tile};
+}
+
+// ---------------------------------------------------------------- the thread that loads
+template <class C>
+__device__ __forceinline__ void load_windows(const typename C::Args& a, const FusedMaps& maps, uint32_t smem) {
+  constexpr int kHalf = C::kTokens / 2;
+  const int rank = cluster_rank();
+  uint32_t turn = 0;
+  const typename C::Tiles tiles{a};
+  TileScheduler<C, true> scheduler(tiles, smem);
+  for (int i = scheduler.first(); i < tiles.end(); i = scheduler.next()) {
+    const WorkTile tile = tiles[i];
+    const int b_row = row_of_b<C>(a, tile), a_row = row_of_a(a, tile, kHalf);
+    [[maybe_unused]] Amaxes amaxes{};
+    if constexpr (C::kWindows) amaxes = amaxes_of<C>(a, tile);
+    for (int step = 0; step < tile.k_end; ++step, ++turn) {
+#pragma unroll
+      for (int of = 0; of < C::kStages; ++of) {
+        const int w = 4 * step + of;
+        const uint32_t bar = smem + C::kAtFull + 8 * of;
+        barrier_wait(smem + C::kAtEmpty + 8 * of, ~turn & 1);
+        barrier_expect(bar, C::kTokenBytes + C::kLeftBytes + C::kAmaxBytes + (of == 0 ? C::kScaleBytes : 0));
+        if (of == 0 && !C::kNumbers)
+          load_box(smem + C::kAtScales + (turn & 1) * C::kScaleBytes, maps.scale, bar, w * 4, b_row);
+        load_box(smem + C::kAtLeft + of * C::kLeftBytes, maps.data, bar, w * (C::kNumbers ? 64 : 32), b_row);
+        load_box_to(3, smem + of * C::kTokenBytes + rank * kHalf * 128, maps.a, bar, w * 64, a_row);
+        if constexpr (C::kWindows) {
+          const uint32_t to = smem + C::kAtAmaxes + of * C::kAmaxBytes;
+          load_bytes(to, amaxes.tokens + int64_t{w} * kFusedAmaxes, C::kAmaxes, bar);
+          load_bytes(to + C::kAmaxes, amaxes.columns + int64_t{w} * kFusedAmaxes, C::kAmaxes, bar);
+        }
+      }
+    }
+  }
+  // Stays until the other block has read what this one has loaded for it.
+  for (int of = 0; of < C::kStages; ++of) barrier_wait(smem + C::kAtEmpty + 8 * of, ~turn & 1);
+}
+
+// ---------------------------------------------------------------- a warpgroup that computes
+template <class C>
+struct PinnedConsumer {
+  static constexpr int kPart = C::kPart / 2;  // sums of a thread in a part
+  using Part = float[kPart];
+  using Sums = float[C::kSums];
+  using Fragment = uint32_t[4];
+  using Scales = float[2][4];  // of rows r and r + 8, four blocks
+
+  const typename C::Args& a;
+  uint32_t smem;
+  uint32_t left, scale;  // where its rows are in the first stage and slot
+  uint32_t turn = 0;     // turns of all tiles before
+
+  __device__ __forceinline__ PinnedConsumer(const typename C::Args& args, uint32_t shared) : a(args), smem(shared) {
+    const int row = wg() * 64 + fragment_row(), lane = threadIdx.x % 32;
+    scale = smem + C::kAtScales + row * 16;
+    left =
+        smem + C::kAtLeft +
+        (C::kNumbers ? (row - lane / 4 + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16 : row * 32 + lane % 4 / 2 * 4);
+  }
+
+  // Not kept, as there are no registers to spare.
+  static __device__ __forceinline__ int wg() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread / 128 - 1;
+  }
+
+  // ---- a block
+  __device__ __forceinline__ void wait_for(int of, uint32_t in_turn) const {
+    barrier_wait(smem + C::kAtFull + 8 * of, in_turn & 1);
+  }
+  // Every lane has read what it needs. The stage is free, in both blocks that load for it.
+  __device__ __forceinline__ void release(int of) const {
+    __syncwarp();
+    if (threadIdx.x % 32 < 2) barrier_arrive_in(smem + C::kAtEmpty + 8 * of, threadIdx.x % 32);
+  }
+  // Lane t of four has the t-th quarter of a block, as sm90/prepare.cu has ordered the tokens.
+  __device__ __forceinline__ void load_left(Fragment& to, int of, int block) const {
+    const uint32_t at = left + of * C::kLeftBytes;
+    if constexpr (C::kNumbers) {
+      load_matrices(to, at ^ block * 32);
+    } else {
+      uint32_t pair[4];
+      halves_of_codes(__byte_perm(load_shared32(at + block * 8), load_shared32(at + block * 8 + 8 * 32),
+                                  threadIdx.x % 2 ? 0x7362u : 0x5140u),
+                      pair);
+      to[0] = pair[0], to[1] = pair[2], to[2] = pair[1], to[3] = pair[3];
+    }
+  }
+  __device__ __forceinline__ void load_scales(Scales& to, uint32_t in_turn, int of) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const uint32_t four = load_shared32(scale + (in_turn & 1) * C::kScaleBytes + r * 8 * 16 + of * 4);
+      uint32_t low, high;
+      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(low) : "h"(static_cast<uint16_t>(four)));
+      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(high) : "h"(static_cast<uint16_t>(four >> 16)));
+      const float2 x = __half22float2(reinterpret_cast<const __half2&>(low));
+      const float2 y = __half22float2(reinterpret_cast<const __half2&>(high));
+      to[r][0] = x.x, to[r][1] = x.y, to[r][2] = y.x, to[r][3] = y.y;
+    }
+  }
+  __device__ __forceinline__ void multiply(Part& d, const Fragment& f, int of, int block, int part) const {
+    wgmma_fence();
+    wgmma<F16>(d, f, shared_matrix(smem + of * C::kTokenBytes) + block * 2 + part * (C::kPart * 128 / 16), 0);
+    wgmma_commit();
+  }
+  // All of one row, then all of the other.
+  static __device__ __forceinline__ void add(Part& sums, const Part& d, float low, float high) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int i = 2 * h; i < kPart; i += 4)
+#pragma unroll
+        for (int e = i; e < i + 2; ++e)
+          asm volatile("fma.rn.f32 %0, %1, %2, %0;" : "+f"(sums[e]) : "f"(d[e]), "f"(h ? high : low));
+    make_here(sums);
+  }
+  static __device__ __forceinline__ void add(Part& sums, const Part& d) {
+#pragma unroll
+    for (int i = 0; i < kPart; ++i) asm volatile("add.rn.f32 %0, %0, %1;" : "+f"(sums[i]) : "f"(d[i]));
+    make_here(sums);
+  }
+
+  // ---- the sum along K
+  static constexpr int kOfWindow = 4 * C::kParts, kOfTurn = kOfWindow * C::kStages;  // parts
+  using Tile = float[C::kParts][kPart];
+  __device__ __forceinline__ void sum(Tile& y) {
+    float d[2][kPart];
+#pragma unroll
+    for (int i = 0; i < kPart; ++i) {
+      d[0][i] = d[1][i] = 0;
+#pragma unroll
+      for (int p = 0; p < C::kParts; ++p) y[p][i] = 0;
+    }
+    Fragment left_of[2];
+    Scales scales[2];  // of the window and of the next one
+    const auto load = [&](uint32_t in_turn, int window, bool there = true) {
+      if (there) wait_for(window, in_turn);
+      load_left(left_of[0], window, 0);
+      if constexpr (!C::kNumbers) load_scales(scales[window % 2], in_turn, window);
+    };
+    // Adds the part that is the q-th of its turn.
+    const auto add_part = [&](int q) {
+      const int block = q % kOfWindow / C::kParts;
+      const Scales& s = scales[q / kOfWindow % 2];
+      if constexpr (C::kNumbers)
+        add(y[q % C::kParts], d[q % 2]);
+      else
+        add(y[q % C::kParts], d[q % 2], s[0][block], s[1][block]);
+    };
+    load(turn, 0);
+    int turns = a.steps;
+#pragma unroll 1
+    do {
+#pragma unroll
+      for (int p = 0; p < kOfTurn; ++p) {
+        const int window = p / kOfWindow, block = p % kOfWindow / C::kParts, part = p % C::kParts;
+        multiply(d[p % 2], left_of[block % 2], window, block, part);
+        if (p > 0) wgmma_wait_for<1>(d[(p + 1) % 2]);
+        if (p % kOfWindow == 0 && window > 0) release(window - 1);
+        if (part == 0 && block < 3) load_left(left_of[(block + 1) % 2], window, block + 1);
+        if (part == 0 && block == 3) {
+          if (window < C::kStages - 1)
+            load(turn, window + 1);
+          else
+            load(turn + 1, 0, turns > 1);
+        }
+        if (p > 0) add_part(p - 1);
+      }
+      wgmma_wait_for<0>(d[(kOfTurn - 1) % 2]);
+      add_part(kOfTurn - 1);
+      release(C::kStages - 1);
+      ++turn;
+    } while (--turns > 0);
+  }
+
+  // ---- the sum along K of windows that have amaxes
+  // Of all amaxes of a tile.
+  __device__ __forceinline__ uint32_t kinds_of_amaxes(const WorkTile& tile) const {
+    const Amaxes amaxes = amaxes_of<C>(a, tile);
+    uint32_t kinds = 0;
+    for (int w = threadIdx.x % 32; w < 4 * a.steps; w += 32)
+      for (const float* of : {amaxes.tokens, amaxes.columns}) {
+        const uint4 x = *reinterpret_cast<const uint4*>(of + int64_t{w} * kFusedAmaxes + C::kRows);
+        kinds |= x.x | x.y | x.z | x.w;
+      }
+    return __reduce_or_sync(~0u, kinds);
+  }
+  // y = fl(y + fl(alpha * window)), alpha = fl(fl(amax_a amax_b) / divisor). The quotient is that of two products, with
+  // a large and a small piece of a reciprocal that has 2^28 in it, where nothing is subnormal; else that of one product
+  // in float64 (numerics_fast.h). Where products of amaxes are exact, the reciprocal is that of a row.
+  template <uint32_t kKinds>
+  __device__ __forceinline__ void add_window(Part& y, const Part& window, int of, int part) const {
+    const uint32_t at = smem + C::kAtAmaxes + of * C::kAmaxBytes;
+    const uint32_t row = at + C::kAmaxes + (wg() * 64 + fragment_row()) * 4;
+    const float rows[2] = {float_of(load_shared32(row)), float_of(load_shared32(row + 32))};
+    const auto fma = [](float x, float y, float z) { return __fmaf_rn(x, y, z); };
+    const AlphasOfRow alphas[2] = {{rows[0], a.reciprocal, a.reciprocal_rest, fma},
+                                   {rows[1], a.reciprocal, a.reciprocal_rest, fma}};
+    const auto term = [&](float token, int r, float sum) {
+      if constexpr (kKinds == 0) return mul_rn(alphas[r](token, fma), sum);
+      const float product = mul_rn(token, rows[r]);
+      if constexpr (kKinds == kLongAmax)
+        return mul_rn(div_by_pieces(product, a.reciprocal, a.reciprocal_rest, fma), sum);
+      return mul_rn(div_by_float64(product, a.reciprocal64), mul_rn(sum, 0x1p28f));
+    };
+#pragma unroll
+    for (int e = 0; e < kPart; e += 8) {
+      const uint4 four = load_shared128(at + part * C::kPart * 4 + e * 8 + threadIdx.x % 4 * 16);
+      const float tokens[4] = {float_of(four.x), float_of(four.y), float_of(four.z), float_of(four.w)};
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        y[e + i] = add_rn(y[e + i], term(tokens[i / 4 * 2 + i % 2], i / 2 % 2, window[e + i]));
+    }
+    make_here(y);
+  }
+  // The sum of a part's window is D of its first block, to which those of the others are added. Of four sets of D the
+  // sum has one, and wgmma fill or have filled the others: with the next blocks of the part, then of the next part.
+  template <uint32_t kKinds>
+  __device__ __forceinline__ void sum_windows(Tile& y) {
+    constexpr int kAll = C::kStages * C::kParts;
+    float d[4][kPart];
+#pragma unroll
+    for (int i = 0; i < kPart; ++i) {
+      d[0][i] = d[1][i] = d[2][i] = d[3][i] = 0;
+#pragma unroll
+      for (int p = 0; p < C::kParts; ++p) y[p][i] = 0;
+    }
+    Fragment left_of[4];
+    // wgmma have read the fragments that these replace.
+    const auto load = [&](int window, int from, int to) {
+#pragma unroll
+      for (int block = from; block < to; ++block) load_left(left_of[block], window, block);
+    };
+    const auto start = [&](int p, int block) {
+      multiply(d[(p + block) % 4], left_of[block], p / C::kParts, block, p % C::kParts);
+    };
+    // Waits for the wgmma that make these sums, where so many may run on.
+    const auto wait = [&](Part& sums, int left) {
+      if (left == 0) wgmma_wait_for<0>(sums);
+      if (left == 1) wgmma_wait_for<1>(sums);
+      if (left == 2) wgmma_wait_for<2>(sums);
+    };
+    wait_for(0, turn), load(0, 0, 4);
+    int turns = a.steps;
+#pragma unroll 1
+    do {
+      start(0, 0), start(0, 1), start(0, 2);
+#pragma unroll
+      for (int p = 0; p < kAll; ++p) {
+        const int window = p / C::kParts, part = p % C::kParts;
+        const bool last = p == kAll - 1, last_part = !last && part == C::kParts - 1;
+        Part& sums = d[p % 4];
+        start(p, 3);
+        wait(d[(p + 1) % 4], 2), make_here(sums);
+        if (last_part) wait_for(window + 1, turn), load(window + 1, 0, 2);
+        add(sums, d[(p + 1) % 4]);
+        if (!last) start(p + 1, 0);
+        wait(d[(p + 2) % 4], last ? 1 : 2);
+        if (last_part) load(window + 1, 2, 3);
+        add(sums, d[(p + 2) % 4]);
+        if (!last) start(p + 1, 1);
+        wait(d[(p + 3) % 4], last ? 0 : 2);
+        if (last_part) load(window + 1, 3, 4);
+        if (last && turns > 1) wait_for(0, turn + 1), load(0, 0, 4);
+        add(sums, d[(p + 3) % 4]);
+        if (!last) start(p + 1, 2);
+        add_window<kKinds>(y[part], sums, window, part);
+        if (part == C::kParts - 1) release(window);
+      }
+      ++turn;
+    } while (--turns > 0);
+  }
+
+  // ---- the result
+  __device__ __forceinline__ void finish(Sums& sums, const WorkTile& tile) const {
+    const int of = __shfl_sync(~0u, wg(), 0), column = tile.column + cluster_rank() * C::kRows + of * 64;
+    const uint32_t out = smem + C::kAtOut + of * C::Writer::kShared;
+    if constexpr (C::kWindows) {  // which have had their alphas
+      const typename C::Writer writer{a.g.result, a.tokens, a.columns, tile.matrix, tile.token, column, out, 1 + of};
+      float biases[2];
+      writer.load_biases(biases);
+      writer.add_biases(sums, biases);
+      writer.write(sums);
+    } else {
+      const auto write = [&](const auto& result) {
+        ResultFactors factors;
+        result.load(factors);
+        result.write(sums, factors);
+      };
+      if constexpr (C::kGrouped)
+        write(typename C::Result{a, tile.matrix, tile.token, tile.token_end, column, out, 1 + of});
+      else
+        write(typename C::Result{a, tile.matrix, tile.token, column, out, 1 + of});
+    }
+    __syncwarp();  // instructions for whole warps follow
+  }
+  __device__ __forceinline__ void run() {
+    const typename C::Tiles tiles{a};
+    TileScheduler<C, false> scheduler(tiles, smem);
+    for (int i = scheduler.first(); i < tiles.end(); i = scheduler.next()) {
+      float y[C::kParts][kPart];
+      if constexpr (C::kWindows) {
+        const uint32_t kinds = kinds_of_amaxes(tiles[i]);
+        if (kinds == 0)
+          sum_windows<0>(y);
+        else if (kinds == kLongAmax)
+          sum_windows<kLongAmax>(y);
+        else
+          sum_windows<kOddAmax>(y);
+      } else {
+        sum(y);
+      }
+      finish(reinterpret_cast<Sums&>(y), tiles[pin_register(i)]);  // there are no registers to keep the tile
+    }
+    if constexpr (C::kGrouped) clear_other_rows(a, C::kThreads - 128);
+  }
+};
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    sm90_pinned_kernel(const __grid_constant__ typename C::Args a, const __grid_constant__ FusedMaps maps) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ uint8_t any_shared[];
+  const uint32_t smem = (shared_address(any_shared) + 1023) & ~1023u;  // the same in both blocks of a cluster
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < C::kStages; ++i) {
+      barrier_init(smem + C::kAtFull + 8 * i, 1);
+      barrier_init(smem + C::kAtEmpty + 8 * i, 4 * 2 * 2);  // a lane of each warp that computes, in both blocks
+    }
+    typename C::Ring{smem + C::kAtTiles}.init_barriers();
+    fence_barrier_init();
+    prefetch_map(maps.data), prefetch_map(maps.scale), prefetch_map(maps.a);
+  }
+  __syncwarp();  // instructions for whole warps follow
+  cluster_meet();
+  wait_for_kernel_ahead();  // it makes all that is read here
+  if (threadIdx.x < 128) {
+    let_next_kernel_start();  // it waits for the end of this one
+    give_registers<C::kLoading>();
+    if (threadIdx.x == 0) load_windows<C>(a, maps, smem);
+    if (threadIdx.x == 32 && cluster_rank() == 0) {
+      const typename C::Tiles tiles{a};
+      TileScheduler<C, false>(tiles, smem).hand_out();
+    }
+    __syncwarp();
+  } else {
+    take_registers<C::kComputing>();
+    PinnedConsumer<C>(a, smem).run();
+  }
+  cluster_sync();  // no block leaves while another may still arrive or write here
+#else
+  __trap();  // compiled for another architecture
+#endif
+}
+
+}  // namespace jnvfp4
