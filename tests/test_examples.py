@@ -476,9 +476,38 @@ def test_existing_models(tmp_path):
     version = pytest.importorskip("transformers").__version__
     if int(version.split(".")[0]) >= 5:
         pytest.skip(f"transformers {version} has no Flax models, the last are those of 4")
-    out = run("existing_models.py", cwd=tmp_path, timeout=600)
+    out = run("existing_models/hugging_face.py", cwd=tmp_path, timeout=600)
     assert "BERT: 12 layers in NVFP4" in out
     assert "GPT-2: 8 layers in NVFP4" in out
+
+
+def needs(library: str) -> None:
+    """Skips without a framework, which need not be importable with warnings as errors."""
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"needs {library} in an environment of its own (docs/models.md)")
+
+
+@pytest.mark.long
+def test_tunix_fine_tunes(tmp_path):
+    needs("tunix")
+    out = run("existing_models/tunix_llama.py", cwd=tmp_path, timeout=600)
+    assert out.count("pretrain()  rule 'layers/.*'") == 2 * 7  # attention of Tunix' own modules, and the MLP
+    assert "lm_head                 64x64    -           keep 'lm_head'" in out
+    last = [float(loss) for loss in re.findall(r"mean of the last 10 of 100 steps ([\d.]+)", out)]
+    assert max(last) < 1.6
+    np.testing.assert_allclose(last[1::2], last[::2], atol=0.05)
+    assert [int(n) for n in re.findall(r"up_proj takes (\d+) bytes", out)] == 3 * [2 * 64 * 128] + [
+        64 * 128 * 9 // 16 + 4
+    ]
+
+
+@pytest.mark.long
+def test_tunix_makes_a_step_of_grpo(tmp_path):
+    needs("tunix")
+    out = run("existing_models/tunix_grpo.py", cwd=tmp_path, timeout=600)
+    moved, apart = np.array(re.findall(r"moved by ([\d.]+), log-probabilities are ([\d.]+) nats apart", out), float).T
+    assert (moved > 0).all()
+    assert apart[0] > 0 == apart[1]
 
 
 # ---------------------------------------------------------------- docs/training.md

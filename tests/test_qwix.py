@@ -17,7 +17,7 @@ from flax_models import KEY, NEAREST, SR, TOKENS, Mlp, NnxMlp, NnxOwn, NnxTransf
 from jax.sharding import PartitionSpec as P
 from meshes import assert_sharded, make_mesh, put
 
-from jnvfp4 import Policy, Rule, einsum, step_key
+from jnvfp4 import Policy, Rule, einsum, quantize, step_key
 from jnvfp4.flax.linen import intercept
 from jnvfp4.flax.nnx import apply
 from jnvfp4.qwix import Provider
@@ -103,8 +103,11 @@ class Scaled(nn.Module):
 
 def test_an_einsum_that_is_no_product_stays_as_it_is():
     model, variables = Scaled(), Scaled().init(jax.random.key(0), X)
-    driven = qwix.quantize_model(model, Provider(Policy(default=NEAREST)))
-    assert_bitwise(driven.apply(variables, X), model.apply(variables, X))
+    provider = Provider(Policy(default=NEAREST))
+    assert_bitwise(qwix.quantize_model(model, provider).apply(variables, X), model.apply(variables, X))
+    (decision,) = provider.explain()
+    assert decision[1:3] == ((48, 32), None)
+    assert decision.why.startswith("no product: einsum: x and w must share a letter that the result leaves out")
 
 
 class FlippedExperts(nn.Module):
@@ -161,3 +164,58 @@ def test_a_module_of_nnx_that_multiplies_by_itself_is_reached():
     assert products(model, x) == 1
     with pytest.raises(ValueError, match="every rule must match a layer, got 'layers/1'"):
         qwix.quantize_model(nnx.Sequential(NnxOwn()), Provider(Policy([Rule("layers/1", NEAREST)])), x)
+
+
+class Weighted(nnx.Module):
+    """Multiplies by a parameter of another name than those of Flax, as modules of Tunix and MaxText do."""
+
+    def __init__(self, shape, rngs, name="w"):
+        self.name = name
+        setattr(self, name, nnx.Param(jax.random.normal(rngs.params(), shape, jnp.bfloat16)))
+
+    def __call__(self, x):
+        return jnp.einsum("BTD,DNH->BTNH", x, getattr(self, self.name)[...])
+
+
+class Weights(nnx.Module):
+    """Two of them and a layer of Flax, whose kernel is read in other ways."""
+
+    def __init__(self, rngs):
+        self.attn, self.wi = Weighted((32, 2, 16), rngs), Weighted((32, 2, 16), rngs, "wi")
+        self.up = nnx.Linear(32, 48, use_bias=False, param_dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.attn(x), self.wi(x), self.up(x)
+
+
+def test_rules_and_explain_see_parameters_of_any_name():
+    model, policy = Weights(nnx.Rngs(0)), Policy([Rule("wi|attn", NEAREST)])
+    provider = Provider(policy)
+    driven = qwix.quantize_model(model, provider, X)
+    assert products(driven, X) == 2
+    assert [(d.path, d.shape, d.recipe, d.why) for d in provider.explain()] == [
+        ("attn", (32, 2, 16), NEAREST, "rule 'wi|attn'"),
+        ("wi/wi", (32, 2, 16), NEAREST, "rule 'wi|attn'"),
+        ("up", (32, 48), None, "no rule matches"),
+    ]
+    assert "jnvfp4.qwix.Provider reaches and apply does not" in str(Policy([]).explain(model))
+
+
+def test_lora_freezes_the_weights_in_nvfp4_and_leaves_its_adapters():
+    lora = qwix.LoraProvider(module_path="attn|up", rank=4, alpha=8.0)
+    plain, x = Weights(nnx.Rngs(0)), X.astype(jnp.bfloat16)
+    model = qwix.quantize_model(plain, Provider(Policy([Rule("attn|up", NEAREST)]), lora=lora), x, rngs=nnx.Rngs(1))
+    for module, kernel in ((model.attn, plain.attn.w), (model.up, plain.up.kernel)):
+        kept = (module.w if module is model.attn else module.kernel).get_value().tensor
+        assert_same_tensor(kept, quantize(kernel[...].reshape(32, -1).T, NEAREST.fprop.w))
+    assert isinstance(model.wi.wi[...], jax.Array)  # no rule matches
+    # Adapters start at zero.
+    assert_bitwise(nnx.jit(lambda m: m(x))(model)[0], einsum("BTD,DNH->BTNH", x, plain.attn.w[...], recipe=NEAREST))
+    grads = nnx.grad(lambda m: sum(loss(y) for y in m(x)), argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
+    assert set(nnx.to_pure_dict(grads)) == {"attn", "up"}
+    graph, state = nnx.split(model)
+    assert products(lambda state: nnx.merge(graph, state)(x), state) == 2
+    with pytest.raises(TypeError, match=r"Frozen: weights in NVFP4 must be read as a whole, by \[\.\.\.\], got \[0\]"):
+        model.up.kernel[0]
+    with pytest.raises(TypeError, match=r"Provider: lora must be a qwix\.LoraProvider or None, got 4"):
+        Provider(Policy(), lora=4)

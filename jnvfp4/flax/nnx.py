@@ -13,7 +13,7 @@ from .._layers.dot_general import DotGeneral
 from .._layers.einsum import einsum_of_layer, sizes_of
 from .._layers.gather import Placement
 from .._layers.keys import fold_path, in_step, key_of_layer, layer_key, must_vary, varies
-from ..policy import Decision, Layer, Policy, check_policy, depths_of, layers_of
+from ..policy import WEIGHT_NAMES, Decision, Layer, Policy, check_policy, depths_of, layers_of
 from ..recipes import Recipe
 from ._nnx_loops import loop_that_shares
 from .linen import unknown
@@ -185,9 +185,16 @@ def layers_in(model: nnx.Module) -> list[tuple[Any, Layer]]:
         if isinstance(module, LAYERS):
             sizes, reason = _sizes(module)
             found.append((module, Layer(path, module.kernel.shape, sizes, _stacked(module) > 0, reason)))
-        elif isinstance(kernel := getattr(module, "kernel", None), nnx.Param) and len(kernel.shape) > 1:
-            found.append((module, Layer(path, kernel.shape, reason=unknown(module, "apply"))))
+        elif (shape := _shape_of_weights(module)) is not None:
+            found.append((module, Layer(path, shape, reason=unknown(module, "apply"))))
     return found
+
+
+def _shape_of_weights(module: nnx.Module) -> tuple[int, ...] | None:
+    """Returns the shape of the weights of a module that is no layer of Flax, or None where it has none."""
+    weights = [getattr(module, name, None) for name in WEIGHT_NAMES]
+    shapes = [w.shape for w in weights if isinstance(w, nnx.Param) and len(w.shape) > 1]
+    return shapes[0] if shapes else None
 
 
 def _stacked(module: Multiplying) -> int:
