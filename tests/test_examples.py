@@ -510,6 +510,18 @@ def test_tunix_makes_a_step_of_grpo(tmp_path):
     assert apart[0] > 0 == apart[1]
 
 
+@pytest.mark.long
+def test_the_trainer_of_maxtext_runs(tmp_path):
+    needs("maxtext")
+    out = run("existing_models/maxtext_trainer.py", cwd=tmp_path, timeout=900)
+    assert out.count("pretrain()  rule 'decoder/.*layers.*'") == 2 * 7 + 2 * 7  # with the three of all experts at once
+    assert out.count("no product: einsum: x and w must share a letter") == 2 * 2 * 2  # scales of norms
+    assert out.count("-           rule '.*/gate'") == 3
+    last = np.array(re.findall(r"loss 5\.\d+ -> ([\d.]+) in 20 steps", out), float).reshape(2, 2)
+    assert last.max() < 1.6
+    assert np.ptp(last, axis=1).max() < 0.4
+
+
 # ---------------------------------------------------------------- docs/training.md
 def documented_recipes() -> list[list[str]]:
     """The rows of the table of recipes: name, call, fprop, dgrad, wgrad."""
