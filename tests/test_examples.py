@@ -522,6 +522,16 @@ def test_the_trainer_of_maxtext_runs(tmp_path):
     assert np.ptp(last, axis=1).max() < 0.4
 
 
+@pytest.mark.long
+def test_the_trainer_of_levanter_runs(tmp_path):
+    needs("levanter")
+    out = run("existing_models/levanter_llama.py", cwd=tmp_path, timeout=600)
+    assert out.count("pretrain()  rule 'transformer/layers/.*'") == 7
+    bf16, nvfp4 = (float(loss) for loss in re.findall(r"mean of the last 10 of 100 steps ([\d.]+)", out))
+    assert max(bf16, nvfp4) < 1.6
+    assert abs(nvfp4 - bf16) < 0.05
+
+
 # ---------------------------------------------------------------- docs/training.md
 def documented_recipes() -> list[list[str]]:
     """The rows of the table of recipes: name, call, fprop, dgrad, wgrad."""
