@@ -374,6 +374,16 @@ def _path_of_weight(keys: tuple) -> str | None:
     return "/".join(path[:-1]) if path and path[-1] in WEIGHT_NAMES else None
 
 
+def path_of_parameter(module: str, name: str) -> str:
+    """Returns the path of the layer whose weights are a parameter of a module, which may have several."""
+    return module if name in WEIGHT_NAMES else f"{module}/{name}".lstrip("/")
+
+
+def is_of_experts(name: str, shape: tuple[int, ...]) -> bool:
+    """Says whether a parameter may be the weights of experts, of which only a call of the model tells more."""
+    return len(shape) >= 3 and name not in ("bias", "scale", "embedding")
+
+
 # ---------------------------------------------------------------- checks
 def check_policy(op: str, policy: object) -> None:
     if not isinstance(policy, Policy):

@@ -15,8 +15,10 @@ from ._layers.dot_general import DotGeneral
 from ._layers.einsum import einsum_of_layer, sizes_of
 from ._layers.gather import Placement
 from ._layers.keys import key_of_layer
+from ._layers.weights import WeightAxes
 from .flax import linen, nnx
-from .policy import WEIGHT_NAMES, Layer, Policy, check_policy, depths_of
+from .flax._experts import Experts, intercepted, product_of
+from .policy import Layer, Policy, check_policy, depths_of, path_of_parameter
 from .recipes import Recipe
 
 __all__ = ["Provider"]
@@ -28,7 +30,8 @@ class Provider(qwix.QuantizationProvider):
     """Quantizes a model by a policy: ``qwix.quantize_model(model, Provider(policy), ...)``.
 
     A product is quantized if one of its operands is a parameter of the module that is being called; products of two
-    activations never are. Paths are those of modules, as in the rules of Qwix. A recipe that rounds stochastically
+    activations never are. Paths are those of modules, as in the rules of Qwix; experts, which ``jax.lax.ragged_dot``
+    multiplies by, have the name of their parameter too: "layers/3/moe/up". A recipe that rounds stochastically
     takes its keys from ``jnvfp4.step_key``, or from ``rngs={'sr': key}`` of a Linen model. ``quantize_model`` calls an
     NNX model once, which needs a key too.
 
@@ -44,11 +47,17 @@ class Provider(qwix.QuantizationProvider):
         super().__init__(rules=[])
         self.policy = policy
         self.depths: Mapping[str, int] = {}
+        self.parameters = Experts()
 
     def get_intercept_map(self) -> dict[str, Callable]:
         """Returns the functions that Qwix replaces, by name."""
         ours = {"jax.lax.dot_general": self.dot_general, "jax.numpy.einsum": self.einsum}
-        return super().get_intercept_map() | ours
+        of_jax: dict[str, Callable] = {
+            "ragged_dot": jax.lax.ragged_dot,
+            "ragged_dot_general": jax.lax.ragged_dot_general,
+        }
+        experts = {f"jax.lax.{name}": function for name, function in intercepted(self.experts, of_jax).items()}
+        return super().get_intercept_map() | ours | experts
 
     def process_model_inputs(
         self, model: nn.Module | flax_nnx.Module, model_args: Sequence[PyTree], model_kwargs: dict[str, PyTree]
@@ -60,7 +69,7 @@ class Provider(qwix.QuantizationProvider):
             layers = [] if model.is_initializing() else linen.layers_of_params(model)
         if layers:
             self.policy.plan(layers)  # for its checks
-        self.depths = depths_of(layers)
+        self.depths, self.parameters = depths_of(layers), Experts()
         return super().process_model_inputs(model, model_args, model_kwargs)
 
     def dot_general(
@@ -95,6 +104,24 @@ class Provider(qwix.QuantizationProvider):
             return jnp.einsum(subscripts, *operands, **options)
         return einsum_of_layer(path, of_x_and_w, x, w, recipe, self._key(recipe, path), w_gather, **options)
 
+    def experts(
+        self, call: Callable, w_axes: WeightAxes, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any
+    ) -> jax.Array:
+        """Computes ``jax.lax.ragged_dot``, quantized if its weights are a parameter."""
+        module = flax_util.get_current_module()
+        if not isinstance(module, nn.Module):
+            path = "/".join(map(str, flax_util.get_current_module_path()))
+            layers = self.parameters.layers(module, path, nnx.parameters_of(module), rhs, w_axes)
+        elif module.scope is None or module.is_initializing():
+            return call(lhs, rhs, *args, **options)
+        else:
+            layers = linen.experts_of(self.parameters, module, rhs, w_axes, {})
+        product = product_of(self.policy, self.depths, layers)
+        if product is None:
+            return call(lhs, rhs, *args, **options)
+        key = self._key(product.recipe, layers[0].path)
+        return product(lhs, rhs, *args, key=key, w_axes=w_axes, **options)
+
     def _layer(self, lhs: jax.Array, rhs: jax.Array) -> Found | None:
         """Returns the recipe, path and ``w_gather``, and which operand holds the weights; None for other products."""
         module = flax_util.get_current_module()
@@ -110,9 +137,7 @@ class Provider(qwix.QuantizationProvider):
         recipe = self.policy.decide(layer, self.depths).recipe
         if recipe is None:
             return None
-        # A module may have several parameters, each of which is a layer.
-        named = path if names[side] in WEIGHT_NAMES else f"{path}/{names[side]}"
-        return recipe, named, self.policy.gather_of(path), side
+        return recipe, path_of_parameter(path, names[side]), self.policy.gather_of(path), side
 
     def _key(self, recipe: Recipe, path: str) -> jax.Array | None:
         module = flax_util.get_current_module()

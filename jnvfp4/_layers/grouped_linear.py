@@ -8,6 +8,7 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core.tensor import NVFP4Tensor
@@ -230,18 +231,20 @@ class RaggedDot:
         group_offset: object = None,
         *,
         key: jax.Array | None = None,
+        w_axes: WeightAxes = "kn",
         **unsupported: object,
     ) -> jax.Array:
         """Computes ``jax.lax.ragged_dot`` by ``grouped_linear``, with zeros added where K or N needs them.
 
         Args:
           lhs: [M, K], as x of ``jnvfp4.grouped_linear``.
-          rhs: [G, K, N], as w of ``grouped_linear`` with ``w_axes="kn"``. Or an NVFP4Tensor [G, N, K].
+          rhs: as w of ``grouped_linear``: [G, K, N], or an NVFP4Tensor [G, N, K].
           group_sizes: int32 [G].
           precision: only None or the default, because the operands are quantized.
           preferred_element_type: the dtype of the result; that of ``lax.ragged_dot`` if None.
           group_offset: must be None, as ``lax.ragged_dot`` has it too.
           key: as in ``grouped_linear``. If it is None and the recipe rounds stochastically, ``layer_key(path)``.
+          w_axes: as in ``grouped_linear``.
           **unsupported: newer arguments of ``lax.ragged_dot``; each must be None.
 
         Returns:
@@ -251,6 +254,7 @@ class RaggedDot:
           ValueError, TypeError: operands or arguments do not fit; the message names them.
         """
         op = "RaggedDot" if self.path is None else f"RaggedDot of layer {self.path!r}"
+        check_choice(op, "w_axes", w_axes, get_args(WeightAxes))
         check_options(op, self.recipe, precision, None, {"group_offset": group_offset, **unsupported})
         recipe = _without_wgrad(self.recipe)
         if key is None:
@@ -261,9 +265,22 @@ class RaggedDot:
             return _call_grouped(Call(op, Grouped, recipe, dtype), x, rhs, group_sizes, key, self.w_gather)
         w = as_float_array(op, "rhs", rhs)
         dtype = float_dtype(op, "preferred_element_type", preferred_element_type or dtype_of_lax(x, w))
-        call = Call(op, Grouped, recipe, dtype, weights=Weights("kn"))
+        call = Call(op, Grouped, recipe, dtype, weights=Weights(w_axes))
         if w.ndim != 3 or x.ndim != 2:
             return _call_grouped(call, x, w, group_sizes, key, self.w_gather)  # raises
-        n = w.shape[2]
-        y = _call_grouped(call, *padded(x, w, "kn", *recipe.units), group_sizes, key, self.w_gather)
+        n, _ = call.weights.ordered(*w.shape[1:])
+        y = _call_grouped(call, *padded(x, w, w_axes, *recipe.units), group_sizes, key, self.w_gather)
         return y[:, :n] if y.shape[1] != n else y
+
+
+def axes_of_experts(dimension_numbers: lax.RaggedDotDimensionNumbers) -> WeightAxes | None:
+    """Returns the order of the weights in a ``lax.ragged_dot_general`` that ``RaggedDot`` computes; None for others."""
+    contracting, batch = dimension_numbers.dot_dimension_numbers
+    found = [
+        [list(map(int, axes)) for axes in (*contracting, *batch)],
+        list(dimension_numbers.lhs_ragged_dimensions),
+        list(dimension_numbers.rhs_group_dimensions),
+    ]
+    if found == [[[1], [1], [], []], [0], [0]]:
+        return "kn"
+    return "nk" if found == [[[1], [2], [], []], [0], [0]] else None
