@@ -18,7 +18,8 @@ from ._layers.dot_general import DotGeneral as _DotGeneral
 from ._layers.gather import Placement
 from ._layers.grouped_linear import RaggedDot as _RaggedDot
 from ._layers.keys import layer_index
-from .policy import Layer, Policy, layers_of
+from .equinox import KINDS, layers_in, path_of
+from .policy import Layer, Policy
 from .recipes import DEFAULT, Recipe
 
 __all__ = ["DotGeneral", "RaggedDot", "apply"]
@@ -93,7 +94,7 @@ def apply(model: Model, policy: Policy) -> Model:
     Raises:
       ValueError: as in ``Policy.plan``.
     """
-    plan = policy.plan(_layers_of_tree(model))
+    plan = policy.plan(layers_in(model, {hnn.Linear: _layer}))
 
     def replaced(keys: tuple, node: PyTree) -> PyTree:
         path = _path(keys)
@@ -107,16 +108,13 @@ def apply(model: Model, policy: Policy) -> Model:
     return jax.tree_util.tree_map_with_path(replaced, model, is_leaf=lambda node: isinstance(node, hnn.Linear))
 
 
-@layers_of.register(eqx.Module)
-def _layers_of_tree(model: PyTree) -> list[Layer]:
-    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, hnn.Linear))
-    return [_layer(_path(keys), node) for keys, node in nodes if isinstance(node, hnn.Linear)]
-
-
-def _layer(path: str, linear: hnn.Linear) -> Layer:
+def _layer(keys: tuple, linear: hnn.Linear) -> Layer:
     n, k = (math.prod(axis.size for axis in _axes(of)) for of in (linear.Out, linear.In))
     shape = tuple(axis.size for axis in linear.weight.axes)
-    return Layer(path, shape, (n, k), len(_stacked(linear)) > 0)
+    return Layer(_path(keys), shape, (n, k), len(_stacked(linear)) > 0)
+
+
+KINDS[hnn.Linear] = _layer
 
 
 def _stacked(linear: hnn.Linear) -> tuple[int, ...]:
@@ -130,5 +128,4 @@ def _axes(axes: hax.Axis | Sequence[hax.Axis]) -> tuple[hax.Axis, ...]:
 
 
 def _path(keys: tuple) -> str:
-    parts = (str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in keys)
-    return "/".join(part for part in parts if part != "stacked")
+    return "/".join(part for part in path_of(keys).split("/") if part != "stacked")

@@ -163,8 +163,8 @@ class Policy:
         """Lists every layer of a model with its recipe and the reason.
 
         Args:
-          model: a Flax NNX model; a Flax Linen module; or a tree of parameters, such as that of Linen's ``init``, whose
-            layers are the arrays of two or more axes named kernel, weight or w.
+          model: a model of Flax NNX, Equinox or haliax; a Flax Linen module; or a tree of parameters, such as that of
+            Linen's ``init``, whose layers are the arrays of two or more axes named kernel, weight or w.
           *inputs: what a Linen module is called with, without its parameters: arrays or ``jax.ShapeDtypeStruct``.
             Nothing is computed. Other models need none.
           **keywords: its keywords, such as ``train=False``.
@@ -176,7 +176,7 @@ class Policy:
           ValueError: as in ``plan``.
           TypeError: the model is none of these.
         """
-        return Explanation(self.plan(layers_of(model, *inputs, **keywords)).values())
+        return Explanation(self.plan(_layers_of_model(model, *inputs, **keywords)).values())
 
     def plan(self, layers: Iterable[Layer]) -> Mapping[str, Decision]:
         """Decides for all layers of a model, which must have different paths.
@@ -323,21 +323,28 @@ def _padding(sizes: tuple[int, int], recipe: Recipe) -> str:
 
 
 # ---------------------------------------------------------------- models
-_MODULES = ("flax", "haliax")  # of jnvfp4, by the name of the library whose models they know
+_MODULES = ("flax", "equinox", "haliax")  # of jnvfp4, by the name of the library whose models they know
+
+
+def _layers_of_model(model: PyTree, *inputs: PyTree, **keywords: object) -> list[Layer]:
+    """Lists the layers of a model, after an import of what knows the libraries that are in use."""
+    for library in _MODULES:
+        if library not in sys.modules:  # so that the model has none of its layers
+            continue
+        try:
+            importlib.import_module(f"{__package__}.{library}")
+        except (ImportError, AttributeError):
+            if library != "haliax":  # which does not run with every JAX, and then no model has its layers
+                raise
+    return layers_of(model, *inputs, **keywords)
 
 
 @singledispatch
-def layers_of(model: PyTree, *inputs: PyTree, **keywords: object) -> list[Layer]:
-    """Lists the layers of a model; the module of jnvfp4 for its library registers how, and is imported here."""
-    for library in _MODULES:
-        if library in sys.modules:  # or the model has none of its layers
-            importlib.import_module(f"{__package__}.{library}")
-    known = layers_of.dispatch(type(model))
-    return _layers_of_tree(model) if known is layers_of.dispatch(object) else known(model, *inputs, **keywords)
+def layers_of(tree: PyTree, *_: PyTree, **__: object) -> list[Layer]:
+    """Lists the layers of a model; the module of jnvfp4 for its library registers how.
 
-
-def _layers_of_tree(tree: PyTree) -> list[Layer]:
-    """Lists the arrays of two or more axes named kernel, weight or w in a tree of parameters."""
+    Of a tree of parameters they are the arrays of two or more axes named kernel, weight or w.
+    """
     found: dict[str, Layer] = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
         path = _path_of_weight(keys)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import config, core, dispatch, sharding_impls
-from jax._src.interpreters import mlir
+from jax._src.interpreters import batching, mlir
 from jax.extend.core import Primitive
 from jax.sharding import Mesh
 
@@ -161,6 +161,12 @@ def _within(value: Any) -> Iterator[Any]:
             value = value.val
         else:
             value = value.get_const() if hasattr(value, "get_const") else None
+
+
+def is_mapped(*values: Any) -> bool:
+    """Says whether vmap is the innermost transformation that is running, and maps one of the values."""
+    trace = core.trace_ctx.trace
+    return isinstance(trace, batching.BatchTrace) and any(getattr(v, "_trace", None) is trace for v in values)
 
 
 def traced_functions(tracer: core.Tracer | None = None) -> tuple[str, ...]:
