@@ -11,11 +11,9 @@ import jax.numpy as jnp
 
 from ._core.tensor import PyTree
 from ._layers.dot_general import DotGeneral
-from ._layers.gather import Placement
 from ._layers.keys import key_of_layer, layer_index
 from ._native.compat import is_mapped
 from .policy import Layer, Policy, check_policy, depths_of, layers_of
-from .recipes import Recipe
 
 __all__ = ["Linear", "apply"]
 
@@ -31,33 +29,27 @@ class Linear(eqx.nn.Linear):
     within: there each example has an amax and, before they are added, a gradient of the weights of its own.
 
     Attributes:
-      recipe: how each GEMM quantizes its operands.
-      path: the name of the layer, for ``jnvfp4.step_key``.
+      product: the ``jnvfp4.DotGeneral`` that multiplies, with the recipe and the path of the layer.
       index: the number of the layer where its weights are stacked, which the loop over them takes apart; or None. It is
         an integer array, which optimizers leave alone.
-      w_gather: as in ``jnvfp4.linear``.
     """
 
-    recipe: Recipe = eqx.field(static=True)
-    path: str = eqx.field(static=True)
+    product: DotGeneral = eqx.field(static=True)
     index: jax.Array | None
-    w_gather: tuple[Placement, Placement] | None = eqx.field(static=True)
 
-    def __init__(
-        self, layer: eqx.nn.Linear, recipe: Recipe, path: str, w_gather: tuple[Placement, Placement] | None
-    ) -> None:
+    def __init__(self, layer: eqx.nn.Linear, product: DotGeneral) -> None:
         """Takes the weights of a layer."""
         for name, value in _fields(layer).items():
             setattr(self, name, value)
         counted = layer.weight.shape[:-2]
         self.index = jnp.arange(math.prod(counted), dtype=jnp.int32).reshape(counted) if counted else None
-        self.recipe, self.path, self.w_gather = recipe, path, w_gather
+        self.product = product
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """Computes weight x + bias for one token x [in_features]; ``key`` is ignored, as Equinox does."""
         with nullcontext() if self.index is None else layer_index(self.index):
-            drawn = key_of_layer(self.path, self.recipe)
-        y = _of_tokens(DotGeneral(self.recipe, self.path, self.w_gather), x, self.weight, drawn)
+            drawn = key_of_layer(str(self.product.path), self.product.recipe)
+        y = _of_tokens(self.product, x, self.weight, drawn)
         return y if self.bias is None else y + self.bias
 
 
@@ -87,10 +79,11 @@ def apply(model: Model, policy: Policy) -> Model:
             policy.warn("apply", layer, depths)
 
     def replaced(keys: tuple, node: PyTree) -> PyTree:
-        recipe = plan[path_of(keys)].recipe if type(node) in (eqx.nn.Linear, Linear) else None
+        path = path_of(keys)
+        recipe = plan[path].recipe if type(node) in (eqx.nn.Linear, Linear) else None
         if recipe is None:
             return _plain(node) if isinstance(node, Linear) else node
-        return Linear(node, recipe, path_of(keys), policy.gather_of(path_of(keys)))
+        return Linear(node, DotGeneral(recipe, path, **policy.options_of(path)))
 
     return jax.tree_util.tree_map_with_path(replaced, model, is_leaf=lambda node: isinstance(node, eqx.nn.Linear))
 

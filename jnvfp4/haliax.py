@@ -36,12 +36,14 @@ class DotGeneral(eqx.Module):
       index: the number of the layer in a ``Stacked`` model, which the loop over the layers takes apart; or None. It is
         an integer array, which optimizers leave alone.
       w_gather: as in ``jnvfp4.dot_general``, by the axes of the weights without those that count layers.
+      pad: as in ``jnvfp4.DotGeneral``.
     """
 
     recipe: Recipe = eqx.field(static=True, default=DEFAULT)
     path: str | None = eqx.field(static=True, default=None)
     index: jax.Array | None = None
     w_gather: tuple[Placement, Placement] | None = eqx.field(static=True, default=None)
+    pad: bool = eqx.field(static=True, default=False)
 
     def __call__(
         self,
@@ -53,7 +55,7 @@ class DotGeneral(eqx.Module):
         **options: Any,
     ) -> jax.Array:
         """Computes ``jax.lax.dot_general`` of activations and weights."""
-        product = _DotGeneral(self.recipe, self.path, self.w_gather)
+        product = _DotGeneral(self.recipe, self.path, self.w_gather, self.pad)
         with nullcontext() if self.index is None else layer_index(self.index):
             return product(lhs, rhs, dimension_numbers, precision, preferred_element_type, **options)
 
@@ -103,7 +105,7 @@ def apply(model: Model, policy: Policy) -> Model:
             return node
         counted = _stacked(node)
         index = jnp.arange(math.prod(counted), dtype=jnp.int32).reshape(counted) if counted else None
-        return dataclasses.replace(node, dot_general=DotGeneral(recipe, path, index, policy.gather_of(path)))
+        return dataclasses.replace(node, dot_general=DotGeneral(recipe, path, index, **policy.options_of(path)))
 
     return jax.tree_util.tree_map_with_path(replaced, model, is_leaf=lambda node: isinstance(node, hnn.Linear))
 

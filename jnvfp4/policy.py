@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import singledispatch
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from ._core.patterns import check_path_pattern, layer_path, matches_path, part_in
 from ._core.tensor import PyTree
+from ._layers.dot_general import units_of
 from ._layers.gather import Placement, as_pair
 from ._layers.layer import to_recipe
 from ._ops.arguments import describe
@@ -46,18 +47,24 @@ class Rule:
       recipe: how these layers are quantized; None keeps them in high precision.
       w_gather: as in ``jnvfp4.linear``, by the axes of the weights as these layers hold them (without those that count
         layers); None takes that of the policy.
+      pad: whether zeros make K and N multiples of 16 even where the recipe takes any number, as a forward pass does of
+        N: the rows of a vocabulary head. What a recipe needs is always added. No result depends on it.
 
     Raises:
-      ValueError, TypeError: path is no pattern, or recipe is neither a Recipe nor None, or w_gather is no pair.
+      ValueError, TypeError: path is no pattern, or recipe is neither a Recipe nor None, or w_gather is no pair, or pad
+        is no bool.
     """
 
     path: str | Callable[[str], bool]
     recipe: Recipe | None
     w_gather: tuple[Placement, Placement] | None = None
+    pad: bool = False
 
     def __post_init__(self) -> None:
         _check_recipe("Rule", "recipe", self.recipe)
         as_pair("Rule", self.w_gather)
+        if not isinstance(self.pad, bool):
+            raise TypeError(f"Rule: pad must be True or False, got {self.pad!r}")
         check_path_pattern("Rule", "path", self.path)
 
     @property
@@ -214,7 +221,7 @@ class Policy:
         elif recipe is not None and (end := self._end(layer.path, depths)):
             recipe, why = None, end
         if recipe is not None and layer.sizes is not None:
-            why += _padding(layer.sizes, recipe)
+            why += _padding(layer.sizes, units_of(recipe, self._pads(layer.path)))
         return Decision(layer.path, layer.shape, recipe, why)
 
     def warn(self, op: str, layer: Layer, depths: Mapping[str, int] = MappingProxyType({})) -> None:
@@ -228,6 +235,14 @@ class Policy:
         """Returns ``w_gather`` for a layer that is quantized: that of the rule that decides, or else of the policy."""
         rule = self._rule_of(path)
         return self.w_gather if rule is None or rule.w_gather is None else rule.w_gather
+
+    def options_of(self, path: str) -> dict[str, Any]:
+        """Returns ``w_gather`` and ``pad`` for the product of a layer that is quantized."""
+        return {"w_gather": self.gather_of(path), "pad": self._pads(path)}
+
+    def _pads(self, path: str) -> bool:
+        rule = self._rule_of(path)
+        return rule is not None and rule.pad
 
     def _rule_of(self, path: str) -> Rule | None:
         return next((rule for rule in self.rules if matches_path(rule.path, path)), None)
@@ -315,9 +330,9 @@ def depths_of(layers: Iterable[Layer]) -> dict[str, int]:
     return depths
 
 
-def _padding(sizes: tuple[int, int], recipe: Recipe) -> str:
+def _padding(sizes: tuple[int, int], units: tuple[int, int]) -> str:
     """Says which zeros ``DotGeneral`` adds."""
-    padded = [(axis, size, size + -size % unit) for axis, size, unit in zip("NK", sizes, recipe.units, strict=True)]
+    padded = [(axis, size, size + -size % unit) for axis, size, unit in zip("NK", sizes, units, strict=True)]
     added = [f"{axis} padded from {size} to {to}" for axis, size, to in padded if to != size]
     return f"; {', '.join(added)}" if added else ""
 

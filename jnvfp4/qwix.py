@@ -13,7 +13,6 @@ from qwix._src.utils import flax_util
 from ._core.tensor import PyTree
 from ._layers.dot_general import DotGeneral
 from ._layers.einsum import einsum_of_layer, sizes_of
-from ._layers.gather import Placement
 from ._layers.keys import key_of_layer
 from ._layers.weights import WeightAxes
 from .flax import linen, nnx
@@ -23,7 +22,7 @@ from .recipes import Recipe
 
 __all__ = ["Provider"]
 
-Found = tuple[Recipe, str, tuple[Placement, Placement] | None, int]  # what _layer returns
+Found = tuple[Recipe, str, dict[str, Any], int]  # what _layer returns
 
 
 class Provider(qwix.QuantizationProvider):
@@ -79,8 +78,8 @@ class Provider(qwix.QuantizationProvider):
         found = self._layer(lhs, rhs)
         if found is None:
             return jax.lax.dot_general(lhs, rhs, dimension_numbers, *args, **options)
-        recipe, path, w_gather, side = found
-        product, key = DotGeneral(recipe, path, w_gather), self._key(recipe, path)
+        recipe, path, of_w, side = found
+        product, key = DotGeneral(recipe, path, **of_w), self._key(recipe, path)
         if side == 1:
             return product(lhs, rhs, dimension_numbers, *args, key=key, **options)
         contracted, batch = ((of_rhs, of_lhs) for of_lhs, of_rhs in dimension_numbers)
@@ -97,12 +96,12 @@ class Provider(qwix.QuantizationProvider):
         found = self._layer(*operands) if simple and not set(options) - known else None
         if found is None:
             return jnp.einsum(subscripts, *operands, **options)
-        recipe, path, w_gather, side = found
+        recipe, path, of_w, side = found
         x, w = operands if side == 1 else operands[::-1]
         of_x_and_w = subscripts if side == 1 else _flipped(subscripts)
         if sizes_of(of_x_and_w, jnp.ndim(x), jnp.shape(w))[0] is None:  # no product of two operands
             return jnp.einsum(subscripts, *operands, **options)
-        return einsum_of_layer(path, of_x_and_w, x, w, recipe, self._key(recipe, path), w_gather, **options)
+        return einsum_of_layer(path, of_x_and_w, x, w, recipe, self._key(recipe, path), **of_w, **options)
 
     def experts(
         self, call: Callable, w_axes: WeightAxes, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any
@@ -123,7 +122,7 @@ class Provider(qwix.QuantizationProvider):
         return product(lhs, rhs, *args, key=key, w_axes=w_axes, **options)
 
     def _layer(self, lhs: jax.Array, rhs: jax.Array) -> Found | None:
-        """Returns the recipe, path and ``w_gather``, and which operand holds the weights; None for other products."""
+        """Returns the recipe, path and options, and which operand holds the weights; None for other products."""
         module = flax_util.get_current_module()
         if isinstance(module, nn.Module) and (module.scope is None or module.is_initializing()):
             return None
@@ -137,7 +136,7 @@ class Provider(qwix.QuantizationProvider):
         recipe = self.policy.decide(layer, self.depths).recipe
         if recipe is None:
             return None
-        return recipe, path_of_parameter(path, names[side]), self.policy.gather_of(path), side
+        return recipe, path_of_parameter(path, names[side]), self.policy.options_of(path), side
 
     def _key(self, recipe: Recipe, path: str) -> jax.Array | None:
         module = flax_util.get_current_module()

@@ -85,7 +85,7 @@ def test_the_tree_of_the_model():
     assert adapted.layers[0].weight is MODEL.layers[0].weight
     assert [a.shape for a in jax.tree.leaves(eqx.filter(adapted, eqx.is_array))] == [(64, 32), (64,), (10, 64), (10,)]
     assert jax.tree.structure(apply(adapted, Policy())) == jax.tree.structure(MODEL)
-    assert [layer.recipe for layer in apply(adapted, Policy(default=NEAREST)).layers] == [NEAREST] * 2
+    assert [layer.product.recipe for layer in apply(adapted, Policy(default=NEAREST)).layers] == [NEAREST] * 2
     assert_bitwise(twice(apply(adapted, Policy()), X), twice(MODEL, X))
 
 

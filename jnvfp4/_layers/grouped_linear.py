@@ -21,7 +21,7 @@ from .._primitives.grouped_contract import grouped_contract_p
 from .._primitives.grouped_dot import GroupedDotParams, grouped_dot_p
 from ..recipes import DEFAULT, Recipe
 from ..spec import check_choice
-from .dot_general import check_options, dtype_of_lax, padded
+from .dot_general import check_options, dtype_of_lax, padded, units_of
 from .gather import Placement, as_pair
 from .keys import check_path, key_of_product
 from .layer import Call, Given, Products, check_dtype_of_x, check_recipe, dense, layer, recipe_key
@@ -210,11 +210,13 @@ class RaggedDot:
       path: the name of the layer in its model. A layer that rounds stochastically draws its random bits by
         ``layer_key(path)`` where no key is passed.
       w_gather: as in ``jnvfp4.grouped_linear``, by the axes of rhs.
+      pad: as in ``jnvfp4.DotGeneral``.
     """
 
     recipe: Recipe = DEFAULT
     path: str | None = None
     w_gather: tuple[Placement, Placement] | None = None
+    pad: bool = False
 
     def __post_init__(self) -> None:
         check_recipe("RaggedDot", self.recipe)
@@ -269,7 +271,7 @@ class RaggedDot:
         if w.ndim != 3 or x.ndim != 2:
             return _call_grouped(call, x, w, group_sizes, key, self.w_gather)  # raises
         n, _ = call.weights.ordered(*w.shape[1:])
-        y = _call_grouped(call, *padded(x, w, w_axes, *recipe.units), group_sizes, key, self.w_gather)
+        y = _call_grouped(call, *padded(x, w, w_axes, *units_of(recipe, self.pad)), group_sizes, key, self.w_gather)
         return y[:, :n] if y.shape[1] != n else y
 
 

@@ -132,16 +132,16 @@ def product_of(policy: Policy, depths: Mapping[str, int], layers: list[Layer]) -
     Raises:
       ValueError: it is not known which of the layers they are, and the policy tells them apart.
     """
-    found = [(policy.decide(layer, depths).recipe, policy.gather_of(layer.path)) for layer in layers]
-    (recipe, w_gather), *others = found
+    found = [(policy.decide(layer, depths).recipe, policy.options_of(layer.path)) for layer in layers]
+    (recipe, options), *others = found
     for layer, other in zip(layers[1:], others, strict=True):
         if other != found[0]:
             raise ValueError(
-                "Policy: experts of one shape inside shard_map must have one recipe and w_gather, got "
+                "Policy: experts of one shape inside shard_map must have one recipe, w_gather and pad, got "
                 f"{_name(recipe)} for {layers[0].path} and {_name(other[0])} for {layer.path}, either of which a "
                 "ragged_dot may read; give them one rule"
             )
-    return None if recipe is None else RaggedDot(recipe, layers[0].path, w_gather)
+    return None if recipe is None else RaggedDot(recipe, layers[0].path, **options)
 
 
 def _name(recipe: Recipe | None) -> str:

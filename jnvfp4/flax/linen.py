@@ -192,7 +192,7 @@ class Interceptor:
     def run(self, module: nn.Module, path: str, recipe: Recipe, call: Callable, args: tuple, options: dict) -> PyTree:
         """Runs a layer that the policy quantizes."""
         self._check_stream(module, path, recipe)
-        dot = _LinenDot(module, DotGeneral(recipe, path, self.policy.gather_of(path)))
+        dot = _LinenDot(module, DotGeneral(recipe, path, **self.policy.options_of(path)))
         if isinstance(module, nn.Einsum):
             return _einsum(module, dot, *args, **options)
         before = module.dot_general
@@ -238,7 +238,8 @@ def _einsum(module: nn.Einsum, dot: _LinenDot, inputs: jax.Array, einsum_str: st
     operands: Any = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
     product, (x, w) = dot.product, operands[:2]
     of_layer = partial(einsum_of_layer, product.path, subscripts, x, w, product.recipe, dot.key(), product.w_gather)
-    y = of_layer(precision=module.precision, preferred_element_type=module.preferred_element_type)
+    dtype = module.preferred_element_type
+    y = of_layer(precision=module.precision, preferred_element_type=dtype, pad=product.pad)
     return y if bias is None else y + operands[2].reshape(broadcast_shape)
 
 

@@ -64,7 +64,7 @@ def apply(model: Model, policy: Policy, *, rngs: nnx.Rngs | None = None) -> Mode
     plan, depths = policy.plan(listed), depths_of(listed)
     for path, (module, layer) in layers.items():
         if layer.reason is None:
-            set_product(module, _product(module, plan[path], policy.gather_of(path), rngs))
+            set_product(module, _product(module, plan[path], policy.options_of(path), rngs))
         elif not isinstance(module, LAYERS):
             policy.warn("apply", layer, depths)
     return model
@@ -78,18 +78,20 @@ class EinsumOp:
       recipe: how the layer is quantized.
       path: the path of the layer in its model.
       w_gather: as in ``jnvfp4.einsum``.
+      pad: as in ``jnvfp4.DotGeneral``.
     """
 
     recipe: Recipe
     path: str
     w_gather: tuple[Placement, Placement] | None = None
+    pad: bool = False
 
     def __call__(self, subscripts: str, x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
         """Computes ``jnvfp4.einsum``, with the key of the layer if none is passed."""
         key = options.pop("key", None)
         if key is None:
             key = key_of_layer(self.path, self.recipe)
-        return einsum_of_layer(self.path, subscripts, x, w, self.recipe, key, self.w_gather, **options)
+        return einsum_of_layer(self.path, subscripts, x, w, self.recipe, key, self.w_gather, pad=self.pad, **options)
 
 
 class Keyed(nnx.Module):
@@ -137,13 +139,13 @@ class Keyed(nnx.Module):
 
 
 def _product(
-    module: Multiplying, decision: Decision, w_gather: tuple[Placement, Placement] | None, rngs: nnx.Rngs | None
+    module: Multiplying, decision: Decision, options: dict[str, Any], rngs: nnx.Rngs | None
 ) -> Callable | None:
     """Returns what a layer multiplies by, or None for what Flax multiplies by."""
     if decision.recipe is None:
         return None
     kind = EinsumOp if isinstance(module, nnx.Einsum) else DotGeneral
-    product = kind(decision.recipe, decision.path, w_gather)
+    product = kind(decision.recipe, decision.path, **options)
     if rngs is None or not decision.recipe.stochastic:
         return product
     return Keyed(product, _stream(rngs, module.kernel.shape[: _stacked(module)]))
