@@ -116,9 +116,6 @@ def _layer(keys: tuple, linear: hnn.Linear) -> Layer:
     return Layer(_path(keys), shape, (n, k), len(_stacked(linear)) > 0)
 
 
-KINDS[hnn.Linear] = _layer
-
-
 def _stacked(linear: hnn.Linear) -> tuple[int, ...]:
     """Returns the sizes of the axes of the weights that count layers."""
     own = {axis.name for axis in (*_axes(linear.In), *_axes(linear.Out))}
@@ -131,3 +128,6 @@ def _axes(axes: hax.Axis | Sequence[hax.Axis]) -> tuple[hax.Axis, ...]:
 
 def _path(keys: tuple) -> str:
     return "/".join(part for part in path_of(keys).split("/") if part != "stacked")
+
+
+KINDS[hnn.Linear] = _layer  # at last: of a module whose import fails nothing stays

@@ -146,7 +146,8 @@ def made_of(value: Any, arrays: Mapping[str, Any]) -> str | None:
         inner = list(_within(value))
         if found := [names[id(v)] for v in inner if id(v) in names]:
             return found[0]
-        operands: Any = getattr(getattr(inner[-1], "parent", None), "in_tracers", ())
+        equation = getattr(inner[-1], "parent", getattr(inner[-1], "recipe", None))  # of jit; of partial evaluation
+        operands: Any = getattr(equation, "in_tracers", ())
         value = operands[0] if len(operands) == 1 else None
     return None
 
