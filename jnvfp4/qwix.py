@@ -14,24 +14,26 @@ from ._core.tensor import PyTree
 from ._layers.dot_general import DotGeneral
 from ._layers.einsum import contraction, einsum_of_layer, sizes_of
 from ._layers.frozen import Frozen, freeze
-from ._layers.gather import Placement
 from ._layers.keys import key_of_layer
-from .flax import linen
-from .policy import WEIGHT_NAMES, Decision, Explanation, Layer, Policy, check_policy, depths_of
+from ._layers.weights import WeightAxes
+from .flax import linen, nnx
+from .flax._experts import Experts, intercepted, product_of
+from .policy import Decision, Explanation, Layer, Policy, check_policy, depths_of, path_of_parameter
 from .recipes import Recipe
 
 __all__ = ["Provider"]
 
-Found = tuple[Recipe, str, tuple[Placement, Placement] | None, int]  # what _layer returns
+Found = tuple[Recipe, str, dict[str, Any], int]  # what _layer returns
 
 
 class Provider(qwix.QuantizationProvider):
     """Quantizes a model by a policy: ``qwix.quantize_model(model, Provider(policy), ...)``.
 
     A product is quantized if one of its operands is a parameter of the module that is being called; products of two
-    activations never are. Paths are those of modules, as in the rules of Qwix. A recipe that rounds stochastically
-    takes its keys from ``jnvfp4.step_key``, or from ``rngs={'sr': key}`` of a Linen model. ``quantize_model`` calls an
-    NNX model once, which needs a key too.
+    activations never are. Paths are those of modules, as in the rules of Qwix, and the name of a parameter that is not
+    called kernel, weight or w: "layers/3/moe/up". A recipe that rounds stochastically takes its keys from
+    ``jnvfp4.step_key``, or from ``rngs={'sr': key}`` of a Linen model. ``quantize_model`` calls an NNX model once,
+    which needs a key too.
 
     Args:
       policy: which layers are quantized, and how.
@@ -50,6 +52,7 @@ class Provider(qwix.QuantizationProvider):
         self.policy = policy
         self.lora = lora
         self.depths: Mapping[str, int] = {}
+        self.parameters = Experts()
         self.met: dict[str, Decision] = {}
 
     def explain(self) -> Explanation:
@@ -59,7 +62,12 @@ class Provider(qwix.QuantizationProvider):
     def get_intercept_map(self) -> dict[str, Callable]:
         """Returns the functions that Qwix replaces, by name."""
         ours = {"jax.lax.dot_general": self.dot_general, "jax.numpy.einsum": self.einsum}
-        return super().get_intercept_map() | ours
+        of_jax: dict[str, Callable] = {
+            "ragged_dot": jax.lax.ragged_dot,
+            "ragged_dot_general": jax.lax.ragged_dot_general,
+        }
+        experts = {f"jax.lax.{name}": function for name, function in intercepted(self.experts, of_jax).items()}
+        return super().get_intercept_map() | ours | experts
 
     def get_interceptors(self) -> Sequence[Callable]:
         """Returns what makes the interceptors; Qwix applies the last one first."""
@@ -72,7 +80,7 @@ class Provider(qwix.QuantizationProvider):
         layers = _layers_in(model)
         if layers:
             self.policy.plan(layers)  # for its checks
-        self.depths = depths_of(layers)
+        self.depths, self.parameters = depths_of(layers), Experts()
         return super().process_model_inputs(model, model_args, model_kwargs)
 
     def dot_general(
@@ -82,10 +90,10 @@ class Provider(qwix.QuantizationProvider):
         found = self._layer(lhs, rhs)
         if found is None:
             return jax.lax.dot_general(lhs, rhs, dimension_numbers, *args, **options)
-        recipe, path, w_gather, side = found
+        recipe, path, of_w, side = found
         if side == 1 and (frozen := self._frozen(rhs, dimension_numbers, recipe)) is not None:
             return frozen.dot(lhs, dimension_numbers[0][0], recipe, options.get("preferred_element_type"))
-        product, key = DotGeneral(recipe, path, w_gather), self._key(recipe, path)
+        product, key = DotGeneral(recipe, path, **of_w), self._key(recipe, path)
         if side == 1:
             return product(lhs, rhs, dimension_numbers, *args, key=key, **options)
         contracted, batch = ((of_rhs, of_lhs) for of_lhs, of_rhs in dimension_numbers)
@@ -102,7 +110,7 @@ class Provider(qwix.QuantizationProvider):
         found = self._layer(*operands) if isinstance(subscripts, str) and len(operands) == 2 else None
         if found is None:
             return jnp.einsum(subscripts, *operands, **options)
-        recipe, path, w_gather, side = found
+        recipe, path, of_w, side = found
         x, w = operands if side == 1 else operands[::-1]
         of_x_and_w = subscripts if side == 1 else _flipped(subscripts)
         reason = sizes_of(of_x_and_w, x.ndim, w.shape)[1]
@@ -115,10 +123,29 @@ class Provider(qwix.QuantizationProvider):
         if side == 1 and (frozen := self._frozen(w, numbers, recipe)) is not None:
             product = frozen.dot(x, numbers[0][0], recipe, options.get("preferred_element_type"))
             return product.transpose(order)
-        return einsum_of_layer(path, of_x_and_w, x, w, recipe, self._key(recipe, path), w_gather, **options)
+        return einsum_of_layer(path, of_x_and_w, x, w, recipe, self._key(recipe, path), **of_w, **options)
+
+    def experts(
+        self, call: Callable, w_axes: WeightAxes, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any
+    ) -> jax.Array:
+        """Computes ``jax.lax.ragged_dot``, quantized if its weights are a parameter."""
+        module = flax_util.get_current_module()
+        if not isinstance(module, nn.Module):
+            path = "/".join(map(str, flax_util.get_current_module_path()))
+            layers = self.parameters.layers(module, path, nnx.parameters_of(module), rhs, w_axes)
+        elif module.scope is None or module.is_initializing():
+            return call(lhs, rhs, *args, **options)
+        else:
+            layers = linen.experts_of(self.parameters, module, rhs, w_axes, {})
+        product = product_of(self.policy, self.depths, layers)
+        self.met[layers[0].path] = self.policy.decide(layers[0], self.depths)
+        if product is None:
+            return call(lhs, rhs, *args, **options)
+        key = self._key(product.recipe, layers[0].path)
+        return product(lhs, rhs, *args, key=key, w_axes=w_axes, **options)
 
     def _layer(self, lhs: jax.Array, rhs: jax.Array) -> Found | None:
-        """Returns the recipe, path and ``w_gather``, and which operand holds the weights; None for other products."""
+        """Returns the recipe, path and options, and which operand holds the weights; None for other products."""
         module = flax_util.get_current_module()
         if isinstance(module, nn.Module) and (module.scope is None or module.is_initializing()):
             return None
@@ -130,12 +157,12 @@ class Provider(qwix.QuantizationProvider):
             return None
         is_linen = isinstance(module, nn.Module)
         path = linen.path_of(module) if is_linen else "/".join(map(str, flax_util.get_current_module_path()))
-        layer = Layer(path, tuple((lhs, rhs)[side].shape))
+        layer = Layer(path_of_parameter(path, names[side]), tuple((lhs, rhs)[side].shape))
         decision = self.policy.decide(layer, self.depths)
-        # A module may have several parameters, each of which is a layer.
-        named = path if names[side] in WEIGHT_NAMES else f"{path}/{names[side]}"
-        self.met[named] = decision._replace(path=named)
-        return None if decision.recipe is None else (decision.recipe, named, self.policy.gather_of(path), side)
+        self.met[layer.path] = decision
+        return (
+            None if decision.recipe is None else (decision.recipe, layer.path, self.policy.options_of(layer.path), side)
+        )
 
     def _frozen(
         self, w: jax.Array | Frozen, dimension_numbers: jax.lax.DotDimensionNumbers, recipe: Recipe
@@ -159,24 +186,26 @@ class Provider(qwix.QuantizationProvider):
 
 
 def _layers_in(model: nn.Module | flax_nnx.Module) -> list[Layer]:
-    """Lists the modules that have a parameter of two or more axes, whatever its name."""
+    """Lists the parameters of two or more axes, but for biases and scales."""
     found: dict[str, Layer] = {}
-    for path, shape in _parameters_in(model):
-        if len(shape) > 1:
+    for module, name, shape in _parameters_in(model):
+        if len(shape) > 1 and name not in ("bias", "scale"):
+            path = path_of_parameter(module, name)
             found.setdefault(path, Layer(path, shape))
     return list(found.values())
 
 
-def _parameters_in(model: nn.Module | flax_nnx.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields the path of a module and the shape of a parameter of it."""
+def _parameters_in(model: nn.Module | flax_nnx.Module) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yields the path of a module and the name and shape of a parameter of it."""
     if isinstance(model, flax_nnx.Module):
         for keys, module in flax_nnx.iter_modules(model):
-            for value in vars(module).values():
+            for name, value in vars(module).items():
                 if isinstance(value, flax_nnx.Param):
-                    yield "/".join(map(str, keys)), value.shape
+                    yield "/".join(map(str, keys)), name, value.shape
     elif not model.is_initializing():
         for keys, leaf in jax.tree_util.tree_leaves_with_path(nn.unbox(model.variables.get("params", {}))):
-            yield "/".join(str(getattr(k, "key", k)) for k in keys[:-1]) or model.name or "", leaf.shape
+            *parts, name = (str(getattr(k, "key", k)) for k in keys)
+            yield "/".join(parts) or model.name or "", name, leaf.shape
 
 
 def _flipped(subscripts: str) -> str:
