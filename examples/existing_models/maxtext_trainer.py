@@ -47,8 +47,7 @@ EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "base_moe_mlp_dim": 256,
-    "megablox": False,
-    "sparse_matmul": False,
+    "megablox": False,  # a kernel for TPUs; without it experts are jax.lax.ragged_dot
 }
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"decoder_block": "llama2"},
