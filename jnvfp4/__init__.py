@@ -52,6 +52,6 @@ if not _TYPE_CHECKING:  # for whom `import jnvfp4.flax` says what it holds
 
     def __getattr__(name: str):
         """Imports the module for another library when it is first used: ``jnvfp4.flax`` imports Flax, and so on."""
-        if name in ("flax", "haliax", "qwix"):
+        if name in ("equinox", "flax", "haliax", "qwix"):
             return _importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

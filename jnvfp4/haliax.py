@@ -18,7 +18,8 @@ from ._layers.dot_general import DotGeneral as _DotGeneral
 from ._layers.gather import Placement
 from ._layers.grouped_linear import RaggedDot as _RaggedDot
 from ._layers.keys import layer_index
-from .policy import Layer, Policy, layers_of
+from .equinox import KINDS, layers_in, path_of
+from .policy import Layer, Policy
 from .recipes import DEFAULT, Recipe
 
 __all__ = ["DotGeneral", "RaggedDot", "apply"]
@@ -35,12 +36,14 @@ class DotGeneral(eqx.Module):
       index: the number of the layer in a ``Stacked`` model, which the loop over the layers takes apart; or None. It is
         an integer array, which optimizers leave alone.
       w_gather: as in ``jnvfp4.dot_general``, by the axes of the weights without those that count layers.
+      pad: as in ``jnvfp4.DotGeneral``.
     """
 
     recipe: Recipe = eqx.field(static=True, default=DEFAULT)
     path: str | None = eqx.field(static=True, default=None)
     index: jax.Array | None = None
     w_gather: tuple[Placement, Placement] | None = eqx.field(static=True, default=None)
+    pad: bool = eqx.field(static=True, default=False)
 
     def __call__(
         self,
@@ -52,7 +55,7 @@ class DotGeneral(eqx.Module):
         **options: Any,
     ) -> jax.Array:
         """Computes ``jax.lax.dot_general`` of activations and weights."""
-        product = _DotGeneral(self.recipe, self.path, self.w_gather)
+        product = _DotGeneral(self.recipe, self.path, self.w_gather, self.pad)
         with nullcontext() if self.index is None else layer_index(self.index):
             return product(lhs, rhs, dimension_numbers, precision, preferred_element_type, **options)
 
@@ -64,15 +67,17 @@ class RaggedDot(eqx.Module):
       recipe: how each product quantizes its operands, as in ``jnvfp4.grouped_linear``.
       path: the name of the layer, for ``jnvfp4.step_key``.
       index: as in ``DotGeneral``.
+      w_gather: as in ``jnvfp4.grouped_linear``, by the axes of rhs.
     """
 
     recipe: Recipe = eqx.field(static=True, default=DEFAULT)
     path: str | None = eqx.field(static=True, default=None)
     index: jax.Array | None = None
+    w_gather: tuple[Placement, Placement] | None = eqx.field(static=True, default=None)
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **options: Any) -> jax.Array:
         """Computes ``jax.lax.ragged_dot`` of activations [M, K] and the weights [G, K, N] of experts."""
-        product = _RaggedDot(self.recipe, self.path)
+        product = _RaggedDot(self.recipe, self.path, self.w_gather)
         with nullcontext() if self.index is None else layer_index(self.index):
             return product(lhs, rhs, group_sizes, **options)
 
@@ -91,7 +96,7 @@ def apply(model: Model, policy: Policy) -> Model:
     Raises:
       ValueError: as in ``Policy.plan``.
     """
-    plan = policy.plan(_layers_of_tree(model))
+    plan = policy.plan(layers_in(model, {hnn.Linear: _layer}))
 
     def replaced(keys: tuple, node: PyTree) -> PyTree:
         path = _path(keys)
@@ -100,21 +105,15 @@ def apply(model: Model, policy: Policy) -> Model:
             return node
         counted = _stacked(node)
         index = jnp.arange(math.prod(counted), dtype=jnp.int32).reshape(counted) if counted else None
-        return dataclasses.replace(node, dot_general=DotGeneral(recipe, path, index, policy.gather_of(path)))
+        return dataclasses.replace(node, dot_general=DotGeneral(recipe, path, index, **policy.options_of(path)))
 
     return jax.tree_util.tree_map_with_path(replaced, model, is_leaf=lambda node: isinstance(node, hnn.Linear))
 
 
-@layers_of.register(eqx.Module)
-def _layers_of_tree(model: PyTree) -> list[Layer]:
-    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, hnn.Linear))
-    return [_layer(_path(keys), node) for keys, node in nodes if isinstance(node, hnn.Linear)]
-
-
-def _layer(path: str, linear: hnn.Linear) -> Layer:
+def _layer(keys: tuple, linear: hnn.Linear) -> Layer:
     n, k = (math.prod(axis.size for axis in _axes(of)) for of in (linear.Out, linear.In))
     shape = tuple(axis.size for axis in linear.weight.axes)
-    return Layer(path, shape, (n, k), len(_stacked(linear)) > 0)
+    return Layer(_path(keys), shape, (n, k), len(_stacked(linear)) > 0)
 
 
 def _stacked(linear: hnn.Linear) -> tuple[int, ...]:
@@ -128,5 +127,7 @@ def _axes(axes: hax.Axis | Sequence[hax.Axis]) -> tuple[hax.Axis, ...]:
 
 
 def _path(keys: tuple) -> str:
-    parts = (str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in keys)
-    return "/".join(part for part in parts if part != "stacked")
+    return "/".join(part for part in path_of(keys).split("/") if part != "stacked")
+
+
+KINDS[hnn.Linear] = _layer  # at last: of a module whose import fails nothing stays

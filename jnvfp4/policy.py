@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import singledispatch
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from ._core.patterns import check_path_pattern, layer_path, matches_path, part_in
 from ._core.tensor import PyTree
+from ._layers.dot_general import units_of
 from ._layers.gather import Placement, as_pair
 from ._layers.layer import to_recipe
 from ._ops.arguments import describe
@@ -46,18 +47,24 @@ class Rule:
       recipe: how these layers are quantized; None keeps them in high precision.
       w_gather: as in ``jnvfp4.linear``, by the axes of the weights as these layers hold them (without those that count
         layers); None takes that of the policy.
+      pad: whether zeros make K and N multiples of 16 even where the recipe takes any number, as a forward pass does of
+        N: the rows of a vocabulary head. What a recipe needs is always added. No result depends on it.
 
     Raises:
-      ValueError, TypeError: path is no pattern, or recipe is neither a Recipe nor None, or w_gather is no pair.
+      ValueError, TypeError: path is no pattern, or recipe is neither a Recipe nor None, or w_gather is no pair, or pad
+        is no bool.
     """
 
     path: str | Callable[[str], bool]
     recipe: Recipe | None
     w_gather: tuple[Placement, Placement] | None = None
+    pad: bool = False
 
     def __post_init__(self) -> None:
         _check_recipe("Rule", "recipe", self.recipe)
         as_pair("Rule", self.w_gather)
+        if not isinstance(self.pad, bool):
+            raise TypeError(f"Rule: pad must be True or False, got {self.pad!r}")
         check_path_pattern("Rule", "path", self.path)
 
     @property
@@ -163,8 +170,8 @@ class Policy:
         """Lists every layer of a model with its recipe and the reason.
 
         Args:
-          model: a Flax NNX model; a Flax Linen module; or a tree of parameters, such as that of Linen's ``init``, whose
-            layers are the arrays of two or more axes named kernel, weight or w.
+          model: a model of Flax NNX, Equinox or haliax; a Flax Linen module; or a tree of parameters, such as that of
+            Linen's ``init``, whose layers are the arrays of two or more axes named kernel, weight or w.
           *inputs: what a Linen module is called with, without its parameters: arrays or ``jax.ShapeDtypeStruct``.
             Nothing is computed. Other models need none.
           **keywords: its keywords, such as ``train=False``.
@@ -176,7 +183,7 @@ class Policy:
           ValueError: as in ``plan``.
           TypeError: the model is none of these.
         """
-        return Explanation(self.plan(layers_of(model, *inputs, **keywords)).values())
+        return Explanation(self.plan(_layers_of_model(model, *inputs, **keywords)).values())
 
     def plan(self, layers: Iterable[Layer]) -> Mapping[str, Decision]:
         """Decides for all layers of a model, which must have different paths.
@@ -214,7 +221,7 @@ class Policy:
         elif recipe is not None and (end := self._end(layer.path, depths)):
             recipe, why = None, end
         if recipe is not None and layer.sizes is not None:
-            why += _padding(layer.sizes, recipe)
+            why += _padding(layer.sizes, units_of(recipe, self._pads(layer.path)))
         return Decision(layer.path, layer.shape, recipe, why)
 
     def warn(self, op: str, layer: Layer, depths: Mapping[str, int] = MappingProxyType({})) -> None:
@@ -228,6 +235,14 @@ class Policy:
         """Returns ``w_gather`` for a layer that is quantized: that of the rule that decides, or else of the policy."""
         rule = self._rule_of(path)
         return self.w_gather if rule is None or rule.w_gather is None else rule.w_gather
+
+    def options_of(self, path: str) -> dict[str, Any]:
+        """Returns ``w_gather`` and ``pad`` for the product of a layer that is quantized."""
+        return {"w_gather": self.gather_of(path), "pad": self._pads(path)}
+
+    def _pads(self, path: str) -> bool:
+        rule = self._rule_of(path)
+        return rule is not None and rule.pad
 
     def _rule_of(self, path: str) -> Rule | None:
         return next((rule for rule in self.rules if matches_path(rule.path, path)), None)
@@ -315,29 +330,36 @@ def depths_of(layers: Iterable[Layer]) -> dict[str, int]:
     return depths
 
 
-def _padding(sizes: tuple[int, int], recipe: Recipe) -> str:
+def _padding(sizes: tuple[int, int], units: tuple[int, int]) -> str:
     """Says which zeros ``DotGeneral`` adds."""
-    padded = [(axis, size, size + -size % unit) for axis, size, unit in zip("NK", sizes, recipe.units, strict=True)]
+    padded = [(axis, size, size + -size % unit) for axis, size, unit in zip("NK", sizes, units, strict=True)]
     added = [f"{axis} padded from {size} to {to}" for axis, size, to in padded if to != size]
     return f"; {', '.join(added)}" if added else ""
 
 
 # ---------------------------------------------------------------- models
-_MODULES = ("flax", "haliax")  # of jnvfp4, by the name of the library whose models they know
+_MODULES = ("flax", "equinox", "haliax")  # of jnvfp4, by the name of the library whose models they know
+
+
+def _layers_of_model(model: PyTree, *inputs: PyTree, **keywords: object) -> list[Layer]:
+    """Lists the layers of a model, after an import of what knows the libraries that are in use."""
+    for library in _MODULES:
+        if library not in sys.modules:  # so that the model has none of its layers
+            continue
+        try:
+            importlib.import_module(f"{__package__}.{library}")
+        except (ImportError, AttributeError):
+            if library != "haliax":  # which does not run with every JAX, and then no model has its layers
+                raise
+    return layers_of(model, *inputs, **keywords)
 
 
 @singledispatch
-def layers_of(model: PyTree, *inputs: PyTree, **keywords: object) -> list[Layer]:
-    """Lists the layers of a model; the module of jnvfp4 for its library registers how, and is imported here."""
-    for library in _MODULES:
-        if library in sys.modules:  # or the model has none of its layers
-            importlib.import_module(f"{__package__}.{library}")
-    known = layers_of.dispatch(type(model))
-    return _layers_of_tree(model) if known is layers_of.dispatch(object) else known(model, *inputs, **keywords)
+def layers_of(tree: PyTree, *_: PyTree, **__: object) -> list[Layer]:
+    """Lists the layers of a model; the module of jnvfp4 for its library registers how.
 
-
-def _layers_of_tree(tree: PyTree) -> list[Layer]:
-    """Lists the arrays of two or more axes named kernel, weight or w in a tree of parameters."""
+    Of a tree of parameters they are the arrays of two or more axes named kernel, weight or w.
+    """
     found: dict[str, Layer] = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
         path = _path_of_weight(keys)
@@ -372,6 +394,16 @@ def _path_of_weight(keys: tuple) -> str | None:
     if path[:1] == ["params"]:
         path = path[1:]
     return "/".join(path[:-1]) if path and path[-1] in WEIGHT_NAMES else None
+
+
+def path_of_parameter(module: str, name: str) -> str:
+    """Returns the path of the layer whose weights are a parameter of a module, which may have several."""
+    return module if name in WEIGHT_NAMES else f"{module}/{name}".lstrip("/")
+
+
+def is_of_experts(name: str, shape: tuple[int, ...]) -> bool:
+    """Says whether a parameter may be the weights of experts, of which only a call of the model tells more."""
+    return len(shape) >= 3 and name not in ("bias", "scale", "embedding")
 
 
 # ---------------------------------------------------------------- checks

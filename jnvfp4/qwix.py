@@ -1,6 +1,6 @@
 """Qwix: ``Provider`` quantizes by a policy what ``qwix.quantize_model`` intercepts. Needs qwix 0.1.8 and Flax."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,55 +12,75 @@ from qwix._src.utils import flax_util
 
 from ._core.tensor import PyTree
 from ._layers.dot_general import DotGeneral
-from ._layers.einsum import einsum_of_layer, sizes_of
-from ._layers.gather import Placement
+from ._layers.einsum import contraction, einsum_of_layer, sizes_of
+from ._layers.frozen import Frozen, freeze
 from ._layers.keys import key_of_layer
+from ._layers.weights import WeightAxes
 from .flax import linen, nnx
-from .policy import WEIGHT_NAMES, Layer, Policy, check_policy, depths_of
+from .flax._experts import Experts, intercepted, product_of
+from .policy import Decision, Explanation, Layer, Policy, check_policy, depths_of, path_of_parameter
 from .recipes import Recipe
 
 __all__ = ["Provider"]
 
-Found = tuple[Recipe, str, tuple[Placement, Placement] | None, int]  # what _layer returns
+Found = tuple[Recipe, str, dict[str, Any], int]  # what _layer returns
 
 
 class Provider(qwix.QuantizationProvider):
     """Quantizes a model by a policy: ``qwix.quantize_model(model, Provider(policy), ...)``.
 
     A product is quantized if one of its operands is a parameter of the module that is being called; products of two
-    activations never are. Paths are those of modules, as in the rules of Qwix. A recipe that rounds stochastically
-    takes its keys from ``jnvfp4.step_key``, or from ``rngs={'sr': key}`` of a Linen model. ``quantize_model`` calls an
-    NNX model once, which needs a key too.
+    activations never are. Paths are those of modules, as in the rules of Qwix, and the name of a parameter that is not
+    called kernel, weight or w: "layers/3/moe/up". A recipe that rounds stochastically takes its keys from
+    ``jnvfp4.step_key``, or from ``rngs={'sr': key}`` of a Linen model. ``quantize_model`` calls an NNX model once,
+    which needs a key too.
 
     Args:
       policy: which layers are quantized, and how.
+      lora: adds adapters to an NNX model, which stay in high precision. ``quantize_model`` then stores the weights of
+        the layers that the policy quantizes in NVFP4, as ``recipe.fprop`` quantizes w. It needs ``rngs`` too.
 
     Raises:
-      TypeError: policy is not a Policy.
+      TypeError: policy is not a Policy, or lora is neither a LoraProvider nor None.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, lora: qwix.LoraProvider | None = None) -> None:
         check_policy("Provider", policy)
+        if not isinstance(lora, qwix.LoraProvider | None):
+            raise TypeError(f"Provider: lora must be a qwix.LoraProvider or None, got {lora!r}")
         super().__init__(rules=[])
         self.policy = policy
+        self.lora = lora
         self.depths: Mapping[str, int] = {}
+        self.parameters = Experts()
+        self.met: dict[str, Decision] = {}
+
+    def explain(self) -> Explanation:
+        """Lists the products of a parameter that calls of the model have met since it was traced, with the reason."""
+        return Explanation(self.met.values())
 
     def get_intercept_map(self) -> dict[str, Callable]:
         """Returns the functions that Qwix replaces, by name."""
         ours = {"jax.lax.dot_general": self.dot_general, "jax.numpy.einsum": self.einsum}
-        return super().get_intercept_map() | ours
+        of_jax: dict[str, Callable] = {
+            "ragged_dot": jax.lax.ragged_dot,
+            "ragged_dot_general": jax.lax.ragged_dot_general,
+        }
+        experts = {f"jax.lax.{name}": function for name, function in intercepted(self.experts, of_jax).items()}
+        return super().get_intercept_map() | ours | experts
+
+    def get_interceptors(self) -> Sequence[Callable]:
+        """Returns what makes the interceptors; Qwix applies the last one first."""
+        return [*super().get_interceptors(), *([] if self.lora is None else self.lora.get_interceptors())]
 
     def process_model_inputs(
         self, model: nn.Module | flax_nnx.Module, model_args: Sequence[PyTree], model_kwargs: dict[str, PyTree]
     ) -> tuple[nn.Module | flax_nnx.Module, Sequence[PyTree], dict[str, PyTree]]:
         """Checks the policy against the model before a call of it."""
-        if isinstance(model, flax_nnx.Module):
-            layers = [layer._replace(reason=None) for _, layer in nnx.layers_in(model)]
-        else:
-            layers = [] if model.is_initializing() else linen.layers_of_params(model)
+        layers = _layers_in(model)
         if layers:
             self.policy.plan(layers)  # for its checks
-        self.depths = depths_of(layers)
+        self.depths, self.parameters = depths_of(layers), Experts()
         return super().process_model_inputs(model, model_args, model_kwargs)
 
     def dot_general(
@@ -70,8 +90,10 @@ class Provider(qwix.QuantizationProvider):
         found = self._layer(lhs, rhs)
         if found is None:
             return jax.lax.dot_general(lhs, rhs, dimension_numbers, *args, **options)
-        recipe, path, w_gather, side = found
-        product, key = DotGeneral(recipe, path, w_gather), self._key(recipe, path)
+        recipe, path, of_w, side = found
+        if side == 1 and (frozen := self._frozen(rhs, dimension_numbers, recipe)) is not None:
+            return frozen.dot(lhs, dimension_numbers[0][0], recipe, options.get("preferred_element_type"))
+        product, key = DotGeneral(recipe, path, **of_w), self._key(recipe, path)
         if side == 1:
             return product(lhs, rhs, dimension_numbers, *args, key=key, **options)
         contracted, batch = ((of_rhs, of_lhs) for of_lhs, of_rhs in dimension_numbers)
@@ -83,20 +105,47 @@ class Provider(qwix.QuantizationProvider):
 
     def einsum(self, subscripts: str, *operands: jax.Array, **options: Any) -> jax.Array:
         """Computes ``jnp.einsum``, quantized if it is a product and an operand is a parameter."""
-        known = {"precision", "preferred_element_type", "out_sharding"}
-        simple = isinstance(subscripts, str) and len(operands) == 2
-        found = self._layer(*operands) if simple and not set(options) - known else None
+        if options.get("_dot_general") is jax.lax.dot_general:  # as LoraProvider passes it
+            del options["_dot_general"]
+        found = self._layer(*operands) if isinstance(subscripts, str) and len(operands) == 2 else None
         if found is None:
             return jnp.einsum(subscripts, *operands, **options)
-        recipe, path, w_gather, side = found
+        recipe, path, of_w, side = found
         x, w = operands if side == 1 else operands[::-1]
         of_x_and_w = subscripts if side == 1 else _flipped(subscripts)
-        if sizes_of(of_x_and_w, jnp.ndim(x), jnp.shape(w))[0] is None:  # no product of two operands
+        reason = sizes_of(of_x_and_w, x.ndim, w.shape)[1]
+        if others := set(options) - {"precision", "preferred_element_type", "out_sharding"}:
+            reason = f"einsum with the argument {min(others)}"
+        if reason is not None:
+            self.met[path] = Decision(path, w.shape, None, f"no product: {reason}")
             return jnp.einsum(subscripts, *operands, **options)
-        return einsum_of_layer(path, of_x_and_w, x, w, recipe, self._key(recipe, path), w_gather, **options)
+        numbers, order = contraction("einsum", of_x_and_w, x.ndim, w.ndim)
+        if side == 1 and (frozen := self._frozen(w, numbers, recipe)) is not None:
+            product = frozen.dot(x, numbers[0][0], recipe, options.get("preferred_element_type"))
+            return product.transpose(order)
+        return einsum_of_layer(path, of_x_and_w, x, w, recipe, self._key(recipe, path), **of_w, **options)
+
+    def experts(
+        self, call: Callable, w_axes: WeightAxes, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any
+    ) -> jax.Array:
+        """Computes ``jax.lax.ragged_dot``, quantized if its weights are a parameter."""
+        module = flax_util.get_current_module()
+        if not isinstance(module, nn.Module):
+            path = "/".join(map(str, flax_util.get_current_module_path()))
+            layers = self.parameters.layers(module, path, nnx.parameters_of(module), rhs, w_axes)
+        elif module.scope is None or module.is_initializing():
+            return call(lhs, rhs, *args, **options)
+        else:
+            layers = linen.experts_of(self.parameters, module, rhs, w_axes, {})
+        product = product_of(self.policy, self.depths, layers)
+        self.met[layers[0].path] = self.policy.decide(layers[0], self.depths)
+        if product is None:
+            return call(lhs, rhs, *args, **options)
+        key = self._key(product.recipe, layers[0].path)
+        return product(lhs, rhs, *args, key=key, w_axes=w_axes, **options)
 
     def _layer(self, lhs: jax.Array, rhs: jax.Array) -> Found | None:
-        """Returns the recipe, path and ``w_gather``, and which operand holds the weights; None for other products."""
+        """Returns the recipe, path and options, and which operand holds the weights; None for other products."""
         module = flax_util.get_current_module()
         if isinstance(module, nn.Module) and (module.scope is None or module.is_initializing()):
             return None
@@ -104,21 +153,59 @@ class Provider(qwix.QuantizationProvider):
         if (names[0] is None) == (names[1] is None):
             return None
         side = 0 if names[1] is None else 1
+        if str(names[side]).endswith(("lora_a", "lora_b")):
+            return None
         is_linen = isinstance(module, nn.Module)
         path = linen.path_of(module) if is_linen else "/".join(map(str, flax_util.get_current_module_path()))
-        layer = Layer(path, tuple((lhs, rhs)[side].shape))
-        recipe = self.policy.decide(layer, self.depths).recipe
-        if recipe is None:
+        layer = Layer(path_of_parameter(path, names[side]), tuple((lhs, rhs)[side].shape))
+        decision = self.policy.decide(layer, self.depths)
+        self.met[layer.path] = decision
+        return (
+            None if decision.recipe is None else (decision.recipe, layer.path, self.policy.options_of(layer.path), side)
+        )
+
+    def _frozen(
+        self, w: jax.Array | Frozen, dimension_numbers: jax.lax.DotDimensionNumbers, recipe: Recipe
+    ) -> Frozen | None:
+        """Returns the weights in NVFP4; in the call that ``quantize_model`` makes they replace the parameter."""
+        if isinstance(w, Frozen):
+            return w
+        module, batch = flax_util.get_current_module(), dimension_numbers[1][1]
+        first = getattr(module, "disable_quant_stats_update", False)  # as Qwix marks the modules of NNX
+        if self.lora is None or not first or batch or recipe.fprop is None:
             return None
-        # A module may have several parameters, each of which is a layer.
-        named = path if names[side] in WEIGHT_NAMES else f"{path}/{names[side]}"
-        return recipe, named, self.policy.gather_of(path), side
+        frozen = freeze(w, dimension_numbers[0][1], recipe)
+        setattr(module, flax_util.find_param(w), flax_nnx.Param(frozen))
+        return frozen
 
     def _key(self, recipe: Recipe, path: str) -> jax.Array | None:
         module = flax_util.get_current_module()
         if isinstance(module, nn.Module):
             return linen.key_in(module, path, recipe)
         return key_of_layer(path, recipe)
+
+
+def _layers_in(model: nn.Module | flax_nnx.Module) -> list[Layer]:
+    """Lists the parameters of two or more axes, but for biases and scales."""
+    found: dict[str, Layer] = {}
+    for module, name, shape in _parameters_in(model):
+        if len(shape) > 1 and name not in ("bias", "scale"):
+            path = path_of_parameter(module, name)
+            found.setdefault(path, Layer(path, shape))
+    return list(found.values())
+
+
+def _parameters_in(model: nn.Module | flax_nnx.Module) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yields the path of a module and the name and shape of a parameter of it."""
+    if isinstance(model, flax_nnx.Module):
+        for keys, module in flax_nnx.iter_modules(model):
+            for name, value in vars(module).items():
+                if isinstance(value, flax_nnx.Param):
+                    yield "/".join(map(str, keys)), name, value.shape
+    elif not model.is_initializing():
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(nn.unbox(model.variables.get("params", {}))):
+            *parts, name = (str(getattr(k, "key", k)) for k in keys)
+            yield "/".join(parts) or model.name or "", name, leaf.shape
 
 
 def _flipped(subscripts: str) -> str:

@@ -98,6 +98,41 @@ class LinenOwn(nn.Module):
         return x @ self.param("kernel", nn.initializers.lecun_normal(), (WIDTH, WIDTH))
 
 
+GROUPS = jnp.array([9, 0, 20, 3], jnp.int32)  # of the 32 tokens, to four experts
+BY_AXIS_2 = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+
+
+def experts(x, gate, up, down, dtype=jnp.bfloat16):
+    """Multiplies tokens by experts as models do, of which down is [G, N, K]; as one function of its arguments."""
+    h = x.reshape(-1, x.shape[-1]).astype(dtype)
+    gate = jax.lax.ragged_dot(lhs=h, rhs=gate.astype(dtype), group_sizes=GROUPS)
+    h = nn.silu(gate) * jax.lax.ragged_dot(h, up.astype(dtype), GROUPS, preferred_element_type=dtype)
+    return jax.lax.ragged_dot_general(h, down.astype(dtype), GROUPS, BY_AXIS_2).reshape(x.shape).astype(x.dtype)
+
+
+class Moe(nn.Module):
+    """A layer of experts, and a router that is kept; ``wrap`` is put around the products, such as shard_map."""
+
+    wrap: Any = staticmethod(lambda f: f)
+
+    @nn.compact
+    def __call__(self, x):
+        init, shape = nn.initializers.lecun_normal(), (len(GROUPS), WIDTH, HIDDEN)
+        weights = [self.param(name, init, shape) for name in ("gate", "up", "down")]
+        score = nn.sigmoid(nn.Dense(1, name="router")(x))
+        return x + score * self.wrap(experts)(x, *weights)
+
+
+class MoeBlock(nn.Module):
+    """An ``Mlp`` and a ``Moe``."""
+
+    wrap: Any = staticmethod(lambda f: f)
+
+    @nn.compact
+    def __call__(self, x):
+        return Moe(self.wrap, name="moe")(Mlp(name="mlp")(x))
+
+
 def shapes(model: nn.Module, x=X):
     """Of the variables, without computing them."""
     return jax.eval_shape(model.init, jax.random.key(0), x)
@@ -183,6 +218,17 @@ class NnxOwn(nnx.Module):
 
     def __call__(self, x):
         return jax.lax.dot_general(x, self.kernel[...], (((x.ndim - 1,), (0,)), ((), ())))
+
+
+class NnxMoe(nnx.Module):
+    """``Moe`` in NNX, without the router."""
+
+    def __init__(self, rngs):
+        init, shape = nnx.initializers.lecun_normal(), (len(GROUPS), WIDTH, HIDDEN)
+        self.gate, self.up, self.down = (nnx.Param(init(rngs.params(), shape)) for _ in range(3))
+
+    def __call__(self, x):
+        return x + experts(x, self.gate[...], self.up[...], self.down[...])
 
 
 def cross_entropy(logits, tokens=TOKENS):

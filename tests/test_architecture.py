@@ -20,7 +20,7 @@ DOCS = ROOT / "docs"
 PAGE = (DOCS / "internals.md").read_text()
 SUFFIXES = (".py", ".typed", ".h", ".cc", ".cu", ".cuh")
 # Libraries that the page says which rooms may use: the first part of a Python module, or the start of a C++ header.
-PYTHON_LIBRARIES = {"jax": "JAX", "flax": "Flax", "qwix": "Qwix", "haliax": "haliax", "equinox": "haliax"}
+PYTHON_LIBRARIES = {"jax": "JAX", "flax": "Flax", "qwix": "Qwix", "haliax": "haliax", "equinox": "Equinox"}
 CPP_LIBRARIES = {"xla/": "XLA", "nanobind/": "nanobind", "cuda": "CUDA"}
 PATH = re.compile(r"`((?:jnvfp4|ffi|docs|tests|cmake|examples|benchmarks)/[^`]*|[\w.]+\.(?:md|txt|toml))`")
 
@@ -55,7 +55,7 @@ ROOMS = [
     Room(
         name,
         code(files),
-        set(code(uses)) | set(re.findall(r"\b(?:JAX|Flax|Qwix|haliax|XLA|CUDA|nanobind)\b(?!\.py)", uses)),
+        set(code(uses)) | set(re.findall(r"\b(?:JAX|Flax|Qwix|Equinox|haliax|XLA|CUDA|nanobind)\b(?!\.py)", uses)),
     )
     for name, files, _, uses in rows(PAGE, "room", "files", "what it holds", "may use")
     for name in code(name)

@@ -54,6 +54,23 @@ def test_only_compat_imports_private_jax():
     assert {path.name for path in PACKAGE.rglob("*.py") if private.search(path.read_text())} == {"compat.py"}
 
 
+def test_the_array_that_a_value_is_made_of():
+    """In a derivative of a traced function too, and of vmap; a sum of two is made of neither."""
+    found = []
+
+    def f(a, b):
+        for value in (a, a.astype(jnp.bfloat16).T.reshape(-1), -b, a + b, jnp.ones(3)):
+            found.append(compat.made_of(value, {"a": a, "b": b}))
+        return jnp.sum(a + b)
+
+    a, b = jnp.ones((2, 3)), jnp.zeros((2, 3))
+    for g in (jax.jit(f), jax.jit(jax.grad(f)), jax.jit(jax.vmap(f)), jax.jit(lambda a, _: jax.grad(f)(a, b))):
+        g(a, b)
+    assert found == ["a", "a", "b", None, None] * 4
+    f(a, b)
+    assert found[20:] == ["a", None, None, None, None]  # nothing records what an eager call does
+
+
 def test_lowering_context_has_what_the_mesh_of_set_mesh_needs():
     """compat.with_mesh replaces one field of the lowering context; JAX's own shard_map does the same."""
     devices = jax.devices("cpu")[:2]

@@ -14,7 +14,7 @@ from jnvfp4._reports.support import support_table
 from jnvfp4.spec import SUPPORTED_SPECS, name_of
 
 ROOT = pathlib.Path(__file__).parent.parent
-NEEDS = {"models.md": ("flax", "optax", "qwix")}  # libraries that jnvfp4 does not depend on, by page
+NEEDS = {"models.md": ("flax", "optax", "qwix", "equinox")}  # libraries that jnvfp4 does not depend on, by page
 NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md")
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [*(ROOT / name for name in NAMES), *DOCS]

@@ -520,9 +520,60 @@ def test_existing_models(tmp_path):
     version = pytest.importorskip("transformers").__version__
     if int(version.split(".")[0]) >= 5:
         pytest.skip(f"transformers {version} has no Flax models, the last are those of 4")
-    out = run("existing_models.py", cwd=tmp_path, timeout=600)
+    out = run("existing_models/hugging_face.py", cwd=tmp_path, timeout=600)
     assert "BERT: 12 layers in NVFP4" in out
     assert "GPT-2: 8 layers in NVFP4" in out
+
+
+def needs(library: str) -> None:
+    """Skips without a framework, which need not be importable with warnings as errors."""
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"needs {library} in an environment of its own (docs/models.md)")
+
+
+@pytest.mark.long
+def test_tunix_fine_tunes(tmp_path):
+    needs("tunix")
+    out = run("existing_models/tunix_llama.py", cwd=tmp_path, timeout=600)
+    assert out.count("pretrain()  rule 'layers/.*'") == 2 * 7  # attention of Tunix' own modules, and the MLP
+    assert "lm_head                 64x64    -           keep 'lm_head'" in out
+    last = [float(loss) for loss in re.findall(r"mean of the last 10 of 100 steps ([\d.]+)", out)]
+    assert max(last) < 1.6
+    np.testing.assert_allclose(last[1::2], last[::2], atol=0.05)
+    assert [int(n) for n in re.findall(r"up_proj takes (\d+) bytes", out)] == 3 * [2 * 64 * 128] + [
+        64 * 128 * 9 // 16 + 4
+    ]
+
+
+@pytest.mark.long
+def test_tunix_makes_a_step_of_grpo(tmp_path):
+    needs("tunix")
+    out = run("existing_models/tunix_grpo.py", cwd=tmp_path, timeout=600)
+    moved, apart = np.array(re.findall(r"moved by ([\d.]+), log-probabilities are ([\d.]+) nats apart", out), float).T
+    assert (moved > 0).all()
+    assert apart[0] > 0 == apart[1]
+
+
+@pytest.mark.long
+def test_the_trainer_of_maxtext_runs(tmp_path):
+    needs("maxtext")
+    out = run("existing_models/maxtext_trainer.py", cwd=tmp_path, timeout=900)
+    assert out.count("pretrain()  rule 'decoder/.*layers.*'") == 2 * 7 + 2 * 7  # with the three of all experts at once
+    assert out.count("no product: einsum: x and w must share a letter") == 2 * 2 * 2  # scales of norms
+    assert out.count("-           rule '.*/gate'") == 3
+    last = np.array(re.findall(r"loss 5\.\d+ -> ([\d.]+) in 20 steps", out), float).reshape(2, 2)
+    assert last.max() < 1.6
+    assert np.ptp(last, axis=1).max() < 0.4
+
+
+@pytest.mark.long
+def test_the_trainer_of_levanter_runs(tmp_path):
+    needs("levanter")
+    out = run("existing_models/levanter_llama.py", cwd=tmp_path, timeout=600)
+    assert out.count("pretrain()  rule 'transformer/layers/.*'") == 7
+    bf16, nvfp4 = (float(loss) for loss in re.findall(r"mean of the last 10 of 100 steps ([\d.]+)", out))
+    assert max(bf16, nvfp4) < 1.6
+    assert abs(nvfp4 - bf16) < 0.05
 
 
 # ---------------------------------------------------------------- docs/training.md

@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import assert_bitwise, assert_same_tensor, refused
 
@@ -15,7 +16,7 @@ from flax import linen as nn
 from flax import nnx
 from flax_models import ALL, KEY, NEAREST, SR, TOKENS, X, init
 
-from jnvfp4 import Policy, Rule, layer_key, linear, step_key
+from jnvfp4 import Policy, Rule, layer_key, linear, recipes, step_key
 from jnvfp4.checkpoints import ConvertOptions
 from jnvfp4.flax import calibrate
 from jnvfp4.flax.linen import intercept
@@ -107,6 +108,24 @@ def test_a_layer_of_ten_features_is_padded(api):
         assert EVERY.explain(model, X)[0].why == "default; N padded from 10 to 16"
         call = lambda params: api.call(model, EVERY, params)  # noqa: B023, E731
         assert jax.eval_shape(call, api.params(model)).shape == (2, 16, 10)
+
+
+def test_a_rule_may_pad_a_head(api):
+    """No result depends on the zeros, which a forward pass would not need."""
+    inference = recipes.inference()
+    for model in (api.linear(10), api.einsum("bsd,de->bse", (32, 10))):
+        head, found = api.sequential(model), []
+        params = api.params(head)
+        for pad in (False, True):
+            policy = Policy([Rule(api.first, inference, pad=pad)])
+            assert (policy.explain(head, X)[0].why == f"rule '{api.first}'; N padded from 10 to 16") == pad
+            call = partial(api.call, head, policy)
+            assert f"f32[2,16,{16 if pad else 10}] = nvfp4_matmul[" in str(jax.make_jaxpr(call)(params))
+            y, pull = jax.vjp(call, params)
+            found.append((y, pull(jnp.cos(y))[0]))
+        (want, want_dw), (got, dw) = found
+        assert_bitwise(got, want)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), dw, want_dw)
 
 
 def test_the_dtype_that_an_einsum_prefers_is_that_of_its_product(api):

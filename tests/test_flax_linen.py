@@ -1,6 +1,8 @@
 """Linen models as they are: which layers are quantized, with which bits and keys, and that nothing else changes."""
 
+import threading
 from contextlib import nullcontext
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +13,29 @@ from helpers import assert_bitwise, assert_same_tensor, equations, products, rec
 pytest.importorskip("flax", "0.12")
 
 from flax import linen as nn
-from flax_models import ALL, KEY, NEAREST, SR, TOKENS, Mlp, ScannedBlock, Stack, Transformer, X, init, shapes, stacked
+from flax_models import (
+    ALL,
+    GROUPS,
+    KEY,
+    NEAREST,
+    SR,
+    TOKENS,
+    Mlp,
+    Moe,
+    MoeBlock,
+    ScannedBlock,
+    Stack,
+    Transformer,
+    X,
+    experts,
+    init,
+    shapes,
+    stacked,
+)
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
-from jnvfp4 import Policy, Rule, layer_key, linear, recipes, step_key
+from jnvfp4 import Policy, RaggedDot, Rule, layer_key, linear, recipes, step_key
 from jnvfp4.flax import linen
 from jnvfp4.flax.linen import dot_general_cls, intercept
 
@@ -377,3 +397,145 @@ def test_attention_takes_the_class():
     dot = dot_general_cls(NEAREST)
     model = nn.MultiHeadDotProductAttention(2, qkv_dot_general_cls=dot, out_dot_general_cls=dot)
     assert products(lambda v: model.apply(v, X), shapes(model)) == 4
+
+
+# ---------------------------------------------------------------- experts
+EXPERTS = Policy([Rule("moe/(gate|up|down)", SR)])
+ROWS = recipes.row_scaled(stochastic_rounding=False)
+
+
+def grouped(f, *args) -> int:
+    """How many products of experts a function has."""
+    return str(jax.make_jaxpr(f)(*args)).count("nvfp4_grouped_matmul[")
+
+
+def test_experts_are_explained():
+    policy = Policy([Rule("moe/(gate|up)", SR), Rule("moe/down", ROWS)])
+    assert {d.path: (d.shape, d.recipe) for d in policy.explain(MoeBlock(), X) if d.path.startswith("moe")} == {
+        "moe/router": ((32, 1), None),
+        "moe/gate": ((4, 32, 64), SR),
+        "moe/up": ((4, 32, 64), SR),
+        "moe/down": ((4, 32, 64), ROWS),
+    }
+    assert grouped(quantized(MoeBlock(), policy), shapes(MoeBlock())) == 3
+    with pytest.raises(ValueError, match=r"every rule must match a layer, got 'moe', .* moe/gate, moe/up, moe/down;"):
+        Policy([Rule("moe", SR)]).explain(MoeBlock(), X)
+
+
+def test_experts_have_the_bits_of_ragged_dot():
+    """By keys of their names, and in the order of axes that the model has."""
+    variables = init(Moe())
+
+    def by_hand(params):
+        product = {name: RaggedDot(SR, name) for name in ("gate", "up", "down")}
+        w = {name: params[name].astype(jnp.bfloat16) for name in product}
+        h = X.reshape(-1, 32).astype(jnp.bfloat16)
+        h = nn.silu(product["gate"](h, w["gate"], GROUPS)) * product["up"](h, w["up"], GROUPS)
+        y = product["down"](h, w["down"], GROUPS, w_axes="nk").reshape(X.shape).astype(X.dtype)
+        return X + nn.sigmoid(X @ params["router"]["kernel"] + params["router"]["bias"]) * y
+
+    def step(call, params, key):
+        with step_key(key):
+            return jax.value_and_grad(lambda params: jnp.sum(jnp.sin(call(params))))(params)
+
+    intercepted = lambda params: quantized(Moe(), Policy([Rule("gate|up|down", SR)]))({"params": params})  # noqa: E731
+    got, want = (jax.jit(partial(step, call))(variables["params"], KEY) for call in (intercepted, by_hand))
+    assert_same_tensor(got, want)
+
+
+@pytest.mark.long
+def test_an_eager_call_tells_experts_by_their_values():
+    """It casts them, so that they are other arrays than the parameters, of which three have one shape."""
+    variables, policy = init(MoeBlock()), Policy([Rule("moe/(gate|up)", NEAREST), Rule("moe/down", ROWS)])
+    call = quantized(MoeBlock(), policy)
+    np.testing.assert_allclose(call(variables), jax.jit(call)(variables), atol=0.05)  # a norm has other last bits
+
+
+def sharded(f):
+    mesh = make_mesh(jax.devices("cpu")[:2], "x")
+    of_w = P(None, None, "x")  # of K of down, and of N of the others
+    split = lambda x, *weights: jax.lax.psum(f(x, *weights), "x")  # noqa: E731
+    return jax.shard_map(split, mesh=mesh, in_specs=(P(), of_w, of_w, of_w), out_specs=P())
+
+
+def test_experts_in_shard_map_are_told_by_their_shapes():
+    model = MoeBlock(sharded)
+    variables, split = shapes(model), Policy([Rule("moe/(gate|up)", NEAREST), Rule("moe/down", ROWS)])
+    assert [d.path for d in EXPERTS.explain(model, X)][3:] == ["moe/gate", "moe/up", "moe/down"]
+    assert grouped(quantized(model, Policy(default=NEAREST)), variables) == 3
+    with pytest.raises(
+        ValueError, match=r"experts of one shape inside shard_map must have one recipe, .*, got Recipe\("
+    ):
+        grouped(quantized(model, split), variables)
+
+
+def test_scanned_experts():
+    class Scanned(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            loop = nn.scan(lambda block, x, _: (block(x), None), {"params": 0}, split_rngs={"params": True}, length=3)
+            return loop(MoeBlock(name="block"), x, None)[0]
+
+    policy = Policy([Rule("block/moe/up", NEAREST)])
+    assert ("block/moe/up", (3, 4, 32, 64), NEAREST) in {d[:3] for d in policy.explain(Scanned(), X)}
+    assert grouped(quantized(Scanned(), policy), shapes(Scanned())) == 1
+    with pytest.raises(
+        ValueError, match=r"layers must not be scanned for last_bf16=1, .* got block/moe/up with weights"
+    ):
+        Policy([Rule("block/moe/up", NEAREST)], last_bf16=1).explain(Scanned(), X)
+
+
+class Tied(nn.Module):
+    """Experts that are a sum of two parameters, whose names mean nothing then."""
+
+    @nn.compact
+    def __call__(self, x):
+        a, b = (self.param(name, nn.initializers.ones, (4, 64, 32)) for name in "ab")
+        return jax.lax.ragged_dot(x.reshape(-1, 32), (a + b).mT, GROUPS)
+
+
+def test_experts_that_are_no_parameter_are_named():
+    policy, why = Policy(default=NEAREST), "a ragged_dot whose weights are not one parameter of its module, which"
+    (decision,) = policy.explain(Tied(name="moe"), X)
+    assert (decision.path, decision.shape, decision.recipe) == ("moe", (4, 32, 64), None)
+    assert decision.why.startswith(why)
+    with pytest.warns(UserWarning, match=f"intercept: layer 'moe' is {why}"):
+        assert grouped(quantized(Tied(name="moe"), policy), shapes(Tied())) == 0
+
+
+def test_a_kernel_of_experts_needs_no_warning():
+    """It has the path of its module."""
+
+    class Kernel(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jax.lax.ragged_dot(
+                x.reshape(-1, 32), self.param("kernel", nn.initializers.ones, (4, 32, 64)), GROUPS
+            )
+
+    model = nn.Sequential([Kernel()])
+    policy = Policy([Rule("layers_0", NEAREST)])
+    assert policy.explain(model, X)[0].recipe == NEAREST
+    assert grouped(quantized(model, policy), shapes(model)) == 1
+
+
+@pytest.mark.long
+def test_only_calls_of_the_model_and_its_thread_are_taken():
+    functions, variables = (jax.lax.ragged_dot, jax.lax.ragged_dot_general), init(Moe())
+    weights = [variables["params"][name] for name in ("gate", "up", "down")]
+    want = experts(X, *weights)
+    with intercept(Policy(default=NEAREST)):
+        found = [experts(X, *weights)]  # of no module
+        with intercept(Policy(default=NEAREST)):
+            pass
+        other = threading.Thread(target=lambda: found.append(Moe().apply(variables, X)))
+        other.start()
+        other.join()
+        taken = Moe().apply(variables, X)
+        contracted = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+        dw = jax.lax.ragged_dot_general(X[0], X[0], jnp.array([16]), contracted)
+    assert (jax.lax.ragged_dot, jax.lax.ragged_dot_general) == functions
+    assert_bitwise(found[0], want)
+    assert_bitwise(found[1], Moe().apply(variables, X))
+    assert not np.array_equal(taken, found[1])
+    assert dw.shape == (1, 32, 32)

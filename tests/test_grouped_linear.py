@@ -367,6 +367,13 @@ def test_ragged_dot_adds_zeros(cpu):
     assert_bitwise(y, grouped_linear(*padded, int32(SIZES), w_axes="kn")[:, :41])
 
 
+def test_ragged_dot_may_add_zeros_that_a_recipe_does_not_need(cpu):
+    recipe, w = recipes.inference(), W.mT[:, :, :41]
+    assert_bitwise(*(RaggedDot(recipe, pad=pad)(X, w, int32(SIZES)) for pad in (False, True)))
+    jaxpr = jax.make_jaxpr(lambda x, w: RaggedDot(recipe, pad=True)(x, w, int32(SIZES)))(X, w)
+    assert f"bf16[{M},48] = nvfp4_grouped_matmul[" in str(jaxpr)
+
+
 def test_ragged_dot_takes_its_key_from_the_step(cpu):
     recipe = Recipe((NVFP4_SR, NVFP4), None, None)
     layer = RaggedDot(recipe, path="moe/up")

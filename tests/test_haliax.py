@@ -101,6 +101,8 @@ def test_the_weights_do_not_change():
     gathered = apply(MODEL, Policy([Rule("layers/.*", SR, placed)]))
     assert gathered.layers.stacked.up.dot_general.w_gather == placed
     assert adapted.head.dot_general is MODEL.head.dot_general
+    padded = apply(MODEL, Policy([Rule("head", NEAREST, pad=True)], keep=())).head.dot_general
+    assert (padded.path, padded.pad, adapted.layers.stacked.up.dot_general.pad) == ("head", True, False)
     trained = [[a.shape for a in jax.tree.leaves(eqx.filter(m, eqx.is_inexact_array))] for m in (adapted, MODEL)]
     assert trained[0] == trained[1]
 

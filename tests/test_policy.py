@@ -161,6 +161,22 @@ def test_padding_is_explained():
     assert [plan[path].why for path in "abc"] == [f"default; {n}, K padded from 50 to 64", "default", f"default; {n}"]
 
 
+def test_a_rule_may_pad_what_its_recipe_takes():
+    """A forward pass takes any N: that of a head is padded only where a rule says so."""
+    head, inference = Layer("head", (768, 50257), (50257, 768)), recipes.inference()
+    for pad, why in (False, "rule 'head'"), (True, "rule 'head'; N padded from 50257 to 50272"):
+        policy = Policy([Rule("head", inference, pad=pad)], keep=())
+        assert policy.plan([head])["head"].why == why
+        assert policy.options_of("head") == {"w_gather": None, "pad": pad}
+        assert policy.options_of("up") == {"w_gather": None, "pad": False}
+    windows = Policy([Rule("head", recipes.window64(), pad=True)], keep=())  # which need 64
+    assert windows.plan([Layer("head", (80, 20), (20, 80))])["head"].why.endswith(
+        "; N padded from 20 to 32, K padded from 80 to 128"
+    )
+    with pytest.raises(TypeError, match="Rule: pad must be True or False, got 16"):
+        Rule("head", inference, pad=16)
+
+
 def test_explain_prints_a_table():
     policy = Policy([Rule(".*/(up|down)", SR)], last_bf16=3)
     assert str(

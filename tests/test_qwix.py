@@ -13,11 +13,27 @@ pytest.importorskip("qwix")
 import qwix
 from flax import linen as nn
 from flax import nnx
-from flax_models import KEY, NEAREST, SR, TOKENS, Mlp, NnxMlp, NnxOwn, NnxTransformer, Stack, Transformer, X, shapes
+from flax_models import (
+    GROUPS,
+    KEY,
+    NEAREST,
+    SR,
+    TOKENS,
+    Mlp,
+    Moe,
+    NnxMlp,
+    NnxMoe,
+    NnxOwn,
+    NnxTransformer,
+    Stack,
+    Transformer,
+    X,
+    shapes,
+)
 from jax.sharding import PartitionSpec as P
 from meshes import assert_sharded, make_mesh, put
 
-from jnvfp4 import Policy, Rule, einsum, step_key
+from jnvfp4 import Policy, RaggedDot, Rule, einsum, quantize, recipes, step_key
 from jnvfp4.flax.linen import intercept
 from jnvfp4.flax.nnx import apply
 from jnvfp4.qwix import Provider
@@ -28,13 +44,16 @@ pytestmark = [
 ]  # of Qwix, about Flax
 
 
+MOE = "gate", "up", "down"
+
+
 def loss(logits):
     return jnp.sum(jnp.sin(logits.astype(jnp.float32)))
 
 
-def test_a_linen_model_has_the_bits_of_intercept():
-    model = Mlp()
-    variables, policy = jax.jit(model.init)(jax.random.key(0), X), Policy([Rule("up|down", SR)])
+@pytest.mark.parametrize("model", [Mlp(), pytest.param(Moe(), marks=pytest.mark.long)], ids=["dense", "experts"])
+def test_a_linen_model_has_the_bits_of_intercept(model):
+    variables, policy = jax.jit(model.init)(jax.random.key(0), X), Policy([Rule("gate|up|down", SR)])
     driven = qwix.quantize_model(model, Provider(policy))
     assert_same_tensor(driven.init(jax.random.key(0), X), variables)
 
@@ -62,14 +81,50 @@ def test_an_nnx_model_has_the_bits_of_apply():
     assert_same_tensor(nnx.to_pure_dict(got[1]), nnx.to_pure_dict(want[1]))
 
 
+@pytest.mark.long
+def test_experts_of_an_nnx_model_have_the_bits_of_ragged_dot():
+    """Three parameters of one shape, by rules that tell them apart; ``quantize_model`` calls the model eagerly."""
+    rows, model = recipes.row_scaled(), nnx.Sequential(NnxMoe(nnx.Rngs(0)))
+    policy = Policy([Rule("layers/0/(gate|up)", SR), Rule("layers/0/down", rows)])
+    assert [(d.path, d.recipe) for d in Policy().explain(model)] == [(f"layers/0/{n}", None) for n in MOE]
+    with pytest.warns(
+        UserWarning, match="'layers/0/gate' is of type NnxMoe, which jnvfp4.qwix.Provider reaches and app"
+    ):
+        apply(nnx.clone(model), Policy([Rule("layers/0/(up|down)", None)], default=SR))
+    with step_key(KEY):
+        driven = qwix.quantize_model(model, Provider(policy), X)
+
+    @nnx.jit
+    def step(model, key):
+        with step_key(key):
+            return nnx.value_and_grad(lambda m: loss(m(X)))(model)
+
+    def by_hand(weights, key):
+        with step_key(key):
+            h, sizes = X.reshape(-1, 32).astype(jnp.bfloat16), GROUPS
+            gate, up, down = (w.astype(jnp.bfloat16) for w in weights)
+            gate, up = (RaggedDot(SR, f"layers/0/{n}")(h, w, sizes) for n, w in (("gate", gate), ("up", up)))
+            y = RaggedDot(rows, "layers/0/down")(nn.silu(gate) * up, down, sizes, w_axes="nk")
+            return loss(X + y.reshape(X.shape).astype(X.dtype))
+
+    weights = [getattr(model.layers[0], name)[...] for name in MOE]
+    value, grads = step(driven, KEY)
+    want, of_weights = jax.jit(jax.value_and_grad(by_hand))(weights, KEY)
+    assert_bitwise(value, want)
+    for name, grad in zip(MOE, of_weights, strict=True):
+        assert_bitwise(grads["layers"][0][name][...], grad, name)
+
+
 def test_all_layers_of_a_model_are_reached():
-    """Attention, an einsum and dense layers, in Linen and in NNX."""
+    """Attention, an einsum, dense layers and experts, in Linen and in NNX."""
     model, provider = Transformer(layers=1), Provider(Policy([Rule("blocks?[_/].*", NEAREST)]))
     driven = qwix.quantize_model(model, provider)
     variables = shapes(model, TOKENS)
     assert products(lambda v: driven.apply(v, TOKENS), variables) == 7
     driven = qwix.quantize_model(NnxTransformer(nnx.Rngs(0), layers=1), provider, TOKENS)
     assert products(driven, TOKENS) == 7
+    moe = qwix.quantize_model(Moe(), Provider(Policy(default=NEAREST)))
+    assert str(jax.make_jaxpr(lambda v: moe.apply(v, X))(shapes(Moe()))).count("nvfp4_grouped_matmul[") == 3
 
 
 class Flipped(nn.Module):
@@ -103,8 +158,11 @@ class Scaled(nn.Module):
 
 def test_an_einsum_that_is_no_product_stays_as_it_is():
     model, variables = Scaled(), Scaled().init(jax.random.key(0), X)
-    driven = qwix.quantize_model(model, Provider(Policy(default=NEAREST)))
-    assert_bitwise(driven.apply(variables, X), model.apply(variables, X))
+    provider = Provider(Policy(default=NEAREST))
+    assert_bitwise(qwix.quantize_model(model, provider).apply(variables, X), model.apply(variables, X))
+    (decision,) = provider.explain()
+    assert decision[1:3] == ((48, 32), None)
+    assert decision.why.startswith("no product: einsum: x and w must share a letter that the result leaves out")
 
 
 class FlippedExperts(nn.Module):
@@ -161,3 +219,58 @@ def test_a_module_of_nnx_that_multiplies_by_itself_is_reached():
     assert products(model, x) == 1
     with pytest.raises(ValueError, match="every rule must match a layer, got 'layers/1'"):
         qwix.quantize_model(nnx.Sequential(NnxOwn()), Provider(Policy([Rule("layers/1", NEAREST)])), x)
+
+
+class Weighted(nnx.Module):
+    """Multiplies by a parameter of another name than those of Flax, as modules of Tunix and MaxText do."""
+
+    def __init__(self, shape, rngs, name="w"):
+        self.name = name
+        setattr(self, name, nnx.Param(jax.random.normal(rngs.params(), shape, jnp.bfloat16)))
+
+    def __call__(self, x):
+        return jnp.einsum("BTD,DNH->BTNH", x, getattr(self, self.name)[...])
+
+
+class Weights(nnx.Module):
+    """Two of them and a layer of Flax, whose kernel is read in other ways."""
+
+    def __init__(self, rngs):
+        self.attn, self.wi = Weighted((32, 2, 16), rngs), Weighted((32, 2, 16), rngs, "wi")
+        self.up = nnx.Linear(32, 48, use_bias=False, param_dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.attn(x), self.wi(x), self.up(x)
+
+
+def test_rules_and_explain_see_parameters_of_any_name():
+    model, policy = Weights(nnx.Rngs(0)), Policy([Rule("wi/wi|attn", NEAREST)])
+    provider = Provider(policy)
+    driven = qwix.quantize_model(model, provider, X)
+    assert products(driven, X) == 2
+    assert [(d.path, d.shape, d.recipe, d.why) for d in provider.explain()] == [
+        ("attn", (32, 2, 16), NEAREST, "rule 'wi/wi|attn'"),
+        ("wi/wi", (32, 2, 16), NEAREST, "rule 'wi/wi|attn'"),
+        ("up", (32, 48), None, "no rule matches"),
+    ]
+    assert "jnvfp4.qwix.Provider reaches and apply does not" in str(Policy([]).explain(model))
+
+
+def test_lora_freezes_the_weights_in_nvfp4_and_leaves_its_adapters():
+    lora = qwix.LoraProvider(module_path="attn|up", rank=4, alpha=8.0)
+    plain, x = Weights(nnx.Rngs(0)), X.astype(jnp.bfloat16)
+    model = qwix.quantize_model(plain, Provider(Policy([Rule("attn|up", NEAREST)]), lora=lora), x, rngs=nnx.Rngs(1))
+    for module, kernel in ((model.attn, plain.attn.w), (model.up, plain.up.kernel)):
+        kept = (module.w if module is model.attn else module.kernel).get_value().tensor
+        assert_same_tensor(kept, quantize(kernel[...].reshape(32, -1).T, NEAREST.fprop.w))
+    assert isinstance(model.wi.wi[...], jax.Array)  # no rule matches
+    # Adapters start at zero.
+    assert_bitwise(nnx.jit(lambda m: m(x))(model)[0], einsum("BTD,DNH->BTNH", x, plain.attn.w[...], recipe=NEAREST))
+    grads = nnx.grad(lambda m: sum(loss(y) for y in m(x)), argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
+    assert set(nnx.to_pure_dict(grads)) == {"attn", "up"}
+    graph, state = nnx.split(model)
+    assert products(lambda state: nnx.merge(graph, state)(x), state) == 2
+    with pytest.raises(TypeError, match=r"Frozen: weights in NVFP4 must be read as a whole, by \[\.\.\.\], got \[0\]"):
+        model.up.kernel[0]
+    with pytest.raises(TypeError, match=r"Provider: lora must be a qwix\.LoraProvider or None, got 4"):
+        Provider(Policy(), lora=4)

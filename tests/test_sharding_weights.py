@@ -39,11 +39,13 @@ from jnvfp4 import (
     DotGeneral,
     NVFP4Tensor,
     Policy,
+    RaggedDot,
     Recipe,
     Rule,
     dequantize,
     dot_general,
     einsum,
+    grouped_linear,
     linear,
     quantize,
     recipes,
@@ -319,6 +321,74 @@ def test_blocks_of_weights_are_whole_along_k_alone(w_axes):
     assert_bitwise(jax.jit(partial(f, w_gather=(along_n, WHOLE)))(*placed), f(*home(CPUS, (x, w))))
     with pytest.raises(ValueError, match=r"w_gather.sharded must split axis . of shape .* into multiples of 16"):
         f(*placed, w_gather=(along_k, WHOLE))
+
+
+# ---------------------------------------------------------------- experts
+EXPERTS = normal((256, 128), 1, "fp32"), normal((4, 256, 128), 2, "fp32"), normal((256, 256), 3, "fp32")
+GROUPS = jnp.array([64, 0, 100, 60], jnp.int32)  # of 256 rows
+EXPERT_STEPS = {  # the kind of mesh, its axes, the shardings, and the recipe
+    **{name: ("auto", "x", (P(None, "x"), P()), name) for name in RECIPES if name != "windows"},
+    "columns": ("explicit", "x", (P(None, None, "x"), P()), "one tensor for both GEMMs"),
+    "expert parallel": ("auto", "xy", (P("x", "y"), P("x")), "one tensor for both GEMMs"),
+    "expert parallel, explicit": ("explicit", "xy", (P("x", None, "y"), P("x")), "quantized twice"),
+}
+
+
+def grouped_vjp(x, w, dy, recipe, w_gather=None, w_axes="nk"):
+    if w_axes == "nk":
+        f = lambda x, w: grouped_linear(x, w, GROUPS, recipe, key=KEY, w_gather=w_gather)  # noqa: E731
+    else:
+        f = lambda x, w: RaggedDot(recipe, w_gather=w_gather)(x, w, GROUPS, key=KEY)  # noqa: E731
+    y, pull = jax.vjp(f, x, w)
+    return {"y": y, **dict(zip(("dx", "dw"), pull(dy), strict=True))}
+
+
+@pytest.mark.parametrize("w_axes", ["nk", "kn"])
+@pytest.mark.parametrize(("kind", "axes", "gather", "name"), EXPERT_STEPS.values(), ids=EXPERT_STEPS)
+def test_experts_are_gathered_as_bytes(kind, axes, gather, name, w_axes):
+    """The tiles of the experts of a device, once or for either product, and nothing else of a quantized product."""
+    mesh, recipe, rows = make_mesh(CPUS, axes, kind), RECIPES[name], P(axes[-1])
+    x, w, dy = EXPERTS
+    w = w if w_axes == "nk" else w.mT
+    want = jax.jit(partial(grouped_vjp, recipe=recipe, w_axes=w_axes))(*home(CPUS, (x, w, dy)))
+    placed = put(x, mesh, rows), put(w, mesh, gather[0]), put(dy, mesh, rows)
+    with jax.set_mesh(mesh):
+        got, found = run(partial(grouped_vjp, recipe=recipe, w_gather=gather, w_axes=w_axes), *placed)
+    assert_bitwise(got["y"], want["y"])
+    for result in ("dx", "dw"):
+        np.testing.assert_allclose(got[result], want[result], rtol=1e-5, atol=1e-3, err_msg=result)
+    assert_sharded(got["dw"], mesh, gather[0])
+    n, k, experts = 256, 128, 4 // ways(mesh, gather[1][0] if len(gather[1]) else None)
+    once = [f"u8[{experts},{n},{k // 2}]", f"u8[{experts},{n},{k // 16}]"] if recipe.fprop else []
+    again = [f"u8[{experts},{k},{n // 2}]", f"u8[{experts},{k},{n // 16}]"]
+    again = again if recipe.dgrad_specs and not recipe.one_weight else []
+    amaxes = [f"f32[{experts},{w.shape[1]}]"] if name == "an amax per row" else []  # of the axis that is split
+    original = [f"f32[{experts},{','.join(map(str, w.shape[1:]))}]"] * (recipe.fprop is None or recipe.dgrad is None)
+    assert gathers(found) == sorted([*once, *again, *amaxes, *original])
+    assert any(op == "reduce-scatter" and shape.startswith("f32") for op, shape in found)
+
+
+def test_frozen_experts_are_gathered_as_bytes():
+    mesh, (x, w, _) = make_mesh(CPUS, "x"), EXPERTS
+    q = jax.vmap(quantize)(w)
+    placed = put(x, mesh, ROWS), jax.device_put(q, q.shardings(mesh, P(None, "x")))
+    got, found = run(lambda x, q: grouped_linear(x, q, GROUPS, w_gather=(P(None, "x"), P())), *placed)
+    assert_bitwise(got, grouped_linear(*home(CPUS, (x, q)), GROUPS))
+    assert gathers(found) == ["u8[4,256,64]", "u8[4,256,8]"]
+
+
+def test_a_gather_that_does_not_fit_experts_raises():
+    mesh, (x, w, _) = make_mesh(CPUS, "x"), EXPERTS
+    with jax.set_mesh(mesh):
+        for gather, text in (
+            ((P("x"), P()), r"w_gather.sharded must split axis 0 of shape \(4, 256, 64\) into multiples of 1, got"),
+            ((P(None, None, "x"), P()), r"w_gather.sharded must split axis 2 of shape .* into multiples of 16, got"),
+            ((P(), P(None, "x")), "w_gather.gathered must not split w into more parts than w_gather.sharded"),
+        ):
+            with pytest.raises(ValueError, match=f"grouped_linear: {text}"):
+                grouped_linear(x[:, :64], w[..., :64], GROUPS, w_gather=gather)
+    with pytest.raises(TypeError, match="RaggedDot: w_gather must be None or a pair"):
+        RaggedDot(w_gather=P("x"))
 
 
 # ---------------------------------------------------------------- w_amax

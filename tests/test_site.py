@@ -18,8 +18,8 @@ STUBS = sorted((ROOT / "docs" / "api").glob("*.md"))
 SHOWN = {page.name: re.findall(r"^::: (\S+)$", page.read_text(), flags=re.M) for page in STUBS}
 TYPES = SHOWN.pop("types.md")  # what signatures name, also of private modules; their definition says all
 LISTED = [name for names in SHOWN.values() for name in names]
-PUBLIC_MODULES = ("", "checkpoints", "flax", "flax.linen", "flax.nnx", "haliax", "policy", "qwix", "recipes", "remat")
-PUBLIC_MODULES += ("sharding",)
+PUBLIC_MODULES = ("", "checkpoints", "equinox", "flax", "flax.linen", "flax.nnx", "haliax", "policy", "qwix", "recipes")
+PUBLIC_MODULES += ("remat", "sharding")
 ELSEWHERE = {"jnvfp4.recipes.Recipe", "jnvfp4.policy.Policy", "jnvfp4.policy.Rule", "jnvfp4.remat.RESIDUAL_NAME"}
 WHOLE = {"jnvfp4.reference"}  # a module, with all that it has
 

@@ -16,6 +16,7 @@ from .._core.tensor import NVFP4Tensor
 from .._ops.arguments import as_amax, as_float_array, float_dtype, operation
 from .._primitives._base import Axes, axes_of_dims
 from ..recipes import DEFAULT, Recipe
+from ..spec import BLOCK
 from .gather import Placement, as_pair
 from .keys import check_path, key_of_product
 from .layer import Call, check_recipe, recipe_key
@@ -67,7 +68,7 @@ def dot_general(
     op = "dot_general"
     check_options(op, recipe, precision, out_sharding, unsupported)
     of_w = OfWeights(as_pair(op, w_gather), w_amax)
-    return contract(op, lhs, rhs, dimension_numbers, recipe, key, preferred_element_type, out_sharding, of_w, pad=False)
+    return contract(op, lhs, rhs, dimension_numbers, recipe, key, preferred_element_type, out_sharding, of_w, None)
 
 
 class OfWeights(NamedTuple):
@@ -105,10 +106,9 @@ def contract(
     dtype: DTypeLike | None,
     out_sharding: Placement | None,
     of_w: OfWeights,
-    *,
-    pad: bool,
+    units: tuple[int, int] | None,
 ) -> jax.Array:
-    """Computes ``dot_general``; ``pad`` adds zeros where K or N does not fit the recipe."""
+    """Computes ``dot_general``; with ``units`` it adds zeros up to multiples of them, of N and of K."""
     if isinstance(rhs, NVFP4Tensor):
         raise TypeError(f"{op}: rhs must be an array, got an NVFP4Tensor; jnvfp4.linear takes one as w")
     a, b = as_float_array(op, "lhs", lhs), as_float_array(op, "rhs", rhs)
@@ -129,8 +129,8 @@ def contract(
     w = _flattened(op, b, right.batch, *groups)
     of_w = OfWeights(_of_matrix(op, of_w.gather, right.batch, groups), _of_examples(op, of_w.amax, b, right.batch))
     n = math.prod(b.shape[i] for i in right.free)
-    if pad:
-        x, w = padded(x, w, w_axes, *recipe.units)
+    if units is not None:
+        x, w = padded(x, w, w_axes, *units)
     out = _batched(call, x, w, key, of_w) if lb else call_linear(call, x[0], w[0], None, key, *of_w)
     if out.shape[-1] != n:
         out = lax.slice_in_dim(out, 0, n, axis=-1)
@@ -191,6 +191,12 @@ def padded(x: jax.Array, w: jax.Array, w_axes: WeightAxes, unit_n: int, unit_k: 
     return _with_zeros(x, 0, more_k), _with_zeros(w, *((more_k, more_n) if w_axes == "kn" else (more_n, more_k)))
 
 
+def units_of(recipe: Recipe, pad: bool) -> tuple[int, int]:
+    """Returns of what N and K are made multiples: of what the recipe needs, or with ``pad`` of 16 at least."""
+    unit_n, unit_k = (max(unit, BLOCK if pad else 1) for unit in recipe.units)
+    return unit_n, unit_k
+
+
 def _with_zeros(x: jax.Array, rows: int, columns: int) -> jax.Array:
     """Adds zeros at the end of the last two axes."""
     if not rows and not columns:
@@ -209,11 +215,13 @@ class DotGeneral:
       path: the name of the layer in its model, such as "block_3/mlp/up". A layer that rounds stochastically draws its
         random bits by ``layer_key(path)`` where no key is passed.
       w_gather: as in ``jnvfp4.dot_general``.
+      pad: whether K and N become multiples of 16 even where the recipe needs none.
     """
 
     recipe: Recipe = DEFAULT
     path: str | None = None
     w_gather: tuple[Placement, Placement] | None = None
+    pad: bool = False
 
     def __post_init__(self) -> None:
         check_recipe("DotGeneral", self.recipe)
@@ -244,7 +252,8 @@ class DotGeneral:
         if key is None:
             key = key_of_product(op, "DotGeneral", self.path, self.recipe)
         of_w, dtype = OfWeights(self.w_gather, w_amax), preferred_element_type
-        return contract(op, lhs, rhs, dimension_numbers, self.recipe, key, dtype, out_sharding, of_w, pad=True)
+        units = units_of(self.recipe, self.pad)
+        return contract(op, lhs, rhs, dimension_numbers, self.recipe, key, dtype, out_sharding, of_w, units)
 
 
 def dtype_of_lax(a: jax.Array, b: jax.Array) -> np.dtype:

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._ops.arguments import as_float_array, operation
 from ..recipes import DEFAULT, Recipe
-from .dot_general import OfWeights, check_options, contract
+from .dot_general import OfWeights, check_options, contract, units_of
 from .gather import Placement, as_pair
 
 _ELLIPSIS = "..."
@@ -79,6 +79,7 @@ def einsum_of_layer(
     precision: object = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Placement | None = None,
+    pad: bool = False,
     **unsupported: object,
 ) -> jax.Array:
     """Computes ``einsum``, for the layer of a model that errors name if it has a path."""
@@ -87,7 +88,8 @@ def einsum_of_layer(
     check_options(op, recipe, precision, out_sharding, unsupported)
     found = contraction(op, subscripts, x.ndim, w.ndim)
     of_w, dtype = OfWeights(w_gather, w_amax), preferred_element_type
-    product = contract(op, x, w, found.dimension_numbers, recipe, key, dtype, None, of_w, pad=True)
+    units = units_of(recipe, pad)
+    product = contract(op, x, w, found.dimension_numbers, recipe, key, dtype, None, of_w, units)
     result = product.transpose(found.order)
     return result if out_sharding is None else jax.sharding.reshard(result, out_sharding)
 

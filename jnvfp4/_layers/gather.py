@@ -14,7 +14,7 @@ Placement = NamedSharding | PartitionSpec
 
 
 class Gather(NamedTuple):
-    """Holds two shardings of a weight matrix by its axes: as each device keeps it, and as products read it."""
+    """Holds two shardings of weights [..., N, K] by their axes: as each device keeps them, and as GEMMs read them."""
 
     mesh: Mesh | AbstractMesh
     sharded: tuple[Entry, ...]
@@ -22,8 +22,9 @@ class Gather(NamedTuple):
 
     @property
     def reversed(self) -> "Gather":
-        """Returns the same for the transposed matrix."""
-        return Gather(self.mesh, self.sharded[::-1], self.gathered[::-1])
+        """Returns the same for the transposed matrices."""
+        sharded, gathered = ((*entries[:-2], entries[-1], entries[-2]) for entries in self[1:])
+        return Gather(self.mesh, sharded, gathered)
 
     def constrain(self, w: jax.Array) -> jax.Array:
         """Places an array as each device keeps it; so is its gradient."""

@@ -8,6 +8,7 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core.tensor import NVFP4Tensor
@@ -27,11 +28,12 @@ from .._primitives.grouped_contract import grouped_contract_p
 from .._primitives.grouped_dot import GroupedDotParams, grouped_dot_p
 from ..recipes import DEFAULT, Recipe
 from ..spec import check_choice
-from .dot_general import check_options, dtype_of_lax, padded
+from .dot_general import check_options, dtype_of_lax, padded, units_of
+from .gather import Placement, as_pair
 from .keys import check_path, key_of_product
 from .layer import Call, Given, Products, check_dtype_of_x, check_recipe, dense, layer, recipe_key
-from .quantizer import Operand, Pair, Quantizer, SpecPair, W, pack
-from .weights import WeightAxes, Weights, check_contractions, turned, weights_and_recipe
+from .quantizer import Operand, Pair, Quantizer, SpecPair, W
+from .weights import WeightAxes, Weights, check_contractions, placed, turned, weights_and_recipe
 
 
 @operation
@@ -46,6 +48,7 @@ def grouped_linear(
     accumulation: Accumulation = "fast",
     implementation: str | None = None,
     w_axes: WeightAxes = "nk",
+    w_gather: tuple[Placement, Placement] | None = None,
 ) -> jax.Array:
     """Computes x w^T with weights of its own for each group of rows, from quantized operands, with gradients.
 
@@ -65,6 +68,8 @@ def grouped_linear(
       implementation: as in ``quantize``; or the name of a kernel of ``grouped_matmul_nt``, for the forward product,
         which ``recipe.fprop`` must then quantize.
       w_axes: "nk" or "kn", as in ``linear``.
+      w_gather: as in ``linear``, by the three axes of w. Experts that each device keeps for itself (expert parallelism)
+        are split in both shardings.
 
     Returns:
       [M, N] of ``out_dtype``. Rows that no group holds are zero, and so are they in the gradient of x. The gradients
@@ -88,14 +93,16 @@ def grouped_linear(
         )
     weights = Weights(w_axes)
     call = Call(op, Grouped, _without_wgrad(recipe), dtype, accumulation, implementation, weights)
-    return _call_grouped(call, x, w, group_sizes, key)
+    return _call_grouped(call, x, w, group_sizes, key, as_pair(op, w_gather))
 
 
 def _without_wgrad(recipe: Recipe) -> Recipe:
     return Recipe(recipe.fprop, recipe.dgrad, None) if recipe.wgrad_specs else recipe
 
 
-def _call_grouped(call: Call, x: object, w: object, group_sizes: object, key: Given) -> jax.Array:
+def _call_grouped(
+    call: Call, x: object, w: object, group_sizes: object, key: Given, w_gather: tuple[Placement, Placement] | None
+) -> jax.Array:
     """Checks the arguments."""
     op, recipe = call.op, call.recipe
     w, recipe = weights_and_recipe(op, recipe, w, call.weights.order)
@@ -107,11 +114,12 @@ def _call_grouped(call: Call, x: object, w: object, group_sizes: object, key: Gi
     n, k = _weight_sizes(call, x, w)
     check_sizes(op, sizes, w.shape[0])
     check_contractions(op, w.shape, n, k, recipe)
-    operands, structure = jax.tree.flatten((x, pack(w), sizes))
+    weights, w = placed(op, recipe, call.weights, w, w_gather)
+    operands, structure = jax.tree.flatten((x, w, sizes))
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
     tokens, experts, sizes = jax.tree.unflatten(structure, match_varying(*operands, like=key))
     sizes = resharded(sizes, [None])  # where a group begins depends on all sizes before it
-    weights = call.weights._replace(frozen=isinstance(experts, NVFP4Tensor), one=recipe.one_weight)
+    weights = weights._replace(one=recipe.one_weight)
     call = call._replace(recipe=recipe, weights=weights, out_dtype=call.out_dtype or x.dtype)
     return layer(tokens, experts, None, key, None, sizes, call.with_types(tokens, experts, None))
 
@@ -179,7 +187,7 @@ class Grouped(Products):
         )
 
     def fprop_in_high_precision(self, x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
-        return self._dot(x, w, 3 + self.weights.k_axis, self.call.out_dtype)
+        return self._dot(x, self.weights.in_high_precision(w), 3 + self.weights.k_axis, self.call.out_dtype)
 
     def dgrad(self, dy: NVFP4Tensor, w: NVFP4Tensor) -> jax.Array:
         accumulation, implementation = self.call.accumulation, self.call.common
@@ -188,8 +196,9 @@ class Grouped(Products):
         )
 
     def dgrad_in_high_precision(self, dy: jax.Array, w: Operand) -> jax.Array:
-        axis = 1 if isinstance(w, NVFP4Tensor) else -self.weights.k_axis
-        return self._dot(dy, dense(w, dy.dtype, self.call.common), axis, self.call.dtypes[0])
+        if not isinstance(w, NVFP4Tensor):
+            return self._dot(dy, self.weights.in_high_precision(w), -self.weights.k_axis, self.call.dtypes[0])
+        return self._dot(dy, dense(w, dy.dtype, self.call.common), 1, self.call.dtypes[0])
 
     def wgrad(self, dy: NVFP4Tensor, x: NVFP4Tensor) -> jax.Array:
         raise AssertionError("blocks of 16 rows would cross experts")
@@ -216,13 +225,18 @@ class RaggedDot:
       recipe: how each product quantizes its operands, as in ``jnvfp4.grouped_linear``.
       path: the name of the layer in its model. A layer that rounds stochastically draws its random bits by
         ``layer_key(path)`` where no key is passed.
+      w_gather: as in ``jnvfp4.grouped_linear``, by the axes of rhs.
+      pad: as in ``jnvfp4.DotGeneral``.
     """
 
     recipe: Recipe = DEFAULT
     path: str | None = None
+    w_gather: tuple[Placement, Placement] | None = None
+    pad: bool = False
 
     def __post_init__(self) -> None:
         check_recipe("RaggedDot", self.recipe)
+        as_pair("RaggedDot", self.w_gather)
         check_path("RaggedDot", self.path)
 
     def __call__(
@@ -235,18 +249,20 @@ class RaggedDot:
         group_offset: object = None,
         *,
         key: jax.Array | None = None,
+        w_axes: WeightAxes = "kn",
         **unsupported: object,
     ) -> jax.Array:
         """Computes ``jax.lax.ragged_dot`` by ``grouped_linear``, with zeros added where K or N needs them.
 
         Args:
           lhs: [M, K], as x of ``jnvfp4.grouped_linear``.
-          rhs: [G, K, N], as w of ``grouped_linear`` with ``w_axes="kn"``. Or an NVFP4Tensor [G, N, K].
+          rhs: as w of ``grouped_linear``: [G, K, N], or an NVFP4Tensor [G, N, K].
           group_sizes: int32 [G].
           precision: only None or the default, because the operands are quantized.
           preferred_element_type: the dtype of the result; that of ``lax.ragged_dot`` if None.
           group_offset: must be None, as ``lax.ragged_dot`` has it too.
           key: as in ``grouped_linear``. If it is None and the recipe rounds stochastically, ``layer_key(path)``.
+          w_axes: as in ``grouped_linear``.
           **unsupported: newer arguments of ``lax.ragged_dot``; each must be None.
 
         Returns:
@@ -256,6 +272,7 @@ class RaggedDot:
           ValueError, TypeError: operands or arguments do not fit; the message names them.
         """
         op = "RaggedDot" if self.path is None else f"RaggedDot of layer {self.path!r}"
+        check_choice(op, "w_axes", w_axes, get_args(WeightAxes))
         check_options(op, self.recipe, precision, None, {"group_offset": group_offset, **unsupported})
         recipe = _without_wgrad(self.recipe)
         if key is None:
@@ -263,12 +280,25 @@ class RaggedDot:
         x = as_float_array(op, "lhs", lhs)
         if isinstance(rhs, NVFP4Tensor):
             dtype = float_dtype(op, "preferred_element_type", preferred_element_type or x.dtype)
-            return _call_grouped(Call(op, Grouped, recipe, dtype), x, rhs, group_sizes, key)
+            return _call_grouped(Call(op, Grouped, recipe, dtype), x, rhs, group_sizes, key, self.w_gather)
         w = as_float_array(op, "rhs", rhs)
         dtype = float_dtype(op, "preferred_element_type", preferred_element_type or dtype_of_lax(x, w))
-        call = Call(op, Grouped, recipe, dtype, weights=Weights("kn"))
+        call = Call(op, Grouped, recipe, dtype, weights=Weights(w_axes))
         if w.ndim != 3 or x.ndim != 2:
-            return _call_grouped(call, x, w, group_sizes, key)  # raises
-        n = w.shape[2]
-        y = _call_grouped(call, *padded(x, w, "kn", *recipe.units), group_sizes, key)
+            return _call_grouped(call, x, w, group_sizes, key, self.w_gather)  # raises
+        n, _ = call.weights.ordered(*w.shape[1:])
+        y = _call_grouped(call, *padded(x, w, w_axes, *units_of(recipe, self.pad)), group_sizes, key, self.w_gather)
         return y[:, :n] if y.shape[1] != n else y
+
+
+def axes_of_experts(dimension_numbers: lax.RaggedDotDimensionNumbers) -> WeightAxes | None:
+    """Returns the order of the weights in a ``lax.ragged_dot_general`` that ``RaggedDot`` computes; None for others."""
+    contracting, batch = dimension_numbers.dot_dimension_numbers
+    found = [
+        [list(map(int, axes)) for axes in (*contracting, *batch)],
+        list(dimension_numbers.lhs_ragged_dimensions),
+        list(dimension_numbers.rhs_group_dimensions),
+    ]
+    if found == [[[1], [1], [], []], [0], [0]]:
+        return "kn"
+    return "nk" if found == [[[1], [2], [], []], [0], [0]] else None

@@ -23,10 +23,10 @@ from .._primitives._base import Axes, axes_of, axes_of_dims, match_varying, resh
 from .._primitives._products import product
 from ..recipes import DEFAULT, Recipe
 from ..spec import check_choice
-from .gather import Placement, as_gather, as_pair
+from .gather import Placement, as_pair
 from .layer import Call, Given, Products, check_dtype_of_x, check_recipe, dense, layer, recipe_key
-from .quantizer import Operand, Pair, Quantizer, SpecPair, T, W, pack
-from .weights import WeightAxes, Weights, check_contractions, turned, weights_and_recipe
+from .quantizer import Operand, Pair, Quantizer, SpecPair, T, W
+from .weights import WeightAxes, Weights, check_contractions, placed, turned, weights_and_recipe
 
 
 @operation
@@ -124,7 +124,8 @@ def call_linear(
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"{op}: bias must have shape (N,)=({n},), got {bias.shape}")
     check_contractions(op, w.shape, n, k, recipe)
-    weights, w = _placed(op, recipe, call.weights, w, w_gather)
+    weights, w = placed(op, recipe, call.weights, w, w_gather)
+    weights = weights._replace(one=recipe.one_weight and w_gather is not None)
     tokens = x if _keeps_axes(op, x, recipe) else x.reshape(math.prod(x.shape[:-1]), k)
     leaves, structure = jax.tree.flatten((tokens, w, bias))
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
@@ -133,22 +134,6 @@ def call_linear(
     _check_axes_of_result(call, *operands[:2])
     y = layer(*operands, key, w_amax, None, call)
     return y.reshape(*x.shape[:-1], n)
-
-
-def _placed(
-    op: str, recipe: Recipe, weights: Weights, w: Operand, w_gather: tuple[Placement, Placement] | None
-) -> tuple[Weights, Operand]:
-    """Places w as each device keeps it: outside the custom derivative, so that the gradient of w has this place too."""
-    frozen = isinstance(w, NVFP4Tensor)
-    weights = weights._replace(frozen=frozen, one=recipe.one_weight and w_gather is not None)
-    if isinstance(w, NVFP4Tensor):
-        if w_gather is not None:
-            weights = weights._replace(gather=as_gather(op, "w_gather", w_gather, w.data, w.shape, (1, w.format.unit)))
-        return weights, pack(w)
-    if w_gather is None:
-        return weights, w
-    gather = as_gather(op, "w_gather", w_gather, w, w.shape, weights.ordered(*recipe.weight_blocks))
-    return weights._replace(gather=gather if weights.order == "nk" else gather.reversed), gather.constrain(w)
 
 
 # ---------------------------------------------------------------- checks

@@ -11,8 +11,8 @@ from .._ops.quantize import transpose
 from .._primitives._checks import check_parts
 from ..recipes import Recipe
 from ..spec import Format
-from .gather import Gather
-from .quantizer import Operand, T
+from .gather import Gather, Placement, as_gather
+from .quantizer import Operand, T, pack
 
 WeightAxes = Literal["nk", "kn"]
 _FITTING = {Format("row"): ": Recipe(fprop=(None, ROW_SCALED))", Format(e4m3_max=256): ": recipes.four_over_six()"}
@@ -23,7 +23,7 @@ class Weights(NamedTuple):
 
     order: WeightAxes = "nk"  # for w [..., N, K]; "kn" for [..., K, N]
     frozen: bool = False  # w is an NVFP4Tensor [..., N, K] (its scales as bytes), which has no gradient
-    gather: Gather | None = None  # where w [N, K] is kept and where GEMMs read it; None if it is not gathered
+    gather: Gather | None = None  # where w [..., N, K] is kept and where GEMMs read it; None if it is not gathered
     one: bool = False  # dgrad reads the tensor that fprop read, transposed: w is quantized and gathered once
 
     @property
@@ -75,6 +75,23 @@ def weights_and_recipe(op: str, recipe: Recipe, w: object, order: WeightAxes) ->
     check_parts(op, "w", (w.data, w.scale, w.amax), w.format)
     # How w was quantized does not matter any more: neither its blocks nor its rounding.
     return w, Recipe((x_spec, replace(w_spec, block_rows=1, rounding="nearest")), "dequantized", None)
+
+
+def placed(
+    op: str, recipe: Recipe, weights: Weights, w: Operand, w_gather: tuple[Placement, Placement] | None
+) -> tuple[Weights, Operand]:
+    """Places w as each device keeps it: outside the custom derivative, so that the gradient of w has this place too."""
+    weights, matrices = weights._replace(frozen=isinstance(w, NVFP4Tensor)), (1,) * (w.ndim - 2)
+    if isinstance(w, NVFP4Tensor):
+        if w_gather is not None:
+            units = (*matrices, 1, w.format.unit)
+            weights = weights._replace(gather=as_gather(op, "w_gather", w_gather, w.data, w.shape, units))
+        return weights, pack(w)
+    if w_gather is None:
+        return weights, w
+    units = (*matrices, *weights.ordered(*recipe.weight_blocks))
+    gather = as_gather(op, "w_gather", w_gather, w, w.shape, units)
+    return weights._replace(gather=gather if weights.order == "nk" else gather.reversed), gather.constrain(w)
 
 
 def made_of(w: NVFP4Tensor) -> str:

@@ -1,14 +1,14 @@
 """The private corner of JAX that jnvfp4 touches, in one place. tests/test_compat.py watches it."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src import config, core, dispatch, sharding_impls
-from jax._src.interpreters import mlir
+from jax._src.interpreters import batching, mlir
 from jax.extend.core import Primitive
 from jax.sharding import Mesh
 
@@ -134,6 +134,40 @@ def cuda_versions() -> tuple[int | None, int | None]:
         return versions.cuda_runtime_get_version(), versions.cuda_driver_get_version()
     except Exception:  # there is no plugin (None), or no driver
         return None, None
+
+
+def made_of(value: Any, arrays: Mapping[str, Any]) -> str | None:
+    """Returns the name of the array that a value is, or is made of by operations on nothing else, such as a cast.
+
+    Only a trace records them, and not beyond the arguments of the function that is being traced.
+    """
+    names = {id(inner): name for name, array in arrays.items() for inner in _within(array)}
+    while value is not None:
+        inner = list(_within(value))
+        if found := [names[id(v)] for v in inner if id(v) in names]:
+            return found[0]
+        equation = getattr(inner[-1], "parent", getattr(inner[-1], "recipe", None))  # of jit; of partial evaluation
+        operands: Any = getattr(equation, "in_tracers", ())
+        value = operands[0] if len(operands) == 1 else None
+    return None
+
+
+def _within(value: Any) -> Iterator[Any]:
+    """Yields a value, those that transformations wrap in it, and at last what is traced, or its constant."""
+    while value is not None:
+        yield value
+        if hasattr(value, "primal"):  # of a derivative
+            value = value.primal
+        elif hasattr(value, "batch_dim"):  # of vmap
+            value = value.val
+        else:
+            value = value.get_const() if hasattr(value, "get_const") else None
+
+
+def is_mapped(*values: Any) -> bool:
+    """Says whether vmap is the innermost transformation that is running, and maps one of the values."""
+    trace = core.trace_ctx.trace
+    return isinstance(trace, batching.BatchTrace) and any(getattr(v, "_trace", None) is trace for v in values)
 
 
 def traced_functions(tracer: core.Tracer | None = None) -> tuple[str, ...]:

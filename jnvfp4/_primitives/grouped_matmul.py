@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
+from jax.lax import ragged_dot_general  # not what jnvfp4.flax.linen.intercept puts in its place
 
 from .. import reference
 from .._core import softfloat
@@ -128,7 +129,7 @@ def _decode_then_ragged_dot(params: ProductParams, ops: Operands) -> jax.Array:
     rows = dense.shape[0]
     of = rows_of(ops.rest[0], rows)
     dims = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
-    y = lax.ragged_dot_general(
+    y = ragged_dot_general(
         dense, weight, of.sizes, dims, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32
     )
     group = of.group_of(rows)

@@ -14,8 +14,10 @@ from .._core.tensor import PyTree
 from .._layers.dot_general import DotGeneral
 from .._layers.einsum import einsum_of_layer, sizes_of
 from .._layers.keys import check_step, fold_path, key_of_layer, must_vary
-from ..policy import Layer, Policy, check_policy, depths_of, layers_of
+from .._layers.weights import WeightAxes
+from ..policy import Layer, Policy, check_policy, depths_of, is_of_experts, layers_of, path_of_parameter
 from ..recipes import Recipe
+from ._experts import Experts, product_of, ragged_dots
 from ._linen_loops import shares_stream
 
 __all__ = ["NVFP4DotGeneral", "dot_general_cls", "intercept"]
@@ -33,9 +35,10 @@ def intercept(policy: Policy) -> Iterator[None]:
     """Quantizes the layers of Linen models that are called within: ``with intercept(policy): model.apply(...)``.
 
     These are ``nn.Dense``, ``nn.DenseGeneral`` (also as projections of attention) and ``nn.Einsum``, and their
-    subclasses. Parameters, their names and shapes stay as they are. ``init`` runs the model without quantizing, because
-    it returns only parameters. A layer that has a dot_general of its own keeps it. A warning names convolutions and
-    other modules with a kernel that the policy would quantize and this function cannot.
+    subclasses; and experts, which a module gives to ``jax.lax.ragged_dot`` or ``ragged_dot_general`` as rhs, by their
+    parameters: "block_3/moe/up". Parameters, their names and shapes stay as they are. ``init`` runs the model without
+    quantizing, because it returns only parameters. A layer that has a dot_general of its own keeps it. A warning names
+    convolutions and other modules with a kernel that the policy would quantize and this function cannot.
 
     A recipe that rounds stochastically needs ``rngs={'sr': key}`` of ``apply``, or ``jnvfp4.step_key``. Without both
     the gradient of a layer raises; an evaluation needs neither, unless the forward GEMM rounds stochastically.
@@ -49,7 +52,8 @@ def intercept(policy: Policy) -> Iterator[None]:
       TypeError: policy is not a Policy.
     """
     check_policy("intercept", policy)
-    with _policy_of_trace(policy), nn.intercept_methods(Interceptor(policy)):
+    interceptor = Interceptor(policy)
+    with _policy_of_trace(policy), nn.intercept_methods(interceptor), ragged_dots(interceptor.experts):
         yield
 
 
@@ -137,6 +141,9 @@ class Interceptor:
         self.depths: Mapping[str, int] = {}
         self.depth_of_calls = 0  # of models that call models
         self.shared = False  # whether a module that is being called shares its stream, which a loop within may split
+        self.module: nn.Module | None = None  # which is being called
+        self.parameters = Experts()
+        self.reached: set[str] = set()  # paths of experts
 
     def __call__(self, call: Callable, args: tuple, options: dict, context: nn.module.InterceptorContext) -> PyTree:
         module = context.module
@@ -145,9 +152,11 @@ class Interceptor:
         with nullcontext() if module.path else self._inside(module), self._called(module):
             if context.method_name == "__call__" and isinstance(module, LAYERS):
                 return self._layer(module, call, args, options)
-            if context.method_name == "__call__" and (layer := _unknown(module)) is not None:
+            result = call(*args, **options)
+            layer = _unknown(module) if context.method_name == "__call__" else None
+            if layer is not None and layer.path not in self.reached:
                 self.policy.warn("intercept", layer, self.depths)
-            return call(*args, **options)
+            return result
 
     @contextmanager
     def _inside(self, model: nn.Module) -> Iterator[None]:
@@ -165,12 +174,12 @@ class Interceptor:
 
     @contextmanager
     def _called(self, module: nn.Module) -> Iterator[None]:
-        before = self.shared
-        self.shared = _shares_stream(module) or (before and bool(module.path))
+        before = self.shared, self.module
+        self.shared, self.module = _shares_stream(module) or (self.shared and bool(module.path)), module
         try:
             yield
         finally:
-            self.shared = before
+            self.shared, self.module = before
 
     def _layer(self, module: nn.Module, call: Callable, args: tuple, options: dict) -> PyTree:
         if "kernel" not in module.variables.get("params", {}):
@@ -183,9 +192,8 @@ class Interceptor:
 
     def run(self, module: nn.Module, path: str, recipe: Recipe, call: Callable, args: tuple, options: dict) -> PyTree:
         """Runs a layer that the policy quantizes."""
-        if recipe.stochastic and self.shared and module.has_rng("sr"):
-            raise must_vary(f"layer {path!r}", _SPLIT_RNGS)
-        dot = _LinenDot(module, DotGeneral(recipe, path, self.policy.gather_of(path)))
+        self._check_stream(module, path, recipe)
+        dot = _LinenDot(module, DotGeneral(recipe, path, **self.policy.options_of(path)))
         if isinstance(module, nn.Einsum):
             return _einsum(module, dot, *args, **options)
         before = module.dot_general
@@ -194,6 +202,27 @@ class Interceptor:
             return call(*args, **options)
         finally:
             object.__setattr__(module, "dot_general", before)
+
+    def _check_stream(self, module: nn.Module, path: str, recipe: Recipe) -> None:
+        if recipe.stochastic and self.shared and module.has_rng("sr"):
+            raise must_vary(f"layer {path!r}", _SPLIT_RNGS)
+
+    def experts(self, call: Callable, w_axes: WeightAxes, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any):
+        """Runs a ``ragged_dot`` by the policy."""
+        module = self.module
+        if module is None or module.is_initializing():
+            return call(lhs, rhs, *args, **options)
+        layers = experts_of(self.parameters, module, rhs, w_axes, self.shapes)
+        path = layers[0].path
+        self.reached.add(path)
+        if layers[0].reason is not None:
+            self.policy.warn("intercept", layers[0], self.depths)
+        product = product_of(self.policy, self.depths, layers)
+        if product is None:
+            return call(lhs, rhs, *args, **options)
+        self._check_stream(module, path, product.recipe)
+        key = key_in(module, path, product.recipe)
+        return product(lhs, rhs, *args, key=key, w_axes=w_axes, **options)
 
 
 LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum)
@@ -210,7 +239,8 @@ def _einsum(module: nn.Einsum, dot: _LinenDot, inputs: jax.Array, einsum_str: st
     operands: Any = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
     product, (x, w) = dot.product, operands[:2]
     of_layer = partial(einsum_of_layer, product.path, subscripts, x, w, product.recipe, dot.key(), product.w_gather)
-    y = of_layer(precision=module.precision, preferred_element_type=module.preferred_element_type)
+    dtype = module.preferred_element_type
+    y = of_layer(precision=module.precision, preferred_element_type=dtype, pad=product.pad)
     return y if bias is None else y + operands[2].reshape(broadcast_shape)
 
 
@@ -231,6 +261,21 @@ def describe(module: nn.Module, args: tuple, options: dict, shapes: Mapping[str,
     sizes, reason = _sizes(module, kernel, args, options)
     whole = shapes.get(path, kernel)
     return Layer(path, whole, sizes, len(whole) > len(kernel), reason)
+
+
+def experts_of(
+    experts: Experts, module: nn.Module, w: jax.Array, w_axes: WeightAxes, shapes: Mapping[str, tuple[int, ...]]
+) -> list[Layer]:
+    """Describes the experts w that a module multiplies by; ``shapes`` are as in ``describe``."""
+    own = module.variables.get("params", {}).items()
+    # What a box holds: to unbox it may make another array of it.
+    params = {name: jax.tree.leaves(value)[0] for name, value in own if not isinstance(value, Mapping)}
+    layers = experts.layers(module.scope, path_of(module), params, w, w_axes)
+    whole = [shapes.get(layer.path, layer.shape) for layer in layers]
+    return [
+        layer._replace(shape=shape, stacked=len(shape) > len(layer.shape))
+        for layer, shape in zip(layers, whole, strict=True)
+    ]
 
 
 def _unknown(module: nn.Module) -> Layer | None:
@@ -273,27 +318,39 @@ def _tuple(axes: int | Iterable[int]) -> tuple[int, ...]:
 
 
 def layers_of_params(model: nn.Module, params: PyTree = None) -> list[Layer]:
-    """Lists what may be layers of a model: its parameters of two or more axes that are named kernel."""
+    """Lists what may be layers of a model: its parameters of two or more axes named kernel, and those of experts."""
     tree = model.variables.get("params", {}) if params is None else params
     leaves = jax.tree_util.tree_leaves_with_path(nn.unbox(tree))
     named = [([str(getattr(k, "key", k)) for k in keys], leaf) for keys, leaf in leaves]
-    kernels = [(path[:-1], leaf) for path, leaf in named if path[-1] == "kernel" and leaf.ndim >= 2]
-    return [Layer("/".join(path) or model.name or "", leaf.shape) for path, leaf in kernels]
+    kernels = [
+        ("/".join(path), name, leaf.shape)
+        for (*path, name), leaf in named
+        if (leaf.ndim >= 2 if name == "kernel" else is_of_experts(name, leaf.shape))
+    ]
+    return [Layer(path_of_parameter(path or model.name or "", name), shape) for path, name, shape in kernels]
 
 
 @layers_of.register(nn.Module)
 def _layers_of_module(module: nn.Module, *inputs: PyTree, **keywords: Any) -> list[Layer]:
     """Lists the layers that ``init`` calls, without computing anything."""
     called: dict[str, Layer] = {}
+    parameters, modules = Experts(), list[nn.Module]()
 
     def see(call: Callable, args: tuple, options: dict, context: nn.module.InterceptorContext) -> PyTree:
+        modules.append(context.module)
         result = call(*args, **options)
+        modules.pop()
         if context.method_name == "__call__":
             known = isinstance(context.module, LAYERS)
             layer = describe(context.module, args, options, {}) if known else _unknown(context.module)
             if layer is not None:
-                called[layer.path] = layer
+                called.setdefault(layer.path, layer)
         return result
+
+    def see_experts(call: Callable, w_axes: WeightAxes, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any):
+        layer, *_ = experts_of(parameters, modules[-1], rhs, w_axes, {})
+        called[layer.path] = layer
+        return call(lhs, rhs, *args, **options)
 
     with_params = any("params" in value for value in inputs if isinstance(value, Mapping))
     if with_params or not (inputs or keywords):
@@ -302,7 +359,7 @@ def _layers_of_module(module: nn.Module, *inputs: PyTree, **keywords: Any) -> li
             f"Policy.explain: a Linen module must come with what it is called with, got {got}; "
             "write explain(model, *inputs), without the parameters, or pass these instead of the model"
         )
-    with nn.intercept_methods(see):
+    with nn.intercept_methods(see), ragged_dots(see_experts):
         variables = jax.eval_shape(partial(module.init, **keywords), jax.random.key(0), *inputs)
     shapes = {layer.path: layer.shape for layer in layers_of_params(module, variables["params"])}
     # A layer that is applied as a model of its own, such as a head with tied weights, has no parameters of this one.

@@ -1,7 +1,7 @@
 """Flax NNX: ``apply`` quantizes the layers of a model as it is."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -13,7 +13,17 @@ from .._layers.dot_general import DotGeneral
 from .._layers.einsum import einsum_of_layer, sizes_of
 from .._layers.gather import Placement
 from .._layers.keys import fold_path, in_step, key_of_layer, layer_key, must_vary, varies
-from ..policy import Decision, Layer, Policy, check_policy, depths_of, layers_of
+from ..policy import (
+    WEIGHT_NAMES,
+    Decision,
+    Layer,
+    Policy,
+    check_policy,
+    depths_of,
+    is_of_experts,
+    layers_of,
+    path_of_parameter,
+)
 from ..recipes import Recipe
 from ._nnx_loops import loop_that_shares
 from .linen import unknown
@@ -36,7 +46,7 @@ def apply(model: Model, policy: Policy, *, rngs: nnx.Rngs | None = None) -> Mode
 
     Layers of attention and subclasses are among them; the adapters of LoRA stay in high precision. Parameters, their
     names and shapes, and the optimizer stay as they are. A layer that has a dot_general of its own keeps it. A warning
-    names convolutions and other modules with a kernel that the policy would quantize and this function cannot.
+    names convolutions, experts and other modules with a kernel that the policy would quantize and this function cannot.
 
     Args:
       model: the model, which is changed in place. If a policy was applied before, this one replaces it.
@@ -64,7 +74,7 @@ def apply(model: Model, policy: Policy, *, rngs: nnx.Rngs | None = None) -> Mode
     plan, depths = policy.plan(listed), depths_of(listed)
     for path, (module, layer) in layers.items():
         if layer.reason is None:
-            set_product(module, _product(module, plan[path], policy.gather_of(path), rngs))
+            set_product(module, _product(module, plan[path], policy.options_of(path), rngs))
         elif not isinstance(module, LAYERS):
             policy.warn("apply", layer, depths)
     return model
@@ -78,18 +88,20 @@ class EinsumOp:
       recipe: how the layer is quantized.
       path: the path of the layer in its model.
       w_gather: as in ``jnvfp4.einsum``.
+      pad: as in ``jnvfp4.DotGeneral``.
     """
 
     recipe: Recipe
     path: str
     w_gather: tuple[Placement, Placement] | None = None
+    pad: bool = False
 
     def __call__(self, subscripts: str, x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
         """Computes ``jnvfp4.einsum``, with the key of the layer if none is passed."""
         key = options.pop("key", None)
         if key is None:
             key = key_of_layer(self.path, self.recipe)
-        return einsum_of_layer(self.path, subscripts, x, w, self.recipe, key, self.w_gather, **options)
+        return einsum_of_layer(self.path, subscripts, x, w, self.recipe, key, self.w_gather, pad=self.pad, **options)
 
 
 class Keyed(nnx.Module):
@@ -137,13 +149,13 @@ class Keyed(nnx.Module):
 
 
 def _product(
-    module: Multiplying, decision: Decision, w_gather: tuple[Placement, Placement] | None, rngs: nnx.Rngs | None
+    module: Multiplying, decision: Decision, options: dict[str, Any], rngs: nnx.Rngs | None
 ) -> Callable | None:
     """Returns what a layer multiplies by, or None for what Flax multiplies by."""
     if decision.recipe is None:
         return None
     kind = EinsumOp if isinstance(module, nnx.Einsum) else DotGeneral
-    product = kind(decision.recipe, decision.path, w_gather)
+    product = kind(decision.recipe, decision.path, **options)
     if rngs is None or not decision.recipe.stochastic:
         return product
     return Keyed(product, _stream(rngs, module.kernel.shape[: _stacked(module)]))
@@ -185,9 +197,24 @@ def layers_in(model: nnx.Module) -> list[tuple[Any, Layer]]:
         if isinstance(module, LAYERS):
             sizes, reason = _sizes(module)
             found.append((module, Layer(path, module.kernel.shape, sizes, _stacked(module) > 0, reason)))
-        elif isinstance(kernel := getattr(module, "kernel", None), nnx.Param) and len(kernel.shape) > 1:
-            found.append((module, Layer(path, kernel.shape, reason=unknown(module, "apply"))))
+        else:
+            found += [(module, layer) for layer in _unknown(module, path)]
     return found
+
+
+def _unknown(module: nnx.Module, path: str) -> Iterator[Layer]:
+    """Describes the parameters of a module that has no hook for its products: weights, and what may be experts."""
+    of_flax = type(module).__module__.startswith("flax.")
+    for name, value in vars(module).items():
+        if not isinstance(value, nnx.Param) or len(value.shape) < 2:
+            continue
+        if name in WEIGHT_NAMES or (not of_flax and is_of_experts(name, value.shape)):
+            yield Layer(path_of_parameter(path, name), value.shape, reason=unknown(module, "apply"))
+
+
+def parameters_of(module: nnx.Module) -> dict[str, jax.Array]:
+    """Returns the parameters that a module has itself, by name."""
+    return {name: value.get_raw_value() for name, value in vars(module).items() if isinstance(value, nnx.Param)}
 
 
 def _stacked(module: Multiplying) -> int:

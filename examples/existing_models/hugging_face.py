@@ -1,7 +1,7 @@
 """Quantizes Flax models that others wrote: BERT of Hugging Face by ``intercept``, GPT-2 by Qwix, with random weights.
 
     pip install ".[flax,qwix]" "transformers<5"
-    python examples/existing_models.py
+    python examples/existing_models/hugging_face.py
 
 Prints how many layers are in NVFP4 and the loss of ten training steps. transformers 4 has the last Flax models; nothing
 is downloaded.
