@@ -172,18 +172,17 @@ ON_MESH["high precision"] = recipes.inference()
 
 @pytest.mark.parametrize(("kind", "w_axes", "of_x", "of_w", "gather"), SHARDED, ids=str)
 def test_on_a_mesh_it_moves_what_its_array_moves(devices, kind, w_axes, of_x, of_w, gather):
-    """Gathered weights too: as bytes, and once where dgrad reads the tensor of fprop."""
+    """Gathered weights too: as bytes, and once where dgrad reads the tensor of fprop. An array that no GEMM reads may
+    differ from what was quantized."""
     mesh, w = make_mesh(devices, kind=kind), normal((256, 256), 2)
     along_n = (*(gather[1] if gather else of_w), None, None)[w_axes.index("n")]
-    placed = (
-        put(normal((128, 256), 1), mesh, of_x),
-        put(w, mesh, of_w),
-        put(normal((128, 256), 3), mesh, P(of_x[0], along_n)),
-    )
+    x, dy = put(normal((128, 256), 1), mesh, of_x), put(normal((128, 256), 3), mesh, P(of_x[0], along_n))
     for name, recipe in ON_MESH.items():
-        weight = jax.jit(partial(QuantizedWeight.of, recipe=recipe, w_axes=w_axes))(placed[1])
+        weight = jax.jit(partial(QuantizedWeight.of, recipe=recipe, w_axes=w_axes))(put(w, mesh, of_w))
         f = partial(vjp_of, recipe=recipe, key=KEY, w_axes=w_axes, w_gather=gather)
-        (got, found), (want, of_array) = run(lambda *v, f=f: f(*v[:3], weight=v[3]), *placed, weight), run(f, *placed)
+        array = put(w if recipe.dgrad is None else 2 * w, mesh, of_w)
+        got, found = run(lambda x, w, dy, weight, f=f: f(x, w, dy, weight=weight), x, array, dy, weight)
+        want, of_array = run(f, x, put(w, mesh, of_w), dy)
         if devices[0].platform == "cpu":
             assert_same_tensor(got, want, name)
         assert [v.sharding for v in got] == [v.sharding for v in want]
@@ -197,7 +196,8 @@ def test_shard_map(devices):
     x, dy = normal((256, 64), 1), normal((256, 48), 3)
 
     def both(x, w, dy, weight):
-        return tuple(vjp_of(x, w, dy, TWICE, of, key=KEY) for of in (weight, None, QuantizedWeight.of(w, TWICE)))
+        of = partial(vjp_of, x, dy=dy, recipe=TWICE, key=KEY)
+        return of(2 * w, weight=weight), of(w), of(w, weight=QuantizedWeight.of(w, TWICE))
 
     of_one = (P("x"), P("x"), P())
     specs = {"in_specs": (P("x"), P(), P("x"), P()), "out_specs": (of_one, of_one, of_one)}
