@@ -437,6 +437,7 @@ rule(text, linear, x, made, Recipe(dgrad=None))
 text = "w.array must have the shape of what was quantized, got (32, 64) beside a form of shape "
 rule(text + "(48, 64)", linear, x, QuantizedWeight(a(32, 64), t(48, 64), t(64, 32), specs))
 rule(text + "(64, 48)", linear, x, QuantizedWeight(a(32, 64), t(32, 64), t(64, 48), specs))
+rule(text.replace("32, 64", "48,") + "(48, 64)", linear, x, QuantizedWeight(a(48), t(48, 64), t(64, 48), specs))
 rule("w_amax must be None for a QuantizedWeight w, which has an amax, got 1.0", linear, x, made, w_amax=1.0)
 rule("...must have the same size K, got x.shape=(32, 32), w", linear, a(32, 32), made)
 rule("TypeError: rhs must be an array, got QuantizedWeig", dot_general, x, made, LAST)

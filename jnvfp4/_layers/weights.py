@@ -151,9 +151,8 @@ def _forms_of(op: str, recipe: Recipe, w: QuantizedWeight, order: WeightAxes) ->
             f"{op}: w must be quantized by the specs of w in recipe.fprop and recipe.dgrad, "
             f"{_names(recipe.weight_specs)}, got {_names(w.specs)}; make it by QuantizedWeight.of(w, recipe)"
         )
-    *lead, n, k = (*w.array.shape[:-2], *Weights(order).ordered(*w.array.shape[-2:]))
-    for form, shape in ((w.fprop, (*lead, n, k)), (w.dgrad, (*lead, k, n))):
-        if form is not None and form.shape != shape:
+    for form, axes in ((w.fprop, "nk"), (w.dgrad, "kn")):
+        if form is not None and w.array.shape != (*form.shape[:-2], *form.shape[-2:][:: 1 if axes == order else -1]):
             raise ValueError(
                 f"{op}: w.array must have the shape of what was quantized, got {w.array.shape} beside a form of shape "
                 f"{form.shape}; make it by QuantizedWeight.of(w, recipe)"
