@@ -558,6 +558,7 @@ WRONG_ARGUMENTS = {
     "serve --preset small --checkpoint FOLDER --layers 2": "--layers is for presets: a checkpoint has its own",
     "serve --checkpoint FOLDER": "cannot be served: [Errno 2] No such file or directory",
     "serve --preset small --out FOLDER": "nvfp4 exists already: remove it, name another --out, or pass --checkpoint",
+    "train_lm --preset cpu --microbatches 3": "--microbatches must divide the batch, 16 sequences, got 3",
     "train_lm --steps 0": f"argument --steps: {WHOLE} 0",
     "serve_converted --steps 1.5": f"argument --steps: {WHOLE} 1.5",
     "serve_converted --steps many": f"argument --steps: {WHOLE} many",
