@@ -32,7 +32,7 @@ from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, open_checkpoi
 from lm.config import Config, step_count
 from lm.data import stdlib_text, val_batches
 from lm.hugging_face import from_hugging_face, llama_config, to_hugging_face
-from lm.model import Tree, bf16_linear, converted_linear, cross_entropy, logits
+from lm.model import Tree, converted_linear, cross_entropy, logits
 from lm.train import train
 
 CONFIG = Config(
@@ -85,7 +85,7 @@ def make_checkpoints(
     """
     text, val_text = stdlib_text()
     held_out = val_batches(val_text, config)
-    trained, _ = train("training", bf16_linear, config, seed, text, held_out)
+    trained, _ = train("training", None, config, seed, text, held_out)
     params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), trained)
     tensors = to_hugging_face(params, config)
     save_checkpoint(tensors, bf16, config=llama_config(config))

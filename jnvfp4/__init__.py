@@ -19,6 +19,7 @@ from ._layers.keys import layer_key as layer_key
 from ._layers.keys import step_key as step_key
 from ._layers.linear import linear as linear
 from ._layers.quantizer import RESIDUAL_NAME as RESIDUAL_NAME
+from ._layers.weights import QuantizedWeight as QuantizedWeight
 from ._ops.matmul import grouped_matmul_nt as grouped_matmul_nt
 from ._ops.matmul import matmul_nt as matmul_nt
 from ._ops.quantize import dequantize as dequantize

@@ -16,7 +16,7 @@ from ._core.patterns import check_path_pattern, layer_path, matches_path, part_i
 from ._core.tensor import PyTree
 from ._layers.dot_general import units_of
 from ._layers.gather import Placement, as_pair
-from ._layers.layer import to_recipe
+from ._layers.weights import to_recipe
 from ._ops.arguments import describe
 from .recipes import Recipe
 

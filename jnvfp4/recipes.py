@@ -109,9 +109,15 @@ class Recipe:
         return _draws(self.fprop)
 
     @property
+    def weight_specs(self) -> tuple[QuantSpec | None, QuantSpec | None]:
+        """Returns the specs of w in fprop and of w transposed in dgrad; None where a GEMM does not quantize it."""
+        fprop, dgrad = self.fprop, self.dgrad_specs
+        return fprop and fprop.w, dgrad and dgrad.w
+
+    @property
     def takes_weight_amax(self) -> bool:
         """Says whether any spec of w reads the amax of the whole, unrotated w, which ``linear`` takes as ``w_amax``."""
-        return any(specs is not None and specs.w.plain_amax for specs in (self.fprop, self.dgrad_specs))
+        return any(spec is not None and spec.plain_amax for spec in self.weight_specs)
 
     @property
     def one_weight(self) -> bool:

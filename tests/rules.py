@@ -36,6 +36,7 @@ from jnvfp4 import (
     Format,
     NVFP4Tensor,
     Policy,
+    QuantizedWeight,
     QuantSpec,
     RaggedDot,
     Recipe,
@@ -78,7 +79,7 @@ class Rule:
 
     @property
     def name(self) -> str:
-        return f"{self.operation.__name__}: {self.words}"
+        return f"{self.operation.__qualname__}: {self.words}"
 
     @property
     def pattern(self) -> str:
@@ -422,6 +423,33 @@ weight_only = "TypeError: x must be bfloat16 or float16 for a weight-only recipe
 rule(weight_only, linear, x, frozen, recipes.inference(weight_only=True))
 rule("TypeError: recipe must be a Recipe", linear, x, frozen, NVFP4)
 
+# ---------------------------------------------------------------- weights quantized for several microbatches
+make, specs = QuantizedWeight.of, (NVFP4_2D, NVFP4_2D)
+rule("w must have rank 2, [N, K], got w.shape=(3, 48, 64); use jax.vmap", make, a(3, 48, 64))
+rule("w must have rank 2, [K, N], got w.shape=(48,)", make, a(48), w_axes="kn")
+rule("K must be a multiple of 16, got K=40 in w.shape=(48, 40)", make, a(48, 40))
+rule("recipe must round w to nearest, got NVFP4_SR and NVFP4_2D; ...", make, a(48, 64), Recipe((NVFP4, NVFP4_SR)))
+rule("recipe must round w to nearest, got None and NVFP4_SR", make, a(48, 64), Recipe(None, (NVFP4, NVFP4_SR)))
+rule("w_axes must be 'nk' or 'kn', got 'NK'", make, a(48, 64), w_axes="NK")
+rule("w_amax must be None, since no spec of w", make, a(48, 64), Recipe((NVFP4, ROW_SCALED), None), w_amax=1.0)
+rule("w_amax must be float32 of shape (), got float32 of shape (3,)", make, a(48, 64), w_amax=a(3))
+rule("implementation must be", make, a(48, 64), implementation="cuda")
+rule("TypeError: recipe must be a Recipe, got NVFP4", make, a(48, 64), NVFP4)
+rule("TypeError: w must be an array, got an NVFP4Tensor", make, t(48, 64))
+rule(f"TypeError: w must be {FLOATS}, got int8", make, a(48, 64, dtype=I8))
+square = QuantizedWeight(a(64, 64), t(64, 64), t(64, 64), specs, "kn")
+rule("w_axes must be 'kn' for a QuantizedWeight that was made with it, got 'nk'", linear, x, square)
+made = QuantizedWeight(a(48, 64), t(48, 64), t(64, 48), specs)
+text = "w must be quantized by the specs of w in ..., NVFP4_2D and None, got NVFP4_2D and NVFP4_2D; make it by"
+rule(text, linear, x, made, Recipe(dgrad=None))
+text = "w.array must have the shape of what was quantized, got (32, 64) beside a form of shape "
+rule(text + "(48, 64)", linear, x, QuantizedWeight(a(32, 64), t(48, 64), t(64, 32), specs))
+rule(text + "(64, 48)", linear, x, QuantizedWeight(a(32, 64), t(32, 64), t(64, 48), specs))
+rule(text.replace("32, 64", "48,") + "(48, 64)", linear, x, QuantizedWeight(a(48), t(48, 64), t(64, 48), specs))
+rule("w_amax must be None for a QuantizedWeight w, which has an amax, got 1.0", linear, x, made, w_amax=1.0)
+rule("...must have the same size K, got x.shape=(32, 32), w", linear, a(32, 32), made)
+rule("TypeError: rhs must be an array, got QuantizedWeig", dot_general, x, made, LAST)
+
 # ---------------------------------------------------------------- grouped_linear
 w, sizes = a(3, 48, 64), a(3, dtype=I32)
 rule("w must have rank 3, [G, N, K]", grouped_linear, x, a(48, 64), sizes)
@@ -442,6 +470,7 @@ rule("accumulation must be 'fast' or 'pinned', got None", grouped_linear, x, w, 
 text = "implementation must be None, 'native' or 'reference' where recipe.fprop is None, got 'cpu_nvfp4_blocks'"
 rule(text, grouped_linear, x, w, sizes, recipe=Recipe(None, None, None), implementation="cpu_nvfp4_blocks")
 rule("w_axes must be 'nk' or 'kn'", grouped_linear, x, w, sizes, w_axes="gnk")
+rule("w must have rank 3, [G, N, K], got w.shape=(48, 64)", grouped_linear, x, made, sizes)
 rule("w must have the format of", grouped_linear, x, t(48, 64, ROW, lead=(3,), amax=(3, 48)), sizes)
 rule(weight_only, grouped_linear, x, w, sizes, recipe=recipes.inference(weight_only=True))
 rule("TypeError: recipe must be a Recipe", RaggedDot, "pretrain")

@@ -292,6 +292,28 @@ def llama_logits(weights, tokens, config):
     return norm(x, "model.norm") @ weights["lm_head"].T
 
 
+def test_microbatches_with_carried_amaxes_and_weights_quantized_once_train_with_the_same_bits(hugging_face):
+    """As microbatches that find the amaxes and quantize each time, over two updates."""
+    pytest.importorskip("tqdm", reason="needs the extra [examples]")
+    from lm.model import amaxes, quantized_linear
+    from lm.train import init_optimizer, make_train_step
+
+    config, params = small_llama()
+    recipe, config = recipes.pretrain(), dataclasses.replace(config, batch=4, steps=20)
+    batches = np.random.default_rng(1).integers(0, 256, (2, 4, config.seq + 1)).astype(np.uint8)
+
+    def trained(of):
+        tree = jax.tree.map(jnp.array, params)
+        state, step = init_optimizer(tree, of), make_train_step(quantized_linear(recipe), config, 0, of, 2)
+        for batch in batches:
+            tree, state, _ = step(tree, state, batch)
+        return tree, state
+
+    (tree, state), want = trained(recipe), trained(None)
+    assert_same_tensor(state.pop("amax"), amaxes(tree))
+    assert_same_tensor((tree, state), want)
+
+
 def test_llama_computes_what_its_hugging_face_tensors_mean(hugging_face):
     from lm.model import bf16_linear, logits
 
@@ -631,6 +653,7 @@ WRONG_ARGUMENTS = {
     "serve --preset small --checkpoint FOLDER --layers 2": "--layers is for presets: a checkpoint has its own",
     "serve --checkpoint FOLDER": "cannot be served: [Errno 2] No such file or directory",
     "serve --preset small --out FOLDER": "nvfp4 exists already: remove it, name another --out, or pass --checkpoint",
+    "train_lm --preset cpu --microbatches 3": "--microbatches must divide the batch, 16 sequences, got 3",
     "train_lm --steps 0": f"argument --steps: {WHOLE} 0",
     "serve_converted --steps 1.5": f"argument --steps: {WHOLE} 1.5",
     "serve_converted --steps many": f"argument --steps: {WHOLE} many",

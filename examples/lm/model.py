@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import jnvfp4
-from jnvfp4 import NVFP4Tensor, Recipe
+from jnvfp4 import NVFP4Tensor, QuantizedWeight, Recipe
 from lm.config import Config
 
 Tree = Any  # a nested dict of arrays; of NVFP4Tensors, too, where weights are quantized
@@ -81,9 +81,17 @@ def bf16_forward(recipe: Recipe) -> Linear:
     return lambda x, w, key, name: product(x, w, key)
 
 
-def quantized_linear(recipe: Recipe) -> Linear:
-    """Returns a linear layer that quantizes x and w, and their gradients, as the recipe says."""
-    return lambda x, w, key, name: jnvfp4.linear(x, w, recipe, key=key)
+def quantized_linear(recipe: Recipe, gather: Callable[[str], Any] = lambda name: None) -> Linear:
+    """Returns a linear layer that quantizes x and w, and their gradients, as the recipe says.
+
+    It takes w alone, a pair of w and its amax, or a ``QuantizedWeight``; ``gather`` returns the ``w_gather`` of a name.
+    """
+
+    def linear(x: Array, w: Any, key: Array, name: str) -> Array:
+        w, amax = w if isinstance(w, tuple) else (w, None)
+        return jnvfp4.linear(x, w, recipe, key=key, w_amax=amax, w_gather=gather(name))
+
+    return linear
 
 
 def converted_linear(x: Array, w: Array | NVFP4Tensor, key: Array, name: str) -> Array:
@@ -126,6 +134,35 @@ def init_params(key: Array, config: Config) -> Tree:
             "mlp_down": normal(n, d, hidden, std=residual_std * hidden**-0.5),
         },
     }
+
+
+def stacks(params: Tree) -> Tree:
+    """Returns the weights [layers, N, K] of the linear layers by name."""
+    return {name: w for name, w in params["layers"].items() if w.ndim == 3}
+
+
+def amaxes(params: Tree) -> Tree:
+    """Finds the amax of each matrix of the linear layers, float32 [layers] by name: their ``w_amax``."""
+    return {name: jnp.max(jnp.abs(w), (1, 2)) for name, w in stacks(params).items()}
+
+
+def quantize_weights(params: Tree, amax: Tree, recipe: Recipe) -> Tree:
+    """Quantizes the weights of the linear layers for all microbatches of a step; ``amax`` may lack some."""
+
+    def make(w: Array, amax: Array | None) -> QuantizedWeight:
+        return QuantizedWeight.of(w, recipe, w_amax=amax)
+
+    return {name: jax.vmap(make)(w, amax.get(name)) for name, w in stacks(params).items()}
+
+
+def with_known(params: Tree, known: Tree) -> Tree:
+    """Puts beside the weights of linear layers what is known of them: their amaxes, or their quantized forms."""
+
+    def join(w: Array, of: Array | QuantizedWeight) -> Any:
+        return replace(of, array=w) if isinstance(of, QuantizedWeight) else (w, of)
+
+    layers = params["layers"]
+    return params | {"layers": layers | {name: join(layers[name], of) for name, of in known.items()}}
 
 
 # Layers

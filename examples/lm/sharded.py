@@ -7,7 +7,6 @@ Batches are split over "data" and "fsdp". Weights are split over "fsdp", which g
 
 import hashlib
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jnvfp4
 from lm.config import Config
 from lm.data import train_batch
-from lm.model import Linear, Tree, init_params
+from lm.model import Linear, Tree, init_params, quantized_linear, stacks
 from lm.train import init_optimizer, make_train_step
 
 SIZES = {
@@ -51,23 +50,23 @@ def make_mesh(sizes: tuple[int, ...]) -> Mesh:
 
 
 def shardings(params: Tree, mesh: Mesh) -> Tree:
-    """Returns how the weights, or an optimizer state with copies of their tree, are kept."""
+    """Returns how the weights, or an optimizer state with copies of their tree and with amaxes, are kept."""
 
     def sharding(path: Any, leaf: Array) -> NamedSharding:
         name = str(path[-1].key)
-        if name in WEIGHTS:
+        if name in WEIGHTS and leaf.ndim == 3:
             return NamedSharding(mesh, P(None, *WEIGHTS[name][0]))
         return NamedSharding(mesh, P(None, "fsdp") if name in ("embedding", "head", "position") else P())
 
     return jax.tree.map_with_path(sharding, params)
 
 
-def init(seed: int, config: Config, mesh: Mesh) -> tuple[Tree, Tree]:
+def init(seed: int, config: Config, mesh: Mesh, recipe: jnvfp4.Recipe | None) -> tuple[Tree, Tree]:
     """Draws the weights and makes the optimizer state where they are kept; the values do not depend on the mesh."""
 
     def draw() -> tuple[Tree, Tree]:
         params = init_params(jax.random.key(seed), config)
-        return params, init_optimizer(params)
+        return params, init_optimizer(params, recipe)
 
     return jax.jit(draw, out_shardings=shardings(jax.eval_shape(draw), mesh))()
 
@@ -107,28 +106,7 @@ def bf16_linear(mesh: Mesh) -> Linear:
 
 def nvfp4_linear(recipe: jnvfp4.Recipe, mesh: Mesh) -> Linear:
     """Returns the layer that quantizes a weight where it is kept and gathers the packed bytes."""
-
-    def linear(x: Array, w: tuple[Array, Array], key: Array, name: str) -> Array:
-        weight, amax = w
-        kept, gathered = (NamedSharding(mesh, spec) for spec in WEIGHTS[name])
-        return jnvfp4.linear(x, weight, recipe, key=key, w_gather=(kept, gathered), w_amax=amax)
-
-    return on_mesh(linear, mesh)
-
-
-def with_amaxes(recipe: jnvfp4.Recipe) -> Callable[[Tree], Tree]:
-    """Returns a function that pairs each stack of weights with the amax of each layer, found outside the loop."""
-    takes = recipe.fprop is not None and recipe.fprop.w.format.amax_scope == "tensor"
-
-    def pair(params: Tree) -> Tree:
-        weights = {name: params["layers"][name] for name in WEIGHTS}
-        pairs = {
-            name: (w, jnp.max(jnp.abs(jax.lax.stop_gradient(w)), (1, 2)) if takes else None)
-            for name, w in weights.items()
-        }
-        return params | {"layers": params["layers"] | pairs}
-
-    return pair
+    return on_mesh(quantized_linear(recipe, lambda name: tuple(NamedSharding(mesh, p) for p in WEIGHTS[name])), mesh)
 
 
 # Bits
@@ -139,7 +117,7 @@ def quantize_weights(params: Tree, recipe: jnvfp4.Recipe) -> Tree:
     assert recipe.fprop is not None
     spec = recipe.fprop.w
     quantize = jax.jit(jax.vmap(lambda w: jnvfp4.quantize(w, spec)))
-    return {name: quantize(params["layers"][name]) for name in WEIGHTS}
+    return {name: quantize(w) for name, w in stacks(params).items()}
 
 
 def digest(tree: Tree) -> str:
@@ -176,13 +154,12 @@ class Run:
 
 def train(recipe: jnvfp4.Recipe | None, config: Config, mesh: Mesh, text: np.ndarray) -> Run:
     """Trains over a mesh by a recipe, or in bfloat16 if it is None."""
-    params, state = init(0, config, mesh)
+    params, state = init(0, config, mesh, recipe)
     kept = shardings(params, mesh), shardings(state, mesh), None
     if recipe is None:
         train_step, digested = make_train_step(bf16_linear(mesh), config, 0, out_shardings=kept), ""
     else:
-        linear, prepare = nvfp4_linear(recipe, mesh), with_amaxes(recipe)
-        train_step = make_train_step(linear, config, 0, prepare, out_shardings=kept)
+        train_step = make_train_step(nvfp4_linear(recipe, mesh), config, 0, out_shardings=kept)
         digested = digest(quantize_weights(params, recipe))
 
     batches = [place(train_batch(text, config, 0, step), mesh) for step in range(1, config.steps + 1)]

@@ -13,9 +13,20 @@ import numpy as np
 from jax import Array
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from jnvfp4 import Recipe
 from lm.config import Config
 from lm.data import train_batch
-from lm.model import Linear, Tree, init_params, loss_fn
+from lm.model import (
+    Linear,
+    Tree,
+    amaxes,
+    bf16_linear,
+    init_params,
+    loss_fn,
+    quantize_weights,
+    quantized_linear,
+    with_known,
+)
 
 # Optimizer
 
@@ -28,9 +39,11 @@ def learning_rate(step: Array, config: Config) -> Array:
     return config.peak_lr * jnp.minimum((step + 1) / warmup, cosine)
 
 
-def init_optimizer(params: Tree) -> Tree:
+def init_optimizer(params: Tree, recipe: Recipe | None = None) -> Tree:
+    """Returns the state of ``adamw``; if a recipe reads the amaxes of weights, with these, which each update finds."""
     zeros = partial(jax.tree.map, jnp.zeros_like)
-    return {"step": jnp.int32(0), "mean": zeros(params), "square": zeros(params)}
+    state = {"step": jnp.int32(0), "mean": zeros(params), "square": zeros(params)}
+    return state | {"amax": amaxes(params)} if recipe is not None and recipe.takes_weight_amax else state
 
 
 def adamw(params: Tree, grads: Tree, state: Tree, lr: Array | float) -> tuple[Tree, Tree]:
@@ -48,7 +61,8 @@ def adamw(params: Tree, grads: Tree, state: Tree, lr: Array | float) -> tuple[Tr
         return p - lr * (direction if is_gain else direction + decay * p)
 
     params = jax.tree.map_with_path(update, params, mean, square)
-    return params, {"step": step, "mean": mean, "square": square}
+    found = {"amax": amaxes(params)} if "amax" in state else {}  # XLA finds them where it writes the weights
+    return params, {"step": step, "mean": mean, "square": square, **found}
 
 
 # Training
@@ -70,7 +84,7 @@ class Curves:
 
 
 def make_train_step(
-    linear: Linear, config: Config, seed: int, prepare: Callable[[Tree], Tree] = lambda params: params, **options: Any
+    linear: Linear, config: Config, seed: int, recipe: Recipe | None = None, microbatches: int = 1, **options: Any
 ) -> TrainStep:
     """Returns the jitted training step. It donates the weights and the optimizer state.
 
@@ -78,39 +92,69 @@ def make_train_step(
       linear: product of the linear layers.
       config: sizes of the model and of its training.
       seed: of the random rounding.
-      prepare: makes of the weights what the model takes; runs once a step.
+      recipe: by which weights are quantized once for all microbatches; None lets ``linear`` do it in each.
+      microbatches: parts of a batch, one after another, whose gradients are added up.
       options: of ``jax.jit``.
     """
 
     @partial(jax.jit, donate_argnums=(0, 1), **options)
     def train_step(params: Tree, state: Tree, batch: Array) -> tuple[Tree, Tree, Array]:
         key = jax.random.fold_in(jax.random.key(seed), state["step"])  # every step rounds with other random bits
-        loss, grads = jax.value_and_grad(lambda p: loss_fn(prepare(p), batch, config, linear, key))(params)
+        known = state.get("amax", {})
+        if recipe is not None and microbatches > 1:
+            known = quantize_weights(params, known, recipe)
+
+        def loss_of(params: Tree, batch: Array, key: Array) -> Array:
+            return loss_fn(with_known(params, known), batch, config, linear, key)
+
+        loss, grads = accumulated(jax.value_and_grad(loss_of), params, batch, key, microbatches)
         params, state = adamw(params, grads, state, learning_rate(state["step"], config))
         return params, state, loss
 
     return train_step
 
 
+def accumulated(f: Callable[..., Tree], params: Tree, batch: Array, key: Array, parts: int) -> Tree:
+    """Returns the mean of f(params, part, key) over the parts of a batch, one after another, each with its own key."""
+    if parts == 1:
+        return f(params, batch, key)
+
+    def add(total: Tree, of: tuple[Array, Array]) -> tuple[Tree, None]:
+        return jax.tree.map(jnp.add, total, f(params, *of)), None
+
+    split = batch.reshape(parts, -1, batch.shape[1]), jax.random.split(key, parts)
+    zeros = jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), jax.eval_shape(f, params, split[0][0], key))
+    total, _ = jax.lax.scan(add, zeros, split)
+    return jax.tree.map(lambda v: v / parts, total)
+
+
 def train(
-    name: str, linear: Linear, config: Config, seed: int, text: np.ndarray, held_out: np.ndarray
+    name: str,
+    recipe: Recipe | None,
+    config: Config,
+    seed: int,
+    text: np.ndarray,
+    held_out: np.ndarray,
+    microbatches: int = 1,
 ) -> tuple[Tree, Curves]:
     """Trains one model and shows a progress bar.
 
     Args:
       name: title of the progress bar.
-      linear: product of the linear layers.
+      recipe: of the linear layers; None for bfloat16.
       config: sizes of the model and of its training.
       seed: of the weights, the batches and the random rounding.
       text: bytes to train on.
       held_out: batches of the validation loss, as ``val_batches`` makes them.
+      microbatches: parts of each batch, whose gradients are added up.
 
     Returns:
       the trained weights, float32, and the losses and times.
     """
     params = init_params(jax.random.key(seed), config)
-    state = init_optimizer(params)
-    train_step = make_train_step(linear, config, seed)
+    state = init_optimizer(params, recipe)
+    linear = bf16_linear if recipe is None else quantized_linear(recipe)
+    train_step = make_train_step(linear, config, seed, recipe, microbatches)
     val_loss = jax.jit(partial(loss_fn, config=config, linear=linear, key=jax.random.key(seed)))
 
     curves, recent, val_seconds = Curves(), [], 0.0

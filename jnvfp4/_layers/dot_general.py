@@ -19,9 +19,9 @@ from ..recipes import DEFAULT, Recipe
 from ..spec import BLOCK
 from .gather import Placement, as_pair
 from .keys import check_path, key_of_product
-from .layer import Call, check_recipe, recipe_key
+from .layer import Call, recipe_key
 from .linear import Dense, call_linear
-from .weights import WeightAxes, Weights
+from .weights import WeightAxes, Weights, check_recipe
 
 
 @operation
@@ -310,4 +310,4 @@ def _reshaped(array: jax.Array, sizes: list[int], axes: Axes) -> jax.Array:
 
 def _draws_for_w(recipe: Recipe) -> bool:
     """Says whether w is rounded stochastically; its random bits are then those of w [N, K]."""
-    return any(gemm is not None and gemm.w.rounding == "stochastic" for gemm in (recipe.fprop, recipe.dgrad_specs))
+    return any(spec is not None and spec.rounding == "stochastic" for spec in recipe.weight_specs)

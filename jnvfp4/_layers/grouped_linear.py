@@ -31,15 +31,24 @@ from ..spec import check_choice
 from .dot_general import check_options, dtype_of_lax, padded, units_of
 from .gather import Placement, as_pair
 from .keys import check_path, key_of_product
-from .layer import Call, Given, Products, check_dtype_of_x, check_recipe, dense, layer, recipe_key
+from .layer import Call, Given, Products, check_dtype_of_x, dense, layer, recipe_key
 from .quantizer import Operand, Pair, Quantizer, SpecPair, W
-from .weights import WeightAxes, Weights, check_contractions, placed, turned, weights_and_recipe
+from .weights import (
+    QuantizedWeight,
+    WeightAxes,
+    Weights,
+    check_contractions,
+    check_recipe,
+    placed,
+    turned,
+    weights_and_recipe,
+)
 
 
 @operation
 def grouped_linear(
     x: ArrayLike,
-    w: ArrayLike | NVFP4Tensor,
+    w: ArrayLike | NVFP4Tensor | QuantizedWeight,
     group_sizes: ArrayLike,
     recipe: Recipe = DEFAULT,
     *,
@@ -57,7 +66,8 @@ def grouped_linear(
         expert 1, and so on. Rows past the last group are ignored, including for the amax.
       w: [G, N, K], or [G, K, N] for ``w_axes="kn"``, float32, bfloat16 or float16: the weights of each expert, which
         is quantized alone. K and N must be multiples of 16. Or an NVFP4Tensor [G, N, K] with any N, in the format of
-        ``recipe.fprop.w``: weights that stay as they are, as in ``linear``.
+        ``recipe.fprop.w``: weights that stay as they are, as in ``linear``. Or a ``QuantizedWeight`` of such an array,
+        by ``jax.vmap`` of ``QuantizedWeight.of``.
       group_sizes: int32 [G], as in ``grouped_matmul_nt``.
       recipe: as in ``linear``; no spec of fprop or dgrad may have amax scope "window64". Its wgrad is not quantized,
         because blocks of 16 rows would cross experts: a pair of specs there means None.
@@ -105,7 +115,7 @@ def _call_grouped(
 ) -> jax.Array:
     """Checks the arguments."""
     op, recipe = call.op, call.recipe
-    w, recipe = weights_and_recipe(op, recipe, w, call.weights.order)
+    w, forms, recipe = weights_and_recipe(op, recipe, w, call.weights.order)
     _check_scopes(op, recipe)
     key = recipe_key(op, recipe, key)
     x = as_float_array(op, "x", x)
@@ -115,13 +125,13 @@ def _call_grouped(
     check_sizes(op, sizes, w.shape[0])
     check_contractions(op, w.shape, n, k, recipe)
     weights, w = placed(op, recipe, call.weights, w, w_gather)
-    operands, structure = jax.tree.flatten((x, w, sizes))
+    operands, structure = jax.tree.flatten((x, w, sizes, forms))
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
-    tokens, experts, sizes = jax.tree.unflatten(structure, match_varying(*operands, like=key))
+    tokens, experts, sizes, forms = jax.tree.unflatten(structure, match_varying(*operands, like=key))
     sizes = resharded(sizes, [None])  # where a group begins depends on all sizes before it
-    weights = weights._replace(one=recipe.one_weight)
+    weights = weights._replace(one=recipe.one_weight and forms is None)
     call = call._replace(recipe=recipe, weights=weights, out_dtype=call.out_dtype or x.dtype)
-    return layer(tokens, experts, None, key, None, sizes, call.with_types(tokens, experts, None))
+    return layer(tokens, experts, None, key, forms, sizes, call.with_types(tokens, experts, None))
 
 
 def _check_scopes(op: str, recipe: Recipe) -> None:

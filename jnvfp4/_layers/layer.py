@@ -1,27 +1,24 @@
 """The derivative of a layer, dense or grouped: the operands of its GEMMs, and the residuals of the backward pass."""
 
 from functools import partial
-from types import FunctionType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
-from .. import recipes
 from .._core.tensor import NVFP4Tensor
-from .._ops.arguments import Accumulation, Implementation, as_key, describe
+from .._ops.arguments import Accumulation, Implementation, as_key
 from .._ops.quantize import dequantize
 from .._primitives._base import axes_of_dims, resharded
 from ..recipes import Recipe
-from ..spec import QuantSpec
 from .keys import PASS_KEY, needs_key
 from .quantizer import DY, Operand, Pair, Quantizer, SpecPair, X, named, pack, unpack
 from .weights import Weights
 
 Form = Literal["forward", "transposed", "original"] | None
 Given = jax.Array | None  # an argument that a call may lack
+Known = Given | Pair  # of w: its amax, or its quantized forms for fprop and dgrad
 Residuals = tuple[Any, Any, Given, Given]  # x and w as the backward pass reads them, key, group_sizes
 
 
@@ -102,23 +99,6 @@ def _form(gradient: tuple | Literal["dequantized"] | None, one: bool) -> Form:
     return "forward" if gradient == "dequantized" or one else "transposed"
 
 
-def to_recipe(value: object) -> str:
-    """Returns the end of an error for a spec, or for a function that makes recipes and was not called, or its name."""
-    maker = getattr(recipes, value, None) if isinstance(value, str) else value
-    if isinstance(maker, FunctionType) and maker.__module__ == recipes.__name__:
-        return f"; {'call it:' if maker is value else 'pass'} jnvfp4.recipes.{maker.__name__}()"
-    return "; make one: jnvfp4.Recipe(fprop=(x spec, w spec), ...)" if isinstance(value, QuantSpec) else ""
-
-
-def check_recipe(op: str, recipe: object) -> None:
-    if not isinstance(recipe, Recipe):
-        remedy = to_recipe(recipe)
-        if isinstance(recipe, jax.Array | np.ndarray) and op in ("linear", "grouped_linear"):
-            is_float = jnp.issubdtype(recipe.dtype, jnp.floating)
-            remedy = "" if is_float and op != "linear" else f"; pass {'bias' if is_float else 'key'}="
-        raise TypeError(f"{op}: recipe must be a Recipe, got {describe(recipe)}{remedy}")
-
-
 def check_dtype_of_x(op: str, recipe: Recipe, x: jax.Array) -> None:
     if recipe.fprop is not None and recipe.fprop.x is None and x.dtype == jnp.float32:
         raise TypeError(f"{op}: x must be bfloat16 or float16 for a weight-only recipe, got {x.dtype}")
@@ -136,15 +116,13 @@ def recipe_key(op: str, recipe: Recipe, key: Given) -> Given:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(6,))
-def layer(
-    x: jax.Array, w: Operand, bias: Given, key: Given, w_amax: Given, group_sizes: Given, call: Call
-) -> jax.Array:
+def layer(x: jax.Array, w: Operand, bias: Given, key: Given, known: Known, group_sizes: Given, call: Call) -> jax.Array:
     """Computes y [*rows, N] of x [*rows, K]; ``call`` says of which w."""
-    return _forward(x, w, bias, key, w_amax, group_sizes, call._replace(differentiated=False))[0]
+    return _forward(x, w, bias, key, known, group_sizes, call._replace(differentiated=False))[0]
 
 
 def _forward(
-    x: jax.Array, w: Operand, bias: Given, key: Given, w_amax: Given, group_sizes: Given, call: Call
+    x: jax.Array, w: Operand, bias: Given, key: Given, known: Known, group_sizes: Given, call: Call
 ) -> tuple[jax.Array, Residuals]:
     recipe, weights, (kept_x, kept_w) = call.recipe, call.weights, call.kept
     if call.differentiated and recipe.stochastic and key is None:
@@ -154,16 +132,20 @@ def _forward(
     of_x, of_w = recipe.fprop or (None, None)
     of_x_t = recipe.wgrad_specs.x if recipe.wgrad_specs and kept_x == "transposed" else None
     x_row, x_t = quantizer.pair(x, (of_x, of_x_t), quantizer.key_of(X, of_x, of_x_t), unit=recipe.unit_of_wgrad)
-    qx, saved_x = _saved(kept_x, x if x_row is None else x_row, x_t, x)
+    qx, saved_x = _named(x if x_row is None else x_row, kept_x, x_t, x)
     if isinstance(w, NVFP4Tensor):
         # w is an argument, which a policy that saves residuals by their name need not copy.
         y = products.fprop(qx, weights.for_fprop(unpack(w)), bias)
         return y, (None, w, key, group_sizes)
-    of_w_t = recipe.dgrad_specs.w if recipe.dgrad_specs and kept_w == "transposed" else None
-    pair = products.quantized_weights(quantizer, w, weights.ordered(of_w, of_w_t), w_amax)
-    w_row, w_t = weights.ordered(*pair)
-    # Named before they are gathered, so that a checkpoint policy saves the quantizers' work, and the part of a device.
-    qw, saved_w = _saved(kept_w, w_row, w_t, w)
+    if isinstance(known, tuple):  # arguments, as above
+        qw, w_t = map(unpack, known)
+        saved_w = _saved(kept_w, qw, w_t, w)
+    else:
+        of_w_t = recipe.dgrad_specs.w if recipe.dgrad_specs and kept_w == "transposed" else None
+        pair = products.quantized_weights(quantizer, w, weights.ordered(of_w, of_w_t), known)
+        w_row, w_t = weights.ordered(*pair)
+        # Named before they are gathered: a checkpoint policy saves the quantizers' work, and the part of a device.
+        qw, saved_w = _named(w_row, kept_w, w_t, w)
     if qw is None:
         y = products.fprop_in_high_precision(x, w, bias)
     else:
@@ -172,12 +154,16 @@ def _forward(
     return y, (pack(saved_x), pack(qw if kept_w == "forward" else saved_w), key, group_sizes)
 
 
-def _saved(form: Form, forward: Operand | None, transposed: NVFP4Tensor | None, original: jax.Array) -> tuple[Any, Any]:
+def _saved(form: Form, forward: Operand | None, transposed: NVFP4Tensor | None, original: jax.Array) -> Any:
+    """Returns what the backward pass reads; where it reads nothing, the operand of the forward GEMM."""
+    return {"transposed": transposed, "original": original}.get(form or "", forward)
+
+
+def _named(forward: Operand | None, form: Form, transposed: NVFP4Tensor | None, original: jax.Array) -> tuple[Any, Any]:
     """Names the operand of the forward GEMM and what the backward pass reads, which may be the same; returns both."""
     forward = forward if forward is None else named(forward, form == "forward")
-    if form == "transposed":
-        return forward, named(transposed, True)
-    return forward, named(original, True) if form == "original" else forward
+    saved = _saved(form, forward, transposed, original)
+    return forward, named(saved, True) if form in ("transposed", "original") else saved
 
 
 def _backward(call: Call, residuals: Residuals, dy: jax.Array) -> tuple[Given, ...]:

@@ -12,7 +12,6 @@ from .._core.tensor import Entry, NVFP4Tensor
 from .._native import plans
 from .._ops.arguments import (
     Accumulation,
-    as_amax,
     as_float_array,
     check_implementation,
     float_dtype,
@@ -24,15 +23,26 @@ from .._primitives._products import product
 from ..recipes import DEFAULT, Recipe
 from ..spec import check_choice
 from .gather import Placement, as_pair
-from .layer import Call, Given, Products, check_dtype_of_x, check_recipe, dense, layer, recipe_key
+from .layer import Call, Given, Products, check_dtype_of_x, dense, layer, recipe_key
 from .quantizer import Operand, Pair, Quantizer, SpecPair, T, W
-from .weights import WeightAxes, Weights, check_contractions, placed, turned, weights_and_recipe
+from .weights import (
+    QuantizedWeight,
+    WeightAxes,
+    Weights,
+    as_weight_amax,
+    check_contractions,
+    check_recipe,
+    placed,
+    quantized_along,
+    turned,
+    weights_and_recipe,
+)
 
 
 @operation
 def linear(
     x: ArrayLike,
-    w: ArrayLike | NVFP4Tensor,
+    w: ArrayLike | NVFP4Tensor | QuantizedWeight,
     recipe: Recipe = DEFAULT,
     *,
     bias: ArrayLike | None = None,
@@ -56,6 +66,7 @@ def linear(
         where an operand has windows of 64 along them (N only if a GEMM contracts it or w has 16x16 tiles). Or an
         NVFP4Tensor [N, K] with any N, in the format of ``recipe.fprop.w``: weights that stay as they are. They have no
         gradient, and dx is computed in high precision from their dequantized values, whatever ``recipe.dgrad``.
+        Or a ``QuantizedWeight``, an array that was quantized before, whose gradient is that of the array.
         On an Explicit mesh N must not be sharded over an axis that a leading axis of x is sharded over. An axis of K
         that x does not have is gathered as packed bytes.
       recipe: how each GEMM quantizes its operands (``jnvfp4.recipes``). The default, ``recipes.DEFAULT``, is
@@ -83,7 +94,7 @@ def linear(
         reads the original w, which XLA gathers in its own dtype. A sharding is a NamedSharding or, where the mesh is
         known (that of w, or of ``jax.set_mesh``), a PartitionSpec, and splits w between its blocks.
       w_amax: float32 (), the amax of w for every spec of w with amax scope "tensor" and without ``rht``; larger
-        magnitudes saturate. None finds it here.
+        magnitudes saturate. None finds it here. A w that is quantized already takes none.
 
     Returns:
       [..., N] of ``out_dtype``. The gradients have the dtypes of x, w and bias. The backward pass keeps the quantized
@@ -105,7 +116,7 @@ def linear(
 def call_linear(
     call: Call,
     x: ArrayLike,
-    w: ArrayLike | NVFP4Tensor,
+    w: ArrayLike | NVFP4Tensor | QuantizedWeight,
     bias: ArrayLike | None,
     key: jax.Array | None,
     w_gather: tuple[Placement, Placement] | None = None,
@@ -114,8 +125,8 @@ def call_linear(
     """Checks the arguments and flattens the leading axes of x."""
     op, recipe = call.op, call.recipe
     check_recipe(op, recipe)
-    w, recipe = weights_and_recipe(op, recipe, w, call.weights.order)
-    w_amax = _checked_amax(op, call.recipe, w, w_amax)
+    w_amax = as_weight_amax(op, recipe, w, w_amax)
+    w, forms, recipe = weights_and_recipe(op, recipe, w, call.weights.order)
     key = recipe_key(op, recipe, key)
     x = as_float_array(op, "x", x)
     bias = None if bias is None else as_float_array(op, "bias", bias)
@@ -127,32 +138,16 @@ def call_linear(
     weights, w = placed(op, recipe, call.weights, w, w_gather)
     weights = weights._replace(one=recipe.one_weight and w_gather is not None)
     tokens = x if _keeps_axes(op, x, recipe) else x.reshape(math.prod(x.shape[:-1]), k)
-    leaves, structure = jax.tree.flatten((tokens, w, bias))
+    leaves, structure = jax.tree.flatten((tokens, w, bias, forms))
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
-    operands = jax.tree.unflatten(structure, match_varying(*leaves, like=(key, w_amax)))
+    *operands, forms = jax.tree.unflatten(structure, match_varying(*leaves, like=(key, w_amax)))
     call = call._replace(recipe=recipe, weights=weights, out_dtype=call.out_dtype or x.dtype).with_types(*operands)
     _check_axes_of_result(call, *operands[:2])
-    y = layer(*operands, key, w_amax, None, call)
+    y = layer(*operands, key, w_amax if forms is None else forms, None, call)
     return y.reshape(*x.shape[:-1], n)
 
 
 # ---------------------------------------------------------------- checks
-def _checked_amax(op: str, recipe: Recipe, w: Operand, w_amax: ArrayLike | None) -> Given:
-    if w_amax is None:
-        return None
-    if isinstance(w, NVFP4Tensor):
-        raise ValueError(f"{op}: w_amax must be None for an NVFP4Tensor w, which has an amax, got {w_amax!r}")
-    if not recipe.takes_weight_amax:
-        raise ValueError(
-            f'{op}: w_amax must be None, since no spec of w in the recipe has amax_scope "tensor" without rht, got '
-            f"{w_amax!r}"
-        )
-    amax = as_amax(op, w_amax)
-    if amax.shape != () or amax.dtype != jnp.float32:
-        raise ValueError(f"{op}: w_amax must be float32 of shape (), got {amax.dtype} of shape {amax.shape}")
-    return amax
-
-
 def _weight_sizes(call: Call, x: jax.Array, w: Operand) -> tuple[int, int]:
     """Returns N and K."""
     if w.ndim != 2:
@@ -207,8 +202,7 @@ class Dense(Products):
     """Computes the GEMMs of x [*rows, K] and one matrix w, split over devices as their operands and gradients are."""
 
     def quantized_weights(self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given) -> Pair:
-        first, second = (amax if spec is not None and spec.plain_amax else None for spec in specs)
-        return quantizer.pair(w, specs, quantizer.key_of(W, *specs), (first, second))
+        return quantized_along(w, specs, quantizer, quantizer.key_of(W, *specs), amax)
 
     def fprop(self, x: Operand, w: NVFP4Tensor, bias: jax.Array | None) -> jax.Array:
         call = self.call

@@ -1,20 +1,28 @@
 """The weights of a layer: trained or frozen, their axis order, and their shardings at rest and as GEMMs read them."""
 
-from dataclasses import replace
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType
+from typing import Literal, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
 
+from .. import recipes
 from .._core.tensor import NVFP4Tensor
-from .._ops.arguments import Implementation, as_float_array
+from .._ops.arguments import Implementation, as_amax, as_float_array, check_implementation, describe
 from .._ops.quantize import transpose
 from .._primitives._checks import check_parts
-from ..recipes import Recipe
-from ..spec import Format
+from ..recipes import DEFAULT, Recipe
+from ..spec import Format, QuantSpec, check_choice, name_of
 from .gather import Gather, Placement, as_gather
-from .quantizer import Operand, T, pack
+from .quantizer import Operand, Pair, Quantizer, SpecPair, T, pack
 
 WeightAxes = Literal["nk", "kn"]
+Amax = jax.Array | None
 _FITTING = {Format("row"): ": Recipe(fprop=(None, ROW_SCALED))", Format(e4m3_max=256): ": recipes.four_over_six()"}
 
 
@@ -53,10 +61,111 @@ class Weights(NamedTuple):
         return (self.gather if self.order == "nk" else self.gather.reversed).read(w)
 
 
-def weights_and_recipe(op: str, recipe: Recipe, w: object, order: WeightAxes) -> tuple[Operand, Recipe]:
-    """Checks w, and returns it with its recipe, by which weights that are quantized already have no gradient."""
+@partial(jax.tree_util.register_dataclass, data_fields=["array", "fprop", "dgrad"], meta_fields=["specs", "w_axes"])
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """Holds an array of weights together with its quantized forms, which the microbatches of one step share: a pytree.
+
+    ``linear`` and ``grouped_linear`` take it as w: they read the forms where they would quantize the array, and results
+    and gradients have the same bits. The gradient is that of the array. The forms are constants, so ``jax.grad`` is
+    taken with respect to the array alone:
+
+        weight = QuantizedWeight.of(w, recipe)  # once per step, outside the loop over microbatches
+        dw = jax.grad(lambda w: loss(dataclasses.replace(weight, array=w), batch))(w)  # inside
+
+    Attributes:
+      array: w [..., N, K], or [..., K, N] for ``w_axes="kn"``.
+      fprop: the NVFP4Tensor [..., N, K] by ``recipe.fprop.w``; None where fprop quantizes nothing.
+      dgrad: the NVFP4Tensor [..., K, N] by ``recipe.dgrad.w``; None where dgrad reads another w.
+      specs: the specs of both.
+      w_axes: the order of the axes of ``array``.
+    """
+
+    array: jax.Array
+    fprop: NVFP4Tensor | None
+    dgrad: NVFP4Tensor | None
+    specs: SpecPair
+    w_axes: WeightAxes = "nk"
+
+    @classmethod
+    def of(
+        cls,
+        w: ArrayLike,
+        recipe: Recipe = DEFAULT,
+        *,
+        w_axes: WeightAxes = "nk",
+        w_amax: ArrayLike | None = None,
+        implementation: Implementation = None,
+    ) -> "QuantizedWeight":
+        """Quantizes w for all three GEMMs of ``linear(x, w, recipe)``.
+
+        Args:
+          w: [N, K], or [K, N] for ``w_axes="kn"``, as in ``linear``. Layers or experts [L, N, K] need ``jax.vmap``.
+          recipe: as in ``linear``; its specs of w must round to nearest.
+          w_axes: as in ``linear``, which must be given the same.
+          w_amax: as in ``linear``.
+          implementation: as in ``quantize``.
+
+        Raises:
+          ValueError, TypeError: shapes, dtypes or arguments do not fit; the message names them.
+        """
+        op = "QuantizedWeight.of"
+        check_recipe(op, recipe)
+        check_choice(op, "w_axes", w_axes, get_args(WeightAxes))
+        check_implementation(op, implementation)
+        array, weights, specs = as_float_array(op, "w", w), Weights(w_axes), recipe.weight_specs
+        if any(spec is not None and spec.rounding == "stochastic" for spec in specs):
+            raise ValueError(
+                f"{op}: recipe must round w to nearest, got {_names(specs)}; microbatches would share the random bits, "
+                "so pass the array to linear, which draws its own for each"
+            )
+        if array.ndim != 2:
+            raise ValueError(
+                f"{op}: w must have rank 2, [{', '.join(weights.ordered('N', 'K'))}], got w.shape={array.shape}; use "
+                "jax.vmap for a stack of layers or experts, each of which has an amax of its own"
+            )
+        check_contractions(op, array.shape, *weights.ordered(*array.shape), recipe)
+        amax, values = as_weight_amax(op, recipe, array, w_amax), lax.stop_gradient(array)
+        pair = quantized_along(values, weights.ordered(*specs), Quantizer(None, implementation), None, amax)
+        return cls(array, *weights.ordered(*pair), specs, w_axes)
+
+
+def quantized_along(w: jax.Array, specs: SpecPair, quantizer: Quantizer, key: jax.Array | None, amax: Amax) -> Pair:
+    """Quantizes a matrix along its last axis and along its first, with the amax given where a spec takes one."""
+    first, second = (amax if spec is not None and spec.plain_amax else None for spec in specs)
+    return quantizer.pair(w, specs, key, (first, second))
+
+
+def _names(specs: SpecPair) -> str:
+    return " and ".join("None" if spec is None else name_of(spec) for spec in specs)
+
+
+def _forms_of(op: str, recipe: Recipe, w: QuantizedWeight, order: WeightAxes) -> Pair:
+    """Checks w, and returns its forms for fprop and dgrad, with scales as bytes."""
+    if w.w_axes != order:
+        raise ValueError(
+            f"{op}: w_axes must be {w.w_axes!r} for a QuantizedWeight that was made with it, got {order!r}"
+        )
+    if w.specs != recipe.weight_specs:
+        raise ValueError(
+            f"{op}: w must be quantized by the specs of w in recipe.fprop and recipe.dgrad, "
+            f"{_names(recipe.weight_specs)}, got {_names(w.specs)}; make it by QuantizedWeight.of(w, recipe)"
+        )
+    for form, axes in ((w.fprop, "nk"), (w.dgrad, "kn")):
+        if form is not None and w.array.shape != (*form.shape[:-2], *form.shape[-2:][:: 1 if axes == order else -1]):
+            raise ValueError(
+                f"{op}: w.array must have the shape of what was quantized, got {w.array.shape} beside a form of shape "
+                f"{form.shape}; make it by QuantizedWeight.of(w, recipe)"
+            )
+    return pack(w.fprop), pack(w.dgrad)
+
+
+def weights_and_recipe(op: str, recipe: Recipe, w: object, order: WeightAxes) -> tuple[Operand, Pair | None, Recipe]:
+    """Checks w; returns its array or tensor, its quantized forms, and the recipe, by which a tensor has no gradient."""
+    if isinstance(w, QuantizedWeight):
+        return as_float_array(op, "w.array", w.array), _forms_of(op, recipe, w, order), recipe
     if not isinstance(w, NVFP4Tensor):
-        return as_float_array(op, "w", w), recipe
+        return as_float_array(op, "w", w), None, recipe
     if recipe.fprop is None:
         raise ValueError(
             f"{op}: recipe.fprop must be a pair for an NVFP4Tensor w, got None; jnvfp4.dequantize gives its values"
@@ -74,7 +183,7 @@ def weights_and_recipe(op: str, recipe: Recipe, w: object, order: WeightAxes) ->
         )
     check_parts(op, "w", (w.data, w.scale, w.amax), w.format)
     # How w was quantized does not matter any more: neither its blocks nor its rounding.
-    return w, Recipe((x_spec, replace(w_spec, block_rows=1, rounding="nearest")), "dequantized", None)
+    return w, None, Recipe((x_spec, replace(w_spec, block_rows=1, rounding="nearest")), "dequantized", None)
 
 
 def placed(
@@ -109,6 +218,41 @@ def turned(op: str, weights: Weights, x: jax.Array, w: Operand) -> str:
         return "; weights are [G, K, N]" if op.startswith("RaggedDot") else ""
     other = "kn" if weights.order == "nk" else "nk"
     return f"; pass w_axes={other!r} for w [{'G, ' * (w.ndim - 2)}{', '.join(other.upper())}]"
+
+
+def as_weight_amax(op: str, recipe: Recipe, w: object, w_amax: ArrayLike | None) -> Amax:
+    """Checks the amax of w; a w that is quantized already has one."""
+    if w_amax is None:
+        return None
+    if isinstance(w, NVFP4Tensor | QuantizedWeight):
+        which = "an NVFP4Tensor w" if isinstance(w, NVFP4Tensor) else "a QuantizedWeight w"
+        raise ValueError(f"{op}: w_amax must be None for {which}, which has an amax, got {w_amax!r}")
+    if not recipe.takes_weight_amax:
+        raise ValueError(
+            f'{op}: w_amax must be None, since no spec of w in the recipe has amax_scope "tensor" without rht, got '
+            f"{w_amax!r}"
+        )
+    amax = as_amax(op, w_amax)
+    if amax.shape != () or amax.dtype != jnp.float32:
+        raise ValueError(f"{op}: w_amax must be float32 of shape (), got {amax.dtype} of shape {amax.shape}")
+    return amax
+
+
+def to_recipe(value: object) -> str:
+    """Returns the end of an error for a spec, or for a function that makes recipes and was not called, or its name."""
+    maker = getattr(recipes, value, None) if isinstance(value, str) else value
+    if isinstance(maker, FunctionType) and maker.__module__ == recipes.__name__:
+        return f"; {'call it:' if maker is value else 'pass'} jnvfp4.recipes.{maker.__name__}()"
+    return "; make one: jnvfp4.Recipe(fprop=(x spec, w spec), ...)" if isinstance(value, QuantSpec) else ""
+
+
+def check_recipe(op: str, recipe: object) -> None:
+    if not isinstance(recipe, Recipe):
+        remedy = to_recipe(recipe)
+        if isinstance(recipe, jax.Array | np.ndarray) and op in ("linear", "grouped_linear"):
+            is_float = jnp.issubdtype(recipe.dtype, jnp.floating)
+            remedy = "" if is_float and op != "linear" else f"; pass {'bias' if is_float else 'key'}="
+        raise TypeError(f"{op}: recipe must be a Recipe, got {describe(recipe)}{remedy}")
 
 
 def check_contractions(op: str, w_shape: tuple[int, ...], n: int, k: int, recipe: Recipe) -> None:
