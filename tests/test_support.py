@@ -176,6 +176,12 @@ def test_the_kernel_of_a_product_on_a_gpu(any_gpu, operands, options, kernel, ca
     assert supports("matmul_nt", *operands, device=any_gpu(capability), **options) == (True, expected, "")
 
 
+@pytest.mark.parametrize(("capability", "pinned"), [("9.0", "sm90_nvfp4_pinned_grouped"), ("8.0", "")])
+def test_the_kernel_of_groups_in_the_pinned_order_on_a_gpu(any_gpu, capability, pinned):
+    answer = supports("grouped_matmul_nt", A, EXPERTS, SIZES, device=any_gpu(capability), accumulation="pinned")
+    assert answer[:2] == (bool(pinned), pinned)
+
+
 FP4 = "sm100_cublaslt_nvfp4"
 OLD = f"{FP4} needs cuBLASLt 13.2 or newer on compute capability 10.3, got 13.1.2"
 

@@ -125,7 +125,7 @@ int64_t of_block_scaled(const MatmulProblem& p) { return block_scaled_scratch(p.
 // - 8192^3: sm90_nvfp4_pinned_prepared 2360, sm90_nvfp4_pinned 2472, sm80_nvfp4_blocks 4250; with windows on both sides
 //   sm90_nvfp4_pinned_prepared 4480, sm80_nvfp4_blocks 7700.
 // - 4096, 2048 and 1024 x 14336 x 4096: sm90_nvfp4_pinned_prepared 1099, 577 and 352, sm90_nvfp4_pinned 1106, 547, 294
-//   (both a little slower than now).
+//   (before both scales were in float16).
 constexpr KernelRow<MatmulProblem> kRows[] = {
     // Few rows: b is decoded inside a GEMM for Hopper, and so is a if it is an NVFP4 tensor.
     {"sm90_nvfp4_small_m", kHopper, kHopper, all<needs_nvfp4, needs_free_order, needs_depth, needs_few_rows>},
