@@ -267,9 +267,11 @@ def experts_of(
     experts: Experts, module: nn.Module, w: jax.Array, w_axes: WeightAxes, shapes: Mapping[str, tuple[int, ...]]
 ) -> list[Layer]:
     """Describes the experts w that a module multiplies by; ``shapes`` are as in ``describe``."""
-    own = module.variables.get("params", {}).items()
+    own = [
+        (name, value) for name, value in module.variables.get("params", {}).items() if not isinstance(value, Mapping)
+    ]
     # What a box holds: to unbox it may make another array of it.
-    params = {name: jax.tree.leaves(value)[0] for name, value in own if not isinstance(value, Mapping)}
+    params = {name: leaves[0] for name, value in own if len(leaves := jax.tree.leaves(value)) == 1}
     layers = experts.layers(module.scope, path_of(module), params, w, w_axes)
     whole = [shapes.get(layer.path, layer.shape) for layer in layers]
     return [

@@ -206,15 +206,15 @@ def _unknown(module: nnx.Module, path: str) -> Iterator[Layer]:
     """Describes the parameters of a module that has no hook for its products: weights, and what may be experts."""
     of_flax = type(module).__module__.startswith("flax.")
     for name, value in vars(module).items():
-        if not isinstance(value, nnx.Param) or len(value.shape) < 2:
-            continue
-        if name in WEIGHT_NAMES or (not of_flax and is_of_experts(name, value.shape)):
-            yield Layer(path_of_parameter(path, name), value.shape, reason=unknown(module, "apply"))
+        shape = getattr(value, "shape", ()) if isinstance(value, nnx.Param) else ()
+        if len(shape) > 1 and (name in WEIGHT_NAMES or (not of_flax and is_of_experts(name, shape))):
+            yield Layer(path_of_parameter(path, name), shape, reason=unknown(module, "apply"))
 
 
 def parameters_of(module: nnx.Module) -> dict[str, jax.Array]:
     """Returns the parameters that a module has itself, by name."""
-    return {name: value.get_raw_value() for name, value in vars(module).items() if isinstance(value, nnx.Param)}
+    params = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
+    return {name: value.get_raw_value() for name, value in params.items() if hasattr(value, "shape")}
 
 
 def _stacked(module: Multiplying) -> int:
