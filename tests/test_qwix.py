@@ -91,8 +91,11 @@ def test_experts_of_an_nnx_model_have_the_bits_of_ragged_dot():
         UserWarning, match="'layers/0/gate' is of type NnxMoe, which jnvfp4.qwix.Provider reaches and app"
     ):
         apply(nnx.clone(model), Policy([Rule("layers/0/(up|down)", None)], default=SR))
+    provider = Provider(policy)
     with step_key(KEY):
-        driven = qwix.quantize_model(model, Provider(policy), X)
+        driven = qwix.quantize_model(model, provider, X)
+    met = [(d.path, d.recipe) for d in provider.explain()]
+    assert met == [("layers/0/gate", SR), ("layers/0/up", SR), ("layers/0/down", rows)]
 
     @nnx.jit
     def step(model, key):
@@ -259,7 +262,7 @@ def test_rules_and_explain_see_parameters_of_any_name():
 def test_lora_freezes_the_weights_in_nvfp4_and_leaves_its_adapters():
     lora = qwix.LoraProvider(module_path="attn|up", rank=4, alpha=8.0)
     plain, x = Weights(nnx.Rngs(0)), X.astype(jnp.bfloat16)
-    model = qwix.quantize_model(plain, Provider(Policy([Rule("attn|up", NEAREST)]), lora=lora), x, rngs=nnx.Rngs(1))
+    model = qwix.quantize_model(plain, Provider(Policy([Rule("(attn|up).*", NEAREST)]), lora=lora), x, rngs=nnx.Rngs(1))
     for module, kernel in ((model.attn, plain.attn.w), (model.up, plain.up.kernel)):
         kept = (module.w if module is model.attn else module.kernel).get_value().tensor
         assert_same_tensor(kept, quantize(kernel[...].reshape(32, -1).T, NEAREST.fprop.w))
