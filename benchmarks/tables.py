@@ -87,7 +87,6 @@ QUANTIZERS = {
 }
 ON_CPU = {op: QUANTIZERS[op] for op in ("nvfp4", "nvfp4 transposed", "nvfp4_sr", "4over6 mae", "4over6 mae fast")}
 LAYERS = ("14336x4096", "4096x14336", "8192x8192")
-PINNED = ("256x14336x4096", "4096x14336x4096", "8192x8192x8192")
 EXPERTS = [f"{tokens}:{of}" for of in ("8x14336x4096", "64x2048x7168") for tokens in (16, 128, 1024, 32768)]
 GROUPED = (
     *((f"bf16 {of}", "median_us") for of in ("loop", "ragged_dot")),
@@ -213,10 +212,6 @@ TABLES = {
         operations("h200_quantize", "large", QUANTIZERS, "median_us", "GB/s", "times naive"),
     ),
     "gemm": Table("M | " + " | ".join(f"{shape(of)}: bfloat16 | W4A4 | W4A16" for of in LAYERS), products),
-    "pinned": Table(
-        "M x N x K, bfloat16 result | pinned, us | pinned with `WINDOW64`, us",
-        cases("h200_gemm", PINNED, *((f"matmul_nt w4a4 {of}", "median_us") for of in ("pinned", "window64"))),
-    ),
     "decode": Table(
         "tokens at a time | bfloat16 | W4A16 | W4A4, which also quantizes each token",
         lambda: rates("h200_decode_mlp", "tokens", ("W4A16", "W4A4")),

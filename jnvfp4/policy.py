@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import singledispatch
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import jax
 
@@ -71,6 +71,13 @@ class Rule:
     def name(self) -> str:
         """Returns what ``explain`` calls the rule."""
         return repr(self.path) if isinstance(self.path, str) else getattr(self.path, "__name__", repr(self.path))
+
+
+class ProductOptions(TypedDict):
+    """What a policy says of a product besides its recipe, as keyword arguments of ``DotGeneral`` and ``RaggedDot``."""
+
+    w_gather: tuple[Placement, Placement] | None
+    pad: bool
 
 
 class Layer(NamedTuple):
@@ -236,7 +243,7 @@ class Policy:
         rule = self._rule_of(path)
         return self.w_gather if rule is None or rule.w_gather is None else rule.w_gather
 
-    def options_of(self, path: str) -> dict[str, Any]:
+    def options_of(self, path: str) -> ProductOptions:
         """Returns ``w_gather`` and ``pad`` for the product of a layer that is quantized."""
         return {"w_gather": self.gather_of(path), "pad": self._pads(path)}
 

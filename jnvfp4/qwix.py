@@ -18,12 +18,12 @@ from ._layers.keys import key_of_layer
 from ._layers.weights import WeightAxes
 from .flax import linen, nnx
 from .flax._experts import Experts, intercepted, product_of
-from .policy import Decision, Explanation, Layer, Policy, check_policy, depths_of, path_of_parameter
+from .policy import Decision, Explanation, Layer, Policy, ProductOptions, check_policy, depths_of, path_of_parameter
 from .recipes import Recipe
 
 __all__ = ["Provider"]
 
-Found = tuple[Recipe, str, dict[str, Any], int]  # what _layer returns
+Found = tuple[Recipe, str, ProductOptions, int]  # what _layer returns
 
 
 class Provider(qwix.QuantizationProvider):

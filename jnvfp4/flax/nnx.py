@@ -18,6 +18,7 @@ from ..policy import (
     Decision,
     Layer,
     Policy,
+    ProductOptions,
     check_policy,
     depths_of,
     is_of_experts,
@@ -149,7 +150,7 @@ class Keyed(nnx.Module):
 
 
 def _product(
-    module: Multiplying, decision: Decision, options: dict[str, Any], rngs: nnx.Rngs | None
+    module: Multiplying, decision: Decision, options: ProductOptions, rngs: nnx.Rngs | None
 ) -> Callable | None:
     """Returns what a layer multiplies by, or None for what Flax multiplies by."""
     if decision.recipe is None:
