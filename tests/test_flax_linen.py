@@ -528,7 +528,12 @@ def test_only_calls_of_the_model_and_its_thread_are_taken():
         found = [experts(X, *weights)]  # of no module
         with intercept(Policy(default=NEAREST)):
             pass
-        other = threading.Thread(target=lambda: found.append(Moe().apply(variables, X)))
+
+        def other_thread():
+            with jax.default_device(jax.devices("cpu")[0]):  # which each thread has for itself
+                found.append(Moe().apply(variables, X))
+
+        other = threading.Thread(target=other_thread)
         other.start()
         other.join()
         taken = Moe().apply(variables, X)
