@@ -26,7 +26,7 @@ class Linear(eqx.nn.Linear):
 
     ``jax.vmap`` over tokens, once or several times, makes one product of all of them, with one amax, as
     ``jnvfp4.linear`` of x [..., K] does. A vmap around ``jax.lax.scan``, ``jax.checkpoint`` or ``jax.jit`` is not seen
-    within: there each example has an amax and, before they are added, a gradient of the weights of its own.
+    within: there each example has its own amax, and its own gradient of the weights until they are summed.
 
     Attributes:
       product: the ``jnvfp4.DotGeneral`` that multiplies, with the recipe and the path of the layer.
@@ -157,7 +157,7 @@ def _fields(layer: eqx.nn.Linear) -> dict[str, Any]:
 
 
 def _plain(layer: Linear) -> eqx.nn.Linear:
-    """Returns the layer of Equinox, which makes weights of its own where it is called."""
+    """Returns the plain layer of Equinox, whose constructor would draw new weights."""
     plain = object.__new__(eqx.nn.Linear)
     for name, value in _fields(layer).items():
         object.__setattr__(plain, name, value)

@@ -19,7 +19,7 @@ from ._layers.gather import Placement
 from ._layers.grouped_linear import RaggedDot as _RaggedDot
 from ._layers.keys import layer_index
 from .equinox import KINDS, layers_in, path_of
-from .policy import Layer, Policy
+from .policy import Layer, Policy, check_policy
 from .recipes import DEFAULT, Recipe
 
 __all__ = ["DotGeneral", "RaggedDot", "apply"]
@@ -96,6 +96,7 @@ def apply(model: Model, policy: Policy) -> Model:
     Raises:
       ValueError: as in ``Policy.plan``.
     """
+    check_policy("apply", policy)
     plan = policy.plan(layers_in(model, {hnn.Linear: _layer}))
 
     def replaced(keys: tuple, node: PyTree) -> PyTree:

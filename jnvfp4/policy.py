@@ -355,9 +355,13 @@ def _layers_of_model(model: PyTree, *inputs: PyTree, **keywords: object) -> list
             continue
         try:
             importlib.import_module(f"{__package__}.{library}")
-        except (ImportError, AttributeError):
-            if library != "haliax":  # which does not run with every JAX, and then no model has its layers
+        except (ImportError, AttributeError) as error:
+            if library != "haliax":
                 raise
+            # It does not run with every JAX, and then a model of Equinox has none of its layers.
+            warnings.warn(
+                f"Policy.explain: layers of haliax are not listed, as it fails to import: {error}", stacklevel=3
+            )
     return layers_of(model, *inputs, **keywords)
 
 
@@ -381,7 +385,7 @@ def layers_of(tree: PyTree, *_: PyTree, **__: object) -> list[Layer]:
         got = describe(tree) if isinstance(tree, jax.Array) else f"a {type(tree).__name__} without any"
         got = "a class; make an instance" if isinstance(tree, type) else got
         raise TypeError(
-            "Policy.explain: model must be a Flax model, or a tree of parameters with arrays of two or more axes named "
+            "Policy.explain: model must be a Flax, Equinox or haliax model, or a tree of parameters with arrays of two or more axes named "
             f"kernel, weight or w, got {got}"
         )
     return list(found.values())
@@ -410,7 +414,7 @@ def path_of_parameter(module: str, name: str) -> str:
 
 def is_of_experts(name: str, shape: tuple[int, ...]) -> bool:
     """Says whether a parameter may be the weights of experts, of which only a call of the model tells more."""
-    return len(shape) >= 3 and name not in ("bias", "scale", "embedding")
+    return len(shape) >= 3 and shape[-3] > 1 and name not in ("bias", "scale", "embedding")
 
 
 # ---------------------------------------------------------------- checks

@@ -422,6 +422,17 @@ def test_experts_are_explained():
         Policy([Rule("moe", SR)]).explain(MoeBlock(), X)
 
 
+def test_experts_within_jit_are_explained_each_time():
+    class Jitted(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("up", nn.initializers.normal(), (4, 32, 48))
+            return jax.jit(lambda x, w: jax.lax.ragged_dot(x, w, GROUPS))(x.reshape(-1, 32), w)
+
+    for _ in range(2):
+        assert [d.path for d in Policy(default=NEAREST).explain(Jitted(), X)] == ["up"]
+
+
 def test_experts_have_the_bits_of_ragged_dot():
     """By keys of their names, and in the order of axes that the model has."""
     variables = init(Moe())

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -39,6 +40,7 @@ from jnvfp4 import (
     DotGeneral,
     NVFP4Tensor,
     Policy,
+    QuantizedWeight,
     RaggedDot,
     Recipe,
     Rule,
@@ -366,6 +368,22 @@ def test_experts_are_gathered_as_bytes(kind, axes, gather, name, w_axes):
     original = [f"f32[{experts},{','.join(map(str, w.shape[1:]))}]"] * (recipe.fprop is None or recipe.dgrad is None)
     assert gathers(found) == sorted([*once, *again, *amaxes, *original])
     assert any(op == "reduce-scatter" and shape.startswith("f32") for op, shape in found)
+
+
+def test_experts_that_were_quantized_before_are_gathered_as_often():
+    mesh, gather, recipe = make_mesh(CPUS, "x"), (P(None, "x"), P()), RECIPES["one tensor for both GEMMs"]
+    x, w, dy = EXPERTS
+    placed = put(x, mesh, P("x")), put(w, mesh, gather[0]), put(dy, mesh, P("x"))
+    weights = jax.vmap(lambda w: QuantizedWeight.of(w, recipe))(placed[1])
+
+    def of_weights(x, w, dy):
+        return grouped_vjp(x, replace(weights, array=w), dy, recipe, gather)
+
+    with jax.set_mesh(mesh):
+        want, wanted = run(partial(grouped_vjp, recipe=recipe, w_gather=gather), *placed)
+        got, found = run(of_weights, *placed)
+    assert gathers(found) == gathers(wanted)
+    assert_bitwise(got["y"], want["y"])
 
 
 def test_frozen_experts_are_gathered_as_bytes():

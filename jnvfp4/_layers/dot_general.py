@@ -21,7 +21,7 @@ from .gather import Placement, as_pair
 from .keys import check_path, key_of_product
 from .layer import Call, recipe_key
 from .linear import Dense, call_linear
-from .weights import WeightAxes, Weights, check_recipe
+from .weights import QuantizedWeight, WeightAxes, Weights, check_recipe
 
 
 @operation
@@ -109,8 +109,9 @@ def contract(
     units: tuple[int, int] | None,
 ) -> jax.Array:
     """Computes ``dot_general``; with ``units`` it adds zeros up to multiples of them, of N and of K."""
-    if isinstance(rhs, NVFP4Tensor):
-        raise TypeError(f"{op}: rhs must be an array, got an NVFP4Tensor; jnvfp4.linear takes one as w")
+    if isinstance(rhs, NVFP4Tensor | QuantizedWeight):
+        article = "an" if isinstance(rhs, NVFP4Tensor) else "a"
+        raise TypeError(f"{op}: rhs must be an array, got {article} {type(rhs).__name__}; jnvfp4.linear takes one as w")
     a, b = as_float_array(op, "lhs", lhs), as_float_array(op, "rhs", rhs)
     out_dtype = float_dtype(op, "preferred_element_type", dtype_of_lax(a, b) if dtype is None else dtype)
     (lc, rc), (lb, rb) = (tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
@@ -192,7 +193,7 @@ def padded(x: jax.Array, w: jax.Array, w_axes: WeightAxes, unit_n: int, unit_k: 
 
 
 def units_of(recipe: Recipe, pad: bool) -> tuple[int, int]:
-    """Returns of what N and K are made multiples: of what the recipe needs, or with ``pad`` of 16 at least."""
+    """Returns what N and K are padded to multiples of: what the recipe needs, or with ``pad`` at least 16."""
     unit_n, unit_k = (max(unit, BLOCK if pad else 1) for unit in recipe.units)
     return unit_n, unit_k
 

@@ -129,7 +129,7 @@ def _call_grouped(
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
     tokens, experts, sizes, forms = jax.tree.unflatten(structure, match_varying(*operands, like=key))
     sizes = resharded(sizes, [None])  # where a group begins depends on all sizes before it
-    weights = weights._replace(one=recipe.one_weight and forms is None)
+    weights = weights._replace(one=recipe.one_weight and (forms is None or w_gather is not None))
     call = call._replace(recipe=recipe, weights=weights, out_dtype=call.out_dtype or x.dtype)
     return layer(tokens, experts, None, key, forms, sizes, call.with_types(tokens, experts, None))
 

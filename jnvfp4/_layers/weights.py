@@ -215,7 +215,8 @@ def turned(op: str, weights: Weights, x: jax.Array, w: Operand) -> str:
     if isinstance(w, NVFP4Tensor):
         return f"; {made_of(w)}"
     if op not in ("linear", "grouped_linear"):
-        return "; weights are [G, K, N]" if op.startswith("RaggedDot") else ""
+        ragged = op.startswith("RaggedDot")
+        return f"; weights are [G, {', '.join(weights.order.upper())}] for w_axes={weights.order!r}" if ragged else ""
     other = "kn" if weights.order == "nk" else "nk"
     return f"; pass w_axes={other!r} for w [{'G, ' * (w.ndim - 2)}{', '.join(other.upper())}]"
 

@@ -6,7 +6,7 @@ computed. Only the frames of the functions that Flax gives to JAX have the key t
 
 import sys
 from collections.abc import Iterator
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 
 import jax
 from flax.core import lift, scope
@@ -37,11 +37,17 @@ def _keys_in(name: str, groups: PyTree) -> list[jax.Array]:
     return [getattr(rng, "rng", rng) for path, rng in streams if getattr(path[-1], "key", None) == name]
 
 
-def _code_in(code: CodeType, name: str) -> CodeType:
-    """Returns the code of a function that another one defines."""
-    return next(const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name)
+def _code_in(function: FunctionType, *names: str) -> CodeType:
+    """Returns the code of a function that another one defines, by the names of those around it."""
+    code = function.__code__
+    for name in names:
+        inner = [const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name]
+        if not inner:
+            raise ImportError(f"jnvfp4.flax: this version of Flax has no {function.__name__}.{'.'.join(names)}")
+        (code,) = inner
+    return code
 
 
-_APPLY = _code_in(scope.apply.__code__, "wrapper")  # where a model begins, with streams of its own
-_CALL = _code_in(lift.checkpoint.__code__, "inner")
-_TRACED = _code_in(_CALL, "rematted")
+_APPLY = _code_in(scope.apply, "wrapper")  # where a model begins, with streams of its own
+_CALL = _code_in(lift.checkpoint, "inner")
+_TRACED = _code_in(lift.checkpoint, "inner", "rematted")

@@ -361,7 +361,7 @@ def _layers_of_module(module: nn.Module, *inputs: PyTree, **keywords: Any) -> li
             f"Policy.explain: a Linen module must come with what it is called with, got {got}; "
             "write explain(model, *inputs), without the parameters, or pass these instead of the model"
         )
-    with nn.intercept_methods(see), ragged_dots(see_experts):
+    with _policy_of_trace(object()), nn.intercept_methods(see), ragged_dots(see_experts):
         variables = jax.eval_shape(partial(module.init, **keywords), jax.random.key(0), *inputs)
     shapes = {layer.path: layer.shape for layer in layers_of_params(module, variables["params"])}
     # A layer that is applied as a model of its own, such as a head with tied weights, has no parameters of this one.
