@@ -385,7 +385,8 @@ def layers_of(tree: PyTree, *_: PyTree, **__: object) -> list[Layer]:
         got = describe(tree) if isinstance(tree, jax.Array) else f"a {type(tree).__name__} without any"
         got = "a class; make an instance" if isinstance(tree, type) else got
         raise TypeError(
-            "Policy.explain: model must be a Flax, Equinox or haliax model, or a tree of parameters with arrays of two or more axes named "
+            "Policy.explain: model must be one of Flax, Equinox or haliax, or a tree of parameters with arrays of two "
+            "or more axes named "
             f"kernel, weight or w, got {got}"
         )
     return list(found.values())

@@ -232,6 +232,32 @@ def test_mixed_checkpoints_are_repacked(tmp_path, layout, to):
     assert not diff(path, tmp_path / "out").codes
 
 
+@pytest.mark.parametrize("part", ["input_scale", "weight_scale"])
+def test_diff_compares_fp8_weights_as_they_are_stored(tmp_path, part):
+    path, _ = mixed(tmp_path)
+    q = f"{ATTENTION}.q_proj"
+    scale = open_source(path).read(f"{q}.{part}")
+    other, _ = mixed(tmp_path / "other", more={f"{q}.{part}": np.nextafter(scale, np.float32(9)).astype(scale.dtype)})
+    assert diff(path, path).same
+    assert diff(path, other).others == [f"{q}.weight"]
+
+
+def test_fp8_values_that_the_dtype_of_origin_cannot_hold_are_an_error(tmp_path):
+    """A code times the scale is beyond float16."""
+    more = {f"{ATTENTION}.q_proj.weight_scale": np.float32(1e6)}
+    path, _ = mixed(tmp_path, dtype="float16", more=more)
+    with pytest.raises(CheckpointError, match="values that are not finite in F16"):
+        repack_checkpoint(path, tmp_path / "out", "compressed-tensors")
+
+
+def test_scales_of_a_cache_are_no_part_of_a_source(tmp_path):
+    """A conversion would write no config for them."""
+    name = f"{ATTENTION}.k_proj.k_scale"
+    model = model_of(tmp_path / "in", {f"{EXPERT}.weight": array(32, 64), name: np.float32([0.5])})
+    with pytest.raises(CheckpointError, match=rf"{name}': is a scale of quantized weights or of a KV cache"):
+        convert_checkpoint(model, tmp_path / "out")
+
+
 def test_the_command_shows_what_modules_are(tmp_path, capsys):
     path, _ = mixed(tmp_path, granularity="per channel")
     assert main(["inspect", str(path)]) == 0

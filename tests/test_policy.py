@@ -215,7 +215,7 @@ def test_a_model_of_a_library_without_an_adapter_is_a_tree(monkeypatch):
 
 @pytest.mark.parametrize("model", [None, {}, 3, {"a": jnp.ones((4, 4))}], ids=str)
 def test_explain_refuses_other_models(model):
-    with pytest.raises(TypeError, match=r"Policy.explain: model must be a Flax model, or a tree of parameters"):
+    with pytest.raises(TypeError, match=r"Policy.explain: model must be one of Flax, Equinox or haliax, or a tree of"):
         Policy(default=SR).explain(model)
 
 

@@ -120,7 +120,7 @@ def input_amaxes(checkpoint: Checkpoint, layers: int) -> list[dict[str, Array]]:
       for each layer float32 [], by the name of the weight in the layer.
 
     Raises:
-      ValueError: one is missing.
+      ValueError: one is missing, or those of one GEMM differ.
     """
     found = []
     for layer in range(layers):
@@ -130,7 +130,9 @@ def input_amaxes(checkpoint: Checkpoint, layers: int) -> list[dict[str, Array]]:
             parts = [amax for name in names if (amax := checkpoint.input_amax(name)) is not None]
             if len(parts) < len(names):
                 raise ValueError(f"{names[0]} has no stored scale of activations")
-            amaxes[joined] = jnp.asarray(np.max(parts))
+            if len({float(part) for part in parts}) > 1:  # of which engines take the largest or the smallest, by layout
+                raise ValueError(f"{', '.join(names)} must have one scale of activations, got {parts}")
+            amaxes[joined] = jnp.asarray(parts[0])
         found.append(amaxes)
     return found
 

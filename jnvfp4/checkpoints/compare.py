@@ -11,7 +11,7 @@ from ._files.files import CHUNK_BYTES, pieces, slices
 from ._files.safetensors import JSON
 from ._files.source import CONFIG, HF_QUANT, Source, open_source, read_hf_quant
 from ._layouts.layouts import decode_scale_of, is_kv_scale
-from ._layouts.names import groups_of
+from ._layouts.names import WEIGHT, groups_of, module_of
 from ._layouts.stored import Stored, layout_of, open_stored, stored_of
 from ._layouts.unsupported import config_refusal, tensor_refusal
 
@@ -95,8 +95,20 @@ def diff(first: Path | str, second: Path | str) -> Difference:
     )
     for module in sorted(set(a.modules) & set(b.modules)):
         _compare_weights(a, b, module, out)
-    out.others += [n for n in sorted({*a.others} & {*b.others}) if not _same_tensor(a.source, b.source, n)]
+    out.others += [n for n in sorted({*a.others} & {*b.others}) if not _same_other(a, b, n)]
     return out
+
+
+def _same_other(a: Stored, b: Stored, name: str) -> bool:
+    """Compares a tensor that is no NVFP4 weight; two FP8 weights as they are stored, with their scales."""
+    module = module_of(name)
+    if not (name.endswith(WEIGHT) and module in a.fp8 and module in b.fp8):
+        return _same_tensor(a.source, b.source, name)
+    v, w = a.fp8[module], b.fp8[module]
+    if not _same_tensor(v.source, w.source, name) or v.unit != w.unit or (v.scales != w.scales).any():
+        return False
+    x, y = (None if f.activation is None else f.source.read(f.activation).reshape(-1) for f in (v, w))
+    return np.array_equal(x, y) if x is not None and y is not None else x is y
 
 
 def _compare_weights(a: Stored, b: Stored, module: str, out: Difference) -> None:

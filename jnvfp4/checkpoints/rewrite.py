@@ -69,6 +69,7 @@ def repack_checkpoint(source: Path | str, output: Path | str, layout: LayoutName
         raise CheckpointError("multiplies activations", "no factors of AWQ", tensor=factors, hint=hint)
     if stored.fp8:
         tag = stored.source.entry(stored.name(min(stored.fp8))).tag
+        _check_fp8_range(stored, tag)
         warn(f"{len(stored.fp8)} FP8 weights are decoded to {tag}")
     repacking = _Repacking(stored, to)
     changed = sum(map(repacking.changed_scales, stored.modules))
@@ -162,9 +163,7 @@ def dequantize_checkpoint(
         factor = 1.0 if w.pre_quant_scale is None else float(np.abs(w.pre_quant_scale).max(initial=0))
         parts = (stored.weight(module, rows).values() for rows in _slices(w))
         _check_range(w.name, 6 * 448 * float(np.abs(w.decode).max()) * factor, parts, dtype)
-    for fp8 in stored.fp8.values():
-        parts = (fp8.values(rows) for rows in slices(fp8.entry.shape, 4, CHUNK_BYTES))
-        _check_range(fp8.entry.name, 448 * float(np.abs(fp8.scales).max()), parts, dtype)
+    _check_fp8_range(stored, dtype)
     _write(_Decoding(stored, dtype), Path(output), warn)
 
 
@@ -195,6 +194,12 @@ class _Decoding:
 
 def _slices(w: Weight) -> Iterator[slice]:
     return (slice(e, e + 1) for e in range(w.shape[0])) if w.stacked else slices(w.shape, 4, CHUNK_BYTES)
+
+
+def _check_fp8_range(stored: Stored, dtype: str) -> None:
+    for fp8 in stored.fp8.values():
+        parts = (fp8.values(rows) for rows in slices(fp8.entry.shape, 4, CHUNK_BYTES))
+        _check_range(fp8.entry.name, 448 * float(np.abs(fp8.scales).max()), parts, dtype)
 
 
 def _check_range(name: str, bound: float, parts: Iterator[np.ndarray], dtype: str) -> None:

@@ -6,7 +6,8 @@ computed. Only the frames of the functions that Flax gives to JAX have the key t
 
 import sys
 from collections.abc import Iterator
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType
+from typing import Any
 
 import jax
 from flax.core import lift, scope
@@ -37,7 +38,7 @@ def _keys_in(name: str, groups: PyTree) -> list[jax.Array]:
     return [getattr(rng, "rng", rng) for path, rng in streams if getattr(path[-1], "key", None) == name]
 
 
-def _code_in(function: FunctionType, *names: str) -> CodeType:
+def _code_in(function: Any, *names: str) -> CodeType:
     """Returns the code of a function that another one defines, by the names of those around it."""
     code = function.__code__
     for name in names:

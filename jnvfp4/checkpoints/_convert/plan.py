@@ -11,7 +11,7 @@ from .._files.safetensors import FLOATS, JSON, Planned
 from .._files.source import CONFIG, Source, read_json
 from .._layouts.configs import config_files, index_file
 from .._layouts.fp8 import fp8_weights
-from .._layouts.layouts import LAYOUTS, Layout, Parts, names_global_scale
+from .._layouts.layouts import LAYOUTS, Layout, Parts, is_kv_scale, names_global_scale
 from .._layouts.loaders import checked_ignore_list, linear_modules
 from .._layouts.names import Group, module_of, sibling_experts
 from .._layouts.unsupported import factors
@@ -155,7 +155,8 @@ def _refuse_quantized(source: Source) -> None:
             "repack changes the layout of NVFP4, dequantize undoes it; --dequantize-input fp8 decodes FP8, mxfp4 MXFP4"
         )
         raise CheckpointError(f"is quantized already ({method})", expected, file=source.directory / CONFIG, hint=hint)
-    scales = [*filter(names_global_scale, source.places), *(name for name, _ in factors(source, source.places))]
+    scales = [name for name in source.places if names_global_scale(name) or is_kv_scale(name)]
+    scales += [name for name, _ in factors(source, source.places)]
     if scales:
         hint = "--dequantize-input fp8 decodes FP8 weights" if any(fp8_weights(source)) else ""
         raise CheckpointError("is a scale of quantized weights or of a KV cache", expected, tensor=scales[0], hint=hint)
