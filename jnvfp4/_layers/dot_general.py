@@ -110,7 +110,9 @@ def contract(
 ) -> jax.Array:
     """Computes ``dot_general``; with ``units`` it adds zeros up to multiples of them, of N and of K."""
     if isinstance(rhs, NVFP4Tensor | QuantizedWeight):
-        raise TypeError(f"{op}: rhs must be an array, got one of {type(rhs).__name__}; jnvfp4.linear takes it as w")
+        kind = type(rhs).__name__
+        got = "an NVFP4Tensor" if kind == "NVFP4Tensor" else kind
+        raise TypeError(f"{op}: rhs must be an array, got {got}; jnvfp4.linear takes one as w")
     a, b = as_float_array(op, "lhs", lhs), as_float_array(op, "rhs", rhs)
     out_dtype = float_dtype(op, "preferred_element_type", dtype_of_lax(a, b) if dtype is None else dtype)
     (lc, rc), (lb, rb) = (tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
