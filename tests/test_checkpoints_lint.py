@@ -534,13 +534,22 @@ def test_layout_te_has_nothing_to_fix(tmp_path):
     path = tmp_path / "te"
     convert_checkpoint(GOLDEN / "llama" / "input", path, ConvertOptions(layout="te"))
     b = Broken(path)
-    module = open_stored(path).modules[0]
+    module = "model.layers.0.self_attn.k_proj"
     padded(module, as_bytes=True)(b)
     entry("ignore", [module])(b)
     found = lint(b.write(tmp_path / "broken"))
     assert {"padded-scales", "config"} <= {f.rule for f in found}
     assert not any(f.fixable for f in found)
     assert fix_checkpoint(tmp_path / "broken", tmp_path / "out") == {}
+
+
+@pytest.mark.parametrize("layout", ANY)
+def test_a_router_that_is_not_listed_is_a_note(tmp_path, sound, layout):
+    b = Broken(sound[layout])
+    entry("ignore", ["lm_head"])(b)
+    (found,) = lint(b.write(tmp_path / "broken"))
+    assert (found.rule, found.note, found.fixable) == ("config", True, False)
+    assert ROUTER in found.found
 
 
 # ---------------------------------------------------------------- the command

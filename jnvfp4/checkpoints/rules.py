@@ -165,12 +165,12 @@ def _globals_of(s: Survey, members: Sequence[str]) -> tuple[np.ndarray, np.ndarr
     """Gives the global scales of fused weights that can be compared, as stored and as S_dec; no scales of rows.
 
     Returns:
-      float32 [weights, 1], or [weights, E] of stacks, twice.
+      float32 [weights, 1], or [weights, E] of stacks, twice; [1, 0] if they cannot be compared.
     """
     found = [(i.global_scale, i.decode) for m in members if not (i := s.items[m]).bad_globals]
     usable = [(g.reshape(-1), d.reshape(-1)) for g, d in found if g is not None and d is not None]
     same_size = len({d.size for _, d in usable}) == 1 and (usable[0][1].size == 1 or is_stack(members[0]))
-    stored, decode = zip(*usable, strict=True) if same_size else ([np.empty((0, 1), np.float32)],) * 2
+    stored, decode = zip(*(usable if same_size else [(np.empty(0, np.float32),) * 2]), strict=True)
     return np.stack(stored), np.stack(decode)
 
 
@@ -347,6 +347,7 @@ def _misread(s: Survey, entries: list[str], section: Mapping[str, Any], routers:
     targets = [
         t for found in _values(section, "targets") if isinstance(found, list) for t in found if isinstance(t, str)
     ]
+    unless = ", unless the model loads gates in 16 bits" if routers else ""
     for module in s.unquantized:
         if (
             is_router(module) is routers
@@ -354,7 +355,7 @@ def _misread(s: Survey, entries: list[str], section: Mapping[str, Any], routers:
             and _targeted(reads, targets, module)
             and not _listed(reads, entries, module)
         ):
-            yield f"does not list {module}, which is not quantized: {loader} would quantize it"
+            yield f"does not list {module}, which is not quantized: {loader} would quantize it{unless}"
     for module in () if routers else s.items:
         for loader, reads in readings.items():
             if entry := _listed(reads, entries, module):

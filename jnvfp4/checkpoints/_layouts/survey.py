@@ -26,7 +26,7 @@ _KV_SCALE = re.compile(r"(?:^|\.)(?:[kv]|kv)_scale$")
 _EXPERT = re.compile(r"^(.*\.experts)\.\d+\.(?:.*\.)?([^.]+)$")
 # Entries of configs that change no value, which the configs made here lack.
 _HARMLESS = {"version", "producer", "quantization_status", "global_compression_ratio", "activation_scheme", "observer"}
-_HARMLESS |= {"quantization", "exclude_modules", "scale_dtype", "zp_dtype"}
+_HARMLESS |= {"exclude_modules", "scale_dtype", "zp_dtype"}
 Lie = Literal["plain", "padded", "missing", "wrong"]
 
 
@@ -160,8 +160,7 @@ class Survey:
     @cached_property
     def groups(self) -> list[JSON]:
         """The groups of weights that the config describes."""
-        found = (self.config or {}).get("config_groups")
-        return [g for g in found.values() if isinstance(g, dict)] if isinstance(found, dict) else []
+        return _groups_in(self.config or {})
 
     @cached_property
     def one_input(self) -> bool:
@@ -183,12 +182,14 @@ class Survey:
             return False
         made = quantization_config(self.layout.name, [], weight_only=False, fp8_kv_cache=True)
         known = {*_keys(made), "kv_cache_quant_algo", *_HARMLESS}
-        numbers = [n for g in self.groups for n in (g.get("weights"), g.get("input_activations")) if n]
         hf_quant = read_hf_quant(self.source)
         sections = [c.get("quantization_config") or {} for c in self.source.configs]
-        sections += [hf_quant, hf_quant.get("quantization") or {}, *self.groups, *numbers]
+        sections += [hf_quant.pop("quantization", None) or {}, hf_quant]
+        groups = [g for section in sections for g in _groups_in(section)]
+        numbers = [n for g in groups for n in (g.get("weights"), g.get("input_activations")) if isinstance(n, dict)]
+        entries = [entry for section in (*sections, *groups, *numbers) for entry in section.items()]
         four_bits = all(n.get("num_bits") in (None, 4) for n in numbers)
-        return four_bits and all(k in known or _is_empty(v) for section in sections for k, v in section.items())
+        return four_bits and all(key in known or _is_empty(value) for key, value in entries)
 
     @cached_property
     def _algorithm_of(self) -> dict[str, object]:
@@ -243,6 +244,11 @@ class Survey:
         if not possible or any((x != possible[0]).any() for x in possible):
             return None
         return np.ascontiguousarray(possible[0])
+
+
+def _groups_in(section: JSON) -> list[JSON]:
+    found = section.get("config_groups")
+    return [g for g in found.values() if isinstance(g, dict)] if isinstance(found, dict) else []
 
 
 def _is_dynamic(group: JSON) -> bool:
