@@ -14,7 +14,7 @@ from ._files.files import CHUNK_BYTES, pieces
 from ._files.safetensors import DTYPES, JSON, Planned
 from ._files.source import CONFIG, HF_QUANT, Source, open_source
 from ._layouts.configs import config_files
-from ._layouts.layouts import decode_scale
+from ._layouts.layouts import decode_scale, decode_scale_of
 from ._layouts.names import groups_of
 from ._layouts.survey import Item, Survey, survey
 from ._layouts.unsupported import has_fp8_kv_cache
@@ -23,9 +23,10 @@ from .rules import (
     findings,
     ignore_list_of,
     is_calibrated,
-    lacks_activation,
+    is_far_from_one,
+    judged_activations,
     needs_activations,
-    shared_decode,
+    shared_global,
     usable_activations,
 )
 
@@ -73,18 +74,19 @@ def fix_checkpoint(source: Path | str, output: Path | str, *, warn: Warn = warni
 # ---------------------------------------------------------------- scales of activations
 def _fix_activations(s: Survey, fixes: _Fixes) -> None:
     known, calibrated, needed = usable_activations(s), is_calibrated(s), needs_activations(s)
-    for item in s.items.values():
+    for item in judged_activations(s):
         name, value = item.parts.activation, known.get(item.family)
         if name is None or value is None or item.codes is None:
             continue
         old = item.activation_decode
         if old is None:
-            if not needed or not lacks_activation(s, item):
+            if not needed:
                 continue
             like = item.global_scale if item.module in s.stored.stacks else None
             new = np.full(s.layout.global_shape if like is None else like.shape, value, np.float32)
         else:
-            new = np.where(np.isnan(old) | (calibrated & (old == 1)), value, old)
+            never = calibrated and is_far_from_one(value)
+            new = np.where(np.isnan(old) | (never & (old == 1)), value, old)
             if np.array_equal(new, old):
                 continue
         stored = decode_scale(new) if s.layout.meaning == "encode" else new.astype(np.float32)
@@ -100,7 +102,7 @@ def _fix_weights(s: Survey, nan: set[str], fixes: _Fixes) -> None:
     for group in groups_of(s.items):
         items = [s.items[m] for m in group.members]
         mended = [item.lie == "plain" or (item.lie == "padded" and s.unpadded(item) is not None) for item in items]
-        shared = shared_decode(s, group.members) if all(mended) else None
+        shared = shared_global(s, group.members) if all(mended) else None
         for item, whole in zip(items, mended, strict=True):
             if whole:
                 _fix_weight(s, item, None if item.bad_globals else shared, item.parts.scales in nan, fixes)
@@ -113,15 +115,14 @@ def _fix_weight(s: Survey, item: Item, shared: np.ndarray | None, nan: bool, fix
     done += ["448 for NaN"] if nan else []
     ratio = None
     if shared is not None and item.decode is not None and item.global_scale is not None:
-        ratio = (item.decode.reshape(-1) / shared).astype(np.float32)
-        if (ratio != 1).any():
-            stored = (decode_scale(shared) if s.layout.meaning == "encode" else shared).reshape(item.global_scale.shape)
-            name = item.parts.global_scale
+        stored, name = shared.reshape(item.global_scale.shape), item.parts.global_scale
+        if (stored != item.global_scale).any():  # two S_enc may give the same S_dec
             fixes.tensors[name] = Planned(name, "F32", stored.shape), partial(np.asarray, stored)
             fixes.done[name] = "the largest of the fused weights"
+        factor = (item.decode / decode_scale_of(s.layout, stored)).astype(np.float32)
+        if (factor != 1).any():
+            ratio = factor
             done.append(f"rounded again after a factor of {float(ratio.min()):.4g}")
-        else:
-            ratio = None
     if done:
         name, rows = item.parts.scales, item.codes.shape[:-1]
         shape = item.scales.shape if item.lie == "plain" else (*rows, item.codes.shape[-1] // (BLOCK // 2))

@@ -22,11 +22,12 @@ from ._layouts.loaders import READINGS, Reading, checked_ignore_list, fused_modu
 from ._layouts.names import groups_of, is_embedding, is_head, is_other, is_router, is_stack, split_role
 from ._layouts.stored import scale_shapes
 from ._layouts.survey import Item, Survey, module_entries, survey
-from ._layouts.unsupported import has_fp8_kv_cache
+from ._layouts.unsupported import kv_caches
 
 RANKS = (2, 4, 8)  # of tensor parallelism, about which there is a note
 _SPLIT_ALONG_K = ("o_proj", "out_proj", "down_proj", "w2")  # what tensor parallelism splits between blocks of 16
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(.+)$")
+_FAR = 8  # how many times as large as all its siblings a scale of 1.0 is no amax of 2688, but was never calibrated
 _NAN, _MINUS_ZERO = 0x7F, 0x80  # as E4M3
 
 
@@ -78,18 +79,36 @@ def lint(source: Path | str, ranks: int | None = None) -> list[Finding]:
 def findings(s: Survey, ranks: int | None = None) -> list[Finding]:
     """Applies all rules."""
     found = {name: _split(s, ranks) if name == "ranks" else rule.find(s) for name, rule in RULES.items()}
-    return [Finding(name, *fields) for name, all_fields in found.items() for fields in all_fields]
+    return [_finding(s, name, *fields) for name, all_fields in found.items() for fields in all_fields]
+
+
+def _finding(s: Survey, rule: str, where: str, found: str, fixable: bool, note: bool = False) -> Finding:
+    return Finding(rule, where, found, fixable and s.layout is not TE, note)
 
 
 # ---------------------------------------------------------------- scales of activations
 def usable_activations(s: Survey) -> dict[tuple[str, object], np.float32]:
-    """Finds the largest scale of activations, as S_dec, by family. 1.0 counts only in a checkpoint of 1.0 alone."""
+    """Finds the largest scale of activations, as S_dec, by family. 1.0 counts unless it was never calibrated."""
     out: dict[tuple[str, object], np.float32] = {}
-    ones = not is_calibrated(s)
+    with_ones, calibrated = set(), is_calibrated(s)
     for item in s.items.values():
-        if (a := item.activation_decode) is not None and (a := a[np.isfinite(a) & (ones | (a != 1))]).size:
-            out[item.family] = max(out.get(item.family, np.float32(0)), a.max())
-    return out
+        if (a := item.activation_decode) is not None:
+            if (a == 1).any():
+                with_ones.add(item.family)
+            if (a := a[np.isfinite(a) & ((not calibrated) | (a != 1))]).size:
+                out[item.family] = max(out.get(item.family, np.float32(0)), a.max())
+    real = (f for f in with_ones if f in out and not is_far_from_one(out[f]))
+    return out | {f: max(out[f], np.float32(1)) for f in real}
+
+
+def is_far_from_one(largest: np.float32) -> bool:
+    """Tells whether the largest scale of siblings is so small that 1.0 beside it was never calibrated."""
+    return bool(_FAR * largest < 1)
+
+
+def judged_activations(s: Survey) -> list[Item]:
+    """Gives the weights for whose activations loaders look for a scale, or would if the config were right."""
+    return [item for item in s.items.values() if not s.leaves_activations(item.module)]
 
 
 def is_calibrated(s: Survey) -> bool:
@@ -104,60 +123,66 @@ def needs_activations(s: Survey) -> bool:
     return s.layout.activation is not None and s.weight_only is not True and some
 
 
-def lacks_activation(s: Survey, item: Item) -> bool:
-    """Tells whether a loader looks for a scale of a weight's activations, and there is none."""
-    return item.activation is None and not s.leaves_activations(item.module)
-
-
 def _activation_missing(s: Survey) -> Iterator[Found]:
     known = usable_activations(s)
-    for item in s.items.values() if needs_activations(s) else ():
-        if lacks_activation(s, item):
+    for item in judged_activations(s) if needs_activations(s) else ():
+        if item.activation is None:
             yield str(item.parts.activation), "is missing", item.family in known
 
 
 def _activation_unusable(s: Survey) -> Iterator[Found]:
     known = usable_activations(s)
-    for item in s.items.values():
+    for item in judged_activations(s):
         if (a := item.activation_decode) is not None and item.activation is not None and np.isnan(a).any():
             value = item.activation[np.isnan(a)].flat[0]
             yield str(item.parts.activation), f"is {value:.4g}", item.family in known
 
 
 def _activation_one(s: Survey) -> Iterator[Found]:
-    known = usable_activations(s)
-    for item in s.items.values() if is_calibrated(s) else ():
+    known, judged = usable_activations(s), judged_activations(s)
+    for item in judged if is_calibrated(s) else ():
         if (a := item.activation_decode) is not None and (a == 1).any():
-            yield str(item.parts.activation), "is 1.0, while others are calibrated", item.family in known
-    scales = [a for item in s.items.values() if (a := item.activation_decode) is not None]
+            if is_far_from_one(known.get(item.family, max(known.values()))):
+                yield str(item.parts.activation), "is 1.0, while others are calibrated", item.family in known
+            else:
+                yield str(item.parts.activation), "is 1.0: an amax of 2688, or not calibrated", False, True
+    scales = [a for item in judged if (a := item.activation_decode) is not None]
     if scales and all((a == 1).all() for a in scales):
         text = f"is 1.0 in all {len(scales)} weights: activations are not calibrated"
         yield str(s.layout.activation), text, False, True
 
 
 # ---------------------------------------------------------------- scales of weights
-def shared_decode(s: Survey, members: Sequence[str]) -> np.ndarray | None:
-    """Finds the scale, as S_dec, that fused weights with different ones should share; None if theirs are the same."""
-    decode = _decode(s, members)
-    return None if np.isclose(decode, decode[:1], rtol=1e-5, atol=0).all() else decode.max(axis=0)
+def shared_global(s: Survey, members: Sequence[str]) -> np.ndarray | None:
+    """Finds the global scale, [1] or [E] as stored, that fused weights should share; None if theirs are the same."""
+    stored, decode = _globals_of(s, members)
+    if np.isclose(decode, decode[:1], rtol=1e-5, atol=0).all():
+        return None
+    return np.take_along_axis(stored, decode.argmax(axis=0)[None], axis=0)[0]
 
 
-def _decode(s: Survey, members: Sequence[str]) -> np.ndarray:
-    """Gives the S_dec of fused weights that can be compared, [weights] or [weights, E]; no scales of rows."""
-    usable = [d.reshape(-1) for m in members if not s.items[m].bad_globals and (d := s.items[m].decode) is not None]
-    same_size = len({d.size for d in usable}) == 1 and (usable[0].size == 1 or is_stack(members[0]))
-    return np.stack(usable) if same_size else np.empty((0, 1), np.float32)
+def _globals_of(s: Survey, members: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Gives the global scales of fused weights that can be compared, as stored and as S_dec; no scales of rows.
+
+    Returns:
+      float32 [weights, 1], or [weights, E] of stacks, twice; [1, 0] if they cannot be compared.
+    """
+    found = [(i.global_scale, i.decode) for m in members if not (i := s.items[m]).bad_globals]
+    usable = [(g.reshape(-1), d.reshape(-1)) for g, d in found if g is not None and d is not None]
+    same_size = len({d.size for _, d in usable}) == 1 and (usable[0][1].size == 1 or is_stack(members[0]))
+    stored, decode = zip(*(usable if same_size else [(np.empty(0, np.float32),) * 2]), strict=True)
+    return np.stack(stored), np.stack(decode)
 
 
 def _fused(s: Survey) -> Iterator[Found]:
     for group in groups_of(s.items):
-        if shared_decode(s, group.members) is not None:
-            decode = _decode(s, group.members)
+        if shared_global(s, group.members) is not None:
+            _, decode = _globals_of(s, group.members)
             ratio = (decode.max(axis=0) / decode.min(axis=0)).max()
             roles = ", ".join(split_role(m)[1] for m in group.members[1:])
             whole = all(s.items[m].lie == "plain" or _can_unpad(s, s.items[m]) for m in group.members)
             text = f"and {roles} have different global scales, up to {ratio:.4g}x"
-            yield group.members[0], text, whole and s.layout is not TE
+            yield group.members[0], text, whole
 
 
 def _globals(s: Survey) -> Iterator[Found]:
@@ -181,7 +206,7 @@ def _block_scales(s: Survey) -> Iterator[Found]:
                 nan += int(is_nan.sum())
                 negative += int(((x > _MINUS_ZERO) & ~is_nan).sum())
         if nan:
-            yield item.parts.scales, f"has {nan} NaN of {total}", s.layout is not TE
+            yield item.parts.scales, f"has {nan} NaN of {total}", True
         if negative:
             yield item.parts.scales, f"has {negative} negative values of {total}", False
 
@@ -247,7 +272,7 @@ def _split(s: Survey, ranks: int | None = None) -> Iterator[Found]:
 # ---------------------------------------------------------------- configs
 def ignore_list_of(s: Survey) -> list[str] | None:
     """Makes the list of unquantized modules anew; None if configs cannot be made from the tensors."""
-    if s.layout is TE or s.mixed or s.source.config is None:
+    if s.source.config is None or not s.plain_config:
         return None
     try:
         return checked_ignore_list(s.unquantized, list(s.items), s.layout.name)
@@ -262,6 +287,7 @@ def _config(s: Survey) -> Iterator[Found]:
     found = [*_formats(s), *_activations(s), *_lists(s)]
     fixable = bool(found) and ignore_list_of(s) is not None
     yield from ((file, text, fixable) for file, text in found)
+    yield from ((file, text, False, True) for file, text in _lists(s, routers=True))
 
 
 def _formats(s: Survey) -> Iterator[tuple[str, str]]:
@@ -297,32 +323,40 @@ def _values(section: object, key: str) -> Iterator[object]:
 def _activations(s: Survey) -> Iterator[tuple[str, str]]:
     count = sum(item.activation is not None for item in s.items.values())
     file = HF_QUANT if s.config is None else CONFIG
-    if s.layout.activation is not None and s.weight_only is False and not count:
+    if s.layout.activation is not None and s.weight_only is False and not count and not s.dynamic:
         yield file, "asks for activations in 4 bits, but no weight has a scale for them"
     if s.layout is COMPRESSED_TENSORS and s.weight_only and count:
         yield file, f"leaves activations in 16 bits, but {count} weights have a scale for them"
 
 
-def _lists(s: Survey) -> Iterator[tuple[str, str]]:
-    """Reads each list of unquantized modules as the layout's loaders do."""
+def _lists(s: Survey, routers: bool = False) -> Iterator[tuple[str, str]]:
+    """Reads each list of unquantized modules as the layout's loaders do, about routers that it lacks or the others."""
     for file, section, key in ((CONFIG, s.config, "ignore"), (HF_QUANT, s.hf_quant, "exclude_modules")):
-        if section is None or (key not in section and "exclude_modules" not in section):
+        if section is None:
+            continue
+        if s.layout is not COMPRESSED_TENSORS and key not in section and "exclude_modules" not in section:
             continue
         listed = section.get(key, section.get("exclude_modules"))
         entries = [e for e in listed if isinstance(e, str)] if isinstance(listed, list) else []
-        yield from ((file, found) for found in _misread(s, entries, section))
+        yield from ((file, found) for found in _misread(s, entries, section, routers))
 
 
-def _misread(s: Survey, entries: list[str], section: Mapping[str, Any]) -> Iterator[str]:
+def _misread(s: Survey, entries: list[str], section: Mapping[str, Any], routers: bool) -> Iterator[str]:
     readings = {name: reads for name, (reads, _) in READINGS[s.layout.name].items() if name != "miles"}
     loader, reads = next(iter(readings.items()))
     targets = [
         t for found in _values(section, "targets") if isinstance(found, list) for t in found if isinstance(t, str)
     ]
+    unless = ", unless the model loads gates in 16 bits" if routers else ""
     for module in s.unquantized:
-        if not is_other(module) and _targeted(reads, targets, module) and not _listed(reads, entries, module):
-            yield f"does not list {module}, which is not quantized: {loader} would quantize it"
-    for module in s.items:
+        if (
+            is_router(module) is routers
+            and not is_other(module)
+            and _targeted(reads, targets, module)
+            and not _listed(reads, entries, module)
+        ):
+            yield f"does not list {module}, which is not quantized: {loader} would quantize it{unless}"
+    for module in () if routers else s.items:
         for loader, reads in readings.items():
             if entry := _listed(reads, entries, module):
                 yield f"lists {entry!r}, but {module} is quantized: {loader} would leave it as it is"
@@ -339,10 +373,10 @@ def _targeted(reads: Reading, targets: list[str], module: str) -> bool:
 
 
 def _kv(s: Survey) -> Iterator[Found]:
-    if s.kv_scales and not has_fp8_kv_cache(s.source):
+    if s.kv_scales and not kv_caches(s.source):
         yield (
             s.kv_scales[0],
-            f"is a KV scale, of {len(s.kv_scales)}, but no config asks for a KV cache in FP8",
+            f"is a KV scale, of {len(s.kv_scales)}, but no config asks for a quantized KV cache",
             ignore_list_of(s) is not None,
         )
 
@@ -364,7 +398,7 @@ RULES: Mapping[str, Rule] = {
         _activation_unusable,
     ),
     "input-scale-one": Rule(
-        "scale of activations 1.0 beside calibrated ones (in all weights: a note)",
+        "scale of activations 1.0, over 8 times those of its siblings (nearer ones, or 1.0 in all weights: a note)",
         "vLLM, SGLang, TensorRT-LLM: small activations become 0",
         _FROM_SIBLINGS,
         _activation_one,
@@ -426,11 +460,11 @@ RULES: Mapping[str, Rule] = {
     "config": Rule(
         "the configs and the tensors disagree: layout, algorithm, keys, list of unquantized modules",
         "the loader that is named, or all",
-        "--fix makes the configs anew from the tensors, unless formats are mixed",
+        "--fix makes the configs anew from the tensors, if they describe plain NVFP4 alone",
         _config,
     ),
     "kv-scales": Rule(
-        "scales of keys and values, but no config asks for a KV cache in FP8",
+        "scales of keys and values, but no config asks for a quantized KV cache",
         "vLLM: the scales are not used, and the cache stays in 16 bits",
         "--fix asks for the cache; otherwise remove the scales",
         _kv,

@@ -13,16 +13,20 @@ from .._files.errors import CheckpointError
 from .._files.files import CHUNK_BYTES, pieces
 from .._files.safetensors import FLOATS, JSON, Planned
 from .._files.source import CONFIG, Source, read_hf_quant
-from .configs import ALGORITHMS, PACKED
+from .configs import ALGORITHMS, PACKED, quantization_config
 from .layouts import COMPRESSED_TENSORS, MODELOPT, Layout, Parts, decode_scale_of
-from .loaders import linear_modules
+from .loaders import READINGS, linear_modules
 from .names import FUSED, WEIGHT, split_role
 from .stored import Stored, layout_of, scale_shapes
+from .unsupported import config_refusal, tensor_refusal
 
 TINY = np.finfo(np.float32).tiny
 _TILE = (128, 4)  # rows and columns of block scales that GEMMs read as one piece
 _KV_SCALE = re.compile(r"(?:^|\.)(?:[kv]|kv)_scale$")
 _EXPERT = re.compile(r"^(.*\.experts)\.\d+\.(?:.*\.)?([^.]+)$")
+# Entries of configs that change no value, which the configs made here lack.
+_HARMLESS = {"version", "producer", "quantization_status", "global_compression_ratio", "activation_scheme", "observer"}
+_HARMLESS |= {"exclude_modules", "scale_dtype", "zp_dtype"}
 Lie = Literal["plain", "padded", "missing", "wrong"]
 
 
@@ -149,11 +153,43 @@ class Survey:
         """Whether the config leaves activations in high precision; None if it does not say."""
         if self.layout is MODELOPT and self.algorithms:
             return self.algorithms == {ALGORITHMS[1]}
-        groups = (self.config or {}).get("config_groups")
-        if self.layout is not COMPRESSED_TENSORS or not isinstance(groups, dict):
+        if self.layout is not COMPRESSED_TENSORS or not self.groups:
             return None
-        inputs = [g.get("input_activations") for g in groups.values() if isinstance(g, dict)]
-        return all(i is None or (isinstance(i, dict) and i.get("dynamic") is True) for i in inputs)
+        return all(g.get("input_activations") is None for g in self.groups)
+
+    @cached_property
+    def groups(self) -> list[JSON]:
+        """The groups of weights that the config describes."""
+        return _groups_in(self.config or {})
+
+    @cached_property
+    def one_input(self) -> bool:
+        """Whether all groups quantize activations alike."""
+        return all(g.get("input_activations") == self.groups[0].get("input_activations") for g in self.groups)
+
+    @cached_property
+    def dynamic(self) -> bool:
+        """Whether loaders compute any scale of activations as the model runs."""
+        schemes = ((c or {}).get("activation_scheme") for c in (self.config, self.hf_quant))
+        return "dynamic" in schemes or any(_is_dynamic(g) for g in self.groups)
+
+    @cached_property
+    def plain_config(self) -> bool:
+        """Whether the configs describe NVFP4 in one way for all weights, and configs made anew would lose nothing."""
+        if self.mixed or self.dynamic or not self.one_input or config_refusal(self.source) is not None:
+            return False
+        if tensor_refusal(self.source, self.stored.others) is not None:  # such as AWQ's factors
+            return False
+        made = quantization_config(self.layout.name, [], weight_only=False, fp8_kv_cache=True)
+        known = {*_keys(made), "kv_cache_quant_algo", *_HARMLESS}
+        hf_quant = read_hf_quant(self.source)
+        sections = [c.get("quantization_config") or {} for c in self.source.configs]
+        sections += [hf_quant.pop("quantization", None) or {}, hf_quant]
+        groups = [g for section in sections for g in _groups_in(section)]
+        numbers = [n for g in groups for n in (g.get("weights"), g.get("input_activations")) if isinstance(n, dict)]
+        entries = [entry for section in (*sections, *groups, *numbers) for entry in section.items()]
+        four_bits = all(n.get("num_bits") in (None, 4) for n in numbers)
+        return four_bits and all(key in known or _is_empty(value) for key, value in entries)
 
     @cached_property
     def _algorithm_of(self) -> dict[str, object]:
@@ -163,14 +199,28 @@ class Survey:
         return {name.rstrip("*").rstrip("."): v.get("quant_algo") for name, v in given if isinstance(v, dict)}
 
     def leaves_activations(self, module: str) -> bool:
-        """Tells whether a config of mixed formats leaves the activations of a module in high precision."""
+        """Tells whether loaders look for no scale of a module's activations, while they may for those of others."""
+        if self.layout is COMPRESSED_TENSORS and not self.one_input:
+            group = self._group_of(module)
+            return group.get("input_activations") is None or _is_dynamic(group)
+        if self.dynamic:
+            return True
         parts = module.split(".")
         above = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
         return next((self._algorithm_of[p] for p in above if p in self._algorithm_of), None) == ALGORITHMS[1]
 
+    def _group_of(self, module: str) -> JSON:
+        """Finds the group that loaders of compressed-tensors take: the first that names the module, or its class."""
+        reads = READINGS["compressed-tensors"]["compressed-tensors"][0]
+        targets = [(g, [t for t in g.get("targets") or () if isinstance(t, str)]) for g in self.groups]
+        named = (g for g, found in targets if any(reads(t, module) for t in found))
+        return next(named, next((g for g, found in targets if "Linear" in found), {}))
+
     def block_scales(self, item: Item) -> Iterator[np.ndarray]:
-        """Gives the block scales as uint8, some rows at a time; nothing if they do not lie as the layout says."""
-        if item.lie == "plain":
+        """Gives the block scales as uint8, some rows at a time; nothing if it is not clear where they lie."""
+        if item.lie == "padded" and (x := self.unpadded(item)) is not None:
+            yield x
+        elif item.lie == "plain":
             parts = pieces(self.source.rows(item.parts.scales), CHUNK_BYTES)
             yield from (data.view(np.uint8) for _, data in parts)
 
@@ -194,6 +244,25 @@ class Survey:
         if not possible or any((x != possible[0]).any() for x in possible):
             return None
         return np.ascontiguousarray(possible[0])
+
+
+def _groups_in(section: JSON) -> list[JSON]:
+    found = section.get("config_groups")
+    return [g for g in found.values() if isinstance(g, dict)] if isinstance(found, dict) else []
+
+
+def _is_dynamic(group: JSON) -> bool:
+    inputs = group.get("input_activations")
+    return isinstance(inputs, dict) and inputs.get("dynamic") is True
+
+
+def _keys(section: JSON) -> Iterator[str]:
+    for key, value in section.items():
+        yield from (key, *(_keys(value) if isinstance(value, dict) else ()))
+
+
+def _is_empty(value: object) -> bool:
+    return all(map(_is_empty, value.values())) if isinstance(value, dict) else not value
 
 
 def survey(source: Source) -> Survey:

@@ -90,9 +90,14 @@ def _group_entries(section: JSON, path: str) -> Iterator[tuple[str, object, tupl
 
 def has_fp8_kv_cache(source: Source) -> bool:
     """Tells whether the configs ask for an FP8 KV cache; ``config_refusal`` is about those that ask for another."""
+    return any(map(_is_known_cache, kv_caches(source)))
+
+
+def kv_caches(source: Source) -> list[object]:
+    """Gives the entries of the configs that ask for a quantized KV cache, of any format."""
     sections = ((path, section) for _, path, section in _sections(source) if isinstance(section, dict))
     entries = (e for path, section in sections for e in _entries(section, path))
-    return any(key in _KV_CACHE and value for _, key, value in entries)
+    return [value for _, key, value in entries if key in _KV_CACHE and value]
 
 
 def _refusal(source: Source, file: str, name: str, value: object, expected: str) -> CheckpointError:
