@@ -8,7 +8,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import GOLDEN, files_of, model_of, weight
+from checkpoints import GOLDEN, files_of, header_of, model_of, weight, with_header
 
 import jnvfp4
 from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, fix_checkpoint, lint, open_checkpoint
@@ -324,6 +324,16 @@ def fixed(tmp_path, sound, breaks, layout=MODELOPT) -> tuple[Broken, Broken]:
     breaks(b)
     fix_checkpoint(b.write(tmp_path / "broken"), tmp_path / "fixed")
     return Broken(sound[layout]), Broken(tmp_path / "fixed")
+
+
+def test_the_metadata_of_shards_is_kept(tmp_path, sound):
+    b = Broken(sound[MODELOPT])
+    block_scale(0xFF)(b)
+    shard = next(b.write(tmp_path / "broken").glob("*.safetensors"))
+    header, data = header_of(shard.read_bytes())
+    shard.write_bytes(with_header(json.dumps({**header, "__metadata__": {"recipe": "mine"}}), data))
+    fix_checkpoint(tmp_path / "broken", tmp_path / "fixed")
+    assert open_source(tmp_path / "fixed").files[shard.name].metadata["recipe"] == "mine"
 
 
 @pytest.mark.parametrize("layout", ANY)

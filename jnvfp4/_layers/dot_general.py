@@ -99,7 +99,7 @@ def check_options(
 def contract(
     op: str,
     lhs: ArrayLike,
-    rhs: ArrayLike,
+    rhs: ArrayLike | NVFP4Tensor | QuantizedWeight,
     dimension_numbers: lax.DotDimensionNumbers,
     recipe: Recipe,
     key: jax.Array | None,

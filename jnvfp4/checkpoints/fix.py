@@ -169,7 +169,9 @@ def _write(s: Survey, fixes: _Fixes, output: Path, warn: Warn) -> None:
         if name not in fixes.files and path.is_file():
             with reading(path):
                 fixes.files[name] = path.read_bytes()
-    write_output(source, output, {name: tasks for name, tasks in shards.items() if tasks}, fixes.files, warn)
+    write_output(
+        source, output, {name: tasks for name, tasks in shards.items() if tasks}, fixes.files, warn, keep_metadata=True
+    )
 
 
 def _same(source: Source, name: str) -> Pieces:

@@ -234,9 +234,17 @@ def _write(rewriting: Rewriting, output: Path, warn: Warn) -> None:
 
 
 def write_output(
-    source: Source, output: Path, shards: Mapping[str, list[Task]], files: Mapping[str, JSON | bytes], warn: Warn
+    source: Source,
+    output: Path,
+    shards: Mapping[str, list[Task]],
+    files: Mapping[str, JSON | bytes],
+    warn: Warn,
+    keep_metadata: bool = False,
 ) -> None:
-    """Writes shard by shard, then the files beside them, as values of JSON or as bytes; the index is last."""
+    """Writes shard by shard, then the files beside them, as values of JSON or as bytes; the index is last.
+
+    The metadata of shards say which version of jnvfp4 has written them, and are otherwise new unless they are kept.
+    """
     checked_path(output)
     check_finite(source.config, source.directory / CONFIG)
     tensors = {name: [p for planned, _ in tasks for p in planned] for name, tasks in shards.items()}
@@ -244,7 +252,8 @@ def write_output(
     check_companions(source)
     with new_output(output):
         for name, tasks in shards.items():
-            with writing(output / name, tensors[name], {"format": "pt", VERSION: __version__}) as file:
+            kept = source.files[name].metadata if keep_metadata else {}
+            with writing(output / name, tensors[name], {"format": "pt", **kept, VERSION: __version__}) as file:
                 for tensor, first, data in (piece for _, work in tasks for piece in work()):
                     file.put(tensor, data, first)
         not_copied = copy_companions(source, output)
