@@ -1,5 +1,6 @@
 """Qwix: ``Provider`` quantizes by a policy what ``qwix.quantize_model`` intercepts. Needs qwix 0.1.8 and Flax."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,8 @@ class Provider(qwix.QuantizationProvider):
     Args:
       policy: which layers are quantized, and how.
       lora: adds adapters to an NNX model, which stay in high precision. ``quantize_model`` then stores the weights of
-        the layers that the policy quantizes in NVFP4, as ``recipe.fprop`` quantizes w. It needs ``rngs`` too.
+        the layers that the policy quantizes in NVFP4, as ``recipe.fprop`` quantizes w, for one device; those of
+        experts, of batched products and of sizes that its blocks do not fit stay arrays. It needs ``rngs`` too.
 
     Raises:
       TypeError: policy is not a Policy, or lora is neither a LoraProvider nor None.
@@ -173,6 +175,9 @@ class Provider(qwix.QuantizationProvider):
         module, batch = flax_util.get_current_module(), dimension_numbers[1][1]
         first = getattr(module, "disable_quant_stats_update", False)  # as Qwix marks the modules of NNX
         if self.lora is None or not first or batch or recipe.fprop is None:
+            return None
+        k = math.prod(w.shape[axis] for axis in dimension_numbers[0][1])
+        if k % recipe.fprop.w.unit or w.size // k % recipe.fprop.w.block_rows:  # the array is padded in each call
             return None
         frozen = freeze(w, dimension_numbers[0][1], recipe)
         setattr(module, flax_util.find_param(w), flax_nnx.Param(frozen))

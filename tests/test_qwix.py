@@ -275,5 +275,14 @@ def test_lora_freezes_the_weights_in_nvfp4_and_leaves_its_adapters():
     assert products(lambda state: nnx.merge(graph, state)(x), state) == 2
     with pytest.raises(TypeError, match=r"Frozen: weights in NVFP4 must be read as a whole, by \[\.\.\.\], got \[0\]"):
         model.up.kernel[0]
+    odd = nnx.Linear(40, 32, rngs=nnx.Rngs(0))
+    odd = qwix.quantize_model(
+        nnx.Sequential(odd),
+        Provider(Policy(default=NEAREST), lora=qwix.LoraProvider(module_path=".*", rank=4, alpha=8.0)),
+        jnp.ones((4, 40)),
+        rngs=nnx.Rngs(1),
+    )
+    assert isinstance(odd.layers[0].kernel[...], jax.Array)  # K is padded in each call
+    assert odd(jnp.ones((4, 40))).shape == (4, 32)
     with pytest.raises(TypeError, match=r"Provider: lora must be a qwix\.LoraProvider or None, got 4"):
         Provider(Policy(), lora=4)
