@@ -598,6 +598,16 @@ def test_the_trainer_of_levanter_runs(tmp_path):
     assert abs(nvfp4 - bf16) < 0.05
 
 
+@pytest.mark.long
+def test_a_model_of_equinox_is_trained(tmp_path):
+    needs("equinox")
+    out = run("existing_models/equinox_mlp.py", cwd=tmp_path)
+    assert out.count("pretrain()  rule 'mlp/.*'") == 3
+    bf16, nvfp4 = (float(loss) for loss in re.findall(r"mean of the last 10 of 100 steps ([\d.]+)", out))
+    assert max(bf16, nvfp4) < 1.5
+    assert abs(nvfp4 - bf16) < 0.05
+
+
 # ---------------------------------------------------------------- docs/training.md
 def documented_recipes() -> list[list[str]]:
     """The rows of the table of recipes: name, call, fprop, dgrad, wgrad."""
