@@ -11,6 +11,7 @@ import haliax as hax
 import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
+from haliax.quantization import DotGeneralOp
 from jax.typing import DTypeLike
 
 from ._core.tensor import PyTree
@@ -86,7 +87,7 @@ def apply(model: Model, policy: Policy) -> Model:
     """Returns a model whose ``haliax.nn.Linear`` layers multiply by a policy; also those that are ``Stacked``.
 
     Args:
-      model: an Equinox module or tree, such as a Levanter model.
+      model: an Equinox module or tree, such as a Levanter model. If a policy was applied before, this one replaces it.
       policy: which layers are quantized, and how. Paths are as in the tree: "transformer/layers/mlp/up_proj".
 
     Returns:
@@ -103,7 +104,8 @@ def apply(model: Model, policy: Policy) -> Model:
         path = _path(keys)
         recipe = plan[path].recipe if isinstance(node, hnn.Linear) else None
         if recipe is None:
-            return node
+            ours = isinstance(node, hnn.Linear) and isinstance(node.dot_general, DotGeneral)
+            return dataclasses.replace(node, dot_general=DotGeneralOp.default()) if ours else node
         counted = _stacked(node)
         index = jnp.arange(math.prod(counted), dtype=jnp.int32).reshape(counted) if counted else None
         return dataclasses.replace(node, dot_general=DotGeneral(recipe, path, index, **policy.options_of(path)))

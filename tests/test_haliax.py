@@ -98,6 +98,9 @@ def test_the_weights_do_not_change():
     assert adapted.layers.stacked.up.weight is MODEL.layers.stacked.up.weight
     assert isinstance(adapted.layers.stacked.up.dot_general, DotGeneral)
     placed = (P("x"), P())
+    head = apply(adapted, Policy([Rule("head", SR)], keep=()))  # replaces the first
+    assert isinstance(head.head.dot_general, DotGeneral)
+    assert not isinstance(head.layers.stacked.up.dot_general, DotGeneral)
     gathered = apply(MODEL, Policy([Rule("layers/.*", SR, placed)]))
     assert gathered.layers.stacked.up.dot_general.w_gather == placed
     assert adapted.head.dot_general is MODEL.head.dot_general
