@@ -6,6 +6,7 @@
 //   exhaustive full [NAME]    every pattern
 // NAME runs that check alone. Prints the first wrong pattern of each check and exits with 1 if there is one.
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -195,24 +196,34 @@ bool error_by_values_holds(uint32_t each) {
   return wrong == 0;
 }
 
-// div_by_steps for every mantissa and constant, in the binade of 1 and, with `ends`, in the first and the last one
-// where div_constant takes it.
-bool division_holds(bool ends) {
+// A function of floats by its faults, for every mantissa, of which the last `zeros` bits are 0: in the binade of 1 and,
+// with `ends`, in two others.
+template <class Faults>
+bool mantissas_hold(const char* name, int zeros, const std::array<uint32_t, 3>& exponents, bool ends, Faults faults) {
   std::atomic<uint64_t> wrong{0};
-  const auto fma = [](float a, float b, float c) { return std::fmaf(a, b, c); };
-  in_pieces(uint64_t{1} << 23, [&](uint64_t begin, uint64_t end) {
+  in_pieces(uint64_t{1} << (23 - zeros), [&](uint64_t begin, uint64_t end) {
     uint64_t own = 0;
     for (uint64_t mantissa = begin; mantissa < end; ++mantissa)
-      for (const uint32_t exponent : {127u, 67u, 187u}) {
+      for (const uint32_t exponent : exponents) {
         if (exponent != 127u && !ends) break;
-        const float a = jnvfp4::float_of(exponent << 23 | static_cast<uint32_t>(mantissa));
-        for (const float d : {6.0f, 1536.0f, 2688.0f, 2359296.0f, 4128768.0f, 7225344.0f})
-          own += jnvfp4::div_by_steps(a, d, 1.0f / d, fma) != a / d;
+        own += faults(jnvfp4::float_of(exponent << 23 | static_cast<uint32_t>(mantissa) << zeros), exponent);
       }
     wrong += own;
   });
-  std::printf("div_by_steps: %llu patterns wrong\n", static_cast<unsigned long long>(wrong));
+  std::printf("%s: %llu patterns wrong\n", name, static_cast<unsigned long long>(wrong));
   return wrong == 0;
+}
+
+float fused(float a, float b, float c) { return std::fmaf(a, b, c); }
+
+// For every constant; with `ends`, where div_constant takes it for the first and the last time.
+bool division_holds(bool ends) {
+  return mantissas_hold("div_by_steps", 0, {127, 67, 187}, ends, [](float a, uint32_t) {
+    uint64_t own = 0;
+    for (const float d : {6.0f, 1536.0f, 2688.0f, 2359296.0f, 4128768.0f, 7225344.0f})
+      own += jnvfp4::div_by_steps(a, d, 1.0f / d, fused) != a / d;
+    return own;
+  });
 }
 
 constexpr float kAlphaDivisors[] = {2359296.0f, 4128768.0f, 7225344.0f};
@@ -226,50 +237,31 @@ struct Pieces {
   }
 };
 
-// div_by_pieces, as division_holds.
 bool pieces_hold(bool ends) {
-  std::atomic<uint64_t> wrong{0};
-  const auto fma = [](float a, float b, float c) { return std::fmaf(a, b, c); };
-  in_pieces(uint64_t{1} << 23, [&](uint64_t begin, uint64_t end) {
+  return mantissas_hold("div_by_pieces", 0, {127, 51, 225}, ends, [](float a, uint32_t) {
     uint64_t own = 0;
-    for (uint64_t mantissa = begin; mantissa < end; ++mantissa)
-      for (const uint32_t exponent : {127u, 51u, 225u}) {
-        if (exponent != 127u && !ends) break;
-        const float a = jnvfp4::float_of(exponent << 23 | static_cast<uint32_t>(mantissa));
-        for (const float d : kAlphaDivisors) {
-          const Pieces pieces(d);
-          own += jnvfp4::div_by_pieces(a, pieces.large, pieces.small, fma) != a / d;
-        }
-      }
-    wrong += own;
+    for (const float d : kAlphaDivisors) {
+      const Pieces pieces(d);
+      own += jnvfp4::div_by_pieces(a, pieces.large, pieces.small, fused) != a / d;
+    }
+    return own;
   });
-  std::printf("div_by_pieces: %llu patterns wrong\n", static_cast<unsigned long long>(wrong));
-  return wrong == 0;
 }
 
-// AlphasOfRow for all factors of 12 bits, in the binades of 1 and, with `ends`, in the first and the last ones.
+// For all pairs of factors of 12 bits in one binade.
 bool alphas_hold(bool ends) {
-  std::atomic<uint64_t> wrong{0};
-  const auto fma = [](float a, float b, float c) { return std::fmaf(a, b, c); };
-  in_pieces(uint64_t{1} << 11, [&](uint64_t begin, uint64_t end) {
+  return mantissas_hold("AlphasOfRow", 12, {127, 89, 175}, ends, [](float a, uint32_t exponent) {
     uint64_t own = 0;
-    for (uint64_t mantissa = begin; mantissa < end; ++mantissa)
-      for (const uint32_t exponent : {127u, 89u, 175u}) {
-        if (exponent != 127u && !ends) break;
-        const float a = jnvfp4::float_of(exponent << 23 | static_cast<uint32_t>(mantissa) << 12);
-        for (const float d : kAlphaDivisors) {
-          const Pieces pieces(d);
-          const jnvfp4::AlphasOfRow alphas(a, pieces.large, pieces.small, fma);
-          for (uint32_t other = 0; other < 1u << 11; ++other) {
-            const float b = jnvfp4::float_of(exponent << 23 | other << 12);
-            own += alphas(b, fma) != a * b / d;
-          }
-        }
+    for (const float d : kAlphaDivisors) {
+      const Pieces pieces(d);
+      const jnvfp4::AlphasOfRow alphas(a, pieces.large, pieces.small, fused);
+      for (uint32_t other = 0; other < 1u << 11; ++other) {
+        const float b = jnvfp4::float_of(exponent << 23 | other << 12);
+        own += alphas(b, fused) != a * b / d;
       }
-    wrong += own;
+    }
+    return own;
   });
-  std::printf("AlphasOfRow: %llu patterns wrong\n", static_cast<unsigned long long>(wrong));
-  return wrong == 0;
 }
 
 // div_by_float64 for every positive float or, without `all`, for one of 61.
