@@ -114,7 +114,7 @@ def from_hugging_face(tensors: Mapping[str, NVFP4Tensor | Array | np.ndarray]) -
 
 
 def input_amaxes(checkpoint: Checkpoint, layers: int) -> list[dict[str, Array]]:
-    """Reads the amaxes that a checkpoint stores for activations, the largest of the weights that are joined here.
+    """Reads the amaxes that a checkpoint stores for activations, one for all weights that are joined here.
 
     Returns:
       for each layer float32 [], by the name of the weight in the layer.

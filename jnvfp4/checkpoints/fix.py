@@ -10,27 +10,28 @@ import numpy as np
 
 from ..spec import BLOCK
 from ._files.errors import reading
-from ._files.files import CHUNK_BYTES, pieces
 from ._files.safetensors import DTYPES, JSON, Planned
-from ._files.source import CONFIG, HF_QUANT, Source, open_source
+from ._files.source import CONFIG, HF_QUANT, open_source
 from ._layouts.configs import config_files
 from ._layouts.layouts import decode_scale, decode_scale_of
 from ._layouts.names import groups_of
 from ._layouts.survey import Item, Survey, survey
 from ._layouts.unsupported import has_fp8_kv_cache
-from .rewrite import Pieces, Task, Warn, write_output
+from .rewrite import Pieces, Task, Warn, copied, write_output
 from .rules import (
+    NAN,
     findings,
     ignore_list_of,
     is_calibrated,
     is_far_from_one,
+    is_whole,
     judged_activations,
     needs_activations,
     shared_global,
     usable_activations,
 )
 
-_NAN, _MOST = 0x7F, 0x7E  # E4M3: NaN, 448
+_MOST = 0x7E  # 448 as E4M3
 
 
 @dataclass
@@ -101,7 +102,7 @@ def _fix_weights(s: Survey, nan: set[str], fixes: _Fixes) -> None:
     """Mends block scales, among them those whose names are in ``nan``, and global scales of fused weights."""
     for group in groups_of(s.items):
         items = [s.items[m] for m in group.members]
-        mended = [item.lie == "plain" or (item.lie == "padded" and s.unpadded(item) is not None) for item in items]
+        mended = [is_whole(s, item) for item in items]
         shared = shared_global(s, group.members) if all(mended) else None
         for item, whole in zip(items, mended, strict=True):
             if whole:
@@ -135,7 +136,7 @@ def _block_scales(s: Survey, item: Item, ratio: np.ndarray | None) -> np.ndarray
     """Computes the mended block scales of a weight, as the layout stores them."""
     x = s.unpadded(item) if item.lie == "padded" else s.source.read(item.parts.scales).view(np.uint8)
     assert x is not None
-    x = np.where((x & _NAN) == _NAN, np.uint8(_MOST), x)
+    x = np.where((x & NAN) == NAN, np.uint8(_MOST), x)
     e4m3 = DTYPES["F8_E4M3"]
     if ratio is not None:
         factor = ratio.reshape(-1, *[1] * (x.ndim - 1))
@@ -160,7 +161,7 @@ def _write(s: Survey, fixes: _Fixes, output: Path, warn: Warn) -> None:
     for entry in source.entries():
         if entry.name not in fixes.tensors:
             planned = Planned(entry.name, entry.tag, entry.shape)
-            shards[source.places[entry.name]].append(([planned], partial(_same, source, entry.name)))
+            shards[source.places[entry.name]].append(([planned], partial(copied, source, entry.name, entry.name)))
     for name, (planned, compute) in fixes.tensors.items():
         file = source.places.get(name, source.places[fixes.beside.get(name, name)])
         shards[file].append(([planned], partial(_computed, name, compute)))
@@ -172,10 +173,6 @@ def _write(s: Survey, fixes: _Fixes, output: Path, warn: Warn) -> None:
     write_output(
         source, output, {name: tasks for name, tasks in shards.items() if tasks}, fixes.files, warn, keep_metadata=True
     )
-
-
-def _same(source: Source, name: str) -> Pieces:
-    return ((name, first, data) for first, data in pieces(source.rows(name), CHUNK_BYTES))
 
 
 def _computed(name: str, compute: Callable[[], np.ndarray]) -> Pieces:

@@ -104,8 +104,8 @@ class _Repacking:
 
     def pieces(self, module: str) -> Pieces:
         old, new, source = self.stored.parts(module), self._parts(module), self.stored.source
-        yield from _copied(source, old.codes, new.codes)
-        for name, first, data in _copied(source, old.scales, new.scales):
+        yield from copied(source, old.codes, new.codes)
+        for name, first, data in copied(source, old.scales, new.scales):
             yield name, first, data.view(DTYPES[self.to.scales_tag])
         yield new.global_scale, 0, self._rescaled(source.read(old.global_scale))
         activation = self.stored.activation(module)
@@ -256,11 +256,11 @@ def write_output(
             with writing(output / name, tensors[name], {"format": "pt", **kept, VERSION: __version__}) as file:
                 for tensor, first, data in (piece for _, work in tasks for piece in work()):
                     file.put(tensor, data, first)
-        not_copied = copy_companions(source, output)
+        notcopied = copy_companions(source, output)
         source.check_unchanged()
         for name, value in {**files, **index_file(tensors)}.items():
             write_file(output / name, value if isinstance(value, bytes) else json_bytes(value))
-    for text in not_copied:
+    for text in notcopied:
         warn(text)
 
 
@@ -273,11 +273,11 @@ def _shards(rewriting: Rewriting) -> dict[str, list[Task]]:
         tasks.append((rewriting.outputs(module), partial(rewriting.pieces, module)))
     for entry in map(source.entry, [*stored.kept, *map(stored.name, stored.fp8)]):
         name = rewriting.renamed(entry.name)
-        copied = partial(_copied, source, entry.name, name)
-        shards[source.places[entry.name]].append(([Planned(name, entry.tag, entry.shape)], copied))
+        planned = [Planned(name, entry.tag, entry.shape)]
+        shards[source.places[entry.name]].append((planned, partial(copied, source, entry.name, name)))
     return {name: tasks for name, tasks in shards.items() if tasks}
 
 
-def _copied(source: Source, name: str, to: str) -> Pieces:
+def copied(source: Source, name: str, to: str) -> Pieces:
     """Gives a tensor under another name."""
     return ((to, first, data) for first, data in pieces(source.rows(name), CHUNK_BYTES))

@@ -28,7 +28,7 @@ RANKS = (2, 4, 8)  # of tensor parallelism, about which there is a note
 _SPLIT_ALONG_K = ("o_proj", "out_proj", "down_proj", "w2")  # what tensor parallelism splits between blocks of 16
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(.+)$")
 _FAR = 8  # how many times as large as all its siblings a scale of 1.0 is no amax of 2688, but was never calibrated
-_NAN, _MINUS_ZERO = 0x7F, 0x80  # as E4M3
+NAN, _MINUS_ZERO = 0x7F, 0x80  # as E4M3
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _fused(s: Survey) -> Iterator[Found]:
             _, decode = _globals_of(s, group.members)
             ratio = (decode.max(axis=0) / decode.min(axis=0)).max()
             roles = ", ".join(split_role(m)[1] for m in group.members[1:])
-            whole = all(s.items[m].lie == "plain" or _can_unpad(s, s.items[m]) for m in group.members)
+            whole = all(is_whole(s, s.items[m]) for m in group.members)
             text = f"and {roles} have different global scales, up to {ratio:.4g}x"
             yield group.members[0], text, whole
 
@@ -201,8 +201,8 @@ def _block_scales(s: Survey) -> Iterator[Found]:
         nan = negative = total = 0
         for x in s.block_scales(item):
             total += x.size
-            if x.max() >= _NAN:
-                is_nan = (x & _NAN) == _NAN
+            if x.max() >= NAN:
+                is_nan = (x & NAN) == NAN
                 nan += int(is_nan.sum())
                 negative += int(((x > _MINUS_ZERO) & ~is_nan).sum())
         if nan:
@@ -211,8 +211,9 @@ def _block_scales(s: Survey) -> Iterator[Found]:
             yield item.parts.scales, f"has {negative} negative values of {total}", False
 
 
-def _can_unpad(s: Survey, item: Item) -> bool:
-    return item.lie == "padded" and s.unpadded(item) is not None
+def is_whole(s: Survey, item: Item) -> bool:
+    """Tells whether the block scales [N, K/16] are known, also where they are stored with padding."""
+    return item.lie == "plain" or (item.lie == "padded" and s.unpadded(item) is not None)
 
 
 def _padded(s: Survey) -> Iterator[Found]:
@@ -220,7 +221,7 @@ def _padded(s: Survey) -> Iterator[Found]:
         if item.lie == "padded" and item.codes and item.scales:
             (shape,) = scale_shapes(item.codes.shape)
             text = f"is {item.scales.tag} {list(item.scales.shape)}; expected {s.layout.scales_tag} {list(shape)}"
-            yield item.parts.scales, text, _can_unpad(s, item)
+            yield item.parts.scales, text, is_whole(s, item)
 
 
 def _parts(s: Survey) -> Iterator[Found]:
