@@ -94,8 +94,9 @@ def _amax_of(plan: Plan, item: Item) -> Amax:
         return find(x)
     experts = [find(expert.T if item.choice.kn and mxfp4 else expert) for expert in x]
     first = next(((e, *a.first) for e, a in enumerate(experts) if a.first is not None), None)
-    lowest = np.stack([a.lowest for a in experts]) if mxfp4 else None
-    return Amax(np.array([a.value for a in experts], np.float32), sum(a.not_finite for a in experts), first, lowest)
+    lowest = [a.lowest for a in experts if a.lowest is not None]  # of MXFP4, of every expert
+    values = np.array([a.value for a in experts], np.float32)
+    return Amax(values, sum(a.not_finite for a in experts), first, np.stack(lowest) if lowest else None)
 
 
 # ---------------------------------------------------------------- shards
