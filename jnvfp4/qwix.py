@@ -17,6 +17,7 @@ from ._layers.einsum import contraction, einsum_of_layer, sizes_of
 from ._layers.frozen import Frozen, freeze
 from ._layers.keys import key_of_layer
 from ._layers.weights import WeightAxes
+from ._native.compat import made_of
 from .flax import linen, nnx
 from .flax._experts import Experts, intercepted, product_of
 from .policy import Decision, Explanation, Layer, Policy, ProductOptions, check_policy, depths_of, path_of_parameter
@@ -151,13 +152,17 @@ class Provider(qwix.QuantizationProvider):
         module = flax_util.get_current_module()
         if isinstance(module, nn.Module) and (module.scope is None or module.is_initializing()):
             return None
-        names = [flax_util.find_param(operand) for operand in (lhs, rhs)]
+        is_linen = isinstance(module, nn.Module)
+        params = (linen if is_linen else nnx).parameters_of(module)
+        found = [made_of(operand, params) for operand in (lhs, rhs)]
+        names = [names[0] if names else None for names in found]
+        if not any(names):  # the operands of which a trace knows nothing are told by their shapes
+            names = [flax_util.find_param(v) if f is None else None for v, f in zip((lhs, rhs), found, strict=True)]
         if (names[0] is None) == (names[1] is None):
             return None
         side = 0 if names[1] is None else 1
         if str(names[side]).endswith(("lora_a", "lora_b")):
             return None
-        is_linen = isinstance(module, nn.Module)
         path = linen.path_of(module) if is_linen else "/".join(map(str, flax_util.get_current_module_path()))
         layer = Layer(path_of_parameter(path, names[side]), tuple((lhs, rhs)[side].shape))
         decision = self.policy.decide(layer, self.depths)

@@ -59,16 +59,19 @@ def test_the_array_that_a_value_is_made_of():
     found = []
 
     def f(a, b):
-        for value in (a, a.astype(jnp.bfloat16).T.reshape(-1), -b, a + b, jnp.ones(3)):
+        unknown = jax.lax.optimization_barrier((a, b))[0]  # an operation of two results
+        for value in (a, a.astype(jnp.bfloat16).T.reshape(-1), -b * 2, a + b, jnp.ones(3), unknown, jnp.sin(unknown)):
             found.append(compat.made_of(value, {"a": a, "b": b}))
+        jax.jit(lambda a: found.append(compat.made_of(a, {"b": b})))(a)
         return jnp.sum(a + b)
 
     a, b = jnp.ones((2, 3)), jnp.zeros((2, 3))
     for g in (jax.jit(f), jax.jit(jax.grad(f)), jax.jit(jax.vmap(f)), jax.jit(lambda a, _: jax.grad(f)(a, b))):
         g(a, b)
-    assert found == ["a", "a", "b", None, None] * 4
+    assert found == [["a"], ["a"], ["b"], [], [], None, None, None] * 4
+    found.clear()
     f(a, b)
-    assert found[20:] == ["a", None, None, None, None]  # nothing records what an eager call does
+    assert found == [["a"], *[None] * 7]  # nothing records what an eager call does
 
 
 def test_lowering_context_has_what_the_mesh_of_set_mesh_needs():

@@ -501,8 +501,8 @@ class Tied(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        a, b = (self.param(name, nn.initializers.ones, (4, 64, 32)) for name in "ab")
-        return jax.lax.ragged_dot(x.reshape(-1, 32), (a + b).mT, GROUPS)
+        a, b = (self.param(name, nn.initializers.ones, (4, 32, 64)) for name in "ab")
+        return jax.lax.ragged_dot(x.reshape(-1, 32), a + b, GROUPS)
 
 
 def test_experts_that_are_no_parameter_are_named():

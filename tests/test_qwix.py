@@ -168,6 +168,26 @@ def test_an_einsum_that_is_no_product_stays_as_it_is():
     assert decision.why.startswith("no product: einsum: x and w must share a letter that the result leaves out")
 
 
+class Square(nn.Module):
+    """Activations of the shape of the parameter, by which it is multiplied as it is or added to others."""
+
+    added: bool
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.normal(1.0), (32, 32))
+        w = w + jnp.sin(w) if self.added else w
+        return jax.lax.dot_general(jnp.sin(x) + x, w, (((1,), (0,)), ((), ())))
+
+
+def test_shapes_do_not_tell_what_the_trace_knows():
+    """Neither of activations as large as the weights, nor of a sum, which is no parameter."""
+    x = X.reshape(32, 32)
+    for added in (False, True):
+        model = qwix.quantize_model(Square(added), Provider(Policy(default=NEAREST)))
+        assert products(lambda v, x, model=model: model.apply(v, x), shapes(model, x), x) == (not added)
+
+
 class FlippedExperts(nn.Module):
     """Weights first, with a batch axis."""
 

@@ -136,20 +136,25 @@ def cuda_versions() -> tuple[int | None, int | None]:
         return None, None
 
 
-def made_of(value: Any, arrays: Mapping[str, Any]) -> str | None:
-    """Returns the name of the array that a value is, or is made of by operations on nothing else, such as a cast.
+def made_of(value: Any, arrays: Mapping[str, Any]) -> list[str] | None:
+    """Returns the name of the array that a value is, or is made of by operations with scalars at most, such as a cast.
 
-    Only a trace records them, and not beyond the arguments of the function that is being traced.
+    The list is empty if the value is made of several arrays, or of none; it is None if that is unknown. Only a trace
+    records operations, and not beyond the arguments of the function that is being traced.
     """
     names = {id(inner): name for name, array in arrays.items() for inner in _within(array)}
-    while value is not None:
+    while True:
         inner = list(_within(value))
         if found := [names[id(v)] for v in inner if id(v) in names]:
-            return found[0]
+            return found[:1]
         equation = getattr(inner[-1], "parent", getattr(inner[-1], "recipe", None))  # of jit; of partial evaluation
-        operands: Any = getattr(equation, "in_tracers", ())
-        value = operands[0] if len(operands) == 1 else None
-    return None
+        operands: Any = getattr(equation, "in_tracers", None)
+        if operands is None or len(getattr(equation, "outvars", getattr(equation, "out_tracer_refs", ()))) > 1:
+            return None
+        operands = [v for v in operands if getattr(v, "ndim", 0)]
+        if len(operands) != 1:
+            return []
+        (value,) = operands
 
 
 def _within(value: Any) -> Iterator[Any]:

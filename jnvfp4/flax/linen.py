@@ -267,17 +267,21 @@ def experts_of(
     experts: Experts, module: nn.Module, w: jax.Array, w_axes: WeightAxes, shapes: Mapping[str, tuple[int, ...]]
 ) -> list[Layer]:
     """Describes the experts w that a module multiplies by; ``shapes`` are as in ``describe``."""
-    own = [
-        (name, value) for name, value in module.variables.get("params", {}).items() if not isinstance(value, Mapping)
-    ]
-    # What a box holds: to unbox it may make another array of it.
-    params = {name: leaves[0] for name, value in own if len(leaves := jax.tree.leaves(value)) == 1}
-    layers = experts.layers(module.scope, path_of(module), params, w, w_axes)
+    layers = experts.layers(module.scope, path_of(module), parameters_of(module), w, w_axes)
     whole = [shapes.get(layer.path, layer.shape) for layer in layers]
     return [
         layer._replace(shape=shape, stacked=len(shape) > len(layer.shape))
         for layer, shape in zip(layers, whole, strict=True)
     ]
+
+
+def parameters_of(module: nn.Module) -> dict[str, jax.Array]:
+    """Returns the parameters that a module has itself, by name."""
+    own = [
+        (name, value) for name, value in module.variables.get("params", {}).items() if not isinstance(value, Mapping)
+    ]
+    # What a box holds: to unbox it may make another array of it.
+    return {name: leaves[0] for name, value in own if len(leaves := jax.tree.leaves(value)) == 1}
 
 
 def _unknown(module: nn.Module) -> Layer | None:
