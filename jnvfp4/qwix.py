@@ -45,12 +45,18 @@ class Provider(qwix.QuantizationProvider):
 
     Raises:
       TypeError: policy is not a Policy, or lora is neither a LoraProvider nor None.
+      ValueError: lora comes with a policy that has ``w_gather``.
     """
 
     def __init__(self, policy: Policy, *, lora: qwix.LoraProvider | None = None) -> None:
         check_policy("Provider", policy)
         if not isinstance(lora, qwix.LoraProvider | None):
             raise TypeError(f"Provider: lora must be a qwix.LoraProvider or None, got {lora!r}")
+        gathers = [gather for of in (policy, *policy.rules) if (gather := of.w_gather) is not None]
+        if lora is not None and gathers:
+            raise ValueError(
+                f"Provider: policy must have no w_gather with lora, which stores weights for one device, got {gathers[0]}"
+            )
         super().__init__(rules=[])
         self.policy = policy
         self.lora = lora
@@ -94,16 +100,16 @@ class Provider(qwix.QuantizationProvider):
         if found is None:
             return jax.lax.dot_general(lhs, rhs, dimension_numbers, *args, **options)
         recipe, path, of_w, side = found
+        product, sharding = DotGeneral(recipe, path, **of_w), options.pop("out_sharding", None)
         if side == 1 and (frozen := self._frozen(rhs, dimension_numbers, recipe)) is not None:
-            return frozen.dot(lhs, dimension_numbers[0][0], recipe, options.get("preferred_element_type"))
-        product, key = DotGeneral(recipe, path, **of_w), self._key(recipe, path)
-        if side == 1:
-            return product(lhs, rhs, dimension_numbers, *args, key=key, **options)
-        contracted, batch = ((of_rhs, of_lhs) for of_lhs, of_rhs in dimension_numbers)
-        sharding = options.pop("out_sharding", None)
-        flipped = product(rhs, lhs, (contracted, batch), *args, key=key, **options)
-        batches, free = len(batch[0]), lhs.ndim - len(contracted[1]) - len(batch[1])  # of the weights, which come last
-        result = jnp.moveaxis(flipped, range(flipped.ndim - free, flipped.ndim), range(batches, batches + free))
+            result = self._frozen_dot(path, frozen, lhs, dimension_numbers, recipe, *args, **options)
+        elif side == 1:
+            result = product(lhs, rhs, dimension_numbers, *args, key=self._key(recipe, path), **options)
+        else:
+            contracted, batch = ((of_rhs, of_lhs) for of_lhs, of_rhs in dimension_numbers)
+            flipped = product(rhs, lhs, (contracted, batch), *args, key=self._key(recipe, path), **options)
+            batches, free = len(batch[0]), lhs.ndim - len(contracted[1]) - len(batch[1])  # of the weights: they are last
+            result = jnp.moveaxis(flipped, range(flipped.ndim - free, flipped.ndim), range(batches, batches + free))
         return result if sharding is None else jax.sharding.reshard(result, sharding)
 
     def einsum(self, subscripts: str, *operands: jax.Array, **options: Any) -> jax.Array:
@@ -124,8 +130,9 @@ class Provider(qwix.QuantizationProvider):
             return jnp.einsum(subscripts, *operands, **options)
         numbers, order = contraction("einsum", of_x_and_w, x.ndim, w.ndim)
         if side == 1 and (frozen := self._frozen(w, numbers, recipe)) is not None:
-            product = frozen.dot(x, numbers[0][0], recipe, options.get("preferred_element_type"))
-            return product.transpose(order)
+            sharding = options.pop("out_sharding", None)
+            result = self._frozen_dot(path, frozen, x, numbers, recipe, **options).transpose(order)
+            return result if sharding is None else jax.sharding.reshard(result, sharding)
         return einsum_of_layer(path, of_x_and_w, x, w, recipe, self._key(recipe, path), **of_w, **options)
 
     def experts(
@@ -187,6 +194,19 @@ class Provider(qwix.QuantizationProvider):
         frozen = freeze(w, dimension_numbers[0][1], recipe)
         setattr(module, flax_util.find_param(w), flax_nnx.Param(frozen))
         return frozen
+
+    def _frozen_dot(
+        self,
+        path: str,
+        w: Frozen,
+        x: jax.Array,
+        dimension_numbers: jax.lax.DotDimensionNumbers,
+        recipe: Recipe,
+        *args: Any,
+        **options: Any,
+    ) -> jax.Array:
+        key = self._key(recipe, path) if recipe.stochastic_forward else None
+        return w.dot(f"layer {path!r}", x, dimension_numbers[0][0], recipe, key, *args, **options)
 
     def _key(self, recipe: Recipe, path: str) -> jax.Array | None:
         module = flax_util.get_current_module()
