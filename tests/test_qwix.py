@@ -332,4 +332,4 @@ def test_lora_passes_on_the_key_and_the_options_of_a_product():
         provider = Provider(Policy(default=recipe), lora=lora)
         model = qwix.quantize_model(nnx.Sequential(Positional()), provider, x, rngs=nnx.Rngs(1))
         got, kept = model(x), model.layers[0].w.get_value().tensor  # adapters start at zero
-        assert_bitwise(got, linear(x, kept, recipe, key=layer_key("layers/0")).astype(jnp.float32))
+        assert_bitwise(got, linear(x, kept, recipe, key=layer_key("layers/0"), out_dtype=jnp.float32))

@@ -60,8 +60,8 @@ class Frozen:
         free = [axis for axis in range(x.ndim) if axis not in contracted]
         rows = x.transpose(*free, *contracted).reshape(*(x.shape[axis] for axis in free), -1)
         columns = [size for axis, size in enumerate(self.shape) if axis not in self.contracted]
-        product = linear(rows, self.tensor, recipe, key=key).reshape(*rows.shape[:-1], *columns)
-        return product if preferred_element_type is None else product.astype(preferred_element_type)
+        product = linear(rows, self.tensor, recipe, key=key, out_dtype=preferred_element_type)
+        return product.reshape(*rows.shape[:-1], *columns)
 
 
 def freeze(w: jax.Array, contracted: Sequence[int], recipe: Recipe) -> Frozen:
