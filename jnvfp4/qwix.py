@@ -55,7 +55,8 @@ class Provider(qwix.QuantizationProvider):
         gathers = [gather for of in (policy, *policy.rules) if (gather := of.w_gather) is not None]
         if lora is not None and gathers:
             raise ValueError(
-                f"Provider: policy must have no w_gather with lora, which stores weights for one device, got {gathers[0]}"
+                "Provider: policy must have no w_gather with lora, which stores weights for one device, got "
+                f"{gathers[0]}"
             )
         super().__init__(rules=[])
         self.policy = policy
@@ -108,7 +109,7 @@ class Provider(qwix.QuantizationProvider):
         else:
             contracted, batch = ((of_rhs, of_lhs) for of_lhs, of_rhs in dimension_numbers)
             flipped = product(rhs, lhs, (contracted, batch), *args, key=self._key(recipe, path), **options)
-            batches, free = len(batch[0]), lhs.ndim - len(contracted[1]) - len(batch[1])  # of the weights: they are last
+            batches, free = len(batch[0]), lhs.ndim - len(contracted[1]) - len(batch[1])  # of the weights: at last
             result = jnp.moveaxis(flipped, range(flipped.ndim - free, flipped.ndim), range(batches, batches + free))
         return result if sharding is None else jax.sharding.reshard(result, sharding)
 
