@@ -36,9 +36,10 @@ def intercept(policy: Policy) -> Iterator[None]:
 
     These are ``nn.Dense``, ``nn.DenseGeneral`` (also as projections of attention) and ``nn.Einsum``, and their
     subclasses; and experts, which a module gives to ``jax.lax.ragged_dot`` or ``ragged_dot_general`` as rhs, by their
-    parameters: "block_3/moe/up". Parameters, their names and shapes stay as they are. ``init`` runs the model without
-    quantizing, because it returns only parameters. A layer that has a dot_general of its own keeps it. A warning names
-    convolutions and other modules with a kernel that the policy would quantize and this function cannot.
+    parameters: "block_3/moe/up". Calls by a name that was imported from ``jax.lax`` before are missed silently.
+    Parameters, their names and shapes stay as they are. ``init`` runs the model without quantizing, because it returns
+    only parameters. A layer that has a dot_general of its own keeps it. A warning names convolutions and other modules
+    with a kernel that the policy would quantize and this function cannot.
 
     A recipe that rounds stochastically needs ``rngs={'sr': key}`` of ``apply``, or ``jnvfp4.step_key``. Without both
     the gradient of a layer raises; an evaluation needs neither, unless the forward GEMM rounds stochastically.
