@@ -52,11 +52,10 @@ class Provider(qwix.QuantizationProvider):
         check_policy("Provider", policy)
         if not isinstance(lora, qwix.LoraProvider | None):
             raise TypeError(f"Provider: lora must be a qwix.LoraProvider or None, got {lora!r}")
-        gathers = [gather for of in (policy, *policy.rules) if (gather := of.w_gather) is not None]
+        gathers = [w_gather for w_gather in (policy.w_gather, *(rule.w_gather for rule in policy.rules)) if w_gather]
         if lora is not None and gathers:
             raise ValueError(
-                "Provider: policy must have no w_gather with lora, which stores weights for one device, got "
-                f"{gathers[0]}"
+                f"Provider: policy must have no w_gather with lora, whose weights are for one device, got {gathers[0]}"
             )
         super().__init__(rules=[])
         self.policy = policy
@@ -163,16 +162,17 @@ class Provider(qwix.QuantizationProvider):
         is_linen = isinstance(module, nn.Module)
         params = (linen if is_linen else nnx).parameters_of(module)
         found = [made_of(operand, params) for operand in (lhs, rhs)]
-        names = [names[0] if names else None for names in found]
-        if not any(names):  # the operands of which a trace knows nothing are told by their shapes
-            names = [flax_util.find_param(v) if f is None else None for v, f in zip((lhs, rhs), found, strict=True)]
-        if (names[0] is None) == (names[1] is None):
+        if not any(found):  # operands of which a trace knows nothing are told by their shapes
+            guessed = (flax_util.find_param(v) if f is None else None for v, f in zip((lhs, rhs), found, strict=True))
+            found = [[] if name is None else [name] for name in guessed]
+        weights = [(side, names[0]) for side, names in enumerate(found) if names]
+        if len(weights) != 1:
             return None
-        side = 0 if names[1] is None else 1
-        if str(names[side]).endswith(("lora_a", "lora_b")):
+        ((side, name),) = weights
+        if name.endswith(("lora_a", "lora_b")):
             return None
         path = linen.path_of(module) if is_linen else "/".join(map(str, flax_util.get_current_module_path()))
-        layer = Layer(path_of_parameter(path, names[side]), tuple((lhs, rhs)[side].shape))
+        layer = Layer(path_of_parameter(path, name), tuple((lhs, rhs)[side].shape))
         decision = self.policy.decide(layer, self.depths)
         self.met[layer.path] = decision
         return (

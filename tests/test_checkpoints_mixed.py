@@ -168,7 +168,7 @@ def test_fp8_weights_are_decoded(tmp_path, layout, granularity):
     assert checkpoint[q].dtype == BF16
     np.testing.assert_array_equal(checkpoint[q], values[q].astype(BF16))
     assert [float(checkpoint[n].reshape(())) for n in KV_NAMES[layout]] == [0.5, 2]
-    with pytest.warns(UserWarning, match="^2 scales of a KV cache are left out, for which an ordinary model has no para"):
+    with pytest.warns(UserWarning, match="^2 scales of a KV cache are left out, for which an ordinary model"):
         dequantize_checkpoint(path, tmp_path / "out", "F32")
     out = open_source(tmp_path / "out")
     for name, want in values.items():

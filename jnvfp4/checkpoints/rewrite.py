@@ -27,7 +27,17 @@ from ._files.files import (
 from ._files.safetensors import DTYPES, FLOATS, JSON, VERSION, Planned, writing
 from ._files.source import CONFIG, Source
 from ._layouts.configs import config_files, index_file, without_quantization
-from ._layouts.layouts import LAYOUTS, TE, Layout, LayoutName, Parts, decode_scale, global_scale_of, is_kv_scale, kv_scale_in
+from ._layouts.layouts import (
+    LAYOUTS,
+    TE,
+    Layout,
+    LayoutName,
+    Parts,
+    decode_scale,
+    global_scale_of,
+    is_kv_scale,
+    kv_scale_in,
+)
 from ._layouts.loaders import checked_ignore_list, linear_modules
 from ._layouts.stored import Stored, Weight, open_stored
 from ._layouts.unsupported import has_fp8_kv_cache
@@ -146,8 +156,8 @@ def dequantize_checkpoint(
 ) -> None:
     """Decodes an NVFP4 checkpoint to an ordinary one: values q * (s * S_dec), rounded to ``dtype``.
 
-    FP8 weights are decoded too, and weights are multiplied by the factors of AWQ that their modules have. Scales of a KV
-    cache are left out, with a warning: without a config of the quantization, loaders have no parameters for them.
+    FP8 weights are decoded too, and weights are multiplied by the factors of AWQ that their modules have. Scales of a
+    KV cache are left out, with a warning: without a config of the quantization, loaders have no parameters for them.
 
     Args:
       source: an NVFP4 checkpoint of any layout.

@@ -232,8 +232,8 @@ def _experts(s: Survey) -> Iterator[Found]:
     """Compares the tensors of each expert with those of most others beside it."""
     layers: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     for module, entry in module_entries(s.source):
-        if expert := split_expert(module):
-            parent, number, role = expert
+        if parts := split_expert(module):
+            parent, number, role = parts
             layers[parent][number][role] = f"{entry.tag} {list(entry.shape)}"
     for parent, experts in layers.items():
         for role in sorted({role for e in experts.values() for role in e}):

@@ -225,7 +225,7 @@ class Survey:
 
     @cached_property
     def block_scales(self) -> dict[str, tuple[int, int, int]]:
-        """How many block scales of a weight are NaN, are negative, and are at all. Where they lie unclearly, it has none."""
+        """How many block scales of a weight are NaN, how many negative, of how many; if their order is clear."""
         counted = {}
         for module, item in self.items.items():
             nan = negative = total = 0
