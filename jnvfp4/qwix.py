@@ -102,7 +102,7 @@ class Provider(qwix.QuantizationProvider):
         recipe, path, of_w, side = found
         product, sharding = DotGeneral(recipe, path, **of_w), options.pop("out_sharding", None)
         if side == 1 and (frozen := self._frozen(rhs, dimension_numbers, recipe)) is not None:
-            result = self._frozen_dot(path, frozen, lhs, dimension_numbers, recipe, *args, **options)
+            result = self._frozen_dot(path, frozen, lhs, dimension_numbers[0][0], recipe, *args, **options)
         elif side == 1:
             result = product(lhs, rhs, dimension_numbers, *args, key=self._key(recipe, path), **options)
         else:
@@ -131,7 +131,7 @@ class Provider(qwix.QuantizationProvider):
         numbers, order = contraction("einsum", of_x_and_w, x.ndim, w.ndim)
         if side == 1 and (frozen := self._frozen(w, numbers, recipe)) is not None:
             sharding = options.pop("out_sharding", None)
-            result = self._frozen_dot(path, frozen, x, numbers, recipe, **options).transpose(order)
+            result = self._frozen_dot(path, frozen, x, numbers[0][0], recipe, **options).transpose(order)
             return result if sharding is None else jax.sharding.reshard(result, sharding)
         return einsum_of_layer(path, of_x_and_w, x, w, recipe, self._key(recipe, path), **of_w, **options)
 
@@ -197,17 +197,10 @@ class Provider(qwix.QuantizationProvider):
         return frozen
 
     def _frozen_dot(
-        self,
-        path: str,
-        w: Frozen,
-        x: jax.Array,
-        dimension_numbers: jax.lax.DotDimensionNumbers,
-        recipe: Recipe,
-        *args: Any,
-        **options: Any,
+        self, path: str, w: Frozen, x: jax.Array, axes: Sequence[int], recipe: Recipe, *args: Any, **options: Any
     ) -> jax.Array:
         key = self._key(recipe, path) if recipe.stochastic_forward else None
-        return w.dot(f"layer {path!r}", x, dimension_numbers[0][0], recipe, key, *args, **options)
+        return w.dot(f"layer {path!r}", x, axes, recipe, key, *args, **options)
 
     def _key(self, recipe: Recipe, path: str) -> jax.Array | None:
         module = flax_util.get_current_module()

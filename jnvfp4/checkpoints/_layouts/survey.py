@@ -1,7 +1,6 @@
 """Surveys the NVFP4 weights of a checkpoint, of any software, without refusing those that are damaged."""
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +13,7 @@ from .._files.files import CHUNK_BYTES, pieces
 from .._files.safetensors import FLOATS, JSON, Planned
 from .._files.source import CONFIG, Source, read_hf_quant
 from .configs import ALGORITHMS, PACKED, quantization_config
-from .layouts import COMPRESSED_TENSORS, MODELOPT, Layout, Parts, decode_scale_of
+from .layouts import COMPRESSED_TENSORS, MODELOPT, Layout, Parts, decode_scale_of, is_kv_scale
 from .loaders import READINGS, linear_modules
 from .names import FUSED, WEIGHT, split_expert, split_role
 from .stored import Stored, layout_of, scale_shapes
@@ -23,7 +22,6 @@ from .unsupported import config_refusal, tensor_refusal
 TINY = np.finfo(np.float32).tiny
 NAN, _MINUS_ZERO = 0x7F, 0x80  # as E4M3
 _TILE = (128, 4)  # rows and columns of block scales that GEMMs read as one piece
-_KV_SCALE = re.compile(r"(?:^|\.)(?:[kv]|kv)_scale$")
 # Entries of configs that change no value, which the configs made here lack.
 _HARMLESS = {"version", "producer", "quantization_status", "global_compression_ratio", "activation_scheme", "observer"}
 _HARMLESS |= {"exclude_modules", "scale_dtype", "zp_dtype"}
@@ -126,7 +124,7 @@ class Survey:
     @cached_property
     def kv_scales(self) -> list[str]:
         """The names of scales of keys and values."""
-        return [name for name in self.stored.others if _KV_SCALE.search(name)]
+        return [n for n in self.stored.others if is_kv_scale(n) or split_role(n)[1] == "kv_scale"]
 
     @cached_property
     def config(self) -> JSON | None:
