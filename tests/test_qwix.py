@@ -170,14 +170,14 @@ def test_an_einsum_that_is_no_product_stays_as_it_is():
 
 
 class Square(nn.Module):
-    """Activations of the shape of the parameter, by which it is multiplied as it is or added to others."""
+    """Activations of the shape of the parameter, by which it is multiplied, over its norm or added to another."""
 
     added: bool
 
     @nn.compact
     def __call__(self, x):
         w = self.param("w", nn.initializers.normal(1.0), (32, 32))
-        w = w + jnp.sin(w) if self.added else w
+        w = w + self.param("v", nn.initializers.normal(1.0), (32, 32)) if self.added else w / jnp.linalg.norm(w)
         return jax.lax.dot_general(jnp.sin(x) + x, w, (((1,), (0,)), ((), ())))
 
 
