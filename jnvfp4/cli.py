@@ -367,7 +367,7 @@ def _lint(a: argparse.Namespace) -> Exit:
 
 def _repack(a: argparse.Namespace) -> Exit:
     changed = repack_checkpoint(a.source, a.output, a.format, warn=_warn)
-    did = _rewritten(a, to=a.format) | {"globals_that_do_not_come_back": changed}
+    did = _rewritten(a, "kv_scales", to=a.format) | {"globals_that_do_not_come_back": changed}
     text = (
         "repacked {weights} weights from {from} to {to}, with the same codes and block scales, and copied {copied} "
         "other tensors\n{globals_that_do_not_come_back} global scales would change in the last bit on the way back"
@@ -382,10 +382,10 @@ def _dequantize(a: argparse.Namespace) -> Exit:
     return _show(did if a.json else text.format_map(did))
 
 
-def _rewritten(a: argparse.Namespace, **to: str) -> dict[str, object]:
+def _rewritten(a: argparse.Namespace, *copied: str, **to: str) -> dict[str, object]:
     source = inspect(a.source)
-    weights, fp8, kept, kv_scales = (len(source[k]) for k in ("quantized", "fp8", "kept", "kv_scales"))
-    return {"from": source["layout"], **to, "weights": weights, "fp8": fp8, "copied": kept + kv_scales}
+    weights, fp8, *others = (len(source[k]) for k in ("quantized", "fp8", "kept", *copied))
+    return {"from": source["layout"], **to, "weights": weights, "fp8": fp8, "copied": sum(others)}
 
 
 def _diff(a: argparse.Namespace) -> Exit:

@@ -69,16 +69,18 @@ class RaggedDot(eqx.Module):
       path: the name of the layer, for ``jnvfp4.step_key``.
       index: as in ``DotGeneral``.
       w_gather: as in ``jnvfp4.grouped_linear``, by the axes of rhs.
+      pad: as in ``jnvfp4.RaggedDot``.
     """
 
     recipe: Recipe = eqx.field(static=True, default=DEFAULT)
     path: str | None = eqx.field(static=True, default=None)
     index: jax.Array | None = None
     w_gather: tuple[Placement, Placement] | None = eqx.field(static=True, default=None)
+    pad: bool = eqx.field(static=True, default=False)
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **options: Any) -> jax.Array:
         """Computes ``jax.lax.ragged_dot`` of activations [M, K] and the weights [G, K, N] of experts."""
-        product = _RaggedDot(self.recipe, self.path, self.w_gather)
+        product = _RaggedDot(self.recipe, self.path, self.w_gather, self.pad)
         with nullcontext() if self.index is None else layer_index(self.index):
             return product(lhs, rhs, group_sizes, **options)
 

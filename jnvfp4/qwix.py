@@ -17,6 +17,7 @@ from ._layers.einsum import contraction, einsum_of_layer, sizes_of
 from ._layers.frozen import Frozen, freeze
 from ._layers.keys import key_of_layer
 from ._layers.weights import WeightAxes
+from ._native.compat import made_of
 from .flax import linen, nnx
 from .flax._experts import Experts, intercepted, product_of
 from .policy import Decision, Explanation, Layer, Policy, ProductOptions, check_policy, depths_of, path_of_parameter
@@ -44,12 +45,18 @@ class Provider(qwix.QuantizationProvider):
 
     Raises:
       TypeError: policy is not a Policy, or lora is neither a LoraProvider nor None.
+      ValueError: lora comes with a policy that has ``w_gather``.
     """
 
     def __init__(self, policy: Policy, *, lora: qwix.LoraProvider | None = None) -> None:
         check_policy("Provider", policy)
         if not isinstance(lora, qwix.LoraProvider | None):
             raise TypeError(f"Provider: lora must be a qwix.LoraProvider or None, got {lora!r}")
+        gathers = [w_gather for w_gather in (policy.w_gather, *(rule.w_gather for rule in policy.rules)) if w_gather]
+        if lora is not None and gathers:
+            raise ValueError(
+                f"Provider: policy must have no w_gather with lora, whose weights are for one device, got {gathers[0]}"
+            )
         super().__init__(rules=[])
         self.policy = policy
         self.lora = lora
@@ -93,16 +100,16 @@ class Provider(qwix.QuantizationProvider):
         if found is None:
             return jax.lax.dot_general(lhs, rhs, dimension_numbers, *args, **options)
         recipe, path, of_w, side = found
+        product, sharding = DotGeneral(recipe, path, **of_w), options.pop("out_sharding", None)
         if side == 1 and (frozen := self._frozen(rhs, dimension_numbers, recipe)) is not None:
-            return frozen.dot(lhs, dimension_numbers[0][0], recipe, options.get("preferred_element_type"))
-        product, key = DotGeneral(recipe, path, **of_w), self._key(recipe, path)
-        if side == 1:
-            return product(lhs, rhs, dimension_numbers, *args, key=key, **options)
-        contracted, batch = ((of_rhs, of_lhs) for of_lhs, of_rhs in dimension_numbers)
-        sharding = options.pop("out_sharding", None)
-        flipped = product(rhs, lhs, (contracted, batch), *args, key=key, **options)
-        batches, free = len(batch[0]), lhs.ndim - len(contracted[1]) - len(batch[1])  # of the weights, which come last
-        result = jnp.moveaxis(flipped, range(flipped.ndim - free, flipped.ndim), range(batches, batches + free))
+            result = self._frozen_dot(path, frozen, lhs, dimension_numbers[0][0], recipe, *args, **options)
+        elif side == 1:
+            result = product(lhs, rhs, dimension_numbers, *args, key=self._key(recipe, path), **options)
+        else:
+            contracted, batch = ((of_rhs, of_lhs) for of_lhs, of_rhs in dimension_numbers)
+            flipped = product(rhs, lhs, (contracted, batch), *args, key=self._key(recipe, path), **options)
+            batches, free = len(batch[0]), lhs.ndim - len(contracted[1]) - len(batch[1])  # of the weights: at last
+            result = jnp.moveaxis(flipped, range(flipped.ndim - free, flipped.ndim), range(batches, batches + free))
         return result if sharding is None else jax.sharding.reshard(result, sharding)
 
     def einsum(self, subscripts: str, *operands: jax.Array, **options: Any) -> jax.Array:
@@ -123,8 +130,9 @@ class Provider(qwix.QuantizationProvider):
             return jnp.einsum(subscripts, *operands, **options)
         numbers, order = contraction("einsum", of_x_and_w, x.ndim, w.ndim)
         if side == 1 and (frozen := self._frozen(w, numbers, recipe)) is not None:
-            product = frozen.dot(x, numbers[0][0], recipe, options.get("preferred_element_type"))
-            return product.transpose(order)
+            sharding = options.pop("out_sharding", None)
+            result = self._frozen_dot(path, frozen, x, numbers[0][0], recipe, **options).transpose(order)
+            return result if sharding is None else jax.sharding.reshard(result, sharding)
         return einsum_of_layer(path, of_x_and_w, x, w, recipe, self._key(recipe, path), **of_w, **options)
 
     def experts(
@@ -151,15 +159,20 @@ class Provider(qwix.QuantizationProvider):
         module = flax_util.get_current_module()
         if isinstance(module, nn.Module) and (module.scope is None or module.is_initializing()):
             return None
-        names = [flax_util.find_param(operand) for operand in (lhs, rhs)]
-        if (names[0] is None) == (names[1] is None):
-            return None
-        side = 0 if names[1] is None else 1
-        if str(names[side]).endswith(("lora_a", "lora_b")):
-            return None
         is_linen = isinstance(module, nn.Module)
+        params = (linen if is_linen else nnx).parameters_of(module)
+        found = [made_of(operand, params) for operand in (lhs, rhs)]
+        if not any(found):  # operands of which a trace knows nothing are told by their shapes
+            guessed = (flax_util.find_param(v) if f is None else None for v, f in zip((lhs, rhs), found, strict=True))
+            found = [[] if name is None else [name] for name in guessed]
+        weights = [(side, names[0]) for side, names in enumerate(found) if names]
+        if len(weights) != 1:
+            return None
+        ((side, name),) = weights
+        if name.endswith(("lora_a", "lora_b")):
+            return None
         path = linen.path_of(module) if is_linen else "/".join(map(str, flax_util.get_current_module_path()))
-        layer = Layer(path_of_parameter(path, names[side]), tuple((lhs, rhs)[side].shape))
+        layer = Layer(path_of_parameter(path, name), tuple((lhs, rhs)[side].shape))
         decision = self.policy.decide(layer, self.depths)
         self.met[layer.path] = decision
         return (
@@ -182,6 +195,12 @@ class Provider(qwix.QuantizationProvider):
         frozen = freeze(w, dimension_numbers[0][1], recipe)
         setattr(module, flax_util.find_param(w), flax_nnx.Param(frozen))
         return frozen
+
+    def _frozen_dot(
+        self, path: str, w: Frozen, x: jax.Array, axes: Sequence[int], recipe: Recipe, *args: Any, **options: Any
+    ) -> jax.Array:
+        key = self._key(recipe, path) if recipe.stochastic_forward else None
+        return w.dot(f"layer {path!r}", x, axes, recipe, key, *args, **options)
 
     def _key(self, recipe: Recipe, path: str) -> jax.Array | None:
         module = flax_util.get_current_module()

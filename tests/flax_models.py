@@ -46,17 +46,17 @@ class Transformer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks one after the other: ``scan`` says how."""
+    """Blocks one after the other: ``scan`` says how, and ``lift`` what is put around their class."""
 
     layers: int = 3
     scan: bool = False
     indexed: bool = False
-    remat: bool = False
+    lift: Any = staticmethod(lambda block: block)
     split_rngs: Any = (("params", True),)
 
     @nn.compact
     def __call__(self, x):
-        block = nn.remat(Mlp) if self.remat else Mlp
+        block = self.lift(Mlp)
         if not self.scan:
             for i in range(self.layers):
                 x = block(name=f"block_{i}")(x)
@@ -74,9 +74,10 @@ class Stack(nn.Module):
 
 
 class ScannedBlock(nn.Module):
-    """One class that is lifted twice: no module is called between the loop and ``nn.remat``."""
+    """One class that is lifted twice: no module is called between the loop and ``nn.remat`` or ``nn.jit``."""
 
     split_sr: bool
+    lift: Any = nn.remat
 
     @nn.compact
     def __call__(self, x):
@@ -86,7 +87,7 @@ class ScannedBlock(nn.Module):
                 return Mlp(name="mlp")(x), None
 
         axes, rngs = {"params": 0, "keys": 0}, {"params": True, "sr": self.split_sr}
-        loop = nn.scan(nn.remat(Block), variable_axes=axes, split_rngs=rngs, length=2)
+        loop = nn.scan(self.lift(Block), variable_axes=axes, split_rngs=rngs, length=2)
         return loop(name="block")(x, None)[0]
 
 

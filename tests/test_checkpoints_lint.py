@@ -623,6 +623,19 @@ def test_block_scales_are_read_by_slices(tmp_path, sound, monkeypatch):
     assert not [n for n in names if not re.search("scale", n)]
 
 
+def test_padded_scales_are_read_once_and_once_more_to_be_stored(tmp_path, sound, monkeypatch):
+    from jnvfp4.checkpoints._layouts.survey import Survey
+
+    unpadded, read = Survey.unpadded, []
+    monkeypatch.setattr(Survey, "unpadded", lambda s, item: (read.append(item.module), unpadded(s, item))[1])
+    b, module = Broken(sound[MODELOPT]), f"{ATTENTION}.k_proj"
+    both(padded(module), scaled(0.5, module))(b)
+    assert {f.rule for f in lint(b.write(tmp_path / "broken"))} == {"padded-scales", "fused-globals"}
+    assert read == [module]
+    fix_checkpoint(tmp_path / "broken", tmp_path / "fixed")
+    assert read == [module] * 3
+
+
 def test_the_page_has_all_rules():
     page = (Path(__file__).parent.parent / "docs" / "checkpoints.md").read_text()
     table = re.search(r"^\| rules \|.*\n((?:\|.*\n)+)", page, re.M)[1]

@@ -239,7 +239,7 @@ def test_loops_and_remat_change_no_bit():
     loss, got = run(Stack(layers=1, scan=True, indexed=True), stacked(variables))
     assert_bitwise(loss, want_loss)
     assert_same_tensor(got, stacked(want))
-    loss, got = run(Stack(layers=1, remat=True), variables)
+    loss, got = run(Stack(layers=1, lift=nn.remat), variables)
     assert_bitwise(loss, want_loss)
     for layer in ("up", "down"):
         assert_bitwise(*(tree["params"]["block_0"][layer]["kernel"] for tree in (got, want)), layer)
@@ -251,10 +251,11 @@ STACKS = {
     "a, unrolled": (Stack(2), False),
     "a, scanned": (Stack(2, scan=True, indexed=True), False),
     "b, unrolled": (Stack(2), True),
-    "b, remat": (Stack(2, remat=True), True),
+    "b, remat": (Stack(2, lift=nn.remat), True),
     "b, scanned": (Stack(2, scan=True, split_rngs=SPLIT), True),
-    "b, scanned remat": (Stack(2, scan=True, remat=True, split_rngs=SPLIT), True),
+    "b, scanned remat": (Stack(2, scan=True, lift=nn.remat, split_rngs=SPLIT), True),
     "b, scanned block": (ScannedBlock(split_sr=True), True),
+    "b, scanned jit": (ScannedBlock(split_sr=True, lift=lambda m: nn.jit(nn.remat(m))), True),
 }
 
 
@@ -283,7 +284,10 @@ OF_EACH, OF_ALL = (("params", True),), (("params", True), ("sr", False))
 DIFFER = "key must differ .* pass split_rngs={'sr': True} to nn.scan"
 ALIKE = {
     "one stream": (Stack(scan=True, split_rngs=OF_ALL), DIFFER),
-    "one stream, remat": (Stack(scan=True, remat=True, split_rngs=OF_ALL), DIFFER),
+    "one stream, remat": (Stack(scan=True, lift=nn.remat, split_rngs=OF_ALL), DIFFER),
+    "one stream, jit": (ScannedBlock(split_sr=False, lift=nn.jit), DIFFER),
+    "one stream, jit of remat": (ScannedBlock(split_sr=False, lift=lambda m: nn.jit(nn.remat(m))), DIFFER),
+    "one stream, remat of jit": (ScannedBlock(split_sr=False, lift=lambda m: nn.remat(nn.jit(m))), DIFFER),
     "one stream, block": (ScannedBlock(split_sr=False), DIFFER),
     "no stream": (Stack(scan=True, split_rngs=OF_EACH), "key must be given"),
 }
@@ -303,11 +307,11 @@ class Caller(nn.Module):
         return Mlp().apply(variables, x, rngs=rngs)
 
 
-@pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
-def test_microbatches_that_share_a_stream_raise(remat):
+@pytest.mark.parametrize("lift", [lambda block: block, nn.remat, nn.jit], ids=["plain", "remat", "jit"])
+def test_microbatches_that_share_a_stream_raise(lift):
     variables = init(Mlp())
-    model, of_model = Stack(layers=1, remat=remat), {"params": {"block_0": variables["params"]}}
-    scanned = Stack(layers=1, remat=remat, scan=True, indexed=True)  # its layers have no stream
+    model, of_model = Stack(layers=1, lift=lift), {"params": {"block_0": variables["params"]}}
+    scanned = Stack(layers=1, lift=lift, scan=True, indexed=True)  # its layers have no stream
 
     def losses(call, policy=ALL):
         def body(_, i):
@@ -322,14 +326,14 @@ def test_microbatches_that_share_a_stream_raise(remat):
         losses(shared)
     losses(shared, Policy(default=NEAREST))
     losses(lambda key: model.apply(of_model, X, rngs={"sr": key}))
-    caller = (nn.remat(Caller) if remat else Caller)()
+    caller = lift(Caller)()
     losses(lambda key: caller.apply({}, X, variables, {"sr": key}, rngs={"sr": KEY}))
     losses(lambda key: scanned.apply(stacked(of_model), X, rngs={"sr": KEY}))
-    split = Stack(layers=1, remat=remat, scan=True, split_rngs=SPLIT)  # within a loop that does not
+    split = Stack(layers=1, lift=lift, scan=True, split_rngs=SPLIT)  # within a loop that does not
     with pytest.raises(ValueError, match=f"layer 'block/up': {DIFFER}"):
         losses(lambda _: split.apply(stacked(of_model), X, rngs={"sr": KEY}))
     losses(lambda key: split.apply(stacked(of_model), X, rngs={"sr": key}))
-    alike = Stack(layers=1, remat=remat, scan=True, split_rngs=OF_ALL)  # a key of each microbatch, for all its layers
+    alike = Stack(layers=1, lift=lift, scan=True, split_rngs=OF_ALL)  # a key of each microbatch, for all its layers
     with pytest.raises(ValueError, match=f"layer 'block/up': {DIFFER}"):
         losses(lambda key: alike.apply(stacked(of_model), X, rngs={"sr": key}))
 
@@ -501,8 +505,8 @@ class Tied(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        a, b = (self.param(name, nn.initializers.ones, (4, 64, 32)) for name in "ab")
-        return jax.lax.ragged_dot(x.reshape(-1, 32), (a + b).mT, GROUPS)
+        a, b = (self.param(name, nn.initializers.ones, (4, 32, 64)) for name in "ab")
+        return jax.lax.ragged_dot(x.reshape(-1, 32), a + b, GROUPS)
 
 
 def test_experts_that_are_no_parameter_are_named():

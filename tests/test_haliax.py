@@ -17,7 +17,7 @@ from flax_models import KEY, NEAREST, SR
 from jax.sharding import PartitionSpec as P
 
 import jnvfp4
-from jnvfp4 import Policy, Rule, layer_key, linear, step_key
+from jnvfp4 import Policy, Rule, layer_key, linear, recipes, step_key
 from jnvfp4.haliax import DotGeneral, RaggedDot, apply
 
 pytestmark = [
@@ -137,3 +137,7 @@ def test_ragged_dot_is_that_of_the_package():
     with step_key(KEY):
         assert_bitwise(op(x, w, sizes), jnvfp4.RaggedDot(SR, "experts/up")(x, w, sizes))
     assert not jax.tree.leaves(eqx.filter(op, eqx.is_array))
+    for pad in (False, True):  # as a rule of a policy says
+        options = Policy([Rule("experts", recipes.inference(), pad=pad)]).options_of("experts")
+        op = RaggedDot(recipes.inference(), "experts", **options)
+        assert ("bf16[16,48] = nvfp4_grouped_matmul[" in str(jax.make_jaxpr(op)(x, w[..., :41], sizes))) is pad

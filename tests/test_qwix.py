@@ -33,10 +33,11 @@ from flax_models import (
 from jax.sharding import PartitionSpec as P
 from meshes import assert_sharded, make_mesh, put
 
-from jnvfp4 import Policy, RaggedDot, Rule, einsum, quantize, recipes, step_key
+from jnvfp4 import Policy, RaggedDot, Recipe, Rule, einsum, layer_key, linear, quantize, recipes, step_key
 from jnvfp4.flax.linen import intercept
 from jnvfp4.flax.nnx import apply
 from jnvfp4.qwix import Provider
+from jnvfp4.spec import NVFP4, NVFP4_SR
 
 pytestmark = [
     pytest.mark.usefixtures("cpu"),
@@ -168,6 +169,26 @@ def test_an_einsum_that_is_no_product_stays_as_it_is():
     assert decision.why.startswith("no product: einsum: x and w must share a letter that the result leaves out")
 
 
+class Square(nn.Module):
+    """Activations of the shape of the parameter, by which it is multiplied, over its norm or added to another."""
+
+    added: bool
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.normal(1.0), (32, 32))
+        w = w + self.param("v", nn.initializers.normal(1.0), (32, 32)) if self.added else w / jnp.linalg.norm(w)
+        return jax.lax.dot_general(jnp.sin(x) + x, w, (((1,), (0,)), ((), ())))
+
+
+def test_shapes_do_not_tell_what_the_trace_knows():
+    """Neither of activations as large as the weights, nor of a sum, which is no parameter."""
+    x = X.reshape(32, 32)
+    for added in (False, True):
+        model = qwix.quantize_model(Square(added), Provider(Policy(default=NEAREST)))
+        assert products(lambda v, x, model=model: model.apply(v, x), shapes(model, x), x) == (not added)
+
+
 class FlippedExperts(nn.Module):
     """Weights first, with a batch axis."""
 
@@ -275,6 +296,9 @@ def test_lora_freezes_the_weights_in_nvfp4_and_leaves_its_adapters():
     assert products(lambda state: nnx.merge(graph, state)(x), state) == 2
     with pytest.raises(TypeError, match=r"Frozen: weights in NVFP4 must be read as a whole, by \[\.\.\.\], got \[0\]"):
         model.up.kernel[0]
+    model.up.precision = "highest"
+    with pytest.raises(ValueError, match="layer 'up': precision must be None or 'default', got 'highest'"):
+        model(x)
     odd = nnx.Linear(40, 32, rngs=nnx.Rngs(0))
     odd = qwix.quantize_model(
         nnx.Sequential(odd),
@@ -286,3 +310,26 @@ def test_lora_freezes_the_weights_in_nvfp4_and_leaves_its_adapters():
     assert odd(jnp.ones((4, 40))).shape == (4, 32)
     with pytest.raises(TypeError, match=r"Provider: lora must be a qwix\.LoraProvider or None, got 4"):
         Provider(Policy(), lora=4)
+    for policy in (Policy(w_gather=(P("x"), P())), Policy([Rule("up", NEAREST, (P("x"), P()))])):
+        with pytest.raises(ValueError, match=r"Provider: policy must have no w_gather with lora, .*, got \(P"):
+            Provider(policy, lora=lora)
+
+
+class Positional(nnx.Module):
+    """Gives the precision and the dtype of its result by their places."""
+
+    def __init__(self):
+        self.w = nnx.Param(jax.random.normal(KEY, (32, 64), jnp.bfloat16))
+
+    def __call__(self, x):
+        return jax.lax.dot_general(x, self.w[...], (((1,), (0,)), ((), ())), None, jnp.float32)
+
+
+def test_lora_passes_on_the_key_and_the_options_of_a_product():
+    recipe, x = Recipe((NVFP4_SR, NVFP4), None, None), jnp.ones((4, 32), jnp.bfloat16)
+    lora = qwix.LoraProvider(module_path=".*", rank=4, alpha=8.0)
+    with step_key(KEY):
+        provider = Provider(Policy(default=recipe), lora=lora)
+        model = qwix.quantize_model(nnx.Sequential(Positional()), provider, x, rngs=nnx.Rngs(1))
+        got, kept = model(x), model.layers[0].w.get_value().tensor  # adapters start at zero
+        assert_bitwise(got, linear(x, kept, recipe, key=layer_key("layers/0"), out_dtype=jnp.float32))

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from .._core.tensor import NVFP4Tensor
 from .._ops.quantize import quantize
 from ..recipes import Recipe
+from .dot_general import check_options
 from .linear import linear
 
 
@@ -43,13 +44,24 @@ class Frozen:
             raise TypeError(f"Frozen: weights in NVFP4 must be read as a whole, by [...], got [{index!r}]")
         return self
 
-    def dot(self, x: jax.Array, contracted: Sequence[int], recipe: Recipe, dtype: DTypeLike | None) -> jax.Array:
+    def dot(
+        self,
+        op: str,
+        x: jax.Array,
+        contracted: Sequence[int],
+        recipe: Recipe,
+        key: jax.Array | None,
+        precision: object = None,
+        preferred_element_type: DTypeLike | None = None,
+        **unsupported: object,
+    ) -> jax.Array:
         """Computes ``jax.lax.dot_general`` of x and the weights, [*x free, *weights free]; dx is not quantized."""
+        check_options(op, recipe, precision, None, unsupported)
         free = [axis for axis in range(x.ndim) if axis not in contracted]
         rows = x.transpose(*free, *contracted).reshape(*(x.shape[axis] for axis in free), -1)
         columns = [size for axis, size in enumerate(self.shape) if axis not in self.contracted]
-        product = linear(rows, self.tensor, recipe).reshape(*rows.shape[:-1], *columns)
-        return product if dtype is None else product.astype(dtype)
+        product = linear(rows, self.tensor, recipe, key=key, out_dtype=preferred_element_type)
+        return product.reshape(*rows.shape[:-1], *columns)
 
 
 def freeze(w: jax.Array, contracted: Sequence[int], recipe: Recipe) -> Frozen:

@@ -136,20 +136,43 @@ def cuda_versions() -> tuple[int | None, int | None]:
         return None, None
 
 
-def made_of(value: Any, arrays: Mapping[str, Any]) -> str | None:
-    """Returns the name of the array that a value is, or is made of by operations on nothing else, such as a cast.
+def made_of(value: Any, arrays: Mapping[str, Any]) -> list[str] | None:
+    """Returns the name of the array that a value is, or is made of: by a cast, by a scale, or with its own norm.
 
-    Only a trace records them, and not beyond the arguments of the function that is being traced.
+    Of several arrays, it is the one of the value's size. The list is empty if there are more of that size, none, or
+    other values among them; it is None if that is unknown. Only a trace records operations, and not beyond the
+    arguments of the function that is being traced.
     """
     names = {id(inner): name for name, array in arrays.items() for inner in _within(array)}
-    while value is not None:
-        inner = list(_within(value))
-        if found := [names[id(v)] for v in inner if id(v) in names]:
-            return found[0]
-        equation = getattr(inner[-1], "parent", getattr(inner[-1], "recipe", None))  # of jit; of partial evaluation
-        operands: Any = getattr(equation, "in_tracers", ())
-        value = operands[0] if len(operands) == 1 else None
-    return None
+    found: set[str] = set()
+    seen: set[int] = set()
+    several, todo = False, [value]
+    while todo:
+        inner = list(_within(todo.pop()))
+        if own := [names[id(v)] for v in inner if id(v) in names]:
+            found.add(own[0])
+            continue
+        operands = _operands(inner[-1])
+        if operands is None or len(seen) > _MOST_OPERATIONS:
+            return [] if several else None
+        several |= len(operands) > 1
+        todo += [v for v in operands if id(v) not in seen]
+        seen |= {id(v) for v in operands}
+    if len(found) > 1:
+        found = {name for name in found if arrays[name].size == value.size}
+    return list(found) if len(found) == 1 else []
+
+
+_MOST_OPERATIONS = 100  # of an activation, a trace has thousands
+
+
+def _operands(value: Any) -> list[Any] | None:
+    """Returns the arrays of which an operation made what is traced, without scalars; None if that is unknown."""
+    equation = getattr(value, "parent", getattr(value, "recipe", None))  # of jit; of partial evaluation
+    operands: Any = getattr(equation, "in_tracers", None)
+    if operands is None or len(getattr(equation, "outvars", getattr(equation, "out_tracer_refs", ()))) > 1:
+        return None
+    return [v for v in operands if getattr(v, "ndim", 0)]
 
 
 def _within(value: Any) -> Iterator[Any]:

@@ -15,11 +15,10 @@ from ._files.source import CONFIG, HF_QUANT, open_source
 from ._layouts.configs import config_files
 from ._layouts.layouts import decode_scale, decode_scale_of
 from ._layouts.names import groups_of
-from ._layouts.survey import Item, Survey, survey
+from ._layouts.survey import NAN, Item, Survey, survey
 from ._layouts.unsupported import has_fp8_kv_cache
 from .rewrite import Pieces, Task, Warn, copied, write_output
 from .rules import (
-    NAN,
     findings,
     ignore_list_of,
     is_calibrated,

@@ -27,7 +27,17 @@ from ._files.files import (
 from ._files.safetensors import DTYPES, FLOATS, JSON, VERSION, Planned, writing
 from ._files.source import CONFIG, Source
 from ._layouts.configs import config_files, index_file, without_quantization
-from ._layouts.layouts import LAYOUTS, TE, Layout, LayoutName, Parts, decode_scale, global_scale_of, kv_scale_in
+from ._layouts.layouts import (
+    LAYOUTS,
+    TE,
+    Layout,
+    LayoutName,
+    Parts,
+    decode_scale,
+    global_scale_of,
+    is_kv_scale,
+    kv_scale_in,
+)
 from ._layouts.loaders import checked_ignore_list, linear_modules
 from ._layouts.stored import Stored, Weight, open_stored
 from ._layouts.unsupported import has_fp8_kv_cache
@@ -84,8 +94,10 @@ class _Repacking:
     stored: Stored
     to: Layout
 
-    def renamed(self, name: str) -> str:
-        return kv_scale_in(self.to, name)
+    @property
+    def kept(self) -> list[tuple[str, str]]:
+        """Returns what else is written, by its old and new names."""
+        return [(name, kv_scale_in(self.to, name)) for name in self.stored.kept]
 
     def outputs(self, module: str) -> list[Planned]:
         weight, old, new = self.stored.weight(module), self.stored.parts(module), self._parts(module)
@@ -144,12 +156,13 @@ def dequantize_checkpoint(
 ) -> None:
     """Decodes an NVFP4 checkpoint to an ordinary one: values q * (s * S_dec), rounded to ``dtype``.
 
-    FP8 weights are decoded too, and weights are multiplied by the factors of AWQ that their modules have.
+    FP8 weights are decoded too, and weights are multiplied by the factors of AWQ that their modules have. Scales of a
+    KV cache are left out, with a warning: without a config of the quantization, loaders have no parameters for them.
 
     Args:
       source: an NVFP4 checkpoint of any layout.
       output: a new or empty directory.
-      dtype: the dtype of the decoded weights: BF16, F16 or F32; other tensors are copied.
+      dtype: the dtype of the decoded weights: BF16, F16 or F32; all others are copied.
       warn: called with a sentence about each finding that is no error.
 
     Raises:
@@ -164,6 +177,8 @@ def dequantize_checkpoint(
         parts = (stored.weight(module, rows).values() for rows in _slices(w))
         _check_range(w.name, 6 * 448 * float(np.abs(w.decode).max()) * factor, parts, dtype)
     _check_fp8_range(stored, dtype)
+    if scales := sum(map(is_kv_scale, stored.kept)):
+        warn(f"{scales} scales of a KV cache are left out, for which an ordinary model has no parameters")
     _write(_Decoding(stored, dtype), Path(output), warn)
 
 
@@ -172,8 +187,9 @@ class _Decoding:
     stored: Stored
     dtype: str
 
-    def renamed(self, name: str) -> str:
-        return name
+    @property
+    def kept(self) -> list[tuple[str, str]]:
+        return [(name, name) for name in self.stored.kept if not is_kv_scale(name)]
 
     def outputs(self, module: str) -> list[Planned]:
         w = self.stored.weight(module)
@@ -271,10 +287,10 @@ def _shards(rewriting: Rewriting) -> dict[str, list[Task]]:
     for module in stored.modules:
         tasks = shards[source.places[stored.parts(module).codes]]
         tasks.append((rewriting.outputs(module), partial(rewriting.pieces, module)))
-    for entry in map(source.entry, [*stored.kept, *map(stored.name, stored.fp8)]):
-        name = rewriting.renamed(entry.name)
-        planned = [Planned(name, entry.tag, entry.shape)]
-        shards[source.places[entry.name]].append((planned, partial(copied, source, entry.name, name)))
+    for old, new in [*rewriting.kept, *((name, name) for name in map(stored.name, stored.fp8))]:
+        entry = source.entry(old)
+        planned = [Planned(new, entry.tag, entry.shape)]
+        shards[source.places[old]].append((planned, partial(copied, source, old, new)))
     return {name: tasks for name, tasks in shards.items() if tasks}
 
 

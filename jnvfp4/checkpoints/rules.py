@@ -4,7 +4,6 @@ Sources, as issues and pull requests: vLLM 29980, 42601, 45102, 45212, 49949, 52
 23625; TensorRT-LLM 18772; compressed-tensors 595; Model Optimizer 1397, 1633, 1858 and 2038.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,16 +18,14 @@ from ._files.source import CONFIG, HF_QUANT, open_source
 from ._layouts.configs import PACKED
 from ._layouts.layouts import COMPRESSED_TENSORS, MODELOPT, TE
 from ._layouts.loaders import READINGS, Reading, checked_ignore_list, fused_module
-from ._layouts.names import groups_of, is_embedding, is_head, is_other, is_router, is_stack, split_role
+from ._layouts.names import groups_of, is_embedding, is_head, is_other, is_router, is_stack, split_expert, split_role
 from ._layouts.stored import scale_shapes
 from ._layouts.survey import Item, Survey, module_entries, survey
 from ._layouts.unsupported import kv_caches
 
 RANKS = (2, 4, 8)  # of tensor parallelism, about which there is a note
 _SPLIT_ALONG_K = ("o_proj", "out_proj", "down_proj", "w2")  # what tensor parallelism splits between blocks of 16
-_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(.+)$")
 _FAR = 8  # how many times as large as all its siblings a scale of 1.0 is no amax of 2688, but was never calibrated
-NAN, _MINUS_ZERO = 0x7F, 0x80  # as E4M3
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class Rule:
     finds: str
     breaks: str
     do: str
-    find: Callable[..., Iterable[Found]]
+    find: Callable[[Survey], Iterable[Found]]
 
 
 def lint(source: Path | str, ranks: int | None = None) -> list[Finding]:
@@ -73,13 +70,12 @@ def lint(source: Path | str, ranks: int | None = None) -> list[Finding]:
     Raises:
       CheckpointError: a file is damaged, or there is no NVFP4 weight.
     """
-    return findings(survey(open_source(Path(source))), ranks)
+    return findings(survey(open_source(Path(source)), ranks))
 
 
-def findings(s: Survey, ranks: int | None = None) -> list[Finding]:
+def findings(s: Survey) -> list[Finding]:
     """Applies all rules."""
-    found = {name: _split(s, ranks) if name == "ranks" else rule.find(s) for name, rule in RULES.items()}
-    return [_finding(s, name, *fields) for name, all_fields in found.items() for fields in all_fields]
+    return [_finding(s, name, *fields) for name, rule in RULES.items() for fields in rule.find(s)]
 
 
 def _finding(s: Survey, rule: str, where: str, found: str, fixable: bool, note: bool = False) -> Finding:
@@ -197,23 +193,17 @@ def _globals(s: Survey) -> Iterator[Found]:
 
 
 def _block_scales(s: Survey) -> Iterator[Found]:
-    for item in s.items.values():
-        nan = negative = total = 0
-        for x in s.block_scales(item):
-            total += x.size
-            if x.max() >= NAN:
-                is_nan = (x & NAN) == NAN
-                nan += int(is_nan.sum())
-                negative += int(((x > _MINUS_ZERO) & ~is_nan).sum())
+    for module, (nan, negative, total) in s.block_scales.items():
+        scales = s.items[module].parts.scales
         if nan:
-            yield item.parts.scales, f"has {nan} NaN of {total}", True
+            yield scales, f"has {nan} NaN of {total}", True
         if negative:
-            yield item.parts.scales, f"has {negative} negative values of {total}", False
+            yield scales, f"has {negative} negative values of {total}", False
 
 
 def is_whole(s: Survey, item: Item) -> bool:
     """Tells whether the block scales [N, K/16] are known, also where they are stored with padding."""
-    return item.lie == "plain" or (item.lie == "padded" and s.unpadded(item) is not None)
+    return item.module in s.block_scales
 
 
 def _padded(s: Survey) -> Iterator[Found]:
@@ -242,32 +232,33 @@ def _experts(s: Survey) -> Iterator[Found]:
     """Compares the tensors of each expert with those of most others beside it."""
     layers: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     for module, entry in module_entries(s.source):
-        if match := _EXPERT.match(module):
-            layers[match[1]][match[2]][match[3]] = f"{entry.tag} {list(entry.shape)}"
+        if parts := split_expert(module):
+            parent, number, role = parts
+            layers[parent][number][role] = f"{entry.tag} {list(entry.shape)}"
     for parent, experts in layers.items():
         for role in sorted({role for e in experts.values() for role in e}):
             kinds = Counter(e.get(role, "missing") for e in experts.values())
             usual = kinds.most_common(1)[0][0]
             for number, expert in experts.items():
                 if (kind := expert.get(role, "missing")) != usual:
-                    yield f"{parent}.{number}.{role}", f"is {kind}, in other experts {usual}", False
+                    yield f"{parent}.{number}{role}", f"is {kind}, in other experts {usual}", False
 
 
 def _by_mistake(is_wrong: Callable[[str], bool], s: Survey) -> Iterator[Found]:
     yield from ((module, "is quantized", False) for module in s.items if is_wrong(module))
 
 
-def _split(s: Survey, ranks: int | None = None) -> Iterator[Found]:
+def _split(s: Survey) -> Iterator[Found]:
     """Finds the ranks between which blocks of 16 would be cut, once for all weights of the same role and K."""
     sizes: dict[tuple[str, int], list[str]] = defaultdict(list)
     for item in s.items.values():
         if (shape := item.shape) and (role := split_role(item.module)[1]) in _SPLIT_ALONG_K:
             sizes[role, shape[-1]].append(item.module)
     for (_, k), modules in sizes.items():
-        if bad := [str(n) for n in (RANKS if ranks is None else (ranks,)) if k % (BLOCK * n)]:
+        if bad := [str(n) for n in (RANKS if s.ranks is None else (s.ranks,)) if k % (BLOCK * n)]:
             more = f", as {len(modules) - 1} more" if len(modules) > 1 else ""
             text = f"has K = {k}, which {', '.join(bad)} ranks cut within blocks of {BLOCK}{more}"
-            yield modules[0], text, False, ranks is None
+            yield modules[0], text, False, s.ranks is None
 
 
 # ---------------------------------------------------------------- configs

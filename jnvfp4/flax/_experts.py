@@ -108,8 +108,8 @@ class Experts:
         return [Layer(path_of_parameter(path, name), params[name].shape, (n, k)) for name in names]
 
     def _names(self, owner: object, params: Mapping[str, jax.Array], w: jax.Array) -> list[str]:
-        if (name := made_of(w, params)) is not None:
-            return [name]
+        if (names := made_of(w, params)) is not None:
+            return names
         alike = [name for name, value in params.items() if value.shape == w.shape]
         alike = alike or [name for name, value in params.items() if _is_part(w.shape, value.shape)]
         if len(alike) > 1 and not isinstance(w, jax.core.Tracer):

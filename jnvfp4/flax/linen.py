@@ -36,9 +36,10 @@ def intercept(policy: Policy) -> Iterator[None]:
 
     These are ``nn.Dense``, ``nn.DenseGeneral`` (also as projections of attention) and ``nn.Einsum``, and their
     subclasses; and experts, which a module gives to ``jax.lax.ragged_dot`` or ``ragged_dot_general`` as rhs, by their
-    parameters: "block_3/moe/up". Parameters, their names and shapes stay as they are. ``init`` runs the model without
-    quantizing, because it returns only parameters. A layer that has a dot_general of its own keeps it. A warning names
-    convolutions and other modules with a kernel that the policy would quantize and this function cannot.
+    parameters: "block_3/moe/up". Calls by a name that was imported from ``jax.lax`` before are missed silently.
+    Parameters, their names and shapes stay as they are. ``init`` runs the model without quantizing, because it returns
+    only parameters. A layer that has a dot_general of its own keeps it. A warning names convolutions and other modules
+    with a kernel that the policy would quantize and this function cannot.
 
     A recipe that rounds stochastically needs ``rngs={'sr': key}`` of ``apply``, or ``jnvfp4.step_key``. Without both
     the gradient of a layer raises; an evaluation needs neither, unless the forward GEMM rounds stochastically.
@@ -267,17 +268,21 @@ def experts_of(
     experts: Experts, module: nn.Module, w: jax.Array, w_axes: WeightAxes, shapes: Mapping[str, tuple[int, ...]]
 ) -> list[Layer]:
     """Describes the experts w that a module multiplies by; ``shapes`` are as in ``describe``."""
-    own = [
-        (name, value) for name, value in module.variables.get("params", {}).items() if not isinstance(value, Mapping)
-    ]
-    # What a box holds: to unbox it may make another array of it.
-    params = {name: leaves[0] for name, value in own if len(leaves := jax.tree.leaves(value)) == 1}
-    layers = experts.layers(module.scope, path_of(module), params, w, w_axes)
+    layers = experts.layers(module.scope, path_of(module), parameters_of(module), w, w_axes)
     whole = [shapes.get(layer.path, layer.shape) for layer in layers]
     return [
         layer._replace(shape=shape, stacked=len(shape) > len(layer.shape))
         for layer, shape in zip(layers, whole, strict=True)
     ]
+
+
+def parameters_of(module: nn.Module) -> dict[str, jax.Array]:
+    """Returns the parameters that a module has itself, by name."""
+    own = [
+        (name, value) for name, value in module.variables.get("params", {}).items() if not isinstance(value, Mapping)
+    ]
+    # What a box holds: to unbox it may make another array of it.
+    return {name: leaves[0] for name, value in own if len(leaves := jax.tree.leaves(value)) == 1}
 
 
 def _unknown(module: nn.Module) -> Layer | None:

@@ -3,7 +3,6 @@
 Nothing is read or copied before a slice is used.
 """
 
-import re
 from collections import defaultdict
 from dataclasses import replace
 
@@ -17,13 +16,13 @@ from .._files.source import CONFIG, Source, View
 from .._layouts.configs import without_quantization
 from .._layouts.fp8 import fp8_decoded, fp8_weights
 from .._layouts.loaders import is_expert_stack
-from .._layouts.names import WEIGHT
+from .._layouts.names import WEIGHT, module_of, split_expert
 from .mxfp4 import mxfp4_views
 from .options import ConvertOptions, ExpertLayout
 
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 _FUSED = "gate_up_proj"
 _HALVES = (("gate_proj", "up_proj"), ("w1", "w3"))  # gate and up, in either convention of names
+_ROLES = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 _STACK_NAMES = {"w2": "down_proj"}  # the name in a stack, where gate and up are gate_up_proj
 _INTERLEAVED_MODELS = ("gpt_oss",)  # model types with gate and up in the even and the odd columns
 _KN_MODELS = ("llama4", "llama4_text", "gpt_oss")  # model types with stacks [E, K, N]; others have [E, N, K]
@@ -98,8 +97,9 @@ def stacked(source: Source) -> Source:
     """Shows each projection of all experts as one tensor [E, N, K]; gate and up are one, with gate first."""
     experts: dict[str, dict[str, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
     for name in source.places:
-        if match := _EXPERT.fullmatch(name):
-            experts[match[1]][match[3]][int(match[2])] = name
+        expert = split_expert(module_of(name)) if name.endswith(WEIGHT) else None
+        if expert and (role := expert[2][1:]) in _ROLES:
+            experts[expert[0]][role][int(expert[1])] = name
     views = []
     for parent, roles in experts.items():
         halves = next((h for h in _HALVES if set(h) <= set(roles)), ())

@@ -14,7 +14,7 @@ from ..._core.patterns import layer_of
 from .._files.errors import CheckpointError, Exit
 from .._files.safetensors import Planned
 from .layouts import LayoutName
-from .names import FUSED, FUSED_NAMES, WEIGHT, is_embedding, is_stack, module_of, split_role
+from .names import FUSED, FUSED_NAMES, WEIGHT, is_embedding, is_stack, module_of, split_expert, split_role
 
 Reading = Callable[[str, str], bool]  # whether an entry of the list keeps a module
 
@@ -51,15 +51,18 @@ READINGS: Mapping[LayoutName, Mapping[str, tuple[Reading, bool]]] = {
     "compressed-tensors": {"compressed-tensors": (_expression, False)},
     "te": {"jnvfp4": (_prefix, False)},
 }
-_EXPERTS = re.compile(r"^(.*\.experts)\.(?:\d+\..*|[^.]*)$")
 
 
 def fused_module(module: str) -> str:
     """Names the module that a loader fuses this one into: q, k and v; gate and up; or all experts."""
-    if match := _EXPERTS.match(module):
-        return match[1]
     parent, role = split_role(module)
-    return parent + next((FUSED_NAMES[f] for f in FUSED if role in f and f in FUSED_NAMES), role)
+    return _experts_of(module) or parent + next((FUSED_NAMES[f] for f in FUSED if role in f and f in FUSED_NAMES), role)
+
+
+def _experts_of(module: str) -> str | None:
+    """Names the module of all experts that a module, or a stack, is part of."""
+    expert, parent = split_expert(module), split_role(module)[0]
+    return expert[0] if expert else parent[:-1] if parent.endswith(".experts.") else None
 
 
 def ignore_list(kept: Iterable[str], quantized: Iterable[str], layout: LayoutName) -> list[str]:
@@ -77,7 +80,7 @@ def ignore_list(kept: Iterable[str], quantized: Iterable[str], layout: LayoutNam
         fused = fused_module(module)
         if fused not in fused_quantized:
             entries.add(fused)
-        if fused in fused_quantized or not _EXPERTS.match(module):
+        if fused in fused_quantized or _experts_of(module) is None:
             entries.add(module)
     if layout == "modelopt":
         entries |= {f"{layer}.*" for layer in _layers(kept) - _layers(quantized)}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 WEIGHT = ".weight"
 _STACK = re.compile(r"(?:^|\.)experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)$")
-_EXPERT = re.compile(r"(?:^|\.)experts(?:\.(\d+))?(?:\.|$)")
+_EXPERT = re.compile(r"((?:.*\.)?experts)\.(\d+)((?:\..*)?)")
 
 # Projections that loaders fuse, by the last part of the module's name.
 FUSED: tuple[tuple[str, ...], ...] = (
@@ -45,13 +45,19 @@ def is_stack(name: str) -> bool:
 
 def is_expert(name: str) -> bool:
     """Tells whether a tensor belongs to an expert, shared or not."""
-    return _EXPERT.search(name) is not None or ".shared_experts." in name or ".shared_expert." in name
+    return "experts" in name.split(".") or ".shared_experts." in name or ".shared_expert." in name
+
+
+def split_expert(module: str) -> tuple[str, str, str] | None:
+    """Splits the name of an expert's module at its number: ("mlp.experts", "3", ".w1"); None if it is no expert's."""
+    match = _EXPERT.fullmatch(module)
+    return (match[1], match[2], match[3]) if match else None
 
 
 def sibling_experts(module: str) -> str | None:
     """Gives the name that a module has in common with the same projection of its sibling experts; None if no expert."""
-    match = _EXPERT.search(module)
-    return f"{module[: match.start(1)]}*{module[match.end(1) :]}" if match and match[1] else None
+    parts = split_expert(module)
+    return f"{parts[0]}.*{parts[2]}" if parts else None
 
 
 def is_router(module: str) -> bool:

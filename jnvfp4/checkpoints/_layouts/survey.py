@@ -1,7 +1,6 @@
 """Surveys the NVFP4 weights of a checkpoint, of any software, without refusing those that are damaged."""
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,16 +13,15 @@ from .._files.files import CHUNK_BYTES, pieces
 from .._files.safetensors import FLOATS, JSON, Planned
 from .._files.source import CONFIG, Source, read_hf_quant
 from .configs import ALGORITHMS, PACKED, quantization_config
-from .layouts import COMPRESSED_TENSORS, MODELOPT, Layout, Parts, decode_scale_of
+from .layouts import COMPRESSED_TENSORS, MODELOPT, Layout, Parts, decode_scale_of, is_kv_scale
 from .loaders import READINGS, linear_modules
-from .names import FUSED, WEIGHT, split_role
+from .names import FUSED, WEIGHT, split_expert, split_role
 from .stored import Stored, layout_of, scale_shapes
 from .unsupported import config_refusal, tensor_refusal
 
 TINY = np.finfo(np.float32).tiny
+NAN, _MINUS_ZERO = 0x7F, 0x80  # as E4M3
 _TILE = (128, 4)  # rows and columns of block scales that GEMMs read as one piece
-_KV_SCALE = re.compile(r"(?:^|\.)(?:[kv]|kv)_scale$")
-_EXPERT = re.compile(r"^(.*\.experts)\.\d+\.(?:.*\.)?([^.]+)$")
 # Entries of configs that change no value, which the configs made here lack.
 _HARMLESS = {"version", "producer", "quantization_status", "global_compression_ratio", "activation_scheme", "observer"}
 _HARMLESS |= {"exclude_modules", "scale_dtype", "zp_dtype"}
@@ -87,8 +85,8 @@ class Item:
     @property
     def family(self) -> tuple[str, object]:
         """What it shares with weights that multiply the same or similar activations: fused ones, and other experts."""
-        match = _EXPERT.match(self.module)
-        parent, role = (match[1], match[2]) if match else split_role(self.module)
+        expert, (parent, role) = split_expert(self.module), split_role(self.module)
+        parent = expert[0] if expert else parent
         return parent, next((f for f in FUSED if role in f), role)
 
 
@@ -98,10 +96,17 @@ def _count_bad(x: np.ndarray, *, zero: bool = False) -> int:
 
 @dataclass(frozen=True)
 class Survey:
-    """Holds what was found in a checkpoint: ``items`` are its NVFP4 weights by module, in the order of their names."""
+    """Holds what was found in a checkpoint.
+
+    Attributes:
+      stored: the checkpoint.
+      items: its NVFP4 weights by module, in the order of their names.
+      ranks: of tensor parallelism, that the model is to be split over; None if that is not known.
+    """
 
     stored: Stored
     items: dict[str, Item]
+    ranks: int | None
 
     @property
     def source(self) -> Source:
@@ -119,7 +124,7 @@ class Survey:
     @cached_property
     def kv_scales(self) -> list[str]:
         """The names of scales of keys and values."""
-        return [name for name in self.stored.others if _KV_SCALE.search(name)]
+        return [n for n in self.stored.others if is_kv_scale(n) or split_role(n)[1] == "kv_scale"]
 
     @cached_property
     def config(self) -> JSON | None:
@@ -216,8 +221,24 @@ class Survey:
         named = (g for g, found in targets if any(reads(t, module) for t in found))
         return next(named, next((g for g, found in targets if "Linear" in found), {}))
 
-    def block_scales(self, item: Item) -> Iterator[np.ndarray]:
-        """Gives the block scales as uint8, some rows at a time; nothing if it is not clear where they lie."""
+    @cached_property
+    def block_scales(self) -> dict[str, tuple[int, int, int]]:
+        """How many block scales of a weight are NaN, how many negative, of how many; if their order is clear."""
+        counted = {}
+        for module, item in self.items.items():
+            nan = negative = total = 0
+            for x in self._block_scales(item):
+                total += x.size
+                if x.max() >= NAN:
+                    is_nan = (x & NAN) == NAN
+                    nan += int(is_nan.sum())
+                    negative += int(((x > _MINUS_ZERO) & ~is_nan).sum())
+            if total:
+                counted[module] = nan, negative, total
+        return counted
+
+    def _block_scales(self, item: Item) -> Iterator[np.ndarray]:
+        """Gives them as uint8, some rows at a time."""
         if item.lie == "padded" and (x := self.unpadded(item)) is not None:
             yield x
         elif item.lie == "plain":
@@ -265,7 +286,7 @@ def _is_empty(value: object) -> bool:
     return all(map(_is_empty, value.values())) if isinstance(value, dict) else not value
 
 
-def survey(source: Source) -> Survey:
+def survey(source: Source, ranks: int | None = None) -> Survey:
     """Finds the NVFP4 weights of an open checkpoint, complete or not.
 
     Raises:
@@ -277,7 +298,7 @@ def survey(source: Source) -> Survey:
     modules, *stacks = ({n.removesuffix(s) for n in source.places if n.endswith(s)} for s in layout.global_suffixes)
     modules |= {m for n in source.places if (m := _coded_module(source, layout, n))}
     stored = Stored(source, layout, sorted(modules.union(*stacks)), frozenset().union(*stacks))
-    return Survey(stored, {module: _item(stored, module) for module in stored.modules})
+    return Survey(stored, {module: _item(stored, module) for module in stored.modules}, ranks)
 
 
 def _coded_module(source: Source, layout: Layout, name: str) -> str:
