@@ -150,7 +150,7 @@ def test_a_spec_that_does_not_go_with_the_operands_is_refused(native, name, spec
 def test_no_rows_are_no_work(native, name):
     """A program with a symbolic number of rows may run with none."""
     call = the_call(native, name)
-    rows = 64 if name.startswith("quantize") else 16
+    rows = {"dequantize": 16, "matmul": 24}.get(name, 64)
 
     def without_rows(array: Array) -> Array:
         if rows not in array.shape or array.name.startswith("b "):
@@ -180,8 +180,8 @@ def test_a_plan_of_another_device_is_adapted(native):
 
 
 def test_a_plan_that_cannot_be_adapted_names_both(native):
-    """decode_then_dot is XLA operations, which a handler cannot run: a GPU has nothing else for a free order."""
-    call = the_call(native, "matmul")
+    """decode_then_dot is XLA operations, which a handler cannot run: a GPU has nothing else without scratch."""
+    call = the_call(native, "matmul dense")
     text = refusal(replace(call, attrs={**call.attrs, "kernel": "decode_then_dot"}))
     if native.platform == "cpu":
         assert text is None
