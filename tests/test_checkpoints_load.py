@@ -71,6 +71,8 @@ OTHER_FORMATS = {
     "MXFP4": ({"q_proj.weight": ("U8", np.zeros((16, 16), np.uint8)),
                "q_proj.weight_scale": ("U8", np.zeros((16, 1), np.uint8))}, "q_proj.weight_scale", "q_proj"),
     "INT8": ({"q_proj.weight": ("I8", np.ones((16, 32), np.int8)), "q_proj.scale": ONE}, "q_proj.scale", "q_proj"),
+    "GPTQ": ({"q_proj.qweight": ("I32", np.ones((4, 16), np.int32)), "q_proj.scales": ("BF16", array(1, 16))},
+             "q_proj.scales", "q_proj"),
     "E5M2": ({"q_proj.weight": ("F8_E5M2", FP8[1].astype(ml_dtypes.float8_e5m2)), "q_proj.scale": ONE},
              "q_proj.scale", "q_proj"),
     "AWQ, of another size": ({"o_proj.pre_quant_scale": ("BF16", array(16))}, "o_proj.pre_quant_scale", "o_proj"),

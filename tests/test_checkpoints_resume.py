@@ -91,6 +91,14 @@ def test_an_interrupted_conversion_goes_on(model, tmp_path, whole, after):
     assert files_of(out) == whole
 
 
+def test_an_output_with_nothing_but_part_of_a_file_is_resumed(model, tmp_path, whole):
+    """A run that was killed within its first shard has no record yet."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model-00001-of-00002.safetensors.tmp-1").write_bytes(b"part")
+    convert_checkpoint(model, tmp_path / "out", resume=True)
+    assert files_of(tmp_path / "out") == whole
+
+
 def test_what_is_finished_is_recorded_and_not_written_again(model, begun, whole, tmp_path, monkeypatch):
     """It is told as one step of the progress, and asks for no room on the disk."""
     (done,) = begun.glob("*.safetensors")
@@ -324,9 +332,12 @@ def test_a_source_that_changes_is_an_error(tmp_path, monkeypatch, writer, change
         open_checkpoint(tmp_path / "out")
 
 
-@pytest.mark.parametrize("change", ["content", "header"])
-def test_a_source_that_changes_before_the_codes_is_an_error(model, tmp_path, monkeypatch, change):
-    """Between the amaxes and the codes: nothing is written."""
+@pytest.mark.parametrize(("change", "experts"), [("content", "keep"), ("header", "keep"), ("content", "stacked")])
+def test_a_source_that_changes_before_the_codes_is_an_error(model, tmp_path, monkeypatch, change, experts):
+    """Between the amaxes and the codes: nothing is written. The second file has no expert 0, after which stacks are."""
+    name = "model.layers.0.mlp.experts.{}.{}.weight"
+    files = {f"{e}.safetensors": {name.format(e, w): weight(32, 32) for w in ("w1", "w2", "w3")} for e in (0, 1)}
+    model = write_model(tmp_path / "experts", files) if experts == "stacked" else model
     find, path = convert.find_amaxes, max(model.glob("*.safetensors"))
     work, how = CHANGES[change]
 
@@ -337,7 +348,7 @@ def test_a_source_that_changes_before_the_codes_is_an_error(model, tmp_path, mon
 
     monkeypatch.setattr(convert, "find_amaxes", find_and_change)
     with pytest.raises(CheckpointError, match=rf"{path.name}: has changed while it was read .*{how}"):
-        convert_checkpoint(model, tmp_path / "out")
+        convert_checkpoint(model, tmp_path / "out", ConvertOptions(experts=experts))
     assert not (tmp_path / "out").exists()
 
 

@@ -45,7 +45,7 @@ _FACTOR = re.compile(
     r"(?:^|[._])(?:weight_scale(?:_inv)?|input_scale|pre_quant_scale|weight_zero_point|weight_g_idx)$"
     r"|(?:^|\.)(?:output_scale|q_scale|kv_scale|svdquant_lora_[ab])$"
 )
-_CODES = ("U8", "I8", "F8_E4M3", "F8_E5M2")  # dtypes of numbers that a tensor beside them may scale
+_CODES = ("U8", "I8", "I32", "F8_E4M3", "F8_E5M2")  # dtypes of numbers that a tensor beside them may scale
 
 
 # ---------------------------------------------------------------- configs
