@@ -86,7 +86,7 @@ class ScannedBlock(nn.Module):
             def __call__(self, x, _):
                 return Mlp(name="mlp")(x), None
 
-        axes, rngs = {"params": 0, "keys": 0}, {"params": True, "sr": self.split_sr}
+        axes, rngs = {"params": 0, "keys": 0}, {"params": True, "sr": self.split_sr, "dropout": False}
         loop = nn.scan(self.lift(Block), variable_axes=axes, split_rngs=rngs, length=2)
         return loop(name="block")(x, None)[0]
 

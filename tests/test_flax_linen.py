@@ -246,7 +246,7 @@ def test_loops_and_remat_change_no_bit():
 
 
 # ---------------------------------------------------------------- keys
-SPLIT = (("params", True), ("sr", True))
+SPLIT = (("params", True), ("sr", True), ("dropout", False))
 STACKS = {
     "a, unrolled": (Stack(2), False),
     "a, scanned": (Stack(2, scan=True, indexed=True), False),
@@ -261,7 +261,7 @@ STACKS = {
 
 @pytest.mark.parametrize(("model", "rngs"), STACKS.values(), ids=STACKS)
 def test_every_layer_of_every_step_draws_its_own_bits(monkeypatch, model, rngs):
-    """The keys are variables of the layers: newer Flax scans no module that has a callback."""
+    """Whatever streams they share. The keys are variables: newer Flax scans no module that has a callback."""
     variables, original = init(model), linen.key_in
 
     def sowing(module, path, recipe):
@@ -274,7 +274,7 @@ def test_every_layer_of_every_step_draws_its_own_bits(monkeypatch, model, rngs):
     @jax.jit
     def step(variables, key):
         with intercept(ALL), nullcontext() if rngs else step_key(key):
-            return model.apply(variables, X, rngs={"sr": key} if rngs else None, mutable=["keys"])[1]
+            return model.apply(variables, X, rngs={"sr": key, "dropout": KEY} if rngs else None, mutable=["keys"])[1]
 
     drawn = [leaf.reshape(-1, 2) for key in (KEY, jax.random.key(6)) for leaf in jax.tree.leaves(step(variables, key))]
     assert len(np.unique(np.concatenate(drawn), axis=0)) == 8  # two steps, two blocks, two layers
