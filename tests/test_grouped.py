@@ -248,6 +248,8 @@ def test_the_kernels_of_the_pinned_order():
     for left in ("nvfp4", "bfloat16"):
         assert plan(left, 0, pinned=True) == plan(left, 0)
     assert plan(pinned=True)[::2] == ("sm90_nvfp4_pinned_grouped", "")
+    few = (16, 4, 128, 256)  # rows that the fast order multiplies without a list of tiles
+    assert plan(shape=few, pinned=True).scratch_bytes > plan(shape=few).scratch_bytes == 0
     for left, capability in (("bfloat16", 90), ("nvfp4", 80), ("nvfp4", 120), ("float16", None)):
         assert plan(left, capability, pinned=True) == ("", 0, "no kernel multiplies these operands there")
     for kernel in ("sm90_nvfp4_grouped", "decode_then_ragged_dot"):
