@@ -74,7 +74,8 @@ def check_wrong_arrays(call: Call, *, all_of: bool) -> None:
     """All wrong arrays, or one shape and one type in turns, in place of each array, are refused by its name."""
     for index, array in enumerate(call.operands + call.results):
         wrong = list(wrong_arrays(array))
-        kinds = [[w for w in wrong if (w.shape == array.shape) == alike] for alike in (False, True)]
+        some = [w for w in wrong if 0 not in w.shape]  # an array without elements is often one that is left out
+        kinds = [[w for w in some if (w.shape == array.shape) == alike] for alike in (False, True)]
         for other in wrong if all_of else [kind[7 * index % len(kind)] for kind in kinds if kind]:
             text = refusal(with_array(call, index, other))
             assert text is not None, f"ran with {other}"
@@ -84,7 +85,7 @@ def check_wrong_arrays(call: Call, *, all_of: bool) -> None:
             assert named, f"{other}: {text}"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY_CALL)
 def test_one_wrong_of_each_operand_and_result_is_refused(native, name):
     check_wrong_arrays(the_call(native, name), all_of=False)
 
