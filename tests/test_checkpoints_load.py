@@ -160,6 +160,10 @@ OTHER_CONFIGS = {
     "three bits": (("modelopt", *CT), of_weights(num_bits=3), rf"{GROUP}\.weights\.num_bits is 3; expected 4 or 8\n"),
     "integers": (("modelopt", *CT), of_weights(type="int"), rf"{GROUP}\.weights\.type is 'int'; expected 'float'\n"),
     "strategy": (CT, of_weights(strategy="channel"), rf"{GROUP}\.weights\.strategy is 'channel'; expected 'tensor_gr"),
+    "blocks": (CT, of_weights(block_structure=[64, 64]), rf"{GROUP}\.weights\.block_structure is \[64, 64\]; expected N"),
+    "strategy of activations": (
+        CT, of_group(input_activations={"num_bits": 4, "strategy": "token"}),
+        rf"{GROUP}\.input_activations\.strategy is 'token'; expected 'tensor_group'\n"),
     "activations": (
         ("modelopt", *CT), of_group(input_activations=FP8_ARGUMENTS), rf"{GROUP}\.input_activations\.num_bits is 8;"),
     "format": (CT, entries(format="pack-quantized"), "config.format is 'pack-quantized'; expected 'nvfp4-pack-q"),

@@ -13,7 +13,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import array, draw_nothing, files_of, model_of
+from checkpoints import array, draw_nothing, files_of, model_of, write
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -87,32 +87,38 @@ SCALES = {
     ("compressed-tensors", "128x128"): ("weight_scale", POSITIVE[:2, :2].astype(BF16)),
     ("modelopt", "128x128, as DeepSeek-V3"): ("weight_scale_inv", POSITIVE[:2, :2]),
 }
-ALGORITHMS = {"per tensor": "FP8", "per channel": "FP8_PER_CHANNEL_PER_TOKEN"}
-STRATEGIES = {"per tensor": "tensor", "per channel": "channel"}
+ALGORITHMS = {"per tensor": "FP8", "per channel": "FP8_PER_CHANNEL_PER_TOKEN", "128x128": "FP8_PB_WO"}
+STRATEGIES = {"per tensor": ("tensor", "tensor"), "per channel": ("channel", "token"), "128x128": ("block", "group")}
 
 
 def configs(layout: str, granularity: str, dtype: str) -> tuple[dict, dict | None]:
     """config.json, and hf_quant_config.json of Model Optimizer (``convert_hf_quant_config_format``)."""
     config = {"model_type": "llama", "torch_dtype": dtype}
     if layout == "modelopt":
-        layers = {f"{ATTENTION}.q_proj": {"quant_algo": ALGORITHMS.get(granularity, "FP8_PB_WO")},
-                  EXPERT: {"quant_algo": "NVFP4", "group_size": 16}}  # fmt: skip
+        layers = {f"{ATTENTION}.q_proj": {"quant_algo": ALGORITHMS.get(granularity, "fp8_pb_wo")},
+                  EXPERT: {"quant_algo": "NVFP4_AWQ", "group_size": 16}}  # fmt: skip
         mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
         numbers = {"num_bits": 8, "type": "float", "dynamic": False}
-        groups = {"group_0": {"weights": numbers, "input_activations": numbers, "targets": [f"{ATTENTION}.q_proj"]}}
+        groups = {
+            "group_0": {"weights": numbers, "input_activations": numbers, "targets": [f"{ATTENTION}.q_proj"]},
+            "group_1": {"weights": {**numbers, "num_bits": 4}, "input_activations": numbers, "targets": [EXPERT]},
+        }
         config["quantization_config"] = {"quant_method": "modelopt", "config_groups": groups, "ignore": [], **mixed,
                                          "kv_cache_scheme": numbers}  # fmt: skip
         return config, {"producer": {"name": "modelopt"}, "quantization": {**mixed, "kv_cache_quant_algo": "FP8"}}
     four = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": False}
     eight = {"num_bits": 8, "type": "float", "dynamic": False, "symmetric": True, "group_size": None}
-    eight["strategy"] = STRATEGIES.get(granularity, "block")
+    eight["strategy"], of_inputs = STRATEGIES[granularity]
     eight["block_structure"] = [128, 128] if granularity == "128x128" else None
     groups = {
         "group_0": {"targets": ["re:.*experts.*"], "format": "nvfp4-pack-quantized", "weights": four,
                     "input_activations": {**four, "dynamic": "local"}},
         "group_1": {"targets": ["re:.*self_attn.*"], "format": "float-quantized", "weights": eight,
-                    "input_activations": {**eight, "strategy": "token", "dynamic": True, "block_structure": None}},
+                    "input_activations": {**eight, "strategy": of_inputs, "dynamic": True, "block_structure": None}},
     }  # fmt: skip
+    if granularity == "128x128":  # the other words for both
+        weights = {**eight, "block_structure": "128x128"}
+        groups["group_2"] = {**groups["group_1"], "format": "naive-quantized", "weights": weights}
     cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
     names = {"quant_method": "compressed-tensors", "format": "mixed-precision", "ignore": ["lm_head"]}
     config["quantization_config"] = {**names, "config_groups": groups, "kv_cache_scheme": cache}
@@ -191,6 +197,10 @@ def test_fp8_weights_have_their_dtype_of_origin(tmp_path, dtype, want):
     got = open_checkpoint(path)[q]
     assert got.dtype == want
     np.testing.assert_array_equal(got, values[q].astype(want))
+    config = json.loads((path / CONFIG).read_text())
+    config["text_config"] = {"dtype": config.pop("torch_dtype")}
+    (path / CONFIG).write_text(json.dumps(config))
+    assert open_checkpoint(path)[q].dtype == want
 
 
 @pytest.mark.parametrize("granularity", ["per tensor", "per channel", "128x128"])
@@ -259,6 +269,13 @@ def test_scales_of_a_cache_are_no_part_of_a_source(tmp_path):
         convert_checkpoint(model, tmp_path / "out")
 
 
+def test_a_file_of_which_nothing_is_left_is_not_written(tmp_path):
+    path, _ = mixed(tmp_path)
+    write(path / "cache.safetensors", {"model.layers.1.self_attn.k_proj.k_scale": ("F32", np.ones((), np.float32))})
+    dequantize_checkpoint(path, tmp_path / "out", warn=str)
+    assert [p.name for p in (tmp_path / "out").glob("*safetensors*")] == ["model.safetensors"]
+
+
 def test_the_command_shows_what_modules_are(tmp_path, capsys):
     path, _ = mixed(tmp_path, granularity="per channel")
     assert main(["inspect", str(path)]) == 0
@@ -288,18 +305,21 @@ def test_scales_of_fp8_that_do_not_fit(tmp_path, case):
         assert found.value.code == 3
 
 
-def test_fp8_that_overflows_is_refused(tmp_path):
-    path, _ = mixed(tmp_path, more={f"{ATTENTION}.q_proj.weight_scale": np.float32(1e5)})
+@pytest.mark.parametrize("scale", [1e5, -1e5, np.nan])
+def test_fp8_that_overflows_is_refused(tmp_path, scale):
+    path, _ = mixed(tmp_path, more={f"{ATTENTION}.q_proj.weight_scale": np.float32(scale)})
     with pytest.raises(CheckpointError, match=r"q_proj.weight': has \d+ values that are not finite in F16"):
         dequantize_checkpoint(path, tmp_path / "out", "F16")
     assert not (tmp_path / "out").exists()
-    dequantize_checkpoint(path, tmp_path / "out", "F32", warn=str)  # of the scales of a KV cache
+    if scale == scale:
+        dequantize_checkpoint(path, tmp_path / "out", "F32", warn=str)  # of the scales of a KV cache
 
 
 # ---------------------------------------------------------------- factors of AWQ
-def awq(directory):
+def awq(directory, size=1):
     """A checkpoint of NVFP4_AWQ, its weight's values, and the factors of its activations."""
-    factors = np.random.default_rng(3).uniform(0.5, 2, 64).astype(BF16)
+    factors = np.random.default_rng(3).uniform(0.5, 2, 64)
+    factors = (size * factors).astype(BF16)
     expert, values = nvfp4("modelopt")
     tensors = {f"{EXPERT}.{part}": x for part, x in expert.items()} | {f"{EXPERT}.pre_quant_scale": factors}
     numbers = {"quant_algo": "NVFP4_AWQ", "group_size": 16, "has_zero_point": False, "pre_quant_scale": True}
@@ -326,6 +346,8 @@ def test_factors_of_awq(tmp_path, capsys):
     np.testing.assert_array_equal(out.array(f"{EXPERT}.weight"), folded)
     x = np.random.default_rng(4).normal(size=(3, 64))
     np.testing.assert_allclose((x * factors.astype(float)) @ values.T, x @ folded.T, rtol=1e-5)
+    with pytest.raises(CheckpointError, match=r"weight': has \d+ values that are not finite in F16"):
+        dequantize_checkpoint(awq(tmp_path / "large", -1e5)[0], tmp_path / "none", "F16")
     (record,) = verify_checkpoint(tmp_path / "out", path)
     assert record.error.relative_error == 0
     assert inspect(path)["pre_quant_scales"] == [f"{EXPERT}.pre_quant_scale"]
