@@ -76,6 +76,7 @@ OTHER_FORMATS = {
     "E5M2": ({"q_proj.weight": ("F8_E5M2", FP8[1].astype(ml_dtypes.float8_e5m2)), "q_proj.scale": ONE},
              "q_proj.scale", "q_proj"),
     "AWQ, of another size": ({"o_proj.pre_quant_scale": ("BF16", array(16))}, "o_proj.pre_quant_scale", "o_proj"),
+    "AWQ, of another dtype": ({"o_proj.pre_quant_scale": ("F64", np.ones(32))}, "o_proj.pre_quant_scale", "o_proj"),
     "AWQ of FP8": (
         {"q_proj.weight": FP8, "q_proj.weight_scale": ONE, "q_proj.pre_quant_scale": ("BF16", array(32))},
         "q_proj.pre_quant_scale", "q_proj"),
@@ -160,7 +161,7 @@ OTHER_CONFIGS = {
     "three bits": (("modelopt", *CT), of_weights(num_bits=3), rf"{GROUP}\.weights\.num_bits is 3; expected 4 or 8\n"),
     "integers": (("modelopt", *CT), of_weights(type="int"), rf"{GROUP}\.weights\.type is 'int'; expected 'float'\n"),
     "strategy": (CT, of_weights(strategy="channel"), rf"{GROUP}\.weights\.strategy is 'channel'; expected 'tensor_gr"),
-    "blocks": (CT, of_weights(block_structure=[64, 64]), rf"{GROUP}\.weights\.block_structure is \[64, 64\]; expected N"),
+    "blocks": (CT, of_weights(block_structure=[64, 64]), rf"{GROUP}\.weights\.block_structure is \[64, 64\]; expected"),
     "strategy of activations": (
         CT, of_group(input_activations={"num_bits": 4, "strategy": "token"}),
         rf"{GROUP}\.input_activations\.strategy is 'token'; expected 'tensor_group'\n"),
@@ -193,7 +194,7 @@ NORMAL = {
     "nothing": ((), entries()),
     "names with scale": (
         ("q_proj.layer_scale", "logit_scale", "router.scale", "altup.correct_output_scale", "v_bias"), entries()),
-    "a KV cache in high precision": ((), entries(kv_cache_scheme=None, kv_cache_quant_algo=None)),
+    "a KV cache in high precision": ((), entries(kv_cache_scheme={}, kv_cache_quant_algo=None)),
     "an FP8 KV cache": ((), entries(kv_cache_scheme={"num_bits": 8, "type": "float", "dynamic": False})),
     "empty entries": (
         (), entries(transform_config={}, sparsity_config={}, moe_sparsity_config=None, global_compression_ratio=None)),
@@ -332,6 +333,7 @@ def test_an_ordinary_checkpoint_is_read(tmp_path):
     for file, text in (
         ("hf_quant_config.json", '{"quantization": {"producer": "other"}}'),
         ("config.json", '{"quantization_config": {"quant_method": "gptq"}}'),
+        ("config.json", '{"text_config": {"quantization_config": {"quant_method": "gptq"}}}'),
     ):
         (tmp_path / "a" / file).write_text(text)
         with pytest.raises(CheckpointError, match=r"has no NVFP4 weight(.|\n)*hint: read it with the software that"):

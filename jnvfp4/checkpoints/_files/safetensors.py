@@ -235,7 +235,7 @@ class File:
         count = entry.shape[0] if entry.shape else 1
         first, stop, step = rows.indices(count)
         assert step == 1, rows
-        out = np.empty((max(stop - first, 0), *entry.shape[1:]) if entry.shape else (), entry.dtype)
+        out = np.empty((stop - first, *entry.shape[1:]) if entry.shape else (), entry.dtype)
         left = out.reshape(-1).view(np.uint8).data
         offset = entry.begin + first * entry.nbytes // max(count, 1)
         while left:
