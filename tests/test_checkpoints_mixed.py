@@ -223,6 +223,14 @@ def test_fp8_weights_are_verified(tmp_path, layout, granularity):
     model_of(tmp_path / "other", source)
     with pytest.raises(VerificationError, match=r"q_proj.weight': relative error is 0.3333; expected at most 0.2"):
         verify_checkpoint(tmp_path / "other", path)
+    source[f"{ATTENTION}.q_proj.weight"] = array(N, 1)
+    model_of(tmp_path / "narrow", source)
+    with pytest.raises(VerificationError, match=rf"q_proj.weight': has shape \[{N}, {K}\]; expected \[{N}, 1\]"):
+        verify_checkpoint(tmp_path / "narrow", path)
+    del source[f"{ATTENTION}.q_proj.weight"]
+    model_of(tmp_path / "less", source)
+    with pytest.raises(VerificationError, match=r"q_proj.weight': is not in the source"):
+        verify_checkpoint(tmp_path / "less", path)
 
 
 @pytest.mark.parametrize("to", KV_NAMES)
@@ -251,6 +259,12 @@ def test_diff_compares_fp8_weights_as_they_are_stored(tmp_path, part):
     other, _ = mixed(tmp_path / "other", more={f"{q}.{part}": np.nextafter(scale, np.float32(9)).astype(scale.dtype)})
     assert diff(path, path).same
     assert diff(path, other).others == [f"{q}.weight"]
+    source = open_source(path)
+    rest = {e.name: (e.tag, source.read(e.name)) for e in source.entries() if e.name != f"{q}.input_scale"}
+    write(other / "model.safetensors", rest)
+    assert diff(path, other).others == [f"{q}.weight"]
+    rows, blocks = (mixed(tmp_path / g, granularity=g)[0] for g in ("per channel", "128x128"))
+    assert diff(rows, blocks).others == [f"{q}.weight"]
 
 
 def test_fp8_values_that_the_dtype_of_origin_cannot_hold_are_an_error(tmp_path):

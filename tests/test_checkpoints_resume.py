@@ -263,7 +263,8 @@ def test_two_writers_do_not_share_a_directory(writer, tmp_path):
         with pytest.raises(CheckpointError, match=text):
             writer(tmp_path / "out")
         assert files_of(tmp_path / "out") == {}
-    writer(tmp_path / "out")
+    for out in ("out", "new/folder/out"):
+        writer(tmp_path / out)
 
 
 @pytest.mark.parametrize("name", ["out", "out/mine"])
