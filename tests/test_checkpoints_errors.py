@@ -466,6 +466,8 @@ def test_overwriting_leaves_nothing_of_the_older_output(model, tmp_path, capsys)
     converted(model, tmp_path)
     older = sorted(files_of(tmp_path / "out"))
     (tmp_path / "out" / "mine").write_text("mine")
+    (tmp_path / "out" / INDEX).unlink()
+    (tmp_path / "out" / INDEX).symlink_to("no")
     capsys.readouterr()
     assert converted(tmp_path / "single", tmp_path, "--overwrite") == {**want, "mine": b"mine"}
     (told,) = re.findall(r"^warning: (.*) of an older checkpoint removed$", capsys.readouterr().err, re.M)

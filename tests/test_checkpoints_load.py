@@ -72,6 +72,10 @@ OTHER_FORMATS = {
     "MXFP4": ({"q_proj.weight": ("U8", np.zeros((16, 16), np.uint8)),
                "q_proj.weight_scale": ("U8", np.zeros((16, 1), np.uint8))}, "q_proj.weight_scale", "q_proj"),
     "INT8": ({"q_proj.weight": ("I8", np.ones((16, 32), np.int8)), "q_proj.scale": ONE}, "q_proj.scale", "q_proj"),
+    "FP8 of three axes": (
+        {"q_proj.weight": ("F8_E4M3", np.ones((2, 16, 32), ml_dtypes.float8_e4m3fn)), "q_proj.weight_scale": ONE},
+        "q_proj.weight_scale", "q_proj"),
+    "FP8, no weight": ({"q_proj": FP8, "q_proj.weight_scale": ONE}, "q_proj.weight_scale", "q_proj"),
     "bytes": ({"q_proj.weight": ("U8", np.ones((16, 16), np.uint8)), "q_proj.scale": ONE}, "q_proj.scale", "q_proj"),
     "GPTQ": ({"q_proj.qweight": ("I32", np.ones((4, 16), np.int32)), "q_proj.scales": ("BF16", array(1, 16))},
              "q_proj.scales", "q_proj"),

@@ -198,7 +198,8 @@ def test_fp8_weights_have_their_dtype_of_origin(tmp_path, dtype, want):
     assert got.dtype == want
     np.testing.assert_array_equal(got, values[q].astype(want))
     config = json.loads((path / CONFIG).read_text())
-    config["text_config"] = {"dtype": config.pop("torch_dtype")}
+    older = "float16" if dtype == "float32" else None
+    config["text_config"] = {"torch_dtype": older, "dtype": config.pop("torch_dtype")}
     (path / CONFIG).write_text(json.dumps(config))
     assert open_checkpoint(path)[q].dtype == want
 
@@ -306,13 +307,15 @@ BAD_SCALES = {
         r"is F32, has shape \[3, 2\]; expected .* 200 for rows, or \[2, 2\], one for",
     ),
     "dtype": (np.ones((), np.int32), r"is I32, has shape \[\]; expected a float"),
+    "no rows": (np.ones((), np.float32), r"is F32, has shape \[\]; expected a float"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_SCALES)
 def test_scales_of_fp8_that_do_not_fit(tmp_path, case):
     scale, text = BAD_SCALES[case]
-    path, _ = mixed(tmp_path, more={f"{ATTENTION}.q_proj.weight_scale": scale})
+    empty = {f"{ATTENTION}.q_proj.weight": np.zeros((0, K), E4M3)} if case == "no rows" else {}
+    path, _ = mixed(tmp_path, more={f"{ATTENTION}.q_proj.weight_scale": scale, **empty})
     for read in (open_checkpoint, inspect):
         with pytest.raises(CheckpointError, match=f"q_proj.weight_scale': {text}") as found:
             read(path)

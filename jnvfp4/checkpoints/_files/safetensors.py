@@ -298,7 +298,6 @@ def writing(path: Path, tensors: Iterable[Planned], metadata: Mapping[str, str])
     places = {t.name: (t, begin) for t, begin in zip(tensors, ends, strict=False)}
     with replacing(path) as temporary, open(temporary, "wb", buffering=0) as file:
         _write(file, memoryview(head), 0)
-        file.truncate(len(head) + sum(t.nbytes for t in tensors))
         writer = Writer(path, file, places)
         yield writer
         assert writer.written == {t.name: t.nbytes for t in tensors}
