@@ -97,7 +97,7 @@ FILES = {
     "key in two shards, no index": (
         lambda m: (gate_twice(m), (m / INDEX).unlink()), rf"tensor '{GATE}': is in {A} and in {B}"),
     "path up": (edit_map(lambda w: w.update({NORM: f"../in/{B}"})), rf"{NORM}.*'../in/{B}'; expected a name without a"),
-    "dots": (edit_map(lambda w: w.update({NORM: ".."})), "'..'; expected a name without a folder"),
+    "dots": (edit_map(lambda w: w.update({NORM: ".."})), r"'\.\.'; expected a name that ends in .safetensors"),
     "absolute path": (edit_map(lambda w: w.update({NORM: "/etc/passwd"})), "'/etc/passwd'; expected a name without"),
     "backslash": (edit_map(lambda w: w.update({NORM: "..\\x"})), "expected a name without a folder"),
     "zero byte": (edit_map(lambda w: w.update({NORM: "a\0b.safetensors"})), "expected a name without a folder or NUL"),

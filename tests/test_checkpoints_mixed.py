@@ -190,7 +190,9 @@ def test_fp8_weights_are_decoded(tmp_path, layout, granularity):
     assert diff(path, path).same
 
 
-@pytest.mark.parametrize(("dtype", "want"), [("float16", np.float16), ("float32", np.float32), ("int8", BF16)])
+@pytest.mark.parametrize(
+    ("dtype", "want"), [("float16", np.float16), ("float32", np.float32), ("int8", BF16), ([], BF16)]
+)
 def test_fp8_weights_have_their_dtype_of_origin(tmp_path, dtype, want):
     path, values = mixed(tmp_path, dtype=dtype)
     q = f"{ATTENTION}.q_proj.weight"

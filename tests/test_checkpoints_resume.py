@@ -330,6 +330,7 @@ def test_a_source_that_changes_is_an_error(tmp_path, monkeypatch, writer, change
     with pytest.raises(CheckpointError, match=rf"{path.name}: has changed while it was read .*{how}") as error:
         WRITERS[writer](source, tmp_path / "out")
     assert error.value.code == 6
+    assert str(error.value).endswith("\nhint: run the command again when no other program writes to it")
     assert not (tmp_path / "out" / "config.json").exists()
     with pytest.raises(CheckpointError, match=r"is an unfinished output|has no \*\.safetensors file"):
         open_checkpoint(tmp_path / "out")
