@@ -144,9 +144,10 @@ def test_a_group_is_quantized_as_its_concatenation(tmp_path):
 
 
 # ---------------------------------------------------------------- policy
-def test_layers_are_numbers(tmp_path):
+@pytest.mark.parametrize("config", [{"num_hidden_layers": 12}, {"text_config": {"num_hidden_layers": 12}}])
+def test_layers_are_numbers(tmp_path, config):
     tensors = {f"model.layers.{i}.mlp.down_proj.weight": weight(16, 32, i) for i in (0, 1, 10, 11, 12)}
-    model_of(tmp_path / "in", tensors, {"num_hidden_layers": 12})
+    model_of(tmp_path / "in", tensors, config)
     convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(start_layers=2, end_layers=1))
     modules = ["model.layers.10.mlp.down_proj", "model.layers.12.mlp.down_proj"]  # the 13th of 12 is no decoder layer
     assert open_stored(tmp_path / "out").modules == modules

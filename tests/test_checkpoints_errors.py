@@ -97,7 +97,7 @@ FILES = {
     "key in two shards, no index": (
         lambda m: (gate_twice(m), (m / INDEX).unlink()), rf"tensor '{GATE}': is in {A} and in {B}"),
     "path up": (edit_map(lambda w: w.update({NORM: f"../in/{B}"})), rf"{NORM}.*'../in/{B}'; expected a name without a"),
-    "dots": (edit_map(lambda w: w.update({NORM: ".."})), "'..'; expected a name without a folder"),
+    "dots": (edit_map(lambda w: w.update({NORM: ".."})), r"'\.\.'; expected a name that ends in .safetensors"),
     "absolute path": (edit_map(lambda w: w.update({NORM: "/etc/passwd"})), "'/etc/passwd'; expected a name without"),
     "backslash": (edit_map(lambda w: w.update({NORM: "..\\x"})), "expected a name without a folder"),
     "zero byte": (edit_map(lambda w: w.update({NORM: "a\0b.safetensors"})), "expected a name without a folder or NUL"),
@@ -453,10 +453,12 @@ def test_a_quantized_weight_without_rows(tmp_path, capsys):
 
 # ---------------------------------------------------------------- outputs
 def test_the_source_is_no_output(model, capsys):
-    before = files_of(model)
-    assert main(["convert", str(model), str(model), "--overwrite"]) == 2
-    assert "in: is the source; expected another directory" in capsys.readouterr().err
-    assert files_of(model) == before
+    before, link = files_of(model), model.parent / "link"
+    link.symlink_to(model)
+    for a, b in ((model, model), (model, link), (link, model)):
+        assert main(["convert", str(a), str(b), "--overwrite"]) == 2
+        assert f"{b.name}: is the source; expected another directory" in capsys.readouterr().err
+        assert files_of(model) == before
 
 
 def test_overwriting_leaves_nothing_of_the_older_output(model, tmp_path, capsys):
@@ -464,6 +466,8 @@ def test_overwriting_leaves_nothing_of_the_older_output(model, tmp_path, capsys)
     converted(model, tmp_path)
     older = sorted(files_of(tmp_path / "out"))
     (tmp_path / "out" / "mine").write_text("mine")
+    (tmp_path / "out" / INDEX).unlink()
+    (tmp_path / "out" / INDEX).symlink_to("no")
     capsys.readouterr()
     assert converted(tmp_path / "single", tmp_path, "--overwrite") == {**want, "mine": b"mine"}
     (told,) = re.findall(r"^warning: (.*) of an older checkpoint removed$", capsys.readouterr().err, re.M)
@@ -482,6 +486,8 @@ def test_overwriting_removes_no_weights_that_no_conversion_wrote(model, tmp_path
         shutil.copy(tmp_path / "other" / "model.safetensors", out / name)
     if name == "broken.safetensors":
         (out / name).write_bytes(b"precious")
+    if name == "keep.safetensors":  # of other software, which has recipes too
+        write(out / name, SHARDS[B], {"recipe": "mine"})
     before = files_of(out)
     assert main(["convert", str(model), str(out), "--overwrite"]) == 2
     assert f"{name}: was not written by a conversion; expected only shards that were\nhint: " in capsys.readouterr().err

@@ -331,9 +331,11 @@ def test_the_metadata_of_shards_is_kept(tmp_path, sound):
     block_scale(0xFF)(b)
     shard = next(b.write(tmp_path / "broken").glob("*.safetensors"))
     header, data = header_of(shard.read_bytes())
-    shard.write_bytes(with_header(json.dumps({**header, "__metadata__": {"recipe": "mine"}}), data))
+    metadata = {"recipe": "mine", "jnvfp4_version": "0.1"}
+    shard.write_bytes(with_header(json.dumps({**header, "__metadata__": metadata}), data))
     fix_checkpoint(tmp_path / "broken", tmp_path / "fixed")
-    assert open_source(tmp_path / "fixed").files[shard.name].metadata["recipe"] == "mine"
+    written = {**metadata, "format": "pt", "jnvfp4_version": jnvfp4.__version__}
+    assert open_source(tmp_path / "fixed").files[shard.name].metadata == written
 
 
 @pytest.mark.parametrize("layout", ANY)

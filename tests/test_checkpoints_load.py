@@ -29,6 +29,7 @@ from jnvfp4.checkpoints import (
 from jnvfp4.checkpoints._files.source import CONFIG, HF_QUANT, Source
 from jnvfp4.checkpoints._layouts.configs import config_files
 from jnvfp4.checkpoints._layouts.layouts import LAYOUTS
+from jnvfp4.cli import main
 
 # ---------------------------------------------------------------- checkpoints that are NVFP4 in part
 READERS = {
@@ -71,11 +72,17 @@ OTHER_FORMATS = {
     "MXFP4": ({"q_proj.weight": ("U8", np.zeros((16, 16), np.uint8)),
                "q_proj.weight_scale": ("U8", np.zeros((16, 1), np.uint8))}, "q_proj.weight_scale", "q_proj"),
     "INT8": ({"q_proj.weight": ("I8", np.ones((16, 32), np.int8)), "q_proj.scale": ONE}, "q_proj.scale", "q_proj"),
+    "FP8 of three axes": (
+        {"q_proj.weight": ("F8_E4M3", np.ones((2, 16, 32), ml_dtypes.float8_e4m3fn)), "q_proj.weight_scale": ONE},
+        "q_proj.weight_scale", "q_proj"),
+    "FP8, no weight": ({"q_proj": FP8, "q_proj.weight_scale": ONE}, "q_proj.weight_scale", "q_proj"),
+    "bytes": ({"q_proj.weight": ("U8", np.ones((16, 16), np.uint8)), "q_proj.scale": ONE}, "q_proj.scale", "q_proj"),
     "GPTQ": ({"q_proj.qweight": ("I32", np.ones((4, 16), np.int32)), "q_proj.scales": ("BF16", array(1, 16))},
              "q_proj.scales", "q_proj"),
     "E5M2": ({"q_proj.weight": ("F8_E5M2", FP8[1].astype(ml_dtypes.float8_e5m2)), "q_proj.scale": ONE},
              "q_proj.scale", "q_proj"),
     "AWQ, of another size": ({"o_proj.pre_quant_scale": ("BF16", array(16))}, "o_proj.pre_quant_scale", "o_proj"),
+    "AWQ, of another dtype": ({"o_proj.pre_quant_scale": ("F64", np.ones(32))}, "o_proj.pre_quant_scale", "o_proj"),
     "AWQ of FP8": (
         {"q_proj.weight": FP8, "q_proj.weight_scale": ONE, "q_proj.pre_quant_scale": ("BF16", array(32))},
         "q_proj.pre_quant_scale", "q_proj"),
@@ -160,6 +167,10 @@ OTHER_CONFIGS = {
     "three bits": (("modelopt", *CT), of_weights(num_bits=3), rf"{GROUP}\.weights\.num_bits is 3; expected 4 or 8\n"),
     "integers": (("modelopt", *CT), of_weights(type="int"), rf"{GROUP}\.weights\.type is 'int'; expected 'float'\n"),
     "strategy": (CT, of_weights(strategy="channel"), rf"{GROUP}\.weights\.strategy is 'channel'; expected 'tensor_gr"),
+    "blocks": (CT, of_weights(block_structure=[64, 64]), rf"{GROUP}\.weights\.block_structure is \[64, 64\]; expected"),
+    "strategy of activations": (
+        CT, of_group(input_activations={"num_bits": 4, "strategy": "token"}),
+        rf"{GROUP}\.input_activations\.strategy is 'token'; expected 'tensor_group'\n"),
     "activations": (
         ("modelopt", *CT), of_group(input_activations=FP8_ARGUMENTS), rf"{GROUP}\.input_activations\.num_bits is 8;"),
     "format": (CT, entries(format="pack-quantized"), "config.format is 'pack-quantized'; expected 'nvfp4-pack-q"),
@@ -182,14 +193,16 @@ OTHER_CONFIGS = {
 )
 def test_configs_of_other_formats_are_refused(tmp_path, case, layout):
     _, change, text = OTHER_CONFIGS[case]
-    refused_by_all(nvfp4_with(tmp_path, layout, change=change), text)
+    path = nvfp4_with(tmp_path, layout, {f"{ATTENTION}.k_proj.k_scale": ONE}, change)
+    refused_by_all(path, text)
+    assert main(["lint", str(path)]) in (0, 1)  # of what it finds, the scale of a KV cache needs all configs
 
 
 NORMAL = {
     "nothing": ((), entries()),
     "names with scale": (
-        ("q_proj.layer_scale", "logit_scale", "router.scale", "altup.correct_output_scale", "v_bias"), entries()),
-    "a KV cache in high precision": ((), entries(kv_cache_scheme=None, kv_cache_quant_algo=None)),
+        ("q_proj.layer_scale", "task_scale", "router.scale", "altup.correct_output_scale", "v_bias"), entries()),
+    "a KV cache in high precision": ((), entries(kv_cache_scheme={}, kv_cache_quant_algo=None)),
     "an FP8 KV cache": ((), entries(kv_cache_scheme={"num_bits": 8, "type": "float", "dynamic": False})),
     "empty entries": (
         (), entries(transform_config={}, sparsity_config={}, moe_sparsity_config=None, global_compression_ratio=None)),
@@ -328,6 +341,7 @@ def test_an_ordinary_checkpoint_is_read(tmp_path):
     for file, text in (
         ("hf_quant_config.json", '{"quantization": {"producer": "other"}}'),
         ("config.json", '{"quantization_config": {"quant_method": "gptq"}}'),
+        ("config.json", '{"text_config": {"quantization_config": {"quant_method": "gptq"}}}'),
     ):
         (tmp_path / "a" / file).write_text(text)
         with pytest.raises(CheckpointError, match=r"has no NVFP4 weight(.|\n)*hint: read it with the software that"):

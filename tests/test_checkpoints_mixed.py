@@ -13,7 +13,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import array, draw_nothing, files_of, model_of
+from checkpoints import array, draw_nothing, files_of, model_of, write
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -87,32 +87,38 @@ SCALES = {
     ("compressed-tensors", "128x128"): ("weight_scale", POSITIVE[:2, :2].astype(BF16)),
     ("modelopt", "128x128, as DeepSeek-V3"): ("weight_scale_inv", POSITIVE[:2, :2]),
 }
-ALGORITHMS = {"per tensor": "FP8", "per channel": "FP8_PER_CHANNEL_PER_TOKEN"}
-STRATEGIES = {"per tensor": "tensor", "per channel": "channel"}
+ALGORITHMS = {"per tensor": "FP8", "per channel": "FP8_PER_CHANNEL_PER_TOKEN", "128x128": "FP8_PB_WO"}
+STRATEGIES = {"per tensor": ("tensor", "tensor"), "per channel": ("channel", "token"), "128x128": ("block", "group")}
 
 
 def configs(layout: str, granularity: str, dtype: str) -> tuple[dict, dict | None]:
     """config.json, and hf_quant_config.json of Model Optimizer (``convert_hf_quant_config_format``)."""
     config = {"model_type": "llama", "torch_dtype": dtype}
     if layout == "modelopt":
-        layers = {f"{ATTENTION}.q_proj": {"quant_algo": ALGORITHMS.get(granularity, "FP8_PB_WO")},
-                  EXPERT: {"quant_algo": "NVFP4", "group_size": 16}}  # fmt: skip
+        layers = {f"{ATTENTION}.q_proj": {"quant_algo": ALGORITHMS.get(granularity, "fp8_pb_wo")},
+                  EXPERT: {"quant_algo": "NVFP4_AWQ", "group_size": 16}}  # fmt: skip
         mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
         numbers = {"num_bits": 8, "type": "float", "dynamic": False}
-        groups = {"group_0": {"weights": numbers, "input_activations": numbers, "targets": [f"{ATTENTION}.q_proj"]}}
+        groups = {
+            "group_0": {"weights": numbers, "input_activations": numbers, "targets": [f"{ATTENTION}.q_proj"]},
+            "group_1": {"weights": {**numbers, "num_bits": 4}, "input_activations": numbers, "targets": [EXPERT]},
+        }
         config["quantization_config"] = {"quant_method": "modelopt", "config_groups": groups, "ignore": [], **mixed,
                                          "kv_cache_scheme": numbers}  # fmt: skip
         return config, {"producer": {"name": "modelopt"}, "quantization": {**mixed, "kv_cache_quant_algo": "FP8"}}
     four = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": False}
     eight = {"num_bits": 8, "type": "float", "dynamic": False, "symmetric": True, "group_size": None}
-    eight["strategy"] = STRATEGIES.get(granularity, "block")
+    eight["strategy"], of_inputs = STRATEGIES[granularity]
     eight["block_structure"] = [128, 128] if granularity == "128x128" else None
     groups = {
         "group_0": {"targets": ["re:.*experts.*"], "format": "nvfp4-pack-quantized", "weights": four,
                     "input_activations": {**four, "dynamic": "local"}},
         "group_1": {"targets": ["re:.*self_attn.*"], "format": "float-quantized", "weights": eight,
-                    "input_activations": {**eight, "strategy": "token", "dynamic": True, "block_structure": None}},
+                    "input_activations": {**eight, "strategy": of_inputs, "dynamic": True, "block_structure": None}},
     }  # fmt: skip
+    if granularity == "128x128":  # the other words for both
+        weights = {**eight, "block_structure": "128x128"}
+        groups["group_2"] = {**groups["group_1"], "format": "naive-quantized", "weights": weights}
     cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
     names = {"quant_method": "compressed-tensors", "format": "mixed-precision", "ignore": ["lm_head"]}
     config["quantization_config"] = {**names, "config_groups": groups, "kv_cache_scheme": cache}
@@ -184,13 +190,20 @@ def test_fp8_weights_are_decoded(tmp_path, layout, granularity):
     assert diff(path, path).same
 
 
-@pytest.mark.parametrize(("dtype", "want"), [("float16", np.float16), ("float32", np.float32), ("int8", BF16)])
+@pytest.mark.parametrize(
+    ("dtype", "want"), [("float16", np.float16), ("float32", np.float32), ("int8", BF16), ([], BF16)]
+)
 def test_fp8_weights_have_their_dtype_of_origin(tmp_path, dtype, want):
     path, values = mixed(tmp_path, dtype=dtype)
     q = f"{ATTENTION}.q_proj.weight"
     got = open_checkpoint(path)[q]
     assert got.dtype == want
     np.testing.assert_array_equal(got, values[q].astype(want))
+    config = json.loads((path / CONFIG).read_text())
+    older = "float16" if dtype == "float32" else None
+    config["text_config"] = {"torch_dtype": older, "dtype": config.pop("torch_dtype")}
+    (path / CONFIG).write_text(json.dumps(config))
+    assert open_checkpoint(path)[q].dtype == want
 
 
 @pytest.mark.parametrize("granularity", ["per tensor", "per channel", "128x128"])
@@ -213,6 +226,14 @@ def test_fp8_weights_are_verified(tmp_path, layout, granularity):
     model_of(tmp_path / "other", source)
     with pytest.raises(VerificationError, match=r"q_proj.weight': relative error is 0.3333; expected at most 0.2"):
         verify_checkpoint(tmp_path / "other", path)
+    source[f"{ATTENTION}.q_proj.weight"] = array(N, 1)
+    model_of(tmp_path / "narrow", source)
+    with pytest.raises(VerificationError, match=rf"q_proj.weight': has shape \[{N}, {K}\]; expected \[{N}, 1\]"):
+        verify_checkpoint(tmp_path / "narrow", path)
+    del source[f"{ATTENTION}.q_proj.weight"]
+    model_of(tmp_path / "less", source)
+    with pytest.raises(VerificationError, match=r"q_proj.weight': is not in the source"):
+        verify_checkpoint(tmp_path / "less", path)
 
 
 @pytest.mark.parametrize("to", KV_NAMES)
@@ -241,6 +262,12 @@ def test_diff_compares_fp8_weights_as_they_are_stored(tmp_path, part):
     other, _ = mixed(tmp_path / "other", more={f"{q}.{part}": np.nextafter(scale, np.float32(9)).astype(scale.dtype)})
     assert diff(path, path).same
     assert diff(path, other).others == [f"{q}.weight"]
+    source = open_source(path)
+    rest = {e.name: (e.tag, source.read(e.name)) for e in source.entries() if e.name != f"{q}.input_scale"}
+    write(other / "model.safetensors", rest)
+    assert diff(path, other).others == [f"{q}.weight"]
+    rows, blocks = (mixed(tmp_path / g, granularity=g)[0] for g in ("per channel", "128x128"))
+    assert diff(rows, blocks).others == [f"{q}.weight"]
 
 
 def test_fp8_values_that_the_dtype_of_origin_cannot_hold_are_an_error(tmp_path):
@@ -259,6 +286,13 @@ def test_scales_of_a_cache_are_no_part_of_a_source(tmp_path):
         convert_checkpoint(model, tmp_path / "out")
 
 
+def test_a_file_of_which_nothing_is_left_is_not_written(tmp_path):
+    path, _ = mixed(tmp_path)
+    write(path / "cache.safetensors", {"model.layers.1.self_attn.k_proj.k_scale": ("F32", np.ones((), np.float32))})
+    dequantize_checkpoint(path, tmp_path / "out", warn=str)
+    assert [p.name for p in (tmp_path / "out").glob("*safetensors*")] == ["model.safetensors"]
+
+
 def test_the_command_shows_what_modules_are(tmp_path, capsys):
     path, _ = mixed(tmp_path, granularity="per channel")
     assert main(["inspect", str(path)]) == 0
@@ -275,31 +309,36 @@ BAD_SCALES = {
         r"is F32, has shape \[3, 2\]; expected .* 200 for rows, or \[2, 2\], one for",
     ),
     "dtype": (np.ones((), np.int32), r"is I32, has shape \[\]; expected a float"),
+    "no rows": (np.ones((), np.float32), r"is F32, has shape \[\]; expected a float"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_SCALES)
 def test_scales_of_fp8_that_do_not_fit(tmp_path, case):
     scale, text = BAD_SCALES[case]
-    path, _ = mixed(tmp_path, more={f"{ATTENTION}.q_proj.weight_scale": scale})
+    empty = {f"{ATTENTION}.q_proj.weight": np.zeros((0, K), E4M3)} if case == "no rows" else {}
+    path, _ = mixed(tmp_path, more={f"{ATTENTION}.q_proj.weight_scale": scale, **empty})
     for read in (open_checkpoint, inspect):
         with pytest.raises(CheckpointError, match=f"q_proj.weight_scale': {text}") as found:
             read(path)
         assert found.value.code == 3
 
 
-def test_fp8_that_overflows_is_refused(tmp_path):
-    path, _ = mixed(tmp_path, more={f"{ATTENTION}.q_proj.weight_scale": np.float32(1e5)})
+@pytest.mark.parametrize("scale", [1e5, -1e5, np.nan])
+def test_fp8_that_overflows_is_refused(tmp_path, scale):
+    path, _ = mixed(tmp_path, more={f"{ATTENTION}.q_proj.weight_scale": np.float32(scale)})
     with pytest.raises(CheckpointError, match=r"q_proj.weight': has \d+ values that are not finite in F16"):
         dequantize_checkpoint(path, tmp_path / "out", "F16")
     assert not (tmp_path / "out").exists()
-    dequantize_checkpoint(path, tmp_path / "out", "F32", warn=str)  # of the scales of a KV cache
+    if scale == scale:
+        dequantize_checkpoint(path, tmp_path / "out", "F32", warn=str)  # of the scales of a KV cache
 
 
 # ---------------------------------------------------------------- factors of AWQ
-def awq(directory):
+def awq(directory, size=1):
     """A checkpoint of NVFP4_AWQ, its weight's values, and the factors of its activations."""
-    factors = np.random.default_rng(3).uniform(0.5, 2, 64).astype(BF16)
+    factors = np.random.default_rng(3).uniform(0.5, 2, 64)
+    factors = (size * factors).astype(BF16)
     expert, values = nvfp4("modelopt")
     tensors = {f"{EXPERT}.{part}": x for part, x in expert.items()} | {f"{EXPERT}.pre_quant_scale": factors}
     numbers = {"quant_algo": "NVFP4_AWQ", "group_size": 16, "has_zero_point": False, "pre_quant_scale": True}
@@ -326,6 +365,8 @@ def test_factors_of_awq(tmp_path, capsys):
     np.testing.assert_array_equal(out.array(f"{EXPERT}.weight"), folded)
     x = np.random.default_rng(4).normal(size=(3, 64))
     np.testing.assert_allclose((x * factors.astype(float)) @ values.T, x @ folded.T, rtol=1e-5)
+    with pytest.raises(CheckpointError, match=r"weight': has \d+ values that are not finite in F16"):
+        dequantize_checkpoint(awq(tmp_path / "large", -1e5)[0], tmp_path / "none", "F16")
     (record,) = verify_checkpoint(tmp_path / "out", path)
     assert record.error.relative_error == 0
     assert inspect(path)["pre_quant_scales"] == [f"{EXPERT}.pre_quant_scale"]

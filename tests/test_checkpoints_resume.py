@@ -107,9 +107,10 @@ def test_what_is_finished_is_recorded_and_not_written_again(model, begun, whole,
     assert sorted(record["source"]) == ["config.json", *sorted(p.name for p in model.glob("*.safetensors"))]
     assert record["options"]["version"] == jnvfp4.__version__
     assert "chunk_bytes" not in record["options"]
-    for name in ("model-00002-of-00002.safetensors.tmp-1", f"{PROGRESS}.tmp-23", "config.json.tmp-456"):
-        (begun / name).write_bytes(b"part")  # of killed runs
-    (begun / "notes.tmp-old").write_text("mine")
+    for name in ("model-00002-of-00002.safetensors", PROGRESS, *(n for n in whole if n.endswith(".json"))):
+        (begun / f"{name}.tmp-456").write_bytes(b"part")  # of killed runs
+    (begun / "config.json.tmp-old").write_text("mine")
+    (begun / "config.json.tmp-1").mkdir()
     before, usage = done.stat(), shutil.disk_usage(begun)
     # two shards of about 250,000 bytes, and once more the largest
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=600_000))
@@ -118,7 +119,8 @@ def test_what_is_finished_is_recorded_and_not_written_again(model, begun, whole,
     told, source, slices = [], open_source(model), ConvertOptions(chunk_bytes=1 << 13)
     convert_checkpoint(model, begun, slices, resume=True, on_progress=lambda *a: told.append(a))
     assert (done.stat().st_ino, done.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    assert files_of(begun) == {**whole, "notes.tmp-old": b"mine"}
+    (begun / "config.json.tmp-1").rmdir()
+    assert files_of(begun) == {**whole, "config.json.tmp-old": b"mine"}
     want = {n: source.entry(n).nbytes for n, shard in source.places.items() if shard != done.name}
     want[done.name] = sum(e.nbytes for e in source.files[done.name].entries.values())
     assert dict(told) == want
@@ -261,7 +263,8 @@ def test_two_writers_do_not_share_a_directory(writer, tmp_path):
         with pytest.raises(CheckpointError, match=text):
             writer(tmp_path / "out")
         assert files_of(tmp_path / "out") == {}
-    writer(tmp_path / "out")
+    for out in ("out", "new/folder/out"):
+        writer(tmp_path / out)
 
 
 @pytest.mark.parametrize("name", ["out", "out/mine"])
@@ -327,6 +330,7 @@ def test_a_source_that_changes_is_an_error(tmp_path, monkeypatch, writer, change
     with pytest.raises(CheckpointError, match=rf"{path.name}: has changed while it was read .*{how}") as error:
         WRITERS[writer](source, tmp_path / "out")
     assert error.value.code == 6
+    assert str(error.value).endswith("\nhint: run the command again when no other program writes to it")
     assert not (tmp_path / "out" / "config.json").exists()
     with pytest.raises(CheckpointError, match=r"is an unfinished output|has no \*\.safetensors file"):
         open_checkpoint(tmp_path / "out")

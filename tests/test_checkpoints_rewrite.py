@@ -149,12 +149,18 @@ def test_one_claim_of_a_kv_cache_is_enough(tmp_path, where, name, claim):
 
 @pytest.mark.parametrize("layout", ["modelopt", CT])
 def test_activation_scales_are_those_of_the_layout(tmp_path, layout):
-    out = quantized(tmp_path, layout=layout, input_amax=1344)
+    weights = {DOWN: weight(32, 64), "a.o_proj.weight": weight(16, 32)}
+    out = quantized(tmp_path, weights, layout=layout, input_amax=1344)
     other = CT if layout == "modelopt" else "modelopt"
     repack_checkpoint(out, tmp_path / "other", other)
     stored = {"modelopt": ("input_scale", 0.5), CT: ("input_global_scale", 2.0)}
     for directory, (name, value) in ((out, stored[layout]), (tmp_path / "other", stored[other])):
         assert open_source(directory).array(f"{DOWN.removesuffix('weight')}{name}").reshape(()) == value
+    source = open_source(out)  # again without one of the two scales
+    some = {e.name: (e.tag, source.read(e.name)) for e in source.entries() if e.name != f"a.o_proj.{stored[layout][0]}"}
+    write(out / "model.safetensors", some)
+    repack_checkpoint(out, tmp_path / "some", other)
+    assert json_of(tmp_path / "some" / CONFIG)["quantization_config"]["config_groups"]["group_0"]["input_activations"]
 
 
 @pytest.mark.parametrize("rewritten", REWRITTEN, ids=["repack", "dequantize"])
@@ -238,6 +244,9 @@ def test_values_that_f16_cannot_hold_are_an_error(tmp_path, capsys):
     assert not (tmp_path / "back").exists()
     assert main(["dequantize", str(out), str(tmp_path / "back"), "--dtype", "f32"]) == 0
     np.testing.assert_array_equal(open_source(tmp_path / "back").array(DOWN), w)
+    rows = quantized(tmp_path / "rows", {DOWN: ("F32", large)}, layout="te", spec=jnvfp4.ROW_SCALED)
+    with pytest.raises(CheckpointError, match="values that are not finite in F16"):  # most rows have a small amax
+        dequantize_checkpoint(rows, tmp_path / "none", "F16")
 
 
 def test_a_large_global_alone_is_no_error(tmp_path):
@@ -264,11 +273,13 @@ def test_rows_are_refused_before_the_output_is_made(tmp_path):
 def test_what_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     out = quantized(tmp_path)
 
-    monkeypatch.setattr(rewrite, "copy_companions", mock.Mock(side_effect=OSError(28, "No space left on device")))
-    hint = "\nhint: the output is not complete: remove it and run the command again$"
-    with pytest.raises(CheckpointError, match=rf"cannot be written \(No space left on device\){hint}") as found:
-        repack_checkpoint(out, tmp_path / "back", "modelopt")
-    assert found.value.code == Exit.IO
+    hint = "\nhint: the output is not complete: remove it and run the command again"
+    for step, text in (("writing", ""), ("copy_companions", hint)):  # before and after there is something to remove
+        monkeypatch.setattr(rewrite, step, mock.Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(CheckpointError, match=rf"cannot be written \(No space left on device\){text}$") as found:
+            repack_checkpoint(out, tmp_path / "back", "modelopt")
+        monkeypatch.undo()
+        assert found.value.code == Exit.IO
     assert not (tmp_path / "back" / CONFIG).exists()
 
 

@@ -181,11 +181,11 @@ def test_fp8_blocks_are_decoded(tmp_path, capsys):
 
 @pytest.mark.parametrize("experts", ["keep", "stacked"])
 def test_fp8_experts(tmp_path, experts):
-    """Decoded first, then put into one tensor."""
+    """Decoded first, then put into one tensor; what is beside them stays decoded."""
     decoded, coded = {}, {}
-    for i, role in enumerate(("gate_proj", "up_proj", "down_proj")):
+    for i, role in enumerate(("experts.{}.gate_proj", "experts.{}.up_proj", "experts.{}.down_proj", "{}.o_proj")):
         for e in (0, 1):
-            name = f"{EXPERTS}.{e}.{role}.weight"
+            name = f"{EXPERTS.removesuffix('experts')}{role.format(e)}.weight"
             w = array(32, 32, seed=2 * i + e).astype(ml_dtypes.float8_e4m3fn)
             coded |= {name: w, f"{name}_scale_inv": np.full((1, 1), 2 + e, np.float32)}
             decoded[name] = (w.astype(np.float32) * (2 + e)).astype(ml_dtypes.bfloat16)

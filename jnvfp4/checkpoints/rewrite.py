@@ -173,7 +173,7 @@ def dequantize_checkpoint(
     stored = open_stored(Path(source), fp8_tag=dtype)
     for module in stored.modules:
         w = stored.weight(module)
-        factor = 1.0 if w.pre_quant_scale is None else float(np.abs(w.pre_quant_scale).max(initial=0))
+        factor = 1.0 if w.pre_quant_scale is None else float(np.abs(w.pre_quant_scale).max())
         parts = (stored.weight(module, rows).values() for rows in _slices(w))
         _check_range(w.name, 6 * 448 * float(np.abs(w.decode).max()) * factor, parts, dtype)
     _check_fp8_range(stored, dtype)

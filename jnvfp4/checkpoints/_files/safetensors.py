@@ -235,7 +235,7 @@ class File:
         count = entry.shape[0] if entry.shape else 1
         first, stop, step = rows.indices(count)
         assert step == 1, rows
-        out = np.empty((max(stop - first, 0), *entry.shape[1:]) if entry.shape else (), entry.dtype)
+        out = np.empty((stop - first, *entry.shape[1:]) if entry.shape else (), entry.dtype)
         left = out.reshape(-1).view(np.uint8).data
         offset = entry.begin + first * entry.nbytes // max(count, 1)
         while left:
@@ -298,7 +298,6 @@ def writing(path: Path, tensors: Iterable[Planned], metadata: Mapping[str, str])
     places = {t.name: (t, begin) for t, begin in zip(tensors, ends, strict=False)}
     with replacing(path) as temporary, open(temporary, "wb", buffering=0) as file:
         _write(file, memoryview(head), 0)
-        file.truncate(len(head) + sum(t.nbytes for t in tensors))
         writer = Writer(path, file, places)
         yield writer
         assert writer.written == {t.name: t.nbytes for t in tensors}

@@ -223,7 +223,7 @@ def _read_index(directory: Path) -> Mapping[str, str] | None:
     if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
         raise CheckpointError("has no weight_map", "file names by tensor name", file=path)
     for tensor, name in index.items():
-        has_folder = PurePosixPath(name).name != name or "\\" in name or name in ("", "..", ".") or "\0" in name
+        has_folder = PurePosixPath(name).name != name or "\\" in name or "\0" in name
         # Under another name it could be a file that the converter writes, or no reader finds it.
         if has_folder or not name.endswith(SHARD):
             expected = "a name without a folder or NUL" if has_folder else f"a name that ends in {SHARD}"
