@@ -280,6 +280,23 @@ def test_every_layer_of_every_step_draws_its_own_bits(monkeypatch, model, rngs):
     assert len(np.unique(np.concatenate(drawn), axis=0)) == 8  # two steps, two blocks, two layers
 
 
+class OnePart(nn.Module):
+    """A loop whose iterations differ in one part of what Flax passes to them."""
+
+    part: str
+
+    @nn.compact
+    def __call__(self, x):
+        def body(block, carry, x):
+            return (block(carry), None) if x is None else (carry, block(x))
+
+        of_each, carried = self.part == "variables", self.part == "carry"
+        axes = {"variable_axes": {"params": 0}} if of_each else {"variable_broadcast": "params"}
+        rngs, in_axes = {"params": of_each, "sr": False}, nn.broadcast if of_each else 0
+        loop = nn.scan(body, in_axes=in_axes, split_rngs=rngs, length=2, **axes)
+        return loop(nn.remat(Mlp)(name="block"), *((x, None) if carried else (None, x)))[not carried]
+
+
 OF_EACH, OF_ALL = (("params", True),), (("params", True), ("sr", False))
 DIFFER = "key must differ .* pass split_rngs={'sr': True} to nn.scan"
 ALIKE = {
@@ -289,6 +306,7 @@ ALIKE = {
     "one stream, jit of remat": (ScannedBlock(split_sr=False, lift=lambda m: nn.jit(nn.remat(m))), DIFFER),
     "one stream, remat of jit": (ScannedBlock(split_sr=False, lift=lambda m: nn.remat(nn.jit(m))), DIFFER),
     "one stream, block": (ScannedBlock(split_sr=False), DIFFER),
+    **{f"one stream, {part} apart": (OnePart(part), DIFFER) for part in ("carry", "args", "variables")},
     "no stream": (Stack(scan=True, split_rngs=OF_EACH), "key must be given"),
 }
 
@@ -361,7 +379,9 @@ def test_a_layer_that_is_called_twice_draws_twice():
 
     with recorded_keys() as drawn, intercept(ALL):
         Twice().apply(init(Twice()), X, rngs={"sr": KEY})
-    assert len(set(drawn)) == 2
+        for name in ("up", "down"):  # a model each, as heads with tied weights are
+            nn.Dense(32, name=name).apply(init(nn.Dense(32)), X, rngs={"sr": KEY})
+    assert len(set(drawn)) == 4
 
 
 # ---------------------------------------------------------------- dot_general_cls

@@ -323,6 +323,10 @@ def test_blocks_of_weights_are_whole_along_k_alone(w_axes):
     assert_bitwise(jax.jit(partial(f, w_gather=(along_n, WHOLE)))(*placed), f(*home(CPUS, (x, w))))
     with pytest.raises(ValueError, match=r"w_gather.sharded must split axis . of shape .* into multiples of 16"):
         f(*placed, w_gather=(along_k, WHOLE))
+    frozen = placed[0], shard(quantize(w if w_axes == "nk" else w.T), mesh, P())
+    assert jax.eval_shape(partial(linear, w_gather=(ROWS, WHOLE)), *frozen).shape == (128, 24)
+    with pytest.raises(ValueError, match=r"w_gather.sharded must split axis 1 of shape \(24, 64\) into multiples of 16"):
+        linear(*frozen, w_gather=(COLUMNS, WHOLE))
 
 
 # ---------------------------------------------------------------- experts
@@ -405,6 +409,8 @@ def test_a_gather_that_does_not_fit_experts_raises():
         ):
             with pytest.raises(ValueError, match=f"grouped_linear: {text}"):
                 grouped_linear(x[:, :64], w[..., :64], GROUPS, w_gather=gather)
+    with jax.set_mesh(make_mesh(CPUS)), pytest.raises(ValueError, match="gathered must not split w .*, got 2 by"):
+        grouped_linear(x, w, GROUPS, w_gather=(P(), P("x")))
     with pytest.raises(TypeError, match="RaggedDot: w_gather must be None or a pair"):
         RaggedDot(w_gather=P("x"))
 
@@ -612,6 +618,8 @@ REFUSED = [
     (r"sharded must have at most 2 entries for shape \(128, 64\)", gather_of(P("x", None, None), WHOLE)),
     (r"sharded must have axes of the mesh, \['x'\], got 'z' in P\('z',\)$", gather_of(P("z"), WHOLE)),
     (r"sharded must split axis 1 of shape .* into multiples of 16, got .* 8 ways", gather_of(P(None, "x"), WHOLE)),
+    (r"sharded must split axis 1 of shape \(16, 256\) into multiples of 64",
+     lambda: gather_quantized(on_x((16, 256)), jnvfp4.WINDOW64, sharded=COLUMNS, gathered=WHOLE)),
     ("gathered must split axis 1", gather_of(P("x"), P(None, "x"))),
     (r"sharded must split axis 0 of shape \(64, 64\) into multiples of 16", gather_of(ROWS, WHOLE, (64, 64))),
     ("gather_quantized: sharded must be a PartitionSpec or a NamedSharding, got 'x'", gather_of("x", WHOLE)),
