@@ -174,11 +174,14 @@ bool check_plans() {
   constexpr std::string_view kXla = "decode_then_ragged_dot", kHopper = "sm90_nvfp4_grouped";
   constexpr std::string_view kPinned = "sm90_nvfp4_pinned_grouped";
   constexpr int64_t kMuch = int64_t{1} << 30;
+  const GroupedShape shape{128, 4, 128, 256};
+  const int64_t pinned = grouped_scratch(shape, plan_pinned_groups(shape)).bytes;
   return check_plan(90, kMuch, kHopper, kHopper) && check_plan(90, 0, kHopper, "it needs more scratch") &&
          check_plan(90, kMuch, kXla, kHopper) && check_plan(90, 0, kXla, "is XLA operations, not a kernel") &&
          check_plan(80, kMuch, kXla, "is XLA operations, not a kernel") &&
          check_plan(80, kMuch, kHopper, "runs on GPUs of compute capability 9.0") &&
-         check_plan(90, kMuch, "cpu_nvfp4_blocks", kPinned, true) &&
+         check_plan(90, kMuch, "cpu_nvfp4_blocks", kPinned, true) && check_plan(90, pinned, kPinned, kPinned, true) &&
+         check_plan(90, pinned - 1, kPinned, "it needs more scratch", true) &&
          check_plan(80, kMuch, kPinned, "runs on GPUs", true) && check_plan(0, 0, kHopper, "cpu_nvfp4_blocks") &&
          check_plan(90, kMuch, "unheard_of", "this version has");
 }
