@@ -100,7 +100,7 @@ bool has_room(const GroupedShape& s, const GroupedTiles& tiles, const GroupedScr
   return at.data - at.rows >= at.padded_rows * ((s.depth + 63) / 64 * 64) * 2 &&
          at.scale - at.data >= copied(s.depth / 2) && at.sums - at.scale >= copied(s.depth / 16) &&
          at.flags - at.sums >= parts * tiles.tokens * 256 * 4 && at.flag_count >= parts * 8 &&
-         at.list - at.flags >= at.flag_count * 4;
+         at.list - at.flags >= at.flag_count * 4 && (!tiles.pinned || at.list == at.sums);
 }
 
 bool check_lists(const GroupedShape& shape, const GroupedTiles& tiles, int64_t size) {
@@ -163,10 +163,10 @@ bool check_scratch() {
 bool check_plan(int capability, int64_t scratch, std::string_view planned, std::string_view want, bool pinned = false) {
   std::string_view kernel;
   const GroupedProblem problem{{128, 4, 128, 256}, MatmulProblem::Left::kNvfp4, Float::kBf16, pinned};
-  std::string text = kGroupedKernels.adapt(planned, problem, {capability, true}, scratch, &kernel);
-  if (text.empty()) text = kernel;
-  if (text.find(want) != std::string::npos) return true;
-  std::printf("on %d: %s\n", capability, text.c_str());
+  const std::string text = kGroupedKernels.adapt(planned, problem, {capability, true}, scratch, &kernel);
+  const bool names_kernel = kGroupedKernels.find(want) != nullptr;
+  if (text.empty() ? kernel == want : !names_kernel && text.find(want) != std::string::npos) return true;
+  std::printf("on %d: %s%s\n", capability, text.c_str(), std::string(kernel).c_str());
   return false;
 }
 
