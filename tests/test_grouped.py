@@ -252,7 +252,8 @@ def test_the_kernels_of_the_pinned_order():
     assert plan(shape=few, pinned=True).scratch_bytes > plan(shape=few).scratch_bytes == 0
     for left, capability in (("bfloat16", 90), ("nvfp4", 80), ("nvfp4", 120), ("float16", None)):
         assert plan(left, capability, pinned=True) == ("", 0, "no kernel multiplies these operands there")
-    for left, kernel in (("nvfp4", "sm90_nvfp4_grouped"), ("float16", "sm90_dense_grouped"), ("nvfp4", "decode_then_ragged_dot")):
+    free = ("nvfp4", "sm90_nvfp4_grouped"), ("float16", "sm90_dense_grouped"), ("nvfp4", "decode_then_ragged_dot")
+    for left, kernel in free:
         assert "its order of summation is not pinned" in plan(left, kernel=kernel, pinned=True).reason
 
 

@@ -189,7 +189,8 @@ def test_the_implementation_is_that_of_every_quantizer_and_product(implementatio
     others = None if implementation == "cpu_nvfp4_blocks" else implementation
     for recipe in ("pretrain", "dequantized"):
         f = partial(grouped_linear, recipe=RECIPES[recipe], **options)
-        found = [(e.primitive.name, e.params) for e in equations(jax.make_jaxpr(partial(with_gradients, f))(X, W).jaxpr)]
+        jaxpr = jax.make_jaxpr(partial(with_gradients, f))(X, W).jaxpr
+        found = [(eqn.primitive.name, eqn.params) for eqn in equations(jaxpr)]
         products = [of["implementation"] for name, of in found if name == "nvfp4_grouped_matmul"]
         assert products == [implementation, others][: 1 + (recipe == "pretrain")]
         made = {of["implementation"] for name, of in found if re.match("nvfp4_(de)?quantize|nvfp4_transpose", name)}
