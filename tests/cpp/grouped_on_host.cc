@@ -100,7 +100,8 @@ bool has_room(const GroupedShape& s, const GroupedTiles& tiles, const GroupedScr
   return at.data - at.rows >= at.padded_rows * ((s.depth + 63) / 64 * 64) * 2 &&
          at.scale - at.data >= copied(s.depth / 2) && at.sums - at.scale >= copied(s.depth / 16) &&
          at.flags - at.sums >= parts * tiles.tokens * 256 * 4 && at.flag_count >= parts * 8 &&
-         at.list - at.flags >= at.flag_count * 4 && (!tiles.pinned || at.list == at.sums);
+         at.list - at.flags >= at.flag_count * 4 && (!tiles.pinned || at.list == at.sums) &&
+         (at.most_tails > 0) == tiles.tails;
 }
 
 bool check_lists(const GroupedShape& shape, const GroupedTiles& tiles, int64_t size) {
