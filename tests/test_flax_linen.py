@@ -280,6 +280,26 @@ def test_every_layer_of_every_step_draws_its_own_bits(monkeypatch, model, rngs):
     assert len(np.unique(np.concatenate(drawn), axis=0)) == 8  # two steps, two blocks, two layers
 
 
+class OnePart(nn.Module):
+    """A loop whose iterations differ in one part of what Flax passes to them."""
+
+    part: str
+
+    @nn.compact
+    def __call__(self, x):
+        class Block(nn.Module):
+            @nn.compact
+            def __call__(self, carry, x):
+                y = Mlp(name="mlp")(carry if x is None else x)
+                return (y, None) if x is None else (carry, y)
+
+        of_each, carried = self.part == "variables", self.part == "carry"
+        axes = {"variable_axes": {"params": 0}} if of_each else {"variable_broadcast": "params"}
+        rngs, in_axes = {"params": of_each, "sr": False}, nn.broadcast if of_each else 0
+        loop = nn.scan(nn.jit(Block), in_axes=in_axes, split_rngs=rngs, length=2, **axes)(name="block")
+        return loop(*((x, None) if carried else (None, x)))[not carried]
+
+
 OF_EACH, OF_ALL = (("params", True),), (("params", True), ("sr", False))
 DIFFER = "key must differ .* pass split_rngs={'sr': True} to nn.scan"
 ALIKE = {
@@ -289,6 +309,7 @@ ALIKE = {
     "one stream, jit of remat": (ScannedBlock(split_sr=False, lift=lambda m: nn.jit(nn.remat(m))), DIFFER),
     "one stream, remat of jit": (ScannedBlock(split_sr=False, lift=lambda m: nn.remat(nn.jit(m))), DIFFER),
     "one stream, block": (ScannedBlock(split_sr=False), DIFFER),
+    **{f"one stream, {part} apart": (OnePart(part), DIFFER) for part in ("carry", "args", "variables")},
     "no stream": (Stack(scan=True, split_rngs=OF_EACH), "key must be given"),
 }
 
@@ -333,6 +354,10 @@ def test_microbatches_that_share_a_stream_raise(lift):
     with pytest.raises(ValueError, match=f"layer 'block/up': {DIFFER}"):
         losses(lambda _: split.apply(stacked(of_model), X, rngs={"sr": KEY}))
     losses(lambda key: split.apply(stacked(of_model), X, rngs={"sr": key}))
+    of_experts, policy = init(ScannedExperts()), Policy([Rule("block/moe/(gate|up|down)", SR)])
+    with pytest.raises(ValueError, match=f"layer 'block/moe/gate': {DIFFER}"):
+        losses(lambda _: ScannedExperts().apply(of_experts, X, rngs={"sr": KEY}), policy)
+    losses(lambda key: ScannedExperts().apply(of_experts, X, rngs={"sr": key}), policy)
     alike = Stack(layers=1, lift=lift, scan=True, split_rngs=OF_ALL)  # a key of each microbatch, for all its layers
     with pytest.raises(ValueError, match=f"layer 'block/up': {DIFFER}"):
         losses(lambda key: alike.apply(stacked(of_model), X, rngs={"sr": key}))
@@ -361,7 +386,9 @@ def test_a_layer_that_is_called_twice_draws_twice():
 
     with recorded_keys() as drawn, intercept(ALL):
         Twice().apply(init(Twice()), X, rngs={"sr": KEY})
-    assert len(set(drawn)) == 2
+        for name in ("up", "down"):  # a model each, as heads with tied weights are
+            nn.Dense(32, name=name).apply(init(nn.Dense(32)), X, rngs={"sr": KEY})
+    assert len(set(drawn)) == 4
 
 
 # ---------------------------------------------------------------- dot_general_cls
@@ -484,20 +511,22 @@ def test_experts_in_shard_map_are_told_by_their_shapes():
         grouped(quantized(model, split), variables)
 
 
-def test_scanned_experts():
-    class Scanned(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            loop = nn.scan(lambda block, x, _: (block(x), None), {"params": 0}, split_rngs={"params": True}, length=3)
-            return loop(MoeBlock(name="block"), x, None)[0]
+class ScannedExperts(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        split = {"params": True, "sr": True}
+        loop = nn.scan(lambda block, x, _: (block(x), None), {"params": 0}, split_rngs=split, length=3)
+        return loop(MoeBlock(name="block"), x, None)[0]
 
+
+def test_scanned_experts():
     policy = Policy([Rule("block/moe/up", NEAREST)])
-    assert ("block/moe/up", (3, 4, 32, 64), NEAREST) in {d[:3] for d in policy.explain(Scanned(), X)}
-    assert grouped(quantized(Scanned(), policy), shapes(Scanned())) == 1
+    assert ("block/moe/up", (3, 4, 32, 64), NEAREST) in {d[:3] for d in policy.explain(ScannedExperts(), X)}
+    assert grouped(quantized(ScannedExperts(), policy), shapes(ScannedExperts())) == 1
     with pytest.raises(
         ValueError, match=r"layers must not be scanned for last_bf16=1, .* got block/moe/up with weights"
     ):
-        Policy([Rule("block/moe/up", NEAREST)], last_bf16=1).explain(Scanned(), X)
+        Policy([Rule("block/moe/up", NEAREST)], last_bf16=1).explain(ScannedExperts(), X)
 
 
 class Tied(nn.Module):

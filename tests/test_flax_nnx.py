@@ -262,6 +262,7 @@ SHARING = {
     "scan, gradients": (mlp, SCAN, gradients, CARRIED),
     "scan, scanned layers": (lambda: NnxStack(scan=True), SCAN, forward, CARRIED),
     "vmap": (mlp, VMAP, forward, SPLIT),
+    "vmap, streams apart": (mlp, looped(nnx.vmap, nnx.StateAxes({nnx.RngState: None, ...: None})), forward, SPLIT),
     "vmap, gradients": (mlp, VMAP, gradients, SPLIT),
     "simple vmap": (mlp, SIMPLE_VMAP, rematted, SPLIT),
     "simple vmap, an axis for each variable": (mlp, prefix_vmapped(None), forward, SPLIT),
@@ -373,6 +374,8 @@ def test_layers_that_are_stacked_twice_have_a_key_each():
     keys = jax.random.key_data(model.dot_general.stream.key[...])
     assert keys.shape[:2] == (2, 3)
     assert len(np.unique(keys.reshape(6, -1), axis=0)) == 6
+    with pytest.raises(ValueError, match=r"layer '': key must be one of those of the scanned layers, got \(2, 3\)"):
+        model.dot_general(X[0], X[0])  # outside their loops
 
 
 def test_streams_under_remat():

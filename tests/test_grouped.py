@@ -252,14 +252,19 @@ def test_the_kernels_of_the_pinned_order():
     assert plan(shape=few, pinned=True).scratch_bytes > plan(shape=few).scratch_bytes == 0
     for left, capability in (("bfloat16", 90), ("nvfp4", 80), ("nvfp4", 120), ("float16", None)):
         assert plan(left, capability, pinned=True) == ("", 0, "no kernel multiplies these operands there")
-    for kernel in ("sm90_nvfp4_grouped", "decode_then_ragged_dot"):
-        assert "its order of summation is not pinned" in plan(kernel=kernel, pinned=True).reason
+    free = ("nvfp4", "sm90_nvfp4_grouped"), ("float16", "sm90_dense_grouped"), ("nvfp4", "decode_then_ragged_dot")
+    for left, kernel in free:
+        assert "its order of summation is not pinned" in plan(left, kernel=kernel, pinned=True).reason
 
 
 WHY_NOT = {
     "a GPU's on the CPU": (("nvfp4", 0), "decode_then_ragged_dot", "not on the CPU"),
     "the CPU's on a GPU": (("nvfp4", 90), "cpu_nvfp4_blocks", "runs on the CPU, not on compute capability 9.0"),
     "Hopper's on another": (("nvfp4", 100), "sm90_nvfp4_grouped", "runs on GPUs of compute capability 9.0"),
+    "of Hopper, an array": (("bfloat16", 90), "sm90_nvfp4_grouped", "must be an NVFP4 tensor"),
+    "of Hopper, pinned, an array": (("bfloat16", 90), "sm90_nvfp4_pinned_grouped", "must be an NVFP4 tensor"),
+    "of Hopper, a tensor": (("nvfp4", 90), "sm90_dense_grouped", "must be a bfloat16 or float16 array"),
+    "no K": (("nvfp4", 90, (128, 4, 128, 0)), "sm90_nvfp4_grouped", "K must be at least 16"),
     "an array": (("bfloat16", 0), "cpu_nvfp4_blocks", "must be an NVFP4 tensor"),
     "a tensor": (("nvfp4", 0), "cpu_dense_elements", "must be a bfloat16 or float16 array"),
 }
@@ -279,7 +284,8 @@ HUGE = 2**30
     ids=["rows", "groups", "rows of all experts", "K"],
 )
 def test_sizes_that_kernels_of_hopper_do_not_count(shape):
-    assert "it takes at most 2^30 rows of a, 2^30 rows of b" in plan(shape=shape, kernel="sm90_nvfp4_grouped").reason
+    for left, kernel in (("nvfp4", "nvfp4_grouped"), ("float16", "dense_grouped"), ("nvfp4", "nvfp4_pinned_grouped")):
+        assert "it takes at most 2^30 rows of a, 2^30 rows of b" in plan(left, 90, shape, f"sm90_{kernel}").reason
     assert plan(shape=shape).kernel == "decode_then_ragged_dot"
     assert plan(shape=(HUGE, 2**16, 2**14, HUGE)).kernel == "sm90_nvfp4_grouped"
 

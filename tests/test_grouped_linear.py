@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_same_tensor, primitives, refused
+from helpers import assert_bitwise, assert_same_tensor, equations, primitives, refused
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import KINDS, make_mesh, put, run
@@ -180,6 +180,21 @@ def test_products_forward_and_backward_have_the_order_that_is_asked_for(accumula
     f = partial(grouped_linear, group_sizes=int32(SIZES), recipe=recipes.DEFAULT, accumulation=accumulation)
     text = str(jax.make_jaxpr(partial(with_gradients, f))(X, W))
     assert re.findall(r"ProductParams\([^|]*?accumulation='(\w+)'", text) == [accumulation] * 2
+
+
+@pytest.mark.parametrize("implementation", [None, "native", "reference", "cpu_nvfp4_blocks"])
+def test_the_implementation_is_that_of_every_quantizer_and_product(implementation):
+    """A kernel is named for the forward product alone."""
+    options = {"group_sizes": int32(SIZES), "key": KEY, "implementation": implementation}
+    others = None if implementation == "cpu_nvfp4_blocks" else implementation
+    for recipe in ("pretrain", "dequantized"):
+        f = partial(grouped_linear, recipe=RECIPES[recipe], **options)
+        jaxpr = jax.make_jaxpr(partial(with_gradients, f))(X, W).jaxpr
+        found = [(eqn.primitive.name, eqn.params) for eqn in equations(jaxpr)]
+        products = [of["implementation"] for name, of in found if name == "nvfp4_grouped_matmul"]
+        assert products == [implementation, others][: 1 + (recipe == "pretrain")]
+        made = {of["implementation"] for name, of in found if re.match("nvfp4_(de)?quantize|nvfp4_transpose", name)}
+        assert made == {others}
 
 
 def test_nothing_is_given_to_ragged_dot():

@@ -172,7 +172,7 @@ NO_KEY, NO_INDEX = (
 )
 REFUSED = [
     *((step_key, key, NO_KEY) for key in (None, 3, jax.random.split(A))),
-    (layer_index, -1, "layer_index: index must be at least 0, got -1"),
+    *((layer_index, index, "layer_index: index must be at least 0, got -1") for index in (-1, np.int32(-1))),
     (layer_index, 1.0, f"{NO_INDEX}, got 1.0"),
     (layer_index, True, f"{NO_INDEX}, got True"),
     *((layer_index, index, NO_INDEX) for index in (jnp.arange(2), "1")),

@@ -142,6 +142,8 @@ TOKENS_OF = {1: ["plain"], 7: SOME}
 def test_any_number_of_tokens(native, tokens):
     operands = normal((tokens, 64), 1), normal((48, 64), 2), normal((tokens, 48), 3)
     assert_composed(native, operands, TOKENS_OF[tokens])
+    (x, w, _), tiles = operands, Recipe((NVFP4_2D, NVFP4_2D), None, None)
+    assert_bitwise(linear(x, w, tiles), linear(pad(x, 16), w, tiles)[:tokens])
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])

@@ -88,6 +88,9 @@ def test_a_gpu_that_is_too_old():
 
 SMALL_M, BLOCKS, FEW_BLOCKS = "sm90_nvfp4_small_m", "sm80_nvfp4_blocks", "sm80_nvfp4_blocks_small_m"
 DENSE = {"a": "float16"}
+FEW = [(SMALL_M, {}), ("sm90_dense_small_m", DENSE)]
+NARROW = [("sm90_nvfp4_fused", {}), ("sm90_dense_fused", DENSE), ("sm90_nvfp4_pinned", {})]
+NARROW += [(name, {"windows": True}) for name in ("sm90_nvfp4_windows", "sm90_nvfp4_pinned_prepared")]
 # What a plan says, and the kernels and problems of which it says so.
 WHY_NOT = {
     "cpu_nvfp4_blocks runs on the CPU, not on compute capability 9.0": [("cpu_nvfp4_blocks", {})],
@@ -101,24 +104,32 @@ WHY_NOT = {
     "not on compute capability 8.0": [(FP4, {"capability": None})],
     "window64": [
         *[(name, {"windows": True}) for name in ("decode_then_dot", "sm90_nvfp4_fused", SMALL_M)],
-        ("sm90_dense_small_m", {"a": "bfloat16", "windows": True}),
+        *[(f"sm90_dense_{name}", {"a": "bfloat16", "windows": True}) for name in ("small_m", "fused")],
+        ("sm80_dense_elements", {"a": "bfloat16", "windows": True}),
+        ("sm90_nvfp4_pinned", {"windows": True}),
         (FP4, {"windows": True, "capability": BLACKWELL}),
     ],
     "its order of summation is not pinned": [
         *[(name, {"pinned": True}) for name in ("decode_then_dot", "sm90_nvfp4_fused", SMALL_M)],
-        ("sm90_dense_fused", {"a": "bfloat16", "pinned": True}),
+        *[(f"sm90_dense_{name}", {"a": "bfloat16", "pinned": True}) for name in ("small_m", "fused")],
         ("sm90_nvfp4_windows", {"windows": True, "pinned": True}),
         (FP4, {"pinned": True, "capability": BLACKWELL}),
     ],
     "must be an NVFP4 tensor": [
         *[(name, DENSE) for name in (BLOCKS, "sm90_nvfp4_fused", SMALL_M, FEW_BLOCKS)],
+        *[(f"sm90_nvfp4_{name}", DENSE) for name in ("windows", "pinned", "pinned_prepared")],
         (FP4, {"a": "bfloat16", "capability": BLACKWELL}),
     ],
     "must be a bfloat16 or float16 array": [
         (name, {}) for name in ("sm80_dense_elements", "sm90_dense_fused", "sm90_dense_small_m")
     ],
     'an operand must have amax_scope="window64"': [("sm90_nvfp4_windows", {})],
-    "at most 2^30 rows of either operand": [("sm90_nvfp4_fused", {"shape": (2**20, 1025, 1, 64)})],
+    "or M must be at least 4096": [("sm90_nvfp4_pinned_prepared", {"shape": (1, 4095, 16, 16)})],
+    "at most 2^30 rows of either operand": [
+        (name, {**of, "shape": shape})
+        for name, of in NARROW
+        for shape in ((2**20, 1025, 1, 64), (2**20, 1, 1025, 64), (1, 1, 1, 2**30 + 64))
+    ],
     "cannot: M must be at most 16": [
         (SMALL_M, {"shape": (1, 17, 16, 16)}),
         ("sm90_dense_small_m", {**DENSE, "shape": (1, 17, 16, 16)}),
@@ -129,13 +140,18 @@ WHY_NOT = {
         (FEW_BLOCKS, {"shape": (1, 64, 16, 2**30 + 16)}),
     ],
     "K must be at least 16": [
-        (FEW_BLOCKS, {"shape": (1, 64, 16, 0)}),
+        *[(name, {**of, "shape": (1, 1, 16, 0)}) for name, of in [*FEW, *NARROW, (FEW_BLOCKS, {})]],
         (FP4, {"shape": (1, 1, 1, 0), "capability": 120}),
     ],
-    "N times the batch is too large": [(SMALL_M, {"shape": (1, 1, 2**30 + 1, 16)})],
+    "N times the batch is too large": [
+        (SMALL_M, {"shape": shape}) for shape in ((1, 1, 2**30 + 1, 16), (2**13, 1, 2**17 + 1, 16))
+    ],
     "the batch is too large": [(SMALL_M, {"shape": (2**26 + 1, 1, 1, 16)})],
     "it takes at most 64 matrices": [(FP4, {"shape": (65, 1, 1, 16), "capability": 120})],
-    "at most 2^29 rows of either": [(FP4, {"shape": (1, 2**29 + 1, 1, 64), "capability": 120})],
+    "at most 2^29 rows of either": [
+        (FP4, {"shape": shape, "capability": 120})
+        for shape in ((2, 2**28 + 1, 1, 64), (2, 1, 2**28 + 1, 64), (1, 1, 1, 2**29 + 64))
+    ],
     "no kernel has the name sm90_unheard_of": [("sm90_unheard_of", {})],
 }
 

@@ -100,7 +100,8 @@ def test_all_gather_after_a_quantizer_of_the_part(devices):
     got = jax.jit(mapped(True))(x)
     for part in got:
         assert_bitwise(part, quantize(home(devices, x)).data)
-    with pytest.raises(ValueError, match=r"all_gather: the amax of q, .* varies over \['x'\]; quantize with amax="):
+    text = r"the amax of q, .* varies over \['x'\]; quantize with amax=jax.lax.pmax\(jnp.max\(jnp.abs\(x\)\), 'x'"
+    with pytest.raises(ValueError, match=text):
         jax.eval_shape(mapped(False), x)
 
 
@@ -323,6 +324,10 @@ def test_blocks_of_weights_are_whole_along_k_alone(w_axes):
     assert_bitwise(jax.jit(partial(f, w_gather=(along_n, WHOLE)))(*placed), f(*home(CPUS, (x, w))))
     with pytest.raises(ValueError, match=r"w_gather.sharded must split axis . of shape .* into multiples of 16"):
         f(*placed, w_gather=(along_k, WHOLE))
+    frozen = placed[0], shard(quantize(w if w_axes == "nk" else w.T), mesh, P())
+    assert jax.eval_shape(partial(linear, w_gather=(ROWS, WHOLE)), *frozen).shape == (128, 24)
+    with pytest.raises(ValueError, match=r"sharded must split axis 1 of shape \(24, 64\) into multiples of 16"):
+        linear(*frozen, w_gather=(COLUMNS, WHOLE))
 
 
 # ---------------------------------------------------------------- experts
@@ -390,9 +395,11 @@ def test_frozen_experts_are_gathered_as_bytes():
     mesh, (x, w, _) = make_mesh(CPUS, "x"), EXPERTS
     q = jax.vmap(quantize)(w)
     placed = put(x, mesh, ROWS), jax.device_put(q, q.shardings(mesh, P(None, "x")))
-    got, found = run(lambda x, q: grouped_linear(x, q, GROUPS, w_gather=(P(None, "x"), P())), *placed)
-    assert_bitwise(got, grouped_linear(*home(CPUS, (x, q)), GROUPS))
-    assert gathers(found) == ["u8[4,256,64]", "u8[4,256,8]"]
+    gather = (P(None, "x"), P())
+    for product in (partial(grouped_linear, w_gather=gather), RaggedDot(recipes.DEFAULT, w_gather=gather)):
+        got, found = run(lambda x, q, product=product: product(x, q, GROUPS), *placed)
+        assert_bitwise(got, grouped_linear(*home(CPUS, (x, q)), GROUPS))
+        assert gathers(found) == ["u8[4,256,64]", "u8[4,256,8]"]
 
 
 def test_a_gather_that_does_not_fit_experts_raises():
@@ -405,8 +412,11 @@ def test_a_gather_that_does_not_fit_experts_raises():
         ):
             with pytest.raises(ValueError, match=f"grouped_linear: {text}"):
                 grouped_linear(x[:, :64], w[..., :64], GROUPS, w_gather=gather)
-    with pytest.raises(TypeError, match="RaggedDot: w_gather must be None or a pair"):
-        RaggedDot(w_gather=P("x"))
+    with jax.set_mesh(make_mesh(CPUS)), pytest.raises(ValueError, match=r"gathered must not split w .*, got 2 by"):
+        grouped_linear(x, w, GROUPS, w_gather=(P(), P("x")))
+    for op, make in (("RaggedDot", RaggedDot), ("grouped_linear", partial(grouped_linear, x, w, GROUPS))):
+        with pytest.raises(TypeError, match=f"{op}: w_gather must be None or a pair"):
+            make(w_gather=P("x"))
 
 
 # ---------------------------------------------------------------- w_amax
@@ -608,12 +618,18 @@ REFUSED = [
      lambda: all_gather(quantize(normal((32, 64))), "x")),
     (r"axis must be an integer from -2 to 1 for .*, got 2", in_shard_map(lambda t: all_gather(t, "x", axis=2))),
     ("axis must be an integer .* got True", in_shard_map(lambda t: all_gather(t, "x", axis=True))),
+    *((r"all_gather: axis_name must be a string or a tuple of strings, got " + re.escape(repr(name)),
+       in_shard_map(lambda t, name=name: all_gather(t, name))) for name in ((), ("x", 3))),
     ("all_gather: q must be an NVFP4Tensor", in_shard_map(lambda t: all_gather(t.data, "x"))),
     (r"sharded must have at most 2 entries for shape \(128, 64\)", gather_of(P("x", None, None), WHOLE)),
     (r"sharded must have axes of the mesh, \['x'\], got 'z' in P\('z',\)$", gather_of(P("z"), WHOLE)),
     (r"sharded must split axis 1 of shape .* into multiples of 16, got .* 8 ways", gather_of(P(None, "x"), WHOLE)),
+    (r"sharded must split axis 1 of shape \(16, 256\) into multiples of 64",
+     lambda: gather_quantized(on_x((16, 256)), jnvfp4.WINDOW64, sharded=COLUMNS, gathered=WHOLE)),
     ("gathered must split axis 1", gather_of(P("x"), P(None, "x"))),
     (r"sharded must split axis 0 of shape \(64, 64\) into multiples of 16", gather_of(ROWS, WHOLE, (64, 64))),
+    ("gather_quantized: w must have rank 2 or more",
+     lambda: gather_quantized(normal((64,)), NVFP4, sharded=P(), gathered=P())),
     ("gather_quantized: sharded must be a PartitionSpec or a NamedSharding, got 'x'", gather_of("x", WHOLE)),
     ("gather_quantized: gathered must be a PartitionSpec or a NamedSharding, got None", gather_of(ROWS, None)),
     ("gather_quantized: gathered must be of the mesh", gather_of(ROWS, OTHER_MESH)),
@@ -669,5 +685,5 @@ def test_a_pair_the_wrong_way_round_is_refused(call):
         x, w = put(normal((64, 256), 1), mesh, P()), put(normal((256, 256), 2), mesh, P())
         with pytest.raises(ValueError, match=text):
             call(x, w, w_gather=swapped)
-    constraint = (P(P.UNCONSTRAINED), ROWS)  # what this splits is not known
-    jax.eval_shape(lambda x, w: call(x, w, w_gather=constraint), x, w)
+    for kept in (P(P.UNCONSTRAINED), P(None, P.UNCONSTRAINED)):  # what these split is not known
+        jax.eval_shape(partial(call, w_gather=(kept, ROWS)), x, w)
