@@ -299,8 +299,9 @@ def test_leading_axes_of_weight_only(native, half, shared, accumulation):
     check_each_matrix(native, dense((2, 3, 5, 32), half), b, accumulation)
 
 
-def test_shared_windows_of_b_by_the_reference():
-    a, b = random_tensor(0, (2, 3, 192), WINDOW), random_tensor(1, (3, 192), WINDOW)
+@pytest.mark.parametrize("fmt", [ROW, WINDOW], ids=["row", "window64"])
+def test_a_shared_b_by_the_reference(fmt):
+    a, b = random_tensor(0, (2, 3, 192), fmt), random_tensor(1, (2, 192), fmt)
     got = jnvfp4.matmul_nt(a, b, out_dtype=np.float32, implementation="reference")
     for i in range(2):
         assert_bitwise(got[i], matmul_by_formula(at(a, (i,)), b))
