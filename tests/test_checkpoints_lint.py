@@ -419,8 +419,10 @@ def test_the_config_made_anew_is_that_of_the_converter(tmp_path, sound):
     for layout in ANY:
         before, after = fixed(tmp_path / layout, sound, entry("ignore", [ROUTER]), layout)
         assert (before.config, before.hf_quant) == (after.config, after.hf_quant)
-    _, after = fixed(tmp_path / "kv", sound, kv)
-    assert after.hf_quant["quantization"]["kv_cache_quant_algo"] == "FP8"
+    claim = both(entry("kv_cache_quant_algo", "FP8", HF_QUANT), entry("group_size", 32, HF_QUANT))
+    for name, of_cache in (("scales", kv), ("claim", claim)):
+        _, after = fixed(tmp_path / name, sound, of_cache)
+        assert after.hf_quant["quantization"]["kv_cache_quant_algo"] == "FP8"
     _, after = fixed(tmp_path / "w", sound, no_activations)
     assert after.quantization["quant_algo"] == "W4A16_NVFP4"
 
