@@ -136,6 +136,9 @@ def cuda_versions() -> tuple[int | None, int | None]:
         return None, None
 
 
+_MOST_OPERATIONS = 100  # of an activation, a trace has thousands
+
+
 def made_of(value: Any, arrays: Mapping[str, Any]) -> list[str] | None:
     """Returns the name of the array that a value is, or is made of: by a cast, by a scale, or with its own norm.
 
@@ -161,9 +164,6 @@ def made_of(value: Any, arrays: Mapping[str, Any]) -> list[str] | None:
     if len(found) > 1:
         found = {name for name in found if arrays[name].size == value.size}
     return list(found) if len(found) == 1 else []
-
-
-_MOST_OPERATIONS = 100  # of an activation, a trace has thousands
 
 
 def _operands(value: Any) -> list[Any] | None:
