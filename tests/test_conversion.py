@@ -66,7 +66,7 @@ MISTAKES = {
     "NaN": ("scale == kScaleNan ?", "false ?", MODEL),
     "last bit": ("kLast = 0x11111111u", "kLast = 0x22222222u", MODEL),
     "quarters": ("(word[0] >> 2) + 4 * word[2]", "(word[0] >> 2) + 4 * word[1]", []),
-    "saturation": ("c - ((c & 0x88888888u) >> 3)", "c", []),
+    "saturation": ("(c | static_cast<uint32_t>(sevens)) & 0x77777777u", "c", []),
 }
 
 

@@ -193,6 +193,9 @@ struct StrictValues {
     apply = product >= 7.7e-34f && product <= 1.3e36f;  // about 2^-110 and 2^120
   }
   JNVFP4_HD float difference(float q, float x) const { return strict_difference_by_values(q, x, one, one_and_half); }
+  // Whether 1.5 is 1.5 times 1, as it often is of amaxes with few bits: then q times the one is the decoded value, and
+  // an FMA gives the difference. These two subtract exactly.
+  JNVFP4_HD bool linear() const { return sub_rn(one_and_half, one) == mul_rn(one, 0.5f); }
 };
 
 // = row_error_strict(x, q, scale, g, squared), proven by tests/cpp/exhaustive.cc::row_error_by_values

@@ -98,10 +98,11 @@ void check_block(Counts& counts, const Elements& e, float encode) {
   compare(counts.nearest, encode_nearest(e.v, e.signs, encode, scale), e, encode, scale, nearest);
   compare(counts.stochastic, encode_stochastic(e.v, e.signs, encode, scale, e.random), e, encode, scale, stochastic);
   const float quick = encode * (1.0f / kOver);
-  if (!below_seven(e.amax, quick)) return;
-  compare(counts.nearest_quick, with_signs(nearest_codes(e.v, quick), e.signs), e, encode, scale, nearest);
-  compare(counts.stochastic_quick, with_signs(stochastic_codes(e.v, quick, e.random), e.signs), e, encode, scale,
-          stochastic);
+  if (quick_below(e.amax, quick))
+    compare(counts.nearest_quick, with_signs(nearest_codes(e.v, quick), e.signs), e, encode, scale, nearest);
+  if (quick_below<true>(e.amax, quick))
+    compare(counts.stochastic_quick, with_signs(stochastic_codes(e.v, quick, e.random), e.signs), e, encode, scale,
+            stochastic);
 }
 
 bool blocks_hold(const std::vector<uint32_t>& low_bits) {
@@ -113,8 +114,8 @@ bool blocks_hold(const std::vector<uint32_t>& low_bits) {
         const uint32_t first = static_cast<uint32_t>(block * (kBlock << 8)) | low;
         const Elements e(first);
         check_block(own, e, 1.0f);
-        // Some factor that brings the elements to between 2^-3 and 2^3, where a product rounds before it is encoded.
-        const uint32_t exponent = e.amax >> 23, to = 124 + hash(first) % 6;
+        // Some factor that brings the elements to between 2^-3 and 2^4, where a product rounds before it is encoded.
+        const uint32_t exponent = e.amax >> 23, to = 124 + hash(first) % 7;
         if (exponent >= 5 && exponent < 246)
           check_block(own, e, float_of((to + 127 - exponent) << 23 | (hash(~first) & 0x7fffffu)));
       }

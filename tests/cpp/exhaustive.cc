@@ -166,34 +166,42 @@ bool holds(const Encoder& e, const std::vector<uint32_t>& low_bits) {
 }
 
 // row_error_by_values against row_error_strict, wherever the values apply: every scale and code, and amaxes of every
-// upper 16 bits with hashed lower ones, `each` of them. The elements are the decoded values themselves, so every
-// difference is 0, or NaN from infinite values.
+// upper 16 bits, with hashed lower ones, `each` of them, and with zeros. The elements are the decoded values
+// themselves, so every difference is 0, or NaN from infinite values. Where the values are linear, each is q times the
+// first.
 bool error_by_values_holds(uint32_t each) {
-  std::atomic<uint64_t> wrong{0};
+  const uint64_t amaxes = uint64_t{0x7f81} * (each + 1);
+  std::atomic<uint64_t> wrong{0}, linear{0};
   float q[jnvfp4::kBlock];
   for (uint32_t i = 0; i < jnvfp4::kBlock; ++i) q[i] = jnvfp4::e2m1_decode(i);
-  in_pieces(uint64_t{0x7f81} * each, [&](uint64_t begin, uint64_t end) {
-    uint64_t own = 0;
+  in_pieces(amaxes, [&](uint64_t begin, uint64_t end) {
+    uint64_t own = 0, own_linear = 0;
     for (uint64_t i = begin; i < end; ++i)
       for (const float e4m3_max : {448.0f, 256.0f}) {
-        const uint32_t amax = static_cast<uint32_t>(i / each) << 16 | (hash(static_cast<uint32_t>(i)) & 0xffff);
+        const uint32_t low = i % (each + 1) < each ? hash(static_cast<uint32_t>(i)) & 0xffff : 0;
+        const uint32_t amax = static_cast<uint32_t>(i / (each + 1)) << 16 | low;
         const jnvfp4::GlobalScale g = jnvfp4::global_scale(jnvfp4::float_of(amax), e4m3_max);
         for (uint32_t scale = 0; scale < 127; ++scale) {
           const float s = jnvfp4::e4m3_decode(static_cast<uint8_t>(scale));
           const jnvfp4::StrictValues values(s, g);
           if (!values.apply) continue;
+          own_linear += values.linear();
           float x[jnvfp4::kBlock];
-          for (uint32_t c = 0; c < jnvfp4::kBlock; ++c) x[c] = q[c] * s * g.amax / (6 * e4m3_max);
+          for (uint32_t c = 0; c < jnvfp4::kBlock; ++c) {
+            x[c] = q[c] * s * g.amax / (6 * e4m3_max);
+            own += values.linear() && static_cast<double>(x[c]) != static_cast<double>(q[c]) * values.one;
+          }
           const float got = jnvfp4::row_error_by_values(x, q, values, false);
           const float want = jnvfp4::row_error_strict(x, q, s, g, false);
           own += std::isnan(want) ? !std::isnan(got) : got != want;
         }
       }
-    wrong += own;
+    wrong += own, linear += own_linear;
   });
-  std::printf("row_error_by_values: %llu of %llu patterns wrong\n", static_cast<unsigned long long>(wrong),
-              static_cast<unsigned long long>(uint64_t{0x7f81} * each * 2 * 127));
-  return wrong == 0;
+  std::printf("row_error_by_values: %llu of %llu patterns wrong, %llu are linear\n",
+              static_cast<unsigned long long>(wrong), static_cast<unsigned long long>(amaxes * 2 * 127),
+              static_cast<unsigned long long>(linear));
+  return wrong == 0 && linear > 0;
 }
 
 // A function of floats by its faults, for every mantissa, of which the last `zeros` bits are 0: in the binade of 1 and,

@@ -63,9 +63,11 @@ __device__ __forceinline__ auto source_of(const X& x) {
 struct EncodeFactor {
   float encode;
 };
-// For a 4over6 candidate also the decoded values of 1 and 1.5, or the scale itself for the fast error; times kOver.
+// For a 4over6 candidate also the decoded values of 1 and 1.5, or the scale itself for the fast error; times kOver. And
+// whether the difference of an element by one FMA is that of the rule.
 struct alignas(16) ErrorFactors {
   float encode, one, one_and_half;
+  uint32_t by_rule;
 };
 template <class S>
 using Factors = std::conditional_t<kChooses<S>, ErrorFactors, EncodeFactor>;
@@ -81,10 +83,10 @@ __device__ __forceinline__ Factors<S> factors_of(uint32_t scale, const GlobalSca
     // zeros has no error.
     const float s = e4m3_decode(scale), one = mul_rn(s, g.decode);
     const bool safe = scale == 0 || (one > 0x1p-41f && one < 0x1p36f);
-    if constexpr (!kStrict<S>) return {safe ? quick : float_of(kNan), s * kOver, 0.0f};
+    if constexpr (!kStrict<S>) return {safe ? quick : float_of(kNan), s * kOver, 0.0f, true};
     const StrictValues values(s, g);
     return {safe && (values.apply || scale == 0) ? quick : float_of(kNan), values.one * kOver,
-            values.one_and_half * kOver};
+            values.one_and_half * kOver, values.linear()};
   }
 }
 
@@ -145,7 +147,7 @@ template <class X, class Scales>
 __device__ __forceinline__ Encoded encode_with(const X& x, uint2 signs, uint32_t amax, uint32_t scale, float encode,
                                                const Scales& scales) {
   Values v;
-  if (below_seven(amax, encode)) {
+  if (quick_below(amax, encode)) {
     x.finite_values(v);
     return {with_signs(nearest_codes(v, encode), signs), scale};
   }
@@ -173,7 +175,7 @@ __device__ __forceinline__ Encoded encode_plain(const X& x, uint2 signs, uint32_
     random(bits);
     Values v;
     x.values(v);
-    if (below_seven(amax, encode)) return {with_signs(stochastic_codes(v, encode, bits), signs), scale};
+    if (quick_below<true>(amax, encode)) return {with_signs(stochastic_codes(v, encode, bits), signs), scale};
     return {encode_stochastic(v, signs, block_encode_scale(scale, scales.global()), scale, bits), scale};
   } else {
     return encode_with(x, signs, amax, scale, encode, scales);

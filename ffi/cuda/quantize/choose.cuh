@@ -76,9 +76,12 @@ struct Choice {
     const float sixth =
         div_by_steps(amax, 6.0f, 1.0f / 6.0f, [](float x, float y, float z) { return __fmaf_rn(x, y, z); });
     take(mul_rn(sixth, all.encode), all);
-    quick = below_seven(amax_bits, six.encode) && below_seven(amax_bits, four.encode) &&
+    quick = quick_below(amax_bits, six.encode) && quick_below(amax_bits, four.encode) &&
             (scales.six != 0 || amax_bits == 0);
     if (!quick) take(candidate_base(amax_bits, all.encode), all);
+    // A squared error of the rule is rounded before it is added.
+    const bool by_rule = !kSquared<S> && (six.by_rule & four.by_rule);
+    inexact_ = !quick ? float_of(kNan) : by_rule ? -float_of(kInf) : amax;
   }
 
   __device__ __forceinline__ bool one_scale() const { return scales.six == scales.four; }  // a tie: six
@@ -89,7 +92,9 @@ struct Choice {
   }
   // Whether they decide, summed in the order of the rule.
   __device__ __forceinline__ bool decided(float error_six, float error_four) const {
-    return kStrict<S> ? sure(error_six, error_four) : quick;
+    if constexpr (!kStrict<S>) return quick;
+    if constexpr (kTiles<S>) return sure(error_six, error_four);
+    return fabsf(error_four - error_six) > error_bound<S>(inexact_, error_four + error_six);
   }
   __device__ __forceinline__ Factors<S> factors(bool take_four) const {
     Factors<S> f = six;
@@ -100,6 +105,10 @@ struct Choice {
   __device__ __forceinline__ float encode(bool take_four) const { return take_four ? four.encode : six.encode; }
 
  private:
+  // The amax for the bound; -inf, of a bound that each difference exceeds, if the quick sums are those of the rule;
+  // NaN, of one that none exceeds, if errors are not quick.
+  float inexact_;
+
   template <class Scales>
   __device__ __forceinline__ void take(float base, const Scales& all) {
     const uint32_t both = e4m3_codes(base, mul_rn(base, 1.5f));

@@ -119,9 +119,11 @@ __device__ __forceinline__ uint2 encode_stochastic(const Values& v, uint2 signs,
 // is 64 elsewhere: there the E2M1 grid lies on the first 29 codes of E4M3, whose conversion instruction then packs it.
 constexpr float kOver = kE2M1 ? 1.0f : 64.0f;
 
-// Whether all elements of a block with this amax are below 7 when encoded; false for NaN.
-__device__ __forceinline__ bool below_seven(uint32_t amax, float encode) {
-  return kQuick && mul_rn(float_of(amax), encode) < 7.0f / kOver;
+// Whether all elements of a block with this amax are below 7 when encoded, or below 16 where they round
+// stochastically; false for NaN.
+template <bool kStochastic = false>
+__device__ __forceinline__ bool quick_below(uint32_t amax, float encode) {
+  return kQuick && mul_rn(float_of(amax), encode) < (kStochastic ? 16.0f : 7.0f) / kOver;
 }
 
 // The magnitudes of a block's codes, packed by the conversion to E2M1: codes without signs.
@@ -188,8 +190,8 @@ __device__ __forceinline__ uint2 nearest_codes(const Values& v, float encode) {
   return Magnitudes(r).codes();
 }
 
-// Grid values over kOver as e2m1_magnitude_stochastic gives them, but 8 where that saturates at 6. `binade` is the
-// power of two of a magnitude, at least that of 1, times 2^124: a random byte in the third byte of a float32 is
+// Grid values over kOver as e2m1_magnitude_stochastic gives them, but 8, 12 or 16 where that saturates at 6. `binade`
+// is the power of two of a magnitude, at least that of 1, times 2^124: a random byte in the third byte of a float32 is
 // r * 2^-133, so the product is r / 512 of it, which is r / 256 of a grid step. The step is that before the addition;
 // the sum stays within one, so it truncates to the same grid value.
 __device__ __forceinline__ void stochastic_over(const Values& v, float encode, const uint32_t (&random)[4], Values& r) {
@@ -205,13 +207,16 @@ __device__ __forceinline__ void stochastic_over(const Values& v, float encode, c
     r[i] = __fmaf_rn(binade, -kMagicDown, __fmaf_rz(binade, kMagicDown, t));
   }
 }
-// The conversion to E2M1 makes 6 of 8 by itself; else code 8 becomes 7.
+// The conversion to E2M1 saturates by itself; else codes from 8 on become 7.
 __device__ __forceinline__ uint2 stochastic_codes(const Values& v, float encode, const uint32_t (&random)[4]) {
   Values r;
   stochastic_over(v, encode, random, r);
   const uint2 codes = Magnitudes(r).codes();
   if constexpr (kE2M1) return codes;
-  const auto saturated = [](uint32_t c) { return c - ((c & 0x88888888u) >> 3); };
+  const auto saturated = [](uint32_t c) {
+    const uint64_t sevens = uint64_t{c & 0x88888888u} * 0xe0000000u >> 32;  // of the eights, by one instruction
+    return (c | static_cast<uint32_t>(sevens)) & 0x77777777u;
+  };
   return make_uint2(saturated(codes.x), saturated(codes.y));
 }
 

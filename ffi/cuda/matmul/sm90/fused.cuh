@@ -221,6 +221,12 @@ struct FusedConsumer {
   __device__ __forceinline__ void pass_turn() {
     if constexpr (C::kTurns && kTokens == C::kTokens) named_arrive(5 - wg, 256);
   }
+  // Whether window q of a slot is such a turn, in a tile of several slots. Warpgroup 1 has three windows left when 0
+  // has none, which run while 0 writes its result, and both begin the next tile as they can. As many turns for either.
+  __device__ __forceinline__ bool is_turn(int q, bool first, bool last) const {
+    if (first) return q >= 2;
+    return !last || q == 0 || q == (wg == 0 ? 3 : 1);
+  }
   // Windows of a stage.
   template <int kTokens>
   static constexpr int kDepth = kTokens == C::kTokens ? C::kStageDepth : C::kFewDepth;
@@ -249,11 +255,12 @@ struct FusedConsumer {
     if (threadIdx.x % 32 < 2) barrier_arrive_in(smem + C::kAtEmpty + 8 * stage, threadIdx.x % 32);
   }
   template <int kTokens>
-  __device__ __forceinline__ void multiply(Sums<kTokens>& sums, const Fragments& f, uint32_t n, int q, bool first) {
+  __device__ __forceinline__ void multiply(Sums<kTokens>& sums, const Fragments& f, uint32_t n, int q, bool first,
+                                           bool turn) {
     constexpr int kBytes = C::kWindow / (C::kTokens / kTokens);
     const int stage = stage_of<kTokens>(n, q, few_from);
     if (q % kDepth<kTokens> == 0) barrier_wait(smem + C::kAtFull + 8 * stage, phase_of<kTokens>(n, few_from));
-    wait_turn<kTokens>();
+    if (turn) wait_turn<kTokens>();
     wgmma_fence();
     uint32_t at = smem + (stage * C::kStageDepth + q % C::kStageDepth) * C::kWindow;
     if constexpr (kTokens != C::kTokens) at = smem + stage * C::kStageDepth * C::kWindow + q % kDepth<kTokens> * kBytes;
@@ -261,7 +268,7 @@ struct FusedConsumer {
 #pragma unroll
     for (int j = 0; j < 4; ++j) wgmma<typename C::T>(sums, f + 4 * j, tokens + 2 * j, !first || j > 0);
     wgmma_commit();
-    pass_turn<kTokens>();
+    if (turn) pass_turn<kTokens>();
   }
   // If window q is the last of its stage.
   template <int kTokens>
@@ -274,6 +281,7 @@ struct FusedConsumer {
   __device__ __forceinline__ void sum(Sums<kTokens>& sums, int slots, const F& before_end) {
     Fragments f[2];
     RawWindow<typename C::T> r;
+    const bool staggered = C::kTurns && slots > 1;
     uint32_t n = begun + team;
     begun += slots;
     if constexpr (C::kTeams == 2) {
@@ -288,7 +296,7 @@ struct FusedConsumer {
       const bool last = n + C::kTeams >= begun;
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
-        multiply<kTokens>(sums, f[q % 2], n, q, first && q == 0);
+        multiply<kTokens>(sums, f[q % 2], n, q, first && q == 0, !staggered || is_turn(q, first, last));
         if (q < 3) {
           load(r, n, q + 1);
         } else if (!last) {
