@@ -107,7 +107,8 @@ class PairPass {
 };
 
 template <class P>
-inline constexpr int kPairBlocks = kTransposes<P> && !kChooses<typename P::Col> ? 3 : kTileBlocks<typename P::Col>;
+inline constexpr int kPairBlocks =
+    (kTransposes<P> && !kChooses<typename P::Col>) || kStochastic<typename P::Col> ? 3 : kTileBlocks<typename P::Col>;
 
 template <class P, class T>
 __global__ void __launch_bounds__(kThreads, kPairBlocks<P>) quantize_pair_kernel(PairArgs a, Runs runs) {
