@@ -230,8 +230,7 @@ def _real_nvcc():
 SPILLED = {
     "sm90/f16_grouped.cu": 140,
     "sm90/bf16_grouped.cu": 140,
-    "sm90/pinned.cu": 320,
-}  # bytes: tiles of half the rows are code beside the others; so are sums of windows with odd amaxes, in float64
+}  # bytes: tiles of half the rows are code beside the others
 HOPPER = [f"sm90/{name}.cu" for name in ("f16_fused", "bf16_fused", "small_m", "grouped_small_m", "windows", "pinned")]
 
 

@@ -1,5 +1,8 @@
 """The kernels of the pinned order, by name, on any GPU: the CPU's bits for all data."""
 
+import subprocess
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -137,6 +140,27 @@ def test_amaxes_of_16_bit_arrays(device, shape, kernel):
     check(device, *shorter, kernel=named(device, kernel, WINDOW))
 
 
+def with_smaller_fourth_blocks(t: NVFP4Tensor, places: int, largest: bool) -> NVFP4Tensor:
+    """The scales of every fourth block are so many binary places below the others; codes are 6 or -6 if ``largest``."""
+    mantissas = np.random.default_rng(places).integers(0, 8, t.scale.shape, np.uint8)
+    exponents = np.where(np.arange(t.scale.shape[-1]) % 4 == 3, max(14 - places, 0), 14).astype(np.uint8)
+    scale = (exponents << 3 | mantissas).view(t.scale.dtype)
+    return NVFP4Tensor(t.data | 0x77 if largest else t.data, jnp.asarray(scale), t.amax, t.format)
+
+
+@every_kernel
+@pytest.mark.parametrize("places", [(0, 0), (1, 1), (2, 0), (0, 2), (2, 1), (2, 2), (4, 0), (7, 7), (14, 1)], ids=str)
+@pytest.mark.parametrize("largest", [False, True], ids=["any codes", "largest codes"])
+@pytest.mark.parametrize("a_format", [TENSOR, WINDOW], ids=["tensor", "window64"])
+def test_windows_whose_sums_are_exact_and_some_that_are_not(device, places, largest, a_format, kernel):
+    """sm90_nvfp4_pinned_prepared lets tensor cores add up the former: with the largest codes the first four here."""
+    a, b = quantized((64, 300, 576), a_format, WINDOW)
+    a, b = (with_smaller_fourth_blocks(t, p, largest) for t, p in zip((a, b), places, strict=True))
+    for signs in (0xFF, 0x77):  # and without
+        operands = [NVFP4Tensor(t.data & signs, t.scale, t.amax, t.format) for t in (a, b)]
+        check(device, *operands, kernel=named(device, kernel, WINDOW))
+
+
 @every_kernel
 @every_tile
 def test_zeros_are_positive(device, shape, kernel):
@@ -167,3 +191,12 @@ def test_the_sums_of_a_block_are_exact_in_float32():
     assert 16 * products.max() < 2.0**20
     exponent = np.maximum(np.floor(np.log2(np.abs(numbers).max(axis=1))), -14)  # tensor cores count subnormals so
     assert np.max(np.add.outer(exponent, exponent) + 1 - np.log2(np.outer(unit, unit))) <= 21
+
+
+def test_sums_of_windows_that_are_taken_for_exact(tmp_path):
+    """By sm90_nvfp4_pinned_prepared, on a model of tensor cores."""
+    root, program = Path(__file__).parents[1], tmp_path / "window_sums"
+    flags = ["-std=c++17", "-O2", "-ffp-contract=off", f"-I{root / 'ffi'}"]
+    subprocess.run(["g++", *flags, root / "tests/cpp/window_sums.cc", "-o", program], check=True)
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

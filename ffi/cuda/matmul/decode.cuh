@@ -11,6 +11,7 @@
 
 #include "../device.cuh"
 #include "../kernels.h"
+#include "window_sums.h"
 
 namespace jnvfp4 {
 
@@ -73,14 +74,6 @@ struct Decode<Bf16> {
 __device__ __forceinline__ void permute8(uint4 v, uint32_t (&pair)[4]) {
   pair[0] = __byte_perm(v.x, v.z, 0x5410), pair[1] = __byte_perm(v.x, v.z, 0x7632);
   pair[2] = __byte_perm(v.y, v.w, 0x5410), pair[3] = __byte_perm(v.y, v.w, 0x7632);
-}
-
-// What sums of windows need to know of amaxes, as bits: whether one has more than 12 bits, so that its products may be
-// rounded, and whether one is neither 0 nor from 2^-38 to 2^49, so that div_by_pieces may be wrong.
-constexpr uint32_t kLongAmax = 1, kOddAmax = 2;
-__device__ __forceinline__ uint32_t kinds_of(float amax) {
-  const uint32_t bits = bits_of(amax);
-  return (bits & 0xfff ? kLongAmax : 0) | (bits == 0 || bits - 0x2c800000u <= 0x2b800000u ? 0 : kOddAmax);
 }
 
 // The amax of a row of an operand without windows, rows of all matrices counted.

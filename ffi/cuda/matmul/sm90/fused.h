@@ -50,7 +50,7 @@ enum class Order : uint8_t { kWindows, kBlocks };
 cudaError_t launch_sm90_prepare(const MatmulOperand& x, Order order, void* out, int64_t rows, int64_t depth,
                                 uint32_t* flags, int64_t flag_count, cudaStream_t stream);
 // amaxes of `batch` x `rows` rows for each window that steps of 256 along K have, as [tile][window][row], and after
-// them, for each 32 rows, their kinds (decode.cuh); 0 beyond the ends.
+// them, for each 32 rows, their kinds (window_sums.h); 0 beyond the ends.
 cudaError_t launch_sm90_amaxes(const MatmulOperand& x, float* out, int64_t batch, int64_t rows, int tile_rows,
                                int64_t depth, bool of_tokens, cudaStream_t stream);
 // Copies rows of `bytes` to rows `pitch` apart.

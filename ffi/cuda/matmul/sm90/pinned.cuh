@@ -13,6 +13,10 @@
 // clocks; of a part all of one row come first, then all of the other, so that s_b stays in the operand cache. ptxas
 // keeps this order since the instructions are volatile, the sets of D since their registers are operands of the waits,
 // and no wgmma runs from one turn of the loop to the next, where it would put waits between all of them.
+//
+// Operands with windows have a second sum, of a window. Nearly always it is exact in any order, as window_sums.h
+// explains, so that wgmma may add up its four blocks too, and what is left for other instructions is an alpha for each
+// output and window. The two warpgroups take turns, as in windows.cu.
 #pragma once
 
 #include "../../../core/numerics_fast.h"
@@ -29,13 +33,13 @@ struct PinnedConfig {
   using Tiles = std::conditional_t<kGrouped, ListedTiles<kTokens_>, DenseTiles<FusedArgs, kTokens_>>;
   static constexpr int kTokens = kTokens_, kRows = 128, kThreads = 128 * 3, kSums = kTokens / 2;
   static constexpr int kLoading = 40, kComputing = 232;  // registers, of 168 in a launch
-  static constexpr int kPart = kTokens == 128 && !kWindows ? 128 : 64, kParts = kTokens / kPart;
+  static constexpr int kPart = kTokens == 128 ? 128 : 64, kParts = kTokens / kPart;
 
   // A stage has a window (64 along K) of tokens and of rows of b; a slot, scales of the four windows that are a turn of
   // the loop. So stages are known when this is compiled, and the turn's number says the rest.
   static constexpr int kStages = 4, kSlots = 2;
   static constexpr int kTokenBytes = kTokens * 128, kLeftPitch = kNumbers ? 128 : 32, kLeftBytes = kRows * kLeftPitch;
-  static constexpr int kAmaxes = kRows * 4, kAmaxBytes = kWindows ? 2 * kAmaxes : 0;  // of tokens, then of rows
+  static constexpr int kAmaxes = kFusedAmaxes * 4, kAmaxBytes = kWindows ? 2 * kAmaxes : 0;  // of tokens, then of rows
   static constexpr int kScaleBytes = kNumbers ? 0 : kRows * 16;
   static constexpr int kBuffer = 8192;
   using Result = FusedResult<kTokens, false, true, kGrouped, kBuffer>;
@@ -51,18 +55,6 @@ struct PinnedConfig {
   static_assert(kShared <= 232448);
 };
 
-// Of the windows of a tile.
-struct Amaxes {
-  const float *tokens, *columns;
-};
-template <class C>
-__device__ __forceinline__ Amaxes amaxes_of(const FusedArgs& a, const WorkTile& tile) {
-  const int64_t of_tile = 4 * int64_t{a.steps} * kFusedAmaxes, token_tiles = a.matrix_tiles / a.pairs;
-  const int64_t column_tile = tile.column / C::kRows + cluster_rank();
-  return {a.token_amaxes + (tile.matrix * token_tiles + tile.token / C::kTokens) * of_tile,
-          a.column_amaxes + (int64_t{tile.matrix} * a.pairs * 2 + column_tile) * of_tile};
-}
-
 // ---------------------------------------------------------------- the thread that loads
 template <class C>
 __device__ __forceinline__ void load_windows(const typename C::Args& a, const FusedMaps& maps, uint32_t smem) {
@@ -74,8 +66,12 @@ __device__ __forceinline__ void load_windows(const typename C::Args& a, const Fu
   for (int i = scheduler.first(); i < tiles.end(); i = scheduler.next()) {
     const WorkTile tile = tiles[i];
     const int b_row = row_of_b<C>(a, tile), a_row = row_of_a(a, tile, kHalf);
-    [[maybe_unused]] Amaxes amaxes{};
-    if constexpr (C::kWindows) amaxes = amaxes_of<C>(a, tile);
+    const float *of_tokens = nullptr, *of_columns = nullptr;  // amaxes
+    if constexpr (C::kWindows) {
+      const int64_t each = 4 * int64_t{a.steps} * kFusedAmaxes, token_tiles = a.matrix_tiles / a.pairs;
+      of_tokens = a.token_amaxes + (tile.matrix * token_tiles + tile.token / C::kTokens) * each;
+      of_columns = a.column_amaxes + (int64_t{tile.matrix} * a.pairs * 2 + tile.column / C::kRows + rank) * each;
+    }
     for (int step = 0; step < tile.k_end; ++step, ++turn) {
 #pragma unroll
       for (int of = 0; of < C::kStages; ++of) {
@@ -89,8 +85,8 @@ __device__ __forceinline__ void load_windows(const typename C::Args& a, const Fu
         load_box_to(3, smem + of * C::kTokenBytes + rank * kHalf * 128, maps.a, bar, w * 64, a_row);
         if constexpr (C::kWindows) {
           const uint32_t to = smem + C::kAtAmaxes + of * C::kAmaxBytes;
-          load_bytes(to, amaxes.tokens + int64_t{w} * kFusedAmaxes, C::kAmaxes, bar);
-          load_bytes(to + C::kAmaxes, amaxes.columns + int64_t{w} * kFusedAmaxes, C::kAmaxes, bar);
+          load_bytes(to, of_tokens + int64_t{w} * kFusedAmaxes, C::kAmaxes, bar);
+          load_bytes(to + C::kAmaxes, of_columns + int64_t{w} * kFusedAmaxes, C::kAmaxes, bar);
         }
       }
     }
@@ -238,101 +234,93 @@ struct PinnedConsumer {
   }
 
   // ---- the sum along K of windows that have amaxes
-  // Of all amaxes of a tile.
-  __device__ __forceinline__ uint32_t kinds_of_amaxes(const WorkTile& tile) const {
-    const Amaxes amaxes = amaxes_of<C>(a, tile);
-    uint32_t kinds = 0;
-    for (int w = threadIdx.x % 32; w < 4 * a.steps; w += 32)
-      for (const float* of : {amaxes.tokens, amaxes.columns}) {
-        const uint4 x = *reinterpret_cast<const uint4*>(of + int64_t{w} * kFusedAmaxes + C::kRows);
-        kinds |= x.x | x.y | x.z | x.w;
-      }
-    return __reduce_or_sync(~0u, kinds);
-  }
+  // Warpgroups alternate, as in sm90/windows.cu: one adds a window while wgmma make that of the other. Named barriers 4
+  // and 5: one waits for its turn, the other arrives.
+  static __device__ __forceinline__ void wait_turn(int of) { named_sync(4 + of, 256); }
+  static __device__ __forceinline__ void pass_turn(int of) { named_arrive(5 - of, 256); }
   // y = fl(y + fl(alpha * window)), alpha = fl(fl(amax_a amax_b) / divisor). The quotient is that of two products, with
   // a large and a small piece of a reciprocal that has 2^28 in it, where nothing is subnormal; else that of one product
   // in float64 (numerics_fast.h). Where products of amaxes are exact, the reciprocal is that of a row.
-  template <uint32_t kKinds>
-  __device__ __forceinline__ void add_window(Part& y, const Part& window, int of, int part) const {
-    const uint32_t at = smem + C::kAtAmaxes + of * C::kAmaxBytes;
-    const uint32_t row = at + C::kAmaxes + (wg() * 64 + fragment_row()) * 4;
-    const float rows[2] = {float_of(load_shared32(row)), float_of(load_shared32(row + 32))};
+  __device__ __forceinline__ void add_window(Part& y, const Part& window, const float (&rows)[2], uint32_t tokens_at,
+                                             uint32_t kinds) const {
     const auto fma = [](float x, float y, float z) { return __fmaf_rn(x, y, z); };
-    const AlphasOfRow alphas[2] = {{rows[0], a.reciprocal, a.reciprocal_rest, fma},
-                                   {rows[1], a.reciprocal, a.reciprocal_rest, fma}};
-    const auto term = [&](float token, int r, float sum) {
-      if constexpr (kKinds == 0) return mul_rn(alphas[r](token, fma), sum);
-      const float product = mul_rn(token, rows[r]);
-      if constexpr (kKinds == kLongAmax)
-        return mul_rn(div_by_pieces(product, a.reciprocal, a.reciprocal_rest, fma), sum);
-      return mul_rn(div_by_float64(product, a.reciprocal64), mul_rn(sum, 0x1p28f));
-    };
+    const auto each = [&](const auto& term) {
 #pragma unroll
-    for (int e = 0; e < kPart; e += 8) {
-      const uint4 four = load_shared128(at + part * C::kPart * 4 + e * 8 + threadIdx.x % 4 * 16);
-      const float tokens[4] = {float_of(four.x), float_of(four.y), float_of(four.z), float_of(four.w)};
+      for (int e = 0; e < kPart; e += 8) {
+        const uint4 four = load_shared128(tokens_at + e * 8);
+        const float tokens[4] = {float_of(four.x), float_of(four.y), float_of(four.z), float_of(four.w)};
 #pragma unroll
-      for (int i = 0; i < 8; ++i)
-        y[e + i] = add_rn(y[e + i], term(tokens[i / 4 * 2 + i % 2], i / 2 % 2, window[e + i]));
-    }
-    make_here(y);
-  }
-  // The sum of a part's window is D of its first block, to which those of the others are added. Of four sets of D the
-  // sum has one, and wgmma fill or have filled the others: with the next blocks of the part, then of the next part.
-  template <uint32_t kKinds>
-  __device__ __forceinline__ void sum_windows(Tile& y) {
-    constexpr int kAll = C::kStages * C::kParts;
-    float d[4][kPart];
-#pragma unroll
-    for (int i = 0; i < kPart; ++i) {
-      d[0][i] = d[1][i] = d[2][i] = d[3][i] = 0;
-#pragma unroll
-      for (int p = 0; p < C::kParts; ++p) y[p][i] = 0;
-    }
-    Fragment left_of[4];
-    // wgmma have read the fragments that these replace.
-    const auto load = [&](int window, int from, int to) {
-#pragma unroll
-      for (int block = from; block < to; ++block) load_left(left_of[block], window, block);
-    };
-    const auto start = [&](int p, int block) {
-      multiply(d[(p + block) % 4], left_of[block], p / C::kParts, block, p % C::kParts);
-    };
-    // Waits for the wgmma that make these sums, where so many may run on.
-    const auto wait = [&](Part& sums, int left) {
-      if (left == 0) wgmma_wait_for<0>(sums);
-      if (left == 1) wgmma_wait_for<1>(sums);
-      if (left == 2) wgmma_wait_for<2>(sums);
-    };
-    wait_for(0, turn), load(0, 0, 4);
-    int turns = a.steps;
-#pragma unroll 1
-    do {
-      start(0, 0), start(0, 1), start(0, 2);
-#pragma unroll
-      for (int p = 0; p < kAll; ++p) {
-        const int window = p / C::kParts, part = p % C::kParts;
-        const bool last = p == kAll - 1, last_part = !last && part == C::kParts - 1;
-        Part& sums = d[p % 4];
-        start(p, 3);
-        wait(d[(p + 1) % 4], 2), make_here(sums);
-        if (last_part) wait_for(window + 1, turn), load(window + 1, 0, 2);
-        add(sums, d[(p + 1) % 4]);
-        if (!last) start(p + 1, 0);
-        wait(d[(p + 2) % 4], last ? 1 : 2);
-        if (last_part) load(window + 1, 2, 3);
-        add(sums, d[(p + 2) % 4]);
-        if (!last) start(p + 1, 1);
-        wait(d[(p + 3) % 4], last ? 0 : 2);
-        if (last_part) load(window + 1, 3, 4);
-        if (last && turns > 1) wait_for(0, turn + 1), load(0, 0, 4);
-        add(sums, d[(p + 3) % 4]);
-        if (!last) start(p + 1, 2);
-        add_window<kKinds>(y[part], sums, window, part);
-        if (part == C::kParts - 1) release(window);
+        for (int i = 0; i < 8; ++i)
+          y[e + i] = add_rn(y[e + i], term(tokens[i / 4 * 2 + i % 2], i / 2 % 2, window[e + i]));
       }
-      ++turn;
-    } while (--turns > 0);
+    };
+    if (kinds & kOddAmax) {
+      each([&](float token, int r, float sum) {
+        return mul_rn(div_by_float64(mul_rn(token, rows[r]), a.reciprocal64), mul_rn(sum, 0x1p28f));
+      });
+    } else if (kinds & kLongAmax) {
+      each([&](float token, int r, float sum) {
+        return mul_rn(div_by_pieces(mul_rn(token, rows[r]), a.reciprocal, a.reciprocal_rest, fma), sum);
+      });
+    } else {
+      const AlphasOfRow alphas[2] = {{rows[0], a.reciprocal, a.reciprocal_rest, fma},
+                                     {rows[1], a.reciprocal, a.reciprocal_rest, fma}};
+      each([&](float token, int r, float sum) { return mul_rn(alphas[r](token, fma), sum); });
+    }
+  }
+  // Where sums of a window are exact, wgmma make them; else blocks are added one by one, as without windows.
+  __device__ __forceinline__ void sum_windows(Part& y) {
+    // By shuffles for uniform registers; the others are to be kept.
+    const int own = __shfl_sync(~0u, wg(), 0), lane = threadIdx.x % 32;
+    const uint32_t shared = __shfl_sync(~0u, smem, 0), amaxes = shared + C::kAtAmaxes;
+    const uint32_t kinds_at = pin_register(amaxes + C::kRows * 4 + lane / 4 % 2 * C::kAmaxes + lane % 4 * 4);
+    const uint32_t tokens_at = pin_register(amaxes + lane % 4 * 16);
+    const uint32_t rows_at = pin_register(amaxes + C::kAmaxes + (own * 64 + fragment_row()) * 4);
+    const auto load_kinds = [&](int w) {  // those of 32 of the tile's rows
+      wait_for(w % C::kStages, turn + w / C::kStages);
+      return load_shared32(kinds_at + w % C::kStages * C::kAmaxBytes);
+    };
+    Part window, d;
+#pragma unroll
+    for (int i = 0; i < kPart; ++i) y[i] = window[i] = d[i] = 0;
+    const int windows = C::kStages * a.steps;
+    uint32_t next = load_kinds(0);
+#pragma unroll 1
+    for (int w = 0; w < windows; ++w) {
+      const int of = w % C::kStages, at = of * C::kAmaxBytes;
+      const auto multiply = [&](Part& sums, int begin, int end) {
+        const uint64_t rows = shared_matrix(shared + C::kAtLeft + of * C::kLeftBytes + own * 64 * 128);
+        const uint64_t tokens = shared_matrix(shared + of * C::kTokenBytes);
+        wgmma_fence();
+#pragma unroll
+        for (int block = begin; block < end; ++block)
+          wgmma_shared<F16>(sums, rows + 2 * block, tokens + 2 * block, block > begin);
+        wgmma_commit();
+      };
+      const uint32_t kinds = __reduce_or_sync(~0u, next);
+      const bool exact = has_exact_sums(kinds);
+      wait_turn(own);
+      if (exact)
+        multiply(window, 0, 4);
+      else
+        multiply(window, 0, 1);
+      pass_turn(own);
+      if (w + 1 < windows) next = load_kinds(w + 1);
+      const float rows[2] = {float_of(load_shared32(rows_at + at)), float_of(load_shared32(rows_at + at + 8 * 4))};
+      wgmma_wait_for<0>(window);
+      if (!exact) {
+#pragma unroll
+        for (int block = 1; block < 4; ++block) {
+          multiply(d, block, block + 1);
+          wgmma_wait_for<0>(d), make_here(window);
+          add(window, d);
+        }
+      }
+      add_window(y, window, rows, tokens_at + at, kinds);
+      make_here(y);
+      release(of);
+    }
+    turn += a.steps;
   }
 
   // ---- the result
@@ -359,23 +347,18 @@ struct PinnedConsumer {
     __syncwarp();  // instructions for whole warps follow
   }
   __device__ __forceinline__ void run() {
+    if (C::kWindows && wg() == 1) pass_turn(1);  // the first turn is that of warpgroup 0
     const typename C::Tiles tiles{a};
     TileScheduler<C, false> scheduler(tiles, smem);
     for (int i = scheduler.first(); i < tiles.end(); i = scheduler.next()) {
       float y[C::kParts][kPart];
-      if constexpr (C::kWindows) {
-        const uint32_t kinds = kinds_of_amaxes(tiles[i]);
-        if (kinds == 0)
-          sum_windows<0>(y);
-        else if (kinds == kLongAmax)
-          sum_windows<kLongAmax>(y);
-        else
-          sum_windows<kOddAmax>(y);
-      } else {
+      if constexpr (C::kWindows)
+        sum_windows(y[0]);
+      else
         sum(y);
-      }
       finish(reinterpret_cast<Sums&>(y), tiles[pin_register(i)]);  // there are no registers to keep the tile
     }
+    if (C::kWindows && wg() == 0) wait_turn(0);  // no barrier is left half full
     if constexpr (C::kGrouped) clear_other_rows(a, C::kThreads - 128);
   }
 };

@@ -230,7 +230,8 @@ __global__ void __launch_bounds__(kThreads)
     decode_rows<kSteps>(x, x.matrices * x.rows * (p.depth / 8), block - factors);
 }
 
-// A thread has eight windows of a row. Of 16 rows those that one thread of pinned.cuh multiplies by lie together.
+// Amaxes and kinds (window_sums.h). A thread has eight windows of a row. Of 16 rows those that one thread of pinned.cuh
+// multiplies by lie together.
 __global__ void __launch_bounds__(kThreads) sm90_amaxes_kernel(MatmulOperand x, float* out, int64_t batch, int64_t rows,
                                                                int64_t padded_rows, int64_t depth, bool of_tokens) {
 #if __CUDA_ARCH__ >= 900
@@ -248,10 +249,19 @@ __global__ void __launch_bounds__(kThreads) sm90_amaxes_kernel(MatmulOperand x, 
     const int64_t row = row_of_all - matrix * padded_rows, from = matrix * rows + row;
     for (int64_t w = first; w < min(first + 8, windows); ++w) {
       float amax = 0;
-      if (row < rows && w < count) amax = x.map.windows() ? __ldg(x.amax + from * count + w) : amax_of(x, from);
+      int size = 0;
+      if (row < rows && w < count) {
+        const int64_t window = from * count + w;
+        const uint4* const codes = static_cast<const uint4*>(x.data) + 2 * window;
+        const uint4 low = __ldg(codes), high = __ldg(codes + 1);
+        amax = x.map.windows() ? __ldg(x.amax + window) : amax_of(x, from);
+        size = size_of_window({low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w},
+                              __ldg(reinterpret_cast<const uint32_t*>(x.scale) + window));
+      }
       float* const to = out + (tile * windows + w) * kFusedAmaxes;
       to[place] = amax;
-      const uint32_t kinds = __reduce_or_sync(~0u, kinds_of(amax));
+      const uint32_t sizes = bits_of_size(size) << (of_tokens ? kTokenSize : kColumnSize);
+      const uint32_t kinds = __reduce_or_sync(~0u, kinds_of(amax) | sizes);
       if (place % 32 == 0) reinterpret_cast<uint32_t*>(to)[kTile + place / 32] = kinds;
     }
   }
