@@ -434,10 +434,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const uint32_t smem = (shared_address(any_shared) + 1023) & ~1023u;  // the same in both blocks of a cluster
   int early = 0;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < C::kStages; ++i) {
-      barrier_init(smem + C::kAtFull + 8 * i, 1);
-      barrier_init(smem + C::kAtEmpty + 8 * i, 4 * 2 * 2);  // a lane of each warp of a team, in both blocks
-    }
+    init_stage_barriers<C>(smem);
     for (int i = 0; i < C::kRing; ++i) barrier_init(smem + C::kAtSlot + 8 * i, 1);
     typename C::Ring{smem + C::kAtTiles}.init_barriers();
     fence_barrier_init();

@@ -1,4 +1,5 @@
-// What the GEMMs of Hopper share whose CTAs work in pairs, clusters of two: the sums of parts of K.
+// What the GEMMs of Hopper share whose CTAs work in pairs, clusters of two: the sums of parts of K, the barriers of
+// stages, and the frame of a kernel with one warpgroup that loads and two that compute.
 #pragma once
 
 #include <algorithm>
@@ -6,6 +7,7 @@
 #include "../../../plan/sm90_fused.h"
 #include "../../device.cuh"
 #include "ptx.cuh"
+#include "scheduler.cuh"
 
 namespace jnvfp4 {
 
@@ -47,6 +49,50 @@ struct PartSums {
     return reinterpret_cast<float4*>(sums) + place * kSums * 32 + threadIdx.x % 128;
   }
 };
+
+// ---------------------------------------------------------------- a kernel
+// A stage is full when the loads of one thread have arrived, and empty when the warps that read it have.
+template <class C>
+__device__ __forceinline__ void init_stage_barriers(uint32_t smem) {
+  for (int i = 0; i < C::kStages; ++i) {
+    barrier_init(smem + C::kAtFull + 8 * i, 1);
+    barrier_init(smem + C::kAtEmpty + 8 * i, 4 * 2 * 2);  // of each warp that computes, in both CTAs
+  }
+}
+// `prefetch` begins with tensor maps, in the thread that will `load`; `compute` is for all threads of two warpgroups.
+template <class C, class Args, class Prefetch, class Load, class Compute>
+__device__ __forceinline__ void run_pair(const Args& a, const Prefetch& prefetch, const Load& load,
+                                         const Compute& compute) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ uint8_t any_shared[];
+  const uint32_t smem = (shared_address(any_shared) + 1023) & ~1023u;  // the same in both CTAs of a cluster
+  if (threadIdx.x == 0) {
+    init_stage_barriers<C>(smem);
+    typename C::Ring{smem + C::kAtTiles}.init_barriers();
+    fence_barrier_init();
+    prefetch();
+  }
+  __syncwarp();  // instructions for whole warps follow
+  cluster_meet();
+  wait_for_kernel_ahead();  // it makes all that is read here
+  if (threadIdx.x < 128) {
+    let_next_kernel_start();  // it waits for the end of this one
+    give_registers<C::kLoading>();
+    if (threadIdx.x == 0) load(smem);
+    if (threadIdx.x == 32 && cluster_rank() == 0) {
+      const typename C::Tiles tiles{a};
+      TileScheduler<C, false>(tiles, smem).hand_out();
+    }
+    __syncwarp();
+  } else {
+    take_registers<C::kComputing>();
+    compute(smem);
+  }
+  cluster_sync();  // no CTA leaves while another may still arrive or write here
+#else
+  __trap();  // compiled for another architecture
+#endif
+}
 
 // Clusters of a launch, which all begin with the work tile of their number. With fewer SMs than a tile has parts, they
 // start one after the other.

@@ -366,38 +366,9 @@ struct PinnedConsumer {
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     sm90_pinned_kernel(const __grid_constant__ typename C::Args a, const __grid_constant__ FusedMaps maps) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ uint8_t any_shared[];
-  const uint32_t smem = (shared_address(any_shared) + 1023) & ~1023u;  // the same in both blocks of a cluster
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < C::kStages; ++i) {
-      barrier_init(smem + C::kAtFull + 8 * i, 1);
-      barrier_init(smem + C::kAtEmpty + 8 * i, 4 * 2 * 2);  // a lane of each warp that computes, in both blocks
-    }
-    typename C::Ring{smem + C::kAtTiles}.init_barriers();
-    fence_barrier_init();
-    prefetch_map(maps.data), prefetch_map(maps.scale), prefetch_map(maps.a);
-  }
-  __syncwarp();  // instructions for whole warps follow
-  cluster_meet();
-  wait_for_kernel_ahead();  // it makes all that is read here
-  if (threadIdx.x < 128) {
-    let_next_kernel_start();  // it waits for the end of this one
-    give_registers<C::kLoading>();
-    if (threadIdx.x == 0) load_windows<C>(a, maps, smem);
-    if (threadIdx.x == 32 && cluster_rank() == 0) {
-      const typename C::Tiles tiles{a};
-      TileScheduler<C, false>(tiles, smem).hand_out();
-    }
-    __syncwarp();
-  } else {
-    take_registers<C::kComputing>();
-    PinnedConsumer<C>(a, smem).run();
-  }
-  cluster_sync();  // no block leaves while another may still arrive or write here
-#else
-  __trap();  // compiled for another architecture
-#endif
+  run_pair<C>(
+      a, [&] { prefetch_map(maps.data), prefetch_map(maps.scale), prefetch_map(maps.a); },
+      [&](uint32_t smem) { load_windows<C>(a, maps, smem); }, [&](uint32_t smem) { PinnedConsumer<C>(a, smem).run(); });
 }
 
 }  // namespace jnvfp4

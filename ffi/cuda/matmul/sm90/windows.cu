@@ -261,38 +261,9 @@ struct WindowsConsumer {
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     sm90_windows_kernel(const __grid_constant__ WindowsArgs a, const __grid_constant__ WindowsMaps maps) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ uint8_t any_shared[];
-  const uint32_t smem = (shared_address(any_shared) + 1023) & ~1023u;  // the same in both blocks of a cluster
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < C::kStages; ++i) {
-      barrier_init(smem + C::kAtFull + 8 * i, 1);
-      barrier_init(smem + C::kAtEmpty + 8 * i, 4 * 2 * 2);  // a lane of each warp that computes, in both blocks
-    }
-    typename C::Ring{smem + C::kAtTiles}.init_barriers();
-    fence_barrier_init();
-    prefetch_map(maps.tokens), prefetch_map(maps.columns);
-  }
-  __syncwarp();  // instructions for whole warps follow
-  cluster_sync();
-  wait_for_kernel_ahead();  // it makes all that is read here
-  if (threadIdx.x < 128) {
-    let_next_kernel_start();  // it waits for the end of this one
-    give_registers<C::kLoading>();
-    if (threadIdx.x == 0) load_tiles<C>(a, maps, smem);
-    if (threadIdx.x == 32 && cluster_rank() == 0) {
-      const typename C::Tiles tiles{a};
-      TileScheduler<C, false>(tiles, smem).hand_out();
-    }
-    __syncwarp();
-  } else {
-    take_registers<C::kComputing>();
-    WindowsConsumer<C>(a, smem).run();
-  }
-  cluster_sync();  // no block leaves while another may still arrive or write here
-#else
-  __trap();  // compiled for another architecture
-#endif
+  run_pair<C>(
+      a, [&] { prefetch_map(maps.tokens), prefetch_map(maps.columns); },
+      [&](uint32_t smem) { load_tiles<C>(a, maps, smem); }, [&](uint32_t smem) { WindowsConsumer<C>(a, smem).run(); });
 }
 
 // ---------------------------------------------------------------- launch
