@@ -570,7 +570,7 @@ __device__ __forceinline__ void multiply_rows(TokenSums<C>& y, const Memory<C>& 
       }
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(memory.to_copy(copied.slot)), arrive(memory.to_decode(decoded.slot));
+    if (threadIdx.x % 32 < kArrivals) arrive(memory.to_copy(copied.slot)), arrive(memory.to_decode(decoded.slot));
     copied = following_copy, decoded = following, stage = next_stage, ready = next_ready;
   }
   if constexpr (!C::kWindows) {
@@ -624,9 +624,11 @@ __global__ void __launch_bounds__(kMostThreads, 1) sm80_nvfp4_blocks_small_m_ker
   const int copiers = threads / 32 - kDecoders - warps;
   const int stages = static_cast<int>((s.depth + C::kDepth * kWindow - 1) / (C::kDepth * kWindow));
   if (threadIdx.x == 0) {
-    for (int i = 0; i < C::kStages; ++i) init_barrier(memory.copied(i), 2 * 32), init_barrier(memory.to_copy(i), warps);
+    const int readers = warps * kArrivals;
+    for (int i = 0; i < C::kStages; ++i)
+      init_barrier(memory.copied(i), 2 * 32), init_barrier(memory.to_copy(i), readers);
     for (int i = 0; i < C::kDecoded; ++i)
-      init_barrier(memory.decoded(i), C::kTeamThreads), init_barrier(memory.to_decode(i), warps);
+      init_barrier(memory.decoded(i), C::kTeamThreads), init_barrier(memory.to_decode(i), readers);
   }
   __syncthreads();
   // Neighbouring CTAs have the same rows of b.

@@ -251,9 +251,7 @@ struct FusedConsumer {
     r.load(data + slot * C::kData, scale + slot * C::kScale, q);
   }
   // The stage is free, in both blocks that load for it.
-  __device__ __forceinline__ void release(int stage) {
-    if (threadIdx.x % 32 < 2) barrier_arrive_in(smem + C::kAtEmpty + 8 * stage, threadIdx.x % 32);
-  }
+  __device__ __forceinline__ void release(int stage) { barrier_arrive_in_both(smem + C::kAtEmpty + 8 * stage); }
   template <int kTokens>
   __device__ __forceinline__ void multiply(Sums<kTokens>& sums, const Fragments& f, uint32_t n, int q, bool first,
                                            bool turn) {

@@ -131,7 +131,7 @@ struct PinnedConsumer {
   // Every lane has read what it needs. The stage is free, in both blocks that load for it.
   __device__ __forceinline__ void release(int of) const {
     __syncwarp();
-    if (threadIdx.x % 32 < 2) barrier_arrive_in(smem + C::kAtEmpty + 8 * of, threadIdx.x % 32);
+    barrier_arrive_in_both(smem + C::kAtEmpty + 8 * of);
   }
   // Lane t of four has the t-th quarter of a block, as sm90/prepare.cu has ordered the tokens.
   __device__ __forceinline__ void load_left(Fragment& to, int of, int block) const {

@@ -97,6 +97,14 @@ __device__ __forceinline__ void barrier_arrive(uint32_t bar) {
 __device__ __forceinline__ void barrier_arrive_in(uint32_t bar, uint32_t rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(bar, rank)) : "memory");
 }
+// A warp arrives at the barriers of the same place in both CTAs of a cluster, kArrivals times.
+__device__ __forceinline__ void barrier_arrive_in_both(uint32_t bar) {
+  if constexpr (kArrivals == 1) {
+    if (threadIdx.x % 32 < 2) barrier_arrive_in(bar, threadIdx.x % 32);
+  } else {
+    barrier_arrive_in(bar, 0), barrier_arrive_in(bar, 1);
+  }
+}
 // Waits for the end of a phase. Not of cluster scope, which would put a fence into each wait: what it waits for is
 // written by tensor maps, or is the end of reads.
 __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {

@@ -138,9 +138,7 @@ struct WindowsConsumer {
   __device__ __forceinline__ void wait_turn() { named_sync(4 + wg, 256); }
   __device__ __forceinline__ void pass_turn() { named_arrive(5 - wg, 256); }
   // The stage is free, in both blocks that load for it.
-  __device__ __forceinline__ void release() {
-    if (threadIdx.x % 32 < 2) barrier_arrive_in(smem + C::kAtEmpty + 8 * stage, threadIdx.x % 32);
-  }
+  __device__ __forceinline__ void release() { barrier_arrive_in_both(smem + C::kAtEmpty + 8 * stage); }
 
   __device__ __forceinline__ void wait_for_stage() { barrier_wait(smem + C::kAtFull + 8 * stage, phase); }
   __device__ __forceinline__ uint32_t factors() const {
