@@ -76,7 +76,8 @@ cudaError_t launch_rht_amax(const RhtAmaxArgs& a, cudaStream_t stream) {
       a.rotated, a.plain, count);
   const cudaError_t cleared = cudaGetLastError();
   if (cleared != cudaSuccess) return cleared;
-  const Runs runs(StoredShape(s), 3);
+  // Runs of 32 tiles instead of 4: each warp of a run has two atomics to the same two addresses.
+  const Runs runs(StoredShape(s), 3, 32);
   cudaError_t status = cudaSuccess;
   with_bf16_or_wide(a.kind, [&](auto t) {
     using T = decltype(t);

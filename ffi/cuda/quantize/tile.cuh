@@ -86,7 +86,7 @@ struct Runs {
   int64_t rows;  // of a CTA
   int tiles;     // in a run
 
-  Runs(const StoredShape& x, int resident) {
+  Runs(const StoredShape& x, int resident, int most = kTilesHeld) {
     constexpr int64_t kMost = 32768;  // of the 65535 that grid dimensions y and z allow
     const int64_t multis = multiprocessors(), down = (x.rows + kTileRows - 1) / kTileRows;
     const int64_t strips = (x.cols + kTileCols - 1) / kTileCols;
@@ -94,7 +94,7 @@ struct Runs {
     // Quarters of tiles that the busiest SM works on; a run costs about one more.
     const auto cost = [&](int64_t t) { return (count(t) + multis - 1) / multis * (4 * t + 1); };
     tiles = 1;
-    for (int more = 2; more <= kTilesHeld; ++more)
+    for (int more = 2; more <= most; ++more)
       if (cost(more) < cost(tiles)) tiles = more;
     // What a CTA does first is done less often where there is enough work for all to the end.
     const int64_t wanted = std::clamp<int64_t>(count(tiles) / (5 * multis * resident), 1, 16);
@@ -211,54 +211,41 @@ class Loader {
   bool aligned_, whole_;
 };
 
-// For each matrix of this CTA `prepare(matrix)`, and for each run `begin(first)` with its first place; then
-// what that returned is called with each tile in turn, the next one in flight from what `make_loader(first)` returned,
-// and last to finish them.
-template <class T, class MakeLoader, class Prepare, class Begin>
-__device__ __forceinline__ void for_each_tile(Stages<T>& stages, const StoredShape& source, const Runs& runs,
-                                              const MakeLoader& make_loader, const Prepare& prepare,
-                                              const Begin& begin) {
-  const auto load = [&](auto& loader, int i, int tiles) {
-    if (i < tiles) loader.load(stages.tile[i % kStages]);
-    asm volatile("cp.async.commit_group;");
-  };
+// For each matrix of this CTA `prepare(matrix)`, and for each run `begin(first)` with its first place; then what that
+// returned is called with each tile of x in turn, and last to finish them. Meanwhile the next tiles are in flight,
+// those of the next run too.
+template <class T, class Prepare, class Begin>
+__device__ __forceinline__ void for_each_tile_of(const void* x, Float kind, Stages<T>& stages,
+                                                 const StoredShape& source, const Runs& runs, const Prepare& prepare,
+                                                 const Begin& begin) {
   for (int64_t matrix = blockIdx.z; matrix < source.batch; matrix += gridDim.z) {
     TilePlace first{matrix, blockIdx.y * runs.rows, static_cast<int64_t>(blockIdx.x) * kTileCols};
-    int64_t left = source.rows - first.row < runs.rows ? source.rows - first.row : runs.rows;
-    bool prepared = false;
-    for (; left > 0; left -= runs.tiles * kTileRows, first.row += runs.tiles * kTileRows) {
-      const int64_t down = left + kTileRows - 1;
-      const int tiles = down < (runs.tiles + 1) * kTileRows ? static_cast<int>(down) / kTileRows : runs.tiles;
-      auto loader = make_loader(first);
+    const int64_t rows = source.rows - first.row < runs.rows ? source.rows - first.row : runs.rows;
+    const int tiles = static_cast<int>((rows + kTileRows - 1) / kTileRows);
+    Loader<T> loader(x, kind, source, first);
+    const auto load = [&](int i) {
+      if (i < tiles) loader.load(stages.tile[i % kStages]);
+      asm volatile("cp.async.commit_group;");
+    };
 #pragma unroll
-      for (int i = 0; i < kStages; ++i) load(loader, i, tiles);
-      if (!prepared) {
-        if (matrix != blockIdx.z) __syncthreads();  // nobody uses what the last matrix needed
-        prepare(matrix);
-        __syncthreads();
-        prepared = true;
-      }
+    for (int i = 0; i < kStages; ++i) load(i);
+    if (matrix != blockIdx.z) __syncthreads();  // nobody uses what the last matrix needed
+    prepare(matrix);
+    __syncthreads();
+    for (int i = 0; i < tiles; first.row += runs.tiles * kTileRows) {
       auto&& work = begin(first);
-      for (int i = 0; i < tiles; ++i) {
+      const int of_run = tiles - i < runs.tiles ? tiles - i : runs.tiles;
+      for (const int end = i + of_run; i < end; ++i) {
         asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
         loader.arrived(stages.tile[i % kStages]);
         sync_team();
         work(stages.tile[i % kStages]);
         sync_team();  // before a later tile overwrites this one
-        load(loader, i + kStages, tiles);
+        load(i + kStages);
       }
-      work.finish(tiles);
+      work.finish(of_run);
     }
   }
-}
-
-// The same for the tiles of x.
-template <class T, class Prepare, class Begin>
-__device__ __forceinline__ void for_each_tile_of(const void* x, Float kind, Stages<T>& stages,
-                                                 const StoredShape& source, const Runs& runs, const Prepare& prepare,
-                                                 const Begin& begin) {
-  for_each_tile(
-      stages, source, runs, [&](const TilePlace& first) { return Loader<T>(x, kind, source, first); }, prepare, begin);
 }
 
 // ---------------------------------------------------------------- launch
