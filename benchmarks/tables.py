@@ -94,14 +94,14 @@ GROUPED = (
 )
 LAYER_STEPS = ("8192x8192x8192", "16384x14336x4096", "4096x4096x4096")
 LAYER_RECIPES = [
-    (f"linear {of}", "median_us", "time of bf16", "heated time of bf16")
+    (f"linear {of}", "median_us", "time of bf16", "steady time of bf16")
     for of in ("pretrain", "row_scaled", "four_over_six", "window64")
 ]
 
 
 def products() -> Iterable[Cells]:
-    ops = (("bf16", "median_us"), *((op, "median_us", "speed of bf16") for op in ("w4a4", "w4a16")))
-    for m in (1, 8, 16, 32, 64, 128, 512, 2048):
+    ops = (("bf16", "median_us"), *((op, "median_us", "speed of bf16", "steady speed of bf16") for op in ("w4a4", "w4a16")))
+    for m in (1, 8, 16, 64, 128, 256, 512, 1024, 2048):
         yield [str(m), *(cell("h200_products", f"{m}x{layer}", *op) for layer in LAYERS for op in ops)]
     yield ["8192", *[""] * 6, *(cell("h200_products", "8192x8192x8192", *op) for op in ops)]
 
