@@ -100,7 +100,10 @@ LAYER_RECIPES = [
 
 
 def products() -> Iterable[Cells]:
-    ops = (("bf16", "median_us"), *((op, "median_us", "speed of bf16", "steady speed of bf16") for op in ("w4a4", "w4a16")))
+    ops = (
+        ("bf16", "median_us"),
+        *((op, "median_us", "speed of bf16", "steady speed of bf16") for op in ("w4a4", "w4a16")),
+    )
     for m in (1, 8, 16, 64, 128, 256, 512, 1024, 2048):
         yield [str(m), *(cell("h200_products", f"{m}x{layer}", *op) for layer in LAYERS for op in ops)]
     yield ["8192", *[""] * 6, *(cell("h200_products", "8192x8192x8192", *op) for op in ops)]
