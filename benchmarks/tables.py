@@ -100,13 +100,17 @@ LAYER_RECIPES = [
 
 
 def products() -> Iterable[Cells]:
-    ops = (
-        ("bf16", "median_us"),
-        *((op, "median_us", "speed of bf16", "steady speed of bf16") for op in ("w4a4", "w4a16")),
-    )
-    for m in (1, 8, 16, 64, 128, 256, 512, 1024, 2048):
+    ops = (("bf16", "median_us"), *((op, "median_us", "speed of bf16") for op in ("w4a4", "w4a16")))
+    for m in (1, 8, 16, 32, 64, 128, 512, 2048):
         yield [str(m), *(cell("h200_products", f"{m}x{layer}", *op) for layer in LAYERS for op in ops)]
     yield ["8192", *[""] * 6, *(cell("h200_products", "8192x8192x8192", *op) for op in ops)]
+
+
+def steady() -> Iterable[Cells]:
+    ops = [(op, "steady speed of bf16", "speed of bf16") for op in ("w4a4", "w4a16")]
+    for m in (128, 256, 512, 1024):
+        yield [str(m), *(cell("h200_steady", f"{m}x{layer}", *op) for layer in LAYERS for op in ops)]
+    yield ["8192", *[""] * 4, *(cell("h200_steady", "8192x8192x8192", *op) for op in ops)]
 
 
 # ---------------------------------------------------------------- results of examples
@@ -215,6 +219,7 @@ TABLES = {
         operations("h200_quantize", "large", QUANTIZERS, "median_us", "GB/s", "times naive"),
     ),
     "gemm": Table("M | " + " | ".join(f"{shape(of)}: bfloat16 | W4A4 | W4A16" for of in LAYERS), products),
+    "steady": Table("M | " + " | ".join(f"{shape(of)}: W4A4 | W4A16" for of in LAYERS), steady),
     "decode": Table(
         "tokens at a time | bfloat16 | W4A16 | W4A4, which also quantizes each token",
         lambda: rates("h200_decode_mlp", "tokens", ("W4A16", "W4A4")),
