@@ -33,6 +33,7 @@ TARGETS = {
     4096: {SPEEDS[LOOP]: 1.0},
     32768: {"share of dot": 0.60},
 }
+PINNED, PINNED_TARGETS = "w4a4 pinned", {32768: {"share of dot": 0.50}}
 MOST = 8  # products of a chain, whose weights have gigabytes
 
 
@@ -146,6 +147,8 @@ def chains(case: Case, every: bool) -> dict[str, Chain]:
             and jnvfp4.supports("grouped_matmul_nt", a, quantized[0], sizes, implementation=other)
         ):
             found[f"{name} {other}"] = Chain(grouped(other), a, quantized, other)
+    kernel = jnvfp4.supports("grouped_matmul_nt", xq, quantized[0], sizes, accumulation="pinned").kernel
+    found[PINNED] = Chain(partial(jnvfp4.grouped_matmul_nt, accumulation="pinned"), xq, quantized, kernel)
     return found
 
 
@@ -208,7 +211,8 @@ def _judged(case: Case, op: str, times: dict[str, Any], count: int, dot: dict[st
             if "steady_us" in own:
                 columns[f"steady {column}"] = round(times[baseline]["steady_us"] / own["steady_us"], 3)
     columns["share of dot"] = round(case.flops * count / own["median_us"] / 1e6 / dot["TFLOP/s"], 3)
-    targets = TARGETS.get(case.tokens, {}) if op in ("w4a4", "w4a16") else {}
+    of_op = PINNED_TARGETS if op == PINNED else TARGETS if op in ("w4a4", "w4a16") else {}
+    targets = of_op.get(case.tokens, {})
     targets = {column: value for column, value in targets.items() if column in columns}
     if not targets:
         return columns

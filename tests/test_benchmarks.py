@@ -409,7 +409,7 @@ def test_sizes_of_groups():
 def test_grouped_products_compute_the_same():
     case = bench_grouped.parse("40:8x32x64")
     chains, sizes = bench_grouped.chains(case, every=True), jnp.asarray(case.sizes)
-    named = [bench_grouped.LOOP, bench_grouped.RAGGED, "w4a4", "w4a16"]
+    named = [bench_grouped.LOOP, bench_grouped.RAGGED, "w4a4", "w4a16", "w4a4 pinned"]
     assert [name for name in chains if name in named] == named
     results = [chain.multiply(chain.a, chain.weights[0], sizes) for chain in chains.values()]
     want = np.concatenate(results.pop(0)).astype(np.float32)
@@ -425,6 +425,12 @@ def test_the_targets_of_grouped_products():
     assert (rows["w4a4"]["speed of loop"], rows["w4a4"]["speed of ragged_dot"]) == (2.0, 0.99)
     assert (rows["w4a4"]["met"], rows["w4a16"]["met"]) == (False, True)
     assert "met" not in rows["bf16 loop"]
+    case, medians = bench_grouped.parse("32768:8x32x64"), {"w4a4": 1.8, "w4a4 pinned": 2.2}
+    times = {op: {"median_us": t * case.flops / 1e6} for op, t in medians.items()}
+    met = {op: bench_grouped._judged(case, op, times, 1, {"TFLOP/s": 1.0})["met"] for op in times}
+    assert met == {"w4a4": False, "w4a4 pinned": False}
+    times["w4a4 pinned"]["median_us"] *= 0.9
+    assert bench_grouped._judged(case, "w4a4 pinned", times, 1, {"TFLOP/s": 1.0})["met"]
 
 
 @pytest.mark.parametrize(
