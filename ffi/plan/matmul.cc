@@ -123,7 +123,7 @@ int64_t of_block_scaled(const MatmulProblem& p) { return block_scaled_scratch(p.
 //   100 (with windows of b alone 88 and 89), most of which is decoding b to memory.
 // The pinned order, one H100, where bfloat16 takes 1355, 592, 299 and 151 by cuBLAS:
 // - 8192^3: sm90_nvfp4_pinned_prepared 2360, sm90_nvfp4_pinned 2472, sm80_nvfp4_blocks 4250; with windows on both sides
-//   sm90_nvfp4_pinned_prepared 4480, sm80_nvfp4_blocks 7700.
+//   sm90_nvfp4_pinned_prepared 3270, sm80_nvfp4_blocks 7700.
 // - 4096, 2048 and 1024 x 14336 x 4096: sm90_nvfp4_pinned_prepared 1099, 577 and 352, sm90_nvfp4_pinned 1106, 547, 294
 //   (before both scales were in float16).
 constexpr KernelRow<MatmulProblem> kRows[] = {

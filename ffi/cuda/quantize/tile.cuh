@@ -79,8 +79,8 @@ struct TilePlace {
 
 // A run is some tiles down a strip of columns of a matrix: down, so that the codes of a column are neighbours, and
 // those of several tiles can be written together. A CTA has a few runs, one below the other; the grid is
-// strips, such groups and matrices. The hardware gives out CTAs as others end: with equal shares for all that
-// are resident the slowest SM takes a tenth longer.
+// strips, such groups and matrices. Columns can hold kTilesHeld tiles of a run. The hardware gives out CTAs as others
+// end: with equal shares for all that are resident the slowest SM takes a tenth longer.
 struct Runs {
   dim3 grid;
   int64_t rows;  // of a CTA
@@ -119,8 +119,8 @@ __device__ __forceinline__ void copy_vector(char* to, const void* from) {
                : "memory");
 }
 
-// Copies a team's rows of one tile after the other of a run, down the rows, without registers in between; of float16 in
-// a tile of float32 through registers.
+// Copies a team's rows of one tile after the other, down the rows, without registers in between; of float16 in a tile
+// of float32 through registers.
 template <class T>
 class Loader {
   using Stored = typename T::Stored;
@@ -156,8 +156,6 @@ class Loader {
     next_ += kTileRows * cols_ * size();
     rows_left_ -= kTileRows;
   }
-  // What a thread does with its own words once they are there.
-  __device__ __forceinline__ void arrived(Tile<T>&) const {}
 
  private:
   __device__ __forceinline__ static int row() { return team() * kBlock + team_thread() / kVectors; }
@@ -237,7 +235,6 @@ __device__ __forceinline__ void for_each_tile_of(const void* x, Float kind, Stag
       const int of_run = tiles - i < runs.tiles ? tiles - i : runs.tiles;
       for (const int end = i + of_run; i < end; ++i) {
         asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
-        loader.arrived(stages.tile[i % kStages]);
         sync_team();
         work(stages.tile[i % kStages]);
         sync_team();  // before a later tile overwrites this one

@@ -222,7 +222,8 @@ struct FusedConsumer {
     if constexpr (C::kTurns && kTokens == C::kTokens) named_arrive(5 - wg, 256);
   }
   // Whether window q of a slot is such a turn, in a tile of several slots. Warpgroup 1 has three windows left when 0
-  // has none, which run while 0 writes its result, and both begin the next tile as they can. As many turns for either.
+  // has none, which run while 0 writes its result, and both begin the next tile as they can. Both have as many
+  // turns, or the barriers would not pair.
   __device__ __forceinline__ bool is_turn(int q, bool first, bool last) const {
     if (first) return q >= 2;
     return !last || q == 0 || q == (wg == 0 ? 3 : 1);

@@ -56,7 +56,7 @@ template <class C>
 __device__ __forceinline__ void init_stage_barriers(uint32_t smem) {
   for (int i = 0; i < C::kStages; ++i) {
     barrier_init(smem + C::kAtFull + 8 * i, 1);
-    barrier_init(smem + C::kAtEmpty + 8 * i, 4 * 2 * 2 * kArrivals);  // of each warp that computes, in both CTAs
+    barrier_init(smem + C::kAtEmpty + 8 * i, 4 * 2 * 2 * kArrivals);  // of each warp of a team, in both CTAs
   }
 }
 // `prefetch` begins with tensor maps, in the thread that will `load`; `compute` is for all threads of two warpgroups.

@@ -14,7 +14,7 @@
 // keeps this order since the instructions are volatile, the sets of D since their registers are operands of the waits,
 // and no wgmma runs from one turn of the loop to the next, where it would put waits between all of them.
 //
-// Operands with windows have a second sum, of a window. Nearly always it is exact in any order, as window_sums.h
+// Operands with windows have a second sum, of a window. Of normal data it is exact in any order, as window_sums.h
 // explains, so that wgmma may add up its four blocks too, and what is left for other instructions is an alpha for each
 // output and window. The two warpgroups take turns, as in windows.cu.
 #pragma once
