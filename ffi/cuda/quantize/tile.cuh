@@ -5,8 +5,6 @@
 // decision, except windows along columns, which teams exchange. What is done with tiles stands in passes.cuh.
 #pragma once
 
-#include <climits>
-
 #include "block.cuh"
 
 namespace jnvfp4 {
@@ -129,10 +127,11 @@ class Loader {
   static constexpr int kVectors = kTileCols / kVector, kRowsAtOnce = kTeam / kVectors;
 
  public:
-  __device__ __forceinline__ Loader(const void* x, Float kind, const StoredShape& source, const TilePlace& first)
+  __device__ __forceinline__ Loader(const void* x, Float kind, const StoredShape& source, const TilePlace& first,
+                                    int rows)
       : widens_(widens<T>(kind)),
         cols_(source.cols),
-        rows_left_(source.rows - first.row < INT_MAX ? static_cast<int>(source.rows - first.row) : INT_MAX),
+        rows_left_(rows),
         cols_left_(static_cast<int>(source.cols - first.col < kTileCols ? source.cols - first.col : kTileCols)),
         aligned_(source.cols * size() % 16 == 0),
         whole_(aligned_ && cols_left_ == kTileCols) {
@@ -140,19 +139,21 @@ class Loader {
     next_ = static_cast<const char*>(x) + at * size();
   }
 
-  // What is outside the matrix stays as it is in the tile.
+  // What is outside the matrix stays as it is in the tile; after the last row of the CTA nothing is loaded.
   __device__ __forceinline__ void load(Tile<T>& tile) {
     char* to = tile.bytes + to_;
     const char* from = next_;
-    if (widens_) {
-      if constexpr (std::is_same_v<T, Wide>) widen(to, from, cols_, rows_left_, cols_left_, aligned_);
-    } else if (whole_ && rows_left_ >= kTileRows) {
+    if (!widens_ && whole_ && rows_left_ >= kTileRows) {
 #pragma unroll
       for (int i = 0; i < kBlock; i += kRowsAtOnce, from += kRowsAtOnce * cols_ * sizeof(Stored))
         copy_vector(to + i * Tile<T>::kRowBytes, from);
-    } else {
-      load_part(to, from, cols_, rows_left_, cols_left_, aligned_);
+    } else if (rows_left_ > 0) {
+      if (!widens_)
+        load_part(to, from, cols_, rows_left_, cols_left_, aligned_);
+      else if constexpr (std::is_same_v<T, Wide>)
+        widen(to, from, cols_, rows_left_, cols_left_, aligned_);
     }
+    asm volatile("cp.async.commit_group;");
     next_ += kTileRows * cols_ * size();
     rows_left_ -= kTileRows;
   }
@@ -218,29 +219,26 @@ __device__ __forceinline__ void for_each_tile_of(const void* x, Float kind, Stag
                                                  const Begin& begin) {
   for (int64_t matrix = blockIdx.z; matrix < source.batch; matrix += gridDim.z) {
     TilePlace first{matrix, blockIdx.y * runs.rows, static_cast<int64_t>(blockIdx.x) * kTileCols};
-    const int64_t rows = source.rows - first.row < runs.rows ? source.rows - first.row : runs.rows;
-    const int tiles = static_cast<int>((rows + kTileRows - 1) / kTileRows);
-    Loader<T> loader(x, kind, source, first);
-    const auto load = [&](int i) {
-      if (i < tiles) loader.load(stages.tile[i % kStages]);
-      asm volatile("cp.async.commit_group;");
-    };
+    const int rows = static_cast<int>(source.rows - first.row < runs.rows ? source.rows - first.row : runs.rows);
+    Loader<T> loader(x, kind, source, first, rows);
 #pragma unroll
-    for (int i = 0; i < kStages; ++i) load(i);
+    for (int i = 0; i < kStages; ++i) loader.load(stages.tile[i]);
     if (matrix != blockIdx.z) __syncthreads();  // nobody uses what the last matrix needed
     prepare(matrix);
     __syncthreads();
-    for (int i = 0; i < tiles; first.row += runs.tiles * kTileRows) {
+    unsigned stage = 0;
+    for (int left = (rows + kTileRows - 1) / kTileRows; left > 0; left -= runs.tiles) {
       auto&& work = begin(first);
-      const int of_run = tiles - i < runs.tiles ? tiles - i : runs.tiles;
-      for (const int end = i + of_run; i < end; ++i) {
+      const int tiles = left < runs.tiles ? left : runs.tiles;
+      for (int i = 0; i < tiles; ++i, stage = (stage + 1) % kStages) {
         asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
         sync_team();
-        work(stages.tile[i % kStages]);
+        work(stages.tile[stage]);
         sync_team();  // before a later tile overwrites this one
-        load(i + kStages);
+        loader.load(stages.tile[stage]);
       }
-      work.finish(of_run);
+      work.finish(tiles);
+      first.row += runs.tiles * kTileRows;
     }
   }
 }
