@@ -90,7 +90,7 @@ LAYERS = ("14336x4096", "4096x14336", "8192x8192")
 EXPERTS = [f"{tokens}:{of}" for of in ("8x14336x4096", "64x2048x7168") for tokens in (16, 128, 1024, 32768)]
 GROUPED = (
     *((f"bf16 {of}", "median_us") for of in ("loop", "ragged_dot")),
-    *((op, "median_us", "speed of loop") for op in ("w4a4", "w4a16")),
+    *((op, "median_us", "speed of loop") for op in ("w4a4", "w4a16", "w4a4 pinned")),
 )
 LAYER_STEPS = ("8192x8192x8192", "16384x14336x4096", "4096x4096x4096")
 LAYER_RECIPES = [
@@ -109,8 +109,8 @@ def products() -> Iterable[Cells]:
 def steady() -> Iterable[Cells]:
     ops = [(op, "steady speed of bf16", "speed of bf16") for op in ("w4a4", "w4a16")]
     for m in (128, 256, 512, 1024):
-        yield [str(m), *(cell("h200_steady", f"{m}x{layer}", *op) for layer in LAYERS for op in ops)]
-    yield ["8192", *[""] * 4, *(cell("h200_steady", "8192x8192x8192", *op) for op in ops)]
+        yield [str(m), *(cell("h200_products", f"{m}x{layer}", *op) for layer in LAYERS for op in ops)]
+    yield ["8192", *[""] * 4, *(cell("h200_products", "8192x8192x8192", *op) for op in ops)]
 
 
 # ---------------------------------------------------------------- results of examples
@@ -225,7 +225,8 @@ TABLES = {
         lambda: rates("h200_decode_mlp", "tokens", ("W4A16", "W4A4")),
     ),
     "grouped": Table(
-        "tokens | experts G x N x K | loop | `ragged_dot` | W4A4 | W4A16", cases("h200_grouped", EXPERTS, *GROUPED)
+        "tokens | experts G x N x K | loop | `ragged_dot` | W4A4 | W4A16 | W4A4 pinned",
+        cases("h200_grouped", EXPERTS, *GROUPED),
     ),
     "layers": Table(
         "M x N x K | bfloat16 | `pretrain` | `row_scaled` | `four_over_six` | `window64`",
