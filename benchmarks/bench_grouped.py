@@ -1,8 +1,8 @@
 """Grouped products, as a layer of experts runs them, against bfloat16: a loop over the groups, and ``lax.ragged_dot``.
 
 The loop knows the sizes of the groups when it is compiled, and does not join its results. ``grouped_matmul_nt`` and
-``ragged_dot`` get them as an array on the device. Chains, bursts and heat are those of bench_products.py. On a CPU each
-call is timed by the wall clock, of the small cases that are named.
+``ragged_dot`` get them as an array on the device. Chains, bursts and steady times are those of bench_products.py. On a
+CPU each call is timed by the wall clock, of the small cases that are named.
 """
 
 import re

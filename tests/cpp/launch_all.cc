@@ -313,6 +313,13 @@ void quantizers(Float kind) {
     }
   for (const Shape& s : {Shape{1, 2, 8208}, Shape{1, 3, 16464}})  // more than a CTA holds of a row
     for (const KernelSpec& spec : specs_of(SupportedSpecs{})) quantize(s, spec, kind, false, Amax::kFound);
+  // x is stored 16400 x 272: a CTA has three tiles or six and reuses the stages.
+  for (bool transposed : {false, true}) {
+    const Shape deep = transposed ? Shape{1, 272, 16400} : Shape{1, 16400, 272};
+    for (const KernelSpec& spec : specs_of(SupportedSpecs{})) quantize(deep, spec, kind, transposed, Amax::kOne);
+    rht_amax(deep, kind, transposed, 1);
+  }
+  for (const auto& [row, col] : pairs_of(FusedPairs{})) quantize_pair({1, 16400, 272}, row, col, kind);
   for (const Shape& s : kRagged) {
     dequantize(s, kind, 1, false);
     dequantize(s, kind, s.batch * s.rows, true);
