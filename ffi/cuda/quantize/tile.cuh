@@ -139,7 +139,8 @@ class Loader {
     next_ = static_cast<const char*>(x) + at * size();
   }
 
-  // What is outside the matrix stays as it is in the tile; after the last row of the CTA nothing is loaded.
+  // What is outside the matrix stays as it is in the tile, or becomes 0 where x is widened; after the last row of the
+  // CTA nothing is loaded.
   __device__ __forceinline__ void load(Tile<T>& tile) {
     char* to = tile.bytes + to_;
     const char* from = next_;
