@@ -21,7 +21,7 @@ from ..policy import (
     ProductOptions,
     check_policy,
     depths_of,
-    is_of_experts,
+    is_weight,
     layers_of,
     path_of_parameter,
 )
@@ -47,7 +47,7 @@ def apply(model: Model, policy: Policy, *, rngs: nnx.Rngs | None = None) -> Mode
 
     Layers of attention and subclasses are among them; the adapters of LoRA stay in high precision. Parameters, their
     names and shapes, and the optimizer stay as they are. A layer that has a dot_general of its own keeps it. A warning
-    names convolutions, experts and other modules with a kernel that the policy would quantize and this function cannot.
+    names convolutions, experts and other weights that the policy would quantize and this function cannot.
 
     Args:
       model: the model, which is changed in place. If a policy was applied before, this one replaces it.
@@ -157,7 +157,9 @@ def _product(
         return None
     kind = EinsumOp if isinstance(module, nnx.Einsum) else DotGeneral
     product = kind(decision.recipe, decision.path, **options)
-    if rngs is None or not decision.recipe.stochastic:
+    if not decision.recipe.stochastic:
+        return product
+    if rngs is None:
         return product
     return Keyed(product, _stream(rngs, module.kernel.shape[: _stacked(module)]))
 
@@ -204,11 +206,11 @@ def layers_in(model: nnx.Module) -> list[tuple[Any, Layer]]:
 
 
 def _unknown(module: nnx.Module, path: str) -> Iterator[Layer]:
-    """Describes the parameters of a module that has no hook for its products: weights, and what may be experts."""
+    """Describes the parameters of a module that has no hook for its products, if they may multiply."""
     of_flax = type(module).__module__.startswith("flax.")
     for name, value in vars(module).items():
         shape = getattr(value, "shape", ()) if isinstance(value, nnx.Param) else ()
-        if len(shape) > 1 and (name in WEIGHT_NAMES or (not of_flax and is_of_experts(name, shape))):
+        if is_weight(name, shape) and (name in WEIGHT_NAMES or not of_flax):
             yield Layer(path_of_parameter(path, name), shape, reason=unknown(module, "apply"))
 
 
