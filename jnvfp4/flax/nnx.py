@@ -55,8 +55,8 @@ def apply(model: Model, policy: Policy, *, rngs: nnx.Rngs | None = None) -> Mode
       rngs: where layers that round stochastically get their keys, ``rngs.sr()``. Each of them gets a stream of its own,
         which is state of the model like that of ``nnx.Dropout``: it advances at each call, so a step must keep the
         state (``nnx.jit`` does). In a loop that gives this state to all iterations layers take the key of
-        ``jnvfp4.step_key``; without one they raise, except after ``model.eval()``. If rngs is None, all take the key
-        of ``jnvfp4.step_key``, and the model gets no state.
+        ``jnvfp4.step_key``; without one they raise, except after ``model.eval()``. If rngs is None, layers keep the
+        streams of an earlier policy; without one all take the key of ``jnvfp4.step_key``, and the model gets no state.
 
     Returns:
       The model.
@@ -119,6 +119,11 @@ class Keyed(nnx.Module):
         self.stream = stream
         self.deterministic = False
 
+    def of(self, product: DotGeneral | EinsumOp) -> "Keyed":
+        """Calls another product from now on, with the same stream."""
+        self.product = product
+        return self
+
     def set_view(self, deterministic: bool | None = None) -> None:
         """Sets the attribute for ``nnx.view``."""
         self.deterministic = self.deterministic if deterministic is None else deterministic
@@ -160,7 +165,8 @@ def _product(
     if not decision.recipe.stochastic:
         return product
     if rngs is None:
-        return product
+        before = product_of(module)
+        return before.of(product) if isinstance(before, Keyed) else product
     return Keyed(product, _stream(rngs, module.kernel.shape[: _stacked(module)]))
 
 
