@@ -13,12 +13,12 @@ from ._core.tensor import PyTree
 from ._layers.dot_general import DotGeneral
 from ._layers.keys import key_of_layer, layer_index
 from ._native.compat import is_mapped
-from .policy import Layer, Policy, check_policy, depths_of, layers_of
+from .policy import Layer, Policy, check_policy, depths_of, is_weight, layers_of, path_of_parameter
 
 __all__ = ["Linear", "apply"]
 
 Model = TypeVar("Model")
-Kinds: TypeAlias = dict[type, Callable[[tuple, Any], Layer]]  # what describes a module of a type, from its keys
+Kinds: TypeAlias = dict[type, Callable[[tuple, Any], Layer] | None]  # what describes a module, if it multiplies
 
 
 class Linear(eqx.nn.Linear):
@@ -56,8 +56,8 @@ class Linear(eqx.nn.Linear):
 def apply(model: Model, policy: Policy) -> Model:
     """Returns a model whose ``equinox.nn.Linear`` layers multiply by a policy.
 
-    Those of ``equinox.nn.MLP`` and ``MultiheadAttention`` are among them. A warning names convolutions and subclasses
-    of ``equinox.nn.Linear`` that the policy would quantize and this function cannot.
+    Those of ``equinox.nn.MLP`` and ``MultiheadAttention`` are among them. A warning names convolutions, subclasses of
+    ``equinox.nn.Linear`` and weights of other modules that the policy would quantize and this function cannot.
 
     Args:
       model: an Equinox module or tree. If a policy was applied before, this one replaces it.
@@ -112,12 +112,11 @@ def _of_tokens(dot: DotGeneral, x: jax.Array, w: jax.Array, key: jax.Array | Non
 
 # ---------------------------------------------------------------- what a model consists of
 def layers_in(model: PyTree, kinds: Kinds) -> Iterator[Layer]:
-    """Lists the modules of a model that are of some kinds, by what describes them."""
-    is_kind = lambda node: isinstance(node, tuple(kinds))  # noqa: E731
-    for keys, node in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_kind):
-        if is_kind(node):
-            describe = next(of for kind, of in kinds.items() if isinstance(node, kind))
-            yield describe(keys, node)
+    """Lists the modules of a model that are of some kinds, and other arrays that may multiply."""
+    for keys, node in jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, tuple(kinds))):
+        describe = next((of for kind, of in kinds.items() if isinstance(node, kind)), _own)
+        if describe is not None and (layer := describe(keys, node)) is not None:
+            yield layer
 
 
 def path_of(keys: tuple) -> str:
@@ -140,7 +139,21 @@ def _convolution(keys: tuple, module: eqx.nn.Conv | eqx.nn.ConvTranspose) -> Lay
     return Layer(path_of(keys), module.weight.shape, reason=reason)
 
 
-_OF_EQUINOX: Kinds = {eqx.nn.Linear: _layer, eqx.nn.Conv: _convolution, eqx.nn.ConvTranspose: _convolution}
+def _own(keys: tuple, array: Any) -> Layer | None:
+    """Describes an array of a module that is no layer, if it may be weights."""
+    if not (eqx.is_inexact_array_like(array) and keys and is_weight(path_of(keys[-1:]), jnp.shape(array))):
+        return None
+    path = path_of_parameter(path_of(keys[:-1]), path_of(keys[-1:]))
+    return Layer(path, jnp.shape(array), reason="not of equinox.nn.Linear; jnvfp4.linear in its module quantizes it")
+
+
+_OTHERS = (eqx.nn.Embedding, eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.GroupNorm, eqx.nn.BatchNorm, eqx.nn.PReLU)
+_OF_EQUINOX: Kinds = {
+    eqx.nn.Linear: _layer,
+    eqx.nn.Conv: _convolution,
+    eqx.nn.ConvTranspose: _convolution,
+    **dict.fromkeys(_OTHERS),
+}
 KINDS = dict(_OF_EQUINOX)
 """How modules are described, by their types; ``jnvfp4.haliax`` adds its own."""
 

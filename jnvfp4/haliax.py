@@ -19,7 +19,7 @@ from ._layers.dot_general import DotGeneral as _DotGeneral
 from ._layers.gather import Placement
 from ._layers.grouped_linear import RaggedDot as _RaggedDot
 from ._layers.keys import layer_index
-from .equinox import KINDS, layers_in, path_of
+from .equinox import KINDS, Kinds, layers_in, path_of
 from .policy import Layer, Policy, check_policy
 from .recipes import DEFAULT, Recipe
 
@@ -100,7 +100,7 @@ def apply(model: Model, policy: Policy) -> Model:
       ValueError: as in ``Policy.plan``.
     """
     check_policy("apply", policy)
-    plan = policy.plan(layers_in(model, {hnn.Linear: _layer}))
+    plan = policy.plan(layers_in(model, _OF_HALIAX))
 
     def replaced(keys: tuple, node: PyTree) -> PyTree:
         path = _path(keys)
@@ -135,4 +135,5 @@ def _path(keys: tuple) -> str:
     return "/".join(part for part in path_of(keys).split("/") if part != "stacked")
 
 
-KINDS[hnn.Linear] = _layer  # at last: of a module whose import fails nothing stays
+_OF_HALIAX: Kinds = {hnn.Linear: _layer, hax.NamedArray: None}
+KINDS.update(_OF_HALIAX)  # at last: of a module whose import fails nothing stays

@@ -1,6 +1,7 @@
 """``Policy``, which says by the paths of layers how each is quantized, and ``explain``, which shows it for a model."""
 
 import importlib
+import math
 import re
 import sys
 import warnings
@@ -110,6 +111,15 @@ class Decision(NamedTuple):
 class Explanation(tuple[Decision, ...]):
     """Holds the decisions for every layer of a model; ``print`` shows them as a table."""
 
+    @property
+    def quantized(self) -> float:
+        """The share of the layers' weights that is quantized, from 0 to 1."""
+        return sum(math.prod(d.shape) for d in self if d.recipe is not None) / max(self._weights, 1)
+
+    @property
+    def _weights(self) -> int:
+        return sum(math.prod(d.shape) for d in self)
+
     def __str__(self) -> str:
         cells = [("path", "shape", "recipe", "why")]
         cells += [
@@ -117,6 +127,7 @@ class Explanation(tuple[Decision, ...]):
         ]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+        lines.append(f"quantized: {100 * self.quantized:.1f} % of {self._weights:,} weights")
         return "\n".join(line.rstrip() for line in lines)
 
     __repr__ = __str__
@@ -178,13 +189,14 @@ class Policy:
 
         Args:
           model: a model of Flax NNX, Equinox or haliax; a Flax Linen module; or a tree of parameters, such as that of
-            Linen's ``init``, whose layers are the arrays of two or more axes named kernel, weight or w.
+            Linen's ``init``, whose layers are the arrays of two or more axes named kernel, weight or w. Other weights
+            that multiply are listed with a reason: of a Linen module by their use, else by their shape and name.
           *inputs: what a Linen module is called with, without its parameters: arrays or ``jax.ShapeDtypeStruct``.
             Nothing is computed. Other models need none.
           **keywords: its keywords, such as ``train=False``.
 
         Returns:
-          The decisions, in the order of the model; ``print`` shows them as a table.
+          The decisions, in the order of the model; ``print`` shows them as a table and the share that is quantized.
 
         Raises:
           ValueError: as in ``plan``.
@@ -373,15 +385,16 @@ def layers_of(tree: PyTree, *_: PyTree, **__: object) -> list[Layer]:
     """
     found: dict[str, Layer] = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        path = _path_of_weight(keys)
-        if path is None or getattr(leaf, "ndim", 0) < 2:
+        module, name = _split(keys)
+        path, shape = path_of_parameter(module, name), tuple(getattr(leaf, "shape", ()))
+        if not is_weight(name, shape):
             continue
         if path in found:
             raise ValueError(
                 f"Policy.explain: a layer must have one array named kernel, weight or w, got two in {path!r}"
             )
-        found[path] = Layer(path, tuple(leaf.shape))
-    if not found:
+        found[path] = Layer(path, shape, reason=None if name in WEIGHT_NAMES else "named neither kernel, weight nor w")
+    if all(layer.reason for layer in found.values()):
         got = describe(tree) if isinstance(tree, jax.Array) else f"a {type(tree).__name__} without any"
         got = "a class; make an instance" if isinstance(tree, type) else got
         raise TypeError(
@@ -393,19 +406,17 @@ def layers_of(tree: PyTree, *_: PyTree, **__: object) -> list[Layer]:
 
 
 WEIGHT_NAMES = ("kernel", "weight", "w")
+_OTHER_NAMES = ("bias", "scale", "norm", "emb", "pos")
 
 
-def _path_of_weight(keys: tuple) -> str | None:
-    """Returns the path of the layer that a leaf of a tree of parameters has the weights of, or None for other leaves.
-
-    The last key is the name of the weights; a box around them, such as ``nnx.Param``, has one more.
-    """
+def _split(keys: tuple) -> tuple[str, str]:
+    """Returns the path of a module and the name of its parameter, which a box such as ``nnx.Param`` may hold."""
     path = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys]
     if path[-1:] == ["value"]:
         path = path[:-1]
     if path[:1] == ["params"]:
         path = path[1:]
-    return "/".join(path[:-1]) if path and path[-1] in WEIGHT_NAMES else None
+    return "/".join(path[:-1]), "".join(path[-1:])
 
 
 def path_of_parameter(module: str, name: str) -> str:
@@ -413,9 +424,11 @@ def path_of_parameter(module: str, name: str) -> str:
     return module if name in WEIGHT_NAMES else f"{module}/{name}".lstrip("/")
 
 
-def is_of_experts(name: str, shape: tuple[int, ...]) -> bool:
-    """Says whether a parameter may be the weights of experts, of which only a call of the model tells more."""
-    return len(shape) >= 3 and shape[-3] > 1 and name not in ("bias", "scale", "embedding")
+def is_weight(name: str, shape: tuple[int, ...]) -> bool:
+    """Says whether a parameter may multiply, by its name and shape; position embeddings often have an axis of 1."""
+    if len(shape) < 2 or name in WEIGHT_NAMES:
+        return len(shape) >= 2
+    return 1 not in shape and not any(part.startswith(_OTHER_NAMES) for part in name.lower().split("_"))
 
 
 # ---------------------------------------------------------------- checks

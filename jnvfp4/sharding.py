@@ -29,8 +29,8 @@ def all_gather(q: NVFP4Tensor, axis_name: str | tuple[str, ...], *, axis: int = 
       The whole, with the same values on all devices of ``axis_name``. (JAX still counts it as varying, as the result of
       ``lax.all_gather``: to return it from the shard_map as replicated, pass ``check_vma=False``.) Its amax is gathered
       only if it has that axis: for scope "row" and "window64", or where each matrix has an amax. Otherwise all devices
-      must have the same amax: quantize with ``amax=jax.lax.pmax(jnp.max(jnp.abs(x)), axis_name)``, or for scope "row"
-      the largest magnitude of each row.
+      must have the same amax: quantize with ``amax=jax.lax.pmax(jnp.max(jnp.abs(x)).astype(jnp.float32), axis_name)``,
+      or for scope "row" the largest magnitude of each row.
 
     Raises:
       ValueError: there is no such axis of ``q`` or of the mesh; or the amax may differ between devices.
@@ -54,7 +54,7 @@ def all_gather(q: NVFP4Tensor, axis_name: str | tuple[str, ...], *, axis: int = 
         amax = "jnp.max(jnp.abs(x), -1)" if q.format.amax_scope == "row" else "jnp.max(jnp.abs(x))"
         raise ValueError(
             f"{op}: the amax of q, of shape {q.amax.shape}, must be the same on all devices, got one that varies over "
-            f"{sorted(varying)}; quantize with amax=jax.lax.pmax({amax}, {axis_name!r})"
+            f"{sorted(varying)}; quantize with amax=jax.lax.pmax({amax}.astype(jnp.float32), {axis_name!r})"
         )
 
     def gather(part: jax.Array) -> jax.Array:

@@ -92,11 +92,14 @@ class ScannedBlock(nn.Module):
 
 
 class LinenOwn(nn.Module):
-    """Multiplies by itself, as some models do."""
+    """Multiplies by itself, as some models do, and has a position embedding."""
+
+    weight: str = "kernel"
 
     @nn.compact
     def __call__(self, x):
-        return x @ self.param("kernel", nn.initializers.lecun_normal(), (WIDTH, WIDTH))
+        x += self.param("pos", nn.initializers.zeros, (16, WIDTH))
+        return jax.jit(jnp.matmul)(x, self.param(self.weight, nn.initializers.lecun_normal(), (WIDTH, WIDTH)))
 
 
 GROUPS = jnp.array([9, 0, 20, 3], jnp.int32)  # of the 32 tokens, to four experts
@@ -212,13 +215,14 @@ class NnxStack(nnx.Module):
 
 
 class NnxOwn(nnx.Module):
-    """Multiplies by itself, as some models do."""
+    """Multiplies by itself, as some models do, and has a position embedding."""
 
-    def __init__(self):
-        self.kernel = nnx.Param(jnp.ones((WIDTH, WIDTH)))
+    def __init__(self, weight="kernel"):
+        self.pos, self.weight = nnx.Param(jnp.zeros((16, WIDTH))), weight
+        setattr(self, weight, nnx.Param(jnp.ones((WIDTH, WIDTH))))
 
     def __call__(self, x):
-        return jax.lax.dot_general(x, self.kernel[...], (((x.ndim - 1,), (0,)), ((), ())))
+        return jax.lax.dot_general(x + self.pos, getattr(self, self.weight)[...], (((x.ndim - 1,), (0,)), ((), ())))
 
 
 class NnxMoe(nnx.Module):

@@ -134,6 +134,34 @@ def test_other_linear_layers_stay_as_they_are(layer, why):
         assert apply({"layers": [layer]}, policy)["layers"][0] is layer
 
 
+class Gated(eqx.Module):
+    """Multiplies by an array of its own, and has others that do not multiply."""
+
+    up: eqx.nn.Linear
+    arrays: dict
+    others: list
+
+    def __init__(self):
+        self.up = eqx.nn.Linear(32, 32, key=KEY)
+        self.arrays = {"down": jnp.ones((32, 32)), "pos": jnp.ones((16, 32)), "table": jnp.ones((16, 32), jnp.int32)}
+        self.others = [eqx.nn.Embedding(32, 32, key=KEY), eqx.nn.LayerNorm((16, 32))]
+
+
+def test_an_array_that_is_no_layer_is_named():
+    model, why = [Gated(), eqx.nn.GRUCell(32, 32, key=KEY)], "not of equinox.nn.Linear; jnvfp4.linear in its module"
+    explained = Policy(default=NEAREST).explain(eqx.nn.Sequential(model))
+    others = [f"layers/{path}" for path in ("0/arrays/down", "1/weight_ih", "1/weight_hh")]
+    assert [d.path for d in explained] == ["layers/0/up", *others]
+    assert [d.why.startswith(why) for d in explained] == [False, True, True, True]
+    assert explained.quantized == 1 / 8
+    with pytest.warns(
+        UserWarning, match=f"apply: layer '(0/arrays/down|1/weight_.h)' is {why} quantizes it; a rule"
+    ) as found:
+        apply(model, Policy(default=NEAREST))
+    assert len(found) == 3
+    apply(model, Policy([Rule("0/arrays/down|1/.*", None)], default=NEAREST))
+
+
 def test_every_layer_of_every_step_draws_its_own_bits():
     """Also of layers that are stacked, in a loop over them."""
     layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(32, 32, key=key))(jax.random.split(KEY, 3))

@@ -142,25 +142,36 @@ def test_a_layer_with_a_product_of_its_own_keeps_it(api):
         assert_bitwise(api.call(model, EVERY, params), 2 * (X @ params["kernel"]))
 
 
+OWN = "of type {}, which jnvfp4.qwix.Provider reaches and {} does not"
 OTHERS = {
-    "own": "of type {}, which jnvfp4.qwix.Provider reaches and {} does not",
-    "conv": "of type {}, which jnvfp4 does not quantize",
+    "kernel": (lambda api: api.own(), "", OWN),
+    "another name": (lambda api: api.own("down"), "/down", OWN),
+    "convolution": (lambda api: api.conv(), "", "of type {}, which jnvfp4 does not quantize"),
 }
 
 
-@pytest.mark.parametrize(("name", "why"), OTHERS.items(), ids=OTHERS)
-def test_a_module_without_a_hook_is_named(api, name, why):
-    module = getattr(api, name)()
-    model, why = api.sequential(module, api.linear(32)), why.format(type(module).__name__, api.op)
-    decision = EVERY.explain(model, X)[0]
-    assert (decision.path, decision.recipe, decision.why) == (api.first, None, why)
-    with pytest.warns(UserWarning, match=f"{api.op}: layer '{api.first}' is {why}; a rule with recipe None ends this"):
+@pytest.mark.parametrize(("make", "name", "why"), OTHERS.values(), ids=OTHERS)
+def test_a_module_without_a_hook_is_named(api, make, name, why):
+    """By its weights, whatever their name, and not by an embedding, which is added."""
+    module = make(api)
+    model, why, path = (
+        api.sequential(module, api.linear(32)),
+        why.format(type(module).__name__, api.op),
+        api.first + name,
+    )
+    explained = EVERY.explain(model, X)
+    assert [(d.path, d.recipe) for d in explained] == [(path, None), (api.first.replace("0", "1"), NEAREST)]
+    assert explained[0].why == why
+    with pytest.warns(
+        UserWarning, match=f"{api.op}: layer '{path}' is {why}; a rule with recipe None ends this"
+    ) as found:
         program(api, model, EVERY)
-    program(api, model, Policy([Rule(api.first, None)], default=NEAREST))
+    assert len(found) == 1
+    program(api, model, Policy([Rule(path, None)], default=NEAREST))
     blocks = api.sequential(api.sequential(module), api.sequential(api.linear(32)))
     program(api, blocks, Policy(default=NEAREST, first_bf16=1))
     with pytest.raises(ValueError, match="every rule with a recipe must match a layer that can be quantized"):
-        Policy([Rule(api.first, NEAREST)]).explain(model, X)
+        Policy([Rule(path, NEAREST)]).explain(model, X)
 
 
 def test_an_error_names_the_layer(api):

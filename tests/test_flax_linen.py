@@ -20,6 +20,7 @@ from flax_models import (
     NEAREST,
     SR,
     TOKENS,
+    WIDTH,
     Mlp,
     Moe,
     MoeBlock,
@@ -430,6 +431,61 @@ def test_attention_takes_the_class():
     assert products(lambda v: model.apply(v, X), shapes(model)) == 4
 
 
+# ---------------------------------------------------------------- weights of no layer
+class Weights(nn.Module):
+    """Multiplies by parameters of its own, of which jnvfp4 quantizes one, and adds and looks up others."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        weights = ("cast", "scaled", "quantized", "kept", "table", "latents")
+        w = {name: self.param(name, nn.initializers.normal(), (WIDTH, WIDTH)) for name in weights}
+        w["cast"] *= self.param("norms", nn.initializers.ones, (1, WIDTH))
+        x = jnp.einsum("bsd,ed->bse", x.astype(jnp.bfloat16), w["cast"].astype(jnp.bfloat16))
+        x = jax.jit(lambda x, w: (x, w / 2))(x, w["scaled"])
+        x = x[0] @ x[1] + w["table"][jnp.argmax(x[0], -1)]
+        return linear(x, w["quantized"]) @ w["kept"] + nn.Dense(WIDTH, name="up")(w["latents"][:16]), None
+
+
+class ScannedWeights(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        loop = nn.scan(nn.remat(Weights), {"params": 0}, split_rngs={"params": True}, length=3)
+        return loop(name="block")(x, None)[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "lead"), [(Weights(name="block"), ()), (ScannedWeights(), (3,))], ids=["one", "scan"]
+)
+def test_weights_of_no_layer_are_told_by_their_use(model, lead):
+    explained = Policy(default=NEAREST).explain(model, X)
+    others = {d.path: d.shape for d in explained if d.recipe is None}
+    names = ("cast", "scaled", "kept")
+    assert others == {f"block/{name}": (*lead, WIDTH, WIDTH) for name in names}
+    variables = shapes(model)
+    with pytest.warns(
+        UserWarning, match=r"intercept: layer 'block/\w+' is of type Weights, which jnvfp4.qwix"
+    ) as found:
+        jax.make_jaxpr(quantized(model, Policy(default=NEAREST)))(variables)
+    assert len(found) == len(names)
+    jax.make_jaxpr(quantized(model, Policy([Rule("block/(cast|scaled|kept)", None)], default=NEAREST)))(variables)
+
+
+def test_a_tied_head_is_explained():
+    """Whose weights ``keep`` names."""
+
+    class Tied(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            embed = nn.Embed(48, 32, name="embed")
+            return embed.attend(nn.Dense(32, name="up")(embed(tokens)))
+
+    explained = Policy(default=NEAREST).explain(Tied(), TOKENS)
+    assert [(d.path, d.why) for d in explained if not d.recipe] == [
+        ("embed/embedding", "of type Embed, which jnvfp4 does not quantize")
+    ]
+    assert products(quantized(Tied(), Policy(default=NEAREST), TOKENS), shapes(Tied(), TOKENS)) == 1
+
+
 # ---------------------------------------------------------------- experts
 EXPERTS = Policy([Rule("moe/(gate|up|down)", SR)])
 ROWS = recipes.row_scaled(stochastic_rounding=False)
@@ -539,8 +595,11 @@ class Tied(nn.Module):
 
 
 def test_experts_that_are_no_parameter_are_named():
-    policy, why = Policy(default=NEAREST), "a ragged_dot whose weights are not one parameter of its module, which"
-    (decision,) = policy.explain(Tied(name="moe"), X)
+    policy, why = (
+        Policy([Rule("moe/[ab]", None)], default=NEAREST),
+        "a ragged_dot whose weights are not one parameter of its module, which",
+    )
+    decision, *_ = policy.explain(Tied(name="moe"), X)
     assert (decision.path, decision.shape, decision.recipe) == ("moe", (4, 32, 64), None)
     assert decision.why.startswith(why)
     with pytest.warns(UserWarning, match=f"intercept: layer 'moe' is {why}"):

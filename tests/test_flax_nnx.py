@@ -1,6 +1,7 @@
 """NNX models as they are: which layers are quantized, with which bits and keys, and that nothing else changes."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,22 @@ def test_another_policy_replaces_the_first():
     apply(model, Policy())
     assert nnx.graphdef(model) == nnx.graphdef(plain)
     assert_bitwise(model(TOKENS), plain(TOKENS))
+
+
+def test_another_policy_keeps_the_streams():
+    """As at the end of a training run, whose forward pass is then in bfloat16."""
+    model, policy = apply(mlp(), ALL, rngs=nnx.Rngs(sr=1)), Policy(default=replace(SR, fprop=None))
+    model.up.dot_general.stream()
+    model.eval()
+    before = nnx.state(model, nnx.RngState)
+    apply(model, policy)
+    assert (model.up.dot_general.product, model.up.dot_general.deterministic) == (
+        DotGeneral(policy.default, "up"),
+        True,
+    )
+    assert str(nnx.state(model, nnx.RngState)) == str(before)
+    apply(model, policy, rngs=nnx.Rngs(sr=1))  # from the start
+    assert model.up.dot_general.stream.count[...] == 0
 
 
 def test_a_layer_gathers_as_its_rule_says():

@@ -188,15 +188,21 @@ def test_explain_prints_a_table():
         "block_1/up      32x64  -           last_bf16=3 of 4 layers\n"
         "block_2/up      32x64  -           last_bf16=3 of 4 layers\n"
         "block_3/up      32x64  -           last_bf16=3 of 4 layers\n"
-        "lm_head         32x64  -           keep 'lm_head'"
+        "lm_head         32x64  -           keep 'lm_head'\n"
+        "quantized: 16.7 % of 12,288 weights"
     )
+    assert policy.explain(tree("block_0/mlp/up", "block_3/up")).quantized == 0.5
 
 
 def test_a_tree_of_linen_variables():
     """Only its parameters of two or more axes are layers."""
     assert decided(Policy(default=SR), {"params": tree("up")}) == {"up": SR}
     scale = {"norm": {"scale": jnp.ones(4)}, "up": {"w": jnp.ones((4, 4))}, "v": {"weight": jnp.ones((4, 4))}}
-    assert decided(Policy(default=SR), scale) == {"up": SR, "v": SR}
+    own = {
+        "a": {"down": jnp.ones((4, 4)), "pos": jnp.ones((4, 4)), "out_bias": jnp.ones((4, 4)), "x": jnp.ones((1, 4))}
+    }
+    assert decided(Policy(default=SR), scale | own) == {"a/down": None, "up": SR, "v": SR}
+    assert reasons(Policy(default=SR), scale | own)["a/down"] == "named neither kernel, weight nor w"
 
 
 def test_a_model_of_a_library_without_an_adapter_is_a_tree(monkeypatch):

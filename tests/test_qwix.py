@@ -238,7 +238,7 @@ def test_the_policy_is_checked():
 
 
 def test_a_module_of_nnx_that_multiplies_by_itself_is_reached():
-    x = jnp.ones((4, 32))
+    x = jnp.ones((16, 32))
     model = qwix.quantize_model(nnx.Sequential(NnxOwn()), Provider(Policy([Rule("layers/0", NEAREST)])), x)
     assert products(model, x) == 1
     with pytest.raises(ValueError, match="every rule must match a layer, got 'layers/1'"):

@@ -9,13 +9,14 @@ from typing import Any
 
 import jax
 from flax import linen as nn
+from jax.extend.core import Literal
 
 from .._core.tensor import PyTree
 from .._layers.dot_general import DotGeneral
 from .._layers.einsum import einsum_of_layer, sizes_of
 from .._layers.keys import check_step, fold_path, key_of_layer, must_vary
 from .._layers.weights import WeightAxes
-from ..policy import Layer, Policy, check_policy, depths_of, is_of_experts, layers_of, path_of_parameter
+from ..policy import Layer, Policy, check_policy, depths_of, layers_of, path_of_parameter
 from ..recipes import Recipe
 from ._experts import Experts, product_of, ragged_dots
 from ._linen_loops import shares_stream
@@ -38,8 +39,8 @@ def intercept(policy: Policy) -> Iterator[None]:
     subclasses; and experts, which a module gives to ``jax.lax.ragged_dot`` or ``ragged_dot_general`` as rhs, by their
     parameters: "block_3/moe/up". Calls by a name that was imported from ``jax.lax`` before are missed silently.
     Parameters, their names and shapes stay as they are. ``init`` runs the model without quantizing, because it returns
-    only parameters. A layer that has a dot_general of its own keeps it. A warning names convolutions and other modules
-    with a kernel that the policy would quantize and this function cannot.
+    only parameters. A layer that has a dot_general of its own keeps it. A warning names convolutions and other weights
+    that the policy would quantize and this function cannot; to find them a model that has some is traced once more.
 
     A recipe that rounds stochastically needs ``rngs={'sr': key}`` of ``apply``, or ``jnvfp4.step_key``. Without both
     the gradient of a layer raises; an evaluation needs neither, unless the forward GEMM rounds stochastically.
@@ -145,33 +146,57 @@ class Interceptor:
         self.module: nn.Module | None = None  # which is being called
         self.parameters = Experts()
         self.reached: set[str] = set()  # paths of experts
+        self.others: dict[str, Layer] = {}  # which the policy would quantize, if they multiply
+        self.asked: set[str] = set()  # whether they do
+        self.asks = False
 
     def __call__(self, call: Callable, args: tuple, options: dict, context: nn.module.InterceptorContext) -> PyTree:
         module = context.module
-        if module.scope is None or module.is_initializing():
+        if self.asks or module.scope is None or module.is_initializing():
             return call(*args, **options)
-        with nullcontext() if module.path else self._inside(module), self._called(module):
+        ask = partial(self._ask, context, args, options)
+        with nullcontext() if module.path else self._inside(module, ask), self._called(module):
             if context.method_name == "__call__" and isinstance(module, LAYERS):
                 return self._layer(module, call, args, options)
             result = call(*args, **options)
-            layer = _unknown(module) if context.method_name == "__call__" else None
-            if layer is not None and layer.path not in self.reached:
-                self.policy.warn("intercept", layer, self.depths)
+            self.others |= {layer.path: layer for layer in _unknown(context) if self._would_quantize(layer)}
             return result
 
+    def _would_quantize(self, layer: Layer) -> bool:
+        known = layer.path in self.reached | self.asked
+        return not known and self.policy.decide(layer._replace(reason=None), self.depths).recipe is not None
+
     @contextmanager
-    def _inside(self, model: nn.Module) -> Iterator[None]:
+    def _inside(self, model: nn.Module, ask: Callable[[], None]) -> Iterator[None]:
         """Learns the layers of a model; it may call another model, after which its own are known again."""
-        known = self.shapes, self.depths, self.depth_of_calls
+        known = self.shapes, self.depths, self.depth_of_calls, self.others
         layers = layers_of_params(model)
         if not self.depth_of_calls:
             self.policy.plan(layers)  # for its checks, which are about the outermost model
         self.shapes, self.depths = {layer.path: layer.shape for layer in layers}, depths_of(layers)
-        self.depth_of_calls += 1
+        self.depth_of_calls, self.others = self.depth_of_calls + 1, {}
         try:
             yield
+            if self.others:
+                ask()
         finally:
-            self.shapes, self.depths, self.depth_of_calls = known
+            self.shapes, self.depths, self.depth_of_calls, self.others = known
+
+    def _ask(self, context: nn.module.InterceptorContext, args: tuple, options: dict) -> None:
+        """Warns of weights of no layer, if a second trace of the model says that they multiply."""
+        model, scope = context.module, context.module.scope
+        assert scope is not None
+        rngs = {name: getattr(rng, "as_jax_rng", lambda rng=rng: rng)() for name, rng in scope.rngs.items()}
+        of_apply = {"rngs": rngs, "method": context.method_name, "mutable": scope.mutable}
+        unbound = model.clone(_deep_clone=True, _reset_names=True)
+        self.asks = True
+        try:
+            found = _multiplied(unbound, model.variables, args, options, **of_apply)
+        finally:
+            self.asks = False
+        self.asked |= self.others.keys()
+        for path in self.others.keys() & found:
+            self.policy.warn("intercept", self.others[path], self.depths)
 
     @contextmanager
     def _called(self, module: nn.Module) -> Iterator[None]:
@@ -285,12 +310,61 @@ def parameters_of(module: nn.Module) -> dict[str, jax.Array]:
     return {name: leaves[0] for name, value in own if len(leaves := jax.tree.leaves(value)) == 1}
 
 
-def _unknown(module: nn.Module) -> Layer | None:
-    """Describes a module that has a kernel and no hook for its product, such as a convolution."""
-    kernel = nn.unbox(module.variables.get("params", {})).get("kernel")
-    if getattr(kernel, "ndim", 0) < 2:
-        return None
-    return Layer(path_of(module), kernel.shape, reason=unknown(module, "intercept"))
+def _unknown(context: nn.module.InterceptorContext) -> Iterator[Layer]:
+    """Describes the parameters that the call of a module without a hook for its products may multiply by."""
+    module, of_flax = context.module, type(context.module).__module__.startswith("flax.")
+    names = ("embedding",) if context.method_name == "attend" else ("kernel",)
+    own = {} if isinstance(module, LAYERS) or context.method_name == "setup" else parameters_of(module)
+    for name, value in own.items():
+        if value.ndim >= 2 and value.size > max(value.shape) and (name in names or not of_flax):  # a vector scales
+            yield Layer(path_of_parameter(path_of(module), name), value.shape, reason=unknown(module, "intercept"))
+
+
+def _multiplied(
+    model: nn.Module, variables: PyTree, args: tuple, options: dict, rngs: PyTree, **of_apply: Any
+) -> frozenset[str]:
+    """Returns the paths of the parameters by which a call of a model multiplies what depends on its inputs."""
+    params = nn.unbox(variables["params"])
+    leaves, tree = jax.tree.flatten((args, options, {**variables, "params": {}}, rngs))
+    is_array = [hasattr(leaf, "shape") for leaf in leaves]
+
+    def call(params: PyTree, arrays: list[jax.Array]) -> None:
+        values = iter(arrays)
+        merged = [next(values) if array else leaf for array, leaf in zip(is_array, leaves, strict=True)]
+        args, options, others, rngs = jax.tree.unflatten(tree, merged)
+        model.apply({**others, "params": params}, *args, rngs=rngs, **of_apply, **options)
+
+    arrays = [leaf for array, leaf in zip(is_array, leaves, strict=True) if array]
+    made = [frozenset([path]) for path, *_ in _named(model, params)] + [None] * len(arrays)
+    return _products(jax.make_jaxpr(call)(params, arrays).jaxpr, made)[0]
+
+
+Made = frozenset[str] | None  # the parameters that a value is made of; None for what depends on the inputs
+
+
+def _products(jaxpr: Any, made: list[Made]) -> tuple[frozenset[str], list[Made]]:
+    """Returns the parameters that products take as their other operand, and what the results are made of."""
+    of: dict[Any, Made] = dict(zip(jaxpr.invars, made, strict=True))
+    read = lambda v: frozenset() if isinstance(v, Literal) else of.get(v, frozenset())  # noqa: E731
+    found: frozenset[str] = frozenset()
+    for eqn in jaxpr.eqns:
+        operands = [read(v) for v in eqn.invars]
+        is_product = eqn.primitive.name in _PRODUCTS
+        if is_product and None in operands[:2]:
+            found |= operands[0] or operands[1] or frozenset()
+        known = [] if is_product else [v for v in operands if v is not None]
+        results: list[Made] = [None if None in operands else frozenset().union(*known)] * len(eqn.outvars)
+        for value in jax.tree.leaves(list(eqn.params.values())):
+            inner: Any = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns") and (count := len(inner.invars)) <= len(operands):
+                more, outs = _products(inner, operands[len(operands) - count :])
+                found |= more
+                results = outs if len(outs) == len(results) else results
+        of.update(zip(eqn.outvars, results, strict=True))
+    return found, [read(v) for v in jaxpr.outvars]
+
+
+_PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated")
 
 
 def unknown(module: object, op: str) -> str:
@@ -325,33 +399,35 @@ def _tuple(axes: int | Iterable[int]) -> tuple[int, ...]:
 
 
 def layers_of_params(model: nn.Module, params: PyTree = None) -> list[Layer]:
-    """Lists what may be layers of a model: its parameters of two or more axes named kernel, and those of experts."""
+    """Lists what may be layers of a model: its parameters of two or more axes."""
     tree = model.variables.get("params", {}) if params is None else params
-    leaves = jax.tree_util.tree_leaves_with_path(nn.unbox(tree))
-    named = [([str(getattr(k, "key", k)) for k in keys], leaf) for keys, leaf in leaves]
-    kernels = [
-        ("/".join(path), name, leaf.shape)
-        for (*path, name), leaf in named
-        if (leaf.ndim >= 2 if name == "kernel" else is_of_experts(name, leaf.shape))
-    ]
-    return [Layer(path_of_parameter(path or model.name or "", name), shape) for path, name, shape in kernels]
+    named = _named(model, nn.unbox(tree))
+    return [Layer(path, v.shape) for path, name, v in named if v.ndim >= 2 and name not in ("bias", "scale")]
+
+
+def _named(model: nn.Module, params: PyTree) -> list[tuple[str, str, jax.Array]]:
+    """Lists the parameters of a model, after the paths of the layers that they may be the weights of, and names."""
+    leaves = [([str(getattr(k, "key", k)) for k in keys], v) for keys, v in jax.tree_util.tree_leaves_with_path(params)]
+    return [(path_of_parameter("/".join(path) or model.name or "", name), name, v) for (*path, name), v in leaves]
 
 
 @layers_of.register(nn.Module)
 def _layers_of_module(module: nn.Module, *inputs: PyTree, **keywords: Any) -> list[Layer]:
     """Lists the layers that ``init`` calls, without computing anything."""
     called: dict[str, Layer] = {}
+    others: set[str] = set()
     parameters, modules = Experts(), list[nn.Module]()
 
     def see(call: Callable, args: tuple, options: dict, context: nn.module.InterceptorContext) -> PyTree:
         modules.append(context.module)
         result = call(*args, **options)
         modules.pop()
-        if context.method_name == "__call__":
-            known = isinstance(context.module, LAYERS)
-            layer = describe(context.module, args, options, {}) if known else _unknown(context.module)
-            if layer is not None:
-                called.setdefault(layer.path, layer)
+        if isinstance(context.module, LAYERS) and context.method_name == "__call__":
+            layer = describe(context.module, args, options, {})
+            called.setdefault(layer.path, layer)
+        for layer in _unknown(context):
+            if called.setdefault(layer.path, layer) is layer:
+                others.add(layer.path)
         return result
 
     def see_experts(call: Callable, w_axes: WeightAxes, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any):
@@ -368,9 +444,14 @@ def _layers_of_module(module: nn.Module, *inputs: PyTree, **keywords: Any) -> li
         )
     with _policy_of_trace(object()), nn.intercept_methods(see), ragged_dots(see_experts):
         variables = jax.eval_shape(partial(module.init, **keywords), jax.random.key(0), *inputs)
+    if others:
+        params = {"params": variables["params"]}  # so that apply makes a cache, as init did
+        others -= _multiplied(module, params, inputs, keywords, {"params": jax.random.key(0)}, mutable=True)
     shapes = {layer.path: layer.shape for layer in layers_of_params(module, variables["params"])}
     # A layer that is applied as a model of its own, such as a head with tied weights, has no parameters of this one.
     whole = {path: shapes.get(path, layer.shape) for path, layer in called.items()}
     return [
-        layer._replace(shape=whole[path], stacked=len(whole[path]) > len(layer.shape)) for path, layer in called.items()
+        layer._replace(shape=whole[path], stacked=len(whole[path]) > len(layer.shape))
+        for path, layer in called.items()
+        if path not in others
     ]

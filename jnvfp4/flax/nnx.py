@@ -21,7 +21,7 @@ from ..policy import (
     ProductOptions,
     check_policy,
     depths_of,
-    is_of_experts,
+    is_weight,
     layers_of,
     path_of_parameter,
 )
@@ -47,7 +47,7 @@ def apply(model: Model, policy: Policy, *, rngs: nnx.Rngs | None = None) -> Mode
 
     Layers of attention and subclasses are among them; the adapters of LoRA stay in high precision. Parameters, their
     names and shapes, and the optimizer stay as they are. A layer that has a dot_general of its own keeps it. A warning
-    names convolutions, experts and other modules with a kernel that the policy would quantize and this function cannot.
+    names convolutions, experts and other weights that the policy would quantize and this function cannot.
 
     Args:
       model: the model, which is changed in place. If a policy was applied before, this one replaces it.
@@ -55,8 +55,8 @@ def apply(model: Model, policy: Policy, *, rngs: nnx.Rngs | None = None) -> Mode
       rngs: where layers that round stochastically get their keys, ``rngs.sr()``. Each of them gets a stream of its own,
         which is state of the model like that of ``nnx.Dropout``: it advances at each call, so a step must keep the
         state (``nnx.jit`` does). In a loop that gives this state to all iterations layers take the key of
-        ``jnvfp4.step_key``; without one they raise, except after ``model.eval()``. If rngs is None, all take the key
-        of ``jnvfp4.step_key``, and the model gets no state.
+        ``jnvfp4.step_key``; without one they raise, except after ``model.eval()``. If rngs is None, layers keep the
+        streams of an earlier policy; without one all take the key of ``jnvfp4.step_key``, and the model gets no state.
 
     Returns:
       The model.
@@ -119,6 +119,11 @@ class Keyed(nnx.Module):
         self.stream = stream
         self.deterministic = False
 
+    def of(self, product: DotGeneral | EinsumOp) -> "Keyed":
+        """Calls another product from now on, with the same stream."""
+        self.product = product
+        return self
+
     def set_view(self, deterministic: bool | None = None) -> None:
         """Sets the attribute for ``nnx.view``."""
         self.deterministic = self.deterministic if deterministic is None else deterministic
@@ -157,8 +162,11 @@ def _product(
         return None
     kind = EinsumOp if isinstance(module, nnx.Einsum) else DotGeneral
     product = kind(decision.recipe, decision.path, **options)
-    if rngs is None or not decision.recipe.stochastic:
+    if not decision.recipe.stochastic:
         return product
+    if rngs is None:
+        before = product_of(module)
+        return before.of(product) if isinstance(before, Keyed) else product
     return Keyed(product, _stream(rngs, module.kernel.shape[: _stacked(module)]))
 
 
@@ -204,11 +212,11 @@ def layers_in(model: nnx.Module) -> list[tuple[Any, Layer]]:
 
 
 def _unknown(module: nnx.Module, path: str) -> Iterator[Layer]:
-    """Describes the parameters of a module that has no hook for its products: weights, and what may be experts."""
+    """Describes the parameters of a module that has no hook for its products, if they may multiply."""
     of_flax = type(module).__module__.startswith("flax.")
     for name, value in vars(module).items():
         shape = getattr(value, "shape", ()) if isinstance(value, nnx.Param) else ()
-        if len(shape) > 1 and (name in WEIGHT_NAMES or (not of_flax and is_of_experts(name, shape))):
+        if is_weight(name, shape) and (name in WEIGHT_NAMES or not of_flax):
             yield Layer(path_of_parameter(path, name), shape, reason=unknown(module, "apply"))
 
 
