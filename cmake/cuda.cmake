@@ -32,7 +32,7 @@ if(NOT CMAKE_CUDA_COMPILER)
   return()
 endif()
 enable_language(CUDA)
-set(CMAKE_CUDA_STANDARD 17)
+set(CMAKE_CUDA_STANDARD 20)
 # -O1 of host code, which only launches; device code always has -O3. Machine code is compressed like PTX, to a quarter of
 # the module's bytes, and the driver expands what is called.
 set(CMAKE_CUDA_FLAGS_RELEASE "-O1 -DNDEBUG -Xfatbin=-compress-all")
@@ -83,6 +83,5 @@ if("90a" IN_LIST targets)
     ffi/cuda/matmul/sm90/f16_fused.cu ffi/cuda/matmul/sm90/bf16_fused.cu ffi/cuda/matmul/sm90/small_m.cu
     ffi/cuda/matmul/sm90/windows.cu ffi/cuda/matmul/sm90/pinned.cu ffi/cuda/matmul/sm90/f16_grouped.cu ffi/cuda/matmul/sm90/bf16_grouped.cu
     ffi/cuda/matmul/sm90/grouped_small_m.cu ffi/cuda/matmul/sm90/grouped.cu
-    ffi/cuda/matmul/sm90/prepare.cu ffi/cuda/matmul/sm90/fused.cu)
-  set_source_files_properties(ffi/cuda/matmul/launch.cc PROPERTIES COMPILE_DEFINITIONS JNVFP4_SM90A)
+    ffi/cuda/matmul/sm90/prepare.cu ffi/cuda/matmul/sm90/fused.cu ffi/cuda/matmul/sm90/launchers.cu)
 endif()

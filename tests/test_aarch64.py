@@ -21,7 +21,7 @@ NOT_LINKED = [FFI / "cpu" / "module.cc", FFI / "cpu" / "matmul.cc"]
 LINKED = sorted({*FFI.glob("cpu/*.cc"), *FFI.glob("plan/*.cc")} - {*NOT_LINKED})
 (BUILD_FLAGS,) = re.findall(r"set\(JNVFP4_CXX_FLAGS ([^)]*)\)", (ROOT / "CMakeLists.txt").read_text())
 FLAGS = [
-    *("-std=c++17", "-DNDEBUG", *BUILD_FLAGS.split(), "-Werror", "-Wno-maybe-uninitialized", "-pthread"),
+    *("-std=c++20", "-DNDEBUG", *BUILD_FLAGS.split(), "-Werror", "-Wno-maybe-uninitialized", "-pthread"),
     *(f"-I{FFI}", "-isystem", os.path.join(os.path.dirname(jaxlib.__file__), "include")),
 ]
 # Processors with the dot products of bytes and without.
@@ -95,7 +95,7 @@ def test_encoders_over_float32(cross, emulator, tmp_path):
     """As test_numerics.py runs it. With every pattern it takes an hour."""
     program = tmp_path / "exhaustive"
     source = ROOT / "tests" / "cpp" / "exhaustive.cc"
-    _output(cross, "-std=c++17", "-O2", "-ffp-contract=off", "-pthread", "-static", f"-I{FFI}", source, "-o", program)
+    _output(cross, "-std=c++20", "-O2", "-ffp-contract=off", "-pthread", "-static", f"-I{FFI}", source, "-o", program)
     _output(emulator, program, "quick")
 
 

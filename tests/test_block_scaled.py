@@ -265,7 +265,7 @@ PREPARE = stand_in.FFI / "cuda/matmul/cublaslt/prepare.cu"
 def test_kernels_compile_without_spilling(tmp_path, target):
     if not shutil.which("nvcc"):
         pytest.skip("no nvcc")
-    flags = ["-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", f"-gencode=arch=compute_{target},code=sm_{target}"]
+    flags = ["-std=c++20", "-O3", "-fmad=false", "-Xptxas=-v", f"-gencode=arch=compute_{target},code=sm_{target}"]
     command = ["nvcc", *flags, "-c", str(PREPARE), "-o", str(tmp_path / "prepare.o")]
     done = subprocess.run(command, text=True, capture_output=True)
     if "Unsupported gpu architecture" in done.stderr:
@@ -281,7 +281,7 @@ def program_for_the_gpu(folder: pathlib.Path, name: str, *sources: str) -> pathl
         skip_or_fail("cuda", "no CUDA device")
     if not shutil.which("nvcc"):
         skip_or_fail("cuda", "no nvcc")
-    flags = ["-std=c++17", "-O2", "-fmad=false", "-arch=native", f"-I{stand_in.FFI}", f"-I{stand_in.CPP}"]
+    flags = ["-std=c++20", "-O2", "-fmad=false", "-arch=native", f"-I{stand_in.FFI}", f"-I{stand_in.CPP}"]
     paths = [str(stand_in.CPP / f"{name}.cu"), *(str(stand_in.FFI / source) for source in sources)]
     subprocess.run(["nvcc", *flags, *paths, "-ldl", "-o", str(folder / name)], check=True)
     return folder / name
@@ -333,7 +333,7 @@ def test_numbers_are_those_of_the_header(library):
     flags = header()
     lines = [f"static_assert(({name}) == {number});" for name, number in library("numbers").items()]
     source = "\n".join(["#include <cstddef>", "#include <cublasLt.h>", *lines, "int main() {}"])
-    command = ["g++", "-std=c++17", *flags, "-x", "c++", "-", "-fsyntax-only"]
+    command = ["g++", "-std=c++20", *flags, "-x", "c++", "-", "-fsyntax-only"]
     done = subprocess.run(command, input=source, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
 

@@ -272,7 +272,7 @@ def test_ptxas_neither_spills_nor_waits_in_kernels_of_hopper(tmp_path, source):
     And warps that take registers would wait for ever if the others had given too few: a warpgroup gives some of those
     that the machine code says it is launched with, and all others take no more in all.
     """
-    flags = ["-std=c++17", "-O3", "-fmad=false", "-arch=sm_90a", "-Xptxas", "-v", "-keep", "-keep-dir", tmp_path]
+    flags = ["-std=c++20", "-O3", "-fmad=false", "-arch=sm_90a", "-Xptxas", "-v", "-keep", "-keep-dir", tmp_path]
     file = ROOT / "ffi" / "cuda" / "matmul" / source
     done = subprocess.run([_real_nvcc(), *flags, "-cubin", "-o", tmp_path / "x", file], capture_output=True, text=True)
     text = done.stdout + done.stderr

@@ -21,7 +21,7 @@ CONVERSION = "F2FP.SATFINITE.E2M1.F32.PACK_AB_MERGE_C"
 
 
 # ---------------------------------------------------------------- on a CPU
-HOST = ["g++", "-std=c++17", "-O2", "-ffp-contract=off", "-pthread", f"-I{CPP}"]
+HOST = ["g++", "-std=c++20", "-O2", "-ffp-contract=off", "-pthread", f"-I{CPP}"]
 MODEL = ['-DJNVFP4_E2M1_MODEL="e2m1_model.h"']
 
 
@@ -84,7 +84,7 @@ def test_mistakes_are_found(tmp_path, mistake):
 
 
 # ---------------------------------------------------------------- machine code
-FLAGS = ["-std=c++17", "-fmad=false", "-Xptxas=-v", f"-I{FFI}"]
+FLAGS = ["-std=c++20", "-fmad=false", "-Xptxas=-v", f"-I{FFI}"]
 
 
 def nvdisasm() -> str:

@@ -166,7 +166,7 @@ def test_no_rows_are_no_work(native, name):
 def test_an_array_that_kernels_cannot_read_in_words_of_16_bytes_is_refused(tmp_path):
     """In C++, since JAX copies such arrays on a CPU; on a GPU it imports them from other libraries."""
     root, program = Path(__file__).parents[1], tmp_path / "alignment"
-    flags = ["-std=c++17", f"-I{root / 'ffi'}", "-isystem", jax.ffi.include_dir()]
+    flags = ["-std=c++20", f"-I{root / 'ffi'}", "-isystem", jax.ffi.include_dir()]
     subprocess.run(["g++", *flags, root / "tests/cpp/alignment.cc", "-o", program], check=True)
     done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

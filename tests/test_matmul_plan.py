@@ -164,7 +164,8 @@ def test_why_a_kernel_cannot(reason):
 
 def test_every_kernel_of_a_gpu_is_launched():
     """Names alone connect the table of the plan with that of the launchers, which needs CUDA."""
-    launchers = (pathlib.Path(__file__).parent.parent / "ffi/cuda/matmul/launch.cc").read_text()
+    folder = pathlib.Path(__file__).parent.parent / "ffi/cuda/matmul"
+    launchers = "".join((folder / name).read_text() for name in ("launch.cc", "sm90/launchers.cu"))
     kernels = [name for name in (*plans.matmul_kernels(), *plans.grouped_kernels()) if name.startswith("sm")]
     assert sorted(re.findall(r'\{"(\w+)", \w+\}', launchers)) == sorted(kernels)
 
@@ -192,7 +193,7 @@ def test_what_the_kernels_of_hopper_leave_to_decoding(a):
 
 
 def test_a_build_without_the_kernels_of_hopper(monkeypatch):
-    monkeypatch.setitem(load.extensions(), "cuda", SimpleNamespace(sm90a=False))
+    monkeypatch.setitem(load.extensions(), "cuda", SimpleNamespace(built_for="sm_90 sm_100f compute_80"))
     for left in LEFT:
         assert plan(left) == ("decode_then_dot", 0, "")
         why = plan(left, kernel=FUSED[left]).reason

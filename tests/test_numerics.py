@@ -24,8 +24,8 @@ from jnvfp4._core import softfloat
 
 CPP = Path(__file__).parent / "cpp"
 INCLUDE = CPP.parent.parent / "ffi"
-HOST_FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-pthread"]
-DEVICE_FLAGS = ["-std=c++17", "-O2", "-fmad=false", "-arch=native"]
+HOST_FLAGS = ["-std=c++20", "-O2", "-ffp-contract=off", "-pthread"]
+DEVICE_FLAGS = ["-std=c++20", "-O2", "-fmad=false", "-arch=native"]
 PATTERNS = np.arange(65536, dtype=np.uint16)
 HALF_DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 

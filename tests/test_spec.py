@@ -102,7 +102,7 @@ def kernel_lists(tmp_path_factory) -> dict[str, list[tuple]]:
     """The lists of ffi/core/spec.h, as cpp/specs.cc prints them."""
     program = tmp_path_factory.mktemp("specs") / "specs"
     source = pathlib.Path(__file__).parent / "cpp" / "specs.cc"
-    subprocess.run(["g++", "-std=c++17", f"-I{FFI}", str(source), "-o", str(program)], check=True)
+    subprocess.run(["g++", "-std=c++20", f"-I{FFI}", str(source), "-o", str(program)], check=True)
     lines = [line.split() for line in subprocess.run([program], capture_output=True, text=True).stdout.splitlines()]
     return {kind: [tuple(map(int, numbers)) for k, *numbers in lines if k == kind] for kind in ("spec", "pair")}
 

@@ -49,16 +49,16 @@ Answer answer(const KernelTable<Problem>& kernels, const Problem& problem, const
 }
 
 Answer plan(int64_t batch, int64_t rows, int64_t cols, int64_t depth, std::string_view a, bool windows,
-            std::string_view out, bool pinned, int capability, bool sm90a, std::string_view no_cublaslt,
+            std::string_view out, bool pinned, int capability, std::string_view built_for, std::string_view no_cublaslt,
             int64_t cublaslt_version, std::string_view wanted) {
   const MatmulProblem problem{{batch, rows, cols, depth}, left_named(a), windows, float_named(out), pinned};
-  return answer(kMatmulKernels, problem, {capability, sm90a, no_cublaslt, cublaslt_version}, wanted);
+  return answer(kMatmulKernels, problem, {capability, built_for, no_cublaslt, cublaslt_version}, wanted);
 }
 
 Answer plan_groups(int64_t rows, int64_t groups, int64_t cols, int64_t depth, std::string_view a, std::string_view out,
-                   bool pinned, int capability, bool sm90a, std::string_view wanted) {
+                   bool pinned, int capability, std::string_view built_for, std::string_view wanted) {
   const GroupedProblem problem{{rows, groups, cols, depth}, left_named(a), float_named(out), pinned};
-  return answer(kGroupedKernels, problem, {capability, sm90a}, wanted);
+  return answer(kGroupedKernels, problem, {capability, built_for}, wanted);
 }
 
 template <class Problem>
@@ -85,14 +85,14 @@ NB_MODULE(_cpu, m) {
     return false;
   });
   m.def("plan_matmul", plan, nb::arg("batch"), nb::arg("rows"), nb::arg("cols"), nb::arg("depth"), nb::arg("a"),
-        nb::arg("windows"), nb::arg("out"), nb::arg("pinned"), nb::arg("capability"), nb::arg("sm90a"),
+        nb::arg("windows"), nb::arg("out"), nb::arg("pinned"), nb::arg("capability"), nb::arg("built_for"),
         nb::arg("no_cublaslt"), nb::arg("cublaslt_version"), nb::arg("wanted"));
   m.def("has_run_on", jnvfp4::has_run_on, nb::arg("capability"));
   m.def("has_block_scaled", jnvfp4::has_block_scaled, nb::arg("capability"));
   m.def(
       "no_block_scaled",
       [](int capability, std::string_view no_cublaslt, int64_t cublaslt_version) {
-        return no_block_scaled({capability, true, no_cublaslt, cublaslt_version});
+        return no_block_scaled({capability, {}, no_cublaslt, cublaslt_version});
       },
       nb::arg("capability"), nb::arg("no_cublaslt"), nb::arg("cublaslt_version"));
   m.def("plan_fused", [](int64_t batch, int64_t rows, int64_t cols, int64_t depth, bool nvfp4_a) {
@@ -103,7 +103,8 @@ NB_MODULE(_cpu, m) {
     return jnvfp4::plan_windows({batch, rows, cols, depth}, a_windows, b_windows).splits;
   });
   m.def("plan_grouped", plan_groups, nb::arg("rows"), nb::arg("groups"), nb::arg("cols"), nb::arg("depth"),
-        nb::arg("a"), nb::arg("out"), nb::arg("pinned"), nb::arg("capability"), nb::arg("sm90a"), nb::arg("wanted"));
+        nb::arg("a"), nb::arg("out"), nb::arg("pinned"), nb::arg("capability"), nb::arg("built_for"),
+        nb::arg("wanted"));
   m.attr("matmul_kernels") = names_of(kMatmulKernels);
   m.attr("grouped_kernels") = names_of(kGroupedKernels);
   m.attr("any_gpu") = jnvfp4::kAnyGpu;

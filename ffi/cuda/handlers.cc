@@ -43,7 +43,7 @@ int current_capability() {
   if (device < kDevices) known[device] = 10 * major + minor;
   return 10 * major + minor;
 }
-Device current_device() { return {current_capability(), kSm90a, no_cublaslt(), cublaslt_version()}; }
+Device current_device() { return {current_capability(), JNVFP4_CUDA_BUILT_FOR, no_cublaslt(), cublaslt_version()}; }
 
 ffi::Error quantize(cudaStream_t stream, const QuantizeArgs& args, const KernelSpec& spec) {
   return launched("quantize", launch_quantize(args, spec, stream));

@@ -21,8 +21,6 @@ cudaError_t launch_rht_amax(const RhtAmaxArgs& args, cudaStream_t stream);
 cudaError_t launch_dequantize(const DequantizeArgs& args, cudaStream_t stream);
 cudaError_t launch_transpose(const TransposeArgs& args, cudaStream_t stream);
 
-// Whether this build has the kernels of 90a: the target was asked for, and the compiler knows it.
-extern const bool kSm90a;
 // Run the kernel that a plan names, which is of no XLA operations, with the scratch that the plan asks for.
 cudaError_t launch_matmul(const MatmulArgs& args, std::string_view kernel, void* scratch, cudaStream_t stream);
 cudaError_t launch_grouped(const GroupedArgs& args, std::string_view kernel, void* scratch, cudaStream_t stream);

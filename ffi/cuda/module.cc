@@ -28,7 +28,6 @@ NB_MODULE(_cuda, m) {
                             {"nvfp4_epilogue", Epilogue}});
   m.attr("built_for") = JNVFP4_CUDA_BUILT_FOR;
   m.attr("cuda_version") = CUDART_VERSION;  // of the runtime that is linked: 1000 * major + 10 * minor
-  m.attr("sm90a") = jnvfp4::kSm90a;
   // (path, version, reason why there is none); `path` is of the copy to load if the process has loaded none.
   m.def(
       "find_cublaslt",

@@ -33,14 +33,14 @@ int64_t pinned_scratch(const GroupedProblem& p) { return grouped_scratch(p.shape
 
 constexpr KernelRow<GroupedProblem> kRows[] = {
     // Two NVFP4 operands, and a 16-bit left operand.
-    {"sm90_nvfp4_grouped", kHopper, kHopper, all<needs_nvfp4, needs_free_order, needs_sizes>, tiles_scratch},
-    {"sm90_dense_grouped", kHopper, kHopper, all<needs_dense, needs_free_order, needs_sizes>, tiles_scratch},
+    {"sm90_nvfp4_grouped", kSm90a, all<needs_nvfp4, needs_free_order, needs_sizes>, {.scratch = tiles_scratch}},
+    {"sm90_dense_grouped", kSm90a, all<needs_dense, needs_free_order, needs_sizes>, {.scratch = tiles_scratch}},
     // Decode both operands, XLA's ragged_dot, scale.
-    {"decode_then_ragged_dot", kAnyGpu, kNewest, needs_free_order, nullptr, nullptr, true},
+    {"decode_then_ragged_dot", kAnyGpuFrom80, needs_free_order, {.of_xla = true}},
     // The pinned order: that of each group's dense product.
-    {"sm90_nvfp4_pinned_grouped", kHopper, kHopper, all<needs_nvfp4, needs_sizes>, pinned_scratch},
-    {"cpu_nvfp4_blocks", kCpu, kCpu, needs_nvfp4},
-    {"cpu_dense_elements", kCpu, kCpu, needs_dense},
+    {"sm90_nvfp4_pinned_grouped", kSm90a, all<needs_nvfp4, needs_sizes>, {.scratch = pinned_scratch}},
+    {"cpu_nvfp4_blocks", kCpuAlone, needs_nvfp4},
+    {"cpu_dense_elements", kCpuAlone, needs_dense},
 };
 
 }  // namespace

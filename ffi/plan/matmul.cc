@@ -81,7 +81,7 @@ std::string version_text(int64_t version) {
 }
 
 constexpr std::string_view kBlockScaled = "sm100_cublaslt_nvfp4";
-constexpr int kBlackwell = 100, kLastBlackwell = 121;
+constexpr Devices kFp4TensorCores{100, 121};  // Blackwell
 
 std::string needs_cublaslt(const Device& device) {
   const std::string needs = std::string(kBlockScaled) + " needs cuBLASLt";
@@ -128,38 +128,44 @@ int64_t of_block_scaled(const MatmulProblem& p) { return block_scaled_scratch(p.
 //   (before both scales were in float16).
 constexpr KernelRow<MatmulProblem> kRows[] = {
     // Few rows: b is decoded inside a GEMM for Hopper, and so is a if it is an NVFP4 tensor.
-    {"sm90_nvfp4_small_m", kHopper, kHopper, all<needs_nvfp4, needs_free_order, needs_depth, needs_few_rows>},
-    {"sm90_dense_small_m", kHopper, kHopper, all<needs_dense, needs_free_order, needs_depth, needs_few_rows>},
+    {"sm90_nvfp4_small_m", kSm90a, all<needs_nvfp4, needs_free_order, needs_depth, needs_few_rows>},
+    {"sm90_dense_small_m", kSm90a, all<needs_dense, needs_free_order, needs_depth, needs_few_rows>},
     // The right operand is decoded in registers of the GEMM; a left one that is an NVFP4 tensor, to scratch.
-    {"sm90_nvfp4_fused", kHopper, kHopper, all<needs_nvfp4, needs_free_order, needs_depth, needs_narrow>, of_fused},
-    {"sm90_dense_fused", kHopper, kHopper, all<needs_dense, needs_free_order, needs_depth, needs_narrow>, of_fused},
+    {"sm90_nvfp4_fused", kSm90a, all<needs_nvfp4, needs_free_order, needs_depth, needs_narrow>, {.scratch = of_fused}},
+    {"sm90_dense_fused", kSm90a, all<needs_dense, needs_free_order, needs_depth, needs_narrow>, {.scratch = of_fused}},
     // The pinned order, few rows.
-    {"sm80_nvfp4_blocks_small_m", kAnyGpu, kNewest, all<needs_nvfp4, needs_depth, needs_at_most_64_rows>},
+    {"sm80_nvfp4_blocks_small_m", kAnyGpuFrom80, all<needs_nvfp4, needs_depth, needs_at_most_64_rows>},
     // window64 on a side: both operands decoded to scratch, summed window by window.
-    {"sm90_nvfp4_windows", kHopper, kHopper, all<needs_nvfp4, needs_windows, needs_depth, needs_narrow>, of_windows},
+    {"sm90_nvfp4_windows", kSm90a, all<needs_nvfp4, needs_windows, needs_depth, needs_narrow>, {.scratch = of_windows}},
     // The library's product of FP4 tensor cores, scaled block by block. It has not run on such a GPU. Few rows are left
     // to a kernel that has run on others.
-    {kBlockScaled, kBlackwell, kLastBlackwell,
-     all<needs_nvfp4, needs_free_order, needs_depth, needs_few_matrices, needs_cublaslt_sizes>, of_block_scaled,
-     needs_cublaslt},
+    {kBlockScaled,
+     kFp4TensorCores,
+     all<needs_nvfp4, needs_free_order, needs_depth, needs_few_matrices, needs_cublaslt_sizes>,
+     {.scratch = of_block_scaled, .lacks = needs_cublaslt}},
     // The pinned order, more rows: b is decoded to scratch, or in registers of the GEMM.
-    {"sm90_nvfp4_pinned_prepared", kHopper, kHopper,
-     all<needs_nvfp4, needs_depth, needs_windows_or_many_rows, needs_narrow>, of_pinned_prepared},
-    {"sm90_nvfp4_pinned", kHopper, kHopper, all<needs_nvfp4, needs_pinned_tiles, needs_depth, needs_narrow>, of_pinned},
+    {"sm90_nvfp4_pinned_prepared",
+     kSm90a,
+     all<needs_nvfp4, needs_depth, needs_windows_or_many_rows, needs_narrow>,
+     {.scratch = of_pinned_prepared}},
+    {"sm90_nvfp4_pinned",
+     kSm90a,
+     all<needs_nvfp4, needs_pinned_tiles, needs_depth, needs_narrow>,
+     {.scratch = of_pinned}},
     // Decode both operands, XLA's 16-bit GEMM, epilogue.
-    {"decode_then_dot", kAnyGpu, kNewest, needs_free_order, nullptr, nullptr, true},
+    {"decode_then_dot", kAnyGpuFrom80, needs_free_order, {.of_xla = true}},
     // The pinned order, any number of rows and any GPU: tensor cores; a 16-bit left operand; and both on the CPU.
-    {"sm80_nvfp4_blocks", kAnyGpu, kNewest, needs_nvfp4, of_blocks},
-    {"sm80_dense_elements", kAnyGpu, kNewest, needs_dense},
-    {"cpu_nvfp4_blocks", kCpu, kCpu, needs_nvfp4},
-    {"cpu_dense_elements", kCpu, kCpu, needs_dense},
+    {"sm80_nvfp4_blocks", kAnyGpuFrom80, needs_nvfp4, {.scratch = of_blocks}},
+    {"sm80_dense_elements", kAnyGpuFrom80, needs_dense},
+    {"cpu_nvfp4_blocks", kCpuAlone, needs_nvfp4},
+    {"cpu_dense_elements", kCpuAlone, needs_dense},
 };
 
 }  // namespace
 
 const KernelTable<MatmulProblem> kMatmulKernels(kRows);
 
-bool has_block_scaled(int capability) { return kBlackwell <= capability && capability <= kLastBlackwell; }
+bool has_block_scaled(int capability) { return kFp4TensorCores.include(capability); }
 
 std::string no_block_scaled(const Device& device) {
   return has_block_scaled(device.capability) ? needs_cublaslt(device) : std::string();

@@ -23,15 +23,24 @@ inline constexpr int64_t kNewestCublasLt = 999999;
 
 struct Device {
   int capability;
-  bool sm90a = true;                  // whether the build has the kernels that are compiled for 90a alone
+  std::string_view built_for = {};    // targets, such as "sm_90a compute_80"; empty without a build: any
   std::string_view no_cublaslt = {};  // why no copy of cuBLASLt was found; empty if one was
   int64_t cublaslt_version = kNewestCublasLt;
 };
 
 std::string dotted(int capability);
 std::string device_text(int capability);
-// Why kernels for the capabilities from `least` to `most` do not run on a device; empty if they do.
-std::string wrong_device(std::string_view kernel, int least, int most, const Device& device);
+// What a kernel is compiled for: compute capabilities, and the target that alone has its machine code, if any.
+struct Devices {
+  int least, most;
+  std::string_view needs = {};
+
+  constexpr bool include(int capability) const { return least <= capability && capability <= most; }
+};
+inline constexpr Devices kCpuAlone{kCpu, kCpu}, kAnyGpuFrom80{kAnyGpu, kNewest}, kSm90a{kHopper, kHopper, "90a"};
+
+// Why a kernel does not run on a device; empty if it does.
+std::string wrong_device(std::string_view kernel, const Devices& devices, const Device& device);
 // The error text where no plan on a device fits the program.
 std::string no_plan(std::string_view planned, int64_t scratch, const Device& device, const std::string& cause);
 
@@ -45,21 +54,25 @@ const char* all(const Problem& p) {
 
 template <class Problem>
 struct KernelRow {
-  std::string_view name;
-  int least, most;                                // compute capabilities, or kCpu
-  const char* (*cannot)(const Problem&);          // a reason, or null
-  int64_t (*scratch)(const Problem&) = nullptr;   // bytes of scratch memory; null: none
-  std::string (*lacks)(const Device&) = nullptr;  // a library, which the text names; empty if nothing
-  bool of_xla = false;                            // XLA operations, not the handler
+  struct Options {
+    int64_t (*scratch)(const Problem&) = nullptr;   // bytes of scratch memory; null: none
+    std::string (*lacks)(const Device&) = nullptr;  // a library, which the text names; empty if nothing
+    bool of_xla = false;                            // XLA operations, not the handler
+  };
 
-  int64_t scratch_bytes(const Problem& problem) const { return scratch ? scratch(problem) : 0; }
+  std::string_view name;
+  Devices devices;
+  const char* (*cannot)(const Problem&);  // a reason, or null
+  Options options = {};
+
+  int64_t scratch_bytes(const Problem& problem) const { return options.scratch ? options.scratch(problem) : 0; }
 
   // Why it cannot solve a problem on a device; empty if it can.
   std::string why_not(const Problem& problem, const Device& device) const {
-    std::string elsewhere = wrong_device(name, least, most, device);
+    std::string elsewhere = wrong_device(name, devices, device);
     if (!elsewhere.empty()) return elsewhere;
     if (const char* reason = cannot(problem)) return std::string(name) + " cannot: " + reason;
-    return lacks ? lacks(device) : std::string();
+    return options.lacks ? options.lacks(device) : std::string();
   }
 };
 
@@ -93,14 +106,14 @@ class KernelTable {
                     std::string_view* kernel) const {
     const Row* const wanted = find(planned);
     if (!wanted) return "kernel must be one that this version has, got " + std::string(planned);
-    const auto fits = [&](const Row& row) { return !row.of_xla && row.scratch_bytes(problem) <= scratch; };
+    const auto fits = [&](const Row& row) { return !row.options.of_xla && row.scratch_bytes(problem) <= scratch; };
     const std::string reason = wanted->why_not(problem, device);
     const Row* const runs = reason.empty() && fits(*wanted) ? wanted : plan(problem, device);
     if (runs && fits(*runs)) return *kernel = runs->name, std::string();
     return no_plan(planned, scratch, device,
-                   wanted->of_xla   ? std::string(planned) + " is XLA operations, not a kernel of this call"
-                   : reason.empty() ? "it needs more scratch"
-                                    : reason);
+                   wanted->options.of_xla ? std::string(planned) + " is XLA operations, not a kernel of this call"
+                   : reason.empty()       ? "it needs more scratch"
+                                          : reason);
   }
 
  private:

@@ -144,7 +144,7 @@ def plan_grouped(
     return MatmulPlan(*plan(*shape, a, out, pinned, *_device(capability), kernel or ""))
 
 
-def _device(capability: int | None) -> tuple[int, bool]:
-    """Returns the capability that a plan must fit, and whether the build has the kernels for 90a."""
-    sm90a = getattr(load.extensions().get("cuda"), "sm90a", True)  # without a CUDA build any answer is hypothetical
-    return any_gpu() if capability is None else capability, sm90a
+def _device(capability: int | None) -> tuple[int, str]:
+    """Returns the capability that a plan must fit, and the targets of the build; without one, answers are hypothetical."""
+    built_for = getattr(load.extensions().get("cuda"), "built_for", "")
+    return any_gpu() if capability is None else capability, built_for

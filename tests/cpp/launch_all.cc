@@ -128,12 +128,18 @@ struct Tensor {
             448.0f} {}
 };
 
+#if defined(JNVFP4_SM90A)
+constexpr const char* kBuiltFor = "sm_90a";
+#else
+constexpr const char* kBuiltFor = "compute_80";
+#endif
+
 // Without cuBLASLt, for whose kernel block_scaled_on_device.cu has a stand-in.
 Device this_device() {
   int major = 0, minor = 0;
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), "cudaDeviceGetAttribute");
   check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0), "cudaDeviceGetAttribute");
-  return {10 * major + minor, kSm90a, "none"};
+  return {10 * major + minor, kBuiltFor, "none"};
 }
 
 // Every kernel of the plan that takes the operands.
@@ -142,7 +148,7 @@ void planned(const MatmulArgs& args) {
   const Left left = args.a.quantized() ? Left::kNvfp4 : args.a.kind == Float::kBf16 ? Left::kBf16 : Left::kF16;
   const MatmulProblem problem{args.shape, left, args.windows(), args.result.kind, false};
   for (const KernelRow<MatmulProblem>& row : kMatmulKernels) {
-    if (row.of_xla || !row.why_not(problem, this_device()).empty()) continue;
+    if (row.options.of_xla || !row.why_not(problem, this_device()).empty()) continue;
     const std::string name(row.name);
     const bool fused = name == "sm90_nvfp4_fused" || name == "sm90_dense_fused";
     if (fused && is_left_out(plan_fused(args.shape, args.a.quantized()))) continue;

@@ -1,9 +1,28 @@
 // The launchers of products, among which launch.cc chooses.
 #pragma once
 
+#include <initializer_list>
+#include <map>
+
 #include "../kernels.h"
 
 namespace jnvfp4 {
+
+// Adds launchers, by the kernel that each runs, while the module is loaded. A build has the launchers of the sources
+// that it compiles, so that launch.cc knows no architecture.
+template <class Args>
+class Launchers {
+ public:
+  using Launch = cudaError_t (*)(const Args&, void* scratch, cudaStream_t);
+  using Known = std::map<std::string_view, Launch>;
+
+  explicit Launchers(std::initializer_list<typename Known::value_type> launchers) { known().insert(launchers); }
+
+  static Known& known() {
+    static Known all;
+    return all;
+  }
+};
 
 cudaError_t launch_sm80_nvfp4_blocks(const MatmulArgs& args, void* scratch, cudaStream_t stream);
 // A CTA has 8, 16, 32 or 64 rows of a: `tokens`, or what suits the shape and the device for 0.
