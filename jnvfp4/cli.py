@@ -7,8 +7,8 @@ import re
 import sys
 import tempfile
 import typing
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -22,7 +22,7 @@ from .checkpoints._convert.encode import Implementation
 from .checkpoints._convert.options import ConvertOptions
 from .checkpoints._convert.plan import make_plan
 from .checkpoints._files.errors import CheckpointError, CommandError, Exit, OptionError
-from .checkpoints._files.files import checked_path, existing_parent
+from .checkpoints._files.files import RECORD, checked_path, existing_parent
 from .checkpoints._files.source import open_source
 from .checkpoints._layouts.layouts import LAYOUTS
 from .checkpoints.compare import diff, inspect
@@ -99,6 +99,9 @@ def _device(name: str, backend: str) -> jax.Device | None:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise CommandError(message, hint=f"{self.prog} --help")
+
+    def _print_message(self, message: str, file: object = None) -> None:  # argparse's own ignores a full disk
+        _show(message.removesuffix("\n"))
 
 
 _EXPERT_LAYOUT = "axes of experts in one tensor: [E, N, K] or [E, K, N]; auto decides by the model type"
@@ -304,18 +307,24 @@ def _convert(a: argparse.Namespace) -> Exit:
         return _show(plan if a.json else console.plan_table(plan))
     if a.report is not None:
         _check_directory(a.report)
-    with console.progress(source.nbytes, quiet=a.quiet) as on_progress:
-        result = convert_checkpoint(
-            model,
-            a.output,
-            options,
-            device=_device(a.device, a.backend),
-            implementation=_IMPLEMENTATIONS[a.backend],
-            workers=a.workers,
-            overwrite=a.overwrite,
-            resume=a.resume,
-            on_progress=on_progress,
-        )
+    try:
+        with console.progress(source.nbytes, quiet=a.quiet) as on_progress:
+            result = convert_checkpoint(
+                model,
+                a.output,
+                options,
+                device=_device(a.device, a.backend),
+                implementation=_IMPLEMENTATIONS[a.backend],
+                workers=a.workers,
+                overwrite=a.overwrite,
+                resume=a.resume,
+                on_progress=on_progress,
+            )
+    except KeyboardInterrupt:
+        if not (a.output / RECORD).is_file():
+            raise
+        text = "interrupted; finished shards are kept"
+        raise CommandError(text, hint="--resume goes on", code=Exit.INTERRUPTED) from None
     if not a.quiet:
         for warning in result.warnings:
             _warn(warning)
@@ -395,7 +404,9 @@ def _diff(a: argparse.Namespace) -> Exit:
 
 
 def _doctor(a: argparse.Namespace) -> Exit:
-    found = doctor.report(a.full) if a.json else {"ok": doctor.doctor(a.full)}
+    with _writing_stdout():
+        found = doctor.report(a.full) if a.json else {"ok": doctor.doctor(a.full)}
+        sys.stdout.flush()
     if a.json:
         _show(found)
     if not found["ok"]:
@@ -408,46 +419,51 @@ def _support(a: argparse.Namespace) -> Exit:
 
 
 def _show(result: object) -> Exit:
-    try:
+    with _writing_stdout():
         console.say(result, sys.stdout, indent=2)
-    except BrokenPipeError:
-        raise
-    except OSError as e:
-        _drop_stdout()
-        raise CheckpointError(f"cannot be written ({e.strerror})", file="stdout", code=Exit.IO) from e
     return Exit.OK
 
 
-def _drop_stdout() -> None:
-    """Discards the buffered output, since nobody reads it and Python would write it again at the end."""
-    with suppress(OSError):  # text in memory has no descriptor
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+@contextmanager
+def _writing_stdout() -> Iterator[None]:
+    """Says that stdout could not be written, unless the error is about a file or a reader that has gone."""
+    try:
+        yield
+    except OSError as e:
+        if e.filename or isinstance(e, BrokenPipeError):
+            raise
+        console.discard(sys.stdout)
+        raise CheckpointError(f"cannot be written ({e.strerror})", file="stdout", code=Exit.IO) from e
+
+
+def _open_closed_streams() -> None:
+    """Opens the standard streams that the caller has closed, so that no file of a checkpoint takes their descriptors.
+
+    What is written to stderr is lost then, and to write to stdout is the error that the system makes of it.
+    """
+    for name, flags in (("stdin", os.O_RDONLY), ("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
+        if getattr(sys, name) is None:  # the system gives the lowest descriptor that is free
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, os.fdopen(os.open(os.devnull, flags), mode, closefd=False))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code. Results go to stdout as JSON or a table, errors to stderr."""
-    try:
-        try:
-            return _main(list(sys.argv[1:] if arguments is None else arguments))
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # the reader stopped reading, as head does
-        _drop_stdout()
-        return _BROKEN_PIPE
-
-
-def _main(arguments: list[str]) -> int:
+    _open_closed_streams()
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         a = _parser().parse_args(arguments)
         return int(a.run(a))
+    except BrokenPipeError:  # the reader stopped reading, as head does
+        console.discard(sys.stdout)
+        return _BROKEN_PIPE
     except (CommandError, OSError) as e:
-        if isinstance(e, BrokenPipeError) or "--debug" in arguments:
+        if "--debug" in arguments:
             raise
         if isinstance(e, OSError):
             e = CommandError(f"{e.filename or 'a file'}: {e.strerror}", code=Exit.IO)
         console.say(f"error: {e.renamed(_flag) if isinstance(e, OptionError) else e}", sys.stderr)
         return int(e.code)
     except KeyboardInterrupt:
-        hint = "; finished shards are kept\nhint: --resume goes on" if "convert" in arguments else ""
-        print(f"error: interrupted{hint}", file=sys.stderr)
+        console.say("error: interrupted", sys.stderr)
         return int(Exit.INTERRUPTED)

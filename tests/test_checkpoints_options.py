@@ -6,7 +6,9 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -18,6 +20,7 @@ from checkpoints import (
     TE_MODELOPT,
     UP,
     draw_nothing,
+    environment,
     files_of,
     model_of,
     refused,
@@ -502,12 +505,43 @@ def test_stdout_may_be_text_in_memory(monkeypatch):
         assert "modelopt" in sys.stdout.getvalue()
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_behind_stdout(monkeypatch, capsys):
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        assert main(["inspect", str(TE_MODELOPT)]) == 6
-    assert capsys.readouterr().err == "error: stdout: cannot be written (No space left on device)\n"
+PRINTING = [[command, "--help"] for command in COMMANDS]
+PRINTING += [["--version"], ["inspect", str(TE_MODELOPT)], ["support"], ["doctor"], ["doctor", "--json"]]
+needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+unwritable = pytest.mark.parametrize("stream", ["closed", pytest.param("/dev/full", marks=needs_full)])
+
+
+def opened(stream):
+    """A stream that the caller has closed, by ``>&-``, is None."""
+    return nullcontext() if stream == "closed" else open(stream, "w")
+
+
+@unwritable
+@pytest.mark.parametrize("arguments", PRINTING, ids=lambda arguments: " ".join(Path(a).name for a in arguments))
+def test_a_stdout_that_cannot_be_written(monkeypatch, capsys, stream, arguments):
+    monkeypatch.setattr(cli.doctor, "report", lambda full: {"ok": True})
+    monkeypatch.setattr(cli.doctor, "doctor", lambda full: print("ok"))
+    with opened(stream) as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(arguments) == 6
+    reason = "Bad file descriptor" if stream == "closed" else "No space left on device"
+    assert capsys.readouterr().err == f"error: stdout: cannot be written ({reason})\n"
+
+
+@unwritable
+def test_a_stderr_that_cannot_be_written_changes_no_exit_code(model, tmp_path, monkeypatch, capsys, stream):
+    with opened(stream) as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert main(["convert", str(model), str(tmp_path / "out")]) == 0  # with a warning
+        assert main(["inspect", str(tmp_path / "none")]) == 3
+    assert capsys.readouterr().out.startswith("quantized  3 weights\n")
+
+
+def test_no_file_takes_the_descriptor_of_a_closed_stream(model):
+    """Into which libraries would write their messages."""
+    code = "import os, sys; from jnvfp4.cli import main; sys.exit(10 * main(sys.argv[1:]) + os.open(os.devnull, 0))"
+    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code, "inspect", str(model)]
+    assert subprocess.run(shell, env=environment(), timeout=120).returncode == 10 * Exit.IO + 3
 
 
 def test_one_long_name_does_not_widen_all_lines():

@@ -1,10 +1,11 @@
 """Shows a person the progress of a conversion on stderr, and tables of plans and checkpoints."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
@@ -24,7 +25,10 @@ _MOST_LINES = 10  # about what one rule found
 
 
 def say(value: object, stream: TextIO, indent: int | None = None) -> None:
-    """Prints text, or another value as JSON. Characters that the stream cannot encode are escaped."""
+    """Prints text, or another value as JSON. Characters that the stream cannot encode are escaped.
+
+    What stderr does not take is lost: it changes neither what a command does nor its exit code.
+    """
     encoding = getattr(stream, "encoding", None) or "utf-8"  # text in memory has none
     text = value if isinstance(value, str) else json.dumps(value, indent=indent, ensure_ascii=False)
     try:
@@ -32,7 +36,18 @@ def say(value: object, stream: TextIO, indent: int | None = None) -> None:
     except UnicodeEncodeError:
         escaped = text.encode(encoding, "backslashreplace").decode(encoding)
         text = escaped if isinstance(value, str) else json.dumps(value, indent=indent)
-    print(text, file=stream, flush=True)
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        if stream is not sys.stderr:
+            raise
+        discard(stream)
+
+
+def discard(stream: TextIO) -> None:
+    """Discards what a stream has buffered and is given later, since Python would write it again at the end."""
+    with suppress(OSError), open(os.devnull, "wb") as nothing:  # text in memory has no descriptor
+        os.dup2(nothing.fileno(), stream.fileno())
 
 
 @contextmanager
