@@ -38,12 +38,13 @@ from jnvfp4.checkpoints import (
     Record,
     VerificationError,
     convert_checkpoint,
+    inspect,
     repack_checkpoint,
     verify_checkpoint,
 )
 from jnvfp4.checkpoints._convert.plan import make_plan
 from jnvfp4.checkpoints._files.source import open_source
-from jnvfp4.checkpoints.console import table
+from jnvfp4.checkpoints.console import inspect_table, table
 from jnvfp4.cli import main
 
 DOCS = Path(__file__).parents[1] / "docs" / "checkpoints.md"
@@ -542,6 +543,32 @@ def test_no_file_takes_the_descriptor_of_a_closed_stream(model):
     code = "import os, sys; from jnvfp4.cli import main; sys.exit(10 * main(sys.argv[1:]) + os.open(os.devnull, 0))"
     shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code, "inspect", str(model)]
     assert subprocess.run(shell, env=environment(), timeout=120).returncode == 10 * Exit.IO + 3
+
+
+def test_inspect_merges_what_differs_in_the_numbers_of_layers_and_experts():
+    """All layers but 3 have two experts, layer 3 has a third one."""
+    experts = [(layer, expert) for layer in range(12) for expert in range(2 + (layer == 3))]
+    roles = [[f"layers.{i}.q_proj", f"layers.{i}.k_proj"] for i in (2, 0, 10, 11)]
+    description = inspect(TE_MODELOPT) | {
+        "kept": ["norm", "w.0", "w.1", *(f"layers.{layer}.mlp.{e}.weight0" for layer, e in experts), "w.02", "a1.b"],
+        "groups": [*roles, ["a", "b"], ["a.0.x", "b.0.x"], ["a.1.x", "b.1.x"]],
+        "fp8": {"layers.1.o_proj": "tensor", "layers.2.o_proj": "tensor", "layers.3.o_proj": "channel"},
+    }
+    lines = inspect_table(description).splitlines()
+    assert lines[lines.index("FP8        layers.{1-2}.o_proj, tensor") :] == [
+        "FP8        layers.{1-2}.o_proj, tensor",
+        "FP8        layers.3.o_proj, channel",
+        "kept       norm",
+        "kept       w.{0-1}",
+        "kept       layers.{0-2,4-11}.mlp.{0-1}.weight0",
+        "kept       layers.3.mlp.{0-2}.weight0",
+        "kept       w.02",
+        "kept       a1.b",
+        "group      layers.{0,2,10-11}: q_proj, k_proj",
+        "group      a, b",
+        "group      a.0.x, b.0.x",
+        "group      a.1.x, b.1.x",
+    ]
 
 
 def test_one_long_name_does_not_widen_all_lines():
