@@ -115,56 +115,61 @@ def _parser() -> argparse.ArgumentParser:
     text = "NVFP4 for JAX: Hugging Face checkpoints, and what runs here."
     parser = _Parser(prog="jnvfp4", description=text, parents=[common])
     parser.add_argument("--version", action="version", version=f"jnvfp4 {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    # A shorter metavar makes the column too narrow for dequantize.
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND [-h]", parser_class=_Parser)
 
     def command(run: Run, text: str, more: str = "", example: str = "", **paths: str) -> argparse.ArgumentParser:
         name = run.__name__.removeprefix("_")
-        description = f"{text[0].upper()}{text[1:]}.{more}"
-        if example:
-            description += f"\n\nexample: jnvfp4 {name} {example}"
-        raw, parents = argparse.RawDescriptionHelpFormatter, [common] if run in (_convert, _support) else [common, json]
-        p = commands.add_parser(name, help=text, description=description, parents=parents, formatter_class=raw)
+        p = commands.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.{more}",
+            epilog=f"example: jnvfp4 {name} {example}" if example else None,
+            parents=[common] if run in (_convert, _support) else [common, json],
+        )
         _positional(p.add_argument, **paths)
         p.set_defaults(run=run)
         return p
 
-    more = " SOURCE and OUTPUT come first, since some options take\nseveral values."
+    more = " SOURCE and OUTPUT come first, since some options take several values."
     _convert_arguments(command(_convert, "quantize a checkpoint", more))
-    text = "describe a checkpoint: layout, unquantized tensors, groups, sizes"
+    text = "describe a checkpoint: layout, kept tensors, groups, sizes"
     command(_inspect, text, example="MODEL-NVFP4", source="the checkpoint")
     more = (
-        " Codes\nare not read, only headers, scales and configs. Each rule says which loaders break and what to do."
-        "\nExit code 1 says that something is found, or left after --fix; notes do not count."
+        " Codes are not read, only headers, scales and configs. Each rule says which loaders break and what to do. "
+        "Exit code 1 says that something is found, or left after --fix; notes do not count."
     )
-    text = "find what breaks loaders of an NVFP4 checkpoint, of any software"
+    text = "find what breaks loaders of any software's NVFP4 checkpoint"
     p = command(_lint, text, more, "MODEL-NVFP4 --fix OUTPUT", source="the checkpoint")
     text = "write a checkpoint with scales and configs mended, and the same codes, into a new or empty directory"
     p.add_argument("--fix", type=Path, metavar="OUTPUT", help=text)
     text = "ranks of tensor parallelism that must not cut blocks (without it: a note about 2, 4 and 8)"
     p.add_argument("--ranks", type=_count, metavar="N", help=text)
-    more = " The last\nline gives the verdict. Exit code 5: the checkpoint is not verified."
+    more = " The last line gives the verdict. Exit code 5: the checkpoint is not verified."
     paths = {"source": "the checkpoint that was converted", "output": "the converted checkpoint"}
     p = command(_verify, "compare a converted checkpoint with its source", more, "MODEL MODEL-NVFP4", **paths)
     text = "largest relative error of a weight (default 0.2)"
     p.add_argument("--max-rel-error", type=float, default=0.2, metavar="X", help=text)
     _option(p.add_argument, "expert_layout", _EXPERT_LAYOUT)
-    text = "write a checkpoint in another layout, with the same codes and block scales"
+    text = "write another layout, with the same codes and block scales"
     paths = {"source": "the checkpoint", "output": _OUTPUT}
     p = command(_repack, text, example="MODEL-NVFP4 OUTPUT --format compressed-tensors", **paths)
-    p.add_argument("--format", choices=LAYOUTS, required=True, help="layout of the output")
+    p.add_argument(
+        "--format", choices=LAYOUTS, required=True, metavar="LAYOUT", help=f"layout of the output: {', '.join(LAYOUTS)}"
+    )
     p = command(_dequantize, "decode a checkpoint to 16 or 32 bits", example="MODEL-NVFP4 OUTPUT --dtype bf16", **paths)
     p.add_argument("--dtype", choices=("bf16", "f16", "f32"), default="bf16", help="dtype of the decoded weights")
     more = (
-        " Tensors\nare compared, and every entry of config.json and hf_quant_config.json (of two layouts, not those"
-        "\nthat describe the quantization). Tokenizers and other files are not compared. Exit code 1 says that"
-        "\nsomething differs."
+        " Tensors are compared, and every entry of config.json and hf_quant_config.json (of two layouts, not those "
+        "that describe the quantization). Tokenizers and other files are not compared. Exit code 1 says that "
+        "something differs."
     )
     text = "count where two checkpoints differ, in tensors and in configs"
     paths = {"first": "a checkpoint", "second": "another checkpoint, of any layout"}
     command(_diff, text, more, "MODEL-A MODEL-B", **paths)
     more = (
-        " Every\nGEMM kernel and the plain quantizers compute known answers; --full checks all recipes, with"
-        "\nmore operands. GPUs newer than Hopper always get all checks. Exit code 5 says that a kernel is wrong."
+        " Every GEMM kernel and the plain quantizers compute known answers; --full checks all recipes, with more "
+        "operands. GPUs newer than Hopper always get all checks. Exit code 5 says that a kernel is wrong."
     )
     p = command(_doctor, "show what was built and what runs here, and check its bits", more)
     p.add_argument("--full", action="store_true", help="run all checks (under a minute), as for a report of a bug")
@@ -194,6 +199,9 @@ def _option(add: Add, name: str, text: str, **more: Any) -> None:
 
 
 def _convert_arguments(p: argparse.ArgumentParser) -> None:
+    p.usage = """%(prog)s SOURCE OUTPUT [files] [quantization] [selection]
+                      [activations] [other models] [speed] [display]"""
+
     def group(title: str, example: str) -> tuple[Add, Callable[..., None]]:
         add = p.add_argument_group(title, f"example: jnvfp4 convert {example}").add_argument
         return add, partial(_option, add)
@@ -205,7 +213,7 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="continue an interrupted conversion")
     add("--overwrite", action="store_true", help="accept an output that has files")
 
-    add, option = group("how weights are quantized", "MODEL OUTPUT --format te --recipe row-scaled")
+    add, option = group("quantization", "MODEL OUTPUT --format te --recipe row-scaled")
     option("layout", "layout of the output (default modelopt)")
     recipes = ("nvfp4", "4over6", "row-scaled")
     add("--recipe", choices=recipes, default="nvfp4", help="how weights are quantized (default nvfp4)")
@@ -215,8 +223,7 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
     option("share", r"share a global scale in further groups: (PARENT)\.ROLE", metavar="EXPRESSION")
     option("share_qkv", "give q, k and v global scales of their own")
 
-    example = 'MODEL OUTPUT --ignore "*.o_proj" --num-layers-at-end-in-bf16 2'
-    add, option = group("which weights are quantized", example)
+    add, option = group("selection", 'MODEL OUTPUT --ignore "*.o_proj" --strict')
     pattern = "a module and all below it, re: and an expression, or a name with *"
     option("preset", "quantize all projections, or only experts")
     option("targets", f"quantize only these weights: {pattern}", metavar="PATTERN")
@@ -240,18 +247,18 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
     option("on_missing_amax", "siblings: an expert that the file does not name has the largest amax of its siblings")
     option("kv_cache", "KV cache that the config asks for (default none)")
 
-    add, option = group("models of other kinds", "MODEL OUTPUT --experts per-expert")
+    add, option = group("other models", "MODEL OUTPUT --experts per-expert")
     option("experts", "leave experts as they are, give each its own tensors, or put all in one")
     option("expert_layout", _EXPERT_LAYOUT)
     option("dequantize_input", "decode weights in FP8 (per tensor, per channel, 128x128 blocks) or MXFP4 (gpt-oss)")
 
-    add, option = group("speed (the output is the same with any)", "MODEL OUTPUT --device cuda:0 --workers 4")
+    add, option = group("speed", "MODEL OUTPUT --device cuda:0 --workers 4")
     add("--device", default="auto", metavar="auto|cpu|cuda:N", help="device that quantizes; auto is cpu")
-    add("--backend", choices=_IMPLEMENTATIONS, default="auto", help="which kernels to use")
+    add("--backend", choices=_IMPLEMENTATIONS, default="auto", help="kernels that quantize, to the same bytes")
     option("chunk_bytes", "bytes of a weight processed at once (default 64MiB)", type=_size, metavar="SIZE")
     add("--workers", type=_count, default=2, metavar="N", help="tensors processed at once (default 2)")
 
-    add, _ = group("what is shown", "MODEL OUTPUT --dry-run")
+    add, _ = group("display", "MODEL OUTPUT --dry-run")
     add("--report", type=Path, metavar="DIR", help="verify, and write report.json, .csv and .png into DIR")
     add("--dry-run", action="store_true", help="show what would be done, write nothing")
     add("--json", action="store_true", help="print JSON instead of text")

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import jax
@@ -337,17 +338,30 @@ def help_of(capsys, *arguments) -> str:
     return capsys.readouterr().out
 
 
+def every_help(capsys) -> list[str]:
+    top = help_of(capsys)
+    commands = re.findall(r"^    (\S+)  +\S", top, re.M)
+    assert commands == [*COMMANDS, "doctor", "support"]
+    return [top, *(help_of(capsys, command) for command in commands)]
+
+
 def test_help_says_what_every_option_is_for(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    top = help_of(capsys)
-    commands = re.search(r"\{(.*?)\}", top)[1].split(",")
-    assert "convert" in commands
-    for text in (top, *(help_of(capsys, command) for command in commands)):
+    for text in every_help(capsys):
         assert "--debug" in text
         options = re.findall(r"^  (-\S.*?)(?:  +|\n {20,})(\S.*)?$", text.partition("options:")[2], re.M)
         listed = re.findall(r"^  (-\S+)", text, re.M)
         assert len(options) == len(listed) > 0
         assert all(explanation for _, explanation in options)
+
+
+def test_help_is_wrapped_at_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for text in every_help(capsys):
+        usage, description = (part.splitlines() for part in text.split("\n\n")[:2])
+        assert len(usage) <= 3
+        assert all(len(line) < 80 for line in text.splitlines())
+        assert all(len(line) + 1 + len(after.split()[0]) > 78 for line, after in pairwise(description))
 
 
 def test_version_and_a_doctor_that_finds_something(monkeypatch, capsys):
@@ -377,7 +391,7 @@ def test_options_of_the_page_exist(capsys):
 def test_options_are_in_groups_with_an_example_each(capsys):
     text = help_of(capsys, "convert")
     groups = re.findall(r"^(\S.*):\n  example: ", text, re.M)
-    assert len(groups) == 7
+    assert re.findall(r"\[(.*?)\]", text.partition("\n\n")[0]) == groups
     listed = [len(re.findall(r"^  -", part, re.M)) for part in re.split(r"^\S.*:\n  example: ", text, flags=re.M)[1:]]
     assert all(2 <= n <= 15 for n in listed)
 
