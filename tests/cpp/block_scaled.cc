@@ -143,7 +143,7 @@ const char* multiply(const Operand* a, const Operand* b, const void* bias, int32
                   {bias, static_cast<Float>(bias_kind), out, static_cast<Float>(out_kind)},
                   {batch, rows, cols, depth}};
   const MatmulProblem problem{args.shape, MatmulProblem::Left::kNvfp4, false, args.result.kind, false};
-  const Device device{capability, false, {}, cublaslt_version()};
+  const Device device{capability, "compute_80", {}, cublaslt_version()};
   const KernelRow<MatmulProblem>* row = *wanted ? kMatmulKernels.find(wanted) : kMatmulKernels.plan(problem, device);
   if (!row) return keep(*wanted ? "no such kernel" : "no plan");
   if (std::string reason = row->why_not(problem, device); !reason.empty()) return keep(std::move(reason));
