@@ -15,9 +15,9 @@ enum class Pinned : uint8_t { kNo, kCodes, kNumbers, kWindows };
 // Rows of a in a tile, and parts of K for tiles that are too few for all SMs.
 struct FusedPlan {
   int tokens, splits;
-  bool exchanged;     // b is decoded to scratch instead of a, because it is smaller: its rows are then those of a tile
+  bool swapped;     // b is decoded to scratch instead of a, because it is smaller: its rows are then those of a tile
   int64_t whole = 0;  // the first tiles, whose K has no parts: as many as keep all SMs of an H200 at work
-  Pinned pinned = Pinned::kNo;  // if not, K has no parts, and nothing is exchanged
+  Pinned pinned = Pinned::kNo;  // if not, K has no parts, and nothing is swapped
 };
 FusedPlan plan_fused(const GemmShape& shape, bool nvfp4_a);
 
@@ -48,12 +48,12 @@ inline int64_t fused_sums(int64_t tiles, const FusedPlan& plan) {
 // Of so many 2-CTA clusters, those that begin with the work tile of their number, and take others then: `whole` tiles
 // come first, then `splits` parts of each other one. A part waits for those before it, which running clusters must
 // have: clusters start in order, and take tiles in order, so all parts of a tile are one or the other.
-JNVFP4_HD constexpr int own_tiles(int clusters, int whole, int splits) {
+JNVFP4_HD constexpr int initial_tiles(int clusters, int whole, int splits) {
   return clusters <= whole ? clusters : whole + (clusters - whole) / splits * splits;
 }
 // As the kernels see it: the operand that is decoded to scratch is the left one.
 inline GemmShape fused_shape(const GemmShape& s, const FusedPlan& plan) {
-  return plan.exchanged ? GemmShape{s.batch, s.cols, s.rows, s.depth} : s;
+  return plan.swapped ? GemmShape{s.batch, s.cols, s.rows, s.depth} : s;
 }
 
 // Offsets in the scratch: what is used begins at a multiple of 256.

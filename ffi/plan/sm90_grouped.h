@@ -9,7 +9,7 @@
 namespace jnvfp4 {
 
 // Pairs of CTAs of an H200. A last wave of tiles that leaves more than half of them idle has parts of K.
-inline constexpr int kGroupedPairs = 66, kGroupedMostParts = 8;
+inline constexpr int kGroupedPairs = 66, kGroupedMaxSplits = 8;
 
 // Rows of a for which there is a kernel of few rows.
 inline constexpr int kGroupedFewRows = 128;
@@ -32,7 +32,7 @@ struct GroupedScratch {
   int64_t sums, flags;  // of the parts of K but the last
   int64_t list, tails;  // of tiles, made on the device
   int64_t bytes;        // in all
-  int64_t padded_rows, flag_count, most_tiles, most_tails;
+  int64_t padded_rows, flag_count, max_tiles, max_tails;
 };
 GroupedScratch grouped_scratch(const GroupedShape& shape, const GroupedTiles& tiles);
 

@@ -1,3 +1,4 @@
+// Launches the Hopper kernels of the pinned order.
 #include "pinned.cuh"
 
 namespace jnvfp4 {
@@ -12,7 +13,7 @@ cudaError_t launch(const typename C::Args& args, const FusedMaps& maps, int clus
 
 cudaError_t launch_sm90_pinned(const FusedArgs& args, const FusedMaps& maps, const FusedPlan& plan,
                                cudaStream_t stream) {
-  const int clusters = clusters_of(args.work_tiles, 0, 1);
+  const int clusters = clusters_of(args.num_work_tiles, 0, 1);
   switch (plan.pinned) {
     case Pinned::kNo: break;
     case Pinned::kCodes:
@@ -33,7 +34,7 @@ cudaError_t launch_sm90_pinned(const FusedArgs& args, const FusedMaps& maps, con
 
 cudaError_t launch_sm90_pinned_grouped(const GroupedFusedArgs& args, const FusedMaps& maps, int tokens,
                                        cudaStream_t stream) {
-  const int clusters = clusters_of_list(multiprocessors() / 2, args.most_tiles, args.pairs);
+  const int clusters = clusters_of_list(multiprocessors() / 2, args.max_tiles, args.column_tiles);
   switch (tokens) {
     case 64: return launch<PinnedConfig<64, Pinned::kCodes, true>>(args, maps, clusters, stream);
     case 128: return launch<PinnedConfig<128, Pinned::kCodes, true>>(args, maps, clusters, stream);

@@ -108,8 +108,8 @@ template <class Source, int kSteps>
 __global__ void __launch_bounds__(kThreads)
     sm90_prepare_kernel(Source source, uint4* out, int64_t rows, int64_t depth, uint32_t* flags, int64_t flag_count) {
 #if __CUDA_ARCH__ >= 900
-  wait_for_kernel_ahead();  // which may make a, or read what `out` was before
-  let_next_kernel_start();  // it waits before it reads `out`
+  wait_for_previous_kernel();  // which may make a, or read what `out` was before
+  launch_dependents();         // it waits before it reads `out`
 #endif
   for (int64_t i = thread_index(); i < flag_count; i += thread_count()) flags[i] = 0;
   prepare_rows<Source, kSteps>(source, out, rows, depth, blockIdx.x);
@@ -122,8 +122,8 @@ __global__ void __launch_bounds__(kThreads)
     sm90_prepare_grouped_kernel(Source source, uint4* out, int64_t rows, int64_t depth,
                                 const __grid_constant__ GroupedListings lists) {
 #if __CUDA_ARCH__ >= 900
-  wait_for_kernel_ahead();
-  let_next_kernel_start();
+  wait_for_previous_kernel();
+  launch_dependents();
 #endif
   constexpr int kLists = 2;
   if (blockIdx.x >= kLists)
@@ -215,8 +215,8 @@ template <int kSteps>
 __global__ void __launch_bounds__(kThreads)
     sm90_prepare_windows_kernel(const __grid_constant__ WindowsPreparation p, WindowsBlocks a, WindowsBlocks b) {
 #if __CUDA_ARCH__ >= 900
-  wait_for_kernel_ahead();
-  let_next_kernel_start();
+  wait_for_previous_kernel();
+  launch_dependents();
 #endif
   for (int64_t i = thread_index(); i < p.flag_count; i += thread_count()) p.flags[i] = 0;
   int64_t block = blockIdx.x;
@@ -235,8 +235,8 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads) sm90_amaxes_kernel(MatmulOperand x, float* out, int64_t batch, int64_t rows,
                                                                int64_t padded_rows, int64_t depth, bool of_tokens) {
 #if __CUDA_ARCH__ >= 900
-  wait_for_kernel_ahead();
-  let_next_kernel_start();
+  wait_for_previous_kernel();
+  launch_dependents();
 #endif
   constexpr int kTile = kFusedCols / 2;
   const int64_t count = depth / kWindow, windows = (depth + kFusedDepth - 1) / kFusedDepth * (kFusedDepth / kWindow);

@@ -202,10 +202,8 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
 }
 
 // ---------------------------------------------------------------- a kernel that starts before the one ahead ends
-__device__ __forceinline__ void wait_for_kernel_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_kernel_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
+__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // Loads that follow, also through tensor maps, see what was written before this launch started.
 __device__ __forceinline__ void fence_acquire() { asm volatile("fence.acq_rel.gpu;\nfence.proxy.async;" ::: "memory"); }
