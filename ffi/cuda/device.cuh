@@ -271,6 +271,18 @@ __device__ __forceinline__ void store_blocks(typename T::Stored* p, int64_t b, B
   }
 }
 
+// ---------------------------------------------------------------- shared memory
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+// Loads four 8 x 8 matrices of 16-bit numbers, as mma has its left operand of 16 rows.
+__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(row)
+               : "memory");
+}
+
 // ---------------------------------------------------------------- launch geometry
 // Of the current device, or `otherwise`: the launch that follows reports what is wrong.
 inline int attribute_or(cudaDeviceAttr attribute, int otherwise) {

@@ -122,9 +122,6 @@ struct RingPosition {
 };
 
 // ---------------------------------------------------------------- PTX
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
 // Copies kBytes, or zeros; `from` is a valid address either way.
 template <int kBytes>
 __device__ __forceinline__ void copy_or_zero(void* to, const void* from, bool valid) {

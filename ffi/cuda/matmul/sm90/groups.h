@@ -70,14 +70,9 @@ JNVFP4_HD int tiles_in_last_wave(int tiles) { return tiles % kGroupedPairs; }
 JNVFP4_HD GroupedHeader make_header(const GroupedListing& a, int whole_tiles, int half_tiles, int splits, int rows) {
   const int count = (whole_tiles + half_tiles) * a.column_tiles;
   const int unsplit = splits == 1 ? count : count - tiles_in_last_wave(count);
-  return {whole_tiles,
-          whole_tiles + half_tiles,
-          unsplit,
-          unsplit + (count - unsplit) * splits,
-          splits,
-          rows,
-          initial_tiles(a.clusters, unsplit, splits),
-          0};
+  const int initial = initial_tiles(a.clusters, unsplit, splits);
+  return {
+      whole_tiles, whole_tiles + half_tiles, unsplit, unsplit + (count - unsplit) * splits, splits, rows, initial, 0};
 }
 
 }  // namespace jnvfp4

@@ -8,10 +8,6 @@
 
 namespace jnvfp4 {
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
 // ---------------------------------------------------------------- shared memory
 __device__ __forceinline__ uint32_t load_shared8(uint32_t a) {
   uint32_t v;
@@ -63,13 +59,6 @@ __device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t* m) 
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m[0]), "r"(m[1]),
                  "r"(m[2]), "r"(m[3])
                  : "memory");
-}
-// Four 8 x 8 matrices, as mma has its left operand of 16 rows.
-__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(row)
-               : "memory");
 }
 // The address of the same place in CTA `rank` of the cluster.
 __device__ __forceinline__ uint32_t address_in(uint32_t a, uint32_t rank) {
