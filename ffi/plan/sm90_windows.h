@@ -11,7 +11,7 @@ namespace jnvfp4 {
 
 inline constexpr int kWindowsTokens = 192, kBothWindowsTokens = 128;
 
-// Exchanged if only a has windows.
+// A and B are swapped if only a has windows.
 inline FusedPlan plan_windows(const GemmShape& s, bool a_windows, bool b_windows) {
   const bool swapped = !b_windows;
   const TileTime tile =

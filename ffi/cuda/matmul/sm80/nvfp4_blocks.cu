@@ -206,11 +206,7 @@ __device__ __forceinline__ void write(const MatmulArgs& g, const Sums (&y)[4], c
         if (col >= s.cols) continue;
         const float alpha = kWindows ? 1.0f : alpha_of(amax, amaxes[j][e]);
         const float v = gemm_epilogue(y[i / 2][j][i % 2 * 2 + e], alpha, biases[j][e], g.result.bias != nullptr);
-        if (g.result.kind == Float::kF32)
-          static_cast<uint32_t*>(g.result.out)[to + col] = F32::store(v);
-        else
-          static_cast<uint16_t*>(g.result.out)[to + col] =
-              g.result.kind == Float::kBf16 ? Bf16::store(v) : F16::store(v);
+        store_output(g.result, to + col, v);
       }
   }
 }

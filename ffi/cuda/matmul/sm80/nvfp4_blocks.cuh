@@ -1,4 +1,4 @@
-// Common parts of the kernels of two NVFP4 operands in the pinned order: amaxes, and the epilogue.
+// Common parts of the kernels of two NVFP4 operands in the pinned order: amaxes and outputs.
 #pragma once
 
 #include "../../../core/numerics_fast.h"
@@ -45,16 +45,11 @@ struct WindowAlpha {
   }
 };
 
-// Computes an output before its cast. With windows y has its alpha.
-template <bool kWindows>
-__device__ __forceinline__ float finish_sum(const MatmulArgs& g, float y, int64_t matrix, int64_t row, int64_t col) {
-  const GemmShape& s = g.shape;
-  const Operand a(g.a, s.depth), b(g.b, s.depth);
-  const float bias = g.result.bias ? load_float(g.result.bias, g.result.bias_kind, col) : 0.0f;
-  const float alpha = kWindows ? 1.0f
-                               : alpha_w4a4(a.amax_of(matrix * s.rows + row, 0), b.amax_of(matrix * s.cols + col, 0),
-                                            g.a.e4m3_max, g.b.e4m3_max);
-  return gemm_epilogue(y, alpha, bias, g.result.bias != nullptr);
+__device__ __forceinline__ void store_output(const MatmulResult& r, int64_t i, float v) {
+  if (r.kind == Float::kF32)
+    static_cast<uint32_t*>(r.out)[i] = F32::store(v);
+  else
+    static_cast<uint16_t*>(r.out)[i] = r.kind == Float::kBf16 ? Bf16::store(v) : F16::store(v);
 }
 
 }  // namespace jnvfp4

@@ -580,13 +580,6 @@ __device__ __forceinline__ void mma_stages(TokenSums<C>& y, const SharedMemory<C
   }
 }
 
-__device__ __forceinline__ void store_output(const MatmulResult& r, int64_t i, float v) {
-  if (r.kind == Float::kF32)
-    static_cast<uint32_t*>(r.out)[i] = F32::store(v);
-  else
-    static_cast<uint16_t*>(r.out)[i] = r.kind == Float::kBf16 ? Bf16::store(v) : F16::store(v);
-}
-
 // Stores every `step`-th output of a column.
 template <class C>
 __device__ __forceinline__ void store_column(const MatmulArgs& g, const SharedMemory<C>& memory, int64_t matrix,
@@ -690,14 +683,19 @@ int64_t num_ctas(const GemmShape& s, const Tile& t) {
   return (s.rows + 8 * t.tiles - 1) / (8 * t.tiles) * ((s.cols + 16 * t.warps - 1) / (16 * t.warps));
 }
 
-template <bool kWindows>
-int bytes_of(const Tile& t) {
+// Calls f with the Config of a tile.
+template <bool kWindows, class F>
+auto with_config(const Tile& t, const F& f) {
   switch (t.tiles) {
-    case 1: return Config<1, kWindows>::bytes(16 * t.warps);
-    case 2: return Config<2, kWindows>::bytes(16 * t.warps);
-    case 4: return Config<4, kWindows>::bytes(16 * t.warps);
-    default: return Config<8, kWindows>::bytes(16 * t.warps);
+    case 1: return f(Config<1, kWindows>());
+    case 2: return f(Config<2, kWindows>());
+    case 4: return f(Config<4, kWindows>());
+    default: return f(Config<8, kWindows>());
   }
+}
+template <class F>
+auto with_config(const Tile& t, bool windows, const F& f) {
+  return windows ? with_config<true>(t, f) : with_config<false>(t, f);
 }
 
 // Estimates the clocks of an SM for a block of 16 and all outputs, counted in instructions.
@@ -716,7 +714,7 @@ Tile tile_for(const GemmShape& s, bool windows, int tiles) {
     if (tiles ? t != tiles : t > 1 && s.rows <= 4 * t) continue;
     for (int w = 1; w <= kMaxMmaWarps; ++w) {
       const Tile tile{t, w};
-      if ((windows ? bytes_of<true>(tile) : bytes_of<false>(tile)) > memory) break;
+      if (with_config(tile, windows, [&](auto c) { return c.bytes(16 * w); }) > memory) break;
       const double time = clocks(s, tile, windows, processors);
       if (time < least) least = time, best = tile;
     }
@@ -738,21 +736,11 @@ cudaError_t launch(const MatmulArgs& g, const Tile& tile, cudaStream_t stream) {
   return cudaGetLastError();  // of either, and not to be found by the next launch
 }
 
-template <int kTiles>
-cudaError_t launch(const MatmulArgs& g, const Tile& tile, cudaStream_t stream) {
-  return g.windows() ? launch<Config<kTiles, true>>(g, tile, stream) : launch<Config<kTiles, false>>(g, tile, stream);
-}
-
 }  // namespace
 
 cudaError_t launch_sm80_nvfp4_blocks_small_m(const MatmulArgs& g, cudaStream_t stream, int tokens) {
   const Tile tile = tile_for(g.shape, g.windows(), tokens / 8);
-  switch (tile.tiles) {
-    case 1: return launch<1>(g, tile, stream);
-    case 2: return launch<2>(g, tile, stream);
-    case 4: return launch<4>(g, tile, stream);
-    default: return launch<8>(g, tile, stream);
-  }
+  return with_config(tile, g.windows(), [&](auto c) { return launch<decltype(c)>(g, tile, stream); });
 }
 
 }  // namespace jnvfp4

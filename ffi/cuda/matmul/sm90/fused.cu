@@ -81,31 +81,23 @@ cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* 
   const bool quantized = g.a.quantized(), bf16 = !quantized && g.a.kind == Float::kBf16;
   const double reciprocal = 1.0 / (36.0 * double{g.a.e4m3_max} * double{g.b.e4m3_max});
   const auto large = static_cast<float>(reciprocal), small = static_cast<float>(reciprocal - double{large});
-  const FusedArgs args{g,
-                       plan.swapped,
-                       static_cast<int>(s.rows),
-                       static_cast<int>(s.cols),
-                       static_cast<int>(column_tiles),
-                       static_cast<int>(matrix_tiles),
-                       static_cast<int>(num_work_tiles),
-                       static_cast<int>(plan.whole),
-                       plan.splits,
-                       static_cast<int>(slots),
-                       quantized && g.a.map.rows_per_amax % g.shape.rows != 0,
-                       g.b.map.rows_per_amax % g.shape.cols != 0,
-                       matrices_per_amax(g.a, g.shape.rows),
-                       matrices_per_amax(g.b, g.shape.cols),
-                       bf16        ? 0x1p8f
-                       : quantized ? 0x1p28f
-                                   : 0x1p14f,
-                       reinterpret_cast<float*>(bytes + at.sums),
-                       reinterpret_cast<uint32_t*>(bytes + at.flags),
-                       reinterpret_cast<uint32_t*>(bytes + at.flags) + at.flag_count - 1,
-                       reinterpret_cast<float*>(bytes + at.token_amaxes),
-                       reinterpret_cast<float*>(bytes + at.column_amaxes),
-                       large * 0x1p28f,
-                       small * 0x1p28f,
-                       reciprocal};
+  FusedArgs args{};
+  args.g = g, args.swapped = plan.swapped;
+  args.tokens = static_cast<int>(s.rows), args.columns = static_cast<int>(s.cols);
+  args.column_tiles = static_cast<int>(column_tiles), args.matrix_tiles = static_cast<int>(matrix_tiles);
+  args.num_work_tiles = static_cast<int>(num_work_tiles), args.num_unsplit = static_cast<int>(plan.whole);
+  args.num_splits = plan.splits, args.k_steps = static_cast<int>(slots);
+  args.amax_per_row = quantized && g.a.map.rows_per_amax % g.shape.rows != 0;
+  args.amax_per_col = g.b.map.rows_per_amax % g.shape.cols != 0;
+  args.matrices_per_a_amax = matrices_per_amax(g.a, g.shape.rows);
+  args.matrices_per_b_amax = matrices_per_amax(g.b, g.shape.cols);
+  args.unscale = bf16 ? 0x1p8f : quantized ? 0x1p28f : 0x1p14f;
+  args.split_sums = reinterpret_cast<float*>(bytes + at.sums);
+  args.split_flags = reinterpret_cast<uint32_t*>(bytes + at.flags);
+  args.counter = args.split_flags + at.flag_count - 1;
+  args.token_amaxes = reinterpret_cast<float*>(bytes + at.token_amaxes);
+  args.column_amaxes = reinterpret_cast<float*>(bytes + at.column_amaxes);
+  args.reciprocal = large * 0x1p28f, args.reciprocal_rest = small * 0x1p28f, args.reciprocal64 = reciprocal;
   if (plan.pinned != Pinned::kNo) return launch_sm90_pinned(args, maps, plan, stream);
   return bf16 ? launch_sm90_bf16_fused(args, maps, plan.tokens, stream)
               : launch_sm90_f16_fused(args, maps, plan.tokens, stream);

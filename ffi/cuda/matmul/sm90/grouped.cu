@@ -2,9 +2,9 @@
 #include <algorithm>
 
 #include "../../device.cuh"
-#include "pairs.cuh"
 #include "grouped.h"
 #include "maps.h"
+#include "pairs.cuh"
 
 namespace jnvfp4 {
 namespace {
@@ -38,22 +38,16 @@ struct Product {
 GroupedListing listing_of(const Product& p, int tokens, bool tails_only) {
   const GroupedShape& s = p.g.shape;
   const TileTimes times = times_of(tokens);
-  return {p.g.sizes,
-          static_cast<int>(s.groups),
-          static_cast<int>(s.rows),
-          p.at.max_tails ? kGroupedTailTokens : 0,
-          tails_only,
-          tokens,
-          p.pinned ? 0 : tokens / 2,
-          p.column_tiles(),
-          tails_only || p.pinned ? 1 : p.k_steps(),
-          clusters_of_list(multiprocessors() / 2, p.max_tiles(tails_only), p.column_tiles()),
-          times.step,
-          times.split,
-          p.list(tails_only),
-          p.max_tiles(tails_only),
-          p.flags(),
-          tails_only ? 0 : static_cast<int>(p.at.flag_count)};
+  GroupedListing list{};
+  list.sizes = p.g.sizes, list.groups = static_cast<int>(s.groups), list.rows = static_cast<int>(s.rows);
+  list.max_tail = p.at.max_tails ? kGroupedTailTokens : 0, list.tails_only = tails_only;
+  list.tokens = tokens, list.half_tokens = p.pinned ? 0 : tokens / 2;
+  list.column_tiles = p.column_tiles(), list.k_steps = tails_only || p.pinned ? 1 : p.k_steps();
+  list.clusters = clusters_of_list(multiprocessors() / 2, p.max_tiles(tails_only), p.column_tiles());
+  list.step_time = times.step, list.split_time = times.split;
+  list.header = p.list(tails_only), list.max_tiles = p.max_tiles(tails_only);
+  list.flags = p.flags(), list.flag_count = tails_only ? 0 : static_cast<int>(p.at.flag_count);
+  return list;
 }
 
 cudaError_t copy_pitched(Product* p) {

@@ -308,7 +308,7 @@ struct WindowConsumer : PinnedConsumer<C> {
   }
   // Sums along K. Where the sums of a window are exact, wgmma makes them; else blocks are added one by one.
   __device__ __forceinline__ void sum(Sums& y) {
-    // By shuffles for uniform registers; the others are to be kept.
+    // Shuffles put these into uniform registers; the others stay in registers.
     const int own = __shfl_sync(~0u, Base::wg(), 0), lane = threadIdx.x % 32;
     const uint32_t shared = __shfl_sync(~0u, smem, 0), amaxes = shared + C::kAmaxOffset;
     const uint32_t kinds_address = pin_register(amaxes + C::kRows * 4 + lane / 4 % 2 * C::kAmaxes + lane % 4 * 4);

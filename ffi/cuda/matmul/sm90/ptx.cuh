@@ -14,11 +14,6 @@ __device__ __forceinline__ uint32_t load_shared8(uint32_t a) {
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(a));
   return v;
 }
-__device__ __forceinline__ uint32_t load_shared32(uint32_t a) {
-  uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a));
-  return v;
-}
 template <class T>
 __device__ __forceinline__ T load_shared(uint32_t a) {
   T v;
@@ -28,6 +23,7 @@ __device__ __forceinline__ T load_shared(uint32_t a) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a));
   return v;
 }
+__device__ __forceinline__ uint32_t load_shared32(uint32_t a) { return load_shared<uint32_t>(a); }
 __device__ __forceinline__ uint2 load_shared64(uint32_t a) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a));
@@ -105,7 +101,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
                  : "memory");
   } while (!done);
 }
-// The same for a word of store_async_in. It fences, so it is not for waits in a main loop.
+// barrier_wait for a word of store_async_in. It fences, so it is not for waits in a mainloop.
 __device__ __forceinline__ void barrier_wait_cluster(uint32_t bar, uint32_t parity) {
   uint32_t done;
   do {
@@ -126,7 +122,7 @@ __device__ __forceinline__ void store_async_in(uint32_t to, uint32_t v, uint32_t
 }
 
 // ---------------------------------------------------------------- flags in global memory
-// What a thread has written, and what it knows to be written, is seen by who sees the flag.
+// A thread that sees a flag sees all that the one that raised it has written or has seen written.
 __device__ __forceinline__ void raise_flag(uint32_t* flag) {
   asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
 }
@@ -141,7 +137,7 @@ __device__ __forceinline__ void wait_for_flag(const uint32_t* flag) {
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// The same from several places of the code, which the aligned instruction above may not be.
+// named_sync for several places of the code, which the aligned instruction above does not allow.
 __device__ __forceinline__ void named_meet(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -171,7 +167,7 @@ __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap& map, ui
       "l"(&map), "r"(bar), "r"(x), "r"(y)
       : "memory");
 }
-// The same to each CTA of the cluster whose bit is in `mask`.
+// load_box with multicast to each CTA of the cluster whose bit is in `mask`.
 __device__ __forceinline__ void load_box_to(uint16_t mask, uint32_t to, const CUtensorMap& map, uint32_t bar, int x,
                                             int y) {
   asm volatile(
@@ -190,7 +186,7 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// ---------------------------------------------------------------- a kernel that starts before the one ahead ends
+// ---------------------------------------------------------------- programmatic dependent launch (PDL)
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
@@ -273,7 +269,7 @@ JNVFP4_DEFINE_WGMMA("64", 32, "%32", "%33", "%34", "%35", "%36", "%37")
 JNVFP4_DEFINE_WGMMA("128", 64, "%64", "%65", "%66", "%67", "%68", "%69")
 JNVFP4_DEFINE_WGMMA("256", 128, "%128", "%129", "%130", "%131", "%132", "%133")
 
-// The same with both sides in shared memory.
+// wgmma with both operands in shared memory.
 #define JNVFP4_WGMMA_SHARED(type, n, sums, a_matrix, b_matrix, flag)                                      \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " flag                                                   \
                ", 0;\n"                                                                                   \

@@ -125,20 +125,20 @@ inline cudaError_t launch_clusters(void (*kernel)(Args), Args a, int tiles, int 
   return status;
 }
 
+#define JNVFP4_MMA(type)                                                    \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type       \
+               ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])             \
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
 template <bool kBf16>
 __device__ __forceinline__ void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                     uint32_t b1) {
   if constexpr (kBf16)
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    JNVFP4_MMA("bf16");
   else
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    JNVFP4_MMA("f16");
 }
+#undef JNVFP4_MMA
 
 enum class Depth {
   kAny,     // K may end inside a unit, whose rest is zeros, and the operands' rows are aligned to no more than a block
@@ -458,7 +458,7 @@ __device__ __forceinline__ void sum_units(WarpSchedule<S>& schedule, RowLoader<l
 #pragma unroll 1
   while (!schedule.done()) {
     if constexpr (kCopied) {
-      // With few groups the rows of a later unit have come with one of the last stages.
+      // With few groups, a later unit's rows come with one of the last stages.
       if (S::kOneUnit || steps_since_load >= S::kStages)
         wait_for_copies<S::kStages - 1>();
       else

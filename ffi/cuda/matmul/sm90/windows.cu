@@ -309,21 +309,16 @@ cudaError_t launch_sm90_windows(const MatmulArgs& g, const FusedPlan& plan, void
   cudaError_t status = make_windows_maps(p, at, &maps);
   if (status == cudaSuccess) status = launch_sm90_prepare_windows(p, stream);
   if (status != cudaSuccess) return status;
-  const WindowsArgs args{g.result,
-                         plan.swapped,
-                         static_cast<int>(s.rows),
-                         static_cast<int>(s.cols),
-                         static_cast<int>(column_tiles),
-                         static_cast<int>(column_tiles * token_tiles),
-                         static_cast<int>(num_work_tiles),
-                         0,
-                         plan.splits,
-                         static_cast<int>(windows),
-                         bytes + at.token_factors,
-                         bytes + at.column_factors,
-                         reinterpret_cast<float*>(bytes + at.sums),
-                         p.flags,
-                         p.flags + at.flag_count - 1};
+  WindowsArgs args{};
+  args.result = g.result, args.swapped = plan.swapped;
+  args.tokens = static_cast<int>(s.rows), args.columns = static_cast<int>(s.cols);
+  args.column_tiles = static_cast<int>(column_tiles);
+  args.matrix_tiles = static_cast<int>(column_tiles * token_tiles);
+  args.num_work_tiles = static_cast<int>(num_work_tiles);
+  args.num_splits = plan.splits, args.k_steps = static_cast<int>(windows);
+  args.token_factors = bytes + at.token_factors, args.column_factors = bytes + at.column_factors;
+  args.split_sums = reinterpret_cast<float*>(bytes + at.sums);
+  args.split_flags = p.flags, args.counter = p.flags + at.flag_count - 1;
   return both ? launch_config<WindowsConfig<true>>(args, maps, stream)
               : launch_config<WindowsConfig<false>>(args, maps, stream);
 }
