@@ -14,7 +14,6 @@
 // ends of float32's range: nonzero magnitudes are from 2^-48 to 36 K 448^2 2^-28. The epilogue takes 2^-28 back,
 // exactly. y starts as +0 and is never -0, so signs of zeros do not matter. A NaN scale of a makes its token's 16
 // elements NaN, one of b the factor.
-//
 // The order of k in a block is free: lane t of four has the t-th quarter of the block in both operands.
 #include "../decode.cuh"
 #include "nvfp4_blocks.cuh"
@@ -22,8 +21,7 @@
 namespace jnvfp4 {
 namespace {
 
-// Roles of warps: decode warps, in one or two teams that take stages alternately, then copy warps, then mma warps.
-// There are registers for 12 of them.
+// Roles of warps: decode warps, in one or two teams that alternate, copy warps, mma warps. Registers suffice for 12.
 constexpr int kDecodeWarps = 4, kMaxCopyWarps = 4, kAllWarps = 12;
 constexpr int kMaxMmaWarps = 7, kMaxCols = 16 * kMaxMmaWarps;  // rows of b, which are columns of the result
 constexpr int kMaxThreads = 32 * kAllWarps;
@@ -414,8 +412,7 @@ __device__ __forceinline__ void decode_stages(const SharedMemory<C>& memory, int
 }
 
 // ---------------------------------------------------------------- mma warps
-// Outputs of a lane, a 16x8 fragment per tile: rows lane / 4 and 8 below of the warp's 16 of b, tokens 2 * (lane % 4)
-// and the next of each tile.
+// Outputs of a lane, in a 16x8 fragment per tile: rows g and g + 8 of the warp's 16 of b, tokens 2 t and 2 t + 1.
 struct Lane {
   int row, group, quarter;
 

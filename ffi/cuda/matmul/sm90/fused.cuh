@@ -23,9 +23,8 @@ namespace jnvfp4 {
 
 // T: type of the decoded numbers, F16 or Bf16.
 //
-// To decode a window takes longer than the tensor cores need for up to 64 tokens, so two teams of two consumer
-// warpgroups share K then. With 256 tokens the two warpgroups of the one team run ping-pong: one decodes, one
-// multiplies.
+// Decoding a window takes longer than wgmma does for up to 64 tokens, so two teams of two consumer warpgroups share K
+// then. With 256 tokens the two warpgroups of the one team run ping-pong: one decodes, one multiplies.
 template <class T_, int kTokens_>
 struct FusedConfig {
   using T = T_;
@@ -66,8 +65,7 @@ struct FusedConfig {
   static_assert(kStages % (4 / kStageDepth) == 0 && kShared <= 232448);
 };
 
-// ---------------------------------------------------------------- dense GEMMs; sm90/grouped.cuh has the others of
-// these
+// ---------------------------------------------------------------- dense GEMMs, unlike those of sm90/grouped.cuh
 __device__ __forceinline__ void wait_for_tile_list(const FusedArgs&) {}
 __device__ __forceinline__ void wait_for_counter(const FusedArgs&) { wait_for_previous_kernel(); }  // which clears it
 __device__ __forceinline__ void wait_for_overlapped_kernel(const FusedArgs&) {}

@@ -44,8 +44,7 @@ cudaError_t launch_sm90_bf16_fused(const FusedArgs& args, const FusedMaps& maps,
 // Order of elements along K (sm90/prepare.cu).
 enum class Order : uint8_t { kWindows, kBlocks };
 
-// Decodes the rows of an operand, each of `depth` rounded up to 64 with zeros. Lowers the flags, the counter among
-// them.
+// Decodes the rows of an operand, each of `depth` rounded up to 64 with zeros. Lowers the flags and the counter.
 cudaError_t launch_sm90_prepare(const MatmulOperand& x, Order order, void* out, int64_t rows, int64_t depth,
                                 uint32_t* flags, int64_t flag_count, cudaStream_t stream);
 // Arranges amaxes of `batch` x `rows` rows for each window of the k-steps of 256, as [tile][window][row], followed by

@@ -8,8 +8,7 @@
 
 namespace jnvfp4 {
 
-// Operands of a tile's epilogue: amaxes of the thread's columns; amaxes of the tokens that it stages for all threads,
-// or the one of all tokens; biases of either.
+// Operands of a tile's epilogue: amaxes of the thread's columns, amaxes of the tokens that it stages, biases of either.
 struct ResultFactors {
   float columns[2], tokens[2], biases[2];
 };
@@ -68,8 +67,7 @@ struct FusedResult {
                ? amax(a.g.a, each_column(), row, a.columns, a.matrices_per_a_amax)
                : amax(a.g.b, each_column(), row, a.columns, a.matrices_per_b_amax, kGrouped ? right : writer.matrix);
   }
-  // Amax of an operand's row; 1 for a dense operand. `each`: rows of a matrix have several; else `shared` matrices have
-  // one.
+  // Amax of an operand's row; 1 if it is dense. `each`: a matrix has several; else `shared` matrices have one.
   __device__ __forceinline__ float amax(const MatmulOperand& x, bool each, int row, int rows, int shared) const {
     return amax(x, each, row, rows, shared, writer.matrix);
   }

@@ -33,8 +33,7 @@ struct Product {
   int k_steps() const { return static_cast<int>((g.shape.depth + kFusedDepth - 1) / kFusedDepth); }
 };
 
-// Returns the arguments of a list. Tails and the pinned order have no split-K and lower no flags; the latter has no
-// half tiles.
+// Returns the arguments of a list. Tails and the pinned order have no split-K and no flags; the latter no half tiles.
 GroupedListing listing_of(const Product& p, int tokens, bool tails_only) {
   const GroupedShape& s = p.g.shape;
   const TileTimes times = times_of(tokens);

@@ -1,8 +1,7 @@
 // The fused kernel of Hopper for grouped GEMMs: rows of a belong to groups, each of which has a matrix of b.
 //
-// Only the device knows the sizes of groups. The kernel that prepares a also makes a tile list (sm90/groups.cuh), whose
-// tiles 2-CTA clusters compute as those of a dense GEMM. A tile may begin at any row; rows that it reads beyond the
-// group's end are masked when it is written.
+// Only the device knows the sizes of groups. The kernel that prepares a also makes a tile list (sm90/groups.cuh), which
+// replaces the tiles of a dense GEMM. A tile may begin at any row; rows beyond the group's end are masked when written.
 #pragma once
 
 #include "fused.cuh"

@@ -29,8 +29,7 @@ struct GroupedHeader {
 struct GroupedListing {
   const int32_t* sizes;
   int groups, rows;
-  // A group's tail is what tiles of 256 leave of it, if that is at most `max_tail` rows. The list leaves tails out, or
-  // has nothing else.
+  // Tail of a group: the rows that tiles of 256 leave, if at most `max_tail`. A list has no tails, or nothing else.
   int max_tail;
   bool tails_only;
   int tokens, half_tokens;      // rows of a tile; tiles with at most `half_tokens` are half tiles

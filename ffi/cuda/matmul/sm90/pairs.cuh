@@ -52,8 +52,7 @@ struct SplitSums {
 };
 
 // ---------------------------------------------------------------- ping-pong
-// Warpgroups 0 and 1 alternate on the tensor cores. Named barriers 4 and 5: warpgroup `wg` waits at its own, the other
-// one arrives there.
+// Warpgroups 0 and 1 alternate on the tensor cores, by named barriers 4 and 5: one waits, the other arrives.
 __device__ __forceinline__ void wait_turn(int wg) { named_sync(4 + wg, 256); }
 __device__ __forceinline__ void pass_turn(int wg) { named_arrive(5 - wg, 256); }
 
@@ -102,8 +101,7 @@ __device__ __forceinline__ void run_warp_specialized(const Args& a, const Prefet
 #endif
 }
 
-// Returns the clusters of a launch, each of which has an initial work tile. With fewer SMs than a tile has splits, they
-// start one after the other.
+// Returns the clusters of a launch. Each has an initial tile; if a tile has more splits than SMs, they start in order.
 inline int clusters_of(int num_work_tiles, int num_unsplit, int num_splits) {
   const int initial = initial_tiles(multiprocessors() / 2, num_unsplit, num_splits);
   return std::min(num_work_tiles, initial ? initial : num_splits);

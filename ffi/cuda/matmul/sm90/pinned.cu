@@ -14,21 +14,12 @@ cudaError_t launch(const typename C::Args& args, const FusedMaps& maps, int clus
 cudaError_t launch_sm90_pinned(const FusedArgs& args, const FusedMaps& maps, const FusedPlan& plan,
                                cudaStream_t stream) {
   const int clusters = clusters_of(args.num_work_tiles, 0, 1);
-  switch (plan.pinned) {
-    case Pinned::kNo: break;
-    case Pinned::kCodes:
-      switch (plan.tokens) {
-        case 64: return launch<PinnedConfig<64, Pinned::kCodes>>(args, maps, clusters, stream);
-        case 128: return launch<PinnedConfig<128, Pinned::kCodes>>(args, maps, clusters, stream);
-        case 256: return launch<PinnedConfig<256, Pinned::kCodes>>(args, maps, clusters, stream);
-      }
-      break;
-    case Pinned::kNumbers:
-      if (plan.tokens == 256) return launch<PinnedConfig<256, Pinned::kNumbers>>(args, maps, clusters, stream);
-      break;
-    case Pinned::kWindows:
-      if (plan.tokens == 128) return launch<PinnedConfig<128, Pinned::kWindows>>(args, maps, clusters, stream);
-  }
+  const auto is = [&](Pinned pinned, int tokens) { return plan.pinned == pinned && plan.tokens == tokens; };
+  if (is(Pinned::kCodes, 64)) return launch<PinnedConfig<64, Pinned::kCodes>>(args, maps, clusters, stream);
+  if (is(Pinned::kCodes, 128)) return launch<PinnedConfig<128, Pinned::kCodes>>(args, maps, clusters, stream);
+  if (is(Pinned::kCodes, 256)) return launch<PinnedConfig<256, Pinned::kCodes>>(args, maps, clusters, stream);
+  if (is(Pinned::kNumbers, 256)) return launch<PinnedConfig<256, Pinned::kNumbers>>(args, maps, clusters, stream);
+  if (is(Pinned::kWindows, 128)) return launch<PinnedConfig<128, Pinned::kWindows>>(args, maps, clusters, stream);
   return cudaErrorInvalidValue;
 }
 

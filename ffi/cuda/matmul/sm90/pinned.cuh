@@ -1,13 +1,12 @@
 // out = a b^T on Hopper in the pinned order of docs/numerics.md: the same bits as the CPU, for any number of rows.
 //
-// "Pinned" means that the order of sums is fixed, so that results are the same bitwise. As in the fused kernels, A and
-// B of wgmma are swapped, two CTAs of a cluster share tokens, and CTAs are persistent and warp-specialized: one
-// producer thread, two consumer warpgroups. But each block of 16 along K has a wgmma of its own, which does not add to
-// another (scale-d is 0). float16 numbers are q s 2^-14, exact; those of b that are decoded in registers are q 2^-14,
-// without the scale. All products of a block are multiples of one unit, 2^-20 of the largest exponent or more, and
-// wgmma keeps 24 bits below that, so its sums D are exact in any order inside. Then y = D + y, or fma(D, s_b, y), is
-// the one rounding of the rule, with everything times 2^-28. s_a s_b dot16 has at most 20 bits, and no end of float32
-// is near. Zeros beyond the end of K change nothing, since y is never -0.
+// "Pinned": the order of sums is fixed, so that results are the same bitwise. A and B of wgmma are swapped, and CTAs
+// are persistent, warp-specialized and in clusters of two, as in the fused kernels. But each block of 16 along K has a
+// wgmma of its own, which does not add to another (scale-d is 0). float16 numbers are q s 2^-14, exact; those of b that
+// are decoded in registers are q 2^-14, without the scale. All products of a block are multiples of one unit, 2^-20 of
+// the largest exponent or more, and wgmma keeps 24 bits below that, so its sums D are exact in any order inside. Then
+// y = D + y, or fma(D, s_b, y), is the one rounding of the rule, with everything times 2^-28. s_a s_b dot16 has at most
+// 20 bits, and no end of float32 is near. Zeros beyond the end of K change nothing, since y is never -0.
 //
 // BlockConsumer: while the tensor cores run one wgmma, the sums of the previous one are added to y. The kernel is
 // limited by issue: an instruction for each output and block. One that reads three registers takes 1.5 clocks; those of
@@ -16,8 +15,7 @@
 // from one iteration of the loop to the next, where ptxas would put waits between all of them.
 //
 // WindowConsumer: operands with windows have a second sum, of a window. For normal data it is exact in any order
-// (window_sums.h), so wgmma adds up its four blocks too, and other instructions only apply an alpha per output and
-// window. The two warpgroups run ping-pong, as in windows.cu.
+// (window_sums.h), so wgmma adds up its four blocks too, and what is left is an alpha per output and window.
 #pragma once
 
 #include "../../../core/numerics_fast.h"
@@ -399,8 +397,7 @@ __device__ __forceinline__ void consume_windows(const typename C::Args& a, uint3
 //       wait full[next stage], load its kinds; wait for the wgmmas [not exact: 3 more, each added by rounding]
 //       y += alpha * window, alpha from amaxes of row and token; arrive at empty[stage] of both
 //     epilogue: times alpha [not with windows], plus bias, cast, staged in shared memory, written by rows
-//   tear-down   [windows: warpgroup 0 takes the turn that is left] [grouped: zero the rows of no group]; cluster
-//   barrier
+//   tear-down   [windows: warpgroup 0 takes the turn left] [grouped: zero the rows of no group]; cluster barrier
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     sm90_pinned_kernel(const __grid_constant__ typename C::Args a, const __grid_constant__ FusedMaps maps) {

@@ -15,8 +15,7 @@ namespace {
 // 2 (j % 2) + q + 4 b. Lane t of a quad then needs for the four k16 steps j of wgmma exactly the elements of block t: 8
 // neighbouring bytes of codes and one scale of a row of b.
 
-// Transposes 4 x 4 words among the four threads of a group of eight whose indices are two apart: thread t gets word t
-// of each.
+// Transposes 4 x 4 words among the four threads of eight whose indices are two apart: thread t gets word t of each.
 __device__ __forceinline__ void transpose_words(uint32_t (&p)[4], int t) {
   const bool odd = t & 1, up = t & 2;
   uint32_t x = __shfl_xor_sync(~0u, odd ? p[0] : p[1], 2), y = __shfl_xor_sync(~0u, odd ? p[2] : p[3], 2);
@@ -31,8 +30,7 @@ __device__ __forceinline__ void transpose_words(uint32_t (&p)[4], int t) {
     p[2] = x, p[3] = y;
 }
 
-// Puts a window, which eight threads have, into fragment order: 16 bytes have one pair of each block. Returns the index
-// to write to.
+// Puts a window, which eight threads have, into fragment order: one pair of each block. Returns the index to write to.
 __device__ __forceinline__ int64_t arrange_window(uint32_t (&p)[4], int64_t src) {
   transpose_words(p, threadIdx.x / 2 % 4);
   const int lane = threadIdx.x % 8;
@@ -226,8 +224,7 @@ __global__ void __launch_bounds__(kThreads)
     decode_rows<kSteps>(x, x.matrices * x.rows * (p.depth / 8), block - factors);
 }
 
-// Arranges amaxes and kinds (window_sums.h). A thread has eight windows of a row. The amaxes that one thread of
-// pinned.cuh needs, of 16 rows, are adjacent.
+// Arranges amaxes and kinds (window_sums.h), those of one thread of pinned.cuh adjacent. A thread has eight windows.
 __global__ void __launch_bounds__(kThreads) sm90_amaxes_kernel(MatmulOperand x, float* out, int64_t batch, int64_t rows,
                                                                int64_t padded_rows, int64_t depth, bool of_tokens) {
   wait_for_previous_kernel();
@@ -289,8 +286,7 @@ cudaError_t with_source(const MatmulOperand& x, Order order, const F& f) {
 // Returns whether a launch has so much work that all resident threads have it at once, kSteps = 8, else 2.
 bool has_many(int64_t eights) { return eights > int64_t{multiprocessors()} * 8 * kThreads * 8; }
 
-// Launches a kernel of the order over rows, after `lists` CTAs of other work. kernel_of: a source and steps to a
-// kernel.
+// Launches a kernel over rows, after `lists` CTAs of other work. kernel_of(source, steps): the kernel.
 template <class KernelOf, class... Args>
 cudaError_t launch_rows(const MatmulOperand& a, Order order, void* out, int64_t rows, int64_t depth, int64_t lists,
                         cudaStream_t stream, const KernelOf& kernel_of, const Args&... args) {

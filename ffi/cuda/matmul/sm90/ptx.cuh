@@ -113,8 +113,7 @@ __device__ __forceinline__ void barrier_wait_cluster(uint32_t bar, uint32_t pari
         : "memory");
   } while (!done);
 }
-// Stores a word in CTA `rank` of the cluster, and brings its 4 bytes to a barrier there: both at the addresses that the
-// places have here.
+// Stores a word in CTA `rank` and brings its 4 bytes to a barrier there, both given by their addresses in this CTA.
 __device__ __forceinline__ void store_async_in(uint32_t to, uint32_t v, uint32_t bar, uint32_t rank) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address_in(to, rank)),
                "r"(v), "r"(address_in(bar, rank))
@@ -234,10 +233,9 @@ __device__ __forceinline__ uint64_t shared_rows_of_16(uint32_t address) {
   ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91," \
   "%92,%93,%94,%95"
 #define JNVFP4_OPERANDS_128                                                                                         \
-  JNVFP4_OPERANDS_64                                                                                                \
-  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,"   \
-  "%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114," \
-  "%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+  JNVFP4_OPERANDS_96                                                                                                \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118" \
+  ",%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define JNVFP4_SUMS_8(d, i)                                                                                   \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])

@@ -143,8 +143,7 @@ struct TileWriter {
       write_chunk<2, kChunk>(first);
     }
   }
-  // Stages 16 tokens from the e-th eight of the buffer on: four 8 x 8 matrices; each quarter of the warp addresses the
-  // rows of one.
+  // Stages 16 tokens from the e-th eight on: four 8 x 8 matrices, whose rows a quarter of the warp each addresses.
   template <int kChunk>
   __device__ __forceinline__ void stage_words(const uint32_t* words, int e) const {
     const int lane = threadIdx.x % 32, eight = e + lane / 16, column8 = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;

@@ -26,8 +26,7 @@ struct WorkTile {
   int split_tile;         // index among the tiles whose K is split, or -1
 };
 
-// Returns a / b. The first loads wait for several of these, a division takes about a hundred clocks, and few are
-// needed.
+// Returns a / b. The first loads wait for several, a division takes about a hundred clocks, and few are needed.
 __device__ __forceinline__ int quick_quotient(int a, int b) { return b == 1 ? a : a < b ? 0 : a == b ? 1 : a / b; }
 
 // Coordinates of a tile in a matrix. Rasterization: groups of 4 token tiles go along all columns, so that clusters that

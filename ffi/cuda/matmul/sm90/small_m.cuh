@@ -146,8 +146,7 @@ enum class Depth {
   kOneUnit  // K is too, and no warp has more than one unit
 };
 
-// kRowTiles: tiles of 8 rows of a. kChunks: chunks of 128 k in a unit. Registers limit the warps: 128 each for 16, 168
-// for 12.
+// kRowTiles: tiles of 8 rows of a. kChunks: chunks of 128 k in a unit. 16 warps have 128 registers each, 12 have 168.
 template <int kRowTiles_, int kChunks_, int kStages_, Depth kDepth, int kWarps_ = 16>
 struct Tiling {
   static constexpr int kRowTiles = kRowTiles_, kChunks = kChunks_, kStages = kStages_, kWarps = kWarps_;
@@ -219,8 +218,7 @@ struct WarpSchedule {
 };
 
 // ---------------------------------------------------------------- a: the rows of one unit
-// Loads rows of a and makes fragments of them. A lane has row lane / 4 of each 8, and in each 128 k the 32 from
-// 32 * (lane % 4) on.
+// Loads rows of a, to fragments. A lane has row lane / 4 of each 8, and in each 128 k the 32 from 32 * (lane % 4) on.
 template <Left left, class S>
 struct RowLoader {
   static constexpr bool kQuantized = left == Left::kNvfp4;
@@ -244,8 +242,7 @@ struct RowLoader {
     data = static_cast<const uint8_t*>(g.a.data) + offset;
     scale = kQuantized ? g.a.scale + (offset >> 3) : nullptr;
   }
-  // Address of 16 bytes in the warp's buffer, through which 16-bit elements pass, since only whole rows are loaded at
-  // full speed. No bank conflicts.
+  // Address in the warp's buffer of 16-bit elements, since only whole rows are loaded fast. No bank conflicts.
   static __device__ __forceinline__ uint32_t buffer_address(uint32_t buffer, int row, int c) {
     return buffer + (row * 16 * kChunks + (c ^ (c >> 3 & 1) ^ (row & 1) << 1)) * 16;
   }
@@ -400,8 +397,7 @@ struct ColumnRing {
 };
 
 // ---------------------------------------------------------------- mainloop
-// Multiplies a stage, given this lane's addresses there. d: two chains of sums for each 8 rows of a, so that an mma
-// need not wait for the previous one.
+// Multiplies a stage, given this lane's addresses there. d: two chains of sums per 8 rows of a, for mma's latency.
 template <Left left, class S>
 __device__ __forceinline__ void multiply(uint32_t codes, uint32_t scales,
                                          const typename RowLoader<left, S>::Fragments& b,

@@ -47,8 +47,7 @@ struct WindowsMaps {
   CUtensorMap tokens, columns;
 };
 
-// Decoded numbers are times 2^-14. Factors undo one of these, the epilogue the other: with both, factors would overflow
-// where those of the rule do not.
+// Decoded numbers are times 2^-14. Factors undo one, the epilogue the other: factors with both would overflow early.
 constexpr float kUnscale = 0x1p14f;
 
 // kBothWindows: tokens have windows too.
