@@ -478,7 +478,7 @@ struct LaneRows {
   }
 };
 
-// Multiplies the stages of a matrix. Four software pipelines hide latencies, each ahead of the mma of (block, tile):
+// Multiplies the stages of a matrix. Four software pipelines hide latencies, relative to the mma of (block, tile):
 //   two blocks ahead     load codes and scales of a window; before them, wait for the next stage at the end of one
 //   a pair ahead         load token fragments into the registers whose last use this mma is
 //   a block ahead        decode b

@@ -644,8 +644,8 @@ __device__ __forceinline__ void run_epilogue(const Args& a, const Work& work, ui
 // warp on its own between set-up and epilogue:
 //
 //   set-up      wait for the previous kernel, launch dependents
-//               first unit: rows of a -> registers, or by cp.async -> buffer; first group of columns by cp.async ->
-//               ring alpha and bias of the thread's first slot -> epilogue_smem, while those are in flight
+//               first unit: rows of a -> registers, or by cp.async -> buffer; first group by cp.async -> ring
+//               alpha and bias of the thread's first slot -> epilogue_smem, while those are in flight
 //   mainloop    per unit of the warp (sum_units):
 //     wait for the rows; decode or permute them -> fragments of a, which stay in registers for all groups
 //     start the loads of the next unit's rows
