@@ -1,4 +1,4 @@
-// What the calls of all operations check alike, before memory is touched: element types, dimensions, attributes.
+// Checks that the calls of all operations share, before memory is touched: element types, dimensions, attributes.
 //
 // Abstract evaluation in Python has checked the same. These checks are for callers that bypass it, such as a program
 // that another version exported.

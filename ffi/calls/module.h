@@ -1,4 +1,4 @@
-// What every extension module exports: its FFI targets and how it was built.
+// Exports of every extension module: its FFI targets and how it was built.
 #pragma once
 
 #include <nanobind/nanobind.h>

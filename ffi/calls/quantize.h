@@ -46,7 +46,7 @@ struct SideBuffers {
   std::string name(std::string_view buffer) const { return std::string(side).append(buffer); }
 };
 
-// Where the kernel puts the amaxes that it finds.
+// Map of the amaxes that the kernel finds.
 inline AmaxMap found_map(const Matrices& m, AmaxScope scope) {
   return scope == AmaxScope::kWindow64 ? AmaxMap{m.batch * m.rows, m.cols / kWindow} : AmaxMap{1, 0};
 }

@@ -102,7 +102,7 @@ struct GroupedArgs {
   GroupedShape shape;
 };
 
-// The end of a product whose sums y XLA has made. Of a and b only amax, map and e4m3_max are used.
+// Epilogue of a GEMM whose sums y XLA has made. Of a and b only amax, map and e4m3_max are used.
 struct EpilogueArgs {
   const float* y;  // batch x rows x pitch, of which `cols` are used
   int64_t pitch;

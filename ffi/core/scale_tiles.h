@@ -14,7 +14,7 @@ inline constexpr int64_t kScaleTileRows = 128, kScaleTileCols = 4, kScaleTileByt
 JNVFP4_HD constexpr int64_t scale_tile_rows(int64_t rows) { return (rows + kScaleTileRows - 1) / kScaleTileRows; }
 JNVFP4_HD constexpr int64_t scale_tile_cols(int64_t cols) { return (cols + kScaleTileCols - 1) / kScaleTileCols; }
 
-// Of the tiles of a matrix of `rows` x `cols` scales.
+// Bytes of the tiles of a matrix of `rows` x `cols` scales.
 JNVFP4_HD constexpr int64_t tiled_scale_bytes(int64_t rows, int64_t cols) {
   return scale_tile_rows(rows) * scale_tile_cols(cols) * kScaleTileBytes;
 }

@@ -1,4 +1,4 @@
-// What a kernel is compiled for. The list below is the whole support matrix of the quantizers: one
+// Specs that kernels are compiled for. The list below is the whole support matrix of the quantizers: one
 // type per spec, one line to add a spec. `jnvfp4/spec.py` is the Python side.
 #pragma once
 
@@ -70,7 +70,7 @@ using SupportedSpecs =
     Concatenated<SpecList<Nvfp4, Nvfp4Sr, Nvfp4Rht, Nvfp4RhtSr, Nvfp4_2D, RowScaled, Window64>, EveryError<FourOverSix>,
                  EveryError<FourOverSix2D>, EveryError<FourOverSixRow>>::Type;
 
-// What one pass over x can quantize both ways; any other pair is two calls. `jnvfp4/spec.py` lists the same.
+// Pairs of specs that one pass over x quantizes; any other pair is two calls. `jnvfp4/spec.py` lists the same.
 template <class R, class C>
 struct Pair {
   using Row = R;

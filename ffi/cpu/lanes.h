@@ -118,7 +118,7 @@ JNVFP4_HD float row_amax(const void* x, int64_t count) {
   return amax_of<L>(m);
 }
 
-// Of `width` columns, at most 64.
+// Finds the amax of each of `width` columns, at most 64.
 template <class L>
 JNVFP4_HD void column_amax(const void* x, int64_t stride, int64_t count, int width, float* amax) {
   const auto* p = static_cast<const typename L::Stored*>(x);
@@ -181,7 +181,7 @@ struct GlobalLanes {
 
 using Random = Lanes<uint32_t>[4];  // the four words of each lane
 
-// Where Philox is to be read for each lane: key and counter.
+// Position in Philox's stream for each lane: key and counter.
 struct RandomPlaces {
   Lanes<uint32_t> key[2], low, high;
 
@@ -318,7 +318,7 @@ struct Work {
 // Groups quantized by one call: while the scales of one wait for divisions, the processor works on the next.
 inline constexpr int kBatch = 4;
 
-// From tiles and global scales to codes and scales.
+// Makes codes and scales of tiles and global scales.
 template <class S>
 JNVFP4_HD void quantize_batch(Work* work, int count, bool transposed, float headroom) {
   Lanes<uint32_t> scale[kBatch];

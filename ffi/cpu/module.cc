@@ -97,7 +97,7 @@ NB_MODULE(_cpu, m) {
       nb::arg("capability"), nb::arg("no_cublaslt"), nb::arg("cublaslt_version"));
   m.def("plan_fused", [](int64_t batch, int64_t rows, int64_t cols, int64_t depth, bool nvfp4_a) {
     const jnvfp4::FusedPlan found = jnvfp4::plan_fused({batch, rows, cols, depth}, nvfp4_a);
-    return std::tuple{found.tokens, found.splits, found.exchanged, found.whole};
+    return std::tuple{found.tokens, found.splits, found.swapped, found.whole};
   });
   m.def("plan_windows", [](int64_t batch, int64_t rows, int64_t cols, int64_t depth, bool a_windows, bool b_windows) {
     return jnvfp4::plan_windows({batch, rows, cols, depth}, a_windows, b_windows).splits;

@@ -231,7 +231,7 @@ void quantize_across(const Job& a, const Piece& p) {
 }
 
 // ---------------------------------------------------------------- amax
-// Of the rows of the result, which are rows of x or, transposed, columns.
+// Find the amaxes of rows of the result, which are rows of x or, transposed, columns.
 void find_rows_along(const Job& a, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) a.row_amax(a.at(row * a.shape.cols), a.shape.cols, a.found + row);
 }
@@ -250,7 +250,7 @@ void raise_to(float* amax, const Lanes<uint32_t>& m) {
   }
 }
 
-// Of each tensor, rotated and not, over all its pieces by atomic maxima of bits.
+// Finds the amaxes of each tensor, rotated and not, over all its pieces by atomic maxima of bits.
 void find_tensors(const RhtAmaxArgs& args, const Job& a, const Piece& p) {
   const auto raise_rotated = Compiled<RaiseAmax<true>>::best();
   Lanes<uint32_t> rotated = {}, plain = {};

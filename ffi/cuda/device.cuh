@@ -106,7 +106,7 @@ __device__ __forceinline__ float half_of(uint32_t pair, bool high) {
   return high ? high_half<T>(pair) : low_half<T>(pair);
 }
 
-// The same of a pair of finite numbers, but that -0 may be 0. For bfloat16 the high half is the pair times (0, 1): a
+// half_of for finite numbers, except that -0 may become 0. For bfloat16 the high half is the pair times (0, 1): a
 // multiplication, so that not all conversions wait for the ALU.
 template <class T>
 __device__ __forceinline__ float finite_half_of(uint32_t pair, bool high) {
@@ -119,8 +119,8 @@ __device__ __forceinline__ float finite_half_of(uint32_t pair, bool high) {
   return half_of<T>(pair, high);
 }
 
-// Of bytes that are a sign in all bits, those of even and of odd elements: their sign bits are in the places of eight
-// codes' signs, other bits elsewhere.
+// Puts signs, bytes that have the sign of an even or odd element in all bits, where eight codes have theirs; other bits
+// are arbitrary.
 __device__ __forceinline__ uint32_t code_signs(uint32_t even, uint32_t odd) {
   return (even & 0x0f0f0f0fu) | (odd & 0xf0f0f0f0u);
 }
@@ -130,7 +130,7 @@ __device__ __forceinline__ uint32_t half_signs(uint32_t a, uint32_t b) {
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0xfbd9u));
   return r;
 }
-// The same of the words themselves.
+// The signs of two words, each in all bits of a byte.
 __device__ __forceinline__ uint32_t word_signs(uint32_t a, uint32_t b) {
   uint32_t r;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x00fbu));
@@ -271,8 +271,20 @@ __device__ __forceinline__ void store_blocks(typename T::Stored* p, int64_t b, B
   }
 }
 
+// ---------------------------------------------------------------- shared memory
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+// Loads four 8 x 8 matrices of 16-bit numbers, as mma has its left operand of 16 rows.
+__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(row)
+               : "memory");
+}
+
 // ---------------------------------------------------------------- launch geometry
-// Of the current device, or `otherwise`: the launch that follows reports what is wrong.
+// Returns an attribute of the current device, or `otherwise`: the launch that follows reports what is wrong.
 inline int attribute_or(cudaDeviceAttr attribute, int otherwise) {
   int device = 0, value = 0;
   const bool found =

@@ -30,7 +30,7 @@ std::string_view no_cublaslt() {
   return has_cublaslt() ? std::string_view() : loaded.reason;
 }
 
-// Of the current device, which XLA has set to that of the stream; looked up once.
+// Capability of the current device, which XLA has set to that of the stream; looked up once.
 int current_capability() {
   constexpr int kDevices = 64;
   static std::atomic<int> known[kDevices];

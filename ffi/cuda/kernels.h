@@ -24,7 +24,7 @@ cudaError_t launch_transpose(const TransposeArgs& args, cudaStream_t stream);
 // Run the kernel that a plan names, which is of no XLA operations, with the scratch that the plan asks for.
 cudaError_t launch_matmul(const MatmulArgs& args, std::string_view kernel, void* scratch, cudaStream_t stream);
 cudaError_t launch_grouped(const GroupedArgs& args, std::string_view kernel, void* scratch, cudaStream_t stream);
-// What surrounds XLA's 16-bit GEMM; the epilogue also follows cuBLASLt's.
+// Launch the kernels around XLA's 16-bit GEMM; the epilogue also follows cuBLASLt's.
 cudaError_t launch_decode(const DecodeArgs& args, cudaStream_t stream);
 cudaError_t launch_epilogue(const EpilogueArgs& args, cudaStream_t stream);
 

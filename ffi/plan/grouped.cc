@@ -18,7 +18,7 @@ const char* needs_dense(const GroupedProblem& p) {
 const char* needs_free_order(const GroupedProblem& p) {
   return p.pinned ? "its order of summation is not pinned" : nullptr;
 }
-// What kernels of Hopper count in 32 bits, with room for what they multiply it by.
+// Bound of what Hopper kernels count in 32 bits, with room for the factors that they multiply it by.
 const char* needs_sizes(const GroupedProblem& p) {
   constexpr int64_t kMost = int64_t{1} << 30;
   const GroupedShape& s = p.shape;

@@ -27,7 +27,7 @@ const char* needs_free_order(const MatmulProblem& p) {
 }
 const char* needs_depth(const MatmulProblem& p) { return p.shape.depth < 1 ? "K must be at least 16" : nullptr; }
 
-// What kernels of Hopper count in 32 bits.
+// Bound of what Hopper kernels count in 32 bits.
 constexpr int64_t kMost = int64_t{1} << 30;
 
 // The coordinates of tensor maps are 32-bit integers.
@@ -52,7 +52,7 @@ const char* needs_windows(const MatmulProblem& p) {
   return p.windows ? nullptr : "an operand must have amax_scope=\"window64\"";
 }
 
-// What the kernels of few rows count in 32 bits, with room for what they multiply it by.
+// Bound of what the kernels for few rows count in 32 bits, with room for the factors that they multiply it by.
 const char* needs_few_rows(const MatmulProblem& p) {
   const GemmShape& s = p.shape;
   if (s.rows > 16) return "M must be at most 16";

@@ -10,8 +10,8 @@
 namespace jnvfp4 {
 
 inline constexpr int64_t kBlockScaledDepth = 32, kBlockScaledCols = 16;
-// What cuBLASLt may use of it. The size limits its choice of an algorithm, so it is the same on every GPU: what NVIDIA
-// recommends for Hopper.
+// Workspace that cuBLASLt may use. The size limits its choice of an algorithm, so it is the same on every GPU: what
+// NVIDIA recommends for Hopper.
 inline constexpr int64_t kCublasLtWorkspace = int64_t{32} << 20;
 
 // Offsets, multiples of 256, and the sizes that the library is given: rows of 16 bytes at least, and a result whose

@@ -45,7 +45,7 @@ FusedPlan plan_fused(const GemmShape& s, bool nvfp4_a) {
   const FusedPlan plan = plan_shape(s);
   if (!nvfp4_a || s.rows < 2 * s.cols || plan.tokens < kLeast) return plan;
   FusedPlan other = plan_shape({s.batch, s.cols, s.rows, s.depth});
-  other.exchanged = true;
+  other.swapped = true;
   return other.tokens < kLeast ? plan : other;
 }
 

@@ -12,21 +12,21 @@ namespace jnvfp4 {
 // How the kernel of the pinned order has b: as codes, or decoded to scratch, and then maybe with amaxes of windows.
 enum class Pinned : uint8_t { kNo, kCodes, kNumbers, kWindows };
 
-// Rows of a in a tile, and parts of K for tiles that are too few for all SMs.
+// Rows of a in a tile, and split-K for tiles that are too few for all SMs.
 struct FusedPlan {
   int tokens, splits;
-  bool exchanged;     // b is decoded to scratch instead of a, because it is smaller: its rows are then those of a tile
+  bool swapped;       // b is decoded to scratch instead of a, because it is smaller: its rows are then those of a tile
   int64_t whole = 0;  // the first tiles, whose K has no parts: as many as keep all SMs of an H200 at work
-  Pinned pinned = Pinned::kNo;  // if not, K has no parts, and nothing is exchanged
+  Pinned pinned = Pinned::kNo;  // if not, K has no parts, and nothing is swapped
 };
 FusedPlan plan_fused(const GemmShape& shape, bool nvfp4_a);
 
-// Microseconds of a tile: a window of 64 along K, its end, and the partial sums of a part of K.
+// Microseconds of a tile: a window of 64 along K, its epilogue, and the partial sums of a split of K.
 struct TileTime {
   int tokens;
   double window, end, split;
 };
-// The fastest of these tiles. `mixed`: tiles that fill waves have no parts, only the others may.
+// Returns the fastest of these tiles. `mixed`: only the tiles of the wave quantization tail may be split.
 FusedPlan plan_tiles(const GemmShape& shape, std::initializer_list<TileTime> tiles, bool mixed);
 
 // Groups of warps of a CTA that share K.
@@ -41,27 +41,27 @@ inline int64_t fused_tiles(const GemmShape& s, const FusedPlan& plan) {
 inline constexpr int kFusedAmaxes = 128 + 4;
 // K of the prepared left operand.
 inline int64_t fused_depth(int64_t depth) { return (depth + kWindow - 1) / kWindow * kWindow; }
-// Floats that the parts of K but the last have.
+// Floats of all splits but the last.
 inline int64_t fused_sums(int64_t tiles, const FusedPlan& plan) {
   return (tiles - plan.whole) * (plan.splits - 1) * plan.tokens * kFusedCols * fused_teams(plan.tokens);
 }
-// Of so many 2-CTA clusters, those that begin with the work tile of their number, and take others then: `whole` tiles
-// come first, then `splits` parts of each other one. A part waits for those before it, which running clusters must
-// have: clusters start in order, and take tiles in order, so all parts of a tile are one or the other.
-JNVFP4_HD constexpr int own_tiles(int clusters, int whole, int splits) {
+// Returns how many 2-CTA clusters begin with the work tile of their index, and take others then: `whole` unsplit tiles
+// come first, then `splits` splits of each other one. A split waits for those before it, which running clusters must
+// have: clusters start in order, and take tiles in order, so all splits of a tile are one or the other.
+JNVFP4_HD constexpr int initial_tiles(int clusters, int whole, int splits) {
   return clusters <= whole ? clusters : whole + (clusters - whole) / splits * splits;
 }
 // As the kernels see it: the operand that is decoded to scratch is the left one.
 inline GemmShape fused_shape(const GemmShape& s, const FusedPlan& plan) {
-  return plan.exchanged ? GemmShape{s.batch, s.cols, s.rows, s.depth} : s;
+  return plan.swapped ? GemmShape{s.batch, s.cols, s.rows, s.depth} : s;
 }
 
 // Offsets in the scratch: what is used begins at a multiple of 256.
 struct FusedScratch {
   int64_t rows;         // the left operand as 16-bit floats; tiles may read past its last row
   int64_t data, scale;  // copies of the right operand's, if the distance of its rows is no multiple of 16 bytes
-  int64_t sums, flags;  // of the parts of K but the last; the last flag is the counter of sm90/scheduler.cuh
-  // Of the pinned order: the right operand as 16-bit floats, and amaxes of both for each window of fused_depth.
+  int64_t sums, flags;  // of all splits but the last; the last flag is the counter of sm90/scheduler.cuh
+  // For the pinned order: the right operand as 16-bit floats, and amaxes of both for each window of fused_depth.
   int64_t columns, token_amaxes, column_amaxes;
   int64_t bytes;  // in all
   int64_t padded_rows, flag_count;

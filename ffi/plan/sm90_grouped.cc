@@ -37,10 +37,10 @@ GroupedScratch grouped_scratch(const GroupedShape& shape, const GroupedTiles& ti
   s.sums = take(tiles.pinned ? 0 : int64_t{kGroupedPairs} * tokens * kFusedCols * teams * 4);
   s.flag_count = tiles.pinned ? 0 : int64_t{kGroupedPairs} * 4 * teams * 2;
   s.flags = take(s.flag_count * 4);
-  s.most_tiles = shape.rows / tokens + std::min(shape.rows, shape.groups);
-  s.list = take((s.most_tiles + 2) * 16);
-  s.most_tails = tiles.tails && tokens == kGroupedManyTokens ? std::min(shape.rows, shape.groups) : 0;
-  s.tails = take(s.most_tails ? (s.most_tails + 2) * 16 : 0);
+  s.max_tiles = shape.rows / tokens + std::min(shape.rows, shape.groups);
+  s.list = take((s.max_tiles + 2) * 16);
+  s.max_tails = tiles.tails && tokens == kGroupedManyTokens ? std::min(shape.rows, shape.groups) : 0;
+  s.tails = take(s.max_tails ? (s.max_tails + 2) * 16 : 0);
   return s;
 }
 

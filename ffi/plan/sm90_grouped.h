@@ -8,8 +8,8 @@
 
 namespace jnvfp4 {
 
-// Pairs of CTAs of an H200. A last wave of tiles that leaves more than half of them idle has parts of K.
-inline constexpr int kGroupedPairs = 66, kGroupedMostParts = 8;
+// 2-CTA clusters of an H200. A last wave of tiles that leaves more than half of them idle is split along K.
+inline constexpr int kGroupedPairs = 66, kGroupedMaxSplits = 8;
 
 // Rows of a for which there is a kernel of few rows.
 inline constexpr int kGroupedFewRows = 128;
@@ -29,10 +29,10 @@ GroupedTiles plan_grouped_tiles(const GroupedShape& shape);
 struct GroupedScratch {
   int64_t rows;         // the left operand as 16-bit floats; tiles may read past its last row
   int64_t data, scale;  // copies of the right operand's, if the distance of its rows is no multiple of 16 bytes
-  int64_t sums, flags;  // of the parts of K but the last
+  int64_t sums, flags;  // of all splits but the last
   int64_t list, tails;  // of tiles, made on the device
   int64_t bytes;        // in all
-  int64_t padded_rows, flag_count, most_tiles, most_tails;
+  int64_t padded_rows, flag_count, max_tiles, max_tails;
 };
 GroupedScratch grouped_scratch(const GroupedShape& shape, const GroupedTiles& tiles);
 

@@ -31,7 +31,7 @@ inline FusedPlan plan_pinned(const GemmShape& s) {
   return best;
 }
 
-// Of groups only the mean is known: half a tile of each is idle, and clocks are as above.
+// Plans by the mean group, since no more is known: half a tile of each is idle, and clocks are as above.
 inline GroupedTiles plan_pinned_groups(const GroupedShape& s) {
   constexpr int64_t kManyRows = 896, kSomeRows = 48;  // of one group on average
   return {s.rows >= kManyRows * s.groups ? 256 : s.rows >= kSomeRows * s.groups ? 128 : 64, false, true};

@@ -11,13 +11,13 @@ namespace jnvfp4 {
 
 inline constexpr int kWindowsTokens = 192, kBothWindowsTokens = 128;
 
-// Exchanged if only a has windows.
+// A and B are swapped if only a has windows.
 inline FusedPlan plan_windows(const GemmShape& s, bool a_windows, bool b_windows) {
-  const bool exchanged = !b_windows;
+  const bool swapped = !b_windows;
   const TileTime tile =
       a_windows && b_windows ? TileTime{kBothWindowsTokens, 0.41, 2.3, 2.5} : TileTime{kWindowsTokens, 0.48, 2.8, 4.0};
-  FusedPlan plan = plan_tiles(fused_shape(s, {0, 1, exchanged}), {tile}, false);
-  plan.exchanged = exchanged;
+  FusedPlan plan = plan_tiles(fused_shape(s, {0, 1, swapped}), {tile}, false);
+  plan.swapped = swapped;
   return plan;
 }
 

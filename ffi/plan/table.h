@@ -14,7 +14,7 @@ namespace jnvfp4 {
 inline constexpr int kCpu = 0, kAnyGpu = 80, kHopper = 90, kNewest = 999;
 
 // All kernels have run on GPUs of this capability, and those for less are compiled from the same code. On newer GPUs
-// none has run: what they give is checked there before it is used (jnvfp4/_primitives/_self_check.py).
+// none has run: what they give is checked there before it is used (the self-check).
 inline constexpr int kNewestRunOn = 90;
 constexpr bool has_run_on(int capability) { return capability <= kNewestRunOn; }
 
@@ -100,8 +100,8 @@ class KernelTable {
     return nullptr;
   }
 
-  // What a handler on a device runs, where the program was lowered for the kernel `planned` and has that much scratch:
-  // that kernel, or another one that fits. An error text, or empty.
+  // Finds the kernel that a handler runs on a device, where the program was lowered for `planned` and has that much
+  // scratch: that kernel, or another one that fits. An error text, or empty.
   std::string adapt(std::string_view planned, const Problem& problem, const Device& device, int64_t scratch,
                     std::string_view* kernel) const {
     const Row* const wanted = find(planned);

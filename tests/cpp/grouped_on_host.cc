@@ -17,29 +17,29 @@ namespace {
 // ---------------------------------------------------------------- tiles: every work tile is computed once
 int splits_of(const GroupedListing& a, int tiles) {
   uint32_t least = ~0u;
-  for (int splits = 1; splits <= 32; ++splits) least = std::min(least, key_of_parts(a, tiles, splits));
-  return parts_of_key(least);
+  for (int splits = 1; splits <= 32; ++splits) least = std::min(least, split_key(a, tiles, splits));
+  return splits_of_key(least);
 }
 
 // Clusters as sm90/scheduler.cuh runs them, of which a GPU has room for some at a time: they start in order, begin with
 // the work tile of their number if they have one, and then take the next one that nobody has. A part ends after those
 // before it; of what may end, the last work tile does, so that the others wait longest.
 const char* fault_of(const GroupedHeader& header, int clusters, int room) {
-  std::vector<bool> done(static_cast<size_t>(header.work_tiles));
+  std::vector<bool> done(static_cast<size_t>(header.num_work_tiles));
   std::vector<int> running;  // what each cluster computes
-  int started = 0, taken = header.own, count = 0;
+  int started = 0, taken = header.num_initial, count = 0;
   const auto begin = [&](int tile) {
-    if (tile < header.work_tiles) running.push_back(tile);
+    if (tile < header.num_work_tiles) running.push_back(tile);
   };
   const auto waits = [&](int tile) {
-    const int split = tile < header.whole ? 0 : (tile - header.whole) % header.splits;
+    const int split = tile < header.num_unsplit ? 0 : (tile - header.num_unsplit) % header.num_splits;
     for (int before = tile - split; before < tile; ++before)
       if (!done[static_cast<size_t>(before)]) return true;
     return false;
   };
-  for (; count < header.work_tiles; ++count) {
+  for (; count < header.num_work_tiles; ++count) {
     for (; started < clusters && static_cast<int>(running.size()) < room; ++started)
-      begin(started < header.own ? started : taken++);
+      begin(started < header.num_initial ? started : taken++);
     if (running.empty()) return "no cluster computes a work tile";
     int last = -1;
     for (size_t i = 0; i < running.size(); ++i)
@@ -62,13 +62,14 @@ bool check_work_tiles() {
       for (int tiles = 0; tiles <= 2 * kGroupedPairs + 1; ++tiles)
         for (int clusters = 1; clusters <= kGroupedPairs; clusters += clusters < 20 ? 1 : 7) {
           GroupedListing a{};
-          a.pairs = 1, a.clusters = clusters, a.slots = slots, a.slot = split < 3 ? 1.02f : 2.42f, a.split = split;
-          const int splits = splits_of(a, tiles_in_parts(tiles));
+          a.column_tiles = 1, a.clusters = clusters, a.k_steps = slots;
+          a.step_time = split < 3 ? 1.02f : 2.42f, a.split_time = split;
+          const int splits = splits_of(a, tiles_in_last_wave(tiles));
           parted |= splits > 1;
           const GroupedHeader header = make_header(a, tiles, 0, splits, 0);
-          if (header.work_tiles != header.whole + (tiles - header.whole) * splits) {
-            std::printf("%d tiles, %d of them whole, in %d parts: %d work tiles\n", tiles, header.whole, splits,
-                        header.work_tiles);
+          if (header.num_work_tiles != header.num_unsplit + (tiles - header.num_unsplit) * splits) {
+            std::printf("%d tiles, %d of them whole, in %d parts: %d work tiles\n", tiles, header.num_unsplit, splits,
+                        header.num_work_tiles);
             return false;
           }
           for (const int room : {clusters, (clusters + 1) / 2, 1}) {
@@ -101,7 +102,7 @@ bool has_room(const GroupedShape& s, const GroupedTiles& tiles, const GroupedScr
          at.scale - at.data >= copied(s.depth / 2) && at.sums - at.scale >= copied(s.depth / 16) &&
          at.flags - at.sums >= parts * tiles.tokens * 256 * 4 && at.flag_count >= parts * 8 &&
          at.list - at.flags >= at.flag_count * 4 && (!tiles.pinned || at.list == at.sums) &&
-         (at.most_tails > 0) == tiles.tails;
+         (at.max_tails > 0) == tiles.tails;
 }
 
 bool check_lists(const GroupedShape& shape, const GroupedTiles& tiles, int64_t size) {
@@ -111,12 +112,12 @@ bool check_lists(const GroupedShape& shape, const GroupedTiles& tiles, int64_t s
   for (const int64_t rows : sizes_of(shape.rows, shape.groups, size)) {
     if (rows > 0) read = begin + (rows + tiles.tokens - 1) / tiles.tokens * tiles.tokens;
     begin += rows;
-    const int64_t left = rows % kGroupedManyTokens, tail = at.most_tails && left <= kGroupedTailTokens ? left : 0;
+    const int64_t left = rows % kGroupedManyTokens, tail = at.max_tails && left <= kGroupedTailTokens ? left : 0;
     listed += (rows - tail + tiles.tokens - 1) / tiles.tokens, tails += tail > 0;
   }
-  const int64_t end = at.most_tails ? at.tails : at.bytes, header = 2;  // as many bytes as two tiles
-  if (read <= at.padded_rows && has_room(shape, tiles, at) && listed <= at.most_tiles && tails <= at.most_tails &&
-      at.list + (header + listed) * 16 <= end && (!at.most_tails || at.tails + (header + tails) * 16 <= at.bytes))
+  const int64_t end = at.max_tails ? at.tails : at.bytes, header = 2;  // as many bytes as two tiles
+  if (read <= at.padded_rows && has_room(shape, tiles, at) && listed <= at.max_tiles && tails <= at.max_tails &&
+      at.list + (header + listed) * 16 <= end && (!at.max_tails || at.tails + (header + tails) * 16 <= at.bytes))
     return true;
   std::printf("%lld rows of %lld groups, of %lld each: %lld tiles and %lld tails, or what they read, do not fit\n",
               static_cast<long long>(shape.rows), static_cast<long long>(shape.groups), static_cast<long long>(size),

@@ -186,10 +186,10 @@ void fused(const MatmulOperand& a, const MatmulOperand& b, const MatmulResult& r
   for (int tokens : {32, 64, 128, 256})
     for (int splits : {1, 2, 5}) {
       if (splits > 1 && 2 * splits > (s.depth + kFusedDepth - 1) / kFusedDepth) continue;
-      for (bool exchanged : {false, true}) {
-        if (exchanged && (tokens < 128 || !a.quantized())) continue;
+      for (bool swapped : {false, true}) {
+        if (swapped && (tokens < 128 || !a.quantized())) continue;
         for (int64_t whole : {0, 1}) {  // clusters begin with whole tiles and with parts
-          const FusedPlan plan{tokens, splits, exchanged, whole};
+          const FusedPlan plan{tokens, splits, swapped, whole};
           if (whole && (splits == 1 || fused_tiles(fused_shape(s, plan), plan) == 1)) continue;
           if (is_left_out(plan)) continue;
           Varied scratch(fused_scratch(fused_shape(s, plan), plan).bytes);

@@ -1,4 +1,4 @@
-// The end of a product whose sums XLA or cuBLASLt has made: alpha, bias and the cast.
+// Epilogue of a GEMM whose sums XLA or cuBLASLt has made: alpha, bias and the cast.
 #include "../device.cuh"
 #include "../kernels.h"
 

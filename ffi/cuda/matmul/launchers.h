@@ -28,7 +28,7 @@ cudaError_t launch_sm80_nvfp4_blocks(const MatmulArgs& args, void* scratch, cuda
 // A CTA has 8, 16, 32 or 64 rows of a: `tokens`, or what suits the shape and the device for 0.
 cudaError_t launch_sm80_nvfp4_blocks_small_m(const MatmulArgs& args, cudaStream_t stream, int tokens = 0);
 cudaError_t launch_sm80_dense_elements(const MatmulArgs& args, cudaStream_t stream);
-// Where find_cublaslt has found the library.
+// Needs the library that find_cublaslt has found.
 cudaError_t launch_sm100_cublaslt_nvfp4(const MatmulArgs& args, void* scratch, cudaStream_t stream);
 
 // In builds for 90a alone; how they divide a product is in ../../plan/sm90_fused.h, sm90_windows.h and sm90_grouped.h.

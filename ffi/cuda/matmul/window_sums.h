@@ -1,4 +1,4 @@
-// What sums of windows (64 along K) need to know of the rows of a tile, as bits: those of several rows are combined by
+// Kinds of the rows of a tile, bits by which sums of windows (64 along K) are computed; several rows' are combined by
 // "or". tests/cpp/window_sums.cc proves has_exact_sums, with a model of tensor cores.
 #pragma once
 
@@ -27,7 +27,7 @@ JNVFP4_HD uint32_t bits_of_size(int size) {
 #if defined(__CUDA_ARCH__)
 __device__ __forceinline__ int count_of_bits(uint32_t v) { return __popc(v); }
 __device__ __forceinline__ int length_of(uint64_t v) { return 64 - __clzll(static_cast<int64_t>(v)); }
-// Of eight codes, times 4.
+// Sums the squares of eight codes, times 4.
 __device__ __forceinline__ uint32_t sum_of_squares(uint32_t codes) {
   const auto squares = [](uint32_t magnitudes) { return __byte_perm(0x09040100, 0x90402410, magnitudes); };
   const uint32_t m = codes & 0x77777777u;

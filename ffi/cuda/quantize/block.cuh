@@ -100,7 +100,7 @@ struct SharedScales {
   uint64_t first_block;
   float headroom;
 
-  // By the 128 threads from `first` on; the CTA then synchronises.
+  // Fills the table by the 128 threads from `first` on; the CTA then synchronises.
   __device__ __forceinline__ void fill(float tensor_amax, float scale_max, int first = 0) {
     const uint32_t scale = threadIdx.x - first;
     if (scale > kScaleNan) return;
@@ -196,7 +196,7 @@ __device__ __forceinline__ float given_amax(const Args& a, int64_t row) {
   return a.amax[a.shape.amax.rows_per_amax == all_rows(a.shape) ? 0 : quotient(row, a.shape.amax.rows_per_amax)];
 }
 
-// What a matrix has one of, by the threads from `first` on. The CTA then synchronises.
+// Fills the scales that a matrix has one set of, by the threads from `first` on. The CTA then synchronises.
 template <class S, class Args>
 __device__ __forceinline__ void fill_scales(SharedScales<S>& shared, const Args& a, int64_t matrix, int first = 0) {
   if constexpr (kOneAmax<S>) shared.fill(given_amax<S>(a, matrix * a.shape.rows), a.e4m3_max, first);

@@ -25,7 +25,7 @@ struct TeamCodes {
     const uint4 w = *reinterpret_cast<const uint4*>(&codes[row][block * kBlock / 2]);
     e[0] = {make_uint2(w.x, w.y), scales[block]}, e[1] = {make_uint2(w.z, w.w), scales[block + 1]};
   }
-  // Of four columns from `col` on, eight codes each, from `row` on.
+  // Loads four columns from `col` on, eight codes each, from `row` on.
   __device__ __forceinline__ void columns(int row, int col, uint32_t (&out)[4]) const {
     const auto two_rows = [&](int r) {  // and the next but one
       const auto four = [&](int r) { return uint32_t{*reinterpret_cast<const uint16_t*>(&codes[r][col / 2])}; };

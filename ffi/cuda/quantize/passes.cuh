@@ -1,4 +1,4 @@
-// What is done with tiles (tile.cuh): their quantization along either axis.
+// Passes over tiles (tile.cuh): their quantization along either axis.
 #pragma once
 
 #include <climits>
@@ -18,7 +18,7 @@ __device__ __forceinline__ float window_amax(const QuantizeArgs& a, uint32_t m, 
   return found;
 }
 
-// Of a line; `shared` if all have one amax.
+// Returns the scales of a line: `shared` if all have one amax.
 template <class S>
 __device__ __forceinline__ decltype(auto) scales_of(const QuantizeArgs& a, const SharedScales<S>& shared, float amax) {
   if constexpr (kOneAmax<S>)
@@ -27,7 +27,7 @@ __device__ __forceinline__ decltype(auto) scales_of(const QuantizeArgs& a, const
     return OwnScales<S>(amax, a.e4m3_max);
 }
 
-// What the rows of a pair found out about each team's 16x16 tiles, for its columns.
+// Choices that the rows of a pair made for each team's 16x16 tiles, for its columns.
 struct TileChoices {
   alignas(8) TileChoice of[kTeams][kTileCols / kBlock];
 };
@@ -248,13 +248,13 @@ struct Held {
   alignas(128) uint8_t codes[kTileCols][kBlocks * kBlock / 2];
   alignas(4) uint8_t scales[kBlocks][kTileCols + 4];
 
-  // Where in its line the codes of a block are, in bytes. Two blocks from an even one on are neighbours.
+  // Byte offset of a block's codes in their line. Two blocks from an even one on are neighbours.
   __device__ __forceinline__ static int place(int line, int block) {
     return block * (kBlock / 2) ^ (line & 14) * kBlock / 2;
   }
 };
 
-// What columns need in shared memory.
+// Shared memory of columns.
 struct Windows {  // the largest magnitudes of blocks, of two tiles in turn
   alignas(8) uint32_t max[2][kTeams][kTileCols];
 };
@@ -329,7 +329,7 @@ class ColumnsPass {
 
   __device__ __forceinline__ void operator()(const Tile<T>& tile) { quantize(tile, nullptr); }
 
-  // Where four lines' codes of half a block go, from `line` on, and their scales.
+  // Holds four lines' codes of half a block, from `line` on, and their scales.
   __device__ __forceinline__ void hold(int line, int half, const uint32_t (&codes)[4], uint8_t scale) {
     const int block = tile_ * kStep + team();
 #pragma unroll

@@ -10,8 +10,8 @@ namespace jnvfp4 {
 template <class Op, class S, bool kConverts = kE2M1>
 inline constexpr int kRowBlocks = Op::template kBlocks<S, kConverts>;
 
-// The same of what is launched on the current device. (GPUs from 10.0 on may have code without the conversion, from an
-// older compiler. Then some CTAs fewer are launched than would fit.)
+// kRowBlocks of the code that runs on the current device. (GPUs from 10.0 on may have code without the conversion, from
+// an older compiler. Then some CTAs fewer are launched than would fit.)
 template <class Op, class S>
 int row_blocks_here() {
   constexpr int kWith = kRowBlocks<Op, S, true>, kWithout = kRowBlocks<Op, S, false>;
@@ -38,7 +38,7 @@ struct Matrices {
     constexpr int64_t kMost = 65535;  // of grid dimensions y and z
     return dim3(x, static_cast<unsigned>(std::min(count, kMost)), static_cast<unsigned>((count + kMost - 1) / kMost));
   }
-  // That of this CTA; not below `count`: none. Without a branch, so that it stays in uniform registers.
+  // Index of this CTA's item; none if not below `count`. Without a branch, so that it stays in uniform registers.
   __device__ __forceinline__ int64_t own() const { return blockIdx.y + static_cast<int64_t>(blockIdx.z) * gridDim.y; }
 };
 template <class S>

@@ -37,7 +37,7 @@ struct Tile {
   static constexpr int kRowBytes = kTileCols * sizeof(Stored) + 16;
   alignas(16) char bytes[kTileRows * kRowBytes];
 
-  // Where the bytes from `byte` of a row are, up to the next multiple of 32.
+  // Offset of the bytes from `byte` of a row on, up to the next multiple of 32.
   __device__ __forceinline__ static int place(int row, int byte) {
     return row * kRowBytes + (Block<T>::kPairs ? byte ^ (byte >> 2 & 32) : byte);
   }
@@ -94,7 +94,7 @@ struct Runs {
     tiles = 1;
     for (int more = 2; more <= most; ++more)
       if (cost(more) < cost(tiles)) tiles = more;
-    // What a CTA does first is done less often where there is enough work for all to the end.
+    // Runs are longer, and the set-up of a CTA rarer, where there is enough work for all to the end.
     const int64_t wanted = std::clamp<int64_t>(count(tiles) / (5 * multis * resident), 1, 16);
     const int64_t each = tiles * std::max(wanted, (down + kMost * tiles - 1) / (kMost * tiles));
     rows = each * kTileRows;
@@ -139,8 +139,8 @@ class Loader {
     next_ = static_cast<const char*>(x) + at * size();
   }
 
-  // What is outside the matrix stays as it is in the tile, or becomes 0 where x is widened; after the last row of the
-  // CTA nothing is loaded.
+  // Loads a tile. Outside the matrix it stays as it is, or becomes 0 where x is widened; after the last row of the CTA
+  // nothing is loaded.
   __device__ __forceinline__ void load(Tile<T>& tile) {
     char* to = tile.bytes + to_;
     const char* from = next_;

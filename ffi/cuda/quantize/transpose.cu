@@ -18,9 +18,9 @@ static_assert(kSide * kSide == kThreads);
 // The codes of a row of a tile, the first one in the low bits of x.
 using Word = uint2;
 
-using Codes = Word[kSideCodes][kSide];  // tile r of row c is in place r ^ c / 16, so that threads meet in no bank
+using Codes = Word[kSideCodes][kSide];  // tile r of row c is at r ^ c / 16, without bank conflicts
 
-// Of tile (r, c) at [c][r]; rows are 16 bytes longer, so that threads meet in few banks.
+// Scales of tile (r, c) at [c][r]; rows are 16 bytes longer, for fewer bank conflicts.
 template <int kTiles>
 using Scales = uint8_t[kTiles][kTiles + 16];
 
@@ -62,7 +62,7 @@ __device__ __forceinline__ void transpose_tile(Word (&w)[kBlock]) {
   swap_quarters<16>(w), swap_quarters<8>(w), swap_quarters<4>(w);
 }
 
-// Where a square of some tiles begins, in tiles, and how many tiles it has.
+// Start of a square of tiles, in tiles, and how many tiles it has.
 struct Place {
   int64_t matrix, row, col;
   int down, across;

@@ -51,7 +51,7 @@ void CublasLtGemm::prefer(const CublasLtProblem& problem) {
   if (ok()) take(lt_.preference_create(&preference_));
   set(lt_.preference_set, preference_, lt::kPreferWorkspace, static_cast<uint64_t>(kCublasLtWorkspace));
   set(lt_.preference_set, preference_, lt::kPreferReductions, problem.finished ? lt::kNoReductions : lt::kReductions);
-  // What all arrays have, not what these have: the shape alone chooses the algorithm, so that runs are identical.
+  // The alignment of all arrays, not of these: the shape alone chooses the algorithm, so that runs are identical.
   for (int operand : lt::kPreferAlignments) set(lt_.preference_set, preference_, operand, kAlignment);
 }
 

@@ -43,7 +43,7 @@ inline constexpr int32_t kPointersToDevice = 1, kScaleVec16Ue4m3 = 1;
 inline constexpr uint32_t kEpilogueBias = 4;
 inline constexpr int kPreferWorkspace = 1, kPreferReductions = 3;
 inline constexpr int kPreferAlignments[] = {5, 6, 7, 8};  // of A, B, C and D
-// How parts of K are added: in a step of their own, from float32 in the workspace (2), or from the type of the result
+// How splits of K are added: in a step of their own, from float32 in the workspace (2), or from the type of the result
 // (4), here float32 too. Not in place (1).
 inline constexpr uint32_t kReductions = 2 | 4;
 // K has one part: where the library applies alpha to several is not documented.

@@ -1,5 +1,5 @@
-// What the block-scaled product of Blackwell reads beside the operands: their scales in tiles, their codes padded, and
-// its factors. Element by element, so that a test can make the same on the CPU.
+// Inputs of Blackwell's block-scaled GEMM besides the operands: their scales in tiles, their codes padded, and its
+// factors. Element by element, so that a test can make the same on the CPU.
 #pragma once
 
 #include "../../../core/scale_tiles.h"
@@ -13,7 +13,7 @@ struct ScaleTiles {
   uint8_t* tiles;
   int64_t matrices, rows, cols;
 };
-// Where 16 neighbouring bytes of the tiles are: of the `lane`-th of the first 32 rows of a tile.
+// Position of 16 neighbouring bytes of the tiles: those of the `lane`-th of the first 32 rows of a tile.
 struct TilePart {
   int64_t matrix, tile_row, tile_col;
   int lane;

@@ -14,12 +14,9 @@ namespace {
 constexpr int kTile = 128, kWarps = 8, kGemmThreads = 32 * kWarps, kWarpCols = 32;
 constexpr int kNumberBytes = kTile * 128, kAtAmaxes = 2 * kNumberBytes, kStageBytes = kAtAmaxes + 2 * kTile * 4;
 
-__device__ __forceinline__ uint32_t address_of(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-// 16 bytes, or zeros.
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+// Copies 16 bytes, or zeros.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void copy_word_async(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
@@ -29,20 +26,14 @@ __device__ __forceinline__ float load_float(uint32_t at) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
   return v;
 }
-__device__ __forceinline__ void load_four(uint32_t (&m)[4], uint32_t row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(row)
-               : "memory");
-}
 
 using Fragments = uint32_t[2][4];  // of b: 32 columns of a block
-// Of 16 rows, of 8 columns: rows g and g + 8, columns 2 t and 2 t + 1.
+// Sums of a lane in 16x8 fragments: rows g and g + 8, columns 2 t and 2 t + 1.
 template <int kCount>
 using SumsOf = float[kCount][4];
 using Sums = SumsOf<4>;
 
-// Columns from 8 * kFirst on.
+// Multiplies by the columns from 8 * first on.
 template <int kCount>
 __device__ __forceinline__ void multiply(SumsOf<kCount>& d, const uint32_t (&a)[4], const Fragments& b, int first = 0) {
 #pragma unroll
@@ -61,9 +52,9 @@ __device__ __forceinline__ void add(Sums& y, const SumsOf<kCount>& d, int first 
     for (int e = 0; e < 4; ++e) asm volatile("add.rn.f32 %0, %0, %1;" : "+f"(y[first + j][e]) : "f"(d[j][e]));
 }
 
-// Where a CTA is, and a thread in it.
+// Position of a CTA's tile, and of a thread in it.
 struct Place {
-  int64_t matrix, row, col;  // the first of the tile
+  int64_t matrix, row, col;  // first row and column of the tile
   int warp_row, warp_col, group, pair;
 
   __device__ __forceinline__ Place(int64_t of, int64_t row0, int64_t col0)
@@ -74,36 +65,36 @@ struct Place {
         warp_col(threadIdx.x / 64 * kWarpCols),
         group(threadIdx.x % 32 / 4),
         pair(threadIdx.x % 4) {}
-  // Of the tile.
+  // Row and column, in the tile, of element e of a fragment.
   __device__ __forceinline__ int row_of(int i, int e) const { return warp_row + i * 16 + group + e / 2 * 8; }
   __device__ __forceinline__ int col_of(int j, int e) const { return warp_col + j * 8 + pair * 2 + e % 2; }
 };
 
-// Copies numbers of 128 rows: a thread has 16 bytes of every 32nd.
+// Copies numbers of 128 rows; a thread has 16 bytes of every 32nd.
 struct Loader {
   const __half *from, *first;
   int64_t step, left;  // elements from row to row, and to the end of K
-  uint32_t to;
-  int rows;  // that the tile has
+  uint32_t dst;
+  int rows;  // valid rows from the thread's first one on
 
   __device__ __forceinline__ Loader(const __half* x, int64_t first_row, int64_t count, int64_t depth, uint32_t at)
       : from(x),
         first(x + (first_row + threadIdx.x / 8) * depth + threadIdx.x % 8 * 8),
         step(32 * depth),
         left(depth - threadIdx.x % 8 * 8),
-        to(at + threadIdx.x / 8 * 128 + ((threadIdx.x % 8 ^ threadIdx.x / 8 % 8) << 4)),
+        dst(at + threadIdx.x / 8 * 128 + ((threadIdx.x % 8 ^ threadIdx.x / 8 % 8) << 4)),
         rows(static_cast<int>(min(count, int64_t{kTile})) - threadIdx.x / 8) {}
   __device__ __forceinline__ void load(uint32_t stage) {
 #pragma unroll
     for (int i = 0; i < kTile / 32; ++i) {
-      const bool there = left > 0 && 32 * i < rows;
-      copy_async(stage + to + i * 32 * 128, there ? first + i * step : from, there);
+      const bool valid = left > 0 && 32 * i < rows;
+      copy_async(stage + dst + i * 32 * 128, valid ? first + i * step : from, valid);
     }
     first += kWindow, left -= kWindow;
   }
 };
 
-// Fragments of a stage.
+// Loads fragments of a stage.
 struct Stage {
   uint32_t left, right;
 
@@ -112,10 +103,10 @@ struct Stage {
         right(stage + kNumberBytes + (at.warp_col + threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8) * 128 +
               ((threadIdx.x / 8 % 2 ^ threadIdx.x % 8) << 4)) {}
   __device__ __forceinline__ void load_a(uint32_t (&a)[4], int block, int i) const {
-    load_four(a, (left ^ block * 32) + i * 16 * 128);
+    load_matrices(a, (left ^ block * 32) + i * 16 * 128);
   }
   __device__ __forceinline__ void load_b(Fragments& b, int block) const {
-    load_four(b[0], right ^ block * 32), load_four(b[1], (right ^ block * 32) + 16 * 128);
+    load_matrices(b[0], right ^ block * 32), load_matrices(b[1], (right ^ block * 32) + 16 * 128);
   }
 };
 
@@ -135,7 +126,7 @@ __device__ __forceinline__ void add_stage(Sums (&y)[4], const Stage& stage) {
   }
 }
 
-// y = fl(y + fl(alpha sum)) of the window that a stage is, with alpha as in sm90/pinned.cuh.
+// Adds the window that a stage is: y = fl(y + fl(alpha sum)), with alpha as in sm90/pinned.cuh.
 struct WindowSums {
   double reciprocal;
   float large, small;
@@ -215,11 +206,7 @@ __device__ __forceinline__ void write(const MatmulArgs& g, const Sums (&y)[4], c
         if (col >= s.cols) continue;
         const float alpha = kWindows ? 1.0f : alpha_of(amax, amaxes[j][e]);
         const float v = gemm_epilogue(y[i / 2][j][i % 2 * 2 + e], alpha, biases[j][e], g.result.bias != nullptr);
-        if (g.result.kind == Float::kF32)
-          static_cast<uint32_t*>(g.result.out)[to + col] = F32::store(v);
-        else
-          static_cast<uint16_t*>(g.result.out)[to + col] =
-              g.result.kind == Float::kBf16 ? Bf16::store(v) : F16::store(v);
+        store_output(g.result, to + col, v);
       }
   }
 }
@@ -228,7 +215,7 @@ template <int kStages, bool kWindows>
 __global__ void __launch_bounds__(kGemmThreads, kWindows ? 1 : 2)
     sm80_nvfp4_blocks_kernel(const __grid_constant__ MatmulArgs g, const __half* a, const __half* b) {
   extern __shared__ uint8_t any_shared[];
-  const uint32_t shared = (address_of(any_shared) + 127) & ~127u;
+  const uint32_t shared = (shared_address(any_shared) + 127) & ~127u;
   const GemmShape& s = g.shape;
   const Operand left(g.a, s.depth), right(g.b, s.depth);
   const int64_t row_tiles = (s.rows + kTile - 1) / kTile, windows = (s.depth + kWindow - 1) / kWindow;
@@ -259,7 +246,7 @@ __global__ void __launch_bounds__(kGemmThreads, kWindows ? 1 : 2)
     for (int64_t w = 0; w < windows; ++w) {
       const uint32_t stage = shared + static_cast<uint32_t>(w % kStages) * kStageBytes;
       asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
-      // All copies are there, and the stage before has been read.
+      // All copies have come, and the previous stage has been read.
       if constexpr (kWindows) {
         const bool odd = __syncthreads_or(kinds_of(load_float(stage + kAtAmaxes + threadIdx.x * 4)) & kOddAmax);
         load(w + kStages - 1);

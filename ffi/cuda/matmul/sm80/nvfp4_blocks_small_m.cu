@@ -1,27 +1,19 @@
-// a b^T of two NVFP4 operands in the pinned order of docs/numerics.md, for few rows of a ("tokens").
+// a b^T of two NVFP4 operands in the pinned order of docs/numerics.md, for few rows of a ("tokens"). "Pinned" means
+// that the order of sums is fixed, so that results are the same bitwise.
 //
-// No split of K is allowed, so a warp has 16 rows of b and up to 64 tokens for all of K, and does as little as it can
-// for a block of 16: one mma m16n8k16 of float16 per 8 tokens, and one fused multiply-add per output. b is on the side
-// of 16 rows, as it is stored, and is decoded in registers, once for all tokens of the warp. Other warps do the rest:
-//
-//   copiers (at most 4 warps)          decoders (4 warps)                       multipliers (at most 7 warps)
-//   global --cp.async--> Stage --q s of tokens to float16, s of b to float--> Decoded --decode b, mma--> --FMA--> y
-//                   copied / to_copy                                   decoded / to_decode        full / empty barriers
-//
-//   Stage      rows of tokens, then of b: codes, scales, and amaxes of windows; kDepth windows of 64 along K
-//   Decoded    per pair of blocks and 8 tokens, fragments of 32 lanes; per window and row of b, four float scales
-//   y          the mma of one tile of 8 tokens is added kLag tiles later, so that nothing waits; K stays in order
+// That order allows no split-K, so an mma warp has 16 rows of b and up to 64 tokens for all of K, and does as little as
+// it can for a block of 16: one mma m16n8k16 of float16 per 8 tokens, and one FMA per output. A and B of the mma are
+// swapped: b is the operand of 16 rows, and is decoded in registers, once for all tokens of the warp. Other warps copy
+// and decode.
 //
 // These are the rule's bits. A decoded token is q s 2^-14, and that of b q 2^-14: multiples of 2^-24 and 2^-15 with at
 // most 6 and 2 significant bits, so float16 holds them exactly. With s_a = c 2^e, c below 16, the 16 products of a
 // block are multiples of c 2^(e - 30), and so is each of their partial sums, of at most 16 * 144 times that: at most 16
 // bits. A tensor core adds with the precision of float32 at least, so in any order it makes s_a dot16 2^-28 exactly.
-// Times s_b that has 20 bits, so the fused multiply-add is fl(y + s_a s_b dot16), with everything times 2^-28. Nothing
-// comes near the ends of float32's range: what is not zero has magnitudes from 2^-48 to 36 K 448^2 2^-28. The end takes
-// 2^-28 back, exactly. y starts as +0 and is never -0, so signs of zeros do not matter. A NaN scale of a makes its
-// token's 16 elements NaN, one of b the factor.
-//
-// What is copied goes through a ring of stages, what is decoded through a shorter one; a stage is some windows of K.
+// Times s_b that has 20 bits, so the FMA is fl(y + s_a s_b dot16), with everything times 2^-28. Nothing comes near the
+// ends of float32's range: nonzero magnitudes are from 2^-48 to 36 K 448^2 2^-28. The epilogue takes 2^-28 back,
+// exactly. y starts as +0 and is never -0, so signs of zeros do not matter. A NaN scale of a makes its token's 16
+// elements NaN, one of b the factor.
 // The order of k in a block is free: lane t of four has the t-th quarter of the block in both operands.
 #include "../decode.cuh"
 #include "nvfp4_blocks.cuh"
@@ -29,33 +21,31 @@
 namespace jnvfp4 {
 namespace {
 
-// Warps that decode, in one or two teams that take stages in turn, then some that copy, then those that multiply. There
-// are registers for 12 of them.
-constexpr int kDecoders = 4, kMostCopiers = 4, kAllWarps = 12;
-constexpr int kMostWarps = 7;               // of those that multiply
-constexpr int kMostCols = 16 * kMostWarps;  // rows of b, which are columns of the result
-constexpr int kMostThreads = 32 * kAllWarps;
+// Roles of warps: decode warps, in one or two teams that alternate, copy warps, mma warps. Registers suffice for 12.
+constexpr int kDecodeWarps = 4, kMaxCopyWarps = 4, kAllWarps = 12;
+constexpr int kMaxMmaWarps = 7, kMaxCols = 16 * kMaxMmaWarps;  // rows of b, which are columns of the result
+constexpr int kMaxThreads = 32 * kAllWarps;
 constexpr int kWindowCodes = kWindow / 2;
 constexpr float kUnit = 0x1p28f;
 
-// What a CTA has at a time, given its columns. Tokens are in tiles of 8.
+// Tiles, rings and shared memory of a CTA. Tokens are in tiles of 8.
 template <int kTiles_, bool kWindows_>
 struct Config {
   static constexpr int kTiles = kTiles_, kTokens = 8 * kTiles;
   static constexpr bool kWindows = kWindows_;
-  static constexpr int kTeams = kWindows ? 1 : 2, kTeamThreads = 32 * kDecoders / kTeams;
+  static constexpr int kTeams = kWindows ? 1 : 2, kTeamThreads = 32 * kDecodeWarps / kTeams;
   static constexpr bool kShort = kTiles == 8 || (kTiles == 4 && kWindows);
-  static constexpr int kDepth = kShort ? 2 : 4;                                     // windows of K in a stage
-  static constexpr int kStages = kTiles == 4 && !kWindows ? 5 : 7;                  // that are copied, or in flight
-  static constexpr int kDecoded = kTiles < 4 || (kTiles == 4 && kWindows) ? 4 : 3;  // stages that are decoded
-  // Barriers tell odd turns of a ring from even ones: a warp must not be more than one turn ahead.
-  static_assert(kTeams <= kDecoded && kMostCopiers <= kStages);
-  static constexpr int kPairs = kDepth * kWindowBlocks / 2;  // of blocks
-  static constexpr int kParts = kDepth * kWindowCodes / 16;  // of 16 bytes of codes, of a row
-  // Codes, then scales. 8 rows are in different banks.
+  static constexpr int kDepth = kShort ? 2 : 4;                     // windows of 64 along K in a stage
+  static constexpr int kStages = kTiles == 4 && !kWindows ? 5 : 7;  // of the raw ring
+  static constexpr int kDecodedStages = kTiles < 4 || (kTiles == 4 && kWindows) ? 4 : 3;  // of the decoded ring
+  // Barriers have one phase bit: a warp must not be more than one trip round the ring ahead.
+  static_assert(kTeams <= kDecodedStages && kMaxCopyWarps <= kStages);
+  static constexpr int kPairs = kDepth * kWindowBlocks / 2;  // pairs of blocks
+  static constexpr int kParts = kDepth * kWindowCodes / 16;  // 16-byte parts of a row's codes
+  // Row of a stage: codes, then scales. 8 rows have no bank conflicts.
   static constexpr int kScales = kDepth * kWindowCodes, kPitch = (kScales + kDepth * kWindowBlocks + 15) / 16 * 16;
   static constexpr int kFragments = kPairs * kTiles * 32 * 16;  // bytes
-  // Results of mma that are not added yet: of kLag tiles, in a ring.
+  // Register ring of mma results: each is added kLag tiles later, which hides the latency of the mma.
   static constexpr int kRing = kTiles >= 4 ? 8 : 4, kLag = kTiles >= 4 ? 6 : kTiles + 1;
 
   // Bytes of shared memory.
@@ -66,13 +56,13 @@ struct Config {
   }
   static __host__ __device__ constexpr int decoded_bytes(int cols) { return kFragments + kDepth * cols * 16 + 16; }
   static __host__ __device__ constexpr int bytes(int cols) {
-    return kBarrierBytes + kStages * stage_bytes(cols) + kDecoded * decoded_bytes(cols);
+    return kBarrierBytes + kStages * stage_bytes(cols) + kDecodedStages * decoded_bytes(cols);
   }
 };
 
-// A stage as it is copied: rows of tokens, then of b.
+// Raw stage, as copied: rows of tokens, then of b, each codes and scales; then amaxes of windows.
 template <class C>
-struct Stage {
+struct RawStage {
   uint8_t* at;
   int cols;
   __device__ __forceinline__ uint8_t* token(int i) const { return at + i * C::kPitch; }
@@ -81,10 +71,10 @@ struct Stage {
     return reinterpret_cast<float*>(at + C::rows(cols) * C::kPitch) + window * C::rows(cols);
   }
 };
-// A stage as it is decoded. Of each pair of blocks and tile of tokens, fragments of 32 lanes: the right operand of an
-// mma for either block. Of each window and row of b the scales of four blocks.
+// Decoded stage: per pair of blocks and tile of 8 tokens, fragments of 32 lanes, the right operand of an mma for either
+// block; per window and row of b, the scales of four blocks as floats.
 template <class C>
-struct Decoded {
+struct DecodedStage {
   uint8_t* at;
   int cols;
   __device__ __forceinline__ uint4* fragments(int pair, int tile) const {
@@ -93,56 +83,53 @@ struct Decoded {
   __device__ __forceinline__ float4* scales(int window) const {
     return reinterpret_cast<float4*>(at + C::kFragments) + window * cols;
   }
-  // A byte for each of the team's four warps: whether one of its amaxes is unusual.
+  // Flags, a byte for each of the team's four warps: whether one of its amaxes is unusual.
   __device__ __forceinline__ uint32_t* unusual() const {
     return reinterpret_cast<uint32_t*>(at + C::kFragments + C::kDepth * cols * 16);
   }
 };
 template <class C>
-struct Memory {
+struct SharedMemory {
   uint8_t* at;
   int cols;
-  // Barriers: of a stage that is copied, and that may be copied to; that is decoded, and that may be decoded to.
-  __device__ __forceinline__ uint64_t* copied(int slot) const { return reinterpret_cast<uint64_t*>(at) + slot; }
-  __device__ __forceinline__ uint64_t* to_copy(int slot) const { return copied(C::kStages + slot); }
-  __device__ __forceinline__ uint64_t* decoded(int slot) const { return copied(2 * C::kStages + slot); }
-  __device__ __forceinline__ uint64_t* to_decode(int slot) const { return decoded(C::kDecoded + slot); }
+  // Full and empty barriers of the raw ring and of the decoded ring.
+  __device__ __forceinline__ uint64_t* raw_full(int slot) const { return reinterpret_cast<uint64_t*>(at) + slot; }
+  __device__ __forceinline__ uint64_t* raw_empty(int slot) const { return raw_full(C::kStages + slot); }
+  __device__ __forceinline__ uint64_t* decoded(int slot) const { return raw_full(2 * C::kStages + slot); }
+  __device__ __forceinline__ uint64_t* decoded_empty(int slot) const { return decoded(C::kDecodedStages + slot); }
   __device__ __forceinline__ uint8_t* stages() const { return at + C::kBarrierBytes; }
-  __device__ __forceinline__ Stage<C> stage_at(int slot) const {
+  __device__ __forceinline__ RawStage<C> stage_at(int slot) const {
     return {stages() + slot * C::stage_bytes(cols), cols};
   }
-  __device__ __forceinline__ Decoded<C> decoded_at(int slot) const {
+  __device__ __forceinline__ DecodedStage<C> decoded_at(int slot) const {
     return {stages() + C::kStages * C::stage_bytes(cols) + slot * C::decoded_bytes(cols), cols};
   }
-  // In the end, in place of stages: sums of a token.
+  // Sums of a token, which overwrite the stages in the epilogue.
   __device__ __forceinline__ float* sums(int token) const {
     return reinterpret_cast<float*>(stages()) + token * (cols + 4);
   }
 };
 
-// The place of a stage in a ring of kSlots, and how often the ring went round, modulo 2.
+// Slot of a stage in a ring of kSlots, and phase: trips round the ring, modulo 2.
 template <int kSlots>
-struct Turn {
+struct RingPosition {
   int slot = 0, phase = 0;
-  __device__ __forceinline__ Turn next() const {
-    return slot + 1 == kSlots ? Turn{0, phase ^ 1} : Turn{slot + 1, phase};
+  __device__ __forceinline__ RingPosition next() const {
+    return slot + 1 == kSlots ? RingPosition{0, phase ^ 1} : RingPosition{slot + 1, phase};
   }
 };
 
 // ---------------------------------------------------------------- PTX
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-// Copies, or zeros. `from` is valid either way.
+// Copies kBytes, or zeros; `from` is a valid address either way.
 template <int kBytes>
-__device__ __forceinline__ void copy_or_zero(void* to, const void* from, bool there) {
+__device__ __forceinline__ void copy_or_zero(void* to, const void* from, bool valid) {
   if constexpr (kBytes == 16)
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-                 "r"(there ? 16 : 0)
+                 "r"(valid ? 16 : 0)
                  : "memory");
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes),
-                 "r"(there ? kBytes : 0)
+                 "r"(valid ? kBytes : 0)
                  : "memory");
 }
 __device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
@@ -152,7 +139,7 @@ __device__ __forceinline__ void arrive(uint64_t* barrier) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier))
                : "memory");
 }
-// When the thread's copies are there.
+// Arrives when the thread's copies have.
 __device__ __forceinline__ void arrive_with_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
@@ -176,7 +163,7 @@ __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
 
-// Two E4M3 bytes, as float16 in one word.
+// Converts two E4M3 bytes to float16 in one word.
 __device__ __forceinline__ uint32_t halves_of_scales(uint32_t two) {
 #if __CUDA_ARCH__ >= 890
   uint32_t pair;
@@ -186,15 +173,15 @@ __device__ __forceinline__ uint32_t halves_of_scales(uint32_t two) {
   return f16_pair(e4m3_decode(static_cast<uint8_t>(two)), e4m3_decode(static_cast<uint8_t>(two >> 8)));
 #endif
 }
-// Of the four blocks of a window.
+// Converts the four scales of a window.
 __device__ __forceinline__ float4 scales_of_window(uint32_t four) {
   float scale[kWindowBlocks];
 #if __CUDA_ARCH__ >= 890
 #pragma unroll
   for (int i = 0; i < kWindowBlocks; i += 2) {
     const uint32_t pair = halves_of_scales(four >> (8 * i));
-    const float2 both = __half22float2(reinterpret_cast<const __half2&>(pair));
-    scale[i] = both.x, scale[i + 1] = both.y;
+    const float2 two = __half22float2(reinterpret_cast<const __half2&>(pair));
+    scale[i] = two.x, scale[i + 1] = two.y;
   }
 #else
 #pragma unroll
@@ -205,30 +192,30 @@ __device__ __forceinline__ float4 scales_of_window(uint32_t four) {
 
 __device__ __forceinline__ uint32_t word_at(const uint8_t* p) { return *reinterpret_cast<const uint32_t*>(p); }
 
-// Of a word of each of two rows or blocks, two neighbouring bytes, which are a quarter of a block: the low ones, then
-// the high ones. Its codes 0 and 4, 1 and 5 are of the first, 2 and 6, 3 and 7 of the second.
+// Selects two neighbouring bytes, a quarter of a block, from a word of each of two rows or blocks: the low ones, then
+// the high ones. Codes 0 and 4, 1 and 5 of the result are of the first, 2 and 6, 3 and 7 of the second.
 __device__ __forceinline__ uint32_t quarters(uint32_t first, uint32_t second, int quarter) {
   return __byte_perm(first, second, quarter % 2 ? 0x7362u : 0x5140u);
 }
 
-// ---------------------------------------------------------------- from global to shared memory
-// What the lanes of a warp copy of a stage: 16 bytes of codes of some rows, and the scales and amaxes of others. In
-// place of rows of b that do not exist, and of what is past the end of K, come zeros, in place of tokens the last one.
+// ---------------------------------------------------------------- copy warps
+// Source addresses of a lane: it copies 16 bytes of codes of some rows, and the scales and amaxes of others. Rows of b
+// past the end, and K past its end, become zeros; tokens past the end become the last one.
 template <class C>
-struct Source {
-  static constexpr int kStep = 32 / C::kParts;  // rows from one copy of codes to the next
+struct CopySource {
+  static constexpr int kStep = 32 / C::kParts;  // rows between copies of codes
   static constexpr int kScaleBytes = C::kDepth * kWindowBlocks;
-  static constexpr int kTokenCopies = C::kTokens / kStep, kColCopies = kMostCols / kStep;
-  static constexpr int kTokenPasses = (C::kTokens + 31) / 32, kColPasses = (kMostCols + 31) / 32;
-  const uint8_t* data;                                   // some valid address
-  const uint8_t *token, *col, *token_scale, *col_scale;  // of the first stage and of the lane's first row
+  static constexpr int kTokenCopies = C::kTokens / kStep, kColCopies = kMaxCols / kStep;
+  static constexpr int kTokenPasses = (C::kTokens + 31) / 32, kColPasses = (kMaxCols + 31) / 32;
+  const uint8_t* data;                                   // a valid address
+  const uint8_t *token, *col, *token_scale, *col_scale;  // addresses of the lane's first row, in the first stage
   const float *token_amax[kTokenPasses], *col_amax[kColPasses];
   int lane, part, first, code_bytes, scale_bytes;
-  int cols, columns, last;  // of the CTA: with and without columns that do not exist; the last token
+  int cols, columns, last;  // of the CTA: columns of its tile, and those that exist; the last token
   bool whole, aligned, token_windows, col_windows;
 
-  __device__ __forceinline__ Source(const Operand& a, const Operand& b, int64_t a_row, int64_t b_row, int64_t tokens,
-                                    int64_t columns_left, int cols)
+  __device__ __forceinline__ CopySource(const Operand& a, const Operand& b, int64_t a_row, int64_t b_row,
+                                        int64_t tokens, int64_t columns_left, int cols)
       : data(b.data),
         lane(static_cast<int>(threadIdx.x) % 32),
         part(lane % C::kParts),
@@ -252,7 +239,7 @@ struct Source {
     }
   }
 
-  __device__ __forceinline__ void copy(const Stage<C>& to, int stage) const {
+  __device__ __forceinline__ void copy(const RawStage<C>& to, int stage) const {
     if (whole)
       copy_rows<true>(to, stage);
     else
@@ -270,7 +257,7 @@ struct Source {
 
  private:
   template <bool kWhole>
-  __device__ __forceinline__ void copy_rows(const Stage<C>& to, int stage) const {
+  __device__ __forceinline__ void copy_rows(const RawStage<C>& to, int stage) const {
     uint8_t *const codes = to.token(first) + part * 16, *const scales = to.token(lane) + C::kScales;
     constexpr int kCols = C::kTokens * C::kPitch;  // from tokens to rows of b
     const int done = stage * C::kScales, done_scales = stage * kScaleBytes;
@@ -296,51 +283,52 @@ struct Source {
         copy_scales<kWhole>(scales + kCols + 32 * i * C::kPitch, col_scales + int64_t{32 * i} * scale_bytes,
                             lane + 32 * i < columns ? scale_bytes - done_scales : 0);
   }
-  // `left` bytes of the row from that of the first lane on.
+  // Copies 16 bytes of a row that has `bytes_left` bytes from the first lane's on.
   template <bool kWhole>
-  __device__ __forceinline__ void copy_codes(uint8_t* to, const uint8_t* from, int left) const {
-    left -= part * 16;
-    if (kWhole || aligned) return copy_or_zero<16>(to, kWhole || left > 0 ? from : data, kWhole || left > 0);
-    copy_or_zero<8>(to, left > 0 ? from : data, left > 0);
-    copy_or_zero<8>(to + 8, left > 8 ? from + 8 : data, left > 8);
+  __device__ __forceinline__ void copy_codes(uint8_t* to, const uint8_t* from, int bytes_left) const {
+    bytes_left -= part * 16;
+    if (kWhole || aligned)
+      return copy_or_zero<16>(to, kWhole || bytes_left > 0 ? from : data, kWhole || bytes_left > 0);
+    copy_or_zero<8>(to, bytes_left > 0 ? from : data, bytes_left > 0);
+    copy_or_zero<8>(to + 8, bytes_left > 8 ? from + 8 : data, bytes_left > 8);
   }
   template <bool kWhole>
-  __device__ __forceinline__ void copy_scales(uint8_t* to, const uint8_t* from, int left) const {
+  __device__ __forceinline__ void copy_scales(uint8_t* to, const uint8_t* from, int bytes_left) const {
     if constexpr (kWhole) {
       copy_or_zero<kScaleBytes>(to, from, true);
     } else {
 #pragma unroll
       for (int w = 0; w < kScaleBytes; w += kWindowBlocks) {
         if (scale_bytes % kWindowBlocks == 0) {
-          copy_or_zero<4>(to + w, w < left ? from + w : data, w < left);
+          copy_or_zero<4>(to + w, w < bytes_left ? from + w : data, w < bytes_left);
           continue;
         }
         uint32_t four = 0;
 #pragma unroll
         for (int j = w; j < w + kWindowBlocks; ++j)
-          if (j < left) four |= uint32_t{__ldg(from + j)} << (8 * (j - w));
+          if (j < bytes_left) four |= uint32_t{__ldg(from + j)} << (8 * (j - w));
         *reinterpret_cast<uint32_t*>(to + w) = four;
       }
     }
   }
-  __device__ __forceinline__ void copy_amaxes(const Stage<C>& to, int stage, int row, const float* of, bool windows,
+  __device__ __forceinline__ void copy_amaxes(const RawStage<C>& to, int stage, int row, const float* of, bool windows,
                                               bool has_row) const {
 #pragma unroll
     for (int w = 0; w < C::kDepth; ++w) {
       const int window = stage * C::kDepth + w;
-      const bool there = has_row && window * kWindowBlocks < scale_bytes;
-      copy_or_zero<4>(to.amax(w) + row, of + (there && windows ? window : 0), there);
+      const bool valid = has_row && window * kWindowBlocks < scale_bytes;
+      copy_or_zero<4>(to.amax(w) + row, of + (valid && windows ? window : 0), valid);
     }
   }
 };
 
-// ---------------------------------------------------------------- helpers
-// A lane's place in a fragment: eight lanes write to, and read from, different banks.
-__device__ __forceinline__ int place(int group, int quarter) { return group * 4 + (quarter ^ group / 2); }
+// ---------------------------------------------------------------- decode warps
+// Slot of a lane in a fragment, without bank conflicts for eight lanes that write or read.
+__device__ __forceinline__ int fragment_slot(int group, int quarter) { return group * 4 + (quarter ^ group / 2); }
 
-// Tokens to fragments. A thread has some pairs of blocks of a token.
+// Decodes tokens to fragments. A thread has some pairs of blocks of a token.
 template <class C>
-__device__ __forceinline__ void decode_tokens(const Decoded<C>& to, const Stage<C>& stage) {
+__device__ __forceinline__ void decode_tokens(const DecodedStage<C>& to, const RawStage<C>& stage) {
   const int thread = static_cast<int>(threadIdx.x) % C::kTeamThreads;
   constexpr int kItems = C::kPairs * C::kTokens;
   static_assert(C::kWindows || kItems % C::kTeamThreads == 0);
@@ -350,8 +338,8 @@ __device__ __forceinline__ void decode_tokens(const Decoded<C>& to, const Stage<
     const int pair = (i + thread) / C::kTokens, token = (i + thread) % C::kTokens;
     const uint8_t* row = stage.token(token);
     const uint4 codes = *reinterpret_cast<const uint4*>(row + pair * 16);
-    const uint32_t both = halves_of_scales(*reinterpret_cast<const uint16_t*>(row + C::kScales + pair * 2));
-    const uint32_t scale[2] = {__byte_perm(both, 0, 0x1010), __byte_perm(both, 0, 0x3232)};
+    const uint32_t two_scales = halves_of_scales(*reinterpret_cast<const uint16_t*>(row + C::kScales + pair * 2));
+    const uint32_t scale[2] = {__byte_perm(two_scales, 0, 0x1010), __byte_perm(two_scales, 0, 0x3232)};
     uint4* fragments = to.fragments(pair, token / 8);
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
@@ -359,21 +347,21 @@ __device__ __forceinline__ void decode_tokens(const Decoded<C>& to, const Stage<
       halves_of_codes(quarters(q < 2 ? codes.x : codes.y, q < 2 ? codes.z : codes.w, q), v);
 #pragma unroll
       for (int j = 0; j < 4; ++j) v[j] = multiply_halves(v[j], scale[j / 2]);
-      fragments[place(token % 8, q)] = make_uint4(v[0], v[1], v[2], v[3]);
+      fragments[fragment_slot(token % 8, q)] = make_uint4(v[0], v[1], v[2], v[3]);
     }
   }
 }
 
-// Whether the product of two such amaxes is 0 or from 2^-60 to 2^60, so that `div_by_steps` divides it.
+// Returns whether the product of two such amaxes is 0 or from 2^-60 to 2^60, so that `div_by_steps` divides it.
 __device__ __forceinline__ bool is_usual(float amax) {
   return bits_of(amax) == 0u || bits_of(amax) - (97u << 23) < 60u << 23;
 }
 
 template <class C>
-__device__ __forceinline__ void decode_scales(const Decoded<C>& to, const Stage<C>& stage) {
+__device__ __forceinline__ void decode_scales(const DecodedStage<C>& to, const RawStage<C>& stage) {
   const int thread = static_cast<int>(threadIdx.x) % C::kTeamThreads;
 #pragma unroll
-  for (int i = thread; i < kMostCols; i += C::kTeamThreads)
+  for (int i = thread; i < kMaxCols; i += C::kTeamThreads)
     if (i < stage.cols) {
 #pragma unroll
       for (int w = 0; w < C::kDepth; ++w)
@@ -382,7 +370,7 @@ __device__ __forceinline__ void decode_scales(const Decoded<C>& to, const Stage<
   if constexpr (C::kWindows) {
     bool usual = true;
 #pragma unroll
-    for (int i = 0; i < C::rows(kMostCols); i += C::kTeamThreads)
+    for (int i = 0; i < C::rows(kMaxCols); i += C::kTeamThreads)
       if (i + thread < C::rows(stage.cols)) {
 #pragma unroll
         for (int w = 0; w < C::kDepth; ++w) usual &= is_usual(stage.amax(w)[i + thread]);
@@ -392,40 +380,39 @@ __device__ __forceinline__ void decode_scales(const Decoded<C>& to, const Stage<
   }
 }
 
-// What the warps that copy do for a matrix, after `before` stages of others: they take stages in turn.
+// Copies the stages of a matrix, after `before` stages of others; copy warps take stages round-robin.
 template <class C>
-__device__ __forceinline__ void copy_stages(const Source<C>& source, const Memory<C>& memory, int stages, int copier,
-                                            int copiers, int64_t before) {
+__device__ __forceinline__ void copy_stages(const CopySource<C>& source, const SharedMemory<C>& memory, int stages,
+                                            int copy_warp, int copy_warps, int64_t before) {
   const int started = static_cast<int>(before % (2 * C::kStages));
 #pragma unroll 1
-  for (int i = copier; i < stages; i += copiers) {
+  for (int i = copy_warp; i < stages; i += copy_warps) {
     const int slot = (started + i) % C::kStages, phase = (started + i) / C::kStages % 2;
-    if (before + i >= C::kStages) wait(memory.to_copy(slot), phase ^ 1);
+    if (before + i >= C::kStages) wait(memory.raw_empty(slot), phase ^ 1);
     source.copy(memory.stage_at(slot), i);
-    arrive_with_copies(memory.copied(slot));
-    arrive(memory.copied(slot));  // with what the thread stored itself
+    arrive_with_copies(memory.raw_full(slot));
+    arrive(memory.raw_full(slot));  // with what the thread stored itself
   }
 }
 
-// What the warps that decode do.
+// Decodes the stages of a matrix; teams take stages alternately.
 template <class C>
-__device__ __forceinline__ void decode_stages(const Memory<C>& memory, int stages, int team, int64_t before) {
-  const int copied = static_cast<int>(before % (2 * C::kStages)),
-            decoded = static_cast<int>(before % (2 * C::kDecoded));
+__device__ __forceinline__ void decode_stages(const SharedMemory<C>& memory, int stages, int team, int64_t before) {
+  const int raw_full = static_cast<int>(before % (2 * C::kStages)),
+            decoded = static_cast<int>(before % (2 * C::kDecodedStages));
 #pragma unroll 1
   for (int i = team; i < stages; i += C::kTeams) {
-    const int from = (copied + i) % C::kStages, to = (decoded + i) % C::kDecoded;
-    wait(memory.copied(from), (copied + i) / C::kStages % 2);
-    if (before + i >= C::kDecoded) wait(memory.to_decode(to), (decoded + i) / C::kDecoded % 2 ^ 1);
+    const int from = (raw_full + i) % C::kStages, to = (decoded + i) % C::kDecodedStages;
+    wait(memory.raw_full(from), (raw_full + i) / C::kStages % 2);
+    if (before + i >= C::kDecodedStages) wait(memory.decoded_empty(to), (decoded + i) / C::kDecodedStages % 2 ^ 1);
     decode_tokens<C>(memory.decoded_at(to), memory.stage_at(from));
     decode_scales<C>(memory.decoded_at(to), memory.stage_at(from));
     arrive(memory.decoded(to));
   }
 }
 
-// ---------------------------------------------------------------- from shared memory to sums
-// Outputs of a thread: rows lane / 4 and 8 below of the warp's 16 of b, tokens 2 * (lane % 4) and the next of each
-// tile.
+// ---------------------------------------------------------------- mma warps
+// Outputs of a lane, in a 16x8 fragment per tile: rows g and g + 8 of the warp's 16 of b, tokens 2 t and 2 t + 1.
 struct Lane {
   int row, group, quarter;
 
@@ -442,7 +429,7 @@ __device__ __noinline__ float alpha_of_any(float amax_a, float amax_b, float div
   return div_rn(mul_rn(amax_a, amax_b), divisor);
 }
 
-// y = add_window(y, sum, alpha) with the alpha of each output.
+// Adds the sums of a window times the alpha of each output.
 template <class C>
 __device__ __forceinline__ void add_windows(TokenSums<C>& y, const TokenSums<C>& sum, const float* amax,
                                             const Lane& lane, bool usual, const WindowAlpha& alpha_of) {
@@ -455,7 +442,7 @@ __device__ __forceinline__ void add_windows(TokenSums<C>& y, const TokenSums<C>&
       for (int i = 0; i < 4; ++i) y[n][i] = add_one(y[n][i], sum[n][i], i % 2 ? two.y : two.x, col[i / 2]);
     }
   };
-  // Times 2^28, exactly.
+  // alpha times 2^28, exactly.
   WindowAlpha unit_alpha = alpha_of;
   unit_alpha.divisor *= 1 / kUnit, unit_alpha.reciprocal *= kUnit;
   if (usual)
@@ -466,13 +453,14 @@ __device__ __forceinline__ void add_windows(TokenSums<C>& y, const TokenSums<C>&
     });
 }
 
-// Codes and scales of a window of the lane's two rows.
-struct Rows {
+// Codes and scales of the lane's two rows in a window.
+struct LaneRows {
   uint32_t codes[2][kWindowBlocks];
   float scale[2][kWindowBlocks];
 
   template <class C>
-  __device__ __forceinline__ void load(const Stage<C>& stage, const Decoded<C>& decoded, const Lane& lane, int window) {
+  __device__ __forceinline__ void load(const RawStage<C>& stage, const DecodedStage<C>& decoded, const Lane& lane,
+                                       int window) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int col = lane.col_of(2 * r);
@@ -483,47 +471,50 @@ struct Rows {
       scale[r][0] = four.x, scale[r][1] = four.y, scale[r][2] = four.z, scale[r][3] = four.w;
     }
   }
-  __device__ __forceinline__ void decode(int block, const Lane& lane, uint32_t (&left)[4]) const {
+  __device__ __forceinline__ void decode(int block, const Lane& lane, uint32_t (&row_fragments)[4]) const {
     uint32_t v[4];
     halves_of_codes(quarters(codes[0][block], codes[1][block], lane.quarter), v);
-    left[0] = v[0], left[1] = v[2], left[2] = v[1], left[3] = v[3];
+    row_fragments[0] = v[0], row_fragments[1] = v[2], row_fragments[2] = v[1], row_fragments[3] = v[3];
   }
 };
 
-// What a warp that multiplies does for a matrix. Nothing waits for what it has just asked for: codes, scales and
-// fragments are loaded a pair of blocks ahead, decoded a block ahead, and an mma's result is added kLag tiles later.
+// Multiplies the stages of a matrix. Four software pipelines hide latencies, relative to the mma of (block, tile):
+//   two blocks ahead     load codes and scales of a window; before them, wait for the next stage at the end of one
+//   a pair ahead         load token fragments into the registers whose last use this mma is
+//   a block ahead        decode b
+//   kLag tiles behind    y = fma(result of an mma, s_b, y); the scales of the previous window stay until then
 template <class C>
-__device__ __forceinline__ void multiply_rows(TokenSums<C>& y, const Memory<C>& memory, int stages,
-                                              Turn<C::kStages> copied, Turn<C::kDecoded> decoded, const Lane& lane,
-                                              const WindowAlpha& alpha_of) {
+__device__ __forceinline__ void mma_stages(TokenSums<C>& y, const SharedMemory<C>& memory, int stages,
+                                           RingPosition<C::kStages> raw_full, RingPosition<C::kDecodedStages> decoded,
+                                           const Lane& lane, const WindowAlpha& alpha_of) {
   constexpr int kSteps = kWindowBlocks * C::kTiles;  // tiles of a window
   constexpr int kBuffers = C::kTiles >= 8 ? 1 : 2;   // of fragments
   static_assert(kSteps % C::kRing == 0 && C::kLag < C::kRing && C::kLag <= 2 * C::kTiles);
-  const int own = place(lane.group, lane.quarter);
+  const int lane_slot = fragment_slot(lane.group, lane.quarter);
   float d[C::kRing][4] = {};
-  uint4 right[kBuffers][C::kTiles];
-  uint32_t left[2][4];
-  Rows rows[2];
+  uint4 token_fragments[kBuffers][C::kTiles];
+  uint32_t row_fragments[2][4];
+  LaneRows rows[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i)
 #pragma unroll
     for (int j = 0; j < kWindowBlocks; ++j) rows[1].scale[i][j] = 0.0f;
-  Stage<C> stage = memory.stage_at(copied.slot);
-  Decoded<C> ready = memory.decoded_at(decoded.slot);
+  RawStage<C> stage = memory.stage_at(raw_full.slot);
+  DecodedStage<C> ready = memory.decoded_at(decoded.slot);
   wait(memory.decoded(decoded.slot), decoded.phase);
   rows[0].load(stage, ready, lane, 0);
-  rows[0].decode(0, lane, left[0]);
+  rows[0].decode(0, lane, row_fragments[0]);
 #pragma unroll
-  for (int n = 0; n < C::kTiles; ++n) right[0][n] = ready.fragments(0, n)[own];
+  for (int n = 0; n < C::kTiles; ++n) token_fragments[0][n] = ready.fragments(0, n)[lane_slot];
 #pragma unroll 1
   for (int i = 0; i < stages; ++i) {
     const auto following = decoded.next();
-    const auto following_copy = copied.next();
-    const Stage<C> next_stage = memory.stage_at(following_copy.slot);
-    const Decoded<C> next_ready = memory.decoded_at(following.slot);
+    const auto following_copy = raw_full.next();
+    const RawStage<C> next_stage = memory.stage_at(following_copy.slot);
+    const DecodedStage<C> next_ready = memory.decoded_at(following.slot);
 #pragma unroll
     for (int w = 0; w < C::kDepth; ++w) {
-      Rows &now = rows[w % 2], &other = rows[(w + 1) % 2];
+      LaneRows &now = rows[w % 2], &other = rows[(w + 1) % 2];
       TokenSums<C> window_sum{};
       auto& sum = C::kWindows ? window_sum : y;
 #pragma unroll
@@ -532,67 +523,63 @@ __device__ __forceinline__ void multiply_rows(TokenSums<C>& y, const Memory<C>& 
         const bool end = w + 1 == C::kDepth;
         if (block == 2) {
           if (end && i + 1 < stages) wait(memory.decoded(following.slot), following.phase);
-          // What is past the end of K is not used.
+          // Past the end of K this loads values that are not used.
           other.load(end ? next_stage : stage, end ? next_ready : ready, lane, end ? 0 : w + 1);
         }
         if (block < kLast)
-          now.decode(block + 1, lane, left[(block + 1) % 2]);
+          now.decode(block + 1, lane, row_fragments[(block + 1) % 2]);
         else
-          other.decode(0, lane, left[0]);
+          other.decode(0, lane, row_fragments[0]);
 #pragma unroll
         for (int n = 0; n < C::kTiles; ++n) {
           const int pair = block / 2, step = block * C::kTiles + n;
-          uint4& of = right[pair % kBuffers][n];
-          multiply(d[step % C::kRing], left[block % 2], block % 2 ? of.z : of.x, block % 2 ? of.w : of.y);
-          if (block % 2 == 2 - kBuffers) {  // the last use of what the next fragments take the place of
-            const Decoded<C>& from = pair == 1 && end ? next_ready : ready;
-            right[(pair + 1) % kBuffers][n] = from.fragments(pair == 1 ? (end ? 0 : 2 * w + 2) : 2 * w + 1, n)[own];
+          uint4& tokens = token_fragments[pair % kBuffers][n];
+          multiply(d[step % C::kRing], row_fragments[block % 2], block % 2 ? tokens.z : tokens.x,
+                   block % 2 ? tokens.w : tokens.y);
+          if (block % 2 == 2 - kBuffers) {  // the last use of these registers
+            const DecodedStage<C>& from = pair == 1 && end ? next_ready : ready;
+            token_fragments[(pair + 1) % kBuffers][n] =
+                from.fragments(pair == 1 ? (end ? 0 : 2 * w + 2) : 2 * w + 1, n)[lane_slot];
           }
-          const int done = step - C::kLag;
-          if (C::kWindows && done < 0) continue;
-          const int at = (done + kSteps) % kSteps;
-          // The other rows are those of the window before until their last use.
-          const Rows& of_done = done < 0 ? other : now;
+          const int added = step - C::kLag;
+          if (C::kWindows && added < 0) continue;
+          const int tile_idx = (added + kSteps) % kSteps;
+          // Until its last use, `other` is the previous window.
+          const LaneRows& added_rows = added < 0 ? other : now;
 #pragma unroll
           for (int j = 0; j < 4; ++j)
-            sum[at % C::kTiles][j] =
-                __fmaf_rn(d[at % C::kRing][j], of_done.scale[j / 2][at / C::kTiles], sum[at % C::kTiles][j]);
+            sum[tile_idx % C::kTiles][j] = __fmaf_rn(
+                d[tile_idx % C::kRing][j], added_rows.scale[j / 2][tile_idx / C::kTiles], sum[tile_idx % C::kTiles][j]);
         }
       }
       if constexpr (C::kWindows) {
 #pragma unroll
-        for (int at = kSteps - C::kLag; at < kSteps; ++at)
+        for (int tile_idx = kSteps - C::kLag; tile_idx < kSteps; ++tile_idx)
 #pragma unroll
           for (int j = 0; j < 4; ++j)
-            sum[at % C::kTiles][j] =
-                __fmaf_rn(d[at % C::kRing][j], now.scale[j / 2][at / C::kTiles], sum[at % C::kTiles][j]);
+            sum[tile_idx % C::kTiles][j] = __fmaf_rn(d[tile_idx % C::kRing][j], now.scale[j / 2][tile_idx / C::kTiles],
+                                                     sum[tile_idx % C::kTiles][j]);
         add_windows<C>(y, sum, stage.amax(w), lane, *ready.unusual() == 0, alpha_of);
       }
     }
     __syncwarp();
-    if (threadIdx.x % 32 < kArrivals) arrive(memory.to_copy(copied.slot)), arrive(memory.to_decode(decoded.slot));
-    copied = following_copy, decoded = following, stage = next_stage, ready = next_ready;
+    if (threadIdx.x % 32 < kArrivals)
+      arrive(memory.raw_empty(raw_full.slot)), arrive(memory.decoded_empty(decoded.slot));
+    raw_full = following_copy, decoded = following, stage = next_stage, ready = next_ready;
   }
   if constexpr (!C::kWindows) {
 #pragma unroll
-    for (int at = kSteps - C::kLag; at < kSteps; ++at)
+    for (int tile_idx = kSteps - C::kLag; tile_idx < kSteps; ++tile_idx)
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        y[at % C::kTiles][j] =
-            __fmaf_rn(d[at % C::kRing][j], rows[1].scale[j / 2][at / C::kTiles], y[at % C::kTiles][j]);
+        y[tile_idx % C::kTiles][j] = __fmaf_rn(d[tile_idx % C::kRing][j], rows[1].scale[j / 2][tile_idx / C::kTiles],
+                                               y[tile_idx % C::kTiles][j]);
   }
 }
 
-__device__ __forceinline__ void store_output(const MatmulResult& r, int64_t i, float v) {
-  if (r.kind == Float::kF32)
-    static_cast<uint32_t*>(r.out)[i] = F32::store(v);
-  else
-    static_cast<uint16_t*>(r.out)[i] = r.kind == Float::kBf16 ? Bf16::store(v) : F16::store(v);
-}
-
-// Every `step`-th output of a column.
+// Stores every `step`-th output of a column.
 template <class C>
-__device__ __forceinline__ void store_column(const MatmulArgs& g, const Memory<C>& memory, int64_t matrix,
+__device__ __forceinline__ void store_column(const MatmulArgs& g, const SharedMemory<C>& memory, int64_t matrix,
                                              int64_t token0, int64_t col0, int i, int step,
                                              const WindowAlpha& alpha_of) {
   const GemmShape& s = g.shape;
@@ -609,49 +596,67 @@ __device__ __forceinline__ void store_column(const MatmulArgs& g, const Memory<C
   }
 }
 
-// __syncthreads() for warps that come from several places of the code, which may not have one each.
-__device__ __forceinline__ void meet_all_warps() { asm volatile("barrier.sync 0;" ::: "memory"); }
+// __syncthreads() that warps may reach from several places of the code.
+__device__ __forceinline__ void sync_all_warps() { asm volatile("barrier.sync 0;" ::: "memory"); }
 
+// One CTA in time order, per matrix; rings go on over matrices:
+//
+//   set-up         init full and empty barriers of the raw ring (kStages) and of the decoded ring (kDecodedStages)
+//   copy warps     per stage, round-robin: wait raw_empty
+//                  cp.async codes and scales of kTokens tokens and 16 * mma_warps rows of b, [windows: their amaxes]
+//                  arrive at raw_full when they have come
+//   decode warps   per stage, teams alternately: wait raw_full, decoded_empty
+//                  tokens: q s_a -> float16 fragments; s_b -> float; [windows: are all amaxes usual?]
+//                  arrive at decoded_full
+//   mma warps      per stage: wait decoded_full, which implies raw_full
+//                  per block of 16 along K, decoded a block ahead: codes of b from the raw stage -> fragment
+//                    per tile of 8 tokens: mma = s_a dot16, exact; y = fma(mma of kLag tiles before, s_b, y)
+//                  [windows: that sum is one of a window; y += alpha * sum]
+//                  arrive at raw_empty, decoded_empty
+//   all warps      barrier; mma warps put y into shared memory; __syncthreads
+//                  per output: alpha, bias, cast -> result, masked at the ends; __syncthreads
 template <class C>
-__global__ void __launch_bounds__(kMostThreads, 1) sm80_nvfp4_blocks_small_m_kernel(MatmulArgs g, int warps) {
+__global__ void __launch_bounds__(kMaxThreads, 1) sm80_nvfp4_blocks_small_m_kernel(MatmulArgs g, int warps) {
   extern __shared__ uint4 shared[];
   const int threads = static_cast<int>(blockDim.x), cols = 16 * warps;
-  const Memory<C> memory{reinterpret_cast<uint8_t*>(shared), cols};
+  const SharedMemory<C> memory{reinterpret_cast<uint8_t*>(shared), cols};
   const GemmShape& s = g.shape;
   const Operand a(g.a, s.depth), b(g.b, s.depth);
   const WindowAlpha alpha_of(g);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
-  const int copiers = threads / 32 - kDecoders - warps;
+  const int copy_warps = threads / 32 - kDecodeWarps - warps;
   const int stages = static_cast<int>((s.depth + C::kDepth * kWindow - 1) / (C::kDepth * kWindow));
   if (threadIdx.x == 0) {
     const int readers = warps * kArrivals;
     for (int i = 0; i < C::kStages; ++i)
-      init_barrier(memory.copied(i), 2 * 32), init_barrier(memory.to_copy(i), readers);
-    for (int i = 0; i < C::kDecoded; ++i)
-      init_barrier(memory.decoded(i), C::kTeamThreads), init_barrier(memory.to_decode(i), readers);
+      init_barrier(memory.raw_full(i), 2 * 32), init_barrier(memory.raw_empty(i), readers);
+    for (int i = 0; i < C::kDecodedStages; ++i)
+      init_barrier(memory.decoded(i), C::kTeamThreads), init_barrier(memory.decoded_empty(i), readers);
   }
   __syncthreads();
-  // Neighbouring CTAs have the same rows of b.
+  // Neighbouring CTAs have the same rows of b, for L2.
   const auto token_tiles = static_cast<unsigned>((s.rows + C::kTokens - 1) / C::kTokens);
   const int64_t token0 = static_cast<int64_t>(blockIdx.x % token_tiles) * C::kTokens;
   const int64_t col0 = static_cast<int64_t>(blockIdx.x / token_tiles) * cols;
-  int64_t before = 0;  // stages of matrices before
+  int64_t before = 0;  // stages of previous matrices
   for (int64_t matrix = blockIdx.y; matrix < s.batch; matrix += gridDim.y, before += stages) {
-    const Turn<C::kStages> copied{static_cast<int>(before % C::kStages), static_cast<int>(before / C::kStages % 2)};
-    const Turn<C::kDecoded> decoded{static_cast<int>(before % C::kDecoded), static_cast<int>(before / C::kDecoded % 2)};
-    if (warp < kDecoders) {
-      decode_stages<C>(memory, stages, warp * C::kTeams / kDecoders, before);
-      meet_all_warps();
-    } else if (warp < kDecoders + copiers) {
-      const Source<C> source(a, b, matrix * s.rows + token0, matrix * s.cols + col0, s.rows - token0, s.cols - col0,
-                             cols);
-      copy_stages<C>(source, memory, stages, warp - kDecoders, copiers, before);
-      meet_all_warps();
+    const RingPosition<C::kStages> raw_full{static_cast<int>(before % C::kStages),
+                                            static_cast<int>(before / C::kStages % 2)};
+    const RingPosition<C::kDecodedStages> decoded{static_cast<int>(before % C::kDecodedStages),
+                                                  static_cast<int>(before / C::kDecodedStages % 2)};
+    if (warp < kDecodeWarps) {
+      decode_stages<C>(memory, stages, warp * C::kTeams / kDecodeWarps, before);
+      sync_all_warps();
+    } else if (warp < kDecodeWarps + copy_warps) {
+      const CopySource<C> source(a, b, matrix * s.rows + token0, matrix * s.cols + col0, s.rows - token0, s.cols - col0,
+                                 cols);
+      copy_stages<C>(source, memory, stages, warp - kDecodeWarps, copy_warps, before);
+      sync_all_warps();
     } else {
-      const Lane lane(warp - kDecoders - copiers);
+      const Lane lane(warp - kDecodeWarps - copy_warps);
       TokenSums<C> y{};
-      multiply_rows<C>(y, memory, stages, copied, decoded, lane, alpha_of);
-      meet_all_warps();  // all stages have been used
+      mma_stages<C>(y, memory, stages, raw_full, decoded, lane, alpha_of);
+      sync_all_warps();  // all stages have been used
 #pragma unroll
       for (int n = 0; n < C::kTiles; ++n)
 #pragma unroll
@@ -671,37 +676,42 @@ struct Tile {
   int tiles, warps;
 };
 
-int64_t thread_blocks(const GemmShape& s, const Tile& t) {
+int64_t num_ctas(const GemmShape& s, const Tile& t) {
   return (s.rows + 8 * t.tiles - 1) / (8 * t.tiles) * ((s.cols + 16 * t.warps - 1) / (16 * t.warps));
 }
 
-template <bool kWindows>
-int bytes_of(const Tile& t) {
+// Calls f with the Config of a tile.
+template <bool kWindows, class F>
+auto with_config(const Tile& t, const F& f) {
   switch (t.tiles) {
-    case 1: return Config<1, kWindows>::bytes(16 * t.warps);
-    case 2: return Config<2, kWindows>::bytes(16 * t.warps);
-    case 4: return Config<4, kWindows>::bytes(16 * t.warps);
-    default: return Config<8, kWindows>::bytes(16 * t.warps);
+    case 1: return f(Config<1, kWindows>());
+    case 2: return f(Config<2, kWindows>());
+    case 4: return f(Config<4, kWindows>());
+    default: return f(Config<8, kWindows>());
   }
 }
+template <class F>
+auto with_config(const Tile& t, bool windows, const F& f) {
+  return windows ? with_config<true>(t, f) : with_config<false>(t, f);
+}
 
-// About the clocks of an SM for a block of 16 and all outputs, counted in instructions.
+// Estimates the clocks of an SM for a block of 16 and all outputs, counted in instructions.
 double clocks(const GemmShape& s, const Tile& t, bool windows, int processors) {
   const double multiplying = (windows ? 14.0 : 5.5) * t.tiles + 15.0, helping = 2.2 * t.tiles + 0.5 * t.warps;
-  const auto rounds = (s.batch * thread_blocks(s, t) + processors - 1) / processors;
+  const auto rounds = (s.batch * num_ctas(s, t) + processors - 1) / processors;
   return static_cast<double>(rounds) * ((t.warps + 3) / 4 * multiplying + helping);
 }
 
-// The tile that is done first. The result is the same with each.
+// Returns the fastest tile. The result is the same with each.
 Tile tile_for(const GemmShape& s, bool windows, int tiles) {
   const int processors = multiprocessors(), memory = shared_memory();
   Tile best{tiles ? tiles : 1, 1};
   double least = 1e30;
   for (int t : {1, 2, 4, 8}) {
     if (tiles ? t != tiles : t > 1 && s.rows <= 4 * t) continue;
-    for (int w = 1; w <= kMostWarps; ++w) {
+    for (int w = 1; w <= kMaxMmaWarps; ++w) {
       const Tile tile{t, w};
-      if ((windows ? bytes_of<true>(tile) : bytes_of<false>(tile)) > memory) break;
+      if (with_config(tile, windows, [&](auto c) { return c.bytes(16 * w); }) > memory) break;
       const double time = clocks(s, tile, windows, processors);
       if (time < least) least = time, best = tile;
     }
@@ -711,33 +721,23 @@ Tile tile_for(const GemmShape& s, bool windows, int tiles) {
 
 template <class C>
 cudaError_t launch(const MatmulArgs& g, const Tile& tile, cudaStream_t stream) {
-  constexpr int64_t kMost = 32768;  // of the 65535 that grid dimension y allows
+  constexpr int64_t kMaxBatch = 32768;  // of the 65535 that grid dimension y allows
   static_assert(C::bytes(16) <= 99 << 10, "what every GPU from 8.0 allows");
   const auto kernel = sm80_nvfp4_blocks_small_m_kernel<C>;
   const int bytes = C::bytes(16 * tile.warps);
-  const dim3 grid(static_cast<unsigned>(thread_blocks(g.shape, tile)),
-                  static_cast<unsigned>(std::min(g.shape.batch, kMost)));
-  const int copiers = std::min(kMostCopiers, kAllWarps - kDecoders - tile.warps);
+  const dim3 grid(static_cast<unsigned>(num_ctas(g.shape, tile)),
+                  static_cast<unsigned>(std::min(g.shape.batch, kMaxBatch)));
+  const int copy_warps = std::min(kMaxCopyWarps, kAllWarps - kDecodeWarps - tile.warps);
   if (allow_shared(reinterpret_cast<const void*>(kernel), bytes) == cudaSuccess)
-    kernel<<<grid, 32 * (kDecoders + copiers + tile.warps), bytes, stream>>>(g, tile.warps);
+    kernel<<<grid, 32 * (kDecodeWarps + copy_warps + tile.warps), bytes, stream>>>(g, tile.warps);
   return cudaGetLastError();  // of either, and not to be found by the next launch
-}
-
-template <int kTiles>
-cudaError_t launch(const MatmulArgs& g, const Tile& tile, cudaStream_t stream) {
-  return g.windows() ? launch<Config<kTiles, true>>(g, tile, stream) : launch<Config<kTiles, false>>(g, tile, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_sm80_nvfp4_blocks_small_m(const MatmulArgs& g, cudaStream_t stream, int tokens) {
   const Tile tile = tile_for(g.shape, g.windows(), tokens / 8);
-  switch (tile.tiles) {
-    case 1: return launch<1>(g, tile, stream);
-    case 2: return launch<2>(g, tile, stream);
-    case 4: return launch<4>(g, tile, stream);
-    default: return launch<8>(g, tile, stream);
-  }
+  return with_config(tile, g.windows(), [&](auto c) { return launch<decltype(c)>(g, tile, stream); });
 }
 
 }  // namespace jnvfp4

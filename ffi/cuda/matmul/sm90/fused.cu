@@ -1,4 +1,4 @@
-// Launches the fused kernels of Hopper: tensor maps, and what runs before.
+// Launches the fused kernels of Hopper: tensor maps, and the kernels that prepare operands.
 #include <algorithm>
 
 #include "../../../plan/scratch.h"
@@ -64,48 +64,40 @@ int matrices_per_amax(const MatmulOperand& x, int64_t rows) {
 
 cudaError_t launch_sm90_fused(const MatmulArgs& g, const FusedPlan& plan, void* scratch, cudaStream_t stream) {
   const GemmShape s = fused_shape(g.shape, plan);
-  const int64_t pairs = (s.cols + kFusedCols - 1) / kFusedCols;
-  const int64_t matrix_tiles = pairs * ((s.rows + plan.tokens - 1) / plan.tokens);
-  const int64_t work_tiles = plan.whole + (s.batch * matrix_tiles - plan.whole) * plan.splits;
+  const int64_t column_tiles = (s.cols + kFusedCols - 1) / kFusedCols;
+  const int64_t matrix_tiles = column_tiles * ((s.rows + plan.tokens - 1) / plan.tokens);
+  const int64_t num_work_tiles = plan.whole + (s.batch * matrix_tiles - plan.whole) * plan.splits;
   const int64_t slots = (s.depth + kFusedDepth - 1) / kFusedDepth;
-  if (work_tiles > INT32_MAX) return cudaErrorInvalidConfiguration;              // more results than any memory holds
-  if (plan.splits > 1 && slots < 2 * plan.splits) return cudaErrorInvalidValue;  // plan_fused makes no such parts
-  if (plan.exchanged && (plan.tokens < 128 || !g.a.quantized())) return cudaErrorInvalidValue;  // nor exchanges these
+  if (num_work_tiles > INT32_MAX) return cudaErrorInvalidConfiguration;          // more results than any memory holds
+  if (plan.splits > 1 && slots < 2 * plan.splits) return cudaErrorInvalidValue;  // plan_fused makes no such splits
+  if (plan.swapped && (plan.tokens < 128 || !g.a.quantized())) return cudaErrorInvalidValue;  // nor swaps these
   if (g.windows() != (plan.pinned == Pinned::kWindows)) return cudaErrorInvalidValue;
   auto* const bytes = static_cast<uint8_t*>(scratch);
   const FusedScratch at = fused_scratch(s, plan);
   FusedMaps maps;
   const cudaError_t status =
-      prepare(plan.exchanged ? g.b : g.a, plan.exchanged ? g.a : g.b, s, plan, at, bytes, stream, &maps);
+      prepare(plan.swapped ? g.b : g.a, plan.swapped ? g.a : g.b, s, plan, at, bytes, stream, &maps);
   if (status != cudaSuccess) return status;
   const bool quantized = g.a.quantized(), bf16 = !quantized && g.a.kind == Float::kBf16;
   const double reciprocal = 1.0 / (36.0 * double{g.a.e4m3_max} * double{g.b.e4m3_max});
   const auto large = static_cast<float>(reciprocal), small = static_cast<float>(reciprocal - double{large});
-  const FusedArgs args{g,
-                       plan.exchanged,
-                       static_cast<int>(s.rows),
-                       static_cast<int>(s.cols),
-                       static_cast<int>(pairs),
-                       static_cast<int>(matrix_tiles),
-                       static_cast<int>(work_tiles),
-                       static_cast<int>(plan.whole),
-                       plan.splits,
-                       static_cast<int>(slots),
-                       quantized && g.a.map.rows_per_amax % g.shape.rows != 0,
-                       g.b.map.rows_per_amax % g.shape.cols != 0,
-                       matrices_per_amax(g.a, g.shape.rows),
-                       matrices_per_amax(g.b, g.shape.cols),
-                       bf16        ? 0x1p8f
-                       : quantized ? 0x1p28f
-                                   : 0x1p14f,
-                       reinterpret_cast<float*>(bytes + at.sums),
-                       reinterpret_cast<uint32_t*>(bytes + at.flags),
-                       reinterpret_cast<uint32_t*>(bytes + at.flags) + at.flag_count - 1,
-                       reinterpret_cast<float*>(bytes + at.token_amaxes),
-                       reinterpret_cast<float*>(bytes + at.column_amaxes),
-                       large * 0x1p28f,
-                       small * 0x1p28f,
-                       reciprocal};
+  FusedArgs args{};
+  args.g = g, args.swapped = plan.swapped;
+  args.tokens = static_cast<int>(s.rows), args.columns = static_cast<int>(s.cols);
+  args.column_tiles = static_cast<int>(column_tiles), args.matrix_tiles = static_cast<int>(matrix_tiles);
+  args.num_work_tiles = static_cast<int>(num_work_tiles), args.num_unsplit = static_cast<int>(plan.whole);
+  args.num_splits = plan.splits, args.k_steps = static_cast<int>(slots);
+  args.amax_per_row = quantized && g.a.map.rows_per_amax % g.shape.rows != 0;
+  args.amax_per_col = g.b.map.rows_per_amax % g.shape.cols != 0;
+  args.matrices_per_a_amax = matrices_per_amax(g.a, g.shape.rows);
+  args.matrices_per_b_amax = matrices_per_amax(g.b, g.shape.cols);
+  args.unscale = bf16 ? 0x1p8f : quantized ? 0x1p28f : 0x1p14f;
+  args.split_sums = reinterpret_cast<float*>(bytes + at.sums);
+  args.split_flags = reinterpret_cast<uint32_t*>(bytes + at.flags);
+  args.counter = args.split_flags + at.flag_count - 1;
+  args.token_amaxes = reinterpret_cast<float*>(bytes + at.token_amaxes);
+  args.column_amaxes = reinterpret_cast<float*>(bytes + at.column_amaxes);
+  args.reciprocal = large * 0x1p28f, args.reciprocal_rest = small * 0x1p28f, args.reciprocal64 = reciprocal;
   if (plan.pinned != Pinned::kNo) return launch_sm90_pinned(args, maps, plan, stream);
   return bf16 ? launch_sm90_bf16_fused(args, maps, plan.tokens, stream)
               : launch_sm90_f16_fused(args, maps, plan.tokens, stream);

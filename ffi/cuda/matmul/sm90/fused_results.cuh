@@ -1,4 +1,4 @@
-// The end of a tile of the fused kernels: amaxes to factors, and sums times factors.
+// Epilogue of the fused kernels: amaxes to factors, and sums times factors.
 #pragma once
 
 #include "../decode.cuh"
@@ -8,35 +8,34 @@
 
 namespace jnvfp4 {
 
-// What the end of a tile takes from memory: amaxes of the thread's columns; those of the tokens that it brings for all
-// threads, or the one of all tokens; biases of either.
+// Operands of a tile's epilogue: amaxes of the thread's columns, amaxes of the tokens that it stages, biases of either.
 struct ResultFactors {
   float columns[2], tokens[2], biases[2];
 };
 
-// kExact: whether the factors of decoded numbers times alpha are exact. kGrouped: whether rows of the result have
-// matrices of b of their own, which are not exchanged then.
-template <int kTokens, bool kExchanged, bool kExact, bool kGrouped = false, int kBuffer = result_buffer(kTokens)>
+// kExact: the factors of decoded numbers times alpha are exact. kGrouped: rows of the result have matrices of b of
+// their own, and A and B are not swapped.
+template <int kTokens, bool kSwapped, bool kExact, bool kGrouped = false, int kBuffer = result_buffer(kTokens)>
 struct FusedResult {
-  using Writer = TileWriter<kTokens, kExchanged, kBuffer>;
+  using Writer = TileWriter<kTokens, kSwapped, kBuffer>;
   using Sums = typename Writer::Sums;
   static constexpr int kSums = Writer::kSums;
 
   const FusedArgs& a;
   Writer writer;
-  int right;  // the matrix of b
+  int right;  // index of b's matrix
 
   __device__ __forceinline__ FusedResult(const FusedArgs& args, int matrix, int token, int column, uint32_t shared,
                                          int barrier)
       : a(args),
         writer{args.g.result, args.tokens, args.columns, matrix, token, column, shared, barrier},
         right(matrix) {}
-  // Rows of a matrix of b end at `end`.
+  // For a group, whose rows of the result end at `end`.
   __device__ __forceinline__ FusedResult(const FusedArgs& args, int matrix, int token, int end, int column,
                                          uint32_t shared, int barrier)
       : a(args), writer{args.g.result, end, args.columns, 0, token, column, shared, barrier}, right(matrix) {}
 
-  // To be called while the last multiplications run.
+  // Loads the operands, best while the last wgmmas run.
   __device__ __forceinline__ void load(ResultFactors& f) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -52,22 +51,23 @@ struct FusedResult {
   }
 
  private:
-  __device__ __forceinline__ bool each_token() const { return kExchanged ? a.each_col : a.each_row; }
-  __device__ __forceinline__ bool each_column() const { return kExchanged ? a.each_row : a.each_col; }
+  __device__ __forceinline__ bool each_token() const { return kSwapped ? a.amax_per_col : a.amax_per_row; }
+  __device__ __forceinline__ bool each_column() const { return kSwapped ? a.amax_per_row : a.amax_per_col; }
 
   // ---- factors
-  // Of a token and of a column of this warpgroup, or of the last there is.
-  __device__ __forceinline__ float token_amax(int of) const {
-    const int row = min(writer.token + of, (kGrouped ? writer.tokens : a.tokens) - 1);
-    return kExchanged ? amax(a.g.b, each_token(), row, a.tokens, a.b_matrices)
-                      : amax(a.g.a, each_token(), row, a.tokens, a.a_matrices);
+  // Amax of a token and of a column of this warpgroup; past the end, of the last one.
+  __device__ __forceinline__ float token_amax(int token_idx) const {
+    const int row = min(writer.token + token_idx, (kGrouped ? writer.tokens : a.tokens) - 1);
+    return kSwapped ? amax(a.g.b, each_token(), row, a.tokens, a.matrices_per_b_amax)
+                    : amax(a.g.a, each_token(), row, a.tokens, a.matrices_per_a_amax);
   }
-  __device__ __forceinline__ float column_amax(int of) const {
-    const int row = min(writer.column + of, a.columns - 1);
-    return kExchanged ? amax(a.g.a, each_column(), row, a.columns, a.a_matrices)
-                      : amax(a.g.b, each_column(), row, a.columns, a.b_matrices, kGrouped ? right : writer.matrix);
+  __device__ __forceinline__ float column_amax(int column_idx) const {
+    const int row = min(writer.column + column_idx, a.columns - 1);
+    return kSwapped
+               ? amax(a.g.a, each_column(), row, a.columns, a.matrices_per_a_amax)
+               : amax(a.g.b, each_column(), row, a.columns, a.matrices_per_b_amax, kGrouped ? right : writer.matrix);
   }
-  // 1 for a dense operand. `each`: whether rows of a matrix have several. `shared`: else the matrices that share one.
+  // Amax of an operand's row; 1 if it is dense. `each`: a matrix has several; else `shared` matrices have one.
   __device__ __forceinline__ float amax(const MatmulOperand& x, bool each, int row, int rows, int shared) const {
     return amax(x, each, row, rows, shared, writer.matrix);
   }
@@ -78,26 +78,26 @@ struct FusedResult {
   }
   __device__ __forceinline__ float alpha(float token_amax, float column_amax) const {
     const MatmulOperand &x = a.g.a, &y = a.g.b;
-    const float left = kExchanged ? column_amax : token_amax, right = kExchanged ? token_amax : column_amax;
+    const float left = kSwapped ? column_amax : token_amax, right = kSwapped ? token_amax : column_amax;
     return x.quantized() ? alpha_w4a4(left, right, x.e4m3_max, y.e4m3_max) : alpha_w4a16(right, y.e4m3_max);
   }
-  // The addition makes -0 the rule's 0.
+  // Scales a sum; the addition makes -0 the rule's 0.
   __device__ __forceinline__ float scaled(float sum, float alpha) const {
     return mul_rn(alpha, __fmaf_rn(sum, a.unscale, 0.0f));
   }
 
   __device__ __forceinline__ void scale(Sums& sums, const ResultFactors& f) const {
-    if (each_token() || (kExchanged && a.g.result.bias)) stage_tokens(f);
+    if (each_token() || (kSwapped && a.g.result.bias)) stage_tokens(f);
     if (!each_token()) {
       scale_columns(sums, f);
     } else if (each_column()) {
       scale_each(sums, f.columns);
     } else {
-      Writer::for_each_token([&](int i, float factor) { sums[i] = scaled(sums[i], factor); }, writer.factor_at(0));
+      Writer::for_each_token([&](int i, float factor) { sums[i] = scaled(sums[i], factor); }, writer.factor_address(0));
     }
   }
-  // All tokens have one amax. Where the factor of decoded numbers times alpha is exact, one operation is as good as
-  // two, unless it is infinite, or 0, which takes the sign of a sum. Adding -0 changes nothing.
+  // Scales if all tokens have one amax. Where the factor of decoded numbers times alpha is exact, one operation is as
+  // good as two, unless the factor is infinite, or 0, which takes the sign of a sum. Adding -0 changes nothing.
   __device__ __forceinline__ static bool is_ordinary(float factor) { return factor != 0 && !isinf(factor); }
   __device__ __forceinline__ void scale_columns(Sums& sums, const ResultFactors& f) const {
     const float low = alpha(f.tokens[0], f.columns[0]), high = each_column() ? alpha(f.tokens[0], f.columns[1]) : low;
@@ -116,19 +116,19 @@ struct FusedResult {
       for (int i = 0; i < kSums; ++i) sums[i] = scaled(sums[i], factors[i / 2 % 2]);
     }
   }
-  // Factors of the tokens, or their amaxes if every column has another one; and biases.
+  // Stages factors of the tokens, or their amaxes if every column has its own; and biases.
   __device__ __forceinline__ void stage_tokens(const ResultFactors& f) const {
-    writer.stage_tokens([&](int of, int i) {
-      store_shared(writer.factor_at(of), each_column() ? f.tokens[i] : alpha(f.tokens[i], f.columns[0]));
-      store_shared(writer.bias_at(of), f.biases[i]);
+    writer.stage_tokens([&](int token_idx, int i) {
+      store_shared(writer.factor_address(token_idx), each_column() ? f.tokens[i] : alpha(f.tokens[i], f.columns[0]));
+      store_shared(writer.bias_address(token_idx), f.biases[i]);
     });
   }
-  // Every token and every column has an amax. Four factors at a time by a loop, since a division is much code, for sums
-  // whose registers have no index that is known late.
+  // Scales if every token and every column has an amax. A rolled loop makes four factors at a time, since a division is
+  // much code; the sums stay unrolled, because registers cannot be indexed at run time.
   __device__ __forceinline__ void scale_each(Sums& sums, const float (&columns)[2]) const {
 #pragma unroll 1
     for (int e = 0; e < kTokens / 8; ++e) {
-      const uint2 two = load_shared64(writer.factor_at(8 * e + threadIdx.x % 4 * 2));
+      const uint2 two = load_shared64(writer.factor_address(8 * e + threadIdx.x % 4 * 2));
       float factors[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) factors[i] = alpha(float_of(i % 2 ? two.y : two.x), columns[i / 2]);

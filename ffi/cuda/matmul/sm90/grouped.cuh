@@ -1,8 +1,7 @@
-// The fused kernel of Hopper for grouped products: rows of a belong to groups, each of which has a matrix of b.
+// The fused kernel of Hopper for grouped GEMMs: rows of a belong to groups, each of which has a matrix of b.
 //
-// How many rows a group has is known on the device alone. The kernel that prepares a also makes a list of tiles
-// (sm90/groups.cuh), over which 2-CTA clusters go as over the tiles of one product. A tile begins where a group
-// or the tile before does, at any row: what it reads beyond the group's end is not written.
+// Only the device knows the sizes of groups. The kernel that prepares a also makes a tile list (sm90/groups.cuh), which
+// replaces the tiles of a dense GEMM. A tile may begin at any row; rows beyond the group's end are masked when written.
 #pragma once
 
 #include "fused.cuh"
@@ -11,7 +10,7 @@
 namespace jnvfp4 {
 
 // ---------------------------------------------------------------- work tiles
-// The header and the tiles are in L1 after the first look, but for the counter.
+// Reads the header, without the counter. After the first time it and the tiles are in L1.
 __device__ __forceinline__ GroupedHeader header_of(const GroupedFusedArgs& a) {
   const auto* const words = reinterpret_cast<const int4*>(a.header);
   const int4 low = words[0], high = words[1];
@@ -21,25 +20,29 @@ template <int kTokens>
 struct ListedTiles {
   const GroupedFusedArgs& a;
 
-  __device__ __forceinline__ int own() const { return header_of(a).own; }
-  __device__ __forceinline__ bool has_own() const { return static_cast<int>(blockIdx.x / 2) < own(); }
-  __device__ __forceinline__ int end() const { return header_of(a).work_tiles; }
+  __device__ __forceinline__ int num_initial() const { return header_of(a).num_initial; }
+  __device__ __forceinline__ bool has_initial() const { return static_cast<int>(blockIdx.x / 2) < num_initial(); }
+  __device__ __forceinline__ int end() const { return header_of(a).num_work_tiles; }
   __device__ __forceinline__ uint32_t* counter() const { return &a.header->counter; }
   __device__ __forceinline__ WorkTile operator[](int i) const {
     const GroupedHeader header = header_of(a);
-    const bool parted = i >= header.whole;
-    const int parts = parted ? header.splits : 1, divided = parted ? quick_quotient(i - header.whole, parts) : 0;
-    const int split = parted ? i - header.whole - divided * parts : 0, all = parted ? header.whole + divided : i;
-    const bool full = all < header.full * a.pairs;
-    const TilePlace place(full ? all : all - header.full * a.pairs, full ? header.full : header.tiles - header.full,
-                          a.pairs);
+    const bool is_split = i >= header.num_unsplit;
+    const int splits = is_split ? header.num_splits : 1;
+    const int split_tile = is_split ? quick_quotient(i - header.num_unsplit, splits) : 0;
+    const int split = is_split ? i - header.num_unsplit - split_tile * splits : 0;
+    const int tile_idx = is_split ? header.num_unsplit + split_tile : i;
+    const int num_whole = header.whole_tiles * a.column_tiles;
+    const bool whole = tile_idx < num_whole;
+    const TileCoord coord(whole ? tile_idx : tile_idx - num_whole,
+                          whole ? header.whole_tiles : header.num_tiles - header.whole_tiles, a.column_tiles);
     const int4 listed =
-        reinterpret_cast<const int4*>(a.header + 1)[full ? place.tokens : a.most_tiles - 1 - place.tokens];
+        reinterpret_cast<const int4*>(a.header + 1)[whole ? coord.token_tile : a.max_tiles - 1 - coord.token_tile];
     WorkTile tile;
     tile.matrix = listed.x, tile.token = listed.y, tile.token_end = listed.z;
-    tile.column = place.columns * static_cast<int>(kFusedCols);
-    tile.split = split, tile.splits = parts, tile.partial = parts > 1 ? divided : -1;
-    tile.k_begin = quick_quotient(a.steps * split, parts), tile.k_end = quick_quotient(a.steps * (split + 1), parts);
+    tile.column = coord.column_tile * static_cast<int>(kFusedCols);
+    tile.split = split, tile.num_splits = splits, tile.split_tile = splits > 1 ? split_tile : -1;
+    tile.k_begin = quick_quotient(a.k_steps * split, splits);
+    tile.k_end = quick_quotient(a.k_steps * (split + 1), splits);
     return tile;
   }
 };
@@ -48,30 +51,30 @@ template <class T, int kTokens>
 struct GroupedConfig : FusedConfig<T, kTokens> {
   using Args = GroupedFusedArgs;
   using Maps = GroupedMaps;
-  static constexpr bool kGrouped = true, kFew = true, kExchanges = false;
+  static constexpr bool kGrouped = true, kHalfTiles = true, kCanSwap = false;
   using Tiles = ListedTiles<kTokens>;
   template <int kCount>
   using Result = FusedResult<kCount, false, std::is_same_v<T, F16>, true>;
 };
 
-// The kernel ahead makes the lists and prepares a. The launch beside it starts when all blocks of the first one have
-// waited for that, so it fences instead: an SM may hold the lists of the product before in L1.
-__device__ __forceinline__ void wait_for_lists(const GroupedFusedArgs& a) {
-  if (a.beside)
+// Waits for the previous kernel, which makes the lists and prepares a. An overlapped launch starts when all CTAs of the
+// one before have waited for that, so it fences instead: an SM may hold the lists of the last GEMM in L1.
+__device__ __forceinline__ void wait_for_tile_list(const GroupedFusedArgs& a) {
+  if (a.overlapped)
     fence_acquire();
   else
-    wait_for_kernel_ahead();
+    wait_for_previous_kernel();
 }
-__device__ __forceinline__ void wait_for_counter(const GroupedFusedArgs&) {}  // it is beside the list
-__device__ __forceinline__ void wait_for_kernel_beside(const GroupedFusedArgs& a) {
-  if (a.beside) wait_for_kernel_ahead();
+__device__ __forceinline__ void wait_for_counter(const GroupedFusedArgs&) {}  // it is in the list's header
+__device__ __forceinline__ void wait_for_overlapped_kernel(const GroupedFusedArgs& a) {
+  if (a.overlapped) wait_for_previous_kernel();
 }
-__device__ __forceinline__ int row_of_a(const GroupedFusedArgs&, const WorkTile& tile, int half) {
-  return tile.token + cluster_rank() * half;
+__device__ __forceinline__ int row_of_a(const GroupedFusedArgs&, const WorkTile& tile, int rows_per_cta) {
+  return tile.token + cluster_rank() * rows_per_cta;
 }
 
 // ---------------------------------------------------------------- rows of no group
-// By the threads of all blocks that compute, `threads` of each.
+// Zeroes them, by the consumers of all CTAs, `threads` of each.
 __device__ __forceinline__ void clear_other_rows(const GroupedFusedArgs& a, int threads) {
   const int64_t element = a.g.result.kind == Float::kF32 ? 4 : 2, row = a.columns * element;
   auto* const begin = static_cast<uint8_t*>(a.g.result.out) + header_of(a).rows * row;
@@ -87,7 +90,7 @@ __device__ __forceinline__ void clear_other_rows(const GroupedFusedArgs& a, int 
 // ---------------------------------------------------------------- launch
 template <class C>
 cudaError_t launch_grouped_config(const GroupedFusedArgs& args, const GroupedMaps& maps, cudaStream_t stream) {
-  const int clusters = clusters_of_list(multiprocessors() / 2, args.most_tiles, args.pairs);
+  const int clusters = clusters_of_list(multiprocessors() / 2, args.max_tiles, args.column_tiles);
   return launch_early(sm90_fused_kernel<C>, 2 * clusters, C::kThreads, 2, C::kShared, stream, args, maps);
 }
 

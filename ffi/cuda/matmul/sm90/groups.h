@@ -12,64 +12,66 @@
 
 namespace jnvfp4 {
 
-// Rows [row, end) of a, of which a tile has the first, and the group that has them.
+// Tile of the rows [row, end) of a, or the first of them if they are more, and the group that has them.
 struct GroupedTile {
   int group, row, end, unused;
 };
-// In front of the tiles. Those with few rows come last: the n-th is the n-th from the end of the list's memory.
+// Header in front of the tiles. Half tiles come last: the n-th of them is the n-th from the end of the list's memory.
 struct GroupedHeader {
-  int full, tiles;        // tiles of many rows, and all
-  int whole, work_tiles;  // what a 2-CTA cluster computes at a time: whole tiles, then parts of the others
-  int splits, rows;       // parts of each of the last tiles; rows of all groups
-  int own;                // clusters that begin with the work tile of their number
-  uint32_t counter;       // of work tiles that clusters have taken after these
+  int whole_tiles, num_tiles;       // tiles that are not half tiles, and all
+  int num_unsplit, num_work_tiles;  // work tiles of a 2-CTA cluster: unsplit tiles, then splits of the others
+  int num_splits, rows;             // splits of each of the last tiles; rows of all groups
+  int num_initial;                  // clusters that begin with the work tile of their index
+  uint32_t counter;                 // work-tile counter, without the initial tiles
 };
 
-// What the list is made from, and where.
+// Arguments from which the tile list is made.
 struct GroupedListing {
   const int32_t* sizes;
   int groups, rows;
-  // At most `tail` rows that are left of a group by tiles of 256 are not in the list, or are alone in it.
-  int tail;
-  bool of_tails;
-  int tokens, few;        // of a tile; tiles with at most `few` come last
-  int pairs, slots;       // tiles along the columns; steps along K
-  int clusters;           // of the launch
-  float slot, split;      // what a step takes, and what each part of K costs
-  GroupedHeader* header;  // and the tiles
-  int most_tiles;
+  // Tail of a group: the rows that tiles of 256 leave, if at most `max_tail`. A list has no tails, or nothing else.
+  int max_tail;
+  bool tails_only;
+  int tokens, half_tokens;      // rows of a tile; tiles with at most `half_tokens` are half tiles
+  int column_tiles, k_steps;    // tiles along the columns; slots of 256 along K
+  int clusters;                 // of the launch
+  float step_time, split_time;  // cost of a k-step, and of each split
+  GroupedHeader* header;        // followed by the tiles
+  int max_tiles;
   uint32_t* flags;
   int flag_count;
 };
 
-// For tiles of all rows, and, unless its header is null, for tails.
+// Lists of tiles of all rows, and, unless its header is null, of tails.
 struct GroupedListings {
   GroupedListing rows, tails;
 };
 
-// ---------------------------------------------------------------- parts of K
-// Of the tiles that fill no wave of pairs, those of an H200 on every GPU, so that sums are the same. The least time has
-// the least key, which is ~0 where K cannot have the parts.
-JNVFP4_HD uint32_t key_of_parts(const GroupedListing& a, int tiles, int splits) {
-  const int slots = (a.slots + splits - 1) / splits;
-  const bool can = splits == 1 || (splits <= kGroupedMostParts && 2 * splits <= a.slots &&
+// ---------------------------------------------------------------- split-K
+// Returns a key that is least for the split count that takes the least time, ~0 where K cannot be split so. It models
+// the wave quantization tail of an H200 on every GPU, so that sums are the same.
+JNVFP4_HD uint32_t split_key(const GroupedListing& a, int tiles, int splits) {
+  const int steps = (a.k_steps + splits - 1) / splits;
+  const bool can = splits == 1 || (splits <= kGroupedMaxSplits && 2 * splits <= a.k_steps &&
                                    tiles * splits <= kGroupedPairs / splits * splits);
-  const float time = static_cast<float>(slots) * a.slot + static_cast<float>(splits - 1) * a.split;
-  // Times are positive, so their bits have their order; the last bits say which one it is.
+  const float time = static_cast<float>(steps) * a.step_time + static_cast<float>(splits - 1) * a.split_time;
+  // Times are positive, so their bits have their order; the last bits hold the split count.
   return can ? (bits_of(time) & ~31u) | static_cast<uint32_t>(splits - 1) : ~0u;
 }
-JNVFP4_HD int parts_of_key(uint32_t key) { return static_cast<int>(key & 31u) + 1; }
+JNVFP4_HD int splits_of_key(uint32_t key) { return static_cast<int>(key & 31u) + 1; }
 
-// Clusters of a launch, of those that a GPU has room for: no more than there may be work tiles.
-inline int clusters_of_list(int room, int64_t most_tiles, int pairs) {
-  return static_cast<int>(std::clamp<int64_t>(most_tiles * pairs * kGroupedMostParts, 1, std::max(room, 1)));
+// Returns the clusters of a launch, of those that a GPU has room for: no more than there may be work tiles.
+inline int clusters_of_list(int room, int64_t max_tiles, int column_tiles) {
+  return static_cast<int>(std::clamp<int64_t>(max_tiles * column_tiles * kGroupedMaxSplits, 1, std::max(room, 1)));
 }
 
-JNVFP4_HD int tiles_in_parts(int tiles) { return tiles % kGroupedPairs; }
-JNVFP4_HD GroupedHeader make_header(const GroupedListing& a, int full, int few, int splits, int rows) {
-  const int count = (full + few) * a.pairs, whole = splits == 1 ? count : count - tiles_in_parts(count);
-  const int own = own_tiles(a.clusters, whole, splits);
-  return {full, full + few, whole, whole + (count - whole) * splits, splits, rows, own, 0};
+JNVFP4_HD int tiles_in_last_wave(int tiles) { return tiles % kGroupedPairs; }
+JNVFP4_HD GroupedHeader make_header(const GroupedListing& a, int whole_tiles, int half_tiles, int splits, int rows) {
+  const int count = (whole_tiles + half_tiles) * a.column_tiles;
+  const int unsplit = splits == 1 ? count : count - tiles_in_last_wave(count);
+  const int initial = initial_tiles(a.clusters, unsplit, splits);
+  return {
+      whole_tiles, whole_tiles + half_tiles, unsplit, unsplit + (count - unsplit) * splits, splits, rows, initial, 0};
 }
 
 }  // namespace jnvfp4

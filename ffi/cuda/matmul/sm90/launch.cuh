@@ -1,4 +1,4 @@
-// How kernels of Hopper are launched that start before the kernel ahead ends, and wait for its end themselves.
+// Programmatic dependent launch (PDL): a kernel starts before the previous one ends, and waits for its end itself.
 #pragma once
 
 #include "../../device.cuh"

@@ -5,7 +5,7 @@ namespace {
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
-// From the driver that the runtime has loaded: a module that links to it would not load without one.
+// Finds the encoder in the driver that the runtime has loaded: a module that links to it would not load without one.
 cudaError_t find_encoder(EncodeTiled* encode) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;

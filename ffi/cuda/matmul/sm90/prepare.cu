@@ -1,4 +1,4 @@
-// What runs before the fused kernels of Hopper, and before that of windows: it prepares their operands.
+// Kernels that prepare the operands of the fused, pinned and windows kernels of Hopper, and run before them.
 #include "../decode.cuh"
 #include "fused.h"
 #include "grouped.h"
@@ -15,8 +15,7 @@ namespace {
 // 2 (j % 2) + q + 4 b. Lane t of a quad then needs for the four k16 steps j of wgmma exactly the elements of block t: 8
 // neighbouring bytes of codes and one scale of a row of b.
 
-// Exchanges words among the four threads whose numbers in a group of eight are two apart: thread t of them gets, of all
-// four, the word t. A transpose of 4 x 4.
+// Transposes 4 x 4 words among the four threads of eight whose indices are two apart: thread t gets word t of each.
 __device__ __forceinline__ void transpose_words(uint32_t (&p)[4], int t) {
   const bool odd = t & 1, up = t & 2;
   uint32_t x = __shfl_xor_sync(~0u, odd ? p[0] : p[1], 2), y = __shfl_xor_sync(~0u, odd ? p[2] : p[3], 2);
@@ -31,14 +30,14 @@ __device__ __forceinline__ void transpose_words(uint32_t (&p)[4], int t) {
     p[2] = x, p[3] = y;
 }
 
-// Eight threads have a window, and write it in fragment order: 16 bytes have one pair of each block.
-__device__ __forceinline__ int64_t arrange_window(uint32_t (&p)[4], int64_t at) {
+// Puts a window, which eight threads have, into fragment order: one pair of each block. Returns the index to write to.
+__device__ __forceinline__ int64_t arrange_window(uint32_t (&p)[4], int64_t src) {
   transpose_words(p, threadIdx.x / 2 % 4);
   const int lane = threadIdx.x % 8;
-  return at - lane + lane % 2 * 4 + lane / 2;
+  return src - lane + lane % 2 * 4 + lane / 2;
 }
 
-// Eight elements as the pairs (k, k + 4) of fragment order.
+// Source of NVFP4 codes: eight elements as the pairs (k, k + 4) of fragment order.
 struct Codes {
   const uint32_t* data;
   const uint8_t* scale;
@@ -52,10 +51,10 @@ struct Codes {
     Decode<F16>::scales(raw.scale, scale, unused);
     Decode<F16>::eight(raw.codes, scale, p);
   }
-  // To fragment order; returns where it belongs.
+  // Puts pairs into fragment order. Returns the index to write to.
   static __device__ __forceinline__ int64_t arrange(uint32_t (&p)[4], int64_t at) { return arrange_window(p, at); }
 };
-// In the order of the pinned kernel, which multiplies block by block: position 8 q + 2 t + b of a block holds element
+// Source for the pinned kernel, which multiplies block by block: position 8 q + 2 t + b of a block holds element
 // 4 t + q + 2 b, so that lane t needs a quarter of a block.
 struct BlockCodes : Codes {
   static __device__ __forceinline__ void pairs(const Raw& raw, uint32_t (&p)[4]) {
@@ -81,7 +80,7 @@ struct Halves {
   static __device__ __forceinline__ int64_t arrange(uint32_t (&p)[4], int64_t at) { return arrange_window(p, at); }
 };
 
-// A thread has 8 elements at a time, kSteps of them in flight.
+// Prepares rows; a thread has 8 elements at a time, kSteps of them in flight.
 template <class Source, int kSteps>
 __device__ __forceinline__ void prepare_rows(const Source& source, uint4* out, int64_t rows, int64_t depth,
                                              int64_t block) {
@@ -107,24 +106,20 @@ __device__ __forceinline__ void prepare_rows(const Source& source, uint4* out, i
 template <class Source, int kSteps>
 __global__ void __launch_bounds__(kThreads)
     sm90_prepare_kernel(Source source, uint4* out, int64_t rows, int64_t depth, uint32_t* flags, int64_t flag_count) {
-#if __CUDA_ARCH__ >= 900
-  wait_for_kernel_ahead();  // which may make a, or read what `out` was before
-  let_next_kernel_start();  // it waits before it reads `out`
-#endif
+  wait_for_previous_kernel();  // which may make a, or read what `out` was before
+  launch_dependents();         // it waits before it reads `out`
   for (int64_t i = thread_index(); i < flag_count; i += thread_count()) flags[i] = 0;
   prepare_rows<Source, kSteps>(source, out, rows, depth, blockIdx.x);
 }
 
-// ---------------------------------------------------------------- the same of a grouped product
+// ---------------------------------------------------------------- grouped GEMMs
 // The first CTAs make the lists of tiles, the others have rows.
 template <class Source, int kSteps>
 __global__ void __launch_bounds__(kThreads)
     sm90_prepare_grouped_kernel(Source source, uint4* out, int64_t rows, int64_t depth,
                                 const __grid_constant__ GroupedListings lists) {
-#if __CUDA_ARCH__ >= 900
-  wait_for_kernel_ahead();
-  let_next_kernel_start();
-#endif
+  wait_for_previous_kernel();
+  launch_dependents();
   constexpr int kLists = 2;
   if (blockIdx.x >= kLists)
     prepare_rows<Source, kSteps>(source, out, rows, depth, int64_t{blockIdx.x} - kLists);
@@ -135,15 +130,16 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // ---------------------------------------------------------------- operands with windows
-// decode_scale of the rule.
+// Computes decode_scale of the rule.
 __device__ __forceinline__ float decode_factor(float amax, const MatmulOperand& x) {
   return div_rn(amax, 6.0f * x.e4m3_max);
 }
 
-// A factor as eight bfloat16, so that those of a column and of a token have their product as their dot product. Three
-// bfloat16 have all bits of a float; of their nine products the least one is left out. A small piece is taken times a
-// power of two, which the piece that it meets is divided by: so those of factors from 2^-118 on are not subnormal. No
-// piece of a factor is 0 unless the factor is, and all have its sign, so that an infinity gives infinities of one sign.
+// Splits a factor into eight bfloat16, so that the dot product of a column's and a token's is the factors' product.
+// Three bfloat16 have all bits of a float; of their nine products the least one is left out. A small piece is taken
+// times a power of two, which the piece that it meets is divided by: so those of factors from 2^-118 on are not
+// subnormal. No piece of a factor is 0 unless the factor is, and all have its sign, so that an infinity gives
+// infinities of one sign.
 __device__ __forceinline__ uint4 pieces_of(float factor, bool column) {
   const auto high = [](float v) { return float_of(bits_of(v) & 0xffff0000u); };
   float p[3] = {isnan(factor) ? float_of(kNan) : high(factor), 0, 0};
@@ -161,7 +157,7 @@ __device__ __forceinline__ uint4 pieces_of(float factor, bool column) {
                           two(2, 0x1p4f, 1, 0x1p-4f));
 }
 
-// The factors of eight windows of a row, which are a sector of its amaxes, or the one of a row.
+// Makes the factors of eight windows of a row, which are a sector of its amaxes, or the one of a row.
 __device__ __forceinline__ void make_factors(const WindowsOperand& x, int64_t thread) {
   const bool windows = x.factors_of != FactorsOf::kRows;
   const int64_t count = windows ? x.source.map.windows_per_row : 1, eights = (count + 7) / 8;
@@ -182,7 +178,7 @@ __device__ __forceinline__ void make_factors(const WindowsOperand& x, int64_t th
   }
 }
 
-// A thread has 8 elements at a time, kSteps of them in flight.
+// Decodes rows; a thread has 8 elements at a time, kSteps of them in flight.
 template <int kSteps>
 __device__ __forceinline__ void decode_rows(const WindowsOperand& x, int64_t eights, int64_t block) {
   const Codes source{static_cast<const uint32_t*>(x.source.data), x.source.scale};
@@ -200,7 +196,7 @@ __device__ __forceinline__ void decode_rows(const WindowsOperand& x, int64_t eig
   }
 }
 
-// CTAs for an operand: those of its factors, then those of its numbers.
+// CTAs for an operand: first for its factors, then for its numbers.
 struct WindowsBlocks {
   int64_t factors, numbers;
 };
@@ -214,10 +210,8 @@ WindowsBlocks windows_blocks(const WindowsOperand& x, int64_t depth, int steps) 
 template <int kSteps>
 __global__ void __launch_bounds__(kThreads)
     sm90_prepare_windows_kernel(const __grid_constant__ WindowsPreparation p, WindowsBlocks a, WindowsBlocks b) {
-#if __CUDA_ARCH__ >= 900
-  wait_for_kernel_ahead();
-  let_next_kernel_start();
-#endif
+  wait_for_previous_kernel();
+  launch_dependents();
   for (int64_t i = thread_index(); i < p.flag_count; i += thread_count()) p.flags[i] = 0;
   int64_t block = blockIdx.x;
   const bool second = block >= a.factors + a.numbers;
@@ -230,14 +224,11 @@ __global__ void __launch_bounds__(kThreads)
     decode_rows<kSteps>(x, x.matrices * x.rows * (p.depth / 8), block - factors);
 }
 
-// Amaxes and kinds (window_sums.h). A thread has eight windows of a row. Of 16 rows those that one thread of pinned.cuh
-// multiplies by lie together.
+// Arranges amaxes and kinds (window_sums.h), those of one thread of pinned.cuh adjacent. A thread has eight windows.
 __global__ void __launch_bounds__(kThreads) sm90_amaxes_kernel(MatmulOperand x, float* out, int64_t batch, int64_t rows,
                                                                int64_t padded_rows, int64_t depth, bool of_tokens) {
-#if __CUDA_ARCH__ >= 900
-  wait_for_kernel_ahead();
-  let_next_kernel_start();
-#endif
+  wait_for_previous_kernel();
+  launch_dependents();
   constexpr int kTile = kFusedCols / 2;
   const int64_t count = depth / kWindow, windows = (depth + kFusedDepth - 1) / kFusedDepth * (kFusedDepth / kWindow);
   const int64_t pieces = (windows + 7) / 8;
@@ -267,7 +258,7 @@ __global__ void __launch_bounds__(kThreads) sm90_amaxes_kernel(MatmulOperand x, 
   }
 }
 
-// ---------------------------------------------------------------- rows whose pitch no tensor map takes
+// ---------------------------------------------------------------- copies of rows whose pitch no tensor map takes
 template <class Word>
 __global__ void __launch_bounds__(kThreads)
     sm90_pitch_kernel(const Word* from, Word* to, int64_t rows, int64_t words, int64_t pitch) {
@@ -284,7 +275,7 @@ void launch_pitch(const void* from, void* to, int64_t rows, int64_t bytes, int64
       static_cast<const Word*>(from), static_cast<Word*>(to), rows, bytes / kSize, pitch / kSize);
 }
 
-// Calls f with what reads an operand.
+// Calls f with the source of an operand.
 template <class F>
 cudaError_t with_source(const MatmulOperand& x, Order order, const F& f) {
   if (!x.quantized()) return f(Halves{static_cast<const uint4*>(x.data)});
@@ -292,22 +283,31 @@ cudaError_t with_source(const MatmulOperand& x, Order order, const F& f) {
   return order == Order::kBlocks ? f(BlockCodes{codes}) : f(codes);
 }
 
+// Returns whether a launch has so much work that all resident threads have it at once, kSteps = 8, else 2.
+bool has_many(int64_t eights) { return eights > int64_t{multiprocessors()} * 8 * kThreads * 8; }
+
+// Launches a kernel over rows, after `lists` CTAs of other work. kernel_of(source, steps): the kernel.
+template <class KernelOf, class... Args>
+cudaError_t launch_rows(const MatmulOperand& a, Order order, void* out, int64_t rows, int64_t depth, int64_t lists,
+                        cudaStream_t stream, const KernelOf& kernel_of, const Args&... args) {
+  const int64_t eights = rows * ((depth + kWindow - 1) / kWindow) * 8;
+  const auto launch = [&](auto source, auto steps) {
+    const int64_t per_cta = int64_t{kThreads} * steps;
+    return launch_early(kernel_of(source, steps), static_cast<unsigned>(lists + (eights + per_cta - 1) / per_cta),
+                        kThreads, 1, 0, stream, source, static_cast<uint4*>(out), rows, depth, args...);
+  };
+  return with_source(a, order, [&](auto source) {
+    return has_many(eights) ? launch(source, std::integral_constant<int, 8>())
+                            : launch(source, std::integral_constant<int, 2>());
+  });
+}
+
 }  // namespace
 
 cudaError_t launch_sm90_prepare(const MatmulOperand& a, Order order, void* out, int64_t rows, int64_t depth,
                                 uint32_t* flags, int64_t flag_count, cudaStream_t stream) {
-  const int64_t eights = rows * ((depth + kWindow - 1) / kWindow) * 8;
-  const bool many = eights > int64_t{multiprocessors()} * 8 * kThreads * 8;  // all resident threads have work at once
-  const auto launch = [&](auto source, auto kernel, int64_t steps) {
-    const int64_t per = kThreads * steps;
-    return launch_early(kernel, static_cast<unsigned>((eights + per - 1) / per), kThreads, 1, 0, stream, source,
-                        static_cast<uint4*>(out), rows, depth, flags, flag_count);
-  };
-  const auto launch_source = [&](auto source) {
-    using Source = decltype(source);
-    return many ? launch(source, sm90_prepare_kernel<Source, 8>, 8) : launch(source, sm90_prepare_kernel<Source, 2>, 2);
-  };
-  return with_source(a, order, launch_source);
+  const auto kernel_of = [](auto source, auto steps) { return sm90_prepare_kernel<decltype(source), steps>; };
+  return launch_rows(a, order, out, rows, depth, 0, stream, kernel_of, flags, flag_count);
 }
 
 cudaError_t launch_sm90_amaxes(const MatmulOperand& x, float* out, int64_t batch, int64_t rows, int tile_rows,
@@ -319,24 +319,13 @@ cudaError_t launch_sm90_amaxes(const MatmulOperand& x, float* out, int64_t batch
 
 cudaError_t launch_sm90_prepare_grouped(const MatmulOperand& a, Order order, void* out, int64_t rows, int64_t depth,
                                         const GroupedListings& lists, cudaStream_t stream) {
-  const int64_t eights = rows * ((depth + kWindow - 1) / kWindow) * 8;
-  const bool many = eights > int64_t{multiprocessors()} * 8 * kThreads * 8;
-  const auto launch = [&](auto source, auto kernel, int64_t steps) {
-    const int64_t per = kThreads * steps;
-    return launch_early(kernel, static_cast<unsigned>(2 + (eights + per - 1) / per), kThreads, 1, 0, stream, source,
-                        static_cast<uint4*>(out), rows, depth, lists);
-  };
-  const auto launch_source = [&](auto source) {
-    using Source = decltype(source);
-    return many ? launch(source, sm90_prepare_grouped_kernel<Source, 8>, 8)
-                : launch(source, sm90_prepare_grouped_kernel<Source, 2>, 2);
-  };
-  return with_source(a, order, launch_source);
+  const auto kernel_of = [](auto source, auto steps) { return sm90_prepare_grouped_kernel<decltype(source), steps>; };
+  return launch_rows(a, order, out, rows, depth, 2, stream, kernel_of, lists);
 }
 
 cudaError_t launch_sm90_prepare_windows(const WindowsPreparation& p, cudaStream_t stream) {
   const int64_t eights = (p.tokens.matrices * p.tokens.rows + p.columns.matrices * p.columns.rows) * (p.depth / 8);
-  const bool many = eights > int64_t{multiprocessors()} * 8 * kThreads * 8;
+  const bool many = has_many(eights);
   const int steps = many ? 8 : 2;
   const WindowsBlocks a = windows_blocks(p.tokens, p.depth, steps), b = windows_blocks(p.columns, p.depth, steps);
   const int64_t blocks = a.factors + a.numbers + b.factors + b.numbers;

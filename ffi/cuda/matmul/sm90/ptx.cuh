@@ -8,19 +8,10 @@
 
 namespace jnvfp4 {
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
 // ---------------------------------------------------------------- shared memory
 __device__ __forceinline__ uint32_t load_shared8(uint32_t a) {
   uint32_t v;
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(a));
-  return v;
-}
-__device__ __forceinline__ uint32_t load_shared32(uint32_t a) {
-  uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a));
   return v;
 }
 template <class T>
@@ -32,6 +23,7 @@ __device__ __forceinline__ T load_shared(uint32_t a) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a));
   return v;
 }
+__device__ __forceinline__ uint32_t load_shared32(uint32_t a) { return load_shared<uint32_t>(a); }
 __device__ __forceinline__ uint2 load_shared64(uint32_t a) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a));
@@ -63,13 +55,6 @@ __device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t* m) 
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m[0]), "r"(m[1]),
                  "r"(m[2]), "r"(m[3])
                  : "memory");
-}
-// Four 8 x 8 matrices, as mma has its left operand of 16 rows.
-__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(row)
-               : "memory");
 }
 // The address of the same place in CTA `rank` of the cluster.
 __device__ __forceinline__ uint32_t address_in(uint32_t a, uint32_t rank) {
@@ -116,7 +101,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
                  : "memory");
   } while (!done);
 }
-// The same for a word of store_async_in. It fences, so it is not for waits in a main loop.
+// barrier_wait for a word of store_async_in. It fences, so it is not for waits in a mainloop.
 __device__ __forceinline__ void barrier_wait_cluster(uint32_t bar, uint32_t parity) {
   uint32_t done;
   do {
@@ -128,8 +113,7 @@ __device__ __forceinline__ void barrier_wait_cluster(uint32_t bar, uint32_t pari
         : "memory");
   } while (!done);
 }
-// Stores a word in CTA `rank` of the cluster, and brings its 4 bytes to a barrier there: both at the addresses that the
-// places have here.
+// Stores a word in CTA `rank` and brings its 4 bytes to a barrier there, both given by their addresses in this CTA.
 __device__ __forceinline__ void store_async_in(uint32_t to, uint32_t v, uint32_t bar, uint32_t rank) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address_in(to, rank)),
                "r"(v), "r"(address_in(bar, rank))
@@ -137,7 +121,7 @@ __device__ __forceinline__ void store_async_in(uint32_t to, uint32_t v, uint32_t
 }
 
 // ---------------------------------------------------------------- flags in global memory
-// What a thread has written, and what it knows to be written, is seen by who sees the flag.
+// A thread that sees a flag sees all that the one that raised it has written or has seen written.
 __device__ __forceinline__ void raise_flag(uint32_t* flag) {
   asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
 }
@@ -152,7 +136,7 @@ __device__ __forceinline__ void wait_for_flag(const uint32_t* flag) {
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// The same from several places of the code, which the aligned instruction above may not be.
+// named_sync for several places of the code, which the aligned instruction above does not allow.
 __device__ __forceinline__ void named_meet(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -182,7 +166,7 @@ __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap& map, ui
       "l"(&map), "r"(bar), "r"(x), "r"(y)
       : "memory");
 }
-// The same to each CTA of the cluster whose bit is in `mask`.
+// load_box with multicast to each CTA of the cluster whose bit is in `mask`.
 __device__ __forceinline__ void load_box_to(uint16_t mask, uint32_t to, const CUtensorMap& map, uint32_t bar, int x,
                                             int y) {
   asm volatile(
@@ -201,11 +185,9 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// ---------------------------------------------------------------- a kernel that starts before the one ahead ends
-__device__ __forceinline__ void wait_for_kernel_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_kernel_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
+// ---------------------------------------------------------------- programmatic dependent launch (PDL)
+__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // Loads that follow, also through tensor maps, see what was written before this launch started.
 __device__ __forceinline__ void fence_acquire() { asm volatile("fence.acq_rel.gpu;\nfence.proxy.async;" ::: "memory"); }
@@ -251,10 +233,9 @@ __device__ __forceinline__ uint64_t shared_rows_of_16(uint32_t address) {
   ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91," \
   "%92,%93,%94,%95"
 #define JNVFP4_OPERANDS_128                                                                                         \
-  JNVFP4_OPERANDS_64                                                                                                \
-  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,"   \
-  "%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114," \
-  "%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+  JNVFP4_OPERANDS_96                                                                                                \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118" \
+  ",%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define JNVFP4_SUMS_8(d, i)                                                                                   \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
@@ -286,7 +267,7 @@ JNVFP4_DEFINE_WGMMA("64", 32, "%32", "%33", "%34", "%35", "%36", "%37")
 JNVFP4_DEFINE_WGMMA("128", 64, "%64", "%65", "%66", "%67", "%68", "%69")
 JNVFP4_DEFINE_WGMMA("256", 128, "%128", "%129", "%130", "%131", "%132", "%133")
 
-// The same with both sides in shared memory.
+// wgmma with both operands in shared memory.
 #define JNVFP4_WGMMA_SHARED(type, n, sums, a_matrix, b_matrix, flag)                                      \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " flag                                                   \
                ", 0;\n"                                                                                   \

@@ -1,4 +1,4 @@
-// The kernel of Hopper for operands with an amax for each window: what its launch and what runs before it share.
+// Arguments of the kernel that prepares operands with an amax per window, on Hopper.
 #pragma once
 
 #include "../../../plan/sm90_windows.h"
@@ -6,15 +6,15 @@
 
 namespace jnvfp4 {
 
-// What an operand's factors are, which are made of its amaxes.
+// Layout of an operand's factors, which are made of its amaxes.
 enum class FactorsOf {
   kRows,          // [matrix][tile][row]: without windows
   kWindows,       // [matrix][tile][window][row]
-  kColumnPieces,  // the same in 16 bytes each, for the tensor cores (sm90/prepare.cu)
-  kTokenPieces,   // those of the other side
+  kColumnPieces,  // as kWindows, in 16 bytes each, for the tensor cores (sm90/prepare.cu)
+  kTokenPieces,   // as kColumnPieces, for the other side
 };
 
-// An operand, and what is made of it in scratch.
+// An operand, and the scratch that it is prepared in.
 struct WindowsOperand {
   MatmulOperand source;
   int64_t matrices, rows, tiles;  // rows and tiles: of one matrix
@@ -25,7 +25,7 @@ struct WindowsOperand {
   void* factors;
 };
 
-// `tokens` are rows of a, `columns` rows of b, unless operands are exchanged.
+// `tokens` are rows of a, `columns` rows of b, unless operands are swapped.
 struct WindowsPreparation {
   WindowsOperand tokens, columns;
   int64_t depth;    // a multiple of 64
