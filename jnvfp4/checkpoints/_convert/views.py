@@ -44,8 +44,8 @@ def converted_view(source: Source, options: ConvertOptions) -> Source:
 # ---------------------------------------------------------------- experts
 def is_kn(entry: Planned, source: Source, expert_layout: ExpertLayout) -> bool:
     """Returns whether a stack of experts is [E, K, N]."""
-    if entry.name in source.views:
-        return source.views[entry.name].kn
+    if entry.kn is not None:
+        return entry.kn
     if expert_layout != "auto":
         return expert_layout == "kn"
     model = next((m for c in source.configs if (m := c.get("model_type"))), None)
@@ -89,8 +89,8 @@ def _expert_of(source: Source, entry: Planned, expert: int, kn: bool, rows: slic
         return (x.T if kn else x)[rows]
 
     n, k = entry.shape[2 if kn else 1], entry.shape[1 if kn else 2]
-    tensor = Planned(name, entry.tag, (len(range(n)[rows]), k))
-    return View(tensor, source, (entry.name,), array, mxfp4=source.is_mxfp4(entry.name))
+    tensor = Planned(name, entry.tag, (len(range(n)[rows]), k), mxfp4=entry.mxfp4)
+    return View(tensor, source, (entry.name,), array)
 
 
 def stacked(source: Source) -> Source:
@@ -128,7 +128,8 @@ def _stack_of(source: Source, name: str, parts: list[dict[int, str]]) -> View:
         return np.stack([np.concatenate([source.read(e.name) for e in experts[i]]) for i in range(count)[rows]])
 
     names = tuple(e.name for entries in experts for e in entries)
-    return View(Planned(name, first[0].tag, shape), source, names, lambda: Rows(shape, first[0].dtype, compute))
+    tensor = Planned(name, first[0].tag, shape, kn=False)
+    return View(tensor, source, names, lambda: Rows(shape, tensor.dtype, compute))
 
 
 # ---------------------------------------------------------------- quantized sources

@@ -40,20 +40,16 @@ class View:
     """Describes a tensor that is computed from tensors of a source.
 
     Attributes:
-      tensor: its name, dtype and shape.
+      tensor: what it is.
       source: the source.
       parts: the names of the tensors that are read for it.
       array: computes it, or gives ``Rows`` that are computed when they are used.
-      kn: whether it is a stack of experts [E, K, N].
-      mxfp4: whether it is decoded from MXFP4.
     """
 
     tensor: Planned
     source: "Source"
     parts: tuple[str, ...]
     array: Callable[[], np.ndarray | Rows]
-    kn: bool = False
-    mxfp4: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,10 +94,6 @@ class Source:
         """Returns a tensor whose rows are read or computed when they are used."""
         entry = self.entry(name)
         return self.array(name) if name in self.views else Rows(entry.shape, entry.dtype, partial(self.read, name))
-
-    def is_mxfp4(self, name: str) -> bool:
-        """Tells whether a tensor is decoded from MXFP4."""
-        return name in self.views and self.views[name].mxfp4
 
     def with_views(self, views: Iterable[View]) -> "Source":
         """Shows views in place of the tensors that they are made of."""
