@@ -168,7 +168,7 @@ def short_k(b: Broken) -> None:
 
 
 def no_activations(b: Broken) -> None:
-    b.tensors = {n: t for n, t in b.tensors.items() if not n.endswith(str(b.layout.activation))}
+    b.tensors = {n: t for n, t in b.tensors.items() if not n.endswith(str(b.layout.suffixes.activation))}
 
 
 def weight_only_config(b: Broken) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,8 @@ from ._files.files import (
     write_file,
 )
 from ._files.safetensors import DTYPES, FLOATS, JSON, VERSION, Planned, writing
-from ._files.source import CONFIG, Source
+from ._files.source import CONFIG, Source, index_file, without_quantization
 from ._layouts.base import Layout, Parts, Quantization, decode_scale
-from ._layouts.configs import config_files, index_file, without_quantization
 from ._layouts.layouts import LAYOUTS, LayoutName, layouts_with
 from ._layouts.loaders import linear_modules
 from ._layouts.names import is_kv_scale
@@ -122,7 +121,7 @@ class _Repacking:
         kept = linear_modules(map(source.entry, stored.others))
         ignore = self.to.ignore_list(kept, stored.modules)
         weight_only = all(stored.activation(m) is None for m in stored.modules)
-        return config_files(self.to, source.config, Quantization(ignore, weight_only, has_fp8_kv_cache(source)))
+        return self.to.config_files(source.config, Quantization(ignore, weight_only, has_fp8_kv_cache(source)))
 
     def _parts(self, module: str) -> Parts:
         return self.to.parts(module, module in self.stored.stacks)
@@ -223,18 +222,17 @@ def _ordinary_config(config: JSON, dtype: str) -> JSON:
 
 # ---------------------------------------------------------------- writing
 Rewriting = _Repacking | _Decoding
-Task = tuple[list[Planned], Callable[[], Pieces]]  # tensors of a shard, and what gives them
+Task = tuple[str, list[Planned], Callable[[], Pieces]]  # a shard, tensors of it, and what gives them
 
 
 def _write(rewriting: Rewriting, output: Path, warn: Warn) -> None:
-    files = rewriting.files()
-    write_output(rewriting.stored.source, output, _shards(rewriting), files, warn)
+    write_output(rewriting.stored.source, output, [*_tasks(rewriting)], rewriting.files(), warn)
 
 
 def write_output(
     source: Source,
     output: Path,
-    shards: Mapping[str, list[Task]],
+    tasks: Sequence[Task],
     files: Mapping[str, JSON | bytes],
     warn: Warn,
     keep_metadata: bool = False,
@@ -245,14 +243,15 @@ def write_output(
     """
     checked_path(output)
     check_finite(source.config, source.directory / CONFIG)
-    tensors = {name: [p for planned, _ in tasks for p in planned] for name, tasks in shards.items()}
+    tensors = {shard: [p for name, planned, _ in tasks if name == shard for p in planned] for shard in source.files}
+    tensors = {shard: planned for shard, planned in sorted(tensors.items()) if planned}
     check_free_space(output, [sum(p.nbytes for p in planned) for planned in tensors.values()])
     check_companions(source)
     with new_output(output):
-        for name, tasks in shards.items():
-            kept = source.files[name].metadata if keep_metadata else {}
-            with writing(output / name, tensors[name], {"format": "pt", **kept, VERSION: __version__}) as file:
-                for tensor, first, data in (piece for _, work in tasks for piece in work()):
+        for shard, planned in tensors.items():
+            kept = source.files[shard].metadata if keep_metadata else {}
+            with writing(output / shard, planned, {"format": "pt", **kept, VERSION: __version__}) as file:
+                for tensor, first, data in (piece for name, _, work in tasks if name == shard for piece in work()):
                     file.put(tensor, data, first)
         notcopied = copy_companions(source, output)
         source.check_unchanged()
@@ -262,18 +261,19 @@ def write_output(
         warn(text)
 
 
-def _shards(rewriting: Rewriting) -> dict[str, list[Task]]:
-    """Lists what each file holds: the weights whose codes are in the input file of that name, and its other tensors."""
+def _tasks(rewriting: Rewriting) -> Iterator[Task]:
+    """Lists what is written: the weights, in the files in which their codes were, and the other tensors."""
     stored, source = rewriting.stored, rewriting.stored.source
-    shards: dict[str, list[Task]] = {name: [] for name in sorted(source.files)}
     for module in stored.modules:
-        tasks = shards[source.places[stored.parts(module).codes]]
-        tasks.append((rewriting.outputs(module), partial(rewriting.pieces, module)))
+        yield source.places[stored.parts(module).codes], rewriting.outputs(module), partial(rewriting.pieces, module)
     for old, new in [*rewriting.kept, *((name, name) for name in map(stored.name, stored.fp8))]:
-        entry = source.entry(old)
-        planned = [Planned(new, entry.tag, entry.shape)]
-        shards[source.places[old]].append((planned, partial(copied, source, old, new)))
-    return {name: tasks for name, tasks in shards.items() if tasks}
+        yield copying(source, old, new)
+
+
+def copying(source: Source, name: str, to: str) -> Task:
+    """Copies a tensor under another name."""
+    entry = source.entry(name)
+    return source.places[name], [Planned(to, entry.tag, entry.shape)], partial(copied, source, name, to)
 
 
 def copied(source: Source, name: str, to: str) -> Pieces:

@@ -114,7 +114,7 @@ def is_calibrated(s: Survey) -> bool:
 def needs_activations(s: Survey) -> bool:
     """Tells whether loaders look for scales of activations. Where no weight has one, the config is wrong instead."""
     some = any(item.activation is not None for item in s.items.values())
-    return s.layout.activation is not None and s.weight_only is not True and some
+    return s.layout.suffixes.activation is not None and s.weight_only is not True and some
 
 
 def _activation_missing(s: Survey) -> Iterator[Found]:
@@ -143,7 +143,7 @@ def _activation_one(s: Survey) -> Iterator[Found]:
     scales = [a for item in judged if (a := item.activation_decode) is not None]
     if scales and all((a == 1).all() for a in scales):
         text = f"is 1.0 in all {len(scales)} weights: activations are not calibrated"
-        yield str(s.layout.activation), text, False, True
+        yield str(s.layout.suffixes.activation), text, False, True
 
 
 # ---------------------------------------------------------------- scales of weights
@@ -287,9 +287,9 @@ def _formats(s: Survey) -> Iterator[tuple[str, str]]:
         yield CONFIG, f"does not say that weights are {s.layout.name}"
     elif s.config is not None and not str(method).startswith(expected):
         yield CONFIG, f"quant_method is {method!r}; the tensors are those of {expected}"
-    for key in s.layout.config_keys:
-        if s.config is not None and s.config.get(key) is None:
-            yield CONFIG, f"has no {key}; expected {s.layout.nvfp4[key][0]!r}"
+    for key, known in () if s.layout.hf_quant_keys or s.config is None else s.layout.nvfp4.items():
+        if s.config.get(key) is None:
+            yield CONFIG, f"has no {key}; expected {known[0]!r}"
     if len(s.algorithms) > 1:
         yield HF_QUANT, f"and {CONFIG} name different algorithms: {', '.join(sorted(s.algorithms))}"
     for file, section in ((CONFIG, s.config), (HF_QUANT, s.hf_quant)):
@@ -313,7 +313,7 @@ def _values(section: object, key: str) -> Iterator[object]:
 def _activations(s: Survey) -> Iterator[tuple[str, str]]:
     count = sum(item.activation is not None for item in s.items.values())
     file = HF_QUANT if s.config is None else CONFIG
-    if s.layout.activation is not None and s.weight_only is False and not count and not s.dynamic:
+    if s.layout.suffixes.activation is not None and s.weight_only is False and not count and not s.dynamic:
         yield file, "asks for activations in 4 bits, but no weight has a scale for them"
     if s.layout.targets is not None and s.weight_only and count:
         yield file, f"leaves activations in 16 bits, but {count} weights have a scale for them"

@@ -12,7 +12,6 @@ from ._files.files import check_finite, checked_path, json_bytes, new_output, wr
 from ._files.safetensors import DTYPES, JSON, TAGS, VERSION, Planned, writing
 from ._files.source import CONFIG
 from ._layouts.base import Layout, Quantization
-from ._layouts.configs import config_files
 from ._layouts.layouts import LAYOUTS, LayoutName
 from ._layouts.names import WEIGHT, groups_of, is_stack, module_of
 from .trees import Tensor
@@ -85,7 +84,7 @@ def _configs(
     quantized = [module_of(n) for n in weights]
     kept = [module_of(n) for n, t in tensors.items() if n.endswith(WEIGHT) and n not in weights and np.ndim(t) == 2]
     ignore = layout.ignore_list(kept, quantized)
-    return config_files(layout, config, Quantization(ignore, weight_only=True, spec={"e4m3_max": max(maxima)}))
+    return layout.config_files(config, Quantization(ignore, weight_only=True, spec={"e4m3_max": max(maxima)}))
 
 
 def _arrays_of(name: str, t: NVFP4Tensor, layout: Layout) -> dict[str, np.ndarray]:

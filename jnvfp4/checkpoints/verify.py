@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from ._convert.options import ExpertLayout
-from ._convert.views import decoded_fp8, decoded_mxfp4, per_expert, stacked
+from ._convert.views import decoded, per_expert, stacked
 from ._files.errors import CheckpointError, Exit, OptionError
 from ._files.files import CHUNK_BYTES, Rows, slices
-from ._files.safetensors import FLOATS, JSON
+from ._files.safetensors import FLOATS, JSON, Planned
 from ._files.source import Source, open_source
 from ._layouts.base import Peer
 from ._layouts.fp8 import Fp8Weight
@@ -196,7 +196,7 @@ def verify_checkpoint(
 def _as_converted(source: Source, stored: Stored, expert_layout: ExpertLayout) -> Source:
     """Infers the form in which the source was converted from the names in the output, and shows the source so."""
     names = {*map(stored.name, [*stored.modules, *stored.fp8]), *(n for n in stored.kept if not is_kv_scale(n))}
-    source = decoded_mxfp4(decoded_fp8(source))
+    source = decoded(decoded(source, "fp8"), "mxfp4")
     if not names <= set(source.places):
         source = per_expert(source, expert_layout)
     if not names <= set(source.places):
@@ -209,11 +209,15 @@ def _failure(name: str, observed: str, expected: str, stored: Stored) -> Checkpo
 
 
 # ---------------------------------------------------------------- checks of one tensor or group
-def _check_quantized(source: Source, stored: Stored, module: str, peer: Peer | None) -> Record:
-    name = stored.name(module)
+def _original(source: Source, stored: Stored, name: str) -> Planned:
     if name not in source.places:
         raise _failure(name, "is not in the source", "", stored)
-    entry, weight = source.entry(name), stored.weight(module)
+    return source.entry(name)
+
+
+def _check_quantized(source: Source, stored: Stored, module: str, peer: Peer | None) -> Record:
+    name = stored.name(module)
+    entry, weight = _original(source, stored, name), stored.weight(module)
     try:
         w = _swapped(source.array(name)) if weight.kn else source.array(name)
         if w.shape != weight.shape:
@@ -247,9 +251,7 @@ def _swapped(x: np.ndarray | Rows) -> Rows:
 
 def _check_fp8(source: Source, stored: Stored, module: str) -> Record:
     name, weight = stored.name(module), stored.fp8[module]
-    if name not in source.places:
-        raise _failure(name, "is not in the source", "", stored)
-    entry, w = source.entry(name), source.rows(name)
+    entry, w = _original(source, stored, name), source.rows(name)
     if w.shape != weight.entry.shape:
         raise _failure(name, f"has shape {list(weight.entry.shape)}", f"{list(w.shape)}", stored)
     digest = _sha256(*(weight.source.array(e.name) for e in (weight.entry, weight.scale)))
@@ -257,10 +259,7 @@ def _check_fp8(source: Source, stored: Stored, module: str) -> Record:
 
 
 def _check_kept(source: Source, stored: Stored, name: str) -> Record:
-    entry = stored.source.entry(name)
-    if name not in source.places:
-        raise _failure(name, "is not in the source", "", stored)
-    other = source.entry(name)
+    entry, other = stored.source.entry(name), _original(source, stored, name)
     narrowed = entry.tag == "BF16" and other.tag in FLOATS
     if entry.shape != other.shape or (entry.tag != other.tag and not narrowed):
         raise _failure(name, f"is {entry.tag} {list(entry.shape)}", f"{other.tag} {list(other.shape)}", stored)

@@ -115,7 +115,7 @@ def _check_activations(o: ConvertOptions) -> None:
         is_path = not is_number(o.input_amax)
         expected = "a number or the Path of a JSON file" if is_path else "a number above 1e-30 and below 1e30"
         raise OptionError({"input_amax": f"is {o.input_amax!r}"}, expected)
-    if o.input_amax is not None and (o.weight_only or LAYOUTS[o.layout].activation is None):
+    if o.input_amax is not None and (o.weight_only or LAYOUTS[o.layout].suffixes.activation is None):
         other = {"weight_only": "is used"} if o.weight_only else {"layout": f"is {o.layout}"}
         expected = "one of them, as no activation scale is written then"
         raise OptionError({"input_amax": f"is {o.input_amax}", **other}, expected)

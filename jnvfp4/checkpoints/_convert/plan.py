@@ -8,11 +8,10 @@ from ...spec import BLOCK
 from .._files.errors import CheckpointError
 from .._files.files import check_finite
 from .._files.safetensors import FLOATS, JSON, Planned
-from .._files.source import CONFIG, Source, read_json
+from .._files.source import CONFIG, Source, index_file, read_json
 from .._layouts.base import Layout, Parts, Quantization
-from .._layouts.configs import config_files, index_file
 from .._layouts.fp8 import fp8_weights
-from .._layouts.layouts import LAYOUTS, names_global_scale
+from .._layouts.layouts import LAYOUTS
 from .._layouts.loaders import linear_modules
 from .._layouts.names import Group, is_kv_scale, module_of, sibling_experts
 from .._layouts.unsupported import factors
@@ -137,7 +136,7 @@ def _plan_of(
     shards = _shards(source, items, options.max_shard_bytes)
     spec = {"recipe": options.recipe, "amax_scope": format_.amax_scope, "e4m3_max": format_.e4m3_max}
     quantization = Quantization(ignore, options.weight_only, options.kv_cache == "fp8", spec)
-    configs = config_files(layout, source.config or {}, quantization)
+    configs = layout.config_files(source.config or {}, quantization)
     index = index_file({name: [p for item in items for p in item.outputs] for name, items in shards.items()})
     files = configs | index  # the index is last, so that an interrupted output looks incomplete
     return Plan(source, options, groups, items, weights, shards, tuple(ignore), input_scales, files, other_warnings)
@@ -151,7 +150,8 @@ def _refuse_quantized(source: Source) -> None:
             "repack changes the layout of NVFP4, dequantize undoes it; --dequantize-input fp8 decodes FP8, mxfp4 MXFP4"
         )
         raise CheckpointError(f"is quantized already ({method})", expected, file=source.directory / CONFIG, hint=hint)
-    scales = [name for name in source.places if names_global_scale(name) or is_kv_scale(name)]
+    suffixes = tuple(suffix for layout in LAYOUTS.values() for suffix in layout.global_suffixes)
+    scales = [name for name in source.places if name.endswith(suffixes) or is_kv_scale(name)]
     scales += [name for name, _ in factors(source, source.places)]
     if scales:
         hint = "--dequantize-input fp8 decodes FP8 weights" if any(fp8_weights(source)) else ""
@@ -178,9 +178,9 @@ def _check_names(items: Mapping[str, Item]) -> None:
     names: dict[str, str] = {}
     for item in items.values():
         parts = item.parts or [p.name for p in item.outputs]
-        for name in parts:
+        for name in filter(None, parts):
             other = names.setdefault(name, item.name)
-            if name is not None and other != item.name:
+            if other != item.name:
                 raise CheckpointError(f"{item.name!r} and {other!r} both become it", "one of them", tensor=name)
 
 
@@ -194,7 +194,7 @@ def _input_scales(options: ConvertOptions, groups: Collection[Group]) -> tuple[d
 
     A group has the largest of its members.
     """
-    if options.weight_only or LAYOUTS[options.layout].activation is None:
+    if options.weight_only or LAYOUTS[options.layout].suffixes.activation is None:
         return {}, ()
     modules = [m for g in groups for m in g.members]
     if options.input_amax is None:

@@ -5,6 +5,7 @@ Nothing is read or copied before a slice is used.
 
 from collections import defaultdict
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
@@ -12,9 +13,8 @@ from ...spec import BLOCK
 from .._files.errors import CheckpointError, OptionError
 from .._files.files import Rows
 from .._files.safetensors import Planned
-from .._files.source import CONFIG, Source, View
-from .._layouts.configs import without_quantization
-from .._layouts.fp8 import fp8_decoded, fp8_weights
+from .._files.source import CONFIG, Source, View, without_quantization
+from .._layouts.fp8 import dtype_of_origin, fp8_weights
 from .._layouts.loaders import is_expert_stack
 from .._layouts.names import WEIGHT, module_of, split_expert
 from .mxfp4 import mxfp4_views
@@ -31,8 +31,7 @@ _KN_MODELS = ("llama4", "llama4_text", "gpt_oss")  # model types with stacks [E,
 def converted_view(source: Source, options: ConvertOptions) -> Source:
     """Shows a source in the form that is converted."""
     if options.dequantize_input != "none":
-        decode = {"fp8": decoded_fp8, "mxfp4": decoded_mxfp4}[options.dequantize_input]
-        source, encoded = decode(source), source
+        source, encoded = decoded(source, options.dequantize_input), source
         if source is encoded:
             expected = "a weight in this format, with its scales"
             raise OptionError({"dequantize_input": f"is {options.dequantize_input}, and the source has none"}, expected)
@@ -133,19 +132,11 @@ def _stack_of(source: Source, name: str, parts: list[dict[int, str]]) -> View:
 
 
 # ---------------------------------------------------------------- quantized sources
-def decoded_fp8(source: Source) -> Source:
-    """Shows FP8 weights in their dtype of origin, in a model that is not quantized."""
-    weights = list(fp8_weights(source))
-    return _ordinary(fp8_decoded(source, weights)) if weights else source
-
-
-def decoded_mxfp4(source: Source) -> Source:
-    """Shows MXFP4 stacks of experts in bfloat16, in a model that is not quantized."""
-    views = list(mxfp4_views(source))
-    return _ordinary(source.with_views(views)) if views else source
-
-
-def _ordinary(source: Source) -> Source:
-    """Shows a source without the config of the quantization that a view has undone."""
+def decoded(source: Source, form: Literal["fp8", "mxfp4"]) -> Source:
+    """Shows FP8 weights in their dtype of origin, or MXFP4 stacks in bfloat16, in a model that is not quantized."""
+    tag = dtype_of_origin(source)
+    views = [w.view(tag) for w in fp8_weights(source)] if form == "fp8" else [*mxfp4_views(source)]
+    if not views:
+        return source
     config = None if source.config is None else without_quantization(source.config)
-    return replace(source, config=config)
+    return replace(source.with_views(views), config=config)

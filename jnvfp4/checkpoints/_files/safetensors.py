@@ -58,10 +58,7 @@ FLOATS = ("BF16", "F16", "F32")  # the dtypes of weights that are quantized with
 class Planned:
     """Describes a tensor that is in a file, is computed from others, or will be written.
 
-    Attributes:
-      name, tag, shape: its name, dtype and shape.
-      kn: whether a stack of experts is [E, K, N]; None if that is not known, as of a tensor in a file.
-      mxfp4: whether it is decoded from MXFP4.
+    ``kn`` says whether a stack of experts is [E, K, N], None if that is not known; ``mxfp4`` that it was in MXFP4.
     """
 
     name: str

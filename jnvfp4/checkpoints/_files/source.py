@@ -223,6 +223,23 @@ def _read_index(directory: Path) -> Mapping[str, str] | None:
     return index
 
 
+def without_quantization(config: JSON) -> JSON:
+    """Leaves out how a source was quantized, of a multimodal model also where it describes the language model."""
+    out = {key: value for key, value in config.items() if key != "quantization_config"}
+    if isinstance(text := out.get("text_config"), dict):
+        out["text_config"] = {key: value for key, value in text.items() if key != "quantization_config"}
+    return out
+
+
+def index_file(shards: Mapping[str, Iterable[Planned]]) -> dict[str, JSON]:
+    """Makes the index of the tensors in several shards, by file name; one shard has none."""
+    if len(shards) == 1:
+        return {}
+    places = {p.name: (shard, p.nbytes) for shard, tensors in shards.items() for p in tensors}
+    size = sum(nbytes for _, nbytes in places.values())
+    return {INDEX: {"metadata": {"total_size": size}, "weight_map": {n: places[n][0] for n in sorted(places)}}}
+
+
 def _open_shards(directory: Path, names: list[str]) -> dict[str, File]:
     files = {}
     for name in names:

@@ -13,6 +13,7 @@ import numpy as np
 from ...spec import Format
 from .._files.errors import CheckpointError, Exit
 from .._files.safetensors import JSON, Planned
+from .._files.source import CONFIG, HF_QUANT, without_quantization
 from .loaders import Loader, Reading, fused_module
 from .names import KV_SCALE
 
@@ -28,7 +29,7 @@ class Parts(NamedTuple):
     codes: str
     scales: str
     global_scale: str
-    activation: str | None
+    activation: str | None = None
 
 
 class Quantization(NamedTuple):
@@ -46,37 +47,32 @@ class Layout(ABC):
 
     Attributes:
       name: the layout's name.
-      codes, scales, global_scale: suffixes of the packed codes, the block scales and the global scale, after ``M``.
+      suffixes: what the names of the tensors have after ``M``.
       scales_tag: safetensors dtype of the block scales.
       meaning: what number is stored as the global scale: S_dec, S_enc or the amax.
       global_shape: the shape of a global scale that is one number.
-      activation: suffix of the activations' scale, or None if the layout stores none.
       kv_scale: the name of a scale of the KV cache in its attention module, with ``{0}`` for k or v.
       stacks: whether the layout can store all experts in one tensor.
       unscaled_kv_cache: whether its loaders have an FP8 KV cache without scales for it.
       quant_method: its name in ``quantization_config``, or the start of it.
       nvfp4: the entries of configs that say that weights are NVFP4, with their values.
-      config_keys: those of them that loaders need in ``quantization_config``.
-      hf_quant_keys: the entries that loaders need in ``hf_quant_config.json``; none if they do not read that file.
+      hf_quant_keys: the entries that loaders need in ``hf_quant_config.json``; none if they do not read that file, and
+        need those of ``nvfp4`` in ``quantization_config``.
       loaders: its loaders by name.
       targets: how its loaders read the targets of the groups in a config, which alone decide what is quantized and how;
         None if an algorithm and the ignore list do.
     """
 
     name: str
-    codes: str
-    scales: str
-    global_scale: str
+    suffixes: Parts
     scales_tag: str = "F8_E4M3"
     meaning: Meaning
     global_shape: Shape = (1,)
-    activation: str | None = None
     kv_scale: str = "{0}_scale"
     stacks: bool = True
     unscaled_kv_cache: bool = False
     quant_method: str
     nvfp4: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    config_keys: tuple[str, ...] = ()
     hf_quant_keys: tuple[str, ...] = ()
     loaders: Mapping[str, Loader]
     targets: Reading | None = None
@@ -90,14 +86,14 @@ class Layout(ABC):
     @property
     def global_suffixes(self) -> tuple[str, ...]:
         """What names of global scales end in: of a weight, and of a stack of experts if the layout has them."""
-        return (self.global_scale, *([self.global_scale.replace(".", "_", 1)] if self.stacks else []))
+        suffix = self.suffixes.global_scale
+        return (suffix, suffix.replace(".", "_", 1)) if self.stacks else (suffix,)
 
     def parts(self, module: str, stacked: bool = False) -> Parts:
         """Names the tensors that store a module's weight. A stack of experts has no ``.weight`` in its name."""
-        prefix = f"{module}_" if stacked else f"{module}."
-        activation = self.activation and prefix + self.activation[1:]
-        codes = module if stacked else module + self.codes
-        return Parts(codes, prefix + self.scales[1:], prefix + self.global_scale[1:], activation)
+        end = "_" if stacked else "."
+        codes, scales, global_scale, activation = (s and module + end + s[1:] for s in self.suffixes)
+        return Parts(module if stacked else str(codes), str(scales), str(global_scale), activation)
 
     def planned(self, parts: Parts, codes: Shape, scales: Shape, numbers: Shape, activation: bool) -> list[Planned]:
         """Describes these tensors, by the shapes of the codes, the block scales, and the global scale or another."""
@@ -156,6 +152,14 @@ class Layout(ABC):
             return self.to_decode(stored) * np.float32(2688)
 
     # ------------------------------------------------------------ configs
+    def config_files(self, config: JSON | None, q: Quantization) -> dict[str, JSON]:
+        """Makes the configs of a quantized model by file name; one without a ``config.json`` stays without."""
+        files: dict[str, JSON] = {}
+        if config is not None:
+            files[CONFIG] = {**without_quantization(config), "quantization_config": self.config(q)}
+        hf_quant = self.hf_quant(q)
+        return files if hf_quant is None else {**files, HF_QUANT: hf_quant}
+
     @abstractmethod
     def config(self, q: Quantization) -> JSON:
         """Makes the ``quantization_config`` of config.json."""
@@ -191,16 +195,15 @@ class Layout(ABC):
         listed = {*kept} | {"lm_head"} - {*quantized} or {"lm_head"}
         entries = sorted(self.ignore_entries(listed, {*quantized}))
         for name, loader in self.loaders.items():
-            for modules, wanted in ((kept, True), (quantized, False)):
-                for module in modules:
-                    asked = fused_module(module) if loader.asks_fused else module
-                    entry = next((e for e in entries if loader.reads(e, asked)), None)
-                    if (entry is not None) == wanted:
-                        continue
-                    does = "would quantize it" if wanted else f"would keep it because of {entry!r}"
-                    observed = f"module {module!r} is {'kept' if wanted else 'quantized'}, but {name} {does}"
-                    hint = "keep or quantize both, or choose another --format"
-                    raise CheckpointError(observed, "the same reading by every loader", code=Exit.CONFLICT, hint=hint)
+            for module, wanted in [*((m, True) for m in kept), *((m, False) for m in quantized)]:
+                asked = fused_module(module) if loader.asks_fused else module
+                entry = next((e for e in entries if loader.reads(e, asked)), None)
+                if (entry is not None) == wanted:
+                    continue
+                does = "would quantize it" if wanted else f"would keep it because of {entry!r}"
+                observed = f"module {module!r} is {'kept' if wanted else 'quantized'}, but {name} {does}"
+                hint = "keep or quantize both, or choose another --format"
+                raise CheckpointError(observed, "the same reading by every loader", code=Exit.CONFLICT, hint=hint)
         return entries
 
     # ------------------------------------------------------------ other readers

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...spec import BLOCK
 from .._files.safetensors import JSON
-from .base import Layout, Peer, Quantization
+from .base import Layout, Parts, Peer, Quantization
 from .loaders import Loader, by_expression
 
 PACKED = "nvfp4-pack-quantized"
@@ -68,15 +68,11 @@ class _CompressedTensors(Layout):
 
 COMPRESSED_TENSORS = _CompressedTensors(
     name="compressed-tensors",
-    codes=".weight_packed",
-    scales=".weight_scale",
-    global_scale=".weight_global_scale",
+    suffixes=Parts(".weight_packed", ".weight_scale", ".weight_global_scale", ".input_global_scale"),
     meaning="encode",
-    activation=".input_global_scale",
     stacks=False,
     quant_method="compressed-tensors",
     nvfp4={"format": (PACKED,)},
-    config_keys=("format",),
     loaders={"compressed-tensors": Loader(by_expression)},
     targets=by_expression,
 )

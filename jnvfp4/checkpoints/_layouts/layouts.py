@@ -20,8 +20,3 @@ def layouts_with(has: Callable[[Layout], bool]) -> str:
 def nvfp4_values(key: str) -> tuple[str, ...]:
     """Lists the values of an entry of configs that say NVFP4 in any layout."""
     return tuple(value for layout in LAYOUTS.values() for value in layout.nvfp4.get(key, ()))
-
-
-def names_global_scale(name: str) -> bool:
-    """Tells whether a reader takes a tensor with this name for a global scale, in any layout."""
-    return any(name.endswith(layout.global_suffixes) for layout in LAYOUTS.values())

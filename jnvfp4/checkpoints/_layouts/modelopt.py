@@ -3,7 +3,7 @@
 from ..._version import __version__
 from ...spec import BLOCK
 from .._files.safetensors import JSON
-from .base import Layout, Quantization
+from .base import Layout, Parts, Quantization
 from .loaders import Loader, by_prefix, by_substring, by_wildcards, fused_entries, layer_entries
 
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4")  # with activations in FP4, or in high precision
@@ -43,12 +43,9 @@ class _ModelOpt(Layout):
 
 MODELOPT = _ModelOpt(
     name="modelopt",
-    codes=".weight",
-    scales=".weight_scale",
-    global_scale=".weight_scale_2",
+    suffixes=Parts(".weight", ".weight_scale", ".weight_scale_2", ".input_scale"),
     meaning="decode",
     global_shape=(),
-    activation=".input_scale",
     kv_scale="{0}_proj.{0}_scale",  # by ``postprocess_state_dict`` in its export/quant_utils.py
     unscaled_kv_cache=True,
     quant_method="modelopt",

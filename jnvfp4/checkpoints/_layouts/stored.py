@@ -14,7 +14,7 @@ from .._files.errors import CheckpointError
 from .._files.safetensors import FLOATS
 from .._files.source import CONFIG, Source, open_source, read_hf_quant
 from .base import Layout, Parts
-from .fp8 import Fp8Weight, fp8_decoded, fp8_weights
+from .fp8 import Fp8Weight, dtype_of_origin, fp8_weights
 from .layouts import LAYOUTS
 from .names import WEIGHT, module_of
 from .te import TE
@@ -175,9 +175,7 @@ def layout_of(source: Source) -> Layout | None:
         if any(name.endswith(layout.global_suffixes) for name in source.places):
             return layout
     config = (source.config or {}).get("quantization_config")
-    if not isinstance(config, dict):
-        return None
-    named = next((layout for layout in LAYOUTS.values() if layout.is_named_by(config)), None)
+    named = next((x for x in LAYOUTS.values() if isinstance(config, dict) and x.is_named_by(config)), None)
     # The config decides without global scales: a conversion may quantize nothing. Other weights that are quantized are
     # damaged, or of another format.
     return named if named and (named.stores_amax or not _has_codes(source)) else None
@@ -223,7 +221,7 @@ def stored_of(source: Source, fp8_tag: str | None = None) -> Stored:
         raise CheckpointError("has no NVFP4 weight", "a checkpoint of NVFP4 weights", file=file, hint=hint)
     modules, *stacks = ({n.removesuffix(s) for n in source.places if n.endswith(s)} for s in layout.global_suffixes)
     fp8 = {module_of(w.entry.name): w for w in fp8_weights(source)}
-    viewed = fp8_decoded(source, fp8.values(), fp8_tag)
+    viewed = source.with_views(w.view(fp8_tag or dtype_of_origin(source)) for w in fp8.values())
     stored = Stored(viewed, layout, sorted(modules.union(*stacks)), frozenset().union(*stacks), fp8)
     for module in stored.modules:
         _check_weight(stored, module)

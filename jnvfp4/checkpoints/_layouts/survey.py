@@ -299,8 +299,8 @@ def survey(source: Source, ranks: int | None = None) -> Survey:
 
 def _coded_module(source: Source, layout: Layout, name: str) -> str:
     """Gives the module of a tensor of codes that has block scales, with or without a global scale."""
-    module = name.removesuffix(layout.codes) if name.endswith(layout.codes) else ""
-    scales = module + layout.scales
+    module = name.removesuffix(layout.suffixes.codes) if name.endswith(layout.suffixes.codes) else ""
+    scales = module + layout.suffixes.scales
     coded = bool(module) and source.entry(name).tag == "U8" and scales in source.places
     return module if coded and source.entry(scales).tag == layout.scales_tag == "F8_E4M3" else ""
 
@@ -337,6 +337,6 @@ def _lie(codes: Planned, scales: Planned, layout: Layout, stacked: bool) -> Lie:
 def module_entries(source: Source) -> Iterator[tuple[str, Planned]]:
     """Gives the weights of all modules, quantized or not, by module: one tensor each, in the order of their names."""
     for entry in source.entries():
-        for suffix in {layout.codes for layout in LAYOUTS.values()}:
+        for suffix in {layout.suffixes.codes for layout in LAYOUTS.values()}:
             if entry.name.endswith(suffix):
                 yield entry.name.removesuffix(suffix), entry

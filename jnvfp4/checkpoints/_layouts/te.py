@@ -2,7 +2,7 @@
 
 from ...spec import BLOCK
 from .._files.safetensors import JSON
-from .base import Layout, Quantization
+from .base import Layout, Parts, Quantization
 from .loaders import Loader, by_prefix, fused_entries
 
 
@@ -16,9 +16,7 @@ class _Te(Layout):
 
 TE = _Te(
     name="te",
-    codes=".weight",
-    scales=".weight_scale_inv",
-    global_scale=".weight_amax",
+    suffixes=Parts(".weight", ".weight_scale_inv", ".weight_amax"),
     scales_tag="U8",
     meaning="amax",
     quant_method="jnvfp4",
